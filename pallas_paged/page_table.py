@@ -1,0 +1,397 @@
+"""Who owns which page: integers only, no K/V.
+
+A `PageTable` is an immutable pytree. Every function here but `check` is pure and may run inside
+`jax.jit`, in a `lax.while_loop` carry, donated or not. Arrays of `num_pages` elements are only
+gathered from and scattered into, so that XLA updates them in place and no call scans the pool.
+Arguments of a wrong shape or dtype raise ValueError.
+
+The sentinel for "no page" is `num_pages`, which gathers fill and scatters drop; -1 would wrap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+INT32_MAX = 2**31 - 1
+MAX_PAGE_SIZE = 256
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PageTable:
+    """Pages of every row, their reference counts and the stack of free pages.
+
+    Attributes:
+        block_tables: int32[max_seqs, pages_per_seq], page of each block; unused = num_pages.
+        seq_lens: int32[max_seqs], tokens held by each row; 0 = empty row.
+        ref_counts: int32[num_pages], block table entries that name each page; 0 = free.
+        free_pages: int32[num_pages], a stack: the first `num_free` entries are the free pages.
+        num_free: int32[].
+        page_size: tokens per page, static.
+    """
+
+    block_tables: jax.Array
+    seq_lens: jax.Array
+    ref_counts: jax.Array
+    free_pages: jax.Array
+    num_free: jax.Array
+    page_size: int = field(metadata=dict(static=True))
+
+    @property
+    def num_pages(self) -> int:
+        return self.ref_counts.shape[0]
+
+    @property
+    def max_seqs(self) -> int:
+        return self.block_tables.shape[0]
+
+    @property
+    def pages_per_seq(self) -> int:
+        return self.block_tables.shape[1]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PageCopies:
+    """Pages that `copy_pages` must copy before anything is written; sentinel entries are dropped.
+
+    Attributes:
+        src_pages: int32[...], pages to read.
+        dst_pages: int32[...], pages to write, same shape.
+    """
+
+    src_pages: jax.Array
+    dst_pages: jax.Array
+
+
+def create_page_table(
+    *, num_pages: int, page_size: int, max_seqs: int, pages_per_seq: int
+) -> PageTable:
+    """Returns an empty table with all pages free; pages are handed out as 0, 1, 2, ...
+
+    Args:
+        num_pages: pages in the pool.
+        page_size: tokens per page, a power of two from 1 to 256.
+        max_seqs: rows.
+        pages_per_seq: most pages that one row may hold.
+
+    Raises:
+        ValueError: a size is not a positive integer, `page_size` is not allowed, or int32 cannot
+            count the slots, the tokens of a row or the block table entries.
+    """
+    validate_pool_size(num_pages, page_size)
+    validate_positive(max_seqs=max_seqs, pages_per_seq=pages_per_seq)
+    if pages_per_seq * page_size > INT32_MAX:
+        raise ValueError(f"{pages_per_seq=} * {page_size=} must be at most {INT32_MAX}")
+    if max_seqs * pages_per_seq > INT32_MAX:
+        raise ValueError(f"{max_seqs=} * {pages_per_seq=} must be at most {INT32_MAX}")
+    return PageTable(
+        block_tables=jnp.full((max_seqs, pages_per_seq), num_pages, jnp.int32),
+        seq_lens=jnp.zeros(max_seqs, jnp.int32),
+        ref_counts=jnp.zeros(num_pages, jnp.int32),
+        free_pages=jnp.arange(num_pages - 1, -1, -1, dtype=jnp.int32),
+        num_free=jnp.asarray(num_pages, jnp.int32),
+        page_size=int(page_size),
+    )
+
+
+def extend(
+    table: PageTable, num_new_tokens: ArrayLike, *, max_new_tokens: int | None = None
+) -> tuple[PageTable, jax.Array]:
+    """Reserves room for new tokens at the end of rows; all or nothing for each row.
+
+    Rows are served by row index while the running total of pages fits; from the first that does
+    not fit on, every row that needs a page fails. A row that asks for 0 tokens is ok. A request
+    that is negative, over `max_new_tokens` or past `pages_per_seq` pages fails and is not counted.
+
+    Args:
+        num_new_tokens: int32[max_seqs].
+        max_new_tokens: bounds every request and so the work (a decode step says 1); None = a row.
+
+    Returns:
+        The table, `seq_lens` with the new tokens, and ok bool[max_seqs]; other rows unchanged.
+
+    Raises:
+        ValueError: `max_new_tokens` is not a positive integer.
+    """
+    wanted = checked_array("num_new_tokens", num_new_tokens, jnp.int32, (table.max_seqs,))
+    capacity = table.pages_per_seq * table.page_size
+    bound = capacity if max_new_tokens is None else max_new_tokens
+    validate_positive(max_new_tokens=bound)
+    bound = min(bound, capacity)
+
+    room = capacity - table.seq_lens
+    valid = (wanted >= 0) & (wanted <= bound) & (wanted <= room)
+    new_lens = table.seq_lens + jnp.where(valid, wanted, 0)
+    held = _num_blocks(table.seq_lens, table.page_size)
+    need = _num_blocks(new_lens, table.page_size) - held
+    width = -(-bound // table.page_size)
+    table, ok, pages = _take_pages(table, valid, need, width=width)
+
+    rows = jnp.arange(table.max_seqs, dtype=jnp.int32)[:, None]
+    blocks = held[:, None] + jnp.arange(width, dtype=jnp.int32)  # [max_seqs, width]
+    blocks = jnp.where(pages < table.num_pages, blocks, table.pages_per_seq)
+    table = replace(
+        table,
+        block_tables=table.block_tables.at[rows, blocks].set(pages, mode="drop"),
+        seq_lens=jnp.where(ok, new_lens, table.seq_lens),
+    )
+    return table, ok
+
+
+def free(table: PageTable, rows: ArrayLike) -> PageTable:
+    """Empties rows; pages that no other row holds are free again.
+
+    Args:
+        rows: bool[max_seqs], the rows to empty; an empty row may be named.
+    """
+    rows = checked_array("rows", rows, jnp.bool_, (table.max_seqs,))
+    table = replace(table, seq_lens=jnp.where(rows, 0, table.seq_lens))
+    return _release_blocks(table, jnp.broadcast_to(rows[:, None], table.block_tables.shape))
+
+
+def fork(
+    table: PageTable, src: ArrayLike, dst: ArrayLike
+) -> tuple[PageTable, PageCopies, jax.Array]:
+    """Fills empty rows `dst` as rows `src`: full pages are shared, a partial last page is copied.
+
+    Every entry reads the table as it was before the call. An entry whose src or dst is no row is
+    padding: not ok and otherwise ignored. An entry also fails when dst holds tokens, an earlier
+    entry has the same dst, src is some entry's dst, or no page is left for the copy (running total
+    by entry, as in `extend`).
+
+    Args:
+        src: int32[F], rows to read; a row may be named often, and may be empty.
+        dst: int32[F], rows to fill.
+
+    Returns:
+        The table, copies [F] for `copy_pages`, and ok bool[F].
+    """
+    src = checked_array("src", src, jnp.int32, (np.size(src),))
+    dst = checked_array("dst", dst, jnp.int32, src.shape)
+    num_forks, no_row = src.shape[0], table.max_seqs
+    is_fork = (src >= 0) & (src < no_row) & (dst >= 0) & (dst < no_row)
+    src, dst = jnp.where(is_fork, src, no_row), jnp.where(is_fork, dst, no_row)
+    entry = jnp.arange(num_forks, dtype=jnp.int32)
+    claims = jnp.full(no_row, num_forks, jnp.int32).at[dst].min(entry, mode="drop")
+    valid = (
+        (claims.at[dst].get(mode="fill", fill_value=-1) == entry)
+        & (claims.at[src].get(mode="fill", fill_value=-1) == num_forks)
+        & (table.seq_lens.at[dst].get(mode="fill", fill_value=1) == 0)
+    )
+
+    lens = table.seq_lens.at[src].get(mode="fill", fill_value=0)
+    num_full = lens // table.page_size
+    has_tail = (lens % table.page_size > 0).astype(jnp.int32)
+    blocks = table.block_tables.at[src].get(mode="fill", fill_value=table.num_pages)
+    tails = table.block_tables.at[src, num_full].get(mode="fill", fill_value=table.num_pages)
+    table, ok, fresh = _take_pages(table, valid, has_tail, width=1)  # fresh [F, 1]
+
+    column = jnp.arange(table.pages_per_seq, dtype=jnp.int32)
+    is_shared = ok[:, None] & (column < num_full[:, None])
+    shared = jnp.where(is_shared, blocks, table.num_pages)  # [F, pages_per_seq]
+    blocks = jnp.where(column == num_full[:, None], fresh, shared)
+    dst = jnp.where(ok, dst, no_row)
+    table = replace(
+        table,
+        block_tables=table.block_tables.at[dst].set(blocks, mode="drop"),
+        seq_lens=table.seq_lens.at[dst].set(lens, mode="drop"),
+        ref_counts=table.ref_counts.at[shared].add(1, mode="drop"),
+    )
+    copies = PageCopies(src_pages=jnp.where(ok, tails, table.num_pages), dst_pages=fresh[:, 0])
+    return table, copies, ok
+
+
+def truncate(table: PageTable, new_lens: ArrayLike) -> tuple[PageTable, PageCopies, jax.Array]:
+    """Shortens rows to their first `new_lens` tokens.
+
+    A shared page that becomes a row's partial last page is replaced by a copy, as the row may write
+    to it. Copies go to pages that were free before the call (running total by row, as in `extend`);
+    the pages given up are free afterwards.
+
+    Args:
+        new_lens: int32[max_seqs]; a row's own length changes nothing; longer or negative fails.
+
+    Returns:
+        The table, copies [max_seqs] for `copy_pages`, and ok bool[max_seqs]; other rows unchanged.
+    """
+    new_lens = checked_array("new_lens", new_lens, jnp.int32, (table.max_seqs,))
+    valid = (new_lens >= 0) & (new_lens <= table.seq_lens)
+    num_full = new_lens // table.page_size
+    has_tail = new_lens % table.page_size > 0
+    rows = jnp.arange(table.max_seqs, dtype=jnp.int32)
+    tails = table.block_tables.at[rows, num_full].get(mode="fill", fill_value=table.num_pages)
+    tail_refs = table.ref_counts.at[tails].get(mode="fill", fill_value=0)
+    reown = has_tail & (tail_refs > 1)
+    table, ok, fresh = _take_pages(table, valid, reown.astype(jnp.int32), width=1)
+    reown &= ok
+
+    column = jnp.arange(table.pages_per_seq, dtype=jnp.int32)
+    num_kept = num_full + (has_tail & ~reown)
+    table = _release_blocks(table, ok[:, None] & (column >= num_kept[:, None]))
+    is_tail = reown[:, None] & (column == num_full[:, None])
+    table = replace(
+        table,
+        block_tables=jnp.where(is_tail, fresh, table.block_tables),
+        seq_lens=jnp.where(ok, new_lens, table.seq_lens),
+    )
+    copies = PageCopies(src_pages=jnp.where(reown, tails, table.num_pages), dst_pages=fresh[:, 0])
+    return table, copies, ok
+
+
+def slot_mapping(table: PageTable, rows: ArrayLike, positions: ArrayLike) -> jax.Array:
+    """Returns the pool slot, page * page_size + offset, of each token.
+
+    Args:
+        rows: int32[T].
+        positions: int32[T], token index within the row.
+
+    Returns:
+        int32[T]; a row or position outside the tokens that the row holds gives
+        num_pages * page_size, which `write_kv` drops.
+    """
+    rows = checked_array("rows", rows, jnp.int32, (np.size(rows),))
+    positions = checked_array("positions", positions, jnp.int32, rows.shape)
+    lens = table.seq_lens.at[rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    held = (positions >= 0) & (positions < lens)
+    pages = table.block_tables[rows, positions // table.page_size]
+    slots = pages * table.page_size + positions % table.page_size
+    return jnp.where(held, slots, table.num_pages * table.page_size)
+
+
+def check(table: PageTable) -> None:
+    """Checks every invariant of a concrete table, on the host.
+
+    Raises:
+        ValueError: names the first broken invariant with its values, or the table is traced.
+    """
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(table)):
+        raise ValueError("check runs on the host: call it outside jit, on a concrete PageTable")
+    blocks, lens, refs = map(np.asarray, (table.block_tables, table.seq_lens, table.ref_counts))
+    num_free = np.asarray(table.num_free)
+    num_pages, page_size = table.num_pages, table.page_size
+    capacity = table.pages_per_seq * page_size
+
+    holds = (num_free >= 0) & (num_free <= num_pages)
+    _require(holds, f"num_free must be in [0, {num_pages=}]", "the stack", num_free=num_free)
+    holds = (lens >= 0) & (lens <= capacity)
+    _require(holds, f"seq_lens must be in [0, {capacity}]", "row", seq_lens=lens)
+
+    lens = lens[:, None]
+    column = np.arange(table.pages_per_seq)
+    is_block = column < -(-lens // page_size)
+    holds = np.where(is_block, (blocks >= 0) & (blocks < num_pages), blocks == num_pages)
+    rule = f"a block needs a page in [0, {num_pages=}), an unused one the sentinel {num_pages}"
+    _require(holds, rule, "row", "block", page=blocks, seq_lens=lens)
+    ordered = np.sort(blocks, axis=1)
+    holds = (ordered[:, 1:] != ordered[:, :-1]) | (ordered[:, 1:] == num_pages)
+    _require(holds, "a row must not hold a page twice", "row", page=ordered[:, 1:])
+
+    stack = np.asarray(table.free_pages)[:num_free]
+    holds = (stack >= 0) & (stack < num_pages)
+    _require(holds, f"a free page must be in [0, {num_pages=})", "free_pages entry", page=stack)
+    entries = np.bincount(blocks[is_block], minlength=num_pages)
+    rule = "ref_counts must count the block table entries"
+    _require(refs == entries, rule, "page", ref_counts=refs, entries=entries)
+    times_free = np.bincount(stack, minlength=num_pages)
+    rule = "a page must be free once if ref_counts is 0, else never"
+    _require(times_free == (refs == 0), rule, "page", ref_counts=refs, times_free=times_free)
+
+    is_tail = (lens % page_size > 0) & (column == lens // page_size)
+    tail_refs = np.where(is_tail, refs[np.where(is_tail, blocks, 0)], 1)
+    rule = "a partial last page must not be shared"
+    _require(tail_refs == 1, rule, "row", "block", page=blocks, ref_counts=tail_refs)
+
+
+def _require(holds: np.ndarray, rule: str, *axes: str, **values: np.ndarray) -> None:
+    """Raises ValueError with the rule, and the values at the first place where it does not hold."""
+    if not holds.all():
+        index = tuple(np.argwhere(~holds)[0])
+        place = ", ".join(f"{axis} {i}" for axis, i in zip(axes, index, strict=False))
+        broken = {name: np.broadcast_to(v, holds.shape)[index] for name, v in values.items()}
+        found = ", ".join(f"{name}={value}" for name, value in broken.items())
+        raise ValueError(f"{rule}, got {found} at {place}")
+
+
+def validate_positive(**sizes: Any) -> None:
+    """Raises ValueError unless every size is a positive integer."""
+    for name, size in sizes.items():
+        if not isinstance(size, int | np.integer) or isinstance(size, bool) or size <= 0:
+            raise ValueError(f"{name}={size!r} must be a positive integer")
+
+
+def validate_pool_size(num_pages: int, page_size: int) -> None:
+    """Raises ValueError unless the sizes are allowed and int32 can name each slot and one more."""
+    validate_positive(num_pages=num_pages, page_size=page_size)
+    if page_size > MAX_PAGE_SIZE or page_size & (page_size - 1):
+        raise ValueError(f"{page_size=} must be a power of two from 1 to {MAX_PAGE_SIZE}")
+    if num_pages * page_size + 1 > INT32_MAX:
+        raise ValueError(f"{num_pages=} * {page_size=} + 1 must be at most {INT32_MAX}")
+
+
+def checked_array(
+    name: str, value: ArrayLike, dtype: DTypeLike, shape: tuple[int, ...]
+) -> jax.Array:
+    """Returns `value` as an array, or raises ValueError if it has another dtype or shape."""
+    # asarray would narrow a 64-bit NumPy array without a word, so its dtype is read first.
+    given: Any = value if hasattr(value, "dtype") else jnp.asarray(value)
+    if given.dtype != dtype or given.shape != shape:
+        want = f"{jnp.dtype(dtype)}{list(shape)}"
+        raise ValueError(f"{name} must be {want}, got {given.dtype}{list(given.shape)}")
+    return jnp.asarray(given)
+
+
+def _num_blocks(num_tokens: jax.Array, page_size: int) -> jax.Array:
+    # Never num_tokens + page_size - 1, which could pass int32.
+    return num_tokens // page_size + (num_tokens % page_size > 0)
+
+
+def _take_pages(
+    table: PageTable, valid: jax.Array, need: jax.Array, *, width: int
+) -> tuple[PageTable, jax.Array, jax.Array]:
+    """Pops `need` [X] pages for each valid entry, in order, while the running total fits.
+
+    Returns the table, ok bool[X] and the pages int32[X, width], padded with the sentinel.
+    """
+    need = jnp.where(valid, need, 0)
+    total = jnp.cumsum(need, dtype=jnp.int32)
+    ok = valid & ((need == 0) | (total <= table.num_free))
+    count = jnp.arange(width, dtype=jnp.int32)
+    taken = ok[:, None] & (count < need[:, None])  # [X, width]
+    depth = (total - need)[:, None] + count
+    index = jnp.where(taken, table.num_free - 1 - depth, table.num_pages)
+    pages = table.free_pages.at[index].get(mode="fill", fill_value=table.num_pages)
+    table = replace(
+        table,
+        ref_counts=table.ref_counts.at[pages].set(1, mode="drop"),
+        num_free=table.num_free - jnp.sum(taken, dtype=jnp.int32),
+    )
+    return table, ok, pages
+
+
+def _release_blocks(table: PageTable, dropped: jax.Array) -> PageTable:
+    """Gives up the block table entries where `dropped` bool[max_seqs, pages_per_seq]."""
+    none = table.num_pages
+    pages = jnp.where(dropped, table.block_tables, none).ravel()
+    refs = table.ref_counts.at[pages].add(-1, mode="drop")
+    # All entries that shared a page see it reach 0, but one must push it: each leaves a ticket in
+    # the count, the highest stays, and its owner pushes the page and puts the 0 back.
+    ticket = jnp.arange(1, pages.size + 1, dtype=jnp.int32)
+    dead = jnp.where(refs.at[pages].get(mode="fill", fill_value=1) == 0, pages, none)
+    refs = refs.at[dead].max(ticket, mode="drop")
+    pushes = refs.at[dead].get(mode="fill", fill_value=0) == ticket
+    refs = refs.at[jnp.where(pushes, pages, none)].set(0, mode="drop")
+    index = jnp.where(pushes, table.num_free + jnp.cumsum(pushes, dtype=jnp.int32) - 1, none)
+    return replace(
+        table,
+        block_tables=jnp.where(dropped, none, table.block_tables),
+        ref_counts=refs,
+        free_pages=table.free_pages.at[index].set(pages, mode="drop"),
+        num_free=table.num_free + jnp.sum(pushes, dtype=jnp.int32),
+    )

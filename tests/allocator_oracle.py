@@ -1,0 +1,103 @@
+"""A page allocator of dicts and lists, written from the contract without the library."""
+
+from __future__ import annotations
+
+
+class AllocatorOracle:
+    """Rows are lists of tokens and of page names; a page name is never used twice."""
+
+    def __init__(self, *, num_pages: int, page_size: int, max_seqs: int, pages_per_seq: int):
+        self.page_size = page_size
+        self.capacity = pages_per_seq * page_size
+        self.num_free = num_pages
+        self.tokens: list[list[int]] = [[] for _ in range(max_seqs)]
+        self.pages: list[list[int]] = [[] for _ in range(max_seqs)]
+        self.refs: dict[int, int] = {}
+        self.num_named = 0
+
+    def extend(self, new_tokens: list[list[int] | int], max_new_tokens: int) -> list[bool]:
+        """Appends each row's new tokens; a bare int stands for a request too odd to have tokens."""
+        ok = []
+        total, budget = 0, self.num_free
+        for row, new in enumerate(new_tokens):
+            if isinstance(new, int) or len(new) > max_new_tokens:
+                ok.append(False)
+                continue
+            length = len(self.tokens[row]) + len(new)
+            if length > self.capacity:
+                ok.append(False)
+                continue
+            need = -(-length // self.page_size) - len(self.pages[row])
+            total += need
+            ok.append(need == 0 or total <= budget)
+            if ok[-1]:
+                self.tokens[row] += new
+                self.pages[row] += [self._take() for _ in range(need)]
+        return ok
+
+    def free(self, rows: list[bool]) -> None:
+        for row, freed in enumerate(rows):
+            if freed:
+                for page in self.pages[row]:
+                    self._drop(page)
+                self.pages[row], self.tokens[row] = [], []
+
+    def fork(self, src: list[int], dst: list[int]) -> list[bool]:
+        max_seqs = len(self.tokens)
+        real = [0 <= s < max_seqs and 0 <= d < max_seqs for s, d in zip(src, dst, strict=True)]
+        targets = {d for d, is_real in zip(dst, real, strict=True) if is_real}
+        tokens = [list(row) for row in self.tokens]
+        pages = [list(row) for row in self.pages]
+        ok: list[bool] = []
+        seen: set[int] = set()
+        total, budget = 0, self.num_free
+        for s, d, is_real in zip(src, dst, real, strict=True):
+            if not is_real:
+                ok.append(False)
+                continue
+            allowed = not tokens[d] and d not in seen and s not in targets
+            seen.add(d)
+            need = int(allowed and len(tokens[s]) % self.page_size > 0)
+            total += need
+            ok.append(allowed and (need == 0 or total <= budget))
+            if ok[-1]:
+                full = pages[s][: len(tokens[s]) // self.page_size]
+                for page in full:
+                    self.refs[page] += 1
+                self.pages[d] = full + [self._take() for _ in range(need)]
+                self.tokens[d] = list(tokens[s])
+        return ok
+
+    def truncate(self, new_lens: list[int]) -> list[bool]:
+        ok = []
+        total, budget = 0, self.num_free
+        before = dict(self.refs)
+        dropped = []
+        for row, length in enumerate(new_lens):
+            if not 0 <= length <= len(self.tokens[row]):
+                ok.append(False)
+                continue
+            num_full, tail = divmod(length, self.page_size)
+            reown = tail > 0 and before[self.pages[row][num_full]] > 1
+            total += reown
+            ok.append(not reown or total <= budget)
+            if ok[-1]:
+                kept = num_full + (tail > 0 and not reown)
+                dropped += self.pages[row][kept:]
+                self.pages[row] = self.pages[row][:kept] + ([self._take()] if reown else [])
+                self.tokens[row] = self.tokens[row][:length]
+        for page in dropped:
+            self._drop(page)
+        return ok
+
+    def _take(self) -> int:
+        self.num_named += 1
+        self.num_free -= 1
+        self.refs[self.num_named] = 1
+        return self.num_named
+
+    def _drop(self, page: int) -> None:
+        self.refs[page] -= 1
+        if self.refs[page] == 0:
+            del self.refs[page]
+            self.num_free += 1

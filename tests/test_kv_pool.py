@@ -1,0 +1,334 @@
+"""The pool: writes, page copies, compiled facts, and random traces of table and pool together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pallas_paged as pp
+from tests.allocator_oracle import AllocatorOracle
+
+INT32_MAX, INT32_MIN = 2**31 - 1, -(2**31)
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
+
+
+def i32(*values):
+    return np.array(values, np.int32)
+
+
+def make_pool(
+    num_layers=2, num_pages=4, num_kv_heads=2, page_size=2, head_dim=3, dtype=jnp.float32
+):
+    return pp.create_kv_pool(
+        num_layers=num_layers,
+        num_pages=num_pages,
+        num_kv_heads=num_kv_heads,
+        page_size=page_size,
+        head_dim=head_dim,
+        dtype=dtype,
+    )
+
+
+def numbered_pool(**sizes):
+    """A pool in which every element is different."""
+    pool = make_pool(**sizes)
+    leaves, treedef = jax.tree.flatten(pool)
+    size = leaves[0].size
+    return jax.tree.unflatten(
+        treedef,
+        [
+            (jnp.arange(size) + i * size).reshape(x.shape).astype(x.dtype)
+            for i, x in enumerate(leaves)
+        ],
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_created_pool_is_zero_and_layers_have_their_own_buffers(dtype):
+    pool = make_pool(dtype=dtype)
+    leaves = jax.tree.leaves(pool)
+    assert len(pool.k_pages) == len(pool.v_pages) == 2
+    assert pool.k_scales is None and pool.v_scales is None
+    assert {(x.shape, x.dtype) for x in leaves} == {((2, 4, 2, 3), jnp.dtype(dtype))}
+    assert not any(np.any(x) for x in leaves)
+    # One buffer behind two leaves could not be donated.
+    assert len({x.unsafe_buffer_pointer() for x in leaves}) == 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (dict(num_layers=0), "num_layers=0 must be a positive integer"),
+        (dict(num_kv_heads=-2), "num_kv_heads=-2 must be a positive integer"),
+        (dict(head_dim=1.0), r"head_dim=1.0 must be a positive integer"),
+        (dict(num_pages=0), "num_pages=0 must be a positive integer"),
+        (dict(page_size=3), "page_size=3 must be a power of two from 1 to 256"),
+        (dict(num_pages=2**31), r"num_pages=2147483648 \* page_size=2 \+ 1 must be at most"),
+        (dict(dtype=jnp.int8), "dtype=int8 must be one of float32, bfloat16, float16"),
+        (dict(dtype=np.float64), "dtype=float64 must be one of"),
+    ],
+)
+def test_create_refuses(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        make_pool(**sizes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page_size", [1, 2])
+def test_write_kv_writes_the_named_slots_and_nothing_else(dtype, page_size):
+    pool = numbered_pool(page_size=page_size, dtype=dtype)
+    num_slots = 4 * page_size
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, 8, 2, 3)).astype(np.float32)
+    slots = i32(2, num_slots, 0, -1, num_slots - 1, INT32_MAX, INT32_MIN, -num_slots)
+    got = jax.jit(pp.write_kv)(pool.k_pages[0], pool.v_pages[0], k, v, slots)
+    for pages, tokens, new in zip((pool.k_pages[0], pool.v_pages[0]), (k, v), got, strict=True):
+        want = np.array(pages).reshape(2, num_slots, 3)
+        for token, slot in zip(tokens, slots, strict=True):
+            if 0 <= slot < num_slots:
+                want[:, slot] = token.astype(want.dtype)
+        assert new.dtype == dtype and new.shape == pages.shape
+        np.testing.assert_array_equal(np.asarray(new).reshape(want.shape), want)
+
+
+def test_write_kv_takes_no_tokens():
+    pool = numbered_pool()
+    none = np.zeros((0, 2, 3), np.float32)
+    k, v = pp.write_kv(pool.k_pages[0], pool.v_pages[0], none, none, i32())
+    np.testing.assert_array_equal(k, pool.k_pages[0])
+    np.testing.assert_array_equal(v, pool.v_pages[0])
+
+
+def write_arguments(**changes):
+    pages, tokens = np.zeros((2, 4, 2, 3), np.float32), np.zeros((5, 2, 3), np.float32)
+    arguments = dict(k_pages=pages, v_pages=pages, k=tokens, v=tokens, slots=i32(0, 1, 2, 3, 4))
+    return arguments | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(k_pages=np.zeros((4, 2, 3), np.float32)), r"\[num_kv_heads, .*float32\(4, 2, 3\)"),
+        (dict(v_pages=np.zeros((2, 4, 4, 3), np.float32)), r"alike, got .*float32\(2, 4, 4, 3\)"),
+        (dict(v_pages=np.zeros((2, 4, 2, 3), np.float16)), r"float32\(.*float16\(2, 4, 2, 3\)"),
+        (dict(v_pages=np.zeros((2, 4, 2, 3), np.int8)), r"v_pages must be floating, got int8"),
+        (dict(k=np.zeros((5, 2, 3), np.int32)), r"k must be floating, got int32"),
+        (dict(k=np.zeros((5, 3, 3), np.float32)), r"num_kv_heads=2, head_dim=3\].*\(5, 3, 3\)"),
+        (dict(k=np.zeros((5, 6), np.float32)), r"k and v must be .* got \(5, 6\)"),
+        (dict(v=np.zeros((4, 2, 3), np.float32)), r"k and v must be .* and \(4, 2, 3\)"),
+        (dict(slots=i32(0, 1)), r"slots must be int32\[5\], got int32\[2\]"),
+        (dict(slots=np.arange(5)), r"slots must be int32\[5\], got int64\[5\]"),
+    ],
+)
+def test_write_kv_refuses(changes, message):
+    arguments = write_arguments(**changes)
+    with pytest.raises(ValueError, match=message):
+        pp.write_kv(**arguments)
+
+
+def copies_of(src, dst):
+    return pp.PageCopies(src_pages=jnp.asarray(src), dst_pages=jnp.asarray(dst))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_copy_pages_copies_every_layer_and_reads_before_it_writes(dtype):
+    pool = numbered_pool(dtype=dtype)
+    # Page 1 is overwritten and read in the same call.
+    copied = jax.jit(pp.copy_pages)(pool, copies_of(i32(0, 1), i32(1, 3)))
+    for before, after in zip(jax.tree.leaves(pool), jax.tree.leaves(copied), strict=True):
+        np.testing.assert_array_equal(after, np.asarray(before)[:, [0, 0, 2, 1]])
+
+
+def test_copy_pages_drops_what_is_no_page():
+    pool = numbered_pool()
+    src = i32(4, 0, -1, 0, INT32_MAX, 0, INT32_MIN, 4)
+    dst = i32(0, 4, 1, -1, 2, INT32_MIN, 3, 4)
+    copied = pp.copy_pages(pool, copies_of(src.reshape(2, 4), dst.reshape(2, 4)))
+    for before, after in zip(jax.tree.leaves(pool), jax.tree.leaves(copied), strict=True):
+        np.testing.assert_array_equal(after, before)
+
+
+def test_copy_pages_copies_scales_too():
+    pool = numbered_pool()
+    scales = tuple(jnp.arange(16.0).reshape(2, 4, 2) + i for i in range(2))
+    copied = pp.copy_pages(
+        replace(pool, k_scales=scales, v_scales=scales), copies_of(i32(2), i32(0))
+    )
+    for before, after in zip(scales * 2, copied.k_scales + copied.v_scales, strict=True):
+        np.testing.assert_array_equal(after, np.asarray(before)[:, [2, 1, 2, 3]])
+
+
+def test_copy_pages_refuses():
+    with pytest.raises(ValueError, match=r"src_pages must be int32\[1\], got float32\[1\]"):
+        pp.copy_pages(make_pool(), copies_of(np.zeros(1, np.float32), i32(0)))
+    with pytest.raises(ValueError, match=r"dst_pages must be int32\[1\], got int32\[2\]"):
+        pp.copy_pages(make_pool(), copies_of(i32(0), i32(0, 1)))
+
+
+def pool_bytes(pool):
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
+
+
+def abstract_pool():
+    return jax.eval_shape(lambda: make_pool(num_pages=4096, page_size=16, head_dim=64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_donated_write_is_in_place(dtype):
+    if dtype == jnp.bfloat16 and jax.default_backend() == "cpu" and jax.__version_info__ < (0, 12):
+        pytest.skip("this XLA CPU compiler widens bfloat16 scatters, whole operand included")
+    pages = jax.ShapeDtypeStruct((2, 4096, 16, 64), dtype)
+    tokens = jax.ShapeDtypeStruct((8, 2, 64), jnp.float32)
+    slots = jax.ShapeDtypeStruct((8,), jnp.int32)
+    write = jax.jit(pp.write_kv, donate_argnums=(0, 1))
+    memory = write.lower(pages, pages, tokens, tokens, slots).compile().memory_analysis()
+    size = pages.size * jnp.dtype(dtype).itemsize
+    assert memory.alias_size_in_bytes == 2 * size
+    assert memory.temp_size_in_bytes < size // 100
+
+
+def test_donated_copy_is_in_place():
+    pool, pages = abstract_pool(), jax.ShapeDtypeStruct((4,), jnp.int32)
+    copies = pp.PageCopies(src_pages=pages, dst_pages=pages)
+    compiled = jax.jit(pp.copy_pages, donate_argnums=0).lower(pool, copies).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == pool_bytes(pool)
+    assert memory.temp_size_in_bytes < pool_bytes(pool) // 100
+
+
+def test_decode_loop_writes_in_place():
+    pool = abstract_pool()
+    table = jax.eval_shape(
+        lambda: pp.create_page_table(num_pages=4096, page_size=16, max_seqs=8, pages_per_seq=64)
+    )
+
+    def loop(table, pool):
+        rows = jnp.arange(8, dtype=jnp.int32)
+        ones = jnp.ones(8, jnp.int32)
+
+        def step(carry):
+            table, pool, ok = carry
+            table, ok = pp.extend(table, ones, max_new_tokens=1)
+            slots = pp.slot_mapping(table, rows, table.seq_lens - 1)
+            kv = jnp.broadcast_to(slots.astype(jnp.float32)[:, None, None], (8, 2, 64))
+            layers = zip(pool.k_pages, pool.v_pages, strict=True)
+            k_pages, v_pages = zip(
+                *(pp.write_kv(k, v, kv, kv, slots) for k, v in layers), strict=True
+            )
+            return table, pp.KVPool(k_pages=k_pages, v_pages=v_pages), ok
+
+        return jax.lax.while_loop(lambda carry: jnp.all(carry[2]), step, (table, pool, ones > 0))
+
+    compiled = jax.jit(loop, donate_argnums=(0, 1)).lower(table, pool).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < pool_bytes(pool) // 100
+
+
+# Few pages for the rows, so that traces run dry often.
+SIZES = dict(num_pages=9, max_seqs=5, pages_per_seq=4)
+NUM_FORKS, MAX_NEW = 3, 9
+extend_fn = jax.jit(pp.extend, static_argnames="max_new_tokens")
+fork_fn, truncate_fn, free_fn = jax.jit(pp.fork), jax.jit(pp.truncate), jax.jit(pp.free)
+slots_fn, write_fn, copy_fn = jax.jit(pp.slot_mapping), jax.jit(pp.write_kv), jax.jit(pp.copy_pages)
+
+odd = st.sampled_from([INT32_MIN, -1, INT32_MAX])
+row_or_not = st.integers(-1, SIZES["max_seqs"])
+pairs = st.lists(st.tuples(row_or_not, row_or_not), min_size=NUM_FORKS, max_size=NUM_FORKS)
+
+
+def per_row(values):
+    return st.lists(values, min_size=SIZES["max_seqs"], max_size=SIZES["max_seqs"])
+
+
+steps = st.one_of(
+    st.tuples(st.just("extend"), per_row(st.integers(0, 5) | st.integers(0, MAX_NEW + 1) | odd)),
+    st.tuples(st.just("fork"), pairs),
+    st.tuples(st.just("truncate"), per_row(st.integers(-1, 6) | odd)),
+    st.tuples(st.just("free"), per_row(st.sampled_from([False, False, True]))),
+)
+
+
+class Simulation:
+    """A table, a pool in which every token has its own value, and the oracle."""
+
+    def __init__(self, page_size):
+        sizes = dict(**SIZES, page_size=page_size)
+        self.table = pp.create_page_table(**sizes)
+        self.pool = pp.create_kv_pool(
+            num_layers=1, num_pages=SIZES["num_pages"], num_kv_heads=1, page_size=page_size,
+            head_dim=1, dtype=jnp.float32,
+        )  # fmt: skip
+        self.oracle = AllocatorOracle(**sizes)
+        self.num_written = 0
+
+    def extend(self, counts):
+        lens = [len(tokens) for tokens in self.oracle.tokens]
+        new = []
+        for count in counts:
+            if 0 <= count <= MAX_NEW + 1:
+                new.append(list(range(self.num_written, self.num_written + count)))
+                self.num_written += count
+            else:
+                new.append(count)
+        expected = self.oracle.extend(new, MAX_NEW)
+        self.table, ok = extend_fn(self.table, i32(*counts), max_new_tokens=MAX_NEW)
+        # Rows that fail write too: they do not hold those positions, so nothing may happen.
+        rows = np.full(SIZES["max_seqs"] * (MAX_NEW + 1), -1, np.int32)
+        positions, values = np.zeros_like(rows), np.zeros(rows.shape, np.float32)
+        at = 0
+        for row, tokens in enumerate(new):
+            for offset, value in enumerate(tokens if isinstance(tokens, list) else []):
+                rows[at], positions[at], values[at] = row, lens[row] + offset, value
+                at += 1
+        slots = slots_fn(self.table, rows, positions)
+        kv = values[:, None, None]
+        k, v = write_fn(self.pool.k_pages[0], self.pool.v_pages[0], kv, -kv, slots)
+        self.pool = replace(self.pool, k_pages=(k,), v_pages=(v,))
+        return ok, expected
+
+    def fork(self, entries):
+        src, dst = zip(*entries, strict=True)
+        self.table, copies, ok = fork_fn(self.table, i32(*src), i32(*dst))
+        self.pool = copy_fn(self.pool, copies)
+        return ok, self.oracle.fork(list(src), list(dst))
+
+    def truncate(self, deltas):
+        lens = [len(tokens) for tokens in self.oracle.tokens]
+        new_lens = [n - d if -1 <= d <= 6 else d for n, d in zip(lens, deltas, strict=True)]
+        self.table, copies, ok = truncate_fn(self.table, i32(*new_lens))
+        self.pool = copy_fn(self.pool, copies)
+        return ok, self.oracle.truncate(new_lens)
+
+    def free(self, rows):
+        self.oracle.free(rows)
+        self.table = free_fn(self.table, np.array(rows))
+        return jnp.asarray(rows), rows
+
+    def compare(self):
+        pp.check(self.table)
+        lens, blocks = np.asarray(self.table.seq_lens), np.asarray(self.table.block_tables)
+        k, v = np.asarray(self.pool.k_pages[0])[0], np.asarray(self.pool.v_pages[0])[0]
+        for row, tokens in enumerate(self.oracle.tokens):
+            assert lens[row] == len(tokens)
+            held = blocks[row, : len(self.oracle.pages[row])]
+            np.testing.assert_array_equal(k[held].ravel()[: lens[row]], tokens)
+            np.testing.assert_array_equal(v[held].ravel()[: lens[row]], [-t for t in tokens])
+        refs = np.asarray(self.table.ref_counts)
+        assert sorted(refs[refs > 0]) == sorted(self.oracle.refs.values())
+        assert int(self.table.num_free) == self.oracle.num_free
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(trace=st.lists(steps, min_size=1, max_size=15))
+def test_random_traces_agree_with_the_oracle(page_size, trace):
+    simulation = Simulation(page_size)
+    for name, argument in trace:
+        ok, expected = getattr(simulation, name)(argument)
+        assert ok.tolist() == expected, name
+        simulation.compare()

@@ -1,0 +1,35 @@
+"""Paged attention for JAX on NVIDIA GPUs."""
+
+from pallas_paged.attention import merge_attention_states, paged_attention
+from pallas_paged.kernels.tuning import DecodeConfig
+from pallas_paged.kv_pool import KVPool, copy_pages, create_kv_pool, write_kv
+from pallas_paged.page_table import (
+    PageCopies,
+    PageTable,
+    check,
+    create_page_table,
+    extend,
+    fork,
+    free,
+    slot_mapping,
+    truncate,
+)
+
+__all__ = [
+    "DecodeConfig",
+    "KVPool",
+    "PageCopies",
+    "PageTable",
+    "check",
+    "copy_pages",
+    "create_kv_pool",
+    "create_page_table",
+    "extend",
+    "fork",
+    "free",
+    "merge_attention_states",
+    "paged_attention",
+    "slot_mapping",
+    "truncate",
+    "write_kv",
+]

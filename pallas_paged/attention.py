@@ -1,0 +1,243 @@
+"""The one entry to attention over pages: validate, choose an implementation, call it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from pallas_paged.kernels import xla
+from pallas_paged.kernels.tuning import DecodeConfig, decode_config
+
+IMPLEMENTATIONS = ("triton", "triton_interpret", "mosaic_gpu", "xla")
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+# Without a GPU to ask, a wave this small still makes shares that span and that split rows.
+_INTERPRETED_SMS = 4
+
+
+@overload
+def paged_attention(
+    q: ArrayLike,
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    k_scales: ArrayLike | None = None,
+    v_scales: ArrayLike | None = None,
+    *,
+    sm_scale: float | None = None,
+    return_lse: Literal[False] = False,
+    implementation: str | None = None,
+    config: DecodeConfig | None = None,
+) -> jax.Array: ...
+@overload
+def paged_attention(
+    q: ArrayLike,
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    k_scales: ArrayLike | None = None,
+    v_scales: ArrayLike | None = None,
+    *,
+    sm_scale: float | None = None,
+    return_lse: Literal[True],
+    implementation: str | None = None,
+    config: DecodeConfig | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+def paged_attention(
+    q,
+    k_pages,
+    v_pages,
+    block_tables,
+    seq_lens,
+    k_scales=None,
+    v_scales=None,
+    *,
+    sm_scale=None,
+    return_lse=False,
+    implementation=None,
+    config=None,
+):
+    """Attention of one query token per sequence over its K/V pages, read in place.
+
+    The K/V of the current token must be in the pages already and `seq_lens` counts it. Slots past
+    a row's length, pages that no row owns and table entries past a row's blocks may hold anything.
+    The pages' layout and the order of the positional arguments are those of
+    `jax.experimental.pallas.ops.gpu.paged_attention`, which differs in one point: it expects `q`
+    scaled already, so the same call here is `sm_scale=1.0`.
+
+    Args:
+      q: f32, bf16 or f16 `[B, num_q_heads, head_dim]`.
+      k_pages, v_pages: `[num_kv_heads, num_pages, page_size, head_dim]`, the dtype of `q`. Query
+        head h reads KV head `h // (num_q_heads // num_kv_heads)`.
+      block_tables: i32`[B, pages_per_seq]`, the page of each block of each row.
+      seq_lens: i32`[B]`, tokens of each row. Lengths are taken as at least 0 and at most what
+        `block_tables` can address.
+      k_scales, v_scales: must be None; they hold the places that quantized pages take.
+      sm_scale: factor of the logits; None means `head_dim ** -0.5`. Static.
+      return_lse: also return the log-sum-exp of the logits. Static.
+      implementation: `"triton"`, `"triton_interpret"` (the same kernels, interpreted on any
+        device), `"xla"`, or None for the best on this platform. A named one never falls back.
+      config: `DecodeConfig` of the Triton kernels; None takes the tuned one.
+
+    Returns:
+      out `[B, num_q_heads, head_dim]` in the dtype of `q`, or `(out, lse)` with the natural-log
+      `lse` f32`[B, num_q_heads]`. A row of length 0 gives `out = 0`, `lse = -inf`.
+
+    Raises:
+      ValueError: if a shape, dtype, head count or option breaks a rule above.
+      NotImplementedError: if the named implementation can't do this here; the message says why.
+
+    Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+    PagedAttention", SOSP 2023; the split over K/V is Flash-Decoding's, balanced.
+    """
+    q, k_pages, v_pages, block_tables, seq_lens = map(
+        jnp.asarray, (q, k_pages, v_pages, block_tables, seq_lens)
+    )
+    _validate(q, k_pages, v_pages, block_tables, seq_lens)
+    if k_scales is not None or v_scales is not None:
+        raise NotImplementedError("k_scales and v_scales: quantized pages can't be read yet")
+    if config is not None and not isinstance(config, DecodeConfig):
+        raise ValueError(f"config={config!r} must be a DecodeConfig")
+    num_seqs, num_q_heads, head_dim = q.shape
+    num_kv_heads, _, page_size, _ = k_pages.shape
+    pages_per_seq = block_tables.shape[1]
+    if sm_scale is None:
+        sm_scale = head_dim**-0.5
+    if isinstance(sm_scale, jax.core.Tracer):
+        raise ValueError("sm_scale must be a static number, got a traced value")
+    platform, num_sms = _device()
+    if implementation is None:
+        implementation = _best_implementation(platform)
+
+    decode = _decode_implementation(implementation, platform)
+    if implementation != "xla":
+        decode = functools.partial(
+            decode,
+            config=config
+            or decode_config(
+                num_q_heads=num_q_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                max_kv_len=pages_per_seq * page_size,
+                num_seqs=num_seqs,
+                itemsize=k_pages.dtype.itemsize,
+                num_sms=num_sms,
+            ),
+        )
+    seq_lens = jnp.clip(seq_lens, 0, pages_per_seq * page_size)
+    out, lse = decode(q, k_pages, v_pages, block_tables, seq_lens, sm_scale=float(sm_scale))
+    return (out, lse) if return_lse else out
+
+
+def merge_attention_states(outs: ArrayLike, lses: ArrayLike) -> tuple[jax.Array, jax.Array]:
+    """Merge attention over disjoint sets of keys into attention over their union.
+
+    Args:
+      outs: f32, bf16 or f16 `[S, ..., D]`, the S states' outputs.
+      lses: f32`[S, ...]`, their natural-log log-sum-exps; -inf marks a state that saw no key,
+        whose `outs` may then hold anything.
+
+    Returns:
+      `(out [..., D] in the dtype of outs, lse f32[...])`. Where no state saw a key, `out = 0` and
+      `lse = -inf`.
+
+    Raises:
+      ValueError: if the shapes do not belong together or a dtype is not allowed.
+    """
+    outs, lses = jnp.asarray(outs), jnp.asarray(lses)
+    if outs.dtype not in _DTYPES:
+        raise ValueError(f"outs.dtype={outs.dtype.name} must be float32, bfloat16 or float16")
+    if lses.dtype != jnp.float32:
+        raise ValueError(f"lses.dtype={lses.dtype.name} must be float32")
+    if outs.ndim < 2 or outs.shape[:-1] != lses.shape or outs.shape[0] == 0:
+        raise ValueError(
+            f"outs.shape={outs.shape} must be [S, ..., D] and lses.shape={lses.shape} [S, ...], "
+            "with S >= 1"
+        )
+    return xla.merge_states(outs, lses)
+
+
+def _validate(q, k_pages, v_pages, block_tables, seq_lens) -> None:
+    if q.ndim != 3:
+        raise ValueError(f"q.shape={q.shape} must be [B, num_q_heads, head_dim]")
+    if k_pages.ndim != 4:
+        raise ValueError(
+            f"k_pages.shape={k_pages.shape} must be [num_kv_heads, num_pages, page_size, head_dim]"
+        )
+    if k_pages.shape != v_pages.shape:
+        raise ValueError(f"k_pages.shape={k_pages.shape} must equal v_pages.shape={v_pages.shape}")
+    if 0 in (*q.shape, *k_pages.shape):
+        raise ValueError(f"q.shape={q.shape} and k_pages.shape={k_pages.shape} must not hold a 0")
+    num_seqs, num_q_heads, head_dim = q.shape
+    num_kv_heads, _, page_size, kv_head_dim = k_pages.shape
+    if kv_head_dim != head_dim:
+        raise ValueError(f"{head_dim=} of q must equal {kv_head_dim=} of the pages")
+    if head_dim > 256:
+        raise ValueError(f"{head_dim=} must be at most 256")
+    if num_q_heads % num_kv_heads:
+        raise ValueError(f"{num_q_heads=} must be a multiple of {num_kv_heads=}")
+    if page_size > 256 or page_size & (page_size - 1):
+        raise ValueError(f"{page_size=} must be a power of two in [1, 256]")
+    if q.dtype not in _DTYPES:
+        raise ValueError(f"q.dtype={q.dtype.name} must be float32, bfloat16 or float16")
+    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if pages.dtype != q.dtype:
+            raise ValueError(f"{name}.dtype={pages.dtype.name} must equal q.dtype={q.dtype.name}")
+    if block_tables.ndim != 2 or block_tables.shape[0] != num_seqs or not block_tables.shape[1]:
+        raise ValueError(
+            f"block_tables.shape={block_tables.shape} must be [B, pages_per_seq] with B={num_seqs}"
+        )
+    if seq_lens.shape != (num_seqs,):
+        raise ValueError(f"seq_lens.shape={seq_lens.shape} must be [B] with B={num_seqs}")
+    for name, ints in (("block_tables", block_tables), ("seq_lens", seq_lens)):
+        if ints.dtype != jnp.int32:
+            raise ValueError(f"{name}.dtype={ints.dtype.name} must be int32")
+
+
+def _device() -> tuple[str, int]:
+    """Platform and number of SMs of the device that the trace is for."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if device is None:
+        device = getattr(jax.config, "jax_default_device", None) or jax.local_devices()[0]
+        if isinstance(device, str):
+            device = jax.local_devices(backend=device)[0]
+    # An abstract device calls it num_cores, a CUDA device core_count; others have neither.
+    num_sms = getattr(device, "core_count", None) or getattr(device, "num_cores", None)
+    return device.platform, num_sms if device.platform == "gpu" and num_sms else _INTERPRETED_SMS
+
+
+@functools.cache  # so that it logs once
+def _best_implementation(platform: str) -> str:
+    implementation = "triton" if platform == "gpu" else "xla"
+    logging.getLogger("pallas_paged").info("implementation=%r on %s", implementation, platform)
+    return implementation
+
+
+def _decode_implementation(implementation: str, platform: str):
+    if implementation == "xla":
+        return xla.paged_decode
+    if implementation == "mosaic_gpu":
+        raise NotImplementedError("implementation='mosaic_gpu': there are no such kernels yet")
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"{implementation=} must be None or one of {IMPLEMENTATIONS}")
+    if implementation == "triton" and platform != "gpu":
+        raise NotImplementedError(
+            f"implementation='triton' needs a GPU, but the device is a {platform}; "
+            "'triton_interpret' runs the same kernels there"
+        )
+    try:
+        from pallas_paged.kernels import triton_decode
+    except ImportError as e:
+        raise NotImplementedError(
+            f"{implementation=} needs the Triton lowering of Pallas, which this JAX "
+            f"({jax.__version__}) lacks: {e}"
+        ) from e
+    return functools.partial(
+        triton_decode.paged_decode, interpret=implementation == "triton_interpret"
+    )

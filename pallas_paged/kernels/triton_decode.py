@@ -1,0 +1,202 @@
+"""Split decode attention over paged K/V, a Pallas-Triton kernel and its specs.
+
+Every row of K/V is cut into blocks of `block_k` tokens and all rows' blocks are laid end to end.
+Each of `num_programs` programs per KV head takes an equal, contiguous share of that line, whatever
+rows it spans, so ragged batches stay balanced without a plan made on the host:
+
+    row 0           row 1   row 2 ...
+    |--|--|--|--|--||--|--||--|--|--|--|--|--|--|
+    [ program 0  ][ program 1  ][ program 2  ]...
+
+A program leaves one partial state (out, lse) for each row that it touched in slot `program + row`.
+Along the line of shares at least one of the two grows, so no slot is written twice; `triton_merge`
+reads a row's slots back. One program holds all query heads of its KV head, so K/V are read once.
+
+Flash-Decoding's split over K/V, made even as in stream-K; see also FlashAttention (Dao 2022).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_paged.kernels import triton_merge
+from pallas_paged.kernels.tuning import DecodeConfig, next_power_of_2
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+
+
+def share(program: jax.Array, total: jax.Array, num_programs: int) -> jax.Array:
+    """First block of `program`'s share when `total` blocks are split evenly."""
+    # Not program * total // num_programs: that product overflows i32 on big batches.
+    return program * (total // num_programs) + jnp.minimum(program, total % num_programs)
+
+
+def decode_kernel(
+    q_ref,  # [B, G, D]
+    k_ref,  # [P * S, D]
+    v_ref,  # [P * S, D]
+    block_tables_ref,  # i32[B, N]
+    seq_lens_ref,  # i32[B]
+    block_ends_ref,  # i32[B] inclusive cumulative sum of the rows' block counts
+    o_ref,  # f32[C + B, G, D]
+    lse_ref,  # f32[C + B, G]
+    *,
+    sm_scale: float,
+    page_size: int,
+    config: DecodeConfig,
+):
+    block_k = config.block_k
+    num_seqs, group, head_dim = q_ref.shape
+    program = pl.program_id(1)
+
+    # Indices of loads and stores have power-of-two shapes; lanes past the real sizes are off.
+    rows = jnp.arange(next_power_of_2(num_seqs))
+    heads = jnp.arange(next_power_of_2(max(group, 16)))[:, None]  # 16: the matrix unit's rows
+    dims = jnp.arange(next_power_of_2(head_dim))[None, :]
+    head_mask, dim_mask = heads < group, dims < head_dim
+
+    total = block_ends_ref[num_seqs - 1]
+    start = share(program, total, config.num_programs)
+    stop = share(program + 1, total, config.num_programs)
+    block_ends = plgpu.load(
+        block_ends_ref.at[rows], mask=rows < num_seqs, other=jnp.iinfo(jnp.int32).max
+    )
+    first_row = jnp.sum((block_ends <= start).astype(jnp.int32))
+    end_row = jnp.where(start < stop, jnp.sum((block_ends < stop).astype(jnp.int32)) + 1, first_row)
+
+    def attend_row(row, carry):
+        seq_len = seq_lens_ref[row]
+        row_end = block_ends_ref[row]
+        row_start = row_end - pl.cdiv(seq_len, block_k)
+        lo = jnp.maximum(start - row_start, 0)
+        hi = jnp.minimum(stop, row_end) - row_start
+        q = plgpu.load(
+            q_ref.at[row[None, None], heads, dims], mask=head_mask & dim_mask, other=0.0
+        )  # [G, D]
+
+        def attend_block(block, state):
+            m_i, l_i, acc = state
+            positions = block * block_k + jnp.arange(block_k)
+            # The loads are masked, not only the logits: slots that the row does not own may hold
+            # NaN. Masking every block, not just a row's last, measured no slower.
+            valid = positions < seq_len
+            page = plgpu.load(
+                block_tables_ref.at[row[None], positions // page_size], mask=valid, other=0
+            )
+            slots = (page * page_size + positions % page_size)[:, None]
+            kv_mask = valid[:, None] & dim_mask
+            k = plgpu.load(k_ref.at[slots, dims], mask=kv_mask, other=0.0)  # [block_k, D]
+            s = _dot(q, k.T) * (sm_scale * LOG2_E)  # [G, block_k]
+            s = jnp.where(valid[None, :], s, -jnp.inf)
+            m_new = jnp.maximum(m_i, s.max(axis=1))
+            alpha = jnp.exp2(m_i - m_new)
+            p = jnp.exp2(s - m_new[:, None])
+            l_new = l_i * alpha + p.sum(axis=1)
+            v = plgpu.load(v_ref.at[slots, dims], mask=kv_mask, other=0.0)  # [block_k, D]
+            acc = acc * alpha[:, None] + _dot(p.astype(v.dtype), v)
+            return m_new, l_new, acc
+
+        state = (
+            jnp.full((heads.size,), -jnp.inf, jnp.float32),
+            jnp.zeros((heads.size,), jnp.float32),
+            jnp.zeros((heads.size, dims.size), jnp.float32),
+        )
+        m_i, l_i, acc = lax.fori_loop(lo, hi, attend_block, state)
+
+        # A row inside the share that holds no tokens ran no block; nobody reads its slot.
+        slot = program + row
+        plgpu.store(
+            o_ref.at[slot[None, None], heads, dims],
+            acc / l_i[:, None],
+            mask=head_mask & dim_mask,
+        )
+        plgpu.store(
+            lse_ref.at[slot[None], heads[:, 0]],
+            m_i * LN_2 + jnp.log(l_i),
+            mask=head_mask[:, 0],
+        )
+        return carry
+
+    lax.fori_loop(first_row, end_row, attend_row, jnp.int32(0))
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Product in the input dtype with f32 accumulation; f32 stays f32 instead of TF32."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def paged_decode(
+    q: jax.Array,  # [B, Hq, D]
+    k_pages: jax.Array,  # [Hkv, P, S, D]
+    v_pages: jax.Array,  # [Hkv, P, S, D]
+    block_tables: jax.Array,  # i32[B, N]
+    seq_lens: jax.Array,  # i32[B], each in [0, N * S]
+    *,
+    sm_scale: float,
+    config: DecodeConfig,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of one query token per row: `(out [B, Hq, D], lse f32[B, Hq])`."""
+    num_seqs, num_q_heads, head_dim = q.shape
+    num_kv_heads, num_pages, page_size, _ = k_pages.shape
+    group = num_q_heads // num_kv_heads
+    num_slots = config.num_programs + num_seqs
+
+    # The same for every layer of a step, so inside one jit XLA keeps a single copy of it.
+    with jax.named_scope("block_prefix_sums"):
+        block_ends = jnp.cumsum(pl.cdiv(seq_lens, config.block_k))
+
+    def kv_head(shape, axis):
+        """Spec that gives a program all of an array but only its own KV head."""
+        block = tuple(None if i == axis else n for i, n in enumerate(shape))
+        return pl.BlockSpec(
+            block, lambda h, c: tuple(h if i == axis else 0 for i in range(len(shape)))
+        )
+
+    def whole(shape):
+        return pl.BlockSpec(shape, lambda h, c: (0,) * len(shape))
+
+    q = q.reshape(num_seqs, num_kv_heads, group, head_dim)
+    k_pages = k_pages.reshape(num_kv_heads, num_pages * page_size, head_dim)
+    v_pages = v_pages.reshape(num_kv_heads, num_pages * page_size, head_dim)
+    out_shape = (
+        jax.ShapeDtypeStruct((num_slots, num_kv_heads, group, head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((num_slots, num_kv_heads, group), jnp.float32),
+    )
+    outs, lses = pl.pallas_call(
+        functools.partial(decode_kernel, sm_scale=sm_scale, page_size=page_size, config=config),
+        grid=(num_kv_heads, config.num_programs),
+        in_specs=[
+            kv_head(q.shape, 1),
+            kv_head(k_pages.shape, 0),
+            kv_head(v_pages.shape, 0),
+            whole(block_tables.shape),
+            whole(seq_lens.shape),
+            whole(block_ends.shape),
+        ],
+        out_specs=[kv_head(s.shape, 1) for s in out_shape],
+        out_shape=out_shape,
+        compiler_params=plgpu.CompilerParams(
+            num_warps=config.num_warps, num_stages=config.num_stages
+        ),
+        interpret=interpret,
+        name="paged_decode",
+    )(q, k_pages, v_pages, block_tables, seq_lens, block_ends)
+    return triton_merge.merge_shares(
+        outs.reshape(num_slots, num_q_heads, head_dim),
+        lses.reshape(num_slots, num_q_heads),
+        seq_lens,
+        block_ends,
+        dtype=q.dtype,
+        config=config,
+        interpret=interpret,
+    )

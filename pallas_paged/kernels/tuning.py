@@ -1,0 +1,97 @@
+"""Configs of the kernels: what may be tuned, what is allowed, what is chosen when nobody says."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of two that is at least `n` (n >= 1)."""
+    return 1 << (n - 1).bit_length()
+
+
+def _check_power_of_2(name: str, value: int, low: int, high: int) -> None:
+    if value < low or value > high or value & (value - 1):
+        raise ValueError(f"{name}={value} must be a power of two in [{low}, {high}]")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeConfig:
+    """How the split decode kernel and its merge run. Results differ only by rounding.
+
+    Attributes:
+      block_k: tokens of K/V per loop step; a power of two in [16, 256].
+      num_programs: programs per KV head among which all rows' blocks are shared out evenly.
+      num_warps: warps per decode program; a power of two in [1, 16].
+      num_stages: software-pipelining depth of the K/V loop, in [1, 8].
+
+    Raises:
+      ValueError: if a value is outside its range.
+    """
+
+    block_k: int
+    num_programs: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        _check_power_of_2("block_k", self.block_k, 16, 256)
+        _check_power_of_2("num_warps", self.num_warps, 1, 16)
+        if not 1 <= self.num_stages <= 8:
+            raise ValueError(f"num_stages={self.num_stages} must be in [1, 8]")
+        if self.num_programs < 1:
+            raise ValueError(f"num_programs={self.num_programs} must be at least 1")
+
+
+def decode_config(
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_kv_len: int,
+    num_seqs: int,
+    itemsize: int,
+    num_sms: int,
+) -> DecodeConfig:
+    """Heuristic config of one decode call, from static shapes only.
+
+    Args:
+      num_q_heads, num_kv_heads, head_dim: heads of the call.
+      max_kv_len: tokens that a full row of the block table can hold.
+      num_seqs: rows of the batch.
+      itemsize: bytes per element of K and V.
+      num_sms: streaming multiprocessors of the device.
+    """
+    # Measured on an H200 (132 SMs, 228 KB of shared memory each), 2026-11: with 16 KB tiles of K
+    # and of V in two stages four programs fit on an SM, and that beat fewer programs with deeper
+    # pipelines on every shape but the padded head dims. One wave: a fifth program costs 20%.
+    group = next_power_of_2(max(num_q_heads // num_kv_heads, 16))
+    row_bytes = next_power_of_2(head_dim) * itemsize
+    block_k = min(max(16384 // row_bytes, 16), 128)
+    # The accumulator [group, head_dim] must fit in the registers of the program's warps.
+    num_warps = min(max(2, group // 16, group * next_power_of_2(head_dim) // 4096), 8)
+    programs_per_sm = 4 if num_warps <= 4 else 2
+    # More programs than blocks would only write empty partials.
+    num_blocks = num_seqs * -(-max_kv_len // block_k)
+    return DecodeConfig(
+        block_k=block_k,
+        num_programs=max(1, min(programs_per_sm * num_sms // num_kv_heads, num_blocks)),
+        num_warps=num_warps,
+        num_stages=2,
+    )
+
+
+def merge_tile(
+    *, num_seqs: int, num_heads: int, head_dim: int, num_programs: int
+) -> tuple[int, int, int]:
+    """Partials, heads and dims that one program of the merge kernel holds at a time."""
+    # Rows of an even batch span about this many shares; a longer row takes more loop steps.
+    block_s = min(next_power_of_2(num_programs // num_seqs + 2), 128)
+    # A few rows have few heads to fill a device with, so head_dim is spread as well; many rows
+    # take several heads a program, since launching a program costs more than its few bytes.
+    block_d = min(next_power_of_2(head_dim), 16 * next_power_of_2(num_seqs + 1))
+    block_h = min(next_power_of_2(num_heads), max(1, num_seqs // 16))
+    block_h = 1 << (block_h.bit_length() - 1)
+    while block_h > 1 and block_s * block_h * block_d > 8192:
+        block_h //= 2
+    return block_s, block_h, block_d

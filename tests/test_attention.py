@@ -1,0 +1,330 @@
+"""One suite for every implementation of `paged_attention`, against float64 NumPy."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_paged as pp
+from pallas_paged import attention
+from tests.attention_cases import TOLERANCE, Case
+from tests.attention_oracle import attend, relative_error
+
+BORDERS = Case(seq_lens=(0, 1, 7, 8, 9, 64))
+CASES = [
+    Case(),
+    BORDERS,
+    Case(dtype="bfloat16"),
+    Case(dtype="float16"),
+    # heads: MHA, MQA, groups that are no power of two, groups above the matrix unit's 16 rows
+    Case(num_q_heads=4, num_kv_heads=4),
+    Case(num_q_heads=6, num_kv_heads=2),
+    Case(num_q_heads=7, num_kv_heads=1),
+    Case(num_q_heads=40, num_kv_heads=1, dtype="bfloat16"),
+    Case(num_q_heads=1, num_kv_heads=1),
+    # head dims
+    *(Case(head_dim=d, seq_lens=(19, 33)) for d in (16, 64, 80, 96, 112, 192)),
+    Case(head_dim=128, dtype="bfloat16"),
+    Case(head_dim=256, dtype="float16"),
+    # page sizes
+    Case(page_size=1, pages_per_seq=50, seq_lens=(50, 1, 0, 17)),
+    Case(page_size=2, pages_per_seq=70, seq_lens=(139, 20)),
+    Case(page_size=16, pages_per_seq=10, seq_lens=(150, 16)),
+    Case(page_size=64, pages_per_seq=3, seq_lens=(129, 64, 192)),
+    Case(page_size=256, pages_per_seq=2, seq_lens=(257, 3)),
+    # rows: one, more than there are programs, all empty, lengths far apart
+    Case(seq_lens=(300,), pages_per_seq=40),
+    Case(seq_lens=tuple(range(1, 41))),
+    Case(seq_lens=(1000, 0, 0, 1, 2, 0, 513), pages_per_seq=125),
+]
+
+
+@partial(jax.jit, static_argnames=("sm_scale", "implementation", "config"))
+def run(q, k_pages, v_pages, block_tables, seq_lens, *, implementation, sm_scale=None, config=None):
+    return pp.paged_attention(
+        q,
+        k_pages,
+        v_pages,
+        block_tables,
+        seq_lens,
+        sm_scale=sm_scale,
+        return_lse=True,
+        implementation=implementation,
+        config=config,
+    )
+
+
+def assert_close(actual, arrays, tolerance, **kwargs):
+    out, lse = actual
+    expected_out, expected_lse = attend(*arrays, **kwargs)
+    assert out.dtype == arrays[0].dtype and lse.dtype == jnp.float32
+    assert relative_error(out, expected_out) <= tolerance
+    empty = np.isneginf(expected_lse)
+    np.testing.assert_array_equal(np.isneginf(lse), empty)
+    np.testing.assert_array_equal(np.asarray(out)[empty], 0)
+    np.testing.assert_allclose(np.asarray(lse)[~empty], expected_lse[~empty], rtol=1e-5, atol=1e-4)
+
+
+def assert_same_bits(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_the_oracle(case, implementation):
+    arrays = case.make()
+    assert_close(run(*arrays, implementation=implementation), arrays, case.tolerance)
+
+
+def test_a_wrong_v_fails(implementation):
+    case = Case(dtype="bfloat16")
+    q, k_pages, v_pages, *rest = arrays = case.make()
+    wrong = np.where(np.isfinite(v_pages), v_pages * jnp.bfloat16(1.02), v_pages)
+    actual = run(q, k_pages, wrong, *rest, implementation=implementation)
+    with pytest.raises(AssertionError):
+        assert_close(actual, arrays, case.tolerance)
+
+
+def test_rows_of_length_zero_only(implementation):
+    case = Case(seq_lens=(0, 0, 0))
+    out, lse = run(*case.make(), implementation=implementation)
+    np.testing.assert_array_equal(out, 0)
+    np.testing.assert_array_equal(lse, -np.inf)
+
+
+@pytest.mark.parametrize("case", [BORDERS, Case(head_dim=80, dtype="bfloat16")], ids=str)
+def test_what_a_row_does_not_own_changes_no_bit(case, implementation):
+    clean = run(*case.make(poison=False), implementation=implementation)
+    assert_same_bits(run(*case.make(), implementation=implementation), clean)
+
+
+def test_the_order_of_pages_changes_no_bit(implementation):
+    case = Case(page_size=4, pages_per_seq=16)
+    first = run(*case.make(order=0), implementation=implementation)
+    assert_same_bits(run(*case.make(order=1), implementation=implementation), first)
+
+
+def test_same_inputs_same_bits(implementation):
+    arrays = [jnp.asarray(x) for x in Case(dtype="bfloat16").make()]
+    first = run(*arrays, implementation=implementation)
+    for _ in range(3):
+        assert_same_bits(run(*arrays, implementation=implementation), first)
+
+
+def test_sm_scale(implementation):
+    arrays = Case().make()
+    actual = run(*arrays, implementation=implementation, sm_scale=0.5)
+    assert_close(actual, arrays, TOLERANCE["float32"], sm_scale=0.5)
+
+
+def test_large_logits_do_not_overflow(implementation):
+    q, *rest = Case().make()
+    arrays = (q * 1000, *rest)
+    assert_close(run(*arrays, implementation=implementation), arrays, TOLERANCE["float32"])
+
+
+def test_lengths_beyond_the_table_count_as_its_size(implementation):
+    q, k_pages, v_pages, tables, _ = Case(seq_lens=(64, 64)).make()
+    full = run(q, k_pages, v_pages, tables, np.int32([64, 0]), implementation=implementation)
+    lens = np.int32([2**31 - 1, -5])
+    assert_same_bits(run(q, k_pages, v_pages, tables, lens, implementation=implementation), full)
+
+
+def test_out_alone_and_as_a_jitted_default():
+    arrays = Case().make()
+    out = jax.jit(pp.paged_attention)(*arrays)
+    assert isinstance(out, jax.Array)
+    assert relative_error(out, attend(*arrays)[0]) <= TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("num_programs", [1, 2, 3, 5, 100])
+@pytest.mark.parametrize("block_k", [16, 64])
+def test_any_split_gives_the_same(num_programs, block_k):
+    case = Case(seq_lens=(100, 0, 3, 64, 16, 1), pages_per_seq=13)
+    arrays = case.make()
+    config = pp.DecodeConfig(block_k=block_k, num_programs=num_programs, num_warps=2, num_stages=2)
+    actual = run(*arrays, implementation="triton_interpret", config=config)
+    assert_close(actual, arrays, case.tolerance)
+
+
+def test_prefix_sums_are_computed_once_for_all_layers():
+    arrays = [jnp.asarray(x) for x in Case().make()]
+
+    def layers(q, *rest, num_layers):
+        for _ in range(num_layers):
+            q = pp.paged_attention(q, *rest, implementation="triton_interpret")
+        return q
+
+    def count(num_layers):
+        text = jax.jit(partial(layers, num_layers=num_layers)).lower(*arrays).compile().as_text()
+        return text.count("block_prefix_sums")
+
+    assert 0 < count(1) == count(3)
+
+
+def test_moves_from_jaxs_own_op_by_scaling_q():
+    theirs = pytest.importorskip("jax.experimental.pallas.ops.gpu.paged_attention")
+    case = Case(seq_lens=(37, 5, 64), page_size=8, pages_per_seq=8, head_dim=64)
+    q, k_pages, v_pages, tables, lens = case.make(poison=False)
+    scaled = q * np.float32(case.head_dim**-0.5)
+    expected = theirs.paged_attention(
+        scaled, k_pages, v_pages, tables, lens, k_splits=2, interpret=True
+    )
+    ours = pp.paged_attention(scaled, k_pages, v_pages, tables, lens, None, None, sm_scale=1.0)
+    assert relative_error(ours, np.asarray(expected, np.float64)) <= 1e-4
+
+
+class TestMerge:
+    def test_any_split_of_the_keys_equals_no_split(self, implementation):
+        case = Case(seq_lens=(64, 40, 9), dtype="float32")
+        q, k_pages, v_pages, tables, lens = arrays = case.make()
+        for cut in (1, 3, 5):  # in pages
+            cut_len = cut * case.page_size
+            first = run(
+                q,
+                k_pages,
+                v_pages,
+                tables,
+                np.minimum(lens, cut_len),
+                implementation=implementation,
+            )
+            second = run(
+                q,
+                k_pages,
+                v_pages,
+                np.ascontiguousarray(tables[:, cut:]),
+                np.maximum(lens - cut_len, 0),
+                implementation=implementation,
+            )
+            states = [jnp.stack(x) for x in zip(first, second, strict=True)]
+            assert_close(jax.jit(pp.merge_attention_states)(*states), arrays, case.tolerance)
+
+    def test_a_state_that_saw_nothing_may_hold_anything(self):
+        outs = jnp.stack([jnp.full((2, 4), jnp.nan), jnp.ones((2, 4))])
+        lses = jnp.array([[-jnp.inf, -jnp.inf], [3.0, -jnp.inf]])
+        out, lse = pp.merge_attention_states(outs.astype(jnp.bfloat16), lses)
+        assert out.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(out, [[1.0] * 4, [0.0] * 4])
+        np.testing.assert_array_equal(lse, [3.0, -np.inf])
+
+    @pytest.mark.parametrize(
+        ("outs", "lses", "message"),
+        [
+            (jnp.ones((2, 3, 4)), jnp.ones((2, 4)), r"outs.shape=\(2, 3, 4\)"),
+            (jnp.ones((0, 3, 4)), jnp.ones((0, 3)), "S >= 1"),
+            (jnp.ones((2, 4), jnp.int32), jnp.ones(2), "outs.dtype=int32"),
+            (jnp.ones((2, 4)), jnp.ones(2, jnp.bfloat16), "lses.dtype=bfloat16 must be float32"),
+        ],
+    )
+    def test_bad_input(self, outs, lses, message):
+        with pytest.raises(ValueError, match=message):
+            pp.merge_attention_states(outs, lses)
+
+
+def _bad(**changes):
+    names = ("q", "k_pages", "v_pages", "block_tables", "seq_lens")
+    arrays = dict(zip(names, Case().make(poison=False), strict=True))
+    return {name: changes.get(name, lambda x: x)(array) for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": lambda x: x[0]}, r"q.shape=\(4, 32\) must be \[B, num_q_heads, head_dim\]"),
+        ({"q": lambda x: x[:, :3]}, "num_q_heads=3 must be a multiple of num_kv_heads=2"),
+        ({"q": lambda x: x[..., :16]}, "head_dim=16 of q must equal kv_head_dim=32"),
+        ({"q": lambda x: x[:0]}, "must not hold a 0"),
+        ({"q": lambda x: x.astype(np.int32)}, "q.dtype=int32 must be float32, bfloat16 or float16"),
+        ({"k_pages": lambda x: x[0]}, "k_pages.shape="),
+        ({"k_pages": lambda x: x[:, :-1]}, "must equal v_pages.shape"),
+        ({"v_pages": lambda x: x.astype(np.float16)}, "v_pages.dtype=float16 must equal q.dtype"),
+        ({"block_tables": lambda x: x[:2]}, r"block_tables.shape=\(2, 8\) must be .* with B=3"),
+        ({"block_tables": lambda x: x[:, :0]}, "block_tables.shape"),
+        (
+            {"block_tables": lambda x: x.astype(np.uint32)},
+            "block_tables.dtype=uint32 must be int32",
+        ),
+        ({"seq_lens": lambda x: x[:, None]}, r"seq_lens.shape=\(3, 1\)"),
+        ({"seq_lens": lambda x: x.astype(np.int16)}, "seq_lens.dtype=int16 must be int32"),
+    ],
+)
+def test_bad_arrays_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(pp.paged_attention, *_bad(**changes).values())
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (Case(page_size=3, pages_per_seq=30), "page_size=3 must be a power of two"),
+        (Case(page_size=512, pages_per_seq=1), "page_size=512"),
+        (Case(head_dim=257), "head_dim=257 must be at most 256"),
+    ],
+    ids=["page_size 3", "page_size 512", "head_dim 257"],
+)
+def test_bad_sizes_are_named(case, message):
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(pp.paged_attention, *case.make())
+
+
+def test_bad_options_are_named():
+    arrays = Case().make()
+    with pytest.raises(ValueError, match="implementation='cuda' must be None or one of"):
+        pp.paged_attention(*arrays, implementation="cuda")
+    with pytest.raises(ValueError, match="must be a DecodeConfig"):
+        pp.paged_attention(*arrays, config={"block_k": 64})
+    with pytest.raises(ValueError, match="sm_scale"):
+        jax.jit(lambda s: pp.paged_attention(*arrays, sm_scale=s))(1.0)
+    with pytest.raises(NotImplementedError, match="quantized"):
+        pp.paged_attention(*arrays, np.ones(1, np.float32))
+
+
+class TestImplementation:
+    def test_a_named_one_never_falls_back(self):
+        with pytest.raises(NotImplementedError, match="mosaic_gpu"):
+            pp.paged_attention(*Case().make(), implementation="mosaic_gpu")
+
+    @pytest.mark.skipif(jax.default_backend() == "gpu", reason="triton runs here")
+    def test_triton_says_that_it_needs_a_gpu(self):
+        with pytest.raises(NotImplementedError, match="needs a GPU, but the device is a"):
+            pp.paged_attention(*Case().make(), implementation="triton")
+
+    def test_a_jax_without_the_triton_lowering_is_no_import_error(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "pallas_paged.kernels.triton_decode", None)
+        monkeypatch.delattr("pallas_paged.kernels.triton_decode", raising=False)
+        with pytest.raises(NotImplementedError, match="Triton lowering"):
+            pp.paged_attention(*Case().make(), implementation="triton_interpret")
+
+    def test_the_choice_is_logged_once(self, caplog):
+        attention._best_implementation.cache_clear()
+        with caplog.at_level(logging.INFO, logger="pallas_paged"):
+            for _ in range(3):
+                pp.paged_attention(*Case().make())
+        assert len(caplog.records) == 1
+        chosen = "triton" if jax.default_backend() == "gpu" else "xla"
+        assert f"implementation={chosen!r}" in caplog.text
+
+
+class TestConfig:
+    GOOD = pp.DecodeConfig(block_k=64, num_programs=8, num_warps=2, num_stages=2)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"block_k": 48}, "block_k=48 must be a power of two"),
+            ({"block_k": 8}, "block_k=8"),
+            ({"num_warps": 3}, "num_warps=3"),
+            ({"num_stages": 0}, "num_stages=0"),
+            ({"num_programs": 0}, "num_programs=0"),
+        ],
+    )
+    def test_is_validated_when_built(self, change, message):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(self.GOOD, **change)

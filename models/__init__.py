@@ -1,0 +1,1 @@
+"""A small Llama-family decoder that generates text through `pallas_paged`."""

@@ -1,0 +1,226 @@
+"""Hugging Face checkpoint folders: config.json and safetensors, with no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from models.config import ModelConfig, read_eos_token_ids
+from models.decoder import Decoder
+
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+class CheckpointError(ValueError):
+    """A folder that is not a checkpoint this decoder can run."""
+
+
+def load_checkpoint(
+    folder: str | Path, *, dtype: DTypeLike | None = None
+) -> tuple[Decoder, ModelConfig]:
+    """Read a decoder from a folder in Hugging Face format.
+
+    Args:
+        folder: holds config.json, model.safetensors or model.safetensors.index.json with its
+            shards, and optionally generation_config.json, whose eos_token_id wins.
+        dtype: of the parameters; None keeps the dtype that the embeddings are stored in.
+
+    Returns:
+        The decoder, on JAX's default device, and its configuration.
+
+    Raises:
+        CheckpointError: a missing file, unknown architecture, or a tensor that is missing,
+            unexpected, of another shape or not of floats.
+    """
+    folder = Path(folder)
+    config = _read_config(folder)
+    with ExitStack() as stack:
+        tensors = _open_tensors(folder, stack)
+        abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+        graphdef, state = nnx.split(abstract)
+        params = nnx.to_flat_state(state)
+        _check_tensors(tensors, params, config, folder)
+        if dtype is None:
+            dtype = _DTYPES[tensors["model.embed_tokens.weight"].dtype]
+        # One parameter at a time: the host never holds the whole model.
+        loaded = [
+            (path, param.replace(_read_param(tensors, path, param.shape, dtype, config)))
+            for path, param in params
+        ]
+    return nnx.merge(graphdef, nnx.from_flat_state(loaded)), config
+
+
+def save_checkpoint(folder: str | Path, model: Decoder, config: ModelConfig) -> None:
+    """Write a decoder as a LlamaForCausalLM folder, in the dtype of its parameters.
+
+    Raises:
+        ValueError: if the Llama architecture cannot express `config`.
+    """
+    folder = Path(folder)
+    dtype = model.embed_tokens.weight[...].dtype.name
+    config_json = config.to_hugging_face() | {"torch_dtype": dtype}
+    tensors = {}
+    for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        value = np.asarray(param.get_value())
+        start = 0
+        for name, shape in _tensors_of(path, value.shape, config):
+            tensors[name] = value[start : start + shape[0]]
+            start += shape[0]
+    folder.mkdir(parents=True, exist_ok=True)
+    # Replaced in one move, so that an interrupted save leaves the previous weights whole.
+    partial = folder / (_WEIGHTS + ".partial")
+    save_file(tensors, partial, metadata={"format": "pt"})
+    os.replace(partial, folder / _WEIGHTS)
+    _write_json(folder / "config.json", config_json)
+    generation = {"bos_token_id": None, "eos_token_id": config_json["eos_token_id"]}
+    _write_json(folder / "generation_config.json", generation)
+
+
+class _Tensor:
+    """One stored tensor: read when asked for."""
+
+    def __init__(self, file: Any, name: str):
+        header = file.get_slice(name)
+        self.name = name
+        self.shape = tuple(header.get_shape())
+        self.dtype = header.get_dtype()
+        self._file = file
+
+    def read(self) -> np.ndarray:
+        return self._file.get_tensor(self.name)
+
+
+def _read_config(folder: Path) -> ModelConfig:
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such checkpoint folder")
+    try:
+        config = ModelConfig.from_hugging_face(_read_json(folder / "config.json"))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
+    generation_json = folder / "generation_config.json"
+    if generation_json.is_file():
+        generation = _read_json(generation_json)
+        if generation.get("eos_token_id") is not None:
+            eos_token_ids = read_eos_token_ids(generation["eos_token_id"])
+            config = dataclasses.replace(config, eos_token_ids=eos_token_ids)
+    return config
+
+
+def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, _Tensor]:
+    if (folder / _WEIGHTS).is_file():
+        files = [_WEIGHTS]
+    elif (folder / _INDEX).is_file():
+        weight_map = _read_json(folder / _INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{folder / _INDEX}: expected weight_map, from names to files")
+        files = sorted(set(weight_map.values()))
+    else:
+        raise CheckpointError(f"{folder}: neither {_WEIGHTS} nor {_INDEX} found")
+    tensors = {}
+    for file in files:
+        path = folder / file
+        if not path.is_file():
+            raise CheckpointError(f"{path}: missing, though {_INDEX} names it")
+        try:
+            opened = stack.enter_context(safe_open(path, framework="numpy"))
+        except SafetensorError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        tensors.update({name: _Tensor(opened, name) for name in opened.keys()})  # noqa: SIM118
+    return tensors
+
+
+def _check_tensors(
+    tensors: dict[str, _Tensor], params: Any, config: ModelConfig, folder: Path
+) -> None:
+    """All tensors of the model are there, in the right shapes, and no others."""
+    expected = {
+        name: shape
+        for path, param in params
+        for name, shape in _tensors_of(path, param.shape, config)
+    }
+    for name, shape in expected.items():
+        if name not in tensors:
+            raise CheckpointError(f"{folder}: missing tensor {name}, expected shape {shape}")
+        found = tensors[name].shape
+        if found != shape:
+            raise CheckpointError(f"{folder}: tensor {name}: expected shape {shape}, {found=}")
+        if tensors[name].dtype not in _DTYPES:
+            raise CheckpointError(
+                f"{folder}: tensor {name}: expected one of {tuple(_DTYPES)},"
+                f" found={tensors[name].dtype!r}"
+            )
+    for name in tensors:
+        tied_copy = name == "lm_head.weight" and config.tie_word_embeddings
+        buffer = name.endswith("rotary_emb.inv_freq")
+        if name not in expected and not tied_copy and not buffer:
+            raise CheckpointError(
+                f"{folder}: unexpected tensor {name} of shape {tensors[name].shape}:"
+                " the architecture in config.json has no such parameter"
+            )
+
+
+def _read_param(
+    tensors: dict[str, _Tensor],
+    path: tuple[Any, ...],
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    config: ModelConfig,
+) -> jax.Array:
+    value = np.empty(shape, dtype)
+    start = 0
+    for name, part_shape in _tensors_of(path, shape, config):
+        value[start : start + part_shape[0]] = tensors[name].read()
+        start += part_shape[0]
+    return jnp.asarray(value)
+
+
+def _tensors_of(
+    path: tuple[Any, ...], shape: tuple[int, ...], config: ModelConfig
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the stored tensors that a parameter joins along its first axis."""
+    prefix = "" if path[0] == "lm_head" else "model."
+    *parents, module, leaf = path
+    parts = _FUSED.get(str(module), (str(module),))
+    sizes: tuple[int, ...]
+    if module == "qkv_proj":
+        kv_size = config.num_kv_heads * config.head_dim
+        sizes = (config.num_q_heads * config.head_dim, kv_size, kv_size)
+    else:
+        sizes = (shape[0] // len(parts),) * len(parts)
+    for part, size in zip(parts, sizes, strict=True):
+        yield prefix + ".".join(map(str, (*parents, part, leaf))), (size, *shape[1:])
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected a JSON object")
+    return value
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,337 @@
+"""A Llama-family decoder in Flax NNX whose attention, and with it the cache, is passed in.
+
+Modules and parameters carry Hugging Face's names, and weights its [out, in] layout, so that a
+checkpoint needs no transposing; only q/k/v and gate/up are fused, for fewer kernels per step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+
+import pallas_paged as pp
+from models.config import ModelConfig
+
+LayerCache = tuple[jax.Array, jax.Array]  # (k_pages, v_pages) of one layer
+Attend = Callable[
+    [jax.Array, jax.Array, jax.Array, LayerCache | None], tuple[jax.Array, LayerCache | None]
+]
+Rotation = tuple[jax.Array, jax.Array]  # cos, sin [..., 1, D / 2]
+Dropout = Callable[[jax.Array], jax.Array]
+
+
+def identity(x: jax.Array) -> jax.Array:
+    """No dropout."""
+    return x
+
+
+class Linear(nnx.Module):
+    """x @ weight.T (+ bias), in the dtype of the weight."""
+
+    def __init__(
+        self,
+        in_size: int,
+        out_size: int,
+        *,
+        bias: bool = False,
+        stddev: float = 0.02,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        self.weight = nnx.Param(_normal(rngs, (out_size, in_size), stddev, dtype))
+        self.bias = nnx.Param(jnp.zeros(out_size, dtype)) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        out = _contract(x, self.weight[...])
+        return out if self.bias is None else out + self.bias[...]
+
+
+class Embedding(nnx.Module):
+    """A table of vocab_size vectors."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.weight = nnx.Param(_normal(rngs, (vocab_size, hidden_size), 0.02, dtype))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return self.weight[...][tokens]
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm over the last axis, in f32."""
+
+    def __init__(self, size: int, *, eps: float, dtype: DTypeLike):
+        self.eps = eps
+        self.weight = nnx.Param(jnp.ones(size, dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        scale = lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        return (x32 * scale * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention around an `Attend`."""
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.config = config
+        q_size = config.num_q_heads * config.head_dim
+        qkv_size = q_size + 2 * config.num_kv_heads * config.head_dim
+        hidden_size, stddev = config.hidden_size, _residual_stddev(config)
+        self.qkv_proj = Linear(hidden_size, qkv_size, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
+        self.o_proj = Linear(
+            q_size, hidden_size, bias=config.o_bias, stddev=stddev, dtype=dtype, rngs=rngs
+        )
+
+        def head_norm() -> RMSNorm | None:
+            norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps, dtype=dtype)
+            return norm if config.qk_norm else None
+
+        self.q_norm, self.k_norm = head_norm(), head_norm()
+
+    def __call__(
+        self, x: jax.Array, rotation: Rotation, attend: Attend, cache: LayerCache | None
+    ) -> tuple[jax.Array, LayerCache | None]:
+        config = self.config
+        heads = self.qkv_proj(x).reshape(*x.shape[:-1], -1, config.head_dim)  # [..., Hq + 2Hkv, D]
+        first_k, first_v = config.num_q_heads, config.num_q_heads + config.num_kv_heads
+        q, k, v = jnp.split(heads, (first_k, first_v), axis=-2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out, cache = attend(_rotate(q, rotation), _rotate(k, rotation), v, cache)
+        return self.o_proj(out.reshape(*x.shape[:-1], -1)), cache
+
+
+class MLP(nnx.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        hidden_size, size = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = Linear(hidden_size, 2 * size, dtype=dtype, rngs=rngs)
+        self.down_proj = Linear(
+            size, hidden_size, stddev=_residual_stddev(config), dtype=dtype, rngs=rngs
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
+        return self.down_proj(jax.nn.silu(gate) * up)
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and MLP, each normed before and added after."""
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
+        self.self_attn = Attention(config, dtype=dtype, rngs=rngs)
+        self.post_attention_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
+        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        rotation: Rotation,
+        attend: Attend,
+        cache: LayerCache | None,
+        dropout: Dropout,
+    ) -> tuple[jax.Array, LayerCache | None]:
+        out, cache = self.self_attn(self.input_layernorm(x), rotation, attend, cache)
+        x = x + dropout(out)
+        return x + dropout(self.mlp(self.post_attention_layernorm(x))), cache
+
+
+class Decoder(nnx.Module):
+    """Token ids in, hidden states and then logits out."""
+
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        vocab_size, hidden_size = config.vocab_size, config.hidden_size
+        self.embed_tokens = Embedding(vocab_size, hidden_size, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List(
+            [DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)]
+        )
+        self.norm = RMSNorm(hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.lm_head = (
+            None
+            if config.tie_word_embeddings
+            else Linear(hidden_size, vocab_size, dtype=dtype, rngs=rngs)
+        )
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        attend: Attend,
+        cache: Sequence[LayerCache] | None = None,
+        *,
+        dropout: Dropout = identity,
+    ) -> tuple[jax.Array, tuple[LayerCache, ...] | None]:
+        """Run all layers and the final norm.
+
+        Args:
+            tokens: i32[...], [B, T] for prompts and training, [B] for a decode step.
+            positions: i32[...], the place of each token in its own sequence.
+            attend: the attention of every layer; see `dense_attend` and its neighbours.
+            cache: what `attend` reads and writes, one entry per layer, or None.
+            dropout: applied to the embeddings and to each residual branch (training only).
+
+        Returns:
+            hidden [..., E], and the cache as `attend` left it (None for None).
+
+        Raises:
+            ValueError: if shapes or the number of caches do not fit.
+        """
+        if tokens.shape != positions.shape:
+            raise ValueError(f"{tokens.shape=} must equal {positions.shape=}")
+        num_layers = self.config.num_layers
+        if cache is not None and len(cache) != num_layers:
+            raise ValueError(f"{len(cache)=} must equal {num_layers=}")
+        rotation = _rotation(positions, self.config)
+        x = dropout(self.embed_tokens(tokens))  # [..., E]
+        new_caches: list[LayerCache] = []
+        for index, layer in enumerate(self.layers):
+            layer_cache = None if cache is None else cache[index]
+            x, new_cache = layer(x, rotation, attend, layer_cache, dropout)
+            if new_cache is not None:
+                new_caches.append(new_cache)
+        return self.norm(x), None if cache is None else tuple(new_caches)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Scores of the next token: hidden [..., E] to f32[..., V]."""
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return _contract(hidden, head.weight[...], preferred_element_type=jnp.float32)
+
+
+def dense_attend(*, lens: jax.Array | None = None) -> Attend:
+    """Causal attention within each row of [B, T]; a cache passes through untouched.
+
+    Args:
+        lens: i32[B], the tokens each row really has; the rest of it is padding. None: all.
+    """
+
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache | None
+    ) -> tuple[jax.Array, LayerCache | None]:
+        # An empty row looks at its first padding token: finite, where no key at all might be NaN.
+        kv_lens = None if lens is None else jnp.maximum(lens, 1)
+        out = jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            is_causal=True,
+            key_value_seq_lengths=kv_lens,
+            implementation="cudnn" if _cudnn_takes(q) else None,
+        )
+        return out, cache
+
+    return attend
+
+
+def prefill_attend(*, slots: jax.Array, lens: jax.Array) -> Attend:
+    """Write the K/V of whole prompts [B, T] to pages, then attend within each prompt.
+
+    Args:
+        slots: i32[B * T], the slot of each token; padding has an out-of-range slot.
+        lens: i32[B], the length of each prompt.
+    """
+    dense = dense_attend(lens=lens)
+
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache | None
+    ) -> tuple[jax.Array, LayerCache | None]:
+        out, _ = dense(q, k, v, None)
+        num_kv_heads, head_dim = k.shape[-2:]
+        flat = (slots.size, num_kv_heads, head_dim)
+        cache = pp.write_kv(*_paged(cache), k.reshape(flat), v.reshape(flat), slots)
+        return out, cache
+
+    return attend
+
+
+def paged_attend(
+    *,
+    slots: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    implementation: str | None = None,
+) -> Attend:
+    """One new token per row [B]: write its K/V to its page, then attend to the row's pages.
+
+    Args:
+        slots: i32[B], the slot of each new token.
+        block_tables: i32[B, N].
+        seq_lens: i32[B], tokens of each row with the new one; 0 reads nothing and gives 0.
+        implementation: of `pallas_paged.paged_attention`.
+    """
+
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache | None
+    ) -> tuple[jax.Array, LayerCache | None]:
+        cache = pp.write_kv(*_paged(cache), k, v, slots)
+        out = pp.paged_attention(q, *cache, block_tables, seq_lens, implementation=implementation)
+        return out, cache
+
+    return attend
+
+
+def _paged(cache: LayerCache | None) -> LayerCache:
+    if cache is None:
+        raise ValueError("cache=None: paged attention needs the (k_pages, v_pages) of every layer")
+    return cache
+
+
+def _cudnn_takes(q: jax.Array) -> bool:
+    half = q.dtype in (jnp.float16, jnp.bfloat16)
+    head_dim = q.shape[-1]
+    return jax.default_backend() == "gpu" and half and head_dim % 8 == 0 and head_dim <= 128
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], stddev: float, dtype: DTypeLike) -> jax.Array:
+    return (jax.random.normal(rngs.params(), shape) * stddev).astype(dtype)
+
+
+def _residual_stddev(config: ModelConfig) -> float:
+    # GPT-2: keeps the variance of the residual stream independent of depth at the start.
+    return 0.02 / math.sqrt(2 * config.num_layers)
+
+
+def _contract(
+    x: jax.Array, weight: jax.Array, preferred_element_type: DTypeLike | None = None
+) -> jax.Array:
+    """x [..., in] and weight [out, in] to [..., out]."""
+    dims = (((x.ndim - 1,), (1,)), ((), ()))
+    return lax.dot_general(x, weight, dims, preferred_element_type=preferred_element_type)
+
+
+def _inverse_frequencies(config: ModelConfig) -> np.ndarray:
+    """Angles per position, f32[D / 2], after the scaling of Llama 3.1 where it is asked for."""
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
+    inverse = (1.0 / config.rope_theta**exponents).astype(np.float32)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return inverse
+    turns = scaling.original_max_position_embeddings * inverse / (2 * math.pi)
+    # 0 below low_freq_factor turns over the original context (divide), 1 above high_freq_factor
+    # (keep), a straight line between.
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return (inverse * (keep + (1.0 - keep) / scaling.factor)).astype(np.float32)
+
+
+def _rotation(positions: jax.Array, config: ModelConfig) -> Rotation:
+    angles = positions[..., None, None].astype(jnp.float32) * _inverse_frequencies(config)
+    return jnp.cos(angles), jnp.sin(angles)  # [..., 1, D / 2]
+
+
+def _rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
+    """Rotary embedding in f32; the pairs are (i, i + D / 2), as in Hugging Face."""
+    cos, sin = rotation
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)

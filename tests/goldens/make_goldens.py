@@ -1,0 +1,119 @@
+"""Make the golden checkpoints beside this file with Hugging Face transformers.
+
+    python -m venv hf && hf/bin/pip install torch==2.13.0 transformers==5.23.0
+    hf/bin/python tests/goldens/make_goldens.py
+
+The committed ones were made so, on the CPU, in float32. Each folder holds a random model and
+golden.npz: input_ids i64[B, T], logits f32[B, T, V], and greedy_tokens i64[B, 16], which follow
+the input_ids. `make_goldens.py FOLDER...` writes only NAME/golden.npz here, for byte-level
+checkpoints that exist already (`models/checkpoints/shakespeare`).
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+GOLDENS = Path(__file__).parent
+NUM_GREEDY = 16
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+CONFIGS = {
+    # Grouped heads wider than hidden_size, an untied head, two files, and a context
+    # short enough for all three bands of the scaling to matter.
+    "llama": LlamaConfig(
+        **SIZES,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    # Biases on q, k and v; one key/value head.
+    "qwen2": Qwen2Config(
+        **SIZES,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+    ),
+    # Norms on q and k, and a tied head.
+    "qwen3": Qwen3Config(
+        **SIZES,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    ),
+}
+
+
+def randomize(model: PreTrainedModel) -> None:
+    """Weights so large that every part of the model moves the logits."""
+    generator = torch.Generator().manual_seed(0)
+    for name, param in model.named_parameters():
+        noise = torch.randn(param.shape, generator=generator)
+        param.data = 1 + 0.3 * noise if "norm" in name else 0.2 * noise
+
+
+@torch.no_grad()
+def write_golden(folder: Path, input_ids: torch.Tensor) -> None:
+    """Run the model in `folder` over input_ids [B, T], and on from there greedily."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    logits = model(input_ids).logits
+    tokens = input_ids
+    for _ in range(NUM_GREEDY):
+        last = model(tokens).logits[:, -1]
+        best, second = last.topk(2).values.unbind(-1)
+        if (best - second).min() < 1e-3:
+            raise ValueError(f"{folder}: a near tie, {best=} {second=}: choose other input_ids")
+        tokens = torch.cat([tokens, last.argmax(-1, keepdim=True)], 1)
+    golden = GOLDENS / folder.name / "golden.npz"
+    golden.parent.mkdir(exist_ok=True)
+    np.savez_compressed(
+        golden,
+        input_ids=input_ids.numpy(),
+        logits=logits.numpy(),
+        greedy_tokens=tokens[:, input_ids.shape[1] :].numpy(),
+    )
+
+
+def main() -> None:
+    for folder in map(Path, sys.argv[1:]):
+        write_golden(folder, torch.tensor([list(b"ROMEO:\nWhat light through yonder window")]))
+    if len(sys.argv) > 1:
+        return
+    for name, config in CONFIGS.items():
+        folder = GOLDENS / name
+        model = AutoModelForCausalLM.from_config(config)
+        randomize(model)
+        model.save_pretrained(folder, max_shard_size="60KB" if name == "llama" else "1MB")
+        generator = torch.Generator().manual_seed(1)
+        write_golden(folder, torch.randint(64, (2, 40), generator=generator))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Tokenizers of both styles, whole and streamed."""
+
+import itertools
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, processors
+
+from models.tokenizer import StreamDecoder, Tokenizer, save_byte_tokenizer
+
+TEXT = "ROMEO:\n\tÀ bientôt, 子曰: “¿qué?” 🎭\x00  twice"
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bytes")
+    save_byte_tokenizer(folder, max_length=64)
+    return Tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory):
+    """As Llama 2's: words marked by a low line, unknown characters as bytes, a BOS in front."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words += ["▁", "a", "b", "▁a", "▁b", "ab", "▁ab"]
+    merges = [("▁", "a"), ("▁", "b"), ("a", "b"), ("▁a", "b")]
+    vocab = {word: index for index, word in enumerate(words)}
+    inner = tokenizers.Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True)
+    )
+    inner.add_special_tokens(["<unk>", "<s>", "</s>"])
+    inner.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    inner.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1, right=0),
+        ]
+    )
+    inner.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    inner.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder)
+
+
+def test_byte_ids_are_the_bytes(byte_level):
+    assert byte_level.vocab_size == 256
+    assert byte_level.encode(TEXT) == list(TEXT.encode())
+    assert byte_level.decode(list(TEXT.encode())) == TEXT
+    assert byte_level.encode("") == []
+    for byte in range(256):
+        assert byte_level.decode([byte]) == bytes([byte]).decode(errors="replace")
+
+
+def test_bos_is_added_and_left_out_of_the_text(sentencepiece):
+    ids = sentencepiece.encode("ab b")
+    assert ids[0] == 1
+    assert sentencepiece.decode(ids) == "ab b"
+
+
+def test_stream_holds_back_incomplete_characters_only(byte_level):
+    stream = StreamDecoder(byte_level)
+    euro = "€".encode()
+    assert stream.push(b"a" + euro[:2]) == "a"
+    assert stream.push([]) == ""
+    assert stream.push(euro[2:] + b"b") == "€b"
+    assert stream.push(euro[:1]) == ""
+    assert stream.finish() == "\ufffd"
+    assert stream.push(b"c") == "c"
+    assert stream.finish() == ""
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(data=st.binary(max_size=24), cuts=st.lists(st.integers(0, 24), max_size=4))
+def test_stream_of_any_bytes_joins_to_the_whole(byte_level, data, cuts):
+    edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    stream = StreamDecoder(byte_level)
+    pieces = [stream.push(data[start:end]) for start, end in itertools.pairwise(edges)]
+    assert "".join(pieces) + stream.finish() == byte_level.decode(list(data))
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(text=st.text(max_size=12))
+def test_stream_of_valid_text_is_never_late(byte_level, text):
+    stream = StreamDecoder(byte_level)
+    shown = ""
+    for character in text.replace("\ufffd", ""):
+        *first, last = character.encode()
+        assert stream.push(first) == ""
+        shown += stream.push([last])
+        assert shown.endswith(character)
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    text=st.text(alphabet="ab é子🎭", max_size=16),
+    specials=st.lists(st.integers(0, 16), max_size=3),
+)
+def test_sentencepiece_stream_joins_to_the_whole(sentencepiece, text, specials):
+    ids = sentencepiece.encode(text)
+    whole = sentencepiece.decode(ids)
+    for place in specials:  # special tokens have no text, wherever they are between characters
+        if place == len(ids) or (place < len(ids) and ids[place] >= 259):
+            ids.insert(place, 2)
+    stream = StreamDecoder(sentencepiece)
+    assert "".join(stream.push([token]) for token in ids) + stream.finish() == whole
+
+
+def test_stream_of_broken_bytes_does_not_wait_for_ever(byte_level):
+    stream = StreamDecoder(byte_level)
+    assert len(stream.push([0x80] * 50)) >= 46
+
+
+def test_missing_or_broken_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"tokenizer\.json: no such file"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json: "):
+        Tokenizer(tmp_path)

@@ -29,8 +29,8 @@ class TrainConfig:
     """Everything that, with the text, decides the result of a run."""
 
     steps: int = _option(2000, "optimizer steps")
-    batch_size: int = _option(128, "windows of the text in a step")
-    seq_len: int = _option(256, "bytes in a window")
+    batch_size: int = _option(32, "windows of the text in a step")
+    seq_len: int = _option(1024, "bytes in a window")
     hidden_size: int = _option(256, "width of the model")
     num_layers: int = _option(4, "decoder layers")
     intermediate_size: int = _option(1024, "width of the MLP")
@@ -69,7 +69,7 @@ class TrainConfig:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             rms_norm_eps=1e-5,
-            max_position_embeddings=8 * self.seq_len,
+            max_position_embeddings=self.seq_len,
             tie_word_embeddings=True,
         )
 

@@ -158,7 +158,7 @@ def test_the_command_line_answers_bad_input_in_one_line(tmp_path, capsys):
     text.write_bytes(b"twenty bytes of text")
     for path, options, message in (
         (tmp_path / "missing", [], "No such file"),
-        (text, [], "20 bytes is too short for seq_len=256"),
+        (text, [], "20 bytes is too short for seq_len=1024"),
         (
             text,
             ["--seq-len", "2", "--num-kv-heads", "3"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import pallas_paged as pp
-from pallas_paged.kernels.tuning import decode_config, merge_tile
+from pallas_paged.kernels.tuning import decode_config, merge_config
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
 MESH = AbstractMesh((1,), ("x",), abstract_device=H200)
@@ -104,6 +105,7 @@ def test_few_tokens_get_few_programs():
 @pytest.mark.parametrize("num_seqs", [1, 3, 64, 1000])
 @pytest.mark.parametrize("num_heads", [1, 7, 32, 128])
 def test_the_merge_tile_is_made_of_powers_of_two(num_seqs, num_heads):
-    tile = merge_tile(num_seqs=num_seqs, num_heads=num_heads, head_dim=80, num_programs=66)
-    assert all(n > 0 and n & (n - 1) == 0 for n in tile)
-    assert tile[0] * tile[1] * tile[2] <= 2**14
+    tile = merge_config(num_seqs=num_seqs, num_heads=num_heads, head_dim=80, num_programs=66)
+    sizes = dataclasses.astuple(tile)
+    assert all(n > 0 and n & (n - 1) == 0 for n in sizes)
+    assert tile.block_s * tile.block_h * tile.block_d <= 2**14

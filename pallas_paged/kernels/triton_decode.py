@@ -69,12 +69,14 @@ def decode_kernel(
     block_ends = plgpu.load(
         block_ends_ref.at[rows], mask=rows < num_seqs, other=jnp.iinfo(jnp.int32).max
     )
+    seq_lens = plgpu.load(seq_lens_ref.at[rows], mask=rows < num_seqs, other=0)
     first_row = jnp.sum((block_ends <= start).astype(jnp.int32))
     end_row = jnp.where(start < stop, jnp.sum((block_ends < stop).astype(jnp.int32)) + 1, first_row)
 
     def attend_row(row, carry):
-        seq_len = seq_lens_ref[row]
-        row_end = block_ends_ref[row]
+        # Picked from registers: a load here would be one more wait before the first K arrives.
+        seq_len = jnp.sum(jnp.where(rows == row, seq_lens, 0))
+        row_end = jnp.sum(jnp.where(rows == row, block_ends, 0))
         row_start = row_end - pl.cdiv(seq_len, block_k)
         lo = jnp.maximum(start - row_start, 0)
         hi = jnp.minimum(stop, row_end) - row_start

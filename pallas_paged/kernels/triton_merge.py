@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_paged.kernels.tuning import DecodeConfig, merge_tile
+from pallas_paged.kernels.tuning import DecodeConfig, MergeConfig, merge_config
 
 
 def program_of(block: jax.Array, total: jax.Array, num_programs: int) -> jax.Array:
@@ -32,10 +32,8 @@ def merge_kernel(
     o_ref,  # [B, Hq, D]
     lse_ref,  # f32[B, Hq]
     *,
-    block_s: int,
-    block_h: int,
-    block_d: int,
     config: DecodeConfig,
+    tile: MergeConfig,
 ):
     row = pl.program_id(0)
     num_seqs, num_heads, head_dim = o_ref.shape
@@ -46,14 +44,14 @@ def merge_kernel(
     last = program_of(end - 1, total, config.num_programs) + row
     stop = jnp.where(start < end, last + 1, first)  # a row without tokens has no slot
 
-    heads = pl.program_id(1) * block_h + jnp.arange(block_h)
-    dims = pl.program_id(2) * block_d + jnp.arange(block_d)
+    heads = pl.program_id(1) * tile.block_h + jnp.arange(tile.block_h)
+    dims = pl.program_id(2) * tile.block_d + jnp.arange(tile.block_d)
     head_mask = heads < num_heads
     mask = head_mask[:, None] & (dims < head_dim)[None, :]  # [block_h, block_d]
 
     def merge_slots(i, state):
         m_i, l_i, acc = state
-        slots = first + i * block_s + jnp.arange(block_s)
+        slots = first + i * tile.block_s + jnp.arange(tile.block_s)
         valid = slots < stop
         lse = plgpu.load(
             lses_ref.at[slots[:, None], heads[None, :]],
@@ -72,11 +70,11 @@ def merge_kernel(
         return m_new, l_i * alpha + w.sum(axis=0), acc
 
     state = (
-        jnp.full((block_h,), -jnp.inf, jnp.float32),
-        jnp.zeros((block_h,), jnp.float32),
-        jnp.zeros((block_h, block_d), jnp.float32),
+        jnp.full((tile.block_h,), -jnp.inf, jnp.float32),
+        jnp.zeros((tile.block_h,), jnp.float32),
+        jnp.zeros((tile.block_h, tile.block_d), jnp.float32),
     )
-    m_i, l_i, acc = lax.fori_loop(0, pl.cdiv(stop - first, block_s), merge_slots, state)
+    m_i, l_i, acc = lax.fori_loop(0, pl.cdiv(stop - first, tile.block_s), merge_slots, state)
     empty = l_i == 0.0
     l_safe = jnp.where(empty, 1.0, l_i)
     plgpu.store(
@@ -105,7 +103,7 @@ def merge_shares(
     """Final `(out dtype[B, Hq, D], lse f32[B, Hq])` from the slots of the decode kernel."""
     num_seqs = seq_lens.shape[0]
     _, num_heads, head_dim = outs.shape
-    block_s, block_h, block_d = merge_tile(
+    tile = merge_config(
         num_seqs=num_seqs,
         num_heads=num_heads,
         head_dim=head_dim,
@@ -120,16 +118,12 @@ def merge_shares(
         jax.ShapeDtypeStruct((num_seqs, num_heads), jnp.float32),
     )
     return pl.pallas_call(
-        functools.partial(
-            merge_kernel, block_s=block_s, block_h=block_h, block_d=block_d, config=config
-        ),
-        grid=(num_seqs, pl.cdiv(num_heads, block_h), pl.cdiv(head_dim, block_d)),
+        functools.partial(merge_kernel, config=config, tile=tile),
+        grid=(num_seqs, pl.cdiv(num_heads, tile.block_h), pl.cdiv(head_dim, tile.block_d)),
         in_specs=[whole(x.shape) for x in (outs, lses, seq_lens, block_ends)],
         out_specs=[whole(s.shape) for s in out_shape],
         out_shape=out_shape,
-        compiler_params=plgpu.CompilerParams(
-            num_warps=4 if block_s * block_h * block_d > 1024 else 1
-        ),
+        compiler_params=plgpu.CompilerParams(num_warps=tile.num_warps),
         interpret=interpret,
         name="paged_decode_merge",
     )(outs, lses, seq_lens, block_ends)

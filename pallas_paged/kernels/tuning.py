@@ -81,17 +81,36 @@ def decode_config(
     )
 
 
-def merge_tile(
-    *, num_seqs: int, num_heads: int, head_dim: int, num_programs: int
-) -> tuple[int, int, int]:
-    """Partials, heads and dims that one program of the merge kernel holds at a time."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MergeConfig:
+    """Tile of one program of the merge kernel; every size is a power of two.
+
+    Attributes:
+      block_s: partial states per loop step.
+      block_h: query heads.
+      block_d: elements of head_dim.
+      num_warps: warps per program.
+    """
+
+    block_s: int
+    block_h: int
+    block_d: int
+    num_warps: int
+
+
+def merge_config(*, num_seqs: int, num_heads: int, head_dim: int, num_programs: int) -> MergeConfig:
+    """Heuristic tile of the merge, from static shapes only."""
     # Rows of an even batch span about this many shares; a longer row takes more loop steps.
     block_s = min(next_power_of_2(num_programs // num_seqs + 2), 128)
-    # A few rows have few heads to fill a device with, so head_dim is spread as well; many rows
-    # take several heads a program, since launching a program costs more than its few bytes.
-    block_d = min(next_power_of_2(head_dim), 16 * next_power_of_2(num_seqs + 1))
-    block_h = min(next_power_of_2(num_heads), max(1, num_seqs // 16))
-    block_h = 1 << (block_h.bit_length() - 1)
-    while block_h > 1 and block_s * block_h * block_d > 8192:
-        block_h //= 2
-    return block_s, block_h, block_d
+    head_dim = next_power_of_2(head_dim)
+    if num_seqs < 32:
+        # A few rows have few heads to fill a device with, so head_dim is spread as well.
+        block_h, block_d = 1, min(head_dim, 16 * next_power_of_2(num_seqs + 1))
+    else:
+        # Measured: one warp, so that nobody waits at a barrier, with 1024 values or, where rows
+        # span many shares, 2048.
+        block_d = min(head_dim, 64 if block_s > 8 else 128)
+        values = 2048 if block_s > 8 else 1024
+        block_h = min(next_power_of_2(num_heads), max(1, values // (block_s * block_d)))
+    num_warps = 4 if num_seqs < 32 and block_s * block_d > 1024 else 1
+    return MergeConfig(block_s=block_s, block_h=block_h, block_d=block_d, num_warps=num_warps)

@@ -1,0 +1,172 @@
+"""Sampling: greedy, the filters against NumPy, distributions, same key same token, bad values."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.sampling import SamplingParams, sample
+
+VOCAB = 12
+LOGITS = np.random.default_rng(0).normal(0, 2, VOCAB).astype(np.float32)
+DRAWS = 4000
+jit_sample = jax.jit(sample)
+
+
+def kept_tokens(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """Tokens that survive the filters, and their probabilities, one step after the other."""
+    x = logits.astype(np.float64) / temperature
+    order = list(np.argsort(-x, kind="stable"))
+    if top_k:
+        order = order[:top_k]
+    probs = np.exp(x[order] - x[order].max())
+    probs /= probs.sum()
+    if top_p < 1:
+        order = [token for i, token in enumerate(order) if probs[:i].sum() < top_p]
+        probs = probs[: len(order)] / probs[: len(order)].sum()
+    keep = probs >= min_p * probs.max()
+    probs = probs * keep / (probs * keep).sum()
+    dense = np.zeros(logits.size)
+    dense[order] = probs
+    return dense
+
+
+def draw(params, count=DRAWS, seed=0, logits=LOGITS):
+    keys = jax.random.split(jax.random.key(seed), count)
+    return np.asarray(jit_sample(jnp.tile(logits, (count, 1)), keys, params))
+
+
+def test_none_is_greedy_and_takes_no_random_numbers():
+    logits = jnp.asarray(np.random.default_rng(1).normal(size=(5, VOCAB)), jnp.float32)
+    np.testing.assert_array_equal(sample(logits, None, None), np.argmax(logits, axis=1))
+    assert "random" not in str(jax.make_jaxpr(lambda x: sample(x, None, None))(logits))
+    tied = jnp.zeros((1, VOCAB)).at[0, jnp.array([3, 7])].set(1.0)
+    assert sample(tied, None, None).tolist() == [3]
+
+
+def test_temperature_zero_is_greedy_whatever_the_filters_say():
+    params = SamplingParams.create(8, temperature=0.0, top_k=0, top_p=0.5, min_p=0.5)
+    assert set(draw(params, 8)) == {int(LOGITS.argmax())}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.5},
+        {"temperature": 3.0},
+        {"top_k": 3},
+        {"top_p": 0.7},
+        {"min_p": 0.2},
+        {"temperature": 2.0, "top_k": 6, "top_p": 0.8, "min_p": 0.15},
+    ],
+)
+def test_draws_follow_the_filtered_distribution(values):
+    wanted = kept_tokens(LOGITS, **values)
+    counts = np.bincount(draw(SamplingParams.create(DRAWS, **values)), minlength=VOCAB)
+    assert not np.any(counts[wanted == 0]), "a token that was filtered out was drawn"
+    sigma = np.sqrt(DRAWS * wanted * (1 - wanted))
+    assert np.all(np.abs(counts - DRAWS * wanted) <= 5 * sigma + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_filters_apply_row_by_row(seed):
+    rng = np.random.default_rng(seed)
+    rows = {
+        "temperature": rng.choice([0.3, 1.0, 2.5], DRAWS),
+        "top_k": rng.choice([0, 1, 4, VOCAB, 1000], DRAWS),
+        "top_p": rng.choice([0.05, 0.6, 1.0], DRAWS),
+        "min_p": rng.choice([0.0, 0.3], DRAWS),
+    }
+    tokens = draw(SamplingParams.create(DRAWS, **{k: v.tolist() for k, v in rows.items()}))
+    cache = {}
+    for row, token in enumerate(tokens):
+        values = tuple(rows[name][row] for name in rows)
+        if values not in cache:
+            cache[values] = kept_tokens(LOGITS, *values)
+        assert cache[values][token] > 0, dict(zip(rows, values, strict=True))
+
+
+def test_off_values_change_nothing():
+    plain = draw(SamplingParams.create(DRAWS, temperature=1.3))
+    off = SamplingParams.create(DRAWS, temperature=1.3, top_k=0, top_p=1.0, min_p=0.0)
+    np.testing.assert_array_equal(draw(off), plain)
+
+
+def test_same_key_same_token_whatever_the_batch():
+    keys = jax.random.split(jax.random.key(3), 6)
+    logits = jnp.asarray(np.random.default_rng(3).normal(size=(6, VOCAB)), jnp.float32)
+    together = sample(logits, keys, SamplingParams.create(6, temperature=1.0, top_p=0.9))
+    for row in range(6):
+        alone = sample(
+            logits[row : row + 1], keys[row : row + 1], SamplingParams.create(1, top_p=0.9)
+        )
+        assert alone[0] == together[row]
+    assert len(set(draw(SamplingParams.create(50), 50, seed=1))) > 1
+
+
+def test_ties_with_the_last_kept_token_are_kept():
+    logits = np.array([0.0, 5.0, 5.0, 5.0, -1.0], np.float32)
+    for values in ({"top_k": 1}, {"top_p": 0.1}, {"min_p": 0.99}):
+        tokens = draw(SamplingParams.create(300, **values), 300, logits=logits)
+        assert set(tokens) == {1, 2, 3}
+
+
+def test_tiny_and_huge_temperatures_stay_finite():
+    params = SamplingParams.create(2, temperature=[1e-38, 1e38], top_p=0.9)
+    tokens = draw(params, 2)
+    assert tokens[0] == LOGITS.argmax() and 0 <= tokens[1] < VOCAB
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("temperature", [None, 0.0, 1.0])
+def test_a_row_without_a_finite_best_logit_gives_minus_one(bad, temperature):
+    logits = jnp.tile(LOGITS, (2, 1))
+    logits = logits.at[0].set(bad) if bad == -np.inf else logits.at[0, 4].set(bad)
+    params = None
+    if temperature is not None:
+        params = SamplingParams.create(2, temperature=temperature, top_k=2, top_p=0.9, min_p=0.1)
+    keys = jax.random.split(jax.random.key(0), 2)
+    tokens = sample(logits, keys, params)
+    assert tokens[0] == -1 and 0 <= tokens[1] < VOCAB
+
+
+def test_masked_logits_are_never_drawn():
+    logits = LOGITS.copy()
+    logits[[0, 5]] = -np.inf
+    assert not set(draw(SamplingParams.create(500, temperature=50.0), 500, logits=logits)) & {0, 5}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -0.1}, r"temperature=-0.1 must be finite and not negative"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": float("inf")}, "temperature=inf"),
+        ({"temperature": [1.0, 1.0, 1.0]}, r"must be one value or 2 values"),
+        ({"temperature": "hot"}, "must be numbers"),
+        ({"top_k": -1}, "top_k=-1 must not be negative"),
+        ({"top_k": 1.5}, "must be integers"),
+        ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
+        ({"top_p": 1.01}, "top_p=1.01"),
+        ({"min_p": 1.0}, "min_p=1.0 must be at least 0 and below 1"),
+        ({"min_p": [0.1, -0.1]}, "min_p="),
+    ],
+)
+def test_bad_values_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams.create(2, **values)
+
+
+def test_bad_shapes_are_refused():
+    keys = jax.random.split(jax.random.key(0), 2)
+    with pytest.raises(ValueError, match=r"must be f32\[B, V\]"):
+        sample(jnp.zeros(4), None, None)
+    with pytest.raises(ValueError, match=r"must be f32\[B, V\]"):
+        sample(jnp.zeros((2, 4), jnp.bfloat16), None, None)
+    with pytest.raises(ValueError, match="keys=None"):
+        sample(jnp.zeros((2, 4)), None, SamplingParams.create(2))
+    with pytest.raises(ValueError, match=r"temperature.shape=\(3,\)"):
+        sample(jnp.zeros((2, 4)), keys, SamplingParams.create(3))

@@ -1,0 +1,301 @@
+"""The command line of `python -m models.generate`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from models.generation import Generation, Stats
+    from models.tokenizer import Tokenizer
+
+DEFAULT_CHECKPOINT = Path(__file__).parent / "checkpoints" / "shakespeare"
+DEFAULT_MAX_NEW_TOKENS = 400
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Returns:
+        The exit status: 0, 2 for bad input (told in one line), 130 for Ctrl-C, 141 for a reader of
+        standard output that went away.
+    """
+    try:
+        _run(_parser().parse_args(argv))
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Python flushes standard output once more at exit, and must then find somebody reading.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (ValueError, NotImplementedError, OSError, MemoryError) as error:
+        return _fail(error)
+    except RuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return _fail(error)
+    return 0
+
+
+class TextStream:
+    """The text of one sample as it grows; ends before the first of the stop texts.
+
+    What may be the beginning of a stop text, or of a character, is held back until that is known.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]):
+        from models.tokenizer import StreamDecoder
+
+        self.tokens: list[int] = []
+        self.text = ""
+        self.stopped = False
+        self._stops = stops
+        self._told = 0
+        self._decoder = StreamDecoder(tokenizer)
+        self._decoder.push(prompt)  # some tokens read otherwise at the beginning of a text
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """Takes tokens, up to the one that completes a stop text, and returns new certain text."""
+        for token in tokens:
+            if self.stopped:
+                break
+            self.tokens.append(token)
+            self._add(self._decoder.push([token]))
+        held = 0 if self.stopped else max((self._overlap(stop) for stop in self._stops), default=0)
+        return self._tell(len(self.text) - held)
+
+    def finish(self) -> str:
+        """Returns what was held back."""
+        if not self.stopped:
+            self._add(self._decoder.finish())
+        return self._tell(len(self.text))
+
+    def _add(self, piece: str) -> None:
+        self.text += piece
+        found = [at for stop in self._stops if (at := self.text.find(stop, self._told)) >= 0]
+        if found:
+            self.text, self.stopped = self.text[: min(found)], True
+
+    def _overlap(self, stop: str) -> int:
+        """Characters at the end of the text that a stop text begins with."""
+        longest = min(len(stop) - 1, len(self.text) - self._told)
+        return next((n for n in range(longest, 0, -1) if self.text.endswith(stop[:n])), 0)
+
+    def _tell(self, end: int) -> str:
+        piece, self._told = self.text[self._told : end], end
+        return piece
+
+
+def _run(args: argparse.Namespace) -> None:
+    prompts = _read_prompts(args)
+    if "" in args.stop:
+        raise ValueError("--stop must not be empty")
+
+    import jax
+
+    from models.checkpoint import load_checkpoint
+    from models.generate import generate
+    from models.tokenizer import Tokenizer
+
+    # The library logs which implementation it takes where none is named.
+    logging.basicConfig(format="%(name)s: %(message)s")
+    logging.getLogger("pallas_paged").setLevel(logging.INFO)
+    model, config = load_checkpoint(args.checkpoint, dtype=args.dtype)
+    tokenizer = Tokenizer(args.checkpoint)
+    tokens = [tokenizer.encode(prompt) for prompt in prompts]
+    room = config.max_position_embeddings - max(len(prompt) for prompt in tokens)
+    max_new_tokens = args.max_new_tokens
+    if max_new_tokens is None:
+        max_new_tokens = max(1, min(DEFAULT_MAX_NEW_TOKENS, room))
+    generation = generate(
+        model,
+        tokens,
+        max_new_tokens=max_new_tokens,
+        num_samples=args.num_samples,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
+        page_size=args.page_size,
+        num_pages=args.num_pages,
+        implementation=args.implementation,
+    )
+    streams = [
+        [TextStream(tokenizer, prompt, args.stop) for _ in range(args.num_samples)]
+        for prompt in tokens
+    ]
+    reasons = _follow(generation, prompts, streams, quiet=args.json)
+    stats, device = generation.result().stats, jax.devices()[0].device_kind
+    if not args.json:
+        ends = set(reasons.values())
+        print(_summary(stats, ends, device), file=sys.stderr)
+        return
+    completions = [
+        {
+            "prompt": prompt,
+            "sample": sample,
+            "text": stream.text,
+            "tokens": stream.tokens,
+            "finish_reason": reasons[prompt, sample],
+        }
+        for prompt, samples in enumerate(streams)
+        for sample, stream in enumerate(samples)
+    ]
+    result = {
+        "prompts": prompts,
+        "completions": completions,
+        "stats": asdict(stats)
+        | {
+            "prefill_tokens_per_second": stats.prefill_tokens_per_second,
+            "decode_tokens_per_second": stats.decode_tokens_per_second,
+        },
+        "seed": args.seed,
+        "device": device,
+        "implementation": args.implementation,
+    }
+    print(json.dumps(result))
+
+
+def _follow(
+    generation: Generation, prompts: list[str], streams: list[list[TextStream]], *, quiet: bool
+) -> dict[tuple[int, int], str]:
+    """Prints the texts as they come (one sample) or end (several); returns why each ended."""
+    reasons: dict[tuple[int, int], str] = {}
+    num_samples = sum(map(len, streams))
+    for event in generation:
+        stream = streams[event.prompt][event.sample]
+        if num_samples == 1 and not quiet and not stream.tokens:
+            print(prompts[0], end="")
+        piece = stream.push(event.tokens)
+        reason = event.finish_reason
+        if stream.stopped:
+            reason = "stopped"
+            generation.stop(event.prompt, event.sample)
+        if reason is not None:
+            piece += stream.finish()
+            reasons[event.prompt, event.sample] = reason
+        if quiet:
+            continue
+        if num_samples == 1:
+            print(piece, end="" if reason is None else "\n", flush=True)
+            continue
+        if reason is not None:
+            title = f"prompt {event.prompt + 1} of {len(streams)}"
+            title += f", sample {event.sample + 1} of {len(streams[event.prompt])}"
+            print(f"=== {title} ({reason})\n{prompts[event.prompt]}{stream.text}\n", flush=True)
+        if sys.stderr.isatty():
+            done = f"{len(reasons)} of {num_samples} samples done"
+            print(f"\r{done}", end="\n" if len(reasons) == num_samples else "", file=sys.stderr)
+    return reasons
+
+
+def _read_prompts(args: argparse.Namespace) -> list[str]:
+    prompts = list(args.prompt)
+    if args.prompts_file is not None:
+        lines = args.prompts_file.read_text(encoding="utf-8").splitlines()
+        prompts += [line for line in lines if line.strip()]
+        if not prompts:
+            raise ValueError(f"{args.prompts_file} has no prompt: every line is blank")
+    if not prompts:
+        raise ValueError("no prompt: give --prompt TEXT or --prompts-file FILE")
+    if "" in prompts:
+        raise ValueError("--prompt must not be empty")
+    return prompts
+
+
+def _summary(stats: Stats, ends: set[str], device: str) -> str:
+    return (
+        f"{stats.prefill_tokens + stats.decode_tokens} new tokens ({', '.join(sorted(ends))}),"
+        f" {stats.decode_tokens_per_second:.1f} tokens/s"
+        f" (prefill {stats.prefill_tokens_per_second:.1f} tokens/s,"
+        f" compiled in {stats.compile_seconds:.1f} s),"
+        f" KV pages used {stats.pages_used}/{stats.num_pages},"
+        f" pool utilization {stats.pool_utilization:.1%},"
+        f" {device}"
+    )
+
+
+def _fail(error: Exception) -> int:
+    text = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"
+    print("error:", " ".join(text.split()), file=sys.stderr)
+    return 2
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m models.generate",
+        description="Continue prompts with a Llama-family model over a paged KV cache.",
+    )
+    prompts = parser.add_argument_group("prompts")
+    prompts.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="repeatable")
+    prompts.add_argument(
+        "--prompts-file",
+        type=Path,
+        metavar="FILE",
+        help="one prompt a line; blank lines are skipped",
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--checkpoint",
+        type=Path,
+        default=DEFAULT_CHECKPOINT,
+        metavar="DIR",
+        help="folder in Hugging Face format (default: the Shakespeare demo)",
+    )
+    model.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of weights and cache (default: as stored)",
+    )
+    model.add_argument(
+        "--implementation", metavar="NAME", help="of paged attention (default: the best here)"
+    )
+    text = parser.add_argument_group("text")
+    text.add_argument(
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help=f"of each sample (default: {DEFAULT_MAX_NEW_TOKENS}, or what the model has room for)",
+    )
+    text.add_argument("--num-samples", type=int, default=1, metavar="N", help="of each prompt (1)")
+    text.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T", help="0 is greedy (0.8)"
+    )
+    text.add_argument("--top-k", type=int, metavar="K", help="keep the K most probable tokens")
+    text.add_argument("--top-p", type=float, metavar="P", help="keep a set of probability P")
+    text.add_argument(
+        "--min-p", type=float, metavar="P", help="keep tokens of P times the highest probability"
+    )
+    text.add_argument("--seed", type=int, default=0, metavar="N", help="same seed, same text (0)")
+    text.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end a sample before this text; repeatable",
+    )
+    pages = parser.add_argument_group("pages")
+    pages.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens a page (16)")
+    pages.add_argument(
+        "--num-pages", type=int, metavar="N", help="of the pool (default: enough for all samples)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of the texts"
+    )
+    return parser

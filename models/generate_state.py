@@ -1,0 +1,400 @@
+"""The state of running sequences and the jitted steps on it: prefill, decode, resume, release.
+
+All of it lives on the device, and the host looks only between two calls. Prompt, key, sampling
+values, stop tokens and limit of every row are traced, and so is how it ended.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+import pallas_paged as pp
+from models.config import ModelConfig
+from models.decoder import Attend, Decoder, paged_attend, prefill_attend
+from models.sampling import SamplingParams, sample
+
+
+class Status(enum.IntEnum):
+    """What a row is doing, or why it ended."""
+
+    EMPTY = 0
+    RUNNING = 1
+    STOPPED = 2  # sampled one of its stop tokens
+    MAX_TOKENS = 3  # has its max_new_tokens
+    OUT_OF_PAGES = 4  # no free page for its next token; nothing is lost, see `resume`
+    TABLE_FULL = 5  # no room in its row of the block table
+    BAD_LOGITS = 6  # the model gave NaN or infinite scores
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GenerateState:
+    """All rows of a running generation, the carry of the decode loop.
+
+    The newest token of a row is in `last_tokens`; its K/V are written by the step that reads it, so
+    a row holds one token fewer in its pages than its prompt and its generated tokens together.
+
+    Attributes:
+        table: who owns which page.
+        pool: K/V of all layers.
+        tokens: i32[max_seqs, W], generated tokens of each row, without the stop token.
+        num_tokens: i32[max_seqs], how many those are.
+        last_tokens: i32[max_seqs], the input of the next step.
+        status: i32[max_seqs], values of `Status`.
+        keys: key[max_seqs]; a token is drawn with its row's key folded with the token's position.
+        max_new_tokens: i32[max_seqs], limit of num_tokens (and W is one too).
+        stop_tokens: i32[max_seqs, n], padded with -1.
+        sampling: leaves of shape [max_seqs], or None: every row is greedy.
+    """
+
+    table: pp.PageTable
+    pool: pp.KVPool
+    tokens: jax.Array
+    num_tokens: jax.Array
+    last_tokens: jax.Array
+    status: jax.Array
+    keys: jax.Array
+    max_new_tokens: jax.Array
+    stop_tokens: jax.Array
+    sampling: SamplingParams | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Requests:
+    """A ragged batch of P prompts, each continued in S rows; rows out of range are padding.
+
+    Attributes:
+        tokens: i32[P, T], prompts padded on the right with any valid token.
+        lens: i32[P]
+        rows: i32[P, S], the empty rows that a prompt's samples get.
+        keys: key[P, S]
+        max_new_tokens: i32[P]
+        stop_tokens: i32[P, n], padded with -1; n as in the state.
+        sampling: leaves of shape [P]; None (also field by field) where the state has None.
+    """
+
+    tokens: jax.Array
+    lens: jax.Array
+    rows: jax.Array
+    keys: jax.Array
+    max_new_tokens: jax.Array
+    stop_tokens: jax.Array
+    sampling: SamplingParams | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Progress:
+    """What the host wants to know of a state, in buffers that no later step is given to reuse."""
+
+    tokens: jax.Array
+    num_tokens: jax.Array
+    status: jax.Array
+    seq_lens: jax.Array
+    num_free: jax.Array
+
+
+def create_generate_state(
+    config: ModelConfig,
+    *,
+    num_pages: int,
+    page_size: int,
+    max_seqs: int,
+    pages_per_seq: int,
+    max_new_tokens: int,
+    num_stop_tokens: int = 0,
+    sampling: SamplingParams | None = None,
+    dtype: DTypeLike = jnp.float32,
+) -> GenerateState:
+    """Makes a state of empty rows.
+
+    Args:
+        config: of the model that will fill the pool.
+        num_pages, page_size: of the pool.
+        max_seqs, pages_per_seq: rows, and pages that one row can hold.
+        max_new_tokens: width W of the token buffer.
+        num_stop_tokens: width n of the stop tokens.
+        sampling: any values; says which filters requests will use.
+        dtype: of the pool, the dtype of the model's parameters.
+
+    Returns:
+        GenerateState with every row EMPTY.
+
+    Raises:
+        ValueError: a size is out of range.
+    """
+    if max_new_tokens < 1 or num_stop_tokens < 0:
+        raise ValueError(f"{max_new_tokens=} must be positive, {num_stop_tokens=} not negative")
+    table = pp.create_page_table(
+        num_pages=num_pages, page_size=page_size, max_seqs=max_seqs, pages_per_seq=pages_per_seq
+    )
+    pool = pp.create_kv_pool(
+        num_layers=config.num_layers,
+        num_pages=num_pages,
+        num_kv_heads=config.num_kv_heads,
+        page_size=page_size,
+        head_dim=config.head_dim,
+        dtype=dtype,
+    )
+    return GenerateState(
+        table=table,
+        pool=pool,
+        tokens=jnp.zeros((max_seqs, max_new_tokens), jnp.int32),
+        num_tokens=jnp.zeros(max_seqs, jnp.int32),
+        last_tokens=jnp.zeros(max_seqs, jnp.int32),
+        status=jnp.full(max_seqs, Status.EMPTY, jnp.int32),
+        keys=jax.random.split(jax.random.key(0), max_seqs),
+        max_new_tokens=jnp.zeros(max_seqs, jnp.int32),
+        stop_tokens=jnp.full((max_seqs, num_stop_tokens), -1, jnp.int32),
+        sampling=jax.tree.map(lambda leaf: jnp.zeros(max_seqs, leaf.dtype), sampling),
+    )
+
+
+@partial(jax.jit, static_argnames="graphdef", donate_argnames="state")
+def prefill(
+    graphdef: nnx.GraphDef[Any], params: nnx.State, state: GenerateState, requests: Requests
+) -> tuple[GenerateState, jax.Array]:
+    """Starts prompts in empty rows: pages, K/V, forks, and the first token of every sample.
+
+    Compiles once for each shape of the requests. The samples of a prompt share its full pages.
+
+    Args:
+        graphdef, params: `nnx.split(model)`.
+        state: donated.
+        requests: what to start, and where.
+
+    Returns:
+        The state, and ok bool[P, S]. The status of a row that is not ok says why: OUT_OF_PAGES (ask
+        again when pages are free) or TABLE_FULL; it holds nothing. A row that was not empty or is
+        named twice is not ok either and has not changed, nor have those of a prompt whose first row
+        is one or that has no tokens.
+
+    Raises:
+        ValueError: shapes do not fit the state.
+    """
+    _check_requests(state, requests)
+    num_prompts, length = requests.tokens.shape
+    num_samples = requests.rows.shape[1]
+    max_seqs, pages_per_seq = state.table.block_tables.shape
+    has_tokens = (requests.lens >= 1) & (requests.lens <= length)
+    claimed = _claimed(state, requests.rows) & has_tokens[:, None]
+    claimed &= claimed[:, :1]  # without the first row there is nothing for the others to share
+    rows = jnp.where(claimed, requests.rows, max_seqs)  # [P, S]
+    first, others = rows[:, 0], rows[:, 1:]
+
+    asked = jnp.zeros(max_seqs, jnp.int32).at[first].set(requests.lens, mode="drop")
+    table, served = pp.extend(state.table, asked, max_new_tokens=length)
+    started = served.at[first].get(mode="fill", fill_value=False)  # [P]
+    first = jnp.where(started, first, max_seqs)
+    lens = jnp.where(started, requests.lens, 0)
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (num_prompts, length))
+    slots = pp.slot_mapping(table, jnp.repeat(first, length), positions.reshape(-1))
+
+    model = nnx.merge(graphdef, params)
+    attend = prefill_attend(slots=slots, lens=lens)
+    hidden, pool = _run(model, requests.tokens, positions, attend, state.pool)
+    logits = model.logits(hidden[jnp.arange(num_prompts), jnp.maximum(lens - 1, 0)])  # [P, V]
+
+    ok = started[:, None]
+    if num_samples > 1:
+        src = jnp.repeat(first, num_samples - 1)
+        table, copies, forked = pp.fork(table, src, others.reshape(-1))
+        pool = pp.copy_pages(pool, copies)
+        ok = jnp.concatenate([ok, forked.reshape(others.shape)], axis=1)  # [P, S]
+
+    def each_sample(x: jax.Array) -> jax.Array:  # [P, ...] to [P * S, ...]
+        return jnp.repeat(x, num_samples, axis=0)
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:  # [max_seqs, ...], [P * S, ...]
+        return old.at[rows.reshape(-1)].set(new, mode="drop")
+
+    keys, sampling = requests.keys.reshape(-1), jax.tree.map(each_sample, requests.sampling)
+    tokens = _sample(each_sample(logits), keys, each_sample(lens), sampling)
+    too_long = requests.lens > pages_per_seq * state.table.page_size
+    failure = jnp.where(too_long, Status.TABLE_FULL, Status.OUT_OF_PAGES)
+    state = replace(
+        state,
+        table=table,
+        pool=pool,
+        num_tokens=put(state.num_tokens, jnp.zeros(rows.size, jnp.int32)),
+        status=put(state.status, each_sample(failure)),
+        keys=put(state.keys, keys),
+        max_new_tokens=put(state.max_new_tokens, each_sample(requests.max_new_tokens)),
+        stop_tokens=put(state.stop_tokens, each_sample(requests.stop_tokens)),
+        sampling=jax.tree.map(put, state.sampling, sampling),
+    )
+    sampled = put(jnp.zeros(max_seqs, bool), ok.reshape(-1))
+    return _append(state, sampled, put(state.last_tokens, tokens)), ok
+
+
+@partial(jax.jit, static_argnames=("graphdef", "implementation"), donate_argnames="state")
+def decode(
+    graphdef: nnx.GraphDef[Any],
+    params: nnx.State,
+    state: GenerateState,
+    num_steps: jax.Array | int,
+    *,
+    implementation: str | None = None,
+) -> GenerateState:
+    """Advances every running row by up to num_steps tokens; ends early when no row is running.
+
+    Args:
+        graphdef, params: `nnx.split(model)`.
+        state: donated.
+        num_steps: i32[], traced.
+        implementation: of `pallas_paged.paged_attention`.
+
+    Returns:
+        The state. A row that found no page is OUT_OF_PAGES and otherwise as it was.
+    """
+    model = nnx.merge(graphdef, params)
+    max_seqs, pages_per_seq = state.table.block_tables.shape
+    capacity = pages_per_seq * state.table.page_size
+    all_rows = jnp.arange(max_seqs, dtype=jnp.int32)
+
+    def step(state: GenerateState) -> GenerateState:
+        running = state.status == Status.RUNNING
+        asked = running.astype(jnp.int32)
+        table, served = pp.extend(state.table, asked, max_new_tokens=1)
+        stepped = running & served
+        rows = jnp.where(stepped, all_rows, max_seqs)
+        positions = jnp.maximum(table.seq_lens - 1, 0)
+        attend = paged_attend(
+            slots=pp.slot_mapping(table, rows, positions),
+            block_tables=table.block_tables,
+            seq_lens=jnp.where(stepped, table.seq_lens, 0),
+            implementation=implementation,
+        )
+        hidden, pool = _run(model, state.last_tokens, positions, attend, state.pool)
+        tokens = _sample(model.logits(hidden), state.keys, table.seq_lens, state.sampling)
+        failure = jnp.where(
+            state.table.seq_lens >= capacity, Status.TABLE_FULL, Status.OUT_OF_PAGES
+        )
+        state = replace(
+            state,
+            table=table,
+            pool=pool,
+            status=jnp.where(running & ~served, failure, state.status),
+        )
+        return _append(state, stepped, tokens)
+
+    def unfinished(carry: tuple[jax.Array, GenerateState]) -> jax.Array:
+        steps, state = carry
+        return (steps < num_steps) & jnp.any(state.status == Status.RUNNING)
+
+    start = (jnp.int32(0), state)
+    return jax.lax.while_loop(unfinished, lambda c: (c[0] + 1, step(c[1])), start)[1]
+
+
+@partial(jax.jit, donate_argnames="state")
+def resume(state: GenerateState) -> GenerateState:
+    """Lets rows that ran out of pages run again from where they stand (state is donated).
+
+    A row that ran out before its prompt was in has nothing to resume: `prefill` it again.
+    """
+    waiting = (state.status == Status.OUT_OF_PAGES) & (state.table.seq_lens > 0)
+    return replace(state, status=jnp.where(waiting, Status.RUNNING, state.status))
+
+
+@partial(jax.jit, donate_argnames="state")
+def release(state: GenerateState, rows: jax.Array) -> GenerateState:
+    """Gives back the pages of rows, bool[max_seqs], and makes them EMPTY (state is donated)."""
+    return replace(
+        state,
+        table=pp.free(state.table, rows),
+        num_tokens=jnp.where(rows, 0, state.num_tokens),
+        status=jnp.where(rows, Status.EMPTY, state.status),
+    )
+
+
+@jax.jit
+def progress(state: GenerateState) -> Progress:
+    """Copies out of a state what the host may read while the state itself is donated onwards."""
+    seen = Progress(
+        tokens=state.tokens,
+        num_tokens=state.num_tokens,
+        status=state.status,
+        seq_lens=state.table.seq_lens,
+        num_free=state.table.num_free,
+    )
+    # Without a copy jit hands the caller the state's own buffers, gone with the next donation.
+    return jax.tree.map(jnp.copy, seen)
+
+
+def _append(state: GenerateState, sampled: jax.Array, tokens: jax.Array) -> GenerateState:
+    """Takes tokens i32[max_seqs] of the rows in sampled bool[max_seqs], and ends rows."""
+    max_seqs, width = state.tokens.shape
+    limits = jnp.minimum(state.max_new_tokens, width)
+    bad = tokens < 0
+    stopped = jnp.any(tokens[:, None] == state.stop_tokens, axis=1) & ~bad
+    kept = sampled & ~bad & ~stopped & (state.num_tokens < limits)
+    columns = jnp.where(kept, state.num_tokens, width)
+    num_tokens = state.num_tokens + kept
+    status = jnp.where(num_tokens >= limits, Status.MAX_TOKENS, Status.RUNNING)
+    status = jnp.where(stopped, Status.STOPPED, jnp.where(bad, Status.BAD_LOGITS, status))
+    return replace(
+        state,
+        tokens=state.tokens.at[jnp.arange(max_seqs), columns].set(tokens, mode="drop"),
+        num_tokens=num_tokens,
+        last_tokens=jnp.where(sampled, tokens, state.last_tokens),
+        status=jnp.where(sampled, status, state.status),
+    )
+
+
+def _sample(
+    logits: jax.Array, keys: jax.Array, positions: jax.Array, sampling: SamplingParams | None
+) -> jax.Array:
+    """Draws the tokens for positions i32[B], the same whatever else runs, and in how many calls."""
+    step_keys = None if sampling is None else jax.vmap(jax.random.fold_in)(keys, positions)
+    return sample(logits, step_keys, sampling)
+
+
+def _claimed(state: GenerateState, rows: jax.Array) -> jax.Array:
+    """bool[P, S]: rows that exist, hold nothing, and are named here first."""
+    max_seqs = state.status.size
+    order = jnp.arange(rows.size, dtype=jnp.int32).reshape(rows.shape)
+    in_range = (rows >= 0) & (rows < max_seqs)
+    places = jnp.where(in_range, rows, max_seqs)
+    firsts = jnp.full(max_seqs, rows.size, jnp.int32).at[places].min(order, mode="drop")
+    mine = firsts.at[places].get(mode="fill", fill_value=-1) == order
+    held = state.table.seq_lens.at[places].get(mode="fill", fill_value=1)
+    return in_range & mine & (held == 0)
+
+
+def _run(
+    model: Decoder, tokens: jax.Array, positions: jax.Array, attend: Attend, pool: pp.KVPool
+) -> tuple[jax.Array, pp.KVPool]:
+    cache = tuple(zip(pool.k_pages, pool.v_pages, strict=True))
+    hidden, layers = model(tokens, positions, attend, cache)
+    k_pages, v_pages = zip(*(layers or cache), strict=True)
+    return hidden, replace(pool, k_pages=k_pages, v_pages=v_pages)
+
+
+def _check_requests(state: GenerateState, requests: Requests) -> None:
+    num_prompts, num_samples = requests.rows.shape
+    wanted = {
+        "tokens": (num_prompts, requests.tokens.shape[-1]),
+        "lens": (num_prompts,),
+        "keys": (num_prompts, num_samples),
+        "max_new_tokens": (num_prompts,),
+        "stop_tokens": (num_prompts, state.stop_tokens.shape[1]),
+    }
+    for name, shape in wanted.items():
+        given = getattr(requests, name).shape
+        if given != shape:
+            raise ValueError(f"requests.{name} has shape {given}, must be {shape}")
+    ours, theirs = (
+        [name for name, leaf in vars(given).items() if leaf is not None] if given else None
+        for given in (state.sampling, requests.sampling)
+    )
+    if ours != theirs:
+        raise ValueError(f"requests.sampling sets {theirs}, must set {ours} as state.sampling does")

@@ -1,0 +1,230 @@
+"""`python -m models.generate`: what it prints, and one line and exit status 2 for bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from flax import nnx
+
+from models import cli
+from models.checkpoint import save_checkpoint
+from models.config import ModelConfig
+from models.decoder import Decoder
+from models.tokenizer import Tokenizer, save_byte_tokenizer
+
+ROOT = Path(__file__).parents[1]
+CONFIG = ModelConfig(
+    vocab_size=256,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=1,
+    num_q_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    save_checkpoint(folder, Decoder(CONFIG, rngs=nnx.Rngs(0)), CONFIG)
+    save_byte_tokenizer(folder, max_length=CONFIG.max_position_embeddings)
+    return folder
+
+
+@pytest.fixture
+def run(checkpoint, capsys):
+    """The command in this process: exit status, standard output, standard error."""
+
+    def run(*args):
+        status = cli.main(["--checkpoint", str(checkpoint), "--implementation", "xla", *args])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+@pytest.fixture
+def start(checkpoint):
+    """The command in a process of its own."""
+
+    def start(*args):
+        command = [sys.executable, "-m", "models.generate", "--checkpoint", str(checkpoint), *args]
+        # On the CPU: this process may hold the GPU's memory.
+        env = os.environ | {"JAX_PLATFORMS": "cpu"}
+        return subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    return start
+
+
+def test_one_sample_is_streamed_and_summed_up(start):
+    process = start("--prompt", "ROMEO:", "--max-new-tokens", "20")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert out.startswith(b"ROMEO:") and out.endswith(b"\n")
+    assert len(out.decode()) > 10
+    chosen, summary = err.decode().splitlines()
+    assert chosen == "pallas_paged: implementation='xla' on cpu"
+    assert summary.startswith("20 new tokens (max_tokens), ")
+    for part in ("tokens/s", "KV pages used 2/2, pool utilization 78.1%", "cpu"):
+        assert part in summary
+
+
+def test_json_is_one_object_with_everything(run, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("BENVOLIO:\n\n   \nTYBALT:\n", encoding="utf-8")
+    args = ["--prompt", "ROMEO:", "--prompts-file", str(file), "--num-samples", "2"]
+    status, out, err = run(*args, "--max-new-tokens", "9", "--json", "--seed", "3")
+    assert status == 0 and err == ""
+    result = json.loads(out)
+    assert result["prompts"] == ["ROMEO:", "BENVOLIO:", "TYBALT:"]
+    completions = result["completions"]
+    assert [(c["prompt"], c["sample"]) for c in completions] == [
+        (prompt, sample) for prompt in range(3) for sample in range(2)
+    ]
+    for completion in completions:
+        assert len(completion["tokens"]) == 9 and completion["finish_reason"] == "max_tokens"
+        wanted = bytes(completion["tokens"]).decode(errors="replace")
+        assert completion["text"].rstrip("\ufffd") == wanted.rstrip("\ufffd")
+    assert result["stats"]["decode_tokens"] == 6 * 8
+    assert result["stats"]["decode_tokens_per_second"] > 0
+    assert result["seed"] == 3 and result["implementation"] == "xla"
+    assert result["device"] == jax.devices()[0].device_kind
+    assert run(*args, "--max-new-tokens", "9", "--json", "--seed", "3")[1] != out  # times differ
+    again = json.loads(run(*args, "--max-new-tokens", "9", "--json", "--seed", "3")[1])
+    assert again["completions"] == completions
+
+
+def test_several_samples_are_printed_when_done(run):
+    status, out, err = run("--prompt", "ROMEO:", "--num-samples", "2", "--max-new-tokens", "9")
+    assert status == 0
+    assert "=== prompt 1 of 1, sample 1 of 2 (max_tokens)\nROMEO:" in out
+    assert "=== prompt 1 of 1, sample 2 of 2 (max_tokens)\nROMEO:" in out
+    assert err.startswith("18 new tokens (max_tokens), ")
+
+
+def test_a_text_cut_short_by_the_pool_says_so(run):
+    status, out, err = run("--prompt", "ROMEO:", "--num-pages", "1", "--max-new-tokens", "20")
+    assert status == 0 and out.startswith("ROMEO:")
+    assert err.startswith("11 new tokens (out_of_pages), ")  # 16 slots, and the last is not written
+
+
+def test_stop_text_cuts_the_text_and_ends_the_sample(run):
+    args = ["--prompt", "ROMEO:", "--max-new-tokens", "40", "--json", "--temperature", "3"]
+    whole = json.loads(run(*args)[1])["completions"][0]
+    stop = next(
+        a + b
+        for a, b in zip(whole["text"][5:], whole["text"][6:], strict=False)
+        if (a + b).isascii()
+    )
+    cut = json.loads(run(*args, "--stop", stop, "--stop", "never to be seen")[1])["completions"][0]
+    assert cut["text"] == whole["text"][: whole["text"].index(stop)]
+    assert cut["finish_reason"] == "stopped"
+    assert cut["tokens"] == whole["tokens"][: len(cut["tokens"])]
+    assert bytes(cut["tokens"]).endswith(stop.encode())
+    streamed = run(*args[:4], *args[5:], "--stop", stop)[1]
+    assert streamed == "ROMEO:" + cut["text"] + "\n"
+
+
+def test_the_text_stream_holds_back_what_may_become_a_stop(checkpoint):
+    stream = cli.TextStream(Tokenizer(checkpoint), b"say: ", ["END", "\n\n"])
+    assert stream.push(b"hello E") == "hello "
+    assert stream.push(b"N") == ""
+    assert stream.push(b"JOY \n") == "ENJOY "
+    assert stream.push("é".encode()[:1]) == ""
+    assert stream.push("é".encode()[1:]) == "\né"
+    assert stream.push(b"xEND of it") == "x"
+    assert stream.stopped and stream.finish() == ""
+    assert stream.text == "hello ENJOY \néx"
+    assert bytes(stream.tokens).endswith(b"xEND")
+
+    unfinished = cli.TextStream(Tokenizer(checkpoint), b"", ["END"])
+    assert unfinished.push(b"an E") == "an "
+    assert unfinished.finish() == "E" and unfinished.text == "an E"
+
+
+def test_default_length_is_what_the_model_has_room_for(run):
+    _, out, _ = run("--prompt", "ROMEO:", "--json")
+    assert len(json.loads(out)["completions"][0]["tokens"]) == 64 - 6
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "no prompt: give --prompt TEXT or --prompts-file FILE"),
+        (["--prompt", ""], "--prompt must not be empty"),
+        (["--prompts-file", "/nowhere"], "/nowhere: No such file or directory"),
+        (["--prompts-file", os.devnull], "/dev/null has no prompt: every line is blank"),
+        (["--prompt", "x" * 60, "--max-new-tokens", "5"], "prompt 0 of 60 tokens and"),
+        (["--prompt", "x" * 64], "prompt 0 of 64 tokens and"),
+        (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens=0 must be at least 1"),
+        (["--prompt", "x", "--num-samples", "0"], "num_samples=0 must be at least 1"),
+        (["--prompt", "x", "--checkpoint", "/nowhere"], "/nowhere: no such checkpoint folder"),
+        (
+            ["--prompt", "x", "--implementation", "fast"],
+            "implementation='fast' must be",
+        ),
+        (["--prompt", "x", "--temperature", "-1"], "temperature=-1.0 must be finite"),
+        (["--prompt", "x", "--temperature", "hot"], "argument --temperature: invalid float value"),
+        (["--prompt", "x", "--top-k", "-2"], "top_k=-2 must not be negative"),
+        (["--prompt", "x", "--top-p", "0"], "top_p=0.0 must be above 0"),
+        (["--prompt", "x", "--min-p", "1"], "min_p=1.0 must be at least 0 and below 1"),
+        (["--prompt", "x", "--seed", "-1"], "seed=-1 must be in 0.."),
+        (["--prompt", "x", "--page-size", "5"], "page_size=5 must be a power of two"),
+        (["--prompt", "x", "--num-pages", "0"], "num_pages=0 must be at least 1"),
+        (["--prompt", "x", "--stop", ""], "--stop must not be empty"),
+        (["--prompt", "x", "--nonsense"], "unrecognized arguments: --nonsense"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(run, args, message):
+    status, out, err = run(*args)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"error: {message}") and err.count("\n") == 1
+
+
+def test_a_broken_checkpoint_is_one_line(run, checkpoint, tmp_path):
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(b"not a safetensors file")
+    status, out, err = run("--prompt", "x", "--checkpoint", str(tmp_path))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: ") and "model.safetensors" in err
+
+
+def test_a_process_ends_with_status_2_and_no_traceback(start):
+    process = start("--prompt", "x", "--num-samples", "0")
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (2, b"")
+    assert err == b"error: num_samples=0 must be at least 1\n"
+
+
+def test_help_answers_without_importing_jax():
+    code = "import sys; from models import cli; cli._parser(); print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_a_reader_that_goes_away_is_no_error(start):
+    process = start("--prompt", "ROMEO:")
+    process.stdout.close()
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 141
+    assert err.decode().splitlines() == ["pallas_paged: implementation='xla' on cpu"]
+
+
+def test_ctrl_c_ends_quietly(run, monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("models.generate.generate", interrupted)
+    assert run("--prompt", "ROMEO:") == (130, "", "")

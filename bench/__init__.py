@@ -1,0 +1,1 @@
+"""Measurements of the library on a GPU; run from the checkout, never installed."""

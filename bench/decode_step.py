@@ -1,0 +1,183 @@
+"""Lists the GPU kernels of one decode step of a model, in order, and what the step takes in all.
+
+Run `python -m bench.decode_step --help`; bench/README.md says what each number means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from bench import timing
+from models.checkpoint import load_checkpoint
+from models.config import ModelConfig
+from models.decoder import Decoder
+from models.generate_state import GenerateState, Requests, create_generate_state, decode, prefill
+from models.sampling import SamplingParams
+
+_CHECKPOINT = Path(__file__).parents[1] / "models" / "checkpoints" / "shakespeare"
+_ATTENTION = "paged_"  # how the names of the library's kernels begin
+
+
+def start_rows(
+    model: Decoder, config: ModelConfig, *, num_seqs: int, length: int, num_steps: int
+) -> GenerateState:
+    """A state of running rows, each with a random prompt, that go on for at least num_steps."""
+    page_size = 16
+    pages_per_seq = -(-(length + num_steps + 1) // page_size)
+    sampling = SamplingParams.create(num_seqs, temperature=0.8)
+    state = create_generate_state(
+        config,
+        num_pages=num_seqs * pages_per_seq,
+        page_size=page_size,
+        max_seqs=num_seqs,
+        pages_per_seq=pages_per_seq,
+        max_new_tokens=num_steps + 2,
+        sampling=sampling,
+        dtype=model.embed_tokens.weight[...].dtype,
+    )
+    tokens = np.random.default_rng(0).integers(config.vocab_size, size=(num_seqs, length))
+    requests = Requests(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        lens=jnp.full(num_seqs, length, jnp.int32),
+        rows=jnp.arange(num_seqs, dtype=jnp.int32)[:, None],
+        keys=jax.random.split(jax.random.key(0), (num_seqs, 1)),
+        max_new_tokens=jnp.full(num_seqs, num_steps + 2, jnp.int32),
+        stop_tokens=jnp.zeros((num_seqs, 0), jnp.int32),
+        sampling=sampling,
+    )
+    state, ok = prefill(*nnx.split(model), state, requests)
+    if not np.all(ok):
+        raise RuntimeError("prefill did not start every row")
+    return state
+
+
+def one_step(one: timing.Kernels, many: Sequence[timing.Kernels], num_steps: int) -> timing.Kernels:
+    """The kernels that every step of a loop repeats, with the median of their times.
+
+    Args:
+      one: the kernels of a run of one step.
+      many: the kernels of some runs of num_steps steps each.
+      num_steps: at least 3.
+
+    Raises:
+      RuntimeError: if the runs do not repeat one list of kernels.
+    """
+    length, rest = divmod(len(many[0]) - len(one), num_steps - 1)
+    names = [name for name, _ in many[0]]
+    span = (num_steps - 1) * length
+    starts = [
+        first
+        for first in range(len(names) - span - length + 1)
+        if names[first : first + span] == names[first + length : first + length + span]
+    ]
+    if rest or length < 1 or not starts:
+        raise RuntimeError(
+            f"runs of 1 and {num_steps} steps have {len(one)} and {len(names)} kernels, "
+            "which is not the same list every step"
+        )
+    first = starts[0]
+    times = np.array([[us for _, us in run[first : first + span + length]] for run in many])
+    medians = np.median(times.reshape(-1, length), axis=0)
+    return [(names[first + i], float(us)) for i, us in enumerate(medians)]
+
+
+def measure(
+    model: Decoder,
+    state: GenerateState,
+    *,
+    num_steps: int,
+    iterations: int,
+    implementation: str | None,
+) -> dict[str, Any]:
+    """Kernels of a step where there is a GPU to ask, and the wall time of a step."""
+    graphdef, params = nnx.split(model)
+
+    @jax.jit
+    def run(params, state, num_steps):  # not donated: each run starts from the same state
+        return decode(graphdef, params, state, num_steps, implementation=implementation)
+
+    args_one, args_many = (params, state, jnp.int32(1)), (params, state, jnp.int32(num_steps))
+    wall_one = timing.wall_times(run, args_one, iterations=iterations)
+    wall_many = timing.wall_times(run, args_many, iterations=iterations)
+    # What surrounds the loop, the copy of the state above all, is in both and cancels out.
+    wall = float(np.median(wall_many) - np.median(wall_one)) / (num_steps - 1)
+    result: dict[str, Any] = {"wall_us": wall, "kernels": None}
+    try:
+        one = timing.kernel_times(run, args_one, iterations=1)[0]
+        many = timing.kernel_times(run, args_many, iterations=iterations)
+        kernels = one_step(one, many, num_steps)
+    except Exception as error:  # no GPU, no CUPTI: the wall time still holds
+        return result | {"reason": f"{type(error).__name__}: {error}"}
+    total = sum(us for _, us in kernels)
+    attention = sum(us for name, us in kernels if _ATTENTION in name)
+    return result | {
+        "kernels": kernels,
+        "kernel_us": total,
+        "attention_us": attention,
+        "attention_share": attention / total,
+        "busy_share": total / wall,
+    }
+
+
+def report(result: dict[str, Any]) -> str:
+    """The list of kernels and the sums."""
+    if result["kernels"] is None:
+        return f"wall {result['wall_us']:.1f} us per step; no kernel times: {result['reason']}\n"
+    lines = ["|  # | us | kernel |", "|---|---|---|"]
+    lines += [f"| {i} | {us:.2f} | {name} |" for i, (name, us) in enumerate(result["kernels"], 1)]
+    lines += [
+        "",
+        f"{len(result['kernels'])} kernels, {result['kernel_us']:.1f} us in all, of which paged "
+        f"attention {result['attention_us']:.1f} us ({result['attention_share']:.0%}); wall "
+        f"{result['wall_us']:.1f} us per step, {result['busy_share']:.0%} of it in kernels.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measures, prints the list and returns the raw numbers."""
+    parser = argparse.ArgumentParser(prog="bench.decode_step", description=__doc__)
+    parser.add_argument("--checkpoint", type=Path, default=_CHECKPOINT)
+    parser.add_argument("--num-seqs", type=int, default=1, help="rows that decode together")
+    parser.add_argument("--length", type=int, default=256, help="tokens of each row's prompt")
+    parser.add_argument("--steps", type=int, default=16, help="steps of a run, at least 3")
+    parser.add_argument("--iterations", type=int, default=10, help="timed runs")
+    parser.add_argument("--implementation", help="default: the best for the platform")
+    parser.add_argument("--json", type=Path, help="write all numbers here")
+    options = parser.parse_args(argv)
+    for name, least in {"num_seqs": 1, "length": 1, "steps": 3, "iterations": 1}.items():
+        if getattr(options, name) < least:
+            flag = name.replace("_", "-")
+            parser.error(f"--{flag} {getattr(options, name)} must be at least {least}")
+    try:
+        model, config = load_checkpoint(options.checkpoint)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    state = start_rows(
+        model, config, num_seqs=options.num_seqs, length=options.length, num_steps=options.steps
+    )
+    result = measure(
+        model,
+        state,
+        num_steps=options.steps,
+        iterations=options.iterations,
+        implementation=options.implementation,
+    )
+    sys.stdout.write(report(result))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Who is measured: the library and its peers, each as a few variants of one decode call."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_paged as pp
+
+# attend(q [B, Hq, D] scaled already, k, v, block_table i32[B, N], seq_lens i32[B]) -> [B, Hq, D]
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+# prepare(k_pages, v_pages, block_table, seed) -> (k, v, block_table) in the peer's own layout
+Prepare = Callable[[jax.Array, jax.Array, jax.Array, int], tuple[jax.Array, jax.Array, jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way of calling an implementation; the fastest right one speaks for it."""
+
+    label: str
+    attend: Attend
+    prepare: Prepare | None = None
+
+
+def ours(implementation: str | None) -> list[Variant]:
+    """The library, as a caller gets it."""
+
+    def attend(q, k, v, block_table, seq_lens):
+        return pp.paged_attention(
+            q, k, v, block_table, seq_lens, sm_scale=1.0, implementation=implementation
+        )
+
+    return [Variant(label=implementation or "default", attend=attend)]
+
+
+def jax_op(
+    *, num_seqs: int, num_kv_heads: int, head_dim: int, page_size: int, pages_per_seq: int
+) -> list[Variant]:
+    """JAX's own paged attention over its splits and warps, without the hopeless ones.
+
+    Raises:
+      ImportError: if this JAX has it no more.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
+    splits = [
+        s
+        for s in (1, 4, 8, 16, 32, 64)
+        if pages_per_seq % s == 0 and 128 <= num_seqs * num_kv_heads * s <= 8192
+    ]
+    # Its default of 8 pages is for pages of 16 tokens; more shared memory than this is not there.
+    block_tokens = 128 if head_dim <= 128 else 64
+    return [
+        Variant(
+            label=f"k_splits={k_splits} num_warps={num_warps}",
+            attend=functools.partial(
+                paged_attention,
+                k_splits=k_splits,
+                num_warps=num_warps,
+                pages_per_compute_block=max(1, block_tokens // page_size),
+            ),
+        )
+        for k_splits in splits or [1]
+        for num_warps in (4, 8)
+    ]
+
+
+def xla_gather() -> list[Variant]:
+    """Pages gathered to dense K/V, then `jax.nn.dot_product_attention`."""
+
+    def attend(q, k, v, block_table, seq_lens, *, implementation):
+        def dense(pages):  # [Hkv, P, S, D] -> [B, N * S, Hkv, D]
+            num_kv_heads, _, page_size, head_dim = pages.shape
+            rows, blocks = block_table.shape
+            gathered = pages[:, block_table].transpose(1, 2, 3, 0, 4)  # [B, N, S, Hkv, D]
+            return gathered.reshape(rows, blocks * page_size, num_kv_heads, head_dim)
+
+        out = jax.nn.dot_product_attention(
+            q[:, None],
+            dense(k),
+            dense(v),
+            scale=1.0,
+            key_value_seq_lengths=seq_lens,
+            implementation=implementation,
+        )
+        return out[:, 0]
+
+    return [
+        Variant(label=name, attend=functools.partial(attend, implementation=name))
+        for name in ("xla", "cudnn")
+    ]
+
+
+def cudnn_paged() -> list[Variant]:
+    """cuDNN's paged attention as JAX wraps it, over pages in its layouts.
+
+    It wants exactly as many pages as the table has entries, so every set of pages gets arrays of
+    its own, made before the clock starts.
+
+    Raises:
+      ImportError: if this JAX has no such function.
+    """
+    from jax._src.cudnn.fused_attention_stablehlo import MaskType, paged_attention
+
+    def prepare(k_pages, v_pages, block_table, seed, *, layout):
+        num_entries = block_table.size
+        order = np.random.default_rng(seed).permutation(num_entries).astype(np.int32)
+        inverse = jnp.argsort(jnp.asarray(order))
+        axes = (1, 2, 0, 3) if layout == "BTNH" else (1, 0, 2, 3)
+        gather = jax.jit(lambda pages, table: pages[:, table.ravel()[inverse]].transpose(axes))
+        table = jnp.asarray(order).reshape(block_table.shape)
+        return gather(k_pages, block_table), gather(v_pages, block_table), table
+
+    def attend(q, k, v, block_table, seq_lens, *, layout):
+        axis = 1 if layout == "BTNH" else 2
+        table = block_table[:, None, :, None]
+        out = paged_attention(
+            jnp.expand_dims(q, axis),
+            k,
+            v,
+            jnp.ones_like(seq_lens),
+            seq_lens,
+            table,
+            table,
+            scale=1.0,
+            mask_type=MaskType.PADDING,
+            qkv_layout=layout,
+        )
+        return jnp.squeeze(out, axis)
+
+    return [
+        Variant(
+            label=layout,
+            attend=functools.partial(attend, layout=layout),
+            prepare=functools.partial(prepare, layout=layout),
+        )
+        for layout in ("BTNH", "BNTH")
+    ]

@@ -1,0 +1,202 @@
+"""How the benches measure: kernel times by CUPTI, wall times, and the read floor of the card."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+Kernels = list[tuple[str, float]]
+
+# (block of i32, warps, programs per SM) of the read kernel; the best one counts.
+_READ_CONFIGS = (
+    (1024, 4, 16),
+    (2048, 4, 8),
+    (2048, 4, 16),
+    (4096, 4, 8),
+    (4096, 8, 4),
+    (8192, 8, 4),
+)
+_READ_GRAIN = 4 * max(block for block, _, _ in _READ_CONFIGS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Median and 10th to 90th percentile of repeated times, in microseconds."""
+
+    median: float
+    p10: float
+    p90: float
+
+    @classmethod
+    def of(cls, times: Sequence[float]) -> Spread:
+        p10, median, p90 = np.percentile(times, [10, 50, 90])
+        return cls(median=float(median), p10=float(p10), p90=float(p90))
+
+
+def _require_gpu() -> None:
+    if jax.default_backend() != "gpu":
+        raise RuntimeError(f"kernel times need a GPU, not {jax.default_backend()!r}")
+
+
+def kernel_times(compiled: Any, args: tuple, *, iterations: int) -> list[Kernels]:
+    """GPU kernels of each run of a jitted function, in launch order, as (name, microseconds).
+
+    Args:
+      compiled: a jitted or compiled function.
+      args: its arguments.
+      iterations: runs to profile, after one that is not.
+
+    Raises:
+      RuntimeError: if there is no GPU, no CUPTI, or the runs launched different kernels.
+    """
+    _require_gpu()
+    from jax.experimental.mosaic.gpu import profiler
+
+    _, found = profiler.measure(compiled, aggregate=False, iterations=iterations)(*args)
+    if not found:
+        raise RuntimeError("CUPTI reported no kernels")
+    runs: Any = [found] if iterations == 1 else found
+    return [[(name, ms * 1e3) for name, ms in run] for run in runs]
+
+
+def wall_times(compiled: Any, args: tuple, *, iterations: int) -> list[float]:
+    """Host-clock microseconds of one run, from `iterations` batches of runs queued back to back."""
+    jax.block_until_ready(compiled(*args))
+    start = time.perf_counter()
+    jax.block_until_ready(compiled(*args))
+    runs = int(np.clip(2e-3 / (time.perf_counter() - start), 1, 20))
+    times = []
+    for _ in range(iterations):
+        start = time.perf_counter()
+        jax.block_until_ready([compiled(*args) for _ in range(runs)])
+        times.append((time.perf_counter() - start) / runs * 1e6)
+    return times
+
+
+def compile_all(lowered: Sequence[Any]) -> list[Any]:
+    """Compiles in parallel; an entry that is or raises an exception stays that exception."""
+
+    def compile_one(entry: Any) -> Any:
+        if isinstance(entry, Exception):
+            return entry
+        try:
+            return entry.compile()
+        except Exception as error:  # a peer may fail in any way; the caller reports it
+            return error
+
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        return list(pool.map(compile_one, lowered))
+
+
+def _read_kernel(x_ref, start_ref, prev_ref, out_ref, *, block, num_blocks, num_programs):
+    program = pl.program_id(0)
+    start = start_ref[0] + program
+    count = lax.div(num_blocks - 1 - program + num_programs, num_programs)
+
+    def body(i, acc):
+        return acc + x_ref[pl.ds((start + i * num_programs) * block, block)]
+
+    acc = lax.fori_loop(0, count, body, jnp.zeros((block,), jnp.int32))
+    out_ref[program] = jnp.sum(acc) + prev_ref[program]
+
+
+def read(
+    x: jax.Array,
+    start: jax.Array,
+    prev: jax.Array,
+    *,
+    num_bytes: int,
+    block: int,
+    num_warps: int,
+    interpret: bool = False,
+) -> jax.Array:
+    """Reads `num_bytes` of x once and does nothing else that costs time.
+
+    Args:
+      x: i32`[n]`.
+      start: i32`[1]`, first block to read.
+      prev: i32`[num_programs]`, added to the result so that one read can wait for another.
+      num_bytes: bytes to read, a multiple of `4 * block`.
+      block: i32 elements per load.
+      num_warps: warps per program.
+      interpret: run the kernel in interpret mode.
+
+    Returns:
+      i32`[num_programs]`, whose sum is that of what was read plus that of `prev`.
+    """
+    from jax.experimental.pallas import triton as plgpu
+
+    kernel = functools.partial(
+        _read_kernel, block=block, num_blocks=num_bytes // (4 * block), num_programs=len(prev)
+    )
+    return pl.pallas_call(
+        kernel,
+        grid=(len(prev),),
+        out_shape=jax.ShapeDtypeStruct(prev.shape, jnp.int32),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=2),
+        interpret=interpret,
+        name="read_floor",
+    )(x, start, prev)
+
+
+def floor_times(num_bytes: int, *, num_sets: int, num_calls: int, iterations: int) -> Spread:
+    """Microseconds that a kernel needs which only reads `num_bytes`, cold, at its best config.
+
+    Args:
+      num_bytes: bytes of one call, rounded up to 32 KiB.
+      num_sets: disjoint stretches of memory among which the calls rotate.
+      num_calls: calls in a row per run; the time of one is reported.
+      iterations: runs.
+
+    Raises:
+      RuntimeError: if no config could be measured.
+    """
+    _require_gpu()
+    num_bytes = -(-num_bytes // _READ_GRAIN) * _READ_GRAIN
+    make = jax.jit(
+        lambda key: lax.bitcast_convert_type(
+            jax.random.bits(key, (num_sets * num_bytes // 4,), jnp.uint32), jnp.int32
+        )
+    )
+    x = make(jax.random.key(0, impl="rbg"))
+    num_sms = jax.devices()[0].core_count
+
+    spreads, errors, calls = [], [], []
+    for block, _, per_sm in _READ_CONFIGS:
+        first = [i % num_sets * (num_bytes // (4 * block)) for i in range(num_calls)]
+        # Arguments, not constants: nothing but the reads may run on the GPU.
+        starts = tuple(jnp.array([block_index], jnp.int32) for block_index in first)
+        calls.append((x, starts, jnp.zeros((num_sms * per_sm,), jnp.int32)))
+
+    def chain(block: int, num_warps: int) -> Any:
+        def run(x, starts, out):
+            for start in starts:
+                out = read(x, start, out, num_bytes=num_bytes, block=block, num_warps=num_warps)
+            return out
+
+        return jax.jit(run)
+
+    lowered = [
+        chain(block, num_warps).lower(*args)
+        for (block, num_warps, _), args in zip(_READ_CONFIGS, calls, strict=True)
+    ]
+    for compiled, args in zip(compile_all(lowered), calls, strict=True):
+        if isinstance(compiled, Exception):
+            errors.append(compiled)
+            continue
+        wall_times(compiled, args, iterations=2)  # brings the clocks up
+        runs = kernel_times(compiled, args, iterations=iterations)
+        spreads.append(Spread.of([sum(us for _, us in run) / num_calls for run in runs]))
+    if not spreads:
+        raise RuntimeError(f"no read kernel could be compiled: {errors[0]}")
+    return min(spreads, key=lambda spread: spread.median)

@@ -1,0 +1,254 @@
+"""The benches' own arithmetic, on a CPU: no time is checked here."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from bench import decode, decode_step, report, timing
+from bench.peers import Variant
+from bench.shapes import SHAPES, TINY, make_case, reference, select_shapes
+from models.config import ModelConfig
+from models.decoder import Decoder
+
+GIB = 1 << 30
+
+
+def _ok(us: float, error: float = 2e-3) -> dict:
+    spread = {"median": us, "p10": us - 1, "p90": us + 1}
+    return {"status": "ok", "relative_l2": error, "kernel_us": spread, "wall_us": spread}
+
+
+@pytest.fixture
+def run() -> dict:
+    """What a GPU might have given: two shapes of 1 GiB and 1 MiB."""
+    big = {
+        "name": "big",
+        "num_bytes": GIB,
+        "results": {"ours": _ok(300), "jax_op": _ok(600), "xla_gather": _ok(10, 0.5)},
+    }
+    big["results"]["xla_gather"]["status"] = "wrong"
+    failed = {"status": "failed", "reason": "no"}
+    small = {
+        "name": "small",
+        "num_bytes": 1 << 20,
+        "results": {"ours": _ok(4), "jax_op": _ok(10), "xla_gather": failed},
+    }
+    floors = [
+        {"num_bytes": GIB, "status": "ok", "kernel_us": {"median": 240.0}},
+        {"num_bytes": GIB, "status": "ok", "kernel_us": {"median": 250.0}},
+        {"num_bytes": 1 << 20, "status": "ok", "kernel_us": {"median": 2.0}},
+    ]
+    meta = {"device": "a GPU", "jax": "0.0", "driver": "1", "date": "today", "command": ""}
+    shapes = [big, small]
+    return {
+        "meta": meta,
+        "floors": floors,
+        "shapes": shapes,
+        **report.summarize(floors, shapes),
+    }
+
+
+def test_shapes_are_those_of_the_issue() -> None:
+    uniform = "1x1024 1x8192 1x32768 1x131072 8x2048 8x8192 16x32768 64x1024 64x4096 128x2048"
+    heads = "32/32/128/16 32/1/128/16 64/8/128/16 32/8/64/16 16/8/256/16 32/8/128/64"
+    names = [f"{name} 32/8/128/16" for name in (*uniform.split(), "256x1024")]
+    names += [f"64x4096 {name}" for name in heads.split()]
+    assert [shape.name for shape in SHAPES] == [*names, "64 ragged 32/8/128/16"]
+    for shape in SHAPES[:-1]:
+        lens, dims = shape.name.split()
+        num_seqs, length = map(int, lens.split("x"))
+        assert shape.seq_lens == (length,) * num_seqs
+        got = shape.num_q_heads, shape.num_kv_heads, shape.head_dim, shape.page_size
+        assert got == tuple(map(int, dims.split("/")))
+    ragged = SHAPES[-1].seq_lens
+    assert len(ragged) == 64 and min(ragged) >= 64 and max(ragged) < 16384
+    # Log-uniform: half of the rows are shorter than the geometric mean of the bounds.
+    assert 20 < sum(n < 1024 for n in ragged) < 44
+
+
+def test_bytes_and_sets() -> None:
+    by_name = {shape.name: shape for shape in SHAPES}
+    assert by_name["64x4096 32/8/128/16"].num_bytes == 2 * 64 * 4096 * 8 * 128 * 2
+    for shape in SHAPES:
+        assert shape.num_sets * shape.num_bytes >= 2 * 60e6  # twice an H200's L2
+        assert shape.num_sets * shape.num_bytes <= 4 * GIB
+        assert shape.num_calls >= 8 and shape.num_calls % shape.num_sets == 0
+        assert shape.pages_per_seq * shape.page_size >= max(shape.seq_lens)
+
+
+def test_select_shapes() -> None:
+    assert select_shapes([]) == list(SHAPES)
+    assert [s.name for s in select_shapes(["tiny", "1x1024"])] == ["1x1024 32/8/128/16", "tiny"]
+    assert select_shapes(["1x77"]) == []
+
+
+def test_case_scatters_disjoint_pages() -> None:
+    case = make_case(TINY)
+    used = np.concatenate(
+        [
+            table[row, : -(-length // TINY.page_size)]
+            for table in case.tables
+            for row, length in enumerate(TINY.seq_lens)
+        ]
+    )
+    assert sorted(used) == list(range(case.k_pages.shape[1]))
+    assert list(used) != sorted(used)
+
+
+def test_reference_is_attention() -> None:
+    case = make_case(TINY)
+    got = reference(case.q, case.k_pages, case.v_pages, jnp.asarray(case.tables[1]), case.seq_lens)
+    group = TINY.num_q_heads // TINY.num_kv_heads
+    for row, length in enumerate(TINY.seq_lens):
+        for head in range(TINY.num_q_heads):
+            pages = [
+                np.asarray(x[head // group], np.float64)[case.tables[1, row]].reshape(
+                    -1, TINY.head_dim
+                )[:length]
+                for x in (case.k_pages, case.v_pages)
+            ]
+            p = np.exp(pages[0] @ np.asarray(case.q[row, head], np.float64))
+            np.testing.assert_allclose(got[row, head], p @ pages[1] / p.sum(), rtol=1e-4, atol=1e-5)
+
+
+def test_wrong_and_failing_variants_are_told() -> None:
+    case = make_case(TINY)
+
+    def constant(value):
+        return lambda q, k, v, block_table, seq_lens: jnp.full_like(q, value) + q * 0
+
+    def raises(*args):
+        raise NotImplementedError("not here\nsecond line")
+
+    wrong = [Variant(label="x", attend=constant(np.nan)), Variant(label="r", attend=raises)]
+    result = decode.measure_all(case, lambda: wrong, 1)
+    assert result["status"] == "wrong" and "kernel_us" not in result
+    assert result["variants"][1]["reason"] == "NotImplementedError: not here"
+    assert decode.measure_all(case, raises, 1)["status"] == "failed"
+    off = [Variant(label="x", attend=constant(0.1))]
+    assert decode.measure_all(case, lambda: off, 1)["status"] == "wrong"
+
+
+def test_best_variant_is_the_fastest_right_one() -> None:
+    slow, fast = _ok(9), _ok(5)
+    wrong = {"status": "wrong", "relative_l2": 1.0}
+    failed = {"status": "failed"}
+    assert decode.best([failed, wrong, slow, fast]) is fast
+    assert decode.best([failed, wrong]) is wrong
+
+
+def test_summary_and_table(run) -> None:
+    ceiling = GIB / 240 / 1e3
+    assert run["read_ceiling_gbps"] == pytest.approx(ceiling)
+    summary = run["summary"]
+    assert summary["ours_over_floor_geomean"] == pytest.approx((1.2 * 2.0) ** 0.5)
+    assert summary["speedup_geomean"] == {"jax_op": pytest.approx((2 * 2.5) ** 0.5)}
+    assert summary["speedup_min"] == {"jax_op": pytest.approx(2.0)}
+    lines = report.markdown(run).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:4]]
+    assert len({len(row) for row in cells}) == 1
+    big = dict(zip(cells[0], cells[2], strict=True))
+    assert big["K/V MB"] == "1073.7" and big["floor"] == "250.0"
+    assert big["kernel us (p10 to p90)"] == "300.0 (299.0 to 301.0)"
+    assert big["% of ceiling"] == "80.0" and big["GB/s"] == "3579"
+    assert big["XLA gather"].startswith("WRONG") and big["vs JAX's op"] == "2.00x"
+    assert dict(zip(cells[0], cells[3], strict=True))["XLA gather"] == "-"
+    assert "2.24 times ours (at least 2.00)" in lines[-1]
+    assert "WRONG" in report.progress(run, run["shapes"][0], 1.0)
+
+
+def test_plot_is_a_png(run, tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    report.plot(run, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_without_times_says_so(run, tmp_path) -> None:
+    with pytest.raises(ValueError, match="CUPTI"):
+        report.plot(run | {"floors": run["floors"][:1]}, tmp_path / "plot.png")
+
+
+@pytest.mark.parametrize("start", [0, 5])
+def test_read_kernel_reads_each_block_once(start) -> None:
+    block, num_blocks, num_programs = 32, 7, 3
+    x = jax.random.randint(jax.random.key(0), (12 * block,), -(1 << 20), 1 << 20, jnp.int32)
+    prev = jnp.arange(num_programs, dtype=jnp.int32)
+    first = jnp.array([start], jnp.int32)
+    options = {"num_bytes": 4 * block * num_blocks, "block": block, "num_warps": 4}
+    out = timing.read(x, first, prev, interpret=True, **options)
+    want = x[start * block : (start + num_blocks) * block].sum() + prev.sum()
+    assert out.sum() == want
+
+
+def test_one_step_of_a_loop() -> None:
+    def kernels(steps, scale=1.0):
+        loop = [("cond", 1.0), ("a", 2.0), ("b", 3.0), ("a", 4.0)] * steps
+        run = [("copy", 9.0), ("b", 9.0), *loop, ("cond", 1.0), ("out", 5.0)]
+        return [(name, us * scale) for name, us in run]
+
+    step = decode_step.one_step(kernels(1), [kernels(4, s) for s in (1.0, 2.0, 7.0)], 4)
+    assert step == [("cond", 2.0), ("a", 4.0), ("b", 6.0), ("a", 8.0)]
+    with pytest.raises(RuntimeError, match="not the same list"):
+        decode_step.one_step(kernels(1), [kernels(4)[:-1]], 4)
+
+
+def test_decode_step_runs_on_the_cpu() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_layers": 1}
+    config = ModelConfig(**sizes, num_q_heads=2, num_kv_heads=1, head_dim=16)
+    model = Decoder(config, rngs=nnx.Rngs(0))
+    state = decode_step.start_rows(model, config, num_seqs=2, length=5, num_steps=3)
+    result = decode_step.measure(model, state, num_steps=3, iterations=1, implementation="xla")
+    if jax.default_backend() == "gpu":
+        assert result["kernel_us"] > 0
+    else:
+        assert "need a GPU" in result["reason"] and "no kernel times" in decode_step.report(result)
+
+
+@pytest.mark.parametrize("with_kernel_times", [False, True])
+def test_tiny_run(with_kernel_times, tmp_path, capsys, monkeypatch) -> None:
+    def no_times(*args, **kwargs):
+        raise RuntimeError("no CUPTI")
+
+    def kernel_times(compiled, args, *, iterations):
+        return [[("a", 8.0 + i), ("b", 8.0), ("a", 0.0)] for i in range(iterations)]
+
+    def floor_times(num_bytes, **kwargs):
+        return timing.Spread.of([1.0])
+
+    monkeypatch.setattr(timing, "kernel_times", kernel_times if with_kernel_times else no_times)
+    monkeypatch.setattr(timing, "floor_times", floor_times if with_kernel_times else no_times)
+    path, table = tmp_path / "bench.json", tmp_path / "bench.md"
+    args = ["--shapes", "tiny", "--implementation", "xla", "--no-peers", "--iterations", "3"]
+    decode.main([*args, "--json", str(path), "--markdown", str(table)])
+    run = json.loads(path.read_text())
+    assert set(run) == {"meta", "floors", "shapes", "read_ceiling_gbps", "summary"}
+    assert run["meta"]["command"].startswith("python -m bench.decode --shapes tiny --impl")
+    (shape,) = run["shapes"]
+    ours = shape["results"]["ours"]
+    assert ours["status"] == "ok" and ours["relative_l2"] < 5e-3 and ours["wall_us"]["median"] > 0
+    assert table.read_text() in capsys.readouterr().out
+    calls = TINY.num_calls
+    if with_kernel_times:
+        assert ours["kernel_us"]["median"] == pytest.approx(17 / calls)
+        assert ours["kernels"] == {"a": round(9 / calls, 3), "b": round(8 / calls, 3)}
+        assert ours["kernels_per_run"] == 3
+        over_floor = run["summary"]["ours_over_floor_geomean"]
+        assert over_floor == pytest.approx(17 / calls / 1.0)
+    else:
+        assert ours["kernel_us"] is None and ours["reason"] == "RuntimeError: no CUPTI"
+        assert run["read_ceiling_gbps"] is None
+
+
+@pytest.mark.parametrize(
+    "args", [["--shapes", "9x9"], ["--iterations", "0"], ["--json", "no/such/folder"]]
+)
+def test_bad_arguments_end_with_status_2(args, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        decode.main(args)
+    assert ended.value.code == 2 and "error:" in capsys.readouterr().err

@@ -83,7 +83,8 @@ def paged_attention(
       return_lse: also return the log-sum-exp of the logits. Static.
       implementation: `"triton"`, `"triton_interpret"` (the same kernels, interpreted on any
         device), `"xla"`, or None for the best on this platform. A named one never falls back.
-      config: `DecodeConfig` of the Triton kernels; None takes the tuned one.
+      config: `DecodeConfig` of the Triton kernels, which `"xla"` has no use for; None takes the
+        tuned one.
 
     Returns:
       out `[B, num_q_heads, head_dim]` in the dtype of `q`, or `(out, lse)` with the natural-log
@@ -96,10 +97,13 @@ def paged_attention(
     Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
     PagedAttention", SOSP 2023; the split over K/V is Flash-Decoding's, balanced.
     """
-    q, k_pages, v_pages, block_tables, seq_lens = map(
-        jnp.asarray, (q, k_pages, v_pages, block_tables, seq_lens)
-    )
-    _validate(q, k_pages, v_pages, block_tables, seq_lens)
+    arrays = [
+        # asarray would narrow a 64-bit NumPy array without a word, so dtypes are checked before.
+        x if hasattr(x, "dtype") else jnp.asarray(x)
+        for x in (q, k_pages, v_pages, block_tables, seq_lens)
+    ]
+    _validate(*arrays)
+    q, k_pages, v_pages, block_tables, seq_lens = map(jnp.asarray, arrays)
     if k_scales is not None or v_scales is not None:
         raise NotImplementedError("k_scales and v_scales: quantized pages can't be read yet")
     if config is not None and not isinstance(config, DecodeConfig):

@@ -30,7 +30,7 @@ CASES = [
     Case(num_q_heads=40, num_kv_heads=1, dtype="bfloat16"),
     Case(num_q_heads=1, num_kv_heads=1),
     # head dims
-    *(Case(head_dim=d, seq_lens=(19, 33)) for d in (16, 64, 80, 96, 112, 192)),
+    *(Case(head_dim=d, seq_lens=(19, 33)) for d in (8, 16, 64, 80, 96, 112, 192)),
     Case(head_dim=128, dtype="bfloat16"),
     Case(head_dim=256, dtype="float16"),
     # page sizes
@@ -142,6 +142,35 @@ def test_out_alone_and_as_a_jitted_default():
     out = jax.jit(pp.paged_attention)(*arrays)
     assert isinstance(out, jax.Array)
     assert relative_error(out, attend(*arrays)[0]) <= TOLERANCE["float32"]
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="takes 9 GB, so a GPU")
+def test_a_pool_of_more_than_2_31_elements():
+    case = Case(head_dim=64, page_size=256, pages_per_seq=2, seq_lens=(300, 17), dtype="bfloat16")
+    q, k_pages, v_pages, tables, lens = arrays = case.make(poison=False)
+    num_pages = 70_000
+    assert case.num_kv_heads * num_pages * case.page_size * case.head_dim > 2**31
+    far = num_pages - k_pages.shape[1]  # the pages of the small pool, at the end of the large one
+    rows = np.repeat(np.arange(2), lens)
+    positions = np.concatenate([np.arange(n) for n in lens])
+    pages, offsets = tables[rows, positions // case.page_size], positions % case.page_size
+    pool = pp.create_kv_pool(
+        num_layers=1,
+        num_pages=num_pages,
+        num_kv_heads=case.num_kv_heads,
+        page_size=case.page_size,
+        head_dim=case.head_dim,
+        dtype=case.dtype,
+    )
+    big_k, big_v = jax.jit(pp.write_kv, donate_argnums=(0, 1))(
+        pool.k_pages[0],
+        pool.v_pages[0],
+        k_pages[:, pages, offsets].swapaxes(0, 1),
+        v_pages[:, pages, offsets].swapaxes(0, 1),
+        ((pages + far) * case.page_size + offsets).astype(np.int32),
+    )
+    actual = run(q, big_k, big_v, tables + np.int32(far), lens, implementation="triton")
+    assert_close(actual, arrays, case.tolerance)
 
 
 @pytest.mark.parametrize("num_programs", [1, 2, 3, 5, 100])

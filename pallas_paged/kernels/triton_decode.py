@@ -59,8 +59,9 @@ def decode_kernel(
 
     # Indices of loads and stores have power-of-two shapes; lanes past the real sizes are off.
     rows = jnp.arange(next_power_of_2(num_seqs))
-    heads = jnp.arange(next_power_of_2(max(group, 16)))[:, None]  # 16: the matrix unit's rows
-    dims = jnp.arange(next_power_of_2(head_dim))[None, :]
+    # The matrix unit takes no fewer than 16 rows, nor products over fewer than 16 elements.
+    heads = jnp.arange(next_power_of_2(max(group, 16)))[:, None]
+    dims = jnp.arange(next_power_of_2(max(head_dim, 16)))[None, :]
     head_mask, dim_mask = heads < group, dims < head_dim
 
     total = block_ends_ref[num_seqs - 1]

@@ -33,12 +33,6 @@ LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 
 
-def share(program: jax.Array, total: jax.Array, num_programs: int) -> jax.Array:
-    """First block of `program`'s share when `total` blocks are split evenly."""
-    # Not program * total // num_programs: that product overflows i32 on big batches.
-    return program * (total // num_programs) + jnp.minimum(program, total % num_programs)
-
-
 def decode_kernel(
     q_ref,  # [B, G, D]
     k_ref,  # [P * S, D]
@@ -65,8 +59,11 @@ def decode_kernel(
     head_mask, dim_mask = heads < group, dims < head_dim
 
     total = block_ends_ref[num_seqs - 1]
-    start = share(program, total, config.num_programs)
-    stop = share(program + 1, total, config.num_programs)
+    # Rounded up: no program has more blocks than in the evenest split, and to find the program of a
+    # block, as the merge must, takes one division.
+    blocks_per_program = pl.cdiv(total, config.num_programs)
+    start = program * blocks_per_program
+    stop = jnp.minimum(start + blocks_per_program, total)
     block_ends = plgpu.load(
         block_ends_ref.at[rows], mask=rows < num_seqs, other=jnp.iinfo(jnp.int32).max
     )

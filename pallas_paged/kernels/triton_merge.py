@@ -13,17 +13,6 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_paged.kernels.tuning import DecodeConfig, MergeConfig, merge_config
 
 
-def program_of(block: jax.Array, total: jax.Array, num_programs: int) -> jax.Array:
-    """Program whose share holds `block`; the inverse of `triton_decode.share`."""
-    per, extra = total // num_programs, total % num_programs
-    in_long_shares = extra * (per + 1)  # the first `extra` shares hold one block more
-    return jnp.where(
-        block < in_long_shares,
-        block // (per + 1),
-        extra + (block - in_long_shares) // jnp.maximum(per, 1),
-    )
-
-
 def merge_kernel(
     outs_ref,  # f32[C + B, Hq, D]
     lses_ref,  # f32[C + B, Hq]
@@ -40,8 +29,10 @@ def merge_kernel(
     total = block_ends_ref[num_seqs - 1]
     end = block_ends_ref[row]
     start = end - pl.cdiv(seq_lens_ref[row], config.block_k)
-    first = program_of(start, total, config.num_programs) + row
-    last = program_of(end - 1, total, config.num_programs) + row
+    # The shares of `triton_decode`; at least 1, since nobody may have any tokens.
+    blocks_per_program = jnp.maximum(pl.cdiv(total, config.num_programs), 1)
+    first = lax.div(start, blocks_per_program) + row
+    last = lax.div(end - 1, blocks_per_program) + row
     stop = jnp.where(start < end, last + 1, first)  # a row without tokens has no slot
 
     heads = pl.program_id(1) * tile.block_h + jnp.arange(tile.block_h)

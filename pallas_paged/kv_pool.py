@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_paged.page_table import (
@@ -132,7 +133,9 @@ def copy_pages(pool: KVPool, copies: PageCopies) -> KVPool:
         num_pages = pages.shape[1]
         heads = jnp.arange(pages.shape[0], dtype=jnp.int32)[:, None]
         to = jnp.where((src >= 0) & (src < num_pages), dst, num_pages)
-        copied = pages.at[heads, src].get(mode="clip")
+        # The barrier keeps XLA from fusing the gather into the scatter: one kernel that reads and
+        # writes the pool can't work in place, and copies all of it.
+        copied = lax.optimization_barrier(pages.at[heads, src].get(mode="clip"))
         return pages.at[heads, to].set(copied, mode="drop", wrap_negative_indices=False)
 
     return jax.tree.map(copy, pool)

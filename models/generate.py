@@ -32,7 +32,7 @@ def generate(
     page_size: int = 16,
     num_pages: int | None = None,
     max_seqs: int = 64,
-    chunk: int = 16,
+    chunk: int | None = None,
     implementation: str | None = None,
 ) -> Generation:
     """Continues every prompt num_samples times; iterate over the result to stream.
@@ -53,7 +53,8 @@ def generate(
         page_size: tokens of a page, a power of two.
         num_pages: pages of the pool; None takes enough for max_seqs samples of full length.
         max_seqs: samples computed at a time, rounded up to a power of two; more wait.
-        chunk: tokens of each sample between two looks of the host.
+        chunk: tokens of each sample between two looks of the host; None looks about 20 times a
+            second, whatever a token takes.
         implementation: of `pallas_paged.paged_attention`.
 
     Returns:
@@ -67,7 +68,7 @@ def generate(
         "max_new_tokens": max_new_tokens,
         "num_samples": num_samples,
         "max_seqs": max_seqs,
-        "chunk": chunk,
+        "chunk": 1 if chunk is None else chunk,
         "page_size": page_size,
         "num_pages": 1 if num_pages is None else num_pages,
     }

@@ -29,6 +29,8 @@ from models.generate_state import (
 from models.sampling import SamplingParams
 
 _MAX_PREFILL_TOKENS = 8192  # padded tokens of one prefill call: bounds its activations
+_LOOK_SECONDS = 0.05  # between two looks of the host, where the caller does not say
+_MAX_CHUNK = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +130,7 @@ class Generation:
         sampling: SamplingParams | None,
         seed: int,
         stop_tokens: Sequence[int],
-        chunk: int,
+        chunk: int | None,
         implementation: str | None,
     ):
         """See `generate`, which checks the values and makes the state."""
@@ -181,20 +183,24 @@ class Generation:
     def _run(self) -> Iterator[NewTokens]:
         start = time.perf_counter()
         how = {"implementation": self._implementation}
-        self._compile(decode, *self._model, self.state, self._chunk, **how)
+        self._compile(decode, *self._model, self.state, 1, **how)
         self._compile(progress, self.state)
         pending: Progress | None = None
+        num_steps, last_look = self._chunk or 1, time.perf_counter()
         while any(sample.finish_reason is None for sample in self._samples):
             if self._host_needed():
                 if pending is not None:
                     yield from self._read(pending)
                     pending = None
                 yield from self._reassign_rows()
-            self.state = decode(*self._model, self.state, self._chunk, **how)
+            self.state = decode(*self._model, self.state, num_steps, **how)
             latest = progress(self.state)
             if pending is not None:
                 yield from self._read(pending)
             pending = latest
+            if self._chunk is None:
+                look, last_look = last_look, time.perf_counter()
+                num_steps = _next_chunk(num_steps, last_look - look)
         elapsed = time.perf_counter() - start
         stats = self.stats
         stats.decode_seconds = elapsed - stats.prefill_seconds - stats.compile_seconds
@@ -354,6 +360,13 @@ class Generation:
     def _call(self, function: Any, *args: Any) -> Any:
         self._compile(function, *args)
         return function(*args)
+
+
+def _next_chunk(num_steps: int, seconds: float) -> int:
+    """Steps of the next chunk, so that looking costs little and text still seems to flow."""
+    if seconds < 0.5 * _LOOK_SECONDS:
+        return min(2 * num_steps, _MAX_CHUNK)
+    return max(num_steps // 2, 1) if seconds > 2 * _LOOK_SECONDS else num_steps
 
 
 @jax.jit

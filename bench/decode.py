@@ -11,12 +11,9 @@ import functools
 import gc
 import importlib.util
 import json
-import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -180,27 +177,6 @@ def measure_floor(num_bytes: int, *, num_sets: int, num_calls: int, iterations: 
     return {"status": "ok", "num_bytes": num_bytes, "kernel_us": kernel_us}
 
 
-def _driver() -> str | None:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.splitlines()[0].strip() if done.stdout else None
-
-
-def describe_run(argv: Sequence[str]) -> dict[str, Any]:
-    """Where, when and with what the numbers were made."""
-    return {
-        "device": jax.devices()[0].device_kind,
-        "driver": _driver(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "jax": jax.__version__,
-        "python": sys.version.split()[0],
-        "command": shlex.join(["python", "-m", "bench.decode", *argv]),
-    }
-
-
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.decode", description=__doc__)
     parser.add_argument("--implementation", help="of ours; default: the best for the platform")
@@ -233,7 +209,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     shapes: list[dict] = []
     # A large read, so that the ceiling does not depend on the shapes asked for.
     floors = [measure_floor(1 << 30, num_sets=2, num_calls=4, iterations=options.iterations)]
-    run: dict[str, Any] = {"meta": describe_run(argv), "floors": floors, "shapes": shapes}
+    run: dict[str, Any] = {
+        "meta": timing.describe_run("bench.decode", argv),
+        "floors": floors,
+        "shapes": shapes,
+    }
     for shape in select_shapes(options.shapes):
         start = time.perf_counter()
         if all(floor["num_bytes"] != shape.num_bytes for floor in floors[1:]):

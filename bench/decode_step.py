@@ -125,7 +125,6 @@ def measure(
         "kernel_us": total,
         "attention_us": attention,
         "attention_share": attention / total,
-        "busy_share": total / wall,
     }
 
 
@@ -139,13 +138,16 @@ def report(result: dict[str, Any]) -> str:
         "",
         f"{len(result['kernels'])} kernels, {result['kernel_us']:.1f} us in all, of which paged "
         f"attention {result['attention_us']:.1f} us ({result['attention_share']:.0%}); wall "
-        f"{result['wall_us']:.1f} us per step, {result['busy_share']:.0%} of it in kernels.",
+        f"{result['wall_us']:.1f} us per step.",
+        "",
+        timing.provenance(result["meta"]),
     ]
     return "\n".join(lines) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measures, prints the list and returns the raw numbers."""
+    argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="bench.decode_step", description=__doc__)
     parser.add_argument("--checkpoint", type=Path, default=_CHECKPOINT)
     parser.add_argument("--num-seqs", type=int, default=1, help="rows that decode together")
@@ -173,6 +175,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         iterations=options.iterations,
         implementation=options.implementation,
     )
+    result = {"meta": timing.describe_run("bench.decode_step", argv)} | result
     sys.stdout.write(report(result))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import timing
+
 NAMES = {
     "ours": "pallas_paged",
     "jax_op": "JAX's own op",
@@ -108,7 +110,7 @@ def progress(run: dict, shape: dict, seconds: float) -> str:
 
 def markdown(run: dict) -> str:
     """The table, with what it was measured on and the summary."""
-    meta, summary = run["meta"], run["summary"]
+    summary = run["summary"]
     peers = [name for name in NAMES if name != "ours" and name in run["shapes"][0]["results"]]
     header = ["shape (Hq/Hkv/D/page)", "K/V MB", "floor", "kernel us (p10 to p90)", "wall us"]
     header += ["GB/s", "% of ceiling", "rel. L2", *(NAMES[name] for name in peers)]
@@ -132,8 +134,7 @@ def markdown(run: dict) -> str:
             cells.append(f"{theirs / us:.2f}x" if theirs and us else "-")
         lines.append("| " + " | ".join(cells) + " |")
     ceiling = _number(run["read_ceiling_gbps"], ".0f")
-    lines += ["", f"{meta['device']}, JAX {meta['jax']}, driver {meta['driver']}, {meta['date']}."]
-    lines.append(f"Read ceiling: {ceiling} GB/s.")
+    lines += ["", timing.provenance(run["meta"]), "", f"Read ceiling: {ceiling} GB/s."]
     over = _number(summary["ours_over_floor_geomean"], ".2f")
     lines.append(f"Geometric mean over the shapes: {over} times the floor")
     for name, speedup in summary["speedup_geomean"].items():

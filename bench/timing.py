@@ -1,12 +1,16 @@
-"""How the benches measure: kernel times by CUPTI, wall times, and the read floor of the card."""
+"""How the benches measure: kernel times by CUPTI, wall times, the read floor, and on what."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import shlex
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from typing import Any
 
 import jax
@@ -200,3 +204,32 @@ def floor_times(num_bytes: int, *, num_sets: int, num_calls: int, iterations: in
     if not spreads:
         raise RuntimeError(f"no read kernel could be compiled: {errors[0]}")
     return min(spreads, key=lambda spread: spread.median)
+
+
+def _driver() -> str | None:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.splitlines()[0].strip() if done.stdout else None
+
+
+def describe_run(module: str, argv: Sequence[str]) -> dict[str, Any]:
+    """Where, when and with what the numbers of `python -m module` were made."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "driver": _driver(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "jax": jax.__version__,
+        "python": sys.version.split()[0],
+        "command": shlex.join(["python", "-m", module, *argv]),
+    }
+
+
+def provenance(meta: dict[str, Any]) -> str:
+    """The lines under a table that say where its numbers come from."""
+    return (
+        f"{meta['device']}, JAX {meta['jax']}, driver {meta['driver']}, {meta['date']}.\n"
+        f"Command: `{meta['command']}`"
+    )

@@ -357,3 +357,42 @@ class TestConfig:
     def test_is_validated_when_built(self, change, message):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(self.GOOD, **change)
+
+
+def test_decode_after_fork_equals_decode_of_an_unshared_copy(implementation):
+    """Two rows that share pages diverge by a token each; so do two that never shared any."""
+    heads, head_dim, num_tokens = 2, 32, 11
+    rng = np.random.default_rng(0)
+    prompt, own = (
+        rng.standard_normal((2, n, heads, head_dim)).astype(np.float32) for n in (num_tokens, 2)
+    )
+    q = jnp.asarray(rng.standard_normal((2, 4, head_dim)), jnp.float32)
+    sizes = dict(num_pages=8, page_size=4)
+
+    def write(table, pool, rows, positions, kv):
+        slots = pp.slot_mapping(table, jnp.int32(rows), jnp.int32(positions))
+        k, v = pp.write_kv(pool.k_pages[0], pool.v_pages[0], *kv, slots)
+        return dataclasses.replace(pool, k_pages=(k,), v_pages=(v,))
+
+    def decode(shared):
+        table = pp.create_page_table(**sizes, max_seqs=2, pages_per_seq=4)
+        pool = pp.create_kv_pool(
+            **sizes, num_layers=1, num_kv_heads=heads, head_dim=head_dim, dtype=jnp.float32
+        )
+        table, ok = pp.extend(table, jnp.int32([num_tokens, 0 if shared else num_tokens]))
+        for row in (0,) if shared else (0, 1):
+            pool = write(table, pool, [row] * num_tokens, range(num_tokens), prompt)
+        if shared:
+            table, copies, ok = pp.fork(table, jnp.int32([0]), jnp.int32([1]))
+            pool = pp.copy_pages(pool, copies)
+        assert ok.all()
+        table, ok = pp.extend(table, jnp.int32([1, 1]))
+        assert ok.all()
+        pool = write(table, pool, [0, 1], [num_tokens] * 2, own)
+        pages_used = sizes["num_pages"] - int(table.num_free)
+        arrays = (q, pool.k_pages[0], pool.v_pages[0], table.block_tables, table.seq_lens)
+        return run(*arrays, implementation=implementation), pages_used
+
+    (forked, few), (unshared, many) = decode(shared=True), decode(shared=False)
+    assert (few, many) == (4, 6)
+    assert_same_bits(forked, unshared)

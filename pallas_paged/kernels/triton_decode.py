@@ -1,8 +1,8 @@
 """Split decode attention over paged K/V, a Pallas-Triton kernel and its specs.
 
 Every row of K/V is cut into blocks of `block_k` tokens and all rows' blocks are laid end to end.
-Each of `num_programs` programs per KV head takes an equal, contiguous share of that line, whatever
-rows it spans, so ragged batches stay balanced without a plan made on the host:
+Each of `num_programs` programs per KV head takes the next share of that line, all of one length but
+the last, whatever rows it spans, so ragged batches stay balanced without a plan made on the host:
 
     row 0           row 1   row 2 ...
     |--|--|--|--|--||--|--||--|--|--|--|--|--|--|

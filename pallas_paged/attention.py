@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Literal, overload
+import math
+from collections.abc import Callable
+from typing import Any, Literal, SupportsFloat, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from pallas_paged.kernels import xla
 from pallas_paged.kernels.tuning import DecodeConfig, decode_config
 
+INT32_MAX = 2**31 - 1  # slots and positions are i32
 IMPLEMENTATIONS = ("triton", "triton_interpret", "mosaic_gpu", "xla")
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 # Without a GPU to ask, a wave this small still makes shares that span and that split rows.
@@ -29,7 +33,7 @@ def paged_attention(
     k_scales: ArrayLike | None = None,
     v_scales: ArrayLike | None = None,
     *,
-    sm_scale: float | None = None,
+    sm_scale: SupportsFloat | None = None,
     return_lse: Literal[False] = False,
     implementation: str | None = None,
     config: DecodeConfig | None = None,
@@ -44,11 +48,26 @@ def paged_attention(
     k_scales: ArrayLike | None = None,
     v_scales: ArrayLike | None = None,
     *,
-    sm_scale: float | None = None,
+    sm_scale: SupportsFloat | None = None,
     return_lse: Literal[True],
     implementation: str | None = None,
     config: DecodeConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def paged_attention(
+    q: ArrayLike,
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    k_scales: ArrayLike | None = None,
+    v_scales: ArrayLike | None = None,
+    *,
+    sm_scale: SupportsFloat | None = None,
+    return_lse: bool,
+    implementation: str | None = None,
+    config: DecodeConfig | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 def paged_attention(
     q,
     k_pages,
@@ -92,16 +111,13 @@ def paged_attention(
 
     Raises:
       ValueError: if a shape, dtype, head count or option breaks a rule above.
-      NotImplementedError: if the named implementation can't do this here; the message says why.
+      NotImplementedError: if the named implementation can't do this here, or one without gradients
+        is differentiated (only `"xla"` has any); the message says why.
 
     Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
     PagedAttention", SOSP 2023; the split over K/V is Flash-Decoding's, balanced.
     """
-    arrays = [
-        # asarray would narrow a 64-bit NumPy array without a word, so dtypes are checked before.
-        x if hasattr(x, "dtype") else jnp.asarray(x)
-        for x in (q, k_pages, v_pages, block_tables, seq_lens)
-    ]
+    arrays = [_with_dtype(x) for x in (q, k_pages, v_pages, block_tables, seq_lens)]
     _validate(*arrays)
     q, k_pages, v_pages, block_tables, seq_lens = map(jnp.asarray, arrays)
     if k_scales is not None or v_scales is not None:
@@ -111,10 +127,7 @@ def paged_attention(
     num_seqs, num_q_heads, head_dim = q.shape
     num_kv_heads, _, page_size, _ = k_pages.shape
     pages_per_seq = block_tables.shape[1]
-    if sm_scale is None:
-        sm_scale = head_dim**-0.5
-    if isinstance(sm_scale, jax.core.Tracer):
-        raise ValueError("sm_scale must be a static number, got a traced value")
+    scale = head_dim**-0.5 if sm_scale is None else _static_number("sm_scale", sm_scale)
     platform, num_sms = _device()
     if implementation is None:
         implementation = _best_implementation(platform)
@@ -135,7 +148,8 @@ def paged_attention(
             ),
         )
     seq_lens = jnp.clip(seq_lens, 0, pages_per_seq * page_size)
-    out, lse = decode(q, k_pages, v_pages, block_tables, seq_lens, sm_scale=float(sm_scale))
+    with jax.enable_x64(False):  # the kernels count in i32 whatever the caller's integers are
+        out, lse = decode(q, k_pages, v_pages, block_tables, seq_lens, sm_scale=scale)
     return (out, lse) if return_lse else out
 
 
@@ -154,7 +168,10 @@ def merge_attention_states(outs: ArrayLike, lses: ArrayLike) -> tuple[jax.Array,
     Raises:
       ValueError: if the shapes do not belong together or a dtype is not allowed.
     """
-    outs, lses = jnp.asarray(outs), jnp.asarray(lses)
+    return xla.merge_states(*_validate_states(_with_dtype(outs), _with_dtype(lses)))
+
+
+def _validate_states(outs, lses) -> tuple[jax.Array, jax.Array]:
     if outs.dtype not in _DTYPES:
         raise ValueError(f"outs.dtype={outs.dtype.name} must be float32, bfloat16 or float16")
     if lses.dtype != jnp.float32:
@@ -164,7 +181,12 @@ def merge_attention_states(outs: ArrayLike, lses: ArrayLike) -> tuple[jax.Array,
             f"outs.shape={outs.shape} must be [S, ..., D] and lses.shape={lses.shape} [S, ...], "
             "with S >= 1"
         )
-    return xla.merge_states(outs, lses)
+    return jnp.asarray(outs), jnp.asarray(lses)
+
+
+def _with_dtype(x: ArrayLike) -> Any:
+    # asarray would narrow a 64-bit NumPy array without a word, so dtypes are checked before it.
+    return x if hasattr(x, "dtype") else jnp.asarray(x)
 
 
 def _validate(q, k_pages, v_pages, block_tables, seq_lens) -> None:
@@ -179,7 +201,7 @@ def _validate(q, k_pages, v_pages, block_tables, seq_lens) -> None:
     if 0 in (*q.shape, *k_pages.shape):
         raise ValueError(f"q.shape={q.shape} and k_pages.shape={k_pages.shape} must not hold a 0")
     num_seqs, num_q_heads, head_dim = q.shape
-    num_kv_heads, _, page_size, kv_head_dim = k_pages.shape
+    num_kv_heads, num_pages, page_size, kv_head_dim = k_pages.shape
     if kv_head_dim != head_dim:
         raise ValueError(f"{head_dim=} of q must equal {kv_head_dim=} of the pages")
     if head_dim > 256:
@@ -193,15 +215,30 @@ def _validate(q, k_pages, v_pages, block_tables, seq_lens) -> None:
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         if pages.dtype != q.dtype:
             raise ValueError(f"{name}.dtype={pages.dtype.name} must equal q.dtype={q.dtype.name}")
+    if num_pages * page_size > INT32_MAX:
+        raise ValueError(f"{num_pages=} * {page_size=} must be at most {INT32_MAX}")
     if block_tables.ndim != 2 or block_tables.shape[0] != num_seqs or not block_tables.shape[1]:
         raise ValueError(
             f"block_tables.shape={block_tables.shape} must be [B, pages_per_seq] with B={num_seqs}"
         )
+    pages_per_seq = block_tables.shape[1]
+    if pages_per_seq * page_size > INT32_MAX:
+        raise ValueError(f"{pages_per_seq=} * {page_size=} must be at most {INT32_MAX}")
     if seq_lens.shape != (num_seqs,):
         raise ValueError(f"seq_lens.shape={seq_lens.shape} must be [B] with B={num_seqs}")
     for name, ints in (("block_tables", block_tables), ("seq_lens", seq_lens)):
         if ints.dtype != jnp.int32:
             raise ValueError(f"{name}.dtype={ints.dtype.name} must be int32")
+
+
+def _static_number(name: str, value: Any) -> float:
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(f"{name} must be a static number, got a traced value")
+    if isinstance(value, str | bool) or not hasattr(value, "__float__") or np.ndim(value):
+        raise ValueError(f"{name}={value!r} must be a number")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}={value!r} must be finite")
+    return float(value)
 
 
 def _device() -> tuple[str, int]:
@@ -242,6 +279,22 @@ def _decode_implementation(implementation: str, platform: str):
             f"{implementation=} needs the Triton lowering of Pallas, which this JAX "
             f"({jax.__version__}) lacks: {e}"
         ) from e
-    return functools.partial(
-        triton_decode.paged_decode, interpret=implementation == "triton_interpret"
-    )
+    interpret = implementation == "triton_interpret"
+    return _without_gradient(functools.partial(triton_decode.paged_decode, interpret=interpret))
+
+
+def _without_gradient(decode: Callable) -> Callable:
+    """`decode`, with an error that says so if somebody differentiates it."""
+
+    def call(*arrays, **options):
+        attend = jax.custom_vjp(functools.partial(decode, **options))
+
+        def forward(*_):
+            raise NotImplementedError(
+                "paged_attention's Triton kernels have no gradient; implementation='xla' has one"
+            )
+
+        attend.defvjp(forward, lambda *_: None)
+        return attend(*arrays)
+
+    return call

@@ -10,6 +10,7 @@ The sentinel for "no page" is `num_pages`, which gathers fill and scatters drop;
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
+
+Integers = ArrayLike | Sequence[int]
 
 INT32_MAX = 2**31 - 1
 MAX_PAGE_SIZE = 256
@@ -87,6 +90,7 @@ def create_page_table(
     """
     validate_pool_size(num_pages, page_size)
     validate_positive(max_seqs=max_seqs, pages_per_seq=pages_per_seq)
+    page_size, max_seqs, pages_per_seq = map(int, (page_size, max_seqs, pages_per_seq))
     if pages_per_seq * page_size > INT32_MAX:
         raise ValueError(f"{pages_per_seq=} * {page_size=} must be at most {INT32_MAX}")
     if max_seqs * pages_per_seq > INT32_MAX:
@@ -97,12 +101,12 @@ def create_page_table(
         ref_counts=jnp.zeros(num_pages, jnp.int32),
         free_pages=jnp.arange(num_pages - 1, -1, -1, dtype=jnp.int32),
         num_free=jnp.asarray(num_pages, jnp.int32),
-        page_size=int(page_size),
+        page_size=page_size,
     )
 
 
 def extend(
-    table: PageTable, num_new_tokens: ArrayLike, *, max_new_tokens: int | None = None
+    table: PageTable, num_new_tokens: Integers, *, max_new_tokens: int | None = None
 ) -> tuple[PageTable, jax.Array]:
     """Reserves room for new tokens at the end of rows; all or nothing for each row.
 
@@ -145,7 +149,7 @@ def extend(
     return table, ok
 
 
-def free(table: PageTable, rows: ArrayLike) -> PageTable:
+def free(table: PageTable, rows: Integers) -> PageTable:
     """Empties rows; pages that no other row holds are free again.
 
     Args:
@@ -156,9 +160,7 @@ def free(table: PageTable, rows: ArrayLike) -> PageTable:
     return _release_blocks(table, jnp.broadcast_to(rows[:, None], table.block_tables.shape))
 
 
-def fork(
-    table: PageTable, src: ArrayLike, dst: ArrayLike
-) -> tuple[PageTable, PageCopies, jax.Array]:
+def fork(table: PageTable, src: Integers, dst: Integers) -> tuple[PageTable, PageCopies, jax.Array]:
     """Fills empty rows `dst` as rows `src`: full pages are shared, a partial last page is copied.
 
     Every entry reads the table as it was before the call. An entry whose src or dst is no row is
@@ -208,7 +210,7 @@ def fork(
     return table, copies, ok
 
 
-def truncate(table: PageTable, new_lens: ArrayLike) -> tuple[PageTable, PageCopies, jax.Array]:
+def truncate(table: PageTable, new_lens: Integers) -> tuple[PageTable, PageCopies, jax.Array]:
     """Shortens rows to their first `new_lens` tokens.
 
     A shared page that becomes a row's partial last page is replaced by a copy, as the row may write
@@ -233,7 +235,7 @@ def truncate(table: PageTable, new_lens: ArrayLike) -> tuple[PageTable, PageCopi
     reown &= ok
 
     column = jnp.arange(table.pages_per_seq, dtype=jnp.int32)
-    num_kept = num_full + (has_tail & ~reown)
+    num_kept = num_full + (has_tail & ~reown).astype(jnp.int32)
     table = _release_blocks(table, ok[:, None] & (column >= num_kept[:, None]))
     is_tail = reown[:, None] & (column == num_full[:, None])
     table = replace(
@@ -245,7 +247,7 @@ def truncate(table: PageTable, new_lens: ArrayLike) -> tuple[PageTable, PageCopi
     return table, copies, ok
 
 
-def slot_mapping(table: PageTable, rows: ArrayLike, positions: ArrayLike) -> jax.Array:
+def slot_mapping(table: PageTable, rows: Integers, positions: Integers) -> jax.Array:
     """Returns the pool slot, page * page_size + offset, of each token.
 
     Args:
@@ -331,12 +333,12 @@ def validate_pool_size(num_pages: int, page_size: int) -> None:
     validate_positive(num_pages=num_pages, page_size=page_size)
     if page_size > MAX_PAGE_SIZE or page_size & (page_size - 1):
         raise ValueError(f"{page_size=} must be a power of two from 1 to {MAX_PAGE_SIZE}")
-    if num_pages * page_size + 1 > INT32_MAX:
+    if int(num_pages) * int(page_size) + 1 > INT32_MAX:  # NumPy's integers would overflow
         raise ValueError(f"{num_pages=} * {page_size=} + 1 must be at most {INT32_MAX}")
 
 
 def checked_array(
-    name: str, value: ArrayLike, dtype: DTypeLike, shape: tuple[int, ...]
+    name: str, value: Integers, dtype: DTypeLike, shape: tuple[int, ...]
 ) -> jax.Array:
     """Returns `value` as an array, or raises ValueError if it has another dtype or shape."""
     # asarray would narrow a 64-bit NumPy array without a word, so its dtype is read first.
@@ -349,7 +351,7 @@ def checked_array(
 
 def _num_blocks(num_tokens: jax.Array, page_size: int) -> jax.Array:
     # Never num_tokens + page_size - 1, which could pass int32.
-    return num_tokens // page_size + (num_tokens % page_size > 0)
+    return num_tokens // page_size + (num_tokens % page_size > 0).astype(jnp.int32)
 
 
 def _take_pages(

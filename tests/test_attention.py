@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-import sys
 from functools import partial
 
 import jax
@@ -13,7 +11,6 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from pallas_paged import attention
 from tests.attention_cases import TOLERANCE, Case
 from tests.attention_oracle import attend, relative_error
 
@@ -257,106 +254,29 @@ class TestMerge:
             pp.merge_attention_states(outs, lses)
 
 
-def _bad(**changes):
-    names = ("q", "k_pages", "v_pages", "block_tables", "seq_lens")
-    arrays = dict(zip(names, Case().make(poison=False), strict=True))
-    return {name: changes.get(name, lambda x: x)(array) for name, array in arrays.items()}
+def test_64_bit_mode_changes_nothing(implementation):
+    arrays = [jnp.asarray(x) for x in Case().make()]
+    expected = run(*arrays, implementation=implementation)
+    with jax.enable_x64(True):
+        actual = run(*arrays, implementation=implementation)
+    for a, b in zip(actual, expected, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"q": lambda x: x[0]}, r"q.shape=\(4, 32\) must be \[B, num_q_heads, head_dim\]"),
-        ({"q": lambda x: x[:, :3]}, "num_q_heads=3 must be a multiple of num_kv_heads=2"),
-        ({"q": lambda x: x[..., :16]}, "head_dim=16 of q must equal kv_head_dim=32"),
-        ({"q": lambda x: x[:0]}, "must not hold a 0"),
-        ({"q": lambda x: x.astype(np.int32)}, "q.dtype=int32 must be float32, bfloat16 or float16"),
-        ({"k_pages": lambda x: x[0]}, "k_pages.shape="),
-        ({"k_pages": lambda x: x[:, :-1]}, "must equal v_pages.shape"),
-        ({"v_pages": lambda x: x.astype(np.float16)}, "v_pages.dtype=float16 must equal q.dtype"),
-        ({"block_tables": lambda x: x[:2]}, r"block_tables.shape=\(2, 8\) must be .* with B=3"),
-        ({"block_tables": lambda x: x[:, :0]}, "block_tables.shape"),
-        (
-            {"block_tables": lambda x: x.astype(np.uint32)},
-            "block_tables.dtype=uint32 must be int32",
-        ),
-        ({"seq_lens": lambda x: x[:, None]}, r"seq_lens.shape=\(3, 1\)"),
-        ({"seq_lens": lambda x: x.astype(np.int16)}, "seq_lens.dtype=int16 must be int32"),
-    ],
-)
-def test_bad_arrays_are_named(changes, message):
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(pp.paged_attention, *_bad(**changes).values())
+def test_a_gradient_is_right_or_refused_with_the_reason(implementation):
+    q, *rest = Case(seq_lens=(9, 5, 1)).make(poison=False)
 
+    def total(q):
+        return pp.paged_attention(q, *rest, implementation=implementation).sum()
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        (Case(page_size=3, pages_per_seq=30), "page_size=3 must be a power of two"),
-        (Case(page_size=512, pages_per_seq=1), "page_size=512"),
-        (Case(head_dim=257), "head_dim=257 must be at most 256"),
-    ],
-    ids=["page_size 3", "page_size 512", "head_dim 257"],
-)
-def test_bad_sizes_are_named(case, message):
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(pp.paged_attention, *case.make())
-
-
-def test_bad_options_are_named():
-    arrays = Case().make()
-    with pytest.raises(ValueError, match="implementation='cuda' must be None or one of"):
-        pp.paged_attention(*arrays, implementation="cuda")
-    with pytest.raises(ValueError, match="must be a DecodeConfig"):
-        pp.paged_attention(*arrays, config={"block_k": 64})
-    with pytest.raises(ValueError, match="sm_scale"):
-        jax.jit(lambda s: pp.paged_attention(*arrays, sm_scale=s))(1.0)
-    with pytest.raises(NotImplementedError, match="quantized"):
-        pp.paged_attention(*arrays, np.ones(1, np.float32))
-
-
-class TestImplementation:
-    def test_a_named_one_never_falls_back(self):
-        with pytest.raises(NotImplementedError, match="mosaic_gpu"):
-            pp.paged_attention(*Case().make(), implementation="mosaic_gpu")
-
-    @pytest.mark.skipif(jax.default_backend() == "gpu", reason="triton runs here")
-    def test_triton_says_that_it_needs_a_gpu(self):
-        with pytest.raises(NotImplementedError, match="needs a GPU, but the device is a"):
-            pp.paged_attention(*Case().make(), implementation="triton")
-
-    def test_a_jax_without_the_triton_lowering_is_no_import_error(self, monkeypatch):
-        monkeypatch.setitem(sys.modules, "pallas_paged.kernels.triton_decode", None)
-        monkeypatch.delattr("pallas_paged.kernels.triton_decode", raising=False)
-        with pytest.raises(NotImplementedError, match="Triton lowering"):
-            pp.paged_attention(*Case().make(), implementation="triton_interpret")
-
-    def test_the_choice_is_logged_once(self, caplog):
-        attention._best_implementation.cache_clear()
-        with caplog.at_level(logging.INFO, logger="pallas_paged"):
-            for _ in range(3):
-                pp.paged_attention(*Case().make())
-        assert len(caplog.records) == 1
-        chosen = "triton" if jax.default_backend() == "gpu" else "xla"
-        assert f"implementation={chosen!r}" in caplog.text
-
-
-class TestConfig:
-    GOOD = pp.DecodeConfig(block_k=64, num_programs=8, num_warps=2, num_stages=2)
-
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            ({"block_k": 48}, "block_k=48 must be a power of two"),
-            ({"block_k": 8}, "block_k=8"),
-            ({"num_warps": 3}, "num_warps=3"),
-            ({"num_stages": 0}, "num_stages=0"),
-            ({"num_programs": 0}, "num_programs=0"),
-        ],
-    )
-    def test_is_validated_when_built(self, change, message):
-        with pytest.raises(ValueError, match=message):
-            dataclasses.replace(self.GOOD, **change)
+    if implementation != "xla":
+        with pytest.raises(NotImplementedError, match="no gradient; implementation='xla'"):
+            jax.grad(total)(q)
+        return
+    step = 1e-2 * np.random.default_rng(0).standard_normal(q.shape).astype(np.float32)
+    expected = (total(q + step) - total(q - step)) / 2
+    np.testing.assert_allclose(np.vdot(jax.grad(total)(q), step), expected, rtol=1e-2)
 
 
 def test_decode_after_fork_equals_decode_of_an_unshared_copy(implementation):

@@ -10,9 +10,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _check_power_of_2(name: str, value: int, low: int, high: int) -> None:
-    if value < low or value > high or value & (value - 1):
-        raise ValueError(f"{name}={value} must be a power of two in [{low}, {high}]")
+def _check_integer(name: str, value: int, low: int, high: int, *, power_of_2: bool = False) -> None:
+    rule = "a power of two" if power_of_2 else "an integer"
+    integer = isinstance(value, int) and not isinstance(value, bool)
+    if not integer or not low <= value <= high or (power_of_2 and value & (value - 1)):
+        raise ValueError(f"{name}={value!r} must be {rule} in [{low}, {high}]")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,8 @@ class DecodeConfig:
 
     Attributes:
       block_k: tokens of K/V per loop step; a power of two in [16, 256].
-      num_programs: programs per KV head among which all rows' blocks are shared out evenly.
+      num_programs: programs per KV head among which all rows' blocks are shared out evenly, in
+        [1, 65536].
       num_warps: warps per decode program; a power of two in [1, 16].
       num_stages: software-pipelining depth of the K/V loop, in [1, 8].
 
@@ -35,12 +38,10 @@ class DecodeConfig:
     num_stages: int
 
     def __post_init__(self) -> None:
-        _check_power_of_2("block_k", self.block_k, 16, 256)
-        _check_power_of_2("num_warps", self.num_warps, 1, 16)
-        if not 1 <= self.num_stages <= 8:
-            raise ValueError(f"num_stages={self.num_stages} must be in [1, 8]")
-        if self.num_programs < 1:
-            raise ValueError(f"num_programs={self.num_programs} must be at least 1")
+        _check_integer("block_k", self.block_k, 16, 256, power_of_2=True)
+        _check_integer("num_programs", self.num_programs, 1, 65536)
+        _check_integer("num_warps", self.num_warps, 1, 16, power_of_2=True)
+        _check_integer("num_stages", self.num_stages, 1, 8)
 
 
 def decode_config(

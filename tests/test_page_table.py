@@ -55,7 +55,6 @@ def test_created_table_is_empty_and_sound():
         (dict(max_seqs=True), r"max_seqs=True must be a positive integer"),
         (dict(page_size=0), r"page_size=0 must be a positive integer"),
         (dict(page_size=12), r"page_size=12 must be a power of two from 1 to 256"),
-        (dict(page_size=512), r"page_size=512 must be a power of two from 1 to 256"),
         (dict(num_pages=2**23, page_size=256), r"num_pages=8388608 \* page_size=256 \+ 1"),
         (dict(num_pages=np.int32(2**24), page_size=np.int32(256)), "must be at most"),
         (dict(pages_per_seq=2**29), r"pages_per_seq=536870912 \* page_size=4"),

@@ -201,7 +201,8 @@ def _follow(
 def _read_prompts(args: argparse.Namespace) -> list[str]:
     prompts = list(args.prompt)
     if args.prompts_file is not None:
-        lines = args.prompts_file.read_text(encoding="utf-8").splitlines()
+        # Not splitlines, which also cuts at form feeds and other separators inside a prompt.
+        lines = args.prompts_file.read_text(encoding="utf-8-sig").split("\n")
         prompts += [line for line in lines if line.strip()]
         if not prompts:
             raise ValueError(f"{args.prompts_file} has no prompt: every line is blank")
@@ -209,6 +210,8 @@ def _read_prompts(args: argparse.Namespace) -> list[str]:
         raise ValueError("no prompt: give --prompt TEXT or --prompts-file FILE")
     if "" in prompts:
         raise ValueError("--prompt must not be empty")
+    if any("\ud800" <= character <= "\udfff" for prompt in prompts for character in prompt):
+        raise ValueError("--prompt must be valid UTF-8")
     return prompts
 
 

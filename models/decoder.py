@@ -220,6 +220,9 @@ def dense_attend(*, lens: jax.Array | None = None) -> Attend:
     ) -> tuple[jax.Array, LayerCache | None]:
         # An empty row looks at its first padding token: finite, where no key at all might be NaN.
         kv_lens = None if lens is None else jnp.maximum(lens, 1)
+        dtype = q.dtype
+        if dtype == jnp.float16 and jax.default_backend() == "cpu":  # XLA has no such product there
+            q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
         out = jax.nn.dot_product_attention(
             q,
             k,
@@ -228,7 +231,7 @@ def dense_attend(*, lens: jax.Array | None = None) -> Attend:
             key_value_seq_lengths=kv_lens,
             implementation="cudnn" if _cudnn_takes(q) else None,
         )
-        return out, cache
+        return out.astype(dtype), cache
 
     return attend
 

@@ -37,7 +37,8 @@ def generate(
 ) -> Generation:
     """Continues every prompt num_samples times; iterate over the result to stream.
 
-    The text of a sample depends on the seed, its prompt and its number only. In a small pool,
+    The text of a sample depends on the seed, its prompt and its number only, up to the rounding of
+    other batch sizes, which in bf16 and f16 can tip a token between near-equals. In a small pool,
     samples without a page wait for others to end; when all wait, the shortest gives its pages back
     and is computed again later. Only a sample that has the whole pool and still lacks a page ends
     as "out_of_pages", with the tokens it has.

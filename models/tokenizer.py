@@ -27,6 +27,9 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
             raise ValueError(f"{path}: {error}") from error
+        # Settings of a training run that the file may have kept: a prompt is taken whole.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
 
     @property
     def vocab_size(self) -> int:

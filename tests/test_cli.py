@@ -228,3 +228,15 @@ def test_ctrl_c_ends_quietly(run, monkeypatch):
 
     monkeypatch.setattr("models.generate.generate", interrupted)
     assert run("--prompt", "ROMEO:") == (130, "", "")
+
+
+def test_a_prompt_that_is_no_text_is_one_line(run):
+    message = "error: --prompt must be valid UTF-8\n"
+    assert run("--prompt", "\udcff\udcfe") == (2, "", message)
+
+
+def test_a_prompts_file_is_cut_at_line_ends_only(run, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(b"\xef\xbb\xbfone\x0cstill one\r\ntwo\n")
+    status, out, _ = run("--prompts-file", str(file), "--max-new-tokens", "1", "--json")
+    assert status == 0 and json.loads(out)["prompts"] == ["one\x0cstill one", "two"]

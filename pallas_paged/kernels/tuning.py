@@ -65,7 +65,7 @@ def decode_config(
     """
     # Measured on an H200 (132 SMs, 228 KB of shared memory each), 2026-11: with 16 KB tiles of K
     # and of V in two stages four programs fit on an SM, and that beat fewer programs with deeper
-    # pipelines on every shape but the padded head dims. One wave: a fifth program costs 20%.
+    # pipelines on nearly every shape (docs/design.md). One wave: a fifth program costs 20%.
     group = next_power_of_2(max(num_q_heads // num_kv_heads, 16))
     row_bytes = next_power_of_2(head_dim) * itemsize
     block_k = min(max(16384 // row_bytes, 16), 128)

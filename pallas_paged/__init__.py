@@ -1,7 +1,11 @@
 """Paged attention for JAX on NVIDIA GPUs."""
 
-from pallas_paged.attention import merge_attention_states, paged_attention
-from pallas_paged.kernels.tuning import DecodeConfig
+from pallas_paged.attention import (
+    merge_attention_states,
+    paged_attention,
+    ragged_paged_attention,
+)
+from pallas_paged.kernels.tuning import DecodeConfig, RaggedConfig
 from pallas_paged.kv_pool import KVPool, copy_pages, create_kv_pool, write_kv
 from pallas_paged.page_table import (
     PageCopies,
@@ -20,6 +24,7 @@ __all__ = [
     "KVPool",
     "PageCopies",
     "PageTable",
+    "RaggedConfig",
     "check",
     "copy_pages",
     "create_kv_pool",
@@ -29,6 +34,7 @@ __all__ = [
     "free",
     "merge_attention_states",
     "paged_attention",
+    "ragged_paged_attention",
     "slot_mapping",
     "truncate",
     "write_kv",

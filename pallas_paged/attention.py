@@ -1,29 +1,33 @@
-"""The one entry to attention over pages: validate, choose an implementation, call it."""
+"""The entries to attention over pages: validate, choose an implementation, call it."""
 
 from __future__ import annotations
 
-import functools
-import logging
-import math
-from collections.abc import Callable
-from typing import Any, Literal, SupportsFloat, overload
+from typing import Any, SupportsFloat, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
 
+from pallas_paged import dispatch
 from pallas_paged.kernels import xla
-from pallas_paged.kernels.tuning import DecodeConfig, decode_config
+from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.kernels.tuning import DecodeConfig, RaggedConfig, decode_config, ragged_config
+from pallas_paged.validation import (
+    check_integers,
+    check_pages,
+    check_per_head,
+    check_queries,
+    check_states,
+    check_tree_mask,
+    static_number,
+    static_window,
+    with_dtype,
+)
 
-INT32_MAX = 2**31 - 1  # slots and positions are i32
-IMPLEMENTATIONS = ("triton", "triton_interpret", "mosaic_gpu", "xla")
-_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-# Without a GPU to ask, a wave this small still makes shares that span and that split rows.
-_INTERPRETED_SMS = 4
+Config = TypeVar("Config", DecodeConfig, RaggedConfig)
 
 
-@overload
 def paged_attention(
     q: ArrayLike,
     k_pages: ArrayLike,
@@ -34,54 +38,14 @@ def paged_attention(
     v_scales: ArrayLike | None = None,
     *,
     sm_scale: SupportsFloat | None = None,
-    return_lse: Literal[False] = False,
+    soft_cap: SupportsFloat | None = None,
+    sliding_window: int | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    return_lse: bool = False,
     implementation: str | None = None,
     config: DecodeConfig | None = None,
-) -> jax.Array: ...
-@overload
-def paged_attention(
-    q: ArrayLike,
-    k_pages: ArrayLike,
-    v_pages: ArrayLike,
-    block_tables: ArrayLike,
-    seq_lens: ArrayLike,
-    k_scales: ArrayLike | None = None,
-    v_scales: ArrayLike | None = None,
-    *,
-    sm_scale: SupportsFloat | None = None,
-    return_lse: Literal[True],
-    implementation: str | None = None,
-    config: DecodeConfig | None = None,
-) -> tuple[jax.Array, jax.Array]: ...
-@overload
-def paged_attention(
-    q: ArrayLike,
-    k_pages: ArrayLike,
-    v_pages: ArrayLike,
-    block_tables: ArrayLike,
-    seq_lens: ArrayLike,
-    k_scales: ArrayLike | None = None,
-    v_scales: ArrayLike | None = None,
-    *,
-    sm_scale: SupportsFloat | None = None,
-    return_lse: bool,
-    implementation: str | None = None,
-    config: DecodeConfig | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]: ...
-def paged_attention(
-    q,
-    k_pages,
-    v_pages,
-    block_tables,
-    seq_lens,
-    k_scales=None,
-    v_scales=None,
-    *,
-    sm_scale=None,
-    return_lse=False,
-    implementation=None,
-    config=None,
-):
+) -> Any:
     """Attention of one query token per sequence over its K/V pages, read in place.
 
     The K/V of the current token must be in the pages already and `seq_lens` counts it. Slots past
@@ -89,6 +53,9 @@ def paged_attention(
     The pages' layout and the order of the positional arguments are those of
     `jax.experimental.pallas.ops.gpu.paged_attention`, which differs in one point: it expects `q`
     scaled already, so the same call here is `sm_scale=1.0`.
+
+    A logit is `soft_cap(q.k * sm_scale) + alibi_slopes[h] * (key position - query position)`.
+    What an option needs is in the kernel only where the option is given.
 
     Args:
       q: f32, bf16 or f16 `[B, num_q_heads, head_dim]`.
@@ -98,7 +65,13 @@ def paged_attention(
       seq_lens: i32`[B]`, tokens of each row. Lengths are taken as at least 0 and at most what
         `block_tables` can address.
       k_scales, v_scales: must be None; they hold the places that quantized pages take.
-      sm_scale: factor of the logits; None means `head_dim ** -0.5`. Static.
+      sm_scale: factor of q.k; None means `head_dim ** -0.5`. Static.
+      soft_cap: c of `c * tanh(x / c)`, positive; None means no cap. Static.
+      sliding_window: a query at p sees the keys j with `p - sliding_window < j <= p`; blocks left
+        of the window are not read. None means all keys. Static.
+      alibi_slopes: f32`[num_q_heads]` (Press et al. 2022), or None.
+      sinks: f32`[num_q_heads]`, one more logit per head in the denominator, with no value, as in
+        gpt-oss (after Xiao et al. 2024), or None. `lse` includes it.
       return_lse: also return the log-sum-exp of the logits. Static.
       implementation: `"triton"`, `"triton_interpret"` (the same kernels, interpreted on any
         device), `"xla"`, or None for the best on this platform. A named one never falls back.
@@ -107,7 +80,8 @@ def paged_attention(
 
     Returns:
       out `[B, num_q_heads, head_dim]` in the dtype of `q`, or `(out, lse)` with the natural-log
-      `lse` f32`[B, num_q_heads]`. A row of length 0 gives `out = 0`, `lse = -inf`.
+      `lse` f32`[B, num_q_heads]`. A row of length 0 gives `out = 0`, `lse = -inf`, with or without
+      sinks.
 
     Raises:
       ValueError: if a shape, dtype, head count or option breaks a rule above.
@@ -117,39 +91,175 @@ def paged_attention(
     Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
     PagedAttention", SOSP 2023; the split over K/V is Flash-Decoding's, balanced.
     """
-    arrays = [_with_dtype(x) for x in (q, k_pages, v_pages, block_tables, seq_lens)]
-    _validate(*arrays)
-    q, k_pages, v_pages, block_tables, seq_lens = map(jnp.asarray, arrays)
-    if k_scales is not None or v_scales is not None:
-        raise NotImplementedError("k_scales and v_scales: quantized pages can't be read yet")
-    if config is not None and not isinstance(config, DecodeConfig):
-        raise ValueError(f"config={config!r} must be a DecodeConfig")
-    num_seqs, num_q_heads, head_dim = q.shape
-    num_kv_heads, _, page_size, _ = k_pages.shape
-    pages_per_seq = block_tables.shape[1]
-    scale = head_dim**-0.5 if sm_scale is None else _static_number("sm_scale", sm_scale)
-    platform, num_sms = _device()
-    if implementation is None:
-        implementation = _best_implementation(platform)
-
-    decode = _decode_implementation(implementation, platform)
-    if implementation != "xla":
-        decode = functools.partial(
-            decode,
-            config=config
-            or decode_config(
-                num_q_heads=num_q_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                max_kv_len=pages_per_seq * page_size,
-                num_seqs=num_seqs,
-                itemsize=k_pages.dtype.itemsize,
-                num_sms=num_sms,
-            ),
+    arrays = [with_dtype(x) for x in (q, k_pages, v_pages, block_tables, seq_lens)]
+    check_queries(arrays[0], "B")
+    check_pages(*arrays)
+    if arrays[0].shape[0] != arrays[4].shape[0]:
+        raise ValueError(
+            f"q.shape={arrays[0].shape} and seq_lens.shape={arrays[4].shape} must agree in B"
         )
-    seq_lens = jnp.clip(seq_lens, 0, pages_per_seq * page_size)
+    _check_scales(k_scales, v_scales)
+    q, k_pages, v_pages, block_tables, seq_lens = map(jnp.asarray, arrays)
+    num_seqs, num_q_heads, head_dim = q.shape
+    options = _logit_options(head_dim, sm_scale, soft_cap, sliding_window)
+    slopes = check_per_head("alibi_slopes", alibi_slopes, num_q_heads)
+    sinks = check_per_head("sinks", sinks, num_q_heads)
+    max_kv_len = block_tables.shape[1] * k_pages.shape[2]
+    config = _config_or(
+        config,
+        decode_config(
+            num_q_heads=num_q_heads,
+            num_kv_heads=k_pages.shape[0],
+            head_dim=head_dim,
+            max_kv_len=max_kv_len,
+            num_seqs=num_seqs,
+            itemsize=k_pages.dtype.itemsize,
+            num_sms=dispatch.device()[1],
+        ),
+    )
+    decode = dispatch.find("paged_decode", implementation, config)
     with jax.enable_x64(False):  # the kernels count in i32 whatever the caller's integers are
-        out, lse = decode(q, k_pages, v_pages, block_tables, seq_lens, sm_scale=scale)
+        seq_lens = jnp.clip(seq_lens, 0, max_kv_len)
+        out, lse = decode(
+            q, k_pages, v_pages, block_tables, seq_lens, slopes, sinks, options=options
+        )
+    return (out, lse) if return_lse else out
+
+
+def ragged_paged_attention(
+    q: ArrayLike,
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    cu_q_lens: ArrayLike,
+    k_scales: ArrayLike | None = None,
+    v_scales: ArrayLike | None = None,
+    *,
+    sm_scale: SupportsFloat | None = None,
+    soft_cap: SupportsFloat | None = None,
+    sliding_window: int | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    tree_mask: ArrayLike | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+    config: RaggedConfig | None = None,
+) -> Any:
+    """Attention of any number of newest tokens per sequence over its K/V pages, read in place.
+
+    Whole prompts, chunks of prompts on a cached prefix, a few tokens to verify a speculation and
+    single tokens, mixed as they come: row b's queries are `q[cu_q_lens[b]:cu_q_lens[b + 1]]`. Their
+    K/V must be in the pages already and `seq_lens` counts them, so that query i of q_len stands at
+    position `seq_lens[b] - q_len + i`, and sees the positions up to its own.
+
+    Args:
+      q: f32, bf16 or f16 `[T, num_q_heads, head_dim]`, the rows' queries one after another.
+      k_pages, v_pages, block_tables, seq_lens: as in `paged_attention`, for B rows.
+      cu_q_lens: i32`[B + 1]`, rising from 0: where the queries of each row begin and end. Rows may
+        have none; tokens from `cu_q_lens[B]` on are nobody's. Values are taken as rising and as at
+        most T; a query left of position 0 sees nothing.
+      k_scales, v_scales: must be None; they hold the places that quantized pages take.
+      sm_scale, soft_cap, sliding_window, alibi_slopes, sinks: as in `paged_attention`.
+      tree_mask: bool`[B, max_q, max_q]`, or None: query i of row b sees its row's j-th newest-token
+        key (of q_len) where `tree_mask[b, i, j]`, in place of causality; older keys are all seen.
+        Positions, for the window and for ALiBi, stay those of the slots. Queries past max_q see
+        only the older keys.
+      return_lse, implementation: as in `paged_attention`.
+      config: `RaggedConfig` of the Triton kernels; None takes the tuned one.
+
+    Returns:
+      out `[T, num_q_heads, head_dim]` in the dtype of `q`, or `(out, lse)` with the natural-log
+      `lse` f32`[T, num_q_heads]`. Tokens of no row and queries that see no key give `out = 0`,
+      `lse = -inf`.
+
+    Raises:
+      ValueError: if a shape, dtype, head count or option breaks a rule above.
+      NotImplementedError: as in `paged_attention`.
+
+    Source: Dao, "FlashAttention-2", 2023, over pages; the balance is that of Osama et al.,
+    "Stream-K", 2023; tree masks as in Miao et al., "SpecInfer", 2024.
+    """
+    arrays = [with_dtype(x) for x in (q, k_pages, v_pages, block_tables, seq_lens)]
+    check_queries(arrays[0], "T")
+    check_pages(*arrays)
+    _check_scales(k_scales, v_scales)
+    q, k_pages, v_pages, block_tables, seq_lens = map(jnp.asarray, arrays)
+    _, num_q_heads, head_dim = q.shape
+    num_seqs = seq_lens.shape[0]
+    cu_q_lens = _checked_cu_q_lens(cu_q_lens, num_seqs)
+    options = _logit_options(head_dim, sm_scale, soft_cap, sliding_window)
+    slopes = check_per_head("alibi_slopes", alibi_slopes, num_q_heads)
+    sinks = check_per_head("sinks", sinks, num_q_heads)
+    tree_mask = check_tree_mask(tree_mask, num_seqs)
+    return _ragged(
+        q,
+        k_pages,
+        v_pages,
+        block_tables,
+        seq_lens,
+        cu_q_lens,
+        None,
+        slopes,
+        sinks,
+        tree_mask,
+        options=options,
+        return_lse=return_lse,
+        implementation=implementation,
+        config=config,
+    )
+
+
+def _ragged(
+    q,
+    k_pages,
+    v_pages,
+    block_tables,
+    seq_lens,
+    cu_q_lens,
+    q_positions,
+    slopes,
+    sinks,
+    tree_mask,
+    *,
+    options,
+    return_lse,
+    implementation,
+    config,
+):
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_kv_heads, _, page_size, _ = k_pages.shape
+    max_kv_len = block_tables.shape[1] * page_size
+    config = _config_or(
+        config,
+        ragged_config(
+            num_tokens=num_tokens,
+            num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            max_kv_len=max_kv_len,
+            num_seqs=seq_lens.shape[0],
+            itemsize=k_pages.dtype.itemsize,
+            num_sms=dispatch.device()[1],
+        ),
+    )
+    attend = dispatch.find("ragged_paged_attention", implementation, config)
+    with jax.enable_x64(False):
+        seq_lens = jnp.clip(seq_lens, 0, max_kv_len)
+        cu_q_lens = jnp.clip(lax.cummax(cu_q_lens), 0, num_tokens)
+        out, lse = attend(
+            q,
+            k_pages,
+            v_pages,
+            block_tables,
+            seq_lens,
+            cu_q_lens,
+            q_positions,
+            slopes,
+            sinks,
+            tree_mask,
+            options=options,
+        )
     return (out, lse) if return_lse else out
 
 
@@ -168,133 +278,33 @@ def merge_attention_states(outs: ArrayLike, lses: ArrayLike) -> tuple[jax.Array,
     Raises:
       ValueError: if the shapes do not belong together or a dtype is not allowed.
     """
-    return xla.merge_states(*_validate_states(_with_dtype(outs), _with_dtype(lses)))
+    outs, lses = with_dtype(outs), with_dtype(lses)
+    check_states(outs, lses)
+    return xla.merge_states(jnp.asarray(outs), jnp.asarray(lses))
 
 
-def _validate_states(outs, lses) -> tuple[jax.Array, jax.Array]:
-    if outs.dtype not in _DTYPES:
-        raise ValueError(f"outs.dtype={outs.dtype.name} must be float32, bfloat16 or float16")
-    if lses.dtype != jnp.float32:
-        raise ValueError(f"lses.dtype={lses.dtype.name} must be float32")
-    if outs.ndim < 2 or outs.shape[:-1] != lses.shape or outs.shape[0] == 0:
-        raise ValueError(
-            f"outs.shape={outs.shape} must be [S, ..., D] and lses.shape={lses.shape} [S, ...], "
-            "with S >= 1"
-        )
-    return jnp.asarray(outs), jnp.asarray(lses)
+def _check_scales(k_scales: ArrayLike | None, v_scales: ArrayLike | None) -> None:
+    if k_scales is not None or v_scales is not None:
+        raise NotImplementedError("k_scales and v_scales: quantized pages can't be read yet")
 
 
-def _with_dtype(x: ArrayLike) -> Any:
-    # asarray would narrow a 64-bit NumPy array without a word, so dtypes are checked before it.
-    return x if hasattr(x, "dtype") else jnp.asarray(x)
+def _checked_cu_q_lens(cu_q_lens: ArrayLike, num_seqs: int) -> jax.Array:
+    cu_q_lens = with_dtype(cu_q_lens)
+    if cu_q_lens.shape != (num_seqs + 1,):
+        raise ValueError(f"cu_q_lens.shape={cu_q_lens.shape} must be [B + 1] with B={num_seqs}")
+    check_integers(cu_q_lens=cu_q_lens)
+    return jnp.asarray(cu_q_lens)
 
 
-def _validate(q, k_pages, v_pages, block_tables, seq_lens) -> None:
-    if q.ndim != 3:
-        raise ValueError(f"q.shape={q.shape} must be [B, num_q_heads, head_dim]")
-    if k_pages.ndim != 4:
-        raise ValueError(
-            f"k_pages.shape={k_pages.shape} must be [num_kv_heads, num_pages, page_size, head_dim]"
-        )
-    if k_pages.shape != v_pages.shape:
-        raise ValueError(f"k_pages.shape={k_pages.shape} must equal v_pages.shape={v_pages.shape}")
-    if 0 in (*q.shape, *k_pages.shape):
-        raise ValueError(f"q.shape={q.shape} and k_pages.shape={k_pages.shape} must not hold a 0")
-    num_seqs, num_q_heads, head_dim = q.shape
-    num_kv_heads, num_pages, page_size, kv_head_dim = k_pages.shape
-    if kv_head_dim != head_dim:
-        raise ValueError(f"{head_dim=} of q must equal {kv_head_dim=} of the pages")
-    if head_dim > 256:
-        raise ValueError(f"{head_dim=} must be at most 256")
-    if num_q_heads % num_kv_heads:
-        raise ValueError(f"{num_q_heads=} must be a multiple of {num_kv_heads=}")
-    if page_size > 256 or page_size & (page_size - 1):
-        raise ValueError(f"{page_size=} must be a power of two in [1, 256]")
-    if q.dtype not in _DTYPES:
-        raise ValueError(f"q.dtype={q.dtype.name} must be float32, bfloat16 or float16")
-    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        if pages.dtype != q.dtype:
-            raise ValueError(f"{name}.dtype={pages.dtype.name} must equal q.dtype={q.dtype.name}")
-    if num_pages * page_size > INT32_MAX:
-        raise ValueError(f"{num_pages=} * {page_size=} must be at most {INT32_MAX}")
-    if block_tables.ndim != 2 or block_tables.shape[0] != num_seqs or not block_tables.shape[1]:
-        raise ValueError(
-            f"block_tables.shape={block_tables.shape} must be [B, pages_per_seq] with B={num_seqs}"
-        )
-    pages_per_seq = block_tables.shape[1]
-    if pages_per_seq * page_size > INT32_MAX:
-        raise ValueError(f"{pages_per_seq=} * {page_size=} must be at most {INT32_MAX}")
-    if seq_lens.shape != (num_seqs,):
-        raise ValueError(f"seq_lens.shape={seq_lens.shape} must be [B] with B={num_seqs}")
-    for name, ints in (("block_tables", block_tables), ("seq_lens", seq_lens)):
-        if ints.dtype != jnp.int32:
-            raise ValueError(f"{name}.dtype={ints.dtype.name} must be int32")
+def _logit_options(head_dim: int, sm_scale: Any, soft_cap: Any, window: Any) -> LogitOptions:
+    scale = head_dim**-0.5 if sm_scale is None else static_number("sm_scale", sm_scale)
+    cap = None if soft_cap is None else static_number("soft_cap", soft_cap)
+    if cap is not None and cap <= 0:
+        raise ValueError(f"{soft_cap=} must be positive")
+    return LogitOptions(sm_scale=scale, soft_cap=cap, sliding_window=static_window(window))
 
 
-def _static_number(name: str, value: Any) -> float:
-    if isinstance(value, jax.core.Tracer):
-        raise ValueError(f"{name} must be a static number, got a traced value")
-    if isinstance(value, str | bool) or not hasattr(value, "__float__") or np.ndim(value):
-        raise ValueError(f"{name}={value!r} must be a number")
-    if not math.isfinite(value):
-        raise ValueError(f"{name}={value!r} must be finite")
-    return float(value)
-
-
-def _device() -> tuple[str, int]:
-    """Platform and number of SMs of the device that the trace is for."""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if device is None:
-        device = getattr(jax.config, "jax_default_device", None) or jax.local_devices()[0]
-        if isinstance(device, str):
-            device = jax.local_devices(backend=device)[0]
-    # An abstract device calls it num_cores, a CUDA device core_count; others have neither.
-    num_sms = getattr(device, "core_count", None) or getattr(device, "num_cores", None)
-    return device.platform, num_sms if device.platform == "gpu" and num_sms else _INTERPRETED_SMS
-
-
-@functools.cache  # so that it logs once
-def _best_implementation(platform: str) -> str:
-    implementation = "triton" if platform == "gpu" else "xla"
-    logging.getLogger("pallas_paged").info("implementation=%r on %s", implementation, platform)
-    return implementation
-
-
-def _decode_implementation(implementation: str, platform: str):
-    if implementation == "xla":
-        return xla.paged_decode
-    if implementation == "mosaic_gpu":
-        raise NotImplementedError("implementation='mosaic_gpu': there are no such kernels yet")
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"{implementation=} must be None or one of {IMPLEMENTATIONS}")
-    if implementation == "triton" and platform != "gpu":
-        raise NotImplementedError(
-            f"implementation='triton' needs a GPU, but the device is a {platform}; "
-            "'triton_interpret' runs the same kernels there"
-        )
-    try:
-        from pallas_paged.kernels import triton_decode
-    except ImportError as e:
-        raise NotImplementedError(
-            f"{implementation=} needs the Triton lowering of Pallas, which this JAX "
-            f"({jax.__version__}) lacks: {e}"
-        ) from e
-    interpret = implementation == "triton_interpret"
-    return _without_gradient(functools.partial(triton_decode.paged_decode, interpret=interpret))
-
-
-def _without_gradient(decode: Callable) -> Callable:
-    """`decode`, with an error that says so if somebody differentiates it."""
-
-    def call(*arrays, **options):
-        attend = jax.custom_vjp(functools.partial(decode, **options))
-
-        def forward(*_):
-            raise NotImplementedError(
-                "paged_attention's Triton kernels have no gradient; implementation='xla' has one"
-            )
-
-        attend.defvjp(forward, lambda *_: None)
-        return attend(*arrays)
-
-    return call
+def _config_or(config: Config | None, tuned: Config) -> Config:
+    if config is not None and not isinstance(config, type(tuned)):
+        raise ValueError(f"config={config!r} must be a {type(tuned).__name__}")
+    return config or tuned

@@ -11,6 +11,10 @@ the last, whatever rows it spans, so ragged batches stay balanced without a plan
 A program leaves one partial state (out, lse) for each row that it touched in slot `program + row`.
 Along the line of shares at least one of the two grows, so no slot is written twice; `triton_merge`
 reads a row's slots back. One program holds all query heads of its KV head, so K/V are read once.
+Blocks left of a sliding window are not on the line.
+
+Under a fixed split size the line is made of splits of a row instead, each of which leaves a partial
+state of its own: then no sum depends on where a share happens to end.
 
 Flash-Decoding's split over K/V, made even as in stream-K; see also FlashAttention (Dao 2022).
 """
@@ -18,7 +22,6 @@ Flash-Decoding's split over K/V, made even as in stream-K; see also FlashAttenti
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +30,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_paged.kernels import triton_merge
+from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot
 from pallas_paged.kernels.tuning import DecodeConfig, next_power_of_2
 
-LOG2_E = math.log2(math.e)
-LN_2 = math.log(2.0)
+
+def row_blocks(
+    seq_len: jax.Array, options: LogitOptions, block_k: int
+) -> tuple[jax.Array, jax.Array]:
+    """The blocks `[first, end)` of a row that its newest token sees."""
+    end = pl.cdiv(seq_len, block_k)
+    return jnp.minimum(options.first_key(seq_len - 1) // block_k, end), end
 
 
 def decode_kernel(
@@ -39,15 +48,16 @@ def decode_kernel(
     v_ref,  # [P * S, D]
     block_tables_ref,  # i32[B, N]
     seq_lens_ref,  # i32[B]
-    block_ends_ref,  # i32[B] inclusive cumulative sum of the rows' block counts
-    o_ref,  # f32[C + B, G, D]
+    unit_ends_ref,  # i32[B] inclusive cumulative sum of the rows' blocks, or splits if fixed
+    alibi_slopes_ref,  # f32[G] or None
+    o_ref,  # f32[C + B, G, D], or one per split
     lse_ref,  # f32[C + B, G]
     *,
-    sm_scale: float,
+    options: LogitOptions,
     page_size: int,
     config: DecodeConfig,
 ):
-    block_k = config.block_k
+    block_k, split_size = config.block_k, config.split_size
     num_seqs, group, head_dim = q_ref.shape
     program = pl.program_id(1)
 
@@ -58,26 +68,42 @@ def decode_kernel(
     dims = jnp.arange(next_power_of_2(max(head_dim, 16)))[None, :]
     head_mask, dim_mask = heads < group, dims < head_dim
 
-    total = block_ends_ref[num_seqs - 1]
-    # Rounded up: no program has more blocks than in the evenest split, and to find the program of a
-    # block, as the merge must, takes one division.
-    blocks_per_program = pl.cdiv(total, config.num_programs)
-    start = program * blocks_per_program
-    stop = jnp.minimum(start + blocks_per_program, total)
-    block_ends = plgpu.load(
-        block_ends_ref.at[rows], mask=rows < num_seqs, other=jnp.iinfo(jnp.int32).max
+    total = unit_ends_ref[num_seqs - 1]
+    # Rounded up: no program has more than in the evenest split, and to find the program of a unit,
+    # as the merge must, takes one division.
+    units_per_program = pl.cdiv(total, config.num_programs)
+    start = program * units_per_program
+    stop = jnp.minimum(start + units_per_program, total)
+    unit_ends = plgpu.load(
+        unit_ends_ref.at[rows], mask=rows < num_seqs, other=jnp.iinfo(jnp.int32).max
     )
     seq_lens = plgpu.load(seq_lens_ref.at[rows], mask=rows < num_seqs, other=0)
-    first_row = jnp.sum((block_ends <= start).astype(jnp.int32))
-    end_row = jnp.where(start < stop, jnp.sum((block_ends < stop).astype(jnp.int32)) + 1, first_row)
+    slopes = None
+    if alibi_slopes_ref is not None:
+        slopes = plgpu.load(alibi_slopes_ref.at[heads], mask=head_mask, other=0.0)  # [G, 1]
 
-    def attend_row(row, carry):
+    def row_of(unit):
+        return jnp.sum((unit_ends <= unit).astype(jnp.int32))
+
+    def attend_piece(piece, carry):
+        """A row, as far as it is in the share; or one split."""
+        row = piece if split_size is None else row_of(piece)
         # Picked from registers: a load here would be one more wait before the first K arrives.
         seq_len = jnp.sum(jnp.where(rows == row, seq_lens, 0))
-        row_end = jnp.sum(jnp.where(rows == row, block_ends, 0))
-        row_start = row_end - pl.cdiv(seq_len, block_k)
-        lo = jnp.maximum(start - row_start, 0)
-        hi = jnp.minimum(stop, row_end) - row_start
+        row_end = jnp.sum(jnp.where(rows == row, unit_ends, 0))
+        first_block, end_block = row_blocks(seq_len, options, block_k)
+        if split_size is None:
+            row_start = row_end - (end_block - first_block)
+            lo = first_block + jnp.maximum(start - row_start, 0)
+            hi = first_block + jnp.minimum(stop, row_end) - row_start
+            slot = program + row
+        else:
+            step = split_size // block_k
+            row_start = row_end - pl.cdiv(end_block - first_block, step)
+            lo = first_block + (piece - row_start) * step
+            hi = jnp.minimum(lo + step, end_block)
+            slot = piece
+        first_key = options.first_key(seq_len - 1)
         q = plgpu.load(
             q_ref.at[row[None, None], heads, dims], mask=head_mask & dim_mask, other=0.0
         )  # [G, D]
@@ -88,20 +114,23 @@ def decode_kernel(
             # The loads are masked, not only the logits: slots that the row does not own may hold
             # NaN. Masking every block, not just a row's last, measured no slower.
             valid = positions < seq_len
+            if options.sliding_window is not None:
+                valid &= positions >= first_key
             page = plgpu.load(
                 block_tables_ref.at[row[None], positions // page_size], mask=valid, other=0
             )
             slots = (page * page_size + positions % page_size)[:, None]
             kv_mask = valid[:, None] & dim_mask
             k = plgpu.load(k_ref.at[slots, dims], mask=kv_mask, other=0.0)  # [block_k, D]
-            s = _dot(q, k.T) * (sm_scale * LOG2_E)  # [G, block_k]
+            distances = (positions - (seq_len - 1))[None, :]
+            s, factor = base2_logits(dot(q, k.T), options, slopes, distances)  # [G, block_k]
             s = jnp.where(valid[None, :], s, -jnp.inf)
-            m_new = jnp.maximum(m_i, s.max(axis=1))
+            m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
             alpha = jnp.exp2(m_i - m_new)
-            p = jnp.exp2(s - m_new[:, None])
+            p = jnp.exp2(s * factor - m_new[:, None])
             l_new = l_i * alpha + p.sum(axis=1)
             v = plgpu.load(v_ref.at[slots, dims], mask=kv_mask, other=0.0)  # [block_k, D]
-            acc = acc * alpha[:, None] + _dot(p.astype(v.dtype), v)
+            acc = acc * alpha[:, None] + dot(p.astype(v.dtype), v)
             return m_new, l_new, acc
 
         state = (
@@ -112,7 +141,6 @@ def decode_kernel(
         m_i, l_i, acc = lax.fori_loop(lo, hi, attend_block, state)
 
         # A row inside the share that holds no tokens ran no block; nobody reads its slot.
-        slot = program + row
         plgpu.store(
             o_ref.at[slot[None, None], heads, dims],
             acc / l_i[:, None],
@@ -125,13 +153,12 @@ def decode_kernel(
         )
         return carry
 
-    lax.fori_loop(first_row, end_row, attend_row, jnp.int32(0))
-
-
-def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Product in the input dtype with f32 accumulation; f32 stays f32 instead of TF32."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+    if split_size is None:
+        first = row_of(start)
+        end = jnp.where(start < stop, jnp.sum((unit_ends < stop).astype(jnp.int32)) + 1, first)
+    else:
+        first, end = start, jnp.maximum(start, stop)
+    lax.fori_loop(first, end, attend_piece, jnp.int32(0))
 
 
 def paged_decode(
@@ -140,8 +167,10 @@ def paged_decode(
     v_pages: jax.Array,  # [Hkv, P, S, D]
     block_tables: jax.Array,  # i32[B, N]
     seq_lens: jax.Array,  # i32[B], each in [0, N * S]
+    alibi_slopes: jax.Array | None,  # f32[Hq]
+    sinks: jax.Array | None,  # f32[Hq]
     *,
-    sm_scale: float,
+    options: LogitOptions,
     config: DecodeConfig,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
@@ -149,11 +178,17 @@ def paged_decode(
     num_seqs, num_q_heads, head_dim = q.shape
     num_kv_heads, num_pages, page_size, _ = k_pages.shape
     group = num_q_heads // num_kv_heads
-    num_slots = config.num_programs + num_seqs
 
     # The same for every layer of a step, so inside one jit XLA keeps a single copy of it.
     with jax.named_scope("block_prefix_sums"):
-        block_ends = jnp.cumsum(pl.cdiv(seq_lens, config.block_k))
+        first_block, end_block = row_blocks(seq_lens, options, config.block_k)
+        units = end_block - first_block
+        if config.split_size is None:
+            num_slots = config.num_programs + num_seqs
+        else:
+            units = pl.cdiv(units, config.split_size // config.block_k)
+            num_slots = num_seqs * pl.cdiv(block_tables.shape[1] * page_size, config.split_size)
+        unit_ends = jnp.cumsum(units)
 
     def kv_head(shape, axis):
         """Spec that gives a program all of an array but only its own KV head."""
@@ -173,7 +208,7 @@ def paged_decode(
         jax.ShapeDtypeStruct((num_slots, num_kv_heads, group), jnp.float32),
     )
     outs, lses = pl.pallas_call(
-        functools.partial(decode_kernel, sm_scale=sm_scale, page_size=page_size, config=config),
+        functools.partial(decode_kernel, options=options, page_size=page_size, config=config),
         grid=(num_kv_heads, config.num_programs),
         in_specs=[
             kv_head(q.shape, 1),
@@ -181,7 +216,8 @@ def paged_decode(
             kv_head(v_pages.shape, 0),
             whole(block_tables.shape),
             whole(seq_lens.shape),
-            whole(block_ends.shape),
+            whole(unit_ends.shape),
+            None if alibi_slopes is None else kv_head((num_kv_heads, group), 0),
         ],
         out_specs=[kv_head(s.shape, 1) for s in out_shape],
         out_shape=out_shape,
@@ -190,12 +226,20 @@ def paged_decode(
         ),
         interpret=interpret,
         name="paged_decode",
-    )(q, k_pages, v_pages, block_tables, seq_lens, block_ends)
+    )(
+        q,
+        k_pages,
+        v_pages,
+        block_tables,
+        seq_lens,
+        unit_ends,
+        None if alibi_slopes is None else alibi_slopes.reshape(num_kv_heads, group),
+    )
     return triton_merge.merge_shares(
         outs.reshape(num_slots, num_q_heads, head_dim),
         lses.reshape(num_slots, num_q_heads),
-        seq_lens,
-        block_ends,
+        unit_ends,
+        sinks,
         dtype=q.dtype,
         config=config,
         interpret=interpret,

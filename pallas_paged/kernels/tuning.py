@@ -27,6 +27,10 @@ class DecodeConfig:
         [1, 65536].
       num_warps: warps per decode program; a power of two in [1, 16].
       num_stages: software-pipelining depth of the K/V loop, in [1, 8].
+      split_size: None, or tokens after which every row is split, a multiple of `block_k`. With it
+        the bits of a row depend on nothing but the row (and the config): not on the other rows,
+        not on how many there are. Partial results then take memory for
+        `B * ceil(longest row that the table can hold / split_size)` f32 rows of q's heads.
 
     Raises:
       ValueError: if a value is outside its range.
@@ -36,12 +40,53 @@ class DecodeConfig:
     num_programs: int
     num_warps: int
     num_stages: int
+    split_size: int | None = None
 
     def __post_init__(self) -> None:
-        _check_integer("block_k", self.block_k, 16, 256, power_of_2=True)
-        _check_integer("num_programs", self.num_programs, 1, 65536)
-        _check_integer("num_warps", self.num_warps, 1, 16, power_of_2=True)
-        _check_integer("num_stages", self.num_stages, 1, 8)
+        _check_loop(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RaggedConfig:
+    """How the kernel of ragged queries and its merge run. Results differ only by rounding.
+
+    Attributes:
+      block_q: query rows of a tile, one for each token and query head of a KV head's group; a power
+        of two in [16, 256].
+      block_k, num_warps, num_stages: as in `DecodeConfig`.
+      num_programs: programs per KV head that run at a time; K/V are split where that lets them end
+        earlier, in [1, 65536].
+      split_size: None, or tokens after which the K/V are split of every row whose queries fit one
+        tile; longer ones are then not split. As in `DecodeConfig`, bits of a row no longer depend
+        on other rows. Partial results take memory for `B * ceil(longest row / split_size)` tiles.
+
+    Raises:
+      ValueError: if a value is outside its range.
+    """
+
+    block_q: int
+    block_k: int
+    num_programs: int
+    num_warps: int
+    num_stages: int
+    split_size: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_integer("block_q", self.block_q, 16, 256, power_of_2=True)
+        _check_loop(self)
+
+
+def _check_loop(config: DecodeConfig | RaggedConfig) -> None:
+    _check_integer("block_k", config.block_k, 16, 256, power_of_2=True)
+    _check_integer("num_programs", config.num_programs, 1, 65536)
+    _check_integer("num_warps", config.num_warps, 1, 16, power_of_2=True)
+    _check_integer("num_stages", config.num_stages, 1, 8)
+    if config.split_size is not None:
+        _check_integer("split_size", config.split_size, config.block_k, 2**30)
+        if config.split_size % config.block_k:
+            raise ValueError(
+                f"split_size={config.split_size} must be a multiple of block_k={config.block_k}"
+            )
 
 
 def decode_config(
@@ -82,6 +127,46 @@ def decode_config(
     )
 
 
+def ragged_config(
+    *,
+    num_tokens: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_kv_len: int,
+    num_seqs: int,
+    itemsize: int,
+    num_sms: int,
+) -> RaggedConfig:
+    """Heuristic config of one call with ragged queries, from static shapes only.
+
+    Args:
+      num_tokens: packed query tokens.
+      num_q_heads, num_kv_heads, head_dim: heads of the call.
+      max_kv_len: tokens that a full row of the block table can hold.
+      num_seqs: rows of the batch.
+      itemsize: bytes per element of K and V.
+      num_sms: streaming multiprocessors of the device.
+    """
+    group = num_q_heads // num_kv_heads
+    padded = next_power_of_2(max(head_dim, 16))
+    rows = -(-num_tokens * group // num_seqs)  # of an average sequence
+    block_q = min(max(next_power_of_2(rows), 16), 128)
+    row_bytes = padded * itemsize
+    block_k = min(max(16384 // row_bytes, 16), 128)
+    num_warps = min(max(2, block_q // 16, block_q * padded // 4096), 8)
+    programs_per_sm = 4 if num_warps <= 2 else 2 if num_warps <= 4 or row_bytes <= 256 else 1
+    num_tiles = num_tokens * group // block_q + min(num_seqs + 1, num_tokens)
+    num_blocks = num_tiles * -(-max_kv_len // block_k)
+    return RaggedConfig(
+        block_q=block_q,
+        block_k=block_k,
+        num_programs=max(1, min(programs_per_sm * num_sms // num_kv_heads, num_blocks)),
+        num_warps=num_warps,
+        num_stages=2,
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MergeConfig:
     """Tile of one program of the merge kernel; every size is a power of two.
@@ -99,8 +184,14 @@ class MergeConfig:
     num_warps: int
 
 
-def merge_config(*, num_seqs: int, num_heads: int, head_dim: int, num_programs: int) -> MergeConfig:
-    """Heuristic tile of the merge, from static shapes only."""
+def merge_config(
+    *, num_seqs: int, num_heads: int, head_dim: int, num_programs: int, batch_invariant: bool
+) -> MergeConfig:
+    """Heuristic tile of the merge, from static shapes only; invariant: not from the batch's."""
+    if batch_invariant:
+        return MergeConfig(
+            block_s=8, block_h=1, block_d=min(next_power_of_2(head_dim), 128), num_warps=1
+        )
     # Rows of an even batch span about this many shares; a longer row takes more loop steps.
     block_s = min(next_power_of_2(num_programs // num_seqs + 2), 128)
     head_dim = next_power_of_2(head_dim)

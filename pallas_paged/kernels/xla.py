@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from pallas_paged.kernels.logits import LogitOptions, natural_logits
+from pallas_paged.kernels.ragged_plan import Tiles, make_tiles
 
 
 def paged_decode(
@@ -13,47 +18,145 @@ def paged_decode(
     v_pages: jax.Array,  # [Hkv, P, S, D]
     block_tables: jax.Array,  # i32[B, N]
     seq_lens: jax.Array,  # i32[B], each in [0, N * S]
+    alibi_slopes: jax.Array | None,  # f32[Hq]
+    sinks: jax.Array | None,  # f32[Hq]
     *,
-    sm_scale: float,
+    options: LogitOptions,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of one query token per row: `(out [B, Hq, D], lse f32[B, Hq])`."""
-    num_seqs, num_q_heads, head_dim = q.shape
-    num_kv_heads, _, page_size, _ = k_pages.shape
-    max_len = block_tables.shape[1] * page_size
-    valid = jnp.arange(max_len) < seq_lens[:, None]  # [B, N * S]
+    page_size = k_pages.shape[2]
+    keys = jnp.arange(block_tables.shape[1] * page_size)
+    positions = seq_lens[:, None] - 1
+    k, v = (_gather(x, block_tables, keys < seq_lens[:, None]) for x in (k_pages, v_pages))
+    seen = (keys < seq_lens[:, None]) & (keys >= options.first_key(positions))
+    out, lse = _attend(
+        q[:, None], k, v, seen[:, None], keys - positions[:, None], alibi_slopes, sinks, options
+    )
+    return out[:, 0], lse[:, 0]
 
-    def gather(pages: jax.Array) -> jax.Array:
-        # Entries past a row's blocks may hold any integer: read page 0 there. What lies in slots
-        # that the row does not own may be NaN: make it 0, since 0 * NaN is NaN.
-        tables = jnp.where(valid[:, ::page_size], block_tables, 0)
-        dense = pages[:, tables].reshape(num_kv_heads, num_seqs, max_len, head_dim)
-        return jnp.where(valid[:, :, None], dense, 0)
 
+def ragged_paged_attention(
+    q: jax.Array,  # [T, Hq, D]
+    k_pages: jax.Array,  # [Hkv, P, S, D]
+    v_pages: jax.Array,  # [Hkv, P, S, D]
+    block_tables: jax.Array,  # i32[B, N]
+    seq_lens: jax.Array,  # i32[B], each in [0, N * S]
+    cu_q_lens: jax.Array,  # i32[B + 1], rising, within [0, T]
+    q_positions: jax.Array | None,  # i32[T]
+    alibi_slopes: jax.Array | None,  # f32[Hq]
+    sinks: jax.Array | None,  # f32[Hq]
+    tree_mask: jax.Array | None,  # bool[B, M, M]
+    *,
+    options: LogitOptions,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of each row's newest tokens: `(out [T, Hq, D], lse f32[T, Hq])`.
+
+    With `q_positions` the queries of a row stand there instead, and all of its keys are older.
+    """
+    num_tokens, num_q_heads, _ = q.shape
+    page_size = k_pages.shape[2]
+    keys = jnp.arange(block_tables.shape[1] * page_size)
+    # Tiles of one row each, so that its keys are gathered for many queries at once.
+    block_q = min(num_tokens, 64)
+    tiles = make_tiles(
+        seq_lens,
+        cu_q_lens,
+        q_positions,
+        num_tokens=num_tokens,
+        group=1,
+        block_q=block_q,
+        block_k=page_size,
+        options=options,
+        has_tree=tree_mask is not None,
+    )
+
+    def attend_tile(tile: Tiles) -> tuple[jax.Array, jax.Array]:
+        tokens = tile.offset + jnp.arange(block_q)
+        q_tokens = tile.q_start + tokens
+        before = tile.kv_len - tile.q_len
+        positions = before + tokens
+        if q_positions is not None:
+            positions = q_positions.at[q_tokens].get(mode="clip")
+        owned = keys < tile.kv_len
+        seen = owned & (keys >= options.first_key(positions)[:, None])
+        if tree_mask is not None:
+            places = jnp.broadcast_to(keys - before, (block_q, keys.size))
+            # Negative indices would count from the end.
+            columns = jnp.where(places >= 0, places, tree_mask.shape[2])
+            allowed = tree_mask[tile.row].at[tokens[:, None], columns]
+            seen &= (places < 0) | allowed.get(mode="fill", fill_value=False)
+        elif q_positions is None:
+            seen &= keys <= positions[:, None]
+        k, v = (_gather(x, block_tables[tile.row], owned)[None] for x in (k_pages, v_pages))
+        out, lse = _attend(
+            q.at[q_tokens].get(mode="clip")[None],
+            k,
+            v,
+            seen[None],
+            (keys - positions[:, None])[None],
+            alibi_slopes,
+            sinks,
+            options,
+        )
+        return out[0], lse[0]
+
+    outs, lses = lax.map(attend_tile, tiles)  # [num_tiles, block_q, ...]
+    tokens = tiles.offset[:, None] + jnp.arange(block_q)
+    where = jnp.where(tokens < tiles.q_len[:, None], tiles.q_start[:, None] + tokens, num_tokens)
+    out = jnp.zeros_like(q).at[where].set(outs, mode="drop")
+    lse = jnp.full((num_tokens, num_q_heads), -jnp.inf).at[where].set(lses, mode="drop")
+    return out, lse
+
+
+def _gather(pages: jax.Array, tables: jax.Array, owned: jax.Array) -> jax.Array:
+    """Keys or values `[Hkv, ..., N * S, D]` of tables `[..., N]`, 0 where a row owns nothing."""
+    page_size, head_dim = pages.shape[2:]
+    # Entries past a row's blocks may hold any integer: read page 0 there. What lies in slots that
+    # the row does not own may be NaN: make it 0, since 0 * NaN is NaN.
+    tables = jnp.where(owned[..., ::page_size], tables, 0)
+    dense = pages[:, tables].reshape(pages.shape[0], *owned.shape, head_dim)
+    dense = jnp.where(owned[..., None], dense, 0)
+    return jnp.moveaxis(dense, 0, -3)  # [..., Hkv, N * S, D]
+
+
+def _attend(
+    q: jax.Array,  # [B, Q, Hq, D]
+    k: jax.Array,  # [B, Hkv, K, D]
+    v: jax.Array,  # [B, Hkv, K, D]
+    seen: jax.Array,  # bool[B, Q, K]
+    distances: jax.Array,  # i32[B, Q, K] key position - query position
+    alibi_slopes: jax.Array | None,
+    sinks: jax.Array | None,
+    options: LogitOptions,
+) -> tuple[jax.Array, jax.Array]:
+    """Dense attention: `(out [B, Q, Hq, D], lse f32[B, Q, Hq])`."""
+    num_seqs, num_queries, num_q_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    q = q.reshape(num_seqs, num_kv_heads, -1, head_dim)
-    logits = jnp.einsum(
-        "bhgd,hbkd->bhgk",
-        q,
-        gather(k_pages),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
-    logits = jnp.where(valid[:, None, None, :], logits * sm_scale, -jnp.inf)
+    einsum = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+
+    def per_head(x: jax.Array | None) -> jax.Array | None:
+        return None if x is None else x.reshape(num_kv_heads, -1, 1)
+
+    q = q.reshape(num_seqs, num_queries, num_kv_heads, -1, head_dim)
+    slopes, sinks = per_head(alibi_slopes), per_head(sinks)
+    seen, distances = seen[:, :, None, None], distances[:, :, None, None]
+    logits = natural_logits(einsum("bqhgd,bhkd->bqhgk", q, k), options, slopes, distances)
+    logits = jnp.where(seen, logits, -jnp.inf)  # [B, Q, Hkv, G, K]
     m_i = logits.max(axis=-1, keepdims=True)
-    m_i = jnp.where(jnp.isneginf(m_i), 0.0, m_i)  # rows of length 0
+    empty = jnp.isneginf(m_i)  # queries that see nothing; sinks do not change that
+    m_i = m_i if sinks is None else jnp.maximum(m_i, sinks)
+    m_i = lax.stop_gradient(jnp.where(empty, 0.0, m_i))
     p = jnp.exp(logits - m_i)
-    l_i = p.sum(axis=-1)  # [B, Hkv, G]
-    out = jnp.einsum(
-        "bhgk,hbkd->bhgd",
-        p.astype(q.dtype),
-        gather(v_pages),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
-    out = out / jnp.where(l_i == 0.0, 1.0, l_i)[..., None]
-    lse = m_i[..., 0] + jnp.log(l_i)
-    shape = (num_seqs, num_q_heads)
-    return out.astype(q.dtype).reshape(*shape, head_dim), lse.reshape(shape)
+    l_i = p.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        l_i = jnp.where(empty, 0.0, l_i + jnp.exp(sinks - m_i))
+    out = einsum("bqhgk,bhkd->bqhgd", p.astype(q.dtype), v)
+    l_safe = jnp.where(empty, 1.0, l_i)
+    out = (out / l_safe).astype(q.dtype)
+    lse = jnp.where(empty, -jnp.inf, m_i + jnp.log(l_safe))
+    shape = (num_seqs, num_queries, num_q_heads)
+    return out.reshape(*shape, head_dim), lse.reshape(shape)
 
 
 def merge_states(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Array]:

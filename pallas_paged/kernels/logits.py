@@ -1,0 +1,75 @@
+"""From q.k to the logits of a softmax: scale, soft cap, ALiBi and sliding window."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogitOptions:
+    """Static options of the logits; what is off is not in the kernels at all.
+
+    Attributes:
+      sm_scale: factor of q.k.
+      soft_cap: c of `c * tanh(x / c)`, or None.
+      sliding_window: keys that a query sees, itself included, or None for all.
+    """
+
+    sm_scale: float
+    soft_cap: float | None = None
+    sliding_window: int | None = None
+
+    def first_key(self, positions: jax.Array) -> jax.Array:
+        """First key that a query at each of `positions` sees."""
+        if self.sliding_window is None:
+            return jnp.zeros_like(positions)
+        return jnp.maximum(positions - self.sliding_window + 1, 0)
+
+
+def natural_logits(
+    s: jax.Array,  # f32[...] q.k
+    options: LogitOptions,
+    slopes: jax.Array | None,  # f32, broadcasts against s
+    distances: jax.Array,  # i32 key position - query position, broadcasts against s
+) -> jax.Array:
+    """Logits before masks: `soft_cap(s * sm_scale) + slopes * distances`."""
+    s = s * options.sm_scale
+    if options.soft_cap is not None:
+        s = options.soft_cap * jnp.tanh(s / options.soft_cap)
+    return s if slopes is None else s + slopes * distances.astype(jnp.float32)
+
+
+def base2_logits(
+    s: jax.Array, options: LogitOptions, slopes: jax.Array | None, distances: jax.Array
+) -> tuple[jax.Array, float]:
+    """`(x, factor)` with factor > 0, where `x * factor` are the logits of `exp2`.
+
+    Where the logits are nothing but scaled, the factor is left to the caller's subtraction of the
+    maximum, with which it makes one fused instruction.
+    """
+    scale, cap = options.sm_scale, options.soft_cap
+    if cap is None and slopes is None and scale > 0:
+        return s, scale * LOG2_E
+    if cap is None:
+        x = s * (scale * LOG2_E)
+    else:
+        # tanh(y) = 1 - 2 / (exp(2y) + 1): the hardware's own tanh has 11 bits only.
+        x = jnp.exp2(s * (2 * LOG2_E * scale / cap))
+        x = (cap * LOG2_E) - (2 * cap * LOG2_E) / (x + 1.0)
+    if slopes is not None:
+        x = x + slopes * LOG2_E * distances.astype(jnp.float32)
+    return x, 1.0
+
+
+def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Product in the input dtype with f32 accumulation; f32 stays f32 instead of TF32."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)

@@ -1,0 +1,205 @@
+"""Which tiles of queries there are, in which order, and how their keys are split."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.kernels.tuning import RaggedConfig
+
+# What a further split of a tile costs, in blocks: a partial state written and read again.
+_SPLIT_COST = 2.0
+# Longest pieces that are considered, relative to an even share of all blocks.
+_SHARES = tuple(2.0 ** (i / 16) for i in range(-32, 33))
+
+
+def _cdiv(a, b):
+    return (a + b - 1) // b
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Tiles:
+    """Packed query rows (token after token, within a token head after head) cut into tiles.
+
+    A tile holds queries of one sequence. Sequences with most keys come first, and within one the
+    tiles that see most: who starts last is short. The tokens past the last sequence are cut up like
+    one more sequence, without keys. Entries past the last tile have `q_len = 0`.
+
+    Attributes (all i32`[num_tiles]`):
+      row: sequence; what is not of any names sequence 0.
+      q_start, q_len: first token and number of tokens of the sequence in the packed queries.
+      kv_len: its keys.
+      offset: first packed query row of the tile within its sequence.
+      lo, hi: the blocks of keys that any query of the tile sees are in `[lo, hi)`.
+      full: blocks before this one are seen whole by every query.
+    """
+
+    row: jax.Array
+    q_start: jax.Array
+    q_len: jax.Array
+    kv_len: jax.Array
+    offset: jax.Array
+    lo: jax.Array
+    hi: jax.Array
+    full: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """Pieces of work, one for each program, and what is to be merged.
+
+    A piece is a tile with all of its blocks of keys or, where the tile is split, with some of them.
+    The pieces of a split tile write partial states to slots one after another.
+
+    Attributes:
+      pieces: i32`[num_pieces]` fields, the tile of each piece with the piece's own `lo` and `hi`.
+      slot: i32`[num_pieces]`, where a partial state goes; -1 for the piece that is all of its tile.
+      split_pieces: i32`[num_merges]`, the first piece of each split tile.
+      num_splits: i32`[num_merges]`, pieces of that tile; 0 past the last split tile.
+      num_slots: slots that there may be. Static.
+    """
+
+    pieces: Tiles
+    slot: jax.Array
+    split_pieces: jax.Array
+    num_splits: jax.Array
+    num_slots: int = dataclasses.field(metadata={"static": True})
+
+
+def make_tiles(
+    seq_lens: jax.Array,  # i32[B]
+    cu_q_lens: jax.Array,  # i32[B + 1], rising, within [0, T]
+    q_positions: jax.Array | None,  # i32[T]; None: the row's last q_len
+    *,
+    num_tokens: int,
+    group: int,
+    block_q: int,
+    block_k: int,
+    options: LogitOptions,
+    has_tree: bool,
+) -> Tiles:
+    """Tiles of `block_q` packed query rows, `group` of them to a token."""
+    num_seqs = seq_lens.shape[0]
+    num_tiles = num_tokens * group // block_q + min(num_seqs + 1, num_tokens)
+    order = jnp.argsort(-seq_lens, stable=True)
+    rows = jnp.append(order, 0)
+    # Last come the tokens that are nobody's.
+    starts = jnp.append(cu_q_lens[order], cu_q_lens[-1])
+    lens = jnp.append(jnp.diff(cu_q_lens)[order], num_tokens - cu_q_lens[-1])
+    kv_lens = jnp.append(seq_lens[order], 0)
+    counts = _cdiv(lens * group, block_q)
+    ends = jnp.cumsum(counts)
+
+    tile = jnp.arange(num_tiles)
+    rank = jnp.searchsorted(ends, tile, side="right", method="compare_all")
+    exists, rank = rank <= num_seqs, jnp.minimum(rank, num_seqs)
+    offset = (ends[rank] - 1 - tile) * block_q
+    q_len = jnp.where(exists, lens[rank], 0)
+    kv_len = jnp.where(exists, kv_lens[rank], 0)
+    first_token = offset // group
+    last_token = jnp.minimum((offset + block_q - 1) // group, q_len - 1)
+    before = kv_len - q_len  # keys older than all queries of the sequence
+    if q_positions is None:
+        first, last = before + first_token, before + last_token
+        causal_full = before if has_tree else first + 1
+        seen = kv_len if has_tree else jnp.minimum(last + 1, kv_len)
+    else:  # every key is older than every query
+        tokens = first_token[:, None] + jnp.arange((block_q - 1) // group + 2)
+        mine = tokens <= last_token[:, None]
+        positions = q_positions.at[starts[rank][:, None] + tokens].get(mode="clip")
+        first = jnp.min(jnp.where(mine, positions, jnp.iinfo(jnp.int32).max), axis=1)
+        causal_full = seen = kv_len
+    hi = _cdiv(jnp.maximum(seen, 0), block_k)
+    lo = jnp.minimum(options.first_key(first) // block_k, hi)
+    if options.sliding_window is None:
+        full = jnp.clip(jnp.minimum(causal_full, kv_len) // block_k, lo, hi)
+    else:
+        full = lo
+    return Tiles(
+        row=rows[rank],
+        q_start=starts[rank],
+        q_len=q_len,
+        kv_len=kv_len,
+        offset=jnp.where(exists, offset, 0),
+        lo=lo,
+        hi=jnp.where(exists, hi, lo),
+        full=full,
+    )
+
+
+def make_plan(
+    tiles: Tiles, *, group: int, config: RaggedConfig, max_kv_len: int, num_seqs: int
+) -> Plan:
+    """Splits the keys of tiles where that ends the work earlier, or at a fixed size."""
+    num_tiles = tiles.row.shape[0]
+    blocks = tiles.hi - tiles.lo
+    if config.split_size is None:
+        extra = 2 * config.num_programs
+        longest = _longest_piece(blocks, config.num_programs, extra)
+        counts = _cdiv(blocks, longest)
+        step = _cdiv(blocks, jnp.maximum(counts, 1))  # even pieces
+        counts = _cdiv(blocks, jnp.maximum(step, 1))
+        num_merges = extra
+    else:
+        # Only a sequence whose queries are one tile is split: with more there is work to share, and
+        # their partial states would need too much memory. Either way it asks nothing of others.
+        alone = tiles.q_len * group <= config.block_q
+        step = jnp.where(alone, config.split_size // config.block_k, jnp.maximum(blocks, 1))
+        counts = _cdiv(blocks, step)
+        extra = num_seqs * (_cdiv(max_kv_len, config.split_size) - 1)
+        num_merges = min(num_seqs, extra)
+    num_merges = max(num_merges, 1)
+    # A tile that sees nothing is a piece too, for somebody must write its zeros.
+    counts = jnp.where(tiles.q_len > 0, jnp.maximum(counts, 1), 0)
+    ends = jnp.cumsum(counts)
+    piece = jnp.arange(num_tiles + extra)
+    tile = jnp.searchsorted(ends, piece, side="right", method="compare_all")
+    exists, tile = tile < num_tiles, jnp.minimum(tile, num_tiles - 1)
+    pieces = jax.tree.map(lambda field: field[tile], tiles)
+    lo = pieces.lo + (piece - (ends - counts)[tile]) * step[tile]
+    hi = jnp.where(exists, jnp.minimum(lo + step[tile], pieces.hi), lo)
+    pieces = dataclasses.replace(
+        pieces,
+        q_len=jnp.where(exists, pieces.q_len, 0),
+        lo=lo,
+        hi=hi,
+        full=jnp.clip(pieces.full, lo, hi),
+    )
+
+    is_split = counts > 1
+    slots = jnp.cumsum(jnp.where(is_split, counts, 0)) - counts  # first slot of each split tile
+    slot = slots[tile] + piece - (ends - counts)[tile]
+    rank = jnp.cumsum(is_split)
+    where = jnp.where(is_split, rank - 1, num_merges)
+    none = jnp.zeros(num_merges, jnp.int32)
+    return Plan(
+        pieces=pieces,
+        slot=jnp.where(exists & is_split[tile], slot, -1),
+        split_pieces=none.at[where].set(ends - counts, mode="drop"),
+        num_splits=none.at[where].set(counts, mode="drop"),
+        # At most two for every piece more than there are tiles.
+        num_slots=max(2 * extra, 1),
+    )
+
+
+def _longest_piece(blocks: jax.Array, num_programs: int, extra: int) -> jax.Array:
+    """Blocks i32[] of the longest piece with which `num_programs` at a time end earliest.
+
+    No more than `extra` further pieces are made.
+    """
+    total = jnp.sum(blocks)
+    share = total.astype(jnp.float32) / num_programs
+    longest = jnp.ceil(share * jnp.array(_SHARES, jnp.float32)).astype(jnp.int32)
+    longest = jnp.maximum(jnp.append(longest, jnp.max(blocks)), 1)  # [K], the last splits nothing
+    num_pieces = jnp.sum(_cdiv(blocks, longest[:, None]), axis=1)
+    further = num_pieces - num_pieces[-1]
+    waves = _cdiv(num_pieces, num_programs).astype(jnp.float32)
+    mean = total.astype(jnp.float32) / jnp.maximum(num_pieces, 1).astype(jnp.float32)
+    span = jnp.maximum(waves * mean, jnp.minimum(longest, longest[-1]).astype(jnp.float32))
+    span += _SPLIT_COST / num_programs * further.astype(jnp.float32)
+    return longest[jnp.argmin(jnp.where(further <= extra, span, jnp.inf))]

@@ -1,0 +1,261 @@
+"""Attention of ragged queries over paged K/V, a Pallas-Triton kernel and its specs.
+
+The query rows of a sequence, token after token and within a token head after head of one KV head's
+group, are cut into tiles, so that a few tokens fill the matrix unit and K/V are read once for all
+heads of the group. Prompts, chunks, a few speculated tokens and single ones may be mixed. A tile
+visits the blocks of keys that any of its queries sees:
+
+    keys       |--|--|--|--|--|--|      full blocks: no masks
+    tile 0     |##|#/|                  the blocks at the diagonal, at a window's
+    tile 1     |##|##|##|#/|            edge or under a tree mask: masked
+    tile 2     |##|##|##|##|##|#/|
+
+Where there are few tiles, or one is much longer than the others, `ragged_plan` splits their keys
+into pieces; the programs of a split tile leave partial states (out, lse) in slots, which
+`triton_merge` unites. All others write their result at once.
+
+FlashAttention-2 (Dao 2023), with the heads of a group packed into the tile as in FlashInfer.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_paged.kernels import triton_merge
+from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot
+from pallas_paged.kernels.ragged_plan import Plan, make_plan, make_tiles
+from pallas_paged.kernels.tuning import RaggedConfig, next_power_of_2
+
+
+def ragged_kernel(
+    q_ref,  # [T, G, D]
+    k_ref,  # [P * S, D]
+    v_ref,  # [P * S, D]
+    block_tables_ref,  # i32[B, N]
+    plan: Plan,  # of refs
+    q_positions_ref,  # i32[T] or None
+    alibi_slopes_ref,  # f32[G] or None
+    sinks_ref,  # f32[G] or None
+    tree_mask_ref,  # i8[B, M, M] or None
+    o_ref,  # [T, G, D]
+    lse_ref,  # f32[T, G]
+    outs_ref,  # f32[slots, block_q, D]
+    lses_ref,  # f32[slots, block_q]
+    *,
+    options: LogitOptions,
+    page_size: int,
+    config: RaggedConfig,
+):
+    block_q, block_k = config.block_q, config.block_k
+    num_tokens, group, head_dim = q_ref.shape
+    index = pl.program_id(1)
+    piece = jax.tree.map(lambda ref: ref[index], plan.pieces)
+    slot = plan.slot[index]
+    row, q_len, kv_len = piece.row, piece.q_len, piece.kv_len
+
+    dims = jnp.arange(next_power_of_2(max(head_dim, 16)))[None, :]
+    padded = dims.size != head_dim
+    dim_mask = dims < head_dim
+    packed = piece.offset + jnp.arange(block_q)
+    token, head = packed // group, packed % group  # [block_q]
+    row_mask = token < q_len
+    q_token = piece.q_start + token
+    # Lanes that are off read something that is there, and write nothing. A mask would be a select
+    # after the load, and that would keep q from going to the matrix unit by shared memory: measured
+    # 300 instead of 430 TFLOP/s.
+    q_row = jnp.minimum(q_token, num_tokens - 1)
+    q_dims = jnp.minimum(dims, head_dim - 1) if padded else dims
+    q = plgpu.load(q_ref.at[q_row[:, None], head[:, None], q_dims])  # [block_q, D]
+    if q_positions_ref is None:
+        positions = kv_len - q_len + token
+    else:
+        positions = plgpu.load(q_positions_ref.at[q_row])
+    slopes = None
+    if alibi_slopes_ref is not None:
+        slopes = plgpu.load(alibi_slopes_ref.at[head])[:, None]
+
+    def visible(keys):
+        """Which of the keys each query sees, beyond those that the row does not own."""
+        if tree_mask_ref is not None:
+            newest = keys - (kv_len - q_len)  # place among the row's newest tokens
+            size = tree_mask_ref.shape[1]
+            known = (token < size)[:, None] & (newest >= 0)[None, :] & (newest < size)[None, :]
+            allowed = plgpu.load(
+                tree_mask_ref.at[row[None, None], token[:, None], newest[None, :]],
+                mask=known,
+                other=0,
+            )
+            seen = (newest < 0)[None, :] | (allowed != 0)
+        elif q_positions_ref is None:
+            seen = keys[None, :] <= positions[:, None]
+        else:
+            seen = jnp.full((block_q, block_k), True)
+        if options.sliding_window is not None:
+            seen &= keys[None, :] >= options.first_key(positions)[:, None]
+        return seen
+
+    def attend_block(masked, block, state):
+        m_i, l_i, acc = state
+        keys = block * block_k + jnp.arange(block_k)
+        owned = keys < kv_len
+        # The loads are masked, not only the logits: slots that the row does not own may hold
+        # NaN. Blocks that every query sees whole need neither.
+        page = plgpu.load(
+            block_tables_ref.at[row[None], keys // page_size],
+            mask=owned if masked else None,
+            other=0 if masked else None,
+        )
+        slots = (page * page_size + keys % page_size)[:, None]
+        kv_mask = (owned[:, None] & dim_mask) if masked else dim_mask if padded else None
+        other = None if kv_mask is None else 0.0
+        if kv_mask is not None:
+            kv_mask = jnp.broadcast_to(kv_mask, (block_k, dims.size))
+        k = plgpu.load(k_ref.at[slots, dims], mask=kv_mask, other=other)  # [block_k, D]
+        distances = keys[None, :] - positions[:, None]
+        s, factor = base2_logits(dot(q, k.T), options, slopes, distances)  # [block_q, block_k]
+        if masked:
+            s = jnp.where(owned[None, :] & visible(keys), s, -jnp.inf)
+        m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
+        # Queries that have seen no key yet.
+        m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new
+        alpha = jnp.exp2(m_i - m_safe)
+        p = jnp.exp2(s * factor - m_safe[:, None])
+        l_new = l_i * alpha + p.sum(axis=1)
+        v = plgpu.load(v_ref.at[slots, dims], mask=kv_mask, other=other)  # [block_k, D]
+        acc = acc * alpha[:, None] + dot(p.astype(v.dtype), v)
+        return m_new, l_new, acc
+
+    state = (
+        jnp.full((block_q,), -jnp.inf, jnp.float32),
+        jnp.zeros((block_q,), jnp.float32),
+        jnp.zeros((block_q, dims.size), jnp.float32),
+    )
+    attend_full = functools.partial(attend_block, False)
+    attend_masked = functools.partial(attend_block, True)
+    if options.sliding_window is None:
+        state = lax.fori_loop(piece.lo, piece.full, attend_full, state)
+    m_i, l_i, acc = lax.fori_loop(piece.full, piece.hi, attend_masked, state)
+
+    state = (m_i * LN_2, l_i, acc)
+    out, lse = triton_merge.finish(state, None)
+    q_rows = jnp.arange(block_q)
+    in_slot = slot >= 0
+    plgpu.store(
+        outs_ref.at[slot[None, None], q_rows[:, None], dims],
+        out,
+        mask=jnp.broadcast_to(in_slot & dim_mask, out.shape),
+    )
+    plgpu.store(lses_ref.at[slot[None], q_rows], lse, mask=jnp.broadcast_to(in_slot, lse.shape))
+    if sinks_ref is not None:  # else they would count once for every piece
+        out, lse = triton_merge.finish(state, plgpu.load(sinks_ref.at[head]))
+    row_mask &= ~in_slot
+    plgpu.store(
+        o_ref.at[q_token[:, None], head[:, None], dims],
+        out.astype(o_ref.dtype),
+        mask=row_mask[:, None] & dim_mask,
+    )
+    plgpu.store(lse_ref.at[q_token, head], lse, mask=row_mask)
+
+
+def ragged_paged_attention(
+    q: jax.Array,  # [T, Hq, D]
+    k_pages: jax.Array,  # [Hkv, P, S, D]
+    v_pages: jax.Array,  # [Hkv, P, S, D]
+    block_tables: jax.Array,  # i32[B, N]
+    seq_lens: jax.Array,  # i32[B], each in [0, N * S]
+    cu_q_lens: jax.Array,  # i32[B + 1], rising, within [0, T]
+    q_positions: jax.Array | None,  # i32[T]
+    alibi_slopes: jax.Array | None,  # f32[Hq]
+    sinks: jax.Array | None,  # f32[Hq]
+    tree_mask: jax.Array | None,  # bool[B, M, M]
+    *,
+    options: LogitOptions,
+    config: RaggedConfig,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of each row's newest tokens: `(out [T, Hq, D], lse f32[T, Hq])`.
+
+    With `q_positions` the queries of a row stand there instead, and all of its keys are older.
+    """
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_kv_heads, num_pages, page_size, _ = k_pages.shape
+    num_seqs, pages_per_seq = block_tables.shape
+    group = num_q_heads // num_kv_heads
+
+    # The same for every layer of a step, so inside one jit XLA keeps a single copy of it.
+    with jax.named_scope("ragged_plan"):
+        tiles = make_tiles(
+            seq_lens,
+            cu_q_lens,
+            q_positions,
+            num_tokens=num_tokens,
+            group=group,
+            block_q=config.block_q,
+            block_k=config.block_k,
+            options=options,
+            has_tree=tree_mask is not None,
+        )
+        plan = make_plan(
+            tiles,
+            group=group,
+            config=config,
+            max_kv_len=pages_per_seq * page_size,
+            num_seqs=num_seqs,
+        )
+
+    def kv_head(shape, axis):
+        """Spec that gives a program all of an array but only its own KV head."""
+        block = tuple(None if i == axis else n for i, n in enumerate(shape))
+        return pl.BlockSpec(
+            block, lambda h, c: tuple(h if i == axis else 0 for i in range(len(shape)))
+        )
+
+    def whole(x):
+        return jax.tree.map(lambda x: pl.BlockSpec(x.shape, lambda h, c: (0,) * x.ndim), x)
+
+    def of_group(x):
+        return None if x is None else x.reshape(num_kv_heads, group)
+
+    args = (
+        q.reshape(num_tokens, num_kv_heads, group, head_dim),
+        k_pages.reshape(num_kv_heads, num_pages * page_size, head_dim),
+        v_pages.reshape(num_kv_heads, num_pages * page_size, head_dim),
+        block_tables,
+        plan,
+        q_positions,
+        of_group(alibi_slopes),
+        of_group(sinks),
+        None if tree_mask is None else tree_mask.astype(jnp.int8),
+    )
+    axes = (1, 0, 0, None, None, None, 0, 0, None)
+    out_shape = (
+        jax.ShapeDtypeStruct((num_tokens, num_kv_heads, group, head_dim), q.dtype),
+        jax.ShapeDtypeStruct((num_tokens, num_kv_heads, group), jnp.float32),
+        jax.ShapeDtypeStruct((num_kv_heads, plan.num_slots, config.block_q, head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((num_kv_heads, plan.num_slots, config.block_q), jnp.float32),
+    )
+    out, lse, outs, lses = pl.pallas_call(
+        functools.partial(ragged_kernel, options=options, page_size=page_size, config=config),
+        grid=(num_kv_heads, plan.slot.shape[0]),
+        in_specs=[
+            whole(x) if axis is None or x is None else kv_head(x.shape, axis)
+            for x, axis in zip(args, axes, strict=True)
+        ],
+        out_specs=[kv_head(s.shape, axis) for s, axis in zip(out_shape, (1, 1, 0, 0), strict=True)],
+        out_shape=out_shape,
+        compiler_params=plgpu.CompilerParams(
+            num_warps=config.num_warps, num_stages=config.num_stages
+        ),
+        interpret=interpret,
+        name="ragged_paged_attention",
+    )(*args)
+    out, lse = triton_merge.merge_tiles(
+        out, lse, outs, lses, plan, of_group(sinks), config=config, interpret=interpret
+    )
+    return out.reshape(q.shape), lse.reshape(num_tokens, num_q_heads)

@@ -5,6 +5,7 @@ from pallas_paged.attention import (
     paged_attention,
     ragged_paged_attention,
 )
+from pallas_paged.cascade import cascade_attention
 from pallas_paged.kernels.tuning import DecodeConfig, RaggedConfig
 from pallas_paged.kv_pool import KVPool, copy_pages, create_kv_pool, write_kv
 from pallas_paged.page_table import (
@@ -25,6 +26,7 @@ __all__ = [
     "PageCopies",
     "PageTable",
     "RaggedConfig",
+    "cascade_attention",
     "check",
     "copy_pages",
     "create_kv_pool",

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, SupportsFloat, TypeVar
+from typing import Any, SupportsFloat
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import ArrayLike
 
 from pallas_paged import dispatch
 from pallas_paged.kernels import xla
-from pallas_paged.kernels.logits import LogitOptions
-from pallas_paged.kernels.tuning import DecodeConfig, RaggedConfig, decode_config, ragged_config
+from pallas_paged.kernels.tuning import DecodeConfig, RaggedConfig
 from pallas_paged.validation import (
-    check_integers,
+    check_ends,
     check_pages,
     check_per_head,
     check_queries,
+    check_scales,
     check_states,
     check_tree_mask,
-    static_number,
-    static_window,
+    logit_options,
     with_dtype,
 )
-
-Config = TypeVar("Config", DecodeConfig, RaggedConfig)
 
 
 def paged_attention(
@@ -98,31 +94,23 @@ def paged_attention(
         raise ValueError(
             f"q.shape={arrays[0].shape} and seq_lens.shape={arrays[4].shape} must agree in B"
         )
-    _check_scales(k_scales, v_scales)
-    q, k_pages, v_pages, block_tables, seq_lens = map(jnp.asarray, arrays)
-    num_seqs, num_q_heads, head_dim = q.shape
-    options = _logit_options(head_dim, sm_scale, soft_cap, sliding_window)
-    slopes = check_per_head("alibi_slopes", alibi_slopes, num_q_heads)
-    sinks = check_per_head("sinks", sinks, num_q_heads)
-    max_kv_len = block_tables.shape[1] * k_pages.shape[2]
-    config = _config_or(
-        config,
-        decode_config(
-            num_q_heads=num_q_heads,
-            num_kv_heads=k_pages.shape[0],
-            head_dim=head_dim,
-            max_kv_len=max_kv_len,
-            num_seqs=num_seqs,
-            itemsize=k_pages.dtype.itemsize,
-            num_sms=dispatch.device()[1],
+    check_scales(k_scales, v_scales)
+    _, num_q_heads, head_dim = arrays[0].shape
+    queries, k, v, tables, lens = map(jnp.asarray, arrays)
+    out, lse = dispatch.paged_decode(
+        queries,
+        k,
+        v,
+        tables,
+        lens,
+        check_per_head("alibi_slopes", alibi_slopes, num_q_heads),
+        check_per_head("sinks", sinks, num_q_heads),
+        options=logit_options(
+            head_dim, sm_scale=sm_scale, soft_cap=soft_cap, sliding_window=sliding_window
         ),
+        implementation=implementation,
+        config=config,
     )
-    decode = dispatch.find("paged_decode", implementation, config)
-    with jax.enable_x64(False):  # the kernels count in i32 whatever the caller's integers are
-        seq_lens = jnp.clip(seq_lens, 0, max_kv_len)
-        out, lse = decode(
-            q, k_pages, v_pages, block_tables, seq_lens, slopes, sinks, options=options
-        )
     return (out, lse) if return_lse else out
 
 
@@ -157,8 +145,8 @@ def ragged_paged_attention(
       q: f32, bf16 or f16 `[T, num_q_heads, head_dim]`, the rows' queries one after another.
       k_pages, v_pages, block_tables, seq_lens: as in `paged_attention`, for B rows.
       cu_q_lens: i32`[B + 1]`, rising from 0: where the queries of each row begin and end. Rows may
-        have none; tokens from `cu_q_lens[B]` on are nobody's. Values are taken as rising and as at
-        most T; a query left of position 0 sees nothing.
+        have none; tokens from `cu_q_lens[B]` on are nobody's. The values are taken as rising from
+        0, and as at most T. A query left of position 0 sees nothing.
       k_scales, v_scales: must be None; they hold the places that quantized pages take.
       sm_scale, soft_cap, sliding_window, alibi_slopes, sinks: as in `paged_attention`.
       tree_mask: bool`[B, max_q, max_q]`, or None: query i of row b sees its row's j-th newest-token
@@ -177,89 +165,33 @@ def ragged_paged_attention(
       ValueError: if a shape, dtype, head count or option breaks a rule above.
       NotImplementedError: as in `paged_attention`.
 
-    Source: Dao, "FlashAttention-2", 2023, over pages; the balance is that of Osama et al.,
-    "Stream-K", 2023; tree masks as in Miao et al., "SpecInfer", 2024.
+    Source: Dao, "FlashAttention-2", 2023, over pages; heads packed into the tiles as in Ye et al.,
+    "FlashInfer", 2025; tree masks as in Miao et al., "SpecInfer", 2024.
     """
     arrays = [with_dtype(x) for x in (q, k_pages, v_pages, block_tables, seq_lens)]
     check_queries(arrays[0], "T")
     check_pages(*arrays)
-    _check_scales(k_scales, v_scales)
-    q, k_pages, v_pages, block_tables, seq_lens = map(jnp.asarray, arrays)
-    _, num_q_heads, head_dim = q.shape
-    num_seqs = seq_lens.shape[0]
-    cu_q_lens = _checked_cu_q_lens(cu_q_lens, num_seqs)
-    options = _logit_options(head_dim, sm_scale, soft_cap, sliding_window)
-    slopes = check_per_head("alibi_slopes", alibi_slopes, num_q_heads)
-    sinks = check_per_head("sinks", sinks, num_q_heads)
-    tree_mask = check_tree_mask(tree_mask, num_seqs)
-    return _ragged(
-        q,
-        k_pages,
-        v_pages,
-        block_tables,
-        seq_lens,
-        cu_q_lens,
+    check_scales(k_scales, v_scales)
+    _, num_q_heads, head_dim = arrays[0].shape
+    num_seqs = arrays[4].shape[0]
+    queries, k, v, tables, lens = map(jnp.asarray, arrays)
+    out, lse = dispatch.ragged_paged_attention(
+        queries,
+        k,
+        v,
+        tables,
+        lens,
+        check_ends("cu_q_lens", cu_q_lens, num_seqs),
         None,
-        slopes,
-        sinks,
-        tree_mask,
-        options=options,
-        return_lse=return_lse,
+        check_per_head("alibi_slopes", alibi_slopes, num_q_heads),
+        check_per_head("sinks", sinks, num_q_heads),
+        check_tree_mask(tree_mask, num_seqs),
+        options=logit_options(
+            head_dim, sm_scale=sm_scale, soft_cap=soft_cap, sliding_window=sliding_window
+        ),
         implementation=implementation,
         config=config,
     )
-
-
-def _ragged(
-    q,
-    k_pages,
-    v_pages,
-    block_tables,
-    seq_lens,
-    cu_q_lens,
-    q_positions,
-    slopes,
-    sinks,
-    tree_mask,
-    *,
-    options,
-    return_lse,
-    implementation,
-    config,
-):
-    num_tokens, num_q_heads, head_dim = q.shape
-    num_kv_heads, _, page_size, _ = k_pages.shape
-    max_kv_len = block_tables.shape[1] * page_size
-    config = _config_or(
-        config,
-        ragged_config(
-            num_tokens=num_tokens,
-            num_q_heads=num_q_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            max_kv_len=max_kv_len,
-            num_seqs=seq_lens.shape[0],
-            itemsize=k_pages.dtype.itemsize,
-            num_sms=dispatch.device()[1],
-        ),
-    )
-    attend = dispatch.find("ragged_paged_attention", implementation, config)
-    with jax.enable_x64(False):
-        seq_lens = jnp.clip(seq_lens, 0, max_kv_len)
-        cu_q_lens = jnp.clip(lax.cummax(cu_q_lens), 0, num_tokens)
-        out, lse = attend(
-            q,
-            k_pages,
-            v_pages,
-            block_tables,
-            seq_lens,
-            cu_q_lens,
-            q_positions,
-            slopes,
-            sinks,
-            tree_mask,
-            options=options,
-        )
     return (out, lse) if return_lse else out
 
 
@@ -281,30 +213,3 @@ def merge_attention_states(outs: ArrayLike, lses: ArrayLike) -> tuple[jax.Array,
     outs, lses = with_dtype(outs), with_dtype(lses)
     check_states(outs, lses)
     return xla.merge_states(jnp.asarray(outs), jnp.asarray(lses))
-
-
-def _check_scales(k_scales: ArrayLike | None, v_scales: ArrayLike | None) -> None:
-    if k_scales is not None or v_scales is not None:
-        raise NotImplementedError("k_scales and v_scales: quantized pages can't be read yet")
-
-
-def _checked_cu_q_lens(cu_q_lens: ArrayLike, num_seqs: int) -> jax.Array:
-    cu_q_lens = with_dtype(cu_q_lens)
-    if cu_q_lens.shape != (num_seqs + 1,):
-        raise ValueError(f"cu_q_lens.shape={cu_q_lens.shape} must be [B + 1] with B={num_seqs}")
-    check_integers(cu_q_lens=cu_q_lens)
-    return jnp.asarray(cu_q_lens)
-
-
-def _logit_options(head_dim: int, sm_scale: Any, soft_cap: Any, window: Any) -> LogitOptions:
-    scale = head_dim**-0.5 if sm_scale is None else static_number("sm_scale", sm_scale)
-    cap = None if soft_cap is None else static_number("soft_cap", soft_cap)
-    if cap is not None and cap <= 0:
-        raise ValueError(f"{soft_cap=} must be positive")
-    return LogitOptions(sm_scale=scale, soft_cap=cap, sliding_window=static_window(window))
-
-
-def _config_or(config: Config | None, tuned: Config) -> Config:
-    if config is not None and not isinstance(config, type(tuned)):
-        raise ValueError(f"config={config!r} must be a {type(tuned).__name__}")
-    return config or tuned

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from pallas_paged.kernels.logits import LogitOptions
+
 INT32_MAX = 2**31 - 1  # slots and positions are i32
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -77,26 +79,41 @@ def check_per_head(name: str, values: ArrayLike | None, num_q_heads: int) -> jax
     """`values` f32`[num_q_heads]`, or None."""
     if values is None:
         return None
-    values = with_dtype(values)
-    if values.shape != (num_q_heads,) or values.dtype != jnp.float32:
+    array = with_dtype(values)
+    if array.shape != (num_q_heads,) or array.dtype != jnp.float32:
         raise ValueError(
-            f"{name} {values.dtype.name}{list(values.shape)} must be float32[num_q_heads] with"
+            f"{name} {array.dtype.name}{list(array.shape)} must be float32[num_q_heads] with"
             f" {num_q_heads=}"
         )
-    return jnp.asarray(values)
+    return jnp.asarray(array)
+
+
+def check_ends(name: str, ends: ArrayLike, count: int) -> jax.Array:
+    """`ends` i32`[count + 1]`: where parts begin and end."""
+    array = with_dtype(ends)
+    if array.shape != (count + 1,):
+        raise ValueError(f"{name}.shape={array.shape} must be ({count + 1},)")
+    check_integers(**{name: array})
+    return jnp.asarray(array)
+
+
+def check_scales(k_scales: ArrayLike | None, v_scales: ArrayLike | None) -> None:
+    """There are none yet."""
+    if k_scales is not None or v_scales is not None:
+        raise NotImplementedError("k_scales and v_scales: quantized pages can't be read yet")
 
 
 def check_tree_mask(tree_mask: ArrayLike | None, num_seqs: int) -> jax.Array | None:
     """`tree_mask` bool`[B, max_q, max_q]`, or None."""
     if tree_mask is None:
         return None
-    tree_mask = with_dtype(tree_mask)
-    shape = tree_mask.shape
-    if tree_mask.dtype != jnp.bool or len(shape) != 3 or shape[1] != shape[2] or 0 in shape:
-        raise ValueError(f"tree_mask {tree_mask.dtype.name}{list(shape)} must be bool[B, n, n]")
+    mask = with_dtype(tree_mask)
+    shape = mask.shape
+    if mask.dtype != jnp.bool or len(shape) != 3 or shape[1] != shape[2] or 0 in shape:
+        raise ValueError(f"tree_mask {mask.dtype.name}{list(shape)} must be bool[B, n, n]")
     if shape[0] != num_seqs:
         raise ValueError(f"tree_mask.shape={shape} must begin with B={num_seqs}")
-    return jnp.asarray(tree_mask)
+    return jnp.asarray(mask)
 
 
 def static_number(name: str, value: Any) -> float:
@@ -118,6 +135,17 @@ def static_window(value: Any) -> int | None:
     if number != int(number) or number < 1:
         raise ValueError(f"sliding_window={value!r} must be an integer that is at least 1")
     return min(int(number), INT32_MAX)
+
+
+def logit_options(
+    head_dim: int, *, sm_scale: Any, soft_cap: Any, sliding_window: Any
+) -> LogitOptions:
+    """The static options of the logits, checked."""
+    scale = head_dim**-0.5 if sm_scale is None else static_number("sm_scale", sm_scale)
+    cap = None if soft_cap is None else static_number("soft_cap", soft_cap)
+    if cap is not None and cap <= 0:
+        raise ValueError(f"{soft_cap=} must be positive")
+    return LogitOptions(sm_scale=scale, soft_cap=cap, sliding_window=static_window(sliding_window))
 
 
 def check_states(outs, lses) -> None:

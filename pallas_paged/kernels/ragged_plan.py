@@ -6,14 +6,16 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.tuning import RaggedConfig
 
 # What a further split of a tile costs, in blocks: a partial state written and read again.
 _SPLIT_COST = 2.0
-# Longest pieces that are considered, relative to an even share of all blocks.
-_SHARES = tuple(2.0 ** (i / 16) for i in range(-32, 33))
+# Longest pieces that are considered, relative to an even share of all blocks: finely where they
+# make one wave of programs, coarsely around.
+_SHARES = tuple(2.0**i for i in (-2, -1.5, -1, -0.5, *(i / 16 for i in range(17)), 1.5, 2))
 
 
 def _cdiv(a, b):
@@ -33,6 +35,7 @@ class Tiles:
       row: sequence; what is not of any names sequence 0.
       q_start, q_len: first token and number of tokens of the sequence in the packed queries.
       kv_len: its keys.
+      first_key: the first key that any query of the tile sees.
       offset: first packed query row of the tile within its sequence.
       lo, hi: the blocks of keys that any query of the tile sees are in `[lo, hi)`.
       full: blocks before this one are seen whole by every query.
@@ -42,6 +45,7 @@ class Tiles:
     q_start: jax.Array
     q_len: jax.Array
     kv_len: jax.Array
+    first_key: jax.Array
     offset: jax.Array
     lo: jax.Array
     hi: jax.Array
@@ -115,7 +119,8 @@ def make_tiles(
         first = jnp.min(jnp.where(mine, positions, jnp.iinfo(jnp.int32).max), axis=1)
         causal_full = seen = kv_len
     hi = _cdiv(jnp.maximum(seen, 0), block_k)
-    lo = jnp.minimum(options.first_key(first) // block_k, hi)
+    first_key = options.first_key(first)
+    lo = jnp.minimum(first_key // block_k, hi)
     if options.sliding_window is None:
         full = jnp.clip(jnp.minimum(causal_full, kv_len) // block_k, lo, hi)
     else:
@@ -125,6 +130,7 @@ def make_tiles(
         q_start=starts[rank],
         q_len=q_len,
         kv_len=kv_len,
+        first_key=jnp.minimum(first_key, jnp.maximum(kv_len - 1, 0)),
         offset=jnp.where(exists, offset, 0),
         lo=lo,
         hi=jnp.where(exists, hi, lo),
@@ -139,12 +145,11 @@ def make_plan(
     num_tiles = tiles.row.shape[0]
     blocks = tiles.hi - tiles.lo
     if config.split_size is None:
-        extra = 2 * config.num_programs
+        extra = config.num_programs
         longest = _longest_piece(blocks, config.num_programs, extra)
         counts = _cdiv(blocks, longest)
         step = _cdiv(blocks, jnp.maximum(counts, 1))  # even pieces
         counts = _cdiv(blocks, jnp.maximum(step, 1))
-        num_merges = extra
     else:
         # Only a sequence whose queries are one tile is split: with more there is work to share, and
         # their partial states would need too much memory. Either way it asks nothing of others.
@@ -152,11 +157,12 @@ def make_plan(
         step = jnp.where(alone, config.split_size // config.block_k, jnp.maximum(blocks, 1))
         counts = _cdiv(blocks, step)
         extra = num_seqs * (_cdiv(max_kv_len, config.split_size) - 1)
-        num_merges = min(num_seqs, extra)
-    num_merges = max(num_merges, 1)
+    num_merges = max(min(num_tiles, extra), 1)
     # A tile that sees nothing is a piece too, for somebody must write its zeros.
     counts = jnp.where(tiles.q_len > 0, jnp.maximum(counts, 1), 0)
-    ends = jnp.cumsum(counts)
+    is_split = counts > 1
+    sums = jnp.stack([counts, jnp.where(is_split, counts, 0), is_split.astype(jnp.int32)])
+    ends, slot_ends, ranks = jnp.cumsum(sums, axis=1)
     piece = jnp.arange(num_tiles + extra)
     tile = jnp.searchsorted(ends, piece, side="right", method="compare_all")
     exists, tile = tile < num_tiles, jnp.minimum(tile, num_tiles - 1)
@@ -171,11 +177,8 @@ def make_plan(
         full=jnp.clip(pieces.full, lo, hi),
     )
 
-    is_split = counts > 1
-    slots = jnp.cumsum(jnp.where(is_split, counts, 0)) - counts  # first slot of each split tile
-    slot = slots[tile] + piece - (ends - counts)[tile]
-    rank = jnp.cumsum(is_split)
-    where = jnp.where(is_split, rank - 1, num_merges)
+    slot = (slot_ends - ends)[tile] + piece
+    where = jnp.where(is_split, ranks - 1, num_merges)
     none = jnp.zeros(num_merges, jnp.int32)
     return Plan(
         pieces=pieces,
@@ -192,6 +195,7 @@ def _longest_piece(blocks: jax.Array, num_programs: int, extra: int) -> jax.Arra
 
     No more than `extra` further pieces are made.
     """
+    blocks = lax.optimization_barrier(blocks)  # or XLA computes them anew for every candidate
     total = jnp.sum(blocks)
     share = total.astype(jnp.float32) / num_programs
     longest = jnp.ceil(share * jnp.array(_SHARES, jnp.float32)).astype(jnp.int32)

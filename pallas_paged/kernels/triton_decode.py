@@ -68,6 +68,7 @@ def decode_kernel(
     dims = jnp.arange(next_power_of_2(max(head_dim, 16)))[None, :]
     head_mask, dim_mask = heads < group, dims < head_dim
 
+    page_bits = page_size.bit_length() - 1
     total = unit_ends_ref[num_seqs - 1]
     # Rounded up: no program has more than in the evenest split, and to find the program of a unit,
     # as the merge must, takes one division.
@@ -75,9 +76,14 @@ def decode_kernel(
     start = program * units_per_program
     stop = jnp.minimum(start + units_per_program, total)
     unit_ends = plgpu.load(
-        unit_ends_ref.at[rows], mask=rows < num_seqs, other=jnp.iinfo(jnp.int32).max
+        unit_ends_ref.at[rows],
+        mask=rows < num_seqs,
+        other=jnp.iinfo(jnp.int32).max,
+        eviction_policy="evict_last",
     )
-    seq_lens = plgpu.load(seq_lens_ref.at[rows], mask=rows < num_seqs, other=0)
+    seq_lens = plgpu.load(
+        seq_lens_ref.at[rows], mask=rows < num_seqs, other=0, eviction_policy="evict_last"
+    )
     slopes = None
     if alibi_slopes_ref is not None:
         slopes = plgpu.load(alibi_slopes_ref.at[heads], mask=head_mask, other=0.0)  # [G, 1]
@@ -116,10 +122,14 @@ def decode_kernel(
             valid = positions < seq_len
             if options.sliding_window is not None:
                 valid &= positions >= first_key
+            # Every layer reads the table and the lengths again: they should stay in the L2.
             page = plgpu.load(
-                block_tables_ref.at[row[None], positions // page_size], mask=valid, other=0
+                block_tables_ref.at[row[None], positions >> page_bits],
+                mask=valid,
+                other=0,
+                eviction_policy="evict_last",
             )
-            slots = (page * page_size + positions % page_size)[:, None]
+            slots = ((page << page_bits) + (positions & (page_size - 1)))[:, None]
             kv_mask = valid[:, None] & dim_mask
             k = plgpu.load(k_ref.at[slots, dims], mask=kv_mask, other=0.0)  # [block_k, D]
             distances = (positions - (seq_len - 1))[None, :]

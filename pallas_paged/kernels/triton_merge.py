@@ -11,7 +11,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_paged.kernels.ragged_plan import Plan
-from pallas_paged.kernels.tuning import DecodeConfig, MergeConfig, RaggedConfig, merge_config
+from pallas_paged.kernels.tuning import (
+    DecodeConfig,
+    MergeConfig,
+    RaggedConfig,
+    merge_config,
+    tile_merge_config,
+)
 
 State = tuple[jax.Array, jax.Array, jax.Array]  # m f32[R], l f32[R], acc f32[R, D]
 
@@ -204,9 +210,9 @@ def merge_tiles(
     """`(out, lse)` with the rows of tiles that several programs shared, from the slots."""
     num_kv_heads, _, block_q, head_dim = outs.shape
     num_merges = plan.num_splits.shape[0]
-    tile = merge_config(
-        num_seqs=num_merges,
-        num_heads=block_q,
+    tile = tile_merge_config(
+        num_merges=num_merges,
+        block_q=block_q,
         head_dim=head_dim,
         num_programs=config.num_programs,
         batch_invariant=config.split_size is not None,

@@ -62,6 +62,7 @@ def ragged_kernel(
     dims = jnp.arange(next_power_of_2(max(head_dim, 16)))[None, :]
     padded = dims.size != head_dim
     dim_mask = dims < head_dim
+    page_bits = page_size.bit_length() - 1
     packed = piece.offset + jnp.arange(block_q)
     token, head = packed // group, packed % group  # [block_q]
     row_mask = token < q_len
@@ -103,24 +104,21 @@ def ragged_kernel(
     def attend_block(masked, block, state):
         m_i, l_i, acc = state
         keys = block * block_k + jnp.arange(block_k)
-        owned = keys < kv_len
-        # The loads are masked, not only the logits: slots that the row does not own may hold
-        # NaN. Blocks that every query sees whole need neither.
+        # Keys that the tile must not read, whose slots and table entries may hold anything, are
+        # replaced by one that it may: their logits are masked, and 0 times its value is 0.
+        readable = jnp.clip(keys, piece.first_key, kv_len - 1) if masked else keys
         page = plgpu.load(
-            block_tables_ref.at[row[None], keys // page_size],
-            mask=owned if masked else None,
-            other=0 if masked else None,
+            block_tables_ref.at[row[None], readable >> page_bits], eviction_policy="evict_last"
         )
-        slots = (page * page_size + keys % page_size)[:, None]
-        kv_mask = (owned[:, None] & dim_mask) if masked else dim_mask if padded else None
-        other = None if kv_mask is None else 0.0
-        if kv_mask is not None:
-            kv_mask = jnp.broadcast_to(kv_mask, (block_k, dims.size))
+        slots = ((page << page_bits) + (readable & (page_size - 1)))[:, None]
+        # A padded head_dim's loads are masked; q's lanes there hold what is not 0.
+        kv_mask = jnp.broadcast_to(dim_mask, (block_k, dims.size)) if padded else None
+        other = 0.0 if padded else None
         k = plgpu.load(k_ref.at[slots, dims], mask=kv_mask, other=other)  # [block_k, D]
         distances = keys[None, :] - positions[:, None]
         s, factor = base2_logits(dot(q, k.T), options, slopes, distances)  # [block_q, block_k]
         if masked:
-            s = jnp.where(owned[None, :] & visible(keys), s, -jnp.inf)
+            s = jnp.where((keys < kv_len)[None, :] & visible(keys), s, -jnp.inf)
         m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
         # Queries that have seen no key yet.
         m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new
@@ -143,24 +141,28 @@ def ragged_kernel(
     m_i, l_i, acc = lax.fori_loop(piece.full, piece.hi, attend_masked, state)
 
     state = (m_i * LN_2, l_i, acc)
-    out, lse = triton_merge.finish(state, None)
-    q_rows = jnp.arange(block_q)
-    in_slot = slot >= 0
-    plgpu.store(
-        outs_ref.at[slot[None, None], q_rows[:, None], dims],
-        out,
-        mask=jnp.broadcast_to(in_slot & dim_mask, out.shape),
-    )
-    plgpu.store(lses_ref.at[slot[None], q_rows], lse, mask=jnp.broadcast_to(in_slot, lse.shape))
-    if sinks_ref is not None:  # else they would count once for every piece
-        out, lse = triton_merge.finish(state, plgpu.load(sinks_ref.at[head]))
-    row_mask &= ~in_slot
-    plgpu.store(
-        o_ref.at[q_token[:, None], head[:, None], dims],
-        out.astype(o_ref.dtype),
-        mask=row_mask[:, None] & dim_mask,
-    )
-    plgpu.store(lse_ref.at[q_token, head], lse, mask=row_mask)
+
+    @pl.when(slot < 0)
+    def _():
+        sinks = None if sinks_ref is None else plgpu.load(sinks_ref.at[head])
+        out, lse = triton_merge.finish(state, sinks)
+        plgpu.store(
+            o_ref.at[q_token[:, None], head[:, None], dims],
+            out.astype(o_ref.dtype),
+            mask=row_mask[:, None] & dim_mask,
+        )
+        plgpu.store(lse_ref.at[q_token, head], lse, mask=row_mask)
+
+    @pl.when(slot >= 0)
+    def _():
+        rows = jnp.arange(block_q)
+        out, lse = triton_merge.finish(state, None)
+        plgpu.store(
+            outs_ref.at[slot[None, None], rows[:, None], dims],
+            out,
+            mask=jnp.broadcast_to(dim_mask, out.shape),
+        )
+        plgpu.store(lses_ref.at[slot[None], rows], lse)
 
 
 def ragged_paged_attention(

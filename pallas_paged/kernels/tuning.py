@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from pallas_paged.kernels import tuned
+
 
 def next_power_of_2(n: int) -> int:
     """Smallest power of two that is at least `n` (n >= 1)."""
@@ -152,10 +154,15 @@ def ragged_config(
     padded = next_power_of_2(max(head_dim, 16))
     rows = -(-num_tokens * group // num_seqs)  # of an average sequence
     block_q = min(max(next_power_of_2(rows), 16), 128)
-    row_bytes = padded * itemsize
-    block_k = min(max(16384 // row_bytes, 16), 128)
-    num_warps = min(max(2, block_q // 16, block_q * padded // 4096), 8)
-    programs_per_sm = 4 if num_warps <= 2 else 2 if num_warps <= 4 or row_bytes <= 256 else 1
+    block_k = min(max(16384 // (padded * itemsize), 16), 64)
+    if block_q < 64:  # bound by memory, as decoding is
+        num_warps, num_stages, programs_per_sm = max(2, block_q * padded // 4096), 2, 3
+    else:
+        # Measured on an H200, 2026-11: 4 warps with 128 x 128 f32 of accumulators each leave an SM
+        # two programs, whose softmax and products overlap; 8 warps on as many rows were 30% slower.
+        num_warps = 8 if block_q * padded > 128 * 128 else 4
+        num_stages = 3 if block_q == 128 else 2
+        programs_per_sm = 1 if num_warps == 8 else 2
     num_tiles = num_tokens * group // block_q + min(num_seqs + 1, num_tokens)
     num_blocks = num_tiles * -(-max_kv_len // block_k)
     return RaggedConfig(
@@ -163,8 +170,28 @@ def ragged_config(
         block_k=block_k,
         num_programs=max(1, min(programs_per_sm * num_sms // num_kv_heads, num_blocks)),
         num_warps=num_warps,
-        num_stages=2,
+        num_stages=num_stages,
     )
+
+
+def choose_config(
+    kernel: str, *, device_kind: str, num_sms: int, **sizes: int
+) -> DecodeConfig | RaggedConfig:
+    """The config measured on this kind of device or, where there is none, the heuristic's.
+
+    Args:
+      kernel: "decode" or "ragged".
+      device_kind: as JAX names the device.
+      num_sms: streaming multiprocessors of the device.
+      sizes: the other arguments of `decode_config` or `ragged_config`.
+    """
+    measured = tuned.lookup(kernel, device_kind, sizes)
+    if measured is None:
+        heuristic = decode_config if kernel == "decode" else ragged_config
+        return heuristic(num_sms=num_sms, **sizes)
+    programs = measured.pop("programs_per_sm") * num_sms // sizes["num_kv_heads"]
+    config = DecodeConfig if kernel == "decode" else RaggedConfig
+    return config(num_programs=max(1, programs), **measured)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,14 +214,19 @@ class MergeConfig:
 def merge_config(
     *, num_seqs: int, num_heads: int, head_dim: int, num_programs: int, batch_invariant: bool
 ) -> MergeConfig:
-    """Heuristic tile of the merge, from static shapes only; invariant: not from the batch's."""
+    """Heuristic tile of the merge of rows, from static shapes only.
+
+    Args:
+      num_seqs: rows of the batch.
+      num_heads, head_dim: of the queries.
+      num_programs: shares that the rows were cut into.
+      batch_invariant: the tile, and with it the order of the sums, must not depend on the batch.
+    """
+    head_dim = next_power_of_2(head_dim)
     if batch_invariant:
-        return MergeConfig(
-            block_s=8, block_h=1, block_d=min(next_power_of_2(head_dim), 128), num_warps=1
-        )
+        return MergeConfig(block_s=8, block_h=1, block_d=min(head_dim, 128), num_warps=1)
     # Rows of an even batch span about this many shares; a longer row takes more loop steps.
     block_s = min(next_power_of_2(num_programs // num_seqs + 2), 128)
-    head_dim = next_power_of_2(head_dim)
     if num_seqs < 32:
         # A few rows have few heads to fill a device with, so head_dim is spread as well.
         block_h, block_d = 1, min(head_dim, 16 * next_power_of_2(num_seqs + 1))
@@ -206,3 +238,26 @@ def merge_config(
         block_h = min(next_power_of_2(num_heads), max(1, values // (block_s * block_d)))
     num_warps = 4 if num_seqs < 32 and block_s * block_d > 1024 else 1
     return MergeConfig(block_s=block_s, block_h=block_h, block_d=block_d, num_warps=num_warps)
+
+
+def tile_merge_config(
+    *, num_merges: int, block_q: int, head_dim: int, num_programs: int, batch_invariant: bool
+) -> MergeConfig:
+    """Heuristic tile of the merge of query tiles; `block_h` counts query rows.
+
+    Args:
+      num_merges: tiles that may have been split.
+      block_q, head_dim: of a tile.
+      num_programs: as in `RaggedConfig`.
+      batch_invariant: as in `merge_config`.
+    """
+    head_dim = next_power_of_2(head_dim)
+    if batch_invariant:
+        return MergeConfig(block_s=8, block_h=1, block_d=min(head_dim, 128), num_warps=1)
+    block_s = min(next_power_of_2(num_programs // num_merges + 1), 64)
+    # Most programs find that their tile was not split, so there should be few; but where a few
+    # tiles have many pieces, all of the device is wanted.
+    values = 8192 if block_s <= 8 else 4096
+    block_d = min(head_dim, 128 if block_s <= 16 else 64)
+    block_h = min(block_q, max(1, values // (block_s * block_d)))
+    return MergeConfig(block_s=block_s, block_h=block_h, block_d=block_d, num_warps=4)

@@ -159,13 +159,21 @@ def _attend(
     return out.reshape(*shape, head_dim), lse.reshape(shape)
 
 
-def merge_states(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Merge of `outs [S, ..., D]` and `lses f32[S, ...]` over the first axis."""
+def merge_states(
+    outs: jax.Array,  # [S, ..., D]
+    lses: jax.Array,  # f32[S, ...]
+    sinks: jax.Array | None = None,  # f32, broadcasts against one state's lse
+) -> tuple[jax.Array, jax.Array]:
+    """Merge over the first axis; sinks join the denominator where any state saw a key."""
     m = lses.max(axis=0)
-    m = jnp.where(jnp.isneginf(m), 0.0, m)  # nothing was seen by any state
+    empty = jnp.isneginf(m)  # nothing was seen by any state
+    m = m if sinks is None else jnp.maximum(m, sinks)
+    m = jnp.where(empty, 0.0, m)
     weights = jnp.exp(lses - m)  # [S, ...]
     total = weights.sum(axis=0)
+    if sinks is not None:
+        total = jnp.where(empty, 0.0, total + jnp.exp(sinks - m))
     # A state that saw nothing has weight 0, and its out may be anything: 0 * NaN is NaN.
     seen = jnp.where(weights[..., None] > 0, outs.astype(jnp.float32), 0.0)
-    out = (seen * weights[..., None]).sum(axis=0) / jnp.where(total == 0.0, 1.0, total)[..., None]
+    out = (seen * weights[..., None]).sum(axis=0) / jnp.where(empty, 1.0, total)[..., None]
     return out.astype(outs.dtype), m + jnp.log(total)

@@ -22,6 +22,15 @@ def _cdiv(a, b):
     return (a + b - 1) // b
 
 
+def _cumsum(x: jax.Array) -> jax.Array:
+    """Cumulative sums over the last axis; few elements in one kernel instead of a scan's three."""
+    size = x.shape[-1]
+    if size > 2048:
+        return jnp.cumsum(x, axis=-1)
+    before = jnp.arange(size) <= jnp.arange(size)[:, None]
+    return jnp.sum(jnp.where(before, x[..., None, :], 0), axis=-1)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Tiles:
@@ -97,7 +106,7 @@ def make_tiles(
     lens = jnp.append(jnp.diff(cu_q_lens)[order], num_tokens - cu_q_lens[-1])
     kv_lens = jnp.append(seq_lens[order], 0)
     counts = _cdiv(lens * group, block_q)
-    ends = jnp.cumsum(counts)
+    ends = _cumsum(counts)
 
     tile = jnp.arange(num_tiles)
     rank = jnp.searchsorted(ends, tile, side="right", method="compare_all")
@@ -162,7 +171,7 @@ def make_plan(
     counts = jnp.where(tiles.q_len > 0, jnp.maximum(counts, 1), 0)
     is_split = counts > 1
     sums = jnp.stack([counts, jnp.where(is_split, counts, 0), is_split.astype(jnp.int32)])
-    ends, slot_ends, ranks = jnp.cumsum(sums, axis=1)
+    ends, slot_ends, ranks = _cumsum(lax.optimization_barrier(sums))
     piece = jnp.arange(num_tiles + extra)
     tile = jnp.searchsorted(ends, piece, side="right", method="compare_all")
     exists, tile = tile < num_tiles, jnp.minimum(tile, num_tiles - 1)

@@ -112,13 +112,16 @@ def decode_config(
     """
     # Measured on an H200 (132 SMs, 228 KB of shared memory each), 2026-11: with 16 KB tiles of K
     # and of V in two stages four programs fit on an SM, and that beat fewer programs with deeper
-    # pipelines on nearly every shape (docs/design.md). One wave: a fifth program costs 20%.
+    # pipelines on nearly every shape (docs/tuning.md). One wave: a fifth program costs 20%.
     group = next_power_of_2(max(num_q_heads // num_kv_heads, 16))
     row_bytes = next_power_of_2(head_dim) * itemsize
-    block_k = min(max(16384 // row_bytes, 16), 128)
+    tile_bytes, programs_per_sm = (32768, 2) if group == 32 else (16384, 4)
+    block_k = min(max(tile_bytes // row_bytes, 16), 128)
     # The accumulator [group, head_dim] must fit in the registers of the program's warps.
-    num_warps = min(max(2, group // 16, group * next_power_of_2(head_dim) // 4096), 8)
-    programs_per_sm = 4 if num_warps <= 4 else 2
+    least = max(group // 16, group * next_power_of_2(head_dim) // 4096)
+    num_warps = min(max(4 if block_k >= 64 else 2, least), 8)
+    if num_warps == 8:
+        programs_per_sm = 2
     # More programs than blocks would only write empty partials.
     num_blocks = num_seqs * -(-max_kv_len // block_k)
     return DecodeConfig(

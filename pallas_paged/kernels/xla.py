@@ -27,8 +27,8 @@ def paged_decode(
     page_size = k_pages.shape[2]
     keys = jnp.arange(block_tables.shape[1] * page_size)
     positions = seq_lens[:, None] - 1
-    k, v = (_gather(x, block_tables, keys < seq_lens[:, None]) for x in (k_pages, v_pages))
     seen = (keys < seq_lens[:, None]) & (keys >= options.first_key(positions))
+    k, v = (_gather(x, block_tables, seen) for x in (k_pages, v_pages))
     out, lse = _attend(
         q[:, None], k, v, seen[:, None], keys - positions[:, None], alibi_slopes, sinks, options
     )
@@ -77,17 +77,15 @@ def ragged_paged_attention(
         positions = before + tokens
         if q_positions is not None:
             positions = q_positions.at[q_tokens].get(mode="clip")
-        owned = keys < tile.kv_len
-        seen = owned & (keys >= options.first_key(positions)[:, None])
+        seen = (keys < tile.kv_len) & (keys >= options.first_key(positions)[:, None])
         if tree_mask is not None:
-            places = jnp.broadcast_to(keys - before, (block_q, keys.size))
-            # Negative indices would count from the end.
-            columns = jnp.where(places >= 0, places, tree_mask.shape[2])
-            allowed = tree_mask[tile.row].at[tokens[:, None], columns]
+            places = keys - before
+            allowed = tree_mask[tile.row].at[tokens[:, None], places]
             seen &= (places < 0) | allowed.get(mode="fill", fill_value=False)
         elif q_positions is None:
             seen &= keys <= positions[:, None]
-        k, v = (_gather(x, block_tables[tile.row], owned)[None] for x in (k_pages, v_pages))
+        read = seen.any(axis=0)
+        k, v = (_gather(x, block_tables[tile.row], read)[None] for x in (k_pages, v_pages))
         out, lse = _attend(
             q.at[q_tokens].get(mode="clip")[None],
             k,
@@ -108,14 +106,14 @@ def ragged_paged_attention(
     return out, lse
 
 
-def _gather(pages: jax.Array, tables: jax.Array, owned: jax.Array) -> jax.Array:
-    """Keys or values `[Hkv, ..., N * S, D]` of tables `[..., N]`, 0 where a row owns nothing."""
+def _gather(pages: jax.Array, tables: jax.Array, read: jax.Array) -> jax.Array:
+    """Keys or values `[Hkv, ..., N * S, D]` of tables `[..., N]`, 0 where nobody reads them."""
     page_size, head_dim = pages.shape[2:]
-    # Entries past a row's blocks may hold any integer: read page 0 there. What lies in slots that
-    # the row does not own may be NaN: make it 0, since 0 * NaN is NaN.
-    tables = jnp.where(owned[..., ::page_size], tables, 0)
-    dense = pages[:, tables].reshape(pages.shape[0], *owned.shape, head_dim)
-    dense = jnp.where(owned[..., None], dense, 0)
+    # Entries of pages that nobody reads may hold any integer: take page 0 there. What lies in slots
+    # that nobody reads may be NaN: make it 0, since 0 * NaN is NaN.
+    tables = jnp.where(read.reshape(*tables.shape, page_size).any(axis=-1), tables, 0)
+    dense = pages[:, tables].reshape(pages.shape[0], *read.shape, head_dim)
+    dense = jnp.where(read[..., None], dense, 0)
     return jnp.moveaxis(dense, 0, -3)  # [..., Hkv, N * S, D]
 
 

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 1e-3}
 
 
+def cumulated(q_lens: tuple[int, ...]) -> np.ndarray:
+    """cu_q_lens of rows with so many queries."""
+    return np.cumsum([0, *q_lens]).astype(np.int32)
+
+
 @dataclass(frozen=True)
 class Case:
-    """Shapes, lengths and dtype of one call; `make` draws its arrays."""
+    """Shapes, lengths and dtype of one call; `make` draws its arrays.
+
+    Without q_lens it is a decode call, else a ragged one of at least num_tokens query tokens. The
+    pool has at least num_pages pages: cases of the same shapes share a compiled program.
+    """
 
     num_q_heads: int = 4
     num_kv_heads: int = 2
@@ -21,6 +31,9 @@ class Case:
     seq_lens: tuple[int, ...] = (37, 5, 64)
     pages_per_seq: int = 8
     dtype: str = "float32"
+    q_lens: tuple[int, ...] | None = None
+    num_tokens: int = 0
+    num_pages: int = 0
 
     @property
     def tolerance(self) -> float:
@@ -28,21 +41,23 @@ class Case:
 
     def __str__(self) -> str:
         heads = f"{self.num_q_heads}/{self.num_kv_heads}/{self.head_dim}"
-        return f"{heads}-page{self.page_size}-rows{len(self.seq_lens)}-{self.dtype}"
+        rows = len(self.seq_lens) if self.q_lens is None else f"{self.q_lens}of{self.seq_lens}"
+        return f"{heads}-page{self.page_size}-rows{rows}-{self.dtype}".replace(", ", ",")
 
     def make(self, *, seed: int = 0, poison: bool = True, order: int = 0) -> tuple[np.ndarray, ...]:
-        """Returns q, k_pages, v_pages, block_tables, seq_lens as NumPy arrays.
+        """Returns q, k_pages, v_pages, block_tables, seq_lens and, if ragged, cu_q_lens.
 
         Args:
             seed: of the tokens' values.
-            poison: put NaN and infinities in the slots and pages that no row owns, and any int32
-                in the entries of the block tables that no row needs; else zeros.
+            poison: put NaN and infinities in the slots and pages that no row owns and in the
+                queries of no row, and any int32 in the entries of the block tables that no row
+                needs; else zeros.
             order: of the pages in the pool; the tokens' values do not depend on it.
         """
         lens = np.array(self.seq_lens, np.int32)
         num_seqs, size = len(lens), self.page_size
         num_blocks = -(-lens // size)
-        num_pages = int(num_blocks.sum()) + 3
+        num_pages = max(int(num_blocks.sum()) + 3, self.num_pages)
         pages = np.random.default_rng(order).permutation(num_pages)
         rng = np.random.default_rng(seed)
         junk = np.random.default_rng(seed + 1)
@@ -54,7 +69,10 @@ class Case:
         shape = (self.num_kv_heads, num_pages, size, self.head_dim)
         empty = junk.choice([np.nan, np.inf, -np.inf], shape) if poison else np.zeros(shape)
         k_pages, v_pages = empty.copy(), empty.copy()
-        q = rng.standard_normal((num_seqs, self.num_q_heads, self.head_dim))
+        owned = num_seqs if self.q_lens is None else sum(self.q_lens)
+        num_tokens = max(owned, self.num_tokens)
+        q = rng.standard_normal((num_tokens, self.num_q_heads, self.head_dim))
+        q[owned:] = np.nan if poison else 0
         taken = 0
         for b, (length, blocks) in enumerate(zip(lens, num_blocks, strict=True)):
             tables[b, :blocks] = pages[taken : taken + blocks]
@@ -64,4 +82,44 @@ class Case:
             for array in (k_pages, v_pages):
                 array[where] = rng.standard_normal((self.num_kv_heads, length, self.head_dim))
         dtype = jnp.dtype(self.dtype)
-        return q.astype(dtype), k_pages.astype(dtype), v_pages.astype(dtype), tables, lens
+        arrays = (q.astype(dtype), k_pages.astype(dtype), v_pages.astype(dtype), tables, lens)
+        return arrays if self.q_lens is None else (*arrays, cumulated(self.q_lens))
+
+    def in_a_large_pool(self, arrays: tuple[np.ndarray, ...], num_pages: int) -> tuple:
+        """The call of `arrays` on a pool of so many pages on the device, its pages at the end."""
+        q, k_pages, v_pages, tables, *rest = arrays
+        first = num_pages - k_pages.shape[1]
+
+        @jax.jit
+        def enlarge(pages):
+            shape = (pages.shape[0], num_pages, *pages.shape[2:])
+            return jnp.zeros(shape, pages.dtype).at[:, first:].set(pages)
+
+        return q, enlarge(k_pages), enlarge(v_pages), tables + np.int32(first), *rest
+
+
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """Rows of `case` in groups, those of a group with the same first tokens on the same pages."""
+
+    case: Case
+    seq_lens: tuple[int, ...]
+    prefix_lens: tuple[int, ...]
+    cu_group_rows: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.prefix_lens}of{self.cu_group_rows}".replace(" ", "")
+
+    def make(self) -> tuple[np.ndarray, ...]:
+        """Returns what `Case.make` does, and prefix_lens and cu_group_rows."""
+        arrays = replace(self.case, seq_lens=self.seq_lens).make()
+        _, k_pages, v_pages, tables, lens = arrays
+        for g, prefix in enumerate(self.prefix_lens):
+            rows = np.arange(*self.cu_group_rows[g : g + 2])
+            rows = rows[lens[rows] > 0]
+            shared = min([prefix, *lens[rows]]) // self.case.page_size
+            for b in rows[1:]:
+                unused = tables[b, :shared]
+                k_pages[:, unused] = v_pages[:, unused] = np.nan
+                tables[b, :shared] = tables[rows[0], :shared]
+        return *arrays, np.int32(self.prefix_lens), np.int32(self.cu_group_rows)

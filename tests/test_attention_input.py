@@ -1,4 +1,4 @@
-"""What `paged_attention` refuses, and which implementation it takes."""
+"""What the entries to attention refuse, and which implementation they take."""
 
 from __future__ import annotations
 
@@ -12,20 +12,26 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from pallas_paged import attention
+from pallas_paged import dispatch
 from tests.attention_cases import Case
 
+NAMES = ("q", "k_pages", "v_pages", "block_tables", "seq_lens", "cu_q_lens")
+RAGGED = Case(q_lens=(4, 1, 2))
+CALLS = [(pp.paged_attention, Case()), (pp.ragged_paged_attention, RAGGED)]
+BOTH = pytest.mark.parametrize(("function", "case"), CALLS, ids=["decode", "ragged"])
 
-def _bad(**changes):
-    names = ("q", "k_pages", "v_pages", "block_tables", "seq_lens")
-    arrays = dict(zip(names, Case().make(poison=False), strict=True))
-    return {name: changes.get(name, lambda x: x)(array) for name, array in arrays.items()}
+
+def changed(case, changes):
+    """The arrays of a call, some of them made wrong."""
+    arrays = case.make(poison=False)
+    return [changes.get(name, lambda x: x)(x) for name, x in zip(NAMES, arrays, strict=False)]
 
 
+@BOTH
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"q": lambda x: x[0]}, r"q.shape=\(4, 32\) must be \[B, num_q_heads, head_dim\]"),
+        ({"q": lambda x: x[0]}, r"q.shape=\(4, 32\) must be \[[BT], num_q_heads, head_dim\]"),
         ({"q": lambda x: x[:, :3]}, "num_q_heads=3 must be a multiple of num_kv_heads=2"),
         ({"q": lambda x: x[..., :16]}, "head_dim=16 of q must equal kv_head_dim=32"),
         ({"q": lambda x: x[:0]}, "must not hold a 0"),
@@ -43,9 +49,29 @@ def _bad(**changes):
         ({"seq_lens": lambda x: x.astype(np.int16)}, "seq_lens.dtype=int16 must be int32"),
     ],
 )
-def test_bad_arrays_are_named(changes, message):
+def test_bad_arrays_are_named(function, case, changes, message):
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(pp.paged_attention, *_bad(**changes).values())
+        jax.eval_shape(function, *changed(case, changes))
+
+
+def test_q_of_decode_has_a_row_for_each_sequence():
+    with pytest.raises(
+        ValueError, match=r"q.shape=\(2, 4, 32\) and seq_lens.shape=\(3,\) must agree"
+    ):
+        jax.eval_shape(pp.paged_attention, *changed(Case(), {"q": lambda x: x[:2]}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x[:-1], r"cu_q_lens.shape=\(3,\) must be .*4"),
+        (lambda x: x[:, None], r"cu_q_lens.shape=\(4, 1\)"),
+        (lambda x: x.astype(np.int64), "cu_q_lens.dtype=int64 must be int32"),
+    ],
+)
+def test_bad_cu_q_lens_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        pp.ragged_paged_attention(*changed(RAGGED, {"cu_q_lens": change}))
 
 
 @pytest.mark.parametrize(
@@ -74,39 +100,100 @@ def test_pools_and_tables_whose_slots_are_no_int32_are_refused():
         jax.eval_shape(pp.paged_attention, *structs)
 
 
-def test_bad_options_are_named():
-    arrays = Case().make()
-    with pytest.raises(ValueError, match="implementation='cuda' must be None or one of"):
-        pp.paged_attention(*arrays, implementation="cuda")
-    with pytest.raises(ValueError, match="must be a DecodeConfig"):
-        pp.paged_attention(*arrays, config={"block_k": 64})
-    with pytest.raises(ValueError, match="sm_scale must be a static number"):
-        jax.jit(lambda s: pp.paged_attention(*arrays, sm_scale=s))(1.0)
-    for bad in ("0.5", True, 1j, [1.0], np.ones(1), np.nan, np.inf):
-        with pytest.raises(ValueError, match=r"sm_scale=.* must be"):
-            pp.paged_attention(*arrays, sm_scale=bad)
-    with pytest.raises(NotImplementedError, match="quantized"):
-        pp.paged_attention(*arrays, np.ones(1, np.float32))
+@BOTH
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"implementation": "cuda"}, "implementation='cuda' must be None or one of"),
+            ({"config": {"block_k": 64}}, r"config=\{'block_k': 64\} must be a \w+Config"),
+            ({"soft_cap": 0}, "soft_cap=0 must be positive"),
+            ({"soft_cap": -2.0}, "soft_cap=-2.0 must be positive"),
+            ({"sliding_window": 0}, "sliding_window=0 must be an integer that is at least 1"),
+            ({"sliding_window": -3}, "sliding_window=-3 must be"),
+            ({"sliding_window": 2.5}, "sliding_window=2.5 must be an integer"),
+            *(
+                ({name: value}, rf"{name} {dtype}{shape} must be float32\[num_q_heads\] .*=4")
+                for name in ("alibi_slopes", "sinks")
+                for value, dtype, shape in (
+                    (np.ones(2, np.float32), "float32", r"\[2\]"),
+                    (np.ones((4, 1), np.float32), "float32", r"\[4, 1\]"),
+                    (np.ones(4, np.float64), "float64", r"\[4\]"),
+                    (np.ones(4, np.int32), "int32", r"\[4\]"),
+                )
+            ),
+        ],
+        ids=str,
+    )
+    def test_bad_ones_are_named(self, function, case, options, message):
+        with pytest.raises(ValueError, match=message):
+            function(*case.make(), **options)
+
+    @pytest.mark.parametrize("name", ["sm_scale", "soft_cap", "sliding_window"])
+    def test_numbers_are_static_and_finite(self, function, case, name):
+        arrays = case.make()
+        with pytest.raises(ValueError, match=f"{name} must be a static number"):
+            jax.jit(lambda x: function(*arrays, **{name: x}))(1.0)
+        for bad in ("0.5", True, 1j, [1.0], np.ones(1), np.nan, np.inf):
+            with pytest.raises(ValueError, match=rf"{name}=.* must be"):
+                function(*arrays, **{name: bad})
+
+    def test_numbers_of_numpy_will_do(self, function, case):
+        options = dict(sm_scale=np.float32(0.5), soft_cap=np.float64(2), sliding_window=np.int64(3))
+        jax.eval_shape(lambda *x: function(*x, **options), *case.make())
+
+    def test_quantized_pages_are_not_read_yet(self, function, case):
+        with pytest.raises(NotImplementedError, match="quantized"):
+            function(*case.make(), np.ones(1, np.float32))
+
+    def test_a_config_of_the_other_function_is_refused(self, function, case):
+        loop = dict(block_k=16, num_programs=1, num_warps=1, num_stages=1)
+        decode = function is pp.paged_attention
+        wrong = pp.RaggedConfig(block_q=16, **loop) if decode else pp.DecodeConfig(**loop)
+        with pytest.raises(ValueError, match=r"config=\w+Config\(.* must be a \w+Config"):
+            function(*case.make(), config=wrong)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (np.ones((3, 4, 5), bool), r"tree_mask bool\[3, 4, 5\] must be bool\[B, n, n\]"),
+        (np.ones((4, 4), bool), r"tree_mask bool\[4, 4\]"),
+        (np.ones((3, 0, 0), bool), r"tree_mask bool\[3, 0, 0\]"),
+        (np.ones((3, 4, 4), np.int8), r"tree_mask int8\[3, 4, 4\]"),
+        (np.ones((2, 4, 4), bool), r"tree_mask.shape=\(2, 4, 4\) must begin with B=3"),
+    ],
+    ids=["not square", "no rows", "empty", "int8", "2 rows"],
+)
+def test_a_bad_tree_mask_is_named(mask, message):
+    with pytest.raises(ValueError, match=message):
+        pp.ragged_paged_attention(*RAGGED.make(), tree_mask=mask)
 
 
 class TestImplementation:
-    def test_a_named_one_never_falls_back(self):
+    @BOTH
+    def test_a_named_one_never_falls_back(self, function, case):
         with pytest.raises(NotImplementedError, match="mosaic_gpu"):
-            pp.paged_attention(*Case().make(), implementation="mosaic_gpu")
+            function(*case.make(), implementation="mosaic_gpu")
 
+    @BOTH
     @pytest.mark.skipif(jax.default_backend() == "gpu", reason="triton runs here")
-    def test_triton_says_that_it_needs_a_gpu(self):
+    def test_triton_says_that_it_needs_a_gpu(self, function, case):
         with pytest.raises(NotImplementedError, match="needs a GPU, but the device is a"):
-            pp.paged_attention(*Case().make(), implementation="triton")
+            function(*case.make(), implementation="triton")
 
-    def test_a_jax_without_the_triton_lowering_is_no_import_error(self, monkeypatch):
-        monkeypatch.setitem(sys.modules, "pallas_paged.kernels.triton_decode", None)
-        monkeypatch.delattr("pallas_paged.kernels.triton_decode", raising=False)
+    @BOTH
+    def test_a_jax_without_the_triton_lowering_is_no_import_error(
+        self, function, case, monkeypatch
+    ):
+        for module in ("triton_decode", "triton_ragged"):
+            monkeypatch.setitem(sys.modules, f"pallas_paged.kernels.{module}", None)
+            monkeypatch.delattr(f"pallas_paged.kernels.{module}", raising=False)
         with pytest.raises(NotImplementedError, match="Triton lowering"):
-            pp.paged_attention(*Case().make(), implementation="triton_interpret")
+            function(*case.make(), implementation="triton_interpret")
 
     def test_the_choice_is_logged_once(self, caplog):
-        attention._best_implementation.cache_clear()
+        dispatch.best_implementation.cache_clear()
         with caplog.at_level(logging.INFO, logger="pallas_paged"):
             for _ in range(3):
                 pp.paged_attention(*Case().make())
@@ -116,7 +203,10 @@ class TestImplementation:
 
 
 class TestConfig:
-    GOOD = pp.DecodeConfig(block_k=64, num_programs=8, num_warps=2, num_stages=2)
+    GOOD = (
+        pp.DecodeConfig(block_k=64, num_programs=8, num_warps=2, num_stages=2),
+        pp.RaggedConfig(block_q=32, block_k=64, num_programs=8, num_warps=2, num_stages=2),
+    )
 
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -130,8 +220,17 @@ class TestConfig:
             ({"num_programs": 2**31}, "num_programs=2147483648"),
             ({"block_k": 64.0}, "block_k=64.0"),
             ({"num_stages": True}, "num_stages=True"),
+            ({"split_size": 96}, "split_size=96 must be a multiple of block_k=64"),
+            ({"split_size": 32}, "split_size=32 must be an integer in"),
+            ({"split_size": 64.0}, "split_size=64.0"),
         ],
     )
     def test_is_validated_when_built(self, change, message):
-        with pytest.raises(ValueError, match=message):
-            dataclasses.replace(self.GOOD, **change)
+        for good in self.GOOD:
+            with pytest.raises(ValueError, match=message):
+                dataclasses.replace(good, **change)
+
+    @pytest.mark.parametrize("block_q", [8, 48, 512, 16.0])
+    def test_tiles_of_queries_are_powers_of_two(self, block_q):
+        with pytest.raises(ValueError, match=f"block_q={block_q} must be a power of two"):
+            dataclasses.replace(self.GOOD[1], block_q=block_q)

@@ -114,14 +114,17 @@ def _read_config(folder: Path) -> ModelConfig:
         raise CheckpointError(f"{folder}: no such checkpoint folder")
     try:
         config = ModelConfig.from_hugging_face(_read_json(folder / "config.json"))
-    except (ValueError, TypeError, AttributeError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
     generation_json = folder / "generation_config.json"
     if generation_json.is_file():
         generation = _read_json(generation_json)
         if generation.get("eos_token_id") is not None:
             eos_token_ids = read_eos_token_ids(generation["eos_token_id"])
-            config = dataclasses.replace(config, eos_token_ids=eos_token_ids)
+            try:
+                config = dataclasses.replace(config, eos_token_ids=eos_token_ids)
+            except ValueError as error:
+                raise CheckpointError(f"{generation_json}: {error}") from error
     return config
 
 
@@ -130,9 +133,10 @@ def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, _Tensor]:
         files = [_WEIGHTS]
     elif (folder / _INDEX).is_file():
         weight_map = _read_json(folder / _INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
+        named = isinstance(weight_map, dict) and list(weight_map.values())
+        if not named or not all(isinstance(file, str) for file in named):
             raise CheckpointError(f"{folder / _INDEX}: expected weight_map, from names to files")
-        files = sorted(set(weight_map.values()))
+        files = sorted(set(named))
     else:
         raise CheckpointError(f"{folder}: neither {_WEIGHTS} nor {_INDEX} found")
     tensors = {}

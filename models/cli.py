@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -45,6 +46,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def run() -> NoReturn:
+    """Runs the command as all that this process is for."""
+    status = main()
+    if status == 130:
+        # A compilation may still be running in another thread, and would crash the interpreter
+        # while that takes itself down.
+        with suppress(BrokenPipeError):
+            sys.stdout.flush()
+        os._exit(status)
+    raise SystemExit(status)
+
+
 class TextStream:
     """The text of one sample as it grows; ends before the first of the stop texts.
 
@@ -59,8 +72,8 @@ class TextStream:
         self.stopped = False
         self._stops = stops
         self._told = 0
-        self._decoder = StreamDecoder(tokenizer)
-        self._decoder.push(prompt)  # some tokens read otherwise at the beginning of a text
+        # Some tokens read otherwise at the beginning of a text.
+        self._decoder = StreamDecoder(tokenizer, prompt)
 
     def push(self, tokens: Sequence[int]) -> str:
         """Takes tokens, up to the one that completes a stop text, and returns new certain text."""
@@ -127,6 +140,7 @@ def _run(args: argparse.Namespace) -> None:
         seed=args.seed,
         page_size=args.page_size,
         num_pages=args.num_pages,
+        prefill_chunk=args.prefill_chunk,
         implementation=args.implementation,
     )
     streams = [
@@ -268,6 +282,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     model.add_argument(
         "--implementation", metavar="NAME", help="of paged attention (default: the best here)"
+    )
+    model.add_argument(
+        "--prefill-chunk",
+        type=int,
+        metavar="N",
+        help="most tokens of prompts in one step on the device (2048)",
     )
     text = parser.add_argument_group("text")
     text.add_argument(

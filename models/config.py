@@ -12,6 +12,7 @@ ARCHITECTURES = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
 )
+_FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +24,23 @@ class Llama3RopeScaling:
     high_freq_factor: float
     original_max_position_embeddings: int
 
+    def __post_init__(self) -> None:
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            _check_positive(name, getattr(self, name))
+        _check_positive_integer(
+            "original_max_position_embeddings", self.original_max_position_embeddings
+        )
+        low_freq_factor, high_freq_factor = self.low_freq_factor, self.high_freq_factor
+        if low_freq_factor >= high_freq_factor:
+            raise ValueError(f"{low_freq_factor=} must be less than {high_freq_factor=}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Sizes and switches of a Llama-family decoder, whatever its architecture is called.
 
-    Hashable and compared by value: it is a static part of the module.
+    Hashable and compared by value: it is a static part of the module. `sliding_windows` has one
+    entry for each layer, None where the layer sees all tokens, or none at all if every layer does.
     """
 
     vocab_size: int
@@ -46,6 +58,7 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
+    sliding_windows: tuple[int | None, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -60,14 +73,23 @@ class ModelConfig:
             "max_position_embeddings",
         )
         for name in sizes:
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a positive integer")
+            _check_positive_integer(name, getattr(self, name))
+        for name in ("rms_norm_eps", "rope_theta"):
+            _check_positive(name, getattr(self, name))
         num_q_heads, num_kv_heads, head_dim = self.num_q_heads, self.num_kv_heads, self.head_dim
         if num_q_heads % num_kv_heads:
             raise ValueError(f"{num_q_heads=} must be a multiple of {num_kv_heads=}")
         if head_dim % 2:
             raise ValueError(f"{head_dim=} must be even: rotary embeddings turn pairs")
+        if len(self.sliding_windows) not in (0, self.num_layers):
+            num_layers, num_windows = self.num_layers, len(self.sliding_windows)
+            raise ValueError(f"{num_windows=} of the layers must be 0 or {num_layers=}")
+        for window in self.sliding_windows:
+            if window is not None:
+                _check_positive_integer("sliding_window", window)
+        for token in self.eos_token_ids:
+            if not _is_integer(token) or not 0 <= token < 2**31:
+                raise ValueError(f"eos_token_id={token!r} must be an integer in 0..{2**31 - 1}")
 
     @classmethod
     def from_hugging_face(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -83,10 +105,11 @@ class ModelConfig:
             ValueError: an architecture or feature that the decoder does not have, or a
                 missing or impossible size.
         """
-        architecture = next(iter(config.get("architectures") or ()), None)
+        architectures = config.get("architectures")
+        architecture = architectures[0] if architectures and _is_list(architectures) else None
         if architecture not in ARCHITECTURES:
             raise ValueError(f"{architecture=} is not supported; supported: {ARCHITECTURES}")
-        _refuse_unsupported(config, architecture)
+        _refuse_unsupported(config)
 
         qwen2, qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
         attention_bias = bool(config.get("attention_bias", False)) and not qwen2
@@ -113,6 +136,7 @@ class ModelConfig:
             qkv_bias=qwen2 or attention_bias,
             o_bias=attention_bias,
             qk_norm=qwen3,
+            sliding_windows=_read_sliding_windows(config, architecture, num_layers),
             eos_token_ids=read_eos_token_ids(config.get("eos_token_id")),
         )
 
@@ -127,6 +151,11 @@ class ModelConfig:
             raise ValueError(
                 f"{qk_norm=}, {qkv_bias=}, {o_bias=} cannot be saved as LlamaForCausalLM,"
                 " which has no q/k norm and biases either all or none of its projections"
+            )
+        if any(self.sliding_windows):
+            raise ValueError(
+                f"sliding_windows={self.sliding_windows} cannot be saved as LlamaForCausalLM,"
+                " whose layers see all tokens"
             )
         scaling = self.rope_scaling
         return {
@@ -152,23 +181,41 @@ class ModelConfig:
         }
 
 
-def read_eos_token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+def read_eos_token_ids(value: Any) -> tuple[int, ...]:
     """Bring the spellings of `eos_token_id` (null, a number, a list) to a tuple."""
     if value is None:
         return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    return tuple(value) if _is_list(value) else (value,)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _check_positive_integer(name: str, value: Any) -> None:
+    if not _is_integer(value) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a positive integer")
+
+
+def _check_positive(name: str, value: Any) -> None:
+    number = _is_integer(value) or isinstance(value, float)
+    if not number or not 0 < value <= _FLOAT32_MAX:
+        raise ValueError(f"{name}={value!r} must be a positive number")
 
 
 def _required(config: Mapping[str, Any], *names: str) -> list[int]:
     for name in names:
         if config.get(name) is None:
             raise ValueError(f"config.json has no {name}")
-        if not isinstance(config[name], int) or config[name] < 1:
-            raise ValueError(f"{name}={config[name]!r} must be a positive integer")
+        _check_positive_integer(name, config[name])
     return [config[name] for name in names]
 
 
-def _refuse_unsupported(config: Mapping[str, Any], architecture: str) -> None:
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     hidden_act = config.get("hidden_act", "silu")
     if hidden_act not in ("silu", "swish"):
         raise ValueError(f"{hidden_act=} is not supported; supported: 'silu'")
@@ -176,23 +223,40 @@ def _refuse_unsupported(config: Mapping[str, Any], architecture: str) -> None:
         raise ValueError("mlp_bias=True is not supported; supported: False")
     if config.get("quantization_config"):
         raise ValueError("quantization_config is not supported: the weights must be floats")
-    sliding_window = _sliding_window(config, architecture)
-    if sliding_window:
-        raise ValueError(f"{architecture} with {sliding_window=} is not supported; supported: None")
 
 
-def _sliding_window(config: Mapping[str, Any], architecture: str) -> int | None:
-    """The window that at least one layer uses, or None."""
-    if "layer_types" in config and config["layer_types"] is not None:
-        windowed = "sliding_attention" in config["layer_types"]
-    elif architecture == "MistralForCausalLM":
-        windowed = True
+def _read_sliding_windows(
+    config: Mapping[str, Any], architecture: str, num_layers: int
+) -> tuple[int | None, ...]:
+    """The window of each layer: `layer_types` where it is given, else the architecture's rule."""
+    qwen = architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+    default = None if architecture == "LlamaForCausalLM" else 4096
+    window = config.get("sliding_window", default)
+    if qwen and not config.get("use_sliding_window", False):
+        window = None
+    layer_types = config.get("layer_types")
+    if layer_types is None and (window is None or architecture == "LlamaForCausalLM"):
+        return ()
+    if layer_types is not None:
+        if not _is_list(layer_types) or len(layer_types) != num_layers:
+            raise ValueError(f"{layer_types=} must name the attention of {num_layers=}")
+        for layer_type in layer_types:
+            if layer_type not in ("full_attention", "sliding_attention"):
+                raise ValueError(
+                    f"{layer_type=} is not supported;"
+                    " supported: 'full_attention', 'sliding_attention'"
+                )
+        windowed = [layer_type == "sliding_attention" for layer_type in layer_types]
+        if any(windowed) and window is None:
+            raise ValueError("layer_types has 'sliding_attention', but no sliding_window is in use")
+    elif qwen:
+        max_window_layers = config.get("max_window_layers", 28)
+        if not _is_integer(max_window_layers) or max_window_layers < 0:
+            raise ValueError(f"{max_window_layers=} must be a non-negative integer")
+        windowed = [layer >= max_window_layers for layer in range(num_layers)]
     else:
-        first_windowed_layer = config.get("max_window_layers", 28)
-        windowed = config.get("use_sliding_window", False) and (
-            first_windowed_layer < config.get("num_hidden_layers", 0)
-        )
-    return config.get("sliding_window", 4096) if windowed else None
+        windowed = [True] * num_layers
+    return tuple(window if sliding else None for sliding in windowed) if any(windowed) else ()
 
 
 def _read_rope(
@@ -200,13 +264,15 @@ def _read_rope(
 ) -> tuple[float, Llama3RopeScaling | None]:
     """Rotary base and scaling: `rope_parameters` of transformers 5, else the older two keys."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping) or any(isinstance(x, Mapping) for x in rope.values()):
+        raise ValueError(f"{rope=} must be the parameters of one rotary embedding for all layers")
     rope_theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     rotary_factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if rotary_factor != 1.0:
         raise ValueError(f"partial_rotary_factor={rotary_factor} is not supported; supported: 1.0")
     if rope_type == "default":
-        return float(rope_theta), None
+        return rope_theta, None
     if rope_type != "llama3":
         raise ValueError(f"{rope_type=} is not supported; supported: 'default', 'llama3'")
     for name in ("factor", "low_freq_factor", "high_freq_factor"):
@@ -220,4 +286,4 @@ def _read_rope(
             "original_max_position_embeddings", max_positions
         ),
     )
-    return float(rope_theta), scaling
+    return rope_theta, scaling

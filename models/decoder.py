@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,26 @@ import pallas_paged as pp
 from models.config import ModelConfig
 
 LayerCache = tuple[jax.Array, jax.Array]  # (k_pages, v_pages) of one layer
-Attend = Callable[
-    [jax.Array, jax.Array, jax.Array, LayerCache | None], tuple[jax.Array, LayerCache | None]
-]
 Rotation = tuple[jax.Array, jax.Array]  # cos, sin [..., 1, D / 2]
 Dropout = Callable[[jax.Array], jax.Array]
+
+
+class Attend(Protocol):
+    """Attention of one layer: what its queries see of its keys, old and new."""
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: LayerCache | None,
+        *,
+        sliding_window: int | None,
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """q [..., Hq, D] and k, v [..., Hkv, D] to out, like q, and the cache with k and v in it.
+
+        A query at position p sees the keys j with p - sliding_window < j <= p; None: all j <= p.
+        """
 
 
 def identity(x: jax.Array) -> jax.Array:
@@ -79,8 +95,9 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention around an `Attend`."""
 
-    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
+        self.sliding_window = config.sliding_windows[layer] if config.sliding_windows else None
         q_size = config.num_q_heads * config.head_dim
         qkv_size = q_size + 2 * config.num_kv_heads * config.head_dim
         hidden_size, stddev = config.hidden_size, _residual_stddev(config)
@@ -104,7 +121,8 @@ class Attention(nnx.Module):
         q, k, v = jnp.split(heads, (first_k, first_v), axis=-2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out, cache = attend(_rotate(q, rotation), _rotate(k, rotation), v, cache)
+        q, k = _rotate(q, rotation), _rotate(k, rotation)
+        out, cache = attend(q, k, v, cache, sliding_window=self.sliding_window)
         return self.o_proj(out.reshape(*x.shape[:-1], -1)), cache
 
 
@@ -126,10 +144,10 @@ class MLP(nnx.Module):
 class DecoderLayer(nnx.Module):
     """Attention and MLP, each normed before and added after."""
 
-    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
-        self.self_attn = Attention(config, dtype=dtype, rngs=rngs)
+        self.self_attn = Attention(config, layer, dtype=dtype, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
         self.mlp = MLP(config, dtype=dtype, rngs=rngs)
 
@@ -154,7 +172,7 @@ class Decoder(nnx.Module):
         vocab_size, hidden_size = config.vocab_size, config.hidden_size
         self.embed_tokens = Embedding(vocab_size, hidden_size, dtype=dtype, rngs=rngs)
         self.layers = nnx.List(
-            [DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)]
+            [DecoderLayer(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_layers)]
         )
         self.norm = RMSNorm(hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         self.lm_head = (
@@ -175,9 +193,9 @@ class Decoder(nnx.Module):
         """Run all layers and the final norm.
 
         Args:
-            tokens: i32[...], [B, T] for prompts and training, [B] for a decode step.
+            tokens: i32[...], [B, T] for training, [T] packed for prompts, [B] for a decode step.
             positions: i32[...], the place of each token in its own sequence.
-            attend: the attention of every layer; see `dense_attend` and its neighbours.
+            attend: the attention of every layer, `dense_attend` or `paged_attend`.
             cache: what `attend` reads and writes, one entry per layer, or None.
             dropout: applied to the embeddings and to each residual branch (training only).
 
@@ -208,50 +226,28 @@ class Decoder(nnx.Module):
         return _contract(hidden, head.weight[...], preferred_element_type=jnp.float32)
 
 
-def dense_attend(*, lens: jax.Array | None = None) -> Attend:
-    """Causal attention within each row of [B, T]; a cache passes through untouched.
-
-    Args:
-        lens: i32[B], the tokens each row really has; the rest of it is padding. None: all.
-    """
+def dense_attend() -> Attend:
+    """Causal attention within each row of [B, T], for training; a cache passes through."""
 
     def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache | None
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: LayerCache | None,
+        *,
+        sliding_window: int | None,
     ) -> tuple[jax.Array, LayerCache | None]:
-        # An empty row looks at its first padding token: finite, where no key at all might be NaN.
-        kv_lens = None if lens is None else jnp.maximum(lens, 1)
-        dtype = q.dtype
-        if dtype == jnp.float16 and jax.default_backend() == "cpu":  # XLA has no such product there
-            q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+        window = None
+        if sliding_window is not None:  # no more than there are keys, for JAX adds it to positions
+            window = (min(sliding_window, q.shape[1]) - 1, 0)
         out = jax.nn.dot_product_attention(
             q,
             k,
             v,
             is_causal=True,
-            key_value_seq_lengths=kv_lens,
+            local_window_size=window,
             implementation="cudnn" if _cudnn_takes(q) else None,
         )
-        return out.astype(dtype), cache
-
-    return attend
-
-
-def prefill_attend(*, slots: jax.Array, lens: jax.Array) -> Attend:
-    """Write the K/V of whole prompts [B, T] to pages, then attend within each prompt.
-
-    Args:
-        slots: i32[B * T], the slot of each token; padding has an out-of-range slot.
-        lens: i32[B], the length of each prompt.
-    """
-    dense = dense_attend(lens=lens)
-
-    def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache | None
-    ) -> tuple[jax.Array, LayerCache | None]:
-        out, _ = dense(q, k, v, None)
-        num_kv_heads, head_dim = k.shape[-2:]
-        flat = (slots.size, num_kv_heads, head_dim)
-        cache = pp.write_kv(*_paged(cache), k.reshape(flat), v.reshape(flat), slots)
         return out, cache
 
     return attend
@@ -262,31 +258,43 @@ def paged_attend(
     slots: jax.Array,
     block_tables: jax.Array,
     seq_lens: jax.Array,
+    cu_q_lens: jax.Array | None = None,
     implementation: str | None = None,
 ) -> Attend:
-    """One new token per row [B]: write its K/V to its page, then attend to the row's pages.
+    """Write the K/V of new tokens [T] to their pages, then attend to the pages of their rows.
 
     Args:
-        slots: i32[B], the slot of each new token.
+        slots: i32[T], the slot of each new token; one out of range is padding.
         block_tables: i32[B, N].
-        seq_lens: i32[B], tokens of each row with the new one; 0 reads nothing and gives 0.
-        implementation: of `pallas_paged.paged_attention`.
+        seq_lens: i32[B], tokens of each row with the new ones; 0 reads nothing and gives 0.
+        cu_q_lens: i32[B + 1], where the new tokens of each row begin and end among all of them;
+            None: one a row, T = B.
+        implementation: of `pallas_paged.ragged_paged_attention`, or of `paged_attention`.
     """
 
     def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache | None
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: LayerCache | None,
+        *,
+        sliding_window: int | None,
     ) -> tuple[jax.Array, LayerCache | None]:
-        cache = pp.write_kv(*_paged(cache), k, v, slots)
-        out = pp.paged_attention(q, *cache, block_tables, seq_lens, implementation=implementation)
+        if cache is None:
+            raise ValueError("cache=None: paged attention needs (k_pages, v_pages) of every layer")
+        cache = pp.write_kv(*cache, k, v, slots)
+        paged = (*cache, block_tables, seq_lens)
+        if cu_q_lens is None:
+            out = pp.paged_attention(
+                q, *paged, sliding_window=sliding_window, implementation=implementation
+            )
+        else:
+            out = pp.ragged_paged_attention(
+                q, *paged, cu_q_lens, sliding_window=sliding_window, implementation=implementation
+            )
         return out, cache
 
     return attend
-
-
-def _paged(cache: LayerCache | None) -> LayerCache:
-    if cache is None:
-        raise ValueError("cache=None: paged attention needs the (k_pages, v_pages) of every layer")
-    return cache
 
 
 def _cudnn_takes(q: jax.Array) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 if __name__ == "__main__":  # before JAX is imported: `--help` and typing errors answer at once
-    from models.cli import main
+    from models.cli import run
 
-    raise SystemExit(main())
+    run()
 
 from collections.abc import Sequence
 
@@ -13,7 +13,8 @@ import numpy as np
 
 from models.decoder import Decoder
 from models.generate_state import create_generate_state
-from models.generation import Generation, bucket
+from models.generation import Generation
+from models.prefill import bucket
 from models.sampling import SamplingParams
 
 
@@ -33,6 +34,7 @@ def generate(
     num_pages: int | None = None,
     max_seqs: int = 64,
     chunk: int | None = None,
+    prefill_chunk: int | None = None,
     implementation: str | None = None,
 ) -> Generation:
     """Continues every prompt num_samples times; iterate over the result to stream.
@@ -56,7 +58,9 @@ def generate(
         max_seqs: samples computed at a time, rounded up to a power of two; more wait.
         chunk: tokens of each sample between two looks of the host; None looks about 20 times a
             second, whatever a token takes.
-        implementation: of `pallas_paged.paged_attention`.
+        prefill_chunk: most tokens of prompts, all together, in one step on the device; None takes
+            2048.
+        implementation: of the attention of `pallas_paged`.
 
     Returns:
         A Generation.
@@ -70,6 +74,7 @@ def generate(
         "num_samples": num_samples,
         "max_seqs": max_seqs,
         "chunk": 1 if chunk is None else chunk,
+        "prefill_chunk": 1 if prefill_chunk is None else prefill_chunk,
         "page_size": page_size,
         "num_pages": 1 if num_pages is None else num_pages,
     }
@@ -91,6 +96,10 @@ def generate(
             )
         if min(prompt) < 0 or max(prompt) >= config.vocab_size:
             raise ValueError(f"prompt {index} has a token outside 0..{config.vocab_size - 1}")
+    ends = config.eos_token_ids if stop_tokens is None else tuple(stop_tokens)
+    for token in ends:
+        if not 0 <= token < 2**31:
+            raise ValueError(f"stop token {token} must be in 0..{2**31 - 1}")
     values = SamplingParams.create(
         len(prompts), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
     )
@@ -98,7 +107,6 @@ def generate(
     longest = max(len(prompt) for prompt in prompts) + max_new_tokens - 1
     pages_per_seq = bucket(-(-longest // page_size))
     num_rows = bucket(min(len(prompts) * num_samples, max_seqs))
-    ends = config.eos_token_ids if stop_tokens is None else tuple(stop_tokens)
     state = create_generate_state(
         config,
         num_pages=num_pages or num_rows * pages_per_seq,
@@ -120,5 +128,6 @@ def generate(
         seed=seed,
         stop_tokens=ends,
         chunk=chunk,
+        prefill_chunk=prefill_chunk,
         implementation=implementation,
     )

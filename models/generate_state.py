@@ -1,7 +1,7 @@
-"""The state of running sequences and the jitted steps on it: prefill, decode, resume, release.
+"""The state of running sequences and the jitted steps on it: decode, resume, release.
 
-All of it lives on the device, and the host looks only between two calls. Prompt, key, sampling
-values, stop tokens and limit of every row are traced, and so is how it ended.
+All of it lives on the device, and the host looks only between two calls. Key, sampling values, stop
+tokens and limit of every row are traced, and so is how it ended. Prompts come in by `prefill.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 import pallas_paged as pp
 from models.config import ModelConfig
-from models.decoder import Attend, Decoder, paged_attend, prefill_attend
+from models.decoder import Attend, Decoder, paged_attend
 from models.sampling import SamplingParams, sample
 
 
@@ -32,6 +32,7 @@ class Status(enum.IntEnum):
     OUT_OF_PAGES = 4  # no free page for its next token; nothing is lost, see `resume`
     TABLE_FULL = 5  # no room in its row of the block table
     BAD_LOGITS = 6  # the model gave NaN or infinite scores
+    PREFILLING = 7  # is taken, and its prompt is not all in
 
 
 @jax.tree_util.register_dataclass
@@ -40,7 +41,8 @@ class GenerateState:
     """All rows of a running generation, the carry of the decode loop.
 
     The newest token of a row is in `last_tokens`; its K/V are written by the step that reads it, so
-    a row holds one token fewer in its pages than its prompt and its generated tokens together.
+    a row holds one token fewer in its pages than its prompt and its generated tokens together. A
+    row that is PREFILLING has the pages of its whole prompt, or shares them when it is in.
 
     Attributes:
         table: who owns which page.
@@ -61,30 +63,6 @@ class GenerateState:
     num_tokens: jax.Array
     last_tokens: jax.Array
     status: jax.Array
-    keys: jax.Array
-    max_new_tokens: jax.Array
-    stop_tokens: jax.Array
-    sampling: SamplingParams | None
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Requests:
-    """A ragged batch of P prompts, each continued in S rows; rows out of range are padding.
-
-    Attributes:
-        tokens: i32[P, T], prompts padded on the right with any valid token.
-        lens: i32[P]
-        rows: i32[P, S], the empty rows that a prompt's samples get.
-        keys: key[P, S]
-        max_new_tokens: i32[P]
-        stop_tokens: i32[P, n], padded with -1; n as in the state.
-        sampling: leaves of shape [P]; None (also field by field) where the state has None.
-    """
-
-    tokens: jax.Array
-    lens: jax.Array
-    rows: jax.Array
     keys: jax.Array
     max_new_tokens: jax.Array
     stop_tokens: jax.Array
@@ -159,83 +137,6 @@ def create_generate_state(
     )
 
 
-@partial(jax.jit, static_argnames="graphdef", donate_argnames="state")
-def prefill(
-    graphdef: nnx.GraphDef[Any], params: nnx.State, state: GenerateState, requests: Requests
-) -> tuple[GenerateState, jax.Array]:
-    """Starts prompts in empty rows: pages, K/V, forks, and the first token of every sample.
-
-    Compiles once for each shape of the requests. The samples of a prompt share its full pages.
-
-    Args:
-        graphdef, params: `nnx.split(model)`.
-        state: donated.
-        requests: what to start, and where.
-
-    Returns:
-        The state, and ok bool[P, S]. The status of a row that is not ok says why: OUT_OF_PAGES (ask
-        again when pages are free) or TABLE_FULL; it holds nothing. A row that was not empty or is
-        named twice is not ok either and has not changed, nor have those of a prompt whose first row
-        is one or that has no tokens.
-
-    Raises:
-        ValueError: shapes do not fit the state.
-    """
-    _check_requests(state, requests)
-    num_prompts, length = requests.tokens.shape
-    num_samples = requests.rows.shape[1]
-    max_seqs, pages_per_seq = state.table.block_tables.shape
-    has_tokens = (requests.lens >= 1) & (requests.lens <= length)
-    claimed = _claimed(state, requests.rows) & has_tokens[:, None]
-    claimed &= claimed[:, :1]  # without the first row there is nothing for the others to share
-    rows = jnp.where(claimed, requests.rows, max_seqs)  # [P, S]
-    first, others = rows[:, 0], rows[:, 1:]
-
-    asked = jnp.zeros(max_seqs, jnp.int32).at[first].set(requests.lens, mode="drop")
-    table, served = pp.extend(state.table, asked, max_new_tokens=length)
-    started = served.at[first].get(mode="fill", fill_value=False)  # [P]
-    first = jnp.where(started, first, max_seqs)
-    lens = jnp.where(started, requests.lens, 0)
-    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (num_prompts, length))
-    slots = pp.slot_mapping(table, jnp.repeat(first, length), positions.reshape(-1))
-
-    model = nnx.merge(graphdef, params)
-    attend = prefill_attend(slots=slots, lens=lens)
-    hidden, pool = _run(model, requests.tokens, positions, attend, state.pool)
-    logits = model.logits(hidden[jnp.arange(num_prompts), jnp.maximum(lens - 1, 0)])  # [P, V]
-
-    ok = started[:, None]
-    if num_samples > 1:
-        src = jnp.repeat(first, num_samples - 1)
-        table, copies, forked = pp.fork(table, src, others.reshape(-1))
-        pool = pp.copy_pages(pool, copies)
-        ok = jnp.concatenate([ok, forked.reshape(others.shape)], axis=1)  # [P, S]
-
-    def each_sample(x: jax.Array) -> jax.Array:  # [P, ...] to [P * S, ...]
-        return jnp.repeat(x, num_samples, axis=0)
-
-    def put(old: jax.Array, new: jax.Array) -> jax.Array:  # [max_seqs, ...], [P * S, ...]
-        return old.at[rows.reshape(-1)].set(new, mode="drop")
-
-    keys, sampling = requests.keys.reshape(-1), jax.tree.map(each_sample, requests.sampling)
-    tokens = _sample(each_sample(logits), keys, each_sample(lens), sampling)
-    too_long = requests.lens > pages_per_seq * state.table.page_size
-    failure = jnp.where(too_long, Status.TABLE_FULL, Status.OUT_OF_PAGES)
-    state = replace(
-        state,
-        table=table,
-        pool=pool,
-        num_tokens=put(state.num_tokens, jnp.zeros(rows.size, jnp.int32)),
-        status=put(state.status, each_sample(failure)),
-        keys=put(state.keys, keys),
-        max_new_tokens=put(state.max_new_tokens, each_sample(requests.max_new_tokens)),
-        stop_tokens=put(state.stop_tokens, each_sample(requests.stop_tokens)),
-        sampling=jax.tree.map(put, state.sampling, sampling),
-    )
-    sampled = put(jnp.zeros(max_seqs, bool), ok.reshape(-1))
-    return _append(state, sampled, put(state.last_tokens, tokens)), ok
-
-
 @partial(jax.jit, static_argnames=("graphdef", "implementation"), donate_argnames="state")
 def decode(
     graphdef: nnx.GraphDef[Any],
@@ -274,8 +175,7 @@ def decode(
             seq_lens=jnp.where(stepped, table.seq_lens, 0),
             implementation=implementation,
         )
-        hidden, pool = _run(model, state.last_tokens, positions, attend, state.pool)
-        tokens = _sample(model.logits(hidden), state.keys, table.seq_lens, state.sampling)
+        hidden, pool = run_layers(model, state.last_tokens, positions, attend, state.pool)
         failure = jnp.where(
             state.table.seq_lens >= capacity, Status.TABLE_FULL, Status.OUT_OF_PAGES
         )
@@ -285,7 +185,7 @@ def decode(
             pool=pool,
             status=jnp.where(running & ~served, failure, state.status),
         )
-        return _append(state, stepped, tokens)
+        return append_tokens(state, stepped, model.logits(hidden))
 
     def unfinished(carry: tuple[jax.Array, GenerateState]) -> jax.Array:
         steps, state = carry
@@ -299,7 +199,7 @@ def decode(
 def resume(state: GenerateState) -> GenerateState:
     """Lets rows that ran out of pages run again from where they stand (state is donated).
 
-    A row that ran out before its prompt was in has nothing to resume: `prefill` it again.
+    A row that ran out before its prompt was in has nothing to resume: `reserve` it again.
     """
     waiting = (state.status == Status.OUT_OF_PAGES) & (state.table.seq_lens > 0)
     return replace(state, status=jnp.where(waiting, Status.RUNNING, state.status))
@@ -330,8 +230,18 @@ def progress(state: GenerateState) -> Progress:
     return jax.tree.map(jnp.copy, seen)
 
 
-def _append(state: GenerateState, sampled: jax.Array, tokens: jax.Array) -> GenerateState:
-    """Takes tokens i32[max_seqs] of the rows in sampled bool[max_seqs], and ends rows."""
+def append_tokens(state: GenerateState, sampled: jax.Array, logits: jax.Array) -> GenerateState:
+    """Samples the next token of rows, and ends those that have all of theirs.
+
+    Args:
+        state: with the tokens in its table that the logits come from.
+        sampled: bool[max_seqs], the rows that get a token; the others do not change.
+        logits: f32[max_seqs, V]
+    """
+    keys = None
+    if state.sampling is not None:  # by position: the same whatever else runs, in how many calls
+        keys = jax.vmap(jax.random.fold_in)(state.keys, state.table.seq_lens)
+    tokens = sample(logits, keys, state.sampling)
     max_seqs, width = state.tokens.shape
     limits = jnp.minimum(state.max_new_tokens, width)
     bad = tokens < 0
@@ -350,51 +260,11 @@ def _append(state: GenerateState, sampled: jax.Array, tokens: jax.Array) -> Gene
     )
 
 
-def _sample(
-    logits: jax.Array, keys: jax.Array, positions: jax.Array, sampling: SamplingParams | None
-) -> jax.Array:
-    """Draws the tokens for positions i32[B], the same whatever else runs, and in how many calls."""
-    step_keys = None if sampling is None else jax.vmap(jax.random.fold_in)(keys, positions)
-    return sample(logits, step_keys, sampling)
-
-
-def _claimed(state: GenerateState, rows: jax.Array) -> jax.Array:
-    """bool[P, S]: rows that exist, hold nothing, and are named here first."""
-    max_seqs = state.status.size
-    order = jnp.arange(rows.size, dtype=jnp.int32).reshape(rows.shape)
-    in_range = (rows >= 0) & (rows < max_seqs)
-    places = jnp.where(in_range, rows, max_seqs)
-    firsts = jnp.full(max_seqs, rows.size, jnp.int32).at[places].min(order, mode="drop")
-    mine = firsts.at[places].get(mode="fill", fill_value=-1) == order
-    held = state.table.seq_lens.at[places].get(mode="fill", fill_value=1)
-    return in_range & mine & (held == 0)
-
-
-def _run(
+def run_layers(
     model: Decoder, tokens: jax.Array, positions: jax.Array, attend: Attend, pool: pp.KVPool
 ) -> tuple[jax.Array, pp.KVPool]:
+    """Hidden states of tokens i32[T], and the pool with their K/V."""
     cache = tuple(zip(pool.k_pages, pool.v_pages, strict=True))
     hidden, layers = model(tokens, positions, attend, cache)
     k_pages, v_pages = zip(*(layers or cache), strict=True)
     return hidden, replace(pool, k_pages=k_pages, v_pages=v_pages)
-
-
-def _check_requests(state: GenerateState, requests: Requests) -> None:
-    num_prompts, num_samples = requests.rows.shape
-    wanted = {
-        "tokens": (num_prompts, requests.tokens.shape[-1]),
-        "lens": (num_prompts,),
-        "keys": (num_prompts, num_samples),
-        "max_new_tokens": (num_prompts,),
-        "stop_tokens": (num_prompts, state.stop_tokens.shape[1]),
-    }
-    for name, shape in wanted.items():
-        given = getattr(requests, name).shape
-        if given != shape:
-            raise ValueError(f"requests.{name} has shape {given}, must be {shape}")
-    ours, theirs = (
-        [name for name, leaf in vars(given).items() if leaf is not None] if given else None
-        for given in (state.sampling, requests.sampling)
-    )
-    if ours != theirs:
-        raise ValueError(f"requests.sampling sets {theirs}, must set {ours} as state.sampling does")

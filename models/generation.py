@@ -18,17 +18,16 @@ from models.decoder import Decoder
 from models.generate_state import (
     GenerateState,
     Progress,
-    Requests,
     Status,
     decode,
-    prefill,
     progress,
     release,
     resume,
 )
+from models.prefill import Requests, pack, prefill, reserve
 from models.sampling import SamplingParams
 
-_MAX_PREFILL_TOKENS = 8192  # padded tokens of one prefill call: bounds its activations
+_PREFILL_CHUNK = 2048  # bounds the activations of a step; enough to keep a large GPU busy
 _LOOK_SECONDS = 0.05  # between two looks of the host, where the caller does not say
 _MAX_CHUNK = 128
 
@@ -131,6 +130,7 @@ class Generation:
         seed: int,
         stop_tokens: Sequence[int],
         chunk: int | None,
+        prefill_chunk: int | None,
         implementation: str | None,
     ):
         """See `generate`, which checks the values and makes the state."""
@@ -144,7 +144,8 @@ class Generation:
         self._key = jax.random.key(seed)
         self._stop_tokens = np.asarray(stop_tokens, np.int32)
         self._chunk = chunk
-        self._implementation = implementation
+        self._prefill_chunk = prefill_chunk or _PREFILL_CHUNK
+        self._how = {"implementation": implementation}
         self._samples = [
             _Sample(prompt=prompt, sample=sample)
             for prompt in range(len(prompts))
@@ -182,8 +183,7 @@ class Generation:
 
     def _run(self) -> Iterator[NewTokens]:
         start = time.perf_counter()
-        how = {"implementation": self._implementation}
-        self._compile(decode, *self._model, self.state, 1, **how)
+        self._compile(decode, *self._model, self.state, 1, **self._how)
         self._compile(progress, self.state)
         pending: Progress | None = None
         num_steps, last_look = self._chunk or 1, time.perf_counter()
@@ -193,7 +193,7 @@ class Generation:
                     yield from self._read(pending)
                     pending = None
                 yield from self._reassign_rows()
-            self.state = decode(*self._model, self.state, num_steps, **how)
+            self.state = decode(*self._model, self.state, num_steps, **self._how)
             latest = progress(self.state)
             if pending is not None:
                 yield from self._read(pending)
@@ -253,18 +253,27 @@ class Generation:
                 groups.append([sample])
         if not groups:
             return
-        length = bucket(max(16, *(len(self._context(group[0])) for group in groups)))
-        size = max(1, _MAX_PREFILL_TOKENS // length)
-        for first in range(0, len(groups), size):
-            requests = self._requests(groups[first : first + size], length)
-            args = (*self._model, self.state, requests)
-            self._compile(prefill, *args)
-            start = time.perf_counter()
-            self.state, ok = prefill(*args)
-            started = np.asarray(ok)[:, 0]  # waits for the device
-            self.stats.prompt_tokens += int(np.sum(np.asarray(requests.lens)[started]))
-            self.stats.prefill_seconds += time.perf_counter() - start
-        yield from self._read(progress(self.state))
+        self.state, reserved = self._call(reserve, self.state, self._requests(groups))
+        rows = np.asarray(reserved)  # waits for the device
+        started = np.flatnonzero(rows[:, 0] < len(self._rows))
+        contexts = [self._context(groups[index][0]) for index in started]
+        chunks = pack(
+            contexts, rows[started], size=self._prefill_chunk, max_prompts=len(self._rows)
+        )
+        for chunk in chunks[:1]:  # the others have its shape
+            self._compile(prefill, *self._model, self.state, chunk, **self._how)
+        start = time.perf_counter()
+        report = progress(self.state)
+        for chunk in chunks:
+            self.state = prefill(*self._model, self.state, chunk, **self._how)
+            # One chunk ahead of the device, so that it need not wait, and no more: Ctrl-C is heard
+            # in between.
+            last, report = report, progress(self.state)
+            jax.block_until_ready(last)
+        report = jax.device_get(report)
+        self.stats.prompt_tokens += sum(map(len, contexts))
+        self.stats.prefill_seconds += time.perf_counter() - start
+        yield from self._read(report)
 
     def _next_queued(self) -> Generator[NewTokens, None, _Sample | None]:
         while self._queue:
@@ -279,16 +288,13 @@ class Generation:
     def _context(self, sample: _Sample) -> list[int]:
         return [*self._prompts[sample.prompt], *sample.tokens]
 
-    def _requests(self, groups: list[list[_Sample]], length: int) -> Requests:
-        size = bucket(len(groups))
-        tokens = np.zeros((size, length), np.int32)
+    def _requests(self, groups: list[list[_Sample]]) -> Requests:
+        size = len(self._rows)  # not len(groups): one shape for all
         lens, limits, prompts = np.zeros((3, size), np.int32)
         rows = np.full((size, self._num_samples), len(self._rows), np.int32)
         seeds = np.zeros((2, size, self._num_samples), np.uint32)
         for index, group in enumerate(groups):
-            context = self._context(group[0])
-            tokens[index, : len(context)] = context
-            lens[index] = len(context)
+            lens[index] = len(self._context(group[0]))
             limits[index] = self._max_new_tokens - len(group[0].tokens)
             prompts[index] = group[0].prompt
             prompt = np.asarray(self._prompts[group[0].prompt], np.int32)
@@ -297,7 +303,6 @@ class Generation:
                 rows[index, column] = self._rows.index(sample)
                 seeds[1, index, column] = sample.sample
         return Requests(
-            tokens=jnp.asarray(tokens),
             lens=jnp.asarray(lens),
             rows=jnp.asarray(rows),
             keys=self._call(_fold_in, self._key, *seeds),
@@ -377,8 +382,3 @@ def _fold_in(key: jax.Array, hashes: jax.Array, numbers: jax.Array) -> jax.Array
         return jax.random.fold_in(jax.random.fold_in(key, prompt), number)
 
     return jax.vmap(jax.vmap(fold))(hashes, numbers)
-
-
-def bucket(count: int) -> int:
-    """The power of two that is not below count: few sizes, few compilations."""
-    return 1 << (count - 1).bit_length()

@@ -139,10 +139,12 @@ def _argmax(scores: jax.Array) -> jax.Array:
 
 def _rows(name: str, values: object, batch_size: int, dtype: type) -> np.ndarray:
     given = np.asarray(values)
-    if given.dtype.kind not in ("iu" if dtype is np.int32 else "iuf"):
-        raise ValueError(
-            f"{name}={values!r} must be {'integers' if dtype is np.int32 else 'numbers'}"
-        )
+    if dtype is np.int32:
+        # Integers beyond 64 bits make an array of objects; those beyond 32 would wrap around.
+        if given.dtype.kind not in "iu" or np.any((given < -(2**31)) | (given >= 2**31)):
+            raise ValueError(f"{name}={values!r} must be integers of 32 bits")
+    elif given.dtype.kind not in "iuf":
+        raise ValueError(f"{name}={values!r} must be numbers")
     if given.shape not in ((), (batch_size,)):
         raise ValueError(f"{name}={values!r} must be one value or {batch_size} values")
     return np.broadcast_to(given.astype(dtype), (batch_size,))

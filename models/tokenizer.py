@@ -53,14 +53,19 @@ class StreamDecoder:
 
     # A character has at most 4 bytes, so the last 3 replacement characters may yet change.
     _MAX_HELD = 3
+    # Tokens with no clean point in sight after which all but the newest half are forgotten, and
+    # those that have no text. That half is more than a character's bytes.
+    _MAX_WINDOW = 16
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
+        """Start after the whole text of a prompt, which is not returned."""
         self._tokenizer = tokenizer
         # Tokens since the last but one clean point: the earlier part is context, because what a
         # token decodes to (a leading space, say) depends on whether it comes first.
-        self._window: list[int] = []
-        self._context = 0  # tokens of the window before the last clean point
-        self._emitted = 0  # characters of the window's text already returned
+        self._window = list(prompt)
+        self._context = len(self._window)  # tokens of the window before the last clean point
+        # Characters of the window's text already returned.
+        self._emitted = len(tokenizer.decode(self._window))
 
     def push(self, ids: Sequence[int]) -> str:
         """Take the next tokens and return the text that has become certain."""
@@ -81,13 +86,27 @@ class StreamDecoder:
             certain = max(len(text.rstrip(_REPLACEMENT)), len(text) - self._MAX_HELD)
             piece = text[self._emitted : certain]
             self._emitted = max(self._emitted, certain)
+            self._forget(text)
             return piece
         piece = text[self._emitted :]
         if piece:
             self._window = self._window[self._context :]
             self._context = len(self._window)
             self._emitted = len(self._tokenizer.decode(self._window))
+        else:
+            self._forget(text)
         return piece
+
+    def _forget(self, text: str) -> None:
+        """Shortens a long window between its context and its end, if nothing held back changes."""
+        context, new = self._window[: self._context], self._window[self._context :]
+        if len(new) < self._MAX_WINDOW:
+            return
+        spelled = [token for token in new if self._tokenizer.decode([token])]
+        window = context + spelled[-self._MAX_WINDOW // 2 :]
+        held, shorter = text[self._emitted :], self._tokenizer.decode(window)
+        if shorter.endswith(held):
+            self._window, self._emitted = window, len(shorter) - len(held)
 
 
 def save_byte_tokenizer(folder: str | Path, *, max_length: int) -> None:

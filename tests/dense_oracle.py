@@ -25,9 +25,9 @@ CONFIG = ModelConfig(
 )
 
 
-def tiny_model() -> Decoder:
-    """A random decoder of CONFIG in f32, scaled up so that its logits are far apart."""
-    graphdef, params = nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(0)))
+def tiny_model(config: ModelConfig = CONFIG) -> Decoder:
+    """A random decoder in f32, scaled up so that its logits are far apart."""
+    graphdef, params = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
     return nnx.merge(graphdef, jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, params))
 
 

@@ -48,6 +48,21 @@ LLAMA = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
 }
+MISTRAL = {"architectures": ["MistralForCausalLM"]}
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "use_sliding_window": True,
+    "sliding_window": 32,
+    "max_window_layers": 1,
+}
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 LAYER = "model.layers.0."
 
 
@@ -201,7 +216,10 @@ def test_wrong_files_are_named(tmp_path):
         ("config.json", '{"architectures": ["GPT2LMHeadModel"]}', "'GPT2LMHeadModel' is not"),
         ("generation_config.json", "{", r"generation_config\.json: not JSON"),
         ("model.safetensors.index.json", None, r"neither model\.safetensors nor model\.saf"),
+        ("generation_config.json", '{"eos_token_id": "x"}', r"n_config\.json: eos_token_id='x' "),
         ("model.safetensors.index.json", "{}", r"index\.json: expected .*weight_map"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": 1}}', "expected weight_map"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": []}}', "expected weight_map"),
         ("model-00002-of-00002.safetensors", None, r"00002\.safetensors: missing, though"),
         ("model-00001-of-00002.safetensors", "short", r"00001-of-00002\.safetensors: "),
     ):
@@ -210,7 +228,7 @@ def test_wrong_files_are_named(tmp_path):
 
 
 def test_llama_cannot_express_every_decoder(tmp_path):
-    for changes in ({"qk_norm": True}, {"qkv_bias": True}):
+    for changes in ({"qk_norm": True}, {"qkv_bias": True}, {"sliding_windows": (5,)}):
         config = dataclasses.replace(CONFIG, **changes)
         with pytest.raises(ValueError, match="cannot be saved as LlamaForCausalLM"):
             save_random(tmp_path / "out", config)
@@ -234,13 +252,8 @@ def test_config_defaults_follow_the_architecture():
 
 
 def test_both_spellings_of_rope_agree():
-    scaling = {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
-    old = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}}
+    scaling = {name: value for name, value in LLAMA3.items() if name != "rope_type"}
+    old = {"rope_theta": 5e5, "rope_scaling": LLAMA3}
     oldest = {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}}
     new = {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}}
     expected = Llama3RopeScaling(**scaling)
@@ -273,24 +286,40 @@ def test_eos_token_id_is_null_a_number_or_a_list(value, expected):
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn' is not supported; supported:"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type='llama3' needs factor"),
+        ({"rope_scaling": LLAMA3 | {"factor": None}}, "factor=None must be a positive number"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4}}, "low_freq_factor=4 must be less than"),
+        (
+            {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": "x"}},
+            "original_max_position_embeddings='x' must be a positive integer",
+        ),
+        ({"rope_parameters": {"full_attention": {}}}, "must be the parameters of one rotary"),
+        ({"rope_scaling": "x"}, "rope='x' must be the parameters of one rotary"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"rope_theta": 0}, "rope_theta=0 must be a positive number"),
+        ({"rope_theta": -1e4}, "rope_theta=-10000.0 must be a positive number"),
+        ({"rope_theta": 10**400}, "rope_theta=1000*0 must be a positive number"),
+        ({"rope_theta": float("inf")}, "rope_theta=inf must be a positive number"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps='x' must be a positive number"),
+        ({"rms_norm_eps": None}, "rms_norm_eps=None must be a positive number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be a positive number"),
+        ({"max_position_embeddings": None}, "max_position_embeddings=None must be a positive int"),
+        ({"eos_token_id": 2**40}, "eos_token_id=1099511627776 must be an integer in 0..2147483647"),
+        ({"eos_token_id": [1, "x"]}, "eos_token_id='x' must be an integer in"),
+        ({"eos_token_id": True}, "eos_token_id=True must be an integer in"),
+        ({"eos_token_id": {"a": 1}}, "eos_token_id={'a': 1} must be an integer in"),
+        ({"architectures": 5}, "architecture=None is not supported"),
+        ({"architectures": [["x"]]}, r"architecture=\['x'\] is not supported"),
+        (MISTRAL | {"sliding_window": 0}, "sliding_window=0 must be a positive integer"),
+        (MISTRAL | {"sliding_window": "x"}, "sliding_window='x' must be a positive integer"),
+        (QWEN2 | {"max_window_layers": None}, "max_window_layers=None must be a non-negative int"),
+        ({"layer_types": ["sliding_attention"]}, "but no sliding_window is in use"),
         (
-            {"architectures": ["MistralForCausalLM"]},
-            "MistralForCausalLM with sliding_window=4096 is not supported",
+            QWEN2 | {"use_sliding_window": False, "layer_types": ["sliding_attention"]},
+            "but no sliding_window is in use",
         ),
-        (
-            {
-                "architectures": ["Qwen2ForCausalLM"],
-                "use_sliding_window": True,
-                "sliding_window": 32,
-                "max_window_layers": 0,
-            },
-            "Qwen2ForCausalLM with sliding_window=32 is not supported",
-        ),
-        (
-            {"layer_types": ["sliding_attention"], "sliding_window": 16},
-            "sliding_window=16 is not supported",
-        ),
+        ({"layer_types": ["linear_attention"]}, "layer_type='linear_attention' is not supported"),
+        ({"layer_types": ["full_attention"] * 2}, "must name the attention of num_layers=1"),
+        ({"layer_types": "full_attention"}, "must name the attention of num_layers=1"),
     ],
 )
 def test_what_the_decoder_lacks_is_refused(changes, message):
@@ -299,20 +328,32 @@ def test_what_the_decoder_lacks_is_refused(changes, message):
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "windows"),
     [
-        {"architectures": ["MistralForCausalLM"], "sliding_window": None},
-        {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32, "use_sliding_window": False},
-        {
-            "architectures": ["Qwen3ForCausalLM"],
-            "sliding_window": 32,
-            "use_sliding_window": True,
-            "max_window_layers": 1,
-        },
+        (MISTRAL, (4096,) * 3),
+        (MISTRAL | {"sliding_window": 7}, (7,) * 3),
+        (MISTRAL | {"sliding_window": None}, ()),
+        (MISTRAL | {"sliding_window": 7, "layer_types": ALTERNATING}, (7, None, 7)),
+        (QWEN2, (None, 32, 32)),
+        (QWEN2 | {"max_window_layers": 0}, (32, 32, 32)),
+        (QWEN2 | {"max_window_layers": 3}, ()),
+        (QWEN2 | {"use_sliding_window": False, "max_window_layers": None}, ()),
+        (QWEN2 | {"sliding_window": None}, ()),
+        (QWEN2 | {"layer_types": ALTERNATING}, (32, None, 32)),
+        (QWEN2 | {"layer_types": ["full_attention"] * 3}, ()),
+        (QWEN2 | {"architectures": ["Qwen3ForCausalLM"]}, (None, 32, 32)),
+        ({"layer_types": ALTERNATING, "sliding_window": 16}, (16, None, 16)),
+        ({"sliding_window": 16}, ()),
     ],
 )
-def test_a_sliding_window_that_no_layer_uses_is_accepted(changes):
-    assert ModelConfig.from_hugging_face(LLAMA | changes).num_layers == 1
+def test_sliding_windows_are_those_of_transformers(changes, windows):
+    config = ModelConfig.from_hugging_face(LLAMA | {"num_hidden_layers": 3} | changes)
+    assert config.sliding_windows == windows
+
+
+def test_a_config_needs_a_window_or_none_for_each_layer():
+    with pytest.raises(ValueError, match="num_windows=2 of the layers must be 0 or num_layers=1"):
+        dataclasses.replace(CONFIG, sliding_windows=(4, None))
 
 
 @pytest.fixture(scope="module")

@@ -101,8 +101,8 @@ def test_json_is_one_object_with_everything(run, tmp_path):
     assert result["seed"] == 3 and result["implementation"] == "xla"
     assert result["device"] == jax.devices()[0].device_kind
     assert run(*args, "--max-new-tokens", "9", "--json", "--seed", "3")[1] != out  # times differ
-    again = json.loads(run(*args, "--max-new-tokens", "9", "--json", "--seed", "3")[1])
-    assert again["completions"] == completions
+    more = ["--max-new-tokens", "9", "--json", "--seed", "3", "--prefill-chunk", "7"]
+    assert json.loads(run(*args, *more)[1])["completions"] == completions
 
 
 def test_several_samples_are_printed_when_done(run):
@@ -148,6 +148,9 @@ def test_the_text_stream_holds_back_what_may_become_a_stop(checkpoint):
     assert stream.text == "hello ENJOY \néx"
     assert bytes(stream.tokens).endswith(b"xEND")
 
+    marked = cli.TextStream(Tokenizer(checkpoint), "what\ufffd".encode(), [])
+    assert marked.push(b"? ") == "? " and marked.finish() == ""
+
     unfinished = cli.TextStream(Tokenizer(checkpoint), b"", ["END"])
     assert unfinished.push(b"an E") == "an "
     assert unfinished.finish() == "E" and unfinished.text == "an E"
@@ -177,6 +180,8 @@ def test_default_length_is_what_the_model_has_room_for(run):
         (["--prompt", "x", "--temperature", "-1"], "temperature=-1.0 must be finite"),
         (["--prompt", "x", "--temperature", "hot"], "argument --temperature: invalid float value"),
         (["--prompt", "x", "--top-k", "-2"], "top_k=-2 must not be negative"),
+        (["--prompt", "x", "--top-k", str(2**31)], "top_k=2147483648 must be integers of 32 bits"),
+        (["--prompt", "x", "--prefill-chunk", "0"], "prefill_chunk=0 must be at least 1"),
         (["--prompt", "x", "--top-p", "0"], "top_p=0.0 must be above 0"),
         (["--prompt", "x", "--min-p", "1"], "min_p=1.0 must be at least 0 and below 1"),
         (["--prompt", "x", "--seed", "-1"], "seed=-1 must be in 0.."),
@@ -199,6 +204,23 @@ def test_a_broken_checkpoint_is_one_line(run, checkpoint, tmp_path):
     status, out, err = run("--prompt", "x", "--checkpoint", str(tmp_path))
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("error: ") and "model.safetensors" in err
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rms_norm_eps": "x"},
+        {"rope_theta": 0},
+        {"eos_token_id": 2**40},
+        {"rope_scaling": {"rope_type": "llama3", "factor": None}},
+    ],
+)
+def test_a_broken_config_is_one_line(run, tmp_path, checkpoint, changes):
+    config = json.loads((checkpoint / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    status, out, err = run("--prompt", "x", "--checkpoint", str(tmp_path))
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: ") and "config.json: " in err
 
 
 def test_a_process_ends_with_status_2_and_no_traceback(start):
@@ -228,6 +250,22 @@ def test_ctrl_c_ends_quietly(run, monkeypatch):
 
     monkeypatch.setattr("models.generate.generate", interrupted)
     assert run("--prompt", "ROMEO:") == (130, "", "")
+
+
+def test_an_interrupted_process_does_not_tear_itself_down():
+    """A compilation that goes on in a thread of JAX would crash it then."""
+    code = """
+import atexit
+from models import cli
+atexit.register(print, "torn down")
+print("told", end="")
+cli.main = lambda: {status}
+cli.run()
+"""
+    for status, out in ((130, "told"), (2, "toldtorn down\n")):
+        command = [sys.executable, "-c", code.format(status=status)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (status, out, "")
 
 
 def test_a_prompt_that_is_no_text_is_one_line(run):

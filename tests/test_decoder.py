@@ -1,6 +1,7 @@
 """The decoder against transformers' values, with no cache and with paged caches."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from flax import nnx
 import pallas_paged as pp
 from models.checkpoint import load_checkpoint
 from models.config import ModelConfig
-from models.decoder import Decoder, dense_attend, paged_attend, prefill_attend
+from models.decoder import Decoder, dense_attend, paged_attend
 
 GOLDENS = Path(__file__).parent / "goldens"
 NAMES = ("llama", "qwen2", "qwen3")
@@ -56,16 +57,16 @@ def positions_of(tokens):
 
 
 @partial(jax.jit, static_argnames="graphdef")
-def logits_of(params, tokens, lens, graphdef):
+def logits_of(params, tokens, graphdef):
     model = nnx.merge(graphdef, params)
-    hidden, cache = model(tokens, positions_of(tokens), dense_attend(lens=lens))
+    hidden, cache = model(tokens, positions_of(tokens), dense_attend())
     assert cache is None
     return model.logits(hidden)
 
 
-def dense_logits(model, tokens, lens=None):
+def dense_logits(model, tokens):
     graphdef, params = nnx.split(model)
-    return logits_of(params, tokens, lens, graphdef)
+    return logits_of(params, tokens, graphdef)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -98,15 +99,36 @@ def test_paged_logits_equal_transformers_token_by_token(name):
 
     table, ok = pp.extend(table, jnp.asarray(prompt_lens))
     assert ok.all()
-    prompts = tokens[:, :10]  # the second row has 1 token of padding, the first 5
-    positions = positions_of(prompts)
-    rows = jnp.repeat(jnp.arange(2, dtype=jnp.int32), 10)
-    slots = pp.slot_mapping(table, rows, positions.reshape(-1))
-    attend = prefill_attend(slots=slots, lens=table.seq_lens)
-    hidden, cache = model(prompts, positions, attend, cache)
-    logits = model.logits(hidden)
-    for row, length in enumerate(prompt_lens):
-        assert relative_error(logits[row, :length], expected[row, :length]) <= 1e-5
+
+    @jax.jit
+    def prefill(params, cache, tokens, positions, rows, cu_q_lens, seq_lens):
+        attend = paged_attend(
+            slots=pp.slot_mapping(table, rows, positions),
+            block_tables=table.block_tables,
+            seq_lens=seq_lens,
+            cu_q_lens=cu_q_lens,
+            implementation="xla",
+        )
+        model = nnx.merge(graphdef, params)
+        hidden, cache = model(tokens, positions, attend, cache)
+        return model.logits(hidden), cache
+
+    # The prompts in two chunks of 8 packed tokens, the second of which has 2 of padding.
+    for spans, seq_lens in (([(0, 5), (0, 3)], [5, 3]), ([(5, 5), (3, 9)], [5, 9])):
+        rows = np.repeat([0, 1, 2], [*(end - start for start, end in spans), 8])[:8]
+        positions = np.concatenate([*(np.arange(*span) for span in spans), np.arange(8)])[:8]
+        known = rows < 2
+        logits, cache = prefill(
+            params,
+            cache,
+            jnp.where(known, tokens[np.minimum(rows, 1), positions], 0),
+            jnp.asarray(positions, jnp.int32),
+            jnp.asarray(rows, jnp.int32),
+            jnp.asarray(np.cumsum([0, *(end - start for start, end in spans)]), jnp.int32),
+            jnp.asarray(seq_lens, jnp.int32),
+        )
+        wanted = expected[rows[known], positions[known]]
+        assert relative_error(logits[known], wanted) <= 1e-5
 
     @jax.jit
     def step(params, table, cache, tokens):
@@ -130,26 +152,55 @@ def test_paged_logits_equal_transformers_token_by_token(name):
         assert relative_error(logits, expected[np.arange(2), at]) <= 1e-5
 
 
-def test_padding_changes_no_real_row(model):
-    tokens = jax.random.randint(jax.random.key(0), (3, 8), 0, CONFIG.vocab_size)
-    lens = jnp.array([5, 0, 8], jnp.int32)
-    padded = dense_logits(model, tokens, lens)
-    other = dense_logits(model, tokens.at[0, 5:].set(1).at[1].set(2), lens)
-    assert jnp.isfinite(padded).all()
-    np.testing.assert_array_equal(padded[0, :5], other[0, :5])
-    np.testing.assert_array_equal(padded[2], other[2])
-    alone = dense_logits(model, tokens[:1, :5])
-    np.testing.assert_allclose(padded[:1, :5], alone, rtol=1e-5, atol=1e-6)
-
-
-def test_empty_row_of_a_prefill_writes_nothing(model):
-    empty = jnp.full((CONFIG.num_kv_heads, 3, 4, CONFIG.head_dim), 7.0)
-    tokens = jnp.zeros((1, 4), jnp.int32)
-    attend = prefill_attend(slots=jnp.full(4, 12, jnp.int32), lens=jnp.zeros(1, jnp.int32))
-    hidden, cache = model(tokens, positions_of(tokens), attend, [(empty, empty)] * 2)
+def test_tokens_of_no_row_write_nothing(model):
+    pages = jnp.full((CONFIG.num_kv_heads, 3, 4, CONFIG.head_dim), 7.0)
+    tokens = jnp.zeros(4, jnp.int32)
+    attend = paged_attend(
+        slots=jnp.full(4, 12, jnp.int32),
+        block_tables=jnp.zeros((1, 1), jnp.int32),
+        seq_lens=jnp.zeros(1, jnp.int32),
+        cu_q_lens=jnp.zeros(2, jnp.int32),
+        implementation="xla",
+    )
+    hidden, cache = model(tokens, positions_of(tokens), attend, [(pages, pages)] * 2)
     assert jnp.isfinite(hidden).all()
-    for pages in jax.tree.leaves(cache):
-        np.testing.assert_array_equal(pages, empty)
+    for after in jax.tree.leaves(cache):
+        np.testing.assert_array_equal(after, pages)
+
+
+def masked_attend(windows):
+    """Attention of float64, with the window of each layer in turn spelled out as a mask."""
+    windows = iter(windows)
+
+    def attend(q, k, v, cache, *, sliding_window):
+        window = next(windows)
+        q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+        k, v = (np.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+        queries, keys = np.arange(q.shape[1])[:, None], np.arange(q.shape[1])
+        seen = (keys <= queries) & (keys > queries - window)
+        logits = np.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+        weights = np.exp(np.where(seen, logits, -np.inf))
+        out = np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), v)
+        return jnp.asarray(out, jnp.float32), cache
+
+    return attend
+
+
+def test_each_layer_has_its_own_window(model):
+    tokens = jax.random.randint(jax.random.key(1), (2, 9), 0, CONFIG.vocab_size)
+    params = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, nnx.state(model))
+    logits = {}
+    for windows in ((), (1, 3), (None, 4), (2**40, 9)):
+        config = replace(CONFIG, sliding_windows=windows)
+        windowed = Decoder(config, rngs=nnx.Rngs(0))
+        nnx.update(windowed, params)
+        full = [window or 1000 for window in windows or (None, None)]
+        hidden, _ = windowed(tokens, positions_of(tokens), masked_attend(full))
+        logits[windows] = dense_logits(windowed, tokens)
+        assert relative_error(logits[windows], windowed.logits(hidden)) <= 1e-5
+    np.testing.assert_allclose(logits[(2**40, 9)], logits[()], rtol=1e-5, atol=1e-5)
+    assert relative_error(logits[(1, 3)], logits[()]) > 0.1
+    np.testing.assert_allclose(logits[(None, 4)][:, :4], logits[()][:, :4], rtol=1e-4, atol=1e-5)
 
 
 def test_bf16_stays_near_f32(model):
@@ -219,7 +270,7 @@ def test_cudnn_is_asked_only_for_what_it_takes(monkeypatch, backend, dtype, head
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
     q = jnp.zeros((1, 2, 1, head_dim), dtype)
-    dense_attend()(q, q, q, None)
+    dense_attend()(q, q, q, None, sliding_window=None)
     assert asked == [expected]
 
 
@@ -232,13 +283,11 @@ def test_misfits_are_refused(model):
     pages = jnp.zeros((2, 3, 4, 16))
     with pytest.raises(ValueError, match=r"len\(cache\)=1 must equal num_layers=2"):
         model(tokens, positions_of(tokens), dense_attend(), [(pages, pages)])
-    for attend in (
-        prefill_attend(slots=jnp.zeros(8, jnp.int32), lens=jnp.full(2, 4, jnp.int32)),
-        paged_attend(
-            slots=jnp.zeros(2, jnp.int32),
-            block_tables=jnp.zeros((2, 1), jnp.int32),
-            seq_lens=jnp.ones(2, jnp.int32),
-        ),
-    ):
-        with pytest.raises(ValueError, match="cache=None: paged attention needs"):
-            model(tokens, positions_of(tokens), attend)
+    attend = paged_attend(
+        slots=jnp.zeros(2, jnp.int32),
+        block_tables=jnp.zeros((1, 1), jnp.int32),
+        seq_lens=jnp.ones(1, jnp.int32),
+        cu_q_lens=jnp.array([0, 2], jnp.int32),
+    )
+    with pytest.raises(ValueError, match="cache=None: paged attention needs"):
+        model(tokens, positions_of(tokens), attend)

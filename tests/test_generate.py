@@ -41,7 +41,10 @@ def greedy(oracle):
 
 
 def generate(model, prompts, **options):
-    defaults = dict(max_new_tokens=NEW, page_size=4, chunk=4, implementation="xla")
+    # Chunks of prompts so small that few shapes of them are to be compiled.
+    defaults = dict(
+        max_new_tokens=NEW, page_size=4, chunk=4, prefill_chunk=16, implementation="xla"
+    )
     return generate_with_defaults(model, prompts, **(defaults | options))
 
 
@@ -58,6 +61,21 @@ def test_paged_equals_dense(model, greedy, chunk):
     result = generate(model, PROMPTS, chunk=chunk).result()
     assert tokens_of(result) == greedy
     assert reasons_of(result) == ["max_tokens"] * len(PROMPTS)
+
+
+@pytest.mark.parametrize("prefill_chunk", [1, 7, None])
+def test_chunks_of_prompts_change_no_token(model, greedy, prefill_chunk):
+    result = generate(model, PROMPTS, prefill_chunk=prefill_chunk).result()
+    assert tokens_of(result) == greedy
+    assert result.stats.prompt_tokens == sum(map(len, PROMPTS))
+
+
+def test_a_model_with_windows_equals_its_dense_self(greedy):
+    model = tiny_model(replace(CONFIG, sliding_windows=(3, None)))
+    dense = DenseOracle(model)
+    wanted = [dense.continue_(prompt, NEW) for prompt in PROMPTS[:2]]
+    assert wanted != greedy[:2]
+    assert tokens_of(generate(model, PROMPTS[:2], prefill_chunk=5).result()) == wanted
 
 
 def test_events_are_the_result_in_pieces(model, greedy):
@@ -191,7 +209,7 @@ def test_the_caller_can_stop_a_sample(model, greedy):
 
 
 def test_a_second_call_of_the_same_bucket_traces_nothing(model, monkeypatch):
-    options = dict(num_samples=2, temperature=1.0, top_p=0.9, stop_tokens=[0])
+    options = dict(num_samples=2, temperature=1.0, top_p=0.9, stop_tokens=[0], prefill_chunk=None)
     generate(model, PROMPTS[:2], **options).result()
     traces, merge = [], nnx.merge
     monkeypatch.setattr(nnx, "merge", lambda *args: traces.append(1) or merge(*args))
@@ -224,6 +242,8 @@ def test_storms_of_a_tiny_pool(model, oracle):
         ([[1]], {"num_samples": 0}, "num_samples=0 must be at least 1"),
         ([[1]], {"num_pages": 0}, "num_pages=0 must be at least 1"),
         ([[1]], {"chunk": 0}, "chunk=0 must be at least 1"),
+        ([[1]], {"prefill_chunk": 0}, "prefill_chunk=0 must be at least 1"),
+        ([[1]], {"stop_tokens": [2**31]}, "stop token 2147483648 must be in 0..2147483647"),
         ([[1]], {"max_seqs": 0}, "max_seqs=0 must be at least 1"),
         ([[1]], {"page_size": 3}, "page_size=3 must be a power of two"),
         ([[1]], {"seed": -1}, "seed=-1 must be in 0.."),

@@ -1,9 +1,6 @@
-"""The jitted steps: prefill, decode, resume and release against generation without a cache."""
+"""Rows that start, decode, wait, resume and end, against generation without a cache."""
 
 from __future__ import annotations
-
-import re
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,22 +9,22 @@ import pytest
 from flax import nnx
 
 import pallas_paged as pp
-from models.generate_state import (
-    Requests,
-    Status,
-    create_generate_state,
-    decode,
-    prefill,
-    progress,
-    release,
-    resume,
-)
+from models.generate_state import Status, decode, progress, release, resume
 from models.sampling import SamplingParams
-from tests.dense_oracle import CONFIG, DenseOracle, tiny_model
+from tests.dense_oracle import DenseOracle, tiny_model
+from tests.generate_steps import (
+    CAPACITY,
+    MANY_PAGES,
+    MAX_SEQS,
+    NUM_PAGES,
+    assert_copies_no_pool,
+    empty_state,
+    start,
+    statuses,
+    step,
+    texts,
+)
 
-# One set of shapes for (nearly) all tests: 3 full rows want 12 pages, the pool has 8.
-PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES, MAX_SEQS, LENGTH = 4, 4, 8, 4, 20
-CAPACITY = PAGE_SIZE * PAGES_PER_SEQ
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11], [12, 13, 14, 15, 16]]
 KEYS = jax.random.split(jax.random.key(7), (3, 1))
 
@@ -54,55 +51,9 @@ def oracle(model):
     return DenseOracle(model)
 
 
-def empty_state(**changes):
-    sizes = dict(
-        num_pages=NUM_PAGES,
-        page_size=PAGE_SIZE,
-        max_seqs=MAX_SEQS,
-        pages_per_seq=PAGES_PER_SEQ,
-        max_new_tokens=16,
-        num_stop_tokens=2,
-        sampling=SamplingParams.create(1),
-    )
-    return create_generate_state(CONFIG, **(sizes | changes))
-
-
-def requests(prompts, rows, *, keys=None, limit=16, stops=(), temperature=0.0):
-    tokens = np.zeros((len(prompts), LENGTH), np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-    rows = np.asarray(rows, np.int32).reshape(len(prompts), -1)
-    stop_tokens = np.full((len(prompts), 2), -1, np.int32)
-    stop_tokens[:, : len(stops)] = stops
-    return Requests(
-        tokens=jnp.asarray(tokens),
-        lens=jnp.asarray([len(prompt) for prompt in prompts], jnp.int32),
-        rows=jnp.asarray(rows),
-        keys=jax.random.split(jax.random.key(7), rows.shape) if keys is None else keys,
-        max_new_tokens=jnp.asarray(np.broadcast_to(limit, len(prompts)), jnp.int32),
-        stop_tokens=jnp.asarray(stop_tokens),
-        sampling=SamplingParams.create(len(prompts), temperature=temperature),
-    )
-
-
-def step(split, state, num_steps):
-    return decode(*split, state, num_steps, implementation="xla")
-
-
-def texts(state):
-    return [
-        row[:count].tolist()
-        for row, count in zip(np.asarray(state.tokens), np.asarray(state.num_tokens), strict=True)
-    ]
-
-
-def statuses(state):
-    return [Status(int(status)) for status in state.status]
-
-
 @pytest.mark.parametrize("steps", [[20], [1, 2, 20]])
 def test_paged_greedy_equals_dense_greedy_across_page_borders(split, oracle, steps):
-    state, ok = prefill(*split, empty_state(), requests([*PROMPTS[:2], []], [0, 2, 4], limit=8))
+    state, ok = start(split, empty_state(), [*PROMPTS[:2], []], [0, 2, 4], limit=8)
     assert ok.tolist() == [[True], [True], [False]]
     pp.check(state.table)
     for num_steps in steps:
@@ -120,9 +71,7 @@ def test_paged_greedy_equals_dense_greedy_across_page_borders(split, oracle, ste
 
 
 def test_drawn_tokens_follow_the_keys_by_position(split, oracle):
-    state, _ = prefill(
-        *split, empty_state(), requests([*PROMPTS[:2], []], [3, 1, 4], temperature=1.0, limit=6)
-    )
+    state, _ = start(split, empty_state(), [*PROMPTS[:2], []], [3, 1, 4], temperature=1.0, limit=6)
     state = step(split, step(split, state, 2), 20)
     drawn = SamplingParams.create(1, temperature=1.0)
     assert texts(state)[3] == oracle.continue_(PROMPTS[0], 6, key=KEYS[0, 0], params=drawn)
@@ -134,11 +83,9 @@ def test_each_row_ends_for_its_own_reason(split, oracle):
     greedy = oracle.continue_(PROMPTS[0], 6)
     stop = greedy[4]
     first = greedy.index(stop)
-    state, _ = prefill(
-        *split, empty_state(), requests([PROMPTS[0], [], []], [0, 4, 4], stops=[39, stop])
-    )
+    state, _ = start(split, empty_state(), [PROMPTS[0], [], []], [0, 4, 4], stops=[39, stop])
     long = [17] * 12
-    state, ok = prefill(*split, state, requests([long, [], [20]], [1, 4, 2], limit=[16, 0, 1]))
+    state, ok = start(split, state, [long, [], [20]], [1, 4, 2], limit=[16, 0, 1])
     assert ok.tolist() == [[True], [False], [True]]
     state = step(split, state, 20)
     assert statuses(state) == [Status.STOPPED, Status.TABLE_FULL, Status.MAX_TOKENS, Status.EMPTY]
@@ -154,7 +101,7 @@ def test_out_of_pages_is_a_pause(split, oracle):
     """Rows stop where the pool ends, and go on unchanged once another row is released."""
     prompts = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
     wanted = [oracle.continue_(prompt, 12) for prompt in prompts]
-    state, ok = prefill(*split, empty_state(), requests(prompts, [0, 1, 2], limit=12))
+    state, ok = start(split, empty_state(), prompts, [0, 1, 2], limit=12)
     assert ok.all()
     state = step(split, state, 100)
     assert statuses(state)[:3] == [Status.OUT_OF_PAGES] * 3
@@ -176,34 +123,34 @@ def test_out_of_pages_is_a_pause(split, oracle):
 
 def test_prompts_that_find_no_pages_can_be_tried_again(split, oracle):
     prompts = [[i, *range(11)] for i in (20, 21, 22)]  # 3 pages each
-    state, ok = prefill(*split, empty_state(), requests(prompts, [0, 1, 2], limit=3))
+    state, ok = start(split, empty_state(), prompts, [0, 1, 2], limit=3)
     assert ok.tolist() == [[True], [True], [False]]
     assert statuses(state)[2] is Status.OUT_OF_PAGES and int(state.table.seq_lens[2]) == 0
     state = step(split, resume(state), 10)  # a row without a prompt has nothing to resume
     assert statuses(state)[:3] == [Status.MAX_TOKENS] * 2 + [Status.OUT_OF_PAGES]
     state = release(state, jnp.array([True, False, False, False]))
-    state, ok = prefill(*split, state, requests([[], [], prompts[2]], [4, 4, 2], limit=3))
+    state, ok = start(split, state, [[], [], prompts[2]], [4, 4, 2], limit=3)
     assert ok[2, 0]
     state = step(split, state, 10)
     assert texts(state)[1:3] == [oracle.continue_(prompt, 3) for prompt in prompts[1:]]
     pp.check(state.table)
 
 
-def test_prefill_leaves_alone_what_it_cannot_start(split, oracle):
-    state, _ = prefill(*split, empty_state(), requests([PROMPTS[0], [], []], [1, 4, 4], limit=5))
+def test_a_start_leaves_alone_what_it_cannot_have(split, oracle):
+    state, _ = start(split, empty_state(), [PROMPTS[0], [], []], [1, 4, 4], limit=5)
     state = step(split, state, 2)
     pages = np.asarray(state.pool.k_pages[0][:, :NUM_PAGES])
     table = jax.tree.map(np.asarray, state.table)
     too_long = list(range(CAPACITY + 1))
     # A row in use, a row out of range, a prompt longer than a row.
-    state, ok = prefill(*split, state, requests([PROMPTS[1], [5], too_long], [1, -1, 0]))
+    state, ok = start(split, state, [PROMPTS[1], [5], too_long], [1, -1, 0])
     assert not ok.any()
     assert statuses(state) == [Status.TABLE_FULL, Status.RUNNING, Status.EMPTY, Status.EMPTY]
     # Samples of a prompt whose first row is taken.
-    state, ok = prefill(*split, state, requests([[5]], [[1, 2, 3]]))
+    state, ok = start(split, state, [[5]], [[1, 2, 3]])
     assert not ok.any() and statuses(state)[2:] == [Status.EMPTY, Status.EMPTY]
     # The same row twice: the first has it.
-    state, ok = prefill(*split, state, requests([[], [6], [7]], [2, 3, 3], limit=1))
+    state, ok = start(split, state, [[], [6], [7]], [2, 3, 3], limit=1)
     assert ok.tolist() == [[False], [True], [False]]
     assert texts(state)[3] == oracle.continue_([6], 1)
     state = release(state, jnp.array([False, False, False, True]))
@@ -217,11 +164,8 @@ def test_prefill_leaves_alone_what_it_cannot_start(split, oracle):
 def test_samples_of_one_prompt_equal_independent_runs_with_the_same_keys(split):
     keys = jax.random.split(jax.random.key(1), 3)
     prompt = [3, 1, 4, 1, 5, 9]
-    state, ok = prefill(
-        *split,
-        empty_state(),
-        requests([prompt], [[2, 0, 3]], keys=keys[None], limit=6, temperature=1.0),
-    )
+    options = {"keys": keys[None], "limit": 6, "temperature": 1.0}
+    state, ok = start(split, empty_state(), [prompt], [[2, 0, 3]], **options)
     assert ok.all()
     pp.check(state.table)
     assert NUM_PAGES - int(state.table.num_free) == 1 + 3  # one shared, three tails
@@ -230,21 +174,16 @@ def test_samples_of_one_prompt_equal_independent_runs_with_the_same_keys(split):
     shared = [texts(state)[row] for row in (2, 0, 3)]
     assert len(set(map(tuple, shared))) > 1
     for key, text in zip(keys, shared, strict=True):
-        fresh, _ = prefill(
-            *split,
-            empty_state(),
-            requests(
-                [prompt, [], []], [1, 4, 4], keys=jnp.tile(key, (3, 1)), limit=6, temperature=1.0
-            ),
-        )
+        one = {"keys": key.reshape(1, 1), "limit": 6, "temperature": 1.0}
+        fresh, _ = start(split, empty_state(), [prompt], [1], **one)
         assert texts(step(split, fresh, 10))[1] == text
 
 
 def test_samples_that_find_no_page_hold_nothing(split):
-    state, _ = prefill(*split, empty_state(), requests([[1] * 12, [2] * 9, []], [0, 1, 4], limit=1))
+    state, _ = start(split, empty_state(), [[1] * 12, [2] * 9], [0, 1], limit=1)
     keys = jax.random.split(jax.random.key(1), (1, 3))
     state = release(state, jnp.array([True, False, False, False]))  # 5 pages are free
-    state, ok = prefill(*split, state, requests([[3] * 14], [[0, 2, 3]], keys=keys))
+    state, ok = start(split, state, [[3] * 14], [[0, 2, 3]], keys=keys)
     assert ok.tolist() == [[True, True, False]]
     assert statuses(state)[3] is Status.OUT_OF_PAGES and int(state.table.seq_lens[3]) == 0
     pp.check(state.table)
@@ -253,16 +192,16 @@ def test_samples_that_find_no_page_hold_nothing(split):
 def test_a_model_that_gives_nan_ends_its_rows(split):
     graphdef, params = split
     broken = jax.tree.map(lambda x: x * jnp.nan, params)
-    state, _ = prefill(graphdef, params, empty_state(), requests(PROMPTS, [0, 1, 2]))
+    state, _ = start(split, empty_state(), PROMPTS, [0, 1, 2])
     state = step((graphdef, broken), state, 5)
     assert statuses(state)[:3] == [Status.BAD_LOGITS] * 3
     assert state.num_tokens.tolist()[:3] == [1, 1, 1]
-    state, _ = prefill(graphdef, broken, empty_state(), requests(PROMPTS, [0, 1, 2]))
+    state, _ = start((graphdef, broken), empty_state(), PROMPTS, [0, 1, 2])
     assert statuses(state)[:3] == [Status.BAD_LOGITS] * 3 and not state.num_tokens.any()
 
 
 def test_decode_takes_any_number_of_steps_without_compiling_again(split):
-    state, _ = prefill(*split, empty_state(), requests(PROMPTS, [0, 1, 2]))
+    state, _ = start(split, empty_state(), PROMPTS, [0, 1, 2])
     state = step(split, state, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nnx, "merge", None)  # only a new trace would call it
@@ -272,47 +211,19 @@ def test_decode_takes_any_number_of_steps_without_compiling_again(split):
 
 
 def test_progress_outlives_the_state(split):
-    state, _ = prefill(*split, empty_state(), requests(PROMPTS, [0, 1, 2]))
+    state, _ = start(split, empty_state(), PROMPTS, [0, 1, 2])
     report = progress(state)
     after = step(split, state, 4)
     assert state.tokens.is_deleted() and not report.tokens.is_deleted()
     assert report.num_tokens.tolist() == [1, 1, 1, 0] and after.num_tokens.tolist() == [5, 5, 5, 0]
 
 
-@pytest.mark.parametrize("function", ["decode", "prefill"])
-def test_compiled_steps_copy_no_pool(split, function):
-    num_pages = 2**20
-    state = jax.eval_shape(lambda: empty_state(num_pages=num_pages))
-    if function == "decode":
-        lowered = decode.lower(*split, state, 5, implementation="xla")
-    else:
-        lowered = prefill.lower(*split, state, requests(PROMPTS[:1], [[0, 1]]))
-    compiled = lowered.compile()
-    memory = compiled.memory_analysis()
-    pages = state.pool.k_pages[0]
-    layer_bytes = pages.size * pages.dtype.itemsize
-    assert memory.temp_size_in_bytes < layer_bytes / 8  # half a GiB; the rest is workspace
-    # The pool that comes out is the one that went in.
-    assert memory.alias_size_in_bytes > 2 * CONFIG.num_layers * layer_bytes
-    slots = num_pages * PAGE_SIZE
-    shape = rf"f32\[2,(?:{num_pages},{PAGE_SIZE}|{slots}),16\]"
-    assert re.search(shape, compiled.as_text())
-    assert not re.search(rf"= \S*{shape}\S* copy\(", compiled.as_text())
+def test_compiled_decode_copies_no_pool(split):
+    state = jax.eval_shape(lambda: empty_state(num_pages=MANY_PAGES))
+    compiled = decode.lower(*split, state, 5, implementation="xla").compile()
+    assert_copies_no_pool(compiled, state)
 
 
-def test_wrong_requests_are_refused(split):
-    good = requests(PROMPTS, [0, 1, 2])
-    for name, value in {
-        "lens": good.lens[:2],
-        "keys": good.keys[:, 0],
-        "stop_tokens": good.stop_tokens[:, :1],
-        "max_new_tokens": good.rows,
-    }.items():
-        with pytest.raises(ValueError, match=rf"requests.{name} has shape"):
-            prefill(*split, empty_state(), replace(good, **{name: value}))
-    with pytest.raises(
-        ValueError, match=r"requests.sampling sets None, must set \['temperature'\]"
-    ):
-        prefill(*split, empty_state(), replace(good, sampling=None))
+def test_a_state_of_no_tokens_is_refused():
     with pytest.raises(ValueError, match="max_new_tokens=0"):
         empty_state(max_new_tokens=0)

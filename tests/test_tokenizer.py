@@ -118,6 +118,32 @@ def test_stream_of_broken_bytes_does_not_wait_for_ever(byte_level):
     assert len(stream.push([0x80] * 50)) >= 46
 
 
+@pytest.mark.parametrize(
+    "ids", [[0x80], [0xE2], [0xE2, 0x82], [999_999]], ids=["stray", "lead", "two", "textless"]
+)
+def test_stream_without_end_of_what_is_no_text_takes_linear_time(byte_level, monkeypatch, ids):
+    decoded = []
+    decode = byte_level.decode
+    stream = StreamDecoder(byte_level, b"context \xe2\x82\xac")
+    monkeypatch.setattr(byte_level, "decode", lambda ids: decoded.append(len(ids)) or decode(ids))
+    ids = [0xF0, *ids * 1000]
+    text = stream.push(ids) + stream.finish()
+    assert text == decode(ids)
+    assert max(decoded) < 40 and sum(decoded) < 40 * len(ids)
+
+
+@settings(deadline=None, max_examples=100, derandomize=True)
+@given(
+    ids=st.lists(st.sampled_from([0x80, 0xE2, 0x82, 0xF0, 0x9F, 0x41, 999_999]), max_size=80),
+    prompt=st.text(alphabet="a€\ufffd", max_size=3),
+)
+def test_stream_that_forgets_joins_to_the_whole(byte_level, ids, prompt):
+    start = byte_level.encode(prompt)
+    stream = StreamDecoder(byte_level, start)
+    text = "".join(stream.push([token]) for token in ids) + stream.finish()
+    assert prompt + text == byte_level.decode(start + ids)
+
+
 def test_missing_or_broken_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"tokenizer\.json: no such file"):
         Tokenizer(tmp_path)

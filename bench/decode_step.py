@@ -21,11 +21,13 @@ from bench import timing
 from models.checkpoint import load_checkpoint
 from models.config import ModelConfig
 from models.decoder import Decoder
-from models.generate_state import GenerateState, Requests, create_generate_state, decode, prefill
+from models.generate_state import GenerateState, create_generate_state, decode
+from models.prefill import Requests, pack, prefill, reserve
 from models.sampling import SamplingParams
 
 _CHECKPOINT = Path(__file__).parents[1] / "models" / "checkpoints" / "shakespeare"
 _ATTENTION = "paged_"  # how the names of the library's kernels begin
+_CHUNK = 2048  # tokens of all prompts together that go through the model at once
 
 
 def start_rows(
@@ -47,7 +49,6 @@ def start_rows(
     )
     tokens = np.random.default_rng(0).integers(config.vocab_size, size=(num_seqs, length))
     requests = Requests(
-        tokens=jnp.asarray(tokens, jnp.int32),
         lens=jnp.full(num_seqs, length, jnp.int32),
         rows=jnp.arange(num_seqs, dtype=jnp.int32)[:, None],
         keys=jax.random.split(jax.random.key(0), (num_seqs, 1)),
@@ -55,9 +56,11 @@ def start_rows(
         stop_tokens=jnp.zeros((num_seqs, 0), jnp.int32),
         sampling=sampling,
     )
-    state, ok = prefill(*nnx.split(model), state, requests)
-    if not np.all(ok):
+    state, rows = reserve(state, requests)
+    if not np.all(rows < num_seqs):
         raise RuntimeError("prefill did not start every row")
+    for chunk in pack(tokens.tolist(), np.asarray(rows), size=_CHUNK, max_prompts=num_seqs):
+        state = prefill(*nnx.split(model), state, chunk)
     return state
 
 

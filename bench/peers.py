@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import warnings
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import pallas_paged as pp
-
-# attend(q [B, Hq, D] scaled already, k, v, block_table i32[B, N], seq_lens i32[B]) -> [B, Hq, D]
-Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-# prepare(k_pages, v_pages, block_table, seed) -> (k, v, block_table) in the peer's own layout
-Prepare = Callable[[jax.Array, jax.Array, jax.Array, int], tuple[jax.Array, jax.Array, jax.Array]]
+from bench.measure import Variant
+from bench.options import PLAIN, Options
+from bench.shapes import Shape
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Variant:
-    """One way of calling an implementation; the fastest right one speaks for it."""
-
-    label: str
-    attend: Attend
-    prepare: Prepare | None = None
-
-
-def ours(implementation: str | None) -> list[Variant]:
+def ours(implementation: str | None, options: Options = PLAIN) -> list[Variant]:
     """The library, as a caller gets it."""
 
     def attend(q, k, v, block_table, seq_lens):
         return pp.paged_attention(
-            q, k, v, block_table, seq_lens, sm_scale=1.0, implementation=implementation
+            q,
+            k,
+            v,
+            block_table,
+            seq_lens,
+            sm_scale=1.0,
+            implementation=implementation,
+            config=options.config(num_kv_heads=len(k), head_dim=q.shape[2]),
+            **options.arguments(q.shape[1]),
         )
 
     return [Variant(label=implementation or "default", attend=attend)]
 
 
-def jax_op(
-    *, num_seqs: int, num_kv_heads: int, head_dim: int, page_size: int, pages_per_seq: int
-) -> list[Variant]:
+def jax_op(shape: Shape) -> list[Variant]:
     """JAX's own paged attention over its splits and warps, without the hopeless ones.
 
     Raises:
@@ -54,10 +47,11 @@ def jax_op(
     splits = [
         s
         for s in (1, 4, 8, 16, 32, 64)
-        if pages_per_seq % s == 0 and 128 <= num_seqs * num_kv_heads * s <= 8192
+        if shape.pages_per_seq % s == 0
+        and 128 <= len(shape.seq_lens) * shape.num_kv_heads * s <= 8192
     ]
     # Its default of 8 pages is for pages of 16 tokens; more shared memory than this is not there.
-    block_tokens = 128 if head_dim <= 128 else 64
+    block_tokens = 128 if shape.head_dim <= 128 else 64
     return [
         Variant(
             label=f"k_splits={k_splits} num_warps={num_warps}",
@@ -65,7 +59,8 @@ def jax_op(
                 paged_attention,
                 k_splits=k_splits,
                 num_warps=num_warps,
-                pages_per_compute_block=max(1, block_tokens // page_size),
+                pages_per_compute_block=max(1, block_tokens // shape.page_size),
+                attn_logits_soft_cap=shape.options.soft_cap,
             ),
         )
         for k_splits in splits or [1]

@@ -1,16 +1,18 @@
-"""What is decoded: the list of shapes, their data, and the answer in f32."""
+"""What is attended to: shapes of calls, those that are decoded, their data, the answer in f32."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from bench.options import PLAIN, Options
 
 _COLD_BYTES = 256 << 20  # several times the L2 of an H200
 _MAX_BYTES = 4 << 30
@@ -20,19 +22,52 @@ _ITEMSIZE = 2  # bf16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """One decode call: who attends to how many tokens."""
+    """One call: how many tokens attend to how many, with what options.
+
+    Attributes:
+      seq_lens: tokens that each row holds.
+      q_lens: how many of them, the newest, ask; none given means one of each row.
+      shared_prefix: how many of them, the oldest, are in pages that all rows share.
+    """
 
     name: str
     seq_lens: tuple[int, ...]
+    q_lens: tuple[int, ...] = ()
+    shared_prefix: int = 0
     num_q_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
     page_size: int = 16
+    options: Options = PLAIN
+
+    @property
+    def asked(self) -> tuple[int, ...]:
+        """Query tokens of each row."""
+        return self.q_lens or (1,) * len(self.seq_lens)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the K and V that are attended to."""
-        return 2 * sum(self.seq_lens) * self.num_kv_heads * self.head_dim * _ITEMSIZE
+        """Bytes of the K and V that are attended to, what is shared counted once."""
+        window = self.options.sliding_window
+        rows = zip(self.asked, self.seq_lens, strict=True)
+        return self._bytes_of(min(n, q + window - 1) if window else n for q, n in rows)
+
+    def _bytes_of(self, lens: Iterable[int]) -> int:
+        tokens = self.shared_prefix + sum(n - self.shared_prefix for n in lens)
+        return 2 * tokens * self.num_kv_heads * self.head_dim * _ITEMSIZE
+
+    @property
+    def num_flops(self) -> int:
+        """Of both products, over the (query, key) pairs that the masks let through."""
+        pairs = sum(int(self.keys_of(row).sum()) for row in range(len(self.seq_lens)))
+        return 4 * self.num_q_heads * self.head_dim * pairs
+
+    def keys_of(self, row: int) -> np.ndarray:
+        """i64`[q_len]`, the keys that each query of a row sees."""
+        length, asked = self.seq_lens[row], self.asked[row]
+        keys = np.arange(length - asked, length, dtype=np.int64) + 1
+        window = self.options.sliding_window
+        return np.minimum(keys, window) if window else keys
 
     @property
     def pages_per_seq(self) -> int:
@@ -43,9 +78,9 @@ class Shape:
     @property
     def num_sets(self) -> int:
         """Disjoint sets of pages to rotate among, so that no call finds its K/V in the L2."""
-        if 2 * self.num_bytes > _MAX_BYTES:
-            return 1  # many times the L2 by itself
-        return min(32, max(2, math.ceil(_COLD_BYTES / self.num_bytes)))
+        sets = min(32, max(2, math.ceil(_COLD_BYTES / self.num_bytes)))
+        # What does not fit twice is many times the L2 by itself.
+        return max(1, min(sets, _MAX_BYTES // self._bytes_of(self.seq_lens)))
 
     @property
     def num_calls(self) -> int:
@@ -53,53 +88,90 @@ class Shape:
         return self.num_sets * math.ceil(_MIN_CALLS / self.num_sets)
 
 
-def _uniform(num_seqs: int, length: int, hq=32, hkv=8, head_dim=128, page_size=16) -> Shape:
+def uniform(
+    num_seqs: int,
+    length: int,
+    hq: int = 32,
+    hkv: int = 8,
+    head_dim: int = 128,
+    page_size: int = 16,
+    *,
+    q_len: int = 1,
+    name: str = "",
+    options: Options = PLAIN,
+) -> Shape:
+    """Rows that are all alike; `name` stands for `num_seqs x length`."""
+    words = (name or f"{num_seqs}x{length}", f"{hq}/{hkv}/{head_dim}/{page_size}", options.name)
     return Shape(
-        name=f"{num_seqs}x{length} {hq}/{hkv}/{head_dim}/{page_size}",
+        name=" ".join(words).rstrip(),
         seq_lens=(length,) * num_seqs,
+        q_lens=(q_len,) * num_seqs,
         num_q_heads=hq,
         num_kv_heads=hkv,
         head_dim=head_dim,
         page_size=page_size,
+        options=options,
     )
 
 
-def _ragged_lens() -> tuple[int, ...]:
-    logs = np.random.default_rng(0).uniform(np.log(64), np.log(16384), 64)
+def ragged_lens(longest: int) -> tuple[int, ...]:
+    """64 lengths, log-uniform from 64 to `longest`."""
+    logs = np.random.default_rng(0).uniform(np.log(64), np.log(longest), 64)
     return tuple(int(n) for n in np.exp(logs))
 
 
 SHAPES = (
-    _uniform(1, 1024),
-    _uniform(1, 8192),
-    _uniform(1, 32768),
-    _uniform(1, 131072),
-    _uniform(8, 2048),
-    _uniform(8, 8192),
-    _uniform(16, 32768),
-    _uniform(64, 1024),
-    _uniform(64, 4096),
-    _uniform(128, 2048),
-    _uniform(256, 1024),
-    _uniform(64, 4096, 32, 32),
-    _uniform(64, 4096, 32, 1),
-    _uniform(64, 4096, 64, 8),
-    _uniform(64, 4096, 32, 8, 64),
-    _uniform(64, 4096, 16, 8, 256),
-    _uniform(64, 4096, 32, 8, 128, 64),
-    Shape(name="64 ragged 32/8/128/16", seq_lens=_ragged_lens()),
+    uniform(1, 1024),
+    uniform(1, 8192),
+    uniform(1, 32768),
+    uniform(1, 131072),
+    uniform(8, 2048),
+    uniform(8, 8192),
+    uniform(16, 32768),
+    uniform(64, 1024),
+    uniform(64, 4096),
+    uniform(128, 2048),
+    uniform(256, 1024),
+    uniform(64, 4096, 32, 32),
+    uniform(64, 4096, 32, 1),
+    uniform(64, 4096, 64, 8),
+    uniform(64, 4096, 32, 8, 64),
+    uniform(64, 4096, 16, 8, 256),
+    uniform(64, 4096, 32, 8, 128, 64),
+    Shape(name="64 ragged 32/8/128/16", seq_lens=ragged_lens(16384)),
 )
 # Small enough for a CPU; only runs when it is named.
 TINY = Shape(
     name="tiny", seq_lens=(5, 32, 17), num_q_heads=4, num_kv_heads=2, head_dim=16, page_size=4
 )
+_WINDOW = Options(sliding_window=1024)
+_TINY_OPTIONS = Options(soft_cap=50.0, sliding_window=7, alibi=True, sinks=True, return_lse=True)
+# A shape with options, and the plain one that says what they cost.
+OPTION_PAIRS = (
+    *(
+        (uniform(64, 4096, options=options), uniform(64, 4096))
+        for options in (
+            Options(soft_cap=50.0),
+            Options(alibi=True),
+            Options(sinks=True),
+            Options(return_lse=True),
+            Options(split_size=512),
+            Options(split_size=1024),
+        )
+    ),
+    (uniform(64, 32768, options=_WINDOW), uniform(64, 1024)),
+    (uniform(16, 32768, options=_WINDOW), uniform(16, 1024)),
+)
+TINY_PAIR = (dataclasses.replace(TINY, name="tiny options", options=_TINY_OPTIONS), TINY)
 
 
-def select_shapes(filters: Sequence[str]) -> list[Shape]:
+def select_shapes(
+    filters: Sequence[str], shapes: Sequence[Shape] = SHAPES, tiny: Shape = TINY
+) -> list[Shape]:
     """Shapes whose name contains one of the filters; all but the tiny one if there are none."""
     if not filters:
-        return list(SHAPES)
-    return [s for s in (*SHAPES, TINY) if any(f in s.name for f in filters)]
+        return list(shapes)
+    return [s for s in (*shapes, tiny) if any(f in s.name for f in filters)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,22 +179,54 @@ class Case:
     """The data of one shape: `num_sets` sets of pages, scattered at random over one pool."""
 
     shape: Shape
-    q: jax.Array  # [B, Hq, D], scaled already
+    q: jax.Array  # [T, Hq, D], scaled already
     k_pages: jax.Array  # [Hkv, P, S, D]
     v_pages: jax.Array
     tables: np.ndarray  # i32[num_sets, B, N]
     seq_lens: jax.Array  # i32[B]
+    cu_q_lens: jax.Array  # i32[B + 1]
+
+    @property
+    def lens(self) -> tuple[jax.Array, ...]:
+        """The lengths that a call is given, all of them data.
+
+        `seq_lens`; then `cu_q_lens` where rows have more than one query; or `prefix_lens` i32`[1]`
+        and `cu_group_rows` i32`[2]` where they share a prefix.
+        """
+        if self.shape.shared_prefix:
+            ends = jnp.array([0, len(self.shape.seq_lens)], jnp.int32)
+            return self.seq_lens, jnp.array([self.shape.shared_prefix], jnp.int32), ends
+        return (self.seq_lens, self.cu_q_lens)[: 1 + (max(self.shape.asked) > 1)]
+
+    def sample(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(token, row, length) of the first, middle and last query of four rows at most.
+
+        The rows go from the shortest to the longest; a query at the end of `length` tokens sees
+        what this one does.
+        """
+        firsts, lens, asked = np.asarray(self.cu_q_lens), self.shape.seq_lens, self.shape.asked
+        order = np.argsort(lens, kind="stable")
+        found = [
+            (firsts[row] + i, row, lens[row] - asked[row] + i + 1)
+            for row in order[np.linspace(0, len(order) - 1, min(4, len(order)), dtype=int)]
+            for i in sorted({0, asked[row] // 2, asked[row] - 1})
+        ]
+        token, row, length = np.array(found, np.int32).T
+        return token, row, length
 
 
 def make_case(shape: Shape, *, seed: int = 0) -> Case:
     """Random normal bf16 data on the device, and a random permutation of all pages."""
-    blocks = [-(-n // shape.page_size) for n in shape.seq_lens]
-    num_pages = shape.num_sets * sum(blocks)
+    blocks = np.array([-(-n // shape.page_size) for n in shape.seq_lens])
+    shared = shape.shared_prefix // shape.page_size
+    num_pages = shape.num_sets * (shared + int((blocks - shared).sum()))
     pages = np.random.default_rng(seed).permutation(num_pages).astype(np.int32)
+    pages = pages.reshape(shape.num_sets, -1)
     # Unused entries name a page that exists: not every peer leaves them alone.
     tables = np.zeros((shape.num_sets, len(blocks), shape.pages_per_seq), np.int32)
-    used = np.arange(shape.pages_per_seq) < np.array(blocks)[:, None]
-    tables[:, used] = pages.reshape(shape.num_sets, -1)
+    column = np.arange(shape.pages_per_seq)
+    tables[:, :, :shared] = pages[:, None, :shared]
+    tables[:, (column >= shared) & (column < blocks[:, None])] = pages[:, shared:]
 
     @functools.partial(jax.jit, static_argnums=1)
     def normal(key, dims):
@@ -130,7 +234,7 @@ def make_case(shape: Shape, *, seed: int = 0) -> Case:
 
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), 3)
     pool_dims = (shape.num_kv_heads, num_pages, shape.page_size, shape.head_dim)
-    q = normal(keys[0], (len(blocks), shape.num_q_heads, shape.head_dim))
+    q = normal(keys[0], (sum(shape.asked), shape.num_q_heads, shape.head_dim))
     return Case(
         shape=shape,
         q=q * jnp.bfloat16(shape.head_dim**-0.5),
@@ -138,24 +242,67 @@ def make_case(shape: Shape, *, seed: int = 0) -> Case:
         v_pages=normal(keys[2], pool_dims),
         tables=tables,
         seq_lens=jnp.array(shape.seq_lens, jnp.int32),
+        cu_q_lens=jnp.array(np.cumsum([0, *shape.asked]), jnp.int32),
     )
 
 
-@jax.jit
-def reference(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, tables: jax.Array, seq_lens: jax.Array
-) -> jax.Array:
-    """Attention in f32 at the highest precision, row after row; q is scaled already."""
+@functools.partial(jax.jit, static_argnames="options")
+def reference_states(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    tables: jax.Array,
+    seq_lens: jax.Array,
+    options: Options = PLAIN,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention in f32 at the highest precision, query after query; q is scaled already.
+
+    Args:
+      q: `[N, Hq, D]`, each standing at the end of `seq_lens` tokens.
+      k_pages, v_pages: `[Hkv, P, S, D]`.
+      tables: i32`[N, pages]`.
+      seq_lens: i32`[N]`.
+      options: static.
+
+    Returns:
+      out f32`[N, Hq, D]` and lse f32`[N, Hq]`.
+    """
     einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
     num_kv_heads, _, _, head_dim = k_pages.shape
+    num_q_heads = q.shape[1]
+    slopes, sinks = options.slopes(num_q_heads), options.sink_logits(num_q_heads)
 
-    def row(args):
+    def one(args):
         q, table, length = args
         q = q.reshape(num_kv_heads, -1, head_dim).astype(jnp.float32)  # [Hkv, G, D]
         k = k_pages[:, table].reshape(num_kv_heads, -1, head_dim).astype(jnp.float32)
         v = v_pages[:, table].reshape(num_kv_heads, -1, head_dim).astype(jnp.float32)
         logits = einsum("hgd,htd->hgt", q, k)
-        logits = jnp.where(jnp.arange(k.shape[1]) < length, logits, -jnp.inf)
-        return einsum("hgt,htd->hgd", jax.nn.softmax(logits), v).reshape(-1, head_dim)
+        if options.soft_cap is not None:
+            logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
+        distances = jnp.arange(k.shape[1]) - (length - 1)
+        if slopes is not None:
+            logits += slopes.reshape(num_kv_heads, -1, 1) * distances
+        seen = distances <= 0
+        if options.sliding_window is not None:
+            seen &= distances > -options.sliding_window
+        logits = jnp.where(seen, logits, -jnp.inf)
+        sink = jnp.full(num_q_heads, -jnp.inf) if sinks is None else sinks
+        sink = sink.reshape(num_kv_heads, -1, 1)
+        lse = jax.nn.logsumexp(jnp.concatenate([logits, sink], axis=-1), axis=-1)
+        out = einsum("hgt,htd->hgd", jnp.exp(logits - lse[..., None]), v)
+        return out.reshape(num_q_heads, head_dim), lse.reshape(num_q_heads)
 
-    return lax.map(row, (q, tables, seq_lens))
+    return lax.map(one, (q, tables, seq_lens))
+
+
+def reference(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    tables: jax.Array,
+    seq_lens: jax.Array,
+    options: Options = PLAIN,
+) -> jax.Array:
+    """The out of `reference_states`."""
+    return reference_states(q, k_pages, v_pages, tables, seq_lens, options)[0]

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from bench import decode, decode_step, report, timing
-from bench.peers import Variant
-from bench.shapes import SHAPES, TINY, make_case, reference, select_shapes
+from bench import decode, decode_report, decode_step, measure, timing
+from bench.measure import Variant
+from bench.shapes import OPTION_PAIRS, SHAPES, TINY, make_case, reference, select_shapes
 from models.config import ModelConfig
 from models.decoder import Decoder
 
@@ -46,11 +46,18 @@ def run() -> dict:
     ]
     meta = {"device": "a GPU", "jax": "0.0", "driver": "1", "date": "today", "command": ""}
     shapes = [big, small]
+    capped = {
+        "name": "big soft_cap=50",
+        "num_bytes": GIB,
+        "results": {"ours": _ok(330), "jax_op": _ok(600)},
+        "base": {"name": "big", "ours": big["results"]["ours"]},
+    }
     return {
         "meta": meta,
         "floors": floors,
         "shapes": shapes,
-        **report.summarize(floors, shapes),
+        "options": [capped],
+        **decode_report.summarize(floors, shapes),
     }
 
 
@@ -80,6 +87,30 @@ def test_bytes_and_sets() -> None:
         assert shape.num_sets * shape.num_bytes <= 4 * GIB
         assert shape.num_calls >= 8 and shape.num_calls % shape.num_sets == 0
         assert shape.pages_per_seq * shape.page_size >= max(shape.seq_lens)
+
+
+def test_option_shapes_and_what_they_are_beside() -> None:
+    names = {shape.name: base.name for shape, base in OPTION_PAIRS}
+    heads = "32/8/128/16"
+    options = "soft_cap=50 alibi sinks return_lse split_size=512 split_size=1024"
+    assert names == {
+        **{f"64x4096 {heads} {option}": f"64x4096 {heads}" for option in options.split()},
+        f"64x32768 {heads} sliding_window=1024": f"64x1024 {heads}",
+        f"16x32768 {heads} sliding_window=1024": f"16x1024 {heads}",
+    }
+    for shape, base in OPTION_PAIRS:
+        assert shape.num_bytes == base.num_bytes  # of windows, not of rows
+        assert shape.num_sets * shape.num_bytes >= 2 * 60e6  # twice an H200's L2
+    chosen = decode.select_pairs(["window", "tiny"])
+    assert [shape.name for shape, _ in chosen] == [*list(names)[-2:], "tiny options"]
+
+
+def test_fixed_splits_are_configs_of_their_shape() -> None:
+    for shape, _ in OPTION_PAIRS:
+        dims = {"num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
+        config, split_size = shape.options.config(**dims), shape.options.split_size
+        assert (config is None) == (split_size is None)
+        assert config is None or config.split_size == split_size
 
 
 def test_select_shapes() -> None:
@@ -127,20 +158,20 @@ def test_wrong_and_failing_variants_are_told() -> None:
         raise NotImplementedError("not here\nsecond line")
 
     wrong = [Variant(label="x", attend=constant(np.nan)), Variant(label="r", attend=raises)]
-    result = decode.measure_all(case, lambda: wrong, 1)
+    result = measure.measure_all(case, lambda: wrong, 1)
     assert result["status"] == "wrong" and "kernel_us" not in result
     assert result["variants"][1]["reason"] == "NotImplementedError: not here"
-    assert decode.measure_all(case, raises, 1)["status"] == "failed"
+    assert measure.measure_all(case, raises, 1)["status"] == "failed"
     off = [Variant(label="x", attend=constant(0.1))]
-    assert decode.measure_all(case, lambda: off, 1)["status"] == "wrong"
+    assert measure.measure_all(case, lambda: off, 1)["status"] == "wrong"
 
 
 def test_best_variant_is_the_fastest_right_one() -> None:
     slow, fast = _ok(9), _ok(5)
     wrong = {"status": "wrong", "relative_l2": 1.0}
     failed = {"status": "failed"}
-    assert decode.best([failed, wrong, slow, fast]) is fast
-    assert decode.best([failed, wrong]) is wrong
+    assert measure.best([failed, wrong, slow, fast]) is fast
+    assert measure.best([failed, wrong]) is wrong
 
 
 def test_summary_and_table(run) -> None:
@@ -150,7 +181,7 @@ def test_summary_and_table(run) -> None:
     assert summary["ours_over_floor_geomean"] == pytest.approx((1.2 * 2.0) ** 0.5)
     assert summary["speedup_geomean"] == {"jax_op": pytest.approx((2 * 2.5) ** 0.5)}
     assert summary["speedup_min"] == {"jax_op": pytest.approx(2.0)}
-    lines = report.markdown(run).splitlines()
+    lines = decode_report.markdown(run).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:4]]
     assert len({len(row) for row in cells}) == 1
     big = dict(zip(cells[0], cells[2], strict=True))
@@ -160,18 +191,20 @@ def test_summary_and_table(run) -> None:
     assert big["XLA gather"].startswith("WRONG") and big["vs JAX's op"] == "2.00x"
     assert dict(zip(cells[0], cells[3], strict=True))["XLA gather"] == "-"
     assert "2.24 times ours (at least 2.00)" in lines[-1]
-    assert "WRONG" in report.progress(run, run["shapes"][0], 1.0)
+    capped = [cell.strip() for cell in lines[7].strip("|").split("|")]
+    assert capped[0] == "big soft_cap=50" and capped[5:8] == ["big", "300.0", "1.10"]
+    assert "WRONG" in decode_report.progress(run, run["shapes"][0], 1.0)
 
 
 def test_plot_is_a_png(run, tmp_path) -> None:
     pytest.importorskip("matplotlib")
-    report.plot(run, tmp_path / "plot.png")
+    decode_report.plot(run, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_plot_without_times_says_so(run, tmp_path) -> None:
     with pytest.raises(ValueError, match="CUPTI"):
-        report.plot(run | {"floors": run["floors"][:1]}, tmp_path / "plot.png")
+        decode_report.plot(run | {"floors": run["floors"][:1]}, tmp_path / "plot.png")
 
 
 @pytest.mark.parametrize("start", [0, 5])
@@ -227,9 +260,11 @@ def test_tiny_run(with_kernel_times, tmp_path, capsys, monkeypatch) -> None:
     args = ["--shapes", "tiny", "--implementation", "xla", "--no-peers", "--iterations", "3"]
     decode.main([*args, "--json", str(path), "--markdown", str(table)])
     run = json.loads(path.read_text())
-    assert set(run) == {"meta", "floors", "shapes", "read_ceiling_gbps", "summary"}
+    tables = {"shapes", "options"}
+    assert set(run) == {"meta", "floors", *tables, "read_ceiling_gbps", "summary"}
     assert run["meta"]["command"].startswith("python -m bench.decode --shapes tiny --impl")
-    (shape,) = run["shapes"]
+    (shape,), (option,) = run["shapes"], run["options"]
+    assert option["results"]["ours"]["relative_l2"] < 5e-3 and option["base"]["name"] == "tiny"
     ours = shape["results"]["ours"]
     assert ours["status"] == "ok" and ours["relative_l2"] < 5e-3 and ours["wall_us"]["median"] > 0
     assert table.read_text() in capsys.readouterr().out

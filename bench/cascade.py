@@ -1,0 +1,145 @@
+"""Times `cascade_attention` on rows that share a prefix, beside `paged_attention`.
+
+Run `python -m bench.cascade --help`; bench/README.md says what each number means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pallas_paged as pp
+from bench import cli, timing
+from bench.measure import Variant, compare, measure_floor
+from bench.report import cell, error, kernel_us, number, ratio, reasons, table, time, wall
+from bench.shapes import Shape, make_case, select_shapes
+
+NAMES = {"cascade": "cascade_attention", "paged": "paged_attention"}
+
+
+def _shared(num_seqs: int, prefix: int, own: int) -> Shape:
+    return Shape(
+        name=f"{num_seqs}x{own} after {prefix} shared 32/8/128/16",
+        seq_lens=(prefix + own,) * num_seqs,
+        shared_prefix=prefix,
+    )
+
+
+SHAPES = tuple(_shared(64, prefix, own) for prefix in (8192, 32768) for own in (128, 1024))
+# Small enough for a CPU; only runs when it is named.
+TINY = Shape(
+    name="tiny",
+    seq_lens=(9, 20, 13),
+    shared_prefix=8,
+    num_q_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    page_size=4,
+)
+
+
+def cascade(implementation: str | None) -> list[Variant]:
+    """The prefix read once for all rows."""
+
+    def attend(q, k, v, block_table, seq_lens, prefix_lens, cu_group_rows):
+        return pp.cascade_attention(
+            q,
+            k,
+            v,
+            block_table,
+            seq_lens,
+            prefix_lens,
+            cu_group_rows,
+            sm_scale=1.0,
+            implementation=implementation,
+        )
+
+    return [Variant(label=implementation or "default", attend=attend)]
+
+
+def paged(implementation: str | None) -> list[Variant]:
+    """The prefix read again for each row."""
+
+    def attend(q, k, v, block_table, seq_lens, prefix_lens, cu_group_rows):
+        return pp.paged_attention(
+            q, k, v, block_table, seq_lens, sm_scale=1.0, implementation=implementation
+        )
+
+    return [Variant(label=implementation or "default", attend=attend)]
+
+
+def measure_shape(shape: Shape, options: argparse.Namespace) -> dict:
+    """Everything about one shape."""
+    case = make_case(shape)
+    finders: dict[str, Callable[[], list[Variant]]] = {
+        "cascade": functools.partial(cascade, options.implementation),
+        "paged": functools.partial(paged, options.implementation),
+    }
+    results = compare(case, finders, options.iterations)
+    del case  # the pages, before the floor's memory
+    floor = measure_floor(
+        shape.num_bytes,
+        num_sets=shape.num_sets,
+        num_calls=shape.num_calls,
+        iterations=options.iterations,
+    )
+    return cli.describe(shape) | {"floor": floor, "results": results}
+
+
+def _speedup(shape: dict) -> float | None:
+    return ratio(*(kernel_us(shape["results"][name]) for name in ("paged", "cascade")))
+
+
+def progress(shape: dict, seconds: float) -> str:
+    """One line about the shape just measured."""
+    results = shape["results"]
+    words = [f"{shape['name']}: floor {number(kernel_us(shape['floor']))} us"]
+    words += [
+        f"{NAMES[name]} {cell(result, kernel_us(result))}" for name, result in results.items()
+    ]
+    words += [f"{number(_speedup(shape), '.2f')} times as fast", f"took {seconds:.0f} s"]
+    return ", ".join(words) + reasons(results, NAMES)
+
+
+def markdown(run: dict) -> str:
+    """The table, with what it was measured on."""
+    rows = [["shape (Hq/Hkv/D/page)", "K/V MB", "floor", "cascade us (p10 to p90)", "wall us"]]
+    rows[0] += ["GB/s", "rel. L2", f"{NAMES['paged']} us (p10 to p90)", "rel. L2", "speedup"]
+    for shape in run["shapes"]:
+        ours, plain = shape["results"]["cascade"], shape["results"]["paged"]
+        us = kernel_us(ours)
+        row = [shape["name"], f"{shape['num_bytes'] / 1e6:.1f}", number(kernel_us(shape["floor"]))]
+        row += [
+            time(ours),
+            wall(ours),
+            number(shape["num_bytes"] / us / 1e3 if us else None, ".0f"),
+        ]
+        row += [error(ours), time(plain), error(plain), number(_speedup(shape), ".2f")]
+        rows.append(row)
+    return f"{table(rows)}\n\n{timing.provenance(run['meta'])}\n"
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measures, prints the table and returns the raw numbers."""
+    argv = sys.argv[1:] if argv is None else argv
+    select = functools.partial(select_shapes, shapes=SHAPES, tiny=TINY)
+    parser = cli.make_parser("bench.cascade", __doc__, plots=False)
+    options = cli.parse(parser, argv, select, (*SHAPES, TINY))
+    run: dict[str, Any] = {"meta": timing.describe_run("bench.cascade", argv), "shapes": []}
+    cli.measure_each(
+        run["shapes"],
+        select(options.shapes),
+        lambda shape: measure_shape(shape, options),
+        progress,
+        run,
+        options,
+    )
+    cli.publish(run, options, markdown(run))
+    return run
+
+
+if __name__ == "__main__":
+    main()

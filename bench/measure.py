@@ -1,0 +1,194 @@
+"""One call measured: several ways of making it, each checked first, and the best of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench import timing
+from bench.shapes import Case, reference_states
+
+MAX_RELATIVE_ERROR = 1e-2
+
+# attend(q [T, Hq, D] scaled already, k, v, block_table i32[B, N], *Case.lens)
+# -> out [T, Hq, D], or (out, lse)
+Attend = Callable[..., Any]
+# prepare(k_pages, v_pages, block_table, set) -> (k, v, block_table) in the peer's own layout
+Prepare = Callable[[jax.Array, jax.Array, jax.Array, int], tuple[jax.Array, jax.Array, jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way of calling an implementation; the fastest right one speaks for it.
+
+    Attributes:
+      attend: the call.
+      prepare: what is done to the K/V of a set outside the clock, or None.
+      sees_all: its queries see all tokens of their row, newer ones too.
+    """
+
+    label: str
+    attend: Attend
+    prepare: Prepare | None = None
+    sees_all: bool = False
+
+
+def reason(error: Exception) -> str:
+    """The first line of an error."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"[:300]
+
+
+def _distance(got: Any, want: Any) -> float:
+    want, got = np.asarray(want, np.float64), np.asarray(got, np.float64)
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def relative_error(case: Case, outs: Sequence[Any], *, sees_all: bool = False) -> float:
+    """Relative L2 error over a few queries of a run's first and last call.
+
+    Args:
+      case: what was run.
+      outs: as a run returns them.
+      sees_all: queries see all tokens of their row.
+    """
+    token, row, length = case.sample()
+    if sees_all:
+        length = np.array(case.shape.seq_lens, np.int32)[row]
+    first, before, last = outs
+    before = before[0] if isinstance(before, tuple) else before
+    errors = []
+    for i, q, got in ((0, case.q, first), (case.shape.num_calls - 1, before, last)):
+        table = jnp.asarray(case.tables[i % case.shape.num_sets][row])
+        states = reference_states(
+            q[token], case.k_pages, case.v_pages, table, jnp.asarray(length), case.shape.options
+        )
+        parts = got if isinstance(got, tuple) else (got,)
+        # Who gives no log-sum-exp is not asked for one.
+        errors += [_distance(part[token], want) for part, want in zip(parts, states, strict=False)]
+    return float(np.max(errors))
+
+
+def make_steps(case: Case, prepare: Prepare | None) -> tuple:
+    """(k, v, block_table) of each call. Every call has a table array of its own: were two calls
+    given the same one, XLA would do once what they have in common, such as a gather."""
+    sets = []
+    for i, table in enumerate(case.tables):
+        one = (case.k_pages, case.v_pages, jnp.asarray(table))
+        sets.append(prepare(*one, i) if prepare else one)
+    calls = [sets[i % len(sets)] for i in range(case.shape.num_calls)]
+    return tuple((k, v, jnp.array(table, copy=True)) for k, v, table in calls)
+
+
+def chain(attend: Attend) -> Any:
+    """Calls one after another, each one's output the next one's query: no two can overlap.
+
+    Returns the results of the first call and the last two, which is what can be checked; more
+    would fill the memory where prompts are long.
+    """
+
+    def run(q, steps, lens):
+        outs = []
+        for k, v, block_table in steps:
+            outs.append(attend(q, k, v, block_table, *lens))
+            q = outs[-1][0] if isinstance(outs[-1], tuple) else outs[-1]
+        return [outs[0], *outs[-2:]]
+
+    return jax.jit(run)
+
+
+def arguments(case: Case, prepare: Prepare | None) -> tuple:
+    """What a chain is called with."""
+    return case.q, make_steps(case, prepare), case.lens
+
+
+def measure(case: Case, variant: Variant, compiled: Any, args: tuple, iterations: int) -> dict:
+    """One variant's result: its error, then its times per call if the error is small enough."""
+    num_calls = case.shape.num_calls
+    error = relative_error(case, compiled(*args), sees_all=variant.sees_all)
+    result: dict[str, Any] = {"variant": variant.label, "relative_l2": error}
+    if variant.sees_all:
+        pairs = np.dot(case.shape.asked, case.shape.seq_lens)
+        result["num_flops"] = 4 * case.shape.num_q_heads * case.shape.head_dim * int(pairs)
+    if not error <= MAX_RELATIVE_ERROR:
+        return result | {"status": "wrong", "reason": f"{error=:.3g} > {MAX_RELATIVE_ERROR}"}
+    wall = [us / num_calls for us in timing.wall_times(compiled, args, iterations=iterations)]
+    result |= {"status": "ok", "wall_us": dataclasses.asdict(timing.Spread.of(wall))}
+    try:
+        runs = timing.kernel_times(compiled, args, iterations=iterations)
+    except Exception as cause:
+        return result | {"kernel_us": None, "reason": reason(cause)}
+    sums = [sum(us for _, us in run) / num_calls for run in runs]
+    kernels: dict[str, float] = {}
+    for name, us in (kernel for run in runs for kernel in run):
+        kernels[name] = kernels.get(name, 0.0) + us / len(runs) / num_calls
+    return result | {
+        "kernel_us": dataclasses.asdict(timing.Spread.of(sums)),
+        "kernels": {name: round(us, 3) for name, us in kernels.items()},
+        "kernels_per_run": len(runs[0]),
+    }
+
+
+def best(results: Sequence[dict]) -> dict:
+    """The fastest right variant, else one that was wrong, else one that failed."""
+    right = [r for r in results if r["status"] == "ok"]
+    if right:
+        return min(right, key=lambda r: (r["kernel_us"] or r["wall_us"])["median"])
+    return min(results, key=lambda r: r["status"] != "wrong")
+
+
+def measure_all(case: Case, find: Callable[[], list[Variant]], iterations: int) -> dict:
+    """Result of an implementation's best variant; whatever it raises becomes its reason."""
+    try:
+        variants = find()
+    except Exception as error:
+        return {"status": "failed", "reason": reason(error)}
+    prepared: dict[Any, tuple] = {}
+    lowered: list[Any] = []
+    for variant in variants:
+        try:
+            if variant.prepare not in prepared:
+                prepared[variant.prepare] = arguments(case, variant.prepare)
+            lowered.append(chain(variant.attend).lower(*prepared[variant.prepare]))
+        except Exception as error:
+            lowered.append(error)
+    results = []
+    for variant, compiled in zip(variants, timing.compile_all(lowered), strict=True):
+        try:
+            if isinstance(compiled, Exception):
+                raise compiled
+            args = prepared[variant.prepare]
+            results.append(measure(case, variant, compiled, args, iterations))
+        except Exception as error:
+            why = reason(error)
+            results.append({"variant": variant.label, "status": "failed", "reason": why})
+    return best(results) | {"variants": results}
+
+
+def compare(
+    case: Case, finders: dict[str, Callable[[], list[Variant]]], iterations: int
+) -> dict[str, dict]:
+    """Results of all implementations, by name."""
+    results = {}
+    for name, find in finders.items():
+        results[name] = measure_all(case, find, iterations)
+        gc.collect()  # what was prepared for one, before the next
+    return results
+
+
+def measure_floor(num_bytes: int, *, num_sets: int, num_calls: int, iterations: int) -> dict:
+    """What a kernel takes that only reads as many bytes, or why that can't be told."""
+    try:
+        floor = timing.floor_times(
+            num_bytes, num_sets=num_sets, num_calls=num_calls, iterations=iterations
+        )
+    except Exception as error:
+        return {"status": "failed", "num_bytes": num_bytes, "reason": reason(error)}
+    kernel_us = dataclasses.asdict(floor)
+    return {"status": "ok", "num_bytes": num_bytes, "kernel_us": kernel_us}

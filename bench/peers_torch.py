@@ -1,0 +1,379 @@
+"""Times the library beside FlashInfer and torch: the shapes of bench.decode, and causal prefill.
+
+Needs torch with CUDA, and FlashInfer to have it in the table; neither is a dependency. The timing
+rule is that of bench/README.md. A peer's calls are captured in a CUDA graph, and torch.profiler
+(CUPTI) times the kernels of its replays; what overlaps (programmatic dependent launch) counts
+once. A peer's `wall_us` is a replay by CUDA events. Ours is timed as in bench.decode, in a
+process of its own: JAX and torch would each want the GPU's memory and CUPTI for themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import gc
+import importlib
+import importlib.metadata
+import importlib.util
+import itertools
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from bench import cli, peers, prefill_peers, report, timing
+from bench.measure import MAX_RELATIVE_ERROR, best, measure_all, reason
+from bench.shapes import SHAPES, TINY, Shape, make_case, select_shapes, uniform
+
+NAMES = {"ours": "pallas_paged", "flashinfer": "FlashInfer", "sdpa": "torch SDPA, dense K/V"}
+PREFILLS = (
+    uniform(4, 4096, q_len=4096, name="prefill 4x4096"),
+    uniform(1, 16384, q_len=16384, name="prefill 1x16384"),
+    uniform(1, 16384 + 512, q_len=512, name="prefill 1x512 after 16384"),
+)
+_PACKAGES = ("torch", "nvidia-cudnn-cu13", "flashinfer-python")
+_WORKSPACE_BYTES = 512 << 20  # FlashInfer's partial results: more than any shape here needs
+
+Call = Callable[[Any, int], Any]  # (q [T, Hq, D], index of the set of pages) -> out [T, Hq, D]
+Variants = Iterator[tuple[str, Callable[[], Call]]]  # label, and what to do before the clock starts
+Kernel = tuple[str, float, float]  # name, start and end in microseconds
+
+
+def select(filters: Sequence[str]) -> list[Shape]:
+    """Decode and prefill shapes whose name has one of the filters; all if there are none."""
+    chosen = [shape for shape in PREFILLS if any(text in shape.name for text in filters or [""])]
+    return select_shapes(filters) + chosen
+
+
+def is_decode(shape: Shape) -> bool:
+    """Whether each row has one query."""
+    return max(shape.asked) == 1
+
+
+def page_lists(shape: Shape, *, seed: int = 0) -> list[list[np.ndarray]]:
+    """Pages of each row of each set: the same random permutation as in `bench.shapes.make_case`."""
+    blocks = [-(-n // shape.page_size) for n in shape.seq_lens]
+    pages = np.random.default_rng(seed).permutation(shape.num_sets * sum(blocks)).astype(np.int32)
+    return [np.split(one, np.cumsum(blocks)[:-1]) for one in pages.reshape(shape.num_sets, -1)]
+
+
+def sample(shape: Shape) -> list[tuple[int, int, int]]:
+    """(token, row, keys it sees) of up to four queries, from few keys to many."""
+    sees = np.concatenate([shape.keys_of(row) for row in range(len(shape.seq_lens))])
+    rows = np.repeat(np.arange(len(shape.seq_lens)), shape.asked)
+    picks = np.linspace(0, len(sees) - 1, min(4, len(sees)), dtype=int)
+    tokens = np.argsort(sees, kind="stable")[picks]
+    return [(int(token), int(rows[token]), int(sees[token])) for token in tokens]
+
+
+def busy_times(kernels: Sequence[Kernel], num_runs: int) -> list[float]:
+    """Microseconds in which at least one kernel runs, of each of equal runs one after another: the
+    sum of their times unless they overlap.
+
+    Raises:
+      RuntimeError: if there are no kernels, or they are not those of equal runs.
+    """
+    ordered = sorted(kernels, key=lambda kernel: kernel[1])
+    size, rest = divmod(len(ordered), num_runs)
+    if rest or not size:
+        raise RuntimeError(f"{len(ordered)} kernels are not those of {num_runs} equal runs")
+    times, reached = [0.0] * num_runs, float("-inf")
+    for i, (_, start, end) in enumerate(ordered):
+        times[i // size] += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return times
+
+
+def ours(shape: Shape, implementation: str | None, iterations: int) -> dict[str, Any]:
+    """The library's result; runs in a process that has no torch."""
+    find = functools.partial(prefill_peers.ours, implementation, shape)
+    if is_decode(shape):
+        find = functools.partial(peers.ours, implementation)
+    result = measure_all(make_case(shape), find, iterations)
+    gc.collect()
+    return result
+
+
+class TorchCase:
+    """The data of a shape on the GPU, random normal bf16."""
+
+    def __init__(self, shape: Shape) -> None:
+        import torch
+
+        self.shape, self.pages = shape, page_lists(shape)
+        rng = torch.Generator("cuda").manual_seed(0)
+        options = {"generator": rng, "dtype": torch.bfloat16, "device": "cuda"}
+        q_dims = (sum(shape.asked), shape.num_q_heads, shape.head_dim)
+        self.q = torch.randn(q_dims, **options) * shape.head_dim**-0.5
+        num_pages = sum(len(row) for rows in self.pages for row in rows)
+        kv_dims = (num_pages, shape.num_kv_heads, shape.page_size, shape.head_dim)
+        self.k, self.v = (torch.randn(kv_dims, **options) for _ in range(2))
+
+    def error(self, states: Sequence[Any]) -> float:
+        """Relative L2 error of the first and the last call over a few queries, against attention
+        in f32; `states` are the first query and the output of every call."""
+        import torch
+
+        errors = []
+        for i in {0, len(states) - 2}:
+            wants, gots = [], []
+            for token, row, sees in sample(self.shape):
+                pages = torch.from_numpy(self.pages[i % self.shape.num_sets][row]).long().cuda()
+                dense = (x[pages].transpose(0, 1).flatten(1, 2) for x in (self.k, self.v))
+                k, v = (x[:, :sees].float() for x in dense)  # [Hkv, T, D]
+                logits = states[i][token].float().unflatten(0, (len(k), -1)) @ k.mT  # [Hkv, G, T]
+                wants.append((logits.softmax(-1) @ v).flatten(0, 1).double())
+                gots.append(states[i + 1][token].double())
+            want, got = torch.stack(wants), torch.stack(gots)
+            errors.append(((got - want).norm() / want.norm()).item())
+        return float(np.max(errors))
+
+
+def flashinfer(case: TorchCase) -> Variants:
+    """FlashInfer's wrappers, planned for each set of pages: decode on tensor and on CUDA cores,
+    with and without programmatic dependent launch, or prefill by its FA2 and its FA3 backend.
+
+    Raises:
+      ImportError: if it is not installed.
+    """
+    import torch
+
+    library: Any = importlib.import_module("flashinfer")
+    shape = case.shape
+    int32 = functools.partial(torch.tensor, dtype=torch.int32)
+    workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+    last_lens = int32([(n - 1) % shape.page_size + 1 for n in shape.seq_lens])
+    cu_q_lens = int32([0, *itertools.accumulate(shape.asked)])
+    sizes = (shape.num_q_heads, shape.num_kv_heads, shape.head_dim, shape.page_size)
+    options = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16, "sm_scale": 1.0}
+    kvs = {"HND": (case.k, case.v)}
+    kvs["NHD"] = tuple(x.transpose(1, 2).contiguous() for x in kvs["HND"])
+
+    def plan(layout: str, kind: str, rows: Sequence[np.ndarray]) -> Any:
+        indptr = int32([0, *itertools.accumulate(map(len, rows))])
+        pages = (indptr, torch.from_numpy(np.concatenate(rows)).cuda(), last_lens)
+        if is_decode(shape):
+            wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
+                workspace, layout, use_tensor_cores=kind == "tensor cores"
+            )
+            wrapper.plan(*pages, *sizes, **options)
+        else:
+            wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, layout, backend=kind)
+            wrapper.plan(cu_q_lens, *pages, *sizes, causal=True, **options)
+        return wrapper
+
+    def make(layout: str, kind: str, pdl: bool) -> Call:
+        wrappers = [plan(layout, kind, rows) for rows in case.pages]
+        return lambda q, index: wrappers[index].run(q, kvs[layout], enable_pdl=pdl)
+
+    kinds = ("tensor cores", "CUDA cores") if is_decode(shape) else ("fa2", "fa3")
+    pdls = (True, False) if is_decode(shape) else (False,)
+    for layout, kind, pdl in itertools.product(kvs, kinds, pdls):
+        yield f"{kind} {layout}" + " PDL" * pdl, functools.partial(make, layout, kind, pdl)
+
+
+def sdpa(case: TorchCase) -> Variants:
+    """torch's scaled_dot_product_attention over contiguous K/V, by cuDNN and by flash attention.
+
+    Raises:
+      ValueError: if the rows are not equally long.
+    """
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    shape, q_len, length = case.shape, case.shape.asked[0], case.shape.seq_lens[0]
+    if len(set(shape.seq_lens)) > 1 or length % shape.page_size:
+        raise ValueError("dense K/V need rows of one length, in whole pages")
+    pages = torch.from_numpy(np.array(case.pages)).long().cuda()  # [sets, B, N]
+    # [sets, B, Hkv, T, D]
+    dense_k, dense_v = (x[pages].transpose(2, 3).flatten(3, 4) for x in (case.k, case.v))
+
+    def make(backend: Any, **options: Any) -> Call:
+        def call(q: Any, index: int) -> Any:
+            q = q.unflatten(0, (-1, q_len)).transpose(1, 2)  # [B, Hq, q_len, D]
+            with sdpa_kernel(backend):
+                out = torch.nn.functional.scaled_dot_product_attention(
+                    q, dense_k[index], dense_v[index], scale=1.0, enable_gqa=True, **options
+                )
+            return out.transpose(1, 2).flatten(0, 1)
+
+        return call
+
+    cudnn: dict[str, Any] = {"is_causal": not is_decode(shape)}
+    flash = cudnn
+    if 1 < q_len < length:
+        from torch.nn.attention.bias import causal_lower_right
+
+        # `is_causal` would line up with the oldest keys. cuDNN gets its mask from memory.
+        mask = torch.ones(q_len, length, dtype=torch.bool, device="cuda").tril(length - q_len)
+        cudnn, flash = {"attn_mask": mask}, {"attn_mask": causal_lower_right(q_len, length)}
+    yield "cuDNN", functools.partial(make, SDPBackend.CUDNN_ATTENTION, **cudnn)
+    yield "flash", functools.partial(make, SDPBackend.FLASH_ATTENTION, **flash)
+
+
+def _kernels(run: Callable[[], Any], num_runs: int) -> list[Kernel]:
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(num_runs):
+            run()
+        torch.cuda.synchronize()
+    # Copies and fills that are no kernels are left out, as they are for JAX.
+    return [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+        and not event.name.startswith(("Memcpy", "Memset"))
+    ]
+
+
+def measure(case: TorchCase, call: Call, iterations: int) -> dict[str, Any]:
+    """One variant's result: its error, then its times per call if the error is small enough."""
+    import torch
+
+    num_runs, num_calls = iterations + 2, case.shape.num_calls
+    sets = [i % case.shape.num_sets for i in range(num_calls)]
+
+    def spread(runs: Sequence[float]) -> dict[str, float]:  # the first two wake clocks and tools
+        return dataclasses.asdict(timing.Spread.of([us / num_calls for us in runs[2:]]))
+
+    def chain() -> list[Any]:  # each call's output is the next one's query
+        return list(itertools.accumulate(sets, call, initial=case.q))
+
+    chain()  # what happens only once, such as loading kernels, can't be captured
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        states = chain()
+    graph.replay()
+    error = case.error(states)
+    result: dict[str, Any] = {"status": "ok", "relative_l2": error}
+    if not error <= MAX_RELATIVE_ERROR:
+        return result | {"status": "wrong", "reason": f"{error=:.3g} > {MAX_RELATIVE_ERROR}"}
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(num_runs + 1)]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    result["wall_us"] = spread([1e3 * a.elapsed_time(b) for a, b in itertools.pairwise(events)])
+    try:
+        kernels = _kernels(graph.replay, num_runs)
+        result["kernel_us"] = spread(busy_times(kernels, num_runs))
+    except Exception as cause:  # no CUPTI, perhaps; the replay's time still stands
+        return result | {"kernel_us": None, "reason": reason(cause)}
+    names: dict[str, float] = {}
+    for name, start, end in kernels:
+        short = name[:160]  # FlashInfer's names go on for thousands of characters
+        names[short] = names.get(short, 0.0) + (end - start) / num_runs / num_calls
+    kernels_per_run = len(kernels) // num_runs
+    return result | {"kernels": names, "kernels_per_run": kernels_per_run}
+
+
+def measure_peer(case: TorchCase, find: Callable[..., Variants], iterations: int) -> dict:
+    """Result of a peer's best variant; whatever it raises becomes its reason."""
+    results = []
+    try:
+        for label, make in find(case):
+            try:
+                result = measure(case, make(), iterations)
+            except Exception as error:
+                result = {"status": "failed", "reason": reason(error)}
+            results.append({"variant": label} | result)
+            gc.collect()
+    except Exception as error:
+        return {"status": "failed", "reason": reason(error)}
+    return best(results) | {"variants": results}
+
+
+def measure_shape(shape: Shape, options: argparse.Namespace, pool: ProcessPoolExecutor) -> dict:
+    """Everything about one shape; `pool` is where ours runs."""
+    import torch
+
+    torch.cuda.empty_cache()  # what the last shape held: JAX may need it
+    results = {}
+    if options.ours:
+        try:
+            job = pool.submit(ours, shape, options.implementation, options.iterations)
+            results["ours"] = job.result()
+        except Exception as error:
+            results["ours"] = {"status": "failed", "reason": reason(error)}
+    case = TorchCase(shape)
+    for name, find in (("flashinfer", flashinfer), ("sdpa", sdpa)):
+        results[name] = measure_peer(case, find, options.iterations)
+    return cli.describe(shape) | {"decode": is_decode(shape), "results": results}
+
+
+def _cell(shape: dict, name: str) -> str:
+    result = shape["results"][name]
+    us, ours_us = report.kernel_us(result), report.kernel_us(shape["results"].get("ours"))
+    text = report.cell(result, us)
+    if us and not shape["decode"]:
+        text = f"{shape['num_flops'] / us / 1e6:.0f} TFLOP/s, {text}"
+    if us and name != "ours":
+        text += f", {us / ours_us:.2f}x" if ours_us else ""
+        text += f", {result['variant']}"
+    return text
+
+
+def markdown(run: dict) -> str:
+    """A table for decode, one for prefill, and how they came about."""
+    text = ""
+    for decode, group in itertools.groupby(run["shapes"], lambda shape: shape["decode"]):
+        shapes = list(group)
+        names = [name for name in NAMES if name in shapes[0]["results"]]
+        header = ["decode" if decode else "causal prefill", "K/V MB", *(NAMES[n] for n in names)]
+        rows = [
+            [shape["name"], f"{shape['num_bytes'] / 1e6:.1f}", *(_cell(shape, n) for n in names)]
+            for shape in shapes
+        ]
+        text += report.table([header, *rows]) + "\n\n"
+    versions = ", ".join(f"{name} {run['meta'][name]}" for name in _PACKAGES)
+    return text + (
+        "Median kernel microseconds of one call [relative L2 error], times ours, best variant.\n"
+        "Ours: CUPTI through JAX. Peers: torch.profiler (CUPTI) over replays of a CUDA graph.\n"
+        f"{versions}.\n{timing.provenance(run['meta'])}\n"
+    )
+
+
+def _progress(shape: dict, seconds: float) -> str:
+    cells = "; ".join(f"{NAMES[name]} {_cell(shape, name)}" for name in shape["results"])
+    text = f"{shape['name']}: {cells}; took {seconds:.0f} s"
+    return text + report.reasons(shape["results"], NAMES)
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measures, prints the tables and returns the raw numbers."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = cli.make_parser("bench.peers_torch", __doc__)
+    parser.add_argument("--ours", action=argparse.BooleanOptionalAction, default=True)
+    options = cli.parse(parser, argv, select, (*SHAPES, TINY, *PREFILLS))
+    if options.plot:
+        parser.error("--plot: there is no chart of these")
+    if importlib.util.find_spec("torch") is None:
+        raise SystemExit("error: bench.peers_torch needs torch, which is not installed")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("error: bench.peers_torch needs an NVIDIA GPU that torch can use")
+    torch.set_float32_matmul_precision("highest")  # of the reference
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the process of ours shares the GPU
+    installed = {found.name: found.version for found in importlib.metadata.distributions()}
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        meta = pool.submit(timing.describe_run, "bench.peers_torch", argv).result()
+        meta |= {name: installed.get(name) for name in _PACKAGES}
+        run: dict[str, Any] = {"meta": meta, "shapes": []}
+        measure_one = functools.partial(measure_shape, options=options, pool=pool)
+        shapes = select(options.shapes)
+        cli.measure_each(run["shapes"], shapes, measure_one, _progress, run, options)
+    cli.publish(run, options, markdown(run), lambda run, path: None)
+    return run
+
+
+if __name__ == "__main__":
+    main()

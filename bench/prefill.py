@@ -1,0 +1,58 @@
+"""Times `ragged_paged_attention` on prompts, chunks and mixtures, beside attention on dense K/V.
+
+Run `python -m bench.prefill --help`; bench/README.md says what each number means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bench import cli, prefill_peers, prefill_report, timing
+from bench.measure import Variant, compare
+from bench.prefill_shapes import SHAPES, TINY
+from bench.shapes import Shape, make_case, select_shapes
+
+
+def measure_shape(shape: Shape, options: argparse.Namespace) -> dict:
+    """Everything about one shape."""
+    case = make_case(shape)
+    finders: dict[str, Callable[[], list[Variant]]] = {
+        "ours": functools.partial(prefill_peers.ours, options.implementation, shape)
+    }
+    if options.peers:
+        finders |= {
+            "cudnn": functools.partial(prefill_peers.cudnn_dense, shape),
+            "mha": functools.partial(prefill_peers.jax_mha, shape),
+        }
+    results = compare(case, finders, options.iterations)
+    return cli.describe(shape) | {"results": results}
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measures, prints the table and returns the raw numbers."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = cli.make_parser("bench.prefill", __doc__)
+    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
+    select = functools.partial(select_shapes, shapes=SHAPES, tiny=TINY)
+    options = cli.parse(parser, argv, select, (*SHAPES, TINY))
+    run: dict[str, Any] = {"meta": timing.describe_run("bench.prefill", argv), "shapes": []}
+
+    def measure(shape: Shape) -> dict:
+        return measure_shape(shape, options)
+
+    def tell(result: dict, seconds: float) -> str:
+        run["summary"] = prefill_report.summarize(run)
+        return prefill_report.progress(result, seconds)
+
+    shapes = select(options.shapes)
+    cli.measure_each(run["shapes"], shapes, measure, tell, run, options)
+    cli.publish(run, options, prefill_report.markdown(run), prefill_report.plot)
+    return run
+
+
+if __name__ == "__main__":
+    main()

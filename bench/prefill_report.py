@@ -1,0 +1,132 @@
+"""What the prefill bench found, as a summary, a table and a chart."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from bench import timing
+from bench.report import cell, error, kernel_us, number, ratio, reasons, table, time, wall
+
+NAMES = {"ours": "pallas_paged", "cudnn": "cuDNN dense", "mha": "JAX's Triton mha"}
+_COLORS = {"ours": "#0072B2", "cudnn": "#CC79A7", "mha": "#E69F00"}
+# Operations per byte of K/V below which a card of this kind reads longer than it computes.
+_RIDGE = 200
+
+
+def tflops(shape: dict, result: dict | None) -> float | None:
+    """TFLOP/s of a result: of what it computes, which is more than ours where it sees more."""
+    us = kernel_us(result)
+    if result is None or us is None:
+        return None
+    return result.get("num_flops", shape["num_flops"]) / us / 1e6
+
+
+def gbps(shape: dict, result: dict | None) -> float | None:
+    """GB/s of a result over the K/V attended to."""
+    us = kernel_us(result)
+    return shape["num_bytes"] / us / 1e3 if us else None
+
+
+def progress(shape: dict, seconds: float) -> str:
+    """One line about the shape just measured."""
+    results = shape["results"]
+    words = [
+        f"{NAMES[name]} {number(kernel_us(result))} us = {cell(result, tflops(shape, result))}"
+        for name, result in results.items()
+    ]
+    line = f"{shape['name']}: {', '.join(words)} TFLOP/s, took {seconds:.0f} s"
+    return line + reasons(results, NAMES)
+
+
+def summarize(run: dict) -> dict[str, Any]:
+    """Geometric mean and least of ours over each peer, in TFLOP/s, and on how many shapes."""
+    summary = {}
+    for name in NAMES:
+        found = [
+            mine / theirs
+            for shape in run["shapes"]
+            if (mine := tflops(shape, shape["results"]["ours"]))
+            and (theirs := tflops(shape, shape["results"].get(name)))
+        ]
+        if found and name != "ours":
+            mean = math.exp(sum(map(math.log, found)) / len(found))
+            summary[name] = {"geomean": mean, "min": min(found), "shapes": len(found)}
+    return summary
+
+
+def markdown(run: dict) -> str:
+    """The table, with what it was measured on and the summary."""
+    peers = [name for name in NAMES if name != "ours" and name in run["shapes"][0]["results"]]
+    header = ["shape (Hq/Hkv/D/page)", "TFLOP", "K/V MB", "kernel us (p10 to p90)", "wall us"]
+    header += ["TFLOP/s", "GB/s", "rel. L2"]
+    for name in peers:
+        header += [f"{NAMES[name]}, TFLOP/s", "ours over it"]
+    rows = [header]
+    for shape in run["shapes"]:
+        results = shape["results"]
+        ours = results["ours"]
+        rate = tflops(shape, ours)
+        row = [shape["name"], f"{shape['num_flops'] / 1e12:.3f}", f"{shape['num_bytes'] / 1e6:.1f}"]
+        row += [time(ours), wall(ours), number(rate), number(gbps(shape, ours), ".0f"), error(ours)]
+        for name in peers:
+            theirs = tflops(shape, results[name])
+            row += [cell(results[name], theirs), number(ratio(rate, theirs), ".2f")]
+        rows.append(row)
+    words = [
+        f"Ours over {NAMES[name]}: {found['geomean']:.2f} in the geometric mean of"
+        f" {found['shapes']} shapes, at least {found['min']:.2f}."
+        for name, found in run["summary"].items()
+    ]
+    blocks = [table(rows), timing.provenance(run["meta"]), *words]
+    return "\n\n".join(blocks) + "\n"
+
+
+def plot(run: dict, path: Path) -> None:
+    """Writes a PNG: TFLOP/s where computing takes longer, GB/s of K/V where reading does.
+
+    Raises:
+      ValueError: if the run has no kernel times to draw.
+    """
+    shapes = [shape for shape in run["shapes"] if kernel_us(shape["results"]["ours"])]
+    if not shapes:
+        raise ValueError("there are no kernel times to plot: they need a GPU with CUPTI")
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    long = [s for s in shapes if s["num_flops"] >= _RIDGE * s["num_bytes"]]
+    short = [s for s in shapes if s not in long]
+    parts = [
+        (chosen, rate, unit)
+        for chosen, rate, unit in ((long, tflops, "TFLOP/s"), (short, gbps, "GB/s of K/V"))
+        if chosen
+    ]
+    figure, all_axes = plt.subplots(
+        len(parts),
+        1,
+        figsize=(11, 0.42 * len(shapes) + 1.2 * len(parts) + 0.8),
+        height_ratios=[len(chosen) + 1 for chosen, _, _ in parts],
+        layout="constrained",
+        squeeze=False,
+    )
+    for axes, (chosen, rate, unit) in zip(all_axes[:, 0], parts, strict=True):
+        names = [n for n in NAMES if any(rate(s, s["results"].get(n)) for s in chosen)]
+        height = 0.8 / len(names)
+        for i, name in enumerate(names):
+            rates = [rate(shape, shape["results"].get(name)) or 0.0 for shape in chosen]
+            middles = [row + (i - (len(names) - 1) / 2) * height for row in range(len(chosen))]
+            axes.barh(middles, rates, height, color=_COLORS[name], label=NAMES[name])
+            for middle, value in zip(middles, rates, strict=True):
+                if value:
+                    axes.text(value, middle, f" {value:.0f}", va="center", fontsize=6)
+        axes.set_yticks(range(len(chosen)), [shape["name"] for shape in chosen])
+        axes.set_ylim(len(chosen) - 0.4, -0.6)
+        axes.set_xlabel(f"{unit} (more is better)")
+        axes.grid(axis="x", alpha=0.3)
+    all_axes[0, 0].set_title(f"{run['meta']['device']}, bf16, JAX {run['meta']['jax']}")
+    figure.legend(*all_axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.savefig(path, dpi=140)
+    plt.close(figure)

@@ -1,0 +1,54 @@
+"""What `bench.prefill` attends to: prompts, chunks of prompts, speculation, and mixtures."""
+
+from __future__ import annotations
+
+from bench.options import Options
+from bench.shapes import Shape, ragged_lens, uniform
+
+
+def _prompts(num_seqs: int, length: int, *dims: int, options: Options | None = None) -> Shape:
+    return uniform(num_seqs, length, *dims, q_len=length, options=options or Options())
+
+
+def _newest(num_seqs: int, q_len: int, older: int) -> Shape:
+    name = f"{num_seqs}x{q_len} after {older}"
+    return uniform(num_seqs, older + q_len, q_len=q_len, name=name)
+
+
+_RAGGED = ragged_lens(8192)
+
+SHAPES = (
+    _prompts(1, 1024),
+    _prompts(4, 4096),
+    _prompts(1, 8192),
+    _prompts(1, 16384),
+    _prompts(16, 1024),
+    Shape(name="64 ragged 32/8/128/16", seq_lens=_RAGGED, q_lens=_RAGGED),
+    _prompts(4, 4096, 32, 32),
+    _prompts(4, 4096, 32, 8, 64),
+    _prompts(4, 4096, 16, 8, 256),
+    _prompts(4, 4096, 32, 8, 128, 64),
+    _newest(1, 512, 16384),
+    _newest(8, 512, 8192),
+    _newest(8, 16, 32768),
+    _newest(64, 4, 4096),
+    Shape(
+        name="56x1 after 4095 and 8x512 after 2048 32/8/128/16",
+        seq_lens=(4096,) * 56 + (2560,) * 8,
+        q_lens=(1,) * 56 + (512,) * 8,
+    ),
+    _prompts(4, 4096, options=Options(sliding_window=1024)),
+    _prompts(4, 4096, options=Options(soft_cap=50.0)),
+    _prompts(4, 4096, options=Options(alibi=True)),
+    _prompts(4, 4096, options=Options(sinks=True)),
+)
+# Small enough for a CPU; only runs when it is named.
+TINY = Shape(
+    name="tiny",
+    seq_lens=(5, 32, 17),
+    q_lens=(5, 3, 1),
+    num_q_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    page_size=4,
+)

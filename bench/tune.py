@@ -1,0 +1,315 @@
+"""Searches configs of a kernel on this device, from the heuristic on, and keeps the better ones.
+
+Run `python -m bench.tune --help`; bench/README.md says how it searches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import gc
+import importlib.resources
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import pallas_paged as pp
+from bench import prefill_shapes, shapes, timing
+from bench.measure import Variant, measure_all
+from bench.options import PLAIN
+from bench.report import table
+from bench.shapes import Case, Shape, make_case, select_shapes
+from pallas_paged.kernels import tuned, tuning
+
+TABLE = Path(str(importlib.resources.files("pallas_paged.kernels") / "tuned.json"))
+LEAST_GAIN = 1.02
+_ITEMSIZE = 2  # bf16
+_SM_BYTES, _SM_THREADS = 228 << 10, 2048  # of Hopper
+# Factors by which a step of the search changes a tile: one field, or some traded for each other.
+_STEPS: tuple[dict[str, float], ...] = (
+    {"block_k": 2},
+    {"block_k": 1 / 2},
+    {"block_q": 2},
+    {"block_q": 1 / 2},
+    {"num_warps": 2},
+    {"num_warps": 1 / 2},
+    {"num_stages": 3 / 2},
+    {"num_stages": 2 / 3},
+    {"programs_per_sm": 2},
+    {"programs_per_sm": 3 / 2},
+    {"programs_per_sm": 3 / 4},
+    {"programs_per_sm": 1 / 2},
+    {"block_k": 2, "programs_per_sm": 1 / 2},
+    {"block_k": 1 / 2, "programs_per_sm": 2},
+    {"num_warps": 2, "programs_per_sm": 1 / 2},
+    {"num_warps": 1 / 2, "programs_per_sm": 2},
+    {"num_warps": 2, "block_q": 2},
+    {"num_warps": 1 / 2, "block_q": 1 / 2},
+    {"num_warps": 1 / 2, "block_q": 1 / 2, "programs_per_sm": 2},
+    {"num_stages": 3 / 2, "programs_per_sm": 3 / 4},
+    {"num_stages": 3 / 2, "block_k": 1 / 2},
+)
+
+Tile = dict[str, int]  # a config with programs_per_sm in place of num_programs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """What is tuned: the call, its config, the heuristic that chooses it, and for what."""
+
+    call: Callable[..., Any]
+    config: type
+    heuristic: Callable[..., Any]
+    shapes: tuple[Shape, ...]
+    tiny: Shape
+
+
+KERNELS = {
+    "decode": Kernel(
+        call=pp.paged_attention,
+        config=pp.DecodeConfig,
+        heuristic=tuning.decode_config,
+        shapes=shapes.SHAPES,
+        tiny=shapes.TINY,
+    ),
+    "ragged": Kernel(
+        call=pp.ragged_paged_attention,
+        config=pp.RaggedConfig,
+        heuristic=tuning.ragged_config,
+        shapes=tuple(s for s in prefill_shapes.SHAPES if s.options == PLAIN),
+        tiny=prefill_shapes.TINY,
+    ),
+}
+
+
+def num_sms() -> int:
+    """Streaming multiprocessors of this device; some number where there are none."""
+    return getattr(jax.devices()[0], "core_count", None) or 4
+
+
+def static_key(kernel: Kernel, shape: Shape) -> dict[str, int]:
+    """What a config may depend on."""
+    key = {
+        "num_q_heads": shape.num_q_heads,
+        "num_kv_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "max_kv_len": shape.pages_per_seq * shape.page_size,
+        "num_seqs": len(shape.seq_lens),
+        "itemsize": _ITEMSIZE,
+    }
+    if kernel.config is pp.RaggedConfig:
+        key["num_tokens"] = sum(shape.asked)
+    return key
+
+
+def to_tile(config: Any, shape: Shape) -> Tile:
+    """The tile of a config."""
+    fields = dataclasses.asdict(config)
+    programs = fields.pop("num_programs") * shape.num_kv_heads
+    del fields["split_size"]
+    return fields | {"programs_per_sm": max(1, round(programs / num_sms()))}
+
+
+def to_config(kernel: Kernel, tile: Tile, shape: Shape) -> Any:
+    """The config of a tile.
+
+    Raises:
+      ValueError: if the kernel can't have it.
+    """
+    fields = {name: n for name, n in tile.items() if name != "programs_per_sm"}
+    programs = max(1, tile["programs_per_sm"] * num_sms() // shape.num_kv_heads)
+    return kernel.config(num_programs=programs, **fields)
+
+
+def neighbours(kernel: Kernel, tile: Tile, shape: Shape) -> list[Tile]:
+    """Tiles a step away, without those of which an SM can't hold as many as they want."""
+    row_bytes = tuning.next_power_of_2(shape.head_dim) * _ITEMSIZE
+    found: list[Tile] = []
+    for step in _STEPS:
+        if not step.keys() <= tile.keys():
+            continue
+        near = tile | {name: round(tile[name] * factor) for name, factor in step.items()}
+        try:
+            to_config(kernel, near, shape)
+        except ValueError:
+            continue
+        per_sm, threads = near["programs_per_sm"], near["num_warps"] * 32
+        held = max(1, near["num_stages"] - 1) * 2 * near["block_k"] * row_bytes
+        fits = per_sm >= 1 and per_sm * held <= _SM_BYTES and per_sm * threads <= _SM_THREADS
+        if fits and near != tile and near not in found:  # small numbers round to one another
+            found.append(near)
+    return found
+
+
+def variant(kernel: Kernel, config: Any, implementation: str | None) -> Variant:
+    """The call with a config."""
+
+    @jax.jit  # traced once for all calls of a chain
+    def attend(q, k, v, *lens):
+        return kernel.call(
+            q, k, v, *lens, sm_scale=1.0, implementation=implementation, config=config
+        )
+
+    return Variant(label=str(config), attend=attend)
+
+
+def _times(case: Case, variants: list[Variant], iterations: int) -> list[float | None]:
+    found = measure_all(case, lambda: variants, iterations)["variants"]
+    return [
+        (r["kernel_us"] or r["wall_us"])["median"] if r["status"] == "ok" else None for r in found
+    ]
+
+
+def search(
+    kernel: Kernel, shape: Shape, *, implementation: str | None, seconds: float, iterations: int
+) -> dict[str, Any]:
+    """The best tile found in about so many seconds: steps from the best one while they help.
+
+    Returns:
+      `key`, `config` (a tile), its `us`, `heuristic_us`, and what was `tried` in us. The first two
+      times are of a second measurement, side by side.
+
+    Raises:
+      RuntimeError: if the heuristic's config gives no right result.
+    """
+    deadline = time.perf_counter() + seconds
+    case, key = make_case(shape), static_key(kernel, shape)
+    heuristic = kernel.heuristic(**key, num_sms=num_sms())
+    make = functools.partial(variant, kernel, implementation=implementation)
+    best = to_tile(heuristic, shape)
+    tried: dict[tuple[tuple[str, int], ...], float | None] = {}
+    ahead = [best, *neighbours(kernel, best, shape)]
+    while ahead and (not tried or time.perf_counter() < deadline):
+        variants = [make(to_config(kernel, tile, shape)) for tile in ahead]
+        times = _times(case, variants, max(1, iterations // 3))
+        tried |= {tuple(t.items()): us for t, us in zip(ahead, times, strict=True)}
+        right = [(us, tile) for tile, us in tried.items() if us is not None]
+        if not right:
+            break
+        best = dict(min(right)[1])
+        near = neighbours(kernel, best, shape)
+        ahead = [tile for tile in near if tuple(tile.items()) not in tried]
+    pair = [make(heuristic), make(to_config(kernel, best, shape))]
+    before, after = _times(case, pair, iterations)
+    if before is None:
+        raise RuntimeError(f"{heuristic} gives no right result")
+    return {
+        "key": tuned.bucket(key),
+        "config": best,
+        "us": before if after is None else after,
+        "heuristic_us": before,
+        "tried": [{"config": dict(tile), "us": us} for tile, us in tried.items()],
+    }
+
+
+def merge(found: dict[str, Any], kernel: str, entries: Sequence[dict]) -> dict[str, Any]:
+    """A device's table with new entries in place of older ones for their keys.
+
+    Those that beat the heuristic by less than `LEAST_GAIN` leave the key to it.
+    """
+    keys = [entry["key"] for entry in entries]
+    kept = [entry for entry in found.get(kernel, []) if entry["key"] not in keys]
+    kept += [
+        {
+            "key": entry["key"],
+            "config": entry["config"],
+            "us": round(entry["us"], 2),
+            "heuristic_us": round(entry["heuristic_us"], 2),
+        }
+        for entry in entries
+        if entry["heuristic_us"] >= LEAST_GAIN * entry["us"]
+    ]
+    return found | {kernel: sorted(kept, key=lambda entry: sorted(entry["key"].items()))}
+
+
+def _write(kernel: str, entries: Sequence[dict], meta: dict[str, Any]) -> None:
+    devices = json.loads(TABLE.read_text())
+    head = {"date": meta["date"], "jax": meta["jax"]}
+    devices[meta["device"]] = merge(devices.get(meta["device"], {}) | head, kernel, entries)
+    TABLE.write_text(json.dumps(devices, indent=1) + "\n")
+
+
+def _row(name: str, entry: dict) -> list[str]:
+    config = " ".join(f"{field}={n}" for field, n in entry["config"].items())
+    gain = entry["heuristic_us"] / entry["us"]
+    row = [name, f"{entry['heuristic_us']:.1f}", f"{entry['us']:.1f}", f"{gain:.2f}"]
+    return [*row, config, str(len(entry["tried"]))]
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench.tune", description=__doc__)
+    parser.add_argument("--kernel", choices=KERNELS, required=True)
+    parser.add_argument("--implementation", help="default: the best for the platform")
+    parser.add_argument(
+        "--shapes", nargs="+", default=[], metavar="TEXT", help="only shapes whose name has TEXT"
+    )
+    parser.add_argument("--seconds", type=float, default=240.0, help="for all shapes together")
+    parser.add_argument("--iterations", type=int, default=12, help="timed runs of the final pair")
+    parser.add_argument("--json", type=Path, help="write all that was tried here")
+    parser.add_argument(
+        "--write", action="store_true", help=f"keep what is better in {TABLE.name}, shape by shape"
+    )
+    options = parser.parse_args(argv)
+    if options.iterations < 1:
+        parser.error(f"--iterations {options.iterations} must be at least 1")
+    if not options.seconds > 0:
+        parser.error(f"--seconds {options.seconds} must be more than 0")
+    kernel = KERNELS[options.kernel]
+    if not select_shapes(options.shapes, kernel.shapes, kernel.tiny):
+        names = ", ".join(repr(shape.name) for shape in (*kernel.shapes, kernel.tiny))
+        parser.error(f"--shapes {' '.join(options.shapes)} matches none of {names}")
+    if options.json and not options.json.parent.is_dir():
+        parser.error(f"{options.json}: there is no folder {options.json.parent}")
+    if options.write and jax.default_backend() != "gpu":
+        parser.error("--write needs a GPU: without one there are no kernel times")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, dict]:
+    """Searches, prints the table and returns the entries by shape."""
+    argv = sys.argv[1:] if argv is None else argv
+    options = _parse(argv)
+    kernel, meta = KERNELS[options.kernel], timing.describe_run("bench.tune", argv)
+    # Shapes with the same key would overwrite each other: the first one speaks for all.
+    by_key: dict[tuple, Shape] = {}
+    for shape in select_shapes(options.shapes, kernel.shapes, kernel.tiny):
+        key = tuned.bucket(static_key(kernel, shape))
+        by_key.setdefault(tuple(key.items()), shape)
+    deadline = time.perf_counter() + options.seconds
+    entries: dict[str, dict] = {}
+    for i, shape in enumerate(by_key.values()):
+        seconds = (deadline - time.perf_counter()) / (len(by_key) - i)
+        if seconds <= 0:
+            print(f"no time left from {shape.name!r} on", file=sys.stderr, flush=True)
+            break
+        try:
+            entries[shape.name] = search(
+                kernel,
+                shape,
+                implementation=options.implementation,
+                seconds=seconds,
+                iterations=options.iterations,
+            )
+        except RuntimeError as error:
+            print(f"{shape.name}: {error}", file=sys.stderr, flush=True)
+            continue
+        gc.collect()  # this shape's pages, before those of the next
+        print(*_row(shape.name, entries[shape.name]), file=sys.stderr, flush=True)
+        if options.write:
+            _write(options.kernel, list(entries.values()), meta)
+        if options.json:
+            options.json.write_text(json.dumps({"meta": meta, "shapes": entries}, indent=1) + "\n")
+    header = ["shape", "heuristic us", "best us", "gain", "best config", "configs tried"]
+    print(table([header, *(_row(name, entry) for name, entry in entries.items())]))
+    print(f"\n{timing.provenance(meta)}")
+    return entries
+
+
+if __name__ == "__main__":
+    main()

@@ -92,7 +92,10 @@ def check_ends(name: str, ends: ArrayLike, count: int) -> jax.Array:
     """`ends` i32`[count + 1]`: where parts begin and end."""
     array = with_dtype(ends)
     if array.shape != (count + 1,):
-        raise ValueError(f"{name}.shape={array.shape} must be ({count + 1},)")
+        raise ValueError(
+            f"{name}.shape={array.shape} must be ({count + 1},): 0, then where each of {count}"
+            " sequences or groups ends"
+        )
     check_integers(**{name: array})
     return jnp.asarray(array)
 

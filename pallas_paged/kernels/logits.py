@@ -61,13 +61,14 @@ def base2_logits(
     if cap is None:
         x = s * (scale * LOG2_E)
     else:
-        # tanh(y) = 1 - 2 / (exp(2y) + 1), since the hardware's own tanh has 11 bits only; near 0,
-        # where that cancels, its power series.
+        # tanh(y) = 1 - 2 / (exp(2y) + 1), since the hardware's own tanh has 11 bits only.
         y = s * (scale / cap)
-        y2 = y * y
-        series = y * (1.0 + y2 * (-1 / 3 + y2 * (2 / 15 + y2 * (-17 / 315))))
         tanh = 1.0 - 2.0 / (jnp.exp2(y * (2 * LOG2_E)) + 1.0)
-        x = jnp.where(y2 < 0.04, series, tanh) * (cap * LOG2_E)
+        if cap > 100:  # then what cancels near 0 is seen: the power series there
+            y2 = y * y
+            series = y * (1.0 + y2 * (-1 / 3 + y2 * (2 / 15 + y2 * (-17 / 315))))
+            tanh = jnp.where(y2 < 0.04, series, tanh)
+        x = tanh * (cap * LOG2_E)
     if slopes is not None:
         x = x + slopes * LOG2_E * distances.astype(jnp.float32)
     return x, 1.0

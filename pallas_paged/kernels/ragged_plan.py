@@ -47,7 +47,7 @@ class Tiles:
       first_key: the first key that any query of the tile sees.
       offset: first packed query row of the tile within its sequence.
       lo, hi: the blocks of keys that any query of the tile sees are in `[lo, hi)`.
-      full: blocks before this one are seen whole by every query.
+      full_lo, full_hi: of those, the blocks in `[full_lo, full_hi)` are seen whole by every query.
     """
 
     row: jax.Array
@@ -58,7 +58,8 @@ class Tiles:
     offset: jax.Array
     lo: jax.Array
     hi: jax.Array
-    full: jax.Array
+    full_lo: jax.Array
+    full_hi: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -126,14 +127,14 @@ def make_tiles(
         mine = tokens <= last_token[:, None]
         positions = q_positions.at[starts[rank][:, None] + tokens].get(mode="clip")
         first = jnp.min(jnp.where(mine, positions, jnp.iinfo(jnp.int32).max), axis=1)
+        last = jnp.max(jnp.where(mine, positions, 0), axis=1)
         causal_full = seen = kv_len
     hi = _cdiv(jnp.maximum(seen, 0), block_k)
     first_key = options.first_key(first)
     lo = jnp.minimum(first_key // block_k, hi)
-    if options.sliding_window is None:
-        full = jnp.clip(jnp.minimum(causal_full, kv_len) // block_k, lo, hi)
-    else:
-        full = lo
+    full_hi = jnp.clip(jnp.minimum(causal_full, kv_len) // block_k, lo, hi)
+    full_lo = _cdiv(jnp.minimum(options.first_key(last), kv_len), block_k)
+    full_lo = jnp.clip(full_lo, lo, full_hi)
     return Tiles(
         row=rows[rank],
         q_start=starts[rank],
@@ -143,7 +144,8 @@ def make_tiles(
         offset=jnp.where(exists, offset, 0),
         lo=lo,
         hi=jnp.where(exists, hi, lo),
-        full=full,
+        full_lo=full_lo,
+        full_hi=full_hi,
     )
 
 
@@ -183,7 +185,8 @@ def make_plan(
         q_len=jnp.where(exists, pieces.q_len, 0),
         lo=lo,
         hi=hi,
-        full=jnp.clip(pieces.full, lo, hi),
+        full_lo=jnp.clip(pieces.full_lo, lo, hi),
+        full_hi=jnp.clip(pieces.full_hi, lo, hi),
     )
 
     slot = (slot_ends - ends)[tile] + piece

@@ -136,10 +136,10 @@ def ragged_kernel(
     )
     attend_full = functools.partial(attend_block, False)
     attend_masked = functools.partial(attend_block, True)
-    if options.sliding_window is None:
-        state = lax.fori_loop(piece.lo, piece.full, attend_full, state)
-    m_i, l_i, acc = lax.fori_loop(piece.full, piece.hi, attend_masked, state)
-
+    if options.sliding_window is not None:
+        state = lax.fori_loop(piece.lo, piece.full_lo, attend_masked, state)
+    state = lax.fori_loop(piece.full_lo, piece.full_hi, attend_full, state)
+    m_i, l_i, acc = lax.fori_loop(piece.full_hi, piece.hi, attend_masked, state)
     state = (m_i * LN_2, l_i, acc)
 
     @pl.when(slot < 0)

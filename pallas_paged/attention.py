@@ -13,6 +13,7 @@ from pallas_paged.kernels import xla
 from pallas_paged.kernels.tuning import DecodeConfig, RaggedConfig
 from pallas_paged.validation import (
     check_ends,
+    check_one_query_each,
     check_pages,
     check_per_head,
     check_queries,
@@ -90,10 +91,7 @@ def paged_attention(
     arrays = [with_dtype(x) for x in (q, k_pages, v_pages, block_tables, seq_lens)]
     check_queries(arrays[0], "B")
     check_pages(*arrays)
-    if arrays[0].shape[0] != arrays[4].shape[0]:
-        raise ValueError(
-            f"q.shape={arrays[0].shape} and seq_lens.shape={arrays[4].shape} must agree in B"
-        )
+    check_one_query_each(arrays[0], arrays[4])
     check_scales(k_scales, v_scales)
     _, num_q_heads, head_dim = arrays[0].shape
     queries, k, v, tables, lens = map(jnp.asarray, arrays)

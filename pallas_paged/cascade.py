@@ -15,6 +15,7 @@ from pallas_paged.validation import (
     INT32_MAX,
     check_ends,
     check_integers,
+    check_one_query_each,
     check_pages,
     check_per_head,
     check_queries,
@@ -77,10 +78,7 @@ def cascade_attention(
     check_queries(arrays[0], "B")
     check_pages(*arrays)
     num_seqs, num_q_heads, head_dim = arrays[0].shape
-    if arrays[4].shape[0] != num_seqs:
-        raise ValueError(
-            f"q.shape={arrays[0].shape} and seq_lens.shape={arrays[4].shape} must agree in B"
-        )
+    check_one_query_each(arrays[0], arrays[4])
     check_scales(k_scales, v_scales)
     shared = with_dtype(prefix_lens)
     if shared.ndim != 1 or not shared.shape[0]:

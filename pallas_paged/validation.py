@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from pallas_paged.kernels.logits import LogitOptions
 
 INT32_MAX = 2**31 - 1  # slots and positions are i32
+F32_BOUND = 1e38  # so that a number times log2(e) is an f32 too
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -23,11 +24,17 @@ def with_dtype(x: ArrayLike) -> Any:
 
 
 def check_queries(q, name: str) -> None:
-    """q is a non-empty `[name, num_q_heads, head_dim]` of a dtype that the kernels take."""
+    """q is `[name, num_q_heads, head_dim]` of a dtype that the kernels take."""
     if q.ndim != 3:
         raise ValueError(f"q.shape={q.shape} must be [{name}, num_q_heads, head_dim]")
     if q.dtype not in _DTYPES:
         raise ValueError(f"q.dtype={q.dtype.name} must be float32, bfloat16 or float16")
+
+
+def check_one_query_each(q, seq_lens) -> None:
+    """There are as many queries as rows."""
+    if q.shape[:1] != seq_lens.shape:
+        raise ValueError(f"q.shape={q.shape} and seq_lens.shape={seq_lens.shape} must agree in B")
 
 
 def check_pages(q, k_pages, v_pages, block_tables, seq_lens) -> None:
@@ -116,6 +123,8 @@ def check_tree_mask(tree_mask: ArrayLike | None, num_seqs: int) -> jax.Array | N
         raise ValueError(f"tree_mask {mask.dtype.name}{list(shape)} must be bool[B, n, n]")
     if shape[0] != num_seqs:
         raise ValueError(f"tree_mask.shape={shape} must begin with B={num_seqs}")
+    if math.prod(shape) > INT32_MAX:  # offsets into it are i32
+        raise ValueError(f"tree_mask.shape={shape} must hold at most {INT32_MAX} elements")
     return jnp.asarray(mask)
 
 
@@ -123,11 +132,18 @@ def static_number(name: str, value: Any) -> float:
     """A finite number that is known while tracing."""
     if isinstance(value, jax.core.Tracer):
         raise ValueError(f"{name} must be a static number, got a traced value")
-    if isinstance(value, str | bool) or not hasattr(value, "__float__") or np.ndim(value):
+    complex_number = isinstance(value, complex | np.complexfloating)
+    if isinstance(value, str | bool) or complex_number or not hasattr(value, "__float__"):
         raise ValueError(f"{name}={value!r} must be a number")
-    if not math.isfinite(value):
-        raise ValueError(f"{name}={value!r} must be finite")
-    return float(value)
+    if np.ndim(value):
+        raise ValueError(f"{name}={value!r} must be a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not abs(number) < F32_BOUND:
+        raise ValueError(f"{name}={value!r} must be finite, and less than {F32_BOUND:g} in size")
+    return number
 
 
 def static_window(value: Any) -> int | None:
@@ -137,7 +153,7 @@ def static_window(value: Any) -> int | None:
     number = static_number("sliding_window", value)
     if number != int(number) or number < 1:
         raise ValueError(f"sliding_window={value!r} must be an integer that is at least 1")
-    return min(int(number), INT32_MAX)
+    return int(min(number, INT32_MAX))
 
 
 def logit_options(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from tests.attention_calls import COMPILER_OPTIONS, assert_close, decode
+from tests.attention_calls import COMPILER_OPTIONS, assert_close, assert_same_bits, decode
 from tests.attention_cases import Case, SharedPrefixes
 
 CASE = Case(head_dim=16, num_pages=48)
@@ -70,6 +70,18 @@ def test_options(name, implementation):
     arrays = GROUPS[2].make()
     actual = cascade(*arrays, implementation=implementation, **OPTIONS[name])
     assert_close(actual, arrays[:5], 1e-5, **OPTIONS[name])
+
+
+def test_pages_left_of_every_window_are_not_read(implementation):
+    case = dataclasses.replace(CASE, page_size=16, num_pages=64)
+    groups = SharedPrefixes(case, (53, 45, 0, 0, 1, 60, 46, 45), (29, 39, 0), (0, 3, 3, 3))
+    q, k_pages, v_pages, tables, *rest = arrays = groups.make()
+    poisoned = [pages.copy() for pages in (k_pages, v_pages)]
+    for pages in poisoned:
+        pages[:, tables[0, 0], :5] = np.nan  # row 1 sees from 5 on, row 0 from 13 on
+    options = dict(sliding_window=40, implementation=implementation)
+    expected = cascade(*arrays, **options)
+    assert_same_bits(cascade(q, *poisoned, tables, *rest, **options), expected)
 
 
 def test_equals_paged_attention(implementation):

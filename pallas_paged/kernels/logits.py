@@ -31,7 +31,8 @@ class LogitOptions:
         """First key that a query at each of `positions` sees."""
         if self.sliding_window is None:
             return jnp.zeros_like(positions)
-        return jnp.maximum(positions - self.sliding_window + 1, 0)
+        before = self.sliding_window - 1  # subtracted last: nothing wraps around
+        return jnp.maximum(positions, before) - before
 
 
 def natural_logits(

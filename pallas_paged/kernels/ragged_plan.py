@@ -168,7 +168,7 @@ def make_plan(
         step = jnp.where(alone, config.split_size // config.block_k, jnp.maximum(blocks, 1))
         counts = _cdiv(blocks, step)
         extra = num_seqs * (_cdiv(max_kv_len, config.split_size) - 1)
-    num_merges = max(min(num_tiles, extra), 1)
+    num_merges = max(min(num_tiles, extra if config.split_size is None else num_seqs), 1)
     # A tile that sees nothing is a piece too, for somebody must write its zeros.
     counts = jnp.where(tiles.q_len > 0, jnp.maximum(counts, 1), 0)
     is_split = counts > 1
@@ -197,8 +197,7 @@ def make_plan(
         slot=jnp.where(exists & is_split[tile], slot, -1),
         split_pieces=none.at[where].set(ends - counts, mode="drop"),
         num_splits=none.at[where].set(counts, mode="drop"),
-        # At most two for every piece more than there are tiles.
-        num_slots=max(2 * extra, 1),
+        num_slots=extra + num_merges,
     )
 
 
@@ -208,14 +207,15 @@ def _longest_piece(blocks: jax.Array, num_programs: int, extra: int) -> jax.Arra
     No more than `extra` further pieces are made.
     """
     blocks = lax.optimization_barrier(blocks)  # or XLA computes them anew for every candidate
-    total = jnp.sum(blocks)
-    share = total.astype(jnp.float32) / num_programs
+    total = jnp.sum(blocks.astype(jnp.float32))
+    share = total / num_programs
     longest = jnp.ceil(share * jnp.array(_SHARES, jnp.float32)).astype(jnp.int32)
     longest = jnp.maximum(jnp.append(longest, jnp.max(blocks)), 1)  # [K], the last splits nothing
-    num_pieces = jnp.sum(_cdiv(blocks, longest[:, None]), axis=1)
+    # In f32, as is the total: with the longest of pieces short, i32 might wrap around.
+    num_pieces = jnp.sum(_cdiv(blocks, longest[:, None]).astype(jnp.float32), axis=1)
     further = num_pieces - num_pieces[-1]
-    waves = _cdiv(num_pieces, num_programs).astype(jnp.float32)
-    mean = total.astype(jnp.float32) / jnp.maximum(num_pieces, 1).astype(jnp.float32)
+    waves = jnp.ceil(num_pieces / num_programs)
+    mean = total / jnp.maximum(num_pieces, 1.0)
     span = jnp.maximum(waves * mean, jnp.minimum(longest, longest[-1]).astype(jnp.float32))
-    span += _SPLIT_COST / num_programs * further.astype(jnp.float32)
+    span += _SPLIT_COST / num_programs * further
     return longest[jnp.argmin(jnp.where(further <= extra, span, jnp.inf))]

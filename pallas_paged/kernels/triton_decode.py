@@ -31,6 +31,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_paged.kernels import triton_merge
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot
+from pallas_paged.kernels.specs import kv_head, whole
 from pallas_paged.kernels.tuning import DecodeConfig, next_power_of_2
 
 
@@ -200,16 +201,6 @@ def paged_decode(
             num_slots = num_seqs * pl.cdiv(block_tables.shape[1] * page_size, config.split_size)
         unit_ends = jnp.cumsum(units)
 
-    def kv_head(shape, axis):
-        """Spec that gives a program all of an array but only its own KV head."""
-        block = tuple(None if i == axis else n for i, n in enumerate(shape))
-        return pl.BlockSpec(
-            block, lambda h, c: tuple(h if i == axis else 0 for i in range(len(shape)))
-        )
-
-    def whole(shape):
-        return pl.BlockSpec(shape, lambda h, c: (0,) * len(shape))
-
     q = q.reshape(num_seqs, num_kv_heads, group, head_dim)
     k_pages = k_pages.reshape(num_kv_heads, num_pages * page_size, head_dim)
     v_pages = v_pages.reshape(num_kv_heads, num_pages * page_size, head_dim)
@@ -217,34 +208,25 @@ def paged_decode(
         jax.ShapeDtypeStruct((num_slots, num_kv_heads, group, head_dim), jnp.float32),
         jax.ShapeDtypeStruct((num_slots, num_kv_heads, group), jnp.float32),
     )
+    slopes = None if alibi_slopes is None else alibi_slopes.reshape(num_kv_heads, group)
     outs, lses = pl.pallas_call(
         functools.partial(decode_kernel, options=options, page_size=page_size, config=config),
         grid=(num_kv_heads, config.num_programs),
         in_specs=[
-            kv_head(q.shape, 1),
-            kv_head(k_pages.shape, 0),
-            kv_head(v_pages.shape, 0),
-            whole(block_tables.shape),
-            whole(seq_lens.shape),
-            whole(unit_ends.shape),
-            None if alibi_slopes is None else kv_head((num_kv_heads, group), 0),
+            kv_head(q, 1),
+            kv_head(k_pages, 0),
+            kv_head(v_pages, 0),
+            *whole([block_tables, seq_lens, unit_ends]),
+            kv_head(slopes, 0),
         ],
-        out_specs=[kv_head(s.shape, 1) for s in out_shape],
+        out_specs=[kv_head(x, 1) for x in out_shape],
         out_shape=out_shape,
         compiler_params=plgpu.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
         ),
         interpret=interpret,
         name="paged_decode",
-    )(
-        q,
-        k_pages,
-        v_pages,
-        block_tables,
-        seq_lens,
-        unit_ends,
-        None if alibi_slopes is None else alibi_slopes.reshape(num_kv_heads, group),
-    )
+    )(q, k_pages, v_pages, block_tables, seq_lens, unit_ends, slopes)
     return triton_merge.merge_shares(
         outs.reshape(num_slots, num_q_heads, head_dim),
         lses.reshape(num_slots, num_q_heads),

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_paged.kernels.ragged_plan import Plan
+from pallas_paged.kernels.specs import kv_head, whole
 from pallas_paged.kernels.tuning import (
     DecodeConfig,
     MergeConfig,
@@ -140,9 +141,6 @@ def merge_shares(
         batch_invariant=config.split_size is not None,
     )
 
-    def whole(shape):
-        return pl.BlockSpec(shape, lambda b, h, d: (0,) * len(shape))
-
     args = (outs, lses, unit_ends, sinks)
     out_shape = (
         jax.ShapeDtypeStruct((num_seqs, num_heads, head_dim), dtype),
@@ -151,8 +149,8 @@ def merge_shares(
     return pl.pallas_call(
         functools.partial(merge_shares_kernel, config=config, tile=tile),
         grid=(num_seqs, pl.cdiv(num_heads, tile.block_h), pl.cdiv(head_dim, tile.block_d)),
-        in_specs=[None if x is None else whole(x.shape) for x in args],
-        out_specs=[whole(s.shape) for s in out_shape],
+        in_specs=list(whole(args)),
+        out_specs=list(whole(out_shape)),
         out_shape=out_shape,
         compiler_params=plgpu.CompilerParams(num_warps=tile.num_warps),
         interpret=interpret,
@@ -218,13 +216,6 @@ def merge_tiles(
         batch_invariant=config.split_size is not None,
     )
 
-    def kv_head(x, axis):
-        block = tuple(None if i == axis else n for i, n in enumerate(x.shape))
-        return pl.BlockSpec(
-            block, lambda h, c, r, d: tuple(h if i == axis else 0 for i in range(len(block)))
-        )
-
-    whole = jax.tree.map(lambda x: pl.BlockSpec(x.shape, lambda h, c, r, d: (0,) * x.ndim), plan)
     specs = [kv_head(out, 1), kv_head(lse, 1)]
     args = (outs, lses, plan, sinks, out, lse)
     num_inputs = len(jax.tree.leaves(args))
@@ -239,8 +230,8 @@ def merge_tiles(
         in_specs=[
             kv_head(outs, 0),
             kv_head(lses, 0),
-            whole,
-            None if sinks is None else kv_head(sinks, 0),
+            whole(plan),
+            kv_head(sinks, 0),
             *specs,
         ],
         out_specs=specs,

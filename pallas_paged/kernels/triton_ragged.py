@@ -30,6 +30,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_paged.kernels import triton_merge
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot
 from pallas_paged.kernels.ragged_plan import Plan, make_plan, make_tiles
+from pallas_paged.kernels.specs import kv_head, whole
 from pallas_paged.kernels.tuning import RaggedConfig, next_power_of_2
 
 
@@ -211,16 +212,6 @@ def ragged_paged_attention(
             num_seqs=num_seqs,
         )
 
-    def kv_head(shape, axis):
-        """Spec that gives a program all of an array but only its own KV head."""
-        block = tuple(None if i == axis else n for i, n in enumerate(shape))
-        return pl.BlockSpec(
-            block, lambda h, c: tuple(h if i == axis else 0 for i in range(len(shape)))
-        )
-
-    def whole(x):
-        return jax.tree.map(lambda x: pl.BlockSpec(x.shape, lambda h, c: (0,) * x.ndim), x)
-
     def of_group(x):
         return None if x is None else x.reshape(num_kv_heads, group)
 
@@ -246,10 +237,10 @@ def ragged_paged_attention(
         functools.partial(ragged_kernel, options=options, page_size=page_size, config=config),
         grid=(num_kv_heads, plan.slot.shape[0]),
         in_specs=[
-            whole(x) if axis is None or x is None else kv_head(x.shape, axis)
+            whole(x) if axis is None else kv_head(x, axis)
             for x, axis in zip(args, axes, strict=True)
         ],
-        out_specs=[kv_head(s.shape, axis) for s, axis in zip(out_shape, (1, 1, 0, 0), strict=True)],
+        out_specs=[kv_head(x, axis) for x, axis in zip(out_shape, (1, 1, 0, 0), strict=True)],
         out_shape=out_shape,
         compiler_params=plgpu.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages

@@ -77,7 +77,8 @@ def ragged_paged_attention(
         positions = before + tokens
         if q_positions is not None:
             positions = q_positions.at[q_tokens].get(mode="clip")
-        seen = (keys < tile.kv_len) & (keys >= options.first_key(positions)[:, None])
+        seen = (tokens < tile.q_len)[:, None] & (keys < tile.kv_len)
+        seen &= keys >= options.first_key(positions)[:, None]
         if tree_mask is not None:
             places = keys - before
             allowed = tree_mask[tile.row].at[tokens[:, None], places]
@@ -143,13 +144,15 @@ def _attend(
     logits = jnp.where(seen, logits, -jnp.inf)  # [B, Q, Hkv, G, K]
     m_i = logits.max(axis=-1, keepdims=True)
     empty = jnp.isneginf(m_i)  # queries that see nothing; sinks do not change that
-    m_i = m_i if sinks is None else jnp.maximum(m_i, sinks)
     m_i = lax.stop_gradient(jnp.where(empty, 0.0, m_i))
     p = jnp.exp(logits - m_i)
     l_i = p.sum(axis=-1, keepdims=True)
-    if sinks is not None:
-        l_i = jnp.where(empty, 0.0, l_i + jnp.exp(sinks - m_i))
     out = einsum("bqhgk,bhkd->bqhgd", p.astype(q.dtype), v)
+    if sinks is not None:  # only now: beside a large sink p would vanish in f16
+        sinks = jnp.where(empty, -jnp.inf, sinks)
+        m_new = lax.stop_gradient(jnp.maximum(m_i, sinks))
+        alpha = jnp.exp(m_i - m_new)
+        l_i, out, m_i = l_i * alpha + jnp.exp(sinks - m_new), out * alpha, m_new
     l_safe = jnp.where(empty, 1.0, l_i)
     out = (out / l_safe).astype(q.dtype)
     lse = jnp.where(empty, -jnp.inf, m_i + jnp.log(l_safe))
@@ -165,13 +168,16 @@ def merge_states(
     """Merge over the first axis; sinks join the denominator where any state saw a key."""
     m = lses.max(axis=0)
     empty = jnp.isneginf(m)  # nothing was seen by any state
-    m = m if sinks is None else jnp.maximum(m, sinks)
+    if sinks is not None:
+        sinks = jnp.where(empty, -jnp.inf, sinks)
+        m = jnp.maximum(m, sinks)
     m = jnp.where(empty, 0.0, m)
     weights = jnp.exp(lses - m)  # [S, ...]
     total = weights.sum(axis=0)
     if sinks is not None:
-        total = jnp.where(empty, 0.0, total + jnp.exp(sinks - m))
+        total += jnp.exp(sinks - m)
     # A state that saw nothing has weight 0, and its out may be anything: 0 * NaN is NaN.
     seen = jnp.where(weights[..., None] > 0, outs.astype(jnp.float32), 0.0)
-    out = (seen * weights[..., None]).sum(axis=0) / jnp.where(empty, 1.0, total)[..., None]
-    return out.astype(outs.dtype), m + jnp.log(total)
+    total = jnp.where(empty, 1.0, total)
+    out = (seen * weights[..., None]).sum(axis=0) / total[..., None]
+    return out.astype(outs.dtype), jnp.where(empty, -jnp.inf, m + jnp.log(total))

@@ -105,6 +105,8 @@ def static_key(kernel: Kernel, shape: Shape) -> dict[str, int]:
     }
     if kernel.config is pp.RaggedConfig:
         key["num_tokens"] = sum(shape.asked)
+    else:
+        key["page_size"] = shape.page_size
     return key
 
 

@@ -140,7 +140,9 @@ def _config_or_best(
         "num_seqs": num_seqs,
         "itemsize": k_pages.dtype.itemsize,
     }
-    if kernel == "ragged":
+    if kernel == "decode":
+        sizes["page_size"] = page_size
+    else:
         sizes["num_tokens"] = num_queries
     here = device()
     return choose_config(kernel, device_kind=here.kind, num_sms=here.num_sms, **sizes)

@@ -138,6 +138,7 @@ def test_the_heuristic_gives_a_config_that_fits(group, head_dim, itemsize):
         num_q_heads=8 * group,
         num_kv_heads=8,
         head_dim=head_dim,
+        page_size=16,
         max_kv_len=4096,
         num_seqs=64,
         itemsize=itemsize,
@@ -151,11 +152,21 @@ def test_the_heuristic_gives_a_config_that_fits(group, head_dim, itemsize):
     assert config.num_programs * 8 <= 4 * 132
 
 
+def test_a_block_that_is_a_page_gets_fewer_warps():
+    sizes = dict(num_q_heads=32, num_kv_heads=8, head_dim=128, max_kv_len=4096, num_seqs=64)
+    configs = [
+        decode_config(**sizes, page_size=page_size, itemsize=2, num_sms=132)
+        for page_size in (32, 64, 128)
+    ]
+    assert [config.num_warps for config in configs] == [4, 2, 4]
+
+
 def test_few_tokens_get_few_programs():
     config = decode_config(
         num_q_heads=8,
         num_kv_heads=2,
         head_dim=128,
+        page_size=16,
         max_kv_len=128,
         num_seqs=1,
         itemsize=2,

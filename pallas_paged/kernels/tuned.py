@@ -16,8 +16,8 @@ def bucket(key: Mapping[str, int]) -> dict[str, int]:
     """The key under which a call's config is kept.
 
     Args:
-      key: num_q_heads, num_kv_heads, head_dim, itemsize, num_seqs, max_kv_len and, of ragged
-        queries, num_tokens.
+      key: num_q_heads, num_kv_heads, head_dim, itemsize, num_seqs, max_kv_len and, for decoding,
+        page_size or, of ragged queries, num_tokens.
     """
     return {
         name: 1 << (size - 1).bit_length() if name in _ROUNDED else size

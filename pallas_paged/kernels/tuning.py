@@ -96,6 +96,7 @@ def decode_config(
     num_q_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    page_size: int,
     max_kv_len: int,
     num_seqs: int,
     itemsize: int,
@@ -105,6 +106,7 @@ def decode_config(
 
     Args:
       num_q_heads, num_kv_heads, head_dim: heads of the call.
+      page_size: tokens of a page.
       max_kv_len: tokens that a full row of the block table can hold.
       num_seqs: rows of the batch.
       itemsize: bytes per element of K and V.
@@ -119,7 +121,9 @@ def decode_config(
     block_k = min(max(tile_bytes // row_bytes, 16), 128)
     # The accumulator [group, head_dim] must fit in the registers of the program's warps.
     least = max(group // 16, group * next_power_of_2(head_dim) // 4096)
-    num_warps = min(max(4 if block_k >= 64 else 2, least), 8)
+    # With a page a block the kernel takes more registers, and with 4 warps only three fit.
+    wide = block_k >= 64 and block_k != page_size
+    num_warps = min(max(4 if wide else 2, least), 8)
     if num_warps == 8:
         programs_per_sm = 2
     # More programs than blocks would only write empty partials.
@@ -162,7 +166,7 @@ def ragged_config(
         num_warps, num_stages, programs_per_sm = max(2, block_q * padded // 4096), 2, 3
     else:
         # Measured on an H200, 2026-11: 4 warps with 128 x 128 f32 of accumulators each leave an SM
-        # two programs, whose softmax and products overlap; 8 warps on as many rows were 30% slower.
+        # two programs, whose softmax and products overlap; 8 warps on as many rows were 25% slower.
         num_warps = 8 if block_q * padded > 128 * 128 else 4
         num_stages = 3 if block_q == 128 else 2
         programs_per_sm = 1 if num_warps == 8 else 2

@@ -14,3 +14,10 @@ if jax.default_backend() == "gpu":
 def implementation(request: pytest.FixtureRequest) -> str:
     """Every implementation that runs here; "triton" wherever there is a GPU."""
     return request.param
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs_of_one_module():
+    """JAX keeps what it compiled, in more memory mappings than Linux allows a process."""
+    yield
+    jax.clear_caches()

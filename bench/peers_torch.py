@@ -350,11 +350,9 @@ def _progress(shape: dict, seconds: float) -> str:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measures, prints the tables and returns the raw numbers."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = cli.make_parser("bench.peers_torch", __doc__)
+    parser = cli.make_parser("bench.peers_torch", __doc__, plots=False)
     parser.add_argument("--ours", action=argparse.BooleanOptionalAction, default=True)
     options = cli.parse(parser, argv, select, (*SHAPES, TINY, *PREFILLS))
-    if options.plot:
-        parser.error("--plot: there is no chart of these")
     if importlib.util.find_spec("torch") is None:
         raise SystemExit("error: bench.peers_torch needs torch, which is not installed")
     import torch

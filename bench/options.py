@@ -46,7 +46,7 @@ class Options:
         return jnp.linspace(4.0, 10.0, num_q_heads) if self.sinks else None
 
     def config(self, *, num_kv_heads: int, head_dim: int) -> pp.DecodeConfig | None:
-        """None, or the tiles that the library takes of bf16 pages, with the fixed split."""
+        """None, or tiles of 16 KB of bf16, four programs to an SM, with the fixed split."""
         if self.split_size is None:
             return None
         num_sms = getattr(jax.devices()[0], "core_count", None) or 1

@@ -21,3 +21,35 @@ def _programs_of_one_module():
     """JAX keeps what it compiled, in more memory mappings than Linux allows a process."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def exact_products():
+    """No TF32 on GPUs: two ways to the same logits must not choose different tokens."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+# What these import is not there for the tests of the library alone.
+@pytest.fixture(scope="module")
+def model():
+    """A decoder so small that every test of a module can have it."""
+    from tests.dense_oracle import tiny_model
+
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def split(model):
+    """The model as jitted functions take it."""
+    from flax import nnx
+
+    return nnx.split(model)
+
+
+@pytest.fixture(scope="module")
+def oracle(model):
+    """What the model says without a cache."""
+    from tests.dense_oracle import DenseOracle
+
+    return DenseOracle(model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -13,26 +12,10 @@ import pallas_paged as pp
 from models.generate import generate as generate_with_defaults
 from tests.dense_oracle import CONFIG, DenseOracle, tiny_model
 
+pytestmark = pytest.mark.usefixtures("exact_products")
 # Lengths on both sides of the borders of 4-token pages.
 PROMPTS = [[1, 2, 3], list(range(4, 13)), [14, 15, 16, 17], [18], list(range(20, 28))]
 NEW = 14
-
-
-@pytest.fixture(scope="module", autouse=True)
-def exact_products():
-    """No TF32 on GPUs: two ways to the same logits must not choose different tokens."""
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
-def oracle(model):
-    return DenseOracle(model)
 
 
 @pytest.fixture(scope="module")

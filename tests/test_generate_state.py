@@ -11,7 +11,6 @@ from flax import nnx
 import pallas_paged as pp
 from models.generate_state import Status, decode, progress, release, resume
 from models.sampling import SamplingParams
-from tests.dense_oracle import DenseOracle, tiny_model
 from tests.generate_steps import (
     CAPACITY,
     MANY_PAGES,
@@ -25,30 +24,9 @@ from tests.generate_steps import (
     texts,
 )
 
+pytestmark = pytest.mark.usefixtures("exact_products")
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11], [12, 13, 14, 15, 16]]
 KEYS = jax.random.split(jax.random.key(7), (3, 1))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def exact_products():
-    """No TF32 on GPUs: two ways to the same logits must not choose different tokens."""
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
-def split(model):
-    return nnx.split(model)
-
-
-@pytest.fixture(scope="module")
-def oracle(model):
-    return DenseOracle(model)
 
 
 @pytest.mark.parametrize("steps", [[20], [1, 2, 20]])

@@ -13,7 +13,6 @@ from flax import nnx
 import pallas_paged as pp
 from models.generate_state import Status, release
 from models.prefill import pack, prefill, reserve
-from tests.dense_oracle import DenseOracle, tiny_model
 from tests.generate_steps import (
     CAPACITY,
     CHUNK,
@@ -29,29 +28,8 @@ from tests.generate_steps import (
     texts,
 )
 
+pytestmark = pytest.mark.usefixtures("exact_products")
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11], [12, 13, 14, 15, 16]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def exact_products():
-    """No TF32 on GPUs: two ways to the same logits must not choose different tokens."""
-    with jax.default_matmul_precision("highest"):
-        yield
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
-def split(model):
-    return nnx.split(model)
-
-
-@pytest.fixture(scope="module")
-def oracle(model):
-    return DenseOracle(model)
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 16, 17, 100])

@@ -156,7 +156,7 @@ def make_plan(
     num_tiles = tiles.row.shape[0]
     blocks = tiles.hi - tiles.lo
     if config.split_size is None:
-        extra = config.num_programs
+        extra = num_merges = config.num_programs
         longest = _longest_piece(blocks, config.num_programs, extra)
         counts = _cdiv(blocks, longest)
         step = _cdiv(blocks, jnp.maximum(counts, 1))  # even pieces
@@ -168,7 +168,8 @@ def make_plan(
         step = jnp.where(alone, config.split_size // config.block_k, jnp.maximum(blocks, 1))
         counts = _cdiv(blocks, step)
         extra = num_seqs * (_cdiv(max_kv_len, config.split_size) - 1)
-    num_merges = max(min(num_tiles, extra if config.split_size is None else num_seqs), 1)
+        num_merges = num_seqs
+    num_merges = min(num_merges, num_tiles)
     # A tile that sees nothing is a piece too, for somebody must write its zeros.
     counts = jnp.where(tiles.q_len > 0, jnp.maximum(counts, 1), 0)
     is_split = counts > 1

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_paged.kernels.logits import LogitOptions
-from pallas_paged.kernels.tuning import RaggedConfig
 
 # What a further split of a tile costs, in blocks: a partial state written and read again.
 _SPLIT_COST = 2.0
@@ -96,26 +95,33 @@ def make_tiles(
     block_k: int,
     options: LogitOptions,
     has_tree: bool,
+    align: int = 1,
 ) -> Tiles:
-    """Tiles of `block_q` packed query rows, `group` of them to a token."""
+    """Tiles of `block_q` packed query rows, `group` of them to a token.
+
+    Tiles start at tokens whose place among all packed tokens is a multiple of `align`; what stands
+    in a sequence's first tile before the sequence has negative offsets.
+    """
     num_seqs = seq_lens.shape[0]
-    num_tiles = num_tokens * group // block_q + min(num_seqs + 1, num_tokens)
+    most_seqs = min(num_seqs + 1, num_tokens)
+    num_tiles = (num_tokens + (align - 1) * most_seqs) * group // block_q + most_seqs
     order = jnp.argsort(-seq_lens, stable=True)
     rows = jnp.append(order, 0)
     # Last come the tokens that are nobody's.
     starts = jnp.append(cu_q_lens[order], cu_q_lens[-1])
     lens = jnp.append(jnp.diff(cu_q_lens)[order], num_tokens - cu_q_lens[-1])
     kv_lens = jnp.append(seq_lens[order], 0)
-    counts = _cdiv(lens * group, block_q)
+    lead = jnp.where(lens > 0, starts % align, 0)
+    counts = _cdiv((lens + lead) * group, block_q)
     ends = _cumsum(counts)
 
     tile = jnp.arange(num_tiles)
     rank = jnp.searchsorted(ends, tile, side="right", method="compare_all")
     exists, rank = rank <= num_seqs, jnp.minimum(rank, num_seqs)
-    offset = (ends[rank] - 1 - tile) * block_q
+    offset = (ends[rank] - 1 - tile) * block_q - lead[rank] * group
     q_len = jnp.where(exists, lens[rank], 0)
     kv_len = jnp.where(exists, kv_lens[rank], 0)
-    first_token = offset // group
+    first_token = jnp.maximum(offset // group, 0)
     last_token = jnp.minimum((offset + block_q - 1) // group, q_len - 1)
     before = kv_len - q_len  # keys older than all queries of the sequence
     if q_positions is None:
@@ -150,24 +156,37 @@ def make_tiles(
 
 
 def make_plan(
-    tiles: Tiles, *, group: int, config: RaggedConfig, max_kv_len: int, num_seqs: int
+    tiles: Tiles,
+    *,
+    tile_tokens: int,
+    block_k: int,
+    num_programs: int,
+    split_size: int | None,
+    max_kv_len: int,
+    num_seqs: int,
 ) -> Plan:
-    """Splits the keys of tiles where that ends the work earlier, or at a fixed size."""
+    """Splits the keys of tiles where that ends the work earlier, or at a fixed size.
+
+    Args:
+      tile_tokens: a sequence of no more tokens is one tile.
+      num_programs: pieces that run at a time.
+      split_size: None, or keys after which a sequence of one tile is split.
+    """
     num_tiles = tiles.row.shape[0]
     blocks = tiles.hi - tiles.lo
-    if config.split_size is None:
-        extra = num_merges = config.num_programs
-        longest = _longest_piece(blocks, config.num_programs, extra)
+    if split_size is None:
+        extra = num_merges = num_programs
+        longest = _longest_piece(blocks, num_programs, extra)
         counts = _cdiv(blocks, longest)
         step = _cdiv(blocks, jnp.maximum(counts, 1))  # even pieces
         counts = _cdiv(blocks, jnp.maximum(step, 1))
     else:
         # Only a sequence whose queries are one tile is split: with more there is work to share, and
         # their partial states would need too much memory. Either way it asks nothing of others.
-        alone = tiles.q_len * group <= config.block_q
-        step = jnp.where(alone, config.split_size // config.block_k, jnp.maximum(blocks, 1))
+        alone = tiles.q_len <= tile_tokens
+        step = jnp.where(alone, split_size // block_k, jnp.maximum(blocks, 1))
         counts = _cdiv(blocks, step)
-        extra = num_seqs * (_cdiv(max_kv_len, config.split_size) - 1)
+        extra = num_seqs * (_cdiv(max_kv_len, split_size) - 1)
         num_merges = num_seqs
     num_merges = min(num_merges, num_tiles)
     # A tile that sees nothing is a piece too, for somebody must write its zeros.

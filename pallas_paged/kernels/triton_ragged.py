@@ -206,8 +206,10 @@ def ragged_paged_attention(
         )
         plan = make_plan(
             tiles,
-            group=group,
-            config=config,
+            tile_tokens=config.block_q // group,
+            block_k=config.block_k,
+            num_programs=config.num_programs,
+            split_size=config.split_size,
             max_kv_len=pages_per_seq * page_size,
             num_seqs=num_seqs,
         )

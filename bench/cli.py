@@ -20,7 +20,10 @@ def make_parser(
 ) -> argparse.ArgumentParser:
     """A parser of what all benches take, and `--plot` for those that draw."""
     parser = argparse.ArgumentParser(prog=module, description=description)
-    parser.add_argument("--implementation", help="of ours; default: the best for the platform")
+    parser.add_argument(
+        "--implementation",
+        help="the only one of ours; default: what None chooses and, where compared, each",
+    )
     parser.add_argument(
         "--shapes", nargs="+", default=[], metavar="TEXT", help="only shapes whose name has TEXT"
     )

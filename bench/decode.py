@@ -32,17 +32,19 @@ def select_pairs(filters: Sequence[str]) -> list[tuple[Shape, Shape]]:
     return [pair for pair in (*OPTION_PAIRS, TINY_PAIR) if pair[0].name in chosen]
 
 
-def measure_shape(shape: Shape, options: argparse.Namespace) -> dict:
+def measure_shape(shape: Shape, options: argparse.Namespace, *, peers_too: bool) -> dict:
     """Everything about one shape."""
-    case = make_case(shape)
     finders: dict[str, Callable[[], list[Variant]]] = {
-        "ours": functools.partial(peers.ours, options.implementation, shape.options)
+        name: functools.partial(peers.ours, implementation, shape.options)
+        for name, implementation in peers.implementations(options.implementation).items()
+        # The kind of a config chooses the implementation, so there None has no choice.
+        if implementation or shape.options.split_size is None
     }
-    if options.peers and shape.options in (PLAIN, Options(soft_cap=shape.options.soft_cap)):
+    if peers_too and shape.options in (PLAIN, Options(soft_cap=shape.options.soft_cap)):
         finders["jax_op"] = functools.partial(peers.jax_op, shape)
-    if options.peers and shape.options == PLAIN:
+    if peers_too and shape.options == PLAIN:
         finders |= {"xla_gather": peers.xla_gather, "cudnn_paged": peers.cudnn_paged}
-    results = compare(case, finders, options.iterations)
+    results = compare(make_case(shape), finders, options.iterations)
     return cli.describe(shape) | {"results": results}
 
 
@@ -83,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                     iterations=options.iterations,
                 )
             )
-        return measure_shape(shape, options)
+        return measure_shape(shape, options, peers_too=options.peers)
 
     def tell(result: dict, seconds: float) -> str:
         run.update(decode_report.summarize(floors, run["shapes"]))
@@ -95,9 +97,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         shape, base = pair
         plain.update({result["name"]: result for result in run["shapes"]})
         if base.name not in plain:
-            plain[base.name] = measure_shape(base, options)
-        found = {"name": base.name, "ours": plain[base.name]["results"]["ours"]}
-        return measure_shape(shape, options) | {"base": found}
+            plain[base.name] = measure_shape(base, options, peers_too=False)
+        found = {"name": base.name, "results": plain[base.name]["results"]}
+        return measure_shape(shape, options, peers_too=options.peers) | {"base": found}
 
     cli.measure_each(run["shapes"], select_shapes(options.shapes), with_floor, tell, run, options)
     if options.options:

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import timing
-from bench.report import cell, error, kernel_us, number, ratio, reasons, table, time, wall
+from bench import report, timing
+from bench.report import OURS, cell, error, geomean, kernel_us, number, ratio, table
 
-NAMES = {
-    "ours": "pallas_paged",
+NAMES = OURS | {
     "jax_op": "JAX's own op",
     "xla_gather": "XLA gather",
     "cudnn_paged": "cuDNN paged",
 }
-# Okabe and Ito's palette, told apart by people with any colour vision.
-_COLORS = {
-    "ours": "#0072B2",
+_COLORS = report.COLORS | {
     "jax_op": "#E69F00",
     "xla_gather": "#009E73",
     "cudnn_paged": "#CC79A7",
 }
-_MARKERS = {"ours": "o", "jax_op": "s", "xla_gather": "^", "cudnn_paged": "D"}
+_MARKERS = dict(zip(NAMES, "ovPs^D", strict=True))
 
 
 def _floor_us(floors: Sequence[dict], shape: dict) -> float | None:
     same = [floor for floor in floors[1:] if floor["num_bytes"] == shape["num_bytes"]]
     return kernel_us(same[0]) if same else None
-
-
-def _geomean(ratios: Sequence[float]) -> float | None:
-    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
 
 
 def summarize(floors: Sequence[dict], shapes: Sequence[dict]) -> dict[str, Any]:
@@ -43,22 +35,24 @@ def summarize(floors: Sequence[dict], shapes: Sequence[dict]) -> dict[str, Any]:
       shapes: results of `measure_shape`.
     """
     rates = [floor["num_bytes"] / us / 1e3 for floor in floors if (us := kernel_us(floor))]
-    over_floor: list[float] = []
+    floor_over: dict[str, list[float]] = {}
     speedups: dict[str, list[float]] = {}
     for shape in shapes:
-        ours = kernel_us(shape["results"]["ours"])
-        if ours is None:
-            continue
-        if floor := _floor_us(floors, shape):
-            over_floor.append(ours / floor)
-        for name, result in shape["results"].items():
-            if name != "ours" and (theirs := kernel_us(result)):
-                speedups.setdefault(name, []).append(theirs / ours)
+        results = shape["results"]
+        for name, result in results.items():
+            if name in OURS and (share := ratio(_floor_us(floors, shape), kernel_us(result))):
+                floor_over.setdefault(name, []).append(share)
+            elif name not in OURS and (
+                times := ratio(kernel_us(result), kernel_us(results["ours"]))
+            ):
+                speedups.setdefault(name, []).append(times)
     return {
         "read_ceiling_gbps": max(rates, default=None),
         "summary": {
-            "ours_over_floor_geomean": _geomean(over_floor),
-            "speedup_geomean": {name: _geomean(ratios) for name, ratios in speedups.items()},
+            "floor_over_geomean": {name: geomean(shares) for name, shares in floor_over.items()},
+            "floor_over_shapes": {name: len(shares) for name, shares in floor_over.items()},
+            "choice": report.summarize_choice(shapes),
+            "speedup_geomean": {name: geomean(ratios) for name, ratios in speedups.items()},
             "speedup_min": {name: min(ratios) for name, ratios in speedups.items()},
         },
     }
@@ -74,31 +68,30 @@ def _rate(run: dict, shape: dict, us: float | None) -> tuple[float | None, float
 def progress(run: dict, shape: dict, seconds: float) -> str:
     """One line about the shape just measured."""
     results = shape["results"]
-    us = kernel_us(results["ours"])
-    gbps, percent = _rate(run, shape, us)
+    gbps, percent = _rate(run, shape, kernel_us(results.get("ours")))
     words = [f"{shape['name']}: floor {number(_floor_us(run['floors'], shape))} us"]
     words += [
         f"{NAMES[name]} {cell(result, kernel_us(result))}" for name, result in results.items()
     ]
-    words += [f"{number(gbps, '.0f')} GB/s = {number(percent)}%", f"took {seconds:.0f} s"]
-    return ", ".join(words) + reasons(results, NAMES)
+    words += [f"chose {report.choice(results)}", f"{number(gbps, '.0f')} GB/s = {number(percent)}%"]
+    return ", ".join([*words, f"took {seconds:.0f} s"]) + report.reasons(results, NAMES)
 
 
 def _shapes_table(run: dict) -> str:
     shapes = run["shapes"]
-    peers = [name for name in NAMES if name != "ours" and name in shapes[0]["results"]]
+    others = [name for name in NAMES if name != "ours" and name in shapes[0]["results"]]
     header = ["shape (Hq/Hkv/D/page)", "K/V MB", "floor", "kernel us (p10 to p90)", "wall us"]
-    header += ["GB/s", "% of ceiling", "rel. L2", *(NAMES[name] for name in peers)]
-    rows = [header + ["vs JAX's op"] * ("jax_op" in peers)]
+    header += ["GB/s", "% of ceiling", "rel. L2", "chosen", *(NAMES[name] for name in others)]
+    rows = [header + ["vs JAX's op"] * ("jax_op" in others)]
     for shape in shapes:
         results = shape["results"]
         ours, us = results["ours"], kernel_us(results["ours"])
         gbps, percent = _rate(run, shape, us)
         row = [shape["name"], f"{shape['num_bytes'] / 1e6:.1f}"]
-        row += [number(_floor_us(run["floors"], shape)), time(ours), wall(ours)]
-        row += [number(gbps, ".0f"), number(percent), error(ours)]
-        row += [cell(results.get(name), kernel_us(results.get(name))) for name in peers]
-        if "jax_op" in peers:
+        row += [number(_floor_us(run["floors"], shape)), report.time(ours), report.wall(ours)]
+        row += [number(gbps, ".0f"), number(percent), error(ours), report.choice(results)]
+        row += [cell(results.get(name), kernel_us(results.get(name))) for name in others]
+        if "jax_op" in others:
             times = ratio(kernel_us(results["jax_op"]), us)
             row.append("-" if times is None else f"{times:.2f}x")
         rows.append(row)
@@ -106,15 +99,22 @@ def _shapes_table(run: dict) -> str:
 
 
 def _options_table(run: dict) -> str:
-    rows = [["shape and option", "K/V MB", "kernel us (p10 to p90)", "GB/s", "rel. L2"]]
-    rows[0] += ["plain shape", "its kernel us", "times it", NAMES["jax_op"]]
-    for shape in run["options"]:
-        ours, jax_op, base = shape["results"]["ours"], shape["results"].get("jax_op"), shape["base"]
-        us, plain = kernel_us(ours), kernel_us(base["ours"])
-        row = [shape["name"], f"{shape['num_bytes'] / 1e6:.1f}", time(ours)]
-        row += [number(_rate(run, shape, us)[0], ".0f"), error(ours), base["name"]]
-        row += [number(plain), number(ratio(us, plain), ".2f"), cell(jax_op, kernel_us(jax_op))]
-        rows.append(row)
+    shapes = run["options"]
+    ours = report.to_show([n for n in OURS if any(n in shape["results"] for shape in shapes)])
+    rows = [["shape and option", "K/V MB", "chosen"]]
+    for name in ours:
+        rows[0] += [f"{NAMES[name]}, us (p10 to p90)", "rel. L2", "times plain"]
+    rows[0] += [NAMES["jax_op"], "plain shape"]
+    for shape in shapes:
+        results, plain = shape["results"], shape["base"]["results"]
+        row = [shape["name"], f"{shape['num_bytes'] / 1e6:.1f}", report.choice(results)]
+        for name in ours:
+            result = results.get(name)
+            times = ratio(kernel_us(result), kernel_us(plain[name]))
+            row += [report.time(result), error(result)] if result else ["-", "-"]
+            row.append(number(times, ".2f"))
+        jax_op = results.get("jax_op")
+        rows.append([*row, cell(jax_op, kernel_us(jax_op)), shape["base"]["name"]])
     return table(rows)
 
 
@@ -123,17 +123,21 @@ def markdown(run: dict) -> str:
     summary = run["summary"]
     blocks = [_shapes_table(run)] if run["shapes"] else []
     blocks += [_options_table(run)] if run["options"] else []
-    over = number(summary["ours_over_floor_geomean"], ".2f")
-    words = [f"Geometric mean over the shapes: {over} times the floor"]
+    words = [
+        f"Floor over {NAMES[name]}: {share:.3f} in the geometric mean of"
+        f" {summary['floor_over_shapes'][name]} shapes"
+        for name, share in summary["floor_over_geomean"].items()
+    ]
+    words += report.choice_in_words(summary["choice"])
     for name, speedup in summary["speedup_geomean"].items():
         least = summary["speedup_min"][name]
         words.append(f"{NAMES[name]} takes {speedup:.2f} times ours (at least {least:.2f})")
     ceiling = number(run["read_ceiling_gbps"], ".0f")
     blocks += [
         timing.provenance(run["meta"]),
-        f"Read ceiling: {ceiling} GB/s.\n" + "; ".join(words),
+        "\n".join(f"- {word}." for word in [f"Read ceiling: {ceiling} GB/s", *words]),
     ]
-    return "\n\n".join(blocks) + ".\n"
+    return "\n\n".join(blocks) + "\n"
 
 
 def plot(run: dict, path: Path) -> None:
@@ -143,7 +147,9 @@ def plot(run: dict, path: Path) -> None:
       ValueError: if the run has no kernel times to draw.
     """
     shapes = [s for s in run["shapes"] if _floor_us(run["floors"], s)]
-    names = [n for n in NAMES if any(kernel_us(s["results"].get(n)) for s in shapes)]
+    names = report.to_show(
+        [n for n in NAMES if any(kernel_us(s["results"].get(n)) for s in shapes)]
+    )
     if not names:
         raise ValueError("there are no kernel times to plot: they need a GPU with CUPTI")
     import matplotlib
@@ -152,7 +158,11 @@ def plot(run: dict, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, (bars, rates) = plt.subplots(
-        1, 2, figsize=(15, 0.42 * len(shapes) + 2.4), width_ratios=(3, 2), layout="constrained"
+        1,
+        2,
+        figsize=(15, 0.1 * len(shapes) * (len(names) + 1) + 2.4),
+        width_ratios=(3, 2),
+        layout="constrained",
     )
     height = 0.8 / len(names)
     for i, name in enumerate(names):
@@ -164,8 +174,9 @@ def plot(run: dict, path: Path) -> None:
         ratios = [us / floor for _, _, us, floor in found]
         middles = [row + (i - (len(names) - 1) / 2) * height for row, _, _, _ in found]
         bars.barh(middles, ratios, height, color=_COLORS[name], label=NAMES[name])
-        for middle, times in zip(middles, ratios, strict=True):
-            bars.text(times * 1.02, middle, f"{times:.2f}", va="center", fontsize=6)
+        stars = [report.mark(shapes[row], name) for row, _, _, _ in found]
+        for middle, times, star in zip(middles, ratios, stars, strict=True):
+            bars.text(times * 1.02, middle, f"{times:.2f}{star}", va="center", fontsize=6)
         rates.plot(
             [num_bytes / 1e6 for _, num_bytes, _, _ in found],
             [num_bytes / us / 1e3 for _, num_bytes, us, _ in found],
@@ -183,7 +194,7 @@ def plot(run: dict, path: Path) -> None:
     bars.set_ylim(-0.6, len(shapes) - 0.4)
     bars.set_yticks(range(len(shapes)), [shape["name"] for shape in shapes])
     bars.invert_yaxis()
-    bars.set_xlabel("kernel time / time to only read the K/V (less is better, 1 is the floor)")
+    bars.set_xlabel("kernel time / time to only read the K/V (less is better, * is the default)")
     bars.set_title("One decode step: num_seqs x length, Hq/Hkv/D/page")
 
     sizes = sorted({s["num_bytes"]: _floor_us(run["floors"], s) for s in shapes}.items())

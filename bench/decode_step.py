@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from bench import timing
+from bench import timing, trace
 from models.checkpoint import load_checkpoint
 from models.config import ModelConfig
 from models.decoder import Decoder
@@ -26,7 +26,7 @@ from models.prefill import Requests, pack, prefill, reserve
 from models.sampling import SamplingParams
 
 _CHECKPOINT = Path(__file__).parents[1] / "models" / "checkpoints" / "shakespeare"
-_ATTENTION = "paged_"  # how the names of the library's kernels begin
+_ATTENTION = "paged_"  # in the names of the library's kernels
 _CHUNK = 2048  # tokens of all prompts together that go through the model at once
 
 
@@ -64,7 +64,9 @@ def start_rows(
     return state
 
 
-def one_step(one: timing.Kernels, many: Sequence[timing.Kernels], num_steps: int) -> timing.Kernels:
+def one_step(
+    one: list[trace.Timed], many: Sequence[list[trace.Timed]], num_steps: int
+) -> list[trace.Timed]:
     """The kernels that every step of a loop repeats, with the median of their times.
 
     Args:

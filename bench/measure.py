@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +37,14 @@ class Variant:
     attend: Attend
     prepare: Prepare | None = None
     sees_all: bool = False
+
+
+def attempt(function: Callable[..., Any], *args: Any) -> Any:
+    """What a call returns, or the exception that it raises."""
+    try:
+        return function(*args)
+    except Exception as error:  # a peer may fail in any way; it becomes the reason
+        return error
 
 
 def reason(error: Exception) -> str:
@@ -92,6 +100,7 @@ def chain(attend: Attend) -> Any:
     Returns the results of the first call and the last two, which is what can be checked; more
     would fill the memory where prompts are long.
     """
+    attend = jax.jit(attend)  # traced and lowered once for all calls
 
     def run(q, steps, lens):
         outs = []
@@ -112,14 +121,15 @@ def measure(case: Case, variant: Variant, compiled: Any, args: tuple, iterations
     """One variant's result: its error, then its times per call if the error is small enough."""
     num_calls = case.shape.num_calls
     error = relative_error(case, compiled(*args), sees_all=variant.sees_all)
-    result: dict[str, Any] = {"variant": variant.label, "relative_l2": error}
+    result: dict[str, Any] = {"relative_l2": error}
     if variant.sees_all:
         pairs = np.dot(case.shape.asked, case.shape.seq_lens)
         result["num_flops"] = 4 * case.shape.num_q_heads * case.shape.head_dim * int(pairs)
     if not error <= MAX_RELATIVE_ERROR:
         return result | {"status": "wrong", "reason": f"{error=:.3g} > {MAX_RELATIVE_ERROR}"}
-    wall = [us / num_calls for us in timing.wall_times(compiled, args, iterations=iterations)]
-    result |= {"status": "ok", "wall_us": dataclasses.asdict(timing.Spread.of(wall))}
+    batches = timing.wall_times(compiled, args, iterations=-(-iterations // 4))
+    wall = timing.Spread.of([us / num_calls for us in batches])
+    result |= {"status": "ok", "wall_us": dataclasses.asdict(wall)}
     try:
         runs = timing.kernel_times(compiled, args, iterations=iterations)
     except Exception as cause:
@@ -144,41 +154,66 @@ def best(results: Sequence[dict]) -> dict:
 
 
 def measure_all(case: Case, find: Callable[[], list[Variant]], iterations: int) -> dict:
-    """Result of an implementation's best variant; whatever it raises becomes its reason."""
-    try:
-        variants = find()
-    except Exception as error:
-        return {"status": "failed", "reason": reason(error)}
-    prepared: dict[Any, tuple] = {}
-    lowered: list[Any] = []
-    for variant in variants:
-        try:
-            if variant.prepare not in prepared:
-                prepared[variant.prepare] = arguments(case, variant.prepare)
-            lowered.append(chain(variant.attend).lower(*prepared[variant.prepare]))
-        except Exception as error:
-            lowered.append(error)
-    results = []
-    for variant, compiled in zip(variants, timing.compile_all(lowered), strict=True):
-        try:
-            if isinstance(compiled, Exception):
-                raise compiled
-            args = prepared[variant.prepare]
-            results.append(measure(case, variant, compiled, args, iterations))
-        except Exception as error:
-            why = reason(error)
-            results.append({"variant": variant.label, "status": "failed", "reason": why})
-    return best(results) | {"variants": results}
+    """Result of one implementation, as in `compare`."""
+    return compare(case, {"": find}, iterations)[""]
 
 
 def compare(
     case: Case, finders: dict[str, Callable[[], list[Variant]]], iterations: int
 ) -> dict[str, dict]:
-    """Results of all implementations, by name."""
+    """Results of all implementations by name: that of the best variant, and of each.
+
+    Whatever one raises becomes its reason. What has two names and is one program is compiled and
+    measured once. `custom_calls` of a variant are the targets in its program: whose kernels it has.
+    """
+    found = {name: attempt(find) for name, find in finders.items()}
+    prepared: dict[Any, tuple] = {}
+    programs: dict[tuple, tuple[Variant, Any]] = {}  # traced, by all that tells programs apart
+    custom_calls: dict[tuple, list[str]] = {}
+
+    def trace(variant: Variant) -> tuple:
+        if variant.prepare not in prepared:
+            prepared[variant.prepare] = arguments(case, variant.prepare)
+        traced = chain(variant.attend).trace(*prepared[variant.prepare])
+        key = variant.prepare, variant.sees_all, str(traced.jaxpr)
+        programs.setdefault(key, (variant, traced))
+        return key
+
+    def lower(key: tuple) -> Any:
+        lowered = programs[key][1].lower()
+        targets = re.findall(r"custom_call @([\w.$]+)", lowered.as_text())
+        custom_calls[key] = sorted(set(targets))
+        return lowered
+
+    def result_of(key: tuple, compiled: Any) -> dict:
+        if isinstance(compiled, Exception):
+            raise compiled
+        variant, _ = programs[key]
+        result = measure(case, variant, compiled, prepared[variant.prepare], iterations)
+        return result | {"custom_calls": custom_calls[key]}
+
+    keys = {
+        name: [(variant, attempt(trace, variant)) for variant in variants]
+        for name, variants in found.items()
+        if not isinstance(variants, Exception)
+    }
+    all_compiled = timing.compile_all(attempt(lower, key) for key in programs)
+    measured = {
+        key: attempt(result_of, key, compiled)
+        for key, compiled in zip(programs, all_compiled, strict=True)
+    }
     results = {}
-    for name, find in finders.items():
-        results[name] = measure_all(case, find, iterations)
-        gc.collect()  # what was prepared for one, before the next
+    for name, variants in found.items():
+        if isinstance(variants, Exception):
+            results[name] = {"status": "failed", "reason": reason(variants)}
+            continue
+        each = []
+        for variant, key in keys[name]:
+            result = key if isinstance(key, Exception) else measured[key]
+            if isinstance(result, Exception):
+                result = {"status": "failed", "reason": reason(result)}
+            each.append({"variant": variant.label} | result)
+        results[name] = best(each) | {"variants": each}
     return results
 
 

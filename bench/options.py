@@ -45,12 +45,21 @@ class Options:
         """f32`[num_q_heads]`, or None."""
         return jnp.linspace(4.0, 10.0, num_q_heads) if self.sinks else None
 
-    def config(self, *, num_kv_heads: int, head_dim: int) -> pp.DecodeConfig | None:
-        """None, or tiles of 16 KB of bf16, four programs to an SM, with the fixed split."""
+    def config(
+        self, implementation: str | None, *, num_kv_heads: int, head_dim: int
+    ) -> pp.DecodeConfig | pp.MosaicDecodeConfig | None:
+        """None, or a decode config with the fixed split, of the implementation's kind."""
         if self.split_size is None:
             return None
         num_sms = getattr(jax.devices()[0], "core_count", None) or 1
-        return pp.DecodeConfig(
+        if implementation and implementation.startswith("mosaic"):
+            return pp.MosaicDecodeConfig(
+                block_k=64,
+                num_programs=max(1, 2 * num_sms // num_kv_heads),
+                num_stages=3,
+                split_size=self.split_size,
+            )
+        return pp.DecodeConfig(  # tiles of 16 KB of bf16, four programs to an SM
             block_k=max(16, min(8192 // head_dim, 128)),
             num_programs=max(1, 4 * num_sms // num_kv_heads),
             num_warps=2,

@@ -15,6 +15,11 @@ from bench.options import PLAIN, Options
 from bench.shapes import Shape
 
 
+def implementations(only: str | None) -> dict[str, str | None]:
+    """Ours by the names of their results: what None chooses and each of the two, or just one."""
+    return {"ours": only} if only else {"ours": None, "triton": "triton", "mosaic": "mosaic_gpu"}
+
+
 def ours(implementation: str | None, options: Options = PLAIN) -> list[Variant]:
     """The library, as a caller gets it."""
 
@@ -27,7 +32,7 @@ def ours(implementation: str | None, options: Options = PLAIN) -> list[Variant]:
             seq_lens,
             sm_scale=1.0,
             implementation=implementation,
-            config=options.config(num_kv_heads=len(k), head_dim=q.shape[2]),
+            config=options.config(implementation, num_kv_heads=len(k), head_dim=q.shape[2]),
             **options.arguments(q.shape[1]),
         )
 

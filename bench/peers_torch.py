@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import cli, peers, prefill_peers, report, timing
+from bench import cli, peers, prefill_peers, report, timing, trace
 from bench.measure import MAX_RELATIVE_ERROR, best, measure_all, reason
 from bench.shapes import SHAPES, TINY, Shape, make_case, select_shapes, uniform
 
@@ -41,7 +41,6 @@ _WORKSPACE_BYTES = 512 << 20  # FlashInfer's partial results: more than any shap
 
 Call = Callable[[Any, int], Any]  # (q [T, Hq, D], index of the set of pages) -> out [T, Hq, D]
 Variants = Iterator[tuple[str, Callable[[], Call]]]  # label, and what to do before the clock starts
-Kernel = tuple[str, float, float]  # name, start and end in microseconds
 
 
 def select(filters: Sequence[str]) -> list[Shape]:
@@ -69,24 +68,6 @@ def sample(shape: Shape) -> list[tuple[int, int, int]]:
     picks = np.linspace(0, len(sees) - 1, min(4, len(sees)), dtype=int)
     tokens = np.argsort(sees, kind="stable")[picks]
     return [(int(token), int(rows[token]), int(sees[token])) for token in tokens]
-
-
-def busy_times(kernels: Sequence[Kernel], num_runs: int) -> list[float]:
-    """Microseconds in which at least one kernel runs, of each of equal runs one after another: the
-    sum of their times unless they overlap.
-
-    Raises:
-      RuntimeError: if there are no kernels, or they are not those of equal runs.
-    """
-    ordered = sorted(kernels, key=lambda kernel: kernel[1])
-    size, rest = divmod(len(ordered), num_runs)
-    if rest or not size:
-        raise RuntimeError(f"{len(ordered)} kernels are not those of {num_runs} equal runs")
-    times, reached = [0.0] * num_runs, float("-inf")
-    for i, (_, start, end) in enumerate(ordered):
-        times[i // size] += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return times
 
 
 def ours(shape: Shape, implementation: str | None, iterations: int) -> dict[str, Any]:
@@ -216,7 +197,7 @@ def sdpa(case: TorchCase) -> Variants:
     yield "flash", functools.partial(make, SDPBackend.FLASH_ATTENTION, **flash)
 
 
-def _kernels(run: Callable[[], Any], num_runs: int) -> list[Kernel]:
+def _kernels(run: Callable[[], Any], num_runs: int) -> list[trace.Kernel]:
     import torch
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -264,15 +245,15 @@ def measure(case: TorchCase, call: Call, iterations: int) -> dict[str, Any]:
     result["wall_us"] = spread([1e3 * a.elapsed_time(b) for a, b in itertools.pairwise(events)])
     try:
         kernels = _kernels(graph.replay, num_runs)
-        result["kernel_us"] = spread(busy_times(kernels, num_runs))
+        runs = trace.split_runs(trace.own_times(kernels), num_runs)
+        result["kernel_us"] = spread([sum(us for _, us in run) for run in runs])
     except Exception as cause:  # no CUPTI, perhaps; the replay's time still stands
         return result | {"kernel_us": None, "reason": reason(cause)}
     names: dict[str, float] = {}
-    for name, start, end in kernels:
+    for name, us in (kernel for run in runs for kernel in run):
         short = name[:160]  # FlashInfer's names go on for thousands of characters
-        names[short] = names.get(short, 0.0) + (end - start) / num_runs / num_calls
-    kernels_per_run = len(kernels) // num_runs
-    return result | {"kernels": names, "kernels_per_run": kernels_per_run}
+        names[short] = names.get(short, 0.0) + us / num_runs / num_calls
+    return result | {"kernels": names, "kernels_per_run": len(runs[0])}
 
 
 def measure_peer(case: TorchCase, find: Callable[..., Variants], iterations: int) -> dict:

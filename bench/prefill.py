@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench import cli, prefill_peers, prefill_report, timing
+from bench import cli, peers, prefill_peers, prefill_report, timing
 from bench.measure import Variant, compare
 from bench.prefill_shapes import SHAPES, TINY
 from bench.shapes import Shape, make_case, select_shapes
@@ -19,16 +19,16 @@ from bench.shapes import Shape, make_case, select_shapes
 
 def measure_shape(shape: Shape, options: argparse.Namespace) -> dict:
     """Everything about one shape."""
-    case = make_case(shape)
     finders: dict[str, Callable[[], list[Variant]]] = {
-        "ours": functools.partial(prefill_peers.ours, options.implementation, shape)
+        name: functools.partial(prefill_peers.ours, implementation, shape)
+        for name, implementation in peers.implementations(options.implementation).items()
     }
     if options.peers:
         finders |= {
             "cudnn": functools.partial(prefill_peers.cudnn_dense, shape),
             "mha": functools.partial(prefill_peers.jax_mha, shape),
         }
-    results = compare(case, finders, options.iterations)
+    results = compare(make_case(shape), finders, options.iterations)
     return cli.describe(shape) | {"results": results}
 
 

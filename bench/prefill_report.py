@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
-from bench import timing
-from bench.report import cell, error, kernel_us, number, ratio, reasons, table, time, wall
+from bench import report, timing
+from bench.report import OURS, cell, error, kernel_us, number, ratio, table
 
-NAMES = {"ours": "pallas_paged", "cudnn": "cuDNN dense", "mha": "JAX's Triton mha"}
-_COLORS = {"ours": "#0072B2", "cudnn": "#CC79A7", "mha": "#E69F00"}
+NAMES = OURS | {"cudnn": "cuDNN dense", "mha": "JAX's Triton mha"}
+_COLORS = report.COLORS | {"cudnn": "#CC79A7", "mha": "#E69F00"}
 # Operations per byte of K/V below which a card of this kind reads longer than it computes.
 _RIDGE = 200
 
@@ -36,13 +35,13 @@ def progress(shape: dict, seconds: float) -> str:
         f"{NAMES[name]} {number(kernel_us(result))} us = {cell(result, tflops(shape, result))}"
         for name, result in results.items()
     ]
-    line = f"{shape['name']}: {', '.join(words)} TFLOP/s, took {seconds:.0f} s"
-    return line + reasons(results, NAMES)
+    line = f"{shape['name']}: {', '.join(words)} TFLOP/s, chose {report.choice(results)}"
+    return f"{line}, took {seconds:.0f} s" + report.reasons(results, NAMES)
 
 
 def summarize(run: dict) -> dict[str, Any]:
-    """Geometric mean and least of ours over each peer, in TFLOP/s, and on how many shapes."""
-    summary = {}
+    """The choice of None, and TFLOP/s over those of others: geometric mean, least, number."""
+    over = {}
     for name in NAMES:
         found = [
             mine / theirs
@@ -51,17 +50,17 @@ def summarize(run: dict) -> dict[str, Any]:
             and (theirs := tflops(shape, shape["results"].get(name)))
         ]
         if found and name != "ours":
-            mean = math.exp(sum(map(math.log, found)) / len(found))
-            summary[name] = {"geomean": mean, "min": min(found), "shapes": len(found)}
-    return summary
+            mean = report.geomean(found)
+            over[name] = {"geomean": mean, "min": min(found), "shapes": len(found)}
+    return {"choice": report.summarize_choice(run["shapes"]), "over": over}
 
 
 def markdown(run: dict) -> str:
     """The table, with what it was measured on and the summary."""
-    peers = [name for name in NAMES if name != "ours" and name in run["shapes"][0]["results"]]
+    others = [name for name in NAMES if name != "ours" and name in run["shapes"][0]["results"]]
     header = ["shape (Hq/Hkv/D/page)", "TFLOP", "K/V MB", "kernel us (p10 to p90)", "wall us"]
-    header += ["TFLOP/s", "GB/s", "rel. L2"]
-    for name in peers:
+    header += ["TFLOP/s", "GB/s", "rel. L2", "chosen"]
+    for name in others:
         header += [f"{NAMES[name]}, TFLOP/s", "ours over it"]
     rows = [header]
     for shape in run["shapes"]:
@@ -69,17 +68,20 @@ def markdown(run: dict) -> str:
         ours = results["ours"]
         rate = tflops(shape, ours)
         row = [shape["name"], f"{shape['num_flops'] / 1e12:.3f}", f"{shape['num_bytes'] / 1e6:.1f}"]
-        row += [time(ours), wall(ours), number(rate), number(gbps(shape, ours), ".0f"), error(ours)]
-        for name in peers:
+        row += [report.time(ours), report.wall(ours), number(rate)]
+        row += [number(gbps(shape, ours), ".0f"), error(ours), report.choice(results)]
+        for name in others:
             theirs = tflops(shape, results[name])
             row += [cell(results[name], theirs), number(ratio(rate, theirs), ".2f")]
         rows.append(row)
     words = [
         f"Ours over {NAMES[name]}: {found['geomean']:.2f} in the geometric mean of"
-        f" {found['shapes']} shapes, at least {found['min']:.2f}."
-        for name, found in run["summary"].items()
+        f" {found['shapes']} shapes, at least {found['min']:.2f}"
+        for name, found in run["summary"]["over"].items()
     ]
-    blocks = [table(rows), timing.provenance(run["meta"]), *words]
+    words += report.choice_in_words(run["summary"]["choice"])
+    blocks = [table(rows), timing.provenance(run["meta"])]
+    blocks += ["\n".join(f"- {word}." for word in words)] if words else []
     return "\n\n".join(blocks) + "\n"
 
 
@@ -107,24 +109,27 @@ def plot(run: dict, path: Path) -> None:
     figure, all_axes = plt.subplots(
         len(parts),
         1,
-        figsize=(11, 0.42 * len(shapes) + 1.2 * len(parts) + 0.8),
+        figsize=(11, 0.5 * len(shapes) + 1.2 * len(parts) + 0.8),
         height_ratios=[len(chosen) + 1 for chosen, _, _ in parts],
         layout="constrained",
         squeeze=False,
     )
     for axes, (chosen, rate, unit) in zip(all_axes[:, 0], parts, strict=True):
-        names = [n for n in NAMES if any(rate(s, s["results"].get(n)) for s in chosen)]
+        names = report.to_show(
+            [n for n in NAMES if any(rate(s, s["results"].get(n)) for s in chosen)]
+        )
         height = 0.8 / len(names)
         for i, name in enumerate(names):
             rates = [rate(shape, shape["results"].get(name)) or 0.0 for shape in chosen]
             middles = [row + (i - (len(names) - 1) / 2) * height for row in range(len(chosen))]
             axes.barh(middles, rates, height, color=_COLORS[name], label=NAMES[name])
-            for middle, value in zip(middles, rates, strict=True):
+            for shape, middle, value in zip(chosen, middles, rates, strict=True):
                 if value:
-                    axes.text(value, middle, f" {value:.0f}", va="center", fontsize=6)
+                    words = f" {value:.0f}{report.mark(shape, name)}"
+                    axes.text(value, middle, words, va="center", fontsize=6)
         axes.set_yticks(range(len(chosen)), [shape["name"] for shape in chosen])
         axes.set_ylim(len(chosen) - 0.4, -0.6)
-        axes.set_xlabel(f"{unit} (more is better)")
+        axes.set_xlabel(f"{unit} (more is better, * is the default)")
         axes.grid(axis="x", alpha=0.3)
     all_axes[0, 0].set_title(f"{run['meta']['device']}, bf16, JAX {run['meta']['jax']}")
     figure.legend(*all_axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-Kernels = list[tuple[str, float]]
+from bench import trace
 
 # (block of i32, warps, programs per SM) of the read kernel; the best one counts.
 _READ_CONFIGS = (
@@ -52,33 +53,36 @@ def _require_gpu() -> None:
         raise RuntimeError(f"kernel times need a GPU, not {jax.default_backend()!r}")
 
 
-def kernel_times(compiled: Any, args: tuple, *, iterations: int) -> list[Kernels]:
-    """GPU kernels of each run of a jitted function, in launch order, as (name, microseconds).
+def kernel_times(compiled: Any, args: tuple, *, iterations: int) -> list[list[trace.Timed]]:
+    """GPU kernels of each run of a jitted function, as they begin, with their `trace.own_times`.
 
     Args:
       compiled: a jitted or compiled function.
       args: its arguments.
-      iterations: runs to profile, after one that is not.
+      iterations: runs to report, after two that are not.
 
     Raises:
       RuntimeError: if there is no GPU, no CUPTI, or the runs launched different kernels.
     """
     _require_gpu()
-    from jax.experimental.mosaic.gpu import profiler
 
-    _, found = profiler.measure(compiled, aggregate=False, iterations=iterations)(*args)
-    if not found:
+    def run_all() -> None:
+        jax.block_until_ready([compiled(*args) for _ in range(iterations + 1)])
+
+    jax.block_until_ready(compiled(*args))  # nothing that happens only once is in the trace
+    kernels = trace.record(run_all)
+    if not kernels:
         raise RuntimeError("CUPTI reported no kernels")
-    runs: Any = [found] if iterations == 1 else found
-    return [[(name, ms * 1e3) for name, ms in run] for run in runs]
+    return trace.split_runs(trace.own_times(kernels), iterations + 1)[1:]
 
 
 def wall_times(compiled: Any, args: tuple, *, iterations: int) -> list[float]:
-    """Host-clock microseconds of one run, from `iterations` batches of runs queued back to back."""
+    """Host-clock microseconds of one run, from `iterations` batches of runs queued back to back,
+    long enough for the waits at their ends not to matter."""
     jax.block_until_ready(compiled(*args))
     start = time.perf_counter()
     jax.block_until_ready(compiled(*args))
-    runs = int(np.clip(2e-3 / (time.perf_counter() - start), 1, 20))
+    runs = int(np.clip(20e-3 / (time.perf_counter() - start), 1, 100))
     times = []
     for _ in range(iterations):
         start = time.perf_counter()
@@ -87,8 +91,9 @@ def wall_times(compiled: Any, args: tuple, *, iterations: int) -> list[float]:
     return times
 
 
-def compile_all(lowered: Sequence[Any]) -> list[Any]:
-    """Compiles in parallel; an entry that is or raises an exception stays that exception."""
+def compile_all(lowered: Iterable[Any]) -> list[Any]:
+    """Compiles in parallel, while `lowered` goes on to make the next one; an entry that is or
+    raises an exception stays that exception."""
 
     def compile_one(entry: Any) -> Any:
         if isinstance(entry, Exception):
@@ -98,7 +103,7 @@ def compile_all(lowered: Sequence[Any]) -> list[Any]:
         except Exception as error:  # a peer may fail in any way; the caller reports it
             return error
 
-    with ThreadPoolExecutor(max_workers=8) as pool:
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         return list(pool.map(compile_one, lowered))
 
 
@@ -183,17 +188,21 @@ def floor_times(num_bytes: int, *, num_sets: int, num_calls: int, iterations: in
         calls.append((x, starts, jnp.zeros((num_sms * per_sm,), jnp.int32)))
 
     def chain(block: int, num_warps: int) -> Any:
+        read_once = jax.jit(  # lowered once for all calls
+            functools.partial(read, num_bytes=num_bytes, block=block, num_warps=num_warps)
+        )
+
         def run(x, starts, out):
             for start in starts:
-                out = read(x, start, out, num_bytes=num_bytes, block=block, num_warps=num_warps)
+                out = read_once(x, start, out)
             return out
 
         return jax.jit(run)
 
-    lowered = [
+    lowered = (
         chain(block, num_warps).lower(*args)
         for (block, num_warps, _), args in zip(_READ_CONFIGS, calls, strict=True)
-    ]
+    )
     for compiled, args in zip(compile_all(lowered), calls, strict=True):
         if isinstance(compiled, Exception):
             errors.append(compiled)

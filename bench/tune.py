@@ -25,7 +25,7 @@ from bench.measure import Variant, measure_all
 from bench.options import PLAIN
 from bench.report import table
 from bench.shapes import Case, Shape, make_case, select_shapes
-from pallas_paged.kernels import tuned, tuning
+from pallas_paged.kernels import mosaic_tuning, tuned, tuning
 
 TABLE = Path(str(importlib.resources.files("pallas_paged.kernels") / "tuned.json"))
 LEAST_GAIN = 1.02
@@ -54,6 +54,12 @@ _STEPS: tuple[dict[str, float], ...] = (
     {"num_warps": 1 / 2, "block_q": 1 / 2, "programs_per_sm": 2},
     {"num_stages": 3 / 2, "programs_per_sm": 3 / 4},
     {"num_stages": 3 / 2, "block_k": 1 / 2},
+    {"num_stages": 3 / 2, "programs_per_sm": 1 / 2},
+    {"num_stages": 2 / 3, "block_k": 2},
+    {"num_consumers": 2},
+    {"num_consumers": 1 / 2},
+    {"num_q_stages": 2},
+    {"num_q_stages": 1 / 2},
 )
 
 Tile = dict[str, int]  # a config with programs_per_sm in place of num_programs
@@ -61,29 +67,74 @@ Tile = dict[str, int]  # a config with programs_per_sm in place of num_programs
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """What is tuned: the call, its config, the heuristic that chooses it, and for what."""
+    """What is tuned: the call, its config, the heuristic that chooses it, and for what.
+
+    Attributes:
+      fits: whether an SM can hold so many programs of a config.
+      ragged: a config depends on the number of query tokens, not on the page size.
+      whole_device: `num_programs` counts those of all KV heads.
+    """
 
     call: Callable[..., Any]
     config: type
     heuristic: Callable[..., Any]
+    fits: Callable[[Any, int, Shape], bool]
     shapes: tuple[Shape, ...]
     tiny: Shape
+    ragged: bool = False
+    whole_device: bool = False
+
+    def programs_at_once(self, shape: Shape) -> int:
+        """Programs that one of `num_programs` stands for."""
+        return 1 if self.whole_device else shape.num_kv_heads
 
 
-KERNELS = {
-    "decode": Kernel(
-        call=pp.paged_attention,
-        config=pp.DecodeConfig,
-        heuristic=tuning.decode_config,
-        shapes=shapes.SHAPES,
-        tiny=shapes.TINY,
+def _triton_fits(config: Any, per_sm: int, shape: Shape) -> bool:
+    row_bytes = tuning.next_power_of_2(shape.head_dim) * _ITEMSIZE
+    held = max(1, config.num_stages - 1) * 2 * config.block_k * row_bytes
+    return per_sm * held <= _SM_BYTES and per_sm * config.num_warps * 32 <= _SM_THREADS
+
+
+def _mosaic_fits(config: Any, per_sm: int, shape: Shape) -> bool:
+    group = shape.num_q_heads // shape.num_kv_heads
+    needed = mosaic_tuning.shared_memory(
+        config, group=group, head_dim=shape.head_dim, itemsize=_ITEMSIZE
+    )
+    return needed <= mosaic_tuning.shared_memory_limit(per_sm)
+
+
+_DECODE = Kernel(
+    call=pp.paged_attention,
+    config=pp.DecodeConfig,
+    heuristic=tuning.decode_config,
+    fits=_triton_fits,
+    shapes=shapes.SHAPES,
+    tiny=shapes.TINY,
+)
+_RAGGED = Kernel(
+    call=pp.ragged_paged_attention,
+    config=pp.RaggedConfig,
+    heuristic=tuning.ragged_config,
+    fits=_triton_fits,
+    shapes=tuple(s for s in prefill_shapes.SHAPES if s.options == PLAIN),
+    tiny=prefill_shapes.TINY,
+    ragged=True,
+)
+KERNELS = {  # as `tuned.KERNELS` names them; the kind of a config chooses the implementation
+    "decode": _DECODE,
+    "ragged": _RAGGED,
+    "mosaic_decode": dataclasses.replace(
+        _DECODE,
+        config=mosaic_tuning.MosaicDecodeConfig,
+        heuristic=mosaic_tuning.decode_config,
+        fits=_mosaic_fits,
     ),
-    "ragged": Kernel(
-        call=pp.ragged_paged_attention,
-        config=pp.RaggedConfig,
-        heuristic=tuning.ragged_config,
-        shapes=tuple(s for s in prefill_shapes.SHAPES if s.options == PLAIN),
-        tiny=prefill_shapes.TINY,
+    "mosaic_ragged": dataclasses.replace(
+        _RAGGED,
+        config=mosaic_tuning.MosaicRaggedConfig,
+        heuristic=mosaic_tuning.ragged_config,
+        fits=_mosaic_fits,
+        whole_device=True,
     ),
 }
 
@@ -103,17 +154,17 @@ def static_key(kernel: Kernel, shape: Shape) -> dict[str, int]:
         "num_seqs": len(shape.seq_lens),
         "itemsize": _ITEMSIZE,
     }
-    if kernel.config is pp.RaggedConfig:
+    if kernel.ragged:
         key["num_tokens"] = sum(shape.asked)
     else:
         key["page_size"] = shape.page_size
     return key
 
 
-def to_tile(config: Any, shape: Shape) -> Tile:
+def to_tile(kernel: Kernel, config: Any, shape: Shape) -> Tile:
     """The tile of a config."""
     fields = dataclasses.asdict(config)
-    programs = fields.pop("num_programs") * shape.num_kv_heads
+    programs = fields.pop("num_programs") * kernel.programs_at_once(shape)
     del fields["split_size"]
     return fields | {"programs_per_sm": max(1, round(programs / num_sms()))}
 
@@ -125,26 +176,25 @@ def to_config(kernel: Kernel, tile: Tile, shape: Shape) -> Any:
       ValueError: if the kernel can't have it.
     """
     fields = {name: n for name, n in tile.items() if name != "programs_per_sm"}
-    programs = max(1, tile["programs_per_sm"] * num_sms() // shape.num_kv_heads)
-    return kernel.config(num_programs=programs, **fields)
+    programs = tile["programs_per_sm"] * num_sms() // kernel.programs_at_once(shape)
+    return kernel.config(num_programs=max(1, programs), **fields)
 
 
 def neighbours(kernel: Kernel, tile: Tile, shape: Shape) -> list[Tile]:
     """Tiles a step away, without those of which an SM can't hold as many as they want."""
-    row_bytes = tuning.next_power_of_2(shape.head_dim) * _ITEMSIZE
     found: list[Tile] = []
     for step in _STEPS:
         if not step.keys() <= tile.keys():
             continue
         near = tile | {name: round(tile[name] * factor) for name, factor in step.items()}
+        per_sm = near["programs_per_sm"]
+        if per_sm < 1 or near == tile or near in found:  # small numbers round to one another
+            continue
         try:
-            to_config(kernel, near, shape)
+            config = to_config(kernel, near, shape)
         except ValueError:
             continue
-        per_sm, threads = near["programs_per_sm"], near["num_warps"] * 32
-        held = max(1, near["num_stages"] - 1) * 2 * near["block_k"] * row_bytes
-        fits = per_sm >= 1 and per_sm * held <= _SM_BYTES and per_sm * threads <= _SM_THREADS
-        if fits and near != tile and near not in found:  # small numbers round to one another
+        if kernel.fits(config, per_sm, shape):
             found.append(near)
     return found
 
@@ -152,7 +202,6 @@ def neighbours(kernel: Kernel, tile: Tile, shape: Shape) -> list[Tile]:
 def variant(kernel: Kernel, config: Any, implementation: str | None) -> Variant:
     """The call with a config."""
 
-    @jax.jit  # traced once for all calls of a chain
     def attend(q, k, v, *lens):
         return kernel.call(
             q, k, v, *lens, sm_scale=1.0, implementation=implementation, config=config
@@ -184,7 +233,7 @@ def search(
     case, key = make_case(shape), static_key(kernel, shape)
     heuristic = kernel.heuristic(**key, num_sms=num_sms())
     make = functools.partial(variant, kernel, implementation=implementation)
-    best = to_tile(heuristic, shape)
+    best = to_tile(kernel, heuristic, shape)
     tried: dict[tuple[tuple[str, int], ...], float | None] = {}
     ahead = [best, *neighbours(kernel, best, shape)]
     while ahead and (not tried or time.perf_counter() < deadline):

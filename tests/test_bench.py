@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 
 import jax
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from bench import decode, decode_report, decode_step, measure, timing
+import pallas_paged as pp
+from bench import decode, decode_report, decode_step, measure, peers, report, timing
 from bench.measure import Variant
 from bench.shapes import OPTION_PAIRS, SHAPES, TINY, make_case, reference, select_shapes
 from models.config import ModelConfig
@@ -19,9 +21,15 @@ from models.decoder import Decoder
 GIB = 1 << 30
 
 
-def _ok(us: float, error: float = 2e-3) -> dict:
+def _ok(us: float, *custom_calls: str, error: float = 2e-3) -> dict:
     spread = {"median": us, "p10": us - 1, "p90": us + 1}
-    return {"status": "ok", "relative_l2": error, "kernel_us": spread, "wall_us": spread}
+    times = {"kernel_us": spread, "wall_us": spread}
+    return {"status": "ok", "relative_l2": error, "custom_calls": list(custom_calls), **times}
+
+
+def _ours(chosen: str, triton: float, mosaic: float) -> dict:
+    found = {"triton": _ok(triton, "__gpu$xla.gpu.triton"), "mosaic": _ok(mosaic, "mosaic_gpu_v2")}
+    return {"ours": found[chosen], **found}
 
 
 @pytest.fixture
@@ -30,14 +38,21 @@ def run() -> dict:
     big = {
         "name": "big",
         "num_bytes": GIB,
-        "results": {"ours": _ok(300), "jax_op": _ok(600), "xla_gather": _ok(10, 0.5)},
+        "results": {
+            **_ours("mosaic", triton=310, mosaic=300),
+            "jax_op": _ok(600),
+            "xla_gather": _ok(10, error=0.5) | {"status": "wrong"},
+        },
     }
-    big["results"]["xla_gather"]["status"] = "wrong"
     failed = {"status": "failed", "reason": "no"}
     small = {
         "name": "small",
         "num_bytes": 1 << 20,
-        "results": {"ours": _ok(4), "jax_op": _ok(10), "xla_gather": failed},
+        "results": {
+            **_ours("triton", triton=4, mosaic=3.2),
+            "jax_op": _ok(10),
+            "xla_gather": failed,
+        },
     }
     floors = [
         {"num_bytes": GIB, "status": "ok", "kernel_us": {"median": 240.0}},
@@ -49,14 +64,20 @@ def run() -> dict:
     capped = {
         "name": "big soft_cap=50",
         "num_bytes": GIB,
-        "results": {"ours": _ok(330), "jax_op": _ok(600)},
-        "base": {"name": "big", "ours": big["results"]["ours"]},
+        "results": {**_ours("mosaic", triton=310, mosaic=330), "jax_op": _ok(600)},
+        "base": {"name": "big", "results": big["results"]},
+    }
+    split = {
+        "name": "big split_size=512",
+        "num_bytes": GIB,
+        "results": {"triton": _ok(341, "__gpu$xla.gpu.triton"), "mosaic": failed},
+        "base": capped["base"],
     }
     return {
         "meta": meta,
         "floors": floors,
         "shapes": shapes,
-        "options": [capped],
+        "options": [capped, split],
         **decode_report.summarize(floors, shapes),
     }
 
@@ -105,12 +126,43 @@ def test_option_shapes_and_what_they_are_beside() -> None:
     assert [shape.name for shape, _ in chosen] == [*list(names)[-2:], "tiny options"]
 
 
-def test_fixed_splits_are_configs_of_their_shape() -> None:
+@pytest.mark.parametrize(
+    ("implementation", "kind"),
+    [
+        (None, "DecodeConfig"),
+        ("triton", "DecodeConfig"),
+        ("mosaic_gpu", "MosaicDecodeConfig"),
+        ("mosaic_gpu_interpret", "MosaicDecodeConfig"),
+    ],
+)
+def test_fixed_splits_are_configs_of_their_kind(implementation, kind) -> None:
     for shape, _ in OPTION_PAIRS:
         dims = {"num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
-        config, split_size = shape.options.config(**dims), shape.options.split_size
+        config, split_size = shape.options.config(implementation, **dims), shape.options.split_size
         assert (config is None) == (split_size is None)
-        assert config is None or config.split_size == split_size
+        if config is not None:
+            assert type(config) is getattr(pp, kind) and config.split_size == split_size
+
+
+def test_both_implementations_are_compared_unless_one_is_named() -> None:
+    every = {"ours": None, "triton": "triton", "mosaic": "mosaic_gpu"}
+    assert peers.implementations(None) == every
+    assert peers.implementations("xla") == {"ours": "xla"}
+
+
+def test_a_config_of_one_kind_leaves_no_choice(monkeypatch) -> None:
+    monkeypatch.setattr(decode, "make_case", lambda shape: None)
+    monkeypatch.setattr(decode, "compare", lambda case, finders, iterations: list(finders))
+    for shape, base in OPTION_PAIRS:
+        named = ["triton", "mosaic"]
+        ours = named if shape.options.split_size else ["ours", *named]
+        options = argparse.Namespace(implementation=None, iterations=1)
+        found = decode.measure_shape(shape, options, peers_too=False)
+        assert found["results"] == ours
+        found = decode.measure_shape(base, options, peers_too=True)
+        assert found["results"] == ["ours", *named, "jax_op", "xla_gather", "cudnn_paged"]
+        options.implementation = "triton"
+        assert decode.measure_shape(shape, options, peers_too=False)["results"] == ["ours"]
 
 
 def test_select_shapes() -> None:
@@ -166,6 +218,47 @@ def test_wrong_and_failing_variants_are_told() -> None:
     assert measure.measure_all(case, lambda: off, 1)["status"] == "wrong"
 
 
+def test_one_program_is_measured_once(monkeypatch) -> None:
+    timed = []
+
+    def kernel_times(compiled, args, *, iterations):
+        timed.append(compiled)
+        return [[("a", 8.0)]]
+
+    monkeypatch.setattr(timing, "kernel_times", kernel_times)
+
+    def find(implementation, sm_scale=1.0):
+        def attend(q, k, v, block_table, seq_lens):
+            return pp.paged_attention(
+                q, k, v, block_table, seq_lens, sm_scale=sm_scale, implementation=implementation
+            )
+
+        return lambda: [Variant(label=str(implementation), attend=attend)]
+
+    finders = {"ours": find(None), "xla": find("xla"), "off": find("xla", 1.001)}
+    found = measure.compare(make_case(TINY), finders, 1)
+    assert [found[name]["variant"] for name in finders] == ["None", "xla", "xla"]
+    assert len(timed) == (2 if jax.default_backend() == "cpu" else 3)
+    assert found["off"]["relative_l2"] != found["xla"]["relative_l2"]
+    assert report.chosen(found["xla"]) == "xla"
+
+
+@pytest.mark.parametrize(
+    ("targets", "name"),
+    [
+        (["mosaic_gpu_v2"], "mosaic"),
+        (["__gpu$xla.gpu.triton"], "triton"),
+        (["triton_kernel_call"], "triton"),
+        (["cu_threefry2x32_ffi"], "xla"),
+        ([], "xla"),
+    ],
+)
+def test_choice_is_told_by_the_kernels_of_the_program(targets, name) -> None:
+    assert report.chosen(_ok(1.0, *targets)) == name
+    for absent in (None, {"status": "failed", "reason": "no"}):
+        assert report.chosen(absent) == "-"
+
+
 def test_best_variant_is_the_fastest_right_one() -> None:
     slow, fast = _ok(9), _ok(5)
     wrong = {"status": "wrong", "relative_l2": 1.0}
@@ -178,22 +271,45 @@ def test_summary_and_table(run) -> None:
     ceiling = GIB / 240 / 1e3
     assert run["read_ceiling_gbps"] == pytest.approx(ceiling)
     summary = run["summary"]
-    assert summary["ours_over_floor_geomean"] == pytest.approx((1.2 * 2.0) ** 0.5)
+    assert summary["floor_over_geomean"] == {
+        "ours": pytest.approx((250 / 300 * 2 / 4) ** 0.5),
+        "triton": pytest.approx((250 / 310 * 2 / 4) ** 0.5),
+        "mosaic": pytest.approx((250 / 300 * 2 / 3.2) ** 0.5),
+    }
+    assert summary["floor_over_shapes"] == {"ours": 2, "triton": 2, "mosaic": 2}
+    assert summary["choice"] == {"shapes": 2, "right": 1, "worst": pytest.approx(4 / 3.2)}
     assert summary["speedup_geomean"] == {"jax_op": pytest.approx((2 * 2.5) ** 0.5)}
     assert summary["speedup_min"] == {"jax_op": pytest.approx(2.0)}
     lines = decode_report.markdown(run).splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:4]]
-    assert len({len(row) for row in cells}) == 1
-    big = dict(zip(cells[0], cells[2], strict=True))
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:9]]
+    assert len({len(row) for row in cells[:4]}) == len({len(row) for row in cells[5:]}) == 1
+    big, small = (dict(zip(cells[0], row, strict=True)) for row in cells[2:4])
     assert big["K/V MB"] == "1073.7" and big["floor"] == "250.0"
     assert big["kernel us (p10 to p90)"] == "300.0 (299.0 to 301.0)"
     assert big["% of ceiling"] == "80.0" and big["GB/s"] == "3579"
+    assert big["chosen"] == "mosaic" and small["chosen"] == "triton (1.25 of the faster)"
+    assert (
+        big["pallas_paged Triton"] == "310.0 [2e-03]"
+        and small["pallas_paged Mosaic"] == "3.2 [2e-03]"
+    )
     assert big["XLA gather"].startswith("WRONG") and big["vs JAX's op"] == "2.00x"
-    assert dict(zip(cells[0], cells[3], strict=True))["XLA gather"] == "-"
+    assert small["XLA gather"] == "-"
     assert "2.24 times ours (at least 2.00)" in lines[-1]
-    capped = [cell.strip() for cell in lines[7].strip("|").split("|")]
-    assert capped[0] == "big soft_cap=50" and capped[5:8] == ["big", "300.0", "1.10"]
+    assert "faster one (within 2%) on 1 of 2 shapes, and takes at most 1.25" in lines[-2]
+    capped, split = cells[7:]
+    assert capped[:3] == ["big soft_cap=50", "1073.7", "mosaic (1.06 of the faster)"]
+    assert capped[3::3] == ["310.0 (309.0 to 311.0)", "330.0 (329.0 to 331.0)", "600.0 [2e-03]"]
+    assert capped[5::3] == ["1.00", "1.10"] and capped[-1] == "big"
+    assert split[2] == "-" and split[5:9] == ["1.10", "FAILED", "-", "-"]
     assert "WRONG" in decode_report.progress(run, run["shapes"][0], 1.0)
+    assert "pallas_paged Mosaic: no" in decode_report.progress(run, run["options"][1], 1.0)
+
+
+def test_charts_draw_the_implementations_and_mark_the_choice(run) -> None:
+    assert report.to_show(["ours", "triton", "mosaic", "jax_op"]) == ["triton", "mosaic", "jax_op"]
+    assert report.to_show(["ours", "jax_op"]) == ["ours", "jax_op"]
+    marks = [report.mark(run["shapes"][0], name) for name in ("triton", "mosaic", "jax_op")]
+    assert marks == ["", "*", ""]
 
 
 def test_plot_is_a_png(run, tmp_path) -> None:
@@ -273,8 +389,7 @@ def test_tiny_run(with_kernel_times, tmp_path, capsys, monkeypatch) -> None:
         assert ours["kernel_us"]["median"] == pytest.approx(17 / calls)
         assert ours["kernels"] == {"a": round(9 / calls, 3), "b": round(8 / calls, 3)}
         assert ours["kernels_per_run"] == 3
-        over_floor = run["summary"]["ours_over_floor_geomean"]
-        assert over_floor == pytest.approx(17 / calls / 1.0)
+        assert run["summary"]["floor_over_geomean"] == {"ours": pytest.approx(calls / 17)}
     else:
         assert ours["kernel_us"] is None and ours["reason"] == "RuntimeError: no CUPTI"
         assert run["read_ceiling_gbps"] is None

@@ -47,16 +47,6 @@ def test_sample_names_queries_and_the_keys_they_see() -> None:
     assert peers_torch.sample(TINY) == [(0, 0, 5), (2, 2, 17), (1, 1, 32)]
 
 
-def test_overlap_counts_once() -> None:
-    one = [("a", 0.0, 4.0), ("b", 3.0, 6.0), ("c", 8.0, 9.0), ("d", 8.5, 8.75)]
-    again = [(name, start + 100, end + 100) for name, start, end in one]
-    assert peers_torch.busy_times(one[::-1], 1) == [7.0]
-    assert peers_torch.busy_times([*again, *one], 2) == [7.0, 7.0]
-    for kernels in ([], one[:3]):
-        with pytest.raises(RuntimeError, match="2 equal runs"):
-            peers_torch.busy_times(kernels, 2)
-
-
 @pytest.mark.parametrize("shape", [TINY, TINY_PREFILL], ids=lambda shape: shape.name)
 def test_peers_that_cannot_be_had_are_told(shape, monkeypatch) -> None:
     def absent(case):

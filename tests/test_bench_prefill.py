@@ -29,11 +29,16 @@ def run() -> dict:
     def ok(us: float, **more: int) -> dict:
         spread = {"median": us, "p10": us - 1, "p90": us + 1}
         times = {"kernel_us": spread, "wall_us": spread}
-        return {"status": "ok", "relative_l2": 2e-3, **times, **more}
+        return {"status": "ok", "relative_l2": 2e-3, "custom_calls": [], **times, **more}
+
+    def ours(us: float, mosaic: float) -> dict:
+        triton = ok(us) | {"custom_calls": ["__gpu$xla.gpu.triton"]}
+        mosaic_result = ok(mosaic) | {"custom_calls": ["mosaic_gpu_v2"]}
+        return {"ours": triton, "triton": triton, "mosaic": mosaic_result}
 
     wrong = {"status": "wrong", "relative_l2": 0.5, "reason": "off"}
-    prompt = {"ours": ok(1000.0), "cudnn": ok(800.0), "mha": wrong}
-    short = {"ours": ok(500.0), "cudnn": ok(500.0, num_flops=20 * 10**9)}
+    prompt = {**ours(1000.0, 800.0), "cudnn": ok(800.0), "mha": wrong}
+    short = {**ours(500.0, 505.0), "cudnn": ok(500.0, num_flops=20 * 10**9)}
     found = [
         {"name": "prompt", "num_flops": 4 * 10**11, "num_bytes": 10**8, "results": prompt},
         {
@@ -138,17 +143,22 @@ def test_peers_refuse_what_they_have_not() -> None:
 
 
 def test_summary_table_and_plot(run, tmp_path) -> None:
-    assert run["summary"]["cudnn"] == {
+    assert run["summary"]["choice"] == {"shapes": 2, "right": 1, "worst": pytest.approx(1.25)}
+    over = run["summary"]["over"]
+    assert over["cudnn"] == {
         "geomean": pytest.approx((0.8 * 0.5) ** 0.5),
         "min": pytest.approx(0.5),
         "shapes": 2,
     }
-    assert "mha" not in run["summary"]
+    assert over["triton"]["geomean"] == 1.0 and over["mosaic"]["min"] == pytest.approx(0.8)
+    assert "mha" not in over
     lines = prefill_report.markdown(run).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:4]]
     prompt, short = (dict(zip(cells[0], row, strict=True)) for row in cells[2:])
     assert prompt["TFLOP/s"] == "400.0" and prompt["cuDNN dense, TFLOP/s"] == "500.0 [2e-03]"
     assert prompt["JAX's Triton mha, TFLOP/s"].startswith("WRONG")
+    assert prompt["chosen"] == "triton (1.25 of the faster)" and short["chosen"] == "triton"
+    assert prompt["pallas_paged Mosaic, TFLOP/s"] == "500.0 [2e-03]"
     assert short["GB/s"] == "2000" and short["JAX's Triton mha, TFLOP/s"] == "-"
     assert "no" in prefill_report.progress(run["shapes"][1], 1.0)
     pytest.importorskip("matplotlib")

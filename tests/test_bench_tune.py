@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
@@ -61,6 +62,21 @@ def test_lookup_gives_a_copy(table) -> None:
     assert tuned.lookup("decode", "a GPU", KEY) == CONFIG
 
 
+def test_kernels_are_those_of_the_table() -> None:
+    assert tuple(tune.KERNELS) == tuned.KERNELS
+
+
+def test_tiles_count_programs_as_the_table_does(monkeypatch) -> None:
+    monkeypatch.setattr(tune, "num_sms", lambda: 132)
+    shape = uniform(4, 4096)  # of 8 KV heads
+    for name, per_sm, num_programs in (("mosaic_decode", 2, 33), ("mosaic_ragged", 1, 132)):
+        kernel = tune.KERNELS[name]
+        config = kernel.heuristic(**tune.static_key(kernel, shape), num_sms=132)
+        tile = tune.to_tile(kernel, config, shape)
+        assert config.num_programs == num_programs and tile["programs_per_sm"] == per_sm
+        assert tune.to_config(kernel, tile, shape) == config
+
+
 def test_the_table_of_the_package_makes_valid_configs() -> None:
     tuned._configs.cache_clear()
     shape = uniform(1, 1024)
@@ -81,46 +97,73 @@ def test_merge_replaces_keys_and_keeps_what_is_better() -> None:
     assert "tried" not in new["decode"][0]
 
 
-def test_neighbours_are_configs_that_fit_on_an_sm(monkeypatch) -> None:
+@pytest.mark.parametrize("name", tune.KERNELS)
+def test_neighbours_are_configs_that_fit_on_an_sm(name, monkeypatch) -> None:
     monkeypatch.setattr(tune, "num_sms", lambda: 132)
-    for kernel in tune.KERNELS.values():
-        for shape in kernel.shapes:
-            config = kernel.heuristic(**tune.static_key(kernel, shape), num_sms=132)
-            tile = tune.to_tile(config, shape)
-            near = tune.neighbours(kernel, tile, shape)
-            assert len(near) >= 4 and tile not in near
-            assert len({tuple(other.items()) for other in near}) == len(near)
-            for other in near:
-                tune.to_config(kernel, other, shape)  # raises where it is none
-                assert other["programs_per_sm"] * other["num_warps"] <= 64
+    kernel = tune.KERNELS[name]
+    for shape in kernel.shapes:
+        config = kernel.heuristic(**tune.static_key(kernel, shape), num_sms=132)
+        tile = tune.to_tile(kernel, config, shape)
+        near = tune.neighbours(kernel, tile, shape)
+        assert near and tile not in near
+        assert len({tuple(other.items()) for other in near}) == len(near)
+        for other in near:
+            config = tune.to_config(kernel, other, shape)  # raises where it is none
+            assert kernel.fits(config, other["programs_per_sm"], shape)
 
 
-def _fake_clock(case, variants, iterations):
-    """Microseconds that depend on the config alone; some give no right result."""
-    times = []
-    for variant in variants:
-        warps, stages = (
-            int(re.search(rf"{name}=(\d+)", variant.label)[1])
-            for name in ("num_warps", "num_stages")
-        )
-        times.append(None if stages == 1 else 10.0 * abs(warps - 8) + abs(stages - 3) + 1)
+@pytest.mark.parametrize(
+    ("name", "tile"),
+    [
+        ("decode", {"block_k": 64, "num_warps": 16, "num_stages": 2, "programs_per_sm": 4}),
+        ("decode", {"block_k": 128, "num_warps": 4, "num_stages": 3, "programs_per_sm": 1}),
+        ("mosaic_decode", {"block_k": 64, "num_stages": 3, "programs_per_sm": 2}),
+    ],
+)
+def test_what_an_sm_cannot_hold_is_no_neighbour(name, tile) -> None:
+    kernel, shape = tune.KERNELS[name], uniform(4, 4096)
+    wide = tile | {"programs_per_sm": 2 * tile["programs_per_sm"]}
+    assert wide not in tune.neighbours(kernel, tile, shape)
+    assert kernel.fits(tune.to_config(kernel, tile, shape), tile["programs_per_sm"], shape)
+
+
+# What the fastest config of a fake clock has; it gives nothing right with a single stage.
+FASTEST = {
+    "decode": {"num_warps": 8, "num_stages": 3},
+    "ragged": {"num_warps": 8, "num_stages": 3},
+    "mosaic_decode": {"block_k": 64, "num_stages": 4},
+    "mosaic_ragged": {"num_consumers": 1, "num_stages": 3},
+}
+
+
+def _fake_clock(name: str):
+    """Microseconds that depend on the config alone."""
+
+    def times(case, variants, iterations):
+        found = []
+        for variant in variants:
+            fields = {k: int(re.search(rf"{k}=(\d+)", variant.label)[1]) for k in FASTEST[name]}
+            far = sum(10.0 * abs(fields[k] - n) / n for k, n in FASTEST[name].items())
+            found.append(None if fields["num_stages"] == 1 else far + 1)
+        return found
+
     return times
 
 
-@pytest.mark.parametrize("kernel", tune.KERNELS)
-def test_search_steps_to_the_fastest_config(kernel, monkeypatch) -> None:
-    monkeypatch.setattr(tune, "_times", _fake_clock)
-    kernel = tune.KERNELS[kernel]
+@pytest.mark.parametrize("name", tune.KERNELS)
+def test_search_steps_to_the_fastest_config(name, monkeypatch) -> None:
+    monkeypatch.setattr(tune, "_times", _fake_clock(name))
+    kernel = tune.KERNELS[name]
     found = tune.search(kernel, kernel.tiny, implementation="xla", seconds=60.0, iterations=1)
-    assert found["config"]["num_warps"] == 8 and found["config"]["num_stages"] == 3
-    assert found["us"] == 1.0 and found["heuristic_us"] > 10.0
+    assert found["config"] | FASTEST[name] == found["config"]
+    assert found["us"] == 1.0 and found["heuristic_us"] > 1.0
     assert found["key"] == tuned.bucket(tune.static_key(kernel, kernel.tiny))
     configs = [tuple(entry["config"].items()) for entry in found["tried"]]
-    assert len(set(configs)) == len(configs) > 10
+    assert len(set(configs)) == len(configs) > 5
 
 
 def test_search_ends_with_its_time(monkeypatch) -> None:
-    monkeypatch.setattr(tune, "_times", _fake_clock)
+    monkeypatch.setattr(tune, "_times", _fake_clock("decode"))
     kernel = tune.KERNELS["decode"]
     found = tune.search(kernel, kernel.tiny, implementation="xla", seconds=0.0, iterations=1)
     near = tune.neighbours(kernel, found["tried"][0]["config"], kernel.tiny)
@@ -134,23 +177,32 @@ def test_search_needs_a_right_heuristic(monkeypatch) -> None:
         tune.search(kernel, kernel.tiny, implementation="xla", seconds=1.0, iterations=1)
 
 
-@pytest.mark.parametrize("kernel", tune.KERNELS)
-def test_tiny_run(kernel, tmp_path, capsys, monkeypatch, table) -> None:
+@pytest.mark.parametrize("name", tune.KERNELS)
+def test_tiny_run(name, tmp_path, capsys, monkeypatch, table) -> None:
     def kernel_times(compiled, args, *, iterations):
         return [[("a", 8.0)] for _ in range(iterations)]
 
+    kernel, configs = tune.KERNELS[name], []
+
+    def call(*args, config, **options):  # a CPU has no use for the config
+        configs.append(config)
+        return kernel.call(*args, **options)
+
+    monkeypatch.setitem(tune.KERNELS, name, dataclasses.replace(kernel, call=call))
     monkeypatch.setattr(timing, "kernel_times", kernel_times)
-    monkeypatch.setattr(tune, "_STEPS", ({"num_warps": 2},))
+    monkeypatch.setattr(tune, "_STEPS", ({"num_stages": 2},))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     path = tmp_path / "tune.json"
-    args = ["--kernel", kernel, "--shapes", "tiny", "--implementation", "xla", "--iterations", "1"]
+    args = ["--kernel", name, "--shapes", "tiny", "--implementation", "xla", "--iterations", "1"]
     entries = tune.main([*args, "--seconds", "9", "--json", str(path), "--write"])
     assert entries["tiny"]["us"] == entries["tiny"]["heuristic_us"]
     assert json.loads(path.read_text())["shapes"]["tiny"]["config"] == entries["tiny"]["config"]
     assert "| tiny | " in capsys.readouterr().out
+    assert {type(config) for config in configs} == {kernel.config}
+    assert len({config.num_stages for config in configs}) == 2
     written = json.loads(table.read_text())
     (device,) = set(written) - {"a GPU"}
-    assert written[device][kernel] == [] and written[device]["jax"] == jax.__version__
+    assert written[device][name] == [] and written[device]["jax"] == jax.__version__
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,37 +37,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits
-from pallas_paged.kernels.mosaic_merge import merge_shares, store
+from pallas_paged.kernels.mosaic_merge import merge_shares
 from pallas_paged.kernels.mosaic_ops import (
     COLUMNS,
     MATRIX,
+    TRANSPOSED,
+    add_product,
     along,
     full,
+    interpreter,
     iota,
     let_next_kernel_start,
     load,
+    product,
+    store,
 )
 from pallas_paged.kernels.mosaic_ring import Ring, drain, matrix_transforms, ring_types, stream
-
-TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED  # of a matrix whose transpose is stored, or loaded
-WAYS = 16  # in which a step of the search for a row divides the rows
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MosaicDecodeConfig:
-    """How the Mosaic decode kernel and its merge run. Results differ only by rounding.
-
-    Attributes:
-      block_k: tokens of K/V per loop step, a multiple of 64.
-      num_stages: blocks of K and of V in shared memory.
-      num_programs: programs per KV head among which all rows' blocks are shared out evenly.
-      split_size: None, or tokens after which every row is split, as in `DecodeConfig`.
-    """
-
-    block_k: int
-    num_stages: int
-    num_programs: int
-    split_size: int | None = None
+from pallas_paged.kernels.mosaic_shares import Piece, first_key, row_blocks, walk
+from pallas_paged.kernels.mosaic_tuning import MosaicDecodeConfig
 
 
 @jax.tree_util.register_dataclass
@@ -92,104 +78,6 @@ class Queries:
     p: Any
     full: Any
     free: Any
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A row as far as it is in a share, or one split of it.
-
-    Attributes:
-      row, seq_len: which row, and its tokens.
-      lo, hi: its blocks `[lo, hi)`, none if the row has no tokens.
-      slot: of the partial state.
-    """
-
-    row: jax.Array
-    seq_len: jax.Array
-    lo: jax.Array
-    hi: jax.Array
-    slot: jax.Array
-
-
-def row_blocks(
-    seq_len: jax.Array, options: LogitOptions, block_k: int
-) -> tuple[jax.Array, jax.Array]:
-    """The blocks `[first, end)` of a row that its newest token sees."""
-    end = pl.cdiv(seq_len, block_k)
-    return jnp.minimum(first_key(seq_len, options) // block_k, end), end
-
-
-def first_key(seq_len: jax.Array, options: LogitOptions) -> jax.Array | int:
-    """The first key of a row that its newest token sees."""
-    return 0 if options.sliding_window is None else options.first_key(seq_len - 1)
-
-
-def row_of(unit: jax.Array, unit_ends_ref: Any) -> jax.Array:
-    """The row that a unit of the line belongs to: how many rows end at or before it.
-
-    Each load that depends on another is a wait, so every step of the search loads the ends of many
-    rows at once.
-    """
-    (num_seqs,) = unit_ends_ref.shape
-    row = jnp.int32(0)  # as many rows are known to have ended
-    width = 1
-    while width < num_seqs:
-        width *= WAYS
-    while width > 1:
-        width //= WAYS
-        ended = jnp.int32(0)
-        for i in range(1, min(WAYS, pl.cdiv(num_seqs, width))):
-            last = row + (i * width - 1)
-            end = unit_ends_ref[jnp.minimum(last, num_seqs - 1)]
-            ended += ((last < num_seqs) & (end <= unit)).astype(jnp.int32)
-        row += ended * width
-    return row
-
-
-def walk(
-    body: Callable[[Piece, jax.Array], jax.Array],
-    seq_lens_ref: Any,
-    unit_ends_ref: Any,
-    *,
-    options: LogitOptions,
-    config: MosaicDecodeConfig,
-) -> jax.Array:
-    """Calls `body(piece, step)` for every piece of the program's share, and returns the last step.
-
-    Args:
-      body: returns `step` plus the blocks of the piece; the first step is 0.
-    """
-    (num_seqs,) = seq_lens_ref.shape
-    program = lax.axis_index("program")
-    total = unit_ends_ref[num_seqs - 1]
-    # As in the merge, which finds the program of a unit by one division.
-    units_per_program = pl.cdiv(total, config.num_programs)
-    start = program * units_per_program
-    stop = jnp.minimum(start + units_per_program, total)
-    blocks_per_unit = 1 if config.split_size is None else config.split_size // config.block_k
-
-    def lengths_of(row):
-        row = jnp.minimum(row, num_seqs - 1)
-        return seq_lens_ref[row], unit_ends_ref[row]
-
-    def next_piece(state):
-        row, unit, lengths, step = state
-        next_lengths = lengths_of(row + 1)  # long before they are used
-        seq_len, row_end = lengths
-        first_block, end_block = row_blocks(seq_len, options, config.block_k)
-        row_start = row_end - pl.cdiv(end_block - first_block, blocks_per_unit)
-        next_unit = jnp.minimum(row_end, stop if config.split_size is None else unit + 1)
-        lo = first_block + (unit - row_start) * blocks_per_unit
-        hi = jnp.minimum(first_block + (next_unit - row_start) * blocks_per_unit, end_block)
-        slot = program + row if config.split_size is None else unit
-        step = body(Piece(row=row, seq_len=seq_len, lo=lo, hi=hi, slot=slot), step)
-        ended = next_unit == row_end
-        lengths = jax.tree.map(functools.partial(jnp.where, ended), next_lengths, lengths)
-        return row + ended.astype(jnp.int32), next_unit, lengths, step
-
-    first_row = row_of(start, unit_ends_ref)
-    state = first_row, start, lengths_of(first_row), jnp.int32(0)
-    return lax.while_loop(lambda state: state[1] < stop, next_piece, state)[-1]
 
 
 def produce(
@@ -246,18 +134,6 @@ def attend(
     num_columns = queries.q.shape[0]
     window_start = first_key(piece.seq_len, options)
 
-    def product(a, b):
-        def multiply(acc_ref):
-            plgpu.wgmma(acc_ref, a, b)
-            return acc_ref[...]
-
-        return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
-
-    def add_product(acc, a, b):
-        if interpret:  # which knows no accumulators that start with a value
-            return acc + product(a, b)
-        return pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, a, b))(plgpu.ACC.init(acc))
-
     def visible(block, shape):
         keys = block * block_k + iota(shape, 0, MATRIX)
         mask = keys < piece.seq_len
@@ -298,6 +174,7 @@ def attend(
             acc * along(alpha, acc, 1),
             ring.v.at[slot].transpose((1, 0)),
             queries.p.transpose((1, 0)),
+            interpret=interpret,
         )  # [D, N]
         plgpu.barrier_arrive(ring.v_free.at[slot])
         return m_new, l_new, acc
@@ -478,7 +355,7 @@ def paged_decode(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="paged_decode",
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
+        interpret=interpreter(interpret),
     )(*operands)
     return merge_shares(
         outs,

@@ -17,18 +17,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.logits import LN_2, LOG2_E
-from pallas_paged.kernels.mosaic_ops import full, load, wait_for_previous_kernel
+from pallas_paged.kernels.mosaic_ops import (
+    full,
+    interpreter,
+    load,
+    store,
+    wait_for_previous_kernel,
+)
 
 MOST_STATES = 48  # that a loop step loads; two registers each
 State = tuple[jax.Array, jax.Array, jax.Array]  # m f32[], of base 2; l f32[]; acc f32[D]
-
-
-def store(ref: Any, value: jax.Array) -> None:
-    """Stores to device memory, also where that takes parts of its cache lines."""
-    if hasattr(plgpu, "store"):  # since JAX 0.12, where `ref[...] =` takes whole lines only
-        plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value
 
 
 def vector_layout(size: int) -> Any:
@@ -221,5 +219,5 @@ def merge_shares(
         grid_names=("row", "heads"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="paged_decode_merge",
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
+        interpret=interpreter(interpret),
     )(*operands)

@@ -21,8 +21,6 @@ FlashAttention-3 (Shah 2024), with the heads of a group packed into the tile and
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -31,20 +29,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.kernels.logits import LogitOptions, base2_logits
+from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.kernels.mosaic_attend import Turns, attend
 from pallas_paged.kernels.mosaic_ops import (
-    MATRIX,
     ROWS,
-    accumulate,
-    along,
-    full,
-    iota,
+    interpreter,
     let_next_kernel_start,
-    load,
     set_max_registers,
+    store,
     take_ticket,
 )
-from pallas_paged.kernels.mosaic_ring import Ring, drain, matrix_transforms, ring_types, stream
+from pallas_paged.kernels.mosaic_pieces import (
+    RECORD,
+    fields,
+    records,
+    tokens_of_rows,
+    tree_words,
+)
+from pallas_paged.kernels.mosaic_ring import drain, matrix_transforms, ring_types, stream
 from pallas_paged.kernels.mosaic_tile import (
     CHUNK,
     WG_ROWS,
@@ -52,32 +54,12 @@ from pallas_paged.kernels.mosaic_tile import (
     TileShape,
     finish,
     per_head,
-    store,
+    store_tile,
     store_types,
 )
 from pallas_paged.kernels.mosaic_tile_merge import merge_tiles
-from pallas_paged.kernels.ragged_plan import Plan, make_plan, make_tiles
-
-_RECORD = 32  # i32 of a piece, as many as a copy to shared memory takes at least
-_OF_ROWS = ("q_start", "q_len", "offset")
-_FIELDS = (
-    "row", "q_start", "q_len", "kv_len", "first_key", "offset", "lo", "hi", "full_lo", "full_hi",
-    "slot",
-)  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MosaicRaggedConfig:
-    block_k: int
-    num_consumers: int
-    num_stages: int
-    num_programs: int  # of the device, not per KV head
-    split_size: int | None = None
-    num_q_stages: int = 2
-
-    @property
-    def block_q(self) -> int:
-        return self.num_consumers * WG_ROWS
+from pallas_paged.kernels.mosaic_tuning import MosaicRaggedConfig
+from pallas_paged.kernels.ragged_plan import make_plan, make_tiles
 
 
 def ragged_kernel(
@@ -123,7 +105,6 @@ def ragged_kernel(
                 step,
                 causal=causal,
                 options=options,
-                config=config,
                 interpret=interpret,
             )
             return r + 1, _receive(refs, r + 1), step
@@ -190,7 +171,7 @@ def _num_q_copies(tile):
 def _send(refs, stage, item, found, tile, step):
     """Sends an item of work: which piece it is, its queries, then the blocks of keys."""
     piece_index, _, kv_head, first_head, num_heads = found
-    piece = {name: refs["pieces"][piece_index, i] for i, name in enumerate(_FIELDS)}
+    piece = fields(refs["pieces"], piece_index)
     full = refs["q_full"].at[stage]
     _mail(refs)[stage] = item
     plgpu.barrier_arrive(full)
@@ -216,22 +197,10 @@ def _send(refs, stage, item, found, tile, step):
     )
 
 
-def _consume(refs, wg, stage, found, tile, step, *, causal, options, config, interpret):
-    """Attends the warpgroup's rows of a piece to its keys and stores what comes of it."""
+def _consume(refs, wg, stage, found, tile, step, *, causal, options, interpret):
+    """Attends the warpgroup's rows to the keys of an item and stores what comes of it."""
     piece_index, head_block, _, first_head, num_heads = found
-    ring: Ring = refs["ring"]
-    num_stages, block_k, head_dim = ring.k.shape
-    dtype = ring.v.dtype
-    q_smem = refs["q_smem"].at[stage, wg]
-
-    def take_turns():
-        if config.num_consumers == 2:
-            plgpu.barrier_arrive(refs["turn"])
-            plgpu.barrier_wait(refs["turn"])
-
-    piece = {name: refs["piece_smem"][stage, i] for i, name in enumerate(_FIELDS)}
-    lo, hi, kv_len = piece["lo"], piece["hi"], piece["kv_len"]
-    before = kv_len - piece["q_len"]
+    piece = fields(refs["piece_smem"], stage)
     rows = Rows(
         tile=tile,
         wg=wg,
@@ -241,128 +210,40 @@ def _consume(refs, wg, stage, found, tile, step, *, causal, options, config, int
         first_head=first_head,
         num_heads=num_heads,
     )
-    _, token = tile.place(wg * WG_ROWS + iota((WG_ROWS,), 0, ROWS))
-    positions = before + piece["offset"] + token
-    if "row_positions" in refs:
-        positions = load(refs["row_positions"].at[piece_index, wg], ROWS)
-    last_seen = jnp.minimum(positions, kv_len - 1)
-    if not causal:
-        last_seen = jnp.maximum(last_seen, kv_len - 1)
 
-    slopes = per_head(refs["alibi_slopes"], rows, ROWS) if "alibi_slopes" in refs else None
+    def of_rows(name):
+        ref = refs.get(name)
+        return None if ref is None else ref.at[piece_index, wg]
 
-    def visible(block, keys):
-        """Which keys of a block each query sees."""
-        seen = keys <= along(last_seen, keys)
-        if "tree_words" in refs:
-            words = refs["tree_words"].at[piece_index]
-            seen &= _in_tree(words, wg, block * block_k, before, keys)
-        if options.sliding_window is not None:
-            seen &= keys >= along(options.first_key(positions), keys)
-        return seen
-
-    def zero_unreadable(block, slot):
-        """Values of keys that the tile must not read, which may be NaN: 0 times NaN is NaN."""
-        for part in range(0, block_k, WG_ROWS):
-            first = block * block_k + part
-
-            @pl.when((first < piece["first_key"]) | (first + WG_ROWS > kv_len))
-            def _(part=part, first=first):
-                v_ref = ring.v.at[slot, pl.ds(part, WG_ROWS)]
-                v = plgpu.load(v_ref, layout=MATRIX)
-                keys = first + iota(v.shape, 0, MATRIX)
-                readable = (keys >= piece["first_key"]) & (keys < kv_len)
-                v_ref[...] = jnp.where(readable, v, jnp.zeros_like(v))
-                plgpu.commit_smem()
-
-    def attend_block(masked, block, state):
-        m_i, l_i, acc = state
-        now = step + (block - lo)
-        slot = lax.rem(now, num_stages)
-
-        def q_dot_k(s_ref):
-            plgpu.wgmma(s_ref, q_smem, ring.k.at[slot].transpose((1, 0)))
-            take_turns()
-            return s_ref[...]
-
-        s = pl.run_scoped(q_dot_k, plgpu.ACC((WG_ROWS, block_k), jnp.float32))
-        plgpu.barrier_arrive(ring.k_free.at[slot])
-        keys = block * block_k + iota((WG_ROWS, block_k), 1, MATRIX)
-        if slopes is None:
-            s, factor = base2_logits(s, options, None, keys)
-        else:
-            s, factor = base2_logits(s, options, along(slopes, s), keys - along(positions, s))
-        if masked:
-            s = jnp.where(visible(block, keys), s, -jnp.inf)
-        m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
-        m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new
-        alpha = jnp.exp2(m_i - m_safe)
-        p = jnp.exp2(s * factor - along(m_safe, s))
-        l_new = l_i * alpha + p.sum(axis=1)
-        acc = acc * along(alpha, acc)
-        # The order that keeps the matrix unit busy: all of the softmax before its turn is passed.
-        acc, l_new, m_new, p = lax.optimization_barrier((acc, l_new, m_new, p.astype(dtype)))
-        if config.num_consumers == 2:
-            plgpu.barrier_arrive(refs["turn"])
-        plgpu.barrier_wait(ring.v_full.at[slot])
-        if masked:
-            zero_unreadable(block, slot)
-        if config.num_consumers == 2:
-            plgpu.barrier_wait(refs["turn"])
-
-        def wait_for_next_k():
-            @pl.when(block + 1 < hi)
-            def _():
-                plgpu.barrier_wait(ring.k_full.at[lax.rem(now + 1, num_stages)])
-
-        acc = accumulate(acc, p, ring.v.at[slot], meanwhile=wait_for_next_k, interpret=interpret)
-        plgpu.barrier_arrive(ring.v_free.at[slot])
-        return m_new, l_new, acc
-
-    @pl.when(lo < hi)
-    def _():
-        plgpu.barrier_wait(ring.k_full.at[lax.rem(step, num_stages)])
-
-    pl.when(wg == 1)(take_turns)
-    state = (
-        full((WG_ROWS,), -jnp.inf, ROWS),
-        full((WG_ROWS,), 0.0, ROWS),
-        full((WG_ROWS, head_dim), 0.0, MATRIX),
+    state = attend(
+        refs["q_smem"].at[stage, wg],
+        refs["ring"],
+        piece,
+        rows,
+        step,
+        turns=Turns(barrier=refs.get("turn")),
+        alibi_slopes=refs.get("alibi_slopes"),
+        row_positions=of_rows("row_positions"),
+        tree_words=of_rows("tree_words"),
+        causal=causal,
+        options=options,
+        interpret=interpret,
     )
-    attend_full = functools.partial(attend_block, False)
-    attend_masked = functools.partial(attend_block, True)
-    if options.sliding_window is not None:
-        state = lax.fori_loop(lo, piece["full_lo"], attend_masked, state)
-    state = lax.fori_loop(piece["full_lo"], piece["full_hi"], attend_full, state)
-    state = lax.fori_loop(piece["full_hi"], hi, attend_masked, state)
-    pl.when(wg == 0)(take_turns)
     plgpu.barrier_arrive(refs["q_free"].at[stage])
-
     slot = piece["slot"]
 
     @pl.when(slot < 0)
     def _():
         sinks = per_head(refs["sinks"], rows, ROWS) if "sinks" in refs else None
-        store(refs, wg, rows, *finish(state, sinks))
+        store_tile(refs, wg, rows, *finish(state, sinks))
 
     @pl.when(slot >= 0)
     def _():
-        refs["outs"][head_block, slot, wg], refs["lses"][head_block, slot, wg] = finish(state, None)
+        out, lse = finish(state, None)
+        store(refs["outs"].at[head_block, slot, wg], out)
+        store(refs["lses"].at[head_block, slot, wg], lse)
 
-    return step + (hi - lo)
-
-
-def _in_tree(words_ref, wg, first_key, before, keys):
-    """Which keys the bits of a tree mask let through; keys before the newest tokens all are."""
-    newest = keys - before
-    first_word = (first_key - before) >> 5
-    bits = full(keys.shape, 0, MATRIX, jnp.int32)
-    for i in range(keys.shape[1] // 32 + 1):
-        # The words past a mask's end are 0, as the last one is.
-        word = jnp.clip(first_word + i, 0, words_ref.shape[0] - 1)
-        word = load(words_ref.at[word, wg], ROWS)
-        bits = jnp.where(newest >> 5 == first_word + i, along(word, keys), bits)
-    return (newest < 0) | ((bits >> (newest & 31)) & 1 == 1)
+    return step + piece["hi"] - piece["lo"]
 
 
 def ragged_paged_attention(
@@ -410,15 +291,16 @@ def ragged_paged_attention(
             split_size=config.split_size,
             max_kv_len=pages_per_seq * page_size,
             num_seqs=num_seqs,
+            align=CHUNK,
         )
         count = jnp.sum(plan.pieces.q_len > 0, dtype=jnp.int32) * num_head_blocks
-        pieces, merges = _records(plan)
-        absolute, within = _tokens_of_rows(plan, tile, config.num_consumers, num_tokens)
+        pieces, merges = records(plan)
+        absolute, within = tokens_of_rows(plan, tile, config.num_consumers, num_tokens)
         needs_positions = alibi_slopes is not None or options.sliding_window is not None
         row_positions = None
         if q_positions is not None and needs_positions:
             row_positions = q_positions[absolute]
-        tree_words = None if tree_mask is None else _tree_words(tree_mask, plan, within)
+        words = None if tree_mask is None else tree_words(tree_mask, plan, within)
 
     inputs = {
         "q": _whole_chunks(q),
@@ -428,7 +310,7 @@ def ragged_paged_attention(
         "pieces": pieces,
         "count": count.reshape(1),
         "row_positions": row_positions,
-        "tree_words": tree_words,
+        "tree_words": words,
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
     }
@@ -455,15 +337,16 @@ def ragged_paged_attention(
             q.dtype,
             transforms=matrix_transforms(q.dtype),
         ),
-        "piece_smem": plgpu.SMEM((config.num_q_stages + 1, _RECORD), jnp.int32),
+        "piece_smem": plgpu.SMEM((config.num_q_stages + 1, RECORD), jnp.int32),
         "q_full": plgpu.Barrier(
             num_arrivals=1 + _num_q_copies(tile), num_barriers=config.num_q_stages
         ),
         "q_free": plgpu.Barrier(
             num_arrivals=config.num_consumers, num_barriers=config.num_q_stages
         ),
-        "turn": plgpu.Barrier(num_arrivals=2),
     }
+    if config.num_consumers == 2:
+        scratch["turn"] = plgpu.Barrier(num_arrivals=2)
     scratch |= store_types(
         num_warpgroups=config.num_consumers, head_dim=head_dim, dtype=q.dtype, with_lse=with_lse
     )
@@ -495,7 +378,7 @@ def ragged_paged_attention(
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         name="ragged_paged_attention",
-        interpret=plgpu.InterpretGPUParams() if interpret else False,
+        interpret=interpreter(interpret),
     )(*inputs.values(), jax.new_ref(jnp.zeros(1, jnp.int32)))
     found = dict(zip(outputs, results, strict=True))
     return merge_tiles(
@@ -509,38 +392,6 @@ def ragged_paged_attention(
         group=group,
         interpret=interpret,
     )
-
-
-def _records(plan: Plan) -> tuple[jax.Array, jax.Array]:
-    """The plan as the kernels read it: i32[num_pieces, 32] and i32[num_merges, 5]."""
-    fields = [getattr(plan.pieces, name) for name in _FIELDS[:-1]]
-    pieces = jnp.stack([*fields, plan.slot], axis=1)
-    merges = pieces[plan.split_pieces][:, [_FIELDS.index(n) for n in ("slot", *_OF_ROWS)]]
-    pieces = jnp.pad(pieces, ((0, 0), (0, _RECORD - len(_FIELDS))))
-    return pieces, jnp.concatenate([plan.num_splits[:, None], merges], axis=1)
-
-
-def _tokens_of_rows(
-    plan: Plan, tile: TileShape, num_warpgroups: int, num_tokens: int
-) -> tuple[jax.Array, jax.Array]:
-    """The token of each row among all queries, and within its sequence: i32[pieces, wgs, 64]."""
-    _, token = tile.place(jnp.arange(num_warpgroups * WG_ROWS).reshape(num_warpgroups, WG_ROWS))
-    within = plan.pieces.offset[:, None, None] + token
-    absolute = plan.pieces.q_start[:, None, None] + within
-    return jnp.clip(absolute, 0, num_tokens - 1), within
-
-
-def _tree_words(tree_mask: jax.Array, plan: Plan, token: jax.Array) -> jax.Array:
-    """Each row's part of the tree mask as bits, the last word 0: i32[pieces, words, wgs, 64]."""
-    size = tree_mask.shape[-1]
-    num_words = -(-size // 32) + 1
-    bits = jnp.pad(tree_mask, ((0, 0), (0, 0), (0, num_words * 32 - size)))
-    bits = bits.reshape(*bits.shape[:2], num_words, 32).astype(jnp.uint32)
-    words = jnp.sum(bits << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
-    words = lax.bitcast_convert_type(words, jnp.int32)  # [B, M, words]
-    known = (token >= 0) & (token < size)
-    mine = words[plan.pieces.row[:, None, None], jnp.where(known, token, 0)]
-    return jnp.moveaxis(jnp.where(known[..., None], mine, 0), -1, 1)
 
 
 def _whole_chunks(q: jax.Array) -> jax.Array:

@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -91,7 +90,7 @@ class Rows:
 
 
 def finish(state: State, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """`(out, lse)` of a state of base 2; sinks f32[64] join the denominator of rows that saw keys."""
+    """`(out, lse)` of a state of base 2; sinks f32[64] join in where a row saw any key."""
     m_i, l_i, acc = state
     empty = l_i == 0.0
     if sinks is not None:
@@ -105,14 +104,14 @@ def finish(state: State, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]
 
 
 def store_types(*, num_warpgroups: int, head_dim: int, dtype: Any, with_lse: bool) -> dict:
-    """Shared memory that `store` passes rows through."""
+    """Shared memory that `store_tile` passes rows through."""
     types = {"o_smem": plgpu.SMEM((num_warpgroups, WG_ROWS, min(head_dim, 128)), dtype)}
     if with_lse:
         types["lse_smem"] = plgpu.SMEM((num_warpgroups, WG_ROWS), jnp.float32)
     return types
 
 
-def store(
+def store_tile(
     refs: Mapping[str, Any],  # out [T, Hq, D], lse f32[T, Hq] if wanted, and `store_types`
     smem_index: Any,
     rows: Rows,

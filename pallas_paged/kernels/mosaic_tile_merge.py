@@ -16,6 +16,7 @@ from pallas_paged.kernels.mosaic_ops import (
     ROWS,
     along,
     full,
+    interpreter,
     load,
     wait_for_previous_kernel,
 )
@@ -25,7 +26,7 @@ from pallas_paged.kernels.mosaic_tile import (
     TileShape,
     finish,
     per_head,
-    store,
+    store_tile,
     store_types,
 )
 
@@ -66,7 +67,7 @@ def merge_tiles_kernel(refs: dict[str, Any], *, tile: TileShape, group: int, int
         )
         state = lax.fori_loop(0, num_splits, merge_one, state)
         sinks = per_head(refs["sinks"], rows, ROWS) if "sinks" in refs else None
-        store(refs, 0, rows, *finish(state, sinks))
+        store_tile(refs, 0, rows, *finish(state, sinks))
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -110,7 +111,7 @@ def merge_tiles(
             grid_names=("head_block", "merge", "wg"),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=plgpu.InterpretGPUParams() if interpret else False,
+        interpret=interpreter(interpret),
         name="ragged_paged_attention_merge",
     )(*inputs.values(), *results.values())
     return results["out"][...], None if lse is None else results["lse"][...]

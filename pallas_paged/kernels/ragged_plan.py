@@ -164,6 +164,7 @@ def make_plan(
     split_size: int | None,
     max_kv_len: int,
     num_seqs: int,
+    align: int = 1,
 ) -> Plan:
     """Splits the keys of tiles where that ends the work earlier, or at a fixed size.
 
@@ -171,6 +172,7 @@ def make_plan(
       tile_tokens: a sequence of no more tokens is one tile.
       num_programs: pieces that run at a time.
       split_size: None, or keys after which a sequence of one tile is split.
+      align: as in `make_tiles`.
     """
     num_tiles = tiles.row.shape[0]
     blocks = tiles.hi - tiles.lo
@@ -184,10 +186,11 @@ def make_plan(
         # Only a sequence whose queries are one tile is split: with more there is work to share, and
         # their partial states would need too much memory. Either way it asks nothing of others.
         alone = tiles.q_len <= tile_tokens
-        step = jnp.where(alone, split_size // block_k, jnp.maximum(blocks, 1))
-        counts = _cdiv(blocks, step)
-        extra = num_seqs * (_cdiv(max_kv_len, split_size) - 1)
-        num_merges = num_seqs
+        step = jnp.where(alone, split_size // block_k, jnp.maximum(tiles.hi, 1))
+        # Cut where the keys are, not where the tile begins to see any: that is another's affair.
+        counts = _cdiv(tiles.hi, step) - tiles.lo // step
+        num_merges = num_seqs * (1 if align == 1 else 2)  # a sequence may begin within a tile
+        extra = num_merges * (_cdiv(max_kv_len, split_size) - 1)
     num_merges = min(num_merges, num_tiles)
     # A tile that sees nothing is a piece too, for somebody must write its zeros.
     counts = jnp.where(tiles.q_len > 0, jnp.maximum(counts, 1), 0)
@@ -198,8 +201,10 @@ def make_plan(
     tile = jnp.searchsorted(ends, piece, side="right", method="compare_all")
     exists, tile = tile < num_tiles, jnp.minimum(tile, num_tiles - 1)
     pieces = jax.tree.map(lambda field: field[tile], tiles)
-    lo = pieces.lo + (piece - (ends - counts)[tile]) * step[tile]
+    origin = pieces.lo if split_size is None else pieces.lo // step[tile] * step[tile]
+    lo = origin + (piece - (ends - counts)[tile]) * step[tile]
     hi = jnp.where(exists, jnp.minimum(lo + step[tile], pieces.hi), lo)
+    lo = jnp.clip(lo, pieces.lo, hi)
     pieces = dataclasses.replace(
         pieces,
         q_len=jnp.where(exists, pieces.q_len, 0),

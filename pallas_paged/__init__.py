@@ -6,6 +6,7 @@ from pallas_paged.attention import (
     ragged_paged_attention,
 )
 from pallas_paged.cascade import cascade_attention
+from pallas_paged.kernels.mosaic_tuning import MosaicDecodeConfig, MosaicRaggedConfig
 from pallas_paged.kernels.tuning import DecodeConfig, RaggedConfig
 from pallas_paged.kv_pool import KVPool, copy_pages, create_kv_pool, write_kv
 from pallas_paged.page_table import (
@@ -23,6 +24,8 @@ from pallas_paged.page_table import (
 __all__ = [
     "DecodeConfig",
     "KVPool",
+    "MosaicDecodeConfig",
+    "MosaicRaggedConfig",
     "PageCopies",
     "PageTable",
     "RaggedConfig",

@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 
 from pallas_paged import dispatch
 from pallas_paged.kernels import xla
+from pallas_paged.kernels.mosaic_tuning import MosaicDecodeConfig, MosaicRaggedConfig
 from pallas_paged.kernels.tuning import DecodeConfig, RaggedConfig
 from pallas_paged.validation import (
     check_ends,
@@ -41,7 +42,7 @@ def paged_attention(
     sinks: ArrayLike | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
-    config: DecodeConfig | None = None,
+    config: DecodeConfig | MosaicDecodeConfig | None = None,
 ) -> Any:
     """Attention of one query token per sequence over its K/V pages, read in place.
 
@@ -70,10 +71,15 @@ def paged_attention(
       sinks: f32`[num_q_heads]`, one more logit per head in the denominator, with no value, as in
         gpt-oss (after Xiao et al. 2024), or None. `lse` includes it.
       return_lse: also return the log-sum-exp of the logits. Static.
-      implementation: `"triton"`, `"triton_interpret"` (the same kernels, interpreted on any
-        device), `"xla"`, or None for the best on this platform. A named one never falls back.
-      config: `DecodeConfig` of the Triton kernels, which `"xla"` has no use for; None takes the
-        tuned one.
+      implementation: `"triton"` and `"mosaic_gpu"`, kernels for GPUs; `"triton_interpret"` and
+        `"mosaic_gpu_interpret"`, the same ones, interpreted on any device, which is slow; `"xla"`,
+        for any device; or None for the fastest that can do the call here, which without a GPU is
+        `"xla"`. A named one never falls back. `"mosaic_gpu"` needs a Hopper GPU, JAX 0.11, bf16 or
+        f16, head_dim 64, 128 or 256, pages of 8 tokens or more and, for decoding, at most 64 query
+        heads per KV head.
+      config: `DecodeConfig` of the Triton kernels or `MosaicDecodeConfig` of the Mosaic ones, which
+        is also a choice of implementation where there is a GPU and none is named; `"xla"` has no
+        use for either. None takes the tuned one.
 
     Returns:
       out `[B, num_q_heads, head_dim]` in the dtype of `q`, or `(out, lse)` with the natural-log
@@ -130,7 +136,7 @@ def ragged_paged_attention(
     tree_mask: ArrayLike | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
-    config: RaggedConfig | None = None,
+    config: RaggedConfig | MosaicRaggedConfig | None = None,
 ) -> Any:
     """Attention of any number of newest tokens per sequence over its K/V pages, read in place.
 
@@ -151,8 +157,9 @@ def ragged_paged_attention(
         key (of q_len) where `tree_mask[b, i, j]`, in place of causality; older keys are all seen.
         Positions, for the window and for ALiBi, stay those of the slots. Queries past max_q see
         only the older keys.
-      return_lse, implementation: as in `paged_attention`.
-      config: `RaggedConfig` of the Triton kernels; None takes the tuned one.
+      return_lse, implementation: as in `paged_attention`;
+        `"mosaic_gpu"` takes any number of query heads per KV head.
+      config: `RaggedConfig` or `MosaicRaggedConfig`, as in `paged_attention`.
 
     Returns:
       out `[T, num_q_heads, head_dim]` in the dtype of `q`, or `(out, lse)` with the natural-log
@@ -189,6 +196,7 @@ def ragged_paged_attention(
         ),
         implementation=implementation,
         config=config,
+        with_lse=return_lse,
     )
     return (out, lse) if return_lse else out
 

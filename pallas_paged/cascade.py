@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 
 from pallas_paged import dispatch
 from pallas_paged.kernels import xla
+from pallas_paged.kernels.mosaic_tuning import MosaicDecodeConfig, MosaicRaggedConfig
 from pallas_paged.kernels.tuning import DecodeConfig, RaggedConfig
 from pallas_paged.validation import (
     INT32_MAX,
@@ -43,8 +44,8 @@ def cascade_attention(
     sinks: ArrayLike | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
-    config: DecodeConfig | None = None,
-    prefix_config: RaggedConfig | None = None,
+    config: DecodeConfig | MosaicDecodeConfig | None = None,
+    prefix_config: RaggedConfig | MosaicRaggedConfig | None = None,
 ) -> Any:
     """`paged_attention` of rows in groups that share their first pages, each read once a group.
 
@@ -62,8 +63,8 @@ def cascade_attention(
       k_scales, v_scales: must be None.
       sm_scale, soft_cap, sliding_window, alibi_slopes, sinks, return_lse, implementation: as in
         `paged_attention`.
-      config: `DecodeConfig` for the rows' own tokens; None takes the tuned one.
-      prefix_config: `RaggedConfig` for the prefixes; None takes the tuned one.
+      config: as in `paged_attention`, for the rows' own tokens.
+      prefix_config: as in `ragged_paged_attention`, for the prefixes.
 
     Returns:
       As `paged_attention`.
@@ -118,6 +119,7 @@ def cascade_attention(
         options=options,
         implementation=implementation,
         config=prefix_config,
+        with_lse=True,
     )
     own_out, own_lse = dispatch.paged_decode(
         queries,

@@ -1,8 +1,7 @@
-"""Which implementation runs, with which config, for what device."""
+"""Which implementation runs a call."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -12,46 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_paged.kernels import xla
+from pallas_paged.implementations import IMPLEMENTATIONS, Call, Device, Kernel
 from pallas_paged.kernels.logits import LogitOptions
-from pallas_paged.kernels.tuning import DecodeConfig, RaggedConfig, choose_config
-
-IMPLEMENTATIONS = ("triton", "triton_interpret", "mosaic_gpu", "xla")
-# Without a GPU to ask, a wave this small still makes shares that span and that split rows.
-_INTERPRETED_SMS = 4
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Device:
-    """What the choice of an implementation and of a config depends on."""
-
-    platform: str
-    kind: str
-    num_sms: int
-
-
-def device() -> Device:
-    """The device that the trace is for."""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if device is None:
-        device = getattr(jax.config, "jax_default_device", None) or jax.local_devices()[0]
-        if isinstance(device, str):
-            device = jax.local_devices(backend=device)[0]
-    # An abstract device calls it num_cores, a CUDA device core_count; others have neither.
-    num_sms = getattr(device, "core_count", None) or getattr(device, "num_cores", None)
-    return Device(
-        platform=device.platform,
-        kind=device.device_kind,
-        num_sms=num_sms if device.platform == "gpu" and num_sms else _INTERPRETED_SMS,
-    )
-
-
-@functools.cache  # so that it logs once
-def best_implementation(platform: str) -> str:
-    """What None means on a platform."""
-    implementation = "triton" if platform == "gpu" else "xla"
-    logging.getLogger("pallas_paged").info("implementation=%r on %s", implementation, platform)
-    return implementation
+from pallas_paged.kernels.mosaic_tuning import (
+    MosaicDecodeConfig,
+    MosaicRaggedConfig,
+    prefer_mosaic,
+)
+from pallas_paged.kernels.tuning import DecodeConfig, RaggedConfig
 
 
 def paged_decode(
@@ -65,13 +32,13 @@ def paged_decode(
     *,
     options: LogitOptions,
     implementation: str | None,
-    config: DecodeConfig | None,
+    config: DecodeConfig | MosaicDecodeConfig | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`(out, lse)` of `paged_attention` on checked arguments."""
-    config = _config_or_best("decode", config, q, k_pages, block_tables)
-    attend = _find("paged_decode", implementation, config)
+    call = _call("decode", q, k_pages, block_tables, config=config, with_lse=True)
+    attend = find(call, implementation)
     with jax.enable_x64(False):  # the kernels count in i32 whatever the caller's integers are
-        seq_lens = jnp.clip(seq_lens, 0, block_tables.shape[1] * k_pages.shape[2])
+        seq_lens = jnp.clip(seq_lens, 0, call.max_kv_len)
         return attend(
             q, k_pages, v_pages, block_tables, seq_lens, alibi_slopes, sinks, options=options
         )
@@ -91,22 +58,23 @@ def ragged_paged_attention(
     *,
     options: LogitOptions,
     implementation: str | None,
-    config: RaggedConfig | None,
-) -> tuple[jax.Array, jax.Array]:
+    config: RaggedConfig | MosaicRaggedConfig | None,
+    with_lse: bool,
+) -> tuple[jax.Array, Any]:
     """`(out, lse)` of the entry of this name on checked arguments.
 
     With `q_positions` i32`[T]` queries stand there instead, and all keys of their row are older.
+    Without `with_lse` some implementations have None in place of `lse`.
     """
-    config = _config_or_best("ragged", config, q, k_pages, block_tables)
-    attend = _find("ragged_paged_attention", implementation, config)
+    call = _call("ragged", q, k_pages, block_tables, config=config, with_lse=with_lse)
+    attend = find(call, implementation)
     with jax.enable_x64(False):
-        seq_lens = jnp.clip(seq_lens, 0, block_tables.shape[1] * k_pages.shape[2])
         return attend(
             q,
             k_pages,
             v_pages,
             block_tables,
-            seq_lens,
+            jnp.clip(seq_lens, 0, call.max_kv_len),
             rising_ends(cu_q_lens, q.shape[0]),
             q_positions,
             alibi_slopes,
@@ -121,75 +89,82 @@ def rising_ends(ends: jax.Array, count: int) -> jax.Array:
     return jnp.clip(lax.cummax(ends.at[0].set(0)), 0, count)
 
 
-def _config_or_best(
-    kernel: str, config: Any, q: jax.Array, k_pages: jax.Array, block_tables: jax.Array
-) -> Any:
-    num_queries, num_q_heads, head_dim = q.shape
+def _call(
+    kernel: Kernel,
+    q: jax.Array,
+    k_pages: jax.Array,
+    block_tables: jax.Array,
+    *,
+    config: Any,
+    with_lse: bool,
+) -> Call:
+    num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads, _, page_size, _ = k_pages.shape
     num_seqs, pages_per_seq = block_tables.shape
-    if config is not None:
-        wanted = DecodeConfig if kernel == "decode" else RaggedConfig
-        if not isinstance(config, wanted):
-            raise ValueError(f"{config=} must be a {wanted.__name__}")
-        return config
-    sizes = {
-        "num_q_heads": num_q_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "max_kv_len": pages_per_seq * page_size,
-        "num_seqs": num_seqs,
-        "itemsize": k_pages.dtype.itemsize,
-    }
-    if kernel == "decode":
-        sizes["page_size"] = page_size
-    else:
-        sizes["num_tokens"] = num_queries
-    here = device()
-    return choose_config(kernel, device_kind=here.kind, num_sms=here.num_sms, **sizes)
-
-
-def _find(function: str, implementation: str | None, config: Any) -> Callable[..., Any]:
-    """The implementation of `paged_decode` or `ragged_paged_attention` to call."""
-    platform = device().platform
-    if implementation is None:
-        implementation = best_implementation(platform)
-    if implementation == "xla":
-        return getattr(xla, function)
-    if implementation == "mosaic_gpu":
-        raise NotImplementedError("implementation='mosaic_gpu': there are no such kernels yet")
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"{implementation=} must be None or one of {IMPLEMENTATIONS}")
-    if implementation == "triton" and platform != "gpu":
-        raise NotImplementedError(
-            f"implementation='triton' needs a GPU, but the device is a {platform}; "
-            "'triton_interpret' runs the same kernels there"
-        )
-    try:
-        from pallas_paged.kernels import triton_decode, triton_ragged
-    except ImportError as e:
-        raise NotImplementedError(
-            f"{implementation=} needs the Triton lowering of Pallas, which this JAX "
-            f"({jax.__version__}) lacks: {e}"
-        ) from e
-    module = triton_decode if function == "paged_decode" else triton_ragged
-    interpret = implementation == "triton_interpret"
-    return _without_gradient(
-        functools.partial(getattr(module, function), config=config, interpret=interpret)
+    return Call(
+        kernel=kernel,
+        device=Device.here(),
+        dtype=q.dtype,
+        kv_dtype=k_pages.dtype,
+        num_tokens=num_tokens,
+        num_seqs=num_seqs,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        max_kv_len=pages_per_seq * page_size,
+        with_lse=with_lse,
+        config=config,
     )
 
 
-def _without_gradient(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """`attend`, with an error that says so if somebody differentiates it."""
+def find(call: Call, implementation: str | None) -> Callable[..., Any]:
+    """The function that does a call.
 
-    def call(*arrays, **options):
-        function = jax.custom_vjp(functools.partial(attend, **options))
+    Raises:
+      ValueError: if there is no such implementation, or the config is of no type that it takes.
+      NotImplementedError: if the implementation can't do the call; says why.
+    """
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"{implementation=} must be None or one of {tuple(IMPLEMENTATIONS)}")
+    _check_config(call, implementation)
+    if implementation is None:
+        implementation = best_implementation(call)
+        _log(implementation, call.device.kind)
+    chosen = IMPLEMENTATIONS[implementation]
+    reason = chosen.why_not(call)
+    if reason is not None:
+        raise NotImplementedError(f"{implementation=} {reason}")
+    return chosen.attend(call)
 
-        def forward(*_):
-            raise NotImplementedError(
-                "the Triton kernels of attention have no gradient; implementation='xla' has one"
-            )
 
-        function.defvjp(forward, lambda *_: None)
-        return function(*arrays)
+def _check_config(call: Call, implementation: str | None) -> None:
+    config, kernel = call.config, call.kernel
+    if config is None:
+        return
+    # Who has no configs of its own runs with anybody's: a model may be moved to a CPU as it is.
+    named = [] if implementation is None else [IMPLEMENTATIONS[implementation]]
+    takers = [x for x in named if x.configs] or IMPLEMENTATIONS.values()
+    types = tuple(dict.fromkeys(x.configs[kernel] for x in takers if x.configs))
+    if not isinstance(config, types):
+        names = " or ".join(t.__name__ for t in types)
+        place = "" if implementation is None else f" for {implementation=}"
+        raise ValueError(f"{config=} must be a {names}{place}")
 
-    return call
+
+def best_implementation(call: Call) -> str:
+    """What None means for a call: of what can do it on the device, the fastest."""
+    if call.device.platform != "gpu":
+        return "xla"
+    if call.config is not None:  # which is for one of them
+        mosaic = isinstance(call.config, MosaicDecodeConfig | MosaicRaggedConfig)
+        return "mosaic_gpu" if mosaic else "triton"
+    names = ["triton", "mosaic_gpu", "xla"]
+    if prefer_mosaic(call.kernel, device_kind=call.device.kind, **call.sizes):
+        names = ["mosaic_gpu", "triton", "xla"]
+    return next(name for name in names if IMPLEMENTATIONS[name].why_not(call) is None)
+
+
+@functools.cache  # so that it is logged once
+def _log(implementation: str, device_kind: str) -> None:
+    logging.getLogger("pallas_paged").info("implementation=%r on %s", implementation, device_kind)

@@ -44,6 +44,14 @@ class Case:
         rows = len(self.seq_lens) if self.q_lens is None else f"{self.q_lens}of{self.seq_lens}"
         return f"{heads}-page{self.page_size}-rows{rows}-{self.dtype}".replace(", ", ",")
 
+    def on(self, implementation: str) -> Case:
+        """The case, or the like of it that the implementation can do."""
+        if not implementation.startswith("mosaic_gpu"):
+            return self
+        dtype = "float16" if self.dtype == "float16" else "bfloat16"
+        head_dim = self.head_dim if self.head_dim in (64, 128, 256) else 64
+        return replace(self, head_dim=head_dim, dtype=dtype)
+
     def make(self, *, seed: int = 0, poison: bool = True, order: int = 0) -> tuple[np.ndarray, ...]:
         """Returns q, k_pages, v_pages, block_tables, seq_lens and, if ragged, cu_q_lens.
 
@@ -109,6 +117,10 @@ class SharedPrefixes:
 
     def __str__(self) -> str:
         return f"{self.prefix_lens}of{self.cu_group_rows}".replace(" ", "")
+
+    def on(self, implementation: str) -> SharedPrefixes:
+        """As `Case.on`."""
+        return replace(self, case=self.case.on(implementation))
 
     def make(self) -> tuple[np.ndarray, ...]:
         """Returns what `Case.make` does, and prefix_lens and cu_group_rows."""

@@ -5,15 +5,39 @@ from __future__ import annotations
 import jax
 import pytest
 
+from pallas_paged.implementations import Device
+from pallas_paged.kernels import mosaic_support
+
 IMPLEMENTATIONS = ["xla", "triton_interpret"]
 if jax.default_backend() == "gpu":
     IMPLEMENTATIONS.append("triton")
+    here = Device.here()
+    reason = mosaic_support.why_not_jax() or mosaic_support.why_not_device(
+        platform=here.platform,
+        device_kind=here.kind,
+        compute_capability=here.compute_capability,
+    )
+    if reason is None:
+        IMPLEMENTATIONS.append("mosaic_gpu")
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
 def implementation(request: pytest.FixtureRequest) -> str:
-    """Every implementation that runs here; "triton" wherever there is a GPU."""
+    """Every implementation that runs here, those for GPUs too; interpreted Mosaic is too slow."""
     return request.param
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function):
+    """Skips what "mosaic_gpu" says that it can't do. A test that expects so has caught it."""
+    try:
+        return (yield)
+    except NotImplementedError as e:
+        if pyfuncitem.funcargs.get("implementation") != "mosaic_gpu":
+            raise
+        if not str(e).startswith("implementation='mosaic_gpu' "):  # JAX raises such errors too
+            raise
+        pytest.skip(str(e))
 
 
 @pytest.fixture(autouse=True, scope="module")

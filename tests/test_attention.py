@@ -31,6 +31,9 @@ CASES = [
     *(Case(head_dim=d, seq_lens=(19, 33)) for d in (8, 16, 64, 80, 96, 112, 192)),
     Case(head_dim=128, dtype="bfloat16"),
     Case(head_dim=256, dtype="float16"),
+    # what the Mosaic kernels are for
+    Case(8, 2, 128, 16, (130, 1, 0, 64), 9, "bfloat16"),
+    Case(3, 3, 64, 256, (257, 3), 2, "float16"),
     # page sizes
     Case(page_size=1, pages_per_seq=50, seq_lens=(50, 1, 0, 17)),
     Case(page_size=2, pages_per_seq=70, seq_lens=(139, 20)),
@@ -46,12 +49,13 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_the_oracle(case, implementation):
+    case = case.on(implementation)
     arrays = case.make()
     assert_close(decode(*arrays, implementation=implementation), arrays, case.tolerance)
 
 
 def test_a_wrong_v_fails(implementation):
-    case = Case(dtype="bfloat16")
+    case = Case(dtype="bfloat16").on(implementation)
     q, k_pages, v_pages, *rest = arrays = case.make()
     wrong = np.where(np.isfinite(v_pages), v_pages * jnp.bfloat16(1.02), v_pages)
     actual = decode(q, k_pages, wrong, *rest, implementation=implementation)
@@ -60,7 +64,7 @@ def test_a_wrong_v_fails(implementation):
 
 
 def test_rows_of_length_zero_only(implementation):
-    case = Case(seq_lens=(0, 0, 0))
+    case = Case(seq_lens=(0, 0, 0)).on(implementation)
     out, lse = decode(*case.make(), implementation=implementation)
     np.testing.assert_array_equal(out, 0)
     np.testing.assert_array_equal(lse, -np.inf)
@@ -68,37 +72,40 @@ def test_rows_of_length_zero_only(implementation):
 
 @pytest.mark.parametrize("case", [BORDERS, Case(head_dim=80, dtype="bfloat16")], ids=str)
 def test_what_a_row_does_not_own_changes_no_bit(case, implementation):
+    case = case.on(implementation)
     clean = decode(*case.make(poison=False), implementation=implementation)
     assert_same_bits(decode(*case.make(), implementation=implementation), clean)
 
 
 def test_the_order_of_pages_changes_no_bit(implementation):
-    case = Case(page_size=4, pages_per_seq=16)
+    case = Case().on(implementation)
     first = decode(*case.make(order=0), implementation=implementation)
     assert_same_bits(decode(*case.make(order=1), implementation=implementation), first)
 
 
 def test_same_inputs_same_bits(implementation):
-    arrays = [jnp.asarray(x) for x in Case(dtype="bfloat16").make()]
+    arrays = [jnp.asarray(x) for x in Case(dtype="bfloat16").on(implementation).make()]
     first = decode(*arrays, implementation=implementation)
     for _ in range(3):
         assert_same_bits(decode(*arrays, implementation=implementation), first)
 
 
 def test_sm_scale(implementation):
-    arrays = Case().make()
+    case = Case().on(implementation)
+    arrays = case.make()
     actual = decode(*arrays, implementation=implementation, sm_scale=0.5)
-    assert_close(actual, arrays, TOLERANCE["float32"], sm_scale=0.5)
+    assert_close(actual, arrays, case.tolerance, sm_scale=0.5)
 
 
 def test_large_logits_do_not_overflow(implementation):
-    q, *rest = Case().make()
+    case = Case().on(implementation)
+    q, *rest = case.make()
     arrays = (q * 1000, *rest)
-    assert_close(decode(*arrays, implementation=implementation), arrays, TOLERANCE["float32"])
+    assert_close(decode(*arrays, implementation=implementation), arrays, case.tolerance)
 
 
 def test_lengths_beyond_the_table_count_as_its_size(implementation):
-    q, k_pages, v_pages, tables, _ = Case(seq_lens=(64, 64)).make()
+    q, k_pages, v_pages, tables, _ = Case(seq_lens=(64, 64)).on(implementation).make()
     full = decode(q, k_pages, v_pages, tables, np.int32([64, 0]), implementation=implementation)
     lens = np.int32([2**31 - 1, -5])
     assert_same_bits(decode(q, k_pages, v_pages, tables, lens, implementation=implementation), full)
@@ -159,7 +166,7 @@ def test_moves_from_jaxs_own_op_by_scaling_q():
 
 class TestMerge:
     def test_any_split_of_the_keys_equals_no_split(self, implementation):
-        case = Case(seq_lens=(64, 40, 9), dtype="float32")
+        case = Case(seq_lens=(64, 40, 9)).on(implementation)
         q, k_pages, v_pages, tables, lens = arrays = case.make()
         for cut in (1, 3, 5):  # in pages
             cut_len = cut * case.page_size
@@ -205,7 +212,7 @@ class TestMerge:
 
 
 def test_64_bit_mode_changes_nothing(implementation):
-    arrays = [jnp.asarray(x) for x in Case().make()]
+    arrays = [jnp.asarray(x) for x in Case().on(implementation).make()]
     expected = decode(*arrays, implementation=implementation)
     with jax.enable_x64(True):
         actual = decode(*arrays, implementation=implementation)

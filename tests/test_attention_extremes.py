@@ -19,6 +19,7 @@ CASE = Case(head_dim=16)
 @pytest.mark.parametrize("window", [2**31 - 1, 2**31, 2**40])
 def test_a_window_of_any_size_sees_all_keys(window, implementation):
     case = dataclasses.replace(CASE, seq_lens=(3, 9), q_lens=(8, 9), pages_per_seq=2)
+    case = case.on(implementation)
     arrays = case.make()
     plain = ragged(*arrays, implementation=implementation)
     actual = ragged(*arrays, sliding_window=window, implementation=implementation)
@@ -28,7 +29,7 @@ def test_a_window_of_any_size_sees_all_keys(window, implementation):
 
 @pytest.mark.parametrize("sink", [0.0, 14.0])
 def test_a_sink_far_above_the_logits_leaves_f16_its_precision(sink, implementation):
-    case = dataclasses.replace(CASE, seq_lens=(64, 60), dtype="float16")
+    case = dataclasses.replace(CASE, seq_lens=(64, 60), dtype="float16").on(implementation)
     q, k_pages, v_pages, *rest = case.make()
     # Large values, so that it is not the output that is too small for f16.
     arrays = (q * np.float16(0.1), k_pages, v_pages * np.float16(256), *rest)
@@ -39,7 +40,7 @@ def test_a_sink_far_above_the_logits_leaves_f16_its_precision(sink, implementati
 
 @pytest.mark.parametrize("sinks", [-np.inf, -1e30, 1e30])
 def test_any_sink(sinks, implementation):
-    case = dataclasses.replace(CASE, seq_lens=(37, 0, 64))
+    case = dataclasses.replace(CASE, seq_lens=(37, 0, 64)).on(implementation)
     arrays = case.make()
     out, lse = decode(
         *arrays,

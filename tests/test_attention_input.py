@@ -1,10 +1,8 @@
-"""What the entries to attention refuse, and which implementation they take."""
+"""What the entries to attention refuse."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +10,6 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from pallas_paged import dispatch
 from tests.attention_cases import Case
 
 NAMES = ("q", "k_pages", "v_pages", "block_tables", "seq_lens", "cu_q_lens")
@@ -168,38 +165,6 @@ class TestOptions:
 def test_a_bad_tree_mask_is_named(mask, message):
     with pytest.raises(ValueError, match=message):
         pp.ragged_paged_attention(*RAGGED.make(), tree_mask=mask)
-
-
-class TestImplementation:
-    @BOTH
-    def test_a_named_one_never_falls_back(self, function, case):
-        with pytest.raises(NotImplementedError, match="mosaic_gpu"):
-            function(*case.make(), implementation="mosaic_gpu")
-
-    @BOTH
-    @pytest.mark.skipif(jax.default_backend() == "gpu", reason="triton runs here")
-    def test_triton_says_that_it_needs_a_gpu(self, function, case):
-        with pytest.raises(NotImplementedError, match="needs a GPU, but the device is a"):
-            function(*case.make(), implementation="triton")
-
-    @BOTH
-    def test_a_jax_without_the_triton_lowering_is_no_import_error(
-        self, function, case, monkeypatch
-    ):
-        for module in ("triton_decode", "triton_ragged"):
-            monkeypatch.setitem(sys.modules, f"pallas_paged.kernels.{module}", None)
-            monkeypatch.delattr(f"pallas_paged.kernels.{module}", raising=False)
-        with pytest.raises(NotImplementedError, match="Triton lowering"):
-            function(*case.make(), implementation="triton_interpret")
-
-    def test_the_choice_is_logged_once(self, caplog):
-        dispatch.best_implementation.cache_clear()
-        with caplog.at_level(logging.INFO, logger="pallas_paged"):
-            for _ in range(3):
-                pp.paged_attention(*Case().make())
-        assert len(caplog.records) == 1
-        chosen = "triton" if jax.default_backend() == "gpu" else "xla"
-        assert f"implementation={chosen!r}" in caplog.text
 
 
 class TestConfig:

@@ -6,26 +6,31 @@ entries a block table has. Without one they do, or these tests could not fail.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
+from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
 
 import pallas_paged as pp
 from tests.attention_calls import COMPILER_OPTIONS, assert_close, jitted
 from tests.attention_cases import Case, cumulated
+from tests.conftest import IMPLEMENTATIONS
 
 # Without fusion emitters the code of XLA for CPUs may differ where shapes around the sums differ.
 OPTIONS_OF_XLA = {k: v for k, v in COMPILER_OPTIONS.items() if k != "xla_cpu_use_fusion_emitters"}
 decode = jitted(pp.paged_attention, OPTIONS_OF_XLA)
 ragged = jitted(pp.ragged_paged_attention, OPTIONS_OF_XLA)
 
-KERNELS = ["triton_interpret"] + ["triton"] * (jax.default_backend() == "gpu")
-LOOP = dict(block_k=16, num_programs=3, num_warps=2, num_stages=2)
-DECODE_CONFIG = pp.DecodeConfig(**LOOP, split_size=32)
-RAGGED_CONFIG = pp.RaggedConfig(**LOOP, split_size=32, block_q=16)
+LOOP = dict(block_k=16, num_programs=3, num_warps=2, num_stages=2, split_size=32)
+MOSAIC_LOOP = dict(block_k=64, num_stages=2, split_size=64)
+CONFIGS = {
+    "triton": (pp.DecodeConfig(**LOOP), pp.RaggedConfig(**LOOP, block_q=16)),
+    "mosaic_gpu": (
+        pp.MosaicDecodeConfig(**MOSAIC_LOOP, num_programs=3),
+        pp.MosaicRaggedConfig(**MOSAIC_LOOP, num_programs=8, num_consumers=2),
+    ),
+}
 OPTIONS = dict(
     soft_cap=3.0,
     sliding_window=90,
@@ -76,56 +81,65 @@ def ragged_batch(rows, arrays, shorter=False, padding=0, **call) -> Iterator[tup
         yield row, (np.asarray(out[mine]), np.asarray(lse[mine]))
 
 
-CALLS = [
-    (decode_batch, CASE, DECODE_CONFIG),
-    (ragged_batch, dataclasses.replace(CASE, q_lens=Q_LENS), RAGGED_CONFIG),
-]
+CALLS = {"decode": (decode_batch, CASE), "ragged": (ragged_batch, replace(CASE, q_lens=Q_LENS))}
+
+
+@pytest.fixture(params=[name for name in IMPLEMENTATIONS if name != "xla"])
+def implementation(request):
+    """Those that have configs."""
+    return request.param
+
+
+@pytest.fixture(params=CALLS)
+def kernel(request):
+    return request.param
+
+
+@pytest.fixture
+def case(kernel, implementation):
+    return CALLS[kernel][1].on(implementation)
+
+
+@pytest.fixture
+def call(kernel, implementation):
+    """How the implementation is called with a split size."""
+    configs = dict(zip(CALLS, CONFIGS[implementation.removesuffix("_interpret")], strict=True))
+    return dict(implementation=implementation, config=configs[kernel])
 
 
 def same_bits(a, b) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize(("batch", "case", "config"), CALLS, ids=["decode", "ragged"])
 class TestBits:
-    def test_do_not_depend_on_the_rest_of_the_batch(self, batch, case, config, kernels):
-        arrays = case.make()
-        call = dict(implementation=kernels, config=config)
+    def test_do_not_depend_on_the_rest_of_the_batch(self, kernel, case, call):
+        batch, arrays = CALLS[kernel][0], case.make()
         expected = dict(batch(EVERYTHING, arrays, **call))
         for rows in BATCHES:
             for row, state in batch(rows, arrays, **call):
                 assert same_bits(state, expected[row]), (rows, row)
         for row, state in batch(EVERYTHING, arrays, shorter=True, **call):
             assert row % 2 == 1 or same_bits(state, expected[row]), row
-        wide = dataclasses.replace(case, pages_per_seq=40).make()
+        wide = replace(case, pages_per_seq=40).make()
         for row, state in batch((2, 0, 0, 5), wide, padding=20, **call):
             assert same_bits(state, expected[row]), row
 
-    def test_nor_with_every_option(self, batch, case, config, kernels):
-        arrays = case.make()
-        call = dict(implementation=kernels, config=config, **OPTIONS)
-        expected = dict(batch(EVERYTHING, arrays, **call))
+    def test_nor_with_every_option(self, kernel, case, call):
+        batch, arrays = CALLS[kernel][0], case.make()
+        expected = dict(batch(EVERYTHING, arrays, **call, **OPTIONS))
         for rows in BATCHES[:2]:
-            for row, state in batch(rows, arrays, **call):
+            for row, state in batch(rows, arrays, **call, **OPTIONS):
                 assert same_bits(state, expected[row]), (rows, row)
 
-    def test_do_depend_on_it_without_a_split_size(self, batch, case, config, kernels):
-        arrays = case.make()
-        call = dict(implementation=kernels, config=dataclasses.replace(config, split_size=None))
+    def test_do_depend_on_it_without_a_split_size(self, kernel, case, call):
+        batch, arrays = CALLS[kernel][0], case.make()
+        call["config"] = replace(call["config"], split_size=None)
         expected = dict(batch(EVERYTHING, arrays, **call))
         ((_, alone),) = batch((0,), arrays, **call)
         assert not same_bits(alone, expected[0])
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize(
-    ("function", "case", "config"),
-    [(decode, *CALLS[0][1:]), (ragged, *CALLS[1][1:])],
-    ids=["decode", "ragged"],
-)
-def test_a_split_size_matches_the_oracle(function, case, config, kernels):
-    arrays = case.make()
+def test_a_split_size_matches_the_oracle(kernel, case, call):
+    function, arrays = {"decode": decode, "ragged": ragged}[kernel], case.make()
     for options in ({}, OPTIONS):
-        actual = function(*arrays, implementation=kernels, config=config, **options)
-        assert_close(actual, arrays, case.tolerance, **options)
+        assert_close(function(*arrays, **call, **options), arrays, case.tolerance, **options)

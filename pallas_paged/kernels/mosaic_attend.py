@@ -78,13 +78,13 @@ def attend(
     num_stages, block_k, head_dim = ring.k.shape
     lo, hi, kv_len = piece["lo"], piece["hi"], piece["kv_len"]
     before = kv_len - piece["q_len"]  # keys older than all queries of the sequence
-    _, token = rows.tile.place(rows.wg * WG_ROWS + iota((WG_ROWS,), 0, ROWS))
+    token = rows.tile.place(rows.wg * WG_ROWS + iota((WG_ROWS,), 0, ROWS))[1]
     positions = before + rows.offset + token
+    last_seen = jnp.minimum(positions, kv_len - 1)
+    if not causal:  # from a vector all the same: of scalars alone no layout is inferred
+        last_seen = jnp.maximum(last_seen, kv_len - 1)
     if row_positions is not None:
         positions = load(row_positions, ROWS)
-    last_seen = jnp.minimum(positions, kv_len - 1)
-    if not causal:
-        last_seen = jnp.maximum(last_seen, kv_len - 1)
     slopes = None if alibi_slopes is None else per_head(alibi_slopes, rows, ROWS)
 
     def visible(block, keys):

@@ -132,9 +132,10 @@ def merge_shares_kernel(
     num_slots = jnp.where(start < end, last + 1 - first, 0)  # a row without tokens has no slot
     q_heads = [lax.axis_index("heads") * block_h + i for i in range(block_h)]
     heads = [(lax.div(q_head, group), lax.rem(q_head, group)) for q_head in q_heads]
-    sinks = [None if sinks_ref is None else sinks_ref[q_head] for q_head in q_heads]
 
+    # What was read until here, the kernel before read as well: it was there when that began.
     wait_for_previous_kernel(interpret=interpret)
+    sinks = [None if sinks_ref is None else sinks_ref[q_head] for q_head in q_heads]
     states = merge_slots(outs_ref, lses_ref, first, num_slots, heads, block_s)
     for q_head, state, sink in zip(q_heads, states, sinks, strict=True):
         out, lse = finish(state, sink)
@@ -151,9 +152,8 @@ def block_sizes(
       num_seqs, num_q_heads: of the call.
       num_programs, is_split: as in `merge_shares`.
     """
-    block_s = (
-        8  # under a fixed split size, where the order of the sums must not depend on the batch
-    )
+    # Under a fixed split size the order of the sums must not depend on the batch.
+    block_s = 8
     if not is_split:
         # Rows of an even batch span about so many shares; a longer row takes more steps.
         span = num_programs // num_seqs + 1
@@ -215,8 +215,8 @@ def merge_shares(
             jax.ShapeDtypeStruct((num_seqs, num_q_heads, head_dim), dtype),
             jax.ShapeDtypeStruct((num_seqs, num_q_heads), jnp.float32),
         ),
-        grid=(num_seqs, num_q_heads // block_h),
-        grid_names=("row", "heads"),
+        grid=(num_q_heads // block_h, num_seqs),  # the last axis has no limit
+        grid_names=("heads", "row"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="paged_decode_merge",
         interpret=interpreter(interpret),

@@ -45,7 +45,8 @@ def along(x: jax.Array, like: jax.Array, axis: int = 0) -> jax.Array:
 
 def load(ref: Any, layout: Any) -> jax.Array:
     """What a ref to device memory has, in registers."""
-    return plgpu.load(ref, layout=layout, optimized=False)
+    load_from: Any = plgpu.load  # whose signature has changed over time
+    return load_from(ref, layout=layout, optimized=False)
 
 
 def store(ref: Any, value: jax.Array) -> None:
@@ -78,7 +79,11 @@ def add_product(
     """`acc + a @ b`, b a ref to shared memory and a one too, or in registers."""
     if interpret:  # which knows neither accumulators that start with a value nor `a` in registers
         meanwhile()
-        return acc + (dot(a, b[...]) if isinstance(a, jax.Array) else product(a, b))
+        if not isinstance(a, jax.Array):
+            return acc + product(a, b)
+        acc = acc + dot(a, b[...])
+        plgpu.commit_smem()  # or it takes this read for one that the next copy does not wait for
+        return acc
 
     def multiply(acc_ref):
         plgpu.wgmma(acc_ref, a, b)

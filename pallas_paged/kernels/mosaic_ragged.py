@@ -287,7 +287,7 @@ def ragged_paged_attention(
             tiles,
             tile_tokens=tile.num_tokens,
             block_k=config.block_k,
-            num_programs=max(min(config.num_programs, 132) // num_head_blocks, 1),
+            num_programs=max(config.num_programs // num_head_blocks, 1),
             split_size=config.split_size,
             max_kv_len=pages_per_seq * page_size,
             num_seqs=num_seqs,

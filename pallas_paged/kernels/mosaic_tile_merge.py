@@ -33,6 +33,9 @@ from pallas_paged.kernels.mosaic_tile import (
 
 def merge_tiles_kernel(refs: dict[str, Any], *, tile: TileShape, group: int, interpret: bool):
     head_block, merge, wg = (lax.axis_index(name) for name in ("head_block", "merge", "wg"))
+    # By all programs, or the next kernel might start before the previous one ends; and before
+    # anything is read, whoever wrote it.
+    wait_for_previous_kernel(interpret=interpret)
     num_splits, slot, q_start, q_len, offset = (refs["merges"][merge, i] for i in range(5))
     first = lax.rem(head_block, tile.num_blocks) * tile.num_heads
     rows = Rows(
@@ -44,8 +47,6 @@ def merge_tiles_kernel(refs: dict[str, Any], *, tile: TileShape, group: int, int
         first_head=lax.div(head_block, tile.num_blocks) * group + first,
         num_heads=jnp.minimum(group - first, tile.num_heads),
     )
-    # All programs must wait, or the next kernel might start before the previous one ends.
-    wait_for_previous_kernel(interpret=interpret)
 
     @pl.when(num_splits > 0)
     def _():
@@ -107,8 +108,8 @@ def merge_tiles(
         body,
         out_type=(),
         mesh=plgpu.Mesh(
-            grid=(outs.shape[0], merges.shape[0], outs.shape[2]),
-            grid_names=("head_block", "merge", "wg"),
+            grid=(outs.shape[2], outs.shape[0], merges.shape[0]),  # the last has no limit
+            grid_names=("wg", "head_block", "merge"),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpreter(interpret),

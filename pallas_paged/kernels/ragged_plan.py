@@ -195,6 +195,9 @@ def make_plan(
     # A tile that sees nothing is a piece too, for somebody must write its zeros.
     counts = jnp.where(tiles.q_len > 0, jnp.maximum(counts, 1), 0)
     is_split = counts > 1
+    if split_size is not None and align > 1:
+        # Whether its tile is split must not change how a row is rounded: another tile may hold it.
+        is_split |= alone & (tiles.q_len > 0) & (tiles.kv_len > 0)
     sums = jnp.stack([counts, jnp.where(is_split, counts, 0), is_split.astype(jnp.int32)])
     ends, slot_ends, ranks = _cumsum(lax.optimization_barrier(sums))
     piece = jnp.arange(num_tiles + extra)

@@ -1,4 +1,4 @@
-"""Configs of the kernels: what may be tuned, what is allowed, what is chosen when nobody says."""
+"""Configs of the Triton kernels: what may be tuned, what is allowed, what is chosen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _check_integer(name: str, value: int, low: int, high: int, *, power_of_2: bool = False) -> None:
+def check_integer(name: str, value: int, low: int, high: int, *, power_of_2: bool = False) -> None:
+    """`value`, which `name` has, is an integer in [low, high]."""
     rule = "a power of two" if power_of_2 else "an integer"
     integer = isinstance(value, int) and not isinstance(value, bool)
     if not integer or not low <= value <= high or (power_of_2 and value & (value - 1)):
@@ -74,21 +75,24 @@ class RaggedConfig:
     split_size: int | None = None
 
     def __post_init__(self) -> None:
-        _check_integer("block_q", self.block_q, 16, 256, power_of_2=True)
+        check_integer("block_q", self.block_q, 16, 256, power_of_2=True)
         _check_loop(self)
 
 
 def _check_loop(config: DecodeConfig | RaggedConfig) -> None:
-    _check_integer("block_k", config.block_k, 16, 256, power_of_2=True)
-    _check_integer("num_programs", config.num_programs, 1, 65536)
-    _check_integer("num_warps", config.num_warps, 1, 16, power_of_2=True)
-    _check_integer("num_stages", config.num_stages, 1, 8)
-    if config.split_size is not None:
-        _check_integer("split_size", config.split_size, config.block_k, 2**30)
-        if config.split_size % config.block_k:
-            raise ValueError(
-                f"split_size={config.split_size} must be a multiple of block_k={config.block_k}"
-            )
+    check_integer("block_k", config.block_k, 16, 256, power_of_2=True)
+    check_integer("num_programs", config.num_programs, 1, 65536)
+    check_integer("num_warps", config.num_warps, 1, 16, power_of_2=True)
+    check_integer("num_stages", config.num_stages, 1, 8)
+    check_split_size(config.split_size, config.block_k)
+
+
+def check_split_size(split_size: int | None, block_k: int) -> None:
+    """`split_size` is None or a multiple of `block_k`."""
+    if split_size is not None:
+        check_integer("split_size", split_size, block_k, 2**30)
+        if split_size % block_k:
+            raise ValueError(f"{split_size=} must be a multiple of {block_k=}")
 
 
 def decode_config(

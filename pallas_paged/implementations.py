@@ -1,0 +1,226 @@
+"""The implementations of attention: what each can do, and the functions that do it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+
+from pallas_paged.kernels import mosaic_support, mosaic_tuning, tuning, xla
+from pallas_paged.kernels.mosaic_tuning import MosaicDecodeConfig, MosaicRaggedConfig
+from pallas_paged.kernels.tuning import DecodeConfig, RaggedConfig
+
+# Without a GPU to ask, a wave this small still makes shares that span and that split rows.
+_INTERPRETED_SMS = 4
+
+Kernel = Literal["decode", "ragged"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Device:
+    """What the choice of an implementation and of a config depends on.
+
+    Attributes:
+      platform, kind: as JAX names them.
+      num_sms: streaming multiprocessors, or as many as interpreted kernels take for granted.
+      compute_capability: such as "9.0"; None where there is none or nobody knows.
+    """
+
+    platform: str
+    kind: str
+    num_sms: int
+    compute_capability: str | None
+
+    @classmethod
+    def here(cls) -> Device:
+        """The device that the trace is for."""
+        device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+        if device is None:
+            device = getattr(jax.config, "jax_default_device", None) or jax.local_devices()[0]
+            if isinstance(device, str):
+                device = jax.local_devices(backend=device)[0]
+        # An abstract device calls it num_cores, a CUDA device core_count; others have neither.
+        num_sms = getattr(device, "core_count", None) or getattr(device, "num_cores", None)
+        return cls(
+            platform=device.platform,
+            kind=device.device_kind,
+            num_sms=num_sms if device.platform == "gpu" and num_sms else _INTERPRETED_SMS,
+            compute_capability=getattr(device, "compute_capability", None),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """What is static of a call.
+
+    Attributes:
+      kernel: which of the two is called.
+      device: what for.
+      dtype, kv_dtype: of the queries and of the pages.
+      num_tokens: query tokens.
+      num_seqs, num_q_heads, num_kv_heads, head_dim, page_size: as in the arrays' shapes.
+      max_kv_len: tokens that a full row of the block table can hold.
+      with_lse: whether the log-sum-exps are asked for.
+      config: as given, if one was.
+    """
+
+    kernel: Kernel
+    device: Device
+    dtype: Any
+    kv_dtype: Any
+    num_tokens: int
+    num_seqs: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    max_kv_len: int
+    with_lse: bool
+    config: Any
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What a config is chosen by."""
+        sizes = {
+            "num_q_heads": self.num_q_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "max_kv_len": self.max_kv_len,
+            "num_seqs": self.num_seqs,
+            "itemsize": self.kv_dtype.itemsize,
+        }
+        if self.kernel == "decode":
+            return sizes | {"page_size": self.page_size}
+        return sizes | {"num_tokens": self.num_tokens}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Implementation:
+    """A way to attend.
+
+    Attributes:
+      configs: of which type the config of each kernel is; none if there is nothing to tell it.
+      why_not: the reason that it can't do a call, or None. Follows the implementation's name.
+      attend: the function that does a call which it can do.
+    """
+
+    configs: Mapping[Kernel, type]
+    why_not: Callable[[Call], str | None]
+    attend: Callable[[Call], Callable[..., Any]]
+
+
+def _triton_missing(call: Call) -> str | None:
+    try:
+        from pallas_paged.kernels import triton_decode, triton_ragged  # noqa: F401
+    except ImportError as e:
+        return f"needs the Triton lowering of Pallas, which this JAX ({jax.__version__}) lacks: {e}"
+    return None
+
+
+def _triton_missing_here(call: Call) -> str | None:
+    if call.device.platform == "gpu":
+        return _triton_missing(call)
+    return (
+        f"needs a GPU, but the device is a {call.device.platform}; "
+        "'triton_interpret' runs the same kernels there"
+    )
+
+
+def _triton(call: Call, *, interpret: bool) -> Callable[..., Any]:
+    from pallas_paged.kernels import triton_decode, triton_ragged
+
+    device = call.device
+    config = call.config or tuning.choose_config(
+        call.kernel, device_kind=device.kind, num_sms=device.num_sms, **call.sizes
+    )
+    entry: Any = triton_ragged.ragged_paged_attention
+    if call.kernel == "decode":
+        entry = triton_decode.paged_decode
+    return _without_gradient(functools.partial(entry, config=config, interpret=interpret))
+
+
+def _mosaic_missing(call: Call) -> str | None:
+    return mosaic_support.why_not_jax() or mosaic_support.why_not(
+        call.kernel,
+        dtype=call.dtype,
+        kv_dtype=call.kv_dtype,
+        num_q_heads=call.num_q_heads,
+        num_kv_heads=call.num_kv_heads,
+        head_dim=call.head_dim,
+        page_size=call.page_size,
+        config=call.config,
+    )
+
+
+def _mosaic_missing_here(call: Call) -> str | None:
+    device = call.device
+    return mosaic_support.why_not_device(
+        platform=device.platform,
+        device_kind=device.kind,
+        compute_capability=device.compute_capability,
+    ) or _mosaic_missing(call)
+
+
+def _mosaic(call: Call, *, interpret: bool) -> Callable[..., Any]:
+    from pallas_paged.kernels import mosaic_decode, mosaic_ragged
+
+    device = call.device
+    config = call.config or mosaic_tuning.choose_config(
+        call.kernel, device_kind=device.kind, num_sms=device.num_sms, **call.sizes
+    )
+    entry: Any = mosaic_decode.paged_decode
+    if call.kernel == "ragged":
+        entry = functools.partial(mosaic_ragged.ragged_paged_attention, with_lse=call.with_lse)
+    return _without_gradient(functools.partial(entry, config=config, interpret=interpret))
+
+
+def _without_gradient(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """`attend`, with an error that says so if somebody differentiates it."""
+
+    def call(*arrays, **options):
+        function = jax.custom_vjp(functools.partial(attend, **options))
+
+        def forward(*_):
+            raise NotImplementedError(
+                "the GPU kernels of attention have no gradient; implementation='xla' has one"
+            )
+
+        function.defvjp(forward, lambda *_: None)
+        return function(*arrays)
+
+    return call
+
+
+def _xla(call: Call) -> Callable[..., Any]:
+    return xla.paged_decode if call.kernel == "decode" else xla.ragged_paged_attention
+
+
+_TRITON_CONFIGS: dict[Kernel, type] = {"decode": DecodeConfig, "ragged": RaggedConfig}
+_MOSAIC_CONFIGS: dict[Kernel, type] = {"decode": MosaicDecodeConfig, "ragged": MosaicRaggedConfig}
+
+IMPLEMENTATIONS = {
+    "triton": Implementation(
+        configs=_TRITON_CONFIGS,
+        why_not=_triton_missing_here,
+        attend=functools.partial(_triton, interpret=False),
+    ),
+    "triton_interpret": Implementation(
+        configs=_TRITON_CONFIGS,
+        why_not=_triton_missing,
+        attend=functools.partial(_triton, interpret=True),
+    ),
+    "mosaic_gpu": Implementation(
+        configs=_MOSAIC_CONFIGS,
+        why_not=_mosaic_missing_here,
+        attend=functools.partial(_mosaic, interpret=False),
+    ),
+    "mosaic_gpu_interpret": Implementation(
+        configs=_MOSAIC_CONFIGS,
+        why_not=_mosaic_missing,
+        attend=functools.partial(_mosaic, interpret=True),
+    ),
+    "xla": Implementation(configs={}, why_not=lambda call: None, attend=_xla),
+}

@@ -48,7 +48,10 @@ def test_any_sink(sinks, implementation):
         implementation=implementation,
     )
     plain = decode(*arrays, implementation=implementation)
-    if sinks < 0:
+    if sinks < 0 and implementation == "xla":  # which may fuse the two in different ways
+        np.testing.assert_allclose(out, plain[0], rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(lse, plain[1], rtol=1e-6)
+    elif sinks < 0:
         assert_same_bits((out, lse), plain)
     else:
         np.testing.assert_array_equal(out, 0)

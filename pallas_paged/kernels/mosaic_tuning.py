@@ -204,7 +204,7 @@ def prefer_mosaic(kernel: str, *, device_kind: str, **sizes: int) -> bool:
     if kernel == "decode":
         # Ahead by up to 5% where few programs share few long rows, and by 1% with many heads a
         # group; behind by up to 8% elsewhere.
-        few_rows = sizes["num_seqs"] * sizes["num_kv_heads"] <= 16 and sizes["max_kv_len"] >= 4096
+        few_rows = sizes["num_seqs"] * sizes["num_kv_heads"] <= 64 and sizes["max_kv_len"] >= 2048
         return sizes["head_dim"] == 128 and (group >= 8 or few_rows)
     # Tiles have 64 query rows a warpgroup; with fewer the matrix unit multiplies nothing much.
     return sizes["num_tokens"] * group >= 64 * sizes["num_seqs"]

@@ -1,0 +1,120 @@
+"""The plan of ragged work: whose queries are in which tile, and which keys in which piece."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.kernels.ragged_plan import make_plan, make_tiles
+
+BLOCK_K, TILE = 64, 32
+Q_LENS = (0, 1, 7, 8, 9, 31, 32, 33, 70, 25)
+SEQ_LENS = (64, 65, 129, 8, 0, 128, 17, 97, 300, 233)
+
+
+@pytest.mark.parametrize("window", [None, 1, 150])
+@pytest.mark.parametrize("split_size", [None, 128])
+@pytest.mark.parametrize("align", [1, 8])
+def test_pieces_hold_every_query_with_every_key_once(align, split_size, window):
+    ends = np.cumsum((0, *Q_LENS)).astype(np.int32)
+    num_tokens = int(ends[-1]) + 6  # of nobody
+    tiles = make_tiles(
+        np.int32(SEQ_LENS),
+        ends,
+        None,
+        num_tokens=num_tokens,
+        group=1,
+        block_q=TILE,
+        block_k=BLOCK_K,
+        options=LogitOptions(sm_scale=1.0, sliding_window=window),
+        has_tree=False,
+        align=align,
+    )
+    plan = make_plan(
+        tiles,
+        tile_tokens=TILE,
+        block_k=BLOCK_K,
+        num_programs=40,
+        split_size=split_size,
+        max_kv_len=320,
+        num_seqs=len(SEQ_LENS),
+        align=align,
+    )
+    blocks = np.zeros((num_tokens, 5), int)  # how often each block of keys was given to a query
+    stored = np.zeros(num_tokens, int)
+    slots = []
+    for i in np.flatnonzero(plan.pieces.q_len):
+        piece = {name: int(x[i]) for name, x in vars(plan.pieces).items()}
+        assert (piece["q_start"] + piece["offset"]) % align == 0
+        mine = np.arange(max(piece["offset"], 0), min(piece["offset"] + TILE, piece["q_len"]))
+        blocks[piece["q_start"] + mine, piece["lo"] : piece["hi"]] += 1
+        if plan.slot[i] < 0:
+            stored[piece["q_start"] + mine] += 1
+        else:
+            slots.append(int(plan.slot[i]))
+        # Blocks that are seen whole are, by the first and the last of the queries.
+        if piece["full_lo"] < piece["full_hi"]:
+            first, last = piece["kv_len"] - piece["q_len"] + mine[[0, -1]]
+            assert piece["full_hi"] * BLOCK_K <= first + 1
+            assert window is None or last - window < piece["full_lo"] * BLOCK_K
+    for row, (q_len, seq_len) in enumerate(zip(Q_LENS, SEQ_LENS, strict=True)):
+        for query in range(q_len):
+            position = seq_len - q_len + query
+            first = 0 if window is None else max(position - window + 1, 0)
+            seen = range(first // BLOCK_K, position // BLOCK_K + 1) if position >= 0 else []
+            assert (blocks[ends[row] + query][list(seen)] == 1).all()
+    assert blocks.max() == 1
+    # A slot is written once, and all slots of a tile are merged once into the tile's queries.
+    assert len(set(slots)) == len(slots) and max(slots, default=0) < plan.num_slots
+    merged = []
+    for first, count in zip(plan.split_pieces, plan.num_splits, strict=True):
+        if count:
+            pieces = slice(int(first), int(first + count))
+            merged += np.asarray(plan.slot[pieces]).tolist()
+            q_start, offset, q_len = (
+                int(getattr(plan.pieces, name)[first]) for name in ("q_start", "offset", "q_len")
+            )
+            mine = np.arange(max(offset, 0), min(offset + TILE, q_len))
+            stored[q_start + mine] += 1
+    assert sorted(merged) == sorted(slots)
+    np.testing.assert_array_equal(stored, 1)
+
+
+def test_splits_of_a_row_do_not_depend_on_where_it_begins():
+    def cuts(start):
+        """Where the keys of each query of a row are cut, its window leaving a block meanwhile."""
+        tiles = make_tiles(
+            np.int32([70, 232]),
+            np.int32([0, start, start + 30]),
+            None,
+            num_tokens=start + 30,
+            group=1,
+            block_q=TILE,
+            block_k=BLOCK_K,
+            options=LogitOptions(sm_scale=1.0, sliding_window=150),
+            has_tree=False,
+            align=8,
+        )
+        plan = make_plan(
+            tiles,
+            tile_tokens=TILE,
+            block_k=BLOCK_K,
+            num_programs=4,
+            split_size=128,
+            max_kv_len=320,
+            num_seqs=2,
+            align=8,
+        )
+        found = [set() for _ in range(30)]
+        for i in np.flatnonzero(plan.pieces.q_len):
+            offset, hi = int(plan.pieces.offset[i]), int(plan.pieces.hi[i])
+            if plan.pieces.row[i] == 1:
+                for query in range(max(offset, 0), min(offset + TILE, 30)):
+                    found[query].add(hi)
+        return found
+
+    expected = cuts(0)
+    assert expected[0] == {2, 4}
+    for start in range(1, 10):
+        assert cuts(start) == expected

@@ -23,7 +23,7 @@ from models.config import ModelConfig
 from models.decoder import Decoder
 from models.generate_state import GenerateState, create_generate_state, decode
 from models.prefill import Requests, pack, prefill, reserve
-from models.sampling import SamplingParams
+from models.sampling import RowSampling
 
 _CHECKPOINT = Path(__file__).parents[1] / "models" / "checkpoints" / "shakespeare"
 _ATTENTION = "paged_"  # in the names of the library's kernels
@@ -36,7 +36,7 @@ def start_rows(
     """A state of running rows, each with a random prompt, that go on for at least num_steps."""
     page_size = 16
     pages_per_seq = -(-(length + num_steps + 1) // page_size)
-    sampling = SamplingParams.create(num_seqs, temperature=0.8)
+    sampling = RowSampling.create(num_seqs, temperature=0.8)
     state = create_generate_state(
         config,
         num_pages=num_seqs * pages_per_seq,

@@ -15,7 +15,7 @@ from models.decoder import Decoder
 from models.generate_state import create_generate_state
 from models.generation import Generation
 from models.prefill import bucket
-from models.sampling import SamplingParams
+from models.sampling import RowSampling
 
 
 def generate(
@@ -50,7 +50,7 @@ def generate(
         prompts: token ids of each prompt, at least one.
         max_new_tokens: tokens after which a sample ends.
         num_samples: samples of each prompt; they share the pages of the prompt.
-        temperature, top_k, top_p, min_p: one value, or one for each prompt; see `SamplingParams`.
+        temperature, top_k, top_p, min_p: one value, or one for each prompt; see `RowSampling`.
         seed: of all samples.
         stop_tokens: end a sample and are not part of it; None takes the model's end of sequence.
         page_size: tokens of a page, a power of two.
@@ -100,7 +100,7 @@ def generate(
     for token in ends:
         if not 0 <= token < 2**31:
             raise ValueError(f"stop token {token} must be in 0..{2**31 - 1}")
-    values = SamplingParams.create(
+    values = RowSampling.create(
         len(prompts), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
     )
     sampling = values if np.any(np.asarray(values.temperature)) else None

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 import pallas_paged as pp
 from models.config import ModelConfig
 from models.decoder import Attend, Decoder, paged_attend
-from models.sampling import SamplingParams, sample
+from models.sampling import RowSampling, sample
 
 
 class Status(enum.IntEnum):
@@ -66,7 +66,7 @@ class GenerateState:
     keys: jax.Array
     max_new_tokens: jax.Array
     stop_tokens: jax.Array
-    sampling: SamplingParams | None
+    sampling: RowSampling | None
 
 
 @jax.tree_util.register_dataclass
@@ -90,7 +90,7 @@ def create_generate_state(
     pages_per_seq: int,
     max_new_tokens: int,
     num_stop_tokens: int = 0,
-    sampling: SamplingParams | None = None,
+    sampling: RowSampling | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> GenerateState:
     """Makes a state of empty rows.

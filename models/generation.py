@@ -25,7 +25,7 @@ from models.generate_state import (
     resume,
 )
 from models.prefill import Requests, pack, prefill, reserve
-from models.sampling import SamplingParams
+from models.sampling import RowSampling
 
 _PREFILL_CHUNK = 2048  # bounds the activations of a step; enough to keep a large GPU busy
 _LOOK_SECONDS = 0.05  # between two looks of the host, where the caller does not say
@@ -126,7 +126,7 @@ class Generation:
         *,
         max_new_tokens: int,
         num_samples: int,
-        sampling: SamplingParams | None,
+        sampling: RowSampling | None,
         seed: int,
         stop_tokens: Sequence[int],
         chunk: int | None,

@@ -20,7 +20,7 @@ from flax import nnx
 import pallas_paged as pp
 from models.decoder import paged_attend
 from models.generate_state import GenerateState, Status, append_tokens, run_layers
-from models.sampling import SamplingParams
+from models.sampling import RowSampling
 
 _MIN_CHUNK = 16
 
@@ -44,7 +44,7 @@ class Requests:
     keys: jax.Array
     max_new_tokens: jax.Array
     stop_tokens: jax.Array
-    sampling: SamplingParams | None
+    sampling: RowSampling | None
 
 
 @jax.tree_util.register_dataclass

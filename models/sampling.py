@@ -13,7 +13,7 @@ import numpy as np
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SamplingParams:
+class RowSampling:
     """How to sample each row; a filter that is None costs nothing in the compiled program.
 
     Attributes:
@@ -37,7 +37,7 @@ class SamplingParams:
         top_k: int | Sequence[int] | None = None,
         top_p: float | Sequence[float] | None = None,
         min_p: float | Sequence[float] | None = None,
-    ) -> SamplingParams:
+    ) -> RowSampling:
         """Checks values on the host and gives every one of batch_size rows its own.
 
         Args:
@@ -48,7 +48,7 @@ class SamplingParams:
             min_p: keep tokens of min_p times the highest probability, in [0, 1); 0 is off.
 
         Returns:
-            SamplingParams with leaves of shape [B].
+            RowSampling with leaves of shape [B].
 
         Raises:
             ValueError: a value is out of its range, or the number of values is not B.
@@ -75,7 +75,7 @@ class SamplingParams:
         return cls(**fields)  # type: ignore[arg-type]
 
 
-def sample(logits: jax.Array, keys: jax.Array | None, params: SamplingParams | None) -> jax.Array:
+def sample(logits: jax.Array, keys: jax.Array | None, params: RowSampling | None) -> jax.Array:
     """Chooses one token a row.
 
     The filters run in the order of Hugging Face: temperature, top_k, top_p, min_p, each on what the

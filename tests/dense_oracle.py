@@ -11,7 +11,7 @@ from flax import nnx
 
 from models.config import ModelConfig
 from models.decoder import Decoder, dense_attend
-from models.sampling import SamplingParams, sample
+from models.sampling import RowSampling, sample
 
 CONFIG = ModelConfig(
     vocab_size=40,
@@ -53,7 +53,7 @@ class DenseOracle:
         num_tokens: int,
         *,
         key: jax.Array | None = None,
-        params: SamplingParams | None = None,
+        params: RowSampling | None = None,
     ) -> list[int]:
         """num_tokens more tokens: greedy, or drawn with key as the contract of the keys says."""
         tokens = np.zeros(CONFIG.max_position_embeddings, np.int32)

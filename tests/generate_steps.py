@@ -10,7 +10,7 @@ import numpy as np
 
 from models.generate_state import Status, create_generate_state, decode
 from models.prefill import Requests, pack, prefill, reserve
-from models.sampling import SamplingParams
+from models.sampling import RowSampling
 from tests.dense_oracle import CONFIG
 
 # One set of shapes for (nearly) all tests: 3 full rows want 12 pages, the pool has 8.
@@ -28,7 +28,7 @@ def empty_state(**changes):
         pages_per_seq=PAGES_PER_SEQ,
         max_new_tokens=16,
         num_stop_tokens=2,
-        sampling=SamplingParams.create(1),
+        sampling=RowSampling.create(1),
     )
     return create_generate_state(CONFIG, **(sizes | changes))
 
@@ -43,7 +43,7 @@ def requests(prompts, rows, *, keys=None, limit=16, stops=(), temperature=0.0):
         keys=jax.random.split(jax.random.key(7), rows.shape) if keys is None else keys,
         max_new_tokens=jnp.asarray(np.broadcast_to(limit, len(prompts)), jnp.int32),
         stop_tokens=jnp.asarray(stop_tokens),
-        sampling=SamplingParams.create(len(prompts), temperature=temperature),
+        sampling=RowSampling.create(len(prompts), temperature=temperature),
     )
 
 

@@ -16,6 +16,7 @@ from models import cli
 from models.checkpoint import save_checkpoint
 from models.config import ModelConfig
 from models.decoder import Decoder
+from models.text_stream import TextStream
 from models.tokenizer import Tokenizer, save_byte_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -137,7 +138,7 @@ def test_stop_text_cuts_the_text_and_ends_the_sample(run):
 
 
 def test_the_text_stream_holds_back_what_may_become_a_stop(checkpoint):
-    stream = cli.TextStream(Tokenizer(checkpoint), b"say: ", ["END", "\n\n"])
+    stream = TextStream(Tokenizer(checkpoint), b"say: ", ["END", "\n\n"])
     assert stream.push(b"hello E") == "hello "
     assert stream.push(b"N") == ""
     assert stream.push(b"JOY \n") == "ENJOY "
@@ -148,10 +149,10 @@ def test_the_text_stream_holds_back_what_may_become_a_stop(checkpoint):
     assert stream.text == "hello ENJOY \néx"
     assert bytes(stream.tokens).endswith(b"xEND")
 
-    marked = cli.TextStream(Tokenizer(checkpoint), "what\ufffd".encode(), [])
+    marked = TextStream(Tokenizer(checkpoint), "what\ufffd".encode(), [])
     assert marked.push(b"? ") == "? " and marked.finish() == ""
 
-    unfinished = cli.TextStream(Tokenizer(checkpoint), b"", ["END"])
+    unfinished = TextStream(Tokenizer(checkpoint), b"", ["END"])
     assert unfinished.push(b"an E") == "an "
     assert unfinished.finish() == "E" and unfinished.text == "an E"
 

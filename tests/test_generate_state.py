@@ -10,7 +10,7 @@ from flax import nnx
 
 import pallas_paged as pp
 from models.generate_state import Status, decode, progress, release, resume
-from models.sampling import SamplingParams
+from models.sampling import RowSampling
 from tests.generate_steps import (
     CAPACITY,
     MANY_PAGES,
@@ -51,7 +51,7 @@ def test_paged_greedy_equals_dense_greedy_across_page_borders(split, oracle, ste
 def test_drawn_tokens_follow_the_keys_by_position(split, oracle):
     state, _ = start(split, empty_state(), [*PROMPTS[:2], []], [3, 1, 4], temperature=1.0, limit=6)
     state = step(split, step(split, state, 2), 20)
-    drawn = SamplingParams.create(1, temperature=1.0)
+    drawn = RowSampling.create(1, temperature=1.0)
     assert texts(state)[3] == oracle.continue_(PROMPTS[0], 6, key=KEYS[0, 0], params=drawn)
     assert texts(state)[1] == oracle.continue_(PROMPTS[1], 6, key=KEYS[1, 0], params=drawn)
     assert texts(state)[3] != oracle.continue_(PROMPTS[0], 6)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.sampling import SamplingParams, sample
+from models.sampling import RowSampling, sample
 
 VOCAB = 12
 LOGITS = np.random.default_rng(0).normal(0, 2, VOCAB).astype(np.float32)
@@ -47,7 +47,7 @@ def test_none_is_greedy_and_takes_no_random_numbers():
 
 
 def test_temperature_zero_is_greedy_whatever_the_filters_say():
-    params = SamplingParams.create(8, temperature=0.0, top_k=0, top_p=0.5, min_p=0.5)
+    params = RowSampling.create(8, temperature=0.0, top_k=0, top_p=0.5, min_p=0.5)
     assert set(draw(params, 8)) == {int(LOGITS.argmax())}
 
 
@@ -65,7 +65,7 @@ def test_temperature_zero_is_greedy_whatever_the_filters_say():
 )
 def test_draws_follow_the_filtered_distribution(values):
     wanted = kept_tokens(LOGITS, **values)
-    counts = np.bincount(draw(SamplingParams.create(DRAWS, **values)), minlength=VOCAB)
+    counts = np.bincount(draw(RowSampling.create(DRAWS, **values)), minlength=VOCAB)
     assert not np.any(counts[wanted == 0]), "a token that was filtered out was drawn"
     sigma = np.sqrt(DRAWS * wanted * (1 - wanted))
     assert np.all(np.abs(counts - DRAWS * wanted) <= 5 * sigma + 1e-9)
@@ -80,7 +80,7 @@ def test_filters_apply_row_by_row(seed):
         "top_p": rng.choice([0.05, 0.6, 1.0], DRAWS),
         "min_p": rng.choice([0.0, 0.3], DRAWS),
     }
-    tokens = draw(SamplingParams.create(DRAWS, **{k: v.tolist() for k, v in rows.items()}))
+    tokens = draw(RowSampling.create(DRAWS, **{k: v.tolist() for k, v in rows.items()}))
     cache = {}
     for row, token in enumerate(tokens):
         values = tuple(rows[name][row] for name in rows)
@@ -90,32 +90,30 @@ def test_filters_apply_row_by_row(seed):
 
 
 def test_off_values_change_nothing():
-    plain = draw(SamplingParams.create(DRAWS, temperature=1.3))
-    off = SamplingParams.create(DRAWS, temperature=1.3, top_k=0, top_p=1.0, min_p=0.0)
+    plain = draw(RowSampling.create(DRAWS, temperature=1.3))
+    off = RowSampling.create(DRAWS, temperature=1.3, top_k=0, top_p=1.0, min_p=0.0)
     np.testing.assert_array_equal(draw(off), plain)
 
 
 def test_same_key_same_token_whatever_the_batch():
     keys = jax.random.split(jax.random.key(3), 6)
     logits = jnp.asarray(np.random.default_rng(3).normal(size=(6, VOCAB)), jnp.float32)
-    together = sample(logits, keys, SamplingParams.create(6, temperature=1.0, top_p=0.9))
+    together = sample(logits, keys, RowSampling.create(6, temperature=1.0, top_p=0.9))
     for row in range(6):
-        alone = sample(
-            logits[row : row + 1], keys[row : row + 1], SamplingParams.create(1, top_p=0.9)
-        )
+        alone = sample(logits[row : row + 1], keys[row : row + 1], RowSampling.create(1, top_p=0.9))
         assert alone[0] == together[row]
-    assert len(set(draw(SamplingParams.create(50), 50, seed=1))) > 1
+    assert len(set(draw(RowSampling.create(50), 50, seed=1))) > 1
 
 
 def test_ties_with_the_last_kept_token_are_kept():
     logits = np.array([0.0, 5.0, 5.0, 5.0, -1.0], np.float32)
     for values in ({"top_k": 1}, {"top_p": 0.1}, {"min_p": 0.99}):
-        tokens = draw(SamplingParams.create(300, **values), 300, logits=logits)
+        tokens = draw(RowSampling.create(300, **values), 300, logits=logits)
         assert set(tokens) == {1, 2, 3}
 
 
 def test_tiny_and_huge_temperatures_stay_finite():
-    params = SamplingParams.create(2, temperature=[1e-38, 1e38], top_p=0.9)
+    params = RowSampling.create(2, temperature=[1e-38, 1e38], top_p=0.9)
     tokens = draw(params, 2)
     assert tokens[0] == LOGITS.argmax() and 0 <= tokens[1] < VOCAB
 
@@ -127,7 +125,7 @@ def test_a_row_without_a_finite_best_logit_gives_minus_one(bad, temperature):
     logits = logits.at[0].set(bad) if bad == -np.inf else logits.at[0, 4].set(bad)
     params = None
     if temperature is not None:
-        params = SamplingParams.create(2, temperature=temperature, top_k=2, top_p=0.9, min_p=0.1)
+        params = RowSampling.create(2, temperature=temperature, top_k=2, top_p=0.9, min_p=0.1)
     keys = jax.random.split(jax.random.key(0), 2)
     tokens = sample(logits, keys, params)
     assert tokens[0] == -1 and 0 <= tokens[1] < VOCAB
@@ -136,7 +134,7 @@ def test_a_row_without_a_finite_best_logit_gives_minus_one(bad, temperature):
 def test_masked_logits_are_never_drawn():
     logits = LOGITS.copy()
     logits[[0, 5]] = -np.inf
-    assert not set(draw(SamplingParams.create(500, temperature=50.0), 500, logits=logits)) & {0, 5}
+    assert not set(draw(RowSampling.create(500, temperature=50.0), 500, logits=logits)) & {0, 5}
 
 
 @pytest.mark.parametrize(
@@ -160,7 +158,7 @@ def test_masked_logits_are_never_drawn():
 )
 def test_bad_values_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
-        SamplingParams.create(2, **values)
+        RowSampling.create(2, **values)
 
 
 def test_bad_shapes_are_refused():
@@ -170,6 +168,6 @@ def test_bad_shapes_are_refused():
     with pytest.raises(ValueError, match=r"must be f32\[B, V\]"):
         sample(jnp.zeros((2, 4), jnp.bfloat16), None, None)
     with pytest.raises(ValueError, match="keys=None"):
-        sample(jnp.zeros((2, 4)), None, SamplingParams.create(2))
+        sample(jnp.zeros((2, 4)), None, RowSampling.create(2))
     with pytest.raises(ValueError, match=r"temperature.shape=\(3,\)"):
-        sample(jnp.zeros((2, 4)), keys, SamplingParams.create(3))
+        sample(jnp.zeros((2, 4)), keys, RowSampling.create(3))

@@ -139,7 +139,7 @@ def _triton(call: Call, *, interpret: bool) -> Callable[..., Any]:
     entry: Any = triton_ragged.ragged_paged_attention
     if call.kernel == "decode":
         entry = triton_decode.paged_decode
-    return _without_gradient(functools.partial(entry, config=config, interpret=interpret))
+    return functools.partial(_kernel, entry, config=config, interpret=interpret)
 
 
 def _mosaic_missing(call: Call) -> str | None:
@@ -171,27 +171,38 @@ def _mosaic(call: Call, *, interpret: bool) -> Callable[..., Any]:
     config = call.config or mosaic_tuning.choose_config(
         call.kernel, device_kind=device.kind, num_sms=device.num_sms, **call.sizes
     )
-    entry: Any = mosaic_decode.paged_decode
-    if call.kernel == "ragged":
-        entry = functools.partial(mosaic_ragged.ragged_paged_attention, with_lse=call.with_lse)
-    return _without_gradient(functools.partial(entry, config=config, interpret=interpret))
+    if call.kernel == "decode":
+        return functools.partial(
+            _kernel, mosaic_decode.paged_decode, config=config, interpret=interpret
+        )
+    return functools.partial(
+        _kernel,
+        mosaic_ragged.ragged_paged_attention,
+        config=config,
+        interpret=interpret,
+        with_lse=call.with_lse,
+    )
 
 
-def _without_gradient(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """`attend`, with an error that says so if somebody differentiates it."""
+def _kernel(entry: Callable[..., Any], *arrays: jax.Array | None, **static: Any) -> Any:
+    return _jitted(entry, **static)(*arrays)
 
-    def call(*arrays, **options):
-        function = jax.custom_vjp(functools.partial(attend, **options))
 
-        def forward(*_):
-            raise NotImplementedError(
-                "the GPU kernels of attention have no gradient; implementation='xla' has one"
-            )
+@functools.cache
+def _jitted(entry: Callable[..., Any], **static: Any) -> Callable[..., Any]:
+    """One function for all layers of a model, so that JAX traces and lowers its kernels once.
 
-        function.defvjp(forward, lambda *_: None)
-        return function(*arrays)
+    It raises an error that says so if somebody differentiates it.
+    """
+    function = jax.custom_vjp(functools.partial(entry, **static))
 
-    return call
+    def forward(*_):
+        raise NotImplementedError(
+            "the GPU kernels of attention have no gradient; implementation='xla' has one"
+        )
+
+    function.defvjp(forward, lambda *_: None)
+    return jax.jit(function)
 
 
 def _xla(call: Call) -> Callable[..., Any]:

@@ -9,26 +9,33 @@ from pallas_paged.cascade import cascade_attention
 from pallas_paged.kernels.mosaic_tuning import MosaicDecodeConfig, MosaicRaggedConfig
 from pallas_paged.kernels.tuning import DecodeConfig, RaggedConfig
 from pallas_paged.kv_pool import KVPool, copy_pages, create_kv_pool, write_kv
+from pallas_paged.page_check import check
 from pallas_paged.page_table import (
     PageCopies,
     PageTable,
-    check,
+    adopt,
     create_page_table,
     extend,
     fork,
     free,
+    release,
+    retain,
     slot_mapping,
     truncate,
 )
+from pallas_paged.prefix_cache import Lease, PrefixCache
 
 __all__ = [
     "DecodeConfig",
     "KVPool",
+    "Lease",
     "MosaicDecodeConfig",
     "MosaicRaggedConfig",
     "PageCopies",
     "PageTable",
+    "PrefixCache",
     "RaggedConfig",
+    "adopt",
     "cascade_attention",
     "check",
     "copy_pages",
@@ -40,6 +47,8 @@ __all__ = [
     "merge_attention_states",
     "paged_attention",
     "ragged_paged_attention",
+    "release",
+    "retain",
     "slot_mapping",
     "truncate",
     "write_kv",

@@ -1,8 +1,8 @@
 """Who owns which page: integers only, no K/V.
 
-A `PageTable` is an immutable pytree. Every function here but `check` is pure and may run inside
-`jax.jit`, in a `lax.while_loop` carry, donated or not. Arrays of `num_pages` elements are only
-gathered from and scattered into, so that XLA updates them in place and no call scans the pool.
+A `PageTable` is an immutable pytree. Every function here is pure and may run inside `jax.jit`, in a
+`lax.while_loop` carry, donated or not. Arrays of `num_pages` elements are only gathered from and
+scattered into, so that XLA updates them in place and no call scans the pool.
 Arguments of a wrong shape or dtype raise ValueError.
 
 The sentinel for "no page" is `num_pages`, which gathers fill and scatters drop; -1 would wrap.
@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
+from pallas_paged.page_stack import release_pages, take_pages
+
 Integers = ArrayLike | Sequence[int]
 
 INT32_MAX = 2**31 - 1
@@ -33,7 +35,8 @@ class PageTable:
     Attributes:
         block_tables: int32[max_seqs, pages_per_seq], page of each block; unused = num_pages.
         seq_lens: int32[max_seqs], tokens held by each row; 0 = empty row.
-        ref_counts: int32[num_pages], block table entries that name each page; 0 = free.
+        ref_counts: int32[num_pages], block table entries that name each page, and one for each time
+            that it is retained; 0 = free.
         free_pages: int32[num_pages], a stack: the first `num_free` entries are the free pages.
         num_free: int32[].
         page_size: tokens per page, static.
@@ -136,7 +139,7 @@ def extend(
     held = _num_blocks(table.seq_lens, table.page_size)
     need = _num_blocks(new_lens, table.page_size) - held
     width = -(-bound // table.page_size)
-    table, ok, pages = _take_pages(table, valid, need, width=width)
+    table, ok, pages = take_pages(table, valid, need, width=width)
 
     rows = jnp.arange(table.max_seqs, dtype=jnp.int32)[:, None]
     blocks = held[:, None] + jnp.arange(width, dtype=jnp.int32)  # [max_seqs, width]
@@ -150,7 +153,7 @@ def extend(
 
 
 def free(table: PageTable, rows: Integers) -> PageTable:
-    """Empties rows; pages that no other row holds are free again.
+    """Empties rows; pages that no other row holds and nobody retains are free again.
 
     Args:
         rows: bool[max_seqs], the rows to empty; an empty row may be named.
@@ -177,23 +180,17 @@ def fork(table: PageTable, src: Integers, dst: Integers) -> tuple[PageTable, Pag
     """
     src = checked_array("src", src, jnp.int32, (np.size(src),))
     dst = checked_array("dst", dst, jnp.int32, src.shape)
-    num_forks, no_row = src.shape[0], table.max_seqs
+    no_row = table.max_seqs
     is_fork = (src >= 0) & (src < no_row) & (dst >= 0) & (dst < no_row)
     src, dst = jnp.where(is_fork, src, no_row), jnp.where(is_fork, dst, no_row)
-    entry = jnp.arange(num_forks, dtype=jnp.int32)
-    claims = jnp.full(no_row, num_forks, jnp.int32).at[dst].min(entry, mode="drop")
-    valid = (
-        (claims.at[dst].get(mode="fill", fill_value=-1) == entry)
-        & (claims.at[src].get(mode="fill", fill_value=-1) == num_forks)
-        & (table.seq_lens.at[dst].get(mode="fill", fill_value=1) == 0)
-    )
+    valid = _can_fill(table, dst) & ~jnp.isin(src, dst)
 
     lens = table.seq_lens.at[src].get(mode="fill", fill_value=0)
     num_full = lens // table.page_size
     has_tail = (lens % table.page_size > 0).astype(jnp.int32)
     blocks = table.block_tables.at[src].get(mode="fill", fill_value=table.num_pages)
     tails = table.block_tables.at[src, num_full].get(mode="fill", fill_value=table.num_pages)
-    table, ok, fresh = _take_pages(table, valid, has_tail, width=1)  # fresh [F, 1]
+    table, ok, fresh = take_pages(table, valid, has_tail, width=1)  # fresh [F, 1]
 
     column = jnp.arange(table.pages_per_seq, dtype=jnp.int32)
     is_shared = ok[:, None] & (column < num_full[:, None])
@@ -231,7 +228,7 @@ def truncate(table: PageTable, new_lens: Integers) -> tuple[PageTable, PageCopie
     tails = table.block_tables.at[rows, num_full].get(mode="fill", fill_value=table.num_pages)
     tail_refs = table.ref_counts.at[tails].get(mode="fill", fill_value=0)
     reown = has_tail & (tail_refs > 1)
-    table, ok, fresh = _take_pages(table, valid, reown.astype(jnp.int32), width=1)
+    table, ok, fresh = take_pages(table, valid, reown.astype(jnp.int32), width=1)
     reown &= ok
 
     column = jnp.arange(table.pages_per_seq, dtype=jnp.int32)
@@ -245,6 +242,79 @@ def truncate(table: PageTable, new_lens: Integers) -> tuple[PageTable, PageCopie
     )
     copies = PageCopies(src_pages=jnp.where(reown, tails, table.num_pages), dst_pages=fresh[:, 0])
     return table, copies, ok
+
+
+def retain(table: PageTable, pages: Integers) -> tuple[PageTable, jax.Array]:
+    """Adds one reference to each page, held by something that is no row, such as a prefix cache.
+
+    Only full pages that are not free can be retained. An entry that names another page, or none, is
+    not ok and changes nothing; a page that is named twice gets two references.
+
+    Args:
+        pages: int32[P]; entries outside [0, num_pages) are padding.
+
+    Returns:
+        The table and ok bool[P].
+    """
+    pages = checked_array("pages", pages, jnp.int32, (np.size(pages),))
+    ok = _can_share(table, pages)
+    retained = jnp.where(ok, pages, table.num_pages)
+    return replace(table, ref_counts=table.ref_counts.at[retained].add(1, mode="drop")), ok
+
+
+def release(table: PageTable, pages: Integers) -> PageTable:
+    """Gives back references got from `retain`; pages that nobody else holds are free again.
+
+    The references of rows can't be told from those: releasing what was not retained takes a page
+    from its rows. Free pages are left alone.
+
+    Args:
+        pages: int32[P]; entries outside [0, num_pages) are padding. A page may be named more than
+            once, each time for one reference.
+    """
+    pages = checked_array("pages", pages, jnp.int32, (np.size(pages),))
+    return release_pages(table, jnp.where(_is_live(table, pages), pages, table.num_pages))
+
+
+def adopt(table: PageTable, rows: Integers, pages: Integers) -> tuple[PageTable, jax.Array]:
+    """Fills empty rows with full pages that others hold: a cached prefix, each page shared.
+
+    Every entry reads the table as it was before the call, and is taken whole or not at all. An
+    entry whose row is no row is padding: not ok and otherwise ignored. An entry also fails when the
+    row holds tokens or an earlier entry has the same row; when one of its pages is free, partial,
+    named twice or after padding; or when it names more than `pages_per_seq` pages.
+
+    Args:
+        rows: int32[A], rows to fill.
+        pages: int32[A, n], pages of the row's first blocks, then padding, which is anything outside
+            [0, num_pages); n may be more than `pages_per_seq`. No page leaves the row empty.
+
+    Returns:
+        The table, `seq_lens` with the tokens of the pages, and ok bool[A].
+    """
+    rows = checked_array("rows", rows, jnp.int32, (np.size(rows),))
+    num_entries, width = rows.shape[0], np.shape(pages)[-1] if np.ndim(pages) else 0
+    pages = checked_array("pages", pages, jnp.int32, (num_entries, width))
+    pages = jnp.where((pages >= 0) & (pages < table.num_pages), pages, table.num_pages)
+    num_blocks = jnp.sum(pages < table.num_pages, axis=1, dtype=jnp.int32)
+    column = jnp.arange(width, dtype=jnp.int32)
+    ordered = jnp.sort(pages, axis=1)
+    is_repeat = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] < table.num_pages)
+    ok = (
+        _can_fill(table, rows)
+        & (num_blocks <= table.pages_per_seq)
+        & jnp.all(_can_share(table, pages) == (column < num_blocks[:, None]), axis=1)
+        & ~jnp.any(is_repeat, axis=1)
+    )
+    rows = jnp.where(ok, rows, table.max_seqs)
+    pages = jnp.where(ok[:, None], pages, table.num_pages)
+    table = replace(
+        table,
+        block_tables=table.block_tables.at[rows[:, None], column].set(pages, mode="drop"),
+        seq_lens=table.seq_lens.at[rows].set(num_blocks * table.page_size, mode="drop"),
+        ref_counts=table.ref_counts.at[pages].add(1, mode="drop"),
+    )
+    return table, ok
 
 
 def slot_mapping(table: PageTable, rows: Integers, positions: Integers) -> jax.Array:
@@ -265,60 +335,6 @@ def slot_mapping(table: PageTable, rows: Integers, positions: Integers) -> jax.A
     pages = table.block_tables[rows, positions // table.page_size]
     slots = pages * table.page_size + positions % table.page_size
     return jnp.where(held, slots, table.num_pages * table.page_size)
-
-
-def check(table: PageTable) -> None:
-    """Checks every invariant of a concrete table, on the host.
-
-    Raises:
-        ValueError: names the first broken invariant with its values, or the table is traced.
-    """
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(table)):
-        raise ValueError("check runs on the host: call it outside jit, on a concrete PageTable")
-    blocks, lens, refs = map(np.asarray, (table.block_tables, table.seq_lens, table.ref_counts))
-    num_free = np.asarray(table.num_free)
-    num_pages, page_size = table.num_pages, table.page_size
-    capacity = table.pages_per_seq * page_size
-
-    holds = (num_free >= 0) & (num_free <= num_pages)
-    _require(holds, f"num_free must be in [0, {num_pages=}]", "the stack", num_free=num_free)
-    holds = (lens >= 0) & (lens <= capacity)
-    _require(holds, f"seq_lens must be in [0, {capacity}]", "row", seq_lens=lens)
-
-    lens = lens[:, None]
-    column = np.arange(table.pages_per_seq)
-    is_block = column < -(-lens // page_size)
-    holds = np.where(is_block, (blocks >= 0) & (blocks < num_pages), blocks == num_pages)
-    rule = f"a block needs a page in [0, {num_pages=}), an unused one the sentinel {num_pages}"
-    _require(holds, rule, "row", "block", page=blocks, seq_lens=lens)
-    ordered = np.sort(blocks, axis=1)
-    holds = (ordered[:, 1:] != ordered[:, :-1]) | (ordered[:, 1:] == num_pages)
-    _require(holds, "a row must not hold a page twice", "row", page=ordered[:, 1:])
-
-    stack = np.asarray(table.free_pages)[:num_free]
-    holds = (stack >= 0) & (stack < num_pages)
-    _require(holds, f"a free page must be in [0, {num_pages=})", "free_pages entry", page=stack)
-    entries = np.bincount(blocks[is_block], minlength=num_pages)
-    rule = "ref_counts must count the block table entries"
-    _require(refs == entries, rule, "page", ref_counts=refs, entries=entries)
-    times_free = np.bincount(stack, minlength=num_pages)
-    rule = "a page must be free once if ref_counts is 0, else never"
-    _require(times_free == (refs == 0), rule, "page", ref_counts=refs, times_free=times_free)
-
-    is_tail = (lens % page_size > 0) & (column == lens // page_size)
-    tail_refs = np.where(is_tail, refs[np.where(is_tail, blocks, 0)], 1)
-    rule = "a partial last page must not be shared"
-    _require(tail_refs == 1, rule, "row", "block", page=blocks, ref_counts=tail_refs)
-
-
-def _require(holds: np.ndarray, rule: str, *axes: str, **values: np.ndarray) -> None:
-    """Raises ValueError with the rule, and the values at the first place where it does not hold."""
-    if not holds.all():
-        index = tuple(np.argwhere(~holds)[0])
-        place = ", ".join(f"{axis} {i}" for axis, i in zip(axes, index, strict=False))
-        broken = {name: np.broadcast_to(v, holds.shape)[index] for name, v in values.items()}
-        found = ", ".join(f"{name}={value}" for name, value in broken.items())
-        raise ValueError(f"{rule}, got {found} at {place}")
 
 
 def validate_positive(**sizes: Any) -> None:
@@ -354,46 +370,30 @@ def _num_blocks(num_tokens: jax.Array, page_size: int) -> jax.Array:
     return num_tokens // page_size + (num_tokens % page_size > 0).astype(jnp.int32)
 
 
-def _take_pages(
-    table: PageTable, valid: jax.Array, need: jax.Array, *, width: int
-) -> tuple[PageTable, jax.Array, jax.Array]:
-    """Pops `need` [X] pages for each valid entry, in order, while the running total fits.
+def _can_fill(table: PageTable, rows: jax.Array) -> jax.Array:
+    """Says for each of `rows` if it is an empty row that no earlier entry names."""
+    entry = jnp.arange(rows.size, dtype=jnp.int32)
+    rows = jnp.where((rows >= 0) & (rows < table.max_seqs), rows, table.max_seqs)
+    claims = jnp.full(table.max_seqs, rows.size, jnp.int32).at[rows].min(entry, mode="drop")
+    is_first = claims.at[rows].get(mode="fill", fill_value=-1) == entry
+    return is_first & (table.seq_lens.at[rows].get(mode="fill", fill_value=1) == 0)
 
-    Returns the table, ok bool[X] and the pages int32[X, width], padded with the sentinel.
-    """
-    need = jnp.where(valid, need, 0)
-    total = jnp.cumsum(need, dtype=jnp.int32)
-    ok = valid & ((need == 0) | (total <= table.num_free))
-    count = jnp.arange(width, dtype=jnp.int32)
-    taken = ok[:, None] & (count < need[:, None])  # [X, width]
-    depth = (total - need)[:, None] + count
-    index = jnp.where(taken, table.num_free - 1 - depth, table.num_pages)
-    pages = table.free_pages.at[index].get(mode="fill", fill_value=table.num_pages)
-    table = replace(
-        table,
-        ref_counts=table.ref_counts.at[pages].set(1, mode="drop"),
-        num_free=table.num_free - jnp.sum(taken, dtype=jnp.int32),
-    )
-    return table, ok, pages
+
+def _is_live(table: PageTable, pages: jax.Array) -> jax.Array:
+    refs = table.ref_counts.at[pages]
+    return refs.get(mode="fill", fill_value=0, wrap_negative_indices=False) > 0
+
+
+def _can_share(table: PageTable, pages: jax.Array) -> jax.Array:
+    """Says for each of `pages` if it is full and not free: no row will write to it."""
+    rows = jnp.arange(table.max_seqs, dtype=jnp.int32)
+    next_blocks = table.block_tables.at[rows, table.seq_lens // table.page_size]
+    partial = next_blocks.get(mode="fill", fill_value=table.num_pages)
+    return _is_live(table, pages) & ~jnp.isin(pages, partial)
 
 
 def _release_blocks(table: PageTable, dropped: jax.Array) -> PageTable:
     """Gives up the block table entries where `dropped` bool[max_seqs, pages_per_seq]."""
-    none = table.num_pages
-    pages = jnp.where(dropped, table.block_tables, none).ravel()
-    refs = table.ref_counts.at[pages].add(-1, mode="drop")
-    # All entries that shared a page see it reach 0, but one must push it: each leaves a ticket in
-    # the count, the highest stays, and its owner pushes the page and puts the 0 back.
-    ticket = jnp.arange(1, pages.size + 1, dtype=jnp.int32)
-    dead = jnp.where(refs.at[pages].get(mode="fill", fill_value=1) == 0, pages, none)
-    refs = refs.at[dead].max(ticket, mode="drop")
-    pushes = refs.at[dead].get(mode="fill", fill_value=0) == ticket
-    refs = refs.at[jnp.where(pushes, pages, none)].set(0, mode="drop")
-    index = jnp.where(pushes, table.num_free + jnp.cumsum(pushes, dtype=jnp.int32) - 1, none)
-    return replace(
-        table,
-        block_tables=jnp.where(dropped, none, table.block_tables),
-        ref_counts=refs,
-        free_pages=table.free_pages.at[index].set(pages, mode="drop"),
-        num_free=table.num_free + jnp.sum(pushes, dtype=jnp.int32),
-    )
+    pages = jnp.where(dropped, table.block_tables, table.num_pages)
+    table = release_pages(table, pages.ravel())
+    return replace(table, block_tables=jnp.where(dropped, table.num_pages, table.block_tables))

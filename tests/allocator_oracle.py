@@ -4,7 +4,10 @@ from __future__ import annotations
 
 
 class AllocatorOracle:
-    """Rows are lists of tokens and of page names; a page name is never used twice."""
+    """Rows are lists of tokens and of page names; a page name is never used twice.
+
+    Names are 1, 2, ...; where pages are asked for, 0 is a page that is free and None is no page.
+    """
 
     def __init__(self, *, num_pages: int, page_size: int, max_seqs: int, pages_per_seq: int):
         self.page_size = page_size
@@ -13,6 +16,8 @@ class AllocatorOracle:
         self.tokens: list[list[int]] = [[] for _ in range(max_seqs)]
         self.pages: list[list[int]] = [[] for _ in range(max_seqs)]
         self.refs: dict[int, int] = {}
+        self.retained: list[int] = []
+        self.full_pages: dict[int, list[int]] = {}  # what a page held when it was last full
         self.num_named = 0
 
     def extend(self, new_tokens: list[list[int] | int], max_new_tokens: int) -> list[bool]:
@@ -33,6 +38,10 @@ class AllocatorOracle:
             if ok[-1]:
                 self.tokens[row] += new
                 self.pages[row] += [self._take() for _ in range(need)]
+                for block in range(length // self.page_size):
+                    start = block * self.page_size
+                    content = self.tokens[row][start : start + self.page_size]
+                    self.full_pages[self.pages[row][block]] = content
         return ok
 
     def free(self, rows: list[bool]) -> None:
@@ -89,6 +98,47 @@ class AllocatorOracle:
         for page in dropped:
             self._drop(page)
         return ok
+
+    def retain(self, names: list[int | None]) -> list[bool]:
+        shareable = self._shareable()
+        ok = [name in shareable for name in names]
+        for name in [name for name in names if name in shareable]:
+            self.refs[name] += 1
+            self.retained.append(name)
+        return ok
+
+    def release(self, names: list[int]) -> None:
+        for name in names:
+            self.retained.remove(name)
+            self._drop(name)
+
+    def adopt(self, rows: list[int], names: list[list[int | None]]) -> list[bool]:
+        shareable = self._shareable()
+        was_empty = [not tokens for tokens in self.tokens]
+        ok = []
+        seen: set[int] = set()
+        for row, entry in zip(rows, names, strict=True):
+            while entry and entry[-1] is None:
+                entry = entry[:-1]
+            ok.append(
+                0 <= row < len(was_empty)
+                and row not in seen
+                and was_empty[row]
+                and shareable.issuperset(entry)
+                and len(set(entry)) == len(entry)
+                and len(entry) * self.page_size <= self.capacity
+            )
+            seen.add(row)
+            if ok[-1]:
+                for name in entry:
+                    self.refs[name] += 1
+                    self.pages[row].append(name)
+                    self.tokens[row] += self.full_pages[name]
+        return ok
+
+    def _shareable(self) -> set[int]:
+        rows = zip(self.pages, self.tokens, strict=True)
+        return set(self.refs) - {p[-1] for p, t in rows if len(t) % self.page_size > 0}
 
     def _take(self) -> int:
         self.num_named += 1

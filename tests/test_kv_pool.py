@@ -1,4 +1,4 @@
-"""The pool: writes, page copies, compiled facts, and random traces of table and pool together."""
+"""The pool: writes, page copies, compiled facts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import pallas_paged as pp
-from tests.allocator_oracle import AllocatorOracle
 
 INT32_MAX, INT32_MIN = 2**31 - 1, -(2**31)
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
@@ -227,108 +224,3 @@ def test_decode_loop_writes_in_place():
 
     compiled = jax.jit(loop, donate_argnums=(0, 1)).lower(table, pool).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < pool_bytes(pool) // 100
-
-
-# Few pages for the rows, so that traces run dry often.
-SIZES = dict(num_pages=9, max_seqs=5, pages_per_seq=4)
-NUM_FORKS, MAX_NEW = 3, 9
-extend_fn = jax.jit(pp.extend, static_argnames="max_new_tokens")
-fork_fn, truncate_fn, free_fn = jax.jit(pp.fork), jax.jit(pp.truncate), jax.jit(pp.free)
-slots_fn, write_fn, copy_fn = jax.jit(pp.slot_mapping), jax.jit(pp.write_kv), jax.jit(pp.copy_pages)
-
-odd = st.sampled_from([INT32_MIN, -1, INT32_MAX])
-row_or_not = st.integers(-1, SIZES["max_seqs"])
-pairs = st.lists(st.tuples(row_or_not, row_or_not), min_size=NUM_FORKS, max_size=NUM_FORKS)
-
-
-def per_row(values):
-    return st.lists(values, min_size=SIZES["max_seqs"], max_size=SIZES["max_seqs"])
-
-
-steps = st.one_of(
-    st.tuples(st.just("extend"), per_row(st.integers(0, 5) | st.integers(0, MAX_NEW + 1) | odd)),
-    st.tuples(st.just("fork"), pairs),
-    st.tuples(st.just("truncate"), per_row(st.integers(-1, 6) | odd)),
-    st.tuples(st.just("free"), per_row(st.sampled_from([False, False, True]))),
-)
-
-
-class Simulation:
-    """A table, a pool in which every token has its own value, and the oracle."""
-
-    def __init__(self, page_size):
-        sizes = dict(**SIZES, page_size=page_size)
-        self.table = pp.create_page_table(**sizes)
-        self.pool = pp.create_kv_pool(
-            num_layers=1, num_pages=SIZES["num_pages"], num_kv_heads=1, page_size=page_size,
-            head_dim=1, dtype=jnp.float32,
-        )  # fmt: skip
-        self.oracle = AllocatorOracle(**sizes)
-        self.num_written = 0
-
-    def extend(self, counts):
-        lens = [len(tokens) for tokens in self.oracle.tokens]
-        new = []
-        for count in counts:
-            if 0 <= count <= MAX_NEW + 1:
-                new.append(list(range(self.num_written, self.num_written + count)))
-                self.num_written += count
-            else:
-                new.append(count)
-        expected = self.oracle.extend(new, MAX_NEW)
-        self.table, ok = extend_fn(self.table, i32(*counts), max_new_tokens=MAX_NEW)
-        # Rows that fail write too: they do not hold those positions, so nothing may happen.
-        rows = np.full(SIZES["max_seqs"] * (MAX_NEW + 1), -1, np.int32)
-        positions, values = np.zeros_like(rows), np.zeros(rows.shape, np.float32)
-        at = 0
-        for row, tokens in enumerate(new):
-            for offset, value in enumerate(tokens if isinstance(tokens, list) else []):
-                rows[at], positions[at], values[at] = row, lens[row] + offset, value
-                at += 1
-        slots = slots_fn(self.table, rows, positions)
-        kv = values[:, None, None]
-        k, v = write_fn(self.pool.k_pages[0], self.pool.v_pages[0], kv, -kv, slots)
-        self.pool = replace(self.pool, k_pages=(k,), v_pages=(v,))
-        return ok, expected
-
-    def fork(self, entries):
-        src, dst = zip(*entries, strict=True)
-        self.table, copies, ok = fork_fn(self.table, i32(*src), i32(*dst))
-        self.pool = copy_fn(self.pool, copies)
-        return ok, self.oracle.fork(list(src), list(dst))
-
-    def truncate(self, deltas):
-        lens = [len(tokens) for tokens in self.oracle.tokens]
-        new_lens = [n - d if -1 <= d <= 6 else d for n, d in zip(lens, deltas, strict=True)]
-        self.table, copies, ok = truncate_fn(self.table, i32(*new_lens))
-        self.pool = copy_fn(self.pool, copies)
-        return ok, self.oracle.truncate(new_lens)
-
-    def free(self, rows):
-        self.oracle.free(rows)
-        self.table = free_fn(self.table, np.array(rows))
-        return jnp.asarray(rows), rows
-
-    def compare(self):
-        pp.check(self.table)
-        lens, blocks = np.asarray(self.table.seq_lens), np.asarray(self.table.block_tables)
-        k, v = np.asarray(self.pool.k_pages[0])[0], np.asarray(self.pool.v_pages[0])[0]
-        for row, tokens in enumerate(self.oracle.tokens):
-            assert lens[row] == len(tokens)
-            held = blocks[row, : len(self.oracle.pages[row])]
-            np.testing.assert_array_equal(k[held].ravel()[: lens[row]], tokens)
-            np.testing.assert_array_equal(v[held].ravel()[: lens[row]], [-t for t in tokens])
-        refs = np.asarray(self.table.ref_counts)
-        assert sorted(refs[refs > 0]) == sorted(self.oracle.refs.values())
-        assert int(self.table.num_free) == self.oracle.num_free
-
-
-@pytest.mark.parametrize("page_size", [1, 4])
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(trace=st.lists(steps, min_size=1, max_size=15))
-def test_random_traces_agree_with_the_oracle(page_size, trace):
-    simulation = Simulation(page_size)
-    for name, argument in trace:
-        ok, expected = getattr(simulation, name)(argument)
-        assert ok.tolist() == expected, name
-        simulation.compare()

@@ -194,7 +194,7 @@ def _jitted(entry: Callable[..., Any], **static: Any) -> Callable[..., Any]:
 
     It raises an error that says so if somebody differentiates it.
     """
-    function = jax.custom_vjp(functools.partial(entry, **static))
+    function: Any = jax.custom_vjp(functools.partial(entry, **static))
 
     def forward(*_):
         raise NotImplementedError(

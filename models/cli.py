@@ -14,22 +14,51 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
+    from models.decoder import Decoder
     from models.generation import Generation, Stats
     from models.text_stream import TextStream
+    from models.tokenizer import Tokenizer
 
 DEFAULT_CHECKPOINT = Path(__file__).parent / "checkpoints" / "shakespeare"
 DEFAULT_MAX_NEW_TOKENS = 400
+DEFAULT_TEMPERATURE = 0.8
+# Options of --prompts-file, and those that it leaves no use for.
+_OF_THE_ENGINE = (
+    "max_seqs",
+    "token_budget",
+    "no_prefix_cache",
+    "best_of",
+    "beam_width",
+    "logprobs",
+)
+_OF_PROMPTS_ALONE = ("prefill_chunk", "json")
+_EPILOG = """\
+prompts file:
+  Blank lines are skipped. A line of a .jsonl file is an object with "prompt" and any of max_tokens,
+  n, best_of, beam_width, length_penalty, temperature, top_k, top_p, min_p, seed, stop, stop_tokens
+  and logprobs, which go before the options here; null is as if neither were given. All prompts,
+  those of --prompt first, are served together, as many at a time as there are rows and pages, and
+  what they share is computed once. Each is a line of JSON as soon as it is done: the completions,
+  or the error for which it was refused; "index" counts the prompts. The pool has pages for all of
+  them at once, but at most 80% of the free memory of a GPU, and elsewhere max-seqs full samples
+  or 1 GiB.
+
+exit status:
+  0 all is well, 1 prompts beside or in a prompts file were refused or failed, 2 bad options or
+  files, 130 Ctrl-C, 141 nobody reads the output
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Returns:
-        The exit status: 0, 2 for bad input (told in one line), 130 for Ctrl-C, 141 for a reader of
-        standard output that went away.
+        The exit status: 0, 1 if prompts of --prompts-file were refused or failed (their lines say
+        so), 2 for bad input (told in one line), 130 for Ctrl-C, 141 for a reader of standard output
+        that went away.
     """
     try:
-        _run(_parser().parse_args(argv))
+        all_served = _run(_parser().parse_args(argv))
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
@@ -43,7 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return _fail(error)
-    return 0
+    return 0 if all_served else 1
+
+
+def is_utf8(text: str) -> bool:
+    """Whether a text has no surrogates, with which Python spells bytes that are not UTF-8."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def run() -> NoReturn:
@@ -58,25 +92,38 @@ def run() -> NoReturn:
     raise SystemExit(status)
 
 
-def _run(args: argparse.Namespace) -> None:
-    prompts = _read_prompts(args)
-    if "" in args.stop:
-        raise ValueError("--stop must not be empty")
-
-    import jax
+def _run(args: argparse.Namespace) -> bool:
+    """Runs what was asked for; returns whether all prompts were served."""
+    _check(args)
+    lines = _read_lines(args.prompts_file) if args.prompts_file is not None else []
+    if not args.prompt and not lines:
+        raise ValueError(f"{args.prompts_file} has no prompt: every line is blank")
 
     from models.checkpoint import load_checkpoint
-    from models.generate import generate
-    from models.text_stream import TextStream
     from models.tokenizer import Tokenizer
 
     # The library logs which implementation it takes where none is named.
     logging.basicConfig(format="%(name)s: %(message)s")
     logging.getLogger("pallas_paged").setLevel(logging.INFO)
-    model, config = load_checkpoint(args.checkpoint, dtype=args.dtype)
+    model, _ = load_checkpoint(args.checkpoint, dtype=args.dtype)
     tokenizer = Tokenizer(args.checkpoint)
+    if args.prompts_file is not None:
+        from models.cli_engine import serve
+
+        return serve(args, lines, model, tokenizer)
+    _generate(args, model, tokenizer)
+    return True
+
+
+def _generate(args: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> None:
+    import jax
+
+    from models.generate import generate
+    from models.text_stream import TextStream
+
+    prompts = args.prompt
     tokens = [tokenizer.encode(prompt) for prompt in prompts]
-    room = config.max_position_embeddings - max(len(prompt) for prompt in tokens)
+    room = model.config.max_position_embeddings - max(len(prompt) for prompt in tokens)
     max_new_tokens = args.max_new_tokens
     if max_new_tokens is None:
         max_new_tokens = max(1, min(DEFAULT_MAX_NEW_TOKENS, room))
@@ -85,7 +132,7 @@ def _run(args: argparse.Namespace) -> None:
         tokens,
         max_new_tokens=max_new_tokens,
         num_samples=args.num_samples,
-        temperature=args.temperature,
+        temperature=DEFAULT_TEMPERATURE if args.temperature is None else args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
         min_p=args.min_p,
@@ -164,21 +211,28 @@ def _follow(
     return reasons
 
 
-def _read_prompts(args: argparse.Namespace) -> list[str]:
-    prompts = list(args.prompt)
-    if args.prompts_file is not None:
-        # Not splitlines, which also cuts at form feeds and other separators inside a prompt.
-        lines = args.prompts_file.read_text(encoding="utf-8-sig").split("\n")
-        prompts += [line for line in lines if line.strip()]
-        if not prompts:
-            raise ValueError(f"{args.prompts_file} has no prompt: every line is blank")
-    if not prompts:
+def _check(args: argparse.Namespace) -> None:
+    """Checks what can be checked before anything is loaded."""
+    if not args.prompt and args.prompts_file is None:
         raise ValueError("no prompt: give --prompt TEXT or --prompts-file FILE")
-    if "" in prompts:
+    if "" in args.prompt:
         raise ValueError("--prompt must not be empty")
-    if any("\ud800" <= character <= "\udfff" for prompt in prompts for character in prompt):
+    if not all(map(is_utf8, args.prompt)):
         raise ValueError("--prompt must be valid UTF-8")
-    return prompts
+    if "" in args.stop:
+        raise ValueError("--stop must not be empty")
+    alone = args.prompts_file is None
+    for name in _OF_THE_ENGINE if alone else _OF_PROMPTS_ALONE:
+        if getattr(args, name) not in (None, False):
+            rule = "needs" if alone else "does not go with"
+            raise ValueError(f"--{name.replace('_', '-')} {rule} --prompts-file")
+
+
+def _read_lines(file: Path) -> list[str]:
+    # Bytes that are not UTF-8 become surrogates, for which their own line is refused. Not
+    # splitlines, which also cuts at form feeds and other separators inside a prompt.
+    lines = file.read_text(encoding="utf-8-sig", errors="surrogateescape").split("\n")
+    return [line for line in lines if line.strip()]
 
 
 def _summary(stats: Stats, ends: set[str], device: str) -> str:
@@ -210,6 +264,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m models.generate",
         description="Continue prompts with a Llama-family model over a paged KV cache.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     prompts = parser.add_argument_group("prompts")
     prompts.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="repeatable")
@@ -217,7 +273,7 @@ def _parser() -> argparse.ArgumentParser:
         "--prompts-file",
         type=Path,
         metavar="FILE",
-        help="one prompt a line; blank lines are skipped",
+        help="one prompt a line, or one JSON object where the name ends in .jsonl; see below",
     )
     model = parser.add_argument_group("model")
     model.add_argument(
@@ -239,7 +295,7 @@ def _parser() -> argparse.ArgumentParser:
         "--prefill-chunk",
         type=int,
         metavar="N",
-        help="most tokens of prompts in one step on the device (2048)",
+        help="most tokens of prompts in one step on the device (2048); of --prompt alone",
     )
     text = parser.add_argument_group("text")
     text.add_argument(
@@ -250,7 +306,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     text.add_argument("--num-samples", type=int, default=1, metavar="N", help="of each prompt (1)")
     text.add_argument(
-        "--temperature", type=float, default=0.8, metavar="T", help="0 is greedy (0.8)"
+        "--temperature",
+        type=float,
+        metavar="T",
+        help=f"0 is greedy ({DEFAULT_TEMPERATURE}; 0 for beams)",
     )
     text.add_argument("--top-k", type=int, metavar="K", help="keep the K most probable tokens")
     text.add_argument("--top-p", type=float, metavar="P", help="keep a set of probability P")
@@ -268,9 +327,33 @@ def _parser() -> argparse.ArgumentParser:
     pages = parser.add_argument_group("pages")
     pages.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens a page (16)")
     pages.add_argument(
-        "--num-pages", type=int, metavar="N", help="of the pool (default: enough for all samples)"
+        "--num-pages",
+        type=int,
+        metavar="N",
+        help="of the pool (default: enough for all samples, or see below)",
+    )
+    engine = parser.add_argument_group("engine (--prompts-file)")
+    engine.add_argument(
+        "--max-seqs", type=int, metavar="N", help="samples that are computed at a time (64)"
+    )
+    engine.add_argument(
+        "--token-budget", type=int, metavar="N", help="most tokens of a step, above max-seqs (2048)"
+    )
+    engine.add_argument(
+        "--no-prefix-cache", action="store_true", help="compute what prompts share for each anew"
+    )
+    engine.add_argument(
+        "--best-of", type=int, metavar="N", help="draw N, tell the num-samples most probable"
+    )
+    engine.add_argument(
+        "--beam-width", type=int, metavar="N", help="beam search instead of sampling"
+    )
+    engine.add_argument(
+        "--logprobs", type=int, metavar="K", help="tell those of each token and of the K best"
     )
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of the texts"
+        "--json",
+        action="store_true",
+        help="print one JSON object instead of the texts; of --prompt alone",
     )
     return parser

@@ -35,37 +35,39 @@ CONFIG = ModelConfig(
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoint")
+    return save_tiny_model(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def run(checkpoint, capsys):
+    return lambda *args: run_command(checkpoint, capsys, *args)
+
+
+@pytest.fixture
+def start(checkpoint):
+    return lambda *args: start_command(checkpoint, *args)
+
+
+def save_tiny_model(folder):
     save_checkpoint(folder, Decoder(CONFIG, rngs=nnx.Rngs(0)), CONFIG)
     save_byte_tokenizer(folder, max_length=CONFIG.max_position_embeddings)
     return folder
 
 
-@pytest.fixture
-def run(checkpoint, capsys):
+def run_command(checkpoint, capsys, *args):
     """The command in this process: exit status, standard output, standard error."""
-
-    def run(*args):
-        status = cli.main(["--checkpoint", str(checkpoint), "--implementation", "xla", *args])
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run
+    status = cli.main(["--checkpoint", str(checkpoint), "--implementation", "xla", *args])
+    return status, *capsys.readouterr()
 
 
-@pytest.fixture
-def start(checkpoint):
+def start_command(checkpoint, *args):
     """The command in a process of its own."""
-
-    def start(*args):
-        command = [sys.executable, "-m", "models.generate", "--checkpoint", str(checkpoint), *args]
-        # On the CPU: this process may hold the GPU's memory.
-        env = os.environ | {"JAX_PLATFORMS": "cpu"}
-        return subprocess.Popen(
-            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-
-    return start
+    command = [sys.executable, "-m", "models.generate", "--checkpoint", str(checkpoint), *args]
+    # On the CPU: this process may hold the GPU's memory.
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
 
 
 def test_one_sample_is_streamed_and_summed_up(start):
@@ -81,10 +83,9 @@ def test_one_sample_is_streamed_and_summed_up(start):
         assert part in summary
 
 
-def test_json_is_one_object_with_everything(run, tmp_path):
-    file = tmp_path / "prompts.txt"
-    file.write_text("BENVOLIO:\n\n   \nTYBALT:\n", encoding="utf-8")
-    args = ["--prompt", "ROMEO:", "--prompts-file", str(file), "--num-samples", "2"]
+def test_json_is_one_object_with_everything(run):
+    args = ["--prompt", "ROMEO:", "--prompt", "BENVOLIO:", "--prompt", "TYBALT:"]
+    args += ["--num-samples", "2"]
     status, out, err = run(*args, "--max-new-tokens", "9", "--json", "--seed", "3")
     assert status == 0 and err == ""
     result = json.loads(out)
@@ -189,6 +190,8 @@ def test_default_length_is_what_the_model_has_room_for(run):
         (["--prompt", "x", "--page-size", "5"], "page_size=5 must be a power of two"),
         (["--prompt", "x", "--num-pages", "0"], "num_pages=0 must be at least 1"),
         (["--prompt", "x", "--stop", ""], "--stop must not be empty"),
+        (["--prompt", "x", "--max-seqs", "2"], "--max-seqs needs --prompts-file"),
+        (["--prompt", "x", "--no-prefix-cache"], "--no-prefix-cache needs --prompts-file"),
         (["--prompt", "x", "--nonsense"], "unrecognized arguments: --nonsense"),
     ],
 )
@@ -272,10 +275,3 @@ cli.run()
 def test_a_prompt_that_is_no_text_is_one_line(run):
     message = "error: --prompt must be valid UTF-8\n"
     assert run("--prompt", "\udcff\udcfe") == (2, "", message)
-
-
-def test_a_prompts_file_is_cut_at_line_ends_only(run, tmp_path):
-    file = tmp_path / "prompts.txt"
-    file.write_bytes(b"\xef\xbb\xbfone\x0cstill one\r\ntwo\n")
-    status, out, _ = run("--prompts-file", str(file), "--max-new-tokens", "1", "--json")
-    assert status == 0 and json.loads(out)["prompts"] == ["one\x0cstill one", "two"]

@@ -1,0 +1,532 @@
+"""The engine: many requests at once over one paged pool, by continuous batching.
+
+Each step the scheduler says who computes what, that is packed into a batch, and one jitted call
+runs it (`engine_step.py`). The next step is dispatched before the tokens of the last are read, for
+rows that decode take their last token on the device; so what a token ends is seen one step late,
+and that step's token is dropped. Continuous batching is from Orca (Yu et al., OSDI 2022), chunked
+prefill beside decoding from Sarathi-Serve (Agrawal et al., OSDI 2024), preemption by recomputing
+from vLLM (Kwon et al., SOSP 2023).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from flax import nnx
+from tqdm import tqdm
+
+import pallas_paged as pp
+from models.batch import Drawing
+from models.beam import BeamSearch, Ranked
+from models.decoder import Decoder
+from models.engine_stats import Counters, EngineStats
+from models.engine_worker import Flight, Worker, drawing_of
+from models.request import Completion, Logprobs, News, Request, SamplingParams
+from models.scheduler import Plan, Scheduler
+from models.seq import Seq
+from models.text_stream import TextStream
+from models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Sizes of an engine.
+
+    Attributes:
+        num_pages: pages of the pool.
+        page_size: tokens of a page, a power of two.
+        max_seqs: sequences that run at a time.
+        max_len: most tokens of a sequence; None takes what the model has positions for, if the pool
+            does.
+        token_budget: tokens of a step, more than max_seqs: one for each sequence that decodes, the
+            rest for prompts.
+        watermark: share of the pool that must be left over when a sequence starts beside others.
+        prefix_caching: whether pages of what was computed before are used again.
+        implementation: of the attention of `pallas_paged`.
+    """
+
+    num_pages: int
+    page_size: int = 16
+    max_seqs: int = 64
+    max_len: int | None = None
+    token_budget: int = 2048
+    watermark: float = 0.01
+    prefix_caching: bool = True
+    implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_pages", "page_size", "max_seqs", "token_budget", "max_len"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r} must be a positive integer")
+        if self.token_budget <= self.max_seqs:
+            raise ValueError(
+                f"token_budget={self.token_budget} must be more than max_seqs={self.max_seqs}"
+            )
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark={self.watermark} must be at least 0 and below 1")
+
+
+class EngineDeadError(RuntimeError):
+    """A step of the engine failed and took its state with it; what failed is the cause."""
+
+
+class Engine:
+    """Serves requests: `submit` them, and `step` until they are finished, or `stream` one.
+
+    For one thread. A request's tokens do not depend on what else runs, up to the rounding of other
+    batch sizes, which in bf16 and f16 can tip a token between near-equals.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        params: nnx.State | None,
+        tokenizer: Tokenizer | None,
+        config: EngineConfig,
+    ):
+        """Allocates the pool.
+
+        Args:
+            model: the network.
+            params: its weights, as `nnx.state(model)`; None takes those in the model.
+            tokenizer: of the model, for prompts that are texts, for `Completion.text` and for stop
+                texts; None works with token ids only.
+            config: sizes.
+
+        Raises:
+            ValueError: a size is out of range for this model.
+        """
+        positions = model.config.max_position_embeddings
+        capacity = config.num_pages * config.page_size
+        self._max_len = config.max_len or min(positions, capacity)
+        if self._max_len > positions:
+            raise ValueError(f"max_len={self._max_len} must be at most {positions} positions")
+        self.config = config
+        self._model = model.config
+        self._tokenizer = tokenizer
+        self._worker = Worker(
+            model,
+            params,
+            num_pages=config.num_pages,
+            page_size=config.page_size,
+            max_seqs=config.max_seqs,
+            pages_per_seq=-(-self._max_len // config.page_size),
+            token_budget=config.token_budget,
+            implementation=config.implementation,
+        )
+        caching = config.prefix_caching
+        self._cache = pp.PrefixCache(page_size=config.page_size) if caching else None
+        self._scheduler = Scheduler(
+            num_pages=config.num_pages,
+            page_size=config.page_size,
+            max_seqs=config.max_seqs,
+            token_budget=config.token_budget,
+            max_chunks=self._worker.shapes.max_chunks(config.token_budget),
+            watermark=int(config.watermark * config.num_pages),
+            cache=self._cache,
+        )
+        self._counters = Counters(num_free_pages=config.num_pages)
+        self._flights: deque[tuple[Flight, int]] = deque()  # with the ledger after their plans
+        self._num_requests = 0
+        self._live: dict[Request, list[Seq]] = {}  # sequences that have not ended
+        self._drawn: dict[Request, list[Completion]] = {}  # those to choose the best of
+        self._searches: dict[Request, BeamSearch] = {}
+        # What has changed since the last step, and how long it was before.
+        self._changed: dict[Completion, tuple[Request, int, int]] = {}
+        self._error: BaseException | None = None
+
+    @property
+    def table(self) -> pp.PageTable:
+        """The page table as of the newest step; the next one takes its buffers."""
+        return self._worker.table
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing left to do."""
+        return not (self._live or self._flights)
+
+    def submit(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
+        """Puts a request at the end of the queue.
+
+        Args:
+            prompt: a text, or token ids.
+            params: how to go on.
+
+        Returns:
+            The request, which fills up as the engine steps.
+
+        Raises:
+            ValueError: the request can never be served; the message says why. Others go on.
+            EngineDeadError: an earlier step failed.
+        """
+        self._check_alive()
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise ValueError("a prompt that is a text needs a tokenizer")
+            prompt = self._tokenizer.encode(prompt)
+        tokens = [int(token) for token in prompt]
+        self._check_request(tokens, params)
+        request = Request(
+            number=self._num_requests,
+            prompt=tokens,
+            params=params,
+            seed=self._num_requests if params.seed is None else params.seed,
+        )
+        first, *others = seqs = self._start(request)
+        self._num_requests += 1
+        for other in others:
+            other.leader = first
+            first.followers.append(other)
+        self._live[request] = seqs
+        if params.beam_width:
+            first.num_spare_rows = params.beam_width - 1
+            self._searches[request] = BeamSearch(request=request, live=[first])
+        elif params.best_of:
+            self._drawn[request] = [seq.completion for seq in seqs]
+        else:
+            request.completions = [seq.completion for seq in seqs]
+        self._scheduler.add(first)
+        return request
+
+    def step(self) -> list[News]:
+        """Dispatches one step for all that can go on, and reads the one before.
+
+        Returns:
+            What has come of it since the last step: one entry for each completion with news. Those
+            of `best_of` and `beam_width` are news when they are ranked, at the end.
+
+        Raises:
+            EngineDeadError: this step failed, or an earlier one. What was unfinished is "failed".
+        """
+        self._check_alive()
+        try:
+            dispatched = self._dispatch(self._plan())
+            while len(self._flights) > dispatched:
+                self._read()
+        except BaseException as error:
+            self._die(error)
+            if not isinstance(error, Exception):  # Ctrl-C stays what it is
+                raise
+            raise EngineDeadError(f"a step failed: {error}") from error
+        changed, self._changed = self._changed, {}
+        return [_news(completion, *before) for completion, before in changed.items()]
+
+    def stream(self, request: Request) -> Iterator[News]:
+        """Steps until a request is finished, and tells what comes of it from its beginning on."""
+        told: dict[Completion, tuple[int, int, str | None]] = {}
+        while True:
+            finished = request.finished  # before a pause, in which others may step to its end
+            for completion in request.completions:
+                before = told.get(completion, (0, 0, None))
+                now = len(completion.tokens), len(completion.text), completion.finish_reason
+                if now != before:
+                    told[completion] = now
+                    yield _news(completion, request, *before[:2])
+            if finished:
+                return
+            if not request.finished:
+                self.step()
+
+    def abort(self, request: Request) -> None:
+        """Ends a request as it stands; its pages are free with the next step."""
+        self._check_alive()
+        for seq in list(self._live.get(request, ())):
+            self._finish(seq, "aborted")
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        progress: bool = True,
+    ) -> list[Request]:
+        """Serves prompts to their ends, other requests along with them.
+
+        Args:
+            prompts: texts or token ids.
+            params: for all, or one for each.
+            progress: whether to show a bar on stderr.
+
+        Returns:
+            The finished requests, in the order of the prompts.
+
+        Raises:
+            ValueError: a prompt or its parameters can't be served; none has been started.
+        """
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(each)} params must be one, or one for each of {len(prompts)}")
+        requests: list[Request] = []
+        try:
+            for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+                try:
+                    requests.append(self.submit(prompt, one))
+                except ValueError as error:
+                    raise ValueError(f"prompt {index}: {error}") from error
+        except BaseException:
+            for request in requests:
+                self.abort(request)
+            raise
+        with tqdm(total=len(requests), unit="request", disable=not progress) as bar:
+            num_finished = 0  # a disabled bar does not count
+            while num_finished < len(requests):
+                self.step()
+                before, num_finished = num_finished, sum(request.finished for request in requests)
+                bar.update(num_finished - before)
+        return requests
+
+    def warmup(self, params: Sequence[SamplingParams] | None = None) -> None:
+        """Compiles every shape that a step may have.
+
+        Args:
+            params: what requests will ask for; None is prepared for anything.
+
+        Raises:
+            ValueError: the engine is not idle.
+        """
+        self._check_alive()
+        if not self.idle:
+            raise ValueError("warmup must run while the engine is idle")
+        asked = {Drawing.FULL} if params is None else {drawing_of(one) for one in params}
+        # Rows of several requests share a step, which then draws as the most demanding wants.
+        self._worker.warmup([x for x in Drawing if x <= max(asked, default=-1)])
+
+    def stats(self) -> EngineStats:
+        """What the engine has done so far."""
+        return self._counters.snapshot(
+            num_queued=len(self._scheduler.queue),
+            num_running=len(self._scheduler.running),
+            num_preemptions=self._scheduler.num_preemptions,
+            compilations=self._worker.num_compiled,
+            num_pages=self.config.num_pages,
+        )
+
+    def check(self) -> None:
+        """Waits for the device and checks every invariant of the page table.
+
+        Raises:
+            ValueError: names the first that is broken.
+        """
+        self._check_alive()
+        self._worker.settle(self._scheduler.take_settlement())
+        cached = self._cache.pages if self._cache is not None else ()
+        pp.check(self.table, retained=np.asarray(cached, np.int32))
+
+    def _check_request(self, tokens: list[int], params: SamplingParams) -> None:
+        config, vocab_size = self.config, self._model.vocab_size
+        if not tokens:
+            raise ValueError("the prompt is empty")
+        if min(tokens) < 0 or max(tokens) >= vocab_size:
+            raise ValueError(f"the prompt has a token outside 0..{vocab_size - 1}")
+        length, max_tokens = len(tokens), params.max_tokens
+        if length + max_tokens > self._max_len:
+            raise ValueError(
+                f"a prompt of {length} tokens and {max_tokens=} are more than the {self._max_len}"
+                " tokens of a sequence"
+            )
+        if params.num_rows > config.max_seqs:
+            raise ValueError(
+                f"{params.num_rows} sequences at a time are more than max_seqs={config.max_seqs}"
+            )
+        pages = -(-(length + max_tokens) // config.page_size) * (params.beam_width or 1)
+        if pages > config.num_pages:
+            raise ValueError(
+                f"a prompt of {length} tokens and {max_tokens=} may need {pages} pages, of"
+                f" num_pages={config.num_pages}"
+            )
+        if params.beam_width and 2 * params.beam_width > vocab_size:
+            raise ValueError(f"beam_width={params.beam_width} is more than half of {vocab_size=}")
+        if params.stop and self._tokenizer is None:
+            raise ValueError(f"stop={params.stop!r} needs a tokenizer; stop_tokens does not")
+
+    def _start(self, request: Request) -> list[Seq]:
+        """The sequences that a request begins with."""
+        params, prompt = request.params, request.prompt
+        ends = self._model.eos_token_ids if params.stop_tokens is None else params.stop_tokens
+        seqs = []
+        for index in range(1 if params.beam_width else params.num_rows):
+            stream = None
+            if self._tokenizer is not None and not params.beam_width:
+                stream = TextStream(self._tokenizer, prompt, params.stop)
+            seqs.append(
+                Seq(
+                    request=request,
+                    completion=Completion(
+                        index=index, logprobs=None if params.logprobs is None else []
+                    ),
+                    tokens=list(prompt),
+                    limit=len(prompt) + params.max_tokens,
+                    stop_tokens=frozenset(ends),
+                    stream=stream,
+                    steered=params.beam_width is not None,
+                )
+            )
+        return seqs
+
+    def _plan(self) -> Plan:
+        while (plan := self._scheduler.plan(in_flight=bool(self._flights))) is None:
+            # Pages are short: for once the host waits, to know how many there really are.
+            while self._flights:
+                self._read()
+            self._worker.settle(self._scheduler.take_settlement())
+            self._scheduler.resync(int(self.table.num_free))
+        return plan
+
+    def _dispatch(self, plan: Plan) -> int:
+        """Starts a step, and returns how many that were: 0 or 1."""
+        self._worker.settle(self._scheduler.take_settlement())
+        flight = self._worker.dispatch(plan)
+        if flight is None:
+            return 0
+        self._flights.append((flight, self._scheduler.ledger))
+        self._counters.num_steps += 1
+        self._counters.computed_tokens += len(plan.decodes)
+        self._counters.computed_tokens += sum(len(chunk.tokens) for chunk in plan.chunks)
+        return 1
+
+    def _read(self) -> None:
+        """Waits for the oldest step that is in flight, and takes its tokens."""
+        flight, ledger = self._flights.popleft()
+        outcome = self._worker.read(flight)
+        self._scheduler.observe(outcome.num_free, ledger)
+        now = time.perf_counter()
+        for seq, token, ranked in outcome.tokens:
+            seq.num_pending -= 1
+            if not seq.finished:
+                self._take(seq, token, ranked, now)
+        for chunk in flight.plan.chunks:
+            if chunk.seq.row is not None:
+                self._scheduler.index(chunk.seq)
+        running = self._scheduler.running
+        self._counters.count_pages(
+            num_pages=self.config.num_pages,
+            num_free=outcome.num_free,
+            num_cached=self._scheduler.num_evictable,
+            num_empty=sum(-seq.num_computed % self.config.page_size for seq in running),
+            page_size=self.config.page_size,
+        )
+
+    def _take(self, seq: Seq, token: int, ranked: Ranked | None, now: float) -> None:
+        """Gives a sequence its next token, or a beam what it could go on with."""
+        request = seq.request
+        if request.first_token_time is None:
+            request.first_token_time = now
+        if seq.steered:
+            self._steer(seq, token, ranked)
+            return
+        logprobs = None
+        if ranked is not None and request.params.wants_logprobs:
+            (_, logprob), *top = ranked
+            logprobs = Logprobs(token=logprob, top=dict(top[: request.params.logprobs or 0]))
+        if request not in self._drawn:
+            self._note(request, seq.completion)
+        reason = seq.accept(token, logprobs)
+        self._counters.generated_tokens += reason != "bad_logits" and token not in seq.stop_tokens
+        if reason is not None:
+            self._finish(seq, reason)
+
+    def _steer(self, seq: Seq, token: int, ranked: Ranked | None) -> None:
+        assert ranked is not None
+        search = self._searches[seq.request]
+        if token < 0:
+            for beam in list(self._live[seq.request]):
+                self._finish(beam, "bad_logits")
+            return
+        advance = search.report(seq, ranked[1:])
+        if advance is None:
+            return
+        for beam in advance.ended:
+            self._scheduler.remove(beam)
+            self._live[seq.request].remove(beam)
+        for parent, child in advance.branches:
+            self._live[seq.request].append(child)
+            self._scheduler.branch(parent, child)
+        for beam, token in advance.goes_on:
+            beam.tokens.append(token)
+            self._scheduler.unpark(beam)
+            self._scheduler.give_spare_rows(beam)  # the branches have them
+            self._counters.generated_tokens += 1
+        if not self._live[seq.request]:
+            self._end(seq.request)
+
+    def _finish(self, seq: Seq, reason: str) -> None:
+        """Ends a sequence, and its request with the last of them."""
+        request = seq.request
+        if request not in self._drawn and request not in self._searches:
+            self._note(request, seq.completion)
+        seq.finish(reason)
+        if (search := self._searches.get(request)) is not None:
+            search.end(seq, reason)
+        self._scheduler.remove(seq)
+        self._live[request].remove(seq)
+        if not self._live[request]:
+            self._end(request)
+
+    def _end(self, request: Request) -> None:
+        if request in self._drawn or request in self._searches:
+            self._rank(request)
+            for completion in request.completions:
+                self._changed[completion] = (request, 0, 0)
+                if request.params.beam_width and self._tokenizer is not None:
+                    stream = TextStream(self._tokenizer, request.prompt, ())
+                    completion.text = stream.push(completion.tokens) + stream.finish()
+        request.finish_time = time.perf_counter()
+        self._counters.count_request(request)
+        del self._live[request]
+
+    def _rank(self, request: Request) -> None:
+        """Chooses the completions of a request that draws more, or searches."""
+        if (search := self._searches.pop(request, None)) is not None:
+            request.completions = search.ranked()
+        if (drawn := self._drawn.pop(request, None)) is not None:
+            request.completions = _best(drawn, request.params.n)
+
+    def _note(self, request: Request, completion: Completion) -> None:
+        before = (request, len(completion.tokens), len(completion.text))
+        self._changed.setdefault(completion, before)
+
+    def _check_alive(self) -> None:
+        if self._error is not None:
+            raise EngineDeadError(f"the engine is dead: {self._error}") from self._error
+
+    def _die(self, error: BaseException) -> None:
+        """Ends everything: the state's buffers may be gone with the step that failed."""
+        self._error = error
+        for request, seqs in self._live.items():
+            request.error = str(error) or type(error).__name__
+            for seq in seqs:
+                seq.completion.finish_reason = "failed"
+                if (search := self._searches.get(request)) is not None:
+                    search.end(seq, "failed")
+            self._rank(request)
+            request.finish_time = time.perf_counter()
+            self._counters.count_request(request)
+        self._live.clear()
+        self._flights.clear()
+
+
+def _news(completion: Completion, request: Request, tokens: int, characters: int) -> News:
+    return News(
+        request=request,
+        index=completion.index,
+        tokens=completion.tokens[tokens:],
+        text=completion.text[characters:],
+        finish_reason=completion.finish_reason,
+    )
+
+
+def _best(drawn: list[Completion], count: int) -> list[Completion]:
+    """Those with the highest mean log-probability, best first."""
+
+    def mean(completion: Completion) -> float:
+        return completion.cumulative_logprob / max(len(completion.tokens), 1)
+
+    best = sorted(drawn, key=mean, reverse=True)[:count]
+    for index, completion in enumerate(best):
+        completion.index = index
+    return best

@@ -1,0 +1,255 @@
+"""The engine's hands on the device: holds its state, and turns plans into dispatched work."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from flax import nnx
+
+import pallas_paged as pp
+from models.batch import Drawing, RowValues, Shapes, pack
+from models.decoder import Decoder
+from models.engine_step import Report, adopt, create_engine_state, fork, make_step, settle
+from models.request import MAX_LOGPROBS, SamplingParams
+from models.scheduler import Adoption, Plan, Settlement
+from models.seq import Seq
+
+_MAX_ENTRIES = 1024  # pages that one call retains or releases
+_MAX_ADOPTIONS = 16  # rows that one call fills
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flight:
+    """A step that is dispatched and not read.
+
+    Attributes:
+        plan: what it computes.
+        lives: `Seq.lives` at that time, of the decodes and then of the chunks.
+        num_decodes: rows of the batch before those of the chunks.
+        report: what came of it, on the device or on its way to the host.
+    """
+
+    plan: Plan
+    lives: list[int]
+    num_decodes: int
+    report: Report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a flight has brought.
+
+    Attributes:
+        num_free: free pages after it.
+        tokens: sequences that have sampled, with their tokens, and with that token and the best
+            ones and their log-probabilities, if the step told any.
+    """
+
+    num_free: int
+    tokens: list[tuple[Seq, int, list[tuple[int, float]] | None]]
+
+
+class Worker:
+    """Page table, pool and last tokens of an engine, and the calls that change them."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        params: nnx.State | None,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_seqs: int,
+        pages_per_seq: int,
+        token_budget: int,
+        implementation: str | None,
+    ):
+        """See `Engine` and `EngineConfig`."""
+        graphdef, own = nnx.split(model)
+        leaves, structure = jax.tree.flatten(own if params is None else params)
+        self.shapes = Shapes(max_seqs=max_seqs, token_budget=token_budget)
+        self.state = create_engine_state(
+            model.config,
+            num_pages=num_pages,
+            page_size=page_size,
+            max_seqs=max_seqs,
+            pages_per_seq=pages_per_seq,
+            dtype=leaves[0].dtype,
+        )
+        self._leaves = tuple(leaves)
+        self._step = make_step(graphdef, structure, implementation)
+        self._values = RowValues(max_seqs)
+        self._num_ranked = min(MAX_LOGPROBS, model.config.vocab_size)
+        self._compiled: set[tuple[int, int, Drawing]] = set()
+
+    @property
+    def num_compiled(self) -> int:
+        """Shapes of steps that have been compiled."""
+        return len(self._compiled)
+
+    @property
+    def table(self) -> pp.PageTable:
+        return self.state.table
+
+    def warmup(self, drawings: Sequence[Drawing]) -> None:
+        """Compiles all that may be needed, by running it on nothing."""
+        for drawing in drawings:
+            for shape in self.shapes.all():
+                self._run([], [], drawing, shape)
+        self._settle(Settlement())
+        self._adopt([])
+        self._fork([])
+        jax.block_until_ready(self.state)
+
+    def settle(self, settlement: Settlement) -> None:
+        """Tells the page table what the scheduler has decided."""
+        if settlement:
+            self._settle(settlement)
+
+    def dispatch(self, plan: Plan) -> Flight | None:
+        """Starts a step; None if there is nothing to compute."""
+        for start in range(0, len(plan.adoptions), _MAX_ADOPTIONS):
+            self._adopt(plan.adoptions[start : start + _MAX_ADOPTIONS])
+        if plan.forks:
+            self._fork(plan.forks)
+        seqs = [*plan.decodes, *(chunk.seq for chunk in plan.chunks)]
+        if not seqs:
+            return None
+        drawing = max(drawing_of(seq.request.params) for seq in seqs)
+        for chunk in plan.chunks:
+            self._set_values(chunk.seq)
+        decode_rows = [seq.seat for seq in plan.decodes]
+        chunks = [(chunk.seq.seat, chunk.tokens) for chunk in plan.chunks]
+        num_decodes, report = self._run(decode_rows, chunks, drawing)
+        lives = [seq.lives for seq in seqs]
+        return Flight(plan=plan, lives=lives, num_decodes=num_decodes, report=report)
+
+    def read(self, flight: Flight) -> Outcome:
+        """Waits for a step, and takes note of where it has put the K/V of its sequences.
+
+        Raises:
+            RuntimeError: the page table did not have what the host was sure of.
+        """
+        report: Report = jax.device_get(flight.report)
+        if not report.sound:
+            raise RuntimeError("the page table lacks pages or rows that the scheduler counts on")
+        plan, page_size = flight.plan, self.table.page_size
+        pages = (report.slots // page_size).tolist()
+        tokens = report.tokens.tolist()
+        num_seqs, num_decodes = len(plan.decodes), flight.num_decodes
+        outcome = []
+        for index, (seq, life) in enumerate(zip(plan.decodes, flight.lives, strict=False)):
+            if seq.lives == life and seq.row is not None:
+                seq.store(pages[index : index + 1], page_size)
+            outcome.append((seq, tokens[index], _ranked(report, index)))
+        start = num_decodes
+        for index, (chunk, life) in enumerate(
+            zip(plan.chunks, flight.lives[num_seqs:], strict=True), num_decodes
+        ):
+            end = start + len(chunk.tokens)
+            if chunk.seq.lives == life and chunk.seq.row is not None:
+                chunk.seq.store(pages[start:end], page_size)
+            start = end
+            if chunk.ends:
+                outcome.append((chunk.seq, tokens[index], _ranked(report, index)))
+        return Outcome(num_free=int(report.num_free), tokens=outcome)
+
+    def _run(
+        self,
+        decode_rows: list[int],
+        chunks: list[tuple[int, list[int]]],
+        drawing: Drawing,
+        shape: tuple[int, int] | None = None,
+    ) -> tuple[int, Report]:
+        """Dispatches a batch; returns its number of decoding rows too."""
+        shape = shape or self.shapes.fit(len(decode_rows), [len(tokens) for _, tokens in chunks])
+        batch = pack(
+            decode_rows,
+            chunks,
+            shape=shape,
+            shapes=self.shapes,
+            values=self._values,
+            drawing=drawing,
+            num_ranked=self._num_ranked,
+        )
+        self._compiled.add((*shape, drawing))
+        self.state, report = self._step(self._leaves, self.state, batch)
+        for leaf in jax.tree.leaves(report):
+            leaf.copy_to_host_async()
+        return shape[0], report
+
+    def _set_values(self, seq: Seq) -> None:
+        request, params = seq.request, seq.request.params
+        prompt = zlib.crc32(np.asarray(request.prompt, np.int32).tobytes())
+        self._values.set(
+            seq.seat,
+            seeds=(request.seed, prompt, seq.completion.index),
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+        )
+
+    def _settle(self, settlement: Settlement) -> None:
+        """All retained, then all freed, then all released, in calls of one shape."""
+        table = self.table
+        retained = _split(settlement.retained)
+        released = _split(settlement.released)
+        freed = np.zeros(table.max_seqs, bool)
+        freed[settlement.freed] = True
+        calls: list[tuple[list[int], bool, list[int]]]
+        calls = [(pages, False, []) for pages in retained[:-1]]
+        calls += [(retained[-1], True, released[0])]
+        calls += [([], False, pages) for pages in released[1:]]
+        for to_retain, frees, to_release in calls:
+            self.state = settle(
+                self.state,
+                _padded(to_retain, _MAX_ENTRIES, table.num_pages),
+                freed if frees else np.zeros_like(freed),
+                _padded(to_release, _MAX_ENTRIES, table.num_pages),
+            )
+
+    def _adopt(self, adoptions: list[Adoption]) -> None:
+        table = self.table
+        pages = np.full((_MAX_ADOPTIONS, table.pages_per_seq), table.num_pages, np.int32)
+        for entry, (_, adopted) in enumerate(adoptions):
+            pages[entry, : len(adopted)] = adopted
+        rows = _padded([row for row, _ in adoptions], _MAX_ADOPTIONS, table.max_seqs)
+        self.state = adopt(self.state, rows, pages)
+
+    def _fork(self, forks: list[tuple[int, int]]) -> None:
+        max_seqs = self.table.max_seqs
+        src, dst = (_padded([fork[i] for fork in forks], max_seqs, max_seqs) for i in (0, 1))
+        self.state = fork(self.state, src, dst)
+
+
+def drawing_of(params: SamplingParams) -> Drawing:
+    """What sampling a request needs."""
+    if params.filtered or params.wants_logprobs:
+        return Drawing.FULL
+    return Drawing.TEMPERATURE if params.temperature > 0 else Drawing.GREEDY
+
+
+def _ranked(report: Report, index: int) -> list[tuple[int, float]] | None:
+    """A token and the best ones, each with its log-probability."""
+    if report.logprobs is None or report.top_tokens is None or report.top_logprobs is None:
+        return None
+    first = int(report.tokens[index]), float(report.logprobs[index])
+    top = zip(report.top_tokens[index].tolist(), report.top_logprobs[index].tolist(), strict=True)
+    return [first, *top]
+
+
+def _split(pages: list[int]) -> list[list[int]]:
+    """Pages in as many lists as calls take, at least one."""
+    starts = range(0, max(len(pages), 1), _MAX_ENTRIES)
+    return [pages[start : start + _MAX_ENTRIES] for start in starts]
+
+
+def _padded(values: Sequence[int], size: int, padding: int) -> np.ndarray:
+    padded = np.full(size, padding, np.int32)
+    padded[: len(values)] = values
+    return padded

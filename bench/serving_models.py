@@ -1,0 +1,119 @@
+"""The models of the serving bench: sizes of Llama's, random weights made on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from models.config import Llama3RopeScaling, ModelConfig
+from models.decoder import Decoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingShape:
+    """A model, and what a run gives it unless told otherwise.
+
+    Attributes:
+      config, dtype: of the model.
+      kv_gib: memory for K/V, enough for 32 rows of max_len (tiny: 4).
+      max_len: most tokens of a prompt and its output.
+      step_seqs: rows of the decode step that is looked into, each with a prompt of max_len.
+    """
+
+    config: ModelConfig
+    dtype: DTypeLike
+    kv_gib: float
+    max_len: int = 2048
+    step_seqs: int = 64
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of K and V that all layers together keep of one token."""
+        config = self.config
+        heads = 2 * config.num_layers * config.num_kv_heads
+        return heads * config.head_dim * jnp.dtype(self.dtype).itemsize
+
+
+def _llama3(factor: float) -> Llama3RopeScaling:
+    return Llama3RopeScaling(
+        factor=factor,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
+
+
+SHAPES = {
+    "1b": ServingShape(  # Llama 3.2 1B
+        config=ModelConfig(
+            vocab_size=128256,
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_layers=16,
+            num_q_heads=32,
+            num_kv_heads=8,
+            head_dim=64,
+            rms_norm_eps=1e-5,
+            rope_theta=500000.0,
+            rope_scaling=_llama3(32.0),
+            max_position_embeddings=131072,
+            tie_word_embeddings=True,
+        ),
+        dtype=jnp.bfloat16,
+        kv_gib=2.0,
+    ),
+    "8b": ServingShape(  # Llama 3.1 8B
+        config=ModelConfig(
+            vocab_size=128256,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_layers=32,
+            num_q_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            rms_norm_eps=1e-5,
+            rope_theta=500000.0,
+            rope_scaling=_llama3(8.0),
+            max_position_embeddings=131072,
+        ),
+        dtype=jnp.bfloat16,
+        kv_gib=8.0,
+    ),
+    "tiny": ServingShape(  # for a dry run without a GPU
+        config=ModelConfig(
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=128,
+            num_layers=2,
+            num_q_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+        ),
+        dtype=jnp.float32,
+        kv_gib=0.5 / 1024,
+        max_len=256,
+        step_seqs=4,
+    ),
+}
+
+
+def random_model(shape: ServingShape) -> Decoder:
+    """A decoder with random weights that were never on the host, nor all in f32."""
+
+    @nnx.jit
+    def make() -> Decoder:
+        # XLA has an operation for rbg; threefry would be compiled anew for each weight.
+        rngs = nnx.Rngs(jax.random.key(0, impl="rbg"))
+        return Decoder(shape.config, dtype=shape.dtype, rngs=rngs)
+
+    return make()
+
+
+def weight_bytes(model: Decoder) -> int:
+    """Bytes of weights that a decode step reads: all but input embeddings, which it looks up."""
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    return total - (0 if model.lm_head is None else model.embed_tokens.weight[...].nbytes)

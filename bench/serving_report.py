@@ -1,0 +1,169 @@
+"""What the serving bench found, as tables and a chart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench import timing
+from bench.report import number, ratio, table
+
+NAMES = {
+    "engine": "engine",
+    "engine_no_cache": "engine, no prefix cache",
+    "static": "static batch, contiguous cache",
+    "transformers": "transformers generate",
+}
+_COLORS = dict(zip(NAMES, ("#0072B2", "#56B4E9", "#D55E00", "#009E73"), strict=True))
+_NUM_KERNELS = 25
+
+
+def _rate(result: dict | None) -> float | None:
+    return result.get("tokens_per_s") if result else None
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _spread(spread: dict | None, scale: float = 1.0, spec: str = ".2f") -> str:
+    if spread is None:
+        return "-"
+    return f"{scale * spread['p50']:{spec}} / {scale * spread['p99']:{spec}}"
+
+
+# header, and the cell of a result
+_COLUMNS: dict[str, Callable[[dict], str]] = {
+    "requests": lambda x: str(x["num_finished"]),
+    "wall s": lambda x: f"{x['wall_s']:.1f}",
+    "tokens/s": lambda x: f"{x['tokens_per_s']:.0f}",
+    "requests/s": lambda x: f"{x['requests_per_s']:.1f}",
+    "memory utilisation": lambda x: _percent(x["utilization"]),
+    "live K/V of the budget": lambda x: _percent(x["live_of_budget"]),
+    "first token s, p50 / p99": lambda x: _spread(x["ttft_s"]),
+    "per token ms": lambda x: _spread(x["tpot_s"], 1e3, ".1f"),
+    "request s": lambda x: _spread(x["latency_s"]),
+    "preemptions": lambda x: str(x.get("preemptions", "-")),
+    "cache hits": lambda x: _percent(x.get("cache_hit_rate")),
+    "compilations": lambda x: str(x.get("compilations", "-")),
+}
+
+
+def progress(name: str, result: dict) -> str:
+    """One line about the system just measured."""
+    if result["status"] != "ok":
+        return f"{NAMES[name]}: {result['status']}, {result['reason']}"
+    cells = (f"{head} {cell(result)}" for head, cell in _COLUMNS.items())
+    return f"{NAMES[name]}: " + ", ".join(cells)
+
+
+def _systems_table(run: dict) -> str:
+    systems = run["systems"]
+    static = _rate(systems.get("static"))
+    rows = [["system", *_COLUMNS, "x static"]]
+    found = {name: systems[name] for name in NAMES if name in systems}
+    for name, result in found.items():
+        if result["status"] == "ok":
+            cells = [cell(result) for cell in _COLUMNS.values()]
+            times = number(ratio(_rate(result), static), ".2f")
+        else:
+            cells, times = ["-"] * len(_COLUMNS), "-"
+        rows.append([NAMES[name], *cells, times])
+    reasons = [
+        f"- {NAMES[name]}: {result['reason']}"
+        for name, result in found.items()
+        if "reason" in result
+    ]
+    return "\n\n".join([table(rows), *(["\n".join(reasons)] if reasons else [])])
+
+
+def _trace_in_words(run: dict) -> str:
+    trace, sizes = run["trace"], run["sizes"]
+    return (
+        f"{run['shape']}, {sizes['kv_gib']:g} GiB of K/V = {sizes['capacity']} tokens, rows of up"
+        f" to {sizes['max_len']}. {trace['num_requests']} requests, prompts of"
+        f" {trace['prompt_mean']:.0f} tokens in the mean (most {trace['prompt_max']}), outputs of"
+        f" {trace['output_mean']:.0f} (most {trace['output_max']}); the last one comes after"
+        f" {trace['last_arrival']:.1f} s."
+    )
+
+
+def _step_table(step: dict) -> str:
+    weights, kv = step["weight_bytes"] / 1e9, step["kv_bytes"] / 1e9
+    gbps, roofline = number(step["read_gbps"], ".0f"), number(step["roofline_us"], ".0f")
+    over = {
+        name: number(ratio(step[f"{name}_us"], step["roofline_us"]), ".3f")
+        for name in ("wall", "kernel")
+    }
+    words = (
+        f"Decode step of {step['num_seqs']} rows with {step['context']:.0f} tokens each: wall"
+        f" {step['wall_us']:.0f} us, kernels {number(step['kernel_us'], '.0f')} us. To read"
+        f" {weights:.2f} GB of weights and {kv:.2f} GB of K/V takes {roofline} us at {gbps} GB/s:"
+        f" wall over roofline {over['wall']}, kernels over roofline {over['kernel']}."
+    )
+    if not step["kernels"]:
+        return f"{words}\n\nNo kernel times: {step['reason']}."
+    rows = [["us per step", "launches", "kernel"]]
+    rows += [
+        [f"{kernel['us']:.1f}", f"{kernel['launches']:g}", kernel["name"][:100]]
+        for kernel in step["kernels"][:_NUM_KERNELS]
+    ]
+    return f"{words}\n\n{table(rows)}"
+
+
+def markdown(run: dict) -> str:
+    """The tables, with what they were measured on."""
+    blocks = [_trace_in_words(run)]
+    blocks += [_systems_table(run)] if run["systems"] else []
+    blocks += [_step_table(run["decode_step"])] if run["decode_step"] else []
+    return "\n\n".join([*blocks, timing.provenance(run["meta"])]) + "\n"
+
+
+def plot(run: dict[str, Any], path: Path) -> None:
+    """Writes a PNG: throughput, memory over time, and how many requests were done how soon.
+
+    Raises:
+      ValueError: if no system was measured.
+    """
+    found = run["systems"]
+    systems = {x: found[x] for x in NAMES if x in found and found[x]["status"] == "ok"}
+    if not systems:
+        raise ValueError("there is nothing to plot: no system was measured")
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, (rates, memory, latency) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+    heights = [result["tokens_per_s"] for result in systems.values()]
+    bars = rates.bar(range(len(systems)), heights, color=[_COLORS[name] for name in systems])
+    rates.bar_label(bars, [f"{height:.0f}" for height in heights])
+    rates.set_xticks(range(len(systems)), [NAMES[x].replace(", ", ",\n") for x in systems])
+    rates.tick_params(axis="x", labelsize=8)
+    rates.set_ylabel("output tokens/s")
+    rates.set_title(f"{run['shape']}, {run['sizes']['kv_gib']:g} GiB of K/V")
+    for name, result in systems.items():
+        usage = result["usage"]
+        times = [sample["time"] for sample in usage] + [result["wall_s"]]
+        shares = [sample["live"] / result["capacity"] for sample in usage]
+        if name in ("engine", "static"):
+            label = f"{NAMES[name]}: {_percent(result['utilization'])} of what is reserved"
+            memory.stairs(shares, times, color=_COLORS[name], label=label, baseline=None)
+        done = result["latencies"]
+        share = [(i + 1) / len(done) for i in range(len(done))]
+        latency.step(done, share, where="post", color=_COLORS[name], label=NAMES[name])
+    memory.set_ylim(0, 1)
+    memory.set_xlabel("seconds")
+    memory.set_ylabel("K/V of live tokens / KV memory")
+    memory.set_title("KV memory over time")
+    memory.legend(fontsize=8)
+    latency.set_ylim(0, 1)
+    latency.set_xlabel("seconds from arrival to the last token")
+    latency.set_ylabel("share of requests")
+    latency.set_title(f"{run['meta']['device']}, JAX {run['meta']['jax']}")
+    latency.legend(fontsize=8)
+    for axes in (memory, latency):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=140)
+    plt.close(figure)

@@ -1,0 +1,116 @@
+"""The requests of a serving run: when each comes, its prompt, and how many tokens it gets."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+# Means of ShareGPT as in the PagedAttention paper (Kwon et al., 2023, figure 11), which has no
+# other numbers; the widths were chosen to reach from a few tokens to over a thousand, as it shows.
+_PROMPT_MEAN, _PROMPT_SIGMA = 161.0, 1.0
+_OUTPUT_MEAN, _OUTPUT_SIGMA = 338.0, 0.8
+_MIN_LEN = 4
+_FULL_LEN = 2048  # of max_len, from which on lengths are those of ShareGPT
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TraceRequest:
+    """One request.
+
+    Attributes:
+      arrival: seconds after the start of the run.
+      prompt: i32[n]
+      num_tokens: how many it is to get, whatever they are.
+    """
+
+    arrival: float
+    prompt: np.ndarray
+    num_tokens: int
+
+
+def make_trace(
+    num_requests: int,
+    *,
+    vocab_size: int,
+    max_len: int,
+    rate: float = math.inf,
+    prefix_share: float = 0.0,
+    prefix_len: int = 0,
+    num_prefixes: int = 4,
+    seed: int = 0,
+) -> list[TraceRequest]:
+    """Requests with ShareGPT's mean lengths, in the order in which they come.
+
+    Lengths of prompts and outputs are log-normal, clipped to `[4, max_len / 2]`, so that both fit
+    into max_len; below a max_len of 2048 their means shrink with it. Arrivals are a Poisson
+    process.
+
+    Args:
+      num_requests: how many.
+      vocab_size: tokens are uniform below it.
+      max_len: most tokens of a prompt and its output together.
+      rate: requests per second, inf: all are there at the start.
+      prefix_share: share of the requests that have one of the system prompts before their own.
+      prefix_len: tokens of a system prompt, at most `max_len / 2 - 4`.
+      num_prefixes: different system prompts.
+      seed: of everything.
+
+    Raises:
+      ValueError: if a number is out of its range.
+    """
+    limit = max_len // 2
+    if num_requests < 1 or num_prefixes < 1 or limit < _MIN_LEN:
+        raise ValueError(
+            f"{num_requests=} and {num_prefixes=} must be positive, {max_len=} at least 8"
+        )
+    if not rate > 0 or not 0 <= prefix_share <= 1 or not 0 <= prefix_len <= limit - _MIN_LEN:
+        raise ValueError(
+            f"{rate=} must be above 0, {prefix_share=} in [0, 1], {prefix_len=} in "
+            f"[0, {limit - _MIN_LEN}]"
+        )
+    rng = np.random.default_rng(seed)
+    scale = min(1.0, max_len / _FULL_LEN)
+    own = _lengths(rng, num_requests, scale * _PROMPT_MEAN, _PROMPT_SIGMA, limit)
+    outputs = _lengths(rng, num_requests, scale * _OUTPUT_MEAN, _OUTPUT_SIGMA, limit)
+    arrivals = np.cumsum(rng.exponential(1.0, num_requests)) / rate
+    has_prefix = rng.random(num_requests) < prefix_share
+    choice = rng.integers(num_prefixes, size=num_requests)
+    prefixes = rng.integers(vocab_size, size=(num_prefixes, prefix_len), dtype=np.int32)
+    requests = []
+    for i in range(num_requests):
+        prefix = prefixes[choice[i]] if has_prefix[i] else prefixes[0, :0]
+        rest = min(int(own[i]), limit - len(prefix))
+        tokens = rng.integers(vocab_size, size=rest, dtype=np.int32)
+        requests.append(
+            TraceRequest(
+                arrival=float(arrivals[i]),
+                prompt=np.concatenate([prefix, tokens]),
+                num_tokens=int(outputs[i]),
+            )
+        )
+    return requests
+
+
+def describe_trace(trace: list[TraceRequest]) -> dict[str, Any]:
+    """The lengths that came out."""
+    prompts = [len(request.prompt) for request in trace]
+    outputs = [request.num_tokens for request in trace]
+    return {
+        "num_requests": len(trace),
+        "prompt_mean": float(np.mean(prompts)),
+        "prompt_max": max(prompts),
+        "output_mean": float(np.mean(outputs)),
+        "output_max": max(outputs),
+        "last_arrival": trace[-1].arrival,
+    }
+
+
+def _lengths(
+    rng: np.random.Generator, count: int, mean: float, sigma: float, limit: int
+) -> np.ndarray:
+    """i64[count], log-normal with this mean before it is clipped."""
+    drawn = rng.lognormal(math.log(mean) - sigma**2 / 2, sigma, count)
+    return np.clip(np.rint(drawn), _MIN_LEN, limit).astype(np.int64)

@@ -10,6 +10,7 @@ from vLLM (Kwon et al., SOSP 2023).
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -206,7 +207,7 @@ class Engine:
         self._check_alive()
         try:
             dispatched = self._dispatch(self._plan())
-            while len(self._flights) > dispatched:
+            while len(self._flights) > (dispatched if self._live else 0):
                 self._read()
         except BaseException as error:
             self._die(error)
@@ -379,7 +380,7 @@ class Engine:
 
     def _dispatch(self, plan: Plan) -> int:
         """Starts a step, and returns how many that were: 0 or 1."""
-        self._worker.settle(self._scheduler.take_settlement())
+        self._worker.settle(self._scheduler.take_settlement(), plan.adoptions)
         flight = self._worker.dispatch(plan)
         if flight is None:
             return 0
@@ -524,7 +525,9 @@ def _best(drawn: list[Completion], count: int) -> list[Completion]:
     """Those with the highest mean log-probability, best first."""
 
     def mean(completion: Completion) -> float:
-        return completion.cumulative_logprob / max(len(completion.tokens), 1)
+        # No number at all, where the model gave none, is not a good one.
+        total = completion.cumulative_logprob or -math.inf
+        return total / max(len(completion.tokens), 1)
 
     best = sorted(drawn, key=mean, reverse=True)[:count]
     for index, completion in enumerate(best):

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 import pallas_paged as pp
-from models.batch import Batch, Chunks, Draws
+from models.batch import Array, Batch, Chunks, Draws
 from models.config import ModelConfig
 from models.decoder import Attend, LayerCache
 from models.generate_state import run_layers
@@ -61,6 +61,25 @@ class Report:
     logprobs: jax.Array | None
     top_tokens: jax.Array | None
     top_logprobs: jax.Array | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Changes:
+    """What a page table is told between two steps.
+
+    Attributes:
+        retained, released: i32[P], pages, padded with num_pages.
+        freed: bool[max_seqs], rows.
+        rows: i32[A], empty ones that begin with full pages; padded with max_seqs.
+        pages: i32[A, pages_per_seq], those pages, padded with num_pages.
+    """
+
+    retained: Array
+    freed: Array
+    released: Array
+    rows: Array
+    pages: Array
 
 
 Step = Callable[[tuple[jax.Array, ...], EngineState, Batch], tuple[EngineState, Report]]
@@ -167,28 +186,22 @@ def make_step(
     return jax.jit(step, donate_argnames="state", compiler_options=options)
 
 
-@partial(jax.jit, donate_argnames="state")
+@partial(jax.jit, donate_argnames=("table", "sound"))
 def settle(
-    state: EngineState, retained: jax.Array, freed: jax.Array, released: jax.Array
-) -> EngineState:
-    """Retains pages, then frees rows, then releases pages.
+    table: pp.PageTable, sound: jax.Array, changes: Changes
+) -> tuple[pp.PageTable, jax.Array]:
+    """Retains pages, frees rows, releases pages and then lets rows adopt some.
 
     Args:
-        state: donated.
-        retained, released: i32[P], padded with num_pages.
-        freed: bool[max_seqs]
+        table, sound: of the state, donated.
+        changes: what to do.
     """
-    table, ok = pp.retain(state.table, retained)
-    sound = state.sound & jnp.all(ok | (retained >= table.num_pages))
-    return replace(state, table=pp.release(pp.free(table, freed), released), sound=sound)
-
-
-@partial(jax.jit, donate_argnames="state")
-def adopt(state: EngineState, rows: jax.Array, pages: jax.Array) -> EngineState:
-    """Begins empty rows i32[A], padded with max_seqs, with full pages i32[A, n] (state donated)."""
-    table, ok = pp.adopt(state.table, rows, pages)
-    sound = state.sound & jnp.all(ok | (rows >= table.max_seqs))
-    return replace(state, table=table, sound=sound)
+    table, retained = pp.retain(table, changes.retained)
+    table = pp.release(pp.free(table, changes.freed), changes.released)
+    table, adopted = pp.adopt(table, changes.rows, changes.pages)
+    retained |= changes.retained >= table.num_pages  # padding
+    adopted |= changes.rows >= table.max_seqs
+    return table, sound & jnp.all(retained) & jnp.all(adopted)
 
 
 @partial(jax.jit, donate_argnames="state")

@@ -1,10 +1,11 @@
-"""The engine's hands on the device: holds its state, and turns plans into dispatched work."""
+"""The engine's hands: turns plans into dispatched batches, and reports into tokens."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +14,14 @@ from flax import nnx
 import pallas_paged as pp
 from models.batch import Drawing, RowValues, Shapes, pack
 from models.decoder import Decoder
-from models.engine_step import Report, adopt, create_engine_state, fork, make_step, settle
+from models.engine_step import (
+    Changes,
+    Report,
+    create_engine_state,
+    fork,
+    make_step,
+    settle,
+)
 from models.request import MAX_LOGPROBS, SamplingParams
 from models.scheduler import Adoption, Plan, Settlement
 from models.seq import Seq
@@ -54,7 +62,7 @@ class Outcome:
 
 
 class Worker:
-    """Page table, pool and last tokens of an engine, and the calls that change them."""
+    """Packs what the scheduler plans, and unpacks what the device reports."""
 
     def __init__(
         self,
@@ -72,7 +80,7 @@ class Worker:
         graphdef, own = nnx.split(model)
         leaves, structure = jax.tree.flatten(own if params is None else params)
         self.shapes = Shapes(max_seqs=max_seqs, token_budget=token_budget)
-        self.state = create_engine_state(
+        self._state = create_engine_state(
             model.config,
             num_pages=num_pages,
             page_size=page_size,
@@ -93,27 +101,25 @@ class Worker:
 
     @property
     def table(self) -> pp.PageTable:
-        return self.state.table
+        """The page table after all that was dispatched; the next call takes its buffers."""
+        return self._state.table
 
     def warmup(self, drawings: Sequence[Drawing]) -> None:
         """Compiles all that may be needed, by running it on nothing."""
         for drawing in drawings:
             for shape in self.shapes.all():
                 self._run([], [], drawing, shape)
-        self._settle(Settlement())
-        self._adopt([])
+        self._settle(Settlement(), [])
         self._fork([])
-        jax.block_until_ready(self.state)
+        jax.block_until_ready(self._state)
 
-    def settle(self, settlement: Settlement) -> None:
-        """Tells the page table what the scheduler has decided."""
-        if settlement:
-            self._settle(settlement)
+    def settle(self, settlement: Settlement, adoptions: Sequence[Adoption] = ()) -> None:
+        """Tells the page table what the scheduler has decided, if that is anything."""
+        if settlement or adoptions:
+            self._settle(settlement, adoptions)
 
     def dispatch(self, plan: Plan) -> Flight | None:
         """Starts a step; None if there is nothing to compute."""
-        for start in range(0, len(plan.adoptions), _MAX_ADOPTIONS):
-            self._adopt(plan.adoptions[start : start + _MAX_ADOPTIONS])
         if plan.forks:
             self._fork(plan.forks)
         seqs = [*plan.decodes, *(chunk.seq for chunk in plan.chunks)]
@@ -177,7 +183,7 @@ class Worker:
             num_ranked=self._num_ranked,
         )
         self._compiled.add((*shape, drawing))
-        self.state, report = self._step(self._leaves, self.state, batch)
+        self._state, report = self._step(self._leaves, self._state, batch)
         for leaf in jax.tree.leaves(report):
             leaf.copy_to_host_async()
         return shape[0], report
@@ -194,37 +200,50 @@ class Worker:
             min_p=params.min_p,
         )
 
-    def _settle(self, settlement: Settlement) -> None:
-        """All retained, then all freed, then all released, in calls of one shape."""
-        table = self.table
-        retained = _split(settlement.retained)
-        released = _split(settlement.released)
-        freed = np.zeros(table.max_seqs, bool)
-        freed[settlement.freed] = True
-        calls: list[tuple[list[int], bool, list[int]]]
-        calls = [(pages, False, []) for pages in retained[:-1]]
-        calls += [(retained[-1], True, released[0])]
-        calls += [([], False, pages) for pages in released[1:]]
-        for to_retain, frees, to_release in calls:
-            self.state = settle(
-                self.state,
-                _padded(to_retain, _MAX_ENTRIES, table.num_pages),
-                freed if frees else np.zeros_like(freed),
-                _padded(to_release, _MAX_ENTRIES, table.num_pages),
-            )
+    def _settle(self, settlement: Settlement, adoptions: Sequence[Adoption]) -> None:
+        """Retains, then frees, releases and adopts, in as few calls of one shape as do."""
+        retained = _split(settlement.retained, _MAX_ENTRIES)
+        released = _split(settlement.released, _MAX_ENTRIES)
+        adopted = _split(adoptions, _MAX_ADOPTIONS)
+        for pages in retained[:-1]:
+            self._change(retained=pages)
+        first = adopted.pop(0) if len(released) == 1 else ()
+        self._change(
+            retained=retained[-1], freed=settlement.freed, released=released[0], adoptions=first
+        )
+        for pages in released[1:]:
+            self._change(released=pages)
+        for entries in adopted:
+            self._change(adoptions=entries)
 
-    def _adopt(self, adoptions: list[Adoption]) -> None:
+    def _change(
+        self,
+        *,
+        retained: Sequence[int] = (),
+        freed: Sequence[int] = (),
+        released: Sequence[int] = (),
+        adoptions: Sequence[Adoption] = (),
+    ) -> None:
         table = self.table
+        is_freed = np.zeros(table.max_seqs, bool)
+        is_freed[list(freed)] = True
         pages = np.full((_MAX_ADOPTIONS, table.pages_per_seq), table.num_pages, np.int32)
         for entry, (_, adopted) in enumerate(adoptions):
             pages[entry, : len(adopted)] = adopted
-        rows = _padded([row for row, _ in adoptions], _MAX_ADOPTIONS, table.max_seqs)
-        self.state = adopt(self.state, rows, pages)
+        changes = Changes(
+            retained=_padded(retained, _MAX_ENTRIES, table.num_pages),
+            freed=is_freed,
+            released=_padded(released, _MAX_ENTRIES, table.num_pages),
+            rows=_padded([row for row, _ in adoptions], _MAX_ADOPTIONS, table.max_seqs),
+            pages=pages,
+        )
+        table, sound = settle(table, self._state.sound, changes)
+        self._state = replace(self._state, table=table, sound=sound)
 
     def _fork(self, forks: list[tuple[int, int]]) -> None:
         max_seqs = self.table.max_seqs
         src, dst = (_padded([fork[i] for fork in forks], max_seqs, max_seqs) for i in (0, 1))
-        self.state = fork(self.state, src, dst)
+        self._state = fork(self._state, src, dst)
 
 
 def drawing_of(params: SamplingParams) -> Drawing:
@@ -243,10 +262,9 @@ def _ranked(report: Report, index: int) -> list[tuple[int, float]] | None:
     return [first, *top]
 
 
-def _split(pages: list[int]) -> list[list[int]]:
-    """Pages in as many lists as calls take, at least one."""
-    starts = range(0, max(len(pages), 1), _MAX_ENTRIES)
-    return [pages[start : start + _MAX_ENTRIES] for start in starts]
+def _split(entries: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    """Entries in as many pieces as calls take, at least one."""
+    return [entries[start : start + size] for start in range(0, max(len(entries), 1), size)]
 
 
 def _padded(values: Sequence[int], size: int, padding: int) -> np.ndarray:

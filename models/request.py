@@ -119,8 +119,8 @@ class Completion:
         text: of the tokens, up to a stop text; what may yet become one is held back. Empty without
             a tokenizer.
         logprobs: one for each token, if they were asked for.
-        cumulative_logprob: of all tokens, where the request needs it (`best_of`, `beam_width`,
-            `logprobs`); else 0.
+        cumulative_logprob: of all tokens and the stop token, where the request needs it
+            (`best_of`, `beam_width`, `logprobs`); else 0.
         finish_reason: None while it runs; "stopped" (a stop token or text), "max_tokens",
             "aborted", "bad_logits" (the model gave NaN or infinite scores) or "failed".
     """

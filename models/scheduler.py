@@ -94,6 +94,7 @@ class Scheduler:
         self._max_chunks = max_chunks
         self._watermark = watermark
         self._cache = cache
+        self._spare_pages = num_pages // 64
         self._rows = list(range(max_seqs - 1, -1, -1))  # without a holder; the last is next
         self._settlement = Settlement()
         self._exact = True  # num_free is what the table says, and nothing is in flight
@@ -358,7 +359,8 @@ class Scheduler:
     def _make_room(self, num_pages: int) -> bool:
         """Takes pages that are free, after evicting as many cached ones as are missing."""
         if self._cache is not None and self.num_free < num_pages:
-            evicted = self._cache.evict(num_pages - self.num_free)
+            # Some more than are missing, for each call that tells the table takes its time.
+            evicted = self._cache.evict(num_pages - self.num_free + self._spare_pages)
             self._settlement.released += evicted
             self.num_free += len(evicted)
             self.ledger += len(evicted)

@@ -103,14 +103,14 @@ class Seq:
         completion = self.completion
         if token < 0:
             return "bad_logits"
+        if logprobs is not None:
+            completion.cumulative_logprob += logprobs.token
         if token in self.stop_tokens:
             return "stopped"
         self.tokens.append(token)
         completion.tokens.append(token)
-        if logprobs is not None:
-            completion.cumulative_logprob += logprobs.token
-            if completion.logprobs is not None:
-                completion.logprobs.append(logprobs)
+        if logprobs is not None and completion.logprobs is not None:
+            completion.logprobs.append(logprobs)
         if self.stream is not None:
             completion.text += self.stream.push([token])
             if self.stream.stopped:

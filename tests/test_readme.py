@@ -20,6 +20,7 @@ def test_the_examples_run_in_one_go(capsys):
     for example in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
         exec(compile(example, "README.md", "exec"), names)
     assert capsys.readouterr().out == "[100 100 100 100] tokens; 228 of 256 pages are free\n"
+    assert names["text"].strip() and len(names["both"]) == 2
     q, cache = names["q"], names["cache"]
     np.testing.assert_array_equal(names["positions"], [100, 100, 100, *range(100, 130)])
     assert (names["slots"] < names["pool"].k_pages[0][0, ..., 0].size).all()  # all are written

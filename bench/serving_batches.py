@@ -69,8 +69,14 @@ def serve_in_batches(
             )
             for one in batch
         ]
-        rows = len(batch) if grows else batch_size
-        usage += _batch_usage(batch, times.padded_len, first_token, finish, rows, max_len, grows)
+        usage += _batch_usage(
+            batch,
+            times,
+            start=start,
+            num_rows=len(batch) if grows else batch_size,
+            max_len=None if grows else max_len,
+            waits=done < len(trace),
+        )
     return Record(
         served=served,
         usage=usage,
@@ -82,21 +88,21 @@ def serve_in_batches(
 
 def _batch_usage(
     batch: Sequence[TraceRequest],
-    padded_len: int,
-    first_token: float,
-    finish: float,
-    rows: int,
-    max_len: int,
-    grows: bool,
+    times: BatchTimes,
+    *,
+    start: float,
+    num_rows: int,
+    max_len: int | None,
+    waits: bool,
 ) -> list[Usage]:
-    """Memory over the steps of a batch, taken to be equally long."""
+    """Memory over the steps of a batch, taken to be equally long; a row without max_len grows."""
     prompts = np.array([len(one.prompt) for one in batch])
     wanted = np.array([one.num_tokens for one in batch])
     longest = int(wanted.max())
     samples = []
     for step in np.unique(np.linspace(0, longest - 1, _SAMPLES).astype(int)):
         live = int(np.sum((prompts + step)[wanted > step]))
-        row_len = padded_len + int(step) if grows else max_len
-        at = first_token + (finish - first_token) * int(step) / longest
-        samples.append(Usage(time=at, live=live, reserved=rows * row_len))
-    return [*samples, Usage(time=finish, live=0, reserved=0)]
+        row_len = times.padded_len + int(step) if max_len is None else max_len
+        at = times.first_token + (times.finish - times.first_token) * int(step) / longest
+        samples.append(Usage(time=at - start, live=live, reserved=num_rows * row_len, waits=waits))
+    return [*samples, Usage(time=times.finish - start, live=0, reserved=0, waits=waits)]

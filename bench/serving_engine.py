@@ -36,7 +36,8 @@ def usage(engine: Engine, requests: Sequence[Request], now: float) -> Usage:
         if request.first_token_time is not None
     ]
     empty = sum(-length % page_size for length in lens)
-    return Usage(time=now, live=max(0, reserved - empty), reserved=reserved)
+    waits = stats.num_queued > 0
+    return Usage(time=now, live=max(0, reserved - empty), reserved=reserved, waits=waits)
 
 
 def serve(engine: Engine, trace: Sequence[TraceRequest], *, seconds: float) -> Record:

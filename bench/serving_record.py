@@ -36,11 +36,13 @@ class Usage:
       time: seconds since the start of the run.
       live: tokens whose K/V are there and will be read, each stored one counted once.
       reserved: tokens that fit into what running requests were given.
+      waits: whether requests wait that have not been started, for memory above all.
     """
 
     time: float
     live: float
     reserved: float
+    waits: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,18 +88,19 @@ class Record:
             "utilization": self._share("live", "reserved"),
             "reserved_of_budget": self._share("reserved", None),
             "live_of_budget": self._share("live", None),
+            "live_of_budget_under_load": self._share("live", None, under_load=True),
             "usage": [asdict(sample) for sample in self.usage[::step]],
             "latencies": sorted(whole),
             "capacity": self.capacity,
             **self.extra,
         }
 
-    def _share(self, part: str, whole: str | None) -> float | None:
-        """The mean over the time in which something was reserved."""
+    def _share(self, part: str, whole: str | None, *, under_load: bool = False) -> float | None:
+        """The mean over the time in which something was reserved, or in which requests waited."""
         spans = np.diff([*(sample.time for sample in self.usage), self.wall])
         shares, weights = [], []
         for sample, span in zip(self.usage, spans, strict=True):
-            if sample.reserved:
+            if sample.reserved and (sample.waits or not under_load):
                 total = getattr(sample, whole) if whole else self.capacity
                 shares.append(getattr(sample, part) / total)
                 weights.append(max(float(span), 0.0))

@@ -41,6 +41,7 @@ _COLUMNS: dict[str, Callable[[dict], str]] = {
     "requests/s": lambda x: f"{x['requests_per_s']:.1f}",
     "memory utilisation": lambda x: _percent(x["utilization"]),
     "live K/V of the budget": lambda x: _percent(x["live_of_budget"]),
+    "while requests wait": lambda x: _percent(x["live_of_budget_under_load"]),
     "first token s, p50 / p99": lambda x: _spread(x["ttft_s"]),
     "per token ms": lambda x: _spread(x["tpot_s"], 1e3, ".1f"),
     "request s": lambda x: _spread(x["latency_s"]),

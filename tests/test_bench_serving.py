@@ -131,7 +131,13 @@ def _result(rate: float, **more: object) -> dict:
     result = {"status": "ok", "wall_s": 10.0, "num_finished": 8, "tokens_per_s": rate}
     result |= {"requests_per_s": 0.8, "ttft_s": spread, "tpot_s": spread, "latency_s": spread}
     usage = [{"time": float(i), "live": 10 * i, "reserved": 100} for i in range(5)]
-    memory = {"utilization": 0.25, "live_of_budget": None, "usage": usage, "capacity": 100}
+    memory = {
+        "utilization": 0.25,
+        "live_of_budget": None,
+        "live_of_budget_under_load": 0.5,
+        "usage": usage,
+        "capacity": 100,
+    }
     return result | memory | {"latencies": [1.0, 2.0, 4.0]} | more
 
 

@@ -73,9 +73,9 @@ def test_sums_of_a_record() -> None:
         Served(arrival=0.0, first_token=3.0, finish=3.0, num_tokens=1),
     ]
     usage = [
-        Usage(time=0.0, live=10, reserved=20),
-        Usage(time=3.0, live=30, reserved=30),
-        Usage(time=4.0, live=0, reserved=0),
+        Usage(time=0.0, live=10, reserved=20, waits=True),
+        Usage(time=3.0, live=30, reserved=30, waits=False),
+        Usage(time=4.0, live=0, reserved=0, waits=False),
     ]
     record = Record(served=served, usage=usage, wall=8.0, num_tokens=12, capacity=40)
     found = record.summarize()
@@ -85,6 +85,7 @@ def test_sums_of_a_record() -> None:
     # For three seconds a half, for one all of it; of nothing reserved there is no share.
     assert found["utilization"] == pytest.approx((3 * 0.5 + 1) / 4)
     assert found["live_of_budget"] == pytest.approx((3 * 10 + 30) / 4 / 40)
+    assert found["live_of_budget_under_load"] == pytest.approx(10 / 40)
     assert found["reserved_of_budget"] == pytest.approx((3 * 20 + 30) / 4 / 40)
     nothing = Record(served=[], usage=[], wall=1.0, num_tokens=0, capacity=40).summarize()
     assert nothing["latency_s"] is None and nothing["utilization"] is None

@@ -10,11 +10,10 @@ from vLLM (Kwon et al., SOSP 2023).
 
 from __future__ import annotations
 
-import math
+import operator
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from flax import nnx
@@ -22,54 +21,16 @@ from tqdm import tqdm
 
 import pallas_paged as pp
 from models.batch import Drawing
-from models.beam import BeamSearch, Ranked
+from models.beam import Ranked
 from models.decoder import Decoder
+from models.engine_config import EngineConfig, check_request
 from models.engine_stats import Counters, EngineStats
 from models.engine_worker import Flight, Worker, drawing_of
-from models.request import Completion, Logprobs, News, Request, SamplingParams
+from models.group import Group
+from models.request import Completion, News, Request, SamplingParams
 from models.scheduler import Plan, Scheduler
 from models.seq import Seq
-from models.text_stream import TextStream
 from models.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """Sizes of an engine.
-
-    Attributes:
-        num_pages: pages of the pool.
-        page_size: tokens of a page, a power of two.
-        max_seqs: sequences that run at a time.
-        max_len: most tokens of a sequence; None takes what the model has positions for, if the pool
-            does.
-        token_budget: tokens of a step, more than max_seqs: one for each sequence that decodes, the
-            rest for prompts.
-        watermark: share of the pool that must be left over when a sequence starts beside others.
-        prefix_caching: whether pages of what was computed before are used again.
-        implementation: of the attention of `pallas_paged`.
-    """
-
-    num_pages: int
-    page_size: int = 16
-    max_seqs: int = 64
-    max_len: int | None = None
-    token_budget: int = 2048
-    watermark: float = 0.01
-    prefix_caching: bool = True
-    implementation: str | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("num_pages", "page_size", "max_seqs", "token_budget", "max_len"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r} must be a positive integer")
-        if self.token_budget <= self.max_seqs:
-            raise ValueError(
-                f"token_budget={self.token_budget} must be more than max_seqs={self.max_seqs}"
-            )
-        if not 0 <= self.watermark < 1:
-            raise ValueError(f"watermark={self.watermark} must be at least 0 and below 1")
 
 
 class EngineDeadError(RuntimeError):
@@ -134,9 +95,7 @@ class Engine:
         self._counters = Counters(num_free_pages=config.num_pages)
         self._flights: deque[tuple[Flight, int]] = deque()  # with the ledger after their plans
         self._num_requests = 0
-        self._live: dict[Request, list[Seq]] = {}  # sequences that have not ended
-        self._drawn: dict[Request, list[Completion]] = {}  # those to choose the best of
-        self._searches: dict[Request, BeamSearch] = {}
+        self._groups: dict[Request, Group] = {}  # of requests that are not finished
         # What has changed since the last step, and how long it was before.
         self._changed: dict[Completion, tuple[Request, int, int]] = {}
         self._error: BaseException | None = None
@@ -149,7 +108,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether there is nothing left to do."""
-        return not (self._live or self._flights)
+        return not (self._groups or self._flights or self._changed)
 
     def submit(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
         """Puts a request at the end of the queue.
@@ -166,32 +125,23 @@ class Engine:
             EngineDeadError: an earlier step failed.
         """
         self._check_alive()
-        if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise ValueError("a prompt that is a text needs a tokenizer")
-            prompt = self._tokenizer.encode(prompt)
-        tokens = [int(token) for token in prompt]
-        self._check_request(tokens, params)
+        tokens = self._tokens_of(prompt)
+        check_request(tokens, params, config=self.config, max_len=self._max_len)
+        if params.stop and self._tokenizer is None:
+            raise ValueError(f"stop={params.stop!r} needs a tokenizer; stop_tokens does not")
+        if params.beam_width and 2 * params.beam_width > self._model.vocab_size:
+            vocab_size = self._model.vocab_size
+            raise ValueError(f"beam_width={params.beam_width} is more than half of {vocab_size=}")
         request = Request(
             number=self._num_requests,
             prompt=tokens,
             params=params,
             seed=self._num_requests if params.seed is None else params.seed,
         )
-        first, *others = seqs = self._start(request)
+        group = Group(request, tokenizer=self._tokenizer, eos_tokens=self._model.eos_token_ids)
         self._num_requests += 1
-        for other in others:
-            other.leader = first
-            first.followers.append(other)
-        self._live[request] = seqs
-        if params.beam_width:
-            first.num_spare_rows = params.beam_width - 1
-            self._searches[request] = BeamSearch(request=request, live=[first])
-        elif params.best_of:
-            self._drawn[request] = [seq.completion for seq in seqs]
-        else:
-            request.completions = [seq.completion for seq in seqs]
-        self._scheduler.add(first)
+        self._groups[request] = group
+        self._scheduler.add(group.first)
         return request
 
     def step(self) -> list[News]:
@@ -203,11 +153,12 @@ class Engine:
 
         Raises:
             EngineDeadError: this step failed, or an earlier one. What was unfinished is "failed".
+                Ctrl-C in a step also ends the engine.
         """
         self._check_alive()
         try:
             dispatched = self._dispatch(self._plan())
-            while len(self._flights) > (dispatched if self._live else 0):
+            while len(self._flights) > (dispatched if self._groups else 0):
                 self._read()
         except BaseException as error:
             self._die(error)
@@ -219,6 +170,7 @@ class Engine:
 
     def stream(self, request: Request) -> Iterator[News]:
         """Steps until a request is finished, and tells what comes of it from its beginning on."""
+        self._check_mine(request)
         told: dict[Completion, tuple[int, int, str | None]] = {}
         while True:
             finished = request.finished  # before a pause, in which others may step to its end
@@ -236,8 +188,10 @@ class Engine:
     def abort(self, request: Request) -> None:
         """Ends a request as it stands; its pages are free with the next step."""
         self._check_alive()
-        for seq in list(self._live.get(request, ())):
-            self._finish(seq, "aborted")
+        self._check_mine(request)
+        if request in self._groups:
+            for seq in [*self._groups[request].live]:
+                self._finish(seq, "aborted")
 
     def generate(
         self,
@@ -273,12 +227,12 @@ class Engine:
             for request in requests:
                 self.abort(request)
             raise
+        left = set(requests)
         with tqdm(total=len(requests), unit="request", disable=not progress) as bar:
-            num_finished = 0  # a disabled bar does not count
-            while num_finished < len(requests):
-                self.step()
-                before, num_finished = num_finished, sum(request.finished for request in requests)
-                bar.update(num_finished - before)
+            while left:
+                finished = left & {news.request for news in self.step() if news.request.finished}
+                left -= finished
+                bar.update(len(finished))
         return requests
 
     def warmup(self, params: Sequence[SamplingParams] | None = None) -> None:
@@ -318,62 +272,28 @@ class Engine:
         cached = self._cache.pages if self._cache is not None else ()
         pp.check(self.table, retained=np.asarray(cached, np.int32))
 
-    def _check_request(self, tokens: list[int], params: SamplingParams) -> None:
-        config, vocab_size = self.config, self._model.vocab_size
-        if not tokens:
-            raise ValueError("the prompt is empty")
-        if min(tokens) < 0 or max(tokens) >= vocab_size:
+    def _tokens_of(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise ValueError("a prompt that is a text needs a tokenizer")
+            prompt = self._tokenizer.encode(prompt)
+        try:
+            if isinstance(prompt, bytes):
+                raise TypeError
+            tokens = [operator.index(token) for token in prompt]
+        except TypeError:
+            raise ValueError("the prompt must be a text or integers, its tokens") from None
+        vocab_size = self._model.vocab_size
+        if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
             raise ValueError(f"the prompt has a token outside 0..{vocab_size - 1}")
-        length, max_tokens = len(tokens), params.max_tokens
-        if length + max_tokens > self._max_len:
-            raise ValueError(
-                f"a prompt of {length} tokens and {max_tokens=} are more than the {self._max_len}"
-                " tokens of a sequence"
-            )
-        if params.num_rows > config.max_seqs:
-            raise ValueError(
-                f"{params.num_rows} sequences at a time are more than max_seqs={config.max_seqs}"
-            )
-        pages = -(-(length + max_tokens) // config.page_size) * (params.beam_width or 1)
-        if pages > config.num_pages:
-            raise ValueError(
-                f"a prompt of {length} tokens and {max_tokens=} may need {pages} pages, of"
-                f" num_pages={config.num_pages}"
-            )
-        if params.beam_width and 2 * params.beam_width > vocab_size:
-            raise ValueError(f"beam_width={params.beam_width} is more than half of {vocab_size=}")
-        if params.stop and self._tokenizer is None:
-            raise ValueError(f"stop={params.stop!r} needs a tokenizer; stop_tokens does not")
-
-    def _start(self, request: Request) -> list[Seq]:
-        """The sequences that a request begins with."""
-        params, prompt = request.params, request.prompt
-        ends = self._model.eos_token_ids if params.stop_tokens is None else params.stop_tokens
-        seqs = []
-        for index in range(1 if params.beam_width else params.num_rows):
-            stream = None
-            if self._tokenizer is not None and not params.beam_width:
-                stream = TextStream(self._tokenizer, prompt, params.stop)
-            seqs.append(
-                Seq(
-                    request=request,
-                    completion=Completion(
-                        index=index, logprobs=None if params.logprobs is None else []
-                    ),
-                    tokens=list(prompt),
-                    limit=len(prompt) + params.max_tokens,
-                    stop_tokens=frozenset(ends),
-                    stream=stream,
-                    steered=params.beam_width is not None,
-                )
-            )
-        return seqs
+        return tokens
 
     def _plan(self) -> Plan:
         while (plan := self._scheduler.plan(in_flight=bool(self._flights))) is None:
             # Pages are short: for once the host waits, to know how many there really are.
-            while self._flights:
+            if self._flights:
                 self._read()
+                continue
             self._worker.settle(self._scheduler.take_settlement())
             self._scheduler.resync(int(self.table.num_free))
         return plan
@@ -420,76 +340,63 @@ class Engine:
         if seq.steered:
             self._steer(seq, token, ranked)
             return
-        logprobs = None
-        if ranked is not None and request.params.wants_logprobs:
-            (_, logprob), *top = ranked
-            logprobs = Logprobs(token=logprob, top=dict(top[: request.params.logprobs or 0]))
-        if request not in self._drawn:
-            self._note(request, seq.completion)
-        reason = seq.accept(token, logprobs)
-        self._counters.generated_tokens += reason != "bad_logits" and token not in seq.stop_tokens
+        group = self._groups[request]
+        self._note(group, seq)
+        before = len(seq.tokens)
+        reason = group.accept(seq, token, ranked)
+        self._counters.generated_tokens += len(seq.tokens) - before
         if reason is not None:
             self._finish(seq, reason)
 
     def _steer(self, seq: Seq, token: int, ranked: Ranked | None) -> None:
-        assert ranked is not None
-        search = self._searches[seq.request]
-        if token < 0:
-            for beam in list(self._live[seq.request]):
+        group = self._groups[seq.request]
+        if token < 0 or ranked is None:
+            for beam in [*group.live]:
                 self._finish(beam, "bad_logits")
             return
-        advance = search.report(seq, ranked[1:])
+        advance = group.steer(seq, ranked[1:])
         if advance is None:
             return
         for beam in advance.ended:
             self._scheduler.remove(beam)
-            self._live[seq.request].remove(beam)
         for parent, child in advance.branches:
-            self._live[seq.request].append(child)
             self._scheduler.branch(parent, child)
         for beam, token in advance.goes_on:
             beam.tokens.append(token)
             self._scheduler.unpark(beam)
-            self._scheduler.give_spare_rows(beam)  # the branches have them
+            beam.num_spare_rows = 0  # the branches have them
             self._counters.generated_tokens += 1
-        if not self._live[seq.request]:
-            self._end(seq.request)
+        if not group.live:
+            self._conclude(group)
 
     def _finish(self, seq: Seq, reason: str) -> None:
         """Ends a sequence, and its request with the last of them."""
-        request = seq.request
-        if request not in self._drawn and request not in self._searches:
-            self._note(request, seq.completion)
-        seq.finish(reason)
-        if (search := self._searches.get(request)) is not None:
-            search.end(seq, reason)
+        group = self._groups[seq.request]
+        self._note(group, seq)
+        group.finish(seq, reason)
         self._scheduler.remove(seq)
-        self._live[request].remove(seq)
-        if not self._live[request]:
-            self._end(request)
+        if not group.live:
+            self._conclude(group)
 
-    def _end(self, request: Request) -> None:
-        if request in self._drawn or request in self._searches:
-            self._rank(request)
+    def _conclude(self, group: Group) -> None:
+        request = group.request
+        group.conclude()
+        if group.ranks:
             for completion in request.completions:
                 self._changed[completion] = (request, 0, 0)
-                if request.params.beam_width and self._tokenizer is not None:
-                    stream = TextStream(self._tokenizer, request.prompt, ())
-                    completion.text = stream.push(completion.tokens) + stream.finish()
-        request.finish_time = time.perf_counter()
         self._counters.count_request(request)
-        del self._live[request]
+        del self._groups[request]
 
-    def _rank(self, request: Request) -> None:
-        """Chooses the completions of a request that draws more, or searches."""
-        if (search := self._searches.pop(request, None)) is not None:
-            request.completions = search.ranked()
-        if (drawn := self._drawn.pop(request, None)) is not None:
-            request.completions = _best(drawn, request.params.n)
+    def _note(self, group: Group, seq: Seq) -> None:
+        """Takes note of how long a completion is that is about to change, for the news."""
+        if not group.ranks:
+            completion = seq.completion
+            before = (group.request, len(completion.tokens), len(completion.text))
+            self._changed.setdefault(completion, before)
 
-    def _note(self, request: Request, completion: Completion) -> None:
-        before = (request, len(completion.tokens), len(completion.text))
-        self._changed.setdefault(completion, before)
+    def _check_mine(self, request: Request) -> None:
+        if request not in self._groups and not request.finished:
+            raise ValueError(f"request {request.number} is of another engine")
 
     def _check_alive(self) -> None:
         if self._error is not None:
@@ -498,17 +405,11 @@ class Engine:
     def _die(self, error: BaseException) -> None:
         """Ends everything: the state's buffers may be gone with the step that failed."""
         self._error = error
-        for request, seqs in self._live.items():
-            request.error = str(error) or type(error).__name__
-            for seq in seqs:
-                seq.completion.finish_reason = "failed"
-                if (search := self._searches.get(request)) is not None:
-                    search.end(seq, "failed")
-            self._rank(request)
-            request.finish_time = time.perf_counter()
-            self._counters.count_request(request)
-        self._live.clear()
+        groups, self._groups = self._groups, {}
         self._flights.clear()
+        for group in groups.values():
+            group.abandon(error)
+            self._counters.count_request(group.request)
 
 
 def _news(completion: Completion, request: Request, tokens: int, characters: int) -> News:
@@ -519,17 +420,3 @@ def _news(completion: Completion, request: Request, tokens: int, characters: int
         text=completion.text[characters:],
         finish_reason=completion.finish_reason,
     )
-
-
-def _best(drawn: list[Completion], count: int) -> list[Completion]:
-    """Those with the highest mean log-probability, best first."""
-
-    def mean(completion: Completion) -> float:
-        # No number at all, where the model gave none, is not a good one.
-        total = completion.cumulative_logprob or -math.inf
-        return total / max(len(completion.tokens), 1)
-
-    best = sorted(drawn, key=mean, reverse=True)[:count]
-    for index, completion in enumerate(best):
-        completion.index = index
-    return best

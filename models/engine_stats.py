@@ -20,7 +20,7 @@ class EngineStats:
     Attributes:
         num_queued, num_running: sequences without and with a row, now.
         num_finished: requests that ended by themselves.
-        num_aborted, num_failed: requests that were aborted, or ended by an error.
+        num_aborted, num_failed: requests that were aborted, or ended by an error or bad logits.
         num_preemptions: times a sequence gave its pages up, to be computed again.
         prompt_tokens: of all requests that have ended.
         cached_tokens: of those, found in the prefix cache.
@@ -97,7 +97,7 @@ class Counters:
         self.prompt_tokens += len(request.prompt)
         self.cached_tokens += request.num_cached_tokens
         reasons = {completion.finish_reason for completion in request.completions}
-        if "failed" in reasons:
+        if reasons & {"failed", "bad_logits"}:
             self.num_failed += 1
         elif "aborted" in reasons:
             self.num_aborted += 1
@@ -108,7 +108,7 @@ class Counters:
             return
         self._ttft.append(first - request.arrival)
         self._latency.append(finish - request.arrival)
-        num_tokens = max(len(completion.tokens) for completion in request.completions)
+        num_tokens = max((len(one.tokens) for one in request.completions), default=0)
         if num_tokens > 1:
             self._tpot.append((finish - first) / (num_tokens - 1))
 

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 import pallas_paged as pp
-from models.batch import Drawing, RowValues, Shapes, pack
+from models.batch import Batch, Drawing, RowValues, Shapes, pack
 from models.decoder import Decoder
 from models.engine_step import (
     Changes,
@@ -36,13 +36,11 @@ class Flight:
 
     Attributes:
         plan: what it computes.
-        lives: `Seq.lives` at that time, of the decodes and then of the chunks.
         num_decodes: rows of the batch before those of the chunks.
         report: what came of it, on the device or on its way to the host.
     """
 
     plan: Plan
-    lives: list[int]
     num_decodes: int
     report: Report
 
@@ -93,6 +91,10 @@ class Worker:
         self._values = RowValues(max_seqs)
         self._num_ranked = min(MAX_LOGPROBS, model.config.vocab_size)
         self._compiled: set[tuple[int, int, Drawing]] = set()
+        if implementation is not None:
+            # Traces a step, so that one that can't do the model's attention says so now.
+            shape = self.shapes.all()[-1]
+            jax.eval_shape(self._step, self._leaves, self._state, self._pack([], [], shape))
 
     @property
     def num_compiled(self) -> int:
@@ -127,12 +129,12 @@ class Worker:
             return None
         drawing = max(drawing_of(seq.request.params) for seq in seqs)
         for chunk in plan.chunks:
-            self._set_values(chunk.seq)
+            if chunk.ends:  # and draws
+                self._set_values(chunk.seq)
         decode_rows = [seq.seat for seq in plan.decodes]
         chunks = [(chunk.seq.seat, chunk.tokens) for chunk in plan.chunks]
         num_decodes, report = self._run(decode_rows, chunks, drawing)
-        lives = [seq.lives for seq in seqs]
-        return Flight(plan=plan, lives=lives, num_decodes=num_decodes, report=report)
+        return Flight(plan=plan, num_decodes=num_decodes, report=report)
 
     def read(self, flight: Flight) -> Outcome:
         """Waits for a step, and takes note of where it has put the K/V of its sequences.
@@ -146,18 +148,17 @@ class Worker:
         plan, page_size = flight.plan, self.table.page_size
         pages = (report.slots // page_size).tolist()
         tokens = report.tokens.tolist()
-        num_seqs, num_decodes = len(plan.decodes), flight.num_decodes
         outcome = []
-        for index, (seq, life) in enumerate(zip(plan.decodes, flight.lives, strict=False)):
-            if seq.lives == life and seq.row is not None:
+        # Sequences that have ended meanwhile have no row; none has another, for pages are taken
+        # from a sequence only while nothing is in flight.
+        for index, seq in enumerate(plan.decodes):
+            if seq.row is not None:
                 seq.store(pages[index : index + 1], page_size)
             outcome.append((seq, tokens[index], _ranked(report, index)))
-        start = num_decodes
-        for index, (chunk, life) in enumerate(
-            zip(plan.chunks, flight.lives[num_seqs:], strict=True), num_decodes
-        ):
+        start = flight.num_decodes
+        for index, chunk in enumerate(plan.chunks, flight.num_decodes):
             end = start + len(chunk.tokens)
-            if chunk.seq.lives == life and chunk.seq.row is not None:
+            if chunk.seq.row is not None:
                 chunk.seq.store(pages[start:end], page_size)
             start = end
             if chunk.ends:
@@ -173,7 +174,21 @@ class Worker:
     ) -> tuple[int, Report]:
         """Dispatches a batch; returns its number of decoding rows too."""
         shape = shape or self.shapes.fit(len(decode_rows), [len(tokens) for _, tokens in chunks])
-        batch = pack(
+        batch = self._pack(decode_rows, chunks, shape, drawing)
+        self._compiled.add((*shape, drawing))
+        self._state, report = self._step(self._leaves, self._state, batch)
+        for leaf in jax.tree.leaves(report):
+            leaf.copy_to_host_async()
+        return shape[0], report
+
+    def _pack(
+        self,
+        decode_rows: list[int],
+        chunks: list[tuple[int, list[int]]],
+        shape: tuple[int, int],
+        drawing: Drawing = Drawing.GREEDY,
+    ) -> Batch:
+        return pack(
             decode_rows,
             chunks,
             shape=shape,
@@ -182,15 +197,11 @@ class Worker:
             drawing=drawing,
             num_ranked=self._num_ranked,
         )
-        self._compiled.add((*shape, drawing))
-        self._state, report = self._step(self._leaves, self._state, batch)
-        for leaf in jax.tree.leaves(report):
-            leaf.copy_to_host_async()
-        return shape[0], report
 
     def _set_values(self, seq: Seq) -> None:
         request, params = seq.request, seq.request.params
-        prompt = zlib.crc32(np.asarray(request.prompt, np.int32).tobytes())
+        drawn = params.temperature > 0
+        prompt = zlib.crc32(np.asarray(request.prompt, np.int32).tobytes()) if drawn else 0
         self._values.set(
             seq.seat,
             seeds=(request.seed, prompt, seq.completion.index),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+
+_MAX_PENALTY = 10  # far beyond use, and far from where powers of lengths overflow
 MAX_LOGPROBS = 20  # most alternatives a token is told with, as many as OpenAI's API has
 
 
@@ -20,13 +23,15 @@ class SamplingParams:
         best_of: completions to draw, of which the n with the highest mean log-probability are
             returned; None draws n.
         beam_width: None samples; else beam search, greedy for one beam, which returns the n best.
-        length_penalty: a finished beam is ranked by log-probability / length ** length_penalty.
+        length_penalty: a finished beam is ranked by log-probability / length ** length_penalty; at
+            most 10 in size.
         temperature: 0 is greedy, which ignores the filters.
         top_k: keep the k most probable tokens; 0 is off.
         top_p: keep the smallest set of probability top_p; 1 is off.
         min_p: keep tokens of min_p times the highest probability; 0 is off.
-        seed: same seed and prompt, same draws, whatever else runs; None takes a new one.
-        stop: texts that end a completion, and are not part of it.
+        seed: same seed and prompt, same draws, whatever else runs; None takes the number
+            of the request.
+        stop: texts that end a completion, and are not part of it, or None.
         stop_tokens: tokens that end a completion, and are not part of it; None takes the model's
             end of sequence.
         logprobs: None tells none; k tells that of each token and those of the k best.
@@ -45,35 +50,47 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    stop: Sequence[str] = ()
+    stop: Sequence[str] | None = None
     stop_tokens: Sequence[int] | None = None
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _check_integer("max_tokens", self.max_tokens, 1)
-        _check_integer("n", self.n, 1)
-        _check_integer("top_k", self.top_k, 0)
+        check_integer("max_tokens", self.max_tokens, 1)
+        check_integer("n", self.n, 1)
+        check_integer("top_k", self.top_k, 0)
         if self.best_of is not None:
-            _check_integer("best_of", self.best_of, self.n)
+            check_integer("best_of", self.best_of, self.n)
         if self.seed is not None:
-            _check_integer("seed", self.seed, 0, 2**32 - 1)
+            check_integer("seed", self.seed, 0, 2**32 - 1)
         if self.logprobs is not None:
-            _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature={self.temperature} must be finite and not negative")
-        if not 0 < self.top_p <= 1:
+            check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("temperature", "top_p", "min_p", "length_penalty"):
+            check_number(name, getattr(self, name))
+        # As the device has them: 1e-60 is 0 there.
+        temperature, top_p, min_p = map(np.float32, (self.temperature, self.top_p, self.min_p))
+        if not temperature >= 0:
+            raise ValueError(f"temperature={self.temperature} must not be negative")
+        if not 0 < top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
-        if not 0 <= self.min_p < 1:
+        if not 0 <= min_p < 1:
             raise ValueError(f"min_p={self.min_p} must be at least 0 and below 1")
-        if not math.isfinite(self.length_penalty):
-            raise ValueError(f"length_penalty={self.length_penalty} must be finite")
-        if isinstance(self.stop, str) or not all(isinstance(x, str) and x for x in self.stop):
-            raise ValueError(f"stop={self.stop!r} must be texts that are not empty")
-        for token in self.stop_tokens or ():
-            _check_integer("stop token", token, 0, 2**31 - 1)
+        if abs(self.length_penalty) > _MAX_PENALTY:
+            raise ValueError(
+                f"length_penalty={self.length_penalty} must be in -{_MAX_PENALTY}..{_MAX_PENALTY}"
+            )
+        if self.stop is not None:
+            stop = _tuple("stop", self.stop)
+            if isinstance(self.stop, str) or not all(isinstance(x, str) and x for x in stop):
+                raise ValueError(f"stop={self.stop!r} must be texts that are not empty")
+            object.__setattr__(self, "stop", stop)
+        if self.stop_tokens is not None:
+            stop_tokens = _tuple("stop_tokens", self.stop_tokens)
+            for token in stop_tokens:
+                check_integer("stop token", token, 0, 2**31 - 1)
+            object.__setattr__(self, "stop_tokens", stop_tokens)
         if self.beam_width is not None:
             # Each beam asks for the best of twice the width, half of which may end it.
-            _check_integer("beam_width", self.beam_width, self.n, MAX_LOGPROBS // 2)
+            check_integer("beam_width", self.beam_width, self.n, MAX_LOGPROBS // 2)
             if self.temperature or self.best_of is not None:
                 raise ValueError(
                     f"beam_width={self.beam_width} excludes temperature={self.temperature} and"
@@ -177,6 +194,22 @@ class News:
     finish_reason: str | None
 
 
-def _check_integer(name: str, value: object, least: int, most: int = 2**31 - 1) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+def check_integer(name: str, value: object, least: int, most: int = 2**31 - 1) -> None:
+    """Raises ValueError unless a value is an integer in a range."""
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_integer or not least <= value <= most:  # type: ignore[operator]
         raise ValueError(f"{name}={value!r} must be an integer in {least}..{most}")
+
+
+def check_number(name: str, value: object) -> None:
+    """Raises ValueError unless a value is a number that f32 has."""
+    is_number = isinstance(value, int | float | np.integer | np.floating)
+    largest = float(np.finfo(np.float32).max)
+    if not is_number or isinstance(value, bool) or not -largest <= value <= largest:  # type: ignore[operator]
+        raise ValueError(f"{name}={value!r} must be a finite number")
+
+
+def _tuple(name: str, values: object) -> tuple[Any, ...]:
+    if not isinstance(values, Iterable):
+        raise ValueError(f"{name}={values!r} must be a list")
+    return tuple(values)

@@ -94,7 +94,7 @@ class Scheduler:
         self._max_chunks = max_chunks
         self._watermark = watermark
         self._cache = cache
-        self._spare_pages = num_pages // 64
+        self._spare_pages = max_seqs // page_size  # what a step of all rows takes
         self._rows = list(range(max_seqs - 1, -1, -1))  # without a holder; the last is next
         self._settlement = Settlement()
         self._exact = True  # num_free is what the table says, and nothing is in flight
@@ -117,7 +117,7 @@ class Scheduler:
         """
         decodes = [seq for seq in self.running if seq.can_decode]
         if not self._make_room(sum(self._growth(seq, 1) for seq in decodes)):
-            self._give_way()
+            self._preempt()
             return None
         forks = self._fork()
         chunks = self._continue(self._token_budget - len(decodes))
@@ -127,7 +127,7 @@ class Scheduler:
         started = len(self.running) > num_running
         goes_on = in_flight or decodes or forks or chunks or started
         if not goes_on and (self.running or self.queue):
-            self._give_way()
+            self._preempt()
             return None
         self._exact = False
         for seq in decodes:
@@ -170,10 +170,6 @@ class Scheduler:
         if seq.row is None:
             self._requeue([seq])
 
-    def give_spare_rows(self, seq: Seq) -> None:
-        """Makes the rows that a sequence kept for others free for them."""
-        seq.num_spare_rows = 0
-
     def index(self, seq: Seq) -> None:
         """Lets other sequences find the full pages of a running one."""
         if self._cache is None or seq.lease is None:
@@ -193,8 +189,8 @@ class Scheduler:
             self._too_few = -1
         self._requeue(unseated)
 
-    def _give_way(self) -> None:
-        """Makes the newest sequence give way, once it is certain that pages are short."""
+    def _preempt(self) -> None:
+        """Takes the pages of the newest sequence, once it is certain that they are needed."""
         if not self._exact:
             return
         if not self.running:
@@ -291,7 +287,7 @@ class Scheduler:
             seq = self.queue[0]
             rows = 1 + len(seq.followers) + seq.num_spare_rows
             spare = sum(running.num_spare_rows for running in self.running)
-            if seq.num_pending or len(self._rows) - spare < rows:
+            if len(self._rows) - spare < rows:
                 break
             if not self._find_pages(seq):
                 break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container
 from dataclasses import dataclass, field
 
@@ -28,7 +29,7 @@ class Seq:
         num_stored: of those, the ones that the host has read a report of, and knows the pages.
         num_pending: tokens that are sampled but not read.
         pages: of its first `num_stored` tokens.
-        lives: times that it has got a row; a report from an earlier life says nothing of pages.
+        lives: times that it has got a row.
         decoding: goes on by itself from the last token on the device.
         parked: has told what it knows, and waits for the host to choose its next token.
         lease: of the prefix cache, while it has a row.
@@ -72,6 +73,14 @@ class Seq:
     @property
     def finished(self) -> bool:
         return self.completion.finish_reason is not None
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of its new tokens and the stop token that ended it; -inf if there are none."""
+        by_text = self.stream is not None and self.stream.stopped
+        by_token = self.completion.finish_reason == "stopped" and not by_text
+        count = len(self.completion.tokens) + by_token
+        return self.completion.cumulative_logprob / count if count else -math.inf
 
     @property
     def can_decode(self) -> bool:

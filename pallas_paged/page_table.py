@@ -358,7 +358,8 @@ def checked_array(
 ) -> jax.Array:
     """Returns `value` as an array, or raises ValueError if it has another dtype or shape."""
     # asarray would narrow a 64-bit NumPy array without a word, so its dtype is read first.
-    given: Any = value if hasattr(value, "dtype") else jnp.asarray(value)
+    is_array = hasattr(value, "dtype")
+    given: Any = value if is_array else jnp.asarray(value, None if np.size(value) else dtype)
     if given.dtype != dtype or given.shape != shape:
         want = f"{jnp.dtype(dtype)}{list(shape)}"
         raise ValueError(f"{name} must be {want}, got {given.dtype}{list(given.shape)}")

@@ -195,3 +195,15 @@ def test_verbs_run_in_one_donated_call():
     assert table.seq_lens.tolist() == [0, 9, 9, 0]
     assert table.ref_counts.tolist()[:2] == [2, 2]
     pp.check(table)
+
+
+def test_a_prefix_cache_may_have_nothing_to_say():
+    """Its answers are lists, and a list of nothing has no dtype."""
+    table = pp.create_page_table(num_pages=2, page_size=2, max_seqs=1, pages_per_seq=2)
+    cache = pp.PrefixCache(page_size=2)
+    lease = cache.lookup([1, 2, 3])
+    table, ok = pp.adopt(table, [0], [lease.pages])
+    assert ok.all() and table.num_free == 2
+    table, ok = pp.retain(table, cache.insert(lease, [1], [0]))
+    assert ok.shape == (0,)
+    pp.check(pp.release(table, cache.evict(1)))

@@ -212,6 +212,12 @@ def fork(state: EngineState, src: jax.Array, dst: jax.Array) -> EngineState:
     return replace(state, table=table, pool=pp.copy_pages(state.pool, copies), sound=sound)
 
 
+@partial(jax.jit, donate_argnames="last_tokens")
+def give(last_tokens: jax.Array, rows: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Last tokens (donated) with others in rows i32[max_seqs], padded with max_seqs."""
+    return last_tokens.at[rows].set(tokens, mode="drop")
+
+
 def _seq_lens(table: pp.PageTable, rows: jax.Array) -> jax.Array:
     return table.seq_lens.at[rows].get(mode="fill", fill_value=0)
 

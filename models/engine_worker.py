@@ -19,6 +19,7 @@ from models.engine_step import (
     Report,
     create_engine_state,
     fork,
+    give,
     make_step,
     settle,
 )
@@ -113,6 +114,7 @@ class Worker:
                 self._run([], [], drawing, shape)
         self._settle(Settlement(), [])
         self._fork([])
+        self._give([])
         jax.block_until_ready(self._state)
 
     def settle(self, settlement: Settlement, adoptions: Sequence[Adoption] = ()) -> None:
@@ -128,9 +130,10 @@ class Worker:
         if not seqs:
             return None
         drawing = max(drawing_of(seq.request.params) for seq in seqs)
-        for chunk in plan.chunks:
-            if chunk.ends:  # and draws
-                self._set_values(chunk.seq)
+        for seq in [*plan.given, *(chunk.seq for chunk in plan.chunks if chunk.ends)]:
+            self._set_values(seq)  # it draws for the first time
+        if plan.given:
+            self._give([(seq.seat, seq.tokens[-1]) for seq in plan.given])
         decode_rows = [seq.seat for seq in plan.decodes]
         chunks = [(chunk.seq.seat, chunk.tokens) for chunk in plan.chunks]
         num_decodes, report = self._run(decode_rows, chunks, drawing)
@@ -250,6 +253,12 @@ class Worker:
         )
         table, sound = settle(table, self._state.sound, changes)
         self._state = replace(self._state, table=table, sound=sound)
+
+    def _give(self, tokens: list[tuple[int, int]]) -> None:
+        max_seqs = self.table.max_seqs
+        rows, values = (_padded([x[i] for x in tokens], max_seqs, max_seqs) for i in (0, 1))
+        last_tokens = give(self._state.last_tokens, rows, values)
+        self._state = replace(self._state, last_tokens=last_tokens)
 
     def _fork(self, forks: list[tuple[int, int]]) -> None:
         max_seqs = self.table.max_seqs

@@ -28,11 +28,20 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One step: first rows adopt cached pages, then rows are forked, then the batch is computed."""
+    """One step: first rows adopt cached pages, then rows are forked, then the batch is computed.
+
+    Attributes:
+        adoptions: rows and the pages that they begin with.
+        forks: rows, and empty rows that become like them.
+        decodes: sequences that go on from their last token.
+        given: of those, the ones whose last token the device did not draw, but the host knows.
+        chunks: tokens of sequences that have more to compute than their last one.
+    """
 
     adoptions: list[Adoption]
     forks: list[tuple[int, int]]
     decodes: list[Seq]
+    given: list[Seq]
     chunks: list[Chunk]
 
 
@@ -115,7 +124,8 @@ class Scheduler:
             report. None if pages are short: read all reports, run the settlement, tell `resync`
             what is free then, and ask again. Rows may have been taken from sequences already.
         """
-        decodes = [seq for seq in self.running if seq.can_decode]
+        given = [seq for seq in self.running if seq.wants_last]
+        decodes = [seq for seq in self.running if seq.can_decode or seq.wants_last]
         if not self._make_room(sum(self._growth(seq, 1) for seq in decodes)):
             self._preempt()
             return None
@@ -133,7 +143,9 @@ class Scheduler:
         for seq in decodes:
             seq.num_computed += 1
             seq.num_pending += 1
-        return Plan(adoptions=adoptions, forks=forks, decodes=decodes, chunks=chunks)
+        for seq in given:
+            seq.decoding = not seq.steered
+        return Plan(adoptions=adoptions, forks=forks, decodes=decodes, given=given, chunks=chunks)
 
     def observe(self, num_free: int, ledger: int) -> None:
         """Takes note of a report: the free pages after a step, and `ledger` after its plan."""
@@ -258,6 +270,8 @@ class Scheduler:
         """Chunks of running sequences."""
         chunks: list[Chunk] = []
         for seq in self.running:
+            if seq.wants_last:
+                continue  # decodes, from the next step on if it has just been forked
             if seq.num_left > 0 and budget > 0 and len(chunks) < self._max_chunks:
                 chunk = self._chunk(seq, budget)
                 if chunk is not None:

@@ -87,6 +87,12 @@ class Seq:
         return self.decoding and len(self.tokens) + self.num_pending < self.limit
 
     @property
+    def wants_last(self) -> bool:
+        """Whether all tokens but the last are computed, and the device does not have that one."""
+        followed = self.decoding or self.leader is not None or bool(self.followers)
+        return not followed and len(self.tokens) - self.num_computed == 1
+
+    @property
     def num_left(self) -> int:
         """Known tokens to compute, not by decoding; a leader stops where it is to be forked."""
         if self.decoding or self.leader is not None:

@@ -81,7 +81,8 @@ class Host:
         assert all(self.table.fork([src for src, _ in plan.forks], [dst for _, dst in plan.forks]))
         new = [[] for _ in self.table.tokens]
         for seq in plan.decodes:
-            new[seq.seat] = [token_at(seq, seq.num_computed - 1)]
+            given = seq in plan.given
+            new[seq.seat] = [seq.tokens[-1] if given else token_at(seq, seq.num_computed - 1)]
         for chunk in plan.chunks:
             new[chunk.seq.seat] = chunk.tokens
         assert all(self.table.extend(new, 10**6)), "a page was counted on that is not there"

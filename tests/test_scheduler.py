@@ -19,7 +19,7 @@ from tests.scheduler_host import (
 
 def test_an_idle_scheduler_plans_nothing():
     plan = make_scheduler().plan(in_flight=False)
-    assert plan == Plan(adoptions=[], forks=[], decodes=[], chunks=[])
+    assert plan == Plan(adoptions=[], forks=[], decodes=[], given=[], chunks=[])
 
 
 def test_prompts_share_the_budget_in_the_order_of_arrival():
@@ -164,7 +164,9 @@ def test_followers_are_forked_and_the_prompt_is_computed_once(length, caching):
     plans = host.run()
     assert [(src, dst) for plan in plans for src, dst in plan.forks] == [(0, 1), (0, 2), (0, 3)]
     chunks = [chunk for plan in plans for chunk in plan.chunks]
-    assert sum(len(chunk.tokens) for chunk in chunks) == length - 1 + 4  # and its last token each
+    assert sum(len(chunk.tokens) for chunk in chunks) == length - 1
+    given = [seq for plan in plans for seq in plan.given]  # each decodes from the last token
+    assert sorted(seq.order for seq in given) == [seq.order for seq in (leader, *others)]
     for seq in (leader, *others):
         assert seq.tokens[length:] == [token_at(seq, length + i) for i in range(8)]
 
@@ -191,7 +193,7 @@ def test_a_fork_is_not_lost_when_nothing_can_be_computed_with_it():
     blocker.steered = True
     start(scheduler, leader, blocker)
     plans = [host.step() for _ in range(3)]
-    assert plans[2] == Plan(adoptions=[], forks=[(0, 1)], decodes=[], chunks=[])
+    assert plans[2] == Plan(adoptions=[], forks=[(0, 1)], decodes=[], given=[], chunks=[])
     while not (leader.finished and other.finished):
         host.step()
     assert blocker.parked and blocker.row is None  # it gave way, and waits to be told

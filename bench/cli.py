@@ -57,12 +57,17 @@ def parse(
     if not select(options.shapes):
         names = ", ".join(repr(s.name) for s in shapes)
         parser.error(f"--shapes {' '.join(options.shapes)} matches none of {names}")
+    check_outputs(parser, options)
+    return options
+
+
+def check_outputs(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends the program if what it would write at its end can't be written."""
     for path in (options.json, options.markdown, options.plot):
         if path and not path.parent.is_dir():
             parser.error(f"{path}: there is no folder {path.parent}")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib, which is not installed")
-    return options
 
 
 def measure_each(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import importlib.util
 import json
 import math
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from bench import serving_report, timing
-from bench.cli import publish
+from bench.cli import check_outputs, publish
 from bench.measure import reason
 from bench.serving_batches import serve_in_batches
 from bench.serving_compilations import Compilations
@@ -138,11 +137,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         if getattr(options, name) < least:
             flag = name.replace("_", "-")
             parser.error(f"--{flag} {getattr(options, name)} must be at least {least}")
-    for path in (options.json, options.markdown, options.plot):
-        if path and not path.parent.is_dir():
-            parser.error(f"{path}: there is no folder {path.parent}")
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib, which is not installed")
+    check_outputs(parser, options)
     return options
 
 

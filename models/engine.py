@@ -126,12 +126,14 @@ class Engine:
         """
         self._check_alive()
         tokens = self._tokens_of(prompt)
-        check_request(tokens, params, config=self.config, max_len=self._max_len)
-        if params.stop and self._tokenizer is None:
-            raise ValueError(f"stop={params.stop!r} needs a tokenizer; stop_tokens does not")
-        if params.beam_width and 2 * params.beam_width > self._model.vocab_size:
-            vocab_size = self._model.vocab_size
-            raise ValueError(f"beam_width={params.beam_width} is more than half of {vocab_size=}")
+        check_request(
+            tokens,
+            params,
+            config=self.config,
+            max_len=self._max_len,
+            vocab_size=self._model.vocab_size,
+            has_tokenizer=self._tokenizer is not None,
+        )
         request = Request(
             number=self._num_requests,
             prompt=tokens,
@@ -166,7 +168,7 @@ class Engine:
                 raise
             raise EngineDeadError(f"a step failed: {error}") from error
         changed, self._changed = self._changed, {}
-        return [_news(completion, *before) for completion, before in changed.items()]
+        return [News.since(completion, *before) for completion, before in changed.items()]
 
     def stream(self, request: Request) -> Iterator[News]:
         """Steps until a request is finished, and tells what comes of it from its beginning on."""
@@ -179,7 +181,7 @@ class Engine:
                 now = len(completion.tokens), len(completion.text), completion.finish_reason
                 if now != before:
                     told[completion] = now
-                    yield _news(completion, request, *before[:2])
+                    yield News.since(completion, request, *before[:2])
             if finished:
                 return
             if not request.finished:
@@ -280,13 +282,9 @@ class Engine:
         try:
             if isinstance(prompt, bytes):
                 raise TypeError
-            tokens = [operator.index(token) for token in prompt]
+            return [operator.index(token) for token in prompt]
         except TypeError:
             raise ValueError("the prompt must be a text or integers, its tokens") from None
-        vocab_size = self._model.vocab_size
-        if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
-            raise ValueError(f"the prompt has a token outside 0..{vocab_size - 1}")
-        return tokens
 
     def _plan(self) -> Plan:
         while (plan := self._scheduler.plan(in_flight=bool(self._flights))) is None:
@@ -410,13 +408,3 @@ class Engine:
         for group in groups.values():
             group.abandon(error)
             self._counters.count_request(group.request)
-
-
-def _news(completion: Completion, request: Request, tokens: int, characters: int) -> News:
-    return News(
-        request=request,
-        index=completion.index,
-        tokens=completion.tokens[tokens:],
-        text=completion.text[characters:],
-        finish_reason=completion.finish_reason,
-    )

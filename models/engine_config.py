@@ -49,7 +49,13 @@ class EngineConfig:
 
 
 def check_request(
-    tokens: Sequence[int], params: SamplingParams, *, config: EngineConfig, max_len: int
+    tokens: Sequence[int],
+    params: SamplingParams,
+    *,
+    config: EngineConfig,
+    max_len: int,
+    vocab_size: int,
+    has_tokenizer: bool,
 ) -> None:
     """Refuses what could never be served.
 
@@ -58,6 +64,8 @@ def check_request(
         params: of the request.
         config: of the engine.
         max_len: most tokens of a sequence.
+        vocab_size: of the model.
+        has_tokenizer: whether there will be texts.
 
     Raises:
         ValueError: says what is too much, with the values.
@@ -66,6 +74,12 @@ def check_request(
         raise ValueError(f"{params=} must be SamplingParams")
     if not tokens:
         raise ValueError("the prompt is empty")
+    if not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        raise ValueError(f"the prompt has a token outside 0..{vocab_size - 1}")
+    if params.stop and not has_tokenizer:
+        raise ValueError(f"stop={params.stop!r} needs a tokenizer; stop_tokens does not")
+    if params.beam_width and 2 * params.beam_width > vocab_size:
+        raise ValueError(f"beam_width={params.beam_width} is more than half of {vocab_size=}")
     length, max_tokens = len(tokens), params.max_tokens
     if length + max_tokens > max_len:
         raise ValueError(

@@ -17,7 +17,7 @@ from models.batch import Array, Batch, Chunks, Draws
 from models.config import ModelConfig
 from models.decoder import Attend, LayerCache
 from models.generate_state import run_layers
-from models.sampling import sample
+from models.sampling import sample, sample_key
 
 
 @jax.tree_util.register_dataclass
@@ -285,8 +285,7 @@ def _draw(logits: jax.Array, draws: Draws | None, seq_lens: jax.Array) -> jax.Ar
 
     def key(seeds: jax.Array, seq_len: jax.Array) -> jax.Array:
         seed, prompt, number = seeds
-        of_sample = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), prompt), number)
-        return jax.random.fold_in(of_sample, seq_len)
+        return jax.random.fold_in(sample_key(jax.random.key(seed), prompt, number), seq_len)
 
     keys = jax.vmap(key, in_axes=(1, 0))(jnp.asarray(draws.seeds), seq_lens)
     return sample(logits, keys, draws.sampling)

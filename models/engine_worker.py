@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +23,7 @@ from models.engine_step import (
     settle,
 )
 from models.request import MAX_LOGPROBS, SamplingParams
+from models.sampling import hash_prompt
 from models.scheduler import Adoption, Plan, Settlement
 from models.seq import Seq
 
@@ -203,8 +203,7 @@ class Worker:
 
     def _set_values(self, seq: Seq) -> None:
         request, params = seq.request, seq.request.params
-        drawn = params.temperature > 0
-        prompt = zlib.crc32(np.asarray(request.prompt, np.int32).tobytes()) if drawn else 0
+        prompt = hash_prompt(request.prompt) if params.temperature > 0 else 0
         self._values.set(
             seq.seat,
             seeds=(request.seed, prompt, seq.completion.index),

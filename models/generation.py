@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-import zlib
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from models.generate_state import (
     resume,
 )
 from models.prefill import Requests, pack, prefill, reserve
-from models.sampling import RowSampling
+from models.sampling import RowSampling, hash_prompt, sample_key
 
 _PREFILL_CHUNK = 2048  # bounds the activations of a step; enough to keep a large GPU busy
 _LOOK_SECONDS = 0.05  # between two looks of the host, where the caller does not say
@@ -297,15 +297,14 @@ class Generation:
             lens[index] = len(self._context(group[0]))
             limits[index] = self._max_new_tokens - len(group[0].tokens)
             prompts[index] = group[0].prompt
-            prompt = np.asarray(self._prompts[group[0].prompt], np.int32)
-            seeds[0, index] = zlib.crc32(prompt.tobytes())  # not its place among the prompts
+            seeds[0, index] = hash_prompt(self._prompts[group[0].prompt])
             for column, sample in enumerate(group):
                 rows[index, column] = self._rows.index(sample)
                 seeds[1, index, column] = sample.sample
         return Requests(
             lens=jnp.asarray(lens),
             rows=jnp.asarray(rows),
-            keys=self._call(_fold_in, self._key, *seeds),
+            keys=self._call(_sample_keys, self._key, *seeds),
             max_new_tokens=jnp.asarray(limits),
             stop_tokens=jnp.asarray(np.tile(self._stop_tokens, (size, 1))),
             sampling=jax.tree.map(lambda values: values[prompts], self._sampling),
@@ -375,10 +374,6 @@ def _next_chunk(num_steps: int, seconds: float) -> int:
 
 
 @jax.jit
-def _fold_in(key: jax.Array, hashes: jax.Array, numbers: jax.Array) -> jax.Array:
+def _sample_keys(key: jax.Array, hashes: jax.Array, numbers: jax.Array) -> jax.Array:
     """Keys [P, S] of samples by the contents of their prompt and their number."""
-
-    def fold(prompt: jax.Array, number: jax.Array) -> jax.Array:
-        return jax.random.fold_in(jax.random.fold_in(key, prompt), number)
-
-    return jax.vmap(jax.vmap(fold))(hashes, numbers)
+    return jax.vmap(jax.vmap(partial(sample_key, key)))(hashes, numbers)

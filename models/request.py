@@ -193,6 +193,17 @@ class News:
     text: str
     finish_reason: str | None
 
+    @classmethod
+    def since(cls, completion: Completion, request: Request, tokens: int, characters: int) -> News:
+        """What a completion has gained since it had so many tokens and characters."""
+        return cls(
+            request=request,
+            index=completion.index,
+            tokens=completion.tokens[tokens:],
+            text=completion.text[characters:],
+            finish_reason=completion.finish_reason,
+        )
+
 
 def check_integer(name: str, value: object, least: int, most: int = 2**31 - 1) -> None:
     """Raises ValueError unless a value is an integer in a range."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -129,6 +130,22 @@ def sample(logits: jax.Array, keys: jax.Array | None, params: RowSampling | None
     noise = jax.vmap(partial(jax.random.gumbel, shape=(vocab_size,)))(keys)  # [B, V]
     noisy = jnp.where(scaled < threshold, -jnp.inf, scaled) + noise
     return _argmax(jnp.where(temperature > 0, noisy, logits))
+
+
+def hash_prompt(tokens: Sequence[int]) -> int:
+    """Of a prompt's contents, 32 bits, for `sample_key`."""
+    return zlib.crc32(np.asarray(tokens, np.int32).tobytes())
+
+
+def sample_key(key: jax.Array, prompt: jax.Array, number: jax.Array) -> jax.Array:
+    """The key that a sample draws with: it depends on its prompt's contents and on its number.
+
+    Args:
+        key: key[] of a seed.
+        prompt: u32[], from `hash_prompt`.
+        number: u32[], which of the prompt's samples.
+    """
+    return jax.random.fold_in(jax.random.fold_in(key, prompt), number)
 
 
 def _argmax(scores: jax.Array) -> jax.Array:

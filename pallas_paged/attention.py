@@ -12,13 +12,13 @@ from pallas_paged import dispatch
 from pallas_paged.kernels import xla
 from pallas_paged.kernels.mosaic_tuning import MosaicDecodeConfig, MosaicRaggedConfig
 from pallas_paged.kernels.tuning import DecodeConfig, RaggedConfig
+from pallas_paged.quantization import checked_scales
 from pallas_paged.validation import (
     check_ends,
     check_one_query_each,
     check_pages,
     check_per_head,
     check_queries,
-    check_scales,
     check_states,
     check_tree_mask,
     logit_options,
@@ -57,12 +57,13 @@ def paged_attention(
 
     Args:
       q: f32, bf16 or f16 `[B, num_q_heads, head_dim]`.
-      k_pages, v_pages: `[num_kv_heads, num_pages, page_size, head_dim]`, the dtype of `q`. Query
-        head h reads KV head `h // (num_q_heads // num_kv_heads)`.
+      k_pages, v_pages: `[num_kv_heads, num_pages, page_size, head_dim]`, the dtype of `q`, or
+        int8 or float8_e4m3fn. Query head h reads KV head `h // (num_q_heads // num_kv_heads)`.
       block_tables: i32`[B, pages_per_seq]`, the page of each block of each row.
       seq_lens: i32`[B]`, tokens of each row. Lengths are taken as at least 0 and at most what
         `block_tables` can address.
-      k_scales, v_scales: must be None; they hold the places that quantized pages take.
+      k_scales, v_scales: what an element of one-byte pages counts for, as `write_kv` has it:
+        f32`[num_kv_heads, num_pages, page_size]` or f32`[]`; None with other pages.
       sm_scale: factor of q.k; None means `head_dim ** -0.5`. Static.
       soft_cap: c of `c * tanh(x / c)`, positive; None means no cap. Static.
       sliding_window: a query at p sees the keys j with `p - sliding_window < j <= p`; blocks left
@@ -74,9 +75,9 @@ def paged_attention(
       implementation: `"triton"` and `"mosaic_gpu"`, kernels for GPUs; `"triton_interpret"` and
         `"mosaic_gpu_interpret"`, the same ones, interpreted on any device, which is slow; `"xla"`,
         for any device; or None for the fastest that can do the call here, which without a GPU is
-        `"xla"`. A named one never falls back. `"mosaic_gpu"` needs a Hopper GPU, JAX 0.11, bf16 or
-        f16, head_dim 64, 128 or 256, pages of 8 tokens or more and, for decoding, at most 64 query
-        heads per KV head.
+        `"xla"`. A named one never falls back. `"mosaic_gpu"` needs a Hopper GPU, JAX 0.11, q and
+        pages of bf16 or f16, head_dim 64, 128 or 256, pages of 8 tokens or more and, for decoding,
+        at most 64 query heads per KV head.
       config: `DecodeConfig` of the Triton kernels or `MosaicDecodeConfig` of the Mosaic ones, which
         is also a choice of implementation where there is a GPU and none is named; `"xla"` has no
         use for either. None takes the tuned one.
@@ -98,7 +99,7 @@ def paged_attention(
     check_queries(arrays[0], "B")
     check_pages(*arrays)
     check_one_query_each(arrays[0], arrays[4])
-    check_scales(k_scales, v_scales)
+    scales = checked_scales(arrays[1], k_scales, v_scales)
     _, num_q_heads, head_dim = arrays[0].shape
     queries, k, v, tables, lens = map(jnp.asarray, arrays)
     out, lse = dispatch.paged_decode(
@@ -109,6 +110,7 @@ def paged_attention(
         lens,
         check_per_head("alibi_slopes", alibi_slopes, num_q_heads),
         check_per_head("sinks", sinks, num_q_heads),
+        *scales,
         options=logit_options(
             head_dim, sm_scale=sm_scale, soft_cap=soft_cap, sliding_window=sliding_window
         ),
@@ -151,8 +153,8 @@ def ragged_paged_attention(
       cu_q_lens: i32`[B + 1]`, rising from 0: where the queries of each row begin and end. Rows may
         have none; tokens from `cu_q_lens[B]` on are nobody's. The values are taken as rising from
         0, and as at most T. A query left of position 0 sees nothing.
-      k_scales, v_scales: must be None; they hold the places that quantized pages take.
-      sm_scale, soft_cap, sliding_window, alibi_slopes, sinks: as in `paged_attention`.
+      k_scales, v_scales, sm_scale, soft_cap, sliding_window, alibi_slopes, sinks: as in
+        `paged_attention`.
       tree_mask: bool`[B, max_q, max_q]`, or None: query i of row b sees its row's j-th newest-token
         key (of q_len) where `tree_mask[b, i, j]`, in place of causality; older keys are all seen.
         Positions, for the window and for ALiBi, stay those of the slots. Queries past max_q see
@@ -176,7 +178,7 @@ def ragged_paged_attention(
     arrays = [with_dtype(x) for x in (q, k_pages, v_pages, block_tables, seq_lens)]
     check_queries(arrays[0], "T")
     check_pages(*arrays)
-    check_scales(k_scales, v_scales)
+    scales = checked_scales(arrays[1], k_scales, v_scales)
     _, num_q_heads, head_dim = arrays[0].shape
     num_seqs = arrays[4].shape[0]
     queries, k, v, tables, lens = map(jnp.asarray, arrays)
@@ -191,6 +193,7 @@ def ragged_paged_attention(
         check_per_head("alibi_slopes", alibi_slopes, num_q_heads),
         check_per_head("sinks", sinks, num_q_heads),
         check_tree_mask(tree_mask, num_seqs),
+        *scales,
         options=logit_options(
             head_dim, sm_scale=sm_scale, soft_cap=soft_cap, sliding_window=sliding_window
         ),

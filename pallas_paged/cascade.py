@@ -12,6 +12,7 @@ from pallas_paged import dispatch
 from pallas_paged.kernels import xla
 from pallas_paged.kernels.mosaic_tuning import MosaicDecodeConfig, MosaicRaggedConfig
 from pallas_paged.kernels.tuning import DecodeConfig, RaggedConfig
+from pallas_paged.quantization import checked_scales
 from pallas_paged.validation import (
     INT32_MAX,
     check_ends,
@@ -20,7 +21,6 @@ from pallas_paged.validation import (
     check_pages,
     check_per_head,
     check_queries,
-    check_scales,
     logit_options,
     with_dtype,
 )
@@ -60,9 +60,8 @@ def cascade_attention(
         rounded down to full pages, and as at most the shortest non-empty row of the group.
       cu_group_rows: i32`[num_groups + 1]`, rising from 0: group g is the rows from
         `cu_group_rows[g]` to `cu_group_rows[g + 1]`. Rows from the last value on are in no group.
-      k_scales, v_scales: must be None.
-      sm_scale, soft_cap, sliding_window, alibi_slopes, sinks, return_lse, implementation: as in
-        `paged_attention`.
+      k_scales, v_scales, sm_scale, soft_cap, sliding_window, alibi_slopes, sinks, return_lse,
+        implementation: as in `paged_attention`.
       config: as in `paged_attention`, for the rows' own tokens.
       prefix_config: as in `ragged_paged_attention`, for the prefixes.
 
@@ -80,7 +79,7 @@ def cascade_attention(
     check_pages(*arrays)
     num_seqs, num_q_heads, head_dim = arrays[0].shape
     check_one_query_each(arrays[0], arrays[4])
-    check_scales(k_scales, v_scales)
+    scales = checked_scales(arrays[1], k_scales, v_scales)
     shared = with_dtype(prefix_lens)
     if shared.ndim != 1 or not shared.shape[0]:
         raise ValueError(f"prefix_lens.shape={shared.shape} must be [num_groups], at least one")
@@ -116,6 +115,7 @@ def cascade_attention(
         slopes,
         None,
         None,
+        *scales,
         options=options,
         implementation=implementation,
         config=prefix_config,
@@ -129,6 +129,7 @@ def cascade_attention(
         lens - own_prefix,
         slopes,
         None,
+        *scales,
         options=options,
         implementation=implementation,
         config=config,

@@ -29,18 +29,26 @@ def paged_decode(
     seq_lens: jax.Array,
     alibi_slopes: jax.Array | None,
     sinks: jax.Array | None,
-    *,
+    *scales: jax.Array,
     options: LogitOptions,
     implementation: str | None,
     config: DecodeConfig | MosaicDecodeConfig | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`(out, lse)` of `paged_attention` on checked arguments."""
+    """`(out, lse)` of `paged_attention` on checked arguments; one-byte pages have two scales."""
     call = _call("decode", q, k_pages, block_tables, config=config, with_lse=True)
     attend = find(call, implementation)
     with jax.enable_x64(False):  # the kernels count in i32 whatever the caller's integers are
         seq_lens = jnp.clip(seq_lens, 0, call.max_kv_len)
         return attend(
-            q, k_pages, v_pages, block_tables, seq_lens, alibi_slopes, sinks, options=options
+            q,
+            k_pages,
+            v_pages,
+            block_tables,
+            seq_lens,
+            alibi_slopes,
+            sinks,
+            *scales,
+            options=options,
         )
 
 
@@ -55,7 +63,7 @@ def ragged_paged_attention(
     alibi_slopes: jax.Array | None,
     sinks: jax.Array | None,
     tree_mask: jax.Array | None,
-    *,
+    *scales: jax.Array,
     options: LogitOptions,
     implementation: str | None,
     config: RaggedConfig | MosaicRaggedConfig | None,
@@ -80,6 +88,7 @@ def ragged_paged_attention(
             alibi_slopes,
             sinks,
             tree_mask,
+            *scales,
             options=options,
         )
 

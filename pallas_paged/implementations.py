@@ -117,6 +117,8 @@ def _triton_missing(call: Call) -> str | None:
         from pallas_paged.kernels import triton_decode, triton_ragged  # noqa: F401
     except ImportError as e:
         return f"needs the Triton lowering of Pallas, which this JAX ({jax.__version__}) lacks: {e}"
+    if call.kv_dtype.itemsize == 1 and call.head_dim % 2:
+        return f"needs an even head_dim with pages of {call.kv_dtype.name}, not {call.head_dim}"
     return None
 
 

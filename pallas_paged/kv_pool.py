@@ -6,7 +6,9 @@ in every step of a compiled loop.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +21,9 @@ from pallas_paged.page_table import (
     validate_pool_size,
     validate_positive,
 )
+from pallas_paged.quantization import LARGEST, checked_scales, is_one_byte, quantize, token_scales
 
-POOL_DTYPES = ("float32", "bfloat16", "float16")
+POOL_DTYPES = ("float32", "bfloat16", "float16", *LARGEST)
 
 
 @jax.tree_util.register_dataclass
@@ -31,7 +34,9 @@ class KVPool:
     Attributes:
         k_pages: per layer, [num_kv_heads, num_pages, page_size, head_dim].
         v_pages: per layer, the same shape.
-        k_scales: None, or per layer float32[num_kv_heads, num_pages, page_size] (quantized pools).
+        k_scales: of int8 and float8_e4m3fn pages, per layer what an element counts for:
+            float32[num_kv_heads, num_pages, page_size], one for each token and head, or float32[],
+            one for all. Else None.
         v_scales: like k_scales.
     """
 
@@ -49,8 +54,10 @@ def create_kv_pool(
     page_size: int,
     head_dim: int,
     dtype: DTypeLike,
+    k_scales: Sequence[float] | None = None,
+    v_scales: Sequence[float] | None = None,
 ) -> KVPool:
-    """Returns a pool of zeros.
+    """Returns a pool of zeros; one-byte pages with scales of 0, or with the scales given.
 
     Args:
         num_layers: layers, each with its own arrays.
@@ -58,46 +65,99 @@ def create_kv_pool(
         num_kv_heads: K/V heads.
         page_size: tokens per page, a power of two from 1 to 256.
         head_dim: elements per head.
-        dtype: float32, bfloat16 or float16.
+        dtype: float32, bfloat16 or float16; int8 or float8_e4m3fn, which are half as large or less
+            but for a float32 scale for each token and head, of its K and of its V.
+        k_scales: with one-byte pages a positive number for each layer, as some checkpoints bring
+            them: they take the place of the tokens' own scales, and nothing writes them.
+        v_scales: like k_scales.
 
     Raises:
-        ValueError: a size is not a positive integer, or the page size, number of slots or dtype is
-            not allowed.
+        ValueError: a size is not a positive integer, the page size, number of slots or dtype is
+            not allowed, or the scales are not two lists of num_layers positive finite numbers.
     """
     validate_pool_size(num_pages, page_size)
     validate_positive(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
     if jnp.dtype(dtype).name not in POOL_DTYPES:
         raise ValueError(f"dtype={jnp.dtype(dtype).name} must be one of {', '.join(POOL_DTYPES)}")
     shape = (num_kv_heads, num_pages, page_size, head_dim)
+    if jnp.dtype(dtype).name not in LARGEST and (k_scales is not None or v_scales is not None):
+        raise ValueError(f"k_scales and v_scales must be None with pages of {jnp.dtype(dtype)}")
+    if (k_scales is None) != (v_scales is None):
+        raise ValueError("k_scales and v_scales must be given both, or neither")
+
+    def layers(shape: tuple[int, ...], dtype: DTypeLike) -> tuple[jax.Array, ...]:
+        return tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
+
+    def scales(name: str, given: Sequence[float] | None) -> tuple[jax.Array, ...] | None:
+        if given is not None:
+            return _layer_scales(name, given, num_layers)
+        return layers(shape[:-1], jnp.float32) if jnp.dtype(dtype).name in LARGEST else None
+
     return KVPool(
-        k_pages=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
-        v_pages=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
+        k_pages=layers(shape, dtype),
+        v_pages=layers(shape, dtype),
+        k_scales=scales("k_scales", k_scales),
+        v_scales=scales("v_scales", v_scales),
     )
 
 
+@overload
 def write_kv(
     k_pages: ArrayLike, v_pages: ArrayLike, k: ArrayLike, v: ArrayLike, slots: ArrayLike
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def write_kv(
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    slots: ArrayLike,
+    k_scales: ArrayLike,
+    v_scales: ArrayLike,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]: ...
+
+
+def write_kv(
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    slots: ArrayLike,
+    k_scales: ArrayLike | None = None,
+    v_scales: ArrayLike | None = None,
+) -> tuple[jax.Array, ...]:
     """Writes the K/V of new tokens into one layer's pages, in place where those are donated.
 
+    Into one-byte pages a token of a head goes as `round(x / scale)`, ties to even, saturated at 127
+    (int8) or 448 (float8_e4m3fn). Its scale, max|x| over that, is written too; K and V have each
+    their own. Tokens so small that the scale is no normal float32 become zeros, with a scale of 0.
+    One with NaN or infinity in it has a scale of NaN, and so is NaN as a whole. Under one scale for
+    all infinities saturate, and NaN stays NaN in float8_e4m3fn but becomes 0 in int8.
+
     Args:
-        k_pages: floating [num_kv_heads, num_pages, page_size, head_dim].
+        k_pages: [num_kv_heads, num_pages, page_size, head_dim], of a dtype as in `create_kv_pool`.
         v_pages: the same shape and dtype.
-        k: floating [T, num_kv_heads, head_dim], cast to the dtype of the pages.
+        k: floating [T, num_kv_heads, head_dim], cast or quantized to the dtype of the pages.
         v: floating, the same shape.
         slots: int32[T] from `slot_mapping`. Slots outside [0, num_pages * page_size) are dropped; a
             slot that is named twice holds one of its tokens, undefined which.
+        k_scales: of one-byte pages: float32[num_kv_heads, num_pages, page_size], or float32[] to
+            quantize all tokens with. Else None.
+        v_scales: like k_scales.
 
     Returns:
-        k_pages and v_pages.
+        (k_pages, v_pages), and with one-byte pages (k_pages, v_pages, k_scales, v_scales).
 
     Raises:
-        ValueError: wrong shape or dtype.
+        ValueError: wrong shape or dtype, or scales where there should be none or the other way.
     """
     k_pages, v_pages, k, v = map(jnp.asarray, (k_pages, v_pages, k, v))
     for name, array in dict(k_pages=k_pages, v_pages=v_pages, k=k, v=v).items():
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"{name} must be floating, got {array.dtype}")
+        pages = name.endswith("pages")
+        if not jnp.issubdtype(array.dtype, jnp.floating) and not (pages and is_one_byte(array)):
+            raise ValueError(f"{name} must be floating{' or int8' * pages}, got {array.dtype}")
     if k_pages.ndim != 4 or v_pages.shape != k_pages.shape or v_pages.dtype != k_pages.dtype:
         raise ValueError(
             "k_pages and v_pages must be [num_kv_heads, num_pages, page_size, head_dim], alike, "
@@ -110,7 +170,13 @@ def write_kv(
             f"got {k.shape} and {v.shape}"
         )
     slots = checked_array("slots", slots, jnp.int32, (k.shape[0],))
-    return _write(k_pages, k, slots), _write(v_pages, v, slots)
+    scales = checked_scales(k_pages, k_scales, v_scales)
+    if not scales:
+        return _write(k_pages, k, slots), _write(v_pages, v, slots)
+    (k_pages, k_new), (v_pages, v_new) = (
+        _write_quantized(*x, slots) for x in ((k_pages, scales[0], k), (v_pages, scales[1], v))
+    )
+    return k_pages, v_pages, k_new, v_new
 
 
 def copy_pages(pool: KVPool, copies: PageCopies) -> KVPool:
@@ -130,6 +196,8 @@ def copy_pages(pool: KVPool, copies: PageCopies) -> KVPool:
     dst = checked_array("copies.dst_pages", copies.dst_pages, jnp.int32, shape).ravel()
 
     def copy(pages: jax.Array) -> jax.Array:  # [num_kv_heads, num_pages, ...]
+        if not pages.ndim:  # a scale of all pages
+            return pages
         num_pages = pages.shape[1]
         heads = jnp.arange(pages.shape[0], dtype=jnp.int32)[:, None]
         to = jnp.where((src >= 0) & (src < num_pages), dst, num_pages)
@@ -142,12 +210,30 @@ def copy_pages(pool: KVPool, copies: PageCopies) -> KVPool:
 
 
 def _write(pages: jax.Array, tokens: jax.Array, slots: jax.Array) -> jax.Array:
-    num_kv_heads, num_pages, page_size, head_dim = pages.shape
+    num_kv_heads, num_pages, page_size, *dims = pages.shape
     # Heads are indexed too: XLA's GPU compiler moves the scattered axes to the front, so that a
     # scatter along the slots alone would transpose the pool.
     heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[:, None]
-    flat = pages.reshape(num_kv_heads, num_pages * page_size, head_dim)
+    flat = pages.reshape(num_kv_heads, num_pages * page_size, *dims)
     flat = flat.at[heads, slots].set(
         tokens.swapaxes(0, 1).astype(pages.dtype), mode="drop", wrap_negative_indices=False
     )
     return flat.reshape(pages.shape)
+
+
+def _write_quantized(
+    pages: jax.Array, scales: jax.Array, tokens: jax.Array, slots: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`pages` and `scales` with the tokens in them, and their scales unless one is for all."""
+    if not scales.ndim:
+        return _write(pages, quantize(tokens, scales, pages.dtype), slots), scales
+    new = token_scales(tokens, pages.dtype)  # [T, num_kv_heads]
+    pages = _write(pages, quantize(tokens, new, pages.dtype), slots)
+    return pages, _write(scales, new, slots)
+
+
+def _layer_scales(name: str, given: Sequence[float], num_layers: int) -> tuple[jax.Array, ...]:
+    numbers = [float(x) for x in given]
+    if len(numbers) != num_layers or not all(0 < x < float("inf") for x in numbers):
+        raise ValueError(f"{name}={numbers} must be {num_layers=} positive finite numbers")
+    return tuple(jnp.float32(x) for x in numbers)

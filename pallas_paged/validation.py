@@ -11,6 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.quantization import LARGEST, is_one_byte
 
 INT32_MAX = 2**31 - 1  # slots and positions are i32
 F32_BOUND = 1e38  # so that a number times log2(e) is an f32 too
@@ -58,8 +59,13 @@ def check_pages(q, k_pages, v_pages, block_tables, seq_lens) -> None:
     if page_size > 256 or page_size & (page_size - 1):
         raise ValueError(f"{page_size=} must be a power of two in [1, 256]")
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        if pages.dtype != q.dtype:
-            raise ValueError(f"{name}.dtype={pages.dtype.name} must equal q.dtype={q.dtype.name}")
+        if pages.dtype != q.dtype and not is_one_byte(pages):
+            raise ValueError(
+                f"{name}.dtype={pages.dtype.name} must equal q.dtype={q.dtype.name}, or be one of"
+                f" {', '.join(LARGEST)}"
+            )
+    if k_pages.dtype != v_pages.dtype:
+        raise ValueError(f"k_pages.dtype={k_pages.dtype} must equal v_pages.dtype={v_pages.dtype}")
     if num_pages * page_size > INT32_MAX:
         raise ValueError(f"{num_pages=} * {page_size=} must be at most {INT32_MAX}")
     if seq_lens.ndim != 1 or not seq_lens.shape[0]:
@@ -105,12 +111,6 @@ def check_ends(name: str, ends: ArrayLike, count: int) -> jax.Array:
         )
     check_integers(**{name: array})
     return jnp.asarray(array)
-
-
-def check_scales(k_scales: ArrayLike | None, v_scales: ArrayLike | None) -> None:
-    """There are none yet."""
-    if k_scales is not None or v_scales is not None:
-        raise NotImplementedError("k_scales and v_scales: quantized pages can't be read yet")
 
 
 def check_tree_mask(tree_mask: ArrayLike | None, num_seqs: int) -> jax.Array | None:

@@ -79,3 +79,33 @@ def dot(a: jax.Array, b: jax.Array) -> jax.Array:
     """Product in the input dtype with f32 accumulation; f32 stays f32 instead of TF32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def weights_of_values(
+    p: jax.Array,  # f32[..., K]
+    v_scales: jax.Array | None,  # f32, broadcasts against p
+    dtype: jnp.dtype,
+) -> tuple[jax.Array, jax.Array | None]:
+    """`p * v_scales` as an operand of `dtype`, and a factor of its product if that needs one."""
+    if v_scales is None:
+        return p.astype(dtype), None
+    weights = p * v_scales
+    if dtype != jnp.float16:
+        return weights.astype(dtype), None
+    # Scales are of any size, f16 is not: the largest weight of each row becomes 1.
+    peak = weights.max(axis=-1, keepdims=True)
+    return (weights / jnp.where(peak > 0, peak, 1.0)).astype(dtype), peak
+
+
+def accumulate(
+    acc: jax.Array,  # f32[Q, D]
+    alpha: jax.Array,  # f32[Q]
+    p: jax.Array,  # f32[Q, K]
+    v_scales: jax.Array | None,  # f32, broadcasts against p
+    v: jax.Array,  # [K, D]
+) -> jax.Array:
+    """`acc * alpha + (p * v_scales) @ v`, f32."""
+    acc = acc * alpha[:, None]
+    weights, factor = weights_of_values(p, v_scales, v.dtype)
+    product = dot(weights, v)
+    return acc + (product if factor is None else product * factor)

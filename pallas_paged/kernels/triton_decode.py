@@ -22,6 +22,7 @@ Flash-Decoding's split over K/V, made even as in stream-K; see also FlashAttenti
 from __future__ import annotations
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +30,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_paged.kernels import triton_merge
-from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot
-from pallas_paged.kernels.specs import kv_head, whole
+from pallas_paged.kernels import one_byte, triton_merge
+from pallas_paged.kernels.logits import LN_2, LogitOptions, accumulate, base2_logits, dot
+from pallas_paged.kernels.specs import kv_head, token_scales, whole
 from pallas_paged.kernels.tuning import DecodeConfig, next_power_of_2
 
 
@@ -45,8 +46,10 @@ def row_blocks(
 
 def decode_kernel(
     q_ref,  # [B, G, D]
-    k_ref,  # [P * S, D]
-    v_ref,  # [P * S, D]
+    k_ref,  # [P * S, D], or words of one-byte elements [P * S, D / 2]
+    v_ref,  # like k_ref
+    k_scales_ref,  # f32[P * S], or [1] for all tokens, or None
+    v_scales_ref,  # like k_scales_ref
     block_tables_ref,  # i32[B, N]
     seq_lens_ref,  # i32[B]
     unit_ends_ref,  # i32[B] inclusive cumulative sum of the rows' blocks, or splits if fixed
@@ -56,6 +59,7 @@ def decode_kernel(
     *,
     options: LogitOptions,
     page_size: int,
+    widen: one_byte.Widen,
     config: DecodeConfig,
 ):
     block_k, split_size = config.block_k, config.split_size
@@ -66,8 +70,10 @@ def decode_kernel(
     rows = jnp.arange(next_power_of_2(num_seqs))
     # The matrix unit takes no fewer than 16 rows, nor products over fewer than 16 elements.
     heads = jnp.arange(next_power_of_2(max(group, 16)))[:, None]
-    dims = jnp.arange(next_power_of_2(max(head_dim, 16)))[None, :]
-    head_mask, dim_mask = heads < group, dims < head_dim
+    num_words = k_ref.shape[1]
+    words = jnp.arange(next_power_of_2(max(num_words, 16)))[None, :]
+    dims = one_byte.elements(words, head_dim // num_words)
+    head_mask, dim_mask = heads < group, words < num_words
 
     page_bits = page_size.bit_length() - 1
     total = unit_ends_ref[num_seqs - 1]
@@ -111,9 +117,10 @@ def decode_kernel(
             hi = jnp.minimum(lo + step, end_block)
             slot = piece
         first_key = options.first_key(seq_len - 1)
-        q = plgpu.load(
-            q_ref.at[row[None, None], heads, dims], mask=head_mask & dim_mask, other=0.0
-        )  # [G, D]
+        q = [
+            plgpu.load(q_ref.at[row[None, None], heads, d], mask=head_mask & dim_mask, other=0.0)
+            for d in dims
+        ]  # [G, D] in all
 
         def attend_block(block, state):
             m_i, l_i, acc = state
@@ -130,33 +137,46 @@ def decode_kernel(
                 other=0,
                 eviction_policy="evict_last",
             )
-            slots = ((page << page_bits) + (positions & (page_size - 1)))[:, None]
+            token = (page << page_bits) + (positions & (page_size - 1))
+            slots = token[:, None]
             kv_mask = valid[:, None] & dim_mask
-            k = plgpu.load(k_ref.at[slots, dims], mask=kv_mask, other=0.0)  # [block_k, D]
+
+            def load(ref):
+                return plgpu.load(ref.at[slots, words], mask=kv_mask, other=0.0)  # [block_k, D]
+
+            def load_scales(ref):
+                if ref.shape == (1,):
+                    return ref[0]
+                return plgpu.load(ref.at[token], mask=valid, other=0.0)[None, :]
+
+            k = widen(load(k_ref))
             distances = (positions - (seq_len - 1))[None, :]
-            s, factor = base2_logits(dot(q, k.T), options, slopes, distances)  # [G, block_k]
+            s = functools.reduce(operator.add, map(lambda q, k: dot(q, k.T), q, k))
+            if k_scales_ref is not None:
+                s *= load_scales(k_scales_ref)
+            s, factor = base2_logits(s, options, slopes, distances)  # [G, block_k]
             s = jnp.where(valid[None, :], s, -jnp.inf)
             m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
             alpha = jnp.exp2(m_i - m_new)
             p = jnp.exp2(s * factor - m_new[:, None])
             l_new = l_i * alpha + p.sum(axis=1)
-            v = plgpu.load(v_ref.at[slots, dims], mask=kv_mask, other=0.0)  # [block_k, D]
-            acc = acc * alpha[:, None] + dot(p.astype(v.dtype), v)
+            v = widen(load(v_ref))
+            scales = None if v_scales_ref is None else load_scales(v_scales_ref)
+            acc = [accumulate(a, alpha, p, scales, v) for a, v in zip(acc, v, strict=True)]
             return m_new, l_new, acc
 
         state = (
             jnp.full((heads.size,), -jnp.inf, jnp.float32),
             jnp.zeros((heads.size,), jnp.float32),
-            jnp.zeros((heads.size, dims.size), jnp.float32),
+            [jnp.zeros((heads.size, words.size), jnp.float32) for _ in dims],
         )
         m_i, l_i, acc = lax.fori_loop(lo, hi, attend_block, state)
 
         # A row inside the share that holds no tokens ran no block; nobody reads its slot.
-        plgpu.store(
-            o_ref.at[slot[None, None], heads, dims],
-            acc / l_i[:, None],
-            mask=head_mask & dim_mask,
-        )
+        for d, a in zip(dims, acc, strict=True):
+            plgpu.store(
+                o_ref.at[slot[None, None], heads, d], a / l_i[:, None], mask=head_mask & dim_mask
+            )
         plgpu.store(
             lse_ref.at[slot[None], heads[:, 0]],
             m_i * LN_2 + jnp.log(l_i),
@@ -180,6 +200,8 @@ def paged_decode(
     seq_lens: jax.Array,  # i32[B], each in [0, N * S]
     alibi_slopes: jax.Array | None,  # f32[Hq]
     sinks: jax.Array | None,  # f32[Hq]
+    k_scales: jax.Array | None = None,  # f32[Hkv, P, S] or f32[]
+    v_scales: jax.Array | None = None,  # like k_scales
     *,
     options: LogitOptions,
     config: DecodeConfig,
@@ -187,7 +209,7 @@ def paged_decode(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of one query token per row: `(out [B, Hq, D], lse f32[B, Hq])`."""
     num_seqs, num_q_heads, head_dim = q.shape
-    num_kv_heads, num_pages, page_size, _ = k_pages.shape
+    num_kv_heads, _, page_size, _ = k_pages.shape
     group = num_q_heads // num_kv_heads
 
     # The same for every layer of a step, so inside one jit XLA keeps a single copy of it.
@@ -202,20 +224,26 @@ def paged_decode(
         unit_ends = jnp.cumsum(units)
 
     q = q.reshape(num_seqs, num_kv_heads, group, head_dim)
-    k_pages = k_pages.reshape(num_kv_heads, num_pages * page_size, head_dim)
-    v_pages = v_pages.reshape(num_kv_heads, num_pages * page_size, head_dim)
+    kv = [one_byte.token_rows(pages) for pages in (k_pages, v_pages)]
+    scales = [one_byte.token_scales(x) for x in (k_scales, v_scales)]
     out_shape = (
         jax.ShapeDtypeStruct((num_slots, num_kv_heads, group, head_dim), jnp.float32),
         jax.ShapeDtypeStruct((num_slots, num_kv_heads, group), jnp.float32),
     )
     slopes = None if alibi_slopes is None else alibi_slopes.reshape(num_kv_heads, group)
     outs, lses = pl.pallas_call(
-        functools.partial(decode_kernel, options=options, page_size=page_size, config=config),
+        functools.partial(
+            decode_kernel,
+            options=options,
+            page_size=page_size,
+            widen=one_byte.widening(k_pages.dtype, q.dtype, interpret=interpret),
+            config=config,
+        ),
         grid=(num_kv_heads, config.num_programs),
         in_specs=[
             kv_head(q, 1),
-            kv_head(k_pages, 0),
-            kv_head(v_pages, 0),
+            *(kv_head(x, 0) for x in kv),
+            *(token_scales(x) for x in scales),
             *whole([block_tables, seq_lens, unit_ends]),
             kv_head(slopes, 0),
         ],
@@ -226,7 +254,7 @@ def paged_decode(
         ),
         interpret=interpret,
         name="paged_decode",
-    )(q, k_pages, v_pages, block_tables, seq_lens, unit_ends, slopes)
+    )(q, *kv, *scales, block_tables, seq_lens, unit_ends, slopes)
     return triton_merge.merge_shares(
         outs.reshape(num_slots, num_q_heads, head_dim),
         lses.reshape(num_slots, num_q_heads),

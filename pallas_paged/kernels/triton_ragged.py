@@ -20,6 +20,7 @@ FlashAttention-2 (Dao 2023), with the heads of a group packed into the tile as i
 from __future__ import annotations
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -27,17 +28,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_paged.kernels import triton_merge
-from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot
+from pallas_paged.kernels import one_byte, triton_merge
+from pallas_paged.kernels.logits import LN_2, LogitOptions, accumulate, base2_logits, dot
 from pallas_paged.kernels.ragged_plan import Plan, make_plan, make_tiles
-from pallas_paged.kernels.specs import kv_head, whole
+from pallas_paged.kernels.specs import kv_head, token_scales, whole
 from pallas_paged.kernels.tuning import RaggedConfig, next_power_of_2
 
 
 def ragged_kernel(
     q_ref,  # [T, G, D]
-    k_ref,  # [P * S, D]
-    v_ref,  # [P * S, D]
+    k_ref,  # [P * S, D], or words of one-byte elements [P * S, D / 2]
+    v_ref,  # like k_ref
+    k_scales_ref,  # f32[P * S], or [1] for all tokens, or None
+    v_scales_ref,  # like k_scales_ref
     block_tables_ref,  # i32[B, N]
     plan: Plan,  # of refs
     q_positions_ref,  # i32[T] or None
@@ -51,6 +54,7 @@ def ragged_kernel(
     *,
     options: LogitOptions,
     page_size: int,
+    widen: one_byte.Widen,
     config: RaggedConfig,
 ):
     block_q, block_k = config.block_q, config.block_k
@@ -60,9 +64,11 @@ def ragged_kernel(
     slot = plan.slot[index]
     row, q_len, kv_len = piece.row, piece.q_len, piece.kv_len
 
-    dims = jnp.arange(next_power_of_2(max(head_dim, 16)))[None, :]
-    padded = dims.size != head_dim
-    dim_mask = dims < head_dim
+    num_words = k_ref.shape[1]
+    words = jnp.arange(next_power_of_2(max(num_words, 16)))[None, :]
+    dims = one_byte.elements(words, head_dim // num_words)
+    padded = words.size != num_words
+    dim_mask = words < num_words
     page_bits = page_size.bit_length() - 1
     packed = piece.offset + jnp.arange(block_q)
     token, head = packed // group, packed % group  # [block_q]
@@ -72,8 +78,8 @@ def ragged_kernel(
     # after the load, and that would keep q from going to the matrix unit by shared memory: measured
     # 300 instead of 430 TFLOP/s.
     q_row = jnp.minimum(q_token, num_tokens - 1)
-    q_dims = jnp.minimum(dims, head_dim - 1) if padded else dims
-    q = plgpu.load(q_ref.at[q_row[:, None], head[:, None], q_dims])  # [block_q, D]
+    q_dims = [jnp.minimum(d, head_dim - 1) for d in dims] if padded else dims
+    q = [plgpu.load(q_ref.at[q_row[:, None], head[:, None], d]) for d in q_dims]  # [block_q, D]
     if q_positions_ref is None:
         positions = kv_len - q_len + token
     else:
@@ -111,13 +117,24 @@ def ragged_kernel(
         page = plgpu.load(
             block_tables_ref.at[row[None], readable >> page_bits], eviction_policy="evict_last"
         )
-        slots = ((page << page_bits) + (readable & (page_size - 1)))[:, None]
+        key_slots = (page << page_bits) + (readable & (page_size - 1))
+        slots = key_slots[:, None]
         # A padded head_dim's loads are masked; q's lanes there hold what is not 0.
-        kv_mask = jnp.broadcast_to(dim_mask, (block_k, dims.size)) if padded else None
+        kv_mask = jnp.broadcast_to(dim_mask, (block_k, words.size)) if padded else None
         other = 0.0 if padded else None
-        k = plgpu.load(k_ref.at[slots, dims], mask=kv_mask, other=other)  # [block_k, D]
+
+        def load(ref):
+            return plgpu.load(ref.at[slots, words], mask=kv_mask, other=other)  # [block_k, D]
+
+        def load_scales(ref):
+            return ref[0] if ref.shape == (1,) else plgpu.load(ref.at[key_slots])[None, :]
+
+        k = widen(load(k_ref))
         distances = keys[None, :] - positions[:, None]
-        s, factor = base2_logits(dot(q, k.T), options, slopes, distances)  # [block_q, block_k]
+        s = functools.reduce(operator.add, map(lambda q, k: dot(q, k.T), q, k))
+        if k_scales_ref is not None:
+            s *= load_scales(k_scales_ref)
+        s, factor = base2_logits(s, options, slopes, distances)  # [block_q, block_k]
         if masked:
             s = jnp.where((keys < kv_len)[None, :] & visible(keys), s, -jnp.inf)
         m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
@@ -126,14 +143,15 @@ def ragged_kernel(
         alpha = jnp.exp2(m_i - m_safe)
         p = jnp.exp2(s * factor - m_safe[:, None])
         l_new = l_i * alpha + p.sum(axis=1)
-        v = plgpu.load(v_ref.at[slots, dims], mask=kv_mask, other=other)  # [block_k, D]
-        acc = acc * alpha[:, None] + dot(p.astype(v.dtype), v)
+        v = widen(load(v_ref))
+        scales = None if v_scales_ref is None else load_scales(v_scales_ref)
+        acc = [accumulate(a, alpha, p, scales, v) for a, v in zip(acc, v, strict=True)]
         return m_new, l_new, acc
 
     state = (
         jnp.full((block_q,), -jnp.inf, jnp.float32),
         jnp.zeros((block_q,), jnp.float32),
-        jnp.zeros((block_q, dims.size), jnp.float32),
+        [jnp.zeros((block_q, words.size), jnp.float32) for _ in dims],
     )
     attend_full = functools.partial(attend_block, False)
     attend_masked = functools.partial(attend_block, True)
@@ -141,28 +159,30 @@ def ragged_kernel(
         state = lax.fori_loop(piece.lo, piece.full_lo, attend_masked, state)
     state = lax.fori_loop(piece.full_lo, piece.full_hi, attend_full, state)
     m_i, l_i, acc = lax.fori_loop(piece.full_hi, piece.hi, attend_masked, state)
-    state = (m_i * LN_2, l_i, acc)
+    states = [(m_i * LN_2, l_i, a) for a in acc]
 
     @pl.when(slot < 0)
     def _():
         sinks = None if sinks_ref is None else plgpu.load(sinks_ref.at[head])
-        out, lse = triton_merge.finish(state, sinks)
-        plgpu.store(
-            o_ref.at[q_token[:, None], head[:, None], dims],
-            out.astype(o_ref.dtype),
-            mask=row_mask[:, None] & dim_mask,
-        )
+        for d, state in zip(dims, states, strict=True):
+            out, lse = triton_merge.finish(state, sinks)
+            plgpu.store(
+                o_ref.at[q_token[:, None], head[:, None], d],
+                out.astype(o_ref.dtype),
+                mask=row_mask[:, None] & dim_mask,
+            )
         plgpu.store(lse_ref.at[q_token, head], lse, mask=row_mask)
 
     @pl.when(slot >= 0)
     def _():
         rows = jnp.arange(block_q)
-        out, lse = triton_merge.finish(state, None)
-        plgpu.store(
-            outs_ref.at[slot[None, None], rows[:, None], dims],
-            out,
-            mask=jnp.broadcast_to(dim_mask, out.shape),
-        )
+        for d, state in zip(dims, states, strict=True):
+            out, lse = triton_merge.finish(state, None)
+            plgpu.store(
+                outs_ref.at[slot[None, None], rows[:, None], d],
+                out,
+                mask=jnp.broadcast_to(dim_mask, out.shape),
+            )
         plgpu.store(lses_ref.at[slot[None], rows], lse)
 
 
@@ -177,6 +197,8 @@ def ragged_paged_attention(
     alibi_slopes: jax.Array | None,  # f32[Hq]
     sinks: jax.Array | None,  # f32[Hq]
     tree_mask: jax.Array | None,  # bool[B, M, M]
+    k_scales: jax.Array | None = None,  # f32[Hkv, P, S] or f32[]
+    v_scales: jax.Array | None = None,  # like k_scales
     *,
     options: LogitOptions,
     config: RaggedConfig,
@@ -187,7 +209,7 @@ def ragged_paged_attention(
     With `q_positions` the queries of a row stand there instead, and all of its keys are older.
     """
     num_tokens, num_q_heads, head_dim = q.shape
-    num_kv_heads, num_pages, page_size, _ = k_pages.shape
+    num_kv_heads, _, page_size, _ = k_pages.shape
     num_seqs, pages_per_seq = block_tables.shape
     group = num_q_heads // num_kv_heads
 
@@ -217,10 +239,12 @@ def ragged_paged_attention(
     def of_group(x):
         return None if x is None else x.reshape(num_kv_heads, group)
 
+    scales = [one_byte.token_scales(x) for x in (k_scales, v_scales)]
     args = (
         q.reshape(num_tokens, num_kv_heads, group, head_dim),
-        k_pages.reshape(num_kv_heads, num_pages * page_size, head_dim),
-        v_pages.reshape(num_kv_heads, num_pages * page_size, head_dim),
+        one_byte.token_rows(k_pages),
+        one_byte.token_rows(v_pages),
+        *scales,
         block_tables,
         plan,
         q_positions,
@@ -228,7 +252,6 @@ def ragged_paged_attention(
         of_group(sinks),
         None if tree_mask is None else tree_mask.astype(jnp.int8),
     )
-    axes = (1, 0, 0, None, None, None, 0, 0, None)
     out_shape = (
         jax.ShapeDtypeStruct((num_tokens, num_kv_heads, group, head_dim), q.dtype),
         jax.ShapeDtypeStruct((num_tokens, num_kv_heads, group), jnp.float32),
@@ -236,11 +259,20 @@ def ragged_paged_attention(
         jax.ShapeDtypeStruct((num_kv_heads, plan.num_slots, config.block_q), jnp.float32),
     )
     out, lse, outs, lses = pl.pallas_call(
-        functools.partial(ragged_kernel, options=options, page_size=page_size, config=config),
+        functools.partial(
+            ragged_kernel,
+            options=options,
+            page_size=page_size,
+            widen=one_byte.widening(k_pages.dtype, q.dtype, interpret=interpret),
+            config=config,
+        ),
         grid=(num_kv_heads, plan.slot.shape[0]),
         in_specs=[
-            whole(x) if axis is None else kv_head(x, axis)
-            for x, axis in zip(args, axes, strict=True)
+            *(kv_head(x, axis) for x, axis in zip(args[:3], (1, 0, 0), strict=True)),
+            *(token_scales(x) for x in scales),
+            *(whole(x) for x in args[5:8]),  # table, plan, positions
+            *(kv_head(x, 0) for x in args[8:10]),  # slopes, sinks
+            whole(args[10]),  # tree mask
         ],
         out_specs=[kv_head(x, axis) for x, axis in zip(out_shape, (1, 1, 0, 0), strict=True)],
         out_shape=out_shape,

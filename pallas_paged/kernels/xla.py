@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_paged.kernels.logits import LogitOptions, natural_logits
+from pallas_paged.kernels.logits import LogitOptions, natural_logits, weights_of_values
 from pallas_paged.kernels.ragged_plan import Tiles, make_tiles
 
 
@@ -20,6 +20,8 @@ def paged_decode(
     seq_lens: jax.Array,  # i32[B], each in [0, N * S]
     alibi_slopes: jax.Array | None,  # f32[Hq]
     sinks: jax.Array | None,  # f32[Hq]
+    k_scales: jax.Array | None = None,  # f32[Hkv, P, S] or f32[]
+    v_scales: jax.Array | None = None,  # like k_scales
     *,
     options: LogitOptions,
 ) -> tuple[jax.Array, jax.Array]:
@@ -30,7 +32,16 @@ def paged_decode(
     seen = (keys < seq_lens[:, None]) & (keys >= options.first_key(positions))
     k, v = (_gather(x, block_tables, seen) for x in (k_pages, v_pages))
     out, lse = _attend(
-        q[:, None], k, v, seen[:, None], keys - positions[:, None], alibi_slopes, sinks, options
+        q[:, None],
+        k,
+        v,
+        _gather_scales(k_scales, block_tables, seen),
+        _gather_scales(v_scales, block_tables, seen),
+        seen[:, None],
+        keys - positions[:, None],
+        alibi_slopes,
+        sinks,
+        options,
     )
     return out[:, 0], lse[:, 0]
 
@@ -46,6 +57,8 @@ def ragged_paged_attention(
     alibi_slopes: jax.Array | None,  # f32[Hq]
     sinks: jax.Array | None,  # f32[Hq]
     tree_mask: jax.Array | None,  # bool[B, M, M]
+    k_scales: jax.Array | None = None,  # f32[Hkv, P, S] or f32[]
+    v_scales: jax.Array | None = None,  # like k_scales
     *,
     options: LogitOptions,
 ) -> tuple[jax.Array, jax.Array]:
@@ -85,12 +98,14 @@ def ragged_paged_attention(
             seen &= (places < 0) | allowed.get(mode="fill", fill_value=False)
         elif q_positions is None:
             seen &= keys <= positions[:, None]
-        read = seen.any(axis=0)
-        k, v = (_gather(x, block_tables[tile.row], read)[None] for x in (k_pages, v_pages))
+        table, read = block_tables[tile.row][None], seen.any(axis=0)[None]
+        k, v = (_gather(x, table, read) for x in (k_pages, v_pages))
         out, lse = _attend(
             q.at[q_tokens].get(mode="clip")[None],
             k,
             v,
+            _gather_scales(k_scales, table, read),
+            _gather_scales(v_scales, table, read),
             seen[None],
             (keys - positions[:, None])[None],
             alibi_slopes,
@@ -108,20 +123,31 @@ def ragged_paged_attention(
 
 
 def _gather(pages: jax.Array, tables: jax.Array, read: jax.Array) -> jax.Array:
-    """Keys or values `[Hkv, ..., N * S, D]` of tables `[..., N]`, 0 where nobody reads them."""
-    page_size, head_dim = pages.shape[2:]
+    """What tables `[B, N]` have of pages `[Hkv, P, S, ...]`: `[B, Hkv, N * S, ...]` or 0."""
+    page_size, *dims = pages.shape[2:]
     # Entries of pages that nobody reads may hold any integer: take page 0 there. What lies in slots
     # that nobody reads may be NaN: make it 0, since 0 * NaN is NaN.
     tables = jnp.where(read.reshape(*tables.shape, page_size).any(axis=-1), tables, 0)
-    dense = pages[:, tables].reshape(pages.shape[0], *read.shape, head_dim)
-    dense = jnp.where(read[..., None], dense, 0)
-    return jnp.moveaxis(dense, 0, -3)  # [..., Hkv, N * S, D]
+    dense = pages[:, tables].reshape(pages.shape[0], *read.shape, *dims)
+    dense = jnp.where(read.reshape(*read.shape, *(1 for _ in dims)), dense, 0)
+    return jnp.swapaxes(dense, 0, 1)
+
+
+def _gather_scales(
+    scales: jax.Array | None, tables: jax.Array, read: jax.Array
+) -> jax.Array | None:
+    """Scales f32`[B, 1, Hkv, 1, K]`, the one of all tokens, or None."""
+    if scales is None or scales.ndim == 0:
+        return scales
+    return _gather(scales, tables, read)[:, None, :, None]
 
 
 def _attend(
     q: jax.Array,  # [B, Q, Hq, D]
     k: jax.Array,  # [B, Hkv, K, D]
     v: jax.Array,  # [B, Hkv, K, D]
+    k_scales: jax.Array | None,  # f32[B, 1, Hkv, 1, K] or f32[]
+    v_scales: jax.Array | None,  # like k_scales
     seen: jax.Array,  # bool[B, Q, K]
     distances: jax.Array,  # i32[B, Q, K] key position - query position
     alibi_slopes: jax.Array | None,
@@ -140,14 +166,20 @@ def _attend(
     q = q.reshape(num_seqs, num_queries, num_kv_heads, -1, head_dim)
     slopes, sinks = per_head(alibi_slopes), per_head(sinks)
     seen, distances = seen[:, :, None, None], distances[:, :, None, None]
-    logits = natural_logits(einsum("bqhgd,bhkd->bqhgk", q, k), options, slopes, distances)
+    s = einsum("bqhgd,bhkd->bqhgk", q, k.astype(q.dtype))
+    if k_scales is not None:
+        s *= k_scales
+    logits = natural_logits(s, options, slopes, distances)
     logits = jnp.where(seen, logits, -jnp.inf)  # [B, Q, Hkv, G, K]
     m_i = logits.max(axis=-1, keepdims=True)
     empty = jnp.isneginf(m_i)  # queries that see nothing; sinks do not change that
     m_i = lax.stop_gradient(jnp.where(empty, 0.0, m_i))
     p = jnp.exp(logits - m_i)
     l_i = p.sum(axis=-1, keepdims=True)
-    out = einsum("bqhgk,bhkd->bqhgd", p.astype(q.dtype), v)
+    weights, factor = weights_of_values(p, v_scales, q.dtype)
+    out = einsum("bqhgk,bhkd->bqhgd", weights, v.astype(q.dtype))
+    if factor is not None:
+        out *= factor
     if sinks is not None:  # only now: beside a large sink p would vanish in f16
         sinks = jnp.where(empty, -jnp.inf, sinks)
         m_new = lax.stop_gradient(jnp.maximum(m_i, sinks))

@@ -1,0 +1,78 @@
+"""K/V of one byte an element: which dtypes, what a scale is, how tokens are rounded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+# The largest value of each, which a scale maps to the largest of what it scales.
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+
+
+def is_one_byte(pages) -> bool:
+    """Whether pages are of a quantized dtype."""
+    return jnp.dtype(pages.dtype).name in LARGEST
+
+
+def checked_scales(
+    k_pages, k_scales: ArrayLike | None, v_scales: ArrayLike | None
+) -> tuple[()] | tuple[jax.Array, jax.Array]:
+    """The scales that belong to pages `[num_kv_heads, num_pages, page_size, head_dim]`, if any.
+
+    Raises:
+        ValueError: one-byte pages without scales, others with them, or a wrong shape or dtype.
+    """
+    dtype, shape = jnp.dtype(k_pages.dtype).name, tuple(k_pages.shape[:3])
+    if not is_one_byte(k_pages):
+        if k_scales is None and v_scales is None:
+            return ()
+        raise ValueError(f"k_scales and v_scales must be None with pages of {dtype}")
+    if k_scales is None or v_scales is None:
+        missing = [n for n, x in (("k_scales", k_scales), ("v_scales", v_scales)) if x is None]
+        raise ValueError(f"pages of {dtype} need {' and '.join(missing)}")
+    arrays = []
+    for name, value in (("k_scales", k_scales), ("v_scales", v_scales)):
+        # asarray would narrow a 64-bit NumPy array without a word.
+        array: Any = value if hasattr(value, "dtype") else jnp.asarray(value)
+        if array.dtype != jnp.float32 or array.shape not in (shape, ()):
+            raise ValueError(
+                f"{name} {array.dtype}{list(array.shape)} must be float32{list(shape)} or float32[]"
+            )
+        arrays.append(jnp.asarray(array))
+    if arrays[0].shape != arrays[1].shape:
+        raise ValueError(
+            f"k_scales.shape={arrays[0].shape} must equal v_scales.shape={arrays[1].shape}"
+        )
+    return arrays[0], arrays[1]
+
+
+def token_scales(tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """A scale for each row of tokens `[..., head_dim]`: f32`[...]`, largest size / `LARGEST`.
+
+    Rows whose scale would be less than the smallest normal f32, zeros among them, have 0. A NaN or
+    an infinity makes it NaN, so that it stays to be seen: as an integer it would look like any.
+    """
+    largest = jnp.abs(tokens.astype(jnp.float32)).max(axis=-1)
+    scales = largest / LARGEST[dtype.name]
+    scales = jnp.where(scales < jnp.finfo(jnp.float32).tiny, 0.0, scales)
+    return jnp.where(jnp.isfinite(largest), scales, jnp.nan)
+
+
+def quantize(tokens: jax.Array, scales: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """`tokens / scales`, rounded to the nearest, ties to even, and saturated at `LARGEST`.
+
+    Args:
+        tokens: floating `[..., head_dim]`.
+        scales: f32`[...]` or f32`[]`; where 0 or NaN, the result is 0.
+        dtype: int8, in which NaN becomes 0, or float8_e4m3fn, in which NaN stays one.
+    """
+    scales = scales[..., None]
+    scaled = tokens.astype(jnp.float32) / jnp.where(scales > 0, scales, 1.0)
+    scaled = jnp.where(scales > 0, scaled, 0.0)
+    scaled = jnp.clip(scaled, -LARGEST[dtype.name], LARGEST[dtype.name])  # a NaN stays one
+    if dtype == jnp.int8:
+        scaled = jnp.where(jnp.isnan(scaled), 0.0, jnp.round(scaled))
+    return scaled.astype(dtype)

@@ -20,7 +20,7 @@ def i32(*values):
 
 
 def make_pool(
-    num_layers=2, num_pages=4, num_kv_heads=2, page_size=2, head_dim=3, dtype=jnp.float32
+    num_layers=2, num_pages=4, num_kv_heads=2, page_size=2, head_dim=3, dtype=jnp.float32, **scales
 ):
     return pp.create_kv_pool(
         num_layers=num_layers,
@@ -29,6 +29,7 @@ def make_pool(
         page_size=page_size,
         head_dim=head_dim,
         dtype=dtype,
+        **scales,
     )
 
 
@@ -67,7 +68,10 @@ def test_created_pool_is_zero_and_layers_have_their_own_buffers(dtype):
         (dict(num_pages=0), "num_pages=0 must be a positive integer"),
         (dict(page_size=3), "page_size=3 must be a power of two from 1 to 256"),
         (dict(num_pages=2**31), r"num_pages=2147483648 \* page_size=2 \+ 1 must be at most"),
-        (dict(dtype=jnp.int8), "dtype=int8 must be one of float32, bfloat16, float16"),
+        (
+            dict(dtype=jnp.int16),
+            "dtype=int16 must be one of float32, bfloat16, float16, int8, float8",
+        ),
         (dict(dtype=np.float64), "dtype=float64 must be one of"),
     ],
 )
@@ -114,7 +118,8 @@ def write_arguments(**changes):
         (dict(k_pages=np.zeros((4, 2, 3), np.float32)), r"\[num_kv_heads, .*float32\(4, 2, 3\)"),
         (dict(v_pages=np.zeros((2, 4, 4, 3), np.float32)), r"alike, got .*float32\(2, 4, 4, 3\)"),
         (dict(v_pages=np.zeros((2, 4, 2, 3), np.float16)), r"float32\(.*float16\(2, 4, 2, 3\)"),
-        (dict(v_pages=np.zeros((2, 4, 2, 3), np.int8)), r"v_pages must be floating, got int8"),
+        (dict(v_pages=np.zeros((2, 4, 2, 3), np.int8)), r"float32\(.*int8\(2, 4, 2, 3\)"),
+        (dict(v_pages=np.zeros((2, 4, 2, 3), np.int16)), r"v_pages must be floating or int8, got"),
         (dict(k=np.zeros((5, 2, 3), np.int32)), r"k must be floating, got int32"),
         (dict(k=np.zeros((5, 3, 3), np.float32)), r"num_kv_heads=2, head_dim=3\].*\(5, 3, 3\)"),
         (dict(k=np.zeros((5, 6), np.float32)), r"k and v must be .* got \(5, 6\)"),

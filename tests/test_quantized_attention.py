@@ -231,7 +231,9 @@ def test_scales_of_other_pages_are_refused():
 def test_k_and_v_have_one_dtype():
     q, k_pages, v_pages, *rest = Quantized(SMALL, INT8).make()[0]
     fp8 = v_pages.astype(jnp.float8_e4m3fn)
-    with pytest.raises(ValueError, match="k_pages.dtype=int8 must equal v_pages.dtype=float8_e4m3"):
+    with pytest.raises(
+        ValueError, match=r"k_pages.dtype=int8 must equal v_pages.dtype=float8_e4m3"
+    ):
         pp.paged_attention(q, k_pages, fp8, *rest)
 
 

@@ -74,6 +74,7 @@ def decode_kernel(
     words = jnp.arange(next_power_of_2(max(num_words, 16)))[None, :]
     dims = one_byte.elements(words, head_dim // num_words)
     head_mask, dim_mask = heads < group, words < num_words
+    zero = 0.0 if len(dims) == 1 else 0  # of words, which are integers
 
     page_bits = page_size.bit_length() - 1
     total = unit_ends_ref[num_seqs - 1]
@@ -142,7 +143,7 @@ def decode_kernel(
             kv_mask = valid[:, None] & dim_mask
 
             def load(ref):
-                return plgpu.load(ref.at[slots, words], mask=kv_mask, other=0.0)  # [block_k, D]
+                return plgpu.load(ref.at[slots, words], mask=kv_mask, other=zero)  # [block_k, D]
 
             def load_scales(ref):
                 if ref.shape == (1,):

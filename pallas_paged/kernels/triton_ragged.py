@@ -121,7 +121,8 @@ def ragged_kernel(
         slots = key_slots[:, None]
         # A padded head_dim's loads are masked; q's lanes there hold what is not 0.
         kv_mask = jnp.broadcast_to(dim_mask, (block_k, words.size)) if padded else None
-        other = 0.0 if padded else None
+        zero = 0.0 if len(dims) == 1 else 0  # of words, which are integers
+        other = zero if padded else None
 
         def load(ref):
             return plgpu.load(ref.at[slots, words], mask=kv_mask, other=other)  # [block_k, D]

@@ -120,7 +120,8 @@ def decode_config(
     # and of V in two stages four programs fit on an SM, and that beat fewer programs with deeper
     # pipelines on nearly every shape (docs/tuning.md). One wave: a fifth program costs 20%.
     group = next_power_of_2(max(num_q_heads // num_kv_heads, 16))
-    row_bytes = next_power_of_2(head_dim) * itemsize
+    # One-byte tiles have as many tokens as two-byte ones, but are loaded a stage further ahead.
+    row_bytes = next_power_of_2(head_dim) * max(itemsize, 2)
     tile_bytes, programs_per_sm = (32768, 2) if group == 32 else (16384, 4)
     block_k = min(max(tile_bytes // row_bytes, 16), 128)
     # The accumulator [group, head_dim] must fit in the registers of the program's warps.
@@ -136,7 +137,7 @@ def decode_config(
         block_k=block_k,
         num_programs=max(1, min(programs_per_sm * num_sms // num_kv_heads, num_blocks)),
         num_warps=num_warps,
-        num_stages=2,
+        num_stages=3 if itemsize == 1 else 2,
     )
 
 
@@ -165,7 +166,7 @@ def ragged_config(
     padded = next_power_of_2(max(head_dim, 16))
     rows = -(-num_tokens * group // num_seqs)  # of an average sequence
     block_q = min(max(next_power_of_2(rows), 16), 128)
-    block_k = min(max(16384 // (padded * itemsize), 16), 64)
+    block_k = min(max(16384 // (padded * max(itemsize, 2)), 16), 64)
     if block_q < 64:  # bound by memory, as decoding is
         num_warps, num_stages, programs_per_sm = max(2, block_q * padded // 4096), 2, 3
     else:

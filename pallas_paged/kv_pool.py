@@ -198,22 +198,15 @@ def copy_pages(pool: KVPool, copies: PageCopies) -> KVPool:
     def copy(pages: jax.Array) -> jax.Array:  # [num_kv_heads, num_pages, ...]
         if not pages.ndim:  # a scale of all pages
             return pages
-        dtype, pages = pages.dtype, _integers(pages)
         num_pages = pages.shape[1]
         heads = jnp.arange(pages.shape[0], dtype=jnp.int32)[:, None]
         to = jnp.where((src >= 0) & (src < num_pages), dst, num_pages)
         # The barrier keeps XLA from fusing the gather into the scatter: one kernel that reads and
         # writes the pool can't work in place, and copies all of it.
         copied = lax.optimization_barrier(pages.at[heads, src].get(mode="clip"))
-        copied = pages.at[heads, to].set(copied, mode="drop", wrap_negative_indices=False)
-        return lax.bitcast_convert_type(copied, dtype)
+        return pages.at[heads, to].set(copied, mode="drop", wrap_negative_indices=False)
 
     return jax.tree.map(copy, pool)
-
-
-def _integers(x: jax.Array) -> jax.Array:
-    """`x`, or its bytes if it is float8, which XLA's CPU compiler would widen to scatter into."""
-    return lax.bitcast_convert_type(x, jnp.int8) if x.dtype == jnp.float8_e4m3fn else x
 
 
 def _write(pages: jax.Array, tokens: jax.Array, slots: jax.Array) -> jax.Array:
@@ -221,13 +214,13 @@ def _write(pages: jax.Array, tokens: jax.Array, slots: jax.Array) -> jax.Array:
     # Heads are indexed too: XLA's GPU compiler moves the scattered axes to the front, so that a
     # scatter along the slots alone would transpose the pool.
     heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[:, None]
-    flat = _integers(pages).reshape(num_kv_heads, num_pages * page_size, *dims)
+    flat = pages.reshape(num_kv_heads, num_pages * page_size, *dims)
     flat = flat.at[heads, slots].set(
-        _integers(tokens.swapaxes(0, 1).astype(pages.dtype)),
+        tokens.swapaxes(0, 1).astype(pages.dtype),
         mode="drop",
         wrap_negative_indices=False,
     )
-    return lax.bitcast_convert_type(flat, pages.dtype).reshape(pages.shape)
+    return flat.reshape(pages.shape)
 
 
 def _write_quantized(

@@ -139,10 +139,6 @@ class TestOptions:
         options = dict(sm_scale=np.float32(0.5), soft_cap=np.float64(2), sliding_window=np.int64(3))
         jax.eval_shape(lambda *x: function(*x, **options), *case.make())
 
-    def test_quantized_pages_are_not_read_yet(self, function, case):
-        with pytest.raises(NotImplementedError, match="quantized"):
-            function(*case.make(), np.ones(1, np.float32))
-
     def test_a_config_of_the_other_function_is_refused(self, function, case):
         loop = dict(block_k=16, num_programs=1, num_warps=1, num_stages=1)
         decode = function is pp.paged_attention

@@ -185,11 +185,18 @@ def test_write_kv_refuses():
         pp.write_kv(half, half, *call[2:], scales, scales)
 
 
+@pytest.fixture
+def dtype_in_place(dtype):
+    if dtype != "int8" and jax.default_backend() == "cpu":
+        pytest.skip("XLA's CPU compiler widens float8 scatters, whole operand included")
+    return dtype
+
+
 @BOTH
 @pytest.mark.parametrize("per_tensor", [False, True])
-def test_donated_write_is_in_place(dtype, per_tensor):
+def test_donated_write_is_in_place(dtype_in_place, per_tensor):
     given = dict(k_scales=[1.0], v_scales=[1.0]) if per_tensor else {}
-    pool = jax.eval_shape(lambda: make_pool(1, 4096, 2, 16, 64, dtype, **given))
+    pool = jax.eval_shape(lambda: make_pool(1, 4096, 2, 16, 64, dtype_in_place, **given))
     layer = jax.tree.leaves(pool)
     tokens = jax.ShapeDtypeStruct((8, 2, 64), jnp.bfloat16)
     slots = jax.ShapeDtypeStruct((8,), jnp.int32)
@@ -201,8 +208,8 @@ def test_donated_write_is_in_place(dtype, per_tensor):
 
 
 @BOTH
-def test_donated_copy_is_in_place(dtype):
-    pool = jax.eval_shape(lambda: make_pool(2, 4096, 2, 16, 64, dtype))
+def test_donated_copy_is_in_place(dtype_in_place):
+    pool = jax.eval_shape(lambda: make_pool(2, 4096, 2, 16, 64, dtype_in_place))
     pages = jax.ShapeDtypeStruct((4,), jnp.int32)
     copies = pp.PageCopies(src_pages=pages, dst_pages=pages)
     compiled = jax.jit(pp.copy_pages, donate_argnums=0).lower(pool, copies).compile()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,16 +50,23 @@ def natural_logits(
 
 
 def base2_logits(
-    s: jax.Array, options: LogitOptions, slopes: jax.Array | None, distances: jax.Array
-) -> tuple[jax.Array, float]:
+    s: jax.Array,
+    options: LogitOptions,
+    slopes: jax.Array | None,
+    distances: jax.Array,
+    row_scales: jax.Array | None = None,
+) -> tuple[jax.Array, Any]:
     """`(x, factor)` with factor > 0, where `x * factor` are the logits of `exp2`.
 
     Where the logits are nothing but scaled, the factor is left to the caller's subtraction of the
-    maximum, with which it makes one fused instruction.
+    maximum, with which it makes one fused instruction. With positive `row_scales` f32`[R]`, which
+    belong to s `[R, K]` too, the factor is one of them or, as they are, f32`[R]`.
     """
     scale, cap = options.sm_scale, options.soft_cap
     if cap is None and slopes is None and scale > 0:
-        return s, scale * LOG2_E
+        return s, scale * LOG2_E * (1.0 if row_scales is None else row_scales)
+    if row_scales is not None:
+        s = s * row_scales[:, None]
     if cap is None:
         x = s * (scale * LOG2_E)
     else:
@@ -79,33 +87,3 @@ def dot(a: jax.Array, b: jax.Array) -> jax.Array:
     """Product in the input dtype with f32 accumulation; f32 stays f32 instead of TF32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
-
-
-def weights_of_values(
-    p: jax.Array,  # f32[..., K]
-    v_scales: jax.Array | None,  # f32, broadcasts against p
-    dtype: jnp.dtype,
-) -> tuple[jax.Array, jax.Array | None]:
-    """`p * v_scales` as an operand of `dtype`, and a factor of its product if that needs one."""
-    if v_scales is None:
-        return p.astype(dtype), None
-    weights = p * v_scales
-    if dtype != jnp.float16:
-        return weights.astype(dtype), None
-    # Scales are of any size, f16 is not: the largest weight of each row becomes 1.
-    peak = weights.max(axis=-1, keepdims=True)
-    return (weights / jnp.where(peak > 0, peak, 1.0)).astype(dtype), peak
-
-
-def accumulate(
-    acc: jax.Array,  # f32[Q, D]
-    alpha: jax.Array,  # f32[Q]
-    p: jax.Array,  # f32[Q, K]
-    v_scales: jax.Array | None,  # f32, broadcasts against p
-    v: jax.Array,  # [K, D]
-) -> jax.Array:
-    """`acc * alpha + (p * v_scales) @ v`, f32."""
-    acc = acc * alpha[:, None]
-    weights, factor = weights_of_values(p, v_scales, v.dtype)
-    product = dot(weights, v)
-    return acc + (product if factor is None else product * factor)

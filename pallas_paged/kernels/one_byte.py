@@ -5,20 +5,21 @@ of at most 2^32 bytes, which overflow past 2^31 one-byte elements, but not past 
 matrix unit takes 16-bit V from shared memory in the order that it wants, bytes only one by one.
 
 So a tile of K or V is two here, of the even and of the odd elements, and so are q and the output.
-The scales multiply logits and probabilities, which are fewer than the elements of K and V.
+They become f16, in which all int8 and all float8_e4m3fn are exact and to which both are converted
+in fewer instructions than to bf16. The scales go to logits and probabilities, which are fewer than
+the elements of K and V.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
-
-Widen = Callable[[jax.Array], list[jax.Array]]
 
 
 def token_rows(pages: jax.Array) -> jax.Array:
@@ -42,72 +43,98 @@ def elements(words: jax.Array, num_tiles: int) -> list[jax.Array]:
     return [words] if num_tiles == 1 else [2 * words, 2 * words + 1]
 
 
-def widening(kv_dtype: jnp.dtype, dtype: jnp.dtype, *, interpret: bool) -> Widen:
-    """Returns what makes tiles of `dtype` of what was loaded: itself, or even and odd elements.
+def split_scales(scales: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """f32 `(exponents, significands, 2 ** -exponents)`: scales = significands * 2 ** exponents.
 
-    All int8 and all float8_e4m3fn are exact in bf16, f16 and f32.
+    Exponents are integers of -64 or more; significands in [1, 2) but for scales below 2 ** -64.
     """
-    if kv_dtype.itemsize > 1:
-        return lambda loaded: [loaded]
-    convert = _CONVERSIONS.get((kv_dtype.name, dtype.name))
-    if convert is None or interpret:
-        return functools.partial(_widen, kv_dtype, dtype)
-    return functools.partial(_widen_pairs, convert, dtype)
+    exponents = _exponents(jnp.maximum(jnp.abs(scales), 2.0**-64))
+    inverses = _power_of_2(-exponents)
+    return exponents.astype(jnp.float32), scales * inverses, inverses
 
 
-def _widen(kv_dtype: jnp.dtype, dtype: jnp.dtype, words: jax.Array) -> list[jax.Array]:
-    low, high = (words << 8) >> 8, words >> 8  # with their sign
-    if kv_dtype == jnp.int8:
-        return [x.astype(dtype) for x in (low, high)]
-    return [
-        lax.bitcast_convert_type(x.astype(jnp.int8), kv_dtype).astype(dtype) for x in (low, high)
-    ]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Operands:
+    """How loaded queries, keys and values become operands of the matrix unit.
+
+    Attributes:
+      dtype, kv_dtype: of the queries and of the pages.
+      interpret: without PTX.
+    """
+
+    dtype: Any
+    kv_dtype: Any
+    interpret: bool
+
+    @property
+    def narrow(self) -> bool:
+        """Whether pages are of one byte."""
+        return self.kv_dtype.itemsize == 1
+
+    def split(self, q: jax.Array) -> list[jax.Array]:
+        """q `[.., D]`, or its even and its odd elements."""
+        return [q[..., 0::2], q[..., 1::2]] if self.narrow else [q]
+
+    def of_queries(self, tiles: list[jax.Array]) -> tuple[list[jax.Array], jax.Array | None]:
+        """Tiles `[.., W]` of q and, if they had to be divided by them, powers of two f32`[..]`."""
+        if not self.narrow or tiles[0].dtype != jnp.bfloat16:
+            return tiles, None
+        # bf16 is of any size, f16 is not: the largest element of a row comes to [1, 2).
+        tiles = [tile.astype(jnp.float32) for tile in tiles]
+        largest = functools.reduce(jnp.maximum, [jnp.abs(tile).max(axis=-1) for tile in tiles])
+        exponents = jnp.clip(_exponents(largest), -126, 126)
+        inverses = _power_of_2(-exponents)[..., None]
+        return [(tile * inverses).astype(jnp.float16) for tile in tiles], _power_of_2(exponents)
+
+    def of_pages(self, loaded: jax.Array) -> list[jax.Array]:
+        """Tiles of what was loaded: itself, or its even and its odd elements."""
+        if not self.narrow:
+            return [loaded]
+        if self.interpret or self.dtype == jnp.float32:
+            return self._converted(loaded)
+        convert = _TO_F16[self.kv_dtype.name]
+        return [_two_words(convert.format(**half), loaded) for half in _HALVES]
+
+    def _converted(self, words: jax.Array) -> list[jax.Array]:
+        dtype = jnp.float32 if self.dtype == jnp.float32 else jnp.float16
+        halves = [(words << 8) >> 8, words >> 8]  # with their sign
+        if self.kv_dtype != jnp.int8:
+            bytes_ = [half.astype(jnp.int8) for half in halves]
+            halves = [lax.bitcast_convert_type(x, self.kv_dtype) for x in bytes_]
+        return [half.astype(dtype) for half in halves]
 
 
-def _widen_pairs(convert: str, dtype: jnp.dtype, words: jax.Array) -> list[jax.Array]:
-    def half(shift: int, places: str) -> jax.Array:
-        [tile] = plgpu.elementwise_inline_asm(
-            _ASM.format(convert=convert.format(shift=shift, places=places)),
-            args=[words],
-            constraints="=r,r",
-            pack=2,
-            result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, dtype)],
-        )
-        return tile
-
-    return [half(0, "0x4420"), half(8, "0x4431")]
+def _exponents(x: jax.Array) -> jax.Array:
+    """i32, of x >= 0."""
+    return (lax.bitcast_convert_type(x, jnp.int32) >> 23) - 127
 
 
-# What Triton makes of `_widen` takes 3 to 4 instructions an element, so that decoding would not be
-# bound by memory. These take two words at a time, and make two elements of their bytes 0 and 2 or,
-# shifted, 1 and 3.
-_ASM = """{{
-.reg .b32 w, a, b, c;
-.reg .b16 h, l;
-.reg .f32 x, y;
-{convert}
-mov.b32 $0, a;
-}}"""
-_CONVERSIONS = {
-    # 7 bits make a mantissa, 128 + bits; the sign makes 256 of 128. The difference is x.
-    ("int8", "bfloat16"): """shr.b32 w, $1, {shift};
-lop3.b32 a, w, 0x007f007f, 0x43004300, 0xea;
-lop3.b32 b, w, 0x00800080, 0x43004300, 0xea;
-mov.b32 c, 0xbf80bf80;
-fma.rn.bf16x2 a, b, c, a;""",
+def _power_of_2(exponents: jax.Array) -> jax.Array:
+    """f32, of i32 in [-126, 127]."""
+    return lax.bitcast_convert_type((exponents + 127) << 23, jnp.float32)
+
+
+def _two_words(asm: str, words: jax.Array) -> jax.Array:
+    [tile] = plgpu.elementwise_inline_asm(
+        f"{{\n.reg .b32 w, b;\n.reg .b16 x, y;\n{asm}\n}}",
+        args=[words],
+        constraints="=r,r",
+        pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.float16)],
+    )
+    return tile
+
+
+# What Triton makes of `_converted` takes 3 to 4 instructions an element, so that decoding would not
+# be bound by memory. These take two words at a time, and of their bytes 0 and 2 or 1 and 3.
+_HALVES = {"shift": 0, "pair": "x"}, {"shift": 8, "pair": "y"}
+_TO_F16 = {
     # The byte with its sign flipped makes a mantissa: 1024 + 128 + x.
-    ("int8", "float16"): """shr.b32 w, $1, {shift};
-lop3.b32 a, w, 0x00ff00ff, 0x64806480, 0x6a;
+    "int8": """shr.b32 w, $1, {shift};
 mov.b32 b, 0x64806480;
-sub.f16x2 a, a, b;""",
-    ("float8_e4m3fn", "float16"): """prmt.b32 b, $1, 0, {places};
-mov.b32 {{l, h}}, b;
-cvt.rn.f16x2.e4m3x2 a, l;""",
-    ("float8_e4m3fn", "bfloat16"): """prmt.b32 b, $1, 0, {places};
-mov.b32 {{l, h}}, b;
-cvt.rn.f16x2.e4m3x2 a, l;
-mov.b32 {{l, h}}, a;
-cvt.f32.f16 x, l;
-cvt.f32.f16 y, h;
-cvt.rn.bf16x2.f32 a, y, x;""",
+lop3.b32 w, w, 0x00ff00ff, b, 0x6a;
+sub.f16x2 $0, w, b;""",
+    "float8_e4m3fn": """prmt.b32 w, $1, 0, 0x3120;
+mov.b32 {{x, y}}, w;
+cvt.rn.f16x2.e4m3x2 $0, {pair};""",
 }

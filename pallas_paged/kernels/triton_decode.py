@@ -30,8 +30,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_paged.kernels import one_byte, triton_merge
-from pallas_paged.kernels.logits import LN_2, LogitOptions, accumulate, base2_logits, dot
+from pallas_paged.kernels import one_byte, triton_merge, triton_softmax
+from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot
 from pallas_paged.kernels.specs import kv_head, token_scales, whole
 from pallas_paged.kernels.tuning import DecodeConfig, next_power_of_2
 
@@ -59,7 +59,7 @@ def decode_kernel(
     *,
     options: LogitOptions,
     page_size: int,
-    widen: one_byte.Widen,
+    operands: one_byte.Operands,
     config: DecodeConfig,
 ):
     block_k, split_size = config.block_k, config.split_size
@@ -75,7 +75,7 @@ def decode_kernel(
     dims = one_byte.elements(words, head_dim // num_words)
     head_mask, dim_mask = heads < group, words < num_words
     zero = 0.0 if len(dims) == 1 else 0  # of words, which are integers
-
+    v_scales_per_token = v_scales_ref is not None and v_scales_ref.shape != (1,)
     page_bits = page_size.bit_length() - 1
     total = unit_ends_ref[num_seqs - 1]
     # Rounded up: no program has more than in the evenest split, and to find the program of a unit,
@@ -118,26 +118,41 @@ def decode_kernel(
             hi = jnp.minimum(lo + step, end_block)
             slot = piece
         first_key = options.first_key(seq_len - 1)
-        q = [
-            plgpu.load(q_ref.at[row[None, None], heads, d], mask=head_mask & dim_mask, other=0.0)
-            for d in dims
-        ]  # [G, D] in all
 
-        def attend_block(block, state):
-            m_i, l_i, acc = state
+        def positions_of(block):
+            """Positions of a block's keys, and which of them the query sees."""
             positions = block * block_k + jnp.arange(block_k)
             # The loads are masked, not only the logits: slots that the row does not own may hold
             # NaN. Masking every block, not just a row's last, measured no slower.
             valid = positions < seq_len
             if options.sliding_window is not None:
                 valid &= positions >= first_key
+            return positions, valid
+
+        def pages_of(block):
+            positions, valid = positions_of(block)
             # Every layer reads the table and the lengths again: they should stay in the L2.
-            page = plgpu.load(
+            return plgpu.load(
                 block_tables_ref.at[row[None], positions >> page_bits],
                 mask=valid,
                 other=0,
                 eviction_policy="evict_last",
             )
+
+        # K and V of one byte come in half the time, but wait as long for the table: 16% of the time
+        # unless it is read a block ahead. With two bytes that gained nothing, and took registers.
+        ahead = [pages_of(lo)] if operands.narrow else []
+        q = [
+            plgpu.load(q_ref.at[row[None, None], heads, d], mask=head_mask & dim_mask, other=0.0)
+            for d in dims
+        ]  # [G, D] in all
+        q, q_scales = operands.of_queries(q)
+
+        def attend_block(block, carry):
+            state, *ahead = carry
+            page = ahead[0] if ahead else pages_of(block)
+            ahead = [pages_of(block + 1) for _ in ahead]
+            positions, valid = positions_of(block)
             token = (page << page_bits) + (positions & (page_size - 1))
             slots = token[:, None]
             kv_mask = valid[:, None] & dim_mask
@@ -147,31 +162,31 @@ def decode_kernel(
 
             def load_scales(ref):
                 if ref.shape == (1,):
-                    return ref[0]
-                return plgpu.load(ref.at[token], mask=valid, other=0.0)[None, :]
+                    return ref[...]
+                return plgpu.load(ref.at[token], mask=valid, other=0.0)
 
-            k = widen(load(k_ref))
+            k = operands.of_pages(load(k_ref))
             distances = (positions - (seq_len - 1))[None, :]
             s = functools.reduce(operator.add, map(lambda q, k: dot(q, k.T), q, k))
             if k_scales_ref is not None:
-                s *= load_scales(k_scales_ref)
-            s, factor = base2_logits(s, options, slopes, distances)  # [G, block_k]
+                s *= load_scales(k_scales_ref)[None, :]
+            s, factor = base2_logits(s, options, slopes, distances, q_scales)  # [G, block_k]
             s = jnp.where(valid[None, :], s, -jnp.inf)
-            m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
-            alpha = jnp.exp2(m_i - m_new)
-            p = jnp.exp2(s * factor - m_new[:, None])
-            l_new = l_i * alpha + p.sum(axis=1)
-            v = widen(load(v_ref))
-            scales = None if v_scales_ref is None else load_scales(v_scales_ref)
-            acc = [accumulate(a, alpha, p, scales, v) for a, v in zip(acc, v, strict=True)]
-            return m_new, l_new, acc
+            state = triton_softmax.attend(
+                state,
+                s,
+                factor,
+                load_scales(v_scales_ref) if v_scales_per_token else None,
+                lambda: operands.of_pages(load(v_ref)),
+                all_see=True,
+                interpret=operands.interpret,
+            )
+            return state, *ahead
 
-        state = (
-            jnp.full((heads.size,), -jnp.inf, jnp.float32),
-            jnp.zeros((heads.size,), jnp.float32),
-            [jnp.zeros((heads.size, words.size), jnp.float32) for _ in dims],
-        )
-        m_i, l_i, acc = lax.fori_loop(lo, hi, attend_block, state)
+        state = triton_softmax.empty(heads.size, words.size, len(dims))
+        (m_i, l_i, acc), *ahead = lax.fori_loop(lo, hi, attend_block, (state, *ahead))
+        if v_scales_ref is not None and not v_scales_per_token:
+            acc = [a * v_scales_ref[0] for a in acc]
 
         # A row inside the share that holds no tokens ran no block; nobody reads its slot.
         for d, a in zip(dims, acc, strict=True):
@@ -237,7 +252,7 @@ def paged_decode(
             decode_kernel,
             options=options,
             page_size=page_size,
-            widen=one_byte.widening(k_pages.dtype, q.dtype, interpret=interpret),
+            operands=one_byte.Operands(dtype=q.dtype, kv_dtype=k_pages.dtype, interpret=interpret),
             config=config,
         ),
         grid=(num_kv_heads, config.num_programs),

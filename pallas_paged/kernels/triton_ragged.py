@@ -28,15 +28,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_paged.kernels import one_byte, triton_merge
-from pallas_paged.kernels.logits import LN_2, LogitOptions, accumulate, base2_logits, dot
+from pallas_paged.kernels import one_byte, triton_merge, triton_softmax
+from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot
 from pallas_paged.kernels.ragged_plan import Plan, make_plan, make_tiles
 from pallas_paged.kernels.specs import kv_head, token_scales, whole
 from pallas_paged.kernels.tuning import RaggedConfig, next_power_of_2
 
 
 def ragged_kernel(
-    q_ref,  # [T, G, D]
+    q_refs,  # ([T, G, D],), or of its even and of its odd elements ([T, G, D / 2],) * 2
+    q_scales_ref,  # f32[T, G], factors of the rows of q, or None
     k_ref,  # [P * S, D], or words of one-byte elements [P * S, D / 2]
     v_ref,  # like k_ref
     k_scales_ref,  # f32[P * S], or [1] for all tokens, or None
@@ -54,19 +55,18 @@ def ragged_kernel(
     *,
     options: LogitOptions,
     page_size: int,
-    widen: one_byte.Widen,
+    operands: one_byte.Operands,
     config: RaggedConfig,
 ):
     block_q, block_k = config.block_q, config.block_k
-    num_tokens, group, head_dim = q_ref.shape
+    num_tokens, group, num_words = q_refs[0].shape
     index = pl.program_id(1)
     piece = jax.tree.map(lambda ref: ref[index], plan.pieces)
     slot = plan.slot[index]
     row, q_len, kv_len = piece.row, piece.q_len, piece.kv_len
 
-    num_words = k_ref.shape[1]
     words = jnp.arange(next_power_of_2(max(num_words, 16)))[None, :]
-    dims = one_byte.elements(words, head_dim // num_words)
+    dims = one_byte.elements(words, len(q_refs))
     padded = words.size != num_words
     dim_mask = words < num_words
     page_bits = page_size.bit_length() - 1
@@ -78,8 +78,12 @@ def ragged_kernel(
     # after the load, and that would keep q from going to the matrix unit by shared memory: measured
     # 300 instead of 430 TFLOP/s.
     q_row = jnp.minimum(q_token, num_tokens - 1)
-    q_dims = [jnp.minimum(d, head_dim - 1) for d in dims] if padded else dims
-    q = [plgpu.load(q_ref.at[q_row[:, None], head[:, None], d]) for d in q_dims]  # [block_q, D]
+    q_words = jnp.minimum(words, num_words - 1) if padded else words
+    q = [plgpu.load(ref.at[q_row[:, None], head[:, None], q_words]) for ref in q_refs]
+    q, q_scales = operands.of_queries(q)
+    if q_scales_ref is not None:
+        q_scales = plgpu.load(q_scales_ref.at[q_row, head])
+    v_scales_per_token = v_scales_ref is not None and v_scales_ref.shape != (1,)
     if q_positions_ref is None:
         positions = kv_len - q_len + token
     else:
@@ -108,15 +112,25 @@ def ragged_kernel(
             seen &= keys[None, :] >= options.first_key(positions)[:, None]
         return seen
 
-    def attend_block(masked, block, state):
-        m_i, l_i, acc = state
-        keys = block * block_k + jnp.arange(block_k)
+    def readable_keys(block):
         # Keys that the tile must not read, whose slots and table entries may hold anything, are
         # replaced by one that it may: their logits are masked, and 0 times its value is 0.
-        readable = jnp.clip(keys, piece.first_key, kv_len - 1) if masked else keys
-        page = plgpu.load(
-            block_tables_ref.at[row[None], readable >> page_bits], eviction_policy="evict_last"
+        return jnp.clip(block * block_k + jnp.arange(block_k), piece.first_key, kv_len - 1)
+
+    def pages_of(block):
+        return plgpu.load(
+            block_tables_ref.at[row[None], readable_keys(block) >> page_bits],
+            mask=jnp.broadcast_to(piece.lo < piece.hi, (block_k,)),
+            other=0,
+            eviction_policy="evict_last",
         )
+
+    def attend_block(masked, block, carry):
+        state, *ahead = carry
+        page = ahead[0] if ahead else pages_of(block)
+        ahead = [pages_of(block + 1) for _ in ahead]
+        keys = block * block_k + jnp.arange(block_k)
+        readable = readable_keys(block) if masked else keys
         key_slots = (page << page_bits) + (readable & (page_size - 1))
         slots = key_slots[:, None]
         # A padded head_dim's loads are masked; q's lanes there hold what is not 0.
@@ -128,38 +142,39 @@ def ragged_kernel(
             return plgpu.load(ref.at[slots, words], mask=kv_mask, other=other)  # [block_k, D]
 
         def load_scales(ref):
-            return ref[0] if ref.shape == (1,) else plgpu.load(ref.at[key_slots])[None, :]
+            return ref[...] if ref.shape == (1,) else plgpu.load(ref.at[key_slots])
 
-        k = widen(load(k_ref))
+        k = operands.of_pages(load(k_ref))
         distances = keys[None, :] - positions[:, None]
         s = functools.reduce(operator.add, map(lambda q, k: dot(q, k.T), q, k))
         if k_scales_ref is not None:
-            s *= load_scales(k_scales_ref)
-        s, factor = base2_logits(s, options, slopes, distances)  # [block_q, block_k]
+            s *= load_scales(k_scales_ref)[None, :]
+        s, factor = base2_logits(s, options, slopes, distances, q_scales)  # [block_q, block_k]
         if masked:
             s = jnp.where((keys < kv_len)[None, :] & visible(keys), s, -jnp.inf)
-        m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
-        # Queries that have seen no key yet.
-        m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new
-        alpha = jnp.exp2(m_i - m_safe)
-        p = jnp.exp2(s * factor - m_safe[:, None])
-        l_new = l_i * alpha + p.sum(axis=1)
-        v = widen(load(v_ref))
-        scales = None if v_scales_ref is None else load_scales(v_scales_ref)
-        acc = [accumulate(a, alpha, p, scales, v) for a, v in zip(acc, v, strict=True)]
-        return m_new, l_new, acc
+        state = triton_softmax.attend(
+            state,
+            s,
+            factor,
+            load_scales(v_scales_ref) if v_scales_per_token else None,
+            lambda: operands.of_pages(load(v_ref)),
+            all_see=not masked,
+            interpret=operands.interpret,
+        )
+        return state, *ahead
 
-    state = (
-        jnp.full((block_q,), -jnp.inf, jnp.float32),
-        jnp.zeros((block_q,), jnp.float32),
-        [jnp.zeros((block_q, words.size), jnp.float32) for _ in dims],
-    )
     attend_full = functools.partial(attend_block, False)
     attend_masked = functools.partial(attend_block, True)
+    # As in decoding; of longer tiles the registers are better spent.
+    ahead = [pages_of(piece.lo)] if operands.narrow and block_q < 64 else []
+    carry = triton_softmax.empty(block_q, words.size, len(dims)), *ahead
     if options.sliding_window is not None:
-        state = lax.fori_loop(piece.lo, piece.full_lo, attend_masked, state)
-    state = lax.fori_loop(piece.full_lo, piece.full_hi, attend_full, state)
-    m_i, l_i, acc = lax.fori_loop(piece.full_hi, piece.hi, attend_masked, state)
+        carry = lax.fori_loop(piece.lo, piece.full_lo, attend_masked, carry)
+    carry = lax.fori_loop(piece.full_lo, piece.full_hi, attend_full, carry)
+    carry = lax.fori_loop(piece.full_hi, piece.hi, attend_masked, carry)
+    m_i, l_i, acc = carry[0]
+    if v_scales_ref is not None and not v_scales_per_token:
+        acc = [a * v_scales_ref[0] for a in acc]
     states = [(m_i * LN_2, l_i, a) for a in acc]
 
     @pl.when(slot < 0)
@@ -240,9 +255,17 @@ def ragged_paged_attention(
     def of_group(x):
         return None if x is None else x.reshape(num_kv_heads, group)
 
+    operands = one_byte.Operands(dtype=q.dtype, kv_dtype=k_pages.dtype, interpret=interpret)
+    qs, q_scales = operands.split(q.reshape(num_tokens, num_kv_heads, group, head_dim)), None
+    if config.block_q >= 64:
+        # Not in the kernel, since q of such tiles should be loaded into shared memory as it is (see
+        # above): on an H200 long prompts take 20% less. Tiles of few rows have it in registers, and
+        # take 10% less if it is made there.
+        qs, q_scales = operands.of_queries(qs)
     scales = [one_byte.token_scales(x) for x in (k_scales, v_scales)]
     args = (
-        q.reshape(num_tokens, num_kv_heads, group, head_dim),
+        qs,
+        q_scales,
         one_byte.token_rows(k_pages),
         one_byte.token_rows(v_pages),
         *scales,
@@ -264,16 +287,18 @@ def ragged_paged_attention(
             ragged_kernel,
             options=options,
             page_size=page_size,
-            widen=one_byte.widening(k_pages.dtype, q.dtype, interpret=interpret),
+            operands=operands,
             config=config,
         ),
         grid=(num_kv_heads, plan.slot.shape[0]),
         in_specs=[
-            *(kv_head(x, axis) for x, axis in zip(args[:3], (1, 0, 0), strict=True)),
+            [kv_head(x, 1) for x in qs],
+            kv_head(q_scales, 1),
+            *(kv_head(x, 0) for x in args[2:4]),  # K, V
             *(token_scales(x) for x in scales),
-            *(whole(x) for x in args[5:8]),  # table, plan, positions
-            *(kv_head(x, 0) for x in args[8:10]),  # slopes, sinks
-            whole(args[10]),  # tree mask
+            *(whole(x) for x in args[6:9]),  # table, plan, positions
+            *(kv_head(x, 0) for x in args[9:11]),  # slopes, sinks
+            whole(args[11]),  # tree mask
         ],
         out_specs=[kv_head(x, axis) for x, axis in zip(out_shape, (1, 1, 0, 0), strict=True)],
         out_shape=out_shape,

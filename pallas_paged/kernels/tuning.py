@@ -127,7 +127,7 @@ def decode_config(
     # The accumulator [group, head_dim] must fit in the registers of the program's warps.
     least = max(group // 16, group * next_power_of_2(head_dim) // 4096)
     # With a page a block the kernel takes more registers, and with 4 warps only three fit.
-    wide = block_k >= 64 and block_k != page_size
+    wide = block_k >= 64 and block_k != page_size and (itemsize > 1 or group == 32)
     num_warps = min(max(4 if wide else 2, least), 8)
     if num_warps == 8:
         programs_per_sm = 2
@@ -168,7 +168,8 @@ def ragged_config(
     block_q = min(max(next_power_of_2(rows), 16), 128)
     block_k = min(max(16384 // (padded * max(itemsize, 2)), 16), 64)
     if block_q < 64:  # bound by memory, as decoding is
-        num_warps, num_stages, programs_per_sm = max(2, block_q * padded // 4096), 2, 3
+        num_warps, programs_per_sm = max(2, block_q * padded // 4096), 3
+        num_stages = 3 if itemsize == 1 else 2
     else:
         # Measured on an H200, 2026-11: 4 warps with 128 x 128 f32 of accumulators each leave an SM
         # two programs, whose softmax and products overlap; 8 warps on as many rows: 21 to 26% less.

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_paged.kernels.logits import LogitOptions, natural_logits, weights_of_values
+from pallas_paged.kernels.logits import LogitOptions, natural_logits
 from pallas_paged.kernels.ragged_plan import Tiles, make_tiles
 
 
@@ -176,7 +176,7 @@ def _attend(
     m_i = lax.stop_gradient(jnp.where(empty, 0.0, m_i))
     p = jnp.exp(logits - m_i)
     l_i = p.sum(axis=-1, keepdims=True)
-    weights, factor = weights_of_values(p, v_scales, q.dtype)
+    weights, factor = _weights_of_values(p, v_scales, q.dtype)
     out = einsum("bqhgk,bhkd->bqhgd", weights, v.astype(q.dtype))
     if factor is not None:
         out *= factor
@@ -213,3 +213,19 @@ def merge_states(
     total = jnp.where(empty, 1.0, total)
     out = (seen * weights[..., None]).sum(axis=0) / total[..., None]
     return out.astype(outs.dtype), jnp.where(empty, -jnp.inf, m + jnp.log(total))
+
+
+def _weights_of_values(
+    p: jax.Array,  # f32[..., K]
+    v_scales: jax.Array | None,  # f32, broadcasts against p
+    dtype: jnp.dtype,
+) -> tuple[jax.Array, jax.Array | None]:
+    """`p * v_scales` as an operand of `dtype`, and a factor of its product if that needs one."""
+    if v_scales is None:
+        return p.astype(dtype), None
+    weights = p * v_scales
+    if dtype != jnp.float16:
+        return weights.astype(dtype), None
+    # Scales are of any size, f16 is not: the largest weight of each row becomes 1.
+    peak = weights.max(axis=-1, keepdims=True)
+    return (weights / jnp.where(peak > 0, peak, 1.0)).astype(dtype), peak

@@ -27,6 +27,8 @@ _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
+# A scale of a layer's float8 K or V: as compressed-tensors, ModelOpt and Quark name it.
+_KV_SCALES = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale")
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -45,16 +47,19 @@ def load_checkpoint(
         dtype: of the parameters; None keeps the dtype that the embeddings are stored in.
 
     Returns:
-        The decoder, on JAX's default device, and its configuration.
+        The decoder, on JAX's default device, and its configuration, with the scales of a float8 KV
+        cache if the folder has them.
 
     Raises:
         CheckpointError: a missing file, unknown architecture, or a tensor that is missing,
-            unexpected, of another shape or not of floats.
+            unexpected, of another shape or not of floats; scales of the cache that are not
+            positive and finite, or not those of all layers.
     """
     folder = Path(folder)
     config = _read_config(folder)
     with ExitStack() as stack:
         tensors = _open_tensors(folder, stack)
+        config = _with_kv_scales(config, tensors, folder)
         abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
         graphdef, state = nnx.split(abstract)
         params = nnx.to_flat_state(state)
@@ -85,6 +90,9 @@ def save_checkpoint(folder: str | Path, model: Decoder, config: ModelConfig) -> 
         for name, shape in _tensors_of(path, value.shape, config):
             tensors[name] = value[start : start + shape[0]]
             start += shape[0]
+    for kind, scales in (("k", config.k_scales), ("v", config.v_scales)):
+        for layer, scale in enumerate(scales):
+            tensors[_kv_scale_names(layer, kind)[0]] = np.float32(scale).reshape(1)
     folder.mkdir(parents=True, exist_ok=True)
     # Replaced in one move, so that an interrupted save leaves the previous weights whole.
     partial = folder / (_WEIGHTS + ".partial")
@@ -150,6 +158,43 @@ def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, _Tensor]:
             raise CheckpointError(f"{path}: {error}") from error
         tensors.update({name: _Tensor(opened, name) for name in opened.keys()})  # noqa: SIM118
     return tensors
+
+
+def _with_kv_scales(config: ModelConfig, tensors: dict[str, _Tensor], folder: Path) -> ModelConfig:
+    """The configuration with the scales of the cache, which are taken out of the tensors."""
+    found: dict[str, list[float]] = {"k": [], "v": []}
+    missing = []
+    for kind, scales in found.items():
+        for layer in range(config.num_layers):
+            names = _kv_scale_names(layer, kind)
+            name = next((name for name in names if name in tensors), None)
+            if name is None:
+                missing.append(names[0])
+            else:
+                scales.append(_read_scale(tensors.pop(name), folder))
+    if not any(found.values()):
+        return config
+    if missing:
+        raise CheckpointError(
+            f"{folder}: missing tensor {missing[0]}: other scales of the KV cache are there"
+        )
+    try:
+        return dataclasses.replace(config, k_scales=tuple(found["k"]), v_scales=tuple(found["v"]))
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: scales of the KV cache: {error}") from error
+
+
+def _read_scale(tensor: _Tensor, folder: Path) -> float:
+    if tensor.shape not in ((), (1,)) or tensor.dtype not in _DTYPES:
+        raise CheckpointError(
+            f"{folder}: tensor {tensor.name}: expected one number of {tuple(_DTYPES)},"
+            f" found={tensor.dtype!r} of shape {tensor.shape}"
+        )
+    return float(tensor.read().astype(np.float32).reshape(()))
+
+
+def _kv_scale_names(layer: int, kind: str) -> list[str]:
+    return [f"model.layers.{layer}.self_attn.{name.format(kind)}" for name in _KV_SCALES]
 
 
 def _check_tensors(

@@ -13,8 +13,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from models.config import KV_DTYPES
+
 if TYPE_CHECKING:
     from models.decoder import Decoder
+    from models.engine_stats import EngineStats
     from models.generation import Generation, Stats
     from models.text_stream import TextStream
     from models.tokenizer import Tokenizer
@@ -140,6 +143,7 @@ def _generate(args: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) ->
         page_size=args.page_size,
         num_pages=args.num_pages,
         prefill_chunk=args.prefill_chunk,
+        kv_dtype=args.kv_dtype,
         implementation=args.implementation,
     )
     streams = [
@@ -243,8 +247,14 @@ def _summary(stats: Stats, ends: set[str], device: str) -> str:
         f" compiled in {stats.compile_seconds:.1f} s),"
         f" KV pages used {stats.pages_used}/{stats.num_pages},"
         f" pool utilization {stats.pool_utilization:.1%},"
+        f" size {pool_size(stats)},"
         f" {device}"
     )
+
+
+def pool_size(stats: Stats | EngineStats) -> str:
+    """The bytes of a pool, and what they are, for a summary."""
+    return f"{stats.pool_bytes / 2**20:,.1f} MiB of {stats.kv_dtype}"
 
 
 def _fail(error: Exception) -> int:
@@ -286,7 +296,16 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="of weights and cache (default: as stored)",
+        help="of weights and computation (default: as stored)",
+    )
+    model.add_argument(
+        "--kv-dtype",
+        choices=KV_DTYPES,
+        help="of the KV cache (default: that of the weights, the only other choice than int8 and"
+        " fp8). int8 and fp8 take about half the memory of bf16, so that as much holds twice the"
+        " tokens and long contexts decode faster, and cost precision: int8 rounds K and V to 1/254"
+        " of a token's largest element, fp8 (e4m3) each element to 1/16 of itself. Each token has"
+        " scales of its own, but for fp8 with a checkpoint that brings k_scale and v_scale",
     )
     model.add_argument(
         "--implementation", metavar="NAME", help="of paged attention (default: the best here)"

@@ -15,10 +15,11 @@ import jax
 from jax import monitoring
 from tqdm import tqdm
 
-from models.cli import DEFAULT_MAX_NEW_TOKENS, DEFAULT_TEMPERATURE, is_utf8
+from models.cli import DEFAULT_MAX_NEW_TOKENS, DEFAULT_TEMPERATURE, is_utf8, pool_size
 from models.decoder import Decoder
 from models.engine import Engine, EngineConfig, EngineDeadError
 from models.engine_stats import EngineStats
+from models.kv_cache import pool_bytes, pool_dtype
 from models.request import Completion, News, Request, SamplingParams
 from models.tokenizer import Tokenizer
 
@@ -68,6 +69,7 @@ def serve(
         num_pages=1 if args.num_pages is None else args.num_pages,
         page_size=args.page_size,
         prefix_caching=not args.no_prefix_cache,
+        kv_dtype=args.kv_dtype,
         implementation=args.implementation,
         **_given(max_seqs=args.max_seqs, token_budget=args.token_budget),
     )
@@ -218,9 +220,8 @@ def _given(**values: Any) -> dict[str, Any]:
 
 def _num_pages(jobs: Sequence[_Job], config: EngineConfig, model: Decoder) -> int:
     """Pages for all jobs at once, or as many as there is memory for."""
-    sizes = model.config
-    token_bytes = 2 * sizes.num_layers * sizes.num_kv_heads * sizes.head_dim
-    page_bytes = token_bytes * config.page_size * model.embed_tokens.weight[...].dtype.itemsize
+    dtype = pool_dtype(config.kv_dtype, model.embed_tokens.weight[...].dtype)
+    page_bytes = pool_bytes(model.config, num_pages=1, page_size=config.page_size, dtype=dtype)
 
     def pages(num_tokens: int) -> int:
         return -(-min(num_tokens, config.max_len or 1) // config.page_size)
@@ -291,7 +292,8 @@ def _summary(stats: EngineStats, num_prompts: int, seconds: float, compiling: fl
         f"time to first token p50 {stats.ttft_p50:.3f} s, p99 {stats.ttft_p99:.3f} s;"
         f" per token p50 {1e3 * stats.tpot_p50:.1f} ms, p99 {1e3 * stats.tpot_p99:.1f} ms\n"
         f"prefix cache hit rate {stats.cache_hit_rate:.1%};"
-        f" pool of {stats.num_pages} pages, utilization {stats.pool_utilization:.1%},"
+        f" pool of {stats.num_pages} pages, {pool_size(stats)},"
+        f" utilization {stats.pool_utilization:.1%},"
         f" pages in use {stats.pages_used:.1%}, at most {stats.peak_pages_used:.1%};"
         f" {stats.num_preemptions} preemptions; {jax.devices()[0].device_kind}"
     )

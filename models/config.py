@@ -12,6 +12,14 @@ ARCHITECTURES = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
 )
+# Dtypes of a KV cache, by the names that `--kv-dtype` has for them.
+KV_DTYPES = {
+    "int8": "int8",
+    "fp8": "float8_e4m3fn",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+}
 _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 
@@ -41,6 +49,8 @@ class ModelConfig:
 
     Hashable and compared by value: it is a static part of the module. `sliding_windows` has one
     entry for each layer, None where the layer sees all tokens, or none at all if every layer does.
+    `k_scales` and `v_scales` are what an element of a float8_e4m3fn cache counts for, a number for
+    each layer, where a checkpoint brings them.
     """
 
     vocab_size: int
@@ -59,6 +69,8 @@ class ModelConfig:
     o_bias: bool = False
     qk_norm: bool = False
     sliding_windows: tuple[int | None, ...] = ()
+    k_scales: tuple[float, ...] = ()
+    v_scales: tuple[float, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -81,12 +93,18 @@ class ModelConfig:
             raise ValueError(f"{num_q_heads=} must be a multiple of {num_kv_heads=}")
         if head_dim % 2:
             raise ValueError(f"{head_dim=} must be even: rotary embeddings turn pairs")
-        if len(self.sliding_windows) not in (0, self.num_layers):
-            num_layers, num_windows = self.num_layers, len(self.sliding_windows)
+        num_layers, num_windows = self.num_layers, len(self.sliding_windows)
+        if num_windows not in (0, num_layers):
             raise ValueError(f"{num_windows=} of the layers must be 0 or {num_layers=}")
         for window in self.sliding_windows:
             if window is not None:
                 _check_positive_integer("sliding_window", window)
+        num_scales = len(self.k_scales), len(self.v_scales)
+        if num_scales not in ((0, 0), (num_layers, num_layers)):
+            raise ValueError(f"{num_scales=} of K and V must both be 0 or {num_layers=}")
+        for name in ("k_scales", "v_scales"):
+            for layer, scale in enumerate(getattr(self, name)):
+                _check_positive(f"{name}[{layer}]", scale)
         for token in self.eos_token_ids:
             if not _is_integer(token) or not 0 <= token < 2**31:
                 raise ValueError(f"eos_token_id={token!r} must be an integer in 0..{2**31 - 1}")
@@ -188,6 +206,12 @@ def read_eos_token_ids(value: Any) -> tuple[int, ...]:
     return tuple(value) if _is_list(value) else (value,)
 
 
+def check_kv_dtype(kv_dtype: str | None) -> None:
+    """Refuses what is neither None, for the dtype of the model, nor a name of `KV_DTYPES`."""
+    if kv_dtype is not None and kv_dtype not in KV_DTYPES:
+        raise ValueError(f"{kv_dtype=} must be one of {', '.join(KV_DTYPES)}, or None")
+
+
 def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -221,8 +245,23 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         raise ValueError(f"{hidden_act=} is not supported; supported: 'silu'")
     if config.get("mlp_bias"):
         raise ValueError("mlp_bias=True is not supported; supported: False")
-    if config.get("quantization_config"):
-        raise ValueError("quantization_config is not supported: the weights must be floats")
+    quantization = config.get("quantization_config")
+    if quantization and not _is_of_the_cache_only(quantization):
+        raise ValueError(
+            "quantization_config is not supported: the weights must be floats,"
+            " only the KV cache may be 8-bit floats"
+        )
+
+
+def _is_of_the_cache_only(quantization: Any) -> bool:
+    """Whether a `quantization_config` leaves the weights alone and scales a float8 KV cache."""
+    if not isinstance(quantization, Mapping):
+        return False
+    scheme = quantization.get("kv_cache_scheme")
+    if not isinstance(scheme, Mapping) or quantization.get("config_groups"):
+        return False
+    is_float8 = scheme.get("type") == "float" and scheme.get("num_bits") == 8
+    return is_float8 and not quantization.get("quant_algo")
 
 
 def _read_sliding_windows(

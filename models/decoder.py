@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,8 @@ from jax.typing import DTypeLike
 import pallas_paged as pp
 from models.config import ModelConfig
 
-LayerCache = tuple[jax.Array, jax.Array]  # (k_pages, v_pages) of one layer
+# What `write_kv` returns: k_pages and v_pages of one layer, and their scales if they have any.
+LayerCache = tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 Rotation = tuple[jax.Array, jax.Array]  # cos, sin [..., 1, D / 2]
 Dropout = Callable[[jax.Array], jax.Array]
 
@@ -281,16 +282,15 @@ def paged_attend(
         sliding_window: int | None,
     ) -> tuple[jax.Array, LayerCache | None]:
         if cache is None:
-            raise ValueError("cache=None: paged attention needs (k_pages, v_pages) of every layer")
-        cache = pp.write_kv(*cache, k, v, slots)
-        paged = (*cache, block_tables, seq_lens)
+            raise ValueError("cache=None: paged attention needs the pages of every layer")
+        cache = pp.write_kv(*cache[:2], k, v, slots, *cache[2:])
+        pages, scales = cache[:2], cache[2:]
+        options: Any = dict(sliding_window=sliding_window, implementation=implementation)
         if cu_q_lens is None:
-            out = pp.paged_attention(
-                q, *paged, sliding_window=sliding_window, implementation=implementation
-            )
+            out = pp.paged_attention(q, *pages, block_tables, seq_lens, *scales, **options)
         else:
             out = pp.ragged_paged_attention(
-                q, *paged, cu_q_lens, sliding_window=sliding_window, implementation=implementation
+                q, *pages, block_tables, seq_lens, cu_q_lens, *scales, **options
             )
         return out, cache
 

@@ -72,14 +72,7 @@ class Engine:
         self._model = model.config
         self._tokenizer = tokenizer
         self._worker = Worker(
-            model,
-            params,
-            num_pages=config.num_pages,
-            page_size=config.page_size,
-            max_seqs=config.max_seqs,
-            pages_per_seq=-(-self._max_len // config.page_size),
-            token_budget=config.token_budget,
-            implementation=config.implementation,
+            model, params, config, pages_per_seq=-(-self._max_len // config.page_size)
         )
         caching = config.prefix_caching
         self._cache = pp.PrefixCache(page_size=config.page_size) if caching else None
@@ -261,6 +254,7 @@ class Engine:
             num_preemptions=self._scheduler.num_preemptions,
             compilations=self._worker.num_compiled,
             num_pages=self.config.num_pages,
+            pool=self._worker.pool,
         )
 
     def check(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from models.config import check_kv_dtype
 from models.request import SamplingParams, check_integer, check_number
 
 
@@ -22,6 +23,7 @@ class EngineConfig:
             rest for prompts.
         watermark: share of the pool that must be left over when a sequence starts beside others.
         prefix_caching: whether pages of what was computed before are used again.
+        kv_dtype: of the pool, as in `generate`.
         implementation: of the attention of `pallas_paged`.
     """
 
@@ -32,6 +34,7 @@ class EngineConfig:
     token_budget: int = 2048
     watermark: float = 0.03
     prefix_caching: bool = True
+    kv_dtype: str | None = None
     implementation: str | None = None
 
     def __post_init__(self) -> None:
@@ -46,6 +49,7 @@ class EngineConfig:
         check_number("watermark", self.watermark)
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark={self.watermark} must be at least 0 and below 1")
+        check_kv_dtype(self.kv_dtype)
 
 
 def check_request(

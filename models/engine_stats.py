@@ -6,8 +6,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 
+import pallas_paged as pp
 from models.request import Request
 
 _NUM_TIMES = 10_000  # the newest requests that percentiles are of
@@ -29,6 +31,8 @@ class EngineStats:
         num_steps: steps of the device.
         compilations: shapes of steps compiled, `warmup` included.
         num_pages: of the pool.
+        kv_dtype: of the pool.
+        pool_bytes: of its K, V and their scales.
         num_free_pages, num_cached_pages: free, and held by nobody but the prefix cache; as of the
             newest report.
         pages_used: share of the pool in the hands of rows, mean over steps.
@@ -52,6 +56,8 @@ class EngineStats:
     num_steps: int
     compilations: int
     num_pages: int
+    kv_dtype: str
+    pool_bytes: int
     num_free_pages: int
     num_cached_pages: int
     pages_used: float
@@ -133,6 +139,7 @@ class Counters:
         num_preemptions: int,
         compilations: int,
         num_pages: int,
+        pool: pp.KVPool,
     ) -> EngineStats:
         """All of it at this moment."""
         counts: dict[str, Any] = {
@@ -149,6 +156,8 @@ class Counters:
             num_preemptions=num_preemptions,
             compilations=compilations,
             num_pages=num_pages,
+            kv_dtype=pool.k_pages[0].dtype.name,
+            pool_bytes=sum(array.nbytes for array in jax.tree.leaves(pool)),
             pages_used=self._used / num_seen,
             peak_pages_used=self._peak_used,
             pool_utilization=self._utilization / num_seen,

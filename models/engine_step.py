@@ -17,6 +17,7 @@ from models.batch import Array, Batch, Chunks, Draws
 from models.config import ModelConfig
 from models.decoder import Attend, LayerCache
 from models.generate_state import run_layers
+from models.kv_cache import create_pool
 from models.sampling import sample, sample_key
 
 
@@ -94,7 +95,7 @@ def create_engine_state(
     pages_per_seq: int,
     dtype: DTypeLike,
 ) -> EngineState:
-    """Makes a state of empty rows; sizes as in `create_page_table` and `create_kv_pool`."""
+    """Makes a state of empty rows; sizes as in `create_page_table` and `create_pool`."""
     return EngineState(
         table=pp.create_page_table(
             num_pages=num_pages,
@@ -102,14 +103,7 @@ def create_engine_state(
             max_seqs=max_seqs,
             pages_per_seq=pages_per_seq,
         ),
-        pool=pp.create_kv_pool(
-            num_layers=config.num_layers,
-            num_pages=num_pages,
-            num_kv_heads=config.num_kv_heads,
-            page_size=page_size,
-            head_dim=config.head_dim,
-            dtype=dtype,
-        ),
+        pool=create_pool(config, num_pages=num_pages, page_size=page_size, dtype=dtype),
         last_tokens=jnp.zeros(max_seqs, jnp.int32),
         sound=jnp.asarray(True),
     )
@@ -256,21 +250,13 @@ def _attend(
         sliding_window: int | None,
     ) -> tuple[jax.Array, LayerCache | None]:
         assert cache is not None
-        cache = pp.write_kv(*cache, k, v, slots)
-        out = pp.paged_attention(
-            q[:num_decodes],
-            *cache,
-            *decoding,
-            sliding_window=sliding_window,
-            implementation=implementation,
-        )
+        cache = pp.write_kv(*cache[:2], k, v, slots, *cache[2:])
+        pages, scales = cache[:2], cache[2:]
+        options: Any = dict(sliding_window=sliding_window, implementation=implementation)
+        out = pp.paged_attention(q[:num_decodes], *pages, *decoding, *scales, **options)
         if prompts is not None:
             chunk_out = pp.ragged_paged_attention(
-                q[num_decodes:],
-                *cache,
-                *prompts,
-                sliding_window=sliding_window,
-                implementation=implementation,
+                q[num_decodes:], *pages, *prompts, *scales, **options
             )
             out = jnp.concatenate([out, chunk_out])
         return out, cache

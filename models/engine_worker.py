@@ -13,6 +13,7 @@ from flax import nnx
 import pallas_paged as pp
 from models.batch import Batch, Drawing, RowValues, Shapes, pack
 from models.decoder import Decoder
+from models.engine_config import EngineConfig
 from models.engine_step import (
     Changes,
     Report,
@@ -22,6 +23,7 @@ from models.engine_step import (
     make_step,
     settle,
 )
+from models.kv_cache import pool_dtype
 from models.request import MAX_LOGPROBS, SamplingParams
 from models.sampling import hash_prompt
 from models.scheduler import Adoption, Plan, Settlement
@@ -67,32 +69,28 @@ class Worker:
         self,
         model: Decoder,
         params: nnx.State | None,
+        config: EngineConfig,
         *,
-        num_pages: int,
-        page_size: int,
-        max_seqs: int,
         pages_per_seq: int,
-        token_budget: int,
-        implementation: str | None,
     ):
-        """See `Engine` and `EngineConfig`."""
+        """See `Engine`; pages_per_seq is how many one row can hold."""
         graphdef, own = nnx.split(model)
         leaves, structure = jax.tree.flatten(own if params is None else params)
-        self.shapes = Shapes(max_seqs=max_seqs, token_budget=token_budget)
+        self.shapes = Shapes(max_seqs=config.max_seqs, token_budget=config.token_budget)
         self._state = create_engine_state(
             model.config,
-            num_pages=num_pages,
-            page_size=page_size,
-            max_seqs=max_seqs,
+            num_pages=config.num_pages,
+            page_size=config.page_size,
+            max_seqs=config.max_seqs,
             pages_per_seq=pages_per_seq,
-            dtype=leaves[0].dtype,
+            dtype=pool_dtype(config.kv_dtype, leaves[0].dtype),
         )
         self._leaves = tuple(leaves)
-        self._step = make_step(graphdef, structure, implementation)
-        self._values = RowValues(max_seqs)
+        self._step = make_step(graphdef, structure, config.implementation)
+        self._values = RowValues(config.max_seqs)
         self._num_ranked = min(MAX_LOGPROBS, model.config.vocab_size)
         self._compiled: set[tuple[int, int, Drawing]] = set()
-        if implementation is not None:
+        if config.implementation is not None:
             # Traces a step, so that one that can't do the model's attention says so now.
             shape = self.shapes.all()[-1]
             jax.eval_shape(self._step, self._leaves, self._state, self._pack([], [], shape))
@@ -101,6 +99,11 @@ class Worker:
     def num_compiled(self) -> int:
         """Shapes of steps that have been compiled."""
         return len(self._compiled)
+
+    @property
+    def pool(self) -> pp.KVPool:
+        """The pool after all that was dispatched; the next call takes its buffers."""
+        return self._state.pool
 
     @property
     def table(self) -> pp.PageTable:

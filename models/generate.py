@@ -14,6 +14,7 @@ import numpy as np
 from models.decoder import Decoder
 from models.generate_state import create_generate_state
 from models.generation import Generation
+from models.kv_cache import pool_dtype
 from models.prefill import bucket
 from models.sampling import RowSampling
 
@@ -35,6 +36,7 @@ def generate(
     max_seqs: int = 64,
     chunk: int | None = None,
     prefill_chunk: int | None = None,
+    kv_dtype: str | None = None,
     implementation: str | None = None,
 ) -> Generation:
     """Continues every prompt num_samples times; iterate over the result to stream.
@@ -46,7 +48,7 @@ def generate(
     as "out_of_pages", with the tokens it has.
 
     Args:
-        model: gives the dtype of the pool and, in its config, the end-of-sequence tokens.
+        model: its config has the end-of-sequence tokens and, if any, the scales of a float8 cache.
         prompts: token ids of each prompt, at least one.
         max_new_tokens: tokens after which a sample ends.
         num_samples: samples of each prompt; they share the pages of the prompt.
@@ -60,6 +62,8 @@ def generate(
             second, whatever a token takes.
         prefill_chunk: most tokens of prompts, all together, in one step on the device; None takes
             2048.
+        kv_dtype: of the pool: None takes the dtype of the model, "int8" and "fp8" (float8_e4m3fn)
+            have half the bytes of bf16. Other names of `KV_DTYPES` must be the model's own.
         implementation: of the attention of `pallas_paged`.
 
     Returns:
@@ -116,7 +120,7 @@ def generate(
         max_new_tokens=bucket(max_new_tokens),
         num_stop_tokens=len(ends),
         sampling=sampling,
-        dtype=model.embed_tokens.weight[...].dtype,
+        dtype=pool_dtype(kv_dtype, model.embed_tokens.weight[...].dtype),
     )
     return Generation(
         model,

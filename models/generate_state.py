@@ -18,7 +18,8 @@ from jax.typing import DTypeLike
 
 import pallas_paged as pp
 from models.config import ModelConfig
-from models.decoder import Attend, Decoder, paged_attend
+from models.decoder import Attend, Decoder, LayerCache, paged_attend
+from models.kv_cache import create_pool
 from models.sampling import RowSampling, sample
 
 
@@ -102,7 +103,7 @@ def create_generate_state(
         max_new_tokens: width W of the token buffer.
         num_stop_tokens: width n of the stop tokens.
         sampling: any values; says which filters requests will use.
-        dtype: of the pool, the dtype of the model's parameters.
+        dtype: of the pool: of the model's parameters, int8 or float8_e4m3fn.
 
     Returns:
         GenerateState with every row EMPTY.
@@ -115,17 +116,9 @@ def create_generate_state(
     table = pp.create_page_table(
         num_pages=num_pages, page_size=page_size, max_seqs=max_seqs, pages_per_seq=pages_per_seq
     )
-    pool = pp.create_kv_pool(
-        num_layers=config.num_layers,
-        num_pages=num_pages,
-        num_kv_heads=config.num_kv_heads,
-        page_size=page_size,
-        head_dim=config.head_dim,
-        dtype=dtype,
-    )
     return GenerateState(
         table=table,
-        pool=pool,
+        pool=create_pool(config, num_pages=num_pages, page_size=page_size, dtype=dtype),
         tokens=jnp.zeros((max_seqs, max_new_tokens), jnp.int32),
         num_tokens=jnp.zeros(max_seqs, jnp.int32),
         last_tokens=jnp.zeros(max_seqs, jnp.int32),
@@ -264,7 +257,8 @@ def run_layers(
     model: Decoder, tokens: jax.Array, positions: jax.Array, attend: Attend, pool: pp.KVPool
 ) -> tuple[jax.Array, pp.KVPool]:
     """Hidden states of tokens i32[T], and the pool with their K/V."""
-    cache = tuple(zip(pool.k_pages, pool.v_pages, strict=True))
-    hidden, layers = model(tokens, positions, attend, cache)
-    k_pages, v_pages = zip(*(layers or cache), strict=True)
-    return hidden, replace(pool, k_pages=k_pages, v_pages=v_pages)
+    arrays = {name: layers for name, layers in vars(pool).items() if layers is not None}
+    cache: tuple[LayerCache, ...] = tuple(zip(*arrays.values(), strict=True))
+    hidden, written = model(tokens, positions, attend, cache)
+    layers = zip(*(written or cache), strict=True)
+    return hidden, pp.KVPool(**dict(zip(arrays, layers, strict=True)))

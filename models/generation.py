@@ -65,6 +65,8 @@ class Stats:
         decode_seconds: everything else from the first prefill to the last token.
         page_size: tokens of a page.
         num_pages: pages of the pool.
+        kv_dtype: of the pool.
+        pool_bytes: of its K, V and their scales.
         pages_used: most pages in use at a time, seen once a chunk.
         pool_utilization: at that time, tokens held per slot of the pages in use.
     """
@@ -77,6 +79,8 @@ class Stats:
     decode_seconds: float = 0.0
     page_size: int
     num_pages: int
+    kv_dtype: str
+    pool_bytes: int
     pages_used: int = 0
     pool_utilization: float = 0.0
 
@@ -134,7 +138,12 @@ class Generation:
         implementation: str | None,
     ):
         """See `generate`, which checks the values and makes the state."""
-        self.stats = Stats(page_size=state.table.page_size, num_pages=state.table.num_pages)
+        self.stats = Stats(
+            page_size=state.table.page_size,
+            num_pages=state.table.num_pages,
+            kv_dtype=state.pool.k_pages[0].dtype.name,
+            pool_bytes=sum(array.nbytes for array in jax.tree.leaves(state.pool)),
+        )
         self._model = nnx.split(model)
         self.state = state
         self._prompts = [list(prompt) for prompt in prompts]

@@ -6,15 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
 from models import cli
 from models.checkpoint import save_checkpoint
-from models.config import ModelConfig
+from models.config import KV_DTYPES, ModelConfig
 from models.decoder import Decoder
 from models.text_stream import TextStream
 from models.tokenizer import Tokenizer, save_byte_tokenizer
@@ -79,7 +81,8 @@ def test_one_sample_is_streamed_and_summed_up(start):
     chosen, summary = err.decode().splitlines()
     assert chosen == "pallas_paged: implementation='xla' on cpu"
     assert summary.startswith("20 new tokens (max_tokens), ")
-    for part in ("tokens/s", "KV pages used 2/2, pool utilization 78.1%", "cpu"):
+    used = "KV pages used 2/2, pool utilization 78.1%, size 0.0 MiB of float32"
+    for part in ("tokens/s", used, "cpu"):
         assert part in summary
 
 
@@ -158,6 +161,33 @@ def test_the_text_stream_holds_back_what_may_become_a_stop(checkpoint):
     assert unfinished.finish() == "E" and unfinished.text == "an E"
 
 
+TOKEN_BYTES = {"fp32": 2 * 16 * 4, "int8": 2 * (16 + 4), "fp8": 2 * (16 + 4)}
+
+
+@pytest.mark.parametrize("kv_dtype", TOKEN_BYTES)
+def test_the_cache_has_the_dtype_that_is_asked_for(run, kv_dtype):
+    args = ["--prompt", "ROMEO:", "--max-new-tokens", "3", "--json", "--temperature", "0"]
+    status, out, _ = run(*args, "--kv-dtype", kv_dtype)
+    assert status == 0
+    stats = json.loads(out)["stats"]
+    assert stats["kv_dtype"] == jnp.dtype(KV_DTYPES[kv_dtype]).name
+    assert stats["pool_bytes"] == stats["num_pages"] * 16 * TOKEN_BYTES[kv_dtype]
+
+
+def test_the_scales_of_a_checkpoint_are_used_in_an_fp8_cache_only(run, tmp_path, checkpoint):
+    config = replace(CONFIG, k_scales=(0.01,), v_scales=(0.01,))
+    save_checkpoint(tmp_path, Decoder(config, rngs=nnx.Rngs(0)), config)
+    (tmp_path / "tokenizer.json").write_bytes((checkpoint / "tokenizer.json").read_bytes())
+    args = ["--prompt", "ROMEO:", "--max-new-tokens", "3", "--json", "--checkpoint", str(tmp_path)]
+    sizes = {}
+    for kv_dtype in ("int8", "fp8"):
+        status, out, err = run(*args, "--kv-dtype", kv_dtype)
+        assert status == 0, err
+        sizes[kv_dtype] = json.loads(out)["stats"]["pool_bytes"]
+    # One page: without scales of tokens, but with two numbers of the layer.
+    assert sizes == {"int8": 16 * 2 * (16 + 4), "fp8": 16 * 2 * 16 + 2 * 4}
+
+
 def test_default_length_is_what_the_model_has_room_for(run):
     _, out, _ = run("--prompt", "ROMEO:", "--json")
     assert len(json.loads(out)["completions"][0]["tokens"]) == 64 - 6
@@ -179,6 +209,8 @@ def test_default_length_is_what_the_model_has_room_for(run):
             ["--prompt", "x", "--implementation", "fast"],
             "implementation='fast' must be",
         ),
+        (["--prompt", "x", "--kv-dtype", "int4"], "argument --kv-dtype: invalid choice: 'int4'"),
+        (["--prompt", "x", "--kv-dtype", "bf16"], "kv_dtype='bf16' must be int8, fp8 or the dtype"),
         (["--prompt", "x", "--temperature", "-1"], "temperature=-1.0 must be finite"),
         (["--prompt", "x", "--temperature", "hot"], "argument --temperature: invalid float value"),
         (["--prompt", "x", "--top-k", "-2"], "top_k=-2 must not be negative"),

@@ -13,6 +13,7 @@ from flax import nnx
 
 from models import cli_engine
 from models.checkpoint import load_checkpoint, save_checkpoint
+from models.config import KV_DTYPES
 from models.decoder import Decoder
 from models.engine import Engine, EngineConfig, EngineDeadError
 from models.engine_worker import Worker
@@ -74,7 +75,8 @@ def test_each_line_is_a_prompt_and_gets_a_line(run, checkpoint, capsys):
     served, times, pool = err.splitlines()
     assert served.startswith("4 of 4 prompts served in ") and "requests/s, " in served
     assert times.startswith("time to first token p50 ") and "per token p50 " in times
-    assert pool.startswith("prefix cache hit rate 0.0%; pool of ") and "utilization" in pool
+    assert pool.startswith("prefix cache hit rate 0.0%; pool of ")
+    assert " MiB of float32, utilization " in pool
     assert pool.endswith(f"0 preemptions; {jax.devices()[0].device_kind}")
 
 
@@ -181,6 +183,8 @@ def test_nothing_but_refused_prompts_is_no_crash(run):
         (["--num-pages", "0"], "num_pages=0 must be an integer in 1.."),
         (["--page-size", "0"], "page_size=0 must be an integer in 1.."),
         (["--page-size", "5"], "page_size=5 must be a power of two"),
+        (["--kv-dtype", "int4"], "argument --kv-dtype: invalid choice: 'int4'"),
+        (["--kv-dtype", "fp16"], "kv_dtype='fp16' must be int8, fp8 or the dtype of the model"),
         (["--implementation", "fast"], "implementation='fast' must be"),
     ],
 )
@@ -198,6 +202,16 @@ def test_what_prompts_share_is_cached_unless_told_otherwise(run):
     assert f"prefix cache hit rate {sum(cached) / (5 * 28):.1%}" in err
     _, results, err = run(lines, "--no-prefix-cache")
     assert [results[index]["num_cached_tokens"] for index in range(5)] == [0] * 5
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_a_one_byte_cache_gives_the_tokens_of_the_single_prompt(run, checkpoint, capsys, kv_dtype):
+    args = ["--kv-dtype", kv_dtype, "--max-new-tokens", "9", "--temperature", "0"]
+    status, results, err = run(["ROMEO:"], *args)
+    assert status == 0
+    assert f"pool of 16 pages, 0.0 MiB of {KV_DTYPES[kv_dtype]}, utilization" in err
+    alone = json.loads(run_command(checkpoint, capsys, "--prompt", "ROMEO:", *args, "--json")[1])
+    assert results[0]["completions"][0]["tokens"] == alone["completions"][0]["tokens"]
 
 
 def test_a_small_pool_preempts_and_a_prompt_that_it_cannot_hold_is_refused(run):
@@ -273,22 +287,25 @@ def test_a_reader_that_goes_away_is_no_error(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("memory", "num_pages"),
+    ("memory", "kv_dtype", "num_pages"),
     [
-        (None, 4 * 4),  # max_seqs rows of 64 tokens
-        ({"bytes_limit": 900_000, "bytes_in_use": 100_000}, 640_000 // 1024),
-        ({"bytes_limit": 2**30, "bytes_in_use": 0}, 1000 * 2 * 3 + 4),  # all that they need
-        ({"bytes_limit": 1000, "bytes_in_use": 1000}, 1),
+        (None, None, 4 * 4),  # max_seqs rows of 64 tokens
+        ({"bytes_limit": 900_000, "bytes_in_use": 100_000}, None, 640_000 // (16 * 64)),
+        ({"bytes_limit": 900_000, "bytes_in_use": 100_000}, "bf16", 640_000 // (16 * 64)),
+        ({"bytes_limit": 900_000, "bytes_in_use": 100_000}, "int8", 640_000 // (16 * 40)),
+        ({"bytes_limit": 900_000, "bytes_in_use": 100_000}, "fp8", 640_000 // (16 * 40)),
+        ({"bytes_limit": 2**30, "bytes_in_use": 0}, None, 1000 * 2 * 3 + 4),  # all that they need
+        ({"bytes_limit": 1000, "bytes_in_use": 1000}, None, 1),
     ],
 )
-def test_the_pool_is_what_there_is_memory_for(checkpoint, monkeypatch, memory, num_pages):
-    model, _ = load_checkpoint(checkpoint, dtype="bfloat16")  # 64 bytes a token
+def test_the_pool_is_what_there_is_memory_for(checkpoint, monkeypatch, memory, kv_dtype, num_pages):
+    model, _ = load_checkpoint(checkpoint, dtype="bfloat16")
     device = SimpleNamespace(memory_stats=lambda: memory)
     monkeypatch.setattr(jax, "devices", lambda: [device])
     params = SamplingParams(n=2, max_tokens=40)
     job = cli_engine._Job(index=0, prompt="x", tokens=[0], params=params)
     too_long = cli_engine._Job(index=1, prompt="x", tokens=[0], params=SamplingParams())
-    config = EngineConfig(num_pages=1, max_seqs=4, token_budget=32, max_len=64)
+    config = EngineConfig(num_pages=1, max_seqs=4, token_budget=32, max_len=64, kv_dtype=kv_dtype)
     assert cli_engine._num_pages([job] * 1000 + [too_long], config, model) == num_pages
 
 

@@ -1,0 +1,59 @@
+"""The KV cache of a model: of which dtype, with whose scales, in how many bytes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+import pallas_paged as pp
+from models.config import KV_DTYPES, ModelConfig, check_kv_dtype
+
+
+def pool_dtype(kv_dtype: str | None, model_dtype: DTypeLike) -> jnp.dtype:
+    """The dtype of the pages.
+
+    Args:
+        kv_dtype: a name of `KV_DTYPES`; None takes the dtype of the model.
+        model_dtype: of the parameters, and with them of queries, keys and values.
+
+    Raises:
+        ValueError: another name, or neither the dtype of the model nor one byte an element.
+    """
+    check_kv_dtype(kv_dtype)
+    own = jnp.dtype(model_dtype)
+    dtype = own if kv_dtype is None else jnp.dtype(KV_DTYPES[kv_dtype])
+    if dtype != own and dtype.itemsize > 1:
+        raise ValueError(f"{kv_dtype=} must be int8, fp8 or the dtype of the model, {own.name}")
+    return dtype
+
+
+def create_pool(
+    config: ModelConfig, *, num_pages: int, page_size: int, dtype: DTypeLike
+) -> pp.KVPool:
+    """A pool of zeros for a model; a float8 one takes the scales that the model brings, if any.
+
+    Args:
+        config: of the model.
+        num_pages, page_size, dtype: as in `create_kv_pool`.
+    """
+    # They were calibrated for the range of float8; in int8 tokens have scales of their own.
+    calibrated = jnp.dtype(dtype) == jnp.float8_e4m3fn and config.k_scales
+    return pp.create_kv_pool(
+        num_layers=config.num_layers,
+        num_pages=num_pages,
+        num_kv_heads=config.num_kv_heads,
+        page_size=page_size,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        k_scales=config.k_scales if calibrated else None,
+        v_scales=config.v_scales if calibrated else None,
+    )
+
+
+def pool_bytes(config: ModelConfig, *, num_pages: int, page_size: int, dtype: DTypeLike) -> int:
+    """The size of that pool: K, V and their scales in all layers."""
+    pool = jax.eval_shape(
+        lambda: create_pool(config, num_pages=num_pages, page_size=page_size, dtype=dtype)
+    )
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))

@@ -119,6 +119,7 @@ def describe(shape: Shape) -> dict[str, Any]:
     """What a result says of its shape."""
     return {
         "name": shape.name,
+        "kv_dtype": shape.kv_dtype,
         "num_seqs": len(shape.seq_lens),
         "num_tokens": sum(shape.seq_lens),
         "num_queries": sum(shape.asked),

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench import cli, decode_report, peers, timing
+from bench import cli, decode_report, kv_dtypes, peers, timing
 from bench.measure import Variant, compare, measure_floor
 from bench.options import PLAIN, Options
 from bench.shapes import (
@@ -34,15 +34,16 @@ def select_pairs(filters: Sequence[str]) -> list[tuple[Shape, Shape]]:
 
 def measure_shape(shape: Shape, options: argparse.Namespace, *, peers_too: bool) -> dict:
     """Everything about one shape."""
+    names = peers.implementations(options.implementation, shape)
     finders: dict[str, Callable[[], list[Variant]]] = {
         name: functools.partial(peers.ours, implementation, shape.options)
-        for name, implementation in peers.implementations(options.implementation).items()
+        for name, implementation in names.items()
         # The kind of a config chooses the implementation, so there None has no choice.
         if implementation or shape.options.split_size is None
     }
     if peers_too and shape.options in (PLAIN, Options(soft_cap=shape.options.soft_cap)):
         finders["jax_op"] = functools.partial(peers.jax_op, shape)
-    if peers_too and shape.options == PLAIN:
+    if peers_too and shape.options == PLAIN and shape.itemsize > 1:
         finders |= {"xla_gather": peers.xla_gather, "cudnn_paged": peers.cudnn_paged}
     results = compare(make_case(shape), finders, options.iterations)
     return cli.describe(shape) | {"results": results}
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         default=True,
         help="also what each option costs",
     )
+    kv_dtypes.add_argument(parser)
     options = cli.parse(
         parser,
         argv,
@@ -72,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "floors": floors,
         "shapes": [],
         "options": [],
-        **decode_report.summarize(floors, []),
+        "one_byte": [],
+        **decode_report.summarize(floors, [], []),
     }
 
     def with_floor(shape: Shape) -> dict:
@@ -88,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         return measure_shape(shape, options, peers_too=options.peers)
 
     def tell(result: dict, seconds: float) -> str:
-        run.update(decode_report.summarize(floors, run["shapes"]))
+        run.update(decode_report.summarize(floors, run["shapes"], run["one_byte"]))
         return decode_report.progress(run, result, seconds)
 
     plain: dict[str, dict] = {}
@@ -101,10 +104,18 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         found = {"name": base.name, "results": plain[base.name]["results"]}
         return measure_shape(shape, options, peers_too=options.peers) | {"base": found}
 
-    cli.measure_each(run["shapes"], select_shapes(options.shapes), with_floor, tell, run, options)
-    if options.options:
-        pairs = select_pairs(options.shapes)
-        cli.measure_each(run["options"], pairs, with_base, tell, run, options)
+    def one_byte(pair: tuple[Shape, str]) -> dict:
+        shape, base = pair
+        return with_floor(shape) | {"base": base}
+
+    shapes = select_shapes(options.shapes)
+    if "bf16" in options.kv_dtypes:
+        cli.measure_each(run["shapes"], shapes, with_floor, tell, run, options)
+    pairs = kv_dtypes.one_byte(shapes, options.kv_dtypes)
+    cli.measure_each(run["one_byte"], pairs, one_byte, tell, run, options)
+    if "bf16" in options.kv_dtypes and options.options:
+        option_pairs = select_pairs(options.shapes)
+        cli.measure_each(run["options"], option_pairs, with_base, tell, run, options)
     cli.publish(run, options, decode_report.markdown(run), decode_report.plot)
     return run
 

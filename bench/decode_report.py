@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import report, timing
+from bench import kv_dtypes, report, timing
 from bench.report import OURS, cell, error, geomean, kernel_us, number, ratio, table
 
 NAMES = OURS | {
@@ -27,12 +27,15 @@ def _floor_us(floors: Sequence[dict], shape: dict) -> float | None:
     return kernel_us(same[0]) if same else None
 
 
-def summarize(floors: Sequence[dict], shapes: Sequence[dict]) -> dict[str, Any]:
+def summarize(
+    floors: Sequence[dict], shapes: Sequence[dict], one_byte: Sequence[dict]
+) -> dict[str, Any]:
     """The read ceiling in GB/s and how ours stands to the floor and to the peers.
 
     Args:
       floors: of the ceiling's probe, then of each size of the shapes.
       shapes: results of `measure_shape`.
+      one_byte: those of one-byte K/V.
     """
     rates = [floor["num_bytes"] / us / 1e3 for floor in floors if (us := kernel_us(floor))]
     floor_over: dict[str, list[float]] = {}
@@ -54,8 +57,31 @@ def summarize(floors: Sequence[dict], shapes: Sequence[dict]) -> dict[str, Any]:
             "choice": report.summarize_choice(shapes),
             "speedup_geomean": {name: geomean(ratios) for name, ratios in speedups.items()},
             "speedup_min": {name: min(ratios) for name, ratios in speedups.items()},
+            "one_byte": {
+                name: _summarize_dtype(floors, shapes, [r for r in one_byte if r["kv_dtype"] == d])
+                for name, d in kv_dtypes.NAMES.items()
+                if any(r["kv_dtype"] == d for r in one_byte)
+            },
         },
     }
+
+
+def _summarize_dtype(
+    floors: Sequence[dict], shapes: Sequence[dict], found: Sequence[dict]
+) -> dict[str, Any]:
+    """Geometric means of the ratios of the one-byte table, and over how many shapes."""
+    plain = {shape["name"]: shape["results"] for shape in shapes}
+    ratios: dict[str, list[float]] = {"of_bf16": [], "floor_over": [], "speedup": []}
+    for shape in found:
+        us = kernel_us(shape["results"]["ours"])
+        before = plain.get(shape["base"], {}).get("ours")
+        for name, value in (
+            ("of_bf16", ratio(us, kernel_us(before))),
+            ("floor_over", ratio(_floor_us(floors, shape), us)),
+            ("speedup", ratio(kernel_us(shape["results"].get("jax_op")), us)),
+        ):
+            ratios[name] += [value] if value else []
+    return {name: {"geomean": geomean(x), "shapes": len(x)} for name, x in ratios.items()}
 
 
 def _rate(run: dict, shape: dict, us: float | None) -> tuple[float | None, float | None]:
@@ -118,10 +144,56 @@ def _options_table(run: dict) -> str:
     return table(rows)
 
 
+def _one_byte_table(run: dict) -> str:
+    names = [name for name in kv_dtypes.ONE_BYTE if name in run["summary"]["one_byte"]]
+    head = ["shape (Hq/Hkv/D/page)", "K/V MB", "bf16 us", "floor over it"]
+    for name in names:
+        head += [f"{name} us", "of bf16", "floor over it", "GB/s", "% of ceiling"]
+    rows = [[*head, *(f"{NAMES['jax_op']}, {name}" for name in names)]]
+    for plain, by_dtype in kv_dtypes.rows(run):
+        one, before = next(iter(by_dtype.values())), None
+        row = [one["base"], f"{one['num_bytes'] / 1e6:.1f}", "-", "-"]
+        if plain:
+            before = kernel_us(plain["results"]["ours"])
+            row[2] = number(before)
+            row[3] = number(ratio(_floor_us(run["floors"], plain), before), ".2f")
+        for shape in (by_dtype.get(name) for name in names):
+            if shape is None:  # the run was cut short
+                row += ["-"] * 5
+                continue
+            result = shape["results"]["ours"]
+            us = kernel_us(result)
+            gbps, percent = _rate(run, shape, us)
+            row += [cell(result, us), number(ratio(us, before), ".2f")]
+            row.append(number(ratio(_floor_us(run["floors"], shape), us), ".2f"))
+            row += [number(gbps, ".0f"), number(percent)]
+        for name in names:
+            theirs = by_dtype[name]["results"].get("jax_op") if name in by_dtype else None
+            row.append(cell(theirs, kernel_us(theirs)))
+        rows.append(row)
+    return f"One-byte K/V, a scale for each token and head:\n\n{table(rows)}"
+
+
+def _one_byte_in_words(summary: dict[str, Any]) -> list[str]:
+    phrases = {
+        "of_bf16": "{name} takes {mean:.3f} of bf16's time",
+        "floor_over": "Floor over {name}: {mean:.3f}",
+        "speedup": "JAX's own op takes {mean:.2f} times ours with {name}",
+    }
+    return [
+        phrases[key].format(name=name, mean=found["geomean"])
+        + f" in the geometric mean of {found['shapes']} shapes"
+        for name, ratios in summary.items()
+        for key, found in ratios.items()
+        if found["shapes"]
+    ]
+
+
 def markdown(run: dict) -> str:
     """The tables, with what they were measured on and the summary."""
     summary = run["summary"]
     blocks = [_shapes_table(run)] if run["shapes"] else []
+    blocks += [_one_byte_table(run)] if run["one_byte"] else []
     blocks += [_options_table(run)] if run["options"] else []
     words = [
         f"Floor over {NAMES[name]}: {share:.3f} in the geometric mean of"
@@ -132,6 +204,7 @@ def markdown(run: dict) -> str:
     for name, speedup in summary["speedup_geomean"].items():
         least = summary["speedup_min"][name]
         words.append(f"{NAMES[name]} takes {speedup:.2f} times ours (at least {least:.2f})")
+    words += _one_byte_in_words(summary["one_byte"])
     ceiling = number(run["read_ceiling_gbps"], ".0f")
     blocks += [
         timing.provenance(run["meta"]),

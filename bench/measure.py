@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench import timing
-from bench.shapes import Case, reference_states
+from bench.reference import reference_states
+from bench.shapes import Case
 
 MAX_RELATIVE_ERROR = 1e-2
 
-# attend(q [T, Hq, D] scaled already, k, v, block_table i32[B, N], *Case.lens)
+# attend(q [T, Hq, D] scaled already, k, v, block_table i32[B, N], *Case.lens, *Case.scales)
 # -> out [T, Hq, D], or (out, lse)
 Attend = Callable[..., Any]
 # prepare(k_pages, v_pages, block_table, set) -> (k, v, block_table) in the peer's own layout
@@ -75,7 +76,13 @@ def relative_error(case: Case, outs: Sequence[Any], *, sees_all: bool = False) -
     for i, q, got in ((0, case.q, first), (case.shape.num_calls - 1, before, last)):
         table = jnp.asarray(case.tables[i % case.shape.num_sets][row])
         states = reference_states(
-            q[token], case.k_pages, case.v_pages, table, jnp.asarray(length), case.shape.options
+            q[token],
+            case.k_pages,
+            case.v_pages,
+            table,
+            jnp.asarray(length),
+            *case.scales,
+            options=case.shape.options,
         )
         parts = got if isinstance(got, tuple) else (got,)
         # Who gives no log-sum-exp is not asked for one.
@@ -102,10 +109,10 @@ def chain(attend: Attend) -> Any:
     """
     attend = jax.jit(attend)  # traced and lowered once for all calls
 
-    def run(q, steps, lens):
+    def run(q, steps, rest):
         outs = []
         for k, v, block_table in steps:
-            outs.append(attend(q, k, v, block_table, *lens))
+            outs.append(attend(q, k, v, block_table, *rest))
             q = outs[-1][0] if isinstance(outs[-1], tuple) else outs[-1]
         return [outs[0], *outs[-2:]]
 
@@ -114,7 +121,7 @@ def chain(attend: Attend) -> Any:
 
 def arguments(case: Case, prepare: Prepare | None) -> tuple:
     """What a chain is called with."""
-    return case.q, make_steps(case, prepare), case.lens
+    return case.q, make_steps(case, prepare), (*case.lens, *case.scales)
 
 
 def measure(case: Case, variant: Variant, compiled: Any, args: tuple, iterations: int) -> dict:

@@ -15,21 +15,27 @@ from bench.options import PLAIN, Options
 from bench.shapes import Shape
 
 
-def implementations(only: str | None) -> dict[str, str | None]:
-    """Ours by the names of their results: what None chooses and each of the two, or just one."""
-    return {"ours": only} if only else {"ours": None, "triton": "triton", "mosaic": "mosaic_gpu"}
+def implementations(only: str | None, shape: Shape) -> dict[str, str | None]:
+    """Ours by the names of their results: what None chooses and each of the two, or just one.
+
+    One-byte K/V have one implementation, which None chooses.
+    """
+    if only or shape.itemsize == 1:
+        return {"ours": only}
+    return {"ours": None, "triton": "triton", "mosaic": "mosaic_gpu"}
 
 
 def ours(implementation: str | None, options: Options = PLAIN) -> list[Variant]:
     """The library, as a caller gets it."""
 
-    def attend(q, k, v, block_table, seq_lens):
+    def attend(q, k, v, block_table, seq_lens, *scales):
         return pp.paged_attention(
             q,
             k,
             v,
             block_table,
             seq_lens,
+            *scales,
             sm_scale=1.0,
             implementation=implementation,
             config=options.config(implementation, num_kv_heads=len(k), head_dim=q.shape[2]),

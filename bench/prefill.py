@@ -11,19 +11,20 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench import cli, peers, prefill_peers, prefill_report, timing
+from bench import cli, kv_dtypes, peers, prefill_peers, prefill_report, timing
 from bench.measure import Variant, compare
-from bench.prefill_shapes import SHAPES, TINY
+from bench.prefill_shapes import ONE_BYTE, SHAPES, TINY
 from bench.shapes import Shape, make_case, select_shapes
 
 
 def measure_shape(shape: Shape, options: argparse.Namespace) -> dict:
     """Everything about one shape."""
+    names = peers.implementations(options.implementation, shape)
     finders: dict[str, Callable[[], list[Variant]]] = {
         name: functools.partial(prefill_peers.ours, implementation, shape)
-        for name, implementation in peers.implementations(options.implementation).items()
+        for name, implementation in names.items()
     }
-    if options.peers:
+    if options.peers and shape.itemsize > 1:
         finders |= {
             "cudnn": functools.partial(prefill_peers.cudnn_dense, shape),
             "mha": functools.partial(prefill_peers.jax_mha, shape),
@@ -37,19 +38,32 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     argv = sys.argv[1:] if argv is None else argv
     parser = cli.make_parser("bench.prefill", __doc__)
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
+    kv_dtypes.add_argument(parser)
     select = functools.partial(select_shapes, shapes=SHAPES, tiny=TINY)
     options = cli.parse(parser, argv, select, (*SHAPES, TINY))
-    run: dict[str, Any] = {"meta": timing.describe_run("bench.prefill", argv), "shapes": []}
+    run: dict[str, Any] = {
+        "meta": timing.describe_run("bench.prefill", argv),
+        "shapes": [],
+        "one_byte": [],
+    }
+    run["summary"] = prefill_report.summarize(run)
 
     def measure(shape: Shape) -> dict:
         return measure_shape(shape, options)
+
+    def one_byte(pair: tuple[Shape, str]) -> dict:
+        shape, base = pair
+        return measure(shape) | {"base": base}
 
     def tell(result: dict, seconds: float) -> str:
         run["summary"] = prefill_report.summarize(run)
         return prefill_report.progress(result, seconds)
 
     shapes = select(options.shapes)
-    cli.measure_each(run["shapes"], shapes, measure, tell, run, options)
+    if "bf16" in options.kv_dtypes:
+        cli.measure_each(run["shapes"], shapes, measure, tell, run, options)
+    pairs = kv_dtypes.one_byte([s for s in shapes if s in (*ONE_BYTE, TINY)], options.kv_dtypes)
+    cli.measure_each(run["one_byte"], pairs, one_byte, tell, run, options)
     cli.publish(run, options, prefill_report.markdown(run), prefill_report.plot)
     return run
 

@@ -19,7 +19,7 @@ _MHA_CONFIGS = ((64, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 
 def ours(implementation: str | None, shape: Shape) -> list[Variant]:
     """The library, as a caller gets it."""
 
-    def attend(q, k, v, block_table, seq_lens, cu_q_lens):
+    def attend(q, k, v, block_table, seq_lens, cu_q_lens, *scales):
         return pp.ragged_paged_attention(
             q,
             k,
@@ -27,6 +27,7 @@ def ours(implementation: str | None, shape: Shape) -> list[Variant]:
             block_table,
             seq_lens,
             cu_q_lens,
+            *scales,
             sm_scale=1.0,
             implementation=implementation,
             **shape.options.arguments(q.shape[1]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bench import report, timing
+from bench import kv_dtypes, report, timing
 from bench.report import OURS, cell, error, kernel_us, number, ratio, table
 
 NAMES = OURS | {"cudnn": "cuDNN dense", "mha": "JAX's Triton mha"}
@@ -55,8 +55,7 @@ def summarize(run: dict) -> dict[str, Any]:
     return {"choice": report.summarize_choice(run["shapes"]), "over": over}
 
 
-def markdown(run: dict) -> str:
-    """The table, with what it was measured on and the summary."""
+def _shapes_table(run: dict) -> str:
     others = [name for name in NAMES if name != "ours" and name in run["shapes"][0]["results"]]
     header = ["shape (Hq/Hkv/D/page)", "TFLOP", "K/V MB", "kernel us (p10 to p90)", "wall us"]
     header += ["TFLOP/s", "GB/s", "rel. L2", "chosen"]
@@ -74,13 +73,39 @@ def markdown(run: dict) -> str:
             theirs = tflops(shape, results[name])
             row += [cell(results[name], theirs), number(ratio(rate, theirs), ".2f")]
         rows.append(row)
+    return table(rows)
+
+
+def _one_byte_table(run: dict) -> str:
+    found = [record["kv_dtype"] for record in run["one_byte"]]
+    names = [name for name in kv_dtypes.ONE_BYTE if kv_dtypes.NAMES[name] in found]
+    rows = [["shape (Hq/Hkv/D/page)", "bf16 us", "TFLOP/s"]]
+    for name in names:
+        rows[0] += [f"{name} us", "of bf16", "TFLOP/s"]
+    for plain, by_dtype in kv_dtypes.rows(run):
+        before = kernel_us(plain["results"]["ours"]) if plain else None
+        row = [next(iter(by_dtype.values()))["base"], number(before)]
+        row.append(number(tflops(plain, plain["results"]["ours"]) if plain else None))
+        for shape in (by_dtype.get(name) for name in names):
+            result = shape["results"]["ours"] if shape else None
+            us = kernel_us(result)
+            row += [cell(result, us), number(ratio(us, before), ".2f")]
+            row.append(number(tflops(shape, result) if shape else None))
+        rows.append(row)
+    return f"One-byte K/V, a scale for each token and head:\n\n{table(rows)}"
+
+
+def markdown(run: dict) -> str:
+    """The tables, with what they were measured on and the summary."""
+    blocks = [_shapes_table(run)] if run["shapes"] else []
+    blocks += [_one_byte_table(run)] if run["one_byte"] else []
+    blocks.append(timing.provenance(run["meta"]))
     words = [
         f"Ours over {NAMES[name]}: {found['geomean']:.2f} in the geometric mean of"
         f" {found['shapes']} shapes, at least {found['min']:.2f}"
         for name, found in run["summary"]["over"].items()
     ]
     words += report.choice_in_words(run["summary"]["choice"])
-    blocks = [table(rows), timing.provenance(run["meta"])]
     blocks += ["\n".join(f"- {word}." for word in words)] if words else []
     return "\n\n".join(blocks) + "\n"
 

@@ -16,32 +16,35 @@ def _newest(num_seqs: int, q_len: int, older: int) -> Shape:
 
 
 _RAGGED = ragged_lens(8192)
+_LONG, _SHORT, _CHUNKS = _prompts(1, 8192), _prompts(16, 1024), _newest(8, 512, 8192)
+_MIXED = Shape(
+    name="56x1 after 4095 and 8x512 after 2048 32/8/128/16",
+    seq_lens=(4096,) * 56 + (2560,) * 8,
+    q_lens=(1,) * 56 + (512,) * 8,
+)
 
 SHAPES = (
     _prompts(1, 1024),
     _prompts(4, 4096),
-    _prompts(1, 8192),
+    _LONG,
     _prompts(1, 16384),
-    _prompts(16, 1024),
+    _SHORT,
     Shape(name="64 ragged 32/8/128/16", seq_lens=_RAGGED, q_lens=_RAGGED),
     _prompts(4, 4096, 32, 32),
     _prompts(4, 4096, 32, 8, 64),
     _prompts(4, 4096, 16, 8, 256),
     _prompts(4, 4096, 32, 8, 128, 64),
     _newest(1, 512, 16384),
-    _newest(8, 512, 8192),
+    _CHUNKS,
     _newest(8, 16, 32768),
     _newest(64, 4, 4096),
-    Shape(
-        name="56x1 after 4095 and 8x512 after 2048 32/8/128/16",
-        seq_lens=(4096,) * 56 + (2560,) * 8,
-        q_lens=(1,) * 56 + (512,) * 8,
-    ),
+    _MIXED,
     _prompts(4, 4096, options=Options(sliding_window=1024)),
     _prompts(4, 4096, options=Options(soft_cap=50.0)),
     _prompts(4, 4096, options=Options(alibi=True)),
     _prompts(4, 4096, options=Options(sinks=True)),
 )
+ONE_BYTE = (_LONG, _SHORT, _CHUNKS, _MIXED)  # also measured with one-byte K/V
 # Small enough for a CPU; only runs when it is named.
 TINY = Shape(
     name="tiny",

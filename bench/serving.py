@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from bench import serving_report, timing
 from bench.cli import check_outputs, publish
+from bench.kv_dtypes import ONE_BYTE
 from bench.measure import reason
 from bench.serving_batches import serve_in_batches
 from bench.serving_compilations import Compilations
@@ -47,6 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--max-seqs", type=int, default=256, help="rows of the engine")
     add("--token-budget", type=int, default=2048, help="tokens of a step of the engine")
     add("--implementation", help="of the engine's attention; default: the best for the platform")
+    add("--kv-dtype", choices=ONE_BYTE, help="of the engine's K/V; default: that of the model")
     add("--requests", type=int, default=512)
     add("--rate", type=float, default=math.inf, help="arrivals per second; default: all at once")
     add("--prefix-share", type=float, default=0.5, help="share of requests with a system prompt")
@@ -79,6 +81,7 @@ def run_engine(
         max_len=options.max_len,
         token_budget=options.token_budget,
         prefix_caching=prefix_caching,
+        kv_dtype=options.kv_dtype,
         implementation=options.implementation,
     )
     start = time.perf_counter()
@@ -107,6 +110,7 @@ def run_static(
     return record.summarize() | {
         "warmup_s": warmup_s,
         "batch_size": batch_size,
+        "kv_dtype": model.embed_tokens.weight[...].dtype.name,
         "attention": static.implementation,
         "compilations": compilations.count,
     }
@@ -131,7 +135,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         options.max_len = shape.max_len
     if options.prefix_len is None:
         options.prefix_len = options.max_len // 8
-    if options.kv_gib * _GIB < options.max_len * shape.token_bytes:
+    if options.kv_gib * _GIB < options.max_len * shape.token_bytes():
         parser.error(f"--kv-gib {options.kv_gib} is too little for one row of {options.max_len}")
     for name, least in {"page_size": 1, "transformers_requests": 1, "step_steps": 1}.items():
         if getattr(options, name) < least:
@@ -146,8 +150,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     argv = sys.argv[1:] if argv is None else argv
     options = parse(argv)
     shape = SHAPES[options.shape]
-    num_tokens = int(options.kv_gib * _GIB) // shape.token_bytes
-    batch_size, num_pages = num_tokens // options.max_len, num_tokens // options.page_size
+    budget = int(options.kv_gib * _GIB)
+    num_tokens = budget // shape.token_bytes()
+    batch_size = num_tokens // options.max_len
+    num_pages = budget // shape.token_bytes(options.kv_dtype) // options.page_size
     try:
         trace = make_trace(
             options.requests,
@@ -215,6 +221,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             length=options.max_len,
             num_steps=options.step_steps,
             token_budget=options.token_budget,
+            kv_dtype=options.kv_dtype,
             implementation=options.implementation,
         )
         write()

@@ -96,6 +96,8 @@ def serve(engine: Engine, trace: Sequence[TraceRequest], *, seconds: float) -> R
             "cache_hit_rate": stats.cache_hit_rate,
             "compilations": compilations.count,
             "num_steps": stats.num_steps,
+            "kv_dtype": stats.kv_dtype,
+            "pool_bytes": stats.pool_bytes,
             "pool_utilization": stats.pool_utilization,
             "pages_used": stats.pages_used,
             "prompt_tokens": stats.prompt_tokens,

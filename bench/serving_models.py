@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from models.config import Llama3RopeScaling, ModelConfig
 from models.decoder import Decoder
+from models.kv_cache import pool_bytes, pool_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +31,14 @@ class ServingShape:
     max_len: int = 2048
     step_seqs: int = 64
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of K and V that all layers together keep of one token."""
-        config = self.config
-        heads = 2 * config.num_layers * config.num_kv_heads
-        return heads * config.head_dim * jnp.dtype(self.dtype).itemsize
+    def token_bytes(self, kv_dtype: str | None = None) -> int:
+        """Bytes of K and V, and of their scales, that all layers together keep of one token.
+
+        Args:
+          kv_dtype: as in `EngineConfig`.
+        """
+        dtype = pool_dtype(kv_dtype, self.dtype)
+        return pool_bytes(self.config, num_pages=1, page_size=1, dtype=dtype)
 
 
 def _llama3(factor: float) -> Llama3RopeScaling:

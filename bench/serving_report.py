@@ -35,6 +35,8 @@ def _spread(spread: dict | None, scale: float = 1.0, spec: str = ".2f") -> str:
 
 # header, and the cell of a result
 _COLUMNS: dict[str, Callable[[dict], str]] = {
+    "K/V": lambda x: x.get("kv_dtype", "-"),
+    "tokens that fit": lambda x: str(x["capacity"]),
     "requests": lambda x: str(x["num_finished"]),
     "wall s": lambda x: f"{x['wall_s']:.1f}",
     "tokens/s": lambda x: f"{x['tokens_per_s']:.0f}",
@@ -82,7 +84,8 @@ def _systems_table(run: dict) -> str:
 def _trace_in_words(run: dict) -> str:
     trace, sizes = run["trace"], run["sizes"]
     return (
-        f"{run['shape']}, {sizes['kv_gib']:g} GiB of K/V = {sizes['capacity']} tokens, rows of up"
+        f"{run['shape']}, {sizes['kv_gib']:g} GiB of K/V = {sizes['capacity']} tokens in the dtype"
+        " of the model, rows of up"
         f" to {sizes['max_len']}. {trace['num_requests']} requests, prompts of"
         f" {trace['prompt_mean']:.0f} tokens in the mean (most {trace['prompt_max']}), outputs of"
         f" {trace['output_mean']:.0f} (most {trace['output_max']}); the last one comes after"
@@ -100,7 +103,8 @@ def _step_table(step: dict) -> str:
     words = (
         f"Decode step of {step['num_seqs']} rows with {step['context']:.0f} tokens each: wall"
         f" {step['wall_us']:.0f} us, kernels {number(step['kernel_us'], '.0f')} us. To read"
-        f" {weights:.2f} GB of weights and {kv:.2f} GB of K/V takes {roofline} us at {gbps} GB/s:"
+        f" {weights:.2f} GB of weights and {kv:.2f} GB of K/V ({step['kv_dtype']}) takes"
+        f" {roofline} us at {gbps} GB/s:"
         f" wall over roofline {over['wall']}, kernels over roofline {over['kernel']}."
     )
     if not step["kernels"]:

@@ -29,6 +29,7 @@ def measure_step(
     length: int,
     num_steps: int,
     token_budget: int,
+    kv_dtype: str | None,
     implementation: str | None,
 ) -> dict[str, Any]:
     """Wall and kernel time of a step in which num_seqs rows of at least length tokens decode.
@@ -38,7 +39,7 @@ def measure_step(
       shape: of the model.
       num_seqs, length: random prompts, which are all different.
       num_steps: timed steps.
-      token_budget: of the engine.
+      token_budget, kv_dtype: of the engine.
       implementation: of its attention.
     """
     # While the last prompts come in, the first rows decode already.
@@ -57,6 +58,7 @@ def measure_step(
             token_budget=token_budget,
             watermark=0.0,
             prefix_caching=False,
+            kv_dtype=kv_dtype,
             implementation=implementation,
         ),
     )
@@ -78,15 +80,17 @@ def measure_step(
         engine.step()
     wall_us = (time.perf_counter() - start) / num_steps * 1e6
     num_context = (before + num_held()) / 2
+    kv_bytes = num_context * shape.token_bytes(kv_dtype)
     result = {
         "num_seqs": num_seqs,
         "num_steps": num_steps,
         "context": num_context / num_seqs,
         "wall_us": wall_us,
         "weight_bytes": weight_bytes(model),
-        "kv_bytes": num_context * shape.token_bytes,
+        "kv_dtype": engine.stats().kv_dtype,
+        "kv_bytes": kv_bytes,
         **_kernels(engine),
-        **_roofline(weight_bytes(model) + num_context * shape.token_bytes),
+        **_roofline(weight_bytes(model) + kv_bytes),
     }
     if any(request.finished for request in requests):
         raise RuntimeError(f"{num_tokens=} are too few: a request was finished within the steps")

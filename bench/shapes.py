@@ -1,4 +1,4 @@
-"""What is attended to: shapes of calls, those that are decoded, their data, the answer in f32."""
+"""What is attended to: shapes of calls, those that are decoded, and their data."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from collections.abc import Iterable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+import pallas_paged as pp
 from bench.options import PLAIN, Options
 
 _COLD_BYTES = 256 << 20  # several times the L2 of an H200
 _MAX_BYTES = 4 << 30
 _MIN_CALLS = 8
-_ITEMSIZE = 2  # bf16
+_MAX_SETS = 64  # of K/V of one byte, half as many of two
+_SCALE_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,7 @@ class Shape:
       seq_lens: tokens that each row holds.
       q_lens: how many of them, the newest, ask; none given means one of each row.
       shared_prefix: how many of them, the oldest, are in pages that all rows share.
+      kv_dtype: of the pages; one-byte pages have a scale for each token and head.
     """
 
     name: str
@@ -39,6 +41,12 @@ class Shape:
     head_dim: int = 128
     page_size: int = 16
     options: Options = PLAIN
+    kv_dtype: str = "bfloat16"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of K or V."""
+        return jnp.dtype(self.kv_dtype).itemsize
 
     @property
     def asked(self) -> tuple[int, ...]:
@@ -47,14 +55,15 @@ class Shape:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the K and V that are attended to, what is shared counted once."""
+        """Bytes of the K and V that are attended to, and of their scales; what is shared once."""
         window = self.options.sliding_window
         rows = zip(self.asked, self.seq_lens, strict=True)
         return self._bytes_of(min(n, q + window - 1) if window else n for q, n in rows)
 
     def _bytes_of(self, lens: Iterable[int]) -> int:
         tokens = self.shared_prefix + sum(n - self.shared_prefix for n in lens)
-        return 2 * tokens * self.num_kv_heads * self.head_dim * _ITEMSIZE
+        scale = _SCALE_BYTES if self.itemsize == 1 else 0
+        return 2 * tokens * self.num_kv_heads * (self.head_dim * self.itemsize + scale)
 
     @property
     def num_flops(self) -> int:
@@ -78,7 +87,7 @@ class Shape:
     @property
     def num_sets(self) -> int:
         """Disjoint sets of pages to rotate among, so that no call finds its K/V in the L2."""
-        sets = min(32, max(2, math.ceil(_COLD_BYTES / self.num_bytes)))
+        sets = min(_MAX_SETS // self.itemsize, max(2, math.ceil(_COLD_BYTES / self.num_bytes)))
         # What does not fit twice is many times the L2 by itself.
         return max(1, min(sets, _MAX_BYTES // self._bytes_of(self.seq_lens)))
 
@@ -182,6 +191,7 @@ class Case:
     q: jax.Array  # [T, Hq, D], scaled already
     k_pages: jax.Array  # [Hkv, P, S, D]
     v_pages: jax.Array
+    scales: tuple[jax.Array, ...]  # of K and of V, f32[Hkv, P, S], with one-byte pages
     tables: np.ndarray  # i32[num_sets, B, N]
     seq_lens: jax.Array  # i32[B]
     cu_q_lens: jax.Array  # i32[B + 1]
@@ -216,7 +226,10 @@ class Case:
 
 
 def make_case(shape: Shape, *, seed: int = 0) -> Case:
-    """Random normal bf16 data on the device, and a random permutation of all pages."""
+    """Random normal data on the device, and a random permutation of all pages.
+
+    One-byte pages are what `write_kv` makes of such data.
+    """
     blocks = np.array([-(-n // shape.page_size) for n in shape.seq_lens])
     shared = shape.shared_prefix // shape.page_size
     num_pages = shape.num_sets * (shared + int((blocks - shared).sum()))
@@ -228,81 +241,47 @@ def make_case(shape: Shape, *, seed: int = 0) -> Case:
     tables[:, :, :shared] = pages[:, None, :shared]
     tables[:, (column >= shared) & (column < blocks[:, None])] = pages[:, shared:]
 
-    @functools.partial(jax.jit, static_argnums=1)
-    def normal(key, dims):
-        return jax.random.normal(key, dims, jnp.bfloat16)
-
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), 3)
-    pool_dims = (shape.num_kv_heads, num_pages, shape.page_size, shape.head_dim)
-    q = normal(keys[0], (sum(shape.asked), shape.num_q_heads, shape.head_dim))
+    q = _normal(keys[0], (sum(shape.asked), shape.num_q_heads, shape.head_dim))
+    dims = (shape.num_kv_heads, num_pages, shape.page_size, shape.head_dim)
+    if shape.itemsize == 1:
+        k_pages, v_pages, *scales = _quantized(keys[1], keys[2], dims, shape.kv_dtype)
+    else:
+        k_pages, v_pages, *scales = (_normal(key, dims) for key in keys[1:])
     return Case(
         shape=shape,
         q=q * jnp.bfloat16(shape.head_dim**-0.5),
-        k_pages=normal(keys[1], pool_dims),
-        v_pages=normal(keys[2], pool_dims),
+        k_pages=k_pages,
+        v_pages=v_pages,
+        scales=tuple(scales),
         tables=tables,
         seq_lens=jnp.array(shape.seq_lens, jnp.int32),
         cu_q_lens=jnp.array(np.cumsum([0, *shape.asked]), jnp.int32),
     )
 
 
-@functools.partial(jax.jit, static_argnames="options")
-def reference_states(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    tables: jax.Array,
-    seq_lens: jax.Array,
-    options: Options = PLAIN,
-) -> tuple[jax.Array, jax.Array]:
-    """Attention in f32 at the highest precision, query after query; q is scaled already.
-
-    Args:
-      q: `[N, Hq, D]`, each standing at the end of `seq_lens` tokens.
-      k_pages, v_pages: `[Hkv, P, S, D]`.
-      tables: i32`[N, pages]`.
-      seq_lens: i32`[N]`.
-      options: static.
-
-    Returns:
-      out f32`[N, Hq, D]` and lse f32`[N, Hq]`.
-    """
-    einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
-    num_kv_heads, _, _, head_dim = k_pages.shape
-    num_q_heads = q.shape[1]
-    slopes, sinks = options.slopes(num_q_heads), options.sink_logits(num_q_heads)
-
-    def one(args):
-        q, table, length = args
-        q = q.reshape(num_kv_heads, -1, head_dim).astype(jnp.float32)  # [Hkv, G, D]
-        k = k_pages[:, table].reshape(num_kv_heads, -1, head_dim).astype(jnp.float32)
-        v = v_pages[:, table].reshape(num_kv_heads, -1, head_dim).astype(jnp.float32)
-        logits = einsum("hgd,htd->hgt", q, k)
-        if options.soft_cap is not None:
-            logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
-        distances = jnp.arange(k.shape[1]) - (length - 1)
-        if slopes is not None:
-            logits += slopes.reshape(num_kv_heads, -1, 1) * distances
-        seen = distances <= 0
-        if options.sliding_window is not None:
-            seen &= distances > -options.sliding_window
-        logits = jnp.where(seen, logits, -jnp.inf)
-        sink = jnp.full(num_q_heads, -jnp.inf) if sinks is None else sinks
-        sink = sink.reshape(num_kv_heads, -1, 1)
-        lse = jax.nn.logsumexp(jnp.concatenate([logits, sink], axis=-1), axis=-1)
-        out = einsum("hgt,htd->hgd", jnp.exp(logits - lse[..., None]), v)
-        return out.reshape(num_q_heads, head_dim), lse.reshape(num_q_heads)
-
-    return lax.map(one, (q, tables, seq_lens))
+@functools.partial(jax.jit, static_argnums=1)
+def _normal(key: jax.Array, dims: tuple[int, ...]) -> jax.Array:
+    return jax.random.normal(key, dims, jnp.bfloat16)
 
 
-def reference(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    tables: jax.Array,
-    seq_lens: jax.Array,
-    options: Options = PLAIN,
-) -> jax.Array:
-    """The out of `reference_states`."""
-    return reference_states(q, k_pages, v_pages, tables, seq_lens, options)[0]
+@functools.partial(jax.jit, static_argnames=("dims", "dtype"))
+def _quantized(
+    k_key: jax.Array, v_key: jax.Array, dims: tuple[int, int, int, int], dtype: str
+) -> tuple[jax.Array, ...]:
+    """Pages `[Hkv, P, S, D]` of K and of V that `write_kv` has filled, and their scales."""
+    num_kv_heads, num_pages, page_size, head_dim = dims
+    pool = pp.create_kv_pool(
+        num_layers=1,
+        num_pages=num_pages,
+        num_kv_heads=num_kv_heads,
+        page_size=page_size,
+        head_dim=head_dim,
+        dtype=dtype,
+    )
+    slots = jnp.arange(num_pages * page_size, dtype=jnp.int32)
+    k, v = (_normal(key, (len(slots), num_kv_heads, head_dim)) for key in (k_key, v_key))
+    assert pool.k_scales and pool.v_scales
+    return pp.write_kv(
+        pool.k_pages[0], pool.v_pages[0], k, v, slots, pool.k_scales[0], pool.v_scales[0]
+    )

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 import pallas_paged as pp
-from bench import prefill_shapes, shapes, timing
+from bench import kv_dtypes, prefill_shapes, shapes, timing
 from bench.measure import Variant, measure_all
 from bench.options import PLAIN
 from bench.report import table
@@ -29,7 +29,6 @@ from pallas_paged.kernels import mosaic_tuning, tuned, tuning
 
 TABLE = Path(str(importlib.resources.files("pallas_paged.kernels") / "tuned.json"))
 LEAST_GAIN = 1.02
-_ITEMSIZE = 2  # bf16
 _SM_BYTES, _SM_THREADS = 228 << 10, 2048  # of Hopper
 # Factors by which a step of the search changes a tile: one field, or some traded for each other.
 _STEPS: tuple[dict[str, float], ...] = (
@@ -90,7 +89,7 @@ class Kernel:
 
 
 def _triton_fits(config: Any, per_sm: int, shape: Shape) -> bool:
-    row_bytes = tuning.next_power_of_2(shape.head_dim) * _ITEMSIZE
+    row_bytes = tuning.next_power_of_2(shape.head_dim) * shape.itemsize
     held = max(1, config.num_stages - 1) * 2 * config.block_k * row_bytes
     return per_sm * held <= _SM_BYTES and per_sm * config.num_warps * 32 <= _SM_THREADS
 
@@ -98,7 +97,7 @@ def _triton_fits(config: Any, per_sm: int, shape: Shape) -> bool:
 def _mosaic_fits(config: Any, per_sm: int, shape: Shape) -> bool:
     group = shape.num_q_heads // shape.num_kv_heads
     needed = mosaic_tuning.shared_memory(
-        config, group=group, head_dim=shape.head_dim, itemsize=_ITEMSIZE
+        config, group=group, head_dim=shape.head_dim, itemsize=shape.itemsize
     )
     return needed <= mosaic_tuning.shared_memory_limit(per_sm)
 
@@ -152,7 +151,7 @@ def static_key(kernel: Kernel, shape: Shape) -> dict[str, int]:
         "head_dim": shape.head_dim,
         "max_kv_len": shape.pages_per_seq * shape.page_size,
         "num_seqs": len(shape.seq_lens),
-        "itemsize": _ITEMSIZE,
+        "itemsize": shape.itemsize,
     }
     if kernel.ragged:
         key["num_tokens"] = sum(shape.asked)
@@ -202,9 +201,9 @@ def neighbours(kernel: Kernel, tile: Tile, shape: Shape) -> list[Tile]:
 def variant(kernel: Kernel, config: Any, implementation: str | None) -> Variant:
     """The call with a config."""
 
-    def attend(q, k, v, *lens):
+    def attend(q, k, v, *rest):
         return kernel.call(
-            q, k, v, *lens, sm_scale=1.0, implementation=implementation, config=config
+            q, k, v, *rest, sm_scale=1.0, implementation=implementation, config=config
         )
 
     return Variant(label=str(config), attend=attend)
@@ -300,6 +299,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--shapes", nargs="+", default=[], metavar="TEXT", help="only shapes whose name has TEXT"
     )
+    parser.add_argument(
+        "--kv-dtype",
+        choices=kv_dtypes.NAMES,
+        default="bf16",
+        help="of K and V; a config that is kept for one of one byte holds for both",
+    )
     parser.add_argument("--seconds", type=float, default=240.0, help="for all shapes together")
     parser.add_argument("--iterations", type=int, default=12, help="timed runs of the final pair")
     parser.add_argument("--json", type=Path, help="write all that was tried here")
@@ -329,7 +334,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict]:
     kernel, meta = KERNELS[options.kernel], timing.describe_run("bench.tune", argv)
     # Shapes with the same key would overwrite each other: the first one speaks for all.
     by_key: dict[tuple, Shape] = {}
-    for shape in select_shapes(options.shapes, kernel.shapes, kernel.tiny):
+    for plain in select_shapes(options.shapes, kernel.shapes, kernel.tiny):
+        shape = kv_dtypes.with_dtype(plain, options.kv_dtype)
         key = tuned.bucket(static_key(kernel, shape))
         by_key.setdefault(tuple(key.items()), shape)
     deadline = time.perf_counter() + options.seconds

@@ -9,14 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import pallas_paged as pp
-from bench import decode, decode_report, decode_step, measure, peers, report, timing
+from bench import decode, decode_report, measure, peers, report, timing
 from bench.measure import Variant
-from bench.shapes import OPTION_PAIRS, SHAPES, TINY, make_case, reference, select_shapes
-from models.config import ModelConfig
-from models.decoder import Decoder
+from bench.reference import reference
+from bench.shapes import OPTION_PAIRS, SHAPES, TINY, make_case, select_shapes
 
 GIB = 1 << 30
 
@@ -78,7 +76,8 @@ def run() -> dict:
         "floors": floors,
         "shapes": shapes,
         "options": [capped, split],
-        **decode_report.summarize(floors, shapes),
+        "one_byte": [],
+        **decode_report.summarize(floors, shapes, []),
     }
 
 
@@ -146,8 +145,8 @@ def test_fixed_splits_are_configs_of_their_kind(implementation, kind) -> None:
 
 def test_both_implementations_are_compared_unless_one_is_named() -> None:
     every = {"ours": None, "triton": "triton", "mosaic": "mosaic_gpu"}
-    assert peers.implementations(None) == every
-    assert peers.implementations("xla") == {"ours": "xla"}
+    assert peers.implementations(None, TINY) == every
+    assert peers.implementations("xla", TINY) == {"ours": "xla"}
 
 
 def test_a_config_of_one_kind_leaves_no_choice(monkeypatch) -> None:
@@ -335,30 +334,6 @@ def test_read_kernel_reads_each_block_once(start) -> None:
     assert out.sum() == want
 
 
-def test_one_step_of_a_loop() -> None:
-    def kernels(steps, scale=1.0):
-        loop = [("cond", 1.0), ("a", 2.0), ("b", 3.0), ("a", 4.0)] * steps
-        run = [("copy", 9.0), ("b", 9.0), *loop, ("cond", 1.0), ("out", 5.0)]
-        return [(name, us * scale) for name, us in run]
-
-    step = decode_step.one_step(kernels(1), [kernels(4, s) for s in (1.0, 2.0, 7.0)], 4)
-    assert step == [("cond", 2.0), ("a", 4.0), ("b", 6.0), ("a", 8.0)]
-    with pytest.raises(RuntimeError, match="not the same list"):
-        decode_step.one_step(kernels(1), [kernels(4)[:-1]], 4)
-
-
-def test_decode_step_runs_on_the_cpu() -> None:
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_layers": 1}
-    config = ModelConfig(**sizes, num_q_heads=2, num_kv_heads=1, head_dim=16)
-    model = Decoder(config, rngs=nnx.Rngs(0))
-    state = decode_step.start_rows(model, config, num_seqs=2, length=5, num_steps=3)
-    result = decode_step.measure(model, state, num_steps=3, iterations=1, implementation="xla")
-    if jax.default_backend() == "gpu":
-        assert result["kernel_us"] > 0
-    else:
-        assert "need a GPU" in result["reason"] and "no kernel times" in decode_step.report(result)
-
-
 @pytest.mark.parametrize("with_kernel_times", [False, True])
 def test_tiny_run(with_kernel_times, tmp_path, capsys, monkeypatch) -> None:
     def no_times(*args, **kwargs):
@@ -374,9 +349,10 @@ def test_tiny_run(with_kernel_times, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(timing, "floor_times", floor_times if with_kernel_times else no_times)
     path, table = tmp_path / "bench.json", tmp_path / "bench.md"
     args = ["--shapes", "tiny", "--implementation", "xla", "--no-peers", "--iterations", "3"]
+    args += ["--kv-dtypes", "bf16"]
     decode.main([*args, "--json", str(path), "--markdown", str(table)])
     run = json.loads(path.read_text())
-    tables = {"shapes", "options"}
+    tables = {"shapes", "options", "one_byte"}
     assert set(run) == {"meta", "floors", *tables, "read_ceiling_gbps", "summary"}
     assert run["meta"]["command"].startswith("python -m bench.decode --shapes tiny --impl")
     (shape,), (option,) = run["shapes"], run["options"]

@@ -49,7 +49,7 @@ def run() -> dict:
         },
     ]
     meta = {"device": "a GPU", "jax": "0.0", "driver": "1", "date": "today", "command": ""}
-    run = {"meta": meta, "shapes": found}
+    run = {"meta": meta, "shapes": found, "one_byte": []}
     return run | {"summary": prefill_report.summarize(run)}
 
 
@@ -176,6 +176,7 @@ def test_tiny_run(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(timing, "kernel_times", kernel_times)
     path, table = tmp_path / "bench.json", tmp_path / "bench.md"
     args = ["--shapes", "tiny", "--implementation", "xla", "--iterations", "2"]
+    args += ["--kv-dtypes", "bf16"]
     prefill.main([*args, "--json", str(path), "--markdown", str(table)])
     run = json.loads(path.read_text())
     (shape,) = run["shapes"]

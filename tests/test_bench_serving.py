@@ -30,14 +30,14 @@ def tiny() -> Decoder:
 
 
 def test_sizes_of_the_models() -> None:
-    assert SHAPES["1b"].token_bytes == 32 << 10 and SHAPES["8b"].token_bytes == 128 << 10
+    assert SHAPES["1b"].token_bytes() == 32 << 10 and SHAPES["8b"].token_bytes() == 128 << 10
     for name, billions in {"1b": 1.236, "8b": 8.030}.items():
         shape = SHAPES[name]
         params = nnx.eval_shape(lambda s=shape: Decoder(s.config, dtype=s.dtype, rngs=nnx.Rngs(0)))
         leaves = jax.tree.leaves(nnx.state(params, nnx.Param))
         assert sum(leaf.size for leaf in leaves) / 1e9 == pytest.approx(billions, abs=1e-3)
         assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.bfloat16)}
-        assert shape.kv_gib * (1 << 30) == 32 * shape.max_len * shape.token_bytes
+        assert shape.kv_gib * (1 << 30) == 32 * shape.max_len * shape.token_bytes()
 
 
 def test_random_weights_differ_and_the_input_embeddings_are_not_read(tiny) -> None:
@@ -109,7 +109,7 @@ def test_a_dry_run_of_everything(tmp_path, capsys) -> None:
     assert static["utilization"] < 0.5 < cached["utilization"] < 1
     step = saved["decode_step"]
     assert step["wall_us"] > 0 and step["context"] > 256 and step["num_seqs"] == 4
-    assert step["kv_bytes"] == 4 * step["context"] * TINY.token_bytes
+    assert step["kv_bytes"] == 4 * step["context"] * TINY.token_bytes()
     assert files["markdown"].read_text() == serving_report.markdown(run)
     assert files["markdown"].read_text() in capsys.readouterr().out
 
@@ -149,6 +149,7 @@ def run() -> dict:
     trace = make_trace(3, vocab_size=9, max_len=2048)
     kernels = [{"name": f"k{i}", "us": 9.0 - i / 10, "launches": 16.0} for i in range(30)]
     step = {"num_seqs": 64, "context": 2100.0, "wall_us": 2400.0, "kernel_us": 2200.0}
+    step |= {"kv_dtype": "bfloat16"}
     step |= {"weight_bytes": 4e9, "kv_bytes": 4e9, "read_gbps": 4000.0, "roofline_us": 2000.0}
     return {
         "meta": meta,
@@ -252,4 +253,20 @@ def test_a_process_that_dies_is_told() -> None:
 
 def test_the_shape_tells_its_bytes() -> None:
     shape = ServingShape(config=TINY.config, dtype=jnp.float16, kv_gib=1.0)
-    assert shape.token_bytes == 2 * 2 * 2 * 16 * 2
+    assert shape.token_bytes() == 2 * 2 * 2 * 16 * 2
+    for kv_dtype in ("int8", "fp8"):
+        assert shape.token_bytes(kv_dtype) == 2 * 2 * 2 * (16 + 4)
+
+
+def test_one_byte_pages_are_more_in_the_same_memory(capsys, monkeypatch) -> None:
+    steps: list[dict] = []
+    monkeypatch.setattr(serving, "measure_step", lambda *args, **options: steps.append(options))
+    args = ["--shape", "tiny", "--systems", "engine", "--requests", "4", "--decode-step"]
+    args += ["--max-seqs", "2", "--token-budget", "32"]
+    run = serving.main([*args, "--kv-dtype", "int8"])
+    engine, budget = run["systems"]["engine"], TINY.kv_gib * 2**30
+    assert engine["status"] == "ok" and engine["kv_dtype"] == steps[0]["kv_dtype"] == "int8"
+    assert run["sizes"]["capacity"] == budget // (8 * 16 * 4)  # the model's f32
+    assert engine["capacity"] == budget // (8 * (16 + 4)) // 16 * 16
+    assert budget - 16 * 160 < engine["pool_bytes"] <= budget
+    assert f"| engine | int8 | {engine['capacity']} | 4 |" in capsys.readouterr().out

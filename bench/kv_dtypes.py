@@ -1,0 +1,50 @@
+"""The dtypes of K/V that the benches compare: bf16, and one-byte ones beside it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from bench.shapes import Shape
+from models.config import KV_DTYPES
+
+ONE_BYTE = ("int8", "fp8")
+NAMES = {name: KV_DTYPES[name] for name in ("bf16", *ONE_BYTE)}
+
+
+def add_argument(parser: argparse.ArgumentParser) -> None:
+    """`--kv-dtypes`, of which one-byte ones get a table of their own."""
+    parser.add_argument(
+        "--kv-dtypes",
+        nargs="+",
+        choices=NAMES,
+        default=list(NAMES),
+        help="dtypes of K and V; without bf16 only what one-byte K/V take; default: all",
+    )
+
+
+def with_dtype(shape: Shape, name: str) -> Shape:
+    """A bf16 shape with K/V of another dtype, or itself."""
+    if name == "bf16":
+        return shape
+    return dataclasses.replace(shape, name=f"{shape.name} {name}", kv_dtype=NAMES[name])
+
+
+def one_byte(shapes: Sequence[Shape], kv_dtypes: Sequence[str]) -> list[tuple[Shape, str]]:
+    """Each shape with each of the one-byte dtypes among `kv_dtypes`, and the plain one's name."""
+    return [
+        (with_dtype(shape, name), shape.name)
+        for shape in shapes
+        for name in ONE_BYTE
+        if name in kv_dtypes
+    ]
+
+
+def rows(run: dict) -> Iterator[tuple[dict | None, dict[str, dict]]]:
+    """Of each shape that was measured with one-byte K/V the bf16 record, and those by dtype."""
+    plain = {record["name"]: record for record in run["shapes"]}
+    for base in dict.fromkeys(record["base"] for record in run["one_byte"]):
+        found = [record for record in run["one_byte"] if record["base"] == base]
+        by_name = {name: r for name in ONE_BYTE for r in found if r["kv_dtype"] == NAMES[name]}
+        yield plain.get(base), by_name

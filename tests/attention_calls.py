@@ -9,15 +9,8 @@ import numpy as np
 import pallas_paged as pp
 from tests.attention_oracle import attend, relative_error
 
-# Compiling is nearly all the time that an interpreted kernel takes on a CPU.
-COMPILER_OPTIONS: dict[str, int | bool] = {}
-if jax.default_backend() == "cpu":
-    COMPILER_OPTIONS["xla_backend_optimization_level"] = 0
-    if jax.__version_info__ < (0, 11):  # later ones have no such option
-        COMPILER_OPTIONS["xla_cpu_use_fusion_emitters"] = False
 
-
-def jitted(attention, compiler_options=COMPILER_OPTIONS):
+def jitted(attention, compiler_options=None):
     """An entry that returns (out, lse), with what is static marked so."""
 
     def with_lse(*arrays, **options):

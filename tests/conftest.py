@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import os
+
 import jax
 import pytest
 
 from pallas_paged.implementations import Device
 from pallas_paged.kernels import mosaic_support
+
+# Compiling is nearly all the time that tests take on a CPU, programs that they start included.
+flags = ["--xla_cpu_parallel_codegen_split_count=1"]
+if jax.__version_info__ < (0, 11):  # later ones have no such flag
+    flags.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
+if jax.default_backend() == "cpu":
+    jax.config.update("jax_disable_most_optimizations", True)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 IMPLEMENTATIONS = ["xla", "triton_interpret"]
 if jax.default_backend() == "gpu":
@@ -38,6 +50,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function):
         if not str(e).startswith("implementation='mosaic_gpu' "):  # JAX raises such errors too
             raise
         pytest.skip(str(e))
+
+
+def pytest_collection_finish():
+    """What has been imported stays: the garbage collector needn't look at it again and again."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

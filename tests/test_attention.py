@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from tests.attention_calls import COMPILER_OPTIONS, assert_close, assert_same_bits, decode
+from tests.attention_calls import assert_close, assert_same_bits, decode
 from tests.attention_cases import TOLERANCE, Case
 from tests.attention_oracle import attend, relative_error
+from tests.page_tables import extend, fork
 
 BORDERS = Case(seq_lens=(0, 1, 7, 8, 9, 64))
 CASES = [
@@ -147,7 +148,7 @@ def test_prefix_sums_are_computed_once_for_all_layers():
 
     def count(num_layers):
         lowered = jax.jit(partial(layers, num_layers=num_layers)).lower(*arrays)
-        return lowered.compile(COMPILER_OPTIONS).as_text().count("block_prefix_sums")
+        return lowered.compile().as_text().count("block_prefix_sums")
 
     assert 0 < count(1) == count(3)
 
@@ -231,8 +232,9 @@ def test_decode_after_fork_equals_decode_of_an_unshared_copy(implementation):
     q = jnp.asarray(rng.standard_normal((2, 4, head_dim)), jnp.float32)
     sizes = dict(num_pages=8, page_size=4)
 
+    @jax.jit
     def write(table, pool, rows, positions, kv):
-        slots = pp.slot_mapping(table, jnp.int32(rows), jnp.int32(positions))
+        slots = pp.slot_mapping(table, rows, positions)
         k, v = pp.write_kv(pool.k_pages[0], pool.v_pages[0], *kv, slots)
         return dataclasses.replace(pool, k_pages=(k,), v_pages=(v,))
 
@@ -241,16 +243,17 @@ def test_decode_after_fork_equals_decode_of_an_unshared_copy(implementation):
         pool = pp.create_kv_pool(
             **sizes, num_layers=1, num_kv_heads=heads, head_dim=head_dim, dtype=jnp.float32
         )
-        table, ok = pp.extend(table, jnp.int32([num_tokens, 0 if shared else num_tokens]))
+        table, ok = extend(table, np.int32([num_tokens, 0 if shared else num_tokens]))
         for row in (0,) if shared else (0, 1):
-            pool = write(table, pool, [row] * num_tokens, range(num_tokens), prompt)
+            rows = np.full(num_tokens, row, np.int32)
+            pool = write(table, pool, rows, np.arange(num_tokens, dtype=np.int32), prompt)
         if shared:
-            table, copies, ok = pp.fork(table, jnp.int32([0]), jnp.int32([1]))
-            pool = pp.copy_pages(pool, copies)
-        assert ok.all()
-        table, ok = pp.extend(table, jnp.int32([1, 1]))
-        assert ok.all()
-        pool = write(table, pool, [0, 1], [num_tokens] * 2, own)
+            table, copies, ok = fork(table, np.int32([0]), np.int32([1]))
+            pool = jax.jit(pp.copy_pages)(pool, copies)
+        assert np.all(ok)
+        table, ok = extend(table, np.int32([1, 1]))
+        assert np.all(ok)
+        pool = write(table, pool, np.int32([0, 1]), np.int32([num_tokens] * 2), own)
         pages_used = sizes["num_pages"] - int(table.num_free)
         arrays = (q, pool.k_pages[0], pool.v_pages[0], table.block_tables, table.seq_lens)
         return decode(*arrays, implementation=implementation), pages_used

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from tests.attention_calls import COMPILER_OPTIONS, assert_close, assert_same_bits, decode
+from tests.attention_calls import assert_close, assert_same_bits, decode
 from tests.attention_cases import Case, SharedPrefixes
 from tests.attention_oracle import relative_error
 
@@ -54,7 +54,6 @@ OPTIONS = {
         "config",
         "prefix_config",
     ),
-    compiler_options=COMPILER_OPTIONS,
 )
 def cascade(*arrays, **options):
     return pp.cascade_attention(*arrays, return_lse=True, **options)

@@ -86,13 +86,15 @@ class TestLowersForCuda:
         text = lower(4, heads, page_size, 16, dtype, num_tokens)
         assert "ragged_paged_attention" in text and "ragged_paged_attention_merge" in text
 
-    def test_cascade(self, heads, page_size, dtype):
-        text = lower(4, heads, page_size, 16, dtype, num_groups=2)
-        assert "ragged_paged_attention" in text and "paged_decode" in text
+
+# The kernels of the others; what is its own depends on shapes little.
+@pytest.mark.parametrize(("heads", "page_size", "dtype"), SHAPES[::4], ids=str)
+def test_cascade_lowers_for_cuda(heads, page_size, dtype):
+    text = lower(4, heads, page_size, 16, dtype, num_groups=2)
+    assert "ragged_paged_attention" in text and "paged_decode" in text
 
 
-@pytest.mark.parametrize("split_size", [None, 128])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(("dtype", "split_size"), [(jnp.bfloat16, None), (jnp.float32, 128)])
 class TestOptionsLowerForCuda:
     def test_decode(self, dtype, split_size):
         config = pp.DecodeConfig(**LOOP, split_size=split_size)

@@ -19,7 +19,7 @@ from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic_decode import MosaicDecodeConfig, paged_decode
 from pallas_paged.kernels.mosaic_merge import MOST_STATES, block_sizes, merge_shares
 from pallas_paged.kernels.mosaic_shares import row_of
-from tests.attention_calls import COMPILER_OPTIONS, assert_close, assert_same_bits
+from tests.attention_calls import assert_close, assert_same_bits
 from tests.attention_cases import Case
 
 # Fewer programs than rows and more: shares span rows, and rows span shares.
@@ -33,9 +33,7 @@ rows_of_256 = functools.partial(Case, seq_lens=BORDERS, **SIZES)
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 
 
-@functools.partial(
-    jax.jit, static_argnames=("options", "config"), compiler_options=COMPILER_OPTIONS
-)
+@functools.partial(jax.jit, static_argnames=("options", "config"))
 def interpreted(arrays, slopes, sinks, options, config):
     return paged_decode(*arrays, slopes, sinks, options=options, config=config, interpret=True)
 
@@ -149,7 +147,7 @@ def test_the_row_of_a_unit(num_seqs):
     ends = np.cumsum(np.random.default_rng(num_seqs).integers(0, 3, num_seqs)).astype(np.int32)
     ends[-1] += 1
     units = np.arange(ends[-1], dtype=np.int32)
-    rows = jax.vmap(lambda unit: row_of(unit, jnp.asarray(ends)))(units)
+    rows = jax.jit(jax.vmap(row_of, in_axes=(0, None)))(units, ends)
     np.testing.assert_array_equal(rows, np.searchsorted(ends, units, side="right"))
 
 

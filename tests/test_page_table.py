@@ -281,15 +281,15 @@ def test_bad_arguments_are_refused_also_under_jit(call, message):
 
 
 def test_lists_are_taken():
-    table, ok = pp.extend(make_table(), [1, 2, 0, 0])
+    table, ok = jax.jit(lambda t: pp.extend(t, [1, 2, 0, 0]))(make_table())
     assert np.all(ok)
-    table, _, ok = pp.fork(table, [0], [2])
+    table, _, ok = jax.jit(lambda t: pp.fork(t, [0], [2]))(table)
     assert np.all(ok)
-    assert pp.slot_mapping(table, [1], [1]).tolist() == [5]
+    assert jax.jit(lambda t: pp.slot_mapping(t, [1], [1]))(table).tolist() == [5]
     share = jax.jit(lambda t: pp.adopt(pp.release(pp.retain(t, [0])[0], [0]), [3], [[0]]))
     table, ok = share(extended([4, 0, 0, 0]))
     assert np.all(ok)
-    assert int(pp.free(table, [True, True, False, True]).num_free) == 8
+    assert int(jax.jit(lambda t: pp.free(t, [True, True, False, True]))(table).num_free) == 8
 
 
 def decode(table, active):

@@ -13,6 +13,7 @@ import pallas_paged as pp
 from tests.attention_calls import assert_close, assert_same_bits, decode, ragged
 from tests.attention_cases import Case
 from tests.attention_oracle import attend, relative_error
+from tests.page_tables import extend
 from tests.quantized_cases import Quantized
 from tests.test_attention_options import OPTIONS, chosen
 from tests.test_cascade import OPTIONS as CASCADE_OPTIONS
@@ -145,13 +146,13 @@ def test_what_write_kv_rounds_costs_little(kv_dtype, error, outliers, implementa
         num_layers=1, num_pages=16, num_kv_heads=heads, page_size=16, head_dim=head_dim,
         dtype=kv_dtype,
     )  # fmt: skip
-    table, _ = pp.extend(table, lens)
+    table, _ = extend(table, lens)
     rows = np.repeat(np.arange(3, dtype=np.int32), lens)
     positions = np.concatenate([np.arange(n, dtype=np.int32) for n in lens])
-    slots = np.asarray(pp.slot_mapping(table, rows, positions))
+    slots = np.asarray(jax.jit(pp.slot_mapping)(table, rows, positions))
     layer = pool.k_pages[0], pool.v_pages[0]
     new = (np.float32(x) for x in (k, v))
-    *pages, k_scales, v_scales = pp.write_kv(
+    *pages, k_scales, v_scales = jax.jit(pp.write_kv)(
         *layer, *new, slots, pool.k_scales[0], pool.v_scales[0]
     )
     out, lse = decode(
@@ -190,11 +191,13 @@ def test_every_byte_is_its_value(kv_dtype, dtype, implementation):
 def test_the_gradient_of_q():
     arrays, meant = Quantized(SMALL, INT8).make()
 
-    def total(q, *rest):
+    @jax.jit
+    @jax.grad
+    def gradient(q, *rest):
         return jnp.sin(pp.paged_attention(q, *rest, implementation="xla")).sum()
 
-    expected = jax.grad(total)(arrays[0], *(np.float32(x) for x in meant[1:3]), *arrays[3:5])
-    np.testing.assert_allclose(jax.grad(total)(*arrays), expected, rtol=1e-3, atol=1e-4)
+    expected = gradient(arrays[0], *(np.float32(x) for x in meant[1:3]), *arrays[3:5])
+    np.testing.assert_allclose(gradient(*arrays), expected, rtol=1e-3, atol=1e-4)
 
 
 BAD = [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import jax
 import numpy as np
 import pytest
 
@@ -9,18 +12,13 @@ from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.ragged_plan import make_plan, make_tiles
 
 BLOCK_K, TILE = 64, 32
-Q_LENS = (0, 1, 7, 8, 9, 31, 32, 33, 70, 25)
-SEQ_LENS = (64, 65, 129, 8, 0, 128, 17, 97, 300, 233)
+STATIC = ("num_tokens", "num_programs", "split_size", "window", "align")
 
 
-@pytest.mark.parametrize("window", [None, 1, 150])
-@pytest.mark.parametrize("split_size", [None, 128])
-@pytest.mark.parametrize("align", [1, 8])
-def test_pieces_hold_every_query_with_every_key_once(align, split_size, window):
-    ends = np.cumsum((0, *Q_LENS)).astype(np.int32)
-    num_tokens = int(ends[-1]) + 6  # of nobody
+@partial(jax.jit, static_argnames=STATIC)
+def plan_of(seq_lens, ends, *, num_tokens, num_programs, split_size, window, align):
     tiles = make_tiles(
-        np.int32(SEQ_LENS),
+        seq_lens,
         ends,
         None,
         num_tokens=num_tokens,
@@ -31,16 +29,31 @@ def test_pieces_hold_every_query_with_every_key_once(align, split_size, window):
         has_tree=False,
         align=align,
     )
-    plan = make_plan(
+    return make_plan(
         tiles,
         tile_tokens=TILE,
         block_k=BLOCK_K,
-        num_programs=40,
+        num_programs=num_programs,
         split_size=split_size,
         max_kv_len=320,
-        num_seqs=len(SEQ_LENS),
+        num_seqs=seq_lens.size,
         align=align,
     )
+
+
+Q_LENS = (0, 1, 7, 8, 9, 31, 32, 33, 70, 25)
+SEQ_LENS = (64, 65, 129, 8, 0, 128, 17, 97, 300, 233)
+
+
+@pytest.mark.parametrize("window", [None, 1, 150])
+@pytest.mark.parametrize("split_size", [None, 128])
+@pytest.mark.parametrize("align", [1, 8])
+def test_pieces_hold_every_query_with_every_key_once(align, split_size, window):
+    ends = np.cumsum((0, *Q_LENS)).astype(np.int32)
+    num_tokens = int(ends[-1]) + 6  # of nobody
+    options = dict(split_size=split_size, window=window, align=align)
+    plan = plan_of(np.int32(SEQ_LENS), ends, num_tokens=num_tokens, num_programs=40, **options)
+    plan = jax.device_get(plan)
     blocks = np.zeros((num_tokens, 5), int)  # how often each block of keys was given to a query
     stored = np.zeros(num_tokens, int)
     slots = []
@@ -84,28 +97,9 @@ def test_pieces_hold_every_query_with_every_key_once(align, split_size, window):
 def test_splits_of_a_row_do_not_depend_on_where_it_begins():
     def cuts(start):
         """Where the keys of each query of a row are cut, its window leaving a block meanwhile."""
-        tiles = make_tiles(
-            np.int32([70, 232]),
-            np.int32([0, start, start + 30]),
-            None,
-            num_tokens=start + 30,
-            group=1,
-            block_q=TILE,
-            block_k=BLOCK_K,
-            options=LogitOptions(sm_scale=1.0, sliding_window=150),
-            has_tree=False,
-            align=8,
-        )
-        plan = make_plan(
-            tiles,
-            tile_tokens=TILE,
-            block_k=BLOCK_K,
-            num_programs=4,
-            split_size=128,
-            max_kv_len=320,
-            num_seqs=2,
-            align=8,
-        )
+        ends = np.int32([0, start, start + 30])
+        options = dict(num_tokens=40, num_programs=4, split_size=128, window=150, align=8)
+        plan = jax.device_get(plan_of(np.int32([70, 232]), ends, **options))
         found = [set() for _ in range(30)]
         for i in np.flatnonzero(plan.pieces.q_len):
             offset, hi = int(plan.pieces.offset[i]), int(plan.pieces.hi[i])

@@ -78,12 +78,19 @@ def test_the_reported_loss_is_that_of_the_saved_weights(trained):
     out, loss = trained
     validation = np.frombuffer(TEXT, np.uint8)[len(TEXT) * 9 // 10 :].astype(np.int32)
     model, _ = load_checkpoint(out, dtype=jnp.float32)
+    graphdef, params = nnx.split(model)
+
+    @jax.jit
+    def log_probs_of(params, inputs):
+        model = nnx.merge(graphdef, params)
+        hidden, _ = model(inputs, jnp.arange(inputs.size)[None], dense_attend())
+        return jax.nn.log_softmax(model.logits(hidden)[0])
+
     total = 0.0
     for start in range(0, validation.size - 1, CONFIG.seq_len):
         window = validation[start : start + CONFIG.seq_len + 1]
-        inputs, targets = jnp.asarray(window[None, :-1]), window[1:]
-        hidden, _ = model(inputs, jnp.arange(targets.size)[None], dense_attend())
-        log_probs = jax.nn.log_softmax(model.logits(hidden)[0])
+        inputs, targets = window[None, :-1], window[1:]
+        log_probs = np.asarray(log_probs_of(params, inputs))
         total -= float(log_probs[np.arange(targets.size), targets].sum())
     assert loss == pytest.approx(total / (validation.size - 1), rel=1e-5)
 

@@ -51,6 +51,21 @@ def test_ragged_matches_the_oracle(case, implementation):
     assert_close(actual, meant, case.case.tolerance)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tiles_of_many_rows(dtype, implementation):
+    """Whose queries get to the kernel divided by their size; here of all sizes that bf16 has."""
+    if implementation == "xla":
+        pytest.skip("has no tiles to choose")
+    case = dataclasses.replace(RAGGED, dtype=dtype)
+    (q, *arrays), (_, *meant) = Quantized(case, INT8).make()
+    if dtype == "bfloat16":
+        sizes = 2.0 ** np.linspace(-120, 4, q.shape[0]).round()
+        q = q * sizes.astype(q.dtype)[:, None, None]
+    config = pp.RaggedConfig(block_q=64, block_k=32, num_programs=4, num_warps=4, num_stages=2)
+    actual = ragged(q, *arrays, implementation=implementation, config=config)
+    assert_close(actual, (q, *meant), case.tolerance)
+
+
 @pytest.mark.parametrize("kv_dtype", [INT8, FP8])
 @pytest.mark.parametrize(("function", "case"), [(decode, SMALL), (ragged, RAGGED)])
 def test_every_option(function, case, kv_dtype, implementation):

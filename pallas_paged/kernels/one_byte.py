@@ -38,6 +38,11 @@ def token_scales(scales: jax.Array | None) -> jax.Array | None:
     return scales.reshape(1 if scales.ndim == 0 else (scales.shape[0], -1))
 
 
+def zero(ref: Any) -> float:
+    """What a masked load of words or of floats gives where it is off."""
+    return 0.0 if jnp.issubdtype(ref.dtype, jnp.floating) else 0
+
+
 def elements(words: jax.Array, num_tiles: int) -> list[jax.Array]:
     """The elements of head_dim that each of `num_tiles` tiles holds for `words`."""
     return [words] if num_tiles == 1 else [2 * words, 2 * words + 1]
@@ -75,13 +80,28 @@ class Operands:
         """q `[.., D]`, or its even and its odd elements."""
         return [q[..., 0::2], q[..., 1::2]] if self.narrow else [q]
 
-    def of_queries(self, tiles: list[jax.Array]) -> tuple[list[jax.Array], jax.Array | None]:
-        """Tiles `[.., W]` of q and, if they had to be divided by them, powers of two f32`[..]`."""
+    def pack(self, q: jax.Array) -> list[jax.Array]:
+        """What a kernel loads to have what `split` has: 16-bit pairs as words i32`[.., D / 2]`."""
+        if not self.narrow or q.dtype.itemsize != 2:
+            return self.split(q)
+        pairs = q.reshape(*q.shape[:-1], -1, 2)
+        return [lax.bitcast_convert_type(pairs, jnp.int32)]
+
+    def of_queries(self, loaded: list[jax.Array]) -> tuple[list[jax.Array], jax.Array | None]:
+        """Tiles `[.., W]` of q and, if they had to be divided by them, powers of two f32`[..]`.
+
+        Args:
+          loaded: what `pack` or `split` made.
+        """
+        tiles = loaded
+        if loaded[0].dtype == jnp.int32:
+            halves = loaded[0].astype(jnp.int16), (loaded[0] >> 16).astype(jnp.int16)
+            tiles = [lax.bitcast_convert_type(half, self.dtype) for half in halves]
         if not self.narrow or tiles[0].dtype != jnp.bfloat16:
             return tiles, None
         # bf16 is of any size, f16 is not: the largest element of a row comes to [1, 2).
         tiles = [tile.astype(jnp.float32) for tile in tiles]
-        largest = functools.reduce(jnp.maximum, [jnp.abs(tile).max(axis=-1) for tile in tiles])
+        largest = functools.reduce(jnp.maximum, map(jnp.abs, tiles)).max(axis=-1)
         exponents = jnp.clip(_exponents(largest), -126, 126)
         inverses = _power_of_2(-exponents)[..., None]
         return [(tile * inverses).astype(jnp.float16) for tile in tiles], _power_of_2(exponents)

@@ -45,7 +45,7 @@ def row_blocks(
 
 
 def decode_kernel(
-    q_ref,  # [B, G, D]
+    q_refs,  # of arrays [B, G, ..] as `Operands.pack` makes them
     k_ref,  # [P * S, D], or words of one-byte elements [P * S, D / 2]
     v_ref,  # like k_ref
     k_scales_ref,  # f32[P * S], or [1] for all tokens, or None
@@ -63,7 +63,7 @@ def decode_kernel(
     config: DecodeConfig,
 ):
     block_k, split_size = config.block_k, config.split_size
-    num_seqs, group, head_dim = q_ref.shape
+    num_seqs, group = q_refs[0].shape[:2]
     program = pl.program_id(1)
 
     # Indices of loads and stores have power-of-two shapes; lanes past the real sizes are off.
@@ -72,9 +72,8 @@ def decode_kernel(
     heads = jnp.arange(next_power_of_2(max(group, 16)))[:, None]
     num_words = k_ref.shape[1]
     words = jnp.arange(next_power_of_2(max(num_words, 16)))[None, :]
-    dims = one_byte.elements(words, head_dim // num_words)
+    dims = one_byte.elements(words, o_ref.shape[2] // num_words)
     head_mask, dim_mask = heads < group, words < num_words
-    zero = 0.0 if len(dims) == 1 else 0  # of words, which are integers
     v_scales_per_token = v_scales_ref is not None and v_scales_ref.shape != (1,)
     page_bits = page_size.bit_length() - 1
     total = unit_ends_ref[num_seqs - 1]
@@ -142,9 +141,10 @@ def decode_kernel(
         # K and V of one byte come in half the time, but wait as long for the table: 16% of the time
         # unless it is read a block ahead. With two bytes that gained nothing, and took registers.
         ahead = [pages_of(lo)] if operands.narrow else []
+        q_mask = head_mask & dim_mask
         q = [
-            plgpu.load(q_ref.at[row[None, None], heads, d], mask=head_mask & dim_mask, other=0.0)
-            for d in dims
+            plgpu.load(ref.at[row[None, None], heads, words], mask=q_mask, other=one_byte.zero(ref))
+            for ref in q_refs
         ]  # [G, D] in all
         q, q_scales = operands.of_queries(q)
 
@@ -158,7 +158,7 @@ def decode_kernel(
             kv_mask = valid[:, None] & dim_mask
 
             def load(ref):
-                return plgpu.load(ref.at[slots, words], mask=kv_mask, other=zero)  # [block_k, D]
+                return plgpu.load(ref.at[slots, words], mask=kv_mask, other=one_byte.zero(ref))
 
             def load_scales(ref):
                 if ref.shape == (1,):
@@ -239,7 +239,8 @@ def paged_decode(
             num_slots = num_seqs * pl.cdiv(block_tables.shape[1] * page_size, config.split_size)
         unit_ends = jnp.cumsum(units)
 
-    q = q.reshape(num_seqs, num_kv_heads, group, head_dim)
+    operands = one_byte.Operands(dtype=q.dtype, kv_dtype=k_pages.dtype, interpret=interpret)
+    qs = operands.pack(q.reshape(num_seqs, num_kv_heads, group, head_dim))
     kv = [one_byte.token_rows(pages) for pages in (k_pages, v_pages)]
     scales = [one_byte.token_scales(x) for x in (k_scales, v_scales)]
     out_shape = (
@@ -252,12 +253,12 @@ def paged_decode(
             decode_kernel,
             options=options,
             page_size=page_size,
-            operands=one_byte.Operands(dtype=q.dtype, kv_dtype=k_pages.dtype, interpret=interpret),
+            operands=operands,
             config=config,
         ),
         grid=(num_kv_heads, config.num_programs),
         in_specs=[
-            kv_head(q, 1),
+            [kv_head(x, 1) for x in qs],
             *(kv_head(x, 0) for x in kv),
             *(token_scales(x) for x in scales),
             *whole([block_tables, seq_lens, unit_ends]),
@@ -270,7 +271,7 @@ def paged_decode(
         ),
         interpret=interpret,
         name="paged_decode",
-    )(q, *kv, *scales, block_tables, seq_lens, unit_ends, slopes)
+    )(qs, *kv, *scales, block_tables, seq_lens, unit_ends, slopes)
     return triton_merge.merge_shares(
         outs.reshape(num_slots, num_q_heads, head_dim),
         lses.reshape(num_slots, num_q_heads),

@@ -36,7 +36,7 @@ from pallas_paged.kernels.tuning import RaggedConfig, next_power_of_2
 
 
 def ragged_kernel(
-    q_refs,  # ([T, G, D],), or of its even and of its odd elements ([T, G, D / 2],) * 2
+    q_refs,  # of arrays [T, G, ..] as `Operands.split` or `pack` make them
     q_scales_ref,  # f32[T, G], factors of the rows of q, or None
     k_ref,  # [P * S, D], or words of one-byte elements [P * S, D / 2]
     v_ref,  # like k_ref
@@ -59,14 +59,15 @@ def ragged_kernel(
     config: RaggedConfig,
 ):
     block_q, block_k = config.block_q, config.block_k
-    num_tokens, group, num_words = q_refs[0].shape
+    num_tokens, group = q_refs[0].shape[:2]
+    num_words = k_ref.shape[1]
     index = pl.program_id(1)
     piece = jax.tree.map(lambda ref: ref[index], plan.pieces)
     slot = plan.slot[index]
     row, q_len, kv_len = piece.row, piece.q_len, piece.kv_len
 
     words = jnp.arange(next_power_of_2(max(num_words, 16)))[None, :]
-    dims = one_byte.elements(words, len(q_refs))
+    dims = one_byte.elements(words, o_ref.shape[2] // num_words)
     padded = words.size != num_words
     dim_mask = words < num_words
     page_bits = page_size.bit_length() - 1
@@ -135,10 +136,9 @@ def ragged_kernel(
         slots = key_slots[:, None]
         # A padded head_dim's loads are masked; q's lanes there hold what is not 0.
         kv_mask = jnp.broadcast_to(dim_mask, (block_k, words.size)) if padded else None
-        zero = 0.0 if len(dims) == 1 else 0  # of words, which are integers
-        other = zero if padded else None
 
         def load(ref):
+            other = one_byte.zero(ref) if padded else None
             return plgpu.load(ref.at[slots, words], mask=kv_mask, other=other)  # [block_k, D]
 
         def load_scales(ref):
@@ -256,12 +256,13 @@ def ragged_paged_attention(
         return None if x is None else x.reshape(num_kv_heads, group)
 
     operands = one_byte.Operands(dtype=q.dtype, kv_dtype=k_pages.dtype, interpret=interpret)
-    qs, q_scales = operands.split(q.reshape(num_tokens, num_kv_heads, group, head_dim)), None
+    q = q.reshape(num_tokens, num_kv_heads, group, head_dim)
+    qs, q_scales = operands.pack(q), None
     if config.block_q >= 64:
         # Not in the kernel, since q of such tiles should be loaded into shared memory as it is (see
         # above): on an H200 long prompts take 20% less. Tiles of few rows have it in registers, and
         # take 10% less if it is made there.
-        qs, q_scales = operands.of_queries(qs)
+        qs, q_scales = operands.of_queries(operands.split(q))
     scales = [one_byte.token_scales(x) for x in (k_scales, v_scales)]
     args = (
         qs,
@@ -311,4 +312,4 @@ def ragged_paged_attention(
     out, lse = triton_merge.merge_tiles(
         out, lse, outs, lses, plan, of_group(sinks), config=config, interpret=interpret
     )
-    return out.reshape(q.shape), lse.reshape(num_tokens, num_q_heads)
+    return out.reshape(num_tokens, num_q_heads, head_dim), lse.reshape(num_tokens, num_q_heads)

@@ -254,7 +254,7 @@ def _summary(stats: Stats, ends: set[str], device: str) -> str:
 
 def pool_size(stats: Stats | EngineStats) -> str:
     """The bytes of a pool, and what they are, for a summary."""
-    return f"{stats.pool_bytes / 2**20:,.1f} MiB of {stats.kv_dtype}"
+    return f"{stats.pool_bytes / 2**20:,.2f} MiB of {stats.kv_dtype}"
 
 
 def _fail(error: Exception) -> int:

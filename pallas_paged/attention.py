@@ -63,7 +63,9 @@ def paged_attention(
       seq_lens: i32`[B]`, tokens of each row. Lengths are taken as at least 0 and at most what
         `block_tables` can address.
       k_scales, v_scales: what an element of one-byte pages counts for, as `write_kv` has it:
-        f32`[num_kv_heads, num_pages, page_size]` or f32`[]`; None with other pages.
+        f32`[num_kv_heads, num_pages, page_size]` or f32`[]`; None with other pages. Under q of bf16
+        or f16 the Triton kernels round weights to f16 under V's scales: from 2^-64 to 2^50 times a
+        scale of 1, so V of 1e-17 to 1e17, is safe with them.
       sm_scale: factor of q.k; None means `head_dim ** -0.5`. Static.
       soft_cap: c of `c * tanh(x / c)`, positive; None means no cap. Static.
       sliding_window: a query at p sees the keys j with `p - sliding_window < j <= p`; blocks left

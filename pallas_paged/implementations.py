@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 from pallas_paged.kernels import mosaic_support, mosaic_tuning, tuning, xla
 from pallas_paged.kernels.mosaic_tuning import MosaicDecodeConfig, MosaicRaggedConfig
@@ -123,12 +124,17 @@ def _triton_missing(call: Call) -> str | None:
 
 
 def _triton_missing_here(call: Call) -> str | None:
-    if call.device.platform == "gpu":
-        return _triton_missing(call)
-    return (
-        f"needs a GPU, but the device is a {call.device.platform}; "
-        "'triton_interpret' runs the same kernels there"
-    )
+    device = call.device
+    if device.platform != "gpu":
+        return (
+            f"needs a GPU, but the device is a {device.platform}; "
+            "'triton_interpret' runs the same kernels there"
+        )
+    capability = device.compute_capability
+    known = capability is not None and tuple(map(int, capability.split(".")))
+    if known and known < (8, 9) and call.kv_dtype == jnp.float8_e4m3fn:  # has no such conversion
+        return f"needs compute capability 8.9 with pages of float8_e4m3fn, not {capability}"
+    return _triton_missing(call)
 
 
 def _triton(call: Call, *, interpret: bool) -> Callable[..., Any]:

@@ -141,8 +141,8 @@ def write_kv(
         v_pages: the same shape and dtype.
         k: floating [T, num_kv_heads, head_dim], cast or quantized to the dtype of the pages.
         v: floating, the same shape.
-        slots: int32[T] from `slot_mapping`. Slots outside [0, num_pages * page_size) are dropped; a
-            slot that is named twice holds one of its tokens, undefined which.
+        slots: int32[T] from `slot_mapping`. Slots outside [0, num_pages * page_size) are dropped;
+            what a slot that is named twice then holds is undefined.
         k_scales: of one-byte pages: float32[num_kv_heads, num_pages, page_size], or float32[] to
             quantize all tokens with. Else None.
         v_scales: like k_scales.

@@ -131,6 +131,52 @@ def test_scales_of_all_sizes_leave_f16_its_precision(function, case, implementat
     assert_close(actual, (q, meant_k, meant_v, tables, lens, *rest), case.tolerance)
 
 
+@pytest.mark.parametrize("per_tensor", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("function", "case"), [(decode, SMALL), (ragged, RAGGED)])
+def test_queries_of_no_size_and_of_any(function, case, dtype, per_tensor, implementation):
+    case = dataclasses.replace(case, dtype=dtype)
+    (q, *arrays), (_, *meant) = Quantized(case, INT8, per_tensor).make()
+    # XLA's CPU compiler fuses what a GPU rounds, the product of a logit and its factor.
+    large = 1e3 if dtype == "float16" or implementation == "triton_interpret" else 1e10
+    sizes = np.float32([0, 1e-39 if dtype != "float16" else 1e-7, large, 1])
+    q = (q * np.resize(sizes, q.shape[:2])[..., None]).astype(q.dtype)
+    actual = function(q, *arrays, implementation=implementation)
+    # Where logits are very large, their rounding decides which key is seen.
+    ordinary = np.resize(sizes, q.shape[1]) <= 1
+    out, lse = actual
+    assert not np.isnan(np.asarray(out, np.float32)).any() and not np.isnan(lse).any()
+    expected, expected_lse = attend(q, *meant)
+    error = relative_error(np.asarray(out)[:, ordinary], expected[:, ordinary])
+    assert error <= case.tolerance
+    finite = np.isfinite(expected_lse)
+    np.testing.assert_array_equal(np.isfinite(lse), finite)
+    np.testing.assert_allclose(np.asarray(lse)[finite], expected_lse[finite], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("low", "high"), [(-30, 30), (-60, -50), (30, 50)])
+def test_scales_of_v_of_any_size(low, high, dtype, implementation):
+    """And tokens with V of 0 beside them, which count in the sum only."""
+    (q, k, v, *rest), meant = Quantized(dataclasses.replace(SMALL, dtype=dtype), INT8).make()
+    *rest, k_scales, v_scales = rest
+    sizes = 2.0 ** np.random.default_rng(0).integers(low, high, v_scales.shape)
+    sizes[:, :, ::3] = 0
+    v_scales = np.float32(sizes)
+    meant = (*meant[:2], v.astype(np.float64) * sizes[..., None], *meant[3:])
+    actual = decode(q, k, v, *rest, k_scales, v_scales, implementation=implementation)
+    assert_close(actual, meant, SMALL.tolerance if dtype == "float32" else 2e-2)
+
+
+def test_scales_may_be_negative(implementation):
+    for dtype in DTYPES:
+        case = dataclasses.replace(SMALL, dtype=dtype)
+        *arrays, v_scales = Quantized(case, INT8).make()[0]
+        out, _ = decode(*arrays, v_scales, implementation=implementation)
+        negative, _ = decode(*arrays, -v_scales, implementation=implementation)
+        assert_same_bits(negative, -out)
+
+
 def test_a_scale_of_nan_is_seen_by_its_head_only(implementation):
     arrays, _ = Quantized(SMALL, INT8).make()
     *rest, k_scales, v_scales = arrays

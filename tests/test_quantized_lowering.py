@@ -14,7 +14,7 @@ import pallas_paged as pp
 from pallas_paged import dispatch
 from pallas_paged.implementations import IMPLEMENTATIONS
 from pallas_paged.kernels.tuning import decode_config, ragged_config
-from tests.test_dispatch import DECODE, PREFILL, any_jax  # noqa: F401
+from tests.test_dispatch import A100, DECODE, PREFILL, any_jax  # noqa: F401
 from tests.test_lowering import LOOP, MESH, options
 
 KV_DTYPES = [jnp.int8, jnp.float8_e4m3fn]
@@ -112,6 +112,19 @@ def test_mosaic_refuses_one_byte_pages_and_triton_takes_them(call, kv_dtype, any
     with pytest.raises(NotImplementedError, match="'mosaic_gpu' needs pages of q's dtype"):
         dispatch.find(call, "mosaic_gpu")
     assert dispatch.best_implementation(call) == "triton"
+
+
+@pytest.mark.parametrize("call", [DECODE, PREFILL], ids=["decode", "ragged"])
+def test_float8_needs_a_gpu_that_converts_it(call):
+    for capability, takes in (("8.0", False), ("8.6", False), ("8.9", True), ("12.0", True)):
+        device = dataclasses.replace(A100, compute_capability=capability)
+        call = dataclasses.replace(call, device=device, kv_dtype=jnp.dtype(jnp.float8_e4m3fn))
+        assert dispatch.best_implementation(call) == ("triton" if takes else "xla")
+        if not takes:
+            with pytest.raises(NotImplementedError, match=f"8.9 .*float8_e4m3fn, not {capability}"):
+                dispatch.find(call, "triton")
+        int8 = dataclasses.replace(call, kv_dtype=jnp.dtype(jnp.int8))
+        assert dispatch.best_implementation(int8) == "triton"
 
 
 def test_blocks_of_one_byte_have_as_many_tokens_and_are_loaded_further_ahead():

@@ -58,13 +58,15 @@ def base2_logits(
 ) -> tuple[jax.Array, Any]:
     """`(x, factor)` with factor > 0, where `x * factor` are the logits of `exp2`.
 
-    Where the logits are nothing but scaled, the factor is left to the caller's subtraction of the
-    maximum, with which it makes one fused instruction. With positive `row_scales` f32`[R]`, which
-    belong to s `[R, K]` too, the factor is one of them or, as they are, f32`[R]`.
+    Where logits are nothing but scaled, the factor is left to the caller, whose maximum needs it
+    once a row. With positive `row_scales` f32`[R]`, factors of s `[R, K]` as well, it is f32`[R]`.
     """
     scale, cap = options.sm_scale, options.soft_cap
     if cap is None and slopes is None and scale > 0:
-        return s, scale * LOG2_E * (1.0 if row_scales is None else row_scales)
+        if row_scales is None:
+            return s, scale * LOG2_E
+        # Not 0, nor what might be taken for it: times the -inf of a masked logit that is NaN.
+        return s, jnp.maximum(scale * LOG2_E * row_scales, jnp.finfo(jnp.float32).tiny)
     if row_scales is not None:
         s = s * row_scales[:, None]
     if cap is None:

@@ -6,8 +6,8 @@ matrix unit takes 16-bit V from shared memory in the order that it wants, bytes 
 
 So a tile of K or V is two here, of the even and of the odd elements, and so are q and the output.
 They become f16, in which all int8 and all float8_e4m3fn are exact and to which both are converted
-in fewer instructions than to bf16. The scales go to logits and probabilities, which are fewer than
-the elements of K and V.
+in fewer instructions than to bf16; or f32, if that is what q is. The scales go to logits and
+probabilities, which are fewer than the elements of K and V.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def token_rows(pages: jax.Array) -> jax.Array:
     return pages.reshape(num_kv_heads, num_pages * page_size, head_dim)
 
 
-def token_scales(scales: jax.Array | None) -> jax.Array | None:
+def scale_rows(scales: jax.Array | None) -> jax.Array | None:
     """Scales f32`[Hkv, P, S]` as `[Hkv, P * S]`, the one of a whole layer as `[1]`."""
     if scales is None:
         return None
@@ -51,9 +51,11 @@ def elements(words: jax.Array, num_tiles: int) -> list[jax.Array]:
 def split_scales(scales: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """f32 `(exponents, significands, 2 ** -exponents)`: scales = significands * 2 ** exponents.
 
-    Exponents are integers of -64 or more; significands in [1, 2) but for scales below 2 ** -64.
+    Significands are in [1, 2) but for scales below 2 ** -64, whose exponent is -64, and those of
+    2 ** 127 and more, infinite or NaN, whose exponent is 0.
     """
-    exponents = _exponents(jnp.maximum(jnp.abs(scales), 2.0**-64))
+    exponents = jnp.maximum(_exponents(jnp.abs(scales)), -64)
+    exponents = jnp.where(exponents < 127, exponents, 0)
     inverses = _power_of_2(-exponents)
     return exponents.astype(jnp.float32), scales * inverses, inverses
 
@@ -75,6 +77,11 @@ class Operands:
     def narrow(self) -> bool:
         """Whether pages are of one byte."""
         return self.kv_dtype.itemsize == 1
+
+    @property
+    def in_f16(self) -> bool:
+        """Whether they are made f16."""
+        return self.narrow and self.dtype != jnp.float32
 
     def split(self, q: jax.Array) -> list[jax.Array]:
         """q `[.., D]`, or its even and its odd elements."""
@@ -110,13 +117,13 @@ class Operands:
         """Tiles of what was loaded: itself, or its even and its odd elements."""
         if not self.narrow:
             return [loaded]
-        if self.interpret or self.dtype == jnp.float32:
+        if self.interpret or not self.in_f16:
             return self._converted(loaded)
         convert = _TO_F16[self.kv_dtype.name]
         return [_two_words(convert.format(**half), loaded) for half in _HALVES]
 
     def _converted(self, words: jax.Array) -> list[jax.Array]:
-        dtype = jnp.float32 if self.dtype == jnp.float32 else jnp.float16
+        dtype = jnp.float16 if self.in_f16 else jnp.float32
         halves = [(words << 8) >> 8, words >> 8]  # with their sign
         if self.kv_dtype != jnp.int8:
             bytes_ = [half.astype(jnp.int8) for half in halves]

@@ -32,7 +32,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_paged.kernels import one_byte, triton_merge, triton_softmax
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot
-from pallas_paged.kernels.specs import kv_head, token_scales, whole
+from pallas_paged.kernels.specs import kv_head, scale_rows, whole
 from pallas_paged.kernels.tuning import DecodeConfig, next_power_of_2
 
 
@@ -179,7 +179,7 @@ def decode_kernel(
                 load_scales(v_scales_ref) if v_scales_per_token else None,
                 lambda: operands.of_pages(load(v_ref)),
                 all_see=True,
-                interpret=operands.interpret,
+                operands=operands,
             )
             return state, *ahead
 
@@ -242,7 +242,7 @@ def paged_decode(
     operands = one_byte.Operands(dtype=q.dtype, kv_dtype=k_pages.dtype, interpret=interpret)
     qs = operands.pack(q.reshape(num_seqs, num_kv_heads, group, head_dim))
     kv = [one_byte.token_rows(pages) for pages in (k_pages, v_pages)]
-    scales = [one_byte.token_scales(x) for x in (k_scales, v_scales)]
+    scales = [one_byte.scale_rows(x) for x in (k_scales, v_scales)]
     out_shape = (
         jax.ShapeDtypeStruct((num_slots, num_kv_heads, group, head_dim), jnp.float32),
         jax.ShapeDtypeStruct((num_slots, num_kv_heads, group), jnp.float32),
@@ -260,7 +260,7 @@ def paged_decode(
         in_specs=[
             [kv_head(x, 1) for x in qs],
             *(kv_head(x, 0) for x in kv),
-            *(token_scales(x) for x in scales),
+            *(scale_rows(x) for x in scales),
             *whole([block_tables, seq_lens, unit_ends]),
             kv_head(slopes, 0),
         ],

@@ -31,7 +31,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_paged.kernels import one_byte, triton_merge, triton_softmax
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot
 from pallas_paged.kernels.ragged_plan import Plan, make_plan, make_tiles
-from pallas_paged.kernels.specs import kv_head, token_scales, whole
+from pallas_paged.kernels.specs import kv_head, scale_rows, whole
 from pallas_paged.kernels.tuning import RaggedConfig, next_power_of_2
 
 
@@ -159,7 +159,7 @@ def ragged_kernel(
             load_scales(v_scales_ref) if v_scales_per_token else None,
             lambda: operands.of_pages(load(v_ref)),
             all_see=not masked,
-            interpret=operands.interpret,
+            operands=operands,
         )
         return state, *ahead
 
@@ -263,7 +263,7 @@ def ragged_paged_attention(
         # above): on an H200 long prompts take 20% less. Tiles of few rows have it in registers, and
         # take 10% less if it is made there.
         qs, q_scales = operands.of_queries(operands.split(q))
-    scales = [one_byte.token_scales(x) for x in (k_scales, v_scales)]
+    scales = [one_byte.scale_rows(x) for x in (k_scales, v_scales)]
     args = (
         qs,
         q_scales,
@@ -296,7 +296,7 @@ def ragged_paged_attention(
             [kv_head(x, 1) for x in qs],
             kv_head(q_scales, 1),
             *(kv_head(x, 0) for x in args[2:4]),  # K, V
-            *(token_scales(x) for x in scales),
+            *(scale_rows(x) for x in scales),
             *(whole(x) for x in args[6:9]),  # table, plan, positions
             *(kv_head(x, 0) for x in args[9:11]),  # slopes, sinks
             whole(args[11]),  # tree mask

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_paged.kernels.logits import dot
-from pallas_paged.kernels.one_byte import split_scales
+from pallas_paged.kernels.one_byte import Operands, split_scales
 
 # f32 over R query rows: of the exponents the largest `[R]`, the sum `[R]`, and for each tile of
 # values the weighted sum `[R, W]`.
@@ -34,28 +34,30 @@ def attend(
     values: Callable[[], list[jax.Array]],  # tiles [K, W]
     *,
     all_see: bool,
-    interpret: bool,
+    operands: Operands,
 ) -> State:
     """The state with a block of keys more.
 
     Args:
       all_see: every row sees one of the keys seen so far.
-      interpret: without PTX.
+      operands: what the values are, and whether there is PTX.
     """
     m_i, l_i, acc = state
-    down = significands = None
-    if v_scales is not None:
-        # A weight is the probability times the scale of its value. Scales may be of any size but
-        # f16 is not, so the maximum is that of the weights: their powers of two go to the exponent.
-        exponents, significands, down = split_scales(v_scales)
-        s, factor = s * _column(factor) + exponents[None, :], 1.0
+    column = factor if isinstance(factor, float) else factor[:, None]
+    # A weight is the probability times the scale of its value. f16 has little range, so there the
+    # maximum is that of the weights: the scales' powers of two go to the exponent.
+    significands, inverses = v_scales, None
+    if v_scales is not None and operands.in_f16:
+        exponents, significands, inverses = split_scales(v_scales)
+        s, factor, column = s * column + exponents[None, :], 1.0, 1.0
     m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
     m_safe = m_new if all_see else jnp.where(m_new == -jnp.inf, 0.0, m_new)
-    alpha = _exp2(m_i, 1.0, m_safe, interpret=interpret)
-    p = _exp2(s, _column(factor), m_safe[:, None], interpret=interpret)
-    weights = p
-    if significands is not None and down is not None:
-        p, weights = p * down[None, :], p * significands[None, :]
+    alpha = _exp2(m_i - m_safe, operands)
+    # The product is rounded, as in the maximum: fused with the difference it would leave what is
+    # rounded off, which is more than an exponent holds where logits are very large.
+    p = _exp2(s * column - m_safe[:, None], operands)
+    weights = p if significands is None else p * significands[None, :]
+    p = p if inverses is None else p * inverses[None, :]
     l_new = l_i * alpha + p.sum(axis=1)
     acc = [
         a * alpha[:, None] + dot(weights.astype(v.dtype), v)
@@ -64,29 +66,15 @@ def attend(
     return m_new, l_new, acc
 
 
-def _column(factor: Any) -> Any:
-    return factor if isinstance(factor, float) else factor[:, None]
-
-
-def _exp2(x: jax.Array, factor: Any, m: jax.Array, *, interpret: bool) -> jax.Array:
-    """`2 ** (x * factor - m)`, where what is less than the smallest normal f32 may be 0."""
-    if interpret:
-        return jnp.exp2(x * factor - m)
-    # Of the same in jnp Triton makes six instructions and not two: a product, a difference, and
-    # four for the sake of subnormal results.
+def _exp2(x: jax.Array, operands: Operands) -> jax.Array:
+    """`2 ** x`, or 0 where that is subnormal, for whose sake Triton takes four instructions."""
+    if operands.interpret:
+        return jnp.exp2(x)
     [y] = plgpu.elementwise_inline_asm(
-        _EXP2,
-        args=[x, *(jnp.broadcast_to(jnp.float32(a), x.shape) for a in (factor, m))],
-        constraints="=r,r,r,r",
+        "ex2.approx.ftz.f32 $0, $1;",
+        args=[x],
+        constraints="=r,r",
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
     )
     return y
-
-
-_EXP2 = """{
-.reg .f32 y;
-neg.f32 y, $3;
-fma.rn.f32 y, $1, $2, y;
-ex2.approx.ftz.f32 $0, y;
-}"""

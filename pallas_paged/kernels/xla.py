@@ -227,5 +227,6 @@ def _weights_of_values(
     if dtype != jnp.float16:
         return weights.astype(dtype), None
     # Scales are of any size, f16 is not: the largest weight of each row becomes 1.
-    peak = weights.max(axis=-1, keepdims=True)
-    return (weights / jnp.where(peak > 0, peak, 1.0)).astype(dtype), peak
+    peak = jnp.abs(weights).max(axis=-1, keepdims=True)
+    peak = jnp.where(peak > 0, peak, 1.0)
+    return (weights / peak).astype(dtype), peak

@@ -254,7 +254,8 @@ def _summary(stats: Stats, ends: set[str], device: str) -> str:
 
 def pool_size(stats: Stats | EngineStats) -> str:
     """The bytes of a pool, and what they are, for a summary."""
-    return f"{stats.pool_bytes / 2**20:,.2f} MiB of {stats.kv_dtype}"
+    unit, size = ("MiB", 2**20) if stats.pool_bytes >= 2**20 else ("KiB", 2**10)
+    return f"{stats.pool_bytes / size:,.1f} {unit} of {stats.kv_dtype}"
 
 
 def _fail(error: Exception) -> int:

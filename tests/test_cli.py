@@ -81,7 +81,7 @@ def test_one_sample_is_streamed_and_summed_up(start):
     chosen, summary = err.decode().splitlines()
     assert chosen == "pallas_paged: implementation='xla' on cpu"
     assert summary.startswith("20 new tokens (max_tokens), ")
-    used = "KV pages used 2/2, pool utilization 78.1%, size 0.0 MiB of float32"
+    used = "KV pages used 2/2, pool utilization 78.1%, size 4.0 KiB of float32"
     for part in ("tokens/s", used, "cpu"):
         assert part in summary
 

@@ -76,7 +76,7 @@ def test_each_line_is_a_prompt_and_gets_a_line(run, checkpoint, capsys):
     assert served.startswith("4 of 4 prompts served in ") and "requests/s, " in served
     assert times.startswith("time to first token p50 ") and "per token p50 " in times
     assert pool.startswith("prefix cache hit rate 0.0%; pool of ")
-    assert " MiB of float32, utilization " in pool
+    assert " KiB of float32, utilization " in pool
     assert pool.endswith(f"0 preemptions; {jax.devices()[0].device_kind}")
 
 
@@ -209,7 +209,7 @@ def test_a_one_byte_cache_gives_the_tokens_of_the_single_prompt(run, checkpoint,
     args = ["--kv-dtype", kv_dtype, "--max-new-tokens", "9", "--temperature", "0"]
     status, results, err = run(["ROMEO:"], *args)
     assert status == 0
-    assert f"pool of 16 pages, 0.0 MiB of {KV_DTYPES[kv_dtype]}, utilization" in err
+    assert f"pool of 16 pages, 10.0 KiB of {KV_DTYPES[kv_dtype]}, utilization" in err
     alone = json.loads(run_command(checkpoint, capsys, "--prompt", "ROMEO:", *args, "--json")[1])
     assert results[0]["completions"][0]["tokens"] == alone["completions"][0]["tokens"]
 

@@ -67,16 +67,3 @@ def reference_states(
         return out.reshape(num_q_heads, head_dim), lse.reshape(num_q_heads)
 
     return lax.map(one, (q, tables, seq_lens))
-
-
-def reference(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    tables: jax.Array,
-    seq_lens: jax.Array,
-    *scales: jax.Array,
-    options: Options = PLAIN,
-) -> jax.Array:
-    """The out of `reference_states`."""
-    return reference_states(q, k_pages, v_pages, tables, seq_lens, *scales, options=options)[0]

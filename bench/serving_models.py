@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from models.config import Llama3RopeScaling, ModelConfig
 from models.decoder import Decoder
-from models.kv_cache import pool_bytes, pool_dtype
+from models.kv_cache import page_bytes, pool_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class ServingShape:
           kv_dtype: as in `EngineConfig`.
         """
         dtype = pool_dtype(kv_dtype, self.dtype)
-        return pool_bytes(self.config, num_pages=1, page_size=1, dtype=dtype)
+        return page_bytes(self.config, page_size=1, dtype=dtype)
 
 
 def _llama3(factor: float) -> Llama3RopeScaling:

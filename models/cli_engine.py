@@ -19,7 +19,7 @@ from models.cli import DEFAULT_MAX_NEW_TOKENS, DEFAULT_TEMPERATURE, is_utf8, poo
 from models.decoder import Decoder
 from models.engine import Engine, EngineConfig, EngineDeadError
 from models.engine_stats import EngineStats
-from models.kv_cache import pool_bytes, pool_dtype
+from models.kv_cache import page_bytes, pool_dtype
 from models.request import Completion, News, Request, SamplingParams
 from models.tokenizer import Tokenizer
 
@@ -221,7 +221,7 @@ def _given(**values: Any) -> dict[str, Any]:
 def _num_pages(jobs: Sequence[_Job], config: EngineConfig, model: Decoder) -> int:
     """Pages for all jobs at once, or as many as there is memory for."""
     dtype = pool_dtype(config.kv_dtype, model.embed_tokens.weight[...].dtype)
-    page_bytes = pool_bytes(model.config, num_pages=1, page_size=config.page_size, dtype=dtype)
+    bytes_each = page_bytes(model.config, page_size=config.page_size, dtype=dtype)
 
     def pages(num_tokens: int) -> int:
         return -(-min(num_tokens, config.max_len or 1) // config.page_size)
@@ -229,10 +229,10 @@ def _num_pages(jobs: Sequence[_Job], config: EngineConfig, model: Decoder) -> in
     memory = jax.devices()[0].memory_stats()
     if memory is not None:
         free_bytes = memory["bytes_limit"] - memory["bytes_in_use"]
-        room = int(POOL_SHARE * free_bytes) // page_bytes
+        room = int(POOL_SHARE * free_bytes) // bytes_each
     else:
         full_rows = config.max_seqs * pages(config.max_len or 1)
-        room = min(full_rows, HOST_POOL_BYTES // page_bytes)
+        room = min(full_rows, HOST_POOL_BYTES // bytes_each)
     wanted = sum(min(job.params.num_rows, config.max_seqs) * pages(job.length) for job in jobs)
     return max(1, min(room, wanted))
 

@@ -10,7 +10,6 @@ from vLLM (Kwon et al., SOSP 2023).
 
 from __future__ import annotations
 
-import operator
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,7 @@ from models.engine_config import EngineConfig, check_request
 from models.engine_stats import Counters, EngineStats
 from models.engine_worker import Flight, Worker, drawing_of
 from models.group import Group
-from models.request import Completion, News, Request, SamplingParams
+from models.request import Completion, News, Request, SamplingParams, token_ids
 from models.scheduler import Plan, Scheduler
 from models.seq import Seq
 from models.tokenizer import Tokenizer
@@ -118,7 +117,7 @@ class Engine:
             EngineDeadError: an earlier step failed.
         """
         self._check_alive()
-        tokens = self._tokens_of(prompt)
+        tokens = token_ids(prompt, self._tokenizer)
         check_request(
             tokens,
             params,
@@ -267,18 +266,6 @@ class Engine:
         self._worker.settle(self._scheduler.take_settlement())
         cached = self._cache.pages if self._cache is not None else ()
         pp.check(self.table, retained=np.asarray(cached, np.int32))
-
-    def _tokens_of(self, prompt: str | Sequence[int]) -> list[int]:
-        if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise ValueError("a prompt that is a text needs a tokenizer")
-            prompt = self._tokenizer.encode(prompt)
-        try:
-            if isinstance(prompt, bytes):
-                raise TypeError
-            return [operator.index(token) for token in prompt]
-        except TypeError:
-            raise ValueError("the prompt must be a text or integers, its tokens") from None
 
     def _plan(self) -> Plan:
         while (plan := self._scheduler.plan(in_flight=bool(self._flights))) is None:

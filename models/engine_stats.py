@@ -6,10 +6,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import numpy as np
 
 import pallas_paged as pp
+from models.kv_cache import pool_bytes
 from models.request import Request
 
 _NUM_TIMES = 10_000  # the newest requests that percentiles are of
@@ -157,7 +157,7 @@ class Counters:
             compilations=compilations,
             num_pages=num_pages,
             kv_dtype=pool.k_pages[0].dtype.name,
-            pool_bytes=sum(array.nbytes for array in jax.tree.leaves(pool)),
+            pool_bytes=pool_bytes(pool),
             pages_used=self._used / num_seen,
             peak_pages_used=self._peak_used,
             pool_utilization=self._utilization / num_seen,

@@ -24,6 +24,7 @@ from models.generate_state import (
     release,
     resume,
 )
+from models.kv_cache import pool_bytes
 from models.prefill import Requests, pack, prefill, reserve
 from models.sampling import RowSampling, hash_prompt, sample_key
 
@@ -142,7 +143,7 @@ class Generation:
             page_size=state.table.page_size,
             num_pages=state.table.num_pages,
             kv_dtype=state.pool.k_pages[0].dtype.name,
-            pool_bytes=sum(array.nbytes for array in jax.tree.leaves(state.pool)),
+            pool_bytes=pool_bytes(state.pool),
         )
         self._model = nnx.split(model)
         self.state = state

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -51,9 +53,12 @@ def create_pool(
     )
 
 
-def pool_bytes(config: ModelConfig, *, num_pages: int, page_size: int, dtype: DTypeLike) -> int:
-    """The size of that pool: K, V and their scales in all layers."""
-    pool = jax.eval_shape(
-        lambda: create_pool(config, num_pages=num_pages, page_size=page_size, dtype=dtype)
-    )
+def pool_bytes(pool: pp.KVPool) -> int:
+    """The size of a pool, of arrays or of their shapes: K, V and their scales in all layers."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
+
+
+def page_bytes(config: ModelConfig, *, page_size: int, dtype: DTypeLike) -> int:
+    """What a page more takes in all layers, sizes as in `create_pool`."""
+    make = partial(create_pool, config, num_pages=1, page_size=page_size, dtype=dtype)
+    return pool_bytes(jax.eval_shape(make))

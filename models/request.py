@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from models.tokenizer import Tokenizer
 
 _MAX_PENALTY = 10  # far beyond use, and far from where powers of lengths overflow
 MAX_LOGPROBS = 20  # most alternatives a token is told with, as many as OpenAI's API has
@@ -224,3 +228,21 @@ def _tuple(name: str, values: object) -> tuple[Any, ...]:
     if not isinstance(values, Iterable):
         raise ValueError(f"{name}={values!r} must be a list")
     return tuple(values)
+
+
+def token_ids(prompt: str | Sequence[int], tokenizer: Tokenizer | None) -> list[int]:
+    """The tokens of a prompt, which is a text or token ids.
+
+    Raises:
+        ValueError: it is neither, or a text without a tokenizer.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("a prompt that is a text needs a tokenizer")
+        prompt = tokenizer.encode(prompt)
+    try:
+        if isinstance(prompt, bytes):
+            raise TypeError
+        return [operator.index(token) for token in prompt]
+    except TypeError:
+        raise ValueError("the prompt must be a text or integers, its tokens") from None

@@ -77,11 +77,13 @@ def create_kv_pool(
     """
     validate_pool_size(num_pages, page_size)
     validate_positive(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
-    if jnp.dtype(dtype).name not in POOL_DTYPES:
-        raise ValueError(f"dtype={jnp.dtype(dtype).name} must be one of {', '.join(POOL_DTYPES)}")
+    dtype = jnp.dtype(dtype)
+    if dtype.name not in POOL_DTYPES:
+        raise ValueError(f"dtype={dtype.name} must be one of {', '.join(POOL_DTYPES)}")
     shape = (num_kv_heads, num_pages, page_size, head_dim)
-    if jnp.dtype(dtype).name not in LARGEST and (k_scales is not None or v_scales is not None):
-        raise ValueError(f"k_scales and v_scales must be None with pages of {jnp.dtype(dtype)}")
+    has_scales = dtype.name in LARGEST
+    if not has_scales and (k_scales is not None or v_scales is not None):
+        raise ValueError(f"k_scales and v_scales must be None with pages of {dtype}")
     if (k_scales is None) != (v_scales is None):
         raise ValueError("k_scales and v_scales must be given both, or neither")
 
@@ -91,7 +93,7 @@ def create_kv_pool(
     def scales(name: str, given: Sequence[float] | None) -> tuple[jax.Array, ...] | None:
         if given is not None:
             return _layer_scales(name, given, num_layers)
-        return layers(shape[:-1], jnp.float32) if jnp.dtype(dtype).name in LARGEST else None
+        return layers(shape[:-1], jnp.float32) if has_scales else None
 
     return KVPool(
         k_pages=layers(shape, dtype),
@@ -216,9 +218,7 @@ def _write(pages: jax.Array, tokens: jax.Array, slots: jax.Array) -> jax.Array:
     heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[:, None]
     flat = pages.reshape(num_kv_heads, num_pages * page_size, *dims)
     flat = flat.at[heads, slots].set(
-        tokens.swapaxes(0, 1).astype(pages.dtype),
-        mode="drop",
-        wrap_negative_indices=False,
+        tokens.swapaxes(0, 1).astype(pages.dtype), mode="drop", wrap_negative_indices=False
     )
     return flat.reshape(pages.shape)
 

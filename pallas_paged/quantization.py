@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
+
+from pallas_paged.page_table import checked_array
 
 # The largest value of each, which a scale maps to the largest of what it scales.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
@@ -22,6 +23,8 @@ def checked_scales(
 ) -> tuple[()] | tuple[jax.Array, jax.Array]:
     """The scales that belong to pages `[num_kv_heads, num_pages, page_size, head_dim]`, if any.
 
+    Both are f32`[num_kv_heads, num_pages, page_size]`, or both f32`[]`.
+
     Raises:
         ValueError: one-byte pages without scales, others with them, or a wrong shape or dtype.
     """
@@ -33,20 +36,12 @@ def checked_scales(
     if k_scales is None or v_scales is None:
         missing = [n for n, x in (("k_scales", k_scales), ("v_scales", v_scales)) if x is None]
         raise ValueError(f"pages of {dtype} need {' and '.join(missing)}")
-    arrays = []
-    for name, value in (("k_scales", k_scales), ("v_scales", v_scales)):
-        # asarray would narrow a 64-bit NumPy array without a word.
-        array: Any = value if hasattr(value, "dtype") else jnp.asarray(value)
-        if array.dtype != jnp.float32 or array.shape not in (shape, ()):
-            raise ValueError(
-                f"{name} {array.dtype}{list(array.shape)} must be float32{list(shape)} or float32[]"
-            )
-        arrays.append(jnp.asarray(array))
-    if arrays[0].shape != arrays[1].shape:
-        raise ValueError(
-            f"k_scales.shape={arrays[0].shape} must equal v_scales.shape={arrays[1].shape}"
-        )
-    return arrays[0], arrays[1]
+    if np.ndim(k_scales) == np.ndim(v_scales) == 0:
+        shape = ()
+    return (
+        checked_array("k_scales", k_scales, jnp.float32, shape),
+        checked_array("v_scales", v_scales, jnp.float32, shape),
+    )
 
 
 def token_scales(tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -13,7 +13,7 @@ import pytest
 import pallas_paged as pp
 from bench import decode, decode_report, measure, peers, report, timing
 from bench.measure import Variant
-from bench.reference import reference
+from bench.reference import reference_states
 from bench.shapes import OPTION_PAIRS, SHAPES, TINY, make_case, select_shapes
 
 GIB = 1 << 30
@@ -185,7 +185,8 @@ def test_case_scatters_disjoint_pages() -> None:
 
 def test_reference_is_attention() -> None:
     case = make_case(TINY)
-    got = reference(case.q, case.k_pages, case.v_pages, jnp.asarray(case.tables[1]), case.seq_lens)
+    table = jnp.asarray(case.tables[1])
+    got, _ = reference_states(case.q, case.k_pages, case.v_pages, table, case.seq_lens)
     group = TINY.num_q_heads // TINY.num_kv_heads
     for row, length in enumerate(TINY.seq_lens):
         for head in range(TINY.num_q_heads):

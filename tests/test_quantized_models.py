@@ -19,7 +19,7 @@ from models.decoder import dense_attend, paged_attend
 from models.engine_step import create_engine_state
 from models.generate import generate
 from models.generate_state import decode, run_layers
-from models.kv_cache import create_pool, pool_bytes, pool_dtype
+from models.kv_cache import create_pool, page_bytes, pool_bytes, pool_dtype
 from models.prefill import pack, prefill
 from models.request import SamplingParams
 from tests.dense_oracle import CONFIG, tiny_model
@@ -125,10 +125,10 @@ def test_calibrated_scales_are_those_of_each_layer_and_of_k_and_v(calibrated):
 
 def test_scales_are_counted_as_bytes(calibrated):
     def size(config, dtype):
-        sizes = dict(num_pages=3, page_size=4, dtype=dtype)
-        pool = create_pool(config, **sizes)
-        held = sum(array.nbytes for array in jax.tree.leaves(pool))
-        assert pool_bytes(config, **sizes) == held
+        one, three = (create_pool(config, num_pages=n, page_size=4, dtype=dtype) for n in (1, 3))
+        assert page_bytes(config, page_size=4, dtype=dtype) == pool_bytes(one)
+        held = sum(array.nbytes for array in jax.tree.leaves(three))
+        assert pool_bytes(three) == held
         return held
 
     tokens = 2 * CONFIG.num_layers * CONFIG.num_kv_heads * 3 * 4  # of K and V, in all heads
@@ -193,7 +193,8 @@ def test_an_engine_gives_the_tokens_of_each_prompt_alone(quantized, alone):
     assert stats.num_preemptions > 0
     dtype = pool_dtype(kv_dtype, "float32")
     assert stats.kv_dtype == dtype.name
-    assert stats.pool_bytes == pool_bytes(model.config, num_pages=16, page_size=4, dtype=dtype)
+    pool = create_pool(model.config, num_pages=16, page_size=4, dtype=dtype)
+    assert stats.pool_bytes == pool_bytes(pool)
 
 
 @pytest.mark.parametrize("quantized", ["int8", "fp8 calibrated"], indirect=True)
@@ -210,9 +211,8 @@ def test_generate_gives_the_tokens_of_each_prompt_alone(quantized, alone):
     assert tokens == [wanted for wanted in alone for _ in range(2)]
     dtype = pool_dtype(kv_dtype, "float32")
     assert result.stats.pages_used == 8 and result.stats.kv_dtype == dtype.name
-    assert result.stats.pool_bytes == pool_bytes(
-        model.config, num_pages=8, page_size=4, dtype=dtype
-    )
+    pool = create_pool(model.config, num_pages=8, page_size=4, dtype=dtype)
+    assert result.stats.pool_bytes == pool_bytes(pool)
     if model.config.k_scales:  # nothing has written them
         scales = generation.state.pool.k_scales
         np.testing.assert_array_equal(np.stack(scales), np.float32(SCALES["k_scales"]))

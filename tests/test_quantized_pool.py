@@ -176,7 +176,9 @@ def test_write_kv_refuses():
     call = (pages, pages, tokens, tokens, i32(0, 1, 2, 3, 4))
     with pytest.raises(ValueError, match="pages of int8 need k_scales and v_scales"):
         pp.write_kv(*call)
-    with pytest.raises(ValueError, match=r"v_scales float32\[2, 4\] must be float32\[2, 4, 2\]"):
+    with pytest.raises(
+        ValueError, match=r"v_scales must be float32\[2, 4, 2\], got float32\[2, 4\]"
+    ):
         pp.write_kv(*call, scales, scales[..., 0])
     with pytest.raises(ValueError, match="k must be floating, got int8"):
         pp.write_kv(pages, pages, tokens.astype(np.int8), *call[3:], scales, scales)

@@ -13,7 +13,7 @@ def whole(tree: Any) -> Any:
     return jax.tree.map(lambda x: pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape)), tree)
 
 
-def scale_rows(x: jax.Array | None) -> pl.BlockSpec | None:
+def scale_spec(x: jax.Array | None) -> pl.BlockSpec | None:
     """Spec of scales `[Hkv, P * S]`, a program gets its KV head's, or of the one of all, `[1]`."""
     return kv_head(x, 0) if x is None or x.ndim == 2 else whole(x)
 

@@ -32,7 +32,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_paged.kernels import one_byte, triton_merge, triton_softmax
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot
-from pallas_paged.kernels.specs import kv_head, scale_rows, whole
+from pallas_paged.kernels.specs import kv_head, scale_spec, whole
 from pallas_paged.kernels.tuning import DecodeConfig, next_power_of_2
 
 
@@ -74,7 +74,6 @@ def decode_kernel(
     words = jnp.arange(next_power_of_2(max(num_words, 16)))[None, :]
     dims = one_byte.elements(words, o_ref.shape[2] // num_words)
     head_mask, dim_mask = heads < group, words < num_words
-    v_scales_per_token = v_scales_ref is not None and v_scales_ref.shape != (1,)
     page_bits = page_size.bit_length() - 1
     total = unit_ends_ref[num_seqs - 1]
     # Rounded up: no program has more than in the evenest split, and to find the program of a unit,
@@ -138,8 +137,8 @@ def decode_kernel(
                 eviction_policy="evict_last",
             )
 
-        # K and V of one byte come in half the time, but wait as long for the table: 16% of the time
-        # unless it is read a block ahead. With two bytes that gained nothing, and took registers.
+        # K and V of one byte come in half the time, but wait as long for the table: reading it a
+        # block ahead saves 11 to 13%. With two bytes that gained nothing, and took registers.
         ahead = [pages_of(lo)] if operands.narrow else []
         q_mask = head_mask & dim_mask
         q = [
@@ -176,7 +175,7 @@ def decode_kernel(
                 state,
                 s,
                 factor,
-                load_scales(v_scales_ref) if v_scales_per_token else None,
+                None if v_scales_ref is None else load_scales(v_scales_ref),
                 lambda: operands.of_pages(load(v_ref)),
                 all_see=True,
                 operands=operands,
@@ -185,8 +184,6 @@ def decode_kernel(
 
         state = triton_softmax.empty(heads.size, words.size, len(dims))
         (m_i, l_i, acc), *ahead = lax.fori_loop(lo, hi, attend_block, (state, *ahead))
-        if v_scales_ref is not None and not v_scales_per_token:
-            acc = [a * v_scales_ref[0] for a in acc]
 
         # A row inside the share that holds no tokens ran no block; nobody reads its slot.
         for d, a in zip(dims, acc, strict=True):
@@ -260,7 +257,7 @@ def paged_decode(
         in_specs=[
             [kv_head(x, 1) for x in qs],
             *(kv_head(x, 0) for x in kv),
-            *(scale_rows(x) for x in scales),
+            *(scale_spec(x) for x in scales),
             *whole([block_tables, seq_lens, unit_ends]),
             kv_head(slopes, 0),
         ],

@@ -31,7 +31,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_paged.kernels import one_byte, triton_merge, triton_softmax
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot
 from pallas_paged.kernels.ragged_plan import Plan, make_plan, make_tiles
-from pallas_paged.kernels.specs import kv_head, scale_rows, whole
+from pallas_paged.kernels.specs import kv_head, scale_spec, whole
 from pallas_paged.kernels.tuning import RaggedConfig, next_power_of_2
 
 
@@ -84,7 +84,6 @@ def ragged_kernel(
     q, q_scales = operands.of_queries(q)
     if q_scales_ref is not None:
         q_scales = plgpu.load(q_scales_ref.at[q_row, head])
-    v_scales_per_token = v_scales_ref is not None and v_scales_ref.shape != (1,)
     if q_positions_ref is None:
         positions = kv_len - q_len + token
     else:
@@ -119,6 +118,7 @@ def ragged_kernel(
         return jnp.clip(block * block_k + jnp.arange(block_k), piece.first_key, kv_len - 1)
 
     def pages_of(block):
+        # Asked for ahead also where there is no block, and then perhaps no row.
         return plgpu.load(
             block_tables_ref.at[row[None], readable_keys(block) >> page_bits],
             mask=jnp.broadcast_to(piece.lo < piece.hi, (block_k,)),
@@ -156,7 +156,7 @@ def ragged_kernel(
             state,
             s,
             factor,
-            load_scales(v_scales_ref) if v_scales_per_token else None,
+            None if v_scales_ref is None else load_scales(v_scales_ref),
             lambda: operands.of_pages(load(v_ref)),
             all_see=not masked,
             operands=operands,
@@ -173,8 +173,6 @@ def ragged_kernel(
     carry = lax.fori_loop(piece.full_lo, piece.full_hi, attend_full, carry)
     carry = lax.fori_loop(piece.full_hi, piece.hi, attend_masked, carry)
     m_i, l_i, acc = carry[0]
-    if v_scales_ref is not None and not v_scales_per_token:
-        acc = [a * v_scales_ref[0] for a in acc]
     states = [(m_i * LN_2, l_i, a) for a in acc]
 
     @pl.when(slot < 0)
@@ -263,20 +261,11 @@ def ragged_paged_attention(
         # above): on an H200 long prompts take 20% less. Tiles of few rows have it in registers, and
         # take 10% less if it is made there.
         qs, q_scales = operands.of_queries(operands.split(q))
+    kv = [one_byte.token_rows(pages) for pages in (k_pages, v_pages)]
     scales = [one_byte.scale_rows(x) for x in (k_scales, v_scales)]
-    args = (
-        qs,
-        q_scales,
-        one_byte.token_rows(k_pages),
-        one_byte.token_rows(v_pages),
-        *scales,
-        block_tables,
-        plan,
-        q_positions,
-        of_group(alibi_slopes),
-        of_group(sinks),
-        None if tree_mask is None else tree_mask.astype(jnp.int8),
-    )
+    of_rows = (block_tables, plan, q_positions)
+    of_heads = [of_group(x) for x in (alibi_slopes, sinks)]
+    tree = None if tree_mask is None else tree_mask.astype(jnp.int8)
     out_shape = (
         jax.ShapeDtypeStruct((num_tokens, num_kv_heads, group, head_dim), q.dtype),
         jax.ShapeDtypeStruct((num_tokens, num_kv_heads, group), jnp.float32),
@@ -295,11 +284,11 @@ def ragged_paged_attention(
         in_specs=[
             [kv_head(x, 1) for x in qs],
             kv_head(q_scales, 1),
-            *(kv_head(x, 0) for x in args[2:4]),  # K, V
-            *(scale_rows(x) for x in scales),
-            *(whole(x) for x in args[6:9]),  # table, plan, positions
-            *(kv_head(x, 0) for x in args[9:11]),  # slopes, sinks
-            whole(args[11]),  # tree mask
+            *(kv_head(x, 0) for x in kv),
+            *(scale_spec(x) for x in scales),
+            *whole(of_rows),
+            *(kv_head(x, 0) for x in of_heads),
+            whole(tree),
         ],
         out_specs=[kv_head(x, axis) for x, axis in zip(out_shape, (1, 1, 0, 0), strict=True)],
         out_shape=out_shape,
@@ -308,7 +297,7 @@ def ragged_paged_attention(
         ),
         interpret=interpret,
         name="ragged_paged_attention",
-    )(*args)
+    )(qs, q_scales, *kv, *scales, *of_rows, *of_heads, tree)
     out, lse = triton_merge.merge_tiles(
         out, lse, outs, lses, plan, of_group(sinks), config=config, interpret=interpret
     )

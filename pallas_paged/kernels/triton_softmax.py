@@ -30,7 +30,7 @@ def attend(
     state: State,
     s: jax.Array,  # f32[R, K]
     factor: Any,  # float or f32[R]; s * factor are the logits of `exp2`
-    v_scales: jax.Array | None,  # f32[K]
+    v_scales: jax.Array | None,  # f32[K], or [1] for all
     values: Callable[[], list[jax.Array]],  # tiles [K, W]
     *,
     all_see: bool,

@@ -126,7 +126,8 @@ def decode_config(
     block_k = min(max(tile_bytes // row_bytes, 16), 128)
     # The accumulator [group, head_dim] must fit in the registers of the program's warps.
     least = max(group // 16, group * next_power_of_2(head_dim) // 4096)
-    # With a page a block the kernel takes more registers, and with 4 warps only three fit.
+    # With a page a block the kernel takes more registers, and with 4 warps only three fit; one-byte
+    # tiles are faster with 2 (docs/tuning.md).
     wide = block_k >= 64 and block_k != page_size and (itemsize > 1 or group == 32)
     num_warps = min(max(4 if wide else 2, least), 8)
     if num_warps == 8:

@@ -126,19 +126,21 @@ def decode_config(
     block_k = min(max(tile_bytes // row_bytes, 16), 128)
     # The accumulator [group, head_dim] must fit in the registers of the program's warps.
     least = max(group // 16, group * next_power_of_2(head_dim) // 4096)
+    num_blocks = num_seqs * -(-max_kv_len // block_k)
+    # A share of a block or two is all latency, which more warps and less to fill shorten.
+    short = num_blocks <= 2 * (programs_per_sm * num_sms // num_kv_heads)
     # With a page a block the kernel takes more registers, and with 4 warps only three fit; one-byte
-    # tiles are faster with 2 (docs/tuning.md).
-    wide = block_k >= 64 and block_k != page_size and (itemsize > 1 or group == 32)
+    # tiles of longer shares are faster with 2 (docs/tuning.md).
+    wide = block_k >= 64 and block_k != page_size and (itemsize > 1 or group == 32 or short)
     num_warps = min(max(4 if wide else 2, least), 8)
     if num_warps == 8:
         programs_per_sm = 2
-    # More programs than blocks would only write empty partials.
-    num_blocks = num_seqs * -(-max_kv_len // block_k)
     return DecodeConfig(
         block_k=block_k,
+        # More programs than blocks would only write empty partials.
         num_programs=max(1, min(programs_per_sm * num_sms // num_kv_heads, num_blocks)),
         num_warps=num_warps,
-        num_stages=3 if itemsize == 1 else 2,
+        num_stages=3 if itemsize == 1 and not short else 2,
     )
 
 

@@ -11,8 +11,8 @@ import pytest
 from pallas_paged.implementations import Device
 from pallas_paged.kernels import mosaic_support
 
-# Compiling is nearly all the time that tests take on a CPU, programs that they start included.
-flags = ["--xla_cpu_parallel_codegen_split_count=1"]
+# Compiling is nearly all the time that tests take, programs that they start included.
+flags = ["--xla_cpu_parallel_codegen_split_count=1", "--xla_gpu_autotune_level=0"]
 if jax.__version_info__ < (0, 11):  # later ones have no such flag
     flags.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
@@ -22,7 +22,7 @@ if jax.default_backend() == "cpu":
 
 IMPLEMENTATIONS = ["xla", "triton_interpret"]
 if jax.default_backend() == "gpu":
-    IMPLEMENTATIONS.append("triton")
+    IMPLEMENTATIONS = ["xla", "triton"]
     here = Device.here()
     reason = mosaic_support.why_not_jax() or mosaic_support.why_not_device(
         platform=here.platform,

@@ -19,6 +19,8 @@ from models.tokenizer import save_byte_tokenizer
 from models.train import split_windows
 from tests.dense_oracle import CONFIG, tiny_model
 
+pytestmark = pytest.mark.usefixtures("exact_products")
+
 PAGES = {"page_size": 4, "implementation": "xla"}
 
 
@@ -30,7 +32,7 @@ def windows() -> tuple[jax.Array, jax.Array]:
 
 
 @pytest.fixture(scope="module")
-def measured(model, windows) -> dict[str, dict[str, float]]:
+def measured(model, windows, exact_products) -> dict[str, dict[str, float]]:
     return quality.measure(model, *windows, **PAGES)
 
 

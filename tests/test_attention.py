@@ -261,3 +261,12 @@ def test_decode_after_fork_equals_decode_of_an_unshared_copy(implementation):
     (forked, few), (unshared, many) = decode_both(shared=True), decode_both(shared=False)
     assert (few, many) == (4, 6)
     assert_same_bits(forked, unshared)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_no_jit_is_needed(dtype):
+    """Not even where XLA's dots for CPUs take operands in some orders only, unless it fuses them."""
+    case = Case(8, 2, 64, 16, (20, 30, 5, 32), 2, dtype)
+    arrays = case.make()
+    actual = pp.paged_attention(*arrays, return_lse=True, implementation="xla")
+    assert_close(actual, arrays, case.tolerance)

@@ -136,17 +136,17 @@ def _gather(pages: jax.Array, tables: jax.Array, read: jax.Array) -> jax.Array:
 def _gather_scales(
     scales: jax.Array | None, tables: jax.Array, read: jax.Array
 ) -> jax.Array | None:
-    """Scales f32`[B, 1, Hkv, 1, K]`, the one of all tokens, or None."""
+    """Scales f32`[B, Hkv, 1, 1, K]`, the one of all tokens, or None."""
     if scales is None or scales.ndim == 0:
         return scales
-    return _gather(scales, tables, read)[:, None, :, None]
+    return _gather(scales, tables, read)[:, :, None, None]
 
 
 def _attend(
     q: jax.Array,  # [B, Q, Hq, D]
     k: jax.Array,  # [B, Hkv, K, D]
     v: jax.Array,  # [B, Hkv, K, D]
-    k_scales: jax.Array | None,  # f32[B, 1, Hkv, 1, K] or f32[]
+    k_scales: jax.Array | None,  # f32[B, Hkv, 1, 1, K] or f32[]
     v_scales: jax.Array | None,  # like k_scales
     seen: jax.Array,  # bool[B, Q, K]
     distances: jax.Array,  # i32[B, Q, K] key position - query position
@@ -161,23 +161,25 @@ def _attend(
     einsum = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
 
     def per_head(x: jax.Array | None) -> jax.Array | None:
-        return None if x is None else x.reshape(num_kv_heads, -1, 1)
+        return None if x is None else x.reshape(num_kv_heads, 1, -1, 1)
 
-    q = q.reshape(num_seqs, num_queries, num_kv_heads, -1, head_dim)
+    # Heads before queries: in other orders XLA's own dot for CPUs fails on bf16, where there is no
+    # jit around it to make another of it.
+    q = q.reshape(num_seqs, num_queries, num_kv_heads, -1, head_dim).swapaxes(1, 2)
     slopes, sinks = per_head(alibi_slopes), per_head(sinks)
-    seen, distances = seen[:, :, None, None], distances[:, :, None, None]
-    s = einsum("bqhgd,bhkd->bqhgk", q, k.astype(q.dtype))
+    seen, distances = seen[:, None, :, None], distances[:, None, :, None]
+    s = einsum("bhqgd,bhkd->bhqgk", q, k.astype(q.dtype))
     if k_scales is not None:
         s *= k_scales
     logits = natural_logits(s, options, slopes, distances)
-    logits = jnp.where(seen, logits, -jnp.inf)  # [B, Q, Hkv, G, K]
+    logits = jnp.where(seen, logits, -jnp.inf)  # [B, Hkv, Q, G, K]
     m_i = logits.max(axis=-1, keepdims=True)
     empty = jnp.isneginf(m_i)  # queries that see nothing; sinks do not change that
     m_i = lax.stop_gradient(jnp.where(empty, 0.0, m_i))
     p = jnp.exp(logits - m_i)
     l_i = p.sum(axis=-1, keepdims=True)
     weights, factor = _weights_of_values(p, v_scales, q.dtype)
-    out = einsum("bqhgk,bhkd->bqhgd", weights, v.astype(q.dtype))
+    out = einsum("bhqgk,bhkd->bhqgd", weights, v.astype(q.dtype))
     if factor is not None:
         out *= factor
     if sinks is not None:  # only now: beside a large sink p would vanish in f16
@@ -186,8 +188,8 @@ def _attend(
         alpha = jnp.exp(m_i - m_new)
         l_i, out, m_i = l_i * alpha + jnp.exp(sinks - m_new), out * alpha, m_new
     l_safe = jnp.where(empty, 1.0, l_i)
-    out = (out / l_safe).astype(q.dtype)
-    lse = jnp.where(empty, -jnp.inf, m_i + jnp.log(l_safe))
+    out = (out / l_safe).astype(q.dtype).swapaxes(1, 2)
+    lse = jnp.where(empty, -jnp.inf, m_i + jnp.log(l_safe)).swapaxes(1, 2)
     shape = (num_seqs, num_queries, num_q_heads)
     return out.reshape(*shape, head_dim), lse.reshape(shape)
 
@@ -211,7 +213,7 @@ def merge_states(
     # A state that saw nothing has weight 0, and its out may be anything: 0 * NaN is NaN.
     seen = jnp.where(weights[..., None] > 0, outs.astype(jnp.float32), 0.0)
     total = jnp.where(empty, 1.0, total)
-    out = (seen * weights[..., None]).sum(axis=0) / total[..., None]
+    out = (seen * (weights / total)[..., None]).sum(axis=0)
     return out.astype(outs.dtype), jnp.where(empty, -jnp.inf, m + jnp.log(total))
 
 

@@ -20,7 +20,7 @@ KV_DTYPES = {
     "fp16": "float16",
     "fp32": "float32",
 }
-_FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+_FLOAT32_TINY, _FLOAT32_MAX = 2.0**-126, (2 - 2**-23) * 2.0**127
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,8 +227,8 @@ def _check_positive_integer(name: str, value: Any) -> None:
 
 def _check_positive(name: str, value: Any) -> None:
     number = _is_integer(value) or isinstance(value, float)
-    if not number or not 0 < value <= _FLOAT32_MAX:
-        raise ValueError(f"{name}={value!r} must be a positive number")
+    if not number or not _FLOAT32_TINY <= value <= _FLOAT32_MAX:
+        raise ValueError(f"{name}={value!r} must be a positive number in float32")
 
 
 def _required(config: Mapping[str, Any], *names: str) -> list[int]:

@@ -67,7 +67,7 @@ def paged_attention(
         or f16 the Triton kernels round weights to f16 under V's scales: from 2^-64 to 2^50 times a
         scale of 1, so V of 1e-17 to 1e17, is safe with them.
       sm_scale: factor of q.k; None means `head_dim ** -0.5`. Static.
-      soft_cap: c of `c * tanh(x / c)`, positive; None means no cap. Static.
+      soft_cap: c of `c * tanh(x / c)`, at least 1e-30; None means no cap. Static.
       sliding_window: a query at p sees the keys j with `p - sliding_window < j <= p`; blocks left
         of the window are not read. None means all keys. Static.
       alibi_slopes: f32`[num_q_heads]` (Press et al. 2022), or None.

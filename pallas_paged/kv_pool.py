@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -235,7 +236,15 @@ def _write_quantized(
 
 
 def _layer_scales(name: str, given: Sequence[float], num_layers: int) -> tuple[jax.Array, ...]:
-    numbers = [float(x) for x in given]
-    if len(numbers) != num_layers or not all(0 < x < float("inf") for x in numbers):
-        raise ValueError(f"{name}={numbers} must be {num_layers=} positive finite numbers")
+    numbers = [*given]
+    if len(numbers) != num_layers or not all(map(_is_scale, numbers)):
+        raise ValueError(
+            f"{name}={numbers} must be {num_layers=} numbers, positive and finite in float32"
+        )
     return tuple(jnp.float32(x) for x in numbers)
+
+
+def _is_scale(x: Any) -> bool:
+    is_number = hasattr(x, "__float__") and not isinstance(x, bool | np.bool)
+    limits = jnp.finfo(jnp.float32)  # a subnormal may count as 0
+    return is_number and float(limits.tiny) <= float(x) <= float(limits.max)

@@ -15,6 +15,7 @@ from pallas_paged.quantization import LARGEST, is_one_byte
 
 INT32_MAX = 2**31 - 1  # slots and positions are i32
 F32_BOUND = 1e38  # so that a number times log2(e) is an f32 too
+LEAST_CAP = 1e-30  # logits are divided by it
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -162,8 +163,8 @@ def logit_options(
     """The static options of the logits, checked."""
     scale = head_dim**-0.5 if sm_scale is None else static_number("sm_scale", sm_scale)
     cap = None if soft_cap is None else static_number("soft_cap", soft_cap)
-    if cap is not None and cap <= 0:
-        raise ValueError(f"{soft_cap=} must be positive")
+    if cap is not None and cap < LEAST_CAP:
+        raise ValueError(f"{soft_cap=} must be positive, and at least {LEAST_CAP:g}")
     return LogitOptions(sm_scale=scale, soft_cap=cap, sliding_window=static_window(sliding_window))
 
 

@@ -42,6 +42,10 @@ def changed(case, changes):
             {"block_tables": lambda x: x.astype(np.uint32)},
             "block_tables.dtype=uint32 must be int32",
         ),
+        (
+            {"block_tables": lambda x: x[:0], "seq_lens": lambda x: x[:0]},
+            r"seq_lens.shape=\(0,\) must be \[B\] with B >= 1",
+        ),
         ({"seq_lens": lambda x: x[:, None]}, r"seq_lens.shape=\(3, 1\)"),
         ({"seq_lens": lambda x: x.astype(np.int16)}, "seq_lens.dtype=int16 must be int32"),
     ],
@@ -106,6 +110,7 @@ class TestOptions:
             ({"config": {"block_k": 64}}, r"config=\{'block_k': 64\} must be a \w+Config"),
             ({"soft_cap": 0}, "soft_cap=0 must be positive"),
             ({"soft_cap": -2.0}, "soft_cap=-2.0 must be positive"),
+            ({"soft_cap": 1e-38}, "soft_cap=1e-38 must be positive, and at least 1e-30"),
             ({"sliding_window": 0}, "sliding_window=0 must be an integer that is at least 1"),
             ({"sliding_window": -3}, "sliding_window=-3 must be"),
             ({"sliding_window": 2.5}, "sliding_window=2.5 must be an integer"),
@@ -161,6 +166,12 @@ class TestOptions:
 def test_a_bad_tree_mask_is_named(mask, message):
     with pytest.raises(ValueError, match=message):
         pp.ragged_paged_attention(*RAGGED.make(), tree_mask=mask)
+
+
+def test_a_tree_mask_whose_elements_are_no_int32_is_refused():
+    mask = jax.ShapeDtypeStruct((3, 2**15, 2**15), bool)
+    with pytest.raises(ValueError, match="must hold at most 2147483647 elements"):
+        jax.eval_shape(pp.ragged_paged_attention, *RAGGED.make(), tree_mask=mask)
 
 
 class TestConfig:

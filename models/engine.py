@@ -85,7 +85,8 @@ class Engine:
             cache=self._cache,
         )
         self._counters = Counters(num_free_pages=config.num_pages)
-        self._flights: deque[tuple[Flight, int]] = deque()  # with the ledger after their plans
+        # With what held after their plans: the ledger, cached pages, and slots held and not used.
+        self._flights: deque[tuple[Flight, int, int, int]] = deque()
         self._num_requests = 0
         self._groups: dict[Request, Group] = {}  # of requests that are not finished
         # What has changed since the last step, and how long it was before.
@@ -283,7 +284,9 @@ class Engine:
         flight = self._worker.dispatch(plan)
         if flight is None:
             return 0
-        self._flights.append((flight, self._scheduler.ledger))
+        scheduler = self._scheduler
+        num_empty = sum(-seq.num_computed % self.config.page_size for seq in scheduler.running)
+        self._flights.append((flight, scheduler.ledger, scheduler.num_evictable, num_empty))
         self._counters.num_steps += 1
         self._counters.computed_tokens += len(plan.decodes)
         self._counters.computed_tokens += sum(len(chunk.tokens) for chunk in plan.chunks)
@@ -291,9 +294,16 @@ class Engine:
 
     def _read(self) -> None:
         """Waits for the oldest step that is in flight, and takes its tokens."""
-        flight, ledger = self._flights.popleft()
+        flight, ledger, num_cached, num_empty = self._flights.popleft()
         outcome = self._worker.read(flight)
         self._scheduler.observe(outcome.num_free, ledger)
+        self._counters.count_pages(
+            num_pages=self.config.num_pages,
+            num_free=outcome.num_free,
+            num_cached=num_cached,
+            num_empty=num_empty,
+            page_size=self.config.page_size,
+        )
         now = time.perf_counter()
         for seq, token, ranked in outcome.tokens:
             seq.num_pending -= 1
@@ -302,14 +312,6 @@ class Engine:
         for chunk in flight.plan.chunks:
             if chunk.seq.row is not None:
                 self._scheduler.index(chunk.seq)
-        running = self._scheduler.running
-        self._counters.count_pages(
-            num_pages=self.config.num_pages,
-            num_free=outcome.num_free,
-            num_cached=self._scheduler.num_evictable,
-            num_empty=sum(-seq.num_computed % self.config.page_size for seq in running),
-            page_size=self.config.page_size,
-        )
 
     def _take(self, seq: Seq, token: int, ranked: Ranked | None, now: float) -> None:
         """Gives a sequence its next token, or a beam what it could go on with."""
@@ -344,7 +346,6 @@ class Engine:
             beam.tokens.append(token)
             self._scheduler.unpark(beam)
             beam.num_spare_rows = 0  # the branches have them
-            self._counters.generated_tokens += 1
         if not group.live:
             self._conclude(group)
 
@@ -363,6 +364,8 @@ class Engine:
         if group.ranks:
             for completion in request.completions:
                 self._changed[completion] = (request, 0, 0)
+        if request.params.beam_width:
+            self._counters.generated_tokens += sum(len(one.tokens) for one in request.completions)
         self._counters.count_request(request)
         del self._groups[request]
 

@@ -27,7 +27,7 @@ class EngineStats:
         prompt_tokens: of all requests that have ended.
         cached_tokens: of those, found in the prefix cache.
         computed_tokens: tokens that went through the model, those computed again included.
-        generated_tokens: new tokens, stop tokens not counted.
+        generated_tokens: new tokens, stop tokens not counted; of beams those that are returned.
         num_steps: steps of the device.
         compilations: shapes of steps compiled, `warmup` included.
         num_pages: of the pool.

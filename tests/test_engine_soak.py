@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from models.engine import Engine
+from models.engine_stats import Counters
 from models.request import News, Request, SamplingParams
 from tests.engine_calls import (
     assert_news_tell_all,
@@ -132,20 +133,20 @@ def test_soak(model, cases, prefix_caching, watermark):
     assert int(engine.table.num_free) == NUM_PAGES
 
 
-def test_many_rows_adopt_and_many_pages_are_released_at_a_time(model, oracle):
+def test_many_rows_adopt_and_many_pages_are_retained_and_released_at_a_time(model, oracle):
     """More than one call of the page table takes."""
-    engine = make_engine(model, num_pages=1280, page_size=1, max_seqs=20, token_budget=640)
-    prompts = [[first, *range(40)] for first in range(30)]
+    engine = make_engine(model, num_pages=2048, page_size=1, max_seqs=20, token_budget=1280)
+    prompts = [[first, *range(40), *range(18)] for first in range(30)]
     serve(engine, prompts, SamplingParams(max_tokens=1), check=False)
     longer = [[*prompt, 5] for prompt in prompts[:20]]
     num_steps = engine.stats().num_steps
     requests = serve(engine, longer, SamplingParams(max_tokens=1), check=False)
-    assert {request.num_cached_tokens for request in requests} == {41}
+    assert {request.num_cached_tokens for request in requests} == {59}
     assert engine.stats().num_steps == num_steps + 1
     assert tokens_of(requests) == [oracle.continue_(prompt, 1) for prompt in longer]
     engine._scheduler._settlement.released += engine._cache.clear()
     assert_nothing_is_left(engine)
-    assert int(engine.table.num_free) == 1280
+    assert int(engine.table.num_free) == 2048
 
 
 def test_statistics_need_no_more_memory_after_more_requests(model, monkeypatch):
@@ -161,3 +162,41 @@ def test_statistics_need_no_more_memory_after_more_requests(model, monkeypatch):
     for times in (counters._ttft, counters._tpot, counters._latency):
         assert len(times) == bound == times.maxlen
     assert engine.stats().num_finished == bound + 6
+
+
+def test_times_are_those_of_each_request(model):
+    engine = make_engine(model)
+    request = engine.submit([1], SamplingParams(max_tokens=4))
+    while request.first_token_time is None:
+        engine.step()
+    first = request.first_token_time
+    run(engine)
+    assert request.first_token_time == first
+    counters = engine._counters = Counters()
+    counters.count_request(replace(request, arrival=10.0, first_token_time=11.0, finish_time=17.0))
+    stats = engine.stats()
+    assert (stats.ttft_p50, stats.tpot_p50, stats.latency_p50) == (1.0, 2.0, 7.0)
+
+
+def test_cached_pages_are_not_in_use(model):
+    engine = make_engine(model)
+    serve(engine, [[1] * 8], SamplingParams(max_tokens=1))
+    serve(engine, [[2]], SamplingParams(max_tokens=2))
+    stats = engine.stats()
+    assert stats.num_cached_pages == 2 and stats.peak_pages_used <= 2 / stats.num_pages
+
+
+def test_pages_and_tokens_are_those_of_one_moment(model):
+    engine = make_engine(model, prefix_caching=False)
+    serve(engine, [[1]], SamplingParams(max_tokens=1))
+    stats = engine.stats()
+    assert stats.pages_used == stats.peak_pages_used == 1 / stats.num_pages
+    assert stats.pool_utilization == 1 / engine.config.page_size
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_tokens_of_beams_are_those_that_are_returned(model, beams):
+    engine = make_engine(model)
+    params = SamplingParams(max_tokens=5, beam_width=beams, n=beams)
+    (request,) = serve(engine, [[1, 2, 3]], params)
+    assert engine.stats().generated_tokens == sum(map(len, tokens_of([request])))

@@ -16,6 +16,9 @@ flags = ["--xla_cpu_parallel_codegen_split_count=1", "--xla_gpu_autotune_level=0
 if jax.__version_info__ < (0, 11):  # later ones have no such flag
     flags.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
+# Threads of an interpreted Mosaic kernel wait for one another in callbacks, each of which holds a
+# thread of XLA's pool. It has as many as there are cores: with two, all may wait for ever.
+os.environ.setdefault("NPROC", "16")
 if jax.default_backend() == "cpu":
     jax.config.update("jax_disable_most_optimizations", True)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"

@@ -123,16 +123,27 @@ def test_any_groups_are_taken_as_rising_and_within_the_rows(implementation):
     assert_close(actual, arrays, groups.case.tolerance)
 
 
+def test_lengths_beyond_the_table_count_as_its_size(implementation):
+    groups = GROUPS[4].on(implementation)
+    *arrays, lens, prefix_lens, cu_group_rows = groups.make()
+    beyond = np.where(lens == 64, 2**31 - 1, np.where(lens == 0, -7, lens)).astype(np.int32)
+    groups_of = prefix_lens, cu_group_rows
+    actual = cascade(*arrays, beyond, *groups_of, implementation=implementation)
+    assert_close(actual, (*arrays, lens), groups.case.tolerance)
+
+
+@pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("split_size", [None, 32])
-def test_configs(split_size):
+def test_configs(split_size, window):
     arrays = GROUPS[1].make()
     actual = cascade(
         *arrays,
         implementation="triton_interpret",
+        sliding_window=window,
         config=pp.DecodeConfig(**LOOP, split_size=split_size),
         prefix_config=pp.RaggedConfig(**LOOP, block_q=16, split_size=split_size),
     )
-    assert_close(actual, arrays[:5], 1e-5)
+    assert_close(actual, arrays[:5], 1e-5, sliding_window=window)
 
 
 def test_out_alone_and_as_a_jitted_default():

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+import pallas_paged as pp
 from models.engine import Engine, EngineConfig, EngineDeadError
+from models.engine_step import Changes, create_engine_state, fork, settle
 from models.request import SamplingParams
 from tests.dense_oracle import CONFIG, DenseOracle, tiny_model
 from tests.engine_calls import (
@@ -183,6 +186,23 @@ def test_the_longest_sequence_and_the_whole_pool_can_be_used(model, oracle):
     assert tokens_of([request]) == [oracle.continue_([5], 63)]
 
 
+def test_the_last_token_needs_no_page(model, oracle):
+    (request,) = serve(
+        make_engine(model, num_pages=4, max_len=17), [[5]], SamplingParams(max_tokens=16)
+    )
+    assert tokens_of([request]) == [oracle.continue_([5], 16)]
+
+
+@pytest.mark.parametrize(("watermark", "num_running"), [(0.0, 2), (0.25, 2), (0.5, 1)])
+def test_the_watermark_is_a_share_of_the_pool(model, watermark, num_running):
+    engine = make_engine(model, num_pages=8, watermark=watermark)
+    requests = [engine.submit([1] * length, SamplingParams(max_tokens=1)) for length in (5, 9)]
+    engine.step()  # two pages, then three more if the watermark is left of the other six
+    assert engine.stats().num_running == num_running
+    run(engine)
+    assert all(request.finished for request in requests)
+
+
 def test_the_next_step_is_dispatched_before_the_last_is_read(model, monkeypatch):
     engine = make_engine(model)
     log: list[str] = []
@@ -342,3 +362,16 @@ def test_a_table_that_lacks_a_page_is_noticed(model):
     engine._scheduler.observe = lambda *_: None
     with pytest.raises(EngineDeadError, match="lacks pages or rows"):
         run(engine, check=False)
+
+
+def test_a_fork_or_an_adoption_that_fails_is_noticed():
+    sizes = dict(num_pages=4, page_size=4, max_seqs=3, pages_per_seq=2)
+    state = create_engine_state(CONFIG, **sizes, dtype="float32")
+    assert fork(state, np.int32([0, 3]), np.int32([1, 3])).sound  # an empty row, and padding
+    state = create_engine_state(CONFIG, **sizes, dtype="float32")
+    assert not fork(state, np.int32([0, 3]), np.int32([0, 3])).sound
+    nothing = dict(retained=np.int32([4]), freed=np.zeros(3, bool), released=np.int32([4]))
+    for row, page, sound in [(3, 4, True), (0, 2, False)]:  # padding; a page that is free
+        changes = Changes(**nothing, rows=np.int32([row]), pages=np.int32([[page, 4]]))
+        table = pp.create_page_table(**sizes)
+        assert settle(table, jnp.asarray(True), changes)[1] == sound

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from models.request import SamplingParams
+from tests.dense_oracle import CONFIG, tiny_model
 from tests.engine_calls import make_engine, run, tokens_of
 
 pytestmark = pytest.mark.usefixtures("exact_products")
@@ -44,6 +45,12 @@ def test_what_can_never_be_served_is_refused_and_changes_nothing(
     assert after.number == other.number + 1
     run(engine)
     assert tokens_of([other, after]) == [oracle.continue_(prompt, NEW) for prompt in PROMPTS]
+
+
+def test_beams_need_twice_their_number_of_tokens():
+    engine = make_engine(tiny_model(replace(CONFIG, vocab_size=7)))
+    with pytest.raises(ValueError, match="beam_width=4 is more than half of vocab_size=7"):
+        engine.submit([1], SamplingParams(max_tokens=1, beam_width=4))
 
 
 @pytest.mark.parametrize(

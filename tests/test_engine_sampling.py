@@ -11,7 +11,9 @@ from flax import nnx
 
 from models.engine import Engine, EngineConfig
 from models.generate import generate
-from models.request import SamplingParams
+from models.request import Completion, Logprobs, Request, SamplingParams
+from models.seq import Seq
+from models.text_stream import TextStream
 from models.tokenizer import Tokenizer, save_byte_tokenizer
 from tests.beam_oracle import beam_search
 from tests.dense_oracle import CONFIG, tiny_model
@@ -325,6 +327,19 @@ def test_the_beginning_of_a_stop_text_is_told_when_nothing_follows(byte_engine, 
     (request,) = serve(byte_engine(), ["hello"], params)
     assert request.completions[0].text == spoken.text
     assert reasons_of([request]) == ["max_tokens"]
+
+
+def test_a_stop_text_is_no_token_of_the_mean(byte_tokenizer):
+    seq = Seq(
+        request=Request(number=0, prompt=[1], params=SamplingParams(), seed=0),
+        completion=Completion(index=0),
+        tokens=[1],
+        limit=9,
+        stream=TextStream(byte_tokenizer, (), ["b"]),
+    )
+    assert seq.accept(ord("a"), Logprobs(token=-1.0, top={})) is None
+    seq.finish(seq.accept(ord("b"), Logprobs(token=-2.0, top={})))
+    assert seq.completion.finish_reason == "stopped" and seq.mean_logprob == -1.5
 
 
 class _Mute:

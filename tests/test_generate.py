@@ -143,8 +143,8 @@ def test_samples_share_the_pages_of_their_prompt(model):
 
 @pytest.mark.parametrize(
     "options",
-    [{"chunk": 3}, {"num_pages": 8}, {"max_seqs": 2}],
-    ids=["chunk", "small pool", "few rows"],
+    [{"chunk": 3}, {"num_pages": 8}, {"num_pages": 7}, {"max_seqs": 2}],
+    ids=["chunk", "small pool", "smaller pool", "few rows"],
 )
 def test_samples_do_not_depend_on_how_they_are_run(model, drawn, options):
     result = generate(

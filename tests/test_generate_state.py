@@ -129,7 +129,7 @@ def test_a_start_leaves_alone_what_it_cannot_have(split, oracle):
     assert not ok.any() and statuses(state)[2:] == [Status.EMPTY, Status.EMPTY]
     # The same row twice: the first has it.
     state, ok = start(split, state, [[], [6], [7]], [2, 3, 3], limit=1)
-    assert ok.tolist() == [[False], [True], [False]]
+    assert ok.tolist() == [[False], [True], [False]] and statuses(state)[2] == Status.EMPTY
     assert texts(state)[3] == oracle.continue_([6], 1)
     state = release(state, jnp.array([False, False, False, True]))
     for before, after in zip(jax.tree.leaves(table), jax.tree.leaves(state.table), strict=True):
@@ -137,6 +137,13 @@ def test_a_start_leaves_alone_what_it_cannot_have(split, oracle):
     held = table.block_tables[1][:2]
     np.testing.assert_array_equal(pages[:, held], np.asarray(state.pool.k_pages[0])[:, held])
     assert texts(step(split, state, 10))[1] == oracle.continue_(PROMPTS[0], 5)
+
+
+def test_a_prompt_that_found_no_pages_has_nothing_to_resume(split):
+    prompts = [[1] * 16, [2] * 12, [3] * 8]  # of 9 pages
+    state, ok = start(split, empty_state(), prompts, [0, 1, 2], limit=1)
+    assert ok.tolist() == [[True], [True], [False]]
+    assert statuses(resume(state))[2] == Status.OUT_OF_PAGES
 
 
 def test_samples_of_one_prompt_equal_independent_runs_with_the_same_keys(split):

@@ -118,6 +118,17 @@ def test_what_a_row_does_not_own_changes_no_bit(options):
     assert_same_bits(decode(rows_of_256().make(), **options), clean)
 
 
+def test_what_is_left_of_the_window_is_not_read():
+    arrays = rows_of_256(seq_lens=(200, 130)).make()
+    q, k_pages, v_pages, tables, lens = arrays
+    k, v = k_pages.copy(), v_pages.copy()
+    for row, left in enumerate(lens - 70):
+        pages, places = np.divmod(np.arange(left), 16)
+        k[:, tables[row, pages], places] = v[:, tables[row, pages], places] = np.nan
+    expected = decode(arrays, sliding_window=70)
+    assert_same_bits(decode((q, k, v, tables, lens), sliding_window=70), expected)
+
+
 def test_bits_depend_on_the_row_alone_under_a_split_size():
     arrays = rows_of_256(seq_lens=(250, 3, 0, 129)).make()
     q, k_pages, v_pages, tables, lens = arrays

@@ -39,6 +39,14 @@ def test_check_names_the_broken_invariant(name, index, value, message):
         pp.check(broken)
 
 
+def test_check_names_a_page_that_is_free_twice():
+    table = extended([8, 0, 0, 2])
+    free_pages = table.free_pages.at[table.num_free].set(7)
+    broken = replace(table, free_pages=free_pages, num_free=table.num_free + 1)
+    with pytest.raises(ValueError, match=r"ref_counts=0, times_free=2 at page 7"):
+        pp.check(broken)
+
+
 def test_check_refuses_tracers():
     with pytest.raises(ValueError, match="on the host"):
         jax.jit(pp.check)(make_table())

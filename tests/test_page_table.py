@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
+from pallas_paged.page_table import validate_pool_size
 from tests.page_tables import (
     INT32_MAX,
     INT32_MIN,
@@ -49,6 +50,12 @@ def test_created_table_is_empty_and_sound():
 def test_create_refuses(sizes, message):
     with pytest.raises(ValueError, match=message):
         make_table(**sizes)
+
+
+def test_int32_has_a_number_for_no_slot_too():
+    validate_pool_size(INT32_MAX - 1, 1)
+    with pytest.raises(ValueError, match=r"page_size=1 \+ 1 must be at most"):
+        validate_pool_size(INT32_MAX, 1)
 
 
 def test_extend_hands_out_pages_in_order():

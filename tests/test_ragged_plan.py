@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_paged.kernels.logits import LogitOptions
-from pallas_paged.kernels.ragged_plan import make_plan, make_tiles
+from pallas_paged.kernels.ragged_plan import _cumsum, make_plan, make_tiles
 
 BLOCK_K, TILE = 64, 32
 STATIC = ("num_tokens", "num_programs", "split_size", "window", "align")
@@ -112,3 +112,9 @@ def test_splits_of_a_row_do_not_depend_on_where_it_begins():
     assert expected[0] == {2, 4}
     for start in range(1, 10):
         assert cuts(start) == expected
+
+
+@pytest.mark.parametrize("size", [1, 2048, 2049])
+def test_sums_of_few_elements_and_of_many(size):
+    x = np.random.default_rng(size).integers(0, 9, (3, size), np.int32)
+    np.testing.assert_array_equal(_cumsum(x), np.cumsum(x, axis=-1))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.sampling import RowSampling, sample
+from models.sampling import RowSampling, hash_prompt, sample, sample_key
 
 VOCAB = 12
 LOGITS = np.random.default_rng(0).normal(0, 2, VOCAB).astype(np.float32)
@@ -173,3 +173,14 @@ def test_bad_shapes_are_refused():
         sample(jnp.zeros((2, 4)), None, RowSampling.create(2))
     with pytest.raises(ValueError, match=r"temperature.shape=\(3,\)"):
         sample(jnp.zeros((2, 4)), keys, RowSampling.create(3))
+
+
+def test_a_key_is_that_of_its_prompt_and_number_alone():
+    def drawn(prompt, number=0):
+        key = sample_key(jax.random.key(3), hash_prompt(prompt), number)
+        return tuple(jax.random.bits(key, 2).tolist())
+
+    prompts = [[1, 2], [2, 1], [1, 2, 0], [258]]
+    keys = {drawn(prompt, number) for prompt in prompts for number in range(2)}
+    assert len(keys) == 8
+    assert drawn((1, 2)) == drawn(np.int64([1, 2])) == drawn([1, 2])

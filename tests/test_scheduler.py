@@ -122,6 +122,29 @@ def test_the_newest_gives_way_and_its_tokens_are_computed_again():
     assert [seq.tokens[4:] for seq in seqs] == [[1004 + i for i in range(14)]] * 3
 
 
+def test_who_gives_way_is_served_before_those_that_came_later():
+    scheduler = make_scheduler(num_pages=6)
+    host = Host.of(scheduler, num_pages=6)
+    seqs = [*(make_seq(number, 4, new=14) for number in range(3)), make_seq(3, 20, new=1)]
+    start(scheduler, *seqs)
+    while not scheduler.num_preemptions:
+        host.step()
+    assert [*scheduler.queue] == seqs[2:]
+    host.run()
+
+
+def test_the_next_is_looked_at_when_the_head_of_the_queue_leaves():
+    scheduler = make_scheduler(num_pages=8)
+    host = Host.of(scheduler, num_pages=8)
+    first, large, small = make_seq(0, 8, new=12), make_seq(1, 28, new=4), make_seq(2, 1, new=2)
+    start(scheduler, first, large, small)
+    host.step()
+    host.end(large, "aborted")
+    host.step()
+    assert (large.lives, small.lives) == (0, 1)
+    host.run()
+
+
 def test_cached_pages_go_before_anybody_gives_way():
     scheduler = make_scheduler(num_pages=6, caching=True)
     host = Host.of(scheduler, num_pages=6)

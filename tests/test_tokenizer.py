@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, processors
 
+from models.text_stream import TextStream
 from models.tokenizer import StreamDecoder, Tokenizer, save_byte_tokenizer
 
 TEXT = "ROMEO:\n\tÀ bientôt, 子曰: “¿qué?” 🎭\x00  twice"
@@ -142,6 +143,40 @@ def test_stream_that_forgets_joins_to_the_whole(byte_level, ids, prompt):
     stream = StreamDecoder(byte_level, start)
     text = "".join(stream.push([token]) for token in ids) + stream.finish()
     assert prompt + text == byte_level.decode(start + ids)
+
+
+STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
+
+
+@given(text=st.text("ab", max_size=12), stops=STOPS)
+def test_a_text_ends_before_its_first_stop_text_and_is_never_late(byte_level, text, stops):
+    stream, told = TextStream(byte_level, (), stops), ""
+    for end, character in enumerate(text, 1):
+        told += stream.push([ord(character)])
+        found = [text.index(stop) for stop in stops if stop in text[:end]]
+        assert stream.stopped == bool(found)
+        if found:
+            assert told == text[: min(found)] and stream.finish() == ""
+            return
+        begun = [n for stop in stops for n in range(len(stop)) if text[:end].endswith(stop[:n])]
+        assert told == text[: end - max(begun, default=0)]
+    assert told + stream.finish() == text
+
+
+def test_a_text_goes_on_after_its_prompt(sentencepiece):
+    prompt, (token,) = sentencepiece.encode("a"), sentencepiece.encode("b")[1:]
+    assert sentencepiece.decode([token]) == "b"  # without the space, at the beginning of a text
+    assert TextStream(sentencepiece, prompt, ()).push([token]) == " b"
+
+
+def test_settings_of_a_training_run_do_not_change_a_prompt(byte_level, tmp_path):
+    inner = tokenizers.Tokenizer.from_str(byte_level._tokenizer.to_str())
+    inner.enable_truncation(4)
+    inner.enable_padding(length=8)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    for text in ("ab", TEXT):
+        assert tokenizer.encode(text) == list(text.encode())
 
 
 def test_missing_or_broken_file_is_named(tmp_path):

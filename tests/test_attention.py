@@ -265,7 +265,7 @@ def test_decode_after_fork_equals_decode_of_an_unshared_copy(implementation):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_no_jit_is_needed(dtype):
-    """Not even where XLA's dots for CPUs take operands in some orders only, unless it fuses them."""
+    """Not even on a CPU, where XLA takes bf16 in some orders only, unless it fuses the product."""
     case = Case(8, 2, 64, 16, (20, 30, 5, 32), 2, dtype)
     arrays = case.make()
     actual = pp.paged_attention(*arrays, return_lse=True, implementation="xla")

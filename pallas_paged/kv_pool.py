@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -23,6 +22,7 @@ from pallas_paged.page_table import (
     validate_positive,
 )
 from pallas_paged.quantization import LARGEST, checked_scales, is_one_byte, quantize, token_scales
+from pallas_paged.validation import static_number
 
 POOL_DTYPES = ("float32", "bfloat16", "float16", *LARGEST)
 
@@ -236,15 +236,8 @@ def _write_quantized(
 
 
 def _layer_scales(name: str, given: Sequence[float], num_layers: int) -> tuple[jax.Array, ...]:
-    numbers = [*given]
-    if len(numbers) != num_layers or not all(map(_is_scale, numbers)):
-        raise ValueError(
-            f"{name}={numbers} must be {num_layers=} numbers, positive and finite in float32"
-        )
+    numbers = [static_number(f"{name}[{layer}]", x) for layer, x in enumerate(given)]
+    least = float(jnp.finfo(jnp.float32).tiny)  # a subnormal may count as 0
+    if len(numbers) != num_layers or not all(x >= least for x in numbers):
+        raise ValueError(f"{name}={numbers} must be {num_layers=} numbers, each at least {least:g}")
     return tuple(jnp.float32(x) for x in numbers)
-
-
-def _is_scale(x: Any) -> bool:
-    is_number = hasattr(x, "__float__") and not isinstance(x, bool | np.bool)
-    limits = jnp.finfo(jnp.float32)  # a subnormal may count as 0
-    return is_number and float(limits.tiny) <= float(x) <= float(limits.max)

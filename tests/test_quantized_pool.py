@@ -60,18 +60,15 @@ def test_scales_of_a_checkpoint(dtype):
     [
         (dict(dtype="float16", k_scales=[1, 1], v_scales=[1, 1]), "must be None with pages of flo"),
         (dict(k_scales=[1, 1]), "k_scales and v_scales must be given both, or neither"),
-        (
-            dict(k_scales=[1], v_scales=[1, 1]),
-            r"k_scales=\[1\] must be num_layers=2 numbers, positive",
-        ),
-        (dict(k_scales=[1, 1], v_scales=[1, 0]), r"v_scales=\[1, 0\] must be num_layers=2"),
-        (dict(k_scales=[1, -1], v_scales=[1, 1]), "positive and finite"),
-        (dict(k_scales=[1, np.nan], v_scales=[1, 1]), "positive and finite"),
-        (dict(k_scales=[1, np.inf], v_scales=[1, 1]), "positive and finite"),
-        (dict(k_scales=[1, 1e39], v_scales=[1, 1]), "positive and finite"),
-        (dict(k_scales=[1, 1e-45], v_scales=[1, 1]), "positive and finite"),
-        (dict(k_scales=[1, True], v_scales=[1, 1]), "positive and finite"),
-        (dict(k_scales=[1, "1"], v_scales=[1, 1]), "positive and finite"),
+        (dict(k_scales=[1], v_scales=[1, 1]), r"k_scales=\[1.0\] must be num_layers=2 numbers"),
+        (dict(k_scales=[1, 1], v_scales=[1, 0]), r"v_scales=\[1.0, 0.0\] must be .* at least 1.1"),
+        (dict(k_scales=[1, -1], v_scales=[1, 1]), "at least 1.1"),
+        (dict(k_scales=[1, 1e-45], v_scales=[1, 1]), "at least 1.1"),
+        (dict(k_scales=[1, np.nan], v_scales=[1, 1]), r"k_scales\[1\]=nan must be finite"),
+        (dict(k_scales=[1, np.inf], v_scales=[1, 1]), r"k_scales\[1\]=inf must be finite"),
+        (dict(k_scales=[1, 1], v_scales=[1, 10**400]), r"v_scales\[1\]=10* must be finite"),
+        (dict(k_scales=[1, True], v_scales=[1, 1]), r"k_scales\[1\]=True must be a number"),
+        (dict(k_scales=[1, "1"], v_scales=[1, 1]), r"k_scales\[1\]='1' must be a number"),
     ],
 )
 def test_create_refuses(changes, message):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from bench import timing, trace
+from bench import profiler, timing
 from models.checkpoint import load_checkpoint
 from models.config import ModelConfig
 from models.decoder import Decoder
@@ -65,8 +65,8 @@ def start_rows(
 
 
 def one_step(
-    one: list[trace.Timed], many: Sequence[list[trace.Timed]], num_steps: int
-) -> list[trace.Timed]:
+    one: list[profiler.Timed], many: Sequence[list[profiler.Timed]], num_steps: int
+) -> list[profiler.Timed]:
     """The kernels that every step of a loop repeats, with the median of their times.
 
     Args:

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import cli, peers, prefill_peers, report, timing, trace
+from bench import cli, peers, prefill_peers, profiler, report, timing
 from bench.measure import MAX_RELATIVE_ERROR, best, measure_all, reason
 from bench.shapes import SHAPES, TINY, Shape, make_case, select_shapes, uniform
 
@@ -197,7 +197,7 @@ def sdpa(case: TorchCase) -> Variants:
     yield "flash", functools.partial(make, SDPBackend.FLASH_ATTENTION, **flash)
 
 
-def _kernels(run: Callable[[], Any], num_runs: int) -> list[trace.Kernel]:
+def _kernels(run: Callable[[], Any], num_runs: int) -> list[profiler.Kernel]:
     import torch
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -245,7 +245,7 @@ def measure(case: TorchCase, call: Call, iterations: int) -> dict[str, Any]:
     result["wall_us"] = spread([1e3 * a.elapsed_time(b) for a, b in itertools.pairwise(events)])
     try:
         kernels = _kernels(graph.replay, num_runs)
-        runs = trace.split_runs(trace.own_times(kernels), num_runs)
+        runs = profiler.split_runs(profiler.own_times(kernels), num_runs)
         result["kernel_us"] = spread([sum(us for _, us in run) for run in runs])
     except Exception as cause:  # no CUPTI, perhaps; the replay's time still stands
         return result | {"kernel_us": None, "reason": reason(cause)}

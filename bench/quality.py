@@ -21,7 +21,7 @@ from flax import nnx
 
 from bench import cli, timing
 from bench.report import number, table
-from bench.serving_models import SHAPES, random_model
+from bench.serving.models import SHAPES, random_model
 from models.checkpoint import load_checkpoint
 from models.config import KV_DTYPES
 from models.decoder import Attend, Decoder, paged_attend

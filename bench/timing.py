@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from bench import trace
+from bench import profiler
 
 # (block of i32, warps, programs per SM) of the read kernel; the best one counts.
 _READ_CONFIGS = (
@@ -53,8 +53,8 @@ def _require_gpu() -> None:
         raise RuntimeError(f"kernel times need a GPU, not {jax.default_backend()!r}")
 
 
-def kernel_times(compiled: Any, args: tuple, *, iterations: int) -> list[list[trace.Timed]]:
-    """GPU kernels of each run of a jitted function, as they begin, with their `trace.own_times`.
+def kernel_times(compiled: Any, args: tuple, *, iterations: int) -> list[list[profiler.Timed]]:
+    """GPU kernels of each run of a jitted function, as they begin, with their `profiler.own_times`.
 
     Args:
       compiled: a jitted or compiled function.
@@ -70,10 +70,10 @@ def kernel_times(compiled: Any, args: tuple, *, iterations: int) -> list[list[tr
         jax.block_until_ready([compiled(*args) for _ in range(iterations + 1)])
 
     jax.block_until_ready(compiled(*args))  # nothing that happens only once is in the trace
-    kernels = trace.record(run_all)
+    kernels = profiler.record(run_all)
     if not kernels:
         raise RuntimeError("CUPTI reported no kernels")
-    return trace.split_runs(trace.own_times(kernels), iterations + 1)[1:]
+    return profiler.split_runs(profiler.own_times(kernels), iterations + 1)[1:]
 
 
 def wall_times(compiled: Any, args: tuple, *, iterations: int) -> list[float]:

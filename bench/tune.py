@@ -25,7 +25,9 @@ from bench.measure import Variant, measure_all
 from bench.options import PLAIN
 from bench.report import table
 from bench.shapes import Case, Shape, make_case, select_shapes
-from pallas_paged.kernels import mosaic_tuning, tuned, tuning
+from pallas_paged.kernels import tuned
+from pallas_paged.kernels.mosaic import config as mosaic_tuning
+from pallas_paged.kernels.triton import config as tuning
 
 TABLE = Path(str(importlib.resources.files("pallas_paged.kernels") / "tuned.json"))
 LEAST_GAIN = 1.02

@@ -6,8 +6,8 @@ from pallas_paged.attention import (
     ragged_paged_attention,
 )
 from pallas_paged.cascade import cascade_attention
-from pallas_paged.kernels.mosaic_tuning import MosaicDecodeConfig, MosaicRaggedConfig
-from pallas_paged.kernels.tuning import DecodeConfig, RaggedConfig
+from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig, MosaicRaggedConfig
+from pallas_paged.kernels.triton.config import DecodeConfig, RaggedConfig
 from pallas_paged.kv_pool import KVPool, copy_pages, create_kv_pool, write_kv
 from pallas_paged.page_check import check
 from pallas_paged.page_table import (

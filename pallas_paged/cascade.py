@@ -10,8 +10,8 @@ from jax.typing import ArrayLike
 
 from pallas_paged import dispatch
 from pallas_paged.kernels import xla
-from pallas_paged.kernels.mosaic_tuning import MosaicDecodeConfig, MosaicRaggedConfig
-from pallas_paged.kernels.tuning import DecodeConfig, RaggedConfig
+from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig, MosaicRaggedConfig
+from pallas_paged.kernels.triton.config import DecodeConfig, RaggedConfig
 from pallas_paged.quantization import checked_scales
 from pallas_paged.validation import (
     INT32_MAX,

@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_paged.implementations import IMPLEMENTATIONS, Call, Device, Kernel
+from pallas_paged.kernels.call import IMPLEMENTATIONS, Call, Device, Kernel
 from pallas_paged.kernels.logits import LogitOptions
-from pallas_paged.kernels.mosaic_tuning import (
+from pallas_paged.kernels.mosaic.config import (
     MosaicDecodeConfig,
     MosaicRaggedConfig,
     prefer_mosaic,
 )
-from pallas_paged.kernels.tuning import DecodeConfig, RaggedConfig
+from pallas_paged.kernels.triton.config import DecodeConfig, RaggedConfig
 
 
 def paged_decode(

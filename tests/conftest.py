@@ -8,8 +8,8 @@ import os
 import jax
 import pytest
 
-from pallas_paged.implementations import Device
-from pallas_paged.kernels import mosaic_support
+from pallas_paged.kernels.call import Device
+from pallas_paged.kernels.mosaic import support as mosaic_support
 
 # Compiling is nearly all the time that tests take, programs that they start included.
 flags = ["--xla_cpu_parallel_codegen_split_count=1", "--xla_gpu_autotune_level=0"]
@@ -78,7 +78,7 @@ def exact_products():
 @pytest.fixture(scope="module")
 def model():
     """A decoder so small that every test of a module can have it."""
-    from tests.dense_oracle import tiny_model
+    from tests.support.dense_oracle import tiny_model
 
     return tiny_model()
 
@@ -94,6 +94,6 @@ def split(model):
 @pytest.fixture(scope="module")
 def oracle(model):
     """What the model says without a cache."""
-    from tests.dense_oracle import DenseOracle
+    from tests.support.dense_oracle import DenseOracle
 
     return DenseOracle(model)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_paged as pp
-from tests.attention_cases import TOLERANCE
-from tests.attention_oracle import relative_error
+from tests.support.attention_cases import TOLERANCE
+from tests.support.attention_oracle import relative_error
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 

@@ -1,0 +1,1 @@
+"""How the engine serves, beside static batches and transformers."""

@@ -1,0 +1,106 @@
+"""A trace through the engine, with its memory watched."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from bench.serving.compilations import Compilations
+from bench.serving.record import Record, Served, Usage
+from bench.serving.requests import TraceRequest
+from models.engine import Engine
+from models.request import Request, SamplingParams
+
+_SAMPLE_S = 0.05  # between two samples of memory
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    """Exactly so many tokens, whatever they are."""
+    return SamplingParams(max_tokens=num_tokens, temperature=0.0, stop_tokens=())
+
+
+def usage(engine: Engine, requests: Sequence[Request], now: float) -> Usage:
+    """Memory at this moment: pages that rows hold, all full but the last one of each row.
+
+    Args:
+      engine: whose stats know the pages.
+      requests: that are not finished; those with tokens are the rows, but for a few that have just
+        been preempted or are halfway through their prompts.
+      now: seconds since the start of the run.
+    """
+    stats, page_size = engine.stats(), engine.config.page_size
+    reserved = (stats.num_pages - stats.num_free_pages - stats.num_cached_pages) * page_size
+    lens = [
+        len(request.prompt) + len(request.completions[0].tokens)
+        for request in requests
+        if request.first_token_time is not None
+    ]
+    empty = sum(-length % page_size for length in lens)
+    waits = stats.num_queued > 0
+    return Usage(time=now, live=max(0, reserved - empty), reserved=reserved, waits=waits)
+
+
+def serve(engine: Engine, trace: Sequence[TraceRequest], *, seconds: float) -> Record:
+    """Runs a trace; what is not finished after so many seconds is aborted.
+
+    Args:
+      engine: idle, warmed up, and new: its stats are those of this run.
+      trace: by arrival.
+      seconds: at most.
+    """
+    prompts = [one.prompt.tolist() for one in trace]
+    requests: list[Request] = []
+    samples: list[Usage] = []
+    with Compilations() as compilations:
+        start, now, next_look = time.perf_counter(), 0.0, _SAMPLE_S
+        while now < seconds and (len(requests) < len(trace) or not engine.idle):
+            while len(requests) < len(trace) and trace[len(requests)].arrival <= now:
+                index = len(requests)
+                params = greedy(trace[index].num_tokens)
+                requests.append(engine.submit(prompts[index], params))
+            if engine.idle:
+                time.sleep(max(0.0, min(trace[len(requests)].arrival, seconds) - now))
+            else:
+                engine.step()
+            now = time.perf_counter() - start
+            if now >= next_look:
+                running = [request for request in requests if not request.finished]
+                samples.append(usage(engine, running, now))
+                next_look = now + _SAMPLE_S
+        wall = time.perf_counter() - start
+    stats = engine.stats()
+    outputs = [len(request.completions[0].tokens) for request in requests]
+    served = [
+        Served(
+            arrival=one.arrival,
+            first_token=request.first_token_time - start,
+            finish=request.finish_time - start,
+            num_tokens=num_tokens,
+        )
+        for one, request, num_tokens in zip(trace, requests, outputs, strict=False)
+        if request.first_token_time is not None and request.finish_time is not None
+    ]
+    for one, request, num_tokens in zip(trace, requests, outputs, strict=False):
+        if not request.finished:
+            engine.abort(request)
+        elif num_tokens != one.num_tokens:
+            raise RuntimeError(f"a request got {num_tokens=} of {one.num_tokens}: {request.error}")
+    return Record(
+        served=served,
+        usage=samples,
+        wall=wall,
+        num_tokens=sum(outputs),
+        capacity=engine.config.num_pages * engine.config.page_size,
+        extra={
+            "preemptions": stats.num_preemptions,
+            "cache_hit_rate": stats.cache_hit_rate,
+            "compilations": compilations.count,
+            "num_steps": stats.num_steps,
+            "kv_dtype": stats.kv_dtype,
+            "pool_bytes": stats.pool_bytes,
+            "pool_utilization": stats.pool_utilization,
+            "pages_used": stats.pages_used,
+            "prompt_tokens": stats.prompt_tokens,
+            "computed_tokens": stats.computed_tokens,
+        },
+    )

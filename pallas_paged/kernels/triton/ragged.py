@@ -1,0 +1,306 @@
+"""Attention of ragged queries over paged K/V, a Pallas-Triton kernel and its specs.
+
+The query rows of a sequence, token after token and within a token head after head of one KV head's
+group, are cut into tiles, so that a few tokens fill the matrix unit and K/V are read once for all
+heads of the group. Prompts, chunks, a few speculated tokens and single ones may be mixed. A tile
+visits the blocks of keys that any of its queries sees:
+
+    keys       |--|--|--|--|--|--|      full blocks: no masks
+    tile 0     |##|#/|                  the blocks at the diagonal, at a window's
+    tile 1     |##|##|##|#/|            edge or under a tree mask: masked
+    tile 2     |##|##|##|##|##|#/|
+
+Where there are few tiles, or one is much longer than the others, `ragged_plan` splits their keys
+into pieces; the programs of a split tile leave partial states (out, lse) in slots, which
+`triton_merge` unites. All others write their result at once.
+
+FlashAttention-2 (Dao 2023), with the heads of a group packed into the tile as in FlashInfer.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot
+from pallas_paged.kernels.ragged_plan import Plan, make_plan, make_tiles
+from pallas_paged.kernels.triton import merge as triton_merge
+from pallas_paged.kernels.triton import one_byte
+from pallas_paged.kernels.triton import softmax as triton_softmax
+from pallas_paged.kernels.triton.config import RaggedConfig, next_power_of_2
+from pallas_paged.kernels.triton.specs import kv_head, scale_spec, whole
+
+
+def ragged_kernel(
+    q_refs,  # of arrays [T, G, ..] as `Operands.split` or `pack` make them
+    q_scales_ref,  # f32[T, G], factors of the rows of q, or None
+    k_ref,  # [P * S, D], or words of one-byte elements [P * S, D / 2]
+    v_ref,  # like k_ref
+    k_scales_ref,  # f32[P * S], or [1] for all tokens, or None
+    v_scales_ref,  # like k_scales_ref
+    block_tables_ref,  # i32[B, N]
+    plan: Plan,  # of refs
+    q_positions_ref,  # i32[T] or None
+    alibi_slopes_ref,  # f32[G] or None
+    sinks_ref,  # f32[G] or None
+    tree_mask_ref,  # i8[B, M, M] or None
+    o_ref,  # [T, G, D]
+    lse_ref,  # f32[T, G]
+    outs_ref,  # f32[slots, block_q, D]
+    lses_ref,  # f32[slots, block_q]
+    *,
+    options: LogitOptions,
+    page_size: int,
+    operands: one_byte.Operands,
+    config: RaggedConfig,
+):
+    block_q, block_k = config.block_q, config.block_k
+    num_tokens, group = q_refs[0].shape[:2]
+    num_words = k_ref.shape[1]
+    index = pl.program_id(1)
+    piece = jax.tree.map(lambda ref: ref[index], plan.pieces)
+    slot = plan.slot[index]
+    row, q_len, kv_len = piece.row, piece.q_len, piece.kv_len
+
+    words = jnp.arange(next_power_of_2(max(num_words, 16)))[None, :]
+    dims = one_byte.elements(words, o_ref.shape[2] // num_words)
+    padded = words.size != num_words
+    dim_mask = words < num_words
+    page_bits = page_size.bit_length() - 1
+    packed = piece.offset + jnp.arange(block_q)
+    token, head = packed // group, packed % group  # [block_q]
+    row_mask = token < q_len
+    q_token = piece.q_start + token
+    # Lanes that are off read something that is there, and write nothing. A mask would be a select
+    # after the load, and that would keep q from going to the matrix unit by shared memory: measured
+    # 300 instead of 430 TFLOP/s.
+    q_row = jnp.minimum(q_token, num_tokens - 1)
+    q_words = jnp.minimum(words, num_words - 1) if padded else words
+    q = [plgpu.load(ref.at[q_row[:, None], head[:, None], q_words]) for ref in q_refs]
+    q, q_scales = operands.of_queries(q)
+    if q_scales_ref is not None:
+        q_scales = plgpu.load(q_scales_ref.at[q_row, head])
+    if q_positions_ref is None:
+        positions = kv_len - q_len + token
+    else:
+        positions = plgpu.load(q_positions_ref.at[q_row])
+    slopes = None
+    if alibi_slopes_ref is not None:
+        slopes = plgpu.load(alibi_slopes_ref.at[head])[:, None]
+
+    def visible(keys):
+        """Which of the keys each query sees, beyond those that the row does not own."""
+        if tree_mask_ref is not None:
+            newest = keys - (kv_len - q_len)  # place among the row's newest tokens
+            size = tree_mask_ref.shape[1]
+            known = (token < size)[:, None] & (newest >= 0)[None, :] & (newest < size)[None, :]
+            allowed = plgpu.load(
+                tree_mask_ref.at[row[None, None], token[:, None], newest[None, :]],
+                mask=known,
+                other=0,
+            )
+            seen = (newest < 0)[None, :] | (allowed != 0)
+        elif q_positions_ref is None:
+            seen = keys[None, :] <= positions[:, None]
+        else:
+            seen = jnp.full((block_q, block_k), True)
+        if options.sliding_window is not None:
+            seen &= keys[None, :] >= options.first_key(positions)[:, None]
+        return seen
+
+    def readable_keys(block):
+        # Keys that the tile must not read, whose slots and table entries may hold anything, are
+        # replaced by one that it may: their logits are masked, and 0 times its value is 0.
+        return jnp.clip(block * block_k + jnp.arange(block_k), piece.first_key, kv_len - 1)
+
+    def pages_of(block):
+        # Asked for ahead also where there is no block, and then perhaps no row.
+        return plgpu.load(
+            block_tables_ref.at[row[None], readable_keys(block) >> page_bits],
+            mask=jnp.broadcast_to(piece.lo < piece.hi, (block_k,)),
+            other=0,
+            eviction_policy="evict_last",
+        )
+
+    def attend_block(masked, block, carry):
+        state, *ahead = carry
+        page = ahead[0] if ahead else pages_of(block)
+        ahead = [pages_of(block + 1) for _ in ahead]
+        keys = block * block_k + jnp.arange(block_k)
+        readable = readable_keys(block) if masked else keys
+        key_slots = (page << page_bits) + (readable & (page_size - 1))
+        slots = key_slots[:, None]
+        # A padded head_dim's loads are masked; q's lanes there hold what is not 0.
+        kv_mask = jnp.broadcast_to(dim_mask, (block_k, words.size)) if padded else None
+
+        def load(ref):
+            other = one_byte.zero(ref) if padded else None
+            return plgpu.load(ref.at[slots, words], mask=kv_mask, other=other)  # [block_k, D]
+
+        def load_scales(ref):
+            return ref[...] if ref.shape == (1,) else plgpu.load(ref.at[key_slots])
+
+        k = operands.of_pages(load(k_ref))
+        distances = keys[None, :] - positions[:, None]
+        s = functools.reduce(operator.add, map(lambda q, k: dot(q, k.T), q, k))
+        if k_scales_ref is not None:
+            s *= load_scales(k_scales_ref)[None, :]
+        s, factor = base2_logits(s, options, slopes, distances, q_scales)  # [block_q, block_k]
+        if masked:
+            s = jnp.where((keys < kv_len)[None, :] & visible(keys), s, -jnp.inf)
+        state = triton_softmax.attend(
+            state,
+            s,
+            factor,
+            None if v_scales_ref is None else load_scales(v_scales_ref),
+            lambda: operands.of_pages(load(v_ref)),
+            all_see=not masked,
+            operands=operands,
+        )
+        return state, *ahead
+
+    attend_full = functools.partial(attend_block, False)
+    attend_masked = functools.partial(attend_block, True)
+    # As in decoding; of longer tiles the registers are better spent.
+    ahead = [pages_of(piece.lo)] if operands.narrow and block_q < 64 else []
+    carry = triton_softmax.empty(block_q, words.size, len(dims)), *ahead
+    if options.sliding_window is not None:
+        carry = lax.fori_loop(piece.lo, piece.full_lo, attend_masked, carry)
+    carry = lax.fori_loop(piece.full_lo, piece.full_hi, attend_full, carry)
+    carry = lax.fori_loop(piece.full_hi, piece.hi, attend_masked, carry)
+    m_i, l_i, acc = carry[0]
+    states = [(m_i * LN_2, l_i, a) for a in acc]
+
+    @pl.when(slot < 0)
+    def _():
+        sinks = None if sinks_ref is None else plgpu.load(sinks_ref.at[head])
+        for d, state in zip(dims, states, strict=True):
+            out, lse = triton_merge.finish(state, sinks)
+            plgpu.store(
+                o_ref.at[q_token[:, None], head[:, None], d],
+                out.astype(o_ref.dtype),
+                mask=row_mask[:, None] & dim_mask,
+            )
+        plgpu.store(lse_ref.at[q_token, head], lse, mask=row_mask)
+
+    @pl.when(slot >= 0)
+    def _():
+        rows = jnp.arange(block_q)
+        for d, state in zip(dims, states, strict=True):
+            out, lse = triton_merge.finish(state, None)
+            plgpu.store(
+                outs_ref.at[slot[None, None], rows[:, None], d],
+                out,
+                mask=jnp.broadcast_to(dim_mask, out.shape),
+            )
+        plgpu.store(lses_ref.at[slot[None], rows], lse)
+
+
+def ragged_paged_attention(
+    q: jax.Array,  # [T, Hq, D]
+    k_pages: jax.Array,  # [Hkv, P, S, D]
+    v_pages: jax.Array,  # [Hkv, P, S, D]
+    block_tables: jax.Array,  # i32[B, N]
+    seq_lens: jax.Array,  # i32[B], each in [0, N * S]
+    cu_q_lens: jax.Array,  # i32[B + 1], rising, within [0, T]
+    q_positions: jax.Array | None,  # i32[T]
+    alibi_slopes: jax.Array | None,  # f32[Hq]
+    sinks: jax.Array | None,  # f32[Hq]
+    tree_mask: jax.Array | None,  # bool[B, M, M]
+    k_scales: jax.Array | None = None,  # f32[Hkv, P, S] or f32[]
+    v_scales: jax.Array | None = None,  # like k_scales
+    *,
+    options: LogitOptions,
+    config: RaggedConfig,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of each row's newest tokens: `(out [T, Hq, D], lse f32[T, Hq])`.
+
+    With `q_positions` the queries of a row stand there instead, and all of its keys are older.
+    """
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_kv_heads, _, page_size, _ = k_pages.shape
+    num_seqs, pages_per_seq = block_tables.shape
+    group = num_q_heads // num_kv_heads
+
+    # The same for every layer of a step, so inside one jit XLA keeps a single copy of it.
+    with jax.named_scope("ragged_plan"):
+        tiles = make_tiles(
+            seq_lens,
+            cu_q_lens,
+            q_positions,
+            num_tokens=num_tokens,
+            group=group,
+            block_q=config.block_q,
+            block_k=config.block_k,
+            options=options,
+            has_tree=tree_mask is not None,
+        )
+        plan = make_plan(
+            tiles,
+            tile_tokens=config.block_q // group,
+            block_k=config.block_k,
+            num_programs=config.num_programs,
+            split_size=config.split_size,
+            max_kv_len=pages_per_seq * page_size,
+            num_seqs=num_seqs,
+        )
+
+    def of_group(x):
+        return None if x is None else x.reshape(num_kv_heads, group)
+
+    operands = one_byte.Operands(dtype=q.dtype, kv_dtype=k_pages.dtype, interpret=interpret)
+    q = q.reshape(num_tokens, num_kv_heads, group, head_dim)
+    qs, q_scales = operands.pack(q), None
+    if config.block_q >= 64:
+        # Not in the kernel, since q of such tiles should be loaded into shared memory as it is (see
+        # above): on an H200 long prompts take 20% less. Tiles of few rows have it in registers, and
+        # take 10% less if it is made there.
+        qs, q_scales = operands.of_queries(operands.split(q))
+    kv = [one_byte.token_rows(pages) for pages in (k_pages, v_pages)]
+    scales = [one_byte.scale_rows(x) for x in (k_scales, v_scales)]
+    of_rows = (block_tables, plan, q_positions)
+    of_heads = [of_group(x) for x in (alibi_slopes, sinks)]
+    tree = None if tree_mask is None else tree_mask.astype(jnp.int8)
+    out_shape = (
+        jax.ShapeDtypeStruct((num_tokens, num_kv_heads, group, head_dim), q.dtype),
+        jax.ShapeDtypeStruct((num_tokens, num_kv_heads, group), jnp.float32),
+        jax.ShapeDtypeStruct((num_kv_heads, plan.num_slots, config.block_q, head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((num_kv_heads, plan.num_slots, config.block_q), jnp.float32),
+    )
+    out, lse, outs, lses = pl.pallas_call(
+        functools.partial(
+            ragged_kernel,
+            options=options,
+            page_size=page_size,
+            operands=operands,
+            config=config,
+        ),
+        grid=(num_kv_heads, plan.slot.shape[0]),
+        in_specs=[
+            [kv_head(x, 1) for x in qs],
+            kv_head(q_scales, 1),
+            *(kv_head(x, 0) for x in kv),
+            *(scale_spec(x) for x in scales),
+            *whole(of_rows),
+            *(kv_head(x, 0) for x in of_heads),
+            whole(tree),
+        ],
+        out_specs=[kv_head(x, axis) for x, axis in zip(out_shape, (1, 1, 0, 0), strict=True)],
+        out_shape=out_shape,
+        compiler_params=plgpu.CompilerParams(
+            num_warps=config.num_warps, num_stages=config.num_stages
+        ),
+        interpret=interpret,
+        name="ragged_paged_attention",
+    )(qs, q_scales, *kv, *scales, *of_rows, *of_heads, tree)
+    out, lse = triton_merge.merge_tiles(
+        out, lse, outs, lses, plan, of_group(sinks), config=config, interpret=interpret
+    )
+    return out.reshape(num_tokens, num_q_heads, head_dim), lse.reshape(num_tokens, num_q_heads)

@@ -1,0 +1,149 @@
+"""With a fixed split size the bits of a row depend on nothing but the row.
+
+Not on which rows stand beside it, how long they are, how many, in which order, nor on how many
+entries a block table has. Without one they do, or these tests could not fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+import pallas_paged as pp
+from tests.conftest import IMPLEMENTATIONS
+from tests.support.attention_calls import assert_close, jitted
+from tests.support.attention_cases import Case, cumulated
+
+# Without fusion emitters the code of XLA for CPUs may differ where shapes around the sums differ.
+OPTIONS_OF_XLA = {}
+if jax.default_backend() == "cpu" and jax.__version_info__ < (0, 11):
+    OPTIONS_OF_XLA["xla_cpu_use_fusion_emitters"] = True
+decode = jitted(pp.paged_attention, OPTIONS_OF_XLA)
+ragged = jitted(pp.ragged_paged_attention, OPTIONS_OF_XLA)
+
+LOOP = dict(block_k=16, num_programs=3, num_warps=2, num_stages=2, split_size=32)
+MOSAIC_LOOP = dict(block_k=64, num_stages=2, split_size=64)
+CONFIGS = {
+    "triton": (pp.DecodeConfig(**LOOP), pp.RaggedConfig(**LOOP, block_q=16)),
+    "mosaic_gpu": (
+        pp.MosaicDecodeConfig(**MOSAIC_LOOP, num_programs=3),
+        pp.MosaicRaggedConfig(**MOSAIC_LOOP, num_programs=8, num_consumers=2),
+    ),
+}
+OPTIONS = dict(
+    soft_cap=3.0,
+    sliding_window=90,
+    alibi_slopes=np.float32([0.05, 0.02, 0.01, 0.0]),
+    sinks=np.float32([1.0, -1.0, 0.0, 2.0]),
+)
+SEQ_LENS = (130, 3, 64, 0, 33, 97)
+# One tile or several; on a prefix or not; none at all.
+Q_LENS = (5, 3, 20, 0, 1, 8)
+CASE = Case(head_dim=16, pages_per_seq=17, seq_lens=SEQ_LENS)
+EMPTY_ROW = 3
+# Rows of a batch, by their index in the case: alone, reordered, and more than 32.
+EVERYTHING = tuple(range(len(SEQ_LENS)))
+BATCHES = [(0,), EVERYTHING[::-1], EVERYTHING * 6]
+
+
+def decode_batch(rows, arrays, shorter=False, padding=0, **call) -> Iterator[tuple[int, tuple]]:
+    """Yields a row of the case and its (out, lse), for each one of a decode batch.
+
+    Args:
+        rows: the rows of the batch, by their index in the case.
+        arrays: of the case.
+        shorter: give rows of odd index half of their tokens.
+        padding: empty rows at the end.
+        call: implementation, config and options.
+    """
+    q, k_pages, v_pages, tables, lens = arrays
+    rows = np.array([*rows, *[EMPTY_ROW] * padding])
+    lens = np.where(shorter & (rows % 2 == 1), lens[rows] // 2, lens[rows])
+    lens = lens.astype(np.int32)
+    out, lse = map(np.asarray, decode(q[rows], k_pages, v_pages, tables[rows], lens, **call))
+    for i, row in enumerate(rows):
+        yield row, (out[i], lse[i])
+
+
+def ragged_batch(rows, arrays, shorter=False, padding=0, **call) -> Iterator[tuple[int, tuple]]:
+    """The same for a ragged batch, whose padding is tokens of nobody."""
+    q, k_pages, v_pages, tables, lens, cu = arrays
+    rows = np.array(rows)
+    short = shorter & (rows % 2 == 1)
+    lens = np.where(short, lens[rows] // 2, lens[rows]).astype(np.int32)
+    q_lens = np.where(short, np.diff(cu)[rows] // 2, np.diff(cu)[rows])
+    tokens = [cu[row] + np.arange(n) for row, n in zip(rows, q_lens, strict=True)]
+    packed = np.concatenate([q[np.concatenate(tokens)], np.full_like(q[:padding], np.nan)])
+    cu = cumulated(q_lens)
+    out, lse = map(np.asarray, ragged(packed, k_pages, v_pages, tables[rows], lens, cu, **call))
+    for i, row in enumerate(rows):
+        mine = slice(cu[i], cu[i + 1])
+        yield row, (out[mine], lse[mine])
+
+
+CALLS = {"decode": (decode_batch, CASE), "ragged": (ragged_batch, replace(CASE, q_lens=Q_LENS))}
+
+
+@pytest.fixture(params=[name for name in IMPLEMENTATIONS if name != "xla"])
+def implementation(request):
+    """Those that have configs."""
+    return request.param
+
+
+@pytest.fixture(params=CALLS)
+def kernel(request):
+    return request.param
+
+
+@pytest.fixture
+def case(kernel, implementation):
+    return CALLS[kernel][1].on(implementation)
+
+
+@pytest.fixture
+def call(kernel, implementation):
+    """How the implementation is called with a split size."""
+    configs = dict(zip(CALLS, CONFIGS[implementation.removesuffix("_interpret")], strict=True))
+    return dict(implementation=implementation, config=configs[kernel])
+
+
+def same_bits(a, b) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+class TestBits:
+    def test_do_not_depend_on_the_rest_of_the_batch(self, kernel, case, call):
+        batch, arrays = CALLS[kernel][0], case.make()
+        expected = dict(batch(EVERYTHING, arrays, **call))
+        for rows in BATCHES:
+            for row, state in batch(rows, arrays, **call):
+                assert same_bits(state, expected[row]), (rows, row)
+        for row, state in batch(EVERYTHING, arrays, shorter=True, **call):
+            assert row % 2 == 1 or same_bits(state, expected[row]), row
+        wide = replace(case, pages_per_seq=40).make()
+        for row, state in batch((2, 0, 0, 5), wide, padding=20, **call):
+            assert same_bits(state, expected[row]), row
+
+    def test_nor_with_every_option(self, kernel, case, call):
+        batch, arrays = CALLS[kernel][0], case.make()
+        expected = dict(batch(EVERYTHING, arrays, **call, **OPTIONS))
+        for rows in BATCHES[:2]:
+            for row, state in batch(rows, arrays, **call, **OPTIONS):
+                assert same_bits(state, expected[row]), (rows, row)
+
+    def test_do_depend_on_it_without_a_split_size(self, kernel, case, call):
+        batch, arrays = CALLS[kernel][0], case.make()
+        call["config"] = replace(call["config"], split_size=None)
+        expected = dict(batch(EVERYTHING, arrays, **call))
+        ((_, alone),) = batch((0,), arrays, **call)
+        assert not same_bits(alone, expected[0])
+
+
+def test_a_split_size_matches_the_oracle(kernel, case, call):
+    function, arrays = {"decode": decode, "ragged": ragged}[kernel], case.make()
+    for options in ({}, OPTIONS):
+        assert_close(function(*arrays, **call, **options), arrays, case.tolerance, **options)

@@ -1,0 +1,199 @@
+"""Attention over prefixes that rows share: the same as over each row's own pages."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+import pallas_paged as pp
+from tests.support.attention_calls import assert_close, assert_same_bits, decode
+from tests.support.attention_cases import Case, SharedPrefixes
+from tests.support.attention_oracle import relative_error
+
+CASE = Case(head_dim=16, num_pages=48)
+of_8_rows = partial(SharedPrefixes, CASE)
+# All of these have the same shapes, so that they share one compiled program.
+GROUPS = [
+    of_8_rows((37, 40, 64, 33, 50, 32, 45, 36), (32, 0, 0), (0, 8, 8, 8)),  # one of all rows
+    of_8_rows((37, 40, 64, 33, 50, 20, 45, 36), (32, 16, 40), (0, 3, 6, 8)),  # several
+    of_8_rows((37, 40, 64, 33, 50, 20, 45, 36), (0, 16, 32), (0, 1, 3, 5)),  # and rows of none
+    of_8_rows((37, 0, 40, 0, 0, 0, 45, 36), (32, 24, 16), (0, 3, 6, 8)),  # empty rows and groups
+    of_8_rows((37, 10, 64, 33, 7, 0, 45, 36), (64, 16, 31), (0, 3, 6, 8)),  # longer than a row
+    of_8_rows((37, 40, 64, 33, 50, 29, 45, 36), (21, 7, 1), (0, 3, 6, 8)),  # no whole pages
+    of_8_rows((32, 32, 64, 8, 8, 9, 1, 2), (32, 8, 8), (0, 3, 6, 8)),  # rows that are all prefix
+    of_8_rows(
+        (37, 40, 64, 33, 50, 20, 45, 36), (32, 16, 40), (0, 1, 1, 2)
+    ),  # of one row and of none
+]
+PER_HEAD = np.float32([0.5, 0.25, 0.125, 0.0])
+LOOP = dict(block_k=16, num_programs=3, num_warps=2, num_stages=2)
+OPTIONS = {
+    "a window within the suffix": dict(sliding_window=3),
+    "a window that cuts the prefix": dict(sliding_window=21),
+    "cap": dict(soft_cap=1.5),
+    "alibi": dict(alibi_slopes=PER_HEAD),
+    "sinks": dict(sinks=4 * PER_HEAD),
+    "scale": dict(sm_scale=-0.7),
+    "all": dict(
+        sliding_window=25, soft_cap=1.5, alibi_slopes=PER_HEAD, sinks=4 * PER_HEAD, sm_scale=0.7
+    ),
+}
+
+
+@partial(
+    jax.jit,
+    static_argnames=(
+        "sm_scale",
+        "soft_cap",
+        "sliding_window",
+        "implementation",
+        "config",
+        "prefix_config",
+    ),
+)
+def cascade(*arrays, **options):
+    return pp.cascade_attention(*arrays, return_lse=True, **options)
+
+
+@pytest.mark.parametrize("groups", GROUPS, ids=str)
+def test_equals_attention_over_each_row(groups, implementation):
+    groups = groups.on(implementation)
+    arrays = groups.make()
+    actual = cascade(*arrays, implementation=implementation)
+    assert_close(actual, arrays[:5], groups.case.tolerance)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name, implementation):
+    groups = GROUPS[2].on(implementation)
+    arrays = groups.make()
+    actual = cascade(*arrays, implementation=implementation, **OPTIONS[name])
+    assert_close(actual, arrays[:5], groups.case.tolerance, **OPTIONS[name])
+
+
+def test_pages_left_of_every_window_are_not_read(implementation):
+    case = dataclasses.replace(CASE, page_size=16, num_pages=64).on(implementation)
+    groups = SharedPrefixes(case, (53, 45, 0, 0, 1, 60, 46, 45), (29, 39, 0), (0, 3, 3, 3))
+    q, k_pages, v_pages, tables, *rest = arrays = groups.make()
+    poisoned = [pages.copy() for pages in (k_pages, v_pages)]
+    for pages in poisoned:
+        pages[:, tables[0, 0], :5] = np.nan  # row 1 sees from 5 on, row 0 from 13 on
+    options = dict(sliding_window=40, implementation=implementation)
+    expected = cascade(*arrays, **options)
+    assert_same_bits(cascade(q, *poisoned, tables, *rest, **options), expected)
+
+
+def test_equals_paged_attention(implementation):
+    groups = GROUPS[4].on(implementation)
+    arrays = groups.make()
+    out, lse = cascade(*arrays, implementation=implementation)
+    expected_out, expected_lse = decode(*arrays[:5], implementation=implementation)
+    assert relative_error(out, np.asarray(expected_out, np.float64)) <= groups.case.tolerance
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(num_q_heads=7, num_kv_heads=1, head_dim=80, dtype="bfloat16"),
+        Case(page_size=1, pages_per_seq=64, dtype="float16"),
+        Case(num_q_heads=6, head_dim=128, page_size=16, pages_per_seq=4, dtype="bfloat16"),
+        Case(num_q_heads=20, num_kv_heads=1, page_size=64, pages_per_seq=2),
+    ],
+    ids=str,
+)
+def test_shapes_and_dtypes(case, implementation):
+    groups = SharedPrefixes(case, (70, 90, 64, 0), (64, 0), (0, 3, 4))
+    if case.page_size < 64:
+        groups = dataclasses.replace(groups, seq_lens=(37, 40, 30, 0), prefix_lens=(24, 8))
+    arrays = groups.make()
+    actual = cascade(*arrays, implementation=implementation)
+    assert_close(actual, arrays[:5], case.tolerance)
+
+
+def test_any_groups_are_taken_as_rising_and_within_the_rows(implementation):
+    groups = of_8_rows(GROUPS[1].seq_lens, (32, 16, 0), (0, 3, 3, 8)).on(implementation)
+    *arrays, _, _ = groups.make()
+    prefix_lens, cu_group_rows = np.int32([32, 2**31 - 1, -5]), np.int32([2, 3, 1, 2**31 - 1])
+    actual = cascade(*arrays, prefix_lens, cu_group_rows, implementation=implementation)
+    assert_close(actual, arrays, groups.case.tolerance)
+
+
+def test_lengths_beyond_the_table_count_as_its_size(implementation):
+    groups = GROUPS[4].on(implementation)
+    *arrays, lens, prefix_lens, cu_group_rows = groups.make()
+    beyond = np.where(lens == 64, 2**31 - 1, np.where(lens == 0, -7, lens)).astype(np.int32)
+    groups_of = prefix_lens, cu_group_rows
+    actual = cascade(*arrays, beyond, *groups_of, implementation=implementation)
+    assert_close(actual, (*arrays, lens), groups.case.tolerance)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("split_size", [None, 32])
+def test_configs(split_size, window):
+    arrays = GROUPS[1].make()
+    actual = cascade(
+        *arrays,
+        implementation="triton_interpret",
+        sliding_window=window,
+        config=pp.DecodeConfig(**LOOP, split_size=split_size),
+        prefix_config=pp.RaggedConfig(**LOOP, block_q=16, split_size=split_size),
+    )
+    assert_close(actual, arrays[:5], 1e-5, sliding_window=window)
+
+
+def test_out_alone_and_as_a_jitted_default():
+    arrays = GROUPS[1].make()
+    out = jax.jit(pp.cascade_attention)(*arrays)
+    assert out.shape == arrays[0].shape and out.dtype == arrays[0].dtype
+
+
+@pytest.mark.parametrize(
+    ("prefix_lens", "cu_group_rows", "message"),
+    [
+        (np.zeros((3, 1), np.int32), np.zeros(4, np.int32), r"prefix_lens.shape=\(3, 1\)"),
+        (np.zeros(3, np.int32), np.zeros(3, np.int32), r"cu_group_rows.shape=\(3,\)"),
+        (np.zeros(3, np.int64), np.zeros(4, np.int32), "prefix_lens.dtype=int64 must be int32"),
+        (np.zeros(3, np.int32), np.zeros(4, np.int16), "cu_group_rows.dtype=int16 must be int32"),
+    ],
+)
+def test_bad_groups_are_named(prefix_lens, cu_group_rows, message):
+    arrays = GROUPS[0].make()
+    with pytest.raises(ValueError, match=message):
+        pp.cascade_attention(*arrays[:5], prefix_lens, cu_group_rows)
+
+
+MOSAIC_LOOP = dict(block_k=64, num_programs=3, num_stages=2)
+MOSAIC = dict(
+    config=pp.MosaicDecodeConfig(**MOSAIC_LOOP),
+    prefix_config=pp.MosaicRaggedConfig(**MOSAIC_LOOP, num_consumers=1),
+)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="configs choose the implementation")
+def test_configs_of_every_implementation_are_taken_without_a_gpu():
+    arrays = GROUPS[1].make()
+    assert_close(cascade(*arrays, **MOSAIC), arrays[:5], 1e-5)
+    mixed = MOSAIC | dict(config=pp.DecodeConfig(**LOOP))
+    assert_close(cascade(*arrays, **mixed), arrays[:5], 1e-5)
+    with pytest.raises(ValueError, match="must be a RaggedConfig for implementation='triton"):
+        cascade(*arrays, **mixed, implementation="triton_interpret")
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("config", pp.RaggedConfig(**LOOP, block_q=16)),
+        ("config", MOSAIC["prefix_config"]),
+        ("prefix_config", pp.DecodeConfig(**LOOP)),
+        ("prefix_config", MOSAIC["config"]),
+    ],
+)
+def test_configs_of_each_other_are_refused(name, config):
+    wanted = "DecodeConfig" if name == "config" else "RaggedConfig"
+    with pytest.raises(ValueError, match=f"must be a {wanted} or Mosaic{wanted}"):
+        jax.eval_shape(partial(pp.cascade_attention, **{name: config}), *GROUPS[0].make())

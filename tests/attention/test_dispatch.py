@@ -1,0 +1,285 @@
+"""Which implementation runs a call: by device, shape, config and JAX; and why one does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_paged as pp
+from pallas_paged import dispatch
+from pallas_paged.kernels.call import IMPLEMENTATIONS, Call, Device
+from pallas_paged.kernels.mosaic import support as mosaic_support
+from tests.kernels.triton.test_lowering import MESH
+from tests.support.attention_cases import Case
+
+CALLS = [(pp.paged_attention, Case()), (pp.ragged_paged_attention, Case(q_lens=(4, 1, 2)))]
+BOTH = pytest.mark.parametrize(("function", "case"), CALLS, ids=["decode", "ragged"])
+CPU = Device(platform="cpu", kind="cpu", num_sms=4, compute_capability=None)
+# Not the name of a GPU that has been measured: what is preferred there is no rule.
+HOPPER = Device(platform="gpu", kind="a Hopper GPU", num_sms=132, compute_capability="9.0")
+A100 = Device(platform="gpu", kind="NVIDIA A100", num_sms=108, compute_capability="8.0")
+PREFILL = Call(
+    kernel="ragged",
+    device=HOPPER,
+    dtype=jnp.dtype(jnp.bfloat16),
+    kv_dtype=jnp.dtype(jnp.bfloat16),
+    num_tokens=4096,
+    num_seqs=4,
+    num_q_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    page_size=16,
+    max_kv_len=4096,
+    with_lse=False,
+    config=None,
+)
+DECODE = dataclasses.replace(PREFILL, kernel="decode", num_tokens=4)
+CONFIGS = {
+    ("triton", "decode"): pp.DecodeConfig(block_k=64, num_programs=8, num_warps=4, num_stages=2),
+    ("triton", "ragged"): pp.RaggedConfig(
+        block_q=64, block_k=64, num_programs=8, num_warps=4, num_stages=2
+    ),
+    ("mosaic_gpu", "decode"): pp.MosaicDecodeConfig(block_k=64, num_programs=8, num_stages=2),
+    ("mosaic_gpu", "ragged"): pp.MosaicRaggedConfig(
+        block_k=64, num_programs=8, num_consumers=2, num_stages=2
+    ),
+}
+
+
+@pytest.fixture
+def any_jax(monkeypatch):
+    """What the JAX of this machine lacks does not matter."""
+    monkeypatch.setattr(mosaic_support, "why_not_jax", lambda: None)
+
+
+@pytest.fixture
+def jax_without_triton(monkeypatch):
+    for module in ("decode", "ragged"):
+        monkeypatch.setitem(sys.modules, f"pallas_paged.kernels.triton.{module}", None)
+        monkeypatch.delattr(f"pallas_paged.kernels.triton.{module}", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("call", "changes", "chosen"),
+    [
+        (PREFILL, {}, "mosaic_gpu"),
+        (PREFILL, {"num_tokens": 60}, "triton"),
+        (PREFILL, {"dtype": jnp.dtype(jnp.float32)}, "triton"),
+        (PREFILL, {"head_dim": 80}, "triton"),
+        (PREFILL, {"page_size": 4}, "triton"),
+        (PREFILL, {"device": A100}, "triton"),
+        (PREFILL, {"device": CPU}, "xla"),
+        (DECODE, {"device": A100}, "triton"),
+        (DECODE, {"device": CPU}, "xla"),
+    ],
+    ids=lambda x: x.kernel if isinstance(x, Call) else str(x),
+)
+def test_none_is_the_best_for_the_call(any_jax, call, changes, chosen):
+    assert dispatch.best_implementation(dataclasses.replace(call, **changes)) == chosen
+
+
+@pytest.mark.parametrize("prefer", [False, True])
+@pytest.mark.parametrize("call", [PREFILL, DECODE], ids=["ragged", "decode"])
+def test_none_is_the_faster_one_on_hopper(any_jax, monkeypatch, call, prefer):
+    monkeypatch.setattr(dispatch, "prefer_mosaic", lambda *_, **__: prefer)
+    assert dispatch.best_implementation(call) == ("mosaic_gpu" if prefer else "triton")
+
+
+def test_none_needs_no_triton(any_jax, jax_without_triton):
+    slow = dataclasses.replace(PREFILL, num_tokens=60)
+    assert dispatch.best_implementation(slow) == "mosaic_gpu"
+    assert dispatch.best_implementation(dataclasses.replace(slow, head_dim=80)) == "xla"
+
+
+def test_none_needs_no_mosaic(monkeypatch):
+    monkeypatch.setattr(mosaic_support, "why_not_jax", lambda: "is too old")
+    assert dispatch.best_implementation(PREFILL) == "triton"
+
+
+@pytest.mark.parametrize("call", [PREFILL, DECODE], ids=["ragged", "decode"])
+class TestConfig:
+    @pytest.mark.parametrize("family", ["triton", "mosaic_gpu"])
+    def test_chooses_the_implementation_of_its_type(self, any_jax, call, family):
+        call = dataclasses.replace(call, config=CONFIGS[family, call.kernel])
+        assert dispatch.best_implementation(call) == family
+        elsewhere = dataclasses.replace(call, device=CPU)
+        assert dispatch.best_implementation(elsewhere) == "xla"
+        assert dispatch.find(elsewhere, None) is dispatch.find(elsewhere, "xla")
+
+    def test_that_can_not_run_is_no_reason_to_run_another(self, any_jax, call):
+        config = CONFIGS["mosaic_gpu", call.kernel]
+        call = dataclasses.replace(call, device=A100, config=config)
+        with pytest.raises(NotImplementedError, match="'mosaic_gpu' needs a Hopper GPU"):
+            dispatch.find(call, None)
+
+    @pytest.mark.parametrize("implementation", [None, *IMPLEMENTATIONS])
+    def test_of_another_type_is_refused(self, any_jax, call, implementation):
+        wanted = {
+            "triton": [CONFIGS["triton", call.kernel]],
+            "mosaic_gpu": [CONFIGS["mosaic_gpu", call.kernel]],
+        }.get((implementation or "").removesuffix("_interpret"))
+        wanted = wanted or [CONFIGS[f, call.kernel] for f in ("triton", "mosaic_gpu")]
+        names = " or ".join(type(config).__name__ for config in wanted)
+        for config in CONFIGS.values():
+            if config not in wanted:
+                message = rf"config={type(config).__name__}\(.* must be a {names}"
+                with pytest.raises(ValueError, match=message):
+                    dispatch.find(dataclasses.replace(call, config=config), implementation)
+
+
+class TestMosaicRefuses:
+    @pytest.mark.parametrize(
+        ("call", "changes", "reason"),
+        [
+            (PREFILL, {"dtype": jnp.dtype(jnp.float32)}, "bfloat16 or float16, not float32"),
+            (DECODE, {"kv_dtype": jnp.dtype(jnp.int8)}, "pages of q's dtype bfloat16, not of int8"),
+            (DECODE, {"head_dim": 96}, r"a head_dim of \(64, 128, 256\), not 96"),
+            (PREFILL, {"page_size": 4}, "a page_size of at least 8, not 4"),
+            (DECODE, {"num_kv_heads": 1, "num_q_heads": 65}, "at most 64 query heads .*, not 65"),
+            (
+                DECODE,
+                {"config": pp.MosaicDecodeConfig(block_k=192, num_stages=2, num_programs=1)}
+                | {"page_size": 128},
+                "block_k=192 that is a multiple or a divisor of page_size=128",
+            ),
+            (
+                DECODE,
+                {"config": pp.MosaicDecodeConfig(block_k=128, num_stages=4, num_programs=1)},
+                "has 232448 bytes of shared memory a program, and MosaicDecodeConfig.* takes 2",
+            ),
+            (
+                PREFILL,
+                {"head_dim": 256}
+                | {
+                    "config": pp.MosaicRaggedConfig(
+                        block_k=64, num_stages=2, num_programs=1, num_consumers=2, num_q_stages=2
+                    )
+                },
+                "has 232448 bytes of shared memory a program, and MosaicRaggedConfig.* takes 2",
+            ),
+            (PREFILL, {"device": A100}, "a Hopper GPU, but the device is a NVIDIA A100"),
+            (PREFILL, {"device": CPU}, "a Hopper GPU, but the device is a cpu"),
+        ],
+        ids=lambda x: x if isinstance(x, str) else "",
+    )
+    def test_with_the_reason(self, any_jax, call, changes, reason):
+        call = dataclasses.replace(call, **changes)
+        assert IMPLEMENTATIONS["mosaic_gpu"].why_not(PREFILL) is None
+        with pytest.raises(NotImplementedError, match=rf"'mosaic_gpu' .*{reason}"):
+            dispatch.find(call, "mosaic_gpu")
+        interpreted = IMPLEMENTATIONS["mosaic_gpu_interpret"].why_not(call)
+        assert (interpreted is None) == ("device" in changes)
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {},
+            {"dtype": jnp.dtype(jnp.float16), "kv_dtype": jnp.dtype(jnp.float16)},
+            {"head_dim": 64, "page_size": 8},
+            {"head_dim": 256, "page_size": 256},
+            {"num_kv_heads": 32},
+            {"num_q_heads": 7, "num_kv_heads": 1},
+            {"num_q_heads": 64, "num_kv_heads": 1},
+        ],
+        ids=str,
+    )
+    def test_nothing_else(self, any_jax, changes):
+        for call in (PREFILL, DECODE):
+            call = dataclasses.replace(call, **changes)
+            assert IMPLEMENTATIONS["mosaic_gpu"].why_not(call) is None
+
+    def test_only_decoding_with_large_groups(self, any_jax):
+        call = dataclasses.replace(PREFILL, num_kv_heads=1, num_q_heads=128)
+        assert IMPLEMENTATIONS["mosaic_gpu"].why_not(call) is None
+
+    @pytest.mark.parametrize(
+        ("kind", "capability", "hopper"),
+        [
+            *((f"NVIDIA {name}", None, True) for name in ("H200", "H100 80GB HBM3", "H20", "H800")),
+            ("NVIDIA GH200 480GB", None, True),
+            *((f"NVIDIA {name}", None, False) for name in ("A100", "B200", "GB200", "H2000", "L4")),
+            ("NVIDIA of tomorrow", "9.0", True),
+            ("NVIDIA H200", "10.0", False),
+        ],
+    )
+    def test_what_is_no_hopper(self, kind, capability, hopper):
+        device = dict(device_kind=kind, compute_capability=capability)
+        assert (mosaic_support.why_not_device(platform="gpu", **device) is None) == hopper
+
+    def test_an_old_jax(self):
+        reason = mosaic_support.why_not_jax()
+        assert (reason is None) == (jax.__version_info__ >= (0, 11))
+        assert reason is None or f"({jax.__version__}) lacks" in reason
+
+    @BOTH
+    def test_a_jax_without_it_is_no_import_error(self, function, case, monkeypatch):
+        monkeypatch.setitem(sys.modules, "jax.experimental.pallas.mosaic_gpu", None)
+        monkeypatch.delattr("jax.experimental.pallas.mosaic_gpu", raising=False)
+        with pytest.raises(NotImplementedError, match="needs the Mosaic GPU lowering of Pallas"):
+            function(*case.make(), implementation="mosaic_gpu_interpret")
+
+
+@pytest.mark.skipif(mosaic_support.why_not_jax() is not None, reason="this JAX is too old")
+class TestMosaicRuns:
+    @BOTH
+    def test_without_a_gradient(self, function, case):
+        q, *rest = case.on("mosaic_gpu").make()
+
+        def total(q):
+            return function(q, *rest, implementation="mosaic_gpu_interpret").sum()
+
+        with pytest.raises(NotImplementedError, match="no gradient; implementation='xla'"):
+            jax.grad(total)(q)
+
+    @pytest.mark.parametrize("return_lse", [False, True])
+    @pytest.mark.parametrize("head_dim", [32, 64])
+    def test_what_it_can_where_nobody_names_one(self, head_dim, return_lse):
+        case = Case(head_dim=head_dim, dtype="bfloat16", q_lens=(64, 64, 64), seq_lens=(64, 64, 64))
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in case.make()]
+
+        def attend(*arrays):
+            return pp.ragged_paged_attention(*arrays, return_lse=return_lse)
+
+        with jax.sharding.use_abstract_mesh(MESH):
+            text = jax.jit(attend).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+        assert ("@mosaic_gpu" in text) == (head_dim == 64)
+
+
+@BOTH
+class TestNamed:
+    def test_unknown(self, function, case):
+        with pytest.raises(ValueError, match="implementation='cuda' must be None or one of"):
+            function(*case.make(), implementation="cuda")
+
+    @pytest.mark.skipif(jax.default_backend() == "gpu", reason="they may run here")
+    @pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
+    def test_needs_a_gpu(self, any_jax, function, case, implementation):
+        message = f"implementation='{implementation}' needs a .*GPU, but the device is a"
+        with pytest.raises(NotImplementedError, match=message):
+            function(*case.make(), implementation=implementation)
+
+    def test_a_jax_without_the_triton_lowering_is_no_import_error(
+        self, function, case, jax_without_triton
+    ):
+        with pytest.raises(NotImplementedError, match="needs the Triton lowering of Pallas"):
+            function(*case.make(), implementation="triton_interpret")
+
+
+def test_the_choice_is_logged_once_for_each_implementation(caplog):
+    dispatch._log.cache_clear()
+    f32 = Case().make()
+    with caplog.at_level(logging.INFO, logger="pallas_paged"):
+        for _ in range(3):
+            pp.paged_attention(*f32)
+            dispatch.find(dataclasses.replace(DECODE, device=A100), None)
+        pp.paged_attention(*f32, implementation="triton_interpret")  # no choice
+    chosen = "triton" if jax.default_backend() == "gpu" else "xla"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"implementation={chosen!r} on {jax.devices()[0].device_kind}",
+        "implementation='triton' on NVIDIA A100",
+    ]

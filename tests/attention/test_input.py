@@ -1,0 +1,208 @@
+"""What the entries to attention refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_paged as pp
+from tests.support.attention_cases import Case
+
+NAMES = ("q", "k_pages", "v_pages", "block_tables", "seq_lens", "cu_q_lens")
+RAGGED = Case(q_lens=(4, 1, 2))
+CALLS = [(pp.paged_attention, Case()), (pp.ragged_paged_attention, RAGGED)]
+BOTH = pytest.mark.parametrize(("function", "case"), CALLS, ids=["decode", "ragged"])
+
+
+def changed(case, changes):
+    """The arrays of a call, some of them made wrong."""
+    arrays = case.make(poison=False)
+    return [changes.get(name, lambda x: x)(x) for name, x in zip(NAMES, arrays, strict=False)]
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": lambda x: x[0]}, r"q.shape=\(4, 32\) must be \[[BT], num_q_heads, head_dim\]"),
+        ({"q": lambda x: x[:, :3]}, "num_q_heads=3 must be a multiple of num_kv_heads=2"),
+        ({"q": lambda x: x[..., :16]}, "head_dim=16 of q must equal kv_head_dim=32"),
+        ({"q": lambda x: x[:0]}, "must not hold a 0"),
+        ({"q": lambda x: x.astype(np.int32)}, "q.dtype=int32 must be float32, bfloat16 or float16"),
+        ({"k_pages": lambda x: x[0]}, "k_pages.shape="),
+        ({"k_pages": lambda x: x[:, :-1]}, "must equal v_pages.shape"),
+        ({"v_pages": lambda x: x.astype(np.float16)}, "v_pages.dtype=float16 must equal q.dtype"),
+        ({"block_tables": lambda x: x[:2]}, r"block_tables.shape=\(2, 8\) must be .* with B=3"),
+        ({"block_tables": lambda x: x[:, :0]}, "block_tables.shape"),
+        (
+            {"block_tables": lambda x: x.astype(np.uint32)},
+            "block_tables.dtype=uint32 must be int32",
+        ),
+        (
+            {"block_tables": lambda x: x[:0], "seq_lens": lambda x: x[:0]},
+            r"seq_lens.shape=\(0,\) must be \[B\] with B >= 1",
+        ),
+        ({"seq_lens": lambda x: x[:, None]}, r"seq_lens.shape=\(3, 1\)"),
+        ({"seq_lens": lambda x: x.astype(np.int16)}, "seq_lens.dtype=int16 must be int32"),
+    ],
+)
+def test_bad_arrays_are_named(function, case, changes, message):
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(function, *changed(case, changes))
+
+
+def test_q_of_decode_has_a_row_for_each_sequence():
+    with pytest.raises(
+        ValueError, match=r"q.shape=\(2, 4, 32\) and seq_lens.shape=\(3,\) must agree"
+    ):
+        jax.eval_shape(pp.paged_attention, *changed(Case(), {"q": lambda x: x[:2]}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x[:-1], r"cu_q_lens.shape=\(3,\) must be \(4,\): 0, then .* of 3 "),
+        (lambda x: x[:, None], r"cu_q_lens.shape=\(4, 1\)"),
+        (lambda x: x.astype(np.int64), "cu_q_lens.dtype=int64 must be int32"),
+    ],
+)
+def test_bad_cu_q_lens_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        pp.ragged_paged_attention(*changed(RAGGED, {"cu_q_lens": change}))
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (Case(page_size=3, pages_per_seq=30), "page_size=3 must be a power of two"),
+        (Case(page_size=512, pages_per_seq=1), "page_size=512"),
+        (Case(head_dim=257), "head_dim=257 must be at most 256"),
+    ],
+    ids=["page_size 3", "page_size 512", "head_dim 257"],
+)
+def test_bad_sizes_are_named(case, message):
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(pp.paged_attention, *case.make())
+
+
+def test_pools_and_tables_whose_slots_are_no_int32_are_refused():
+    shapes = [(1, 4, 16), (1, 2**24, 256, 16), (1, 2**24, 256, 16), (1, 1), (1,)]
+    structs = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes[:3]]
+    structs += [jax.ShapeDtypeStruct(s, jnp.int32) for s in shapes[3:]]
+    with pytest.raises(ValueError, match=r"num_pages=16777216 \* page_size=256 must be at most"):
+        jax.eval_shape(pp.paged_attention, *structs)
+    structs[1] = structs[2] = jax.ShapeDtypeStruct((1, 4, 256, 16), jnp.bfloat16)
+    structs[3] = jax.ShapeDtypeStruct((1, 2**23), jnp.int32)
+    with pytest.raises(ValueError, match="pages_per_seq=8388608"):
+        jax.eval_shape(pp.paged_attention, *structs)
+
+
+@BOTH
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"implementation": "cuda"}, "implementation='cuda' must be None or one of"),
+            ({"config": {"block_k": 64}}, r"config=\{'block_k': 64\} must be a \w+Config"),
+            ({"soft_cap": 0}, "soft_cap=0 must be positive"),
+            ({"soft_cap": -2.0}, "soft_cap=-2.0 must be positive"),
+            ({"soft_cap": 1e-38}, "soft_cap=1e-38 must be positive, and at least 1e-30"),
+            ({"sliding_window": 0}, "sliding_window=0 must be an integer that is at least 1"),
+            ({"sliding_window": -3}, "sliding_window=-3 must be"),
+            ({"sliding_window": 2.5}, "sliding_window=2.5 must be an integer"),
+            *(
+                ({name: value}, rf"{name} {dtype}{shape} must be float32\[num_q_heads\] .*=4")
+                for name in ("alibi_slopes", "sinks")
+                for value, dtype, shape in (
+                    (np.ones(2, np.float32), "float32", r"\[2\]"),
+                    (np.ones((4, 1), np.float32), "float32", r"\[4, 1\]"),
+                    (np.ones(4, np.float64), "float64", r"\[4\]"),
+                    (np.ones(4, np.int32), "int32", r"\[4\]"),
+                )
+            ),
+        ],
+        ids=str,
+    )
+    def test_bad_ones_are_named(self, function, case, options, message):
+        with pytest.raises(ValueError, match=message):
+            function(*case.make(), **options)
+
+    @pytest.mark.parametrize("name", ["sm_scale", "soft_cap", "sliding_window"])
+    def test_numbers_are_static_and_finite(self, function, case, name):
+        arrays = case.make()
+        with pytest.raises(ValueError, match=f"{name} must be a static number"):
+            jax.jit(lambda x: function(*arrays, **{name: x}))(1.0)
+        for bad in ("0.5", True, 1j, [1.0], np.ones(1), np.nan, np.inf):
+            with pytest.raises(ValueError, match=rf"{name}=.* must be"):
+                function(*arrays, **{name: bad})
+
+    def test_numbers_of_numpy_will_do(self, function, case):
+        options = dict(sm_scale=np.float32(0.5), soft_cap=np.float64(2), sliding_window=np.int64(3))
+        jax.eval_shape(lambda *x: function(*x, **options), *case.make())
+
+    def test_a_config_of_the_other_function_is_refused(self, function, case):
+        loop = dict(block_k=16, num_programs=1, num_warps=1, num_stages=1)
+        decode = function is pp.paged_attention
+        wrong = pp.RaggedConfig(block_q=16, **loop) if decode else pp.DecodeConfig(**loop)
+        with pytest.raises(ValueError, match=r"config=\w+Config\(.* must be a \w+Config"):
+            function(*case.make(), config=wrong)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (np.ones((3, 4, 5), bool), r"tree_mask bool\[3, 4, 5\] must be bool\[B, n, n\]"),
+        (np.ones((4, 4), bool), r"tree_mask bool\[4, 4\]"),
+        (np.ones((3, 0, 0), bool), r"tree_mask bool\[3, 0, 0\]"),
+        (np.ones((3, 4, 4), np.int8), r"tree_mask int8\[3, 4, 4\]"),
+        (np.ones((2, 4, 4), bool), r"tree_mask.shape=\(2, 4, 4\) must begin with B=3"),
+    ],
+    ids=["not square", "no rows", "empty", "int8", "2 rows"],
+)
+def test_a_bad_tree_mask_is_named(mask, message):
+    with pytest.raises(ValueError, match=message):
+        pp.ragged_paged_attention(*RAGGED.make(), tree_mask=mask)
+
+
+def test_a_tree_mask_whose_elements_are_no_int32_is_refused():
+    mask = jax.ShapeDtypeStruct((3, 2**15, 2**15), bool)
+    with pytest.raises(ValueError, match="must hold at most 2147483647 elements"):
+        jax.eval_shape(pp.ragged_paged_attention, *RAGGED.make(), tree_mask=mask)
+
+
+class TestConfig:
+    GOOD = (
+        pp.DecodeConfig(block_k=64, num_programs=8, num_warps=2, num_stages=2),
+        pp.RaggedConfig(block_q=32, block_k=64, num_programs=8, num_warps=2, num_stages=2),
+    )
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"block_k": 48}, "block_k=48 must be a power of two"),
+            ({"block_k": 8}, "block_k=8"),
+            ({"num_warps": 3}, "num_warps=3"),
+            ({"num_stages": 0}, "num_stages=0"),
+            ({"num_programs": 0}, "num_programs=0"),
+            ({"num_programs": 2.5}, "num_programs=2.5 must be an integer"),
+            ({"num_programs": 2**31}, "num_programs=2147483648"),
+            ({"block_k": 64.0}, "block_k=64.0"),
+            ({"num_stages": True}, "num_stages=True"),
+            ({"split_size": 96}, "split_size=96 must be a multiple of block_k=64"),
+            ({"split_size": 32}, "split_size=32 must be an integer in"),
+            ({"split_size": 64.0}, "split_size=64.0"),
+        ],
+    )
+    def test_is_validated_when_built(self, change, message):
+        for good in self.GOOD:
+            with pytest.raises(ValueError, match=message):
+                dataclasses.replace(good, **change)
+
+    @pytest.mark.parametrize("block_q", [8, 48, 512, 16.0])
+    def test_tiles_of_queries_are_powers_of_two(self, block_q):
+        with pytest.raises(ValueError, match=f"block_q={block_q} must be a power of two"):
+            dataclasses.replace(self.GOOD[1], block_q=block_q)

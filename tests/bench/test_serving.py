@@ -1,0 +1,274 @@
+"""The serving bench as a whole, on a CPU: what it counts, writes and draws, not how fast it is."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from bench.serving import __main__ as serving
+from bench.serving import report as serving_report
+from bench.serving import transformers as serving_transformers
+from bench.serving.compilations import Compilations
+from bench.serving.engine import serve
+from bench.serving.models import SHAPES, ServingShape, random_model, weight_bytes
+from bench.serving.requests import make_trace
+from models.decoder import Decoder
+from models.engine import Engine, EngineConfig
+
+TINY = SHAPES["tiny"]
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Decoder:
+    return random_model(TINY)
+
+
+def test_sizes_of_the_models() -> None:
+    assert SHAPES["1b"].token_bytes() == 32 << 10 and SHAPES["8b"].token_bytes() == 128 << 10
+    for name, billions in {"1b": 1.236, "8b": 8.030}.items():
+        shape = SHAPES[name]
+        params = nnx.eval_shape(lambda s=shape: Decoder(s.config, dtype=s.dtype, rngs=nnx.Rngs(0)))
+        leaves = jax.tree.leaves(nnx.state(params, nnx.Param))
+        assert sum(leaf.size for leaf in leaves) / 1e9 == pytest.approx(billions, abs=1e-3)
+        assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.bfloat16)}
+        assert shape.kv_gib * (1 << 30) == 32 * shape.max_len * shape.token_bytes()
+
+
+def test_random_weights_differ_and_the_input_embeddings_are_not_read(tiny) -> None:
+    first, second = (layer.mlp.down_proj.weight[...] for layer in tiny.layers)
+    assert 0.005 < float(jnp.std(first)) < 0.02 and not jnp.any(first == second)
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(tiny)))
+    assert weight_bytes(tiny) == total - 256 * 64 * 4
+
+
+def test_compilations_are_counted_inside_only() -> None:
+    function = jax.jit(lambda x: 3 * x + 1)
+    inputs = [np.ones(n, np.float32) for n in (3, 4, 5)]
+    with Compilations() as compilations:
+        function(inputs[0])
+        function(inputs[0])
+        function(inputs[1])
+    function(inputs[2])
+    assert compilations.count == 2
+
+
+def _engine(model: Decoder) -> Engine:
+    """Of the sizes of the dry run, so that both are compiled once."""
+    sizes = {"num_pages": 64, "max_seqs": 8, "max_len": TINY.max_len, "token_budget": 128}
+    return Engine(model, None, None, EngineConfig(**sizes))
+
+
+def test_engine_serves_the_whole_trace_as_it_comes(tiny) -> None:
+    trace = make_trace(12, vocab_size=256, max_len=64, rate=50.0)
+    record = serve(_engine(tiny), trace, seconds=60.0)
+    assert [one.num_tokens for one in record.served] == [one.num_tokens for one in trace]
+    assert record.num_tokens == sum(one.num_tokens for one in trace)
+    assert record.wall >= trace[-1].arrival and record.capacity == 64 * 16
+    for one in record.served:
+        assert one.arrival <= one.first_token <= one.finish <= record.wall
+    assert record.usage and all(x.live <= x.reserved <= record.capacity for x in record.usage)
+    assert any(x.live > 0 for x in record.usage)
+
+
+def test_engine_is_cut_off_at_the_limit(tiny) -> None:
+    engine = _engine(tiny)
+    late = make_trace(2, vocab_size=256, max_len=64, rate=1e-6)
+    record = serve(engine, late, seconds=0.2)
+    assert not record.served and 0.2 <= record.wall < 5 and record.num_tokens == 0
+    busy = make_trace(300, vocab_size=256, max_len=64)
+    record = serve(engine, busy, seconds=0.1)
+    assert len(record.served) < 300 and record.num_tokens < sum(x.num_tokens for x in busy)
+    while not engine.idle:
+        engine.step()
+    assert engine.stats().num_aborted == 300 - len(record.served)
+
+
+def test_a_dry_run_of_everything(tmp_path, capsys) -> None:
+    files = {name: tmp_path / f"bench.{name}" for name in ("json", "markdown")}
+    names = ["engine", "engine_no_cache", "static"]
+    args = ["--shape", "tiny", "--systems", *names, "--requests", "24", "--decode-step"]
+    args += ["--max-seqs", "8", "--token-budget", "128", "--step-steps", "5"]
+    run = serving.main([*args, *(x for name in files for x in (f"--{name}", str(files[name])))])
+    saved = json.loads(files["json"].read_text())
+    assert list(saved["systems"]) == names and saved["meta"]["command"].startswith("python -m")
+    num_tokens = {result["num_tokens"] for result in saved["systems"].values()}
+    assert len(num_tokens) == 1 and num_tokens.pop() == pytest.approx(
+        24 * saved["trace"]["output_mean"]
+    )
+    for result in saved["systems"].values():
+        assert result["status"] == "ok" and result["num_finished"] == 24
+        assert result["compilations"] == 0
+    cached, static = saved["systems"]["engine"], saved["systems"]["static"]
+    assert cached["cache_hit_rate"] > 0 == saved["systems"]["engine_no_cache"]["cache_hit_rate"]
+    assert static["utilization"] < 0.5 < cached["utilization"] < 1
+    step = saved["decode_step"]
+    assert step["wall_us"] > 0 and step["context"] > 256 and step["num_seqs"] == 4
+    assert step["kv_bytes"] == 4 * step["context"] * TINY.token_bytes()
+    assert files["markdown"].read_text() == serving_report.markdown(run)
+    assert files["markdown"].read_text() in capsys.readouterr().out
+
+
+def test_what_fails_is_told_and_the_others_go_on(monkeypatch, capsys) -> None:
+    def fail(*args, **kwargs):
+        raise RuntimeError("no memory\nmore")
+
+    monkeypatch.setattr(serving, "StaticBatch", fail)
+    args = ["--shape", "tiny", "--systems", "static", "engine", "--requests", "2"]
+    run = serving.main([*args, "--max-seqs", "8", "--token-budget", "128"])
+    assert run["systems"]["engine"]["status"] == "ok"
+    out = capsys.readouterr().out
+    assert "static batch, contiguous cache: RuntimeError: no memory\n" in out
+
+
+def _result(rate: float, **more: object) -> dict:
+    spread = {"p50": 0.5, "p99": 2.0}
+    result = {"status": "ok", "wall_s": 10.0, "num_finished": 8, "tokens_per_s": rate}
+    result |= {"requests_per_s": 0.8, "ttft_s": spread, "tpot_s": spread, "latency_s": spread}
+    usage = [{"time": float(i), "live": 10 * i, "reserved": 100} for i in range(5)]
+    memory = {
+        "utilization": 0.25,
+        "live_of_budget": None,
+        "live_of_budget_under_load": 0.5,
+        "usage": usage,
+        "capacity": 100,
+    }
+    return result | memory | {"latencies": [1.0, 2.0, 4.0]} | more
+
+
+@pytest.fixture
+def run() -> dict:
+    """What a GPU might have given."""
+    meta = {"device": "a GPU", "jax": "0", "driver": "1", "date": "today", "command": "c"}
+    sizes = {"kv_gib": 2.0, "capacity": 65536, "max_len": 2048}
+    trace = make_trace(3, vocab_size=9, max_len=2048)
+    kernels = [{"name": f"k{i}", "us": 9.0 - i / 10, "launches": 16.0} for i in range(30)]
+    step = {"num_seqs": 64, "context": 2100.0, "wall_us": 2400.0, "kernel_us": 2200.0}
+    step |= {"kv_dtype": "bfloat16"}
+    step |= {"weight_bytes": 4e9, "kv_bytes": 4e9, "read_gbps": 4000.0, "roofline_us": 2000.0}
+    return {
+        "meta": meta,
+        "shape": "1b",
+        "sizes": sizes,
+        "trace": serving.describe_trace(trace),
+        "systems": {
+            "transformers": {"status": "failed", "reason": "no torch"},
+            "static": _result(1000.0, compilations=0),
+            "engine": _result(2500.0, preemptions=7, cache_hit_rate=0.25, compilations=0),
+        },
+        "decode_step": step | {"kernels": kernels},
+    }
+
+
+def test_tables(run) -> None:
+    text = serving_report.markdown(run)
+    lines = text.splitlines()
+    rows = [[x.strip() for x in line.strip("|").split("|")] for line in lines if line[:1] == "|"]
+    by_name = {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[2:5]}
+    assert list(by_name) == [
+        serving_report.NAMES[name] for name in ("engine", "static", "transformers")
+    ]
+    engine = by_name["engine"]
+    assert engine["x static"] == "2.50" and engine["per token ms"] == "500.0 / 2000.0"
+    assert engine["memory utilisation"] == "25.0%" and engine["preemptions"] == "7"
+    assert by_name["transformers generate"]["tokens/s"] == "-"
+    assert "- transformers generate: no torch" in lines
+    assert "wall over roofline 1.200, kernels over roofline 1.100." in text
+    assert "| 9.0 | 16 | k0 |" in lines and "| 6.6 | 16 | k24 |" in lines and "k25" not in text
+
+
+def test_chart(run, tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    serving_report.plot(run, tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    run["systems"] = {"transformers": run["systems"]["transformers"]}
+    with pytest.raises(ValueError, match="nothing to plot"):
+        serving_report.plot(run, tmp_path / "none.png")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--kv-gib", "0.0001"],
+        ["--systems", "vllm"],
+        ["--json", "no/such/folder"],
+        ["--transformers-requests", "0"],
+    ],
+)
+def test_bad_arguments_end_with_status_2(args, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        serving.main(["--shape", "tiny", *args])
+    assert ended.value.code == 2 and "error:" in capsys.readouterr().err
+
+
+def test_a_bad_trace_is_one_line() -> None:
+    with pytest.raises(SystemExit, match=r"^error: .*num_requests=0") as ended:
+        serving.main(["--shape", "tiny", "--requests", "0"])
+    assert "\n" not in str(ended.value)
+
+
+class _Exit:
+    """Ends the process that unpickles it."""
+
+    def __reduce__(self):
+        return os._exit, (3,)
+
+
+def _transformers(trace, **sizes) -> dict:
+    return serving_transformers.run_transformers(TINY.config, "float32", trace, **sizes)
+
+
+def test_transformers_runs_where_it_is_installed() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    trace = make_trace(4, vocab_size=256, max_len=64)
+    result = _transformers(trace, batch_size=3, max_len=64, seconds=60.0)
+    assert result["status"] == "ok" and result["num_finished"] == 4
+    assert result["num_tokens"] == sum(one.num_tokens for one in trace)
+    assert 0.2 < result["utilization"] < 1
+
+
+def test_without_transformers_the_reason_is_told(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "torch", None)
+
+    class Sender:
+        def send(self, result: dict) -> None:
+            self.result = result
+
+    sender = Sender()
+    serving_transformers._work(sender, TINY.config, "float32", [], 1, 64, math.inf)
+    assert sender.result["status"] == "failed" and "torch" in sender.result["reason"]
+
+
+def test_a_process_that_dies_is_told() -> None:
+    result = _transformers(_Exit(), batch_size=1, max_len=64, seconds=1.0)
+    assert result == {"status": "failed", "reason": "its process ended with 3"}
+
+
+def test_the_shape_tells_its_bytes() -> None:
+    shape = ServingShape(config=TINY.config, dtype=jnp.float16, kv_gib=1.0)
+    assert shape.token_bytes() == 2 * 2 * 2 * 16 * 2
+    for kv_dtype in ("int8", "fp8"):
+        assert shape.token_bytes(kv_dtype) == 2 * 2 * 2 * (16 + 4)
+
+
+def test_one_byte_pages_are_more_in_the_same_memory(capsys, monkeypatch) -> None:
+    steps: list[dict] = []
+    monkeypatch.setattr(serving, "measure_step", lambda *args, **options: steps.append(options))
+    args = ["--shape", "tiny", "--systems", "engine", "--requests", "4", "--decode-step"]
+    args += ["--max-seqs", "2", "--token-budget", "32"]
+    run = serving.main([*args, "--kv-dtype", "int8"])
+    engine, budget = run["systems"]["engine"], TINY.kv_gib * 2**30
+    assert engine["status"] == "ok" and engine["kv_dtype"] == steps[0]["kv_dtype"] == "int8"
+    assert run["sizes"]["capacity"] == budget // (8 * 16 * 4)  # the model's f32
+    assert engine["capacity"] == budget // (8 * (16 + 4)) // 16 * 16
+    assert budget - 16 * 160 < engine["pool_bytes"] <= budget
+    assert f"| engine | int8 | {engine['capacity']} | 4 |" in capsys.readouterr().out

@@ -1,0 +1,226 @@
+"""The Mosaic GPU kernels on a Hopper GPU: what only the hardware can get wrong, at real sizes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_paged as pp
+from tests.conftest import IMPLEMENTATIONS
+from tests.support.attention_calls import assert_close, assert_same_bits, decode, ragged
+from tests.support.attention_cases import Case, cumulated
+from tests.support.attention_oracle import relative_error
+
+if "mosaic_gpu" not in IMPLEMENTATIONS:
+    pytest.skip("needs a Hopper GPU and JAX 0.11", allow_module_level=True)
+
+on_hopper = dict(implementation="mosaic_gpu")
+EVERY_OPTION = dict(
+    sm_scale=0.1,
+    soft_cap=20.0,
+    sliding_window=300,
+    alibi_slopes=np.linspace(0, 0.1, 32, dtype=np.float32),
+    sinks=np.linspace(-1, 2, 32, dtype=np.float32),
+)
+rows = partial(Case, 32, 8, 128, 16, dtype="bfloat16")
+
+
+def up_to(most: int, num_seqs: int, seed: int = 0) -> tuple[int, ...]:
+    """Numbers in [1, most]."""
+    return tuple(np.random.default_rng(seed).integers(1, most + 1, num_seqs).tolist())
+
+
+def one_of_each() -> Case:
+    """Rows of 1 to 200 new tokens, in no order, some after a prefix."""
+    rng = np.random.default_rng(1)
+    q_lens = rng.permutation(200) + 1
+    prefixes = rng.integers(0, 300, 200) * rng.integers(0, 2, 200)
+    # Every third row has one token on its last page.
+    prefixes[::3] += (1 - q_lens - prefixes)[::3] % 16
+    return rows(
+        q_lens=tuple(q_lens.tolist()),
+        seq_lens=tuple((q_lens + prefixes).tolist()),
+        pages_per_seq=33,
+    )
+
+
+LENGTHS = (0, 1, *up_to(3000, 30))
+DECODE = rows(seq_lens=LENGTHS, pages_per_seq=200)
+LONG = rows(seq_lens=(20_000,), pages_per_seq=1280)  # of many programs, in many parts
+FEW = rows(seq_lens=(9000, 700, 33), q_lens=(4, 40, 33), pages_per_seq=600)
+MANY = rows(seq_lens=LENGTHS, q_lens=(0, 1, *up_to(300, 30, seed=2)), pages_per_seq=200)
+PROMPTS = rows(seq_lens=(2048,) * 4, q_lens=(2048,) * 4, pages_per_seq=128)
+SPLIT_DECODE = pp.MosaicDecodeConfig(block_k=64, num_stages=3, num_programs=33, split_size=512)
+SPLIT_RAGGED = pp.MosaicRaggedConfig(
+    block_k=128, num_consumers=2, num_stages=2, num_programs=132, split_size=512
+)
+CALLS = [
+    (decode, DECODE, None),
+    (decode, LONG, None),
+    (decode, DECODE, SPLIT_DECODE),
+    (ragged, FEW, None),
+    (ragged, MANY, None),
+    (ragged, MANY, SPLIT_RAGGED),
+]
+IDS = ["decode", "long", "decode-split", "few", "many", "many-split"]
+every_call = pytest.mark.parametrize(("function", "case", "config"), CALLS, ids=IDS)
+
+
+def assert_same_as_xla(actual, arrays, **options):
+    """`actual` is what XLA has for the call in float32."""
+    q, k_pages, v_pages, *rest = (jnp.asarray(x) for x in arrays)
+    exact = (x.astype(jnp.float32) for x in (q, k_pages, v_pages))
+    function = decode if len(rest) == 2 else ragged
+    with jax.default_matmul_precision("highest"):
+        out, lse = function(*exact, *rest, implementation="xla", **options)
+    lse = np.asarray(lse)
+    empty = np.isneginf(lse)
+    np.testing.assert_array_equal(np.isneginf(actual[1]), empty)
+    assert relative_error(actual[0], np.asarray(out, np.float64)) <= 5e-3
+    np.testing.assert_allclose(np.asarray(actual[1])[~empty], lse[~empty], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("options", [{}, EVERY_OPTION], ids=["plain", "every option"])
+def test_one_row_of_each_length(options):
+    arrays = one_of_each().make()
+    assert_same_as_xla(ragged(*arrays, **on_hopper, **options), arrays, **options)
+
+
+@pytest.mark.parametrize("options", [{}, EVERY_OPTION], ids=["plain", "every option"])
+@every_call
+def test_is_what_xla_has(function, case, config, options):
+    arrays = case.make()
+    actual = function(*arrays, config=config, **on_hopper, **options)
+    assert_same_as_xla(actual, arrays, **options)
+
+
+@pytest.mark.parametrize("size", [7, 64, 130])
+def test_trees(size):
+    case = Case(8, 2, 64, 16, (200, 90, 131), 13, "bfloat16", (33, 90, 130), num_tokens=260)
+    mask = np.random.default_rng(size).random((3, size, size)) < 0.5
+    arrays = case.make()
+    actual = ragged(*arrays, tree_mask=mask, **on_hopper)
+    assert_close(actual, arrays, case.tolerance, tree_mask=mask)
+
+
+@every_call
+def test_what_a_row_does_not_own_changes_no_bit(function, case, config):
+    actual = function(*case.make(), config=config, **on_hopper)
+    clean = function(*case.make(poison=False), config=config, **on_hopper)
+    assert_same_bits(actual, clean)
+
+
+@every_call
+def test_the_order_of_pages_changes_no_bit(function, case, config):
+    first, second = (
+        function(*case.make(order=order), config=config, **on_hopper) for order in (0, 1)
+    )
+    assert_same_bits(first, second)
+
+
+@jax.jit
+def same_bits(a, b):
+    """bool[]: NaN is no equal of NaN, and there must be none."""
+    return jnp.all(jnp.array([jnp.array_equal(x, y) for x, y in zip(a, b, strict=True)]))
+
+
+def repeat(call, count):
+    """Launches a call so often back to back, and holds all results to the first."""
+    first = call()
+    same = [same_bits(call(), first) for _ in range(count)]
+    assert np.all(jax.device_get(same))
+
+
+@pytest.mark.parametrize("options", [{}, EVERY_OPTION], ids=["plain", "every option"])
+@every_call
+def test_the_same_bits_100_times(function, case, config, options):
+    arrays = jax.device_put(case.make())
+    repeat(lambda: function(*arrays, config=config, **on_hopper, **options), 100)
+
+
+def test_1000_launches():
+    arrays = jax.device_put(one_of_each().make())
+    repeat(lambda: ragged(*arrays, **on_hopper), 1000)
+    arrays = jax.device_put(DECODE.make())
+    repeat(lambda: decode(*arrays, **on_hopper), 1000)
+
+
+@pytest.mark.parametrize("options", [{}, dict(sliding_window=1030)], ids=["all keys", "window"])
+def test_under_a_split_size_a_row_has_its_bits_wherever_it_begins(options):
+    # Of one tile at some places and of two at others; with a window that leaves a block meanwhile.
+    case = rows(q_lens=(30,), seq_lens=(3100,), pages_per_seq=200)
+    q, k_pages, v_pages, tables, lens, _ = case.make()
+    count = 9
+    arrays = (
+        np.concatenate([q] * count),
+        k_pages,
+        v_pages,
+        np.repeat(tables, count, axis=0),
+        np.repeat(lens, count),
+        cumulated([30] * count),
+    )
+    out, lse = ragged(*arrays, config=SPLIT_RAGGED, **on_hopper, **options)
+    alone = ragged(*case.make(), config=SPLIT_RAGGED, **on_hopper, **options)
+    for state in zip(np.split(out, count), np.split(lse, count), strict=True):
+        assert_same_bits(state, alone)
+
+
+def test_prompts_are_what_triton_has():
+    arrays = PROMPTS.make()
+    actual = ragged(*arrays, **on_hopper)
+    out, lse = ragged(*arrays, implementation="triton")
+    assert relative_error(actual[0], np.asarray(out, np.float64)) <= 5e-3
+    np.testing.assert_allclose(actual[1], lse, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("q_lens", [None, (40, 17)], ids=["decode", "ragged"])
+def test_a_pool_of_more_than_2_31_elements(q_lens):
+    case = Case(4, 2, 64, 256, (300, 17), 2, "bfloat16", q_lens)
+    arrays = case.make()
+    large = case.in_a_large_pool(arrays, num_pages=70_000)
+    assert large[1].size > 2**31
+    function = decode if q_lens is None else ragged
+    assert_close(function(*large, **on_hopper), arrays, case.tolerance)
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["one after another", "scan"])
+@every_call
+def test_many_calls_in_one_program(function, case, config, scan):
+    """As in a model, where XLA makes CUDA graphs of them."""
+    q, *cache = jax.device_put(case.make())
+    attend = partial(
+        pp.paged_attention if function is decode else pp.ragged_paged_attention,
+        config=config,
+        **on_hopper,
+    )
+
+    @jax.jit
+    def layers(q, *cache):
+        if scan:
+            return jax.lax.scan(lambda q, _: (attend(q, *cache), None), q, length=12)[0]
+        for _ in range(12):
+            q = attend(q, *cache)
+        return q
+
+    expected = q
+    for _ in range(12):
+        expected = jax.jit(attend)(expected, *cache)
+    for _ in range(5):  # a graph is made after a few runs
+        assert_same_bits([layers(q, *cache)], [expected])
+
+
+def test_both_kernels_beside_each_other():
+    """Programs of one must not take the other's shared memory, slots or tickets."""
+    one, other = jax.device_put(DECODE.make()), jax.device_put(FEW.make())
+
+    @jax.jit
+    def both(one, other):
+        return pp.paged_attention(*one, **on_hopper), pp.ragged_paged_attention(*other, **on_hopper)
+
+    expected = decode(*one, **on_hopper)[0], ragged(*other, **on_hopper)[0]
+    for _ in range(20):
+        assert_same_bits(both(one, other), expected)

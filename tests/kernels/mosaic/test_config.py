@@ -1,0 +1,183 @@
+"""Configs of the Mosaic kernels: what they may be, what fits, what is chosen, measured or not."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+
+import pallas_paged as pp
+from pallas_paged.kernels import tuned
+from pallas_paged.kernels.mosaic import config as mosaic_tuning
+from pallas_paged.kernels.mosaic.config import (
+    choose_config,
+    prefer_mosaic,
+    shared_memory,
+    shared_memory_limit,
+)
+
+DECODE = pp.MosaicDecodeConfig(block_k=64, num_stages=3, num_programs=33)
+RAGGED = pp.MosaicRaggedConfig(block_k=128, num_consumers=2, num_stages=2, num_programs=132)
+BOTH = pytest.mark.parametrize("good", [DECODE, RAGGED], ids=["decode", "ragged"])
+DECODE_SIZES = dict(
+    num_q_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    page_size=16,
+    max_kv_len=4096,
+    num_seqs=64,
+    itemsize=2,
+)
+RAGGED_SIZES = {k: v for k, v in DECODE_SIZES.items() if k != "page_size"} | {"num_tokens": 4096}
+H200 = dict(device_kind="NVIDIA H200", num_sms=132)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_k": 32}, r"block_k=32 must be an integer in \[64, 256\]"),
+        ({"block_k": 96}, "block_k=96 must be a multiple of 64"),
+        ({"block_k": 320}, "block_k=320"),
+        ({"block_k": 64.0}, "block_k=64.0 must be an integer"),
+        ({"num_stages": 1}, r"num_stages=1 must be an integer in \[2, 8\]"),
+        ({"num_stages": 9}, "num_stages=9"),
+        ({"num_stages": True}, "num_stages=True"),
+        ({"num_programs": 0}, "num_programs=0"),
+        ({"num_programs": 65536}, "num_programs=65536"),
+        ({"split_size": 192, "block_k": 128}, "split_size=192 must be a multiple of block_k=128"),
+        ({"split_size": 32}, "split_size=32 must be an integer in"),
+        ({"split_size": 256.0}, "split_size=256.0"),
+    ],
+    ids=str,
+)
+@BOTH
+def test_a_config_is_validated_when_built(good, change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(good, **change)
+
+
+@pytest.mark.parametrize("name", ["num_consumers", "num_q_stages"])
+@pytest.mark.parametrize("value", [0, 3, 1.0])
+def test_warpgroups_and_tiles_of_queries_are_one_or_two(name, value):
+    with pytest.raises(ValueError, match=rf"{name}={value} must be an integer in \[1, 2\]"):
+        dataclasses.replace(RAGGED, **{name: value})
+
+
+@BOTH
+def test_a_config_can_be_of_any_allowed_size(good):
+    for block_k, num_stages in itertools.product((64, 128, 192, 256), range(2, 9)):
+        new = dict(block_k=block_k, num_stages=num_stages, split_size=2 * block_k)
+        assert dataclasses.replace(good, **new).split_size == 2 * block_k
+
+
+def test_shared_memory_is_what_the_tiles_take():
+    kb = 1024
+    size = dict(head_dim=128, itemsize=2)
+    # K, V; queries twice, probabilities; sums, barriers
+    assert shared_memory(DECODE, group=4, **size) == (2 * 48 + 2 * 2 + 1 + 3) * kb
+    assert shared_memory(DECODE, group=9, **size) == (2 * 48 + 2 * 4 + 2 + 3) * kb
+    # K, V; queries, out, lse; records, barriers
+    assert shared_memory(RAGGED, group=4, **size) == (2 * 64 + 64 + 32 + 1 + 2) * kb
+    one = dataclasses.replace(RAGGED, num_consumers=1, num_q_stages=1)
+    assert shared_memory(one, group=4, **size) == (2 * 64 + 16 + 16 + 1 + 2) * kb
+    assert [shared_memory_limit(n) for n in (1, 2)] == [227 * kb, 113 * kb]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("group", [1, 4, 8, 16, 17, 24, 32, 40, 64])
+@pytest.mark.parametrize("num_kv_heads", [1, 8])
+class TestHeuristicsFit:
+    def test_decode(self, head_dim, group, num_kv_heads):
+        heads = dict(num_q_heads=group * num_kv_heads, num_kv_heads=num_kv_heads)
+        sizes = DECODE_SIZES | heads | {"head_dim": head_dim}
+        config = choose_config("decode", **H200, **sizes)
+        per_sm = -(-config.num_programs * num_kv_heads // 132)
+        needed = shared_memory(config, group=group, head_dim=head_dim, itemsize=2)
+        assert needed <= shared_memory_limit(per_sm)
+
+    def test_ragged(self, head_dim, group, num_kv_heads):
+        heads = dict(num_q_heads=group * num_kv_heads, num_kv_heads=num_kv_heads)
+        sizes = RAGGED_SIZES | heads | {"head_dim": head_dim}
+        config = choose_config("ragged", **H200, **sizes)
+        assert config.num_programs == 132
+        needed = shared_memory(config, group=group, head_dim=head_dim, itemsize=2)
+        assert needed <= shared_memory_limit(1)
+
+
+def test_few_tokens_get_few_programs():
+    sizes = DECODE_SIZES | dict(num_seqs=2, max_kv_len=300, num_kv_heads=1, num_q_heads=4)
+    config = choose_config("decode", **H200, **sizes)
+    assert config.num_programs == 2 * -(-300 // config.block_k)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_seqs", "num_q_heads", "wanted"),
+    [
+        (4096, 4, 32, True),  # prompts
+        (16, 1, 32, True),  # 64 rows of queries
+        (15, 1, 32, False),
+        (64, 8, 64, True),  # speculation, large groups
+        (64, 64, 32, False),  # one token each
+    ],
+)
+def test_mosaic_is_preferred_where_tiles_of_queries_fill(num_tokens, num_seqs, num_q_heads, wanted):
+    sizes = dict(num_tokens=num_tokens, num_seqs=num_seqs, num_q_heads=num_q_heads)
+    assert prefer_mosaic("ragged", device_kind="a GPU", **RAGGED_SIZES | sizes) is wanted
+
+
+class TestMeasured:
+    """Where the table has both implementations, the faster; of Mosaic configs, programs per SM."""
+
+    @pytest.fixture
+    def table(self, tmp_path, monkeypatch):
+        """Writes the measurements of "a GPU" that the table is to have."""
+
+        def forget():
+            tuned._configs.cache_clear()
+            tuned._times.cache_clear()
+
+        def write(**us):
+            found = {}
+            for kernel, time in us.items():
+                sizes = RAGGED_SIZES if kernel.endswith("ragged") else DECODE_SIZES
+                config = dict(block_k=128, num_stages=4, programs_per_sm=2)
+                if kernel == "mosaic_ragged":
+                    config |= dict(num_consumers=1, num_q_stages=1)
+                found[kernel] = [{"key": tuned.bucket(sizes), "config": config, "us": time}]
+            (tmp_path / "tuned.json").write_text(json.dumps({"a GPU": found}))
+            forget()
+
+        monkeypatch.setattr(tuned.importlib.resources, "files", lambda package: tmp_path)
+        yield write
+        monkeypatch.undo()
+        forget()
+
+    def test_config(self, table):
+        table(mosaic_decode=9.0, mosaic_ragged=9.0)
+        here = dict(device_kind="a GPU", num_sms=100)
+        assert choose_config("decode", **here, **DECODE_SIZES) == pp.MosaicDecodeConfig(
+            block_k=128, num_stages=4, num_programs=25
+        )
+        assert choose_config("ragged", **here, **RAGGED_SIZES) == pp.MosaicRaggedConfig(
+            block_k=128, num_stages=4, num_programs=200, num_consumers=1, num_q_stages=1
+        )
+        here["device_kind"] = "another GPU"
+        heuristic = mosaic_tuning.decode_config(num_sms=100, **DECODE_SIZES)
+        assert choose_config("decode", **here, **DECODE_SIZES) == heuristic
+
+    @pytest.mark.parametrize(
+        ("kernel", "sizes"), [("decode", DECODE_SIZES), ("ragged", RAGGED_SIZES)]
+    )
+    def test_preference(self, kernel, sizes, table):
+        def prefer():
+            return prefer_mosaic(kernel, device_kind="a GPU", **sizes)
+
+        table()
+        rule = prefer()
+        for triton, mosaic in ((9.0, 9.5), (9.5, 9.0)):
+            table(**{kernel: triton, f"mosaic_{kernel}": mosaic})
+            assert prefer() is (mosaic < triton)
+        table(**{kernel: 9.0})
+        assert prefer() is rule

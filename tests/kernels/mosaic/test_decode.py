@@ -1,0 +1,252 @@
+"""The Mosaic GPU decode kernel and its merge: interpreted on a CPU, and lowered for a GPU."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractDevice, AbstractMesh
+
+if jax.__version_info__ < (0, 11):
+    pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
+
+from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.kernels.mosaic.decode import MosaicDecodeConfig, paged_decode
+from pallas_paged.kernels.mosaic.decode_merge import MOST_STATES, block_sizes, merge_shares
+from pallas_paged.kernels.mosaic.decode_shares import row_of
+from tests.support.attention_calls import assert_close, assert_same_bits
+from tests.support.attention_cases import Case
+
+# Fewer programs than rows and more: shares span rows, and rows span shares.
+CONFIG = MosaicDecodeConfig(block_k=64, num_stages=2, num_programs=3)
+SPLIT = MosaicDecodeConfig(block_k=64, num_stages=3, num_programs=2, split_size=128)
+BORDERS = (0, 1, 63, 64, 65, 128, 200)
+SIZES = dict(num_kv_heads=2, head_dim=64, page_size=16, pages_per_seq=16, dtype="bfloat16")
+rows_of_256 = functools.partial(Case, seq_lens=BORDERS, **SIZES)
+
+# The interpreter multiplies the poison too.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+
+
+@functools.partial(jax.jit, static_argnames=("options", "config"))
+def interpreted(arrays, slopes, sinks, options, config):
+    return paged_decode(*arrays, slopes, sinks, options=options, config=config, interpret=True)
+
+
+def decode(
+    arrays, config=CONFIG, *, sm_scale=None, alibi_slopes=None, sinks=None, **options
+) -> tuple[jax.Array, jax.Array]:
+    """The kernels' (out, lse) on the arrays of a case."""
+    sm_scale = arrays[0].shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    options = LogitOptions(sm_scale=sm_scale, **options)
+    return interpreted(arrays, alibi_slopes, sinks, options, config)
+
+
+def check(case, config=CONFIG, **options):
+    arrays = case.make()
+    assert_close(decode(arrays, config, **options), arrays, case.tolerance, **options)
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 8, 16, 40])
+def test_groups(group):
+    check(Case(2 * group, 2, 64, 16, (130, 0, 64), 9, "bfloat16"))
+
+
+@pytest.mark.parametrize(("page_size", "block_k"), [(8, 64), (16, 128), (128, 64), (256, 128)])
+def test_page_sizes(page_size, block_k):
+    config = MosaicDecodeConfig(block_k=block_k, num_stages=2, num_programs=2)
+    check(Case(4, 2, 64, page_size, BORDERS, 256 // page_size, "bfloat16"), config)
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(128, "float16"), (256, "bfloat16")])
+def test_head_dims(head_dim, dtype):
+    check(Case(4, 2, head_dim, 16, (130, 64, 1), 9, dtype))
+
+
+@pytest.mark.parametrize(
+    "seq_lens",
+    [
+        (0, 0, 0),
+        (1024,),
+        tuple(itertools.islice(itertools.cycle((0, 1, 70)), 40)),
+    ],
+    ids=["empty", "one", "many"],
+)
+def test_rows(seq_lens):
+    check(Case(2, 1, 64, 16, seq_lens, 64, "bfloat16"))
+
+
+# Of the row's newest key only; from the first key of a block on, or its last, or its middle.
+@pytest.mark.parametrize("window", [1, 64, 73])
+def test_windows(window):
+    check(rows_of_256(), sliding_window=window)
+
+
+def every_option(num_q_heads):
+    return dict(
+        sm_scale=-0.3,
+        soft_cap=3.0,
+        sliding_window=100,
+        alibi_slopes=np.linspace(0.01, 0.3, num_q_heads, dtype=np.float32),
+        sinks=np.linspace(-1, 2, num_q_heads, dtype=np.float32),
+    )
+
+
+@pytest.mark.parametrize("name", ["sm_scale", "alibi_slopes"])
+def test_option_alone(name):  # where the logits have a path of their own
+    check(rows_of_256(), **{name: every_option(4)[name]})
+
+
+@pytest.mark.parametrize("seq_lens", [BORDERS, (0, 0)], ids=["rows", "empty"])
+def test_splits(seq_lens):
+    check(rows_of_256(seq_lens=seq_lens), SPLIT)
+
+
+@pytest.mark.parametrize("config", [CONFIG, SPLIT], ids=["shares", "splits"])
+def test_options_together(config):
+    check(rows_of_256(num_q_heads=6), config, **every_option(6))
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 70}], ids=["all keys", "window"])
+def test_what_a_row_does_not_own_changes_no_bit(options):
+    clean = decode(rows_of_256().make(poison=False), **options)
+    assert_same_bits(decode(rows_of_256().make(), **options), clean)
+
+
+def test_what_is_left_of_the_window_is_not_read():
+    arrays = rows_of_256(seq_lens=(200, 130)).make()
+    q, k_pages, v_pages, tables, lens = arrays
+    k, v = k_pages.copy(), v_pages.copy()
+    for row, left in enumerate(lens - 70):
+        pages, places = np.divmod(np.arange(left), 16)
+        k[:, tables[row, pages], places] = v[:, tables[row, pages], places] = np.nan
+    expected = decode(arrays, sliding_window=70)
+    assert_same_bits(decode((q, k, v, tables, lens), sliding_window=70), expected)
+
+
+def test_bits_depend_on_the_row_alone_under_a_split_size():
+    arrays = rows_of_256(seq_lens=(250, 3, 0, 129)).make()
+    q, k_pages, v_pages, tables, lens = arrays
+
+    def of(rows, config):
+        rows = np.array(rows)
+        return decode((q[rows], k_pages, v_pages, tables[rows], lens[rows]), config)
+
+    alone, together = of([0], SPLIT), of([3, 2, 0], SPLIT)
+    assert_same_bits([x[-1:] for x in together], alone)
+    alone, together = of([0], CONFIG), of([3, 2, 0], CONFIG)
+    assert not np.array_equal(together[0][-1:], alone[0])
+
+
+@pytest.mark.parametrize("config", [CONFIG, SPLIT], ids=["shares", "splits"])
+def test_no_races(config, capfd):
+    case = rows_of_256(seq_lens=(200, 0, 70, 65))
+    jax.clear_caches()  # how kernels are interpreted is no part of the key
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        check(case, config)
+    jax.clear_caches()
+    assert "RACE" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("num_seqs", [1, 2, 15, 16, 17, 64, 255, 257, 300])
+def test_the_row_of_a_unit(num_seqs):
+    ends = np.cumsum(np.random.default_rng(num_seqs).integers(0, 3, num_seqs)).astype(np.int32)
+    ends[-1] += 1
+    units = np.arange(ends[-1], dtype=np.int32)
+    rows = jax.jit(jax.vmap(row_of, in_axes=(0, None)))(units, ends)
+    np.testing.assert_array_equal(rows, np.searchsorted(ends, units, side="right"))
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_merge_of_many_slots_in_several_steps(head_dim):
+    rng = np.random.default_rng(head_dim)
+    num_slots = 2 * MOST_STATES + 5
+    outs = rng.standard_normal((1, num_slots, 8, head_dim)).astype(np.float32)
+    lses = (2 * rng.standard_normal((1, num_slots, 8))).astype(np.float32)
+    outs[:, :, 3:] = lses[:, :, 3:] = np.nan  # columns of no head
+    outs[:, -1], lses[:, -1] = np.nan, np.nan  # a slot of no program
+    units = jnp.array([num_slots - 1], jnp.int32)
+    sinks = np.float32([1.0, -3.0, 12.0])
+    call = functools.partial(
+        merge_shares,
+        num_q_heads=3,
+        dtype=jnp.float32,
+        num_programs=num_slots - 1,
+        is_split=False,
+        interpret=True,
+    )
+    out, lse = jax.jit(call)(outs, lses, units, sinks)
+    logits = np.concatenate([lses[0, :-1, :3], sinks[None]]).astype(np.float64)
+    weights = np.exp(logits - logits.max(axis=0))
+    total = weights.sum(axis=0)
+    expected = np.einsum("sh,shd->hd", weights[:-1], outs[0, :-1, :3]) / total[:, None]
+    np.testing.assert_allclose(out[0], expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(lse[0], logits.max(axis=0) + np.log(total), rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_q_heads", [1, 7, 32])
+@pytest.mark.parametrize("num_seqs", [1, 8, 64, 4096])
+def test_block_sizes_of_the_merge(num_seqs, num_q_heads):
+    sizes = dict(num_seqs=num_seqs, num_q_heads=num_q_heads)
+    for num_programs, is_split in itertools.product((1, 33, 264), (False, True)):
+        block_s, block_h = block_sizes(**sizes, num_programs=num_programs, is_split=is_split)
+        assert num_q_heads % block_h == 0
+        assert block_s * block_h <= MOST_STATES
+        assert not is_split or block_s == 8
+
+
+H200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+MESH = AbstractMesh((1,), ("x",), abstract_device=H200)
+
+
+def lower(heads, page_size, dtype, config=CONFIG, *, num_seqs=4, per_head=False, **options):
+    """What a decode call lowers to for CUDA."""
+    num_q_heads, num_kv_heads, head_dim = heads
+    pages = jax.ShapeDtypeStruct((num_kv_heads, 100, page_size, head_dim), dtype)
+    values = jax.ShapeDtypeStruct((num_q_heads,), jnp.float32) if per_head else None
+    call = functools.partial(
+        paged_decode,
+        options=LogitOptions(sm_scale=0.1, **options),
+        config=config,
+        interpret=False,
+    )
+    with jax.sharding.use_abstract_mesh(MESH):
+        traced = jax.jit(call).trace(
+            jax.ShapeDtypeStruct((num_seqs, num_q_heads, head_dim), dtype),
+            pages,
+            pages,
+            jax.ShapeDtypeStruct((num_seqs, 8), jnp.int32),
+            jax.ShapeDtypeStruct((num_seqs,), jnp.int32),
+            values,
+            values,
+        )
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(("page_size", "dtype"), [(8, jnp.bfloat16), (256, jnp.float16)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("group", [1, 5, 64])
+def test_lowers_for_cuda(group, head_dim, page_size, dtype):
+    text = lower((2 * group, 2, head_dim), page_size, dtype)
+    assert "paged_decode" in text and "paged_decode_merge" in text
+
+
+@pytest.mark.parametrize("split_size", [None, 256])
+@pytest.mark.parametrize("block_k", [64, 128])
+def test_lowers_for_cuda_with_every_option(block_k, split_size):
+    config = MosaicDecodeConfig(
+        block_k=block_k, num_stages=3, num_programs=66, split_size=split_size
+    )
+    heads = (12, 2, 128)
+    options = dict(per_head=True, soft_cap=30.0, sliding_window=100)
+    assert "paged_decode_merge" in lower(heads, 16, jnp.bfloat16, config, **options)
+
+
+@pytest.mark.parametrize("num_seqs", [1, 17, 300])
+def test_lowers_for_any_number_of_rows(num_seqs):
+    assert "paged_decode_merge" in lower((32, 8, 64), 16, jnp.bfloat16, num_seqs=num_seqs)

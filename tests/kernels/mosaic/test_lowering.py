@@ -1,0 +1,239 @@
+"""The Mosaic GPU kernels lower for a Hopper GPU on a machine that has none."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+import pallas_paged as pp
+from pallas_paged.kernels.mosaic import config as mosaic_tuning
+
+if jax.__version_info__ < (0, 11):
+    pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
+
+H200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+MESH = AbstractMesh((1,), ("x",), abstract_device=H200)
+NUM_PAGES = 1009  # of no other size, so that the pool is known by it
+CUSTOM_CALL = re.compile(r"custom_call @mosaic_gpu\w*\((.*?)\)")
+
+
+def lower(function, *shapes, **jit_options) -> str:
+    """What a function lowers to for CUDA."""
+    with jax.sharding.use_abstract_mesh(MESH):
+        traced = jax.jit(function, **jit_options).trace(*shapes)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def cache_shapes(num_seqs, num_kv_heads, head_dim, page_size, pages_per_seq, dtype):
+    """Shapes of k_pages, v_pages, block_tables, seq_lens."""
+    pages = jax.ShapeDtypeStruct((num_kv_heads, NUM_PAGES, page_size, head_dim), dtype)
+    table = jax.ShapeDtypeStruct((num_seqs, pages_per_seq), jnp.int32)
+    return pages, pages, table, jax.ShapeDtypeStruct((num_seqs,), jnp.int32)
+
+
+def check_kernels(text: str, *names: str) -> None:
+    """The text has calls of kernels of these names only, and nothing else that makes a pool."""
+    calls = CUSTOM_CALL.findall(text)
+    assert len(calls) == len(names)
+    assert all(name in text for name in names)
+    pool = [line for line in text.splitlines() if f"x{NUM_PAGES}x" in line]
+    # The kernels' entry is a function of its own.
+    main, call, entry, kernel = pool
+    assert "func.func public @main" in main and "func.func private" in entry
+    assert "%arg0, %arg1, %arg2, %arg3" in call.split(" call ")[1]  # as they came
+    assert CUSTOM_CALL.search(kernel)[1] == calls[0]
+    assert "%arg1, %arg2, %arg3" in calls[0]
+
+
+def pairs(row: dict[str, Any]) -> set[tuple]:
+    return set(itertools.combinations(row.items(), 2))
+
+
+def pairwise(**levels: Sequence) -> list[dict[str, Any]]:
+    """Few choices of a level for every factor in which any two levels of two factors meet."""
+    rng = np.random.default_rng(0)
+    missing = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(levels, 2)
+        for x, y in itertools.product(levels[a], levels[b])
+    }
+    rows = []
+    while missing:
+        wanted = dict(min(missing, key=repr))
+        candidates = [
+            {name: wanted.get(name, xs[rng.integers(len(xs))]) for name, xs in levels.items()}
+            for _ in range(200)
+        ]
+        rows.append(max(candidates, key=lambda row: len(pairs(row) & missing)))
+        missing -= pairs(rows[-1])
+    return rows
+
+
+def named(row: dict[str, Any]) -> str:
+    return "-".join(f"{name}={value}" for name, value in row.items() if value not in (None, False))
+
+
+def options_of(row: dict[str, Any], num_q_heads: int) -> dict[str, Any]:
+    per_head = np.ones(num_q_heads, np.float32)
+    options = {name: row[name] for name in ("soft_cap", "sliding_window", "return_lse")}
+    for name in ("alibi_slopes", "sinks"):
+        options[name] = per_head if row[name] else None
+    return options
+
+
+OPTIONS = dict(
+    dtype=("bfloat16", "float16"),
+    head_dim=(64, 128, 256),
+    soft_cap=(None, 30.0),
+    sliding_window=(None, 100),
+    alibi_slopes=(False, True),
+    sinks=(False, True),
+    return_lse=(False, True),
+    split_size=(None, 256),
+)
+RAGGED = pairwise(
+    group=(1, 3, 5, 8, 32),
+    page_size=(8, 16, 64, 256),
+    num_tokens=(7, 203, 1024),
+    num_consumers=(1, 2),
+    tree_mask=(False, True),
+    **OPTIONS,
+)
+DECODE = pairwise(
+    group=(1, 5, 8, 64),
+    page_size=(8, 16, 256),
+    num_seqs=(1, 5, 300),
+    **OPTIONS,
+)
+
+
+def test_any_two_levels_meet():
+    rows = pairwise(a=(1, 2, 3), b=(1, 2, 3), c="xy")
+    for names in itertools.combinations("abc", 2):
+        met = {tuple(row[name] for name in names) for row in rows}
+        assert len(met) == (9 if names == ("a", "b") else 6)
+    assert len(rows) < 18 and len(RAGGED) + len(DECODE) <= 45
+
+
+@pytest.mark.parametrize("row", RAGGED, ids=named)
+def test_ragged(row):
+    num_seqs, num_q_heads = 5, 2 * row["group"]
+    config = mosaic_tuning.ragged_config(
+        num_tokens=row["num_tokens"],
+        num_q_heads=num_q_heads,
+        num_kv_heads=2,
+        head_dim=row["head_dim"],
+        max_kv_len=4096,
+        num_seqs=num_seqs,
+        itemsize=2,
+        num_sms=132,
+    )
+    config = dataclasses.replace(
+        config, num_consumers=row["num_consumers"], split_size=row["split_size"]
+    )
+    call = partial(
+        pp.ragged_paged_attention,
+        implementation="mosaic_gpu",
+        config=config,
+        tree_mask=np.ones((num_seqs, 40, 40), bool) if row["tree_mask"] else None,
+        **options_of(row, num_q_heads),
+    )
+    q = jax.ShapeDtypeStruct((row["num_tokens"], num_q_heads, row["head_dim"]), row["dtype"])
+    page_size = row["page_size"]
+    cache = cache_shapes(num_seqs, 2, row["head_dim"], page_size, 4096 // page_size, row["dtype"])
+    text = lower(call, q, *cache, jax.ShapeDtypeStruct((num_seqs + 1,), jnp.int32))
+    check_kernels(text, "ragged_paged_attention", "ragged_paged_attention_merge")
+    # The merge writes into what the kernel wrote, and into lse only where somebody wants it.
+    merge = [line for line in text.splitlines() if CUSTOM_CALL.search(line)][1]
+    assert merge.count("output_operand_alias<") == 1 + row["return_lse"]
+
+
+@pytest.mark.parametrize("row", DECODE, ids=named)
+def test_decode(row):
+    num_seqs, num_q_heads = row["num_seqs"], 2 * row["group"]
+    config = mosaic_tuning.decode_config(
+        num_q_heads=num_q_heads,
+        num_kv_heads=2,
+        head_dim=row["head_dim"],
+        page_size=row["page_size"],
+        max_kv_len=4096,
+        num_seqs=num_seqs,
+        itemsize=2,
+        num_sms=132,
+    )
+    call = partial(
+        pp.paged_attention,
+        implementation="mosaic_gpu",
+        config=dataclasses.replace(config, split_size=row["split_size"]),
+        **options_of(row, num_q_heads),
+    )
+    q = jax.ShapeDtypeStruct((num_seqs, num_q_heads, row["head_dim"]), row["dtype"])
+    page_size = row["page_size"]
+    cache = cache_shapes(num_seqs, 2, row["head_dim"], page_size, 4096 // page_size, row["dtype"])
+    check_kernels(lower(call, q, *cache), "paged_decode", "paged_decode_merge")
+
+
+@pytest.mark.parametrize("num_tokens", [None, 40], ids=["decode", "ragged"])
+def test_a_step_writes_into_the_pool_that_was_donated(num_tokens):
+    count = num_tokens or 4
+
+    def step(q, k_pages, v_pages, tables, lens, new, slots, cu_q_lens):
+        k_pages, v_pages = pp.write_kv(k_pages, v_pages, new, new, slots)
+        cache = k_pages, v_pages, tables, lens
+        if num_tokens is None:
+            out = pp.paged_attention(q, *cache, implementation="mosaic_gpu")
+        else:
+            out = pp.ragged_paged_attention(q, *cache, cu_q_lens, implementation="mosaic_gpu")
+        return out, k_pages, v_pages
+
+    text = lower(
+        step,
+        jax.ShapeDtypeStruct((count, 8, 128), jnp.bfloat16),
+        *cache_shapes(4, 2, 128, 16, 64, jnp.bfloat16),
+        jax.ShapeDtypeStruct((count, 2, 128), jnp.bfloat16),
+        jax.ShapeDtypeStruct((count,), jnp.int32),
+        jax.ShapeDtypeStruct((5,), jnp.int32),
+        donate_argnums=(1, 2),
+        keep_unused=True,
+    )
+    assert len(re.findall(r"tf.aliasing_output|jax.buffer_donor", text)) == 2
+    kernel, _ = CUSTOM_CALL.findall(text)
+    k_pages, v_pages = re.search(r"return \S+, (%\w+), (%\w+) :", text).groups()
+    (entry,) = (x for x in text.splitlines() if " call @" in x and f"x{NUM_PAGES}x" in x)
+    # The kernel reads the very arrays that are returned.
+    assert f" {k_pages}, {v_pages}, " in entry and "%arg1, %arg2, " in kernel
+    # Beside views of the pool there is one scatter for K and one for V.
+    sizes = f"2x{NUM_PAGES}x16x128xbf16", f"2x{NUM_PAGES * 16}x128xbf16"
+    lines = [line for line in text.splitlines() if any(size in line for size in sizes)]
+    views = r"func.func| call @|stablehlo.reshape|sdy.sharding_constraint|custom_call|^ *return "
+    others = [line for line in lines if not re.search(views, line)]
+    assert len(others) == 2 and all(line.lstrip().startswith("}) : ") for line in others)
+
+
+@pytest.mark.parametrize(("window", "alibi"), [(None, False), (100, False), (None, True)])
+def test_cascade(window, alibi):
+    text = lower(
+        partial(
+            pp.cascade_attention,
+            implementation="mosaic_gpu",
+            alibi_slopes=np.ones(8, np.float32) if alibi else None,
+            sliding_window=window,
+        ),
+        jax.ShapeDtypeStruct((5, 8, 64), jnp.float16),
+        *cache_shapes(5, 2, 64, 16, 64, jnp.float16),
+        jax.ShapeDtypeStruct((2,), jnp.int32),
+        jax.ShapeDtypeStruct((3,), jnp.int32),
+    )
+    assert len(CUSTOM_CALL.findall(text)) == 4
+    for name in ("ragged_paged_attention_merge", "paged_decode_merge"):
+        assert name in text

@@ -1,0 +1,60 @@
+"""The Mosaic GPU kernel of ragged queries and its merge, interpreted on a CPU."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+import pallas_paged as pp
+from pallas_paged.kernels.mosaic import support as mosaic_support
+from tests.support.attention_calls import assert_close, assert_same_bits, ragged
+from tests.support.attention_cases import Case
+
+if reason := mosaic_support.why_not_jax():
+    pytest.skip(reason, allow_module_level=True)
+
+# The interpreter multiplies the poison too.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+
+CONFIG = dict(block_k=64, num_consumers=2, num_stages=2, num_programs=3)
+rows = partial(Case, 8, 2, 64, 16, pages_per_seq=26, dtype="bfloat16")
+SINKS = np.linspace(-1, 2, 20, dtype=np.float32)
+TREE = np.random.default_rng(0).random((2, 5, 5)) < 0.5
+group_of_20 = Case(20, 1, 64, 16, (70, 9), 5, "bfloat16", (5, 3))
+group_of_5 = Case(5, 1, 64, 8, (100, 20), 13, "bfloat16", (30, 9))
+
+
+@pytest.mark.parametrize(
+    ("case", "config", "options"),
+    [
+        (rows(seq_lens=(40, 100, 5, 17), q_lens=(40, 3, 0, 17)), {}, {}),
+        (rows(seq_lens=(400,), q_lens=(9,)), {"num_programs": 8}, {}),
+        (rows(seq_lens=(400, 100), q_lens=(9, 3)), {"split_size": 128}, {}),
+        (rows(seq_lens=(100, 180), q_lens=(40, 20)), {"num_consumers": 1}, {"sliding_window": 30}),
+        (group_of_5, {}, {}),
+        (group_of_20, {}, {"tree_mask": TREE, "sinks": SINKS}),
+    ],
+    ids=["mixed", "split", "split size", "window", "group of 5", "group of 20, tree, sinks"],
+)
+def test_matches_the_oracle(case, config, options):
+    config = pp.MosaicRaggedConfig(**{**CONFIG, **config})
+    arrays = case.make()
+    actual = ragged(*arrays, implementation="mosaic_gpu_interpret", config=config, **options)
+    assert_close(actual, arrays, case.tolerance, **options)
+
+
+def test_what_is_left_of_the_window_is_not_read():
+    arrays = rows(seq_lens=(180,), q_lens=(9,)).make()
+    q, k_pages, v_pages, tables, *rest = arrays
+    k, v = k_pages.copy(), v_pages.copy()
+    left = np.arange(180 - 9 - 30 + 1)
+    k[:, tables[0, left // 16], left % 16] = v[:, tables[0, left // 16], left % 16] = np.nan
+    options = dict(
+        implementation="mosaic_gpu_interpret",
+        config=pp.MosaicRaggedConfig(**CONFIG),
+        sliding_window=30,
+    )
+    expected = ragged(*arrays, **options)
+    assert_same_bits(ragged(q, k, v, tables, *rest, **options), expected)

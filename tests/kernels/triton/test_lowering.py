@@ -1,0 +1,193 @@
+"""The kernels lower for CUDA on a machine that has no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+import pallas_paged as pp
+from pallas_paged.kernels.triton.config import decode_config, merge_config
+
+H200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+MESH = AbstractMesh((1,), ("x",), abstract_device=H200)
+
+
+def lower(
+    num_seqs,
+    heads,
+    page_size,
+    pages_per_seq,
+    dtype,
+    num_tokens=None,
+    num_groups=None,
+    num_pages=1000,
+    **call,
+):
+    """What a call lowers to for CUDA: decode; ragged, of num_tokens; cascade, of num_groups."""
+    num_q_heads, num_kv_heads, head_dim = heads
+    pages = jax.ShapeDtypeStruct((num_kv_heads, num_pages, page_size, head_dim), dtype)
+    shapes = [
+        jax.ShapeDtypeStruct((num_tokens or num_seqs, num_q_heads, head_dim), dtype),
+        pages,
+        pages,
+        jax.ShapeDtypeStruct((num_seqs, pages_per_seq), jnp.int32),
+        jax.ShapeDtypeStruct((num_seqs,), jnp.int32),
+    ]
+    function = pp.paged_attention
+    if num_tokens is not None:
+        function = pp.ragged_paged_attention
+        shapes.append(jax.ShapeDtypeStruct((num_seqs + 1,), jnp.int32))
+    elif num_groups is not None:
+        function = pp.cascade_attention
+        shapes.append(jax.ShapeDtypeStruct((num_groups,), jnp.int32))
+        shapes.append(jax.ShapeDtypeStruct((num_groups + 1,), jnp.int32))
+    with jax.sharding.use_abstract_mesh(MESH):
+        traced = jax.jit(lambda *arrays: function(*arrays, **call)).trace(*shapes)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+SHAPES = [
+    *(((32, 8, d), 16, jnp.bfloat16) for d in (16, 64, 80, 96, 112, 128, 192, 256)),
+    *(((8, 8, 64), s, jnp.float16) for s in (1, 2, 32, 256)),
+    *(((g, 1, 128), 16, jnp.float32) for g in (1, 3, 7, 40, 128)),
+]
+LOOP = dict(block_k=32, num_programs=100, num_warps=4, num_stages=2)
+
+
+def options(num_q_heads, num_seqs):
+    """Every option of attention, alone and together."""
+    per_head = np.ones(num_q_heads, np.float32)
+    alone = {
+        "sliding_window": 100,
+        "soft_cap": 30.0,
+        "alibi_slopes": per_head,
+        "sinks": per_head,
+        "sm_scale": -0.1,
+        "return_lse": True,
+        "tree_mask": np.ones((num_seqs, 8, 8), bool),
+    }
+    return [{name: value} for name, value in alone.items()] + [alone]
+
+
+@pytest.mark.parametrize(("heads", "page_size", "dtype"), SHAPES, ids=str)
+class TestLowersForCuda:
+    def test_decode(self, heads, page_size, dtype):
+        text = lower(4, heads, page_size, 16, dtype)
+        assert "paged_decode" in text and "paged_decode_merge" in text
+
+    @pytest.mark.parametrize("num_tokens", [6, 600])
+    def test_ragged(self, heads, page_size, dtype, num_tokens):
+        text = lower(4, heads, page_size, 16, dtype, num_tokens)
+        assert "ragged_paged_attention" in text and "ragged_paged_attention_merge" in text
+
+
+# The kernels of the others; what is its own depends on shapes little.
+@pytest.mark.parametrize(("heads", "page_size", "dtype"), SHAPES[::4], ids=str)
+def test_cascade_lowers_for_cuda(heads, page_size, dtype):
+    text = lower(4, heads, page_size, 16, dtype, num_groups=2)
+    assert "ragged_paged_attention" in text and "paged_decode" in text
+
+
+@pytest.mark.parametrize(("dtype", "split_size"), [(jnp.bfloat16, None), (jnp.float32, 128)])
+class TestOptionsLowerForCuda:
+    def test_decode(self, dtype, split_size):
+        config = pp.DecodeConfig(**LOOP, split_size=split_size)
+        for call in options(6, 4):
+            call.pop("tree_mask", None)
+            assert "paged_decode" in lower(4, (6, 2, 80), 16, 32, dtype, config=config, **call)
+
+    def test_ragged(self, dtype, split_size):
+        config = pp.RaggedConfig(**LOOP, block_q=64, split_size=split_size)
+        for call in options(6, 4):
+            text = lower(4, (6, 2, 80), 16, 32, dtype, num_tokens=50, config=config, **call)
+            assert "ragged_paged_attention" in text
+
+    def test_cascade(self, dtype, split_size):
+        both = dict(
+            config=pp.DecodeConfig(**LOOP, split_size=split_size),
+            prefix_config=pp.RaggedConfig(**LOOP, block_q=64, split_size=split_size),
+        )
+        everything = options(6, 4)[-1]
+        everything.pop("tree_mask")
+        text = lower(4, (6, 2, 80), 16, 32, dtype, num_groups=2, **both, **everything)
+        assert "ragged_paged_attention" in text and "paged_decode" in text
+
+
+@pytest.mark.parametrize("num_tokens", [None, 1, 5000])
+@pytest.mark.parametrize("num_seqs", [1, 3, 64, 300])
+def test_lowers_for_any_number_of_rows(num_seqs, num_tokens):
+    assert "_merge" in lower(num_seqs, (32, 8, 128), 16, 128, jnp.bfloat16, num_tokens)
+
+
+@pytest.mark.parametrize("num_tokens", [None, 40], ids=["decode", "ragged"])
+def test_a_pool_of_more_than_2_31_elements_lowers_with_64_bit_offsets(num_tokens):
+    sizes = dict(num_pages=2**17, num_tokens=num_tokens)  # 5 GiB
+    assert "_merge" in lower(4, (32, 8, 160), 16, 2**15, jnp.bfloat16, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("group", "head_dim", "itemsize"),
+    [*itertools.product((1, 4, 7, 32, 128), (16, 80, 256), (2, 4))],
+)
+def test_the_heuristic_gives_a_config_that_fits(group, head_dim, itemsize):
+    config = decode_config(
+        num_q_heads=8 * group,
+        num_kv_heads=8,
+        head_dim=head_dim,
+        page_size=16,
+        max_kv_len=4096,
+        num_seqs=64,
+        itemsize=itemsize,
+        num_sms=132,
+    )
+    # Two stages of a K and a V tile, for every program that shares the SM's 227 KB.
+    padded = 1 << (head_dim - 1).bit_length()
+    tiles = config.num_stages * 2 * config.block_k * padded * itemsize
+    per_sm = -(-config.num_programs * 8 // 132)
+    assert per_sm * tiles <= 4 * 64 * 1024
+    assert config.num_programs * 8 <= 4 * 132
+
+
+def test_a_block_that_is_a_page_gets_fewer_warps():
+    sizes = dict(num_q_heads=32, num_kv_heads=8, head_dim=128, max_kv_len=4096, num_seqs=64)
+    configs = [
+        decode_config(**sizes, page_size=page_size, itemsize=2, num_sms=132)
+        for page_size in (32, 64, 128)
+    ]
+    assert [config.num_warps for config in configs] == [4, 2, 4]
+
+
+def test_few_tokens_get_few_programs():
+    config = decode_config(
+        num_q_heads=8,
+        num_kv_heads=2,
+        head_dim=128,
+        page_size=16,
+        max_kv_len=128,
+        num_seqs=1,
+        itemsize=2,
+        num_sms=132,
+    )
+    assert config.num_programs == 128 // config.block_k
+
+
+@pytest.mark.parametrize("num_seqs", [1, 3, 64, 1000])
+@pytest.mark.parametrize("num_heads", [1, 7, 32, 128])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_the_merge_tile_is_made_of_powers_of_two(num_seqs, num_heads, batch_invariant):
+    tile = merge_config(
+        num_seqs=num_seqs,
+        num_heads=num_heads,
+        head_dim=80,
+        num_programs=66,
+        batch_invariant=batch_invariant,
+    )
+    sizes = dataclasses.astuple(tile)
+    assert all(n > 0 and n & (n - 1) == 0 for n in sizes)
+    assert tile.block_s * tile.block_h * tile.block_d <= 2**14

@@ -1,0 +1,78 @@
+"""The check of a page table: each invariant, broken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import pytest
+
+import pallas_paged as pp
+from tests.support.page_tables import extended, fork, i32, make_table
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "value", "message"),
+    [
+        ("num_free", (), 9, r"num_free must be in .*got num_free=9"),
+        ("num_free", (), 4, r"ref_counts=0, times_free=0 at page 3"),
+        ("seq_lens", 2, -1, r"seq_lens must be in \[0, 16\], got seq_lens=-1 at row 2"),
+        ("seq_lens", 0, 17, r"got seq_lens=17 at row 0"),
+        ("seq_lens", 0, 9, r"a block needs .*got page=8, seq_lens=9 at row 0, block 2"),
+        ("seq_lens", 0, 4, r"an unused one .*got page=1, seq_lens=4 at row 0, block 1"),
+        ("seq_lens", 1, 6, r"partial last page .*page=1, ref_counts=2 at row 1, block 1"),
+        ("block_tables", (0, 0), -1, r"got page=-1, seq_lens=8 at row 0, block 0"),
+        ("block_tables", (2, 3), 7, r"got page=7, seq_lens=0 at row 2, block 3"),
+        ("block_tables", (0, 1), 0, r"hold a page twice, got page=0 at row 0"),
+        ("block_tables", (3, 0), 0, r"ref_counts=2, entries=3, retained=0 at page 0"),
+        ("ref_counts", 5, 1, r"ref_counts=1, entries=0, retained=0 at page 5"),
+        ("free_pages", 2, 8, r"free page must be in .*page=8 at free_pages entry 2"),
+        ("free_pages", 2, 7, r"ref_counts=0, times_free=0 at page 5"),
+        ("free_pages", 0, 1, r"ref_counts=2, times_free=1 at page 1"),
+    ],
+)
+def test_check_names_the_broken_invariant(name, index, value, message):
+    table, _, _ = fork(extended([8, 0, 0, 2]), i32(0), i32(1))  # rows 0 and 1 share pages 0 and 1
+    pp.check(table)
+    broken = replace(table, **{name: getattr(table, name).at[index].set(value)})
+    with pytest.raises(ValueError, match=message):
+        pp.check(broken)
+
+
+def test_check_names_a_page_that_is_free_twice():
+    table = extended([8, 0, 0, 2])
+    free_pages = table.free_pages.at[table.num_free].set(7)
+    broken = replace(table, free_pages=free_pages, num_free=table.num_free + 1)
+    with pytest.raises(ValueError, match=r"ref_counts=0, times_free=2 at page 7"):
+        pp.check(broken)
+
+
+def test_check_refuses_tracers():
+    with pytest.raises(ValueError, match="on the host"):
+        jax.jit(pp.check)(make_table())
+
+
+def test_retained_pages_count_as_references():
+    table = extended([8, 4, 0, 0])  # pages 0, 1 and 2
+    table, _ = pp.retain(table, i32(0, 2, 2))
+    for same in [(0, 2, 2), i32([2], [0], [2]), jax.numpy.asarray(i32(2, 2, 0))]:
+        pp.check(table, same)
+    with pytest.raises(ValueError, match=r"ref_counts=2, entries=1, retained=0 at page 0"):
+        pp.check(table)
+    with pytest.raises(ValueError, match=r"ref_counts=3, entries=1, retained=1 at page 2"):
+        pp.check(table, retained=[0, 2])
+    with pytest.raises(ValueError, match=r"ref_counts=0, entries=0, retained=1 at page 3"):
+        pp.check(table, retained=[0, 2, 2, 3])
+
+
+@pytest.mark.parametrize("page", [-1, 8])
+def test_retained_pages_must_be_pages(page):
+    with pytest.raises(ValueError, match=rf"must be in \[0, .*page={page} at retained entry 1"):
+        pp.check(extended([4, 0, 0, 0]), retained=[0, page])
+
+
+def test_retained_pages_must_be_concrete_integers():
+    with pytest.raises(ValueError, match="retained must be integers, got float64"):
+        pp.check(make_table(), retained=[0.0])
+    with pytest.raises(ValueError, match="on the host"):
+        jax.jit(lambda pages: pp.check(make_table(), pages))(i32(0))

@@ -1,0 +1,209 @@
+"""Pages held by what is no row, and rows that begin with them: `retain`, `release`, `adopt`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_paged as pp
+from tests.support.page_tables import (
+    INT32_MAX,
+    INT32_MIN,
+    adopt,
+    assert_same,
+    extend,
+    extended,
+    fork,
+    free,
+    i32,
+    release,
+    retain,
+    truncate,
+)
+
+ALL_ROWS = np.ones(4, bool)
+
+
+def retained_prefix(**sizes):
+    """All rows empty; pages 0 and 1 retained."""
+    table, ok = retain(extended([9, 0, 0, 0], **sizes), i32(0, 1))
+    assert np.all(ok)
+    return free(table, ALL_ROWS)
+
+
+def test_retained_page_survives_its_rows():
+    table = retained_prefix()
+    assert table.ref_counts.tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
+    assert int(table.num_free) == 6
+    pp.check(table, retained=[0, 1])
+    table, ok = extend(table, i32(16, 8, 0, 0))
+    assert np.all(ok)
+    assert set(table.block_tables[:2].ravel().tolist()).isdisjoint({0, 1})
+    pp.check(table, retained=[0, 1])
+
+
+def test_release_of_the_last_reference_frees_once():
+    table, ok = retain(retained_prefix(), i32(1))
+    assert np.all(ok)
+    table = release(table, i32(1, 0))
+    assert table.ref_counts[:2].tolist() == [0, 1]
+    assert int(table.num_free) == 7
+    pp.check(table, retained=[1])
+    table = release(table, i32(1))
+    assert int(table.num_free) == 8
+    pp.check(table)
+
+
+def test_release_leaves_pages_that_rows_hold():
+    table, _ = retain(extended([4, 8, 0, 0]), i32(0, 2))
+    table = release(table, i32(0, 2))
+    assert_same(table, extended([4, 8, 0, 0]))
+
+
+def test_page_named_twice_has_two_references():
+    table, ok = retain(extended([4, 0, 0, 0]), i32(0, 0))
+    assert np.all(ok)
+    table = free(table, ALL_ROWS)
+    pp.check(table, retained=[0, 0])
+    once, twice = release(table, i32(0)), release(table, i32(0, 0))
+    pp.check(once, retained=[0])
+    assert int(twice.num_free) == 8
+    pp.check(twice)
+
+
+def test_retain_refuses_free_and_partial_pages_and_drops_padding():
+    table = extended([4, 6, 0, 1])  # pages 2 and 3 are partial
+    after, ok = retain(table, i32(2, 3, 4, 7, 8, -1, -8, INT32_MAX, INT32_MIN))
+    assert not np.any(ok)
+    assert_same(table, after)
+    after, ok = retain(table, i32(4, 0, 2, 1, -8))
+    assert ok.tolist() == [False, True, False, True, False]
+    assert after.ref_counts.tolist() == [2, 2, 1, 1, 0, 0, 0, 0]
+    pp.check(after, retained=[0, 1])
+
+
+def test_release_leaves_free_pages_and_drops_padding():
+    table = retained_prefix()
+    assert_same(table, release(table, i32(2, 7, 7, 8, -1, -8, INT32_MAX, INT32_MIN)))
+    assert int(release(table, i32(-8, 7, 0, 8)).num_free) == 7
+    assert_same(table, release(table, i32()))
+
+
+def test_page_released_too_often_is_freed_once():
+    table = release(retained_prefix(), i32(0, 0, 0))
+    assert int(table.num_free) == 7
+    pp.check(table, retained=[1])
+
+
+def test_adopted_pages_are_shared_and_new_tokens_go_elsewhere():
+    table, ok = adopt(retained_prefix(), i32(2, 0), i32([1, 0, 8], [0, 8, 8]))
+    assert np.all(ok)
+    assert table.block_tables.tolist() == [[0, 8, 8, 8], [8] * 4, [1, 0, 8, 8], [8] * 4]
+    assert table.seq_lens.tolist() == [4, 0, 8, 0]
+    assert table.ref_counts[:2].tolist() == [3, 2]
+    assert int(table.num_free) == 6
+    pp.check(table, retained=[0, 1])
+    table, ok = extend(table, i32(1, 0, 5, 0))
+    assert np.all(ok)
+    assert table.block_tables[0, :2].tolist() == [0, 2]
+    assert table.block_tables[2].tolist() == [1, 0, 3, 4]
+    slots = pp.slot_mapping(table, i32(0, 2), i32(4, 8))
+    assert slots.tolist() == [8, 12]
+    pp.check(table, retained=[0, 1])
+    assert int(release(free(table, ALL_ROWS), i32(0, 1)).num_free) == 8
+
+
+def test_adopted_pages_outlive_their_release():
+    table, _ = adopt(retained_prefix(), i32(3), i32([0, 1]))
+    table = release(table, i32(0, 1))
+    assert int(table.num_free) == 6
+    pp.check(table)
+    assert int(free(table, ALL_ROWS).num_free) == 8
+
+
+def test_truncate_into_an_adopted_page_copies_it():
+    table, _ = adopt(retained_prefix(), i32(1), i32([0, 1]))
+    table, copies, ok = truncate(table, i32(0, 7, 0, 0))
+    assert np.all(ok)
+    assert table.block_tables[1].tolist() == [0, 2, 8, 8]
+    assert (copies.src_pages[1], copies.dst_pages[1]) == (1, 2)
+    pp.check(table, retained=[0, 1])
+
+
+def test_fork_of_an_adopted_row_shares_its_pages():
+    table, _ = adopt(retained_prefix(), i32(1), i32([0, 1]))
+    table, copies, ok = fork(table, i32(1), i32(0))
+    assert np.all(ok) and copies.dst_pages.tolist() == [8]
+    assert table.ref_counts[:2].tolist() == [3, 3]
+    pp.check(table, retained=[0, 1])
+
+
+@pytest.mark.parametrize(
+    ("rows", "pages", "expected"),
+    [
+        ([4, -1, INT32_MAX, INT32_MIN], [[0]] * 4, [False] * 4),  # padding
+        ([0], [[0]], [False]),  # holds tokens
+        ([2, 2, 3], [[0], [1], [0]], [True, False, True]),  # an earlier entry has the row
+        ([2, 2], [[7], [0]], [False, False]),  # also if that one fails
+        ([4, 2], [[0], [0]], [False, True]),  # padding claims no row
+        ([2], [[7]], [False]),  # a free page
+        ([2], [[2]], [False]),  # a partial page
+        ([2, 3], [[0, 7], [0, 1]], [False, True]),  # one free page fails its entry alone
+        ([2], [[0, 0]], [False]),  # a page twice
+        ([2], [[1, 0, 1]], [False]),
+        ([2], [[0, 8, 1]], [False]),  # a hole
+        ([2], [[8, 0]], [False]),
+        ([2], [[-1, 0]], [False]),
+        ([2], [[0, 1, -1, 8, INT32_MAX, INT32_MIN]], [True]),  # all of it padding; over 4 columns
+        ([2], [[0, 1, 3, 4, 5]], [False]),  # over 4 pages
+        ([2, 3], [[0, 1, 3, 4], [6, 8, 8, 8]], [True, True]),
+        ([2, 3], [[8, 8], [-1, -8]], [True, True]),  # no pages
+        ([2, 3], [[], []], [True, True]),
+        ([], np.zeros((0, 2)), []),
+    ],
+)
+def test_adopt_entries(rows, pages, expected):
+    table, ok = extend(extended([10, 12, 0, 0]), i32(0, 0, 4, 0))  # page 2 is partial, 7 is free
+    assert np.all(ok)
+    table, _ = retain(table, i32(0, 1, 6))
+    table = free(table, np.arange(4) == 2)
+    after, ok = adopt(table, i32(*rows), np.asarray(pages, np.int32))
+    assert ok.tolist() == expected
+    pp.check(after, retained=[0, 1, 6])
+    blocks, lens = np.array(table.block_tables), np.array(table.seq_lens)
+    for row, entry, is_ok in zip(rows, pages, expected, strict=True):
+        if is_ok:
+            adopted = [page for page in entry if 0 <= page < 8]
+            blocks[row, : len(adopted)], lens[row] = adopted, 4 * len(adopted)
+    assert_same((after.block_tables, after.seq_lens), (blocks, lens))
+    assert_same((after.free_pages, after.num_free), (table.free_pages, table.num_free))
+
+
+def test_verbs_run_in_one_donated_call():
+    def serve(table, pages):
+        table, retained = pp.retain(table, pages)
+        table = pp.free(table, jnp.ones(4, bool))
+        table, adopted = pp.adopt(table, jnp.array([1, 2], jnp.int32), jnp.stack([pages, pages]))
+        table, extended = pp.extend(table, jnp.array([0, 1, 1, 0], jnp.int32))
+        return pp.release(table, pages), retained, adopted, extended
+
+    donated = jax.jit(serve, donate_argnums=0)
+    table, *oks = donated(extended([9, 0, 0, 0]), i32(0, 1, 8))
+    assert [ok.tolist() for ok in oks] == [[True, True, False], [True, True], [True] * 4]
+    assert table.seq_lens.tolist() == [0, 9, 9, 0]
+    assert table.ref_counts.tolist()[:2] == [2, 2]
+    pp.check(table)
+
+
+def test_a_prefix_cache_may_have_nothing_to_say():
+    """Its answers are lists, and a list of nothing has no dtype."""
+    table = pp.create_page_table(num_pages=2, page_size=2, max_seqs=1, pages_per_seq=2)
+    cache = pp.PrefixCache(page_size=2)
+    lease = cache.lookup([1, 2, 3])
+    table, ok = pp.adopt(table, [0], [lease.pages])
+    assert ok.all() and table.num_free == 2
+    table, ok = pp.retain(table, cache.insert(lease, [1], [0]))
+    assert ok.shape == (0,)
+    pp.check(pp.release(table, cache.evict(1)))

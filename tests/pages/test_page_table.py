@@ -1,0 +1,385 @@
+"""The page table: each rule of the contract, bad arguments, compiled facts."""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_paged as pp
+from pallas_paged.page_table import validate_pool_size
+from tests.support.page_tables import (
+    INT32_MAX,
+    INT32_MIN,
+    assert_same,
+    extend,
+    extended,
+    fork,
+    free,
+    i32,
+    make_table,
+    truncate,
+)
+
+
+def test_created_table_is_empty_and_sound():
+    table = make_table(num_pages=5, page_size=2, max_seqs=3, pages_per_seq=2)
+    pp.check(table)
+    assert (table.num_pages, table.max_seqs, table.pages_per_seq) == (5, 3, 2)
+    assert table.num_free == 5 and np.all(table.block_tables == 5)
+    assert [leaf.dtype for leaf in jax.tree.leaves(table)] == [jnp.int32] * 5
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (dict(num_pages=0), r"num_pages=0 must be a positive integer"),
+        (dict(max_seqs=-1), r"max_seqs=-1 must be a positive integer"),
+        (dict(pages_per_seq=2.0), r"pages_per_seq=2.0 must be a positive integer"),
+        (dict(max_seqs=True), r"max_seqs=True must be a positive integer"),
+        (dict(page_size=0), r"page_size=0 must be a positive integer"),
+        (dict(page_size=12), r"page_size=12 must be a power of two from 1 to 256"),
+        (dict(num_pages=2**23, page_size=256), r"num_pages=8388608 \* page_size=256 \+ 1"),
+        (dict(num_pages=np.int32(2**24), page_size=np.int32(256)), "must be at most"),
+        (dict(pages_per_seq=2**29), r"pages_per_seq=536870912 \* page_size=4"),
+        (dict(max_seqs=2**16, pages_per_seq=2**15), r"max_seqs=65536 \* pages_per_seq=32768"),
+    ],
+)
+def test_create_refuses(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        make_table(**sizes)
+
+
+def test_int32_has_a_number_for_no_slot_too():
+    validate_pool_size(INT32_MAX - 1, 1)
+    with pytest.raises(ValueError, match=r"page_size=1 \+ 1 must be at most"):
+        validate_pool_size(INT32_MAX, 1)
+
+
+def test_extend_hands_out_pages_in_order():
+    table, ok = extend(make_table(), i32(5, 0, 4, 1))
+    assert np.all(ok)
+    assert table.block_tables.tolist() == [[0, 1, 8, 8], [8] * 4, [2, 8, 8, 8], [3, 8, 8, 8]]
+    assert table.seq_lens.tolist() == [5, 0, 4, 1]
+    assert table.ref_counts.tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
+    assert int(table.num_free) == 4
+    pp.check(table)
+
+
+def test_extend_serves_rows_until_the_first_that_does_not_fit():
+    table = extended([4, 4, 4, 1], num_pages=6)  # 2 pages left
+    table, ok = extend(table, i32(4, 5, 1, 3))
+    # Row 1 wants 2 of the 1 left; row 2 wants a page and comes later; row 3 wants none.
+    assert ok.tolist() == [True, False, False, True]
+    assert table.seq_lens.tolist() == [8, 4, 4, 4]
+    assert int(table.num_free) == 1
+    pp.check(table)
+
+
+@pytest.mark.parametrize("odd", [-1, 17, INT32_MAX, INT32_MAX - 15, INT32_MIN])
+def test_invalid_requests_fail_alone_and_never_wrap(odd):
+    table = extended([16, 5, 0, 0], num_pages=7)  # 1 page left
+    after, ok = extend(table, i32(odd, odd, odd, 4))
+    assert ok.tolist() == [False, False, False, True]
+    assert after.seq_lens.tolist() == [16, 5, 0, 4]
+    pp.check(after)
+
+
+def test_zero_tokens_are_ok_even_with_no_page_left():
+    table = extended([4, 0, 0, 0], num_pages=1)
+    after, ok = extend(table, i32(0, 0, 1, 0))
+    assert ok.tolist() == [True, True, False, True]
+    assert_same(table, after)
+
+
+@pytest.mark.parametrize("held", range(5))
+@pytest.mark.parametrize("bound", [1, 4, 5, 16, 1000])
+def test_max_new_tokens_bounds_requests_and_not_results(held, bound):
+    table = extended([held, 0, 0, 0])
+    wanted = min(bound, 16 - held)
+    bounded, ok = extend(table, i32(wanted, 0, 0, 0), max_new_tokens=bound)
+    assert np.all(ok)
+    assert_same(bounded, extend(table, i32(wanted, 0, 0, 0))[0])
+    pp.check(bounded)
+    if bound < 16:
+        after, ok = extend(table, i32(0, bound + 1, 0, 0), max_new_tokens=bound)
+        assert ok.tolist() == [True, False, True, True]
+        assert_same(table, after)
+
+
+def test_free_returns_pages_and_clears_rows():
+    table = free(extended([5, 3, 4, 0]), np.array([True, False, True, True]))
+    assert table.seq_lens.tolist() == [0, 3, 0, 0]
+    assert table.block_tables.tolist() == [[8] * 4, [2, 8, 8, 8], [8] * 4, [8] * 4]
+    assert int(table.num_free) == 7
+    pp.check(table)
+
+
+def test_page_shared_by_freed_rows_returns_once():
+    table, _, ok = fork(extended([8, 0, 0, 0]), i32(0, 0), i32(1, 2))
+    assert np.all(ok)
+    assert table.ref_counts[:2].tolist() == [3, 3]
+    for rows, refs, num_free in [((0, 2), 1, 6), ((0, 1, 2), 0, 8)]:
+        freed = free(table, np.isin(np.arange(4), rows))
+        assert freed.ref_counts[:2].tolist() == [refs, refs]
+        assert int(freed.num_free) == num_free
+        pp.check(freed)
+
+
+def test_fork_shares_full_pages_and_copies_the_tail():
+    table, copies, ok = fork(extended([6, 0, 0, 0]), i32(0, 0), i32(1, 3))
+    assert np.all(ok)
+    assert table.block_tables.tolist() == [[0, 1, 8, 8], [0, 2, 8, 8], [8] * 4, [0, 3, 8, 8]]
+    assert table.seq_lens.tolist() == [6, 6, 0, 6]
+    assert copies.src_pages.tolist() == [1, 1]
+    assert copies.dst_pages.tolist() == [2, 3]
+    assert table.ref_counts.tolist() == [3, 1, 1, 1, 0, 0, 0, 0]
+    pp.check(table)
+
+
+@pytest.mark.parametrize("length", [0, 4, 16])
+def test_fork_without_a_tail_copies_nothing(length):
+    table, copies, ok = fork(extended([length, 0, 0, 0]), i32(0), i32(2))
+    assert ok.tolist() == [True]
+    assert copies.src_pages.tolist() == copies.dst_pages.tolist() == [8]
+    assert table.seq_lens[2] == length
+    assert table.block_tables[2].tolist() == table.block_tables[0].tolist()
+    pp.check(table)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "expected"),
+    [
+        ([-1, 4, 0, 0], [1, 1, -1, 4], [False] * 4),  # padding
+        ([INT32_MIN, INT32_MAX], [1, 1], [False] * 2),
+        ([0], [3], [False]),  # dst holds tokens
+        ([0], [0], [False]),  # itself
+        ([0, 3], [1, 1], [True, False]),  # dst repeated
+        ([0, 1], [1, 2], [True, False]),  # src is filled by this call
+        ([1, 0], [2, 1], [False, True]),
+        ([4, 0], [1, 1], [False, True]),  # padding claims no row
+        ([4, 0], [0, 1], [False, True]),
+        ([1], [2], [True]),  # an empty row
+        ([], [], []),
+    ],
+)
+def test_fork_entries(src, dst, expected):
+    table = extended([6, 0, 0, 2])
+    after, copies, ok = fork(table, i32(*src), i32(*dst))
+    assert ok.tolist() == expected
+    pp.check(after)
+    for s, d, good, page in zip(src, dst, expected, copies.dst_pages.tolist(), strict=True):
+        if good:
+            assert after.seq_lens[d] == table.seq_lens[s]
+        else:
+            assert page == 8
+    if not any(expected):
+        assert_same(table, after)
+
+
+def test_fork_serves_entries_until_pages_run_out():
+    table = extended([5, 4, 0, 0, 0, 0], num_pages=5, max_seqs=6)  # 2 pages left
+    # Entry 1 repeats dst 2, and so must not take a page from entry 2.
+    table, copies, ok = fork(table, i32(0, 0, 0, 0, 1), i32(2, 2, 3, 4, 5))
+    assert ok.tolist() == [True, False, True, False, True]
+    assert copies.src_pages.tolist() == [1, 5, 1, 5, 5]
+    assert table.seq_lens.tolist() == [5, 4, 5, 5, 0, 4]
+    pp.check(table)
+
+
+def test_truncate_releases_blocks_and_keeps_an_own_tail():
+    table, copies, ok = truncate(extended([9, 8, 3, 4]), i32(2, 4, 0, 4))
+    assert np.all(ok)
+    assert table.seq_lens.tolist() == [2, 4, 0, 4]
+    assert table.block_tables[:, 0].tolist() == [0, 3, 8, 6]
+    assert copies.src_pages.tolist() == copies.dst_pages.tolist() == [8] * 4
+    pp.check(table)
+
+
+def test_truncate_refuses_longer_and_negative():
+    table = extended([5, 4, 0, 7])
+    after, _, ok = truncate(table, i32(6, -1, INT32_MAX, INT32_MIN))
+    assert not np.any(ok)
+    assert_same(table, after)
+
+
+def test_truncate_to_the_same_length_changes_nothing():
+    table, _, _ = fork(extended([5, 4, 0, 0]), i32(0), i32(2))
+    after, copies, ok = truncate(table, table.seq_lens)
+    assert np.all(ok)
+    assert np.all(copies.dst_pages == 8)
+    assert_same(table, after)
+
+
+def test_truncate_into_a_shared_page_replaces_it():
+    table, _, _ = fork(extended([8, 0, 0, 0]), i32(0), i32(1))
+    table, copies, ok = truncate(table, i32(8, 6, 0, 0))
+    assert np.all(ok)
+    assert table.block_tables[:2].tolist() == [[0, 1, 8, 8], [0, 2, 8, 8]]
+    assert (copies.src_pages[1], copies.dst_pages[1]) == (1, 2)
+    pp.check(table)
+
+
+def test_sharers_truncated_together_each_get_a_page_that_was_free():
+    table, _, _ = fork(extended([8, 0, 0, 0], num_pages=4), i32(0), i32(1))
+    table, copies, ok = truncate(table, i32(5, 6, 0, 0))
+    assert np.all(ok)
+    assert copies.src_pages[:2].tolist() == [1, 1]
+    assert copies.dst_pages[:2].tolist() == [2, 3]
+    assert int(table.num_free) == 1, "the shared page is free again"
+    pp.check(table)
+
+
+def test_truncate_cannot_use_pages_released_by_the_same_call():
+    table, _, _ = fork(extended([8, 0, 4, 4], num_pages=5), i32(0), i32(1))  # 1 page left
+    after, copies, ok = truncate(table, i32(6, 6, 0, 2))
+    assert ok.tolist() == [True, False, True, True]
+    assert after.seq_lens.tolist() == [6, 8, 0, 2]
+    assert set(copies.dst_pages.tolist()).isdisjoint(set(copies.src_pages.tolist()) - {5})
+    pp.check(after)
+
+
+def test_slot_mapping():
+    table = extended([6, 0, 3, 2])
+    slots = pp.slot_mapping(table, i32(0, 0, 0, 2, 2), i32(0, 3, 5, 0, 2))
+    assert slots.tolist() == [0, 3, 5, 8, 10]
+    assert slots.dtype == jnp.int32
+    nowhere = pp.slot_mapping(
+        table,
+        i32(0, 0, 1, -1, -4, 4, INT32_MAX, INT32_MIN, 2, 2),
+        i32(6, -1, 0, 0, 0, 0, 0, 0, INT32_MAX, INT32_MIN),
+    )
+    assert np.all(nowhere == 32)
+    assert pp.slot_mapping(table, i32(), i32()).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda t: pp.extend(t, i32(1)), r"num_new_tokens must be int32\[4\], got int32\[1\]"),
+        (lambda t: pp.extend(t, np.ones(4, np.int64)), r"must be int32\[4\], got int64\[4\]"),
+        (lambda t: pp.extend(t, np.ones(4)), r"must be int32\[4\], got float64\[4\]"),
+        (lambda t: pp.extend(t, i32(0, 0, 0, 0), max_new_tokens=0), r"max_new_tokens=0 must be"),
+        (lambda t: pp.extend(t, i32(0, 0, 0, 0), max_new_tokens=True), r"max_new_tokens=True must"),
+        (lambda t: pp.free(t, i32(1, 0, 0, 0)), r"rows must be bool\[4\], got int32\[4\]"),
+        (lambda t: pp.free(t, np.ones((4, 1), bool)), r"rows must be bool\[4\], got bool\[4, 1\]"),
+        (lambda t: pp.fork(t, i32(0), i32(1, 2)), r"dst must be int32\[1\], got int32\[2\]"),
+        (lambda t: pp.fork(t, np.int32(0), np.int32(1)), r"src must be int32\[1\], got int32\[\]"),
+        (lambda t: pp.fork(t, np.zeros(1, np.int8), i32(1)), r"src must be .* got int8\[1\]"),
+        (lambda t: pp.truncate(t, i32(0, 0)), r"new_lens must be int32\[4\], got int32\[2\]"),
+        (lambda t: pp.retain(t, np.int32(0)), r"pages must be int32\[1\], got int32\[\]"),
+        (lambda t: pp.retain(t, i32([0])), r"pages must be int32\[1\], got int32\[1, 1\]"),
+        (lambda t: pp.release(t, np.ones(2)), r"pages must be int32\[2\], got float64\[2\]"),
+        (lambda t: pp.adopt(t, np.int8([0]), i32([0])), r"rows must be int32\[1\], got int8\[1\]"),
+        (lambda t: pp.adopt(t, i32(0), i32(0, 1)), r"pages must be int32\[1, 2\], got int32\[2\]"),
+        (lambda t: pp.adopt(t, i32(0), i32([0], [1])), r"must be int32\[1, 1\], got int32\[2, 1\]"),
+        (lambda t: pp.adopt(t, i32(0), np.int32(0)), r"must be int32\[1, 0\], got int32\[\]"),
+        (lambda t: pp.slot_mapping(t, i32(0), i32(0, 1)), r"positions must be int32\[1\]"),
+        (lambda t: pp.slot_mapping(t, np.ones(1), i32(0)), r"rows must be int32\[1\], got float64"),
+    ],
+)
+def test_bad_arguments_are_refused_also_under_jit(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(make_table())
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(call, make_table())
+
+
+def test_lists_are_taken():
+    table, ok = jax.jit(lambda t: pp.extend(t, [1, 2, 0, 0]))(make_table())
+    assert np.all(ok)
+    table, _, ok = jax.jit(lambda t: pp.fork(t, [0], [2]))(table)
+    assert np.all(ok)
+    assert jax.jit(lambda t: pp.slot_mapping(t, [1], [1]))(table).tolist() == [5]
+    share = jax.jit(lambda t: pp.adopt(pp.release(pp.retain(t, [0])[0], [0]), [3], [[0]]))
+    table, ok = share(extended([4, 0, 0, 0]))
+    assert np.all(ok)
+    assert int(jax.jit(lambda t: pp.free(t, [True, True, False, True]))(table).num_free) == 8
+
+
+def decode(table, active):
+    """Reserves one token a step for the active rows until each has failed."""
+
+    def step(carry):
+        table, active = carry
+        table, ok = pp.extend(table, active.astype(jnp.int32), max_new_tokens=1)
+        return table, active & ok
+
+    return jax.lax.while_loop(lambda carry: jnp.any(carry[1]), step, (table, active))
+
+
+def writers(jaxpr, size):
+    """Names of the primitives with an output of `size` elements, inner jaxprs included."""
+    names = set()
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        inner = [p.jaxpr for p in equation.params.values() if hasattr(p, "jaxpr")]
+        if inner and not name.startswith("scatter"):  # whose own is how two numbers become one
+            names = names.union(*(writers(sub, size) for sub in inner))
+        elif any(out.aval.size >= size for out in equation.outvars):
+            names.add(name)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("operation", "dtype"),
+    [
+        (lambda t, n: pp.extend(t, n, max_new_tokens=1), jnp.int32),
+        (pp.extend, jnp.int32),
+        (pp.free, jnp.bool_),
+        (lambda t, n: pp.fork(t, n, n), jnp.int32),
+        (pp.truncate, jnp.int32),
+        (lambda t, n: pp.retain(t, n)[0], jnp.int32),
+        (pp.release, jnp.int32),
+        (lambda t, n: pp.adopt(t, n, jnp.broadcast_to(n, (8, 8))), jnp.int32),
+        (decode, jnp.bool_),
+    ],
+    ids=[
+        "extend_one",
+        "extend",
+        "free",
+        "fork",
+        "truncate",
+        "retain",
+        "release",
+        "adopt",
+        "decode",
+    ],
+)
+def test_operations_only_scatter_into_the_pool_and_in_place(operation, dtype):
+    num_pages = 1_000_003
+    table = jax.eval_shape(lambda: make_table(num_pages=num_pages, max_seqs=8, pages_per_seq=16))
+    traced = jax.jit(operation, donate_argnums=0).trace(table, jax.ShapeDtypeStruct((8,), dtype))
+    names = writers(traced.jaxpr.jaxpr, num_pages)
+    assert names and all(name.startswith("scatter") for name in names)
+    memory = traced.lower().compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= 2 * 4 * num_pages
+    assert memory.temp_size_in_bytes < 4 * num_pages // 100
+
+
+def test_while_loop_ends_when_pages_run_out():
+    traced = jax.jit(chex.assert_max_traces(decode, n=1), donate_argnums=0)
+    for active, expected in [
+        ([True, True, True, False], [12, 12, 8, 0]),
+        ([True, False, False, False], [16, 0, 0, 0]),
+    ]:
+        table, _ = traced(make_table(), np.array(active))
+        assert table.seq_lens.tolist() == expected
+        pp.check(table)
+
+
+def test_tables_stay_int32_under_x64():
+    def use_all(active):
+        table, _ = decode(make_table(), active)
+        table, copies, _ = pp.fork(table, i32(0), i32(2))
+        table, _, _ = pp.truncate(table, i32(1, 2, 0, 0))
+        table, _ = pp.retain(table, i32(0))
+        table, _ = pp.adopt(table, i32(3), i32([0, 8]))
+        table = pp.release(table, i32(0))
+        return pp.free(table, active), copies, pp.slot_mapping(table, i32(1), i32(1))
+
+    with jax.enable_x64(True):
+        out = jax.eval_shape(use_all, np.array([True, True, False, False]))
+    assert {leaf.dtype for leaf in jax.tree.leaves(out)} == {jnp.dtype(jnp.int32)}

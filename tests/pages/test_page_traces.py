@@ -1,0 +1,201 @@
+"""Random traces of table and pool together, against the allocator oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pallas_paged as pp
+from tests.support.allocator_oracle import AllocatorOracle
+from tests.support.page_tables import (
+    INT32_MAX,
+    INT32_MIN,
+    adopt,
+    extend,
+    fork,
+    free,
+    i32,
+    release,
+    retain,
+    truncate,
+)
+
+# Few pages for the rows, so that traces run dry often.
+SIZES = dict(num_pages=9, max_seqs=5, pages_per_seq=4)
+NUM_FORKS, NUM_PAGES, NUM_ADOPTIONS = 3, 4, 4  # entries of a call
+MAX_NEW, MAX_ADOPTED = 9, 5
+slot_mapping, write_kv = jax.jit(pp.slot_mapping), jax.jit(pp.write_kv)
+copy_pages = jax.jit(pp.copy_pages)
+
+odd = st.sampled_from([INT32_MIN, -1, INT32_MAX])
+row_or_not = st.integers(-1, SIZES["max_seqs"])
+pairs = st.lists(st.tuples(row_or_not, row_or_not), min_size=NUM_FORKS, max_size=NUM_FORKS)
+# A page of one of the rows that hold any, one that is retained, a free one, or none.
+row, block = st.integers(0, SIZES["max_seqs"] - 1), st.integers(0, SIZES["pages_per_seq"] - 1)
+retained = st.tuples(st.just("retained"), st.integers(0, 3))
+odd_pages = st.sampled_from([("free", 0), ("none", -1), ("none", INT32_MAX), ("none", INT32_MIN)])
+some_page = st.tuples(row, block) | retained | odd_pages
+prefix = st.builds(lambda row, last: [(row, b) for b in range(last + 1)], row, block)
+page_lists = (
+    st.lists(some_page, max_size=MAX_ADOPTED) | st.lists(retained, max_size=3, unique=True) | prefix
+)
+
+adoption = st.tuples(row_or_not | st.just("empty"), page_lists)
+
+
+def per_row(values):
+    return st.lists(values, min_size=SIZES["max_seqs"], max_size=SIZES["max_seqs"])
+
+
+steps = st.one_of(
+    st.tuples(st.just("extend"), per_row(st.integers(0, 5) | st.integers(0, MAX_NEW + 1) | odd)),
+    st.tuples(st.just("fork"), pairs),
+    st.tuples(st.just("truncate"), per_row(st.integers(-1, 6) | odd)),
+    st.tuples(st.just("free"), per_row(st.sampled_from([False, False, True]))),
+    st.tuples(st.just("retain"), prefix | st.lists(some_page, max_size=NUM_PAGES)),
+    st.tuples(st.just("release"), st.lists(st.integers(0, 6), max_size=NUM_PAGES, unique=True)),
+    st.tuples(st.just("adopt"), st.lists(adoption, max_size=NUM_ADOPTIONS)),
+)
+
+
+class Simulation:
+    """A table, a pool in which every token has its own value, and the oracle."""
+
+    def __init__(self, page_size):
+        sizes = dict(**SIZES, page_size=page_size)
+        self.table = pp.create_page_table(**sizes)
+        self.pool = pp.create_kv_pool(
+            num_layers=1, num_pages=SIZES["num_pages"], num_kv_heads=1, page_size=page_size,
+            head_dim=1, dtype=jnp.float32,
+        )  # fmt: skip
+        self.oracle = AllocatorOracle(**sizes)
+        self.retained = []  # pages, in the order of the oracle's names
+        self.num_written = 0
+
+    def extend(self, counts):
+        lens = [len(tokens) for tokens in self.oracle.tokens]
+        new = []
+        for count in counts:
+            if 0 <= count <= MAX_NEW + 1:
+                new.append(list(range(self.num_written, self.num_written + count)))
+                self.num_written += count
+            else:
+                new.append(count)
+        expected = self.oracle.extend(new, MAX_NEW)
+        self.table, ok = extend(self.table, i32(*counts), max_new_tokens=MAX_NEW)
+        # Rows that fail write too: they do not hold those positions, so nothing may happen.
+        rows = np.full(SIZES["max_seqs"] * (MAX_NEW + 1), -1, np.int32)
+        positions, values = np.zeros_like(rows), np.zeros(rows.shape, np.float32)
+        at = 0
+        for row, tokens in enumerate(new):
+            for offset, value in enumerate(tokens if isinstance(tokens, list) else []):
+                rows[at], positions[at], values[at] = row, lens[row] + offset, value
+                at += 1
+        slots = slot_mapping(self.table, rows, positions)
+        kv = values[:, None, None]
+        k, v = write_kv(self.pool.k_pages[0], self.pool.v_pages[0], kv, -kv, slots)
+        self.pool = replace(self.pool, k_pages=(k,), v_pages=(v,))
+        return ok, expected
+
+    def fork(self, entries):
+        src, dst = zip(*entries, strict=True)
+        self.table, copies, ok = fork(self.table, i32(*src), i32(*dst))
+        self.pool = copy_pages(self.pool, copies)
+        return ok, self.oracle.fork(list(src), list(dst))
+
+    def truncate(self, deltas):
+        lens = [len(tokens) for tokens in self.oracle.tokens]
+        new_lens = [n - d if -1 <= d <= 6 else d for n, d in zip(lens, deltas, strict=True)]
+        self.table, copies, ok = truncate(self.table, i32(*new_lens))
+        self.pool = copy_pages(self.pool, copies)
+        return ok, self.oracle.truncate(new_lens)
+
+    def free(self, rows):
+        self.oracle.free(rows)
+        self.table = free(self.table, np.array(rows))
+        return jnp.asarray(rows), rows
+
+    def retain(self, choices):
+        choices = choices + [("none", -1)] * (NUM_PAGES - len(choices))
+        pages, names = zip(*map(self.page_and_name, choices), strict=True)
+        self.table, ok = retain(self.table, i32(*pages))
+        expected = self.oracle.retain(list(names))
+        self.retained += [page for page, is_ok in zip(pages, expected, strict=True) if is_ok]
+        return ok, expected
+
+    def release(self, indices):
+        chosen = [self.page_and_name(("retained", i)) for i in indices if i < len(self.retained)]
+        pages = [self.page_and_name(("free", 0))[0], -1, INT32_MIN, INT32_MAX]
+        pages += [SIZES["num_pages"]] * (NUM_PAGES - len(chosen))
+        for page, _ in chosen:
+            pages.append(page)
+            self.retained.remove(page)
+        self.table = release(self.table, i32(*pages))
+        self.oracle.release([name for _, name in chosen])
+        return jnp.ones(0, bool), []
+
+    def adopt(self, entries):
+        entries = entries + [(-1, [])] * (NUM_ADOPTIONS - len(entries))
+        empty = next((i for i, tokens in enumerate(self.oracle.tokens) if not tokens), -1)
+        rows = [empty if row == "empty" else row for row, _ in entries]
+        pages = np.full((len(entries), MAX_ADOPTED), SIZES["num_pages"], np.int32)
+        names = []
+        for entry, (_, choices) in enumerate(entries):
+            chosen = [self.page_and_name(choice) for choice in choices]
+            pages[entry, : len(chosen)] = [page for page, _ in chosen]
+            names.append([name for _, name in chosen])
+        self.table, ok = adopt(self.table, i32(*rows), pages)
+        return ok, self.oracle.adopt(rows, names)
+
+    def page_and_name(self, choice):
+        """The page that is meant, and its name for the oracle."""
+        kind, index = choice
+        if kind == "retained" and index < len(self.retained):
+            return self.retained[index], self.oracle.retained[index]
+        if kind == "free" and int(self.table.num_free) > 0:
+            return int(self.table.free_pages[0]), 0
+        if kind == "none":
+            return index, None
+        holders = [row for row, pages in enumerate(self.oracle.pages) if pages]
+        if isinstance(kind, int) and holders:
+            row = holders[kind % len(holders)]
+            if index < len(self.oracle.pages[row]):
+                return int(self.table.block_tables[row, index]), self.oracle.pages[row][index]
+        return SIZES["num_pages"], None
+
+    def compare(self):
+        pp.check(self.table, retained=self.retained)
+        lens, blocks = np.asarray(self.table.seq_lens), np.asarray(self.table.block_tables)
+        k, v = np.asarray(self.pool.k_pages[0])[0], np.asarray(self.pool.v_pages[0])[0]
+        for row, tokens in enumerate(self.oracle.tokens):
+            assert lens[row] == len(tokens)
+            held = blocks[row, : len(self.oracle.pages[row])]
+            np.testing.assert_array_equal(k[held].ravel()[: lens[row]], tokens)
+            np.testing.assert_array_equal(v[held].ravel()[: lens[row]], [-t for t in tokens])
+        for page, name in zip(self.retained, self.oracle.retained, strict=True):
+            np.testing.assert_array_equal(k[page].ravel(), self.oracle.full_pages[name])
+        refs = np.asarray(self.table.ref_counts)
+        assert sorted(refs[refs > 0]) == sorted(self.oracle.refs.values())
+        assert int(self.table.num_free) == self.oracle.num_free
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(trace=st.lists(steps, min_size=8, max_size=20))
+def test_random_traces_agree_with_the_oracle(page_size, trace):
+    simulation = Simulation(page_size)
+    for name, argument in trace:
+        ok, expected = getattr(simulation, name)(argument)
+        assert ok.tolist() == expected, name
+        simulation.compare()
+    simulation.free([True] * SIZES["max_seqs"])
+    while simulation.retained:
+        simulation.release(range(NUM_PAGES))
+    simulation.compare()
+    assert int(simulation.table.num_free) == SIZES["num_pages"]

@@ -1,0 +1,303 @@
+"""The prefix cache: each rule of the contract, and random traces against brute force."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pallas_paged as pp
+from tests.support.prefix_oracle import PrefixOracle
+
+
+def always_collide(parent, tokens):
+    return 7
+
+
+def often_collide(parent, tokens):
+    return (3 * parent + sum(tokens)) % 4
+
+
+def add(cache, tokens, first_page):
+    """Inserts a sequence in pages of its own, and returns its lease and the new pages."""
+    lease = cache.lookup(tokens)
+    num_own = -(-len(tokens) // 4) - len(lease.pages)
+    pages = [*lease.pages, *range(first_page, first_page + num_own)]
+    return lease, cache.insert(lease, tokens, pages)
+
+
+def filled(tokens=range(12), first_page=0):
+    """A cache with one sequence, released."""
+    cache = pp.PrefixCache(page_size=4)
+    lease, _ = add(cache, list(tokens), first_page)
+    cache.release(lease)
+    return cache
+
+
+def test_empty_cache_finds_nothing():
+    cache = pp.PrefixCache(page_size=4)
+    lease = cache.lookup(list(range(9)))
+    assert (lease.pages, lease.num_tokens) == ((), 0)
+    assert (len(cache), cache.pages, cache.num_evictable) == (0, [], 0)
+    assert cache.evict(3) == cache.clear() == []
+    cache.release(lease)
+
+
+@pytest.mark.parametrize(
+    ("length", "num_pages"),
+    [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (13, 3), (16, 3), (17, 3)],
+)
+def test_lookup_leaves_the_last_token(length, num_pages):
+    cache = filled(range(12), first_page=5)
+    lease = cache.lookup(list(range(length)))
+    assert lease.pages == (5, 6, 7)[:num_pages]
+    assert lease.num_tokens == 4 * num_pages
+    assert cache.num_query_tokens == 12 + length
+    assert cache.num_hit_tokens == 4 * num_pages
+
+
+@pytest.mark.parametrize("changed", range(12))
+def test_lookup_ends_at_the_first_page_that_differs(changed):
+    tokens = list(range(13))
+    tokens[changed] = 99
+    assert filled().lookup(tokens).pages == tuple(range(changed // 4))
+
+
+def test_same_page_after_another_prefix_is_another_page():
+    cache = filled([1] * 12)
+    assert cache.lookup([2] * 4 + [1] * 9).pages == ()
+    _, new = add(cache, [2] * 4 + [1] * 8, 20)
+    assert new == [20, 21, 22]
+    assert cache.lookup([2] * 4 + [1] * 9).pages == (20, 21, 22)
+
+
+def test_partial_last_page_is_not_indexed():
+    cache = pp.PrefixCache(page_size=4)
+    lease, new = add(cache, list(range(10)), 0)
+    assert new == cache.pages == [0, 1]
+    assert cache.insert(lease, list(range(11)), [0, 1, 2]) == []
+    assert cache.insert(lease, list(range(12)), [0, 1, 2]) == [2]
+    assert cache.insert(lease, list(range(20)), [0, 1, 2, 3]) == [3], "as far as there are pages"
+
+
+def test_page_that_is_there_already_stays_and_is_held():
+    cache = pp.PrefixCache(page_size=4)
+    first, second = cache.lookup(list(range(8))), cache.lookup(list(range(12)))
+    assert cache.insert(first, list(range(8)), [0, 1]) == [0, 1]
+    assert cache.insert(second, list(range(12)), [5, 6, 7]) == [7]
+    assert second.pages == (), "what a row is to adopt does not change"
+    assert cache.pages == [0, 1, 7]
+    cache.release(first)
+    assert cache.num_evictable == 0
+    cache.release(second)
+    assert cache.clear() == [7, 1, 0]
+
+
+def test_pages_of_a_forked_row_are_indexed_once():
+    cache = pp.PrefixCache(page_size=4)
+    leases = [cache.lookup(list(range(9))) for _ in range(2)]
+    assert cache.insert(leases[0], list(range(8)), [0, 1]) == [0, 1]
+    assert cache.insert(leases[1], list(range(8)), [0, 1]) == []
+
+
+def test_held_pages_are_not_evicted():
+    cache = filled()
+    lease = cache.lookup(list(range(9)))
+    assert cache.num_evictable == 1
+    assert cache.evict(3) == [2]
+    cache.release(lease)
+    assert cache.evict(3) == [1, 0]
+    assert len(cache) == 0
+    assert cache.lookup(list(range(9))).pages == ()
+
+
+def test_eviction_is_least_recently_used_and_leaves_first():
+    cache = filled(range(12))  # pages 0, 1, 2
+    cache.release(add(cache, [*range(4), *range(50, 58)], 10)[0])  # pages 0, 10, 11
+    cache.release(add(cache, list(range(90, 94)), 20)[0])
+    assert cache.evict(1) == [2]
+    cache.release(cache.lookup(list(range(9))))  # uses 0 and 1
+    assert cache.num_evictable == 5
+    assert cache.evict(2) == [11, 10]
+    assert cache.evict(9) == [20, 1, 0]
+
+
+def test_pages_can_be_used_again_after_eviction():
+    cache = filled()
+    assert cache.clear() == [2, 1, 0]
+    _, new = add(cache, list(range(40, 52)), 0)
+    assert new == [0, 1, 2]
+    assert cache.lookup(list(range(40, 53))).pages == (0, 1, 2)
+
+
+def test_work_is_one_hash_a_page():
+    calls = []
+
+    def counted(parent, tokens):
+        calls.append(tokens)
+        return hash((parent, tokens))
+
+    cache = pp.PrefixCache(page_size=4, hash_page=counted)
+    tokens = list(range(400))
+    lease = cache.lookup(tokens)
+    assert len(calls) == 1, "nothing is known beyond a page that is not there"
+    cache.insert(lease, tokens, range(100))
+    assert len(calls) == 101
+    cache.insert(lease, [*tokens, 1, 2, 3, 4], range(101))
+    assert calls[101:] == [(1, 2, 3, 4)], "pages that the lease holds are not hashed again"
+    cache.release(lease)
+    assert len(cache.evict(50)) == 50 and len(calls) == 102
+    cache.lookup(tokens)
+    assert len(calls) == 102 + 52
+
+
+def test_a_page_of_the_same_hash_is_never_used():
+    cache = pp.PrefixCache(page_size=4, hash_page=always_collide)
+    _, new = add(cache, list(range(12)), 0)
+    assert new == [0], "the second page would need the place of the first"
+    assert cache.lookup(list(range(12))).pages == (0,)
+    assert cache.lookup(list(range(20, 32))).pages == ()
+    _, new = add(cache, list(range(20, 32)), 10)
+    assert new == []
+    repeated, new = add(cache, [*range(4), *range(4), 0], 20)
+    assert (repeated.pages, new) == ((0,), []), "page 0 does not follow itself"
+
+
+def test_insert_goes_on_once_a_collision_is_gone():
+    cache = pp.PrefixCache(page_size=4, hash_page=lambda parent, tokens: parent + tokens[0])
+    blocker, _ = add(cache, [5] * 4, 0)
+    lease, new = add(cache, [2] * 4 + [3] * 4 + [1] * 4, 10)
+    assert new == [10]
+    cache.release(blocker)
+    assert cache.evict(1) == [0]
+    assert cache.insert(lease, [2] * 4 + [3] * 4 + [1] * 4, [10, 11, 12]) == [11, 12]
+
+
+@pytest.mark.parametrize("page_size", [0, -4, 2.0, True])
+def test_bad_page_size(page_size):
+    with pytest.raises(ValueError, match=f"page_size={page_size} must be a positive integer"):
+        pp.PrefixCache(page_size=page_size)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pages", "message"),
+    [
+        (range(12), [0, 1, 2, 3], r"12 tokens in pages of 4 fill fewer than the 4 pages given"),
+        ([], [0], r"0 tokens in pages of 4 fill fewer"),
+        ([*range(7), 9], [0, 1], r"page 1 .* has \(4, 5, 6, 9\), the lease \(4, 5, 6, 7\)"),
+        (range(7), [0, 1], r"page 1 of the sequence has \(4, 5, 6\)"),
+        ([], [], r"page 1 of the sequence has \(\)"),
+        (range(20), [0, 1, 7, 8, 30], r"page=30 is in the index for another prefix"),
+        (range(20), [0, 1, 7, 8, 1], r"page=1 is in the index"),
+        (range(20), [0, 1, 7, 8, 7], r"page=7 is in the index"),
+    ],
+)
+def test_insert_refuses_and_changes_nothing(tokens, pages, message):
+    cache = filled(range(8))
+    add(cache, [5] * 4, 30)
+    lease = cache.lookup(list(range(9)))
+    with pytest.raises(ValueError, match=message):
+        cache.insert(lease, list(tokens), pages)
+    assert cache.pages == [0, 1, 30]
+    assert cache.lookup(list(range(20))).pages == (0, 1)
+    assert cache.insert(lease, list(range(12)), [0, 1, 7]) == [7]
+
+
+def test_lease_ends_once():
+    cache = filled()
+    lease = cache.lookup(list(range(9)))
+    with pytest.raises(ValueError, match=r"Lease\(pages=\(0, 1\), num_tokens=8\) must be of this"):
+        filled().release(lease)
+    cache.release(lease)
+    with pytest.raises(ValueError, match="not yet released"):
+        cache.release(lease)
+    with pytest.raises(ValueError, match="not yet released"):
+        cache.insert(lease, list(range(12)), [0, 1, 2])
+    assert cache.num_evictable == 3
+
+
+def test_evict_refuses():
+    with pytest.raises(ValueError, match="num_pages=-1 must not be negative"):
+        filled().evict(-1)
+
+
+def test_numpy_tokens_and_pages_are_taken():
+    cache = filled()
+    lease = cache.lookup(np.arange(9, dtype=np.int32))
+    assert lease.pages == (0, 1)
+    new = cache.insert(lease, np.arange(16, dtype=np.int32), np.arange(4, dtype=np.int32))
+    assert new == [3] and type(new[0]) is int
+
+
+tokens_of = st.lists(st.integers(0, 1), max_size=9)
+steps = st.one_of(
+    st.tuples(st.just("start"), tokens_of),
+    st.tuples(st.just("insert"), st.integers(0, 4), tokens_of),
+    st.tuples(st.just("end"), st.integers(0, 4)),
+    st.tuples(st.just("evict"), st.integers(0, 4)),
+)
+
+
+class Simulation:
+    """A cache, the oracle, and sequences that take the lowest page that nobody has."""
+
+    def __init__(self, page_size, hash_page):
+        self.cache = pp.PrefixCache(page_size=page_size, hash_page=hash_page)
+        self.oracle = PrefixOracle(page_size=page_size, hash_page=hash_page)
+        self.sequences = []  # (lease, the oracle's, tokens, pages)
+        self.num_query_tokens = self.num_hit_tokens = 0
+
+    def start(self, tokens):
+        lease, expected = self.cache.lookup(tokens), self.oracle.lookup(tokens)
+        pages = [self.oracle.pages[prefix] for prefix in expected]
+        assert lease.pages == tuple(pages)
+        assert lease.num_tokens == len(pages) * self.oracle.page_size
+        assert lease.num_tokens < max(len(tokens), 1)
+        self.num_query_tokens += len(tokens)
+        self.num_hit_tokens += lease.num_tokens
+        self.sequences.append((lease, expected, list(tokens), pages))
+        self.insert(-1, [])
+
+    def insert(self, index, new_tokens):
+        if self.sequences:
+            lease, expected, tokens, pages = self.sequences[index % len(self.sequences)]
+            tokens += new_tokens
+            while len(pages) * self.oracle.page_size < len(tokens):
+                taken = {page for sequence in self.sequences for page in sequence[3]}
+                taken.update(self.oracle.pages.values())
+                pages.append(min(set(range(len(taken) + 1)) - taken))
+            new = self.cache.insert(lease, tokens, pages)
+            assert new == self.oracle.insert(expected, tokens, pages)
+
+    def end(self, index):
+        if self.sequences:
+            lease, expected, _, _ = self.sequences.pop(index % len(self.sequences))
+            self.cache.release(lease)
+            self.oracle.release(expected)
+
+    def evict(self, num_pages):
+        assert self.cache.evict(num_pages) == self.oracle.evict(num_pages)
+
+    def compare(self):
+        assert self.cache.pages == list(self.oracle.pages.values())
+        assert len(self.cache) == len(self.oracle.pages)
+        assert self.cache.num_evictable == len(self.oracle.evictable())
+        assert self.cache.num_query_tokens == self.num_query_tokens
+        assert self.cache.num_hit_tokens == self.num_hit_tokens
+
+
+@pytest.mark.parametrize("hash_page", [pp.prefix_cache.chained_hash, often_collide, always_collide])
+@pytest.mark.parametrize("page_size", [1, 3])
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(trace=st.lists(steps, min_size=5, max_size=40))
+def test_random_traces_agree_with_the_oracle(page_size, hash_page, trace):
+    simulation = Simulation(page_size, hash_page)
+    for name, *arguments in trace:
+        getattr(simulation, name)(*arguments)
+        simulation.compare()
+    while simulation.sequences:
+        simulation.end(0)
+    assert simulation.cache.clear() == simulation.oracle.evict(len(simulation.oracle.pages))
+    simulation.compare()
+    assert len(simulation.cache) == 0

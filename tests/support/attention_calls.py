@@ -1,0 +1,42 @@
+"""Jitted calls of the entries to attention, and what their results are held to."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_paged as pp
+from tests.support.attention_oracle import attend, relative_error
+
+
+def jitted(attention, compiler_options=None):
+    """An entry that returns (out, lse), with what is static marked so."""
+
+    def with_lse(*arrays, **options):
+        return attention(*arrays, return_lse=True, **options)
+
+    static = ("sm_scale", "soft_cap", "sliding_window", "implementation", "config")
+    return jax.jit(with_lse, static_argnames=static, compiler_options=compiler_options)
+
+
+decode = jitted(pp.paged_attention)
+ragged = jitted(pp.ragged_paged_attention)
+
+
+def assert_close(actual, arrays, tolerance, **options):
+    """`actual` (out, lse) is what the oracle has for the call, empty queries to the bit."""
+    out, lse = actual
+    expected_out, expected_lse = attend(*arrays, **options)
+    assert out.dtype == arrays[0].dtype and lse.dtype == jnp.float32
+    empty = np.isneginf(expected_lse)
+    np.testing.assert_array_equal(np.isneginf(lse), empty)
+    np.testing.assert_array_equal(np.asarray(out)[empty], 0)
+    if not empty.all():
+        assert relative_error(out, expected_out) <= tolerance
+    np.testing.assert_allclose(np.asarray(lse)[~empty], expected_lse[~empty], rtol=1e-5, atol=1e-4)
+
+
+def assert_same_bits(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))

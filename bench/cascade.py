@@ -44,7 +44,7 @@ TINY = Shape(
 def cascade(implementation: str | None) -> list[Variant]:
     """The prefix read once for all rows."""
 
-    def attend(q, k, v, block_table, seq_lens, prefix_lens, cu_group_rows):
+    def attend(q, k, v, block_table, seq_lens, prefix_lens, cu_group_sizes):
         return pp.cascade_attention(
             q,
             k,
@@ -52,7 +52,7 @@ def cascade(implementation: str | None) -> list[Variant]:
             block_table,
             seq_lens,
             prefix_lens,
-            cu_group_rows,
+            cu_group_sizes,
             sm_scale=1.0,
             implementation=implementation,
         )
@@ -63,7 +63,7 @@ def cascade(implementation: str | None) -> list[Variant]:
 def paged(implementation: str | None) -> list[Variant]:
     """The prefix read again for each row."""
 
-    def attend(q, k, v, block_table, seq_lens, prefix_lens, cu_group_rows):
+    def attend(q, k, v, block_table, seq_lens, prefix_lens, cu_group_sizes):
         return pp.paged_attention(
             q, k, v, block_table, seq_lens, sm_scale=1.0, implementation=implementation
         )

@@ -39,7 +39,7 @@ def measure_shape(shape: Shape, options: argparse.Namespace, *, peers_too: bool)
         name: functools.partial(peers.ours, implementation, shape.options)
         for name, implementation in names.items()
         # The kind of a config chooses the implementation, so there None has no choice.
-        if implementation or shape.options.split_size is None
+        if implementation or shape.options.fixed_split_size is None
     }
     if peers_too and shape.options in (PLAIN, Options(soft_cap=shape.options.soft_cap)):
         finders["jax_op"] = functools.partial(peers.jax_op, shape)

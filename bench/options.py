@@ -21,7 +21,7 @@ class Options:
       sinks: with logits about as large as the log-sum-exp of thousands of keys, so that a result
         without them is told to be wrong.
       return_lse: also the log-sum-exp, which is then checked too.
-      split_size: None, or the fixed split of a batch-invariant config.
+      fixed_split_size: None, or the fixed split of a batch-invariant config.
     """
 
     soft_cap: float | None = None
@@ -29,7 +29,7 @@ class Options:
     alibi: bool = False
     sinks: bool = False
     return_lse: bool = False
-    split_size: int | None = None
+    fixed_split_size: int | None = None
 
     @property
     def name(self) -> str:
@@ -49,7 +49,7 @@ class Options:
         self, implementation: str | None, *, num_kv_heads: int, head_dim: int
     ) -> pp.DecodeConfig | pp.MosaicDecodeConfig | None:
         """None, or a decode config with the fixed split, of the implementation's kind."""
-        if self.split_size is None:
+        if self.fixed_split_size is None:
             return None
         num_sms = getattr(jax.devices()[0], "core_count", None) or 1
         if implementation and implementation.startswith("mosaic"):
@@ -57,14 +57,14 @@ class Options:
                 block_k=64,
                 num_programs=max(1, 2 * num_sms // num_kv_heads),
                 num_stages=3,
-                split_size=self.split_size,
+                fixed_split_size=self.fixed_split_size,
             )
         return pp.DecodeConfig(  # tiles of 16 KB of bf16, four programs to an SM
             block_k=max(16, min(8192 // head_dim, 128)),
             num_programs=max(1, 4 * num_sms // num_kv_heads),
             num_warps=2,
             num_stages=2,
-            split_size=self.split_size,
+            fixed_split_size=self.fixed_split_size,
         )
 
     def arguments(self, num_q_heads: int) -> dict[str, Any]:

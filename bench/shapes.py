@@ -164,8 +164,8 @@ OPTION_PAIRS = (
             Options(alibi=True),
             Options(sinks=True),
             Options(return_lse=True),
-            Options(split_size=512),
-            Options(split_size=1024),
+            Options(fixed_split_size=512),
+            Options(fixed_split_size=1024),
         )
     ),
     (uniform(64, 32768, options=_WINDOW), uniform(64, 1024)),
@@ -201,7 +201,7 @@ class Case:
         """The lengths that a call is given, all of them data.
 
         `seq_lens`; then `cu_q_lens` where rows have more than one query; or `prefix_lens` i32`[1]`
-        and `cu_group_rows` i32`[2]` where they share a prefix.
+        and `cu_group_sizes` i32`[2]` where they share a prefix.
         """
         if self.shape.shared_prefix:
             ends = jnp.array([0, len(self.shape.seq_lens)], jnp.int32)

@@ -166,7 +166,7 @@ def to_tile(kernel: Kernel, config: Any, shape: Shape) -> Tile:
     """The tile of a config."""
     fields = dataclasses.asdict(config)
     programs = fields.pop("num_programs") * kernel.programs_at_once(shape)
-    del fields["split_size"]
+    del fields["fixed_split_size"]
     return fields | {"programs_per_sm": max(1, round(programs / num_sms()))}
 
 

@@ -266,7 +266,7 @@ class Engine:
         self._check_alive()
         self._worker.settle(self._scheduler.take_settlement())
         cached = self._cache.pages if self._cache is not None else ()
-        pp.check(self.table, retained=np.asarray(cached, np.int32))
+        pp.check_page_table(self.table, retained=np.asarray(cached, np.int32))
 
     def _plan(self) -> Plan:
         while (plan := self._scheduler.plan(in_flight=bool(self._flights))) is None:

@@ -184,7 +184,7 @@ def make_step(
 def settle(
     table: pp.PageTable, sound: jax.Array, changes: Changes
 ) -> tuple[pp.PageTable, jax.Array]:
-    """Retains pages, frees rows, releases pages and then lets rows adopt some.
+    """Retains pages, frees rows, releases pages and then lets rows attach some.
 
     Args:
         table, sound: of the state, donated.
@@ -192,10 +192,10 @@ def settle(
     """
     table, retained = pp.retain(table, changes.retained)
     table = pp.release(pp.free(table, changes.freed), changes.released)
-    table, adopted = pp.adopt(table, changes.rows, changes.pages)
+    table, attached = pp.attach(table, changes.rows, changes.pages)
     retained |= changes.retained >= table.num_pages  # padding
-    adopted |= changes.rows >= table.max_seqs
-    return table, sound & jnp.all(retained) & jnp.all(adopted)
+    attached |= changes.rows >= table.max_seqs
+    return table, sound & jnp.all(retained) & jnp.all(attached)
 
 
 @partial(jax.jit, donate_argnames="state")

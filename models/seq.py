@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from models.request import Completion, Logprobs, Request
 from models.text_stream import TextStream
-from pallas_paged import Lease
+from pallas_paged import PrefixLease
 
 
 @dataclass(kw_only=True, eq=False)
@@ -54,7 +54,7 @@ class Seq:
     lives: int = 0
     decoding: bool = False
     parked: bool = False
-    lease: Lease | None = None
+    lease: PrefixLease | None = None
     leader: Seq | None = None
     followers: list[Seq] = field(default_factory=list)
 

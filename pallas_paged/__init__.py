@@ -9,11 +9,11 @@ from pallas_paged.cascade import cascade_attention
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig, MosaicRaggedConfig
 from pallas_paged.kernels.triton.config import DecodeConfig, RaggedConfig
 from pallas_paged.kv_pool import KVPool, copy_pages, create_kv_pool, write_kv
-from pallas_paged.page_check import check
+from pallas_paged.page_check import check_page_table
 from pallas_paged.page_table import (
     PageCopies,
     PageTable,
-    adopt,
+    attach,
     create_page_table,
     extend,
     fork,
@@ -23,21 +23,21 @@ from pallas_paged.page_table import (
     slot_mapping,
     truncate,
 )
-from pallas_paged.prefix_cache import Lease, PrefixCache
+from pallas_paged.prefix_cache import PrefixCache, PrefixLease
 
 __all__ = [
     "DecodeConfig",
     "KVPool",
-    "Lease",
     "MosaicDecodeConfig",
     "MosaicRaggedConfig",
     "PageCopies",
     "PageTable",
     "PrefixCache",
+    "PrefixLease",
     "RaggedConfig",
-    "adopt",
+    "attach",
     "cascade_attention",
-    "check",
+    "check_page_table",
     "copy_pages",
     "create_kv_pool",
     "create_page_table",

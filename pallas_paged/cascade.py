@@ -33,7 +33,7 @@ def cascade_attention(
     block_tables: ArrayLike,
     seq_lens: ArrayLike,
     prefix_lens: ArrayLike,
-    cu_group_rows: ArrayLike,
+    cu_group_sizes: ArrayLike,
     k_scales: ArrayLike | None = None,
     v_scales: ArrayLike | None = None,
     *,
@@ -58,8 +58,8 @@ def cascade_attention(
         rows begin with the same pages.
       prefix_lens: i32`[num_groups]`, tokens that the rows of a group share. They are taken as
         rounded down to full pages, and as at most the shortest non-empty row of the group.
-      cu_group_rows: i32`[num_groups + 1]`, rising from 0: group g is the rows from
-        `cu_group_rows[g]` to `cu_group_rows[g + 1]`. Rows from the last value on are in no group.
+      cu_group_sizes: i32`[num_groups + 1]`, rising from 0: group g is the rows from
+        `cu_group_sizes[g]` to `cu_group_sizes[g + 1]`. Rows from the last value on are in no group.
       k_scales, v_scales, sm_scale, soft_cap, sliding_window, alibi_slopes, sinks, return_lse,
         implementation: as in `paged_attention`.
       config: as in `paged_attention`, for the rows' own tokens.
@@ -84,7 +84,7 @@ def cascade_attention(
     if shared.ndim != 1 or not shared.shape[0]:
         raise ValueError(f"prefix_lens.shape={shared.shape} must be [num_groups], at least one")
     check_integers(prefix_lens=shared)
-    group_ends = check_ends("cu_group_rows", cu_group_rows, shared.shape[0])
+    group_ends = check_ends("cu_group_sizes", cu_group_sizes, shared.shape[0])
     slopes = check_per_head("alibi_slopes", alibi_slopes, num_q_heads)
     sink_logits = check_per_head("sinks", sinks, num_q_heads)
     options = logit_options(

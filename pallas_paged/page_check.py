@@ -8,7 +8,7 @@ import numpy as np
 from pallas_paged.page_table import Integers, PageTable
 
 
-def check(table: PageTable, retained: Integers = ()) -> None:
+def check_page_table(table: PageTable, retained: Integers = ()) -> None:
     """Checks every invariant of a concrete table, on the host.
 
     Args:
@@ -19,7 +19,9 @@ def check(table: PageTable, retained: Integers = ()) -> None:
         ValueError: names the first broken invariant with its values, or the table is traced.
     """
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((table, retained))):
-        raise ValueError("check runs on the host: call it outside jit, on a concrete PageTable")
+        raise ValueError(
+            "check_page_table runs on the host: call it outside jit, on a concrete PageTable"
+        )
     blocks, lens, refs = map(np.asarray, (table.block_tables, table.seq_lens, table.ref_counts))
     num_free = np.asarray(table.num_free)
     num_pages, page_size = table.num_pages, table.page_size

@@ -276,7 +276,7 @@ def release(table: PageTable, pages: Integers) -> PageTable:
     return release_pages(table, jnp.where(_is_live(table, pages), pages, table.num_pages))
 
 
-def adopt(table: PageTable, rows: Integers, pages: Integers) -> tuple[PageTable, jax.Array]:
+def attach(table: PageTable, rows: Integers, pages: Integers) -> tuple[PageTable, jax.Array]:
     """Fills empty rows with full pages that others hold: a cached prefix, each page shared.
 
     Every entry reads the table as it was before the call, and is taken whole or not at all. An

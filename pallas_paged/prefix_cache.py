@@ -1,7 +1,7 @@
 """Which page holds the K/V of which prefix, so that a sequence begins with pages of others.
 
 Host side and integers only: no arrays, no K/V. The index tells its caller which pages to `retain`,
-`adopt` and `release` in the `PageTable`, and the caller does it, so that an indexed page is never
+`attach` and `release` in the `PageTable`, and the caller does it, so that an indexed page is never
 free and never written to.
 
 A page is found by the chained hash of its tokens and all tokens before them, as in vLLM's automatic
@@ -32,11 +32,11 @@ class _Entry:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Lease:
+class PrefixLease:
     """A sequence's hold on entries of a `PrefixCache`, which keeps them from eviction.
 
     Attributes:
-        pages: pages that `lookup` found, for a row to `adopt`; `insert` adds none.
+        pages: pages that `lookup` found, for a row to `attach`; `insert` adds none.
         num_tokens: tokens in those pages.
     """
 
@@ -88,7 +88,7 @@ class PrefixCache:
         self._by_page: dict[int, _Entry] = {}
         # In the order of eviction. A page is in it only if all that follow it are, before it.
         self._unused: OrderedDict[int, _Entry] = OrderedDict()
-        self._leases: set[Lease] = set()
+        self._leases: set[PrefixLease] = set()
 
     def __len__(self) -> int:
         """Pages in the index."""
@@ -96,7 +96,7 @@ class PrefixCache:
 
     @property
     def pages(self) -> list[int]:
-        """All pages in the index: those that the table retains for it, see `check`."""
+        """All pages in the index: those that the table retains for it, see `check_page_table`."""
         return list(self._by_page)
 
     @property
@@ -104,7 +104,7 @@ class PrefixCache:
         """Pages in the index that no lease holds."""
         return len(self._unused)
 
-    def lookup(self, tokens: Sequence[int]) -> Lease:
+    def lookup(self, tokens: Sequence[int]) -> PrefixLease:
         """Finds the longest prefix of full pages and holds it until the lease is released.
 
         At least the last token is left out, so that there is a query to compute: of a prompt that
@@ -123,12 +123,12 @@ class PrefixCache:
         self.num_query_tokens += len(tokens)
         self.num_hit_tokens += num_found
         pages = tuple(entry.page for entry in entries)
-        lease = Lease(pages=pages, num_tokens=num_found, _entries=[])
+        lease = PrefixLease(pages=pages, num_tokens=num_found, _entries=[])
         self._leases.add(lease)
         self._hold(lease, entries)
         return lease
 
-    def insert(self, lease: Lease, tokens: Sequence[int], pages: Sequence[int]) -> list[int]:
+    def insert(self, lease: PrefixLease, tokens: Sequence[int], pages: Sequence[int]) -> list[int]:
         """Adds a sequence's full pages beyond those that its lease holds, and holds them too.
 
         Where a page with the same prefix is there already, that one stays and is held, and the
@@ -184,7 +184,7 @@ class PrefixCache:
         self._hold(lease, held)
         return list(new_by_page)
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: PrefixLease) -> None:
         """Ends a lease. Its pages stay in the index; those that no other lease holds may go.
 
         Raises:
@@ -223,13 +223,13 @@ class PrefixCache:
     def _content(self, tokens: Sequence[int], block: int) -> tuple[int, ...]:
         return tuple(tokens[block * self._page_size : (block + 1) * self._page_size])
 
-    def _hold(self, lease: Lease, entries: list[_Entry]) -> None:
+    def _hold(self, lease: PrefixLease, entries: list[_Entry]) -> None:
         for entry in entries:
             entry.num_users += 1
             self._unused.pop(entry.page, None)
         lease._entries.extend(entries)
 
-    def _require_held(self, lease: Lease) -> None:
+    def _require_held(self, lease: PrefixLease) -> None:
         if lease not in self._leases:
             raise ValueError(f"{lease} must be of this cache and not yet released")
 

@@ -161,7 +161,7 @@ def make_plan(
     tile_tokens: int,
     block_k: int,
     num_programs: int,
-    split_size: int | None,
+    fixed_split_size: int | None,
     max_kv_len: int,
     num_seqs: int,
     align: int = 1,
@@ -171,12 +171,12 @@ def make_plan(
     Args:
       tile_tokens: a sequence of no more tokens is one tile.
       num_programs: pieces that run at a time.
-      split_size: None, or keys after which a sequence of one tile is split.
+      fixed_split_size: None, or keys after which a sequence of one tile is split.
       align: as in `make_tiles`.
     """
     num_tiles = tiles.row.shape[0]
     blocks = tiles.hi - tiles.lo
-    if split_size is None:
+    if fixed_split_size is None:
         extra = num_merges = num_programs
         longest = _longest_piece(blocks, num_programs, extra)
         counts = _cdiv(blocks, longest)
@@ -186,16 +186,16 @@ def make_plan(
         # Only a sequence whose queries are one tile is split: with more there is work to share, and
         # their partial states would need too much memory. Either way it asks nothing of others.
         alone = tiles.q_len <= tile_tokens
-        step = jnp.where(alone, split_size // block_k, jnp.maximum(tiles.hi, 1))
+        step = jnp.where(alone, fixed_split_size // block_k, jnp.maximum(tiles.hi, 1))
         # Cut where the keys are, not where the tile begins to see any: that is another's affair.
         counts = _cdiv(tiles.hi, step) - tiles.lo // step
         num_merges = num_seqs * (1 if align == 1 else 2)  # a sequence may begin within a tile
-        extra = num_merges * (_cdiv(max_kv_len, split_size) - 1)
+        extra = num_merges * (_cdiv(max_kv_len, fixed_split_size) - 1)
     num_merges = min(num_merges, num_tiles)
     # A tile that sees nothing is a piece too, for somebody must write its zeros.
     counts = jnp.where(tiles.q_len > 0, jnp.maximum(counts, 1), 0)
     is_split = counts > 1
-    if split_size is not None and align > 1:
+    if fixed_split_size is not None and align > 1:
         # Whether its tile is split must not change how a row is rounded: another tile may hold it.
         is_split |= alone & (tiles.q_len > 0) & (tiles.kv_len > 0)
     sums = jnp.stack([counts, jnp.where(is_split, counts, 0), is_split.astype(jnp.int32)])
@@ -204,7 +204,7 @@ def make_plan(
     tile = jnp.searchsorted(ends, piece, side="right", method="compare_all")
     exists, tile = tile < num_tiles, jnp.minimum(tile, num_tiles - 1)
     pieces = jax.tree.map(lambda field: field[tile], tiles)
-    origin = pieces.lo if split_size is None else pieces.lo // step[tile] * step[tile]
+    origin = pieces.lo if fixed_split_size is None else pieces.lo // step[tile] * step[tile]
     lo = origin + (piece - (ends - counts)[tile]) * step[tile]
     hi = jnp.where(exists, jnp.minimum(lo + step[tile], pieces.hi), lo)
     lo = jnp.clip(lo, pieces.lo, hi)

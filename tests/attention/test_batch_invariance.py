@@ -25,8 +25,8 @@ if jax.default_backend() == "cpu" and jax.__version_info__ < (0, 11):
 decode = jitted(pp.paged_attention, OPTIONS_OF_XLA)
 ragged = jitted(pp.ragged_paged_attention, OPTIONS_OF_XLA)
 
-LOOP = dict(block_k=16, num_programs=3, num_warps=2, num_stages=2, split_size=32)
-MOSAIC_LOOP = dict(block_k=64, num_stages=2, split_size=64)
+LOOP = dict(block_k=16, num_programs=3, num_warps=2, num_stages=2, fixed_split_size=32)
+MOSAIC_LOOP = dict(block_k=64, num_stages=2, fixed_split_size=64)
 CONFIGS = {
     "triton": (pp.DecodeConfig(**LOOP), pp.RaggedConfig(**LOOP, block_q=16)),
     "mosaic_gpu": (
@@ -137,7 +137,7 @@ class TestBits:
 
     def test_do_depend_on_it_without_a_split_size(self, kernel, case, call):
         batch, arrays = CALLS[kernel][0], case.make()
-        call["config"] = replace(call["config"], split_size=None)
+        call["config"] = replace(call["config"], fixed_split_size=None)
         expected = dict(batch(EVERYTHING, arrays, **call))
         ((_, alone),) = batch((0,), arrays, **call)
         assert not same_bits(alone, expected[0])

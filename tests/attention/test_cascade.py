@@ -118,30 +118,30 @@ def test_shapes_and_dtypes(case, implementation):
 def test_any_groups_are_taken_as_rising_and_within_the_rows(implementation):
     groups = of_8_rows(GROUPS[1].seq_lens, (32, 16, 0), (0, 3, 3, 8)).on(implementation)
     *arrays, _, _ = groups.make()
-    prefix_lens, cu_group_rows = np.int32([32, 2**31 - 1, -5]), np.int32([2, 3, 1, 2**31 - 1])
-    actual = cascade(*arrays, prefix_lens, cu_group_rows, implementation=implementation)
+    prefix_lens, cu_group_sizes = np.int32([32, 2**31 - 1, -5]), np.int32([2, 3, 1, 2**31 - 1])
+    actual = cascade(*arrays, prefix_lens, cu_group_sizes, implementation=implementation)
     assert_close(actual, arrays, groups.case.tolerance)
 
 
 def test_lengths_beyond_the_table_count_as_its_size(implementation):
     groups = GROUPS[4].on(implementation)
-    *arrays, lens, prefix_lens, cu_group_rows = groups.make()
+    *arrays, lens, prefix_lens, cu_group_sizes = groups.make()
     beyond = np.where(lens == 64, 2**31 - 1, np.where(lens == 0, -7, lens)).astype(np.int32)
-    groups_of = prefix_lens, cu_group_rows
+    groups_of = prefix_lens, cu_group_sizes
     actual = cascade(*arrays, beyond, *groups_of, implementation=implementation)
     assert_close(actual, (*arrays, lens), groups.case.tolerance)
 
 
 @pytest.mark.parametrize("window", [None, 30])
-@pytest.mark.parametrize("split_size", [None, 32])
-def test_configs(split_size, window):
+@pytest.mark.parametrize("fixed_split_size", [None, 32])
+def test_configs(fixed_split_size, window):
     arrays = GROUPS[1].make()
     actual = cascade(
         *arrays,
         implementation="triton_interpret",
         sliding_window=window,
-        config=pp.DecodeConfig(**LOOP, split_size=split_size),
-        prefix_config=pp.RaggedConfig(**LOOP, block_q=16, split_size=split_size),
+        config=pp.DecodeConfig(**LOOP, fixed_split_size=fixed_split_size),
+        prefix_config=pp.RaggedConfig(**LOOP, block_q=16, fixed_split_size=fixed_split_size),
     )
     assert_close(actual, arrays[:5], 1e-5, sliding_window=window)
 
@@ -153,18 +153,18 @@ def test_out_alone_and_as_a_jitted_default():
 
 
 @pytest.mark.parametrize(
-    ("prefix_lens", "cu_group_rows", "message"),
+    ("prefix_lens", "cu_group_sizes", "message"),
     [
         (np.zeros((3, 1), np.int32), np.zeros(4, np.int32), r"prefix_lens.shape=\(3, 1\)"),
-        (np.zeros(3, np.int32), np.zeros(3, np.int32), r"cu_group_rows.shape=\(3,\)"),
+        (np.zeros(3, np.int32), np.zeros(3, np.int32), r"cu_group_sizes.shape=\(3,\)"),
         (np.zeros(3, np.int64), np.zeros(4, np.int32), "prefix_lens.dtype=int64 must be int32"),
-        (np.zeros(3, np.int32), np.zeros(4, np.int16), "cu_group_rows.dtype=int16 must be int32"),
+        (np.zeros(3, np.int32), np.zeros(4, np.int16), "cu_group_sizes.dtype=int16 must be int32"),
     ],
 )
-def test_bad_groups_are_named(prefix_lens, cu_group_rows, message):
+def test_bad_groups_are_named(prefix_lens, cu_group_sizes, message):
     arrays = GROUPS[0].make()
     with pytest.raises(ValueError, match=message):
-        pp.cascade_attention(*arrays[:5], prefix_lens, cu_group_rows)
+        pp.cascade_attention(*arrays[:5], prefix_lens, cu_group_sizes)
 
 
 MOSAIC_LOOP = dict(block_k=64, num_programs=3, num_stages=2)

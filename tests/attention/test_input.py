@@ -192,9 +192,9 @@ class TestConfig:
             ({"num_programs": 2**31}, "num_programs=2147483648"),
             ({"block_k": 64.0}, "block_k=64.0"),
             ({"num_stages": True}, "num_stages=True"),
-            ({"split_size": 96}, "split_size=96 must be a multiple of block_k=64"),
-            ({"split_size": 32}, "split_size=32 must be an integer in"),
-            ({"split_size": 64.0}, "split_size=64.0"),
+            ({"fixed_split_size": 96}, "fixed_split_size=96 must be a multiple of block_k=64"),
+            ({"fixed_split_size": 32}, "fixed_split_size=32 must be an integer in"),
+            ({"fixed_split_size": 64.0}, "fixed_split_size=64.0"),
         ],
     )
     def test_is_validated_when_built(self, change, message):

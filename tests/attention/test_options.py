@@ -30,7 +30,7 @@ OPTIONS = {
     "sinks": dict(sinks=SINKS),
     "scale": dict(sm_scale=-0.7),
     "tree": dict(tree_mask=TREE_MASK),
-    "split": dict(split_size=32),
+    "split": dict(fixed_split_size=32),
 }
 ALONE = [(name,) for name in OPTIONS]
 # Seven threes in which any two of the seven meet once.
@@ -47,13 +47,15 @@ DECODE_SETS = [
 def chosen(names, function, implementation):
     """The options of so many names as arguments of a call, and of the oracle."""
     options = {key: value for name in names for key, value in OPTIONS[name].items()}
-    split_size = options.pop("split_size", None)
+    fixed_split_size = options.pop("fixed_split_size", None)
     if implementation.startswith("mosaic_gpu"):
-        loop = dict(block_k=64, num_programs=3, num_stages=2, split_size=split_size and 64)
+        loop = dict(
+            block_k=64, num_programs=3, num_stages=2, fixed_split_size=fixed_split_size and 64
+        )
         decode_config, ragged_config = pp.MosaicDecodeConfig, pp.MosaicRaggedConfig
         tile = dict(num_consumers=2)
     else:
-        loop = dict(LOOP, split_size=split_size)
+        loop = dict(LOOP, fixed_split_size=fixed_split_size)
         decode_config, ragged_config = pp.DecodeConfig, pp.RaggedConfig
         tile = dict(block_q=16)
     config = decode_config(**loop) if function is decode else ragged_config(**loop, **tile)

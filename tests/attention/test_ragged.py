@@ -145,7 +145,7 @@ def test_out_alone_and_as_a_jitted_default():
 
 
 @pytest.mark.parametrize(
-    ("block_q", "block_k", "num_programs", "split_size"),
+    ("block_q", "block_k", "num_programs", "fixed_split_size"),
     [
         (16, 16, 1, None),
         (16, 16, 30, None),
@@ -156,12 +156,12 @@ def test_out_alone_and_as_a_jitted_default():
         (64, 64, 1, 128),
     ],
 )
-def test_any_config_gives_the_same(block_q, block_k, num_programs, split_size):
+def test_any_config_gives_the_same(block_q, block_k, num_programs, fixed_split_size):
     config = pp.RaggedConfig(
         block_q=block_q,
         block_k=block_k,
         num_programs=num_programs,
-        split_size=split_size,
+        fixed_split_size=fixed_split_size,
         num_warps=2,
         num_stages=2,
     )

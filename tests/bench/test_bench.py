@@ -66,7 +66,7 @@ def run() -> dict:
         "base": {"name": "big", "results": big["results"]},
     }
     split = {
-        "name": "big split_size=512",
+        "name": "big fixed_split_size=512",
         "num_bytes": GIB,
         "results": {"triton": _ok(341, "__gpu$xla.gpu.triton"), "mosaic": failed},
         "base": capped["base"],
@@ -112,7 +112,7 @@ def test_bytes_and_sets() -> None:
 def test_option_shapes_and_what_they_are_beside() -> None:
     names = {shape.name: base.name for shape, base in OPTION_PAIRS}
     heads = "32/8/128/16"
-    options = "soft_cap=50 alibi sinks return_lse split_size=512 split_size=1024"
+    options = "soft_cap=50 alibi sinks return_lse fixed_split_size=512 fixed_split_size=1024"
     assert names == {
         **{f"64x4096 {heads} {option}": f"64x4096 {heads}" for option in options.split()},
         f"64x32768 {heads} sliding_window=1024": f"64x1024 {heads}",
@@ -137,10 +137,13 @@ def test_option_shapes_and_what_they_are_beside() -> None:
 def test_fixed_splits_are_configs_of_their_kind(implementation, kind) -> None:
     for shape, _ in OPTION_PAIRS:
         dims = {"num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
-        config, split_size = shape.options.config(implementation, **dims), shape.options.split_size
-        assert (config is None) == (split_size is None)
+        config, fixed_split_size = (
+            shape.options.config(implementation, **dims),
+            shape.options.fixed_split_size,
+        )
+        assert (config is None) == (fixed_split_size is None)
         if config is not None:
-            assert type(config) is getattr(pp, kind) and config.split_size == split_size
+            assert type(config) is getattr(pp, kind) and config.fixed_split_size == fixed_split_size
 
 
 def test_both_implementations_are_compared_unless_one_is_named() -> None:
@@ -154,7 +157,7 @@ def test_a_config_of_one_kind_leaves_no_choice(monkeypatch) -> None:
     monkeypatch.setattr(decode, "compare", lambda case, finders, iterations: list(finders))
     for shape, base in OPTION_PAIRS:
         named = ["triton", "mosaic"]
-        ours = named if shape.options.split_size else ["ours", *named]
+        ours = named if shape.options.fixed_split_size else ["ours", *named]
         options = argparse.Namespace(implementation=None, iterations=1)
         found = decode.measure_shape(shape, options, peers_too=False)
         assert found["results"] == ours

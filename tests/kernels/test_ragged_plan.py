@@ -12,11 +12,11 @@ from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.ragged_plan import _cumsum, make_plan, make_tiles
 
 BLOCK_K, TILE = 64, 32
-STATIC = ("num_tokens", "num_programs", "split_size", "window", "align")
+STATIC = ("num_tokens", "num_programs", "fixed_split_size", "window", "align")
 
 
 @partial(jax.jit, static_argnames=STATIC)
-def plan_of(seq_lens, ends, *, num_tokens, num_programs, split_size, window, align):
+def plan_of(seq_lens, ends, *, num_tokens, num_programs, fixed_split_size, window, align):
     tiles = make_tiles(
         seq_lens,
         ends,
@@ -34,7 +34,7 @@ def plan_of(seq_lens, ends, *, num_tokens, num_programs, split_size, window, ali
         tile_tokens=TILE,
         block_k=BLOCK_K,
         num_programs=num_programs,
-        split_size=split_size,
+        fixed_split_size=fixed_split_size,
         max_kv_len=320,
         num_seqs=seq_lens.size,
         align=align,
@@ -46,12 +46,12 @@ SEQ_LENS = (64, 65, 129, 8, 0, 128, 17, 97, 300, 233)
 
 
 @pytest.mark.parametrize("window", [None, 1, 150])
-@pytest.mark.parametrize("split_size", [None, 128])
+@pytest.mark.parametrize("fixed_split_size", [None, 128])
 @pytest.mark.parametrize("align", [1, 8])
-def test_pieces_hold_every_query_with_every_key_once(align, split_size, window):
+def test_pieces_hold_every_query_with_every_key_once(align, fixed_split_size, window):
     ends = np.cumsum((0, *Q_LENS)).astype(np.int32)
     num_tokens = int(ends[-1]) + 6  # of nobody
-    options = dict(split_size=split_size, window=window, align=align)
+    options = dict(fixed_split_size=fixed_split_size, window=window, align=align)
     plan = plan_of(np.int32(SEQ_LENS), ends, num_tokens=num_tokens, num_programs=40, **options)
     plan = jax.device_get(plan)
     blocks = np.zeros((num_tokens, 5), int)  # how often each block of keys was given to a query
@@ -98,7 +98,7 @@ def test_splits_of_a_row_do_not_depend_on_where_it_begins():
     def cuts(start):
         """Where the keys of each query of a row are cut, its window leaving a block meanwhile."""
         ends = np.int32([0, start, start + 30])
-        options = dict(num_tokens=40, num_programs=4, split_size=128, window=150, align=8)
+        options = dict(num_tokens=40, num_programs=4, fixed_split_size=128, window=150, align=8)
         plan = jax.device_get(plan_of(np.int32([70, 232]), ends, **options))
         found = [set() for _ in range(30)]
         for i in np.flatnonzero(plan.pieces.q_len):

@@ -90,7 +90,7 @@ def test_a_small_pool_changes_no_token(model, greedy):
     """All want 25 pages and one wants 6, there are 8: rows wait, give way and come back."""
     generation = generate(model, PROMPTS, num_pages=8)
     for _ in generation:
-        pp.check(generation.state.table)
+        pp.check_page_table(generation.state.table)
     result = generation.result()
     assert tokens_of(result) == greedy
     assert reasons_of(result) == ["max_tokens"] * len(PROMPTS)
@@ -209,7 +209,7 @@ def test_storms_of_a_tiny_pool(model, oracle):
         prompts = [rng.integers(1, 40, rng.integers(1, 15)).tolist() for _ in range(7)]
         generation = generate(model, prompts, num_pages=8, max_seqs=4)
         for _ in generation:
-            pp.check(generation.state.table)
+            pp.check_page_table(generation.state.table)
         assert tokens_of(generation.result()) == [oracle.continue_(p, NEW) for p in prompts]
 
 

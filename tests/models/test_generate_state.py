@@ -33,10 +33,10 @@ KEYS = jax.random.split(jax.random.key(7), (3, 1))
 def test_paged_greedy_equals_dense_greedy_across_page_borders(split, oracle, steps):
     state, ok = start(split, empty_state(), [*PROMPTS[:2], []], [0, 2, 4], limit=8)
     assert ok.tolist() == [[True], [True], [False]]
-    pp.check(state.table)
+    pp.check_page_table(state.table)
     for num_steps in steps:
         state = step(split, state, num_steps)
-        pp.check(state.table)
+        pp.check_page_table(state.table)
     assert statuses(state) == [Status.MAX_TOKENS, Status.EMPTY, Status.MAX_TOKENS, Status.EMPTY]
     assert texts(state) == [
         oracle.continue_(PROMPTS[0], 8),
@@ -72,7 +72,7 @@ def test_each_row_ends_for_its_own_reason(split, oracle):
     assert texts(state)[1] == oracle.continue_(long, CAPACITY - 12 + 1)
     assert texts(state)[2] == oracle.continue_([20], 1)
     assert int(state.table.seq_lens[1]) == CAPACITY
-    pp.check(state.table)
+    pp.check_page_table(state.table)
 
 
 def test_out_of_pages_is_a_pause(split, oracle):
@@ -88,14 +88,14 @@ def test_out_of_pages_is_a_pause(split, oracle):
     assert all(before[row] == wanted[row][: len(before[row])] for row in range(3))
     again = step(split, resume(state), 100)  # nothing was freed, so nothing may move
     assert texts(again) == before and statuses(again)[:3] == [Status.OUT_OF_PAGES] * 3
-    pp.check(again.table)
+    pp.check_page_table(again.table)
 
     state = step(split, resume(release(again, jnp.array([False, True, False, False]))), 100)
     assert statuses(state) == [Status.MAX_TOKENS, Status.EMPTY, Status.MAX_TOKENS, Status.EMPTY]
     assert [texts(state)[0], texts(state)[2]] == [wanted[0], wanted[2]]
-    pp.check(state.table)
+    pp.check_page_table(state.table)
     state = release(state, jnp.ones(MAX_SEQS, bool))
-    pp.check(state.table)
+    pp.check_page_table(state.table)
     assert int(state.table.num_free) == NUM_PAGES
 
 
@@ -111,7 +111,7 @@ def test_prompts_that_find_no_pages_can_be_tried_again(split, oracle):
     assert ok[2, 0]
     state = step(split, state, 10)
     assert texts(state)[1:3] == [oracle.continue_(prompt, 3) for prompt in prompts[1:]]
-    pp.check(state.table)
+    pp.check_page_table(state.table)
 
 
 def test_a_start_leaves_alone_what_it_cannot_have(split, oracle):
@@ -152,10 +152,10 @@ def test_samples_of_one_prompt_equal_independent_runs_with_the_same_keys(split):
     options = {"keys": keys[None], "limit": 6, "temperature": 1.0}
     state, ok = start(split, empty_state(), [prompt], [[2, 0, 3]], **options)
     assert ok.all()
-    pp.check(state.table)
+    pp.check_page_table(state.table)
     assert NUM_PAGES - int(state.table.num_free) == 1 + 3  # one shared, three tails
     state = step(split, state, 10)
-    pp.check(state.table)
+    pp.check_page_table(state.table)
     shared = [texts(state)[row] for row in (2, 0, 3)]
     assert len(set(map(tuple, shared))) > 1
     for key, text in zip(keys, shared, strict=True):
@@ -171,7 +171,7 @@ def test_samples_that_find_no_page_hold_nothing(split):
     state, ok = start(split, state, [[3] * 14], [[0, 2, 3]], keys=keys)
     assert ok.tolist() == [[True, True, False]]
     assert statuses(state)[3] is Status.OUT_OF_PAGES and int(state.table.seq_lens[3]) == 0
-    pp.check(state.table)
+    pp.check_page_table(state.table)
 
 
 def test_a_model_that_gives_nan_ends_its_rows(split):

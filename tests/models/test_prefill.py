@@ -72,7 +72,7 @@ def test_few_shapes_serve_many_prompts():
 def test_a_chunk_of_any_size_gives_the_same_tokens(split, oracle, size):
     state, ok = start(split, empty_state(), PROMPTS, [0, 2, 1], size=size, limit=4)
     assert ok.all()
-    pp.check(state.table)
+    pp.check_page_table(state.table)
     assert statuses(state) == [Status.RUNNING] * 3 + [Status.EMPTY]
     assert [text[0] for text in texts(state)[:3]] == [
         oracle.continue_(PROMPTS[prompt], 1)[0] for prompt in (0, 2, 1)
@@ -94,7 +94,7 @@ def test_rows_decode_between_the_chunks_of_another(split, oracle):
     for chunk in chunks:
         assert statuses(state)[1:] == [Status.PREFILLING] * 2 + [Status.RUNNING]
         state = step(split, prefill(*split, state, chunk, implementation="xla"), 1)
-        pp.check(state.table)
+        pp.check_page_table(state.table)
     assert texts(state)[3] == oracle.continue_(PROMPTS[0], 4)
     assert [len(text) for text in texts(state)] == [0, 2, 2, 4]
     state = step(split, state, 10)
@@ -122,7 +122,7 @@ def test_a_prompt_released_on_its_way_writes_no_more(split):
     assert after.num_tokens.tolist() == [0, 1, 0, 0]
     for before, leaf in zip(pages, jax.tree.leaves(after.pool), strict=True):
         np.testing.assert_array_equal(before, leaf)
-    pp.check(after.table)
+    pp.check_page_table(after.table)
 
 
 def test_a_prompt_has_all_of_its_pages_or_none():
@@ -136,7 +136,7 @@ def test_a_prompt_has_all_of_its_pages_or_none():
         Status.TABLE_FULL,
     ]
     assert state.table.seq_lens.tolist() == [12, 16, 0, 0]
-    pp.check(state.table)
+    pp.check_page_table(state.table)
 
 
 def test_samples_without_a_next_token_share_nothing(split):
@@ -145,7 +145,7 @@ def test_samples_without_a_next_token_share_nothing(split):
     state, _ = start((graphdef, broken), empty_state(), [PROMPTS[0]], [[0, 2]])
     assert statuses(state)[::2] == [Status.BAD_LOGITS] * 2
     assert state.table.seq_lens.tolist() == [3, 0, 0, 0] and not state.num_tokens.any()
-    pp.check(state.table)
+    pp.check_page_table(state.table)
 
 
 def test_a_chunk_is_compiled_once_for_a_shape(split):

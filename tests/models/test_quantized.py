@@ -178,7 +178,7 @@ def test_tokens_are_mostly_those_of_an_unquantized_cache(alone, oracle):
 
 
 def test_an_engine_gives_the_tokens_of_each_prompt_alone(quantized, alone):
-    """Beside others, preempted, adopted from the prefix cache, forked."""
+    """Beside others, preempted, attached from the prefix cache, forked."""
     model, kv_dtype, _ = quantized
     engine = make_engine(model, kv_dtype=kv_dtype)
     assert tokens_of(serve(engine, PROMPTS, GREEDY)) == alone  # checks the table in every step
@@ -205,7 +205,7 @@ def test_generate_gives_the_tokens_of_each_prompt_alone(quantized, alone):
     options = dict(max_new_tokens=NEW, num_samples=2, kv_dtype=kv_dtype, implementation="xla")
     generation = generate(model, PROMPTS, **sizes, **options)
     for _ in generation:
-        pp.check(generation.state.table)
+        pp.check_page_table(generation.state.table)
     result = generation.result()
     tokens = [completion.tokens for completion in result.completions]
     assert tokens == [wanted for wanted in alone for _ in range(2)]

@@ -33,10 +33,10 @@ from tests.support.page_tables import extended, fork, i32, make_table
 )
 def test_check_names_the_broken_invariant(name, index, value, message):
     table, _, _ = fork(extended([8, 0, 0, 2]), i32(0), i32(1))  # rows 0 and 1 share pages 0 and 1
-    pp.check(table)
+    pp.check_page_table(table)
     broken = replace(table, **{name: getattr(table, name).at[index].set(value)})
     with pytest.raises(ValueError, match=message):
-        pp.check(broken)
+        pp.check_page_table(broken)
 
 
 def test_check_names_a_page_that_is_free_twice():
@@ -44,35 +44,35 @@ def test_check_names_a_page_that_is_free_twice():
     free_pages = table.free_pages.at[table.num_free].set(7)
     broken = replace(table, free_pages=free_pages, num_free=table.num_free + 1)
     with pytest.raises(ValueError, match=r"ref_counts=0, times_free=2 at page 7"):
-        pp.check(broken)
+        pp.check_page_table(broken)
 
 
 def test_check_refuses_tracers():
     with pytest.raises(ValueError, match="on the host"):
-        jax.jit(pp.check)(make_table())
+        jax.jit(pp.check_page_table)(make_table())
 
 
 def test_retained_pages_count_as_references():
     table = extended([8, 4, 0, 0])  # pages 0, 1 and 2
     table, _ = pp.retain(table, i32(0, 2, 2))
     for same in [(0, 2, 2), i32([2], [0], [2]), jax.numpy.asarray(i32(2, 2, 0))]:
-        pp.check(table, same)
+        pp.check_page_table(table, same)
     with pytest.raises(ValueError, match=r"ref_counts=2, entries=1, retained=0 at page 0"):
-        pp.check(table)
+        pp.check_page_table(table)
     with pytest.raises(ValueError, match=r"ref_counts=3, entries=1, retained=1 at page 2"):
-        pp.check(table, retained=[0, 2])
+        pp.check_page_table(table, retained=[0, 2])
     with pytest.raises(ValueError, match=r"ref_counts=0, entries=0, retained=1 at page 3"):
-        pp.check(table, retained=[0, 2, 2, 3])
+        pp.check_page_table(table, retained=[0, 2, 2, 3])
 
 
 @pytest.mark.parametrize("page", [-1, 8])
 def test_retained_pages_must_be_pages(page):
     with pytest.raises(ValueError, match=rf"must be in \[0, .*page={page} at retained entry 1"):
-        pp.check(extended([4, 0, 0, 0]), retained=[0, page])
+        pp.check_page_table(extended([4, 0, 0, 0]), retained=[0, page])
 
 
 def test_retained_pages_must_be_concrete_integers():
     with pytest.raises(ValueError, match="retained must be integers, got float64"):
-        pp.check(make_table(), retained=[0.0])
+        pp.check_page_table(make_table(), retained=[0.0])
     with pytest.raises(ValueError, match="on the host"):
-        jax.jit(lambda pages: pp.check(make_table(), pages))(i32(0))
+        jax.jit(lambda pages: pp.check_page_table(make_table(), pages))(i32(0))

@@ -1,4 +1,4 @@
-"""Pages held by what is no row, and rows that begin with them: `retain`, `release`, `adopt`."""
+"""Pages held by what is no row, and rows that begin with them: `retain`, `release`, `attach`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pallas_paged as pp
 from tests.support.page_tables import (
     INT32_MAX,
     INT32_MIN,
-    adopt,
     assert_same,
+    attach,
     extend,
     extended,
     fork,
@@ -37,11 +37,11 @@ def test_retained_page_survives_its_rows():
     table = retained_prefix()
     assert table.ref_counts.tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
     assert int(table.num_free) == 6
-    pp.check(table, retained=[0, 1])
+    pp.check_page_table(table, retained=[0, 1])
     table, ok = extend(table, i32(16, 8, 0, 0))
     assert np.all(ok)
     assert set(table.block_tables[:2].ravel().tolist()).isdisjoint({0, 1})
-    pp.check(table, retained=[0, 1])
+    pp.check_page_table(table, retained=[0, 1])
 
 
 def test_release_of_the_last_reference_frees_once():
@@ -50,10 +50,10 @@ def test_release_of_the_last_reference_frees_once():
     table = release(table, i32(1, 0))
     assert table.ref_counts[:2].tolist() == [0, 1]
     assert int(table.num_free) == 7
-    pp.check(table, retained=[1])
+    pp.check_page_table(table, retained=[1])
     table = release(table, i32(1))
     assert int(table.num_free) == 8
-    pp.check(table)
+    pp.check_page_table(table)
 
 
 def test_release_leaves_pages_that_rows_hold():
@@ -66,11 +66,11 @@ def test_page_named_twice_has_two_references():
     table, ok = retain(extended([4, 0, 0, 0]), i32(0, 0))
     assert np.all(ok)
     table = free(table, ALL_ROWS)
-    pp.check(table, retained=[0, 0])
+    pp.check_page_table(table, retained=[0, 0])
     once, twice = release(table, i32(0)), release(table, i32(0, 0))
-    pp.check(once, retained=[0])
+    pp.check_page_table(once, retained=[0])
     assert int(twice.num_free) == 8
-    pp.check(twice)
+    pp.check_page_table(twice)
 
 
 def test_retain_refuses_free_and_partial_pages_and_drops_padding():
@@ -81,7 +81,7 @@ def test_retain_refuses_free_and_partial_pages_and_drops_padding():
     after, ok = retain(table, i32(4, 0, 2, 1, -8))
     assert ok.tolist() == [False, True, False, True, False]
     assert after.ref_counts.tolist() == [2, 2, 1, 1, 0, 0, 0, 0]
-    pp.check(after, retained=[0, 1])
+    pp.check_page_table(after, retained=[0, 1])
 
 
 def test_release_leaves_free_pages_and_drops_padding():
@@ -94,50 +94,50 @@ def test_release_leaves_free_pages_and_drops_padding():
 def test_page_released_too_often_is_freed_once():
     table = release(retained_prefix(), i32(0, 0, 0))
     assert int(table.num_free) == 7
-    pp.check(table, retained=[1])
+    pp.check_page_table(table, retained=[1])
 
 
-def test_adopted_pages_are_shared_and_new_tokens_go_elsewhere():
-    table, ok = adopt(retained_prefix(), i32(2, 0), i32([1, 0, 8], [0, 8, 8]))
+def test_attached_pages_are_shared_and_new_tokens_go_elsewhere():
+    table, ok = attach(retained_prefix(), i32(2, 0), i32([1, 0, 8], [0, 8, 8]))
     assert np.all(ok)
     assert table.block_tables.tolist() == [[0, 8, 8, 8], [8] * 4, [1, 0, 8, 8], [8] * 4]
     assert table.seq_lens.tolist() == [4, 0, 8, 0]
     assert table.ref_counts[:2].tolist() == [3, 2]
     assert int(table.num_free) == 6
-    pp.check(table, retained=[0, 1])
+    pp.check_page_table(table, retained=[0, 1])
     table, ok = extend(table, i32(1, 0, 5, 0))
     assert np.all(ok)
     assert table.block_tables[0, :2].tolist() == [0, 2]
     assert table.block_tables[2].tolist() == [1, 0, 3, 4]
     slots = pp.slot_mapping(table, i32(0, 2), i32(4, 8))
     assert slots.tolist() == [8, 12]
-    pp.check(table, retained=[0, 1])
+    pp.check_page_table(table, retained=[0, 1])
     assert int(release(free(table, ALL_ROWS), i32(0, 1)).num_free) == 8
 
 
-def test_adopted_pages_outlive_their_release():
-    table, _ = adopt(retained_prefix(), i32(3), i32([0, 1]))
+def test_attached_pages_outlive_their_release():
+    table, _ = attach(retained_prefix(), i32(3), i32([0, 1]))
     table = release(table, i32(0, 1))
     assert int(table.num_free) == 6
-    pp.check(table)
+    pp.check_page_table(table)
     assert int(free(table, ALL_ROWS).num_free) == 8
 
 
-def test_truncate_into_an_adopted_page_copies_it():
-    table, _ = adopt(retained_prefix(), i32(1), i32([0, 1]))
+def test_truncate_into_an_attached_page_copies_it():
+    table, _ = attach(retained_prefix(), i32(1), i32([0, 1]))
     table, copies, ok = truncate(table, i32(0, 7, 0, 0))
     assert np.all(ok)
     assert table.block_tables[1].tolist() == [0, 2, 8, 8]
     assert (copies.src_pages[1], copies.dst_pages[1]) == (1, 2)
-    pp.check(table, retained=[0, 1])
+    pp.check_page_table(table, retained=[0, 1])
 
 
-def test_fork_of_an_adopted_row_shares_its_pages():
-    table, _ = adopt(retained_prefix(), i32(1), i32([0, 1]))
+def test_fork_of_an_attached_row_shares_its_pages():
+    table, _ = attach(retained_prefix(), i32(1), i32([0, 1]))
     table, copies, ok = fork(table, i32(1), i32(0))
     assert np.all(ok) and copies.dst_pages.tolist() == [8]
     assert table.ref_counts[:2].tolist() == [3, 3]
-    pp.check(table, retained=[0, 1])
+    pp.check_page_table(table, retained=[0, 1])
 
 
 @pytest.mark.parametrize(
@@ -169,14 +169,14 @@ def test_adopt_entries(rows, pages, expected):
     assert np.all(ok)
     table, _ = retain(table, i32(0, 1, 6))
     table = free(table, np.arange(4) == 2)
-    after, ok = adopt(table, i32(*rows), np.asarray(pages, np.int32))
+    after, ok = attach(table, i32(*rows), np.asarray(pages, np.int32))
     assert ok.tolist() == expected
-    pp.check(after, retained=[0, 1, 6])
+    pp.check_page_table(after, retained=[0, 1, 6])
     blocks, lens = np.array(table.block_tables), np.array(table.seq_lens)
     for row, entry, is_ok in zip(rows, pages, expected, strict=True):
         if is_ok:
-            adopted = [page for page in entry if 0 <= page < 8]
-            blocks[row, : len(adopted)], lens[row] = adopted, 4 * len(adopted)
+            attached = [page for page in entry if 0 <= page < 8]
+            blocks[row, : len(attached)], lens[row] = attached, 4 * len(attached)
     assert_same((after.block_tables, after.seq_lens), (blocks, lens))
     assert_same((after.free_pages, after.num_free), (table.free_pages, table.num_free))
 
@@ -185,16 +185,16 @@ def test_verbs_run_in_one_donated_call():
     def serve(table, pages):
         table, retained = pp.retain(table, pages)
         table = pp.free(table, jnp.ones(4, bool))
-        table, adopted = pp.adopt(table, jnp.array([1, 2], jnp.int32), jnp.stack([pages, pages]))
+        table, attached = pp.attach(table, jnp.array([1, 2], jnp.int32), jnp.stack([pages, pages]))
         table, extended = pp.extend(table, jnp.array([0, 1, 1, 0], jnp.int32))
-        return pp.release(table, pages), retained, adopted, extended
+        return pp.release(table, pages), retained, attached, extended
 
     donated = jax.jit(serve, donate_argnums=0)
     table, *oks = donated(extended([9, 0, 0, 0]), i32(0, 1, 8))
     assert [ok.tolist() for ok in oks] == [[True, True, False], [True, True], [True] * 4]
     assert table.seq_lens.tolist() == [0, 9, 9, 0]
     assert table.ref_counts.tolist()[:2] == [2, 2]
-    pp.check(table)
+    pp.check_page_table(table)
 
 
 def test_a_prefix_cache_may_have_nothing_to_say():
@@ -202,8 +202,8 @@ def test_a_prefix_cache_may_have_nothing_to_say():
     table = pp.create_page_table(num_pages=2, page_size=2, max_seqs=1, pages_per_seq=2)
     cache = pp.PrefixCache(page_size=2)
     lease = cache.lookup([1, 2, 3])
-    table, ok = pp.adopt(table, [0], [lease.pages])
+    table, ok = pp.attach(table, [0], [lease.pages])
     assert ok.all() and table.num_free == 2
     table, ok = pp.retain(table, cache.insert(lease, [1], [0]))
     assert ok.shape == (0,)
-    pp.check(pp.release(table, cache.evict(1)))
+    pp.check_page_table(pp.release(table, cache.evict(1)))

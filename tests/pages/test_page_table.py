@@ -26,7 +26,7 @@ from tests.support.page_tables import (
 
 def test_created_table_is_empty_and_sound():
     table = make_table(num_pages=5, page_size=2, max_seqs=3, pages_per_seq=2)
-    pp.check(table)
+    pp.check_page_table(table)
     assert (table.num_pages, table.max_seqs, table.pages_per_seq) == (5, 3, 2)
     assert table.num_free == 5 and np.all(table.block_tables == 5)
     assert [leaf.dtype for leaf in jax.tree.leaves(table)] == [jnp.int32] * 5
@@ -65,7 +65,7 @@ def test_extend_hands_out_pages_in_order():
     assert table.seq_lens.tolist() == [5, 0, 4, 1]
     assert table.ref_counts.tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
     assert int(table.num_free) == 4
-    pp.check(table)
+    pp.check_page_table(table)
 
 
 def test_extend_serves_rows_until_the_first_that_does_not_fit():
@@ -75,7 +75,7 @@ def test_extend_serves_rows_until_the_first_that_does_not_fit():
     assert ok.tolist() == [True, False, False, True]
     assert table.seq_lens.tolist() == [8, 4, 4, 4]
     assert int(table.num_free) == 1
-    pp.check(table)
+    pp.check_page_table(table)
 
 
 @pytest.mark.parametrize("odd", [-1, 17, INT32_MAX, INT32_MAX - 15, INT32_MIN])
@@ -84,7 +84,7 @@ def test_invalid_requests_fail_alone_and_never_wrap(odd):
     after, ok = extend(table, i32(odd, odd, odd, 4))
     assert ok.tolist() == [False, False, False, True]
     assert after.seq_lens.tolist() == [16, 5, 0, 4]
-    pp.check(after)
+    pp.check_page_table(after)
 
 
 def test_zero_tokens_are_ok_even_with_no_page_left():
@@ -102,7 +102,7 @@ def test_max_new_tokens_bounds_requests_and_not_results(held, bound):
     bounded, ok = extend(table, i32(wanted, 0, 0, 0), max_new_tokens=bound)
     assert np.all(ok)
     assert_same(bounded, extend(table, i32(wanted, 0, 0, 0))[0])
-    pp.check(bounded)
+    pp.check_page_table(bounded)
     if bound < 16:
         after, ok = extend(table, i32(0, bound + 1, 0, 0), max_new_tokens=bound)
         assert ok.tolist() == [True, False, True, True]
@@ -114,7 +114,7 @@ def test_free_returns_pages_and_clears_rows():
     assert table.seq_lens.tolist() == [0, 3, 0, 0]
     assert table.block_tables.tolist() == [[8] * 4, [2, 8, 8, 8], [8] * 4, [8] * 4]
     assert int(table.num_free) == 7
-    pp.check(table)
+    pp.check_page_table(table)
 
 
 def test_page_shared_by_freed_rows_returns_once():
@@ -125,7 +125,7 @@ def test_page_shared_by_freed_rows_returns_once():
         freed = free(table, np.isin(np.arange(4), rows))
         assert freed.ref_counts[:2].tolist() == [refs, refs]
         assert int(freed.num_free) == num_free
-        pp.check(freed)
+        pp.check_page_table(freed)
 
 
 def test_fork_shares_full_pages_and_copies_the_tail():
@@ -136,7 +136,7 @@ def test_fork_shares_full_pages_and_copies_the_tail():
     assert copies.src_pages.tolist() == [1, 1]
     assert copies.dst_pages.tolist() == [2, 3]
     assert table.ref_counts.tolist() == [3, 1, 1, 1, 0, 0, 0, 0]
-    pp.check(table)
+    pp.check_page_table(table)
 
 
 @pytest.mark.parametrize("length", [0, 4, 16])
@@ -146,7 +146,7 @@ def test_fork_without_a_tail_copies_nothing(length):
     assert copies.src_pages.tolist() == copies.dst_pages.tolist() == [8]
     assert table.seq_lens[2] == length
     assert table.block_tables[2].tolist() == table.block_tables[0].tolist()
-    pp.check(table)
+    pp.check_page_table(table)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_fork_entries(src, dst, expected):
     table = extended([6, 0, 0, 2])
     after, copies, ok = fork(table, i32(*src), i32(*dst))
     assert ok.tolist() == expected
-    pp.check(after)
+    pp.check_page_table(after)
     for s, d, good, page in zip(src, dst, expected, copies.dst_pages.tolist(), strict=True):
         if good:
             assert after.seq_lens[d] == table.seq_lens[s]
@@ -186,7 +186,7 @@ def test_fork_serves_entries_until_pages_run_out():
     assert ok.tolist() == [True, False, True, False, True]
     assert copies.src_pages.tolist() == [1, 5, 1, 5, 5]
     assert table.seq_lens.tolist() == [5, 4, 5, 5, 0, 4]
-    pp.check(table)
+    pp.check_page_table(table)
 
 
 def test_truncate_releases_blocks_and_keeps_an_own_tail():
@@ -195,7 +195,7 @@ def test_truncate_releases_blocks_and_keeps_an_own_tail():
     assert table.seq_lens.tolist() == [2, 4, 0, 4]
     assert table.block_tables[:, 0].tolist() == [0, 3, 8, 6]
     assert copies.src_pages.tolist() == copies.dst_pages.tolist() == [8] * 4
-    pp.check(table)
+    pp.check_page_table(table)
 
 
 def test_truncate_refuses_longer_and_negative():
@@ -219,7 +219,7 @@ def test_truncate_into_a_shared_page_replaces_it():
     assert np.all(ok)
     assert table.block_tables[:2].tolist() == [[0, 1, 8, 8], [0, 2, 8, 8]]
     assert (copies.src_pages[1], copies.dst_pages[1]) == (1, 2)
-    pp.check(table)
+    pp.check_page_table(table)
 
 
 def test_sharers_truncated_together_each_get_a_page_that_was_free():
@@ -229,7 +229,7 @@ def test_sharers_truncated_together_each_get_a_page_that_was_free():
     assert copies.src_pages[:2].tolist() == [1, 1]
     assert copies.dst_pages[:2].tolist() == [2, 3]
     assert int(table.num_free) == 1, "the shared page is free again"
-    pp.check(table)
+    pp.check_page_table(table)
 
 
 def test_truncate_cannot_use_pages_released_by_the_same_call():
@@ -238,7 +238,7 @@ def test_truncate_cannot_use_pages_released_by_the_same_call():
     assert ok.tolist() == [True, False, True, True]
     assert after.seq_lens.tolist() == [6, 8, 0, 2]
     assert set(copies.dst_pages.tolist()).isdisjoint(set(copies.src_pages.tolist()) - {5})
-    pp.check(after)
+    pp.check_page_table(after)
 
 
 def test_slot_mapping():
@@ -272,10 +272,13 @@ def test_slot_mapping():
         (lambda t: pp.retain(t, np.int32(0)), r"pages must be int32\[1\], got int32\[\]"),
         (lambda t: pp.retain(t, i32([0])), r"pages must be int32\[1\], got int32\[1, 1\]"),
         (lambda t: pp.release(t, np.ones(2)), r"pages must be int32\[2\], got float64\[2\]"),
-        (lambda t: pp.adopt(t, np.int8([0]), i32([0])), r"rows must be int32\[1\], got int8\[1\]"),
-        (lambda t: pp.adopt(t, i32(0), i32(0, 1)), r"pages must be int32\[1, 2\], got int32\[2\]"),
-        (lambda t: pp.adopt(t, i32(0), i32([0], [1])), r"must be int32\[1, 1\], got int32\[2, 1\]"),
-        (lambda t: pp.adopt(t, i32(0), np.int32(0)), r"must be int32\[1, 0\], got int32\[\]"),
+        (lambda t: pp.attach(t, np.int8([0]), i32([0])), r"rows must be int32\[1\], got int8\[1\]"),
+        (lambda t: pp.attach(t, i32(0), i32(0, 1)), r"pages must be int32\[1, 2\], got int32\[2\]"),
+        (
+            lambda t: pp.attach(t, i32(0), i32([0], [1])),
+            r"must be int32\[1, 1\], got int32\[2, 1\]",
+        ),
+        (lambda t: pp.attach(t, i32(0), np.int32(0)), r"must be int32\[1, 0\], got int32\[\]"),
         (lambda t: pp.slot_mapping(t, i32(0), i32(0, 1)), r"positions must be int32\[1\]"),
         (lambda t: pp.slot_mapping(t, np.ones(1), i32(0)), r"rows must be int32\[1\], got float64"),
     ],
@@ -293,7 +296,7 @@ def test_lists_are_taken():
     table, _, ok = jax.jit(lambda t: pp.fork(t, [0], [2]))(table)
     assert np.all(ok)
     assert jax.jit(lambda t: pp.slot_mapping(t, [1], [1]))(table).tolist() == [5]
-    share = jax.jit(lambda t: pp.adopt(pp.release(pp.retain(t, [0])[0], [0]), [3], [[0]]))
+    share = jax.jit(lambda t: pp.attach(pp.release(pp.retain(t, [0])[0], [0]), [3], [[0]]))
     table, ok = share(extended([4, 0, 0, 0]))
     assert np.all(ok)
     assert int(jax.jit(lambda t: pp.free(t, [True, True, False, True]))(table).num_free) == 8
@@ -333,7 +336,7 @@ def writers(jaxpr, size):
         (pp.truncate, jnp.int32),
         (lambda t, n: pp.retain(t, n)[0], jnp.int32),
         (pp.release, jnp.int32),
-        (lambda t, n: pp.adopt(t, n, jnp.broadcast_to(n, (8, 8))), jnp.int32),
+        (lambda t, n: pp.attach(t, n, jnp.broadcast_to(n, (8, 8))), jnp.int32),
         (decode, jnp.bool_),
     ],
     ids=[
@@ -344,7 +347,7 @@ def writers(jaxpr, size):
         "truncate",
         "retain",
         "release",
-        "adopt",
+        "attach",
         "decode",
     ],
 )
@@ -367,7 +370,7 @@ def test_while_loop_ends_when_pages_run_out():
     ]:
         table, _ = traced(make_table(), np.array(active))
         assert table.seq_lens.tolist() == expected
-        pp.check(table)
+        pp.check_page_table(table)
 
 
 def test_tables_stay_int32_under_x64():
@@ -376,7 +379,7 @@ def test_tables_stay_int32_under_x64():
         table, copies, _ = pp.fork(table, i32(0), i32(2))
         table, _, _ = pp.truncate(table, i32(1, 2, 0, 0))
         table, _ = pp.retain(table, i32(0))
-        table, _ = pp.adopt(table, i32(3), i32([0, 8]))
+        table, _ = pp.attach(table, i32(3), i32([0, 8]))
         table = pp.release(table, i32(0))
         return pp.free(table, active), copies, pp.slot_mapping(table, i32(1), i32(1))
 

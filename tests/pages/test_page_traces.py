@@ -16,7 +16,7 @@ from tests.support.allocator_oracle import AllocatorOracle
 from tests.support.page_tables import (
     INT32_MAX,
     INT32_MIN,
-    adopt,
+    attach,
     extend,
     fork,
     free,
@@ -60,7 +60,7 @@ steps = st.one_of(
     st.tuples(st.just("free"), per_row(st.sampled_from([False, False, True]))),
     st.tuples(st.just("retain"), prefix | st.lists(some_page, max_size=NUM_PAGES)),
     st.tuples(st.just("release"), st.lists(st.integers(0, 6), max_size=NUM_PAGES, unique=True)),
-    st.tuples(st.just("adopt"), st.lists(adoption, max_size=NUM_ADOPTIONS)),
+    st.tuples(st.just("attach"), st.lists(adoption, max_size=NUM_ADOPTIONS)),
 )
 
 
@@ -140,7 +140,7 @@ class Simulation:
         self.oracle.release([name for _, name in chosen])
         return jnp.ones(0, bool), []
 
-    def adopt(self, entries):
+    def attach(self, entries):
         entries = entries + [(-1, [])] * (NUM_ADOPTIONS - len(entries))
         empty = next((i for i, tokens in enumerate(self.oracle.tokens) if not tokens), -1)
         rows = [empty if row == "empty" else row for row, _ in entries]
@@ -150,8 +150,8 @@ class Simulation:
             chosen = [self.page_and_name(choice) for choice in choices]
             pages[entry, : len(chosen)] = [page for page, _ in chosen]
             names.append([name for _, name in chosen])
-        self.table, ok = adopt(self.table, i32(*rows), pages)
-        return ok, self.oracle.adopt(rows, names)
+        self.table, ok = attach(self.table, i32(*rows), pages)
+        return ok, self.oracle.attach(rows, names)
 
     def page_and_name(self, choice):
         """The page that is meant, and its name for the oracle."""
@@ -170,7 +170,7 @@ class Simulation:
         return SIZES["num_pages"], None
 
     def compare(self):
-        pp.check(self.table, retained=self.retained)
+        pp.check_page_table(self.table, retained=self.retained)
         lens, blocks = np.asarray(self.table.seq_lens), np.asarray(self.table.block_tables)
         k, v = np.asarray(self.pool.k_pages[0])[0], np.asarray(self.pool.v_pages[0])[0]
         for row, tokens in enumerate(self.oracle.tokens):

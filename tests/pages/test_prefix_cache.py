@@ -86,7 +86,7 @@ def test_page_that_is_there_already_stays_and_is_held():
     first, second = cache.lookup(list(range(8))), cache.lookup(list(range(12)))
     assert cache.insert(first, list(range(8)), [0, 1]) == [0, 1]
     assert cache.insert(second, list(range(12)), [5, 6, 7]) == [7]
-    assert second.pages == (), "what a row is to adopt does not change"
+    assert second.pages == (), "what a row is to attach does not change"
     assert cache.pages == [0, 1, 7]
     cache.release(first)
     assert cache.num_evictable == 0
@@ -207,7 +207,9 @@ def test_insert_refuses_and_changes_nothing(tokens, pages, message):
 def test_lease_ends_once():
     cache = filled()
     lease = cache.lookup(list(range(9)))
-    with pytest.raises(ValueError, match=r"Lease\(pages=\(0, 1\), num_tokens=8\) must be of this"):
+    with pytest.raises(
+        ValueError, match=r"PrefixLease\(pages=\(0, 1\), num_tokens=8\) must be of this"
+    ):
         filled().release(lease)
     cache.release(lease)
     with pytest.raises(ValueError, match="not yet released"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from tests.support.page_tables import adopt, extend, free, i32, make_table, release, retain
+from tests.support.page_tables import attach, extend, free, i32, make_table, release, retain
 
 PAGE_SIZE, NUM_PAGES, NUM_ROWS, PAGES_PER_SEQ = 2, 12, 4, 8
 
@@ -24,7 +24,7 @@ class Server:
         self.requests = {}  # row to (lease, tokens)
 
     def check(self):
-        pp.check(self.table, retained=self.cache.pages)
+        pp.check_page_table(self.table, retained=self.cache.pages)
 
     def admit(self, tokens):
         """Gives a prompt a row, if there are one and pages; says if so."""
@@ -32,7 +32,7 @@ class Server:
         if row is None:
             return False
         lease = self.cache.lookup(tokens)
-        self.table, ok = adopt(self.table, i32(row), padded(lease.pages)[None])
+        self.table, ok = attach(self.table, i32(row), padded(lease.pages)[None])
         assert np.all(ok)
         self.check()
         self.requests[row] = lease, []

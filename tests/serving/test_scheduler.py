@@ -157,7 +157,7 @@ def test_cached_pages_go_before_anybody_gives_way():
     assert scheduler.num_preemptions == 0 and all(seq.finished for seq in seqs)
 
 
-def test_a_prefix_in_the_cache_is_adopted_and_not_computed():
+def test_a_prefix_in_the_cache_is_attached_and_not_computed():
     scheduler = make_scheduler(caching=True)
     host = Host.of(scheduler)
     prompt = list(range(12))

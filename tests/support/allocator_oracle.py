@@ -112,7 +112,7 @@ class AllocatorOracle:
             self.retained.remove(name)
             self._drop(name)
 
-    def adopt(self, rows: list[int], names: list[list[int | None]]) -> list[bool]:
+    def attach(self, rows: list[int], names: list[list[int | None]]) -> list[bool]:
         shareable = self._shareable()
         was_empty = [not tokens for tokens in self.tokens]
         ok = []

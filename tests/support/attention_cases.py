@@ -113,25 +113,25 @@ class SharedPrefixes:
     case: Case
     seq_lens: tuple[int, ...]
     prefix_lens: tuple[int, ...]
-    cu_group_rows: tuple[int, ...]
+    cu_group_sizes: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"{self.prefix_lens}of{self.cu_group_rows}".replace(" ", "")
+        return f"{self.prefix_lens}of{self.cu_group_sizes}".replace(" ", "")
 
     def on(self, implementation: str) -> SharedPrefixes:
         """As `Case.on`."""
         return replace(self, case=self.case.on(implementation))
 
     def make(self) -> tuple[np.ndarray, ...]:
-        """Returns what `Case.make` does, and prefix_lens and cu_group_rows."""
+        """Returns what `Case.make` does, and prefix_lens and cu_group_sizes."""
         arrays = replace(self.case, seq_lens=self.seq_lens).make()
         _, k_pages, v_pages, tables, lens = arrays
         for g, prefix in enumerate(self.prefix_lens):
-            rows = np.arange(*self.cu_group_rows[g : g + 2])
+            rows = np.arange(*self.cu_group_sizes[g : g + 2])
             rows = rows[lens[rows] > 0]
             shared = min([prefix, *lens[rows]]) // self.case.page_size
             for b in rows[1:]:
                 unused = tables[b, :shared]
                 k_pages[:, unused] = v_pages[:, unused] = np.nan
                 tables[b, :shared] = tables[rows[0], :shared]
-        return *arrays, np.int32(self.prefix_lens), np.int32(self.cu_group_rows)
+        return *arrays, np.int32(self.prefix_lens), np.int32(self.cu_group_sizes)

@@ -10,7 +10,7 @@ import pallas_paged as pp
 INT32_MAX, INT32_MIN = 2**31 - 1, -(2**31)
 extend = jax.jit(pp.extend, static_argnames="max_new_tokens")
 free, fork, truncate = jax.jit(pp.free), jax.jit(pp.fork), jax.jit(pp.truncate)
-retain, release, adopt = jax.jit(pp.retain), jax.jit(pp.release), jax.jit(pp.adopt)
+retain, release, attach = jax.jit(pp.retain), jax.jit(pp.release), jax.jit(pp.attach)
 
 
 def make_table(num_pages=8, page_size=4, max_seqs=4, pages_per_seq=4):

@@ -77,7 +77,7 @@ class Host:
             self.scheduler.resync(self.table.num_free)
         self.settle()
         rows, pages = zip(*plan.adoptions, strict=True) if plan.adoptions else ((), ())
-        assert all(self.table.adopt(list(rows), [list(entry) for entry in pages]))
+        assert all(self.table.attach(list(rows), [list(entry) for entry in pages]))
         assert all(self.table.fork([src for src, _ in plan.forks], [dst for _, dst in plan.forks]))
         new = [[] for _ in self.table.tokens]
         for seq in plan.decodes:

@@ -22,7 +22,7 @@ class MosaicDecodeConfig:
       num_stages: blocks of K and of V in shared memory, in [2, 8].
       num_programs: programs per KV head among which all rows' blocks are shared out evenly, in
         [1, 65535].
-      split_size: None, or tokens after which every row is split, a multiple of `block_k`, as in
+      fixed_split_size: None, or tokens after which every row is split, a multiple of `block_k`, as in
         `DecodeConfig`: with it the bits of a row depend on nothing but the row.
 
     Raises:
@@ -32,7 +32,7 @@ class MosaicDecodeConfig:
     block_k: int
     num_stages: int
     num_programs: int
-    split_size: int | None = None
+    fixed_split_size: int | None = None
 
     def __post_init__(self) -> None:
         _check_loop(self)
@@ -49,7 +49,7 @@ class MosaicRaggedConfig:
         way while one is attended.
       num_programs: programs of the whole device, not per KV head, which take pieces of work in
         turn, in [1, 65535].
-      split_size: None, or tokens after which the K/V are split of every row whose queries fit one
+      fixed_split_size: None, or tokens after which the K/V are split of every row whose queries fit one
         tile, a multiple of `block_k`. As in `RaggedConfig`, but for twice the memory: a sequence of
         one tile's length may stand in two.
 
@@ -61,7 +61,7 @@ class MosaicRaggedConfig:
     num_consumers: int
     num_stages: int
     num_programs: int
-    split_size: int | None = None
+    fixed_split_size: int | None = None
     num_q_stages: int = 2
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ def _check_loop(config: MosaicDecodeConfig | MosaicRaggedConfig) -> None:
         raise ValueError(f"block_k={config.block_k} must be a multiple of 64")
     check_integer("num_stages", config.num_stages, 2, 8)
     check_integer("num_programs", config.num_programs, 1, 65535)
-    check_split_size(config.split_size, config.block_k)
+    check_split_size(config.fixed_split_size, config.block_k)
 
 
 def shared_memory(

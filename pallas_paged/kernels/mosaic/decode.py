@@ -292,11 +292,13 @@ def paged_decode(
     with jax.named_scope("block_prefix_sums"):
         first_block, end_block = row_blocks(seq_lens, options, config.block_k)
         units = end_block - first_block
-        if config.split_size is None:
+        if config.fixed_split_size is None:
             num_slots = config.num_programs + num_seqs
         else:
-            units = pl.cdiv(units, config.split_size // config.block_k)
-            num_slots = num_seqs * pl.cdiv(block_tables.shape[1] * page_size, config.split_size)
+            units = pl.cdiv(units, config.fixed_split_size // config.block_k)
+            num_slots = num_seqs * pl.cdiv(
+                block_tables.shape[1] * page_size, config.fixed_split_size
+            )
         unit_ends = jnp.cumsum(units)
 
     operands = [
@@ -365,6 +367,6 @@ def paged_decode(
         num_q_heads=num_q_heads,
         dtype=q.dtype,
         num_programs=config.num_programs,
-        is_split=config.split_size is not None,
+        is_split=config.fixed_split_size is not None,
         interpret=interpret,
     )

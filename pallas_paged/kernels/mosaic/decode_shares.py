@@ -92,7 +92,9 @@ def walk(
     units_per_program = pl.cdiv(total, config.num_programs)
     start = program * units_per_program
     stop = jnp.minimum(start + units_per_program, total)
-    blocks_per_unit = 1 if config.split_size is None else config.split_size // config.block_k
+    blocks_per_unit = (
+        1 if config.fixed_split_size is None else config.fixed_split_size // config.block_k
+    )
 
     def lengths_of(row):
         row = jnp.minimum(row, num_seqs - 1)
@@ -104,10 +106,10 @@ def walk(
         seq_len, row_end = lengths
         first_block, end_block = row_blocks(seq_len, options, config.block_k)
         row_start = row_end - pl.cdiv(end_block - first_block, blocks_per_unit)
-        next_unit = jnp.minimum(row_end, stop if config.split_size is None else unit + 1)
+        next_unit = jnp.minimum(row_end, stop if config.fixed_split_size is None else unit + 1)
         lo = first_block + (unit - row_start) * blocks_per_unit
         hi = jnp.minimum(first_block + (next_unit - row_start) * blocks_per_unit, end_block)
-        slot = program + row if config.split_size is None else unit
+        slot = program + row if config.fixed_split_size is None else unit
         step = body(Piece(row=row, seq_len=seq_len, lo=lo, hi=hi, slot=slot), step)
         ended = next_unit == row_end
         lengths = jax.tree.map(functools.partial(jnp.where, ended), next_lengths, lengths)

@@ -288,7 +288,7 @@ def ragged_paged_attention(
             tile_tokens=tile.num_tokens,
             block_k=config.block_k,
             num_programs=max(config.num_programs // num_head_blocks, 1),
-            split_size=config.split_size,
+            fixed_split_size=config.fixed_split_size,
             max_kv_len=pages_per_seq * page_size,
             num_seqs=num_seqs,
             align=CHUNK,

@@ -30,10 +30,10 @@ class DecodeConfig:
         [1, 65536].
       num_warps: warps per decode program; a power of two in [1, 16].
       num_stages: software-pipelining depth of the K/V loop, in [1, 8].
-      split_size: None, or tokens after which every row is split, a multiple of `block_k`. With it
+      fixed_split_size: None, or tokens after which every row is split, a multiple of `block_k`. With it
         the bits of a row depend on nothing but the row (and the config): not on the other rows,
         not on how many there are. Partial results then take memory for
-        `B * ceil(longest row that the table can hold / split_size)` f32 rows of q's heads.
+        `B * ceil(longest row that the table can hold / fixed_split_size)` f32 rows of q's heads.
 
     Raises:
       ValueError: if a value is outside its range.
@@ -43,7 +43,7 @@ class DecodeConfig:
     num_programs: int
     num_warps: int
     num_stages: int
-    split_size: int | None = None
+    fixed_split_size: int | None = None
 
     def __post_init__(self) -> None:
         _check_loop(self)
@@ -59,9 +59,9 @@ class RaggedConfig:
       block_k, num_warps, num_stages: as in `DecodeConfig`.
       num_programs: programs per KV head that run at a time; K/V are split where that lets them end
         earlier, in [1, 65536].
-      split_size: None, or tokens after which the K/V are split of every row whose queries fit one
+      fixed_split_size: None, or tokens after which the K/V are split of every row whose queries fit one
         tile; longer ones are then not split. As in `DecodeConfig`, bits of a row no longer depend
-        on other rows. Partial results take memory for `B * ceil(longest row / split_size)` tiles.
+        on other rows. Partial results take memory for `B * ceil(longest row / fixed_split_size)` tiles.
 
     Raises:
       ValueError: if a value is outside its range.
@@ -72,7 +72,7 @@ class RaggedConfig:
     num_programs: int
     num_warps: int
     num_stages: int
-    split_size: int | None = None
+    fixed_split_size: int | None = None
 
     def __post_init__(self) -> None:
         check_integer("block_q", self.block_q, 16, 256, power_of_2=True)
@@ -84,15 +84,15 @@ def _check_loop(config: DecodeConfig | RaggedConfig) -> None:
     check_integer("num_programs", config.num_programs, 1, 65536)
     check_integer("num_warps", config.num_warps, 1, 16, power_of_2=True)
     check_integer("num_stages", config.num_stages, 1, 8)
-    check_split_size(config.split_size, config.block_k)
+    check_split_size(config.fixed_split_size, config.block_k)
 
 
-def check_split_size(split_size: int | None, block_k: int) -> None:
-    """`split_size` is None or a multiple of `block_k`."""
-    if split_size is not None:
-        check_integer("split_size", split_size, block_k, 2**30)
-        if split_size % block_k:
-            raise ValueError(f"{split_size=} must be a multiple of {block_k=}")
+def check_split_size(fixed_split_size: int | None, block_k: int) -> None:
+    """`fixed_split_size` is None or a multiple of `block_k`."""
+    if fixed_split_size is not None:
+        check_integer("fixed_split_size", fixed_split_size, block_k, 2**30)
+        if fixed_split_size % block_k:
+            raise ValueError(f"{fixed_split_size=} must be a multiple of {block_k=}")
 
 
 def decode_config(

@@ -64,7 +64,7 @@ def decode_kernel(
     operands: one_byte.Operands,
     config: DecodeConfig,
 ):
-    block_k, split_size = config.block_k, config.split_size
+    block_k, fixed_split_size = config.block_k, config.fixed_split_size
     num_seqs, group = q_refs[0].shape[:2]
     program = pl.program_id(1)
 
@@ -101,18 +101,18 @@ def decode_kernel(
 
     def attend_piece(piece, carry):
         """A row, as far as it is in the share; or one split."""
-        row = piece if split_size is None else row_of(piece)
+        row = piece if fixed_split_size is None else row_of(piece)
         # Picked from registers: a load here would be one more wait before the first K arrives.
         seq_len = jnp.sum(jnp.where(rows == row, seq_lens, 0))
         row_end = jnp.sum(jnp.where(rows == row, unit_ends, 0))
         first_block, end_block = row_blocks(seq_len, options, block_k)
-        if split_size is None:
+        if fixed_split_size is None:
             row_start = row_end - (end_block - first_block)
             lo = first_block + jnp.maximum(start - row_start, 0)
             hi = first_block + jnp.minimum(stop, row_end) - row_start
             slot = program + row
         else:
-            step = split_size // block_k
+            step = fixed_split_size // block_k
             row_start = row_end - pl.cdiv(end_block - first_block, step)
             lo = first_block + (piece - row_start) * step
             hi = jnp.minimum(lo + step, end_block)
@@ -199,7 +199,7 @@ def decode_kernel(
         )
         return carry
 
-    if split_size is None:
+    if fixed_split_size is None:
         first = row_of(start)
         end = jnp.where(start < stop, jnp.sum((unit_ends < stop).astype(jnp.int32)) + 1, first)
     else:
@@ -231,11 +231,13 @@ def paged_decode(
     with jax.named_scope("block_prefix_sums"):
         first_block, end_block = row_blocks(seq_lens, options, config.block_k)
         units = end_block - first_block
-        if config.split_size is None:
+        if config.fixed_split_size is None:
             num_slots = config.num_programs + num_seqs
         else:
-            units = pl.cdiv(units, config.split_size // config.block_k)
-            num_slots = num_seqs * pl.cdiv(block_tables.shape[1] * page_size, config.split_size)
+            units = pl.cdiv(units, config.fixed_split_size // config.block_k)
+            num_slots = num_seqs * pl.cdiv(
+                block_tables.shape[1] * page_size, config.fixed_split_size
+            )
         unit_ends = jnp.cumsum(units)
 
     operands = one_byte.Operands(dtype=q.dtype, kv_dtype=k_pages.dtype, interpret=interpret)

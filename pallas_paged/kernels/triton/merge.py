@@ -93,7 +93,7 @@ def merge_shares_kernel(
     num_seqs, num_heads, head_dim = o_ref.shape
     end = unit_ends_ref[row]
     start = jnp.where(row > 0, unit_ends_ref[jnp.maximum(row - 1, 0)], 0)
-    if config.split_size is None:
+    if config.fixed_split_size is None:
         # The shares of `triton_decode`; at least 1, since nobody may have any tokens.
         total = unit_ends_ref[num_seqs - 1]
         units_per_program = jnp.maximum(pl.cdiv(total, config.num_programs), 1)
@@ -138,7 +138,7 @@ def merge_shares(
         num_heads=num_heads,
         head_dim=head_dim,
         num_programs=config.num_programs,
-        batch_invariant=config.split_size is not None,
+        batch_invariant=config.fixed_split_size is not None,
     )
 
     args = (outs, lses, unit_ends, sinks)
@@ -213,7 +213,7 @@ def merge_tiles(
         block_q=block_q,
         head_dim=head_dim,
         num_programs=config.num_programs,
-        batch_invariant=config.split_size is not None,
+        batch_invariant=config.fixed_split_size is not None,
     )
 
     specs = [kv_head(out, 1), kv_head(lse, 1)]

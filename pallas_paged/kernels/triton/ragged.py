@@ -247,7 +247,7 @@ def ragged_paged_attention(
             tile_tokens=config.block_q // group,
             block_k=config.block_k,
             num_programs=config.num_programs,
-            split_size=config.split_size,
+            fixed_split_size=config.fixed_split_size,
             max_kv_len=pages_per_seq * page_size,
             num_seqs=num_seqs,
         )

@@ -46,9 +46,12 @@ H200 = dict(device_kind="NVIDIA H200", num_sms=132)
         ({"num_stages": True}, "num_stages=True"),
         ({"num_programs": 0}, "num_programs=0"),
         ({"num_programs": 65536}, "num_programs=65536"),
-        ({"split_size": 192, "block_k": 128}, "split_size=192 must be a multiple of block_k=128"),
-        ({"split_size": 32}, "split_size=32 must be an integer in"),
-        ({"split_size": 256.0}, "split_size=256.0"),
+        (
+            {"fixed_split_size": 192, "block_k": 128},
+            "fixed_split_size=192 must be a multiple of block_k=128",
+        ),
+        ({"fixed_split_size": 32}, "fixed_split_size=32 must be an integer in"),
+        ({"fixed_split_size": 256.0}, "fixed_split_size=256.0"),
     ],
     ids=str,
 )
@@ -68,8 +71,8 @@ def test_warpgroups_and_tiles_of_queries_are_one_or_two(name, value):
 @BOTH
 def test_a_config_can_be_of_any_allowed_size(good):
     for block_k, num_stages in itertools.product((64, 128, 192, 256), range(2, 9)):
-        new = dict(block_k=block_k, num_stages=num_stages, split_size=2 * block_k)
-        assert dataclasses.replace(good, **new).split_size == 2 * block_k
+        new = dict(block_k=block_k, num_stages=num_stages, fixed_split_size=2 * block_k)
+        assert dataclasses.replace(good, **new).fixed_split_size == 2 * block_k
 
 
 def test_shared_memory_is_what_the_tiles_take():

@@ -24,7 +24,7 @@ from tests.support.attention_cases import Case
 
 # Fewer programs than rows and more: shares span rows, and rows span shares.
 CONFIG = MosaicDecodeConfig(block_k=64, num_stages=2, num_programs=3)
-SPLIT = MosaicDecodeConfig(block_k=64, num_stages=3, num_programs=2, split_size=128)
+SPLIT = MosaicDecodeConfig(block_k=64, num_stages=3, num_programs=2, fixed_split_size=128)
 BORDERS = (0, 1, 63, 64, 65, 128, 200)
 SIZES = dict(num_kv_heads=2, head_dim=64, page_size=16, pages_per_seq=16, dtype="bfloat16")
 rows_of_256 = functools.partial(Case, seq_lens=BORDERS, **SIZES)
@@ -236,11 +236,11 @@ def test_lowers_for_cuda(group, head_dim, page_size, dtype):
     assert "paged_decode" in text and "paged_decode_merge" in text
 
 
-@pytest.mark.parametrize("split_size", [None, 256])
+@pytest.mark.parametrize("fixed_split_size", [None, 256])
 @pytest.mark.parametrize("block_k", [64, 128])
-def test_lowers_for_cuda_with_every_option(block_k, split_size):
+def test_lowers_for_cuda_with_every_option(block_k, fixed_split_size):
     config = MosaicDecodeConfig(
-        block_k=block_k, num_stages=3, num_programs=66, split_size=split_size
+        block_k=block_k, num_stages=3, num_programs=66, fixed_split_size=fixed_split_size
     )
     heads = (12, 2, 128)
     options = dict(per_head=True, soft_cap=30.0, sliding_window=100)

@@ -99,7 +99,7 @@ OPTIONS = dict(
     alibi_slopes=(False, True),
     sinks=(False, True),
     return_lse=(False, True),
-    split_size=(None, 256),
+    fixed_split_size=(None, 256),
 )
 RAGGED = pairwise(
     group=(1, 3, 5, 8, 32),
@@ -139,7 +139,7 @@ def test_ragged(row):
         num_sms=132,
     )
     config = dataclasses.replace(
-        config, num_consumers=row["num_consumers"], split_size=row["split_size"]
+        config, num_consumers=row["num_consumers"], fixed_split_size=row["fixed_split_size"]
     )
     call = partial(
         pp.ragged_paged_attention,
@@ -174,7 +174,7 @@ def test_decode(row):
     call = partial(
         pp.paged_attention,
         implementation="mosaic_gpu",
-        config=dataclasses.replace(config, split_size=row["split_size"]),
+        config=dataclasses.replace(config, fixed_split_size=row["fixed_split_size"]),
         **options_of(row, num_q_heads),
     )
     q = jax.ShapeDtypeStruct((num_seqs, num_q_heads, row["head_dim"]), row["dtype"])

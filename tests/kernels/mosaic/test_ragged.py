@@ -31,7 +31,7 @@ group_of_5 = Case(5, 1, 64, 8, (100, 20), 13, "bfloat16", (30, 9))
     [
         (rows(seq_lens=(40, 100, 5, 17), q_lens=(40, 3, 0, 17)), {}, {}),
         (rows(seq_lens=(400,), q_lens=(9,)), {"num_programs": 8}, {}),
-        (rows(seq_lens=(400, 100), q_lens=(9, 3)), {"split_size": 128}, {}),
+        (rows(seq_lens=(400, 100), q_lens=(9, 3)), {"fixed_split_size": 128}, {}),
         (rows(seq_lens=(100, 180), q_lens=(40, 20)), {"num_consumers": 1}, {"sliding_window": 30}),
         (group_of_5, {}, {}),
         (group_of_20, {}, {"tree_mask": TREE, "sinks": SINKS}),

@@ -94,24 +94,24 @@ def test_cascade_lowers_for_cuda(heads, page_size, dtype):
     assert "ragged_paged_attention" in text and "paged_decode" in text
 
 
-@pytest.mark.parametrize(("dtype", "split_size"), [(jnp.bfloat16, None), (jnp.float32, 128)])
+@pytest.mark.parametrize(("dtype", "fixed_split_size"), [(jnp.bfloat16, None), (jnp.float32, 128)])
 class TestOptionsLowerForCuda:
-    def test_decode(self, dtype, split_size):
-        config = pp.DecodeConfig(**LOOP, split_size=split_size)
+    def test_decode(self, dtype, fixed_split_size):
+        config = pp.DecodeConfig(**LOOP, fixed_split_size=fixed_split_size)
         for call in options(6, 4):
             call.pop("tree_mask", None)
             assert "paged_decode" in lower(4, (6, 2, 80), 16, 32, dtype, config=config, **call)
 
-    def test_ragged(self, dtype, split_size):
-        config = pp.RaggedConfig(**LOOP, block_q=64, split_size=split_size)
+    def test_ragged(self, dtype, fixed_split_size):
+        config = pp.RaggedConfig(**LOOP, block_q=64, fixed_split_size=fixed_split_size)
         for call in options(6, 4):
             text = lower(4, (6, 2, 80), 16, 32, dtype, num_tokens=50, config=config, **call)
             assert "ragged_paged_attention" in text
 
-    def test_cascade(self, dtype, split_size):
+    def test_cascade(self, dtype, fixed_split_size):
         both = dict(
-            config=pp.DecodeConfig(**LOOP, split_size=split_size),
-            prefix_config=pp.RaggedConfig(**LOOP, block_q=64, split_size=split_size),
+            config=pp.DecodeConfig(**LOOP, fixed_split_size=fixed_split_size),
+            prefix_config=pp.RaggedConfig(**LOOP, block_q=64, fixed_split_size=fixed_split_size),
         )
         everything = options(6, 4)[-1]
         everything.pop("tree_mask")

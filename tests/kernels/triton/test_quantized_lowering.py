@@ -59,11 +59,11 @@ class TestLowersForCuda:
     @pytest.mark.parametrize("per_tensor", [False, True])
     def test_with_every_option(self, kv_dtype, dtype, per_tensor):
         call = options(6, 4)[-1] | dict(per_tensor=per_tensor)
-        config = pp.RaggedConfig(**LOOP, block_q=64, split_size=128)
+        config = pp.RaggedConfig(**LOOP, block_q=64, fixed_split_size=128)
         text = lower((6, 2, 80), kv_dtype, dtype, num_tokens=50, config=config, **call).as_text()
         assert "ragged_paged_attention" in text
         call.pop("tree_mask")
-        config = pp.DecodeConfig(**LOOP, split_size=128)
+        config = pp.DecodeConfig(**LOOP, fixed_split_size=128)
         assert "paged_decode" in lower((6, 2, 80), kv_dtype, dtype, config=config, **call).as_text()
 
 

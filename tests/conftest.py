@@ -8,8 +8,8 @@ import os
 import jax
 import pytest
 
-from pallas_paged.kernels.call import Device
 from pallas_paged.kernels.mosaic import support as mosaic_support
+from tests.support.devices import implementations_here
 
 # Compiling is nearly all the time that tests take, programs that they start included.
 flags = ["--xla_cpu_parallel_codegen_split_count=1", "--xla_gpu_autotune_level=0"]
@@ -23,23 +23,17 @@ if jax.default_backend() == "cpu":
     jax.config.update("jax_disable_most_optimizations", True)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
-IMPLEMENTATIONS = ["xla", "triton_interpret"]
-if jax.default_backend() == "gpu":
-    IMPLEMENTATIONS = ["xla", "triton"]
-    here = Device.here()
-    reason = mosaic_support.why_not_jax() or mosaic_support.why_not_device(
-        platform=here.platform,
-        device_kind=here.kind,
-        compute_capability=here.compute_capability,
-    )
-    if reason is None:
-        IMPLEMENTATIONS.append("mosaic_gpu")
 
-
-@pytest.fixture(params=IMPLEMENTATIONS)
+@pytest.fixture(params=implementations_here())
 def implementation(request: pytest.FixtureRequest) -> str:
     """Every implementation that runs here, those for GPUs too; interpreted Mosaic is too slow."""
     return request.param
+
+
+@pytest.fixture
+def any_jax(monkeypatch):
+    """Pretends that the JAX of this machine has the Mosaic GPU lowering."""
+    monkeypatch.setattr(mosaic_support, "why_not_jax", lambda: None)
 
 
 @pytest.hookimpl(wrapper=True)

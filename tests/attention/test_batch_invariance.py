@@ -1,7 +1,7 @@
-"""With a fixed split size the bits of a row depend on nothing but the row.
+"""With a fixed split size the bits of a row depend on that row alone.
 
-Not on which rows stand beside it, how long they are, how many, in which order, nor on how many
-entries a block table has. Without one they do, or these tests could not fail.
+They do not depend on the other rows of the batch, on their lengths, number and order, nor on the
+width of the block tables. Without a fixed split size they do, so these tests can fail.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support.attention_calls import assert_close, jitted
 from tests.support.attention_cases import Case, cumulated
 from tests.support.devices import implementations_here
 
-# Without fusion emitters the code of XLA for CPUs may differ where shapes around the sums differ.
+# Without fusion emitters, XLA's CPU code for the same sum may depend on the shapes around it.
 OPTIONS_OF_XLA = {}
 if jax.default_backend() == "cpu" and jax.__version_info__ < (0, 11):
     OPTIONS_OF_XLA["xla_cpu_use_fusion_emitters"] = True
@@ -41,17 +41,15 @@ OPTIONS = dict(
     sinks=np.float32([1.0, -1.0, 0.0, 2.0]),
 )
 SEQ_LENS = (130, 3, 64, 0, 33, 97)
-# One tile or several; on a prefix or not; none at all.
+# One tile of queries, several, none; with and without a prefix.
 Q_LENS = (5, 3, 20, 0, 1, 8)
 CASE = Case(head_dim=16, pages_per_seq=17, seq_lens=SEQ_LENS)
 EMPTY_ROW = 3
-# Rows of a batch, by their index in the case: alone, reordered, and more than 32.
-EVERYTHING = tuple(range(len(SEQ_LENS)))
-BATCHES = [(0,), EVERYTHING[::-1], EVERYTHING * 6]
+EVERYTHING = tuple(range(len(SEQ_LENS)))  # rows of a batch, by their index in the case
 
 
 def decode_batch(rows, arrays, shorter=False, padding=0, **call) -> Iterator[tuple[int, tuple]]:
-    """Yields a row of the case and its (out, lse), for each one of a decode batch.
+    """Yields (index of the row in the case, its (out, lse)) for each row of a decode batch.
 
     Args:
         rows: the rows of the batch, by their index in the case.
@@ -70,7 +68,7 @@ def decode_batch(rows, arrays, shorter=False, padding=0, **call) -> Iterator[tup
 
 
 def ragged_batch(rows, arrays, shorter=False, padding=0, **call) -> Iterator[tuple[int, tuple]]:
-    """The same for a ragged batch, whose padding is tokens of nobody."""
+    """As `decode_batch`, for a ragged batch; its padding is query tokens of no row."""
     q, k_pages, v_pages, tables, lens, cu = arrays
     rows = np.array(rows)
     short = shorter & (rows % 2 == 1)
@@ -90,7 +88,7 @@ CALLS = {"decode": (decode_batch, CASE), "ragged": (ragged_batch, replace(CASE, 
 
 @pytest.fixture(params=[name for name in implementations_here() if name != "xla"])
 def implementation(request):
-    """Those that have configs."""
+    """Every implementation on this machine that takes a config."""
     return request.param
 
 
@@ -106,7 +104,7 @@ def case(kernel, implementation):
 
 @pytest.fixture
 def call(kernel, implementation):
-    """How the implementation is called with a split size."""
+    """Keywords of a call with a fixed split size."""
     configs = dict(zip(CALLS, CONFIGS[implementation.removesuffix("_interpret")], strict=True))
     return dict(implementation=implementation, config=configs[kernel])
 
@@ -116,34 +114,47 @@ def same_bits(a, b) -> bool:
 
 
 class TestBits:
-    def test_do_not_depend_on_the_rest_of_the_batch(self, kernel, case, call):
-        batch, arrays = CALLS[kernel][0], case.make()
+    @pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "every option"])
+    def test_do_not_depend_on_the_rest_of_the_batch(self, kernel, case, call, options):
+        batch, arrays, call = CALLS[kernel][0], case.make(), call | options
         expected = dict(batch(EVERYTHING, arrays, **call))
-        for rows in BATCHES:
+        # Alone and reordered.
+        for rows in [(0,), EVERYTHING[::-1]]:
             for row, state in batch(rows, arrays, **call):
                 assert same_bits(state, expected[row]), (rows, row)
         for row, state in batch(EVERYTHING, arrays, shorter=True, **call):
             assert row % 2 == 1 or same_bits(state, expected[row]), row
+        if options:
+            return
+        # More than 32 rows, padding, a wider table: one more program for all of them.
         wide = replace(case, pages_per_seq=40).make()
-        for row, state in batch((2, 0, 0, 5), wide, padding=20, **call):
+        for row, state in batch((2, 0, 0, 5, *EVERYTHING * 5), wide, padding=20, **call):
             assert same_bits(state, expected[row]), row
 
-    def test_nor_with_every_option(self, kernel, case, call):
-        batch, arrays = CALLS[kernel][0], case.make()
-        expected = dict(batch(EVERYTHING, arrays, **call, **OPTIONS))
-        for rows in BATCHES[:2]:
-            for row, state in batch(rows, arrays, **call, **OPTIONS):
-                assert same_bits(state, expected[row]), (rows, row)
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        ("rows", "pages_per_seq", "padding"),
+        [(EVERYTHING * 6, 17, 0), ((2, 0, 0, 5), 40, 0), ((2, 0, 0, 5), 17, 20)],
+        ids=["many rows", "wide table", "padding"],
+    )
+    def test_do_not_depend_on_one_size_alone(
+        self, kernel, case, call, rows, pages_per_seq, padding
+    ):
+        batch = CALLS[kernel][0]
+        expected = dict(batch(EVERYTHING, case.make(), **call))
+        arrays = replace(case, pages_per_seq=pages_per_seq).make()
+        for row, state in batch(rows, arrays, padding=padding, **call):
+            assert same_bits(state, expected[row]), row
 
-    def test_do_depend_on_it_without_a_split_size(self, kernel, case, call):
+    def test_depend_on_the_batch_without_a_split_size(self, kernel, case, call):
         batch, arrays = CALLS[kernel][0], case.make()
         call["config"] = replace(call["config"], fixed_split_size=None)
         expected = dict(batch(EVERYTHING, arrays, **call))
-        ((_, alone),) = batch((0,), arrays, **call)
-        assert not same_bits(alone, expected[0])
+        alone = dict(batch((0,), arrays, **call))
+        assert not same_bits(alone[0], expected[0])
 
 
-def test_a_split_size_matches_the_oracle(kernel, case, call):
+def test_matches_the_oracle_with_a_split_size(kernel, case, call):
     function, arrays = {"decode": decode, "ragged": ragged}[kernel], case.make()
     for options in ({}, OPTIONS):
         assert_close(function(*arrays, **call, **options), arrays, case.tolerance, **options)

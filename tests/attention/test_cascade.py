@@ -14,21 +14,36 @@ from tests.support.attention_calls import assert_close, assert_same_bits, cascad
 from tests.support.attention_cases import Case, SharedPrefixes
 from tests.support.attention_options import CASCADE_OPTIONS
 from tests.support.attention_oracle import relative_error
+from tests.support.marks import slow
 
 CASE = Case(head_dim=16, num_pages=48)
-of_8_rows = partial(SharedPrefixes, CASE)
-# All of these have the same shapes, so that they share one compiled program.
+SEQ_LENS = (37, 40, 64, 33, 50, 20, 45, 36)
+
+
+def of_8_rows(prefix_lens, cu_group_sizes, *, seq_lens=SEQ_LENS):
+    return SharedPrefixes(
+        case=CASE, seq_lens=seq_lens, prefix_lens=prefix_lens, cu_group_sizes=cu_group_sizes
+    )
+
+
+# All of these have the same shapes, so they share one compiled program.
 GROUPS = [
-    of_8_rows((37, 40, 64, 33, 50, 32, 45, 36), (32, 0, 0), (0, 8, 8, 8)),  # one of all rows
-    of_8_rows((37, 40, 64, 33, 50, 20, 45, 36), (32, 16, 40), (0, 3, 6, 8)),  # several
-    of_8_rows((37, 40, 64, 33, 50, 20, 45, 36), (0, 16, 32), (0, 1, 3, 5)),  # and rows of none
-    of_8_rows((37, 0, 40, 0, 0, 0, 45, 36), (32, 24, 16), (0, 3, 6, 8)),  # empty rows and groups
-    of_8_rows((37, 10, 64, 33, 7, 0, 45, 36), (64, 16, 31), (0, 3, 6, 8)),  # longer than a row
-    of_8_rows((37, 40, 64, 33, 50, 29, 45, 36), (21, 7, 1), (0, 3, 6, 8)),  # no whole pages
-    of_8_rows((32, 32, 64, 8, 8, 9, 1, 2), (32, 8, 8), (0, 3, 6, 8)),  # rows that are all prefix
-    of_8_rows(
-        (37, 40, 64, 33, 50, 20, 45, 36), (32, 16, 40), (0, 1, 1, 2)
-    ),  # of one row and of none
+    # one group of all rows
+    of_8_rows((32, 0, 0), (0, 8, 8, 8), seq_lens=(37, 40, 64, 33, 50, 32, 45, 36)),
+    # several groups
+    of_8_rows((32, 16, 40), (0, 3, 6, 8)),
+    # rows of no group, and a group without a prefix
+    of_8_rows((0, 16, 32), (0, 1, 3, 5)),
+    # empty rows, and a group of empty rows
+    of_8_rows((32, 24, 16), (0, 3, 6, 8), seq_lens=(37, 0, 40, 0, 0, 0, 45, 36)),
+    # prefixes longer than a row
+    of_8_rows((64, 16, 31), (0, 3, 6, 8), seq_lens=(37, 10, 64, 33, 7, 0, 45, 36)),
+    # prefixes that end within a page
+    of_8_rows((21, 7, 1), (0, 3, 6, 8), seq_lens=(37, 40, 64, 33, 50, 29, 45, 36)),
+    # rows that end with the prefix
+    of_8_rows((32, 8, 8), (0, 3, 6, 8), seq_lens=(32, 32, 64, 8, 8, 9, 1, 2)),
+    # groups of one row and of none
+    of_8_rows((32, 16, 40), (0, 1, 1, 2)),
 ]
 LOOP = dict(block_k=16, num_programs=3, num_warps=2, num_stages=2)
 
@@ -41,7 +56,12 @@ def test_equals_attention_over_each_row(groups, implementation):
     assert_close(actual, arrays[:5], groups.case.tolerance)
 
 
-@pytest.mark.parametrize("name", CASCADE_OPTIONS)
+WINDOWS_AND_ALL = ["a window within the suffix", "a window that cuts the prefix", "all"]
+
+
+@pytest.mark.parametrize(
+    "name", [*WINDOWS_AND_ALL, *slow(x for x in CASCADE_OPTIONS if x not in WINDOWS_AND_ALL)]
+)
 def test_options(name, implementation):
     groups = GROUPS[2].on(implementation)
     arrays = groups.make()
@@ -51,7 +71,12 @@ def test_options(name, implementation):
 
 def test_pages_left_of_every_window_are_not_read(implementation):
     case = dataclasses.replace(CASE, page_size=16, num_pages=64).on(implementation)
-    groups = SharedPrefixes(case, (53, 45, 0, 0, 1, 60, 46, 45), (29, 39, 0), (0, 3, 3, 3))
+    groups = SharedPrefixes(
+        case=case,
+        seq_lens=(53, 45, 0, 0, 1, 60, 46, 45),
+        prefix_lens=(29, 39, 0),
+        cu_group_sizes=(0, 3, 3, 3),
+    )
     q, k_pages, v_pages, tables, *rest = arrays = groups.make()
     poisoned = [pages.copy() for pages in (k_pages, v_pages)]
     for pages in poisoned:
@@ -75,13 +100,19 @@ def test_equals_paged_attention(implementation):
     [
         Case(num_q_heads=7, num_kv_heads=1, head_dim=80, dtype="bfloat16"),
         Case(page_size=1, pages_per_seq=64, dtype="float16"),
-        Case(num_q_heads=6, head_dim=128, page_size=16, pages_per_seq=4, dtype="bfloat16"),
-        Case(num_q_heads=20, num_kv_heads=1, page_size=64, pages_per_seq=2),
+        *slow(
+            [
+                Case(num_q_heads=6, head_dim=128, page_size=16, pages_per_seq=4, dtype="bfloat16"),
+                Case(num_q_heads=20, num_kv_heads=1, page_size=64, pages_per_seq=2),
+            ]
+        ),
     ],
     ids=str,
 )
 def test_shapes_and_dtypes(case, implementation):
-    groups = SharedPrefixes(case, (70, 90, 64, 0), (64, 0), (0, 3, 4))
+    groups = SharedPrefixes(
+        case=case, seq_lens=(70, 90, 64, 0), prefix_lens=(64, 0), cu_group_sizes=(0, 3, 4)
+    )
     if case.page_size < 64:
         groups = dataclasses.replace(groups, seq_lens=(37, 40, 30, 0), prefix_lens=(24, 8))
     arrays = groups.make()
@@ -89,8 +120,8 @@ def test_shapes_and_dtypes(case, implementation):
     assert_close(actual, arrays[:5], case.tolerance)
 
 
-def test_any_groups_are_taken_as_rising_and_within_the_rows(implementation):
-    groups = of_8_rows(GROUPS[1].seq_lens, (32, 16, 0), (0, 3, 3, 8)).on(implementation)
+def test_group_ends_are_clamped_to_rise_within_the_rows(implementation):
+    groups = of_8_rows((32, 16, 0), (0, 3, 3, 8)).on(implementation)
     *arrays, _, _ = groups.make()
     prefix_lens, cu_group_sizes = np.int32([32, 2**31 - 1, -5]), np.int32([2, 3, 1, 2**31 - 1])
     actual = cascade(*arrays, prefix_lens, cu_group_sizes, implementation=implementation)
@@ -106,8 +137,9 @@ def test_lengths_beyond_the_table_count_as_its_size(implementation):
     assert_close(actual, (*arrays, lens), groups.case.tolerance)
 
 
-@pytest.mark.parametrize("window", [None, 30])
-@pytest.mark.parametrize("fixed_split_size", [None, 32])
+@pytest.mark.parametrize(
+    ("fixed_split_size", "window"), [(None, None), (32, 30), *slow([(None, 30), (32, None)])]
+)
 def test_configs(fixed_split_size, window):
     arrays = GROUPS[1].make()
     actual = cascade(
@@ -120,7 +152,7 @@ def test_configs(fixed_split_size, window):
     assert_close(actual, arrays[:5], 1e-5, sliding_window=window)
 
 
-def test_out_alone_and_as_a_jitted_default():
+def test_jitted_without_options_returns_out_alone():
     arrays = GROUPS[1].make()
     out = jax.jit(pp.cascade_attention)(*arrays)
     assert out.shape == arrays[0].shape and out.dtype == arrays[0].dtype
@@ -135,7 +167,7 @@ def test_out_alone_and_as_a_jitted_default():
         (np.zeros(3, np.int32), np.zeros(4, np.int16), "cu_group_sizes.dtype=int16 must be int32"),
     ],
 )
-def test_bad_groups_are_named(prefix_lens, cu_group_sizes, message):
+def test_bad_groups_are_refused_by_name(prefix_lens, cu_group_sizes, message):
     arrays = GROUPS[0].make()
     with pytest.raises(ValueError, match=message):
         pp.cascade_attention(*arrays[:5], prefix_lens, cu_group_sizes)
@@ -149,7 +181,7 @@ MOSAIC = dict(
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="configs choose the implementation")
-def test_configs_of_every_implementation_are_taken_without_a_gpu():
+def test_configs_of_every_implementation_are_accepted_without_a_gpu():
     arrays = GROUPS[1].make()
     assert_close(cascade(*arrays, **MOSAIC), arrays[:5], 1e-5)
     mixed = MOSAIC | dict(config=pp.DecodeConfig(**LOOP))
@@ -167,7 +199,7 @@ def test_configs_of_every_implementation_are_taken_without_a_gpu():
         ("prefix_config", MOSAIC["config"]),
     ],
 )
-def test_configs_of_each_other_are_refused(name, config):
+def test_a_config_of_the_other_kernel_is_refused(name, config):
     wanted = "DecodeConfig" if name == "config" else "RaggedConfig"
     with pytest.raises(ValueError, match=f"must be a {wanted} or Mosaic{wanted}"):
         jax.eval_shape(partial(pp.cascade_attention, **{name: config}), *GROUPS[0].make())

@@ -1,4 +1,4 @@
-"""Which implementation runs a call: by device, shape, config and JAX; and why one does not."""
+"""The implementation of a call by device, shape, config and JAX, and the reasons of refusals."""
 
 from __future__ import annotations
 
@@ -54,24 +54,24 @@ def jax_without_triton(monkeypatch):
     ],
     ids=lambda x: x.kernel if isinstance(x, Call) else str(x),
 )
-def test_none_is_the_best_for_the_call(any_jax, call, changes, chosen):
+def test_none_chooses_the_best_for_the_call(any_jax, call, changes, chosen):
     assert dispatch.best_implementation(dataclasses.replace(call, **changes)) == chosen
 
 
 @pytest.mark.parametrize("prefer", [False, True])
 @pytest.mark.parametrize("call", [PREFILL, DECODE], ids=["ragged", "decode"])
-def test_none_is_the_faster_one_on_hopper(any_jax, monkeypatch, call, prefer):
+def test_none_follows_the_preference_on_hopper(any_jax, monkeypatch, call, prefer):
     monkeypatch.setattr(dispatch, "prefer_mosaic", lambda *_, **__: prefer)
     assert dispatch.best_implementation(call) == ("mosaic_gpu" if prefer else "triton")
 
 
-def test_none_needs_no_triton(any_jax, jax_without_triton):
+def test_none_works_without_the_triton_lowering(any_jax, jax_without_triton):
     slow = dataclasses.replace(PREFILL, num_tokens=60)
     assert dispatch.best_implementation(slow) == "mosaic_gpu"
     assert dispatch.best_implementation(dataclasses.replace(slow, head_dim=80)) == "xla"
 
 
-def test_none_needs_no_mosaic(monkeypatch):
+def test_none_works_without_the_mosaic_lowering(monkeypatch):
     monkeypatch.setattr(mosaic_support, "why_not_jax", lambda: "is too old")
     assert dispatch.best_implementation(PREFILL) == "triton"
 
@@ -86,7 +86,7 @@ class TestConfig:
         assert dispatch.best_implementation(elsewhere) == "xla"
         assert dispatch.find(elsewhere, None) is dispatch.find(elsewhere, "xla")
 
-    def test_that_can_not_run_is_no_reason_to_run_another(self, any_jax, call):
+    def test_of_an_implementation_that_cannot_run_is_refused(self, any_jax, call):
         config = CONFIGS["mosaic_gpu", call.kernel]
         call = dataclasses.replace(call, device=A100, config=config)
         with pytest.raises(NotImplementedError, match="'mosaic_gpu' needs a Hopper GPU"):
@@ -163,12 +163,12 @@ class TestMosaicRefuses:
         ],
         ids=str,
     )
-    def test_nothing_else(self, any_jax, changes):
+    def test_no_supported_call(self, any_jax, changes):
         for call in (PREFILL, DECODE):
             call = dataclasses.replace(call, **changes)
             assert IMPLEMENTATIONS["mosaic_gpu"].why_not(call) is None
 
-    def test_only_decoding_with_large_groups(self, any_jax):
+    def test_large_groups_in_decode_only(self, any_jax):
         call = dataclasses.replace(PREFILL, num_kv_heads=1, num_q_heads=128)
         assert IMPLEMENTATIONS["mosaic_gpu"].why_not(call) is None
 
@@ -182,17 +182,17 @@ class TestMosaicRefuses:
             ("NVIDIA H200", "10.0", False),
         ],
     )
-    def test_what_is_no_hopper(self, kind, capability, hopper):
+    def test_gpus_other_than_hopper(self, kind, capability, hopper):
         device = dict(device_kind=kind, compute_capability=capability)
         assert (mosaic_support.why_not_device(platform="gpu", **device) is None) == hopper
 
-    def test_an_old_jax(self):
+    def test_a_jax_without_its_apis(self):
         reason = mosaic_support.why_not_jax()
         assert (reason is None) == (jax.__version_info__ >= (0, 11))
         assert reason is None or f"({jax.__version__}) lacks" in reason
 
     @BOTH
-    def test_a_jax_without_it_is_no_import_error(self, function, case, monkeypatch):
+    def test_a_jax_without_the_lowering_without_an_import_error(self, function, case, monkeypatch):
         monkeypatch.setitem(sys.modules, "jax.experimental.pallas.mosaic_gpu", None)
         monkeypatch.delattr("jax.experimental.pallas.mosaic_gpu", raising=False)
         with pytest.raises(NotImplementedError, match="needs the Mosaic GPU lowering of Pallas"):
@@ -213,7 +213,7 @@ class TestMosaicRuns:
 
     @pytest.mark.parametrize("return_lse", [False, True])
     @pytest.mark.parametrize("head_dim", [32, 64])
-    def test_what_it_can_where_nobody_names_one(self, head_dim, return_lse):
+    def test_calls_that_it_supports_by_default(self, head_dim, return_lse):
         case = Case(head_dim=head_dim, dtype="bfloat16", q_lens=(64, 64, 64), seq_lens=(64, 64, 64))
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in case.make()]
 
@@ -236,7 +236,7 @@ class TestNamed:
         with pytest.raises(NotImplementedError, match=message):
             function(*case.make(), implementation=implementation)
 
-    def test_a_jax_without_the_triton_lowering_is_no_import_error(
+    def test_a_jax_without_the_triton_lowering_gives_the_reason(
         self, function, case, jax_without_triton
     ):
         with pytest.raises(NotImplementedError, match="needs the Triton lowering of Pallas"):

@@ -1,4 +1,4 @@
-"""What the entries to attention refuse."""
+"""Arguments that the attention functions refuse."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BOTH = pytest.mark.parametrize(("function", "case"), CALLS, ids=["decode", "ragg
 
 
 def changed(case, changes):
-    """The arrays of a call, some of them made wrong."""
+    """The arrays of a call, with some of them replaced by wrong ones."""
     arrays = case.make(poison=False)
     return [changes.get(name, lambda x: x)(x) for name, x in zip(NAMES, arrays, strict=False)]
 
@@ -50,12 +50,12 @@ def changed(case, changes):
         ({"seq_lens": lambda x: x.astype(np.int16)}, "seq_lens.dtype=int16 must be int32"),
     ],
 )
-def test_bad_arrays_are_named(function, case, changes, message):
+def test_bad_arrays_are_refused_by_name(function, case, changes, message):
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(function, *changed(case, changes))
 
 
-def test_q_of_decode_has_a_row_for_each_sequence():
+def test_q_of_decode_without_a_row_for_each_sequence_is_refused():
     with pytest.raises(
         ValueError, match=r"q.shape=\(2, 4, 32\) and seq_lens.shape=\(3,\) must agree"
     ):
@@ -70,7 +70,7 @@ def test_q_of_decode_has_a_row_for_each_sequence():
         (lambda x: x.astype(np.int64), "cu_q_lens.dtype=int64 must be int32"),
     ],
 )
-def test_bad_cu_q_lens_are_named(change, message):
+def test_bad_cu_q_lens_are_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
         pp.ragged_paged_attention(*changed(RAGGED, {"cu_q_lens": change}))
 
@@ -84,12 +84,12 @@ def test_bad_cu_q_lens_are_named(change, message):
     ],
     ids=["page_size 3", "page_size 512", "head_dim 257"],
 )
-def test_bad_sizes_are_named(case, message):
+def test_bad_sizes_are_refused_by_name(case, message):
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(pp.paged_attention, *case.make())
 
 
-def test_pools_and_tables_whose_slots_are_no_int32_are_refused():
+def test_pools_and_tables_with_slots_beyond_int32_are_refused():
     shapes = [(1, 4, 16), (1, 2**24, 256, 16), (1, 2**24, 256, 16), (1, 1), (1,)]
     structs = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes[:3]]
     structs += [jax.ShapeDtypeStruct(s, jnp.int32) for s in shapes[3:]]
@@ -127,12 +127,12 @@ class TestOptions:
         ],
         ids=str,
     )
-    def test_bad_ones_are_named(self, function, case, options, message):
+    def test_bad_values_are_refused_by_name(self, function, case, options, message):
         with pytest.raises(ValueError, match=message):
             function(*case.make(), **options)
 
     @pytest.mark.parametrize("name", ["sm_scale", "soft_cap", "sliding_window"])
-    def test_numbers_are_static_and_finite(self, function, case, name):
+    def test_traced_and_infinite_numbers_are_refused(self, function, case, name):
         arrays = case.make()
         with pytest.raises(ValueError, match=f"{name} must be a static number"):
             jax.jit(lambda x: function(*arrays, **{name: x}))(1.0)
@@ -140,7 +140,7 @@ class TestOptions:
             with pytest.raises(ValueError, match=rf"{name}=.* must be"):
                 function(*arrays, **{name: bad})
 
-    def test_numbers_of_numpy_will_do(self, function, case):
+    def test_numpy_numbers_are_accepted(self, function, case):
         options = dict(sm_scale=np.float32(0.5), soft_cap=np.float64(2), sliding_window=np.int64(3))
         jax.eval_shape(lambda *x: function(*x, **options), *case.make())
 
@@ -163,12 +163,12 @@ class TestOptions:
     ],
     ids=["not square", "no rows", "empty", "int8", "2 rows"],
 )
-def test_a_bad_tree_mask_is_named(mask, message):
+def test_a_bad_tree_mask_is_refused_by_name(mask, message):
     with pytest.raises(ValueError, match=message):
         pp.ragged_paged_attention(*RAGGED.make(), tree_mask=mask)
 
 
-def test_a_tree_mask_whose_elements_are_no_int32_is_refused():
+def test_a_tree_mask_beyond_int32_elements_is_refused():
     mask = jax.ShapeDtypeStruct((3, 2**15, 2**15), bool)
     with pytest.raises(ValueError, match="must hold at most 2147483647 elements"):
         jax.eval_shape(pp.ragged_paged_attention, *RAGGED.make(), tree_mask=mask)

@@ -1,4 +1,4 @@
-"""What the options of attention mean, alone and in pairs, for every implementation."""
+"""The options of attention, alone and in pairs, on every implementation."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.support.attention_calls import assert_close, assert_same_bits, decode
 from tests.support.attention_cases import Case
 from tests.support.attention_options import OPTIONS, SINKS, SLOPES, chosen_options
 from tests.support.attention_oracle import relative_error
+from tests.support.marks import slow
 
 DECODE = Case(head_dim=16, seq_lens=(37, 5, 0, 61))
 RAGGED = Case(head_dim=16, seq_lens=(37, 5, 0, 61), q_lens=(11, 5, 1, 2), num_tokens=20)
@@ -20,10 +21,10 @@ CALLS = [(decode, DECODE), (ragged, RAGGED)]
 IDS = ["decode", "ragged"]
 
 ALONE = [(name,) for name in OPTIONS]
-# Seven threes in which any two of the seven meet once.
+# Seven triples of the seven options, such that every pair of options is in one triple.
 THREES = [tuple(np.roll(list(OPTIONS), -i)[[0, 1, 3]].tolist()) for i in range(7)]
-RAGGED_SETS = [*ALONE, *THREES, tuple(OPTIONS)]
-# The functions share what makes logits of scores; of their own are the blocks that they visit.
+# Decode needs fewer sets: it shares the code that turns scores into logits with ragged attention,
+# and only the choice of the blocks that it visits is its own.
 DECODE_SETS = [
     *(names for names in ALONE if names != ("tree",)),
     ("window", "split"),
@@ -31,7 +32,7 @@ DECODE_SETS = [
 ]
 
 
-def test_any_two_options_meet():
+def test_every_pair_of_options_is_in_one_triple():
     met = [pair for names in THREES for pair in itertools.combinations(sorted(names), 2)]
     assert sorted(met) == sorted(itertools.combinations(sorted(OPTIONS), 2))
 
@@ -44,7 +45,9 @@ def test_decode_options_match_the_oracle(names, implementation):
     assert_close(decode(*arrays, **call), arrays, case.tolerance, **oracle)
 
 
-@pytest.mark.parametrize("names", RAGGED_SETS, ids="+".join)
+@pytest.mark.parametrize(
+    "names", [*THREES, tuple(OPTIONS), *slow((x,) for x in ALONE)], ids="+".join
+)
 def test_ragged_options_match_the_oracle(names, implementation):
     call, oracle = chosen_options(names, ragged=True, implementation=implementation)
     case = RAGGED.on(implementation)
@@ -54,7 +57,7 @@ def test_ragged_options_match_the_oracle(names, implementation):
 
 @pytest.mark.parametrize(("function", "case"), CALLS, ids=IDS)
 class TestBoth:
-    @pytest.mark.parametrize("soft_cap", [50.0, 1e4])
+    @pytest.mark.parametrize("soft_cap", [50.0, *slow([1e4])])
     def test_any_cap(self, function, case, soft_cap, implementation):
         case = case.on(implementation)
         arrays = case.make()
@@ -68,7 +71,9 @@ class TestBoth:
         actual = function(*arrays, soft_cap=2.0, implementation=implementation)
         assert_close(actual, arrays, case.tolerance, soft_cap=2.0)
 
-    @pytest.mark.parametrize("window", [61, 2**40], ids=["the longest row", "beyond int32"])
+    @pytest.mark.parametrize(
+        "window", [61, *slow([2**40])], ids=["the longest row", "beyond int32"]
+    )
     def test_a_window_larger_than_the_rows_changes_no_bit(
         self, function, case, window, implementation
     ):
@@ -84,7 +89,7 @@ class TestBoth:
         actual = function(*arrays, sliding_window=1, implementation=implementation)
         assert_close(actual, arrays, case.tolerance, sliding_window=1)
 
-    @pytest.mark.parametrize("page_size", [1, 8])
+    @pytest.mark.parametrize("page_size", [8, *slow([1])])
     def test_pages_left_of_the_window_are_not_read(self, function, case, page_size, implementation):
         case = dataclasses.replace(case, page_size=page_size, pages_per_seq=64 // page_size)
         case = case.on(implementation)
@@ -101,7 +106,7 @@ class TestBoth:
         options = dict(sliding_window=window, implementation=implementation)
         assert_same_bits(function(*poisoned, **options), function(*clean, **options))
 
-    def test_a_sink_of_minus_infinity_is_none(self, function, case, implementation):
+    def test_a_sink_of_minus_infinity_changes_nothing(self, function, case, implementation):
         case = case.on(implementation)
         arrays = case.make()
         sinks = np.full(4, -np.inf, np.float32)
@@ -116,7 +121,8 @@ class TestBoth:
             np.asarray, function(*case.make(), sinks=sinks, implementation=implementation)
         )
         np.testing.assert_array_equal(out, 0)
-        assert set(np.unique(lse)) == {-np.inf, np.float32(1e4)}  # what sees no key sees no sink
+        # A query without keys has no sink either.
+        assert set(np.unique(lse)) == {-np.inf, np.float32(1e4)}
 
     def test_low_precision_with_every_option(self, function, case, implementation):
         case = dataclasses.replace(case, dtype="bfloat16").on(implementation)
@@ -137,7 +143,7 @@ def test_a_window_is_attention_over_the_end_of_the_row(implementation):
     np.testing.assert_allclose(windowed[1], alone[1], rtol=1e-5)
 
 
-def test_states_merge_where_one_of_them_has_the_sinks(implementation):
+def test_merged_states_may_have_the_sinks_in_one_of_them(implementation):
     case = Case(seq_lens=(64, 40)).on(implementation)
     q, k_pages, v_pages, tables, lens = arrays = case.make()
     cut = 24
@@ -157,7 +163,7 @@ def test_states_merge_where_one_of_them_has_the_sinks(implementation):
 
 
 class TestTree:
-    def test_of_all_earlier_tokens_is_causality(self, implementation):
+    def test_of_all_earlier_tokens_equals_causality(self, implementation):
         case = RAGGED.on(implementation)
         arrays = case.make()
         mask = np.broadcast_to(np.tri(11, dtype=bool), (4, 11, 11))
@@ -173,8 +179,8 @@ class TestTree:
         assert_close(actual, arrays, case.tolerance, tree_mask=mask)
 
     @pytest.mark.parametrize("value", [False, True])
-    def test_of_nothing_and_of_everything(self, value, implementation):
-        # older keys, none, no keys
+    def test_all_false_and_all_true(self, value, implementation):
+        # rows with older keys, without any, of length 0, of length 1
         case = dataclasses.replace(RAGGED, seq_lens=(37, 5, 0, 1)).on(implementation)
         arrays = case.make()
         mask = np.full((4, 11, 11), value)

@@ -1,4 +1,4 @@
-"""Attention over int8 and float8_e4m3fn pages, against float64 NumPy on what they stand for."""
+"""Attention over int8 and float8_e4m3fn pages, against float64 NumPy on the dequantized values."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.support.attention_calls import assert_close, assert_same_bits, cascad
 from tests.support.attention_cases import Case
 from tests.support.attention_options import CASCADE_OPTIONS, OPTIONS, chosen_options
 from tests.support.attention_oracle import attend, relative_error
+from tests.support.marks import slow
 from tests.support.page_tables import extend
 from tests.support.quantized_cases import Quantized
 
@@ -21,14 +22,50 @@ INT8, FP8 = "int8", "float8_e4m3fn"
 SMALL = Case(head_dim=16, seq_lens=(37, 5, 0, 61))
 RAGGED = dataclasses.replace(SMALL, q_lens=(11, 5, 1, 2), num_tokens=20)
 DTYPES = ("float32", "bfloat16", "float16")
+MANY_HEADS = Case(
+    num_q_heads=8,
+    num_kv_heads=2,
+    head_dim=128,
+    page_size=16,
+    seq_lens=(130, 1, 0, 64),
+    pages_per_seq=9,
+    dtype="bfloat16",
+)
+of_one_token = dict(page_size=1, seq_lens=(19, 33), pages_per_seq=40)
+of_256_tokens = dict(page_size=256, seq_lens=(257, 3), pages_per_seq=2)
+
+
+def small(dtype, kv_dtype, *, per_tensor=False):
+    case = dataclasses.replace(SMALL, dtype=dtype)
+    return Quantized(case=case, kv_dtype=kv_dtype, per_tensor=per_tensor)
+
+
 CASES = [
-    *(Quantized(dataclasses.replace(SMALL, dtype=d), kv) for d in DTYPES for kv in (INT8, FP8)),
-    *(Quantized(SMALL, kv, per_tensor=True) for kv in (INT8, FP8)),
-    Quantized(dataclasses.replace(SMALL, dtype="float16"), INT8, per_tensor=True),
-    Quantized(Case(6, 2, 80, 1, (19, 33), 40, "bfloat16"), INT8),
-    Quantized(Case(4, 4, 96, 16, (130, 1, 0, 64), 9, "bfloat16"), FP8),
-    Quantized(Case(8, 2, 128, 16, (130, 1, 0, 64), 9, "bfloat16"), INT8),
-    Quantized(Case(3, 1, 10, 256, (257, 3), 2), FP8),
+    small("float32", FP8),
+    small("bfloat16", INT8),
+    small("float16", INT8, per_tensor=True),
+    Quantized(case=MANY_HEADS, kv_dtype=INT8),
+    Quantized(case=Case(num_q_heads=3, num_kv_heads=1, head_dim=10, **of_256_tokens), kv_dtype=FP8),
+    *slow(
+        [
+            small("float32", INT8),
+            small("bfloat16", FP8),
+            small("float16", INT8),
+            small("float16", FP8),
+            small("float32", INT8, per_tensor=True),
+            small("float32", FP8, per_tensor=True),
+            Quantized(
+                case=Case(
+                    num_q_heads=6, num_kv_heads=2, head_dim=80, dtype="bfloat16", **of_one_token
+                ),
+                kv_dtype=INT8,
+            ),
+            Quantized(
+                case=dataclasses.replace(MANY_HEADS, num_q_heads=4, num_kv_heads=4, head_dim=96),
+                kv_dtype=FP8,
+            ),
+        ]
+    ),
 ]
 
 
@@ -51,11 +88,11 @@ def test_ragged_matches_the_oracle(case, implementation):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tiles_of_many_rows(dtype, implementation):
-    """Whose queries get to the kernel divided by their size; here of all sizes that bf16 has."""
+    """Such tiles scale each query by its largest element; here queries of all sizes of bf16."""
     if implementation not in ("triton", "triton_interpret"):
-        pytest.skip("has no such tiles to choose")
+        pytest.skip("its tiles cannot be chosen")
     case = dataclasses.replace(RAGGED, dtype=dtype)
-    (q, *arrays), (_, *meant) = Quantized(case, INT8).make()
+    (q, *arrays), (_, *meant) = Quantized(case=case, kv_dtype=INT8).make()
     if dtype == "bfloat16":
         sizes = 2.0 ** np.linspace(-120, 4, q.shape[0]).round()
         q = q * sizes.astype(q.dtype)[:, None, None]
@@ -64,20 +101,28 @@ def test_tiles_of_many_rows(dtype, implementation):
     assert_close(actual, (q, *meant), case.tolerance)
 
 
-@pytest.mark.parametrize("kv_dtype", [INT8, FP8])
-@pytest.mark.parametrize(("function", "case"), [(decode, SMALL), (ragged, RAGGED)])
-def test_every_option(function, case, kv_dtype, implementation):
+@pytest.mark.parametrize(
+    ("function", "case", "kv_dtype"),
+    [
+        (decode, SMALL, INT8),
+        (ragged, RAGGED, FP8),
+        *slow([(decode, SMALL, FP8), (ragged, RAGGED, INT8)]),
+    ],
+)
+def test_all_options_together(function, case, kv_dtype, implementation):
     names = [name for name in OPTIONS if function is ragged or name != "tree"]
     call, oracle = chosen_options(names, ragged=function is ragged, implementation=implementation)
-    arrays, meant = Quantized(case, kv_dtype).make()
+    arrays, meant = Quantized(case=case, kv_dtype=kv_dtype).make()
     assert_close(function(*arrays, **call), meant, case.tolerance, **oracle)
 
 
 @pytest.mark.parametrize(
-    ("per_tensor", "options"), [(False, CASCADE_OPTIONS["all"]), (True, {})], ids=["all", "plain"]
+    ("per_tensor", "options"),
+    [(False, CASCADE_OPTIONS["all"]), *slow([(True, {})])],
+    ids=["all", "plain"],
 )
 def test_cascade(per_tensor, options, implementation):
-    arrays, meant = Quantized(SMALL, INT8, per_tensor).make()
+    arrays, meant = Quantized(case=SMALL, kv_dtype=INT8, per_tensor=per_tensor).make()
     (q, k, v, tables, lens, *scales), shared = arrays, 32
     tables[3, : shared // SMALL.page_size] = tables[0, : shared // SMALL.page_size]
     swapped = [np.asarray(x)[[0, 3, 1, 2]] for x in (q, tables, lens)]
@@ -91,15 +136,15 @@ def test_cascade(per_tensor, options, implementation):
 
 @pytest.mark.parametrize("kv_dtype", [INT8, FP8])
 @pytest.mark.parametrize(("function", "case"), [(decode, SMALL), (ragged, RAGGED)])
-def test_what_a_row_does_not_own_changes_no_bit(function, case, kv_dtype, implementation):
-    case = Quantized(case, kv_dtype)
+def test_data_outside_a_row_changes_no_bit(function, case, kv_dtype, implementation):
+    case = Quantized(case=case, kv_dtype=kv_dtype)
     clean = function(*case.make(poison=False)[0], implementation=implementation)
     assert_same_bits(function(*case.make()[0], implementation=implementation), clean)
 
 
 @pytest.mark.parametrize("wrong", ["k", "v", "both"])
 def test_wrong_scales_fail(wrong, implementation):
-    arrays, meant = Quantized(SMALL, INT8, v_size=1.1).make()
+    arrays, meant = Quantized(case=SMALL, kv_dtype=INT8, v_size=1.1).make()
     *rest, k_scales, v_scales = arrays
     scales = {"k": (v_scales, v_scales), "v": (k_scales, k_scales), "both": (v_scales, k_scales)}
     actual = decode(*rest, *scales[wrong], implementation=implementation)
@@ -109,15 +154,15 @@ def test_wrong_scales_fail(wrong, implementation):
 
 @pytest.mark.parametrize(("function", "case"), [(decode, SMALL), (ragged, RAGGED)])
 def test_scales_of_all_sizes_leave_f16_its_precision(function, case, implementation):
-    """The token of the largest V by far has next to no weight, the others' V are below f16."""
+    """One token has by far the largest V and almost no weight; the other V underflow in f16."""
     case = dataclasses.replace(case, dtype="float16", seq_lens=(37, 25, 40, 61))
-    arrays, meant = Quantized(case, INT8).make()
+    arrays, meant = Quantized(case=case, kv_dtype=INT8).make()
     q, k_pages, v_pages, tables, lens, *rest, k_scales, v_scales = arrays
     row, place = np.array([0, 1, 2, 3]), np.array([3, 9, 20, 31])
     where = (slice(None), tables[row, place // case.page_size], place % case.page_size)
     sizes = np.full_like(v_scales, 4e-6)
     sizes[where] = 4e-3
-    k_pages[where] = 0  # of a logit of 0, when the others' are large
+    k_pages[where] = 0  # a logit of 0, where the other logits are large
     k_scales = k_scales * 8
     meant_k, meant_v = meant[1] * 8, v_pages.astype(np.float64) * sizes[..., None]
     meant_k[where] = 0
@@ -129,18 +174,18 @@ def test_scales_of_all_sizes_leave_f16_its_precision(function, case, implementat
     assert_close(actual, (q, meant_k, meant_v, tables, lens, *rest), case.tolerance)
 
 
-@pytest.mark.parametrize("per_tensor", [False, True])
+@pytest.mark.parametrize("per_tensor", [False, *slow([True])])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("function", "case"), [(decode, SMALL), (ragged, RAGGED)])
-def test_queries_of_no_size_and_of_any(function, case, dtype, per_tensor, implementation):
+def test_zero_tiny_and_huge_queries(function, case, dtype, per_tensor, implementation):
     case = dataclasses.replace(case, dtype=dtype)
-    (q, *arrays), (_, *meant) = Quantized(case, INT8, per_tensor).make()
-    # XLA's CPU compiler fuses what a GPU rounds, the product of a logit and its factor.
+    (q, *arrays), (_, *meant) = Quantized(case=case, kv_dtype=INT8, per_tensor=per_tensor).make()
+    # XLA's CPU compiler fuses the product of a logit and its factor, which a GPU rounds.
     large = 1e3 if dtype == "float16" or implementation == "triton_interpret" else 1e10
     sizes = np.float32([0, 1e-39 if dtype != "float16" else 1e-7, large, 1])
     q = (q * np.resize(sizes, q.shape[:2])[..., None]).astype(q.dtype)
     actual = function(q, *arrays, implementation=implementation)
-    # Where logits are very large, their rounding decides which key is seen.
+    # Where logits are very large, their rounding decides which key has the weight.
     ordinary = np.resize(sizes, q.shape[1]) <= 1
     out, lse = actual
     assert not np.isnan(np.asarray(out, np.float32)).any() and not np.isnan(lse).any()
@@ -155,9 +200,9 @@ def test_queries_of_no_size_and_of_any(function, case, dtype, per_tensor, implem
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("low", "high"), [(-30, 30), (-60, -50), (30, 50)])
 def test_scales_of_v_of_any_size(low, high, dtype, implementation):
-    """And tokens with V of 0 beside them, which count in the sum only."""
+    """Beside tokens with V of 0, which count in the sum of the weights only."""
     case = dataclasses.replace(SMALL, dtype=dtype)
-    (q, k, v, *rest), meant = Quantized(case, INT8).make()
+    (q, k, v, *rest), meant = Quantized(case=case, kv_dtype=INT8).make()
     *rest, k_scales, v_scales = rest
     sizes = 2.0 ** np.random.default_rng(0).integers(low, high, v_scales.shape)
     sizes[:, :, ::3] = 0
@@ -170,14 +215,14 @@ def test_scales_of_v_of_any_size(low, high, dtype, implementation):
 def test_scales_may_be_negative(implementation):
     for dtype in DTYPES:
         case = dataclasses.replace(SMALL, dtype=dtype)
-        *arrays, v_scales = Quantized(case, INT8).make()[0]
+        *arrays, v_scales = Quantized(case=case, kv_dtype=INT8).make()[0]
         out, _ = decode(*arrays, v_scales, implementation=implementation)
         negative, _ = decode(*arrays, -v_scales, implementation=implementation)
         assert_same_bits(negative, -out)
 
 
-def test_a_scale_of_nan_is_seen_by_its_head_only(implementation):
-    arrays, _ = Quantized(SMALL, INT8).make()
+def test_a_scale_of_nan_reaches_its_head_only(implementation):
+    arrays, _ = Quantized(case=SMALL, kv_dtype=INT8).make()
     *rest, k_scales, v_scales = arrays
     tables = rest[3]
     k_scales[1, tables[0, 0], 3] = v_scales[0, tables[1, 0], 2] = np.nan
@@ -190,8 +235,8 @@ def test_a_scale_of_nan_is_seen_by_its_head_only(implementation):
 
 @pytest.mark.parametrize("outliers", [False, True])
 @pytest.mark.parametrize(("kv_dtype", "error"), [(INT8, 0.02), (FP8, 0.05)])
-def test_what_write_kv_rounds_costs_little(kv_dtype, error, outliers, implementation):
-    """From tokens to attention; without outliers, within the error of the unquantized."""
+def test_quantization_by_write_kv_costs_little(kv_dtype, error, outliers, implementation):
+    """From tokens to attention; without outliers the result is near the unquantized one."""
     heads, head_dim, lens = 2, 64, np.int32([120, 64, 7])
     rng = np.random.default_rng(0)
     k, v = rng.standard_normal((2, lens.sum(), heads, head_dim))
@@ -233,10 +278,10 @@ def test_what_write_kv_rounds_costs_little(kv_dtype, error, outliers, implementa
         assert relative_error(out, attend(q, paged(k), paged(v), *rest)[0]) <= error
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", *slow(["float32"])])
 @pytest.mark.parametrize("kv_dtype", [INT8, FP8])
-def test_every_byte_is_its_value(kv_dtype, dtype, implementation):
-    """All 256, as V of tokens that a query sees alone."""
+def test_every_byte_is_converted_exactly(kv_dtype, dtype, implementation):
+    """All 256 bytes, each as V of the only token of a row."""
     values = np.arange(256, dtype=np.uint8).view(jnp.dtype(kv_dtype))
     v_pages = np.repeat(values, 16).reshape(1, 256, 1, 16)
     q = np.ones((256, 1, 16), jnp.dtype(dtype))
@@ -249,7 +294,7 @@ def test_every_byte_is_its_value(kv_dtype, dtype, implementation):
 
 
 def test_the_gradient_of_q():
-    arrays, meant = Quantized(SMALL, INT8).make()
+    arrays, meant = Quantized(case=SMALL, kv_dtype=INT8).make()
 
     @jax.jit
     @jax.grad
@@ -273,18 +318,18 @@ BAD = [
 
 
 @pytest.mark.parametrize(("change", "message"), BAD, ids=[m for _, m in BAD])
-def test_bad_scales_are_named(change, message):
+def test_bad_scales_are_refused_by_name(change, message):
     for function, case in ((pp.paged_attention, SMALL), (pp.ragged_paged_attention, RAGGED)):
-        *rest, k_scales, v_scales = Quantized(case, INT8).make()[0]
+        *rest, k_scales, v_scales = Quantized(case=case, kv_dtype=INT8).make()[0]
         with pytest.raises(ValueError, match=message):
             function(*rest, *change(k_scales, v_scales))
-    *rest, k_scales, v_scales = Quantized(SMALL, INT8).make()[0]
+    *rest, k_scales, v_scales = Quantized(case=SMALL, kv_dtype=INT8).make()[0]
     groups = np.int32([8]), np.int32([0, 2])
     with pytest.raises(ValueError, match=message):
         pp.cascade_attention(*rest, *groups, *change(k_scales, v_scales))
 
 
-def test_scales_of_other_pages_are_refused():
+def test_scales_of_unquantized_pages_are_refused():
     arrays = SMALL.make()
     with pytest.raises(
         ValueError, match="k_scales and v_scales must be None with pages of float32"
@@ -292,8 +337,8 @@ def test_scales_of_other_pages_are_refused():
         pp.paged_attention(*arrays, np.ones((2, 8, 8), np.float32))
 
 
-def test_k_and_v_have_one_dtype():
-    q, k_pages, v_pages, *rest = Quantized(SMALL, INT8).make()[0]
+def test_k_and_v_of_two_dtypes_are_refused():
+    q, k_pages, v_pages, *rest = Quantized(case=SMALL, kv_dtype=INT8).make()[0]
     fp8 = v_pages.astype(jnp.float8_e4m3fn)
     with pytest.raises(
         ValueError, match=r"k_pages.dtype=int8 must equal v_pages.dtype=float8_e4m3"
@@ -301,8 +346,8 @@ def test_k_and_v_have_one_dtype():
         pp.paged_attention(q, k_pages, fp8, *rest)
 
 
-def test_triton_takes_elements_by_two():
-    arrays, meant = Quantized(dataclasses.replace(SMALL, head_dim=7), INT8).make()
+def test_triton_refuses_an_odd_head_dim():
+    arrays, meant = Quantized(case=dataclasses.replace(SMALL, head_dim=7), kv_dtype=INT8).make()
     with pytest.raises(
         NotImplementedError, match="needs an even head_dim with pages of int8, not 7"
     ):

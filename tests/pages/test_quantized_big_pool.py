@@ -19,7 +19,16 @@ from tests.support.attention_calls import assert_close, assert_same_bits, decode
 from tests.support.attention_cases import Case
 from tests.support.quantized_cases import Quantized
 
-CASE = Case(16, 8, 128, 16, (300, 17, 130), 32, "bfloat16", q_lens=(40, 17, 1))
+CASE = Case(
+    num_q_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    page_size=16,
+    seq_lens=(300, 17, 130),
+    pages_per_seq=32,
+    dtype="bfloat16",
+    q_lens=(40, 17, 1),
+)
 SIZE = 8 * 16 * 128  # elements that a page has in all heads
 IMPLEMENTATIONS = ("triton", "xla")
 
@@ -100,7 +109,7 @@ def calls(pool: pp.KVPool, places: np.ndarray) -> list[tuple]:
 
 def oracles(kv_dtype: str) -> list[tuple]:
     """What those calls stand for."""
-    _, (q, *cache, ends) = Quantized(CASE, kv_dtype, v_size=1.0).make(poison=False)
+    _, (q, *cache, ends) = Quantized(case=CASE, kv_dtype=kv_dtype, v_size=1.0).make(poison=False)
     return [(q[ends[1:] - 1], *cache), (q, *cache, ends)]
 
 

@@ -16,7 +16,7 @@ def cumulated(q_lens: tuple[int, ...]) -> np.ndarray:
     return np.cumsum([0, *q_lens]).astype(np.int32)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """Shapes, lengths and dtype of one call; `make` draws its arrays.
 
@@ -106,7 +106,7 @@ class Case:
         return q, enlarge(k_pages), enlarge(v_pages), tables + np.int32(first), *rest
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SharedPrefixes:
     """Rows of `case` in groups, those of a group with the same first tokens on the same pages."""
 

@@ -22,7 +22,7 @@ def quantize(x: np.ndarray, dtype: str, axis: int | None = -1) -> tuple[np.ndarr
     return scaled.astype(jnp.dtype(dtype)), scales
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Quantized:
     """A case with pages of `kv_dtype`, whose dtype is the queries' only.
 

@@ -26,7 +26,7 @@ EVERY_OPTION = dict(
     alibi_slopes=np.linspace(0, 0.1, 32, dtype=np.float32),
     sinks=np.linspace(-1, 2, 32, dtype=np.float32),
 )
-rows = partial(Case, 32, 8, 128, 16, dtype="bfloat16")
+rows = partial(Case, num_q_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16")
 
 
 def up_to(most: int, num_seqs: int, seed: int = 0) -> tuple[int, ...]:
@@ -102,7 +102,17 @@ def test_is_what_xla_has(function, case, config, options):
 
 @pytest.mark.parametrize("size", [7, 64, 130])
 def test_trees(size):
-    case = Case(8, 2, 64, 16, (200, 90, 131), 13, "bfloat16", (33, 90, 130), num_tokens=260)
+    case = Case(
+        num_q_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+        page_size=16,
+        seq_lens=(200, 90, 131),
+        pages_per_seq=13,
+        dtype="bfloat16",
+        q_lens=(33, 90, 130),
+        num_tokens=260,
+    )
     mask = np.random.default_rng(size).random((3, size, size)) < 0.5
     arrays = case.make()
     actual = ragged(*arrays, tree_mask=mask, **on_hopper)
@@ -181,7 +191,16 @@ def test_prompts_are_what_triton_has():
 
 @pytest.mark.parametrize("q_lens", [None, (40, 17)], ids=["decode", "ragged"])
 def test_a_pool_of_more_than_2_31_elements(q_lens):
-    case = Case(4, 2, 64, 256, (300, 17), 2, "bfloat16", q_lens)
+    case = Case(
+        num_q_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        page_size=256,
+        seq_lens=(300, 17),
+        pages_per_seq=2,
+        dtype="bfloat16",
+        q_lens=q_lens,
+    )
     arrays = case.make()
     large = case.in_a_large_pool(arrays, num_pages=70_000)
     assert large[1].size > 2**31

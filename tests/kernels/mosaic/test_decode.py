@@ -54,18 +54,49 @@ def check(case, config=CONFIG, **options):
 
 @pytest.mark.parametrize("group", [1, 3, 4, 8, 16, 40])
 def test_groups(group):
-    check(Case(2 * group, 2, 64, 16, (130, 0, 64), 9, "bfloat16"))
+    check(
+        Case(
+            num_q_heads=2 * group,
+            num_kv_heads=2,
+            head_dim=64,
+            page_size=16,
+            seq_lens=(130, 0, 64),
+            pages_per_seq=9,
+            dtype="bfloat16",
+        )
+    )
 
 
 @pytest.mark.parametrize(("page_size", "block_k"), [(8, 64), (16, 128), (128, 64), (256, 128)])
 def test_page_sizes(page_size, block_k):
     config = MosaicDecodeConfig(block_k=block_k, num_stages=2, num_programs=2)
-    check(Case(4, 2, 64, page_size, BORDERS, 256 // page_size, "bfloat16"), config)
+    check(
+        Case(
+            num_q_heads=4,
+            num_kv_heads=2,
+            head_dim=64,
+            page_size=page_size,
+            seq_lens=BORDERS,
+            pages_per_seq=256 // page_size,
+            dtype="bfloat16",
+        ),
+        config,
+    )
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(128, "float16"), (256, "bfloat16")])
 def test_head_dims(head_dim, dtype):
-    check(Case(4, 2, head_dim, 16, (130, 64, 1), 9, dtype))
+    check(
+        Case(
+            num_q_heads=4,
+            num_kv_heads=2,
+            head_dim=head_dim,
+            page_size=16,
+            seq_lens=(130, 64, 1),
+            pages_per_seq=9,
+            dtype=dtype,
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +109,17 @@ def test_head_dims(head_dim, dtype):
     ids=["empty", "one", "many"],
 )
 def test_rows(seq_lens):
-    check(Case(2, 1, 64, 16, seq_lens, 64, "bfloat16"))
+    check(
+        Case(
+            num_q_heads=2,
+            num_kv_heads=1,
+            head_dim=64,
+            page_size=16,
+            seq_lens=seq_lens,
+            pages_per_seq=64,
+            dtype="bfloat16",
+        )
+    )
 
 
 # Of the row's newest key only; from the first key of a block on, or its last, or its middle.

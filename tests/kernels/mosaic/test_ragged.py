@@ -19,11 +19,37 @@ if reason := mosaic_support.why_not_jax():
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 
 CONFIG = dict(block_k=64, num_consumers=2, num_stages=2, num_programs=3)
-rows = partial(Case, 8, 2, 64, 16, pages_per_seq=26, dtype="bfloat16")
+rows = partial(
+    Case,
+    num_q_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    page_size=16,
+    pages_per_seq=26,
+    dtype="bfloat16",
+)
 SINKS = np.linspace(-1, 2, 20, dtype=np.float32)
 TREE = np.random.default_rng(0).random((2, 5, 5)) < 0.5
-group_of_20 = Case(20, 1, 64, 16, (70, 9), 5, "bfloat16", (5, 3))
-group_of_5 = Case(5, 1, 64, 8, (100, 20), 13, "bfloat16", (30, 9))
+group_of_20 = Case(
+    num_q_heads=20,
+    num_kv_heads=1,
+    head_dim=64,
+    page_size=16,
+    seq_lens=(70, 9),
+    pages_per_seq=5,
+    dtype="bfloat16",
+    q_lens=(5, 3),
+)
+group_of_5 = Case(
+    num_q_heads=5,
+    num_kv_heads=1,
+    head_dim=64,
+    page_size=8,
+    seq_lens=(100, 20),
+    pages_per_seq=13,
+    dtype="bfloat16",
+    q_lens=(30, 9),
+)
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def _one_byte_table(run: dict) -> str:
     return f"{report.ONE_BYTE_TITLE}:\n\n{table(rows)}"
 
 
-def _one_byte_in_words(summary: dict[str, Any]) -> list[str]:
+def _one_byte_lines(summary: dict[str, Any]) -> list[str]:
     phrases = {
         "of_bf16": "{name} takes {mean:.3f} of bf16's time",
         "floor_over": "Floor over {name}: {mean:.3f}",
@@ -200,11 +200,11 @@ def markdown(run: dict) -> str:
         f" {summary['floor_over_shapes'][name]} shapes"
         for name, share in summary["floor_over_geomean"].items()
     ]
-    words += report.choice_in_words(summary["choice"])
+    words += report.choice_lines(summary["choice"])
     for name, speedup in summary["speedup_geomean"].items():
         least = summary["speedup_min"][name]
         words.append(f"{NAMES[name]} takes {speedup:.2f} times ours (at least {least:.2f})")
-    words += _one_byte_in_words(summary["one_byte"])
+    words += _one_byte_lines(summary["one_byte"])
     ceiling = number(run["read_ceiling_gbps"], ".0f")
     blocks += [
         timing.provenance(run["meta"]),

@@ -105,7 +105,7 @@ def markdown(run: dict) -> str:
         f" {found['shapes']} shapes, at least {found['min']:.2f}"
         for name, found in run["summary"]["over"].items()
     ]
-    words += report.choice_in_words(run["summary"]["choice"])
+    words += report.choice_lines(run["summary"]["choice"])
     blocks += ["\n".join(f"- {word}." for word in words)] if words else []
     return "\n\n".join(blocks) + "\n"
 

@@ -64,7 +64,7 @@ def summarize_choice(shapes: Sequence[dict]) -> dict[str, Any]:
     return {"shapes": len(losses), "right": right, "worst": max(losses, default=None)}
 
 
-def choice_in_words(summary: dict[str, Any]) -> list[str]:
+def choice_lines(summary: dict[str, Any]) -> list[str]:
     """A sentence about what `summarize_choice` found, if it compared any shapes."""
     if not summary["shapes"]:
         return []

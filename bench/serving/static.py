@@ -19,11 +19,11 @@ from flax import nnx
 
 from bench.serving.batches import BatchTimes
 from bench.serving.requests import TraceRequest
-from models.decoder import Attend, Decoder, LayerCache, dense_attend
+from models.decoder import Attend, Decoder, dense_attend
 
 _MIN_PROMPT = 64
 _TRIAL_STEPS = 64
-Cache = tuple[LayerCache, ...]  # k, v [B, max_len, Hkv, D] of each layer
+Cache = tuple[tuple[jax.Array, jax.Array], ...]  # k, v [B, max_len, Hkv, D] of each layer
 
 
 def prompt_attend() -> Attend:

@@ -1,4 +1,4 @@
-"""What an option of attention needs is in the kernels only where the option is given."""
+"""The code and the operands of an option are in a kernel only if the option is given."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tests.support.attention_cases import Case
 
 PER_HEAD = np.ones(4, np.float32)
 CALLS = [(pp.paged_attention, Case()), (pp.ragged_paged_attention, Case(q_lens=(4, 1, 2)))]
-# Each option, how many operands it adds to the attention kernel and to its merge, and which of the
-# two have other code with it.
+# Per option: its value, the operands that it adds to the attention kernel and to the merge, and
+# whether it changes the code of each.
 OPTIONS = {
     "soft_cap": (2.0, [0, 0], [True, False]),
     "sliding_window": (20, [0, 0], [True, False]),
     "alibi_slopes": (PER_HEAD, [1, 0], [True, False]),
     "sinks": (PER_HEAD, [0, 1], [False, True]),
 }
-# The ragged kernel finishes the tiles that no other program has a part in.
+# The ragged kernel also finishes the tiles that one program has alone, so it applies the sinks.
 RAGGED_OPTIONS = OPTIONS | {
     "sinks": (PER_HEAD, [1, 1], [True, True]),
     "tree_mask": (np.ones((3, 4, 4), bool), [1, 0], [True, False]),
@@ -64,7 +64,7 @@ def kernels(function, case, **options):
         for name, option in options.items()
     ],
 )
-def test_an_option_is_in_the_kernels_that_need_it_only(function, case, name, value, operands, code):
+def test_an_option_is_only_in_the_kernels_that_need_it(function, case, name, value, operands, code):
     plain, given = kernels(function, case), kernels(function, case, **{name: value})
     assert [b[0] - a[0] for a, b in zip(plain, given, strict=True)] == operands
     assert [b[1] != a[1] for a, b in zip(plain, given, strict=True)] == code

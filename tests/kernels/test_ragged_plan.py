@@ -1,4 +1,4 @@
-"""The plan of ragged work: whose queries are in which tile, and which keys in which piece."""
+"""The plan of ragged work: the queries of each tile, and the keys of each piece of a tile."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ SEQ_LENS = (64, 65, 129, 8, 0, 128, 17, 97, 300, 233)
 @pytest.mark.parametrize("align", [1, 8])
 def test_pieces_hold_every_query_with_every_key_once(align, fixed_split_size, window):
     ends = np.cumsum((0, *Q_LENS)).astype(np.int32)
-    num_tokens = int(ends[-1]) + 6  # of nobody
+    num_tokens = int(ends[-1]) + 6  # the last 6 are padding
     options = dict(fixed_split_size=fixed_split_size, window=window, align=align)
     plan = plan_of(np.int32(SEQ_LENS), ends, num_tokens=num_tokens, num_programs=40, **options)
     plan = jax.device_get(plan)
-    blocks = np.zeros((num_tokens, 5), int)  # how often each block of keys was given to a query
+    blocks = np.zeros((num_tokens, 5), int)  # how often a query got each block of keys
     stored = np.zeros(num_tokens, int)
     slots = []
     for i in np.flatnonzero(plan.pieces.q_len):
@@ -66,7 +66,7 @@ def test_pieces_hold_every_query_with_every_key_once(align, fixed_split_size, wi
             stored[piece["q_start"] + mine] += 1
         else:
             slots.append(int(plan.slot[i]))
-        # Blocks that are seen whole are, by the first and the last of the queries.
+        # The first and the last query see every key of the blocks marked as full.
         if piece["full_lo"] < piece["full_hi"]:
             first, last = piece["kv_len"] - piece["q_len"] + mine[[0, -1]]
             assert piece["full_hi"] * BLOCK_K <= first + 1
@@ -96,7 +96,7 @@ def test_pieces_hold_every_query_with_every_key_once(align, fixed_split_size, wi
 
 def test_splits_of_a_row_do_not_depend_on_where_it_begins():
     def cuts(start):
-        """Where the keys of each query of a row are cut, its window leaving a block meanwhile."""
+        """Where the keys of each query of a row are cut; its window begins in several blocks."""
         ends = np.int32([0, start, start + 30])
         options = dict(num_tokens=40, num_programs=4, fixed_split_size=128, window=150, align=8)
         plan = jax.device_get(plan_of(np.int32([70, 232]), ends, **options))
@@ -115,6 +115,6 @@ def test_splits_of_a_row_do_not_depend_on_where_it_begins():
 
 
 @pytest.mark.parametrize("size", [1, 2048, 2049])
-def test_sums_of_few_elements_and_of_many(size):
+def test_prefix_sums_below_and_above_the_block_size(size):
     x = np.random.default_rng(size).integers(0, 9, (3, size), np.int32)
     np.testing.assert_array_equal(_cumsum(x), np.cumsum(x, axis=-1))

@@ -1,8 +1,9 @@
-"""Inputs of attention with everything that a row does not own filled with poison."""
+"""Inputs of attention in which all data outside the rows is poisoned."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 1e-3}
 
 
 def cumulated(q_lens: tuple[int, ...]) -> np.ndarray:
-    """cu_q_lens of rows with so many queries."""
+    """The cu_q_lens of rows with these numbers of queries."""
     return np.cumsum([0, *q_lens]).astype(np.int32)
 
 
@@ -20,8 +21,8 @@ def cumulated(q_lens: tuple[int, ...]) -> np.ndarray:
 class Case:
     """Shapes, lengths and dtype of one call; `make` draws its arrays.
 
-    Without q_lens it is a decode call, else a ragged one of at least num_tokens query tokens. The
-    pool has at least num_pages pages: cases of the same shapes share a compiled program.
+    Without q_lens the case is a decode call, else a ragged call of at least num_tokens query
+    tokens. The pool has at least num_pages pages: cases of the same shapes share a compiled program.
     """
 
     num_q_heads: int = 4
@@ -45,7 +46,7 @@ class Case:
         return f"{heads}-page{self.page_size}-rows{rows}-{self.dtype}".replace(", ", ",")
 
     def on(self, implementation: str) -> Case:
-        """The case, or the like of it that the implementation can do."""
+        """The case, or the nearest one that the implementation supports."""
         if not implementation.startswith("mosaic_gpu"):
             return self
         dtype = "float16" if self.dtype == "float16" else "bfloat16"
@@ -56,11 +57,11 @@ class Case:
         """Returns q, k_pages, v_pages, block_tables, seq_lens and, if ragged, cu_q_lens.
 
         Args:
-            seed: of the tokens' values.
+            seed: seed of the tokens' values.
             poison: put NaN and infinities in the slots and pages that no row owns and in the
-                queries of no row, and any int32 in the entries of the block tables that no row
+                padding queries, and any int32 in the entries of the block tables that no row
                 needs; else zeros.
-            order: of the pages in the pool; the tokens' values do not depend on it.
+            order: seed of the order of pages in the pool; the values do not depend on it.
         """
         lens = np.array(self.seq_lens, np.int32)
         num_seqs, size = len(lens), self.page_size
@@ -94,7 +95,7 @@ class Case:
         return arrays if self.q_lens is None else (*arrays, cumulated(self.q_lens))
 
     def in_a_large_pool(self, arrays: tuple[np.ndarray, ...], num_pages: int) -> tuple:
-        """The call of `arrays` on a pool of so many pages on the device, its pages at the end."""
+        """The call of `arrays` on a device pool of `num_pages`; the case's pages are its last."""
         q, k_pages, v_pages, tables, *rest = arrays
         first = num_pages - k_pages.shape[1]
 
@@ -106,9 +107,13 @@ class Case:
         return q, enlarge(k_pages), enlarge(v_pages), tables + np.int32(first), *rest
 
 
+# Cases of shapes that the Mosaic kernels take.
+mosaic_case = partial(Case, head_dim=64, page_size=16, dtype="bfloat16")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SharedPrefixes:
-    """Rows of `case` in groups, those of a group with the same first tokens on the same pages."""
+    """Rows of `case` in groups; the rows of a group share the pages of their first tokens."""
 
     case: Case
     seq_lens: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernels on a Hopper GPU: what only the hardware can get wrong, at real sizes."""
+"""The Mosaic GPU kernels on a Hopper GPU, at real sizes: races, ordering and memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import pallas_paged as pp
 from tests.support.attention_calls import assert_close, assert_same_bits, decode, ragged
-from tests.support.attention_cases import Case, cumulated
+from tests.support.attention_cases import Case, cumulated, mosaic_case
 from tests.support.attention_oracle import relative_error
 from tests.support.devices import implementations_here
 
@@ -26,7 +26,7 @@ EVERY_OPTION = dict(
     alibi_slopes=np.linspace(0, 0.1, 32, dtype=np.float32),
     sinks=np.linspace(-1, 2, 32, dtype=np.float32),
 )
-rows = partial(Case, num_q_heads=32, num_kv_heads=8, head_dim=128, page_size=16, dtype="bfloat16")
+rows = partial(mosaic_case, num_q_heads=32, num_kv_heads=8, head_dim=128)
 
 
 def up_to(most: int, num_seqs: int, seed: int = 0) -> tuple[int, ...]:
@@ -50,7 +50,7 @@ def one_of_each() -> Case:
 
 LENGTHS = (0, 1, *up_to(3000, 30))
 DECODE = rows(seq_lens=LENGTHS, pages_per_seq=200)
-LONG = rows(seq_lens=(20_000,), pages_per_seq=1280)  # of many programs, in many parts
+LONG = rows(seq_lens=(20_000,), pages_per_seq=1280)  # split among many programs
 FEW = rows(seq_lens=(9000, 700, 33), q_lens=(4, 40, 33), pages_per_seq=600)
 MANY = rows(seq_lens=LENGTHS, q_lens=(0, 1, *up_to(300, 30, seed=2)), pages_per_seq=200)
 PROMPTS = rows(seq_lens=(2048,) * 4, q_lens=(2048,) * 4, pages_per_seq=128)
@@ -73,7 +73,7 @@ every_call = pytest.mark.parametrize(("function", "case", "config"), CALLS, ids=
 
 
 def assert_same_as_xla(actual, arrays, **options):
-    """`actual` is what XLA has for the call in float32."""
+    """`actual` equals the call on XLA in float32."""
     q, k_pages, v_pages, *rest = (jnp.asarray(x) for x in arrays)
     exact = (x.astype(jnp.float32) for x in (q, k_pages, v_pages))
     function = decode if len(rest) == 2 else ragged
@@ -94,7 +94,7 @@ def test_one_row_of_each_length(options):
 
 @pytest.mark.parametrize("options", [{}, EVERY_OPTION], ids=["plain", "every option"])
 @every_call
-def test_is_what_xla_has(function, case, config, options):
+def test_equals_xla(function, case, config, options):
     arrays = case.make()
     actual = function(*arrays, config=config, **on_hopper, **options)
     assert_same_as_xla(actual, arrays, **options)
@@ -102,14 +102,10 @@ def test_is_what_xla_has(function, case, config, options):
 
 @pytest.mark.parametrize("size", [7, 64, 130])
 def test_trees(size):
-    case = Case(
+    case = mosaic_case(
         num_q_heads=8,
-        num_kv_heads=2,
-        head_dim=64,
-        page_size=16,
         seq_lens=(200, 90, 131),
         pages_per_seq=13,
-        dtype="bfloat16",
         q_lens=(33, 90, 130),
         num_tokens=260,
     )
@@ -120,7 +116,7 @@ def test_trees(size):
 
 
 @every_call
-def test_what_a_row_does_not_own_changes_no_bit(function, case, config):
+def test_data_outside_a_row_changes_no_bit(function, case, config):
     actual = function(*case.make(), config=config, **on_hopper)
     clean = function(*case.make(poison=False), config=config, **on_hopper)
     assert_same_bits(actual, clean)
@@ -136,12 +132,12 @@ def test_the_order_of_pages_changes_no_bit(function, case, config):
 
 @jax.jit
 def same_bits(a, b):
-    """bool[]: NaN is no equal of NaN, and there must be none."""
+    """`bool[]`; false if anything is NaN, as there must be none."""
     return jnp.all(jnp.array([jnp.array_equal(x, y) for x, y in zip(a, b, strict=True)]))
 
 
 def repeat(call, count):
-    """Launches a call so often back to back, and holds all results to the first."""
+    """Launches a call `count` times back to back and compares every result with the first."""
     first = call()
     same = [same_bits(call(), first) for _ in range(count)]
     assert np.all(jax.device_get(same))
@@ -163,7 +159,7 @@ def test_1000_launches():
 
 @pytest.mark.parametrize("options", [{}, dict(sliding_window=1030)], ids=["all keys", "window"])
 def test_under_a_split_size_a_row_has_its_bits_wherever_it_begins(options):
-    # Of one tile at some places and of two at others; with a window that leaves a block meanwhile.
+    # The row has one tile at some places and two at others; its window begins in several blocks.
     case = rows(q_lens=(30,), seq_lens=(3100,), pages_per_seq=200)
     q, k_pages, v_pages, tables, lens, _ = case.make()
     count = 9
@@ -181,7 +177,7 @@ def test_under_a_split_size_a_row_has_its_bits_wherever_it_begins(options):
         assert_same_bits(state, alone)
 
 
-def test_prompts_are_what_triton_has():
+def test_prompts_equal_triton():
     arrays = PROMPTS.make()
     actual = ragged(*arrays, **on_hopper)
     out, lse = ragged(*arrays, implementation="triton")
@@ -191,14 +187,10 @@ def test_prompts_are_what_triton_has():
 
 @pytest.mark.parametrize("q_lens", [None, (40, 17)], ids=["decode", "ragged"])
 def test_a_pool_of_more_than_2_31_elements(q_lens):
-    case = Case(
-        num_q_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
+    case = mosaic_case(
         page_size=256,
         seq_lens=(300, 17),
         pages_per_seq=2,
-        dtype="bfloat16",
         q_lens=q_lens,
     )
     arrays = case.make()
@@ -211,7 +203,7 @@ def test_a_pool_of_more_than_2_31_elements(q_lens):
 @pytest.mark.parametrize("scan", [False, True], ids=["one after another", "scan"])
 @every_call
 def test_many_calls_in_one_program(function, case, config, scan):
-    """As in a model, where XLA makes CUDA graphs of them."""
+    """As in a model, where XLA puts the calls in CUDA graphs."""
     q, *cache = jax.device_put(case.make())
     attend = partial(
         pp.paged_attention if function is decode else pp.ragged_paged_attention,
@@ -230,12 +222,12 @@ def test_many_calls_in_one_program(function, case, config, scan):
     expected = q
     for _ in range(12):
         expected = jax.jit(attend)(expected, *cache)
-    for _ in range(5):  # a graph is made after a few runs
+    for _ in range(5):  # XLA makes the graph after a few runs
         assert_same_bits([layers(q, *cache)], [expected])
 
 
 def test_both_kernels_beside_each_other():
-    """Programs of one must not take the other's shared memory, slots or tickets."""
+    """The kernels must not share shared memory, partial states or work counters."""
     one, other = jax.device_put(DECODE.make()), jax.device_put(FEW.make())
 
     @jax.jit

@@ -1,4 +1,4 @@
-"""Configs of the Mosaic kernels: what they may be, what fits, what is chosen, measured or not."""
+"""Configs of the Mosaic kernels: valid values, shared memory, heuristics."""
 
 from __future__ import annotations
 
@@ -63,19 +63,19 @@ def test_a_config_is_validated_when_built(good, change, message):
 
 @pytest.mark.parametrize("name", ["num_consumers", "num_q_stages"])
 @pytest.mark.parametrize("value", [0, 3, 1.0])
-def test_warpgroups_and_tiles_of_queries_are_one_or_two(name, value):
+def test_consumers_and_query_stages_are_one_or_two(name, value):
     with pytest.raises(ValueError, match=rf"{name}={value} must be an integer in \[1, 2\]"):
         dataclasses.replace(RAGGED, **{name: value})
 
 
 @BOTH
-def test_a_config_can_be_of_any_allowed_size(good):
+def test_every_allowed_block_and_stage_count_is_accepted(good):
     for block_k, num_stages in itertools.product((64, 128, 192, 256), range(2, 9)):
         new = dict(block_k=block_k, num_stages=num_stages, fixed_split_size=2 * block_k)
         assert dataclasses.replace(good, **new).fixed_split_size == 2 * block_k
 
 
-def test_shared_memory_is_what_the_tiles_take():
+def test_shared_memory_is_the_sum_of_the_tiles():
     kb = 1024
     size = dict(head_dim=128, itemsize=2)
     # K, V; queries twice, probabilities; sums, barriers

@@ -19,17 +19,16 @@ from pallas_paged.kernels.mosaic.decode import MosaicDecodeConfig, paged_decode
 from pallas_paged.kernels.mosaic.decode_merge import MOST_STATES, block_sizes, merge_shares
 from pallas_paged.kernels.mosaic.decode_shares import row_of
 from tests.support.attention_calls import assert_close, assert_same_bits
-from tests.support.attention_cases import Case
+from tests.support.attention_cases import mosaic_case
 from tests.support.devices import lower_for_cuda
 
-# Fewer programs than rows and more: shares span rows, and rows span shares.
+# Programs that have several rows, and rows that several programs share.
 CONFIG = MosaicDecodeConfig(block_k=64, num_stages=2, num_programs=3)
 SPLIT = MosaicDecodeConfig(block_k=64, num_stages=3, num_programs=2, fixed_split_size=128)
 BORDERS = (0, 1, 63, 64, 65, 128, 200)
-SIZES = dict(num_kv_heads=2, head_dim=64, page_size=16, pages_per_seq=16, dtype="bfloat16")
-rows_of_256 = functools.partial(Case, seq_lens=BORDERS, **SIZES)
+rows_of_256 = functools.partial(mosaic_case, seq_lens=BORDERS, pages_per_seq=16)
 
-# The interpreter multiplies the poison too.
+# The interpreter multiplies the poisoned values too.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 
 
@@ -41,7 +40,7 @@ def interpreted(arrays, slopes, sinks, options, config):
 def decode(
     arrays, config=CONFIG, *, sm_scale=None, alibi_slopes=None, sinks=None, **options
 ) -> tuple[jax.Array, jax.Array]:
-    """The kernels' (out, lse) on the arrays of a case."""
+    """(out, lse) of the interpreted kernels on the arrays of a case."""
     sm_scale = arrays[0].shape[-1] ** -0.5 if sm_scale is None else sm_scale
     options = LogitOptions(sm_scale=sm_scale, **options)
     return interpreted(arrays, alibi_slopes, sinks, options, config)
@@ -55,14 +54,10 @@ def check(case, config=CONFIG, **options):
 @pytest.mark.parametrize("group", [1, 3, 4, 8, 16, 40])
 def test_groups(group):
     check(
-        Case(
+        mosaic_case(
             num_q_heads=2 * group,
-            num_kv_heads=2,
-            head_dim=64,
-            page_size=16,
             seq_lens=(130, 0, 64),
             pages_per_seq=9,
-            dtype="bfloat16",
         )
     )
 
@@ -71,14 +66,10 @@ def test_groups(group):
 def test_page_sizes(page_size, block_k):
     config = MosaicDecodeConfig(block_k=block_k, num_stages=2, num_programs=2)
     check(
-        Case(
-            num_q_heads=4,
-            num_kv_heads=2,
-            head_dim=64,
+        mosaic_case(
             page_size=page_size,
             seq_lens=BORDERS,
             pages_per_seq=256 // page_size,
-            dtype="bfloat16",
         ),
         config,
     )
@@ -87,11 +78,8 @@ def test_page_sizes(page_size, block_k):
 @pytest.mark.parametrize(("head_dim", "dtype"), [(128, "float16"), (256, "bfloat16")])
 def test_head_dims(head_dim, dtype):
     check(
-        Case(
-            num_q_heads=4,
-            num_kv_heads=2,
+        mosaic_case(
             head_dim=head_dim,
-            page_size=16,
             seq_lens=(130, 64, 1),
             pages_per_seq=9,
             dtype=dtype,
@@ -110,19 +98,16 @@ def test_head_dims(head_dim, dtype):
 )
 def test_rows(seq_lens):
     check(
-        Case(
+        mosaic_case(
             num_q_heads=2,
             num_kv_heads=1,
-            head_dim=64,
-            page_size=16,
             seq_lens=seq_lens,
             pages_per_seq=64,
-            dtype="bfloat16",
         )
     )
 
 
-# Of the row's newest key only; from the first key of a block on, or its last, or its middle.
+# The newest key only; a window from the first key of a block on; one from within a block.
 @pytest.mark.parametrize("window", [1, 64, 73])
 def test_windows(window):
     check(rows_of_256(), sliding_window=window)
@@ -139,7 +124,7 @@ def every_option(num_q_heads):
 
 
 @pytest.mark.parametrize("name", ["sm_scale", "alibi_slopes"])
-def test_option_alone(name):  # where the logits have a path of their own
+def test_option_alone(name):  # each changes how logits are computed
     check(rows_of_256(), **{name: every_option(4)[name]})
 
 
@@ -154,12 +139,12 @@ def test_options_together(config):
 
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 70}], ids=["all keys", "window"])
-def test_what_a_row_does_not_own_changes_no_bit(options):
+def test_data_outside_a_row_changes_no_bit(options):
     clean = decode(rows_of_256().make(poison=False), **options)
     assert_same_bits(decode(rows_of_256().make(), **options), clean)
 
 
-def test_what_is_left_of_the_window_is_not_read():
+def test_keys_left_of_the_window_are_not_read():
     arrays = rows_of_256(seq_lens=(200, 130)).make()
     q, k_pages, v_pages, tables, lens = arrays
     k, v = k_pages.copy(), v_pages.copy()
@@ -187,7 +172,7 @@ def test_bits_depend_on_the_row_alone_under_a_split_size():
 @pytest.mark.parametrize("config", [CONFIG, SPLIT], ids=["shares", "splits"])
 def test_no_races(config, capfd):
     case = rows_of_256(seq_lens=(200, 0, 70, 65))
-    jax.clear_caches()  # how kernels are interpreted is no part of the key
+    jax.clear_caches()  # JAX's cache key does not hold the interpreter's parameters
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         check(case, config)
     jax.clear_caches()
@@ -209,8 +194,8 @@ def test_merge_of_many_slots_in_several_steps(head_dim):
     num_slots = 2 * MOST_STATES + 5
     outs = rng.standard_normal((1, num_slots, 8, head_dim)).astype(np.float32)
     lses = (2 * rng.standard_normal((1, num_slots, 8))).astype(np.float32)
-    outs[:, :, 3:] = lses[:, :, 3:] = np.nan  # columns of no head
-    outs[:, -1], lses[:, -1] = np.nan, np.nan  # a slot of no program
+    outs[:, :, 3:] = lses[:, :, 3:] = np.nan  # columns beyond the heads
+    outs[:, -1], lses[:, -1] = np.nan, np.nan  # a slot that no program writes
     units = jnp.array([num_slots - 1], jnp.int32)
     sinks = np.float32([1.0, -3.0, 12.0])
     call = functools.partial(
@@ -242,7 +227,7 @@ def test_block_sizes_of_the_merge(num_seqs, num_q_heads):
 
 
 def lower(heads, page_size, dtype, config=CONFIG, *, num_seqs=4, per_head=False, **options):
-    """What a decode call lowers to for CUDA."""
+    """A decode call lowered for CUDA."""
     num_q_heads, num_kv_heads, head_dim = heads
     pages = jax.ShapeDtypeStruct((num_kv_heads, 100, page_size, head_dim), dtype)
     values = jax.ShapeDtypeStruct((num_q_heads,), jnp.float32) if per_head else None

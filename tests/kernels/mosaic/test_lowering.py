@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernels lower for a Hopper GPU on a machine that has none."""
+"""The Mosaic GPU kernels lower for a Hopper GPU on a machine without one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.devices import lower_for_cuda
 if jax.__version_info__ < (0, 11):
     pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
 
-NUM_PAGES = 1009  # of no other size, so that the pool is known by it
+NUM_PAGES = 1009  # no other size is 1009, so it marks the pool in the lowered text
 CUSTOM_CALL = re.compile(r"custom_call @mosaic_gpu\w*\((.*?)\)")
 
 
@@ -33,7 +33,7 @@ def cache_shapes(num_seqs, num_kv_heads, head_dim, page_size, pages_per_seq, dty
 
 
 def check_kernels(text: str, *names: str) -> None:
-    """The text has calls of kernels of these names only, and nothing else that makes a pool."""
+    """The text calls kernels of these names only, and no operation of it makes or copies a pool."""
     calls = CUSTOM_CALL.findall(text)
     assert len(calls) == len(names)
     assert all(name in text for name in names)
@@ -51,7 +51,7 @@ def pairs(row: dict[str, Any]) -> set[tuple]:
 
 
 def pairwise(**levels: Sequence) -> list[dict[str, Any]]:
-    """Few choices of a level for every factor in which any two levels of two factors meet."""
+    """A short list of rows such that any two levels of two factors are together in some row."""
     rng = np.random.default_rng(0)
     missing = {
         ((a, x), (b, y))
@@ -108,7 +108,7 @@ DECODE = pairwise(
 )
 
 
-def test_any_two_levels_meet():
+def test_pairwise_has_every_pair_of_levels():
     rows = pairwise(a=(1, 2, 3), b=(1, 2, 3), c="xy")
     for names in itertools.combinations("abc", 2):
         met = {tuple(row[name] for name in names) for row in rows}
@@ -145,7 +145,7 @@ def test_ragged(row):
     cu_q_lens = jax.ShapeDtypeStruct((num_seqs + 1,), jnp.int32)
     text = lower_for_cuda(call, q, *cache, cu_q_lens).as_text()
     check_kernels(text, "ragged_paged_attention", "ragged_paged_attention_merge")
-    # The merge writes into what the kernel wrote, and into lse only where somebody wants it.
+    # The merge writes into the kernel's output in place, and into lse only if the call returns it.
     merge = [line for line in text.splitlines() if CUSTOM_CALL.search(line)][1]
     assert merge.count("output_operand_alias<") == 1 + row["return_lse"]
 

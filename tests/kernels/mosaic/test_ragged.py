@@ -10,44 +10,31 @@ import pytest
 import pallas_paged as pp
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support.attention_calls import assert_close, assert_same_bits, ragged
-from tests.support.attention_cases import Case
+from tests.support.attention_cases import mosaic_case
 
 if reason := mosaic_support.why_not_jax():
     pytest.skip(reason, allow_module_level=True)
 
-# The interpreter multiplies the poison too.
+# The interpreter multiplies the poisoned values too.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 
 CONFIG = dict(block_k=64, num_consumers=2, num_stages=2, num_programs=3)
-rows = partial(
-    Case,
-    num_q_heads=8,
-    num_kv_heads=2,
-    head_dim=64,
-    page_size=16,
-    pages_per_seq=26,
-    dtype="bfloat16",
-)
+rows = partial(mosaic_case, num_q_heads=8, pages_per_seq=26)
 SINKS = np.linspace(-1, 2, 20, dtype=np.float32)
 TREE = np.random.default_rng(0).random((2, 5, 5)) < 0.5
-group_of_20 = Case(
+group_of_20 = mosaic_case(
     num_q_heads=20,
     num_kv_heads=1,
-    head_dim=64,
-    page_size=16,
     seq_lens=(70, 9),
     pages_per_seq=5,
-    dtype="bfloat16",
     q_lens=(5, 3),
 )
-group_of_5 = Case(
+group_of_5 = mosaic_case(
     num_q_heads=5,
     num_kv_heads=1,
-    head_dim=64,
     page_size=8,
     seq_lens=(100, 20),
     pages_per_seq=13,
-    dtype="bfloat16",
     q_lens=(30, 9),
 )
 
@@ -71,7 +58,7 @@ def test_matches_the_oracle(case, config, options):
     assert_close(actual, arrays, case.tolerance, **options)
 
 
-def test_what_is_left_of_the_window_is_not_read():
+def test_keys_left_of_the_window_are_not_read():
     arrays = rows(seq_lens=(180,), q_lens=(9,)).make()
     q, k_pages, v_pages, tables, *rest = arrays
     k, v = k_pages.copy(), v_pages.copy()

@@ -1,4 +1,4 @@
-"""The kernels lower for CUDA on a machine that has no GPU."""
+"""The Triton kernels lower for CUDA on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pallas_paged as pp
 from pallas_paged.kernels.triton.config import decode_config, merge_config
 from tests.support.devices import lower_for_cuda
 from tests.support.lowered_options import LOOP, lowered_options
+from tests.support.marks import slow
 
 
 def lower(
@@ -26,7 +27,7 @@ def lower(
     num_pages=1000,
     **call,
 ):
-    """What a call lowers to for CUDA: decode; ragged, of num_tokens; cascade, of num_groups."""
+    """A call lowered for CUDA: decode, ragged (with num_tokens) or cascade (with num_groups)."""
     num_q_heads, num_kv_heads, head_dim = heads
     pages = jax.ShapeDtypeStruct((num_kv_heads, num_pages, page_size, head_dim), dtype)
     shapes = [
@@ -60,20 +61,22 @@ class TestLowersForCuda:
         text = lower(4, heads, page_size, 16, dtype)
         assert "paged_decode" in text and "paged_decode_merge" in text
 
-    @pytest.mark.parametrize("num_tokens", [6, 600])
+    @pytest.mark.parametrize("num_tokens", [600, *slow([6])])
     def test_ragged(self, heads, page_size, dtype, num_tokens):
         text = lower(4, heads, page_size, 16, dtype, num_tokens)
         assert "ragged_paged_attention" in text and "ragged_paged_attention_merge" in text
 
 
-# The kernels of the others; what is its own depends on shapes little.
+# Cascade runs the kernels of the other two; its own code depends on shapes little.
 @pytest.mark.parametrize(("heads", "page_size", "dtype"), SHAPES[::4], ids=str)
 def test_cascade_lowers_for_cuda(heads, page_size, dtype):
     text = lower(4, heads, page_size, 16, dtype, num_groups=2)
     assert "ragged_paged_attention" in text and "paged_decode" in text
 
 
-@pytest.mark.parametrize(("dtype", "fixed_split_size"), [(jnp.bfloat16, None), (jnp.float32, 128)])
+@pytest.mark.parametrize(
+    ("dtype", "fixed_split_size"), [(jnp.bfloat16, 128), *slow([(jnp.float32, None)])]
+)
 class TestOptionsLowerForCuda:
     def test_decode(self, dtype, fixed_split_size):
         config = pp.DecodeConfig(**LOOP, fixed_split_size=fixed_split_size)
@@ -114,7 +117,7 @@ def test_a_pool_of_more_than_2_31_elements_lowers_with_64_bit_offsets(num_tokens
     ("group", "head_dim", "itemsize"),
     [*itertools.product((1, 4, 7, 32, 128), (16, 80, 256), (2, 4))],
 )
-def test_the_heuristic_gives_a_config_that_fits(group, head_dim, itemsize):
+def test_the_heuristic_config_fits_in_shared_memory(group, head_dim, itemsize):
     config = decode_config(
         num_q_heads=8 * group,
         num_kv_heads=8,
@@ -133,7 +136,7 @@ def test_the_heuristic_gives_a_config_that_fits(group, head_dim, itemsize):
     assert config.num_programs * 8 <= 4 * 132
 
 
-def test_a_block_that_is_a_page_gets_fewer_warps():
+def test_a_block_of_one_page_gets_fewer_warps():
     sizes = dict(num_q_heads=32, num_kv_heads=8, head_dim=128, max_kv_len=4096, num_seqs=64)
     configs = [
         decode_config(**sizes, page_size=page_size, itemsize=2, num_sms=132)
@@ -159,7 +162,7 @@ def test_few_tokens_get_few_programs():
 @pytest.mark.parametrize("num_seqs", [1, 3, 64, 1000])
 @pytest.mark.parametrize("num_heads", [1, 7, 32, 128])
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_the_merge_tile_is_made_of_powers_of_two(num_seqs, num_heads, batch_invariant):
+def test_the_sides_of_the_merge_tile_are_powers_of_two(num_seqs, num_heads, batch_invariant):
     tile = merge_config(
         num_seqs=num_seqs,
         num_heads=num_heads,

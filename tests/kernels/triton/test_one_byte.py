@@ -1,4 +1,4 @@
-"""The PTX that makes f16 of one-byte K/V, run by NumPy: what CI can check of it without a GPU."""
+"""The PTX that converts int8 and fp8 K/V to f16, run by NumPy: a check that needs no GPU."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from pallas_paged.kernels.triton.one_byte import _HALVES, _TO_F16
 
 WORDS = np.arange(1 << 16, dtype=np.uint32)
-PAIRS = WORDS | WORDS[::-1] << 16  # two words, as a thread has them
+PAIRS = WORDS | WORDS[::-1] << 16  # two words, as in a thread's registers
 
 
 def halves(x):
-    """f16 of the low and of the high 16 bits."""
+    """The low and the high 16 bits, each as f16."""
     return [(x >> shift & 0xFFFF).astype(np.uint16).view(np.float16) for shift in (0, 16)]
 
 
@@ -40,7 +40,7 @@ def prmt(a, b, selectors):
 
 
 def float8(x):
-    """f16 of the two bytes of a 16-bit register, as `cvt` gives them."""
+    """The two bytes of a 16-bit register as f16, as `cvt` converts them."""
     low, high = (x >> shift & 0xFF for shift in (0, 8))
     return word(
         *(y.astype(np.uint8).view(jnp.float8_e4m3fn).astype(np.float16) for y in (low, high))
@@ -78,7 +78,7 @@ def run(asm, argument):
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
-def test_every_byte_becomes_its_value(kv_dtype):
+def test_every_byte_is_converted_exactly(kv_dtype):
     for half, place in zip(_HALVES, (0, 8), strict=True):
         made = run(_TO_F16[kv_dtype].format(**half), PAIRS)
         for actual, shift in zip(made, (0, 16), strict=True):

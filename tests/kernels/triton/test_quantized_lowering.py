@@ -1,4 +1,4 @@
-"""The kernels on one-byte pages lower for CUDA, with offsets that fit into their integers."""
+"""The Triton kernels on int8 and fp8 pages lower for CUDA, with offsets that reach every page."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pallas_paged.kernels.call import IMPLEMENTATIONS
 from pallas_paged.kernels.triton.config import decode_config, ragged_config
 from tests.support.devices import A100, lower_for_cuda
 from tests.support.lowered_options import LOOP, lowered_options
+from tests.support.marks import slow
 from tests.support.static_calls import DECODE, PREFILL
 
 KV_DTYPES = [jnp.int8, jnp.float8_e4m3fn]
@@ -23,7 +24,7 @@ DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
 
 
 def lower(heads, kv_dtype, dtype, *, num_tokens=None, num_pages=1000, per_tensor=False, **call):
-    """A decode call or, of num_tokens, a ragged one lowered for CUDA."""
+    """A decode call, or with num_tokens a ragged one, lowered for CUDA."""
     num_q_heads, num_kv_heads, head_dim = heads
     pages = jax.ShapeDtypeStruct((num_kv_heads, num_pages, 16, head_dim), kv_dtype)
     scales = jax.ShapeDtypeStruct(() if per_tensor else pages.shape[:3], jnp.float32)
@@ -50,12 +51,12 @@ class TestLowersForCuda:
         text = lower(heads, kv_dtype, dtype).as_text()
         assert "paged_decode" in text and "paged_decode_merge" in text
 
-    @pytest.mark.parametrize("num_tokens", [6, 600])
+    @pytest.mark.parametrize("num_tokens", [600, *slow([6])])
     def test_ragged(self, num_tokens, kv_dtype, dtype):
         text = lower((6, 2, 80), kv_dtype, dtype, num_tokens=num_tokens).as_text()
         assert "ragged_paged_attention" in text
 
-    @pytest.mark.parametrize("per_tensor", [False, True])
+    @pytest.mark.parametrize("per_tensor", [False, *slow([True])])
     def test_with_every_option(self, kv_dtype, dtype, per_tensor):
         call = lowered_options(6, 4)[-1] | dict(per_tensor=per_tensor)
         config = pp.RaggedConfig(**LOOP, block_q=64, fixed_split_size=128)
@@ -67,7 +68,7 @@ class TestLowersForCuda:
 
 
 def attention_kernel(lowered):
-    """The Triton module of a call's first kernel as text."""
+    """The Triton module of the call's first kernel, as text."""
     kernels = []
 
     def visit(op):
@@ -88,7 +89,7 @@ def attention_kernel(lowered):
 @pytest.mark.parametrize(
     ("num_pages", "wide"),
     [
-        (2**17 + 1, False),  # more than 2^31 elements, which a 32-bit offset would not reach
+        (2**17 + 1, False),  # more than 2^31 elements: out of reach for a 32-bit element offset
         (2**18, False),  # 2^32 bytes, the most for which Pallas computes offsets with 32 bits
         (2**18 + 1, True),
     ],
@@ -97,14 +98,14 @@ def test_offsets_reach_all_elements_of_a_large_pool(num_pages, wide, num_tokens)
     heads = (32, 8, 128)
     lowered = lower(heads, jnp.int8, jnp.bfloat16, num_pages=num_pages, num_tokens=num_tokens)
     text = attention_kernel(lowered)
-    assert "!tt.ptr<i16>" in text and "!tt.ptr<i8>" not in text  # a 32-bit offset counts words
+    assert "!tt.ptr<i16>" in text and "!tt.ptr<i8>" not in text  # offsets count 16-bit words
     assert ("i64" in text) == wide
     assert wide or 8 * num_pages * 16 * 128 // 2 <= 2**31
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=lambda x: x.__name__)
 @pytest.mark.parametrize("call", [DECODE, PREFILL], ids=["decode", "ragged"])
-def test_mosaic_refuses_one_byte_pages_and_triton_takes_them(call, kv_dtype, any_jax):
+def test_mosaic_refuses_quantized_pages_and_triton_takes_them(call, kv_dtype, any_jax):
     call = dataclasses.replace(call, kv_dtype=jnp.dtype(kv_dtype))
     reason = IMPLEMENTATIONS["mosaic_gpu"].why_not(call)
     assert reason == f"needs pages of q's dtype bfloat16, not of {kv_dtype.__name__}"
@@ -114,7 +115,7 @@ def test_mosaic_refuses_one_byte_pages_and_triton_takes_them(call, kv_dtype, any
 
 
 @pytest.mark.parametrize("call", [DECODE, PREFILL], ids=["decode", "ragged"])
-def test_float8_needs_a_gpu_that_converts_it(call):
+def test_float8_needs_compute_capability_8_9(call):
     for capability, takes in (("8.0", False), ("8.6", False), ("8.9", True), ("12.0", True)):
         device = dataclasses.replace(A100, compute_capability=capability)
         call = dataclasses.replace(call, device=device, kv_dtype=jnp.dtype(jnp.float8_e4m3fn))
@@ -126,7 +127,7 @@ def test_float8_needs_a_gpu_that_converts_it(call):
         assert dispatch.best_implementation(int8) == "triton"
 
 
-def test_blocks_of_one_byte_have_as_many_tokens_and_are_loaded_further_ahead():
+def test_quantized_blocks_have_as_many_tokens_and_more_stages():
     sizes = dict(num_q_heads=32, num_kv_heads=8, max_kv_len=4096, num_seqs=64, num_sms=132)
     for head_dim in (64, 128, 256):
         one, two = (

@@ -1,6 +1,6 @@
-"""Times `cascade_attention` on rows that share a prefix, beside `paged_attention`.
+"""Time `cascade_attention` on sequences that share a prefix, beside `paged_attention`.
 
-Run `python -m bench.cascade --help`; bench/README.md says what each number means.
+Run `python -m bench.cascade --help`; bench/README.md explains each number.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import pallas_paged as pp
 from bench import cli, timing
 from bench.measure import Variant, compare, measure_floor
+from bench.peers import ours
 from bench.report import cell, error, kernel_us, number, ratio, reasons, table, time, wall
 from bench.shapes import Shape, make_case, select_shapes
 
@@ -29,7 +30,7 @@ def _shared(num_seqs: int, prefix: int, own: int) -> Shape:
 
 
 SHAPES = tuple(_shared(64, prefix, own) for prefix in (8192, 32768) for own in (128, 1024))
-# Small enough for a CPU; only runs when it is named.
+# Small enough for a CPU; runs only when named.
 TINY = Shape(
     name="tiny",
     seq_lens=(9, 20, 13),
@@ -41,50 +42,25 @@ TINY = Shape(
 )
 
 
-def cascade(implementation: str | None) -> list[Variant]:
-    """The prefix read once for all rows."""
-
-    def attend(q, k, v, block_table, seq_lens, prefix_lens, cu_group_sizes):
-        return pp.cascade_attention(
-            q,
-            k,
-            v,
-            block_table,
-            seq_lens,
-            prefix_lens,
-            cu_group_sizes,
-            sm_scale=1.0,
-            implementation=implementation,
-        )
-
-    return [Variant(label=implementation or "default", attend=attend)]
+def _paged_attention(q, k, v, block_table, seq_lens, prefix_lens, cu_group_sizes, **options):
+    """Read the prefix again for each sequence."""
+    return pp.paged_attention(q, k, v, block_table, seq_lens, **options)
 
 
-def paged(implementation: str | None) -> list[Variant]:
-    """The prefix read again for each row."""
-
-    def attend(q, k, v, block_table, seq_lens, prefix_lens, cu_group_sizes):
-        return pp.paged_attention(
-            q, k, v, block_table, seq_lens, sm_scale=1.0, implementation=implementation
-        )
-
-    return [Variant(label=implementation or "default", attend=attend)]
-
-
-def measure_shape(shape: Shape, options: argparse.Namespace) -> dict:
-    """Everything about one shape."""
+def measure_shape(shape: Shape, args: argparse.Namespace) -> dict:
+    """Measure one shape: both calls and the read floor."""
     case = make_case(shape)
     finders: dict[str, Callable[[], list[Variant]]] = {
-        "cascade": functools.partial(cascade, options.implementation),
-        "paged": functools.partial(paged, options.implementation),
+        "cascade": functools.partial(ours, pp.cascade_attention, args.implementation),
+        "paged": functools.partial(ours, _paged_attention, args.implementation),
     }
-    results = compare(case, finders, options.iterations)
-    del case  # the pages, before the floor's memory
+    results = compare(case, finders, args.iterations)
+    del case  # free the pages before the floor takes its memory
     floor = measure_floor(
         shape.num_bytes,
         num_sets=shape.num_sets,
         num_calls=shape.num_calls,
-        iterations=options.iterations,
+        iterations=args.iterations,
     )
     return cli.describe(shape) | {"floor": floor, "results": results}
 
@@ -105,39 +81,31 @@ def progress(shape: dict, seconds: float) -> str:
 
 
 def markdown(run: dict) -> str:
-    """The table, with what it was measured on."""
+    """The table and the provenance of its numbers."""
     rows = [["shape (Hq/Hkv/D/page)", "K/V MB", "floor", "cascade us (p10 to p90)", "wall us"]]
     rows[0] += ["GB/s", "rel. L2", f"{NAMES['paged']} us (p10 to p90)", "rel. L2", "speedup"]
     for shape in run["shapes"]:
-        ours, plain = shape["results"]["cascade"], shape["results"]["paged"]
-        us = kernel_us(ours)
+        cascade, paged = shape["results"]["cascade"], shape["results"]["paged"]
+        us = kernel_us(cascade)
         row = [shape["name"], f"{shape['num_bytes'] / 1e6:.1f}", number(kernel_us(shape["floor"]))]
-        row += [
-            time(ours),
-            wall(ours),
-            number(shape["num_bytes"] / us / 1e3 if us else None, ".0f"),
-        ]
-        row += [error(ours), time(plain), error(plain), number(_speedup(shape), ".2f")]
+        row += [time(cascade), wall(cascade)]
+        row.append(number(shape["num_bytes"] / us / 1e3 if us else None, ".0f"))
+        row += [error(cascade), time(paged), error(paged), number(_speedup(shape), ".2f")]
         rows.append(row)
     return f"{table(rows)}\n\n{timing.provenance(run['meta'])}\n"
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measures, prints the table and returns the raw numbers."""
+    """Measure, print the table and return the raw numbers."""
     argv = sys.argv[1:] if argv is None else argv
     select = functools.partial(select_shapes, shapes=SHAPES, tiny=TINY)
     parser = cli.make_parser("bench.cascade", __doc__, plots=False)
-    options = cli.parse(parser, argv, select, (*SHAPES, TINY))
+    args = parser.parse_args(argv)
+    cli.check_arguments(parser, args, select, (*SHAPES, TINY))
     run: dict[str, Any] = {"meta": timing.describe_run("bench.cascade", argv), "shapes": []}
-    cli.measure_each(
-        run["shapes"],
-        select(options.shapes),
-        lambda shape: measure_shape(shape, options),
-        progress,
-        run,
-        options,
-    )
-    cli.publish(run, options, markdown(run))
+    measure = functools.partial(measure_shape, args=args)
+    cli.measure_each(run["shapes"], select(args.shapes), measure, progress, run, args)
+    cli.publish(run, args, markdown(run))
     return run
 
 

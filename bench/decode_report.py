@@ -1,4 +1,4 @@
-"""What the decode bench found, as a summary, a table and a chart."""
+"""Results of the decode bench: summary, tables and chart."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def _floor_us(floors: Sequence[dict], shape: dict) -> float | None:
 def summarize(
     floors: Sequence[dict], shapes: Sequence[dict], one_byte: Sequence[dict]
 ) -> dict[str, Any]:
-    """The read ceiling in GB/s and how ours stands to the floor and to the peers.
+    """The read ceiling in GB/s, and ours relative to the floor and to the peers.
 
     Args:
-      floors: of the ceiling's probe, then of each size of the shapes.
-      shapes: results of `measure_shape`.
-      one_byte: those of one-byte K/V.
+        floors: the read for the ceiling first, then one for each K/V size of the shapes.
+        shapes: results of `measure_shape`.
+        one_byte: those with int8 or fp8 K/V.
     """
     rates = [floor["num_bytes"] / us / 1e3 for floor in floors if (us := kernel_us(floor))]
     floor_over: dict[str, list[float]] = {}
@@ -69,7 +69,7 @@ def summarize(
 def _summarize_dtype(
     floors: Sequence[dict], shapes: Sequence[dict], found: Sequence[dict]
 ) -> dict[str, Any]:
-    """Geometric means of the ratios of the one-byte table, and over how many shapes."""
+    """Geometric means of the ratios in the int8/fp8 table, each with its number of shapes."""
     plain = {shape["name"]: shape["results"] for shape in shapes}
     ratios: dict[str, list[float]] = {"of_bf16": [], "floor_over": [], "speedup": []}
     for shape in found:
@@ -85,7 +85,7 @@ def _summarize_dtype(
 
 
 def _rate(run: dict, shape: dict, us: float | None) -> tuple[float | None, float | None]:
-    """GB/s of the K/V attended, and that as a percentage of the ceiling."""
+    """GB/s of the K/V attended to, and its percentage of the ceiling."""
     gbps = shape["num_bytes"] / us / 1e3 if us else None
     ceiling = run["read_ceiling_gbps"]
     return gbps, 100 * gbps / ceiling if gbps and ceiling else None
@@ -171,7 +171,7 @@ def _one_byte_table(run: dict) -> str:
             theirs = by_dtype[name]["results"].get("jax_op") if name in by_dtype else None
             row.append(cell(theirs, kernel_us(theirs)))
         rows.append(row)
-    return f"One-byte K/V, a scale for each token and head:\n\n{table(rows)}"
+    return f"{report.ONE_BYTE_TITLE}:\n\n{table(rows)}"
 
 
 def _one_byte_in_words(summary: dict[str, Any]) -> list[str]:
@@ -190,7 +190,7 @@ def _one_byte_in_words(summary: dict[str, Any]) -> list[str]:
 
 
 def markdown(run: dict) -> str:
-    """The tables, with what they were measured on and the summary."""
+    """The tables, the provenance of their numbers and the summary."""
     summary = run["summary"]
     blocks = [_shapes_table(run)] if run["shapes"] else []
     blocks += [_one_byte_table(run)] if run["one_byte"] else []
@@ -214,10 +214,10 @@ def markdown(run: dict) -> str:
 
 
 def plot(run: dict, path: Path) -> None:
-    """Writes a PNG: kernel times over the floor, and K/V rates against the read ceiling.
+    """Write a PNG: kernel times over the floor, and K/V rates against the read ceiling.
 
     Raises:
-      ValueError: if the run has no kernel times to draw.
+        ValueError: if the run has no kernel times to draw.
     """
     shapes = [s for s in run["shapes"] if _floor_us(run["floors"], s)]
     names = report.to_show(
@@ -267,7 +267,7 @@ def plot(run: dict, path: Path) -> None:
     bars.set_ylim(-0.6, len(shapes) - 0.4)
     bars.set_yticks(range(len(shapes)), [shape["name"] for shape in shapes])
     bars.invert_yaxis()
-    bars.set_xlabel("kernel time / time to only read the K/V (less is better, * is the default)")
+    bars.set_xlabel("kernel time / time to only read the K/V (less is better, * is None's choice)")
     bars.set_title("One decode step: num_seqs x length, Hq/Hkv/D/page")
 
     sizes = sorted({s["num_bytes"]: _floor_us(run["floors"], s) for s in shapes}.items())

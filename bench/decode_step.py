@@ -1,12 +1,11 @@
-"""Lists the GPU kernels of one decode step of a model, in order, and what the step takes in all.
+"""List the GPU kernels of one decode step of a model, in order, with the time of the whole step.
 
-Run `python -m bench.decode_step --help`; bench/README.md says what each number means.
+Run `python -m bench.decode_step --help`; bench/README.md explains each number.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from bench import profiler, timing
+from bench import cli, profiler, timing
 from models.checkpoint import load_checkpoint
 from models.config import ModelConfig
 from models.decoder import Decoder
@@ -26,14 +25,14 @@ from models.prefill import Requests, pack, prefill, reserve
 from models.sampling import RowSampling
 
 _CHECKPOINT = Path(__file__).parents[1] / "models" / "checkpoints" / "shakespeare"
-_ATTENTION = "paged_"  # in the names of the library's kernels
-_CHUNK = 2048  # tokens of all prompts together that go through the model at once
+_ATTENTION = "paged_"  # part of the names of the library's kernels
+_CHUNK = 2048  # prompt tokens that go through the model at once, all rows together
 
 
 def start_rows(
     model: Decoder, config: ModelConfig, *, num_seqs: int, length: int, num_steps: int
 ) -> GenerateState:
-    """A state of running rows, each with a random prompt, that go on for at least num_steps."""
+    """A state of running rows with random prompts, each with at least num_steps steps to go."""
     page_size = 16
     pages_per_seq = -(-(length + num_steps + 1) // page_size)
     sampling = RowSampling.create(num_seqs, temperature=0.8)
@@ -67,15 +66,15 @@ def start_rows(
 def one_step(
     one: list[profiler.Timed], many: Sequence[list[profiler.Timed]], num_steps: int
 ) -> list[profiler.Timed]:
-    """The kernels that every step of a loop repeats, with the median of their times.
+    """The kernels that every step of a loop repeats, with their median times.
 
     Args:
-      one: the kernels of a run of one step.
-      many: the kernels of some runs of num_steps steps each.
-      num_steps: at least 3.
+        one: the kernels of a run of one step.
+        many: the kernels of several runs of num_steps steps each.
+        num_steps: at least 3.
 
     Raises:
-      RuntimeError: if the runs do not repeat one list of kernels.
+        RuntimeError: if the steps do not all run the same list of kernels.
     """
     length, rest = divmod(len(many[0]) - len(one), num_steps - 1)
     names = [name for name, _ in many[0]]
@@ -88,7 +87,7 @@ def one_step(
     if rest or length < 1 or not starts:
         raise RuntimeError(
             f"runs of 1 and {num_steps} steps have {len(one)} and {len(names)} kernels, "
-            "which is not the same list every step"
+            "so the steps do not all run the same list"
         )
     first = starts[0]
     times = np.array([[us for _, us in run[first : first + span + length]] for run in many])
@@ -104,7 +103,7 @@ def measure(
     iterations: int,
     implementation: str | None,
 ) -> dict[str, Any]:
-    """Kernels of a step where there is a GPU to ask, and the wall time of a step."""
+    """The wall time of a step, and its kernels where there is a GPU."""
     graphdef, params = nnx.split(model)
 
     @jax.jit
@@ -114,14 +113,14 @@ def measure(
     args_one, args_many = (params, state, jnp.int32(1)), (params, state, jnp.int32(num_steps))
     wall_one = timing.wall_times(run, args_one, iterations=iterations)
     wall_many = timing.wall_times(run, args_many, iterations=iterations)
-    # What surrounds the loop, the copy of the state above all, is in both and cancels out.
+    # Work around the loop, mostly the copy of the state, is in both runs and cancels out.
     wall = float(np.median(wall_many) - np.median(wall_one)) / (num_steps - 1)
     result: dict[str, Any] = {"wall_us": wall, "kernels": None}
     try:
         one = timing.kernel_times(run, args_one, iterations=1)[0]
         many = timing.kernel_times(run, args_many, iterations=iterations)
         kernels = one_step(one, many, num_steps)
-    except Exception as error:  # no GPU, no CUPTI: the wall time still holds
+    except Exception as error:  # no GPU or no CUPTI: the wall time is still valid
         return result | {"reason": f"{type(error).__name__}: {error}"}
     total = sum(us for _, us in kernels)
     attention = sum(us for name, us in kernels if _ATTENTION in name)
@@ -134,7 +133,7 @@ def measure(
 
 
 def report(result: dict[str, Any]) -> str:
-    """The list of kernels and the sums."""
+    """The list of kernels and their sums."""
     if result["kernels"] is None:
         return f"wall {result['wall_us']:.1f} us per step; no kernel times: {result['reason']}\n"
     lines = ["|  # | us | kernel |", "|---|---|---|"]
@@ -151,7 +150,7 @@ def report(result: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measures, prints the list and returns the raw numbers."""
+    """Measure, print the list and return the raw numbers."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="bench.decode_step", description=__doc__)
     parser.add_argument("--checkpoint", type=Path, default=_CHECKPOINT)
@@ -161,29 +160,26 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--iterations", type=int, default=10, help="timed runs")
     parser.add_argument("--implementation", help="default: the best for the platform")
     parser.add_argument("--json", type=Path, help="write all numbers here")
-    options = parser.parse_args(argv)
-    for name, least in {"num_seqs": 1, "length": 1, "steps": 3, "iterations": 1}.items():
-        if getattr(options, name) < least:
-            flag = name.replace("_", "-")
-            parser.error(f"--{flag} {getattr(options, name)} must be at least {least}")
+    args = parser.parse_args(argv)
+    cli.require_at_least(parser, args, num_seqs=1, length=1, steps=3, iterations=1)
     try:
-        model, config = load_checkpoint(options.checkpoint)
+        model, config = load_checkpoint(args.checkpoint)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     state = start_rows(
-        model, config, num_seqs=options.num_seqs, length=options.length, num_steps=options.steps
+        model, config, num_seqs=args.num_seqs, length=args.length, num_steps=args.steps
     )
     result = measure(
         model,
         state,
-        num_steps=options.steps,
-        iterations=options.iterations,
-        implementation=options.implementation,
+        num_steps=args.steps,
+        iterations=args.iterations,
+        implementation=args.implementation,
     )
     result = {"meta": timing.describe_run("bench.decode_step", argv)} | result
     sys.stdout.write(report(result))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    if args.json:
+        cli.write_json(args.json, result)
     return result
 
 

@@ -1,4 +1,4 @@
-"""The dtypes of K/V that the benches compare: bf16, and one-byte ones beside it."""
+"""The dtypes of K/V that the benches compare: bf16, int8 and fp8."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ NAMES = {name: KV_DTYPES[name] for name in ("bf16", *ONE_BYTE)}
 
 
 def add_argument(parser: argparse.ArgumentParser) -> None:
-    """`--kv-dtypes`, of which one-byte ones get a table of their own."""
+    """Add `--kv-dtypes`; int8 and fp8 share a table of their own."""
     parser.add_argument(
         "--kv-dtypes",
         nargs="+",
         choices=NAMES,
         default=list(NAMES),
-        help="dtypes of K and V; without bf16 only what one-byte K/V take; default: all",
+        help="dtypes of K and V; without bf16 only the int8/fp8 table; default: all",
     )
 
 
 def with_dtype(shape: Shape, name: str) -> Shape:
-    """A bf16 shape with K/V of another dtype, or itself."""
+    """A bf16 shape with K/V of another dtype."""
     if name == "bf16":
         return shape
     return dataclasses.replace(shape, name=f"{shape.name} {name}", kv_dtype=NAMES[name])
 
 
 def one_byte(shapes: Sequence[Shape], kv_dtypes: Sequence[str]) -> list[tuple[Shape, str]]:
-    """Each shape with each of the one-byte dtypes among `kv_dtypes`, and the plain one's name."""
+    """(shape with int8 or fp8 K/V, name of the bf16 shape) for each such dtype in `kv_dtypes`."""
     return [
         (with_dtype(shape, name), shape.name)
         for shape in shapes
@@ -42,7 +42,7 @@ def one_byte(shapes: Sequence[Shape], kv_dtypes: Sequence[str]) -> list[tuple[Sh
 
 
 def rows(run: dict) -> Iterator[tuple[dict | None, dict[str, dict]]]:
-    """Of each shape that was measured with one-byte K/V the bf16 record, and those by dtype."""
+    """(bf16 record or None, records by dtype name) of each shape measured with int8 or fp8 K/V."""
     plain = {record["name"]: record for record in run["shapes"]}
     for base in dict.fromkeys(record["base"] for record in run["one_byte"]):
         found = [record for record in run["one_byte"] if record["base"] == base]

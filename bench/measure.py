@@ -1,4 +1,4 @@
-"""One call measured: several ways of making it, each checked first, and the best of them."""
+"""Measure one call in several variants: check each, time the right ones, pick the fastest."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from bench.shapes import Case
 
 MAX_RELATIVE_ERROR = 1e-2
 
-# attend(q [T, Hq, D] scaled already, k, v, block_table i32[B, N], *Case.lens, *Case.scales)
+# attend(q [T, Hq, D] scaled already, k, v, block_table i32[B, N], *Case.lens, **Case.scales)
 # -> out [T, Hq, D], or (out, lse)
 Attend = Callable[..., Any]
-# prepare(k_pages, v_pages, block_table, set) -> (k, v, block_table) in the peer's own layout
+# prepare(k_pages, v_pages, block_table, set index) -> (k, v, block_table) in the peer's layout
 Prepare = Callable[[jax.Array, jax.Array, jax.Array, int], tuple[jax.Array, jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way of calling an implementation; the fastest right one speaks for it.
+    """One way to call an implementation, whose result is that of its fastest right variant.
 
     Attributes:
-      attend: the call.
-      prepare: what is done to the K/V of a set outside the clock, or None.
-      sees_all: its queries see all tokens of their row, newer ones too.
+        label: name of the variant within its implementation.
+        attend: the call.
+        prepare: converts the K/V of a set before the clock starts, or None.
+        sees_all: whether each query sees all tokens of its sequence, newer ones included.
     """
 
     label: str
@@ -41,15 +42,15 @@ class Variant:
 
 
 def attempt(function: Callable[..., Any], *args: Any) -> Any:
-    """What a call returns, or the exception that it raises."""
+    """Return the result of a call, or the exception that it raises."""
     try:
         return function(*args)
-    except Exception as error:  # a peer may fail in any way; it becomes the reason
+    except Exception as error:  # a peer may fail in any way; the error becomes its reason
         return error
 
 
 def reason(error: Exception) -> str:
-    """The first line of an error."""
+    """Type and first line of an error."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"[:300]
 
@@ -63,9 +64,9 @@ def relative_error(case: Case, outs: Sequence[Any], *, sees_all: bool = False) -
     """Relative L2 error over a few queries of a run's first and last call.
 
     Args:
-      case: what was run.
-      outs: as a run returns them.
-      sees_all: queries see all tokens of their row.
+        case: the data of the run.
+        outs: the results of a run, as `chain` returns them.
+        sees_all: as in `Variant`.
     """
     token, row, length = case.sample()
     if sees_all:
@@ -81,18 +82,21 @@ def relative_error(case: Case, outs: Sequence[Any], *, sees_all: bool = False) -
             case.v_pages,
             table,
             jnp.asarray(length),
-            *case.scales,
+            **case.scales,
             options=case.shape.options,
         )
         parts = got if isinstance(got, tuple) else (got,)
-        # Who gives no log-sum-exp is not asked for one.
+        # A variant without a log-sum-exp is checked by its output alone.
         errors += [_distance(part[token], want) for part, want in zip(parts, states, strict=False)]
     return float(np.max(errors))
 
 
 def make_steps(case: Case, prepare: Prepare | None) -> tuple:
-    """(k, v, block_table) of each call. Every call has a table array of its own: were two calls
-    given the same one, XLA would do once what they have in common, such as a gather."""
+    """(k, v, block_table) of each call.
+
+    Every call has a table array of its own: with a shared one XLA would do common work, such as a
+    gather, only once.
+    """
     sets = []
     for i, table in enumerate(case.tables):
         one = (case.k_pages, case.v_pages, jnp.asarray(table))
@@ -102,17 +106,17 @@ def make_steps(case: Case, prepare: Prepare | None) -> tuple:
 
 
 def chain(attend: Attend) -> Any:
-    """Calls one after another, each one's output the next one's query: no two can overlap.
+    """A function of calls in a row; each output is the next query, so that no two calls overlap.
 
-    Returns the results of the first call and the last two, which is what can be checked; more
-    would fill the memory where prompts are long.
+    The function returns the results of the first call and the last two, enough for
+    `relative_error`; more would fill the memory where prompts are long.
     """
     attend = jax.jit(attend)  # traced and lowered once for all calls
 
-    def run(q, steps, rest):
+    def run(q, steps, lens, scales):
         outs = []
         for k, v, block_table in steps:
-            outs.append(attend(q, k, v, block_table, *rest))
+            outs.append(attend(q, k, v, block_table, *lens, **scales))
             q = outs[-1][0] if isinstance(outs[-1], tuple) else outs[-1]
         return [outs[0], *outs[-2:]]
 
@@ -120,17 +124,17 @@ def chain(attend: Attend) -> Any:
 
 
 def arguments(case: Case, prepare: Prepare | None) -> tuple:
-    """What a chain is called with."""
-    return case.q, make_steps(case, prepare), (*case.lens, *case.scales)
+    """The arguments of the function that `chain` returns."""
+    return case.q, make_steps(case, prepare), case.lens, case.scales
 
 
 def measure(case: Case, variant: Variant, compiled: Any, args: tuple, iterations: int) -> dict:
-    """One variant's result: its error, then its times per call if the error is small enough."""
+    """Result of one variant: its error and, if that is small enough, its times per call."""
     num_calls = case.shape.num_calls
     error = relative_error(case, compiled(*args), sees_all=variant.sees_all)
     result: dict[str, Any] = {"relative_l2": error}
     if variant.sees_all:
-        pairs = np.dot(case.shape.asked, case.shape.seq_lens)
+        pairs = np.dot(case.shape.q_lens, case.shape.seq_lens)
         result["num_flops"] = 4 * case.shape.num_q_heads * case.shape.head_dim * int(pairs)
     if not error <= MAX_RELATIVE_ERROR:
         return result | {"status": "wrong", "reason": f"{error=:.3g} > {MAX_RELATIVE_ERROR}"}
@@ -153,7 +157,7 @@ def measure(case: Case, variant: Variant, compiled: Any, args: tuple, iterations
 
 
 def best(results: Sequence[dict]) -> dict:
-    """The fastest right variant, else one that was wrong, else one that failed."""
+    """The fastest right result, else a wrong one, else a failed one."""
     right = [r for r in results if r["status"] == "ok"]
     if right:
         return min(right, key=lambda r: (r["kernel_us"] or r["wall_us"])["median"])
@@ -161,21 +165,22 @@ def best(results: Sequence[dict]) -> dict:
 
 
 def measure_all(case: Case, find: Callable[[], list[Variant]], iterations: int) -> dict:
-    """Result of one implementation, as in `compare`."""
+    """Result of one implementation, as `compare` returns it."""
     return compare(case, {"": find}, iterations)[""]
 
 
 def compare(
     case: Case, finders: dict[str, Callable[[], list[Variant]]], iterations: int
 ) -> dict[str, dict]:
-    """Results of all implementations by name: that of the best variant, and of each.
+    """Results of all implementations by name: of the best variant, with `variants` for each.
 
-    Whatever one raises becomes its reason. What has two names and is one program is compiled and
-    measured once. `custom_calls` of a variant are the targets in its program: whose kernels it has.
+    An exception becomes the reason of its result. Variants with the same program are compiled and
+    measured once. `custom_calls` are the targets in a variant's program, which name the kernels
+    that it runs.
     """
     found = {name: attempt(find) for name, find in finders.items()}
     prepared: dict[Any, tuple] = {}
-    programs: dict[tuple, tuple[Variant, Any]] = {}  # traced, by all that tells programs apart
+    programs: dict[tuple, tuple[Variant, Any]] = {}  # traced; a key identifies a program
     custom_calls: dict[tuple, list[str]] = {}
 
     def trace(variant: Variant) -> tuple:
@@ -225,7 +230,7 @@ def compare(
 
 
 def measure_floor(num_bytes: int, *, num_sets: int, num_calls: int, iterations: int) -> dict:
-    """What a kernel takes that only reads as many bytes, or why that can't be told."""
+    """Time of a kernel that only reads num_bytes, or the reason why there is none."""
     try:
         floor = timing.floor_times(
             num_bytes, num_sets=num_sets, num_calls=num_calls, iterations=iterations

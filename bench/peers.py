@@ -1,44 +1,43 @@
-"""Who is measured: the library and its peers, each as a few variants of one decode call."""
+"""The library and its peers for a decode call, each as a list of variants."""
 
 from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import pallas_paged as pp
 from bench.measure import Variant
 from bench.options import PLAIN, Options
 from bench.shapes import Shape
 
 
 def implementations(only: str | None, shape: Shape) -> dict[str, str | None]:
-    """Ours by the names of their results: what None chooses and each of the two, or just one.
+    """Our implementations by the names of their results: None's choice and both, or only one.
 
-    One-byte K/V have one implementation, which None chooses.
+    int8 and fp8 K/V have a single implementation, so there None is enough.
     """
     if only or shape.itemsize == 1:
         return {"ours": only}
     return {"ours": None, "triton": "triton", "mosaic": "mosaic_gpu"}
 
 
-def ours(implementation: str | None, options: Options = PLAIN) -> list[Variant]:
-    """The library, as a caller gets it."""
+def ours(
+    call: Callable[..., Any], implementation: str | None, options: Options = PLAIN
+) -> list[Variant]:
+    """An attention function of the library, called as a user calls it."""
 
-    def attend(q, k, v, block_table, seq_lens, *scales):
-        return pp.paged_attention(
+    def attend(q, *args, **scales):
+        return call(
             q,
-            k,
-            v,
-            block_table,
-            seq_lens,
-            *scales,
+            *args,
+            **scales,
             sm_scale=1.0,
             implementation=implementation,
-            config=options.config(implementation, num_kv_heads=len(k), head_dim=q.shape[2]),
             **options.arguments(q.shape[1]),
         )
 
@@ -46,14 +45,17 @@ def ours(implementation: str | None, options: Options = PLAIN) -> list[Variant]:
 
 
 def jax_op(shape: Shape) -> list[Variant]:
-    """JAX's own paged attention over its splits and warps, without the hopeless ones.
+    """JAX's own paged attention with several splits and warps, without hopeless combinations.
 
     Raises:
-      ImportError: if this JAX has it no more.
+        ImportError: if this JAX no longer has it.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
+    def attend(*args, k_scales=None, v_scales=None, **options):
+        return paged_attention(*args, k_scales_pages=k_scales, v_scales_pages=v_scales, **options)
 
     splits = [
         s
@@ -61,13 +63,13 @@ def jax_op(shape: Shape) -> list[Variant]:
         if shape.pages_per_seq % s == 0
         and 128 <= len(shape.seq_lens) * shape.num_kv_heads * s <= 8192
     ]
-    # Its default of 8 pages is for pages of 16 tokens; more shared memory than this is not there.
+    # The op's default of 8 pages suits pages of 16 tokens. Larger blocks exceed shared memory.
     block_tokens = 128 if shape.head_dim <= 128 else 64
     return [
         Variant(
             label=f"k_splits={k_splits} num_warps={num_warps}",
             attend=functools.partial(
-                paged_attention,
+                attend,
                 k_splits=k_splits,
                 num_warps=num_warps,
                 pages_per_compute_block=max(1, block_tokens // shape.page_size),
@@ -80,7 +82,7 @@ def jax_op(shape: Shape) -> list[Variant]:
 
 
 def xla_gather() -> list[Variant]:
-    """Pages gathered to dense K/V, then `jax.nn.dot_product_attention`."""
+    """Gather pages to dense K/V, then call `jax.nn.dot_product_attention`."""
 
     def attend(q, k, v, block_table, seq_lens, *, implementation):
         def dense(pages):  # [Hkv, P, S, D] -> [B, N * S, Hkv, D]
@@ -108,11 +110,11 @@ def xla_gather() -> list[Variant]:
 def cudnn_paged() -> list[Variant]:
     """cuDNN's paged attention as JAX wraps it, over pages in its layouts.
 
-    It wants exactly as many pages as the table has entries, so every set of pages gets arrays of
-    its own, made before the clock starts.
+    The wrapper requires as many pages as the table has entries, so every set of pages gets arrays
+    of its own, made before the clock starts.
 
     Raises:
-      ImportError: if this JAX has no such function.
+        ImportError: if this JAX has no such function.
     """
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, paged_attention
 

@@ -1,10 +1,11 @@
-"""Times the library beside FlashInfer and torch: the shapes of bench.decode, and causal prefill.
+"""Time the library beside FlashInfer and torch: the shapes of bench.decode, and causal prefill.
 
-Needs torch with CUDA, and FlashInfer to have it in the table; neither is a dependency. The timing
-rule is that of bench/README.md. A peer's calls are captured in a CUDA graph, and torch.profiler
-(CUPTI) times the kernels of its replays; what overlaps (programmatic dependent launch) counts
-once. A peer's `wall_us` is a replay by CUDA events. Ours is timed as in bench.decode, in a
-process of its own: JAX and torch would each want the GPU's memory and CUPTI for themselves.
+Needs torch with CUDA; with FlashInfer installed, that is in the table too. Neither is a dependency.
+bench/README.md has the rules of timing. A peer's calls are captured in a CUDA graph, and
+torch.profiler (CUPTI) times the kernels of its replays; overlapping time (programmatic dependent
+launch) counts once. A peer's `wall_us` is the time of a replay by CUDA events. The library is timed
+as in bench.decode, in a process of its own, because JAX and torch would compete for the GPU's
+memory and for CUPTI.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from bench import cli, peers, prefill_peers, profiler, report, timing
+import pallas_paged as pp
+from bench import cli, peers, profiler, report, timing
 from bench.measure import MAX_RELATIVE_ERROR, best, measure_all, reason
 from bench.shapes import SHAPES, TINY, Shape, make_case, select_shapes, uniform
 
@@ -37,44 +39,43 @@ PREFILLS = (
     uniform(1, 16384 + 512, q_len=512, name="prefill 1x512 after 16384"),
 )
 _PACKAGES = ("torch", "nvidia-cudnn-cu13", "flashinfer-python")
-_WORKSPACE_BYTES = 512 << 20  # FlashInfer's partial results: more than any shape here needs
+_WORKSPACE_BYTES = 512 << 20  # for FlashInfer's partial states; more than any shape here needs
 
 Call = Callable[[Any, int], Any]  # (q [T, Hq, D], index of the set of pages) -> out [T, Hq, D]
-Variants = Iterator[tuple[str, Callable[[], Call]]]  # label, and what to do before the clock starts
+Variants = Iterator[tuple[str, Callable[[], Call]]]  # label, and the work before the clock starts
 
 
 def select(filters: Sequence[str]) -> list[Shape]:
-    """Decode and prefill shapes whose name has one of the filters; all if there are none."""
+    """Decode and prefill shapes whose name contains one of the filters; all without filters."""
     chosen = [shape for shape in PREFILLS if any(text in shape.name for text in filters or [""])]
     return select_shapes(filters) + chosen
 
 
 def is_decode(shape: Shape) -> bool:
-    """Whether each row has one query."""
-    return max(shape.asked) == 1
+    """Whether each sequence has one query."""
+    return max(shape.q_lens) == 1
 
 
 def page_lists(shape: Shape, *, seed: int = 0) -> list[list[np.ndarray]]:
-    """Pages of each row of each set: the same random permutation as in `bench.shapes.make_case`."""
+    """Pages of each row of each set, permuted as in `bench.shapes.make_case`."""
     blocks = [-(-n // shape.page_size) for n in shape.seq_lens]
     pages = np.random.default_rng(seed).permutation(shape.num_sets * sum(blocks)).astype(np.int32)
     return [np.split(one, np.cumsum(blocks)[:-1]) for one in pages.reshape(shape.num_sets, -1)]
 
 
 def sample(shape: Shape) -> list[tuple[int, int, int]]:
-    """(token, row, keys it sees) of up to four queries, from few keys to many."""
+    """(token, row, number of visible keys) of up to four queries, from few keys to many."""
     sees = np.concatenate([shape.keys_of(row) for row in range(len(shape.seq_lens))])
-    rows = np.repeat(np.arange(len(shape.seq_lens)), shape.asked)
+    rows = np.repeat(np.arange(len(shape.seq_lens)), shape.q_lens)
     picks = np.linspace(0, len(sees) - 1, min(4, len(sees)), dtype=int)
     tokens = np.argsort(sees, kind="stable")[picks]
     return [(int(token), int(rows[token]), int(sees[token])) for token in tokens]
 
 
 def ours(shape: Shape, implementation: str | None, iterations: int) -> dict[str, Any]:
-    """The library's result; runs in a process that has no torch."""
-    find = functools.partial(prefill_peers.ours, implementation, shape)
-    if is_decode(shape):
-        find = functools.partial(peers.ours, implementation)
+    """The library's result; runs in a process without torch."""
+    call = pp.paged_attention if is_decode(shape) else pp.ragged_paged_attention
+    find = functools.partial(peers.ours, call, implementation)
     result = measure_all(make_case(shape), find, iterations)
     gc.collect()
     return result
@@ -89,15 +90,18 @@ class TorchCase:
         self.shape, self.pages = shape, page_lists(shape)
         rng = torch.Generator("cuda").manual_seed(0)
         options = {"generator": rng, "dtype": torch.bfloat16, "device": "cuda"}
-        q_dims = (sum(shape.asked), shape.num_q_heads, shape.head_dim)
+        q_dims = (sum(shape.q_lens), shape.num_q_heads, shape.head_dim)
         self.q = torch.randn(q_dims, **options) * shape.head_dim**-0.5
         num_pages = sum(len(row) for rows in self.pages for row in rows)
         kv_dims = (num_pages, shape.num_kv_heads, shape.page_size, shape.head_dim)
         self.k, self.v = (torch.randn(kv_dims, **options) for _ in range(2))
 
     def error(self, states: Sequence[Any]) -> float:
-        """Relative L2 error of the first and the last call over a few queries, against attention
-        in f32; `states` are the first query and the output of every call."""
+        """Relative L2 error of a few queries of the first and last call, against attention in f32.
+
+        Args:
+            states: the first query, then the output of every call.
+        """
         import torch
 
         errors = []
@@ -116,11 +120,13 @@ class TorchCase:
 
 
 def flashinfer(case: TorchCase) -> Variants:
-    """FlashInfer's wrappers, planned for each set of pages: decode on tensor and on CUDA cores,
-    with and without programmatic dependent launch, or prefill by its FA2 and its FA3 backend.
+    """FlashInfer's wrappers, planned for each set of pages.
+
+    Decode runs on tensor cores and on CUDA cores, with and without programmatic dependent launch;
+    prefill runs by the FA2 and the FA3 backend.
 
     Raises:
-      ImportError: if it is not installed.
+        ImportError: if FlashInfer is not installed.
     """
     import torch
 
@@ -129,7 +135,7 @@ def flashinfer(case: TorchCase) -> Variants:
     int32 = functools.partial(torch.tensor, dtype=torch.int32)
     workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
     last_lens = int32([(n - 1) % shape.page_size + 1 for n in shape.seq_lens])
-    cu_q_lens = int32([0, *itertools.accumulate(shape.asked)])
+    cu_q_lens = int32([0, *itertools.accumulate(shape.q_lens)])
     sizes = (shape.num_q_heads, shape.num_kv_heads, shape.head_dim, shape.page_size)
     options = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16, "sm_scale": 1.0}
     kvs = {"HND": (case.k, case.v)}
@@ -159,15 +165,15 @@ def flashinfer(case: TorchCase) -> Variants:
 
 
 def sdpa(case: TorchCase) -> Variants:
-    """torch's scaled_dot_product_attention over contiguous K/V, by cuDNN and by flash attention.
+    """torch's scaled_dot_product_attention over contiguous K/V, by cuDNN and flash attention.
 
     Raises:
-      ValueError: if the rows are not equally long.
+        ValueError: if the rows are not equally long.
     """
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    shape, q_len, length = case.shape, case.shape.asked[0], case.shape.seq_lens[0]
+    shape, q_len, length = case.shape, case.shape.q_lens[0], case.shape.seq_lens[0]
     if len(set(shape.seq_lens)) > 1 or length % shape.page_size:
         raise ValueError("dense K/V need rows of one length, in whole pages")
     pages = torch.from_numpy(np.array(case.pages)).long().cuda()  # [sets, B, N]
@@ -190,7 +196,7 @@ def sdpa(case: TorchCase) -> Variants:
     if 1 < q_len < length:
         from torch.nn.attention.bias import causal_lower_right
 
-        # `is_causal` would line up with the oldest keys. cuDNN gets its mask from memory.
+        # `is_causal` would align the mask to the oldest keys. cuDNN reads its mask from memory.
         mask = torch.ones(q_len, length, dtype=torch.bool, device="cuda").tril(length - q_len)
         cudnn, flash = {"attn_mask": mask}, {"attn_mask": causal_lower_right(q_len, length)}
     yield "cuDNN", functools.partial(make, SDPBackend.CUDNN_ATTENTION, **cudnn)
@@ -200,33 +206,33 @@ def sdpa(case: TorchCase) -> Variants:
 def _kernels(run: Callable[[], Any], num_runs: int) -> list[profiler.Kernel]:
     import torch
 
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(num_runs):
             run()
         torch.cuda.synchronize()
-    # Copies and fills that are no kernels are left out, as they are for JAX.
+    # Copies and fills are not kernels and are left out, as for JAX.
     return [
         (event.name, event.time_range.start, event.time_range.end)
-        for event in profiler.events()
+        for event in profile.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
         and not event.name.startswith(("Memcpy", "Memset"))
     ]
 
 
 def measure(case: TorchCase, call: Call, iterations: int) -> dict[str, Any]:
-    """One variant's result: its error, then its times per call if the error is small enough."""
+    """Result of one variant: its error and, if that is small enough, its times per call."""
     import torch
 
     num_runs, num_calls = iterations + 2, case.shape.num_calls
     sets = [i % case.shape.num_sets for i in range(num_calls)]
 
-    def spread(runs: Sequence[float]) -> dict[str, float]:  # the first two wake clocks and tools
+    def spread(runs: Sequence[float]) -> dict[str, float]:  # without the first two, which warm up
         return dataclasses.asdict(timing.Spread.of([us / num_calls for us in runs[2:]]))
 
     def chain() -> list[Any]:  # each call's output is the next one's query
         return list(itertools.accumulate(sets, call, initial=case.q))
 
-    chain()  # what happens only once, such as loading kernels, can't be captured
+    chain()  # first-time work, such as loading kernels, can't be captured
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -247,17 +253,17 @@ def measure(case: TorchCase, call: Call, iterations: int) -> dict[str, Any]:
         kernels = _kernels(graph.replay, num_runs)
         runs = profiler.split_runs(profiler.own_times(kernels), num_runs)
         result["kernel_us"] = spread([sum(us for _, us in run) for run in runs])
-    except Exception as cause:  # no CUPTI, perhaps; the replay's time still stands
+    except Exception as cause:  # perhaps no CUPTI; the replay's time is still valid
         return result | {"kernel_us": None, "reason": reason(cause)}
     names: dict[str, float] = {}
     for name, us in (kernel for run in runs for kernel in run):
-        short = name[:160]  # FlashInfer's names go on for thousands of characters
+        short = name[:160]  # FlashInfer's names have thousands of characters
         names[short] = names.get(short, 0.0) + us / num_runs / num_calls
     return result | {"kernels": names, "kernels_per_run": len(runs[0])}
 
 
 def measure_peer(case: TorchCase, find: Callable[..., Variants], iterations: int) -> dict:
-    """Result of a peer's best variant; whatever it raises becomes its reason."""
+    """Result of a peer's best variant; an exception becomes the reason."""
     results = []
     try:
         for label, make in find(case):
@@ -272,21 +278,21 @@ def measure_peer(case: TorchCase, find: Callable[..., Variants], iterations: int
     return best(results) | {"variants": results}
 
 
-def measure_shape(shape: Shape, options: argparse.Namespace, pool: ProcessPoolExecutor) -> dict:
-    """Everything about one shape; `pool` is where ours runs."""
+def measure_shape(shape: Shape, args: argparse.Namespace, pool: ProcessPoolExecutor) -> dict:
+    """Measure one shape by all libraries; ours runs in `pool`."""
     import torch
 
-    torch.cuda.empty_cache()  # what the last shape held: JAX may need it
+    torch.cuda.empty_cache()  # JAX may need the memory of the previous shape
     results = {}
-    if options.ours:
+    if args.ours:
         try:
-            job = pool.submit(ours, shape, options.implementation, options.iterations)
+            job = pool.submit(ours, shape, args.implementation, args.iterations)
             results["ours"] = job.result()
         except Exception as error:
             results["ours"] = {"status": "failed", "reason": reason(error)}
     case = TorchCase(shape)
     for name, find in (("flashinfer", flashinfer), ("sdpa", sdpa)):
-        results[name] = measure_peer(case, find, options.iterations)
+        results[name] = measure_peer(case, find, args.iterations)
     return cli.describe(shape) | {"decode": is_decode(shape), "results": results}
 
 
@@ -303,7 +309,7 @@ def _cell(shape: dict, name: str) -> str:
 
 
 def markdown(run: dict) -> str:
-    """A table for decode, one for prefill, and how they came about."""
+    """A table for decode, one for prefill, and the provenance of their numbers."""
     text = ""
     for decode, group in itertools.groupby(run["shapes"], lambda shape: shape["decode"]):
         shapes = list(group)
@@ -329,11 +335,12 @@ def _progress(shape: dict, seconds: float) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measures, prints the tables and returns the raw numbers."""
+    """Measure, print the tables and returns the raw numbers."""
     argv = sys.argv[1:] if argv is None else argv
     parser = cli.make_parser("bench.peers_torch", __doc__, plots=False)
     parser.add_argument("--ours", action=argparse.BooleanOptionalAction, default=True)
-    options = cli.parse(parser, argv, select, (*SHAPES, TINY, *PREFILLS))
+    args = parser.parse_args(argv)
+    cli.check_arguments(parser, args, select, (*SHAPES, TINY, *PREFILLS))
     if importlib.util.find_spec("torch") is None:
         raise SystemExit("error: bench.peers_torch needs torch, which is not installed")
     import torch
@@ -341,16 +348,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if not torch.cuda.is_available():
         raise SystemExit("error: bench.peers_torch needs an NVIDIA GPU that torch can use")
     torch.set_float32_matmul_precision("highest")  # of the reference
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the process of ours shares the GPU
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # our process shares the GPU
     installed = {found.name: found.version for found in importlib.metadata.distributions()}
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         meta = pool.submit(timing.describe_run, "bench.peers_torch", argv).result()
         meta |= {name: installed.get(name) for name in _PACKAGES}
         run: dict[str, Any] = {"meta": meta, "shapes": []}
-        measure_one = functools.partial(measure_shape, options=options, pool=pool)
-        shapes = select(options.shapes)
-        cli.measure_each(run["shapes"], shapes, measure_one, _progress, run, options)
-    cli.publish(run, options, markdown(run), lambda run, path: None)
+        measure_one = functools.partial(measure_shape, args=args, pool=pool)
+        shapes = select(args.shapes)
+        cli.measure_each(run["shapes"], shapes, measure_one, _progress, run, args)
+    cli.publish(run, args, markdown(run))
     return run
 
 

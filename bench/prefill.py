@@ -1,6 +1,6 @@
-"""Times `ragged_paged_attention` on prompts, chunks and mixtures, beside attention on dense K/V.
+"""Time `ragged_paged_attention` on prompts, chunks and mixed batches, beside dense attention.
 
-Run `python -m bench.prefill --help`; bench/README.md says what each number means.
+Run `python -m bench.prefill --help`; bench/README.md explains each number.
 """
 
 from __future__ import annotations
@@ -11,36 +11,38 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pallas_paged as pp
 from bench import cli, kv_dtypes, peers, prefill_peers, prefill_report, timing
 from bench.measure import Variant, compare
 from bench.prefill_shapes import ONE_BYTE, SHAPES, TINY
 from bench.shapes import Shape, make_case, select_shapes
 
 
-def measure_shape(shape: Shape, options: argparse.Namespace) -> dict:
-    """Everything about one shape."""
-    names = peers.implementations(options.implementation, shape)
+def measure_shape(shape: Shape, args: argparse.Namespace) -> dict:
+    """Measure one shape by all implementations."""
+    call = pp.ragged_paged_attention
     finders: dict[str, Callable[[], list[Variant]]] = {
-        name: functools.partial(prefill_peers.ours, implementation, shape)
-        for name, implementation in names.items()
+        name: functools.partial(peers.ours, call, implementation, shape.options)
+        for name, implementation in peers.implementations(args.implementation, shape).items()
     }
-    if options.peers and shape.itemsize > 1:
+    if args.peers and shape.itemsize > 1:
         finders |= {
             "cudnn": functools.partial(prefill_peers.cudnn_dense, shape),
             "mha": functools.partial(prefill_peers.jax_mha, shape),
         }
-    results = compare(make_case(shape), finders, options.iterations)
+    results = compare(make_case(shape), finders, args.iterations)
     return cli.describe(shape) | {"results": results}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measures, prints the table and returns the raw numbers."""
+    """Measure, print the table and return the raw numbers."""
     argv = sys.argv[1:] if argv is None else argv
     parser = cli.make_parser("bench.prefill", __doc__)
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     kv_dtypes.add_argument(parser)
     select = functools.partial(select_shapes, shapes=SHAPES, tiny=TINY)
-    options = cli.parse(parser, argv, select, (*SHAPES, TINY))
+    args = parser.parse_args(argv)
+    cli.check_arguments(parser, args, select, (*SHAPES, TINY))
     run: dict[str, Any] = {
         "meta": timing.describe_run("bench.prefill", argv),
         "shapes": [],
@@ -49,22 +51,22 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     run["summary"] = prefill_report.summarize(run)
 
     def measure(shape: Shape) -> dict:
-        return measure_shape(shape, options)
+        return measure_shape(shape, args)
 
     def one_byte(pair: tuple[Shape, str]) -> dict:
         shape, base = pair
         return measure(shape) | {"base": base}
 
-    def tell(result: dict, seconds: float) -> str:
+    def progress(result: dict, seconds: float) -> str:
         run["summary"] = prefill_report.summarize(run)
         return prefill_report.progress(result, seconds)
 
-    shapes = select(options.shapes)
-    if "bf16" in options.kv_dtypes:
-        cli.measure_each(run["shapes"], shapes, measure, tell, run, options)
-    pairs = kv_dtypes.one_byte([s for s in shapes if s in (*ONE_BYTE, TINY)], options.kv_dtypes)
-    cli.measure_each(run["one_byte"], pairs, one_byte, tell, run, options)
-    cli.publish(run, options, prefill_report.markdown(run), prefill_report.plot)
+    shapes = select(args.shapes)
+    if "bf16" in args.kv_dtypes:
+        cli.measure_each(run["shapes"], shapes, measure, progress, run, args)
+    pairs = kv_dtypes.one_byte([s for s in shapes if s in (*ONE_BYTE, TINY)], args.kv_dtypes)
+    cli.measure_each(run["one_byte"], pairs, one_byte, progress, run, args)
+    cli.publish(run, args, prefill_report.markdown(run), prefill_report.plot)
     return run
 
 

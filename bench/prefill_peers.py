@@ -1,4 +1,4 @@
-"""Who is measured at prompts: the library over pages, and its peers over contiguous K/V."""
+"""The peers of `ragged_paged_attention`: attention over contiguous K/V."""
 
 from __future__ import annotations
 
@@ -8,40 +8,19 @@ import warnings
 import jax
 import numpy as np
 
-import pallas_paged as pp
 from bench.measure import Prepare, Variant
 from bench.shapes import Shape
 
-# (block_q, block_k, warps, stages) of JAX's Triton attention: the best right one counts.
+# (block_q, block_k, warps, stages) of JAX's Triton attention; the fastest right one counts.
 _MHA_CONFIGS = ((64, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2))
 
 
-def ours(implementation: str | None, shape: Shape) -> list[Variant]:
-    """The library, as a caller gets it."""
-
-    def attend(q, k, v, block_table, seq_lens, cu_q_lens, *scales):
-        return pp.ragged_paged_attention(
-            q,
-            k,
-            v,
-            block_table,
-            seq_lens,
-            cu_q_lens,
-            *scales,
-            sm_scale=1.0,
-            implementation=implementation,
-            **shape.options.arguments(q.shape[1]),
-        )
-
-    return [Variant(label=implementation or "default", attend=attend)]
-
-
 def contiguous(shape: Shape, *, repeat: bool) -> Prepare:
-    """The K/V of a set as arrays `[total tokens, Hkv, D]`, row after row.
+    """A function that copies the K/V of a set to arrays `[total tokens, Hkv, D]`, row after row.
 
     Args:
-      shape: whose rows.
-      repeat: every KV head once for each query head of its group.
+        shape: the lengths of the rows.
+        repeat: repeat every KV head for each query head of its group.
     """
     group = shape.num_q_heads // shape.num_kv_heads if repeat else 1
     starts = np.cumsum([0, *shape.seq_lens[:-1]])
@@ -63,22 +42,22 @@ def contiguous(shape: Shape, *, repeat: bool) -> Prepare:
 def cudnn_dense(shape: Shape, implementation: str = "cudnn") -> list[Variant]:
     """`jax.nn.dot_product_attention` over contiguous K/V.
 
-    Its causal mask begins at the first key. So where rows have older tokens than those that ask,
-    all queries see all tokens: more than ours, and counted so. Rows of different lengths go through
-    the packed layout of the private function under it.
+    Its causal mask is aligned to the first key. Where rows hold tokens older than their queries,
+    it runs without a mask: all queries see all tokens, which is more work than ours and counted as
+    such. Rows of different lengths go through the packed layout of the private function under it.
 
     Raises:
-      NotImplementedError: if it has none of the shape's options.
+        NotImplementedError: if it lacks one of the shape's options.
     """
     options = shape.options
     if any((options.soft_cap, options.alibi, options.sinks)):
-        raise NotImplementedError(f"no {options.name} here")
-    causal = shape.asked == shape.seq_lens
+        raise NotImplementedError(f"this peer has no {options.name}")
+    causal = shape.q_lens == shape.seq_lens
     if options.sliding_window and not causal:
-        raise NotImplementedError("no window beside older tokens")
+        raise NotImplementedError("this peer has no window over older tokens")
     window = (options.sliding_window - 1, 0) if options.sliding_window else None
     num_seqs = len(shape.seq_lens)
-    uniform = len({*shape.seq_lens}) == 1 == len({*shape.asked})
+    uniform = len({*shape.seq_lens}) == 1 == len({*shape.q_lens})
 
     def attend(q, k, v, block_table, seq_lens, cu_q_lens):
         out = jax.nn.dot_product_attention(
@@ -98,9 +77,9 @@ def cudnn_dense(shape: Shape, implementation: str = "cudnn") -> list[Variant]:
             q[None],
             k[None],
             v[None],
-            q_seqlen=np.array(shape.asked, np.int32)[None],
+            q_seqlen=np.array(shape.q_lens, np.int32)[None],
             kv_seqlen=np.array(shape.seq_lens, np.int32)[None],
-            q_offsets=np.cumsum([0, *shape.asked], dtype=np.int32)[None],
+            q_offsets=np.cumsum([0, *shape.q_lens], dtype=np.int32)[None],
             kv_offsets=cu_seq_lens[None],
             scale=1.0,
             mask_type=MaskType.PADDING_CAUSAL if causal else MaskType.PADDING,
@@ -118,15 +97,15 @@ def cudnn_dense(shape: Shape, implementation: str = "cudnn") -> list[Variant]:
 
 
 def jax_mha(shape: Shape, *, interpret: bool = False) -> list[Variant]:
-    """JAX's Triton attention, causal, over contiguous K/V repeated to as many heads as q has.
+    """JAX's Triton attention, causal, over contiguous K/V with heads repeated to match q's.
 
     Raises:
-      ImportError: if this JAX has it no more.
-      NotImplementedError: if it can't do the shape.
+        ImportError: if this JAX no longer has it.
+        NotImplementedError: if it does not support the shape.
     """
     if shape.options.name:
-        raise NotImplementedError(f"no {shape.options.name} here")
-    if shape.asked != shape.seq_lens or len({*shape.seq_lens}) > 1:
+        raise NotImplementedError(f"this peer has no {shape.options.name}")
+    if shape.q_lens != shape.seq_lens or len({*shape.seq_lens}) > 1:
         raise NotImplementedError("only rows of one length, without older tokens")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

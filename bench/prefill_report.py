@@ -1,4 +1,4 @@
-"""What the prefill bench found, as a summary, a table and a chart."""
+"""Results of the prefill bench: summary, tables and chart."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from bench.report import OURS, cell, error, kernel_us, number, ratio, table
 
 NAMES = OURS | {"cudnn": "cuDNN dense", "mha": "JAX's Triton mha"}
 _COLORS = report.COLORS | {"cudnn": "#CC79A7", "mha": "#E69F00"}
-# Operations per byte of K/V below which a card of this kind reads longer than it computes.
+# Operations per byte of K/V; below this an H200 is bound by memory, not by compute.
 _RIDGE = 200
 
 
 def tflops(shape: dict, result: dict | None) -> float | None:
-    """TFLOP/s of a result: of what it computes, which is more than ours where it sees more."""
+    """TFLOP/s over the operations that the result computes: more than ours without a mask."""
     us = kernel_us(result)
     if result is None or us is None:
         return None
@@ -23,7 +23,7 @@ def tflops(shape: dict, result: dict | None) -> float | None:
 
 
 def gbps(shape: dict, result: dict | None) -> float | None:
-    """GB/s of a result over the K/V attended to."""
+    """GB/s of the K/V attended to."""
     us = kernel_us(result)
     return shape["num_bytes"] / us / 1e3 if us else None
 
@@ -40,7 +40,7 @@ def progress(shape: dict, seconds: float) -> str:
 
 
 def summarize(run: dict) -> dict[str, Any]:
-    """The choice of None, and TFLOP/s over those of others: geometric mean, least, number."""
+    """None's choice, and our TFLOP/s over each other's: geometric mean, least, number of shapes."""
     over = {}
     for name in NAMES:
         found = [
@@ -92,11 +92,11 @@ def _one_byte_table(run: dict) -> str:
             row += [cell(result, us), number(ratio(us, before), ".2f")]
             row.append(number(tflops(shape, result) if shape else None))
         rows.append(row)
-    return f"One-byte K/V, a scale for each token and head:\n\n{table(rows)}"
+    return f"{report.ONE_BYTE_TITLE}:\n\n{table(rows)}"
 
 
 def markdown(run: dict) -> str:
-    """The tables, with what they were measured on and the summary."""
+    """The tables, the provenance of their numbers and the summary."""
     blocks = [_shapes_table(run)] if run["shapes"] else []
     blocks += [_one_byte_table(run)] if run["one_byte"] else []
     blocks.append(timing.provenance(run["meta"]))
@@ -111,10 +111,10 @@ def markdown(run: dict) -> str:
 
 
 def plot(run: dict, path: Path) -> None:
-    """Writes a PNG: TFLOP/s where computing takes longer, GB/s of K/V where reading does.
+    """Write a PNG: TFLOP/s of compute-bound shapes, GB/s of K/V of memory-bound ones.
 
     Raises:
-      ValueError: if the run has no kernel times to draw.
+        ValueError: if the run has no kernel times to draw.
     """
     shapes = [shape for shape in run["shapes"] if kernel_us(shape["results"]["ours"])]
     if not shapes:
@@ -154,7 +154,7 @@ def plot(run: dict, path: Path) -> None:
                     axes.text(value, middle, words, va="center", fontsize=6)
         axes.set_yticks(range(len(chosen)), [shape["name"] for shape in chosen])
         axes.set_ylim(len(chosen) - 0.4, -0.6)
-        axes.set_xlabel(f"{unit} (more is better, * is the default)")
+        axes.set_xlabel(f"{unit} (more is better, * is None's choice)")
         axes.grid(axis="x", alpha=0.3)
     all_axes[0, 0].set_title(f"{run['meta']['device']}, bf16, JAX {run['meta']['jax']}")
     figure.legend(*all_axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)

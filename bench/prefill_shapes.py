@@ -1,4 +1,4 @@
-"""What `bench.prefill` attends to: prompts, chunks of prompts, speculation, and mixtures."""
+"""The shapes of `bench.prefill`: prompts, chunks of prompts, speculation and mixed batches."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ SHAPES = (
     _prompts(4, 4096, options=Options(alibi=True)),
     _prompts(4, 4096, options=Options(sinks=True)),
 )
-ONE_BYTE = (_LONG, _SHORT, _CHUNKS, _MIXED)  # also measured with one-byte K/V
-# Small enough for a CPU; only runs when it is named.
+ONE_BYTE = (_LONG, _SHORT, _CHUNKS, _MIXED)  # also measured with int8 and fp8 K/V
+# Small enough for a CPU; runs only when named.
 TINY = Shape(
     name="tiny",
     seq_lens=(5, 32, 17),

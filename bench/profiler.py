@@ -1,4 +1,4 @@
-"""GPU kernels of a stretch of a program, by JAX's profiler (CUPTI): which ran, and when."""
+"""GPU kernels that a call runs, with their times, from JAX's profiler (CUPTI)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Timed = tuple[str, float]  # name, microseconds
 
 
 def record(run: Callable[[], object]) -> list[Kernel]:
-    """The GPU kernels of a call, which waits for them, in the order in which they began."""
-    # Otherwise some versions of XLA's tracer keep apart what would overlap.
+    """Run a call that waits for its kernels; return the kernels by start time."""
+    # Otherwise some versions of XLA's tracer serialize kernels that would overlap.
     os.environ["TF_GPU_CUPTI_FORCE_CONCURRENT_KERNEL"] = "1"
     options = ProfileOptions()
     options.python_tracer_level = options.host_tracer_level = 0
@@ -29,7 +29,7 @@ def record(run: Callable[[], object]) -> list[Kernel]:
 
 
 def kernels_of(profile: ProfileData) -> list[Kernel]:
-    """The GPU kernels of a profile; copies and fills are none."""
+    """The GPU kernels of a profile by start time, without copies and fills."""
     kernels = [
         (event.name, event.start_ns / 1e3, event.end_ns / 1e3)
         for plane in profile.planes
@@ -42,10 +42,10 @@ def kernels_of(profile: ProfileData) -> list[Kernel]:
 
 
 def own_times(kernels: Sequence[Kernel]) -> list[Timed]:
-    """Microseconds of each kernel in which none that began before it runs.
+    """Microseconds of each kernel during which no earlier kernel runs.
 
-    So they add up to the time in which any kernel runs, and one that starts early only to wait for
-    the one before (programmatic dependent launch) is not charged with the waiting.
+    They add up to the time during which any kernel runs. A kernel that starts early and waits for
+    the previous one (programmatic dependent launch) is not charged for the wait.
     """
     times, reached = [], float("-inf")
     for name, start, end in sorted(kernels, key=lambda kernel: kernel[1]):
@@ -55,14 +55,14 @@ def own_times(kernels: Sequence[Kernel]) -> list[Timed]:
 
 
 def split_runs(times: Sequence[Timed], num_runs: int) -> list[list[Timed]]:
-    """The times of each of equal runs, one after another.
+    """Split the times of consecutive equal runs into those of each run.
 
     Raises:
-      RuntimeError: if there are no kernels, or they are not those of equal runs.
+        RuntimeError: if there are no kernels, or the runs have different kernels.
     """
     size, rest = divmod(len(times), num_runs)
     runs = [list(times[i * size : (i + 1) * size]) for i in range(num_runs)]
     names = [collections.Counter(name for name, _ in run) for run in runs]
     if rest or not size or any(found != names[0] for found in names):
-        raise RuntimeError(f"{len(times)} kernels are not those of {num_runs} equal runs")
+        raise RuntimeError(f"{len(times)} kernels do not divide into {num_runs} equal runs")
     return runs

@@ -1,12 +1,11 @@
-"""What K/V of fewer bits cost a model: perplexity of a checkpoint, and how far logits move.
+"""Measure what int8 and fp8 K/V cost a model: perplexity of a checkpoint, distance of logits.
 
-Run `python -m bench.quality --help`; bench/README.md says what each number means.
+Run `python -m bench.quality --help`; bench/README.md explains each number.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -30,12 +29,12 @@ from models.kv_cache import create_pool
 from models.tokenizer import Tokenizer
 from models.train import split_windows
 
-# The first is what the others are compared with; the second tells what rounding alone does.
+# The first is the baseline of the others; the second shows the effect of rounding alone.
 NAMES = ("bf16", "fp32", "int8", "fp8")
 
 
 def cast_to_pages(attend: Attend) -> Attend:
-    """`attend` in the dtype of the pages, where that is not of one byte, whatever the model's."""
+    """`attend` in the dtype of bf16 or f32 pages; with int8 and fp8 pages, in the model's dtype."""
 
     def cast(q, k, v, cache, *, sliding_window):
         pages = cache[0].dtype
@@ -57,14 +56,14 @@ def hidden_states(
     page_size: int,
     implementation: str | None,
 ) -> jax.Array:
-    """`[B, T, E]` of tokens i32`[B, T]`, whose K/V go into pages and are read from there.
+    """Hidden states `[B, T, E]` of tokens `i32[B, T]`, with K/V written to and read from pages.
 
     Args:
-      graphdef, params: `nnx.split(model)`.
-      tokens: rows that know nothing of each other.
-      kv_dtype: of the pages.
-      page_size: tokens of a page.
-      implementation: of `pallas_paged.ragged_paged_attention`.
+        graphdef, params: `nnx.split(model)`.
+        tokens: independent rows.
+        kv_dtype: of the pages.
+        page_size: tokens of a page.
+        implementation: of `pallas_paged.ragged_paged_attention`.
     """
     model = nnx.merge(graphdef, params)
     num_seqs, length = tokens.shape
@@ -94,17 +93,17 @@ def compare(
     targets: jax.Array,
     counts: jax.Array,
 ) -> dict[str, jax.Array]:
-    """Sums over the positions that count of what hidden states say, beside those of a reference.
+    """Sums of loss and distance over the positions that count, against reference hidden states.
 
     Args:
-      graphdef, params: `nnx.split(model)`.
-      hidden, reference: `[B, T, E]`.
-      targets: i32`[B, T]`, the token that comes next.
-      counts: f32`[B, T]`, 1 or 0.
+        graphdef, params: `nnx.split(model)`.
+        hidden, reference: `[B, T, E]`.
+        targets: `i32[B, T]`, the next tokens.
+        counts: `f32[B, T]`, 1 or 0.
 
     Returns:
-      f32`[]` each: `nats` of the targets, how often the `top1` tokens are the same, and `kl`, the
-      divergence of the distribution from the reference's.
+        `f32[]` each: `nats` of the targets, `top1`, the number of equal top tokens, and `kl`, the
+        divergence of the distribution from the reference's.
     """
     model = nnx.merge(graphdef, params)
 
@@ -128,12 +127,12 @@ def measure(
     page_size: int,
     implementation: str | None,
 ) -> dict[str, dict[str, float]]:
-    """Means of what `compare` sums, for each dtype of K/V beside the first of `NAMES`.
+    """Means per position of the sums of `compare`, for each dtype of K/V against the first.
 
     Args:
-      model: with weights of any dtype.
-      windows, counts: as `split_windows` gives them.
-      page_size, implementation: as in `hidden_states`.
+        model: with weights of any dtype.
+        windows, counts: as `split_windows` returns them.
+        page_size, implementation: as in `hidden_states`.
     """
     graphdef, params = nnx.split(model)
     totals = {name: dict.fromkeys(("nats", "top1", "kl"), 0.0) for name in NAMES}
@@ -156,58 +155,54 @@ def measure(
     return {name: {key: x / num_tokens for key, x in sums.items()} for name, sums in totals.items()}
 
 
-def measure_checkpoint(options: argparse.Namespace) -> dict[str, Any]:
-    """Of a checkpoint on the last tenth of a text, in windows that do not overlap.
+def measure_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure a checkpoint on the last tenth of a text, in windows that do not overlap.
 
     Raises:
-      ValueError: if the checkpoint or the text is of no use.
-      OSError: if the text can't be read.
+        ValueError: if the checkpoint is invalid or the text too short.
+        OSError: if the text can't be read.
     """
-    model, config = load_checkpoint(options.checkpoint, dtype=options.dtype)
-    if options.window > config.max_position_embeddings:
-        raise ValueError(
-            f"--window {options.window}: the model has {config.max_position_embeddings=}"
-        )
-    text = options.text.read_bytes()
-    tokenizer = Tokenizer(options.checkpoint)
+    model, config = load_checkpoint(args.checkpoint, dtype=args.dtype)
+    if args.window > config.max_position_embeddings:
+        raise ValueError(f"--window {args.window}: the model has {config.max_position_embeddings=}")
+    text = args.text.read_bytes()
+    tokenizer = Tokenizer(args.checkpoint)
     tokens = tokenizer.encode(text[len(text) * 9 // 10 :].decode(errors="replace"))
     if len(tokens) < 2:
-        raise ValueError(
-            f"{options.text}: its last tenth has {len(tokens)} tokens, at least 2 needed"
-        )
-    windows, counts = split_windows(np.array(tokens), options.window, options.batch)
-    how = {"page_size": options.page_size, "implementation": options.implementation}
+        raise ValueError(f"{args.text}: its last tenth has {len(tokens)} tokens, at least 2 needed")
+    windows, counts = split_windows(np.array(tokens), args.window, args.batch)
+    how = {"page_size": args.page_size, "implementation": args.implementation}
     num_bytes = len(tokenizer.decode(tokens[1:]).encode())
     return {
-        "checkpoint": str(options.checkpoint),
+        "checkpoint": str(args.checkpoint),
         "dtype": model.embed_tokens.weight[...].dtype.name,
-        "window": options.window,
+        "window": args.window,
         "num_tokens": len(tokens) - 1,
         "num_bytes": num_bytes,
         "kv": measure(model, windows, counts, **how),
     }
 
 
-def measure_random(options: argparse.Namespace) -> dict[str, Any]:
-    """Of random weights on random tokens."""
-    shape = SHAPES[options.shape]
+def measure_random(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure random weights on random tokens."""
+    shape = SHAPES[args.shape]
     vocab_size = shape.config.vocab_size
     tokens = np.random.default_rng(0).integers(
-        vocab_size, size=(1, options.batch, options.window + 1), dtype=np.int32
+        vocab_size, size=(1, args.batch, args.window + 1), dtype=np.int32
     )
-    how = {"page_size": options.page_size, "implementation": options.implementation}
-    counts = jnp.ones((1, options.batch, options.window), jnp.float32)
+    how = {"page_size": args.page_size, "implementation": args.implementation}
+    counts = jnp.ones((1, args.batch, args.window), jnp.float32)
     return {
-        "shape": options.shape,
+        "shape": args.shape,
         "dtype": jnp.dtype(shape.dtype).name,
-        "window": options.window,
-        "num_tokens": options.batch * options.window,
+        "window": args.window,
+        "num_tokens": args.batch * args.window,
         "kv": measure(random_model(shape), jnp.asarray(tokens), counts, **how),
     }
 
 
 def markdown(run: dict[str, Any]) -> str:
-    """The tables, with what they were measured on."""
+    """The tables and the provenance of their numbers."""
     blocks = []
     head = ["K/V", "same top token as bf16", "KL from bf16, nats"]
     if found := run["checkpoint"]:
@@ -226,7 +221,7 @@ def markdown(run: dict[str, Any]) -> str:
         blocks.append(
             f"Random weights of the shape `{found['shape']}` ({found['dtype']}) on"
             f" {found['num_tokens']} random tokens, rows of {found['window']}. Their logits are"
-            " nearly flat, so that the top token is a matter of little: compare with fp32, which"
+            " nearly flat, so that small changes move the top token: compare with fp32, which"
             f" differs from bf16 by rounding alone.\n\n{table(rows)}"
         )
     return "\n\n".join([*blocks, timing.provenance(run["meta"])]) + "\n"
@@ -241,48 +236,45 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.quality", description=__doc__)
     add = parser.add_argument
     add("--checkpoint", type=Path, help="folder in Hugging Face format; needs --text")
-    add("--text", type=Path, help="its last tenth is what the checkpoint is asked for")
-    add("--dtype", choices=("float32", "bfloat16"), help="of the weights; default: as stored")
+    add("--text", type=Path, help="the checkpoint is measured on its last tenth")
+    add("--dtype", choices=("float32", "bfloat16"), help="dtype of the weights; default: as stored")
     add("--shape", choices=SHAPES, help="also random weights of this shape, on random tokens")
     add("--window", type=int, default=1024, help="tokens of a row")
-    add("--batch", type=int, default=16, help="rows at a time; all the rows that --shape takes")
+    add("--batch", type=int, default=16, help="rows at a time; for --shape, all rows")
     add("--page-size", type=int, default=16)
     add("--implementation", help="of attention; default: the best for the platform and dtype")
     add("--json", type=Path, help="write all numbers here")
     add("--markdown", type=Path, help="write the tables here too")
     parser.set_defaults(plot=None)
-    options = parser.parse_args(argv)
-    if (options.checkpoint is None) != (options.text is None):
+    args = parser.parse_args(argv)
+    if (args.checkpoint is None) != (args.text is None):
         parser.error("--checkpoint and --text go together")
-    if options.checkpoint is None and options.shape is None:
+    if args.checkpoint is None and args.shape is None:
         parser.error("nothing to do without --checkpoint or --shape")
-    for name in ("window", "batch", "page_size"):
-        if getattr(options, name) < 1:
-            flag = name.replace("_", "-")
-            parser.error(f"--{flag} {getattr(options, name)} must be at least 1")
-    cli.check_outputs(parser, options)
-    return options
+    cli.require_at_least(parser, args, window=1, batch=1, page_size=1)
+    cli.check_outputs(parser, args)
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measures, prints the tables and returns the raw numbers."""
+    """Measure, print the tables and return the raw numbers."""
     argv = sys.argv[1:] if argv is None else argv
-    options = _parse(argv)
+    args = _parse(argv)
     run: dict[str, Any] = {
         "meta": timing.describe_run("bench.quality", argv),
         "checkpoint": None,
         "random": None,
     }
     try:
-        if options.checkpoint:
-            run["checkpoint"] = measure_checkpoint(options)
+        if args.checkpoint:
+            run["checkpoint"] = measure_checkpoint(args)
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
-    if options.shape:
-        run["random"] = measure_random(options)
-    if options.json:
-        options.json.write_text(json.dumps(run, indent=1) + "\n")
-    cli.publish(run, options, markdown(run))
+    if args.shape:
+        run["random"] = measure_random(args)
+    if args.json:
+        cli.write_json(args.json, run)
+    cli.publish(run, args, markdown(run))
     return run
 
 

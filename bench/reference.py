@@ -1,4 +1,4 @@
-"""Attention in f32, which the benches hold results to."""
+"""Attention in f32, the reference for the results of all benches."""
 
 from __future__ import annotations
 
@@ -18,38 +18,40 @@ def reference_states(
     v_pages: jax.Array,
     tables: jax.Array,
     seq_lens: jax.Array,
-    *scales: jax.Array,
+    *,
+    k_scales: jax.Array | None = None,
+    v_scales: jax.Array | None = None,
     options: Options = PLAIN,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention in f32 at the highest precision, query after query; q is scaled already.
+    """Attention in f32 at the highest precision, one query at a time; q is scaled already.
 
     Args:
-      q: `[N, Hq, D]`, each standing at the end of `seq_lens` tokens.
-      k_pages, v_pages: `[Hkv, P, S, D]`.
-      tables: i32`[N, pages]`.
-      seq_lens: i32`[N]`.
-      scales: of one-byte K and V, f32`[Hkv, P, S]`.
-      options: static.
+        q: `[N, Hq, D]`; each query is the last of its `seq_lens` tokens.
+        k_pages, v_pages: `[Hkv, P, S, D]`.
+        tables: `i32[N, pages]`.
+        seq_lens: `i32[N]`.
+        k_scales, v_scales: of int8 or fp8 K and V, `f32[Hkv, P, S]`.
+        options: static.
 
     Returns:
-      out f32`[N, Hq, D]` and lse f32`[N, Hq]`.
+        out `f32[N, Hq, D]` and lse `f32[N, Hq]`.
     """
     einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
     num_kv_heads, _, _, head_dim = k_pages.shape
     num_q_heads = q.shape[1]
     slopes, sinks = options.slopes(num_q_heads), options.sink_logits(num_q_heads)
 
-    def gather(pages, table, *scales):  # [Hkv, T, D]
+    def gather(pages, table, scales):  # [Hkv, T, D]
         tokens = pages[:, table].astype(jnp.float32)
-        for scale in scales:
-            tokens *= scale[:, table][..., None]
+        if scales is not None:
+            tokens *= scales[:, table][..., None]
         return tokens.reshape(num_kv_heads, -1, head_dim)
 
     def one(args):
         q, table, length = args
         q = q.reshape(num_kv_heads, -1, head_dim).astype(jnp.float32)  # [Hkv, G, D]
-        k = gather(k_pages, table, *scales[:1])
-        v = gather(v_pages, table, *scales[1:])
+        k = gather(k_pages, table, k_scales)
+        v = gather(v_pages, table, v_scales)
         logits = einsum("hgd,htd->hgt", q, k)
         if options.soft_cap is not None:
             logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)

@@ -1,4 +1,4 @@
-"""Words for numbers: what the tables of all benches are made of."""
+"""Numbers as text: the cells and sentences that the tables of all benches share."""
 
 from __future__ import annotations
 
@@ -6,37 +6,38 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-# Of the library: as a caller gets it, and its implementations.
+# The library: None's choice, and each implementation by name.
 OURS = {"ours": "pallas_paged", "triton": "pallas_paged Triton", "mosaic": "pallas_paged Mosaic"}
-# Okabe and Ito's palette, told apart by people with any colour vision.
+# Okabe and Ito's palette, distinct for any colour vision.
 COLORS = {"ours": "#0072B2", "triton": "#56B4E9", "mosaic": "#D55E00"}
-SLACK = 1.02  # within which the faster of two is a matter of the day
+SLACK = 1.02  # smaller ratios of two times are noise
+ONE_BYTE_TITLE = "int8 and fp8 K/V, a scale for each token and head"
 
 
 def kernel_us(result: dict | None) -> float | None:
-    """Median kernel time of a floor or of a right result, None if there is none."""
+    """Median kernel time of a floor or a right result, or None."""
     if result is None or result["status"] != "ok" or not result["kernel_us"]:
         return None
     return result["kernel_us"]["median"]
 
 
 def number(value: float | None, spec: str = ".1f") -> str:
-    """A number, or a dash where there is none."""
+    """A formatted number; a dash for None."""
     return "-" if value is None else format(value, spec)
 
 
 def ratio(over: float | None, under: float | None) -> float | None:
-    """One over the other, if there are both."""
+    """The quotient, or None if either is missing or 0."""
     return over / under if over and under else None
 
 
 def geomean(values: Sequence[float]) -> float | None:
-    """Their geometric mean, if there are any."""
+    """The geometric mean, or None without values."""
     return math.exp(sum(map(math.log, values)) / len(values)) if values else None
 
 
 def chosen(result: dict | None) -> str:
-    """Whose kernels the program of a right result has: a name of `OURS`, "xla", or a dash."""
+    """The implementation whose kernels a right result runs, else a dash."""
     if result is None or result["status"] != "ok":
         return "-"
     targets = " ".join(result["custom_calls"])
@@ -44,48 +45,48 @@ def chosen(result: dict | None) -> str:
 
 
 def loss(results: dict[str, dict]) -> float | None:
-    """Time of what None chooses over that of the faster implementation, if there are times."""
+    """Time of None's choice over the time of the faster implementation, or None without times."""
     named = [us for name in ("triton", "mosaic") if (us := kernel_us(results.get(name)))]
     return ratio(kernel_us(results.get("ours")), min(named, default=None))
 
 
 def choice(results: dict[str, dict]) -> str:
-    """Whose kernels None chooses, and what that costs where it is not the faster one."""
+    """The implementation that None chooses, and its loss where the other one is faster."""
     lost = loss(results)
     late = f" ({lost:.2f} of the faster)" if lost and lost > SLACK else ""
     return chosen(results.get("ours")) + late
 
 
 def summarize_choice(shapes: Sequence[dict]) -> dict[str, Any]:
-    """On how many shapes None chooses the faster implementation, and what it costs at most."""
+    """The number of shapes on which None chooses the faster implementation, and its worst loss."""
     losses = [lost for shape in shapes if (lost := loss(shape["results"]))]
     right = sum(lost <= SLACK for lost in losses)
     return {"shapes": len(losses), "right": right, "worst": max(losses, default=None)}
 
 
 def choice_in_words(summary: dict[str, Any]) -> list[str]:
-    """What `summarize_choice` found, if anything."""
+    """A sentence about what `summarize_choice` found, if it compared any shapes."""
     if not summary["shapes"]:
         return []
     return [
-        f"What None chooses is the faster one (within {SLACK - 1:.0%}) on {summary['right']} of"
+        f"None chooses the faster implementation (within {SLACK - 1:.0%}) on {summary['right']} of"
         f" {summary['shapes']} shapes, and takes at most {summary['worst']:.2f} of its time"
     ]
 
 
 def to_show(names: Sequence[str]) -> list[str]:
-    """Without what None chooses where the implementations are shown: it is one of them."""
+    """The names without "ours" where implementations are shown by name: None's choice is one."""
     named = {"triton", "mosaic"} & {*names}
     return [name for name in names if name != "ours" or not named]
 
 
 def mark(shape: dict, name: str) -> str:
-    """A star behind what None chooses."""
+    """A star for the implementation that None chooses."""
     return "*" * (name == chosen(shape["results"].get("ours")))
 
 
 def time(result: dict) -> str:
-    """Median and spread of a result's kernel times, or what is wrong with it."""
+    """Median and spread of a result's kernel times, or its status if that is not ok."""
     if result["status"] != "ok":
         return result["status"].upper()
     spread = result["kernel_us"]
@@ -100,12 +101,12 @@ def wall(result: dict) -> str:
 
 
 def error(result: dict) -> str:
-    """A result's relative error."""
+    """Relative L2 error of a result."""
     return number(result.get("relative_l2"), ".1e")
 
 
 def cell(result: dict | None, value: float | None, spec: str = ".1f") -> str:
-    """A value of a result with its error, WRONG if that is too large, a dash if there is none."""
+    """A value and the error of a result; WRONG if that is too large, a dash without a value."""
     if result is None:
         return "-"
     if result["status"] == "wrong":
@@ -114,7 +115,7 @@ def cell(result: dict | None, value: float | None, spec: str = ".1f") -> str:
 
 
 def reasons(results: dict[str, dict], names: dict[str, str]) -> str:
-    """Lines that say why there are no numbers."""
+    """A line for each result without numbers, with the reason."""
     found = ((names[name], result) for name, result in results.items())
     return "".join(
         f"\n  {name}: {result['reason']}" for name, result in found if "reason" in result
@@ -122,6 +123,6 @@ def reasons(results: dict[str, dict], names: dict[str, str]) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Markdown of a header and the rows below it."""
+    """A Markdown table; the first row is the header."""
     head, *body = ("| " + " | ".join(row) + " |" for row in rows)
     return "\n".join([head, "|---" * len(rows[0]) + "|", *body])

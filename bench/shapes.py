@@ -1,4 +1,4 @@
-"""What is attended to: shapes of calls, those that are decoded, and their data."""
+"""Shapes of attention calls, those of `bench.decode`, and their data."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ from bench.options import PLAIN, Options
 _COLD_BYTES = 256 << 20  # several times the L2 of an H200
 _MAX_BYTES = 4 << 30
 _MIN_CALLS = 8
-_MAX_SETS = 64  # of K/V of one byte, half as many of two
+_MAX_SETS = 64  # of int8 and fp8 K/V; half of it for bf16
 _SCALE_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """One call: how many tokens attend to how many, with what options.
+    """Static description of one call.
 
     Attributes:
-      seq_lens: tokens that each row holds.
-      q_lens: how many of them, the newest, ask; none given means one of each row.
-      shared_prefix: how many of them, the oldest, are in pages that all rows share.
-      kv_dtype: of the pages; one-byte pages have a scale for each token and head.
+        name: name in tables and for `--shapes`.
+        seq_lens: tokens of each row.
+        q_lens: query tokens of each row, its newest tokens; default: one each.
+        shared_prefix: oldest tokens of each row, in pages that all rows share.
+        num_q_heads, num_kv_heads, head_dim, page_size: sizes of the arrays.
+        options: options of the call.
+        kv_dtype: dtype of the pages; int8 and fp8 pages have a scale for each token and head.
     """
 
     name: str
@@ -43,21 +46,19 @@ class Shape:
     options: Options = PLAIN
     kv_dtype: str = "bfloat16"
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "q_lens", self.q_lens or (1,) * len(self.seq_lens))
+
     @property
     def itemsize(self) -> int:
-        """Bytes of an element of K or V."""
+        """Bytes per element of K or V."""
         return jnp.dtype(self.kv_dtype).itemsize
 
     @property
-    def asked(self) -> tuple[int, ...]:
-        """Query tokens of each row."""
-        return self.q_lens or (1,) * len(self.seq_lens)
-
-    @property
     def num_bytes(self) -> int:
-        """Bytes of the K and V that are attended to, and of their scales; what is shared once."""
+        """Bytes of K, V and their scales that are attended to; a shared prefix counts once."""
         window = self.options.sliding_window
-        rows = zip(self.asked, self.seq_lens, strict=True)
+        rows = zip(self.q_lens, self.seq_lens, strict=True)
         return self._bytes_of(min(n, q + window - 1) if window else n for q, n in rows)
 
     def _bytes_of(self, lens: Iterable[int]) -> int:
@@ -67,33 +68,33 @@ class Shape:
 
     @property
     def num_flops(self) -> int:
-        """Of both products, over the (query, key) pairs that the masks let through."""
+        """Operations of both products, over the (query, key) pairs that the masks let through."""
         pairs = sum(int(self.keys_of(row).sum()) for row in range(len(self.seq_lens)))
         return 4 * self.num_q_heads * self.head_dim * pairs
 
     def keys_of(self, row: int) -> np.ndarray:
-        """i64`[q_len]`, the keys that each query of a row sees."""
-        length, asked = self.seq_lens[row], self.asked[row]
-        keys = np.arange(length - asked, length, dtype=np.int64) + 1
+        """`i64[q_len]`, the number of keys that each query of a row sees."""
+        length, q_len = self.seq_lens[row], self.q_lens[row]
+        keys = np.arange(length - q_len, length, dtype=np.int64) + 1
         window = self.options.sliding_window
         return np.minimum(keys, window) if window else keys
 
     @property
     def pages_per_seq(self) -> int:
-        """Table width: a power of two, because JAX's own op must divide it."""
+        """Width of the block table, a power of two because JAX's own op splits it evenly."""
         longest = -(-max(self.seq_lens) // self.page_size)
         return 1 << (longest - 1).bit_length()
 
     @property
     def num_sets(self) -> int:
-        """Disjoint sets of pages to rotate among, so that no call finds its K/V in the L2."""
+        """Disjoint sets of pages for the calls to rotate among, so that K/V are never in the L2."""
         sets = min(_MAX_SETS // self.itemsize, max(2, math.ceil(_COLD_BYTES / self.num_bytes)))
-        # What does not fit twice is many times the L2 by itself.
+        # One set that does not fit twice is many times the L2 by itself.
         return max(1, min(sets, _MAX_BYTES // self._bytes_of(self.seq_lens)))
 
     @property
     def num_calls(self) -> int:
-        """Calls per run, as if each were a layer of a model."""
+        """Calls per run, like the layers of a model."""
         return self.num_sets * math.ceil(_MIN_CALLS / self.num_sets)
 
 
@@ -109,7 +110,7 @@ def uniform(
     name: str = "",
     options: Options = PLAIN,
 ) -> Shape:
-    """Rows that are all alike; `name` stands for `num_seqs x length`."""
+    """A shape whose rows are all alike; `name` replaces `num_seqs x length` in its name."""
     words = (name or f"{num_seqs}x{length}", f"{hq}/{hkv}/{head_dim}/{page_size}", options.name)
     return Shape(
         name=" ".join(words).rstrip(),
@@ -149,13 +150,13 @@ SHAPES = (
     uniform(64, 4096, 32, 8, 128, 64),
     Shape(name="64 ragged 32/8/128/16", seq_lens=ragged_lens(16384)),
 )
-# Small enough for a CPU; only runs when it is named.
+# Small enough for a CPU; runs only when named.
 TINY = Shape(
     name="tiny", seq_lens=(5, 32, 17), num_q_heads=4, num_kv_heads=2, head_dim=16, page_size=4
 )
 _WINDOW = Options(sliding_window=1024)
 _TINY_OPTIONS = Options(soft_cap=50.0, sliding_window=7, alibi=True, sinks=True, return_lse=True)
-# A shape with options, and the plain one that says what they cost.
+# A shape with options, and the plain shape that it is compared with.
 OPTION_PAIRS = (
     *(
         (uniform(64, 4096, options=options), uniform(64, 4096))
@@ -177,7 +178,7 @@ TINY_PAIR = (dataclasses.replace(TINY, name="tiny options", options=_TINY_OPTION
 def select_shapes(
     filters: Sequence[str], shapes: Sequence[Shape] = SHAPES, tiny: Shape = TINY
 ) -> list[Shape]:
-    """Shapes whose name contains one of the filters; all but the tiny one if there are none."""
+    """Shapes whose name contains one of the filters; without filters all but the tiny one."""
     if not filters:
         return list(shapes)
     return [s for s in (*shapes, tiny) if any(f in s.name for f in filters)]
@@ -185,64 +186,73 @@ def select_shapes(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """The data of one shape: `num_sets` sets of pages, scattered at random over one pool."""
+    """The data of one shape: `num_sets` sets of pages, scattered at random over one pool.
+
+    Attributes:
+        shape: the shape.
+        q: `bf16[T, Hq, D]`, scaled already.
+        k_pages, v_pages: `[Hkv, P, S, D]`.
+        scales: `k_scales` and `v_scales` `f32[Hkv, P, S]` of int8 or fp8 pages, else empty.
+        tables: `i32[num_sets, B, N]`.
+        seq_lens: `i32[B]`.
+        cu_q_lens: `i32[B + 1]`.
+    """
 
     shape: Shape
-    q: jax.Array  # [T, Hq, D], scaled already
-    k_pages: jax.Array  # [Hkv, P, S, D]
+    q: jax.Array
+    k_pages: jax.Array
     v_pages: jax.Array
-    scales: tuple[jax.Array, ...]  # of K and of V, f32[Hkv, P, S], with one-byte pages
-    tables: np.ndarray  # i32[num_sets, B, N]
-    seq_lens: jax.Array  # i32[B]
-    cu_q_lens: jax.Array  # i32[B + 1]
+    scales: dict[str, jax.Array]
+    tables: np.ndarray
+    seq_lens: jax.Array
+    cu_q_lens: jax.Array
 
     @property
     def lens(self) -> tuple[jax.Array, ...]:
-        """The lengths that a call is given, all of them data.
+        """The arguments of a call after its block table.
 
-        `seq_lens`; then `cu_q_lens` where rows have more than one query; or `prefix_lens` i32`[1]`
-        and `cu_group_sizes` i32`[2]` where they share a prefix.
+        `seq_lens`; then `cu_q_lens` where rows have several queries, or `prefix_lens` `i32[1]` and
+        `cu_group_sizes` `i32[2]` where rows share a prefix.
         """
         if self.shape.shared_prefix:
             ends = jnp.array([0, len(self.shape.seq_lens)], jnp.int32)
             return self.seq_lens, jnp.array([self.shape.shared_prefix], jnp.int32), ends
-        return (self.seq_lens, self.cu_q_lens)[: 1 + (max(self.shape.asked) > 1)]
+        return (self.seq_lens, self.cu_q_lens)[: 1 + (max(self.shape.q_lens) > 1)]
 
     def sample(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(token, row, length) of the first, middle and last query of four rows at most.
 
-        The rows go from the shortest to the longest; a query at the end of `length` tokens sees
-        what this one does.
+        The rows go from the shortest to the longest. The query sees the first `length` tokens.
         """
-        firsts, lens, asked = np.asarray(self.cu_q_lens), self.shape.seq_lens, self.shape.asked
+        firsts, lens, q_lens = np.asarray(self.cu_q_lens), self.shape.seq_lens, self.shape.q_lens
         order = np.argsort(lens, kind="stable")
         found = [
-            (firsts[row] + i, row, lens[row] - asked[row] + i + 1)
+            (firsts[row] + i, row, lens[row] - q_lens[row] + i + 1)
             for row in order[np.linspace(0, len(order) - 1, min(4, len(order)), dtype=int)]
-            for i in sorted({0, asked[row] // 2, asked[row] - 1})
+            for i in sorted({0, q_lens[row] // 2, q_lens[row] - 1})
         ]
         token, row, length = np.array(found, np.int32).T
         return token, row, length
 
 
 def make_case(shape: Shape, *, seed: int = 0) -> Case:
-    """Random normal data on the device, and a random permutation of all pages.
+    """Make random normal data on the device and a random permutation of all pages.
 
-    One-byte pages are what `write_kv` makes of such data.
+    `write_kv` quantizes such data to int8 and fp8 pages.
     """
     blocks = np.array([-(-n // shape.page_size) for n in shape.seq_lens])
     shared = shape.shared_prefix // shape.page_size
     num_pages = shape.num_sets * (shared + int((blocks - shared).sum()))
     pages = np.random.default_rng(seed).permutation(num_pages).astype(np.int32)
     pages = pages.reshape(shape.num_sets, -1)
-    # Unused entries name a page that exists: not every peer leaves them alone.
+    # Unused entries name a page that exists, because some peers read it.
     tables = np.zeros((shape.num_sets, len(blocks), shape.pages_per_seq), np.int32)
     column = np.arange(shape.pages_per_seq)
     tables[:, :, :shared] = pages[:, None, :shared]
     tables[:, (column >= shared) & (column < blocks[:, None])] = pages[:, shared:]
 
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), 3)
-    q = _normal(keys[0], (sum(shape.asked), shape.num_q_heads, shape.head_dim))
+    q = _normal(keys[0], (sum(shape.q_lens), shape.num_q_heads, shape.head_dim))
     dims = (shape.num_kv_heads, num_pages, shape.page_size, shape.head_dim)
     if shape.itemsize == 1:
         k_pages, v_pages, *scales = _quantized(keys[1], keys[2], dims, shape.kv_dtype)
@@ -253,10 +263,10 @@ def make_case(shape: Shape, *, seed: int = 0) -> Case:
         q=q * jnp.bfloat16(shape.head_dim**-0.5),
         k_pages=k_pages,
         v_pages=v_pages,
-        scales=tuple(scales),
+        scales=dict(zip(("k_scales", "v_scales"), scales, strict=False)),
         tables=tables,
         seq_lens=jnp.array(shape.seq_lens, jnp.int32),
-        cu_q_lens=jnp.array(np.cumsum([0, *shape.asked]), jnp.int32),
+        cu_q_lens=jnp.array(np.cumsum([0, *shape.q_lens]), jnp.int32),
     )
 
 
@@ -269,7 +279,7 @@ def _normal(key: jax.Array, dims: tuple[int, ...]) -> jax.Array:
 def _quantized(
     k_key: jax.Array, v_key: jax.Array, dims: tuple[int, int, int, int], dtype: str
 ) -> tuple[jax.Array, ...]:
-    """Pages `[Hkv, P, S, D]` of K and of V that `write_kv` has filled, and their scales."""
+    """Pages `[Hkv, P, S, D]` of K and of V, filled by `write_kv`, and their scales."""
     num_kv_heads, num_pages, page_size, head_dim = dims
     pool = pp.create_kv_pool(
         num_layers=1,

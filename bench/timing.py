@@ -1,4 +1,4 @@
-"""How the benches measure: kernel times by CUPTI, wall times, the read floor, and on what."""
+"""How the benches measure: kernel times by CUPTI, wall times, the read floor, provenance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 
 from bench import profiler
 
-# (block of i32, warps, programs per SM) of the read kernel; the best one counts.
+# (block of i32, warps, programs per SM) of the read kernel; the fastest counts.
 _READ_CONFIGS = (
     (1024, 4, 16),
     (2048, 4, 8),
@@ -44,6 +44,7 @@ class Spread:
 
     @classmethod
     def of(cls, times: Sequence[float]) -> Spread:
+        """The spread of these times."""
         p10, median, p90 = np.percentile(times, [10, 50, 90])
         return cls(median=float(median), p10=float(p10), p90=float(p90))
 
@@ -54,22 +55,22 @@ def _require_gpu() -> None:
 
 
 def kernel_times(compiled: Any, args: tuple, *, iterations: int) -> list[list[profiler.Timed]]:
-    """GPU kernels of each run of a jitted function, as they begin, with their `profiler.own_times`.
+    """Own times (`profiler.own_times`) of the GPU kernels of each run, in order of start.
 
     Args:
-      compiled: a jitted or compiled function.
-      args: its arguments.
-      iterations: runs to report, after two that are not.
+        compiled: a jitted or compiled function.
+        args: its arguments.
+        iterations: runs to report; two more run first and are left out.
 
     Raises:
-      RuntimeError: if there is no GPU, no CUPTI, or the runs launched different kernels.
+        RuntimeError: if there is no GPU, no CUPTI, or the runs launched different kernels.
     """
     _require_gpu()
 
     def run_all() -> None:
         jax.block_until_ready([compiled(*args) for _ in range(iterations + 1)])
 
-    jax.block_until_ready(compiled(*args))  # nothing that happens only once is in the trace
+    jax.block_until_ready(compiled(*args))  # first-time work is not in the profile
     kernels = profiler.record(run_all)
     if not kernels:
         raise RuntimeError("CUPTI reported no kernels")
@@ -77,8 +78,10 @@ def kernel_times(compiled: Any, args: tuple, *, iterations: int) -> list[list[pr
 
 
 def wall_times(compiled: Any, args: tuple, *, iterations: int) -> list[float]:
-    """Host-clock microseconds of one run, from `iterations` batches of runs queued back to back,
-    long enough for the waits at their ends not to matter."""
+    """Host-clock microseconds per run, one value for each of `iterations` batches of queued runs.
+
+    A batch lasts 20 ms or 100 runs, so that the wait at its end does not matter.
+    """
     jax.block_until_ready(compiled(*args))
     start = time.perf_counter()
     jax.block_until_ready(compiled(*args))
@@ -92,8 +95,10 @@ def wall_times(compiled: Any, args: tuple, *, iterations: int) -> list[float]:
 
 
 def compile_all(lowered: Iterable[Any]) -> list[Any]:
-    """Compiles in parallel, while `lowered` goes on to make the next one; an entry that is or
-    raises an exception stays that exception."""
+    """Compile in parallel while the iterator `lowered` makes the next entry.
+
+    An entry that is an exception, or whose compilation raises one, gives that exception.
+    """
 
     def compile_one(entry: Any) -> Any:
         if isinstance(entry, Exception):
@@ -129,19 +134,19 @@ def read(
     num_warps: int,
     interpret: bool = False,
 ) -> jax.Array:
-    """Reads `num_bytes` of x once and does nothing else that costs time.
+    """Read `num_bytes` of x once, without other work that takes time.
 
     Args:
-      x: i32`[n]`.
-      start: i32`[1]`, first block to read.
-      prev: i32`[num_programs]`, added to the result so that one read can wait for another.
-      num_bytes: bytes to read, a multiple of `4 * block`.
-      block: i32 elements per load.
-      num_warps: warps per program.
-      interpret: run the kernel in interpret mode.
+        x: `i32[n]`.
+        start: `i32[1]`, first block to read.
+        prev: `i32[num_programs]`, added to the result so that a read can wait for another one.
+        num_bytes: bytes to read, a multiple of `4 * block`.
+        block: i32 elements per load.
+        num_warps: warps per program.
+        interpret: run the kernel in interpret mode.
 
     Returns:
-      i32`[num_programs]`, whose sum is that of what was read plus that of `prev`.
+        `i32[num_programs]`, whose sum is the sum of all that was read and of `prev`.
     """
     from jax.experimental.pallas import triton as plgpu
 
@@ -159,16 +164,16 @@ def read(
 
 
 def floor_times(num_bytes: int, *, num_sets: int, num_calls: int, iterations: int) -> Spread:
-    """Microseconds that a kernel needs which only reads `num_bytes`, cold, at its best config.
+    """Microseconds that a read-only kernel takes for `num_bytes`, cold, at its best config.
 
     Args:
-      num_bytes: bytes of one call, rounded up to 32 KiB.
-      num_sets: disjoint stretches of memory among which the calls rotate.
-      num_calls: calls in a row per run; the time of one is reported.
-      iterations: runs.
+        num_bytes: bytes of one call, rounded up to 32 KiB.
+        num_sets: disjoint ranges of memory among which the calls rotate.
+        num_calls: calls per run; the time per call is reported.
+        iterations: runs.
 
     Raises:
-      RuntimeError: if no config could be measured.
+        RuntimeError: if there is no GPU or no config compiles.
     """
     _require_gpu()
     num_bytes = -(-num_bytes // _READ_GRAIN) * _READ_GRAIN
@@ -183,7 +188,7 @@ def floor_times(num_bytes: int, *, num_sets: int, num_calls: int, iterations: in
     spreads, errors, calls = [], [], []
     for block, _, per_sm in _READ_CONFIGS:
         first = [i % num_sets * (num_bytes // (4 * block)) for i in range(num_calls)]
-        # Arguments, not constants: nothing but the reads may run on the GPU.
+        # Arguments, not constants, so that only the reads run on the GPU.
         starts = tuple(jnp.array([block_index], jnp.int32) for block_index in first)
         calls.append((x, starts, jnp.zeros((num_sms * per_sm,), jnp.int32)))
 
@@ -207,7 +212,7 @@ def floor_times(num_bytes: int, *, num_sets: int, num_calls: int, iterations: in
         if isinstance(compiled, Exception):
             errors.append(compiled)
             continue
-        wall_times(compiled, args, iterations=2)  # brings the clocks up
+        wall_times(compiled, args, iterations=2)  # raises the GPU's clocks
         runs = kernel_times(compiled, args, iterations=iterations)
         spreads.append(Spread.of([sum(us for _, us in run) / num_calls for run in runs]))
     if not spreads:
@@ -225,7 +230,7 @@ def _driver() -> str | None:
 
 
 def describe_run(module: str, argv: Sequence[str]) -> dict[str, Any]:
-    """Where, when and with what the numbers of `python -m module` were made."""
+    """Device, versions, date and command of a run of `python -m module`."""
     return {
         "device": jax.devices()[0].device_kind,
         "driver": _driver(),
@@ -237,7 +242,7 @@ def describe_run(module: str, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def provenance(meta: dict[str, Any]) -> str:
-    """The lines under a table that say where its numbers come from."""
+    """The lines under a table that give the device, versions, date and command."""
     return (
         f"{meta['device']}, JAX {meta['jax']}, driver {meta['driver']}, {meta['date']}.\n"
         f"Command: `{meta['command']}`"

@@ -1,38 +1,32 @@
-"""Searches configs of a kernel on this device, from the heuristic on, and keeps the better ones.
+"""Search for configs that are faster than the heuristic's on this device.
 
-Run `python -m bench.tune --help`; bench/README.md says how it searches.
+Run `python -m bench.tune --help`; bench/README.md explains the search.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import gc
-import importlib.resources
-import json
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental import pallas as pl
 
 import pallas_paged as pp
-from bench import kv_dtypes, prefill_shapes, shapes, timing
-from bench.measure import Variant, measure_all
+from bench import cli, kv_dtypes, prefill_shapes, shapes, timing
+from bench.measure import Variant, measure_all, reason
 from bench.options import PLAIN
-from bench.report import table
+from bench.report import reasons, table
 from bench.shapes import Case, Shape, make_case, select_shapes
-from pallas_paged.kernels import tuned
-from pallas_paged.kernels.mosaic import config as mosaic_tuning
-from pallas_paged.kernels.triton import config as tuning
+from pallas_paged.kernels.mosaic import config as mosaic_config
+from pallas_paged.kernels.triton import config as triton_config
 
-TABLE = Path(str(importlib.resources.files("pallas_paged.kernels") / "tuned.json"))
-LEAST_GAIN = 1.02
 _SM_BYTES, _SM_THREADS = 228 << 10, 2048  # of Hopper
-# Factors by which a step of the search changes a tile: one field, or some traded for each other.
+# Factors by which a step of the search changes a config: one field, or a trade between fields.
 _STEPS: tuple[dict[str, float], ...] = (
     {"block_k": 2},
     {"block_k": 1 / 2},
@@ -42,20 +36,20 @@ _STEPS: tuple[dict[str, float], ...] = (
     {"num_warps": 1 / 2},
     {"num_stages": 3 / 2},
     {"num_stages": 2 / 3},
-    {"programs_per_sm": 2},
-    {"programs_per_sm": 3 / 2},
-    {"programs_per_sm": 3 / 4},
-    {"programs_per_sm": 1 / 2},
-    {"block_k": 2, "programs_per_sm": 1 / 2},
-    {"block_k": 1 / 2, "programs_per_sm": 2},
-    {"num_warps": 2, "programs_per_sm": 1 / 2},
-    {"num_warps": 1 / 2, "programs_per_sm": 2},
+    {"num_programs": 2},
+    {"num_programs": 3 / 2},
+    {"num_programs": 3 / 4},
+    {"num_programs": 1 / 2},
+    {"block_k": 2, "num_programs": 1 / 2},
+    {"block_k": 1 / 2, "num_programs": 2},
+    {"num_warps": 2, "num_programs": 1 / 2},
+    {"num_warps": 1 / 2, "num_programs": 2},
     {"num_warps": 2, "block_q": 2},
     {"num_warps": 1 / 2, "block_q": 1 / 2},
-    {"num_warps": 1 / 2, "block_q": 1 / 2, "programs_per_sm": 2},
-    {"num_stages": 3 / 2, "programs_per_sm": 3 / 4},
+    {"num_warps": 1 / 2, "block_q": 1 / 2, "num_programs": 2},
+    {"num_stages": 3 / 2, "num_programs": 3 / 4},
     {"num_stages": 3 / 2, "block_k": 1 / 2},
-    {"num_stages": 3 / 2, "programs_per_sm": 1 / 2},
+    {"num_stages": 3 / 2, "num_programs": 1 / 2},
     {"num_stages": 2 / 3, "block_k": 2},
     {"num_consumers": 2},
     {"num_consumers": 1 / 2},
@@ -63,91 +57,77 @@ _STEPS: tuple[dict[str, float], ...] = (
     {"num_q_stages": 1 / 2},
 )
 
-Tile = dict[str, int]  # a config with programs_per_sm in place of num_programs
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """What is tuned: the call, its config, the heuristic that chooses it, and for what.
+    """A kernel whose configs are searched.
 
     Attributes:
-      fits: whether an SM can hold so many programs of a config.
-      ragged: a config depends on the number of query tokens, not on the page size.
-      whole_device: `num_programs` counts those of all KV heads.
+        call: the attention function.
+        heuristic: returns the heuristic's config for the arguments of `sizes` and `num_sms`.
+        fits: whether an SM can hold `programs` programs of a config.
+        shapes: the shapes to search for.
+        tiny: a shape small enough for a CPU.
+        ragged: a config depends on the number of query tokens and not on the page size.
     """
 
     call: Callable[..., Any]
-    config: type
     heuristic: Callable[..., Any]
     fits: Callable[[Any, int, Shape], bool]
     shapes: tuple[Shape, ...]
     tiny: Shape
     ragged: bool = False
-    whole_device: bool = False
-
-    def programs_at_once(self, shape: Shape) -> int:
-        """Programs that one of `num_programs` stands for."""
-        return 1 if self.whole_device else shape.num_kv_heads
 
 
-def _triton_fits(config: Any, per_sm: int, shape: Shape) -> bool:
-    row_bytes = tuning.next_power_of_2(shape.head_dim) * shape.itemsize
-    held = max(1, config.num_stages - 1) * 2 * config.block_k * row_bytes
-    return per_sm * held <= _SM_BYTES and per_sm * config.num_warps * 32 <= _SM_THREADS
+def _triton_fits(config: Any, programs: int, shape: Shape) -> bool:
+    row_bytes = pl.next_power_of_2(shape.head_dim) * shape.itemsize
+    tiles = max(1, config.num_stages - 1) * 2 * config.block_k * row_bytes
+    return programs * tiles <= _SM_BYTES and programs * config.num_warps * 32 <= _SM_THREADS
 
 
-def _mosaic_fits(config: Any, per_sm: int, shape: Shape) -> bool:
+def _mosaic_fits(config: Any, programs: int, shape: Shape) -> bool:
     group = shape.num_q_heads // shape.num_kv_heads
-    needed = mosaic_tuning.shared_memory(
+    needed = mosaic_config.shared_memory(
         config, group=group, head_dim=shape.head_dim, itemsize=shape.itemsize
     )
-    return needed <= mosaic_tuning.shared_memory_limit(per_sm)
+    return needed <= mosaic_config.shared_memory_limit(programs)
 
 
 _DECODE = Kernel(
     call=pp.paged_attention,
-    config=pp.DecodeConfig,
-    heuristic=tuning.decode_config,
+    heuristic=triton_config.decode_config,
     fits=_triton_fits,
     shapes=shapes.SHAPES,
     tiny=shapes.TINY,
 )
 _RAGGED = Kernel(
     call=pp.ragged_paged_attention,
-    config=pp.RaggedConfig,
-    heuristic=tuning.ragged_config,
+    heuristic=triton_config.ragged_config,
     fits=_triton_fits,
     shapes=tuple(s for s in prefill_shapes.SHAPES if s.options == PLAIN),
     tiny=prefill_shapes.TINY,
     ragged=True,
 )
-KERNELS = {  # as `tuned.KERNELS` names them; the kind of a config chooses the implementation
+KERNELS = {  # the class of a config chooses the implementation
     "decode": _DECODE,
     "ragged": _RAGGED,
     "mosaic_decode": dataclasses.replace(
-        _DECODE,
-        config=mosaic_tuning.MosaicDecodeConfig,
-        heuristic=mosaic_tuning.decode_config,
-        fits=_mosaic_fits,
+        _DECODE, heuristic=mosaic_config.decode_config, fits=_mosaic_fits
     ),
     "mosaic_ragged": dataclasses.replace(
-        _RAGGED,
-        config=mosaic_tuning.MosaicRaggedConfig,
-        heuristic=mosaic_tuning.ragged_config,
-        fits=_mosaic_fits,
-        whole_device=True,
+        _RAGGED, heuristic=mosaic_config.ragged_config, fits=_mosaic_fits
     ),
 }
 
 
 def num_sms() -> int:
-    """Streaming multiprocessors of this device; some number where there are none."""
+    """Streaming multiprocessors of this device; 4 where there are none."""
     return getattr(jax.devices()[0], "core_count", None) or 4
 
 
-def static_key(kernel: Kernel, shape: Shape) -> dict[str, int]:
-    """What a config may depend on."""
-    key = {
+def heuristic_config(kernel: Kernel, shape: Shape) -> Any:
+    """The heuristic's config for a shape."""
+    sizes = {
         "num_q_heads": shape.num_q_heads,
         "num_kv_heads": shape.num_kv_heads,
         "head_dim": shape.head_dim,
@@ -155,59 +135,33 @@ def static_key(kernel: Kernel, shape: Shape) -> dict[str, int]:
         "num_seqs": len(shape.seq_lens),
         "itemsize": shape.itemsize,
     }
-    if kernel.ragged:
-        key["num_tokens"] = sum(shape.asked)
-    else:
-        key["page_size"] = shape.page_size
-    return key
+    sizes |= {"num_tokens": sum(shape.q_lens)} if kernel.ragged else {"page_size": shape.page_size}
+    return kernel.heuristic(**sizes, num_sms=num_sms())
 
 
-def to_tile(kernel: Kernel, config: Any, shape: Shape) -> Tile:
-    """The tile of a config."""
-    fields = dataclasses.asdict(config)
-    programs = fields.pop("num_programs") * kernel.programs_at_once(shape)
-    del fields["fixed_split_size"]
-    return fields | {"programs_per_sm": max(1, round(programs / num_sms()))}
-
-
-def to_config(kernel: Kernel, tile: Tile, shape: Shape) -> Any:
-    """The config of a tile.
-
-    Raises:
-      ValueError: if the kernel can't have it.
-    """
-    fields = {name: n for name, n in tile.items() if name != "programs_per_sm"}
-    programs = tile["programs_per_sm"] * num_sms() // kernel.programs_at_once(shape)
-    return kernel.config(num_programs=max(1, programs), **fields)
-
-
-def neighbours(kernel: Kernel, tile: Tile, shape: Shape) -> list[Tile]:
-    """Tiles a step away, without those of which an SM can't hold as many as they want."""
-    found: list[Tile] = []
+def neighbours(kernel: Kernel, config: Any, shape: Shape) -> list[Any]:
+    """Valid configs one step away whose programs all fit on the device at once."""
+    found: list[Any] = []
     for step in _STEPS:
-        if not step.keys() <= tile.keys():
-            continue
-        near = tile | {name: round(tile[name] * factor) for name, factor in step.items()}
-        per_sm = near["programs_per_sm"]
-        if per_sm < 1 or near == tile or near in found:  # small numbers round to one another
+        if not all(hasattr(config, field) for field in step):
             continue
         try:
-            config = to_config(kernel, near, shape)
-        except ValueError:
+            fields = {name: round(getattr(config, name) * factor) for name, factor in step.items()}
+            near = dataclasses.replace(config, **fields)
+        except (TypeError, ValueError):  # not a field, or a value out of range
             continue
-        if kernel.fits(config, per_sm, shape):
+        if near == config or near in found:  # small numbers round to one another
+            continue
+        if kernel.fits(near, math.ceil(near.num_programs / num_sms()), shape):
             found.append(near)
     return found
 
 
 def variant(kernel: Kernel, config: Any, implementation: str | None) -> Variant:
     """The call with a config."""
-
-    def attend(q, k, v, *rest):
-        return kernel.call(
-            q, k, v, *rest, sm_scale=1.0, implementation=implementation, config=config
-        )
-
+    attend = functools.partial(
+        kernel.call, sm_scale=1.0, implementation=implementation, config=config
+    )
     return Variant(label=str(config), attend=attend)
 
 
@@ -221,153 +175,101 @@ def _times(case: Case, variants: list[Variant], iterations: int) -> list[float |
 def search(
     kernel: Kernel, shape: Shape, *, implementation: str | None, seconds: float, iterations: int
 ) -> dict[str, Any]:
-    """The best tile found in about so many seconds: steps from the best one while they help.
+    """Step from the heuristic's config to better neighbours for about `seconds`.
 
     Returns:
-      `key`, `config` (a tile), its `us`, `heuristic_us`, and what was `tried` in us. The first two
-      times are of a second measurement, side by side.
+        The `heuristic` and the best `config` with their times `heuristic_us` and `us`, measured
+        again side by side, and all configs `tried` with their first times.
 
     Raises:
-      RuntimeError: if the heuristic's config gives no right result.
+        RuntimeError: if the heuristic's config gives no right result.
     """
     deadline = time.perf_counter() + seconds
-    case, key = make_case(shape), static_key(kernel, shape)
-    heuristic = kernel.heuristic(**key, num_sms=num_sms())
+    case, heuristic = make_case(shape), heuristic_config(kernel, shape)
     make = functools.partial(variant, kernel, implementation=implementation)
-    best = to_tile(kernel, heuristic, shape)
-    tried: dict[tuple[tuple[str, int], ...], float | None] = {}
+    best = heuristic
+    tried: dict[Any, float | None] = {}
     ahead = [best, *neighbours(kernel, best, shape)]
     while ahead and (not tried or time.perf_counter() < deadline):
-        variants = [make(to_config(kernel, tile, shape)) for tile in ahead]
-        times = _times(case, variants, max(1, iterations // 3))
-        tried |= {tuple(t.items()): us for t, us in zip(ahead, times, strict=True)}
-        right = [(us, tile) for tile, us in tried.items() if us is not None]
+        times = _times(case, [make(config) for config in ahead], max(1, iterations // 3))
+        tried |= zip(ahead, times, strict=True)
+        right = {config: us for config, us in tried.items() if us is not None}
         if not right:
             break
-        best = dict(min(right)[1])
-        near = neighbours(kernel, best, shape)
-        ahead = [tile for tile in near if tuple(tile.items()) not in tried]
-    pair = [make(heuristic), make(to_config(kernel, best, shape))]
-    before, after = _times(case, pair, iterations)
+        best = min(right, key=right.__getitem__)
+        ahead = [config for config in neighbours(kernel, best, shape) if config not in tried]
+    before, after = _times(case, [make(heuristic), make(best)], iterations)
     if before is None:
         raise RuntimeError(f"{heuristic} gives no right result")
     return {
-        "key": tuned.bucket(key),
-        "config": best,
-        "us": before if after is None else after,
+        "heuristic": dataclasses.asdict(heuristic),
         "heuristic_us": before,
-        "tried": [{"config": dict(tile), "us": us} for tile, us in tried.items()],
+        "config": dataclasses.asdict(best),
+        "us": before if after is None else after,
+        "tried": [{"config": dataclasses.asdict(one), "us": us} for one, us in tried.items()],
     }
 
 
-def merge(found: dict[str, Any], kernel: str, entries: Sequence[dict]) -> dict[str, Any]:
-    """A device's table with new entries in place of older ones for their keys.
-
-    Those that beat the heuristic by less than `LEAST_GAIN` leave the key to it.
-    """
-    keys = [entry["key"] for entry in entries]
-    kept = [entry for entry in found.get(kernel, []) if entry["key"] not in keys]
-    kept += [
-        {
-            "key": entry["key"],
-            "config": entry["config"],
-            "us": round(entry["us"], 2),
-            "heuristic_us": round(entry["heuristic_us"], 2),
-        }
-        for entry in entries
-        if entry["heuristic_us"] >= LEAST_GAIN * entry["us"]
-    ]
-    return found | {kernel: sorted(kept, key=lambda entry: sorted(entry["key"].items()))}
+def _cells(result: dict) -> list[str]:
+    if result["status"] != "ok":
+        return [result["name"], *["-"] * 5]
+    config = " ".join(f"{name}={n}" for name, n in result["config"].items() if n is not None)
+    before, after = result["heuristic_us"], result["us"]
+    times = [f"{before:.1f}", f"{after:.1f}", f"{before / after:.2f}"]
+    return [result["name"], *times, config, str(len(result["tried"]))]
 
 
-def _write(kernel: str, entries: Sequence[dict], meta: dict[str, Any]) -> None:
-    devices = json.loads(TABLE.read_text())
-    head = {"date": meta["date"], "jax": meta["jax"]}
-    devices[meta["device"]] = merge(devices.get(meta["device"], {}) | head, kernel, entries)
-    TABLE.write_text(json.dumps(devices, indent=1) + "\n")
+def progress(result: dict, seconds: float) -> str:
+    """One line about the shape just searched."""
+    line = ", ".join([*_cells(result), f"took {seconds:.0f} s"])
+    return line + reasons({"search": result}, {"search": "search"})
 
 
-def _row(name: str, entry: dict) -> list[str]:
-    config = " ".join(f"{field}={n}" for field, n in entry["config"].items())
-    gain = entry["heuristic_us"] / entry["us"]
-    row = [name, f"{entry['heuristic_us']:.1f}", f"{entry['us']:.1f}", f"{gain:.2f}"]
-    return [*row, config, str(len(entry["tried"]))]
+def markdown(run: dict) -> str:
+    """The table and the provenance of its numbers."""
+    header = ["shape", "heuristic us", "best us", "gain", "best config", "configs tried"]
+    rows = [header, *map(_cells, run["shapes"])]
+    return f"{table(rows)}\n\n{timing.provenance(run['meta'])}\n"
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.tune", description=__doc__)
-    parser.add_argument("--kernel", choices=KERNELS, required=True)
-    parser.add_argument("--implementation", help="default: the best for the platform")
-    parser.add_argument(
-        "--shapes", nargs="+", default=[], metavar="TEXT", help="only shapes whose name has TEXT"
-    )
-    parser.add_argument(
-        "--kv-dtype",
-        choices=kv_dtypes.NAMES,
-        default="bf16",
-        help="of K and V; a config that is kept for one of one byte holds for both",
-    )
-    parser.add_argument("--seconds", type=float, default=240.0, help="for all shapes together")
-    parser.add_argument("--iterations", type=int, default=12, help="timed runs of the final pair")
-    parser.add_argument("--json", type=Path, help="write all that was tried here")
-    parser.add_argument(
-        "--write", action="store_true", help=f"keep what is better in {TABLE.name}, shape by shape"
-    )
-    options = parser.parse_args(argv)
-    if options.iterations < 1:
-        parser.error(f"--iterations {options.iterations} must be at least 1")
-    if not options.seconds > 0:
-        parser.error(f"--seconds {options.seconds} must be more than 0")
-    kernel = KERNELS[options.kernel]
-    if not select_shapes(options.shapes, kernel.shapes, kernel.tiny):
-        names = ", ".join(repr(shape.name) for shape in (*kernel.shapes, kernel.tiny))
-        parser.error(f"--shapes {' '.join(options.shapes)} matches none of {names}")
-    if options.json and not options.json.parent.is_dir():
-        parser.error(f"{options.json}: there is no folder {options.json.parent}")
-    if options.write and jax.default_backend() != "gpu":
-        parser.error("--write needs a GPU: without one there are no kernel times")
-    return options
-
-
-def main(argv: Sequence[str] | None = None) -> dict[str, dict]:
-    """Searches, prints the table and returns the entries by shape."""
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Search, print the table and return the raw numbers."""
     argv = sys.argv[1:] if argv is None else argv
-    options = _parse(argv)
-    kernel, meta = KERNELS[options.kernel], timing.describe_run("bench.tune", argv)
-    # Shapes with the same key would overwrite each other: the first one speaks for all.
-    by_key: dict[tuple, Shape] = {}
-    for plain in select_shapes(options.shapes, kernel.shapes, kernel.tiny):
-        shape = kv_dtypes.with_dtype(plain, options.kv_dtype)
-        key = tuned.bucket(static_key(kernel, shape))
-        by_key.setdefault(tuple(key.items()), shape)
-    deadline = time.perf_counter() + options.seconds
-    entries: dict[str, dict] = {}
-    for i, shape in enumerate(by_key.values()):
-        seconds = (deadline - time.perf_counter()) / (len(by_key) - i)
+    parser = cli.make_parser("bench.tune", __doc__, plots=False)
+    parser.add_argument("--kernel", choices=KERNELS, required=True)
+    parser.add_argument("--kv-dtype", choices=kv_dtypes.NAMES, default="bf16", help="of K and V")
+    parser.add_argument("--seconds", type=float, default=240.0, help="for all shapes together")
+    parser.set_defaults(iterations=12)
+    args = parser.parse_args(argv)
+    kernel = KERNELS[args.kernel]
+    select = functools.partial(select_shapes, shapes=kernel.shapes, tiny=kernel.tiny)
+    cli.check_arguments(parser, args, select, (*kernel.shapes, kernel.tiny))
+    if not args.seconds > 0:
+        parser.error(f"--seconds {args.seconds} must be more than 0")
+    chosen = [kv_dtypes.with_dtype(shape, args.kv_dtype) for shape in select(args.shapes)]
+    run: dict[str, Any] = {"meta": timing.describe_run("bench.tune", argv), "shapes": []}
+    deadline = time.perf_counter() + args.seconds
+
+    def measure(shape: Shape) -> dict:
+        seconds = (deadline - time.perf_counter()) / (len(chosen) - len(run["shapes"]))
+        found = {"name": shape.name, "status": "failed"}
         if seconds <= 0:
-            print(f"no time left from {shape.name!r} on", file=sys.stderr, flush=True)
-            break
+            return found | {"reason": "no time left"}
         try:
-            entries[shape.name] = search(
+            result = search(
                 kernel,
                 shape,
-                implementation=options.implementation,
+                implementation=args.implementation,
                 seconds=seconds,
-                iterations=options.iterations,
+                iterations=args.iterations,
             )
         except RuntimeError as error:
-            print(f"{shape.name}: {error}", file=sys.stderr, flush=True)
-            continue
-        gc.collect()  # this shape's pages, before those of the next
-        print(*_row(shape.name, entries[shape.name]), file=sys.stderr, flush=True)
-        if options.write:
-            _write(options.kernel, list(entries.values()), meta)
-        if options.json:
-            options.json.write_text(json.dumps({"meta": meta, "shapes": entries}, indent=1) + "\n")
-    header = ["shape", "heuristic us", "best us", "gain", "best config", "configs tried"]
-    print(table([header, *(_row(name, entry) for name, entry in entries.items())]))
-    print(f"\n{timing.provenance(meta)}")
-    return entries
+            return found | {"reason": reason(error)}
+        return found | {"status": "ok"} | result
+
+    cli.measure_each(run["shapes"], chosen, measure, progress, run, args)
+    cli.publish(run, args, markdown(run))
+    return run
 
 
 if __name__ == "__main__":

@@ -1,50 +1,73 @@
-"""Fixtures: the implementations of attention that can run on this machine."""
+"""The environment of the tests, and the fixtures that many of them share."""
 
 from __future__ import annotations
 
 import gc
 import os
+import shutil
+from pathlib import Path
 
 import jax
 import pytest
 
-from pallas_paged.kernels.call import Device
 from pallas_paged.kernels.mosaic import support as mosaic_support
+from tests.support.devices import implementations_here
 
-# Compiling is nearly all the time that tests take, programs that they start included.
+COMPILATION_CACHE = Path(__file__).parents[1] / ".jax_cache"
+MAX_CACHE_BYTES = 2**30
+
+
+def set_in_jax(name: str, value: object) -> None:
+    """Sets an option of JAX here and, through the environment, in programs that tests start."""
+    jax.config.update(name, value)
+    os.environ[name.upper()] = str(value)
+
+
+# Compiling takes most of the time, so programs are optimized little and kept for the next run.
 flags = ["--xla_cpu_parallel_codegen_split_count=1", "--xla_gpu_autotune_level=0"]
 if jax.__version_info__ < (0, 11):  # later ones have no such flag
     flags.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
-# Threads of an interpreted Mosaic kernel wait for one another in callbacks, each of which holds a
-# thread of XLA's pool. It has as many as there are cores: with two, all may wait for ever.
+if jax.config.jax_compilation_cache_dir is None:
+    set_in_jax("jax_compilation_cache_dir", str(COMPILATION_CACHE))
+    set_in_jax("jax_persistent_cache_min_compile_time_secs", 0)
+# The processes of a run share the GPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# The threads of an interpreted Mosaic kernel wait for one another in callbacks, each of which holds
+# a thread of XLA's pool. By default the pool has a thread per core; with two, all may wait forever.
 os.environ.setdefault("NPROC", "16")
 if jax.default_backend() == "cpu":
-    jax.config.update("jax_disable_most_optimizations", True)
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-
-IMPLEMENTATIONS = ["xla", "triton_interpret"]
-if jax.default_backend() == "gpu":
-    IMPLEMENTATIONS = ["xla", "triton"]
-    here = Device.here()
-    reason = mosaic_support.why_not_jax() or mosaic_support.why_not_device(
-        platform=here.platform,
-        device_kind=here.kind,
-        compute_capability=here.compute_capability,
-    )
-    if reason is None:
-        IMPLEMENTATIONS.append("mosaic_gpu")
+    set_in_jax("jax_disable_most_optimizations", True)
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
+def pytest_configure(config: pytest.Config):
+    if hasattr(config, "workerinput") or not COMPILATION_CACHE.exists():
+        return
+    # JAX never deletes an entry, and every change of the library adds some.
+    if sum(entry.stat().st_size for entry in os.scandir(COMPILATION_CACHE)) > MAX_CACHE_BYTES:
+        shutil.rmtree(COMPILATION_CACHE)
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """For `-n auto`: a process per core; not more than fit into the memory of one GPU."""
+    return min(len(os.sched_getaffinity(0)), 8 if jax.default_backend() == "cpu" else 4)
+
+
+@pytest.fixture(params=implementations_here())
 def implementation(request: pytest.FixtureRequest) -> str:
-    """Every implementation that runs here, those for GPUs too; interpreted Mosaic is too slow."""
+    """Every implementation that tests run on this machine, one after another."""
     return request.param
+
+
+@pytest.fixture
+def any_jax(monkeypatch):
+    """Pretends that the JAX of this machine has the Mosaic GPU lowering."""
+    monkeypatch.setattr(mosaic_support, "why_not_jax", lambda: None)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function):
-    """Skips what "mosaic_gpu" says that it can't do. A test that expects so has caught it."""
+    """Skips a test of "mosaic_gpu" that calls for something this implementation refuses to do."""
     try:
         return (yield)
     except NotImplementedError as e:
@@ -56,28 +79,29 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function):
 
 
 def pytest_collection_finish():
-    """What has been imported stays: the garbage collector needn't look at it again and again."""
+    """Keeps the garbage collector from rescanning modules and the objects of every trace."""
     gc.freeze()
+    gc.set_threshold(200_000, 50, 100)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _programs_of_one_module():
-    """JAX keeps what it compiled, in more memory mappings than Linux allows a process."""
+    """Drops a module's programs: all of them need more memory mappings than Linux allows."""
     yield
     jax.clear_caches()
 
 
 @pytest.fixture(scope="module")
 def exact_products():
-    """No TF32 on GPUs: two ways to the same logits must not choose different tokens."""
+    """No TF32 on GPUs, where two computations of the same logits could choose different tokens."""
     with jax.default_matmul_precision("highest"):
         yield
 
 
-# What these import is not there for the tests of the library alone.
+# The imports are in the fixtures: tests of the library alone run without Flax.
 @pytest.fixture(scope="module")
 def model():
-    """A decoder so small that every test of a module can have it."""
+    """A tiny decoder."""
     from tests.support.dense_oracle import tiny_model
 
     return tiny_model()
@@ -85,7 +109,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def split(model):
-    """The model as jitted functions take it."""
+    """The model as (graphdef, params), as jitted functions take it."""
     from flax import nnx
 
     return nnx.split(model)
@@ -93,7 +117,7 @@ def split(model):
 
 @pytest.fixture(scope="module")
 def oracle(model):
-    """What the model says without a cache."""
+    """The model without a cache, one row at a time."""
     from tests.support.dense_oracle import DenseOracle
 
     return DenseOracle(model)

@@ -1,1 +1,1 @@
-"""How the engine serves, beside static batches and transformers."""
+"""The bench of the serving engine, beside static batches and transformers."""

@@ -1,4 +1,4 @@
-"""Static batching: requests wait until a whole batch is done, in the order in which they come."""
+"""Static batching: requests are served in batches by arrival, each batch until all are done."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import numpy as np
 from bench.serving.record import Record, Served, Usage
 from bench.serving.requests import TraceRequest
 
-_SAMPLES = 40  # of memory, per batch
+_SAMPLES = 40  # memory samples per batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchTimes:
-    """When a batch had its first tokens and its last, by `time.perf_counter`, and its padding."""
+    """Times of a batch's first and last tokens, by `time.perf_counter`, and its padded length."""
 
     first_token: float
     finish: float
     padded_len: int
 
 
-# (requests of a batch) -> its times, once all of its tokens are there
+# (requests of a batch) -> its times, returned when all its tokens are known
 RunBatch = Callable[[Sequence[TraceRequest]], BatchTimes]
 
 
@@ -36,15 +36,16 @@ def serve_in_batches(
     seconds: float,
     grows: bool = False,
 ) -> Record:
-    """Runs what has come, at most batch_size of them together, until all is done.
+    """Run the requests that have arrived, at most batch_size at a time, until all are done.
 
     Args:
-      trace: by arrival.
-      run_batch: gives every request as many tokens as it wants, and the batch those of its longest.
-      batch_size: rows.
-      max_len: tokens of memory that a row may take.
-      seconds: no batch starts after so many.
-      grows: a row's memory is what padding and steps have made of it, not max_len from the start.
+        trace: requests by arrival.
+        run_batch: gives every request its tokens; it takes as long as the longest output.
+        batch_size: rows.
+        max_len: tokens of memory that a row may take.
+        seconds: no batch starts after this time.
+        grows: a row's memory grows from its padded length with each step, instead of being
+            max_len from the start.
     """
     served: list[Served] = []
     usage: list[Usage] = []
@@ -95,7 +96,7 @@ def _batch_usage(
     max_len: int | None,
     waits: bool,
 ) -> list[Usage]:
-    """Memory over the steps of a batch, taken to be equally long; a row without max_len grows."""
+    """Memory over the steps of a batch, assumed equally long; without max_len rows grow."""
     prompts = np.array([len(one.prompt) for one in batch])
     wanted = np.array([one.num_tokens for one in batch])
     longest = int(wanted.max())

@@ -1,4 +1,4 @@
-"""The compilations of a stretch of a program."""
+"""Count compilations."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 class Compilations:
-    """Counts the programs that XLA compiles inside of a `with`.
+    """Count the programs that XLA compiles inside a `with` block.
 
     Attributes:
-      count: how many.
+        count: number of programs.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A trace through the engine, with its memory watched."""
+"""Serve a trace by the engine and sample its memory."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from bench.serving.requests import TraceRequest
 from models.engine import Engine
 from models.request import Request, SamplingParams
 
-_SAMPLE_S = 0.05  # between two samples of memory
+_SAMPLE_S = 0.05  # seconds between two samples of memory
 
 
 def greedy(num_tokens: int) -> SamplingParams:
-    """Exactly so many tokens, whatever they are."""
+    """Sampling parameters for exactly num_tokens tokens."""
     return SamplingParams(max_tokens=num_tokens, temperature=0.0, stop_tokens=())
 
 
 def usage(engine: Engine, requests: Sequence[Request], now: float) -> Usage:
-    """Memory at this moment: pages that rows hold, all full but the last one of each row.
+    """Memory at this moment: pages that rows hold, of which only the last of each row is not full.
 
     Args:
-      engine: whose stats know the pages.
-      requests: that are not finished; those with tokens are the rows, but for a few that have just
-        been preempted or are halfway through their prompts.
-      now: seconds since the start of the run.
+        engine: the engine, for its page counts.
+        requests: unfinished requests; those with tokens are the rows, except for a few that were
+            just preempted or are halfway through their prompts.
+        now: seconds since the start of the run.
     """
     stats, page_size = engine.stats(), engine.config.page_size
     reserved = (stats.num_pages - stats.num_free_pages - stats.num_cached_pages) * page_size
@@ -41,18 +41,21 @@ def usage(engine: Engine, requests: Sequence[Request], now: float) -> Usage:
 
 
 def serve(engine: Engine, trace: Sequence[TraceRequest], *, seconds: float) -> Record:
-    """Runs a trace; what is not finished after so many seconds is aborted.
+    """Serve a trace; abort the requests that are unfinished after `seconds`.
 
     Args:
-      engine: idle, warmed up, and new: its stats are those of this run.
-      trace: by arrival.
-      seconds: at most.
+        engine: idle, warmed up and new, because its stats count from its start.
+        trace: requests by arrival.
+        seconds: limit of the run.
+
+    Raises:
+        RuntimeError: if a request ends without all its tokens.
     """
     prompts = [one.prompt.tolist() for one in trace]
     requests: list[Request] = []
     samples: list[Usage] = []
     with Compilations() as compilations:
-        start, now, next_look = time.perf_counter(), 0.0, _SAMPLE_S
+        start, now, next_sample = time.perf_counter(), 0.0, _SAMPLE_S
         while now < seconds and (len(requests) < len(trace) or not engine.idle):
             while len(requests) < len(trace) and trace[len(requests)].arrival <= now:
                 index = len(requests)
@@ -63,10 +66,10 @@ def serve(engine: Engine, trace: Sequence[TraceRequest], *, seconds: float) -> R
             else:
                 engine.step()
             now = time.perf_counter() - start
-            if now >= next_look:
+            if now >= next_sample:
                 running = [request for request in requests if not request.finished]
                 samples.append(usage(engine, running, now))
-                next_look = now + _SAMPLE_S
+                next_sample = now + _SAMPLE_S
         wall = time.perf_counter() - start
     stats = engine.stats()
     outputs = [len(request.completions[0].tokens) for request in requests]

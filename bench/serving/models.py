@@ -1,8 +1,9 @@
-"""The models of the serving bench: sizes of Llama's, random weights made on the device."""
+"""Models of the serving bench: sizes of Llama models, random weights made on the device."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,13 @@ from models.kv_cache import page_bytes, pool_dtype
 
 @dataclass(frozen=True, kw_only=True)
 class ServingShape:
-    """A model, and what a run gives it unless told otherwise.
+    """A model and the defaults of its runs.
 
     Attributes:
-      config, dtype: of the model.
-      kv_gib: memory for K/V, enough for 32 rows of max_len (tiny: 4).
-      max_len: most tokens of a prompt and its output.
-      step_seqs: rows of the decode step that is looked into, each with a prompt of max_len.
+        config, dtype: of the model.
+        kv_gib: memory for K/V, enough for 32 rows of max_len (tiny: 4).
+        max_len: most tokens of a prompt and its output.
+        step_seqs: rows of `--decode-step`, each with a prompt of max_len.
     """
 
     config: ModelConfig
@@ -32,58 +33,52 @@ class ServingShape:
     step_seqs: int = 64
 
     def token_bytes(self, kv_dtype: str | None = None) -> int:
-        """Bytes of K and V, and of their scales, that all layers together keep of one token.
+        """Bytes of K, V and their scales per token, over all layers.
 
         Args:
-          kv_dtype: as in `EngineConfig`.
+            kv_dtype: as in `EngineConfig`.
         """
         dtype = pool_dtype(kv_dtype, self.dtype)
         return page_bytes(self.config, page_size=1, dtype=dtype)
 
 
-def _llama3(factor: float) -> Llama3RopeScaling:
-    return Llama3RopeScaling(
-        factor=factor,
+def _llama3(*, rope_factor: float, kv_gib: float, **sizes: Any) -> ServingShape:
+    """A Llama 3 shape; `sizes` are the fields of the config that differ between models."""
+    scaling = Llama3RopeScaling(
+        factor=rope_factor,
         low_freq_factor=1.0,
         high_freq_factor=4.0,
         original_max_position_embeddings=8192,
     )
+    config = ModelConfig(
+        vocab_size=128256,
+        num_q_heads=32,
+        num_kv_heads=8,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        rope_scaling=scaling,
+        max_position_embeddings=131072,
+        **sizes,
+    )
+    return ServingShape(config=config, dtype=jnp.bfloat16, kv_gib=kv_gib)
 
 
 SHAPES = {
-    "1b": ServingShape(  # Llama 3.2 1B
-        config=ModelConfig(
-            vocab_size=128256,
-            hidden_size=2048,
-            intermediate_size=8192,
-            num_layers=16,
-            num_q_heads=32,
-            num_kv_heads=8,
-            head_dim=64,
-            rms_norm_eps=1e-5,
-            rope_theta=500000.0,
-            rope_scaling=_llama3(32.0),
-            max_position_embeddings=131072,
-            tie_word_embeddings=True,
-        ),
-        dtype=jnp.bfloat16,
+    "1b": _llama3(  # Llama 3.2 1B
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_layers=16,
+        head_dim=64,
+        rope_factor=32.0,
+        tie_word_embeddings=True,
         kv_gib=2.0,
     ),
-    "8b": ServingShape(  # Llama 3.1 8B
-        config=ModelConfig(
-            vocab_size=128256,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_layers=32,
-            num_q_heads=32,
-            num_kv_heads=8,
-            head_dim=128,
-            rms_norm_eps=1e-5,
-            rope_theta=500000.0,
-            rope_scaling=_llama3(8.0),
-            max_position_embeddings=131072,
-        ),
-        dtype=jnp.bfloat16,
+    "8b": _llama3(  # Llama 3.1 8B
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        head_dim=128,
+        rope_factor=8.0,
         kv_gib=8.0,
     ),
     "tiny": ServingShape(  # for a dry run without a GPU
@@ -105,11 +100,11 @@ SHAPES = {
 
 
 def random_model(shape: ServingShape) -> Decoder:
-    """A decoder with random weights that were never on the host, nor all in f32."""
+    """A decoder with random weights, made on the device in the dtype of the shape."""
 
     @nnx.jit
     def make() -> Decoder:
-        # XLA has an operation for rbg; threefry would be compiled anew for each weight.
+        # rbg is one XLA operation; threefry would be compiled again for each weight.
         rngs = nnx.Rngs(jax.random.key(0, impl="rbg"))
         return Decoder(shape.config, dtype=shape.dtype, rngs=rngs)
 
@@ -117,6 +112,6 @@ def random_model(shape: ServingShape) -> Decoder:
 
 
 def weight_bytes(model: Decoder) -> int:
-    """Bytes of weights that a decode step reads: all but input embeddings, which it looks up."""
+    """Bytes of weights that a decode step reads: all but separate input embeddings."""
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
     return total - (0 if model.lm_head is None else model.embed_tokens.weight[...].nbytes)

@@ -1,4 +1,4 @@
-"""What a serving run leaves behind: the fate of each request, KV memory over time, and the sums."""
+"""The record of a serving run: times of each request, KV memory over time, and the summary."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 
-_POINTS = 400  # most samples of memory that are kept for the chart
+_POINTS = 400  # most samples of memory kept for the chart
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """One request that has all its tokens; seconds since the start of the run.
+    """A finished request; times are seconds since the start of the run.
 
     Attributes:
-      arrival: when it was there, whether or not anybody looked.
-      first_token: when its first token was known to the host.
-      finish: when the caller could have its last token.
-      num_tokens: tokens of output.
+        arrival: time of its arrival, even if it was picked up later.
+        first_token: time when the host knew its first token.
+        finish: time when its last token was available to the caller.
+        num_tokens: tokens of output.
     """
 
     arrival: float
@@ -30,13 +30,13 @@ class Served:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """KV memory from one moment on, in tokens.
+    """KV memory in tokens, valid until the next sample.
 
     Attributes:
-      time: seconds since the start of the run.
-      live: tokens whose K/V are there and will be read, each stored one counted once.
-      reserved: tokens that fit into what running requests were given.
-      waits: whether requests wait that have not been started, for memory above all.
+        time: seconds since the start of the run.
+        live: tokens whose K/V are stored and will be read; shared ones count once.
+        reserved: tokens that fit in the memory held by running requests.
+        waits: whether arrived requests wait to be started, mostly for memory.
     """
 
     time: float
@@ -50,11 +50,12 @@ class Record:
     """A run of one system.
 
     Attributes:
-      served: requests that were finished.
-      usage: samples, in the order of their times.
-      wall: seconds of the run.
-      num_tokens: tokens of output, those of requests that were cut off included.
-      capacity: tokens that the KV memory of the system can hold.
+        served: finished requests.
+        usage: samples by time.
+        wall: seconds of the run.
+        num_tokens: tokens of output, including those of unfinished requests.
+        capacity: tokens that the KV memory of the system can hold.
+        extra: more fields of the summary.
     """
 
     served: list[Served]
@@ -65,7 +66,7 @@ class Record:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def summarize(self) -> dict[str, Any]:
-        """Rates, latencies in seconds and shares of memory, fit for JSON."""
+        """Rates, latencies in seconds and shares of memory, ready for JSON."""
         served = self.served
         first = [one.first_token - one.arrival for one in served]
         whole = [one.finish - one.arrival for one in served]
@@ -96,7 +97,7 @@ class Record:
         }
 
     def _share(self, part: str, whole: str | None, *, under_load: bool = False) -> float | None:
-        """The mean over the time in which something was reserved, or in which requests waited."""
+        """Mean share over the time with memory reserved; under_load: and with requests waiting."""
         spans = np.diff([*(sample.time for sample in self.usage), self.wall])
         shares, weights = [], []
         for sample, span in zip(self.usage, spans, strict=True):

@@ -1,4 +1,4 @@
-"""What the serving bench found, as tables and a chart."""
+"""Results of the serving bench: tables and chart."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _spread(spread: dict | None, scale: float = 1.0, spec: str = ".2f") -> str:
     return f"{scale * spread['p50']:{spec}} / {scale * spread['p99']:{spec}}"
 
 
-# header, and the cell of a result
+# header: function that returns the cell of a result
 _COLUMNS: dict[str, Callable[[dict], str]] = {
     "K/V": lambda x: x.get("kv_dtype", "-"),
     "tokens that fit": lambda x: str(x["capacity"]),
@@ -81,14 +81,14 @@ def _systems_table(run: dict) -> str:
     return "\n\n".join([table(rows), *(["\n".join(reasons)] if reasons else [])])
 
 
-def _trace_in_words(run: dict) -> str:
+def _trace_text(run: dict) -> str:
     trace, sizes = run["trace"], run["sizes"]
     return (
         f"{run['shape']}, {sizes['kv_gib']:g} GiB of K/V = {sizes['capacity']} tokens in the dtype"
         " of the model, rows of up"
         f" to {sizes['max_len']}. {trace['num_requests']} requests, prompts of"
         f" {trace['prompt_mean']:.0f} tokens in the mean (most {trace['prompt_max']}), outputs of"
-        f" {trace['output_mean']:.0f} (most {trace['output_max']}); the last one comes after"
+        f" {trace['output_mean']:.0f} (most {trace['output_max']}); the last request arrives after"
         f" {trace['last_arrival']:.1f} s."
     )
 
@@ -118,18 +118,18 @@ def _step_table(step: dict) -> str:
 
 
 def markdown(run: dict) -> str:
-    """The tables, with what they were measured on."""
-    blocks = [_trace_in_words(run)]
+    """The tables and the provenance of their numbers."""
+    blocks = [_trace_text(run)]
     blocks += [_systems_table(run)] if run["systems"] else []
     blocks += [_step_table(run["decode_step"])] if run["decode_step"] else []
     return "\n\n".join([*blocks, timing.provenance(run["meta"])]) + "\n"
 
 
 def plot(run: dict[str, Any], path: Path) -> None:
-    """Writes a PNG: throughput, memory over time, and how many requests were done how soon.
+    """Write a PNG: throughput, memory over time, and the distribution of request latencies.
 
     Raises:
-      ValueError: if no system was measured.
+        ValueError: if no system was measured.
     """
     found = run["systems"]
     systems = {x: found[x] for x in NAMES if x in found and found[x]["status"] == "ok"}

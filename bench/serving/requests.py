@@ -1,4 +1,4 @@
-"""The requests of a serving run: when each comes, its prompt, and how many tokens it gets."""
+"""Requests of a serving run: arrival, prompt and output length of each."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-# Means of ShareGPT as in the PagedAttention paper (Kwon et al., 2023, figure 11), which has no
-# other numbers; the widths were chosen to reach from a few tokens to over a thousand, as it shows.
+# Means of ShareGPT from the PagedAttention paper (Kwon et al., 2023, figure 11), which has no other
+# numbers. The sigmas are chosen to reach from a few tokens to over a thousand, as in the figure.
 _PROMPT_MEAN, _PROMPT_SIGMA = 161.0, 1.0
 _OUTPUT_MEAN, _OUTPUT_SIGMA = 338.0, 0.8
 _MIN_LEN = 4
-_FULL_LEN = 2048  # of max_len, from which on lengths are those of ShareGPT
+_FULL_LEN = 2048  # with a smaller max_len, lengths shrink in proportion
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -21,9 +21,9 @@ class TraceRequest:
     """One request.
 
     Attributes:
-      arrival: seconds after the start of the run.
-      prompt: i32[n]
-      num_tokens: how many it is to get, whatever they are.
+        arrival: seconds after the start of the run.
+        prompt: `i32[n]`.
+        num_tokens: tokens of output.
     """
 
     arrival: float
@@ -42,24 +42,23 @@ def make_trace(
     num_prefixes: int = 4,
     seed: int = 0,
 ) -> list[TraceRequest]:
-    """Requests with ShareGPT's mean lengths, in the order in which they come.
+    """Make requests with ShareGPT's mean lengths, sorted by arrival.
 
-    Lengths of prompts and outputs are log-normal, clipped to `[4, max_len / 2]`, so that both fit
-    into max_len; below a max_len of 2048 their means shrink with it. Arrivals are a Poisson
-    process.
+    Lengths of prompts and outputs are log-normal, clipped to `[4, max_len / 2]` so that both fit in
+    max_len; below a max_len of 2048 their means shrink with it. Arrivals are a Poisson process.
 
     Args:
-      num_requests: how many.
-      vocab_size: tokens are uniform below it.
-      max_len: most tokens of a prompt and its output together.
-      rate: requests per second, inf: all are there at the start.
-      prefix_share: share of the requests that have one of the system prompts before their own.
-      prefix_len: tokens of a system prompt, at most `max_len / 2 - 4`.
-      num_prefixes: different system prompts.
-      seed: of everything.
+        num_requests: number of requests.
+        vocab_size: tokens are uniform in `[0, vocab_size)`.
+        max_len: most tokens of a prompt and its output together.
+        rate: requests per second; inf: all arrive at the start.
+        prefix_share: share of requests whose prompt starts with one of the system prompts.
+        prefix_len: tokens of a system prompt, at most `max_len / 2 - 4`.
+        num_prefixes: number of system prompts.
+        seed: seed of all random numbers.
 
     Raises:
-      ValueError: if a number is out of its range.
+        ValueError: if an argument is out of range.
     """
     limit = max_len // 2
     if num_requests < 1 or num_prefixes < 1 or limit < _MIN_LEN:
@@ -95,7 +94,7 @@ def make_trace(
 
 
 def describe_trace(trace: list[TraceRequest]) -> dict[str, Any]:
-    """The lengths that came out."""
+    """Statistics of the requests of a trace."""
     prompts = [len(request.prompt) for request in trace]
     outputs = [request.num_tokens for request in trace]
     return {
@@ -111,6 +110,6 @@ def describe_trace(trace: list[TraceRequest]) -> dict[str, Any]:
 def _lengths(
     rng: np.random.Generator, count: int, mean: float, sigma: float, limit: int
 ) -> np.ndarray:
-    """i64[count], log-normal with this mean before it is clipped."""
+    """`i64[count]`, log-normal with this mean before clipping."""
     drawn = rng.lognormal(math.log(mean) - sigma**2 / 2, sigma, count)
     return np.clip(np.rint(drawn), _MIN_LEN, limit).astype(np.int64)

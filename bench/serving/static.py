@@ -1,8 +1,8 @@
 """The baseline: a static batch over a contiguous cache of max_len tokens for each row.
 
-What a plain Flax generate does, done well: prompts padded on the right to a power of two go through
-the model in one call, then one jitted, donated loop decodes until every row of the batch has its
-tokens. The model is that of the engine; only the attention, and with it the cache, is another.
+A plain Flax generate loop, done well: prompts, padded on the right to a power of two, go through
+the model in one call; then one jitted, donated loop decodes until every row of the batch has its
+tokens. The model is the engine's; only the attention and the cache differ.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Cache = tuple[LayerCache, ...]  # k, v [B, max_len, Hkv, D] of each layer
 
 
 def prompt_attend() -> Attend:
-    """Prompts [B, T] attend to themselves; their K/V are the first T tokens of the cache."""
+    """Attention of prompts `[B, T]` to themselves; their K/V become the first T cached tokens."""
     dense = dense_attend()
 
     def attend(q, k, v, cache, *, sliding_window):
@@ -41,11 +41,11 @@ def prompt_attend() -> Attend:
 
 
 def token_attend(positions: jax.Array, implementation: str) -> Attend:
-    """One new token a row at positions i32[B], over all that the row has cached.
+    """Attention of one new token per row over the row's cache.
 
     Args:
-      positions: where its K/V go; beyond the cache they are dropped.
-      implementation: of `jax.nn.dot_product_attention`.
+        positions: `i32[B]`, where the token's K/V go; beyond the cache they are dropped.
+        implementation: of `jax.nn.dot_product_attention`.
     """
 
     def attend(q, k, v, cache, *, sliding_window):
@@ -55,7 +55,7 @@ def token_attend(positions: jax.Array, implementation: str) -> Attend:
             for old, x in zip(cache, (k, v), strict=True)
         )
         if sliding_window is not None:
-            raise ValueError(f"{sliding_window=} must be None: a query here sees all of its row")
+            raise ValueError(f"{sliding_window=} must be None: queries see all of their row")
         out = jax.nn.dot_product_attention(
             q[:, None],
             *new,
@@ -75,13 +75,13 @@ def prefill(
     prompts: jax.Array,
     lens: jax.Array,
 ) -> tuple[Cache, jax.Array]:
-    """The cache with prompts i32[B, T] in it, and their next tokens i32[B].
+    """Run prompts; return the cache that holds them and their next tokens `i32[B]`.
 
     Args:
-      graphdef, params: `nnx.split(model)`.
-      cache: donated.
-      prompts: padded on the right with any valid token.
-      lens: i32[B], at least 1.
+        graphdef, params: `nnx.split(model)`.
+        cache: donated.
+        prompts: `i32[B, T]`, padded on the right with any valid token.
+        lens: `i32[B]`, at least 1.
     """
     model = nnx.merge(graphdef, params)
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
@@ -103,15 +103,15 @@ def decode(
     *,
     implementation: str,
 ) -> tuple[Cache, jax.Array]:
-    """Decodes all rows until the longest has its tokens.
+    """Decode all rows until the row with the longest output has its tokens.
 
     Args:
-      graphdef, params: `nnx.split(model)`.
-      cache: donated.
-      tokens: i32[B, W], donated; the first of each row is there.
-      lens: i32[B], tokens of the prompts.
-      num_tokens: i32[], tokens of the longest output, the first included; at most W.
-      implementation: of `jax.nn.dot_product_attention`.
+        graphdef, params: `nnx.split(model)`.
+        cache: donated.
+        tokens: `i32[B, W]`, donated; column 0 holds the first tokens.
+        lens: `i32[B]`, tokens of the prompts.
+        num_tokens: `i32[]`, tokens of the longest output, including the first; at most W.
+        implementation: of `jax.nn.dot_product_attention`.
     """
     model = nnx.merge(graphdef, params)
 
@@ -130,10 +130,10 @@ def decode(
 
 
 class StaticBatch:
-    """A cache of batch_size rows of max_len tokens, and the programs that run batches in it.
+    """A cache of batch_size rows of max_len tokens, with the programs that run batches in it.
 
     Attributes:
-      implementation: of the attention of one token; where there are two, the faster.
+        implementation: attention of single tokens; the faster one where there are two.
     """
 
     def __init__(self, model: Decoder, *, batch_size: int, max_len: int) -> None:
@@ -147,7 +147,7 @@ class StaticBatch:
         self.implementation = "xla"
 
     def warmup(self, trace: Sequence[TraceRequest]) -> None:
-        """Compiles all that batches of this trace can need, and chooses the attention."""
+        """Compile every program that batches of this trace need, and choose the attention."""
         longest = max(len(one.prompt) for one in trace)
         length = _MIN_PROMPT
         while True:
@@ -161,7 +161,7 @@ class StaticBatch:
             self.implementation = min(seconds, key=seconds.__getitem__)
 
     def run(self, batch: Sequence[TraceRequest]) -> tuple[list[np.ndarray], BatchTimes]:
-        """Output tokens of each request, and when they were there."""
+        """Run a batch; return the output tokens of each request and the times."""
         longest = max(len(one.prompt) for one in batch)
         padded_len = min(max(_MIN_PROMPT, 1 << (longest - 1).bit_length()), self.max_len)
         prompts = np.zeros((self.batch_size, padded_len), np.int32)
@@ -189,13 +189,13 @@ class StaticBatch:
         return [outputs[row, : one.num_tokens] for row, one in enumerate(batch)], times
 
     def _trial(self, implementation: str) -> float:
-        """Seconds of some steps with prompts of a quarter of the cache; inf if it can't."""
+        """Seconds of some steps with prompts of a quarter of the cache; inf if they fail."""
         self.implementation = implementation
         prompt = np.ones(self.max_len // 4, np.int32)
         one = TraceRequest(arrival=0.0, prompt=prompt, num_tokens=_TRIAL_STEPS)
         try:
             self.run([one] * self.batch_size)
-        except Exception:  # whatever cuDNN has against these shapes, the other one is there
+        except Exception:  # cuDNN may reject these shapes; XLA does not
             return float("inf")
         _, times = self.run([one] * self.batch_size)
         return times.finish - times.first_token

@@ -1,4 +1,4 @@
-"""The engine's decode step, beside the time that reading the weights and the K/V takes."""
+"""Measure the engine's decode step, beside the time to read the weights and the K/V."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from models.engine import Engine, EngineConfig
 
 _PAGE_SIZE = 16
 _SETTLE_STEPS = 10  # after the last prompt
-_TRACED_STEPS = 20
+_PROFILED_STEPS = 20
 _PAUSE_S = 0.1  # longer than any step that is still in flight
 
 
@@ -32,19 +32,21 @@ def measure_step(
     kv_dtype: str | None,
     implementation: str | None,
 ) -> dict[str, Any]:
-    """Wall and kernel time of a step in which num_seqs rows of at least length tokens decode.
+    """Wall and kernel time of a step that decodes num_seqs rows of at least length tokens.
 
     Args:
-      model: what the engine runs.
-      shape: of the model.
-      num_seqs, length: random prompts, which are all different.
-      num_steps: timed steps.
-      token_budget, kv_dtype: of the engine.
-      implementation: of its attention.
+        model: the model that the engine runs.
+        shape: sizes of the model.
+        num_seqs, length: number and length of the prompts, random and all different.
+        num_steps: timed steps.
+        token_budget, kv_dtype, implementation: of the engine.
+
+    Raises:
+        RuntimeError: if a request finishes within the timed steps.
     """
-    # While the last prompts come in, the first rows decode already.
+    # The first rows already decode while the last prompts come in.
     num_prefill_steps = -(-num_seqs * length // (token_budget - num_seqs)) + num_seqs
-    num_tokens = num_prefill_steps + _SETTLE_STEPS + num_steps + _TRACED_STEPS + 8
+    num_tokens = num_prefill_steps + _SETTLE_STEPS + num_steps + _PROFILED_STEPS + 8
     num_pages = num_seqs * -(-(length + num_tokens) // _PAGE_SIZE)
     engine = Engine(
         model,
@@ -93,7 +95,7 @@ def measure_step(
         **_roofline(weight_bytes(model) + kv_bytes),
     }
     if any(request.finished for request in requests):
-        raise RuntimeError(f"{num_tokens=} are too few: a request was finished within the steps")
+        raise RuntimeError(f"{num_tokens=} is too small: a request finished within the timed steps")
     return result
 
 
@@ -101,30 +103,30 @@ def _kernels(engine: Engine) -> dict[str, Any]:
     """Kernels of a step by name, longest first: microseconds and launches."""
 
     def run() -> None:
-        for _ in range(_TRACED_STEPS):
+        for _ in range(_PROFILED_STEPS):
             engine.step()
         time.sleep(_PAUSE_S)
 
-    time.sleep(_PAUSE_S)  # so that whole steps are in the profile
+    time.sleep(_PAUSE_S)  # so that the profile has whole steps only
     try:
         times = profiler.own_times(profiler.record(run))
-    except Exception as error:  # no profiler: the wall time still holds
+    except Exception as error:  # no profiler: the wall time is still valid
         return {"kernels": None, "kernel_us": None, "reason": reason(error)}
     if not times:
         return {"kernels": None, "kernel_us": None, "reason": "no kernels: there is no GPU"}
     counts = collections.Counter(name for name, _ in times)
     totals: dict[str, float] = collections.defaultdict(float)
     for name, us in times:
-        totals[name] += us / _TRACED_STEPS
+        totals[name] += us / _PROFILED_STEPS
     kernels = [
-        {"name": name, "us": us, "launches": counts[name] / _TRACED_STEPS}
+        {"name": name, "us": us, "launches": counts[name] / _PROFILED_STEPS}
         for name, us in sorted(totals.items(), key=lambda item: -item[1])
     ]
     return {"kernels": kernels, "kernel_us": sum(totals.values())}
 
 
 def _roofline(num_bytes: float) -> dict[str, Any]:
-    """What reading so many bytes takes at the best rate that was measured, if it was."""
+    """Time to read num_bytes at the measured rate of the floor kernel, or None without a rate."""
     floor = measure_floor(1 << 30, num_sets=2, num_calls=4, iterations=20)
     if floor["status"] != "ok":
         return {"read_gbps": None, "roofline_us": None}

@@ -1,6 +1,6 @@
-"""The other baseline: `generate` of Hugging Face transformers, in a process of its own.
+"""The baseline of Hugging Face transformers: `generate` in a process of its own.
 
-JAX and torch would each want the GPU's memory for themselves, so this runs before JAX starts there.
+JAX and torch would compete for the GPU's memory, so this runs before JAX uses the GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bench.serving.batches import BatchTimes, serve_in_batches
 from bench.serving.requests import TraceRequest
 from models.config import ModelConfig
 
-_START_S = 120.0  # to load torch and to make the weights
+_START_S = 120.0  # time to load torch and make the weights
 
 
 def run_transformers(
@@ -28,22 +28,22 @@ def run_transformers(
     max_len: int,
     seconds: float,
 ) -> dict[str, Any]:
-    """The summary of a run, or why there is none.
+    """Serve a trace in a new process; return the summary or the reason why there is none.
 
     Args:
-      config: of the model, whose weights are random.
-      dtype: of the model, as torch and JAX both name it.
-      trace: what to serve.
-      batch_size: rows.
-      max_len: tokens of memory that a row may take.
-      seconds: no batch starts after so many; in twice as many the run is ended.
+        config: of the model; its weights are random.
+        dtype: of the model, by the name that torch and JAX share.
+        trace: requests by arrival.
+        batch_size: rows.
+        max_len: tokens of memory that a row may take.
+        seconds: no batch starts after this time; the process ends after about twice the time.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     arguments = (config, dtype, trace, batch_size, max_len, seconds)
     process = context.Process(target=_work, args=(sender, *arguments), daemon=True)
     process.start()
-    sender.close()  # so that the end of the process is the end of the pipe
+    sender.close()  # so that the pipe closes when the process ends
     try:
         limit = 2 * seconds + _START_S
         if receiver.poll(limit):
@@ -60,7 +60,7 @@ def run_transformers(
 def _work(sender: Any, *arguments: Any) -> None:
     try:
         result = serve(*arguments)
-    except Exception as error:  # no torch, no transformers, no memory: the others go on
+    except Exception as error:  # without torch, transformers or memory the other systems go on
         text = str(error).strip().split("\n")[0]
         result = {"status": "failed", "reason": f"{type(error).__name__}: {text}"[:300]}
     sender.send(result)
@@ -74,7 +74,7 @@ def serve(
     max_len: int,
     seconds: float,
 ) -> dict[str, Any]:
-    """The summary of a run in this process; arguments as in `run_transformers`."""
+    """Serve a trace in this process; arguments and result as in `run_transformers`."""
     import torch
     import transformers
 
@@ -88,7 +88,7 @@ def serve(
     model.eval()
 
     class FirstToken(transformers.StoppingCriteria):
-        """Stops nothing: it is called after each token, and the first call tells the time."""
+        """Record the time of the first call, after the first token; never stop."""
 
         def __init__(self) -> None:
             self.time: float | None = None

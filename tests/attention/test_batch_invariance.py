@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from tests.conftest import IMPLEMENTATIONS
 from tests.support.attention_calls import assert_close, jitted
 from tests.support.attention_cases import Case, cumulated
+from tests.support.devices import implementations_here
 
 # Without fusion emitters the code of XLA for CPUs may differ where shapes around the sums differ.
 OPTIONS_OF_XLA = {}
@@ -88,7 +88,7 @@ def ragged_batch(rows, arrays, shorter=False, padding=0, **call) -> Iterator[tup
 CALLS = {"decode": (decode_batch, CASE), "ragged": (ragged_batch, replace(CASE, q_lens=Q_LENS))}
 
 
-@pytest.fixture(params=[name for name in IMPLEMENTATIONS if name != "xla"])
+@pytest.fixture(params=[name for name in implementations_here() if name != "xla"])
 def implementation(request):
     """Those that have configs."""
     return request.param

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from tests.support.attention_calls import assert_close, assert_same_bits, decode
+from tests.support.attention_calls import assert_close, assert_same_bits, cascade, decode
 from tests.support.attention_cases import Case, SharedPrefixes
+from tests.support.attention_options import CASCADE_OPTIONS
 from tests.support.attention_oracle import relative_error
 
 CASE = Case(head_dim=16, num_pages=48)
@@ -29,34 +30,7 @@ GROUPS = [
         (37, 40, 64, 33, 50, 20, 45, 36), (32, 16, 40), (0, 1, 1, 2)
     ),  # of one row and of none
 ]
-PER_HEAD = np.float32([0.5, 0.25, 0.125, 0.0])
 LOOP = dict(block_k=16, num_programs=3, num_warps=2, num_stages=2)
-OPTIONS = {
-    "a window within the suffix": dict(sliding_window=3),
-    "a window that cuts the prefix": dict(sliding_window=21),
-    "cap": dict(soft_cap=1.5),
-    "alibi": dict(alibi_slopes=PER_HEAD),
-    "sinks": dict(sinks=4 * PER_HEAD),
-    "scale": dict(sm_scale=-0.7),
-    "all": dict(
-        sliding_window=25, soft_cap=1.5, alibi_slopes=PER_HEAD, sinks=4 * PER_HEAD, sm_scale=0.7
-    ),
-}
-
-
-@partial(
-    jax.jit,
-    static_argnames=(
-        "sm_scale",
-        "soft_cap",
-        "sliding_window",
-        "implementation",
-        "config",
-        "prefix_config",
-    ),
-)
-def cascade(*arrays, **options):
-    return pp.cascade_attention(*arrays, return_lse=True, **options)
 
 
 @pytest.mark.parametrize("groups", GROUPS, ids=str)
@@ -67,12 +41,12 @@ def test_equals_attention_over_each_row(groups, implementation):
     assert_close(actual, arrays[:5], groups.case.tolerance)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", CASCADE_OPTIONS)
 def test_options(name, implementation):
     groups = GROUPS[2].on(implementation)
     arrays = groups.make()
-    actual = cascade(*arrays, implementation=implementation, **OPTIONS[name])
-    assert_close(actual, arrays[:5], groups.case.tolerance, **OPTIONS[name])
+    actual = cascade(*arrays, implementation=implementation, **CASCADE_OPTIONS[name])
+    assert_close(actual, arrays[:5], groups.case.tolerance, **CASCADE_OPTIONS[name])
 
 
 def test_pages_left_of_every_window_are_not_read(implementation):

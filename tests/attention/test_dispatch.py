@@ -12,33 +12,14 @@ import pytest
 
 import pallas_paged as pp
 from pallas_paged import dispatch
-from pallas_paged.kernels.call import IMPLEMENTATIONS, Call, Device
+from pallas_paged.kernels.call import IMPLEMENTATIONS, Call
 from pallas_paged.kernels.mosaic import support as mosaic_support
-from tests.kernels.triton.test_lowering import MESH
 from tests.support.attention_cases import Case
+from tests.support.devices import A100, CPU, lower_for_cuda
+from tests.support.static_calls import DECODE, PREFILL
 
 CALLS = [(pp.paged_attention, Case()), (pp.ragged_paged_attention, Case(q_lens=(4, 1, 2)))]
 BOTH = pytest.mark.parametrize(("function", "case"), CALLS, ids=["decode", "ragged"])
-CPU = Device(platform="cpu", kind="cpu", num_sms=4, compute_capability=None)
-# Not the name of a GPU that has been measured: what is preferred there is no rule.
-HOPPER = Device(platform="gpu", kind="a Hopper GPU", num_sms=132, compute_capability="9.0")
-A100 = Device(platform="gpu", kind="NVIDIA A100", num_sms=108, compute_capability="8.0")
-PREFILL = Call(
-    kernel="ragged",
-    device=HOPPER,
-    dtype=jnp.dtype(jnp.bfloat16),
-    kv_dtype=jnp.dtype(jnp.bfloat16),
-    num_tokens=4096,
-    num_seqs=4,
-    num_q_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    page_size=16,
-    max_kv_len=4096,
-    with_lse=False,
-    config=None,
-)
-DECODE = dataclasses.replace(PREFILL, kernel="decode", num_tokens=4)
 CONFIGS = {
     ("triton", "decode"): pp.DecodeConfig(block_k=64, num_programs=8, num_warps=4, num_stages=2),
     ("triton", "ragged"): pp.RaggedConfig(
@@ -49,12 +30,6 @@ CONFIGS = {
         block_k=64, num_programs=8, num_consumers=2, num_stages=2
     ),
 }
-
-
-@pytest.fixture
-def any_jax(monkeypatch):
-    """What the JAX of this machine lacks does not matter."""
-    monkeypatch.setattr(mosaic_support, "why_not_jax", lambda: None)
 
 
 @pytest.fixture
@@ -245,9 +220,7 @@ class TestMosaicRuns:
         def attend(*arrays):
             return pp.ragged_paged_attention(*arrays, return_lse=return_lse)
 
-        with jax.sharding.use_abstract_mesh(MESH):
-            text = jax.jit(attend).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-        assert ("@mosaic_gpu" in text) == (head_dim == 64)
+        assert ("@mosaic_gpu" in lower_for_cuda(attend, *shapes).as_text()) == (head_dim == 64)
 
 
 @BOTH

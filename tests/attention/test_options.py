@@ -11,6 +11,7 @@ import pytest
 import pallas_paged as pp
 from tests.support.attention_calls import assert_close, assert_same_bits, decode, ragged
 from tests.support.attention_cases import Case
+from tests.support.attention_options import OPTIONS, SINKS, SLOPES, chosen_options
 from tests.support.attention_oracle import relative_error
 
 DECODE = Case(head_dim=16, seq_lens=(37, 5, 0, 61))
@@ -18,20 +19,6 @@ RAGGED = Case(head_dim=16, seq_lens=(37, 5, 0, 61), q_lens=(11, 5, 1, 2), num_to
 CALLS = [(decode, DECODE), (ragged, RAGGED)]
 IDS = ["decode", "ragged"]
 
-SLOPES = np.float32([0.5, 0.25, 0.125, 0.0])
-SINKS = np.float32([1.0, -3.0, 0.0, 8.0])
-# Random, so that some queries see none of the newest tokens; smaller than a row's queries.
-TREE_MASK = np.random.default_rng(7).random((4, 6, 6)) < 0.5
-LOOP = dict(block_k=16, num_programs=3, num_warps=2, num_stages=2)
-OPTIONS = {
-    "window": dict(sliding_window=11),
-    "cap": dict(soft_cap=1.5),
-    "alibi": dict(alibi_slopes=SLOPES),
-    "sinks": dict(sinks=SINKS),
-    "scale": dict(sm_scale=-0.7),
-    "tree": dict(tree_mask=TREE_MASK),
-    "split": dict(fixed_split_size=32),
-}
 ALONE = [(name,) for name in OPTIONS]
 # Seven threes in which any two of the seven meet once.
 THREES = [tuple(np.roll(list(OPTIONS), -i)[[0, 1, 3]].tolist()) for i in range(7)]
@@ -44,24 +31,6 @@ DECODE_SETS = [
 ]
 
 
-def chosen(names, function, implementation):
-    """The options of so many names as arguments of a call, and of the oracle."""
-    options = {key: value for name in names for key, value in OPTIONS[name].items()}
-    fixed_split_size = options.pop("fixed_split_size", None)
-    if implementation.startswith("mosaic_gpu"):
-        loop = dict(
-            block_k=64, num_programs=3, num_stages=2, fixed_split_size=fixed_split_size and 64
-        )
-        decode_config, ragged_config = pp.MosaicDecodeConfig, pp.MosaicRaggedConfig
-        tile = dict(num_consumers=2)
-    else:
-        loop = dict(LOOP, fixed_split_size=fixed_split_size)
-        decode_config, ragged_config = pp.DecodeConfig, pp.RaggedConfig
-        tile = dict(block_q=16)
-    config = decode_config(**loop) if function is decode else ragged_config(**loop, **tile)
-    return dict(options, config=config, implementation=implementation), options
-
-
 def test_any_two_options_meet():
     met = [pair for names in THREES for pair in itertools.combinations(sorted(names), 2)]
     assert sorted(met) == sorted(itertools.combinations(sorted(OPTIONS), 2))
@@ -69,7 +38,7 @@ def test_any_two_options_meet():
 
 @pytest.mark.parametrize("names", DECODE_SETS, ids="+".join)
 def test_decode_options_match_the_oracle(names, implementation):
-    call, oracle = chosen(names, decode, implementation)
+    call, oracle = chosen_options(names, ragged=False, implementation=implementation)
     case = DECODE.on(implementation)
     arrays = case.make()
     assert_close(decode(*arrays, **call), arrays, case.tolerance, **oracle)
@@ -77,7 +46,7 @@ def test_decode_options_match_the_oracle(names, implementation):
 
 @pytest.mark.parametrize("names", RAGGED_SETS, ids="+".join)
 def test_ragged_options_match_the_oracle(names, implementation):
-    call, oracle = chosen(names, ragged, implementation)
+    call, oracle = chosen_options(names, ragged=True, implementation=implementation)
     case = RAGGED.on(implementation)
     arrays = case.make()
     assert_close(ragged(*arrays, **call), arrays, case.tolerance, **oracle)

@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from tests.attention.test_cascade import OPTIONS as CASCADE_OPTIONS
-from tests.attention.test_cascade import cascade
-from tests.attention.test_options import OPTIONS, chosen
-from tests.support.attention_calls import assert_close, assert_same_bits, decode, ragged
+from tests.support.attention_calls import assert_close, assert_same_bits, cascade, decode, ragged
 from tests.support.attention_cases import Case
+from tests.support.attention_options import CASCADE_OPTIONS, OPTIONS, chosen_options
 from tests.support.attention_oracle import attend, relative_error
 from tests.support.page_tables import extend
 from tests.support.quantized_cases import Quantized
@@ -70,7 +68,7 @@ def test_tiles_of_many_rows(dtype, implementation):
 @pytest.mark.parametrize(("function", "case"), [(decode, SMALL), (ragged, RAGGED)])
 def test_every_option(function, case, kv_dtype, implementation):
     names = [name for name in OPTIONS if function is ragged or name != "tree"]
-    call, oracle = chosen(names, function, implementation)
+    call, oracle = chosen_options(names, ragged=function is ragged, implementation=implementation)
     arrays, meant = Quantized(case, kv_dtype).make()
     assert_close(function(*arrays, **call), meant, case.tolerance, **oracle)
 

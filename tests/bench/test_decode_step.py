@@ -1,4 +1,4 @@
-"""The bench of one step of a model, on a CPU: no time is checked here."""
+"""The bench of one decode step of a model, on a CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_one_step_of_a_loop() -> None:
 
     step = decode_step.one_step(kernels(1), [kernels(4, s) for s in (1.0, 2.0, 7.0)], 4)
     assert step == [("cond", 2.0), ("a", 4.0), ("b", 6.0), ("a", 8.0)]
-    with pytest.raises(RuntimeError, match="not the same list"):
+    with pytest.raises(RuntimeError, match="do not all run the same list"):
         decode_step.one_step(kernels(1), [kernels(4)[:-1]], 4)
 
 

@@ -1,4 +1,4 @@
-"""The bench of quality, on a CPU: paged forwards against dense ones, and what its tables say."""
+"""The bench of quality: paged forwards against dense ones, its tables and a tiny run."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from models.checkpoint import save_checkpoint
 from models.decoder import Decoder, dense_attend
 from models.tokenizer import save_byte_tokenizer
 from models.train import split_windows
+from tests.bench.fakes import META
 from tests.support.dense_oracle import CONFIG, tiny_model
 
 pytestmark = pytest.mark.usefixtures("exact_products")
@@ -26,7 +27,7 @@ PAGES = {"page_size": 4, "implementation": "xla"}
 
 @pytest.fixture(scope="module")
 def windows() -> tuple[jax.Array, jax.Array]:
-    """Two batches of three rows of ten tokens, the last row not full."""
+    """Two batches of three rows of ten tokens; the last row is not full."""
     tokens = np.random.default_rng(0).integers(CONFIG.vocab_size, size=56)
     return split_windows(tokens, 10, 3)
 
@@ -37,7 +38,7 @@ def measured(model, windows, exact_products) -> dict[str, dict[str, float]]:
 
 
 def _dense(model: Decoder, tokens: jax.Array) -> jax.Array:
-    """Log-probabilities f32`[B, T, V]` without pages."""
+    """Log-probabilities `f32[B, T, V]` without pages."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return jax.nn.log_softmax(model.logits(model(tokens, positions, dense_attend())[0]))
 
@@ -51,7 +52,7 @@ def test_nats_are_those_of_the_model_without_a_cache(model, windows, measured) -
     assert measured["fp32"]["nats"] == pytest.approx(float((losses * counts).sum() / 55), rel=1e-5)
 
 
-def test_each_dtype_is_another_distance_from_bf16(measured) -> None:
+def test_distances_from_bf16_differ_by_dtype(measured) -> None:
     assert list(measured) == list(quality.NAMES)
     assert measured["bf16"]["top1"] == 1.0 and measured["bf16"]["kl"] == 0.0
     distances = [measured[name]["kl"] for name in ("int8", "fp8")]
@@ -60,7 +61,7 @@ def test_each_dtype_is_another_distance_from_bf16(measured) -> None:
     assert all(0.8 < sums["top1"] <= 1 for sums in measured.values())
 
 
-def test_compare_counts_some_positions(model) -> None:
+def test_compare_counts_only_positions_with_weight(model) -> None:
     graphdef, params = nnx.split(model)
     hidden, other = (jax.random.normal(jax.random.key(i), (2, 3, 32)) for i in (0, 1))
     targets = jnp.array([[1, 2, 3], [4, 5, 6]])
@@ -78,7 +79,7 @@ def test_compare_counts_some_positions(model) -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path, monkeypatch):
-    """A byte-level checkpoint with random weights, of the shape `tiny`, which has one layer."""
+    """A byte-level checkpoint of random weights, of the shape `tiny` reduced to one layer."""
     folder = tmp_path / "checkpoint"
     tiny = quality.SHAPES["tiny"]
     config = dataclasses.replace(tiny.config, num_layers=1)
@@ -88,7 +89,7 @@ def checkpoint(tmp_path, monkeypatch):
     return folder
 
 
-def test_a_dry_run_of_everything(checkpoint, tmp_path, capsys) -> None:
+def test_tiny_run(checkpoint, tmp_path, capsys) -> None:
     text = tmp_path / "text"
     text.write_text("x" * 360 + "é" * 20)  # bytes of UTF-8: 40 of 400 are the last tenth
     files = {name: tmp_path / f"bench.{name}" for name in ("json", "markdown")}
@@ -111,30 +112,13 @@ def test_a_dry_run_of_everything(checkpoint, tmp_path, capsys) -> None:
 def test_nats_are_per_byte_and_perplexity_per_token() -> None:
     kv = {name: {"nats": 2.0, "top1": 1.0, "kl": 0.0} for name in quality.NAMES}
     found = {"checkpoint": "c", "dtype": "bfloat16", "window": 8, "kv": kv}
-    meta = {"device": "a GPU", "jax": "0", "driver": "1", "date": "today", "command": "c"}
     found |= {"num_tokens": 10, "num_bytes": 40}
-    text = quality.markdown({"meta": meta, "checkpoint": found, "random": None})
+    text = quality.markdown({"meta": META, "checkpoint": found, "random": None})
     assert "| int8 | 0.50000 | 7.3891 | 1.00000 | 100.000% | 0.00e+00 |" in text
     assert "| bf16 | 0.50000 | 7.3891 | 1.00000 | - | - |" in text
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        [],
-        ["--text", "x"],
-        ["--shape", "none"],
-        ["--shape", "tiny", "--window", "0"],
-        ["--shape", "tiny", "--json", "no/such/folder"],
-    ],
-)
-def test_bad_arguments_end_with_status_2(args, capsys) -> None:
-    with pytest.raises(SystemExit) as ended:
-        quality.main(args)
-    assert ended.value.code == 2 and "error:" in capsys.readouterr().err
-
-
-def test_what_cannot_be_measured_is_one_line(checkpoint, tmp_path) -> None:
+def test_unusable_inputs_are_one_line(checkpoint, tmp_path) -> None:
     text = tmp_path / "text"
     text.write_text("short")
     args = ["--checkpoint", str(checkpoint), "--text", str(text)]

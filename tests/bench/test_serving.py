@@ -1,4 +1,4 @@
-"""The serving bench as a whole, on a CPU: what it counts, writes and draws, not how fast it is."""
+"""The serving bench as a whole, on a CPU: its counts, files and charts, but no speed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from bench.serving import __main__ as serving
-from bench.serving import report as serving_report
-from bench.serving import transformers as serving_transformers
+from bench.serving import cli, report, transformers
 from bench.serving.compilations import Compilations
 from bench.serving.engine import serve
 from bench.serving.models import SHAPES, ServingShape, random_model, weight_bytes
-from bench.serving.requests import make_trace
+from bench.serving.requests import describe_trace, make_trace
 from models.decoder import Decoder
 from models.engine import Engine, EngineConfig
+from tests.bench.fakes import META, rows
 
 TINY = SHAPES["tiny"]
 
@@ -42,14 +41,14 @@ def test_sizes_of_the_models() -> None:
         assert shape.kv_gib * (1 << 30) == 32 * shape.max_len * shape.token_bytes()
 
 
-def test_random_weights_differ_and_the_input_embeddings_are_not_read(tiny) -> None:
+def test_weight_bytes_exclude_the_input_embeddings(tiny) -> None:
     first, second = (layer.mlp.down_proj.weight[...] for layer in tiny.layers)
     assert 0.005 < float(jnp.std(first)) < 0.02 and not jnp.any(first == second)
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(tiny)))
     assert weight_bytes(tiny) == total - 256 * 64 * 4
 
 
-def test_compilations_are_counted_inside_only() -> None:
+def test_compilations_are_counted_inside_the_block_only() -> None:
     function = jax.jit(lambda x: 3 * x + 1)
     inputs = [np.ones(n, np.float32) for n in (3, 4, 5)]
     with Compilations() as compilations:
@@ -61,12 +60,12 @@ def test_compilations_are_counted_inside_only() -> None:
 
 
 def _engine(model: Decoder) -> Engine:
-    """Of the sizes of the dry run, so that both are compiled once."""
+    """An engine of the sizes of the tiny run, so that they share compiled programs."""
     sizes = {"num_pages": 64, "max_seqs": 8, "max_len": TINY.max_len, "token_budget": 128}
     return Engine(model, None, None, EngineConfig(**sizes))
 
 
-def test_engine_serves_the_whole_trace_as_it_comes(tiny) -> None:
+def test_engine_serves_the_whole_trace(tiny) -> None:
     trace = make_trace(12, vocab_size=256, max_len=64, rate=50.0)
     record = serve(_engine(tiny), trace, seconds=60.0)
     assert [one.num_tokens for one in record.served] == [one.num_tokens for one in trace]
@@ -78,7 +77,7 @@ def test_engine_serves_the_whole_trace_as_it_comes(tiny) -> None:
     assert any(x.live > 0 for x in record.usage)
 
 
-def test_engine_is_cut_off_at_the_limit(tiny) -> None:
+def test_engine_stops_at_the_time_limit(tiny) -> None:
     engine = _engine(tiny)
     late = make_trace(2, vocab_size=256, max_len=64, rate=1e-6)
     record = serve(engine, late, seconds=0.2)
@@ -91,12 +90,12 @@ def test_engine_is_cut_off_at_the_limit(tiny) -> None:
     assert engine.stats().num_aborted == 300 - len(record.served)
 
 
-def test_a_dry_run_of_everything(tmp_path, capsys) -> None:
+def test_tiny_run(tmp_path, capsys) -> None:
     files = {name: tmp_path / f"bench.{name}" for name in ("json", "markdown")}
     names = ["engine", "engine_no_cache", "static"]
     args = ["--shape", "tiny", "--systems", *names, "--requests", "24", "--decode-step"]
     args += ["--max-seqs", "8", "--token-budget", "128", "--step-steps", "5"]
-    run = serving.main([*args, *(x for name in files for x in (f"--{name}", str(files[name])))])
+    run = cli.main([*args, *(x for name in files for x in (f"--{name}", str(files[name])))])
     saved = json.loads(files["json"].read_text())
     assert list(saved["systems"]) == names and saved["meta"]["command"].startswith("python -m")
     num_tokens = {result["num_tokens"] for result in saved["systems"].values()}
@@ -112,17 +111,17 @@ def test_a_dry_run_of_everything(tmp_path, capsys) -> None:
     step = saved["decode_step"]
     assert step["wall_us"] > 0 and step["context"] > 256 and step["num_seqs"] == 4
     assert step["kv_bytes"] == 4 * step["context"] * TINY.token_bytes()
-    assert files["markdown"].read_text() == serving_report.markdown(run)
+    assert files["markdown"].read_text() == report.markdown(run)
     assert files["markdown"].read_text() in capsys.readouterr().out
 
 
-def test_what_fails_is_told_and_the_others_go_on(monkeypatch, capsys) -> None:
+def test_failure_of_a_system_is_reported_and_the_others_go_on(monkeypatch, capsys) -> None:
     def fail(*args, **kwargs):
         raise RuntimeError("no memory\nmore")
 
-    monkeypatch.setattr(serving, "StaticBatch", fail)
+    monkeypatch.setattr(cli, "StaticBatch", fail)
     args = ["--shape", "tiny", "--systems", "static", "engine", "--requests", "2"]
-    run = serving.main([*args, "--max-seqs", "8", "--token-budget", "128"])
+    run = cli.main([*args, "--max-seqs", "8", "--token-budget", "128"])
     assert run["systems"]["engine"]["status"] == "ok"
     out = capsys.readouterr().out
     assert "static batch, contiguous cache: RuntimeError: no memory\n" in out
@@ -145,8 +144,7 @@ def _result(rate: float, **more: object) -> dict:
 
 @pytest.fixture
 def run() -> dict:
-    """What a GPU might have given."""
-    meta = {"device": "a GPU", "jax": "0", "driver": "1", "date": "today", "command": "c"}
+    """Results that a GPU might have given."""
     sizes = {"kv_gib": 2.0, "capacity": 65536, "max_len": 2048}
     trace = make_trace(3, vocab_size=9, max_len=2048)
     kernels = [{"name": f"k{i}", "us": 9.0 - i / 10, "launches": 16.0} for i in range(30)]
@@ -154,10 +152,10 @@ def run() -> dict:
     step |= {"kv_dtype": "bfloat16"}
     step |= {"weight_bytes": 4e9, "kv_bytes": 4e9, "read_gbps": 4000.0, "roofline_us": 2000.0}
     return {
-        "meta": meta,
+        "meta": META,
         "shape": "1b",
         "sizes": sizes,
-        "trace": serving.describe_trace(trace),
+        "trace": describe_trace(trace),
         "systems": {
             "transformers": {"status": "failed", "reason": "no torch"},
             "static": _result(1000.0, compilations=0),
@@ -168,13 +166,10 @@ def run() -> dict:
 
 
 def test_tables(run) -> None:
-    text = serving_report.markdown(run)
-    lines = text.splitlines()
-    rows = [[x.strip() for x in line.strip("|").split("|")] for line in lines if line[:1] == "|"]
-    by_name = {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[2:5]}
-    assert list(by_name) == [
-        serving_report.NAMES[name] for name in ("engine", "static", "transformers")
-    ]
+    text = report.markdown(run)
+    lines, cells = text.splitlines(), rows(text)
+    by_name = {row[0]: dict(zip(cells[0], row, strict=True)) for row in cells[1:4]}
+    assert list(by_name) == [report.NAMES[name] for name in ("engine", "static", "transformers")]
     engine = by_name["engine"]
     assert engine["x static"] == "2.50" and engine["per token ms"] == "500.0 / 2000.0"
     assert engine["memory utilisation"] == "25.0%" and engine["preemptions"] == "7"
@@ -186,43 +181,28 @@ def test_tables(run) -> None:
 
 def test_chart(run, tmp_path) -> None:
     pytest.importorskip("matplotlib")
-    serving_report.plot(run, tmp_path / "bench.png")
+    report.plot(run, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     run["systems"] = {"transformers": run["systems"]["transformers"]}
     with pytest.raises(ValueError, match="nothing to plot"):
-        serving_report.plot(run, tmp_path / "none.png")
+        report.plot(run, tmp_path / "none.png")
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        ["--kv-gib", "0.0001"],
-        ["--systems", "vllm"],
-        ["--json", "no/such/folder"],
-        ["--transformers-requests", "0"],
-    ],
-)
-def test_bad_arguments_end_with_status_2(args, capsys) -> None:
-    with pytest.raises(SystemExit) as ended:
-        serving.main(["--shape", "tiny", *args])
-    assert ended.value.code == 2 and "error:" in capsys.readouterr().err
-
-
-def test_a_bad_trace_is_one_line() -> None:
+def test_invalid_trace_is_one_line() -> None:
     with pytest.raises(SystemExit, match=r"^error: .*num_requests=0") as ended:
-        serving.main(["--shape", "tiny", "--requests", "0"])
+        cli.main(["--shape", "tiny", "--requests", "0"])
     assert "\n" not in str(ended.value)
 
 
 class _Exit:
-    """Ends the process that unpickles it."""
+    """End the process that unpickles this."""
 
     def __reduce__(self):
         return os._exit, (3,)
 
 
 def _transformers(trace, **sizes) -> dict:
-    return serving_transformers.run_transformers(TINY.config, "float32", trace, **sizes)
+    return transformers.run_transformers(TINY.config, "float32", trace, **sizes)
 
 
 def test_transformers_runs_where_it_is_installed() -> None:
@@ -235,7 +215,7 @@ def test_transformers_runs_where_it_is_installed() -> None:
     assert 0.2 < result["utilization"] < 1
 
 
-def test_without_transformers_the_reason_is_told(monkeypatch) -> None:
+def test_missing_transformers_has_a_reason(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setitem(sys.modules, "torch", None)
 
@@ -244,31 +224,31 @@ def test_without_transformers_the_reason_is_told(monkeypatch) -> None:
             self.result = result
 
     sender = Sender()
-    serving_transformers._work(sender, TINY.config, "float32", [], 1, 64, math.inf)
+    transformers._work(sender, TINY.config, "float32", [], 1, 64, math.inf)
     assert sender.result["status"] == "failed" and "torch" in sender.result["reason"]
 
 
-def test_a_process_that_dies_is_told() -> None:
+def test_process_that_dies_has_a_reason() -> None:
     result = _transformers(_Exit(), batch_size=1, max_len=64, seconds=1.0)
     assert result == {"status": "failed", "reason": "its process ended with 3"}
 
 
-def test_the_shape_tells_its_bytes() -> None:
+def test_token_bytes_include_scales() -> None:
     shape = ServingShape(config=TINY.config, dtype=jnp.float16, kv_gib=1.0)
     assert shape.token_bytes() == 2 * 2 * 2 * 16 * 2
     for kv_dtype in ("int8", "fp8"):
         assert shape.token_bytes(kv_dtype) == 2 * 2 * 2 * (16 + 4)
 
 
-def test_one_byte_pages_are_more_in_the_same_memory(capsys, monkeypatch) -> None:
+def test_int8_pages_hold_more_tokens_in_the_same_memory(capsys, monkeypatch) -> None:
     steps: list[dict] = []
-    monkeypatch.setattr(serving, "measure_step", lambda *args, **options: steps.append(options))
+    monkeypatch.setattr(cli, "measure_step", lambda *args, **options: steps.append(options))
     args = ["--shape", "tiny", "--systems", "engine", "--requests", "4", "--decode-step"]
     args += ["--max-seqs", "2", "--token-budget", "32"]
-    run = serving.main([*args, "--kv-dtype", "int8"])
+    run = cli.main([*args, "--kv-dtype", "int8"])
     engine, budget = run["systems"]["engine"], TINY.kv_gib * 2**30
     assert engine["status"] == "ok" and engine["kv_dtype"] == steps[0]["kv_dtype"] == "int8"
-    assert run["sizes"]["capacity"] == budget // (8 * 16 * 4)  # the model's f32
+    assert run["sizes"]["capacity"] == budget // (8 * 16 * 4)  # with the model's f32
     assert engine["capacity"] == budget // (8 * (16 + 4)) // 16 * 16
     assert budget - 16 * 160 < engine["pool_bytes"] <= budget
     assert f"| engine | int8 | {engine['capacity']} | 4 |" in capsys.readouterr().out

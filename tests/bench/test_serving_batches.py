@@ -1,4 +1,4 @@
-"""The trace of the serving bench, its records, and its static batches, on a CPU."""
+"""Traces, records and static batches of the serving bench, on a CPU."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench.serving import batches as serving_batches
-from bench.serving import static as serving_static
+from bench.serving import batches, static
 from bench.serving.batches import BatchTimes, serve_in_batches
 from bench.serving.record import Record, Served, Usage
 from bench.serving.requests import TraceRequest, describe_trace, make_trace
@@ -63,12 +62,12 @@ def test_system_prompts_and_arrivals() -> None:
         {"num_prefixes": 0},
     ],
 )
-def test_impossible_traces(wrong) -> None:
+def test_invalid_traces(wrong) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         make_trace(**{"num_requests": 1, "vocab_size": 9, "max_len": 64} | wrong)
 
 
-def test_sums_of_a_record() -> None:
+def test_summary_of_a_record() -> None:
     served = [
         Served(arrival=1.0, first_token=2.0, finish=4.0, num_tokens=5),
         Served(arrival=0.0, first_token=3.0, finish=3.0, num_tokens=1),
@@ -83,7 +82,7 @@ def test_sums_of_a_record() -> None:
     assert found["tokens_per_s"] == 1.5 and found["requests_per_s"] == 0.25
     assert found["ttft_s"]["p50"] == 2.0 and found["latencies"] == [3.0, 3.0]
     assert found["tpot_s"] == {"p50": 0.5, "p99": 0.5}
-    # For three seconds a half, for one all of it; of nothing reserved there is no share.
+    # A half for three seconds, all of it for one; without reserved memory there is no share.
     assert found["utilization"] == pytest.approx((3 * 0.5 + 1) / 4)
     assert found["live_of_budget"] == pytest.approx((3 * 10 + 30) / 4 / 40)
     assert found["live_of_budget_under_load"] == pytest.approx(10 / 40)
@@ -100,31 +99,31 @@ def _requests(*sizes: tuple[float, int, int]) -> list[TraceRequest]:
 
 
 class _Clock:
-    """A clock that only waits."""
+    """A clock that advances only by `wait`."""
 
     def __init__(self, monkeypatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(serving_batches.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(serving_batches.time, "sleep", self.wait)
+        monkeypatch.setattr(batches.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(batches.time, "sleep", self.wait)
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
 
 @pytest.mark.parametrize("grows", [False, True])
-def test_batches_take_what_has_come_in_its_order(monkeypatch, grows) -> None:
-    clock, batches = _Clock(monkeypatch), []
+def test_batches_take_arrived_requests_in_order(monkeypatch, grows) -> None:
+    clock, sizes = _Clock(monkeypatch), []
     trace = _requests((1.0, 10, 4), (1.0, 20, 2), (1.0, 5, 1), (2.5, 5, 1), (90.0, 5, 1))
 
     def run_batch(batch):
-        batches.append((clock.now - 100, len(batch)))
+        sizes.append((clock.now - 100, len(batch)))
         clock.wait(1.0)
         first = clock.now
         clock.wait(4.0)
         return BatchTimes(first_token=first, finish=clock.now, padded_len=20)
 
     record = serve_in_batches(trace, run_batch, batch_size=2, max_len=32, seconds=50.0, grows=grows)
-    assert batches == [(1.0, 2), (6.0, 2)] and record.num_tokens == 8
+    assert sizes == [(1.0, 2), (6.0, 2)] and record.num_tokens == 8
     assert record.capacity == 64 and record.wall == 50.0
     assert [one.first_token - one.arrival for one in record.served] == [1.0, 1.0, 6.0, 4.5]
     assert [one.finish for one in record.served] == [6.0, 6.0, 11.0, 11.0]
@@ -135,7 +134,7 @@ def test_batches_take_what_has_come_in_its_order(monkeypatch, grows) -> None:
     assert reserved[:5] == ([40, 42, 44, 46, 0] if grows else [64, 64, 64, 64, 0])
 
 
-def test_static_batch_gives_the_tokens_of_the_oracle_and_of_the_engine(
+def test_static_batch_tokens_equal_those_of_oracle_and_engine(
     model, oracle, exact_products
 ) -> None:
     rng = np.random.default_rng(0)
@@ -147,9 +146,9 @@ def test_static_batch_gives_the_tokens_of_the_oracle_and_of_the_engine(
         )
         for length, count in ((1, 9), (30, 14), (17, 1), (16, 5), (31, 20), (2, 3))
     ]
-    static = StaticBatch(model, batch_size=4, max_len=64)
-    static.warmup(trace)
-    found = [*static.run(trace[:4])[0], *static.run(trace[4:])[0]]  # the second over what is left
+    system = StaticBatch(model, batch_size=4, max_len=64)
+    system.warmup(trace)
+    found = [*system.run(trace[:4])[0], *system.run(trace[4:])[0]]  # the second reuses the cache
     engine = Engine(model, None, None, EngineConfig(num_pages=32, max_seqs=8, token_budget=128))
     requests = [
         engine.submit(
@@ -164,33 +163,33 @@ def test_static_batch_gives_the_tokens_of_the_oracle_and_of_the_engine(
         assert tokens.tolist() == request.completions[0].tokens
 
 
-def test_static_batch_tells_its_times_and_compiles_ahead(model) -> None:
+def test_static_batch_reports_times_and_compiles_in_warmup(model) -> None:
     trace = make_trace(7, vocab_size=CONFIG.vocab_size, max_len=64)
-    static = StaticBatch(model, batch_size=3, max_len=64)
-    static.warmup(trace)
-    before = (serving_static.prefill._cache_size(), serving_static.decode._cache_size())
+    system = StaticBatch(model, batch_size=3, max_len=64)
+    system.warmup(trace)
+    before = (static.prefill._cache_size(), static.decode._cache_size())
     start = time.perf_counter()
-    _, times = static.run(trace[:3])
+    _, times = system.run(trace[:3])
     assert start < times.first_token < times.finish < time.perf_counter()
     assert times.padded_len == 64
     record = serve_in_batches(
-        trace, lambda batch: static.run(batch)[1], batch_size=3, max_len=64, seconds=math.inf
+        trace, lambda batch: system.run(batch)[1], batch_size=3, max_len=64, seconds=math.inf
     )
     assert len(record.served) == 7 and record.capacity == 3 * 64
-    assert before == (serving_static.prefill._cache_size(), serving_static.decode._cache_size())
+    assert before == (static.prefill._cache_size(), static.decode._cache_size())
 
 
-def test_the_faster_attention_is_chosen(model, monkeypatch) -> None:
-    static = StaticBatch(model, batch_size=2, max_len=64)
-    static._cache = tuple(
-        (k.astype(jnp.bfloat16), v.astype(jnp.bfloat16)) for k, v in static._cache
+def test_faster_attention_is_chosen(model, monkeypatch) -> None:
+    system = StaticBatch(model, batch_size=2, max_len=64)
+    system._cache = tuple(
+        (k.astype(jnp.bfloat16), v.astype(jnp.bfloat16)) for k, v in system._cache
     )
     seconds = {"xla": 2.0, "cudnn": 1.0}
-    monkeypatch.setattr(serving_static.jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(static, "run", lambda batch: None)
-    monkeypatch.setattr(static, "_trial", seconds.__getitem__)
-    static.warmup(make_trace(1, vocab_size=9, max_len=64))
-    assert static.implementation == "cudnn"
-    seconds["cudnn"] = math.inf  # it could not
-    static.warmup(make_trace(1, vocab_size=9, max_len=64))
-    assert static.implementation == "xla"
+    monkeypatch.setattr(static.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(system, "run", lambda batch: None)
+    monkeypatch.setattr(system, "_trial", seconds.__getitem__)
+    system.warmup(make_trace(1, vocab_size=9, max_len=64))
+    assert system.implementation == "cudnn"
+    seconds["cudnn"] = math.inf  # it failed
+    system.warmup(make_trace(1, vocab_size=9, max_len=64))
+    assert system.implementation == "xla"

@@ -1,133 +1,66 @@
-"""The search of configs and the table that it writes, on a CPU: no time is checked here."""
+"""The search for configs, on a CPU with a fake clock."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 
-import jax
 import pytest
 
-from bench import shapes, timing, tune
-from bench.shapes import uniform
-from pallas_paged.kernels import tuned
+import pallas_paged as pp
+from bench import measure, tune
+from bench.kv_dtypes import ONE_BYTE, with_dtype
+from bench.shapes import make_case, uniform
 
-KEY = {
-    "num_q_heads": 32,
-    "num_kv_heads": 8,
-    "head_dim": 96,
-    "itemsize": 2,
-    "num_seqs": 48,
-    "max_kv_len": 5000,
-}
-CONFIG = {"block_k": 64, "programs_per_sm": 4, "num_warps": 2, "num_stages": 2}
+pytestmark = pytest.mark.usefixtures("short_chains")
 
-
-@pytest.fixture(autouse=True)
-def short_chains(monkeypatch) -> None:
-    """Three calls to a run: on a CPU no cache need be cold."""
-    monkeypatch.setattr(shapes, "_COLD_BYTES", 1)
-    monkeypatch.setattr(shapes, "_MIN_CALLS", 3)
+DECODE = {"block_k": 64, "num_warps": 4, "num_stages": 2}
 
 
 @pytest.fixture
-def table(tmp_path, monkeypatch):
-    """A table of one device with one entry, as the package would find it."""
-    path = tmp_path / "tuned.json"
-    entry = {"key": tuned.bucket(KEY), "config": CONFIG, "us": 9.0, "heuristic_us": 10.0}
-    device = {"date": "today", "jax": "0", "decode": [entry], "ragged": []}
-    path.write_text(json.dumps({"a GPU": device}))
-    monkeypatch.setattr(tuned.importlib.resources, "files", lambda package: tmp_path)
-    monkeypatch.setattr(tune, "TABLE", path)
-    tuned._configs.cache_clear()
-    yield path
-    tuned._configs.cache_clear()
-
-
-def test_lookup_rounds_batch_and_length_up(table) -> None:
-    assert tuned.lookup("decode", "a GPU", KEY) == CONFIG
-    assert tuned.lookup("decode", "a GPU", KEY | {"num_seqs": 64, "max_kv_len": 8192}) == CONFIG
-    assert tuned.lookup("decode", "a GPU", KEY | {"num_seqs": 33}) == CONFIG
-    for other in ({"num_seqs": 32}, {"max_kv_len": 4096}, {"head_dim": 128}, {"num_q_heads": 64}):
-        assert tuned.lookup("decode", "a GPU", KEY | other) is None
-    assert tuned.lookup("decode", "another GPU", KEY) is None
-    assert tuned.lookup("ragged", "a GPU", KEY) is None
-
-
-def test_lookup_gives_a_copy(table) -> None:
-    found = tuned.lookup("decode", "a GPU", KEY)
-    assert found is not None
-    found["block_k"] = 1
-    assert tuned.lookup("decode", "a GPU", KEY) == CONFIG
-
-
-def test_kernels_are_those_of_the_table() -> None:
-    assert tuple(tune.KERNELS) == tuned.KERNELS
-
-
-def test_tiles_count_programs_as_the_table_does(monkeypatch) -> None:
+def sms(monkeypatch) -> int:
+    """The number of SMs of an H200."""
     monkeypatch.setattr(tune, "num_sms", lambda: 132)
-    shape = uniform(4, 4096)  # of 8 KV heads
-    for name, per_sm, num_programs in (("mosaic_decode", 1, 16), ("mosaic_ragged", 1, 132)):
-        kernel = tune.KERNELS[name]
-        config = kernel.heuristic(**tune.static_key(kernel, shape), num_sms=132)
-        tile = tune.to_tile(kernel, config, shape)
-        assert config.num_programs == num_programs and tile["programs_per_sm"] == per_sm
-        assert tune.to_config(kernel, tile, shape) == config
-
-
-def test_the_table_of_the_package_makes_valid_configs() -> None:
-    tuned._configs.cache_clear()
-    shape = uniform(1, 1024)
-    for (kernel, *_), config in tuned._configs().items():
-        tune.to_config(tune.KERNELS[kernel], config, shape)
-
-
-def test_merge_replaces_keys_and_keeps_what_is_better() -> None:
-    def entry(num_seqs, us, heuristic_us=10.0):
-        times = {"us": us, "heuristic_us": heuristic_us, "tried": []}
-        return {"key": {"num_seqs": num_seqs}, "config": CONFIG, **times}
-
-    old = {"jax": "0", "ragged": [1], "decode": [entry(1, 5.0), entry(2, 5.0), entry(4, 5.0)]}
-    new = tune.merge(old, "decode", [entry(8, 7.123), entry(2, 9.9), entry(1, 8.0)])
-    assert new["ragged"] == [1] and new["jax"] == "0"
-    found = [(e["key"]["num_seqs"], e["us"]) for e in new["decode"]]
-    assert found == [(1, 8.0), (4, 5.0), (8, 7.12)]
-    assert "tried" not in new["decode"][0]
+    return 132
 
 
 @pytest.mark.parametrize("name", tune.KERNELS)
-def test_neighbours_are_configs_that_fit_on_an_sm(name, monkeypatch) -> None:
-    monkeypatch.setattr(tune, "num_sms", lambda: 132)
+def test_neighbours_are_other_configs_that_fit_on_an_sm(name, sms) -> None:
     kernel = tune.KERNELS[name]
     for shape in kernel.shapes:
-        config = kernel.heuristic(**tune.static_key(kernel, shape), num_sms=132)
-        tile = tune.to_tile(kernel, config, shape)
-        near = tune.neighbours(kernel, tile, shape)
-        assert near and tile not in near
-        assert len({tuple(other.items()) for other in near}) == len(near)
+        config = tune.heuristic_config(kernel, shape)
+        near = tune.neighbours(kernel, config, shape)
+        assert near and config not in near and len(set(near)) == len(near)
         for other in near:
-            config = tune.to_config(kernel, other, shape)  # raises where it is none
-            assert kernel.fits(config, other["programs_per_sm"], shape)
+            assert type(other) is type(config)
+            assert kernel.fits(other, math.ceil(other.num_programs / sms), shape)
 
 
 @pytest.mark.parametrize(
-    ("name", "tile"),
+    ("name", "config"),
     [
-        ("decode", {"block_k": 64, "num_warps": 16, "num_stages": 2, "programs_per_sm": 4}),
-        ("decode", {"block_k": 128, "num_warps": 4, "num_stages": 3, "programs_per_sm": 1}),
-        ("mosaic_decode", {"block_k": 64, "num_stages": 3, "programs_per_sm": 2}),
+        ("decode", pp.DecodeConfig(**DECODE | {"num_warps": 16}, num_programs=4 * 132)),
+        ("decode", pp.DecodeConfig(**DECODE | {"block_k": 128, "num_stages": 3}, num_programs=132)),
+        ("mosaic_decode", pp.MosaicDecodeConfig(block_k=64, num_stages=3, num_programs=2 * 132)),
     ],
 )
-def test_what_an_sm_cannot_hold_is_no_neighbour(name, tile) -> None:
+def test_configs_too_large_for_an_sm_are_not_neighbours(name, config, sms) -> None:
     kernel, shape = tune.KERNELS[name], uniform(4, 4096)
-    wide = tile | {"programs_per_sm": 2 * tile["programs_per_sm"]}
-    assert wide not in tune.neighbours(kernel, tile, shape)
-    assert kernel.fits(tune.to_config(kernel, tile, shape), tile["programs_per_sm"], shape)
+    per_sm = config.num_programs // sms
+    wide = dataclasses.replace(config, num_programs=2 * config.num_programs)
+    assert kernel.fits(config, per_sm, shape) and not kernel.fits(wide, 2 * per_sm, shape)
+    assert wide not in tune.neighbours(kernel, config, shape)
 
 
-# What the fastest config of a fake clock has; it gives nothing right with a single stage.
+def test_int8_tiles_take_half_the_memory() -> None:
+    kernel, plain = tune.KERNELS["decode"], uniform(4, 4096)
+    config = pp.DecodeConfig(block_k=128, num_warps=4, num_stages=3, num_programs=264)
+    assert not kernel.fits(config, 2, plain) and kernel.fits(config, 2, with_dtype(plain, "int8"))
+
+
+# Fields of the fastest config of the fake clock; a single stage gives no right result.
 FASTEST = {
     "decode": {"num_warps": 8, "num_stages": 3},
     "ragged": {"num_warps": 8, "num_stages": 3},
@@ -136,7 +69,7 @@ FASTEST = {
 }
 
 
-def _fake_clock(name: str):
+def _fake_times(name: str):
     """Microseconds that depend on the config alone."""
 
     def times(case, variants, iterations):
@@ -150,65 +83,66 @@ def _fake_clock(name: str):
     return times
 
 
+def _search(name: str, seconds: float = 60.0) -> dict:
+    kernel = tune.KERNELS[name]
+    return tune.search(kernel, kernel.tiny, implementation="xla", seconds=seconds, iterations=1)
+
+
 @pytest.mark.parametrize("name", tune.KERNELS)
 def test_search_steps_to_the_fastest_config(name, monkeypatch) -> None:
-    monkeypatch.setattr(tune, "_times", _fake_clock(name))
-    kernel = tune.KERNELS[name]
-    found = tune.search(kernel, kernel.tiny, implementation="xla", seconds=60.0, iterations=1)
+    monkeypatch.setattr(tune, "_times", _fake_times(name))
+    found = _search(name)
     assert found["config"] | FASTEST[name] == found["config"]
     assert found["us"] == 1.0 and found["heuristic_us"] > 1.0
-    assert found["key"] == tuned.bucket(tune.static_key(kernel, kernel.tiny))
+    assert found["tried"][0]["config"] == found["heuristic"]
     configs = [tuple(entry["config"].items()) for entry in found["tried"]]
     assert len(set(configs)) == len(configs) > 5
 
 
 def test_search_ends_with_its_time(monkeypatch) -> None:
-    monkeypatch.setattr(tune, "_times", _fake_clock("decode"))
-    kernel = tune.KERNELS["decode"]
-    found = tune.search(kernel, kernel.tiny, implementation="xla", seconds=0.0, iterations=1)
-    near = tune.neighbours(kernel, found["tried"][0]["config"], kernel.tiny)
-    assert [entry["config"] for entry in found["tried"][1:]] == near
+    monkeypatch.setattr(tune, "_times", _fake_times("decode"))
+    kernel, found = tune.KERNELS["decode"], _search("decode", seconds=0.0)
+    near = tune.neighbours(kernel, pp.DecodeConfig(**found["heuristic"]), kernel.tiny)
+    assert [entry["config"] for entry in found["tried"][1:]] == list(map(dataclasses.asdict, near))
 
 
 def test_search_needs_a_right_heuristic(monkeypatch) -> None:
     monkeypatch.setattr(tune, "_times", lambda case, variants, iterations: [None] * len(variants))
-    kernel = tune.KERNELS["decode"]
     with pytest.raises(RuntimeError, match="no right result"):
-        tune.search(kernel, kernel.tiny, implementation="xla", seconds=1.0, iterations=1)
+        _search("decode")
 
 
-@pytest.mark.parametrize("name", tune.KERNELS)
-def test_tiny_run(name, tmp_path, capsys, monkeypatch, table) -> None:
-    def kernel_times(compiled, args, *, iterations):
-        return [[("a", 8.0)] for _ in range(iterations)]
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("name", ["decode", "mosaic_ragged"])
+def test_tiny_run(name, tmp_path, capsys, monkeypatch) -> None:
+    kernel, configs = tune.KERNELS[name], set()
 
-    kernel, configs = tune.KERNELS[name], []
-
-    def call(*args, config, **options):  # a CPU has no use for the config
-        configs.append(config)
+    def call(*args, config, **options):  # xla ignores the config
+        configs.add(config)
         return kernel.call(*args, **options)
 
     monkeypatch.setitem(tune.KERNELS, name, dataclasses.replace(kernel, call=call))
-    monkeypatch.setattr(timing, "kernel_times", kernel_times)
     monkeypatch.setattr(tune, "_STEPS", ({"num_stages": 2},))
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     path = tmp_path / "tune.json"
     args = ["--kernel", name, "--shapes", "tiny", "--implementation", "xla", "--iterations", "1"]
-    entries = tune.main([*args, "--seconds", "9", "--json", str(path), "--write"])
-    assert entries["tiny"]["us"] == entries["tiny"]["heuristic_us"]
-    assert json.loads(path.read_text())["shapes"]["tiny"]["config"] == entries["tiny"]["config"]
-    assert "| tiny | " in capsys.readouterr().out
-    assert {type(config) for config in configs} == {kernel.config}
-    assert len({config.num_stages for config in configs}) == 2
-    written = json.loads(table.read_text())
-    (device,) = set(written) - {"a GPU"}
-    assert written[device][name] == [] and written[device]["jax"] == jax.__version__
+    run = tune.main([*args, "--kv-dtype", "fp8", "--seconds", "9", "--json", str(path)])
+    assert json.loads(path.read_text()) == run
+    (found,) = run["shapes"]
+    assert found["status"] == "ok" and found["us"] == found["heuristic_us"]
+    assert len({config.num_stages for config in configs}) == len(configs) == 2
+    assert "| tiny fp8 | " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "args", [["--shapes", "9x9"], ["--iterations", "0"], ["--seconds", "0"], ["--json", "no/such"]]
-)
-def test_bad_arguments_end_with_status_2(args, capsys) -> None:
-    with pytest.raises(SystemExit) as ended:
-        tune.main(["--kernel", "decode", *args])
-    assert ended.value.code == 2 and "error:" in capsys.readouterr().err
+def test_without_time_the_reason_is_given(capsys) -> None:
+    run = tune.main(["--kernel", "decode", "--shapes", "tiny", "--seconds", "1e-9"])
+    assert run["shapes"] == [{"name": "tiny", "status": "failed", "reason": "no time left"}]
+    assert "no time left" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("name", ONE_BYTE)
+def test_variants_with_a_config_are_right(name) -> None:
+    kernel = tune.KERNELS["ragged"]
+    shape = with_dtype(kernel.tiny, name)
+    variant = tune.variant(kernel, tune.heuristic_config(kernel, shape), "xla")
+    assert measure.measure_all(make_case(shape), lambda: [variant], 1)["status"] == "ok"

@@ -7,32 +7,18 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from models import cli
 from models.checkpoint import save_checkpoint
-from models.config import KV_DTYPES, ModelConfig
+from models.config import KV_DTYPES
 from models.decoder import Decoder
 from models.text_stream import TextStream
-from models.tokenizer import Tokenizer, save_byte_tokenizer
-
-ROOT = Path(__file__).parents[2]
-CONFIG = ModelConfig(
-    vocab_size=256,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=1,
-    num_q_heads=2,
-    num_kv_heads=1,
-    head_dim=16,
-    max_position_embeddings=64,
-    tie_word_embeddings=True,
-)
+from models.tokenizer import Tokenizer
+from tests.support.commands import CONFIG, ROOT, run_command, save_tiny_model, start_command
 
 
 @pytest.fixture(scope="module")
@@ -48,28 +34,6 @@ def run(checkpoint, capsys):
 @pytest.fixture
 def start(checkpoint):
     return lambda *args: start_command(checkpoint, *args)
-
-
-def save_tiny_model(folder):
-    save_checkpoint(folder, Decoder(CONFIG, rngs=nnx.Rngs(0)), CONFIG)
-    save_byte_tokenizer(folder, max_length=CONFIG.max_position_embeddings)
-    return folder
-
-
-def run_command(checkpoint, capsys, *args):
-    """The command in this process: exit status, standard output, standard error."""
-    status = cli.main(["--checkpoint", str(checkpoint), "--implementation", "xla", *args])
-    return status, *capsys.readouterr()
-
-
-def start_command(checkpoint, *args):
-    """The command in a process of its own."""
-    command = [sys.executable, "-m", "models.generate", "--checkpoint", str(checkpoint), *args]
-    # On the CPU: this process may hold the GPU's memory.
-    env = os.environ | {"JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
 
 
 def test_one_sample_is_streamed_and_summed_up(start):
@@ -292,7 +256,6 @@ def test_an_interrupted_process_does_not_tear_itself_down():
     """A compilation that goes on in a thread of JAX would crash it then."""
     code = """
 import atexit
-from models import cli
 atexit.register(print, "torn down")
 print("told", end="")
 cli.main = lambda: {status}

@@ -10,27 +10,10 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
+from tests.support.kv_pools import copies_of, make_pool, pool_bytes
+from tests.support.page_tables import INT32_MAX, INT32_MIN, i32
 
-INT32_MAX, INT32_MIN = 2**31 - 1, -(2**31)
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
-
-
-def i32(*values):
-    return np.array(values, np.int32)
-
-
-def make_pool(
-    num_layers=2, num_pages=4, num_kv_heads=2, page_size=2, head_dim=3, dtype=jnp.float32, **scales
-):
-    return pp.create_kv_pool(
-        num_layers=num_layers,
-        num_pages=num_pages,
-        num_kv_heads=num_kv_heads,
-        page_size=page_size,
-        head_dim=head_dim,
-        dtype=dtype,
-        **scales,
-    )
 
 
 def numbered_pool(**sizes):
@@ -134,10 +117,6 @@ def test_write_kv_refuses(changes, message):
         pp.write_kv(**arguments)
 
 
-def copies_of(src, dst):
-    return pp.PageCopies(src_pages=jnp.asarray(src), dst_pages=jnp.asarray(dst))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_copy_pages_copies_every_layer_and_reads_before_it_writes(dtype):
     pool = numbered_pool(dtype=dtype)
@@ -171,10 +150,6 @@ def test_copy_pages_refuses():
         pp.copy_pages(make_pool(), copies_of(np.zeros(1, np.float32), i32(0)))
     with pytest.raises(ValueError, match=r"dst_pages must be int32\[1\], got int32\[2\]"):
         pp.copy_pages(make_pool(), copies_of(i32(0), i32(0, 1)))
-
-
-def pool_bytes(pool):
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
 
 
 def abstract_pool():

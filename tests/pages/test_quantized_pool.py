@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from tests.pages.test_kv_pool import copies_of, i32, make_pool, pool_bytes
+from tests.support.kv_pools import copies_of, make_pool, pool_bytes
+from tests.support.page_tables import i32
 from tests.support.quantized_cases import LARGEST, quantize
 
 KV_DTYPES = ["int8", "float8_e4m3fn"]

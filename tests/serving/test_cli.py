@@ -18,7 +18,7 @@ from models.decoder import Decoder
 from models.engine import Engine, EngineConfig, EngineDeadError
 from models.engine_worker import Worker
 from models.request import SamplingParams
-from tests.models.test_cli import CONFIG, run_command, save_tiny_model, start_command
+from tests.support.commands import CONFIG, run_command, save_tiny_model, start_command
 
 # Few shapes to compile, and the same ones in most tests.
 SIZES = ["--max-seqs", "4", "--token-budget", "32"]

@@ -9,6 +9,10 @@ import numpy as np
 import pallas_paged as pp
 from tests.support.attention_oracle import attend, relative_error
 
+STATIC = (
+    "sm_scale", "soft_cap", "sliding_window", "implementation", "config", "prefix_config",
+)  # fmt: skip
+
 
 def jitted(attention, compiler_options=None):
     """An entry that returns (out, lse), with what is static marked so."""
@@ -16,12 +20,12 @@ def jitted(attention, compiler_options=None):
     def with_lse(*arrays, **options):
         return attention(*arrays, return_lse=True, **options)
 
-    static = ("sm_scale", "soft_cap", "sliding_window", "implementation", "config")
-    return jax.jit(with_lse, static_argnames=static, compiler_options=compiler_options)
+    return jax.jit(with_lse, static_argnames=STATIC, compiler_options=compiler_options)
 
 
 decode = jitted(pp.paged_attention)
 ragged = jitted(pp.ragged_paged_attention)
+cascade = jitted(pp.cascade_attention)
 
 
 def assert_close(actual, arrays, tolerance, **options):

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from tests.conftest import IMPLEMENTATIONS
 from tests.support.attention_calls import assert_close, assert_same_bits, decode, ragged
 from tests.support.attention_cases import Case, cumulated
 from tests.support.attention_oracle import relative_error
+from tests.support.devices import implementations_here
 
-if "mosaic_gpu" not in IMPLEMENTATIONS:
+if "mosaic_gpu" not in implementations_here():
     pytest.skip("needs a Hopper GPU and JAX 0.11", allow_module_level=True)
 
 on_hopper = dict(implementation="mosaic_gpu")

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import AbstractDevice, AbstractMesh
 
 if jax.__version_info__ < (0, 11):
     pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
@@ -21,6 +20,7 @@ from pallas_paged.kernels.mosaic.decode_merge import MOST_STATES, block_sizes, m
 from pallas_paged.kernels.mosaic.decode_shares import row_of
 from tests.support.attention_calls import assert_close, assert_same_bits
 from tests.support.attention_cases import Case
+from tests.support.devices import lower_for_cuda
 
 # Fewer programs than rows and more: shares span rows, and rows span shares.
 CONFIG = MosaicDecodeConfig(block_k=64, num_stages=2, num_programs=3)
@@ -200,10 +200,6 @@ def test_block_sizes_of_the_merge(num_seqs, num_q_heads):
         assert not is_split or block_s == 8
 
 
-H200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
-MESH = AbstractMesh((1,), ("x",), abstract_device=H200)
-
-
 def lower(heads, page_size, dtype, config=CONFIG, *, num_seqs=4, per_head=False, **options):
     """What a decode call lowers to for CUDA."""
     num_q_heads, num_kv_heads, head_dim = heads
@@ -215,17 +211,16 @@ def lower(heads, page_size, dtype, config=CONFIG, *, num_seqs=4, per_head=False,
         config=config,
         interpret=False,
     )
-    with jax.sharding.use_abstract_mesh(MESH):
-        traced = jax.jit(call).trace(
-            jax.ShapeDtypeStruct((num_seqs, num_q_heads, head_dim), dtype),
-            pages,
-            pages,
-            jax.ShapeDtypeStruct((num_seqs, 8), jnp.int32),
-            jax.ShapeDtypeStruct((num_seqs,), jnp.int32),
-            values,
-            values,
-        )
-        return traced.lower(lowering_platforms=("cuda",)).as_text()
+    return lower_for_cuda(
+        call,
+        jax.ShapeDtypeStruct((num_seqs, num_q_heads, head_dim), dtype),
+        pages,
+        pages,
+        jax.ShapeDtypeStruct((num_seqs, 8), jnp.int32),
+        jax.ShapeDtypeStruct((num_seqs,), jnp.int32),
+        values,
+        values,
+    ).as_text()
 
 
 @pytest.mark.parametrize(("page_size", "dtype"), [(8, jnp.bfloat16), (256, jnp.float16)])

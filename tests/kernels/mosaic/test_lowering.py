@@ -13,25 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
 
 import pallas_paged as pp
 from pallas_paged.kernels.mosaic import config as mosaic_tuning
+from tests.support.devices import lower_for_cuda
 
 if jax.__version_info__ < (0, 11):
     pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
 
-H200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
-MESH = AbstractMesh((1,), ("x",), abstract_device=H200)
 NUM_PAGES = 1009  # of no other size, so that the pool is known by it
 CUSTOM_CALL = re.compile(r"custom_call @mosaic_gpu\w*\((.*?)\)")
-
-
-def lower(function, *shapes, **jit_options) -> str:
-    """What a function lowers to for CUDA."""
-    with jax.sharding.use_abstract_mesh(MESH):
-        traced = jax.jit(function, **jit_options).trace(*shapes)
-        return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def cache_shapes(num_seqs, num_kv_heads, head_dim, page_size, pages_per_seq, dtype):
@@ -151,7 +142,8 @@ def test_ragged(row):
     q = jax.ShapeDtypeStruct((row["num_tokens"], num_q_heads, row["head_dim"]), row["dtype"])
     page_size = row["page_size"]
     cache = cache_shapes(num_seqs, 2, row["head_dim"], page_size, 4096 // page_size, row["dtype"])
-    text = lower(call, q, *cache, jax.ShapeDtypeStruct((num_seqs + 1,), jnp.int32))
+    cu_q_lens = jax.ShapeDtypeStruct((num_seqs + 1,), jnp.int32)
+    text = lower_for_cuda(call, q, *cache, cu_q_lens).as_text()
     check_kernels(text, "ragged_paged_attention", "ragged_paged_attention_merge")
     # The merge writes into what the kernel wrote, and into lse only where somebody wants it.
     merge = [line for line in text.splitlines() if CUSTOM_CALL.search(line)][1]
@@ -180,7 +172,7 @@ def test_decode(row):
     q = jax.ShapeDtypeStruct((num_seqs, num_q_heads, row["head_dim"]), row["dtype"])
     page_size = row["page_size"]
     cache = cache_shapes(num_seqs, 2, row["head_dim"], page_size, 4096 // page_size, row["dtype"])
-    check_kernels(lower(call, q, *cache), "paged_decode", "paged_decode_merge")
+    check_kernels(lower_for_cuda(call, q, *cache).as_text(), "paged_decode", "paged_decode_merge")
 
 
 @pytest.mark.parametrize("num_tokens", [None, 40], ids=["decode", "ragged"])
@@ -196,7 +188,7 @@ def test_a_step_writes_into_the_pool_that_was_donated(num_tokens):
             out = pp.ragged_paged_attention(q, *cache, cu_q_lens, implementation="mosaic_gpu")
         return out, k_pages, v_pages
 
-    text = lower(
+    text = lower_for_cuda(
         step,
         jax.ShapeDtypeStruct((count, 8, 128), jnp.bfloat16),
         *cache_shapes(4, 2, 128, 16, 64, jnp.bfloat16),
@@ -205,7 +197,7 @@ def test_a_step_writes_into_the_pool_that_was_donated(num_tokens):
         jax.ShapeDtypeStruct((5,), jnp.int32),
         donate_argnums=(1, 2),
         keep_unused=True,
-    )
+    ).as_text()
     assert len(re.findall(r"tf.aliasing_output|jax.buffer_donor", text)) == 2
     kernel, _ = CUSTOM_CALL.findall(text)
     k_pages, v_pages = re.search(r"return \S+, (%\w+), (%\w+) :", text).groups()
@@ -222,7 +214,7 @@ def test_a_step_writes_into_the_pool_that_was_donated(num_tokens):
 
 @pytest.mark.parametrize(("window", "alibi"), [(None, False), (100, False), (None, True)])
 def test_cascade(window, alibi):
-    text = lower(
+    text = lower_for_cuda(
         partial(
             pp.cascade_attention,
             implementation="mosaic_gpu",
@@ -233,7 +225,7 @@ def test_cascade(window, alibi):
         *cache_shapes(5, 2, 64, 16, 64, jnp.float16),
         jax.ShapeDtypeStruct((2,), jnp.int32),
         jax.ShapeDtypeStruct((3,), jnp.int32),
-    )
+    ).as_text()
     assert len(CUSTOM_CALL.findall(text)) == 4
     for name in ("ragged_paged_attention_merge", "paged_decode_merge"):
         assert name in text

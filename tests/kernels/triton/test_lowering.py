@@ -7,15 +7,12 @@ import itertools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
 
 import pallas_paged as pp
 from pallas_paged.kernels.triton.config import decode_config, merge_config
-
-H200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
-MESH = AbstractMesh((1,), ("x",), abstract_device=H200)
+from tests.support.devices import lower_for_cuda
+from tests.support.lowered_options import LOOP, lowered_options
 
 
 def lower(
@@ -47,9 +44,7 @@ def lower(
         function = pp.cascade_attention
         shapes.append(jax.ShapeDtypeStruct((num_groups,), jnp.int32))
         shapes.append(jax.ShapeDtypeStruct((num_groups + 1,), jnp.int32))
-    with jax.sharding.use_abstract_mesh(MESH):
-        traced = jax.jit(lambda *arrays: function(*arrays, **call)).trace(*shapes)
-        return traced.lower(lowering_platforms=("cuda",)).as_text()
+    return lower_for_cuda(lambda *arrays: function(*arrays, **call), *shapes).as_text()
 
 
 SHAPES = [
@@ -57,22 +52,6 @@ SHAPES = [
     *(((8, 8, 64), s, jnp.float16) for s in (1, 2, 32, 256)),
     *(((g, 1, 128), 16, jnp.float32) for g in (1, 3, 7, 40, 128)),
 ]
-LOOP = dict(block_k=32, num_programs=100, num_warps=4, num_stages=2)
-
-
-def options(num_q_heads, num_seqs):
-    """Every option of attention, alone and together."""
-    per_head = np.ones(num_q_heads, np.float32)
-    alone = {
-        "sliding_window": 100,
-        "soft_cap": 30.0,
-        "alibi_slopes": per_head,
-        "sinks": per_head,
-        "sm_scale": -0.1,
-        "return_lse": True,
-        "tree_mask": np.ones((num_seqs, 8, 8), bool),
-    }
-    return [{name: value} for name, value in alone.items()] + [alone]
 
 
 @pytest.mark.parametrize(("heads", "page_size", "dtype"), SHAPES, ids=str)
@@ -98,13 +77,13 @@ def test_cascade_lowers_for_cuda(heads, page_size, dtype):
 class TestOptionsLowerForCuda:
     def test_decode(self, dtype, fixed_split_size):
         config = pp.DecodeConfig(**LOOP, fixed_split_size=fixed_split_size)
-        for call in options(6, 4):
+        for call in lowered_options(6, 4):
             call.pop("tree_mask", None)
             assert "paged_decode" in lower(4, (6, 2, 80), 16, 32, dtype, config=config, **call)
 
     def test_ragged(self, dtype, fixed_split_size):
         config = pp.RaggedConfig(**LOOP, block_q=64, fixed_split_size=fixed_split_size)
-        for call in options(6, 4):
+        for call in lowered_options(6, 4):
             text = lower(4, (6, 2, 80), 16, 32, dtype, num_tokens=50, config=config, **call)
             assert "ragged_paged_attention" in text
 
@@ -113,7 +92,7 @@ class TestOptionsLowerForCuda:
             config=pp.DecodeConfig(**LOOP, fixed_split_size=fixed_split_size),
             prefix_config=pp.RaggedConfig(**LOOP, block_q=64, fixed_split_size=fixed_split_size),
         )
-        everything = options(6, 4)[-1]
+        everything = lowered_options(6, 4)[-1]
         everything.pop("tree_mask")
         text = lower(4, (6, 2, 80), 16, 32, dtype, num_groups=2, **both, **everything)
         assert "ragged_paged_attention" in text and "paged_decode" in text

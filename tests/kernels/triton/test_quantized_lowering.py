@@ -14,8 +14,9 @@ import pallas_paged as pp
 from pallas_paged import dispatch
 from pallas_paged.kernels.call import IMPLEMENTATIONS
 from pallas_paged.kernels.triton.config import decode_config, ragged_config
-from tests.attention.test_dispatch import A100, DECODE, PREFILL, any_jax  # noqa: F401
-from tests.kernels.triton.test_lowering import LOOP, MESH, options
+from tests.support.devices import A100, lower_for_cuda
+from tests.support.lowered_options import LOOP, lowered_options
+from tests.support.static_calls import DECODE, PREFILL
 
 KV_DTYPES = [jnp.int8, jnp.float8_e4m3fn]
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
@@ -38,9 +39,7 @@ def lower(heads, kv_dtype, dtype, *, num_tokens=None, num_pages=1000, per_tensor
         function = pp.ragged_paged_attention
         shapes.append(jax.ShapeDtypeStruct((5,), jnp.int32))
     shapes += [scales, scales]
-    with jax.sharding.use_abstract_mesh(MESH):
-        traced = jax.jit(lambda *arrays: function(*arrays, **call)).trace(*shapes)
-        return traced.lower(lowering_platforms=("cuda",))
+    return lower_for_cuda(lambda *arrays: function(*arrays, **call), *shapes)
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=lambda x: x.__name__)
@@ -58,7 +57,7 @@ class TestLowersForCuda:
 
     @pytest.mark.parametrize("per_tensor", [False, True])
     def test_with_every_option(self, kv_dtype, dtype, per_tensor):
-        call = options(6, 4)[-1] | dict(per_tensor=per_tensor)
+        call = lowered_options(6, 4)[-1] | dict(per_tensor=per_tensor)
         config = pp.RaggedConfig(**LOOP, block_q=64, fixed_split_size=128)
         text = lower((6, 2, 80), kv_dtype, dtype, num_tokens=50, config=config, **call).as_text()
         assert "ragged_paged_attention" in text
@@ -105,7 +104,7 @@ def test_offsets_reach_all_elements_of_a_large_pool(num_pages, wide, num_tokens)
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=lambda x: x.__name__)
 @pytest.mark.parametrize("call", [DECODE, PREFILL], ids=["decode", "ragged"])
-def test_mosaic_refuses_one_byte_pages_and_triton_takes_them(call, kv_dtype, any_jax):  # noqa: F811
+def test_mosaic_refuses_one_byte_pages_and_triton_takes_them(call, kv_dtype, any_jax):
     call = dataclasses.replace(call, kv_dtype=jnp.dtype(kv_dtype))
     reason = IMPLEMENTATIONS["mosaic_gpu"].why_not(call)
     assert reason == f"needs pages of q's dtype bfloat16, not of {kv_dtype.__name__}"

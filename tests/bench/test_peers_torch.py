@@ -1,4 +1,4 @@
-"""What `bench.peers_torch` reckons without torch, on a CPU."""
+"""The parts of `bench.peers_torch` that need neither torch nor a GPU."""
 
 from __future__ import annotations
 
@@ -13,13 +13,9 @@ import pytest
 
 from bench import peers_torch
 from bench.shapes import SHAPES, TINY, make_case
+from tests.bench.fakes import META, ok, wrong
 
 TINY_PREFILL = dataclasses.replace(TINY, name="tiny prefill", q_lens=(3, 32, 1))
-
-
-def _ok(us: float) -> dict:
-    spread = {"median": us, "p10": us, "p90": us}
-    return {"status": "ok", "variant": "x", "relative_l2": 2e-3, "kernel_us": spread}
 
 
 def test_shapes_are_decode_then_prefill() -> None:
@@ -32,7 +28,8 @@ def test_shapes_are_decode_then_prefill() -> None:
     assert append.num_flops == 4 * 32 * 128 * (512 * 16384 + 512 * 513 // 2)
 
 
-def test_pages_are_those_of_the_case_for_jax() -> None:
+@pytest.mark.usefixtures("short_chains")
+def test_page_lists_are_those_of_make_case() -> None:
     tables = make_case(TINY).tables
     for rows, table in zip(peers_torch.page_lists(TINY), tables, strict=True):
         for pages, row in zip(rows, table, strict=True):
@@ -40,15 +37,16 @@ def test_pages_are_those_of_the_case_for_jax() -> None:
     assert [len(pages) for pages in rows] == [2, 8, 5]
 
 
-def test_sample_names_queries_and_the_keys_they_see() -> None:
-    # Tokens 0 to 2 are of row 0 and see 3 to 5 keys, 3 to 34 of row 1 see 1 to 32, 35 sees 17.
+def test_sample_counts_the_keys_of_each_query() -> None:
+    # Tokens 0 to 2 of row 0 see 3 to 5 keys, 3 to 34 of row 1 see 1 to 32, 35 of row 2 sees 17.
     found = peers_torch.sample(TINY_PREFILL)
     assert found[0] == (3, 1, 1) and found[-1] == (34, 1, 32) and len(found) == 4
     assert peers_torch.sample(TINY) == [(0, 0, 5), (2, 2, 17), (1, 1, 32)]
 
 
+@pytest.mark.usefixtures("short_chains", "clock")
 @pytest.mark.parametrize("shape", [TINY, TINY_PREFILL], ids=lambda shape: shape.name)
-def test_peers_that_cannot_be_had_are_told(shape, monkeypatch) -> None:
+def test_missing_peers_have_reasons(shape, monkeypatch) -> None:
     def absent(case):
         raise ImportError("no such package\nmore")
 
@@ -57,9 +55,9 @@ def test_peers_that_cannot_be_had_are_told(shape, monkeypatch) -> None:
     monkeypatch.setattr(peers_torch, "TorchCase", lambda shape: None)
     monkeypatch.setattr(peers_torch, "flashinfer", absent)
     monkeypatch.setattr(peers_torch, "sdpa", lambda case: iter([("x", lambda: absent(case))]))
-    options = argparse.Namespace(ours=True, implementation="xla", iterations=1)
+    args = argparse.Namespace(ours=True, implementation="xla", iterations=1)
     with ThreadPoolExecutor(1) as pool:
-        found = peers_torch.measure_shape(shape, options, pool)
+        found = peers_torch.measure_shape(shape, args, pool)
     results = found["results"]
     assert results["ours"]["status"] == "ok" and results["ours"]["relative_l2"] < 5e-3
     assert results["flashinfer"]["reason"] == "ImportError: no such package"
@@ -70,10 +68,8 @@ def test_peers_that_cannot_be_had_are_told(shape, monkeypatch) -> None:
 def test_tables() -> None:
     decode = {"name": "8x8", "num_bytes": 2_000_000, "num_flops": 1, "decode": True}
     prefill = {"name": "big", "num_bytes": 1_000_000, "num_flops": 10**9, "decode": False}
-    wrong = {"status": "wrong", "relative_l2": 0.5}
-    results = {"ours": _ok(4.0), "flashinfer": _ok(6.0), "sdpa": wrong}
-    meta = {"device": "a GPU", "jax": "0", "driver": "1", "date": "today", "command": "c"}
-    meta |= {"torch": "2.11.0", "nvidia-cudnn-cu13": "9", "flashinfer-python": None}
+    results = {"ours": ok(4.0), "flashinfer": ok(6.0, variant="x"), "sdpa": wrong()}
+    meta = META | {"torch": "2.11.0", "nvidia-cudnn-cu13": "9", "flashinfer-python": None}
     shapes = [one | {"results": results} for one in (decode, prefill)]
     lines = peers_torch.markdown({"meta": meta, "shapes": shapes}).splitlines()
     head = "K/V MB | pallas_paged | FlashInfer | torch SDPA, dense K/V |"
@@ -83,16 +79,7 @@ def test_tables() -> None:
     assert "torch 2.11.0, nvidia-cudnn-cu13 9, flashinfer-python None." in lines
 
 
-@pytest.mark.parametrize(
-    "args", [["--shapes", "9x9"], ["--iterations", "0"], ["--json", "no/such/folder"]]
-)
-def test_bad_arguments_end_with_status_2(args, capsys) -> None:
-    with pytest.raises(SystemExit) as ended:
-        peers_torch.main(args)
-    assert ended.value.code == 2 and "error:" in capsys.readouterr().err
-
-
-def test_without_torch_one_line_says_so(monkeypatch) -> None:
+def test_missing_torch_is_one_line(monkeypatch) -> None:
     monkeypatch.setattr(peers_torch.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"^error: bench\.peers_torch needs torch") as ended:
         peers_torch.main(["--shapes", "tiny"])

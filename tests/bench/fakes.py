@@ -1,0 +1,40 @@
+"""Results that a GPU might have given, for tests of tables and charts."""
+
+from __future__ import annotations
+
+META = {"device": "a GPU", "jax": "0.0", "driver": "1", "date": "today", "command": "c"}
+TARGETS = {"triton": "__gpu$xla.gpu.triton", "mosaic": "mosaic_gpu_v2"}
+FAILED = {"status": "failed", "reason": "no"}
+
+
+def ok(us: float, *custom_calls: str, error: float = 2e-3, **more: object) -> dict:
+    """A right result of `us` microseconds."""
+    spread = {"median": us, "p10": us - 1, "p90": us + 1}
+    result = {"status": "ok", "relative_l2": error, "custom_calls": list(custom_calls)}
+    return result | {"kernel_us": spread, "wall_us": spread} | more
+
+
+def wrong(error: float = 0.5) -> dict:
+    """A result whose error is too large."""
+    return {"status": "wrong", "relative_l2": error, "reason": "off"}
+
+
+def ours(chosen: str, *, triton: float, mosaic: float) -> dict:
+    """Results of both implementations, and of None, which chooses `chosen`."""
+    found = {"triton": ok(triton, TARGETS["triton"]), "mosaic": ok(mosaic, TARGETS["mosaic"])}
+    return {"ours": found[chosen], **found}
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of all tables in a Markdown text, headers first, without separators."""
+    lines = [line for line in text.splitlines() if line[:1] == "|" and line[:4] != "|---"]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def by_column(text: str) -> list[dict[str, list[str]]]:
+    """Rows of the table in a Markdown text by column name; columns may share a name."""
+    head, *body = rows(text)
+    return [
+        {name: [row[i] for i, other in enumerate(head) if other == name] for name in head}
+        for row in body
+    ]

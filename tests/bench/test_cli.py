@@ -1,0 +1,37 @@
+"""Arguments of all benches that can't be used."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench import decode, peers_torch, quality, tune
+from bench.serving import cli as serving
+
+_SHAPES = (["--shapes", "9x9"], ["--iterations", "0"], ["--json", "no/such/folder"])
+_TUNE = ["--kernel", "decode"]
+_QUALITY = ["--shape", "tiny"]
+_SERVING = ["--shape", "tiny"]
+
+
+@pytest.mark.parametrize(
+    ("bench", "args"),
+    [
+        *((decode, args) for args in _SHAPES),
+        *((peers_torch, args) for args in _SHAPES),
+        *((tune, [*_TUNE, *args]) for args in (*_SHAPES, ["--seconds", "0"])),
+        (quality, []),
+        (quality, ["--text", "x"]),
+        (quality, ["--shape", "none"]),
+        (quality, [*_QUALITY, "--window", "0"]),
+        (quality, [*_QUALITY, "--json", "no/such/folder"]),
+        (serving, [*_SERVING, "--kv-gib", "0.0001"]),
+        (serving, [*_SERVING, "--systems", "vllm"]),
+        (serving, [*_SERVING, "--json", "no/such/folder"]),
+        (serving, [*_SERVING, "--transformers-requests", "0"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value.__name__,
+)
+def test_bad_arguments_end_with_status_2(bench, args, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench.main(args)
+    assert ended.value.code == 2 and "error:" in capsys.readouterr().err

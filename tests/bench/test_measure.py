@@ -1,0 +1,165 @@
+"""The data of a shape, the reference, the errors of variants, and the choice of the best one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_paged as pp
+from bench import cascade, measure, peers, report, timing
+from bench.kv_dtypes import ONE_BYTE, with_dtype
+from bench.measure import Variant
+from bench.reference import reference_states
+from bench.shapes import TINY, make_case
+from tests.bench.fakes import FAILED, ok, wrong
+from tests.support.attention_oracle import attend, relative_error
+
+pytestmark = pytest.mark.usefixtures("short_chains")
+
+LARGEST = {"int8": 127, "fp8": 448}
+
+
+@pytest.fixture(scope="module")
+def cases(short_chains):
+    """The data of the tiny shape, by dtype of K/V."""
+    return {name: make_case(with_dtype(TINY, name)) for name in ("bf16", *ONE_BYTE)}
+
+
+@pytest.mark.parametrize("shape", [TINY, cascade.TINY], ids=["decode", "cascade"])
+def test_rows_and_sets_share_only_the_pages_of_a_prefix(shape) -> None:
+    case = make_case(shape)
+    shared = shape.shared_prefix // shape.page_size
+    assert (case.tables[:, :, :shared] == case.tables[:, :1, :shared]).all()
+    used = [table[0, :shared] for table in case.tables]
+    for table in case.tables:
+        for row, length in enumerate(shape.seq_lens):
+            used.append(table[row, shared : -(-length // shape.page_size)])
+    pages = np.concatenate(used)
+    assert sorted(pages) == list(range(case.k_pages.shape[1])) and list(pages) != sorted(pages)
+    more = [[8], [0, 3]] if shape.shared_prefix else []
+    assert [x.tolist() for x in case.lens] == [list(shape.seq_lens), *more]
+
+
+def test_sample_has_the_first_middle_and_last_query() -> None:
+    shape = dataclasses.replace(TINY, q_lens=(5, 3, 1))  # of rows of 5, 32 and 17 tokens
+    found = set(zip(*(x.tolist() for x in make_case(shape).sample()), strict=True))
+    want = {(0, 0, 1), (2, 0, 3), (4, 0, 5), (5, 1, 30), (6, 1, 31), (7, 1, 32), (8, 2, 17)}
+    assert found == want
+
+
+@pytest.mark.parametrize("name", ONE_BYTE)
+def test_quantized_pages_use_the_whole_range(cases, name) -> None:
+    case, plain = cases[name], cases["bf16"]
+    assert plain.scales == {} and list(case.scales) == ["k_scales", "v_scales"]
+    for pages, scales, before in zip(
+        (case.k_pages, case.v_pages),
+        case.scales.values(),
+        (plain.k_pages, plain.v_pages),
+        strict=True,
+    ):
+        assert pages.dtype == case.shape.kv_dtype and scales.shape == pages.shape[:3]
+        assert pages.shape[2:] == before.shape[2:]
+        elements = np.asarray(pages, np.float32)
+        np.testing.assert_array_equal(np.abs(elements).max(axis=-1), LARGEST[name])
+        assert len(np.unique(scales)) > 20 and np.std(elements * scales[..., None]) > 0.9
+    assert not jnp.array_equal(case.k_pages, case.v_pages)
+
+
+@pytest.mark.parametrize("name", ["bf16", *ONE_BYTE])
+def test_reference_is_attention(cases, name) -> None:
+    case = cases[name]
+    scales = [np.asarray(x)[..., None] for x in case.scales.values()] or [1.0, 1.0]
+    k, v = (
+        np.asarray(pages, np.float32).astype(np.float64) * scale
+        for pages, scale in zip((case.k_pages, case.v_pages), scales, strict=True)
+    )
+    table = case.tables[1]
+    want, _ = attend(case.q, k, v, table, case.seq_lens, sm_scale=1.0)
+    got, _ = reference_states(
+        case.q, case.k_pages, case.v_pages, table, case.seq_lens, **case.scales
+    )
+    assert relative_error(got, want) < 1e-6
+
+
+def test_wrong_and_failing_variants_have_reasons(cases) -> None:
+    def constant(value):
+        return lambda q, k, v, block_table, seq_lens: jnp.full_like(q, value) + q * 0
+
+    def raises(*args):
+        raise NotImplementedError("not here\nsecond line")
+
+    variants = [
+        Variant(label="nan", attend=constant(np.nan)),
+        Variant(label="raises", attend=raises),
+        Variant(label="off", attend=constant(0.1)),
+    ]
+    result = measure.measure_all(cases["bf16"], lambda: variants, 1)
+    assert result["status"] == "wrong" and "kernel_us" not in result
+    assert [found["status"] for found in result["variants"]] == ["wrong", "failed", "wrong"]
+    assert result["variants"][1]["reason"] == "NotImplementedError: not here"
+    assert measure.measure_all(cases["bf16"], raises, 1)["status"] == "failed"
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("name", ONE_BYTE)
+def test_variants_get_the_scales(cases, name) -> None:
+    def twice(*args, k_scales, v_scales):
+        return right(*args, k_scales=k_scales, v_scales=2 * v_scales)
+
+    [ours] = peers.ours(pp.paged_attention, "xla")
+    right = ours.attend
+    jax_op = functools.partial(peers.jax_op(cases[name].shape)[0].attend, interpret=True)
+    variants = [ours, Variant(label="", attend=twice), Variant(label="", attend=jax_op)]
+    found = measure.measure_all(cases[name], lambda: variants, 1)
+    assert [x["status"] for x in found["variants"]] == ["ok", "wrong", "ok"]
+    assert found["relative_l2"] < 5e-3
+
+
+def test_equal_programs_are_measured_once(cases, monkeypatch) -> None:
+    timed = []
+
+    def kernel_times(compiled, args, *, iterations):
+        timed.append(compiled)
+        return [[("a", 8.0)]]
+
+    monkeypatch.setattr(timing, "kernel_times", kernel_times)
+
+    def find(implementation, sm_scale=1.0):
+        def attend(*args):
+            return pp.paged_attention(*args, sm_scale=sm_scale, implementation=implementation)
+
+        return lambda: [Variant(label=str(implementation), attend=attend)]
+
+    finders = {"ours": find(None), "xla": find("xla"), "off": find("xla", 1.001)}
+    found = measure.compare(cases["bf16"], finders, 1)
+    assert [found[name]["variant"] for name in finders] == ["None", "xla", "xla"]
+    assert len(timed) == (2 if jax.default_backend() == "cpu" else 3)
+    assert found["off"]["relative_l2"] != found["xla"]["relative_l2"]
+    assert report.chosen(found["xla"]) == "xla"
+
+
+@pytest.mark.parametrize(
+    ("targets", "name"),
+    [
+        (["mosaic_gpu_v2"], "mosaic"),
+        (["__gpu$xla.gpu.triton"], "triton"),
+        (["triton_kernel_call"], "triton"),
+        (["cu_threefry2x32_ffi"], "xla"),
+        ([], "xla"),
+    ],
+)
+def test_custom_calls_name_the_implementation(targets, name) -> None:
+    assert report.chosen(ok(1.0, *targets)) == name
+    for absent in (None, FAILED):
+        assert report.chosen(absent) == "-"
+
+
+def test_best_variant_is_the_fastest_right_one() -> None:
+    slow, fast = ok(9), ok(5)
+    assert measure.best([FAILED, wrong(), slow, fast]) is fast
+    assert measure.best([FAILED, off := wrong()]) is off

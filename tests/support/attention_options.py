@@ -1,0 +1,53 @@
+"""Options of attention, each small enough to change every result of the small cases."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import pallas_paged as pp
+
+SLOPES = np.float32([0.5, 0.25, 0.125, 0.0])
+SINKS = np.float32([1.0, -3.0, 0.0, 8.0])
+# Random, so that some queries see none of the newest tokens; smaller than a row's queries.
+TREE_MASK = np.random.default_rng(7).random((4, 6, 6)) < 0.5
+LOOP = dict(block_k=16, num_programs=3, num_warps=2, num_stages=2)
+OPTIONS = {
+    "window": dict(sliding_window=11),
+    "cap": dict(soft_cap=1.5),
+    "alibi": dict(alibi_slopes=SLOPES),
+    "sinks": dict(sinks=SINKS),
+    "scale": dict(sm_scale=-0.7),
+    "tree": dict(tree_mask=TREE_MASK),
+    "split": dict(fixed_split_size=32),
+}
+
+PER_HEAD = np.float32([0.5, 0.25, 0.125, 0.0])
+CASCADE_OPTIONS = {
+    "a window within the suffix": dict(sliding_window=3),
+    "a window that cuts the prefix": dict(sliding_window=21),
+    "cap": dict(soft_cap=1.5),
+    "alibi": dict(alibi_slopes=PER_HEAD),
+    "sinks": dict(sinks=4 * PER_HEAD),
+    "scale": dict(sm_scale=-0.7),
+    "all": dict(
+        sliding_window=25, soft_cap=1.5, alibi_slopes=PER_HEAD, sinks=4 * PER_HEAD, sm_scale=0.7
+    ),
+}
+
+
+def chosen_options(names, *, ragged: bool, implementation: str) -> tuple[dict, dict]:
+    """The keyword arguments that the named options are for a call, and for the oracle."""
+    options = {key: value for name in names for key, value in OPTIONS[name].items()}
+    fixed_split_size = options.pop("fixed_split_size", None)
+    if implementation.startswith("mosaic_gpu"):
+        loop = dict(
+            block_k=64, num_programs=3, num_stages=2, fixed_split_size=fixed_split_size and 64
+        )
+        decode_config, ragged_config = pp.MosaicDecodeConfig, pp.MosaicRaggedConfig
+        tile = dict(num_consumers=2)
+    else:
+        loop = dict(LOOP, fixed_split_size=fixed_split_size)
+        decode_config, ragged_config = pp.DecodeConfig, pp.RaggedConfig
+        tile = dict(block_q=16)
+    config = ragged_config(**loop, **tile) if ragged else decode_config(**loop)
+    return dict(options, config=config, implementation=implementation), options

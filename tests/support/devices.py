@@ -1,0 +1,44 @@
+"""Devices: those that tests without a GPU compile for, and what the device of this machine runs."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from pallas_paged.kernels.call import Device
+from pallas_paged.kernels.mosaic import support as mosaic_support
+
+H200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
+H200_MESH = AbstractMesh((1,), ("x",), abstract_device=H200)
+
+CPU = Device(platform="cpu", kind="cpu", num_sms=4, compute_capability=None)
+# The heuristics may know real GPUs by name; this one they do not know.
+HOPPER = Device(platform="gpu", kind="a Hopper GPU", num_sms=132, compute_capability="9.0")
+A100 = Device(platform="gpu", kind="NVIDIA A100", num_sms=108, compute_capability="8.0")
+
+
+@functools.cache
+def implementations_here() -> list[str]:
+    """The implementations of attention that tests run on this machine.
+
+    "mosaic_gpu_interpret" is left out: it is too slow for most tests. A function, because asking
+    for the backend starts it, and conftest.py must set XLA's flags before.
+    """
+    if jax.default_backend() != "gpu":
+        return ["xla", "triton_interpret"]
+    here = Device.here()
+    reason = mosaic_support.why_not_jax() or mosaic_support.why_not_device(
+        platform=here.platform,
+        device_kind=here.kind,
+        compute_capability=here.compute_capability,
+    )
+    return ["xla", "triton", *(["mosaic_gpu"] if reason is None else [])]
+
+
+def lower_for_cuda(function, *shapes, **jit_options) -> jax.stages.Lowered:
+    """Lowers a function for an H200, on any machine."""
+    with jax.sharding.use_abstract_mesh(H200_MESH):
+        traced = jax.jit(function, **jit_options).trace(*shapes)
+        return traced.lower(lowering_platforms=("cuda",))

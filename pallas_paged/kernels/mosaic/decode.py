@@ -62,24 +62,15 @@ COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Inputs:
-    """Operands of the kernel, or refs to them.
+    """Operands of the kernel, or refs to them."""
 
-    Attributes:
-        q: `[B * Hq, D]`.
-        k_pages, v_pages: `[Hkv, P, S, D]`.
-        block_tables: i32`[B, N]`.
-        seq_lens: i32`[B]`.
-        unit_ends: i32`[B]`, from `DecodePlan`.
-        alibi_slopes: f32`[Hkv, N]` or None.
-    """
-
-    q: Any
-    k_pages: Any
-    v_pages: Any
-    block_tables: Any
-    seq_lens: Any
-    unit_ends: Any
-    alibi_slopes: Any
+    q: Any  # [B * Hq, D]
+    k_pages: Any  # [Hkv, P, S, D]
+    v_pages: Any  # [Hkv, P, S, D]
+    block_tables: Any  # i32[B, N]
+    seq_lens: Any  # i32[B]
+    unit_ends: Any  # i32[B], from DecodePlan
+    alibi_slopes: Any  # f32[Hkv, N] or None
 
 
 @jax.tree_util.register_dataclass
@@ -89,20 +80,13 @@ class Queries:
 
     A copy into swizzled rows, which wgmma needs, can begin at every 8th head only. So queries
     arrive in plain rows, and the consumer moves them. Then those of the next item may arrive.
-
-    Attributes:
-        arrived: `[N, D]` in plain rows.
-        q: `[N, D]` for wgmma.
-        p: `[N, block_k]` for wgmma: the probabilities of a block.
-        full: barrier, complete when the queries have arrived.
-        free: barrier, complete when they have been moved.
     """
 
-    arrived: Any
-    q: Any
-    p: Any
-    full: Any
-    free: Any
+    arrived: Any  # [N, D], plain
+    q: Any  # [N, D], swizzled
+    p: Any  # [N, block_k], swizzled: the probabilities of a block
+    full: Any  # barrier, complete when the queries have arrived
+    free: Any  # barrier, complete when the consumer has moved them
 
 
 @jax.tree_util.register_dataclass
@@ -151,11 +135,11 @@ def produce(
     inputs: Inputs,
     scratch: Scratch,
     kv_head: jax.Array,
-    group: int,
+    first_head: jax.Array,
+    num_q_heads: int,
 ) -> jax.Array:
     """Send the queries and the K/V of a work item; return the blocks sent so far."""
     queries = scratch.queries
-    num_q_heads = group * inputs.k_pages.shape[0]
 
     @pl.when(item.lo < item.hi)
     def _():
@@ -164,7 +148,7 @@ def produce(
             plgpu.barrier_wait(queries.free)
 
         # The copy fills rows past the end of q with zeros.
-        heads = pl.ds(item.row * num_q_heads + kv_head * group, queries.arrived.shape[0])
+        heads = pl.ds(item.row * num_q_heads + first_head, queries.arrived.shape[0])
         plgpu.copy_gmem_to_smem(inputs.q.at[heads], queries.arrived, queries.full)
 
     return stream(
@@ -299,9 +283,15 @@ def decode_kernel(
 
     @pl.when(lax.axis_index("wg") == 1)
     def _():
-        kv_iter = for_each(
-            functools.partial(produce, inputs=inputs, scratch=scratch, kv_head=kv_head, group=group)
+        send = functools.partial(
+            produce,
+            inputs=inputs,
+            scratch=scratch,
+            kv_head=kv_head,
+            first_head=kv_head * group,
+            num_q_heads=group * inputs.k_pages.shape[0],
         )
+        kv_iter = for_each(send)
         drain(scratch.ring, kv_iter)
 
         @pl.when(kv_iter > 0)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -70,10 +71,9 @@ def shared_memory_bytes(types: Any, params: plgpu.CompilerParams) -> int:
     reductions across warps.
     """
     leaves = jax.tree.leaves(types)
-    sizes = [8 * sum(x.num_barriers for x in leaves if isinstance(x, plgpu.Barrier))]
-    for x in leaves:
-        if not isinstance(x, plgpu.Barrier):
-            sizes.append(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize)
+    barriers = [x for x in leaves if isinstance(x, plgpu.Barrier)]
+    sizes = [math.prod(x.shape) * x.dtype.itemsize for x in leaves if x not in barriers]
+    sizes.append(8 * sum(int(np.prod(x.num_barriers)) for x in barriers))  # int or tuple
     sizes.append(params.reduction_scratch_bytes)
     return sum(pl.cdiv(size, 1024) * 1024 for size in sizes)
 

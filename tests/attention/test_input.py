@@ -57,7 +57,8 @@ def test_bad_arrays_are_named(function, case, changes, message):
 
 def test_q_of_decode_has_a_row_for_each_sequence():
     with pytest.raises(
-        ValueError, match=r"q.shape=\(2, 4, 32\) and seq_lens.shape=\(3,\) must agree"
+        ValueError,
+        match=r"q.shape=\(2, 4, 32\) and seq_lens.shape=\(3,\) must have the same batch size",
     ):
         jax.eval_shape(pp.paged_attention, *changed(Case(), {"q": lambda x: x[:2]}))
 

@@ -5,15 +5,16 @@ Both functions gather from and scatter into the arrays of `num_pages` elements, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PageStack:
-    """The fields of a `PageTable` that count and hold free pages.
+    """The fields of a `PageTable` that count references and hold the free pages.
 
     Attributes:
         ref_counts: i32`[num_pages]`.
@@ -25,16 +26,23 @@ class PageStack:
     free_pages: jax.Array
     num_free: jax.Array
 
+    @property
+    def num_pages(self) -> int:
+        return self.ref_counts.shape[0]
+
+
+Stack = TypeVar("Stack", bound=PageStack)
+
 
 def take_pages(
-    stack: PageStack, valid: jax.Array, need: jax.Array, *, width: int
-) -> tuple[PageStack, jax.Array, jax.Array]:
+    stack: Stack, valid: jax.Array, need: jax.Array, *, width: int
+) -> tuple[Stack, jax.Array, jax.Array]:
     """Pop `need` i32`[X]` pages for each valid entry, in order, while the running total fits.
 
     Returns:
         The stack, ok bool`[X]` and the pages i32`[X, width]`, padded with the sentinel.
     """
-    none = stack.ref_counts.shape[0]
+    none = stack.num_pages
     need = jnp.where(valid, need, 0)
     total = jnp.cumsum(need, dtype=jnp.int32)
     ok = valid & ((need == 0) | (total <= stack.num_free))
@@ -43,17 +51,17 @@ def take_pages(
     depth = (total - need)[:, None] + count
     index = jnp.where(taken, stack.num_free - 1 - depth, none)
     pages = stack.free_pages.at[index].get(mode="fill", fill_value=none)
-    stack = PageStack(
+    stack = replace(
+        stack,
         ref_counts=stack.ref_counts.at[pages].set(1, mode="drop"),
-        free_pages=stack.free_pages,
         num_free=stack.num_free - jnp.sum(taken, dtype=jnp.int32),
     )
     return stack, ok, pages
 
 
-def release_pages(stack: PageStack, pages: jax.Array) -> PageStack:
+def release_pages(stack: Stack, pages: jax.Array) -> Stack:
     """Remove one reference for each entry of `pages` i32`[X]`; sentinel entries are dropped."""
-    none = stack.ref_counts.shape[0]
+    none = stack.num_pages
     refs = stack.ref_counts.at[pages].add(-1, mode="drop")
     # All entries that shared a page see its count reach 0, but one must push it: each writes its
     # own number into the count, the highest stays, and that entry pushes the page and sets the
@@ -65,7 +73,8 @@ def release_pages(stack: PageStack, pages: jax.Array) -> PageStack:
     pushes = refs.at[dead].get(mode="fill", fill_value=0) == number
     refs = refs.at[jnp.where(pushes, pages, none)].set(0, mode="drop")
     index = jnp.where(pushes, stack.num_free + jnp.cumsum(pushes, dtype=jnp.int32) - 1, none)
-    return PageStack(
+    return replace(
+        stack,
         ref_counts=refs,
         free_pages=stack.free_pages.at[index].set(pages, mode="drop"),
         num_free=stack.num_free + jnp.sum(pushes, dtype=jnp.int32),

@@ -33,7 +33,7 @@ Integers = ArrayLike | Sequence[int]
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PageTable:
+class PageTable(PageStack):
     """Pages of every row, their reference counts and the stack of free pages.
 
     Attributes:
@@ -48,14 +48,7 @@ class PageTable:
 
     block_tables: jax.Array
     seq_lens: jax.Array
-    ref_counts: jax.Array
-    free_pages: jax.Array
-    num_free: jax.Array
     page_size: int = field(metadata=dict(static=True))
-
-    @property
-    def num_pages(self) -> int:
-        return self.ref_counts.shape[0]
 
     @property
     def max_seqs(self) -> int:
@@ -147,7 +140,7 @@ def extend(
     held = _num_blocks(table.seq_lens, table.page_size)
     need = _num_blocks(new_lens, table.page_size) - held
     width = -(-bound // table.page_size)
-    table, ok, pages = _take(table, valid, need, width=width)
+    table, ok, pages = take_pages(table, valid, need, width=width)
 
     rows = jnp.arange(table.max_seqs, dtype=jnp.int32)[:, None]
     blocks = held[:, None] + jnp.arange(width, dtype=jnp.int32)  # [max_seqs, width]
@@ -202,7 +195,7 @@ def fork(table: PageTable, src: Integers, dst: Integers) -> tuple[PageTable, Pag
     has_tail = (lens % table.page_size > 0).astype(jnp.int32)
     blocks = table.block_tables.at[src].get(mode="fill", fill_value=table.num_pages)
     tails = table.block_tables.at[src, num_full].get(mode="fill", fill_value=table.num_pages)
-    table, ok, fresh = _take(table, valid, has_tail, width=1)  # fresh [F, 1]
+    table, ok, fresh = take_pages(table, valid, has_tail, width=1)  # fresh [F, 1]
 
     column = jnp.arange(table.pages_per_seq, dtype=jnp.int32)
     is_shared = ok[:, None] & (column < num_full[:, None])
@@ -243,7 +236,7 @@ def truncate(table: PageTable, new_lens: Integers) -> tuple[PageTable, PageCopie
     tails = table.block_tables.at[rows, num_full].get(mode="fill", fill_value=table.num_pages)
     tail_refs = table.ref_counts.at[tails].get(mode="fill", fill_value=0)
     reown = has_tail & (tail_refs > 1)
-    table, ok, fresh = _take(table, valid, reown.astype(jnp.int32), width=1)
+    table, ok, fresh = take_pages(table, valid, reown.astype(jnp.int32), width=1)
     reown &= ok
 
     column = jnp.arange(table.pages_per_seq, dtype=jnp.int32)
@@ -290,7 +283,7 @@ def release(table: PageTable, pages: Integers) -> PageTable:
             once, each time for one reference.
     """
     pages = checked_vector("pages", pages, jnp.int32)
-    return _release(table, jnp.where(_is_live(table, pages), pages, table.num_pages))
+    return release_pages(table, jnp.where(_is_live(table, pages), pages, table.num_pages))
 
 
 @default_promotion()
@@ -359,23 +352,6 @@ def slot_mapping(table: PageTable, rows: Integers, positions: Integers) -> jax.A
     return jnp.where(held, slots, table.num_pages * table.page_size)
 
 
-def _stack_of(table: PageTable) -> PageStack:
-    return PageStack(
-        ref_counts=table.ref_counts, free_pages=table.free_pages, num_free=table.num_free
-    )
-
-
-def _take(
-    table: PageTable, valid: jax.Array, need: jax.Array, *, width: int
-) -> tuple[PageTable, jax.Array, jax.Array]:
-    stack, ok, pages = take_pages(_stack_of(table), valid, need, width=width)
-    return replace(table, **vars(stack)), ok, pages
-
-
-def _release(table: PageTable, pages: jax.Array) -> PageTable:
-    return replace(table, **vars(release_pages(_stack_of(table), pages)))
-
-
 def _num_blocks(num_tokens: jax.Array, page_size: int) -> jax.Array:
     # Never num_tokens + page_size - 1, which could pass int32.
     return num_tokens // page_size + (num_tokens % page_size > 0).astype(jnp.int32)
@@ -406,5 +382,5 @@ def _can_share(table: PageTable, pages: jax.Array) -> jax.Array:
 def _release_blocks(table: PageTable, dropped: jax.Array) -> PageTable:
     """Release the block table entries where `dropped` bool`[max_seqs, pages_per_seq]`."""
     pages = jnp.where(dropped, table.block_tables, table.num_pages)
-    table = _release(table, pages.ravel())
+    table = release_pages(table, pages.ravel())
     return replace(table, block_tables=jnp.where(dropped, table.num_pages, table.block_tables))

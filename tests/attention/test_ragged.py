@@ -146,7 +146,7 @@ def test_out_alone_and_as_a_jitted_default():
 
 @pytest.mark.parametrize(
     ("block_q", "block_k", "num_programs", "fixed_split_size"),
-    [
+    [  # with programs for each of 2 KV heads
         (16, 16, 1, None),
         (16, 16, 30, None),
         (16, 64, 7, None),
@@ -160,7 +160,7 @@ def test_any_config_gives_the_same(block_q, block_k, num_programs, fixed_split_s
     config = pp.RaggedConfig(
         block_q=block_q,
         block_k=block_k,
-        num_programs=num_programs,
+        num_programs=2 * num_programs,
         fixed_split_size=fixed_split_size,
         num_warps=2,
         num_stages=2,

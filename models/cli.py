@@ -13,18 +13,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from models.cli_common import DEFAULT_MAX_NEW_TOKENS, DEFAULT_TEMPERATURE, is_utf8, pool_size
 from models.config import KV_DTYPES
 
 if TYPE_CHECKING:
     from models.decoder import Decoder
-    from models.engine_stats import EngineStats
     from models.generation import Generation, Stats
     from models.text_stream import TextStream
     from models.tokenizer import Tokenizer
 
 DEFAULT_CHECKPOINT = Path(__file__).parent / "checkpoints" / "shakespeare"
-DEFAULT_MAX_NEW_TOKENS = 400
-DEFAULT_TEMPERATURE = 0.8
 # Options of --prompts-file, and those that it leaves no use for.
 _OF_THE_ENGINE = (
     "max_seqs",
@@ -76,11 +74,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _fail(error)
     return 0 if all_served else 1
-
-
-def is_utf8(text: str) -> bool:
-    """Whether a text has no surrogates, with which Python spells bytes that are not UTF-8."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def run() -> NoReturn:
@@ -252,12 +245,6 @@ def _summary(stats: Stats, ends: set[str], device: str) -> str:
     )
 
 
-def pool_size(stats: Stats | EngineStats) -> str:
-    """The bytes of a pool, and what they are, for a summary."""
-    unit, size = ("MiB", 2**20) if stats.pool_bytes >= 2**20 else ("KiB", 2**10)
-    return f"{stats.pool_bytes / size:,.1f} {unit} of {stats.kv_dtype}"
-
-
 def _fail(error: Exception) -> int:
     text = str(error) or type(error).__name__
     if isinstance(error, OSError) and error.filename is not None:
@@ -377,3 +364,7 @@ def _parser() -> argparse.ArgumentParser:
         help="print one JSON object instead of the texts; of --prompt alone",
     )
     return parser
+
+
+if __name__ == "__main__":
+    run()

@@ -15,7 +15,7 @@ import jax
 from jax import monitoring
 from tqdm import tqdm
 
-from models.cli import DEFAULT_MAX_NEW_TOKENS, DEFAULT_TEMPERATURE, is_utf8, pool_size
+from models.cli_common import DEFAULT_MAX_NEW_TOKENS, DEFAULT_TEMPERATURE, is_utf8, pool_size
 from models.decoder import Decoder
 from models.engine import Engine, EngineConfig, EngineDeadError
 from models.engine_stats import EngineStats

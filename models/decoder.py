@@ -20,8 +20,8 @@ from jax.typing import DTypeLike
 import pallas_paged as pp
 from models.config import ModelConfig
 
-# What `write_kv` returns: k_pages and v_pages of one layer, and their scales if they have any.
-LayerCache = tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+# Cache of one layer: its pages, or K and V [B, max_len, Hkv, D] of a contiguous cache.
+LayerCache = pp.LayerKV | tuple[jax.Array, jax.Array]
 Rotation = tuple[jax.Array, jax.Array]  # cos, sin [..., 1, D / 2]
 Dropout = Callable[[jax.Array], jax.Array]
 
@@ -281,18 +281,19 @@ def paged_attend(
         *,
         sliding_window: int | None,
     ) -> tuple[jax.Array, LayerCache | None]:
-        if cache is None:
-            raise ValueError("cache=None: paged attention needs the pages of every layer")
-        cache = pp.write_kv(*cache[:2], k, v, slots, *cache[2:])
-        pages, scales = cache[:2], cache[2:]
-        options: Any = dict(sliding_window=sliding_window, implementation=implementation)
+        if not isinstance(cache, pp.LayerKV):
+            raise ValueError(f"{cache=}: paged attention needs the pages of every layer")
+        cache = pp.write_kv(cache, k, v, slots)
+        pages = (cache.k_pages, cache.v_pages, block_tables, seq_lens)
+        options: Any = dict(
+            k_scales=cache.k_scales,
+            v_scales=cache.v_scales,
+            sliding_window=sliding_window,
+            implementation=implementation,
+        )
         if cu_q_lens is None:
-            out = pp.paged_attention(q, *pages, block_tables, seq_lens, *scales, **options)
-        else:
-            out = pp.ragged_paged_attention(
-                q, *pages, block_tables, seq_lens, cu_q_lens, *scales, **options
-            )
-        return out, cache
+            return pp.paged_attention(q, *pages, **options), cache
+        return pp.ragged_paged_attention(q, *pages, cu_q_lens, **options), cache
 
     return attend
 

@@ -156,7 +156,7 @@ class Counters:
             num_preemptions=num_preemptions,
             compilations=compilations,
             num_pages=num_pages,
-            kv_dtype=pool.k_pages[0].dtype.name,
+            kv_dtype=pool.layers[0].k_pages.dtype.name,
             pool_bytes=pool_bytes(pool),
             pages_used=self._used / num_seen,
             peak_pages_used=self._peak_used,

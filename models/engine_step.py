@@ -249,15 +249,18 @@ def _attend(
         *,
         sliding_window: int | None,
     ) -> tuple[jax.Array, LayerCache | None]:
-        assert cache is not None
-        cache = pp.write_kv(*cache[:2], k, v, slots, *cache[2:])
-        pages, scales = cache[:2], cache[2:]
-        options: Any = dict(sliding_window=sliding_window, implementation=implementation)
-        out = pp.paged_attention(q[:num_decodes], *pages, *decoding, *scales, **options)
+        assert isinstance(cache, pp.LayerKV)
+        cache = pp.write_kv(cache, k, v, slots)
+        pages = (cache.k_pages, cache.v_pages)
+        options: Any = dict(
+            k_scales=cache.k_scales,
+            v_scales=cache.v_scales,
+            sliding_window=sliding_window,
+            implementation=implementation,
+        )
+        out = pp.paged_attention(q[:num_decodes], *pages, *decoding, **options)
         if prompts is not None:
-            chunk_out = pp.ragged_paged_attention(
-                q[num_decodes:], *pages, *prompts, *scales, **options
-            )
+            chunk_out = pp.ragged_paged_attention(q[num_decodes:], *pages, *prompts, **options)
             out = jnp.concatenate([out, chunk_out])
         return out, cache
 

@@ -1,11 +1,12 @@
-"""Generation of text for a batch of prompts: `generate`, and `python -m models.generate`."""
+"""Generation of text for a batch of prompts: `generate`; as a program, the command of `cli.py`."""
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before JAX is imported: `--help` and typing errors answer at once
-    from models.cli import run
+if __name__ == "__main__":
+    import runpy
 
-    run()
+    # Before JAX is imported, so that `--help` and typing errors answer at once.
+    runpy.run_module("models.cli", run_name="__main__")
 
 from collections.abc import Sequence
 

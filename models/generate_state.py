@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 import pallas_paged as pp
 from models.config import ModelConfig
-from models.decoder import Attend, Decoder, LayerCache, paged_attend
+from models.decoder import Attend, Decoder, paged_attend
 from models.kv_cache import create_pool
 from models.sampling import RowSampling, sample
 
@@ -257,8 +257,5 @@ def run_layers(
     model: Decoder, tokens: jax.Array, positions: jax.Array, attend: Attend, pool: pp.KVPool
 ) -> tuple[jax.Array, pp.KVPool]:
     """Hidden states of tokens i32[T], and the pool with their K/V."""
-    arrays = {name: layers for name, layers in vars(pool).items() if layers is not None}
-    cache: tuple[LayerCache, ...] = tuple(zip(*arrays.values(), strict=True))
-    hidden, written = model(tokens, positions, attend, cache)
-    layers = zip(*(written or cache), strict=True)
-    return hidden, pp.KVPool(**dict(zip(arrays, layers, strict=True)))
+    hidden, layers = model(tokens, positions, attend, pool.layers)
+    return hidden, pp.KVPool(layers=cast(tuple[pp.LayerKV, ...], layers))

@@ -142,7 +142,7 @@ class Generation:
         self.stats = Stats(
             page_size=state.table.page_size,
             num_pages=state.table.num_pages,
-            kv_dtype=state.pool.k_pages[0].dtype.name,
+            kv_dtype=state.pool.layers[0].k_pages.dtype.name,
             pool_bytes=pool_bytes(state.pool),
         )
         self._model = nnx.split(model)

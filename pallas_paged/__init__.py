@@ -1,14 +1,17 @@
 """Paged attention for JAX on NVIDIA GPUs."""
 
+from importlib.metadata import PackageNotFoundError, version
+
 from pallas_paged.attention import (
     merge_attention_states,
     paged_attention,
     ragged_paged_attention,
 )
 from pallas_paged.cascade import cascade_attention
+from pallas_paged.dispatch import Implementation
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig, MosaicRaggedConfig
 from pallas_paged.kernels.triton.config import DecodeConfig, RaggedConfig
-from pallas_paged.kv_pool import KVPool, copy_pages, create_kv_pool, write_kv
+from pallas_paged.kv_pool import KVPool, LayerKV, copy_pages, create_kv_pool, write_kv
 from pallas_paged.page_check import check_page_table
 from pallas_paged.page_table import (
     PageCopies,
@@ -25,9 +28,16 @@ from pallas_paged.page_table import (
 )
 from pallas_paged.prefix_cache import PrefixCache, PrefixLease
 
+try:
+    __version__ = version("pallas-paged")
+except PackageNotFoundError:  # a checkout on sys.path that is not installed
+    __version__ = "0+unknown"
+
 __all__ = [
     "DecodeConfig",
+    "Implementation",
     "KVPool",
+    "LayerKV",
     "MosaicDecodeConfig",
     "MosaicRaggedConfig",
     "PageCopies",
@@ -35,6 +45,7 @@ __all__ = [
     "PrefixCache",
     "PrefixLease",
     "RaggedConfig",
+    "__version__",
     "attach",
     "cascade_attention",
     "check_page_table",

@@ -1,37 +1,93 @@
-"""The entries to attention over pages: validate, choose an implementation, call it."""
+"""The entries to attention over pages: check the arguments, choose an implementation, call it."""
 
 from __future__ import annotations
 
-from typing import Any, SupportsFloat
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, SupportsFloat, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from pallas_paged import dispatch
+from pallas_paged.checks import as_array, default_promotion
+from pallas_paged.dispatch import Implementation
 from pallas_paged.kernels import xla
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig, MosaicRaggedConfig
 from pallas_paged.kernels.triton.config import DecodeConfig, RaggedConfig
-from pallas_paged.quantization import checked_scales
 from pallas_paged.validation import (
-    check_ends,
-    check_one_query_each,
-    check_pages,
-    check_per_head,
-    check_queries,
     check_states,
-    check_tree_mask,
+    checked_arrays,
+    checked_fixed_split_size,
+    checked_offsets,
+    checked_tree_mask,
     logit_options,
-    with_dtype,
 )
 
 
+class JaxKeywords(TypedDict, total=False):
+    """Keywords of `jax.experimental.pallas.ops.gpu.paged_attention` with other names here."""
+
+    lengths: ArrayLike
+    k_scales_pages: ArrayLike | None
+    v_scales_pages: ArrayLike | None
+    attn_logits_soft_cap: SupportsFloat | None
+
+
+@overload
 def paged_attention(
     q: ArrayLike,
     k_pages: ArrayLike,
     v_pages: ArrayLike,
     block_tables: ArrayLike,
-    seq_lens: ArrayLike,
+    seq_lens: ArrayLike | None = ...,
+    k_scales: ArrayLike | None = ...,
+    v_scales: ArrayLike | None = ...,
+    *,
+    sm_scale: SupportsFloat | None = ...,
+    soft_cap: SupportsFloat | None = ...,
+    sliding_window: int | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    sinks: ArrayLike | None = ...,
+    return_lse: Literal[False] = ...,
+    implementation: Implementation | None = ...,
+    config: DecodeConfig | MosaicDecodeConfig | None = ...,
+    fixed_split_size: int | None = ...,
+    **jax_keywords: Unpack[JaxKeywords],
+) -> jax.Array: ...
+
+
+@overload
+def paged_attention(
+    q: ArrayLike,
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike | None = ...,
+    k_scales: ArrayLike | None = ...,
+    v_scales: ArrayLike | None = ...,
+    *,
+    sm_scale: SupportsFloat | None = ...,
+    soft_cap: SupportsFloat | None = ...,
+    sliding_window: int | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    sinks: ArrayLike | None = ...,
+    return_lse: Literal[True],
+    implementation: Implementation | None = ...,
+    config: DecodeConfig | MosaicDecodeConfig | None = ...,
+    fixed_split_size: int | None = ...,
+    **jax_keywords: Unpack[JaxKeywords],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@default_promotion()
+def paged_attention(
+    q: ArrayLike,
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike | None = None,
     k_scales: ArrayLike | None = None,
     v_scales: ArrayLike | None = None,
     *,
@@ -41,87 +97,126 @@ def paged_attention(
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     return_lse: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     config: DecodeConfig | MosaicDecodeConfig | None = None,
-) -> Any:
-    """Attention of one query token per sequence over its K/V pages, read in place.
+    fixed_split_size: int | None = None,
+    **jax_keywords: Unpack[JaxKeywords],
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attend with one query token per sequence to its K/V pages, read in place.
 
-    The K/V of the current token must be in the pages already and `seq_lens` counts it. Slots past
+    The K/V of the current token must be in the pages already, and `seq_lens` counts it. Slots past
     a row's length, pages that no row owns and table entries past a row's blocks may hold anything.
-    The pages' layout and the order of the positional arguments are those of
-    `jax.experimental.pallas.ops.gpu.paged_attention`, which differs in one point: it expects `q`
-    scaled already, so the same call here is `sm_scale=1.0`.
 
     A logit is `soft_cap(q.k * sm_scale) + alibi_slopes[h] * (key position - query position)`.
-    What an option needs is in the kernel only where the option is given.
+    Kernels contain code only for the options that are given.
+
+    `jax.experimental.pallas.ops.gpu.paged_attention` has the same page layout and the same order of
+    positional arguments, and its keywords `lengths`, `k_scales_pages`, `v_scales_pages` and
+    `attn_logits_soft_cap` are accepted too. It expects `q` already scaled: pass `sm_scale=1.0`.
 
     Args:
-      q: f32, bf16 or f16 `[B, num_q_heads, head_dim]`.
-      k_pages, v_pages: `[num_kv_heads, num_pages, page_size, head_dim]`, the dtype of `q`, or
-        int8 or float8_e4m3fn. Query head h reads KV head `h // (num_q_heads // num_kv_heads)`.
-      block_tables: i32`[B, pages_per_seq]`, the page of each block of each row.
-      seq_lens: i32`[B]`, tokens of each row. Lengths are taken as at least 0 and at most what
-        `block_tables` can address.
-      k_scales, v_scales: what an element of one-byte pages counts for, as `write_kv` has it:
-        f32`[num_kv_heads, num_pages, page_size]` or f32`[]`; None with other pages. Under q of bf16
-        or f16 the Triton kernels round weights to f16 under V's scales: from 2^-64 to 2^50 times a
-        scale of 1, so V of 1e-17 to 1e17, is safe with them.
-      sm_scale: factor of q.k; None means `head_dim ** -0.5`. Static.
-      soft_cap: c of `c * tanh(x / c)`, at least 1e-30; None means no cap. Static.
-      sliding_window: a query at p sees the keys j with `p - sliding_window < j <= p`; blocks left
-        of the window are not read. None means all keys. Static.
-      alibi_slopes: f32`[num_q_heads]` (Press et al. 2022), or None.
-      sinks: f32`[num_q_heads]`, one more logit per head in the denominator, with no value, as in
-        gpt-oss (after Xiao et al. 2024), or None. `lse` includes it.
-      return_lse: also return the log-sum-exp of the logits. Static.
-      implementation: `"triton"` and `"mosaic_gpu"`, kernels for GPUs; `"triton_interpret"` and
-        `"mosaic_gpu_interpret"`, the same ones, interpreted on any device, which is slow; `"xla"`,
-        for any device; or None for the fastest that can do the call here, which without a GPU is
-        `"xla"`. A named one never falls back. `"mosaic_gpu"` needs a Hopper GPU, JAX 0.11, q and
-        pages of bf16 or f16, head_dim 64, 128 or 256, pages of 8 tokens or more and, for decoding,
-        at most 64 query heads per KV head.
-      config: `DecodeConfig` of the Triton kernels or `MosaicDecodeConfig` of the Mosaic ones, which
-        is also a choice of implementation where there is a GPU and none is named; `"xla"` has no
-        use for either. None takes the tuned one.
+        q: f32, bf16 or f16 `[B, num_q_heads, head_dim]`.
+        k_pages: `[num_kv_heads, num_pages, page_size, head_dim]`, the dtype of `q`, or int8 or
+            float8_e4m3fn. Query head h reads KV head `h // (num_q_heads // num_kv_heads)`.
+        v_pages: same shape and dtype as `k_pages`.
+        block_tables: i32`[B, pages_per_seq]`, the page of each block of each row.
+        seq_lens: i32`[B]`, tokens of each row. Lengths are clipped to the range from 0 to what
+            `block_tables` can address.
+        k_scales: dequantization scales of int8 and float8_e4m3fn pages (value = element * scale),
+            as `write_kv` writes them: f32`[num_kv_heads, num_pages, page_size]` or f32`[]`. None
+            with other pages. The Triton kernels with bf16 or f16 `q` multiply weights by V's scales
+            in f16: scales from 2**-64 to 2**50 are safe, so V from 1e-17 to 1e17.
+        v_scales: like `k_scales`.
+        sm_scale: factor of q.k; None means `head_dim ** -0.5`. Static.
+        soft_cap: c of `c * tanh(x / c)`, at least 1e-30; None means no cap. Static.
+        sliding_window: a query at p sees the keys j with `p - sliding_window < j <= p`; blocks left
+            of the window are not read. None means all keys. Static.
+        alibi_slopes: f32`[num_q_heads]` (Press et al. 2022), or None.
+        sinks: f32`[num_q_heads]`, one more logit per head in the denominator, without a value, as
+            in gpt-oss (after Xiao et al. 2024), or None. `lse` includes it.
+        return_lse: also return the log-sum-exp of the logits. Static.
+        implementation: `"triton"` and `"mosaic_gpu"`, kernels for GPUs; `"triton_interpret"` and
+            `"mosaic_gpu_interpret"`, the same kernels interpreted on any device, slowly; `"xla"`,
+            for any device; or None for the fastest that can do the call on the device, which is
+            `"xla"` without a GPU. A named implementation never falls back. `"mosaic_gpu"` needs a
+            Hopper GPU, JAX 0.11, q and pages of bf16 or f16, head_dim 64, 128 or 256, pages of 8
+            tokens or more and at most 64 query heads per KV head.
+        config: `DecodeConfig` of the Triton kernels or `MosaicDecodeConfig` of the Mosaic ones. On
+            a GPU its type also chooses the implementation, unless one is named. `"xla"` ignores it.
+            None means the heuristic's choice.
+        fixed_split_size: tokens after which every row is split, a multiple of 64. The bits of a row
+            then do not depend on the other rows of the batch nor on their number (batch
+            invariance), at the cost of memory for an f32 partial result for every
+            `fixed_split_size` tokens that the table has room for. Excludes `config`. Static.
+        **jax_keywords: the keywords of JAX's op named above.
 
     Returns:
-      out `[B, num_q_heads, head_dim]` in the dtype of `q`, or `(out, lse)` with the natural-log
-      `lse` f32`[B, num_q_heads]`. A row of length 0 gives `out = 0`, `lse = -inf`, with or without
-      sinks.
+        out `[B, num_q_heads, head_dim]` in the dtype of `q`, or `(out, lse)` with the natural-log
+        `lse` f32`[B, num_q_heads]`. A row of length 0 gives `out = 0`, `lse = -inf`, with or
+        without sinks.
 
     Raises:
-      ValueError: if a shape, dtype, head count or option breaks a rule above.
-      NotImplementedError: if the named implementation can't do this here, or one without gradients
-        is differentiated (only `"xla"` has any); the message says why.
+        ValueError: a shape, dtype, head count or option breaks a rule above.
+        NotImplementedError: the named implementation can't do this call here, or a GPU kernel is
+            differentiated (only `"xla"` has a gradient); the message says why.
+        TypeError: an unknown keyword.
 
     Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
-    PagedAttention", SOSP 2023; the split over K/V is Flash-Decoding's, balanced.
+    PagedAttention", SOSP 2023; split-KV as in Flash-Decoding, balanced over the lengths.
     """
-    arrays = [with_dtype(x) for x in (q, k_pages, v_pages, block_tables, seq_lens)]
-    check_queries(arrays[0], "B")
-    check_pages(*arrays)
-    check_one_query_each(arrays[0], arrays[4])
-    scales = checked_scales(arrays[1], k_scales, v_scales)
-    _, num_q_heads, head_dim = arrays[0].shape
-    queries, k, v, tables, lens = map(jnp.asarray, arrays)
-    out, lse = dispatch.paged_decode(
-        queries,
-        k,
-        v,
-        tables,
-        lens,
-        check_per_head("alibi_slopes", alibi_slopes, num_q_heads),
-        check_per_head("sinks", sinks, num_q_heads),
-        *scales,
+    given: dict[str, Any] = _with_jax_keywords(
+        dict(seq_lens=seq_lens, k_scales=k_scales, v_scales=v_scales, soft_cap=soft_cap),
+        jax_keywords,
+    )
+    arrays = checked_arrays(
+        q=q,
+        k_pages=k_pages,
+        v_pages=v_pages,
+        block_tables=block_tables,
+        seq_lens=given["seq_lens"],
+        k_scales=given["k_scales"],
+        v_scales=given["v_scales"],
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        one_query_a_row=True,
+    )
+    out, lse = dispatch.attend(
+        "decode",
+        arrays,
         options=logit_options(
-            head_dim, sm_scale=sm_scale, soft_cap=soft_cap, sliding_window=sliding_window
+            arrays.head_dim,
+            sm_scale=sm_scale,
+            soft_cap=given["soft_cap"],
+            sliding_window=sliding_window,
         ),
         implementation=implementation,
         config=config,
+        fixed_split_size=checked_fixed_split_size(fixed_split_size),
     )
     return (out, lse) if return_lse else out
 
 
+_OUR_NAMES = {
+    "lengths": "seq_lens",
+    "k_scales_pages": "k_scales",
+    "v_scales_pages": "v_scales",
+    "attn_logits_soft_cap": "soft_cap",
+}
+
+
+def _with_jax_keywords(given: dict[str, Any], jax_keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `given` with the arguments that came under the keywords of JAX's op."""
+    for name, value in jax_keywords.items():
+        if name not in _OUR_NAMES:
+            raise TypeError(f"paged_attention() got an unexpected keyword argument {name!r}")
+        ours = _OUR_NAMES[name]
+        if given[ours] is not None:
+            raise TypeError(f"paged_attention() got {ours} twice, the second time as {name}")
+        given = given | {ours: value}
+    return given
+
+
+@overload
 def ragged_paged_attention(
     q: ArrayLike,
     k_pages: ArrayLike,
@@ -129,9 +224,57 @@ def ragged_paged_attention(
     block_tables: ArrayLike,
     seq_lens: ArrayLike,
     cu_q_lens: ArrayLike,
+    *,
+    k_scales: ArrayLike | None = ...,
+    v_scales: ArrayLike | None = ...,
+    sm_scale: SupportsFloat | None = ...,
+    soft_cap: SupportsFloat | None = ...,
+    sliding_window: int | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    sinks: ArrayLike | None = ...,
+    tree_mask: ArrayLike | None = ...,
+    return_lse: Literal[False] = ...,
+    implementation: Implementation | None = ...,
+    config: RaggedConfig | MosaicRaggedConfig | None = ...,
+    fixed_split_size: int | None = ...,
+) -> jax.Array: ...
+
+
+@overload
+def ragged_paged_attention(
+    q: ArrayLike,
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    cu_q_lens: ArrayLike,
+    *,
+    k_scales: ArrayLike | None = ...,
+    v_scales: ArrayLike | None = ...,
+    sm_scale: SupportsFloat | None = ...,
+    soft_cap: SupportsFloat | None = ...,
+    sliding_window: int | None = ...,
+    alibi_slopes: ArrayLike | None = ...,
+    sinks: ArrayLike | None = ...,
+    tree_mask: ArrayLike | None = ...,
+    return_lse: Literal[True],
+    implementation: Implementation | None = ...,
+    config: RaggedConfig | MosaicRaggedConfig | None = ...,
+    fixed_split_size: int | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@default_promotion()
+def ragged_paged_attention(
+    q: ArrayLike,
+    k_pages: ArrayLike,
+    v_pages: ArrayLike,
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    cu_q_lens: ArrayLike,
+    *,
     k_scales: ArrayLike | None = None,
     v_scales: ArrayLike | None = None,
-    *,
     sm_scale: SupportsFloat | None = None,
     soft_cap: SupportsFloat | None = None,
     sliding_window: int | None = None,
@@ -139,88 +282,93 @@ def ragged_paged_attention(
     sinks: ArrayLike | None = None,
     tree_mask: ArrayLike | None = None,
     return_lse: bool = False,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     config: RaggedConfig | MosaicRaggedConfig | None = None,
-) -> Any:
-    """Attention of any number of newest tokens per sequence over its K/V pages, read in place.
+    fixed_split_size: int | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attend with any number of newest tokens per sequence to its K/V pages, read in place.
 
-    Whole prompts, chunks of prompts on a cached prefix, a few tokens to verify a speculation and
-    single tokens, mixed as they come: row b's queries are `q[cu_q_lens[b]:cu_q_lens[b + 1]]`. Their
-    K/V must be in the pages already and `seq_lens` counts them, so that query i of q_len stands at
+    Whole prompts, chunks of prompts on a cached prefix, a few tokens that verify a speculation and
+    single tokens can be mixed in one call: row b's queries are `q[cu_q_lens[b]:cu_q_lens[b + 1]]`.
+    Their K/V must be in the pages already and `seq_lens` counts them. Query i of q_len is at
     position `seq_lens[b] - q_len + i`, and sees the positions up to its own.
 
     Args:
-      q: f32, bf16 or f16 `[T, num_q_heads, head_dim]`, the rows' queries one after another.
-      k_pages, v_pages, block_tables, seq_lens: as in `paged_attention`, for B rows.
-      cu_q_lens: i32`[B + 1]`, rising from 0: where the queries of each row begin and end. Rows may
-        have none; tokens from `cu_q_lens[B]` on are nobody's. The values are taken as rising from
-        0, and as at most T. A query left of position 0 sees nothing.
-      k_scales, v_scales, sm_scale, soft_cap, sliding_window, alibi_slopes, sinks: as in
-        `paged_attention`.
-      tree_mask: bool`[B, max_q, max_q]`, or None: query i of row b sees its row's j-th newest-token
-        key (of q_len) where `tree_mask[b, i, j]`, in place of causality; older keys are all seen.
-        Positions, for the window and for ALiBi, stay those of the slots. Queries past max_q see
-        only the older keys.
-      return_lse, implementation: as in `paged_attention`;
-        `"mosaic_gpu"` takes any number of query heads per KV head.
-      config: `RaggedConfig` or `MosaicRaggedConfig`, as in `paged_attention`.
+        q: f32, bf16 or f16 `[T, num_q_heads, head_dim]`, the rows' queries one after another.
+        k_pages, v_pages, block_tables, seq_lens: as in `paged_attention`, for B rows.
+        cu_q_lens: i32`[B + 1]`, rising from 0: where the queries of each row begin and end. Rows
+            may have none; tokens from `cu_q_lens[B]` on are padding. Values are made to rise from 0
+            and clipped to T. A query left of position 0 sees no key.
+        k_scales, v_scales, sm_scale, soft_cap, sliding_window, alibi_slopes, sinks: as in
+            `paged_attention`.
+        tree_mask: bool`[B, max_q, max_q]`, or None: query i of row b sees the key of its row's
+            newest token j (of q_len) where `tree_mask[b, i, j]`, in place of causality; it sees all
+            older keys. Positions, for the window and for ALiBi, stay those of the slots. Queries
+            past max_q see only the older keys.
+        return_lse, implementation: as in `paged_attention`; `"mosaic_gpu"` takes any number of
+            query heads per KV head.
+        config: `RaggedConfig` or `MosaicRaggedConfig`, as in `paged_attention`.
+        fixed_split_size: as in `paged_attention`; rows are split whose queries fit one tile.
 
     Returns:
-      out `[T, num_q_heads, head_dim]` in the dtype of `q`, or `(out, lse)` with the natural-log
-      `lse` f32`[T, num_q_heads]`. Tokens of no row and queries that see no key give `out = 0`,
-      `lse = -inf`.
+        out `[T, num_q_heads, head_dim]` in the dtype of `q`, or `(out, lse)` with the natural-log
+        `lse` f32`[T, num_q_heads]`. Padding tokens and queries that see no key give `out = 0`,
+        `lse = -inf`.
 
     Raises:
-      ValueError: if a shape, dtype, head count or option breaks a rule above.
-      NotImplementedError: as in `paged_attention`.
+        ValueError: a shape, dtype, head count or option breaks a rule above.
+        NotImplementedError: as in `paged_attention`.
 
     Source: Dao, "FlashAttention-2", 2023, over pages; heads packed into the tiles as in Ye et al.,
     "FlashInfer", 2025; tree masks as in Miao et al., "SpecInfer", 2024.
     """
-    arrays = [with_dtype(x) for x in (q, k_pages, v_pages, block_tables, seq_lens)]
-    check_queries(arrays[0], "T")
-    check_pages(*arrays)
-    scales = checked_scales(arrays[1], k_scales, v_scales)
-    _, num_q_heads, head_dim = arrays[0].shape
-    num_seqs = arrays[4].shape[0]
-    queries, k, v, tables, lens = map(jnp.asarray, arrays)
-    out, lse = dispatch.ragged_paged_attention(
-        queries,
-        k,
-        v,
-        tables,
-        lens,
-        check_ends("cu_q_lens", cu_q_lens, num_seqs),
-        None,
-        check_per_head("alibi_slopes", alibi_slopes, num_q_heads),
-        check_per_head("sinks", sinks, num_q_heads),
-        check_tree_mask(tree_mask, num_seqs),
-        *scales,
+    arrays = checked_arrays(
+        q=q,
+        k_pages=k_pages,
+        v_pages=v_pages,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        k_scales=k_scales,
+        v_scales=v_scales,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        one_query_a_row=False,
+    )
+    arrays = dataclasses.replace(
+        arrays,
+        cu_q_lens=checked_offsets("cu_q_lens", cu_q_lens, arrays.num_seqs),
+        tree_mask=checked_tree_mask(tree_mask, arrays.num_seqs),
+    )
+    out, lse = dispatch.attend(
+        "ragged",
+        arrays,
         options=logit_options(
-            head_dim, sm_scale=sm_scale, soft_cap=soft_cap, sliding_window=sliding_window
+            arrays.head_dim, sm_scale=sm_scale, soft_cap=soft_cap, sliding_window=sliding_window
         ),
         implementation=implementation,
         config=config,
+        fixed_split_size=checked_fixed_split_size(fixed_split_size),
         with_lse=return_lse,
     )
     return (out, lse) if return_lse else out
 
 
+@default_promotion()
 def merge_attention_states(outs: ArrayLike, lses: ArrayLike) -> tuple[jax.Array, jax.Array]:
     """Merge attention over disjoint sets of keys into attention over their union.
 
     Args:
-      outs: f32, bf16 or f16 `[S, ..., D]`, the S states' outputs.
-      lses: f32`[S, ...]`, their natural-log log-sum-exps; -inf marks a state that saw no key,
-        whose `outs` may then hold anything.
+        outs: f32, bf16 or f16 `[S, ..., D]`, the outputs of the S states.
+        lses: f32`[S, ...]`, their natural-log log-sum-exps; -inf marks a state that saw no key,
+            whose `outs` may then hold anything.
 
     Returns:
-      `(out [..., D] in the dtype of outs, lse f32[...])`. Where no state saw a key, `out = 0` and
-      `lse = -inf`.
+        `(out [..., D] in the dtype of outs, lse f32[...])`. Where no state saw a key, `out = 0` and
+        `lse = -inf`.
 
     Raises:
-      ValueError: if the shapes do not belong together or a dtype is not allowed.
+        ValueError: the shapes do not belong together or a dtype is not allowed.
     """
-    outs, lses = with_dtype(outs), with_dtype(lses)
+    outs, lses = as_array("outs", outs), as_array("lses", lses)
     check_states(outs, lses)
     return xla.merge_states(jnp.asarray(outs), jnp.asarray(lses))

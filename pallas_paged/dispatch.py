@@ -1,177 +1,161 @@
-"""Which implementation runs a call."""
+"""Which implementation runs a call of attention."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_paged.kernels.call import IMPLEMENTATIONS, Call, Device, Kernel
+from pallas_paged.checks import default_promotion
+from pallas_paged.kernels import xla
+from pallas_paged.kernels.call import Arrays, Call, Kernel
 from pallas_paged.kernels.logits import LogitOptions
-from pallas_paged.kernels.mosaic.config import (
-    MosaicDecodeConfig,
-    MosaicRaggedConfig,
-    prefer_mosaic,
-)
-from pallas_paged.kernels.triton.config import DecodeConfig, RaggedConfig
+from pallas_paged.kernels.mosaic import implementation as mosaic
+from pallas_paged.kernels.mosaic.config import prefer_mosaic
+from pallas_paged.kernels.triton import implementation as triton
+
+Implementation = Literal["triton", "triton_interpret", "mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 
 
-def paged_decode(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    alibi_slopes: jax.Array | None,
-    sinks: jax.Array | None,
-    *scales: jax.Array,
-    options: LogitOptions,
-    implementation: str | None,
-    config: DecodeConfig | MosaicDecodeConfig | None,
-) -> tuple[jax.Array, jax.Array]:
-    """`(out, lse)` of `paged_attention` on checked arguments; one-byte pages have two scales."""
-    call = _call("decode", q, k_pages, block_tables, config=config, with_lse=True)
-    attend = find(call, implementation)
-    with jax.enable_x64(False):  # the kernels count in i32 whatever the caller's integers are
-        seq_lens = jnp.clip(seq_lens, 0, call.max_kv_len)
-        return attend(
-            q,
-            k_pages,
-            v_pages,
-            block_tables,
-            seq_lens,
-            alibi_slopes,
-            sinks,
-            *scales,
-            options=options,
-        )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend:
+    """What runs under the name of an implementation.
 
-
-def ragged_paged_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    q_positions: jax.Array | None,
-    alibi_slopes: jax.Array | None,
-    sinks: jax.Array | None,
-    tree_mask: jax.Array | None,
-    *scales: jax.Array,
-    options: LogitOptions,
-    implementation: str | None,
-    config: RaggedConfig | MosaicRaggedConfig | None,
-    with_lse: bool,
-) -> tuple[jax.Array, Any]:
-    """`(out, lse)` of the entry of this name on checked arguments.
-
-    With `q_positions` i32`[T]` queries stand there instead, and all keys of their row are older.
-    Without `with_lse` some implementations have None in place of `lse`.
+    Attributes:
+        configs: type of the config of each kernel; empty if it has none.
+        why_not: returns why it can't do a call, to follow its name, or None.
+        bind: returns the function that does a call which it can do.
     """
-    call = _call("ragged", q, k_pages, block_tables, config=config, with_lse=with_lse)
-    attend = find(call, implementation)
-    with jax.enable_x64(False):
-        return attend(
-            q,
-            k_pages,
-            v_pages,
-            block_tables,
-            jnp.clip(seq_lens, 0, call.max_kv_len),
-            rising_ends(cu_q_lens, q.shape[0]),
-            q_positions,
-            alibi_slopes,
-            sinks,
-            tree_mask,
-            *scales,
-            options=options,
-        )
+
+    configs: Mapping[Kernel, type]
+    why_not: Callable[[Call], str | None]
+    bind: Callable[[Call], Callable[..., Any]]
 
 
-def rising_ends(ends: jax.Array, count: int) -> jax.Array:
-    """`ends` i32`[n + 1]` as what cuts up `[0, count)`: from 0, rising, at most `count`."""
-    return jnp.clip(lax.cummax(ends.at[0].set(0)), 0, count)
+def _gpu_backends(name: str, family: Any) -> dict[str, Backend]:
+    """Return a family of kernels as it runs on a GPU, and interpreted on any device."""
+    return {
+        name: Backend(
+            configs=family.CONFIGS,
+            why_not=family.why_not_here,
+            bind=functools.partial(family.bind, interpret=False),
+        ),
+        f"{name}_interpret": Backend(
+            configs=family.CONFIGS,
+            why_not=family.why_not,
+            bind=functools.partial(family.bind, interpret=True),
+        ),
+    }
 
 
-def _call(
+def _bind_xla(call: Call) -> Callable[..., Any]:
+    return xla.paged_decode if call.kernel == "decode" else xla.ragged_paged_attention
+
+
+BACKENDS = {
+    **_gpu_backends("triton", triton),
+    **_gpu_backends("mosaic_gpu", mosaic),
+    "xla": Backend(configs={}, why_not=lambda call: None, bind=_bind_xla),
+}
+
+
+def attend(
     kernel: Kernel,
-    q: jax.Array,
-    k_pages: jax.Array,
-    block_tables: jax.Array,
+    arrays: Arrays,
     *,
-    config: Any,
-    with_lse: bool,
-) -> Call:
-    num_tokens, num_q_heads, head_dim = q.shape
-    num_kv_heads, _, page_size, _ = k_pages.shape
-    num_seqs, pages_per_seq = block_tables.shape
-    return Call(
-        kernel=kernel,
-        device=Device.here(),
-        dtype=q.dtype,
-        kv_dtype=k_pages.dtype,
-        num_tokens=num_tokens,
-        num_seqs=num_seqs,
-        num_q_heads=num_q_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        page_size=page_size,
-        max_kv_len=pages_per_seq * page_size,
-        with_lse=with_lse,
-        config=config,
-    )
+    options: LogitOptions,
+    implementation: Implementation | None,
+    config: Any = None,
+    fixed_split_size: int | None = None,
+    with_lse: bool = True,
+) -> tuple[jax.Array, Any]:
+    """Return `(out, lse)` of a call with checked arguments.
 
-
-def find(call: Call, implementation: str | None) -> Callable[..., Any]:
-    """The function that does a call.
+    Lengths and offsets are clipped to their ranges here. Without `with_lse` some implementations
+    return None in place of `lse`.
 
     Raises:
-      ValueError: if there is no such implementation, or the config is of no type that it takes.
-      NotImplementedError: if the implementation can't do the call; says why.
+        ValueError: as `resolve`.
+        NotImplementedError: as `resolve`.
     """
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"{implementation=} must be None or one of {tuple(IMPLEMENTATIONS)}")
+    call = Call.of(
+        kernel,
+        arrays,
+        with_lse=with_lse,
+        config=config,
+        fixed_split_size=fixed_split_size,
+    )
+    run = resolve(call, implementation)
+    # The kernels count in i32 whatever the integers of the caller are.
+    with jax.enable_x64(False), default_promotion():
+        arrays = dataclasses.replace(arrays, seq_lens=jnp.clip(arrays.seq_lens, 0, call.max_kv_len))
+        if kernel == "ragged":
+            cu_q_lens = rising_offsets(arrays.cu_q_lens, call.num_tokens)
+            arrays = dataclasses.replace(arrays, cu_q_lens=cu_q_lens)
+        return run(arrays, options=options)
+
+
+def rising_offsets(offsets: jax.Array, count: int) -> jax.Array:
+    """Return `offsets` i32`[n + 1]` as offsets into `[0, count]`: from 0, rising, clipped."""
+    return jnp.clip(lax.cummax(offsets.at[0].set(0)), 0, count)
+
+
+def resolve(call: Call, implementation: Implementation | None) -> Callable[..., Any]:
+    """Return the function that does a call.
+
+    Raises:
+        ValueError: there is no such implementation, or it takes no config of this type.
+        NotImplementedError: the implementation can't do the call; the message says why.
+    """
+    names = get_args(Implementation)
+    named = isinstance(implementation, str) and implementation in names
+    if implementation is not None and not named:
+        raise ValueError(f"{implementation=} must be None or one of {names}")
     _check_config(call, implementation)
     if implementation is None:
         implementation = best_implementation(call)
         _log(implementation, call.device.kind)
-    chosen = IMPLEMENTATIONS[implementation]
-    reason = chosen.why_not(call)
+    backend = BACKENDS[implementation]
+    reason = backend.why_not(call)
     if reason is not None:
         raise NotImplementedError(f"{implementation=} {reason}")
-    return chosen.attend(call)
+    return backend.bind(call)
 
 
-def _check_config(call: Call, implementation: str | None) -> None:
-    config, kernel = call.config, call.kernel
-    if config is None:
+def _check_config(call: Call, implementation: Implementation | None) -> None:
+    if call.config is None:
         return
-    # Who has no configs of its own runs with anybody's: a model may be moved to a CPU as it is.
-    named = [] if implementation is None else [IMPLEMENTATIONS[implementation]]
-    takers = [x for x in named if x.configs] or IMPLEMENTATIONS.values()
-    types = tuple(dict.fromkeys(x.configs[kernel] for x in takers if x.configs))
-    if not isinstance(config, types):
-        names = " or ".join(t.__name__ for t in types)
+    if call.fixed_split_size is not None:
+        raise ValueError(
+            f"fixed_split_size={call.fixed_split_size} chooses a config itself: set the "
+            f"fixed_split_size of config={call.config} instead"
+        )
+    # xla has no configs and ignores any given one, so a model tuned for a GPU also runs on a CPU.
+    named = [] if implementation is None else [BACKENDS[implementation]]
+    takers = [backend for backend in named if backend.configs] or BACKENDS.values()
+    types = tuple(dict.fromkeys(b.configs[call.kernel] for b in takers if b.configs))
+    if not isinstance(call.config, types):
+        allowed = " or ".join(t.__name__ for t in types)
         place = "" if implementation is None else f" for {implementation=}"
-        raise ValueError(f"{config=} must be a {names}{place}")
+        raise ValueError(f"config={call.config!r} must be a {allowed}{place}")
 
 
-def best_implementation(call: Call) -> str:
-    """What None means for a call: of what can do it on the device, the fastest."""
+def best_implementation(call: Call) -> Implementation:
+    """Return what `implementation=None` means: the fastest that can do the call on its device."""
     if call.device.platform != "gpu":
         return "xla"
-    if call.config is not None:  # which is for one of them
-        mosaic = isinstance(call.config, MosaicDecodeConfig | MosaicRaggedConfig)
-        return "mosaic_gpu" if mosaic else "triton"
-    names = ["triton", "mosaic_gpu", "xla"]
-    if prefer_mosaic(call.kernel, device_kind=call.device.kind, **call.sizes):
+    names: list[Implementation] = ["triton", "mosaic_gpu", "xla"]
+    if call.config is not None:  # its type is the choice
+        return "mosaic_gpu" if isinstance(call.config, mosaic.CONFIGS[call.kernel]) else "triton"
+    if prefer_mosaic(call.kernel, **call.sizes):
         names = ["mosaic_gpu", "triton", "xla"]
-    return next(name for name in names if IMPLEMENTATIONS[name].why_not(call) is None)
+    return next(name for name in names if BACKENDS[name].why_not(call) is None)
 
 
 @functools.cache  # so that it is logged once

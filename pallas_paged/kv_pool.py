@@ -1,50 +1,64 @@
-"""Where K/V bytes live: create, write, copy pages.
+"""The arrays that hold K/V: create a pool, write tokens, copy pages.
 
-Each layer has its own pair of arrays: slices of one stacked [num_layers, ...] array would be copied
-in every step of a compiled loop.
+Each layer has its own arrays: slices of one stacked [num_layers, ...] array would be copied in
+every step of a compiled loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from pallas_paged.page_table import (
-    PageCopies,
+from pallas_paged.checks import (
+    as_array,
     checked_array,
+    default_promotion,
+    static_number,
     validate_pool_size,
     validate_positive,
 )
-from pallas_paged.quantization import LARGEST, checked_scales, is_one_byte, quantize, token_scales
-from pallas_paged.validation import static_number
+from pallas_paged.page_table import PageCopies
+from pallas_paged.quantization import LARGEST, checked_scales, quantize, token_scales
 
 POOL_DTYPES = ("float32", "bfloat16", "float16", *LARGEST)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class KVPool:
-    """The pages of all layers; which page holds what is in the `PageTable`.
+class LayerKV:
+    """The pages of one layer.
 
     Attributes:
-        k_pages: per layer, [num_kv_heads, num_pages, page_size, head_dim].
-        v_pages: per layer, the same shape.
-        k_scales: of int8 and float8_e4m3fn pages, per layer what an element counts for:
-            float32[num_kv_heads, num_pages, page_size], one for each token and head, or float32[],
-            one for all. Else None.
-        v_scales: like k_scales.
+        k_pages: `[num_kv_heads, num_pages, page_size, head_dim]`.
+        v_pages: same shape and dtype.
+        k_scales: of int8 and float8_e4m3fn pages, the dequantization scales (value = element *
+            scale): f32`[num_kv_heads, num_pages, page_size]`, one for each token and head, or
+            f32`[]`, one for the layer. Else None.
+        v_scales: like `k_scales`.
     """
 
-    k_pages: tuple[jax.Array, ...]
-    v_pages: tuple[jax.Array, ...]
-    k_scales: tuple[jax.Array, ...] | None = None
-    v_scales: tuple[jax.Array, ...] | None = None
+    k_pages: jax.Array
+    v_pages: jax.Array
+    k_scales: jax.Array | None = None
+    v_scales: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KVPool:
+    """The pages of all layers. The `PageTable` says which row owns which page.
+
+    Attributes:
+        layers: one `LayerKV` per layer, all of the same shapes and dtypes.
+    """
+
+    layers: tuple[LayerKV, ...]
 
 
 def create_kv_pool(
@@ -58,7 +72,7 @@ def create_kv_pool(
     k_scales: Sequence[float] | None = None,
     v_scales: Sequence[float] | None = None,
 ) -> KVPool:
-    """Returns a pool of zeros; one-byte pages with scales of 0, or with the scales given.
+    """Return a pool of zeros; int8 and fp8 pages have scales of 0, or the scales given.
 
     Args:
         num_layers: layers, each with its own arrays.
@@ -66,11 +80,11 @@ def create_kv_pool(
         num_kv_heads: K/V heads.
         page_size: tokens per page, a power of two from 1 to 256.
         head_dim: elements per head.
-        dtype: float32, bfloat16 or float16; int8 or float8_e4m3fn, which are half as large or less
-            but for a float32 scale for each token and head, of its K and of its V.
-        k_scales: with one-byte pages a positive number for each layer, as some checkpoints bring
-            them: they take the place of the tokens' own scales, and nothing writes them.
-        v_scales: like k_scales.
+        dtype: float32, bfloat16, float16, int8 or float8_e4m3fn. The last two take a float32 scale
+            for each token and head besides, one for K and one for V.
+        k_scales: with int8 and fp8 pages, one positive number per layer, as calibrated checkpoints
+            have them. They replace the scales of tokens, and `write_kv` leaves them as they are.
+        v_scales: like `k_scales`.
 
     Raises:
         ValueError: a size is not a positive integer, the page size, number of slots or dtype is
@@ -78,118 +92,102 @@ def create_kv_pool(
     """
     validate_pool_size(num_pages, page_size)
     validate_positive(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
-    dtype = jnp.dtype(dtype)
-    if dtype.name not in POOL_DTYPES:
-        raise ValueError(f"dtype={dtype.name} must be one of {', '.join(POOL_DTYPES)}")
-    shape = (num_kv_heads, num_pages, page_size, head_dim)
-    has_scales = dtype.name in LARGEST
-    if not has_scales and (k_scales is not None or v_scales is not None):
-        raise ValueError(f"k_scales and v_scales must be None with pages of {dtype}")
+    element = _checked_dtype(dtype)
+    quantized = element.name in LARGEST
+    if not quantized and (k_scales is not None or v_scales is not None):
+        raise ValueError(f"k_scales and v_scales must be None with pages of {element}")
     if (k_scales is None) != (v_scales is None):
         raise ValueError("k_scales and v_scales must be given both, or neither")
+    shape = (num_kv_heads, num_pages, page_size, head_dim)
 
-    def layers(shape: tuple[int, ...], dtype: DTypeLike) -> tuple[jax.Array, ...]:
-        return tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
-
-    def scales(name: str, given: Sequence[float] | None) -> tuple[jax.Array, ...] | None:
+    def scales(name: str, given: Sequence[float] | None) -> Sequence[jax.Array | None]:
         if given is not None:
             return _layer_scales(name, given, num_layers)
-        return layers(shape[:-1], jnp.float32) if has_scales else None
+        return [
+            jnp.zeros(shape[:-1], jnp.float32) if quantized else None for _ in range(num_layers)
+        ]
 
     return KVPool(
-        k_pages=layers(shape, dtype),
-        v_pages=layers(shape, dtype),
-        k_scales=scales("k_scales", k_scales),
-        v_scales=scales("v_scales", v_scales),
+        layers=tuple(
+            LayerKV(
+                k_pages=jnp.zeros(shape, element),
+                v_pages=jnp.zeros(shape, element),
+                k_scales=k_scale,
+                v_scales=v_scale,
+            )
+            for k_scale, v_scale in zip(
+                scales("k_scales", k_scales), scales("v_scales", v_scales), strict=True
+            )
+        )
     )
 
 
-@overload
-def write_kv(
-    k_pages: ArrayLike, v_pages: ArrayLike, k: ArrayLike, v: ArrayLike, slots: ArrayLike
-) -> tuple[jax.Array, jax.Array]: ...
+@default_promotion()
+def write_kv(layer: LayerKV, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> LayerKV:
+    """Write the K/V of new tokens into the pages of a layer, in place where those are donated.
 
-
-@overload
-def write_kv(
-    k_pages: ArrayLike,
-    v_pages: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    slots: ArrayLike,
-    k_scales: ArrayLike,
-    v_scales: ArrayLike,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]: ...
-
-
-def write_kv(
-    k_pages: ArrayLike,
-    v_pages: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    slots: ArrayLike,
-    k_scales: ArrayLike | None = None,
-    v_scales: ArrayLike | None = None,
-) -> tuple[jax.Array, ...]:
-    """Writes the K/V of new tokens into one layer's pages, in place where those are donated.
-
-    Into one-byte pages a token of a head goes as `round(x / scale)`, ties to even, saturated at 127
-    (int8) or 448 (float8_e4m3fn). Its scale, max|x| over that, is written too; K and V have each
-    their own. Tokens so small that the scale is no normal float32 become zeros, with a scale of 0.
-    One with NaN or infinity in it has a scale of NaN, and so is NaN as a whole. Under one scale for
-    all infinities saturate, and NaN stays NaN in float8_e4m3fn but becomes 0 in int8.
+    Into int8 and fp8 pages a token of a head goes as `round(x / scale)`, ties to even, saturated at
+    127 (int8) or 448 (float8_e4m3fn). Its scale, max|x| over that, is written too, one for K and
+    one for V. Tokens so small that the scale is no normal float32 become zeros, with a scale of 0.
+    A token with NaN or infinity in it has a scale of NaN, and so is NaN as a whole. Under one scale
+    for the layer, infinities saturate, and NaN stays NaN in float8_e4m3fn but becomes 0 in int8.
 
     Args:
-        k_pages: [num_kv_heads, num_pages, page_size, head_dim], of a dtype as in `create_kv_pool`.
-        v_pages: the same shape and dtype.
-        k: floating [T, num_kv_heads, head_dim], cast or quantized to the dtype of the pages.
+        layer: pages, and scales if they are int8 or fp8.
+        k: floating `[T, num_kv_heads, head_dim]`, cast or quantized to the dtype of the pages.
         v: floating, the same shape.
-        slots: int32[T] from `slot_mapping`. Slots outside [0, num_pages * page_size) are dropped;
-            what a slot that is named twice then holds is undefined.
-        k_scales: of one-byte pages: float32[num_kv_heads, num_pages, page_size], or float32[] to
-            quantize all tokens with. Else None.
-        v_scales: like k_scales.
+        slots: i32`[T]` from `slot_mapping`. Slots outside [0, num_pages * page_size) are dropped;
+            what a slot holds that is named twice is undefined.
 
     Returns:
-        (k_pages, v_pages), and with one-byte pages (k_pages, v_pages, k_scales, v_scales).
+        The layer with the new tokens.
 
     Raises:
-        ValueError: wrong shape or dtype, or scales where there should be none or the other way.
+        ValueError: `layer` is no LayerKV, a shape or dtype is wrong, or quantized pages lack
+            scales.
     """
-    k_pages, v_pages, k, v = map(jnp.asarray, (k_pages, v_pages, k, v))
-    for name, array in dict(k_pages=k_pages, v_pages=v_pages, k=k, v=v).items():
-        pages = name.endswith("pages")
-        if not jnp.issubdtype(array.dtype, jnp.floating) and not (pages and is_one_byte(array)):
-            raise ValueError(f"{name} must be floating{' or int8' * pages}, got {array.dtype}")
+    if not isinstance(layer, LayerKV):
+        raise ValueError(f"layer must be a LayerKV, got {type(layer).__name__}")
+    k_pages = jnp.asarray(as_array("layer.k_pages", layer.k_pages))
+    v_pages = jnp.asarray(as_array("layer.v_pages", layer.v_pages))
+    if k_pages.dtype.name not in POOL_DTYPES:
+        allowed = ", ".join(POOL_DTYPES)
+        raise ValueError(f"k_pages.dtype={k_pages.dtype.name} must be one of {allowed}")
     if k_pages.ndim != 4 or v_pages.shape != k_pages.shape or v_pages.dtype != k_pages.dtype:
         raise ValueError(
             "k_pages and v_pages must be [num_kv_heads, num_pages, page_size, head_dim], alike, "
             f"got {k_pages.dtype}{k_pages.shape} and {v_pages.dtype}{v_pages.shape}"
         )
+    tokens = {name: jnp.asarray(as_array(name, x)) for name, x in (("k", k), ("v", v))}
+    for name, x in tokens.items():
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"{name} must be floating, got {x.dtype}")
     num_kv_heads, _, _, head_dim = k_pages.shape
-    if k.ndim != 3 or k.shape[1:] != (num_kv_heads, head_dim) or v.shape != k.shape:
+    shape = tokens["k"].shape
+    if len(shape) != 3 or shape[1:] != (num_kv_heads, head_dim) or tokens["v"].shape != shape:
         raise ValueError(
             f"k and v must be [T, {num_kv_heads=}, {head_dim=}] like the pages, "
-            f"got {k.shape} and {v.shape}"
+            f"got {shape} and {tokens['v'].shape}"
         )
-    slots = checked_array("slots", slots, jnp.int32, (k.shape[0],))
-    scales = checked_scales(k_pages, k_scales, v_scales)
+    slots = checked_array("slots", slots, jnp.int32, (shape[0],))
+    scales = checked_scales(k_pages, layer.k_scales, layer.v_scales)
     if not scales:
-        return _write(k_pages, k, slots), _write(v_pages, v, slots)
-    (k_pages, k_new), (v_pages, v_new) = (
-        _write_quantized(*x, slots) for x in ((k_pages, scales[0], k), (v_pages, scales[1], v))
-    )
-    return k_pages, v_pages, k_new, v_new
+        k_pages = _write(k_pages, tokens["k"], slots)
+        return LayerKV(k_pages=k_pages, v_pages=_write(v_pages, tokens["v"], slots))
+    k_pages, k_scales = _write_quantized(k_pages, scales[0], tokens["k"], slots)
+    v_pages, v_scales = _write_quantized(v_pages, scales[1], tokens["v"], slots)
+    return LayerKV(k_pages=k_pages, v_pages=v_pages, k_scales=k_scales, v_scales=v_scales)
 
 
+@default_promotion()
 def copy_pages(pool: KVPool, copies: PageCopies) -> KVPool:
-    """Copies pages within every layer as `fork` and `truncate` ask, in place if pool is donated.
+    """Copy pages within every layer as `fork` and `truncate` ask, in place if pool is donated.
 
     All pages are read before any is written.
 
     Args:
         pool: the pool.
-        copies: pages to copy; an entry with a source or destination that is no page is dropped.
+        copies: pages to copy; an entry with a source or destination outside the pool is dropped.
 
     Raises:
         ValueError: wrong dtype, or sources and destinations differ in shape.
@@ -199,7 +197,7 @@ def copy_pages(pool: KVPool, copies: PageCopies) -> KVPool:
     dst = checked_array("copies.dst_pages", copies.dst_pages, jnp.int32, shape).ravel()
 
     def copy(pages: jax.Array) -> jax.Array:  # [num_kv_heads, num_pages, ...]
-        if not pages.ndim:  # a scale of all pages
+        if not pages.ndim:  # a scale of the whole layer
             return pages
         num_pages = pages.shape[1]
         heads = jnp.arange(pages.shape[0], dtype=jnp.int32)[:, None]
@@ -227,7 +225,7 @@ def _write(pages: jax.Array, tokens: jax.Array, slots: jax.Array) -> jax.Array:
 def _write_quantized(
     pages: jax.Array, scales: jax.Array, tokens: jax.Array, slots: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`pages` and `scales` with the tokens in them, and their scales unless one is for all."""
+    """Return `pages` and `scales` with the tokens; one scale for the layer stays as it is."""
     if not scales.ndim:
         return _write(pages, quantize(tokens, scales, pages.dtype), slots), scales
     new = token_scales(tokens, pages.dtype)  # [T, num_kv_heads]
@@ -235,9 +233,24 @@ def _write_quantized(
     return pages, _write(scales, new, slots)
 
 
-def _layer_scales(name: str, given: Sequence[float], num_layers: int) -> tuple[jax.Array, ...]:
+def _checked_dtype(dtype: Any) -> jnp.dtype:
+    allowed = ", ".join(POOL_DTYPES)
+    try:
+        element = None if dtype is None else jnp.dtype(dtype)  # NumPy takes None for float64
+    except TypeError:
+        element = None
+    if element is None or element.name not in POOL_DTYPES:
+        name = repr(dtype) if element is None else element.name
+        raise ValueError(f"dtype={name} must be one of {allowed}")
+    return element
+
+
+def _layer_scales(name: str, given: Any, num_layers: int) -> tuple[jax.Array, ...]:
+    least = float(jnp.finfo(jnp.float32).tiny)  # a subnormal may be flushed to 0
+    rule = f"{num_layers=} numbers, each at least {least:g}"
+    if not isinstance(given, Iterable) or isinstance(given, str | bytes):
+        raise ValueError(f"{name}={given!r} must be {rule}")
     numbers = [static_number(f"{name}[{layer}]", x) for layer, x in enumerate(given)]
-    least = float(jnp.finfo(jnp.float32).tiny)  # a subnormal may count as 0
     if len(numbers) != num_layers or not all(x >= least for x in numbers):
-        raise ValueError(f"{name}={numbers} must be {num_layers=} numbers, each at least {least:g}")
+        raise ValueError(f"{name}={numbers} must be {rule}")
     return tuple(jnp.float32(x) for x in numbers)

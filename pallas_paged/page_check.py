@@ -9,14 +9,14 @@ from pallas_paged.page_table import Integers, PageTable
 
 
 def check_page_table(table: PageTable, retained: Integers = ()) -> None:
-    """Checks every invariant of a concrete table, on the host.
+    """Check every invariant of a concrete table, on the host.
 
     Args:
-        retained: int32[...], pages that `retain` has given references and `release` has not taken
-            them back, such as the `pages` of a prefix cache; a page is named once per reference.
+        retained: i32`[...]`, pages retained and not yet released, such as the `pages` of a prefix
+            cache; a page is named once per reference.
 
     Raises:
-        ValueError: names the first broken invariant with its values, or the table is traced.
+        ValueError: the first broken invariant, with its values; or the table is traced.
     """
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((table, retained))):
         raise ValueError(
@@ -66,7 +66,7 @@ def check_page_table(table: PageTable, retained: Integers = ()) -> None:
 
 
 def _require(holds: np.ndarray, rule: str, *axes: str, **values: np.ndarray) -> None:
-    """Raises ValueError with the rule, and the values at the first place where it does not hold."""
+    """Raise ValueError with the rule and the values at the first place where it does not hold."""
     if not holds.all():
         index = tuple(np.argwhere(~holds)[0])
         place = ", ".join(f"{axis} {i}" for axis, i in zip(axes, index, strict=False))

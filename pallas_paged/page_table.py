@@ -1,9 +1,9 @@
-"""Who owns which page: integers only, no K/V.
+"""Which row owns which page: integers only, no K/V.
 
 A `PageTable` is an immutable pytree. Every function here is pure and may run inside `jax.jit`, in a
 `lax.while_loop` carry, donated or not. Arrays of `num_pages` elements are only gathered from and
-scattered into, so that XLA updates them in place and no call scans the pool.
-Arguments of a wrong shape or dtype raise ValueError.
+scattered into, so that XLA updates them in place and no call scans the pool. Arguments of a wrong
+shape or dtype raise ValueError.
 
 The sentinel for "no page" is `num_pages`, which gathers fill and scatters drop; -1 would wrap.
 """
@@ -12,46 +12,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
-from pallas_paged.page_stack import release_pages, take_pages
+from pallas_paged.checks import (
+    INT32_MAX,
+    as_array,
+    checked_array,
+    checked_vector,
+    default_promotion,
+    validate_pool_size,
+    validate_positive,
+)
+from pallas_paged.page_stack import PageStack, release_pages, take_pages
 
 Integers = ArrayLike | Sequence[int]
-
-INT32_MAX = 2**31 - 1
-MAX_PAGE_SIZE = 256
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PageTable:
+class PageTable(PageStack):
     """Pages of every row, their reference counts and the stack of free pages.
 
     Attributes:
-        block_tables: int32[max_seqs, pages_per_seq], page of each block; unused = num_pages.
-        seq_lens: int32[max_seqs], tokens held by each row; 0 = empty row.
-        ref_counts: int32[num_pages], block table entries that name each page, and one for each time
-            that it is retained; 0 = free.
-        free_pages: int32[num_pages], a stack: the first `num_free` entries are the free pages.
-        num_free: int32[].
+        block_tables: i32`[max_seqs, pages_per_seq]`, page of each block; unused = num_pages.
+        seq_lens: i32`[max_seqs]`, tokens held by each row; 0 = empty row.
+        ref_counts: i32`[num_pages]`, block table entries that name each page, plus the times that
+            it is retained; 0 = free.
+        free_pages: i32`[num_pages]`, a stack: the first `num_free` entries are the free pages.
+        num_free: i32`[]`.
         page_size: tokens per page, static.
     """
 
     block_tables: jax.Array
     seq_lens: jax.Array
-    ref_counts: jax.Array
-    free_pages: jax.Array
-    num_free: jax.Array
     page_size: int = field(metadata=dict(static=True))
-
-    @property
-    def num_pages(self) -> int:
-        return self.ref_counts.shape[0]
 
     @property
     def max_seqs(self) -> int:
@@ -68,24 +65,25 @@ class PageCopies:
     """Pages that `copy_pages` must copy before anything is written; sentinel entries are dropped.
 
     Attributes:
-        src_pages: int32[...], pages to read.
-        dst_pages: int32[...], pages to write, same shape.
+        src_pages: i32`[...]`, pages to read.
+        dst_pages: i32`[...]`, pages to write, same shape.
     """
 
     src_pages: jax.Array
     dst_pages: jax.Array
 
 
+@default_promotion()
 def create_page_table(
     *, num_pages: int, page_size: int, max_seqs: int, pages_per_seq: int
 ) -> PageTable:
-    """Returns an empty table with all pages free; pages are handed out as 0, 1, 2, ...
+    """Return an empty table with all pages free; pages are handed out as 0, 1, 2, ...
 
     Args:
         num_pages: pages in the pool.
         page_size: tokens per page, a power of two from 1 to 256.
         max_seqs: rows.
-        pages_per_seq: most pages that one row may hold.
+        pages_per_seq: largest number of pages of a row.
 
     Raises:
         ValueError: a size is not a positive integer, `page_size` is not allowed, or int32 cannot
@@ -108,21 +106,24 @@ def create_page_table(
     )
 
 
+@default_promotion()
 def extend(
     table: PageTable, num_new_tokens: Integers, *, max_new_tokens: int | None = None
 ) -> tuple[PageTable, jax.Array]:
-    """Reserves room for new tokens at the end of rows; all or nothing for each row.
+    """Reserve room for new tokens at the end of rows; all or nothing for each row.
 
-    Rows are served by row index while the running total of pages fits; from the first that does
-    not fit on, every row that needs a page fails. A row that asks for 0 tokens is ok. A request
-    that is negative, over `max_new_tokens` or past `pages_per_seq` pages fails and is not counted.
+    Rows are served by row index while the running total of pages fits. From the first row that does
+    not fit, every row that needs a page fails. A row that asks for 0 tokens is ok. A request that
+    is negative, over `max_new_tokens` or past `pages_per_seq` pages fails and is not counted.
 
     Args:
-        num_new_tokens: int32[max_seqs].
-        max_new_tokens: bounds every request and so the work (a decode step says 1); None = a row.
+        num_new_tokens: i32`[max_seqs]`.
+        max_new_tokens: static bound of every request, and so of the work (1 in a decode step);
+            None means a full row.
 
     Returns:
-        The table, `seq_lens` with the new tokens, and ok bool[max_seqs]; other rows unchanged.
+        The table, whose `seq_lens` count the new tokens, and ok bool`[max_seqs]`; rows that are not
+        ok stay as they were.
 
     Raises:
         ValueError: `max_new_tokens` is not a positive integer.
@@ -152,33 +153,37 @@ def extend(
     return table, ok
 
 
+@default_promotion()
 def free(table: PageTable, rows: Integers) -> PageTable:
-    """Empties rows; pages that no other row holds and nobody retains are free again.
+    """Empty rows; pages without other references are free again.
 
     Args:
-        rows: bool[max_seqs], the rows to empty; an empty row may be named.
+        rows: bool`[max_seqs]`, the rows to empty; they may be empty already.
     """
     rows = checked_array("rows", rows, jnp.bool_, (table.max_seqs,))
     table = replace(table, seq_lens=jnp.where(rows, 0, table.seq_lens))
     return _release_blocks(table, jnp.broadcast_to(rows[:, None], table.block_tables.shape))
 
 
+@default_promotion()
 def fork(table: PageTable, src: Integers, dst: Integers) -> tuple[PageTable, PageCopies, jax.Array]:
-    """Fills empty rows `dst` as rows `src`: full pages are shared, a partial last page is copied.
+    """Fill empty rows `dst` as rows `src`: full pages are shared, a partial last page is copied.
 
-    Every entry reads the table as it was before the call. An entry whose src or dst is no row is
-    padding: not ok and otherwise ignored. An entry also fails when dst holds tokens, an earlier
-    entry has the same dst, src is some entry's dst, or no page is left for the copy (running total
-    by entry, as in `extend`).
+    Call `copy_pages` with the returned copies before the next write.
+
+    Every entry reads the table as it was before the call. An entry whose src or dst lies outside
+    [0, max_seqs) is padding: not ok and otherwise ignored. An entry also fails when dst holds
+    tokens, an earlier entry has the same dst, src is the dst of another entry, or no page is left
+    for the copy (running total by entry, as in `extend`).
 
     Args:
-        src: int32[F], rows to read; a row may be named often, and may be empty.
-        dst: int32[F], rows to fill.
+        src: i32`[F]`, rows to read; a row may be named more than once, and may be empty.
+        dst: i32`[F]`, rows to fill.
 
     Returns:
-        The table, copies [F] for `copy_pages`, and ok bool[F].
+        The table, copies `[F]` for `copy_pages`, and ok bool`[F]`.
     """
-    src = checked_array("src", src, jnp.int32, (np.size(src),))
+    src = checked_vector("src", src, jnp.int32)
     dst = checked_array("dst", dst, jnp.int32, src.shape)
     no_row = table.max_seqs
     is_fork = (src >= 0) & (src < no_row) & (dst >= 0) & (dst < no_row)
@@ -207,18 +212,21 @@ def fork(table: PageTable, src: Integers, dst: Integers) -> tuple[PageTable, Pag
     return table, copies, ok
 
 
+@default_promotion()
 def truncate(table: PageTable, new_lens: Integers) -> tuple[PageTable, PageCopies, jax.Array]:
-    """Shortens rows to their first `new_lens` tokens.
+    """Shorten rows to their first `new_lens` tokens.
 
-    A shared page that becomes a row's partial last page is replaced by a copy, as the row may write
-    to it. Copies go to pages that were free before the call (running total by row, as in `extend`);
-    the pages given up are free afterwards.
+    A shared page that becomes a row's partial last page is replaced by a copy, because the row may
+    write to it: call `copy_pages` with the returned copies before the next write. Copies go to
+    pages that were free before the call (running total by row, as in `extend`); released pages are
+    free afterwards.
 
     Args:
-        new_lens: int32[max_seqs]; a row's own length changes nothing; longer or negative fails.
+        new_lens: i32`[max_seqs]`; a row's own length changes nothing; longer or negative fails.
 
     Returns:
-        The table, copies [max_seqs] for `copy_pages`, and ok bool[max_seqs]; other rows unchanged.
+        The table, copies `[max_seqs]` for `copy_pages`, and ok bool`[max_seqs]`; rows that are not
+        ok stay as they were.
     """
     new_lens = checked_array("new_lens", new_lens, jnp.int32, (table.max_seqs,))
     valid = (new_lens >= 0) & (new_lens <= table.seq_lens)
@@ -244,57 +252,63 @@ def truncate(table: PageTable, new_lens: Integers) -> tuple[PageTable, PageCopie
     return table, copies, ok
 
 
+@default_promotion()
 def retain(table: PageTable, pages: Integers) -> tuple[PageTable, jax.Array]:
-    """Adds one reference to each page, held by something that is no row, such as a prefix cache.
+    """Add one reference to each page, for a holder other than a row, such as a prefix cache.
 
     Only full pages that are not free can be retained. An entry that names another page, or none, is
     not ok and changes nothing; a page that is named twice gets two references.
 
     Args:
-        pages: int32[P]; entries outside [0, num_pages) are padding.
+        pages: i32`[P]`; entries outside [0, num_pages) are padding.
 
     Returns:
-        The table and ok bool[P].
+        The table and ok bool`[P]`.
     """
-    pages = checked_array("pages", pages, jnp.int32, (np.size(pages),))
+    pages = checked_vector("pages", pages, jnp.int32)
     ok = _can_share(table, pages)
     retained = jnp.where(ok, pages, table.num_pages)
     return replace(table, ref_counts=table.ref_counts.at[retained].add(1, mode="drop")), ok
 
 
+@default_promotion()
 def release(table: PageTable, pages: Integers) -> PageTable:
-    """Gives back references got from `retain`; pages that nobody else holds are free again.
+    """Remove references that `retain` added; pages without other references are free again.
 
-    The references of rows can't be told from those: releasing what was not retained takes a page
+    The table does not record who holds a reference: releasing a page that was not retained takes it
     from its rows. Free pages are left alone.
 
     Args:
-        pages: int32[P]; entries outside [0, num_pages) are padding. A page may be named more than
+        pages: i32`[P]`; entries outside [0, num_pages) are padding. A page may be named more than
             once, each time for one reference.
     """
-    pages = checked_array("pages", pages, jnp.int32, (np.size(pages),))
+    pages = checked_vector("pages", pages, jnp.int32)
     return release_pages(table, jnp.where(_is_live(table, pages), pages, table.num_pages))
 
 
+@default_promotion()
 def attach(table: PageTable, rows: Integers, pages: Integers) -> tuple[PageTable, jax.Array]:
-    """Fills empty rows with full pages that others hold: a cached prefix, each page shared.
+    """Attach full pages that are held already, such as a cached prefix, to empty rows.
 
-    Every entry reads the table as it was before the call, and is taken whole or not at all. An
-    entry whose row is no row is padding: not ok and otherwise ignored. An entry also fails when the
-    row holds tokens or an earlier entry has the same row; when one of its pages is free, partial,
-    named twice or after padding; or when it names more than `pages_per_seq` pages.
+    The pages become the first blocks of the row, shared with their other holders. Every entry reads
+    the table as it was before the call, and succeeds as a whole or not at all. An entry whose row
+    lies outside [0, max_seqs) is padding: not ok and otherwise ignored. An entry also fails when
+    the row holds tokens or an earlier entry has the same row; when one of its pages is free,
+    partial, named twice or after padding; or when it names more than `pages_per_seq` pages.
 
     Args:
-        rows: int32[A], rows to fill.
-        pages: int32[A, n], pages of the row's first blocks, then padding, which is anything outside
-            [0, num_pages); n may be more than `pages_per_seq`. No page leaves the row empty.
+        rows: i32`[A]`, rows to fill.
+        pages: i32`[A, n]`, pages of the row's first blocks, then padding, which is any value
+            outside [0, num_pages); n may be more than `pages_per_seq`. Padding alone leaves the row
+            empty.
 
     Returns:
-        The table, `seq_lens` with the tokens of the pages, and ok bool[A].
+        The table, whose `seq_lens` count the tokens of the pages, and ok bool`[A]`.
     """
-    rows = checked_array("rows", rows, jnp.int32, (np.size(rows),))
-    num_entries, width = rows.shape[0], np.shape(pages)[-1] if np.ndim(pages) else 0
-    pages = checked_array("pages", pages, jnp.int32, (num_entries, width))
+    rows = checked_vector("rows", rows, jnp.int32)
+    given = as_array("pages", pages)
+    width = given.shape[-1] if given.ndim else 0
+    pages = checked_array("pages", pages, jnp.int32, (rows.shape[0], width))
     pages = jnp.where((pages >= 0) & (pages < table.num_pages), pages, table.num_pages)
     num_blocks = jnp.sum(pages < table.num_pages, axis=1, dtype=jnp.int32)
     column = jnp.arange(width, dtype=jnp.int32)
@@ -317,18 +331,19 @@ def attach(table: PageTable, rows: Integers, pages: Integers) -> tuple[PageTable
     return table, ok
 
 
+@default_promotion()
 def slot_mapping(table: PageTable, rows: Integers, positions: Integers) -> jax.Array:
-    """Returns the pool slot, page * page_size + offset, of each token.
+    """Return the pool slot, page * page_size + offset, of each token.
 
     Args:
-        rows: int32[T].
-        positions: int32[T], token index within the row.
+        rows: i32`[T]`.
+        positions: i32`[T]`, token index within the row.
 
     Returns:
-        int32[T]; a row or position outside the tokens that the row holds gives
+        i32`[T]`; a row or position outside the tokens that the row holds gives
         num_pages * page_size, which `write_kv` drops.
     """
-    rows = checked_array("rows", rows, jnp.int32, (np.size(rows),))
+    rows = checked_vector("rows", rows, jnp.int32)
     positions = checked_array("positions", positions, jnp.int32, rows.shape)
     lens = table.seq_lens.at[rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     held = (positions >= 0) & (positions < lens)
@@ -337,42 +352,13 @@ def slot_mapping(table: PageTable, rows: Integers, positions: Integers) -> jax.A
     return jnp.where(held, slots, table.num_pages * table.page_size)
 
 
-def validate_positive(**sizes: Any) -> None:
-    """Raises ValueError unless every size is a positive integer."""
-    for name, size in sizes.items():
-        if not isinstance(size, int | np.integer) or isinstance(size, bool) or size <= 0:
-            raise ValueError(f"{name}={size!r} must be a positive integer")
-
-
-def validate_pool_size(num_pages: int, page_size: int) -> None:
-    """Raises ValueError unless the sizes are allowed and int32 can name each slot and one more."""
-    validate_positive(num_pages=num_pages, page_size=page_size)
-    if page_size > MAX_PAGE_SIZE or page_size & (page_size - 1):
-        raise ValueError(f"{page_size=} must be a power of two from 1 to {MAX_PAGE_SIZE}")
-    if int(num_pages) * int(page_size) + 1 > INT32_MAX:  # NumPy's integers would overflow
-        raise ValueError(f"{num_pages=} * {page_size=} + 1 must be at most {INT32_MAX}")
-
-
-def checked_array(
-    name: str, value: Integers, dtype: DTypeLike, shape: tuple[int, ...]
-) -> jax.Array:
-    """Returns `value` as an array, or raises ValueError if it has another dtype or shape."""
-    # asarray would narrow a 64-bit NumPy array without a word, so its dtype is read first.
-    is_array = hasattr(value, "dtype")
-    given: Any = value if is_array else jnp.asarray(value, None if np.size(value) else dtype)
-    if given.dtype != dtype or given.shape != shape:
-        want = f"{jnp.dtype(dtype)}{list(shape)}"
-        raise ValueError(f"{name} must be {want}, got {given.dtype}{list(given.shape)}")
-    return jnp.asarray(given)
-
-
 def _num_blocks(num_tokens: jax.Array, page_size: int) -> jax.Array:
     # Never num_tokens + page_size - 1, which could pass int32.
     return num_tokens // page_size + (num_tokens % page_size > 0).astype(jnp.int32)
 
 
 def _can_fill(table: PageTable, rows: jax.Array) -> jax.Array:
-    """Says for each of `rows` if it is an empty row that no earlier entry names."""
+    """Return for each of `rows` whether it is an empty row that no earlier entry names."""
     entry = jnp.arange(rows.size, dtype=jnp.int32)
     rows = jnp.where((rows >= 0) & (rows < table.max_seqs), rows, table.max_seqs)
     claims = jnp.full(table.max_seqs, rows.size, jnp.int32).at[rows].min(entry, mode="drop")
@@ -386,7 +372,7 @@ def _is_live(table: PageTable, pages: jax.Array) -> jax.Array:
 
 
 def _can_share(table: PageTable, pages: jax.Array) -> jax.Array:
-    """Says for each of `pages` if it is full and not free: no row will write to it."""
+    """Return for each of `pages` whether it is full and not free: no row will write to it."""
     rows = jnp.arange(table.max_seqs, dtype=jnp.int32)
     next_blocks = table.block_tables.at[rows, table.seq_lens // table.page_size]
     partial = next_blocks.get(mode="fill", fill_value=table.num_pages)
@@ -394,7 +380,7 @@ def _can_share(table: PageTable, pages: jax.Array) -> jax.Array:
 
 
 def _release_blocks(table: PageTable, dropped: jax.Array) -> PageTable:
-    """Gives up the block table entries where `dropped` bool[max_seqs, pages_per_seq]."""
+    """Release the block table entries where `dropped` bool`[max_seqs, pages_per_seq]`."""
     pages = jnp.where(dropped, table.block_tables, table.num_pages)
     table = release_pages(table, pages.ravel())
     return replace(table, block_tables=jnp.where(dropped, table.num_pages, table.block_tables))

@@ -1,14 +1,15 @@
-"""Which page holds the K/V of which prefix, so that a sequence begins with pages of others.
+"""Which page holds the K/V of which prefix, so that a sequence can begin with cached pages.
 
-Host side and integers only: no arrays, no K/V. The index tells its caller which pages to `retain`,
-`attach` and `release` in the `PageTable`, and the caller does it, so that an indexed page is never
-free and never written to.
+Host side and integers only: no arrays, no K/V. The cache returns the pages that its caller must
+`retain`, `attach` and `release` in the `PageTable`; then a cached page is never free and never
+written to.
 
 A page is found by the chained hash of its tokens and all tokens before them, as in vLLM's automatic
 prefix caching (Kwon et al., "Efficient Memory Management for Large Language Model Serving with
-PagedAttention", 2023). Pages that no sequence uses stay until room is needed, and go least
-recently used first, later pages of a prefix before earlier ones, as in SGLang's RadixAttention
-(Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs", 2023).
+PagedAttention", 2023). Pages that no sequence uses stay until memory is needed. Eviction takes
+the least recently used first, later pages of a prefix before earlier ones, as in SGLang's
+RadixAttention (Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs",
+2023).
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from pallas_paged.page_table import validate_positive
+from pallas_paged.checks import validate_positive
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class _Entry:
-    """A page in the index. Users are leases; those of a page also use all pages before it."""
+    """A cached page. Its users are leases; a lease on a page also uses all pages before it."""
 
     key: int
     parent: _Entry | None
@@ -33,10 +34,10 @@ class _Entry:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PrefixLease:
-    """A sequence's hold on entries of a `PrefixCache`, which keeps them from eviction.
+    """A sequence's hold on pages of a `PrefixCache`, which protects them from eviction.
 
     Attributes:
-        pages: pages that `lookup` found, for a row to `attach`; `insert` adds none.
+        pages: pages that `lookup` found, to `attach` to a row; `insert` adds none.
         num_tokens: tokens in those pages.
     """
 
@@ -46,20 +47,20 @@ class PrefixLease:
 
 
 def chained_hash(parent: int, tokens: tuple[int, ...]) -> int:
-    """Returns the hash of a page's tokens after a prefix with the hash `parent`."""
+    """Return the hash of a page's tokens after a prefix with the hash `parent`."""
     return hash((parent, tokens))
 
 
 class PrefixCache:
     """An index from token prefixes to full pages.
 
-    Nothing is taken for equal because its hash is: a page found by hash is used if its tokens are
-    the same and it follows the same page. So a collision costs a hit and never gives wrong K/V, and
-    the hash needs no salt against prompts that are made to collide.
+    A page found by its hash is used only if its tokens are the same and it follows the same page.
+    So a collision costs a hit and never gives wrong K/V, and the hash needs no salt against prompts
+    that are made to collide.
 
     Attributes:
-        num_query_tokens: tokens that `lookup` was asked for, in all calls.
-        num_hit_tokens: tokens that it found.
+        num_query_tokens: tokens of the prompts of all `lookup` calls.
+        num_hit_tokens: tokens of those that were cached.
     """
 
     def __init__(
@@ -68,12 +69,12 @@ class PrefixCache:
         page_size: int,
         hash_page: Callable[[int, tuple[int, ...]], int] = chained_hash,
     ) -> None:
-        """Makes an empty index.
+        """Make an empty cache.
 
         Args:
             page_size: tokens per page, as in the page table.
-            hash_page: from the hash of what comes before a page (0 for nothing) and the page's
-                tokens to its hash.
+            hash_page: maps the hash of the pages before a page (0 for none) and its tokens to the
+                hash of the page.
 
         Raises:
             ValueError: `page_size` is not a positive integer.
@@ -86,29 +87,29 @@ class PrefixCache:
         self._root = _Entry(key=0, parent=None, tokens=(), page=-1)
         self._by_key: dict[int, _Entry] = {}
         self._by_page: dict[int, _Entry] = {}
-        # In the order of eviction. A page is in it only if all that follow it are, before it.
+        # In the order of eviction. All pages that follow a page in a prefix come before it.
         self._unused: OrderedDict[int, _Entry] = OrderedDict()
         self._leases: set[PrefixLease] = set()
 
     def __len__(self) -> int:
-        """Pages in the index."""
+        """Return the number of cached pages."""
         return len(self._by_page)
 
     @property
     def pages(self) -> list[int]:
-        """All pages in the index: those that the table retains for it, see `check_page_table`."""
+        """All cached pages: those that the table must retain, see `check_page_table`."""
         return list(self._by_page)
 
     @property
     def num_evictable(self) -> int:
-        """Pages in the index that no lease holds."""
+        """Number of cached pages that no lease holds."""
         return len(self._unused)
 
     def lookup(self, tokens: Sequence[int]) -> PrefixLease:
-        """Finds the longest prefix of full pages and holds it until the lease is released.
+        """Find the longest cached prefix of full pages, and hold it until the lease is released.
 
         At least the last token is left out, so that there is a query to compute: of a prompt that
-        is there as a whole in full pages the last page is not used.
+        is cached as a whole, the page with the last token is not used.
         """
         entries: list[_Entry] = []
         parent = self._root
@@ -129,25 +130,25 @@ class PrefixCache:
         return lease
 
     def insert(self, lease: PrefixLease, tokens: Sequence[int], pages: Sequence[int]) -> list[int]:
-        """Adds a sequence's full pages beyond those that its lease holds, and holds them too.
+        """Cache a sequence's full pages beyond those that its lease holds, and hold them too.
 
-        Where a page with the same prefix is there already, that one stays and is held, and the
-        sequence's own is not added. A hash that collides ends the pages that are added. A later
-        call may go on with more tokens of the same sequence.
+        Where a page with the same prefix is cached already, that one stays and is held, and the
+        sequence's own is not added. At a colliding hash no further pages are added. A later call
+        may continue with more tokens of the same sequence.
 
         Args:
-            lease: the sequence's, not yet released.
-            tokens: the sequence from its start, at least what the lease holds.
+            lease: of the sequence, not yet released.
+            tokens: the sequence from its start, at least the tokens that the lease holds.
             pages: `pages[i]` holds the K/V of `tokens[i * page_size : (i + 1) * page_size]`; a
-                partial last page may be there and is not added.
+                partial last page is allowed and not added.
 
         Returns:
-            The pages that are new in the index: `retain` them before the row gives them up.
+            The pages that are new in the cache: `retain` them before the row is freed.
 
         Raises:
             ValueError: the lease is not held, the tokens are not those that it holds, there are
-                more pages than tokens need, or a page is in the index for another prefix. Nothing
-                is changed.
+                more pages than tokens need, or a page is cached for another prefix. Nothing is
+                changed.
         """
         self._require_held(lease)
         if len(pages) > -(-len(tokens) // self._page_size):
@@ -172,7 +173,7 @@ class PrefixCache:
             if entry is None:
                 page = int(pages[block])
                 if page in self._by_page or page in new_by_page:
-                    raise ValueError(f"{page=} is in the index for another prefix")
+                    raise ValueError(f"{page=} is cached for another prefix")
                 entry = _Entry(key=key, parent=parent, tokens=content, page=page)
                 new_by_key[key] = new_by_page[page] = entry
             elif not _follows(entry, parent, content):
@@ -185,7 +186,7 @@ class PrefixCache:
         return list(new_by_page)
 
     def release(self, lease: PrefixLease) -> None:
-        """Ends a lease. Its pages stay in the index; those that no other lease holds may go.
+        """End a lease. Its pages stay cached; those that no other lease holds can be evicted.
 
         Raises:
             ValueError: the lease is not held.
@@ -199,10 +200,10 @@ class PrefixCache:
         lease._entries.clear()
 
     def evict(self, num_pages: int) -> list[int]:
-        """Drops up to `num_pages` pages that no lease holds, least recently used first.
+        """Drop up to `num_pages` pages that no lease holds, least recently used first.
 
         Returns:
-            The pages dropped, which are to be released in the table.
+            The dropped pages: `release` them in the table.
 
         Raises:
             ValueError: `num_pages` is negative.
@@ -217,7 +218,7 @@ class PrefixCache:
         return pages
 
     def clear(self) -> list[int]:
-        """Drops all pages that no lease holds, and returns them as `evict` does."""
+        """Drop all pages that no lease holds, and return them as `evict` does."""
         return self.evict(len(self._unused))
 
     def _content(self, tokens: Sequence[int], block: int) -> tuple[int, ...]:

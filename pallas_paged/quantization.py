@@ -1,35 +1,38 @@
-"""K/V of one byte an element: which dtypes, what a scale is, how tokens are rounded."""
+"""Int8 and fp8 K/V: which dtypes, what a scale is, how tokens are rounded."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from pallas_paged.page_table import checked_array
+from pallas_paged.checks import checked_array
 
-# The largest value of each, which a scale maps to the largest of what it scales.
+# Largest value of each dtype; the largest |x| of a token is mapped to it.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
-def is_one_byte(pages) -> bool:
-    """Whether pages are of a quantized dtype."""
+def is_quantized(pages: Any) -> bool:
+    """Return whether pages are int8 or float8_e4m3fn."""
     return jnp.dtype(pages.dtype).name in LARGEST
 
 
 def checked_scales(
-    k_pages, k_scales: ArrayLike | None, v_scales: ArrayLike | None
+    k_pages: Any, k_scales: ArrayLike | None, v_scales: ArrayLike | None
 ) -> tuple[()] | tuple[jax.Array, jax.Array]:
-    """The scales that belong to pages `[num_kv_heads, num_pages, page_size, head_dim]`, if any.
+    """Return the scales that belong to pages `[num_kv_heads, num_pages, page_size, head_dim]`.
 
-    Both are f32`[num_kv_heads, num_pages, page_size]`, or both f32`[]`.
+    None belong to pages that are not quantized. Else both are f32`[num_kv_heads, num_pages,
+    page_size]`, or both f32`[]`.
 
     Raises:
-        ValueError: one-byte pages without scales, others with them, or a wrong shape or dtype.
+        ValueError: quantized pages without scales, others with them, or a wrong shape or dtype.
     """
     dtype, shape = jnp.dtype(k_pages.dtype).name, tuple(k_pages.shape[:3])
-    if not is_one_byte(k_pages):
+    if not is_quantized(k_pages):
         if k_scales is None and v_scales is None:
             return ()
         raise ValueError(f"k_scales and v_scales must be None with pages of {dtype}")
@@ -45,10 +48,10 @@ def checked_scales(
 
 
 def token_scales(tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """A scale for each row of tokens `[..., head_dim]`: f32`[...]`, largest size / `LARGEST`.
+    """Return a scale for each token `[..., head_dim]`: f32`[...]`, largest |x| / `LARGEST`.
 
-    Rows whose scale would be less than the smallest normal f32, zeros among them, have 0. A NaN or
-    an infinity makes it NaN, so that it stays to be seen: as an integer it would look like any.
+    Tokens whose scale would be less than the smallest normal f32, zeros among them, have 0. NaN or
+    an infinity makes the scale NaN, so that it shows in the result: an int8 has no NaN.
     """
     largest = jnp.abs(tokens.astype(jnp.float32)).max(axis=-1)
     scales = largest / LARGEST[dtype.name]
@@ -57,17 +60,17 @@ def token_scales(tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def quantize(tokens: jax.Array, scales: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """`tokens / scales`, rounded to the nearest, ties to even, and saturated at `LARGEST`.
+    """Return `tokens / scales`, rounded to nearest, ties to even, saturated at `LARGEST`.
 
     Args:
         tokens: floating `[..., head_dim]`.
         scales: f32`[...]` or f32`[]`; where 0 or NaN, the result is 0.
-        dtype: int8, in which NaN becomes 0, or float8_e4m3fn, in which NaN stays one.
+        dtype: int8, where NaN becomes 0, or float8_e4m3fn, where NaN stays NaN.
     """
     scales = scales[..., None]
     scaled = tokens.astype(jnp.float32) / jnp.where(scales > 0, scales, 1.0)
     scaled = jnp.where(scales > 0, scaled, 0.0)
-    scaled = jnp.clip(scaled, -LARGEST[dtype.name], LARGEST[dtype.name])  # a NaN stays one
+    scaled = jnp.clip(scaled, -LARGEST[dtype.name], LARGEST[dtype.name])  # NaN stays NaN
     if dtype == jnp.int8:
         scaled = jnp.where(jnp.isnan(scaled), 0.0, jnp.round(scaled))
     return scaled.astype(dtype)

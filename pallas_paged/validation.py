@@ -1,4 +1,4 @@
-"""What the entries to attention refuse: static mistakes, told with their values."""
+"""Checks of the arguments of attention, made while tracing; errors name the value and the rule."""
 
 from __future__ import annotations
 
@@ -7,40 +7,73 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.typing import ArrayLike
 
+from pallas_paged.checks import (
+    INT32_MAX,
+    as_array,
+    static_integer,
+    static_number,
+    validate_page_size,
+)
+from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
-from pallas_paged.quantization import LARGEST, is_one_byte
+from pallas_paged.quantization import LARGEST, checked_scales, is_quantized
 
-INT32_MAX = 2**31 - 1  # slots and positions are i32
-F32_BOUND = 1e38  # so that a number times log2(e) is an f32 too
-LEAST_CAP = 1e-30  # logits are divided by it
+_LEAST_CAP = 1e-30  # logits are divided by it
+_SPLIT_MULTIPLE = 64  # every kernel has a block size that divides it
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
-def with_dtype(x: ArrayLike) -> Any:
-    """`x` as something that has a dtype, narrowed by nobody."""
-    # asarray would narrow a 64-bit NumPy array without a word, so dtypes are checked before it.
-    return x if hasattr(x, "dtype") else jnp.asarray(x)
+def checked_arrays(
+    *,
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    k_scales: Any,
+    v_scales: Any,
+    alibi_slopes: Any,
+    sinks: Any,
+    one_query_a_row: bool,
+) -> Arrays:
+    """Return the arrays that every entry takes, checked against each other.
+
+    Args:
+        one_query_a_row: q is `[B, Hq, D]`; else `[T, Hq, D]` with any T.
+
+    Raises:
+        ValueError: a shape, dtype or head count breaks a rule of `paged_attention`.
+    """
+    arrays: dict[str, Any] = dict(
+        q=q, k_pages=k_pages, v_pages=v_pages, block_tables=block_tables, seq_lens=seq_lens
+    )
+    arrays = {name: as_array(name, x) for name, x in arrays.items()}
+    _check_queries(arrays["q"], "B" if one_query_a_row else "T")
+    _check_pages(**arrays)
+    if one_query_a_row and arrays["q"].shape[:1] != arrays["seq_lens"].shape:
+        raise ValueError(
+            f"q.shape={arrays['q'].shape} and seq_lens.shape={arrays['seq_lens'].shape} must have "
+            "the same batch size"
+        )
+    scales = checked_scales(arrays["k_pages"], k_scales, v_scales)
+    num_q_heads = arrays["q"].shape[1]
+    return Arrays(
+        **{name: jnp.asarray(x) for name, x in arrays.items()},
+        alibi_slopes=_checked_per_head("alibi_slopes", alibi_slopes, num_q_heads),
+        sinks=_checked_per_head("sinks", sinks, num_q_heads),
+        **dict(zip(("k_scales", "v_scales"), scales, strict=False)),
+    )
 
 
-def check_queries(q, name: str) -> None:
-    """q is `[name, num_q_heads, head_dim]` of a dtype that the kernels take."""
+def _check_queries(q: Any, first_axis: str) -> None:
     if q.ndim != 3:
-        raise ValueError(f"q.shape={q.shape} must be [{name}, num_q_heads, head_dim]")
+        raise ValueError(f"q.shape={q.shape} must be [{first_axis}, num_q_heads, head_dim]")
     if q.dtype not in _DTYPES:
         raise ValueError(f"q.dtype={q.dtype.name} must be float32, bfloat16 or float16")
 
 
-def check_one_query_each(q, seq_lens) -> None:
-    """There are as many queries as rows."""
-    if q.shape[:1] != seq_lens.shape:
-        raise ValueError(f"q.shape={q.shape} and seq_lens.shape={seq_lens.shape} must agree in B")
-
-
-def check_pages(q, k_pages, v_pages, block_tables, seq_lens) -> None:
-    """Pages, tables and lengths fit one another and the heads of q."""
+def _check_pages(q: Any, k_pages: Any, v_pages: Any, block_tables: Any, seq_lens: Any) -> None:
     if k_pages.ndim != 4:
         raise ValueError(
             f"k_pages.shape={k_pages.shape} must be [num_kv_heads, num_pages, page_size, head_dim]"
@@ -57,10 +90,9 @@ def check_pages(q, k_pages, v_pages, block_tables, seq_lens) -> None:
         raise ValueError(f"{head_dim=} must be at most 256")
     if num_q_heads % num_kv_heads:
         raise ValueError(f"{num_q_heads=} must be a multiple of {num_kv_heads=}")
-    if page_size > 256 or page_size & (page_size - 1):
-        raise ValueError(f"{page_size=} must be a power of two in [1, 256]")
+    validate_page_size(page_size)
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        if pages.dtype != q.dtype and not is_one_byte(pages):
+        if pages.dtype != q.dtype and not is_quantized(pages):
             raise ValueError(
                 f"{name}.dtype={pages.dtype.name} must equal q.dtype={q.dtype.name}, or be one of"
                 f" {', '.join(LARGEST)}"
@@ -79,21 +111,21 @@ def check_pages(q, k_pages, v_pages, block_tables, seq_lens) -> None:
     pages_per_seq = block_tables.shape[1]
     if pages_per_seq * page_size > INT32_MAX:
         raise ValueError(f"{pages_per_seq=} * {page_size=} must be at most {INT32_MAX}")
-    check_integers(block_tables=block_tables, seq_lens=seq_lens)
+    check_int32(block_tables=block_tables, seq_lens=seq_lens)
 
 
-def check_integers(**arrays) -> None:
-    """Every one of the named arrays is i32."""
-    for name, ints in arrays.items():
-        if ints.dtype != jnp.int32:
-            raise ValueError(f"{name}.dtype={ints.dtype.name} must be int32")
+def check_int32(**arrays: Any) -> None:
+    """Raise ValueError unless every one of the named arrays is int32."""
+    for name, array in arrays.items():
+        if array.dtype != jnp.int32:
+            raise ValueError(f"{name}.dtype={array.dtype.name} must be int32")
 
 
-def check_per_head(name: str, values: ArrayLike | None, num_q_heads: int) -> jax.Array | None:
-    """`values` f32`[num_q_heads]`, or None."""
+def _checked_per_head(name: str, values: Any, num_q_heads: int) -> jax.Array | None:
+    """Return `values` f32`[num_q_heads]`, or None."""
     if values is None:
         return None
-    array = with_dtype(values)
+    array = as_array(name, values)
     if array.shape != (num_q_heads,) or array.dtype != jnp.float32:
         raise ValueError(
             f"{name} {array.dtype.name}{list(array.shape)} must be float32[num_q_heads] with"
@@ -102,23 +134,23 @@ def check_per_head(name: str, values: ArrayLike | None, num_q_heads: int) -> jax
     return jnp.asarray(array)
 
 
-def check_ends(name: str, ends: ArrayLike, count: int) -> jax.Array:
-    """`ends` i32`[count + 1]`: where parts begin and end."""
-    array = with_dtype(ends)
+def checked_offsets(name: str, offsets: Any, count: int) -> jax.Array:
+    """Return `offsets` i32`[count + 1]`: where each of `count` parts begins, and the end."""
+    array = as_array(name, offsets)
     if array.shape != (count + 1,):
         raise ValueError(
-            f"{name}.shape={array.shape} must be ({count + 1},): 0, then where each of {count}"
-            " sequences or groups ends"
+            f"{name}.shape={array.shape} must be ({count + 1},): 0, then the end of each of {count}"
+            " sequences or groups"
         )
-    check_integers(**{name: array})
+    check_int32(**{name: array})
     return jnp.asarray(array)
 
 
-def check_tree_mask(tree_mask: ArrayLike | None, num_seqs: int) -> jax.Array | None:
-    """`tree_mask` bool`[B, max_q, max_q]`, or None."""
+def checked_tree_mask(tree_mask: Any, num_seqs: int) -> jax.Array | None:
+    """Return `tree_mask` bool`[B, max_q, max_q]`, or None."""
     if tree_mask is None:
         return None
-    mask = with_dtype(tree_mask)
+    mask = as_array("tree_mask", tree_mask)
     shape = mask.shape
     if mask.dtype != jnp.bool or len(shape) != 3 or shape[1] != shape[2] or 0 in shape:
         raise ValueError(f"tree_mask {mask.dtype.name}{list(shape)} must be bool[B, n, n]")
@@ -129,47 +161,41 @@ def check_tree_mask(tree_mask: ArrayLike | None, num_seqs: int) -> jax.Array | N
     return jnp.asarray(mask)
 
 
-def static_number(name: str, value: Any) -> float:
-    """A finite number that is known while tracing."""
-    if isinstance(value, jax.core.Tracer):
-        raise ValueError(f"{name} must be a static number, got a traced value")
-    complex_number = isinstance(value, complex | np.complexfloating)
-    if isinstance(value, str | bool) or complex_number or not hasattr(value, "__float__"):
-        raise ValueError(f"{name}={value!r} must be a number")
-    if np.ndim(value):
-        raise ValueError(f"{name}={value!r} must be a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not abs(number) < F32_BOUND:
-        raise ValueError(f"{name}={value!r} must be finite, and less than {F32_BOUND:g} in size")
-    return number
-
-
-def static_window(value: Any) -> int | None:
-    """A sliding window: None or an integer >= 1 that is known while tracing."""
-    if value is None:
-        return None
-    number = static_number("sliding_window", value)
-    if number != int(number) or number < 1:
-        raise ValueError(f"sliding_window={value!r} must be an integer that is at least 1")
-    return int(min(number, INT32_MAX))
+def checked_prefix_lens(prefix_lens: Any) -> jax.Array:
+    """Return `prefix_lens` i32`[num_groups]` with at least one group."""
+    array = as_array("prefix_lens", prefix_lens)
+    if array.ndim != 1 or not array.shape[0]:
+        raise ValueError(f"prefix_lens.shape={array.shape} must be [num_groups], at least one")
+    check_int32(prefix_lens=array)
+    return jnp.asarray(array)
 
 
 def logit_options(
     head_dim: int, *, sm_scale: Any, soft_cap: Any, sliding_window: Any
 ) -> LogitOptions:
-    """The static options of the logits, checked."""
+    """Return the static options of the logits, checked."""
     scale = head_dim**-0.5 if sm_scale is None else static_number("sm_scale", sm_scale)
     cap = None if soft_cap is None else static_number("soft_cap", soft_cap)
-    if cap is not None and cap < LEAST_CAP:
-        raise ValueError(f"{soft_cap=} must be positive, and at least {LEAST_CAP:g}")
-    return LogitOptions(sm_scale=scale, soft_cap=cap, sliding_window=static_window(sliding_window))
+    if cap is not None and cap < _LEAST_CAP:
+        raise ValueError(f"{soft_cap=} must be positive, and at least {_LEAST_CAP:g}")
+    window = None if sliding_window is None else static_integer("sliding_window", sliding_window)
+    return LogitOptions(sm_scale=scale, soft_cap=cap, sliding_window=window)
 
 
-def check_states(outs, lses) -> None:
-    """Outputs `[S, ..., D]` and log-sum-exps `[S, ...]` of the same states."""
+def checked_fixed_split_size(value: Any) -> int | None:
+    """Return a fixed split size, a positive multiple of 64 up to 2**30, or None."""
+    if value is None:
+        return None
+    size = static_integer("fixed_split_size", value)
+    if size % _SPLIT_MULTIPLE or size > 2**30:
+        raise ValueError(
+            f"fixed_split_size={value!r} must be a multiple of {_SPLIT_MULTIPLE}, at most 2**30"
+        )
+    return size
+
+
+def check_states(outs: Any, lses: Any) -> None:
+    """Raise ValueError unless these are outputs `[S, ..., D]` and log-sum-exps f32`[S, ...]`."""
     if outs.dtype not in _DTYPES:
         raise ValueError(f"outs.dtype={outs.dtype.name} must be float32, bfloat16 or float16")
     if lses.dtype != jnp.float32:

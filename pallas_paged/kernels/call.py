@@ -1,36 +1,100 @@
-"""The implementations of attention: what each can do, and the functions that do it."""
+"""One call of attention: its arrays, its static description, and the jitted function that runs it.
+
+Each kernel family chooses by a `Call` whether it can do a call (`implementation.why_not`) and
+which function does it (`implementation.bind`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+import math
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 import jax
-import jax.numpy as jnp
 
-from pallas_paged.kernels import xla
-from pallas_paged.kernels.mosaic import config as mosaic_tuning
-from pallas_paged.kernels.mosaic import support as mosaic_support
-from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig, MosaicRaggedConfig
-from pallas_paged.kernels.triton import config as tuning
-from pallas_paged.kernels.triton.config import DecodeConfig, RaggedConfig
-
-# Without a GPU to ask, a wave this small still makes shares that span and that split rows.
-_INTERPRETED_SMS = 4
+from pallas_paged.kernels.logits import LogitOptions
 
 Kernel = Literal["decode", "ragged"]
+Config = TypeVar("Config")
+
+# Interpreted kernels have no GPU to ask. A wave this small still has ranges of work that cover
+# several rows and rows that are split.
+_INTERPRETED_SMS = 4
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Arrays:
+    """The arrays of a call, checked. The entries make them and the kernels read them, by name.
+
+    Attributes:
+        q: `[B, Hq, D]`, one query a row, or ragged `[T, Hq, D]`.
+        k_pages, v_pages: `[Hkv, P, S, D]`.
+        block_tables: i32`[B, N]`.
+        seq_lens: i32`[B]`, each in [0, N * S].
+        cu_q_lens: i32`[B + 1]`, rising, within [0, T]; of ragged calls only.
+        q_positions: i32`[T]`, or None where queries are the newest tokens of their row. With it all
+            keys of a row are older than its queries. Of ragged calls only.
+        alibi_slopes: f32`[Hq]` or None.
+        sinks: f32`[Hq]` or None.
+        tree_mask: bool`[B, M, M]` or None; of ragged calls only.
+        k_scales, v_scales: of int8 and fp8 pages, f32`[Hkv, P, S]` or f32`[]`; else None.
+    """
+
+    q: jax.Array
+    k_pages: jax.Array
+    v_pages: jax.Array
+    block_tables: jax.Array
+    seq_lens: jax.Array
+    cu_q_lens: Any = None  # Any: jax.Array in ragged calls, where kernels need no check for None
+    q_positions: jax.Array | None = None
+    alibi_slopes: jax.Array | None = None
+    sinks: jax.Array | None = None
+    tree_mask: jax.Array | None = None
+    k_scales: jax.Array | None = None
+    v_scales: jax.Array | None = None
+
+    @property
+    def num_q_heads(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k_pages.shape[0]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def num_seqs(self) -> int:
+        return self.block_tables.shape[0]
+
+    @property
+    def page_size(self) -> int:
+        return self.k_pages.shape[2]
+
+    @property
+    def max_kv_len(self) -> int:
+        """Tokens that a full row of the block table holds."""
+        return self.block_tables.shape[1] * self.page_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device:
-    """What the choice of an implementation and of a config depends on.
+    """The properties of a device that choose an implementation and a config.
 
     Attributes:
-      platform, kind: as JAX names them.
-      num_sms: streaming multiprocessors, or as many as interpreted kernels take for granted.
-      compute_capability: such as "9.0"; None where there is none or nobody knows.
+        platform, kind: as JAX names them.
+        num_sms: streaming multiprocessors; a small number where kernels are interpreted.
+        compute_capability: such as "9.0"; None where there is none or JAX does not know it.
     """
 
     platform: str
@@ -40,7 +104,7 @@ class Device:
 
     @classmethod
     def here(cls) -> Device:
-        """The device that the trace is for."""
+        """Return the device that is traced for."""
         device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
         if device is None:
             device = getattr(jax.config, "jax_default_device", None) or jax.local_devices()[0]
@@ -58,17 +122,17 @@ class Device:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """What is static of a call.
+    """Static description of one attention call.
 
     Attributes:
-      kernel: which of the two is called.
-      device: what for.
-      dtype, kv_dtype: of the queries and of the pages.
-      num_tokens: query tokens.
-      num_seqs, num_q_heads, num_kv_heads, head_dim, page_size: as in the arrays' shapes.
-      max_kv_len: tokens that a full row of the block table can hold.
-      with_lse: whether the log-sum-exps are asked for.
-      config: as given, if one was.
+        kernel: "decode" or "ragged".
+        device: the device that it is compiled for.
+        dtype, kv_dtype: of the queries and of the pages.
+        num_tokens: query tokens.
+        num_seqs, num_q_heads, num_kv_heads, head_dim, page_size, max_kv_len: as in `Arrays`.
+        with_lse: whether the caller wants the log-sum-exps.
+        config: given by the caller, or None.
+        fixed_split_size: given by the caller, or None. The config is then chosen for it.
     """
 
     kernel: Kernel
@@ -82,132 +146,84 @@ class Call:
     head_dim: int
     page_size: int
     max_kv_len: int
-    with_lse: bool
-    config: Any
+    with_lse: bool = True
+    config: Any = None
+    fixed_split_size: int | None = None
+
+    @classmethod
+    def of(cls, kernel: Kernel, arrays: Arrays, **given: Any) -> Call:
+        """Return the description of a call with these arrays on the device that is traced for."""
+        return cls(
+            kernel=kernel,
+            device=Device.here(),
+            dtype=arrays.q.dtype,
+            kv_dtype=arrays.k_pages.dtype,
+            num_tokens=arrays.q.shape[0],
+            num_seqs=arrays.num_seqs,
+            num_q_heads=arrays.num_q_heads,
+            num_kv_heads=arrays.num_kv_heads,
+            head_dim=arrays.head_dim,
+            page_size=arrays.page_size,
+            max_kv_len=arrays.max_kv_len,
+            **given,
+        )
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.num_q_heads // self.num_kv_heads
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What a config is chosen by."""
+        """The sizes that choose an implementation and a config.
+
+        With `fixed_split_size` they are those of one typical batch: the bits of a row must not
+        depend on the batch, and so neither may the kernel that computes it.
+        """
+        num_seqs, num_tokens, max_kv_len = self.num_seqs, self.num_tokens, self.max_kv_len
+        if self.fixed_split_size is not None:
+            num_seqs, num_tokens, max_kv_len = 64, 64 * 1024, 4096
         sizes = {
             "num_q_heads": self.num_q_heads,
             "num_kv_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
-            "max_kv_len": self.max_kv_len,
-            "num_seqs": self.num_seqs,
+            "max_kv_len": max_kv_len,
+            "num_seqs": num_seqs,
             "itemsize": self.kv_dtype.itemsize,
         }
         if self.kernel == "decode":
             return sizes | {"page_size": self.page_size}
-        return sizes | {"num_tokens": self.num_tokens}
+        return sizes | {"num_tokens": num_tokens}
+
+    def choose_config(self, heuristics: dict[Kernel, Callable[..., Config]]) -> Config:
+        """Return the config given by the caller, or what the family's heuristic chooses."""
+        if self.config is not None:
+            return self.config
+        config: Any = heuristics[self.kernel](num_sms=self.device.num_sms, **self.sizes)
+        if self.fixed_split_size is None:
+            return config
+        return dataclasses.replace(
+            config,
+            fixed_split_size=self.fixed_split_size,
+            # A power of two that divides both, since fixed_split_size is a multiple of 64.
+            block_k=math.gcd(config.block_k, self.fixed_split_size),
+        )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Implementation:
-    """A way to attend.
+def call_jitted(
+    entry: Callable[..., Any], arrays: Arrays, *, options: LogitOptions, **static: Any
+) -> Any:
+    """Run the entry of a GPU kernel in a jit of its own, so that the layers of a model share it.
 
-    Attributes:
-      configs: of which type the config of each kernel is; none if there is nothing to tell it.
-      why_not: the reason that it can't do a call, or None. Follows the implementation's name.
-      attend: the function that does a call which it can do.
+    Raises:
+        NotImplementedError: when it is differentiated.
     """
-
-    configs: Mapping[Kernel, type]
-    why_not: Callable[[Call], str | None]
-    attend: Callable[[Call], Callable[..., Any]]
-
-
-def _triton_missing(call: Call) -> str | None:
-    try:
-        from pallas_paged.kernels.triton import decode as triton_decode  # noqa: F401
-        from pallas_paged.kernels.triton import ragged as triton_ragged  # noqa: F401
-    except ImportError as e:
-        return f"needs the Triton lowering of Pallas, which this JAX ({jax.__version__}) lacks: {e}"
-    if call.kv_dtype.itemsize == 1 and call.head_dim % 2:
-        return f"needs an even head_dim with pages of {call.kv_dtype.name}, not {call.head_dim}"
-    return None
-
-
-def _triton_missing_here(call: Call) -> str | None:
-    device = call.device
-    if device.platform != "gpu":
-        return (
-            f"needs a GPU, but the device is a {device.platform}; "
-            "'triton_interpret' runs the same kernels there"
-        )
-    capability = device.compute_capability
-    known = capability is not None and tuple(map(int, capability.split(".")))
-    if known and known < (8, 9) and call.kv_dtype == jnp.float8_e4m3fn:  # has no such conversion
-        return f"needs compute capability 8.9 with pages of float8_e4m3fn, not {capability}"
-    return _triton_missing(call)
-
-
-def _triton(call: Call, *, interpret: bool) -> Callable[..., Any]:
-    from pallas_paged.kernels.triton import decode as triton_decode
-    from pallas_paged.kernels.triton import ragged as triton_ragged
-
-    device = call.device
-    config = call.config or tuning.choose_config(
-        call.kernel, device_kind=device.kind, num_sms=device.num_sms, **call.sizes
-    )
-    entry: Any = triton_ragged.ragged_paged_attention
-    if call.kernel == "decode":
-        entry = triton_decode.paged_decode
-    return functools.partial(_kernel, entry, config=config, interpret=interpret)
-
-
-def _mosaic_missing(call: Call) -> str | None:
-    return mosaic_support.why_not_jax() or mosaic_support.why_not(
-        call.kernel,
-        dtype=call.dtype,
-        kv_dtype=call.kv_dtype,
-        num_q_heads=call.num_q_heads,
-        num_kv_heads=call.num_kv_heads,
-        head_dim=call.head_dim,
-        page_size=call.page_size,
-        config=call.config,
-    )
-
-
-def _mosaic_missing_here(call: Call) -> str | None:
-    device = call.device
-    return mosaic_support.why_not_device(
-        platform=device.platform,
-        device_kind=device.kind,
-        compute_capability=device.compute_capability,
-    ) or _mosaic_missing(call)
-
-
-def _mosaic(call: Call, *, interpret: bool) -> Callable[..., Any]:
-    from pallas_paged.kernels.mosaic import decode as mosaic_decode
-    from pallas_paged.kernels.mosaic import ragged as mosaic_ragged
-
-    device = call.device
-    config = call.config or mosaic_tuning.choose_config(
-        call.kernel, device_kind=device.kind, num_sms=device.num_sms, **call.sizes
-    )
-    if call.kernel == "decode":
-        return functools.partial(
-            _kernel, mosaic_decode.paged_decode, config=config, interpret=interpret
-        )
-    return functools.partial(
-        _kernel,
-        mosaic_ragged.ragged_paged_attention,
-        config=config,
-        interpret=interpret,
-        with_lse=call.with_lse,
-    )
-
-
-def _kernel(entry: Callable[..., Any], *arrays: jax.Array | None, **static: Any) -> Any:
-    return _jitted(entry, **static)(*arrays)
+    return _jitted(entry, options=options, **static)(arrays)
 
 
 @functools.cache
 def _jitted(entry: Callable[..., Any], **static: Any) -> Callable[..., Any]:
-    """One function for all layers of a model, so that JAX traces and lowers its kernels once.
-
-    It raises an error that says so if somebody differentiates it.
-    """
+    # One function for all layers: JAX traces and lowers the kernels once.
     function: Any = jax.custom_vjp(functools.partial(entry, **static))
 
     def forward(*_):
@@ -217,35 +233,3 @@ def _jitted(entry: Callable[..., Any], **static: Any) -> Callable[..., Any]:
 
     function.defvjp(forward, lambda *_: None)
     return jax.jit(function)
-
-
-def _xla(call: Call) -> Callable[..., Any]:
-    return xla.paged_decode if call.kernel == "decode" else xla.ragged_paged_attention
-
-
-_TRITON_CONFIGS: dict[Kernel, type] = {"decode": DecodeConfig, "ragged": RaggedConfig}
-_MOSAIC_CONFIGS: dict[Kernel, type] = {"decode": MosaicDecodeConfig, "ragged": MosaicRaggedConfig}
-
-IMPLEMENTATIONS = {
-    "triton": Implementation(
-        configs=_TRITON_CONFIGS,
-        why_not=_triton_missing_here,
-        attend=functools.partial(_triton, interpret=False),
-    ),
-    "triton_interpret": Implementation(
-        configs=_TRITON_CONFIGS,
-        why_not=_triton_missing,
-        attend=functools.partial(_triton, interpret=True),
-    ),
-    "mosaic_gpu": Implementation(
-        configs=_MOSAIC_CONFIGS,
-        why_not=_mosaic_missing_here,
-        attend=functools.partial(_mosaic, interpret=False),
-    ),
-    "mosaic_gpu_interpret": Implementation(
-        configs=_MOSAIC_CONFIGS,
-        why_not=_mosaic_missing,
-        attend=functools.partial(_mosaic, interpret=True),
-    ),
-    "xla": Implementation(configs={}, why_not=lambda call: None, attend=_xla),
-}

@@ -16,12 +16,12 @@ LN_2 = math.log(2.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogitOptions:
-    """Static options of the logits; what is off is not in the kernels at all.
+    """Static options of the logits; kernels contain no code for an option that is off.
 
     Attributes:
-      sm_scale: factor of q.k.
-      soft_cap: c of `c * tanh(x / c)`, or None.
-      sliding_window: keys that a query sees, itself included, or None for all.
+        sm_scale: factor of q.k.
+        soft_cap: c of `c * tanh(x / c)`, or None.
+        sliding_window: keys that a query sees, itself included, or None for all.
     """
 
     sm_scale: float
@@ -29,10 +29,10 @@ class LogitOptions:
     sliding_window: int | None = None
 
     def first_key(self, positions: jax.Array) -> jax.Array:
-        """First key that a query at each of `positions` sees."""
+        """Return the first key that a query at each of `positions` sees."""
         if self.sliding_window is None:
             return jnp.zeros_like(positions)
-        before = self.sliding_window - 1  # subtracted last: nothing wraps around
+        before = self.sliding_window - 1  # subtracted last, so that nothing wraps around
         return jnp.maximum(positions, before) - before
 
 
@@ -42,7 +42,7 @@ def natural_logits(
     slopes: jax.Array | None,  # f32, broadcasts against s
     distances: jax.Array,  # i32 key position - query position, broadcasts against s
 ) -> jax.Array:
-    """Logits before masks: `soft_cap(s * sm_scale) + slopes * distances`."""
+    """Return logits before masks: `soft_cap(s * sm_scale) + slopes * distances`."""
     s = s * options.sm_scale
     if options.soft_cap is not None:
         s = options.soft_cap * jnp.tanh(s / options.soft_cap)
@@ -56,26 +56,26 @@ def base2_logits(
     distances: jax.Array,
     row_scales: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
-    """`(x, factor)` with factor > 0, where `x * factor` are the logits of `exp2`.
+    """Return `(x, factor)` with factor > 0, where `x * factor` are the logits of `exp2`.
 
-    Where logits are nothing but scaled, the factor is left to the caller, whose maximum needs it
-    once a row. With positive `row_scales` f32`[R]`, factors of s `[R, K]` as well, it is f32`[R]`.
+    Where logits are only scaled, the factor is left to the caller, who needs it once a row for the
+    maximum. With positive `row_scales` f32`[R]`, further factors of s `[R, K]`, it is f32`[R]`.
     """
     scale, cap = options.sm_scale, options.soft_cap
     if cap is None and slopes is None and scale > 0:
         if row_scales is None:
             return s, scale * LOG2_E
-        # Not 0, nor what might be taken for it: times the -inf of a masked logit that is NaN.
+        # Must not be 0 or flush to 0: 0 * -inf (a masked logit) is NaN.
         return s, jnp.maximum(scale * LOG2_E * row_scales, jnp.finfo(jnp.float32).tiny)
     if row_scales is not None:
         s = s * row_scales[:, None]
     if cap is None:
         x = s * (scale * LOG2_E)
     else:
-        # tanh(y) = 1 - 2 / (exp(2y) + 1), since the hardware's own tanh has 11 bits only.
+        # tanh(y) = 1 - 2 / (exp(2y) + 1): the tanh instruction has only 11 bits.
         y = s * (scale / cap)
         tanh = 1.0 - 2.0 / (jnp.exp2(y * (2 * LOG2_E)) + 1.0)
-        if cap > 100:  # then what cancels near 0 is seen: the power series there
+        if cap > 100:  # cancellation near 0 would show: use the power series there
             y2 = y * y
             series = y * (1.0 + y2 * (-1 / 3 + y2 * (2 / 15 + y2 * (-17 / 315))))
             tanh = jnp.where(y2 < 0.04, series, tanh)
@@ -86,6 +86,6 @@ def base2_logits(
 
 
 def dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Product in the input dtype with f32 accumulation; f32 stays f32 instead of TF32."""
+    """Return the product in the input dtype with f32 accumulation; f32 does not become TF32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)

@@ -1,4 +1,8 @@
-"""Which tiles of queries there are, in which order, and how their keys are split."""
+"""Which tiles of queries a ragged call has, in which order, and how their keys are split.
+
+The GPU kernels share this plan. It is computed on the device, from the lengths of the moment, with
+static shapes: one compiled program serves all lengths.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,10 @@ from jax import lax
 
 from pallas_paged.kernels.logits import LogitOptions
 
-# What a further split of a tile costs, in blocks: a partial state written and read again.
+# Cost of one more piece of a tile, in blocks: a partial state is written and read again.
 _SPLIT_COST = 2.0
-# Longest pieces that are considered, relative to an even share of all blocks: finely where they
-# make one wave of programs, coarsely around.
+# Candidates for the longest piece, relative to an even share of all blocks: fine steps where the
+# pieces make one wave of programs, coarse ones around.
 _SHARES = tuple(2.0**i for i in (-2, -1.5, -1, -0.5, *(i / 16 for i in range(17)), 1.5, 2))
 
 
@@ -22,7 +26,7 @@ def _cdiv(a, b):
 
 
 def _cumsum(x: jax.Array) -> jax.Array:
-    """Cumulative sums over the last axis; few elements in one kernel instead of a scan's three."""
+    """Return cumulative sums over the last axis; short ones in one kernel, not a scan's three."""
     size = x.shape[-1]
     if size > 2048:
         return jnp.cumsum(x, axis=-1)
@@ -33,20 +37,20 @@ def _cumsum(x: jax.Array) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Tiles:
-    """Packed query rows (token after token, within a token head after head) cut into tiles.
+    """Packed query rows (token after token, within a token head after head), cut into tiles.
 
-    A tile holds queries of one sequence. Sequences with most keys come first, and within one the
-    tiles that see most: who starts last is short. The tokens past the last sequence are cut up like
-    one more sequence, without keys. Entries past the last tile have `q_len = 0`.
+    A tile holds queries of one sequence. Sequences with the most keys come first, and within one
+    the tiles that see the most: the last to start are the shortest. Tokens past the last sequence
+    are cut up like one more sequence, without keys. Entries past the last tile have `q_len = 0`.
 
     Attributes (all i32`[num_tiles]`):
-      row: sequence; what is not of any names sequence 0.
-      q_start, q_len: first token and number of tokens of the sequence in the packed queries.
-      kv_len: its keys.
-      first_key: the first key that any query of the tile sees.
-      offset: first packed query row of the tile within its sequence.
-      lo, hi: the blocks of keys that any query of the tile sees are in `[lo, hi)`.
-      full_lo, full_hi: of those, the blocks in `[full_lo, full_hi)` are seen whole by every query.
+        row: index of the sequence; 0 for padding tiles.
+        q_start, q_len: first token and number of tokens of the sequence in the packed queries.
+        kv_len: keys of the sequence.
+        first_key: the first key that any query of the tile sees.
+        offset: first packed query row of the tile within its sequence.
+        lo, hi: `[lo, hi)` holds every block of keys that any query of the tile sees.
+        full_lo, full_hi: every query sees every key of the blocks `[full_lo, full_hi)`.
     """
 
     row: jax.Array
@@ -64,30 +68,31 @@ class Tiles:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """Pieces of work, one for each program, and what is to be merged.
+    """Work items, one for each program, and what the merge unites.
 
-    A piece is a tile with all of its blocks of keys or, where the tile is split, with some of them.
-    The pieces of a split tile write partial states to slots one after another.
+    A work item is a tile with all of its blocks of keys or, where the tile is split, with some of
+    them. The items of a split tile are consecutive, and so are their partial states.
 
     Attributes:
-      pieces: i32`[num_pieces]` fields, the tile of each piece with the piece's own `lo` and `hi`.
-      slot: i32`[num_pieces]`, where a partial state goes; -1 for the piece that is all of its tile.
-      split_pieces: i32`[num_merges]`, the first piece of each split tile.
-      num_splits: i32`[num_merges]`, pieces of that tile; 0 past the last split tile.
-      num_slots: slots that there may be. Static.
+        items: i32`[num_items]` fields, the tile of each item with the item's own `lo` and `hi`.
+        partial: i32`[num_items]`, index of the item's partial state; -1 where the item is all of
+            its tile.
+        first_item: i32`[num_merges]`, the first item of each split tile.
+        num_items: i32`[num_merges]`, items of that tile; 0 past the last split tile.
+        num_partials: partial states for which there is room. Static.
     """
 
-    pieces: Tiles
-    slot: jax.Array
-    split_pieces: jax.Array
-    num_splits: jax.Array
-    num_slots: int = dataclasses.field(metadata={"static": True})
+    items: Tiles
+    partial: jax.Array
+    first_item: jax.Array
+    num_items: jax.Array
+    num_partials: int = dataclasses.field(metadata={"static": True})
 
 
 def make_tiles(
     seq_lens: jax.Array,  # i32[B]
     cu_q_lens: jax.Array,  # i32[B + 1], rising, within [0, T]
-    q_positions: jax.Array | None,  # i32[T]; None: the row's last q_len
+    q_positions: jax.Array | None,  # i32[T]; None: the newest q_len positions of the row
     *,
     num_tokens: int,
     group: int,
@@ -97,17 +102,17 @@ def make_tiles(
     has_tree: bool,
     align: int = 1,
 ) -> Tiles:
-    """Tiles of `block_q` packed query rows, `group` of them to a token.
+    """Return tiles of `block_q` packed query rows, of which a token has `group`.
 
-    Tiles start at tokens whose place among all packed tokens is a multiple of `align`; what stands
-    in a sequence's first tile before the sequence has negative offsets.
+    Tiles start at multiples of `align` among all packed tokens. The first tile of a sequence may
+    therefore begin before the sequence; those tokens have negative offsets.
     """
     num_seqs = seq_lens.shape[0]
     most_seqs = min(num_seqs + 1, num_tokens)
     num_tiles = (num_tokens + (align - 1) * most_seqs) * group // block_q + most_seqs
     order = jnp.argsort(-seq_lens, stable=True)
     rows = jnp.append(order, 0)
-    # Last come the tokens that are nobody's.
+    # The tokens that belong to no sequence come last.
     starts = jnp.append(cu_q_lens[order], cu_q_lens[-1])
     lens = jnp.append(jnp.diff(cu_q_lens)[order], num_tokens - cu_q_lens[-1])
     kv_lens = jnp.append(seq_lens[order], 0)
@@ -166,13 +171,13 @@ def make_plan(
     num_seqs: int,
     align: int = 1,
 ) -> Plan:
-    """Splits the keys of tiles where that ends the work earlier, or at a fixed size.
+    """Return the plan that splits the keys of tiles where that ends earlier, or at a fixed size.
 
     Args:
-      tile_tokens: a sequence of no more tokens is one tile.
-      num_programs: pieces that run at a time.
-      fixed_split_size: None, or keys after which a sequence of one tile is split.
-      align: as in `make_tiles`.
+        tile_tokens: a sequence of at most this many tokens is one tile.
+        num_programs: programs that run at the same time.
+        fixed_split_size: None, or keys after which a sequence of one tile is split.
+        align: as in `make_tiles`.
     """
     num_tiles = tiles.row.shape[0]
     blocks = tiles.hi - tiles.lo
@@ -183,63 +188,66 @@ def make_plan(
         step = _cdiv(blocks, jnp.maximum(counts, 1))  # even pieces
         counts = _cdiv(blocks, jnp.maximum(step, 1))
     else:
-        # Only a sequence whose queries are one tile is split: with more there is work to share, and
-        # their partial states would need too much memory. Either way it asks nothing of others.
+        # Only a sequence whose queries are one tile is split. A longer one has work for several
+        # programs, and its partial states would take too much memory. Either way the split of a
+        # sequence depends on that sequence alone.
         alone = tiles.q_len <= tile_tokens
         step = jnp.where(alone, fixed_split_size // block_k, jnp.maximum(tiles.hi, 1))
-        # Cut where the keys are, not where the tile begins to see any: that is another's affair.
+        # Cut at multiples of the split size from key 0, not from the first key that the tile sees,
+        # which depends on the other queries in the tile.
         counts = _cdiv(tiles.hi, step) - tiles.lo // step
         num_merges = num_seqs * (1 if align == 1 else 2)  # a sequence may begin within a tile
         extra = num_merges * (_cdiv(max_kv_len, fixed_split_size) - 1)
     num_merges = min(num_merges, num_tiles)
-    # A tile that sees nothing is a piece too, for somebody must write its zeros.
+    # A tile that sees no key is a work item too: a program must write its zeros.
     counts = jnp.where(tiles.q_len > 0, jnp.maximum(counts, 1), 0)
     is_split = counts > 1
     if fixed_split_size is not None and align > 1:
-        # Whether its tile is split must not change how a row is rounded: another tile may hold it.
+        # A row must be rounded in the same way whether its tile is split or not, because in
+        # another batch another tile may hold it.
         is_split |= alone & (tiles.q_len > 0) & (tiles.kv_len > 0)
     sums = jnp.stack([counts, jnp.where(is_split, counts, 0), is_split.astype(jnp.int32)])
-    ends, slot_ends, ranks = _cumsum(lax.optimization_barrier(sums))
-    piece = jnp.arange(num_tiles + extra)
-    tile = jnp.searchsorted(ends, piece, side="right", method="compare_all")
+    ends, partial_ends, ranks = _cumsum(lax.optimization_barrier(sums))
+    item = jnp.arange(num_tiles + extra)
+    tile = jnp.searchsorted(ends, item, side="right", method="compare_all")
     exists, tile = tile < num_tiles, jnp.minimum(tile, num_tiles - 1)
-    pieces = jax.tree.map(lambda field: field[tile], tiles)
-    origin = pieces.lo if fixed_split_size is None else pieces.lo // step[tile] * step[tile]
-    lo = origin + (piece - (ends - counts)[tile]) * step[tile]
-    hi = jnp.where(exists, jnp.minimum(lo + step[tile], pieces.hi), lo)
-    lo = jnp.clip(lo, pieces.lo, hi)
-    pieces = dataclasses.replace(
-        pieces,
-        q_len=jnp.where(exists, pieces.q_len, 0),
+    items = jax.tree.map(lambda field: field[tile], tiles)
+    origin = items.lo if fixed_split_size is None else items.lo // step[tile] * step[tile]
+    lo = origin + (item - (ends - counts)[tile]) * step[tile]
+    hi = jnp.where(exists, jnp.minimum(lo + step[tile], items.hi), lo)
+    lo = jnp.clip(lo, items.lo, hi)
+    items = dataclasses.replace(
+        items,
+        q_len=jnp.where(exists, items.q_len, 0),
         lo=lo,
         hi=hi,
-        full_lo=jnp.clip(pieces.full_lo, lo, hi),
-        full_hi=jnp.clip(pieces.full_hi, lo, hi),
+        full_lo=jnp.clip(items.full_lo, lo, hi),
+        full_hi=jnp.clip(items.full_hi, lo, hi),
     )
 
-    slot = (slot_ends - ends)[tile] + piece
+    partial = (partial_ends - ends)[tile] + item
     where = jnp.where(is_split, ranks - 1, num_merges)
     none = jnp.zeros(num_merges, jnp.int32)
     return Plan(
-        pieces=pieces,
-        slot=jnp.where(exists & is_split[tile], slot, -1),
-        split_pieces=none.at[where].set(ends - counts, mode="drop"),
-        num_splits=none.at[where].set(counts, mode="drop"),
-        num_slots=extra + num_merges,
+        items=items,
+        partial=jnp.where(exists & is_split[tile], partial, -1),
+        first_item=none.at[where].set(ends - counts, mode="drop"),
+        num_items=none.at[where].set(counts, mode="drop"),
+        num_partials=extra + num_merges,
     )
 
 
 def _longest_piece(blocks: jax.Array, num_programs: int, extra: int) -> jax.Array:
-    """Blocks i32[] of the longest piece with which `num_programs` at a time end earliest.
+    """Return the length i32[] of the longest piece of a tile, in blocks, that ends earliest.
 
-    No more than `extra` further pieces are made.
+    `num_programs` pieces run at the same time; at most `extra` pieces more than tiles are made.
     """
-    blocks = lax.optimization_barrier(blocks)  # or XLA computes them anew for every candidate
+    blocks = lax.optimization_barrier(blocks)  # else XLA computes them again for every candidate
     total = jnp.sum(blocks.astype(jnp.float32))
     share = total / num_programs
     longest = jnp.ceil(share * jnp.array(_SHARES, jnp.float32)).astype(jnp.int32)
     longest = jnp.maximum(jnp.append(longest, jnp.max(blocks)), 1)  # [K], the last splits nothing
-    # In f32, as is the total: with the longest of pieces short, i32 might wrap around.
+    # In f32, as is the total: i32 might overflow where the longest piece is short.
     num_pieces = jnp.sum(_cdiv(blocks, longest[:, None]).astype(jnp.float32), axis=1)
     further = num_pieces - num_pieces[-1]
     waves = jnp.ceil(num_pieces / num_programs)

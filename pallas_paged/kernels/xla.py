@@ -1,4 +1,4 @@
-"""Attention in plain jax.numpy: the semantics, and the path for CPU and TPU."""
+"""Attention in plain jax.numpy: the reference semantics, and the path for CPU and TPU."""
 
 from __future__ import annotations
 
@@ -8,77 +8,43 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions, natural_logits
 from pallas_paged.kernels.ragged_plan import Tiles, make_tiles
 
 
-def paged_decode(
-    q: jax.Array,  # [B, Hq, D]
-    k_pages: jax.Array,  # [Hkv, P, S, D]
-    v_pages: jax.Array,  # [Hkv, P, S, D]
-    block_tables: jax.Array,  # i32[B, N]
-    seq_lens: jax.Array,  # i32[B], each in [0, N * S]
-    alibi_slopes: jax.Array | None,  # f32[Hq]
-    sinks: jax.Array | None,  # f32[Hq]
-    k_scales: jax.Array | None = None,  # f32[Hkv, P, S] or f32[]
-    v_scales: jax.Array | None = None,  # like k_scales
-    *,
-    options: LogitOptions,
-) -> tuple[jax.Array, jax.Array]:
-    """Attention of one query token per row: `(out [B, Hq, D], lse f32[B, Hq])`."""
-    page_size = k_pages.shape[2]
-    keys = jnp.arange(block_tables.shape[1] * page_size)
-    positions = seq_lens[:, None] - 1
-    seen = (keys < seq_lens[:, None]) & (keys >= options.first_key(positions))
-    k, v = (_gather(x, block_tables, seen) for x in (k_pages, v_pages))
+def paged_decode(arrays: Arrays, *, options: LogitOptions) -> tuple[jax.Array, jax.Array]:
+    """Return attention of one query token per row: `(out [B, Hq, D], lse f32[B, Hq])`."""
+    keys = jnp.arange(arrays.max_kv_len)
+    positions = arrays.seq_lens[:, None] - 1
+    seen = (keys < arrays.seq_lens[:, None]) & (keys >= options.first_key(positions))
     out, lse = _attend(
-        q[:, None],
-        k,
-        v,
-        _gather_scales(k_scales, block_tables, seen),
-        _gather_scales(v_scales, block_tables, seen),
+        arrays,
+        arrays.q[:, None],
+        arrays.block_tables,
+        seen,
         seen[:, None],
         keys - positions[:, None],
-        alibi_slopes,
-        sinks,
         options,
     )
     return out[:, 0], lse[:, 0]
 
 
-def ragged_paged_attention(
-    q: jax.Array,  # [T, Hq, D]
-    k_pages: jax.Array,  # [Hkv, P, S, D]
-    v_pages: jax.Array,  # [Hkv, P, S, D]
-    block_tables: jax.Array,  # i32[B, N]
-    seq_lens: jax.Array,  # i32[B], each in [0, N * S]
-    cu_q_lens: jax.Array,  # i32[B + 1], rising, within [0, T]
-    q_positions: jax.Array | None,  # i32[T]
-    alibi_slopes: jax.Array | None,  # f32[Hq]
-    sinks: jax.Array | None,  # f32[Hq]
-    tree_mask: jax.Array | None,  # bool[B, M, M]
-    k_scales: jax.Array | None = None,  # f32[Hkv, P, S] or f32[]
-    v_scales: jax.Array | None = None,  # like k_scales
-    *,
-    options: LogitOptions,
-) -> tuple[jax.Array, jax.Array]:
-    """Attention of each row's newest tokens: `(out [T, Hq, D], lse f32[T, Hq])`.
-
-    With `q_positions` the queries of a row stand there instead, and all of its keys are older.
-    """
+def ragged_paged_attention(arrays: Arrays, *, options: LogitOptions) -> tuple[jax.Array, jax.Array]:
+    """Return attention of each row's newest tokens: `(out [T, Hq, D], lse f32[T, Hq])`."""
+    q, q_positions, tree_mask = arrays.q, arrays.q_positions, arrays.tree_mask
     num_tokens, num_q_heads, _ = q.shape
-    page_size = k_pages.shape[2]
-    keys = jnp.arange(block_tables.shape[1] * page_size)
+    keys = jnp.arange(arrays.max_kv_len)
     # Tiles of one row each, so that its keys are gathered for many queries at once.
     block_q = min(num_tokens, 64)
     tiles = make_tiles(
-        seq_lens,
-        cu_q_lens,
+        arrays.seq_lens,
+        arrays.cu_q_lens,
         q_positions,
         num_tokens=num_tokens,
         group=1,
         block_q=block_q,
-        block_k=page_size,
+        block_k=arrays.page_size,
         options=options,
         has_tree=tree_mask is not None,
     )
@@ -98,18 +64,13 @@ def ragged_paged_attention(
             seen &= (places < 0) | allowed.get(mode="fill", fill_value=False)
         elif q_positions is None:
             seen &= keys <= positions[:, None]
-        table, read = block_tables[tile.row][None], seen.any(axis=0)[None]
-        k, v = (_gather(x, table, read) for x in (k_pages, v_pages))
         out, lse = _attend(
+            arrays,
             q.at[q_tokens].get(mode="clip")[None],
-            k,
-            v,
-            _gather_scales(k_scales, table, read),
-            _gather_scales(v_scales, table, read),
+            arrays.block_tables[tile.row][None],
+            seen.any(axis=0)[None],
             seen[None],
             (keys - positions[:, None])[None],
-            alibi_slopes,
-            sinks,
             options,
         )
         return out[0], lse[0]
@@ -123,10 +84,14 @@ def ragged_paged_attention(
 
 
 def _gather(pages: jax.Array, tables: jax.Array, read: jax.Array) -> jax.Array:
-    """What tables `[B, N]` have of pages `[Hkv, P, S, ...]`: `[B, Hkv, N * S, ...]` or 0."""
+    """Return pages `[Hkv, P, S, ...]` in the order of tables `[B, N]`: `[B, Hkv, N * S, ...]`.
+
+    Args:
+        read: bool`[B, N * S]`; slots that no query reads become 0.
+    """
     page_size, *dims = pages.shape[2:]
-    # Entries of pages that nobody reads may hold any integer: take page 0 there. What lies in slots
-    # that nobody reads may be NaN: make it 0, since 0 * NaN is NaN.
+    # Table entries of pages that no query reads may hold any integer: take page 0 there. Slots that
+    # no query reads may hold NaN: make it 0, since 0 * NaN is NaN.
     tables = jnp.where(read.reshape(*tables.shape, page_size).any(axis=-1), tables, 0)
     dense = pages[:, tables].reshape(pages.shape[0], *read.shape, *dims)
     dense = jnp.where(read.reshape(*read.shape, *(1 for _ in dims)), dense, 0)
@@ -136,25 +101,25 @@ def _gather(pages: jax.Array, tables: jax.Array, read: jax.Array) -> jax.Array:
 def _gather_scales(
     scales: jax.Array | None, tables: jax.Array, read: jax.Array
 ) -> jax.Array | None:
-    """Scales f32`[B, Hkv, 1, 1, K]`, the one of all tokens, or None."""
+    """Return scales f32`[B, Hkv, 1, 1, K]`, or f32`[]` for all tokens, or None."""
     if scales is None or scales.ndim == 0:
         return scales
     return _gather(scales, tables, read)[:, :, None, None]
 
 
 def _attend(
+    arrays: Arrays,
     q: jax.Array,  # [B, Q, Hq, D]
-    k: jax.Array,  # [B, Hkv, K, D]
-    v: jax.Array,  # [B, Hkv, K, D]
-    k_scales: jax.Array | None,  # f32[B, Hkv, 1, 1, K] or f32[]
-    v_scales: jax.Array | None,  # like k_scales
+    tables: jax.Array,  # i32[B, N]
+    read: jax.Array,  # bool[B, K], keys that any query of the row sees
     seen: jax.Array,  # bool[B, Q, K]
     distances: jax.Array,  # i32[B, Q, K] key position - query position
-    alibi_slopes: jax.Array | None,
-    sinks: jax.Array | None,
     options: LogitOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """Dense attention: `(out [B, Q, Hq, D], lse f32[B, Q, Hq])`."""
+    """Return dense attention over gathered pages: `(out [B, Q, Hq, D], lse f32[B, Q, Hq])`."""
+    k, v = (_gather(x, tables, read) for x in (arrays.k_pages, arrays.v_pages))
+    k_scales = _gather_scales(arrays.k_scales, tables, read)
+    v_scales = _gather_scales(arrays.v_scales, tables, read)
     num_seqs, num_queries, num_q_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
@@ -163,10 +128,9 @@ def _attend(
     def per_head(x: jax.Array | None) -> jax.Array | None:
         return None if x is None else x.reshape(num_kv_heads, 1, -1, 1)
 
-    # Heads before queries: in other orders XLA's own dot for CPUs fails on bf16, where there is no
-    # jit around it to make another of it.
+    # Heads before queries: in other orders XLA's own dot for CPUs fails on bf16 outside jit.
     q = q.reshape(num_seqs, num_queries, num_kv_heads, -1, head_dim).swapaxes(1, 2)
-    slopes, sinks = per_head(alibi_slopes), per_head(sinks)
+    slopes, sinks = per_head(arrays.alibi_slopes), per_head(arrays.sinks)
     seen, distances = seen[:, None, :, None], distances[:, None, :, None]
     s = einsum("bhqgd,bhkd->bhqgk", q, k.astype(q.dtype))
     if k_scales is not None:
@@ -174,7 +138,7 @@ def _attend(
     logits = natural_logits(s, options, slopes, distances)
     logits = jnp.where(seen, logits, -jnp.inf)  # [B, Hkv, Q, G, K]
     m_i = logits.max(axis=-1, keepdims=True)
-    empty = jnp.isneginf(m_i)  # queries that see nothing; sinks do not change that
+    empty = jnp.isneginf(m_i)  # queries that see no key; sinks do not change that
     m_i = lax.stop_gradient(jnp.where(empty, 0.0, m_i))
     p = jnp.exp(logits - m_i)
     l_i = p.sum(axis=-1, keepdims=True)
@@ -182,7 +146,7 @@ def _attend(
     out = einsum("bhqgk,bhkd->bhqgd", weights, v.astype(q.dtype))
     if factor is not None:
         out *= factor
-    if sinks is not None:  # only now: beside a large sink p would vanish in f16
+    if sinks is not None:  # after the product: beside a large sink p would vanish in f16
         sinks = jnp.where(empty, -jnp.inf, sinks)
         m_new = lax.stop_gradient(jnp.maximum(m_i, sinks))
         alpha = jnp.exp(m_i - m_new)
@@ -201,7 +165,7 @@ def merge_states(
 ) -> tuple[jax.Array, jax.Array]:
     """Merge over the first axis; sinks join the denominator where any state saw a key."""
     m = lses.max(axis=0)
-    empty = jnp.isneginf(m)  # nothing was seen by any state
+    empty = jnp.isneginf(m)  # no state saw a key
     if sinks is not None:
         sinks = jnp.where(empty, -jnp.inf, sinks)
         m = jnp.maximum(m, sinks)
@@ -210,7 +174,7 @@ def merge_states(
     total = weights.sum(axis=0)
     if sinks is not None:
         total += jnp.exp(sinks - m)
-    # A state that saw nothing has weight 0, and its out may be anything: 0 * NaN is NaN.
+    # A state that saw no key has weight 0, and its out may be NaN: 0 * NaN is NaN.
     seen = jnp.where(weights[..., None] > 0, outs.astype(jnp.float32), 0.0)
     total = jnp.where(empty, 1.0, total)
     out = (seen * (weights / total)[..., None]).sum(axis=0)
@@ -222,13 +186,13 @@ def _weights_of_values(
     v_scales: jax.Array | None,  # f32, broadcasts against p
     dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`p * v_scales` as an operand of `dtype`, and a factor of its product if that needs one."""
+    """Return `p * v_scales` as an operand of `dtype`, and a factor of the product, or None."""
     if v_scales is None:
         return p.astype(dtype), None
     weights = p * v_scales
     if dtype != jnp.float16:
         return weights.astype(dtype), None
-    # Scales are of any size, f16 is not: the largest weight of each row becomes 1.
+    # f16 has a smaller range than the scales: the largest weight of each row becomes 1.
     peak = jnp.abs(weights).max(axis=-1, keepdims=True)
     peak = jnp.where(peak > 0, peak, 1.0)
     return (weights / peak).astype(dtype), peak

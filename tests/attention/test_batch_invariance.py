@@ -25,12 +25,12 @@ if jax.default_backend() == "cpu" and jax.__version_info__ < (0, 11):
 decode = jitted(pp.paged_attention, OPTIONS_OF_XLA)
 ragged = jitted(pp.ragged_paged_attention, OPTIONS_OF_XLA)
 
-LOOP = dict(block_k=16, num_programs=3, num_warps=2, num_stages=2, fixed_split_size=32)
+LOOP = dict(block_k=16, num_programs=6, num_warps=2, num_stages=2, fixed_split_size=32)
 MOSAIC_LOOP = dict(block_k=64, num_stages=2, fixed_split_size=64)
 CONFIGS = {
     "triton": (pp.DecodeConfig(**LOOP), pp.RaggedConfig(**LOOP, block_q=16)),
     "mosaic_gpu": (
-        pp.MosaicDecodeConfig(**MOSAIC_LOOP, num_programs=3),
+        pp.MosaicDecodeConfig(**MOSAIC_LOOP, num_programs=6),
         pp.MosaicRaggedConfig(**MOSAIC_LOOP, num_programs=8, num_consumers=2),
     ),
 }

@@ -57,7 +57,8 @@ def test_bad_arrays_are_refused_by_name(function, case, changes, message):
 
 def test_q_of_decode_without_a_row_for_each_sequence_is_refused():
     with pytest.raises(
-        ValueError, match=r"q.shape=\(2, 4, 32\) and seq_lens.shape=\(3,\) must agree"
+        ValueError,
+        match=r"q.shape=\(2, 4, 32\) and seq_lens.shape=\(3,\) must have the same batch size",
     ):
         jax.eval_shape(pp.paged_attention, *changed(Case(), {"q": lambda x: x[:2]}))
 
@@ -172,6 +173,101 @@ def test_a_tree_mask_beyond_int32_elements_is_refused():
     mask = jax.ShapeDtypeStruct((3, 2**15, 2**15), bool)
     with pytest.raises(ValueError, match="must hold at most 2147483647 elements"):
         jax.eval_shape(pp.ragged_paged_attention, *RAGGED.make(), tree_mask=mask)
+
+
+@BOTH
+class TestNotArrays:
+    @pytest.mark.parametrize("name", ["q", "k_pages", "v_pages", "block_tables", "seq_lens"])
+    @pytest.mark.parametrize("bad", [None, "abc", [[1], [2, 3]], {1: 2}], ids=repr)
+    def test_are_named(self, function, case, name, bad):
+        arrays = dict(zip(NAMES, case.make(), strict=False)) | {name: bad}
+        with pytest.raises(ValueError, match=f"^{name}=.* must be an array"):
+            function(**arrays)
+
+    @pytest.mark.parametrize("name", ["block_tables", "seq_lens"])
+    def test_integers_beyond_int32_are_named(self, function, case, name):
+        arrays = dict(zip(NAMES, case.make(), strict=False))
+        arrays[name] = np.full(arrays[name].shape, 2**40).tolist()
+        with pytest.raises(ValueError, match=f"{name}=.* must hold integers of int32"):
+            function(**arrays)
+
+    def test_lists_of_integers_are_accepted(self, function, case):
+        arrays = dict(zip(NAMES, case.make(), strict=False))
+        expected = function(**arrays)
+        for name in arrays.keys() - {"q", "k_pages", "v_pages"}:
+            arrays[name] = arrays[name].tolist()
+        np.testing.assert_array_equal(function(**arrays), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [("cu_q_lens", None), ("alibi_slopes", "abc"), ("sinks", [[1.0], [2.0, 3.0]])],
+)
+def test_optional_arrays_are_named(name, bad):
+    arrays = dict(zip(NAMES, RAGGED.make(), strict=True)) | {name: bad}
+    with pytest.raises(ValueError, match=f"^{name}=.* must be an array"):
+        pp.ragged_paged_attention(**arrays)
+
+
+def test_arrays_of_cascade_attention_are_named():
+    arrays = Case().make()
+    for groups, name in (((None, [0, 3]), "prefix_lens"), (([8], "ab"), "cu_group_sizes")):
+        with pytest.raises(ValueError, match=f"^{name}=.* must be an array"):
+            pp.cascade_attention(*arrays, *groups)
+
+
+@pytest.mark.parametrize("implementation", [["xla"], {"xla": 1}, 3, np.array(["xla"])], ids=repr)
+@BOTH
+def test_an_implementation_that_is_no_name_is_refused(function, case, implementation):
+    with pytest.raises(ValueError, match=r"implementation=.* must be None or one of"):
+        function(*case.make(), implementation=implementation)
+
+
+@BOTH
+class TestFixedSplitSize:
+    @pytest.mark.parametrize("bad", [0, -64, 63, 96, 1.5, "64", True, 2**31])
+    def test_is_a_multiple_of_64(self, function, case, bad):
+        with pytest.raises(ValueError, match=f"fixed_split_size={bad!r} must be"):
+            function(*case.make(), fixed_split_size=bad)
+
+    def test_excludes_a_config(self, function, case):
+        config = TestConfig.GOOD[function is pp.ragged_paged_attention]
+        with pytest.raises(ValueError, match="fixed_split_size=64 chooses a config"):
+            function(*case.make(), fixed_split_size=64, config=config)
+
+
+class TestKeywordsOfTheJaxOp:
+    def test_mean_the_same(self):
+        q, k_pages, v_pages, tables, lens = Case().make()
+        ours = pp.paged_attention(q, k_pages, v_pages, tables, lens, soft_cap=2.0)
+        theirs = pp.paged_attention(
+            q, k_pages, v_pages, tables, lengths=lens, attn_logits_soft_cap=2.0
+        )
+        np.testing.assert_array_equal(ours, theirs)
+
+    def test_of_scales_mean_the_same(self):
+        q, k_pages, v_pages, tables, lens = Case().make(poison=False)
+        pages = [np.int8(np.clip(x * 20, -127, 127)) for x in (k_pages, v_pages)]
+        scales = [np.full(x.shape[:3], 0.05, np.float32) for x in pages]
+        ours = pp.paged_attention(q, *pages, tables, lens, *scales)
+        theirs = pp.paged_attention(
+            q, *pages, tables, lengths=lens, k_scales_pages=scales[0], v_scales_pages=scales[1]
+        )
+        np.testing.assert_array_equal(ours, theirs)
+
+    def test_are_refused_beside_ours(self):
+        arrays = Case().make()
+        with pytest.raises(TypeError, match="got seq_lens twice, the second time as lengths"):
+            pp.paged_attention(*arrays, lengths=arrays[-1])
+
+    def test_lengths_are_required(self):
+        for missing in ({}, {"lengths": None}):
+            with pytest.raises(ValueError, match="seq_lens=None must be an array"):
+                pp.paged_attention(*Case().make()[:4], **missing)
+
+    def test_that_are_unknown_are_refused(self):
+        with pytest.raises(TypeError, match="keyword argument 'k_splits'"):
+            pp.paged_attention(*Case().make(), k_splits=4)
 
 
 class TestConfig:

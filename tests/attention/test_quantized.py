@@ -96,7 +96,7 @@ def test_tiles_of_many_rows(dtype, implementation):
     if dtype == "bfloat16":
         sizes = 2.0 ** np.linspace(-120, 4, q.shape[0]).round()
         q = q * sizes.astype(q.dtype)[:, None, None]
-    config = pp.RaggedConfig(block_q=64, block_k=32, num_programs=4, num_warps=4, num_stages=2)
+    config = pp.RaggedConfig(block_q=64, block_k=32, num_programs=8, num_warps=4, num_stages=2)
     actual = ragged(q, *arrays, implementation=implementation, config=config)
     assert_close(actual, (q, *meant), case.tolerance)
 
@@ -255,11 +255,9 @@ def test_quantization_by_write_kv_costs_little(kv_dtype, error, outliers, implem
     rows = np.repeat(np.arange(3, dtype=np.int32), lens)
     positions = np.concatenate([np.arange(n, dtype=np.int32) for n in lens])
     slots = np.asarray(jax.jit(pp.slot_mapping)(table, rows, positions))
-    layer = pool.k_pages[0], pool.v_pages[0]
     new = (np.float32(x) for x in (k, v))
-    *pages, k_scales, v_scales = jax.jit(pp.write_kv)(
-        *layer, *new, slots, pool.k_scales[0], pool.v_scales[0]
-    )
+    layer = jax.jit(pp.write_kv)(pool.layers[0], *new, slots)
+    pages, k_scales, v_scales = (layer.k_pages, layer.v_pages), layer.k_scales, layer.v_scales
     out, lse = decode(
         q, *pages, table.block_tables, table.seq_lens, k_scales, v_scales,
         implementation=implementation,
@@ -322,11 +320,12 @@ def test_bad_scales_are_refused_by_name(change, message):
     for function, case in ((pp.paged_attention, SMALL), (pp.ragged_paged_attention, RAGGED)):
         *rest, k_scales, v_scales = Quantized(case=case, kv_dtype=INT8).make()[0]
         with pytest.raises(ValueError, match=message):
-            function(*rest, *change(k_scales, v_scales))
+            scales = dict(zip(("k_scales", "v_scales"), change(k_scales, v_scales), strict=True))
+            function(*rest, **scales)
     *rest, k_scales, v_scales = Quantized(case=SMALL, kv_dtype=INT8).make()[0]
     groups = np.int32([8]), np.int32([0, 2])
     with pytest.raises(ValueError, match=message):
-        pp.cascade_attention(*rest, *groups, *change(k_scales, v_scales))
+        pp.cascade_attention(*rest, *groups, **scales)
 
 
 def test_scales_of_unquantized_pages_are_refused():

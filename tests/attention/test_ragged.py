@@ -185,7 +185,7 @@ def test_jitted_without_options_returns_out_alone():
 
 @pytest.mark.parametrize(
     ("block_q", "block_k", "num_programs", "fixed_split_size"),
-    [
+    [  # with programs for each of 2 KV heads
         (16, 16, 30, None),
         (64, 16, 2, None),
         (16, 16, 5, 16),
@@ -197,7 +197,7 @@ def test_every_config_matches_the_oracle(block_q, block_k, num_programs, fixed_s
     config = pp.RaggedConfig(
         block_q=block_q,
         block_k=block_k,
-        num_programs=num_programs,
+        num_programs=2 * num_programs,
         fixed_split_size=fixed_split_size,
         num_warps=2,
         num_stages=2,

@@ -57,15 +57,15 @@ def test_pieces_hold_every_query_with_every_key_once(align, fixed_split_size, wi
     blocks = np.zeros((num_tokens, 5), int)  # how often a query got each block of keys
     stored = np.zeros(num_tokens, int)
     slots = []
-    for i in np.flatnonzero(plan.pieces.q_len):
-        piece = {name: int(x[i]) for name, x in vars(plan.pieces).items()}
+    for i in np.flatnonzero(plan.items.q_len):
+        piece = {name: int(x[i]) for name, x in vars(plan.items).items()}
         assert (piece["q_start"] + piece["offset"]) % align == 0
         mine = np.arange(max(piece["offset"], 0), min(piece["offset"] + TILE, piece["q_len"]))
         blocks[piece["q_start"] + mine, piece["lo"] : piece["hi"]] += 1
-        if plan.slot[i] < 0:
+        if plan.partial[i] < 0:
             stored[piece["q_start"] + mine] += 1
         else:
-            slots.append(int(plan.slot[i]))
+            slots.append(int(plan.partial[i]))
         # The first and the last query see every key of the blocks marked as full.
         if piece["full_lo"] < piece["full_hi"]:
             first, last = piece["kv_len"] - piece["q_len"] + mine[[0, -1]]
@@ -79,14 +79,14 @@ def test_pieces_hold_every_query_with_every_key_once(align, fixed_split_size, wi
             assert (blocks[ends[row] + query][list(seen)] == 1).all()
     assert blocks.max() == 1
     # A slot is written once, and all slots of a tile are merged once into the tile's queries.
-    assert len(set(slots)) == len(slots) and max(slots, default=0) < plan.num_slots
+    assert len(set(slots)) == len(slots) and max(slots, default=0) < plan.num_partials
     merged = []
-    for first, count in zip(plan.split_pieces, plan.num_splits, strict=True):
+    for first, count in zip(plan.first_item, plan.num_items, strict=True):
         if count:
             pieces = slice(int(first), int(first + count))
-            merged += np.asarray(plan.slot[pieces]).tolist()
+            merged += np.asarray(plan.partial[pieces]).tolist()
             q_start, offset, q_len = (
-                int(getattr(plan.pieces, name)[first]) for name in ("q_start", "offset", "q_len")
+                int(getattr(plan.items, name)[first]) for name in ("q_start", "offset", "q_len")
             )
             mine = np.arange(max(offset, 0), min(offset + TILE, q_len))
             stored[q_start + mine] += 1
@@ -101,9 +101,9 @@ def test_splits_of_a_row_do_not_depend_on_where_it_begins():
         options = dict(num_tokens=40, num_programs=4, fixed_split_size=128, window=150, align=8)
         plan = jax.device_get(plan_of(np.int32([70, 232]), ends, **options))
         found = [set() for _ in range(30)]
-        for i in np.flatnonzero(plan.pieces.q_len):
-            offset, hi = int(plan.pieces.offset[i]), int(plan.pieces.hi[i])
-            if plan.pieces.row[i] == 1:
+        for i in np.flatnonzero(plan.items.q_len):
+            offset, hi = int(plan.items.offset[i]), int(plan.items.hi[i])
+            if plan.items.row[i] == 1:
                 for query in range(max(offset, 0), min(offset + TILE, 30)):
                     found[query].add(hi)
         return found

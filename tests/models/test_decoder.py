@@ -96,7 +96,7 @@ def test_paged_logits_equal_transformers_token_by_token(name):
         head_dim=config.head_dim,
         dtype=jnp.float32,
     )
-    cache = list(zip(pool.k_pages, pool.v_pages, strict=True))
+    cache = pool.layers
 
     table, ok = extend(table, prompt_lens)
     assert np.all(ok)

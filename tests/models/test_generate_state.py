@@ -117,7 +117,7 @@ def test_prompts_that_find_no_pages_can_be_tried_again(split, oracle):
 def test_a_start_leaves_alone_what_it_cannot_have(split, oracle):
     state, _ = start(split, empty_state(), [PROMPTS[0], [], []], [1, 4, 4], limit=5)
     state = step(split, state, 2)
-    pages = np.asarray(state.pool.k_pages[0][:, :NUM_PAGES])
+    pages = np.asarray(state.pool.layers[0].k_pages[:, :NUM_PAGES])
     table = jax.tree.map(np.asarray, state.table)
     too_long = list(range(CAPACITY + 1))
     # A row in use, a row out of range, a prompt longer than a row.
@@ -135,7 +135,8 @@ def test_a_start_leaves_alone_what_it_cannot_have(split, oracle):
     for before, after in zip(jax.tree.leaves(table), jax.tree.leaves(state.table), strict=True):
         np.testing.assert_array_equal(before, after)
     held = table.block_tables[1][:2]
-    np.testing.assert_array_equal(pages[:, held], np.asarray(state.pool.k_pages[0])[:, held])
+    after = np.asarray(state.pool.layers[0].k_pages)
+    np.testing.assert_array_equal(pages[:, held], after[:, held])
     assert texts(step(split, state, 10))[1] == oracle.continue_(PROMPTS[0], 5)
 
 

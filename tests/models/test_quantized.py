@@ -105,7 +105,7 @@ def test_logits_stay_near_those_of_an_unquantized_cache(exact, quantized):
     model, kv_dtype, most = quantized
     dtype = pool_dtype(kv_dtype, "float32")
     logits, pool = paged_logits(model, dtype)
-    assert {pages.dtype for pages in (*pool.k_pages, *pool.v_pages)} == {dtype}
+    assert {x.dtype for layer in pool.layers for x in (layer.k_pages, layer.v_pages)} == {dtype}
     for part in (slice(0, 16), slice(16, 24)):  # prompt, and tokens decoded one by one
         error = np.linalg.norm(logits[part] - exact[part]) / np.linalg.norm(exact[part])
         assert most / 10 < error < most
@@ -114,13 +114,15 @@ def test_logits_stay_near_those_of_an_unquantized_cache(exact, quantized):
 def test_calibrated_scales_are_those_of_each_layer_and_of_k_and_v(calibrated):
     pool = create_pool(calibrated.config, num_pages=3, page_size=4, dtype="float8_e4m3fn")
     for name, wanted in SCALES.items():
-        scales = getattr(pool, name)
+        scales = [getattr(layer, name) for layer in pool.layers]
         assert [scale.shape for scale in scales] == [()] * 2
         np.testing.assert_array_equal(np.stack(scales), np.float32(wanted))
     pool = create_pool(calibrated.config, num_pages=3, page_size=4, dtype="int8")
-    assert {scales.shape for scales in (*pool.k_scales, *pool.v_scales)} == {(2, 3, 4)}
+    assert {x.shape for layer in pool.layers for x in (layer.k_scales, layer.v_scales)} == {
+        (2, 3, 4)
+    }
     pool = create_pool(calibrated.config, num_pages=3, page_size=4, dtype="float32")
-    assert pool.k_scales is None and pool.v_scales is None
+    assert all(layer.k_scales is None and layer.v_scales is None for layer in pool.layers)
 
 
 def test_scales_are_counted_as_bytes(calibrated):
@@ -214,7 +216,7 @@ def test_generate_gives_the_tokens_of_each_prompt_alone(quantized, alone):
     pool = create_pool(model.config, num_pages=8, page_size=4, dtype=dtype)
     assert result.stats.pool_bytes == pool_bytes(pool)
     if model.config.k_scales:  # nothing has written them
-        scales = generation.state.pool.k_scales
+        scales = [layer.k_scales for layer in generation.state.pool.layers]
         np.testing.assert_array_equal(np.stack(scales), np.float32(SCALES["k_scales"]))
 
 

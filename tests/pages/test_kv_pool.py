@@ -34,8 +34,8 @@ def numbered_pool(**sizes):
 def test_created_pool_is_zero_and_layers_have_their_own_buffers(dtype):
     pool = make_pool(dtype=dtype)
     leaves = jax.tree.leaves(pool)
-    assert len(pool.k_pages) == len(pool.v_pages) == 2
-    assert pool.k_scales is None and pool.v_scales is None
+    assert len(pool.layers) == 2
+    assert all(layer.k_scales is None and layer.v_scales is None for layer in pool.layers)
     assert {(x.shape, x.dtype) for x in leaves} == {((2, 4, 2, 3), jnp.dtype(dtype))}
     assert not any(np.any(x) for x in leaves)
     # One buffer behind two leaves could not be donated.
@@ -71,8 +71,11 @@ def test_write_kv_writes_the_named_slots_and_nothing_else(dtype, page_size):
     rng = np.random.default_rng(0)
     k, v = rng.standard_normal((2, 8, 2, 3)).astype(np.float32)
     slots = i32(2, num_slots, 0, -1, num_slots - 1, INT32_MAX, INT32_MIN, -num_slots)
-    got = jax.jit(pp.write_kv)(pool.k_pages[0], pool.v_pages[0], k, v, slots)
-    for pages, tokens, new in zip((pool.k_pages[0], pool.v_pages[0]), (k, v), got, strict=True):
+    layer = pool.layers[0]
+    got = jax.jit(pp.write_kv)(layer, k, v, slots)
+    assert got.k_scales is None and got.v_scales is None
+    for name, tokens in (("k_pages", k), ("v_pages", v)):
+        pages, new = getattr(layer, name), getattr(got, name)
         want = np.array(pages).reshape(2, num_slots, 3)
         for token, slot in zip(tokens, slots, strict=True):
             if 0 <= slot < num_slots:
@@ -84,15 +87,17 @@ def test_write_kv_writes_the_named_slots_and_nothing_else(dtype, page_size):
 def test_write_kv_takes_no_tokens():
     pool = numbered_pool()
     none = np.zeros((0, 2, 3), np.float32)
-    k, v = pp.write_kv(pool.k_pages[0], pool.v_pages[0], none, none, i32())
-    np.testing.assert_array_equal(k, pool.k_pages[0])
-    np.testing.assert_array_equal(v, pool.v_pages[0])
+    layer = pp.write_kv(pool.layers[0], none, none, i32())
+    np.testing.assert_array_equal(layer.k_pages, pool.layers[0].k_pages)
+    np.testing.assert_array_equal(layer.v_pages, pool.layers[0].v_pages)
 
 
 def write_arguments(**changes):
     pages, tokens = np.zeros((2, 4, 2, 3), np.float32), np.zeros((5, 2, 3), np.float32)
     arguments = dict(k_pages=pages, v_pages=pages, k=tokens, v=tokens, slots=i32(0, 1, 2, 3, 4))
-    return arguments | changes
+    arguments |= changes
+    layer = pp.LayerKV(k_pages=arguments.pop("k_pages"), v_pages=arguments.pop("v_pages"))
+    return dict(layer=layer) | arguments
 
 
 @pytest.mark.parametrize(
@@ -102,7 +107,8 @@ def write_arguments(**changes):
         (dict(v_pages=np.zeros((2, 4, 4, 3), np.float32)), r"alike, got .*float32\(2, 4, 4, 3\)"),
         (dict(v_pages=np.zeros((2, 4, 2, 3), np.float16)), r"float32\(.*float16\(2, 4, 2, 3\)"),
         (dict(v_pages=np.zeros((2, 4, 2, 3), np.int8)), r"float32\(.*int8\(2, 4, 2, 3\)"),
-        (dict(v_pages=np.zeros((2, 4, 2, 3), np.int16)), r"v_pages must be floating or int8, got"),
+        (dict(k_pages=np.zeros((2, 4, 2, 3), np.int16)), r"k_pages.dtype=int16 must be one of flo"),
+        (dict(v_pages=np.zeros((2, 4, 2, 3), np.int16)), r"float32\(.*int16\(2, 4, 2, 3\)"),
         (dict(k=np.zeros((5, 2, 3), np.int32)), r"k must be floating, got int32"),
         (dict(k=np.zeros((5, 3, 3), np.float32)), r"num_kv_heads=2, head_dim=3\].*\(5, 3, 3\)"),
         (dict(k=np.zeros((5, 6), np.float32)), r"k and v must be .* got \(5, 6\)"),
@@ -138,11 +144,14 @@ def test_copy_pages_drops_what_is_no_page():
 def test_copy_pages_copies_scales_too():
     pool = numbered_pool()
     scales = tuple(jnp.arange(16.0).reshape(2, 4, 2) + i for i in range(2))
-    copied = pp.copy_pages(
-        replace(pool, k_scales=scales, v_scales=scales), copies_of(i32(2), i32(0))
-    )
-    for before, after in zip(scales * 2, copied.k_scales + copied.v_scales, strict=True):
-        np.testing.assert_array_equal(after, np.asarray(before)[:, [2, 1, 2, 3]])
+    layers = [
+        replace(layer, k_scales=scale, v_scales=-scale)
+        for layer, scale in zip(pool.layers, scales, strict=True)
+    ]
+    copied = pp.copy_pages(pp.KVPool(layers=tuple(layers)), copies_of(i32(2), i32(0)))
+    for before, after in zip(scales, copied.layers, strict=True):
+        np.testing.assert_array_equal(after.k_scales, np.asarray(before)[:, [2, 1, 2, 3]])
+        np.testing.assert_array_equal(after.v_scales, -np.asarray(before)[:, [2, 1, 2, 3]])
 
 
 def test_copy_pages_refuses():
@@ -163,8 +172,9 @@ def test_donated_write_is_in_place(dtype):
     pages = jax.ShapeDtypeStruct((2, 4096, 16, 64), dtype)
     tokens = jax.ShapeDtypeStruct((8, 2, 64), jnp.float32)
     slots = jax.ShapeDtypeStruct((8,), jnp.int32)
-    write = jax.jit(pp.write_kv, donate_argnums=(0, 1))
-    memory = write.lower(pages, pages, tokens, tokens, slots).compile().memory_analysis()
+    layer = pp.LayerKV(k_pages=pages, v_pages=pages)
+    write = jax.jit(pp.write_kv, donate_argnums=0)
+    memory = write.lower(layer, tokens, tokens, slots).compile().memory_analysis()
     size = pages.size * jnp.dtype(dtype).itemsize
     assert memory.alias_size_in_bytes == 2 * size
     assert memory.temp_size_in_bytes < size // 100
@@ -194,11 +204,8 @@ def test_decode_loop_writes_in_place():
             table, ok = pp.extend(table, ones, max_new_tokens=1)
             slots = pp.slot_mapping(table, rows, table.seq_lens - 1)
             kv = jnp.broadcast_to(slots.astype(jnp.float32)[:, None, None], (8, 2, 64))
-            layers = zip(pool.k_pages, pool.v_pages, strict=True)
-            k_pages, v_pages = zip(
-                *(pp.write_kv(k, v, kv, kv, slots) for k, v in layers), strict=True
-            )
-            return table, pp.KVPool(k_pages=k_pages, v_pages=v_pages), ok
+            layers = tuple(pp.write_kv(layer, kv, kv, slots) for layer in pool.layers)
+            return table, pp.KVPool(layers=layers), ok
 
         return jax.lax.while_loop(lambda carry: jnp.all(carry[2]), step, (table, pool, ones > 0))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -99,8 +97,7 @@ class Simulation:
                 at += 1
         slots = slot_mapping(self.table, rows, positions)
         kv = values[:, None, None]
-        k, v = write_kv(self.pool.k_pages[0], self.pool.v_pages[0], kv, -kv, slots)
-        self.pool = replace(self.pool, k_pages=(k,), v_pages=(v,))
+        self.pool = pp.KVPool(layers=(write_kv(self.pool.layers[0], kv, -kv, slots),))
         return ok, expected
 
     def fork(self, entries):
@@ -172,7 +169,8 @@ class Simulation:
     def compare(self):
         pp.check_page_table(self.table, retained=self.retained)
         lens, blocks = np.asarray(self.table.seq_lens), np.asarray(self.table.block_tables)
-        k, v = np.asarray(self.pool.k_pages[0])[0], np.asarray(self.pool.v_pages[0])[0]
+        layer = self.pool.layers[0]
+        k, v = np.asarray(layer.k_pages)[0], np.asarray(layer.v_pages)[0]
         for row, tokens in enumerate(self.oracle.tokens):
             assert lens[row] == len(tokens)
             held = blocks[row, : len(self.oracle.pages[row])]

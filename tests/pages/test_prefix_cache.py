@@ -188,9 +188,9 @@ def test_bad_page_size(page_size):
         ([*range(7), 9], [0, 1], r"page 1 .* has \(4, 5, 6, 9\), the lease \(4, 5, 6, 7\)"),
         (range(7), [0, 1], r"page 1 of the sequence has \(4, 5, 6\)"),
         ([], [], r"page 1 of the sequence has \(\)"),
-        (range(20), [0, 1, 7, 8, 30], r"page=30 is in the index for another prefix"),
-        (range(20), [0, 1, 7, 8, 1], r"page=1 is in the index"),
-        (range(20), [0, 1, 7, 8, 7], r"page=7 is in the index"),
+        (range(20), [0, 1, 7, 8, 30], r"page=30 is cached for another prefix"),
+        (range(20), [0, 1, 7, 8, 1], r"page=1 is cached"),
+        (range(20), [0, 1, 7, 8, 7], r"page=7 is cached"),
     ],
 )
 def test_insert_refuses_and_changes_nothing(tokens, pages, message):

@@ -83,26 +83,25 @@ POOLS = [
 @partial(jax.jit, donate_argnums=0)
 def write(pool: pp.KVPool, k: jax.Array, v: jax.Array, slots: jax.Array) -> pp.KVPool:
     """The pool with tokens in its only layer."""
-    [k_pages], [v_pages], [k_scales], [v_scales] = layers(pool)
-    new = pp.write_kv(k_pages, v_pages, k, v, slots, k_scales, v_scales)
-    k_pages, v_pages, k_scales, v_scales = ((x,) for x in new)
-    return pp.KVPool(k_pages=k_pages, v_pages=v_pages, k_scales=k_scales, v_scales=v_scales)
+    [layer] = pool.layers
+    return pp.KVPool(layers=(pp.write_kv(layer, k, v, slots),))
 
 
 copy = jax.jit(pp.copy_pages, donate_argnums=0)
 
 
-def layers(pool: pp.KVPool) -> tuple[tuple[jax.Array, ...], ...]:
-    """K, V and their scales, each per layer."""
-    assert pool.k_scales is not None and pool.v_scales is not None
-    return pool.k_pages, pool.v_pages, pool.k_scales, pool.v_scales
+def arrays_of(pool: pp.KVPool) -> tuple[jax.Array, ...]:
+    """K, V and their scales, of the only layer."""
+    [layer] = pool.layers
+    assert layer.k_scales is not None and layer.v_scales is not None
+    return layer.k_pages, layer.v_pages, layer.k_scales, layer.v_scales
 
 
 def calls(pool: pp.KVPool, places: np.ndarray) -> list[tuple]:
     """Both attention functions, each with its call on a pool where the pages are at `places`."""
     q, _, _, tables, lens, ends = CASE.make(poison=False)
-    [k_pages], [v_pages], *scales = layers(pool)
-    cache, scales = (k_pages, v_pages, places[tables], lens), [x for [x] in scales]
+    k_pages, v_pages, *scales = arrays_of(pool)
+    cache = k_pages, v_pages, places[tables], lens
     newest = q[ends[1:] - 1]
     return [(decode, (newest, *cache, *scales)), (ragged, (q, *cache, ends, *scales))]
 
@@ -124,7 +123,7 @@ def tokens() -> tuple[np.ndarray, ...]:
 @jax.jit
 def count(pool: pp.KVPool) -> list[jax.Array]:
     """Elements of each array that are not zero."""
-    return [jnp.count_nonzero(x) for [x] in layers(pool)]
+    return [jnp.count_nonzero(x) for x in arrays_of(pool)]
 
 
 @pytest.mark.parametrize("big", POOLS, ids=str)
@@ -135,7 +134,7 @@ def test_written_read_and_copied(big):
     # Each scale is at its place once and nowhere else; no element of the tokens is elsewhere.
     counts = [int(n) for n in count(pool)]
     assert counts[2:] == [sum(CASE.seq_lens) * CASE.num_kv_heads] * 2
-    for [pages], written in zip(layers(pool)[:2], counts, strict=False):
+    for pages, written in zip(arrays_of(pool)[:2], counts, strict=False):
         assert jnp.count_nonzero(pages[:, places]) == written > 0
 
     outs = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,8 +22,12 @@ write_kv = jax.jit(pp.write_kv)
 
 def write(pool, k, v, slots):
     """write_kv into the first layer."""
-    layer = (pool.k_pages[0], pool.v_pages[0]), (pool.k_scales[0], pool.v_scales[0])
-    return write_kv(*layer[0], k, v, slots, *layer[1])
+    return write_kv(pool.layers[0], k, v, slots)
+
+
+def scales_of(pool):
+    """Those of K and of V, layer after layer."""
+    return [x for layer in pool.layers for x in (layer.k_scales, layer.v_scales)]
 
 
 def written(rows, dtype, scale=None):
@@ -29,20 +35,20 @@ def written(rows, dtype, scale=None):
     rows = np.asarray(rows)
     scales = {} if scale is None else dict(k_scales=[scale], v_scales=[1.0])
     pool = make_pool(1, len(rows), 1, 1, rows.shape[1], dtype, **scales)
-    pages, _, scales, _ = write(
+    layer = write(
         pool, rows[:, None], np.ones_like(rows)[:, None], np.arange(len(rows), dtype=np.int32)
     )
-    return np.asarray(pages)[0, :, 0], np.asarray(scales).squeeze()
+    return np.asarray(layer.k_pages)[0, :, 0], np.asarray(layer.k_scales).squeeze()
 
 
 @BOTH
 def test_created_pool_has_scales_of_zero_in_buffers_of_their_own(dtype):
     pool = make_pool(dtype=dtype)
     leaves = jax.tree.leaves(pool)
-    assert {x.dtype.name for x in pool.k_pages + pool.v_pages} == {dtype}
-    assert {(x.shape, x.dtype.name) for x in pool.k_scales + pool.v_scales} == {
-        ((2, 4, 2), "float32")
+    assert {x.dtype.name for layer in pool.layers for x in (layer.k_pages, layer.v_pages)} == {
+        dtype
     }
+    assert {(x.shape, x.dtype.name) for x in scales_of(pool)} == {((2, 4, 2), "float32")}
     assert not any(np.any(np.asarray(x, np.float32)) for x in leaves)
     assert len({x.unsafe_buffer_pointer() for x in leaves}) == 8
 
@@ -50,10 +56,10 @@ def test_created_pool_has_scales_of_zero_in_buffers_of_their_own(dtype):
 @BOTH
 def test_scales_of_a_checkpoint(dtype):
     pool = make_pool(dtype=dtype, k_scales=[0.5, 2], v_scales=np.float32([3, 4]))
-    assert [x.item() for x in pool.k_scales + pool.v_scales] == [0.5, 2, 3, 4]
-    assert {(x.shape, x.dtype.name) for x in pool.k_scales + pool.v_scales} == {((), "float32")}
+    assert [x.item() for x in scales_of(pool)] == [0.5, 3, 2, 4]
+    assert {(x.shape, x.dtype.name) for x in scales_of(pool)} == {((), "float32")}
     copied = jax.jit(pp.copy_pages)(pool, copies_of(i32(0), i32(1)))
-    assert [x.item() for x in copied.k_scales + copied.v_scales] == [0.5, 2, 3, 4]
+    assert [x.item() for x in scales_of(copied)] == [0.5, 3, 2, 4]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +93,8 @@ def test_writes_what_numpy_rounds_and_nothing_else(dtype, tokens_dtype, per_tens
     k, v = (rng.standard_normal((2, 5, 2, 6)) * [[[[1]]], [[[100]]]]).astype(tokens_dtype)
     slots = i32(6, 8, 0, -1, 3)
     got = write(pool, k, v, slots)
-    for x, tokens, new_pages, new_scales in zip((0.01, 0.5), (k, v), got[:2], got[2:], strict=True):
+    calls = (0.01, k, got.k_pages, got.k_scales), (0.5, v, got.v_pages, got.v_scales)
+    for x, tokens, new_pages, new_scales in calls:
         tokens = tokens.astype(np.float32)  # the library's arithmetic is that of f32
         elements, scales = quantize(tokens, dtype)
         if per_tensor:
@@ -165,10 +172,7 @@ def test_copies_pages_with_their_scales(dtype):
     pool = make_pool(dtype=dtype)
     rng = np.random.default_rng(2)
     k, v = rng.standard_normal((2, 8, 2, 3)).astype(np.float32)
-    k_pages, v_pages, k_scales, v_scales = write(pool, k, v, np.arange(8, dtype=np.int32))
-    pool = pp.KVPool(
-        k_pages=(k_pages,), v_pages=(v_pages,), k_scales=(k_scales,), v_scales=(v_scales,)
-    )
+    pool = pp.KVPool(layers=(write(pool, k, v, np.arange(8, dtype=np.int32)),))
     copied = jax.jit(pp.copy_pages)(pool, copies_of(i32(0, 1), i32(1, 3)))
     for before, after in zip(jax.tree.leaves(pool), jax.tree.leaves(copied), strict=True):
         assert after.dtype == before.dtype
@@ -178,18 +182,19 @@ def test_copies_pages_with_their_scales(dtype):
 def test_write_kv_refuses():
     pages, tokens = np.zeros((2, 4, 2, 3), np.int8), np.zeros((5, 2, 3), np.float32)
     scales = np.zeros((2, 4, 2), np.float32)
-    call = (pages, pages, tokens, tokens, i32(0, 1, 2, 3, 4))
+    layer = pp.LayerKV(k_pages=pages, v_pages=pages, k_scales=scales, v_scales=scales)
+    call = (tokens, tokens, i32(0, 1, 2, 3, 4))
     with pytest.raises(ValueError, match="pages of int8 need k_scales and v_scales"):
-        pp.write_kv(*call)
+        pp.write_kv(replace(layer, k_scales=None, v_scales=None), *call)
     with pytest.raises(
         ValueError, match=r"v_scales must be float32\[2, 4, 2\], got float32\[2, 4\]"
     ):
-        pp.write_kv(*call, scales, scales[..., 0])
+        pp.write_kv(replace(layer, v_scales=scales[..., 0]), *call)
     with pytest.raises(ValueError, match="k must be floating, got int8"):
-        pp.write_kv(pages, pages, tokens.astype(np.int8), *call[3:], scales, scales)
+        pp.write_kv(layer, tokens.astype(np.int8), *call[1:])
     half = pages.astype(np.float16)
     with pytest.raises(ValueError, match="must be None with pages of float16"):
-        pp.write_kv(half, half, *call[2:], scales, scales)
+        pp.write_kv(replace(layer, k_pages=half, v_pages=half), *call)
 
 
 @pytest.fixture
@@ -204,11 +209,10 @@ def dtype_in_place(dtype):
 def test_donated_write_is_in_place(dtype_in_place, per_tensor):
     given = dict(k_scales=[1.0], v_scales=[1.0]) if per_tensor else {}
     pool = jax.eval_shape(lambda: make_pool(1, 4096, 2, 16, 64, dtype_in_place, **given))
-    layer = jax.tree.leaves(pool)
     tokens = jax.ShapeDtypeStruct((8, 2, 64), jnp.bfloat16)
     slots = jax.ShapeDtypeStruct((8,), jnp.int32)
-    call = (*layer[:2], tokens, tokens, slots, *layer[2:])
-    compiled = jax.jit(pp.write_kv, donate_argnums=(0, 1, 5, 6)).lower(*call).compile()
+    call = (pool.layers[0], tokens, tokens, slots)
+    compiled = jax.jit(pp.write_kv, donate_argnums=0).lower(*call).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == pool_bytes(pool)
     assert memory.temp_size_in_bytes < pool_bytes(pool) // 100

@@ -14,11 +14,16 @@ STATIC = (
 )  # fmt: skip
 
 
+NUM_ARRAYS = {pp.paged_attention: 5, pp.ragged_paged_attention: 6, pp.cascade_attention: 7}
+
+
 def jitted(attention, compiler_options=None):
-    """An entry that returns (out, lse), with what is static marked so."""
+    """An entry that returns (out, lse), static arguments marked. Scales may follow the arrays."""
 
     def with_lse(*arrays, **options):
-        return attention(*arrays, return_lse=True, **options)
+        count = NUM_ARRAYS[attention]
+        scales = dict(zip(("k_scales", "v_scales"), arrays[count:], strict=False))
+        return attention(*arrays[:count], return_lse=True, **scales, **options)
 
     return jax.jit(with_lse, static_argnames=STATIC, compiler_options=compiler_options)
 

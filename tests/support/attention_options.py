@@ -10,7 +10,7 @@ SLOPES = np.float32([0.5, 0.25, 0.125, 0.0])
 SINKS = np.float32([1.0, -3.0, 0.0, 8.0])
 # Random, so that some queries see none of the newest tokens; smaller than a row's queries.
 TREE_MASK = np.random.default_rng(7).random((4, 6, 6)) < 0.5
-LOOP = dict(block_k=16, num_programs=3, num_warps=2, num_stages=2)
+LOOP = dict(block_k=16, num_programs=6, num_warps=2, num_stages=2)  # 3 for each of 2 KV heads
 OPTIONS = {
     "window": dict(sliding_window=11),
     "cap": dict(soft_cap=1.5),
@@ -41,13 +41,13 @@ def chosen_options(names, *, ragged: bool, implementation: str) -> tuple[dict, d
     fixed_split_size = options.pop("fixed_split_size", None)
     if implementation.startswith("mosaic_gpu"):
         loop = dict(
-            block_k=64, num_programs=3, num_stages=2, fixed_split_size=fixed_split_size and 64
+            block_k=64, num_programs=6, num_stages=2, fixed_split_size=fixed_split_size and 64
         )
         decode_config, ragged_config = pp.MosaicDecodeConfig, pp.MosaicRaggedConfig
-        tile = dict(num_consumers=2)
+        tile = dict(num_consumers=2, num_programs=3)
     else:
         loop = dict(LOOP, fixed_split_size=fixed_split_size)
         decode_config, ragged_config = pp.DecodeConfig, pp.RaggedConfig
         tile = dict(block_q=16)
-    config = ragged_config(**loop, **tile) if ragged else decode_config(**loop)
+    config = ragged_config(**loop | tile) if ragged else decode_config(**loop)
     return dict(options, config=config, implementation=implementation), options

@@ -28,12 +28,7 @@ def implementations_here() -> list[str]:
     """
     if jax.default_backend() != "gpu":
         return ["xla", "triton_interpret"]
-    here = Device.here()
-    reason = mosaic_support.why_not_jax() or mosaic_support.why_not_device(
-        platform=here.platform,
-        device_kind=here.kind,
-        compute_capability=here.compute_capability,
-    )
+    reason = mosaic_support.why_not_jax() or mosaic_support.why_not_device(Device.here())
     return ["xla", "triton", *(["mosaic_gpu"] if reason is None else [])]
 
 

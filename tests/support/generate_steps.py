@@ -82,7 +82,7 @@ def statuses(state):
 def assert_copies_no_pool(compiled, state):
     """A compiled step on a state of very many pages works in the pool that it is given."""
     memory = compiled.memory_analysis()
-    pages = state.pool.k_pages[0]
+    pages = state.pool.layers[0].k_pages
     layer_bytes = pages.size * pages.dtype.itemsize
     assert memory.temp_size_in_bytes < layer_bytes / 8  # of half a GiB; the rest is workspace
     # The pool that comes out is the one that went in.

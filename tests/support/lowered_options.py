@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-LOOP = dict(block_k=32, num_programs=100, num_warps=4, num_stages=2)
+LOOP = dict(block_k=32, num_programs=200, num_warps=4, num_stages=2)  # 100 for each of 2 KV heads
 
 
 def lowered_options(num_q_heads, num_seqs):

@@ -1,32 +1,42 @@
-"""Configs of the Mosaic GPU kernels, what fits, what is chosen, and when these are the faster."""
+"""Configs of the Mosaic kernels: what is allowed, what fits, what is chosen, when they are faster.
+
+Nothing here imports Mosaic before `shared_memory` is called.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
-from pallas_paged.kernels import tuned
-from pallas_paged.kernels.triton.config import check_integer, check_split_size
+import jax.numpy as jnp
 
-# Shared memory of a Hopper SM. Every block costs 1 KB more than it asks for.
+from pallas_paged.kernels.call import Kernel
+from pallas_paged.kernels.config_fields import (
+    check_fixed_split_size,
+    check_integer,
+    check_num_programs,
+)
+
+# Shared memory of a Hopper SM. A program costs 1 KB more than it asks for.
 _SM_BYTES = 228 * 1024
-_BLOCK_BYTES = 1024
-_ALIGNMENT = 1024  # of what a kernel has there
+_BYTES_OF_A_PROGRAM = 1024
+
+_WGMMA_ROWS = 64  # of a warpgroup's product
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MosaicDecodeConfig:
-    """How the Mosaic decode kernel and its merge run. Results differ only by rounding.
+    """How the Mosaic decode kernel and its merge run. Results differ by rounding only.
 
     Attributes:
-      block_k: tokens of K/V per loop step; a multiple of 64 in [64, 256].
-      num_stages: blocks of K and of V in shared memory, in [2, 8].
-      num_programs: programs per KV head among which all rows' blocks are shared out evenly, in
-        [1, 65535].
-      fixed_split_size: None, or tokens after which every row is split, a multiple of `block_k`, as in
-        `DecodeConfig`: with it the bits of a row depend on nothing but the row.
+        block_k: tokens of K/V per loop step; a multiple of 64 in [64, 256].
+        num_stages: blocks of K and of V in shared memory, in [2, 8].
+        num_programs: programs on the whole device, in [1, 65535]. Each KV head gets an equal number
+            of them, at least one, and divides the blocks of all rows evenly among them.
+        fixed_split_size: None, or tokens after which every row is split, a multiple of `block_k`,
+            as in `DecodeConfig`. The bits of a row then depend on that row alone.
 
     Raises:
-      ValueError: if a value is outside its range.
+        ValueError: a value is outside its range.
     """
 
     block_k: int
@@ -40,21 +50,21 @@ class MosaicDecodeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MosaicRaggedConfig:
-    """How the Mosaic kernel of ragged queries and its merge run. Results differ only by rounding.
+    """How the Mosaic kernel of ragged queries and its merge run. Results differ by rounding only.
 
     Attributes:
-      block_k, num_stages: as in `MosaicDecodeConfig`.
-      num_consumers: warpgroups of a program that attend, each for 64 query rows, in [1, 2].
-      num_q_stages: tiles of queries in shared memory, in [1, 2]. With 2 the next one's are on their
-        way while one is attended.
-      num_programs: programs of the whole device, not per KV head, which take pieces of work in
-        turn, in [1, 65535].
-      fixed_split_size: None, or tokens after which the K/V are split of every row whose queries fit one
-        tile, a multiple of `block_k`. As in `RaggedConfig`, but for twice the memory: a sequence of
-        one tile's length may stand in two.
+        block_k, num_stages: as in `MosaicDecodeConfig`.
+        num_consumers: warpgroups of a program that attend, each for 64 query rows, in [1, 2].
+        num_q_stages: tiles of queries in shared memory, in [1, 2]. With 2 the queries of the next
+            tile are copied while consumers attend to this one.
+        num_programs: programs on the whole device, in [1, 65535]. Each takes the next work item
+            when it has finished one.
+        fixed_split_size: None, or tokens after which the K/V are split of every row whose queries
+            fit one tile, a multiple of `block_k`. As in `RaggedConfig`, but partial results take
+            twice the memory: a sequence of one tile's length can lie in two tiles.
 
     Raises:
-      ValueError: if a value is outside its range.
+        ValueError: a value is outside its range.
     """
 
     block_k: int
@@ -72,7 +82,7 @@ class MosaicRaggedConfig:
     @property
     def block_q(self) -> int:
         """Query rows of a tile."""
-        return self.num_consumers * 64
+        return self.num_consumers * _WGMMA_ROWS
 
 
 def _check_loop(config: MosaicDecodeConfig | MosaicRaggedConfig) -> None:
@@ -80,37 +90,31 @@ def _check_loop(config: MosaicDecodeConfig | MosaicRaggedConfig) -> None:
     if config.block_k % 64:
         raise ValueError(f"block_k={config.block_k} must be a multiple of 64")
     check_integer("num_stages", config.num_stages, 2, 8)
-    check_integer("num_programs", config.num_programs, 1, 65535)
-    check_split_size(config.fixed_split_size, config.block_k)
+    check_num_programs(config.num_programs)
+    check_fixed_split_size(config.fixed_split_size, config.block_k)
 
 
 def shared_memory(
-    config: MosaicDecodeConfig | MosaicRaggedConfig, *, group: int, head_dim: int, itemsize: int
+    config: MosaicDecodeConfig | MosaicRaggedConfig, *, group: int, head_dim: int
 ) -> int:
-    """Bytes of shared memory that a program of the kernel asks for, at most.
+    """Return the bytes of shared memory that a program of the kernel needs. Imports Mosaic.
 
     Args:
-      group: query heads of a KV head.
-      head_dim, itemsize: of the queries, K and V.
+        group: query heads of a KV head.
+        head_dim: of the queries, K and V, which have 16-bit elements.
     """
-    row = head_dim * itemsize
-    ring = [config.num_stages * config.block_k * row] * 2
-    if isinstance(config, MosaicDecodeConfig):
-        columns = -(-group // 8) * 8
-        queries = [columns * row] * 2
-        probabilities = columns * config.block_k * itemsize
-        parts = [*ring, *queries, probabilities, _ALIGNMENT * 2]  # and sums across warps
-    else:
-        queries = [config.num_q_stages * config.block_q * row]
-        out = config.block_q * min(row, 128 * itemsize)
-        parts = [*ring, *queries, out, config.block_q * 4, _ALIGNMENT]  # and records of pieces
-    barriers = _ALIGNMENT
-    return sum(-(-part // _ALIGNMENT) * _ALIGNMENT for part in (*parts, barriers))
+    from pallas_paged.kernels.mosaic import decode, ops, ragged
+
+    module = decode if isinstance(config, MosaicDecodeConfig) else ragged
+    types = module.scratch_types(  # the page size changes only how often a barrier is arrived at
+        config, group=group, head_dim=head_dim, page_size=config.block_k, dtype=jnp.bfloat16
+    )
+    return ops.shared_memory_bytes(types, module.COMPILER_PARAMS)
 
 
 def shared_memory_limit(programs_per_sm: int) -> int:
-    """Bytes that each of so many programs on an SM may ask for."""
-    return _SM_BYTES // programs_per_sm - _BLOCK_BYTES
+    """Return the bytes that each of `programs_per_sm` programs on an SM can have."""
+    return _SM_BYTES // programs_per_sm - _BYTES_OF_A_PROGRAM
 
 
 def decode_config(
@@ -118,30 +122,33 @@ def decode_config(
     num_q_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    page_size: int,
     max_kv_len: int,
     num_seqs: int,
-    itemsize: int,
     num_sms: int,
+    **_: int,
 ) -> MosaicDecodeConfig:
-    """Heuristic config of one decode call, from static shapes only; arguments as in `tuning`."""
-    # Measured on an H200, 2026-11: of 128 wide heads one program with two blocks of 128 tokens on
-    # the way beat two programs, deeper rings and smaller blocks on all but tiny batches.
+    """Return the heuristic config of a decode call, from static shapes only.
+
+    Args:
+        num_q_heads, num_kv_heads, head_dim, num_seqs: sizes of the call.
+        max_kv_len: tokens that a full row of the block table can hold. Rows are assumed to be as
+            long: a call with a wide table and short rows gets the config of long rows.
+        num_sms: streaming multiprocessors of the device.
+        _: sizes that other heuristics need.
+    """
+    # Measured on an H200, 2026-11: at head_dim 128 one program with two stages of 128 tokens beat
+    # two programs, deeper rings and smaller blocks on all but tiny batches.
     block_k = 128 if head_dim == 128 else 64
-    num_stages = 2 if head_dim == 128 else 3
     programs_per_sm = 2 if head_dim < 128 else 1
-    # More programs than blocks would only write empty partials.
+    num_stages = 2 if head_dim == 128 else 3
+    if head_dim == 256 and num_q_heads // num_kv_heads > 24:
+        num_stages = 2  # the queries leave no room for a third stage
+    # More programs than blocks would only write empty partial states.
     num_blocks = num_seqs * -(-max_kv_len // block_k)
-    config = MosaicDecodeConfig(
-        block_k=block_k,
-        num_stages=num_stages,
-        num_programs=max(1, min(programs_per_sm * num_sms // num_kv_heads, num_blocks)),
+    per_kv_head = max(1, min(programs_per_sm * num_sms // num_kv_heads, num_blocks))
+    return MosaicDecodeConfig(
+        block_k=block_k, num_stages=num_stages, num_programs=per_kv_head * num_kv_heads
     )
-    group = num_q_heads // num_kv_heads
-    needed = shared_memory(config, group=group, head_dim=head_dim, itemsize=itemsize)
-    if needed > shared_memory_limit(programs_per_sm):
-        return dataclasses.replace(config, num_stages=2)
-    return config
 
 
 def ragged_config(
@@ -152,59 +159,44 @@ def ragged_config(
     head_dim: int,
     max_kv_len: int,
     num_seqs: int,
-    itemsize: int,
     num_sms: int,
+    **_: int,
 ) -> MosaicRaggedConfig:
-    """Heuristic config of one ragged call, from static shapes only; arguments as in `tuning`."""
-    # Measured on an H200, 2026-11: 128 rows and blocks of 32 KB; with blocks half as long 12% less.
+    """Return the heuristic config of a ragged call, from static shapes only.
+
+    Args:
+        num_tokens: query tokens of the batch.
+        num_q_heads, num_kv_heads, head_dim, max_kv_len, num_seqs, num_sms: as in `decode_config`.
+        _: sizes that other heuristics need.
+    """
+    # Measured on an H200, 2026-11: 128 rows and blocks of 32 KB; half as long a block costs 12%.
     wide = head_dim > 128
     block_k = 64 if wide else 128
     if head_dim == 64 and max_kv_len >= 2048:
         block_k = 256
-    # One warpgroup is enough for sequences whose queries fill no more than one.
+    # One consumer is enough where the queries of an average sequence fit its rows.
     rows = num_tokens * (num_q_heads // num_kv_heads)
     return MosaicRaggedConfig(
         block_k=block_k,
-        num_consumers=1 if rows <= 64 * num_seqs else 2,
+        num_consumers=1 if rows <= _WGMMA_ROWS * num_seqs else 2,
         num_stages=2,
         num_programs=num_sms,
-        num_q_stages=1 if wide else 2,
+        num_q_stages=1 if wide else 2,  # a second tile of 64 KB does not fit
     )
 
 
-def choose_config(
-    kernel: str, *, device_kind: str, num_sms: int, **sizes: int
-) -> MosaicDecodeConfig | MosaicRaggedConfig:
-    """As `tuning.choose_config`, of the Mosaic kernels."""
-    measured = tuned.lookup(f"mosaic_{kernel}", device_kind, sizes)
-    if measured is None:
-        heuristic = decode_config if kernel == "decode" else ragged_config
-        return heuristic(num_sms=num_sms, **sizes)
-    programs = measured.pop("programs_per_sm") * num_sms
-    if kernel == "decode":
-        return MosaicDecodeConfig(
-            num_programs=max(1, programs // sizes["num_kv_heads"]), **measured
-        )
-    return MosaicRaggedConfig(num_programs=programs, **measured)
-
-
-def prefer_mosaic(kernel: str, *, device_kind: str, **sizes: int) -> bool:
-    """Whether the Mosaic kernel is faster than Triton's on a Hopper GPU.
+def prefer_mosaic(kernel: Kernel, **sizes: int) -> bool:
+    """Return whether the Mosaic kernel is faster than the Triton kernel on a Hopper GPU.
 
     Args:
-      kernel: "decode" or "ragged".
-      device_kind: as JAX names the device.
-      sizes: the other arguments of `decode_config` or `ragged_config`, without `num_sms`.
+        kernel: "decode" or "ragged".
+        sizes: those of the call, as `decode_config` or `ragged_config` takes them.
     """
-    triton = tuned.microseconds(kernel, device_kind, sizes)
-    mosaic = tuned.microseconds(f"mosaic_{kernel}", device_kind, sizes)
-    if triton is not None and mosaic is not None:
-        return mosaic < triton
     group = sizes["num_q_heads"] // sizes["num_kv_heads"]
-    if kernel == "decode":
-        # Ahead by up to 5% where few programs share few long rows, and by 1% with many heads a
-        # group; behind by up to 8% elsewhere.
-        few_rows = sizes["num_seqs"] * sizes["num_kv_heads"] <= 64 and sizes["max_kv_len"] >= 2048
-        return sizes["head_dim"] == 128 and (group >= 8 or few_rows)
-    # Tiles have 64 query rows a warpgroup; with fewer the matrix unit multiplies nothing much.
-    return sizes["num_tokens"] * group >= 64 * sizes["num_seqs"]
+    if kernel == "ragged":
+        # A tile has 64 rows per warpgroup; with fewer rows most of the product is padding.
+        return sizes["num_tokens"] * group >= _WGMMA_ROWS * sizes["num_seqs"]
+    # Measured on an H200, 2026-11, by bench.decode: up to 5% faster where few KV heads of few rows
+    # are long, 1% faster with 8 query heads or more per KV head; up to 8% slower elsewhere.
+    few_and_long = sizes["num_seqs"] * sizes["num_kv_heads"] <= 64 and sizes["max_kv_len"] >= 2048
+    return sizes["head_dim"] == 128 and (group >= 8 or few_and_long)

@@ -1,70 +1,58 @@
-"""The share of a Mosaic decode program: which rows it attends to, and to which of their blocks."""
+"""The share of a Mosaic decode program: its work items, one after another.
+
+`DecodePlan` divides the work units of a batch among the programs. A work item is the part of one
+row in the range of a program or, under a fixed split size, one split of a row.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.kernels.decode_plan import DecodePlan
 
-if TYPE_CHECKING:
-    from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig
-
-_WAYS = 16  # in which a step of the search for a row divides the rows
+_SEARCH_WAYS = 16  # parts into which a step of the search for a row divides the rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A row as far as it is in a share, or one split of it.
+class WorkItem:
+    """Blocks of one row that a program attends to, and where their result goes.
 
     Attributes:
-      row, seq_len: which row, and its tokens.
-      lo, hi: its blocks `[lo, hi)`, none if the row has no tokens.
-      slot: of the partial state.
+        row, seq_len: index of the row, and its tokens.
+        lo, hi: its blocks `[lo, hi)`; none if the row has no tokens.
+        partial: index of the partial state.
     """
 
     row: jax.Array
     seq_len: jax.Array
     lo: jax.Array
     hi: jax.Array
-    slot: jax.Array
+    partial: jax.Array
 
 
-def row_blocks(
-    seq_len: jax.Array, options: LogitOptions, block_k: int
-) -> tuple[jax.Array, jax.Array]:
-    """The blocks `[first, end)` of a row that its newest token sees."""
-    end = pl.cdiv(seq_len, block_k)
-    return jnp.minimum(first_key(seq_len, options) // block_k, end), end
+def row_of_unit(unit: jax.Array, unit_ends_ref: Any) -> jax.Array:
+    """Return the row that a work unit belongs to: the number of rows that end at or before it.
 
-
-def first_key(seq_len: jax.Array, options: LogitOptions) -> jax.Array | int:
-    """The first key of a row that its newest token sees."""
-    return 0 if options.sliding_window is None else options.first_key(seq_len - 1)
-
-
-def row_of(unit: jax.Array, unit_ends_ref: Any) -> jax.Array:
-    """The row that a unit of the line belongs to: how many rows end at or before it.
-
-    Each load that depends on another is a wait, so every step of the search loads the ends of many
-    rows at once.
+    Every load that depends on another load is a wait, so a step of the search loads the ends of
+    many rows at once.
     """
     (num_seqs,) = unit_ends_ref.shape
-    row = jnp.int32(0)  # as many rows are known to have ended
+    row = jnp.int32(0)  # all rows before it are known to end at or before the unit
     width = 1
     while width < num_seqs:
-        width *= _WAYS
+        width *= _SEARCH_WAYS
     while width > 1:
-        width //= _WAYS
+        width //= _SEARCH_WAYS
         ended = jnp.int32(0)
-        for i in range(1, min(_WAYS, pl.cdiv(num_seqs, width))):
+        for i in range(1, min(_SEARCH_WAYS, pl.cdiv(num_seqs, width))):
             last = row + (i * width - 1)
             end = unit_ends_ref[jnp.minimum(last, num_seqs - 1)]
             ended += ((last < num_seqs) & (end <= unit)).astype(jnp.int32)
@@ -72,49 +60,45 @@ def row_of(unit: jax.Array, unit_ends_ref: Any) -> jax.Array:
     return row
 
 
-def walk(
-    body: Callable[[Piece, jax.Array], jax.Array],
-    seq_lens_ref: Any,
-    unit_ends_ref: Any,
+def for_each_work_item(
+    body: Callable[[WorkItem, jax.Array], jax.Array],
+    seq_lens_ref: Any,  # i32[B]
+    unit_ends_ref: Any,  # i32[B]
     *,
-    options: LogitOptions,
-    config: MosaicDecodeConfig,
+    plan: DecodePlan,
 ) -> jax.Array:
-    """Calls `body(piece, step)` for every piece of the program's share, and returns the last step.
+    """Call `body(item, kv_iter)` for every work item of the program; return the last `kv_iter`.
 
     Args:
-      body: returns `step` plus the blocks of the piece; the first step is 0.
+        body: returns `kv_iter` plus the blocks of the item. The first `kv_iter` is 0.
     """
     (num_seqs,) = seq_lens_ref.shape
     program = lax.axis_index("program")
-    total = unit_ends_ref[num_seqs - 1]
-    # As in the merge, which finds the program of a unit by one division.
-    units_per_program = pl.cdiv(total, config.num_programs)
-    start = program * units_per_program
-    stop = jnp.minimum(start + units_per_program, total)
-    blocks_per_unit = (
-        1 if config.fixed_split_size is None else config.fixed_split_size // config.block_k
-    )
+    start, stop = plan.units_of_program(program, unit_ends_ref[num_seqs - 1])
 
     def lengths_of(row):
         row = jnp.minimum(row, num_seqs - 1)
         return seq_lens_ref[row], unit_ends_ref[row]
 
-    def next_piece(state):
-        row, unit, lengths, step = state
-        next_lengths = lengths_of(row + 1)  # long before they are used
+    def next_item(state):
+        row, unit, lengths, kv_iter = state
+        next_lengths = lengths_of(row + 1)  # loaded long before they are used
         seq_len, row_end = lengths
-        first_block, end_block = row_blocks(seq_len, options, config.block_k)
-        row_start = row_end - pl.cdiv(end_block - first_block, blocks_per_unit)
-        next_unit = jnp.minimum(row_end, stop if config.fixed_split_size is None else unit + 1)
-        lo = first_block + (unit - row_start) * blocks_per_unit
-        hi = jnp.minimum(first_block + (next_unit - row_start) * blocks_per_unit, end_block)
-        slot = program + row if config.fixed_split_size is None else unit
-        step = body(Piece(row=row, seq_len=seq_len, lo=lo, hi=hi, slot=slot), step)
+        first_block, end_block = plan.row_blocks(seq_len)
+        row_start = row_end - plan.num_units(end_block - first_block)
+        next_unit = jnp.minimum(row_end, stop if plan.fixed_split_size is None else unit + 1)
+        item = WorkItem(
+            row=row,
+            seq_len=seq_len,
+            lo=first_block + (unit - row_start) * plan.blocks_per_unit,
+            hi=jnp.minimum(first_block + (next_unit - row_start) * plan.blocks_per_unit, end_block),
+            partial=plan.partial_index(program=program, row=row, unit=unit),
+        )
+        kv_iter = body(item, kv_iter)
         ended = next_unit == row_end
         lengths = jax.tree.map(functools.partial(jnp.where, ended), next_lengths, lengths)
-        return row + ended.astype(jnp.int32), next_unit, lengths, step
+        return row + ended.astype(jnp.int32), next_unit, lengths, kv_iter
 
-    first_row = row_of(start, unit_ends_ref)
+    first_row = row_of_unit(start, unit_ends_ref)
     state = first_row, start, lengths_of(first_row), jnp.int32(0)
-    return lax.while_loop(lambda state: state[1] < stop, next_piece, state)[-1]
+    return lax.while_loop(lambda state: state[1] < stop, next_item, state)[-1]

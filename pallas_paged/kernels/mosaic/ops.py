@@ -1,135 +1,214 @@
-"""Operations of the Mosaic kernels, and where JAX's interpreter of them needs another way.
+"""Operations of the Mosaic kernels, and what JAX's interpreter does in their place.
 
-What is told apart by `interpret` is told apart here only, but for the tickets of `mosaic_ragged`.
+Only this module and the tile scheduler of the ragged kernel branch on `interpret`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.kernels.logits import dot
+from pallas_paged.kernels.logits import LOG2_E, dot
 
-# How a warpgroup holds a matrix of the matrix unit, its transpose, and vectors along its axes.
-MATRIX = plgpu.Layout.WGMMA
-TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
-ROWS = MATRIX.reduce(1)
-COLUMNS = MATRIX.reduce(0)
+# How the registers of a warpgroup hold a matrix of wgmma, its transpose, one value per row and one
+# value per column.
+WGMMA = plgpu.Layout.WGMMA
+WGMMA_TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
+WGMMA_ROW = WGMMA.reduce(1)
+WGMMA_COL = WGMMA.reduce(0)
+
+State = tuple[jax.Array, jax.Array, jax.Array]  # of an online softmax, base 2: m, l, acc
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Partials:
+    """Partial states of attention, each normalised, or refs to them, or their types.
+
+    Attributes:
+        out: f32`[..., D]`.
+        lse: f32`[...]`, base e.
+    """
+
+    out: Any
+    lse: Any
 
 
 def interpreter(interpret: bool) -> Any:
-    """What `interpret` of a kernel is."""
+    """Return the `interpret=` argument of a kernel call: interpreter parameters or False."""
     return getattr(plgpu, "InterpretGPUParams")() if interpret else False  # noqa: B009
 
 
+def with_trees(body: Callable[..., None], *trees: Any) -> Callable[..., None]:
+    """Return a kernel body that takes the refs of `trees` flat and gives them to `body` as trees.
+
+    Args:
+        body: takes one tree of refs for each of `trees`, then the scratch refs.
+        trees: operands and results, in the order in which the kernel gets them. A leaf that is
+            None is no operand and stays None in the tree of refs.
+    """
+    leaves, structure = jax.tree.flatten(trees)
+
+    def flat_body(*refs: Any) -> None:
+        body(*jax.tree.unflatten(structure, refs[: len(leaves)]), *refs[len(leaves) :])
+
+    return flat_body
+
+
+def shared_memory_bytes(types: Any, params: plgpu.CompilerParams) -> int:
+    """Return the bytes of shared memory that a program with scratch of these types needs.
+
+    The compiler aligns every buffer to 1 KB. It adds barriers of 8 bytes and a buffer for
+    reductions across warps.
+    """
+    leaves = jax.tree.leaves(types)
+    barriers = [x for x in leaves if isinstance(x, plgpu.Barrier)]
+    sizes = [math.prod(x.shape) * x.dtype.itemsize for x in leaves if x not in barriers]
+    sizes.append(8 * sum(int(np.prod(x.num_barriers)) for x in barriers))  # int or tuple
+    sizes.append(params.reduction_scratch_bytes)
+    return sum(pl.cdiv(size, 1024) * 1024 for size in sizes)
+
+
 def iota(shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
-    """i32 indices along an axis."""
+    """Return i32 indices along an axis."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
 
 
 def full(shape: tuple[int, ...], value: float, layout: Any, dtype: Any = jnp.float32) -> jax.Array:
-    """An array of one value."""
+    """Return an array filled with one value."""
     return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
 
 
-def along(x: jax.Array, like: jax.Array, axis: int = 0) -> jax.Array:
-    """A vector along `axis` of a matrix, the same for all of its other axis."""
+def bcast(x: jax.Array, like: jax.Array, axis: int = 0) -> jax.Array:
+    """Broadcast a vector along `axis` of a matrix to the shape of the matrix."""
     return lax.broadcast_in_dim(x, like.shape, (axis,))
 
 
 def load(ref: Any, layout: Any) -> jax.Array:
-    """What a ref to device memory has, in registers."""
-    load_from: Any = plgpu.load  # whose signature has changed over time
+    """Load a ref to device memory into registers."""
+    load_from: Any = plgpu.load  # its signature differs between versions of JAX
     return load_from(ref, layout=layout, optimized=False)
 
 
 def store(ref: Any, value: jax.Array) -> None:
-    """Stores to device memory, also where that takes parts of its cache lines."""
-    if hasattr(plgpu, "store"):  # since JAX 0.12, where `ref[...] =` takes whole lines only
+    """Store to device memory, parts of a cache line included."""
+    if hasattr(plgpu, "store"):  # since JAX 0.12, where `ref[...] =` takes whole cache lines only
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
 
 
-def product(a: Any, b: Any, *, meanwhile: Callable[[], None] = lambda: None) -> jax.Array:
-    """f32 `a @ b` of refs to shared memory; `meanwhile` runs while the matrix unit is at it."""
+def wgmma(a: Any, b: Any, *, overlap: Callable[[], None] = lambda: None) -> jax.Array:
+    """Return f32 `a @ b` of refs to shared memory.
+
+    Args:
+        overlap: runs between the start of the product and the wait for its end.
+    """
 
     def multiply(acc_ref):
         plgpu.wgmma(acc_ref, a, b)
-        meanwhile()
+        overlap()
         return acc_ref[...]
 
     return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
 
 
-def add_product(
+def wgmma_accumulate(
     acc: jax.Array,
     a: Any,
     b: Any,
     *,
-    meanwhile: Callable[[], None] = lambda: None,
+    overlap: Callable[[], None] = lambda: None,
     interpret: bool,
 ) -> jax.Array:
-    """`acc + a @ b`, b a ref to shared memory and a one too, or in registers."""
-    if interpret:  # which knows neither accumulators that start with a value nor `a` in registers
-        meanwhile()
+    """Return `acc + a @ b`, with `b` in shared memory and `a` there or in registers.
+
+    Args:
+        overlap: as in `wgmma`.
+    """
+    if interpret:  # it takes neither an accumulator that starts with a value nor registers as `a`
+        overlap()
         if not isinstance(a, jax.Array):
-            return acc + product(a, b)
+            return acc + wgmma(a, b)
         acc = acc + dot(a, b[...])
-        plgpu.commit_smem()  # or it takes this read for one that the next copy does not wait for
+        plgpu.commit_smem()  # otherwise the interpreter lets the next copy overtake this read
         return acc
 
     def multiply(acc_ref):
         plgpu.wgmma(acc_ref, a, b)
-        meanwhile()
+        overlap()
 
     return pl.run_state(multiply)(plgpu.ACC.init(acc))
 
 
+def join_sinks(
+    state: State,
+    sinks: jax.Array,
+    empty: jax.Array,
+    scale: Callable[[jax.Array, jax.Array], jax.Array],
+) -> State:
+    """Return a state after attention sinks joined its denominator.
+
+    Args:
+        sinks: logits of the sinks, base e, of the shape of m and l.
+        empty: where the state has seen no key; there it stays empty.
+        scale: returns acc times a factor of the shape of m and l.
+    """
+    m_i, l_i, acc = state
+    m_new = jnp.where(empty, 0.0, jnp.maximum(m_i, sinks * LOG2_E))
+    alpha = jnp.exp2(m_i - m_new)
+    l_i = jnp.where(empty, 0.0, l_i * alpha + jnp.exp2(sinks * LOG2_E - m_new))
+    return m_new, l_i, scale(acc, alpha)
+
+
 def set_max_registers(n: int, *, action: Literal["increase", "decrease"], interpret: bool) -> None:
-    """Registers of each thread of the warpgroup from here on."""
+    """Set the number of registers that each thread of the warpgroup has from here on."""
     if not interpret:
         plgpu.set_max_registers(n, action=action)
 
 
 def let_next_kernel_start(*, interpret: bool) -> None:
-    """From here on the next kernel may be launched; it sees nothing of this one before it waits."""
+    """Allow the launch of the next kernel; it sees results of this one only after its own wait."""
     if not interpret:
         plgpu.griddepcontrol_launch_dependents()
 
 
 def wait_for_previous_kernel(*, interpret: bool) -> None:
-    """Until this a kernel may run while those before it still do."""
+    """Wait for the preceding kernels to finish; before this call the kernel may overlap them."""
     if not interpret:
         plgpu.griddepcontrol_wait()
 
 
-def take_ticket(counter: Any, ticket: Any) -> None:
-    """Adds 1 to `counter` i32[1] in device memory; `ticket` i32[1], shared, gets what it was.
+def atomic_increment(counter: Any, old: Any) -> None:
+    """Add 1 to `counter` i32[1] in device memory and store its old value to `old` i32[1], shared.
 
-    For a whole warpgroup: all of its threads see the ticket afterwards. Not for the interpreter.
+    A whole warpgroup calls this, and all of its threads see the old value afterwards. The
+    interpreter can't run it.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-    def take(_, counter, ticket):
+    def increment(_, counter, old):
         from jax.experimental.mosaic.gpu import utils
 
-        # The ticket that was there before may still be read.
+        # Threads may still read the value of the last call.
         utils.warpgroup_barrier()
         with utils.when(utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)):
             utils.inline_ptx(
                 "{ .reg .u32 old; atom.relaxed.gpu.global.add.u32 old, [$0], 1;"
                 " st.shared.u32 [$1], old; }",
                 utils.memref_ptr(counter),
-                utils.memref_ptr(ticket),
+                utils.memref_ptr(old),
                 has_side_effects=True,
             )
         utils.warpgroup_barrier()
 
-    take(counter, ticket)
+    increment(counter, old)

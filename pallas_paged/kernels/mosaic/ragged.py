@@ -1,26 +1,28 @@
 """Attention of ragged queries over paged K/V, a Pallas Mosaic GPU kernel for Hopper.
 
 The queries of a sequence are cut into tiles of some tokens times the query heads of one KV head. A
-program holds one tile at a time: a producer warpgroup streams the blocks of keys that the tile sees
-through a ring in shared memory, and each consumer warpgroup attends 64 of the tile's rows to them:
+program holds one tile at a time. A producer warpgroup streams the blocks of keys that the tile sees
+through a ring in shared memory, and each consumer warpgroup attends to them with 64 of its rows:
 
-    producer     k0 v0 k1 v1 k2 v2 ...                       (mosaic_ring)
+    producer     k0 v0 k1 v1 k2 v2 ...                       (ring)
     consumer 0   q.k0  softmax     p.v0 q.k1  softmax        rows  0 to  63
     consumer 1         q.k0  softmax     p.v0 q.k1  ...      rows 64 to 127
 
-Consumers take turns at the matrix unit, so that one's softmax runs under the other's products. The
-programs are as many as run at once; they take pieces of work in turn, longest first, and the
-producer is already at the next piece while the consumers end one.
+Consumers take turns at the tensor cores, so the softmax of one runs under the products of the
+other. As many programs run as fit on the device. They take work tiles one after another, longest
+first (`ragged_scheduler`), and the producer starts on the next one while consumers finish.
 
-The rows of a tile lie head after head, in chunks of 8 tokens of one head. `ragged_plan` orders the
-tiles and splits the keys of few or long ones; partial states go to slots that
-`mosaic_tile_merge` unites.
+The rows of a tile lie head after head, in chunks of 8 tokens of one head (`ragged_tile`).
+`ragged_plan` orders the tiles and splits the keys of few or long ones; their partial states go to
+`ragged_merge`.
 
 FlashAttention-3 (Shah 2024), with the heads of a group packed into the tile and K/V from pages.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -29,371 +31,360 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic.config import MosaicRaggedConfig
 from pallas_paged.kernels.mosaic.ops import (
-    ROWS,
+    Partials,
     interpreter,
     let_next_kernel_start,
     set_max_registers,
     store,
-    take_ticket,
+    with_trees,
 )
-from pallas_paged.kernels.mosaic.ragged_consumer import Turns, attend
-from pallas_paged.kernels.mosaic.ragged_merge import merge_tiles
+from pallas_paged.kernels.mosaic.ragged_consumer import ScheduleBarrier, attend
+from pallas_paged.kernels.mosaic.ragged_merge import merge_ragged
+from pallas_paged.kernels.mosaic.ragged_scheduler import Mailbox, TileScheduler, WorkTile
 from pallas_paged.kernels.mosaic.ragged_tile import (
     CHUNK,
     WG_ROWS,
+    Outputs,
     Rows,
+    StoreBuffers,
     TileShape,
     finish,
-    per_head,
-    store_tile,
-    store_types,
+    store_rows,
 )
-from pallas_paged.kernels.mosaic.ragged_work import (
-    RECORD,
-    fields,
-    records,
-    tokens_of_rows,
-    tree_words,
-)
-from pallas_paged.kernels.mosaic.ring import drain, matrix_transforms, ring_types, stream
-from pallas_paged.kernels.ragged_plan import make_plan, make_tiles
+from pallas_paged.kernels.mosaic.ragged_work import Work, plan_work, unpack_work
+from pallas_paged.kernels.mosaic.ring import Ring, drain, stream, wgmma_transforms
+
+# Registers of a thread. Two consumers and a producer of 128 threads take 64512 of an SM's 65536.
+_CONSUMER_REGISTERS = 232
+_PRODUCER_REGISTERS = 40
+
+# Any reduction would reserve scratch memory. None here goes across warps, and there is no room.
+COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Inputs:
+    """Operands of the kernel, or refs to them."""
+
+    q: Any  # [T, Hq, D], padded to whole chunks of tokens
+    k_pages: Any  # [Hkv, P, S, D]
+    v_pages: Any  # [Hkv, P, S, D]
+    block_tables: Any  # i32[B, N]
+    work: Work
+    alibi_slopes: Any  # f32[Hq] or None
+    sinks: Any  # f32[Hq] or None
+    counter: Any  # i32[1], a ref, of the tile scheduler
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Scratch:
+    """Refs in shared memory of a program, or their types."""
+
+    store: StoreBuffers
+    mailbox: Mailbox
+    q_free: Any  # barriers [num_q_stages], complete when consumers have used queries and mailbox
+    q_full: Any  # barriers [num_q_stages], complete when queries and mailbox are there
+    q: Any  # [num_q_stages, num_consumers, 64, D]
+    ring: Ring
+    turn: Any  # barrier of the two consumers; None for a single one
+
+
+def scratch_types(
+    config: MosaicRaggedConfig,
+    *,
+    group: int,
+    head_dim: int,
+    page_size: int,
+    dtype: Any,
+    with_lse: bool = True,
+) -> Scratch:
+    """Return the types of the shared memory of a program."""
+    num_consumers, num_q_stages = config.num_consumers, config.num_q_stages
+    tile = TileShape.of(group, config.block_q)
+    return Scratch(
+        store=StoreBuffers.types(
+            num_warpgroups=num_consumers, head_dim=head_dim, dtype=dtype, with_lse=with_lse
+        ),
+        mailbox=Mailbox.types(num_q_stages),
+        q_free=plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_q_stages),
+        q_full=plgpu.Barrier(num_arrivals=_q_arrivals(tile), num_barriers=num_q_stages),
+        q=plgpu.SMEM(
+            (num_q_stages, num_consumers, WG_ROWS, head_dim),
+            dtype,
+            transforms=wgmma_transforms(dtype),
+        ),
+        ring=Ring.types(
+            num_stages=config.num_stages,
+            block_k=config.block_k,
+            head_dim=head_dim,
+            page_size=page_size,
+            dtype=dtype,
+            num_consumers=num_consumers,
+        ),
+        turn=plgpu.Barrier(num_arrivals=2) if num_consumers == 2 else None,
+    )
+
+
+def _q_arrivals(tile: TileShape) -> int:
+    """Return the arrivals that fill a stage of queries: work id, descriptor, copies of q."""
+    return 2 + sum(len(tile.runs(h)) for h in range(tile.num_heads))
 
 
 def ragged_kernel(
-    refs: dict[str, Any],
+    inputs: Inputs,
+    outputs: Outputs,
+    scratch: Scratch,
     *,
     options: LogitOptions,
     config: MosaicRaggedConfig,
     tile: TileShape,
-    group: int,
     causal: bool,
     interpret: bool,
-):
-    wg = lax.axis_index("wg")
-    num_head_blocks = refs["k_pages"].shape[0] * tile.num_blocks
+) -> None:
+    """Run one program: consumer warpgroups first, then the producer.
 
-    def find(item):
-        """Piece, block of heads, and of that the KV head, first query head and number of them."""
-        head_block = lax.rem(item, num_head_blocks)
-        kv_head = lax.div(head_block, tile.num_blocks)
-        first = lax.rem(head_block, tile.num_blocks) * tile.num_heads
-        num_heads = jnp.minimum(group - first, tile.num_heads)
-        piece_index = lax.div(item, num_head_blocks)
-        return piece_index, head_block, kv_head, kv_head * group + first, num_heads
+    Args:
+        tile: shape of the tiles.
+        causal: whether a query sees no later key.
+    """
+    wg = lax.axis_index("wg")
+    unpack = functools.partial(WorkTile.unpack, tile=tile, num_kv_heads=inputs.k_pages.shape[0])
 
     @pl.when(wg == config.num_consumers)
     def _():
-        set_max_registers(40, action="decrease", interpret=interpret)
-        _produce(refs, find, config=config, tile=tile, interpret=interpret)
+        set_max_registers(_PRODUCER_REGISTERS, action="decrease", interpret=interpret)
+        scheduler = TileScheduler(
+            counter=inputs.counter,
+            mailbox=scratch.mailbox,
+            num_programs=config.num_programs,
+            interpret=interpret,
+        )
+        _produce(inputs, scratch, scheduler, unpack, tile)
         let_next_kernel_start(interpret=interpret)
 
     @pl.when(wg < config.num_consumers)
     def _():
-        set_max_registers(232, action="increase", interpret=interpret)
+        set_max_registers(_CONSUMER_REGISTERS, action="increase", interpret=interpret)
+        consume = functools.partial(
+            _consume,
+            inputs,
+            outputs,
+            scratch,
+            wg=wg,
+            tile=tile,
+            causal=causal,
+            options=options,
+            interpret=interpret,
+        )
 
-        def consume(state):
-            r, item, step = state
-            step = _consume(
-                refs,
-                wg,
-                lax.rem(r, config.num_q_stages),
-                find(item),
-                tile,
-                step,
-                causal=causal,
-                options=options,
-                interpret=interpret,
-            )
-            return r + 1, _receive(refs, r + 1), step
+        def consume_next(state):
+            i, work_id, kv_iter = state
+            stage = lax.rem(i, config.num_q_stages)
+            kv_iter = consume(stage, unpack(work_id), kv_iter)
+            return i + 1, _receive(scratch, i + 1), kv_iter
 
-        state = jnp.int32(0), _receive(refs, jnp.int32(0)), jnp.int32(0)
-        lax.while_loop(lambda state: state[1] >= 0, consume, state)
+        state = jnp.int32(0), _receive(scratch, jnp.int32(0)), jnp.int32(0)
+        lax.while_loop(lambda state: state[1] >= 0, consume_next, state)
         plgpu.wait_smem_to_gmem(0)
 
 
-def _mail(refs):
-    """i32[32] in shared memory: the item that is in each stage; then the last ticket."""
-    return refs["piece_smem"].at[refs["piece_smem"].shape[0] - 1]
+def _receive(scratch, i):
+    """Wait for work tile `i` of the program; return its work id, or -1 after the last."""
+    stage = lax.rem(i, scratch.q.shape[0])
+    plgpu.barrier_wait(scratch.q_full.at[stage])
+    return scratch.mailbox.work_ids[stage]
 
 
-def _receive(refs, r):
-    """Waits for the item of work that the producer sends next; -1 if there is none."""
-    stage = lax.rem(r, refs["q_smem"].shape[0])
-    plgpu.barrier_wait(refs["q_full"].at[stage])
-    return _mail(refs)[stage]
+def _produce(inputs, scratch, scheduler, unpack, tile):
+    """Send one work tile after another, until none is left."""
+    program = lax.axis_index("program")
+    num_work_tiles = inputs.work.count[0]
+    num_q_stages = scratch.q.shape[0]
 
+    def free_stage(i):
+        """Return the stage of work tile `i`, once it is free."""
+        stage = lax.rem(i, num_q_stages)
 
-def _produce(refs, find, *, config, tile, interpret):
-    """Sends item after item of work, until none is left."""
-    program, num_programs = lax.axis_index("program"), config.num_programs
-    count = refs["count"][0]
-
-    def stage_of(r):
-        """The place of an item's queries, once it is free."""
-        stage = lax.rem(r, config.num_q_stages)
-
-        @pl.when(r >= config.num_q_stages)
+        @pl.when(i >= num_q_stages)
         def _():
-            plgpu.barrier_wait(refs["q_free"].at[stage])
+            plgpu.barrier_wait(scratch.q_free.at[stage])
 
         return stage
 
-    def produce(state):
-        r, item, step = state
-        stage = stage_of(r)
-        step = _send(refs, stage, item, find(item), tile, step)
-        if interpret:  # which has no atomic addition
-            return r + 1, item + num_programs, step
-        ticket = _mail(refs).at[pl.ds(config.num_q_stages, 1)]
-        take_ticket(refs["counter"], ticket)
-        return r + 1, num_programs + ticket[0], step
+    def produce_next(state):
+        i, work_id, kv_iter = state
+        stage = free_stage(i)
+        kv_iter = _send(inputs, scratch, stage, work_id, unpack(work_id), tile, kv_iter)
+        return *scheduler.advance(i, work_id), kv_iter
 
     state = jnp.int32(0), program, jnp.int32(0)
-    r, _, sent = lax.while_loop(lambda state: state[1] < count, produce, state)
-    stage = stage_of(r)
-    _mail(refs)[stage] = -1
-    for _ in range(_num_q_copies(tile) + 1):
-        plgpu.barrier_arrive(refs["q_full"].at[stage])
-    drain(refs["ring"], sent)
+    i, _, kv_iter = lax.while_loop(lambda state: state[1] < num_work_tiles, produce_next, state)
+    stage = free_stage(i)
+    scratch.mailbox.work_ids[stage] = -1
+    for _ in range(_q_arrivals(tile)):
+        plgpu.barrier_arrive(scratch.q_full.at[stage])
+    drain(scratch.ring, kv_iter)
 
-    @pl.loop(jnp.maximum(r + 1 - config.num_q_stages, 0), r)
-    def _(r):
-        plgpu.barrier_wait(refs["q_free"].at[lax.rem(r, config.num_q_stages)])
-
-
-def _num_q_copies(tile):
-    return 1 + sum(len(tile.runs(h)) for h in range(tile.num_heads))
+    @pl.loop(jnp.maximum(i + 1 - num_q_stages, 0), i)
+    def _(i):
+        plgpu.barrier_wait(scratch.q_free.at[lax.rem(i, num_q_stages)])
 
 
-def _send(refs, stage, item, found, tile, step):
-    """Sends an item of work: which piece it is, its queries, then the blocks of keys."""
-    piece_index, _, kv_head, first_head, num_heads = found
-    piece = fields(refs["pieces"], piece_index)
-    full = refs["q_full"].at[stage]
-    _mail(refs)[stage] = item
+def _send(inputs, scratch, stage, work_id, work_tile, tile, kv_iter):
+    """Send a work tile: its id, its descriptor, its queries, then the blocks of keys."""
+    work = unpack_work(inputs.work.items, work_tile.item)
+    full = scratch.q_full.at[stage]
+    scratch.mailbox.work_ids[stage] = work_id
     plgpu.barrier_arrive(full)
-    plgpu.copy_gmem_to_smem(refs["pieces"].at[piece_index], refs["piece_smem"].at[stage], full)
+    plgpu.copy_gmem_to_smem(
+        inputs.work.items.at[work_tile.item], scratch.mailbox.buffer.at[stage], full
+    )
     for h in range(tile.num_heads):
-        head = first_head + jnp.minimum(h, num_heads - 1)
+        head = work_tile.first_head + jnp.minimum(h, work_tile.num_heads - 1)
         for first, num_rows in tile.runs(h):
-            token = piece["q_start"] + piece["offset"] + first - h * tile.num_tokens
+            token = work.q_start + work.offset + first - h * tile.num_tokens
             plgpu.copy_gmem_to_smem(
-                refs["q"].at[pl.ds(pl.multiple_of(token, CHUNK), num_rows), head],
-                refs["q_smem"].at[stage, first // WG_ROWS, pl.ds(first % WG_ROWS, num_rows)],
+                inputs.q.at[pl.ds(pl.multiple_of(token, CHUNK), num_rows), head],
+                scratch.q.at[stage, first // WG_ROWS, pl.ds(first % WG_ROWS, num_rows)],
                 full,
             )
     return stream(
-        refs["ring"],
-        refs["k_pages"].at[kv_head],
-        refs["v_pages"].at[kv_head],
-        refs["block_tables"].at[piece["row"]],
-        lo=piece["lo"],
-        hi=piece["hi"],
-        kv_len=jnp.maximum(piece["kv_len"], 1),
-        step=step,
+        scratch.ring,
+        inputs.k_pages.at[work_tile.kv_head],
+        inputs.v_pages.at[work_tile.kv_head],
+        inputs.block_tables.at[work.row],
+        lo=work.lo,
+        hi=work.hi,
+        kv_len=jnp.maximum(work.kv_len, 1),
+        kv_iter=kv_iter,
     )
 
 
-def _consume(refs, wg, stage, found, tile, step, *, causal, options, interpret):
-    """Attends the warpgroup's rows to the keys of an item and stores what comes of it."""
-    piece_index, head_block, _, first_head, num_heads = found
-    piece = fields(refs["piece_smem"], stage)
+def _consume(
+    inputs, outputs, scratch, stage, work_tile, kv_iter, *, wg, tile, causal, options, interpret
+):
+    """Attend to the keys of a work tile with the warpgroup's rows, and store their results."""
+    work = unpack_work(scratch.mailbox.buffer, stage)
     rows = Rows(
         tile=tile,
         wg=wg,
-        q_start=piece["q_start"],
-        q_len=piece["q_len"],
-        offset=piece["offset"],
-        first_head=first_head,
-        num_heads=num_heads,
+        q_start=work.q_start,
+        q_len=work.q_len,
+        offset=work.offset,
+        first_head=work_tile.first_head,
+        num_heads=work_tile.num_heads,
     )
 
-    def of_rows(name):
-        ref = refs.get(name)
-        return None if ref is None else ref.at[piece_index, wg]
+    def of_rows(ref):
+        return None if ref is None else ref.at[work_tile.item, wg]
 
     state = attend(
-        refs["q_smem"].at[stage, wg],
-        refs["ring"],
-        piece,
+        scratch.q.at[stage, wg],
+        scratch.ring,
+        work,
         rows,
-        step,
-        turns=Turns(barrier=refs.get("turn")),
-        alibi_slopes=refs.get("alibi_slopes"),
-        row_positions=of_rows("row_positions"),
-        tree_words=of_rows("tree_words"),
+        kv_iter,
+        schedule=ScheduleBarrier(barrier=scratch.turn),
+        alibi_slopes=inputs.alibi_slopes,
+        positions_ref=of_rows(inputs.work.positions),
+        tree_words=of_rows(inputs.work.tree_words),
         causal=causal,
         options=options,
         interpret=interpret,
     )
-    plgpu.barrier_arrive(refs["q_free"].at[stage])
-    slot = piece["slot"]
+    plgpu.barrier_arrive(scratch.q_free.at[stage])
 
-    @pl.when(slot < 0)
+    @pl.when(work.partial < 0)
     def _():
-        sinks = per_head(refs["sinks"], rows, ROWS) if "sinks" in refs else None
-        store_tile(refs, wg, rows, *finish(state, sinks))
+        sinks = None if inputs.sinks is None else rows.per_head(inputs.sinks)
+        store_rows(outputs, scratch.store, wg, rows, *finish(state, sinks))
 
-    @pl.when(slot >= 0)
+    @pl.when(work.partial >= 0)
     def _():
         out, lse = finish(state, None)
-        store(refs["outs"].at[head_block, slot, wg], out)
-        store(refs["lses"].at[head_block, slot, wg], lse)
+        index = (work_tile.head_tile, work.partial, wg)
+        store(outputs.partials.out.at[index], out)
+        store(outputs.partials.lse.at[index], lse)
 
-    return step + piece["hi"] - piece["lo"]
+    return kv_iter + work.hi - work.lo
 
 
 def ragged_paged_attention(
-    q: jax.Array,  # [T, Hq, D]
-    k_pages: jax.Array,  # [Hkv, P, S, D]
-    v_pages: jax.Array,  # [Hkv, P, S, D]
-    block_tables: jax.Array,  # i32[B, N]
-    seq_lens: jax.Array,  # i32[B], each in [0, N * S]
-    cu_q_lens: jax.Array,  # i32[B + 1], rising, within [0, T]
-    q_positions: jax.Array | None,  # i32[T]
-    alibi_slopes: jax.Array | None,  # f32[Hq]
-    sinks: jax.Array | None,  # f32[Hq]
-    tree_mask: jax.Array | None,  # bool[B, M, M]
+    arrays: Arrays,
     *,
     options: LogitOptions,
     config: MosaicRaggedConfig,
     with_lse: bool = True,
     interpret: bool = False,
-):
-    num_tokens, num_q_heads, head_dim = q.shape
-    num_kv_heads, _, page_size, _ = k_pages.shape
-    num_seqs, pages_per_seq = block_tables.shape
-    group = num_q_heads // num_kv_heads
-    tile = TileShape.of(group, config.block_q)
-    num_head_blocks = num_kv_heads * tile.num_blocks
+) -> tuple[jax.Array, jax.Array | None]:
+    """Attend with the newest tokens of each sequence; return `(out [T, Hq, D], lse f32[T, Hq])`.
 
+    With `arrays.q_positions` the queries stand there instead, and all keys are older. Without
+    `with_lse` the second result is None.
+    """
+    tile = TileShape.of(arrays.group, config.block_q)
     with jax.named_scope("ragged_plan"):
-        tiles = make_tiles(
-            seq_lens,
-            cu_q_lens,
-            q_positions,
-            num_tokens=num_tokens,
-            group=1,
-            block_q=tile.num_tokens,
-            align=CHUNK,
-            block_k=config.block_k,
-            options=options,
-            has_tree=tree_mask is not None,
-        )
-        plan = make_plan(
-            tiles,
-            tile_tokens=tile.num_tokens,
-            block_k=config.block_k,
-            num_programs=max(config.num_programs // num_head_blocks, 1),
-            fixed_split_size=config.fixed_split_size,
-            max_kv_len=pages_per_seq * page_size,
-            num_seqs=num_seqs,
-            align=CHUNK,
-        )
-        count = jnp.sum(plan.pieces.q_len > 0, dtype=jnp.int32) * num_head_blocks
-        pieces, merges = records(plan)
-        absolute, within = tokens_of_rows(plan, tile, config.num_consumers, num_tokens)
-        needs_positions = alibi_slopes is not None or options.sliding_window is not None
-        row_positions = None
-        if q_positions is not None and needs_positions:
-            row_positions = q_positions[absolute]
-        words = None if tree_mask is None else tree_words(tree_mask, plan, within)
-
-    inputs = {
-        "q": _whole_chunks(q),
-        "k_pages": k_pages,
-        "v_pages": v_pages,
-        "block_tables": block_tables,
-        "pieces": pieces,
-        "count": count.reshape(1),
-        "row_positions": row_positions,
-        "tree_words": words,
-        "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
-    }
-    inputs = {name: x for name, x in inputs.items() if x is not None}
-    slots = (num_head_blocks, plan.num_slots, config.num_consumers, WG_ROWS)
-    outputs = {
-        "out": jax.ShapeDtypeStruct(q.shape, q.dtype),
-        "outs": jax.ShapeDtypeStruct((*slots, head_dim), jnp.float32),
-        "lses": jax.ShapeDtypeStruct(slots, jnp.float32),
-    }
-    if with_lse:
-        outputs["lse"] = jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)
-    scratch = {
-        "ring": ring_types(
-            num_stages=config.num_stages,
-            block_k=config.block_k,
-            head_dim=head_dim,
-            page_size=page_size,
-            dtype=k_pages.dtype,
-            num_consumers=config.num_consumers,
+        work, merges, num_partials = plan_work(arrays, options=options, config=config, tile=tile)
+    inputs = Inputs(
+        # TMA copies chunks of 8 tokens.
+        q=jnp.pad(arrays.q, ((0, -arrays.q.shape[0] % CHUNK), (0, 0), (0, 0))),
+        k_pages=arrays.k_pages,
+        v_pages=arrays.v_pages,
+        block_tables=arrays.block_tables,
+        work=work,
+        alibi_slopes=arrays.alibi_slopes,
+        sinks=arrays.sinks,
+        counter=jax.new_ref(jnp.zeros(1, jnp.int32)),
+    )
+    head_tiles = arrays.num_kv_heads * tile.num_head_tiles
+    rows = (head_tiles, num_partials, config.num_consumers, WG_ROWS)
+    outputs = Outputs(
+        out=jax.ShapeDtypeStruct(arrays.q.shape, arrays.q.dtype),
+        partials=Partials(
+            out=jax.ShapeDtypeStruct((*rows, arrays.head_dim), jnp.float32),
+            lse=jax.ShapeDtypeStruct(rows, jnp.float32),
         ),
-        "q_smem": plgpu.SMEM(
-            (config.num_q_stages, config.num_consumers, WG_ROWS, head_dim),
-            q.dtype,
-            transforms=matrix_transforms(q.dtype),
-        ),
-        "piece_smem": plgpu.SMEM((config.num_q_stages + 1, RECORD), jnp.int32),
-        "q_full": plgpu.Barrier(
-            num_arrivals=1 + _num_q_copies(tile), num_barriers=config.num_q_stages
-        ),
-        "q_free": plgpu.Barrier(
-            num_arrivals=config.num_consumers, num_barriers=config.num_q_stages
-        ),
-    }
-    if config.num_consumers == 2:
-        scratch["turn"] = plgpu.Barrier(num_arrivals=2)
-    scratch |= store_types(
-        num_warpgroups=config.num_consumers, head_dim=head_dim, dtype=q.dtype, with_lse=with_lse
+        lse=jax.ShapeDtypeStruct(arrays.q.shape[:2], jnp.float32) if with_lse else None,
+    )
+    scratch = scratch_types(
+        config,
+        group=arrays.group,
+        head_dim=arrays.head_dim,
+        page_size=arrays.page_size,
+        dtype=arrays.q.dtype,
+        with_lse=with_lse,
+    )
+    kernel = functools.partial(
+        ragged_kernel,
+        options=options,
+        config=config,
+        tile=tile,
+        causal=arrays.q_positions is None and arrays.tree_mask is None,
+        interpret=interpret,
     )
 
-    names = (*inputs, "counter", *outputs)
-
     def body(*refs):
-        def kernel(**scratch_refs):
-            ragged_kernel(
-                {**dict(zip(names, refs, strict=True)), **scratch_refs},
-                options=options,
-                config=config,
-                tile=tile,
-                group=group,
-                causal=q_positions is None and tree_mask is None,
-                interpret=interpret,
-            )
+        pl.run_scoped(functools.partial(kernel, *refs), scratch, collective_axes="wg")
 
-        pl.run_scoped(kernel, collective_axes="wg", **scratch)
-
+    # plgpu.kernel takes no refs, and the counter is one.
     results = pl.kernel(
-        body,
-        out_type=tuple(outputs.values()),
+        with_trees(body, inputs, outputs),
+        out_type=jax.tree.leaves(outputs),
         mesh=plgpu.Mesh(
             grid=(config.num_programs,),
             grid_names=("program",),
             num_threads=config.num_consumers + 1,
             thread_name="wg",
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        compiler_params=COMPILER_PARAMS,
         name="ragged_paged_attention",
         interpret=interpreter(interpret),
-    )(*inputs.values(), jax.new_ref(jnp.zeros(1, jnp.int32)))
-    found = dict(zip(outputs, results, strict=True))
-    return merge_tiles(
-        found["out"],
-        found.get("lse"),
-        found["outs"],
-        found["lses"],
-        merges,
-        sinks,
-        tile=tile,
-        group=group,
-        interpret=interpret,
-    )
-
-
-def _whole_chunks(q: jax.Array) -> jax.Array:
-    """q with as many tokens as TMA takes in tiles of 8."""
-    return jnp.pad(q, ((0, -q.shape[0] % CHUNK), (0, 0), (0, 0)))
+    )(*jax.tree.leaves(inputs))
+    outputs = jax.tree.unflatten(jax.tree.structure(outputs), results)
+    return merge_ragged(outputs, merges, arrays.sinks, tile=tile, interpret=interpret)

@@ -1,4 +1,4 @@
-"""What a consumer warpgroup of the ragged kernel does with a piece of work."""
+"""What a consumer warpgroup of the ragged kernel does with a work tile."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.logits import LogitOptions, base2_logits
 from pallas_paged.kernels.mosaic.ops import (
-    MATRIX,
-    ROWS,
-    add_product,
-    along,
-    full,
+    WGMMA,
+    WGMMA_ROW,
+    State,
+    bcast,
     iota,
     load,
-    product,
+    wgmma,
+    wgmma_accumulate,
 )
-from pallas_paged.kernels.mosaic.ragged_tile import WG_ROWS, Rows, State, per_head
-from pallas_paged.kernels.mosaic.ragged_work import in_tree
+from pallas_paged.kernels.mosaic.ragged_tile import WG_ROWS, Rows, empty_state
+from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, visible_in_tree
 from pallas_paged.kernels.mosaic.ring import Ring
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Turns:
-    """How two warpgroups take turns at the matrix unit.
+class ScheduleBarrier:
+    """Ping-pong of two consumers: the softmax of one runs under the products of the other.
 
     Attributes:
-      barrier: of two arrivals; None for a warpgroup that has the matrix unit to itself.
+        barrier: of two arrivals; None for a single consumer, which waits for no other.
     """
 
     barrier: Any
 
     def arrive(self) -> None:
-        """Lets the other go on."""
+        """Let the other consumer go on."""
         if self.barrier is not None:
             plgpu.barrier_arrive(self.barrier)
 
     def wait(self) -> None:
-        """Goes on once the other has arrived as often."""
+        """Wait until the other consumer has arrived as often."""
         if self.barrier is not None:
             plgpu.barrier_wait(self.barrier)
 
-    def take(self) -> None:
-        """Meets the other."""
+    def sync(self) -> None:
+        """Arrive and wait."""
         self.arrive()
         self.wait()
 
@@ -57,114 +57,114 @@ class Turns:
 def attend(
     q_smem: Any,  # [64, D]
     ring: Ring,
-    piece: dict[str, jax.Array],
+    work: WorkDescriptor,
     rows: Rows,
-    step: jax.Array,
+    kv_iter: jax.Array,
     *,
-    turns: Turns,
+    schedule: ScheduleBarrier,
     alibi_slopes: Any,  # f32[Hq] or None
-    row_positions: Any,  # i32[64]; None where queries are their row's newest tokens
+    positions_ref: Any,  # i32[64]; None where queries are the newest tokens of their sequence
     tree_words: Any,  # i32[words, 64] or None
     causal: bool,
     options: LogitOptions,
     interpret: bool,
 ) -> State:
-    """The state of a warpgroup's rows after the blocks of a piece.
+    """Return the state of a warpgroup's rows after the blocks of a work item.
 
     Args:
-      step: blocks that came through the ring before.
-      causal: a query sees no key after it.
+        kv_iter: blocks that came through the ring before.
+        causal: whether a query sees no later key.
     """
     num_stages, block_k, head_dim = ring.k.shape
-    lo, hi, kv_len = piece["lo"], piece["hi"], piece["kv_len"]
-    before = kv_len - piece["q_len"]  # keys older than all queries of the sequence
-    token = rows.tile.place(rows.wg * WG_ROWS + iota((WG_ROWS,), 0, ROWS))[1]
+    lo, hi, kv_len = work.lo, work.hi, work.kv_len
+    before = kv_len - work.q_len  # keys older than all queries of the sequence
+    token = rows.tile.place(rows.wg * WG_ROWS + iota((WG_ROWS,), 0, WGMMA_ROW))[1]
     positions = before + rows.offset + token
     last_seen = jnp.minimum(positions, kv_len - 1)
-    if not causal:  # from a vector all the same: of scalars alone no layout is inferred
+    if not causal:  # one value for all rows, but a vector: scalars alone have no layout to infer
         last_seen = jnp.maximum(last_seen, kv_len - 1)
-    if row_positions is not None:
-        positions = load(row_positions, ROWS)
-    slopes = None if alibi_slopes is None else per_head(alibi_slopes, rows, ROWS)
+    if positions_ref is not None:
+        positions = load(positions_ref, WGMMA_ROW)
+    slopes = None if alibi_slopes is None else rows.per_head(alibi_slopes)
 
     def visible(block, keys):
-        """Which keys of a block each query sees."""
-        seen = keys <= along(last_seen, keys)
+        """Return which keys of a block each query sees."""
+        seen = keys <= bcast(last_seen, keys)
         if tree_words is not None:
-            seen &= in_tree(tree_words, block * block_k, before, keys)
+            seen &= visible_in_tree(tree_words, block * block_k, before, keys)
         if options.sliding_window is not None:
-            seen &= keys >= along(options.first_key(positions), keys)
+            seen &= keys >= bcast(options.first_key(positions), keys)
         return seen
 
-    def zero_unreadable(block, slot):
-        """Values of keys that the tile must not read, which may be NaN: 0 times NaN is NaN."""
+    def zero_unreadable(block, stage):
+        """Zero V where the tile must not read it: it may be NaN, and 0 * NaN is NaN."""
         for part in range(0, block_k, WG_ROWS):
             first = block * block_k + part
 
-            @pl.when((first < piece["first_key"]) | (first + WG_ROWS > kv_len))
+            @pl.when((first < work.first_key) | (first + WG_ROWS > kv_len))
             def _(part=part, first=first):
-                v_ref = ring.v.at[slot, pl.ds(part, WG_ROWS)]
-                v = plgpu.load(v_ref, layout=MATRIX)
-                keys = first + iota(v.shape, 0, MATRIX)
-                readable = (keys >= piece["first_key"]) & (keys < kv_len)
+                v_ref = ring.v.at[stage, pl.ds(part, WG_ROWS)]
+                v = plgpu.load(v_ref, layout=WGMMA)
+                keys = first + iota(v.shape, 0, WGMMA)
+                readable = (keys >= work.first_key) & (keys < kv_len)
                 v_ref[...] = jnp.where(readable, v, jnp.zeros_like(v))
                 plgpu.commit_smem()
 
     def attend_block(masked, block, state):
         m_i, l_i, acc = state
-        now = step + (block - lo)
-        slot = lax.rem(now, num_stages)
+        now = kv_iter + (block - lo)
+        stage = lax.rem(now, num_stages)
 
-        s = product(q_smem, ring.k.at[slot].transpose((1, 0)), meanwhile=turns.take)
-        plgpu.barrier_arrive(ring.k_free.at[slot])
-        keys = block * block_k + iota((WG_ROWS, block_k), 1, MATRIX)
+        s = wgmma(q_smem, ring.k.at[stage].transpose((1, 0)), overlap=schedule.sync)
+        plgpu.barrier_arrive(ring.k_free.at[stage])
+        keys = block * block_k + iota((WG_ROWS, block_k), 1, WGMMA)
         if slopes is None:
             s, factor = base2_logits(s, options, None, keys)
         else:
-            s, factor = base2_logits(s, options, along(slopes, s), keys - along(positions, s))
+            s, factor = base2_logits(s, options, bcast(slopes, s), keys - bcast(positions, s))
         if masked:
             s = jnp.where(visible(block, keys), s, -jnp.inf)
         m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
         m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new
         alpha = jnp.exp2(m_i - m_safe)
-        p = jnp.exp2(s * factor - along(m_safe, s))
+        p = jnp.exp2(s * factor - bcast(m_safe, s))
         l_new = l_i * alpha + p.sum(axis=1)
-        acc = acc * along(alpha, acc)
-        # The order that keeps the matrix unit busy: all of the softmax before its turn is passed.
+        acc = acc * bcast(alpha, acc)
+        # The whole softmax stays before the arrival below; this order keeps the tensor cores busy.
         acc, l_new, m_new, p = lax.optimization_barrier((acc, l_new, m_new, p.astype(ring.v.dtype)))
         if masked:
-            # For both warpgroups, before the other one's turn to read the values.
-            plgpu.barrier_wait(ring.v_full.at[slot])
-            pl.when(rows.wg == 0)(functools.partial(zero_unreadable, block, slot))
-        turns.arrive()
+            # The first consumer zeroes for both, before the other one may read the values.
+            plgpu.barrier_wait(ring.v_full.at[stage])
+            pl.when(rows.wg == 0)(functools.partial(zero_unreadable, block, stage))
+        schedule.arrive()
         if not masked:
-            plgpu.barrier_wait(ring.v_full.at[slot])
-        turns.wait()
+            plgpu.barrier_wait(ring.v_full.at[stage])
+        schedule.wait()
 
         def wait_for_next_k():
             @pl.when(block + 1 < hi)
             def _():
                 plgpu.barrier_wait(ring.k_full.at[lax.rem(now + 1, num_stages)])
 
-        acc = add_product(acc, p, ring.v.at[slot], meanwhile=wait_for_next_k, interpret=interpret)
-        plgpu.barrier_arrive(ring.v_free.at[slot])
+        acc = wgmma_accumulate(
+            acc, p, ring.v.at[stage], overlap=wait_for_next_k, interpret=interpret
+        )
+        plgpu.barrier_arrive(ring.v_free.at[stage])
         return m_new, l_new, acc
 
     @pl.when(lo < hi)
     def _():
-        plgpu.barrier_wait(ring.k_full.at[lax.rem(step, num_stages)])
+        plgpu.barrier_wait(ring.k_full.at[lax.rem(kv_iter, num_stages)])
 
-    pl.when(rows.wg == 1)(turns.take)
-    state = (
-        full((WG_ROWS,), -jnp.inf, ROWS),
-        full((WG_ROWS,), 0.0, ROWS),
-        full((WG_ROWS, head_dim), 0.0, MATRIX),
-    )
+    # The second consumer starts, and the first one ends, with one more sync: so they are half a
+    # block apart.
+    pl.when(rows.wg == 1)(schedule.sync)
     attend_full = functools.partial(attend_block, False)
     attend_masked = functools.partial(attend_block, True)
+    state = empty_state(head_dim)
     if options.sliding_window is not None:
-        state = lax.fori_loop(lo, piece["full_lo"], attend_masked, state)
-    state = lax.fori_loop(piece["full_lo"], piece["full_hi"], attend_full, state)
-    state = lax.fori_loop(piece["full_hi"], hi, attend_masked, state)
-    pl.when(rows.wg == 0)(turns.take)
+        state = lax.fori_loop(lo, work.full_lo, attend_masked, state)
+    state = lax.fori_loop(work.full_lo, work.full_hi, attend_full, state)
+    state = lax.fori_loop(work.full_hi, hi, attend_masked, state)
+    pl.when(rows.wg == 0)(schedule.sync)
     return state

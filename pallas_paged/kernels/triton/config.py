@@ -1,42 +1,35 @@
-"""Configs of the Triton kernels: what may be tuned, what is allowed, what is chosen."""
+"""Configs of the Triton kernels: which sizes can be set, what is allowed, what is chosen."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from pallas_paged.kernels import tuned
+from jax.experimental.pallas import next_power_of_2
 
-
-def next_power_of_2(n: int) -> int:
-    """Smallest power of two that is at least `n` (n >= 1)."""
-    return 1 << (n - 1).bit_length()
-
-
-def check_integer(name: str, value: int, low: int, high: int, *, power_of_2: bool = False) -> None:
-    """`value`, which `name` has, is an integer in [low, high]."""
-    rule = "a power of two" if power_of_2 else "an integer"
-    integer = isinstance(value, int) and not isinstance(value, bool)
-    if not integer or not low <= value <= high or (power_of_2 and value & (value - 1)):
-        raise ValueError(f"{name}={value!r} must be {rule} in [{low}, {high}]")
+from pallas_paged.kernels.config_fields import (
+    check_fixed_split_size,
+    check_integer,
+    check_num_programs,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
-    """How the split decode kernel and its merge run. Results differ only by rounding.
+    """How the Triton decode kernel and its merge run. Results differ by rounding only.
 
     Attributes:
-      block_k: tokens of K/V per loop step; a power of two in [16, 256].
-      num_programs: programs per KV head among which all rows' blocks are shared out evenly, in
-        [1, 65536].
-      num_warps: warps per decode program; a power of two in [1, 16].
-      num_stages: software-pipelining depth of the K/V loop, in [1, 8].
-      fixed_split_size: None, or tokens after which every row is split, a multiple of `block_k`. With it
-        the bits of a row depend on nothing but the row (and the config): not on the other rows,
-        not on how many there are. Partial results then take memory for
-        `B * ceil(longest row that the table can hold / fixed_split_size)` f32 rows of q's heads.
+        block_k: tokens of K/V per loop step; a power of two in [16, 256].
+        num_programs: programs on the whole device, in [1, 65535]. Each KV head gets an equal number
+            of them, at least one, and divides the blocks of all rows evenly among them.
+        num_warps: warps per decode program; a power of two in [1, 16].
+        num_stages: software-pipelining depth of the K/V loop, in [1, 8].
+        fixed_split_size: None, or tokens after which every row is split, a multiple of `block_k`.
+            The bits of a row then depend on that row (and the config) alone, not on the batch.
+            Partial results take memory for `B * ceil(longest row that the table can hold /
+            fixed_split_size)` f32 rows of q's heads.
 
     Raises:
-      ValueError: if a value is outside its range.
+        ValueError: a value is outside its range.
     """
 
     block_k: int
@@ -51,20 +44,21 @@ class DecodeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedConfig:
-    """How the kernel of ragged queries and its merge run. Results differ only by rounding.
+    """How the Triton kernel of ragged queries and its merge run. Results differ by rounding only.
 
     Attributes:
-      block_q: query rows of a tile, one for each token and query head of a KV head's group; a power
-        of two in [16, 256].
-      block_k, num_warps, num_stages: as in `DecodeConfig`.
-      num_programs: programs per KV head that run at a time; K/V are split where that lets them end
-        earlier, in [1, 65536].
-      fixed_split_size: None, or tokens after which the K/V are split of every row whose queries fit one
-        tile; longer ones are then not split. As in `DecodeConfig`, bits of a row no longer depend
-        on other rows. Partial results take memory for `B * ceil(longest row / fixed_split_size)` tiles.
+        block_q: query rows of a tile, one for each token and query head of a KV head's group; a
+            power of two in [16, 256].
+        block_k, num_warps, num_stages: as in `DecodeConfig`.
+        num_programs: programs of the whole device that run at the same time, in [1, 65535]. K/V are
+            split where that lets them end earlier.
+        fixed_split_size: None, or tokens after which the K/V are split of every row whose queries
+            fit one tile; longer rows are then not split. As in `DecodeConfig`, the bits of a row no
+            longer depend on other rows. Partial results take memory for
+            `B * ceil(longest row / fixed_split_size)` tiles.
 
     Raises:
-      ValueError: if a value is outside its range.
+        ValueError: a value is outside its range.
     """
 
     block_q: int
@@ -81,18 +75,10 @@ class RaggedConfig:
 
 def _check_loop(config: DecodeConfig | RaggedConfig) -> None:
     check_integer("block_k", config.block_k, 16, 256, power_of_2=True)
-    check_integer("num_programs", config.num_programs, 1, 65536)
+    check_num_programs(config.num_programs)
     check_integer("num_warps", config.num_warps, 1, 16, power_of_2=True)
     check_integer("num_stages", config.num_stages, 1, 8)
-    check_split_size(config.fixed_split_size, config.block_k)
-
-
-def check_split_size(fixed_split_size: int | None, block_k: int) -> None:
-    """`fixed_split_size` is None or a multiple of `block_k`."""
-    if fixed_split_size is not None:
-        check_integer("fixed_split_size", fixed_split_size, block_k, 2**30)
-        if fixed_split_size % block_k:
-            raise ValueError(f"{fixed_split_size=} must be a multiple of {block_k=}")
+    check_fixed_split_size(config.fixed_split_size, config.block_k)
 
 
 def decode_config(
@@ -106,39 +92,41 @@ def decode_config(
     itemsize: int,
     num_sms: int,
 ) -> DecodeConfig:
-    """Heuristic config of one decode call, from static shapes only.
+    """Return the heuristic config of a decode call, from static shapes only.
 
     Args:
-      num_q_heads, num_kv_heads, head_dim: heads of the call.
-      page_size: tokens of a page.
-      max_kv_len: tokens that a full row of the block table can hold.
-      num_seqs: rows of the batch.
-      itemsize: bytes per element of K and V.
-      num_sms: streaming multiprocessors of the device.
+        num_q_heads, num_kv_heads, head_dim: heads of the call.
+        page_size: tokens of a page.
+        max_kv_len: tokens that a full row of the block table can hold. Rows are assumed to be as
+            long: a call with a wide table and short rows gets the config of long rows.
+        num_seqs: rows of the batch.
+        itemsize: bytes per element of K and V.
+        num_sms: streaming multiprocessors of the device.
     """
     # Measured on an H200 (132 SMs, 228 KB of shared memory each), 2026-11: with 16 KB tiles of K
     # and of V in two stages four programs fit on an SM, and that beat fewer programs with deeper
     # pipelines on nearly every shape (docs/tuning.md). One wave: a fifth program costs 20%.
     group = next_power_of_2(max(num_q_heads // num_kv_heads, 16))
-    # One-byte tiles have as many tokens as two-byte ones, but are loaded a stage further ahead.
+    # int8 and fp8 tiles have as many tokens as two-byte ones, but are loaded one stage earlier.
     row_bytes = next_power_of_2(head_dim) * max(itemsize, 2)
     tile_bytes, programs_per_sm = (32768, 2) if group == 32 else (16384, 4)
     block_k = min(max(tile_bytes // row_bytes, 16), 128)
     # The accumulator [group, head_dim] must fit in the registers of the program's warps.
     least = max(group // 16, group * next_power_of_2(head_dim) // 4096)
     num_blocks = num_seqs * -(-max_kv_len // block_k)
-    # A share of a block or two is all latency, which more warps and less to fill shorten.
+    # A program with a block or two is all latency; more warps and a shorter pipeline help.
     short = num_blocks <= 2 * (programs_per_sm * num_sms // num_kv_heads)
-    # With a page a block the kernel takes more registers, and with 4 warps only three fit; one-byte
-    # tiles of longer shares are faster with 2 (docs/tuning.md).
+    # Where a block is a page the kernel takes more registers, and with 4 warps only three programs
+    # fit on an SM. int8 and fp8 tiles of longer ranges are faster with 2 warps (docs/tuning.md).
     wide = block_k >= 64 and block_k != page_size and (itemsize > 1 or group == 32 or short)
     num_warps = min(max(4 if wide else 2, least), 8)
     if num_warps == 8:
         programs_per_sm = 2
+    # More programs than blocks would only write empty partial states.
+    per_kv_head = max(1, min(programs_per_sm * num_sms // num_kv_heads, num_blocks))
     return DecodeConfig(
         block_k=block_k,
-        # More programs than blocks would only write empty partials.
-        num_programs=max(1, min(programs_per_sm * num_sms // num_kv_heads, num_blocks)),
+        num_programs=per_kv_head * num_kv_heads,
         num_warps=num_warps,
         num_stages=3 if itemsize == 1 and not short else 2,
     )
@@ -155,15 +143,12 @@ def ragged_config(
     itemsize: int,
     num_sms: int,
 ) -> RaggedConfig:
-    """Heuristic config of one call with ragged queries, from static shapes only.
+    """Return the heuristic config of a call with ragged queries, from static shapes only.
 
     Args:
-      num_tokens: packed query tokens.
-      num_q_heads, num_kv_heads, head_dim: heads of the call.
-      max_kv_len: tokens that a full row of the block table can hold.
-      num_seqs: rows of the batch.
-      itemsize: bytes per element of K and V.
-      num_sms: streaming multiprocessors of the device.
+        num_tokens: packed query tokens.
+        num_q_heads, num_kv_heads, head_dim, max_kv_len, num_seqs, itemsize, num_sms: as in
+            `decode_config`.
     """
     group = num_q_heads // num_kv_heads
     padded = next_power_of_2(max(head_dim, 16))
@@ -181,44 +166,25 @@ def ragged_config(
         programs_per_sm = 1 if num_warps == 8 else 2
     num_tiles = num_tokens * group // block_q + min(num_seqs + 1, num_tokens)
     num_blocks = num_tiles * -(-max_kv_len // block_k)
+    per_kv_head = max(1, min(programs_per_sm * num_sms // num_kv_heads, num_blocks))
     return RaggedConfig(
         block_q=block_q,
         block_k=block_k,
-        num_programs=max(1, min(programs_per_sm * num_sms // num_kv_heads, num_blocks)),
+        num_programs=per_kv_head * num_kv_heads,
         num_warps=num_warps,
         num_stages=num_stages,
     )
 
 
-def choose_config(
-    kernel: str, *, device_kind: str, num_sms: int, **sizes: int
-) -> DecodeConfig | RaggedConfig:
-    """The config measured on this kind of device or, where there is none, the heuristic's.
-
-    Args:
-      kernel: "decode" or "ragged".
-      device_kind: as JAX names the device.
-      num_sms: streaming multiprocessors of the device.
-      sizes: the other arguments of `decode_config` or `ragged_config`.
-    """
-    measured = tuned.lookup(kernel, device_kind, sizes)
-    if measured is None:
-        heuristic = decode_config if kernel == "decode" else ragged_config
-        return heuristic(num_sms=num_sms, **sizes)
-    programs = measured.pop("programs_per_sm") * num_sms // sizes["num_kv_heads"]
-    config = DecodeConfig if kernel == "decode" else RaggedConfig
-    return config(num_programs=max(1, programs), **measured)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MergeConfig:
-    """Tile of one program of the merge kernel; every size is a power of two.
+    """Tile of one program of a merge kernel; every size is a power of two.
 
     Attributes:
-      block_s: partial states per loop step.
-      block_h: query heads.
-      block_d: elements of head_dim.
-      num_warps: warps per program.
+        block_s: partial states per loop step.
+        block_h: query heads, or query rows of a ragged tile.
+        block_d: elements of head_dim.
+        num_warps: warps per program.
     """
 
     block_s: int
@@ -227,28 +193,28 @@ class MergeConfig:
     num_warps: int
 
 
-def merge_config(
-    *, num_seqs: int, num_heads: int, head_dim: int, num_programs: int, batch_invariant: bool
+def decode_merge_config(
+    *, num_seqs: int, num_heads: int, head_dim: int, num_programs: int, fixed_split: bool
 ) -> MergeConfig:
-    """Heuristic tile of the merge of rows, from static shapes only.
+    """Return the heuristic tile of the merge of rows, from static shapes only.
 
     Args:
-      num_seqs: rows of the batch.
-      num_heads, head_dim: of the queries.
-      num_programs: shares that the rows were cut into.
-      batch_invariant: the tile, and with it the order of the sums, must not depend on the batch.
+        num_seqs: rows of the batch.
+        num_heads, head_dim: of the queries.
+        num_programs: programs of each KV head.
+        fixed_split: the order of the sums, and so the tile, must not depend on the batch.
     """
     head_dim = next_power_of_2(head_dim)
-    if batch_invariant:
+    if fixed_split:
         return MergeConfig(block_s=8, block_h=1, block_d=min(head_dim, 128), num_warps=1)
-    # Rows of an even batch span about this many shares; a longer row takes more loop steps.
+    # A row of an even batch has about this many partial states; a longer row takes more loop steps.
     block_s = min(next_power_of_2(num_programs // num_seqs + 2), 128)
     if num_seqs < 32:
-        # A few rows have few heads to fill a device with, so head_dim is spread as well.
+        # A few rows have too few heads to fill a device, so head_dim is divided as well.
         block_h, block_d = 1, min(head_dim, 16 * next_power_of_2(num_seqs + 1))
     else:
-        # Measured: one warp, so that nobody waits at a barrier, with 1024 values or, where rows
-        # span many shares, 2048.
+        # Measured on an H200, 2026-11: one warp, which waits at no barrier, with 1024 values, or
+        # with 2048 where rows have many partial states.
         block_d = min(head_dim, 64 if block_s > 8 else 128)
         values = 2048 if block_s > 8 else 1024
         block_h = min(next_power_of_2(num_heads), max(1, values // (block_s * block_d)))
@@ -256,23 +222,23 @@ def merge_config(
     return MergeConfig(block_s=block_s, block_h=block_h, block_d=block_d, num_warps=num_warps)
 
 
-def tile_merge_config(
-    *, num_merges: int, block_q: int, head_dim: int, num_programs: int, batch_invariant: bool
+def ragged_merge_config(
+    *, num_merges: int, block_q: int, head_dim: int, num_programs: int, fixed_split: bool
 ) -> MergeConfig:
-    """Heuristic tile of the merge of query tiles; `block_h` counts query rows.
+    """Return the heuristic tile of the merge of query tiles.
 
     Args:
-      num_merges: tiles that may have been split.
-      block_q, head_dim: of a tile.
-      num_programs: as in `RaggedConfig`.
-      batch_invariant: as in `merge_config`.
+        num_merges: tiles that may have been split.
+        block_q, head_dim: of a tile.
+        num_programs: programs of each KV head.
+        fixed_split: as in `decode_merge_config`.
     """
     head_dim = next_power_of_2(head_dim)
-    if batch_invariant:
+    if fixed_split:
         return MergeConfig(block_s=8, block_h=1, block_d=min(head_dim, 128), num_warps=1)
     block_s = min(next_power_of_2(num_programs // num_merges + 1), 64)
-    # Most programs find that their tile was not split, so there should be few; but where a few
-    # tiles have many pieces, all of the device is wanted.
+    # Most programs find that their tile was not split, so few are best; but where a few tiles have
+    # many partial states, the merge needs all of the device.
     values = 8192 if block_s <= 8 else 4096
     block_d = min(head_dim, 128 if block_s <= 16 else 64)
     block_h = min(block_q, max(1, values // (block_s * block_d)))

@@ -1,4 +1,4 @@
-"""Merges of the partial states that the other Triton kernels leave, and their specs."""
+"""Merges of the partial states that the attention kernels of this family leave, and their specs."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_paged.kernels.config_fields import programs_per_kv_head
+from pallas_paged.kernels.decode_plan import DecodePlan
 from pallas_paged.kernels.ragged_plan import Plan
 from pallas_paged.kernels.triton.config import (
-    DecodeConfig,
     MergeConfig,
     RaggedConfig,
-    merge_config,
-    tile_merge_config,
+    decode_merge_config,
+    ragged_merge_config,
 )
 from pallas_paged.kernels.triton.specs import kv_head, whole
 
 State = tuple[jax.Array, jax.Array, jax.Array]  # m f32[R], l f32[R], acc f32[R, D]
 
 
-def _merge_slots(
-    outs_ref,  # f32[slots, R, D], each normalised
-    lses_ref,  # f32[slots, R]
+def _merge_partials(
+    outs_ref,  # f32[num_partials, R, D], each normalised
+    lses_ref,  # f32[num_partials, R]
     first: jax.Array,
-    num_slots: jax.Array,
-    rows: jax.Array,  # i32[block_r]
+    num_partials: jax.Array,
+    rows: jax.Array,  # i32[block_h]
     dims: jax.Array,  # i32[block_d]
     block_s: int,
 ) -> State:
-    """Unites the states in slots `first .. first + num_slots - 1`, `block_s` of them at a time."""
+    """Unite `num_partials` states from `first` on, `block_s` of them per loop step."""
     _, num_rows, head_dim = outs_ref.shape
     row_mask = rows < num_rows
     mask = row_mask[:, None] & (dims < head_dim)[None, :]
@@ -40,19 +41,19 @@ def _merge_slots(
     def merge_some(i, state):
         m_i, l_i, acc = state
         index = i * block_s + jnp.arange(block_s)
-        slots, valid = first + index, index < num_slots
+        partials, valid = first + index, index < num_partials
         lse = plgpu.load(
-            lses_ref.at[slots[:, None], rows[None, :]],
+            lses_ref.at[partials[:, None], rows[None, :]],
             mask=valid[:, None] & row_mask[None, :],
             other=-jnp.inf,
-        )  # [block_s, block_r]
+        )  # [block_s, block_h]
         out = plgpu.load(
-            outs_ref.at[slots[:, None, None], rows[None, :, None], dims[None, None, :]],
+            outs_ref.at[partials[:, None, None], rows[None, :, None], dims[None, None, :]],
             mask=valid[:, None, None] & mask[None],
             other=0.0,
-        )  # [block_s, block_r, block_d]
+        )  # [block_s, block_h, block_d]
         m_new = jnp.maximum(m_i, lse.max(axis=0))
-        m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)  # rows that are off, or saw nothing yet
+        m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)  # rows that are off, or saw no key yet
         alpha, w = jnp.exp(m_i - m_safe), jnp.exp(lse - m_safe[None, :])
         acc = acc * alpha[:, None] + (out * w[:, :, None]).sum(axis=0)
         return m_new, l_i * alpha + w.sum(axis=0), acc
@@ -62,11 +63,11 @@ def _merge_slots(
         jnp.zeros(rows.shape, jnp.float32),
         jnp.zeros((rows.size, dims.size), jnp.float32),
     )
-    return lax.fori_loop(0, pl.cdiv(num_slots, block_s), merge_some, state)
+    return lax.fori_loop(0, pl.cdiv(num_partials, block_s), merge_some, state)
 
 
 def finish(state: State, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """`(out, lse)` of a state; sinks f32[R] join the denominator of rows that saw any key."""
+    """Return `(out, lse)` of a state; sinks f32[R] join the denominator of rows that saw a key."""
     m_i, l_i, acc = state
     empty = l_i == 0.0
     if sinks is not None:
@@ -78,35 +79,26 @@ def finish(state: State, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]
     return acc / l_safe[:, None], jnp.where(empty, -jnp.inf, m_i + jnp.log(l_safe))
 
 
-def merge_shares_kernel(
-    outs_ref,  # f32[slots, Hq, D]
-    lses_ref,  # f32[slots, Hq]
+def merge_decode_kernel(
+    outs_ref,  # f32[num_partials, Hq, D]
+    lses_ref,  # f32[num_partials, Hq]
     unit_ends_ref,  # i32[B]
     sinks_ref,  # f32[Hq] or None
     o_ref,  # [B, Hq, D]
     lse_ref,  # f32[B, Hq]
     *,
-    config: DecodeConfig,
+    plan: DecodePlan,
     tile: MergeConfig,
 ):
+    """One program: unite the partial states of some heads and elements of one row."""
     row = pl.program_id(0)
-    num_seqs, num_heads, head_dim = o_ref.shape
-    end = unit_ends_ref[row]
-    start = jnp.where(row > 0, unit_ends_ref[jnp.maximum(row - 1, 0)], 0)
-    if config.fixed_split_size is None:
-        # The shares of `triton_decode`; at least 1, since nobody may have any tokens.
-        total = unit_ends_ref[num_seqs - 1]
-        units_per_program = jnp.maximum(pl.cdiv(total, config.num_programs), 1)
-        first = lax.div(start, units_per_program) + row
-        last = lax.div(end - 1, units_per_program) + row
-    else:
-        first, last = start, end - 1
-    num_slots = jnp.where(start < end, last + 1 - first, 0)  # a row without tokens has no slot
+    _, num_heads, head_dim = o_ref.shape
+    first, num_partials = plan.partials_of_row(row, unit_ends_ref)
 
     heads = pl.program_id(1) * tile.block_h + jnp.arange(tile.block_h)
     dims = pl.program_id(2) * tile.block_d + jnp.arange(tile.block_d)
     head_mask = heads < num_heads
-    state = _merge_slots(outs_ref, lses_ref, first, num_slots, heads, dims, tile.block_s)
+    state = _merge_partials(outs_ref, lses_ref, first, num_partials, heads, dims, tile.block_s)
     sinks = None
     if sinks_ref is not None:
         sinks = plgpu.load(sinks_ref.at[heads], mask=head_mask, other=0.0)
@@ -116,29 +108,29 @@ def merge_shares_kernel(
         out.astype(o_ref.dtype),
         mask=head_mask[:, None] & (dims < head_dim)[None, :],
     )
-    # The programs of a head's parts store the same lse, so no branch is needed.
+    # Programs that hold other elements of the head store the same lse, so no branch is needed.
     plgpu.store(lse_ref.at[row[None], heads], lse, mask=head_mask)
 
 
-def merge_shares(
-    outs: jax.Array,  # f32[slots, Hq, D]
-    lses: jax.Array,  # f32[slots, Hq]
+def merge_decode(
+    outs: jax.Array,  # f32[num_partials, Hq, D]
+    lses: jax.Array,  # f32[num_partials, Hq]
     unit_ends: jax.Array,  # i32[B]
     sinks: jax.Array | None,  # f32[Hq]
     *,
     dtype: jnp.dtype,
-    config: DecodeConfig,
+    plan: DecodePlan,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Final `(out dtype[B, Hq, D], lse f32[B, Hq])` from the slots of the decode kernel."""
+    """Return `(out dtype[B, Hq, D], lse f32[B, Hq])` from the decode kernel's partial states."""
     num_seqs = unit_ends.shape[0]
     _, num_heads, head_dim = outs.shape
-    tile = merge_config(
+    tile = decode_merge_config(
         num_seqs=num_seqs,
         num_heads=num_heads,
         head_dim=head_dim,
-        num_programs=config.num_programs,
-        batch_invariant=config.fixed_split_size is not None,
+        num_programs=plan.num_programs,
+        fixed_split=plan.fixed_split_size is not None,
     )
 
     args = (outs, lses, unit_ends, sinks)
@@ -147,7 +139,7 @@ def merge_shares(
         jax.ShapeDtypeStruct((num_seqs, num_heads), jnp.float32),
     )
     return pl.pallas_call(
-        functools.partial(merge_shares_kernel, config=config, tile=tile),
+        functools.partial(merge_decode_kernel, plan=plan, tile=tile),
         grid=(num_seqs, pl.cdiv(num_heads, tile.block_h), pl.cdiv(head_dim, tile.block_d)),
         in_specs=list(whole(args)),
         out_specs=list(whole(out_shape)),
@@ -158,30 +150,31 @@ def merge_shares(
     )(*args)
 
 
-def merge_tiles_kernel(
-    outs_ref,  # f32[slots, block_q, D]
-    lses_ref,  # f32[slots, block_q]
+def merge_ragged_kernel(
+    outs_ref,  # f32[num_partials, block_q, D]
+    lses_ref,  # f32[num_partials, block_q]
     plan: Plan,  # of refs
     sinks_ref,  # f32[G] or None
     _o_in_ref,
     _lse_in_ref,
-    o_ref,  # [T, G, D], with the tiles that were not split
+    o_ref,  # [T, G, D], already holds the tiles that were not split
     lse_ref,  # f32[T, G]
     *,
     config: RaggedConfig,
     tile: MergeConfig,
 ):
+    """One program: unite the partial states of some query rows and elements of one split tile."""
     _, group, head_dim = o_ref.shape
-    piece = plan.split_pieces[pl.program_id(1)]
-    num_slots = plan.num_splits[pl.program_id(1)]
-    first = plan.slot[piece]
+    item = plan.first_item[pl.program_id(1)]
+    num_partials = plan.num_items[pl.program_id(1)]
+    first = plan.partial[item]
     rows = pl.program_id(2) * tile.block_h + jnp.arange(tile.block_h)
     dims = pl.program_id(3) * tile.block_d + jnp.arange(tile.block_d)
-    packed = plan.pieces.offset[piece] + rows
+    packed = plan.items.offset[item] + rows
     token, head = packed // group, packed % group
-    row_mask = (num_slots > 0) & (rows < config.block_q) & (token < plan.pieces.q_len[piece])
-    token = plan.pieces.q_start[piece] + token
-    state = _merge_slots(outs_ref, lses_ref, first, num_slots, rows, dims, tile.block_s)
+    row_mask = (num_partials > 0) & (rows < config.block_q) & (token < plan.items.q_len[item])
+    token = plan.items.q_start[item] + token
+    state = _merge_partials(outs_ref, lses_ref, first, num_partials, rows, dims, tile.block_s)
     sinks = None
     if sinks_ref is not None:
         sinks = plgpu.load(sinks_ref.at[head], mask=row_mask, other=0.0)
@@ -194,33 +187,33 @@ def merge_tiles_kernel(
     plgpu.store(lse_ref.at[token, head], lse, mask=row_mask)
 
 
-def merge_tiles(
+def merge_ragged(
     out: jax.Array,  # [T, Hkv, G, D]
     lse: jax.Array,  # f32[T, Hkv, G]
-    outs: jax.Array,  # f32[Hkv, slots, block_q, D]
-    lses: jax.Array,  # f32[Hkv, slots, block_q]
+    outs: jax.Array,  # f32[Hkv, num_partials, block_q, D]
+    lses: jax.Array,  # f32[Hkv, num_partials, block_q]
     plan: Plan,
     sinks: jax.Array | None,  # f32[Hkv, G]
     *,
     config: RaggedConfig,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """`(out, lse)` with the rows of tiles that several programs shared, from the slots."""
+    """Return `(out, lse)` with the rows of split tiles, from their partial states."""
     num_kv_heads, _, block_q, head_dim = outs.shape
-    num_merges = plan.num_splits.shape[0]
-    tile = tile_merge_config(
+    num_merges = plan.num_items.shape[0]
+    tile = ragged_merge_config(
         num_merges=num_merges,
         block_q=block_q,
         head_dim=head_dim,
-        num_programs=config.num_programs,
-        batch_invariant=config.fixed_split_size is not None,
+        num_programs=programs_per_kv_head(config.num_programs, num_kv_heads),
+        fixed_split=config.fixed_split_size is not None,
     )
 
     specs = [kv_head(out, 1), kv_head(lse, 1)]
     args = (outs, lses, plan, sinks, out, lse)
     num_inputs = len(jax.tree.leaves(args))
     return pl.pallas_call(
-        functools.partial(merge_tiles_kernel, config=config, tile=tile),
+        functools.partial(merge_ragged_kernel, config=config, tile=tile),
         grid=(
             num_kv_heads,
             num_merges,
@@ -236,7 +229,7 @@ def merge_tiles(
         ],
         out_specs=specs,
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out, lse)],
-        # Written in place: most tiles are in `out` already.
+        # Written in place: `out` already holds the tiles that were not split.
         input_output_aliases={num_inputs - 2: 0, num_inputs - 1: 1},
         compiler_params=plgpu.CompilerParams(num_warps=tile.num_warps),
         interpret=interpret,

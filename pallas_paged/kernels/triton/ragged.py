@@ -2,17 +2,17 @@
 
 The query rows of a sequence, token after token and within a token head after head of one KV head's
 group, are cut into tiles, so that a few tokens fill the matrix unit and K/V are read once for all
-heads of the group. Prompts, chunks, a few speculated tokens and single ones may be mixed. A tile
-visits the blocks of keys that any of its queries sees:
+heads of the group. Prompts, chunks of prompts, speculated tokens and single tokens may be mixed. A
+tile visits the blocks of keys that any of its queries sees:
 
     keys       |--|--|--|--|--|--|      full blocks: no masks
-    tile 0     |##|#/|                  the blocks at the diagonal, at a window's
-    tile 1     |##|##|##|#/|            edge or under a tree mask: masked
+    tile 0     |##|#/|                  blocks at the diagonal, at the edge of a
+    tile 1     |##|##|##|#/|            window or under a tree mask: masked
     tile 2     |##|##|##|##|##|#/|
 
-Where there are few tiles, or one is much longer than the others, `ragged_plan` splits their keys
-into pieces; the programs of a split tile leave partial states (out, lse) in slots, which
-`triton_merge` unites. All others write their result at once.
+Where tiles are few, or one is much longer than the others, `ragged_plan` splits their keys into
+several work items. The programs of a split tile leave partial states (out, lse), which `merge`
+unites. The others write their result at once.
 
 FlashAttention-2 (Dao 2023), with the heads of a group packed into the tile as in FlashInfer.
 """
@@ -28,19 +28,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_paged.kernels.call import Arrays
+from pallas_paged.kernels.config_fields import programs_per_kv_head
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot
 from pallas_paged.kernels.ragged_plan import Plan, make_plan, make_tiles
-from pallas_paged.kernels.triton import merge as triton_merge
-from pallas_paged.kernels.triton import one_byte
-from pallas_paged.kernels.triton import softmax as triton_softmax
-from pallas_paged.kernels.triton.config import RaggedConfig, next_power_of_2
+from pallas_paged.kernels.triton import merge, one_byte, softmax
+from pallas_paged.kernels.triton.config import RaggedConfig
 from pallas_paged.kernels.triton.specs import kv_head, scale_spec, whole
 
 
 def ragged_kernel(
-    q_refs,  # of arrays [T, G, ..] as `Operands.split` or `pack` make them
+    q_refs,  # of arrays [T, G, ..] from `Operands.split` or `pack`
     q_scales_ref,  # f32[T, G], factors of the rows of q, or None
-    k_ref,  # [P * S, D], or words of one-byte elements [P * S, D / 2]
+    k_ref,  # [P * S, D], or words of int8 and fp8 elements [P * S, D / 2]
     v_ref,  # like k_ref
     k_scales_ref,  # f32[P * S], or [1] for all tokens, or None
     v_scales_ref,  # like k_scales_ref
@@ -52,34 +52,35 @@ def ragged_kernel(
     tree_mask_ref,  # i8[B, M, M] or None
     o_ref,  # [T, G, D]
     lse_ref,  # f32[T, G]
-    outs_ref,  # f32[slots, block_q, D]
-    lses_ref,  # f32[slots, block_q]
+    outs_ref,  # f32[num_partials, block_q, D]
+    lses_ref,  # f32[num_partials, block_q]
     *,
     options: LogitOptions,
     page_size: int,
     operands: one_byte.Operands,
     config: RaggedConfig,
 ):
+    """One program: attend one work item; store its result or, of a split tile, a partial state."""
     block_q, block_k = config.block_q, config.block_k
     num_tokens, group = q_refs[0].shape[:2]
     num_words = k_ref.shape[1]
     index = pl.program_id(1)
-    piece = jax.tree.map(lambda ref: ref[index], plan.pieces)
-    slot = plan.slot[index]
-    row, q_len, kv_len = piece.row, piece.q_len, piece.kv_len
+    item = jax.tree.map(lambda ref: ref[index], plan.items)
+    partial = plan.partial[index]
+    row, q_len, kv_len = item.row, item.q_len, item.kv_len
 
-    words = jnp.arange(next_power_of_2(max(num_words, 16)))[None, :]
+    words = jnp.arange(pl.next_power_of_2(max(num_words, 16)))[None, :]
     dims = one_byte.elements(words, o_ref.shape[2] // num_words)
     padded = words.size != num_words
     dim_mask = words < num_words
     page_bits = page_size.bit_length() - 1
-    packed = piece.offset + jnp.arange(block_q)
+    packed = item.offset + jnp.arange(block_q)
     token, head = packed // group, packed % group  # [block_q]
     row_mask = token < q_len
-    q_token = piece.q_start + token
-    # Lanes that are off read something that is there, and write nothing. A mask would be a select
-    # after the load, and that would keep q from going to the matrix unit by shared memory: measured
-    # 300 instead of 430 TFLOP/s.
+    q_token = item.q_start + token
+    # Lanes that are off read some other token, and write nothing. A mask would be a select after
+    # the load, and q could no longer go to the matrix unit through shared memory: measured on an
+    # H200, 300 instead of 430 TFLOP/s.
     q_row = jnp.minimum(q_token, num_tokens - 1)
     q_words = jnp.minimum(words, num_words - 1) if padded else words
     q = [plgpu.load(ref.at[q_row[:, None], head[:, None], q_words]) for ref in q_refs]
@@ -95,7 +96,7 @@ def ragged_kernel(
         slopes = plgpu.load(alibi_slopes_ref.at[head])[:, None]
 
     def visible(keys):
-        """Which of the keys each query sees, beyond those that the row does not own."""
+        """Return which of the keys that the row owns each query sees."""
         if tree_mask_ref is not None:
             newest = keys - (kv_len - q_len)  # place among the row's newest tokens
             size = tree_mask_ref.shape[1]
@@ -115,73 +116,70 @@ def ragged_kernel(
         return seen
 
     def readable_keys(block):
-        # Keys that the tile must not read, whose slots and table entries may hold anything, are
-        # replaced by one that it may: their logits are masked, and 0 times its value is 0.
-        return jnp.clip(block * block_k + jnp.arange(block_k), piece.first_key, kv_len - 1)
+        # Slots and table entries of keys that the tile must not read may hold anything. Such a key
+        # is replaced by one that it may read: the logit is masked, and 0 times that value is 0.
+        return jnp.clip(block * block_k + jnp.arange(block_k), item.first_key, kv_len - 1)
 
     def pages_of(block):
-        # Asked for ahead also where there is no block, and then perhaps no row.
+        # Prefetched one block past the end, and the item may be empty, so the load is masked.
         return plgpu.load(
             block_tables_ref.at[row[None], readable_keys(block) >> page_bits],
-            mask=jnp.broadcast_to(piece.lo < piece.hi, (block_k,)),
+            mask=jnp.broadcast_to(item.lo < item.hi, (block_k,)),
             other=0,
             eviction_policy="evict_last",
         )
 
     def attend_block(masked, block, carry):
-        state, *ahead = carry
-        page = ahead[0] if ahead else pages_of(block)
-        ahead = [pages_of(block + 1) for _ in ahead]
+        state, next_pages = carry
+        page = pages_of(block) if next_pages is None else next_pages
+        next_pages = None if next_pages is None else pages_of(block + 1)
         keys = block * block_k + jnp.arange(block_k)
         readable = readable_keys(block) if masked else keys
         key_slots = (page << page_bits) + (readable & (page_size - 1))
         slots = key_slots[:, None]
-        # A padded head_dim's loads are masked; q's lanes there hold what is not 0.
+        # Loads past head_dim are masked: q holds other values than 0 in those lanes.
         kv_mask = jnp.broadcast_to(dim_mask, (block_k, words.size)) if padded else None
 
         def load(ref):
             other = one_byte.zero(ref) if padded else None
             return plgpu.load(ref.at[slots, words], mask=kv_mask, other=other)  # [block_k, D]
 
-        def load_scales(ref):
-            return ref[...] if ref.shape == (1,) else plgpu.load(ref.at[key_slots])
-
         k = operands.of_pages(load(k_ref))
         distances = keys[None, :] - positions[:, None]
         s = functools.reduce(operator.add, map(lambda q, k: dot(q, k.T), q, k))
         if k_scales_ref is not None:
-            s *= load_scales(k_scales_ref)[None, :]
+            s *= one_byte.load_scales(k_scales_ref, key_slots)[None, :]
         s, factor = base2_logits(s, options, slopes, distances, q_scales)  # [block_q, block_k]
         if masked:
             s = jnp.where((keys < kv_len)[None, :] & visible(keys), s, -jnp.inf)
-        state = triton_softmax.attend(
+        state = softmax.attend(
             state,
             s,
             factor,
-            None if v_scales_ref is None else load_scales(v_scales_ref),
+            one_byte.load_scales(v_scales_ref, key_slots),
             lambda: operands.of_pages(load(v_ref)),
             all_see=not masked,
             operands=operands,
         )
-        return state, *ahead
+        return state, next_pages
 
     attend_full = functools.partial(attend_block, False)
     attend_masked = functools.partial(attend_block, True)
-    # As in decoding; of longer tiles the registers are better spent.
-    ahead = [pages_of(piece.lo)] if operands.narrow and block_q < 64 else []
-    carry = triton_softmax.empty(block_q, words.size, len(dims)), *ahead
+    # As in decoding. Longer tiles need the registers for other values.
+    next_pages = pages_of(item.lo) if operands.quantized and block_q < 64 else None
+    carry = softmax.empty(block_q, words.size, len(dims)), next_pages
     if options.sliding_window is not None:
-        carry = lax.fori_loop(piece.lo, piece.full_lo, attend_masked, carry)
-    carry = lax.fori_loop(piece.full_lo, piece.full_hi, attend_full, carry)
-    carry = lax.fori_loop(piece.full_hi, piece.hi, attend_masked, carry)
+        carry = lax.fori_loop(item.lo, item.full_lo, attend_masked, carry)
+    carry = lax.fori_loop(item.full_lo, item.full_hi, attend_full, carry)
+    carry = lax.fori_loop(item.full_hi, item.hi, attend_masked, carry)
     m_i, l_i, acc = carry[0]
     states = [(m_i * LN_2, l_i, a) for a in acc]
 
-    @pl.when(slot < 0)
+    @pl.when(partial < 0)
     def _():
         sinks = None if sinks_ref is None else plgpu.load(sinks_ref.at[head])
         for d, state in zip(dims, states, strict=True):
-            out, lse = triton_merge.finish(state, sinks)
+            out, lse = merge.finish(state, sinks)
             plgpu.store(
                 o_ref.at[q_token[:, None], head[:, None], d],
                 out.astype(o_ref.dtype),
@@ -189,100 +187,82 @@ def ragged_kernel(
             )
         plgpu.store(lse_ref.at[q_token, head], lse, mask=row_mask)
 
-    @pl.when(slot >= 0)
+    @pl.when(partial >= 0)
     def _():
         rows = jnp.arange(block_q)
         for d, state in zip(dims, states, strict=True):
-            out, lse = triton_merge.finish(state, None)
+            out, lse = merge.finish(state, None)
             plgpu.store(
-                outs_ref.at[slot[None, None], rows[:, None], d],
+                outs_ref.at[partial[None, None], rows[:, None], d],
                 out,
                 mask=jnp.broadcast_to(dim_mask, out.shape),
             )
-        plgpu.store(lses_ref.at[slot[None], rows], lse)
+        plgpu.store(lses_ref.at[partial[None], rows], lse)
 
 
 def ragged_paged_attention(
-    q: jax.Array,  # [T, Hq, D]
-    k_pages: jax.Array,  # [Hkv, P, S, D]
-    v_pages: jax.Array,  # [Hkv, P, S, D]
-    block_tables: jax.Array,  # i32[B, N]
-    seq_lens: jax.Array,  # i32[B], each in [0, N * S]
-    cu_q_lens: jax.Array,  # i32[B + 1], rising, within [0, T]
-    q_positions: jax.Array | None,  # i32[T]
-    alibi_slopes: jax.Array | None,  # f32[Hq]
-    sinks: jax.Array | None,  # f32[Hq]
-    tree_mask: jax.Array | None,  # bool[B, M, M]
-    k_scales: jax.Array | None = None,  # f32[Hkv, P, S] or f32[]
-    v_scales: jax.Array | None = None,  # like k_scales
-    *,
-    options: LogitOptions,
-    config: RaggedConfig,
-    interpret: bool,
+    arrays: Arrays, *, options: LogitOptions, config: RaggedConfig, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of each row's newest tokens: `(out [T, Hq, D], lse f32[T, Hq])`.
-
-    With `q_positions` the queries of a row stand there instead, and all of its keys are older.
-    """
-    num_tokens, num_q_heads, head_dim = q.shape
-    num_kv_heads, _, page_size, _ = k_pages.shape
-    num_seqs, pages_per_seq = block_tables.shape
-    group = num_q_heads // num_kv_heads
+    """Return attention of each row's newest tokens: `(out [T, Hq, D], lse f32[T, Hq])`."""
+    num_tokens, num_q_heads, head_dim = arrays.q.shape
+    num_kv_heads, group = arrays.num_kv_heads, arrays.group
 
     # The same for every layer of a step, so inside one jit XLA keeps a single copy of it.
     with jax.named_scope("ragged_plan"):
         tiles = make_tiles(
-            seq_lens,
-            cu_q_lens,
-            q_positions,
+            arrays.seq_lens,
+            arrays.cu_q_lens,
+            arrays.q_positions,
             num_tokens=num_tokens,
             group=group,
             block_q=config.block_q,
             block_k=config.block_k,
             options=options,
-            has_tree=tree_mask is not None,
+            has_tree=arrays.tree_mask is not None,
         )
         plan = make_plan(
             tiles,
             tile_tokens=config.block_q // group,
             block_k=config.block_k,
-            num_programs=config.num_programs,
+            num_programs=programs_per_kv_head(config.num_programs, num_kv_heads),
             fixed_split_size=config.fixed_split_size,
-            max_kv_len=pages_per_seq * page_size,
-            num_seqs=num_seqs,
+            max_kv_len=arrays.max_kv_len,
+            num_seqs=arrays.num_seqs,
         )
 
     def of_group(x):
         return None if x is None else x.reshape(num_kv_heads, group)
 
-    operands = one_byte.Operands(dtype=q.dtype, kv_dtype=k_pages.dtype, interpret=interpret)
-    q = q.reshape(num_tokens, num_kv_heads, group, head_dim)
+    kv_dtype = arrays.k_pages.dtype
+    operands = one_byte.Operands(dtype=arrays.q.dtype, kv_dtype=kv_dtype, interpret=interpret)
+    q = arrays.q.reshape(num_tokens, num_kv_heads, group, head_dim)
     qs, q_scales = operands.pack(q), None
     if config.block_q >= 64:
-        # Not in the kernel, since q of such tiles should be loaded into shared memory as it is (see
-        # above): on an H200 long prompts take 20% less. Tiles of few rows have it in registers, and
-        # take 10% less if it is made there.
+        # Not in the kernel, because q of such tiles should be loaded into shared memory as it is
+        # (see above): on an H200 long prompts take 20% less. Tiles of few rows have it in
+        # registers, and take 10% less if it is converted there.
         qs, q_scales = operands.of_queries(operands.split(q))
-    kv = [one_byte.token_rows(pages) for pages in (k_pages, v_pages)]
-    scales = [one_byte.scale_rows(x) for x in (k_scales, v_scales)]
-    of_rows = (block_tables, plan, q_positions)
-    of_heads = [of_group(x) for x in (alibi_slopes, sinks)]
-    tree = None if tree_mask is None else tree_mask.astype(jnp.int8)
+    kv = [one_byte.token_rows(pages) for pages in (arrays.k_pages, arrays.v_pages)]
+    scales = [one_byte.scale_rows(x) for x in (arrays.k_scales, arrays.v_scales)]
+    of_rows = (arrays.block_tables, plan, arrays.q_positions)
+    of_heads = [of_group(x) for x in (arrays.alibi_slopes, arrays.sinks)]
+    tree = None if arrays.tree_mask is None else arrays.tree_mask.astype(jnp.int8)
+    partials = (num_kv_heads, plan.num_partials, config.block_q)
     out_shape = (
         jax.ShapeDtypeStruct((num_tokens, num_kv_heads, group, head_dim), q.dtype),
         jax.ShapeDtypeStruct((num_tokens, num_kv_heads, group), jnp.float32),
-        jax.ShapeDtypeStruct((num_kv_heads, plan.num_slots, config.block_q, head_dim), jnp.float32),
-        jax.ShapeDtypeStruct((num_kv_heads, plan.num_slots, config.block_q), jnp.float32),
+        jax.ShapeDtypeStruct((*partials, head_dim), jnp.float32),
+        jax.ShapeDtypeStruct(partials, jnp.float32),
     )
     out, lse, outs, lses = pl.pallas_call(
         functools.partial(
             ragged_kernel,
             options=options,
-            page_size=page_size,
+            page_size=arrays.page_size,
             operands=operands,
             config=config,
         ),
-        grid=(num_kv_heads, plan.slot.shape[0]),
+        grid=(num_kv_heads, plan.partial.shape[0]),
         in_specs=[
             [kv_head(x, 1) for x in qs],
             kv_head(q_scales, 1),
@@ -300,7 +280,7 @@ def ragged_paged_attention(
         interpret=interpret,
         name="ragged_paged_attention",
     )(qs, q_scales, *kv, *scales, *of_rows, *of_heads, tree)
-    out, lse = triton_merge.merge_tiles(
-        out, lse, outs, lses, plan, of_group(sinks), config=config, interpret=interpret
+    out, lse = merge.merge_ragged(
+        out, lse, outs, lses, plan, of_group(arrays.sinks), config=config, interpret=interpret
     )
     return out.reshape(num_tokens, num_q_heads, head_dim), lse.reshape(num_tokens, num_q_heads)

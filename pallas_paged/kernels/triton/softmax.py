@@ -1,4 +1,4 @@
-"""The softmax of the Triton kernels over keys that come block by block, and the values under it."""
+"""Online softmax of the Triton kernels: a block of logits and values joins the running state."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_paged.kernels.logits import dot
 from pallas_paged.kernels.triton.one_byte import Operands, split_scales
 
-# f32 over R query rows: of the exponents the largest `[R]`, the sum `[R]`, and for each tile of
-# values the weighted sum `[R, W]`.
+# f32 of R query rows: the largest base-2 logit `[R]`, the sum `[R]`, and the weighted sum of the
+# values, `[R, W]` for each tile of them.
 State = tuple[jax.Array, jax.Array, list[jax.Array]]
 
 
 def empty(num_rows: int, width: int, num_tiles: int) -> State:
-    """The state of no keys."""
+    """Return the state before any key."""
     return (
         jnp.full((num_rows,), -jnp.inf, jnp.float32),
         jnp.zeros((num_rows,), jnp.float32),
@@ -36,16 +36,16 @@ def attend(
     all_see: bool,
     operands: Operands,
 ) -> State:
-    """The state with a block of keys more.
+    """Return the state with one more block of keys.
 
     Args:
-      all_see: every row sees one of the keys seen so far.
-      operands: what the values are, and whether there is PTX.
+        all_see: every row has seen a key, in this block or before.
+        operands: the dtypes, and whether the kernel is interpreted.
     """
     m_i, l_i, acc = state
     column = factor if isinstance(factor, float) else factor[:, None]
-    # A weight is the probability times the scale of its value. f16 has little range, so there the
-    # maximum is that of the weights: the scales' powers of two go to the exponent.
+    # A weight is the probability times the scale of its value. f16 has a small range, so there
+    # the maximum is that of the weights: the scales' powers of two go to the exponent.
     significands, inverses = v_scales, None
     if v_scales is not None and operands.in_f16:
         exponents, significands, inverses = split_scales(v_scales)
@@ -53,8 +53,8 @@ def attend(
     m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
     m_safe = m_new if all_see else jnp.where(m_new == -jnp.inf, 0.0, m_new)
     alpha = _exp2(m_i - m_safe, operands)
-    # The product is rounded, as in the maximum: fused with the difference it would leave what is
-    # rounded off, which is more than an exponent holds where logits are very large.
+    # The product is rounded, as it is in the maximum. A fused multiply-subtract would keep the
+    # rounding error, which overflows an exponent where logits are very large.
     p = _exp2(s * column - m_safe[:, None], operands)
     weights = p if significands is None else p * significands[None, :]
     p = p if inverses is None else p * inverses[None, :]
@@ -67,7 +67,7 @@ def attend(
 
 
 def _exp2(x: jax.Array, operands: Operands) -> jax.Array:
-    """`2 ** x`, or 0 where that is subnormal, for whose sake Triton takes four instructions."""
+    """Return `2 ** x`, flushed to 0 where subnormal: keeping those costs four instructions."""
     if operands.interpret:
         return jnp.exp2(x)
     [y] = plgpu.elementwise_inline_asm(

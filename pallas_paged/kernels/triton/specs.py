@@ -9,17 +9,17 @@ from jax.experimental import pallas as pl
 
 
 def whole(tree: Any) -> Any:
-    """Specs that give every program all of every array, or shape, of a pytree."""
+    """Return specs that give every program all of every array, or shape, of a pytree."""
     return jax.tree.map(lambda x: pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape)), tree)
 
 
 def scale_spec(x: jax.Array | None) -> pl.BlockSpec | None:
-    """Spec of scales `[Hkv, P * S]`, a program gets its KV head's, or of the one of all, `[1]`."""
+    """Return the spec of scales: of `[Hkv, P * S]` one KV head's, of `[1]` all, None for None."""
     return kv_head(x, 0) if x is None or x.ndim == 2 else whole(x)
 
 
 def kv_head(x: Any, axis: int) -> pl.BlockSpec | None:
-    """Spec that gives a program all of an array but, of `axis`, its own KV head only.
+    """Return the spec that gives a program its KV head along `axis` and all of the other axes.
 
     The first axis of the grid must be the KV heads. None for None.
     """

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_paged as pp
-from pallas_paged.kernels.triton.config import decode_config, merge_config
+from pallas_paged.kernels.triton.config import decode_config, decode_merge_config
 from tests.support.devices import lower_for_cuda
 from tests.support.lowered_options import LOOP, lowered_options
 from tests.support.marks import slow
@@ -131,9 +131,9 @@ def test_the_heuristic_config_fits_in_shared_memory(group, head_dim, itemsize):
     # Two stages of a K and a V tile, for every program that shares the SM's 227 KB.
     padded = 1 << (head_dim - 1).bit_length()
     tiles = config.num_stages * 2 * config.block_k * padded * itemsize
-    per_sm = -(-config.num_programs * 8 // 132)
+    per_sm = -(-config.num_programs // 132)
     assert per_sm * tiles <= 4 * 64 * 1024
-    assert config.num_programs * 8 <= 4 * 132
+    assert config.num_programs <= 4 * 132
 
 
 def test_a_block_of_one_page_gets_fewer_warps():
@@ -156,19 +156,19 @@ def test_few_tokens_get_few_programs():
         itemsize=2,
         num_sms=132,
     )
-    assert config.num_programs == 128 // config.block_k
+    assert config.num_programs == 2 * (128 // config.block_k)  # of 2 KV heads
 
 
 @pytest.mark.parametrize("num_seqs", [1, 3, 64, 1000])
 @pytest.mark.parametrize("num_heads", [1, 7, 32, 128])
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_the_sides_of_the_merge_tile_are_powers_of_two(num_seqs, num_heads, batch_invariant):
-    tile = merge_config(
+@pytest.mark.parametrize("fixed_split", [False, True])
+def test_the_sides_of_the_merge_tile_are_powers_of_two(num_seqs, num_heads, fixed_split):
+    tile = decode_merge_config(
         num_seqs=num_seqs,
         num_heads=num_heads,
         head_dim=80,
         num_programs=66,
-        batch_invariant=batch_invariant,
+        fixed_split=fixed_split,
     )
     sizes = dataclasses.astuple(tile)
     assert all(n > 0 and n & (n - 1) == 0 for n in sizes)

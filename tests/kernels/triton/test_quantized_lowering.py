@@ -12,7 +12,7 @@ from jax._src.lib.mlir import ir
 
 import pallas_paged as pp
 from pallas_paged import dispatch
-from pallas_paged.kernels.call import IMPLEMENTATIONS
+from pallas_paged.dispatch import BACKENDS
 from pallas_paged.kernels.triton.config import decode_config, ragged_config
 from tests.support.devices import A100, lower_for_cuda
 from tests.support.lowered_options import LOOP, lowered_options
@@ -39,8 +39,11 @@ def lower(heads, kv_dtype, dtype, *, num_tokens=None, num_pages=1000, per_tensor
     if num_tokens is not None:
         function = pp.ragged_paged_attention
         shapes.append(jax.ShapeDtypeStruct((5,), jnp.int32))
-    shapes += [scales, scales]
-    return lower_for_cuda(lambda *arrays: function(*arrays, **call), *shapes)
+
+    def attend(k_scales, v_scales, *arrays):
+        return function(*arrays, k_scales=k_scales, v_scales=v_scales, **call)
+
+    return lower_for_cuda(attend, scales, scales, *shapes)
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES, ids=lambda x: x.__name__)
@@ -107,10 +110,10 @@ def test_offsets_reach_all_elements_of_a_large_pool(num_pages, wide, num_tokens)
 @pytest.mark.parametrize("call", [DECODE, PREFILL], ids=["decode", "ragged"])
 def test_mosaic_refuses_quantized_pages_and_triton_takes_them(call, kv_dtype, any_jax):
     call = dataclasses.replace(call, kv_dtype=jnp.dtype(kv_dtype))
-    reason = IMPLEMENTATIONS["mosaic_gpu"].why_not(call)
+    reason = BACKENDS["mosaic_gpu"].why_not(call)
     assert reason == f"needs pages of q's dtype bfloat16, not of {kv_dtype.__name__}"
     with pytest.raises(NotImplementedError, match="'mosaic_gpu' needs pages of q's dtype"):
-        dispatch.find(call, "mosaic_gpu")
+        dispatch.resolve(call, "mosaic_gpu")
     assert dispatch.best_implementation(call) == "triton"
 
 
@@ -122,7 +125,7 @@ def test_float8_needs_compute_capability_8_9(call):
         assert dispatch.best_implementation(call) == ("triton" if takes else "xla")
         if not takes:
             with pytest.raises(NotImplementedError, match=f"8.9 .*float8_e4m3fn, not {capability}"):
-                dispatch.find(call, "triton")
+                dispatch.resolve(call, "triton")
         int8 = dataclasses.replace(call, kv_dtype=jnp.dtype(jnp.int8))
         assert dispatch.best_implementation(int8) == "triton"
 

@@ -1,0 +1,134 @@
+"""Checks of arguments that page storage and attention share, and the numeric rules they run under.
+
+Bad input raises ValueError with the argument's name, its value and the rule that it breaks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import reprlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+INT32_MAX = 2**31 - 1  # slots, positions and offsets are int32
+MAX_PAGE_SIZE = 256
+_F32_BOUND = 1e38  # a number below it stays finite in float32 when multiplied by log2(e)
+
+
+@contextlib.contextmanager
+def default_promotion() -> Iterator[None]:
+    """Run under JAX's default promotion rules, whatever the caller has configured.
+
+    Also a decorator. Code under `jax_numpy_rank_promotion="raise"` or
+    `jax_numpy_dtype_promotion="strict"` can call the library as it is.
+    """
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def as_array(name: str, value: Any) -> Any:
+    """Return `value` as something that has a dtype and a shape; 64-bit arrays keep their dtype.
+
+    Python numbers and nested sequences of them become int32, float32 or bool.
+
+    Raises:
+        ValueError: `value` is no array of numbers, or holds an integer beyond int32.
+    """
+    if hasattr(value, "dtype"):  # jnp.asarray would silently narrow 64-bit NumPy arrays
+        return value
+    try:
+        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value))
+        array: Any = jnp.asarray(value) if traced else np.asarray(value)
+    except (TypeError, ValueError, OverflowError) as e:
+        raise ValueError(f"{name}={reprlib.repr(value)} must be an array: {e}") from e
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"{name}={reprlib.repr(value)} must be an array of numbers")
+    if array.dtype.kind in "iu" and not traced:
+        if array.size and not -INT32_MAX - 1 <= array.min() <= array.max() <= INT32_MAX:
+            raise ValueError(f"{name}={reprlib.repr(value)} must hold integers of int32")
+        array = array.astype(np.int32)
+    return array.astype(np.float32) if array.dtype.kind == "f" else array
+
+
+def checked_array(name: str, value: Any, dtype: DTypeLike, shape: tuple[int, ...]) -> jax.Array:
+    """Return `value` as an array of this dtype and shape.
+
+    Raises:
+        ValueError: it has another dtype or shape.
+    """
+    given = as_array(name, value)
+    if not given.size and not hasattr(value, "dtype"):  # an empty list has no dtype of its own
+        given = given.astype(dtype)
+    if given.dtype != dtype or given.shape != shape:
+        want = f"{jnp.dtype(dtype)}{list(shape)}"
+        raise ValueError(f"{name} must be {want}, got {given.dtype}{list(given.shape)}")
+    return jnp.asarray(given)
+
+
+def checked_vector(name: str, value: Any, dtype: DTypeLike) -> jax.Array:
+    """Return `value` as a one-dimensional array of this dtype and any length; else as above."""
+    given = as_array(name, value)
+    return checked_array(name, value, dtype, (math.prod(given.shape),))
+
+
+def validate_positive(**sizes: Any) -> None:
+    """Raise ValueError unless every size is a positive integer."""
+    for name, size in sizes.items():
+        if not isinstance(size, int | np.integer) or isinstance(size, bool) or size <= 0:
+            raise ValueError(f"{name}={size!r} must be a positive integer")
+
+
+def validate_page_size(page_size: int) -> None:
+    """Raise ValueError unless `page_size` is a power of two up to `MAX_PAGE_SIZE`."""
+    if page_size > MAX_PAGE_SIZE or page_size & (page_size - 1):
+        raise ValueError(f"{page_size=} must be a power of two from 1 to {MAX_PAGE_SIZE}")
+
+
+def validate_pool_size(num_pages: int, page_size: int) -> None:
+    """Raise ValueError unless the sizes are allowed and int32 can name each slot and one more."""
+    validate_positive(num_pages=num_pages, page_size=page_size)
+    validate_page_size(page_size)
+    if int(num_pages) * int(page_size) + 1 > INT32_MAX:  # NumPy's integers would overflow
+        raise ValueError(f"{num_pages=} * {page_size=} + 1 must be at most {INT32_MAX}")
+
+
+def static_number(name: str, value: Any) -> float:
+    """Return `value` as a finite number that is known while tracing.
+
+    Raises:
+        ValueError: it is traced, no number, not finite, or 1e38 or more in size.
+    """
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(f"{name} must be a static number, got a traced value")
+    complex_number = isinstance(value, complex | np.complexfloating)
+    if isinstance(value, str | bool) or complex_number or not hasattr(value, "__float__"):
+        raise ValueError(f"{name}={value!r} must be a number")
+    if np.ndim(value):
+        raise ValueError(f"{name}={value!r} must be a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not abs(number) < _F32_BOUND:
+        raise ValueError(f"{name}={value!r} must be finite, and less than {_F32_BOUND:g} in size")
+    return number
+
+
+def static_integer(name: str, value: Any, *, least: int = 1) -> int:
+    """Return `value` as an integer of at least `least` that is known while tracing.
+
+    Values beyond int32 are taken as its largest.
+
+    Raises:
+        ValueError: it is traced or no such integer.
+    """
+    number = static_number(name, value)
+    if number != int(number) or number < least:
+        raise ValueError(f"{name}={value!r} must be an integer that is at least {least}")
+    return int(min(number, INT32_MAX))

@@ -1,0 +1,43 @@
+"""The Mosaic kernels as an implementation: which calls they can do, and the function for a call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from pallas_paged.kernels.call import Call, Kernel, call_jitted
+from pallas_paged.kernels.mosaic import support
+from pallas_paged.kernels.mosaic.config import (
+    MosaicDecodeConfig,
+    MosaicRaggedConfig,
+    decode_config,
+    ragged_config,
+)
+
+CONFIGS: dict[Kernel, type] = {"decode": MosaicDecodeConfig, "ragged": MosaicRaggedConfig}
+_HEURISTICS: dict[Kernel, Callable[..., Any]] = {"decode": decode_config, "ragged": ragged_config}
+
+
+def why_not(call: Call) -> str | None:
+    """Return why the kernels can't do a call, interpreted or not; None if they can."""
+    return support.why_not_jax() or support.why_not_call(call)
+
+
+def why_not_here(call: Call) -> str | None:
+    """Return why the kernels can't do a call on its device; None if they can."""
+    return support.why_not_device(call.device) or why_not(call)
+
+
+def bind(call: Call, *, interpret: bool) -> Callable[..., Any]:
+    """Return the function of `Arrays` and `options` that does a call."""
+    from pallas_paged.kernels.mosaic import decode, ragged
+
+    static: dict[str, Any] = {
+        "config": call.choose_config(_HEURISTICS),
+        "interpret": interpret,
+    }
+    if call.kernel == "decode":
+        return functools.partial(call_jitted, decode.paged_decode, **static)
+    static["with_lse"] = call.with_lse
+    return functools.partial(call_jitted, ragged.ragged_paged_attention, **static)

@@ -1,0 +1,60 @@
+"""The Triton kernels as an implementation: which calls they can do, and the function for a call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_paged.kernels.call import Call, Kernel, call_jitted
+from pallas_paged.kernels.triton.config import (
+    DecodeConfig,
+    RaggedConfig,
+    decode_config,
+    ragged_config,
+)
+
+CONFIGS: dict[Kernel, type] = {"decode": DecodeConfig, "ragged": RaggedConfig}
+_HEURISTICS: dict[Kernel, Callable[..., Any]] = {"decode": decode_config, "ragged": ragged_config}
+
+
+def why_not(call: Call) -> str | None:
+    """Return why the kernels can't do a call, interpreted or not; None if they can."""
+    try:
+        from pallas_paged.kernels.triton import decode, ragged  # noqa: F401
+    except ImportError as e:
+        return f"needs the Triton lowering of Pallas, which this JAX ({jax.__version__}) lacks: {e}"
+    if call.kv_dtype.itemsize == 1 and call.head_dim % 2:
+        return f"needs an even head_dim with pages of {call.kv_dtype.name}, not {call.head_dim}"
+    return None
+
+
+def why_not_here(call: Call) -> str | None:
+    """Return why the kernels can't do a call on its device; None if they can."""
+    device = call.device
+    if device.platform != "gpu":
+        return (
+            f"needs a GPU, but the device has the platform {device.platform!r}; "
+            "'triton_interpret' runs the same kernels there"
+        )
+    capability = device.compute_capability
+    known = capability is not None and tuple(map(int, capability.split(".")))
+    if known and known < (8, 9) and call.kv_dtype == jnp.float8_e4m3fn:  # PTX lacks the conversion
+        return f"needs compute capability 8.9 with pages of float8_e4m3fn, not {capability}"
+    return why_not(call)
+
+
+def bind(call: Call, *, interpret: bool) -> Callable[..., Any]:
+    """Return the function of `Arrays` and `options` that does a call."""
+    from pallas_paged.kernels.triton import decode, ragged
+
+    decodes = call.kernel == "decode"
+    return functools.partial(
+        call_jitted,
+        decode.paged_decode if decodes else ragged.ragged_paged_attention,
+        config=call.choose_config(_HEURISTICS),
+        interpret=interpret,
+    )

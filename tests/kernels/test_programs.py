@@ -1,0 +1,34 @@
+"""Kernels lower to the programs on record: a change of structure changes no machine code."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support.programs import GOLDENS, programs
+
+if not GOLDENS.exists():
+    pytest.skip(f"no programs on record for this JAX: {GOLDENS.name}", allow_module_level=True)
+
+ON_RECORD = json.loads(GOLDENS.read_text())
+FEW = {"decode 64x4096", "ragged 4x4096 512 tokens"}  # the default run
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(
+            program,
+            id=program.name,
+            marks=[] if any(few in program.name for few in FEW) else pytest.mark.slow,
+        )
+        for program in programs()
+        if program.name in ON_RECORD
+    ],
+)
+def test_kernels_lower_to_the_programs_on_record(program):
+    assert program.digests() == ON_RECORD[program.name], (
+        "the kernels of this call lower to other programs than those on record. If that is meant, "
+        "measure the change, run `python -m tests.support.programs` and commit the result"
+    )

@@ -1,0 +1,185 @@
+"""The programs that a list of calls lowers to for an H200, as digests without names.
+
+A digest is of a kernel's module, canonicalised and without debug locations, symbol names and the
+order of constants. `python -m tests.support.programs` writes the digests of this JAX into
+`tests/kernels/goldens`: run it after a deliberate change of kernels, and commit the result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
+from jaxlib.mlir.passmanager import PassManager
+
+import pallas_paged as pp
+from tests.support.devices import lower_for_cuda
+
+GOLDENS = Path(__file__).parents[1] / "kernels" / "goldens" / f"programs-jax-{jax.__version__}.json"
+FUNCTIONS = {
+    "decode": pp.paged_attention,
+    "ragged": pp.ragged_paged_attention,
+    "cascade": pp.cascade_attention,
+}
+PER_HEAD = np.ones(32, np.float32)
+OPTIONS: dict[str, Any] = dict(
+    sliding_window=100, soft_cap=30.0, alibi_slopes=PER_HEAD, sinks=PER_HEAD, return_lse=True
+)
+TREE = {"tree_mask": np.ones((4, 40, 40), bool)}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Program:
+    """A call, by its static sizes: 32 query heads over `num_kv_heads`."""
+
+    function: str
+    implementation: str
+    num_seqs: int = 4
+    num_tokens: int = 0  # of ragged queries
+    max_kv_len: int = 4096
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 16
+    dtype: str = "bfloat16"
+    kv_dtype: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        sizes = f"{self.num_seqs}x{self.max_kv_len}"
+        if self.num_tokens:
+            sizes += f" {self.num_tokens} tokens"
+        heads = f"32/{self.num_kv_heads}/{self.head_dim}/{self.page_size}"
+        words = [self.implementation, self.function, sizes, heads, self.dtype, self.kv_dtype]
+        return " ".join(w for w in (*words, *self.options) if w)
+
+    def lower(self) -> jax.stages.Lowered:
+        """The call lowered for CUDA."""
+
+        def of(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+        kv_dtype = self.kv_dtype or self.dtype
+        pages = of(self.num_kv_heads, 1009, self.page_size, self.head_dim, dtype=kv_dtype)
+        arrays = dict(
+            q=of(self.num_tokens or self.num_seqs, 32, self.head_dim, dtype=self.dtype),
+            k_pages=pages,
+            v_pages=pages,
+            block_tables=of(self.num_seqs, self.max_kv_len // self.page_size),
+            seq_lens=of(self.num_seqs),
+        )
+        if self.function == "ragged":
+            arrays |= dict(cu_q_lens=of(self.num_seqs + 1))
+        if self.function == "cascade":
+            arrays |= dict(prefix_lens=of(2), cu_group_sizes=of(3))
+        if self.kv_dtype:
+            scales = of(*pages.shape[:3], dtype="float32")
+            arrays |= dict(k_scales=scales, v_scales=scales)
+        function = FUNCTIONS[self.function]
+
+        def call(arrays: dict[str, jax.Array]) -> Any:
+            return function(**arrays, implementation=self.implementation, **self.options)
+
+        return lower_for_cuda(call, arrays)
+
+    def digests(self) -> list[str]:
+        """A digest for each kernel, in order."""
+        kernels: list[str] = []
+
+        def visit(op: ir.Operation) -> ir.WalkResult:
+            if op.name == "stablehlo.custom_call" and "mhlo.backend_config" in op.attributes:
+                kernels.append(_kernel_text(ir.DictAttr(op.attributes["mhlo.backend_config"])))
+            return ir.WalkResult.ADVANCE
+
+        self.lower().compiler_ir().operation.walk(visit)
+        return [hashlib.sha256(text.encode()).hexdigest()[:16] for text in kernels]
+
+
+def programs() -> list[Program]:
+    """Decoding, ragged queries, options, head sizes, page sizes and dtypes in both families."""
+    found = []
+    for family in ("triton", "mosaic_gpu"):
+
+        def add(function: str, family: str = family, **sizes: Any) -> None:
+            found.append(Program(function=function, implementation=family, **sizes))
+
+        for num_seqs, max_kv_len in ((1, 1024), (1, 131072), (8, 2048), (64, 4096), (256, 1024)):
+            add("decode", num_seqs=num_seqs, max_kv_len=max_kv_len)
+        for num_seqs, num_tokens in ((1, 8192), (16, 16384), (64, 64), (64, 192)):
+            add("ragged", num_seqs=num_seqs, num_tokens=num_tokens)
+        for sizes in (
+            dict(head_dim=64),
+            dict(head_dim=256),
+            dict(num_kv_heads=1, dtype="float16"),
+            dict(num_kv_heads=32),
+            dict(page_size=64),
+        ):
+            add("decode", num_seqs=64, **sizes)
+            add("ragged", num_tokens=4096, **sizes)
+        for name, value in OPTIONS.items():
+            add("decode", num_seqs=64, options={name: value})
+        for name, value in (OPTIONS | TREE).items():
+            add("ragged", num_tokens=512, options={name: value})
+        add("decode", num_seqs=64, options=OPTIONS)
+        add("ragged", num_tokens=512, options=OPTIONS | TREE)
+        add("cascade", num_seqs=64, options=OPTIONS)
+    for kv_dtype, dtype in itertools.product(("int8", "float8_e4m3fn"), ("bfloat16", "float32")):
+        types = dict(implementation="triton", kv_dtype=kv_dtype, dtype=dtype)
+        found += [
+            Program(function="decode", num_seqs=1, max_kv_len=1024, **types),
+            Program(function="decode", num_seqs=64, options=OPTIONS, **types),
+            Program(function="ragged", num_tokens=4096, **types),
+            Program(function="ragged", num_seqs=64, num_tokens=128, **types),
+        ]
+    return found
+
+
+def _kernel_text(backend_config: ir.DictAttr) -> str:
+    """A kernel's launch and its module, canonicalised and without names."""
+    launch = []
+    text = ""
+    for attribute in backend_config:
+        if attribute.name in ("ir", "module"):  # of Triton, of Mosaic
+            with mlir.make_ir_context() as context:
+                _register_dialects(context)
+                module = ir.Module.parse(ir.StringAttr(attribute.attr).value_bytes)
+                PassManager.parse("builtin.module(canonicalize,cse)").run(module.operation)
+                text = module.operation.get_asm(enable_debug_info=False)
+        elif attribute.name not in ("kernel_hash", "name", "debug"):
+            launch.append(f"{attribute.name}={attribute.attr}")
+    names: dict[str, str] = {}
+    text = re.sub(r'@"[^"]*"|@[\w$.]+', lambda m: names.setdefault(m[0], f"@{len(names)}"), text)
+    lines = text.splitlines()
+    constants = sorted(line.strip() for line in lines if "arith.constant" in line)
+    code = [line for line in lines if "arith.constant" not in line]
+    return "\n".join([*sorted(launch), *constants, *code])
+
+
+def _register_dialects(context: ir.Context) -> None:
+    from jax._src.lib import mosaic_gpu_dialect, triton
+
+    triton.dialect.register_dialect(context)
+    mosaic_gpu_dialect.register_dialect(context)
+    context.allow_unregistered_dialects = True
+
+
+if __name__ == "__main__":
+    digests = {}
+    for program in programs():
+        try:
+            digests[program.name] = program.digests()
+        except NotImplementedError as e:
+            print(f"{program.name}: {e}")
+    GOLDENS.parent.mkdir(exist_ok=True)
+    GOLDENS.write_text(json.dumps(digests, indent=1) + "\n")
+    print(f"{len(digests)} programs in {GOLDENS}")

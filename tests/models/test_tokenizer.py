@@ -150,17 +150,17 @@ STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
 
 @given(text=st.text("ab", max_size=12), stops=STOPS)
 def test_a_text_ends_before_its_first_stop_text_and_is_never_late(byte_level, text, stops):
-    stream, told = TextStream(byte_level, (), stops), ""
+    stream, shown = TextStream(byte_level, (), stops), ""
     for end, character in enumerate(text, 1):
-        told += stream.push([ord(character)])
+        shown += stream.push([ord(character)])
         found = [text.index(stop) for stop in stops if stop in text[:end]]
         assert stream.stopped == bool(found)
         if found:
-            assert told == text[: min(found)] and stream.finish() == ""
+            assert shown == text[: min(found)] and stream.finish() == ""
             return
         begun = [n for stop in stops for n in range(len(stop)) if text[:end].endswith(stop[:n])]
-        assert told == text[: end - max(begun, default=0)]
-    assert told + stream.finish() == text
+        assert shown == text[: end - max(begun, default=0)]
+    assert shown + stream.finish() == text
 
 
 def test_a_text_continues_its_prompt(sentencepiece):

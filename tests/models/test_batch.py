@@ -1,4 +1,4 @@
-"""Packing a step: shapes, padding, and whose sampling each row gets."""
+"""Packing a step: shapes, padding, and the sampling values of each row."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_shapes_are_few_and_end_with_the_largest(max_seqs, token_budget, decode_
 
 
 @given(st.integers(1, 80), st.integers(2, 700), st.data())
-def test_everything_that_a_scheduler_may_plan_fits_the_smallest_shape(max_seqs, budget, data):
+def test_every_plan_gets_the_smallest_shape_that_fits(max_seqs, budget, data):
     shapes = Shapes(max_seqs=max_seqs, token_budget=max_seqs + budget)
     num_decodes = data.draw(st.integers(0, max_seqs))
     room = shapes.token_budget - num_decodes
@@ -77,7 +77,7 @@ def packed(decode_rows, chunks, drawing=Drawing.GREEDY):
 
 def test_a_batch_that_only_decodes():
     batch = packed([3, 1], [])
-    assert batch.decode_rows.tolist() == [3, 1] + [10] * 6  # padded with no row
+    assert batch.decode_rows.tolist() == [3, 1] + [10] * 6  # 10 is padding
     assert batch.chunks is None and batch.draws is None and batch.num_ranked == -1
 
 

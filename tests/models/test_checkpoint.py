@@ -127,7 +127,7 @@ def test_shards_equal_one_file(tmp_path):
     assert_same_weights(sharded, single)
 
 
-def test_dtype_is_that_of_the_embeddings_unless_asked_for(tmp_path):
+def test_dtype_defaults_to_that_of_the_embeddings(tmp_path):
     save_random(tmp_path, dtype=jnp.bfloat16)
     edit(tmp_path, {"model.norm.weight": np.full(8, 1.5, np.float32)})
     model, _ = load_checkpoint(tmp_path)
@@ -182,21 +182,21 @@ def test_harmless_extras_are_ignored(tmp_path):
         ),
     ],
 )
-def test_wrong_tensors_are_named(tmp_path, changes, message):
+def test_wrong_tensors_are_refused_by_name(tmp_path, changes, message):
     save_random(tmp_path)
     edit(tmp_path, changes)
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint(tmp_path)
 
 
-def test_missing_head_of_an_untied_model_is_named(tmp_path):
+def test_an_untied_model_without_a_head_is_refused(tmp_path):
     save_random(tmp_path, dataclasses.replace(CONFIG, tie_word_embeddings=False))
     edit(tmp_path, {"lm_head.weight": None})
     with pytest.raises(CheckpointError, match=r"missing tensor lm_head\.weight.*\(12, 8\)"):
         load_checkpoint(tmp_path)
 
 
-def test_wrong_files_are_named(tmp_path):
+def test_wrong_files_are_refused_by_name(tmp_path):
     def load_after(name, text):
         folder = tmp_path / "folder"
         shutil.rmtree(folder, ignore_errors=True)
@@ -269,7 +269,7 @@ def test_both_spellings_of_rope_agree():
 
 
 @pytest.mark.parametrize(("value", "expected"), [(None, ()), (2, (2,)), ([2, 9], (2, 9))])
-def test_eos_token_id_is_null_a_number_or_a_list(value, expected):
+def test_eos_token_id_may_be_null_a_number_or_a_list(value, expected):
     assert ModelConfig.from_hugging_face(LLAMA | {"eos_token_id": value}).eos_token_ids == expected
 
 
@@ -322,7 +322,7 @@ def test_eos_token_id_is_null_a_number_or_a_list(value, expected):
         ({"layer_types": "full_attention"}, "must name the attention of num_layers=1"),
     ],
 )
-def test_what_the_decoder_lacks_is_refused(changes, message):
+def test_unsupported_configs_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_hugging_face(LLAMA | changes)
 
@@ -346,19 +346,19 @@ def test_what_the_decoder_lacks_is_refused(changes, message):
         ({"sliding_window": 16}, ()),
     ],
 )
-def test_sliding_windows_are_those_of_transformers(changes, windows):
+def test_sliding_windows_equal_those_of_transformers(changes, windows):
     config = ModelConfig.from_hugging_face(LLAMA | {"num_hidden_layers": 3} | changes)
     assert config.sliding_windows == windows
 
 
-def test_a_config_needs_a_window_or_none_for_each_layer():
+def test_a_config_needs_one_window_per_layer():
     with pytest.raises(ValueError, match="num_windows=2 of the layers must be 0 or num_layers=1"):
         dataclasses.replace(CONFIG, sliding_windows=(4, None))
 
 
 @pytest.fixture(scope="module")
 def shakespeare_logits():
-    """Our logits over the golden's text and its greedy continuation, and the golden."""
+    """Our logits over the golden's text and its greedy continuation, and the golden file."""
     with np.load(GOLDENS / "shakespeare" / "golden.npz") as file:
         golden = dict(file)
     tokens = np.concatenate([golden["input_ids"], golden["greedy_tokens"]], 1).astype(np.int32)

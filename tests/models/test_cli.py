@@ -82,10 +82,10 @@ def test_several_samples_are_printed_when_done(run):
     assert err.startswith("18 new tokens (max_tokens), ")
 
 
-def test_a_text_cut_short_by_the_pool_says_so(run):
+def test_a_text_cut_short_by_the_pool_is_reported(run):
     status, out, err = run("--prompt", "ROMEO:", "--num-pages", "1", "--max-new-tokens", "20")
     assert status == 0 and out.startswith("ROMEO:")
-    assert err.startswith("11 new tokens (out_of_pages), ")  # 16 slots, and the last is not written
+    assert err.startswith("11 new tokens (out_of_pages), ")  # the last token needs no slot
 
 
 def test_stop_text_cuts_the_text_and_ends_the_sample(run):
@@ -105,7 +105,7 @@ def test_stop_text_cuts_the_text_and_ends_the_sample(run):
     assert streamed == "ROMEO:" + cut["text"] + "\n"
 
 
-def test_the_text_stream_holds_back_what_may_become_a_stop(checkpoint):
+def test_the_text_stream_holds_back_the_beginning_of_a_stop(checkpoint):
     stream = TextStream(Tokenizer(checkpoint), b"say: ", ["END", "\n\n"])
     assert stream.push(b"hello E") == "hello "
     assert stream.push(b"N") == ""
@@ -129,7 +129,7 @@ TOKEN_BYTES = {"fp32": 2 * 16 * 4, "int8": 2 * (16 + 4), "fp8": 2 * (16 + 4)}
 
 
 @pytest.mark.parametrize("kv_dtype", TOKEN_BYTES)
-def test_the_cache_has_the_dtype_that_is_asked_for(run, kv_dtype):
+def test_the_cache_has_the_given_dtype(run, kv_dtype):
     args = ["--prompt", "ROMEO:", "--max-new-tokens", "3", "--json", "--temperature", "0"]
     status, out, _ = run(*args, "--kv-dtype", kv_dtype)
     assert status == 0
@@ -152,7 +152,7 @@ def test_the_scales_of_a_checkpoint_are_used_in_an_fp8_cache_only(run, tmp_path,
     assert sizes == {"int8": 16 * 2 * (16 + 4), "fp8": 16 * 2 * 16 + 2 * 4}
 
 
-def test_default_length_is_what_the_model_has_room_for(run):
+def test_default_length_fills_the_model_positions(run):
     _, out, _ = run("--prompt", "ROMEO:", "--json")
     assert len(json.loads(out)["completions"][0]["tokens"]) == 64 - 6
 
@@ -230,13 +230,13 @@ def test_a_process_ends_with_status_2_and_no_traceback(start):
     assert err == b"error: num_samples=0 must be at least 1\n"
 
 
-def test_help_answers_without_importing_jax():
+def test_help_does_not_import_jax():
     code = "import sys; from models import cli; cli._parser(); print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
 
 
-def test_a_reader_that_goes_away_is_no_error(start):
+def test_a_closed_pipe_ends_the_command_without_an_error_message(start):
     process = start("--prompt", "ROMEO:")
     process.stdout.close()
     _, err = process.communicate(timeout=120)
@@ -252,21 +252,22 @@ def test_ctrl_c_ends_quietly(run, monkeypatch):
     assert run("--prompt", "ROMEO:") == (130, "", "")
 
 
-def test_an_interrupted_process_does_not_tear_itself_down():
-    """A compilation that goes on in a thread of JAX would crash it then."""
+def test_an_interrupted_process_runs_no_exit_handlers():
+    """An exit handler of JAX would crash while another thread compiles."""
     code = """
 import atexit
+from models import cli
 atexit.register(print, "torn down")
-print("told", end="")
+print("done", end="")
 cli.main = lambda: {status}
 cli.run()
 """
-    for status, out in ((130, "told"), (2, "toldtorn down\n")):
+    for status, out in ((130, "done"), (2, "donetorn down\n")):
         command = [sys.executable, "-c", code.format(status=status)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert (done.returncode, done.stdout, done.stderr) == (status, out, "")
 
 
-def test_a_prompt_that_is_no_text_is_one_line(run):
+def test_a_prompt_of_invalid_utf8_is_one_line(run):
     message = "error: --prompt must be valid UTF-8\n"
     assert run("--prompt", "\udcff\udcfe") == (2, "", message)

@@ -114,7 +114,7 @@ def test_paged_logits_equal_transformers_token_by_token(name):
         hidden, cache = model(tokens, positions, attend, cache)
         return model.logits(hidden), cache
 
-    # The prompts in two chunks of 8 packed tokens, the second of which has 2 of padding.
+    # The prompts in two chunks of 8 packed tokens; the last 2 tokens are padding.
     for spans, seq_lens in (([(0, 5), (0, 3)], [5, 3]), ([(5, 5), (3, 9)], [5, 9])):
         rows = np.repeat([0, 1, 2], [*(end - start for start, end in spans), 8])[:8]
         positions = np.concatenate([*(np.arange(*span) for span in spans), np.arange(8)])[:8]
@@ -153,7 +153,7 @@ def test_paged_logits_equal_transformers_token_by_token(name):
         assert relative_error(logits, expected[np.arange(2), at]) <= 1e-5
 
 
-def test_tokens_of_no_row_write_nothing(model):
+def test_padding_tokens_write_nothing(model):
     pages = jnp.full((CONFIG.num_kv_heads, 3, 4, CONFIG.head_dim), 7.0)
     tokens = jnp.zeros(4, jnp.int32)
     attend = paged_attend(
@@ -177,7 +177,7 @@ def test_tokens_of_no_row_write_nothing(model):
 
 
 def masked_attend(windows):
-    """Attention of float64, with the window of each layer in turn spelled out as a mask."""
+    """Float64 attention that applies each layer's window as an explicit mask."""
     windows = iter(windows)
 
     def attend(q, k, v, cache, *, sliding_window):
@@ -273,7 +273,7 @@ def test_dropout_reaches_the_embeddings_and_every_branch(model):
         ("cpu", jnp.bfloat16, 64, None),
     ],
 )
-def test_cudnn_is_asked_only_for_what_it_takes(monkeypatch, backend, dtype, head_dim, expected):
+def test_cudnn_gets_only_shapes_that_it_supports(monkeypatch, backend, dtype, head_dim, expected):
     asked = []
 
     def attention(q, k, v, *, implementation, **_):
@@ -287,7 +287,7 @@ def test_cudnn_is_asked_only_for_what_it_takes(monkeypatch, backend, dtype, head
     assert asked == [expected]
 
 
-def test_misfits_are_refused(model):
+def test_mismatched_arguments_are_refused(model):
     tokens = jnp.zeros((2, 4), jnp.int32)
     with pytest.raises(
         ValueError, match=r"tokens.shape=\(2, 4\) must equal positions.shape=\(4,\)"

@@ -11,6 +11,7 @@ from flax import nnx
 import pallas_paged as pp
 from models.generate import generate as generate_with_defaults
 from tests.support.dense_oracle import CONFIG, DenseOracle, tiny_model
+from tests.support.marks import slow
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 # Lengths on both sides of the borders of 4-token pages.
@@ -24,7 +25,7 @@ def greedy(oracle):
 
 
 def generate(model, prompts, **options):
-    # Chunks of prompts so small that few shapes of them are to be compiled.
+    # Small chunks of prompts, so that few shapes compile.
     defaults = dict(
         max_new_tokens=NEW, page_size=4, chunk=4, prefill_chunk=16, implementation="xla"
     )
@@ -39,14 +40,14 @@ def reasons_of(result):
     return [completion.finish_reason for completion in result.completions]
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 100])
+@pytest.mark.parametrize("chunk", [4, 100, *slow([1])])
 def test_paged_equals_dense(model, greedy, chunk):
     result = generate(model, PROMPTS, chunk=chunk).result()
     assert tokens_of(result) == greedy
     assert reasons_of(result) == ["max_tokens"] * len(PROMPTS)
 
 
-@pytest.mark.parametrize("prefill_chunk", [1, 7, None])
+@pytest.mark.parametrize("prefill_chunk", [7, *slow([1, None])])
 def test_chunks_of_prompts_change_no_token(model, greedy, prefill_chunk):
     result = generate(model, PROMPTS, prefill_chunk=prefill_chunk).result()
     assert tokens_of(result) == greedy
@@ -87,7 +88,7 @@ def test_stats_count_what_was_done(model):
 
 
 def test_a_small_pool_changes_no_token(model, greedy):
-    """All want 25 pages and one wants 6, there are 8: rows wait, give way and come back."""
+    """The pool has 8 of the 25 pages that the rows need: rows wait, are preempted and resume."""
     generation = generate(model, PROMPTS, num_pages=8)
     for _ in generation:
         pp.check_page_table(generation.state.table)
@@ -97,7 +98,7 @@ def test_a_small_pool_changes_no_token(model, greedy):
     assert result.stats.pages_used == 8
 
 
-def test_only_what_cannot_fit_alone_ends_out_of_pages(model, greedy):
+def test_only_a_row_too_long_for_the_pool_ends_out_of_pages(model, greedy):
     result = generate(model, PROMPTS, num_pages=4).result()  # 16 tokens in all
     for prompt, wanted, completion in zip(PROMPTS, greedy, result.completions, strict=True):
         count = min(NEW, 16 - len(prompt) + 1)
@@ -143,7 +144,7 @@ def test_samples_share_the_pages_of_their_prompt(model):
 
 @pytest.mark.parametrize(
     "options",
-    [{"chunk": 3}, {"num_pages": 8}, {"num_pages": 7}, {"max_seqs": 2}],
+    [{"chunk": 3}, {"num_pages": 8}, *slow([{"num_pages": 7}, {"max_seqs": 2}])],
     ids=["chunk", "small pool", "smaller pool", "few rows"],
 )
 def test_samples_do_not_depend_on_how_they_are_run(model, drawn, options):
@@ -160,10 +161,10 @@ def test_a_sample_does_not_depend_on_its_batch(model, drawn):
 
 def test_each_prompt_has_its_own_sampling_values(model, greedy):
     result = generate(model, PROMPTS[:2], temperature=[0.0, 1.0], top_k=[0, 1]).result()
-    assert tokens_of(result) == greedy[:2]  # greedy, and the one most probable token
+    assert tokens_of(result) == greedy[:2]  # top_k=1 is greedy too
 
 
-def test_stop_tokens_end_a_sample_and_are_not_in_it(model, greedy):
+def test_stop_tokens_end_a_sample_and_are_left_out(model, greedy):
     stop = greedy[1][5]
     wanted = [text[: text.index(stop)] if stop in text else text for text in greedy]
     result = generate(model, PROMPTS, stop_tokens=[stop]).result()
@@ -183,7 +184,7 @@ def test_the_caller_can_stop_a_sample(model, greedy):
     for event in generation:
         if event.prompt == 1:
             generation.stop(1, 0)
-            generation.stop(2, 0)  # still in the queue: never starts
+            generation.stop(2, 0)  # it is still queued, so it never starts
             lengths[1] = len(event.tokens)
     result = generation.result()
     assert reasons_of(result) == ["max_tokens", "stopped", "stopped", "max_tokens", "max_tokens"]
@@ -200,10 +201,10 @@ def test_a_second_call_of_the_same_bucket_traces_nothing(model, monkeypatch):
     generate(model, [[5] * 6, [6] * 8], max_new_tokens=11, **options).result()
     assert not traces
     generate(model, [[5] * 6, [6] * 17], max_new_tokens=11, **options).result()
-    assert traces, "another bucket must be seen by this test"
+    assert traces, "the test must notice a trace of another bucket"
 
 
-def test_storms_of_a_tiny_pool(model, oracle):
+def test_random_prompts_in_a_tiny_pool(model, oracle):
     rng = np.random.default_rng(0)
     for _ in range(2):
         prompts = [rng.integers(1, 40, rng.integers(1, 15)).tolist() for _ in range(7)]

@@ -75,8 +75,8 @@ def test_each_row_ends_for_its_own_reason(split, oracle):
     pp.check_page_table(state.table)
 
 
-def test_out_of_pages_is_a_pause(split, oracle):
-    """Rows stop where the pool ends, and go on unchanged once another row is released."""
+def test_rows_out_of_pages_can_resume(split, oracle):
+    """Rows pause when the pool is empty and go on unchanged after another row is released."""
     prompts = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
     wanted = [oracle.continue_(prompt, 12) for prompt in prompts]
     state, ok = start(split, empty_state(), prompts, [0, 1, 2], limit=12)
@@ -86,7 +86,7 @@ def test_out_of_pages_is_a_pause(split, oracle):
     assert int(state.table.num_free) < 3
     before = texts(state)
     assert all(before[row] == wanted[row][: len(before[row])] for row in range(3))
-    again = step(split, resume(state), 100)  # nothing was freed, so nothing may move
+    again = step(split, resume(state), 100)  # without free pages no row may advance
     assert texts(again) == before and statuses(again)[:3] == [Status.OUT_OF_PAGES] * 3
     pp.check_page_table(again.table)
 
@@ -99,7 +99,7 @@ def test_out_of_pages_is_a_pause(split, oracle):
     assert int(state.table.num_free) == NUM_PAGES
 
 
-def test_prompts_that_find_no_pages_can_be_tried_again(split, oracle):
+def test_prompts_without_pages_can_be_started_later(split, oracle):
     prompts = [[i, *range(11)] for i in (20, 21, 22)]  # 3 pages each
     state, ok = start(split, empty_state(), prompts, [0, 1, 2], limit=3)
     assert ok.tolist() == [[True], [True], [False]]
@@ -114,7 +114,7 @@ def test_prompts_that_find_no_pages_can_be_tried_again(split, oracle):
     pp.check_page_table(state.table)
 
 
-def test_a_start_leaves_alone_what_it_cannot_have(split, oracle):
+def test_a_refused_start_changes_nothing(split, oracle):
     state, _ = start(split, empty_state(), [PROMPTS[0], [], []], [1, 4, 4], limit=5)
     state = step(split, state, 2)
     pages = np.asarray(state.pool.layers[0].k_pages[:, :NUM_PAGES])
@@ -127,7 +127,7 @@ def test_a_start_leaves_alone_what_it_cannot_have(split, oracle):
     # Samples of a prompt whose first row is taken.
     state, ok = start(split, state, [[5]], [[1, 2, 3]])
     assert not ok.any() and statuses(state)[2:] == [Status.EMPTY, Status.EMPTY]
-    # The same row twice: the first has it.
+    # The same row twice: the first entry gets it.
     state, ok = start(split, state, [[], [6], [7]], [2, 3, 3], limit=1)
     assert ok.tolist() == [[False], [True], [False]] and statuses(state)[2] == Status.EMPTY
     assert texts(state)[3] == oracle.continue_([6], 1)
@@ -140,7 +140,7 @@ def test_a_start_leaves_alone_what_it_cannot_have(split, oracle):
     assert texts(step(split, state, 10))[1] == oracle.continue_(PROMPTS[0], 5)
 
 
-def test_a_prompt_that_found_no_pages_has_nothing_to_resume(split):
+def test_a_prompt_without_pages_is_not_resumed(split):
     prompts = [[1] * 16, [2] * 12, [3] * 8]  # of 9 pages
     state, ok = start(split, empty_state(), prompts, [0, 1, 2], limit=1)
     assert ok.tolist() == [[True], [True], [False]]
@@ -165,7 +165,7 @@ def test_samples_of_one_prompt_equal_independent_runs_with_the_same_keys(split):
         assert texts(step(split, fresh, 10))[1] == text
 
 
-def test_samples_that_find_no_page_hold_nothing(split):
+def test_samples_without_a_page_hold_nothing(split):
     state, _ = start(split, empty_state(), [[1] * 12, [2] * 9], [0, 1], limit=1)
     keys = jax.random.split(jax.random.key(1), (1, 3))
     state = release(state, jnp.array([True, False, False, False]))  # 5 pages are free
@@ -190,13 +190,13 @@ def test_decode_takes_any_number_of_steps_without_compiling_again(split):
     state, _ = start(split, empty_state(), PROMPTS, [0, 1, 2])
     state = step(split, state, 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nnx, "merge", None)  # only a new trace would call it
+        patch.setattr(nnx, "merge", None)  # a new trace would call it and fail
         state = step(split, state, 3)
         state = step(split, state, 0)
     assert state.num_tokens.tolist() == [5, 5, 5, 0]
 
 
-def test_progress_outlives_the_state(split):
+def test_a_progress_report_outlives_the_donated_state(split):
     state, _ = start(split, empty_state(), PROMPTS, [0, 1, 2])
     report = progress(state)
     after = step(split, state, 4)

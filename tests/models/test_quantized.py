@@ -1,4 +1,4 @@
-"""Caches of one byte an element under the model: logits, generation, the engine, checkpoints."""
+"""Quantized KV caches under the model: logits, generation, the engine, checkpoints."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ pytestmark = pytest.mark.usefixtures("exact_products")
 ON_CPU = jax.default_backend() == "cpu"
 PROMPTS = [[1, 2, 3], list(range(4, 13)), [14, 15, 16, 17], list(range(20, 38))]
 NEW = 14
-ENOUGH_PAGES = 4 * MANY_PAGES  # as many bytes as of f32, beside which a workspace is small
+ENOUGH_PAGES = 4 * MANY_PAGES  # as many bytes as the f32 pools, far more than any workspace
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 24).astype(np.int32)
 GREEDY = SamplingParams(max_tokens=NEW)
-# About what K and V of the tiny model take. Two are equal, and must be buffers of their own all the
-# same to be donated.
+# Near the scales of the tiny model's K and V. Two are equal; they still need separate buffers, or
+# the pool could not be donated.
 SCALES = {"k_scales": (0.004, 0.005), "v_scales": (0.004, 0.003)}
 ERRORS = {"int8": 0.005, "fp8": 0.04, "fp8 calibrated": 0.04}
 
 
 @pytest.fixture(scope="module")
 def calibrated():
-    """The tiny model as a checkpoint with scales of a float8 cache gives it."""
+    """The tiny model, with the scales of a float8 cache from its checkpoint."""
     return tiny_model(replace(CONFIG, **SCALES))
 
 
 @pytest.fixture(scope="module", params=ERRORS)
 def quantized(request, model, calibrated):
-    """A model, the name of its cache's dtype, and the error that this may make."""
+    """A model, the dtype of its cache, and the largest error of its logits."""
     kv_dtype, *brings_scales = request.param.split()
     return calibrated if brings_scales else model, kv_dtype, ERRORS[request.param]
 
 
 def paged_logits(model, dtype):
-    """Logits f32[24, V] of one row: a prompt in two chunks of 8, then a token at a time."""
+    """Logits `f32[24, V]` of one row: a prompt in two chunks of 8, then one token at a time."""
     graphdef, params = nnx.split(model)
     table = pp.create_page_table(num_pages=16, page_size=4, max_seqs=1, pages_per_seq=16)
     pool = create_pool(model.config, num_pages=16, page_size=4, dtype=dtype)
@@ -111,7 +111,7 @@ def test_logits_stay_near_those_of_an_unquantized_cache(exact, quantized):
         assert most / 10 < error < most
 
 
-def test_calibrated_scales_are_those_of_each_layer_and_of_k_and_v(calibrated):
+def test_calibrated_scales_reach_each_layer(calibrated):
     pool = create_pool(calibrated.config, num_pages=3, page_size=4, dtype="float8_e4m3fn")
     for name, wanted in SCALES.items():
         scales = [getattr(layer, name) for layer in pool.layers]
@@ -151,7 +151,7 @@ def test_scales_are_counted_as_bytes(calibrated):
         ("fp8", "bfloat16", "float8_e4m3fn"),
     ],
 )
-def test_the_dtype_of_a_pool(kv_dtype, own, dtype):
+def test_pool_dtype(kv_dtype, own, dtype):
     assert pool_dtype(kv_dtype, own) == jnp.dtype(dtype)
 
 
@@ -168,19 +168,19 @@ def test_other_dtypes_of_a_pool_are_refused(model):
 
 @pytest.fixture(scope="module")
 def alone(quantized):
-    """Greedy tokens of each prompt, from an engine that has nothing else to do and no cache."""
+    """Greedy tokens of each prompt, alone in an engine without prefix caching."""
     model, kv_dtype, _ = quantized
     engine = make_engine(model, kv_dtype=kv_dtype, prefix_caching=False)
     return [tokens_of(serve(engine, [prompt], GREEDY))[0] for prompt in PROMPTS]
 
 
-def test_tokens_are_mostly_those_of_an_unquantized_cache(alone, oracle):
+def test_most_tokens_equal_those_of_an_unquantized_cache(alone, oracle):
     exact = [oracle.continue_(prompt, NEW) for prompt in PROMPTS]
     assert np.mean(np.equal(alone, exact)) > 0.6
 
 
-def test_an_engine_gives_the_tokens_of_each_prompt_alone(quantized, alone):
-    """Beside others, preempted, attached from the prefix cache, forked."""
+def test_tokens_do_not_depend_on_other_requests(quantized, alone):
+    """Not beside others, nor after preemption, with a cached prefix, or in forked samples."""
     model, kv_dtype, _ = quantized
     engine = make_engine(model, kv_dtype=kv_dtype)
     assert tokens_of(serve(engine, PROMPTS, GREEDY)) == alone  # checks the table in every step
@@ -200,8 +200,8 @@ def test_an_engine_gives_the_tokens_of_each_prompt_alone(quantized, alone):
 
 
 @pytest.mark.parametrize("quantized", ["int8", "fp8 calibrated"], indirect=True)
-def test_generate_gives_the_tokens_of_each_prompt_alone(quantized, alone):
-    """The samples want 44 pages, there are 8: they wait, give way and come back."""
+def test_generate_gives_the_same_tokens_in_a_small_pool(quantized, alone):
+    """The pool has 8 of the 44 pages that the samples need: they wait and are preempted."""
     model, kv_dtype, _ = quantized
     sizes = dict(num_pages=8, page_size=4, max_seqs=4, prefill_chunk=16)
     options = dict(max_new_tokens=NEW, num_samples=2, kv_dtype=kv_dtype, implementation="xla")
@@ -215,14 +215,14 @@ def test_generate_gives_the_tokens_of_each_prompt_alone(quantized, alone):
     assert result.stats.pages_used == 8 and result.stats.kv_dtype == dtype.name
     pool = create_pool(model.config, num_pages=8, page_size=4, dtype=dtype)
     assert result.stats.pool_bytes == pool_bytes(pool)
-    if model.config.k_scales:  # nothing has written them
+    if model.config.k_scales:  # decoding must not change them
         scales = [layer.k_scales for layer in generation.state.pool.layers]
         np.testing.assert_array_equal(np.stack(scales), np.float32(SCALES["k_scales"]))
 
 
 @pytest.fixture(scope="module", params=["int8", "fp8 calibrated"])
 def in_place(request):
-    """A configuration and a dtype whose pool is to be kept where it is."""
+    """A configuration and a dtype whose pool is updated in place."""
     if request.param == "int8":
         return CONFIG, "int8"
     if ON_CPU:
@@ -254,7 +254,7 @@ def test_a_compiled_step_of_the_engine_copies_no_pool(model, in_place):
     assert_copies_no_pool(compiled, state)
 
 
-NAMES = {  # as the tools that publish them do
+NAMES = {  # the tensor names of the tools that write such checkpoints
     "compressed-tensors": "model.layers.{0}.self_attn.{1}_scale",
     "ModelOpt": "model.layers.{0}.self_attn.{1}_proj.{1}_scale",
     "Quark": "model.layers.{0}.self_attn.{1}_proj.output_scale",
@@ -345,7 +345,7 @@ FLOAT8_CACHE = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic":
         ("fp8", False),
     ],
 )
-def test_a_config_may_quantize_the_cache_and_nothing_else(quantization, accepted):
+def test_a_config_may_quantize_only_the_cache(quantization, accepted):
     config = CONFIG.to_hugging_face() | {"quantization_config": quantization}
     if accepted:
         assert ModelConfig.from_hugging_face(config) == CONFIG

@@ -16,7 +16,7 @@ jit_sample = jax.jit(sample)
 
 
 def kept_tokens(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """Tokens that survive the filters, and their probabilities, one step after the other."""
+    """The probabilities after each filter in turn; 0 for a filtered token."""
     x = logits.astype(np.float64) / temperature
     order = list(np.argsort(-x, kind="stable"))
     if top_k:
@@ -38,7 +38,7 @@ def draw(params, count=DRAWS, seed=0, logits=LOGITS):
     return np.asarray(jit_sample(np.tile(logits, (count, 1)), keys, params))
 
 
-def test_none_is_greedy_and_takes_no_random_numbers():
+def test_none_is_greedy_and_needs_no_key():
     logits = np.random.default_rng(1).normal(size=(5, VOCAB)).astype(np.float32)
     np.testing.assert_array_equal(jit_sample(logits, None, None), np.argmax(logits, axis=1))
     assert "random" not in str(jax.make_jaxpr(lambda x: sample(x, None, None))(logits))
@@ -47,7 +47,7 @@ def test_none_is_greedy_and_takes_no_random_numbers():
     assert jit_sample(tied, None, None).tolist() == [3]
 
 
-def test_temperature_zero_is_greedy_whatever_the_filters_say():
+def test_temperature_zero_is_greedy_with_any_filter():
     params = RowSampling.create(8, temperature=0.0, top_k=0, top_p=0.5, min_p=0.5)
     assert set(draw(params, 8)) == {int(LOGITS.argmax())}
 
@@ -96,7 +96,7 @@ def test_off_values_change_nothing():
     np.testing.assert_array_equal(draw(off), plain)
 
 
-def test_same_key_same_token_whatever_the_batch():
+def test_a_token_depends_on_its_key_not_on_the_batch():
     keys = jax.random.split(jax.random.key(3), 6)
     logits = np.random.default_rng(3).normal(size=(6, VOCAB)).astype(np.float32)
     together = jit_sample(logits, keys, RowSampling.create(6, temperature=1.0, top_p=0.9))
@@ -175,7 +175,7 @@ def test_bad_shapes_are_refused():
         sample(jnp.zeros((2, 4)), keys, RowSampling.create(3))
 
 
-def test_a_key_is_that_of_its_prompt_and_number_alone():
+def test_a_key_depends_on_prompt_and_sample_number_only():
     def drawn(prompt, number=0):
         key = sample_key(jax.random.key(3), hash_prompt(prompt), number)
         return tuple(jax.random.bits(key, 2).tolist())

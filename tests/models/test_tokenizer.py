@@ -23,7 +23,7 @@ def byte_level(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sentencepiece(tmp_path_factory):
-    """As Llama 2's: words marked by a low line, unknown characters as bytes, a BOS in front."""
+    """Like Llama 2's: an underscore marks words, unknown characters are bytes, a BOS is first."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     words += ["▁", "a", "b", "▁a", "▁b", "ab", "▁ab"]
     merges = [("▁", "a"), ("▁", "b"), ("a", "b"), ("▁a", "b")]
@@ -107,14 +107,14 @@ def test_stream_of_valid_text_is_never_late(byte_level, text):
 def test_sentencepiece_stream_joins_to_the_whole(sentencepiece, text, specials):
     ids = sentencepiece.encode(text)
     whole = sentencepiece.decode(ids)
-    for place in specials:  # special tokens have no text, wherever they are between characters
+    for place in specials:  # special tokens have no text at any place between characters
         if place == len(ids) or (place < len(ids) and ids[place] >= 259):
             ids.insert(place, 2)
     stream = StreamDecoder(sentencepiece)
     assert "".join(stream.push([token]) for token in ids) + stream.finish() == whole
 
 
-def test_stream_of_broken_bytes_does_not_wait_for_ever(byte_level):
+def test_stream_of_broken_bytes_does_not_wait_forever(byte_level):
     stream = StreamDecoder(byte_level)
     assert len(stream.push([0x80] * 50)) >= 46
 
@@ -122,7 +122,7 @@ def test_stream_of_broken_bytes_does_not_wait_for_ever(byte_level):
 @pytest.mark.parametrize(
     "ids", [[0x80], [0xE2], [0xE2, 0x82], [999_999]], ids=["stray", "lead", "two", "textless"]
 )
-def test_stream_without_end_of_what_is_no_text_takes_linear_time(byte_level, monkeypatch, ids):
+def test_long_stream_of_invalid_bytes_takes_linear_time(byte_level, monkeypatch, ids):
     decoded = []
     decode = byte_level.decode
     stream = StreamDecoder(byte_level, b"context \xe2\x82\xac")
@@ -138,7 +138,7 @@ def test_stream_without_end_of_what_is_no_text_takes_linear_time(byte_level, mon
     ids=st.lists(st.sampled_from([0x80, 0xE2, 0x82, 0xF0, 0x9F, 0x41, 999_999]), max_size=80),
     prompt=st.text(alphabet="a€\ufffd", max_size=3),
 )
-def test_stream_that_forgets_joins_to_the_whole(byte_level, ids, prompt):
+def test_stream_with_bounded_memory_joins_to_the_whole(byte_level, ids, prompt):
     start = byte_level.encode(prompt)
     stream = StreamDecoder(byte_level, start)
     text = "".join(stream.push([token]) for token in ids) + stream.finish()
@@ -150,20 +150,20 @@ STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
 
 @given(text=st.text("ab", max_size=12), stops=STOPS)
 def test_a_text_ends_before_its_first_stop_text_and_is_never_late(byte_level, text, stops):
-    stream, told = TextStream(byte_level, (), stops), ""
+    stream, shown = TextStream(byte_level, (), stops), ""
     for end, character in enumerate(text, 1):
-        told += stream.push([ord(character)])
+        shown += stream.push([ord(character)])
         found = [text.index(stop) for stop in stops if stop in text[:end]]
         assert stream.stopped == bool(found)
         if found:
-            assert told == text[: min(found)] and stream.finish() == ""
+            assert shown == text[: min(found)] and stream.finish() == ""
             return
         begun = [n for stop in stops for n in range(len(stop)) if text[:end].endswith(stop[:n])]
-        assert told == text[: end - max(begun, default=0)]
-    assert told + stream.finish() == text
+        assert shown == text[: end - max(begun, default=0)]
+    assert shown + stream.finish() == text
 
 
-def test_a_text_goes_on_after_its_prompt(sentencepiece):
+def test_a_text_continues_its_prompt(sentencepiece):
     prompt, (token,) = sentencepiece.encode("a"), sentencepiece.encode("b")[1:]
     assert sentencepiece.decode([token]) == "b"  # without the space, at the beginning of a text
     assert TextStream(sentencepiece, prompt, ()).push([token]) == " b"
@@ -179,7 +179,7 @@ def test_settings_of_a_training_run_do_not_change_a_prompt(byte_level, tmp_path)
         assert tokenizer.encode(text) == list(text.encode())
 
 
-def test_missing_or_broken_file_is_named(tmp_path):
+def test_a_missing_or_broken_file_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"tokenizer\.json: no such file"):
         Tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")

@@ -38,7 +38,7 @@ TEXT = b" ".join(b"%d men and %d more;" % (n, n * n % 7) for n in range(120))
 
 @pytest.fixture(scope="module", autouse=True)
 def on_the_cpu():
-    """Where sums are the same bits run after run; a GPU adds embedding gradients in any order."""
+    """Skips on GPUs, which add embedding gradients in any order, so sums differ between runs."""
     with jax.default_device(jax.devices("cpu")[0]):
         yield
 

@@ -1,4 +1,4 @@
-"""The pool: writes, page copies, compiled facts."""
+"""The pool: writes, page copies, updates in place."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_write_kv_writes_the_named_slots_and_nothing_else(dtype, page_size):
         np.testing.assert_array_equal(np.asarray(new).reshape(want.shape), want)
 
 
-def test_write_kv_takes_no_tokens():
+def test_write_kv_of_zero_tokens():
     pool = numbered_pool()
     none = np.zeros((0, 2, 3), np.float32)
     layer = pp.write_kv(pool.layers[0], none, none, i32())
@@ -132,7 +132,7 @@ def test_copy_pages_copies_every_layer_and_reads_before_it_writes(dtype):
         np.testing.assert_array_equal(after, np.asarray(before)[:, [0, 0, 2, 1]])
 
 
-def test_copy_pages_drops_what_is_no_page():
+def test_copy_pages_drops_padding():
     pool = numbered_pool()
     src = i32(4, 0, -1, 0, INT32_MAX, 0, INT32_MIN, 4)
     dst = i32(0, 4, 1, -1, 2, INT32_MIN, 3, 4)

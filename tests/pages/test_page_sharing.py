@@ -1,4 +1,4 @@
-"""Pages held by what is no row, and rows that begin with them: `retain`, `release`, `attach`."""
+"""Pages held outside the rows, and rows that begin with them: `retain`, `release`, `attach`."""
 
 from __future__ import annotations
 
@@ -145,9 +145,9 @@ def test_fork_of_an_attached_row_shares_its_pages():
     [
         ([4, -1, INT32_MAX, INT32_MIN], [[0]] * 4, [False] * 4),  # padding
         ([0], [[0]], [False]),  # holds tokens
-        ([2, 2, 3], [[0], [1], [0]], [True, False, True]),  # an earlier entry has the row
-        ([2, 2], [[7], [0]], [False, False]),  # also if that one fails
-        ([4, 2], [[0], [0]], [False, True]),  # padding claims no row
+        ([2, 2, 3], [[0], [1], [0]], [True, False, True]),  # the row is taken by an earlier entry
+        ([2, 2], [[7], [0]], [False, False]),  # even if the earlier entry fails
+        ([4, 2], [[0], [0]], [False, True]),  # padding takes no row
         ([2], [[7]], [False]),  # a free page
         ([2], [[2]], [False]),  # a partial page
         ([2, 3], [[0, 7], [0, 1]], [False, True]),  # one free page fails its entry alone
@@ -156,7 +156,7 @@ def test_fork_of_an_attached_row_shares_its_pages():
         ([2], [[0, 8, 1]], [False]),  # a hole
         ([2], [[8, 0]], [False]),
         ([2], [[-1, 0]], [False]),
-        ([2], [[0, 1, -1, 8, INT32_MAX, INT32_MIN]], [True]),  # all of it padding; over 4 columns
+        ([2], [[0, 1, -1, 8, INT32_MAX, INT32_MIN]], [True]),  # padding only, wider than 4 columns
         ([2], [[0, 1, 3, 4, 5]], [False]),  # over 4 pages
         ([2, 3], [[0, 1, 3, 4], [6, 8, 8, 8]], [True, True]),
         ([2, 3], [[8, 8], [-1, -8]], [True, True]),  # no pages
@@ -164,7 +164,7 @@ def test_fork_of_an_attached_row_shares_its_pages():
         ([], np.zeros((0, 2)), []),
     ],
 )
-def test_adopt_entries(rows, pages, expected):
+def test_attach_entries(rows, pages, expected):
     table, ok = extend(extended([10, 12, 0, 0]), i32(0, 0, 4, 0))  # page 2 is partial, 7 is free
     assert np.all(ok)
     table, _ = retain(table, i32(0, 1, 6))
@@ -181,7 +181,7 @@ def test_adopt_entries(rows, pages, expected):
     assert_same((after.free_pages, after.num_free), (table.free_pages, table.num_free))
 
 
-def test_verbs_run_in_one_donated_call():
+def test_all_operations_run_in_one_donated_call():
     def serve(table, pages):
         table, retained = pp.retain(table, pages)
         table = pp.free(table, jnp.ones(4, bool))
@@ -197,8 +197,8 @@ def test_verbs_run_in_one_donated_call():
     pp.check_page_table(table)
 
 
-def test_a_prefix_cache_may_have_nothing_to_say():
-    """Its answers are lists, and a list of nothing has no dtype."""
+def test_empty_answers_of_a_prefix_cache_are_accepted():
+    """They are empty lists, which have no integer dtype."""
     table = pp.create_page_table(num_pages=2, page_size=2, max_seqs=1, pages_per_seq=2)
     cache = pp.PrefixCache(page_size=2)
     lease = cache.lookup([1, 2, 3])

@@ -24,10 +24,10 @@ from tests.support.page_tables import (
     truncate,
 )
 
-# Few pages for the rows, so that traces run dry often.
+# Few pages, so that traces often run out of them.
 SIZES = dict(num_pages=9, max_seqs=5, pages_per_seq=4)
-NUM_FORKS, NUM_PAGES, NUM_ADOPTIONS = 3, 4, 4  # entries of a call
-MAX_NEW, MAX_ADOPTED = 9, 5
+NUM_FORKS, NUM_PAGES, NUM_ATTACHED = 3, 4, 4  # entries of a call
+MAX_NEW, MAX_ATTACHED = 9, 5
 slot_mapping, write_kv = jax.jit(pp.slot_mapping), jax.jit(pp.write_kv)
 copy_pages = jax.jit(pp.copy_pages)
 
@@ -41,10 +41,12 @@ odd_pages = st.sampled_from([("free", 0), ("none", -1), ("none", INT32_MAX), ("n
 some_page = st.tuples(row, block) | retained | odd_pages
 prefix = st.builds(lambda row, last: [(row, b) for b in range(last + 1)], row, block)
 page_lists = (
-    st.lists(some_page, max_size=MAX_ADOPTED) | st.lists(retained, max_size=3, unique=True) | prefix
+    st.lists(some_page, max_size=MAX_ATTACHED)
+    | st.lists(retained, max_size=3, unique=True)
+    | prefix
 )
 
-adoption = st.tuples(row_or_not | st.just("empty"), page_lists)
+attachment = st.tuples(row_or_not | st.just("empty"), page_lists)
 
 
 def per_row(values):
@@ -58,7 +60,7 @@ steps = st.one_of(
     st.tuples(st.just("free"), per_row(st.sampled_from([False, False, True]))),
     st.tuples(st.just("retain"), prefix | st.lists(some_page, max_size=NUM_PAGES)),
     st.tuples(st.just("release"), st.lists(st.integers(0, 6), max_size=NUM_PAGES, unique=True)),
-    st.tuples(st.just("attach"), st.lists(adoption, max_size=NUM_ADOPTIONS)),
+    st.tuples(st.just("attach"), st.lists(attachment, max_size=NUM_ATTACHED)),
 )
 
 
@@ -87,7 +89,7 @@ class Simulation:
                 new.append(count)
         expected = self.oracle.extend(new, MAX_NEW)
         self.table, ok = extend(self.table, i32(*counts), max_new_tokens=MAX_NEW)
-        # Rows that fail write too: they do not hold those positions, so nothing may happen.
+        # Rows that failed write too; they do not hold these positions, so nothing may change.
         rows = np.full(SIZES["max_seqs"] * (MAX_NEW + 1), -1, np.int32)
         positions, values = np.zeros_like(rows), np.zeros(rows.shape, np.float32)
         at = 0
@@ -138,10 +140,10 @@ class Simulation:
         return jnp.ones(0, bool), []
 
     def attach(self, entries):
-        entries = entries + [(-1, [])] * (NUM_ADOPTIONS - len(entries))
+        entries = entries + [(-1, [])] * (NUM_ATTACHED - len(entries))
         empty = next((i for i, tokens in enumerate(self.oracle.tokens) if not tokens), -1)
         rows = [empty if row == "empty" else row for row, _ in entries]
-        pages = np.full((len(entries), MAX_ADOPTED), SIZES["num_pages"], np.int32)
+        pages = np.full((len(entries), MAX_ATTACHED), SIZES["num_pages"], np.int32)
         names = []
         for entry, (_, choices) in enumerate(entries):
             chosen = [self.page_and_name(choice) for choice in choices]
@@ -151,7 +153,7 @@ class Simulation:
         return ok, self.oracle.attach(rows, names)
 
     def page_and_name(self, choice):
-        """The page that is meant, and its name for the oracle."""
+        """The chosen page, and its name for the oracle."""
         kind, index = choice
         if kind == "retained" and index < len(self.retained):
             return self.retained[index], self.oracle.retained[index]

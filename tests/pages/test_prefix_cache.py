@@ -81,12 +81,12 @@ def test_partial_last_page_is_not_indexed():
     assert cache.insert(lease, list(range(20)), [0, 1, 2, 3]) == [3], "as far as there are pages"
 
 
-def test_page_that_is_there_already_stays_and_is_held():
+def test_a_page_indexed_already_stays_and_is_held():
     cache = pp.PrefixCache(page_size=4)
     first, second = cache.lookup(list(range(8))), cache.lookup(list(range(12)))
     assert cache.insert(first, list(range(8)), [0, 1]) == [0, 1]
     assert cache.insert(second, list(range(12)), [5, 6, 7]) == [7]
-    assert second.pages == (), "what a row is to attach does not change"
+    assert second.pages == (), "the pages to attach do not change"
     assert cache.pages == [0, 1, 7]
     cache.release(first)
     assert cache.num_evictable == 0
@@ -131,7 +131,7 @@ def test_pages_can_be_used_again_after_eviction():
     assert cache.lookup(list(range(40, 53))).pages == (0, 1, 2)
 
 
-def test_work_is_one_hash_a_page():
+def test_each_page_is_hashed_once():
     calls = []
 
     def counted(parent, tokens):
@@ -141,7 +141,7 @@ def test_work_is_one_hash_a_page():
     cache = pp.PrefixCache(page_size=4, hash_page=counted)
     tokens = list(range(400))
     lease = cache.lookup(tokens)
-    assert len(calls) == 1, "nothing is known beyond a page that is not there"
+    assert len(calls) == 1, "the lookup ends at the first missing page"
     cache.insert(lease, tokens, range(100))
     assert len(calls) == 101
     cache.insert(lease, [*tokens, 1, 2, 3, 4], range(101))
@@ -152,7 +152,7 @@ def test_work_is_one_hash_a_page():
     assert len(calls) == 102 + 52
 
 
-def test_a_page_of_the_same_hash_is_never_used():
+def test_a_page_with_a_colliding_hash_is_never_used():
     cache = pp.PrefixCache(page_size=4, hash_page=always_collide)
     _, new = add(cache, list(range(12)), 0)
     assert new == [0], "the second page would need the place of the first"
@@ -164,7 +164,7 @@ def test_a_page_of_the_same_hash_is_never_used():
     assert (repeated.pages, new) == ((0,), []), "page 0 does not follow itself"
 
 
-def test_insert_goes_on_once_a_collision_is_gone():
+def test_insert_continues_after_the_colliding_page_is_evicted():
     cache = pp.PrefixCache(page_size=4, hash_page=lambda parent, tokens: parent + tokens[0])
     blocker, _ = add(cache, [5] * 4, 0)
     lease, new = add(cache, [2] * 4 + [3] * 4 + [1] * 4, 10)
@@ -224,7 +224,7 @@ def test_evict_refuses():
         filled().evict(-1)
 
 
-def test_numpy_tokens_and_pages_are_taken():
+def test_numpy_tokens_and_pages_are_accepted():
     cache = filled()
     lease = cache.lookup(np.arange(9, dtype=np.int32))
     assert lease.pages == (0, 1)
@@ -242,7 +242,7 @@ steps = st.one_of(
 
 
 class Simulation:
-    """A cache, the oracle, and sequences that take the lowest page that nobody has."""
+    """A cache, the oracle, and sequences that take the lowest free page."""
 
     def __init__(self, page_size, hash_page):
         self.cache = pp.PrefixCache(page_size=page_size, hash_page=hash_page)

@@ -1,7 +1,7 @@
-"""One-byte pools around and beyond 2^31 and 2^32 elements: written, copied and read at their ends.
+"""Quantized pools around 2^31 and 2^32 elements: written, copied and read at both ends.
 
-A scatter or a gather of XLA's has the indices of head and slot as int32, which both fit; what must
-be wider are the offsets that it and the kernels compute from them.
+XLA's scatters and gathers index heads and slots with int32, which suffices. The offsets that XLA
+and the kernels compute from these indices must be wider.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CASE = Case(
     dtype="bfloat16",
     q_lens=(40, 17, 1),
 )
-SIZE = 8 * 16 * 128  # elements that a page has in all heads
+SIZE = 8 * 16 * 128  # elements of a page in all heads
 IMPLEMENTATIONS = ("triton", "xla")
 
 
@@ -39,12 +39,12 @@ def _memory() -> int:
     return (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
 
 
-pytestmark = pytest.mark.skipif(_memory() < 24 << 30, reason="takes a GPU of 24 GiB")
+pytestmark = pytest.mark.skipif(_memory() < 24 << 30, reason="needs a GPU with 24 GiB")
 
 
 @dataclass(frozen=True)
 class BigPool:
-    """Where the pages of `CASE` are in a pool of `num_pages`: evenly spread, both ends included."""
+    """A pool of `num_pages` with the pages of `CASE` spread evenly from end to end."""
 
     num_pages: int
     kv_dtype: str
@@ -54,7 +54,7 @@ class BigPool:
 
     @property
     def places(self) -> np.ndarray:
-        """The page for each page of the case."""
+        """The page in this pool for each page of the case."""
         _, k_pages, *_ = CASE.make()
         return np.linspace(0, self.num_pages - 1, k_pages.shape[1], dtype=np.int32)
 
@@ -107,13 +107,13 @@ def calls(pool: pp.KVPool, places: np.ndarray) -> list[tuple]:
 
 
 def oracles(kv_dtype: str) -> list[tuple]:
-    """What those calls stand for."""
+    """The same calls on dequantized values, for the oracle."""
     _, (q, *cache, ends) = Quantized(case=CASE, kv_dtype=kv_dtype, v_size=1.0).make(poison=False)
     return [(q[ends[1:] - 1], *cache), (q, *cache, ends)]
 
 
 def tokens() -> tuple[np.ndarray, ...]:
-    """K and V f32`[T, Hkv, D]` of all slots of the case's pages, zeros where nobody is."""
+    """K and V `f32[T, Hkv, D]` of all slots of the case's pages; zeros in unused slots."""
     _, k_pages, v_pages, *_ = replace(CASE, dtype="float32").make(poison=False)
     return tuple(
         x.reshape(CASE.num_kv_heads, -1, CASE.head_dim).swapaxes(0, 1) for x in (k_pages, v_pages)
@@ -131,7 +131,7 @@ def test_written_read_and_copied(big):
     places, offsets = big.places, np.arange(CASE.page_size, dtype=np.int32)
     slots = (places[:, None] * CASE.page_size + offsets).ravel()
     pool = write(big.pool(), *tokens(), slots)
-    # Each scale is at its place once and nowhere else; no element of the tokens is elsewhere.
+    # No scale and no element is outside the case's pages.
     counts = [int(n) for n in count(pool)]
     assert counts[2:] == [sum(CASE.seq_lens) * CASE.num_kv_heads] * 2
     for pages, written in zip(arrays_of(pool)[:2], counts, strict=False):
@@ -143,7 +143,7 @@ def test_written_read_and_copied(big):
             outs.append(function(*arrays, implementation=implementation))
             assert_close(outs[-1], meant, CASE.tolerance)
 
-    # From one end to the other and the other way, so that all must be read before any is written.
+    # Swap both ends, so all pages must be read before any is written.
     pool = copy(pool, pp.PageCopies(src_pages=places, dst_pages=places[::-1]))
     assert [int(n) for n in count(pool)] == counts
     for function, arrays in calls(pool, places[::-1]):

@@ -1,4 +1,4 @@
-"""One-byte pools: what is created, how tokens are rounded, what stays in place."""
+"""Quantized pools: creation, rounding of tokens, updates in place."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def scales_of(pool):
 
 
 def written(rows, dtype, scale=None):
-    """Elements and scales of rows f32[T, D], one head, as K of a pool; V is something else."""
+    """Elements and scales of rows `f32[T, D]` written as K of a pool of one head."""
     rows = np.asarray(rows)
     scales = {} if scale is None else dict(k_scales=[scale], v_scales=[1.0])
     pool = make_pool(1, len(rows), 1, 1, rows.shape[1], dtype, **scales)
@@ -86,7 +86,7 @@ def test_create_refuses(changes, message):
 @BOTH
 @pytest.mark.parametrize("tokens_dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("per_tensor", [False, True])
-def test_writes_what_numpy_rounds_and_nothing_else(dtype, tokens_dtype, per_tensor):
+def test_writes_equal_numpy_and_touch_nothing_else(dtype, tokens_dtype, per_tensor):
     given = dict(k_scales=[0.01], v_scales=[0.5]) if per_tensor else {}
     pool = make_pool(1, 4, 2, 2, 6, dtype, **given)
     rng = np.random.default_rng(0)
@@ -95,7 +95,7 @@ def test_writes_what_numpy_rounds_and_nothing_else(dtype, tokens_dtype, per_tens
     got = write(pool, k, v, slots)
     calls = (0.01, k, got.k_pages, got.k_scales), (0.5, v, got.v_pages, got.v_scales)
     for x, tokens, new_pages, new_scales in calls:
-        tokens = tokens.astype(np.float32)  # the library's arithmetic is that of f32
+        tokens = tokens.astype(np.float32)  # the library computes in f32
         elements, scales = quantize(tokens, dtype)
         if per_tensor:
             scaled = np.clip(tokens / np.float32(x), -LARGEST[dtype], LARGEST[dtype])
@@ -107,7 +107,7 @@ def test_writes_what_numpy_rounds_and_nothing_else(dtype, tokens_dtype, per_tens
                 pages[:, slot], all_scales[:, slot] = token, scale
         if not per_tensor:
             np.testing.assert_allclose(np.reshape(new_scales, (2, 8)), all_scales, rtol=2e-7)
-        # In the last place of a scale, or of a quotient, XLA may differ: a tie may go another way.
+        # XLA may differ in the last bit of a scale or a quotient, so ties may round differently.
         off = np.reshape(new_pages, (2, 8, 6)).astype(np.float32) - pages.astype(np.float32)
         assert (off != 0).mean() <= 0.05 and abs(off).max() <= (1 if dtype == "int8" else 32)
         assert np.count_nonzero(np.asarray(new_pages, np.float32)) >= 30
@@ -124,7 +124,7 @@ def test_ties_go_to_even_and_values_saturate():
 
 
 @BOTH
-def test_the_largest_is_met_exactly(dtype):
+def test_the_largest_element_has_the_largest_code(dtype):
     rng = np.random.default_rng(1)
     rows = rng.standard_normal((50, 8)).astype(np.float32) * 10 ** rng.uniform(-30, 30, (50, 1))
     elements, scales = written(rows.astype(np.float32), dtype)
@@ -134,7 +134,7 @@ def test_the_largest_is_met_exactly(dtype):
 
 
 @BOTH
-def test_rows_of_zeros_and_of_next_to_nothing_are_zeros(dtype):
+def test_zero_and_tiny_rows_become_zeros(dtype):
     rows = np.float32(
         [[0, 0], [-0.0, 0], [TINY, -TINY], [1e-44, 0], [LARGEST[dtype] * TINY / 2, 0]]
     )
@@ -153,13 +153,13 @@ def test_the_smallest_and_the_largest_scales_are_finite(dtype):
 
 @BOTH
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_token_that_is_not_finite_is_nan_as_a_whole_and_others_are_not(dtype, bad):
+def test_a_non_finite_token_becomes_nan_alone(dtype, bad):
     elements, scales = written(np.float32([[1, bad, 3], [1, 2, 3]]), dtype)
     np.testing.assert_array_equal(elements[0].astype(np.float32), 0)
     np.testing.assert_array_equal(np.isnan(scales), [True, False])
 
 
-def test_what_is_not_finite_under_one_scale():
+def test_nan_and_infinity_under_one_scale():
     rows = np.float32([[np.nan, np.inf, -np.inf]])
     elements, _ = written(rows, "int8", scale=1)
     np.testing.assert_array_equal(elements, [[0, 127, -127]])

@@ -1,4 +1,4 @@
-"""Beam search by itself, over random models that are tables: thousands of searches, no device."""
+"""Beam search alone, over random tables in place of a model: thousands of searches, no device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPT = [1, 2]
 
 
 def random_model(seed: int, sharpness: float):
-    """Log-probabilities that depend on all tokens, the same for the same tokens."""
+    """A deterministic function from all tokens so far to log-probabilities."""
 
     def logprobs(tokens: list[int]) -> np.ndarray:
         logits = sharpness * np.random.default_rng([seed, *tokens]).normal(size=VOCAB)
@@ -25,7 +25,7 @@ def random_model(seed: int, sharpness: float):
 
 
 def search(logprobs, params: SamplingParams) -> list[Completion]:
-    """Does with the beams what the engine does."""
+    """Runs the beams as the engine does."""
     request = Request(number=0, prompt=PROMPT, params=params, seed=0)
     first = Seq(
         request=request,
@@ -76,7 +76,7 @@ def test_every_search_equals_brute_force(width, penalty):
         assert [completion.index for completion in got] == list(range(len(got)))
 
 
-def test_beams_that_are_ended_are_ranked_as_they_stand():
+def test_aborted_beams_are_ranked_by_their_score_so_far():
     request = Request(number=0, prompt=PROMPT, params=SamplingParams(beam_width=3, n=2), seed=0)
     beams = [
         Seq(

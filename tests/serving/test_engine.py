@@ -1,4 +1,4 @@
-"""The engine against generation without a cache: batches, caches, small pools; ends and faults."""
+"""The engine against generation without a cache: batches, caches, small pools, ends, failures."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def greedy(oracle):
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_requests_together_equal_the_oracle(model, greedy, prefix_caching):
-    """The first four want 20 pages of 16, so some give way and are computed again."""
+    """The first four need 20 pages, the pool has 16: some are preempted and recomputed."""
     engine = make_engine(model, prefix_caching=prefix_caching)
     requests = serve(engine, PROMPTS, GREEDY)
-    requests += serve(engine, PROMPTS[::-1], GREEDY)  # with what is left in the cache
+    requests += serve(engine, PROMPTS[::-1], GREEDY)  # with the prefixes that are still cached
     assert tokens_of(requests) == greedy + greedy[::-1]
     assert set(reasons_of(requests)) == {"max_tokens"}
     stats = engine.stats()
@@ -58,7 +58,7 @@ def test_every_implementation_equals_the_oracle(model, greedy, implementation):
 
 
 @pytest.mark.parametrize("gap", [1, 3])
-def test_requests_that_arrive_one_by_one_equal_the_oracle(model, greedy, gap):
+def test_requests_one_after_another_equal_the_oracle(model, greedy, gap):
     engine = make_engine(model)
     requests, news = [], []
     for prompt in PROMPTS:
@@ -83,8 +83,8 @@ def test_a_model_with_windows_equals_its_dense_self(model, greedy):
     ("first", "second", "num_cached"),
     [(8, 8, 4), (8, 9, 8), (9, 9, 8), (3, 3, 0), (18, 10, 8), (10, 18, 8)],
 )
-def test_a_prefix_that_was_computed_is_not_computed_again(model, oracle, first, second, num_cached):
-    """Of a prompt that is cached as a whole the last page is computed, to have a query."""
+def test_a_cached_prefix_is_not_computed_again(model, oracle, first, second, num_cached):
+    """The last page of a fully cached prompt is computed again, for its last query."""
     engine = make_engine(model)
     text = PROMPTS[4]
     serve(engine, [text[:first]], SamplingParams(max_tokens=1))
@@ -99,7 +99,7 @@ def test_generated_tokens_are_found_in_the_cache_too(model, oracle):
     engine = make_engine(model)
     (first,) = serve(engine, [PROMPTS[1]], SamplingParams(max_tokens=8))
     (tokens,) = tokens_of([first])
-    prompt = [*PROMPTS[1], *tokens]  # 17 tokens, of which the last was never written
+    prompt = [*PROMPTS[1], *tokens]  # 17 tokens; the K/V of the last are not stored
     (second,) = serve(engine, [prompt], SamplingParams(max_tokens=3))
     assert second.num_cached_tokens == 16
     assert tokens_of([second]) == [oracle.continue_(prompt, 3)]
@@ -127,7 +127,7 @@ def test_the_cache_gives_its_pages_back(model):
 
 @pytest.fixture
 def compilations():
-    """Grows with every backend compilation."""
+    """A list with an entry for every compilation so far."""
     seen: list[str] = []
 
     def listen(event: str, duration: float, **_: object) -> None:
@@ -144,7 +144,7 @@ def test_nothing_is_compiled_after_warmup(model, compilations):
     engine.warmup()
     assert engine.stats().compilations == 6 and engine.idle
     jax.jit(lambda x: x + len(PROMPTS))(1)
-    assert compilations, "what is compiled must be seen by this test"
+    assert compilations, "the test must notice a compilation"
     del compilations[:]
     load = [
         *(SamplingParams(max_tokens=n) for n in (1, 5, NEW, NEW)),
@@ -165,7 +165,7 @@ def test_nothing_is_compiled_after_warmup(model, compilations):
     assert not compilations and stats.compilations == 6
 
 
-def test_warmup_for_greedy_requests_compiles_less_and_wants_an_idle_engine(model):
+def test_greedy_warmup_compiles_less_and_needs_an_idle_engine(model):
     engine = make_engine(model)
     engine.warmup([GREEDY])
     assert engine.stats().compilations == 2
@@ -197,7 +197,7 @@ def test_the_last_token_needs_no_page(model, oracle):
 def test_the_watermark_is_a_share_of_the_pool(model, watermark, num_running):
     engine = make_engine(model, num_pages=8, watermark=watermark)
     requests = [engine.submit([1] * length, SamplingParams(max_tokens=1)) for length in (5, 9)]
-    engine.step()  # two pages, then three more if the watermark is left of the other six
+    engine.step()  # two pages; three more only if the watermark stays free
     assert engine.stats().num_running == num_running
     run(engine)
     assert all(request.finished for request in requests)
@@ -216,7 +216,7 @@ def test_the_next_step_is_dispatched_before_the_last_is_read(model, monkeypatch)
     assert engine.stats().num_steps == 4  # the last plan was empty
 
 
-def test_a_stop_that_is_seen_a_step_late_adds_no_token(model, greedy):
+def test_a_stop_read_one_step_late_adds_no_token(model, greedy):
     stop = greedy[1][5]
     tokens = greedy[1][: greedy[1].index(stop)]
     engine = make_engine(model)
@@ -233,7 +233,7 @@ def test_a_stop_that_is_seen_a_step_late_adds_no_token(model, greedy):
     assert tokens_of(requests) == [greedy[1]]
 
 
-def test_streams_of_several_requests_may_be_read_in_turns(model, greedy):
+def test_several_streams_can_be_read_in_turns(model, greedy):
     engine = make_engine(model)
     requests = [engine.submit(prompt, GREEDY) for prompt in PROMPTS]
     streams = {request: engine.stream(request) for request in requests}
@@ -248,7 +248,7 @@ def test_streams_of_several_requests_may_be_read_in_turns(model, greedy):
     assert tokens_of(requests) == greedy
     assert_news_tell_all(news, requests)
     assert len({one.request for one in news[:3]}) == 3
-    late = list(engine.stream(requests[0]))  # of a finished one: all at once
+    late = list(engine.stream(requests[0]))  # the stream of a finished request is one piece
     assert [one.tokens for one in late] == [greedy[0]]
 
 
@@ -290,7 +290,7 @@ def test_stats_count_what_was_done(model):
     assert all(r.arrival < r.first_token_time < r.finish_time for r in requests)
 
 
-def test_the_engine_serves_weights_that_it_is_given(model, greedy):
+def test_the_engine_uses_the_given_weights(model, greedy):
     params = nnx.state(model)
     other = nnx.merge(nnx.graphdef(model), jax.tree.map(np.zeros_like, params))
     engine = Engine(other, params, None, EngineConfig(**SIZES))
@@ -302,7 +302,7 @@ def fail(*_: object) -> None:
 
 
 @pytest.mark.parametrize("call", ["dispatch", "read", "settle"])
-def test_a_step_that_fails_ends_everything_and_says_so(model, monkeypatch, call):
+def test_a_failed_step_ends_every_request_with_the_reason(model, monkeypatch, call):
     engine = make_engine(model)
     finished = engine.submit([1], SamplingParams(max_tokens=1))
     while not finished.finished:
@@ -352,8 +352,8 @@ def test_an_interrupt_stays_an_interrupt(model, monkeypatch):
         engine.step()
 
 
-def test_a_table_that_lacks_a_page_is_noticed(model):
-    """The host counts pages itself; if it is ever wrong, that is an error and not wrong tokens."""
+def test_a_wrong_page_count_on_the_host_is_an_error(model):
+    """The host counts free pages itself; a wrong count must never give wrong tokens."""
     engine = make_engine(model)
     for prompt in PROMPTS:
         engine.submit(prompt, GREEDY)
@@ -364,7 +364,7 @@ def test_a_table_that_lacks_a_page_is_noticed(model):
         run(engine, check=False)
 
 
-def test_a_fork_or_an_adoption_that_fails_is_noticed():
+def test_a_failed_fork_or_attach_is_reported():
     sizes = dict(num_pages=4, page_size=4, max_seqs=3, pages_per_seq=2)
     state = create_engine_state(CONFIG, **sizes, dtype="float32")
     assert fork(state, np.int32([0, 3]), np.int32([1, 3])).sound  # an empty row, and padding

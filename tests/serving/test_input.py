@@ -1,4 +1,4 @@
-"""What the engine refuses: requests that can never be served, and sizes that cannot be."""
+"""Requests and sizes that the engine refuses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GREEDY = SamplingParams(max_tokens=NEW)
         ([1], {"stop": ["a"]}, r"stop=\('a',\) needs a tokenizer"),
     ],
 )
-def test_what_can_never_be_served_is_refused_and_changes_nothing(
+def test_requests_that_can_never_run_are_refused_without_effect(
     model, oracle, prompt, params, message
 ):
     engine = make_engine(model)
@@ -47,7 +47,7 @@ def test_what_can_never_be_served_is_refused_and_changes_nothing(
     assert tokens_of([other, after]) == [oracle.continue_(prompt, NEW) for prompt in PROMPTS]
 
 
-def test_beams_need_twice_their_number_of_tokens():
+def test_more_beams_than_half_the_vocabulary_are_refused():
     engine = make_engine(tiny_model(replace(CONFIG, vocab_size=7)))
     with pytest.raises(ValueError, match="beam_width=4 is more than half of vocab_size=7"):
         engine.submit([1], SamplingParams(max_tokens=1, beam_width=4))
@@ -65,7 +65,7 @@ def test_beams_need_twice_their_number_of_tokens():
         ({"page_size": 3}, "page_size=3 must be a power of two"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(model, sizes, message):
+def test_bad_sizes_are_refused(model, sizes, message):
     with pytest.raises(ValueError, match=message):
         make_engine(model, **sizes)
 
@@ -79,7 +79,7 @@ def test_a_request_of_another_engine_is_refused(model):
     run(other)
 
 
-def test_an_implementation_that_cannot_do_it_is_refused_when_the_engine_is_made(model):
+def test_an_unsupported_implementation_is_refused_at_creation(model):
     with pytest.raises(ValueError, match="implementation='none'"):
         make_engine(model, implementation="none")
     if jax.default_backend() != "gpu":
@@ -88,6 +88,6 @@ def test_an_implementation_that_cannot_do_it_is_refused_when_the_engine_is_made(
 
 
 @pytest.mark.parametrize("prompt", [b"1", [1.5], ["1"], 3, [[1]]])
-def test_what_is_no_prompt_is_refused(model, prompt):
+def test_prompts_of_other_types_are_refused(model, prompt):
     with pytest.raises(ValueError, match="a text or integers"):
         make_engine(model).submit(prompt, GREEDY)

@@ -12,9 +12,9 @@ PAGE_SIZE, NUM_PAGES, NUM_ROWS, PAGES_PER_SEQ = 2, 12, 4, 8
 
 
 class Server:
-    """What an engine does with the table and the cache, one request at a time, and no K/V.
+    """The table and the cache as an engine uses them, one request at a time, without K/V.
 
-    In their place a slot holds the token and all before it, which is what K/V depend on.
+    In place of K/V a slot holds its token and all tokens before it, which determine K/V.
     """
 
     def __init__(self, hash_page):
@@ -27,7 +27,7 @@ class Server:
         pp.check_page_table(self.table, retained=self.cache.pages)
 
     def admit(self, tokens):
-        """Gives a prompt a row, if there are one and pages; says if so."""
+        """Gives a prompt a row; false if there is no row or too few pages."""
         row = next((row for row in range(NUM_ROWS) if row not in self.requests), None)
         if row is None:
             return False
@@ -42,7 +42,7 @@ class Server:
         return True
 
     def append(self, row, new_tokens):
-        """Reserves, after eviction if need be, and writes a row's tokens that it does not have."""
+        """Reserves the row's missing tokens, evicting if necessary, and writes them."""
         lease, tokens = self.requests[row]
         held = int(self.table.seq_lens[row])
         counts = np.zeros(NUM_ROWS, np.int32)

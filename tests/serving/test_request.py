@@ -1,4 +1,4 @@
-"""Sampling parameters that contradict themselves are refused when they are made."""
+"""Invalid sampling parameters are refused at creation."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from models.request import SamplingParams
         ({"beam_width": 2, "logprobs": 0}, "beam_width=2 excludes .* logprobs=0"),
     ],
 )
-def test_parameters_that_cannot_be_are_refused_when_they_are_made(params, message):
+def test_bad_parameters_are_refused_at_creation(params, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**params)
 
 
-def test_lists_are_kept_as_they_were_checked():
+def test_iterables_become_tuples():
     params = SamplingParams(
         stop=(x for x in ["a"]), stop_tokens=[np.int64(1)], max_tokens=np.int32(3)
     )

@@ -1,4 +1,4 @@
-"""What a request may ask of the engine: samples, the best of them, beams, numbers, stops."""
+"""Options of a request: samples, best_of, beams, log-probabilities, stops, aborts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sampling(**params) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def dense_logprobs(oracle):
-    """Log-probabilities f64[V] of the token after some tokens, without a cache."""
+    """Log-probabilities `f64[V]` of the next token, without a cache."""
 
     def logprobs(tokens: list[int]) -> np.ndarray:
         padded = np.zeros(CONFIG.max_position_embeddings, np.int32)
@@ -51,15 +51,15 @@ def dense_logprobs(oracle):
 
 @pytest.fixture(scope="module")
 def alone(model):
-    """Serves a request with nobody beside it."""
+    """Serves one request in an engine of its own."""
     return lambda prompt, params: tokens_of(serve(make_engine(model), [prompt], params))
 
 
 FILTERS = [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}, {"temperature": 0.3}]
 
 
-def test_samples_are_those_of_generate(model, alone):
-    """A key is made of the seed, the prompt, the number of the sample and the position."""
+def test_samples_equal_those_of_generate(model, alone):
+    """A key depends on the seed, the prompt, the number of the sample and the position."""
     each = [sampling(n=2, seed=2**32 - 1, **params) for params in FILTERS]
     values = {
         name: [getattr(params, name) for params in each]
@@ -80,8 +80,8 @@ def test_samples_are_those_of_generate(model, alone):
     assert [tokens for params in each for tokens in alone(PROMPTS[1], params)] == wanted
 
 
-def test_every_request_has_its_own_sampling_whatever_else_runs(model, alone, oracle):
-    """All at once, late and early, short of pages: greedy ones among those that draw."""
+def test_samples_do_not_depend_on_other_requests(model, alone, oracle):
+    """Greedy and drawn requests, submitted step by step, in a pool with too few pages."""
     each = [SamplingParams(max_tokens=NEW), *(sampling(**params) for params in FILTERS)]
     load = [(prompt, params) for params in each for prompt in PROMPTS]
     wanted = [alone(prompt, params) for prompt, params in load]
@@ -96,7 +96,7 @@ def test_every_request_has_its_own_sampling_whatever_else_runs(model, alone, ora
     assert engine.stats().num_preemptions > 0
 
 
-def test_without_a_seed_every_request_draws_anew(model, alone):
+def test_requests_without_a_seed_draw_differently(model, alone):
     engine = make_engine(model)
     requests = serve(engine, [PROMPTS[0]] * 3, sampling(seed=None))
     assert len(set(map(tuple, tokens_of(requests)))) == 3
@@ -130,8 +130,8 @@ def test_samples_may_end_at_different_times(model, alone):
 
 
 @pytest.mark.parametrize("top", [0, 3, 20])
-def test_logprobs_are_those_of_the_dense_model(model, dense_logprobs, top):
-    """Of the model's own distribution, whatever is drawn from it; each token has one."""
+def test_logprobs_equal_the_dense_model(model, dense_logprobs, top):
+    """They are of the unfiltered distribution, one for each token."""
     prompt = PROMPTS[1]
     params = [sampling(logprobs=top, top_k=5), SamplingParams(max_tokens=NEW, logprobs=top)]
     engine = make_engine(model)
@@ -143,22 +143,22 @@ def test_logprobs_are_those_of_the_dense_model(model, dense_logprobs, top):
         (completion,) = request.completions
         assert len(completion.logprobs) == NEW
         total = 0.0
-        for index, told in enumerate(completion.logprobs):
+        for index, entry in enumerate(completion.logprobs):
             wanted = dense_logprobs([*prompt, *completion.tokens[:index]])
-            assert told.token == pytest.approx(wanted[completion.tokens[index]], abs=1e-4)
+            assert entry.token == pytest.approx(wanted[completion.tokens[index]], abs=1e-4)
             best = np.argsort(-wanted)[:top]
-            assert list(told.top) == best.tolist()
-            np.testing.assert_allclose(list(told.top.values()), wanted[best], atol=1e-4)
-            total += told.token
+            assert list(entry.top) == best.tolist()
+            np.testing.assert_allclose(list(entry.top.values()), wanted[best], atol=1e-4)
+            total += entry.token
         assert completion.cumulative_logprob == pytest.approx(total)
 
 
-def test_logprobs_of_a_vocabulary_smaller_than_what_may_be_told():
+def test_more_logprobs_than_the_vocabulary_has_tokens():
     model = tiny_model(replace(CONFIG, vocab_size=12))
     (request,) = serve(make_engine(model), [[1, 2]], SamplingParams(max_tokens=2, logprobs=20))
-    for told in request.completions[0].logprobs:
-        assert sorted(told.top) == list(range(12))
-        assert sum(map(np.exp, told.top.values())) == pytest.approx(1)
+    for entry in request.completions[0].logprobs:
+        assert sorted(entry.top) == list(range(12))
+        assert sum(map(np.exp, entry.top.values())) == pytest.approx(1)
 
 
 def test_best_of_returns_those_with_the_highest_mean_logprob(model, alone):
@@ -168,7 +168,7 @@ def test_best_of_returns_those_with_the_highest_mean_logprob(model, alone):
     best = engine.submit(prompt, replace(params, n=2, best_of=4))
     news = run(engine)
     means = {
-        # The log-probability of the stop token is in the sum.
+        # The sum includes the log-probability of the stop token.
         tuple(one.tokens): one.cumulative_logprob
         / (len(one.tokens) + (one.finish_reason == "stopped"))
         for one in drawn.completions
@@ -179,18 +179,18 @@ def test_best_of_returns_those_with_the_highest_mean_logprob(model, alone):
     assert [completion.index for completion in best.completions] == [0, 1]
     assert all(completion.logprobs is None for completion in best.completions)
     assert_news_tell_all(news, [drawn, best])
-    assert len([one for one in news if one.request is best]) == 2  # at the end, and not before
+    assert len([one for one in news if one.request is best]) == 2  # only at the end
 
 
 def test_the_stop_token_counts_in_the_mean(model):
     prompt, first = PROMPTS[1], sampling(n=4, logprobs=0)
     (drawn,) = serve(make_engine(model), [prompt], first)
-    stop = drawn.completions[0].tokens[0]  # which makes an end without tokens
+    stop = drawn.completions[0].tokens[0]  # so one completion ends without tokens
     means = {}
     for one in drawn.completions:
         end = one.tokens.index(stop) if stop in one.tokens else NEW
-        told = [logprobs.token for logprobs in one.logprobs[: end + 1]]
-        means[tuple(one.tokens[:end])] = sum(told) / len(told)
+        values = [logprobs.token for logprobs in one.logprobs[: end + 1]]
+        means[tuple(one.tokens[:end])] = sum(values) / len(values)
     params = sampling(n=4, best_of=4, stop_tokens=[stop])
     (best,) = serve(make_engine(model), [prompt], params)
     wanted = sorted(means, key=means.__getitem__, reverse=True)
@@ -201,7 +201,7 @@ def test_the_stop_token_counts_in_the_mean(model):
 @pytest.mark.parametrize("stops", [(), (19, 2, 7, 30, 12)])
 @pytest.mark.parametrize("width", [2, 3])
 def test_beam_search_equals_brute_force(model, dense_logprobs, width, stops, penalty):
-    """Three searches at a time, and some that sample, in rows and pages for one."""
+    """Three searches and three sampling requests share rows and pages that suffice for one."""
     prompts = PROMPTS[:3]
     params = SamplingParams(
         max_tokens=6, beam_width=width, n=width, length_penalty=penalty, stop_tokens=stops
@@ -221,7 +221,7 @@ def test_beam_search_equals_brute_force(model, dense_logprobs, width, stops, pen
         assert [completion.index for completion in request.completions] == list(range(width))
 
 
-def test_a_search_keeps_rows_for_its_beams_until_it_has_them(model):
+def test_a_search_reserves_rows_for_its_beams(model):
     engine = make_engine(model)
     search = engine.submit([1], SamplingParams(max_tokens=12, beam_width=2))
     for _ in range(3):
@@ -246,7 +246,7 @@ ASKED = [{}, {"n": 3}, {"best_of": 3, "n": 2}, {"beam_width": 2, "n": 2, "temper
 
 @pytest.mark.parametrize("num_steps", STATES.values(), ids=STATES)
 @pytest.mark.parametrize("asked", ASKED, ids=["one", "n", "best_of", "beams"])
-def test_an_abort_ends_a_request_as_it_stands(model, alone, asked, num_steps):
+def test_an_abort_ends_a_request_with_its_tokens_so_far(model, alone, asked, num_steps):
     params = sampling(**asked)
     engine = make_engine(model)
     other = engine.submit(PROMPTS[0], sampling())
@@ -257,7 +257,7 @@ def test_an_abort_ends_a_request_as_it_stands(model, alone, asked, num_steps):
     engine.abort(request)
     assert request.finished and set(reasons_of([request])) <= {"aborted"}
     lengths = [len(tokens) for tokens in tokens_of([request])]
-    engine.abort(request)  # again, which is nothing
+    engine.abort(request)  # a second abort changes nothing
     news += run(engine)
     assert [len(tokens) for tokens in tokens_of([request])] == lengths
     assert_news_tell_all(news, [other, request])
@@ -288,7 +288,7 @@ SPEAKING = SamplingParams(max_tokens=30, temperature=1.0, seed=5)
 
 @pytest.fixture(scope="module")
 def spoken(byte_engine, byte_tokenizer):
-    """What the byte model says after "hello"; many of its bytes are no text."""
+    """The byte model's completion of "hello"; many of its bytes are invalid UTF-8."""
     (request,) = serve(byte_engine(), ["hello"], SPEAKING)
     (completion,) = request.completions
     assert request.prompt == list(b"hello")
@@ -297,7 +297,7 @@ def spoken(byte_engine, byte_tokenizer):
     return completion
 
 
-def test_a_text_is_told_as_far_as_it_is_certain(byte_engine, spoken):
+def test_text_is_reported_as_soon_as_it_is_certain(byte_engine, spoken):
     engine = byte_engine()
     beams = SamplingParams(max_tokens=20, beam_width=2, n=2)
     load = [SPEAKING, replace(SPEAKING, n=3), replace(SPEAKING, best_of=2), beams]
@@ -309,7 +309,7 @@ def test_a_text_is_told_as_far_as_it_is_certain(byte_engine, spoken):
             assert completion.text == engine._tokenizer.decode(completion.tokens)
 
 
-def test_a_stop_text_may_lie_across_tokens(byte_engine, spoken):
+def test_a_stop_text_may_span_tokens(byte_engine, spoken):
     start = len(spoken.text) // 2
     stop = spoken.text[start : start + 3]
     cut = spoken.text.index(stop)
@@ -322,14 +322,14 @@ def test_a_stop_text_may_lie_across_tokens(byte_engine, spoken):
     assert_news_tell_all(news, [request])
 
 
-def test_the_beginning_of_a_stop_text_is_told_when_nothing_follows(byte_engine, spoken):
+def test_the_beginning_of_a_stop_text_is_reported_at_the_end(byte_engine, spoken):
     params = replace(SPEAKING, stop=[spoken.text[-2:] + "never said"])
     (request,) = serve(byte_engine(), ["hello"], params)
     assert request.completions[0].text == spoken.text
     assert reasons_of([request]) == ["max_tokens"]
 
 
-def test_a_stop_text_is_no_token_of_the_mean(byte_tokenizer):
+def test_a_stop_text_does_not_count_in_the_mean(byte_tokenizer):
     seq = Seq(
         request=Request(number=0, prompt=[1], params=SamplingParams(), seed=0),
         completion=Completion(index=0),
@@ -343,7 +343,7 @@ def test_a_stop_text_is_no_token_of_the_mean(byte_tokenizer):
 
 
 class _Mute:
-    """A tokenizer that reads, and fails to write when it is told to."""
+    """A tokenizer that encodes, and whose decoding can be made to fail."""
 
     broken = False
 
@@ -356,7 +356,7 @@ class _Mute:
         return " ".join(map(str, ids))
 
 
-def test_a_tokenizer_that_fails_while_decoding_ends_the_requests_with_texts_only(model, oracle):
+def test_a_failing_tokenizer_ends_only_requests_with_text(model, oracle):
     tokenizer = _Mute()
     engine = Engine(model, None, tokenizer, EngineConfig(**SIZES))
     sampled = engine.submit("1 2 3", SamplingParams(max_tokens=NEW))
@@ -373,7 +373,7 @@ def test_a_tokenizer_that_fails_while_decoding_ends_the_requests_with_texts_only
     assert after.completions[0].tokens == oracle.continue_([1, 2, 3], NEW)
 
 
-def test_a_submit_that_fails_leaves_the_engine_as_it_was(model):
+def test_a_failed_submit_changes_nothing(model):
     tokenizer = _Mute()
     engine = Engine(model, None, tokenizer, EngineConfig(**SIZES))
     tokenizer.broken = True
@@ -384,7 +384,7 @@ def test_a_submit_that_fails_leaves_the_engine_as_it_was(model):
     run(engine)
 
 
-def test_a_model_that_gives_no_numbers_ends_its_requests_and_not_the_engine(model):
+def test_nan_logits_end_the_requests_but_not_the_engine(model):
     nan = jax.tree.map(lambda x: x * np.nan, nnx.state(model))
     broken = Engine(model, nan, None, EngineConfig(**SIZES))
     params = SamplingParams(max_tokens=4)

@@ -1,4 +1,4 @@
-"""The scheduler by itself, against a page allocator of dicts and lists: no device, no model."""
+"""The scheduler alone, against a page allocator of dicts and lists: no device, no model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_prompts_share_the_budget_in_the_order_of_arrival():
         (seqs[0], 7, True),
         (seqs[1], 3, False),
     ]
-    plan = host.step()  # the first decodes, before its first token has been read
+    plan = host.step()  # the first decodes before its first token is read
     assert plan.decodes == [seqs[0]]
     assert [(chunk.seq, len(chunk.tokens), chunk.ends) for chunk in plan.chunks] == [
         (seqs[1], 5, True),
@@ -41,7 +41,7 @@ def test_prompts_share_the_budget_in_the_order_of_arrival():
     assert plan.chunks[0].tokens == seqs[1].tokens[3:8]
 
 
-def test_no_step_is_over_the_budget_or_has_too_many_chunks():
+def test_steps_stay_within_the_budget_and_the_number_of_chunks():
     scheduler = make_scheduler(token_budget=6, max_chunks=2, num_pages=64)
     host = Host.of(scheduler, num_pages=64)
     start(scheduler, *(make_seq(number, 1 + number % 7) for number in range(12)))
@@ -52,18 +52,18 @@ def test_no_step_is_over_the_budget_or_has_too_many_chunks():
     assert any(len(plan.chunks) == 2 and plan.decodes for plan in plans)
 
 
-def test_a_sequence_of_its_last_token_does_not_decode_further():
+def test_a_sequence_stops_decoding_after_its_last_token():
     scheduler = make_scheduler()
     host = Host.of(scheduler)
     seq = make_seq(0, 3, new=2)
     start(scheduler, seq)
     plans = host.run()
-    assert [len(plan.decodes) for plan in plans] == [0, 1, 0]  # the last only reads
+    assert [len(plan.decodes) for plan in plans] == [0, 1, 0]  # the last step only reads results
     assert seq.tokens[3:] == [1003, 1004] and seq.completion.finish_reason == "max_tokens"
 
 
-def test_nobody_overtakes_the_head_of_the_queue():
-    """A large prompt waits for pages; small ones that came later would fit, and wait behind it."""
+def test_no_request_overtakes_the_head_of_the_queue():
+    """A large prompt waits for pages; later small prompts would fit but wait behind it."""
     scheduler = make_scheduler(num_pages=8)
     host = Host.of(scheduler, num_pages=8)
     first, large, small = make_seq(0, 8, new=12), make_seq(1, 28, new=4), make_seq(2, 1, new=2)
@@ -88,16 +88,16 @@ def test_a_stream_of_small_requests_does_not_starve_a_large_one():
 
 
 @pytest.mark.parametrize(("watermark", "lives"), [(0, 1), (1, 1), (2, 0)])
-def test_the_watermark_is_left_over_when_one_starts_beside_others(watermark, lives):
+def test_the_watermark_stays_free_when_requests_are_running(watermark, lives):
     scheduler = make_scheduler(num_pages=5, watermark=watermark)
     host = Host.of(scheduler, num_pages=5)
     first, second = make_seq(0, 8), make_seq(1, 8)
-    start(scheduler, first, second)  # two pages each, one is left over
+    start(scheduler, first, second)  # two pages each; one stays free
     host.step()
     assert (first.lives, second.lives) == (1, lives)
 
 
-def test_the_watermark_does_not_keep_one_from_starting_alone():
+def test_the_watermark_does_not_apply_to_a_request_alone():
     scheduler = make_scheduler(num_pages=4, watermark=3)
     seq = make_seq(0, 9, new=7)
     start(scheduler, seq)
@@ -105,7 +105,7 @@ def test_the_watermark_does_not_keep_one_from_starting_alone():
     assert seq.finished
 
 
-def test_the_newest_gives_way_and_its_tokens_are_computed_again():
+def test_the_newest_is_preempted_and_recomputed():
     scheduler = make_scheduler(num_pages=6)
     host = Host.of(scheduler, num_pages=6)
     seqs = [make_seq(number, 4, new=14) for number in range(3)]
@@ -122,7 +122,7 @@ def test_the_newest_gives_way_and_its_tokens_are_computed_again():
     assert [seq.tokens[4:] for seq in seqs] == [[1004 + i for i in range(14)]] * 3
 
 
-def test_who_gives_way_is_served_before_those_that_came_later():
+def test_a_preempted_request_is_served_before_later_ones():
     scheduler = make_scheduler(num_pages=6)
     host = Host.of(scheduler, num_pages=6)
     seqs = [*(make_seq(number, 4, new=14) for number in range(3)), make_seq(3, 20, new=1)]
@@ -133,7 +133,7 @@ def test_who_gives_way_is_served_before_those_that_came_later():
     host.run()
 
 
-def test_the_next_is_looked_at_when_the_head_of_the_queue_leaves():
+def test_the_next_request_is_considered_when_the_head_leaves():
     scheduler = make_scheduler(num_pages=8)
     host = Host.of(scheduler, num_pages=8)
     first, large, small = make_seq(0, 8, new=12), make_seq(1, 28, new=4), make_seq(2, 1, new=2)
@@ -145,7 +145,7 @@ def test_the_next_is_looked_at_when_the_head_of_the_queue_leaves():
     host.run()
 
 
-def test_cached_pages_go_before_anybody_gives_way():
+def test_cached_pages_are_evicted_before_any_preemption():
     scheduler = make_scheduler(num_pages=6, caching=True)
     host = Host.of(scheduler, num_pages=6)
     start(scheduler, make_seq(0, 12, new=1))
@@ -157,7 +157,7 @@ def test_cached_pages_go_before_anybody_gives_way():
     assert scheduler.num_preemptions == 0 and all(seq.finished for seq in seqs)
 
 
-def test_a_prefix_in_the_cache_is_attached_and_not_computed():
+def test_a_cached_prefix_is_attached_and_not_computed():
     scheduler = make_scheduler(caching=True)
     host = Host.of(scheduler)
     prompt = list(range(12))
@@ -171,7 +171,7 @@ def test_a_prefix_in_the_cache_is_attached_and_not_computed():
     start(scheduler, same, longer, other)
     plan = host.step()
     assert [len(pages) for _, pages in plan.adoptions] == [2, 3, 1]
-    # Of a prompt that is there as a whole the last page is computed, to have a query.
+    # The last page of a fully cached prompt is computed again, for its last query.
     assert [len(chunk.tokens) for chunk in plan.chunks] == [4, 1, 8]
     assert [seq.request.num_cached_tokens for seq in (same, longer, other)] == [8, 12, 4]
 
@@ -188,14 +188,14 @@ def test_followers_are_forked_and_the_prompt_is_computed_once(length, caching):
     assert [(src, dst) for plan in plans for src, dst in plan.forks] == [(0, 1), (0, 2), (0, 3)]
     chunks = [chunk for plan in plans for chunk in plan.chunks]
     assert sum(len(chunk.tokens) for chunk in chunks) == length - 1
-    given = [seq for plan in plans for seq in plan.given]  # each decodes from the last token
+    given = [seq for plan in plans for seq in plan.given]  # each decodes from its last token
     assert sorted(seq.order for seq in given) == [seq.order for seq in (leader, *others)]
     for seq in (leader, *others):
         assert seq.tokens[length:] == [token_at(seq, length + i) for i in range(8)]
 
 
-def test_followers_without_room_for_a_copy_wait_and_adopt():
-    """The prompt's partial page needs a copy for each, and there is none to be had."""
+def test_followers_without_a_page_for_their_copy_wait_and_attach():
+    """Each follower needs a copy of the prompt's partial page, and no page is free."""
     scheduler = make_scheduler(num_pages=3, caching=True)
     host = Host.of(scheduler, num_pages=3)
     leader = make_seq(0, 10, new=2)
@@ -207,8 +207,8 @@ def test_followers_without_room_for_a_copy_wait_and_adopt():
     assert leader.finished and other.finished and scheduler.num_preemptions == 0
 
 
-def test_a_fork_is_not_lost_when_nothing_can_be_computed_with_it():
-    """At the border of a page a fork needs none, but the token after it does."""
+def test_a_fork_is_kept_when_its_next_token_has_no_page():
+    """At a page border the fork itself needs no page, but the next token does."""
     scheduler = make_scheduler(num_pages=3)
     host = Host.of(scheduler, num_pages=3)
     leader, blocker = make_seq(0, 5, new=2), make_seq(1, 8, new=2)
@@ -219,13 +219,13 @@ def test_a_fork_is_not_lost_when_nothing_can_be_computed_with_it():
     assert plans[2] == Plan(adoptions=[], forks=[(0, 1)], decodes=[], given=[], chunks=[])
     while not (leader.finished and other.finished):
         host.step()
-    assert blocker.parked and blocker.row is None  # it gave way, and waits to be told
+    assert blocker.parked and blocker.row is None  # preempted, and waiting for its token to be read
     blocker.steered = False
     scheduler.unpark(blocker)
     host.run()
 
 
-def test_a_request_of_many_rows_waits_for_all_of_them_and_is_not_overtaken():
+def test_a_request_of_many_rows_waits_for_all_and_is_not_overtaken():
     scheduler = make_scheduler(num_pages=64)
     host = Host.of(scheduler, num_pages=64)
     first, leader, last = make_seq(0, 2, new=3), make_seq(1, 2, new=3), make_seq(2, 2, new=3)
@@ -239,7 +239,7 @@ def test_a_request_of_many_rows_waits_for_all_of_them_and_is_not_overtaken():
     host.run()
 
 
-def test_spare_rows_are_kept_for_branches_until_they_are_given():
+def test_spare_rows_stay_reserved_for_branches():
     scheduler = make_scheduler()
     host = Host.of(scheduler)
     parent, other = make_seq(0, 4), make_seq(1, 4)
@@ -252,7 +252,7 @@ def test_spare_rows_are_kept_for_branches_until_they_are_given():
     assert other.row is not None
 
 
-def test_a_sequence_that_leaves_the_queue_or_its_row_leaves_no_trace():
+def test_an_ended_sequence_leaves_no_trace():
     scheduler = make_scheduler(caching=True)
     host = Host.of(scheduler)
     queued, running = make_seq(9, 4), make_seq(0, 9)
@@ -270,7 +270,7 @@ def test_a_sequence_that_leaves_the_queue_or_its_row_leaves_no_trace():
 
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("num_pages", [6, 9, 20])
-def test_storms(caching, num_pages):
+def test_random_requests(caching, num_pages):
     """Random arrivals, lengths, shared prefixes, followers and aborts in a pool of a few pages."""
     rng = np.random.default_rng(num_pages)
     scheduler = make_scheduler(num_pages=num_pages, caching=caching, token_budget=7, watermark=1)

@@ -1,6 +1,6 @@
-"""Thousands of random requests in tiny pools: every page comes back, every output is the right one.
+"""Random requests in tiny pools: every page is free at the end, every output is right.
 
-SOAK_SCALE in the environment multiplies the number of requests.
+The slow runs take thousands of requests; SOAK_SCALE in the environment multiplies their number.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from tests.support.engine_calls import (
     serve,
     tokens_of,
 )
+from tests.support.marks import slow
 
 pytestmark = pytest.mark.usefixtures("exact_products")
-NUM_REQUESTS = 600 * int(os.environ.get("SOAK_SCALE", "1"))  # of each of the four soaks
+FEW_REQUESTS, MANY_REQUESTS = 150, 600 * int(os.environ.get("SOAK_SCALE", "1"))
 NUM_PAGES = 9
-TRACKED = 32  # most requests in the queue and in rows
+TRACKED = 32  # most requests at a time, in the queue and in rows
 
 _STEM = np.random.default_rng(0).integers(1, 40, 20).tolist()
-# Shared beginnings of 0 to 5 pages, and lengths on both sides of the borders of pages.
+# Shared prefixes of 0 to 5 pages, and lengths on both sides of page borders.
 PROMPTS = [
     [*_STEM[:shared], *range(30, 30 + own)]
     for shared, own in [(0, 1), (0, 2), (0, 5), (4, 1), (4, 4), (8, 0), (8, 5), (12, 3), (20, 0)]
@@ -48,7 +49,7 @@ PARAMS = [
     SamplingParams(max_tokens=4, beam_width=3, stop_tokens=range(5)),
     SamplingParams(max_tokens=8, n=4, temperature=1.0, min_p=0.05, seed=9),
 ]
-Case = tuple[int, int]  # of PROMPTS and of PARAMS
+Case = tuple[int, int]  # indices into PROMPTS and PARAMS
 
 
 def result(request: Request) -> list[tuple[list[int], str | None]]:
@@ -57,7 +58,7 @@ def result(request: Request) -> list[tuple[list[int], str | None]]:
 
 @pytest.fixture(scope="module")
 def cases(model, oracle) -> dict[Case, list[tuple[list[int], str | None]]]:
-    """Everything that fits into the pool, with what comes of it alone, nothing from a cache."""
+    """Every case that fits into the pool, with its result alone and without prefix caching."""
     engine = make_engine(model, num_pages=NUM_PAGES, prefix_caching=False)
     alone = {}
     for i, prompt in enumerate(PROMPTS):
@@ -71,14 +72,14 @@ def cases(model, oracle) -> dict[Case, list[tuple[list[int], str | None]]]:
 
 
 def storm(
-    engine: Engine, cases: dict[Case, object], rng: np.random.Generator
+    engine: Engine, cases: dict[Case, object], rng: np.random.Generator, num_requests: int
 ) -> Iterator[tuple[Request, Case, list[News], bool]]:
-    """Random arrivals and aborts; yields requests that have ended, with their news."""
+    """Submits and aborts requests at random; yields requests that have ended, with their news."""
     keys = list(cases)
     live: dict[Request, Case] = {}
     news: dict[Request, list[News]] = {}
     aborted: set[Request] = set()
-    num_left, num_steps = NUM_REQUESTS, 0
+    num_left, num_steps = num_requests, 0
     while num_left or live:
         while num_left and len(live) < TRACKED and rng.random() < 0.45:
             i, j = keys[rng.integers(len(keys))]
@@ -92,20 +93,26 @@ def storm(
             news[one.request].append(one)
         engine.check()
         num_steps += 1
-        assert num_steps < 60 * NUM_REQUESTS, "requests hang"
+        assert num_steps < 60 * num_requests, "requests hang"
         for request in [request for request in live if request.finished]:
             yield request, live.pop(request), news.pop(request), request in aborted
 
 
-@pytest.mark.parametrize("prefix_caching", [False, True])
-@pytest.mark.parametrize("watermark", [0.0, 0.2])
-def test_soak(model, cases, prefix_caching, watermark):
+@pytest.mark.parametrize(
+    ("prefix_caching", "watermark", "num_requests"),
+    [
+        (False, 0.2, FEW_REQUESTS),
+        (True, 0.0, FEW_REQUESTS),
+        *slow((caching, mark, MANY_REQUESTS) for caching in (False, True) for mark in (0.0, 0.2)),
+    ],
+)
+def test_soak(model, cases, prefix_caching, watermark, num_requests):
     rng = np.random.default_rng([prefix_caching, int(10 * watermark)])
     engine = make_engine(
         model, num_pages=NUM_PAGES, prefix_caching=prefix_caching, watermark=watermark
     )
     num_ended = num_aborted = 0
-    for request, case, news, aborted in storm(engine, cases, rng):
+    for request, case, news, aborted in storm(engine, cases, rng, num_requests):
         num_ended += 1
         assert request.error is None and len(request.prompt) > request.num_cached_tokens
         assert_news_tell_all(news, [request])
@@ -114,16 +121,16 @@ def test_soak(model, cases, prefix_caching, watermark):
             continue
         num_aborted += 1
         if request.params.beam_width or request.params.best_of:
-            continue  # the best so far, some of which may have ended by themselves
+            continue  # these return the best so far; some may have ended before the abort
         assert "aborted" in {completion.finish_reason for completion in request.completions}
         for (tokens, _), (whole, _) in zip(result(request), cases[case], strict=True):
             assert tokens == whole[: len(tokens)]
     run(engine)
     assert_nothing_is_left(engine)
     stats = engine.stats()
-    assert num_ended == NUM_REQUESTS and num_aborted > NUM_REQUESTS // 50
-    assert stats.num_finished + stats.num_aborted == NUM_REQUESTS and stats.num_failed == 0
-    assert stats.num_preemptions > NUM_REQUESTS // 10
+    assert num_ended == num_requests and num_aborted > num_requests // 50
+    assert stats.num_finished + stats.num_aborted == num_requests and stats.num_failed == 0
+    assert stats.num_preemptions > num_requests // 10
     assert (stats.cache_hit_rate > 0.1) == prefix_caching
     assert 0 < stats.pages_used <= stats.peak_pages_used <= 1
     assert 0 < stats.pool_utilization <= 1
@@ -133,8 +140,7 @@ def test_soak(model, cases, prefix_caching, watermark):
     assert int(engine.table.num_free) == NUM_PAGES
 
 
-def test_many_rows_adopt_and_many_pages_are_retained_and_released_at_a_time(model, oracle):
-    """More than one call of the page table takes."""
+def test_more_attached_retained_and_released_pages_than_one_call_takes(model, oracle):
     engine = make_engine(model, num_pages=2048, page_size=1, max_seqs=20, token_budget=1280)
     prompts = [[first, *range(40), *range(18)] for first in range(30)]
     serve(engine, prompts, SamplingParams(max_tokens=1), check=False)
@@ -150,7 +156,7 @@ def test_many_rows_adopt_and_many_pages_are_retained_and_released_at_a_time(mode
 
 
 def test_statistics_need_no_more_memory_after_more_requests(model, monkeypatch):
-    """Times are kept of the newest only; a request that has ended is not kept at all."""
+    """Only the newest times are kept, and no request after its end."""
     engine = make_engine(model, num_pages=NUM_PAGES)
     counters = engine._counters
     bound = counters._ttft.maxlen
@@ -178,7 +184,7 @@ def test_times_are_those_of_each_request(model):
     assert (stats.ttft_p50, stats.tpot_p50, stats.latency_p50) == (1.0, 2.0, 7.0)
 
 
-def test_cached_pages_are_not_in_use(model):
+def test_cached_pages_do_not_count_as_used(model):
     engine = make_engine(model)
     serve(engine, [[1] * 8], SamplingParams(max_tokens=1))
     serve(engine, [[2]], SamplingParams(max_tokens=2))
@@ -186,7 +192,7 @@ def test_cached_pages_are_not_in_use(model):
     assert stats.num_cached_pages == 2 and stats.peak_pages_used <= 2 / stats.num_pages
 
 
-def test_pages_and_tokens_are_those_of_one_moment(model):
+def test_pages_and_tokens_are_counted_at_the_same_time(model):
     engine = make_engine(model, prefix_caching=False)
     serve(engine, [[1]], SamplingParams(max_tokens=1))
     stats = engine.stats()
@@ -195,7 +201,7 @@ def test_pages_and_tokens_are_those_of_one_moment(model):
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_tokens_of_beams_are_those_that_are_returned(model, beams):
+def test_generated_tokens_of_beams_are_those_returned(model, beams):
     engine = make_engine(model)
     params = SamplingParams(max_tokens=5, beam_width=beams, n=beams)
     (request,) = serve(engine, [[1, 2, 3]], params)

@@ -6,7 +6,7 @@ from __future__ import annotations
 class AllocatorOracle:
     """Rows are lists of tokens and of page names; a page name is never used twice.
 
-    Names are 1, 2, ...; where pages are asked for, 0 is a page that is free and None is no page.
+    Names are 1, 2, ...; as an argument, 0 is a free page and None is padding.
     """
 
     def __init__(self, *, num_pages: int, page_size: int, max_seqs: int, pages_per_seq: int):
@@ -17,11 +17,11 @@ class AllocatorOracle:
         self.pages: list[list[int]] = [[] for _ in range(max_seqs)]
         self.refs: dict[int, int] = {}
         self.retained: list[int] = []
-        self.full_pages: dict[int, list[int]] = {}  # what a page held when it was last full
+        self.full_pages: dict[int, list[int]] = {}  # a page's tokens when it was last full
         self.num_named = 0
 
     def extend(self, new_tokens: list[list[int] | int], max_new_tokens: int) -> list[bool]:
-        """Appends each row's new tokens; a bare int stands for a request too odd to have tokens."""
+        """Appends each row's new tokens; an int is an invalid number of tokens."""
         ok = []
         total, budget = 0, self.num_free
         for row, new in enumerate(new_tokens):

@@ -1,4 +1,4 @@
-"""Jitted calls of the entries to attention, and what their results are held to."""
+"""Jitted calls of the attention functions, and checks of their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_ARRAYS = {pp.paged_attention: 5, pp.ragged_paged_attention: 6, pp.cascade_at
 
 
 def jitted(attention, compiler_options=None):
-    """An entry that returns (out, lse), static arguments marked. Scales may follow the arrays."""
+    """An attention function that returns (out, lse), jitted. Scales may follow the arrays."""
 
     def with_lse(*arrays, **options):
         count = NUM_ARRAYS[attention]
@@ -34,7 +34,7 @@ cascade = jitted(pp.cascade_attention)
 
 
 def assert_close(actual, arrays, tolerance, **options):
-    """`actual` (out, lse) is what the oracle has for the call, empty queries to the bit."""
+    """`actual` (out, lse) is near the oracle's, and exact for queries without keys."""
     out, lse = actual
     expected_out, expected_lse = attend(*arrays, **options)
     assert out.dtype == arrays[0].dtype and lse.dtype == jnp.float32

@@ -22,7 +22,7 @@ class Case:
     """Shapes, lengths and dtype of one call; `make` draws its arrays.
 
     Without q_lens the case is a decode call, else a ragged call of at least num_tokens query
-    tokens. The pool has at least num_pages pages, so that cases of one shape share a program.
+    tokens. The pool has at least num_pages pages: cases of the same shapes share a program.
     """
 
     num_q_heads: int = 4

@@ -59,7 +59,7 @@ def attend(
 def _sees(
     i: int, key: int, before: int, sliding_window: int | None, tree: np.ndarray | None
 ) -> bool:
-    """Whether a row's i-th query sees a key of the row, `before` being the first query's place."""
+    """Whether a row's i-th query sees a key; the row has `before` keys before its first query."""
     if sliding_window is not None and key <= before + i - sliding_window:
         return False
     if tree is None:
@@ -69,6 +69,6 @@ def _sees(
 
 
 def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
-    """Relative L2 error; NaN if anything is NaN, so that no comparison with it passes."""
+    """Relative L2 error; NaN if any value is NaN, so that every comparison fails."""
     actual = np.asarray(actual).astype(np.float64)
     return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))

@@ -20,7 +20,7 @@ def beam_search(
     """The n best continuations, with the sums of their log-probabilities.
 
     Args:
-        logprobs: of every next token, after the prompt and some more.
+        logprobs: the log-probabilities of every next token, after the given tokens.
     """
     live = [((), 0.0)]
     finished = []

@@ -1,4 +1,4 @@
-"""Generation without a cache: the whole text goes through the model again for every token."""
+"""Generation without a cache: the model runs on the whole text for every token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tiny_model(config: ModelConfig = CONFIG) -> Decoder:
 
 
 class DenseOracle:
-    """Tokens that a model must give, one row at a time."""
+    """The tokens that a model must generate, one row at a time."""
 
     def __init__(self, model: Decoder):
         graphdef, params = nnx.split(model)
@@ -55,7 +55,7 @@ class DenseOracle:
         key: jax.Array | None = None,
         params: RowSampling | None = None,
     ) -> list[int]:
-        """num_tokens more tokens: greedy, or drawn with key as the contract of the keys says."""
+        """The next num_tokens tokens: greedy, or drawn with `fold_in(key, position)`."""
         tokens = np.zeros(CONFIG.max_position_embeddings, np.int32)
         tokens[: len(prompt)] = prompt
         for end in range(len(prompt), len(prompt) + num_tokens):

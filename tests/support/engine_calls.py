@@ -1,4 +1,4 @@
-"""Engines for tests: one set of sizes, so that their steps compile once, and runs with an end."""
+"""Engines of one set of sizes, so that their steps compile once, and runs that end."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SIZES: dict[str, Any] = dict(
 
 
 def make_engine(model: Decoder, tokenizer: Tokenizer | None = None, **sizes: Any) -> Engine:
-    """An engine of the usual sizes, but for those given."""
+    """An engine of the usual sizes, except those given."""
     return Engine(model, None, tokenizer, EngineConfig(**(SIZES | sizes)))
 
 
 def run(engine: Engine, *, max_steps: int = 1000, check: bool = True) -> list[News]:
-    """Steps until nothing is left to do; returns all news. Fails if that takes too long."""
+    """Steps until the engine is idle and returns all news; fails after `max_steps`."""
     news: list[News] = []
     for _ in range(max_steps):
         if engine.idle:
@@ -33,7 +33,7 @@ def run(engine: Engine, *, max_steps: int = 1000, check: bool = True) -> list[Ne
         assert len(engine._flights) <= 1, "more than one step is unread"
         if check:
             engine.check()
-    raise AssertionError(f"the engine has not come to an end in {max_steps} steps")
+    raise AssertionError(f"the engine is not idle after {max_steps} steps")
 
 
 def assert_nothing_is_left(engine: Engine) -> None:
@@ -77,15 +77,15 @@ def reasons_of(requests: Iterable[Request]) -> list[str | None]:
 
 
 def assert_news_tell_all(news: Iterable[News], requests: Iterable[Request]) -> None:
-    """The news of each completion, put together, are its tokens, its text and its one end."""
-    told: dict[tuple[Request, int], list[News]] = {}
+    """The news of each completion add up to its tokens, its text and one end."""
+    found: dict[tuple[Request, int], list[News]] = {}
     for one in news:
-        told.setdefault((one.request, one.index), []).append(one)
+        found.setdefault((one.request, one.index), []).append(one)
     for request in requests:
         for completion in request.completions:
-            mine = told.pop((request, completion.index))
+            mine = found.pop((request, completion.index))
             assert [token for one in mine for token in one.tokens] == completion.tokens
             assert "".join(one.text for one in mine) == completion.text
             reasons = [one.finish_reason for one in mine]
             assert reasons == [None] * (len(mine) - 1) + [completion.finish_reason]
-    assert not told, "news of completions that nobody asked for"
+    assert not found, "news of unknown completions"

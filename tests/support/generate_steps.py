@@ -1,4 +1,4 @@
-"""A small state of rows, and the host's part in starting prompts on it and reading it."""
+"""A small decode state, and the host code that starts prompts on it and reads it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from models.prefill import Requests, pack, prefill, reserve
 from models.sampling import RowSampling
 from tests.support.dense_oracle import CONFIG
 
-# One set of shapes for (nearly) all tests: 3 full rows want 12 pages, the pool has 8.
+# One set of shapes for most tests: 3 full rows need 12 pages, the pool has 8.
 PAGE_SIZE, PAGES_PER_SEQ, NUM_PAGES, MAX_SEQS = 4, 4, 8, 4
 CAPACITY = PAGE_SIZE * PAGES_PER_SEQ
 CHUNK = 8
@@ -48,7 +48,7 @@ def requests(prompts, rows, *, keys=None, limit=16, stops=(), temperature=0.0):
 
 
 def reserve_chunks(state, prompts, rows, *, size=CHUNK, **options):
-    """The state with the rows reserved, those rows, and the chunks that are to be run."""
+    """Reserves rows; returns the state, the reserved rows and the chunks of the prompts."""
     state, reserved = reserve(state, requests(prompts, rows, **options))
     reserved = np.asarray(reserved)
     started = np.flatnonzero(reserved[:, 0] < MAX_SEQS)
@@ -57,7 +57,7 @@ def reserve_chunks(state, prompts, rows, *, size=CHUNK, **options):
 
 
 def start(split, state, prompts, rows, *, implementation="xla", **options):
-    """The state with prompts in their rows, and bool[P, S], the rows that hold theirs."""
+    """Runs prompts; returns the state and `bool[P, S]`: whether each row holds its prompt."""
     state, reserved, chunks = reserve_chunks(state, prompts, rows, **options)
     for chunk in chunks:
         state = prefill(*split, state, chunk, implementation=implementation)
@@ -80,12 +80,14 @@ def statuses(state):
 
 
 def assert_copies_no_pool(compiled, state):
-    """A compiled step on a state of very many pages works in the pool that it is given."""
+    """A compiled step on a state of very many pages updates the pool in place."""
     memory = compiled.memory_analysis()
     pages = state.pool.layers[0].k_pages
     layer_bytes = pages.size * pages.dtype.itemsize
-    assert memory.temp_size_in_bytes < layer_bytes / 8  # of half a GiB; the rest is workspace
-    # The pool that comes out is the one that went in.
+    assert (
+        memory.temp_size_in_bytes < layer_bytes / 8
+    )  # the layer has half a GiB; the rest is workspace
+    # The output pool aliases the input pool.
     pool_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.pool))
     assert memory.alias_size_in_bytes > pool_bytes
     element = {"float32": "f32", "int8": "s8", "float8_e4m3fn": "f8e4m3fn"}[pages.dtype.name]

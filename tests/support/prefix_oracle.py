@@ -8,7 +8,7 @@ Prefix = tuple[int, ...]
 
 
 class PrefixOracle:
-    """Pages by the whole prefix that ends with them; a lease is a list of prefixes."""
+    """Maps whole prefixes to their last page; a lease is a list of prefixes."""
 
     def __init__(self, *, page_size: int, hash_page: Callable[[int, Prefix], int]):
         self.page_size = page_size

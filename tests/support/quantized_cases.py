@@ -1,4 +1,4 @@
-"""Calls of attention on one-byte pages, quantized by NumPy, and what they stand for."""
+"""Calls of attention on int8 and fp8 pages quantized by NumPy, and their dequantized values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LARGEST = {"int8": 127, "float8_e4m3fn": 448}
 
 
 def quantize(x: np.ndarray, dtype: str, axis: int | None = -1) -> tuple[np.ndarray, np.ndarray]:
-    """Elements and float32 scales of float64 `[..., D]`, along an axis or one scale for all."""
+    """Elements and float32 scales of float64 `[..., D]`; one scale for all if axis is None."""
     scales = np.float32(np.abs(x).max(axis=axis) / LARGEST[dtype])
     scaled = x / np.where(scales > 0, scales, 1.0)[..., None]
     scaled = np.clip(scaled, -LARGEST[dtype], LARGEST[dtype])
@@ -24,7 +24,7 @@ def quantize(x: np.ndarray, dtype: str, axis: int | None = -1) -> tuple[np.ndarr
 
 @dataclass(frozen=True, kw_only=True)
 class Quantized:
-    """A case with pages of `kv_dtype`, whose dtype is the queries' only.
+    """A case with pages of `kv_dtype`; the dtype of `case` is that of the queries only.
 
     V is `v_size` times as large as K. With `per_tensor` all tokens have one scale.
     """
@@ -38,9 +38,9 @@ class Quantized:
         return f"{self.case}-{self.kv_dtype}{'-per_tensor' * self.per_tensor}"
 
     def make(self, **how) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-        """Returns the arrays of a call, scales at the end, and those that it stands for.
+        """Returns the arrays of a call, scales at the end, and the same call dequantized.
 
-        What nobody owns has any byte and, in place of scales, NaN and infinities.
+        Slots that no row owns hold random bytes, and NaN and infinities as scales.
         """
         arrays = replace(self.case, dtype="float32").make(**how)
         owned = np.isfinite(replace(self.case, dtype="float32").make(**how | {"poison": True})[1])

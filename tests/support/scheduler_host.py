@@ -1,4 +1,4 @@
-"""The host side of serving without a device: plans are run on an allocator of dicts and lists."""
+"""The host side of serving without a device: plans run on an allocator of dicts and lists."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def with_followers(leader: Seq, count: int) -> list[Seq]:
 
 @dataclass
 class Host:
-    """Does what plans say, on an allocator that refuses what is wrong, and reads it a step late."""
+    """Runs plans on an allocator that refuses wrong ones, and reads results one step late."""
 
     scheduler: Scheduler
     table: AllocatorOracle
@@ -69,7 +69,7 @@ class Host:
         self.table.release(settlement.released)
 
     def step(self) -> Plan:
-        """Plans and runs a step, then reads those before it."""
+        """Plans and runs a step, then reads the steps before it."""
         while (plan := self.scheduler.plan(in_flight=bool(self.flights))) is None:
             while self.flights:
                 self.read()
@@ -85,16 +85,16 @@ class Host:
             new[seq.seat] = [seq.tokens[-1] if given else token_at(seq, seq.num_computed - 1)]
         for chunk in plan.chunks:
             new[chunk.seq.seat] = chunk.tokens
-        assert all(self.table.extend(new, 10**6)), "a page was counted on that is not there"
+        assert all(self.table.extend(new, 10**6)), "the plan needs more pages than are free"
         dispatched = bool(plan.decodes or plan.chunks)
         if dispatched:
-            told = [
+            written = [
                 (seq, seq.lives, self.table.pages[seq.seat][:], len(self.table.tokens[seq.seat]))
                 for seq in [*plan.decodes, *(chunk.seq for chunk in plan.chunks)]
             ]
             sizes = [1] * len(plan.decodes) + [len(chunk.tokens) for chunk in plan.chunks]
             sampled = [*plan.decodes, *(chunk.seq for chunk in plan.chunks if chunk.ends)]
-            report = told, sizes, sampled, self.table.num_free, self.scheduler.ledger
+            report = written, sizes, sampled, self.table.num_free, self.scheduler.ledger
             self.flights.append(report)
         while len(self.flights) > dispatched:
             self.read()
@@ -102,9 +102,9 @@ class Host:
         return plan
 
     def read(self) -> None:
-        told, sizes, sampled, num_free, ledger = self.flights.popleft()
+        written, sizes, sampled, num_free, ledger = self.flights.popleft()
         self.scheduler.observe(num_free, ledger)
-        for (seq, lives, pages, length), size in zip(told, sizes, strict=True):
+        for (seq, lives, pages, length), size in zip(written, sizes, strict=True):
             if seq.lives == lives and seq.row is not None:
                 positions = range(length - size, length)
                 seq.store([pages[position // PAGE_SIZE] for position in positions], PAGE_SIZE)
@@ -122,7 +122,7 @@ class Host:
         self.scheduler.remove(seq)
 
     def check(self) -> None:
-        """Rows hold what the scheduler believes: the tokens of their sequences, at those pages."""
+        """Rows hold the tokens and the pages that the scheduler expects."""
         settled = set(range(len(self.table.pages))).difference(self.scheduler._settlement.freed)
         for seq in self.scheduler.running:
             if seq.row in settled:
@@ -146,7 +146,7 @@ class Host:
 
 
 def token_at(seq: Seq, position: int) -> int:
-    """The token that any host gives a sequence there, so that no plan can change it."""
+    """The token of a sequence at a position, the same under every plan."""
     return 1000 + position + 100_000 * seq.completion.index
 
 

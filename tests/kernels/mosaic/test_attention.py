@@ -187,12 +187,7 @@ def test_prompts_equal_triton():
 
 @pytest.mark.parametrize("q_lens", [None, (40, 17)], ids=["decode", "ragged"])
 def test_a_pool_of_more_than_2_31_elements(q_lens):
-    case = mosaic_case(
-        page_size=256,
-        seq_lens=(300, 17),
-        pages_per_seq=2,
-        q_lens=q_lens,
-    )
+    case = mosaic_case(page_size=256, seq_lens=(300, 17), pages_per_seq=2, q_lens=q_lens)
     arrays = case.make()
     large = case.in_a_large_pool(arrays, num_pages=70_000)
     assert large[1].size > 2**31

@@ -53,38 +53,20 @@ def check(case, config=CONFIG, **options):
 
 @pytest.mark.parametrize("group", [1, 3, 4, 8, 16, 40])
 def test_groups(group):
-    check(
-        mosaic_case(
-            num_q_heads=2 * group,
-            seq_lens=(130, 0, 64),
-            pages_per_seq=9,
-        )
-    )
+    check(mosaic_case(num_q_heads=2 * group, seq_lens=(130, 0, 64), pages_per_seq=9))
 
 
 @pytest.mark.parametrize(("page_size", "block_k"), [(8, 64), (16, 128), (128, 64), (256, 128)])
 def test_page_sizes(page_size, block_k):
     config = MosaicDecodeConfig(block_k=block_k, num_stages=2, num_programs=2)
     check(
-        mosaic_case(
-            page_size=page_size,
-            seq_lens=BORDERS,
-            pages_per_seq=256 // page_size,
-        ),
-        config,
+        mosaic_case(page_size=page_size, seq_lens=BORDERS, pages_per_seq=256 // page_size), config
     )
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(128, "float16"), (256, "bfloat16")])
 def test_head_dims(head_dim, dtype):
-    check(
-        mosaic_case(
-            head_dim=head_dim,
-            seq_lens=(130, 64, 1),
-            pages_per_seq=9,
-            dtype=dtype,
-        )
-    )
+    check(mosaic_case(head_dim=head_dim, seq_lens=(130, 64, 1), pages_per_seq=9, dtype=dtype))
 
 
 @pytest.mark.parametrize(
@@ -97,14 +79,7 @@ def test_head_dims(head_dim, dtype):
     ids=["empty", "one", "many"],
 )
 def test_rows(seq_lens):
-    check(
-        mosaic_case(
-            num_q_heads=2,
-            num_kv_heads=1,
-            seq_lens=seq_lens,
-            pages_per_seq=64,
-        )
-    )
+    check(mosaic_case(num_q_heads=2, num_kv_heads=1, seq_lens=seq_lens, pages_per_seq=64))
 
 
 # The newest key only; a window from the first key of a block on; one from within a block.

@@ -23,19 +23,10 @@ rows = partial(mosaic_case, num_q_heads=8, pages_per_seq=26)
 SINKS = np.linspace(-1, 2, 20, dtype=np.float32)
 TREE = np.random.default_rng(0).random((2, 5, 5)) < 0.5
 group_of_20 = mosaic_case(
-    num_q_heads=20,
-    num_kv_heads=1,
-    seq_lens=(70, 9),
-    pages_per_seq=5,
-    q_lens=(5, 3),
+    num_q_heads=20, num_kv_heads=1, seq_lens=(70, 9), pages_per_seq=5, q_lens=(5, 3)
 )
 group_of_5 = mosaic_case(
-    num_q_heads=5,
-    num_kv_heads=1,
-    page_size=8,
-    seq_lens=(100, 20),
-    pages_per_seq=13,
-    q_lens=(30, 9),
+    num_q_heads=5, num_kv_heads=1, page_size=8, seq_lens=(100, 20), pages_per_seq=13, q_lens=(30, 9)
 )
 
 

@@ -1,12 +1,12 @@
 """Make the golden checkpoints beside this file with Hugging Face transformers.
 
     python -m venv hf && hf/bin/pip install torch==2.13.0 transformers==5.23.0
-    hf/bin/python tests/goldens/make_goldens.py
+    hf/bin/python tests/models/goldens/make_goldens.py
 
-The committed ones were made so, on the CPU, in float32. Each folder holds a random model and
-golden.npz: input_ids i64[B, T], logits f32[B, T, V], and greedy_tokens i64[B, 16], which follow
-the input_ids. `make_goldens.py FOLDER...` writes only NAME/golden.npz here, for byte-level
-checkpoints that exist already (`models/checkpoints/shakespeare`).
+The committed ones were made with these commands on the CPU in float32. Each folder holds a random
+model and golden.npz: input_ids `i64[B, T]`, logits `f32[B, T, V]`, and greedy_tokens `i64[B, 16]`,
+which follow the input_ids. `make_goldens.py FOLDER...` writes only NAME/golden.npz here, for
+byte-level checkpoints that exist already (`models/checkpoints/shakespeare`).
 """
 
 import sys

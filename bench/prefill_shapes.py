@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from bench.options import Options
+from typing import Any
+
+from bench.options import PLAIN, Options
 from bench.shapes import Shape, ragged_lens, uniform
 
 
-def _prompts(num_seqs: int, length: int, *dims: int, options: Options | None = None) -> Shape:
-    return uniform(num_seqs, length, *dims, q_len=length, options=options or Options())
+def _prompts(num_seqs: int, length: int, *, options: Options = PLAIN, **sizes: Any) -> Shape:
+    return uniform(num_seqs, length, q_len=length, options=options, **sizes)
 
 
 def _newest(num_seqs: int, q_len: int, older: int) -> Shape:
@@ -30,10 +32,10 @@ SHAPES = (
     _prompts(1, 16384),
     _SHORT,
     Shape(name="64 ragged 32/8/128/16", seq_lens=_RAGGED, q_lens=_RAGGED),
-    _prompts(4, 4096, 32, 32),
-    _prompts(4, 4096, 32, 8, 64),
-    _prompts(4, 4096, 16, 8, 256),
-    _prompts(4, 4096, 32, 8, 128, 64),
+    _prompts(4, 4096, num_kv_heads=32),
+    _prompts(4, 4096, head_dim=64),
+    _prompts(4, 4096, num_q_heads=16, head_dim=256),
+    _prompts(4, 4096, page_size=64),
     _newest(1, 512, 16384),
     _CHUNKS,
     _newest(8, 16, 32768),

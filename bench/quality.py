@@ -37,7 +37,7 @@ def cast_to_pages(attend: Attend) -> Attend:
     """`attend` in the dtype of bf16 or f32 pages; with int8 and fp8 pages, in the model's dtype."""
 
     def cast(q, k, v, cache, *, sliding_window):
-        pages = cache[0].dtype
+        pages = cache.k_pages.dtype
         dtype = q.dtype if pages.itemsize == 1 else pages
         heads = (x.astype(dtype) for x in (q, k, v))
         out, cache = attend(*heads, cache, sliding_window=sliding_window)

@@ -101,23 +101,24 @@ class Shape:
 def uniform(
     num_seqs: int,
     length: int,
-    hq: int = 32,
-    hkv: int = 8,
+    *,
+    num_q_heads: int = 32,
+    num_kv_heads: int = 8,
     head_dim: int = 128,
     page_size: int = 16,
-    *,
     q_len: int = 1,
     name: str = "",
     options: Options = PLAIN,
 ) -> Shape:
     """A shape whose rows are all alike; `name` replaces `num_seqs x length` in its name."""
-    words = (name or f"{num_seqs}x{length}", f"{hq}/{hkv}/{head_dim}/{page_size}", options.name)
+    sizes = f"{num_q_heads}/{num_kv_heads}/{head_dim}/{page_size}"
+    words = (name or f"{num_seqs}x{length}", sizes, options.name)
     return Shape(
         name=" ".join(words).rstrip(),
         seq_lens=(length,) * num_seqs,
         q_lens=(q_len,) * num_seqs,
-        num_q_heads=hq,
-        num_kv_heads=hkv,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         page_size=page_size,
         options=options,
@@ -142,12 +143,12 @@ SHAPES = (
     uniform(64, 4096),
     uniform(128, 2048),
     uniform(256, 1024),
-    uniform(64, 4096, 32, 32),
-    uniform(64, 4096, 32, 1),
-    uniform(64, 4096, 64, 8),
-    uniform(64, 4096, 32, 8, 64),
-    uniform(64, 4096, 16, 8, 256),
-    uniform(64, 4096, 32, 8, 128, 64),
+    uniform(64, 4096, num_kv_heads=32),
+    uniform(64, 4096, num_kv_heads=1),
+    uniform(64, 4096, num_q_heads=64),
+    uniform(64, 4096, head_dim=64),
+    uniform(64, 4096, num_q_heads=16, head_dim=256),
+    uniform(64, 4096, page_size=64),
     Shape(name="64 ragged 32/8/128/16", seq_lens=ragged_lens(16384)),
 )
 # Small enough for a CPU; runs only when named.
@@ -255,15 +256,16 @@ def make_case(shape: Shape, *, seed: int = 0) -> Case:
     q = _normal(keys[0], (sum(shape.q_lens), shape.num_q_heads, shape.head_dim))
     dims = (shape.num_kv_heads, num_pages, shape.page_size, shape.head_dim)
     if shape.itemsize == 1:
-        k_pages, v_pages, *scales = _quantized(keys[1], keys[2], dims, shape.kv_dtype)
+        layer = _quantized(keys[1], keys[2], dims, shape.kv_dtype)
     else:
-        k_pages, v_pages, *scales = (_normal(key, dims) for key in keys[1:])
+        layer = pp.LayerKV(k_pages=_normal(keys[1], dims), v_pages=_normal(keys[2], dims))
+    scales = {"k_scales": layer.k_scales, "v_scales": layer.v_scales}
     return Case(
         shape=shape,
         q=q * jnp.bfloat16(shape.head_dim**-0.5),
-        k_pages=k_pages,
-        v_pages=v_pages,
-        scales=dict(zip(("k_scales", "v_scales"), scales, strict=False)),
+        k_pages=layer.k_pages,
+        v_pages=layer.v_pages,
+        scales={name: x for name, x in scales.items() if x is not None},
         tables=tables,
         seq_lens=jnp.array(shape.seq_lens, jnp.int32),
         cu_q_lens=jnp.array(np.cumsum([0, *shape.q_lens]), jnp.int32),
@@ -278,8 +280,8 @@ def _normal(key: jax.Array, dims: tuple[int, ...]) -> jax.Array:
 @functools.partial(jax.jit, static_argnames=("dims", "dtype"))
 def _quantized(
     k_key: jax.Array, v_key: jax.Array, dims: tuple[int, int, int, int], dtype: str
-) -> tuple[jax.Array, ...]:
-    """Pages `[Hkv, P, S, D]` of K and of V, filled by `write_kv`, and their scales."""
+) -> pp.LayerKV:
+    """A layer with pages `[Hkv, P, S, D]` of `dtype`, filled by `write_kv`."""
     num_kv_heads, num_pages, page_size, head_dim = dims
     pool = pp.create_kv_pool(
         num_layers=1,
@@ -291,7 +293,4 @@ def _quantized(
     )
     slots = jnp.arange(num_pages * page_size, dtype=jnp.int32)
     k, v = (_normal(key, (len(slots), num_kv_heads, head_dim)) for key in (k_key, v_key))
-    assert pool.k_scales and pool.v_scales
-    return pp.write_kv(
-        pool.k_pages[0], pool.v_pages[0], k, v, slots, pool.k_scales[0], pool.v_scales[0]
-    )
+    return pp.write_kv(pool.layers[0], k, v, slots)

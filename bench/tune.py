@@ -87,9 +87,7 @@ def _triton_fits(config: Any, programs: int, shape: Shape) -> bool:
 
 def _mosaic_fits(config: Any, programs: int, shape: Shape) -> bool:
     group = shape.num_q_heads // shape.num_kv_heads
-    needed = mosaic_config.shared_memory(
-        config, group=group, head_dim=shape.head_dim, itemsize=shape.itemsize
-    )
+    needed = mosaic_config.shared_memory(config, group=group, head_dim=shape.head_dim)
     return needed <= mosaic_config.shared_memory_limit(programs)
 
 
@@ -246,6 +244,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     cli.check_arguments(parser, args, select, (*kernel.shapes, kernel.tiny))
     if not args.seconds > 0:
         parser.error(f"--seconds {args.seconds} must be more than 0")
+    if args.kernel.startswith("mosaic") and args.kv_dtype != "bf16":
+        parser.error(f"--kv-dtype {args.kv_dtype}: the Mosaic kernels take 16-bit K/V only")
     chosen = [kv_dtypes.with_dtype(shape, args.kv_dtype) for shape in select(args.shapes)]
     run: dict[str, Any] = {"meta": timing.describe_run("bench.tune", argv), "shapes": []}
     deadline = time.perf_counter() + args.seconds

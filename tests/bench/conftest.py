@@ -9,10 +9,10 @@ from bench import shapes, timing
 
 @pytest.fixture(scope="module")
 def short_chains():
-    """Runs of 4 calls over 2 sets of pages: on a CPU no cache need be cold."""
+    """Runs of 2 calls over 2 sets of pages: on a CPU no cache need be cold."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shapes, "_COLD_BYTES", 1)
-        patch.setattr(shapes, "_MIN_CALLS", 3)
+        patch.setattr(shapes, "_MIN_CALLS", 2)
         yield
 
 

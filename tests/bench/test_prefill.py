@@ -15,7 +15,7 @@ from tests.bench.fakes import FAILED, META, ok, ours, rows, wrong
 
 pytestmark = pytest.mark.usefixtures("short_chains")
 
-DIMS = (4, 2, 16, 4)  # Hq, Hkv, D, page
+SIZES = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16, "page_size": 4}
 
 
 @pytest.fixture
@@ -39,23 +39,24 @@ OPTIONS = (
     Options(alibi=True),
     Options(sinks=True),
     Options(return_lse=True),
+    Options(fixed_split_size=64),
 )
 
 
 @pytest.fixture(scope="module")
 def outs_without_options(short_chains):
-    case = make_case(uniform(2, 24, *DIMS, q_len=24))
+    case = make_case(uniform(2, 24, **SIZES, q_len=24))
     (plain,) = peers.ours(pp.ragged_paged_attention, "xla")
     return measure.chain(plain.attend)(*measure.arguments(case, None))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: options.name or "plain")
 def test_ours_is_right_and_without_the_option_wrong(options, outs_without_options) -> None:
-    case = make_case(uniform(2, 24, *DIMS, q_len=24, options=options))
+    case = make_case(uniform(2, 24, **SIZES, q_len=24, options=options))
     (right,) = peers.ours(pp.ragged_paged_attention, "xla", options)
     outs = measure.chain(right.attend)(*measure.arguments(case, None))
     assert measure.relative_error(case, outs) < 5e-3
-    if options not in (Options(), Options(return_lse=True)):
+    if options.soft_cap or options.sliding_window or options.alibi or options.sinks:
         error = measure.relative_error(case, outs_without_options)
         assert error > measure.MAX_RELATIVE_ERROR
 
@@ -63,9 +64,9 @@ def test_ours_is_right_and_without_the_option_wrong(options, outs_without_option
 @pytest.mark.parametrize(
     "shape",
     [
-        uniform(2, 32, *DIMS, q_len=32),
-        uniform(2, 32, *DIMS, q_len=32, options=Options(sliding_window=5)),
-        uniform(3, 19, *DIMS, q_len=4),  # its queries see all
+        uniform(2, 32, **SIZES, q_len=32),
+        uniform(2, 32, **SIZES, q_len=32, options=Options(sliding_window=5)),
+        uniform(3, 19, **SIZES, q_len=4),  # its queries see all
     ],
     ids=["prompts", "window", "chunks"],
 )
@@ -80,7 +81,7 @@ def test_dense_peer_attends_to_the_same_tokens(shape) -> None:
 
 
 def test_mha_peer_attends_to_the_same_tokens() -> None:
-    case = make_case(uniform(2, 128, *DIMS, q_len=128))
+    case = make_case(uniform(2, 128, **SIZES, q_len=128))
     peer = prefill_peers.jax_mha(case.shape, interpret=True)[0]
     outs = measure.chain(peer.attend)(*measure.arguments(case, peer.prepare))
     assert measure.relative_error(case, outs) < 5e-3
@@ -88,7 +89,7 @@ def test_mha_peer_attends_to_the_same_tokens() -> None:
 
 def test_peers_refuse_unsupported_options_and_lengths() -> None:
     for options in (Options(soft_cap=1.0), Options(alibi=True), Options(sinks=True)):
-        shape = uniform(2, 32, *DIMS, q_len=32, options=options)
+        shape = uniform(2, 32, **SIZES, q_len=32, options=options)
         for peer in (prefill_peers.cudnn_dense, prefill_peers.jax_mha):
             with pytest.raises(NotImplementedError, match=options.name):
                 peer(shape)

@@ -37,6 +37,7 @@ def measured(model, windows, exact_products) -> dict[str, dict[str, float]]:
     return quality.measure(model, *windows, **PAGES)
 
 
+@nnx.jit
 def _dense(model: Decoder, tokens: jax.Array) -> jax.Array:
     """Log-probabilities `f32[B, T, V]` without pages."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)

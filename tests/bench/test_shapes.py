@@ -80,13 +80,13 @@ def test_shapes_with_options_have_plain_shapes_of_equal_bytes() -> None:
 
 
 def test_prefill_flops_count_the_pairs_that_the_masks_let_through() -> None:
-    dims = (4, 2, 16, 4)  # Hq, Hkv, D, page
+    sizes = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16, "page_size": 4}
     for options in (Options(), Options(sliding_window=5)):
-        shape = uniform(2, 12, *dims, q_len=7, options=options)
+        shape = uniform(2, 12, **sizes, q_len=7, options=options)
         i, j = np.arange(5, 12)[:, None], np.arange(12)
         pairs = 2 * ((j <= i) & (i - j < (options.sliding_window or 99))).sum()
         assert shape.num_flops == 4 * 4 * 16 * pairs
-    windowed = uniform(1, 100, *dims, q_len=10, options=Options(sliding_window=5))
+    windowed = uniform(1, 100, **sizes, q_len=10, options=Options(sliding_window=5))
     assert windowed.num_bytes == 2 * 14 * 2 * 16 * 2
 
 

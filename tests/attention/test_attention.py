@@ -286,7 +286,7 @@ def test_decode_after_fork_equals_decode_of_an_unshared_copy(implementation):
     assert_same_bits(forked, unshared)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *slow(["float16"])])
 def test_runs_without_jit(dtype):
     """On a CPU XLA has only some layouts of a bf16 product, unless it fuses the product."""
     case = Case(

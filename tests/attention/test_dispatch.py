@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -249,9 +250,11 @@ def test_the_choice_is_logged_once_for_each_implementation(caplog):
     f32 = Case().make()
     with caplog.at_level(logging.INFO, logger="pallas_paged"):
         for _ in range(3):
-            pp.paged_attention(*f32)
+            jax.eval_shape(pp.paged_attention, *f32)
             dispatch.resolve(dataclasses.replace(DECODE, device=A100), None)
-        pp.paged_attention(*f32, implementation="triton_interpret")  # no choice
+        jax.eval_shape(
+            partial(pp.paged_attention, implementation="triton_interpret"), *f32
+        )  # named
     chosen = "triton" if jax.default_backend() == "gpu" else "xla"
     assert [record.getMessage() for record in caplog.records] == [
         f"implementation={chosen!r} on {jax.devices()[0].device_kind}",

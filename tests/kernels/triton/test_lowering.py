@@ -10,7 +10,11 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_paged as pp
-from pallas_paged.kernels.triton.config import decode_config, decode_merge_config
+from pallas_paged.kernels.triton.config import (
+    decode_config,
+    decode_merge_config,
+    ragged_config,
+)
 from tests.support.devices import lower_for_cuda
 from tests.support.lowered_options import LOOP, lowered_options
 from tests.support.marks import slow
@@ -157,6 +161,30 @@ def test_few_tokens_get_few_programs():
         num_sms=132,
     )
     assert config.num_programs == 2 * (128 // config.block_k)  # of 2 KV heads
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "num_tokens", "max_kv_len", "head_dim", "block_q"),
+    [
+        (1, 1024, 1024, 128, 64),  # fewer than 3 tiles of 128 rows for each SM
+        (1, 1536, 1536, 128, 64),
+        (1, 2048, 2048, 128, 128),
+        (1, 512, 8192, 128, 128),  # on a long prefix
+        (4, 512, 128, 256, 128),
+    ],
+)
+def test_short_prompts_get_smaller_tiles(num_seqs, num_tokens, max_kv_len, head_dim, block_q):
+    config = ragged_config(
+        num_tokens=num_tokens,
+        num_q_heads=32,
+        num_kv_heads=8,
+        head_dim=head_dim,
+        max_kv_len=max_kv_len,
+        num_seqs=num_seqs,
+        itemsize=2,
+        num_sms=132,
+    )
+    assert config.block_q == block_q
 
 
 @pytest.mark.parametrize("num_seqs", [1, 3, 64, 1000])

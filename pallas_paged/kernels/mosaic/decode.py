@@ -300,7 +300,7 @@ def paged_decode(
     kernel = functools.partial(decode_kernel, plan=plan, group=group, interpret=interpret)
     out, lse = plgpu.kernel(
         ops.with_trees(kernel, inputs, partials),
-        out_type=jax.tree.leaves(partials),
+        out_type=(partials.out, partials.lse),
         scratch_types=scratch,
         grid=(num_kv_heads, plan.num_programs),
         grid_names=("kv_head", "program"),

@@ -363,7 +363,7 @@ def ragged_paged_attention(
     # plgpu.kernel takes no refs, and the counter is one.
     results = pl.kernel(
         ops.with_trees(body, inputs, outputs),
-        out_type=jax.tree.leaves(outputs),
+        out_type=tuple(jax.tree.leaves(outputs)),
         mesh=plgpu.Mesh(
             grid=(config.num_programs,),
             grid_names=("program",),

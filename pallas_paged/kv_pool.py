@@ -148,8 +148,8 @@ def write_kv(layer: LayerKV, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> La
     """
     if not isinstance(layer, LayerKV):
         raise ValueError(f"layer must be a LayerKV, got {type(layer).__name__}")
-    k_pages = jnp.asarray(as_array("layer.k_pages", layer.k_pages))
-    v_pages = jnp.asarray(as_array("layer.v_pages", layer.v_pages))
+    k_pages = as_array("layer.k_pages", layer.k_pages)
+    v_pages = as_array("layer.v_pages", layer.v_pages)
     if k_pages.dtype.name not in POOL_DTYPES:
         allowed = ", ".join(POOL_DTYPES)
         raise ValueError(f"k_pages.dtype={k_pages.dtype.name} must be one of {allowed}")
@@ -158,10 +158,12 @@ def write_kv(layer: LayerKV, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> La
             "k_pages and v_pages must be [num_kv_heads, num_pages, page_size, head_dim], alike, "
             f"got {k_pages.dtype}{k_pages.shape} and {v_pages.dtype}{v_pages.shape}"
         )
-    tokens = {name: jnp.asarray(as_array(name, x)) for name, x in (("k", k), ("v", v))}
+    tokens = {name: as_array(name, x) for name, x in (("k", k), ("v", v))}
     for name, x in tokens.items():
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"{name} must be floating, got {x.dtype}")
+    k_pages, v_pages = jnp.asarray(k_pages), jnp.asarray(v_pages)
+    tokens = {name: jnp.asarray(x) for name, x in tokens.items()}
     num_kv_heads, _, _, head_dim = k_pages.shape
     shape = tokens["k"].shape
     if len(shape) != 3 or shape[1:] != (num_kv_heads, head_dim) or tokens["v"].shape != shape:
@@ -192,7 +194,7 @@ def copy_pages(pool: KVPool, copies: PageCopies) -> KVPool:
     Raises:
         ValueError: wrong dtype, or sources and destinations differ in shape.
     """
-    shape = jnp.shape(copies.src_pages)
+    shape = as_array("copies.src_pages", copies.src_pages).shape
     src = checked_array("copies.src_pages", copies.src_pages, jnp.int32, shape).ravel()
     dst = checked_array("copies.dst_pages", copies.dst_pages, jnp.int32, shape).ravel()
 
@@ -248,7 +250,8 @@ def _checked_dtype(dtype: Any) -> jnp.dtype:
 def _layer_scales(name: str, given: Any, num_layers: int) -> tuple[jax.Array, ...]:
     least = float(jnp.finfo(jnp.float32).tiny)  # a subnormal may be flushed to 0
     rule = f"{num_layers=} numbers, each at least {least:g}"
-    if not isinstance(given, Iterable) or isinstance(given, str | bytes):
+    scalar = not isinstance(given, Iterable) or not getattr(given, "ndim", 1)
+    if scalar or isinstance(given, str | bytes):
         raise ValueError(f"{name}={given!r} must be {rule}")
     numbers = [static_number(f"{name}[{layer}]", x) for layer, x in enumerate(given)]
     if len(numbers) != num_layers or not all(x >= least for x in numbers):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
+from pallas_paged.checks import as_array
 from pallas_paged.page_table import Integers, PageTable
 
 
@@ -45,7 +46,8 @@ def check_page_table(table: PageTable, retained: Integers = ()) -> None:
     stack = np.asarray(table.free_pages)[:num_free]
     holds = (stack >= 0) & (stack < num_pages)
     _require(holds, f"a free page must be in [0, {num_pages=})", "free_pages entry", page=stack)
-    held = np.asarray(retained, None if np.size(retained) else np.int32).ravel()
+    given = as_array("retained", retained)
+    held = np.asarray(given).ravel() if given.size else np.zeros(0, np.int32)
     if not np.issubdtype(held.dtype, np.integer):
         raise ValueError(f"retained must be integers, got {held.dtype}")
     holds = (held >= 0) & (held < num_pages)

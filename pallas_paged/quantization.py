@@ -6,10 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
-from pallas_paged.checks import checked_array
+from pallas_paged.checks import as_array, checked_array
 
 # Largest value of each dtype; the largest |x| of a token is mapped to it.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
@@ -39,11 +38,12 @@ def checked_scales(
     if k_scales is None or v_scales is None:
         missing = [n for n, x in (("k_scales", k_scales), ("v_scales", v_scales)) if x is None]
         raise ValueError(f"pages of {dtype} need {' and '.join(missing)}")
-    if np.ndim(k_scales) == np.ndim(v_scales) == 0:
+    k, v = as_array("k_scales", k_scales), as_array("v_scales", v_scales)
+    if k.ndim == v.ndim == 0:
         shape = ()
     return (
-        checked_array("k_scales", k_scales, jnp.float32, shape),
-        checked_array("v_scales", v_scales, jnp.float32, shape),
+        checked_array("k_scales", k, jnp.float32, shape),
+        checked_array("v_scales", v, jnp.float32, shape),
     )
 
 

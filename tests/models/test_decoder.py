@@ -168,7 +168,9 @@ def test_padding_tokens_write_nothing(model):
     @jax.jit
     def run(params, pages):
         model = nnx.merge(graphdef, params)
-        return model(tokens, positions_of(tokens), attend, [(pages, pages)] * 2)
+        return model(
+            tokens, positions_of(tokens), attend, [pp.LayerKV(k_pages=pages, v_pages=pages)] * 2
+        )
 
     hidden, cache = run(params, pages)
     assert np.isfinite(hidden).all()
@@ -295,7 +297,9 @@ def test_mismatched_arguments_are_refused(model):
         model(tokens, jnp.arange(4), dense_attend())
     pages = jnp.zeros((2, 3, 4, 16))
     with pytest.raises(ValueError, match=r"len\(cache\)=1 must equal num_layers=2"):
-        model(tokens, positions_of(tokens), dense_attend(), [(pages, pages)])
+        model(
+            tokens, positions_of(tokens), dense_attend(), [pp.LayerKV(k_pages=pages, v_pages=pages)]
+        )
     attend = paged_attend(
         slots=jnp.zeros(2, jnp.int32),
         block_tables=jnp.zeros((1, 1), jnp.int32),

@@ -56,6 +56,11 @@ def test_created_pool_is_zero_and_layers_have_their_own_buffers(dtype):
             "dtype=int16 must be one of float32, bfloat16, float16, int8, float8",
         ),
         (dict(dtype=np.float64), "dtype=float64 must be one of"),
+        (dict(dtype=None), "dtype=None must be one of float32"),
+        (dict(dtype="nope"), "dtype='nope' must be one of float32"),
+        (dict(dtype=[1]), r"dtype=\[1\] must be one of float32"),
+        (dict(num_pages=None), "num_pages=None must be a positive integer"),
+        (dict(page_size="2"), "page_size='2' must be a positive integer"),
     ],
 )
 def test_create_refuses(sizes, message):
@@ -123,6 +128,77 @@ def test_write_kv_refuses(changes, message):
         pp.write_kv(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("layer", "kind"),
+    [
+        (lambda layer: pp.KVPool(layers=(layer,)), "KVPool"),
+        (lambda layer: None, "NoneType"),
+        (lambda layer: layer.k_pages, "ndarray"),
+        (lambda layer: (layer.k_pages, layer.v_pages), "tuple"),
+    ],
+    ids=["pool", "none", "pages", "tuple"],
+)
+def test_write_kv_takes_a_layer_only(layer, kind):
+    arguments = write_arguments()
+    arguments["layer"] = layer(arguments["layer"])
+    with pytest.raises(ValueError, match=rf"^layer must be a LayerKV, got {kind}\b"):
+        pp.write_kv(**arguments)
+    with pytest.raises(ValueError, match=rf"^layer must be a LayerKV, got {kind}\b"):
+        jax.eval_shape(lambda: pp.write_kv(**arguments))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(k_pages=None), "layer.k_pages=None must be an array"),
+        (dict(v_pages="pages"), "layer.v_pages='pages' must be an array"),
+        (dict(k_pages=np.zeros((2, 4, 2, 3))), "k_pages.dtype=float64 must be one of float32"),
+        (dict(k=None), "k=None must be an array"),
+        (dict(v="tokens"), "v='tokens' must be an array"),
+        (dict(k=[[1.0], [2.0, 3.0]]), r"k=\[\[1.0\], \[2.0, 3.0\]\] must be an array"),
+        (dict(v=np.array(["a"])), "v must be floating, got <U1"),
+        (dict(slots=None), "slots=None must be an array"),
+        (dict(slots=[2**40, 1, 2, 3, 4]), r"slots=\[1099511627776, .*must hold integers of int32"),
+        (dict(slots=[0.0] * 5), r"slots must be int32\[5\], got float32\[5\]"),
+    ],
+)
+def test_write_kv_names_what_is_no_array(changes, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        pp.write_kv(**write_arguments(**changes))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_layer_goes_through_jit_loops_and_donation(dtype):
+    layer = make_pool(dtype=dtype).layers[0]
+    tokens = np.random.default_rng(0).standard_normal((8, 1, 2, 3)).astype(np.float32)
+    expected = pp.write_kv(layer, tokens[:, 0], -tokens[:, 0], np.arange(8, dtype=np.int32))
+
+    def write(layer, i):
+        token = jnp.asarray(tokens)[i]
+        return pp.write_kv(layer, token, -token, i[None])
+
+    def scan(layer):
+        slots = jnp.arange(8, dtype=jnp.int32)
+        return jax.lax.scan(lambda layer, i: (write(layer, i), None), layer, slots)[0]
+
+    def loop(layer):
+        def step(carry):
+            return write(*carry), carry[1] + 1
+
+        start = layer, jnp.int32(0)
+        return jax.lax.while_loop(lambda carry: carry[1] < 8, step, start)[0]
+
+    for run in (scan, loop):
+        donated = jax.tree.map(jnp.array, layer)
+        filled = jax.jit(run, donate_argnums=0)(donated)
+        assert isinstance(filled, pp.LayerKV)
+        assert jax.tree.structure(filled) == jax.tree.structure(layer)
+        assert len(jax.tree.leaves(filled)) == (2 if dtype == "float32" else 4)
+        assert all(x.is_deleted() for x in jax.tree.leaves(donated))
+        for actual, wanted in zip(jax.tree.leaves(filled), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(actual, wanted)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_copy_pages_copies_every_layer_and_reads_before_it_writes(dtype):
     pool = numbered_pool(dtype=dtype)
@@ -152,6 +228,23 @@ def test_copy_pages_copies_scales_too():
     for before, after in zip(scales, copied.layers, strict=True):
         np.testing.assert_array_equal(after.k_scales, np.asarray(before)[:, [2, 1, 2, 3]])
         np.testing.assert_array_equal(after.v_scales, -np.asarray(before)[:, [2, 1, 2, 3]])
+
+
+@pytest.mark.parametrize(
+    ("pages", "rule"),
+    [
+        (None, "=None must be an array"),
+        ("0", "='0' must be an array"),
+        ([[0], [1, 2]], r"=\[\[0\], \[1, 2\]\] must be an array"),
+        ([2**40], r"=\[1099511627776\] must hold integers of int32"),
+        ([0.0], r" must be int32\[1\], got float32\[1\]"),
+    ],
+)
+def test_copy_pages_names_what_is_no_array(pages, rule):
+    for name in ("src_pages", "dst_pages"):
+        copies = pp.PageCopies(**dict(src_pages=i32(0), dst_pages=i32(1)) | {name: pages})
+        with pytest.raises(ValueError, match=f"^copies.{name}{rule}"):
+            pp.copy_pages(make_pool(), copies)
 
 
 def test_copy_pages_refuses():

@@ -72,7 +72,12 @@ def test_retained_pages_must_be_pages(page):
 
 
 def test_retained_pages_must_be_concrete_integers():
-    with pytest.raises(ValueError, match="retained must be integers, got float64"):
+    with pytest.raises(ValueError, match="retained must be integers, got float32"):
         pp.check_page_table(make_table(), retained=[0.0])
+    for bad in (None, "0", [[0], [1, 2]], [10**400]):
+        with pytest.raises(ValueError, match=r"retained=.* must be an array"):
+            pp.check_page_table(make_table(), retained=bad)
+    with pytest.raises(ValueError, match=r"retained=\[1099511627776\] must hold integers of int32"):
+        pp.check_page_table(make_table(), retained=[2**40])
     with pytest.raises(ValueError, match="on the host"):
         jax.jit(lambda pages: pp.check_page_table(make_table(), pages))(i32(0))

@@ -290,6 +290,45 @@ def test_bad_arguments_are_refused_also_under_jit(call, message):
         jax.eval_shape(call, make_table())
 
 
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("num_new_tokens", pp.extend),
+        ("rows", pp.free),
+        ("src", lambda t, x: pp.fork(t, x, [1])),
+        ("dst", lambda t, x: pp.fork(t, [1], x)),
+        ("new_lens", pp.truncate),
+        ("pages", pp.retain),
+        ("pages", pp.release),
+        ("rows", lambda t, x: pp.attach(t, x, [[0]])),
+        ("pages", lambda t, x: pp.attach(t, [0], x)),
+        ("rows", lambda t, x: pp.slot_mapping(t, x, [0])),
+        ("positions", lambda t, x: pp.slot_mapping(t, [0], x)),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_other_values_than_int32_arrays_are_named(name, call):
+    bad = [
+        (None, "=None must be an array"),
+        ("1234", "='1234' must be an array"),
+        ([None] * 4, r"=\[None, .* must be an array"),
+        (["a"] * 4, r"=\['a', .* must be an array"),
+        ([[1, 2], [3], [4], [5]], r"=\[\[1, 2\], .* must be an array"),
+        ([[0.5]] * 4, r" must be (int32|bool)\[.*\], got float32\[4, 1\]"),
+        (1.5, r" must be (int32|bool)\[.*\], got float32\[\]"),
+        ([2**40, 0, 0, 0], r"=\[1099511627776, .* must hold integers of int32"),
+        ([-(2**31) - 1, 0, 0, 0], r"=\[-2147483649, .* must hold integers of int32"),
+        (2**31, "=2147483648 must hold integers of int32"),
+        ([10**400, 0, 0, 0], "=.* must be an array"),
+    ]
+    table = make_table()
+    for value, rule in bad:
+        with pytest.raises(ValueError, match=f"^{name}{rule}"):
+            call(table, value)
+        with pytest.raises(ValueError, match=f"^{name}{rule}"):
+            jax.eval_shape(lambda t, value=value: call(t, value), table)
+
+
 def test_lists_are_accepted():
     table, ok = jax.jit(lambda t: pp.extend(t, [1, 2, 0, 0]))(make_table())
     assert np.all(ok)

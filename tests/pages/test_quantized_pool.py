@@ -76,6 +76,11 @@ def test_scales_of_a_checkpoint(dtype):
         (dict(k_scales=[1, 1], v_scales=[1, 10**400]), r"v_scales\[1\]=10* must be finite"),
         (dict(k_scales=[1, True], v_scales=[1, 1]), r"k_scales\[1\]=True must be a number"),
         (dict(k_scales=[1, "1"], v_scales=[1, 1]), r"k_scales\[1\]='1' must be a number"),
+        (dict(k_scales=[1, None], v_scales=[1, 1]), r"k_scales\[1\]=None must be a number"),
+        (dict(k_scales=1.0, v_scales=[1, 1]), "k_scales=1.0 must be num_layers=2 numbers"),
+        (dict(k_scales=[1, 1], v_scales="11"), "v_scales='11' must be num_layers=2 numbers"),
+        (dict(k_scales=np.float32(1), v_scales=[1, 1]), "k_scales=.* must be num_layers=2 num"),
+        (dict(k_scales=[1, 1], v_scales=np.array(1.0)), "v_scales=.* must be num_layers=2 num"),
     ],
 )
 def test_create_refuses(changes, message):
@@ -190,6 +195,9 @@ def test_write_kv_refuses():
         ValueError, match=r"v_scales must be float32\[2, 4, 2\], got float32\[2, 4\]"
     ):
         pp.write_kv(replace(layer, v_scales=scales[..., 0]), *call)
+    for bad in ("ab", [[1.0], [2.0, 3.0]]):
+        with pytest.raises(ValueError, match=r"k_scales=.* must be an array"):
+            pp.write_kv(replace(layer, k_scales=bad), *call)
     with pytest.raises(ValueError, match="k must be floating, got int8"):
         pp.write_kv(layer, tokens.astype(np.int8), *call[1:])
     half = pages.astype(np.float16)

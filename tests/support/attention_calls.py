@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,21 +13,22 @@ from tests.support.attention_oracle import attend, relative_error
 
 STATIC = (
     "sm_scale", "soft_cap", "sliding_window", "implementation", "config", "prefix_config",
+    "fixed_split_size",
 )  # fmt: skip
-
-
 NUM_ARRAYS = {pp.paged_attention: 5, pp.ragged_paged_attention: 6, pp.cascade_attention: 7}
 
 
+def with_lse(attention, *arrays, **options):
+    """(out, lse) of an entry; scales may follow the arrays."""
+    count = NUM_ARRAYS[attention]
+    scales = dict(zip(("k_scales", "v_scales"), arrays[count:], strict=False))
+    return attention(*arrays[:count], return_lse=True, **scales, **options)
+
+
 def jitted(attention, compiler_options=None):
-    """An attention function that returns (out, lse), jitted. Scales may follow the arrays."""
-
-    def with_lse(*arrays, **options):
-        count = NUM_ARRAYS[attention]
-        scales = dict(zip(("k_scales", "v_scales"), arrays[count:], strict=False))
-        return attention(*arrays[:count], return_lse=True, **scales, **options)
-
-    return jax.jit(with_lse, static_argnames=STATIC, compiler_options=compiler_options)
+    """An attention function that returns (out, lse), jitted with its static arguments."""
+    function = partial(with_lse, attention)
+    return jax.jit(function, static_argnames=STATIC, compiler_options=compiler_options)
 
 
 decode = jitted(pp.paged_attention)

@@ -162,13 +162,7 @@ def ragged_config(
     num_sms: int,
     **_: int,
 ) -> MosaicRaggedConfig:
-    """Return the heuristic config of a ragged call, from static shapes only.
-
-    Args:
-        num_tokens: query tokens of the batch.
-        num_q_heads, num_kv_heads, head_dim, max_kv_len, num_seqs, num_sms: as in `decode_config`.
-        _: sizes that other heuristics need.
-    """
+    """Return the heuristic config of a call with `num_tokens` queries, as `decode_config` does."""
     # Measured on an H200, 2026-11: 128 rows and blocks of 32 KB; half as long a block costs 12%.
     wide = head_dim > 128
     block_k = 64 if wide else 128

@@ -35,25 +35,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.decode_plan import DecodePlan
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits
+from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig
 from pallas_paged.kernels.mosaic.decode_merge import merge_decode
 from pallas_paged.kernels.mosaic.decode_shares import WorkItem, for_each_work_item
-from pallas_paged.kernels.mosaic.ops import (
-    WGMMA,
-    WGMMA_COL,
-    WGMMA_TRANSPOSED,
-    Partials,
-    bcast,
-    full,
-    interpreter,
-    iota,
-    let_next_kernel_start,
-    load,
-    store,
-    wgmma,
-    wgmma_accumulate,
-    with_trees,
-)
 from pallas_paged.kernels.mosaic.ring import Ring, drain, stream, wgmma_transforms
 
 COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True)
@@ -89,37 +74,21 @@ class Queries:
     free: Any  # barrier, complete when the consumer has moved them
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Scratch:
-    """Refs in shared memory of a program, or their types."""
-
-    queries: Queries
-    ring: Ring
-
-
 def scratch_types(
     config: MosaicDecodeConfig, *, group: int, head_dim: int, page_size: int, dtype: Any
-) -> Scratch:
+) -> tuple[Queries, Ring]:
     """Return the types of the shared memory of a program."""
     num_columns = padded_group(group)
-    matrix = functools.partial(plgpu.SMEM, dtype=dtype, transforms=wgmma_transforms(dtype))
-    return Scratch(
-        queries=Queries(
-            arrived=plgpu.SMEM((num_columns, head_dim), dtype),
-            q=matrix((num_columns, head_dim)),
-            p=matrix((num_columns, config.block_k)),
-            full=plgpu.Barrier(),
-            free=plgpu.Barrier(),
-        ),
-        ring=Ring.types(
-            num_stages=config.num_stages,
-            block_k=config.block_k,
-            head_dim=head_dim,
-            page_size=page_size,
-            dtype=dtype,
-            num_consumers=1,
-        ),
+    swizzled = functools.partial(plgpu.SMEM, dtype=dtype, transforms=wgmma_transforms(dtype))
+    queries = Queries(
+        arrived=plgpu.SMEM((num_columns, head_dim), dtype),
+        q=swizzled((num_columns, head_dim)),
+        p=swizzled((num_columns, config.block_k)),
+        full=plgpu.Barrier(),
+        free=plgpu.Barrier(),
+    )
+    return queries, Ring.types(
+        config, head_dim=head_dim, page_size=page_size, dtype=dtype, num_consumers=1
     )
 
 
@@ -133,13 +102,13 @@ def produce(
     kv_iter: jax.Array,
     *,
     inputs: Inputs,
-    scratch: Scratch,
+    queries: Queries,
+    ring: Ring,
     kv_head: jax.Array,
     first_head: jax.Array,
     num_q_heads: int,
 ) -> jax.Array:
     """Send the queries and the K/V of a work item; return the blocks sent so far."""
-    queries = scratch.queries
 
     @pl.when(item.lo < item.hi)
     def _():
@@ -152,7 +121,7 @@ def produce(
         plgpu.copy_gmem_to_smem(inputs.q.at[heads], queries.arrived, queries.full)
 
     return stream(
-        scratch.ring,
+        ring,
         inputs.k_pages.at[kv_head],
         inputs.v_pages.at[kv_head],
         inputs.block_tables.at[item.row],
@@ -167,20 +136,21 @@ def attend(
     item: WorkItem,
     kv_iter: jax.Array,
     *,
-    scratch: Scratch,
+    queries: Queries,
+    ring: Ring,
     slopes: jax.Array | None,  # f32[N]
-    partials: Partials,  # [partials, N, ..], of one KV head
+    partials: ops.Partials,  # [partials, N, ..], of one KV head
     plan: DecodePlan,
     interpret: bool,
 ) -> jax.Array:
     """Attend to the K/V of a work item and leave its state; return the blocks used so far."""
-    queries, ring, options = scratch.queries, scratch.ring, plan.options
+    options = plan.options
     num_stages, block_k, head_dim = ring.k.shape
     num_columns = queries.q.shape[0]
     window_start = plan.first_key(item.seq_len)
 
     def visible(block, shape):
-        keys = block * block_k + iota(shape, 0, WGMMA)
+        keys = block * block_k + ops.iota(shape, 0, ops.WGMMA)
         mask = keys < item.seq_len
         return mask if options.sliding_window is None else mask & (keys >= window_start)
 
@@ -188,21 +158,21 @@ def attend(
         m_i, l_i, acc = state
         stage = lax.rem(kv_iter + block - item.lo, num_stages)
         plgpu.barrier_wait(ring.k_full.at[stage])
-        s = wgmma(ring.k.at[stage], queries.q.transpose((1, 0)))  # [block_k, N]
+        s = ops.wgmma(ring.k.at[stage], queries.q.transpose((1, 0)))  # [block_k, N]
         plgpu.barrier_arrive(ring.k_free.at[stage])
         distances = None
         if slopes is not None:
-            distances = block * block_k + iota(s.shape, 0, WGMMA) - (item.seq_len - 1)
+            distances = block * block_k + ops.iota(s.shape, 0, ops.WGMMA) - (item.seq_len - 1)
         s, factor = base2_logits(
-            s, options, None if slopes is None else bcast(slopes, s, 1), distances
+            s, options, None if slopes is None else ops.bcast(slopes, s, 1), distances
         )
         s = jnp.where(visible(block, s.shape), s, -jnp.inf)
         m_new = jnp.maximum(m_i, s.max(axis=0) * factor)
         alpha = jnp.exp2(m_i - m_new)
-        p = jnp.exp2(s * factor - bcast(m_new, s, 1))
+        p = jnp.exp2(s * factor - ops.bcast(m_new, s, 1))
         # Each thread sums its own tokens. The sum across warps is taken once, at the end.
-        l_new = l_i * bcast(alpha, l_i, 1) + p
-        p = plgpu.layout_cast(p.astype(ring.v.dtype), WGMMA_TRANSPOSED)
+        l_new = l_i * ops.bcast(alpha, l_i, 1) + p
+        p = plgpu.layout_cast(p.astype(ring.v.dtype), ops.WGMMA_TRANSPOSED)
         queries.p.transpose((1, 0))[...] = p
         plgpu.barrier_wait(ring.v_full.at[stage])
 
@@ -211,12 +181,12 @@ def attend(
         def _():
             for i in range(0, head_dim, 64):  # a part at a time takes few registers
                 v_ref = ring.v.at[stage, :, pl.ds(i, 64)]
-                v = plgpu.load(v_ref, layout=WGMMA)
+                v = plgpu.load(v_ref, layout=ops.WGMMA)
                 v_ref[...] = jnp.where(visible(block, v.shape), v, jnp.zeros_like(v))
 
         plgpu.commit_smem()
-        acc = wgmma_accumulate(
-            acc * bcast(alpha, acc, 1),
+        acc = ops.wgmma_accumulate(
+            acc * ops.bcast(alpha, acc, 1),
             ring.v.at[stage].transpose((1, 0)),
             queries.p.transpose((1, 0)),
             interpret=interpret,
@@ -228,28 +198,29 @@ def attend(
     def _():
         plgpu.barrier_wait(queries.full)
         queries.q.transpose((1, 0))[...] = plgpu.load(
-            queries.arrived.transpose((1, 0)), layout=WGMMA_TRANSPOSED, optimized=False
+            queries.arrived.transpose((1, 0)), layout=ops.WGMMA_TRANSPOSED, optimized=False
         )
         plgpu.commit_smem()
         plgpu.barrier_arrive(queries.free)
         state = (
-            full((num_columns,), -jnp.inf, WGMMA_COL),
-            full((block_k, num_columns), 0.0, WGMMA),
-            full((head_dim, num_columns), 0.0, WGMMA),
+            ops.full((num_columns,), -jnp.inf, ops.WGMMA_COL),
+            ops.full((block_k, num_columns), 0.0, ops.WGMMA),
+            ops.full((head_dim, num_columns), 0.0, ops.WGMMA),
         )
         m_i, l_i, acc = lax.fori_loop(item.lo, item.hi, attend_block, state)
         l_i = l_i.sum(axis=0)
-        out = plgpu.layout_cast(acc * bcast(1.0 / l_i, acc, 1), WGMMA_TRANSPOSED)
-        store(partials.out.at[item.partial].transpose((1, 0)), out)
-        store(partials.lse.at[item.partial], m_i * LN_2 + jnp.log(l_i))
+        out = plgpu.layout_cast(acc * ops.bcast(1.0 / l_i, acc, 1), ops.WGMMA_TRANSPOSED)
+        ops.store(partials.out.at[item.partial].transpose((1, 0)), out)
+        ops.store(partials.lse.at[item.partial], m_i * LN_2 + jnp.log(l_i))
 
     return kv_iter + item.hi - item.lo
 
 
 def decode_kernel(
     inputs: Inputs,
-    partials: Partials,  # [Hkv, partials, N, ..]
-    scratch: Scratch,
+    partials: ops.Partials,  # [Hkv, partials, N, ..]
+    queries: Queries,
+    ring: Ring,
     *,
     plan: DecodePlan,
     group: int,
@@ -263,17 +234,18 @@ def decode_kernel(
         unit_ends_ref=inputs.unit_ends,
         plan=plan,
     )
-    let_next_kernel_start(interpret=interpret)
+    ops.let_next_kernel_start(interpret=interpret)
 
     @pl.when(lax.axis_index("wg") == 0)
     def _():
         slopes = None
         if inputs.alibi_slopes is not None:
-            slopes = load(inputs.alibi_slopes.at[kv_head], WGMMA_COL)
+            slopes = ops.load(inputs.alibi_slopes.at[kv_head], ops.WGMMA_COL)
         for_each(
             functools.partial(
                 attend,
-                scratch=scratch,
+                queries=queries,
+                ring=ring,
                 slopes=slopes,
                 partials=jax.tree.map(lambda ref: ref.at[kv_head], partials),
                 plan=plan,
@@ -286,17 +258,18 @@ def decode_kernel(
         send = functools.partial(
             produce,
             inputs=inputs,
-            scratch=scratch,
+            queries=queries,
+            ring=ring,
             kv_head=kv_head,
             first_head=kv_head * group,
             num_q_heads=group * inputs.k_pages.shape[0],
         )
         kv_iter = for_each(send)
-        drain(scratch.ring, kv_iter)
+        drain(ring, kv_iter)
 
         @pl.when(kv_iter > 0)
         def _():
-            plgpu.barrier_wait(scratch.queries.free)
+            plgpu.barrier_wait(queries.free)
 
 
 def paged_decode(
@@ -312,34 +285,33 @@ def paged_decode(
         max_kv_len=arrays.max_kv_len,
     )
     inputs = _inputs(arrays, plan)
+    scratch: Any = scratch_types(
+        config,
+        group=group,
+        head_dim=head_dim,
+        page_size=arrays.page_size,
+        dtype=arrays.q.dtype,
+    )
     columns = (num_kv_heads, plan.num_partials, padded_group(group))
-    partials = Partials(
+    partials = ops.Partials(
         out=jax.ShapeDtypeStruct((*columns, head_dim), jnp.float32),
         lse=jax.ShapeDtypeStruct(columns, jnp.float32),
     )
     kernel = functools.partial(decode_kernel, plan=plan, group=group, interpret=interpret)
     out, lse = plgpu.kernel(
-        with_trees(kernel, inputs, partials),
-        out_type=jax.tree.leaves(partials),
-        scratch_types=(
-            scratch_types(
-                config,
-                group=group,
-                head_dim=head_dim,
-                page_size=arrays.page_size,
-                dtype=arrays.q.dtype,
-            ),
-        ),
+        ops.with_trees(kernel, inputs, partials),
+        out_type=(partials.out, partials.lse),
+        scratch_types=scratch,
         grid=(num_kv_heads, plan.num_programs),
         grid_names=("kv_head", "program"),
         num_threads=2,
         thread_name="wg",
         compiler_params=COMPILER_PARAMS,
         kernel_name="paged_decode",
-        interpret=interpreter(interpret),
+        interpret=ops.interpreter(interpret),
     )(*jax.tree.leaves(inputs))
     return merge_decode(
-        Partials(out=out, lse=lse),
+        ops.Partials(out=out, lse=lse),
         inputs.unit_ends,
         arrays.sinks,
         plan=plan,

@@ -19,17 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.decode_plan import DecodePlan
 from pallas_paged.kernels.logits import LN_2, LOG2_E
-from pallas_paged.kernels.mosaic.ops import (
-    Partials,
-    State,
-    full,
-    interpreter,
-    join_sinks,
-    load,
-    store,
-    wait_for_previous_kernel,
-    with_trees,
-)
+from pallas_paged.kernels.mosaic import ops
 
 MAX_STATES_PER_STEP = 48  # that a loop step loads; each takes two registers
 
@@ -47,12 +37,12 @@ def vector_layout(size: int) -> Any:
 
 
 def merge_partials(
-    partials: Partials,  # [Hkv, partials, N, ..]
+    partials: ops.Partials,  # [Hkv, partials, N, ..]
     first: jax.Array,
     num_partials: jax.Array,
     columns: list[tuple[jax.Array, jax.Array]],
     block_s: int,
-) -> list[State]:
+) -> list[ops.State]:
     """Unite the partial states `first .. first + num_partials - 1`.
 
     Args:
@@ -72,7 +62,7 @@ def merge_partials(
         loaded = [
             (
                 [partials.lse[h, i, n] for i in where],
-                [load(partials.out.at[h, i, n], layout) for i in where],
+                [ops.load(partials.out.at[h, i, n], layout) for i in where],
             )
             for h, n in columns
         ]
@@ -90,22 +80,22 @@ def merge_partials(
             l_new, acc = l_new + w, acc + w * out
         return m_new, l_new, acc
 
-    nothing = jnp.float32(-jnp.inf), jnp.float32(0.0), full((head_dim,), 0.0, layout)
+    nothing = jnp.float32(-jnp.inf), jnp.float32(0.0), ops.full((head_dim,), 0.0, layout)
     return lax.fori_loop(0, pl.cdiv(num_partials, block_s), merge_some, [nothing for _ in columns])
 
 
-def finish(state: State, sink: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def finish(state: ops.State, sink: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Return `(out f32[D], lse)` of a state; a sink joins the denominator if any key was seen."""
     empty = state[1] == 0.0
     if sink is not None:
-        state = join_sinks(state, sink, empty, operator.mul)
+        state = ops.join_sinks(state, sink, empty, operator.mul)
     m_i, l_i, acc = state
     l_safe = jnp.where(empty, 1.0, l_i)
     return acc * (1.0 / l_safe), jnp.where(empty, -jnp.inf, m_i * LN_2 + jnp.log(l_safe))
 
 
 def merge_decode_kernel(
-    partials: Partials,  # [Hkv, partials, N, ..]
+    partials: ops.Partials,  # [Hkv, partials, N, ..]
     unit_ends_ref,  # i32[B]
     sinks_ref,  # f32[Hq] or None
     o_ref,  # [B, Hq, D]
@@ -125,12 +115,12 @@ def merge_decode_kernel(
 
     # The reads above are safe before the wait: the kernel before this one reads the same array, so
     # it was complete when that kernel started.
-    wait_for_previous_kernel(interpret=interpret)
+    ops.wait_for_previous_kernel(interpret=interpret)
     sinks = [None if sinks_ref is None else sinks_ref[q_head] for q_head in q_heads]
     states = merge_partials(partials, first, num_partials, columns, block_s)
     for q_head, state, sink in zip(q_heads, states, sinks, strict=True):
         out, lse = finish(state, sink)
-        store(o_ref.at[row, q_head], out.astype(o_ref.dtype))
+        ops.store(o_ref.at[row, q_head], out.astype(o_ref.dtype))
         lse_ref[row, q_head] = lse
 
 
@@ -154,7 +144,7 @@ def block_sizes(plan: DecodePlan, *, num_seqs: int, num_q_heads: int) -> tuple[i
 
 
 def merge_decode(
-    partials: Partials,  # [Hkv, partials, N, ..]
+    partials: ops.Partials,  # [Hkv, partials, N, ..]
     unit_ends: jax.Array,  # i32[B]
     sinks: jax.Array | None,  # f32[Hq]
     *,
@@ -181,11 +171,11 @@ def merge_decode(
         merge_decode_kernel, plan=plan, block_s=block_s, block_h=block_h, interpret=interpret
     )
     return plgpu.kernel(
-        with_trees(kernel, *inputs, *results),
+        ops.with_trees(kernel, *inputs, *results),
         out_type=results,
         grid=(num_q_heads // block_h, num_seqs),  # CUDA does not limit the last axis
         grid_names=("heads", "row"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="paged_decode_merge",
-        interpret=interpreter(interpret),
+        interpret=ops.interpreter(interpret),
     )(*jax.tree.leaves(inputs))

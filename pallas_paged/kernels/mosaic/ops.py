@@ -32,15 +32,10 @@ State = tuple[jax.Array, jax.Array, jax.Array]  # of an online softmax, base 2: 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Partials:
-    """Partial states of attention, each normalised, or refs to them, or their types.
+    """Partial states of attention, each normalised: arrays, refs or types."""
 
-    Attributes:
-        out: f32`[..., D]`.
-        lse: f32`[...]`, base e.
-    """
-
-    out: Any
-    lse: Any
+    out: Any  # f32[..., D]
+    lse: Any  # f32[...], base e
 
 
 def interpreter(interpret: bool) -> Any:
@@ -49,12 +44,9 @@ def interpreter(interpret: bool) -> Any:
 
 
 def with_trees(body: Callable[..., None], *trees: Any) -> Callable[..., None]:
-    """Return a kernel body that takes the refs of `trees` flat and gives them to `body` as trees.
+    """Return a kernel body that gives `body` its refs as trees like `trees`, then scratch refs.
 
-    Args:
-        body: takes one tree of refs for each of `trees`, then the scratch refs.
-        trees: operands and results, in the order in which the kernel gets them. A leaf that is
-            None is no operand and stays None in the tree of refs.
+    `trees` are operands and results in the order of the kernel. None in a tree is not an operand.
     """
     leaves, structure = jax.tree.flatten(trees)
 
@@ -108,11 +100,7 @@ def store(ref: Any, value: jax.Array) -> None:
 
 
 def wgmma(a: Any, b: Any, *, overlap: Callable[[], None] = lambda: None) -> jax.Array:
-    """Return f32 `a @ b` of refs to shared memory.
-
-    Args:
-        overlap: runs between the start of the product and the wait for its end.
-    """
+    """Return f32 `a @ b` of refs to shared memory; `overlap` runs before the wait for its end."""
 
     def multiply(acc_ref):
         plgpu.wgmma(acc_ref, a, b)
@@ -130,11 +118,7 @@ def wgmma_accumulate(
     overlap: Callable[[], None] = lambda: None,
     interpret: bool,
 ) -> jax.Array:
-    """Return `acc + a @ b`, with `b` in shared memory and `a` there or in registers.
-
-    Args:
-        overlap: as in `wgmma`.
-    """
+    """Return `acc + a @ b`, with `b` in shared memory and `a` there or in registers."""
     if interpret:  # it takes neither an accumulator that starts with a value nor registers as `a`
         overlap()
         if not isinstance(a, jax.Array):
@@ -156,12 +140,9 @@ def join_sinks(
     empty: jax.Array,
     scale: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> State:
-    """Return a state after attention sinks joined its denominator.
+    """Return a state after sinks (logits, base e) joined its denominator, except where `empty`.
 
-    Args:
-        sinks: logits of the sinks, base e, of the shape of m and l.
-        empty: where the state has seen no key; there it stays empty.
-        scale: returns acc times a factor of the shape of m and l.
+    `scale` returns acc times a factor of the shape of m and l.
     """
     m_i, l_i, acc = state
     m_new = jnp.where(empty, 0.0, jnp.maximum(m_i, sinks * LOG2_E))

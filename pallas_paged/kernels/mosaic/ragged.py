@@ -9,8 +9,8 @@ through a ring in shared memory, and each consumer warpgroup attends to them wit
     consumer 1         q.k0  softmax     p.v0 q.k1  ...      rows 64 to 127
 
 Consumers take turns at the tensor cores, so the softmax of one runs under the products of the
-other. As many programs run as fit on the device. They take work tiles one after another, longest
-first (`ragged_scheduler`), and the producer starts on the next one while consumers finish.
+other. The grid has as many programs as run at once. They take work tiles one after another, longest
+first (`ragged_work`), and the producer starts on the next one while the consumers finish.
 
 The rows of a tile lie head after head, in chunks of 8 tokens of one head (`ragged_tile`).
 `ragged_plan` orders the tiles and splits the keys of few or long ones; their partial states go to
@@ -22,7 +22,6 @@ FlashAttention-3 (Shah 2024), with the heads of a group packed into the tile and
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -33,18 +32,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.config import MosaicRaggedConfig
-from pallas_paged.kernels.mosaic.ops import (
-    Partials,
-    interpreter,
-    let_next_kernel_start,
-    set_max_registers,
-    store,
-    with_trees,
-)
 from pallas_paged.kernels.mosaic.ragged_consumer import ScheduleBarrier, attend
 from pallas_paged.kernels.mosaic.ragged_merge import merge_ragged
-from pallas_paged.kernels.mosaic.ragged_scheduler import Mailbox, TileScheduler, WorkTile
 from pallas_paged.kernels.mosaic.ragged_tile import (
     CHUNK,
     WG_ROWS,
@@ -55,7 +46,16 @@ from pallas_paged.kernels.mosaic.ragged_tile import (
     finish,
     store_rows,
 )
-from pallas_paged.kernels.mosaic.ragged_work import Work, plan_work, unpack_work
+from pallas_paged.kernels.mosaic.ragged_work import (
+    DESCRIPTOR_WORDS,
+    Mailbox,
+    TileScheduler,
+    Work,
+    WorkDescriptor,
+    WorkTile,
+    plan_work,
+    unpack,
+)
 from pallas_paged.kernels.mosaic.ring import Ring, drain, stream, wgmma_transforms
 
 # Registers of a thread. Two consumers and a producer of 128 threads take 64512 of an SM's 65536.
@@ -111,7 +111,7 @@ def scratch_types(
         store=StoreBuffers.types(
             num_warpgroups=num_consumers, head_dim=head_dim, dtype=dtype, with_lse=with_lse
         ),
-        mailbox=Mailbox.types(num_q_stages),
+        mailbox=Mailbox(buffer=plgpu.SMEM((num_q_stages + 1, DESCRIPTOR_WORDS), jnp.int32)),
         q_free=plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_q_stages),
         q_full=plgpu.Barrier(num_arrivals=_q_arrivals(tile), num_barriers=num_q_stages),
         q=plgpu.SMEM(
@@ -120,12 +120,7 @@ def scratch_types(
             transforms=wgmma_transforms(dtype),
         ),
         ring=Ring.types(
-            num_stages=config.num_stages,
-            block_k=config.block_k,
-            head_dim=head_dim,
-            page_size=page_size,
-            dtype=dtype,
-            num_consumers=num_consumers,
+            config, head_dim=head_dim, page_size=page_size, dtype=dtype, num_consumers=num_consumers
         ),
         turn=plgpu.Barrier(num_arrivals=2) if num_consumers == 2 else None,
     )
@@ -136,183 +131,172 @@ def _q_arrivals(tile: TileShape) -> int:
     return 2 + sum(len(tile.runs(h)) for h in range(tile.num_heads))
 
 
-def ragged_kernel(
-    inputs: Inputs,
-    outputs: Outputs,
-    scratch: Scratch,
-    *,
-    options: LogitOptions,
-    config: MosaicRaggedConfig,
-    tile: TileShape,
-    causal: bool,
-    interpret: bool,
-) -> None:
-    """Run one program: consumer warpgroups first, then the producer.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """One program of the kernel, a producer and some consumers; `run` runs it."""
 
-    Args:
-        tile: shape of the tiles.
-        causal: whether a query sees no later key.
-    """
-    wg = lax.axis_index("wg")
-    unpack = functools.partial(WorkTile.unpack, tile=tile, num_kv_heads=inputs.k_pages.shape[0])
+    inputs: Inputs
+    outputs: Outputs
+    scratch: Scratch
+    options: LogitOptions
+    config: MosaicRaggedConfig
+    tile: TileShape
+    causal: bool  # whether a query sees no later key
+    interpret: bool
 
-    @pl.when(wg == config.num_consumers)
-    def _():
-        set_max_registers(_PRODUCER_REGISTERS, action="decrease", interpret=interpret)
-        scheduler = TileScheduler(
-            counter=inputs.counter,
-            mailbox=scratch.mailbox,
-            num_programs=config.num_programs,
-            interpret=interpret,
-        )
-        _produce(inputs, scratch, scheduler, unpack, tile)
-        let_next_kernel_start(interpret=interpret)
+    def run(self) -> None:
+        """Attend to the work tiles of the program."""
+        config, interpret = self.config, self.interpret
+        wg = lax.axis_index("wg")
 
-    @pl.when(wg < config.num_consumers)
-    def _():
-        set_max_registers(_CONSUMER_REGISTERS, action="increase", interpret=interpret)
-        consume = functools.partial(
-            _consume,
-            inputs,
-            outputs,
-            scratch,
-            wg=wg,
-            tile=tile,
-            causal=causal,
-            options=options,
-            interpret=interpret,
-        )
-
-        def consume_next(state):
-            i, work_id, kv_iter = state
-            stage = lax.rem(i, config.num_q_stages)
-            kv_iter = consume(stage, unpack(work_id), kv_iter)
-            return i + 1, _receive(scratch, i + 1), kv_iter
-
-        state = jnp.int32(0), _receive(scratch, jnp.int32(0)), jnp.int32(0)
-        lax.while_loop(lambda state: state[1] >= 0, consume_next, state)
-        plgpu.wait_smem_to_gmem(0)
-
-
-def _receive(scratch, i):
-    """Wait for work tile `i` of the program; return its work id, or -1 after the last."""
-    stage = lax.rem(i, scratch.q.shape[0])
-    plgpu.barrier_wait(scratch.q_full.at[stage])
-    return scratch.mailbox.work_ids[stage]
-
-
-def _produce(inputs, scratch, scheduler, unpack, tile):
-    """Send one work tile after another, until none is left."""
-    program = lax.axis_index("program")
-    num_work_tiles = inputs.work.count[0]
-    num_q_stages = scratch.q.shape[0]
-
-    def free_stage(i):
-        """Return the stage of work tile `i`, once it is free."""
-        stage = lax.rem(i, num_q_stages)
-
-        @pl.when(i >= num_q_stages)
+        @pl.when(wg == config.num_consumers)
         def _():
-            plgpu.barrier_wait(scratch.q_free.at[stage])
+            ops.set_max_registers(_PRODUCER_REGISTERS, action="decrease", interpret=interpret)
+            self.produce()
+            ops.let_next_kernel_start(interpret=interpret)
+
+        @pl.when(wg < config.num_consumers)
+        def _():
+            ops.set_max_registers(_CONSUMER_REGISTERS, action="increase", interpret=interpret)
+
+            def consume_next(state):
+                i, work_id, kv_iter = state
+                kv_iter = self.consume(wg, lax.rem(i, config.num_q_stages), work_id, kv_iter)
+                return i + 1, self.receive(i + 1), kv_iter
+
+            state = jnp.int32(0), self.receive(jnp.int32(0)), jnp.int32(0)
+            lax.while_loop(lambda state: state[1] >= 0, consume_next, state)
+            plgpu.wait_smem_to_gmem(0)
+
+    def unpack(self, work_id: jax.Array) -> WorkTile:
+        """Return the work tile with this id."""
+        return WorkTile.unpack(work_id, self.tile, self.inputs.k_pages.shape[0])
+
+    def receive(self, i: jax.Array) -> jax.Array:
+        """Wait for work tile `i` of the program; return its work id, or -1 after the last."""
+        stage = lax.rem(i, self.config.num_q_stages)
+        plgpu.barrier_wait(self.scratch.q_full.at[stage])
+        return self.scratch.mailbox.work_ids[stage]
+
+    def free_stage(self, i: jax.Array) -> jax.Array:
+        """Return the stage of work tile `i`, once it is free."""
+        stage = lax.rem(i, self.config.num_q_stages)
+
+        @pl.when(i >= self.config.num_q_stages)
+        def _():
+            plgpu.barrier_wait(self.scratch.q_free.at[stage])
 
         return stage
 
-    def produce_next(state):
-        i, work_id, kv_iter = state
-        stage = free_stage(i)
-        kv_iter = _send(inputs, scratch, stage, work_id, unpack(work_id), tile, kv_iter)
-        return *scheduler.advance(i, work_id), kv_iter
+    def produce(self) -> None:
+        """Send one work tile after another, until none is left; then send -1."""
+        scratch, num_q_stages = self.scratch, self.config.num_q_stages
+        scheduler = TileScheduler(
+            counter=self.inputs.counter,
+            mailbox=scratch.mailbox,
+            num_programs=self.config.num_programs,
+            interpret=self.interpret,
+        )
 
-    state = jnp.int32(0), program, jnp.int32(0)
-    i, _, kv_iter = lax.while_loop(lambda state: state[1] < num_work_tiles, produce_next, state)
-    stage = free_stage(i)
-    scratch.mailbox.work_ids[stage] = -1
-    for _ in range(_q_arrivals(tile)):
-        plgpu.barrier_arrive(scratch.q_full.at[stage])
-    drain(scratch.ring, kv_iter)
+        def produce_next(state):
+            i, work_id, kv_iter = state
+            kv_iter = self.send(self.free_stage(i), work_id, kv_iter)
+            return *scheduler.advance(i, work_id), kv_iter
 
-    @pl.loop(jnp.maximum(i + 1 - num_q_stages, 0), i)
-    def _(i):
-        plgpu.barrier_wait(scratch.q_free.at[lax.rem(i, num_q_stages)])
+        program = lax.axis_index("program")
+        count = self.inputs.work.count[0]
+        state = jnp.int32(0), program, jnp.int32(0)
+        i, _, kv_iter = lax.while_loop(lambda state: state[1] < count, produce_next, state)
+        stage = self.free_stage(i)
+        scratch.mailbox.work_ids[stage] = -1
+        for _ in range(_q_arrivals(self.tile)):
+            plgpu.barrier_arrive(scratch.q_full.at[stage])
+        drain(scratch.ring, kv_iter)
 
+        @pl.loop(jnp.maximum(i + 1 - num_q_stages, 0), i)
+        def wait_until_free(i):
+            plgpu.barrier_wait(scratch.q_free.at[lax.rem(i, num_q_stages)])
 
-def _send(inputs, scratch, stage, work_id, work_tile, tile, kv_iter):
-    """Send a work tile: its id, its descriptor, its queries, then the blocks of keys."""
-    work = unpack_work(inputs.work.items, work_tile.item)
-    full = scratch.q_full.at[stage]
-    scratch.mailbox.work_ids[stage] = work_id
-    plgpu.barrier_arrive(full)
-    plgpu.copy_gmem_to_smem(
-        inputs.work.items.at[work_tile.item], scratch.mailbox.buffer.at[stage], full
-    )
-    for h in range(tile.num_heads):
-        head = work_tile.first_head + jnp.minimum(h, work_tile.num_heads - 1)
-        for first, num_rows in tile.runs(h):
-            token = work.q_start + work.offset + first - h * tile.num_tokens
-            plgpu.copy_gmem_to_smem(
-                inputs.q.at[pl.ds(pl.multiple_of(token, CHUNK), num_rows), head],
-                scratch.q.at[stage, first // WG_ROWS, pl.ds(first % WG_ROWS, num_rows)],
-                full,
-            )
-    return stream(
-        scratch.ring,
-        inputs.k_pages.at[work_tile.kv_head],
-        inputs.v_pages.at[work_tile.kv_head],
-        inputs.block_tables.at[work.row],
-        lo=work.lo,
-        hi=work.hi,
-        kv_len=jnp.maximum(work.kv_len, 1),
-        kv_iter=kv_iter,
-    )
+    def send(self, stage: jax.Array, work_id: jax.Array, kv_iter: jax.Array) -> jax.Array:
+        """Send a work tile: its id, its descriptor, its queries, then the blocks of keys."""
+        inputs, scratch, tile = self.inputs, self.scratch, self.tile
+        work_tile = self.unpack(work_id)
+        work = unpack(WorkDescriptor, inputs.work.items, work_tile.item)
+        full = scratch.q_full.at[stage]
+        scratch.mailbox.work_ids[stage] = work_id
+        plgpu.barrier_arrive(full)
+        plgpu.copy_gmem_to_smem(
+            inputs.work.items.at[work_tile.item], scratch.mailbox.buffer.at[stage], full
+        )
+        for h in range(tile.num_heads):
+            head = work_tile.first_head + jnp.minimum(h, work_tile.num_heads - 1)
+            for first, num_rows in tile.runs(h):
+                token = work.q_start + work.offset + first - h * tile.num_tokens
+                plgpu.copy_gmem_to_smem(
+                    inputs.q.at[pl.ds(pl.multiple_of(token, CHUNK), num_rows), head],
+                    scratch.q.at[stage, first // WG_ROWS, pl.ds(first % WG_ROWS, num_rows)],
+                    full,
+                )
+        return stream(
+            scratch.ring,
+            inputs.k_pages.at[work_tile.kv_head],
+            inputs.v_pages.at[work_tile.kv_head],
+            inputs.block_tables.at[work.row],
+            lo=work.lo,
+            hi=work.hi,
+            kv_len=jnp.maximum(work.kv_len, 1),
+            kv_iter=kv_iter,
+        )
 
+    def consume(
+        self, wg: jax.Array, stage: jax.Array, work_id: jax.Array, kv_iter: jax.Array
+    ) -> jax.Array:
+        """Attend to the keys of a work tile with 64 rows, and store their results."""
+        inputs, outputs, scratch = self.inputs, self.outputs, self.scratch
+        work_tile = self.unpack(work_id)
+        work = unpack(WorkDescriptor, scratch.mailbox.buffer, stage)
+        rows = Rows(
+            tile=self.tile,
+            wg=wg,
+            q_start=work.q_start,
+            q_len=work.q_len,
+            offset=work.offset,
+            first_head=work_tile.first_head,
+            num_heads=work_tile.num_heads,
+        )
 
-def _consume(
-    inputs, outputs, scratch, stage, work_tile, kv_iter, *, wg, tile, causal, options, interpret
-):
-    """Attend to the keys of a work tile with the warpgroup's rows, and store their results."""
-    work = unpack_work(scratch.mailbox.buffer, stage)
-    rows = Rows(
-        tile=tile,
-        wg=wg,
-        q_start=work.q_start,
-        q_len=work.q_len,
-        offset=work.offset,
-        first_head=work_tile.first_head,
-        num_heads=work_tile.num_heads,
-    )
+        def of_rows(ref):
+            return None if ref is None else ref.at[work_tile.item, wg]
 
-    def of_rows(ref):
-        return None if ref is None else ref.at[work_tile.item, wg]
+        state = attend(
+            scratch.q.at[stage, wg],
+            scratch.ring,
+            work,
+            rows,
+            kv_iter,
+            schedule=ScheduleBarrier(barrier=scratch.turn),
+            alibi_slopes=inputs.alibi_slopes,
+            positions_ref=of_rows(inputs.work.positions),
+            tree_words=of_rows(inputs.work.tree_words),
+            causal=self.causal,
+            options=self.options,
+            interpret=self.interpret,
+        )
+        plgpu.barrier_arrive(scratch.q_free.at[stage])
 
-    state = attend(
-        scratch.q.at[stage, wg],
-        scratch.ring,
-        work,
-        rows,
-        kv_iter,
-        schedule=ScheduleBarrier(barrier=scratch.turn),
-        alibi_slopes=inputs.alibi_slopes,
-        positions_ref=of_rows(inputs.work.positions),
-        tree_words=of_rows(inputs.work.tree_words),
-        causal=causal,
-        options=options,
-        interpret=interpret,
-    )
-    plgpu.barrier_arrive(scratch.q_free.at[stage])
+        @pl.when(work.partial < 0)
+        def _():
+            sinks = None if inputs.sinks is None else rows.per_head(inputs.sinks)
+            store_rows(outputs, scratch.store, wg, rows, *finish(state, sinks))
 
-    @pl.when(work.partial < 0)
-    def _():
-        sinks = None if inputs.sinks is None else rows.per_head(inputs.sinks)
-        store_rows(outputs, scratch.store, wg, rows, *finish(state, sinks))
+        @pl.when(work.partial >= 0)
+        def _():
+            out, lse = finish(state, None)
+            index = (work_tile.head_tile, work.partial, wg)
+            ops.store(outputs.partials.out.at[index], out)
+            ops.store(outputs.partials.lse.at[index], lse)
 
-    @pl.when(work.partial >= 0)
-    def _():
-        out, lse = finish(state, None)
-        index = (work_tile.head_tile, work.partial, wg)
-        store(outputs.partials.out.at[index], out)
-        store(outputs.partials.lse.at[index], lse)
-
-    return kv_iter + work.hi - work.lo
+        return kv_iter + work.hi - work.lo
 
 
 def ragged_paged_attention(
@@ -346,7 +330,7 @@ def ragged_paged_attention(
     rows = (head_tiles, num_partials, config.num_consumers, WG_ROWS)
     outputs = Outputs(
         out=jax.ShapeDtypeStruct(arrays.q.shape, arrays.q.dtype),
-        partials=Partials(
+        partials=ops.Partials(
             out=jax.ShapeDtypeStruct((*rows, arrays.head_dim), jnp.float32),
             lse=jax.ShapeDtypeStruct(rows, jnp.float32),
         ),
@@ -360,22 +344,26 @@ def ragged_paged_attention(
         dtype=arrays.q.dtype,
         with_lse=with_lse,
     )
-    kernel = functools.partial(
-        ragged_kernel,
-        options=options,
-        config=config,
-        tile=tile,
-        causal=arrays.q_positions is None and arrays.tree_mask is None,
-        interpret=interpret,
-    )
 
-    def body(*refs):
-        pl.run_scoped(functools.partial(kernel, *refs), scratch, collective_axes="wg")
+    def body(inputs, outputs):
+        def run(scratch):
+            Program(
+                inputs=inputs,
+                outputs=outputs,
+                scratch=scratch,
+                options=options,
+                config=config,
+                tile=tile,
+                causal=arrays.q_positions is None and arrays.tree_mask is None,
+                interpret=interpret,
+            ).run()
+
+        pl.run_scoped(run, scratch, collective_axes="wg")
 
     # plgpu.kernel takes no refs, and the counter is one.
     results = pl.kernel(
-        with_trees(body, inputs, outputs),
-        out_type=jax.tree.leaves(outputs),
+        ops.with_trees(body, inputs, outputs),
+        out_type=tuple(jax.tree.leaves(outputs)),
         mesh=plgpu.Mesh(
             grid=(config.num_programs,),
             grid_names=("program",),
@@ -384,7 +372,7 @@ def ragged_paged_attention(
         ),
         compiler_params=COMPILER_PARAMS,
         name="ragged_paged_attention",
-        interpret=interpreter(interpret),
+        interpret=ops.interpreter(interpret),
     )(*jax.tree.leaves(inputs))
     outputs = jax.tree.unflatten(jax.tree.structure(outputs), results)
     return merge_ragged(outputs, merges, arrays.sinks, tile=tile, interpret=interpret)

@@ -13,16 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.logits import LogitOptions, base2_logits
-from pallas_paged.kernels.mosaic.ops import (
-    WGMMA,
-    WGMMA_ROW,
-    State,
-    bcast,
-    iota,
-    load,
-    wgmma,
-    wgmma_accumulate,
-)
+from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.ragged_tile import WG_ROWS, Rows, empty_state
 from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, visible_in_tree
 from pallas_paged.kernels.mosaic.ring import Ring
@@ -68,7 +59,7 @@ def attend(
     causal: bool,
     options: LogitOptions,
     interpret: bool,
-) -> State:
+) -> ops.State:
     """Return the state of a warpgroup's rows after the blocks of a work item.
 
     Args:
@@ -78,22 +69,22 @@ def attend(
     num_stages, block_k, head_dim = ring.k.shape
     lo, hi, kv_len = work.lo, work.hi, work.kv_len
     before = kv_len - work.q_len  # keys older than all queries of the sequence
-    token = rows.tile.place(rows.wg * WG_ROWS + iota((WG_ROWS,), 0, WGMMA_ROW))[1]
+    token = rows.tile.place(rows.wg * WG_ROWS + ops.iota((WG_ROWS,), 0, ops.WGMMA_ROW))[1]
     positions = before + rows.offset + token
     last_seen = jnp.minimum(positions, kv_len - 1)
     if not causal:  # one value for all rows, but a vector: scalars alone have no layout to infer
         last_seen = jnp.maximum(last_seen, kv_len - 1)
     if positions_ref is not None:
-        positions = load(positions_ref, WGMMA_ROW)
+        positions = ops.load(positions_ref, ops.WGMMA_ROW)
     slopes = None if alibi_slopes is None else rows.per_head(alibi_slopes)
 
     def visible(block, keys):
         """Return which keys of a block each query sees."""
-        seen = keys <= bcast(last_seen, keys)
+        seen = keys <= ops.bcast(last_seen, keys)
         if tree_words is not None:
             seen &= visible_in_tree(tree_words, block * block_k, before, keys)
         if options.sliding_window is not None:
-            seen &= keys >= bcast(options.first_key(positions), keys)
+            seen &= keys >= ops.bcast(options.first_key(positions), keys)
         return seen
 
     def zero_unreadable(block, stage):
@@ -104,8 +95,8 @@ def attend(
             @pl.when((first < work.first_key) | (first + WG_ROWS > kv_len))
             def _(part=part, first=first):
                 v_ref = ring.v.at[stage, pl.ds(part, WG_ROWS)]
-                v = plgpu.load(v_ref, layout=WGMMA)
-                keys = first + iota(v.shape, 0, WGMMA)
+                v = plgpu.load(v_ref, layout=ops.WGMMA)
+                keys = first + ops.iota(v.shape, 0, ops.WGMMA)
                 readable = (keys >= work.first_key) & (keys < kv_len)
                 v_ref[...] = jnp.where(readable, v, jnp.zeros_like(v))
                 plgpu.commit_smem()
@@ -115,21 +106,23 @@ def attend(
         now = kv_iter + (block - lo)
         stage = lax.rem(now, num_stages)
 
-        s = wgmma(q_smem, ring.k.at[stage].transpose((1, 0)), overlap=schedule.sync)
+        s = ops.wgmma(q_smem, ring.k.at[stage].transpose((1, 0)), overlap=schedule.sync)
         plgpu.barrier_arrive(ring.k_free.at[stage])
-        keys = block * block_k + iota((WG_ROWS, block_k), 1, WGMMA)
+        keys = block * block_k + ops.iota((WG_ROWS, block_k), 1, ops.WGMMA)
         if slopes is None:
             s, factor = base2_logits(s, options, None, keys)
         else:
-            s, factor = base2_logits(s, options, bcast(slopes, s), keys - bcast(positions, s))
+            s, factor = base2_logits(
+                s, options, ops.bcast(slopes, s), keys - ops.bcast(positions, s)
+            )
         if masked:
             s = jnp.where(visible(block, keys), s, -jnp.inf)
         m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
         m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new
         alpha = jnp.exp2(m_i - m_safe)
-        p = jnp.exp2(s * factor - bcast(m_safe, s))
+        p = jnp.exp2(s * factor - ops.bcast(m_safe, s))
         l_new = l_i * alpha + p.sum(axis=1)
-        acc = acc * bcast(alpha, acc)
+        acc = acc * ops.bcast(alpha, acc)
         # The whole softmax stays before the arrival below; this order keeps the tensor cores busy.
         acc, l_new, m_new, p = lax.optimization_barrier((acc, l_new, m_new, p.astype(ring.v.dtype)))
         if masked:
@@ -146,7 +139,7 @@ def attend(
             def _():
                 plgpu.barrier_wait(ring.k_full.at[lax.rem(now + 1, num_stages)])
 
-        acc = wgmma_accumulate(
+        acc = ops.wgmma_accumulate(
             acc, p, ring.v.at[stage], overlap=wait_for_next_k, interpret=interpret
         )
         plgpu.barrier_arrive(ring.v_free.at[stage])

@@ -11,16 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.logits import LOG2_E
-from pallas_paged.kernels.mosaic.ops import (
-    WGMMA,
-    WGMMA_ROW,
-    Partials,
-    bcast,
-    interpreter,
-    load,
-    wait_for_previous_kernel,
-    with_trees,
-)
+from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.ragged_tile import (
     Outputs,
     Rows,
@@ -30,11 +21,11 @@ from pallas_paged.kernels.mosaic.ragged_tile import (
     finish,
     store_rows,
 )
-from pallas_paged.kernels.mosaic.ragged_work import unpack_merge
+from pallas_paged.kernels.mosaic.ragged_work import MergeDescriptor, unpack
 
 
 def merge_ragged_kernel(
-    partials: Partials,  # [head tiles, partials, warpgroups, 64, ..]
+    partials: ops.Partials,  # [head tiles, partials, warpgroups, 64, ..]
     merges_ref,  # i32[num_merges, 5]
     sinks_ref,  # f32[Hq] or None
     outputs: Outputs,
@@ -47,8 +38,8 @@ def merge_ragged_kernel(
     head_tile, merge, wg = (lax.axis_index(name) for name in ("head_tile", "merge", "wg"))
     # Every program waits, idle ones too: otherwise the next kernel could start before the attention
     # kernel ends. The wait comes before the first read.
-    wait_for_previous_kernel(interpret=interpret)
-    split = unpack_merge(merges_ref, merge)
+    ops.wait_for_previous_kernel(interpret=interpret)
+    split = unpack(MergeDescriptor, merges_ref, merge)
     first = lax.rem(head_tile, tile.num_head_tiles) * tile.num_heads
     rows = Rows(
         tile=tile,
@@ -65,12 +56,12 @@ def merge_ragged_kernel(
         def merge_one(i, state):
             m_i, l_i, acc = state
             index = (head_tile, split.partial + i, wg)
-            lse = load(partials.lse.at[index], WGMMA_ROW) * LOG2_E
-            out = load(partials.out.at[index], WGMMA)
+            lse = ops.load(partials.lse.at[index], ops.WGMMA_ROW) * LOG2_E
+            out = ops.load(partials.out.at[index], ops.WGMMA)
             m_new = jnp.maximum(m_i, lse)
             m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)  # rows that have seen no key yet
             alpha, w = jnp.exp2(m_i - m_safe), jnp.exp2(lse - m_safe)
-            return m_new, l_i * alpha + w, acc * bcast(alpha, acc) + out * bcast(w, out)
+            return m_new, l_i * alpha + w, acc * ops.bcast(alpha, acc) + out * ops.bcast(w, out)
 
         state = lax.fori_loop(0, split.num_items, merge_one, empty_state(partials.out.shape[-1]))
         sinks = None if sinks_ref is None else rows.per_head(sinks_ref)
@@ -103,14 +94,14 @@ def merge_ragged(
 
     head_tiles, _, num_warpgroups, *_ = partials.out.shape
     pl.kernel(
-        with_trees(body, *inputs, results),
+        ops.with_trees(body, *inputs, results),
         out_type=(),
         mesh=plgpu.Mesh(
             grid=(num_warpgroups, head_tiles, merges.shape[0]),  # CUDA does not limit the last
             grid_names=("wg", "head_tile", "merge"),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpreter(interpret),
+        interpret=ops.interpreter(interpret),
         name="ragged_paged_attention_merge",
     )(*jax.tree.leaves((inputs, results)))
     return results.out[...], None if lse is None else results.lse[...]

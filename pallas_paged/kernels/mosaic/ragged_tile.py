@@ -20,16 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.logits import LN_2
-from pallas_paged.kernels.mosaic.ops import (
-    WGMMA,
-    WGMMA_ROW,
-    Partials,
-    State,
-    bcast,
-    full,
-    iota,
-    join_sinks,
-)
+from pallas_paged.kernels.mosaic import ops
 
 WG_ROWS = 64  # rows of a warpgroup: those of one wgmma
 CHUNK = 8  # tokens of one head: a swizzle pattern spans 8 rows
@@ -99,33 +90,33 @@ class Rows:
 
     def per_head(self, ref: Any) -> jax.Array:
         """Return f32`[64]`: for each row the value of `ref` f32`[Hq]` for its head."""
-        row = iota((WG_ROWS,), 0, WGMMA_ROW)
+        row = ops.iota((WG_ROWS,), 0, ops.WGMMA_ROW)
         head, _ = self.tile.place(self.wg * WG_ROWS + row)
-        values = full((WG_ROWS,), 0.0, WGMMA_ROW)
+        values = ops.full((WG_ROWS,), 0.0, ops.WGMMA_ROW)
         for h in range(self.tile.num_heads):
             value = ref[self.first_head + jnp.minimum(h, self.num_heads - 1)]
             values = jnp.where(head == h, value, values)
         return values
 
 
-def empty_state(head_dim: int) -> State:
+def empty_state(head_dim: int) -> ops.State:
     """Return the state of 64 rows that have seen no key: m f32`[64]`, l f32`[64]`, acc."""
     return (
-        full((WG_ROWS,), -jnp.inf, WGMMA_ROW),
-        full((WG_ROWS,), 0.0, WGMMA_ROW),
-        full((WG_ROWS, head_dim), 0.0, WGMMA),
+        ops.full((WG_ROWS,), -jnp.inf, ops.WGMMA_ROW),
+        ops.full((WG_ROWS,), 0.0, ops.WGMMA_ROW),
+        ops.full((WG_ROWS, head_dim), 0.0, ops.WGMMA),
     )
 
 
-def finish(state: State, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def finish(state: ops.State, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Return `(out f32[64, D], lse f32[64])` of a state; sinks join in where a row saw any key."""
     empty = state[1] == 0.0
     if sinks is not None:
-        state = join_sinks(state, sinks, empty, lambda acc, x: acc * bcast(x, acc))
+        state = ops.join_sinks(state, sinks, empty, lambda acc, x: acc * ops.bcast(x, acc))
     m_i, l_i, acc = state
     l_safe = jnp.where(empty, 1.0, l_i)
     lse = jnp.where(empty, -jnp.inf, m_i * LN_2 + jnp.log(l_safe))
-    return acc * bcast(1.0 / l_safe, acc), lse
+    return acc * ops.bcast(1.0 / l_safe, acc), lse
 
 
 @jax.tree_util.register_dataclass
@@ -134,7 +125,7 @@ class Outputs:
     """What the ragged kernel and its merge write: arrays, refs or types."""
 
     out: Any  # [T, Hq, D]
-    partials: Partials | None  # [head tiles, partials, warpgroups, 64, ..]; None in the merge
+    partials: Any  # Partials [head tiles, partials, warpgroups, 64, ..]; None in the merge
     lse: Any  # f32[T, Hq], or None where it is not wanted
 
 

@@ -1,23 +1,28 @@
-"""The work of a ragged call as the Mosaic kernels read it.
+"""The work of a ragged call as the Mosaic kernels read it, and which program does what of it.
 
 `ragged_plan` makes work items: tiles of query tokens with blocks of keys. Each becomes a packed
 descriptor here. Rows of a tile that need more get their own arrays: positions, and the bits of a
 tree mask.
+
+A work tile is a work item for one head tile. Each program does one work tile after another. Its
+producer warpgroup asks the scheduler for the next one and tells the consumers by a mailbox in
+shared memory. Which program does a work tile changes no bit of the results.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.config import MosaicRaggedConfig
-from pallas_paged.kernels.mosaic.ops import WGMMA, WGMMA_ROW, bcast, full, load
 from pallas_paged.kernels.mosaic.ragged_tile import CHUNK, WG_ROWS, TileShape
 from pallas_paged.kernels.ragged_plan import Plan, Tiles, make_plan, make_tiles
 
@@ -42,26 +47,24 @@ class MergeDescriptor:
     offset: Any
 
 
-_WORK_FIELDS = [field.name for field in dataclasses.fields(WorkDescriptor)]
-_MERGE_FIELDS = [field.name for field in dataclasses.fields(MergeDescriptor)]
+Descriptor = TypeVar("Descriptor", WorkDescriptor, MergeDescriptor)
 
 
-def unpack_work(ref: Any, index: Any) -> WorkDescriptor:
-    """Load the descriptor of a work item."""
-    return WorkDescriptor(**{name: ref[index, i] for i, name in enumerate(_WORK_FIELDS)})
+def _fields(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
 
 
-def unpack_merge(ref: Any, index: Any) -> MergeDescriptor:
-    """Load the descriptor of a split tile."""
-    return MergeDescriptor(**{name: ref[index, i] for i, name in enumerate(_MERGE_FIELDS)})
+def unpack(kind: type[Descriptor], ref: Any, index: Any) -> Descriptor:
+    """Load the descriptor of a work item or of a split tile."""
+    return kind(**{name: ref[index, i] for i, name in enumerate(_fields(kind))})
 
 
 def pack(plan: Plan) -> tuple[jax.Array, jax.Array]:
     """Return packed descriptors: of work i32`[num_items, 32]`, of merges i32`[num_merges, 5]`."""
-    columns = [getattr(plan.items, name) for name in _WORK_FIELDS[:-1]]
-    work = jnp.stack([*columns, plan.partial], axis=1)
-    merges = work[plan.first_item][:, [_WORK_FIELDS.index(name) for name in _MERGE_FIELDS[1:]]]
-    work = jnp.pad(work, ((0, 0), (0, DESCRIPTOR_WORDS - len(_WORK_FIELDS))))
+    *of_tile, _ = names = _fields(WorkDescriptor)
+    work = jnp.stack([*(getattr(plan.items, name) for name in of_tile), plan.partial], axis=1)
+    merges = work[plan.first_item][:, [names.index(n) for n in _fields(MergeDescriptor)[1:]]]
+    work = jnp.pad(work, ((0, 0), (0, DESCRIPTOR_WORDS - len(names))))
     return work, jnp.concatenate([plan.num_items[:, None], merges], axis=1)
 
 
@@ -115,7 +118,8 @@ def plan_work(
     )
     count = jnp.sum(plan.items.q_len > 0, dtype=jnp.int32) * head_tiles
     items, merges = pack(plan)
-    token = tokens_of_rows(plan, tile, config.num_consumers)
+    rows = jnp.arange(config.block_q).reshape(config.num_consumers, WG_ROWS)
+    token = plan.items.offset[:, None, None] + tile.place(rows)[1]  # within the sequence
     positions = tree_words = None
     if arrays.q_positions is not None and (
         arrays.alibi_slopes is not None or options.sliding_window is not None
@@ -126,12 +130,6 @@ def plan_work(
         tree_words = pack_tree_mask(arrays.tree_mask, plan, token)
     work = Work(items=items, count=count.reshape(1), positions=positions, tree_words=tree_words)
     return work, merges, plan.num_partials
-
-
-def tokens_of_rows(plan: Plan, tile: TileShape, num_warpgroups: int) -> jax.Array:
-    """Return the token within its sequence of each row, i32`[num_items, warpgroups, 64]`."""
-    _, token = tile.place(jnp.arange(num_warpgroups * WG_ROWS).reshape(num_warpgroups, WG_ROWS))
-    return plan.items.offset[:, None, None] + token
 
 
 def pack_tree_mask(tree_mask: jax.Array, plan: Plan, token: jax.Array) -> jax.Array:
@@ -158,10 +156,87 @@ def visible_in_tree(words_ref: Any, first_key: Any, before: Any, keys: jax.Array
     """
     newest = keys - before
     first_word = (first_key - before) >> 5
-    bits = full(keys.shape, 0, WGMMA, jnp.int32)
+    bits = ops.full(keys.shape, 0, ops.WGMMA, jnp.int32)
     for i in range(keys.shape[1] // 32 + 1):
         # Words past the end of a mask are 0, as the last one is.
         word = jnp.clip(first_word + i, 0, words_ref.shape[0] - 1)
-        word = load(words_ref.at[word], WGMMA_ROW)
-        bits = jnp.where(newest >> 5 == first_word + i, bcast(word, keys), bits)
+        word = ops.load(words_ref.at[word], ops.WGMMA_ROW)
+        bits = jnp.where(newest >> 5 == first_word + i, ops.bcast(word, keys), bits)
     return (newest < 0) | ((bits >> (newest & 31)) & 1 == 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkTile:
+    """A work item for one head tile."""
+
+    item: jax.Array  # index of the work item
+    head_tile: jax.Array  # index among the head tiles of all KV heads
+    kv_head: jax.Array
+    first_head: jax.Array  # the first query head of the tile
+    num_heads: jax.Array  # query heads of the tile that exist
+
+    @classmethod
+    def unpack(cls, work_id: jax.Array, tile: TileShape, num_kv_heads: int) -> WorkTile:
+        """Return the work tile with this id. The head tiles of an item have consecutive ids."""
+        head_tiles = num_kv_heads * tile.num_head_tiles
+        head_tile = lax.rem(work_id, head_tiles)
+        kv_head = lax.div(head_tile, tile.num_head_tiles)
+        first = lax.rem(head_tile, tile.num_head_tiles) * tile.num_heads
+        num_heads = jnp.minimum(tile.group - first, tile.num_heads)
+        return cls(
+            item=lax.div(work_id, head_tiles),
+            head_tile=head_tile,
+            kv_head=kv_head,
+            first_head=kv_head * tile.group + first,
+            num_heads=num_heads,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Mailbox:
+    """What a producer tells the consumers of its program, in shared memory, or its type.
+
+    Every buffer in shared memory takes 1 KB or more, and with the largest configs there is room for
+    one. So descriptors, work ids and the result of the atomic addition share it.
+
+    Attributes:
+        buffer: i32`[num_q_stages + 1, 32]`. Row `s` has the packed descriptor of the work item in
+            stage `s`. The last row has the work id of each stage, then the atomic's result.
+    """
+
+    buffer: Any
+
+    @property
+    def work_ids(self) -> Any:
+        """Work id of each stage, -1 at the end: the first `num_q_stages` of i32`[32]`."""
+        return self.buffer.at[self.buffer.shape[0] - 1]
+
+    @property
+    def atomic_result(self) -> Any:
+        """Result of the last atomic addition, i32`[1]`."""
+        return self.work_ids.at[pl.ds(self.buffer.shape[0] - 1, 1)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TileScheduler:
+    """A dynamic, persistent tile scheduler: gives work ids to a program, longest work first.
+
+    The first work id of a program is its own number. Each call of `advance` takes the next one from
+    a counter that all programs add to. Fixed rounds (`work_id + num_programs`) lost up to 36% on 16
+    prompts of 1024 tokens (H200: 419 us, with the counter 315 us): rounds and sequences resonate,
+    and some programs get the long tile of one sequence after another.
+    """
+
+    counter: Any  # i32[1] in device memory, 0 at the start of the kernel
+    mailbox: Mailbox
+    num_programs: int
+    interpret: bool  # the interpreter has no atomic addition: fixed rounds
+
+    def advance(self, i: jax.Array, work_id: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return `i + 1` and its work id, for work tile `i` of the program and its work id."""
+        if self.interpret:
+            return i + 1, work_id + self.num_programs
+        old = self.mailbox.atomic_result
+        ops.atomic_increment(self.counter, old)
+        return i + 1, self.num_programs + old[0]

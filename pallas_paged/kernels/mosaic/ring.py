@@ -30,36 +30,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Ring:
-    """Refs of a ring, or their types.
+    """Refs of a ring, or their types."""
 
-    Attributes:
-        k, v: `[num_stages, block_k, head_dim]` in shared memory.
-        k_full, v_full: barriers `[num_stages]`, complete when all pages of a block have arrived.
-        k_free, v_free: barriers `[num_stages]`, complete when all consumers have used a block.
-    """
-
-    k: Any
+    k: Any  # [num_stages, block_k, head_dim] in shared memory
     v: Any
-    k_full: Any
+    k_full: Any  # barriers [num_stages], complete when all pages of a block have arrived
     v_full: Any
-    k_free: Any
+    k_free: Any  # barriers [num_stages], complete when all consumers have used a block
     v_free: Any
 
     @classmethod
     def types(
-        cls,
-        *,
-        num_stages: int,
-        block_k: int,
-        head_dim: int,
-        page_size: int,
-        dtype: Any,
-        num_consumers: int,
+        cls, config: Any, *, head_dim: int, page_size: int, dtype: Any, num_consumers: int
     ) -> Ring:
         """Return the types of the refs."""
-        block = plgpu.SMEM(
-            (num_stages, block_k, head_dim), dtype, transforms=wgmma_transforms(dtype)
-        )
+        num_stages, block_k = config.num_stages, config.block_k
+        shape = (num_stages, block_k, head_dim)
+        block = plgpu.SMEM(shape, dtype, transforms=wgmma_transforms(dtype))
         num_copies = max(block_k // page_size, 1)
         full = plgpu.Barrier(num_arrivals=num_copies, num_barriers=num_stages)
         free = plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_stages)

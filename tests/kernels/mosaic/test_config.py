@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 
 import pytest
 
 import pallas_paged as pp
-from pallas_paged.kernels import tuned
-from pallas_paged.kernels.mosaic import config as mosaic_tuning
 from pallas_paged.kernels.mosaic.config import (
-    choose_config,
+    decode_config,
     prefer_mosaic,
+    ragged_config,
     shared_memory,
     shared_memory_limit,
 )
@@ -31,7 +29,7 @@ DECODE_SIZES = dict(
     itemsize=2,
 )
 RAGGED_SIZES = {k: v for k, v in DECODE_SIZES.items() if k != "page_size"} | {"num_tokens": 4096}
-H200 = dict(device_kind="NVIDIA H200", num_sms=132)
+H200 = dict(num_sms=132)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +75,7 @@ def test_every_allowed_block_and_stage_count_is_accepted(good):
 
 def test_shared_memory_is_the_sum_of_the_tiles():
     kb = 1024
-    size = dict(head_dim=128, itemsize=2)
+    size = dict(head_dim=128)
     # K, V; queries twice, probabilities; sums, barriers
     assert shared_memory(DECODE, group=4, **size) == (2 * 48 + 2 * 2 + 1 + 3) * kb
     assert shared_memory(DECODE, group=9, **size) == (2 * 48 + 2 * 4 + 2 + 3) * kb
@@ -95,23 +93,32 @@ class TestHeuristicsFit:
     def test_decode(self, head_dim, group, num_kv_heads):
         heads = dict(num_q_heads=group * num_kv_heads, num_kv_heads=num_kv_heads)
         sizes = DECODE_SIZES | heads | {"head_dim": head_dim}
-        config = choose_config("decode", **H200, **sizes)
-        per_sm = -(-config.num_programs * num_kv_heads // 132)
-        needed = shared_memory(config, group=group, head_dim=head_dim, itemsize=2)
+        config = decode_config(**H200, **sizes)
+        per_sm = -(-config.num_programs // 132)
+        needed = shared_memory(config, group=group, head_dim=head_dim)
         assert needed <= shared_memory_limit(per_sm)
 
     def test_ragged(self, head_dim, group, num_kv_heads):
         heads = dict(num_q_heads=group * num_kv_heads, num_kv_heads=num_kv_heads)
         sizes = RAGGED_SIZES | heads | {"head_dim": head_dim}
-        config = choose_config("ragged", **H200, **sizes)
+        config = ragged_config(**H200, **sizes)
         assert config.num_programs == 132
-        needed = shared_memory(config, group=group, head_dim=head_dim, itemsize=2)
+        needed = shared_memory(config, group=group, head_dim=head_dim)
         assert needed <= shared_memory_limit(1)
+
+
+@pytest.mark.parametrize("group", range(1, 65))
+def test_a_third_stage_is_used_where_it_fits(group):
+    sizes = DECODE_SIZES | dict(num_q_heads=8 * group, head_dim=256)
+    config = decode_config(**H200, **sizes)
+    three = dataclasses.replace(config, num_stages=3)
+    fits = shared_memory(three, group=group, head_dim=256) <= shared_memory_limit(1)
+    assert config.num_stages == (3 if fits else 2)
 
 
 def test_few_tokens_get_few_programs():
     sizes = DECODE_SIZES | dict(num_seqs=2, max_kv_len=300, num_kv_heads=1, num_q_heads=4)
-    config = choose_config("decode", **H200, **sizes)
+    config = decode_config(**H200, **sizes)
     assert config.num_programs == 2 * -(-300 // config.block_k)
 
 
@@ -127,60 +134,4 @@ def test_few_tokens_get_few_programs():
 )
 def test_mosaic_is_preferred_where_tiles_of_queries_fill(num_tokens, num_seqs, num_q_heads, wanted):
     sizes = dict(num_tokens=num_tokens, num_seqs=num_seqs, num_q_heads=num_q_heads)
-    assert prefer_mosaic("ragged", device_kind="a GPU", **RAGGED_SIZES | sizes) is wanted
-
-
-class TestMeasured:
-    """Where the table has both implementations, the faster; of Mosaic configs, programs per SM."""
-
-    @pytest.fixture
-    def table(self, tmp_path, monkeypatch):
-        """Writes the measurements of "a GPU" that the table is to have."""
-
-        def forget():
-            tuned._configs.cache_clear()
-            tuned._times.cache_clear()
-
-        def write(**us):
-            found = {}
-            for kernel, time in us.items():
-                sizes = RAGGED_SIZES if kernel.endswith("ragged") else DECODE_SIZES
-                config = dict(block_k=128, num_stages=4, programs_per_sm=2)
-                if kernel == "mosaic_ragged":
-                    config |= dict(num_consumers=1, num_q_stages=1)
-                found[kernel] = [{"key": tuned.bucket(sizes), "config": config, "us": time}]
-            (tmp_path / "tuned.json").write_text(json.dumps({"a GPU": found}))
-            forget()
-
-        monkeypatch.setattr(tuned.importlib.resources, "files", lambda package: tmp_path)
-        yield write
-        monkeypatch.undo()
-        forget()
-
-    def test_config(self, table):
-        table(mosaic_decode=9.0, mosaic_ragged=9.0)
-        here = dict(device_kind="a GPU", num_sms=100)
-        assert choose_config("decode", **here, **DECODE_SIZES) == pp.MosaicDecodeConfig(
-            block_k=128, num_stages=4, num_programs=25
-        )
-        assert choose_config("ragged", **here, **RAGGED_SIZES) == pp.MosaicRaggedConfig(
-            block_k=128, num_stages=4, num_programs=200, num_consumers=1, num_q_stages=1
-        )
-        here["device_kind"] = "another GPU"
-        heuristic = mosaic_tuning.decode_config(num_sms=100, **DECODE_SIZES)
-        assert choose_config("decode", **here, **DECODE_SIZES) == heuristic
-
-    @pytest.mark.parametrize(
-        ("kernel", "sizes"), [("decode", DECODE_SIZES), ("ragged", RAGGED_SIZES)]
-    )
-    def test_preference(self, kernel, sizes, table):
-        def prefer():
-            return prefer_mosaic(kernel, device_kind="a GPU", **sizes)
-
-        table()
-        rule = prefer()
-        for triton, mosaic in ((9.0, 9.5), (9.5, 9.0)):
-            table(**{kernel: triton, f"mosaic_{kernel}": mosaic})
-            assert prefer() is (mosaic < triton)
-        table(**{kernel: 9.0})
-        assert prefer() is rule
+    assert prefer_mosaic("ragged", **RAGGED_SIZES | sizes) is wanted

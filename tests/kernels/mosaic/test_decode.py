@@ -14,17 +14,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 if jax.__version_info__ < (0, 11):
     pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
 
+from pallas_paged.kernels.call import Arrays
+from pallas_paged.kernels.decode_plan import DecodePlan
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic.decode import MosaicDecodeConfig, paged_decode
-from pallas_paged.kernels.mosaic.decode_merge import MOST_STATES, block_sizes, merge_shares
-from pallas_paged.kernels.mosaic.decode_shares import row_of
+from pallas_paged.kernels.mosaic.decode_merge import (
+    MAX_STATES_PER_STEP,
+    block_sizes,
+    merge_decode,
+)
+from pallas_paged.kernels.mosaic.decode_shares import row_of_unit
+from pallas_paged.kernels.mosaic.ops import Partials
 from tests.support.attention_calls import assert_close, assert_same_bits
 from tests.support.attention_cases import mosaic_case
 from tests.support.devices import lower_for_cuda
 
 # Programs that have several rows, and rows that several programs share.
-CONFIG = MosaicDecodeConfig(block_k=64, num_stages=2, num_programs=3)
-SPLIT = MosaicDecodeConfig(block_k=64, num_stages=3, num_programs=2, fixed_split_size=128)
+CONFIG = MosaicDecodeConfig(block_k=64, num_stages=2, num_programs=6)
+SPLIT = MosaicDecodeConfig(block_k=64, num_stages=3, num_programs=4, fixed_split_size=128)
 BORDERS = (0, 1, 63, 64, 65, 128, 200)
 rows_of_256 = functools.partial(mosaic_case, seq_lens=BORDERS, pages_per_seq=16)
 
@@ -34,7 +41,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 
 @functools.partial(jax.jit, static_argnames=("options", "config"))
 def interpreted(arrays, slopes, sinks, options, config):
-    return paged_decode(*arrays, slopes, sinks, options=options, config=config, interpret=True)
+    names = ("q", "k_pages", "v_pages", "block_tables", "seq_lens")
+    arrays = dict(zip(names, arrays, strict=True), alibi_slopes=slopes, sinks=sinks)
+    return paged_decode(Arrays(**arrays), options=options, config=config, interpret=True)
 
 
 def decode(
@@ -58,7 +67,7 @@ def test_groups(group):
 
 @pytest.mark.parametrize(("page_size", "block_k"), [(8, 64), (16, 128), (128, 64), (256, 128)])
 def test_page_sizes(page_size, block_k):
-    config = MosaicDecodeConfig(block_k=block_k, num_stages=2, num_programs=2)
+    config = MosaicDecodeConfig(block_k=block_k, num_stages=2, num_programs=4)
     check(
         mosaic_case(page_size=page_size, seq_lens=BORDERS, pages_per_seq=256 // page_size), config
     )
@@ -159,14 +168,24 @@ def test_the_row_of_a_unit(num_seqs):
     ends = np.cumsum(np.random.default_rng(num_seqs).integers(0, 3, num_seqs)).astype(np.int32)
     ends[-1] += 1
     units = np.arange(ends[-1], dtype=np.int32)
-    rows = jax.jit(jax.vmap(row_of, in_axes=(0, None)))(units, ends)
+    rows = jax.jit(jax.vmap(row_of_unit, in_axes=(0, None)))(units, ends)
     np.testing.assert_array_equal(rows, np.searchsorted(ends, units, side="right"))
+
+
+def plan_of(num_programs, fixed_split_size=None):
+    return DecodePlan(
+        options=LogitOptions(sm_scale=1.0),
+        block_k=64,
+        fixed_split_size=fixed_split_size,
+        num_programs=num_programs,
+        num_partials=0,
+    )
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_merge_of_many_slots_in_several_steps(head_dim):
     rng = np.random.default_rng(head_dim)
-    num_slots = 2 * MOST_STATES + 5
+    num_slots = 2 * MAX_STATES_PER_STEP + 5
     outs = rng.standard_normal((1, num_slots, 8, head_dim)).astype(np.float32)
     lses = (2 * rng.standard_normal((1, num_slots, 8))).astype(np.float32)
     outs[:, :, 3:] = lses[:, :, 3:] = np.nan  # columns beyond the heads
@@ -174,14 +193,13 @@ def test_merge_of_many_slots_in_several_steps(head_dim):
     units = jnp.array([num_slots - 1], jnp.int32)
     sinks = np.float32([1.0, -3.0, 12.0])
     call = functools.partial(
-        merge_shares,
+        merge_decode,
+        plan=plan_of(num_programs=num_slots - 1),
         num_q_heads=3,
         dtype=jnp.float32,
-        num_programs=num_slots - 1,
-        is_split=False,
         interpret=True,
     )
-    out, lse = jax.jit(call)(outs, lses, units, sinks)
+    out, lse = jax.jit(call)(Partials(out=outs, lse=lses), units, sinks)
     logits = np.concatenate([lses[0, :-1, :3], sinks[None]]).astype(np.float64)
     weights = np.exp(logits - logits.max(axis=0))
     total = weights.sum(axis=0)
@@ -194,11 +212,11 @@ def test_merge_of_many_slots_in_several_steps(head_dim):
 @pytest.mark.parametrize("num_seqs", [1, 8, 64, 4096])
 def test_block_sizes_of_the_merge(num_seqs, num_q_heads):
     sizes = dict(num_seqs=num_seqs, num_q_heads=num_q_heads)
-    for num_programs, is_split in itertools.product((1, 33, 264), (False, True)):
-        block_s, block_h = block_sizes(**sizes, num_programs=num_programs, is_split=is_split)
+    for num_programs, split_size in itertools.product((1, 33, 264), (None, 128)):
+        block_s, block_h = block_sizes(plan_of(num_programs, split_size), **sizes)
         assert num_q_heads % block_h == 0
-        assert block_s * block_h <= MOST_STATES
-        assert not is_split or block_s == 8
+        assert block_s * block_h <= MAX_STATES_PER_STEP
+        assert split_size is None or block_s == 8
 
 
 def lower(heads, page_size, dtype, config=CONFIG, *, num_seqs=4, per_head=False, **options):
@@ -212,16 +230,16 @@ def lower(heads, page_size, dtype, config=CONFIG, *, num_seqs=4, per_head=False,
         config=config,
         interpret=False,
     )
-    return lower_for_cuda(
-        call,
-        jax.ShapeDtypeStruct((num_seqs, num_q_heads, head_dim), dtype),
-        pages,
-        pages,
-        jax.ShapeDtypeStruct((num_seqs, 8), jnp.int32),
-        jax.ShapeDtypeStruct((num_seqs,), jnp.int32),
-        values,
-        values,
-    ).as_text()
+    arrays = Arrays(
+        q=jax.ShapeDtypeStruct((num_seqs, num_q_heads, head_dim), dtype),
+        k_pages=pages,
+        v_pages=pages,
+        block_tables=jax.ShapeDtypeStruct((num_seqs, 8), jnp.int32),
+        seq_lens=jax.ShapeDtypeStruct((num_seqs,), jnp.int32),
+        alibi_slopes=values,
+        sinks=values,
+    )
+    return lower_for_cuda(call, arrays).as_text()
 
 
 @pytest.mark.parametrize(("page_size", "dtype"), [(8, jnp.bfloat16), (256, jnp.float16)])
@@ -236,7 +254,7 @@ def test_lowers_for_cuda(group, head_dim, page_size, dtype):
 @pytest.mark.parametrize("block_k", [64, 128])
 def test_lowers_for_cuda_with_every_option(block_k, fixed_split_size):
     config = MosaicDecodeConfig(
-        block_k=block_k, num_stages=3, num_programs=66, fixed_split_size=fixed_split_size
+        block_k=block_k, num_stages=3, num_programs=132, fixed_split_size=fixed_split_size
     )
     heads = (12, 2, 128)
     options = dict(per_head=True, soft_cap=30.0, sliding_window=100)

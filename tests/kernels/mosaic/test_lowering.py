@@ -180,7 +180,8 @@ def test_a_step_writes_into_the_pool_that_was_donated(num_tokens):
     count = num_tokens or 4
 
     def step(q, k_pages, v_pages, tables, lens, new, slots, cu_q_lens):
-        k_pages, v_pages = pp.write_kv(k_pages, v_pages, new, new, slots)
+        layer = pp.write_kv(pp.LayerKV(k_pages=k_pages, v_pages=v_pages), new, new, slots)
+        k_pages, v_pages = layer.k_pages, layer.v_pages
         cache = k_pages, v_pages, tables, lens
         if num_tokens is None:
             out = pp.paged_attention(q, *cache, implementation="mosaic_gpu")

@@ -52,7 +52,7 @@ def test_create_refuses(sizes, message):
         make_table(**sizes)
 
 
-def test_int32_has_a_number_for_no_slot_too():
+def test_the_padding_slot_fits_in_int32():
     validate_pool_size(INT32_MAX - 1, 1)
     with pytest.raises(ValueError, match=r"page_size=1 \+ 1 must be at most"):
         validate_pool_size(INT32_MAX, 1)
@@ -71,7 +71,7 @@ def test_extend_hands_out_pages_in_order():
 def test_extend_serves_rows_until_the_first_that_does_not_fit():
     table = extended([4, 4, 4, 1], num_pages=6)  # 2 pages left
     table, ok = extend(table, i32(4, 5, 1, 3))
-    # Row 1 wants 2 of the 1 left; row 2 wants a page and comes later; row 3 wants none.
+    # Row 1 needs 2 pages, 1 is left; row 2 comes after row 1; row 3 needs no page.
     assert ok.tolist() == [True, False, False, True]
     assert table.seq_lens.tolist() == [8, 4, 4, 4]
     assert int(table.num_free) == 1
@@ -156,10 +156,10 @@ def test_fork_without_a_tail_copies_nothing(length):
         ([INT32_MIN, INT32_MAX], [1, 1], [False] * 2),
         ([0], [3], [False]),  # dst holds tokens
         ([0], [0], [False]),  # itself
-        ([0, 3], [1, 1], [True, False]),  # dst repeated
+        ([0, 3], [1, 1], [True, False]),  # repeated dst
         ([0, 1], [1, 2], [True, False]),  # src is filled by this call
         ([1, 0], [2, 1], [False, True]),
-        ([4, 0], [1, 1], [False, True]),  # padding claims no row
+        ([4, 0], [1, 1], [False, True]),  # padding takes no row
         ([4, 0], [0, 1], [False, True]),
         ([1], [2], [True]),  # an empty row
         ([], [], []),
@@ -181,7 +181,7 @@ def test_fork_entries(src, dst, expected):
 
 def test_fork_serves_entries_until_pages_run_out():
     table = extended([5, 4, 0, 0, 0, 0], num_pages=5, max_seqs=6)  # 2 pages left
-    # Entry 1 repeats dst 2, and so must not take a page from entry 2.
+    # Entry 1 repeats dst 2 and must not take a page from entry 2.
     table, copies, ok = fork(table, i32(0, 0, 0, 0, 1), i32(2, 2, 3, 4, 5))
     assert ok.tolist() == [True, False, True, False, True]
     assert copies.src_pages.tolist() == [1, 5, 1, 5, 5]
@@ -222,7 +222,7 @@ def test_truncate_into_a_shared_page_replaces_it():
     pp.check_page_table(table)
 
 
-def test_sharers_truncated_together_each_get_a_page_that_was_free():
+def test_sharers_truncated_together_get_a_free_page_each():
     table, _, _ = fork(extended([8, 0, 0, 0], num_pages=4), i32(0), i32(1))
     table, copies, ok = truncate(table, i32(5, 6, 0, 0))
     assert np.all(ok)
@@ -307,7 +307,7 @@ def test_bad_arguments_are_refused_also_under_jit(call, message):
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_what_is_no_array_of_int32_is_named(name, call):
+def test_other_values_than_int32_arrays_are_named(name, call):
     bad = [
         (None, "=None must be an array"),
         ("1234", "='1234' must be an array"),
@@ -329,7 +329,7 @@ def test_what_is_no_array_of_int32_is_named(name, call):
             jax.eval_shape(lambda t, value=value: call(t, value), table)
 
 
-def test_lists_are_taken():
+def test_lists_are_accepted():
     table, ok = jax.jit(lambda t: pp.extend(t, [1, 2, 0, 0]))(make_table())
     assert np.all(ok)
     table, _, ok = jax.jit(lambda t: pp.fork(t, [0], [2]))(table)
@@ -342,7 +342,7 @@ def test_lists_are_taken():
 
 
 def decode(table, active):
-    """Reserves one token a step for the active rows until each has failed."""
+    """Reserves a token per step for the active rows until each has failed."""
 
     def step(carry):
         table, active = carry
@@ -358,7 +358,9 @@ def writers(jaxpr, size):
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         inner = [p.jaxpr for p in equation.params.values() if hasattr(p, "jaxpr")]
-        if inner and not name.startswith("scatter"):  # whose own is how two numbers become one
+        if inner and not name.startswith(
+            "scatter"
+        ):  # a scatter's inner jaxpr only combines two numbers
             names = names.union(*(writers(sub, size) for sub in inner))
         elif any(out.aval.size >= size for out in equation.outvars):
             names.add(name)

@@ -1,4 +1,4 @@
-"""Jitted calls of the entries to attention, and what their results are held to."""
+"""Jitted calls of the attention functions, and checks of their results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def with_lse(attention, *arrays, **options):
 
 
 def jitted(attention, compiler_options=None):
-    """An entry that returns (out, lse), with what is static marked so."""
+    """An attention function that returns (out, lse), jitted with its static arguments."""
     function = partial(with_lse, attention)
     return jax.jit(function, static_argnames=STATIC, compiler_options=compiler_options)
 
@@ -37,7 +37,7 @@ cascade = jitted(pp.cascade_attention)
 
 
 def assert_close(actual, arrays, tolerance, **options):
-    """`actual` (out, lse) is what the oracle has for the call, empty queries to the bit."""
+    """`actual` (out, lse) is near the oracle's, and exact for queries without keys."""
     out, lse = actual
     expected_out, expected_lse = attend(*arrays, **options)
     assert out.dtype == arrays[0].dtype and lse.dtype == jnp.float32

@@ -31,8 +31,10 @@ CALLS = {
 }
 PAGES = {
     "of the queries' dtype": lambda case: (case.make(),) * 2,
-    "int8": lambda case: Quantized(dataclasses.replace(case, dtype="bfloat16"), "int8").make(),
-    "int8 per layer": lambda case: Quantized(case, "int8", per_tensor=True).make(),
+    "int8": lambda case: Quantized(
+        case=dataclasses.replace(case, dtype="bfloat16"), kv_dtype="int8"
+    ).make(),
+    "int8 per layer": lambda case: Quantized(case=case, kv_dtype="int8", per_tensor=True).make(),
 }
 
 

@@ -159,3 +159,13 @@ def test_matches_the_oracle_with_a_split_size(kernel, case, call):
     function, arrays = {"decode": decode, "ragged": ragged}[kernel], case.make()
     for options in ({}, OPTIONS):
         assert_close(function(*arrays, **call, **options), arrays, case.tolerance, **options)
+
+
+def test_the_entries_take_a_split_size_without_a_config(kernel, case, implementation):
+    batch, call = CALLS[kernel][0], dict(implementation=implementation, fixed_split_size=64)
+    expected = dict(batch(EVERYTHING, case.make(), **call))
+    ((_, alone),) = batch((0,), case.make(), **call)
+    assert same_bits(alone, expected[0])
+    wide = replace(case, pages_per_seq=40).make()
+    for row, state in batch((2, 0, 0, 5, *EVERYTHING * 5), wide, padding=20, **call):
+        assert same_bits(state, expected[row]), row

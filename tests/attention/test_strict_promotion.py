@@ -1,4 +1,4 @@
-"""Attention under JAX's strictest rules for promotion of ranks and dtypes, against the oracle."""
+"""Attention under JAX's strict promotion rules, against a float64 oracle."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from tests.support.attention_calls import assert_close, cascade, decode, ragged, with_lse
+from tests.support.attention_calls import assert_close, cascade, decode, ragged
 from tests.support.attention_cases import TOLERANCE, Case
 from tests.support.attention_options import OPTIONS
 from tests.support.promotion import assert_is_strict, strict_promotion
@@ -23,14 +23,12 @@ EVERYTHING = {key: value for name in NAMES for key, value in OPTIONS[name].items
 SPLIT = dict(fixed_split_size=64)
 GROUPS = (np.int32([16, 0, 0, 37]), np.int32([0, 1, 1, 3, 4]))  # prefixes, and where groups begin
 CALLS = {
-    "decode": (pp.paged_attention, decode, SMALL, EVERYTHING),
-    "decode, fixed splits": (pp.paged_attention, decode, SMALL, SPLIT),
-    "ragged": (pp.ragged_paged_attention, ragged, RAGGED, EVERYTHING),
-    "ragged, tree, fixed splits": (
-        pp.ragged_paged_attention, ragged, RAGGED, EVERYTHING | OPTIONS["tree"] | SPLIT,
-    ),
-    "cascade": (pp.cascade_attention, cascade, SMALL, EVERYTHING),
-}  # fmt: skip
+    "decode": (decode, SMALL, EVERYTHING),
+    "decode, fixed splits": (decode, SMALL, SPLIT),
+    "ragged": (ragged, RAGGED, EVERYTHING),
+    "ragged, tree, fixed splits": (ragged, RAGGED, EVERYTHING | OPTIONS["tree"] | SPLIT),
+    "cascade": (cascade, SMALL, EVERYTHING),
+}
 PAGES = {
     "of the queries' dtype": lambda case: (case.make(),) * 2,
     "int8": lambda case: Quantized(
@@ -48,14 +46,15 @@ def test_the_rules_are_in_force():
 @pytest.mark.parametrize("pages", PAGES)
 @pytest.mark.parametrize("name", CALLS)
 def test_attention(name, pages, implementation):
-    entry, in_jit, case, options = CALLS[name]
+    function, case, options = CALLS[name]
     case = case.on(implementation)
     arrays, meant = PAGES[pages](case)
-    if entry is pp.cascade_attention:
+    if function is cascade:
         arrays = (*arrays[:5], *GROUPS, *arrays[5:])
     call = options | dict(implementation=implementation)
     with strict_promotion():
-        results = with_lse(entry, *arrays, **call), in_jit(*arrays, **call)
+        eager = function.__wrapped__(*arrays, **call)
+        results = eager, function(*arrays, **call)
     expected = {key: value for key, value in options.items() if key != "fixed_split_size"}
     for actual in results:
         assert_close(actual, meant, TOLERANCE[arrays[0].dtype.name], **expected)
@@ -74,7 +73,7 @@ def test_merged_states(mode):
 
 
 def test_the_gradient():
-    """Whose operations JAX makes after the call has returned."""
+    """JAX traces the backward pass after the call has returned."""
     q, k_pages, v_pages, *rest = RAGGED.make()
 
     def loss(q, k_pages, v_pages, slopes, sinks):

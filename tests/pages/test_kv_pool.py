@@ -162,7 +162,7 @@ def test_write_kv_takes_a_layer_only(layer, kind):
         (dict(slots=[0.0] * 5), r"slots must be int32\[5\], got float32\[5\]"),
     ],
 )
-def test_write_kv_names_what_is_no_array(changes, message):
+def test_write_kv_names_bad_arrays(changes, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         pp.write_kv(**write_arguments(**changes))
 
@@ -240,7 +240,7 @@ def test_copy_pages_copies_scales_too():
         ([0.0], r" must be int32\[1\], got float32\[1\]"),
     ],
 )
-def test_copy_pages_names_what_is_no_array(pages, rule):
+def test_copy_pages_names_bad_arrays(pages, rule):
     for name in ("src_pages", "dst_pages"):
         copies = pp.PageCopies(**dict(src_pages=i32(0), dst_pages=i32(1)) | {name: pages})
         with pytest.raises(ValueError, match=f"^copies.{name}{rule}"):

@@ -26,7 +26,7 @@ def write(pool, k, v, slots):
 
 
 def scales_of(pool):
-    """Those of K and of V, layer after layer."""
+    """The scales of K and of V, layer by layer."""
     return [x for layer in pool.layers for x in (layer.k_scales, layer.v_scales)]
 
 

@@ -1,4 +1,4 @@
-"""Every function over pages under JAX's strictest rules for promotion, and as without them."""
+"""Page functions give the same results under JAX's strict promotion rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JAX's strictest rules for promotion, which programs that use the library may set."""
+"""JAX's strict promotion rules, which a program that uses the library may set."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def strict_promotion() -> Iterator[None]:
 
 
 def assert_is_strict() -> None:
-    """Both rules are in force here, or a test of them could not fail."""
+    """Check that both rules apply, so that a test of them can fail."""
     with pytest.raises(ValueError, match="rank_promotion"):
         jnp.ones(3) + jnp.ones((2, 3))
     with pytest.raises(ValueError, match="promotion"):

@@ -187,7 +187,7 @@ def _prefixes(
     seq_lens: jax.Array,  # i32[B]
     page_size: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return i32[G] lengths and i32[G, N] tables of the prefixes, and i32[B] lengths of each row."""
+    """Return i32[G] lengths and i32[G, N] tables of the prefixes, and i32[B] lengths by row."""
     num_groups, num_seqs = prefix_lens.shape[0], seq_lens.shape[0]
     rows = jnp.arange(num_seqs)
     group = jnp.searchsorted(group_offsets[1:], rows, side="right", method="compare_all")

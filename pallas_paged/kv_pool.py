@@ -192,8 +192,10 @@ def copy_pages(pool: KVPool, copies: PageCopies) -> KVPool:
         copies: pages to copy; an entry with a source or destination outside the pool is dropped.
 
     Raises:
-        ValueError: wrong dtype, or sources and destinations differ in shape.
+        ValueError: `pool` is no KVPool, a wrong dtype, or sources and destinations differ in shape.
     """
+    if not isinstance(pool, KVPool):
+        raise ValueError(f"pool must be a KVPool, got {type(pool).__name__}")
     shape = as_array("copies.src_pages", copies.src_pages).shape
     src = checked_array("copies.src_pages", copies.src_pages, jnp.int32, shape).ravel()
     dst = checked_array("copies.dst_pages", copies.dst_pages, jnp.int32, shape).ravel()

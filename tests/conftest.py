@@ -86,7 +86,7 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True, scope="module")
 def _few_memory_mappings():
-    """Drops JAX's programs when they are many: they take memory, and Linux allows 65,530 mappings."""
+    """Drops JAX's programs when they are many, for memory and Linux's 65,530 mappings."""
     yield
     maps = Path("/proc/self/maps")
     if not maps.exists() or maps.read_bytes().count(b"\n") > 5_000:

@@ -143,7 +143,7 @@ def write_kv(layer: LayerKV, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> La
         The layer with the new tokens.
 
     Raises:
-        ValueError: `layer` is no LayerKV, a shape or dtype is wrong, or quantized pages lack
+        ValueError: `layer` is not a LayerKV, a shape or dtype is wrong, or quantized pages lack
             scales.
     """
     if not isinstance(layer, LayerKV):
@@ -192,7 +192,7 @@ def copy_pages(pool: KVPool, copies: PageCopies) -> KVPool:
         copies: pages to copy; an entry with a source or destination outside the pool is dropped.
 
     Raises:
-        ValueError: `pool` is no KVPool, a wrong dtype, or sources and destinations differ in shape.
+        ValueError: `pool` is not a KVPool, a dtype is wrong, or the shapes of the copies differ.
     """
     if not isinstance(pool, KVPool):
         raise ValueError(f"pool must be a KVPool, got {type(pool).__name__}")

@@ -23,6 +23,7 @@ from bench.options import PLAIN
 from bench.report import reasons, table
 from bench.shapes import Case, Shape, make_case, select_shapes
 from pallas_paged.kernels.mosaic import config as mosaic_config
+from pallas_paged.kernels.mosaic import support
 from pallas_paged.kernels.triton import config as triton_config
 
 _SM_BYTES, _SM_THREADS = 228 << 10, 2048  # of Hopper
@@ -87,8 +88,8 @@ def _triton_fits(config: Any, programs: int, shape: Shape) -> bool:
 
 def _mosaic_fits(config: Any, programs: int, shape: Shape) -> bool:
     group = shape.num_q_heads // shape.num_kv_heads
-    needed = mosaic_config.shared_memory(config, group=group, head_dim=shape.head_dim)
-    return needed <= mosaic_config.shared_memory_limit(programs)
+    needed = support.shared_memory(config, group=group, head_dim=shape.head_dim)
+    return needed <= support.shared_memory_limit(programs)
 
 
 _DECODE = Kernel(

@@ -1,12 +1,45 @@
-"""Test modules share code through tests/support/ and fixtures only."""
+"""How modules may import one another."""
 
 from __future__ import annotations
 
-import re
+import ast
+import graphlib
 from pathlib import Path
 
+import pytest
 
-def test_no_test_module_imports_another():
-    imports = re.compile(r"^\s*(?:from|import) tests\.(?:\w+\.)*(?:test_\w+|conftest)\b", re.M)
-    for path in Path(__file__).parent.rglob("*.py"):
-        assert not imports.search(path.read_text()), path
+ROOT = Path(__file__).parents[1]
+
+
+def imports_of(path: Path) -> set[str]:
+    """What a file imports, inside functions too: `a.b` for `import a.b` and `from a import b`."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@pytest.mark.parametrize("package", ["pallas_paged", "models", "bench"])
+def test_imports_make_no_circle(package):
+    paths = {name_of(path): path for path in (ROOT / package).rglob("*.py")}
+    graph: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        # Of a name that is not a module, the module that it is imported from.
+        imports = {x if x in paths else x.rpartition(".")[0] for x in imports_of(path)}
+        graph[name] = imports & paths.keys()
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError with the circle
+
+
+def test_no_test_module_imports_another_or_conftest():
+    for path in (ROOT / "tests").rglob("*.py"):
+        for name in imports_of(path):
+            shared = not name.startswith("tests.") or name.startswith("tests.support.")
+            assert shared or not ({"conftest"} & set(name.split(".")) or ".test_" in name), path

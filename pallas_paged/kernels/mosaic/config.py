@@ -1,13 +1,11 @@
-"""Configs of the Mosaic kernels: what is allowed, what fits, what is chosen, when they are faster.
+"""Configs of the Mosaic kernels: what is allowed, what is chosen, when they are faster.
 
-Nothing here imports Mosaic before `shared_memory` is called.
+Importing this module does not import Mosaic.
 """
 
 from __future__ import annotations
 
 import dataclasses
-
-import jax.numpy as jnp
 
 from pallas_paged.kernels.call import Kernel
 from pallas_paged.kernels.config_fields import (
@@ -15,10 +13,6 @@ from pallas_paged.kernels.config_fields import (
     check_integer,
     check_num_programs,
 )
-
-# Shared memory of a Hopper SM. A program costs 1 KB more than it asks for.
-_SM_BYTES = 228 * 1024
-_BYTES_OF_A_PROGRAM = 1024
 
 _WGMMA_ROWS = 64  # of a warpgroup's product
 
@@ -92,29 +86,6 @@ def _check_loop(config: MosaicDecodeConfig | MosaicRaggedConfig) -> None:
     check_integer("num_stages", config.num_stages, 2, 8)
     check_num_programs(config.num_programs)
     check_fixed_split_size(config.fixed_split_size, config.block_k)
-
-
-def shared_memory(
-    config: MosaicDecodeConfig | MosaicRaggedConfig, *, group: int, head_dim: int
-) -> int:
-    """Return the bytes of shared memory that a program of the kernel needs. Imports Mosaic.
-
-    Args:
-        group: query heads of a KV head.
-        head_dim: of the queries, K and V, which have 16-bit elements.
-    """
-    from pallas_paged.kernels.mosaic import decode, ops, ragged
-
-    module = decode if isinstance(config, MosaicDecodeConfig) else ragged
-    types = module.scratch_types(  # the page size changes only how often a barrier is arrived at
-        config, group=group, head_dim=head_dim, page_size=config.block_k, dtype=jnp.bfloat16
-    )
-    return ops.shared_memory_bytes(types, module.COMPILER_PARAMS)
-
-
-def shared_memory_limit(programs_per_sm: int) -> int:
-    """Return the bytes that each of `programs_per_sm` programs on an SM can have."""
-    return _SM_BYTES // programs_per_sm - _BYTES_OF_A_PROGRAM
 
 
 def decode_config(

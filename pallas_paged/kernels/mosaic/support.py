@@ -1,4 +1,7 @@
-"""What the Mosaic kernels can't do. Importing this module does not import Mosaic."""
+"""What the Mosaic kernels can't do, and what fits into shared memory.
+
+Importing this module does not import Mosaic; `shared_memory` does.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_paged.kernels.call import Call, Device
-from pallas_paged.kernels.mosaic.config import shared_memory, shared_memory_limit
+from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig, MosaicRaggedConfig
 
 HEAD_DIMS = (64, 128, 256)
 MIN_PAGE_SIZE = 8  # rows of a swizzled tile in shared memory
 MAX_DECODE_GROUP = 64
+# Shared memory of a Hopper SM. A program costs 1 KB more than it asks for.
+_SM_BYTES = 228 * 1024
+_BYTES_OF_A_PROGRAM = 1024
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 
 
@@ -78,3 +84,26 @@ def _why_not_config(call: Call) -> str | None:
             f"can't run {config}: it needs {needed} bytes of shared memory; a program has {limit}"
         )
     return None
+
+
+def shared_memory(
+    config: MosaicDecodeConfig | MosaicRaggedConfig, *, group: int, head_dim: int
+) -> int:
+    """Return the bytes of shared memory that a program of the kernel needs. Imports Mosaic.
+
+    Args:
+        group: query heads of a KV head.
+        head_dim: of the queries, K and V, which have 16-bit elements.
+    """
+    from pallas_paged.kernels.mosaic import decode, ops, ragged
+
+    module = decode if isinstance(config, MosaicDecodeConfig) else ragged
+    types = module.scratch_types(  # the page size changes only how often a barrier is arrived at
+        config, group=group, head_dim=head_dim, page_size=config.block_k, dtype=jnp.bfloat16
+    )
+    return ops.shared_memory_bytes(types, module.COMPILER_PARAMS)
+
+
+def shared_memory_limit(programs_per_sm: int) -> int:
+    """Return the bytes that each of `programs_per_sm` programs on an SM can have."""
+    return _SM_BYTES // programs_per_sm - _BYTES_OF_A_PROGRAM

@@ -12,9 +12,8 @@ from pallas_paged.kernels.mosaic.config import (
     decode_config,
     prefer_mosaic,
     ragged_config,
-    shared_memory,
-    shared_memory_limit,
 )
+from pallas_paged.kernels.mosaic.support import shared_memory, shared_memory_limit
 
 DECODE = pp.MosaicDecodeConfig(block_k=64, num_stages=3, num_programs=33)
 RAGGED = pp.MosaicRaggedConfig(block_k=128, num_consumers=2, num_stages=2, num_programs=132)

@@ -179,7 +179,7 @@ def test_a_tree_mask_beyond_int32_elements_is_refused():
 class TestNotArrays:
     @pytest.mark.parametrize("name", ["q", "k_pages", "v_pages", "block_tables", "seq_lens"])
     @pytest.mark.parametrize("bad", [None, "abc", [[1], [2, 3]], {1: 2}], ids=repr)
-    def test_are_named(self, function, case, name, bad):
+    def test_are_refused_by_name(self, function, case, name, bad):
         arrays = dict(zip(NAMES, case.make(), strict=False)) | {name: bad}
         with pytest.raises(ValueError, match=f"^{name}=.* must be an array"):
             function(**arrays)
@@ -218,7 +218,7 @@ def test_arrays_of_cascade_attention_are_named():
 
 @pytest.mark.parametrize("implementation", [["xla"], {"xla": 1}, 3, np.array(["xla"])], ids=repr)
 @BOTH
-def test_an_implementation_that_is_no_name_is_refused(function, case, implementation):
+def test_an_implementation_other_than_a_name_is_refused(function, case, implementation):
     with pytest.raises(ValueError, match=r"implementation=.* must be None or one of"):
         function(*case.make(), implementation=implementation)
 
@@ -265,7 +265,7 @@ class TestKeywordsOfTheJaxOp:
             with pytest.raises(ValueError, match="seq_lens=None must be an array"):
                 pp.paged_attention(*Case().make()[:4], **missing)
 
-    def test_that_are_unknown_are_refused(self):
+    def test_unknown_ones_are_refused(self):
         with pytest.raises(TypeError, match="keyword argument 'k_splits'"):
             pp.paged_attention(*Case().make(), k_splits=4)
 

@@ -14,7 +14,6 @@ H200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
 H200_MESH = AbstractMesh((1,), ("x",), abstract_device=H200)
 
 CPU = Device(platform="cpu", kind="cpu", num_sms=4, compute_capability=None)
-# The heuristics may know real GPUs by name; this one they do not know.
 HOPPER = Device(platform="gpu", kind="a Hopper GPU", num_sms=132, compute_capability="9.0")
 A100 = Device(platform="gpu", kind="NVIDIA A100", num_sms=108, compute_capability="8.0")
 

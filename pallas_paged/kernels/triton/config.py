@@ -153,12 +153,12 @@ def ragged_config(
     group = num_q_heads // num_kv_heads
     padded = next_power_of_2(max(head_dim, 16))
     rows = -(-num_tokens * group // num_seqs)  # of an average sequence
-    block_q = min(max(next_power_of_2(rows), 16), 128)
+    block_q = most_rows = min(max(next_power_of_2(rows), 16), 128)
     # Measured on an H200, 2026-11: prompts that make less than 3 tiles of 128 rows for each SM take
     # 1.13 to 1.41 times as long as with tiles of 64 rows. On a long prefix it is the other way.
-    few_tiles = num_tokens * num_q_heads < 3 * 128 * num_sms
+    few_tiles = rows > 128 and num_tokens * num_q_heads < 3 * 128 * num_sms
     if few_tiles and padded <= 128 and max_kv_len * num_seqs <= 2 * num_tokens:
-        block_q = min(block_q, 64)
+        block_q = 64
     block_k = min(max(16384 // (padded * max(itemsize, 2)), 16), 64)
     if block_q < 64:  # bound by memory, as decoding is
         num_warps, programs_per_sm = max(2, block_q * padded // 4096), 3
@@ -167,7 +167,7 @@ def ragged_config(
         # Measured on an H200, 2026-11: 4 warps with 128 x 128 f32 of accumulators each leave an SM
         # two programs, whose softmax and products overlap; 8 warps on as many rows: 21 to 26% less.
         num_warps = 8 if block_q * padded > 128 * 128 else 4
-        num_stages = 3 if block_q == 128 else 2
+        num_stages = 3 if most_rows == 128 else 2
         programs_per_sm = 1 if num_warps == 8 else 2
     num_tiles = num_tokens * group // block_q + min(num_seqs + 1, num_tokens)
     num_blocks = num_tiles * -(-max_kv_len // block_k)

@@ -170,6 +170,7 @@ def test_few_tokens_get_few_programs():
         (1, 1536, 1536, 128, 64),
         (1, 2048, 2048, 128, 128),
         (1, 512, 8192, 128, 128),  # on a long prefix
+        (4, 128, 32, 128, 128),  # a sequence fits one tile
         (4, 512, 128, 256, 128),
     ],
 )

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 
-import jax
 import pytest
 
 from tests.support.programs import GOLDENS, programs
 
-if jax.default_backend() == "gpu":
-    pytest.skip("Mosaic lowers for the driver of the GPU", allow_module_level=True)
 if not GOLDENS.exists():
     pytest.skip(f"no programs on record for this JAX: {GOLDENS.name}", allow_module_level=True)
 

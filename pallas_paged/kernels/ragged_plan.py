@@ -14,10 +14,10 @@ from jax import lax
 
 from pallas_paged.kernels.logits import LogitOptions
 
-# Cost of one more piece of a tile, in blocks: a partial state is written and read again.
+# Cost of one more work item of a tile, in blocks: a partial state is written and read again.
 _SPLIT_COST = 2.0
-# Candidates for the longest piece, relative to an even share of all blocks: fine steps where the
-# pieces make one wave of programs, coarse ones around.
+# Candidates for the longest item, relative to an even share of all blocks: fine steps where the
+# items make one wave of programs, coarse ones around.
 _SHARES = tuple(2.0**i for i in (-2, -1.5, -1, -0.5, *(i / 16 for i in range(17)), 1.5, 2))
 
 
@@ -183,9 +183,9 @@ def make_plan(
     blocks = tiles.hi - tiles.lo
     if fixed_split_size is None:
         extra = num_merges = num_programs
-        longest = _longest_piece(blocks, num_programs, extra)
+        longest = _longest_item(blocks, num_programs, extra)
         counts = _cdiv(blocks, longest)
-        step = _cdiv(blocks, jnp.maximum(counts, 1))  # even pieces
+        step = _cdiv(blocks, jnp.maximum(counts, 1))  # even items
         counts = _cdiv(blocks, jnp.maximum(step, 1))
     else:
         # Only a sequence whose queries are one tile is split. A longer one has work for several
@@ -237,21 +237,21 @@ def make_plan(
     )
 
 
-def _longest_piece(blocks: jax.Array, num_programs: int, extra: int) -> jax.Array:
-    """Return the length i32[] of the longest piece of a tile, in blocks, that ends earliest.
+def _longest_item(blocks: jax.Array, num_programs: int, extra: int) -> jax.Array:
+    """Return the length i32[], in blocks, of the longest work item with which work ends earliest.
 
-    `num_programs` pieces run at the same time; at most `extra` pieces more than tiles are made.
+    `num_programs` items run at the same time; at most `extra` items more than tiles are made.
     """
     blocks = lax.optimization_barrier(blocks)  # else XLA computes them again for every candidate
     total = jnp.sum(blocks.astype(jnp.float32))
     share = total / num_programs
     longest = jnp.ceil(share * jnp.array(_SHARES, jnp.float32)).astype(jnp.int32)
     longest = jnp.maximum(jnp.append(longest, jnp.max(blocks)), 1)  # [K], the last splits nothing
-    # In f32, as is the total: i32 might overflow where the longest piece is short.
-    num_pieces = jnp.sum(_cdiv(blocks, longest[:, None]).astype(jnp.float32), axis=1)
-    further = num_pieces - num_pieces[-1]
-    waves = jnp.ceil(num_pieces / num_programs)
-    mean = total / jnp.maximum(num_pieces, 1.0)
+    # In f32, as is the total: i32 might overflow where the longest item is short.
+    num_items = jnp.sum(_cdiv(blocks, longest[:, None]).astype(jnp.float32), axis=1)
+    further = num_items - num_items[-1]
+    waves = jnp.ceil(num_items / num_programs)
+    mean = total / jnp.maximum(num_items, 1.0)
     span = jnp.maximum(waves * mean, jnp.minimum(longest, longest[-1]).astype(jnp.float32))
     span += _SPLIT_COST / num_programs * further
     return longest[jnp.argmin(jnp.where(further <= extra, span, jnp.inf))]

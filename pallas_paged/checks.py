@@ -38,7 +38,7 @@ def as_array(name: str, value: Any) -> Any:
     Python numbers and nested sequences of them become int32, float32 or bool.
 
     Raises:
-        ValueError: `value` is no array of numbers, or holds an integer beyond int32.
+        ValueError: `value` is not an array of numbers, or holds an integer beyond int32.
     """
     if hasattr(value, "dtype"):  # jnp.asarray would silently narrow 64-bit NumPy arrays
         return value
@@ -56,8 +56,10 @@ def as_array(name: str, value: Any) -> Any:
     return array.astype(np.float32) if array.dtype.kind == "f" else array
 
 
-def checked_array(name: str, value: Any, dtype: DTypeLike, shape: tuple[int, ...]) -> jax.Array:
-    """Return `value` as an array of this dtype and shape.
+def checked_array(
+    name: str, value: Any, dtype: DTypeLike, shape: tuple[int, ...] | None = None
+) -> jax.Array:
+    """Return `value` as an array of this dtype and shape; None means one axis of any length.
 
     Raises:
         ValueError: it has another dtype or shape.
@@ -65,16 +67,11 @@ def checked_array(name: str, value: Any, dtype: DTypeLike, shape: tuple[int, ...
     given = as_array(name, value)
     if not given.size and not hasattr(value, "dtype"):  # an empty list has no dtype of its own
         given = given.astype(dtype)
+    shape = (given.size,) if shape is None else shape
     if given.dtype != dtype or given.shape != shape:
         want = f"{jnp.dtype(dtype)}{list(shape)}"
         raise ValueError(f"{name} must be {want}, got {given.dtype}{list(given.shape)}")
     return jnp.asarray(given)
-
-
-def checked_vector(name: str, value: Any, dtype: DTypeLike) -> jax.Array:
-    """Return `value` as a one-dimensional array of this dtype and any length; else as above."""
-    given = as_array(name, value)
-    return checked_array(name, value, dtype, (math.prod(given.shape),))
 
 
 def validate_positive(**sizes: Any) -> None:
@@ -120,15 +117,15 @@ def static_number(name: str, value: Any) -> float:
     return number
 
 
-def static_integer(name: str, value: Any, *, least: int = 1) -> int:
-    """Return `value` as an integer of at least `least` that is known while tracing.
+def static_integer(name: str, value: Any) -> int:
+    """Return `value` as a positive integer that is known while tracing.
 
     Values beyond int32 are taken as its largest.
 
     Raises:
-        ValueError: it is traced or no such integer.
+        ValueError: it is traced or not a positive integer.
     """
     number = static_number(name, value)
-    if number != int(number) or number < least:
-        raise ValueError(f"{name}={value!r} must be an integer that is at least {least}")
+    if number != int(number) or number < 1:
+        raise ValueError(f"{name}={value!r} must be an integer that is at least 1")
     return int(min(number, INT32_MAX))

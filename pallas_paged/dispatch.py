@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_paged.checks import default_promotion
 from pallas_paged.kernels import xla
 from pallas_paged.kernels.call import Arrays, Call, Kernel
 from pallas_paged.kernels.logits import LogitOptions
@@ -93,7 +92,7 @@ def attend(
     )
     run = resolve(call, implementation)
     # The kernels count in i32 whatever the integers of the caller are.
-    with jax.enable_x64(False), default_promotion():
+    with jax.enable_x64(False):
         arrays = dataclasses.replace(arrays, seq_lens=jnp.clip(arrays.seq_lens, 0, call.max_kv_len))
         if kernel == "ragged":
             cu_q_lens = rising_offsets(arrays.cu_q_lens, call.num_tokens)

@@ -21,7 +21,6 @@ from pallas_paged.checks import (
     INT32_MAX,
     as_array,
     checked_array,
-    checked_vector,
     default_promotion,
     validate_pool_size,
     validate_positive,
@@ -183,7 +182,7 @@ def fork(table: PageTable, src: Integers, dst: Integers) -> tuple[PageTable, Pag
     Returns:
         The table, copies `[F]` for `copy_pages`, and ok bool`[F]`.
     """
-    src = checked_vector("src", src, jnp.int32)
+    src = checked_array("src", src, jnp.int32)
     dst = checked_array("dst", dst, jnp.int32, src.shape)
     no_row = table.max_seqs
     is_fork = (src >= 0) & (src < no_row) & (dst >= 0) & (dst < no_row)
@@ -265,7 +264,7 @@ def retain(table: PageTable, pages: Integers) -> tuple[PageTable, jax.Array]:
     Returns:
         The table and ok bool`[P]`.
     """
-    pages = checked_vector("pages", pages, jnp.int32)
+    pages = checked_array("pages", pages, jnp.int32)
     ok = _can_share(table, pages)
     retained = jnp.where(ok, pages, table.num_pages)
     return replace(table, ref_counts=table.ref_counts.at[retained].add(1, mode="drop")), ok
@@ -282,7 +281,7 @@ def release(table: PageTable, pages: Integers) -> PageTable:
         pages: i32`[P]`; entries outside [0, num_pages) are padding. A page may be named more than
             once, each time for one reference.
     """
-    pages = checked_vector("pages", pages, jnp.int32)
+    pages = checked_array("pages", pages, jnp.int32)
     return release_pages(table, jnp.where(_is_live(table, pages), pages, table.num_pages))
 
 
@@ -305,7 +304,7 @@ def attach(table: PageTable, rows: Integers, pages: Integers) -> tuple[PageTable
     Returns:
         The table, whose `seq_lens` count the tokens of the pages, and ok bool`[A]`.
     """
-    rows = checked_vector("rows", rows, jnp.int32)
+    rows = checked_array("rows", rows, jnp.int32)
     given = as_array("pages", pages)
     width = given.shape[-1] if given.ndim else 0
     pages = checked_array("pages", pages, jnp.int32, (rows.shape[0], width))
@@ -343,7 +342,7 @@ def slot_mapping(table: PageTable, rows: Integers, positions: Integers) -> jax.A
         i32`[T]`; a row or position outside the tokens that the row holds gives
         num_pages * page_size, which `write_kv` drops.
     """
-    rows = checked_vector("rows", rows, jnp.int32)
+    rows = checked_array("rows", rows, jnp.int32)
     positions = checked_array("positions", positions, jnp.int32, rows.shape)
     lens = table.seq_lens.at[rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     held = (positions >= 0) & (positions < lens)

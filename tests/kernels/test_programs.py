@@ -32,3 +32,7 @@ def test_kernels_lower_to_the_programs_on_record(program):
         "the kernels of this call lower to other programs than those on record. If that is meant, "
         "measure the change, run `python -m tests.support.programs` and commit the result"
     )
+
+
+def test_every_program_on_record_is_compared():
+    assert ON_RECORD.keys() <= {program.name for program in programs()}

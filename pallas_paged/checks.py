@@ -95,6 +95,21 @@ def validate_pool_size(num_pages: int, page_size: int) -> None:
         raise ValueError(f"{num_pages=} * {page_size=} + 1 must be at most {INT32_MAX}")
 
 
+def check_integer(name: str, value: Any, least: int, most: int = INT32_MAX) -> None:
+    """Raise ValueError unless `value` is an integer in `least`..`most`."""
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_integer or not least <= value <= most:
+        raise ValueError(f"{name}={value!r} must be an integer in {least}..{most}")
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is a number that is finite in float32."""
+    is_number = isinstance(value, int | float | np.integer | np.floating)
+    largest = float(np.finfo(np.float32).max)
+    if not is_number or isinstance(value, bool) or not -largest <= value <= largest:
+        raise ValueError(f"{name}={value!r} must be a finite number")
+
+
 def static_number(name: str, value: Any) -> float:
     """Return `value` as a finite number that is known while tracing.
 

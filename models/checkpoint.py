@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint folders: config.json and safetensors, with no torch."""
+"""Read and write Hugging Face checkpoint folders (config.json, safetensors) without torch."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-# A scale of a layer's float8 K or V: as compressed-tensors, ModelOpt and Quark name it.
+# Scales of a layer's float8 K and V, as compressed-tensors, ModelOpt and Quark name them.
 _KV_SCALES = ("{0}_scale", "{0}_proj.{0}_scale", "{0}_proj.output_scale")
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 class CheckpointError(ValueError):
-    """A folder that is not a checkpoint this decoder can run."""
+    """The folder is not a checkpoint that this decoder can run."""
 
 
 def load_checkpoint(
@@ -42,23 +42,26 @@ def load_checkpoint(
     """Read a decoder from a folder in Hugging Face format.
 
     Args:
-        folder: holds config.json, model.safetensors or model.safetensors.index.json with its
+        folder: has config.json, model.safetensors or model.safetensors.index.json with its
             shards, and optionally generation_config.json, whose eos_token_id wins.
-        dtype: of the parameters; None keeps the dtype that the embeddings are stored in.
+        dtype: of the parameters; None: the dtype in which the embeddings are stored.
 
     Returns:
         The decoder, on JAX's default device, and its configuration, with the scales of a float8 KV
         cache if the folder has them.
 
     Raises:
-        CheckpointError: a missing file, unknown architecture, or a tensor that is missing,
-            unexpected, of another shape or not of floats; scales of the cache that are not
-            positive and finite, or not those of all layers.
+        CheckpointError: a file is missing or damaged; the architecture is unknown; a tensor is
+            missing, unexpected, of another shape or not of floats; a scale of the cache is
+            missing, not positive or not finite.
     """
     folder = Path(folder)
     config = _read_config(folder)
     with ExitStack() as stack:
         tensors = _open_tensors(folder, stack)
+        last = f"model.layers.{config.num_layers - 1}.input_layernorm.weight"
+        if last not in tensors:  # refused before the tracing of layers that the folder lacks
+            raise CheckpointError(f"{folder}: missing tensor {last}")
         config = _with_kv_scales(config, tensors, folder)
         abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
         graphdef, state = nnx.split(abstract)
@@ -94,9 +97,13 @@ def save_checkpoint(folder: str | Path, model: Decoder, config: ModelConfig) -> 
         for layer, scale in enumerate(scales):
             tensors[_kv_scale_names(layer, kind)[0]] = np.float32(scale).reshape(1)
     folder.mkdir(parents=True, exist_ok=True)
-    # Replaced in one move, so that an interrupted save leaves the previous weights whole.
+    # Replaced in one move, so that an interrupted save keeps the previous weights.
     partial = folder / (_WEIGHTS + ".partial")
+    partial.unlink(missing_ok=True)
+    partial.touch()
+    mode = partial.stat().st_mode  # follows the umask; safetensors makes files private
     save_file(tensors, partial, metadata={"format": "pt"})
+    partial.chmod(mode)
     os.replace(partial, folder / _WEIGHTS)
     _write_json(folder / "config.json", config_json)
     generation = {"bos_token_id": None, "eos_token_id": config_json["eos_token_id"]}
@@ -104,7 +111,7 @@ def save_checkpoint(folder: str | Path, model: Decoder, config: ModelConfig) -> 
 
 
 class _Tensor:
-    """One stored tensor: read when asked for."""
+    """A stored tensor, read on demand."""
 
     def __init__(self, file: Any, name: str):
         header = file.get_slice(name)
@@ -120,8 +127,9 @@ class _Tensor:
 def _read_config(folder: Path) -> ModelConfig:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such checkpoint folder")
+    contents = _read_json(folder / "config.json")
     try:
-        config = ModelConfig.from_hugging_face(_read_json(folder / "config.json"))
+        config = ModelConfig.from_hugging_face(contents)
     except ValueError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
     generation_json = folder / "generation_config.json"
@@ -161,7 +169,7 @@ def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, _Tensor]:
 
 
 def _with_kv_scales(config: ModelConfig, tensors: dict[str, _Tensor], folder: Path) -> ModelConfig:
-    """The configuration with the scales of the cache, which are taken out of the tensors."""
+    """Move the scales of the cache from the tensors to the configuration."""
     found: dict[str, list[float]] = {"k": [], "v": []}
     missing = []
     for kind, scales in found.items():
@@ -200,7 +208,7 @@ def _kv_scale_names(layer: int, kind: str) -> list[str]:
 def _check_tensors(
     tensors: dict[str, _Tensor], params: Any, config: ModelConfig, folder: Path
 ) -> None:
-    """All tensors of the model are there, in the right shapes, and no others."""
+    """Check that the tensors are exactly those of the model, in its shapes."""
     expected = {
         name: shape
         for path, param in params
@@ -245,7 +253,7 @@ def _read_param(
 def _tensors_of(
     path: tuple[Any, ...], shape: tuple[int, ...], config: ModelConfig
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the stored tensors that a parameter joins along its first axis."""
+    """Yield names and shapes of the stored tensors that make a parameter, along its first axis."""
     prefix = "" if path[0] == "lm_head" else "model."
     *parents, module, leaf = path
     parts = _FUSED.get(str(module), (str(module),))
@@ -264,7 +272,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # brackets may be nested too deep
         raise CheckpointError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object")

@@ -1,4 +1,4 @@
-"""What a decoder looks like, read from and written to a Hugging Face `config.json`."""
+"""Sizes and switches of a decoder, read from and written to a Hugging Face `config.json`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
+from pallas_paged.checks import INT32_MAX, check_integer
+
 # Dtypes of a KV cache, by the names that `--kv-dtype` has for them.
 KV_DTYPES = {
     "int8": "int8",
@@ -19,6 +15,27 @@ KV_DTYPES = {
     "bf16": "bfloat16",
     "fp16": "float16",
     "fp32": "float32",
+}
+# Defaults of transformers for keys that a config.json may leave out, where architectures differ.
+_KEYS = ("max_position_embeddings", "num_key_value_heads", "head_dim", "eos_token_id")
+_DEFAULTS = {
+    "LlamaForCausalLM": (2048, None, None, 2),
+    "MistralForCausalLM": (131072, 8, None, 2),
+    "Qwen2ForCausalLM": (32768, 32, None, None),
+    "Qwen3ForCausalLM": (32768, 32, 128, None),
+}
+ARCHITECTURES = tuple(_DEFAULTS)
+# A damaged config.json must not start hours of work. These are far above published models.
+_MAX_LAYERS, _MAX_HEADS, _MAX_SIZE = 1024, 4096, 2**24
+_LIMITS = {
+    "vocab_size": _MAX_SIZE,
+    "hidden_size": _MAX_SIZE,
+    "intermediate_size": _MAX_SIZE,
+    "num_layers": _MAX_LAYERS,
+    "num_q_heads": _MAX_HEADS,
+    "num_kv_heads": _MAX_HEADS,
+    "head_dim": _MAX_HEADS,
+    "max_position_embeddings": INT32_MAX,
 }
 _FLOAT32_TINY, _FLOAT32_MAX = 2.0**-126, (2 - 2**-23) * 2.0**127
 
@@ -35,9 +52,7 @@ class Llama3RopeScaling:
     def __post_init__(self) -> None:
         for name in ("factor", "low_freq_factor", "high_freq_factor"):
             _check_positive(name, getattr(self, name))
-        _check_positive_integer(
-            "original_max_position_embeddings", self.original_max_position_embeddings
-        )
+        check_integer("original_max_position_embeddings", self.original_max_position_embeddings, 1)
         low_freq_factor, high_freq_factor = self.low_freq_factor, self.high_freq_factor
         if low_freq_factor >= high_freq_factor:
             raise ValueError(f"{low_freq_factor=} must be less than {high_freq_factor=}")
@@ -45,12 +60,16 @@ class Llama3RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes and switches of a Llama-family decoder, whatever its architecture is called.
+    """Sizes and switches of a Llama-family decoder of any supported architecture.
 
-    Hashable and compared by value: it is a static part of the module. `sliding_windows` has one
-    entry for each layer, None where the layer sees all tokens, or none at all if every layer does.
-    `k_scales` and `v_scales` are what an element of a float8_e4m3fn cache counts for, a number for
-    each layer, where a checkpoint brings them.
+    Hashable and compared by value: it is a static part of the module.
+
+    Attributes:
+        sliding_windows: one entry for each layer, None where the layer sees all tokens; empty if
+            all layers see all tokens.
+        k_scales, v_scales: calibrated scale of each layer's K and V in a float8_e4m3fn cache; empty
+            if the checkpoint has none.
+        eos_token_ids: tokens that end a sequence.
     """
 
     vocab_size: int
@@ -74,18 +93,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        sizes = (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_q_heads",
-            "num_kv_heads",
-            "head_dim",
-            "max_position_embeddings",
-        )
-        for name in sizes:
-            _check_positive_integer(name, getattr(self, name))
+        for name, most in _LIMITS.items():
+            check_integer(name, getattr(self, name), 1, most)
         for name in ("rms_norm_eps", "rope_theta"):
             _check_positive(name, getattr(self, name))
         num_q_heads, num_kv_heads, head_dim = self.num_q_heads, self.num_kv_heads, self.head_dim
@@ -98,7 +107,7 @@ class ModelConfig:
             raise ValueError(f"{num_windows=} of the layers must be 0 or {num_layers=}")
         for window in self.sliding_windows:
             if window is not None:
-                _check_positive_integer("sliding_window", window)
+                check_integer("sliding_window", window, 1, most=2**63)
         num_scales = len(self.k_scales), len(self.v_scales)
         if num_scales not in ((0, 0), (num_layers, num_layers)):
             raise ValueError(f"{num_scales=} of K and V must both be 0 or {num_layers=}")
@@ -106,22 +115,19 @@ class ModelConfig:
             for layer, scale in enumerate(getattr(self, name)):
                 _check_positive(f"{name}[{layer}]", scale)
         for token in self.eos_token_ids:
-            if not _is_integer(token) or not 0 <= token < 2**31:
-                raise ValueError(f"eos_token_id={token!r} must be an integer in 0..{2**31 - 1}")
+            check_integer("eos_token_id", token, 0)
 
     @classmethod
     def from_hugging_face(cls, config: Mapping[str, Any]) -> ModelConfig:
         """Read the contents of a `config.json`.
 
         Args:
-            config: the parsed JSON object, in the spelling of transformers 4 or 5.
-
-        Returns:
-            The configuration. Keys left out take the defaults of their architecture.
+            config: the parsed JSON object, in the spelling of transformers 4 or 5. Keys left out
+                take the defaults that transformers has for the architecture.
 
         Raises:
-            ValueError: an architecture or feature that the decoder does not have, or a
-                missing or impossible size.
+            ValueError: an architecture or feature is not supported, or a size is missing or out of
+                range.
         """
         architectures = config.get("architectures")
         architecture = architectures[0] if architectures and _is_list(architectures) else None
@@ -131,20 +137,34 @@ class ModelConfig:
 
         qwen2, qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
         attention_bias = bool(config.get("attention_bias", False)) and not qwen2
-        hidden_size, num_q_heads = _required(config, "hidden_size", "num_attention_heads")
-        vocab_size, intermediate_size, num_layers = _required(
-            config, "vocab_size", "intermediate_size", "num_hidden_layers"
+        vocab_size, hidden_size, intermediate_size, num_q_heads, num_layers = (
+            _required(config, name, most)
+            for name, most in (
+                ("vocab_size", _MAX_SIZE),
+                ("hidden_size", _MAX_SIZE),
+                ("intermediate_size", _MAX_SIZE),
+                ("num_attention_heads", _MAX_HEADS),
+                ("num_hidden_layers", _MAX_LAYERS),
+            )
         )
-        head_dim = config.get("head_dim") or (128 if qwen3 else hidden_size // num_q_heads)
-        max_positions = config.get("max_position_embeddings", 2048)
+        keys = dict(zip(_KEYS, _DEFAULTS[architecture], strict=True)) | dict(config)
+        head_dim, max_positions = keys["head_dim"], keys["max_position_embeddings"]
+        if head_dim is None:
+            if hidden_size % num_q_heads:
+                raise ValueError(
+                    f"{hidden_size=} must be a multiple of num_attention_heads={num_q_heads}, or"
+                    " head_dim must be given"
+                )
+            head_dim = hidden_size // num_q_heads
         rope_theta, rope_scaling = _read_rope(config, max_positions)
+        num_kv_heads = keys["num_key_value_heads"]
         return cls(
             vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
             num_layers=num_layers,
             num_q_heads=num_q_heads,
-            num_kv_heads=config.get("num_key_value_heads") or num_q_heads,
+            num_kv_heads=num_q_heads if num_kv_heads is None else num_kv_heads,
             head_dim=head_dim,
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
             rope_theta=rope_theta,
@@ -155,7 +175,7 @@ class ModelConfig:
             o_bias=attention_bias,
             qk_norm=qwen3,
             sliding_windows=_read_sliding_windows(config, architecture, num_layers),
-            eos_token_ids=read_eos_token_ids(config.get("eos_token_id")),
+            eos_token_ids=read_eos_token_ids(keys["eos_token_id"]),
         )
 
     def to_hugging_face(self) -> dict[str, Any]:
@@ -200,7 +220,7 @@ class ModelConfig:
 
 
 def read_eos_token_ids(value: Any) -> tuple[int, ...]:
-    """Bring the spellings of `eos_token_id` (null, a number, a list) to a tuple."""
+    """Return `eos_token_id` (null, a number or a list) as a tuple."""
     if value is None:
         return ()
     return tuple(value) if _is_list(value) else (value,)
@@ -220,23 +240,17 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple)
 
 
-def _check_positive_integer(name: str, value: Any) -> None:
-    if not _is_integer(value) or value < 1:
-        raise ValueError(f"{name}={value!r} must be a positive integer")
-
-
 def _check_positive(name: str, value: Any) -> None:
     number = _is_integer(value) or isinstance(value, float)
     if not number or not _FLOAT32_TINY <= value <= _FLOAT32_MAX:
         raise ValueError(f"{name}={value!r} must be a positive number in float32")
 
 
-def _required(config: Mapping[str, Any], *names: str) -> list[int]:
-    for name in names:
-        if config.get(name) is None:
-            raise ValueError(f"config.json has no {name}")
-        _check_positive_integer(name, config[name])
-    return [config[name] for name in names]
+def _required(config: Mapping[str, Any], name: str, most: int) -> int:
+    if config.get(name) is None:
+        raise ValueError(f"config.json has no {name}")
+    check_integer(name, config[name], 1, most)
+    return config[name]
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
@@ -254,7 +268,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
 
 
 def _is_of_the_cache_only(quantization: Any) -> bool:
-    """Whether a `quantization_config` leaves the weights alone and scales a float8 KV cache."""
+    """Whether a `quantization_config` quantizes the KV cache to float8, and no weights."""
     if not isinstance(quantization, Mapping):
         return False
     scheme = quantization.get("kv_cache_scheme")
@@ -267,7 +281,7 @@ def _is_of_the_cache_only(quantization: Any) -> bool:
 def _read_sliding_windows(
     config: Mapping[str, Any], architecture: str, num_layers: int
 ) -> tuple[int | None, ...]:
-    """The window of each layer: `layer_types` where it is given, else the architecture's rule."""
+    """Windows of the layers: from `layer_types` if it is given, else the architecture's rule."""
     qwen = architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
     default = None if architecture == "LlamaForCausalLM" else 4096
     window = config.get("sliding_window", default)
@@ -290,8 +304,7 @@ def _read_sliding_windows(
             raise ValueError("layer_types has 'sliding_attention', but no sliding_window is in use")
     elif qwen:
         max_window_layers = config.get("max_window_layers", 28)
-        if not _is_integer(max_window_layers) or max_window_layers < 0:
-            raise ValueError(f"{max_window_layers=} must be a non-negative integer")
+        check_integer("max_window_layers", max_window_layers, 0)
         windowed = [layer >= max_window_layers for layer in range(num_layers)]
     else:
         windowed = [True] * num_layers
@@ -301,12 +314,16 @@ def _read_sliding_windows(
 def _read_rope(
     config: Mapping[str, Any], max_positions: int
 ) -> tuple[float, Llama3RopeScaling | None]:
-    """Rotary base and scaling: `rope_parameters` of transformers 5, else the older two keys."""
+    """Rotary base and scaling: `rope_parameters` of transformers 5, else the two older keys."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping) or any(isinstance(x, Mapping) for x in rope.values()):
         raise ValueError(f"{rope=} must be the parameters of one rotary embedding for all layers")
     rope_theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    rope_type = rope.get("rope_type", rope.get("type"))
+    if rope_type is None:
+        if rope.keys() - {"rope_theta", "partial_rotary_factor", "rope_type", "type"}:
+            raise ValueError(f"rope_scaling={dict(rope)} has no rope_type")
+        rope_type = "default"
     rotary_factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if rotary_factor != 1.0:
         raise ValueError(f"partial_rotary_factor={rotary_factor} is not supported; supported: 1.0")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -47,6 +48,7 @@ LLAMA = {
     "intermediate_size": 10,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
+    "num_key_value_heads": 2,
 }
 MISTRAL = {"architectures": ["MistralForCausalLM"]}
 QWEN2 = {
@@ -92,6 +94,18 @@ def test_round_trip_keeps_every_bit(tmp_path, dtype, tied):
     assert loaded_config == loaded.config == config
     assert_same_weights(model, loaded)
     assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o660])
+def test_saved_files_have_the_mode_of_the_umask(tmp_path, mode):
+    umask = os.umask(0o666 & ~mode)
+    try:
+        save_random(tmp_path)
+        save_random(tmp_path)  # over existing files
+    finally:
+        os.umask(umask)
+    for name in ("model.safetensors", "config.json", "generation_config.json"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == mode, name
 
 
 def test_saved_folder_has_the_names_and_shapes_of_llama(tmp_path):
@@ -209,9 +223,13 @@ def test_wrong_files_are_refused_by_name(tmp_path):
 
     with pytest.raises(CheckpointError, match="nowhere: no such checkpoint folder"):
         load_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError) as refused:
+        load_after("config.json", None)
+    assert str(refused.value).count("config.json") == 1
     for name, text, message in (
         ("config.json", None, r"config\.json: no such file"),
         ("config.json", "{", r"config\.json: not JSON"),
+        ("config.json", "[" * 100_000, r"config\.json: not JSON"),
         ("config.json", "[]", r"config\.json: expected a JSON object"),
         ("config.json", '{"architectures": ["GPT2LMHeadModel"]}', "'GPT2LMHeadModel' is not"),
         ("generation_config.json", "{", r"generation_config\.json: not JSON"),
@@ -225,6 +243,15 @@ def test_wrong_files_are_refused_by_name(tmp_path):
     ):
         with pytest.raises(CheckpointError, match=message):
             load_after(name, text)
+
+
+def test_more_layers_than_the_folder_has_are_refused_before_tracing(tmp_path, monkeypatch):
+    save_random(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_hidden_layers": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(nnx, "eval_shape", None)
+    with pytest.raises(CheckpointError, match=r"missing tensor model\.layers\.1023\."):
+        load_checkpoint(tmp_path)
 
 
 def test_llama_cannot_express_every_decoder(tmp_path):
@@ -241,14 +268,30 @@ def test_config_round_trip():
     assert ModelConfig.from_hugging_face(biased.to_hugging_face()) == biased
 
 
-def test_config_defaults_follow_the_architecture():
-    llama = ModelConfig.from_hugging_face(LLAMA)
-    assert (llama.head_dim, llama.num_kv_heads, llama.rope_theta) == (4, 2, 10000.0)
-    assert not (llama.qkv_bias or llama.o_bias or llama.qk_norm or llama.tie_word_embeddings)
-    qwen2 = ModelConfig.from_hugging_face(LLAMA | {"architectures": ["Qwen2ForCausalLM"]})
-    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, False)
-    qwen3 = ModelConfig.from_hugging_face(LLAMA | {"architectures": ["Qwen3ForCausalLM"]})
-    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
+@pytest.mark.parametrize(
+    ("architecture", "max_positions", "num_kv_heads", "head_dim", "eos_token_ids"),
+    [
+        ("LlamaForCausalLM", 2048, 64, 2, (2,)),
+        ("MistralForCausalLM", 131072, 8, 2, (2,)),
+        ("Qwen2ForCausalLM", 32768, 32, 2, ()),
+        ("Qwen3ForCausalLM", 32768, 32, 128, ()),
+    ],
+)
+def test_missing_keys_take_the_defaults_of_transformers(
+    architecture, max_positions, num_kv_heads, head_dim, eos_token_ids
+):
+    contents = LLAMA | {"architectures": [architecture], "hidden_size": 128}
+    contents["num_attention_heads"] = 64
+    del contents["num_key_value_heads"]
+    config = ModelConfig.from_hugging_face(contents)
+    assert config.max_position_embeddings == max_positions
+    assert (config.num_kv_heads, config.head_dim) == (num_kv_heads, head_dim)
+    assert config.eos_token_ids == eos_token_ids
+    assert (config.rope_theta, config.tie_word_embeddings, config.o_bias) == (10000.0, False, False)
+    assert config.qkv_bias == (architecture == "Qwen2ForCausalLM")
+    assert config.qk_norm == (architecture == "Qwen3ForCausalLM")
+    config = ModelConfig.from_hugging_face(contents | {"num_key_value_heads": None})
+    assert config.num_kv_heads == 64
 
 
 def test_both_spellings_of_rope_agree():
@@ -278,7 +321,16 @@ def test_eos_token_id_may_be_null_a_number_or_a_list(value, expected):
     [
         ({"architectures": None}, "architecture=None is not supported; supported:.*Qwen3For"),
         ({"vocab_size": None}, "no vocab_size"),
-        ({"hidden_size": 0}, "hidden_size=0 must be a positive integer"),
+        ({"hidden_size": 0}, "hidden_size=0 must be an integer in 1..16777216"),
+        (
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers=1000000000 must be an integer in 1..1024",
+        ),
+        ({"vocab_size": 2**62}, "vocab_size=4611686018427387904 must be an integer in 1..16777216"),
+        (
+            {"hidden_size": 65, "num_attention_heads": 16},
+            "hidden_size=65 must be a multiple of num",
+        ),
         ({"num_key_value_heads": 3}, "num_q_heads=2 must be a multiple of num_kv_heads=3"),
         ({"head_dim": 5}, "head_dim=5 must be even"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported: 'silu'"),
@@ -286,11 +338,12 @@ def test_eos_token_id_may_be_null_a_number_or_a_list(value, expected):
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn' is not supported; supported:"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type='llama3' needs factor"),
+        ({"rope_scaling": {"factor": 8.0}}, "rope_scaling={'factor': 8.0} has no rope_type"),
         ({"rope_scaling": LLAMA3 | {"factor": None}}, "factor=None must be a positive number"),
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4}}, "low_freq_factor=4 must be less than"),
         (
             {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": "x"}},
-            "original_max_position_embeddings='x' must be a positive integer",
+            "original_max_position_embeddings='x' must be an integer in 1..",
         ),
         ({"rope_parameters": {"full_attention": {}}}, "must be the parameters of one rotary"),
         ({"rope_scaling": "x"}, "rope='x' must be the parameters of one rotary"),
@@ -302,16 +355,19 @@ def test_eos_token_id_may_be_null_a_number_or_a_list(value, expected):
         ({"rms_norm_eps": "x"}, "rms_norm_eps='x' must be a positive number"),
         ({"rms_norm_eps": None}, "rms_norm_eps=None must be a positive number"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be a positive number"),
-        ({"max_position_embeddings": None}, "max_position_embeddings=None must be a positive int"),
+        (
+            {"max_position_embeddings": None},
+            "max_position_embeddings=None must be an integer in 1..",
+        ),
         ({"eos_token_id": 2**40}, "eos_token_id=1099511627776 must be an integer in 0..2147483647"),
         ({"eos_token_id": [1, "x"]}, "eos_token_id='x' must be an integer in"),
         ({"eos_token_id": True}, "eos_token_id=True must be an integer in"),
         ({"eos_token_id": {"a": 1}}, "eos_token_id={'a': 1} must be an integer in"),
         ({"architectures": 5}, "architecture=None is not supported"),
         ({"architectures": [["x"]]}, r"architecture=\['x'\] is not supported"),
-        (MISTRAL | {"sliding_window": 0}, "sliding_window=0 must be a positive integer"),
-        (MISTRAL | {"sliding_window": "x"}, "sliding_window='x' must be a positive integer"),
-        (QWEN2 | {"max_window_layers": None}, "max_window_layers=None must be a non-negative int"),
+        (MISTRAL | {"sliding_window": 0}, "sliding_window=0 must be an integer in 1.."),
+        (MISTRAL | {"sliding_window": "x"}, "sliding_window='x' must be an integer in 1.."),
+        (QWEN2 | {"max_window_layers": None}, "max_window_layers=None must be an integer in 0.."),
         ({"layer_types": ["sliding_attention"]}, "but no sliding_window is in use"),
         (
             QWEN2 | {"use_sliding_window": False, "layer_types": ["sliding_attention"]},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -96,17 +95,19 @@ def dense_logits(model, params, tokens, padding=0):
     return model.logits(params, hidden)
 
 
-@partial(jax.jit, static_argnames=("model", "num_tokens"))
-def _greedy_tokens(model, params, tokens, length, num_tokens):
-    def append(i, tokens):
-        token = jnp.argmax(dense_logits(model, params, tokens)[i - 1])
-        return tokens.at[i].set(token.astype(jnp.int32))
-
-    return jax.lax.fori_loop(length, length + num_tokens, append, tokens)
-
-
 def greedy_tokens(model, params, prompt, num_tokens):
-    """Return the next tokens of a prompt, from the whole text for each of them."""
+    """Return the next tokens of a prompt; each comes from the whole text before it."""
+    end = len(prompt) + num_tokens
     tokens = jnp.zeros(model.max_model_len, jnp.int32).at[: len(prompt)].set(jnp.array(prompt))
-    tokens = _greedy_tokens(model, params, tokens, len(prompt), num_tokens)
-    return tokens[len(prompt) : len(prompt) + num_tokens].tolist()
+    return _append(model, params, tokens, len(prompt), end)[len(prompt) : end].tolist()
+
+
+def _append(model, params, tokens, start, end):
+    def step(position, tokens):
+        logits = dense_logits(model, params, tokens)[position - 1]
+        return tokens.at[position].set(jnp.argmax(logits).astype(jnp.int32))
+
+    return jax.lax.fori_loop(start, end, step, tokens)
+
+
+_append = jax.jit(_append, static_argnames="model")

@@ -1,0 +1,225 @@
+"""Sampling parameters of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pallas_paged.checks import INT32_MAX, check_integer, check_number
+
+MAX_SAMPLES = 16384
+MAX_LOGPROBS = 20  # alternatives of a token with log-probabilities, as many as OpenAI's API has
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 300
+_MAX_LENGTH_PENALTY = 10  # powers of lengths stay far from overflow
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is continued. Names, defaults and ranges are those of vLLM.
+
+    Values are checked at creation, and stored hashable: `stop` and `stop_token_ids` as tuples,
+    `logit_bias` as pairs sorted by token id, empty where None was given.
+
+    Attributes:
+        n: completions to return.
+        best_of: completions to sample, of which the `n` with the highest mean log-probability are
+            returned. None samples `n`.
+        beam_width: search with this many beams and return the `n` best; one beam is greedy
+            decoding, and `temperature` and the filters are ignored. None samples.
+        length_penalty: beams are ranked by log-probability / length ** length_penalty, at most 10
+            in size.
+        max_tokens: most tokens of a completion; 0 computes the prompt only. None: the rest of the
+            context.
+        min_tokens: tokens before which a stop token is never sampled.
+        temperature: divides the logits; 0 is greedy decoding, which ignores the filters.
+        top_k: keep the k most probable tokens; 0 or -1 is off.
+        top_p: keep the fewest most probable tokens whose probabilities sum to it; 1 is off.
+        min_p: keep tokens with at least this fraction of the highest probability; 0 is off.
+        presence_penalty: subtracted from the logits of generated tokens, in -2..2.
+        frequency_penalty: subtracted once for each time that a token was generated, in -2..2.
+        repetition_penalty: divides the positive logits and multiplies the negative logits of
+            tokens in the prompt or the completion; 1 is off.
+        logit_bias: added to the logits, by token id; values in -100..100.
+        seed: equal seeds and prompts sample equal tokens, whatever else runs. None: random, and
+            the request reports it.
+        stop: a text or texts that end a completion. The completion's text ends before it.
+        stop_token_ids: tokens that end a completion, in addition to the model's end of sequence.
+        ignore_eos: continue after the model's end of sequence.
+        logprobs: number of most probable alternatives to report for each token, with the token's
+            own log-probability. None reports nothing.
+        prompt_logprobs: the same for the tokens of the prompt.
+        detokenize: whether completions have text.
+
+    Raises:
+        ValueError: a value is out of its range, or two values exclude each other.
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_integers()
+        self._check_numbers()
+        for name in ("ignore_eos", "detokenize"):
+            if not isinstance(getattr(self, name), bool | np.bool_):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a bool")
+        self._set("top_k", max(self.top_k, 0))
+        self._set("stop", self._checked_stop())
+        self._set("stop_token_ids", self._checked_stop_token_ids())
+        self._set("logit_bias", self._checked_logit_bias())
+        if self.stop and not self.detokenize:
+            raise ValueError(f"stop={self.stop!r} needs detokenize=True")
+        if self.beam_width is not None:
+            self._check_beams()
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences that the request runs at a time."""
+        return self.beam_width or self.best_of or self.n
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every token is the most probable one or is chosen by beam search."""
+        return self.beam_width is not None or np.float32(self.temperature) == 0
+
+    @property
+    def filters(self) -> bool:
+        """Whether a filter narrows what is sampled."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def processes_logits(self) -> bool:
+        """Whether logits change before sampling: by penalties, `logit_bias` or `min_tokens`."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return penalties != (0, 0, 1) or bool(self.logit_bias) or self.min_tokens > 0
+
+    @property
+    def needs_logprobs(self) -> bool:
+        """Whether log-probabilities of new tokens are needed, to report or to rank by."""
+        return bool(self.beam_width or self.best_of) or self.logprobs is not None
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_integers(self) -> None:
+        ranges = {
+            "n": (1, MAX_SAMPLES),
+            "best_of": (self.n, MAX_SAMPLES),
+            # Each beam asks for the best tokens of twice the width, half of which may end it.
+            "beam_width": (1, MAX_LOGPROBS // 2),
+            "max_tokens": (0, INT32_MAX),
+            "min_tokens": (0, INT32_MAX),
+            "top_k": (-1, INT32_MAX),
+            "seed": (0, 2**32 - 1),
+            "logprobs": (0, MAX_LOGPROBS),
+            "prompt_logprobs": (0, MAX_LOGPROBS),
+        }
+        required = {"n", "min_tokens", "top_k"}
+        for name, (least, most) in ranges.items():
+            if name in required or getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), least, most)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}"
+            )
+
+    def _check_numbers(self) -> None:
+        rules = {
+            "length_penalty": (lambda x: abs(x) <= _MAX_LENGTH_PENALTY, "in -10..10"),
+            "temperature": (lambda x: x >= 0, "at least 0"),
+            "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
+            "min_p": (lambda x: 0 <= x < 1, "at least 0 and below 1"),
+            "presence_penalty": (lambda x: abs(x) <= 2, "in -2..2"),
+            "frequency_penalty": (lambda x: abs(x) <= 2, "in -2..2"),
+            "repetition_penalty": (lambda x: x > 0, "above 0"),
+        }
+        for name, (holds, rule) in rules.items():
+            value = getattr(self, name)
+            check_number(name, value)
+            if not holds(np.float32(value)):  # as the device has it, where 1e-60 is 0
+                raise ValueError(f"{name}={value} must be {rule}")
+
+    def _checked_stop(self) -> tuple[str, ...]:
+        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
+        if not all(isinstance(text, str) and text for text in stop):
+            raise ValueError(f"stop={self.stop!r} must be a text or texts that are not empty")
+        return stop
+
+    def _checked_stop_token_ids(self) -> tuple[int, ...]:
+        stop_token_ids = _as_tuple("stop_token_ids", self.stop_token_ids)
+        for index, token_id in enumerate(stop_token_ids):
+            check_integer(f"stop_token_ids[{index}]", token_id, 0)
+        unique = tuple(dict.fromkeys(map(int, stop_token_ids)))
+        if len(unique) > MAX_STOP_TOKEN_IDS:
+            raise ValueError(
+                f"stop_token_ids has {len(unique)} tokens, must have at most {MAX_STOP_TOKEN_IDS}"
+            )
+        return unique
+
+    def _checked_logit_bias(self) -> tuple[tuple[int, float], ...]:
+        try:
+            bias: dict[Any, Any] = dict(self.logit_bias or ())
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"logit_bias={self.logit_bias!r} must be a mapping of token ids to numbers"
+            ) from None
+        if len(bias) > MAX_LOGIT_BIAS:
+            raise ValueError(
+                f"logit_bias has {len(bias)} tokens, must have at most {MAX_LOGIT_BIAS}"
+            )
+        for token_id, value in bias.items():
+            check_integer("logit_bias token_id", token_id, 0)
+            check_number(f"logit_bias[{token_id}]", value)
+            if abs(value) > 100:
+                raise ValueError(f"logit_bias[{token_id}]={value} must be in -100..100")
+        return tuple(sorted((int(token_id), float(value)) for token_id, value in bias.items()))
+
+    def _check_beams(self) -> None:
+        width = f"beam_width={self.beam_width}"
+        if self.n > self.num_seqs:
+            raise ValueError(f"n={self.n} must be at most {width}")
+        excluded = {
+            "best_of": self.best_of is not None,
+            "stop": bool(self.stop),
+            "logprobs": self.logprobs is not None,
+            "prompt_logprobs": self.prompt_logprobs is not None,
+            "logit_bias": bool(self.logit_bias),
+            "min_tokens": self.min_tokens > 0,
+            "presence_penalty": self.presence_penalty != 0,
+            "frequency_penalty": self.frequency_penalty != 0,
+            "repetition_penalty": self.repetition_penalty != 1,
+        }
+        for name, given in excluded.items():
+            if given:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not possible with {width}")
+
+
+def _as_tuple(name: str, values: object) -> tuple[Any, ...]:
+    if values is None:
+        return ()
+    if not isinstance(values, Iterable):
+        raise ValueError(f"{name}={values!r} must be a list")
+    return tuple(values)

@@ -1,0 +1,327 @@
+"""Logits to tokens and log-probabilities, on the device; every row has its own sampling parameters.
+
+All functions are pure and may run inside `jax.jit` or a `lax.while_loop`. What a row draws depends
+on its own logits, parameters and length only, not on the other rows of its batch.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+
+Array = Any  # a NumPy array on the host, a JAX array in a jitted step
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SamplingMetadata:
+    """Sampling parameters of S rows, which `SamplingParams` has checked.
+
+    Attributes:
+        seeds: `u32[3, S]`, seed, `hash_prompt` of the prompt and index of the sample.
+        temperature: `f32[S]`, 0 = greedy, which ignores the filters.
+        top_k: `i32[S]`, 0 = off.
+        top_p: `f32[S]`, 1 = off.
+        min_p: `f32[S]`, 0 = off.
+        presence_penalty, frequency_penalty: `f32[S]`, 0 = off.
+        repetition_penalty: `f32[S]`, 1 = off.
+        min_lens: `i32[S]`, the prompt's length + `min_tokens`. Rows with fewer tokens than this
+            cannot draw a stop token.
+        stop_token_ids: `i32[S, N]`, all tokens that end a row, padded with -1.
+        bias_token_ids: `i32[S, M]`, without duplicates, padded with -1 or the vocabulary's size.
+        bias: `f32[S, M]`, what is added to the logits of those tokens.
+    """
+
+    seeds: Array
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+    presence_penalty: Array
+    frequency_penalty: Array
+    repetition_penalty: Array
+    min_lens: Array
+    stop_token_ids: Array
+    bias_token_ids: Array
+    bias: Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingMode:
+    """What a compiled step can sample; hashable, for a static argument.
+
+    A parameter that the mode leaves out is ignored, and costs nothing in the compiled program.
+
+    Attributes:
+        draws: rows may have a temperature.
+        filters: rows may have top_k, top_p or min_p.
+        processors: rows may have a logit_bias or min_tokens.
+        penalties: rows may have penalties.
+        logprobs: -1 = none, 0 = those of the tokens, `MAX_LOGPROBS` = those of the best tokens too.
+    """
+
+    draws: bool = False
+    filters: bool = False
+    processors: bool = False
+    penalties: bool = False
+    logprobs: int = -1
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> SamplingMode:
+        """Return the smallest mode that serves these parameters."""
+        ranked = bool(params.beam_width or params.logprobs)
+        penalties = (params.presence_penalty, params.frequency_penalty)
+        return cls(
+            draws=not params.greedy,
+            filters=params.filters,
+            processors=bool(params.logit_bias or params.min_tokens),
+            penalties=any(penalties) or params.repetition_penalty != 1,
+            logprobs=MAX_LOGPROBS if ranked else 0 if params.needs_logprobs else -1,
+        )
+
+    def __or__(self, other: SamplingMode) -> SamplingMode:
+        """Return the smallest mode that covers both."""
+        return SamplingMode(
+            draws=self.draws or other.draws,
+            filters=self.filters or other.filters,
+            processors=self.processors or other.processors,
+            penalties=self.penalties or other.penalties,
+            logprobs=max(self.logprobs, other.logprobs),
+        )
+
+    def covers(self, other: SamplingMode) -> bool:
+        """Return whether a step of this mode serves all that one of the other mode serves."""
+        return self | other == self
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenCounts:
+    """The tokens that penalties look at, of S rows.
+
+    Attributes:
+        prompt: `bool[S, V]`, whether the token occurs in the prompt.
+        output: `i32[S, V]`, how often the token occurs in the output.
+    """
+
+    prompt: jax.Array
+    output: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Logprobs:
+    """Log-probabilities of S tokens and of the k best tokens in their place.
+
+    Attributes:
+        logprob: `f32[S]`.
+        rank: `i32[S]`, 1 + the number of tokens with a larger log-probability.
+        top_token_ids: `i32[S, k]`, best first; of equal ones the lowest id first.
+        top_logprobs: `f32[S, k]`.
+    """
+
+    logprob: jax.Array
+    rank: jax.Array
+    top_token_ids: jax.Array
+    top_logprobs: jax.Array
+
+
+def create_token_counts(num_rows: int, vocab_size: int) -> TokenCounts:
+    """Return counts of rows without tokens."""
+    shape = (num_rows, vocab_size)
+    return TokenCounts(prompt=jnp.zeros(shape, bool), output=jnp.zeros(shape, jnp.int32))
+
+
+def set_token_counts(
+    counts: TokenCounts,
+    row: jax.Array,
+    prompt_token_ids: jax.Array,
+    output_token_ids: jax.Array,
+    first: jax.Array,
+) -> TokenCounts:
+    """Count a piece of a row's tokens. A long row takes several calls, all of one shape.
+
+    Args:
+        counts: of all rows.
+        row: `i32[]`; nothing happens where it is out of range.
+        prompt_token_ids: `i32[N]`, padded with -1.
+        output_token_ids: `i32[M]`, padded with -1.
+        first: `bool[]`, whether the row's earlier tokens are dropped.
+    """
+    num_rows, vocab_size = counts.output.shape
+    row = _drop_negative(row, num_rows)
+    prompt = counts.prompt.at[row].get(mode="clip") & ~first  # [V]
+    prompt = prompt.at[_drop_negative(prompt_token_ids, vocab_size)].set(True, mode="drop")
+    output = jnp.where(first, 0, counts.output.at[row].get(mode="clip"))
+    output = output.at[_drop_negative(output_token_ids, vocab_size)].add(1, mode="drop")
+    return TokenCounts(
+        prompt=counts.prompt.at[row].set(prompt, mode="drop"),
+        output=counts.output.at[row].set(output, mode="drop"),
+    )
+
+
+def add_output_tokens(counts: TokenCounts, rows: jax.Array, tokens: jax.Array) -> TokenCounts:
+    """Count one more output token of each of S rows.
+
+    Args:
+        counts: of all rows.
+        rows: `i32[S]`; those out of range are dropped.
+        tokens: `i32[S]`; those out of range, such as -1, are dropped.
+    """
+    num_rows, vocab_size = counts.output.shape
+    where = _drop_negative(rows, num_rows), _drop_negative(tokens, vocab_size)
+    return TokenCounts(prompt=counts.prompt, output=counts.output.at[where].add(1, mode="drop"))
+
+
+def process_logits(
+    logits: jax.Array,
+    metadata: SamplingMetadata,
+    counts: TokenCounts | None,
+    lens: jax.Array,
+    mode: SamplingMode,
+) -> jax.Array:
+    """Apply logit_bias, min_tokens and then the penalties, with vLLM's formulas and in its order.
+
+    Args:
+        logits: `f32[S, V]`
+        metadata: of the S rows.
+        counts: tokens of the S rows; unused (may be None) unless `mode.penalties`.
+        lens: `i32[S]`, tokens of each row before the one that it draws.
+        mode: static.
+
+    Returns:
+        `f32[S, V]`; greedy rows choose from these too.
+
+    Raises:
+        ValueError: the logits are not `f32[S, V]`, or the mode has penalties and counts is None.
+    """
+    _check_logits(logits)
+    num_rows, vocab_size = logits.shape
+    if mode.processors:
+        rows = jnp.arange(num_rows)[:, None]
+        biased = _drop_negative(metadata.bias_token_ids, vocab_size)
+        logits = logits.at[rows, biased].add(metadata.bias, mode="drop")
+        short = (lens < metadata.min_lens)[:, None]
+        masked = jnp.where(short, _drop_negative(metadata.stop_token_ids, vocab_size), vocab_size)
+        logits = logits.at[rows, masked].set(-jnp.inf, mode="drop")
+    if mode.penalties:
+        if counts is None:
+            raise ValueError("counts=None must be the tokens of the rows: the mode has penalties")
+        repetition = metadata.repetition_penalty[:, None]
+        in_output = counts.output > 0
+        repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+        logits = jnp.where(counts.prompt | in_output, repeated, logits)
+        logits -= metadata.frequency_penalty[:, None] * counts.output.astype(jnp.float32)
+        logits -= metadata.presence_penalty[:, None] * in_output.astype(jnp.float32)
+    return logits
+
+
+def sample(
+    logits: jax.Array, metadata: SamplingMetadata, lens: jax.Array, mode: SamplingMode
+) -> jax.Array:
+    """Choose the next token of each row.
+
+    The filters run in the order temperature, top_k, top_p, min_p, each on what the one before left.
+    At least one token is kept, and so are all that tie with the last one kept. Of equal greedy
+    logits the lowest token wins. A draw takes the largest logit plus Gumbel noise per token; its
+    key is made of the row's seeds and its length.
+
+    Args:
+        logits: `f32[S, V]`
+        metadata: of the S rows.
+        lens: `i32[S]`, tokens of each row before the one that it draws.
+        mode: static.
+
+    Returns:
+        `i32[S]` tokens; -1 for a row whose largest logit is NaN or infinite.
+
+    Raises:
+        ValueError: the logits are not `f32[S, V]`.
+    """
+    _check_logits(logits)
+    if not mode.draws:
+        return _argmax(logits)
+    vocab_size = logits.shape[1]
+    temperature = metadata.temperature[:, None]  # [S, 1]
+    # Less the maximum before the division: a tiny temperature must not push several logits to +inf.
+    scaled = logits - jnp.max(logits, axis=-1, keepdims=True)
+    scaled = scaled / jnp.maximum(temperature, 1e-30)
+    kept = _filter(scaled, metadata) if mode.filters else scaled
+    keys = jax.vmap(_key, in_axes=(1, 0))(jnp.asarray(metadata.seeds), lens)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,)))(keys)  # [S, V]
+    return _argmax(jnp.where(temperature > 0, kept + noise, logits))
+
+
+def gather_logprobs(logits: jax.Array, token_ids: jax.Array, num_logprobs: int) -> Logprobs:
+    """Return the log-probabilities of tokens and of the best ones.
+
+    Args:
+        logits: `f32[S, V]` as the model gave them, before processors, temperature and filters.
+        token_ids: `i32[S]`; what is returned for -1 means nothing.
+        num_logprobs: static, how many of the best; a small vocabulary gives no more than it has.
+
+    Raises:
+        ValueError: the logits are not `f32[S, V]`.
+    """
+    _check_logits(logits)
+    logprobs = jax.nn.log_softmax(logits)
+    logprob = jnp.take_along_axis(logprobs, jnp.maximum(token_ids, 0)[:, None], axis=1)
+    best, best_ids = jax.lax.top_k(logprobs, min(num_logprobs, logits.shape[1]))
+    return Logprobs(
+        logprob=logprob[:, 0],
+        rank=1 + jnp.sum(logprobs > logprob, axis=1, dtype=jnp.int32),
+        top_token_ids=best_ids,
+        top_logprobs=best,
+    )
+
+
+def hash_prompt(tokens: Sequence[int]) -> int:
+    """Return a 32-bit hash of a prompt's tokens, for `SamplingMetadata.seeds`."""
+    return zlib.crc32(np.asarray(tokens, np.int32).tobytes())
+
+
+def _key(seeds: jax.Array, length: jax.Array) -> jax.Array:
+    """Return the key of a row's draw, the same whatever else the batch holds."""
+    seed, prompt, index = seeds
+    key = jax.random.fold_in(jax.random.key(seed), prompt)
+    return jax.random.fold_in(jax.random.fold_in(key, index), length)
+
+
+def _filter(scaled: jax.Array, metadata: SamplingMetadata) -> jax.Array:
+    """Return logits, whose largest is 0, with -inf for the tokens that the filters remove."""
+    top_k, top_p = metadata.top_k[:, None], metadata.top_p[:, None]  # [S, 1]
+    ordered = jnp.sort(scaled, axis=-1, descending=True)
+    last = jnp.clip(top_k - 1, 0, scaled.shape[1] - 1)
+    kth = jnp.take_along_axis(ordered, last, axis=-1)
+    threshold = jnp.where(top_k > 0, kth, -jnp.inf)
+    left = jnp.where(ordered < threshold, -jnp.inf, ordered)
+    probs = jax.nn.softmax(left, axis=-1)
+    before = jnp.cumsum(probs, axis=-1) - probs
+    least = jnp.min(jnp.where(before < top_p, left, jnp.inf), axis=-1, keepdims=True)
+    threshold = jnp.where(top_p < 1, jnp.maximum(threshold, least), threshold)
+    threshold = jnp.maximum(threshold, jnp.log(metadata.min_p)[:, None])
+    return jnp.where(scaled < threshold, -jnp.inf, scaled)
+
+
+def _argmax(logits: jax.Array) -> jax.Array:
+    tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # NaN counts as the largest
+    best = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    return jnp.where(jnp.isfinite(best), tokens, -1)
+
+
+def _drop_negative(indices: jax.Array, size: int) -> jax.Array:
+    """Replace negative indices, which JAX counts from the end, by one that is out of range."""
+    return jnp.where(indices < 0, size, indices)
+
+
+def _check_logits(logits: jax.Array) -> None:
+    if logits.ndim != 2 or logits.dtype != jnp.float32:
+        raise ValueError(f"{logits.shape=} {logits.dtype=} must be f32[S, V]")

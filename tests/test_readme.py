@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+import sys
+import types
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import pallas_paged as pp
 from tests.support.attention_cases import TOLERANCE
 from tests.support.attention_oracle import relative_error
+from tests.support.plain_model import greedy_tokens
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -22,7 +26,7 @@ def run_examples(text: str, names: dict, capsys) -> int:
     """Run the examples of a document in order; return how many had output to compare."""
     compared = 0
     for code, output in EXAMPLE.findall(text):
-        exec(compile(code, "example", "exec"), names)
+        exec(compile(code, "example", "exec", dont_inherit=True), names)
         printed = capsys.readouterr().out
         assert printed == output, code
         compared += bool(output)
@@ -33,7 +37,9 @@ def run_examples(text: str, names: dict, capsys) -> int:
 def names(monkeypatch):
     """The namespace that all examples share; paths in them are relative to the checkout."""
     monkeypatch.chdir(ROOT)
-    return {"__name__": "readme"}
+    module = types.ModuleType("example")
+    monkeypatch.setitem(sys.modules, "example", module)  # dataclasses look their module up
+    return vars(module)
 
 
 def test_the_examples_print_what_stands_below_them(names, capsys):
@@ -44,11 +50,42 @@ def test_the_examples_print_what_stands_below_them(names, capsys):
     pp.check_page_table(names["table"])
 
 
-def test_the_serving_examples_print_what_stands_below_them(names, capsys):
+def test_the_serving_example_prints_what_stands_below_it(names, capsys):
     assert run_examples(README.partition("## Serving a model")[2], names, capsys) == 1
-    run_examples((ROOT / "docs" / "serving.md").read_text(encoding="utf-8"), names, capsys)
     assert names["engine"].idle
+
+
+def test_the_engine_examples_serve_a_plain_model_and_train_the_demo_model(names, capsys):
+    text = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+    first, _, rest = text.partition("## A round of GRPO")
+    assert run_examples(first, names, capsys) == 1
+    model, params = names["model"], names["params"]
+    for output in names["outputs"]:
+        expected = greedy_tokens(model, params, output.prompt_token_ids, 8)
+        assert output.outputs[0].token_ids == expected
+
+    run_examples(rest, names, capsys)
+    rollouts, lens = names["rollouts"], names["rollouts"].lens
+    assert rollouts.mask.sum() == lens.sum() > 0
+    by_engine = {"sampled": rollouts.logprobs, "scored": names["old_logprobs"]}
+    by_loss = names["completion_logprobs"](names["old_params"], rollouts)
+    for name, logprobs in by_engine.items():
+        np.testing.assert_allclose(logprobs, by_loss, atol=1e-4, err_msg=name)
+    new = names["completion_logprobs"](names["params"], rollouts)
+    assert not np.allclose(new, by_loss, atol=1e-2)
+    assert names["mean_rewards"][-1] > names["mean_rewards"][0] + 0.1
+    assert names["train_step"]._cache_size() == 1
+
+    assert names["engine"].idle
+    names["engine"].check()
     assert names["text"].strip() and len(names["both"]) == 2
+
+
+def test_the_plain_model_of_the_docs_is_that_of_the_tests():
+    text = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+    source = (ROOT / "tests" / "support" / "plain_model.py").read_text(encoding="utf-8")
+    model, _, dense = (code.strip() for code, _ in EXAMPLE.findall(text)[:3])
+    assert source.startswith(model + "\n") and "\n" + dense + "\n" in source
 
 
 def check_attention_examples(names, capsys):

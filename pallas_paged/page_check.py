@@ -35,7 +35,9 @@ def check_page_table(table: PageTable, retained: Integers = ()) -> None:
 
     lens = lens[:, None]
     column = np.arange(table.pages_per_seq)
-    is_block = column < -(-lens // page_size)
+    is_dropped = (blocks == num_pages) & (column < lens // page_size)
+    is_dropped = np.logical_and.accumulate(is_dropped, axis=1)  # by free_before: the first blocks
+    is_block = (column < -(-lens // page_size)) & ~is_dropped
     holds = np.where(is_block, (blocks >= 0) & (blocks < num_pages), blocks == num_pages)
     rule = f"a block needs a page in [0, {num_pages=}), an unused one the sentinel {num_pages}"
     _require(holds, rule, "row", "block", page=blocks, seq_lens=lens)

@@ -36,8 +36,10 @@ class PageTable(PageStack):
     """Pages of every row, their reference counts and the stack of free pages.
 
     Attributes:
-        block_tables: i32`[max_seqs, pages_per_seq]`, page of each block; unused = num_pages.
-        seq_lens: i32`[max_seqs]`, tokens held by each row; 0 = empty row.
+        block_tables: i32`[max_seqs, pages_per_seq]`, page of each block; unused = num_pages, and so
+            are the first blocks of a row after `free_before`.
+        seq_lens: i32`[max_seqs]`, tokens of each row, also those whose pages `free_before` freed;
+            0 = empty row.
         ref_counts: i32`[num_pages]`, block table entries that name each page, plus the times that
             it is retained; 0 = free.
         free_pages: i32`[num_pages]`, a stack: the first `num_free` entries are the free pages.
@@ -165,6 +167,46 @@ def free(table: PageTable, rows: Integers) -> PageTable:
 
 
 @default_promotion()
+def free_before(
+    table: PageTable, positions: Integers, *, max_pages: int | None = None
+) -> PageTable:
+    """Drop the pages of rows that lie wholly before a position; lengths stay as they are.
+
+    For models in which every layer has a sliding window: drop what no later query sees. The
+    block table entries become num_pages, and pages without other references are free again. A
+    partial last page always stays, because the row will write to it. A `fork` of the row has its
+    first pages dropped too, and `truncate` fails where the row's last page would be a dropped one.
+
+    Args:
+        positions: i32`[max_seqs]`, first token of each row that must stay; 0 or less drops nothing,
+            and a position past the row's end is taken as its end.
+        max_pages: static bound of the pages that a call drops from a row, and so of the work (1 in
+            a decode step); the row's first pages go first, the others in later calls. None means a
+            full row.
+
+    Raises:
+        ValueError: `max_pages` is not a positive integer.
+    """
+    positions = checked_array("positions", positions, jnp.int32, (table.max_seqs,))
+    width = table.pages_per_seq if max_pages is None else max_pages
+    validate_positive(max_pages=width)
+    width = min(width, table.pages_per_seq)
+    end = jnp.clip(positions, 0, table.seq_lens) // table.page_size  # blocks [0, end) are to go
+    rows = jnp.arange(table.max_seqs, dtype=jnp.int32)
+    # The blocks dropped before are the first ones, so a binary search counts them, up to `end`.
+    first = jnp.zeros_like(end)
+    for bit in reversed(range(table.pages_per_seq.bit_length())):
+        more = first + (1 << bit)
+        last_page = table.block_tables.at[rows, more - 1].get(mode="fill", fill_value=0)
+        first = jnp.where((more <= end) & (last_page == table.num_pages), more, first)
+    blocks = first[:, None] + jnp.arange(width, dtype=jnp.int32)  # [max_seqs, width]
+    blocks = jnp.where(blocks < end[:, None], blocks, table.pages_per_seq)
+    pages = table.block_tables.at[rows[:, None], blocks]
+    table = release_pages(table, pages.get(mode="fill", fill_value=table.num_pages).ravel())
+    return replace(table, block_tables=pages.set(table.num_pages, mode="drop"))
+
+
+@default_promotion()
 def fork(table: PageTable, src: Integers, dst: Integers) -> tuple[PageTable, PageCopies, jax.Array]:
     """Fill empty rows `dst` as rows `src`: full pages are shared, a partial last page is copied.
 
@@ -221,7 +263,8 @@ def truncate(table: PageTable, new_lens: Integers) -> tuple[PageTable, PageCopie
     free afterwards.
 
     Args:
-        new_lens: i32`[max_seqs]`; a row's own length changes nothing; longer or negative fails.
+        new_lens: i32`[max_seqs]`; a row's own length changes nothing; longer or negative fails, and
+            so does a length whose last page `free_before` dropped.
 
     Returns:
         The table, copies `[max_seqs]` for `copy_pages`, and ok bool`[max_seqs]`; rows that are not
@@ -233,6 +276,9 @@ def truncate(table: PageTable, new_lens: Integers) -> tuple[PageTable, PageCopie
     has_tail = new_lens % table.page_size > 0
     rows = jnp.arange(table.max_seqs, dtype=jnp.int32)
     tails = table.block_tables.at[rows, num_full].get(mode="fill", fill_value=table.num_pages)
+    ends = table.block_tables.at[rows, _num_blocks(new_lens, table.page_size) - 1]
+    is_dropped = ends.get(mode="fill", fill_value=0, wrap_negative_indices=False) == table.num_pages
+    valid &= ~is_dropped | (new_lens == table.seq_lens)
     tail_refs = table.ref_counts.at[tails].get(mode="fill", fill_value=0)
     reown = has_tail & (tail_refs > 1)
     table, ok, fresh = take_pages(table, valid, reown.astype(jnp.int32), width=1)
@@ -339,14 +385,15 @@ def slot_mapping(table: PageTable, rows: Integers, positions: Integers) -> jax.A
         positions: i32`[T]`, token index within the row.
 
     Returns:
-        i32`[T]`; a row or position outside the tokens that the row holds gives
-        num_pages * page_size, which `write_kv` drops.
+        i32`[T]`; a row or position outside the tokens that the row holds, or in a page that
+        `free_before` dropped, gives num_pages * page_size, which `write_kv` drops.
     """
     rows = checked_array("rows", rows, jnp.int32)
     positions = checked_array("positions", positions, jnp.int32, rows.shape)
     lens = table.seq_lens.at[rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     held = (positions >= 0) & (positions < lens)
     pages = table.block_tables[rows, positions // table.page_size]
+    held &= pages < table.num_pages
     slots = pages * table.page_size + positions % table.page_size
     return jnp.where(held, slots, table.num_pages * table.page_size)
 

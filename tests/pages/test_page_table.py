@@ -287,6 +287,8 @@ def writers(jaxpr, size):
         (lambda t, n: pp.extend(t, n, max_new_tokens=1), jnp.int32),
         (pp.extend, jnp.int32),
         (pp.free, jnp.bool_),
+        (lambda t, n: pp.free_before(t, n, max_pages=1), jnp.int32),
+        (pp.free_before, jnp.int32),
         (lambda t, n: pp.fork(t, n, n), jnp.int32),
         (pp.truncate, jnp.int32),
         (lambda t, n: pp.retain(t, n)[0], jnp.int32),
@@ -298,6 +300,8 @@ def writers(jaxpr, size):
         "extend_one",
         "extend",
         "free",
+        "free_before_one",
+        "free_before",
         "fork",
         "truncate",
         "retain",
@@ -335,7 +339,7 @@ def test_tables_stay_int32_under_x64():
         table, _, _ = pp.truncate(table, i32(1, 2, 0, 0))
         table, _ = pp.retain(table, i32(0))
         table, _ = pp.attach(table, i32(3), i32([0, 8]))
-        table = pp.release(table, i32(0))
+        table = pp.release(pp.free_before(table, i32(0, 0, 0, 4), max_pages=1), i32(0))
         return pp.free(table, active), copies, pp.slot_mapping(table, i32(1), i32(1))
 
     with jax.enable_x64(True):

@@ -20,6 +20,9 @@ from tests.support.page_tables import extended, i32, make_table
         (lambda t: pp.extend(t, i32(0, 0, 0, 0), max_new_tokens=True), r"max_new_tokens=True must"),
         (lambda t: pp.free(t, i32(1, 0, 0, 0)), r"rows must be bool\[4\], got int32\[4\]"),
         (lambda t: pp.free(t, np.ones((4, 1), bool)), r"rows must be bool\[4\], got bool\[4, 1\]"),
+        (lambda t: pp.free_before(t, i32(0)), r"positions must be int32\[4\], got int32\[1\]"),
+        (lambda t: pp.free_before(t, i32(0, 0, 0, 0), max_pages=0), r"max_pages=0 must be a pos"),
+        (lambda t: pp.free_before(t, i32(0, 0, 0, 0), max_pages=2.0), r"max_pages=2.0 must be"),
         (lambda t: pp.fork(t, i32(0), i32(1, 2)), r"dst must be int32\[1\], got int32\[2\]"),
         (lambda t: pp.fork(t, np.int32(0), np.int32(1)), r"src must be int32\[1\], got int32\[\]"),
         (lambda t: pp.fork(t, np.zeros(1, np.int8), i32(1)), r"src must be .* got int8\[1\]"),
@@ -50,6 +53,7 @@ def test_bad_arguments_are_refused_also_under_jit(call, message):
     [
         ("num_new_tokens", pp.extend),
         ("rows", pp.free),
+        ("positions", pp.free_before),
         ("src", lambda t, x: pp.fork(t, x, [1])),
         ("dst", lambda t, x: pp.fork(t, [1], x)),
         ("new_lens", pp.truncate),

@@ -18,6 +18,7 @@ from tests.support.page_tables import (
     extend,
     fork,
     free,
+    free_before,
     i32,
     release,
     retain,
@@ -54,10 +55,16 @@ def per_row(values):
 
 
 steps = st.one_of(
+    st.tuples(st.just("extend"), per_row(st.integers(0, MAX_NEW))),
     st.tuples(st.just("extend"), per_row(st.integers(0, 5) | st.integers(0, MAX_NEW + 1) | odd)),
     st.tuples(st.just("fork"), pairs),
     st.tuples(st.just("truncate"), per_row(st.integers(-1, 6) | odd)),
     st.tuples(st.just("free"), per_row(st.sampled_from([False, False, True]))),
+    st.tuples(
+        st.just("free_before"),
+        per_row(st.integers(-1, 17) | st.just(INT32_MAX)),
+        st.sampled_from([None, 1, 2]),
+    ),
     st.tuples(st.just("retain"), prefix | st.lists(some_page, max_size=NUM_PAGES)),
     st.tuples(st.just("release"), st.lists(st.integers(0, 6), max_size=NUM_PAGES, unique=True)),
     st.tuples(st.just("attach"), st.lists(attachment, max_size=NUM_ATTACHED)),
@@ -120,6 +127,11 @@ class Simulation:
         self.table = free(self.table, np.array(rows))
         return jnp.asarray(rows), rows
 
+    def free_before(self, positions, max_pages):
+        self.oracle.free_before(positions, max_pages)
+        self.table = free_before(self.table, i32(*positions), max_pages=max_pages)
+        return jnp.ones(0, bool), []
+
     def retain(self, choices):
         choices = choices + [("none", -1)] * (NUM_PAGES - len(choices))
         pages, names = zip(*map(self.page_and_name, choices), strict=True)
@@ -175,9 +187,11 @@ class Simulation:
         k, v = np.asarray(layer.k_pages)[0], np.asarray(layer.v_pages)[0]
         for row, tokens in enumerate(self.oracle.tokens):
             assert lens[row] == len(tokens)
-            held = blocks[row, : len(self.oracle.pages[row])]
-            np.testing.assert_array_equal(k[held].ravel()[: lens[row]], tokens)
-            np.testing.assert_array_equal(v[held].ravel()[: lens[row]], [-t for t in tokens])
+            dropped = self.oracle.pages[row].count(None)
+            held = blocks[row, dropped : len(self.oracle.pages[row])]
+            tokens = tokens[dropped * self.oracle.page_size :]
+            np.testing.assert_array_equal(k[held].ravel()[: len(tokens)], tokens)
+            np.testing.assert_array_equal(v[held].ravel()[: len(tokens)], [-t for t in tokens])
         for page, name in zip(self.retained, self.oracle.retained, strict=True):
             np.testing.assert_array_equal(k[page].ravel(), self.oracle.full_pages[name])
         refs = np.asarray(self.table.ref_counts)
@@ -186,12 +200,12 @@ class Simulation:
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(trace=st.lists(steps, min_size=8, max_size=20))
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(trace=st.lists(steps, min_size=12, max_size=25))
 def test_random_traces_agree_with_the_oracle(page_size, trace):
     simulation = Simulation(page_size)
-    for name, argument in trace:
-        ok, expected = getattr(simulation, name)(argument)
+    for name, *arguments in trace:
+        ok, expected = getattr(simulation, name)(*arguments)
         assert ok.tolist() == expected, name
         simulation.compare()
     simulation.free([True] * SIZES["max_seqs"])

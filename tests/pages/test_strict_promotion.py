@@ -29,8 +29,9 @@ def use_pages(counts):
     table, copies, truncate_ok = pp.truncate(table, i32(6, 4, 2, 3))
     table, retain_ok = pp.retain(table, i32(0, 9))
     table = pp.free(table, np.array([True, False, False, True]))
+    table = pp.free_before(table, i32(0, 4, 2, 0), max_pages=1)
     table, attach_ok = pp.attach(table, i32(3), i32([0, 8]))
-    slots = pp.slot_mapping(table, i32(1, 3, 0), i32(3, 0, 0))
+    slots = pp.slot_mapping(table, i32(1, 2, 3, 0), i32(3, 1, 0, 0))
     released = pp.release(table, i32(0))
     oks = (ok, one_ok, fork_ok, truncate_ok, retain_ok, attach_ok)
     return (table, released), (fork_copies, copies), oks, slots

@@ -6,7 +6,8 @@ from __future__ import annotations
 class AllocatorOracle:
     """Rows are lists of tokens and of page names; a page name is never used twice.
 
-    Names are 1, 2, ...; as an argument, 0 is a free page and None is padding.
+    Names are 1, 2, ...; as an argument, 0 is a free page and None is padding. In a row, None is a
+    page that `free_before` dropped.
     """
 
     def __init__(self, *, num_pages: int, page_size: int, max_seqs: int, pages_per_seq: int):
@@ -14,7 +15,7 @@ class AllocatorOracle:
         self.capacity = pages_per_seq * page_size
         self.num_free = num_pages
         self.tokens: list[list[int]] = [[] for _ in range(max_seqs)]
-        self.pages: list[list[int]] = [[] for _ in range(max_seqs)]
+        self.pages: list[list[int | None]] = [[] for _ in range(max_seqs)]
         self.refs: dict[int, int] = {}
         self.retained: list[int] = []
         self.full_pages: dict[int, list[int]] = {}  # a page's tokens when it was last full
@@ -41,7 +42,8 @@ class AllocatorOracle:
                 for block in range(length // self.page_size):
                     start = block * self.page_size
                     content = self.tokens[row][start : start + self.page_size]
-                    self.full_pages[self.pages[row][block]] = content
+                    if (page := self.pages[row][block]) is not None:
+                        self.full_pages[page] = content
         return ok
 
     def free(self, rows: list[bool]) -> None:
@@ -50,6 +52,13 @@ class AllocatorOracle:
                 for page in self.pages[row]:
                     self._drop(page)
                 self.pages[row], self.tokens[row] = [], []
+
+    def free_before(self, positions: list[int], max_pages: int | None) -> None:
+        for pages, tokens, position in zip(self.pages, self.tokens, positions, strict=True):
+            end = max(min(position, len(tokens)), 0) // self.page_size
+            for block in [b for b in range(end) if pages[b] is not None][:max_pages]:
+                self._drop(pages[block])
+                pages[block] = None
 
     def fork(self, src: list[int], dst: list[int]) -> list[bool]:
         max_seqs = len(self.tokens)
@@ -72,7 +81,8 @@ class AllocatorOracle:
             if ok[-1]:
                 full = pages[s][: len(tokens[s]) // self.page_size]
                 for page in full:
-                    self.refs[page] += 1
+                    if page is not None:
+                        self.refs[page] += 1
                 self.pages[d] = full + [self._take() for _ in range(need)]
                 self.tokens[d] = list(tokens[s])
         return ok
@@ -83,7 +93,9 @@ class AllocatorOracle:
         before = dict(self.refs)
         dropped = []
         for row, length in enumerate(new_lens):
-            if not 0 <= length <= len(self.tokens[row]):
+            held = len(self.tokens[row])
+            kept = self.pages[row][: -(-length // self.page_size)] if 0 <= length < held else []
+            if not 0 <= length <= held or (kept and kept[-1] is None):
                 ok.append(False)
                 continue
             num_full, tail = divmod(length, self.page_size)
@@ -146,7 +158,9 @@ class AllocatorOracle:
         self.refs[self.num_named] = 1
         return self.num_named
 
-    def _drop(self, page: int) -> None:
+    def _drop(self, page: int | None) -> None:
+        if page is None:
+            return
         self.refs[page] -= 1
         if self.refs[page] == 0:
             del self.refs[page]

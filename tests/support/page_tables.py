@@ -10,6 +10,7 @@ import pallas_paged as pp
 INT32_MAX, INT32_MIN = 2**31 - 1, -(2**31)
 extend = jax.jit(pp.extend, static_argnames="max_new_tokens")
 free, fork, truncate = jax.jit(pp.free), jax.jit(pp.fork), jax.jit(pp.truncate)
+free_before = jax.jit(pp.free_before, static_argnames="max_pages")
 retain, release, attach = jax.jit(pp.retain), jax.jit(pp.release), jax.jit(pp.attach)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from models.tokenizer import StreamDecoder, Tokenizer
+from models.tokenizer import Tokenizer
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream:
@@ -52,3 +54,67 @@ class TextStream:
     def _tell(self, end: int) -> str:
         piece, self._told = self.text[self._told : end], end
         return piece
+
+
+class StreamDecoder:
+    """Decodes a stream of tokens; a character is held back until all of its bytes are there.
+
+    The pieces returned by `push` and `finish`, joined, are the text of all the tokens.
+    """
+
+    # A character has at most 4 bytes, so the last 3 replacement characters may yet change.
+    _MAX_HELD = 3
+    # Tokens with no clean point in sight after which all but the newest half are forgotten, and
+    # those that have no text. That half is more than a character's bytes.
+    _MAX_WINDOW = 16
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
+        """Start after the whole text of a prompt, which is not returned."""
+        self._tokenizer = tokenizer
+        # Tokens since the last but one clean point: the earlier part is context, because what a
+        # token decodes to (a leading space, say) depends on whether it comes first.
+        self._window = list(prompt)
+        self._context = len(self._window)  # tokens of the window before the last clean point
+        # Characters of the window's text already returned.
+        self._emitted = len(tokenizer.decode(self._window))
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Take the next tokens and return the text that has become certain."""
+        return "".join(self._push(token) for token in ids)
+
+    def finish(self) -> str:
+        """Return what was held back; the decoder is empty afterwards."""
+        held = self._tokenizer.decode(self._window)[self._emitted :]
+        self._window, self._context, self._emitted = [], 0, 0
+        return held
+
+    def _push(self, token: int) -> str:
+        self._window.append(token)
+        text = self._tokenizer.decode(self._window)
+        if text.endswith(_REPLACEMENT):
+            if len(self._window) - self._context <= self._MAX_HELD:
+                return ""
+            certain = max(len(text.rstrip(_REPLACEMENT)), len(text) - self._MAX_HELD)
+            piece = text[self._emitted : certain]
+            self._emitted = max(self._emitted, certain)
+            self._forget(text)
+            return piece
+        piece = text[self._emitted :]
+        if piece:
+            self._window = self._window[self._context :]
+            self._context = len(self._window)
+            self._emitted = len(self._tokenizer.decode(self._window))
+        else:
+            self._forget(text)
+        return piece
+
+    def _forget(self, text: str) -> None:
+        """Shortens a long window between its context and its end, if nothing held back changes."""
+        context, new = self._window[: self._context], self._window[self._context :]
+        if len(new) < self._MAX_WINDOW:
+            return
+        spelled = [token for token in new if self._tokenizer.decode([token])]
+        window = context + spelled[-self._MAX_WINDOW // 2 :]
+        held, shorter = text[self._emitted :], self._tokenizer.decode(window)
+        if shorter.endswith(held):
+            self._window, self._emitted = window, len(shorter) - len(held)

@@ -1,0 +1,147 @@
+"""Finished completions as padded arrays, for the loss of a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from pallas_paged.checks import check_integer
+from pallas_paged.engine.outputs import CompletionOutput, FinishReason, RequestOutput
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Rollouts:
+    """B completions with their prompts, a pytree of NumPy arrays.
+
+    `concatenate([prompt_token_ids, token_ids], axis=1)` has each completion directly after its
+    prompt.
+
+    Attributes:
+        prompt_token_ids: `i32[B, P]`, padded on the left.
+        prompt_lens: `i32[B]` tokens of each prompt.
+        token_ids: `i32[B, T]`, padded on the right.
+        lens: `i32[B]` tokens of each completion.
+        logprobs: `f32[B, T]` log-probability of each token, 0 in the padding; None if the
+            requests did not ask for them.
+        finish_reasons: `i32[B]`, values of `FinishReason`.
+        request_index: `i32[B]`, which of the outputs each completion is from.
+    """
+
+    prompt_token_ids: np.ndarray
+    prompt_lens: np.ndarray
+    token_ids: np.ndarray
+    lens: np.ndarray
+    logprobs: np.ndarray | None
+    finish_reasons: np.ndarray
+    request_index: np.ndarray
+
+    @property
+    def prompt_mask(self) -> np.ndarray:
+        """`bool[B, P]`: where `prompt_token_ids` has tokens of the prompt."""
+        size = self.prompt_token_ids.shape[1]
+        return np.arange(size, dtype=np.int32)[None] >= size - self.prompt_lens[:, None]
+
+    @property
+    def mask(self) -> np.ndarray:
+        """`bool[B, T]`: where `token_ids` has tokens of the completion."""
+        size = self.token_ids.shape[1]
+        return np.arange(size, dtype=np.int32)[None] < self.lens[:, None]
+
+    @classmethod
+    def from_outputs(
+        cls,
+        outputs: Sequence[RequestOutput],
+        *,
+        pad_token_id: int = 0,
+        max_prompt_len: int | None = None,
+        max_tokens: int | None = None,
+    ) -> Rollouts:
+        """Collect the completions of all outputs, in order.
+
+        Args:
+            outputs: whole outputs, as `Engine.generate` returns them.
+            pad_token_id: fills the padding.
+            max_prompt_len: P; None takes the longest prompt.
+            max_tokens: T; None takes the longest completion. Set both for equal shapes, and so a
+                single compilation, in all rounds.
+
+        Raises:
+            ValueError: a completion has not finished, a prompt or a completion is too long, or
+                only some completions have log-probabilities.
+        """
+        check_integer("pad_token_id", pad_token_id, -(2**31))
+        rows = [
+            (index, output.prompt_token_ids, completion)
+            for index, output in enumerate(outputs)
+            for completion in output.outputs
+        ]
+        completions = [completion for _, _, completion in rows]
+        for index, _, completion in rows:
+            if completion.finish_reason is None:
+                request_id = outputs[index].request_id
+                raise ValueError(
+                    f"completion {completion.index} of request {request_id!r} has not finished"
+                )
+        prompts = [prompt for _, prompt, _ in rows]
+        prompt_lens = _lens("max_prompt_len", prompts, max_prompt_len)
+        prompt_token_ids = _padded(prompts, max_prompt_len, pad_token_id, np.int32, left=True)
+        tokens = [completion.token_ids for completion in completions]
+        lens = _lens("max_tokens", tokens, max_tokens)
+        logprobs = _logprobs(completions)
+        reasons = [FinishReason[str(one.finish_reason).upper()] for one in completions]
+        return cls(
+            prompt_token_ids=prompt_token_ids,
+            prompt_lens=prompt_lens,
+            token_ids=_padded(tokens, max_tokens, pad_token_id, np.int32),
+            lens=lens,
+            logprobs=None if logprobs is None else _padded(logprobs, max_tokens, 0, np.float32),
+            finish_reasons=np.array(reasons, np.int32),
+            request_index=np.array([index for index, _, _ in rows], np.int32),
+        )
+
+
+def _lens(name: str, rows: Sequence[Sequence[int]], size: int | None) -> np.ndarray:
+    """Return the lengths `i32[B]` of rows that must fit in `size`."""
+    lens = np.array([len(row) for row in rows], np.int32)
+    if size is not None:
+        check_integer(name, size, 0)
+        if max(lens, default=0) > size:
+            raise ValueError(f"{name}={size} must be at least {max(lens)}, the longest length")
+    return lens
+
+
+def _padded(
+    rows: Sequence[Sequence[float]],
+    size: int | None,
+    pad: float,
+    dtype: type[np.generic],
+    *,
+    left: bool = False,
+) -> np.ndarray:
+    """Return rows as an array `[B, size]`; None takes the longest row."""
+    size = max(map(len, rows), default=0) if size is None else size
+    array = np.full((len(rows), size), pad, dtype)
+    for padded, row in zip(array, rows, strict=True):
+        padded[size - len(row) if left else 0 :][: len(row)] = row
+    return array
+
+
+def _logprobs(completions: Sequence[CompletionOutput]) -> list[list[float]] | None:
+    """Return the log-probabilities of all tokens, or None if no completion has any."""
+    missing = [completion.logprobs is None for completion in completions]
+    if all(missing):
+        return None
+    if any(missing):
+        raise ValueError("logprobs must be in all completions or in none")
+    return [
+        [
+            entry[token_id].logprob
+            for token_id, entry in zip(one.token_ids, one.logprobs, strict=True)
+        ]
+        for one in completions
+        if one.logprobs is not None
+    ]

@@ -1,0 +1,111 @@
+"""Rollouts: completions of several requests as padded arrays."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_paged.engine.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+from pallas_paged.engine.rollouts import Rollouts
+
+
+def request_output(prompt, *completions):
+    return RequestOutput(
+        request_id="a",
+        prompt=None,
+        prompt_token_ids=prompt,
+        prompt_logprobs=None,
+        outputs=[*completions],
+        finished=True,
+        num_cached_tokens=0,
+        seed=0,
+    )
+
+
+def completion(token_ids, reason="stop", *, logprobs=True):
+    """A completion whose log-probabilities are -token / 10; an alternative comes second."""
+    entries = [{t: Logprob(-t / 10, 2), 99: Logprob(0.0, 1)} for t in token_ids]
+    return CompletionOutput(
+        index=0,
+        token_ids=token_ids,
+        finish_reason=reason,
+        logprobs=entries if logprobs else None,
+    )
+
+
+OUTPUTS = [
+    request_output([1, 2, 3], completion([4, 5], "length"), completion([6])),
+    request_output([7], completion([], "abort"), completion([8, 9, 10], "error")),
+]
+
+
+def test_prompts_are_padded_left_and_completions_right():
+    rollouts = Rollouts.from_outputs(OUTPUTS, pad_token_id=-1)
+    assert rollouts.prompt_token_ids.tolist() == [[1, 2, 3], [1, 2, 3], [-1, -1, 7], [-1, -1, 7]]
+    assert rollouts.token_ids.tolist() == [[4, 5, -1], [6, -1, -1], [-1, -1, -1], [8, 9, 10]]
+    assert rollouts.prompt_lens.tolist() == [3, 3, 1, 1]
+    assert rollouts.lens.tolist() == [2, 1, 0, 3]
+    assert rollouts.request_index.tolist() == [0, 0, 1, 1]
+    reasons = [FinishReason.LENGTH, FinishReason.STOP, FinishReason.ABORT, FinishReason.ERROR]
+    assert rollouts.finish_reasons.tolist() == reasons
+    wanted = [[-0.4, -0.5, 0], [-0.6, 0, 0], [0, 0, 0], [-0.8, -0.9, -1]]
+    np.testing.assert_allclose(rollouts.logprobs, wanted, rtol=1e-6)
+    assert {x.dtype.name for x in jax.tree.leaves(rollouts)} == {"int32", "float32"}
+    np.testing.assert_array_equal(rollouts.mask, rollouts.token_ids != -1)
+    np.testing.assert_array_equal(rollouts.prompt_mask, rollouts.prompt_token_ids != -1)
+
+
+def test_sizes_may_be_given():
+    rollouts = Rollouts.from_outputs(OUTPUTS, max_prompt_len=4, max_tokens=5)
+    assert rollouts.prompt_token_ids[3].tolist() == [0, 0, 0, 7]
+    assert rollouts.token_ids[3].tolist() == [8, 9, 10, 0, 0]
+    assert rollouts.logprobs.shape == rollouts.mask.shape == (4, 5)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"max_prompt_len": 3, "max_tokens": 2}])
+@pytest.mark.parametrize("outputs", [[], [request_output([1])]])
+def test_outputs_without_completions_give_empty_arrays(outputs, sizes):
+    rollouts = Rollouts.from_outputs(outputs, **sizes)
+    assert rollouts.mask.shape == (0, sizes.get("max_tokens", 0))
+    assert rollouts.prompt_token_ids.shape == (0, sizes.get("max_prompt_len", 0))
+    assert rollouts.finish_reasons.shape == rollouts.request_index.shape == (0,)
+
+
+def test_rollouts_are_a_pytree_with_or_without_logprobs():
+    for logprobs in (True, False):
+        outputs = [request_output([1], completion([2, 3], logprobs=logprobs))]
+        rollouts = Rollouts.from_outputs(outputs, max_tokens=3)
+        assert (rollouts.logprobs is not None) == logprobs
+        assert len(jax.tree.leaves(rollouts)) == 6 + logprobs
+
+        @jax.jit
+        def count(rollouts):
+            return rollouts.mask.sum(), rollouts.prompt_mask.sum()
+
+        with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+            assert count(rollouts) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "sizes", "message"),
+    [
+        (OUTPUTS, {"max_prompt_len": 2}, "max_prompt_len=2 must be at least 3"),
+        (OUTPUTS, {"max_tokens": 2}, "max_tokens=2 must be at least 3"),
+        (OUTPUTS, {"max_tokens": -1}, "max_tokens=-1 must be an integer"),
+        (OUTPUTS, {"pad_token_id": 1.5}, "pad_token_id=1.5 must be an integer"),
+        (
+            [request_output([1], completion([2], None))],
+            {},
+            "completion 0 of request 'a' has not finished",
+        ),
+        (
+            [request_output([1], completion([2]), completion([3], logprobs=False))],
+            {},
+            "logprobs must be in all completions or in none",
+        ),
+    ],
+)
+def test_outputs_that_do_not_fit_are_refused(outputs, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        Rollouts.from_outputs(outputs, **sizes)

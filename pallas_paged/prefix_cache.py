@@ -46,6 +46,10 @@ class PrefixLease:
     _entries: list[_Entry] = field(repr=False)
 
 
+# The key of a full page of a sequence, which is its hash, and the page's tokens.
+Block = tuple[int, tuple[int, ...]]
+
+
 def chained_hash(parent: int, tokens: tuple[int, ...]) -> int:
     """Return the hash of a page's tokens after a prefix with the hash `parent`."""
     return hash((parent, tokens))
@@ -58,9 +62,15 @@ class PrefixCache:
     So a collision costs a hit and never gives wrong K/V, and the hash needs no salt against prompts
     that are made to collide.
 
+    `lookup` and `insert` hash the pages of a sequence in every call, unless the caller keeps a list
+    of `blocks` with the sequence, empty at first, and passes it each time. The cache extends it in
+    place. A sequence that begins with the same tokens may start with a copy.
+
     Attributes:
         num_query_tokens: tokens of the prompts of all `lookup` calls.
         num_hit_tokens: tokens of those that were cached.
+        num_inserted_pages: pages that `insert` has added. While it stays the same, a `lookup` that
+            is repeated finds no more than before.
     """
 
     def __init__(
@@ -82,6 +92,7 @@ class PrefixCache:
         validate_positive(page_size=page_size)
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
+        self.num_inserted_pages = 0
         self._page_size = int(page_size)
         self._hash_page = hash_page
         self._root = _Entry(key=0, parent=None, tokens=(), page=-1)
@@ -105,17 +116,35 @@ class PrefixCache:
         """Number of cached pages that no lease holds."""
         return len(self._unused)
 
-    def lookup(self, tokens: Sequence[int]) -> PrefixLease:
+    def lookup(
+        self,
+        tokens: Sequence[int],
+        blocks: list[Block] | None = None,
+        *,
+        max_tokens: int | None = None,
+    ) -> PrefixLease:
         """Find the longest cached prefix of full pages, and hold it until the lease is released.
 
         At least the last token is left out, so that there is a query to compute: of a prompt that
         is cached as a whole, the page with the last token is not used.
+
+        Args:
+            tokens: the sequence.
+            blocks: of the sequence, from earlier calls.
+            max_tokens: the most tokens to find; None for all but the last.
+
+        Raises:
+            ValueError: `max_tokens` is negative.
         """
+        if max_tokens is not None and max_tokens < 0:
+            raise ValueError(f"{max_tokens=} must not be negative")
+        limit = len(tokens) - 1
+        limit = limit if max_tokens is None else min(limit, max_tokens)
         entries: list[_Entry] = []
         parent = self._root
-        for block in range((len(tokens) - 1) // self._page_size):
-            content = self._content(tokens, block)
-            entry = self._by_key.get(self._hash_page(parent.key, content))
+        for block in range(limit // self._page_size):
+            key, content = self._block(tokens, block, parent, blocks)
+            entry = self._by_key.get(key)
             if entry is None or not _follows(entry, parent, content):
                 break
             entries.append(entry)
@@ -129,7 +158,13 @@ class PrefixCache:
         self._hold(lease, entries)
         return lease
 
-    def insert(self, lease: PrefixLease, tokens: Sequence[int], pages: Sequence[int]) -> list[int]:
+    def insert(
+        self,
+        lease: PrefixLease,
+        tokens: Sequence[int],
+        pages: Sequence[int],
+        blocks: list[Block] | None = None,
+    ) -> list[int]:
         """Cache a sequence's full pages beyond those that its lease holds, and hold them too.
 
         Where a page with the same prefix is cached already, that one stays and is held, and the
@@ -140,7 +175,8 @@ class PrefixCache:
             lease: of the sequence, not yet released.
             tokens: the sequence from its start, at least the tokens that the lease holds.
             pages: `pages[i]` holds the K/V of `tokens[i * page_size : (i + 1) * page_size]`; a
-                partial last page is allowed and not added.
+                partial last page is allowed and not added. Pages that the lease holds are not read.
+            blocks: of the sequence, from earlier calls.
 
         Returns:
             The pages that are new in the cache: `retain` them before the row is freed.
@@ -163,12 +199,13 @@ class PrefixCache:
                 f"tokens must go on from those of the lease: page {first - 1} of the sequence has "
                 f"{self._content(tokens, first - 1)}, the lease {parent.tokens}"
             )
+        if blocks is not None:
+            blocks += [(entry.key, entry.tokens) for entry in lease._entries[len(blocks) :]]
         held: list[_Entry] = []
         new_by_key: dict[int, _Entry] = {}
         new_by_page: dict[int, _Entry] = {}
         for block in range(first, min(len(pages), len(tokens) // self._page_size)):
-            content = self._content(tokens, block)
-            key = self._hash_page(parent.key, content)
+            key, content = self._block(tokens, block, parent, blocks)
             entry = self._by_key.get(key) or new_by_key.get(key)
             if entry is None:
                 page = int(pages[block])
@@ -182,6 +219,7 @@ class PrefixCache:
             parent = entry
         self._by_key |= new_by_key
         self._by_page |= new_by_page
+        self.num_inserted_pages += len(new_by_page)
         self._hold(lease, held)
         return list(new_by_page)
 
@@ -223,6 +261,18 @@ class PrefixCache:
 
     def _content(self, tokens: Sequence[int], block: int) -> tuple[int, ...]:
         return tuple(tokens[block * self._page_size : (block + 1) * self._page_size])
+
+    def _block(
+        self, tokens: Sequence[int], block: int, parent: _Entry, blocks: list[Block] | None
+    ) -> Block:
+        """Return the key and the tokens of a full page that follows `parent`."""
+        if blocks is not None and block < len(blocks):
+            return blocks[block]
+        content = self._content(tokens, block)
+        new = self._hash_page(parent.key, content), content
+        if blocks is not None:
+            blocks.append(new)
+        return new
 
     def _hold(self, lease: PrefixLease, entries: list[_Entry]) -> None:
         for entry in entries:

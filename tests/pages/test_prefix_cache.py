@@ -152,6 +152,66 @@ def test_each_page_is_hashed_once():
     assert len(calls) == 102 + 52
 
 
+def test_pages_in_blocks_are_not_hashed_again():
+    calls = []
+
+    def counted(parent, tokens):
+        calls.append(tokens)
+        return hash((parent, tokens))
+
+    cache, blocks = pp.PrefixCache(page_size=4, hash_page=counted), []
+    tokens = list(range(40))
+    lease = cache.lookup(tokens, blocks)
+    assert len(blocks) == 1, "the lookup ends at the first missing page"
+    cache.insert(lease, tokens, range(10), blocks)
+    assert (
+        [content for _, content in blocks]
+        == calls
+        == [tuple(tokens[i : i + 4]) for i in range(0, 40, 4)]
+    )
+    cache.release(lease)
+    fork = list(blocks)
+    assert cache.lookup([*tokens, 1], blocks).pages == tuple(range(10))
+    assert len(calls) == 10
+    assert cache.lookup([*tokens, *[2] * 5], fork).num_tokens == 40
+    assert (len(calls), len(blocks), len(fork)) == (11, 10, 11)
+
+
+def test_insert_fills_blocks_with_the_pages_of_the_lease():
+    cache, blocks = filled(), []
+    lease = cache.lookup(list(range(9)))
+    assert cache.insert(lease, list(range(16)), range(4), blocks) == [3]
+    assert cache.lookup(list(range(17)), blocks).num_tokens == 16
+    assert [content[0] for _, content in blocks] == [0, 4, 8, 12]
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "num_pages"), [(0, 0), (3, 0), (4, 1), (11, 2), (12, 2), (99, 2), (None, 2)]
+)
+def test_lookup_of_at_most_max_tokens(max_tokens, num_pages):
+    cache = filled()
+    assert cache.lookup(list(range(12)), max_tokens=max_tokens).num_tokens == 4 * num_pages
+    assert cache.num_hit_tokens == 4 * num_pages
+
+
+def test_lookup_refuses_negative_max_tokens():
+    cache = filled()
+    with pytest.raises(ValueError, match="max_tokens=-1 must not be negative"):
+        cache.lookup([1, 2], max_tokens=-1)
+    assert cache.num_query_tokens == 12
+
+
+def test_inserted_pages_are_counted():
+    cache = filled()
+    assert cache.num_inserted_pages == 3
+    lease, _ = add(cache, list(range(12)), 20)
+    assert cache.num_inserted_pages == 3, "they are cached already"
+    cache.insert(lease, list(range(20)), [*range(3), 8, 9])
+    cache.release(lease)
+    cache.clear()
+    assert cache.num_inserted_pages == 5
+
+
 def test_a_page_with_a_colliding_hash_is_never_used():
     cache = pp.PrefixCache(page_size=4, hash_page=always_collide)
     _, new = add(cache, list(range(12)), 0)
@@ -236,6 +296,7 @@ tokens_of = st.lists(st.integers(0, 1), max_size=9)
 steps = st.one_of(
     st.tuples(st.just("start"), tokens_of),
     st.tuples(st.just("insert"), st.integers(0, 4), tokens_of),
+    st.tuples(st.just("restart"), st.integers(0, 4)),
     st.tuples(st.just("end"), st.integers(0, 4)),
     st.tuples(st.just("evict"), st.integers(0, 4)),
 )
@@ -244,37 +305,48 @@ steps = st.one_of(
 class Simulation:
     """A cache, the oracle, and sequences that take the lowest free page."""
 
-    def __init__(self, page_size, hash_page):
+    def __init__(self, page_size, hash_page, keeps_blocks):
         self.cache = pp.PrefixCache(page_size=page_size, hash_page=hash_page)
         self.oracle = PrefixOracle(page_size=page_size, hash_page=hash_page)
-        self.sequences = []  # (lease, the oracle's, tokens, pages)
-        self.num_query_tokens = self.num_hit_tokens = 0
+        self.keeps_blocks = keeps_blocks
+        self.sequences = []  # (lease, the oracle's, tokens, pages, blocks)
+        self.num_query_tokens = self.num_hit_tokens = self.num_inserted_pages = 0
 
-    def start(self, tokens):
-        lease, expected = self.cache.lookup(tokens), self.oracle.lookup(tokens)
+    def start(self, tokens, blocks=None):
+        if self.keeps_blocks:
+            blocks = [] if blocks is None else blocks
+        lease, expected = self.cache.lookup(tokens, blocks), self.oracle.lookup(tokens)
         pages = [self.oracle.pages[prefix] for prefix in expected]
         assert lease.pages == tuple(pages)
         assert lease.num_tokens == len(pages) * self.oracle.page_size
         assert lease.num_tokens < max(len(tokens), 1)
         self.num_query_tokens += len(tokens)
         self.num_hit_tokens += lease.num_tokens
-        self.sequences.append((lease, expected, list(tokens), pages))
+        self.sequences.append((lease, expected, list(tokens), pages, blocks))
         self.insert(-1, [])
 
     def insert(self, index, new_tokens):
         if self.sequences:
-            lease, expected, tokens, pages = self.sequences[index % len(self.sequences)]
+            lease, expected, tokens, pages, blocks = self.sequences[index % len(self.sequences)]
             tokens += new_tokens
             while len(pages) * self.oracle.page_size < len(tokens):
                 taken = {page for sequence in self.sequences for page in sequence[3]}
                 taken.update(self.oracle.pages.values())
                 pages.append(min(set(range(len(taken) + 1)) - taken))
-            new = self.cache.insert(lease, tokens, pages)
+            new = self.cache.insert(lease, tokens, pages, blocks)
             assert new == self.oracle.insert(expected, tokens, pages)
+            self.num_inserted_pages += len(new)
+
+    def restart(self, index):
+        """Ends a sequence and starts it again, as after preemption."""
+        if self.sequences:
+            _, _, tokens, _, blocks = self.sequences[index % len(self.sequences)]
+            self.end(index)
+            self.start(tokens, blocks)
 
     def end(self, index):
         if self.sequences:
-            lease, expected, _, _ = self.sequences.pop(index % len(self.sequences))
+            lease, expected, *_ = self.sequences.pop(index % len(self.sequences))
             self.cache.release(lease)
             self.oracle.release(expected)
 
@@ -287,14 +359,15 @@ class Simulation:
         assert self.cache.num_evictable == len(self.oracle.evictable())
         assert self.cache.num_query_tokens == self.num_query_tokens
         assert self.cache.num_hit_tokens == self.num_hit_tokens
+        assert self.cache.num_inserted_pages == self.num_inserted_pages
 
 
 @pytest.mark.parametrize("hash_page", [pp.prefix_cache.chained_hash, often_collide, always_collide])
 @pytest.mark.parametrize("page_size", [1, 3])
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(trace=st.lists(steps, min_size=5, max_size=40))
-def test_random_traces_agree_with_the_oracle(page_size, hash_page, trace):
-    simulation = Simulation(page_size, hash_page)
+@given(trace=st.lists(steps, min_size=5, max_size=40), keeps_blocks=st.booleans())
+def test_random_traces_agree_with_the_oracle(page_size, hash_page, trace, keeps_blocks):
+    simulation = Simulation(page_size, hash_page, keeps_blocks)
     for name, *arguments in trace:
         getattr(simulation, name)(*arguments)
         simulation.compare()

@@ -39,11 +39,11 @@ class CompletionOutput:
 
     Attributes:
         index: of the completion within its request.
-        text: of the tokens, up to a stop text; the possible beginning of a stop text is held back
-            while the completion runs. Empty without a tokenizer.
-        token_ids: without the stop token, up to the token that completed a stop text.
-        cumulative_logprob: sum over the tokens and the stop token; None if the request does not
-            need log-probabilities.
+        text: of the tokens, up to a stop token or stop text; the possible beginning of a stop text
+            is held back while the completion runs. Empty without a tokenizer.
+        token_ids: with the stop token that ended it, or up to the token that completed a stop text.
+        cumulative_logprob: sum over the tokens; None if the request does not need
+            log-probabilities.
         logprobs: for each token, the sampled token's first, then the most probable; None if the
             request does not ask for them.
         finish_reason: None while the completion runs.

@@ -26,7 +26,7 @@ class SamplingMetadata:
     """Sampling parameters of S rows, which `SamplingParams` has checked.
 
     Attributes:
-        seeds: `u32[3, S]`, seed, `hash_prompt` of the prompt and index of the sample.
+        seeds: `u32[S, 3]`, seed, `hash_prompt` of the prompt and index of the sample.
         temperature: `f32[S]`, 0 = greedy, which ignores the filters.
         top_k: `i32[S]`, 0 = off.
         top_p: `f32[S]`, 1 = off.
@@ -255,7 +255,7 @@ def sample(
     scaled = logits - jnp.max(logits, axis=-1, keepdims=True)
     scaled = scaled / jnp.maximum(temperature, 1e-30)
     kept = _filter(scaled, metadata) if mode.filters else scaled
-    keys = jax.vmap(_key, in_axes=(1, 0))(jnp.asarray(metadata.seeds), lens)
+    keys = jax.vmap(_key)(jnp.asarray(metadata.seeds), lens)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,)))(keys)  # [S, V]
     return _argmax(jnp.where(temperature > 0, kept + noise, logits))
 

@@ -44,7 +44,9 @@ def _strict():
 def metadata(num_rows, **values):
     """Rows with temperature 1 and these values, the samples 0, 1, ... of one prompt."""
     defaults = dict(
-        seeds=np.stack([np.full(num_rows, 7), np.full(num_rows, 99), np.arange(num_rows)]),
+        seeds=np.stack(
+            [np.full(num_rows, 7), np.full(num_rows, 99), np.arange(num_rows)], axis=1
+        ),
         temperature=1.0,
         top_k=0,
         top_p=1.0,
@@ -72,7 +74,7 @@ def take_rows(rows, tree):
     """Rows of a metadata or of counts."""
     taken = jax.tree.map(lambda x: x[rows], tree)
     if isinstance(tree, SamplingMetadata):
-        taken = replace(taken, seeds=tree.seeds[:, rows])
+        taken = replace(taken, seeds=tree.seeds[rows])
     return taken
 
 
@@ -162,13 +164,13 @@ def test_filters_that_are_off_change_nothing():
 
 def test_a_draw_takes_the_largest_logit_plus_noise_of_its_key():
     """The key is made of the seed, the prompt, the index of the sample and the row's length."""
-    seeds = np.array([[3, 3, 3, 4, 3], [1, 1, 2, 1, 1], [0, 1, 0, 0, 0]], np.uint32)
+    seeds = np.array([[3, 1, 0], [3, 1, 1], [3, 2, 0], [4, 1, 0], [3, 1, 0]], np.uint32)
     lens = np.array([5, 5, 5, 5, 6], np.int32)
     temperature = 3.0
     noise = []
     for row in range(5):
-        key = jax.random.key(seeds[0, row])
-        for data in (seeds[1, row], seeds[2, row], lens[row]):
+        key = jax.random.key(seeds[row, 0])
+        for data in (seeds[row, 1], seeds[row, 2], lens[row]):
             key = jax.random.fold_in(key, data)
         noise.append(jax.random.gumbel(key, (VOCAB,)))
     assert len({tuple(row.tolist()) for row in noise}) == 5

@@ -1,0 +1,30 @@
+"""Continuous batching for any JAX model, over a paged KV cache."""
+
+from pallas_paged.engine.config import EngineConfig
+from pallas_paged.engine.engine import Engine, EngineDeadError
+from pallas_paged.engine.kv_cache import KVCacheSpec
+from pallas_paged.engine.model import Attend, Model
+from pallas_paged.engine.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+from pallas_paged.engine.request import Request
+from pallas_paged.engine.rollouts import Rollouts
+from pallas_paged.engine.sampling_params import SamplingParams
+from pallas_paged.engine.stats import EngineStats
+from pallas_paged.engine.tokenizer import Tokenizer
+
+__all__ = [
+    "Attend",
+    "CompletionOutput",
+    "Engine",
+    "EngineConfig",
+    "EngineDeadError",
+    "EngineStats",
+    "FinishReason",
+    "KVCacheSpec",
+    "Logprob",
+    "Model",
+    "Request",
+    "RequestOutput",
+    "Rollouts",
+    "SamplingParams",
+    "Tokenizer",
+]

@@ -1,0 +1,67 @@
+"""Sizes of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pallas_paged.checks import check_integer, check_number
+from pallas_paged.engine.kv_cache import KV_CACHE_DTYPES
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Sizes of an engine; names as in vLLM where it has them.
+
+    Attributes:
+        num_pages: pages of the pool. None: what `memory_fraction` of the free device memory holds,
+            and no more than `max_num_seqs` sequences of full length need.
+        memory_fraction: above 0 and at most 1.
+        page_size: tokens of a page, a power of two from 1 to 256.
+        max_num_seqs: sequences that run at a time.
+        max_num_batched_tokens: tokens of a step, more than `max_num_seqs`: one for each sequence
+            that decodes, the rest for chunks of prompts.
+        max_model_len: most tokens of a sequence, prompt included. None: what the model is made for,
+            if the pool holds it.
+        num_scheduler_steps: most decode steps that one call runs on the device, where a batch only
+            decodes. A call takes about 10 ms at most, so that new requests do not wait.
+        watermark: share of the pool that must be left over when a sequence starts beside others.
+        enable_prefix_caching: whether requests reuse the pages of earlier ones with equal prefixes.
+        kv_cache_dtype: "int8", "fp8", or None for the dtype of the model.
+        implementation: of the attention, as in `paged_attention`.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    num_pages: int | None = None
+    memory_fraction: float = 0.8
+    page_size: int = 16
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    num_scheduler_steps: int = 32
+    watermark: float = 0.03
+    enable_prefix_caching: bool = True
+    kv_cache_dtype: str | None = None
+    implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "max_num_seqs", "max_num_batched_tokens", "num_scheduler_steps"):
+            check_integer(name, getattr(self, name), 1)
+        for name in ("num_pages", "max_model_len"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), 1)
+        if self.max_num_batched_tokens <= self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} must be more than "
+                f"max_num_seqs={self.max_num_seqs}"
+            )
+        check_number("watermark", self.watermark)
+        check_number("memory_fraction", self.memory_fraction)
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark={self.watermark} must be at least 0 and below 1")
+        if not 0 < self.memory_fraction <= 1:
+            raise ValueError(f"memory_fraction={self.memory_fraction} must be above 0, at most 1")
+        if self.kv_cache_dtype is not None and self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            names = ", ".join(KV_CACHE_DTYPES)
+            raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r} must be one of {names}")

@@ -1,0 +1,89 @@
+"""What a model is to the engine: two functions of its weights, and the sizes of its cache."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+from jax.typing import ArrayLike
+
+from pallas_paged.engine.kv_cache import KVCacheSpec
+from pallas_paged.kv_pool import LayerKV
+
+
+class Attend(Protocol):
+    """Attention of one layer over the paged cache; the engine passes it to the model."""
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: LayerKV,
+        *,
+        sliding_window: int | None = None,
+        sm_scale: float | None = None,
+        soft_cap: float | None = None,
+        alibi_slopes: ArrayLike | None = None,
+        sinks: ArrayLike | None = None,
+    ) -> tuple[jax.Array, LayerKV]:
+        """Write the new K and V to their pages, then attend causally.
+
+        Args:
+            q: `[T, Hq, D]`, queries of the new tokens, with positions already applied.
+            k: `[T, Hkv, D]`, their keys.
+            v: `[T, Hkv, D]`, their values.
+            cache: pages of this layer.
+            sliding_window, sm_scale, soft_cap, alibi_slopes, sinks: as in `paged_attention`.
+
+        Returns:
+            The output `[T, Hq, D]`, and the layer with the new K and V.
+        """
+
+
+class Model(Protocol):
+    """A causal language model without its weights.
+
+    It must be hashable, and equal to a model that computes the same: engines with equal models
+    share compiled steps. Weights come with every call, so that new ones need no compilation.
+
+    Attributes:
+        vocab_size: number of token ids.
+        max_model_len: tokens of the longest sequence that the model is made for.
+        eos_token_ids: tokens that end a sequence.
+        kv_cache_spec: what the model stores for each token.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def kv_cache_spec(self) -> KVCacheSpec: ...
+    def __hash__(self) -> int: ...
+
+    def __call__(
+        self,
+        params: Any,
+        tokens: jax.Array,
+        positions: jax.Array,
+        attend: Attend,
+        cache: tuple[LayerKV, ...],
+    ) -> tuple[jax.Array, tuple[LayerKV, ...]]:
+        """Compute the hidden states of new tokens.
+
+        Args:
+            params: pytree of arrays.
+            tokens: `i32[T]`, new tokens of all sequences, one after another.
+            positions: `i32[T]`, place of each in its own sequence.
+            attend: attention of a layer, to be called once for each.
+            cache: one entry for each layer.
+
+        Returns:
+            Hidden states `[T, E]`, and the cache as `attend` returned it.
+        """
+
+    def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
+        """Map hidden states `[..., E]` to scores of the next token, `f32[..., vocab_size]`."""

@@ -1,0 +1,585 @@
+"""The model runner: dispatches scheduled calls to the device and reads back their tokens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_paged.checks import INT32_MAX
+from pallas_paged.engine.batch import Batch, BatchBuckets, ChunkTokens, pack
+from pallas_paged.engine.beam import Candidates
+from pallas_paged.engine.config import EngineConfig
+from pallas_paged.engine.kv_cache import create_pool, pool_dtype
+from pallas_paged.engine.model import Model
+from pallas_paged.engine.outputs import Logprob
+from pallas_paged.engine.sampler import (
+    Logprobs,
+    SamplingMetadata,
+    SamplingMode,
+    TokenCounts,
+    create_token_counts,
+    hash_prompt,
+    set_token_counts,
+)
+from pallas_paged.engine.sampling_params import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
+from pallas_paged.engine.scheduler import Attachment, Chunk, Decode, SchedulerOutput, TableUpdate
+from pallas_paged.engine.sequence import Sequence
+from pallas_paged.engine.step import (
+    NOT_SAMPLED,
+    EngineState,
+    SlotStates,
+    StepOutput,
+    TableArrays,
+    fork,
+    make_step,
+    set_slots,
+    update_table,
+)
+from pallas_paged.kv_pool import KVPool
+from pallas_paged.page_table import PageTable, create_page_table
+
+_MAX_PAGES = 1024  # pages that one update retains or releases
+_MAX_ATTACHMENTS = 16  # slots that one update fills
+_MAX_SET = 16  # slots that one call sets
+_COUNTED_TOKENS = 1024  # tokens that one call counts for penalties
+_COMPILE_THREADS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class InFlight:
+    """A call that is dispatched and not read.
+
+    Attributes:
+        scheduled: what it computes.
+        num_decodes: rows of the batch before those of the chunks.
+        output: what it returns, on the device or on its way to the host.
+    """
+
+    scheduled: SchedulerOutput
+    num_decodes: int
+    output: StepOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """Tokens that a call sampled for one sequence.
+
+    Attributes:
+        sequence: the sequence.
+        token_ids: the tokens, in order; -1 for bad logits.
+        ranked: for each, itself and the best ones with their log-probabilities; [] without any.
+        decode: what was scheduled; None for a chunk.
+    """
+
+    sequence: Sequence
+    token_ids: list[int]
+    ranked: list[Candidates]
+    decode: Decode | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerOutput:
+    """What a call has computed.
+
+    Attributes:
+        num_free: free pages after it.
+        sampled: sequences with their new tokens.
+        prompt_logprobs: chunks, with the log-probabilities of the tokens after each of theirs.
+    """
+
+    num_free: int
+    sampled: list[Sampled]
+    prompt_logprobs: list[tuple[Chunk, list[Candidates]]]
+
+
+class ModelRunner:
+    """Holds the state on the device; packs what is scheduled, unpacks what is computed.
+
+    Attributes:
+        buckets: shapes of the batches.
+        pool_shape: shapes and dtypes of the pool.
+    """
+
+    def __init__(
+        self, model: Model, params: Any, config: EngineConfig, *, num_pages: int, max_len: int
+    ):
+        """See `Engine`; num_pages and max_len are those that the config leaves open."""
+        self.buckets = BatchBuckets(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        self._model, self._config, self._num_pages = model, config, num_pages
+        self._dtype = pool_dtype(model.kv_cache_spec, config.kv_cache_dtype)
+        leaves, self._structure = jax.tree.flatten(params)
+        self._leaves = tuple(map(jnp.asarray, leaves))
+        self._step = make_step(model, self._structure, config.implementation)
+        num_slots = config.max_num_seqs
+        self._state = EngineState(
+            table=create_page_table(
+                num_pages=num_pages,
+                page_size=config.page_size,
+                max_seqs=num_slots,
+                pages_per_seq=-(-max_len // config.page_size),
+            ),
+            pool=self._create_pool(),
+            slots=jax.tree.map(jnp.asarray, self._slot_states(num_slots)),
+            sound=jnp.asarray(True),
+        )
+        self.pool_shape = jax.eval_shape(self._create_pool)
+        self._counts: TokenCounts | None = None
+        self._num_logprobs = min(MAX_LOGPROBS, model.vocab_size)
+        self._compiled: dict[tuple[int, int, int | None], set[SamplingMode]] = {}
+        if config.implementation is not None:
+            # Traces a step, so that one that can't do the model's attention fails now.
+            shape = self.buckets.all()[0]
+            batch = self._pack([], [], shape=shape, mode=SamplingMode(), num_steps=1)
+            jax.eval_shape(self._step, self._leaves, self._state, None, batch)
+
+    @property
+    def num_compiled(self) -> int:
+        """Number of steps compiled: shapes times sampling modes."""
+        return sum(map(len, self._compiled.values()))
+
+    @property
+    def table(self) -> PageTable:
+        """The page table after all dispatched calls; the next call takes its buffers."""
+        return self._state.table
+
+    def update_params(self, params: Any) -> None:
+        """Use other parameters from the next call on. Arrays on the device are not copied.
+
+        Raises:
+            ValueError: structure, shapes or dtypes differ; the message names the first leaf.
+        """
+        leaves, structure = jax.tree.flatten(params)
+        if structure != self._structure:  # type: ignore[operator]
+            raise ValueError(f"params have the structure {structure}, not {self._structure}")
+        paths = jax.tree_util.tree_flatten_with_path(params)[0]
+        for (path, new), old in zip(paths, self._leaves, strict=True):
+            if (np.shape(new), jnp.result_type(new)) != (old.shape, old.dtype):
+                raise ValueError(
+                    f"params{jax.tree_util.keystr(path)} is {jnp.result_type(new)}{np.shape(new)}, "
+                    f"but {old.dtype}{old.shape} was compiled"
+                )
+        self._leaves = tuple(map(jnp.asarray, leaves))
+
+    def sleep(self) -> None:
+        """Free the memory of the pool."""
+        for leaf in jax.tree.leaves((self._state.pool, self._counts)):
+            leaf.delete()
+        self._counts = None
+
+    def wake(self) -> None:
+        """Allocate the pool again."""
+        self._state = replace(self._state, pool=self._create_pool())
+
+    def warmup(
+        self,
+        modes: list[SamplingMode],
+        progress: Callable[[Iterable[Any], int], Iterable[Any]] = lambda steps, _: steps,
+    ) -> None:
+        """Compile the steps of every shape in these modes, in threads, and run each on nothing.
+
+        Args:
+            modes: what to compile.
+            progress: wraps the compiled steps, given their number, to show how far it has come.
+        """
+        steps = [(shape, mode) for shape in self.buckets.all() for mode in modes]
+        if any(mode.penalties for mode in modes):
+            self._make_counts()
+
+        def compile_step(step: tuple[tuple[int, int], SamplingMode]) -> None:
+            batch = self._pack([], [], shape=step[0], mode=step[1], num_steps=1)
+            counts = self._counts if step[1].penalties else None
+            self._step.lower(self._leaves, self._state, counts, batch).compile()  # type: ignore[attr-defined]
+
+        with ThreadPoolExecutor(min(_COMPILE_THREADS, os.cpu_count() or 1)) as pool:
+            for _ in progress(pool.map(compile_step, steps), len(steps)):
+                pass
+        # Twice: a CUDA graph is made by the second execution.
+        for shape, mode in steps * 2:
+            self._run([], [], mode, num_steps=1, shape=shape)
+        self._update(TableUpdate(), [])
+        self._fork([])
+        self._set([], [])
+        jax.block_until_ready(self._state)
+
+    def update_table(self, update: TableUpdate, attachments: list[Attachment]) -> None:
+        """Apply what the scheduler has decided to the page table."""
+        if update or attachments:
+            self._update(update, attachments)
+
+    def dispatch(self, scheduled: SchedulerOutput) -> InFlight | None:
+        """Start a call; return None if there is nothing to compute."""
+        if scheduled.forks:
+            self._fork(scheduled.forks)
+        decodes, chunks = scheduled.decodes, scheduled.chunks
+        if not decodes and not chunks:
+            return None
+        starting = [*scheduled.resumed, *(chunk.sequence for chunk in chunks if chunk.is_last)]
+        if starting:
+            self._start(starting, num_resumed=len(scheduled.resumed))
+        mode = SamplingMode()
+        for one in (*(x.sequence for x in decodes), *(x.sequence for x in chunks)):
+            mode |= SamplingMode.of(one.request.params)
+        packed = [
+            ChunkTokens(
+                slot=chunk.sequence.running_slot,
+                token_ids=chunk.token_ids,
+                is_last=chunk.is_last,
+                targets=_targets(chunk),
+            )
+            for chunk in chunks
+        ]
+        num_decodes, output = self._run(
+            [decode.sequence.running_slot for decode in decodes],
+            packed,
+            mode,
+            num_steps=scheduled.num_steps,
+            num_prompt_logprobs=_num_prompt_logprobs(chunks),
+        )
+        return InFlight(scheduled=scheduled, num_decodes=num_decodes, output=output)
+
+    def read(self, in_flight: InFlight) -> RunnerOutput:
+        """Wait for a call, and note where the K/V of its sequences are.
+
+        Raises:
+            RuntimeError: the page table did not have what the host counted on.
+        """
+        output: StepOutput = jax.device_get(in_flight.output)
+        if not output.sound:
+            raise RuntimeError("the page table lacks pages or slots that the scheduler counts on")
+        page_size = self._config.page_size
+        pages = output.slot_mapping // page_size
+        sampled: list[Sampled] = []
+        prompt_logprobs: list[tuple[Chunk, list[Candidates]]] = []
+        decodes, chunks = in_flight.scheduled.decodes, in_flight.scheduled.chunks
+
+        def add(sequence: Sequence, column: int, decode: Decode | None) -> int:
+            tokens = np.asarray(output.token_ids)[:, column]
+            token_ids: list[int] = tokens[tokens != NOT_SAMPLED].tolist()
+            ranked = [
+                _ranked(output.logprobs, (step, column), token_id)
+                for step, token_id in enumerate(token_ids)
+            ]
+            sampled.append(
+                Sampled(sequence=sequence, token_ids=token_ids, ranked=ranked, decode=decode)
+            )
+            return len(token_ids)
+
+        # Sequences that have ended meanwhile have no slot; none has another, because pages are
+        # taken from a sequence only while nothing is in flight.
+        for row, decode in enumerate(decodes):
+            slot = decode.sequence.slot
+            count = add(decode.sequence, slot if chunks and slot is not None else row, decode)
+            if slot is not None:
+                new = pages[row : row + 1] if chunks else pages[:count, row]
+                decode.sequence.store(new[:count].tolist(), page_size)
+        start = in_flight.num_decodes
+        for chunk in chunks:
+            end = start + len(chunk.token_ids)
+            if chunk.sequence.slot is not None:
+                chunk.sequence.store(pages[start:end].tolist(), page_size)
+                if chunk.is_last:
+                    add(chunk.sequence, chunk.sequence.slot, None)
+                if (targets := _targets(chunk)) is not None:
+                    first = start - in_flight.num_decodes
+                    ranked = [
+                        _ranked(output.prompt_logprobs, first + i, token)
+                        for i, token in enumerate(targets)
+                    ]
+                    prompt_logprobs.append((chunk, ranked))
+            start = end
+        return RunnerOutput(
+            num_free=int(output.num_free), sampled=sampled, prompt_logprobs=prompt_logprobs
+        )
+
+    def _run(
+        self,
+        decode_slots: list[int],
+        chunks: list[ChunkTokens],
+        mode: SamplingMode,
+        *,
+        num_steps: int,
+        num_prompt_logprobs: int | None = None,
+        shape: tuple[int, int] | None = None,
+    ) -> tuple[int, StepOutput]:
+        """Dispatch a batch; return its number of decoding rows too."""
+        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+        shape = shape or self.buckets.fit(len(decode_slots), num_tokens)
+        compiled = self._compiled.setdefault((*shape, num_prompt_logprobs), set())
+        if mode not in compiled:  # a larger one serves as well, if it is there
+            larger = [other for other in compiled if other.covers(mode)]
+            mode = min(larger, key=_cost, default=mode)
+            compiled.add(mode)
+        batch = self._pack(
+            decode_slots,
+            chunks,
+            shape=shape,
+            mode=mode,
+            num_steps=num_steps,
+            num_prompt_logprobs=num_prompt_logprobs,
+        )
+        counts = self._make_counts() if mode.penalties else None
+        self._state, counts, output = self._step(self._leaves, self._state, counts, batch)
+        if counts is not None:
+            self._counts = counts
+        for leaf in jax.tree.leaves(output):
+            leaf.copy_to_host_async()
+        return shape[0], output
+
+    def _pack(
+        self,
+        decode_slots: list[int],
+        chunks: list[ChunkTokens],
+        *,
+        shape: tuple[int, int],
+        mode: SamplingMode,
+        num_steps: int,
+        num_prompt_logprobs: int | None = None,
+    ) -> Batch:
+        if mode.logprobs > 0:
+            mode = replace(mode, logprobs=self._num_logprobs)
+        return pack(
+            decode_slots,
+            chunks,
+            shape=shape,
+            max_num_seqs=self._config.max_num_seqs,
+            mode=mode,
+            num_steps=num_steps,
+            max_num_steps=self._config.num_scheduler_steps,
+            num_prompt_logprobs=num_prompt_logprobs,
+        )
+
+    def _create_pool(self) -> KVPool:
+        return create_pool(
+            self._model.kv_cache_spec,
+            num_pages=self._num_pages,
+            page_size=self._config.page_size,
+            dtype=self._dtype,
+        )
+
+    def _make_counts(self) -> TokenCounts:
+        if self._counts is None:
+            self._counts = create_token_counts(self._config.max_num_seqs, self._model.vocab_size)
+        return self._counts
+
+    def _start(self, starting: list[Sequence], *, num_resumed: int) -> None:
+        """Set the slots of sequences that sample for the first time since they have them.
+
+        Args:
+            starting: the sequences.
+            num_resumed: how many of them, the first ones, also need their last token.
+        """
+        for first in range(0, len(starting), _MAX_SET):
+            some = starting[first : first + _MAX_SET]
+            tokens = [
+                one.token_ids[-1] if first + i < num_resumed else -1 for i, one in enumerate(some)
+            ]
+            self._set(some, tokens)
+        for one in starting:
+            if SamplingMode.of(one.request.params).penalties:
+                self._count_tokens(one)
+
+    def _set(self, starting: list[Sequence], last_token_ids: list[int]) -> None:
+        num_slots, values = self._config.max_num_seqs, self._slot_states(_MAX_SET)
+        for entry, one in enumerate(starting):
+            _fill(values, entry, one, last_token_ids[entry])
+        indices = _padded([one.running_slot for one in starting], _MAX_SET, num_slots)
+        slots = set_slots(self._state.slots, indices, values)
+        self._state = replace(self._state, slots=slots)
+
+    def _slot_states(self, num_slots: int) -> SlotStates:
+        """States of slots with the default sampling parameters, all finished."""
+
+        num_stops = MAX_STOP_TOKEN_IDS + len(self._model.eos_token_ids)
+
+        def full(value: Any, dtype: Any, *shape: int) -> np.ndarray:
+            return np.full((num_slots, *shape), value, dtype)
+
+        return SlotStates(
+            last_token_ids=full(0, np.int32),
+            finished=full(True, bool),
+            max_lens=full(0, np.int32),
+            sampling=SamplingMetadata(
+                seeds=full(0, np.uint32, 3),
+                temperature=full(0, np.float32),
+                top_k=full(0, np.int32),
+                top_p=full(1, np.float32),
+                min_p=full(0, np.float32),
+                presence_penalty=full(0, np.float32),
+                frequency_penalty=full(0, np.float32),
+                repetition_penalty=full(1, np.float32),
+                min_lens=full(0, np.int32),
+                stop_token_ids=full(-1, np.int32, num_stops),
+                bias_token_ids=full(-1, np.int32, MAX_LOGIT_BIAS),
+                bias=full(0, np.float32, MAX_LOGIT_BIAS),
+            ),
+        )
+
+    def _count_tokens(self, one: Sequence) -> None:
+        num_prompt = len(one.request.prompt_token_ids)
+        prompt, output = one.token_ids[:num_prompt], one.token_ids[num_prompt:]
+        for first in range(0, max(len(prompt), len(output)), _COUNTED_TOKENS):
+            piece = slice(first, first + _COUNTED_TOKENS)
+            self._counts = _set_token_counts(
+                self._make_counts(),
+                np.int32(one.running_slot),
+                _padded(prompt[piece], _COUNTED_TOKENS, -1),
+                _padded(output[piece], _COUNTED_TOKENS, -1),
+                np.bool_(first == 0),
+            )
+
+    def _update(self, update: TableUpdate, attachments: list[Attachment]) -> None:
+        """Retain, then free, release and attach, in as few calls of one shape as possible."""
+        retained = _split(update.retained, _MAX_PAGES)
+        released = _split(update.released, _MAX_PAGES)
+        attached = _split(attachments, _MAX_ATTACHMENTS)
+        for pages in retained[:-1]:
+            self._change(retained=pages)
+        first = attached.pop(0) if len(released) == 1 else []
+        self._change(
+            retained=retained[-1], freed=update.freed, released=released[0], attachments=first
+        )
+        for pages in released[1:]:
+            self._change(released=pages)
+        for entries in attached:
+            self._change(attachments=entries)
+
+    def _change(
+        self,
+        *,
+        retained: Iterable[int] = (),
+        freed: Iterable[int] = (),
+        released: Iterable[int] = (),
+        attachments: Iterable[Attachment] = (),
+    ) -> None:
+        table = self.table
+        is_freed = np.zeros(table.max_seqs, bool)
+        is_freed[list(freed)] = True
+        pages = np.full((_MAX_ATTACHMENTS, table.pages_per_seq), table.num_pages, np.int32)
+        slots = [slot for slot, _ in attachments]
+        for entry, (_, attached) in enumerate(attachments):
+            pages[entry, : len(attached)] = attached
+        arrays = TableArrays(
+            retained=_padded(retained, _MAX_PAGES, table.num_pages),
+            freed=is_freed,
+            released=_padded(released, _MAX_PAGES, table.num_pages),
+            slots=_padded(slots, _MAX_ATTACHMENTS, table.max_seqs),
+            pages=pages,
+        )
+        table, sound = update_table(table, self._state.sound, arrays)
+        self._state = replace(self._state, table=table, sound=sound)
+
+    def _fork(self, forks: list[tuple[int, int]]) -> None:
+        num_slots = self._config.max_num_seqs
+        src, dst = (_padded([x[i] for x in forks], num_slots, num_slots) for i in (0, 1))
+        self._state = fork(self._state, src, dst)
+
+
+def modes_for(params: list[SamplingParams] | None) -> list[SamplingMode]:
+    """Return the sampling modes to compile for requests with these parameters.
+
+    Steps without draws, or with draws only, have a mode of their own, because log-probabilities and
+    filters cost time in every row. None is for any request.
+    """
+    full = SamplingMode(
+        draws=True, filters=True, processors=True, penalties=True, logprobs=MAX_LOGPROBS
+    )
+    if params is None:
+        return [SamplingMode(), SamplingMode(draws=True), full]
+    modes = {SamplingMode.of(one) for one in params}
+    everything = SamplingMode()
+    for mode in modes:
+        everything |= mode
+    return sorted({*modes, everything}, key=_cost)
+
+
+_set_token_counts = jax.jit(set_token_counts, donate_argnums=0)
+
+
+def _cost(mode: SamplingMode) -> tuple[int, ...]:
+    return mode.penalties, mode.filters, mode.logprobs, mode.processors, mode.draws
+
+
+def _fill(values: SlotStates, entry: int, one: Sequence, last_token_id: int) -> None:
+    """Write a sequence's values into an entry of NumPy arrays."""
+    request, params, sampling = one.request, one.request.params, values.sampling
+    values.last_token_ids[entry] = last_token_id
+    values.finished[entry] = False
+    values.max_lens[entry] = INT32_MAX if one.is_beam else one.max_len
+    if not params.greedy:
+        sampling.seeds[entry] = (
+            request.seed,
+            hash_prompt(request.prompt_token_ids),
+            one.output.index,
+        )
+        sampling.temperature[entry] = params.temperature
+    for name in ("top_k", "top_p", "min_p"):
+        getattr(sampling, name)[entry] = getattr(params, name)
+    for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
+        getattr(sampling, name)[entry] = getattr(params, name)
+    sampling.min_lens[entry] = len(request.prompt_token_ids) + params.min_tokens
+    if not one.is_beam:
+        stops = list(one.stop_token_ids)
+        sampling.stop_token_ids[entry, : len(stops)] = stops
+    for index, (token_id, bias) in enumerate(dict(params.logit_bias or ()).items()):
+        sampling.bias_token_ids[entry, index] = token_id
+        sampling.bias[entry, index] = bias
+
+
+def _num_prompt_logprobs(chunks: list[Chunk]) -> int | None:
+    """Most log-probabilities that a chunk wants of its prompt; None if no chunk wants any."""
+    wanted = [
+        chunk.sequence.request.params.prompt_logprobs
+        for chunk in chunks
+        if _targets(chunk) is not None
+    ]
+    if not wanted:
+        return None
+    return MAX_LOGPROBS if any(wanted) else 0
+
+
+def _targets(chunk: Chunk) -> list[int] | None:
+    """The prompt tokens after those of a chunk, if their log-probabilities are wanted."""
+    if chunk.sequence.max_cached_tokens is None:
+        return None
+    first = chunk.start + 1
+    return chunk.sequence.request.prompt_token_ids[first : first + len(chunk.token_ids)]
+
+
+def _ranked(logprobs: Logprobs | None, index: Any, token_id: int) -> Candidates:
+    """A token and the best ones, each with its log-probability and rank; [] without any."""
+    if logprobs is None:
+        return []
+    own = Logprob(float(logprobs.logprob[index]), int(logprobs.rank[index]))
+    best = zip(
+        logprobs.top_token_ids[index].tolist(), logprobs.top_logprobs[index].tolist(), strict=True
+    )
+    return [
+        (token_id, own),
+        *((token, Logprob(value, rank)) for rank, (token, value) in enumerate(best, 1)),
+    ]
+
+
+def _split(entries: list[Any], size: int) -> list[list[Any]]:
+    """Entries in as many pieces as calls take, at least one."""
+    return [entries[start : start + size] for start in range(0, max(len(entries), 1), size)]
+
+
+def _padded(values: Iterable[int], size: int, padding: int) -> np.ndarray:
+    values, padded = list(values), np.full(size, padding, np.int32)
+    padded[: len(values)] = values
+    return padded

@@ -1,0 +1,159 @@
+"""The sequences of one request: how they begin, take tokens and end, and which are returned."""
+
+from __future__ import annotations
+
+import time
+
+from pallas_paged.engine.beam import Advance, BeamSearch, Candidates
+from pallas_paged.engine.detokenizer import IncrementalDetokenizer
+from pallas_paged.engine.outputs import CompletionOutput
+from pallas_paged.engine.request import Request
+from pallas_paged.engine.sequence import Sequence
+from pallas_paged.engine.tokenizer import Tokenizer
+
+
+class SequenceGroup:
+    """The sequences of a request.
+
+    Attributes:
+        request: its outputs are filled as they grow or, where they are ranked, at the end.
+        live: sequences that have not ended; the first is the leader of the others.
+    """
+
+    def __init__(
+        self, request: Request, *, tokenizer: Tokenizer | None, eos_token_ids: tuple[int, ...]
+    ):
+        """Make the sequences that the request starts with.
+
+        Args:
+            request: new.
+            tokenizer: None if there is no text.
+            eos_token_ids: of the model.
+        """
+        self.request = request
+        self.live: list[Sequence] = []
+        params = request.params
+        self._tokenizer = tokenizer if params.detokenize else None
+        self._stop_token_ids = frozenset(
+            (*(() if params.ignore_eos else eos_token_ids), *(params.stop_token_ids or ()))
+        )
+        self.start()
+
+    @property
+    def ranks(self) -> bool:
+        """Whether the completions are chosen at the end."""
+        return self._search is not None or bool(self._drawn)
+
+    def start(self) -> None:
+        """Begin from the prompt; sequences from before are void."""
+        request, params = self.request, self.request.params
+        is_beam = params.beam_width is not None
+        self.live = [
+            Sequence(
+                request=request,
+                output=CompletionOutput(
+                    index=index, logprobs=None if params.logprobs is None else []
+                ),
+                token_ids=list(request.prompt_token_ids),
+                max_len=request.max_len,
+                stop_token_ids=self._stop_token_ids,
+                detokenizer=None if is_beam else self._detokenizer(),
+                is_beam=is_beam,
+            )
+            for index in range(1 if is_beam else params.num_seqs)
+        ]
+        leader, *followers = self.live
+        leader.followers = followers
+        for follower in followers:
+            follower.leader = leader
+        self._search = BeamSearch(request=request, live=[leader]) if is_beam else None
+        self._drawn = [*self.live] if params.best_of is not None else []
+        request.outputs = [] if self.ranks else [sequence.output for sequence in self.live]
+
+    def append(self, sequence: Sequence, token_id: int, ranked: Candidates) -> str | None:
+        """Give a sequence its next token.
+
+        Args:
+            sequence: not a beam.
+            token_id: -1 if the model's logits were NaN or infinite.
+            ranked: the token and then the best ones with their log-probabilities; may be empty.
+
+        Returns:
+            The finish reason, if the token ends the sequence.
+        """
+        params = self.request.params
+        logprob = logprobs = None
+        if ranked and params.needs_logprobs:
+            logprob = ranked[0][1].logprob
+            if params.logprobs is not None:
+                logprobs = dict(ranked[: 1 + params.logprobs])
+        try:
+            return sequence.append(token_id, logprob, logprobs)
+        except Exception as error:  # of the tokenizer: one text must not end other requests
+            return self._fail(error)
+
+    def advance(self, beam: Sequence, candidates: Candidates) -> Advance | None:
+        """Report the candidates of a beam; once all beams have reported, return how they go on."""
+        assert self._search is not None
+        advance = self._search.report(beam, candidates)
+        if advance is not None:
+            for ended in advance.ended:
+                self.live.remove(ended)
+            self.live += [child for _, child in advance.branches]
+        return advance
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """End a live sequence."""
+        self.live.remove(sequence)
+        try:
+            if sequence.detokenizer is not None:
+                sequence.output.text += sequence.detokenizer.finish()
+        except Exception as error:
+            reason = self._fail(error)
+        sequence.output.finish_reason = reason  # type: ignore[assignment]
+        if self._search is not None:
+            self._search.end(sequence, reason)
+
+    def conclude(self) -> None:
+        """End the request, none of whose sequences is live, and choose what it returns."""
+        request = self.request
+        if self._search is not None:
+            request.outputs = self._search.ranked()
+            for output in request.outputs:
+                self._detokenize(output)
+        elif self._drawn:
+            ranked = sorted(self._drawn, key=lambda one: one.mean_logprob, reverse=True)
+            request.outputs = [one.output for one in ranked[: request.params.n]]
+            for index, output in enumerate(request.outputs):
+                output.index = index
+        request.finish_time = time.perf_counter()
+
+    def abandon(self, error: BaseException) -> None:
+        """End all of it as it stands, because the engine is dead."""
+        self.request.error = str(error) or type(error).__name__
+        for sequence in [*self.live]:
+            sequence.detokenizer = None  # text that it holds back is lost
+            self.finish(sequence, "error")
+        self.conclude()
+
+    def _detokenizer(self) -> IncrementalDetokenizer | None:
+        if self._tokenizer is None:
+            return None
+        request = self.request
+        return IncrementalDetokenizer(
+            self._tokenizer, request.prompt_token_ids, request.params.stop or ()
+        )
+
+    def _detokenize(self, output: CompletionOutput) -> None:
+        try:
+            if (detokenizer := self._detokenizer()) is not None:
+                token_ids = output.token_ids
+                if output.finish_reason == "stop":
+                    token_ids = token_ids[:-1]
+                output.text = detokenizer.push(token_ids) + detokenizer.finish()
+        except Exception as error:
+            output.finish_reason = self._fail(error)  # type: ignore[assignment]
+
+    def _fail(self, error: Exception) -> str:
+        self.request.error = f"{type(error).__name__}: {error}"
+        return "error"

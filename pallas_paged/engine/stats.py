@@ -1,0 +1,168 @@
+"""Counters of an engine, in memory that does not grow with it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pallas_paged.engine.kv_cache import pool_bytes
+from pallas_paged.engine.request import Request
+from pallas_paged.kv_pool import KVPool
+
+_NUM_TIMES = 10_000  # newest requests that percentiles cover
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """A snapshot of an engine's counters; times in seconds, percentiles over the newest requests.
+
+    Attributes:
+        num_waiting, num_running: sequences without and with a slot, now.
+        num_finished: requests that ended by themselves.
+        num_aborted, num_failed: requests that were aborted, or ended by an error.
+        num_preemptions: times that a sequence gave up its pages, to be computed again.
+        prompt_tokens: of all requests that have ended.
+        cached_tokens: of those, found in the prefix cache.
+        computed_tokens: tokens that went through the model, recomputed ones included.
+        generated_tokens: new tokens; of beams those that are returned.
+        num_steps: steps of the model.
+        num_calls: calls of the device that ran them.
+        compilations: steps compiled, those of `warmup` included.
+        num_pages: of the pool.
+        kv_cache_dtype: of the pool.
+        pool_bytes: of its K, V and their scales.
+        num_free_pages, num_cached_pages: free, and held by the prefix cache only; as of the newest
+            report.
+        pages_used: share of the pool that running sequences hold, mean over calls.
+        peak_pages_used: the largest such share.
+        pool_utilization: tokens per slot of the pages that running sequences hold, mean over calls.
+        ttft_p50, ttft_p99: from submission to the first token.
+        tpot_p50, tpot_p99: time per token after the first, of each request.
+        latency_p50, latency_p99: from submission to the end.
+    """
+
+    num_waiting: int
+    num_running: int
+    num_finished: int
+    num_aborted: int
+    num_failed: int
+    num_preemptions: int
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    generated_tokens: int
+    num_steps: int
+    num_calls: int
+    compilations: int
+    num_pages: int
+    kv_cache_dtype: str
+    pool_bytes: int
+    num_free_pages: int
+    num_cached_pages: int
+    pages_used: float
+    peak_pages_used: float
+    pool_utilization: float
+    ttft_p50: float
+    ttft_p99: float
+    tpot_p50: float
+    tpot_p99: float
+    latency_p50: float
+    latency_p99: float
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """Share of the prompts' tokens that were not computed."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+@dataclass(kw_only=True)
+class Counters:
+    """What the engine counts as it goes; attributes as in `EngineStats`."""
+
+    num_finished: int = 0
+    num_aborted: int = 0
+    num_failed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    num_steps: int = 0
+    num_calls: int = 0
+    num_free_pages: int = 0
+    num_cached_pages: int = 0
+    _used: float = 0.0
+    _peak_used: float = 0.0
+    _utilization: float = 0.0
+    _num_seen: int = 0
+    _ttft: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_TIMES))
+    _tpot: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_TIMES))
+    _latency: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_TIMES))
+
+    def count_request(self, request: Request) -> None:
+        """Count a request that has ended."""
+        self.prompt_tokens += len(request.prompt_token_ids)
+        self.cached_tokens += request.num_cached_tokens
+        reasons = {output.finish_reason for output in request.outputs}
+        if "error" in reasons:
+            self.num_failed += 1
+        elif "abort" in reasons:
+            self.num_aborted += 1
+        else:
+            self.num_finished += 1
+        first, finish = request.first_token_time, request.finish_time
+        if first is None or finish is None:
+            return
+        self._ttft.append(first - request.arrival_time)
+        self._latency.append(finish - request.arrival_time)
+        num_tokens = max((len(output.token_ids) for output in request.outputs), default=0)
+        if num_tokens > 1:
+            self._tpot.append((finish - first) / (num_tokens - 1))
+
+    def count_pages(
+        self, *, num_pages: int, num_free: int, num_cached: int, num_empty: int, page_size: int
+    ) -> None:
+        """Count the pages after a call; num_empty are slots of pages that hold no token."""
+        self.num_free_pages, self.num_cached_pages = num_free, num_cached
+        held = num_pages - num_free - num_cached
+        if held <= 0:
+            return
+        self._num_seen += 1
+        self._used += held / num_pages
+        self._peak_used = max(self._peak_used, held / num_pages)
+        self._utilization += 1 - num_empty / (held * page_size)
+
+    def snapshot(
+        self,
+        *,
+        num_waiting: int,
+        num_running: int,
+        num_preemptions: int,
+        compilations: int,
+        num_pages: int,
+        pool: KVPool,
+    ) -> EngineStats:
+        """Return all of it at this moment; `pool` may hold shapes instead of arrays."""
+        counts: dict[str, Any] = {
+            name: n for name, n in vars(self).items() if not name.startswith("_")
+        }
+        for name in ("ttft", "tpot", "latency"):
+            times = getattr(self, f"_{name}")
+            p50, p99 = np.percentile(times, [50, 99]) if times else (0.0, 0.0)
+            counts |= {f"{name}_p50": float(p50), f"{name}_p99": float(p99)}
+        num_seen = max(self._num_seen, 1)
+        return EngineStats(
+            num_waiting=num_waiting,
+            num_running=num_running,
+            num_preemptions=num_preemptions,
+            compilations=compilations,
+            num_pages=num_pages,
+            kv_cache_dtype=pool.layers[0].k_pages.dtype.name,
+            pool_bytes=pool_bytes(pool),
+            pages_used=self._used / num_seen,
+            peak_pages_used=self._peak_used,
+            pool_utilization=self._utilization / num_seen,
+            **counts,
+        )

@@ -1,0 +1,454 @@
+"""The engine's state on the device, and the jitted calls on it: step, update, fork, set slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_paged.attention import paged_attention, ragged_paged_attention
+from pallas_paged.engine.batch import Array, Batch, ChunkBatch
+from pallas_paged.engine.model import Attend, Model
+from pallas_paged.engine.sampler import (
+    Logprobs,
+    SamplingMetadata,
+    TokenCounts,
+    add_output_tokens,
+    gather_logprobs,
+    process_logits,
+    sample,
+)
+from pallas_paged.kv_pool import KVPool, LayerKV, copy_pages, write_kv
+from pallas_paged.page_table import (
+    PageTable,
+    attach,
+    extend,
+    free_before,
+    release,
+    retain,
+    slot_mapping,
+)
+from pallas_paged.page_table import fork as fork_rows
+from pallas_paged.page_table import free as free_rows
+
+NOT_SAMPLED = -2  # in place of the token of a slot that did not take part in a step
+_LOGPROBS_BLOCK = 128  # prompt tokens whose logits are in memory at a time
+# Everything that a step needs in one CUDA graph, a loop of steps included: launched one by one, its
+# kernels wait for the host. Kernels that do not depend on one another run side by side, such as the
+# writes of K and V and the rotation of q: 3% of a decode step.
+_GPU_OPTIONS = {
+    "xla_gpu_enable_command_buffer": (
+        "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
+    ),
+    "xla_gpu_graph_min_graph_size": 1,
+    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SlotStates:
+    """What each of S slots needs beside its pages; a slot is a row of the page table.
+
+    Attributes:
+        last_token_ids: `i32[S]`, the newest token, whose K/V are yet to be written.
+        finished: `bool[S]`, whether it has ended; it does not compute until it is set again.
+        max_lens: `i32[S]`, tokens at which it ends.
+        sampling: sampling parameters; a token of `stop_token_ids` ends the slot.
+    """
+
+    last_token_ids: Array
+    finished: Array
+    max_lens: Array
+    sampling: SamplingMetadata
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EngineState:
+    """All slots of an engine.
+
+    Attributes:
+        table: the page table.
+        pool: K/V of all layers.
+        slots: the rest of what slots need.
+        sound: `bool[]`, whether every page and slot that the host counted on was there.
+    """
+
+    table: PageTable
+    pool: KVPool
+    slots: SlotStates
+    sound: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepOutput:
+    """What the host reads of a call.
+
+    A call that only decodes has R = the batch's D rows and K = its `max_num_steps`. One with chunks
+    has R = all slots and K = 1.
+
+    Attributes:
+        token_ids: `i32[K, R]`, sampled tokens; -1 if the logits were NaN or infinite, NOT_SAMPLED
+            where the row did not take part in the step.
+        slot_mapping: pool slots of the new K/V: `i32[K, R]`, or `i32[D + T]` with chunks.
+        sound: `bool[]`, of the state.
+        num_free: `i32[]`, free pages after the call.
+        logprobs: of `token_ids`, leaves `[K, R, ...]`, or None.
+        prompt_logprobs: of the chunks' targets, leaves `[T, ...]`, or None.
+    """
+
+    token_ids: jax.Array
+    slot_mapping: jax.Array
+    sound: jax.Array
+    num_free: jax.Array
+    logprobs: Logprobs | None
+    prompt_logprobs: Logprobs | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TableArrays:
+    """What `update_table` does, in arrays of fixed shapes.
+
+    Attributes:
+        retained, released: `i32[P]`, pages, padded with num_pages.
+        freed: `bool[S]`, slots.
+        slots: `i32[A]`, empty slots that begin with full pages; padded with S.
+        pages: `i32[A, pages_per_seq]`, those pages, padded with num_pages.
+    """
+
+    retained: Array
+    freed: Array
+    released: Array
+    slots: Array
+    pages: Array
+
+
+# (leaves of the parameters, state, counts, batch) -> (state, counts, output)
+Step = Callable[
+    [tuple[jax.Array, ...], EngineState, TokenCounts | None, Batch],
+    tuple[EngineState, TokenCounts | None, StepOutput],
+]
+
+
+@lru_cache(maxsize=16)
+def make_step(model: Model, structure: jax.tree_util.PyTreeDef, implementation: str | None) -> Step:
+    """Return the jitted step of a model; engines of equal models share it, and what it compiled.
+
+    Args:
+        model: the model.
+        structure: of its parameters, whose leaves the step takes: to flatten modules in every call
+            would take longer than a small model's step.
+        implementation: of the attention.
+
+    Returns:
+        The step. State and counts are donated; counts are used if the batch's mode has penalties.
+    """
+
+    def step(
+        leaves: tuple[jax.Array, ...],
+        state: EngineState,
+        counts: TokenCounts | None,
+        batch: Batch,
+    ) -> tuple[EngineState, TokenCounts | None, StepOutput]:
+        params = jax.tree.unflatten(structure, leaves)
+        run = _decode if batch.chunks is None else _mixed
+        return run(model, params, state, counts, batch, implementation)
+
+    return jax.jit(
+        step,
+        donate_argnames=("state", "counts"),
+        compiler_options=_GPU_OPTIONS if jax.default_backend() == "gpu" else None,
+    )
+
+
+@partial(jax.jit, donate_argnames=("table", "sound"))
+def update_table(
+    table: PageTable, sound: jax.Array, update: TableArrays
+) -> tuple[PageTable, jax.Array]:
+    """Retain pages, free slots, release pages and then let slots attach some; all donated."""
+    table, retained = retain(table, update.retained)
+    table = release(free_rows(table, update.freed), update.released)
+    table, attached = attach(table, update.slots, update.pages)
+    retained |= update.retained >= table.num_pages  # padding
+    attached |= update.slots >= table.max_seqs
+    return table, sound & jnp.all(retained) & jnp.all(attached)
+
+
+@partial(jax.jit, donate_argnames="state")
+def fork(state: EngineState, src: jax.Array, dst: jax.Array) -> EngineState:
+    """Fill empty slots dst `i32[F]` like slots src `i32[F]`, padded with S (state donated)."""
+    table, copies, ok = fork_rows(state.table, src, dst)
+    sound = state.sound & jnp.all(ok | (src >= table.max_seqs))
+    return replace(state, table=table, pool=copy_pages(state.pool, copies), sound=sound)
+
+
+@partial(jax.jit, donate_argnames="slots")
+def set_slots(slots: SlotStates, indices: jax.Array, values: SlotStates) -> SlotStates:
+    """Set slots (donated).
+
+    Args:
+        slots: all S slots.
+        indices: `i32[N]`, which to set, padded with S.
+        values: leaves with N in place of S; a last token below 0 leaves the slot's own.
+    """
+    old = slots.last_token_ids.at[indices].get(mode="clip")
+    tokens = jnp.where(values.last_token_ids < 0, old, values.last_token_ids)
+    values = replace(values, last_token_ids=tokens)
+
+    return jax.tree.map(lambda x, new: x.at[indices].set(new, mode="drop"), slots, values)
+
+
+def _decode(
+    model: Model,
+    params: Any,
+    state: EngineState,
+    counts: TokenCounts | None,
+    batch: Batch,
+    implementation: str | None,
+) -> tuple[EngineState, TokenCounts | None, StepOutput]:
+    """Run up to `num_steps` decode steps; stop early if a row ends or finds no page."""
+    num_slots = state.table.max_seqs
+    window, shape = (
+        model.kv_cache_spec.sliding_window,
+        (batch.max_num_steps, batch.decode_slots.size),
+    )
+
+    def step(
+        state: EngineState, counts: TokenCounts | None
+    ) -> tuple[EngineState, TokenCounts | None, tuple[Any, ...], jax.Array]:
+        table, slots = state.table, state.slots
+        active = ~slots.finished.at[batch.decode_slots].get(mode="fill", fill_value=True)
+        rows = jnp.where(active, batch.decode_slots, num_slots)
+        asked = jnp.zeros(num_slots, jnp.int32).at[rows].set(1, mode="drop")
+        table = _free_left(table, asked, window, max_pages=1)
+        table, ok = extend(table, asked, max_new_tokens=1)
+        rows = _served(rows, ok, num_slots)
+        lens = _seq_lens(table, rows)
+        mapping = slot_mapping(table, rows, lens - 1)
+        attend = _attend(table, mapping, rows, None, implementation)
+        tokens = slots.last_token_ids.at[rows].get(mode="fill", fill_value=0)
+        hidden, layers = model(params, tokens, jnp.maximum(lens - 1, 0), attend, state.pool.layers)
+        logits = model.logits(params, hidden)
+        drawn, slots, counts, logprobs = _sample(
+            logits, slots, counts, batch.decode_slots, rows, lens, batch
+        )
+        ended = slots.finished.at[rows].get(mode="fill", fill_value=False)
+        state = replace(state, table=table, pool=KVPool(layers=layers), slots=slots)
+        return state, counts, (drawn, mapping, logprobs), jnp.all(ok) & ~jnp.any(ended)
+
+    def body(carry: Any) -> Any:
+        index, state, counts, outputs, _ = carry
+        state, counts, new, goes_on = step(state, counts)
+        outputs = jax.tree.map(lambda all_, one: all_.at[index].set(one), outputs, new)
+        return index + 1, state, counts, outputs, goes_on
+
+    one = jax.eval_shape(step, state, counts)[2]
+    outputs = jax.tree.map(lambda x: jnp.zeros((shape[0], *x.shape), x.dtype), one)
+    outputs = (jnp.full(shape, NOT_SAMPLED, jnp.int32), *outputs[1:])
+    carry = (jnp.int32(0), state, counts, outputs, jnp.bool_(True))
+    carry = jax.lax.while_loop(lambda c: (c[0] < batch.num_steps) & c[4], body, carry)
+    _, state, counts, (tokens, mapping, logprobs), _ = carry
+    return state, counts, _output(state, tokens, mapping, logprobs, None)
+
+
+def _mixed(
+    model: Model,
+    params: Any,
+    state: EngineState,
+    counts: TokenCounts | None,
+    batch: Batch,
+    implementation: str | None,
+) -> tuple[EngineState, TokenCounts | None, StepOutput]:
+    """Run one step of decoding rows and chunks."""
+    table, slots, chunks = state.table, state.slots, batch.chunks
+    assert chunks is not None
+    num_slots, num_decodes = table.max_seqs, batch.decode_slots.size
+    active = ~slots.finished.at[batch.decode_slots].get(mode="fill", fill_value=True)
+    rows = jnp.where(active, batch.decode_slots, num_slots)
+    asked = jnp.zeros(num_slots, jnp.int32).at[rows].set(1, mode="drop")
+    asked = asked.at[chunks.slots].set(jnp.diff(chunks.cu_q_lens), mode="drop")
+    table = _free_left(table, asked, model.kv_cache_spec.sliding_window, max_pages=None)
+    table, ok = extend(table, asked, max_new_tokens=chunks.token_ids.size)
+    rows = _served(rows, ok, num_slots)
+    chunks = replace(chunks, slots=_served(chunks.slots, ok, num_slots))
+    chunk_rows, chunk_positions = _chunk_positions(chunks, table)
+    token_rows = jnp.concatenate([rows, chunk_rows])
+    positions = jnp.concatenate([_seq_lens(table, rows) - 1, chunk_positions])
+    tokens = slots.last_token_ids.at[rows].get(mode="fill", fill_value=0)
+    tokens = jnp.concatenate([tokens, chunks.token_ids])
+    mapping = slot_mapping(table, token_rows, positions)
+    attend = _attend(table, mapping, rows, chunks, implementation)
+    hidden, layers = model(params, tokens, jnp.maximum(positions, 0), attend, state.pool.layers)
+    # A slot decodes or has a chunk: its logits come from the last of its tokens.
+    ends = num_decodes + jnp.maximum(chunks.cu_q_lens[1:] - 1, 0)
+    last = jnp.zeros(num_slots, jnp.int32).at[rows].set(jnp.arange(num_decodes), mode="drop")
+    last = last.at[chunks.slots].set(ends, mode="drop")
+    sampled = jnp.zeros(num_slots, bool).at[rows].set(True, mode="drop")
+    sampled = sampled.at[chunks.slots].set(chunks.is_last, mode="drop")
+    all_slots = jnp.arange(num_slots, dtype=jnp.int32)
+    drawn, slots, counts, logprobs = _sample(
+        model.logits(params, hidden[last]),
+        slots,
+        counts,
+        all_slots,
+        jnp.where(sampled, all_slots, num_slots),
+        table.seq_lens,
+        batch,
+    )
+    prompt_logprobs = None
+    if chunks.targets is not None:
+        prompt_logprobs = _prompt_logprobs(
+            model, params, hidden[num_decodes:], chunks.targets, batch.num_prompt_logprobs
+        )
+    state = EngineState(
+        table=table,
+        pool=KVPool(layers=layers),
+        slots=slots,
+        sound=state.sound & jnp.all(ok),
+    )
+    one = jax.tree.map(lambda x: x[None], logprobs)
+    return state, counts, _output(state, drawn[None], mapping, one, prompt_logprobs)
+
+
+def _sample(
+    logits: jax.Array,
+    slots: SlotStates,
+    counts: TokenCounts | None,
+    indices: jax.Array,
+    sampled: jax.Array,
+    lens: jax.Array,
+    batch: Batch,
+) -> tuple[jax.Array, SlotStates, TokenCounts | None, Logprobs | None]:
+    """Draw the next tokens of R rows, and end the slots that have all of theirs.
+
+    Args:
+        logits: `f32[R, V]`
+        slots: all slots.
+        counts: of all slots, or None.
+        indices: `i32[R]`, slots of the rows.
+        sampled: `i32[R]`, the same, or out of range for rows that do not sample.
+        lens: `i32[R]`, tokens of the rows.
+        batch: for its mode.
+    """
+    mode = batch.mode
+    metadata = jax.tree.map(lambda x: x.at[indices].get(mode="clip"), slots.sampling)
+    mine = None
+    if mode.penalties and counts is not None:
+        mine = jax.tree.map(lambda x: x.at[indices].get(mode="clip"), counts)
+    processed = process_logits(logits, metadata, mine, lens, mode)
+    drawn = sample(processed, metadata, lens, mode)
+    if mode.penalties and counts is not None:
+        counts = add_output_tokens(counts, sampled, drawn)
+    logprobs = None
+    if mode.logprobs >= 0:
+        logprobs = gather_logprobs(logits, jnp.maximum(drawn, 0), mode.logprobs)
+    stops = jnp.any(drawn[:, None] == metadata.stop_token_ids, axis=1)
+    ended = (drawn < 0) | stops
+    ended |= lens + 1 >= slots.max_lens.at[indices].get(mode="clip")
+    slots = replace(
+        slots,
+        last_token_ids=slots.last_token_ids.at[sampled].set(jnp.maximum(drawn, 0), mode="drop"),
+        finished=slots.finished.at[sampled].set(ended, mode="drop"),
+    )
+    is_sampled = sampled < slots.finished.size
+    return jnp.where(is_sampled, drawn, NOT_SAMPLED), slots, counts, logprobs
+
+
+def _output(
+    state: EngineState,
+    token_ids: jax.Array,
+    mapping: jax.Array,
+    logprobs: Logprobs | None,
+    prompt_logprobs: Logprobs | None,
+) -> StepOutput:
+    return StepOutput(
+        token_ids=token_ids,
+        slot_mapping=mapping,
+        sound=jnp.copy(state.sound),  # buffers of their own: the state's are donated on
+        num_free=jnp.copy(state.table.num_free),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _prompt_logprobs(
+    model: Model, params: Any, hidden: jax.Array, targets: jax.Array, num_logprobs: int
+) -> Logprobs:
+    """Log-probabilities of the token after each of T, in blocks: logits of all are too large."""
+    num_tokens = targets.size
+    block = min(_LOGPROBS_BLOCK, num_tokens)
+    padding = -num_tokens % block
+    hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, block, hidden.shape[-1])
+    targets = jnp.pad(jnp.maximum(targets, 0), (0, padding)).reshape(-1, block)
+    found = jax.lax.map(
+        lambda x: gather_logprobs(model.logits(params, x[0]), x[1], num_logprobs),
+        (hidden, targets),
+    )
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], found)
+
+
+def _free_left(
+    table: PageTable, asked: jax.Array, window: int | None, *, max_pages: int | None
+) -> PageTable:
+    """Free the pages of rows that neither their new tokens nor later ones see."""
+    if window is None:
+        return table
+    first = jnp.where(asked > 0, table.seq_lens - window + 1, 0)
+    return free_before(table, first, max_pages=max_pages)
+
+
+def _served(rows: jax.Array, ok: jax.Array, num_slots: int) -> jax.Array:
+    return jnp.where(ok.at[rows].get(mode="fill", fill_value=False), rows, num_slots)
+
+
+def _seq_lens(table: PageTable, rows: jax.Array) -> jax.Array:
+    return table.seq_lens.at[rows].get(mode="fill", fill_value=0)
+
+
+def _chunk_positions(chunks: ChunkBatch, table: PageTable) -> tuple[jax.Array, jax.Array]:
+    """Row and position of each token of the chunks; the row of padding is max_num_seqs."""
+    place = jnp.arange(chunks.token_ids.size, dtype=jnp.int32)
+    chunk = jnp.searchsorted(chunks.cu_q_lens[1:], place, side="right", method="compare_all")
+    ends = _seq_lens(table, chunks.slots) - chunks.cu_q_lens[1:]
+    rows = chunks.slots.at[chunk].get(mode="fill", fill_value=table.max_seqs)
+    return rows, place + ends.at[chunk].get(mode="fill", fill_value=0)
+
+
+def _attend(
+    table: PageTable,
+    mapping: jax.Array,
+    decode_rows: jax.Array,
+    chunks: ChunkBatch | None,
+    implementation: str | None,
+) -> Attend:
+    """Write all new K/V, then decode rows and attend from chunks, each by its own kernel."""
+    num_decodes = decode_rows.size
+
+    def cache_of(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return table.block_tables.at[rows].get(mode="clip"), _seq_lens(table, rows)
+
+    decoding = cache_of(decode_rows)
+    prompts = None if chunks is None else (*cache_of(chunks.slots), chunks.cu_q_lens)
+
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerKV, **options: Any
+    ) -> tuple[jax.Array, LayerKV]:
+        cache = write_kv(cache, k, v, mapping)
+        pages = (cache.k_pages, cache.v_pages)
+        options |= dict(
+            k_scales=cache.k_scales, v_scales=cache.v_scales, implementation=implementation
+        )
+        out = paged_attention(q[:num_decodes], *pages, *decoding, **options)
+        if prompts is not None:
+            chunk_out = ragged_paged_attention(q[num_decodes:], *pages, *prompts, **options)
+            out = jnp.concatenate([out, chunk_out])
+        return out, cache
+
+    return attend

@@ -455,7 +455,7 @@ class Scheduler:
         """Return whether a sequence can start; it then has its lease."""
         reserved = sum(self._growth(one, one.num_to_prefill) for one in self.running)
         available = self.num_free + self.num_evictable - reserved
-        version = self._cache.num_insertions if self._cache is not None else 0
+        version = self._cache.num_inserted_pages if self._cache is not None else 0
         if self.running and self._blocked is not None:
             needed, seen = self._blocked
             if available < needed and seen == version:

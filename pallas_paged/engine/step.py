@@ -391,7 +391,7 @@ def _prompt_logprobs(
         lambda x: gather_logprobs(model.logits(params, x[0]), x[1], num_logprobs),
         (hidden, targets),
     )
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], found)
+    return jax.tree.map(lambda x: x.reshape(num_tokens + padding, *x.shape[2:])[:num_tokens], found)
 
 
 def _free_left(

@@ -55,6 +55,7 @@ def test_the_serving_example_prints_what_stands_below_it(names, capsys):
     assert names["engine"].idle
 
 
+@pytest.mark.usefixtures("exact_products")
 def test_the_engine_examples_serve_a_plain_model_and_train_the_demo_model(names, capsys):
     text = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
     first, _, rest = text.partition("## A round of GRPO")

@@ -1,24 +1,22 @@
-"""`python -m models.generate`: what it prints, and one line and exit status 2 for bad input."""
+"""The command `python -m models.generate`: texts on stdout, its options, and how it ends."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
-from dataclasses import replace
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import pytest
-from flax import nnx
 
-from models.checkpoint import save_checkpoint
-from models.config import KV_DTYPES
-from models.decoder import Decoder
-from models.text_stream import TextStream
-from models.tokenizer import Tokenizer
-from tests.support.commands import CONFIG, ROOT, run_command, save_tiny_model, start_command
+from models import cli, cli_serve
+from tests.support.commands import ROOT, run_command, save_tiny_model, start_command
 
 
 @pytest.fixture(scope="module")
@@ -31,243 +29,191 @@ def run(checkpoint, capsys):
     return lambda *args: run_command(checkpoint, capsys, *args)
 
 
-@pytest.fixture
-def start(checkpoint):
-    return lambda *args: start_command(checkpoint, *args)
-
-
-def test_one_sample_is_streamed_and_summed_up(start):
-    process = start("--prompt", "ROMEO:", "--max-new-tokens", "20")
+def test_one_completion_is_streamed_and_summed_up(checkpoint):
+    process = start_command("--prompt", "ROMEO:", "--max-tokens", "20", checkpoint=checkpoint)
+    start = time.perf_counter()
+    assert process.stderr.readline() == "importing JAX ...\n"
+    assert time.perf_counter() - start < 5  # within a second where the machine is idle
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert out.startswith(b"ROMEO:") and out.endswith(b"\n")
-    assert len(out.decode()) > 10
-    chosen, summary = err.decode().splitlines()
+    assert out.startswith("ROMEO:") and out.endswith("\n") and len(out) > 10
+    loading, compiling, chosen, served, times, pool = err.splitlines()
+    assert loading == f"loading {checkpoint} ..." and compiling.startswith("compiling ")
     assert chosen == "pallas_paged: implementation='xla' on cpu"
-    assert summary.startswith("20 new tokens (max_tokens), ")
-    used = "KV pages used 2/2, pool utilization 78.1%, size 4.0 KiB of float32"
-    for part in ("tokens/s", used, "cpu"):
-        assert part in summary
+    assert served.startswith("1 of 1 prompts served in ") and "; seed " in served
+    assert times.startswith("time to first token p50 ") and "per token p50 " in times
+    assert "MiB of float32, at most 100.0% in use" in pool
 
 
-def test_json_is_one_object_with_everything(run):
-    args = ["--prompt", "ROMEO:", "--prompt", "BENVOLIO:", "--prompt", "TYBALT:"]
-    args += ["--num-samples", "2"]
-    status, out, err = run(*args, "--max-new-tokens", "9", "--json", "--seed", "3")
-    assert status == 0 and err == ""
-    result = json.loads(out)
-    assert result["prompts"] == ["ROMEO:", "BENVOLIO:", "TYBALT:"]
-    completions = result["completions"]
-    assert [(c["prompt"], c["sample"]) for c in completions] == [
-        (prompt, sample) for prompt in range(3) for sample in range(2)
-    ]
-    for completion in completions:
-        assert len(completion["tokens"]) == 9 and completion["finish_reason"] == "max_tokens"
-        wanted = bytes(completion["tokens"]).decode(errors="replace")
-        assert completion["text"].rstrip("\ufffd") == wanted.rstrip("\ufffd")
-    assert result["stats"]["decode_tokens"] == 6 * 8
-    assert result["stats"]["decode_tokens_per_second"] > 0
-    assert result["seed"] == 3 and result["implementation"] == "xla"
-    assert result["device"] == jax.devices()[0].device_kind
-    assert run(*args, "--max-new-tokens", "9", "--json", "--seed", "3")[1] != out  # times differ
-    more = ["--max-new-tokens", "9", "--json", "--seed", "3", "--prefill-chunk", "7"]
-    assert json.loads(run(*args, *more)[1])["completions"] == completions
+def test_streamed_text_equals_the_text_of_the_json(run):
+    args = ["--prompt", "ROMEO:", "--max-tokens", "30", "--seed", "3", "--temperature", "3"]
+    record = json.loads(run(*args, "--json")[1])
+    assert record["seed"] == 3
+    text = record["outputs"][0]["text"]
+    assert run(*args)[1] == f"ROMEO:{text}\n"
+    pairs = itertools.pairwise(text[5:])
+    stop = next(a + b for a, b in pairs if (a + b).isascii())
+    assert run(*args, "--stop", stop)[1] == f"ROMEO:{text[: text.index(stop)]}\n"
 
 
-def test_several_samples_are_printed_when_done(run):
-    status, out, err = run("--prompt", "ROMEO:", "--num-samples", "2", "--max-new-tokens", "9")
-    assert status == 0
-    assert "=== prompt 1 of 1, sample 1 of 2 (max_tokens)\nROMEO:" in out
-    assert "=== prompt 1 of 1, sample 2 of 2 (max_tokens)\nROMEO:" in out
-    assert err.startswith("18 new tokens (max_tokens), ")
+def test_several_completions_are_printed_with_titles_when_their_prompt_is_done(run):
+    status, out, err = run("--prompt", "ROMEO:", "--prompt", "x", "--n", "2", "--max-tokens", "9")
+    assert status == 0 and err.startswith("2 of 2 prompts served in ")
+    for number, prompt in ((1, "ROMEO:"), (2, "x")):
+        for completion in (1, 2):
+            title = f"=== prompt {number} of 2, completion {completion} of 2 (length)\n{prompt}"
+            assert title in out
 
 
-def test_a_text_cut_short_by_the_pool_is_reported(run):
-    status, out, err = run("--prompt", "ROMEO:", "--num-pages", "1", "--max-new-tokens", "20")
-    assert status == 0 and out.startswith("ROMEO:")
-    assert err.startswith("11 new tokens (out_of_pages), ")  # the last token needs no slot
+def test_a_refused_prompt_is_reported_beside_the_texts_of_the_others(run):
+    prompts = ["--prompt", "x" * 64, "--prompt", "\udcff", "--prompt", "short"]
+    status, out, err = run(*prompts, "--max-tokens", "5")
+    assert status == 1 and "=== prompt 3 of 3, completion 1 of 1 (length)\nshort" in out
+    too_long, not_text, summary = err.splitlines()[:3]
+    assert too_long.startswith("error: prompt 1: a prompt of 64 tokens and max_tokens=5 are more")
+    assert not_text == "error: prompt 2: the prompt must be valid UTF-8"
+    assert summary.startswith("1 of 3 prompts served in ")
 
 
-def test_stop_text_cuts_the_text_and_ends_the_sample(run):
-    args = ["--prompt", "ROMEO:", "--max-new-tokens", "40", "--json", "--temperature", "3"]
-    whole = json.loads(run(*args)[1])["completions"][0]
-    stop = next(
-        a + b
-        for a, b in zip(whole["text"][5:], whole["text"][6:], strict=False)
-        if (a + b).isascii()
+def test_a_pool_too_small_for_the_prompt_is_an_error_that_names_the_option(run):
+    status, out, err = run("--prompt", "x" * 17, "--num-pages", "1")
+    assert (status, out) == (1, "")
+    assert err.startswith(
+        "error: prompt 1: a prompt of 17 tokens and max_tokens=1 are more than the 16 tokens of"
+        " --num-pages 1\n"
     )
-    cut = json.loads(run(*args, "--stop", stop, "--stop", "never to be seen")[1])["completions"][0]
-    assert cut["text"] == whole["text"][: whole["text"].index(stop)]
-    assert cut["finish_reason"] == "stopped"
-    assert cut["tokens"] == whole["tokens"][: len(cut["tokens"])]
-    assert bytes(cut["tokens"]).endswith(stop.encode())
-    streamed = run(*args[:4], *args[5:], "--stop", stop)[1]
-    assert streamed == "ROMEO:" + cut["text"] + "\n"
 
 
-def test_the_text_stream_holds_back_the_beginning_of_a_stop(checkpoint):
-    stream = TextStream(Tokenizer(checkpoint), b"say: ", ["END", "\n\n"])
-    assert stream.push(b"hello E") == "hello "
-    assert stream.push(b"N") == ""
-    assert stream.push(b"JOY \n") == "ENJOY "
-    assert stream.push("é".encode()[:1]) == ""
-    assert stream.push("é".encode()[1:]) == "\né"
-    assert stream.push(b"xEND of it") == "x"
-    assert stream.stopped and stream.finish() == ""
-    assert stream.text == "hello ENJOY \néx"
-    assert bytes(stream.tokens).endswith(b"xEND")
-
-    marked = TextStream(Tokenizer(checkpoint), "what\ufffd".encode(), [])
-    assert marked.push(b"? ") == "? " and marked.finish() == ""
-
-    unfinished = TextStream(Tokenizer(checkpoint), b"", ["END"])
-    assert unfinished.push(b"an E") == "an "
-    assert unfinished.finish() == "E" and unfinished.text == "an E"
-
-
-TOKEN_BYTES = {"fp32": 2 * 16 * 4, "int8": 2 * (16 + 4), "fp8": 2 * (16 + 4)}
-
-
-@pytest.mark.parametrize("kv_dtype", TOKEN_BYTES)
-def test_the_cache_has_the_given_dtype(run, kv_dtype):
-    args = ["--prompt", "ROMEO:", "--max-new-tokens", "3", "--json", "--temperature", "0"]
-    status, out, _ = run(*args, "--kv-dtype", kv_dtype)
-    assert status == 0
-    stats = json.loads(out)["stats"]
-    assert stats["kv_dtype"] == jnp.dtype(KV_DTYPES[kv_dtype]).name
-    assert stats["pool_bytes"] == stats["num_pages"] * 16 * TOKEN_BYTES[kv_dtype]
-
-
-def test_the_scales_of_a_checkpoint_are_used_in_an_fp8_cache_only(run, tmp_path, checkpoint):
-    config = replace(CONFIG, k_scales=(0.01,), v_scales=(0.01,))
-    save_checkpoint(tmp_path, Decoder(config, rngs=nnx.Rngs(0)), config)
-    (tmp_path / "tokenizer.json").write_bytes((checkpoint / "tokenizer.json").read_bytes())
-    args = ["--prompt", "ROMEO:", "--max-new-tokens", "3", "--json", "--checkpoint", str(tmp_path)]
-    sizes = {}
-    for kv_dtype in ("int8", "fp8"):
-        status, out, err = run(*args, "--kv-dtype", kv_dtype)
-        assert status == 0, err
-        sizes[kv_dtype] = json.loads(out)["stats"]["pool_bytes"]
-    # One page: without scales of tokens, but with two numbers of the layer.
-    assert sizes == {"int8": 16 * 2 * (16 + 4), "fp8": 16 * 2 * 16 + 2 * 4}
-
-
-def test_default_length_fills_the_model_positions(run):
-    _, out, _ = run("--prompt", "ROMEO:", "--json")
-    assert len(json.loads(out)["completions"][0]["tokens"]) == 64 - 6
+def test_progress_does_not_mix_with_texts_on_a_terminal(run, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    status, out, err = run("--prompt", "a", "--prompt", "b", "--max-tokens", "3")
+    assert status == 0 and out.count("\n=== ") + out.startswith("=== ") == 2
+    assert "2/2" in err and "prompt/s" in err
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         ([], "no prompt: give --prompt TEXT or --prompts-file FILE"),
-        (["--prompt", ""], "--prompt must not be empty"),
         (["--prompts-file", "/nowhere"], "/nowhere: No such file or directory"),
         (["--prompts-file", os.devnull], "/dev/null has no prompt: every line is blank"),
-        (["--prompt", "x" * 60, "--max-new-tokens", "5"], "prompt 0 of 60 tokens and"),
-        (["--prompt", "x" * 64], "prompt 0 of 64 tokens and"),
-        (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens=0 must be at least 1"),
-        (["--prompt", "x", "--num-samples", "0"], "num_samples=0 must be at least 1"),
         (["--prompt", "x", "--checkpoint", "/nowhere"], "/nowhere: no such checkpoint folder"),
-        (
-            ["--prompt", "x", "--implementation", "fast"],
-            "implementation='fast' must be",
-        ),
-        (["--prompt", "x", "--kv-dtype", "int4"], "argument --kv-dtype: invalid choice: 'int4'"),
-        (["--prompt", "x", "--kv-dtype", "bf16"], "kv_dtype='bf16' must be int8, fp8 or the dtype"),
-        (["--prompt", "x", "--temperature", "-1"], "temperature=-1.0 must be finite"),
+        (["--prompt", "x", "--n", "0"], "n=0 must be an integer in 1..16384"),
+        (["--prompt", "x", "--n", "99999999999"], "n=99999999999 must be an integer in 1..16384"),
+        (["--prompt", "x", "--n", "2", "--best-of", "1"], "best_of=1 must be an integer in 2.."),
+        (["--prompt", "x", "--temperature", "1e39"], "temperature=1e+39 must be a finite number"),
         (["--prompt", "x", "--temperature", "hot"], "argument --temperature: invalid float value"),
-        (["--prompt", "x", "--top-k", "-2"], "top_k=-2 must not be negative"),
-        (["--prompt", "x", "--top-k", str(2**31)], "top_k=2147483648 must be integers of 32 bits"),
-        (["--prompt", "x", "--prefill-chunk", "0"], "prefill_chunk=0 must be at least 1"),
-        (["--prompt", "x", "--top-p", "0"], "top_p=0.0 must be above 0"),
-        (["--prompt", "x", "--min-p", "1"], "min_p=1.0 must be at least 0 and below 1"),
-        (["--prompt", "x", "--seed", "-1"], "seed=-1 must be in 0.."),
+        (["--prompt", "x", "--top-k", "-2"], "top_k=-2 must be an integer in -1.."),
+        (["--prompt", "x", "--seed", "-1"], "seed=-1 must be an integer in 0.."),
+        (["--prompt", "x", "--stop", ""], "stop=[''] must be a text or texts that are not empty"),
+        (["--prompt", "x", "--num-pages", "0"], "num_pages=0 must be an integer in 1.."),
         (["--prompt", "x", "--page-size", "5"], "page_size=5 must be a power of two"),
-        (["--prompt", "x", "--num-pages", "0"], "num_pages=0 must be at least 1"),
-        (["--prompt", "x", "--stop", ""], "--stop must not be empty"),
-        (["--prompt", "x", "--max-seqs", "2"], "--max-seqs needs --prompts-file"),
-        (["--prompt", "x", "--no-prefix-cache"], "--no-prefix-cache needs --prompts-file"),
+        (
+            ["--prompt", "x", "--max-num-seqs", "9", "--max-num-batched-tokens", "9"],
+            "max_num_batched_tokens=9 must be more than max_num_seqs=9",
+        ),
+        (["--prompt", "x", "--kv-cache-dtype", "int4"], "argument --kv-cache-dtype: invalid"),
+        (["--prompt", "x", "--implementation", "fast"], "implementation='fast' must be"),
         (["--prompt", "x", "--nonsense"], "unrecognized arguments: --nonsense"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(run, args, message):
+def test_bad_options_are_one_line_and_status_2(run, args, message):
     status, out, err = run(*args)
     assert (status, out) == (2, "")
     assert err.startswith(f"error: {message}") and err.count("\n") == 1
 
 
-def test_a_broken_checkpoint_is_one_line(run, checkpoint, tmp_path):
-    for name in ("config.json", "tokenizer.json"):
-        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
-    (tmp_path / "model.safetensors").write_bytes(b"not a safetensors file")
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_broken_checkpoint_is_one_line(run, checkpoint, tmp_path, name):
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / name).write_text("[" * 100_000)
     status, out, err = run("--prompt", "x", "--checkpoint", str(tmp_path))
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("error: ") and "model.safetensors" in err
+    assert (status, out, err.count("\n"), err.count(name)) == (2, "", 1, 1)
+    assert err.startswith("error: ")
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"rms_norm_eps": "x"},
-        {"rope_theta": 0},
-        {"eos_token_id": 2**40},
-        {"rope_scaling": {"rope_type": "llama3", "factor": None}},
-    ],
-)
-def test_a_broken_config_is_one_line(run, tmp_path, checkpoint, changes):
-    config = json.loads((checkpoint / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | changes))
-    status, out, err = run("--prompt", "x", "--checkpoint", str(tmp_path))
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("error: ") and "config.json: " in err
-
-
-def test_a_process_ends_with_status_2_and_no_traceback(start):
-    process = start("--prompt", "x", "--num-samples", "0")
-    out, err = process.communicate(timeout=120)
-    assert (process.returncode, out) == (2, b"")
-    assert err == b"error: num_samples=0 must be at least 1\n"
-
-
-def test_help_does_not_import_jax():
+def test_parsing_of_options_does_not_import_jax():
     code = "import sys; from models import cli; cli._parser(); print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
 
 
-def test_a_closed_pipe_ends_the_command_without_an_error_message(start):
-    process = start("--prompt", "ROMEO:")
+def test_a_closed_pipe_ends_the_command_without_an_error_message(checkpoint):
+    process = start_command("--prompt", "ROMEO:", checkpoint=checkpoint)
     process.stdout.close()
     _, err = process.communicate(timeout=120)
     assert process.returncode == 141
-    assert err.decode().splitlines() == ["pallas_paged: implementation='xla' on cpu"]
+    assert err.splitlines()[-1] == "pallas_paged: implementation='xla' on cpu"
 
 
-def test_ctrl_c_ends_quietly(run, monkeypatch):
-    def interrupted(*args, **options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("models.generate.generate", interrupted)
-    assert run("--prompt", "ROMEO:") == (130, "", "")
-
-
-def test_an_interrupted_process_runs_no_exit_handlers():
-    """An exit handler of JAX would crash while another thread compiles."""
-    code = """
-import atexit
-from models import cli
-atexit.register(print, "torn down")
-print("done", end="")
-cli.main = lambda: {status}
-cli.run()
-"""
-    for status, out in ((130, "done"), (2, "donetorn down\n")):
-        command = [sys.executable, "-c", code.format(status=status)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert (done.returncode, done.stdout, done.stderr) == (status, out, "")
+def test_ctrl_c_during_imports_ends_the_process_with_status_130():
+    process = start_command("--prompt", "ROMEO:")
+    process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == ("", "") and process.returncode == 130
 
 
-def test_a_prompt_of_invalid_utf8_is_one_line(run):
-    message = "error: --prompt must be valid UTF-8\n"
-    assert run("--prompt", "\udcff\udcfe") == (2, "", message)
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_closed_streams_are_noticed_before_the_work(closed, monkeypatch, capsys):
+    monkeypatch.setattr(sys, closed, None)
+    assert cli.main(["--prompt", "x", "--checkpoint", "/nowhere"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == (
+        "",
+        "error: the standard output is closed\n" if closed == "stdout" else "",
+    )
+
+
+def test_a_full_disk_is_one_line():
+    if not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full")
+    code = "from models import cli; cli._read_lines = lambda args: print('x', flush=True);"
+    code += "raise SystemExit(cli.main([]))"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    message = "error: standard output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, message)
+
+
+@pytest.mark.parametrize(
+    ("option", "set_before", "expected"),
+    [
+        (None, None, "cache/pallas_paged"),
+        (None, "elsewhere", None),
+        ("here", "elsewhere", "here"),
+    ],
+)
+def test_compiled_programs_are_kept_in_the_folder_of_the_user(
+    monkeypatch, tmp_path, option, set_before, expected
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    updates = {}
+    config = SimpleNamespace(jax_compilation_cache_dir=set_before, update=updates.__setitem__)
+    monkeypatch.setattr(cli_serve.jax, "config", config)
+    cli_serve._use_compilation_cache(option)
+    assert updates.get("jax_compilation_cache_dir") == expected
+    if expected is not None:
+        assert (tmp_path / expected).is_dir()
+        assert updates["jax_persistent_cache_min_compile_time_secs"] == 0
+    updates.clear()
+    cli_serve._use_compilation_cache("off")
+    assert updates == {"jax_enable_compilation_cache": False}
+
+
+def test_a_cache_folder_that_cannot_be_made_is_an_error_only_if_it_was_given(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    config = SimpleNamespace(jax_compilation_cache_dir=None, update=None)
+    monkeypatch.setattr(cli_serve.jax, "config", config)
+    cli_serve._use_compilation_cache(None)
+    with pytest.raises(OSError, match="Not a directory"):
+        cli_serve._use_compilation_cache(str(tmp_path / "file" / "folder"))
+
+
+def test_the_summary_names_the_device(run):
+    err = run("--prompt", "x", "--max-tokens", "1")[2]
+    assert err.endswith(f"; {jax.devices()[0].device_kind}\n")

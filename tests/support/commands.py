@@ -27,6 +27,8 @@ CONFIG = ModelConfig(
     max_position_embeddings=64,
     tie_word_embeddings=True,
 )
+# Lines on stderr before the work and during it; others are the library's log and the summary.
+PHASES = ("importing JAX ...", "loading ", "compiling ")
 
 
 def save_tiny_model(folder):
@@ -36,16 +38,25 @@ def save_tiny_model(folder):
 
 
 def run_command(checkpoint, capsys, *args):
-    """Runs the command in this process: exit status, standard output, standard error."""
+    """Run the command in this process; return exit status, stdout, and stderr without phases."""
     status = cli.main(["--checkpoint", str(checkpoint), "--implementation", "xla", *args])
-    return status, *capsys.readouterr()
+    out, err = capsys.readouterr()
+    return status, out, without_phases(err)
 
 
-def start_command(checkpoint, *args):
-    """Starts the command in a process of its own."""
-    command = [sys.executable, "-m", "models.generate", "--checkpoint", str(checkpoint), *args]
+def without_phases(err):
+    """Return the lines of stderr that do not report what starts now."""
+    lines = err.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith((*PHASES, "pallas_paged: ")))
+
+
+def start_command(*args, stdout=subprocess.PIPE, checkpoint=None):
+    """Start the command in a process of its own, with a pipe for stderr."""
+    command = [sys.executable, "-m", "models.generate", *map(str, args)]
+    if checkpoint is not None:
+        command += ["--checkpoint", str(checkpoint)]
     # On the CPU: this process may hold the GPU's memory.
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command, cwd=ROOT, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True
     )

@@ -1,0 +1,306 @@
+"""The command `python -m models.generate --prompts-file`: a JSON object for each prompt."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from models.checkpoint import save_checkpoint
+from models.decoder import Decoder
+from models.tokenizer import Tokenizer
+from pallas_paged.engine import Engine, EngineDeadError
+from tests.support.commands import CONFIG, run_command, save_tiny_model
+
+# Few shapes to compile, and the same ones in most tests.
+SIZES = ["--max-num-seqs", "4", "--max-num-batched-tokens", "32"]
+PAGES = ["--num-pages", "16"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def run(checkpoint, capsys, tmp_path):
+    """Run the command on lines of a file: exit status, printed records by index, stderr."""
+
+    def run(lines, *args, name="prompts.txt", pages=PAGES):
+        file = tmp_path / name
+        file.write_bytes(lines if isinstance(lines, bytes) else "\n".join(lines).encode())
+        args = ["--prompts-file", str(file), *SIZES, *pages, *args]
+        status, out, err = run_command(checkpoint, capsys, *args)
+        records = [json.loads(line, parse_constant=pytest.fail) for line in out.splitlines()]
+        assert len({record["index"] for record in records}) == len(records)
+        return status, {record["index"]: record for record in records}, err
+
+    return run
+
+
+@pytest.fixture
+def run_objects(run):
+    def run_objects(objects, *args):
+        lines = [x if isinstance(x, str) else json.dumps(x) for x in objects]
+        return run(lines, *args, name="prompts.jsonl")
+
+    return run_objects
+
+
+def test_each_prompt_gets_a_line_of_output(run):
+    lines = b"\xef\xbb\xbfone\x0cstill one\r\n\n  \n\xc3\xa9t\xc3\xa9 \ntwo\n"
+    status, results, err = run(lines, "--prompt", "zero", "--max-tokens", "9", pages=[])
+    assert status == 0
+    prompts = ["zero", "one\x0cstill one", "été ", "two"]
+    assert [results[index]["prompt"] for index in range(4)] == prompts
+    for index, prompt in enumerate(prompts):
+        result = results[index]
+        (completion,) = result["outputs"]
+        assert completion["index"] == 0 and completion["finish_reason"] == "length"
+        assert len(completion["token_ids"]) == 9
+        wanted = bytes(completion["token_ids"]).decode(errors="replace")
+        assert completion["text"].rstrip("\ufffd") == wanted.rstrip("\ufffd")
+        assert result["num_prompt_tokens"] == len(prompt.encode())
+        assert result["num_cached_tokens"] == result["num_preemptions"] == 0
+        assert 0 < result["ttft_s"] <= result["latency_s"]
+    served, times, pool = err.splitlines()
+    assert served.startswith("4 of 4 prompts served in ") and " tokens/s, " in served
+    assert times.startswith("time to first token p50 ")
+    assert pool.startswith("prefix cache hit rate 0.0%; pool of ")
+
+
+def test_without_a_seed_equal_prompts_differ_and_the_reported_seed_repeats_them(run):
+    args = ["--max-tokens", "12", "--temperature", "1"]
+    _, results, err = run(["ROMEO:", "ROMEO:"], *args)
+    texts = [results[index]["outputs"][0]["token_ids"] for index in range(2)]
+    assert texts[0] != texts[1]
+    seed = results[0]["seed"]
+    assert results[1]["seed"] == (seed + 1) % 2**32
+    assert err.splitlines()[0].endswith(f"; seed {seed}")
+    _, again, _ = run(["ROMEO:", "ROMEO:"], *args, "--seed", str(seed))
+    assert [again[index]["outputs"][0]["token_ids"] for index in range(2)] == texts
+    _, other, _ = run(["ROMEO:", "ROMEO:"], *args)
+    assert other[0]["seed"] != seed
+
+
+def test_keys_of_an_object_override_the_options(run_objects):
+    objects = [
+        {"prompt": "ROMEO:"},
+        {"prompt": "ROMEO:", "max_tokens": 2, "n": 3, "temperature": 0, "logprobs": None},
+        {"prompt": list(b"ROMEO:"), "seed": 1, "priority": -1},
+        {"prompt": "ROMEO:", "max_tokens": None, "best_of": 3},
+        {"prompt": "ROMEO:", "logit_bias": {"65": 100}},
+        {"prompt": "ROMEO:", "beam_width": 2, "n": 2, "length_penalty": 0.5},
+    ]
+    args = ["--max-tokens", "5", "--seed", "7", "--logprobs", "2", "--temperature", "3"]
+    status, results, _ = run_objects(objects[:5], *args)
+    assert status == 0
+    first, greedy, other_seed, best, biased = (results[i]["outputs"] for i in range(5))
+    assert [len(x["token_ids"]) for x in (*first, *greedy, *other_seed)] == [5, 2, 2, 2, 5]
+    assert greedy[0]["token_ids"] == greedy[1]["token_ids"] == greedy[2]["token_ids"]
+    assert "cumulative_logprob" in greedy[0]
+    assert results[2]["prompt"] == list(b"ROMEO:") and results[2]["seed"] == 1
+    assert first[0]["token_ids"] != other_seed[0]["token_ids"]
+    assert biased[0]["token_ids"] == [65] * 5
+    entries = first[0]["logprobs"]
+    sampled = [entry[str(t)] for entry, t in zip(entries, first[0]["token_ids"], strict=True)]
+    total = sum(entry["logprob"] for entry in sampled)
+    assert total == pytest.approx(first[0]["cumulative_logprob"], abs=1e-4)
+    assert all({1, 2} <= {each["rank"] for each in entry.values()} for entry in entries)
+    assert len(best) == 1 and len(best[0]["token_ids"]) == 5
+
+    status, results, _ = run_objects(objects[5:], "--temperature", "3")  # beams ignore it
+    assert status == 0
+    beams = results[0]["outputs"]
+    assert beams[0]["token_ids"] != beams[1]["token_ids"]
+    assert beams[0]["cumulative_logprob"] >= beams[1]["cumulative_logprob"]
+
+
+def test_a_completion_ends_before_a_stop_text(run_objects):
+    whole = {"prompt": "ROMEO:", "temperature": 3, "seed": 5}
+    (text,) = (x["text"] for x in run_objects([whole])[1][0]["outputs"])
+    pairs = itertools.pairwise(text[5:])
+    stop = next(a + b for a, b in pairs if (a + b).isascii())
+    objects = [whole, whole | {"stop": []}, whole | {"stop": stop}]
+    results = run_objects(objects, "--stop", stop)[1]
+    cut, longer, own = (results[index]["outputs"][0] for index in range(3))
+    assert longer["text"] == text
+    assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", stop)
+    assert cut["text"] == own["text"] == text[: text.index(stop)]
+
+
+def test_refused_prompts_get_an_error_and_the_others_run(run_objects):
+    refused = [
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": []}, "the prompt is empty"),
+        ({"prompt": "x" * 64}, "a prompt of 64 tokens and max_tokens=1 are more than the 64"),
+        ({"prompt": "x", "max_tokens": 64}, "a prompt of 1 tokens and max_tokens=64 are more"),
+        ({"prompt": "x", "n": True}, "n=True must be an integer"),
+        ({"prompt": "x", "n": 10**6}, "n=1000000 must be an integer in 1..16384"),
+        ({"prompt": "x", "top_k": 2**31}, "top_k=2147483648 must be an integer in -1..2147483647"),
+        ({"prompt": "x", "temperature": "hot"}, "temperature='hot' must be a finite number"),
+        ({"prompt": "x", "temperature": True}, "temperature=True must be a finite number"),
+        ({"prompt": "x", "length_penalty": 10**400}, "length_penalty=1000"),
+        ('{"prompt": "x", "min_p": NaN}', "min_p=nan must be a finite number"),
+        ({"prompt": "x", "top_p": 2}, "top_p=2 must be above 0 and at most 1"),
+        ({"prompt": "x", "stop": [""]}, "stop=[''] must be a text or texts that are not empty"),
+        ({"prompt": "x", "stop_token_ids": ["x"]}, "stop_token_ids[0]='x' must be an integer"),
+        ({"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias={'x': 1} must have token ids as"),
+        ({"prompt": "x", "beam_width": 2, "logprobs": 1}, "logprobs=1 is not possible with beam"),
+        ({"prompt": "x", "priority": "high"}, "priority='high' must be an integer"),
+        ({"prompt": "x", "best": 2}, "unknown key 'best'; there are prompt, priority, n"),
+        ({"prompt": "\ud800"}, "the prompt must be valid UTF-8"),
+        ({"prompt": ["x"]}, "token id of the prompt='x' must be an integer in 0..255"),
+        ({"prompt": [256]}, "token id of the prompt=256 must be an integer in 0..255"),
+        ({"prompt": {"x": 1}}, "prompt={'x': 1} must be a text or a list of token ids"),
+        ({"n": 1}, "prompt=None must be a text"),
+        ([1, 2], "[1, 2] must be a JSON object"),
+        ('{"prompt": ', "not JSON: Expecting value"),
+        ("[" * 100_000, "not JSON: "),
+        ("9" * 5000, "not JSON: "),
+    ]
+    objects = [{"prompt": "first"}, *(x for x, _ in refused), {"prompt": "last"}]
+    status, results, err = run_objects(objects)
+    assert status == 1
+    for index, (_, reason) in enumerate(refused, 1):
+        assert set(results[index]) == {"index", "error"}
+        assert results[index]["error"].startswith(reason)
+    for index, prompt in (0, "first"), (len(objects) - 1, "last"):
+        assert len(results[index]["outputs"][0]["token_ids"]) == 64 - len(prompt)
+    assert err.startswith(f"2 of {len(objects)} prompts served in ")
+
+
+def test_a_file_of_refused_prompts_only(run):
+    status, results, err = run(b"\xff\xfe broken\n", "--prompt", "x" * 65)
+    assert status == 1 and err.startswith("0 of 2 prompts served in ")
+    assert results[0]["error"].startswith("a prompt of 65 tokens and max_tokens=1 are more than")
+    assert results[1]["error"] == "the prompt must be valid UTF-8"
+
+
+def test_shared_prefixes_are_cached_unless_disabled(run):
+    lines = ["a prompt of more than a page"] * 5  # one more than there are slots
+    _, results, err = run(lines)
+    cached = [results[index]["num_cached_tokens"] for index in range(5)]
+    assert cached[0] == 0 and cached[4] == 16
+    assert f"prefix cache hit rate {sum(cached) / (5 * 28):.1%}" in err
+    _, results, err = run(lines, "--no-enable-prefix-caching")
+    assert [results[index]["num_cached_tokens"] for index in range(5)] == [0] * 5
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_the_cache_has_the_given_dtype_and_the_scales_of_the_checkpoint(
+    run, tmp_path, checkpoint, kv_cache_dtype
+):
+    config = replace(CONFIG, k_scales=(0.01,), v_scales=(0.01,))
+    save_checkpoint(tmp_path, Decoder(config, rngs=nnx.Rngs(0)), config)
+    (tmp_path / "tokenizer.json").write_bytes((checkpoint / "tokenizer.json").read_bytes())
+    args = ["--kv-cache-dtype", kv_cache_dtype, "--max-tokens", "3", "--num-pages", "4096"]
+    dtype = {"int8": "int8", "fp8": "float8_e4m3fn"}[kv_cache_dtype]
+    # Bytes of a token: K and V, and the scales of each, except with the checkpoint's for fp8.
+    for folder, size in ((checkpoint, 2 * 20), (tmp_path, 2 * 20 if dtype == "int8" else 2 * 16)):
+        status, _, err = run(["ROMEO:"], *args, "--checkpoint", str(folder), pages=[])
+        assert status == 0
+        assert f"pool of 4096 pages, {4096 * 16 * size / 2**20:.2f} MiB of {dtype}" in err
+
+
+def test_a_small_pool_preempts_and_refuses_prompts_beyond_its_size(run):
+    args = ["--num-pages", "3", "--temperature", "0"]
+    prompts = ["x" * 14, "y" * 14, "z" * 48]
+    status, results, err = run(prompts, *args)
+    assert status == 1 and "pool of 3 pages" in err
+    assert results[2]["error"].startswith("a prompt of 48 tokens and max_tokens=1 are more than")
+    assert results[2]["error"].endswith("--num-pages 3")
+    # By default a completion is as long as the pool allows.
+    assert len(results[0]["outputs"][0]["token_ids"]) == 3 * 16 - 14
+    assert results[1]["num_preemptions"] == 1
+    _, alone, _ = run(prompts[1:2], *args)
+    assert results[1]["outputs"] == alone[0]["outputs"]
+
+
+def test_ctrl_c_keeps_the_finished_results(run, monkeypatch):
+    step = Engine.step
+
+    def interrupted(engine):
+        news = step(engine)
+        if any(each.finished for each in news):
+            monkeypatch.setattr(Engine, "step", interrupt)
+        return news
+
+    def interrupt(engine):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    lines = [json.dumps(x) for x in ({"prompt": "long"}, {"prompt": "short", "max_tokens": 2})]
+    status, results, err = run(lines, name="prompts.jsonl")
+    assert status == 130 and list(results) == [1] and err == ""
+
+
+@pytest.mark.parametrize(
+    ("message", "cause", "is_bug"),
+    [
+        ("RESOURCE_EXHAUSTED: out of memory", None, False),
+        ("not on this device", NotImplementedError(), False),
+        ("a bug", TypeError(), True),
+    ],
+)
+def test_prompts_get_an_error_where_the_engine_dies(run, monkeypatch, message, cause, is_bug):
+    step = Engine.step
+
+    def dying(engine):
+        if engine.stats().num_finished:
+            raise EngineDeadError(message) from cause
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", dying)
+    lines = [json.dumps({"prompt": "x", "max_tokens": n}) for n in (2, 40, 40)]
+    if is_bug:
+        with pytest.raises(EngineDeadError, match=message):
+            run(lines, name="prompts.jsonl")
+        return
+    status, results, _ = run(lines, name="prompts.jsonl")
+    assert status == 1 and "outputs" in results[0]
+    assert [results[index] for index in (1, 2)] == [
+        {"index": index, "error": message} for index in (1, 2)
+    ]
+
+
+def test_a_failed_completion_has_its_error_and_status_1(run, monkeypatch):
+    decode, calls = Tokenizer.decode, []
+
+    def broken(self, token_ids):
+        calls.append(token_ids)
+        if len(calls) > 5:
+            raise RuntimeError("decoder broke")
+        return decode(self, token_ids)
+
+    monkeypatch.setattr(Tokenizer, "decode", broken)
+    status, results, _ = run(["ROMEO:"], "--max-tokens", "6")
+    assert status == 1
+    assert results[0]["outputs"][0]["finish_reason"] == "error"
+    assert "decoder broke" in results[0]["error"]
+
+
+def test_logits_of_nan_are_an_error(run, tmp_path, checkpoint):
+    model = Decoder(CONFIG, rngs=nnx.Rngs(0))
+    model.embed_tokens.weight[...] *= jnp.nan
+    save_checkpoint(tmp_path, model, CONFIG)
+    (tmp_path / "tokenizer.json").write_bytes((checkpoint / "tokenizer.json").read_bytes())
+    status, results, _ = run(["x"], "--checkpoint", str(tmp_path))
+    assert status == 1 and results[0]["error"]
+    assert results[0]["outputs"][0]["finish_reason"] == "error"
+
+
+def test_infinite_log_probabilities_are_null(run, monkeypatch):
+    logits = Decoder.logits
+    masked = lambda self, hidden: logits(self, hidden).at[..., 128:].set(-jnp.inf)  # noqa: E731
+    monkeypatch.setattr(Decoder, "logits", masked)
+    line = json.dumps({"prompt": [200, 65], "max_tokens": 2, "prompt_logprobs": 0})
+    another = json.dumps({"prompt": [65, 200], "max_tokens": 2, "prompt_logprobs": 0})
+    status, results, _ = run([line, another], name="prompts.jsonl")
+    assert status == 0
+    assert results[1]["prompt_logprobs"][0] is None
+    assert results[1]["prompt_logprobs"][1]["200"]["logprob"] is None

@@ -1,55 +1,124 @@
-"""Engines of one set of sizes, so that their steps compile once, and runs that end."""
+"""Engines of one model and one set of sizes, so that their steps compile once; runs that end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
-from models.decoder import Decoder
-from models.engine import Engine, EngineConfig
-from models.request import News, Request, SamplingParams
-from models.tokenizer import Tokenizer
+from pallas_paged.engine import Engine, EngineConfig, Request, RequestOutput, SamplingParams
+from tests.support.plain_model import PlainModel
 
+MODEL = PlainModel(vocab_size=40, max_model_len=64)
+# Lengths on both sides of the borders of 4-token pages; the longest takes two steps.
+PROMPTS = [[1, 2, 3], [*range(4, 13)], [14, 15, 16, 17], [18], [*range(20, 38)]]
 SIZES: dict[str, Any] = dict(
-    num_pages=16, page_size=4, max_seqs=4, token_budget=16, implementation="xla"
+    num_pages=16,
+    page_size=4,
+    max_num_seqs=4,
+    max_num_batched_tokens=16,
+    num_scheduler_steps=8,
+    implementation="xla",
 )
 
 
-def make_engine(model: Decoder, tokenizer: Tokenizer | None = None, **sizes: Any) -> Engine:
+class NumberTokenizer:
+    """Words are the decimal numbers of tokens; decoding can be made to fail."""
+
+    broken = False
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        if self.broken:
+            raise OSError("the tables are lost")
+        return "".join(f" {token_id}" for token_id in token_ids)
+
+
+def weights(model: PlainModel = MODEL, seed: int = 1) -> dict[str, jax.Array]:
+    """Random weights; greedy tokens of the default ones vary."""
+    return model.init(jax.random.key(seed))
+
+
+_WEIGHTS = {MODEL: weights()}
+
+
+def make_engine(model: Any = MODEL, params: Any = None, tokenizer: Any = None, **sizes) -> Engine:
     """An engine of the usual sizes, except those given."""
-    return Engine(model, None, tokenizer, EngineConfig(**(SIZES | sizes)))
+    if params is None:
+        params = _WEIGHTS.setdefault(model, weights(model))
+    return Engine(model, params, EngineConfig(**(SIZES | sizes)), tokenizer)
 
 
-def run(engine: Engine, *, max_steps: int = 1000, check: bool = True) -> list[News]:
-    """Steps until the engine is idle and returns all news; fails after `max_steps`."""
-    news: list[News] = []
+def greedy(**params) -> SamplingParams:
+    return SamplingParams(**(dict(max_tokens=14, temperature=0.0) | params))
+
+
+def sampling(**params) -> SamplingParams:
+    return SamplingParams(**(dict(max_tokens=12, temperature=1.0, seed=5) | params))
+
+
+def steps_of(engine: Engine, num_steps: Any) -> None:
+    """Let calls that only decode run this many steps; a function is called each time."""
+    get = num_steps if callable(num_steps) else lambda: num_steps
+    engine._steps = get
+
+
+def run(engine: Engine, *, max_steps: int = 1000, check: bool = True) -> list[RequestOutput]:
+    """Step until the engine is idle and return all outputs; fail after `max_steps`."""
+    outputs: list[RequestOutput] = []
     for _ in range(max_steps):
         if engine.idle:
             assert_nothing_is_left(engine)
-            return news
-        news += engine.step()
-        assert len(engine._flights) <= 1, "more than one step is unread"
-        if check:
-            engine.check()
+            return outputs
+        outputs += step(engine, check=check)
     raise AssertionError(f"the engine is not idle after {max_steps} steps")
 
 
+def step(engine: Engine, *, check: bool = True) -> list[RequestOutput]:
+    """One step; then the invariants of the page table hold, and at most one call is in flight."""
+    outputs = engine.step()
+    assert len(engine._calls) <= 1, "more than one call is in flight"
+    if check:
+        engine.check()
+    return outputs
+
+
 def assert_nothing_is_left(engine: Engine) -> None:
-    """Every page is free or cached, every row is free, and no request is remembered."""
+    """Every page is free or cached, every slot is free, and no request is remembered."""
     engine.check()
-    scheduler, cache, num_pages = engine._scheduler, engine._cache, engine.config.num_pages
+    scheduler, cache = engine._scheduler, engine._cache
     num_cached = 0
     if cache is not None:
         assert not cache._leases
         num_cached = len(cache)
         assert cache.num_evictable == num_cached
-    assert int(engine.table.num_free) + num_cached == num_pages
+    assert int(engine.table.num_free) + num_cached == engine.num_pages
     assert not np.any(np.asarray(engine.table.seq_lens))
-    assert not (engine._groups or engine._flights)
-    assert not (scheduler.queue or scheduler.running)
-    assert sorted(scheduler._rows) == list(range(engine.config.max_seqs))
+    assert not (engine._groups or engine._calls)
+    assert not (scheduler.waiting or scheduler.running)
+    assert sorted(scheduler._slots) == list(range(engine.config.max_num_seqs))
+
+
+def assert_every_page_is_free(engine: Engine) -> None:
+    """After the prefix cache is emptied."""
+    engine.reset_prefix_cache()
+    assert_nothing_is_left(engine)
+    assert int(engine.table.num_free) == engine.num_pages
+
+
+def submit(
+    engine: Engine,
+    prompts: Iterable[list[int]],
+    params: SamplingParams | Iterable[SamplingParams],
+) -> list[Request]:
+    """Submit prompts with the same parameters, or each with its own."""
+    prompts = list(prompts)
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    return [engine.submit(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
 
 
 def serve(
@@ -58,34 +127,36 @@ def serve(
     params: SamplingParams | Iterable[SamplingParams],
     **options: Any,
 ) -> list[Request]:
-    """Submits prompts at once and runs the engine to its end."""
-    prompts = list(prompts)
-    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-    requests = [engine.submit(p, one) for p, one in zip(prompts, each, strict=True)]
+    """Submit prompts at once and run the engine to its end."""
+    requests = submit(engine, prompts, params)
     run(engine, **options)
     return requests
 
 
-def tokens_of(requests: Iterable[Request]) -> list[list[int]]:
+def tokens_of(requests: Iterable[Request | RequestOutput]) -> list[list[int]]:
     """The tokens of all completions, request by request."""
-    return [completion.tokens for request in requests for completion in request.completions]
+    return [output.token_ids for request in requests for output in request.outputs]
 
 
-def reasons_of(requests: Iterable[Request]) -> list[str | None]:
+def reasons_of(requests: Iterable[Request | RequestOutput]) -> list[str | None]:
     """Why all completions ended, request by request."""
-    return [completion.finish_reason for request in requests for completion in request.completions]
+    return [output.finish_reason for request in requests for output in request.outputs]
 
 
-def assert_news_tell_all(news: Iterable[News], requests: Iterable[Request]) -> None:
-    """The news of each completion add up to its tokens, its text and one end."""
-    found: dict[tuple[Request, int], list[News]] = {}
-    for one in news:
-        found.setdefault((one.request, one.index), []).append(one)
+def assert_deltas_add_up(deltas: Iterable[RequestOutput], requests: Iterable[Request]) -> None:
+    """The deltas of each completion add up to its tokens, its text, and one end."""
+    found: dict[str, list[RequestOutput]] = {}
+    for one in deltas:
+        found.setdefault(one.request_id, []).append(one)
     for request in requests:
-        for completion in request.completions:
-            mine = found.pop((request, completion.index))
-            assert [token for one in mine for token in one.tokens] == completion.tokens
-            assert "".join(one.text for one in mine) == completion.text
-            reasons = [one.finish_reason for one in mine]
-            assert reasons == [None] * (len(mine) - 1) + [completion.finish_reason]
-    assert not found, "news of unknown completions"
+        mine = found.pop(request.request_id)
+        assert [one.finished for one in mine] == [False] * (len(mine) - 1) + [True]
+        for output in request.outputs:
+            parts = [part for one in mine for part in one.outputs if part.index == output.index]
+            assert sum((part.token_ids for part in parts), []) == output.token_ids
+            assert "".join(part.text for part in parts) == output.text
+            reasons = [part.finish_reason for part in parts]
+            assert reasons == [None] * (len(parts) - 1) + [output.finish_reason]
+            if output.logprobs is not None:
+                assert sum((part.logprobs for part in parts), []) == output.logprobs
+    assert not found, "outputs of unknown requests"

@@ -1,0 +1,38 @@
+"""Generation without a cache: the model runs on the whole text for every token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tests.support.plain_model import dense_logits
+
+
+class Oracle:
+    """Logits and greedy tokens of a model of the engine, one sequence at a time."""
+
+    def __init__(self, model: Any, params: Any):
+        self._logits = jax.jit(lambda params, tokens: dense_logits(model, params, tokens))
+        self._params, self._max_len = params, model.max_model_len
+
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Logits `f64[T, V]` after each token."""
+        padded = np.zeros(self._max_len, np.int32)
+        padded[: len(token_ids)] = token_ids
+        return np.asarray(self._logits(self._params, padded)[: len(token_ids)], np.float64)
+
+    def logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Log-probabilities `f64[T, V]` of the token after each token."""
+        logits = self.logits(token_ids)
+        logits -= logits.max(axis=-1, keepdims=True)
+        return logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
+
+    def continue_(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """The next num_tokens greedy tokens."""
+        tokens = list(prompt)
+        while len(tokens) < len(prompt) + num_tokens:
+            tokens.append(int(np.argmax(self.logits(tokens)[-1])))
+        return tokens[len(prompt) :]

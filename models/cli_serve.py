@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from models.checkpoint import load_checkpoint
 from models.cli import DEFAULT_MAX_TOKENS, DEFAULT_TEMPERATURE, SAMPLING_OPTIONS, say
@@ -95,7 +96,8 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
     is_jsonl = args.prompts_file is not None and args.prompts_file.name.endswith(".jsonl")
     entries = [(prompt, False) for prompt in args.prompt] + [(line, is_jsonl) for line in lines]
     as_json = args.json or args.prompts_file is not None
-    with tqdm(total=len(entries), unit="prompt", disable=None if len(entries) > 1 else True) as bar:
+    bar = tqdm(total=len(entries), unit="prompt", disable=None if len(entries) > 1 else True)
+    with bar, logging_redirect_tqdm():
         output = _Output(bar, as_json=as_json)
         jobs = []
         for index, (entry, is_object) in enumerate(entries):
@@ -110,7 +112,7 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
         start = time.perf_counter()
         with _compile_times() as compile_times:
             if jobs:
-                say("compiling and generating")
+                bar.write("compiling and generating ...", file=sys.stderr)
             _run(engine, jobs, output)
         seconds = time.perf_counter() - start
     summary = _summary(engine.stats(), len(entries), seconds, sum(compile_times), base_seed)

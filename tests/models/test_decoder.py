@@ -1,4 +1,4 @@
-"""The decoder against transformers' values, with no cache and with paged caches."""
+"""The decoder against values of transformers, without a cache and in the engine."""
 
 import math
 from dataclasses import replace
@@ -15,8 +15,9 @@ from flax import nnx
 import pallas_paged as pp
 from models.checkpoint import load_checkpoint
 from models.config import ModelConfig
-from models.decoder import Decoder, dense_attend, paged_attend
-from tests.support.page_tables import extend
+from models.decoder import Decoder, dense_attend
+from models.engine_model import engine_model
+from pallas_paged.engine import Engine, EngineConfig, SamplingParams
 
 GOLDENS = Path(__file__).parent / "goldens"
 NAMES = ("llama", "qwen2", "qwen3")
@@ -82,100 +83,26 @@ def test_dense_logits_and_greedy_tokens_equal_transformers(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_paged_logits_equal_transformers_token_by_token(name):
-    model, config = load_checkpoint(GOLDENS / name)
-    graphdef, params = nnx.split(model)
-    tokens, expected, _ = golden_of(name)
-    prompt_lens, page_size, num_layers = np.array([5, 9], np.int32), 4, config.num_layers
-    table = pp.create_page_table(num_pages=40, page_size=page_size, max_seqs=2, pages_per_seq=16)
-    pool = pp.create_kv_pool(
-        num_layers=num_layers,
+def test_the_engine_gives_the_log_probabilities_and_greedy_tokens_of_transformers(name):
+    decoder, _ = load_checkpoint(GOLDENS / name)
+    tokens, expected, greedy = golden_of(name)
+    num_known = expected.shape[1]
+    config = EngineConfig(
         num_pages=40,
-        num_kv_heads=config.num_kv_heads,
-        page_size=page_size,
-        head_dim=config.head_dim,
-        dtype=jnp.float32,
-    )
-    cache = pool.layers
-
-    table, ok = extend(table, prompt_lens)
-    assert np.all(ok)
-
-    @jax.jit
-    def prefill(params, cache, tokens, positions, rows, cu_q_lens, seq_lens):
-        attend = paged_attend(
-            slots=pp.slot_mapping(table, rows, positions),
-            block_tables=table.block_tables,
-            seq_lens=seq_lens,
-            cu_q_lens=cu_q_lens,
-            implementation="xla",
-        )
-        model = nnx.merge(graphdef, params)
-        hidden, cache = model(tokens, positions, attend, cache)
-        return model.logits(hidden), cache
-
-    # The prompts in two chunks of 8 packed tokens; the last 2 tokens are padding.
-    for spans, seq_lens in (([(0, 5), (0, 3)], [5, 3]), ([(5, 5), (3, 9)], [5, 9])):
-        rows = np.repeat([0, 1, 2], [*(end - start for start, end in spans), 8])[:8]
-        positions = np.concatenate([*(np.arange(*span) for span in spans), np.arange(8)])[:8]
-        known = rows < 2
-        logits, cache = prefill(
-            params,
-            cache,
-            jnp.where(known, tokens[np.minimum(rows, 1), positions], 0),
-            jnp.asarray(positions, jnp.int32),
-            jnp.asarray(rows, jnp.int32),
-            jnp.asarray(np.cumsum([0, *(end - start for start, end in spans)]), jnp.int32),
-            jnp.asarray(seq_lens, jnp.int32),
-        )
-        wanted = expected[rows[known], positions[known]]
-        assert relative_error(logits[known], wanted) <= 1e-5
-
-    @jax.jit
-    def step(params, table, cache, tokens):
-        positions = table.seq_lens
-        table, ok = pp.extend(table, jnp.ones(2, jnp.int32), max_new_tokens=1)
-        slots = pp.slot_mapping(table, jnp.arange(2, dtype=jnp.int32), positions)
-        attend = paged_attend(
-            slots=slots,
-            block_tables=table.block_tables,
-            seq_lens=table.seq_lens,
-            implementation="xla",
-        )
-        model = nnx.merge(graphdef, params)
-        hidden, cache = model(tokens, positions, attend, cache)
-        return table, cache, model.logits(hidden), ok
-
-    for _ in range(12):  # over three page borders
-        at = np.asarray(table.seq_lens)
-        table, cache, logits, ok = step(params, table, cache, tokens[np.arange(2), at])
-        assert ok.all()
-        assert relative_error(logits, expected[np.arange(2), at]) <= 1e-5
-
-
-def test_padding_tokens_write_nothing(model):
-    pages = jnp.full((CONFIG.num_kv_heads, 3, 4, CONFIG.head_dim), 7.0)
-    tokens = jnp.zeros(4, jnp.int32)
-    attend = paged_attend(
-        slots=jnp.full(4, 12, jnp.int32),
-        block_tables=jnp.zeros((1, 1), jnp.int32),
-        seq_lens=jnp.zeros(1, jnp.int32),
-        cu_q_lens=jnp.zeros(2, jnp.int32),
+        page_size=4,
+        max_num_seqs=2,
+        max_num_batched_tokens=8,  # prompts run in chunks
         implementation="xla",
     )
-    graphdef, params = nnx.split(model)
-
-    @jax.jit
-    def run(params, pages):
-        model = nnx.merge(graphdef, params)
-        return model(
-            tokens, positions_of(tokens), attend, [pp.LayerKV(k_pages=pages, v_pages=pages)] * 2
-        )
-
-    hidden, cache = run(params, pages)
-    assert np.isfinite(hidden).all()
-    for after in jax.tree.leaves(cache):
-        np.testing.assert_array_equal(after, pages)
+    engine = Engine(*engine_model(decoder), config)
+    known = tokens[:, :num_known].tolist()
+    scores = engine.score([row[:1] for row in known], [row[1:] for row in known])
+    logprobs = jax.nn.log_softmax(expected[:, :-1].astype(np.float64), axis=-1)
+    wanted = np.take_along_axis(logprobs, tokens[:, 1:num_known, None], axis=-1)[..., 0]
+    np.testing.assert_allclose(scores, wanted, atol=1e-4)
+    params = SamplingParams(max_tokens=greedy.shape[1], temperature=0)
+    outputs = engine.generate(known, params, progress=False)
+    assert [output.outputs[0].token_ids for output in outputs] == greedy.tolist()
 
 
 def masked_attend(windows):
@@ -300,11 +227,3 @@ def test_mismatched_arguments_are_refused(model):
         model(
             tokens, positions_of(tokens), dense_attend(), [pp.LayerKV(k_pages=pages, v_pages=pages)]
         )
-    attend = paged_attend(
-        slots=jnp.zeros(2, jnp.int32),
-        block_tables=jnp.zeros((1, 1), jnp.int32),
-        seq_lens=jnp.ones(1, jnp.int32),
-        cu_q_lens=jnp.array([0, 2], jnp.int32),
-    )
-    with pytest.raises(ValueError, match="cache=None: paged attention needs"):
-        model(tokens, positions_of(tokens), attend)

@@ -1,0 +1,171 @@
+"""Requests and sizes that the engine refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_paged.engine import Engine, EngineConfig, SamplingParams
+from tests.support.engine_calls import (
+    MODEL,
+    PROMPTS,
+    NumberTokenizer,
+    greedy,
+    make_engine,
+    run,
+    tokens_of,
+    weights,
+)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], {}, "the prompt is empty"),
+        ([40], {}, r"=40 must be an integer in 0\.\.39"),
+        ([-1], {}, r"=-1 must be an integer in 0\.\.39"),
+        ([2**40], {}, r"=1099511627776 must be an integer in 0\.\.39"),
+        ([1.5], {}, r"=1\.5 must be an integer"),
+        ([True], {}, "=True must be an integer"),
+        (["1"], {}, "='1' must be an integer"),
+        ([[1]], {}, r"=\[1\] must be an integer"),
+        ("text", {}, "a prompt that is a text needs a tokenizer"),
+        (b"1", {}, "a prompt must be a text or a list of token ids, not b'1'"),
+        (3, {}, "a prompt must be a text or a list of token ids, not 3"),
+        (None, {}, "a prompt must be a text or a list of token ids, not None"),
+        ({1, 2}, {}, "a prompt must be a text or a list of token ids"),
+        ({1: 2}, {}, "a prompt must be a text or a list of token ids"),
+        (np.ones((2, 2), np.int32), {}, "a prompt must be a text or a list of token ids"),
+        ([1] * 51, {}, "a prompt of 51 tokens and max_tokens=14 are more than the 64 tokens"),
+        ([1] * 64, {"max_tokens": None}, "a prompt of 64 tokens leaves no room for more"),
+        ([1] * 30, {"beam_width": 2}, "30 tokens and max_tokens=14 are more than the 33 tokens"),
+        ([1], {"stop": ["a"]}, r"stop=\('a',\) needs a tokenizer"),
+        ([1], {"stop_token_ids": [40]}, r"stop_token_ids=40 must be an integer in 0\.\.39"),
+        ([1], {"logit_bias": {40: 1.0}}, r"logit_bias=40 must be an integer in 0\.\.39"),
+    ],
+)
+def test_requests_that_can_never_run_are_refused_without_effect(
+    greedy_tokens, prompt, params, message
+):
+    engine = make_engine()
+    other = engine.submit(PROMPTS[0], greedy())
+    before = engine.stats()
+    with pytest.raises(ValueError, match=message):
+        engine.submit(prompt, replace(greedy(), **params))
+    assert engine.stats() == before
+    after = engine.submit(PROMPTS[1], greedy())
+    assert after.number == other.number + 1
+    run(engine)
+    assert tokens_of([other, after]) == greedy_tokens[:2]
+
+
+@pytest.mark.parametrize("prompt", [(1, 2), range(1, 3), np.array([1, 2]), "1 2"], ids=str)
+def test_a_prompt_is_a_text_a_list_or_an_array(prompt):
+    engine = make_engine(tokenizer=NumberTokenizer())
+    (output,) = engine.generate([prompt], greedy(max_tokens=1), progress=False)
+    assert output.prompt_token_ids == [1, 2]
+    assert all(type(token_id) is int for token_id in output.prompt_token_ids)
+    assert output.prompt == (prompt if isinstance(prompt, str) else None)
+
+
+def test_a_text_that_is_not_unicode_is_refused():
+    engine = make_engine(tokenizer=NumberTokenizer())
+    with pytest.raises(ValueError, match="the prompt must be valid UTF-8"):
+        engine.submit("\ud800", greedy())
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ("abc", greedy(), "prompts='abc' must be a list of prompts"),
+        ([[1], []], greedy(), "prompt 1: the prompt is empty"),
+        ([[1], [2]], [greedy()], "1 params must be one, or one for each of 2"),
+        ([[1]], [None, greedy()], "2 params must be one, or one for each of 1"),
+        ([[1]], ["greedy"], "prompt 0: params='greedy' must be SamplingParams"),
+    ],
+)
+def test_generate_refuses_all_prompts_if_one_is_wrong(prompts, params, message):
+    engine = make_engine()
+    with pytest.raises(ValueError, match=message):
+        engine.generate(prompts, params, progress=False)
+    run(engine)
+
+
+def test_more_beams_than_half_the_vocabulary_are_refused():
+    engine = make_engine(replace(MODEL, vocab_size=7))
+    with pytest.raises(ValueError, match="beam_width=4 is more than half of vocab_size=7"):
+        engine.submit([1], SamplingParams(max_tokens=1, beam_width=4))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_pages": 0}, "num_pages=0 must be an integer in 1.."),
+        ({"max_num_seqs": 1.5}, "max_num_seqs=1.5 must be an integer in 1.."),
+        ({"max_model_len": -1}, "max_model_len=-1 must be an integer in 1.."),
+        ({"max_model_len": 65}, "max_model_len=65 must be at most the model's 64"),
+        (
+            {"max_num_batched_tokens": 4},
+            "max_num_batched_tokens=4 must be more than max_num_seqs=4",
+        ),
+        ({"num_scheduler_steps": 0}, "num_scheduler_steps=0 must be an integer in 1.."),
+        ({"watermark": 1.0}, "watermark=1.0 must be at least 0 and below 1"),
+        ({"memory_fraction": 0}, "memory_fraction=0 must be above 0"),
+        ({"page_size": 3}, "page_size=3 must be a power of two"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype='int4' must be"),
+        ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype='bfloat16' must be int8, fp8 or"),
+        ({"implementation": "none"}, "implementation='none'"),
+    ],
+)
+def test_bad_sizes_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        make_engine(**sizes)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="GPUs have the kernels")
+def test_an_implementation_that_cannot_run_here_is_refused_at_creation():
+    with pytest.raises(NotImplementedError, match="needs a GPU"):
+        make_engine(implementation="triton")
+
+
+def test_requests_of_other_engines_and_unknown_ids_are_refused():
+    engine, other = make_engine(), make_engine()
+    request = other.submit([1, 2], greedy(max_tokens=1))
+    for use in (engine.abort, lambda x: next(engine.stream(x))):
+        with pytest.raises(ValueError, match="of another engine"):
+            use(request)
+    with pytest.raises(ValueError, match="request=None must be a Request or its id"):
+        engine.abort(None)
+    with pytest.raises(ValueError, match="request='x' is not the id of an unfinished request"):
+        engine.abort("x")
+    run(other)
+
+
+def test_an_id_of_two_unfinished_requests_is_refused():
+    engine = make_engine()
+    engine.submit([1], greedy(), request_id="a")
+    with pytest.raises(ValueError, match="request_id='a'"):
+        engine.submit([2], greedy(), request_id="a")
+    run(engine)
+    engine.submit([2], greedy(), request_id="a")
+    run(engine)
+
+
+@pytest.mark.parametrize("priority", [1.5, "high", None])
+def test_a_priority_is_an_integer(priority):
+    with pytest.raises(ValueError, match="priority="):
+        make_engine().submit([1], greedy(), priority=priority)
+
+
+def test_parameters_that_are_no_sampling_params_are_refused():
+    with pytest.raises(ValueError, match=r"params=\{'n': 1\} must be SamplingParams"):
+        make_engine().submit([1], {"n": 1})
+
+
+def test_the_default_engine_takes_the_sizes_of_its_model():
+    engine = Engine(MODEL, weights(), EngineConfig())
+    assert engine.max_model_len == 64
+    assert engine.num_pages == 64 * 64 // 16

@@ -163,6 +163,7 @@ class BeamSearch:
             output=output,
             token_ids=[*beam.token_ids, token],
             max_len=beam.max_len,
+            mode=beam.mode,
             stop_token_ids=beam.stop_token_ids,
             is_beam=True,
         )

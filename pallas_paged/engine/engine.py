@@ -177,21 +177,7 @@ class Engine:
                 "error".
             RuntimeError: the engine sleeps.
         """
-        self._check_alive()
-        if self._asleep:
-            raise RuntimeError("the engine sleeps: call wake() before step()")
-        try:
-            with interrupts_held():
-                dispatched = self._dispatch(self._schedule())
-                while len(self._calls) > (dispatched if self._groups else 0):
-                    self._read()
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            self._die(error)
-            if not isinstance(error, Exception):
-                raise
-            raise EngineDeadError(f"a step failed: {_message(error)}") from error
+        self._step()
         changed, self._changed = self._changed, {}
         restarted, self._restarted = self._restarted, set()
         return [
@@ -534,13 +520,32 @@ class Engine:
         def ends() -> Iterator[None]:
             nonlocal finished
             while finished < len(requests):
-                self.step()
+                self._step()
+                self._changed, self._restarted = {}, set()  # the outputs are read at the end
                 now = sum(request.finished for request in requests)
                 yield from [None] * (now - finished)
                 finished = now
 
         for _ in _bar(ends(), len(requests), "request", progress):
             pass
+
+    def _step(self) -> None:
+        """Do the work of `step`."""
+        self._check_alive()
+        if self._asleep:
+            raise RuntimeError("the engine sleeps: call wake() before step()")
+        try:
+            with interrupts_held():
+                dispatched = self._dispatch(self._schedule())
+                while len(self._calls) > (dispatched if self._groups else 0):
+                    self._read()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self._die(error)
+            if not isinstance(error, Exception):
+                raise
+            raise EngineDeadError(f"a step failed: {_message(error)}") from error
 
     def _schedule(self) -> SchedulerOutput:
         def schedule() -> SchedulerOutput | None:
@@ -622,27 +627,29 @@ class Engine:
 
     def _take(self, sampled: Sampled, now: float) -> None:
         """Give a sequence its next tokens, or a beam its candidates."""
-        sequence, request = sampled.sequence, sampled.sequence.request
-        decode = sampled.decode
+        sequence, decode, token_ids = sampled.sequence, sampled.decode, sampled.token_ids
+        request = sequence.request
         sequence.num_pending -= decode.num_tokens if decode is not None else 1
         if decode is not None:
-            self._counters.computed_tokens += len(sampled.token_ids)
-            if sequence.slot is not None and len(sampled.token_ids) < decode.num_tokens:
-                self._scheduler.rewind(decode, len(sampled.token_ids))
-        if sequence.finished or not sampled.token_ids or request not in self._groups:
+            self._counters.computed_tokens += len(token_ids)
+            if len(token_ids) < decode.num_tokens:
+                self._scheduler.rewind(decode, len(token_ids))
+        if not token_ids:
             return
         if request.first_token_time is None:
             request.first_token_time = now
         group = self._groups[request]
+        ranked = sampled.ranked
         if sequence.is_beam:
-            self._advance(group, sequence, sampled.token_ids[0], sampled.ranked[0])
+            assert ranked is not None
+            self._advance(group, sequence, token_ids[0], ranked[0])
             return
         self._note(group, sequence)
         if len(sequence.token_ids) >= sequence.max_len:  # only the prompt was wanted
             self._finish(sequence, "length")
             return
-        for token_id, ranked in zip(sampled.token_ids, sampled.ranked, strict=True):
-            reason = group.append(sequence, token_id, ranked)
+        for index, token_id in enumerate(token_ids):
+            reason = group.append(sequence, token_id, ranked[index] if ranked else None)
             self._counters.generated_tokens += token_id >= 0
             if reason is not None:
                 self._finish(sequence, reason)

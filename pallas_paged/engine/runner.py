@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import jax
@@ -77,15 +79,15 @@ class Sampled:
     """Tokens that a call sampled for one sequence.
 
     Attributes:
-        sequence: the sequence.
+        sequence: the sequence, which has a slot.
         token_ids: the tokens, in order; -1 for bad logits.
-        ranked: for each, itself and the best ones with their log-probabilities; [] without any.
+        ranked: for each, itself and the best ones with their log-probabilities, or None.
         decode: what was scheduled; None for a chunk.
     """
 
     sequence: Sequence
     token_ids: list[int]
-    ranked: list[Candidates]
+    ranked: list[Candidates] | None
     decode: Decode | None
 
 
@@ -231,9 +233,8 @@ class ModelRunner:
         starting = [*scheduled.resumed, *(chunk.sequence for chunk in chunks if chunk.is_last)]
         if starting:
             self._start(starting, num_resumed=len(scheduled.resumed))
-        mode = SamplingMode()
-        for one in (*(x.sequence for x in decodes), *(x.sequence for x in chunks)):
-            mode |= SamplingMode.of(one.request.params)
+        modes = {decode.sequence.mode for decode in decodes}
+        mode = reduce(or_, modes.union(chunk.sequence.mode for chunk in chunks))
         packed = [
             ChunkTokens(
                 slot=chunk.sequence.running_slot,
@@ -262,18 +263,24 @@ class ModelRunner:
         if not output.sound:
             raise RuntimeError("the page table lacks pages or slots that the scheduler counts on")
         page_size = self._config.page_size
-        pages = output.slot_mapping // page_size
+        decodes, chunks = in_flight.scheduled.decodes, in_flight.scheduled.chunks
+        num_steps = in_flight.scheduled.num_steps
+        tokens: list[list[int]] = output.token_ids[:num_steps].T.tolist()  # of each row
+        mapping = output.slot_mapping if chunks else output.slot_mapping[:num_steps]
+        pages = (mapping // page_size).T.tolist()
         sampled: list[Sampled] = []
         prompt_logprobs: list[tuple[Chunk, list[Candidates]]] = []
-        decodes, chunks = in_flight.scheduled.decodes, in_flight.scheduled.chunks
 
-        def add(sequence: Sequence, column: int, decode: Decode | None) -> int:
-            tokens = np.asarray(output.token_ids)[:, column]
-            token_ids: list[int] = tokens[tokens != NOT_SAMPLED].tolist()
-            ranked = [
-                _ranked(output.logprobs, (step, column), token_id)
-                for step, token_id in enumerate(token_ids)
-            ]
+        def add(sequence: Sequence, row: int, decode: Decode | None) -> int:
+            token_ids = tokens[row]
+            if token_ids[-1] == NOT_SAMPLED:
+                token_ids = token_ids[: token_ids.index(NOT_SAMPLED)]
+            ranked = None
+            if output.logprobs is not None:
+                ranked = [
+                    _ranked(output.logprobs, (step, row), token_id)
+                    for step, token_id in enumerate(token_ids)
+                ]
             sampled.append(
                 Sampled(sequence=sequence, token_ids=token_ids, ranked=ranked, decode=decode)
             )
@@ -282,19 +289,23 @@ class ModelRunner:
         # Sequences that have ended meanwhile have no slot; none has another, because pages are
         # taken from a sequence only while nothing is in flight.
         for row, decode in enumerate(decodes):
-            slot = decode.sequence.slot
-            count = add(decode.sequence, slot if chunks and slot is not None else row, decode)
-            if slot is not None:
-                new = pages[row : row + 1] if chunks else pages[:count, row]
-                decode.sequence.store(new[:count].tolist(), page_size)
+            sequence = decode.sequence
+            if sequence.slot is None:
+                continue
+            if chunks:
+                count, new = add(sequence, sequence.slot, decode), pages[row : row + 1]
+            else:
+                count, new = add(sequence, row, decode), pages[row]
+            sequence.store(new[:count], page_size)
         start = in_flight.num_decodes
         for chunk in chunks:
             end = start + len(chunk.token_ids)
             if chunk.sequence.slot is not None:
-                chunk.sequence.store(pages[start:end].tolist(), page_size)
+                chunk.sequence.store(pages[start:end], page_size)
                 if chunk.is_last:
                     add(chunk.sequence, chunk.sequence.slot, None)
                 if (targets := _targets(chunk)) is not None:
+                    assert output.prompt_logprobs is not None
                     first = start - in_flight.num_decodes
                     ranked = [
                         _ranked(output.prompt_logprobs, first + i, token)
@@ -390,7 +401,7 @@ class ModelRunner:
             ]
             self._set(some, tokens)
         for one in starting:
-            if SamplingMode.of(one.request.params).penalties:
+            if one.mode.penalties:
                 self._count_tokens(one)
 
     def _set(self, starting: list[Sequence], last_token_ids: list[int]) -> None:
@@ -560,10 +571,8 @@ def _targets(chunk: Chunk) -> list[int] | None:
     return chunk.sequence.request.prompt_token_ids[first : first + len(chunk.token_ids)]
 
 
-def _ranked(logprobs: Logprobs | None, index: Any, token_id: int) -> Candidates:
-    """A token and the best ones, each with its log-probability and rank; [] without any."""
-    if logprobs is None:
-        return []
+def _ranked(logprobs: Logprobs, index: Any, token_id: int) -> Candidates:
+    """A token and the best ones, each with its log-probability and rank."""
     own = Logprob(float(logprobs.logprob[index]), int(logprobs.rank[index]))
     best = zip(
         logprobs.top_token_ids[index].tolist(), logprobs.top_logprobs[index].tolist(), strict=True

@@ -156,8 +156,8 @@ class Scheduler:
         """
         if uncertain and self.waiting and self._slots:
             return None
-        resumed = [one for one in self.running if one.needs_last_token]
-        decoding = [one for one in self.running if one.can_decode or one.needs_last_token]
+        resumed = [one for one in self.running if not one.decoding and one.needs_last_token]
+        decoding = [one for one in self.running if one.can_decode or one in resumed]
         num_steps = self._take_decode_pages(decoding, resumed, num_steps)
         if not num_steps:
             self._preempt()
@@ -279,7 +279,7 @@ class Scheduler:
             self._preempt_last()
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache; running sequences keep their pages, which are not cached again."""
+        """Empty the prefix cache; running sequences keep their pages, without caching them again."""
         if self._cache is None:
             return
         freed = self._cache.clear()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pallas_paged.engine.detokenizer import IncrementalDetokenizer
 from pallas_paged.engine.outputs import CompletionOutput, Logprob
 from pallas_paged.engine.request import Request
+from pallas_paged.engine.sampler import SamplingMode
 from pallas_paged.prefix_cache import PrefixLease
 
 
@@ -24,6 +25,7 @@ class Sequence:
         output: the part that the user sees.
         token_ids: prompt and new tokens that the host has read.
         max_len: tokens at which it ends.
+        mode: what its sampling needs.
         stop_token_ids: tokens that end it, as the last of its tokens, without text.
         detokenizer: None if no text is wanted.
         is_beam: whether the host chooses its tokens, by beam search.
@@ -46,6 +48,7 @@ class Sequence:
     output: CompletionOutput
     token_ids: list[int]
     max_len: int
+    mode: SamplingMode
     stop_token_ids: Collection[int] = ()
     detokenizer: IncrementalDetokenizer | None = None
     is_beam: bool = False

@@ -8,6 +8,7 @@ from pallas_paged.engine.beam import Advance, BeamSearch, Candidates
 from pallas_paged.engine.detokenizer import IncrementalDetokenizer
 from pallas_paged.engine.outputs import CompletionOutput
 from pallas_paged.engine.request import Request
+from pallas_paged.engine.sampler import SamplingMode
 from pallas_paged.engine.sequence import Sequence
 from pallas_paged.engine.tokenizer import Tokenizer
 
@@ -48,6 +49,7 @@ class SequenceGroup:
         """Begin from the prompt; sequences from before are void."""
         request, params = self.request, self.request.params
         is_beam = params.beam_width is not None
+        mode = SamplingMode.of(params)
         self.live = [
             Sequence(
                 request=request,
@@ -56,6 +58,7 @@ class SequenceGroup:
                 ),
                 token_ids=list(request.prompt_token_ids),
                 max_len=request.max_len,
+                mode=mode,
                 stop_token_ids=self._stop_token_ids,
                 detokenizer=None if is_beam else self._detokenizer(),
                 is_beam=is_beam,
@@ -70,20 +73,20 @@ class SequenceGroup:
         self._drawn = [*self.live] if params.best_of is not None else []
         request.outputs = [] if self.ranks else [sequence.output for sequence in self.live]
 
-    def append(self, sequence: Sequence, token_id: int, ranked: Candidates) -> str | None:
+    def append(self, sequence: Sequence, token_id: int, ranked: Candidates | None) -> str | None:
         """Give a sequence its next token.
 
         Args:
             sequence: not a beam.
             token_id: -1 if the model's logits were NaN or infinite.
-            ranked: the token and then the best ones with their log-probabilities; may be empty.
+            ranked: the token and then the best ones with their log-probabilities, or None.
 
         Returns:
             The finish reason, if the token ends the sequence.
         """
         params = self.request.params
         logprob = logprobs = None
-        if ranked and params.needs_logprobs:
+        if ranked is not None and params.needs_logprobs:
             logprob = ranked[0][1].logprob
             if params.logprobs is not None:
                 logprobs = dict(ranked[: 1 + params.logprobs])

@@ -1,0 +1,468 @@
+"""The engine for programs with many clients: one thread steps it, requests come from any."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from pallas_paged.checks import check_integer
+from pallas_paged.engine.engine import Engine, EngineDeadError
+from pallas_paged.engine.outputs import CompletionOutput, RequestOutput
+from pallas_paged.engine.request import Request
+from pallas_paged.engine.sampling_params import SamplingParams
+from pallas_paged.engine.stats import EngineStats
+
+_Prompt = str | Sequence[int]
+
+
+class AsyncEngine:
+    """Owns an `Engine` and the thread that steps it; all methods are for any thread or event loop.
+
+    `async with AsyncEngine(engine) as engine:` starts it, and at the end serves what it has
+    accepted, or aborts that if the block failed. What must run between two steps (`update_params`,
+    for example) runs in the order of the calls. The thread sleeps while nothing is to be done. It
+    has JAX's global settings, not those of a caller's context managers. Tokenizers encode in the
+    callers' threads. Do not use the `Engine` itself before the end of `shutdown`.
+    """
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]]
+        self._commands = queue.SimpleQueue()  # may be put into by garbage collection, anywhere
+        self._lock = threading.Lock()
+        self._running = self._stopping = False
+        self._error: BaseException | None = None  # what the thread died of
+        self._mailboxes: dict[str, _Mailbox] = {}  # of requests that are not finished, by id
+        self._numbers = itertools.count()
+
+    async def __aenter__(self) -> AsyncEngine:
+        self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        await self.shutdown(drain=error is None)
+
+    def start(self) -> None:
+        """Start the thread; also after a shutdown.
+
+        Raises:
+            RuntimeError: it runs already.
+            EngineDeadError: the engine is dead.
+        """
+        with self._lock:
+            if self._running:
+                raise RuntimeError("the engine has been started already")
+            self._check_alive()
+            self._running, self._stopping = True, False
+            self._ended: Future[None] = Future()
+            self._ended.set_running_or_notify_cancel()  # a waiter that leaves can't cancel it
+            self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
+            self._thread.start()
+        atexit.register(self._stop_at_exit)
+
+    async def shutdown(self, drain: bool = True) -> None:
+        """Stop the thread and wait for its end. New requests are refused at once.
+
+        Args:
+            drain: whether to serve the requests that were accepted, for which a sleeping engine
+                wakes up. Otherwise they are aborted, also those that an earlier call drains.
+        """
+        self._stop(drain)
+        if hasattr(self, "_ended"):
+            await asyncio.wrap_future(self._ended)
+            self._thread.join()
+
+    def submit(
+        self,
+        prompt: _Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> RequestStream:
+        """Put a request into the waiting queue; do not wait for the engine.
+
+        Args:
+            prompt: a text, or token ids.
+            params: how to continue it; None takes the defaults.
+            request_id: for the outputs; None takes an unused number.
+            priority: requests with smaller values are served first, and preempted last.
+
+        Returns:
+            The stream of its outputs, for `for` or `async for`.
+
+        Raises:
+            ValueError: the request can never be served, or its id is in use.
+            RuntimeError: the engine is not started, or it is shutting down.
+            EngineDeadError: the engine is dead.
+        """
+        self._check_alive()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"{params=} must be SamplingParams")
+        if not isinstance(request_id, str | None):
+            raise ValueError(f"{request_id=} must be a str")
+        check_integer("priority", priority, -(2**31))
+        token_ids = self._engine._token_ids(prompt)
+        self._engine._max_len(token_ids, params)
+        text = prompt if isinstance(prompt, str) else None
+        start = None if params.prompt_logprobs is None else 1
+        return self._submit([(text, token_ids, params, request_id, priority, start)])[0]
+
+    def generate(
+        self,
+        prompt: _Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput]:
+        """Submit a request and return its outputs: `async for output in engine.generate(...)`.
+
+        Each output is what is new since the last one. Leaving the loop aborts the request, and so
+        does cancelling its task. Arguments and errors are those of `submit`, at this call.
+        """
+        stream = self.submit(prompt, params, request_id=request_id, priority=priority)
+        return stream.__aiter__()
+
+    async def abort(self, request_id: str) -> None:
+        """End a request as it stands; its last output has the finish reason "abort".
+
+        Nothing happens if no unfinished request has this id.
+        """
+        if (mailbox := self._mailboxes.get(request_id)) is not None:
+            await self._call(self._abort, mailbox)
+
+    async def update_params(
+        self, params: Any, *, reset_prefix_cache: bool = True, restart_running: bool = False
+    ) -> None:
+        """Use new weights from the next step on, as `Engine.update_params`."""
+        options = dict(reset_prefix_cache=reset_prefix_cache, restart_running=restart_running)
+        await self._call(self._engine.update_params, params, **options)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        await self._call(self._engine.reset_prefix_cache)
+
+    async def sleep(self) -> None:
+        """Free the pool's memory. Unfinished and new requests wait for `wake`."""
+        await self._call(self._engine.sleep)
+
+    async def wake(self) -> None:
+        """Allocate the pool again after `sleep`."""
+        await self._call(self._engine.wake)
+
+    async def warmup(self, params: Sequence[SamplingParams] | None = None) -> None:
+        """Compile every shape that a step may have, as `Engine.warmup`."""
+        await self._call(self._engine.warmup, params)
+
+    async def stats(self) -> EngineStats:
+        """Return the counters of the engine so far."""
+        return await self._call(self._engine.stats)
+
+    async def score(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
+    ) -> np.ndarray:
+        """Return the log-probabilities of given completions, `f32[B, T]`, as `Engine.score`.
+
+        Other requests go on meanwhile. Cancelling it aborts what it has submitted.
+        """
+        self._check_alive()
+        params = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        if len(prompts) != len(completions):
+            raise ValueError(
+                f"{len(prompts)} prompts must have as many completions, not {len(completions)}"
+            )
+        starts, pairs, engine = [], [], self._engine
+        for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            try:
+                start, end = engine._token_ids(prompt), engine._token_ids(completion, empty=True)
+                engine._max_len(start + end, params)
+            except ValueError as error:
+                raise ValueError(f"sequence {index}: {error}") from error
+            starts.append(len(start))
+            pairs.append(start + end)
+        longest = max((len(p) - n for p, n in zip(pairs, starts, strict=True)), default=0)
+        scores = np.zeros((len(pairs), longest), np.float32)
+        rows = [row for row, token_ids in enumerate(pairs) if len(token_ids) > starts[row]]
+        streams = self._submit([(None, pairs[row], params, None, 0, starts[row]) for row in rows])
+        for row, stream in zip(rows, streams, strict=True):
+            async for output in stream:
+                found = (output.prompt_logprobs or [])[starts[row] :]
+                for column, logprobs in enumerate(found):
+                    token_id = pairs[row][starts[row] + column]
+                    scores[row, column] = logprobs[token_id].logprob if logprobs else np.nan
+        return scores
+
+    def _submit(self, requests: Sequence[tuple[Any, ...]]) -> list[RequestStream]:
+        """Accept requests: arguments of `Engine._submit`, which have been checked."""
+        with self._lock:
+            self._check_running()
+            if self._stopping:
+                raise RuntimeError("the engine is shutting down and takes no new requests")
+            mailboxes = []
+            for text, token_ids, params, request_id, priority, start in requests:
+                if request_id in self._mailboxes:
+                    raise ValueError(f"{request_id=} is the id of an unfinished request")
+                while request_id is None or request_id in self._mailboxes:
+                    request_id = str(next(self._numbers))
+                arguments = (text, token_ids, params, request_id, priority, start)
+                mailboxes.append(_Mailbox(request_id, partial(self._engine._submit, *arguments)))
+                self._mailboxes[request_id] = mailboxes[-1]
+            self._commands.put((partial(self._add, mailboxes), Future()))
+        return [RequestStream(one, partial(self._leave, one)) for one in mailboxes]
+
+    def _leave(self, mailbox: _Mailbox) -> None:
+        self._commands.put((partial(self._abort, mailbox), Future()))
+
+    async def _call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Run a function in the engine's thread, between two steps."""
+        future: Future[Any] = Future()
+        with self._lock:
+            self._check_running()
+            self._commands.put((partial(function, *args, **options), future))
+        return await asyncio.wrap_future(future)
+
+    def _check_running(self) -> None:
+        self._check_alive()
+        if not self._running:
+            raise RuntimeError("the engine is not running: use `async with`, or call start()")
+
+    def _check_alive(self) -> None:
+        if self._error is not None:
+            raise self._dead()
+        self._engine._check_alive()
+
+    def _dead(self) -> EngineDeadError:
+        """Return a new error, for exceptions that several threads raise get mixed up."""
+        is_outer = isinstance(self._error, EngineDeadError)
+        cause = self._error.__cause__ if is_outer and self._error is not None else self._error
+        error = EngineDeadError(f"the engine is dead: {cause!r}")
+        error.__cause__ = cause
+        return error
+
+    def _stop(self, drain: bool) -> None:
+        with self._lock:
+            if self._running:
+                self._stopping = True
+                self._commands.put((partial(self._drain, drain), Future()))
+
+    def _stop_at_exit(self) -> None:
+        self._stop(drain=False)
+        self._thread.join()  # a thread that still runs JAX can crash the interpreter's end
+
+    # What follows runs in the engine's thread.
+
+    def _serve(self) -> None:
+        """Run commands and steps in turn."""
+        engine, dropped = self._engine, []
+        try:
+            while True:
+                if self._stopping and self._mailboxes and engine._asleep:
+                    engine.wake()
+                can_step = not (engine.idle or engine._asleep)
+                with self._lock:
+                    if (
+                        self._stopping
+                        and not (can_step or self._mailboxes)
+                        and self._commands.empty()
+                    ):
+                        self._running = False
+                        return
+                # Those that come meanwhile wait for the next turn, so that they can't starve it.
+                for _ in range(self._commands.qsize() or (0 if can_step else 1)):
+                    self._run(*self._commands.get())
+                if not (engine.idle or engine._asleep):
+                    for output in engine.step():
+                        if (mailbox := self._mailboxes.get(output.request_id)) is not None:
+                            self._publish(mailbox)
+        except BaseException as error:
+            with self._lock:
+                self._error, self._running = error, False
+                dropped, self._mailboxes = [*self._mailboxes.values()], {}
+            # Requests that nobody reads any more must not be the only ones that know of it.
+            logging.getLogger("pallas_paged").error("the engine is dead", exc_info=error)
+        finally:
+            for mailbox in dropped:
+                mailbox.fail(self._dead())
+            while not self._commands.empty():
+                _, future = self._commands.get()
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(self._dead())
+            atexit.unregister(self._stop_at_exit)
+            self._ended.set_result(None)
+
+    def _run(self, function: Callable[[], Any], future: Future[Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return  # the caller has been cancelled
+        try:
+            result = function()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def _add(self, mailboxes: Sequence[_Mailbox]) -> None:
+        for mailbox in mailboxes:
+            try:
+                mailbox.request = mailbox.submit()
+            except Exception as error:  # of the tokenizer, for example
+                del self._mailboxes[mailbox.request_id]
+                mailbox.fail(error)
+
+    def _publish(self, mailbox: _Mailbox) -> None:
+        assert mailbox.request is not None
+        if mailbox.request.finished:
+            self._mailboxes.pop(mailbox.request_id, None)
+        if not mailbox.publish(mailbox.request):
+            self._abort(mailbox)
+
+    def _abort(self, mailbox: _Mailbox) -> None:
+        if mailbox.request is not None and not mailbox.request.finished:
+            self._engine.abort(mailbox.request)
+            self._publish(mailbox)
+
+    def _drain(self, drain: bool) -> None:
+        for mailbox in [] if drain else [*self._mailboxes.values()]:
+            self._abort(mailbox)
+
+
+class RequestStream:
+    """The outputs of one request, each what is new since the last one.
+
+    Leaving a loop over it before the end aborts the request, and so does dropping the stream. The
+    engine does not wait for a slow consumer, whose next output then has more.
+
+    Attributes:
+        request_id: as submitted, or the number that was taken.
+    """
+
+    def __init__(self, mailbox: _Mailbox, leave: Callable[[], None]):
+        self.request_id = mailbox.request_id
+        self._mailbox, self._leave = mailbox, leave
+
+    def close(self) -> None:
+        """Abort the request if it is not finished; do not wait for it."""
+        if not self._mailbox.closed:
+            self._leave()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        """Yield the outputs; wait for them, so not in an event loop.
+
+        Raises:
+            EngineDeadError: the engine died before the request was finished.
+        """
+        try:
+            while not self._mailbox.drained:
+                event = threading.Event()
+                if (output := self._mailbox.take(event.set)) is None:
+                    event.wait()
+                else:
+                    yield output
+        finally:
+            self.close()
+
+    async def __aiter__(self) -> AsyncGenerator[RequestOutput]:
+        """Yield the outputs, in any event loop.
+
+        Raises:
+            EngineDeadError: the engine died before the request was finished.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            while not self._mailbox.drained:
+                event = asyncio.Event()
+                wake = partial(loop.call_soon_threadsafe, event.set)
+                if (output := self._mailbox.take(wake)) is None:
+                    await event.wait()
+                else:
+                    yield output
+        finally:
+            self.close()
+
+
+class _Mailbox:
+    """Between the engine's thread, which publishes what a request has, and its consumer.
+
+    Attributes:
+        submit: submits the request to the engine.
+        request: once it is submitted.
+        closed: whether nothing more will be published.
+        drained: whether the consumer has all of it.
+    """
+
+    def __init__(self, request_id: str, submit: Callable[[], Request]):
+        self.request_id, self.submit = request_id, submit
+        self.request: Request | None = None
+        self.closed = self.drained = False
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._wakes: list[Callable[[], object]] = []  # of consumers that wait
+        # The completions as of the last publication, and how much of each was taken. The engine
+        # appends to lists of tokens, so a count is enough to read them later.
+        self._published: list[tuple[CompletionOutput, CompletionOutput, int]] | None = None
+        self._taken: dict[CompletionOutput, tuple[int, int, str | None]] = {}
+
+    def publish(self, request: Request) -> bool:
+        """Let the consumer take what the request has; return whether the consumer is still there."""
+        published = [(one, replace(one), len(one.token_ids)) for one in request.outputs]
+        with self._lock:
+            self._published, self.closed = published, request.finished
+        return self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """Raise an error at the consumer, after what was published."""
+        with self._lock:
+            self._error, self.closed = error, True
+        self._wake()
+
+    def take(self, wake: Callable[[], object]) -> RequestOutput | None:
+        """Return what is new, or None and call `wake` later."""
+        with self._lock:
+            if self._published is None:
+                if self._error is not None:
+                    raise self._error
+                self._wakes.append(wake)
+                return None
+            (published, self._published), self.drained = (self._published, None), False
+            finished = self.closed and self._error is None
+            self.drained = finished
+            news, taken = [], {}
+            for live, now, num_tokens in published:
+                before = self._taken.get(live, (0, 0, None))
+                taken[live] = num_tokens, len(now.text), now.finish_reason
+                if taken[live] != before:
+                    tokens, texts = slice(before[0], num_tokens), slice(before[1], None)
+                    logprobs = None if now.logprobs is None else now.logprobs[tokens]
+                    text, token_ids = now.text[texts], now.token_ids[tokens]
+                    news.append(replace(now, text=text, token_ids=token_ids, logprobs=logprobs))
+            restarted = bool(self._taken.keys() - taken.keys())
+            self._taken = taken
+        assert self.request is not None
+        return replace(self.request.output(news, restarted=restarted), finished=finished)
+
+    def _wake(self) -> bool:
+        wakes, self._wakes = self._wakes, []
+        try:
+            for wake in wakes:
+                wake()
+        except RuntimeError:  # the event loop is closed
+            return False
+        return True

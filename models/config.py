@@ -8,14 +8,6 @@ from typing import Any
 
 from pallas_paged.checks import INT32_MAX, check_integer
 
-# Dtypes of a KV cache, by the names that `--kv-dtype` has for them.
-KV_DTYPES = {
-    "int8": "int8",
-    "fp8": "float8_e4m3fn",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "fp32": "float32",
-}
 # Defaults of transformers for keys that a config.json may leave out, where architectures differ.
 _KEYS = ("max_position_embeddings", "num_key_value_heads", "head_dim", "eos_token_id")
 _DEFAULTS = {
@@ -224,12 +216,6 @@ def read_eos_token_ids(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
     return tuple(value) if _is_list(value) else (value,)
-
-
-def check_kv_dtype(kv_dtype: str | None) -> None:
-    """Refuses what is neither None, for the dtype of the model, nor a name of `KV_DTYPES`."""
-    if kv_dtype is not None and kv_dtype not in KV_DTYPES:
-        raise ValueError(f"{kv_dtype=} must be one of {', '.join(KV_DTYPES)}, or None")
 
 
 def _is_integer(value: Any) -> bool:

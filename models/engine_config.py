@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from models.config import check_kv_dtype
+from models.kv_cache import check_kv_dtype
 from models.request import SamplingParams, check_integer, check_number
 
 

@@ -9,7 +9,21 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 import pallas_paged as pp
-from models.config import KV_DTYPES, ModelConfig, check_kv_dtype
+from models.config import ModelConfig
+
+KV_DTYPES = {
+    "int8": "int8",
+    "fp8": "float8_e4m3fn",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+}
+
+
+def check_kv_dtype(kv_dtype: str | None) -> None:
+    """Refuses what is neither None, for the dtype of the model, nor a name of `KV_DTYPES`."""
+    if kv_dtype is not None and kv_dtype not in KV_DTYPES:
+        raise ValueError(f"{kv_dtype=} must be one of {', '.join(KV_DTYPES)}, or None")
 
 
 def pool_dtype(kv_dtype: str | None, model_dtype: DTypeLike) -> jnp.dtype:

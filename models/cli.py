@@ -12,17 +12,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 DEFAULT_CHECKPOINT = Path(__file__).parent / "checkpoints" / "shakespeare"
-DEFAULT_MAX_TOKENS = 400
-DEFAULT_TEMPERATURE = 0.8
 # Options that are fields of `SamplingParams`: name, type, help.
-SAMPLING_OPTIONS: tuple[tuple[str, Any, str], ...] = (
+_SAMPLING_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("n", int, "completions of each prompt (1)"),
     ("best_of", int, "sample N completions and print the --n most probable"),
     ("beam_width", int, "beam search instead of sampling"),
     ("length_penalty", float, "of beams (1)"),
-    ("max_tokens", int, f"of a completion ({DEFAULT_MAX_TOKENS}, or the room in the context)"),
+    ("max_tokens", int, "of a completion (400, or the room in the context)"),
     ("min_tokens", int, "tokens before a completion may end (0)"),
-    ("temperature", float, f"0 is greedy ({DEFAULT_TEMPERATURE})"),
+    ("temperature", float, "0 is greedy (0.8)"),
     ("top_k", int, "sample from the N most probable tokens"),
     ("top_p", float, "sample from the fewest tokens of this probability"),
     ("min_p", float, "sample from tokens of this fraction of the highest probability"),
@@ -72,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sys.stdout is None:
             raise ValueError("the standard output is closed")
         lines = _read_lines(args)
-        say("importing JAX")
+        print("importing JAX ...", file=sys.stderr, flush=True)
         from models.cli_serve import serve
 
         status = 0 if serve(args, lines) else 1
@@ -89,11 +87,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return _fail(error)
-
-
-def say(phase: str) -> None:
-    """Report on stderr what starts now and may take seconds."""
-    print(f"{phase} ...", file=sys.stderr, flush=True)
 
 
 def _fail(error: Exception) -> int:
@@ -161,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
         help="of weights and computation (as stored)",
     )
     sampling = parser.add_argument_group("sampling")
-    for name, kind, text in SAMPLING_OPTIONS:
+    for name, kind, text in _SAMPLING_OPTIONS:
         metavar = "N" if kind is int else "X"
         sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="end there; repeatable")

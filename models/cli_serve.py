@@ -21,9 +21,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from models.checkpoint import load_checkpoint
-from models.cli import DEFAULT_MAX_TOKENS, DEFAULT_TEMPERATURE, SAMPLING_OPTIONS, say
-from models.engine_model import engine_model
-from models.generate import engine_config
+from models.engine_model import engine_config, engine_model
 from models.tokenizer import Tokenizer
 from pallas_paged.checks import INT32_MAX, check_integer
 from pallas_paged.engine import (
@@ -39,15 +37,7 @@ from pallas_paged.engine import (
 )
 
 _KEYS = ("prompt", "priority", *(field.name for field in fields(SamplingParams)))
-_ENGINE_OPTIONS = (
-    "num_pages",
-    "page_size",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "enable_prefix_caching",
-    "kv_cache_dtype",
-    "implementation",
-)
+_MAX_TOKENS, _TEMPERATURE = 400, 0.8  # where neither an option nor a line has them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,14 +68,12 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
     logging.basicConfig(format="%(name)s: %(message)s")
     logging.getLogger("pallas_paged").setLevel(logging.INFO)
     _use_compilation_cache(args.compilation_cache)
-    names = [name for name, _, _ in SAMPLING_OPTIONS]
-    options = _given(args, *names, "stop", "ignore_eos", "seed")
-    sizes = _given(args, *_ENGINE_OPTIONS)
+    options, sizes = _given(args, SamplingParams), _given(args, EngineConfig)
     # An option out of range is one error, not one for each prompt, and comes before the loading.
     SamplingParams(**options), EngineConfig(**sizes)
     base_seed = options.pop("seed", secrets.randbits(32))
 
-    say(f"loading {args.checkpoint}")
+    print(f"loading {args.checkpoint} ...", file=sys.stderr, flush=True)
     decoder, _ = load_checkpoint(args.checkpoint, dtype=args.dtype)
     tokenizer = Tokenizer(args.checkpoint)
     model, weights = engine_model(decoder)
@@ -205,11 +193,8 @@ def _job(index: int, options: dict[str, Any], tokenizer: Tokenizer, room: int, h
     check_integer("priority", priority, -INT32_MAX)
     token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     length = len(token_ids)
-    defaults = {
-        "max_tokens": max(1, min(DEFAULT_MAX_TOKENS, room - length)),
-        "temperature": DEFAULT_TEMPERATURE,
-    }
-    params = SamplingParams(**defaults | options)
+    max_tokens = max(1, min(_MAX_TOKENS, room - length))
+    params = SamplingParams(**{"max_tokens": max_tokens, "temperature": _TEMPERATURE} | options)
     if length + (params.max_tokens or 0) > room:
         raise ValueError(
             f"a prompt of {length} tokens and max_tokens={params.max_tokens} are more than the"
@@ -238,9 +223,10 @@ def _parse(line: str) -> dict[str, Any]:
     return {name: value for name, value in entries.items() if value is not None}
 
 
-def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Return the options that were given."""
-    return {name: value for name in names if (value := getattr(args, name)) is not None}
+def _given(args: argparse.Namespace, kind: type[SamplingParams | EngineConfig]) -> dict[str, Any]:
+    """Return the options that were given and are fields of `kind`."""
+    values = {field.name: getattr(args, field.name, None) for field in fields(kind)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _use_compilation_cache(folder: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,7 @@ from flax import nnx
 
 from models.config import ModelConfig
 from models.decoder import Decoder
-from pallas_paged.engine.kv_cache import KVCacheSpec
-from pallas_paged.engine.model import Attend
+from pallas_paged.engine import Attend, EngineConfig, KVCacheSpec, SamplingParams
 from pallas_paged.kv_pool import LayerKV
 
 
@@ -87,6 +87,33 @@ def engine_model(decoder: Decoder) -> tuple[EngineModel, nnx.State]:
     return _interned(decoder.config, dtype, graphdef), params
 
 
+def engine_config(
+    model: EngineModel, requests: Iterable[tuple[int, SamplingParams]], **given: Any
+) -> EngineConfig:
+    """Return an engine's sizes for these requests only: tokens of each prompt, and its parameters.
+
+    Sizes are rounded up to powers of two, so that similar requests run in the same compiled steps;
+    `given` ones stay as they are.
+    """
+    limit, num_seqs, longest = model.max_model_len, 0, 1
+    num_pages, page_size = given.get("num_pages"), given.get("page_size", EngineConfig.page_size)
+    if isinstance(num_pages, int) and isinstance(page_size, int):  # EngineConfig refuses others
+        limit = min(limit, num_pages * page_size)
+    for length, params in requests:
+        num_seqs += params.num_seqs
+        longest = max(longest, limit if params.max_tokens is None else length + params.max_tokens)
+    sizes = {
+        "max_num_seqs": min(EngineConfig.max_num_seqs, _power_of_two(num_seqs)),
+        "max_model_len": min(limit, _power_of_two(longest)),
+    }
+    return EngineConfig(**sizes | given)
+
+
 @functools.cache
 def _interned(config: ModelConfig, dtype: Any, graphdef: nnx.GraphDef[Decoder]) -> EngineModel:
     return EngineModel(config=config, dtype=dtype, graphdef=graphdef)
+
+
+def _power_of_two(size: int) -> int:
+    """Return the smallest power of two that is at least `size` and 1."""
+    return 1 << max(size - 1, 0).bit_length()

@@ -7,12 +7,12 @@ if __name__ == "__main__":
 
     run()
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from models.decoder import Decoder
-from models.engine_model import EngineModel, engine_model
-from pallas_paged.engine import Engine, EngineConfig, RequestOutput, SamplingParams, Tokenizer
+from models.engine_model import engine_config, engine_model
+from pallas_paged.engine import Engine, RequestOutput, SamplingParams, Tokenizer
 
 
 def generate(
@@ -51,29 +51,3 @@ def generate(
     sizes = engine_config(model, requests, **config)
     engine = Engine(model, weights, config=sizes, tokenizer=tokenizer)
     return engine.generate(prompts, params, progress=progress)
-
-
-def engine_config(
-    model: EngineModel, requests: Iterable[tuple[int, SamplingParams]], **given: Any
-) -> EngineConfig:
-    """Return an engine's sizes for these requests only: tokens of each prompt, and its parameters.
-
-    Sizes are rounded up to powers of two, so that similar requests run in the same compiled steps;
-    `given` ones stay as they are.
-    """
-    limit, num_seqs, longest = model.max_model_len, 0, 1
-    if given.get("num_pages"):
-        limit = min(limit, given["num_pages"] * given.get("page_size", EngineConfig.page_size))
-    for length, params in requests:
-        num_seqs += params.num_seqs
-        longest = max(longest, limit if params.max_tokens is None else length + params.max_tokens)
-    sizes = {
-        "max_num_seqs": min(EngineConfig.max_num_seqs, _power_of_two(num_seqs)),
-        "max_model_len": min(limit, _power_of_two(longest)),
-    }
-    return EngineConfig(**sizes | given)
-
-
-def _power_of_two(size: int) -> int:
-    """Return the smallest power of two that is at least `size` and 1."""
-    return 1 << max(size - 1, 0).bit_length()

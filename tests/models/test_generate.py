@@ -9,8 +9,7 @@ import pytest
 from flax import nnx
 
 from models.decoder import Decoder
-from models.engine_model import engine_model
-from models.generate import engine_config
+from models.engine_model import engine_config, engine_model
 from models.generate import generate as generate_with_defaults
 from models.tokenizer import Tokenizer, save_byte_tokenizer
 from pallas_paged.engine import SamplingParams
@@ -160,6 +159,7 @@ def test_random_prompts_in_a_tiny_pool(model, oracle):
         (["abc"], {}, "needs a tokenizer"),
         ([[1] * 30], {"num_pages": 3}, "num_pages=3"),
         ([[1]], {"num_pages": 0}, "num_pages=0 must be an integer in 1.."),
+        ([[1]], {"num_pages": "8"}, "num_pages='8' must be an integer in 1.."),
         ([[1]], {"page_size": 3}, "page_size=3 must be a power of two"),
         ([[1]], {"page_size": 16.0}, "page_size=16.0 must be an integer"),
         ([[1]], {"max_num_seqs": 0}, "max_num_seqs=0 must be an integer in 1.."),

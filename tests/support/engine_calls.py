@@ -83,7 +83,8 @@ def step(engine: Engine, *, check: bool = True) -> list[RequestOutput]:
     outputs = engine.step()
     assert len(engine._calls) <= 1, "more than one call is in flight"
     if check:
-        engine.check()
+        engine.check()  # runs the update, which the host has counted on
+        assert engine._scheduler.num_free <= int(engine.table.num_free)
     return outputs
 
 
@@ -153,10 +154,10 @@ def assert_deltas_add_up(deltas: Iterable[RequestOutput], requests: Iterable[Req
         assert [one.finished for one in mine] == [False] * (len(mine) - 1) + [True]
         for output in request.outputs:
             parts = [part for one in mine for part in one.outputs if part.index == output.index]
-            assert sum((part.token_ids for part in parts), []) == output.token_ids
+            assert [x for part in parts for x in part.token_ids] == output.token_ids
             assert "".join(part.text for part in parts) == output.text
             reasons = [part.finish_reason for part in parts]
             assert reasons == [None] * (len(parts) - 1) + [output.finish_reason]
             if output.logprobs is not None:
-                assert sum((part.logprobs for part in parts), []) == output.logprobs
+                assert [x for part in parts for x in part.logprobs] == output.logprobs
     assert not found, "outputs of unknown requests"

@@ -1,45 +1,58 @@
-"""The host side of serving without a device: plans run on an allocator of dicts and lists."""
+"""The host side of the engine without a device: schedules run on an allocator of dicts and lists."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from models.request import Completion, Request, SamplingParams
-from models.scheduler import Plan, Scheduler
-from models.seq import Seq
 from pallas_paged import PrefixCache
+from pallas_paged.engine import CompletionOutput, Request, SamplingParams
+from pallas_paged.engine.sampler import SamplingMode
+from pallas_paged.engine.scheduler import Decode, Scheduler, SchedulerOutput
+from pallas_paged.engine.sequence import Sequence
 from tests.support.allocator_oracle import AllocatorOracle
 
 PAGE_SIZE = 4
 
 
-def make_scheduler(**sizes) -> Scheduler:
+def make_scheduler(*, caching: bool = False, **sizes) -> Scheduler:
     defaults = dict(
-        num_pages=16, page_size=PAGE_SIZE, max_seqs=4, token_budget=16, max_chunks=8, watermark=0
+        num_pages=16, page_size=PAGE_SIZE, max_num_seqs=4, max_num_batched_tokens=16, watermark=0
     )
-    caching = sizes.pop("caching", False)
     cache = PrefixCache(page_size=PAGE_SIZE) if caching else None
     return Scheduler(**(defaults | sizes), cache=cache)
 
 
-def make_seq(number: int, length: int, *, new: int = 8, index: int = 0, prompt=None) -> Seq:
+def make_sequence(
+    number: int, length: int, *, new: int = 8, prompt=None, priority: int = 0
+) -> Sequence:
     tokens = list(prompt) if prompt else [100 * number + i for i in range(length)]
-    request = Request(number=number, prompt=tokens, params=SamplingParams(), seed=0)
-    completion = Completion(index=index)
-    return Seq(request=request, completion=completion, tokens=tokens[:], limit=len(tokens) + new)
+    request = Request(
+        request_id=str(number),
+        number=number,
+        prompt=None,
+        prompt_token_ids=tokens,
+        params=SamplingParams(),
+        seed=0,
+        priority=priority,
+        max_len=len(tokens) + new,
+    )
+    return _sequence(request, 0)
 
 
-def with_followers(leader: Seq, count: int) -> list[Seq]:
-    others = [
-        Seq(
-            request=leader.request,
-            completion=Completion(index=index),
-            tokens=leader.tokens[:],
-            limit=leader.limit,
-        )
-        for index in range(1, count + 1)
-    ]
+def _sequence(request: Request, index: int) -> Sequence:
+    return Sequence(
+        request=request,
+        output=CompletionOutput(index=index),
+        token_ids=request.prompt_token_ids[:],
+        max_len=request.max_len,
+        mode=SamplingMode(),
+    )
+
+
+def with_followers(leader: Sequence, count: int) -> list[Sequence]:
+    others = [_sequence(leader.request, index) for index in range(1, count + 1)]
     for other in others:
         other.leader = leader
         leader.followers.append(other)
@@ -47,109 +60,171 @@ def with_followers(leader: Seq, count: int) -> list[Seq]:
 
 
 @dataclass
+class _Call:
+    scheduled: SchedulerOutput
+    sampled: dict[Sequence, list[int]]  # a row that had ended before samples nothing
+    pages: dict[Sequence, list[int]]  # one a token
+    num_free: int
+    ledger: int
+
+
+@dataclass
 class Host:
-    """Runs plans on an allocator that refuses wrong ones, and reads results one step late."""
+    """Runs schedules on an allocator that refuses wrong ones, and reads results one call late.
+
+    A call of several steps ends early with the first row that ends, as on the device.
+    """
 
     scheduler: Scheduler
     table: AllocatorOracle
-    flights: deque = field(default_factory=deque)
+    num_steps: Callable[[], int] = lambda: 1
+    calls: deque[_Call] = field(default_factory=deque)
+    finished: set[int] = field(default_factory=set)  # slots that have ended on the device
 
     @classmethod
-    def of(cls, scheduler: Scheduler, *, num_pages: int = 16, max_seqs: int = 4) -> Host:
+    def of(cls, scheduler: Scheduler, *, num_pages: int = 16, max_seqs: int = 4, **options) -> Host:
         table = AllocatorOracle(
             num_pages=num_pages, page_size=PAGE_SIZE, max_seqs=max_seqs, pages_per_seq=64
         )
-        return cls(scheduler, table)
+        return cls(scheduler, table, **options)
 
-    def settle(self) -> None:
-        settlement = self.scheduler.take_settlement()
-        assert all(self.table.retain(settlement.retained))
-        rows = range(len(self.table.pages))
-        self.table.free([row in settlement.freed for row in rows])
-        self.table.release(settlement.released)
+    def update(self) -> None:
+        update = self.scheduler.take_update()
+        assert all(self.table.retain(update.retained))
+        self.table.free([slot in update.freed for slot in range(len(self.table.pages))])
+        self.table.release(update.released)
 
-    def step(self) -> Plan:
-        """Plans and runs a step, then reads the steps before it."""
-        while (plan := self.scheduler.plan(in_flight=bool(self.flights))) is None:
-            while self.flights:
+    def schedule(self) -> SchedulerOutput | None:
+        steps = [call.scheduled.num_steps for call in self.calls]
+        return self.scheduler.schedule(
+            in_flight=bool(steps), uncertain=max(steps, default=1) > 1, num_steps=self.num_steps()
+        )
+
+    def step(self) -> SchedulerOutput:
+        """Schedule and run a call, then read those before it."""
+        while (scheduled := self.schedule()) is None:
+            if self.calls:
                 self.read()
-            self.settle()
+                continue
+            self.update()
             self.scheduler.resync(self.table.num_free)
-        self.settle()
-        rows, pages = zip(*plan.adoptions, strict=True) if plan.adoptions else ((), ())
-        assert all(self.table.attach(list(rows), [list(entry) for entry in pages]))
-        assert all(self.table.fork([src for src, _ in plan.forks], [dst for _, dst in plan.forks]))
-        new = [[] for _ in self.table.tokens]
-        for seq in plan.decodes:
-            given = seq in plan.given
-            new[seq.seat] = [seq.tokens[-1] if given else token_at(seq, seq.num_computed - 1)]
-        for chunk in plan.chunks:
-            new[chunk.seq.seat] = chunk.tokens
-        assert all(self.table.extend(new, 10**6)), "the plan needs more pages than are free"
-        dispatched = bool(plan.decodes or plan.chunks)
+        self.update()
+        slots, pages = (
+            zip(*scheduled.attachments, strict=True) if scheduled.attachments else ((), ())
+        )
+        assert all(self.table.attach(list(slots), [list(entry) for entry in pages]))
+        src, dst = [pair[0] for pair in scheduled.forks], [pair[1] for pair in scheduled.forks]
+        assert all(self.table.fork(src, dst))
+        dispatched = bool(scheduled.decodes or scheduled.chunks)
         if dispatched:
-            written = [
-                (seq, seq.lives, self.table.pages[seq.seat][:], len(self.table.tokens[seq.seat]))
-                for seq in [*plan.decodes, *(chunk.seq for chunk in plan.chunks)]
-            ]
-            sizes = [1] * len(plan.decodes) + [len(chunk.tokens) for chunk in plan.chunks]
-            sampled = [*plan.decodes, *(chunk.seq for chunk in plan.chunks if chunk.ends)]
-            report = written, sizes, sampled, self.table.num_free, self.scheduler.ledger
-            self.flights.append(report)
-        while len(self.flights) > dispatched:
+            self.calls.append(self._run(scheduled))
+        self.check_bound()
+        while len(self.calls) > dispatched:
             self.read()
         self.check()
-        return plan
+        return scheduled
+
+    def _run(self, scheduled: SchedulerOutput) -> _Call:
+        starting = [*scheduled.resumed, *(x.sequence for x in scheduled.chunks if x.is_last)]
+        self.finished -= {one.running_slot for one in starting}
+        chunks = {chunk.sequence: chunk.token_ids for chunk in scheduled.chunks}
+        decodes = [decode.sequence for decode in scheduled.decodes]
+        sampled: dict[Sequence, list[int]] = {one: [] for one in decodes}
+        pages: dict[Sequence, list[int]] = {one: [] for one in [*decodes, *chunks]}
+        assert scheduled.num_steps == 1 or not chunks
+        for _ in range(scheduled.num_steps):
+            new = [[] for _ in self.table.tokens]
+            active = [one for one in decodes if one.running_slot not in self.finished]
+            for one in active:
+                length = len(self.table.tokens[one.running_slot])
+                given = one in scheduled.resumed
+                new[one.running_slot] = [one.token_ids[-1] if given else token_at(one, length)]
+            for one, tokens in chunks.items():
+                new[one.running_slot] = tokens
+            assert all(self.table.extend(new, 10**6)), "the schedule needs more pages than are free"
+            for one in [*active, *chunks]:
+                slot = one.running_slot
+                length = len(self.table.tokens[slot])
+                held = range(length - len(new[slot]), length)
+                pages[one] += [self.table.pages[slot][at // PAGE_SIZE] for at in held]
+            drawing = [*active, *(x.sequence for x in scheduled.chunks if x.is_last)]
+            for one in drawing:
+                length = len(self.table.tokens[one.running_slot])
+                token = token_at(one, length)
+                sampled.setdefault(one, []).append(token)
+                if not one.is_beam and (length + 1 >= one.max_len or token in one.stop_token_ids):
+                    self.finished.add(one.running_slot)
+            if any(one.running_slot in self.finished for one in active):
+                break
+        return _Call(scheduled, sampled, pages, self.table.num_free, self.scheduler.ledger)
 
     def read(self) -> None:
-        written, sizes, sampled, num_free, ledger = self.flights.popleft()
-        self.scheduler.observe(num_free, ledger)
-        for (seq, lives, pages, length), size in zip(written, sizes, strict=True):
-            if seq.lives == lives and seq.row is not None:
-                positions = range(length - size, length)
-                seq.store([pages[position // PAGE_SIZE] for position in positions], PAGE_SIZE)
-                self.scheduler.index(seq)
-        for seq in sampled:
-            seq.num_pending -= 1
-            seq.parked = seq.steered
-            if not (seq.finished or seq.steered):
-                reason = seq.accept(token_at(seq, len(seq.tokens)), None)
-                if reason is not None:
-                    self.end(seq, reason)
+        call = self.calls.popleft()
+        self.scheduler.observe(call.num_free, call.ledger)
+        for one, pages in call.pages.items():
+            if one.slot is not None:
+                one.store(pages, PAGE_SIZE)
+        for decode in call.scheduled.decodes:
+            self._take(decode.sequence, call.sampled[decode.sequence], decode)
+        for chunk in call.scheduled.chunks:
+            if chunk.is_last:
+                self._take(chunk.sequence, call.sampled[chunk.sequence], None)
+            if chunk.sequence.slot is not None:
+                self.scheduler.cache_full_pages(chunk.sequence)
+        self.check_bound()
 
-    def end(self, seq: Seq, reason: str) -> None:
-        seq.finish(reason)
-        self.scheduler.remove(seq)
+    def _take(self, one: Sequence, token_ids: list[int], decode: Decode | None) -> None:
+        one.num_pending -= decode.num_tokens if decode is not None else 1
+        if decode is not None and one.slot is not None and len(token_ids) < decode.num_tokens:
+            self.scheduler.rewind(decode, len(token_ids))
+        one.awaiting_choice = one.is_beam
+        for token_id in token_ids:
+            if one.finished or one.is_beam:
+                return
+            if (reason := one.append(token_id, None, None)) is not None:
+                self.end(one, reason)
+
+    def end(self, one: Sequence, reason: str) -> None:
+        one.output.finish_reason = reason
+        self.scheduler.remove(one)
+
+    def check_bound(self) -> None:
+        """The host never counts on more pages than are free."""
+        pending = len(self.scheduler._update.released)
+        assert self.scheduler.num_free <= self.table.num_free + pending
 
     def check(self) -> None:
-        """Rows hold the tokens and the pages that the scheduler expects."""
-        settled = set(range(len(self.table.pages))).difference(self.scheduler._settlement.freed)
-        for seq in self.scheduler.running:
-            if seq.row in settled:
-                length = len(seq.tokens)
-                pending = [token_at(seq, length + i) for i in range(seq.num_pending)]
-                assert self.table.tokens[seq.seat] == [*seq.tokens, *pending][: seq.num_computed]
-                num_full = seq.num_stored // PAGE_SIZE
-                assert seq.pages[:num_full] == self.table.pages[seq.seat][:num_full]
-        rows = [seq.row for seq in self.scheduler.running]
-        assert sorted([*rows, *self.scheduler._rows]) == list(range(len(self.table.tokens)))
-        orders = [seq.order for seq in self.scheduler.running]
-        assert orders == sorted(orders)
-        assert all(seq.row is None for seq in self.scheduler.queue)
+        """Slots hold the tokens and the pages that the scheduler expects."""
+        scheduler = self.scheduler
+        freed = set(scheduler._update.freed)
+        for one in scheduler.running:
+            if one.slot not in freed:
+                length = len(one.token_ids)
+                known = [*one.token_ids, *(token_at(one, i) for i in range(length, one.max_len))]
+                held = self.table.tokens[one.running_slot]
+                assert held == known[: len(held)] and len(held) <= one.num_computed
+                assert self.calls or len(held) == one.num_computed == one.num_stored
+                num_full = one.num_stored // PAGE_SIZE
+                assert one.pages[:num_full] == self.table.pages[one.running_slot][:num_full]
+        slots = [one.slot for one in scheduler.running]
+        assert sorted([*slots, *scheduler._slots]) == list(range(len(self.table.tokens)))
+        for queue in (scheduler.running, scheduler.waiting):
+            assert [one.order for one in queue] == sorted(one.order for one in queue)
+        assert all(one.slot is None for one in scheduler.waiting)
 
-    def run(self, max_steps: int = 2000) -> list[Plan]:
-        plans = []
-        while self.scheduler.queue or self.scheduler.running or self.flights:
-            plans.append(self.step())
-            assert len(plans) < max_steps
-        return plans
-
-
-def token_at(seq: Seq, position: int) -> int:
-    """The token of a sequence at a position, the same under every plan."""
-    return 1000 + position + 100_000 * seq.completion.index
+    def run(self, max_steps: int = 30_000) -> list[SchedulerOutput]:
+        schedules = []
+        while self.scheduler.waiting or self.scheduler.running or self.calls:
+            schedules.append(self.step())
+            assert len(schedules) < max_steps
+        return schedules
 
 
-def start(scheduler: Scheduler, *seqs: Seq) -> None:
-    for seq in seqs:
-        scheduler.add(seq)
+def token_at(one: Sequence, position: int) -> int:
+    """The token of a sequence at a position, the same under every schedule."""
+    return 1000 + position + 100_000 * one.output.index
+
+
+def start(scheduler: Scheduler, *sequences: Sequence) -> None:
+    for one in sequences:
+        scheduler.add(one)

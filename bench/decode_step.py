@@ -1,4 +1,4 @@
-"""List the GPU kernels of one decode step of a model, in order, with the time of the whole step.
+"""Measure one decode step of models: wall time, kernels and the time to read weights and K/V.
 
 Run `python -m bench.decode_step --help`; bench/README.md explains each number.
 """
@@ -6,181 +6,159 @@ Run `python -m bench.decode_step --help`; bench/README.md explains each number.
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
-
-from bench import cli, profiler, timing
+from bench import cli, timing
+from bench.kv_dtypes import ONE_BYTE
+from bench.report import number, ratio, table
+from bench.serving.models import SHAPES, random_model
+from bench.serving.step import kernel_table, measure_generate, measure_step, step_table
 from models.checkpoint import load_checkpoint
-from models.config import ModelConfig
 from models.decoder import Decoder
-from models.generate_state import GenerateState, create_generate_state, decode
-from models.prefill import Requests, pack, prefill, reserve
-from models.sampling import RowSampling
+from pallas_paged.engine import EngineConfig, SamplingParams
 
-_CHECKPOINT = Path(__file__).parents[1] / "models" / "checkpoints" / "shakespeare"
+_GREEDY = SamplingParams(temperature=0.0)
+_TOP_P = SamplingParams(top_p=0.9)
+# What all rows sample with; the last case is one row among greedy ones.
+_SAMPLING = {
+    "greedy": _GREEDY,
+    "temperature": SamplingParams(temperature=0.8),
+    "top_p": _TOP_P,
+    "top_k and top_p": SamplingParams(top_k=50, top_p=0.9),
+    "logprobs=5": SamplingParams(temperature=0.0, logprobs=5),
+    "one row with top_p": _TOP_P,
+}
+_LAST = [*_SAMPLING][-1]
 _ATTENTION = "paged_"  # part of the names of the library's kernels
-_CHUNK = 2048  # prompt tokens that go through the model at once, all rows together
 
 
-def start_rows(
-    model: Decoder, config: ModelConfig, *, num_seqs: int, length: int, num_steps: int
-) -> GenerateState:
-    """A state of running rows with random prompts, each with at least num_steps steps to go."""
-    page_size = 16
-    pages_per_seq = -(-(length + num_steps + 1) // page_size)
-    sampling = RowSampling.create(num_seqs, temperature=0.8)
-    state = create_generate_state(
-        config,
-        num_pages=num_seqs * pages_per_seq,
-        page_size=page_size,
-        max_seqs=num_seqs,
-        pages_per_seq=pages_per_seq,
-        max_new_tokens=num_steps + 2,
-        sampling=sampling,
-        dtype=model.embed_tokens.weight[...].dtype,
-    )
-    tokens = np.random.default_rng(0).integers(config.vocab_size, size=(num_seqs, length))
-    requests = Requests(
-        lens=jnp.full(num_seqs, length, jnp.int32),
-        rows=jnp.arange(num_seqs, dtype=jnp.int32)[:, None],
-        keys=jax.random.split(jax.random.key(0), (num_seqs, 1)),
-        max_new_tokens=jnp.full(num_seqs, num_steps + 2, jnp.int32),
-        stop_tokens=jnp.zeros((num_seqs, 0), jnp.int32),
-        sampling=sampling,
-    )
-    state, rows = reserve(state, requests)
-    if not np.all(rows < num_seqs):
-        raise RuntimeError("prefill did not start every row")
-    for chunk in pack(tokens.tolist(), np.asarray(rows), size=_CHUNK, max_prompts=num_seqs):
-        state = prefill(*nnx.split(model), state, chunk)
-    return state
-
-
-def one_step(
-    one: list[profiler.Timed], many: Sequence[list[profiler.Timed]], num_steps: int
-) -> list[profiler.Timed]:
-    """The kernels that every step of a loop repeats, with their median times.
-
-    Args:
-        one: the kernels of a run of one step.
-        many: the kernels of several runs of num_steps steps each.
-        num_steps: at least 3.
-
-    Raises:
-        RuntimeError: if the steps do not all run the same list of kernels.
-    """
-    length, rest = divmod(len(many[0]) - len(one), num_steps - 1)
-    names = [name for name, _ in many[0]]
-    span = (num_steps - 1) * length
-    starts = [
-        first
-        for first in range(len(names) - span - length + 1)
-        if names[first : first + span] == names[first + length : first + length + span]
-    ]
-    if rest or length < 1 or not starts:
-        raise RuntimeError(
-            f"runs of 1 and {num_steps} steps have {len(one)} and {len(names)} kernels, "
-            "so the steps do not all run the same list"
+def measure_calls(decoder: Decoder, num_seqs: int, args: argparse.Namespace) -> Iterator[dict]:
+    """Measure greedy rows by one step a call, by several, and by `models.generate`."""
+    params, config = [_GREEDY] * num_seqs, _config(args)
+    for steps in dict.fromkeys((1, args.num_scheduler_steps)):
+        result = measure_step(
+            decoder,
+            params,
+            length=args.length,
+            num_steps=args.steps,
+            **config | {"num_scheduler_steps": steps},
         )
-    first = starts[0]
-    times = np.array([[us for _, us in run[first : first + span + length]] for run in many])
-    medians = np.median(times.reshape(-1, length), axis=0)
-    return [(names[first + i], float(us)) for i, us in enumerate(medians)]
+        plural = f"up to {steps} steps" if steps > 1 else "1 step"
+        yield {"case": f"engine, {plural} a call"} | result
+    tokens = (args.length // 4, args.length // 2)
+    yield {"case": "generate"} | measure_generate(decoder, params, num_tokens=tokens, **config)
 
 
-def measure(
-    model: Decoder,
-    state: GenerateState,
-    *,
-    num_steps: int,
-    iterations: int,
-    implementation: str | None,
-) -> dict[str, Any]:
-    """The wall time of a step, and its kernels where there is a GPU."""
-    graphdef, params = nnx.split(model)
-
-    @jax.jit
-    def run(params, state, num_steps):  # not donated: each run starts from the same state
-        return decode(graphdef, params, state, num_steps, implementation=implementation)
-
-    args_one, args_many = (params, state, jnp.int32(1)), (params, state, jnp.int32(num_steps))
-    wall_one = timing.wall_times(run, args_one, iterations=iterations)
-    wall_many = timing.wall_times(run, args_many, iterations=iterations)
-    # Work around the loop, mostly the copy of the state, is in both runs and cancels out.
-    wall = float(np.median(wall_many) - np.median(wall_one)) / (num_steps - 1)
-    result: dict[str, Any] = {"wall_us": wall, "kernels": None}
-    try:
-        one = timing.kernel_times(run, args_one, iterations=1)[0]
-        many = timing.kernel_times(run, args_many, iterations=iterations)
-        kernels = one_step(one, many, num_steps)
-    except Exception as error:  # no GPU or no CUPTI: the wall time is still valid
-        return result | {"reason": f"{type(error).__name__}: {error}"}
-    total = sum(us for _, us in kernels)
-    attention = sum(us for name, us in kernels if _ATTENTION in name)
-    return result | {
-        "kernels": kernels,
-        "kernel_us": total,
-        "attention_us": attention,
-        "attention_share": attention / total,
-    }
+def measure_sampling(decoder: Decoder, num_seqs: int, args: argparse.Namespace) -> Iterator[dict]:
+    """Measure rows that sample in different ways."""
+    for case, params in _SAMPLING.items():
+        each = [params] * num_seqs
+        if case == _LAST:
+            if num_seqs == 1:
+                continue
+            each[1:] = [_GREEDY] * (num_seqs - 1)
+        result = measure_step(
+            decoder, each, length=args.length, num_steps=args.steps, **_config(args)
+        )
+        yield {"case": case} | result
 
 
-def report(result: dict[str, Any]) -> str:
-    """The list of kernels and their sums."""
-    if result["kernels"] is None:
-        return f"wall {result['wall_us']:.1f} us per step; no kernel times: {result['reason']}\n"
-    lines = ["|  # | us | kernel |", "|---|---|---|"]
-    lines += [f"| {i} | {us:.2f} | {name} |" for i, (name, us) in enumerate(result["kernels"], 1)]
-    lines += [
-        "",
-        f"{len(result['kernels'])} kernels, {result['kernel_us']:.1f} us in all, of which paged "
-        f"attention {result['attention_us']:.1f} us ({result['attention_share']:.0%}); wall "
-        f"{result['wall_us']:.1f} us per step.",
-        "",
-        timing.provenance(result["meta"]),
+def markdown(run: dict[str, Any], num_kernels: int) -> str:
+    """Return the tables and the provenance of their numbers."""
+    results = run["results"]
+    names = [
+        (f"{one['model']}, {one['num_seqs']} x {one['context']:.0f}", one["case"])
+        for one in results
     ]
-    return "\n".join(lines) + "\n"
+    blocks = [step_table([*zip(names, results, strict=True)], "model, rows x tokens", "run")]
+    for (name, case), one in zip(names, results, strict=True):
+        if num_kernels and one["kernels"]:
+            blocks.append(f"{name}, {case}:\n\n{kernel_table(one, num_kernels)}")
+            if one["order"]:
+                blocks.append(_in_order(one["order"]))
+    reasons = dict.fromkeys(one["reason"] for one in results if "reason" in one)
+    blocks += [f"No kernel times: {reason}." for reason in reasons]
+    return "\n\n".join([*blocks, timing.provenance(run["meta"])]) + "\n"
+
+
+def _in_order(kernels: Sequence[Sequence[Any]]) -> str:
+    attention = sum(us for name, us in kernels if _ATTENTION in name)
+    total = sum(us for _, us in kernels)
+    rows = [["#", "us", "kernel"]]
+    rows += [[str(i), f"{us:.2f}", name[:100]] for i, (name, us) in enumerate(kernels, 1)]
+    share = number(ratio(attention, total), ".0%")
+    return f"In order; attention takes {attention:.1f} us ({share}):\n\n{table(rows)}"
+
+
+def _config(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("num_scheduler_steps", "kv_cache_dtype", "implementation")
+    return {name: getattr(args, name) for name in names}
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench.decode_step", description=__doc__)
+    add = parser.add_argument
+    add("--shapes", nargs="+", choices=SHAPES, help="random models; default: 1b and 8b")
+    add("--checkpoint", type=Path, help="a model in a folder, in Hugging Face format")
+    add("--rows", nargs="+", type=int, default=[1, 64], help="sequences that decode together")
+    add("--length", type=int, help="tokens of each prompt; default: 2048, for --sampling 256")
+    add("--steps", type=int, default=64, help="timed steps")
+    add("--sampling", action="store_true", help="compare ways to sample instead of ways to run")
+    add("--kernels", type=int, default=0, metavar="N", help="list the N longest kernels, and all")
+    add("--num-scheduler-steps", type=int, default=EngineConfig.num_scheduler_steps)
+    add("--kv-cache-dtype", choices=ONE_BYTE, help="default: the model's dtype")
+    add("--implementation", help="of attention; default: the best for the platform")
+    add("--json", type=Path, help="write all numbers here, after each measurement")
+    add("--markdown", type=Path, help="write the tables here too")
+    parser.set_defaults(plot=None)
+    args = parser.parse_args(argv)
+    args.length = args.length or (256 if args.sampling else 2048)
+    cli.require_at_least(parser, args, length=8, steps=1, kernels=0, num_scheduler_steps=1)
+    if min(args.rows) < 1:
+        parser.error(f"--rows {min(args.rows)} must be at least 1")
+    if not args.shapes:
+        args.shapes = [] if args.checkpoint else ["1b", "8b"]
+    cli.check_outputs(parser, args)
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print the list and return the raw numbers."""
+    """Measure, print the tables and return the raw numbers."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="bench.decode_step", description=__doc__)
-    parser.add_argument("--checkpoint", type=Path, default=_CHECKPOINT)
-    parser.add_argument("--num-seqs", type=int, default=1, help="rows that decode together")
-    parser.add_argument("--length", type=int, default=256, help="tokens of each row's prompt")
-    parser.add_argument("--steps", type=int, default=16, help="steps of a run, at least 3")
-    parser.add_argument("--iterations", type=int, default=10, help="timed runs")
-    parser.add_argument("--implementation", help="default: the best for the platform")
-    parser.add_argument("--json", type=Path, help="write all numbers here")
-    args = parser.parse_args(argv)
-    cli.require_at_least(parser, args, num_seqs=1, length=1, steps=3, iterations=1)
+    args = _parse(argv)
+    run: dict[str, Any] = {"meta": timing.describe_run("bench.decode_step", argv), "results": []}
+    measure = measure_sampling if args.sampling else measure_calls
+    for name in [*args.shapes, *([args.checkpoint] if args.checkpoint else [])]:
+        decoder = _load(name)
+        for num_seqs in args.rows:
+            for result in measure(decoder, num_seqs, args):
+                run["results"].append({"model": Path(name).name} | result)
+                gc.collect()  # free the pool before the next engine allocates its own
+                print(_progress(run["results"][-1]), file=sys.stderr, flush=True)
+                if args.json:
+                    cli.write_json(args.json, run)
+        del decoder
+        gc.collect()
+    cli.publish(run, args, markdown(run, args.kernels))
+    return run
+
+
+def _load(name: str | Path) -> Decoder:
+    if isinstance(name, str):
+        return random_model(SHAPES[name])
     try:
-        model, config = load_checkpoint(args.checkpoint)
+        return load_checkpoint(name)[0]
     except (OSError, ValueError) as error:
-        parser.error(str(error))
-    state = start_rows(
-        model, config, num_seqs=args.num_seqs, length=args.length, num_steps=args.steps
-    )
-    result = measure(
-        model,
-        state,
-        num_steps=args.steps,
-        iterations=args.iterations,
-        implementation=args.implementation,
-    )
-    result = {"meta": timing.describe_run("bench.decode_step", argv)} | result
-    sys.stdout.write(report(result))
-    if args.json:
-        cli.write_json(args.json, result)
-    return result
+        raise SystemExit(f"error: {error}") from error
+
+
+def _progress(one: dict[str, Any]) -> str:
+    times = f"{one['wall_us']:.0f} us, kernels {number(one['kernel_us'], '.0f')} us"
+    return f"{one['model']}, {one['num_seqs']} rows, {one['case']}: {times}"
 
 
 if __name__ == "__main__":

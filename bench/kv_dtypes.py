@@ -7,10 +7,10 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from bench.shapes import Shape
-from models.config import KV_DTYPES
+from pallas_paged.engine.kv_cache import KV_CACHE_DTYPES
 
 ONE_BYTE = ("int8", "fp8")
-NAMES = {name: KV_DTYPES[name] for name in ("bf16", *ONE_BYTE)}
+NAMES = {"bf16": "bfloat16"} | {name: KV_CACHE_DTYPES[name] for name in ONE_BYTE}
 
 
 def add_argument(parser: argparse.ArgumentParser) -> None:

@@ -18,32 +18,50 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from bench import cli, timing
+import pallas_paged as pp
+from bench import cli, kv_dtypes, timing
 from bench.report import number, table
 from bench.serving.models import SHAPES, random_model
 from models.checkpoint import load_checkpoint
-from models.config import KV_DTYPES
-from models.decoder import Attend, Decoder, paged_attend
-from models.generate_state import run_layers
-from models.kv_cache import create_pool
+from models.decoder import Attend, Decoder
+from models.engine_model import EngineModel
 from models.tokenizer import Tokenizer
 from models.train import split_windows
+from pallas_paged.engine.kv_cache import create_pool
 
 # The first is the baseline of the others; the second shows the effect of rounding alone.
-NAMES = ("bf16", "fp32", "int8", "fp8")
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"} | {
+    name: kv_dtypes.NAMES[name] for name in kv_dtypes.ONE_BYTE
+}
+NAMES = tuple(DTYPES)
 
 
-def cast_to_pages(attend: Attend) -> Attend:
-    """`attend` in the dtype of bf16 or f32 pages; with int8 and fp8 pages, in the model's dtype."""
+def paged_attend(slots: jax.Array, *rows: jax.Array, implementation: str | None) -> Attend:
+    """Attention over pages, in the dtype of bf16 or f32 pages, else in the model's dtype.
 
-    def cast(q, k, v, cache, *, sliding_window):
+    Args:
+        slots: `i32[T]`, slots of the tokens.
+        rows: block_tables, seq_lens and cu_q_lens, as in `pallas_paged.ragged_paged_attention`.
+        implementation: as there.
+    """
+
+    def attend(q, k, v, cache, *, sliding_window):
         pages = cache.k_pages.dtype
         dtype = q.dtype if pages.itemsize == 1 else pages
-        heads = (x.astype(dtype) for x in (q, k, v))
-        out, cache = attend(*heads, cache, sliding_window=sliding_window)
+        cache = pp.write_kv(cache, k.astype(dtype), v.astype(dtype), slots)
+        out = pp.ragged_paged_attention(
+            q.astype(dtype),
+            cache.k_pages,
+            cache.v_pages,
+            *rows,
+            k_scales=cache.k_scales,
+            v_scales=cache.v_scales,
+            sliding_window=sliding_window,
+            implementation=implementation,
+        )
         return out.astype(q.dtype), cache
 
-    return cast
+    return attend
 
 
 @partial(jax.jit, static_argnames=("graphdef", "kv_dtype", "page_size", "implementation"))
@@ -68,19 +86,21 @@ def hidden_states(
     model = nnx.merge(graphdef, params)
     num_seqs, length = tokens.shape
     pages_per_seq = -(-length // page_size)
+    dtype = model.embed_tokens.weight[...].dtype
+    spec = EngineModel(config=model.config, dtype=dtype, graphdef=graphdef).kv_cache_spec
     pool = create_pool(
-        model.config, num_pages=num_seqs * pages_per_seq, page_size=page_size, dtype=kv_dtype
+        spec, num_pages=num_seqs * pages_per_seq, page_size=page_size, dtype=kv_dtype
     )
     rows = jnp.arange(num_seqs, dtype=jnp.int32)[:, None]
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
     attend = paged_attend(
-        slots=(rows * pages_per_seq * page_size + positions).ravel(),
-        block_tables=rows * pages_per_seq + jnp.arange(pages_per_seq, dtype=jnp.int32),
-        seq_lens=jnp.full(num_seqs, length, jnp.int32),
-        cu_q_lens=jnp.arange(num_seqs + 1, dtype=jnp.int32) * length,
+        (rows * pages_per_seq * page_size + positions).ravel(),
+        rows * pages_per_seq + jnp.arange(pages_per_seq, dtype=jnp.int32),
+        jnp.full(num_seqs, length, jnp.int32),
+        jnp.arange(num_seqs + 1, dtype=jnp.int32) * length,
         implementation=implementation,
     )
-    hidden, _ = run_layers(model, tokens.ravel(), positions.ravel(), cast_to_pages(attend), pool)
+    hidden, _ = model(tokens.ravel(), positions.ravel(), attend, pool.layers)
     return hidden.reshape(num_seqs, length, -1)
 
 
@@ -143,7 +163,7 @@ def measure(
                 graphdef,
                 params,
                 tokens[:, :-1],
-                kv_dtype=KV_DTYPES[name],
+                kv_dtype=DTYPES[name],
                 page_size=page_size,
                 implementation=implementation,
             )

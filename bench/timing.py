@@ -237,8 +237,13 @@ def describe_run(module: str, argv: Sequence[str]) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "jax": jax.__version__,
         "python": sys.version.split()[0],
-        "command": shlex.join(["python", "-m", module, *argv]),
+        "command": command(module, argv),
     }
+
+
+def command(module: str, argv: Sequence[str]) -> str:
+    """The command line of a run of `python -m module`."""
+    return shlex.join(["python", "-m", module, *argv])
 
 
 def provenance(meta: dict[str, Any]) -> str:

@@ -30,7 +30,8 @@ from bench.serving.static import StaticBatch
 from bench.serving.step import measure_step
 from bench.serving.transformers import run_transformers
 from models.decoder import Decoder
-from models.engine import Engine, EngineConfig
+from models.engine_model import engine_model
+from pallas_paged.engine import Engine, EngineConfig
 
 _GIB = 1 << 30
 
@@ -42,16 +43,16 @@ def make_parser() -> argparse.ArgumentParser:
     add("--shape", choices=SHAPES, default="1b", help="model sizes; its weights are random")
     add("--systems", nargs="*", choices=report.NAMES, default=[*report.NAMES])
     add("--kv-gib", type=float, help="memory for K/V of each system; default: by shape")
-    add("--max-len", type=int, help="most tokens of prompt and output; default: by shape")
+    add("--max-model-len", type=int, help="most tokens of prompt and output; default: by shape")
     add("--page-size", type=int, default=16)
-    add("--max-seqs", type=int, default=256, help="rows of the engine")
-    add("--token-budget", type=int, default=2048, help="tokens of a step of the engine")
+    add("--max-num-seqs", type=int, default=256, help="rows of the engine")
+    add("--max-num-batched-tokens", type=int, default=2048, help="of a step of the engine")
     add("--implementation", help="attention of the engine; default: the best for the platform")
-    add("--kv-dtype", choices=ONE_BYTE, help="K/V of the engine; default: the model's dtype")
+    add("--kv-cache-dtype", choices=ONE_BYTE, help="K/V of the engine; default: the model's dtype")
     add("--requests", type=int, default=512)
     add("--rate", type=float, default=math.inf, help="arrivals per second; default: all at once")
     add("--prefix-share", type=float, default=0.5, help="share of requests with a system prompt")
-    add("--prefix-len", type=int, help="tokens of a system prompt; default: max_len / 8")
+    add("--prefix-len", type=int, help="tokens of a system prompt; default: max_model_len / 8")
     add("--prefixes", type=int, default=4, help="different system prompts")
     add("--seed", type=int, default=0)
     add("--seconds", type=float, default=60.0, help="limit for each system")
@@ -85,15 +86,15 @@ def run_engine(
     config = EngineConfig(
         num_pages=num_pages,
         page_size=args.page_size,
-        max_seqs=args.max_seqs,
-        max_len=args.max_len,
-        token_budget=args.token_budget,
-        prefix_caching=prefix_caching,
-        kv_dtype=args.kv_dtype,
+        max_num_seqs=args.max_num_seqs,
+        max_model_len=args.max_model_len,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        enable_prefix_caching=prefix_caching,
+        kv_cache_dtype=args.kv_cache_dtype,
         implementation=args.implementation,
     )
     start = time.perf_counter()
-    engine = Engine(model, None, None, config)
+    engine = Engine(*engine_model(model), config)
     engine.warmup([greedy(1)])
     warmup_s = time.perf_counter() - start
     return serve(engine, trace, seconds=args.seconds).summarize() | {"warmup_s": warmup_s}
@@ -104,7 +105,7 @@ def run_static(
 ) -> dict[str, Any]:
     """Serve the trace by static batches; return the summary of the run."""
     start = time.perf_counter()
-    static = StaticBatch(model, batch_size=batch_size, max_len=args.max_len)
+    static = StaticBatch(model, batch_size=batch_size, max_len=args.max_model_len)
     static.warmup(trace)
     warmup_s = time.perf_counter() - start
     with Compilations() as compilations:
@@ -112,7 +113,7 @@ def run_static(
             trace,
             lambda batch: static.run(batch)[1],
             batch_size=batch_size,
-            max_len=args.max_len,
+            max_len=args.max_model_len,
             seconds=args.seconds,
         )
     return record.summarize() | {
@@ -139,12 +140,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     shape = SHAPES[args.shape]
     if args.kv_gib is None:
         args.kv_gib = shape.kv_gib
-    if args.max_len is None:
-        args.max_len = shape.max_len
+    if args.max_model_len is None:
+        args.max_model_len = shape.max_model_len
     if args.prefix_len is None:
-        args.prefix_len = args.max_len // 8
-    if args.kv_gib * _GIB < args.max_len * shape.token_bytes():
-        parser.error(f"--kv-gib {args.kv_gib} is too little for one row of {args.max_len}")
+        args.prefix_len = args.max_model_len // 8
+    if args.kv_gib * _GIB < args.max_model_len * shape.token_bytes():
+        parser.error(f"--kv-gib {args.kv_gib} is too little for one row of {args.max_model_len}")
     cli.require_at_least(parser, args, page_size=1, transformers_requests=1, step_steps=1)
     cli.check_outputs(parser, args)
     return args
@@ -157,13 +158,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     shape = SHAPES[args.shape]
     budget = int(args.kv_gib * _GIB)
     num_tokens = budget // shape.token_bytes()
-    batch_size = num_tokens // args.max_len
-    num_pages = budget // shape.token_bytes(args.kv_dtype) // args.page_size
+    batch_size = num_tokens // args.max_model_len
+    num_pages = budget // shape.token_bytes(args.kv_cache_dtype) // args.page_size
     try:
         trace = make_trace(
             args.requests,
             vocab_size=shape.config.vocab_size,
-            max_len=args.max_len,
+            max_len=args.max_model_len,
             rate=args.rate,
             prefix_share=args.prefix_share,
             prefix_len=args.prefix_len,
@@ -178,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "sizes": {
             "kv_gib": args.kv_gib,
             "capacity": num_tokens,
-            "max_len": args.max_len,
+            "max_len": args.max_model_len,
             "num_pages": num_pages,
             "static_rows": batch_size,
         },
@@ -203,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             jnp.dtype(shape.dtype).name,
             trace[: args.transformers_requests],
             batch_size=batch_size,
-            max_len=args.max_len,
+            max_len=args.max_model_len,
             seconds=args.seconds,
         )
         add("transformers", result)
@@ -221,12 +222,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if args.decode_step:
         run["decode_step"] = measure_step(
             model,
-            shape,
-            num_seqs=shape.step_seqs,
-            length=args.max_len,
+            [greedy(1)] * shape.step_seqs,
+            length=args.max_model_len,
             num_steps=args.step_steps,
-            token_budget=args.token_budget,
-            kv_dtype=args.kv_dtype,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            kv_cache_dtype=args.kv_cache_dtype,
             implementation=args.implementation,
         )
         write()

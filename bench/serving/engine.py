@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from bench.serving.compilations import Compilations
 from bench.serving.record import Record, Served, Usage
 from bench.serving.requests import TraceRequest
-from models.engine import Engine
-from models.request import Request, SamplingParams
+from pallas_paged.engine import Engine, Request, SamplingParams
 
 _SAMPLE_S = 0.05  # seconds between two samples of memory
 
 
 def greedy(num_tokens: int) -> SamplingParams:
     """Sampling parameters for exactly num_tokens tokens."""
-    return SamplingParams(max_tokens=num_tokens, temperature=0.0, stop_tokens=())
+    return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
 
 
 def usage(engine: Engine, requests: Sequence[Request], now: float) -> Usage:
@@ -31,12 +30,12 @@ def usage(engine: Engine, requests: Sequence[Request], now: float) -> Usage:
     stats, page_size = engine.stats(), engine.config.page_size
     reserved = (stats.num_pages - stats.num_free_pages - stats.num_cached_pages) * page_size
     lens = [
-        len(request.prompt) + len(request.completions[0].tokens)
+        len(request.prompt_token_ids) + len(request.outputs[0].token_ids)
         for request in requests
         if request.first_token_time is not None
     ]
     empty = sum(-length % page_size for length in lens)
-    waits = stats.num_queued > 0
+    waits = stats.num_waiting > 0
     return Usage(time=now, live=max(0, reserved - empty), reserved=reserved, waits=waits)
 
 
@@ -72,7 +71,7 @@ def serve(engine: Engine, trace: Sequence[TraceRequest], *, seconds: float) -> R
                 next_sample = now + _SAMPLE_S
         wall = time.perf_counter() - start
     stats = engine.stats()
-    outputs = [len(request.completions[0].tokens) for request in requests]
+    outputs = [len(request.outputs[0].token_ids) for request in requests]
     served = [
         Served(
             arrival=one.arrival,
@@ -93,13 +92,14 @@ def serve(engine: Engine, trace: Sequence[TraceRequest], *, seconds: float) -> R
         usage=samples,
         wall=wall,
         num_tokens=sum(outputs),
-        capacity=engine.config.num_pages * engine.config.page_size,
+        capacity=engine.num_pages * engine.config.page_size,
         extra={
             "preemptions": stats.num_preemptions,
             "cache_hit_rate": stats.cache_hit_rate,
             "compilations": compilations.count,
+            "num_calls": stats.num_calls,
             "num_steps": stats.num_steps,
-            "kv_dtype": stats.kv_dtype,
+            "kv_dtype": stats.kv_cache_dtype,
             "pool_bytes": stats.pool_bytes,
             "pool_utilization": stats.pool_utilization,
             "pages_used": stats.pages_used,

@@ -12,7 +12,8 @@ from jax.typing import DTypeLike
 
 from models.config import Llama3RopeScaling, ModelConfig
 from models.decoder import Decoder
-from models.kv_cache import page_bytes, pool_dtype
+from pallas_paged.engine import KVCacheSpec
+from pallas_paged.engine.kv_cache import page_bytes, pool_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,25 +22,30 @@ class ServingShape:
 
     Attributes:
         config, dtype: of the model.
-        kv_gib: memory for K/V, enough for 32 rows of max_len (tiny: 4).
-        max_len: most tokens of a prompt and its output.
-        step_seqs: rows of `--decode-step`, each with a prompt of max_len.
+        kv_gib: memory for K/V, enough for 32 rows of max_model_len (tiny: 4).
+        max_model_len: most tokens of a prompt and its output.
+        step_seqs: rows of `--decode-step`, each with a prompt of max_model_len.
     """
 
     config: ModelConfig
     dtype: DTypeLike
     kv_gib: float
-    max_len: int = 2048
+    max_model_len: int = 2048
     step_seqs: int = 64
 
-    def token_bytes(self, kv_dtype: str | None = None) -> int:
+    def token_bytes(self, kv_cache_dtype: str | None = None) -> int:
         """Bytes of K, V and their scales per token, over all layers.
 
         Args:
-            kv_dtype: as in `EngineConfig`.
+            kv_cache_dtype: as in `EngineConfig`.
         """
-        dtype = pool_dtype(kv_dtype, self.dtype)
-        return page_bytes(self.config, page_size=1, dtype=dtype)
+        spec = KVCacheSpec(
+            num_layers=self.config.num_layers,
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            dtype=self.dtype,
+        )
+        return token_bytes(spec, kv_cache_dtype)
 
 
 def _llama3(*, rope_factor: float, kv_gib: float, **sizes: Any) -> ServingShape:
@@ -81,6 +87,23 @@ SHAPES = {
         rope_factor=8.0,
         kv_gib=8.0,
     ),
+    "qwen3-0.6b": ServingShape(
+        config=ModelConfig(
+            vocab_size=151936,
+            hidden_size=1024,
+            intermediate_size=3072,
+            num_layers=28,
+            num_q_heads=16,
+            num_kv_heads=8,
+            head_dim=128,
+            rope_theta=1e6,
+            max_position_embeddings=40960,
+            tie_word_embeddings=True,
+            qk_norm=True,
+        ),
+        dtype=jnp.bfloat16,
+        kv_gib=7.0,
+    ),
     "tiny": ServingShape(  # for a dry run without a GPU
         config=ModelConfig(
             vocab_size=256,
@@ -93,10 +116,15 @@ SHAPES = {
         ),
         dtype=jnp.float32,
         kv_gib=0.5 / 1024,
-        max_len=256,
+        max_model_len=256,
         step_seqs=4,
     ),
 }
+
+
+def token_bytes(spec: KVCacheSpec, kv_cache_dtype: str | None = None) -> int:
+    """Bytes of K, V and their scales per token, over all layers; dtype as in `EngineConfig`."""
+    return page_bytes(spec, page_size=1, dtype=pool_dtype(spec, kv_cache_dtype))
 
 
 def random_model(shape: ServingShape) -> Decoder:

@@ -8,6 +8,7 @@ from typing import Any
 
 from bench import timing
 from bench.report import number, ratio, table
+from bench.serving.step import kernel_table, step_table
 
 NAMES = {
     "engine": "engine",
@@ -93,35 +94,14 @@ def _trace_text(run: dict) -> str:
     )
 
 
-def _step_table(step: dict) -> str:
-    weights, kv = step["weight_bytes"] / 1e9, step["kv_bytes"] / 1e9
-    gbps, roofline = number(step["read_gbps"], ".0f"), number(step["roofline_us"], ".0f")
-    over = {
-        name: number(ratio(step[f"{name}_us"], step["roofline_us"]), ".3f")
-        for name in ("wall", "kernel")
-    }
-    words = (
-        f"Decode step of {step['num_seqs']} rows with {step['context']:.0f} tokens each: wall"
-        f" {step['wall_us']:.0f} us, kernels {number(step['kernel_us'], '.0f')} us. To read"
-        f" {weights:.2f} GB of weights and {kv:.2f} GB of K/V ({step['kv_dtype']}) takes"
-        f" {roofline} us at {gbps} GB/s:"
-        f" wall over roofline {over['wall']}, kernels over roofline {over['kernel']}."
-    )
-    if not step["kernels"]:
-        return f"{words}\n\nNo kernel times: {step['reason']}."
-    rows = [["us per step", "launches", "kernel"]]
-    rows += [
-        [f"{kernel['us']:.1f}", f"{kernel['launches']:g}", kernel["name"][:100]]
-        for kernel in step["kernels"][:_NUM_KERNELS]
-    ]
-    return f"{words}\n\n{table(rows)}"
-
-
 def markdown(run: dict) -> str:
     """The tables and the provenance of their numbers."""
     blocks = [_trace_text(run)]
     blocks += [_systems_table(run)] if run["systems"] else []
-    blocks += [_step_table(run["decode_step"])] if run["decode_step"] else []
+    if step := run["decode_step"]:
+        names = (f"{step['num_seqs']} x {step['context']:.0f}", step["kv_cache_dtype"])
+        blocks += [step_table([(names, step)], "decode step, rows x tokens", "K/V")]
+        blocks += [kernel_table(step, _NUM_KERNELS)]
     return "\n\n".join([*blocks, timing.provenance(run["meta"])]) + "\n"
 
 

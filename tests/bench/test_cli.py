@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench import decode, peers_torch, quality, tune
+from bench import decode, decode_step, offline, peers_torch, quality, trainer, tune
 from bench.serving import cli as serving
 
 _SHAPES = (["--shapes", "9x9"], ["--iterations", "0"], ["--json", "no/such/folder"])
@@ -29,6 +29,12 @@ _SERVING = ["--shape", "tiny"]
         (serving, [*_SERVING, "--systems", "vllm"]),
         (serving, [*_SERVING, "--json", "no/such/folder"]),
         (serving, [*_SERVING, "--transformers-requests", "0"]),
+        (decode_step, ["--shapes", "tiny", "--rows", "0"]),
+        (decode_step, ["--shapes", "none"]),
+        (offline, ["--shape", "tiny", "--kv-gib", "0.0001"]),
+        (offline, ["--shape", "tiny", "--runs", "0"]),
+        (trainer, ["--shape", "tiny", "--num-seqs", "0"]),
+        (trainer, ["--json", "no/such/folder"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value.__name__,
 )

@@ -2,34 +2,55 @@
 
 from __future__ import annotations
 
+import json
+
 import jax
 import pytest
-from flax import nnx
 
 from bench import decode_step
-from models.config import ModelConfig
-from models.decoder import Decoder
+from bench.serving import step
+from tests.bench.fakes import META, rows
+
+TINY = ["--shapes", "tiny", "--rows", "2", "--length", "16", "--steps", "4"]
 
 
-def test_one_step_of_a_loop() -> None:
-    def kernels(steps, scale=1.0):
-        loop = [("cond", 1.0), ("a", 2.0), ("b", 3.0), ("a", 4.0)] * steps
-        run = [("copy", 9.0), ("b", 9.0), *loop, ("cond", 1.0), ("out", 5.0)]
-        return [(name, us * scale) for name, us in run]
-
-    step = decode_step.one_step(kernels(1), [kernels(4, s) for s in (1.0, 2.0, 7.0)], 4)
-    assert step == [("cond", 2.0), ("a", 4.0), ("b", 6.0), ("a", 8.0)]
-    with pytest.raises(RuntimeError, match="do not all run the same list"):
-        decode_step.one_step(kernels(1), [kernels(4)[:-1]], 4)
+def test_kernels_in_order_have_median_times() -> None:
+    runs = [[("a", 2.0), ("b", 3.0), ("a", 4.0)], [("a", 9.0), ("a", 5.0), ("b", 4.0)]]
+    runs.append([("b", 9.0), ("a", 3.0), ("a", 4.0)])
+    times = [one for run in runs for one in run]
+    assert step.ordered(times, 3) == [["a", 3.0], ["b", 4.0], ["a", 4.0]]
+    assert step.ordered(times[:-1], 3) is None
 
 
-def test_decode_step_runs_on_the_cpu() -> None:
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_layers": 1}
-    config = ModelConfig(**sizes, num_q_heads=2, num_kv_heads=1, head_dim=16)
-    model = Decoder(config, rngs=nnx.Rngs(0))
-    state = decode_step.start_rows(model, config, num_seqs=2, length=5, num_steps=3)
-    result = decode_step.measure(model, state, num_steps=3, iterations=1, implementation="xla")
-    if jax.default_backend() == "gpu":
-        assert result["kernel_us"] > 0
-    else:
-        assert "need a GPU" in result["reason"] and "no kernel times" in decode_step.report(result)
+def test_every_way_to_run_is_measured_on_the_cpu(tmp_path, capsys) -> None:
+    path = tmp_path / "step.json"
+    run = decode_step.main([*TINY, "--num-scheduler-steps", "4", "--json", str(path)])
+    assert json.loads(path.read_text()) == run
+    single, several, generate = run["results"]
+    assert single["steps_per_call"] == 1 < several["steps_per_call"] <= 4
+    assert single["context"] > 16 and generate["context"] == 16 + 6
+    assert single["kv_bytes"] == 2 * single["context"] * 2 * 2 * 2 * 16 * 4
+    on_gpu = jax.default_backend() == "gpu"
+    for result in run["results"]:
+        assert result["num_seqs"] == 2 and (result["limit_us"] is not None) == on_gpu
+    assert (single["kernels"] is not None) == on_gpu and generate["kernels"] is None
+    names = [row[1] for row in rows(capsys.readouterr().out)]
+    assert names[1:] == ["engine, 1 step a call", "engine, up to 4 steps a call", "generate"]
+
+
+@pytest.mark.slow
+def test_every_way_to_sample_is_measured_on_the_cpu() -> None:
+    run = decode_step.main([*TINY, "--num-scheduler-steps", "2", "--sampling"])
+    assert [one["case"] for one in run["results"]] == [*decode_step._SAMPLING]
+
+
+def test_tables_of_kernels() -> None:
+    kernels = [{"name": "gemm", "us": 75.0, "launches": 4.0}]
+    kernels.append({"name": "paged_decode", "us": 25.0, "launches": 1.0})
+    one = {"model": "1b", "case": "greedy", "num_seqs": 1, "context": 2100.0, "wall_us": 150.0}
+    one |= {"kernel_us": 100.0, "kernels": kernels, "limit_us": 60.0}
+    one |= {"order": [("gemm", 75.0), ("paged_decode", 25.0)]}
+    text = decode_step.markdown({"meta": META, "results": [one]}, 1)
+    assert "| 1b, 1 x 2100 | greedy | 150 | 100 | 5 | 60 | 2.50 |" in text
+    assert "| 75.0 | 4 | gemm |" in text and "| 25.0 | 1 |" not in text
+    assert "attention takes 25.0 us (25%)" in text and "| 2 | 25.00 | paged_decode |" in text

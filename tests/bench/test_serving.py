@@ -19,7 +19,8 @@ from bench.serving.engine import serve
 from bench.serving.models import SHAPES, ServingShape, random_model, weight_bytes
 from bench.serving.requests import describe_trace, make_trace
 from models.decoder import Decoder
-from models.engine import Engine, EngineConfig
+from models.engine_model import engine_model
+from pallas_paged.engine import Engine, EngineConfig
 from tests.bench.fakes import META, rows
 
 TINY = SHAPES["tiny"]
@@ -32,13 +33,13 @@ def tiny() -> Decoder:
 
 def test_sizes_of_the_models() -> None:
     assert SHAPES["1b"].token_bytes() == 32 << 10 and SHAPES["8b"].token_bytes() == 128 << 10
-    for name, billions in {"1b": 1.236, "8b": 8.030}.items():
+    for name, billions in {"1b": 1.236, "8b": 8.030, "qwen3-0.6b": 0.596}.items():
         shape = SHAPES[name]
         params = nnx.eval_shape(lambda s=shape: Decoder(s.config, dtype=s.dtype, rngs=nnx.Rngs(0)))
         leaves = jax.tree.leaves(nnx.state(params, nnx.Param))
         assert sum(leaf.size for leaf in leaves) / 1e9 == pytest.approx(billions, abs=1e-3)
         assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.bfloat16)}
-        assert shape.kv_gib * (1 << 30) == 32 * shape.max_len * shape.token_bytes()
+        assert shape.kv_gib * (1 << 30) == 32 * shape.max_model_len * shape.token_bytes()
 
 
 def test_weight_bytes_exclude_the_input_embeddings(tiny) -> None:
@@ -57,12 +58,20 @@ def test_compilations_are_counted_inside_the_block_only() -> None:
         function(inputs[1])
     function(inputs[2])
     assert compilations.count == 2
+    (function,) = compilations.functions()
+    assert function["count"] == 2 and function["name"] == "<lambda>"
+    assert min(function[f"{phase}_s"] for phase in ("trace", "lower", "compile")) > 0
 
 
 def _engine(model: Decoder) -> Engine:
     """An engine of the sizes of the tiny run, so that they share compiled programs."""
-    sizes = {"num_pages": 64, "max_seqs": 8, "max_len": TINY.max_len, "token_budget": 128}
-    return Engine(model, None, None, EngineConfig(**sizes))
+    config = EngineConfig(
+        num_pages=64,
+        max_num_seqs=8,
+        max_model_len=TINY.max_model_len,
+        max_num_batched_tokens=128,
+    )
+    return Engine(*engine_model(model), config)
 
 
 def test_engine_serves_the_whole_trace(tiny) -> None:
@@ -95,7 +104,7 @@ def test_tiny_run(tmp_path, capsys) -> None:
     files = {name: tmp_path / f"bench.{name}" for name in ("json", "markdown")}
     names = ["engine", "engine_no_cache", "static"]
     args = ["--shape", "tiny", "--systems", *names, "--requests", "24", "--decode-step"]
-    args += ["--max-seqs", "8", "--token-budget", "128", "--step-steps", "5"]
+    args += ["--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--step-steps", "5"]
     run = cli.main([*args, *(x for name in files for x in (f"--{name}", str(files[name])))])
     saved = json.loads(files["json"].read_text())
     assert list(saved["systems"]) == names and saved["meta"]["command"].startswith("python -m")
@@ -122,7 +131,7 @@ def test_failure_of_a_system_is_reported_and_the_others_go_on(monkeypatch, capsy
 
     monkeypatch.setattr(cli, "StaticBatch", fail)
     args = ["--shape", "tiny", "--systems", "static", "engine", "--requests", "2"]
-    run = cli.main([*args, "--max-seqs", "8", "--token-budget", "128"])
+    run = cli.main([*args, "--max-num-seqs", "8", "--max-num-batched-tokens", "128"])
     assert run["systems"]["engine"]["status"] == "ok"
     out = capsys.readouterr().out
     assert "static batch, contiguous cache: RuntimeError: no memory\n" in out
@@ -150,8 +159,7 @@ def run() -> dict:
     trace = make_trace(3, vocab_size=9, max_len=2048)
     kernels = [{"name": f"k{i}", "us": 9.0 - i / 10, "launches": 16.0} for i in range(30)]
     step = {"num_seqs": 64, "context": 2100.0, "wall_us": 2400.0, "kernel_us": 2200.0}
-    step |= {"kv_dtype": "bfloat16"}
-    step |= {"weight_bytes": 4e9, "kv_bytes": 4e9, "read_gbps": 4000.0, "roofline_us": 2000.0}
+    step |= {"kv_cache_dtype": "bfloat16", "limit_us": 2000.0}
     return {
         "meta": META,
         "shape": "1b",
@@ -176,7 +184,7 @@ def test_tables(run) -> None:
     assert engine["memory utilisation"] == "25.0%" and engine["preemptions"] == "7"
     assert by_name["transformers generate"]["tokens/s"] == "-"
     assert "- transformers generate: no torch" in lines
-    assert "wall over roofline 1.200, kernels over roofline 1.100." in text
+    assert "| 64 x 2100 | bfloat16 | 2400 | 2200 | 480 | 2000 | 1.20 |" in lines
     assert "| 9.0 | 16 | k0 |" in lines and "| 6.6 | 16 | k24 |" in lines and "k25" not in text
 
 
@@ -237,8 +245,8 @@ def test_process_that_dies_has_a_reason() -> None:
 def test_token_bytes_include_scales() -> None:
     shape = ServingShape(config=TINY.config, dtype=jnp.float16, kv_gib=1.0)
     assert shape.token_bytes() == 2 * 2 * 2 * 16 * 2
-    for kv_dtype in ("int8", "fp8"):
-        assert shape.token_bytes(kv_dtype) == 2 * 2 * 2 * (16 + 4)
+    for name in ("int8", "fp8"):
+        assert shape.token_bytes(name) == 2 * 2 * 2 * (16 + 4)
 
 
 def test_int8_pages_hold_more_tokens_in_the_same_memory(capsys, monkeypatch) -> None:
@@ -247,9 +255,9 @@ def test_int8_pages_hold_more_tokens_in_the_same_memory(capsys, monkeypatch) -> 
     monkeypatch.setattr(Engine, "warmup", lambda engine, params: None)
     args = ["--shape", "tiny", "--systems", "engine", "--requests", "4", "--decode-step"]
     args += ["--seconds", "0"]  # no step, hence no compilation
-    run = cli.main([*args, "--kv-dtype", "int8"])
+    run = cli.main([*args, "--kv-cache-dtype", "int8"])
     engine, budget = run["systems"]["engine"], TINY.kv_gib * 2**30
-    assert engine["status"] == "ok" and engine["kv_dtype"] == steps[0]["kv_dtype"] == "int8"
+    assert engine["status"] == "ok" and engine["kv_dtype"] == steps[0]["kv_cache_dtype"] == "int8"
     assert run["sizes"]["capacity"] == budget // (8 * 16 * 4)  # with the model's f32
     assert engine["capacity"] == budget // (8 * (16 + 4)) // 16 * 16
     assert budget - 16 * 160 < engine["pool_bytes"] <= budget

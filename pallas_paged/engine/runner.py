@@ -56,7 +56,7 @@ _MAX_PAGES = 1024  # pages that one update retains or releases
 _MAX_ATTACHMENTS = 16  # slots that one update fills
 _MAX_SET = 16  # slots that one call sets
 _COUNTED_TOKENS = 1024  # tokens that one call counts for penalties
-_COMPILE_THREADS = 8
+_COMPILE_THREADS = 16
 
 
 @dataclass(frozen=True, kw_only=True)

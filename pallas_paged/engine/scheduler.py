@@ -257,7 +257,8 @@ class Scheduler:
             return
         if self._window is not None and sequence.num_computed > self._window:
             return  # its first pages may be free by now
-        num_tokens = sequence.num_stored
+        # A stop text may have ended it before the last tokens that were computed.
+        num_tokens = min(sequence.num_stored, len(sequence.token_ids))
         pages = sequence.pages[: self._blocks(num_tokens)]
         tokens = sequence.token_ids[:num_tokens]
         self._update.retained += self._cache.insert(
@@ -279,7 +280,7 @@ class Scheduler:
             self._preempt_last()
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache; running sequences keep their pages, without caching them again."""
+        """Empty the prefix cache; running sequences keep their pages, which stay uncached."""
         if self._cache is None:
             return
         freed = self._cache.clear()

@@ -21,12 +21,13 @@ def beam_search(
 
     Args:
         logprobs: the log-probabilities of every next token, after the given tokens.
+        stops: tokens that end a continuation, as its last token.
     """
     live = [((), 0.0)]
     finished = []
 
-    def score(tokens, total, stopped):
-        return total / max(len(tokens) + stopped, 1) ** penalty
+    def score(tokens, total):
+        return total / max(len(tokens), 1) ** penalty
 
     while True:
         every = []
@@ -43,9 +44,10 @@ def beam_search(
             if token not in stops:
                 live.append(((*tokens, token), total))
             elif rank < width:
-                finished.append((score(tokens, total, True), tokens, total))
+                tokens = (*tokens, token)
+                finished.append((score(tokens, total), tokens, total))
         if len(live[0][0]) == length:
-            finished += [(score(tokens, total, False), tokens, total) for tokens, total in live]
+            finished += [(score(tokens, total), tokens, total) for tokens, total in live]
             break
         if len(finished) >= width:
             longest = length if penalty > 0 else len(live[0][0])

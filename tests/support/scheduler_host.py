@@ -1,4 +1,4 @@
-"""The host side of the engine without a device: schedules run on an allocator of dicts and lists."""
+"""The host side of the engine without a device: schedules run on an allocator of lists."""
 
 from __future__ import annotations
 

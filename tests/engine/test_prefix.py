@@ -27,7 +27,7 @@ class Server:
         pp.check_page_table(self.table, retained=self.cache.pages)
 
     def admit(self, tokens):
-        """Gives a prompt a row; false if there is no row or too few pages."""
+        """Give a prompt a row; return False without a row or pages for it."""
         row = next((row for row in range(NUM_ROWS) if row not in self.requests), None)
         if row is None:
             return False
@@ -42,7 +42,7 @@ class Server:
         return True
 
     def append(self, row, new_tokens):
-        """Reserves the row's missing tokens, evicting if necessary, and writes them."""
+        """Reserve the row's missing tokens, evicting if necessary, and write them."""
         lease, tokens = self.requests[row]
         held = int(self.table.seq_lens[row])
         counts = np.zeros(NUM_ROWS, np.int32)
@@ -90,7 +90,7 @@ def padded(pages):
 @pytest.mark.parametrize(
     "hash_page", [pp.prefix_cache.chained_hash, lambda parent, tokens: (parent + sum(tokens)) % 5]
 )
-def test_every_page_comes_back_and_no_token_reads_another_prefix(hash_page):
+def test_every_page_is_free_in_the_end_and_no_token_reads_another_prefix(hash_page):
     server = Server(hash_page)
     rng = np.random.default_rng(0)
     num_admitted = num_refused = 0

@@ -1,0 +1,109 @@
+"""Packing a call: its shapes and padding."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pallas_paged.engine.batch import BatchBuckets, ChunkTokens, pack
+from pallas_paged.engine.sampler import SamplingMode
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "max_num_batched_tokens", "decode_slots", "chunk_tokens"),
+    [
+        (4, 16, [4], [16]),
+        (8, 128, [8], [128]),
+        (9, 129, [8, 9], [128, 129]),
+        (64, 2048, [8, 16, 32, 64], [128, 256, 512, 1024, 2048]),
+        (100, 1000, [8, 16, 32, 64, 100], [128, 256, 512, 1000]),
+    ],
+)
+def test_buckets_are_few(max_num_seqs, max_num_batched_tokens, decode_slots, chunk_tokens):
+    buckets = BatchBuckets(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+    assert buckets.decode_slots == decode_slots and buckets.chunk_tokens == chunk_tokens
+    wanted = [(slots, 0) for slots in decode_slots]
+    wanted += [(max_num_seqs, tokens) for tokens in chunk_tokens]
+    assert sorted(buckets.all()) == sorted(wanted)
+
+
+@given(st.integers(1, 80), st.integers(1, 700), st.data())
+def test_every_batch_gets_the_smallest_bucket_that_fits(max_num_seqs, more, data):
+    most = max_num_seqs + more
+    buckets = BatchBuckets(max_num_seqs=max_num_seqs, max_num_batched_tokens=most)
+    num_decodes = data.draw(st.integers(0, max_num_seqs))
+    num_tokens = data.draw(st.integers(not num_decodes, most - num_decodes))
+    bucket = buckets.fit(num_decodes, num_tokens)
+    fitting = [
+        (slots, tokens)
+        for slots, tokens in buckets.all()
+        if slots >= num_decodes and tokens >= num_tokens and bool(tokens) == bool(num_tokens)
+    ]
+    assert bucket == min(fitting)
+
+
+def test_the_number_of_chunks_does_not_matter():
+    """33 chunks of 5 tokens need a bucket with room for 165."""
+    buckets = BatchBuckets(max_num_seqs=64, max_num_batched_tokens=2048)
+    assert buckets.fit(1, 33 * 5) == (64, 256)
+    assert buckets.fit(1, 8 * 5) == buckets.fit(0, 25 * 5) == (64, 128)
+
+
+BUCKETS = BatchBuckets(max_num_seqs=10, max_num_batched_tokens=32)
+
+
+def packed(decode_slots, chunks, **options):
+    options = dict(num_steps=1, max_num_steps=4, num_prompt_logprobs=None) | options
+    return pack(
+        decode_slots,
+        chunks,
+        shape=BUCKETS.fit(len(decode_slots), sum(len(chunk.token_ids) for chunk in chunks)),
+        max_num_seqs=10,
+        mode=SamplingMode(draws=True),
+        **options,
+    )
+
+
+def test_a_batch_that_only_decodes():
+    batch = packed([3, 1], [], num_steps=3)
+    assert batch.decode_slots.tolist() == [3, 1] + [10] * 6  # 10 is padding
+    assert batch.chunks is None and batch.mode == SamplingMode(draws=True)
+    assert (batch.num_steps, batch.max_num_steps) == (3, 4)
+
+
+CHUNKS = [
+    ChunkTokens(slot=2, token_ids=[7, 8, 9], is_last=True, targets=[8, 9]),
+    ChunkTokens(slot=0, token_ids=[5], is_last=False),
+]
+
+
+def test_a_batch_with_chunks_runs_one_step():
+    batch = packed([4], CHUNKS)
+    chunks = batch.chunks
+    assert batch.decode_slots.tolist() == [4] + [10] * 9
+    assert chunks.token_ids.tolist() == [7, 8, 9, 5] + [0] * 28
+    assert chunks.slots.tolist() == [2, 0] + [10] * 8
+    assert chunks.cu_q_lens.tolist() == [0, 3] + [4] * 9
+    assert chunks.is_last.tolist() == [True] + [False] * 9
+    assert chunks.targets is None and batch.max_num_steps == 1
+
+
+def test_targets_are_the_tokens_whose_logprobs_are_wanted():
+    chunks = packed([], [CHUNKS[1], CHUNKS[0]], num_prompt_logprobs=3).chunks
+    assert chunks.targets.tolist() == [-1, 8, 9, -1] + [-1] * 28
+
+
+def test_an_empty_batch_is_all_padding():
+    batch = pack(
+        [],
+        [],
+        shape=(10, 32),
+        max_num_seqs=10,
+        mode=SamplingMode(),
+        num_steps=1,
+        max_num_steps=1,
+        num_prompt_logprobs=None,
+    )
+    assert set(batch.decode_slots) == set(batch.chunks.slots) == {10}
+    assert not batch.chunks.cu_q_lens.any() and not batch.chunks.is_last.any()

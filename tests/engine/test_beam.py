@@ -1,0 +1,104 @@
+"""Beam search alone, over random tables in place of a model: thousands of searches, no device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pallas_paged.engine import CompletionOutput, Logprob, Request, SamplingParams
+from pallas_paged.engine.beam import BeamSearch
+from pallas_paged.engine.sampler import SamplingMode
+from pallas_paged.engine.sequence import Sequence
+from tests.support.beam_oracle import beam_search
+
+VOCAB = 9
+PROMPT = [1, 2]
+
+
+def random_model(seed: int, sharpness: float):
+    """A deterministic function from all tokens so far to log-probabilities."""
+
+    def logprobs(tokens: list[int]) -> np.ndarray:
+        logits = sharpness * np.random.default_rng([seed, *tokens]).normal(size=VOCAB)
+        return logits - np.log(np.sum(np.exp(logits)))
+
+    return logprobs
+
+
+def make_request(**params) -> Request:
+    params = SamplingParams(**params)
+    return Request(
+        request_id="0",
+        number=0,
+        prompt=None,
+        prompt_token_ids=PROMPT,
+        params=params,
+        seed=0,
+        priority=0,
+        max_len=len(PROMPT) + (params.max_tokens or 7),
+    )
+
+
+def make_beam(request: Request, output: CompletionOutput, stops=()) -> Sequence:
+    return Sequence(
+        request=request,
+        output=output,
+        token_ids=[*PROMPT, *output.token_ids],
+        max_len=request.max_len,
+        mode=SamplingMode(),
+        stop_token_ids=frozenset(stops),
+        is_beam=True,
+    )
+
+
+def search(logprobs, request: Request, stops) -> list[CompletionOutput]:
+    """Run the beams as the engine does."""
+    beams = BeamSearch(request=request, live=[make_beam(request, CompletionOutput(index=0), stops)])
+    goes_on = True
+    while goes_on:
+        for beam in list(beams.live):
+            scores = logprobs(beam.token_ids)
+            best = np.argsort(-scores).tolist()
+            ranked = [(t, Logprob(float(scores[t]), rank)) for rank, t in enumerate(best, 1)]
+            advance = beams.report(beam, ranked)
+        for beam, token in advance.chosen:
+            beam.token_ids.append(token)
+        for parent, child in advance.branches:
+            assert child.token_ids[:-1] == parent.token_ids[:-1] and child.is_beam
+            assert child.token_ids == PROMPT + child.output.token_ids
+        goes_on = bool(advance.chosen)
+    return beams.ranked()
+
+
+@pytest.mark.parametrize("penalty", [-3.0, -1.0, 0.0, 1.0, 2.5])
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_every_search_equals_brute_force(width, penalty):
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        stops = tuple(range(rng.integers(0, 5)))
+        length = int(rng.integers(1, 7))
+        logprobs = random_model(seed, float(rng.choice([0.3, 1.0, 3.0])))
+        request = make_request(max_tokens=length, beam_width=width, n=width, length_penalty=penalty)
+        wanted = beam_search(
+            logprobs, PROMPT, width=width, n=width, length=length, stops=stops, penalty=penalty
+        )
+        got = search(logprobs, request, stops)
+        assert [output.token_ids for output in got] == [tokens for tokens, _ in wanted]
+        sums = [output.cumulative_logprob for output in got]
+        np.testing.assert_allclose(sums, [total for _, total in wanted])
+        assert [output.index for output in got] == list(range(len(got)))
+
+
+def test_aborted_beams_are_ranked_by_their_score_so_far():
+    request = make_request(beam_width=3, n=2)
+    outputs = [
+        CompletionOutput(index=i, token_ids=[5] * length, cumulative_logprob=total)
+        for i, (length, total) in enumerate([(2, -4.0), (2, -1.0), (3, -3.0)])
+    ]
+    beams = [make_beam(request, output) for output in outputs]
+    search = BeamSearch(request=request, live=beams)
+    for beam in beams:
+        search.end(beam, "abort")
+    best = search.ranked()
+    assert [output.cumulative_logprob for output in best] == [-1.0, -3.0]
+    assert [output.finish_reason for output in best] == ["abort"] * 2

@@ -47,7 +47,7 @@ class Batch:
 
     Attributes:
         decode_slots: `i32[D]`, slots that go on from their last token; padded with max_num_seqs.
-        num_steps: `i32[]`, steps to run; 1 with chunks.
+        num_steps: `i32[D]`, most steps of each of those slots; 1 with chunks.
         chunks: None in a call that only decodes.
         mode: static, what the call can sample.
         max_num_steps: static, bound of num_steps.
@@ -105,12 +105,12 @@ class BatchBuckets:
 
 def pack(
     decode_slots: Sequence[int],
+    num_steps: Sequence[int],
     chunks: Sequence[ChunkTokens],
     *,
     shape: tuple[int, int],
     max_num_seqs: int,
     mode: SamplingMode,
-    num_steps: int,
     max_num_steps: int,
     num_prompt_logprobs: int | None,
 ) -> Batch:
@@ -118,15 +118,18 @@ def pack(
 
     Args:
         decode_slots: slots that go on from their last token.
+        num_steps: most steps of each.
         chunks: next tokens of other slots.
         shape: one of `BatchBuckets.all()` that has room for them.
         max_num_seqs: number of slots.
-        mode, num_steps, max_num_steps: as in `Batch`.
+        mode, max_num_steps: as in `Batch`.
         num_prompt_logprobs: as in `Batch`; None reports no log-probabilities of prompts.
     """
     num_decodes, num_tokens = shape
     decoding = np.full(num_decodes, max_num_seqs, np.int32)
     decoding[: len(decode_slots)] = decode_slots
+    steps = np.zeros(num_decodes, np.int32)
+    steps[: len(num_steps)] = num_steps
     packed = None
     if num_tokens:
         lens = [len(chunk.token_ids) for chunk in chunks]
@@ -150,7 +153,7 @@ def pack(
         )
     return Batch(
         decode_slots=decoding,
-        num_steps=np.int32(num_steps),
+        num_steps=steps,
         chunks=packed,
         mode=mode,
         max_num_steps=1 if num_tokens else max_num_steps,

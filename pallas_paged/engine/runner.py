@@ -146,7 +146,7 @@ class ModelRunner:
         if config.implementation is not None:
             # Traces a step, so that one that can't do the model's attention fails now.
             shape = self.buckets.all()[0]
-            batch = self._pack([], [], shape=shape, mode=SamplingMode(), num_steps=1)
+            batch = self._pack([], [], [], shape=shape, mode=SamplingMode())
             jax.eval_shape(self._step, self._leaves, self._state, None, batch)
 
     @property
@@ -203,7 +203,7 @@ class ModelRunner:
             self._make_counts()
 
         def compile_step(step: tuple[tuple[int, int], SamplingMode]) -> None:
-            batch = self._pack([], [], shape=step[0], mode=step[1], num_steps=1)
+            batch = self._pack([], [], [], shape=step[0], mode=step[1])
             counts = self._counts if step[1].penalties else None
             self._step.lower(self._leaves, self._state, counts, batch).compile()  # type: ignore[attr-defined]
 
@@ -212,7 +212,7 @@ class ModelRunner:
                 pass
         # Twice: a CUDA graph is made by the second execution.
         for shape, mode in steps * 2:
-            self._run([], [], mode, num_steps=1, shape=shape)
+            self._run([], [], [], mode, shape=shape)
         self._update(TableUpdate(), [])
         self._fork([])
         self._set([], [])
@@ -246,9 +246,9 @@ class ModelRunner:
         ]
         num_decodes, output = self._run(
             [decode.sequence.running_slot for decode in decodes],
+            [decode.num_tokens for decode in decodes],
             packed,
             mode,
-            num_steps=scheduled.num_steps,
             num_prompt_logprobs=_num_prompt_logprobs(chunks),
         )
         return InFlight(scheduled=scheduled, num_decodes=num_decodes, output=output)
@@ -320,10 +320,10 @@ class ModelRunner:
     def _run(
         self,
         decode_slots: list[int],
+        num_steps: list[int],
         chunks: list[ChunkTokens],
         mode: SamplingMode,
         *,
-        num_steps: int,
         num_prompt_logprobs: int | None = None,
         shape: tuple[int, int] | None = None,
     ) -> tuple[int, StepOutput]:
@@ -337,10 +337,10 @@ class ModelRunner:
             compiled.add(mode)
         batch = self._pack(
             decode_slots,
+            num_steps,
             chunks,
             shape=shape,
             mode=mode,
-            num_steps=num_steps,
             num_prompt_logprobs=num_prompt_logprobs,
         )
         counts = self._make_counts() if mode.penalties else None
@@ -354,22 +354,22 @@ class ModelRunner:
     def _pack(
         self,
         decode_slots: list[int],
+        num_steps: list[int],
         chunks: list[ChunkTokens],
         *,
         shape: tuple[int, int],
         mode: SamplingMode,
-        num_steps: int,
         num_prompt_logprobs: int | None = None,
     ) -> Batch:
         if mode.logprobs > 0:
             mode = replace(mode, logprobs=self._num_logprobs)
         return pack(
             decode_slots,
+            num_steps,
             chunks,
             shape=shape,
             max_num_seqs=self._config.max_num_seqs,
             mode=mode,
-            num_steps=num_steps,
             max_num_steps=self._config.num_scheduler_steps,
             num_prompt_logprobs=num_prompt_logprobs,
         )

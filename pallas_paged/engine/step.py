@@ -213,7 +213,7 @@ def _decode(
     batch: Batch,
     implementation: str | None,
 ) -> tuple[EngineState, TokenCounts | None, StepOutput]:
-    """Run up to `num_steps` decode steps; stop early if a row ends or finds no page."""
+    """Run up to `num_steps` steps of each row; stop early if a row ends or finds no page."""
     num_slots = state.table.max_seqs
     window, shape = (
         model.kv_cache_spec.sliding_window,
@@ -221,10 +221,11 @@ def _decode(
     )
 
     def step(
-        state: EngineState, counts: TokenCounts | None
+        index: jax.Array, state: EngineState, counts: TokenCounts | None
     ) -> tuple[EngineState, TokenCounts | None, tuple[Any, ...], jax.Array]:
         table, slots = state.table, state.slots
         active = ~slots.finished.at[batch.decode_slots].get(mode="fill", fill_value=True)
+        active &= index < batch.num_steps
         rows = jnp.where(active, batch.decode_slots, num_slots)
         asked = jnp.zeros(num_slots, jnp.int32).at[rows].set(1, mode="drop")
         table = _free_left(table, asked, window, max_pages=1)
@@ -245,15 +246,16 @@ def _decode(
 
     def body(carry: Any) -> Any:
         index, state, counts, outputs, _ = carry
-        state, counts, new, goes_on = step(state, counts)
+        state, counts, new, goes_on = step(index, state, counts)
         outputs = jax.tree.map(lambda all_, one: all_.at[index].set(one), outputs, new)
         return index + 1, state, counts, outputs, goes_on
 
-    one = jax.eval_shape(step, state, counts)[2]
+    index, most = jnp.int32(0), jnp.max(batch.num_steps)
+    one = jax.eval_shape(step, index, state, counts)[2]
     outputs = jax.tree.map(lambda x: jnp.zeros((shape[0], *x.shape), x.dtype), one)
     outputs = (jnp.full(shape, NOT_SAMPLED, jnp.int32), *outputs[1:])
-    carry = (jnp.int32(0), state, counts, outputs, jnp.bool_(True))
-    carry = jax.lax.while_loop(lambda c: (c[0] < batch.num_steps) & c[4], body, carry)
+    carry = (index, state, counts, outputs, jnp.bool_(True))
+    carry = jax.lax.while_loop(lambda c: (c[0] < most) & c[4], body, carry)
     _, state, counts, (tokens, mapping, logprobs), _ = carry
     return state, counts, _output(state, tokens, mapping, logprobs, None)
 

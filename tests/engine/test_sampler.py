@@ -44,9 +44,7 @@ def _strict():
 def metadata(num_rows, **values):
     """Rows with temperature 1 and these values, the samples 0, 1, ... of one prompt."""
     defaults = dict(
-        seeds=np.stack(
-            [np.full(num_rows, 7), np.full(num_rows, 99), np.arange(num_rows)], axis=1
-        ),
+        seeds=np.stack([np.full(num_rows, 7), np.full(num_rows, 99), np.arange(num_rows)], axis=1),
         temperature=1.0,
         top_k=0,
         top_p=1.0,

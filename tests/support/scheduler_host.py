@@ -132,9 +132,14 @@ class Host:
         sampled: dict[Sequence, list[int]] = {one: [] for one in decodes}
         pages: dict[Sequence, list[int]] = {one: [] for one in [*decodes, *chunks]}
         assert scheduled.num_steps == 1 or not chunks
-        for _ in range(scheduled.num_steps):
+        limits = {x.sequence: x.num_tokens for x in scheduled.decodes}
+        for step in range(scheduled.num_steps):
             new = [[] for _ in self.table.tokens]
-            active = [one for one in decodes if one.running_slot not in self.finished]
+            active = [
+                one
+                for one in decodes
+                if step < limits[one] and one.running_slot not in self.finished
+            ]
             for one in active:
                 length = len(self.table.tokens[one.running_slot])
                 given = one in scheduled.resumed

@@ -1,5 +1,6 @@
 """Continuous batching for any JAX model, over a paged KV cache."""
 
+from pallas_paged.engine.async_engine import AsyncEngine
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.engine import Engine, EngineDeadError
 from pallas_paged.engine.kv_cache import KVCacheSpec
@@ -12,6 +13,7 @@ from pallas_paged.engine.stats import EngineStats
 from pallas_paged.engine.tokenizer import Tokenizer
 
 __all__ = [
+    "AsyncEngine",
     "Attend",
     "CompletionOutput",
     "Engine",

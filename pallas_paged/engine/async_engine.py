@@ -42,7 +42,9 @@ class AsyncEngine:
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]]
         self._commands = queue.SimpleQueue()  # may be put into by garbage collection, anywhere
         self._lock = threading.Lock()
-        self._running = self._stopping = False
+        self._running = self._stopping = False  # whether calls and new requests are accepted
+        self._draining = False  # whether the thread ends as soon as no request is left
+        self._ended: Future[None] | None = None
         self._error: BaseException | None = None  # what the thread died of
         self._mailboxes: dict[str, _Mailbox] = {}  # of requests that are not finished, by id
         self._numbers = itertools.count()
@@ -67,8 +69,8 @@ class AsyncEngine:
             if self._running:
                 raise RuntimeError("the engine has been started already")
             self._check_alive()
-            self._running, self._stopping = True, False
-            self._ended: Future[None] = Future()
+            self._running, self._stopping, self._draining = True, False, False
+            self._ended = Future()
             self._ended.set_running_or_notify_cancel()  # a waiter that leaves can't cancel it
             self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
             self._thread.start()
@@ -82,9 +84,9 @@ class AsyncEngine:
                 wakes up. Otherwise they are aborted, also those that an earlier call drains.
         """
         self._stop(drain)
-        if hasattr(self, "_ended"):
+        if self._ended is not None:
             await asyncio.wrap_future(self._ended)
-            self._thread.join()
+            atexit.unregister(self._stop_at_exit)
 
     def submit(
         self,
@@ -200,13 +202,19 @@ class AsyncEngine:
         scores = np.zeros((len(pairs), longest), np.float32)
         rows = [row for row, token_ids in enumerate(pairs) if len(token_ids) > starts[row]]
         streams = self._submit([(None, pairs[row], params, None, 0, starts[row]) for row in rows])
-        for row, stream in zip(rows, streams, strict=True):
-            async for output in stream:
-                found = (output.prompt_logprobs or [])[starts[row] :]
-                for column, logprobs in enumerate(found):
-                    token_id = pairs[row][starts[row] + column]
-                    scores[row, column] = logprobs[token_id].logprob if logprobs else np.nan
-        return scores
+        try:
+            for row, stream in zip(rows, streams, strict=True):
+                async for output in stream:
+                    if output.outputs[0].finish_reason == "abort":
+                        raise RuntimeError("the engine was shut down before it had the scores")
+                    found = (output.prompt_logprobs or [])[starts[row] :]
+                    for column, logprobs in enumerate(found):
+                        token_id = pairs[row][starts[row] + column]
+                        scores[row, column] = logprobs[token_id].logprob if logprobs else np.nan
+            return scores
+        finally:
+            for stream in streams:
+                stream.close()
 
     def _submit(self, requests: Sequence[tuple[Any, ...]]) -> list[RequestStream]:
         """Accept requests: arguments of `Engine._submit`, which have been checked."""
@@ -248,9 +256,10 @@ class AsyncEngine:
         self._engine._check_alive()
 
     def _dead(self) -> EngineDeadError:
-        """Return a new error, for exceptions that several threads raise get mixed up."""
-        is_outer = isinstance(self._error, EngineDeadError)
-        cause = self._error.__cause__ if is_outer and self._error is not None else self._error
+        """Return a new error: one that several threads raise would have a mixed traceback."""
+        cause = self._error
+        if isinstance(cause, EngineDeadError):
+            cause = cause.__cause__
         error = EngineDeadError(f"the engine is dead: {cause!r}")
         error.__cause__ = cause
         return error
@@ -269,42 +278,45 @@ class AsyncEngine:
 
     def _serve(self) -> None:
         """Run commands and steps in turn."""
-        engine, dropped = self._engine, []
+        engine = self._engine
         try:
-            while True:
-                if self._stopping and self._mailboxes and engine._asleep:
+            while not self._is_done():
+                if self._draining and self._mailboxes and engine._asleep:
                     engine.wake()
-                can_step = not (engine.idle or engine._asleep)
-                with self._lock:
-                    if (
-                        self._stopping
-                        and not (can_step or self._mailboxes)
-                        and self._commands.empty()
-                    ):
-                        self._running = False
-                        return
-                # Those that come meanwhile wait for the next turn, so that they can't starve it.
-                for _ in range(self._commands.qsize() or (0 if can_step else 1)):
+                # Commands that come meanwhile wait for the next turn: they must not starve steps.
+                for _ in range(self._commands.qsize() or (0 if self._can_step() else 1)):
                     self._run(*self._commands.get())
-                if not (engine.idle or engine._asleep):
-                    for output in engine.step():
-                        if (mailbox := self._mailboxes.get(output.request_id)) is not None:
-                            self._publish(mailbox)
+                for output in engine.step() if self._can_step() else []:
+                    if (mailbox := self._mailboxes.get(output.request_id)) is not None:
+                        self._publish(mailbox)
         except BaseException as error:
-            with self._lock:
-                self._error, self._running = error, False
-                dropped, self._mailboxes = [*self._mailboxes.values()], {}
-            # Requests that nobody reads any more must not be the only ones that know of it.
-            logging.getLogger("pallas_paged").error("the engine is dead", exc_info=error)
-        finally:
-            for mailbox in dropped:
-                mailbox.fail(self._dead())
-            while not self._commands.empty():
-                _, future = self._commands.get()
-                if future.set_running_or_notify_cancel():
-                    future.set_exception(self._dead())
-            atexit.unregister(self._stop_at_exit)
-            self._ended.set_result(None)
+            self._die(error)
+        assert self._ended is not None
+        self._ended.set_result(None)
+
+    def _can_step(self) -> bool:
+        return not (self._engine.idle or self._engine._asleep)
+
+    def _is_done(self) -> bool:
+        """Whether the thread may end; if so, accept no more calls."""
+        with self._lock:
+            busy = self._mailboxes or self._can_step() or not self._commands.empty()
+            self._running = not self._draining or bool(busy)
+            return not self._running
+
+    def _die(self, error: BaseException) -> None:
+        """Raise an error at all that wait."""
+        # Also if they do not read it, there is a trace of it.
+        logging.getLogger("pallas_paged").error("the engine is dead", exc_info=error)
+        with self._lock:
+            self._error, self._running = error, False
+            mailboxes, self._mailboxes = self._mailboxes, {}
+        for mailbox in mailboxes.values():
+            mailbox.fail(self._dead())
+        while not self._commands.empty():
+            _, future = self._commands.get()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(self._dead())
 
     def _run(self, function: Callable[[], Any], future: Future[Any]) -> None:
         if not future.set_running_or_notify_cancel():
@@ -337,6 +349,7 @@ class AsyncEngine:
             self._publish(mailbox)
 
     def _drain(self, drain: bool) -> None:
+        self._draining = True
         for mailbox in [] if drain else [*self._mailboxes.values()]:
             self._abort(mailbox)
 
@@ -421,17 +434,19 @@ class _Mailbox:
         self._taken: dict[CompletionOutput, tuple[int, int, str | None]] = {}
 
     def publish(self, request: Request) -> bool:
-        """Let the consumer take what the request has; return whether the consumer is still there."""
+        """Let the consumer take what the request has; return whether it is still there."""
         published = [(one, replace(one), len(one.token_ids)) for one in request.outputs]
         with self._lock:
             self._published, self.closed = published, request.finished
-        return self._wake()
+            wakes, self._wakes = self._wakes, []
+        return _call_all(wakes)
 
     def fail(self, error: BaseException) -> None:
         """Raise an error at the consumer, after what was published."""
         with self._lock:
             self._error, self.closed = error, True
-        self._wake()
+            wakes, self._wakes = self._wakes, []
+        _call_all(wakes)
 
     def take(self, wake: Callable[[], object]) -> RequestOutput | None:
         """Return what is new, or None and call `wake` later."""
@@ -439,12 +454,14 @@ class _Mailbox:
             if self._published is None:
                 if self._error is not None:
                     raise self._error
+                if self.closed:  # another consumer has taken the last output
+                    wake()
                 self._wakes.append(wake)
                 return None
-            (published, self._published), self.drained = (self._published, None), False
-            finished = self.closed and self._error is None
-            self.drained = finished
-            news, taken = [], {}
+            published, self._published = self._published, None
+            self.drained = finished = self.closed and self._error is None
+            news: list[CompletionOutput] = []
+            taken: dict[CompletionOutput, tuple[int, int, str | None]] = {}
             for live, now, num_tokens in published:
                 before = self._taken.get(live, (0, 0, None))
                 taken[live] = num_tokens, len(now.text), now.finish_reason
@@ -458,11 +475,13 @@ class _Mailbox:
         assert self.request is not None
         return replace(self.request.output(news, restarted=restarted), finished=finished)
 
-    def _wake(self) -> bool:
-        wakes, self._wakes = self._wakes, []
+
+def _call_all(wakes: Sequence[Callable[[], object]]) -> bool:
+    """Wake consumers; return whether all of them are still there."""
+    all_there = True
+    for wake in wakes:
         try:
-            for wake in wakes:
-                wake()
-        except RuntimeError:  # the event loop is closed
-            return False
-        return True
+            wake()
+        except RuntimeError:  # its event loop is closed
+            all_there = False
+    return all_there

@@ -1,0 +1,671 @@
+"""AsyncEngine: clients in many threads and event loops, which leave when they like."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import gc
+import random
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_paged.engine import AsyncEngine, EngineDeadError
+from tests.support.engine_calls import (
+    PROMPTS,
+    NumberTokenizer,
+    assert_every_page_is_free,
+    assert_nothing_is_left,
+    greedy,
+    make_engine,
+    sampling,
+    serve,
+    steps_of,
+    tokens_of,
+    weights,
+)
+
+WATCHDOG_SECONDS = 120
+LONG = 50  # tokens that take many steps
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _exact_products_in_all_threads():
+    """No TF32; a context manager would have no effect on the engine's thread."""
+    before = jax.config.jax_default_matmul_precision
+    jax.config.update("jax_default_matmul_precision", "highest")
+    yield
+    jax.config.update("jax_default_matmul_precision", before)
+
+
+@pytest.fixture(autouse=True)
+def _watchdog():
+    """End the process with the stacks of all threads if a test hangs."""
+    faulthandler.dump_traceback_later(2 * WATCHDOG_SECONDS, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+def run(coroutine):
+    """Run a coroutine in a new event loop, within a time limit."""
+    return asyncio.run(asyncio.wait_for(coroutine, WATCHDOG_SECONDS))
+
+
+def alone(prompt, params):
+    """The tokens of all completions of a request that has the engine for itself."""
+    return tokens_of(serve(make_engine(), [prompt], params, check=False))
+
+
+async def collect(outputs):
+    """The whole completions, token ids by index, of a stream of deltas."""
+    found, finished = {}, False
+    async for output in outputs:
+        assert not finished, "an output after the last one"
+        finished = output.finished
+        if output.restarted:
+            found = {}
+        for one in output.outputs:
+            found.setdefault(one.index, []).extend(one.token_ids)
+    assert finished
+    return [found[index] for index in sorted(found)]
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+class Gate:
+    """Lets the engine's thread do so many steps, and then holds it before the next one."""
+
+    def __init__(self, engine, num_steps=0):
+        self._step, self._passes = engine.step, threading.Semaphore(num_steps)
+        self.held = threading.Event()  # the thread is at the gate
+        engine.step = self._held_step
+
+    def _held_step(self):
+        if not self._passes.acquire(blocking=False):
+            self.held.set()
+            self._passes.acquire()
+            self.held.clear()
+        return self._step()
+
+    def let(self, num_steps=10**6):
+        self._passes.release(num_steps)
+
+
+def test_clients_that_leave_at_random_disturb_no_other_and_leave_no_page():
+    """Three event loops and three plain threads at once, on a pool too small for all of them."""
+    choices = [greedy(), greedy(n=2), sampling(), sampling(n=3), sampling(best_of=3), greedy()]
+    choices += [greedy(beam_width=2, n=2), sampling(logprobs=2, prompt_logprobs=1)]
+    jobs = [(prompt, params) for prompt in PROMPTS for params in choices]
+    expected = {job: alone(list(job[0]), job[1]) for job in [(tuple(p), c) for p, c in jobs]}
+    inner = make_engine()
+
+    async def client(engine, seed):
+        rng = random.Random(seed)
+        await asyncio.sleep(rng.random() * 0.2)
+        prompt, params = rng.choice(jobs)
+        outputs = engine.generate(prompt, params, priority=rng.randrange(3))
+        way = rng.randrange(6)
+        if way == 0:  # leave the loop
+            count = rng.randrange(3)
+            async for _ in outputs:
+                if (count := count - 1) < 0:
+                    break
+        elif way == 1:  # be cancelled
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(collect(outputs), rng.random() * 0.1)
+        elif way == 2:  # close before or after the first output
+            if rng.random() < 0.5:
+                await anext(outputs)
+            await outputs.aclose()
+        else:
+            if way == 3:  # be slow
+                await asyncio.sleep(0.05)
+            assert await collect(outputs) == expected[tuple(prompt), params]
+            return 1
+        return 0
+
+    async def clients(engine, seeds):
+        return sum(await asyncio.gather(*(client(engine, seed) for seed in seeds)))
+
+    def thread(engine, seed):
+        rng, num_served = random.Random(seed), 0
+        for _ in range(8):
+            prompt, params = rng.choice(jobs)
+            found = {}
+            for output in engine.submit(prompt, params):
+                if rng.random() < 0.1:
+                    break
+                for one in output.outputs:
+                    found.setdefault(one.index, []).extend(one.token_ids)
+            else:
+                num_served += 1
+                tokens = [found[index] for index in sorted(found)]
+                assert tokens == expected[tuple(prompt), params]
+        return num_served
+
+    async def main():
+        async with AsyncEngine(inner) as engine:
+            with ThreadPoolExecutor(5) as pool:
+                loop = asyncio.get_running_loop()
+                tasks = [loop.run_in_executor(pool, thread, engine, -seed) for seed in range(3)]
+                tasks += [
+                    loop.run_in_executor(pool, run, clients(engine, range(first, first + 25)))
+                    for first in (1000, 2000)
+                ]
+                return sum(await asyncio.gather(clients(engine, range(25)), *tasks))
+
+    num_served = run(main())
+    assert num_served > 30
+    stats = inner.stats()
+    assert stats.num_failed == stats.num_running == stats.num_waiting == 0
+    assert stats.num_finished >= num_served and stats.num_aborted > 0
+    assert_every_page_is_free(inner)
+
+
+def test_outputs_are_deltas_with_text_and_end_once():
+    async def main():
+        async with AsyncEngine(make_engine(tokenizer=NumberTokenizer())) as engine:
+            params = greedy(logprobs=1, seed=3)
+            outputs = [one async for one in engine.generate("1 2 3", params, request_id="mine")]
+        assert {one.request_id for one in outputs} == {"mine"}
+        assert [one.finished for one in outputs] == [False] * (len(outputs) - 1) + [True]
+        assert (outputs[0].prompt, outputs[0].prompt_token_ids) == ("1 2 3", [1, 2, 3])
+        parts = [part for one in outputs for part in one.outputs]
+        tokens = [token_id for part in parts for token_id in part.token_ids]
+        assert tokens == alone([1, 2, 3], greedy())[0]
+        assert "".join(part.text for part in parts) == NumberTokenizer().decode(tokens)
+        assert [next(iter(x)) for part in parts for x in part.logprobs] == tokens
+        assert parts[-1].finish_reason == "length" and outputs[-1].seed == 3
+
+    run(main())
+
+
+def test_a_slow_consumer_gets_one_output_with_all_that_came_meanwhile():
+    async def main():
+        inner = make_engine()
+        async with AsyncEngine(inner) as engine:
+            slow = engine.submit([1, 2, 3], sampling(n=2))
+            await collect(engine.generate([4, 5], greedy(max_tokens=LONG)))
+            outputs = [one async for one in slow]
+            assert [one async for one in slow] == []
+        assert len(outputs) == 1 and outputs[0].finished
+        assert tokens_of(outputs) == alone([1, 2, 3], sampling(n=2))
+
+    run(main())
+
+
+def test_two_consumers_share_the_outputs_of_a_stream():
+    async def main():
+        async with AsyncEngine(make_engine()) as engine:
+            stream = engine.submit([1, 2, 3], greedy())
+
+            def consume():
+                return [token for one in stream for token in one.outputs[0].token_ids]
+
+            with ThreadPoolExecutor(2) as pool:
+                halves = [pool.submit(consume) for _ in range(2)]
+                tokens = [token for half in halves for token in half.result(WATCHDOG_SECONDS)]
+        assert sorted(tokens) == sorted(alone([1, 2, 3], greedy())[0])
+
+    run(main())
+
+
+@pytest.mark.parametrize("num_steps", range(6))
+@pytest.mark.parametrize("way", ["abort", "close", "cancel", "drop"])
+def test_an_abort_after_any_number_of_steps_frees_the_pages(way, num_steps):
+    """The prompt takes two steps. A fifth request waits for a slot, and is aborted in the queue."""
+    inner = make_engine()
+    gate = Gate(inner, num_steps)
+
+    async def main():
+        async with AsyncEngine(inner) as engine:
+            streams = [engine.submit(PROMPTS[4], greedy(max_tokens=LONG - 10)) for _ in range(5)]
+            await until(gate.held.is_set)
+            if way == "abort":
+                tasks = [asyncio.create_task(engine.abort(one.request_id)) for one in streams]
+                gate.let()
+                await asyncio.gather(*tasks)
+                for stream in streams:
+                    outputs = [one async for one in stream]
+                    assert outputs[-1].outputs[0].finish_reason == "abort" and outputs[-1].finished
+            elif way == "close":
+                for stream in streams:
+                    stream.close()
+                    stream.close()
+            elif way == "cancel":
+                tasks = [asyncio.create_task(collect(one)) for one in streams]
+                await asyncio.sleep(0.01)
+                for task in tasks:
+                    task.cancel()
+                assert all(
+                    isinstance(one, asyncio.CancelledError)
+                    for one in await asyncio.gather(*tasks, return_exceptions=True)
+                )
+            else:
+                streams = stream = None
+                gc.collect()
+            gate.let()
+            await until(lambda: inner.idle)
+            assert await collect(engine.generate([1, 2, 3], greedy())) == expected
+            assert (await engine.stats()).num_aborted == 5
+
+    expected = alone([1, 2, 3], greedy())
+    run(main())
+    assert_every_page_is_free(inner)
+
+
+def test_a_stream_that_is_left_before_its_request_is_submitted_is_aborted():
+    inner = make_engine()
+    gate = Gate(inner)
+
+    async def main():
+        async with AsyncEngine(inner) as engine:
+            first = engine.submit([1], greedy())
+            await until(gate.held.is_set)  # the thread takes no commands now
+            engine.submit([2], greedy()).close()
+            engine.generate([3], greedy())  # never iterated
+            gate.let()
+            assert len(await collect(first)) == 1
+            stats = await engine.stats()
+            assert (stats.num_finished, stats.num_aborted) == (1, 2)
+
+    run(main())
+    assert_nothing_is_left(inner)
+
+
+def test_an_abort_of_no_request_does_nothing():
+    async def main():
+        async with AsyncEngine(make_engine()) as engine:
+            await engine.abort("unknown")
+            stream = engine.submit([1], greedy(), request_id="1")
+            await collect(stream)
+            await engine.abort("1")
+            stream.close()
+            assert (await engine.stats()).num_aborted == 0
+
+    run(main())
+
+
+def test_bad_requests_are_refused_at_the_call_and_others_go_on():
+    async def main():
+        async with AsyncEngine(make_engine()) as engine:
+            good = engine.submit([1, 2, 3], greedy(max_tokens=LONG), request_id="good")
+            refused = [
+                ("empty", dict(prompt=[])),
+                ("token id", dict(prompt=[40])),
+                ("tokenizer", dict(prompt="1")),
+                ("max_tokens", dict(prompt=[1], params=greedy(max_tokens=99))),
+                ("stop_token_ids", dict(prompt=[1], params=greedy(stop_token_ids=[40]))),
+                ("params", dict(prompt=[1], params={"n": 1})),
+                ("priority", dict(prompt=[1], priority="high")),
+                ("request_id", dict(prompt=[1], request_id=7)),
+                ("request_id='good'", dict(prompt=[1], request_id="good")),
+            ]
+            for words, arguments in refused:
+                for method in (engine.submit, engine.generate):
+                    with pytest.raises(ValueError, match=words):
+                        method(**arguments)
+            assert await collect(good) == alone([1, 2, 3], greedy(max_tokens=LONG))
+            again = engine.submit([1], greedy(max_tokens=1), request_id="good")
+            await collect(again)
+
+    run(main())
+
+
+def test_given_ids_and_numbers_do_not_collide():
+    async def main():
+        async with AsyncEngine(make_engine()) as engine:
+            given = [engine.submit([1], greedy(), request_id=str(n)) for n in range(3)]
+            streams = [*given, *(engine.submit([1], greedy()) for _ in range(3))]
+            assert len({stream.request_id for stream in streams}) == 6
+            await asyncio.gather(*map(collect, streams))
+
+    run(main())
+
+
+def test_drain_serves_what_was_accepted_and_refuses_more():
+    inner = make_engine()
+    gate = Gate(inner, 2)
+
+    async def main():
+        engine = AsyncEngine(inner)
+        for call in (lambda: engine.submit([1]), lambda: run(engine.stats())):
+            with pytest.raises(RuntimeError, match="not running"), ThreadPoolExecutor(1) as pool:
+                pool.submit(call).result()
+        await engine.shutdown()  # does nothing before the start
+        engine.start()
+        with pytest.raises(RuntimeError, match="started"):
+            engine.start()
+        tasks = [asyncio.create_task(collect(engine.generate(p, greedy()))) for p in PROMPTS]
+        await until(gate.held.is_set)
+        end = asyncio.create_task(engine.shutdown())
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="shutting down"):
+            engine.generate([1])
+        with pytest.raises(RuntimeError, match="shutting down"):
+            await engine.score([[1]], [[2]])
+        gate.let()
+        await end
+        assert await asyncio.gather(*tasks) == expected
+        with pytest.raises(RuntimeError, match="not running"):
+            await engine.stats()
+        async with engine:  # it can start again
+            assert await collect(engine.generate(PROMPTS[0], greedy())) == expected[0]
+
+    expected = [alone(prompt, greedy()) for prompt in PROMPTS]
+    run(main())
+    assert_nothing_is_left(inner)
+
+
+@pytest.mark.parametrize("ends_in_error", [False, True])
+def test_shutdown_without_drain_aborts_all(ends_in_error):
+    inner = make_engine()
+    gate = Gate(inner, 4)
+
+    async def main():
+        with contextlib.suppress(ZeroDivisionError):
+            async with AsyncEngine(inner) as engine:
+                streams = [engine.submit(prompt, greedy()) for prompt in PROMPTS * 2]
+                await until(gate.held.is_set)
+                gate.let(1)
+                if ends_in_error:
+                    asyncio.get_running_loop().call_later(0.05, gate.let)
+                    raise ZeroDivisionError
+                draining = asyncio.create_task(engine.shutdown())
+                await asyncio.sleep(0)
+                ending = asyncio.create_task(engine.shutdown(drain=False))
+                await asyncio.sleep(0)
+                gate.let()
+                await asyncio.gather(draining, ending)
+        for stream in streams:
+            outputs = [one async for one in stream]
+            assert outputs[-1].finished and outputs[-1].outputs[0].finish_reason == "abort"
+
+    run(main())
+    assert inner.stats().num_aborted == 2 * len(PROMPTS)
+    assert_every_page_is_free(inner)
+
+
+def test_a_dead_engine_reaches_all_that_wait(caplog):
+    inner = make_engine()
+    gate = Gate(inner, 4)
+
+    def read(*_):
+        raise OSError("the device is lost")
+
+    async def main():
+        async with AsyncEngine(inner) as engine:
+            streams = [engine.submit(prompt, greedy(max_tokens=LONG)) for prompt in [[1], [2], [3]]]
+            waiting = [
+                collect(streams[0]),
+                collect(streams[1]),
+                asyncio.to_thread(list, streams[2]),
+            ]
+            tasks = [asyncio.create_task(one) for one in waiting]
+            await until(gate.held.is_set)
+            inner._runner.read = read
+            late = [engine.score([[1, 2]], [[3]]), engine.update_params(None), engine.stats()]
+            tasks += [asyncio.create_task(one) for one in late]
+            await asyncio.sleep(0.05)
+            gate.let()
+            errors = await asyncio.gather(*tasks, return_exceptions=True)
+            for error in errors:
+                assert isinstance(error, EngineDeadError) and isinstance(error.__cause__, OSError)
+            assert len({id(error) for error in errors}) == len(errors)
+            for call in (engine.submit, engine.generate):
+                with pytest.raises(EngineDeadError, match="lost"):
+                    call([1])
+            for call in (engine.stats(), engine.sleep(), engine.score([[1]], [[2]])):
+                with pytest.raises(EngineDeadError, match="lost"):
+                    await call
+        with pytest.raises(EngineDeadError, match="lost"):
+            engine.start()
+
+    run(main())
+    assert "the device is lost" in caplog.text
+
+
+def test_an_error_of_the_tokenizer_ends_only_its_request():
+    tokenizer = NumberTokenizer()
+    inner = make_engine(tokenizer=tokenizer)
+    gate = Gate(inner, 1)
+
+    async def main():
+        async with AsyncEngine(inner) as engine:
+            outputs = engine.submit([1], greedy())
+            await until(gate.held.is_set)
+            tokenizer.broken = True
+            gate.let()
+            outputs = [one async for one in outputs]
+            assert outputs[-1].finished and "the tables are lost" in outputs[-1].error
+            assert outputs[-1].outputs[0].finish_reason == "error"
+            with pytest.raises(OSError, match="the tables are lost"):  # it begins with the prompt
+                await collect(engine.generate([1], greedy()))
+            assert await collect(engine.generate([1], greedy(detokenize=False))) == expected
+
+    expected = alone([1], greedy())
+    run(main())
+
+
+def test_a_closed_event_loop_aborts_its_requests_and_no_other():
+    inner = make_engine()
+    gate = Gate(inner, 3)
+
+    async def main():
+        async with AsyncEngine(inner) as engine:
+            other = asyncio.create_task(collect(engine.generate([1, 2, 3], greedy())))
+
+            def open_and_close():
+                loop = asyncio.new_event_loop()
+                stream = engine.submit(PROMPTS[4], greedy(max_tokens=LONG - 10))
+                task = loop.create_task(collect(stream))
+                call = loop.create_task(engine.stats())
+                loop.run_until_complete(until(gate.held.is_set))
+                loop.close()
+                return task, call
+
+            kept = await asyncio.to_thread(open_and_close)
+            gate.let()
+            assert await other == alone([1, 2, 3], greedy())
+            await until(lambda: inner.idle)
+            assert (await engine.stats()).num_aborted == 1
+            for task in kept:
+                task._log_destroy_pending = False
+
+    run(main())
+    assert_nothing_is_left(inner)
+
+
+def test_the_idle_thread_sleeps():
+    async def main():
+        async with AsyncEngine(make_engine()) as engine:
+            await collect(engine.generate([1], greedy()))
+            clock = time.pthread_getcpuclockid(engine._thread.ident)
+            before = time.clock_gettime(clock)
+            await asyncio.sleep(0.3)
+            assert time.clock_gettime(clock) - before < 0.01
+            await engine.sleep()
+            waiting = asyncio.create_task(collect(engine.generate([1], greedy())))
+            await asyncio.sleep(0.05)
+            before = time.clock_gettime(clock)
+            await asyncio.sleep(0.3)
+            assert time.clock_gettime(clock) - before < 0.01
+            await engine.wake()
+            await waiting
+
+    run(main())
+
+
+def test_new_weights_in_the_middle_restart_requests():
+    """Outputs that a consumer has not read yet are not void for it."""
+    new, params = weights(seed=2), greedy(max_tokens=30)
+    inner = make_engine()
+    steps_of(inner, 1)
+    gate = Gate(inner, 8)
+
+    async def whole(stream):
+        return [one async for one in stream]
+
+    async def main():
+        async with AsyncEngine(inner) as engine:
+            read, unread = (engine.submit([1, 2, 3], params) for _ in range(2))
+            reading = asyncio.create_task(whole(read))
+            await until(gate.held.is_set)
+            await asyncio.sleep(0.05)
+            update = engine.update_params(new, restart_running=True)
+            updating = asyncio.create_task(update)
+            await asyncio.sleep(0)
+            gate.let()
+            await updating
+            outputs = await reading
+            assert [one.restarted for one in outputs].count(True) == 1
+            first = [one.restarted for one in outputs].index(True)
+            assert first > 0 and tokens_of(outputs[:first]) != []
+            assert [x for tokens in tokens_of(outputs[first:]) for x in tokens] == expected
+            outputs = await whole(unread)
+            assert not any(one.restarted for one in outputs)
+            assert [x for tokens in tokens_of(outputs) for x in tokens] == expected
+            assert await collect(engine.generate([1, 2, 3], params)) == [expected]
+            with pytest.raises(ValueError):
+                await engine.update_params({"embed": new["embed"]})
+
+    expected = tokens_of(serve(make_engine(params=new), [[1, 2, 3]], params))[0]
+    run(main())
+    assert_nothing_is_left(inner)
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_requests_wait_while_the_engine_sleeps(drain):
+    inner = make_engine()
+
+    async def main():
+        async with AsyncEngine(inner) as engine:
+            tasks = [asyncio.create_task(collect(engine.generate(p, greedy()))) for p in PROMPTS]
+            await asyncio.sleep(0.01)
+            await engine.sleep()
+            aborted = engine.submit([1, 2], greedy(), request_id="aborted")
+            await engine.abort("aborted")
+            assert [one.finished async for one in aborted] == [True]
+            await engine.wake()
+            assert await asyncio.gather(*tasks) == [alone(p, greedy()) for p in PROMPTS]
+            await engine.sleep()
+            last = engine.submit(PROMPTS[0], greedy())
+            await engine.shutdown(drain)
+            outputs = [one async for one in last]
+            assert outputs[-1].outputs[0].finish_reason == ("length" if drain else "abort")
+            assert inner._asleep == (not drain)
+
+    run(main())
+    inner.wake()
+    assert_every_page_is_free(inner)
+
+
+def test_smaller_priorities_are_served_first():
+    inner = make_engine(max_num_seqs=1)
+    gate = Gate(inner)
+
+    async def main():
+        ended = []
+
+        async def client(engine, priority):
+            await collect(engine.generate([1, 2], greedy(), priority=priority))
+            ended.append(priority)
+
+        async with AsyncEngine(inner) as engine:
+            blocker = asyncio.create_task(client(engine, -9))
+            await until(gate.held.is_set)
+            tasks = [asyncio.create_task(client(engine, n)) for n in (2, 0, 1, -1)]
+            await asyncio.sleep(0.01)
+            gate.let()
+            await asyncio.gather(blocker, *tasks)
+        assert ended == [-9, -1, 0, 1, 2]
+
+    run(main())
+
+
+def test_scores_come_beside_other_requests():
+    inner = make_engine()
+    prompts, completions = (
+        PROMPTS * 2,
+        [[5, 6, 7], [], [8], [9] * 10, [1, 2], [3], [], [4], [5], [6]],
+    )
+    expected = make_engine().score(prompts, completions)
+
+    async def main():
+        async with AsyncEngine(inner) as engine:
+            serving = asyncio.create_task(collect(engine.generate([1, 2, 3], greedy())))
+            scores = await engine.score(prompts, completions)
+            np.testing.assert_allclose(scores, expected, atol=1e-4)
+            assert scores.shape == expected.shape and scores.dtype == np.float32
+            assert await serving == alone([1, 2, 3], greedy())
+            assert (await engine.score([], [])).shape == (0, 0)
+            with pytest.raises(ValueError, match="as many"):
+                await engine.score([[1]], [])
+            with pytest.raises(ValueError, match="sequence 1"):
+                await engine.score([[1], [40]], [[1], [1]])
+            scoring = asyncio.create_task(engine.score(prompts * 10, completions * 10))
+            await asyncio.sleep(0.05)
+            scoring.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await scoring
+            await until(lambda: inner.idle)
+            scoring = asyncio.create_task(engine.score(prompts * 10, completions * 10))
+            await asyncio.sleep(0.05)
+            await engine.shutdown(drain=False)
+            with pytest.raises(RuntimeError, match="shut down"):
+                await scoring
+
+    run(main())
+    assert_every_page_is_free(inner)
+
+
+def test_calls_run_in_order_and_their_errors_reach_the_caller():
+    inner = make_engine()
+    gate = Gate(inner, 1)
+
+    async def main():
+        async with AsyncEngine(inner) as engine:
+            await engine.warmup([greedy()])
+            compilations = (await engine.stats()).compilations
+            stream = engine.submit([1, 2, 3], greedy())
+            await until(gate.held.is_set)
+            warmup = asyncio.create_task(engine.warmup())
+            left = asyncio.create_task(engine.update_params("cancelled before it runs"))
+            stats = [asyncio.create_task(engine.stats())]
+            await asyncio.sleep(0.01)
+            left.cancel()
+            gate.let()
+            with pytest.raises(ValueError, match="idle"):
+                await warmup
+            await asyncio.gather(*stats)
+            assert await collect(stream) == alone([1, 2, 3], greedy())
+            await engine.reset_prefix_cache()
+            stats = await engine.stats()
+            assert (stats.num_finished, stats.compilations) == (1, compilations)
+
+    run(main())
+
+
+def test_a_program_that_does_not_shut_down_ends():
+    program = (
+        "from pallas_paged.engine import AsyncEngine\n"
+        "from tests.support.engine_calls import greedy, make_engine\n"
+        "engine = AsyncEngine(make_engine())\n"
+        "engine.start()\n"
+        "stream = engine.submit([1, 2, 3], greedy(max_tokens=50))\n"
+        "print(len(next(iter(stream)).outputs))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=WATCHDOG_SECONDS
+    )
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr

@@ -1,0 +1,443 @@
+"""Parameters of a request, end to end: samples, logits processors, log-probabilities, ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_paged.engine import CompletionOutput, Logprob, Request, SamplingParams
+from pallas_paged.engine.detokenizer import IncrementalDetokenizer
+from pallas_paged.engine.sampler import SamplingMode
+from pallas_paged.engine.sequence import Sequence
+from tests.support.beam_oracle import beam_search
+from tests.support.engine_calls import (
+    MODEL,
+    PROMPTS,
+    NumberTokenizer,
+    assert_deltas_add_up,
+    greedy,
+    make_engine,
+    reasons_of,
+    run,
+    sampling,
+    serve,
+    step,
+    steps_of,
+    tokens_of,
+    weights,
+)
+
+pytestmark = pytest.mark.usefixtures("exact_products")
+NEW = 12
+FILTERS = [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}, {"temperature": 0.3}]
+
+
+def alone(prompt, params, **sizes) -> list[list[int]]:
+    """Tokens of one request in an engine of its own."""
+    return tokens_of(serve(make_engine(**sizes), [prompt], params))
+
+
+def test_samples_do_not_depend_on_other_requests(greedy_tokens):
+    """Greedy and drawn requests, submitted step by step, in a pool with too few pages."""
+    each = [greedy(max_tokens=NEW), *(sampling(**params) for params in FILTERS)]
+    load = [(prompt, params) for params in each for prompt in PROMPTS[:4]]
+    wanted = [alone(prompt, params) for prompt, params in load]
+    assert wanted[:4] == [[tokens[:NEW]] for tokens in greedy_tokens[:4]]
+    assert len({tuple(tokens) for (tokens,) in wanted}) > 15
+    engine = make_engine()
+    requests = []
+    for prompt, params in load:
+        requests.append(engine.submit(prompt, params))
+        step(engine)
+    run(engine)
+    assert [tokens_of([request]) for request in requests] == wanted
+    assert engine.stats().num_preemptions > 0
+
+
+def test_requests_without_a_seed_draw_differently_and_report_it():
+    requests = serve(make_engine(), [PROMPTS[0]] * 3, sampling(seed=None))
+    requests += serve(make_engine(), [PROMPTS[0]] * 3, sampling(seed=None))
+    assert len(set(map(tuple, tokens_of(requests)))) == 6
+    again = alone(PROMPTS[0], sampling(seed=requests[2].output().seed))
+    assert again == tokens_of(requests[2:3])
+    assert sampling(seed=7).seed == make_engine().submit([1], sampling(seed=7)).output().seed == 7
+
+
+@pytest.mark.parametrize("prompt", PROMPTS[:4])
+@pytest.mark.parametrize("caching", [False, True])
+def test_samples_of_a_prompt_share_its_pages(prompt, caching):
+    engine = make_engine(enable_prefix_caching=caching)
+    steps_of(engine, 1)
+    engine.submit(prompt, sampling(n=4, max_tokens=5))
+    most_shared = 0
+    while not engine.idle:
+        engine.step()
+        most_shared = max(most_shared, int(np.sum(np.asarray(engine.table.ref_counts) >= 4)))
+    assert most_shared == (len(prompt) - 1) // 4
+    assert engine.stats().computed_tokens == len(prompt) - 1 + 4 + 4 * 4
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_request_may_have_more_samples_than_slots(caching):
+    """Sample i of n draws the same whatever n is."""
+    engine = make_engine(enable_prefix_caching=caching)
+    request = engine.submit(PROMPTS[1], sampling(n=11))
+    deltas = run(engine)
+    assert_deltas_add_up(deltas, [request])
+    tokens = tokens_of([request])
+    assert len(set(map(tuple, tokens))) == 11
+    assert tokens[:2] == alone(PROMPTS[1], sampling(n=2))
+
+
+@pytest.mark.parametrize(
+    ("params", "most"),
+    [({"n": 4}, 10), ({"best_of": 9}, 16), ({"beam_width": 8}, 12), ({"n": 40}, 60)],
+)
+def test_a_request_of_many_samples_does_not_block_those_behind_it(params, most):
+    """A long request holds one of four slots."""
+    engine = make_engine(num_pages=64)
+    steps_of(engine, 1)
+    engine.submit([1, 2, 3], sampling(max_tokens=50))
+    step(engine)
+    step(engine)
+    engine.submit([4, 5], sampling(max_tokens=2, **params))
+    last = engine.submit([6, 7], sampling(max_tokens=2))
+    num_steps = 0
+    while not last.finished:
+        step(engine)
+        num_steps += 1
+    assert num_steps <= most
+    run(engine)
+
+
+def test_samples_may_end_at_different_times():
+    params = sampling(n=4, seed=1, stop_token_ids=range(6))
+    engine = make_engine()
+    request = engine.submit(PROMPTS[1], params)
+    assert_deltas_add_up(run(engine), [request])
+    lengths = {len(tokens) for tokens in tokens_of([request])}
+    assert len(lengths) > 1 and "stop" in reasons_of([request])
+    endless = alone(PROMPTS[1], replace(params, stop_token_ids=()))
+    for output, whole in zip(request.outputs, endless, strict=True):
+        assert output.token_ids == whole[: len(output.token_ids)]
+        assert (output.token_ids[-1] < 6) == (output.finish_reason == "stop")
+        assert not any(token < 6 for token in output.token_ids[:-1])
+
+
+def assert_logprobs(entry, wanted, token, top):
+    """The token first, then the best `top`, with their ranks."""
+    best = np.argsort(-wanted, kind="stable")[:top].tolist()
+    assert list(entry) == [token, *(x for x in best if x != token)]
+    for token_id, one in entry.items():
+        assert one.logprob == pytest.approx(wanted[token_id], abs=1e-4)
+        assert one.rank == 1 + np.sum(wanted > wanted[token_id])
+
+
+@pytest.mark.parametrize("top", [0, 3, 20])
+def test_logprobs_equal_the_dense_model(oracle, top):
+    """They are of the raw logits, one entry for each token."""
+    prompt = PROMPTS[1]
+    params = [sampling(logprobs=top, top_k=5, logit_bias={3: 5}), greedy(logprobs=top)]
+    engine = make_engine()
+    others = [engine.submit(other, sampling()) for other in PROMPTS]
+    requests = [engine.submit(prompt, one) for one in params]
+    run(engine)
+    assert all(other.outputs[0].logprobs is None for other in others)
+    assert all(other.outputs[0].cumulative_logprob is None for other in others)
+    for request in requests:
+        (output,) = request.outputs
+        wanted = oracle.logprobs([*prompt, *output.token_ids])[len(prompt) - 1 : -1]
+        assert len(output.logprobs) == len(output.token_ids)
+        for entry, each, token in zip(output.logprobs, wanted, output.token_ids, strict=True):
+            assert_logprobs(entry, each, token, top)
+        total = sum(wanted[range(len(wanted)), output.token_ids])
+        assert output.cumulative_logprob == pytest.approx(total, abs=1e-3)
+
+
+def test_there_may_be_fewer_tokens_than_logprobs():
+    model = replace(MODEL, vocab_size=12)
+    (request,) = serve(make_engine(model), [[1, 2]], greedy(max_tokens=2, logprobs=20))
+    for entry in request.outputs[0].logprobs:
+        assert sorted(entry) == list(range(12))
+        assert sum(np.exp(one.logprob) for one in entry.values()) == pytest.approx(1)
+
+
+PROCESSORS = [
+    dict(presence_penalty=1.5),
+    dict(frequency_penalty=0.9),
+    dict(frequency_penalty=-1.0, presence_penalty=-0.5),
+    dict(repetition_penalty=1.7),
+    dict(repetition_penalty=0.6, frequency_penalty=1.0),
+    dict(logit_bias={3: 4.0, 36: -100, 1: 1.5}),
+    dict(min_tokens=5, stop_token_ids=range(20)),
+    dict(min_tokens=3, logit_bias={36: 3}, presence_penalty=2, repetition_penalty=1.2),
+    dict(min_tokens=12),
+    dict(stop_token_ids=range(20)),
+    dict(ignore_eos=True, min_tokens=4),
+]
+EOS = 37
+
+
+def processed_tokens(oracle, prompt, params: SamplingParams) -> list[int]:
+    """Greedy tokens by a loop over the logits of the dense model."""
+    stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else (EOS,))}
+    out: list[int] = []
+    while len(out) < params.max_tokens and not (out and out[-1] in stops):
+        logits = oracle.logits([*prompt, *out])[-1]
+        for token, bias in dict(params.logit_bias or ()).items():
+            logits[token] += bias
+        if len(out) < params.min_tokens:
+            logits[list(stops)] = -np.inf
+        for token in {*prompt, *out}:
+            scale = params.repetition_penalty
+            logits[token] = logits[token] / scale if logits[token] > 0 else logits[token] * scale
+        for token in set(out):
+            logits[token] -= params.frequency_penalty * out.count(token) + params.presence_penalty
+        out.append(int(np.argmax(logits)))
+    return out
+
+
+@pytest.mark.parametrize("num_pages", [16, 64])
+def test_processed_logits_equal_a_loop_over_the_dense_model(oracle, num_pages):
+    """With all of them in one batch; in the small pool they are preempted and counted again."""
+    engine = make_engine(replace(MODEL, eos_token_ids=(EOS,)), weights(), num_pages=num_pages)
+    each = [greedy(**params) for params in PROCESSORS for _ in range(2)]
+    prompts = [PROMPTS[i % 4] for i in range(len(each))]
+    requests = serve(engine, prompts, each)
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert tokens_of([request]) == [processed_tokens(oracle, prompt, request.params)]
+    assert len(set(map(tuple, tokens_of(requests)))) > 10
+    assert (engine.stats().num_preemptions > 0) == (num_pages == 16)
+
+
+def test_samples_with_penalties_equal_those_of_single_requests():
+    """Forked samples begin with the counts of their prompt."""
+    params = sampling(n=3, presence_penalty=1.0, repetition_penalty=1.3)
+    load = [params, sampling(frequency_penalty=1.0), sampling(n=2, logit_bias={2: 3})]
+    wanted = [alone(PROMPTS[4], one) for one in load]
+    assert [tokens_of([x]) for x in serve(make_engine(), [PROMPTS[4]] * 3, load)] == wanted
+
+
+def test_best_of_returns_those_with_the_highest_mean_logprob():
+    prompt, params = PROMPTS[1], sampling(stop_token_ids=[19, 36, 2])
+    engine = make_engine()
+    drawn = engine.submit(prompt, replace(params, n=6, logprobs=0))
+    best = engine.submit(prompt, replace(params, n=2, best_of=6))
+    deltas = run(engine)
+    means = {
+        tuple(one.token_ids): one.cumulative_logprob / len(one.token_ids) for one in drawn.outputs
+    }
+    assert len(means) == 6 and len({len(tokens) for tokens in means}) > 1
+    wanted = sorted(means, key=means.__getitem__, reverse=True)[:2]
+    assert [tuple(tokens) for tokens in tokens_of([best])] == wanted
+    assert [output.index for output in best.outputs] == [0, 1]
+    assert all(output.logprobs is None for output in best.outputs)
+    assert_deltas_add_up(deltas, [drawn, best])
+    (last,) = [one for one in deltas if one.request_id == best.request_id]  # only at the end
+    assert last.finished
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0])
+@pytest.mark.parametrize("stops", [(), (19, 2, 7, 30, 12)])
+@pytest.mark.parametrize("width", [2, 3])
+def test_beam_search_equals_brute_force(oracle, width, stops, penalty):
+    """Three searches and three sampling requests share slots and pages that suffice for one."""
+    prompts = PROMPTS[:3]
+    params = SamplingParams(
+        max_tokens=6, beam_width=width, n=width, length_penalty=penalty, stop_token_ids=stops
+    )
+    engine = make_engine()
+    requests = []
+    for prompt in prompts:
+        requests += [engine.submit(prompt, params), engine.submit(prompt, sampling(n=2))]
+    run(engine)
+    for prompt, request in zip(prompts, requests[::2], strict=True):
+        wanted = beam_search(
+            lambda tokens: oracle.logprobs(tokens)[-1],
+            prompt,
+            width=width,
+            n=width,
+            length=6,
+            stops=stops,
+            penalty=penalty,
+        )
+        assert tokens_of([request]) == [tokens for tokens, _ in wanted]
+        sums = [output.cumulative_logprob for output in request.outputs]
+        np.testing.assert_allclose(sums, [total for _, total in wanted], atol=1e-4)
+        assert [output.index for output in request.outputs] == list(range(width))
+
+
+def test_one_beam_is_greedy(greedy_tokens):
+    requests = serve(make_engine(), PROMPTS, greedy(beam_width=1))
+    assert tokens_of(requests) == greedy_tokens
+
+
+STATES = {"waiting": 0, "prefill": 1, "first token": 3, "decode": 7}
+KINDS = [{}, {"n": 3}, {"best_of": 3, "n": 2}, {"beam_width": 2, "n": 2}]
+
+
+@pytest.mark.parametrize("num_steps", STATES.values(), ids=STATES)
+@pytest.mark.parametrize("kind", KINDS, ids=["one", "n", "best_of", "beams"])
+def test_an_abort_ends_a_request_with_its_tokens_so_far(kind, num_steps):
+    engine = make_engine()
+    steps_of(engine, 1)
+    other = engine.submit(PROMPTS[0], sampling())
+    request = engine.submit(PROMPTS[1] * 2, sampling(**kind))
+    deltas = []
+    for _ in range(num_steps):
+        deltas += step(engine)
+    engine.abort(request.request_id)
+    assert request.finished and set(reasons_of([request])) <= {"abort"}
+    lengths = [len(tokens) for tokens in tokens_of([request])]
+    engine.abort(request)  # a second abort changes nothing
+    deltas += run(engine)
+    assert [len(tokens) for tokens in tokens_of([request])] == lengths
+    assert_deltas_add_up(deltas, [other, request])
+    engine.abort(request)
+    engine.abort(other)
+    assert tokens_of([other]) == alone(PROMPTS[0], sampling())
+    assert reasons_of([other]) == ["length"]
+    assert engine.stats().num_aborted == 1
+    if num_steps == STATES["decode"]:
+        assert min(lengths) > 0
+
+
+class ByteTokenizer:
+    """A token is a byte of UTF-8."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+
+BYTES = replace(MODEL, vocab_size=256)
+SPEAKING = SamplingParams(max_tokens=30, temperature=1.0, seed=5)
+
+
+@pytest.fixture(scope="module")
+def spoken() -> CompletionOutput:
+    """The byte model's completion of "hello"; many of its bytes are invalid UTF-8."""
+    (request,) = serve(make_engine(BYTES, None, ByteTokenizer()), ["hello"], SPEAKING)
+    (output,) = request.outputs
+    assert request.prompt == "hello" and request.prompt_token_ids == list(b"hello")
+    assert output.text == ByteTokenizer().decode(output.token_ids)
+    assert len(set(output.text)) > 10 and "\ufffd" in output.text
+    return output
+
+
+def test_text_is_reported_as_soon_as_it_is_certain(spoken):
+    engine = make_engine(BYTES, None, ByteTokenizer())
+    beams = SamplingParams(max_tokens=20, beam_width=2, n=2)
+    load = [SPEAKING, replace(SPEAKING, n=3), replace(SPEAKING, best_of=2), beams]
+    requests = [engine.submit("hello", params) for params in load]
+    silent = engine.submit("hello", replace(SPEAKING, detokenize=False))
+    assert_deltas_add_up(run(engine), [*requests, silent])
+    assert requests[0].outputs[0].text == spoken.text
+    assert silent.outputs[0].text == "" and tokens_of([silent]) == [spoken.token_ids]
+    for request in requests:
+        for output in request.outputs:
+            assert output.text == ByteTokenizer().decode(output.token_ids)
+
+
+@pytest.mark.parametrize("num_steps", [1, 8])
+def test_a_stop_text_may_span_tokens(spoken, num_steps):
+    start = len(spoken.text) // 2
+    stop = spoken.text[start : start + 3]
+    cut = spoken.text.index(stop)
+    engine = make_engine(BYTES, None, ByteTokenizer())
+    steps_of(engine, num_steps)
+    request = engine.submit("hello", replace(SPEAKING, stop=["never said", stop]))
+    deltas = run(engine)
+    (output,) = request.outputs
+    assert output.text == spoken.text[:cut] and output.finish_reason == "stop"
+    assert output.stop_reason == stop
+    assert output.token_ids == spoken.token_ids[: len(output.token_ids)]
+    assert_deltas_add_up(deltas, [request])
+
+
+def test_the_stop_token_has_no_text(spoken):
+    stop = spoken.token_ids[10]
+    at = spoken.token_ids.index(stop)
+    engine = make_engine(BYTES, None, ByteTokenizer())
+    (request,) = serve(engine, ["hello"], replace(SPEAKING, stop_token_ids=[stop]))
+    (output,) = request.outputs
+    assert output.token_ids == spoken.token_ids[: at + 1]
+    assert output.text == ByteTokenizer().decode(spoken.token_ids[:at])
+
+
+def test_the_beginning_of_a_stop_text_is_reported_at_the_end(spoken):
+    params = replace(SPEAKING, stop=spoken.text[-2:] + "never said")
+    (request,) = serve(make_engine(BYTES, None, ByteTokenizer()), ["hello"], params)
+    assert request.outputs[0].text == spoken.text and reasons_of([request]) == ["length"]
+
+
+def test_the_mean_logprob_is_over_all_tokens():
+    request = Request(
+        request_id="0",
+        number=0,
+        prompt=None,
+        prompt_token_ids=[1],
+        params=SamplingParams(),
+        seed=0,
+        priority=0,
+        max_len=9,
+    )
+    one = Sequence(
+        request=request,
+        output=CompletionOutput(index=0),
+        token_ids=[1],
+        max_len=9,
+        mode=SamplingMode(),
+        detokenizer=IncrementalDetokenizer(ByteTokenizer(), (), ["b"]),
+    )
+    assert one.append(ord("a"), -1.0, {ord("a"): Logprob(-1.0, 1)}) is None
+    assert one.append(ord("b"), -2.0, {ord("b"): Logprob(-2.0, 1)}) == "stop"
+    assert one.output.text == "a" and one.mean_logprob == -1.5
+
+
+def test_a_failing_tokenizer_ends_only_requests_with_text(greedy_tokens):
+    tokenizer = NumberTokenizer()
+    engine = make_engine(tokenizer=tokenizer)
+    steps_of(engine, 1)
+    sampled = engine.submit("1 2 3", greedy())
+    beams = engine.submit("1 2", greedy(beam_width=2))
+    silent = engine.submit([1, 2, 3], greedy(detokenize=False))
+    for _ in range(3):
+        step(engine)
+    tokenizer.broken = True
+    run(engine)
+    assert reasons_of([sampled, beams]) == ["error", "error"]
+    assert "the tables are lost" in sampled.error and "the tables are lost" in beams.error
+    assert tokens_of([silent]) == greedy_tokens[:1]
+    assert engine.stats().num_failed == 2
+    tokenizer.broken = False
+    assert tokens_of(serve(engine, [[1, 2, 3]], greedy())) == greedy_tokens[:1]
+
+
+def test_a_failed_submit_changes_nothing():
+    tokenizer = NumberTokenizer()
+    engine = make_engine(tokenizer=tokenizer)
+    tokenizer.broken = True
+    with pytest.raises(OSError):
+        engine.submit("1 2 3", sampling())
+    tokenizer.broken = False
+    assert engine.idle and engine.submit([1], sampling(max_tokens=1)).number == 0
+    run(engine)
+
+
+def test_nan_logits_end_requests_but_not_the_engine(greedy_tokens):
+    engine = make_engine(params=jax.tree.map(lambda x: x * np.nan, weights()))
+    load = [greedy(), sampling(n=2), sampling(best_of=2), greedy(beam_width=2, n=2)]
+    requests = [engine.submit(PROMPTS[0], one) for one in load]
+    assert_deltas_add_up(run(engine), requests)
+    assert set(reasons_of(requests)) == {"error"}
+    assert all("NaN or infinite" in request.error for request in requests)
+    assert [len(request.outputs) for request in requests] == [1, 2, 1, 1]
+    assert not any(tokens_of(requests))
+    engine.update_params(weights())
+    assert tokens_of(serve(engine, PROMPTS[:1], greedy())) == greedy_tokens[:1]

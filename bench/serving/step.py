@@ -53,7 +53,8 @@ def measure_step(
     """
     num_seqs = len(params)
     config = {"max_num_batched_tokens": EngineConfig.max_num_batched_tokens} | config
-    burst = config.get("num_scheduler_steps", EngineConfig.num_scheduler_steps)
+    # For calls of any length, so that tables are as wide with one step a call as with several.
+    burst = max(config.get("num_scheduler_steps", 1), EngineConfig.num_scheduler_steps)
     # The first rows already decode while the last prompts come in.
     num_prefill = -(-num_seqs * length // (config["max_num_batched_tokens"] - num_seqs)) + num_seqs
     num_bursts = _SETTLE_CALLS + _TIMED_CALLS + _PROFILED_CALLS + 2

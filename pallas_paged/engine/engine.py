@@ -27,7 +27,8 @@ from pallas_paged.engine.kv_cache import pages_that_fit, pool_dtype
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.outputs import CompletionOutput, RequestOutput
 from pallas_paged.engine.request import Request
-from pallas_paged.engine.runner import InFlight, ModelRunner, Sampled, modes_for
+from pallas_paged.engine.runner import ModelRunner, modes_for
+from pallas_paged.engine.runner_output import InFlight, Sampled
 from pallas_paged.engine.sampling_params import SamplingParams
 from pallas_paged.engine.scheduler import Chunk, Scheduler, SchedulerOutput
 from pallas_paged.engine.sequence import Sequence as EngineSequence

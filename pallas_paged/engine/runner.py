@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -14,41 +14,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_paged.checks import INT32_MAX
 from pallas_paged.engine.batch import Batch, BatchBuckets, ChunkTokens, pack
-from pallas_paged.engine.beam import Candidates
 from pallas_paged.engine.config import EngineConfig
+from pallas_paged.engine.input_batch import set_slot, slot_states
 from pallas_paged.engine.kv_cache import create_pool, pool_dtype
 from pallas_paged.engine.model import Model
-from pallas_paged.engine.outputs import Logprob
+from pallas_paged.engine.runner_output import InFlight, RunnerOutput, read_output, targets_of
 from pallas_paged.engine.sampler import (
-    Logprobs,
-    SamplingMetadata,
     SamplingMode,
     TokenCounts,
     create_token_counts,
-    hash_prompt,
     set_token_counts,
 )
-from pallas_paged.engine.sampling_params import (
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
-    MAX_STOP_TOKEN_IDS,
-    SamplingParams,
-)
-from pallas_paged.engine.scheduler import Attachment, Chunk, Decode, SchedulerOutput, TableUpdate
+from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from pallas_paged.engine.scheduler import Attachment, Chunk, SchedulerOutput, TableUpdate
 from pallas_paged.engine.sequence import Sequence
-from pallas_paged.engine.step import (
-    NOT_SAMPLED,
-    EngineState,
-    SlotStates,
-    StepOutput,
-    TableArrays,
-    fork,
-    make_step,
-    set_slots,
-    update_table,
-)
+from pallas_paged.engine.state import EngineState, TableArrays, fork, set_slots, update_table
+from pallas_paged.engine.step import StepOutput, make_step
 from pallas_paged.kv_pool import KVPool
 from pallas_paged.page_table import PageTable, create_page_table
 
@@ -57,53 +39,6 @@ _MAX_ATTACHMENTS = 16  # slots that one update fills
 _MAX_SET = 16  # slots that one call sets
 _COUNTED_TOKENS = 1024  # tokens that one call counts for penalties
 _COMPILE_THREADS = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class InFlight:
-    """A call that is dispatched and not read.
-
-    Attributes:
-        scheduled: what it computes.
-        num_decodes: rows of the batch before those of the chunks.
-        output: what it returns, on the device or on its way to the host.
-    """
-
-    scheduled: SchedulerOutput
-    num_decodes: int
-    output: StepOutput
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampled:
-    """Tokens that a call sampled for one sequence.
-
-    Attributes:
-        sequence: the sequence, which has a slot.
-        token_ids: the tokens, in order; -1 for bad logits.
-        ranked: for each, itself and the best ones with their log-probabilities, or None.
-        decode: what was scheduled; None for a chunk.
-    """
-
-    sequence: Sequence
-    token_ids: list[int]
-    ranked: list[Candidates] | None
-    decode: Decode | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunnerOutput:
-    """What a call has computed.
-
-    Attributes:
-        num_free: free pages after it.
-        sampled: sequences with their new tokens.
-        prompt_logprobs: chunks, with the log-probabilities of the tokens after each of theirs.
-    """
-
-    num_free: int
-    sampled: list[Sampled]
-    prompt_logprobs: list[tuple[Chunk, list[Candidates]]]
 
 
 class ModelRunner:
@@ -136,7 +71,7 @@ class ModelRunner:
                 pages_per_seq=-(-max_len // config.page_size),
             ),
             pool=self._create_pool(),
-            slots=jax.tree.map(jnp.asarray, self._slot_states(num_slots)),
+            slots=jax.tree.map(jnp.asarray, slot_states(num_slots, len(model.eos_token_ids))),
             sound=jnp.asarray(True),
         )
         self.pool_shape = jax.eval_shape(self._create_pool)
@@ -240,7 +175,7 @@ class ModelRunner:
                 slot=chunk.sequence.running_slot,
                 token_ids=chunk.token_ids,
                 is_last=chunk.is_last,
-                targets=_targets(chunk),
+                targets=targets_of(chunk),
             )
             for chunk in chunks
         ]
@@ -259,63 +194,7 @@ class ModelRunner:
         Raises:
             RuntimeError: the page table did not have what the host counted on.
         """
-        output: StepOutput = jax.device_get(in_flight.output)
-        if not output.sound:
-            raise RuntimeError("the page table lacks pages or slots that the scheduler counts on")
-        page_size = self._config.page_size
-        decodes, chunks = in_flight.scheduled.decodes, in_flight.scheduled.chunks
-        num_steps = in_flight.scheduled.num_steps
-        tokens: list[list[int]] = output.token_ids[:num_steps].T.tolist()  # of each row
-        mapping = output.slot_mapping if chunks else output.slot_mapping[:num_steps]
-        pages = (mapping // page_size).T.tolist()
-        sampled: list[Sampled] = []
-        prompt_logprobs: list[tuple[Chunk, list[Candidates]]] = []
-
-        def add(sequence: Sequence, row: int, decode: Decode | None) -> int:
-            token_ids = tokens[row]
-            if token_ids[-1] == NOT_SAMPLED:
-                token_ids = token_ids[: token_ids.index(NOT_SAMPLED)]
-            ranked = None
-            if output.logprobs is not None:
-                ranked = [
-                    _ranked(output.logprobs, (step, row), token_id)
-                    for step, token_id in enumerate(token_ids)
-                ]
-            sampled.append(
-                Sampled(sequence=sequence, token_ids=token_ids, ranked=ranked, decode=decode)
-            )
-            return len(token_ids)
-
-        # Sequences that have ended meanwhile have no slot; none has another, because pages are
-        # taken from a sequence only while nothing is in flight.
-        for row, decode in enumerate(decodes):
-            sequence = decode.sequence
-            if sequence.slot is None:
-                continue
-            if chunks:
-                count, new = add(sequence, sequence.slot, decode), pages[row : row + 1]
-            else:
-                count, new = add(sequence, row, decode), pages[row]
-            sequence.store(new[:count], page_size)
-        start = in_flight.num_decodes
-        for chunk in chunks:
-            end = start + len(chunk.token_ids)
-            if chunk.sequence.slot is not None:
-                chunk.sequence.store(pages[start:end], page_size)
-                if chunk.is_last:
-                    add(chunk.sequence, chunk.sequence.slot, None)
-                if (targets := _targets(chunk)) is not None:
-                    assert output.prompt_logprobs is not None
-                    first = start - in_flight.num_decodes
-                    ranked = [
-                        _ranked(output.prompt_logprobs, first + i, token)
-                        for i, token in enumerate(targets)
-                    ]
-                    prompt_logprobs.append((chunk, ranked))
-            start = end
-        return RunnerOutput(
-            num_free=int(output.num_free), sampled=sampled, prompt_logprobs=prompt_logprobs
-        )
+        return read_output(in_flight, jax.device_get(in_flight.output), self._config.page_size)
 
     def _run(
         self,
@@ -405,40 +284,13 @@ class ModelRunner:
                 self._count_tokens(one)
 
     def _set(self, starting: list[Sequence], last_token_ids: list[int]) -> None:
-        num_slots, values = self._config.max_num_seqs, self._slot_states(_MAX_SET)
+        num_eos = len(self._model.eos_token_ids)
+        num_slots, values = self._config.max_num_seqs, slot_states(_MAX_SET, num_eos)
         for entry, one in enumerate(starting):
-            _fill(values, entry, one, last_token_ids[entry])
+            set_slot(values, entry, one, last_token_ids[entry])
         indices = _padded([one.running_slot for one in starting], _MAX_SET, num_slots)
         slots = set_slots(self._state.slots, indices, values)
         self._state = replace(self._state, slots=slots)
-
-    def _slot_states(self, num_slots: int) -> SlotStates:
-        """States of slots with the default sampling parameters, all finished."""
-
-        num_stops = MAX_STOP_TOKEN_IDS + len(self._model.eos_token_ids)
-
-        def full(value: Any, dtype: Any, *shape: int) -> np.ndarray:
-            return np.full((num_slots, *shape), value, dtype)
-
-        return SlotStates(
-            last_token_ids=full(0, np.int32),
-            finished=full(True, bool),
-            max_lens=full(0, np.int32),
-            sampling=SamplingMetadata(
-                seeds=full(0, np.uint32, 3),
-                temperature=full(0, np.float32),
-                top_k=full(0, np.int32),
-                top_p=full(1, np.float32),
-                min_p=full(0, np.float32),
-                presence_penalty=full(0, np.float32),
-                frequency_penalty=full(0, np.float32),
-                repetition_penalty=full(1, np.float32),
-                min_lens=full(0, np.int32),
-                stop_token_ids=full(-1, np.int32, num_stops),
-                bias_token_ids=full(-1, np.int32, MAX_LOGIT_BIAS),
-                bias=full(0, np.float32, MAX_LOGIT_BIAS),
-            ),
-        )
 
     def _count_tokens(self, one: Sequence) -> None:
         num_prompt = len(one.request.prompt_token_ids)
@@ -525,62 +377,16 @@ def _cost(mode: SamplingMode) -> tuple[int, ...]:
     return mode.penalties, mode.filters, mode.logprobs, mode.processors, mode.draws
 
 
-def _fill(values: SlotStates, entry: int, one: Sequence, last_token_id: int) -> None:
-    """Write a sequence's values into an entry of NumPy arrays."""
-    request, params, sampling = one.request, one.request.params, values.sampling
-    values.last_token_ids[entry] = last_token_id
-    values.finished[entry] = False
-    values.max_lens[entry] = INT32_MAX if one.is_beam else one.max_len
-    if not params.greedy:
-        sampling.seeds[entry] = (
-            request.seed,
-            hash_prompt(request.prompt_token_ids),
-            one.output.index,
-        )
-        sampling.temperature[entry] = params.temperature
-    for name in ("top_k", "top_p", "min_p"):
-        getattr(sampling, name)[entry] = getattr(params, name)
-    for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
-        getattr(sampling, name)[entry] = getattr(params, name)
-    sampling.min_lens[entry] = len(request.prompt_token_ids) + params.min_tokens
-    if not one.is_beam:
-        stops = list(one.stop_token_ids)
-        sampling.stop_token_ids[entry, : len(stops)] = stops
-    for index, (token_id, bias) in enumerate(dict(params.logit_bias or ()).items()):
-        sampling.bias_token_ids[entry, index] = token_id
-        sampling.bias[entry, index] = bias
-
-
 def _num_prompt_logprobs(chunks: list[Chunk]) -> int | None:
     """Most log-probabilities that a chunk wants of its prompt; None if no chunk wants any."""
     wanted = [
         chunk.sequence.request.params.prompt_logprobs
         for chunk in chunks
-        if _targets(chunk) is not None
+        if targets_of(chunk) is not None
     ]
     if not wanted:
         return None
     return MAX_LOGPROBS if any(wanted) else 0
-
-
-def _targets(chunk: Chunk) -> list[int] | None:
-    """The prompt tokens after those of a chunk, if their log-probabilities are wanted."""
-    if chunk.sequence.max_cached_tokens is None:
-        return None
-    first = chunk.start + 1
-    return chunk.sequence.request.prompt_token_ids[first : first + len(chunk.token_ids)]
-
-
-def _ranked(logprobs: Logprobs, index: Any, token_id: int) -> Candidates:
-    """A token and the best ones, each with its log-probability and rank."""
-    own = Logprob(float(logprobs.logprob[index]), int(logprobs.rank[index]))
-    best = zip(
-        logprobs.top_token_ids[index].tolist(), logprobs.top_logprobs[index].tolist(), strict=True
-    )
-    return [
-        (token_id, own),
-        *((token, Logprob(value, rank)) for rank, (token, value) in enumerate(best, 1)),
-    ]
 
 
 def _split(entries: list[Any], size: int) -> list[list[Any]]:

@@ -1,39 +1,29 @@
-"""The engine's state on the device, and the jitted calls on it: step, update, fork, set slots."""
+"""The jitted call of the engine: a step of decoding slots and chunks, or several decode steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_paged.attention import paged_attention, ragged_paged_attention
-from pallas_paged.engine.batch import Array, Batch, ChunkBatch
+from pallas_paged.engine.batch import Batch, ChunkBatch
 from pallas_paged.engine.model import Attend, Model
 from pallas_paged.engine.sampler import (
     Logprobs,
-    SamplingMetadata,
     TokenCounts,
     add_output_tokens,
     gather_logprobs,
     process_logits,
     sample,
 )
-from pallas_paged.kv_pool import KVPool, LayerKV, copy_pages, write_kv
-from pallas_paged.page_table import (
-    PageTable,
-    attach,
-    extend,
-    free_before,
-    release,
-    retain,
-    slot_mapping,
-)
-from pallas_paged.page_table import fork as fork_rows
-from pallas_paged.page_table import free as free_rows
+from pallas_paged.engine.state import EngineState, SlotStates
+from pallas_paged.kv_pool import KVPool, LayerKV, write_kv
+from pallas_paged.page_table import PageTable, extend, free_before, slot_mapping
 
 NOT_SAMPLED = -2  # in place of the token of a slot that did not take part in a step
 _LOGPROBS_BLOCK = 128  # prompt tokens whose logits are in memory at a time
@@ -47,42 +37,6 @@ _GPU_OPTIONS = {
     "xla_gpu_graph_min_graph_size": 1,
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SlotStates:
-    """What each of S slots needs beside its pages; a slot is a row of the page table.
-
-    Attributes:
-        last_token_ids: `i32[S]`, the newest token, whose K/V are yet to be written.
-        finished: `bool[S]`, whether it has ended; it does not compute until it is set again.
-        max_lens: `i32[S]`, tokens at which it ends.
-        sampling: sampling parameters; a token of `stop_token_ids` ends the slot.
-    """
-
-    last_token_ids: Array
-    finished: Array
-    max_lens: Array
-    sampling: SamplingMetadata
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
-class EngineState:
-    """All slots of an engine.
-
-    Attributes:
-        table: the page table.
-        pool: K/V of all layers.
-        slots: the rest of what slots need.
-        sound: `bool[]`, whether every page and slot that the host counted on was there.
-    """
-
-    table: PageTable
-    pool: KVPool
-    slots: SlotStates
-    sound: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -109,25 +63,6 @@ class StepOutput:
     num_free: jax.Array
     logprobs: Logprobs | None
     prompt_logprobs: Logprobs | None
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TableArrays:
-    """What `update_table` does, in arrays of fixed shapes.
-
-    Attributes:
-        retained, released: `i32[P]`, pages, padded with num_pages.
-        freed: `bool[S]`, slots.
-        slots: `i32[A]`, empty slots that begin with full pages; padded with S.
-        pages: `i32[A, pages_per_seq]`, those pages, padded with num_pages.
-    """
-
-    retained: Array
-    freed: Array
-    released: Array
-    slots: Array
-    pages: Array
 
 
 # (leaves of the parameters, state, counts, batch) -> (state, counts, output)
@@ -166,43 +101,6 @@ def make_step(model: Model, structure: jax.tree_util.PyTreeDef, implementation: 
         donate_argnames=("state", "counts"),
         compiler_options=_GPU_OPTIONS if jax.default_backend() == "gpu" else None,
     )
-
-
-@partial(jax.jit, donate_argnames=("table", "sound"))
-def update_table(
-    table: PageTable, sound: jax.Array, update: TableArrays
-) -> tuple[PageTable, jax.Array]:
-    """Retain pages, free slots, release pages and then let slots attach some; all donated."""
-    table, retained = retain(table, update.retained)
-    table = release(free_rows(table, update.freed), update.released)
-    table, attached = attach(table, update.slots, update.pages)
-    retained |= update.retained >= table.num_pages  # padding
-    attached |= update.slots >= table.max_seqs
-    return table, sound & jnp.all(retained) & jnp.all(attached)
-
-
-@partial(jax.jit, donate_argnames="state")
-def fork(state: EngineState, src: jax.Array, dst: jax.Array) -> EngineState:
-    """Fill empty slots dst `i32[F]` like slots src `i32[F]`, padded with S (state donated)."""
-    table, copies, ok = fork_rows(state.table, src, dst)
-    sound = state.sound & jnp.all(ok | (src >= table.max_seqs))
-    return replace(state, table=table, pool=copy_pages(state.pool, copies), sound=sound)
-
-
-@partial(jax.jit, donate_argnames="slots")
-def set_slots(slots: SlotStates, indices: jax.Array, values: SlotStates) -> SlotStates:
-    """Set slots (donated).
-
-    Args:
-        slots: all S slots.
-        indices: `i32[N]`, which to set, padded with S.
-        values: leaves with N in place of S; a last token below 0 leaves the slot's own.
-    """
-    old = slots.last_token_ids.at[indices].get(mode="clip")
-    tokens = jnp.where(values.last_token_ids < 0, old, values.last_token_ids)
-    values = replace(values, last_token_ids=tokens)
-
-    return jax.tree.map(lambda x, new: x.at[indices].set(new, mode="drop"), slots, values)
 
 
 def _decode(

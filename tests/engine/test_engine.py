@@ -11,7 +11,7 @@ import pytest
 
 import pallas_paged as pp
 from pallas_paged.engine import EngineDeadError, SamplingParams
-from pallas_paged.engine.step import TableArrays, fork, update_table
+from pallas_paged.engine.state import TableArrays, fork, update_table
 from tests.support.engine_calls import (
     MODEL,
     PROMPTS,

@@ -1,0 +1,148 @@
+"""What a dispatched call has computed, sequence by sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pallas_paged.engine.beam import Candidates
+from pallas_paged.engine.outputs import Logprob
+from pallas_paged.engine.sampler import Logprobs
+from pallas_paged.engine.scheduler import Chunk, Decode, SchedulerOutput
+from pallas_paged.engine.sequence import Sequence
+from pallas_paged.engine.step import NOT_SAMPLED, StepOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class InFlight:
+    """A call that is dispatched and not read.
+
+    Attributes:
+        scheduled: what it computes.
+        num_decodes: rows of the batch before those of the chunks.
+        output: what it returns, on the device or on its way to the host.
+    """
+
+    scheduled: SchedulerOutput
+    num_decodes: int
+    output: StepOutput
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """Tokens that a call sampled for one sequence.
+
+    Attributes:
+        sequence: the sequence, which has a slot.
+        token_ids: the tokens, in order; -1 for bad logits.
+        ranked: for each, itself and the best ones with their log-probabilities, or None.
+        decode: what was scheduled; None for a chunk.
+    """
+
+    sequence: Sequence
+    token_ids: list[int]
+    ranked: list[Candidates] | None
+    decode: Decode | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerOutput:
+    """What a call has computed.
+
+    Attributes:
+        num_free: free pages after it.
+        sampled: sequences with their new tokens.
+        prompt_logprobs: chunks, with the log-probabilities of the tokens after each of theirs.
+    """
+
+    num_free: int
+    sampled: list[Sampled]
+    prompt_logprobs: list[tuple[Chunk, list[Candidates]]]
+
+
+def read_output(in_flight: InFlight, output: StepOutput, page_size: int) -> RunnerOutput:
+    """Read what a call returned, and note where the K/V of its sequences are.
+
+    Args:
+        in_flight: the call.
+        output: what it returned, as NumPy arrays.
+        page_size: of the page table.
+
+    Raises:
+        RuntimeError: the page table did not have what the host counted on.
+    """
+    if not output.sound:
+        raise RuntimeError("the page table lacks pages or slots that the scheduler counts on")
+    decodes, chunks = in_flight.scheduled.decodes, in_flight.scheduled.chunks
+    num_steps = in_flight.scheduled.num_steps
+    tokens: list[list[int]] = output.token_ids[:num_steps].T.tolist()  # of each row
+    mapping = output.slot_mapping if chunks else output.slot_mapping[:num_steps]
+    pages = (mapping // page_size).T.tolist()
+    sampled: list[Sampled] = []
+    prompt_logprobs: list[tuple[Chunk, list[Candidates]]] = []
+
+    def add(sequence: Sequence, row: int, decode: Decode | None) -> int:
+        token_ids = tokens[row]
+        if token_ids[-1] == NOT_SAMPLED:
+            token_ids = token_ids[: token_ids.index(NOT_SAMPLED)]
+        ranked = None
+        if output.logprobs is not None:
+            ranked = [
+                _ranked(output.logprobs, (step, row), token_id)
+                for step, token_id in enumerate(token_ids)
+            ]
+        sampled.append(
+            Sampled(sequence=sequence, token_ids=token_ids, ranked=ranked, decode=decode)
+        )
+        return len(token_ids)
+
+    # Sequences that have ended meanwhile have no slot; none has another, because pages are
+    # taken from a sequence only while nothing is in flight.
+    for row, decode in enumerate(decodes):
+        sequence = decode.sequence
+        if sequence.slot is None:
+            continue
+        if chunks:
+            count, new = add(sequence, sequence.slot, decode), pages[row : row + 1]
+        else:
+            count, new = add(sequence, row, decode), pages[row]
+        sequence.store(new[:count], page_size)
+    start = in_flight.num_decodes
+    for chunk in chunks:
+        end = start + len(chunk.token_ids)
+        if chunk.sequence.slot is not None:
+            chunk.sequence.store(pages[start:end], page_size)
+            if chunk.is_last:
+                add(chunk.sequence, chunk.sequence.slot, None)
+            if (targets := targets_of(chunk)) is not None:
+                assert output.prompt_logprobs is not None
+                first = start - in_flight.num_decodes
+                ranked = [
+                    _ranked(output.prompt_logprobs, first + i, token)
+                    for i, token in enumerate(targets)
+                ]
+                prompt_logprobs.append((chunk, ranked))
+        start = end
+    return RunnerOutput(
+        num_free=int(output.num_free), sampled=sampled, prompt_logprobs=prompt_logprobs
+    )
+
+
+def targets_of(chunk: Chunk) -> list[int] | None:
+    """The prompt tokens after those of a chunk, if their log-probabilities are wanted."""
+    if chunk.sequence.max_cached_tokens is None:
+        return None
+    first = chunk.start + 1
+    return chunk.sequence.request.prompt_token_ids[first : first + len(chunk.token_ids)]
+
+
+def _ranked(logprobs: Logprobs, index: Any, token_id: int) -> Candidates:
+    """A token and the best ones, each with its log-probability and rank."""
+    own = Logprob(float(logprobs.logprob[index]), int(logprobs.rank[index]))
+    best = zip(
+        logprobs.top_token_ids[index].tolist(), logprobs.top_logprobs[index].tolist(), strict=True
+    )
+    return [
+        (token_id, own),
+        *((token, Logprob(value, rank)) for rank, (token, value) in enumerate(best, 1)),
+    ]

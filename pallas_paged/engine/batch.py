@@ -51,7 +51,6 @@ class Batch:
         chunks: None in a call that only decodes.
         mode: static, what the call can sample.
         max_num_steps: static, bound of num_steps.
-        num_prompt_logprobs: static, best tokens to report beside each target.
     """
 
     decode_slots: Array
@@ -59,7 +58,6 @@ class Batch:
     chunks: ChunkBatch | None
     mode: SamplingMode = field(metadata=dict(static=True))
     max_num_steps: int = field(metadata=dict(static=True))
-    num_prompt_logprobs: int = field(default=0, metadata=dict(static=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +110,6 @@ def pack(
     max_num_seqs: int,
     mode: SamplingMode,
     max_num_steps: int,
-    num_prompt_logprobs: int | None,
 ) -> Batch:
     """Pack slots into a batch.
 
@@ -123,7 +120,6 @@ def pack(
         shape: one of `BatchBuckets.all()` that has room for them.
         max_num_seqs: number of slots.
         mode, max_num_steps: as in `Batch`.
-        num_prompt_logprobs: as in `Batch`; None reports no log-probabilities of prompts.
     """
     num_decodes, num_tokens = shape
     decoding = np.full(num_decodes, max_num_seqs, np.int32)
@@ -143,7 +139,7 @@ def pack(
         is_last = np.zeros(max_num_seqs, bool)
         is_last[:count] = [chunk.is_last for chunk in chunks]
         targets = None
-        if num_prompt_logprobs is not None:
+        if mode.prompt_logprobs >= 0:
             targets = np.full(num_tokens, -1, np.int32)
             for chunk, start in zip(chunks, cu_q_lens.tolist(), strict=False):
                 if chunk.targets is not None:
@@ -157,7 +153,6 @@ def pack(
         chunks=packed,
         mode=mode,
         max_num_steps=1 if num_tokens else max_num_steps,
-        num_prompt_logprobs=num_prompt_logprobs or 0,
     )
 
 

@@ -27,7 +27,7 @@ from pallas_paged.engine.sampler import (
     set_token_counts,
 )
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingParams
-from pallas_paged.engine.scheduler import Attachment, Chunk, SchedulerOutput, TableUpdate
+from pallas_paged.engine.scheduler import Attachment, SchedulerOutput, TableUpdate
 from pallas_paged.engine.sequence import Sequence
 from pallas_paged.engine.state import EngineState, TableArrays, fork, set_slots, update_table
 from pallas_paged.engine.step import StepOutput, make_step
@@ -77,7 +77,7 @@ class ModelRunner:
         self.pool_shape = jax.eval_shape(self._create_pool)
         self._counts: TokenCounts | None = None
         self._num_logprobs = min(MAX_LOGPROBS, model.vocab_size)
-        self._compiled: dict[tuple[int, int, int | None], set[SamplingMode]] = {}
+        self._compiled: dict[tuple[int, int], set[SamplingMode]] = {}
         if config.implementation is not None:
             # Traces a step, so that one that can't do the model's attention fails now.
             shape = self.buckets.all()[0]
@@ -133,7 +133,12 @@ class ModelRunner:
             modes: what to compile.
             progress: wraps the compiled steps, given their number, to show how far it has come.
         """
-        steps = [(shape, mode) for shape in self.buckets.all() for mode in modes]
+        steps = [
+            (shape, mode if shape[1] else replace(mode, prompt_logprobs=-1))
+            for shape in self.buckets.all()
+            for mode in modes
+        ]
+        steps = list(dict.fromkeys(steps))
         if any(mode.penalties for mode in modes):
             self._make_counts()
 
@@ -170,6 +175,8 @@ class ModelRunner:
             self._start(starting, num_resumed=len(scheduled.resumed))
         modes = {decode.sequence.mode for decode in decodes}
         mode = reduce(or_, modes.union(chunk.sequence.mode for chunk in chunks))
+        wanted = (x.sequence.mode.prompt_logprobs for x in chunks if targets_of(x) is not None)
+        mode = replace(mode, prompt_logprobs=max(wanted, default=-1))
         packed = [
             ChunkTokens(
                 slot=chunk.sequence.running_slot,
@@ -184,7 +191,6 @@ class ModelRunner:
             [decode.num_tokens for decode in decodes],
             packed,
             mode,
-            num_prompt_logprobs=_num_prompt_logprobs(chunks),
         )
         return InFlight(scheduled=scheduled, num_decodes=num_decodes, output=output)
 
@@ -203,13 +209,12 @@ class ModelRunner:
         chunks: list[ChunkTokens],
         mode: SamplingMode,
         *,
-        num_prompt_logprobs: int | None = None,
         shape: tuple[int, int] | None = None,
     ) -> tuple[int, StepOutput]:
         """Dispatch a batch; return its number of decoding rows too."""
         num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
         shape = shape or self.buckets.fit(len(decode_slots), num_tokens)
-        compiled = self._compiled.setdefault((*shape, num_prompt_logprobs), set())
+        compiled = self._compiled.setdefault(shape, set())
         if mode not in compiled:  # a larger one serves as well, if it is there
             larger = [other for other in compiled if other.covers(mode)]
             mode = min(larger, key=_cost, default=mode)
@@ -220,7 +225,6 @@ class ModelRunner:
             chunks,
             shape=shape,
             mode=mode,
-            num_prompt_logprobs=num_prompt_logprobs,
         )
         counts = self._make_counts() if mode.penalties else None
         self._state, counts, output = self._step(self._leaves, self._state, counts, batch)
@@ -238,10 +242,13 @@ class ModelRunner:
         *,
         shape: tuple[int, int],
         mode: SamplingMode,
-        num_prompt_logprobs: int | None = None,
     ) -> Batch:
-        if mode.logprobs > 0:
-            mode = replace(mode, logprobs=self._num_logprobs)
+        most = self._num_logprobs
+        mode = replace(
+            mode,
+            logprobs=min(mode.logprobs, most),
+            prompt_logprobs=min(mode.prompt_logprobs, most),
+        )
         return pack(
             decode_slots,
             num_steps,
@@ -250,7 +257,6 @@ class ModelRunner:
             max_num_seqs=self._config.max_num_seqs,
             mode=mode,
             max_num_steps=self._config.num_scheduler_steps,
-            num_prompt_logprobs=num_prompt_logprobs,
         )
 
     def _create_pool(self) -> KVPool:
@@ -355,38 +361,32 @@ class ModelRunner:
 def modes_for(params: list[SamplingParams] | None) -> list[SamplingMode]:
     """Return the sampling modes to compile for requests with these parameters.
 
-    Steps without draws, or with draws only, have a mode of their own, because log-probabilities and
-    filters cost time in every row. None is for any request.
+    Steps without draws, or with draws only, have a mode of their own, because filters and
+    log-probabilities cost time in every row. None is for any request.
     """
     full = SamplingMode(
         draws=True, filters=True, processors=True, penalties=True, logprobs=MAX_LOGPROBS
     )
     if params is None:
-        return [SamplingMode(), SamplingMode(draws=True), full]
+        scores = replace(full, prompt_logprobs=MAX_LOGPROBS)
+        return [SamplingMode(), SamplingMode(draws=True), full, scores]
     modes = {SamplingMode.of(one) for one in params}
-    everything = SamplingMode()
-    for mode in modes:
-        everything |= mode
-    return sorted({*modes, everything}, key=_cost)
+    everything = reduce(or_, modes, SamplingMode())
+    return sorted({*modes, everything, replace(everything, prompt_logprobs=-1)}, key=_cost)
 
 
 _set_token_counts = jax.jit(set_token_counts, donate_argnums=0)
 
 
 def _cost(mode: SamplingMode) -> tuple[int, ...]:
-    return mode.penalties, mode.filters, mode.logprobs, mode.processors, mode.draws
-
-
-def _num_prompt_logprobs(chunks: list[Chunk]) -> int | None:
-    """Most log-probabilities that a chunk wants of its prompt; None if no chunk wants any."""
-    wanted = [
-        chunk.sequence.request.params.prompt_logprobs
-        for chunk in chunks
-        if targets_of(chunk) is not None
-    ]
-    if not wanted:
-        return None
-    return MAX_LOGPROBS if any(wanted) else 0
+    return (
+        mode.prompt_logprobs,
+        mode.penalties,
+        mode.filters,
+        mode.logprobs,
+        mode.processors,
+        mode.draws,
+    )
 
 
 def _split(entries: list[Any], size: int) -> list[list[Any]]:

@@ -66,6 +66,7 @@ class SamplingMode:
         processors: rows may have a logit_bias or min_tokens.
         penalties: rows may have penalties.
         logprobs: -1 = none, 0 = those of the tokens, `MAX_LOGPROBS` = those of the best tokens too.
+        prompt_logprobs: the same for the tokens of prompts.
     """
 
     draws: bool = False
@@ -73,6 +74,7 @@ class SamplingMode:
     processors: bool = False
     penalties: bool = False
     logprobs: int = -1
+    prompt_logprobs: int = -1
 
     @classmethod
     def of(cls, params: SamplingParams) -> SamplingMode:
@@ -85,6 +87,11 @@ class SamplingMode:
             processors=bool(params.logit_bias or params.min_tokens),
             penalties=any(penalties) or params.repetition_penalty != 1,
             logprobs=MAX_LOGPROBS if ranked else 0 if params.needs_logprobs else -1,
+            prompt_logprobs=(
+                -1
+                if params.prompt_logprobs is None
+                else MAX_LOGPROBS * (params.prompt_logprobs > 0)
+            ),
         )
 
     def __or__(self, other: SamplingMode) -> SamplingMode:
@@ -95,6 +102,7 @@ class SamplingMode:
             processors=self.processors or other.processors,
             penalties=self.penalties or other.penalties,
             logprobs=max(self.logprobs, other.logprobs),
+            prompt_logprobs=max(self.prompt_logprobs, other.prompt_logprobs),
         )
 
     def covers(self, other: SamplingMode) -> bool:

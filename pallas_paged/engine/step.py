@@ -205,7 +205,7 @@ def _mixed(
     prompt_logprobs = None
     if chunks.targets is not None:
         prompt_logprobs = _prompt_logprobs(
-            model, params, hidden[num_decodes:], chunks.targets, batch.num_prompt_logprobs
+            model, params, hidden[num_decodes:], chunks.targets, batch.mode.prompt_logprobs
         )
     state = EngineState(
         table=table,

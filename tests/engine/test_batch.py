@@ -53,23 +53,23 @@ def test_the_number_of_chunks_does_not_matter():
 BUCKETS = BatchBuckets(max_num_seqs=10, max_num_batched_tokens=32)
 
 
-def packed(decode_slots, chunks, **options):
-    options = dict(num_steps=1, max_num_steps=4, num_prompt_logprobs=None) | options
+def packed(decode_slots, chunks, num_steps=(), mode=SamplingMode(draws=True)):
     return pack(
         decode_slots,
+        num_steps or [1] * len(decode_slots),
         chunks,
         shape=BUCKETS.fit(len(decode_slots), sum(len(chunk.token_ids) for chunk in chunks)),
         max_num_seqs=10,
-        mode=SamplingMode(draws=True),
-        **options,
+        mode=mode,
+        max_num_steps=4,
     )
 
 
 def test_a_batch_that_only_decodes():
-    batch = packed([3, 1], [], num_steps=3)
+    batch = packed([3, 1], [], num_steps=[3, 2])
     assert batch.decode_slots.tolist() == [3, 1] + [10] * 6  # 10 is padding
     assert batch.chunks is None and batch.mode == SamplingMode(draws=True)
-    assert (batch.num_steps, batch.max_num_steps) == (3, 4)
+    assert batch.num_steps.tolist() == [3, 2] + [0] * 6 and batch.max_num_steps == 4
 
 
 CHUNKS = [
@@ -90,7 +90,7 @@ def test_a_batch_with_chunks_runs_one_step():
 
 
 def test_targets_are_the_tokens_whose_logprobs_are_wanted():
-    chunks = packed([], [CHUNKS[1], CHUNKS[0]], num_prompt_logprobs=3).chunks
+    chunks = packed([], [CHUNKS[1], CHUNKS[0]], mode=SamplingMode(prompt_logprobs=3)).chunks
     assert chunks.targets.tolist() == [-1, 8, 9, -1] + [-1] * 28
 
 
@@ -98,12 +98,11 @@ def test_an_empty_batch_is_all_padding():
     batch = pack(
         [],
         [],
+        [],
         shape=(10, 32),
         max_num_seqs=10,
         mode=SamplingMode(),
-        num_steps=1,
         max_num_steps=1,
-        num_prompt_logprobs=None,
     )
     assert set(batch.decode_slots) == set(batch.chunks.slots) == {10}
     assert not batch.chunks.cu_q_lens.any() and not batch.chunks.is_last.any()

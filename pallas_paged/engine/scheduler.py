@@ -41,12 +41,10 @@ class Decode:
     Attributes:
         sequence: the sequence.
         num_tokens: how many it computes, at most; it samples as many.
-        end: its `num_computed` after them.
     """
 
     sequence: Sequence
     num_tokens: int
-    end: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +177,7 @@ class Scheduler:
             count = self._num_tokens(one, num_steps)
             one.num_computed += count
             one.num_pending += count
-            decodes.append(Decode(sequence=one, num_tokens=count, end=one.num_computed))
+            decodes.append(Decode(sequence=one, num_tokens=count))
         for one in resumed:
             one.decoding = not one.is_beam
         return SchedulerOutput(
@@ -199,18 +197,17 @@ class Scheduler:
         """Note that a call computed fewer tokens of a running sequence than were scheduled.
 
         Args:
-            decode: what was scheduled.
+            decode: what was scheduled; its tokens are not pending any more.
             num_tokens: tokens that were computed.
         """
-        sequence, end = decode.sequence, decode.end
-        num_missing = decode.num_tokens - num_tokens
-        later = sequence.num_computed - end  # tokens that calls in flight will compute
-        sequence.num_computed -= num_missing
+        sequence = decode.sequence
+        sequence.num_computed -= decode.num_tokens - num_tokens
+        # Pages of what calls in flight compute were counted from a later token. Those calls report
+        # what is free after them, so the ledger, which is for later calls, stays as it is.
+        later, start = sequence.num_pending, sequence.num_computed - sequence.num_pending
+        end = start + decode.num_tokens - num_tokens
         counted = self._blocks(end + later) - self._blocks(end)
-        start = end - num_missing
-        growth = self._blocks(start + later) - self._blocks(start) - counted
-        self.num_free -= growth
-        self.ledger -= growth
+        self.num_free += counted - (self._blocks(start + later) - self._blocks(start))
 
     def pages_of(self, num_tokens: int) -> int:
         """Pages that a sequence holds at a time until its tokens are computed."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -341,6 +343,21 @@ def test_no_sequence_computes_more_tokens_than_were_scheduled():
     three.stop_token_ids = {token_at(three, 6)}
     start(scheduler, one, two, three)
     host.run()
+
+
+@pytest.mark.parametrize("num_stops", [1, 2])
+def test_free_pages_are_never_overcounted_after_calls_that_end_early(num_stops):
+    """Long sequences go on beside some that stop early, at all distances from a page border."""
+    for stop, num_steps, length in product(range(1, 9), range(2, 10), range(4, 8)):
+        sizes = dict(num_pages=256, max_num_seqs=8)
+        scheduler = make_scheduler(**sizes, max_num_batched_tokens=60)
+        host = Host.of(scheduler, num_pages=256, max_seqs=8, num_steps=lambda n=num_steps: n)
+        start(scheduler, *(make_sequence(number, length, new=60) for number in range(3)))
+        for number in range(num_stops):
+            one = make_sequence(10 + number, 4, new=60)
+            one.stop_token_ids = {token_at(one, 4 + stop + number)}
+            start(scheduler, one)
+        host.run()
 
 
 def test_an_ended_sequence_leaves_no_trace():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ import jax
 import numpy as np
 
 from pallas_paged.engine import Engine, EngineConfig, Request, RequestOutput, SamplingParams
+from pallas_paged.engine.kv_cache import pool_bytes
+from pallas_paged.kv_pool import KVPool
 from tests.support.plain_model import PlainModel
 
 MODEL = PlainModel(vocab_size=40, max_model_len=64)
@@ -161,3 +164,17 @@ def assert_deltas_add_up(deltas: Iterable[RequestOutput], requests: Iterable[Req
             if output.logprobs is not None:
                 assert [x for part in parts for x in part.logprobs] == output.logprobs
     assert not found, "outputs of unknown requests"
+
+
+def assert_copies_no_pool(compiled: Any, pool: KVPool) -> None:
+    """A compiled step updates a pool of very many pages in place."""
+    memory = compiled.memory_analysis()
+    pages = pool.layers[0].k_pages
+    # Less than an eighth of one layer: the rest is workspace.
+    assert memory.temp_size_in_bytes < pages.size * pages.dtype.itemsize / 8
+    assert memory.alias_size_in_bytes > pool_bytes(pool)
+    element = {"float32": "f32", "int8": "s8", "float8_e4m3fn": "f8e4m3fn"}[pages.dtype.name]
+    heads, num_pages, page_size, dim = pages.shape
+    shape = rf"{element}\[{heads},(?:{num_pages},{page_size}|{num_pages * page_size}),{dim}\]"
+    assert re.search(shape, compiled.as_text())
+    assert not re.search(rf"= \S*{shape}\S* copy\(", compiled.as_text())

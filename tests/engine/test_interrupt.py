@@ -1,0 +1,121 @@
+"""Ctrl-C in a step: the step is completed, and the engine goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from pallas_paged.engine.interrupt import interrupts_held
+from tests.support.engine_calls import PROMPTS, greedy, make_engine, run, submit, tokens_of
+
+pytestmark = pytest.mark.usefixtures("exact_products")
+
+
+def press_ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("method", ["read", "dispatch", "update_table"])
+@pytest.mark.parametrize("at", [1, 3])
+def test_an_interrupted_engine_goes_on(monkeypatch, greedy_tokens, method, at):
+    engine = make_engine()
+    requests = submit(engine, PROMPTS, greedy())
+    call, calls, interrupts = getattr(engine._runner, method), [], 0
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == at:
+            press_ctrl_c()
+        return call(*args)
+
+    monkeypatch.setattr(engine._runner, method, interrupted)
+    while not engine.idle:
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+            assert len(calls) >= at and len(engine._calls) <= 1, "the step is not complete"
+        engine.check()
+    assert interrupts == 1
+    assert tokens_of(requests) == greedy_tokens
+
+
+def test_outputs_of_an_interrupted_step_are_in_the_next(monkeypatch):
+    engine = make_engine()
+    request = engine.submit(PROMPTS[0], greedy())
+    read = engine._runner.read
+    monkeypatch.setattr(engine._runner, "read", lambda x: (press_ctrl_c(), read(x))[1])
+    tokens = []
+    while not engine.idle:
+        try:
+            for delta in engine.step():
+                tokens += delta.outputs[0].token_ids
+        except KeyboardInterrupt:
+            continue
+    assert tokens == request.outputs[0].token_ids and len(tokens) == 14
+
+
+def test_an_interrupted_generate_leaves_the_engine_usable(monkeypatch, greedy_tokens):
+    engine = make_engine()
+    read = engine._runner.read
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "read", lambda x: (press_ctrl_c(), read(x))[1])
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(PROMPTS, greedy(), progress=False)
+    run(engine)
+    assert tokens_of(engine.generate(PROMPTS, greedy(), progress=False)) == greedy_tokens
+
+
+def test_an_interrupted_drain_leaves_the_engine_usable(monkeypatch, greedy_tokens):
+    engine = make_engine()
+    requests = submit(engine, PROMPTS[:2], greedy())
+    engine.step()
+    read = engine._runner.read
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "read", lambda x: (press_ctrl_c(), read(x))[1])
+        with pytest.raises(KeyboardInterrupt):
+            engine.sleep()
+    engine.sleep()
+    engine.wake()
+    run(engine)
+    assert tokens_of(requests) == greedy_tokens[:2]
+
+
+def test_a_second_interrupt_is_raised_at_once():
+    reached = []
+    with pytest.raises(KeyboardInterrupt), interrupts_held():
+        press_ctrl_c()
+        reached.append(1)
+        press_ctrl_c()
+        reached.append(2)
+    assert reached == [1]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_error_is_raised_before_a_held_interrupt():
+    with pytest.raises(ValueError, match="first"), interrupts_held():
+        press_ctrl_c()
+        raise ValueError("first")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_handlers_of_others_and_other_threads_are_left_alone():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interrupts_held():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    seen = []
+
+    def work():
+        with interrupts_held():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [signal.default_int_handler]

@@ -8,9 +8,8 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -19,8 +18,8 @@ import numpy as np
 
 from pallas_paged.checks import check_integer
 from pallas_paged.engine.engine import Engine, EngineDeadError
-from pallas_paged.engine.outputs import CompletionOutput, RequestOutput
-from pallas_paged.engine.request import Request
+from pallas_paged.engine.outputs import RequestOutput
+from pallas_paged.engine.request_stream import Event, Mailbox, RequestStream, set_all
 from pallas_paged.engine.sampling_params import SamplingParams
 from pallas_paged.engine.stats import EngineStats
 
@@ -46,7 +45,7 @@ class AsyncEngine:
         self._draining = False  # whether the thread ends as soon as no request is left
         self._ended: Future[None] | None = None
         self._error: BaseException | None = None  # what the thread died of
-        self._mailboxes: dict[str, _Mailbox] = {}  # of requests that are not finished, by id
+        self._mailboxes: dict[str, Mailbox] = {}  # of requests that are not finished, by id
         self._numbers = itertools.count()
 
     async def __aenter__(self) -> AsyncEngine:
@@ -229,12 +228,12 @@ class AsyncEngine:
                 while request_id is None or request_id in self._mailboxes:
                     request_id = str(next(self._numbers))
                 arguments = (text, token_ids, params, request_id, priority, start)
-                mailboxes.append(_Mailbox(request_id, partial(self._engine._submit, *arguments)))
+                mailboxes.append(Mailbox(request_id, partial(self._engine._submit, *arguments)))
                 self._mailboxes[request_id] = mailboxes[-1]
             self._commands.put((partial(self._add, mailboxes), Future()))
         return [RequestStream(one, partial(self._leave, one)) for one in mailboxes]
 
-    def _leave(self, mailbox: _Mailbox) -> None:
+    def _leave(self, mailbox: Mailbox) -> None:
         self._commands.put((partial(self._abort, mailbox), Future()))
 
     async def _call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -286,9 +285,12 @@ class AsyncEngine:
                 # Commands that come meanwhile wait for the next turn: they must not starve steps.
                 for _ in range(self._commands.qsize() or (0 if self._can_step() else 1)):
                     self._run(*self._commands.get())
-                for output in engine.step() if self._can_step() else []:
-                    if (mailbox := self._mailboxes.get(output.request_id)) is not None:
-                        self._publish(mailbox)
+                if self._can_step():
+                    engine._step()
+                    changed, engine._changed, engine._restarted = engine._changed, {}, set()
+                    mailboxes = (self._mailboxes.get(request.request_id) for request in changed)
+                    # The id of an aborted request may be that of the next one already.
+                    self._publish([one for one in mailboxes if one and one.request in changed])
         except BaseException as error:
             self._die(error)
         assert self._ended is not None
@@ -328,7 +330,7 @@ class AsyncEngine:
         else:
             future.set_result(result)
 
-    def _add(self, mailboxes: Sequence[_Mailbox]) -> None:
+    def _add(self, mailboxes: Sequence[Mailbox]) -> None:
         for mailbox in mailboxes:
             try:
                 mailbox.request = mailbox.submit()
@@ -336,152 +338,26 @@ class AsyncEngine:
                 del self._mailboxes[mailbox.request_id]
                 mailbox.fail(error)
 
-    def _publish(self, mailbox: _Mailbox) -> None:
-        assert mailbox.request is not None
-        if mailbox.request.finished:
-            self._mailboxes.pop(mailbox.request_id, None)
-        if not mailbox.publish(mailbox.request):
-            self._abort(mailbox)
+    def _publish(self, mailboxes: Sequence[Mailbox]) -> None:
+        """Let consumers take what their requests have."""
+        waiting: dict[asyncio.AbstractEventLoop | None, list[tuple[Mailbox, Event]]] = {}
+        for mailbox in mailboxes:
+            assert mailbox.request is not None
+            if mailbox.request.finished:
+                self._mailboxes.pop(mailbox.request_id, None)
+            for loop, event in mailbox.publish(mailbox.request):
+                waiting.setdefault(loop, []).append((mailbox, event))
+        for loop, waiters in waiting.items():
+            if not set_all(loop, [event for _, event in waiters]):
+                for mailbox, _ in waiters:
+                    self._abort(mailbox)
 
-    def _abort(self, mailbox: _Mailbox) -> None:
+    def _abort(self, mailbox: Mailbox) -> None:
         if mailbox.request is not None and not mailbox.request.finished:
             self._engine.abort(mailbox.request)
-            self._publish(mailbox)
+            self._publish([mailbox])
 
     def _drain(self, drain: bool) -> None:
         self._draining = True
         for mailbox in [] if drain else [*self._mailboxes.values()]:
             self._abort(mailbox)
-
-
-class RequestStream:
-    """The outputs of one request, each what is new since the last one.
-
-    Leaving a loop over it before the end aborts the request, and so does dropping the stream. The
-    engine does not wait for a slow consumer, whose next output then has more.
-
-    Attributes:
-        request_id: as submitted, or the number that was taken.
-    """
-
-    def __init__(self, mailbox: _Mailbox, leave: Callable[[], None]):
-        self.request_id = mailbox.request_id
-        self._mailbox, self._leave = mailbox, leave
-
-    def close(self) -> None:
-        """Abort the request if it is not finished; do not wait for it."""
-        if not self._mailbox.closed:
-            self._leave()
-
-    def __del__(self) -> None:
-        self.close()
-
-    def __iter__(self) -> Iterator[RequestOutput]:
-        """Yield the outputs; wait for them, so not in an event loop.
-
-        Raises:
-            EngineDeadError: the engine died before the request was finished.
-        """
-        try:
-            while not self._mailbox.drained:
-                event = threading.Event()
-                if (output := self._mailbox.take(event.set)) is None:
-                    event.wait()
-                else:
-                    yield output
-        finally:
-            self.close()
-
-    async def __aiter__(self) -> AsyncGenerator[RequestOutput]:
-        """Yield the outputs, in any event loop.
-
-        Raises:
-            EngineDeadError: the engine died before the request was finished.
-        """
-        loop = asyncio.get_running_loop()
-        try:
-            while not self._mailbox.drained:
-                event = asyncio.Event()
-                wake = partial(loop.call_soon_threadsafe, event.set)
-                if (output := self._mailbox.take(wake)) is None:
-                    await event.wait()
-                else:
-                    yield output
-        finally:
-            self.close()
-
-
-class _Mailbox:
-    """Between the engine's thread, which publishes what a request has, and its consumer.
-
-    Attributes:
-        submit: submits the request to the engine.
-        request: once it is submitted.
-        closed: whether nothing more will be published.
-        drained: whether the consumer has all of it.
-    """
-
-    def __init__(self, request_id: str, submit: Callable[[], Request]):
-        self.request_id, self.submit = request_id, submit
-        self.request: Request | None = None
-        self.closed = self.drained = False
-        self._lock = threading.Lock()
-        self._error: BaseException | None = None
-        self._wakes: list[Callable[[], object]] = []  # of consumers that wait
-        # The completions as of the last publication, and how much of each was taken. The engine
-        # appends to lists of tokens, so a count is enough to read them later.
-        self._published: list[tuple[CompletionOutput, CompletionOutput, int]] | None = None
-        self._taken: dict[CompletionOutput, tuple[int, int, str | None]] = {}
-
-    def publish(self, request: Request) -> bool:
-        """Let the consumer take what the request has; return whether it is still there."""
-        published = [(one, replace(one), len(one.token_ids)) for one in request.outputs]
-        with self._lock:
-            self._published, self.closed = published, request.finished
-            wakes, self._wakes = self._wakes, []
-        return _call_all(wakes)
-
-    def fail(self, error: BaseException) -> None:
-        """Raise an error at the consumer, after what was published."""
-        with self._lock:
-            self._error, self.closed = error, True
-            wakes, self._wakes = self._wakes, []
-        _call_all(wakes)
-
-    def take(self, wake: Callable[[], object]) -> RequestOutput | None:
-        """Return what is new, or None and call `wake` later."""
-        with self._lock:
-            if self._published is None:
-                if self._error is not None:
-                    raise self._error
-                if self.closed:  # another consumer has taken the last output
-                    wake()
-                self._wakes.append(wake)
-                return None
-            published, self._published = self._published, None
-            self.drained = finished = self.closed and self._error is None
-            news: list[CompletionOutput] = []
-            taken: dict[CompletionOutput, tuple[int, int, str | None]] = {}
-            for live, now, num_tokens in published:
-                before = self._taken.get(live, (0, 0, None))
-                taken[live] = num_tokens, len(now.text), now.finish_reason
-                if taken[live] != before:
-                    tokens, texts = slice(before[0], num_tokens), slice(before[1], None)
-                    logprobs = None if now.logprobs is None else now.logprobs[tokens]
-                    text, token_ids = now.text[texts], now.token_ids[tokens]
-                    news.append(replace(now, text=text, token_ids=token_ids, logprobs=logprobs))
-            restarted = bool(self._taken.keys() - taken.keys())
-            self._taken = taken
-        assert self.request is not None
-        return replace(self.request.output(news, restarted=restarted), finished=finished)
-
-
-def _call_all(wakes: Sequence[Callable[[], object]]) -> bool:
-    """Wake consumers; return whether all of them are still there."""
-    all_there = True
-    for wake in wakes:
-        try:
-            wake()
-        except RuntimeError:  # its event loop is closed
-            all_there = False
-    return all_there

@@ -86,9 +86,9 @@ class Gate:
     """Lets the engine's thread do so many steps, and then holds it before the next one."""
 
     def __init__(self, engine, num_steps=0):
-        self._step, self._passes = engine.step, threading.Semaphore(num_steps)
+        self._step, self._passes = engine._step, threading.Semaphore(num_steps)
         self.held = threading.Event()  # the thread is at the gate
-        engine.step = self._held_step
+        engine._step = self._held_step
 
     def _held_step(self):
         if not self._passes.acquire(blocking=False):
@@ -294,6 +294,29 @@ def test_an_abort_of_no_request_does_nothing():
             assert (await engine.stats()).num_aborted == 0
 
     run(main())
+
+
+def test_the_id_of_an_aborted_request_can_be_used_at_once():
+    inner = make_engine()
+    gate = Gate(inner, 2)
+
+    async def main():
+        async with AsyncEngine(inner) as engine:
+            for _ in range(3):
+                stream = engine.submit([1, 2, 3], greedy(max_tokens=LONG), request_id="same")
+                await until(gate.held.is_set)
+                aborting = asyncio.create_task(engine.abort("same"))
+                await asyncio.sleep(0)
+                gate.let(1)
+                await aborting
+                outputs = [one async for one in stream]
+                assert outputs[-1].outputs[0].finish_reason == "abort"
+            stream = engine.submit([1, 2, 3], greedy(), request_id="same")
+            gate.let()
+            assert await collect(stream) == alone([1, 2, 3], greedy())
+
+    run(main())
+    assert_nothing_is_left(inner)
 
 
 def test_bad_requests_are_refused_at_the_call_and_others_go_on():

@@ -1,0 +1,300 @@
+"""What trainers use: new weights, scores, log-probabilities of prompts, memory given back."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_paged.engine import Rollouts
+from tests.support.engine_calls import (
+    MODEL,
+    PROMPTS,
+    NumberTokenizer,
+    assert_every_page_is_free,
+    assert_nothing_is_left,
+    greedy,
+    make_engine,
+    reasons_of,
+    run,
+    sampling,
+    serve,
+    step,
+    steps_of,
+    submit,
+    tokens_of,
+    weights,
+)
+from tests.support.oracle import Oracle
+
+pytestmark = pytest.mark.usefixtures("exact_products")
+NEW = weights(seed=2)
+
+
+@pytest.fixture(scope="module")
+def new_tokens(exact_products):
+    """Greedy tokens of PROMPTS under the new weights."""
+    oracle = Oracle(MODEL, NEW)
+    return [oracle.continue_(prompt, 14) for prompt in PROMPTS]
+
+
+def test_requests_after_an_update_run_on_the_new_weights(greedy_tokens, new_tokens, compilations):
+    engine = make_engine()
+    assert tokens_of(serve(engine, PROMPTS, greedy())) == greedy_tokens
+    num_compiled, computed = engine.stats().compilations, engine.stats().computed_tokens
+    del compilations[:]
+    engine.update_params(NEW)
+    assert tokens_of(serve(engine, PROMPTS, greedy())) == new_tokens
+    engine.update_params(weights())
+    assert tokens_of(serve(engine, PROMPTS, greedy())) == greedy_tokens
+    stats = engine.stats()
+    assert not compilations and stats.compilations == num_compiled
+    assert stats.cached_tokens == 0 or stats.computed_tokens >= 2.5 * computed
+    assert_every_page_is_free(engine)
+
+
+def test_an_update_copies_no_array():
+    engine = make_engine()
+    engine.update_params(NEW)
+    leaves = {id(leaf) for leaf in engine._runner._leaves}
+    assert leaves == {id(leaf) for leaf in jax.tree.leaves(NEW)}
+
+
+def test_arrays_of_the_host_are_put_on_the_device_once(new_tokens):
+    engine = make_engine()
+    engine.update_params(jax.tree.map(np.asarray, NEW))
+    assert all(isinstance(leaf, jax.Array) for leaf in engine._runner._leaves)
+    assert tokens_of(serve(engine, PROMPTS[:1], greedy())) == new_tokens[:1]
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_the_prefix_cache_is_kept_on_request(reset, new_tokens):
+    engine = make_engine()
+    serve(engine, [PROMPTS[4]], greedy(max_tokens=1))
+    engine.update_params(NEW, reset_prefix_cache=reset)
+    (request,) = serve(engine, [PROMPTS[4]], greedy())
+    assert request.num_cached_tokens == (0 if reset else 16)
+    assert (tokens_of([request]) == new_tokens[4:5]) == reset
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_running_requests_go_on_with_the_new_weights(greedy_tokens, num_steps):
+    engine = make_engine()
+    steps_of(engine, num_steps)
+    requests = submit(engine, PROMPTS[:2], greedy())
+    deltas = []
+    while len(requests[0].outputs[0].token_ids) < 4:
+        deltas += step(engine)
+    engine.update_params(NEW)
+    counts = [len(tokens) for tokens in tokens_of(requests)]
+    deltas += run(engine)
+    assert not any(delta.restarted for delta in deltas)
+    for tokens, before, count in zip(tokens_of(requests), greedy_tokens, counts, strict=False):
+        assert tokens[:count] == before[:count] and tokens != before and len(tokens) == 14
+    # What they computed with the old weights is not found by others.
+    (again,) = serve(engine, PROMPTS[1:2], greedy())
+    assert again.num_cached_tokens == 0
+
+
+KINDS = [{}, {"n": 3}, {"best_of": 2}, {"beam_width": 2}, {"logprobs": 2, "prompt_logprobs": 1}]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["one", "n", "best_of", "beams", "logprobs"])
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 5])
+def test_running_requests_restart_on_request(kind, num_steps):
+    engine = make_engine(tokenizer=NumberTokenizer())
+    steps_of(engine, 2)
+    params = [sampling(**kind), greedy(**kind)] if "beam_width" not in kind else [greedy(**kind)]
+    requests = submit(engine, PROMPTS[1:2] * len(params), params)
+    before = [delta for _ in range(num_steps) for delta in step(engine)]
+    unfinished = [not request.finished for request in requests]
+    engine.update_params(NEW, restart_running=True)
+    deltas = run(engine)
+    assert not any(delta.restarted for delta in before)
+    wanted = serve(
+        make_engine(params=NEW, tokenizer=NumberTokenizer()),
+        PROMPTS[1:2] * 2,
+        params * 2 if len(params) == 1 else params,
+    )
+    for request, other, runs in zip(requests, wanted, unfinished, strict=False):
+        mine = [delta for delta in deltas if delta.request_id == request.request_id]
+        assert runs and [delta.restarted for delta in mine] == [True] + [False] * (len(mine) - 1)
+        assert tokens_of([request]) == tokens_of([other])
+        texts = {output.index: "" for output in request.outputs}
+        for delta in mine:
+            for part in delta.outputs:
+                texts[part.index] += part.text
+        assert texts == {output.index: output.text for output in request.outputs}
+        assert (request.prompt_logprobs is None) == (other.prompt_logprobs is None)
+        for one, two in zip(
+            request.prompt_logprobs or [], other.prompt_logprobs or [], strict=True
+        ):
+            assert (one is None) == (two is None)
+            for token in one or ():
+                assert one[token].logprob == pytest.approx(two[token].logprob, abs=1e-5)
+
+
+def test_a_stream_of_a_restarted_request_says_so():
+    engine = make_engine()
+    request = engine.submit(PROMPTS[0], greedy())
+    stream = engine.stream(request)
+    first = next(stream)
+    assert not first.restarted
+    engine.update_params(NEW, restart_running=True)
+    deltas = list(stream)
+    assert [delta.restarted for delta in deltas] == [True] + [False] * (len(deltas) - 1)
+    assert [x for delta in deltas for x in tokens_of([delta])[0]] == tokens_of([request])[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: {**w, "qkv": w["qkv"][:, :, :-1]}, r"params\['qkv'\] is float32\(2, 64, 127\)"),
+        (lambda w: {**w, "up": w["up"].astype(jnp.bfloat16)}, r"params\['up'\] is bfloat16"),
+        (lambda w: {**w, "more": w["up"]}, "params have the structure"),
+        (lambda w: list(w.values()), "params have the structure"),
+        (lambda w: {**w, "up": None}, "params have the structure"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_and_nothing_changes(greedy_tokens, change, message):
+    engine = make_engine()
+    requests = submit(engine, PROMPTS[:2], greedy())
+    step(engine)
+    with pytest.raises(ValueError, match=message):
+        engine.update_params(change(NEW), restart_running=True)
+    run(engine)
+    assert tokens_of(requests) == greedy_tokens[:2]
+    assert serve(engine, PROMPTS[1:2], greedy())[0].num_cached_tokens == 8
+
+
+COMPLETIONS = [[5, 6, 7], [], [9] * 20, [1], [*range(12)]]
+
+
+@pytest.fixture(scope="module")
+def scores(oracle):
+    wanted = np.zeros((5, 20))
+    for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS, strict=True)):
+        logprobs = oracle.logprobs([*prompt, *completion])[len(prompt) - 1 :]
+        for column, token in enumerate(completion):
+            wanted[row, column] = logprobs[column, token]
+    return wanted
+
+
+@pytest.mark.parametrize("num_pages", [10, 64])
+def test_scores_equal_the_dense_model(scores, num_pages):
+    engine = make_engine(num_pages=num_pages)
+    others = submit(engine, PROMPTS, sampling(max_tokens=8))
+    step(engine)
+    found = engine.score(PROMPTS, COMPLETIONS)
+    assert found.dtype == np.float32 and found.shape == (5, 20)
+    np.testing.assert_allclose(found, scores, atol=1e-4)
+    run(engine)
+    assert all(request.finished for request in others)
+    np.testing.assert_allclose(engine.score(PROMPTS, COMPLETIONS), scores, atol=1e-4)  # warm cache
+    assert_every_page_is_free(engine)
+
+
+def test_scores_of_samples_share_the_prompt():
+    """All but its last token; that one's logits are those of the first of the completion."""
+    engine = make_engine(num_pages=64)
+    prompt = PROMPTS[4]
+    engine.score([prompt], [[1]])
+    computed = engine.stats().computed_tokens
+    engine.score([prompt] * 3, [[2, 3], [4], [5, 6, 7]])
+    assert engine.stats().computed_tokens - computed <= 3 * 2 + 6
+
+
+def test_scores_equal_the_logprobs_of_generation():
+    engine = make_engine(num_pages=64)
+    requests = serve(engine, PROMPTS, sampling(n=2, logprobs=0))
+    rollouts = Rollouts.from_outputs([request.output() for request in requests])
+    prompts = [PROMPTS[index] for index in rollouts.request_index]
+    found = engine.score(prompts, tokens_of(requests))
+    np.testing.assert_allclose(found, rollouts.logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "completions", "message"),
+    [
+        ([[1]], [], "1 prompts must have as many completions, not 0"),
+        ([[1], []], [[2], [3]], "sequence 1: the prompt is empty"),
+        ([[1], [1]], [[2], [40]], "sequence 1: token id of the prompt=40"),
+        ([[1], [1] * 40], [[2], [3] * 30], "sequence 1: a prompt of 70 tokens"),
+        ([[1], "a"], [[2], [3]], "sequence 1: a prompt that is a text needs a tokenizer"),
+    ],
+)
+def test_sequences_that_cannot_be_scored_are_refused(prompts, completions, message):
+    engine = make_engine()
+    with pytest.raises(ValueError, match=message):
+        engine.score(prompts, completions)
+    assert engine.idle and engine.score([], []).shape == (0, 0)
+    assert engine.score([[1]], [[]]).shape == (1, 0)
+
+
+@pytest.mark.parametrize("top", [0, 2, 20])
+@pytest.mark.parametrize("num_pages", [16, 64])
+def test_prompt_logprobs_equal_the_dense_model(oracle, greedy_tokens, top, num_pages):
+    """In chunks of less than 16 tokens, with a cold and a warm cache, and preempted."""
+    engine = make_engine(num_pages=num_pages)
+    for _ in range(2):
+        requests = submit(engine, PROMPTS[::-1], greedy(prompt_logprobs=top))
+        serve(engine, PROMPTS, greedy())
+        assert tokens_of(requests) == greedy_tokens[::-1]
+        for prompt, request in zip(PROMPTS[::-1], requests, strict=True):
+            first, *entries = request.output().prompt_logprobs
+            assert first is None and len(entries) == len(prompt) - 1
+            wanted = oracle.logprobs(prompt)
+            for entry, logprobs, token in zip(entries, wanted, prompt[1:], strict=False):
+                best = np.argsort(-logprobs)[:top].tolist()
+                assert list(entry) == [token, *(x for x in best if x != token)]
+                for token_id, one in entry.items():
+                    assert one.logprob == pytest.approx(logprobs[token_id], abs=1e-4)
+                    assert one.rank == 1 + np.sum(logprobs > logprobs[token_id])
+    assert (engine.stats().num_preemptions > 0) == (num_pages == 16)
+
+
+def test_samples_report_the_logprobs_of_their_prompt_once(oracle):
+    engine = make_engine()
+    (request,) = serve(engine, PROMPTS[1:2], sampling(n=3, prompt_logprobs=0, max_tokens=2))
+    found = [
+        one[token].logprob
+        for one, token in zip(request.prompt_logprobs[1:], PROMPTS[1][1:], strict=True)
+    ]
+    wanted = oracle.logprobs(PROMPTS[1])[range(8), PROMPTS[1][1:]]
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    assert len(set(map(tuple, tokens_of([request])))) > 1
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3, 6])
+def test_sleep_frees_the_pool_and_requests_go_on_after_wake(greedy_tokens, num_steps):
+    engine = make_engine()
+    load = [greedy(), sampling(n=3), greedy(beam_width=2), sampling(presence_penalty=1), greedy()]
+    requests = submit(engine, PROMPTS, load)
+    for _ in range(num_steps):
+        step(engine)
+    pool = jax.tree.leaves(engine._runner._state.pool)
+    engine.sleep()
+    engine.sleep()
+    assert all(leaf.is_deleted() for leaf in pool)
+    late = engine.submit(PROMPTS[1], greedy())
+    with pytest.raises(RuntimeError, match="the engine sleeps: call wake"):
+        engine.step()
+    assert engine.stats().pool_bytes > 0
+    engine.wake()
+    engine.wake()
+    run(engine)
+    wanted = [serve(make_engine(), [p], one)[0] for p, one in zip(PROMPTS, load, strict=True)]
+    assert tokens_of(requests) == tokens_of(wanted)
+    assert tokens_of([late]) == greedy_tokens[1:2]
+    assert reasons_of(requests) == reasons_of(wanted)
+
+
+def test_weights_may_be_replaced_while_the_engine_sleeps(new_tokens):
+    engine = make_engine()
+    serve(engine, PROMPTS, greedy())
+    engine.sleep()
+    engine.update_params(NEW)
+    engine.wake()
+    assert tokens_of(serve(engine, PROMPTS, greedy())) == new_tokens
+    assert_nothing_is_left(engine)

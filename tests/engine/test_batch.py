@@ -53,7 +53,10 @@ def test_the_number_of_chunks_does_not_matter():
 BUCKETS = BatchBuckets(max_num_seqs=10, max_num_batched_tokens=32)
 
 
-def packed(decode_slots, chunks, num_steps=(), mode=SamplingMode(draws=True)):
+DRAWS = SamplingMode(draws=True)
+
+
+def packed(decode_slots, chunks, num_steps=(), mode=DRAWS):
     return pack(
         decode_slots,
         num_steps or [1] * len(decode_slots),

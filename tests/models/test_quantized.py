@@ -9,42 +9,35 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-import pallas_paged as pp
 from models.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from models.config import ModelConfig
-from models.decoder import dense_attend, paged_attend
-from models.engine_step import create_engine_state
-from models.generate import generate
-from models.generate_state import decode, run_layers
-from models.kv_cache import create_pool, page_bytes, pool_bytes, pool_dtype
-from models.prefill import pack, prefill
-from models.request import SamplingParams
+from models.engine_model import engine_model
+from pallas_paged.engine import KVCacheSpec, SamplingParams
+from pallas_paged.engine.kv_cache import create_pool, page_bytes, pool_bytes, pool_dtype
+from pallas_paged.engine.sampler import SamplingMode
 from tests.support.dense_oracle import CONFIG, tiny_model
-from tests.support.engine_calls import make_engine, serve, tokens_of
-from tests.support.generate_steps import (
-    CHUNK,
-    MANY_PAGES,
-    MAX_SEQS,
-    PAGE_SIZE,
-    PAGES_PER_SEQ,
-    assert_copies_no_pool,
-    empty_state,
-)
+from tests.support.engine_calls import assert_copies_no_pool, make_engine, serve, tokens_of
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 ON_CPU = jax.default_backend() == "cpu"
 PROMPTS = [[1, 2, 3], list(range(4, 13)), [14, 15, 16, 17], list(range(20, 38))]
 NEW = 14
-ENOUGH_PAGES = 4 * MANY_PAGES  # as many bytes as the f32 pools, far more than any workspace
-TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 24).astype(np.int32)
-GREEDY = SamplingParams(max_tokens=NEW)
+TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 24).tolist()
+GREEDY = SamplingParams(max_tokens=NEW, temperature=0.0)
 # Near the scales of the tiny model's K and V. Two are equal; they still need separate buffers, or
 # the pool could not be donated.
 SCALES = {"k_scales": (0.004, 0.005), "v_scales": (0.004, 0.003)}
-ERRORS = {"int8": 0.005, "fp8": 0.04, "fp8 calibrated": 0.04}
+ERRORS = {"int8": 0.001, "fp8": 0.008, "fp8 calibrated": 0.008}  # relative, of logprobs
+
+
+def engine_of(decoder, **sizes):
+    return make_engine(*engine_model(decoder), **sizes)
+
+
+def spec_of(decoder):
+    return engine_model(decoder)[0].kv_cache_spec
 
 
 @pytest.fixture(scope="module")
@@ -55,122 +48,90 @@ def calibrated():
 
 @pytest.fixture(scope="module", params=ERRORS)
 def quantized(request, model, calibrated):
-    """A model, the dtype of its cache, and the largest error of its logits."""
-    kv_dtype, *brings_scales = request.param.split()
-    return calibrated if brings_scales else model, kv_dtype, ERRORS[request.param]
+    """A model, the dtype of its cache, and the largest error of its log-probabilities."""
+    kv_cache_dtype, *brings_scales = request.param.split()
+    return calibrated if brings_scales else model, kv_cache_dtype, ERRORS[request.param]
 
 
-def paged_logits(model, dtype):
-    """Logits `f32[24, V]` of one row: a prompt in two chunks of 8, then one token at a time."""
-    graphdef, params = nnx.split(model)
-    table = pp.create_page_table(num_pages=16, page_size=4, max_seqs=1, pages_per_seq=16)
-    pool = create_pool(model.config, num_pages=16, page_size=4, dtype=dtype)
-
-    @jax.jit
-    def chunk(table, pool, tokens):
-        positions = table.seq_lens[0] + jnp.arange(tokens.size, dtype=jnp.int32)
-        table, _ = pp.extend(table, jnp.full(1, tokens.size, jnp.int32))
-        attend = paged_attend(
-            slots=pp.slot_mapping(table, jnp.zeros(tokens.size, jnp.int32), positions),
-            block_tables=table.block_tables,
-            seq_lens=table.seq_lens,
-            cu_q_lens=jnp.array([0, tokens.size], jnp.int32) if tokens.size > 1 else None,
-            implementation="xla",
-        )
-        model = nnx.merge(graphdef, params)
-        hidden, pool = run_layers(model, tokens, positions, attend, pool)
-        return table, pool, model.logits(hidden)
-
-    logits = []
-    for piece in np.split(TOKENS, [8, *range(16, 24)]):
-        table, pool, new = chunk(table, pool, jnp.asarray(piece))
-        logits.append(new)
-    return np.concatenate(logits), pool
-
-
-@pytest.fixture(scope="module")
-def exact(split):
-    """Logits f32[24, V] of the same tokens without a cache."""
-
-    @jax.jit
-    def logits(params):
-        model = nnx.merge(split[0], params)
-        hidden, _ = model(TOKENS[None], np.arange(TOKENS.size)[None], dense_attend())
-        return model.logits(hidden[0])
-
-    return logits(split[1])
-
-
-def test_logits_stay_near_those_of_an_unquantized_cache(exact, quantized):
-    model, kv_dtype, most = quantized
-    dtype = pool_dtype(kv_dtype, "float32")
-    logits, pool = paged_logits(model, dtype)
-    assert {x.dtype for layer in pool.layers for x in (layer.k_pages, layer.v_pages)} == {dtype}
-    for part in (slice(0, 16), slice(16, 24)):  # prompt, and tokens decoded one by one
-        error = np.linalg.norm(logits[part] - exact[part]) / np.linalg.norm(exact[part])
+def test_logprobs_stay_near_those_of_an_unquantized_cache(oracle, quantized):
+    """Of a prompt in chunks, and of tokens decoded one by one."""
+    model, kv_cache_dtype, most = quantized
+    engine = engine_of(model, kv_cache_dtype=kv_cache_dtype)
+    params = SamplingParams(max_tokens=8, temperature=0.0, logprobs=20, prompt_logprobs=20)
+    (output,) = engine.generate([TOKENS], params, progress=False)
+    (completion,) = output.outputs
+    exact = oracle.logprobs([*TOKENS, *completion.token_ids])
+    for start, entries in ((0, output.prompt_logprobs[1:]), (len(TOKENS) - 1, completion.logprobs)):
+        pairs = [
+            (one.logprob, exact[start + i, token_id])
+            for i, entry in enumerate(entries)
+            for token_id, one in entry.items()
+        ]
+        found, wanted = np.transpose(pairs)
+        error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
         assert most / 10 < error < most
 
 
 def test_calibrated_scales_reach_each_layer(calibrated):
-    pool = create_pool(calibrated.config, num_pages=3, page_size=4, dtype="float8_e4m3fn")
+    pool = create_pool(spec_of(calibrated), num_pages=3, page_size=4, dtype="float8_e4m3fn")
     for name, wanted in SCALES.items():
         scales = [getattr(layer, name) for layer in pool.layers]
         assert [scale.shape for scale in scales] == [()] * 2
         np.testing.assert_array_equal(np.stack(scales), np.float32(wanted))
-    pool = create_pool(calibrated.config, num_pages=3, page_size=4, dtype="int8")
+    pool = create_pool(spec_of(calibrated), num_pages=3, page_size=4, dtype="int8")
     assert {x.shape for layer in pool.layers for x in (layer.k_scales, layer.v_scales)} == {
         (2, 3, 4)
     }
-    pool = create_pool(calibrated.config, num_pages=3, page_size=4, dtype="float32")
+    pool = create_pool(spec_of(calibrated), num_pages=3, page_size=4, dtype="float32")
     assert all(layer.k_scales is None and layer.v_scales is None for layer in pool.layers)
 
 
-def test_scales_are_counted_as_bytes(calibrated):
-    def size(config, dtype):
-        one, three = (create_pool(config, num_pages=n, page_size=4, dtype=dtype) for n in (1, 3))
-        assert page_bytes(config, page_size=4, dtype=dtype) == pool_bytes(one)
+def test_scales_are_counted_as_bytes(model, calibrated):
+    def size(decoder, dtype):
+        spec = spec_of(decoder)
+        one, three = (create_pool(spec, num_pages=n, page_size=4, dtype=dtype) for n in (1, 3))
+        assert (
+            page_bytes(spec, page_size=4, dtype=dtype) == (pool_bytes(three) - pool_bytes(one)) // 2
+        )
         held = sum(array.nbytes for array in jax.tree.leaves(three))
         assert pool_bytes(three) == held
         return held
 
     tokens = 2 * CONFIG.num_layers * CONFIG.num_kv_heads * 3 * 4  # of K and V, in all heads
-    assert size(CONFIG, "float32") == tokens * 16 * 4
-    assert size(CONFIG, "bfloat16") == tokens * 16 * 2
-    assert size(CONFIG, "int8") == size(CONFIG, "float8_e4m3fn") == tokens * (16 + 4)
-    assert size(calibrated.config, "float8_e4m3fn") == tokens * 16 + 4 * 2 * CONFIG.num_layers
+    assert size(model, "float32") == tokens * 16 * 4
+    assert size(model, "bfloat16") == tokens * 16 * 2
+    assert size(model, "int8") == size(model, "float8_e4m3fn") == tokens * (16 + 4)
+    assert size(calibrated, "float8_e4m3fn") == tokens * 16 + 4 * 2 * CONFIG.num_layers
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "own", "dtype"),
+    ("kv_cache_dtype", "own", "dtype"),
     [
         (None, "bfloat16", "bfloat16"),
-        ("bf16", "bfloat16", "bfloat16"),
-        ("fp16", "float16", "float16"),
-        ("fp32", "float32", "float32"),
+        ("bfloat16", "bfloat16", "bfloat16"),
+        ("float16", "float16", "float16"),
+        ("float32", "float32", "float32"),
         ("int8", "float16", "int8"),
         ("fp8", "bfloat16", "float8_e4m3fn"),
     ],
 )
-def test_pool_dtype(kv_dtype, own, dtype):
-    assert pool_dtype(kv_dtype, own) == jnp.dtype(dtype)
+def test_pool_dtype(kv_cache_dtype, own, dtype):
+    spec = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=16, dtype=own)
+    assert pool_dtype(spec, kv_cache_dtype) == jnp.dtype(dtype)
 
 
 def test_other_dtypes_of_a_pool_are_refused(model):
-    for make in (
-        lambda kv_dtype: generate(model, [[1]], max_new_tokens=1, kv_dtype=kv_dtype),
-        lambda kv_dtype: make_engine(model, kv_dtype=kv_dtype),
-    ):
-        with pytest.raises(ValueError, match="kv_dtype='int4' must be one of int8, fp8, bf16"):
-            make("int4")
-        with pytest.raises(ValueError, match=r"kv_dtype='bf16' must be int8, fp8 or .* float32"):
-            make("bf16")
+    with pytest.raises(ValueError, match="kv_cache_dtype='int4' must be one of int8, fp8, bfloat"):
+        engine_of(model, kv_cache_dtype="int4")
+    with pytest.raises(ValueError, match=r"'bfloat16' must be int8, fp8 or .* dtype, float32"):
+        engine_of(model, kv_cache_dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")
 def alone(quantized):
     """Greedy tokens of each prompt, alone in an engine without prefix caching."""
-    model, kv_dtype, _ = quantized
-    engine = make_engine(model, kv_dtype=kv_dtype, prefix_caching=False)
+    model, kv_cache_dtype, _ = quantized
+    engine = engine_of(model, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=False)
     return [tokens_of(serve(engine, [prompt], GREEDY))[0] for prompt in PROMPTS]
 
 
@@ -181,8 +142,8 @@ def test_most_tokens_equal_those_of_an_unquantized_cache(alone, oracle):
 
 def test_tokens_do_not_depend_on_other_requests(quantized, alone):
     """Not beside others, nor after preemption, with a cached prefix, or in forked samples."""
-    model, kv_dtype, _ = quantized
-    engine = make_engine(model, kv_dtype=kv_dtype)
+    model, kv_cache_dtype, _ = quantized
+    engine = engine_of(model, kv_cache_dtype=kv_cache_dtype)
     assert tokens_of(serve(engine, PROMPTS, GREEDY)) == alone  # checks the table in every step
     longer = [*PROMPTS[3], *alone[3][:3]]
     requests = serve(engine, [PROMPTS[3], longer], GREEDY)
@@ -193,31 +154,11 @@ def test_tokens_do_not_depend_on_other_requests(quantized, alone):
     assert tokens_of([request]) == [alone[1]] * 3
     stats = engine.stats()
     assert stats.num_preemptions > 0
-    dtype = pool_dtype(kv_dtype, "float32")
-    assert stats.kv_dtype == dtype.name
-    pool = create_pool(model.config, num_pages=16, page_size=4, dtype=dtype)
+    spec = spec_of(model)
+    dtype = pool_dtype(spec, kv_cache_dtype)
+    assert stats.kv_cache_dtype == dtype.name
+    pool = create_pool(spec, num_pages=16, page_size=4, dtype=dtype)
     assert stats.pool_bytes == pool_bytes(pool)
-
-
-@pytest.mark.parametrize("quantized", ["int8", "fp8 calibrated"], indirect=True)
-def test_generate_gives_the_same_tokens_in_a_small_pool(quantized, alone):
-    """The pool has 8 of the 44 pages that the samples need: they wait and are preempted."""
-    model, kv_dtype, _ = quantized
-    sizes = dict(num_pages=8, page_size=4, max_seqs=4, prefill_chunk=16)
-    options = dict(max_new_tokens=NEW, num_samples=2, kv_dtype=kv_dtype, implementation="xla")
-    generation = generate(model, PROMPTS, **sizes, **options)
-    for _ in generation:
-        pp.check_page_table(generation.state.table)
-    result = generation.result()
-    tokens = [completion.tokens for completion in result.completions]
-    assert tokens == [wanted for wanted in alone for _ in range(2)]
-    dtype = pool_dtype(kv_dtype, "float32")
-    assert result.stats.pages_used == 8 and result.stats.kv_dtype == dtype.name
-    pool = create_pool(model.config, num_pages=8, page_size=4, dtype=dtype)
-    assert result.stats.pool_bytes == pool_bytes(pool)
-    if model.config.k_scales:  # decoding must not change them
-        scales = [layer.k_scales for layer in generation.state.pool.layers]
-        np.testing.assert_array_equal(np.stack(scales), np.float32(SCALES["k_scales"]))
 
 
 @pytest.fixture(scope="module", params=["int8", "fp8 calibrated"])
@@ -227,31 +168,17 @@ def in_place(request):
         return CONFIG, "int8"
     if ON_CPU:
         pytest.skip("XLA's CPU compiler widens float8 scatters, whole operand included")
-    return replace(CONFIG, **SCALES), "float8_e4m3fn"
+    return replace(CONFIG, **SCALES), "fp8"
 
 
-def test_compiled_steps_copy_no_pool(split, in_place):
-    config, dtype = in_place
-    sizes = dict(num_pages=ENOUGH_PAGES, page_size=PAGE_SIZE, dtype=dtype)
-    state = jax.eval_shape(
-        lambda: replace(empty_state(num_pages=ENOUGH_PAGES), pool=create_pool(config, **sizes))
-    )
-    assert_copies_no_pool(decode.lower(*split, state, 5, implementation="xla").compile(), state)
-    chunk = pack(PROMPTS[:2], np.zeros((2, 2), np.int32), size=CHUNK, max_prompts=MAX_SEQS)[0]
-    compiled = prefill.lower(*split, state, chunk, implementation="xla").compile()
-    assert_copies_no_pool(compiled, state)
-
-
-def test_a_compiled_step_of_the_engine_copies_no_pool(model, in_place):
-    config, dtype = in_place
-    worker = make_engine(model, implementation="xla")._worker
-    sizes = dict(num_pages=ENOUGH_PAGES, page_size=PAGE_SIZE, max_seqs=MAX_SEQS)
-    state = jax.eval_shape(
-        lambda: create_engine_state(config, pages_per_seq=PAGES_PER_SEQ, dtype=dtype, **sizes)
-    )
-    batch = worker._pack([], [], worker.shapes.all()[-1])
-    compiled = worker._step.lower(worker._leaves, state, batch).compile()
-    assert_copies_no_pool(compiled, state)
+def test_a_compiled_step_of_the_engine_copies_no_pool(in_place):
+    config, kv_cache_dtype = in_place
+    runner = engine_of(tiny_model(config), kv_cache_dtype=kv_cache_dtype, num_pages=2**16)._runner
+    state = jax.eval_shape(lambda: runner._state)
+    for shape in runner.buckets.all():
+        batch = runner._pack([], [], [], shape=shape, mode=SamplingMode())
+        compiled = runner._step.lower(runner._leaves, state, None, batch).compile()
+        assert_copies_no_pool(compiled, state.pool)
 
 
 NAMES = {  # the tensor names of the tools that write such checkpoints

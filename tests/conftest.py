@@ -110,14 +110,6 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def split(model):
-    """The model as (graphdef, params), as jitted functions take it."""
-    from flax import nnx
-
-    return nnx.split(model)
-
-
-@pytest.fixture(scope="module")
 def oracle(model):
     """The model without a cache, one row at a time."""
     from tests.support.dense_oracle import DenseOracle

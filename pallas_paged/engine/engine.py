@@ -30,7 +30,8 @@ from pallas_paged.engine.request import Request
 from pallas_paged.engine.runner import ModelRunner, modes_for
 from pallas_paged.engine.runner_output import InFlight, Sampled
 from pallas_paged.engine.sampling_params import SamplingParams
-from pallas_paged.engine.scheduler import Chunk, Scheduler, SchedulerOutput
+from pallas_paged.engine.scheduler import Scheduler
+from pallas_paged.engine.scheduler_output import Chunk, SchedulerOutput
 from pallas_paged.engine.sequence import Sequence as EngineSequence
 from pallas_paged.engine.sequence_group import SequenceGroup
 from pallas_paged.engine.stats import Counters, EngineStats
@@ -370,7 +371,7 @@ class Engine:
         self._drain()
         self._scheduler.preempt_all()
         self._scheduler.reset_prefix_cache()
-        self._runner.update_table(self._scheduler.take_update(), [])
+        self._runner.update_table(self._scheduler.pages.take_update(), [])
         self._scheduler.resync(self.num_pages)
         self._runner.sleep()
         self._asleep = True
@@ -418,7 +419,7 @@ class Engine:
             ValueError: names the first that is broken.
         """
         self._check_alive()
-        self._runner.update_table(self._scheduler.take_update(), [])
+        self._runner.update_table(self._scheduler.pages.take_update(), [])
         cached = self._cache.pages if self._cache is not None else ()
         check_page_table(self.table, retained=np.asarray(cached, np.int32))
 
@@ -494,7 +495,7 @@ class Engine:
             raise ValueError(
                 f"beam_width={beams} is more than half of vocab_size={self._model.vocab_size}"
             )
-        most = self._scheduler.pages_of(limit - 1)
+        most = self._scheduler.pages.pages_of(limit - 1)
         if most * beams > self.num_pages:  # the pool is smaller than a sequence of full length
             limit = self.num_pages // beams * self.config.page_size + 1
         max_tokens = params.max_tokens
@@ -560,7 +561,7 @@ class Engine:
             if self._calls:
                 self._read()
                 continue
-            self._runner.update_table(self._scheduler.take_update(), [])
+            self._runner.update_table(self._scheduler.pages.take_update(), [])
             self._scheduler.resync(int(self.table.num_free))
         return scheduled
 
@@ -573,7 +574,7 @@ class Engine:
 
     def _dispatch(self, scheduled: SchedulerOutput) -> int:
         """Start a call; return how many that were, 0 or 1."""
-        self._runner.update_table(self._scheduler.take_update(), scheduled.attachments)
+        self._runner.update_table(self._scheduler.pages.take_update(), scheduled.attachments)
         in_flight = self._runner.dispatch(scheduled)
         if in_flight is None:
             return 0
@@ -581,8 +582,8 @@ class Engine:
         self._calls.append(
             _Call(
                 in_flight=in_flight,
-                ledger=scheduler.ledger,
-                num_cached=scheduler.num_evictable,
+                ledger=scheduler.pages.ledger,
+                num_cached=scheduler.pages.num_evictable,
                 num_empty=sum(-one.num_computed % page_size for one in scheduler.running),
             )
         )
@@ -599,7 +600,7 @@ class Engine:
         """Wait for the oldest call in flight, and take its tokens."""
         call = self._calls.popleft()
         output = self._runner.read(call.in_flight)
-        self._scheduler.observe(output.num_free, call.ledger)
+        self._scheduler.pages.observe(output.num_free, call.ledger)
         self._counters.count_pages(
             num_pages=self.num_pages,
             num_free=output.num_free,
@@ -618,7 +619,7 @@ class Engine:
             self._take(sampled, now)
         for chunk in scheduled.chunks:
             if chunk.sequence.slot is not None:
-                self._scheduler.cache_full_pages(chunk.sequence)
+                self._scheduler.pages.cache_full_pages(chunk.sequence)
         if not scheduled.chunks and self._last_read is not None:
             # Calls are read one after another, so this is the time of the device, or the host's.
             seconds = (now - self._last_read[0]) / max(num_steps, 1)
@@ -634,7 +635,7 @@ class Engine:
         if decode is not None:
             self._counters.computed_tokens += len(token_ids)
             if len(token_ids) < decode.num_tokens:
-                self._scheduler.rewind(decode, len(token_ids))
+                self._scheduler.pages.rewind(decode, len(token_ids))
         if not token_ids:
             return
         if request.first_token_time is None:

@@ -18,6 +18,7 @@ from pallas_paged.engine.batch import Batch, BatchBuckets, ChunkTokens, pack
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.input_batch import set_slot, slot_states
 from pallas_paged.engine.kv_cache import create_pool, pool_dtype
+from pallas_paged.engine.kv_cache_manager import TableUpdate
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.runner_output import InFlight, RunnerOutput, read_output, targets_of
 from pallas_paged.engine.sampler import (
@@ -27,7 +28,7 @@ from pallas_paged.engine.sampler import (
     set_token_counts,
 )
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingParams
-from pallas_paged.engine.scheduler import Attachment, SchedulerOutput, TableUpdate
+from pallas_paged.engine.scheduler_output import Attachment, SchedulerOutput
 from pallas_paged.engine.sequence import Sequence
 from pallas_paged.engine.state import EngineState, TableArrays, fork, set_slots, update_table
 from pallas_paged.engine.step import StepOutput, make_step

@@ -8,7 +8,7 @@ from typing import Any
 from pallas_paged.engine.beam import Candidates
 from pallas_paged.engine.outputs import Logprob
 from pallas_paged.engine.sampler import Logprobs
-from pallas_paged.engine.scheduler import Chunk, Decode, SchedulerOutput
+from pallas_paged.engine.scheduler_output import Chunk, Decode, SchedulerOutput
 from pallas_paged.engine.sequence import Sequence
 from pallas_paged.engine.step import NOT_SAMPLED, StepOutput
 

@@ -9,75 +9,11 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass, field
 
+from pallas_paged.engine.kv_cache_manager import KVCacheManager
+from pallas_paged.engine.scheduler_output import Attachment, Chunk, Decode, SchedulerOutput
 from pallas_paged.engine.sequence import Sequence
 from pallas_paged.prefix_cache import PrefixCache
-
-Attachment = tuple[int, tuple[int, ...]]  # a slot, and the cached pages that it begins with
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """The next known tokens of a sequence that is not decoding.
-
-    Attributes:
-        sequence: the sequence.
-        start: index of the first token.
-        token_ids: the tokens.
-        is_last: whether its last known token is among them, so that the next one is sampled.
-    """
-
-    sequence: Sequence
-    start: int
-    token_ids: list[int]
-    is_last: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decode:
-    """Tokens of a sequence that goes on from its last one.
-
-    Attributes:
-        sequence: the sequence.
-        num_tokens: how many it computes, at most; it samples as many.
-    """
-
-    sequence: Sequence
-    num_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulerOutput:
-    """What one call runs: first slots attach cached pages, then slots are forked, then the batch.
-
-    Attributes:
-        attachments: slots and the pages that they begin with.
-        forks: slots, and empty slots that become like them.
-        decodes: sequences that go on from their last token.
-        resumed: of those, the ones whose last token the host must send.
-        chunks: tokens of sequences that have more to compute than their last one.
-        num_steps: steps of this call; 1 if there are chunks.
-    """
-
-    attachments: list[Attachment]
-    forks: list[tuple[int, int]]
-    decodes: list[Decode]
-    resumed: list[Sequence]
-    chunks: list[Chunk]
-    num_steps: int
-
-
-@dataclass(kw_only=True)
-class TableUpdate:
-    """What the page table must do before a step: retain pages, free slots, release pages."""
-
-    retained: list[int] = field(default_factory=list)
-    freed: list[int] = field(default_factory=list)
-    released: list[int] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.retained or self.freed or self.released)
 
 
 class Scheduler:
@@ -91,8 +27,7 @@ class Scheduler:
 
     Attributes:
         waiting, running: sequences without and with a slot, in the order of service.
-        num_free: lower bound of the pages that are free when the next step runs.
-        ledger: pages evicted less pages taken, so far.
+        pages: the pages of running sequences.
         num_preemptions: so far.
     """
 
@@ -119,23 +54,20 @@ class Scheduler:
         """
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.num_free = num_pages
-        self.ledger = 0
+        self.pages = KVCacheManager(
+            num_pages=num_pages,
+            page_size=page_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            cache=cache,
+            sliding_window=sliding_window,
+        )
         self.num_preemptions = 0
-        self._page_size = page_size
         self._max_num_batched_tokens = max_num_batched_tokens
         self._watermark = watermark
-        self._cache = cache
-        self._window = sliding_window
-        self._spare_pages = max_num_seqs // page_size  # a step of all slots takes as many
         self._slots = list(range(max_num_seqs - 1, -1, -1))  # unused; the last is next
-        self._update = TableUpdate()
-        self._exact = True  # num_free is what the table says, and nothing is in flight
+        self._exact = True  # pages.num_free is what the table says, and nothing is in flight
         self._blocked: tuple[int, int] | None = None  # what the head of the queue needed, and when
-
-    @property
-    def num_evictable(self) -> int:
-        return self._cache.num_evictable if self._cache is not None else 0
 
     def schedule(
         self, *, in_flight: bool, uncertain: bool = False, num_steps: int = 1
@@ -189,42 +121,9 @@ class Scheduler:
             num_steps=num_steps,
         )
 
-    def observe(self, num_free: int, ledger: int) -> None:
-        """Note a report: the free pages after a call, and `ledger` after its schedule."""
-        self.num_free = num_free + self.ledger - ledger
-
-    def rewind(self, decode: Decode, num_tokens: int) -> None:
-        """Note that a call computed fewer tokens of a running sequence than were scheduled.
-
-        Args:
-            decode: what was scheduled; its tokens are not pending any more.
-            num_tokens: tokens that were computed.
-        """
-        sequence = decode.sequence
-        sequence.num_computed -= decode.num_tokens - num_tokens
-        # Pages of what calls in flight compute were counted from a later token. Those calls report
-        # what is free after them, so the ledger, which is for later calls, stays as it is.
-        later, start = sequence.num_pending, sequence.num_computed - sequence.num_pending
-        end = start + decode.num_tokens - num_tokens
-        counted = self._blocks(end + later) - self._blocks(end)
-        self.num_free += counted - (self._blocks(start + later) - self._blocks(start))
-
-    def pages_of(self, num_tokens: int) -> int:
-        """Pages that a sequence holds at a time until its tokens are computed."""
-        if self._window is None:
-            return self._blocks(num_tokens)
-        # The pages of a chunk and of the window before it, and a partial one at either end.
-        most = self._blocks(self._window + self._max_num_batched_tokens) + 1
-        return min(self._blocks(num_tokens), most)
-
-    def take_update(self) -> TableUpdate:
-        """Return what has been decided and the table has not done yet."""
-        update, self._update = self._update, TableUpdate()
-        return update
-
     def resync(self, num_free: int) -> None:
         """Note the free pages, with nothing in flight and no update left."""
-        self.num_free, self._exact = num_free, True
+        self.pages.num_free, self._exact = num_free, True
 
     def add(self, sequence: Sequence) -> None:
         """Put a new sequence, with its followers, into the waiting queue."""
@@ -248,20 +147,6 @@ class Scheduler:
         if sequence.slot is None:
             self._wait([sequence])
 
-    def cache_full_pages(self, sequence: Sequence) -> None:
-        """Let other sequences find the full pages of a running one."""
-        if self._cache is None or sequence.lease is None:
-            return
-        if self._window is not None and sequence.num_computed > self._window:
-            return  # its first pages may be free by now
-        # A stop text may have ended it before the last tokens that were computed.
-        num_tokens = min(sequence.num_stored, len(sequence.token_ids))
-        pages = sequence.pages[: self._blocks(num_tokens)]
-        tokens = sequence.token_ids[:num_tokens]
-        self._update.retained += self._cache.insert(
-            sequence.lease, tokens, pages, blocks=sequence.blocks
-        )
-
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out for good, with or without a slot."""
         self._detach(sequence)
@@ -278,17 +163,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache; running sequences keep their pages, which stay uncached."""
-        if self._cache is None:
-            return
-        freed = self._cache.clear()
-        self.num_free += len(freed)
-        self.ledger += len(freed)
-        for one in self.running:
-            if one.lease is not None:
-                self._cache.release(one.lease)
-                one.lease = None
-        # Pages that running sequences hold are not free yet.
-        self._update.released += freed + self._cache.clear()
+        self.pages.reset_prefix_cache(self.running)
         self._blocked = None
 
     def _take_decode_pages(
@@ -299,8 +174,8 @@ class Scheduler:
         if single or any(one.num_to_prefill or one.followers for one in self.running):
             num_steps = 1
         while num_steps:
-            needed = (self._growth(one, self._num_tokens(one, num_steps)) for one in decoding)
-            if self._make_room(sum(needed)):
+            needed = (self.pages.growth(one, self._num_tokens(one, num_steps)) for one in decoding)
+            if self.pages.take(sum(needed)):
                 return num_steps
             num_steps //= 2
         return 0
@@ -315,8 +190,8 @@ class Scheduler:
             return
         if not self.running:
             raise RuntimeError(
-                f"{self.num_free} pages are free and {self.num_evictable} evictable, but the queue "
-                f"cannot start with a sequence of {len(self.waiting[0].token_ids)} tokens"
+                f"{self.pages.num_free} pages are free and {self.pages.num_evictable} evictable, "
+                f"too few for a sequence of {len(self.waiting[0].token_ids)} tokens"
             )
         self._preempt_last()
 
@@ -372,22 +247,19 @@ class Scheduler:
             if leader.num_stored < leader.num_computed:
                 continue
             followers, leader.followers = leader.followers, []
-            full, tail = divmod(leader.num_computed, self._page_size)
-            self.cache_full_pages(leader)
+            num_copies = self.pages.num_partial(leader)
+            self.pages.cache_full_pages(leader)
             for follower in followers:
                 follower.leader = None
                 if follower.slot is None and self._slots:
                     self._start(follower)
-                if follower.slot is None or not self._make_room(bool(tail)):
+                if follower.slot is None or not self.pages.take(num_copies):
                     if follower.slot is not None:
                         self._stop(follower)
                     late.append(follower)
                     continue
                 forks.append((leader.running_slot, follower.slot))
-                follower.num_computed = follower.num_stored = leader.num_computed
-                follower.pages = leader.pages[:full]  # it has a copy of the partial one
-                if self._cache is not None and leader.lease is not None:
-                    follower.lease = self._cache.lookup(follower.token_ids, blocks=follower.blocks)
+                self.pages.fork(leader, follower)
         self._wait(late)
         return forks
 
@@ -407,12 +279,10 @@ class Scheduler:
     def _chunk(self, sequence: Sequence, budget: int) -> Chunk | None:
         """As many tokens of a sequence as there are budget and pages for, if any."""
         start = sequence.num_computed
-        available = self.num_free + self.num_evictable
-        room = -start % self._page_size + available * self._page_size
-        size = min(sequence.num_to_prefill, budget, room)
+        size = min(sequence.num_to_prefill, budget, self.pages.room(sequence))
         if size < 1:
             return None
-        self._make_room(self._growth(sequence, size))
+        self.pages.take(self.pages.growth(sequence, size))
         sequence.num_computed += size
         is_last = sequence.num_computed == len(sequence.token_ids)
         sequence.num_pending += is_last
@@ -451,25 +321,20 @@ class Scheduler:
 
     def _find_pages(self, sequence: Sequence) -> bool:
         """Return whether a sequence can start; it then has its lease."""
-        reserved = sum(self._growth(one, one.num_to_prefill) for one in self.running)
-        available = self.num_free + self.num_evictable - reserved
-        version = self._cache.num_inserted_pages if self._cache is not None else 0
+        reserved = sum(self.pages.growth(one, one.num_to_prefill) for one in self.running)
+        available = self.pages.num_available - reserved
+        version = self.pages.num_inserted
         if self.running and self._blocked is not None:
             needed, seen = self._blocked
             if available < needed and seen == version:
                 return False  # as when it was last looked at
-        lease, found = None, 0
-        if self._cache is not None:
-            lease = self._cache.lookup(
-                sequence.token_ids, blocks=sequence.blocks, max_tokens=sequence.max_cached_tokens
-            )
-            found = len(lease.pages)
-        needed = self.pages_of(len(sequence.token_ids)) - found
+        lease = self.pages.lookup(sequence)
+        needed = self.pages.pages_of(len(sequence.token_ids))
+        needed -= len(lease.pages) if lease is not None else 0
         needed += self._watermark if self.running else 0
         # What the lease holds can no longer be evicted.
-        if needed > self.num_free + self.num_evictable - reserved:
-            if self._cache is not None and lease is not None:
-                self._cache.release(lease)
+        if needed > self.pages.num_available - reserved:
+            self.pages.release(lease)
             self._blocked = needed, version
             return False
         self._blocked = None
@@ -482,38 +347,8 @@ class Scheduler:
         insort(self.running, sequence, key=lambda x: x.order)
 
     def _stop(self, sequence: Sequence) -> None:
-        """Take the slot of a sequence; others may still find its full pages in the cache."""
-        self.cache_full_pages(sequence)
-        if self._cache is not None and sequence.lease is not None:
-            self._cache.release(sequence.lease)
-        slot = sequence.running_slot
-        self._update.freed.append(slot)
-        self._slots.append(slot)
+        """Take the slot and the pages of a sequence."""
+        self._slots.append(sequence.running_slot)
         self.running.remove(sequence)
-        sequence.slot = sequence.lease = None
-        sequence.pages = []
-        sequence.num_computed = sequence.num_stored = 0
-        sequence.decoding = False
+        self.pages.free(sequence)
         self._blocked = None
-
-    def _blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._page_size)
-
-    def _growth(self, sequence: Sequence, num_tokens: int) -> int:
-        """Pages that a sequence needs for more tokens."""
-        start = sequence.num_computed
-        return self._blocks(start + num_tokens) - self._blocks(start)
-
-    def _make_room(self, num_pages: int) -> bool:
-        """Take pages that are free, after evicting as many cached ones as are missing."""
-        if self._cache is not None and self.num_free < num_pages:
-            # Some more than are missing, because each update of the table takes its time.
-            evicted = self._cache.evict(num_pages - self.num_free + self._spare_pages)
-            self._update.released += evicted
-            self.num_free += len(evicted)
-            self.ledger += len(evicted)
-        if self.num_free < num_pages:
-            return False
-        self.num_free -= num_pages
-        self.ledger -= num_pages
-        return True

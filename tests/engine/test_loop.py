@@ -124,9 +124,9 @@ def test_the_host_never_counts_on_more_pages_than_are_free(num_steps, monkeypatc
 
     def checked():
         read()
-        pending = len(engine._scheduler._update.released)
+        pending = len(engine._scheduler.pages._update.released)
         num_reads.append(1)
-        assert engine._scheduler.num_free <= int(engine.table.num_free) + pending
+        assert engine._scheduler.pages.num_free <= int(engine.table.num_free) + pending
 
     monkeypatch.setattr(engine, "_read", checked)
     serve(engine, PROMPTS * 3, [sampling(max_tokens=5 + i, seed=i) for i in range(15)])

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from pallas_paged.engine.scheduler import SchedulerOutput
+from pallas_paged.engine.scheduler_output import SchedulerOutput
 from pallas_paged.engine.sequence import Sequence
 from tests.support.marks import slow
 from tests.support.scheduler_host import (
@@ -163,7 +163,7 @@ def test_cached_pages_are_evicted_before_any_preemption():
     host = Host.of(scheduler, num_pages=6)
     start(scheduler, make_sequence(0, 12, new=1))
     host.run()
-    assert scheduler.num_evictable == 3
+    assert scheduler.pages.num_evictable == 3
     each = [make_sequence(1, 8, new=4), make_sequence(2, 8, new=4)]
     start(scheduler, *each)
     host.run()
@@ -330,7 +330,7 @@ def test_a_call_that_ends_early_returns_the_pages_of_its_other_steps():
     host.update()
     held = len(host.table.tokens[long.running_slot])
     assert long.num_computed == long.num_stored == held < 44
-    assert scheduler.num_free <= host.table.num_free == 16 - -(-held // 4)
+    assert scheduler.pages.num_free <= host.table.num_free == 16 - -(-held // 4)
     host.run()
     assert len(long.token_ids) == 44 and len(short.token_ids) == 10
 
@@ -372,7 +372,7 @@ def test_an_ended_sequence_leaves_no_trace():
     host.run()
     host.update()
     assert not scheduler.waiting and not scheduler.running
-    assert host.table.num_free + scheduler.num_evictable == 16
+    assert host.table.num_free + scheduler.pages.num_evictable == 16
 
 
 @pytest.mark.parametrize(
@@ -421,7 +421,7 @@ def test_random_requests(num_pages, caching, num_steps, num_requests):
     host.run()
     host.update()
     assert all(one.finished for one in each)
-    assert host.table.num_free + scheduler.num_evictable == num_pages
+    assert host.table.num_free + scheduler.pages.num_evictable == num_pages
     for one in each:
         length = len(one.request.prompt_token_ids)
         new = one.token_ids[length:]

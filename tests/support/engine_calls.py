@@ -87,7 +87,7 @@ def step(engine: Engine, *, check: bool = True) -> list[RequestOutput]:
     assert len(engine._calls) <= 1, "more than one call is in flight"
     if check:
         engine.check()  # runs the update, which the host has counted on
-        assert engine._scheduler.num_free <= int(engine.table.num_free)
+        assert engine._scheduler.pages.num_free <= int(engine.table.num_free)
     return outputs
 
 

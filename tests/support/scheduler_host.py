@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pallas_paged import PrefixCache
 from pallas_paged.engine import CompletionOutput, Request, SamplingParams
 from pallas_paged.engine.sampler import SamplingMode
-from pallas_paged.engine.scheduler import Decode, Scheduler, SchedulerOutput
+from pallas_paged.engine.scheduler import Scheduler
+from pallas_paged.engine.scheduler_output import Decode, SchedulerOutput
 from pallas_paged.engine.sequence import Sequence
 from tests.support.allocator_oracle import AllocatorOracle
 
@@ -89,7 +90,7 @@ class Host:
         return cls(scheduler, table, **options)
 
     def update(self) -> None:
-        update = self.scheduler.take_update()
+        update = self.scheduler.pages.take_update()
         assert all(self.table.retain(update.retained))
         self.table.free([slot in update.freed for slot in range(len(self.table.pages))])
         self.table.release(update.released)
@@ -161,11 +162,11 @@ class Host:
                     self.finished.add(one.running_slot)
             if any(one.running_slot in self.finished for one in active):
                 break
-        return _Call(scheduled, sampled, pages, self.table.num_free, self.scheduler.ledger)
+        return _Call(scheduled, sampled, pages, self.table.num_free, self.scheduler.pages.ledger)
 
     def read(self) -> None:
         call = self.calls.popleft()
-        self.scheduler.observe(call.num_free, call.ledger)
+        self.scheduler.pages.observe(call.num_free, call.ledger)
         for one, pages in call.pages.items():
             if one.slot is not None:
                 one.store(pages, PAGE_SIZE)
@@ -175,13 +176,13 @@ class Host:
             if chunk.is_last:
                 self._take(chunk.sequence, call.sampled[chunk.sequence], None)
             if chunk.sequence.slot is not None:
-                self.scheduler.cache_full_pages(chunk.sequence)
+                self.scheduler.pages.cache_full_pages(chunk.sequence)
         self.check_bound()
 
     def _take(self, one: Sequence, token_ids: list[int], decode: Decode | None) -> None:
         one.num_pending -= decode.num_tokens if decode is not None else 1
         if decode is not None and one.slot is not None and len(token_ids) < decode.num_tokens:
-            self.scheduler.rewind(decode, len(token_ids))
+            self.scheduler.pages.rewind(decode, len(token_ids))
         one.awaiting_choice = one.is_beam
         for token_id in token_ids:
             if one.finished or one.is_beam:
@@ -195,13 +196,13 @@ class Host:
 
     def check_bound(self) -> None:
         """The host never counts on more pages than are free."""
-        pending = len(self.scheduler._update.released)
-        assert self.scheduler.num_free <= self.table.num_free + pending
+        pending = len(self.scheduler.pages._update.released)
+        assert self.scheduler.pages.num_free <= self.table.num_free + pending
 
     def check(self) -> None:
         """Slots hold the tokens and the pages that the scheduler expects."""
         scheduler = self.scheduler
-        freed = set(scheduler._update.freed)
+        freed = set(scheduler.pages._update.freed)
         for one in scheduler.running:
             if one.slot not in freed:
                 length = len(one.token_ids)

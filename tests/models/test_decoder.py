@@ -106,19 +106,17 @@ def test_the_engine_gives_the_log_probabilities_and_greedy_tokens_of_transformer
 
 
 def masked_attend(windows):
-    """Float64 attention that applies each layer's window as an explicit mask."""
-    windows = iter(windows)
+    """Attention that applies each layer's window as an explicit mask."""
+    windows = iter(windows)  # equal layers are traced once
 
     def attend(q, k, v, cache, *, sliding_window):
         window = next(windows)
-        q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-        k, v = (np.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
         queries, keys = np.arange(q.shape[1])[:, None], np.arange(q.shape[1])
         seen = (keys <= queries) & (keys > queries - window)
-        logits = np.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
-        weights = np.exp(np.where(seen, logits, -np.inf))
-        out = np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), v)
-        return jnp.asarray(out, jnp.float32), cache
+        logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+        weights = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), axis=-1)
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, v), cache
 
     return attend
 

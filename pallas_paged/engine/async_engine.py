@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from pallas_paged.checks import check_integer
 from pallas_paged.engine.engine import Engine, EngineDeadError
 from pallas_paged.engine.outputs import RequestOutput
+from pallas_paged.engine.request import Request
 from pallas_paged.engine.request_stream import Event, Mailbox, RequestStream, set_all
 from pallas_paged.engine.sampling_params import SamplingParams
+from pallas_paged.engine.scoring import Scoring
 from pallas_paged.engine.stats import EngineStats
 
 _Prompt = str | Sequence[int]
@@ -111,18 +112,15 @@ class AsyncEngine:
             RuntimeError: the engine is not started, or it is shutting down.
             EngineDeadError: the engine is dead.
         """
-        self._check_alive()
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"{params=} must be SamplingParams")
-        if not isinstance(request_id, str | None):
-            raise ValueError(f"{request_id=} must be a str")
-        check_integer("priority", priority, -(2**31))
-        token_ids = self._engine._token_ids(prompt)
-        self._engine._max_len(token_ids, params)
-        text = prompt if isinstance(prompt, str) else None
-        start = None if params.prompt_logprobs is None else 1
-        return self._submit([(text, token_ids, params, request_id, priority, start)])[0]
+        number, free_id = self._next_request()
+        request = self._engine._inputs.request(
+            prompt,
+            params,
+            number=number,
+            request_id=free_id if request_id is None else request_id,
+            priority=priority,
+        )
+        return self._submit([request])[0]
 
     def generate(
         self,
@@ -182,54 +180,37 @@ class AsyncEngine:
 
         Other requests go on meanwhile. Cancelling it aborts what it has submitted.
         """
-        self._check_alive()
-        params = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        if len(prompts) != len(completions):
-            raise ValueError(
-                f"{len(prompts)} prompts must have as many completions, not {len(completions)}"
-            )
-        starts, pairs, engine = [], [], self._engine
-        for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            try:
-                start, end = engine._token_ids(prompt), engine._token_ids(completion, empty=True)
-                engine._max_len(start + end, params)
-            except ValueError as error:
-                raise ValueError(f"sequence {index}: {error}") from error
-            starts.append(len(start))
-            pairs.append(start + end)
-        longest = max((len(p) - n for p, n in zip(pairs, starts, strict=True)), default=0)
-        scores = np.zeros((len(pairs), longest), np.float32)
-        rows = [row for row, token_ids in enumerate(pairs) if len(token_ids) > starts[row]]
-        streams = self._submit([(None, pairs[row], params, None, 0, starts[row]) for row in rows])
+        scoring = Scoring(self._engine._inputs, prompts, completions, self._next_request)
+        streams = self._submit([*scoring.requests.values()])
         try:
-            for row, stream in zip(rows, streams, strict=True):
-                async for output in stream:
-                    if output.outputs[0].finish_reason == "abort":
-                        raise RuntimeError("the engine was shut down before it had the scores")
-                    found = (output.prompt_logprobs or [])[starts[row] :]
-                    for column, logprobs in enumerate(found):
-                        token_id = pairs[row][starts[row] + column]
-                        scores[row, column] = logprobs[token_id].logprob if logprobs else np.nan
-            return scores
+            for stream in streams:
+                async for _ in stream:
+                    pass
+            return scoring.scores()
         finally:
             for stream in streams:
                 stream.close()
 
-    def _submit(self, requests: Sequence[tuple[Any, ...]]) -> list[RequestStream]:
-        """Accept requests: arguments of `Engine._submit`, which have been checked."""
+    def _next_request(self) -> tuple[int, str]:
+        """Return a number and an unused id for a request."""
         with self._lock:
-            self._check_running()
-            if self._stopping:
-                raise RuntimeError("the engine is shutting down and takes no new requests")
-            mailboxes = []
-            for text, token_ids, params, request_id, priority, start in requests:
-                if request_id in self._mailboxes:
-                    raise ValueError(f"{request_id=} is the id of an unfinished request")
-                while request_id is None or request_id in self._mailboxes:
-                    request_id = str(next(self._numbers))
-                arguments = (text, token_ids, params, request_id, priority, start)
-                mailboxes.append(Mailbox(request_id, partial(self._engine._submit, *arguments)))
-                self._mailboxes[request_id] = mailboxes[-1]
+            self._check_accepting()
+            number, request_id = self._engine._next_request()
+            while request_id in self._mailboxes:
+                request_id += "-"
+            return number, request_id
+
+    def _submit(self, requests: Sequence[Request]) -> list[RequestStream]:
+        """Accept requests."""
+        with self._lock:
+            self._check_accepting()
+            for request in requests:
+                if request.request_id in self._mailboxes:
+                    raise ValueError(
+                        f"request_id={request.request_id!r} is that of another request"
+                    )
+            mailboxes = [Mailbox(request) for request in requests]
+            self._mailboxes |= {one.request_id: one for one in mailboxes}
             self._commands.put((partial(self._add, mailboxes), Future()))
         return [RequestStream(one, partial(self._leave, one)) for one in mailboxes]
 
@@ -248,6 +229,11 @@ class AsyncEngine:
         self._check_alive()
         if not self._running:
             raise RuntimeError("the engine is not running: use `async with`, or call start()")
+
+    def _check_accepting(self) -> None:
+        self._check_running()
+        if self._stopping:
+            raise RuntimeError("the engine is shutting down and takes no new requests")
 
     def _check_alive(self) -> None:
         if self._error is not None:
@@ -280,14 +266,14 @@ class AsyncEngine:
         engine = self._engine
         try:
             while not self._is_done():
-                if self._draining and self._mailboxes and engine._asleep:
+                if self._draining and self._mailboxes and engine.is_sleeping:
                     engine.wake()
                 # Commands that come meanwhile wait for the next turn: they must not starve steps.
                 for _ in range(self._commands.qsize() or (0 if self._can_step() else 1)):
                     self._run(*self._commands.get())
                 if self._can_step():
                     engine._step()
-                    changed, engine._changed, engine._restarted = engine._changed, {}, set()
+                    changed = engine._outputs.take_changed_requests()
                     mailboxes = (self._mailboxes.get(request.request_id) for request in changed)
                     # The id of an aborted request may be that of the next one already.
                     self._publish([one for one in mailboxes if one and one.request in changed])
@@ -297,7 +283,7 @@ class AsyncEngine:
         self._ended.set_result(None)
 
     def _can_step(self) -> bool:
-        return not (self._engine.idle or self._engine._asleep)
+        return not (self._engine.idle or self._engine.is_sleeping)
 
     def _is_done(self) -> bool:
         """Whether the thread may end; if so, accept no more calls."""
@@ -333,7 +319,8 @@ class AsyncEngine:
     def _add(self, mailboxes: Sequence[Mailbox]) -> None:
         for mailbox in mailboxes:
             try:
-                mailbox.request = mailbox.submit()
+                self._engine._add([mailbox.request])
+                mailbox.is_added = True
             except Exception as error:  # of the tokenizer, for example
                 del self._mailboxes[mailbox.request_id]
                 mailbox.fail(error)
@@ -342,7 +329,6 @@ class AsyncEngine:
         """Let consumers take what their requests have."""
         waiting: dict[asyncio.AbstractEventLoop | None, list[tuple[Mailbox, Event]]] = {}
         for mailbox in mailboxes:
-            assert mailbox.request is not None
             if mailbox.request.finished:
                 self._mailboxes.pop(mailbox.request_id, None)
             for loop, event in mailbox.publish(mailbox.request):
@@ -353,7 +339,7 @@ class AsyncEngine:
                     self._abort(mailbox)
 
     def _abort(self, mailbox: Mailbox) -> None:
-        if mailbox.request is not None and not mailbox.request.finished:
+        if mailbox.is_added and not mailbox.request.finished:
             self._engine.abort(mailbox.request)
             self._publish([mailbox])
 

@@ -59,6 +59,18 @@ class CompletionOutput:
     finish_reason: FinishReasonName | None = None
     stop_reason: int | str | None = None
 
+    def since(self, num_tokens: int, num_characters: int) -> CompletionOutput:
+        """Return what is new since it had these numbers of tokens and characters."""
+        return CompletionOutput(
+            index=self.index,
+            text=self.text[num_characters:],
+            token_ids=self.token_ids[num_tokens:],
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else self.logprobs[num_tokens:],
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RequestOutput:

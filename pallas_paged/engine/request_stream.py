@@ -77,15 +77,14 @@ class Mailbox:
     """Between the engine's thread, which publishes what a request has, and its consumer.
 
     Attributes:
-        submit: submits the request to the engine.
-        request: once it is submitted.
+        request: the request.
+        is_added: whether the engine has it.
         closed: whether nothing more will be published.
         drained: whether the consumer has all of it.
     """
 
-    def __init__(self, request_id: str, submit: Callable[[], Request]):
-        self.request_id, self.submit = request_id, submit
-        self.request: Request | None = None
+    def __init__(self, request: Request):
+        self.request, self.is_added = request, False
         self.closed = self.drained = False
         self._lock = threading.Lock()
         self._error: BaseException | None = None
@@ -94,6 +93,10 @@ class Mailbox:
         # appends to lists of tokens, so the numbers of tokens are enough to read them later.
         self._published: list[_Snapshot] | None = None
         self._taken: dict[CompletionOutput, tuple[int, int, str | None]] = {}
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
 
     def publish(self, request: Request) -> list[Waiter]:
         """Let the consumer take what the request has; return the waiters to be woken."""
@@ -145,7 +148,6 @@ class Mailbox:
                     news.append(delta)
             restarted = bool(self._taken.keys() - taken.keys())
             self._taken = taken
-        assert self.request is not None
         return replace(self.request.output(news, restarted=restarted), finished=finished)
 
 

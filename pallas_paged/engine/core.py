@@ -1,0 +1,154 @@
+"""The loop of the engine: schedule and dispatch a call, read the one before."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pallas_paged.engine.runner import ModelRunner
+from pallas_paged.engine.runner_output import InFlight, RunnerOutput
+from pallas_paged.engine.scheduler import Scheduler
+from pallas_paged.engine.scheduler_output import SchedulerOutput
+from pallas_paged.engine.stats import Counters
+
+_CALL_SECONDS = 0.01  # of a call of several steps: how long a new request may have to wait for it
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """A call in flight, with the host's counts after its schedule."""
+
+    in_flight: InFlight
+    ledger: int
+    num_cached: int
+    num_empty: int
+
+
+class EngineCore:
+    """Keeps one call in flight while the host works on the one before."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        counters: Counters,
+        take: Callable[[RunnerOutput, float], None],
+        *,
+        num_pages: int,
+        page_size: int,
+        num_scheduler_steps: int,
+    ):
+        """Start with nothing in flight.
+
+        Args:
+            scheduler, runner, counters: of the engine.
+            take: gets what each call has computed, and the time when it was read.
+            num_pages, page_size, num_scheduler_steps: sizes of the engine.
+        """
+        self._scheduler, self._runner, self._counters = scheduler, runner, counters
+        self._take = take
+        self._num_pages, self._page_size = num_pages, page_size
+        self._num_scheduler_steps = num_scheduler_steps
+        self._calls: deque[_Call] = deque()
+        self._last_read: float | None = None
+        self._step_seconds = _CALL_SECONDS  # of the newest call that only decoded
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a call has been dispatched and not read."""
+        return bool(self._calls)
+
+    def step(self) -> None:
+        """Dispatch the next call, and read the one before."""
+        dispatched = self._dispatch(self._schedule())
+        busy = self._scheduler.waiting or self._scheduler.running
+        while len(self._calls) > (dispatched if busy else 0):
+            self._read()
+            busy = self._scheduler.waiting or self._scheduler.running
+
+    def drain(self) -> None:
+        """Read all calls in flight."""
+        while self._calls:
+            self._read()
+
+    def discard(self) -> None:
+        """Forget the calls in flight, because their state is lost."""
+        self._calls.clear()
+
+    def _schedule(self) -> SchedulerOutput:
+        def schedule() -> SchedulerOutput | None:
+            steps = [call.in_flight.scheduled.num_steps for call in self._calls]
+            return self._scheduler.schedule(
+                in_flight=bool(steps),
+                uncertain=max(steps, default=1) > 1,
+                num_steps=self._num_steps(),
+            )
+
+        while (scheduled := schedule()) is None:
+            # The host waits for once, to know how many pages are free.
+            if self._calls:
+                self._read()
+                continue
+            self._runner.update_table(self._scheduler.pages.take_update(), [])
+            self._scheduler.resync(int(self._runner.table.num_free))
+        return scheduled
+
+    def _num_steps(self) -> int:
+        """Most decode steps of the next call, by the time that a step took."""
+        steps = int(_CALL_SECONDS / max(self._step_seconds, 1e-6))
+        return max(1, min(steps, self._num_scheduler_steps))
+
+    def _dispatch(self, scheduled: SchedulerOutput) -> int:
+        """Start a call; return how many that were, 0 or 1."""
+        self._runner.update_table(self._scheduler.pages.take_update(), scheduled.attachments)
+        in_flight = self._runner.dispatch(scheduled)
+        if in_flight is None:
+            return 0
+        scheduler, page_size = self._scheduler, self._page_size
+        self._calls.append(
+            _Call(
+                in_flight=in_flight,
+                ledger=scheduler.pages.ledger,
+                num_cached=scheduler.pages.num_evictable,
+                num_empty=sum(-one.num_computed % page_size for one in scheduler.running),
+            )
+        )
+        self._counters.num_calls += 1
+        return 1
+
+    def _read(self) -> None:
+        """Wait for the oldest call in flight, and take what it has computed."""
+        call = self._calls.popleft()
+        output = self._runner.read(call.in_flight)
+        now = time.perf_counter()
+        scheduled, pages, counters = call.in_flight.scheduled, self._scheduler.pages, self._counters
+        pages.observe(output.num_free, call.ledger)
+        counters.count_pages(
+            num_pages=self._num_pages,
+            num_free=output.num_free,
+            num_cached=call.num_cached,
+            num_empty=call.num_empty,
+            page_size=self._page_size,
+        )
+        for sampled in output.sampled:
+            decode, num_tokens = sampled.decode, len(sampled.token_ids)
+            if decode is None:
+                sampled.sequence.num_pending -= 1
+                continue
+            sampled.sequence.num_pending -= decode.num_tokens
+            counters.computed_tokens += num_tokens
+            if num_tokens < decode.num_tokens:
+                pages.rewind(decode, num_tokens)
+        num_steps = max((len(one.token_ids) for one in output.sampled), default=1) or 1
+        counters.num_steps += num_steps
+        counters.computed_tokens += sum(len(chunk.token_ids) for chunk in scheduled.chunks)
+        for chunk in scheduled.chunks:
+            if chunk.sequence.slot is not None:
+                pages.cache_full_pages(chunk.sequence)
+        if not scheduled.chunks and self._last_read is not None:
+            # Calls are read one after another, so this is the time of the device, or the host's.
+            self._step_seconds = (now - self._last_read) / num_steps
+        self._last_read = now
+        self._take(output, now)

@@ -1,0 +1,146 @@
+"""Prompts and sampling parameters to requests, checked against the model and the pool."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+import numpy as np
+
+from pallas_paged.checks import check_integer
+from pallas_paged.engine.model import Model
+from pallas_paged.engine.request import Request
+from pallas_paged.engine.sampling_params import SamplingParams
+from pallas_paged.engine.tokenizer import Tokenizer
+
+
+class InputProcessor:
+    """Makes requests; keeps no state, so that any thread may call it."""
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer | None,
+        *,
+        max_model_len: int,
+        num_pages: int,
+        page_size: int,
+        pages_of: Callable[[int], int],
+    ):
+        """Take the sizes of an engine.
+
+        Args:
+            model: the model.
+            tokenizer: None takes token ids only.
+            max_model_len: most tokens of a sequence.
+            num_pages, page_size: of the pool.
+            pages_of: pages that a sequence with this many tokens holds at a time.
+        """
+        self._tokenizer = tokenizer
+        self._vocab_size = model.vocab_size
+        self._max_model_len = max_model_len
+        self._num_pages, self._page_size, self._pages_of = num_pages, page_size, pages_of
+
+    def request(
+        self,
+        prompt: object,
+        params: SamplingParams | None,
+        *,
+        number: int,
+        request_id: str,
+        priority: int = 0,
+        score_start: int | None = None,
+    ) -> Request:
+        """Make a request.
+
+        Args:
+            prompt: a text or token ids.
+            params: how to continue it; None takes the defaults.
+            number, request_id, priority, score_start: as in `Request`.
+
+        Raises:
+            ValueError: the request can never be served.
+        """
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"{params=} must be SamplingParams")
+        if not isinstance(request_id, str):
+            raise ValueError(f"{request_id=} must be a str")
+        check_integer("priority", priority, -(2**31))
+        token_ids = self.token_ids(prompt)
+        if score_start is None and params.prompt_logprobs is not None:
+            score_start = 1
+        return Request(
+            request_id=request_id,
+            number=number,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=token_ids,
+            params=params,
+            seed=secrets.randbits(32) if params.seed is None else params.seed,
+            priority=priority,
+            max_len=self._max_len(len(token_ids), params),
+            score_start=score_start,
+            prompt_logprobs=None if score_start is None else [None] * len(token_ids),
+        )
+
+    def token_ids(self, prompt: object, *, empty: bool = False) -> list[int]:
+        """Return the token ids of a prompt.
+
+        Args:
+            prompt: a text or token ids.
+            empty: whether it may be empty.
+
+        Raises:
+            ValueError: it is neither, or a token is not in the vocabulary.
+        """
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise ValueError("a prompt that is a text needs a tokenizer")
+            if any("\ud800" <= character <= "\udfff" for character in prompt):
+                raise ValueError("the prompt must be valid UTF-8; it has surrogates")
+            prompt = list(self._tokenizer.encode(prompt))
+        if hasattr(prompt, "dtype") and getattr(prompt, "ndim", None) == 1:
+            prompt = np.asarray(prompt).tolist()
+        if not isinstance(prompt, list | tuple | range):
+            raise ValueError(f"a prompt must be a text or a list of token ids, not {prompt!r:.80}")
+        last = self._vocab_size - 1
+        for token_id in prompt:
+            if type(token_id) is not int or not 0 <= token_id <= last:
+                check_integer("token id of the prompt", token_id, 0, last)
+        if not prompt and not empty:
+            raise ValueError("the prompt is empty")
+        return [int(token_id) for token_id in prompt]
+
+    def _max_len(self, length: int, params: SamplingParams) -> int:
+        """Return the tokens at which sequences of a request end; refuse what can't be served."""
+        if params.stop and self._tokenizer is None:
+            raise ValueError(f"stop={params.stop!r} needs a tokenizer; stop_token_ids does not")
+        for name, ids in (
+            ("stop_token_ids", params.stop_token_ids or ()),
+            ("logit_bias", dict(params.logit_bias or ())),
+        ):
+            for token_id in ids:
+                check_integer(f"token id of {name}", token_id, 0, self._vocab_size - 1)
+        beams = params.beam_width or 1
+        if 2 * beams > max(self._vocab_size, 2):
+            raise ValueError(
+                f"beam_width={beams} is more than half of vocab_size={self._vocab_size}"
+            )
+        limit = self._max_model_len
+        if self._pages_of(limit - 1) * beams > self._num_pages:  # the last token has no K/V
+            limit = min(limit, self._num_pages // beams * self._page_size + 1)
+        sizes = f"(max_model_len={self._max_model_len}, num_pages={self._num_pages})"
+        max_tokens = params.max_tokens
+        if max_tokens is None:
+            if length >= limit:
+                raise ValueError(
+                    f"a prompt of {length} tokens leaves no room for more: a sequence has at most "
+                    f"{limit} tokens {sizes}"
+                )
+            return limit
+        if length + max_tokens > limit:
+            raise ValueError(
+                f"a prompt of {length} tokens and {max_tokens=} are more than the {limit} tokens "
+                f"of a sequence {sizes}"
+            )
+        return length + max_tokens

@@ -1,0 +1,191 @@
+"""What calls have computed to the outputs of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pallas_paged.engine.beam import Candidates
+from pallas_paged.engine.outputs import CompletionOutput, RequestOutput
+from pallas_paged.engine.request import Request
+from pallas_paged.engine.runner_output import RunnerOutput, Sampled
+from pallas_paged.engine.scheduler import Scheduler
+from pallas_paged.engine.scheduler_output import Chunk
+from pallas_paged.engine.sequence import Sequence
+from pallas_paged.engine.sequence_group import SequenceGroup
+from pallas_paged.engine.stats import Counters
+from pallas_paged.engine.tokenizer import Tokenizer
+
+
+class OutputProcessor:
+    """Gives sequences their tokens, ends them, and reports what is new.
+
+    Attributes:
+        groups: sequences of the requests that are not finished.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        counters: Counters,
+        *,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: tuple[int, ...],
+    ):
+        """Start without requests; arguments are those of the engine and its model."""
+        self.groups: dict[Request, SequenceGroup] = {}
+        self._scheduler, self._counters = scheduler, counters
+        self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
+        # What has changed since it was taken: the lengths of tokens and text before.
+        self._changed: dict[Request, dict[CompletionOutput, tuple[int, int]]] = {}
+        self._restarted: set[Request] = set()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is unfinished and no output is left to take."""
+        return not (self.groups or self._changed)
+
+    def add(self, request: Request) -> None:
+        """Make the sequences of a new request, and put them into the waiting queue."""
+        group = SequenceGroup(request, tokenizer=self._tokenizer, eos_token_ids=self._eos_token_ids)
+        self.groups[request] = group
+        self._scheduler.add(group.live[0])
+
+    def take(self, output: RunnerOutput, now: float) -> None:
+        """Take what a call has computed, read at a time of `time.perf_counter`."""
+        for chunk, ranked in output.prompt_logprobs:
+            _set_prompt_logprobs(chunk, ranked)
+        for sampled in output.sampled:
+            self._take(sampled, now)
+
+    def abort(self, request: Request) -> None:
+        """End a request as it stands."""
+        for sequence in [*self.groups[request].live]:
+            self._finish(sequence, "abort")
+
+    def restart_all(self) -> None:
+        """Begin all unfinished requests again from their prompts; nothing may be in flight."""
+        for request, group in [*self.groups.items()]:
+            live, changed = [*group.live], self._changed.setdefault(request, {})
+            for sequence in live:
+                self._scheduler.remove(sequence)
+            try:
+                group.start()
+            except Exception as error:  # of the tokenizer
+                group.abandon(error)
+                self._conclude(group)
+                continue
+            changed.clear()
+            request.first_token_time = None
+            self._restarted.add(request)
+            self._scheduler.add(group.live[0])
+
+    def abandon_all(self, error: BaseException) -> None:
+        """End all requests with an error."""
+        groups, self.groups = self.groups, {}
+        for group in groups.values():
+            group.abandon(error)
+            self._counters.count_request(group.request)
+
+    def take_changed(self) -> list[RequestOutput]:
+        """Return what is new of each request since the last time."""
+        changed, self._changed = self._changed, {}
+        restarted, self._restarted = self._restarted, set()
+        return [
+            request.output(
+                [output.since(*before) for output, before in outputs.items()],
+                restarted=request in restarted,
+            )
+            for request, outputs in changed.items()
+        ]
+
+    def take_changed_requests(self) -> list[Request]:
+        """Return the requests with something new since the last time."""
+        changed, self._changed, self._restarted = self._changed, {}, set()
+        return [*changed]
+
+    def forget_changes(self, requests: Iterable[Request]) -> None:
+        """Report nothing of these requests, whose outputs are read as a whole."""
+        for request in requests:
+            self._changed.pop(request, None)
+            self._restarted.discard(request)
+
+    def _take(self, sampled: Sampled, now: float) -> None:
+        """Give a sequence its next tokens, or a beam its candidates."""
+        sequence, token_ids, ranked = sampled.sequence, sampled.token_ids, sampled.ranked
+        request = sequence.request
+        if not token_ids:
+            return
+        if request.first_token_time is None:
+            request.first_token_time = now
+        group = self.groups[request]
+        if sequence.is_beam:
+            assert ranked is not None
+            self._advance(group, token_ids[0], sequence, ranked[0])
+            return
+        self._note(group, sequence)
+        if len(sequence.token_ids) >= sequence.max_len:  # only the prompt was wanted
+            self._finish(sequence, "length")
+            return
+        for index, token_id in enumerate(token_ids):
+            reason = group.append(sequence, token_id, ranked[index] if ranked else None)
+            self._counters.generated_tokens += token_id >= 0
+            if reason is not None:
+                self._finish(sequence, reason)
+                return
+
+    def _advance(
+        self, group: SequenceGroup, token_id: int, beam: Sequence, ranked: Candidates
+    ) -> None:
+        if token_id < 0:
+            group.request.error = "the model returned NaN or infinite logits"
+            for live in [*group.live]:
+                self._finish(live, "error")
+            return
+        advance = group.advance(beam, ranked[1:])
+        if advance is None:
+            return
+        for ended in advance.ended:
+            self._scheduler.remove(ended)
+        for parent, child in advance.branches:
+            self._scheduler.branch(parent, child)
+        for chosen, token in advance.chosen:
+            chosen.token_ids.append(token)
+            self._scheduler.resume(chosen)
+        if not group.live:
+            group.conclude()
+            self._conclude(group)
+
+    def _finish(self, sequence: Sequence, reason: str) -> None:
+        """End a sequence, and its request with the last of them."""
+        group = self.groups[sequence.request]
+        self._note(group, sequence)
+        group.finish(sequence, reason)
+        self._scheduler.remove(sequence)
+        if not group.live:
+            group.conclude()
+            self._conclude(group)
+
+    def _conclude(self, group: SequenceGroup) -> None:
+        request = group.request
+        changed = self._changed.setdefault(request, {})
+        if group.ranks:
+            changed.update((output, (0, 0)) for output in request.outputs)
+        if request.params.beam_width:
+            self._counters.generated_tokens += sum(len(x.token_ids) for x in request.outputs)
+        self._counters.count_request(request)
+        del self.groups[request]
+
+    def _note(self, group: SequenceGroup, sequence: Sequence) -> None:
+        """Note how long an output is that is about to change."""
+        if not group.ranks:
+            output = sequence.output
+            before = len(output.token_ids), len(output.text)
+            self._changed.setdefault(group.request, {}).setdefault(output, before)
+
+
+def _set_prompt_logprobs(chunk: Chunk, ranked: list[Candidates]) -> None:
+    request = chunk.sequence.request
+    assert request.prompt_logprobs is not None
+    count = 1 + (request.params.prompt_logprobs or 0)
+    for index, one in enumerate(ranked, chunk.start + 1):
+        request.prompt_logprobs[index] = dict(one[:count])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -196,7 +196,7 @@ class Decoder(nnx.Module):
         Args:
             tokens: i32[...], [B, T] for training, [T] packed for prompts, [B] for a decode step.
             positions: i32[...], the place of each token in its own sequence.
-            attend: the attention of every layer, `dense_attend` or `paged_attend`.
+            attend: the attention of every layer, `dense_attend`, or the engine's.
             cache: what `attend` reads and writes, one entry per layer, or None.
             dropout: applied to the embeddings and to each residual branch (training only).
 
@@ -264,50 +264,6 @@ def dense_attend() -> Attend:
             implementation="cudnn" if _cudnn_takes(q) else None,
         )
         return out, cache
-
-    return attend
-
-
-def paged_attend(
-    *,
-    slots: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    cu_q_lens: jax.Array | None = None,
-    implementation: str | None = None,
-) -> Attend:
-    """Write the K/V of new tokens [T] to their pages, then attend to the pages of their rows.
-
-    Args:
-        slots: i32[T], the slot of each new token; one out of range is padding.
-        block_tables: i32[B, N].
-        seq_lens: i32[B], tokens of each row with the new ones; 0 reads nothing and gives 0.
-        cu_q_lens: i32[B + 1], where the new tokens of each row begin and end among all of them;
-            None: one a row, T = B.
-        implementation: of `pallas_paged.ragged_paged_attention`, or of `paged_attention`.
-    """
-
-    def attend(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        cache: LayerCache | None,
-        *,
-        sliding_window: int | None,
-    ) -> tuple[jax.Array, LayerCache | None]:
-        if not isinstance(cache, pp.LayerKV):
-            raise ValueError(f"{cache=}: paged attention needs the pages of every layer")
-        cache = pp.write_kv(cache, k, v, slots)
-        pages = (cache.k_pages, cache.v_pages, block_tables, seq_lens)
-        options: Any = dict(
-            k_scales=cache.k_scales,
-            v_scales=cache.v_scales,
-            sliding_window=sliding_window,
-            implementation=implementation,
-        )
-        if cu_q_lens is None:
-            return pp.paged_attention(q, *pages, **options), cache
-        return pp.ragged_paged_attention(q, *pages, cu_q_lens, **options), cache
 
     return attend
 

@@ -112,14 +112,9 @@ class AsyncEngine:
             RuntimeError: the engine is not started, or it is shutting down.
             EngineDeadError: the engine is dead.
         """
-        number, free_id = self._next_request()
-        request = self._engine._inputs.request(
-            prompt,
-            params,
-            number=number,
-            request_id=free_id if request_id is None else request_id,
-            priority=priority,
-        )
+        self._check_alive()
+        inputs = self._engine._inputs
+        request = inputs.request(prompt, params, request_id=request_id, priority=priority)
         return self._submit([request])[0]
 
     def generate(
@@ -180,7 +175,8 @@ class AsyncEngine:
 
         Other requests go on meanwhile. Cancelling it aborts what it has submitted.
         """
-        scoring = Scoring(self._engine._inputs, prompts, completions, self._next_request)
+        self._check_alive()
+        scoring = Scoring(self._engine._inputs, prompts, completions)
         streams = self._submit([*scoring.requests.values()])
         try:
             for stream in streams:
@@ -191,24 +187,18 @@ class AsyncEngine:
             for stream in streams:
                 stream.close()
 
-    def _next_request(self) -> tuple[int, str]:
-        """Return a number and an unused id for a request."""
-        with self._lock:
-            self._check_accepting()
-            number, request_id = self._engine._next_request()
-            while request_id in self._mailboxes:
-                request_id += "-"
-            return number, request_id
-
     def _submit(self, requests: Sequence[Request]) -> list[RequestStream]:
-        """Accept requests."""
+        """Accept requests, and give an id to those without one."""
         with self._lock:
-            self._check_accepting()
+            self._check_running()
+            if self._stopping:
+                raise RuntimeError("the engine is shutting down and takes no new requests")
             for request in requests:
                 if request.request_id in self._mailboxes:
-                    raise ValueError(
-                        f"request_id={request.request_id!r} is that of another request"
-                    )
+                    request_id = request.request_id
+                    raise ValueError(f"{request_id=} is that of another request")
+                while not request.request_id or request.request_id in self._mailboxes:
+                    request.request_id = f"async-{next(self._numbers)}"
             mailboxes = [Mailbox(request) for request in requests]
             self._mailboxes |= {one.request_id: one for one in mailboxes}
             self._commands.put((partial(self._add, mailboxes), Future()))
@@ -229,11 +219,6 @@ class AsyncEngine:
         self._check_alive()
         if not self._running:
             raise RuntimeError("the engine is not running: use `async with`, or call start()")
-
-    def _check_accepting(self) -> None:
-        self._check_running()
-        if self._stopping:
-            raise RuntimeError("the engine is shutting down and takes no new requests")
 
     def _check_alive(self) -> None:
         if self._error is not None:

@@ -165,14 +165,7 @@ class Engine:
             EngineDeadError: an earlier step failed.
         """
         self._check_alive()
-        number, free_id = self._next_request()
-        request = self._inputs.request(
-            prompt,
-            params,
-            number=number,
-            request_id=free_id if request_id is None else request_id,
-            priority=priority,
-        )
+        request = self._inputs.request(prompt, params, request_id=request_id, priority=priority)
         self._add([request])
         return request
 
@@ -301,7 +294,7 @@ class Engine:
             RuntimeError: the engine sleeps, or a sequence has no scores (bad logits).
         """
         self._check_awake()
-        scoring = Scoring(self._inputs, prompts, completions, self._next_request)
+        scoring = Scoring(self._inputs, prompts, completions)
         requests = [*scoring.requests.values()]
         self._add(requests)
         self._run(requests, progress=False)
@@ -398,24 +391,21 @@ class Engine:
         cached = self._cache.pages if self._cache is not None else ()
         check_page_table(self.table, retained=np.asarray(cached, np.int32))
 
-    def _next_request(self) -> tuple[int, str]:
-        """Return a number and an unused id for a request."""
-        number = self._num_requests
-        self._num_requests += 1
-        request_id = str(number)
-        while request_id in self._requests:
-            request_id += "-"
-        return number, request_id
-
-    def _add(self, requests: Sequence[Request]) -> None:
-        """Put requests into the waiting queue, all or none."""
+    def _add(self, requests: Iterable[Request]) -> None:
+        """Accept requests: number them, and put them into the waiting queue."""
         for request in requests:
-            other = self._requests.get(request.request_id)
+            number, request_id = self._num_requests, request.request_id
+            other = self._requests.get(request_id)
             if other is not None and not other.finished:
-                raise ValueError(f"request_id={request.request_id!r} is that of another request")
-        for request in requests:
+                raise ValueError(f"{request_id=} is that of another request")
+            if not request_id:
+                request_id = str(number)
+                while request_id in self._requests:
+                    request_id += "-"
+            request.number, request.request_id = number, request_id
             self._outputs.add(request)
-            self._requests[request.request_id] = request
+            self._requests[request_id] = request
+            self._num_requests += 1
 
     def _run(self, requests: list[Request], progress: bool) -> None:
         """Step until these requests are finished; the outputs of others wait for `step`."""

@@ -46,17 +46,16 @@ class InputProcessor:
         prompt: object,
         params: SamplingParams | None,
         *,
-        number: int,
-        request_id: str,
+        request_id: str | None = None,
         priority: int = 0,
         score_start: int | None = None,
     ) -> Request:
-        """Make a request.
+        """Make a request; the engine gives it a number, and an id if it has none.
 
         Args:
             prompt: a text or token ids.
             params: how to continue it; None takes the defaults.
-            number, request_id, priority, score_start: as in `Request`.
+            request_id, priority, score_start: as in `Request`.
 
         Raises:
             ValueError: the request can never be served.
@@ -64,15 +63,14 @@ class InputProcessor:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"{params=} must be SamplingParams")
-        if not isinstance(request_id, str):
-            raise ValueError(f"{request_id=} must be a str")
+        if request_id is not None and (not isinstance(request_id, str) or not request_id):
+            raise ValueError(f"{request_id=} must be a str that is not empty")
         check_integer("priority", priority, -(2**31))
         token_ids = self.token_ids(prompt)
         if score_start is None and params.prompt_logprobs is not None:
             score_start = 1
         return Request(
-            request_id=request_id,
-            number=number,
+            request_id=request_id or "",
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=token_ids,
             params=params,

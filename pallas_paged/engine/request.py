@@ -16,7 +16,6 @@ class Request:
 
     Attributes:
         request_id: as submitted, or the number of the request.
-        number: how many requests the engine got before.
         prompt: text of the prompt, if it was submitted as text.
         prompt_token_ids: token ids of the prompt.
         params: as submitted.
@@ -25,6 +24,7 @@ class Request:
         max_len: tokens at which a sequence ends, prompt included.
         score_start: of a scored prompt, the index of the first token whose log-probability is
             wanted; None if none is.
+        number: how many requests the engine accepted before.
         outputs: completions; those of `best_of` and beams once they are ranked, at the end.
         prompt_logprobs: for each token of the prompt, None where it was not computed (the first);
             None if they were not asked for.
@@ -35,7 +35,6 @@ class Request:
     """
 
     request_id: str
-    number: int
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
@@ -43,6 +42,7 @@ class Request:
     priority: int
     max_len: int
     score_start: int | None = None
+    number: int = -1
     outputs: list[CompletionOutput] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None

@@ -157,6 +157,8 @@ class ModelRunner:
         self._update(TableUpdate(), [])
         self._fork([])
         self._set([], [])
+        if self._counts is not None:
+            self._count_tokens(self._config.max_num_seqs, [0], [])  # a slot that is not there
         jax.block_until_ready(self._state)
 
     def update_table(self, update: TableUpdate, attachments: list[Attachment]) -> None:
@@ -288,7 +290,9 @@ class ModelRunner:
             self._set(some, tokens)
         for one in starting:
             if one.mode.penalties:
-                self._count_tokens(one)
+                num_prompt = len(one.request.prompt_token_ids)
+                prompt, output = one.token_ids[:num_prompt], one.token_ids[num_prompt:]
+                self._count_tokens(one.running_slot, prompt, output)
 
     def _set(self, starting: list[Sequence], last_token_ids: list[int]) -> None:
         num_eos = len(self._model.eos_token_ids)
@@ -299,16 +303,16 @@ class ModelRunner:
         slots = set_slots(self._state.slots, indices, values)
         self._state = replace(self._state, slots=slots)
 
-    def _count_tokens(self, one: Sequence) -> None:
-        num_prompt = len(one.request.prompt_token_ids)
-        prompt, output = one.token_ids[:num_prompt], one.token_ids[num_prompt:]
-        for first in range(0, max(len(prompt), len(output)), _COUNTED_TOKENS):
+    def _count_tokens(
+        self, slot: int, prompt_token_ids: list[int], output_token_ids: list[int]
+    ) -> None:
+        for first in range(0, max(len(prompt_token_ids), len(output_token_ids)), _COUNTED_TOKENS):
             piece = slice(first, first + _COUNTED_TOKENS)
             self._counts = _set_token_counts(
                 self._make_counts(),
-                np.int32(one.running_slot),
-                _padded(prompt[piece], _COUNTED_TOKENS, -1),
-                _padded(output[piece], _COUNTED_TOKENS, -1),
+                np.int32(slot),
+                _padded(prompt_token_ids[piece], _COUNTED_TOKENS, -1),
+                _padded(output_token_ids[piece], _COUNTED_TOKENS, -1),
                 np.bool_(first == 0),
             )
 

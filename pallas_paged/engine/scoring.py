@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -25,14 +25,12 @@ class Scoring:
         inputs: InputProcessor,
         prompts: Sequence[Sequence[int]],
         completions: Sequence[Sequence[int]],
-        next_request: Callable[[], tuple[int, str]],
     ):
         """Make the requests.
 
         Args:
             inputs: of the engine.
             prompts, completions: as in `Engine.score`.
-            next_request: gives a number and an id for each request.
 
         Raises:
             ValueError: the lists differ in length, or a sequence can't be served.
@@ -47,13 +45,8 @@ class Scoring:
             try:
                 start, end = inputs.token_ids(prompt), inputs.token_ids(completion, empty=True)
                 if end:
-                    number, request_id = next_request()
                     self.requests[row] = inputs.request(
-                        start + end,
-                        _PARAMS,
-                        number=number,
-                        request_id=request_id,
-                        score_start=len(start),
+                        start + end, _PARAMS, score_start=len(start)
                     )
             except ValueError as error:
                 raise ValueError(f"sequence {row}: {error}") from error

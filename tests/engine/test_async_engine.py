@@ -586,7 +586,7 @@ def test_requests_wait_while_the_engine_sleeps(drain):
             await engine.shutdown(drain)
             outputs = [one async for one in last]
             assert outputs[-1].outputs[0].finish_reason == ("length" if drain else "abort")
-            assert inner._asleep == (not drain)
+            assert inner.is_sleeping == (not drain)
 
     run(main())
     inner.wake()
@@ -645,7 +645,7 @@ def test_scores_come_beside_other_requests():
             scoring = asyncio.create_task(engine.score(prompts * 10, completions * 10))
             await asyncio.sleep(0.05)
             await engine.shutdown(drain=False)
-            with pytest.raises(RuntimeError, match="shut down"):
+            with pytest.raises(RuntimeError, match="ended with 'abort'"):
                 await scoring
 
     run(main())

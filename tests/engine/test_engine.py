@@ -147,7 +147,6 @@ def test_nothing_is_compiled_after_warmup(compilations):
     assert not compilations and stats.compilations == num_compiled
 
 
-@pytest.mark.xfail(strict=True, reason="set_token_counts is not warmed up")
 def test_penalties_compile_nothing_after_warmup(compilations):
     engine = make_engine(replace(MODEL, vocab_size=41))  # whose steps no other test has compiled
     params = greedy(presence_penalty=1)

@@ -139,7 +139,7 @@ def test_requests_of_other_engines_and_unknown_ids_are_refused():
             use(request)
     with pytest.raises(ValueError, match="request=None must be a Request or its id"):
         engine.abort(None)
-    with pytest.raises(ValueError, match="request='x' is not the id of an unfinished request"):
+    with pytest.raises(ValueError, match="request='x' is not the id of a request"):
         engine.abort("x")
     run(other)
 

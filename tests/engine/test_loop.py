@@ -98,11 +98,11 @@ def test_calls_of_random_sizes_equal_single_steps(single, seed):
 
 def test_the_number_of_steps_follows_the_time_of_a_step():
     engine = make_engine(num_scheduler_steps=32)
-    assert engine._steps() == 1  # nothing is known
+    assert engine._core._num_steps() == 1  # nothing is known
     for seconds, num_steps in [(1.0, 1), (0.004, 2), (0.001, 10), (1e-9, 32), (0.0, 32)]:
-        engine._last_read = 0.0, seconds
-        assert engine._steps() == num_steps
-    assert make_engine(num_scheduler_steps=1)._steps() == 1
+        engine._core._step_seconds = seconds
+        assert engine._core._num_steps() == num_steps
+    assert make_engine(num_scheduler_steps=1)._core._num_steps() == 1
 
 
 def test_a_call_takes_one_step_while_a_request_waits_for_a_slot():
@@ -111,7 +111,7 @@ def test_a_call_takes_one_step_while_a_request_waits_for_a_slot():
     first, _ = submit(engine, PROMPTS[:2], greedy())
     while not first.finished:
         step(engine)
-        assert all(call.in_flight.scheduled.num_steps == 1 for call in engine._calls)
+        assert all(call.in_flight.scheduled.num_steps == 1 for call in engine._core._calls)
     run(engine)
 
 
@@ -120,7 +120,7 @@ def test_the_host_never_counts_on_more_pages_than_are_free(num_steps, monkeypatc
     """At every read, with requests that end by surprise."""
     engine = make_engine(replace(MODEL, eos_token_ids=(EOS, 1, 36)), weights())
     steps_of(engine, num_steps)
-    read, num_reads = engine._read, []
+    read, num_reads = engine._core._read, []
 
     def checked():
         read()
@@ -128,7 +128,7 @@ def test_the_host_never_counts_on_more_pages_than_are_free(num_steps, monkeypatc
         num_reads.append(1)
         assert engine._scheduler.pages.num_free <= int(engine.table.num_free) + pending
 
-    monkeypatch.setattr(engine, "_read", checked)
+    monkeypatch.setattr(engine._core, "_read", checked)
     serve(engine, PROMPTS * 3, [sampling(max_tokens=5 + i, seed=i) for i in range(15)])
     assert len(num_reads) > 10
 
@@ -158,7 +158,7 @@ def started(num_pages: int, max_tokens: list[int]):
         engine, [[1, 2, 3, 4], [5, 6, 7, 8]], [greedy(max_tokens=n) for n in max_tokens]
     )
     engine.step()
-    engine._drain()
+    engine._core.drain()
     return engine, requests
 
 

@@ -8,7 +8,8 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
@@ -16,15 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from pallas_paged.engine.engine import Engine, EngineDeadError
+from pallas_paged.engine.engine import Engine
 from pallas_paged.engine.outputs import RequestOutput
 from pallas_paged.engine.request import Request
-from pallas_paged.engine.request_stream import Event, Mailbox, RequestStream, set_all
+from pallas_paged.engine.request_stream import Event, OutputCollector, RequestStream, Waiter
 from pallas_paged.engine.sampling_params import SamplingParams
 from pallas_paged.engine.scoring import Scoring
 from pallas_paged.engine.stats import EngineStats
-
-_Prompt = str | Sequence[int]
 
 
 class AsyncEngine:
@@ -44,9 +43,9 @@ class AsyncEngine:
         self._lock = threading.Lock()
         self._running = self._stopping = False  # whether calls and new requests are accepted
         self._draining = False  # whether the thread ends as soon as no request is left
-        self._ended: Future[None] | None = None
-        self._error: BaseException | None = None  # what the thread died of
-        self._mailboxes: dict[str, Mailbox] = {}  # of requests that are not finished, by id
+        self._ended: Future[None] = Future()
+        self._ended.set_result(None)
+        self._collectors: dict[str, OutputCollector] = {}  # of unfinished requests, by id
         self._numbers = itertools.count()
 
     async def __aenter__(self) -> AsyncEngine:
@@ -68,7 +67,7 @@ class AsyncEngine:
         with self._lock:
             if self._running:
                 raise RuntimeError("the engine has been started already")
-            self._check_alive()
+            self._engine._check_alive()
             self._running, self._stopping, self._draining = True, False, False
             self._ended = Future()
             self._ended.set_running_or_notify_cancel()  # a waiter that leaves can't cancel it
@@ -84,13 +83,12 @@ class AsyncEngine:
                 wakes up. Otherwise they are aborted, also those that an earlier call drains.
         """
         self._stop(drain)
-        if self._ended is not None:
-            await asyncio.wrap_future(self._ended)
-            atexit.unregister(self._stop_at_exit)
+        await asyncio.wrap_future(self._ended)
+        atexit.unregister(self._stop_at_exit)
 
     def submit(
         self,
-        prompt: _Prompt,
+        prompt: str | Sequence[int],
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
@@ -98,11 +96,7 @@ class AsyncEngine:
     ) -> RequestStream:
         """Put a request into the waiting queue; do not wait for the engine.
 
-        Args:
-            prompt: a text, or token ids.
-            params: how to continue it; None takes the defaults.
-            request_id: for the outputs; None takes an unused number.
-            priority: requests with smaller values are served first, and preempted last.
+        Arguments are those of `Engine.submit`.
 
         Returns:
             The stream of its outputs, for `for` or `async for`.
@@ -112,14 +106,14 @@ class AsyncEngine:
             RuntimeError: the engine is not started, or it is shutting down.
             EngineDeadError: the engine is dead.
         """
-        self._check_alive()
-        inputs = self._engine._inputs
-        request = inputs.request(prompt, params, request_id=request_id, priority=priority)
+        request = self._engine._inputs.request(
+            prompt, params, request_id=request_id, priority=priority
+        )
         return self._submit([request])[0]
 
     def generate(
         self,
-        prompt: _Prompt,
+        prompt: str | Sequence[int],
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
@@ -138,8 +132,8 @@ class AsyncEngine:
 
         Nothing happens if no unfinished request has this id.
         """
-        if (mailbox := self._mailboxes.get(request_id)) is not None:
-            await self._call(self._abort, mailbox)
+        if (collector := self._collectors.get(request_id)) is not None:
+            await self._call(self._abort, collector)
 
     async def update_params(
         self, params: Any, *, reset_prefix_cache: bool = True, restart_running: bool = False
@@ -175,7 +169,7 @@ class AsyncEngine:
 
         Other requests go on meanwhile. Cancelling it aborts what it has submitted.
         """
-        self._check_alive()
+        self._engine._check_alive()
         scoring = Scoring(self._engine._inputs, prompts, completions)
         streams = self._submit([*scoring.requests.values()])
         try:
@@ -194,51 +188,38 @@ class AsyncEngine:
             if self._stopping:
                 raise RuntimeError("the engine is shutting down and takes no new requests")
             for request in requests:
-                if request.request_id in self._mailboxes:
-                    request_id = request.request_id
+                if (request_id := request.request_id) in self._collectors:
                     raise ValueError(f"{request_id=} is that of another request")
-                while not request.request_id or request.request_id in self._mailboxes:
+                while not request.request_id or request.request_id in self._collectors:
                     request.request_id = f"async-{next(self._numbers)}"
-            mailboxes = [Mailbox(request) for request in requests]
-            self._mailboxes |= {one.request_id: one for one in mailboxes}
-            self._commands.put((partial(self._add, mailboxes), Future()))
-        return [RequestStream(one, partial(self._leave, one)) for one in mailboxes]
+            collectors = [OutputCollector(request) for request in requests]
+            self._collectors |= {one.request.request_id: one for one in collectors}
+            self._put(self._add, collectors)
+        return [RequestStream(one, partial(self._put, self._abort, one)) for one in collectors]
 
-    def _leave(self, mailbox: Mailbox) -> None:
-        self._commands.put((partial(self._abort, mailbox), Future()))
+    def _put(self, function: Callable[..., Any], *args: Any, **options: Any) -> Future[Any]:
+        """Let the engine's thread call a function between two steps."""
+        future: Future[Any] = Future()
+        self._commands.put((partial(function, *args, **options), future))
+        return future
 
     async def _call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Run a function in the engine's thread, between two steps."""
-        future: Future[Any] = Future()
+        """Call a function in the engine's thread, and return its result."""
         with self._lock:
             self._check_running()
-            self._commands.put((partial(function, *args, **options), future))
+            future = self._put(function, *args, **options)
         return await asyncio.wrap_future(future)
 
     def _check_running(self) -> None:
-        self._check_alive()
+        self._engine._check_alive()
         if not self._running:
             raise RuntimeError("the engine is not running: use `async with`, or call start()")
-
-    def _check_alive(self) -> None:
-        if self._error is not None:
-            raise self._dead()
-        self._engine._check_alive()
-
-    def _dead(self) -> EngineDeadError:
-        """Return a new error: one that several threads raise would have a mixed traceback."""
-        cause = self._error
-        if isinstance(cause, EngineDeadError):
-            cause = cause.__cause__
-        error = EngineDeadError(f"the engine is dead: {cause!r}")
-        error.__cause__ = cause
-        return error
 
     def _stop(self, drain: bool) -> None:
         with self._lock:
             if self._running:
                 self._stopping = True
-                self._commands.put((partial(self._drain, drain), Future()))
+                self._put(self._drain, drain)
 
     def _stop_at_exit(self) -> None:
         self._stop(drain=False)
@@ -251,20 +232,16 @@ class AsyncEngine:
         engine = self._engine
         try:
             while not self._is_done():
-                if self._draining and self._mailboxes and engine.is_sleeping:
+                if self._draining and self._collectors and engine.is_sleeping:
                     engine.wake()
                 # Commands that come meanwhile wait for the next turn: they must not starve steps.
                 for _ in range(self._commands.qsize() or (0 if self._can_step() else 1)):
-                    self._run(*self._commands.get())
+                    _run(*self._commands.get())
                 if self._can_step():
                     engine._step()
-                    changed = engine._outputs.take_changed_requests()
-                    mailboxes = (self._mailboxes.get(request.request_id) for request in changed)
-                    # The id of an aborted request may be that of the next one already.
-                    self._publish([one for one in mailboxes if one and one.request in changed])
+                    self._publish()
         except BaseException as error:
             self._die(error)
-        assert self._ended is not None
         self._ended.set_result(None)
 
     def _can_step(self) -> bool:
@@ -273,7 +250,7 @@ class AsyncEngine:
     def _is_done(self) -> bool:
         """Whether the thread may end; if so, accept no more calls."""
         with self._lock:
-            busy = self._mailboxes or self._can_step() or not self._commands.empty()
+            busy = self._collectors or self._can_step() or not self._commands.empty()
             self._running = not self._draining or bool(busy)
             return not self._running
 
@@ -282,53 +259,73 @@ class AsyncEngine:
         # Also if they do not read it, there is a trace of it.
         logging.getLogger("pallas_paged").error("the engine is dead", exc_info=error)
         with self._lock:
-            self._error, self._running = error, False
-            mailboxes, self._mailboxes = self._mailboxes, {}
-        for mailbox in mailboxes.values():
-            mailbox.fail(self._dead())
+            if self._engine._error is None:
+                self._engine._error = error
+            self._running = False
+            collectors, self._collectors = self._collectors, {}
+        for collector in collectors.values():
+            self._wake([(collector, collector.put(None, self._engine._dead()))])
         while not self._commands.empty():
             _, future = self._commands.get()
             if future.set_running_or_notify_cancel():
-                future.set_exception(self._dead())
+                future.set_exception(self._engine._dead())
 
-    def _run(self, function: Callable[[], Any], future: Future[Any]) -> None:
-        if not future.set_running_or_notify_cancel():
-            return  # the caller has been cancelled
-        try:
-            result = function()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    def _add(self, mailboxes: Sequence[Mailbox]) -> None:
-        for mailbox in mailboxes:
+    def _add(self, collectors: Sequence[OutputCollector]) -> None:
+        for collector in collectors:
             try:
-                self._engine._add([mailbox.request])
-                mailbox.is_added = True
+                self._engine._add([collector.request])
             except Exception as error:  # of the tokenizer, for example
-                del self._mailboxes[mailbox.request_id]
-                mailbox.fail(error)
+                del self._collectors[collector.request.request_id]
+                self._wake([(collector, collector.put(None, error))])
 
-    def _publish(self, mailboxes: Sequence[Mailbox]) -> None:
-        """Let consumers take what their requests have."""
-        waiting: dict[asyncio.AbstractEventLoop | None, list[tuple[Mailbox, Event]]] = {}
-        for mailbox in mailboxes:
-            if mailbox.request.finished:
-                self._mailboxes.pop(mailbox.request_id, None)
-            for loop, event in mailbox.publish(mailbox.request):
-                waiting.setdefault(loop, []).append((mailbox, event))
-        for loop, waiters in waiting.items():
-            if not set_all(loop, [event for _, event in waiters]):
-                for mailbox, _ in waiters:
-                    self._abort(mailbox)
+    def _publish(self) -> None:
+        """Give the collectors what is new."""
+        woken = []
+        for output in self._engine._outputs.take_changed():
+            if (collector := self._collectors.get(output.request_id)) is not None:
+                woken.append((collector, collector.put(output)))
+                if output.finished:
+                    del self._collectors[output.request_id]
+        self._wake(woken)
 
-    def _abort(self, mailbox: Mailbox) -> None:
-        if mailbox.is_added and not mailbox.request.finished:
-            self._engine.abort(mailbox.request)
-            self._publish([mailbox])
+    def _wake(self, woken: Iterable[tuple[OutputCollector, list[Waiter]]]) -> None:
+        """Set the events of waiters, by one call for each event loop."""
+        by_loop = defaultdict(list)
+        for collector, waiters in woken:
+            for loop, event in waiters:
+                by_loop[loop].append((collector, event))
+        for loop, entries in by_loop.items():
+            events = [event for _, event in entries]
+            try:
+                if loop is None:
+                    _set_all(events)
+                else:
+                    loop.call_soon_threadsafe(_set_all, events)
+            except RuntimeError:  # the loop is closed
+                for collector, _ in entries:
+                    self._abort(collector)
+
+    def _abort(self, collector: OutputCollector) -> None:
+        request = collector.request
+        if self._collectors.get(request.request_id) is collector:  # it is not finished
+            self._engine.abort(request)
+            self._publish()
 
     def _drain(self, drain: bool) -> None:
         self._draining = True
-        for mailbox in [] if drain else [*self._mailboxes.values()]:
-            self._abort(mailbox)
+        for collector in [] if drain else [*self._collectors.values()]:
+            self._abort(collector)
+
+
+def _run(function: Callable[[], Any], future: Future[Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return  # the caller has been cancelled
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def _set_all(events: Iterable[Event]) -> None:
+    for event in events:
+        event.set()

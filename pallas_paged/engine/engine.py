@@ -458,7 +458,14 @@ class Engine:
 
     def _check_alive(self) -> None:
         if self._error is not None:
-            raise EngineDeadError(f"the engine is dead: {_message(self._error)}") from self._error
+            raise self._dead()
+
+    def _dead(self) -> EngineDeadError:
+        """Return a new error: one that several threads raise would have a mixed traceback."""
+        assert self._error is not None
+        error = EngineDeadError(f"the engine is dead: {_message(self._error)}")
+        error.__cause__ = self._error
+        return error
 
 
 def _message(error: BaseException) -> str:

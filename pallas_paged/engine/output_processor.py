@@ -98,11 +98,6 @@ class OutputProcessor:
             for request, outputs in changed.items()
         ]
 
-    def take_changed_requests(self) -> list[Request]:
-        """Return the requests with something new since the last time."""
-        changed, self._changed, self._restarted = self._changed, {}, set()
-        return [*changed]
-
     def forget_changes(self, requests: Iterable[Request]) -> None:
         """Report nothing of these requests, whose outputs are read as a whole."""
         for request in requests:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 FinishReasonName = Literal["stop", "length", "abort", "error"]
@@ -71,6 +71,15 @@ class CompletionOutput:
             stop_reason=self.stop_reason,
         )
 
+    def add(self, new: CompletionOutput) -> None:
+        """Append what is new of the same completion."""
+        self.text += new.text
+        self.token_ids += new.token_ids
+        if self.logprobs is not None:
+            self.logprobs += new.logprobs or []
+        self.cumulative_logprob = new.cumulative_logprob
+        self.finish_reason, self.stop_reason = new.finish_reason, new.stop_reason
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RequestOutput:
@@ -100,3 +109,13 @@ class RequestOutput:
     seed: int
     error: str | None = None
     restarted: bool = False
+
+    def add(self, new: RequestOutput) -> RequestOutput:
+        """Return this output and the one after it as one; the completions of this one change."""
+        if new.restarted:
+            return new
+        outputs = {output.index: output for output in self.outputs}
+        for output in new.outputs:
+            if (earlier := outputs.setdefault(output.index, output)) is not output:
+                earlier.add(output)
+        return replace(new, outputs=[*outputs.values()], restarted=self.restarted)

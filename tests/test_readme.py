@@ -80,6 +80,19 @@ def test_the_engine_examples_serve_a_plain_model_and_train_the_demo_model(names,
     assert names["engine"].idle
     names["engine"].check()
     assert names["text"].strip() and len(names["both"]) == 2
+    check_async_example(names)
+
+
+def check_async_example(names):
+    """Check that clients of `AsyncEngine` got what the engine itself returns."""
+    prompts = [*names["prompts"], "JULIET:\n"]
+    outputs = names["engine"].generate(prompts, names["greedy"], progress=False)
+    texts = [output.outputs[0].text for output in outputs]
+    assert names["words"] == [text.split()[:5] for text in texts[:2]]
+    assert names["text_of_thread"] == texts[2]
+    expected = names["engine"].score([[1, 2, 3]], [[4, 5]])
+    np.testing.assert_allclose(names["scores"], expected, atol=1e-4)
+    names["engine"].check()
 
 
 def test_the_plain_model_of_the_docs_is_that_of_the_tests():

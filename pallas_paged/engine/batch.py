@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from pallas_paged.engine.sampler import SamplingMode
+from pallas_paged.engine.scheduler_output import Chunk, Decode
 
 _MIN_SLOTS = 8
 _MIN_TOKENS = 128  # fewer take as long, because a step reads all weights
@@ -61,16 +62,6 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkTokens:
-    """Tokens of one chunk on the host; attributes as in `ChunkBatch`."""
-
-    slot: int
-    token_ids: Sequence[int]
-    is_last: bool
-    targets: Sequence[int] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class BatchBuckets:
     """The shapes that batches have, so that all of them can be compiled before they are needed.
 
@@ -102,30 +93,20 @@ class BatchBuckets:
 
 
 def pack(
-    decode_slots: Sequence[int],
-    num_steps: Sequence[int],
-    chunks: Sequence[ChunkTokens],
+    decodes: Sequence[Decode],
+    chunks: Sequence[Chunk],
     *,
     shape: tuple[int, int],
     max_num_seqs: int,
     mode: SamplingMode,
     max_num_steps: int,
 ) -> Batch:
-    """Pack slots into a batch.
-
-    Args:
-        decode_slots: slots that go on from their last token.
-        num_steps: most steps of each.
-        chunks: next tokens of other slots.
-        shape: one of `BatchBuckets.all()` that has room for them.
-        max_num_seqs: number of slots.
-        mode, max_num_steps: as in `Batch`.
-    """
+    """Pack a schedule into a batch, of one of the shapes of `BatchBuckets` that has room for it."""
     num_decodes, num_tokens = shape
     decoding = np.full(num_decodes, max_num_seqs, np.int32)
-    decoding[: len(decode_slots)] = decode_slots
+    decoding[: len(decodes)] = [decode.sequence.running_slot for decode in decodes]
     steps = np.zeros(num_decodes, np.int32)
-    steps[: len(num_steps)] = num_steps
+    steps[: len(decodes)] = [decode.num_tokens for decode in decodes]
     packed = None
     if num_tokens:
         lens = [len(chunk.token_ids) for chunk in chunks]
@@ -135,15 +116,15 @@ def pack(
         cu_q_lens = np.full(max_num_seqs + 1, total, np.int32)
         cu_q_lens[: count + 1] = np.cumsum([0, *lens])
         slots = np.full(max_num_seqs, max_num_seqs, np.int32)
-        slots[:count] = [chunk.slot for chunk in chunks]
+        slots[:count] = [chunk.sequence.running_slot for chunk in chunks]
         is_last = np.zeros(max_num_seqs, bool)
         is_last[:count] = [chunk.is_last for chunk in chunks]
         targets = None
         if mode.prompt_logprobs >= 0:
             targets = np.full(num_tokens, -1, np.int32)
             for chunk, start in zip(chunks, cu_q_lens.tolist(), strict=False):
-                if chunk.targets is not None:
-                    targets[start : start + len(chunk.targets)] = chunk.targets
+                if (wanted := chunk.targets) is not None:
+                    targets[start : start + len(wanted)] = wanted
         packed = ChunkBatch(
             token_ids=token_ids, cu_q_lens=cu_q_lens, slots=slots, is_last=is_last, targets=targets
         )

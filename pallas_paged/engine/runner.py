@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import reduce
+from itertools import zip_longest
 from operator import or_
 from typing import Any
 
@@ -14,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_paged.engine.batch import Batch, BatchBuckets, ChunkTokens, pack
+from pallas_paged.engine.batch import Batch, BatchBuckets, pack
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.input_batch import set_slot, slot_states
 from pallas_paged.engine.kv_cache import create_pool, pool_dtype
 from pallas_paged.engine.kv_cache_manager import TableUpdate
 from pallas_paged.engine.model import Model
-from pallas_paged.engine.runner_output import InFlight, RunnerOutput, read_output, targets_of
+from pallas_paged.engine.runner_output import InFlight, RunnerOutput, read_output
 from pallas_paged.engine.sampler import (
     SamplingMode,
     TokenCounts,
@@ -28,7 +29,7 @@ from pallas_paged.engine.sampler import (
     set_token_counts,
 )
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingParams
-from pallas_paged.engine.scheduler_output import Attachment, SchedulerOutput
+from pallas_paged.engine.scheduler_output import Attachment, Chunk, Decode, SchedulerOutput
 from pallas_paged.engine.sequence import Sequence
 from pallas_paged.engine.state import EngineState, TableArrays, fork, set_slots, update_table
 from pallas_paged.engine.step import StepOutput, make_step
@@ -39,7 +40,7 @@ _MAX_PAGES = 1024  # pages that one update retains or releases
 _MAX_ATTACHMENTS = 16  # slots that one update fills
 _MAX_SET = 16  # slots that one call sets
 _COUNTED_TOKENS = 1024  # tokens that one call counts for penalties
-_COMPILE_THREADS = 16
+_COMPILE_THREADS = 6
 
 
 class ModelRunner:
@@ -77,12 +78,11 @@ class ModelRunner:
         )
         self.pool_shape = jax.eval_shape(self._create_pool)
         self._counts: TokenCounts | None = None
-        self._num_logprobs = min(MAX_LOGPROBS, model.vocab_size)
         self._compiled: dict[tuple[int, int], set[SamplingMode]] = {}
         if config.implementation is not None:
             # Traces a step, so that one that can't do the model's attention fails now.
             shape = self.buckets.all()[0]
-            batch = self._pack([], [], [], shape=shape, mode=SamplingMode())
+            batch = self._pack([], [], shape, SamplingMode())
             jax.eval_shape(self._step, self._leaves, self._state, None, batch)
 
     @property
@@ -144,7 +144,7 @@ class ModelRunner:
             self._make_counts()
 
         def compile_step(step: tuple[tuple[int, int], SamplingMode]) -> None:
-            batch = self._pack([], [], [], shape=step[0], mode=step[1])
+            batch = self._pack([], [], *step)
             counts = self._counts if step[1].penalties else None
             self._step.lower(self._leaves, self._state, counts, batch).compile()  # type: ignore[attr-defined]
 
@@ -153,10 +153,10 @@ class ModelRunner:
                 pass
         # Twice: a CUDA graph is made by the second execution.
         for shape, mode in steps * 2:
-            self._run([], [], [], mode, shape=shape)
+            self._run([], [], shape, mode)
         self._update(TableUpdate(), [])
         self._fork([])
-        self._set([], [])
+        self._set_slots([], [])
         if self._counts is not None:
             self._count_tokens(self._config.max_num_seqs, [0], [])  # a slot that is not there
         jax.block_until_ready(self._state)
@@ -174,28 +174,20 @@ class ModelRunner:
         if not decodes and not chunks:
             return None
         starting = [*scheduled.resumed, *(chunk.sequence for chunk in chunks if chunk.is_last)]
-        if starting:
-            self._start(starting, num_resumed=len(scheduled.resumed))
-        modes = {decode.sequence.mode for decode in decodes}
-        mode = reduce(or_, modes.union(chunk.sequence.mode for chunk in chunks))
-        wanted = (x.sequence.mode.prompt_logprobs for x in chunks if targets_of(x) is not None)
+        for some in _split(starting, _MAX_SET) if starting else []:
+            self._set_slots(some, scheduled.resumed)
+        for one in starting:
+            if one.mode.penalties:
+                num_prompt = len(one.request.prompt_token_ids)
+                prompt, new = one.token_ids[:num_prompt], one.token_ids[num_prompt:]
+                self._count_tokens(one.running_slot, prompt, new)
+        sequences = [x.sequence for x in decodes] + [x.sequence for x in chunks]
+        mode = reduce(or_, {one.mode for one in sequences})
+        wanted = (x.sequence.mode.prompt_logprobs for x in chunks if x.targets is not None)
         mode = replace(mode, prompt_logprobs=max(wanted, default=-1))
-        packed = [
-            ChunkTokens(
-                slot=chunk.sequence.running_slot,
-                token_ids=chunk.token_ids,
-                is_last=chunk.is_last,
-                targets=targets_of(chunk),
-            )
-            for chunk in chunks
-        ]
-        num_decodes, output = self._run(
-            [decode.sequence.running_slot for decode in decodes],
-            [decode.num_tokens for decode in decodes],
-            packed,
-            mode,
-        )
-        return InFlight(scheduled=scheduled, num_decodes=num_decodes, output=output)
+        shape = self.buckets.fit(len(decodes), sum(len(chunk.token_ids) for chunk in chunks))
+        output = self._run(decodes, chunks, shape, mode)
+        return InFlight(scheduled=scheduled, num_decodes=shape[0], output=output)
 
     def read(self, in_flight: InFlight) -> RunnerOutput:
         """Wait for a call, and note where the K/V of its sequences are.
@@ -206,55 +198,27 @@ class ModelRunner:
         return read_output(in_flight, jax.device_get(in_flight.output), self._config.page_size)
 
     def _run(
-        self,
-        decode_slots: list[int],
-        num_steps: list[int],
-        chunks: list[ChunkTokens],
-        mode: SamplingMode,
-        *,
-        shape: tuple[int, int] | None = None,
-    ) -> tuple[int, StepOutput]:
-        """Dispatch a batch; return its number of decoding rows too."""
-        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
-        shape = shape or self.buckets.fit(len(decode_slots), num_tokens)
+        self, decodes: list[Decode], chunks: list[Chunk], shape: tuple[int, int], mode: SamplingMode
+    ) -> StepOutput:
+        """Dispatch a batch."""
         compiled = self._compiled.setdefault(shape, set())
         if mode not in compiled:  # a larger one serves as well, if it is there
-            larger = [other for other in compiled if other.covers(mode)]
-            mode = min(larger, key=_cost, default=mode)
+            mode = min((other for other in compiled if other.covers(mode)), default=mode)
             compiled.add(mode)
-        batch = self._pack(
-            decode_slots,
-            num_steps,
-            chunks,
-            shape=shape,
-            mode=mode,
-        )
+        batch = self._pack(decodes, chunks, shape, mode)
         counts = self._make_counts() if mode.penalties else None
         self._state, counts, output = self._step(self._leaves, self._state, counts, batch)
         if counts is not None:
             self._counts = counts
         for leaf in jax.tree.leaves(output):
             leaf.copy_to_host_async()
-        return shape[0], output
+        return output
 
     def _pack(
-        self,
-        decode_slots: list[int],
-        num_steps: list[int],
-        chunks: list[ChunkTokens],
-        *,
-        shape: tuple[int, int],
-        mode: SamplingMode,
+        self, decodes: list[Decode], chunks: list[Chunk], shape: tuple[int, int], mode: SamplingMode
     ) -> Batch:
-        most = self._num_logprobs
-        mode = replace(
-            mode,
-            logprobs=min(mode.logprobs, most),
-            prompt_logprobs=min(mode.prompt_logprobs, most),
-        )
         return pack(
-            decode_slots,
-            num_steps,
+            decodes,
             chunks,
             shape=shape,
             max_num_seqs=self._config.max_num_seqs,
@@ -275,33 +239,15 @@ class ModelRunner:
             self._counts = create_token_counts(self._config.max_num_seqs, self._model.vocab_size)
         return self._counts
 
-    def _start(self, starting: list[Sequence], *, num_resumed: int) -> None:
-        """Set the slots of sequences that sample for the first time since they have them.
-
-        Args:
-            starting: the sequences.
-            num_resumed: how many of them, the first ones, also need their last token.
-        """
-        for first in range(0, len(starting), _MAX_SET):
-            some = starting[first : first + _MAX_SET]
-            tokens = [
-                one.token_ids[-1] if first + i < num_resumed else -1 for i, one in enumerate(some)
-            ]
-            self._set(some, tokens)
-        for one in starting:
-            if one.mode.penalties:
-                num_prompt = len(one.request.prompt_token_ids)
-                prompt, output = one.token_ids[:num_prompt], one.token_ids[num_prompt:]
-                self._count_tokens(one.running_slot, prompt, output)
-
-    def _set(self, starting: list[Sequence], last_token_ids: list[int]) -> None:
-        num_eos = len(self._model.eos_token_ids)
-        num_slots, values = self._config.max_num_seqs, slot_states(_MAX_SET, num_eos)
+    def _set_slots(self, starting: list[Sequence], resumed: list[Sequence]) -> None:
+        """Set the slots of sequences that begin to sample; resumed ones also need their token."""
+        values = slot_states(_MAX_SET, len(self._model.eos_token_ids))
         for entry, one in enumerate(starting):
-            set_slot(values, entry, one, last_token_ids[entry])
-        indices = _padded([one.running_slot for one in starting], _MAX_SET, num_slots)
-        slots = set_slots(self._state.slots, indices, values)
-        self._state = replace(self._state, slots=slots)
+            set_slot(values, entry, one, one.token_ids[-1] if one in resumed else -1)
+        slots = [one.running_slot for one in starting]
+        indices = _padded(slots, _MAX_SET, self._config.max_num_seqs)
+        states = set_slots(self._state.slots, indices, values)
+        self._state = replace(self._state, slots=states)
 
     def _count_tokens(
         self, slot: int, prompt_token_ids: list[int], output_token_ids: list[int]
@@ -317,41 +263,35 @@ class ModelRunner:
             )
 
     def _update(self, update: TableUpdate, attachments: list[Attachment]) -> None:
-        """Retain, then free, release and attach, in as few calls of one shape as possible."""
-        retained = _split(update.retained, _MAX_PAGES)
+        """Retain all, then free, release and attach, in as few calls of one shape as possible."""
+        *earlier, retained = _split(update.retained, _MAX_PAGES)
+        for pages in earlier:
+            self._change(pages, [], [], [])
+        freed = update.freed
         released = _split(update.released, _MAX_PAGES)
         attached = _split(attachments, _MAX_ATTACHMENTS)
-        for pages in retained[:-1]:
-            self._change(retained=pages)
-        first = attached.pop(0) if len(released) == 1 else []
-        self._change(
-            retained=retained[-1], freed=update.freed, released=released[0], attachments=first
-        )
-        for pages in released[1:]:
-            self._change(released=pages)
-        for entries in attached:
-            self._change(attachments=entries)
+        for pages, entries in zip_longest(released, attached):
+            self._change(retained, freed, pages or [], entries or [])
+            retained, freed = [], []
 
     def _change(
         self,
-        *,
-        retained: Iterable[int] = (),
-        freed: Iterable[int] = (),
-        released: Iterable[int] = (),
-        attachments: Iterable[Attachment] = (),
+        retained: list[int],
+        freed: list[int],
+        released: list[int],
+        attachments: list[Attachment],
     ) -> None:
         table = self.table
         is_freed = np.zeros(table.max_seqs, bool)
-        is_freed[list(freed)] = True
+        is_freed[freed] = True
         pages = np.full((_MAX_ATTACHMENTS, table.pages_per_seq), table.num_pages, np.int32)
-        slots = [slot for slot, _ in attachments]
         for entry, (_, attached) in enumerate(attachments):
             pages[entry, : len(attached)] = attached
         arrays = TableArrays(
             retained=_padded(retained, _MAX_PAGES, table.num_pages),
             freed=is_freed,
             released=_padded(released, _MAX_PAGES, table.num_pages),
-            slots=_padded(slots, _MAX_ATTACHMENTS, table.max_seqs),
+            slots=_padded([slot for slot, _ in attachments], _MAX_ATTACHMENTS, table.max_seqs),
             pages=pages,
         )
         table, sound = update_table(table, self._state.sound, arrays)
@@ -377,21 +317,10 @@ def modes_for(params: list[SamplingParams] | None) -> list[SamplingMode]:
         return [SamplingMode(), SamplingMode(draws=True), full, scores]
     modes = {SamplingMode.of(one) for one in params}
     everything = reduce(or_, modes, SamplingMode())
-    return sorted({*modes, everything, replace(everything, prompt_logprobs=-1)}, key=_cost)
+    return sorted({*modes, everything, replace(everything, prompt_logprobs=-1)})
 
 
 _set_token_counts = jax.jit(set_token_counts, donate_argnums=0)
-
-
-def _cost(mode: SamplingMode) -> tuple[int, ...]:
-    return (
-        mode.prompt_logprobs,
-        mode.penalties,
-        mode.filters,
-        mode.logprobs,
-        mode.processors,
-        mode.draws,
-    )
 
 
 def _split(entries: list[Any], size: int) -> list[list[Any]]:
@@ -399,7 +328,7 @@ def _split(entries: list[Any], size: int) -> list[list[Any]]:
     return [entries[start : start + size] for start in range(0, max(len(entries), 1), size)]
 
 
-def _padded(values: Iterable[int], size: int, padding: int) -> np.ndarray:
-    values, padded = list(values), np.full(size, padding, np.int32)
+def _padded(values: list[int], size: int, padding: int) -> np.ndarray:
+    padded = np.full(size, padding, np.int32)
     padded[: len(values)] = values
     return padded

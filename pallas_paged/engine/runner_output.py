@@ -114,7 +114,7 @@ def read_output(in_flight: InFlight, output: StepOutput, page_size: int) -> Runn
             chunk.sequence.store(pages[start:end], page_size)
             if chunk.is_last:
                 add(chunk.sequence, chunk.sequence.slot, None)
-            if (targets := targets_of(chunk)) is not None:
+            if (targets := chunk.targets) is not None:
                 assert output.prompt_logprobs is not None
                 first = start - in_flight.num_decodes
                 ranked = [
@@ -126,14 +126,6 @@ def read_output(in_flight: InFlight, output: StepOutput, page_size: int) -> Runn
     return RunnerOutput(
         num_free=int(output.num_free), sampled=sampled, prompt_logprobs=prompt_logprobs
     )
-
-
-def targets_of(chunk: Chunk) -> list[int] | None:
-    """The prompt tokens after those of a chunk, if their log-probabilities are wanted."""
-    if chunk.sequence.max_cached_tokens is None:
-        return None
-    first = chunk.start + 1
-    return chunk.sequence.request.prompt_token_ids[first : first + len(chunk.token_ids)]
 
 
 def _ranked(logprobs: Logprobs, index: Any, token_id: int) -> Candidates:

@@ -54,56 +54,46 @@ class SamplingMetadata:
     bias: Array
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, order=True)
 class SamplingMode:
     """What a compiled step can sample; hashable, for a static argument.
 
-    A parameter that the mode leaves out is ignored, and costs nothing in the compiled program.
+    A parameter that the mode leaves out is ignored, and costs nothing in the compiled program. The
+    costliest parts come first, so that the smallest of several modes is the cheapest.
 
     Attributes:
-        draws: rows may have a temperature.
-        filters: rows may have top_k, top_p or min_p.
-        processors: rows may have a logit_bias or min_tokens.
+        prompt_logprobs: as `logprobs`, of the tokens of prompts.
         penalties: rows may have penalties.
+        filters: rows may have top_k, top_p or min_p.
         logprobs: -1 = none, 0 = those of the tokens, `MAX_LOGPROBS` = those of the best tokens too.
-        prompt_logprobs: the same for the tokens of prompts.
+        processors: rows may have a logit_bias or min_tokens.
+        draws: rows may have a temperature.
     """
 
-    draws: bool = False
-    filters: bool = False
-    processors: bool = False
-    penalties: bool = False
-    logprobs: int = -1
     prompt_logprobs: int = -1
+    penalties: bool = False
+    filters: bool = False
+    logprobs: int = -1
+    processors: bool = False
+    draws: bool = False
 
     @classmethod
     def of(cls, params: SamplingParams) -> SamplingMode:
         """Return the smallest mode that serves these parameters."""
-        ranked = bool(params.beam_width or params.logprobs)
-        penalties = (params.presence_penalty, params.frequency_penalty)
+        ranked, prompt = params.beam_width or params.logprobs, params.prompt_logprobs
+        penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
         return cls(
-            draws=not params.greedy,
+            prompt_logprobs=-1 if prompt is None else MAX_LOGPROBS * (prompt > 0),
+            penalties=penalties != (0, 0, 1),
             filters=params.filters,
-            processors=bool(params.logit_bias or params.min_tokens),
-            penalties=any(penalties) or params.repetition_penalty != 1,
             logprobs=MAX_LOGPROBS if ranked else 0 if params.needs_logprobs else -1,
-            prompt_logprobs=(
-                -1
-                if params.prompt_logprobs is None
-                else MAX_LOGPROBS * (params.prompt_logprobs > 0)
-            ),
+            processors=bool(params.logit_bias or params.min_tokens),
+            draws=not params.greedy,
         )
 
     def __or__(self, other: SamplingMode) -> SamplingMode:
         """Return the smallest mode that covers both."""
-        return SamplingMode(
-            draws=self.draws or other.draws,
-            filters=self.filters or other.filters,
-            processors=self.processors or other.processors,
-            penalties=self.penalties or other.penalties,
-            logprobs=max(self.logprobs, other.logprobs),
-            prompt_logprobs=max(self.prompt_logprobs, other.prompt_logprobs),
-        )
+        return SamplingMode(**{name: max(x, vars(other)[name]) for name, x in vars(self).items()})
 
     def covers(self, other: SamplingMode) -> bool:
         """Return whether a step of this mode serves all that one of the other mode serves."""

@@ -111,12 +111,6 @@ class SamplingParams:
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
-    def processes_logits(self) -> bool:
-        """Whether logits change before sampling: by penalties, `logit_bias` or `min_tokens`."""
-        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
-        return penalties != (0, 0, 1) or bool(self.logit_bias) or self.min_tokens > 0
-
-    @property
     def needs_logprobs(self) -> bool:
         """Whether log-probabilities of new tokens are needed, to report or to rank by."""
         return bool(self.beam_width or self.best_of) or self.logprobs is not None

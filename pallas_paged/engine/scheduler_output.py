@@ -25,6 +25,14 @@ class Chunk:
     token_ids: list[int]
     is_last: bool
 
+    @property
+    def targets(self) -> list[int] | None:
+        """The prompt tokens after each of these, if their log-probabilities are wanted."""
+        if self.sequence.max_cached_tokens is None:
+            return None
+        first = self.start + 1
+        return self.sequence.request.prompt_token_ids[first : first + len(self.token_ids)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decode:

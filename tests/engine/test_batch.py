@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_paged.engine.batch import BatchBuckets, ChunkTokens, pack
+from pallas_paged.engine.batch import BatchBuckets, pack
 from pallas_paged.engine.sampler import SamplingMode
+from pallas_paged.engine.scheduler_output import Chunk, Decode
 
 
 @pytest.mark.parametrize(
@@ -56,12 +59,24 @@ BUCKETS = BatchBuckets(max_num_seqs=10, max_num_batched_tokens=32)
 DRAWS = SamplingMode(draws=True)
 
 
-def packed(decode_slots, chunks, num_steps=(), mode=DRAWS):
+def decode(slot, num_tokens=1):
+    return Decode(sequence=SimpleNamespace(running_slot=slot), num_tokens=num_tokens)
+
+
+def chunk(slot, token_ids, is_last, *, targets=None):
+    """A chunk of a prompt; targets are the tokens after those of the chunk."""
+    request = SimpleNamespace(prompt_token_ids=[0, *(targets or [])])
+    sequence = SimpleNamespace(
+        running_slot=slot, request=request, max_cached_tokens=None if targets is None else 0
+    )
+    return Chunk(sequence=sequence, start=0, token_ids=token_ids, is_last=is_last)
+
+
+def packed(decodes, chunks, mode=DRAWS):
     return pack(
-        decode_slots,
-        num_steps or [1] * len(decode_slots),
+        decodes,
         chunks,
-        shape=BUCKETS.fit(len(decode_slots), sum(len(chunk.token_ids) for chunk in chunks)),
+        shape=BUCKETS.fit(len(decodes), sum(len(chunk.token_ids) for chunk in chunks)),
         max_num_seqs=10,
         mode=mode,
         max_num_steps=4,
@@ -69,20 +84,20 @@ def packed(decode_slots, chunks, num_steps=(), mode=DRAWS):
 
 
 def test_a_batch_that_only_decodes():
-    batch = packed([3, 1], [], num_steps=[3, 2])
+    batch = packed([decode(3, 3), decode(1, 2)], [])
     assert batch.decode_slots.tolist() == [3, 1] + [10] * 6  # 10 is padding
     assert batch.chunks is None and batch.mode == SamplingMode(draws=True)
     assert batch.num_steps.tolist() == [3, 2] + [0] * 6 and batch.max_num_steps == 4
 
 
 CHUNKS = [
-    ChunkTokens(slot=2, token_ids=[7, 8, 9], is_last=True, targets=[8, 9]),
-    ChunkTokens(slot=0, token_ids=[5], is_last=False),
+    chunk(2, [7, 8, 9], True, targets=[8, 9]),
+    chunk(0, [5], False),
 ]
 
 
 def test_a_batch_with_chunks_runs_one_step():
-    batch = packed([4], CHUNKS)
+    batch = packed([decode(4)], CHUNKS)
     chunks = batch.chunks
     assert batch.decode_slots.tolist() == [4] + [10] * 9
     assert chunks.token_ids.tolist() == [7, 8, 9, 5] + [0] * 28
@@ -98,14 +113,6 @@ def test_targets_are_the_tokens_whose_logprobs_are_wanted():
 
 
 def test_an_empty_batch_is_all_padding():
-    batch = pack(
-        [],
-        [],
-        [],
-        shape=(10, 32),
-        max_num_seqs=10,
-        mode=SamplingMode(),
-        max_num_steps=1,
-    )
+    batch = pack([], [], shape=(10, 32), max_num_seqs=10, mode=SamplingMode(), max_num_steps=1)
     assert set(batch.decode_slots) == set(batch.chunks.slots) == {10}
     assert not batch.chunks.cu_q_lens.any() and not batch.chunks.is_last.any()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_paged.engine.sampler import SamplingMode
+from pallas_paged.engine.scheduler_output import Decode
 from pallas_paged.engine.step import NOT_SAMPLED
 from tests.support.engine_calls import (
     MODEL,
@@ -164,9 +165,9 @@ def started(num_pages: int, max_tokens: list[int]):
 
 def call(engine, num_steps, mode=SamplingMode()):  # noqa: B008
     """Run decode steps on the device without the scheduler; return the tokens [K, R]."""
-    runner = engine._runner
-    slots = [one.slot for one in engine._scheduler.running]
-    _, output = runner._run(slots, [num_steps] * len(slots), [], mode)
+    running = engine._scheduler.running
+    decodes = [Decode(sequence=one, num_tokens=num_steps) for one in running]
+    output = engine._runner._run(decodes, [], (4, 0), mode)
     return np.asarray(output.token_ids), output
 
 
@@ -225,7 +226,7 @@ def test_outputs_outlive_the_donated_state():
 @pytest.mark.parametrize("shape", [(4, 0), (4, 16)], ids=["decode", "mixed"])
 def test_a_compiled_step_copies_no_pool(shape):
     runner = make_engine(num_pages=2**16)._runner
-    batch = runner._pack([], [], [], shape=shape, mode=SamplingMode())
+    batch = runner._pack([], [], shape, SamplingMode())
     state = jax.eval_shape(lambda: runner._state)
     compiled = runner._step.lower(runner._leaves, state, None, batch).compile()
     assert_copies_no_pool(compiled, state.pool)

@@ -128,21 +128,6 @@ def test_greedy_is_temperature_0_or_beams():
     assert SamplingParams(temperature=1e-60).greedy  # 0 in float32
 
 
-@pytest.mark.parametrize(
-    "field",
-    [
-        {"presence_penalty": 0.5},
-        {"frequency_penalty": -0.5},
-        {"repetition_penalty": 1.2},
-        {"logit_bias": {3: 1}},
-        {"min_tokens": 1},
-    ],
-)
-def test_processes_logits_with_penalties_bias_or_min_tokens(field):
-    assert SamplingParams(**field).processes_logits
-    assert not SamplingParams(logit_bias={}, temperature=0.5, top_k=3).processes_logits
-
-
 @pytest.mark.parametrize("field", [{"logprobs": 0}, {"best_of": 2}, {"beam_width": 2}])
 def test_needs_logprobs_to_report_or_rank(field):
     assert SamplingParams(**field).needs_logprobs

@@ -176,7 +176,7 @@ def test_a_compiled_step_of_the_engine_copies_no_pool(in_place):
     runner = engine_of(tiny_model(config), kv_cache_dtype=kv_cache_dtype, num_pages=2**16)._runner
     state = jax.eval_shape(lambda: runner._state)
     for shape in runner.buckets.all():
-        batch = runner._pack([], [], [], shape=shape, mode=SamplingMode())
+        batch = runner._pack([], [], shape, SamplingMode())
         compiled = runner._step.lower(runner._leaves, state, None, batch).compile()
         assert_copies_no_pool(compiled, state.pool)
 

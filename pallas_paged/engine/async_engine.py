@@ -22,7 +22,7 @@ from pallas_paged.engine.outputs import RequestOutput
 from pallas_paged.engine.request import Request
 from pallas_paged.engine.request_stream import Event, OutputCollector, RequestStream, Waiter
 from pallas_paged.engine.sampling_params import SamplingParams
-from pallas_paged.engine.scoring import Scoring
+from pallas_paged.engine.scoring import score_requests, scores_of
 from pallas_paged.engine.stats import EngineStats
 
 
@@ -170,13 +170,13 @@ class AsyncEngine:
         Other requests go on meanwhile. Cancelling it aborts what it has submitted.
         """
         self._engine._check_alive()
-        scoring = Scoring(self._engine._inputs, prompts, completions)
-        streams = self._submit([*scoring.requests.values()])
+        requests = score_requests(self._engine._inputs, prompts, completions)
+        streams = self._submit([request for request in requests if request is not None])
         try:
             for stream in streams:
                 async for _ in stream:
                     pass
-            return scoring.scores()
+            return scores_of(requests)
         finally:
             for stream in streams:
                 stream.close()

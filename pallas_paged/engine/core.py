@@ -35,21 +35,11 @@ class EngineCore:
         runner: ModelRunner,
         counters: Counters,
         take: Callable[[RunnerOutput, float], None],
-        *,
-        num_pages: int,
-        page_size: int,
         num_scheduler_steps: int,
     ):
-        """Start with nothing in flight.
-
-        Args:
-            scheduler, runner, counters: of the engine.
-            take: gets what each call has computed, and the time when it was read.
-            num_pages, page_size, num_scheduler_steps: sizes of the engine.
-        """
+        """Start with nothing in flight; `take` gets each call's output, and when it was read."""
         self._scheduler, self._runner, self._counters = scheduler, runner, counters
         self._take = take
-        self._num_pages, self._page_size = num_pages, page_size
         self._num_scheduler_steps = num_scheduler_steps
         self._calls: deque[_Call] = deque()
         self._last_read: float | None = None
@@ -106,13 +96,13 @@ class EngineCore:
         in_flight = self._runner.dispatch(scheduled)
         if in_flight is None:
             return 0
-        scheduler, page_size = self._scheduler, self._page_size
+        pages, running = self._scheduler.pages, self._scheduler.running
         self._calls.append(
             _Call(
                 in_flight=in_flight,
-                ledger=scheduler.pages.ledger,
-                num_cached=scheduler.pages.num_evictable,
-                num_empty=sum(-one.num_computed % page_size for one in scheduler.running),
+                ledger=pages.ledger,
+                num_cached=pages.num_evictable,
+                num_empty=sum(-one.num_computed % pages.page_size for one in running),
             )
         )
         self._counters.num_calls += 1
@@ -126,11 +116,11 @@ class EngineCore:
         scheduled, pages, counters = call.in_flight.scheduled, self._scheduler.pages, self._counters
         pages.observe(output.num_free, call.ledger)
         counters.count_pages(
-            num_pages=self._num_pages,
+            num_pages=pages.num_pages,
             num_free=output.num_free,
             num_cached=call.num_cached,
             num_empty=call.num_empty,
-            page_size=self._page_size,
+            page_size=pages.page_size,
         )
         for sampled in output.sampled:
             decode, num_tokens = sampled.decode, len(sampled.token_ids)

@@ -29,7 +29,7 @@ from pallas_paged.engine.request import Request
 from pallas_paged.engine.runner import ModelRunner, modes_for
 from pallas_paged.engine.sampling_params import SamplingParams
 from pallas_paged.engine.scheduler import Scheduler
-from pallas_paged.engine.scoring import Scoring
+from pallas_paged.engine.scoring import score_requests, scores_of
 from pallas_paged.engine.stats import Counters, EngineStats
 from pallas_paged.engine.tokenizer import Tokenizer
 from pallas_paged.page_check import check_page_table
@@ -74,20 +74,20 @@ class Engine:
             raise ValueError(
                 f"max_model_len={max_len} must be at most the model's {model.max_model_len}"
             )
-        num_pages = config.num_pages
-        if num_pages is None:
-            dtype = pool_dtype(spec, config.kv_cache_dtype)
-            fraction = config.memory_fraction
-            num_pages = min(
-                pages_that_fit(spec, page_size=page_size, dtype=dtype, memory_fraction=fraction),
-                config.max_num_seqs * -(-max_len // page_size),
-            )
+        num_pages = config.num_pages or min(
+            pages_that_fit(
+                spec,
+                page_size=page_size,
+                dtype=pool_dtype(spec, config.kv_cache_dtype),
+                memory_fraction=config.memory_fraction,
+            ),
+            config.max_num_seqs * -(-max_len // page_size),
+        )
         if config.max_model_len is None and spec.sliding_window is None:
             max_len = min(max_len, num_pages * page_size)
         self.max_model_len, self.num_pages = max_len, num_pages
         self._runner = ModelRunner(model, params, config, num_pages=num_pages, max_len=max_len)
-        caching = config.enable_prefix_caching
-        self._cache = PrefixCache(page_size=page_size) if caching else None
+        self._cache = PrefixCache(page_size=page_size) if config.enable_prefix_caching else None
         self._scheduler = Scheduler(
             num_pages=num_pages,
             page_size=page_size,
@@ -98,28 +98,17 @@ class Engine:
             sliding_window=spec.sliding_window,
         )
         self._counters = Counters(num_free_pages=num_pages)
-        self._inputs = InputProcessor(
-            model,
-            tokenizer,
-            max_model_len=max_len,
-            num_pages=num_pages,
-            page_size=page_size,
-            pages_of=self._scheduler.pages.pages_of,
-        )
+        pages = self._scheduler.pages
+        self._inputs = InputProcessor(model, tokenizer, pages, max_model_len=max_len)
         self._outputs = OutputProcessor(
-            self._scheduler,
-            self._counters,
-            tokenizer=tokenizer,
-            eos_token_ids=model.eos_token_ids,
+            self._scheduler, self._counters, tokenizer, model.eos_token_ids
         )
         self._core = EngineCore(
             self._scheduler,
             self._runner,
             self._counters,
             self._outputs.take,
-            num_pages=num_pages,
-            page_size=page_size,
-            num_scheduler_steps=config.num_scheduler_steps,
+            config.num_scheduler_steps,
         )
         self._requests: WeakValueDictionary[str, Request] = WeakValueDictionary()  # by id
         self._num_requests = 0
@@ -194,17 +183,12 @@ class Engine:
         try:
             while True:
                 finished = request.finished  # before a pause, in which others may step to its end
-                new = []
-                for output in request.outputs:
-                    before = seen.get(output, (0, 0, None))
-                    now = len(output.token_ids), len(output.text), output.finish_reason
-                    if now != before:
-                        seen[output] = now
-                        new.append(output.since(*before[:2]))
+                now = {x: (len(x.token_ids), len(x.text), x.finish_reason) for x in request.outputs}
+                before = {output: seen.get(output, (0, 0, None)) for output in now}
+                new = [x.since(*before[x][:2]) for x in now if now[x] != before[x]]
                 if new or finished:
-                    void = bool(seen.keys() - {*request.outputs})
-                    seen = {one: counts for one, counts in seen.items() if one in request.outputs}
-                    yield request.output(new, restarted=void)
+                    restarted, seen = not seen.keys() <= now.keys(), now
+                    yield request.output(new, restarted=restarted)
                 if finished:
                     return
                 if not request.finished:
@@ -294,11 +278,11 @@ class Engine:
             RuntimeError: the engine sleeps, or a sequence has no scores (bad logits).
         """
         self._check_awake()
-        scoring = Scoring(self._inputs, prompts, completions)
-        requests = [*scoring.requests.values()]
-        self._add(requests)
-        self._run(requests, progress=False)
-        return scoring.scores()
+        requests = score_requests(self._inputs, prompts, completions)
+        waiting = [request for request in requests if request is not None]
+        self._add(waiting)
+        self._run(waiting, progress=False)
+        return scores_of(requests)
 
     def update_params(
         self, params: Any, *, reset_prefix_cache: bool = True, restart_running: bool = False
@@ -433,12 +417,14 @@ class Engine:
     @contextmanager
     def _dying(self) -> Iterator[None]:
         """Hold back Ctrl-C in this block; end everything if it fails, with the state lost."""
+        completed = False
         try:
             with interrupts_held():
                 yield
-        except KeyboardInterrupt:
-            raise
+                completed = True
         except BaseException as error:
+            if completed:  # Ctrl-C, which was held back
+                raise
             self._error = error
             self._core.discard()
             self._outputs.abandon_all(error)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 
 import numpy as np
 
 from pallas_paged.checks import check_integer
+from pallas_paged.engine.kv_cache_manager import KVCacheManager
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.request import Request
 from pallas_paged.engine.sampling_params import SamplingParams
@@ -21,25 +21,12 @@ class InputProcessor:
         self,
         model: Model,
         tokenizer: Tokenizer | None,
+        pages: KVCacheManager,
         *,
         max_model_len: int,
-        num_pages: int,
-        page_size: int,
-        pages_of: Callable[[int], int],
     ):
-        """Take the sizes of an engine.
-
-        Args:
-            model: the model.
-            tokenizer: None takes token ids only.
-            max_model_len: most tokens of a sequence.
-            num_pages, page_size: of the pool.
-            pages_of: pages that a sequence with this many tokens holds at a time.
-        """
-        self._tokenizer = tokenizer
-        self._vocab_size = model.vocab_size
-        self._max_model_len = max_model_len
-        self._num_pages, self._page_size, self._pages_of = num_pages, page_size, pages_of
+        self._vocab_size, self._tokenizer = model.vocab_size, tokenizer
+        self._pages, self._max_model_len = pages, max_model_len
 
     def request(
         self,
@@ -53,9 +40,8 @@ class InputProcessor:
         """Make a request; the engine gives it a number, and an id if it has none.
 
         Args:
-            prompt: a text or token ids.
-            params: how to continue it; None takes the defaults.
-            request_id, priority, score_start: as in `Request`.
+            prompt, params, request_id, priority: as in `Engine.submit`.
+            score_start: as in `Request`.
 
         Raises:
             ValueError: the request can never be served.
@@ -125,9 +111,10 @@ class InputProcessor:
                 f"beam_width={beams} is more than half of vocab_size={self._vocab_size}"
             )
         limit = self._max_model_len
-        if self._pages_of(limit - 1) * beams > self._num_pages:  # the last token has no K/V
-            limit = min(limit, self._num_pages // beams * self._page_size + 1)
-        sizes = f"(max_model_len={self._max_model_len}, num_pages={self._num_pages})"
+        pages = self._pages
+        if pages.pages_of(limit - 1) * beams > pages.num_pages:  # the last token has no K/V
+            limit = min(limit, pages.num_pages // beams * pages.page_size + 1)
+        sizes = f"(max_model_len={self._max_model_len}, num_pages={pages.num_pages})"
         max_tokens = params.max_tokens
         if max_tokens is None:
             if length >= limit:

@@ -30,6 +30,7 @@ class KVCacheManager:
     """Counts pages, and finds, fills and evicts those of the prefix cache.
 
     Attributes:
+        num_pages, page_size: of the page table.
         num_free: lower bound of the pages that are free when the next step runs.
         ledger: pages evicted less pages taken, so far.
     """
@@ -45,9 +46,9 @@ class KVCacheManager:
         sliding_window: int | None,
     ):
         """Start with all pages free; arguments as in `Scheduler`."""
+        self.num_pages, self.page_size = num_pages, page_size
         self.num_free = num_pages
         self.ledger = 0
-        self._page_size = page_size
         self._max_num_batched_tokens = max_num_batched_tokens
         self._cache = cache
         self._window = sliding_window
@@ -71,7 +72,7 @@ class KVCacheManager:
 
     def blocks(self, num_tokens: int) -> int:
         """Pages of this many tokens."""
-        return -(-num_tokens // self._page_size)
+        return -(-num_tokens // self.page_size)
 
     def pages_of(self, num_tokens: int) -> int:
         """Pages that a sequence holds at a time until its tokens are computed."""
@@ -88,11 +89,11 @@ class KVCacheManager:
 
     def num_partial(self, sequence: Sequence) -> int:
         """Whether the last page of a sequence is partial, so that a fork copies it: 1 or 0."""
-        return int(sequence.num_computed % self._page_size > 0)
+        return int(sequence.num_computed % self.page_size > 0)
 
     def room(self, sequence: Sequence) -> int:
         """Tokens that a sequence can compute with all pages that are available."""
-        return -sequence.num_computed % self._page_size + self.num_available * self._page_size
+        return -sequence.num_computed % self.page_size + self.num_available * self.page_size
 
     def take(self, num_pages: int) -> bool:
         """Take pages that are free, after evicting as many cached ones as are missing."""
@@ -149,7 +150,7 @@ class KVCacheManager:
     def fork(self, leader: Sequence, follower: Sequence) -> None:
         """Note that a sequence becomes like another; it gets a copy of the partial page."""
         follower.num_computed = follower.num_stored = leader.num_computed
-        follower.pages = leader.pages[: leader.num_computed // self._page_size]
+        follower.pages = leader.pages[: leader.num_computed // self.page_size]
         if leader.lease is not None:
             follower.lease = self.lookup(follower)
 

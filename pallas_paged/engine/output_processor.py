@@ -27,11 +27,9 @@ class OutputProcessor:
         self,
         scheduler: Scheduler,
         counters: Counters,
-        *,
         tokenizer: Tokenizer | None,
         eos_token_ids: tuple[int, ...],
     ):
-        """Start without requests; arguments are those of the engine and its model."""
         self.groups: dict[Request, SequenceGroup] = {}
         self._scheduler, self._counters = scheduler, counters
         self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids

@@ -13,58 +13,51 @@ from pallas_paged.engine.sampling_params import SamplingParams
 _PARAMS = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0, detokenize=False)
 
 
-class Scoring:
-    """One call of `Engine.score`.
+def score_requests(
+    inputs: InputProcessor,
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+) -> list[Request | None]:
+    """Return a request for each completion, None for an empty one; as in `Engine.score`.
 
-    Attributes:
-        requests: those whose completion is not empty, by row.
+    Raises:
+        ValueError: the lists differ in length, or a sequence can't be served.
     """
+    if len(prompts) != len(completions):
+        raise ValueError(
+            f"{len(prompts)} prompts must have as many completions, not {len(completions)}"
+        )
+    requests: list[Request | None] = []
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        try:
+            start, end = inputs.token_ids(prompt), inputs.token_ids(completion, empty=True)
+            request = inputs.request(start + end, _PARAMS, score_start=len(start)) if end else None
+        except ValueError as error:
+            raise ValueError(f"sequence {row}: {error}") from error
+        requests.append(request)
+    return requests
 
-    def __init__(
-        self,
-        inputs: InputProcessor,
-        prompts: Sequence[Sequence[int]],
-        completions: Sequence[Sequence[int]],
-    ):
-        """Make the requests.
 
-        Args:
-            inputs: of the engine.
-            prompts, completions: as in `Engine.score`.
+def scores_of(requests: Sequence[Request | None]) -> np.ndarray:
+    """Return `f32[B, T]` once all requests are finished, padded on the right with 0.
 
-        Raises:
-            ValueError: the lists differ in length, or a sequence can't be served.
-        """
-        if len(prompts) != len(completions):
-            raise ValueError(
-                f"{len(prompts)} prompts must have as many completions, not {len(completions)}"
-            )
-        self.requests: dict[int, Request] = {}
-        self._shape = (len(prompts), max(map(len, completions), default=0))
-        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            try:
-                start, end = inputs.token_ids(prompt), inputs.token_ids(completion, empty=True)
-                if end:
-                    self.requests[row] = inputs.request(
-                        start + end, _PARAMS, score_start=len(start)
-                    )
-            except ValueError as error:
-                raise ValueError(f"sequence {row}: {error}") from error
-
-    def scores(self) -> np.ndarray:
-        """Return `f32[B, T]` once all requests are finished, padded on the right with 0.
-
-        Raises:
-            RuntimeError: a request was aborted, or the model's logits were NaN or infinite.
-        """
-        scores = np.zeros(self._shape, np.float32)
-        for row, request in self.requests.items():
-            assert request.score_start is not None and request.prompt_logprobs is not None
-            tokens = request.prompt_token_ids[request.score_start :]
-            found = request.prompt_logprobs[request.score_start :]
-            for column, (token_id, logprobs) in enumerate(zip(tokens, found, strict=True)):
-                if logprobs is None:
-                    reason = request.outputs[0].finish_reason
-                    raise RuntimeError(f"sequence {row} has no scores: it ended with {reason!r}")
-                scores[row, column] = logprobs[token_id].logprob
-        return scores
+    Raises:
+        RuntimeError: a request was aborted, or the model's logits were NaN or infinite.
+    """
+    rows: list[list[float]] = []
+    for request in requests:
+        rows.append([])
+        if request is None:
+            continue
+        tokens = list(zip(request.prompt_token_ids, request.prompt_logprobs or (), strict=True))
+        for token_id, logprobs in tokens[request.score_start :]:
+            if logprobs is None:
+                reason = request.outputs[0].finish_reason
+                raise RuntimeError(
+                    f"sequence {len(rows) - 1} has no scores: it ended with {reason!r}"
+                )
+            rows[-1].append(logprobs[token_id].logprob)
+    scores = np.zeros((len(rows), max(map(len, rows), default=0)), np.float32)
+    for row, values in zip(scores, rows, strict=True):
+        row[: len(values)] = values
+    return scores

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from pallas_paged.engine import EngineDeadError
 from pallas_paged.engine.interrupt import interrupts_held
 from tests.support.engine_calls import PROMPTS, greedy, make_engine, run, submit, tokens_of
 
@@ -119,3 +120,18 @@ def test_handlers_of_others_and_other_threads_are_left_alone():
     thread.start()
     thread.join()
     assert seen == [signal.default_int_handler]
+
+
+def test_a_second_ctrl_c_in_a_step_ends_the_engine(monkeypatch):
+    """The step is cut short, so later tokens would be wrong."""
+    engine = make_engine()
+    request = engine.submit([1, 2, 3], greedy(max_tokens=9))
+    for _ in range(2):
+        engine.step()
+    monkeypatch.setattr(engine._runner, "read", lambda _: (press_ctrl_c(), press_ctrl_c()))
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            engine.step()
+    assert request.outputs[0].finish_reason == "error"
+    with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
+        engine.step()

@@ -24,7 +24,7 @@ from pallas_paged.engine.interrupt import interrupts_held
 from pallas_paged.engine.kv_cache import pages_that_fit, pool_dtype
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.output_processor import OutputProcessor
-from pallas_paged.engine.outputs import CompletionOutput, RequestOutput
+from pallas_paged.engine.outputs import CompletionOutput, FinishReasonName, RequestOutput
 from pallas_paged.engine.request import Request
 from pallas_paged.engine.runner import ModelRunner, modes_for
 from pallas_paged.engine.sampling_params import SamplingParams
@@ -179,7 +179,7 @@ class Engine:
         Other requests go on meanwhile. Closing the iterator before its end aborts the request.
         """
         self._check_mine(request)
-        seen: dict[CompletionOutput, tuple[int, int, str | None]] = {}
+        seen: dict[CompletionOutput, tuple[int, int, FinishReasonName | None]] = {}
         try:
             while True:
                 finished = request.finished  # before a pause, in which others may step to its end

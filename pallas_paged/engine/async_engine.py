@@ -281,7 +281,7 @@ class AsyncEngine:
     def _publish(self) -> None:
         """Give the collectors what is new."""
         woken = []
-        for output in self._engine._outputs.take_changed():
+        for output in self._engine._outputs.take_outputs():
             if (collector := self._collectors.get(output.request_id)) is not None:
                 woken.append((collector, collector.put(output)))
                 if output.finished:

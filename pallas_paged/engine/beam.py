@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pallas_paged.engine.outputs import CompletionOutput, Logprob
+from pallas_paged.engine.outputs import CompletionOutput, TokenLogprobs
 from pallas_paged.engine.request import Request
 from pallas_paged.engine.sampling_params import SamplingParams
 from pallas_paged.engine.sequence import Sequence
-
-Candidates = list[tuple[int, Logprob]]  # token ids with their log-probabilities
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +43,10 @@ class BeamSearch:
     request: Request
     live: list[Sequence]
     finished: list[CompletionOutput] = field(default_factory=list)
-    _reports: dict[Sequence, Candidates] = field(default_factory=dict)
+    _reports: dict[Sequence, TokenLogprobs] = field(default_factory=dict)
     _num_beams: int = 1
 
-    def report(self, beam: Sequence, candidates: Candidates) -> Advance | None:
+    def report(self, beam: Sequence, candidates: TokenLogprobs) -> Advance | None:
         """Take the candidates of a beam; once all beams have reported, return how they go on."""
         beam.awaiting_choice = True
         self._reports[beam] = candidates

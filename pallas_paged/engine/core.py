@@ -34,12 +34,12 @@ class EngineCore:
         scheduler: Scheduler,
         runner: ModelRunner,
         counters: Counters,
-        take: Callable[[RunnerOutput, float], None],
+        process_outputs: Callable[[RunnerOutput, float], None],
         num_scheduler_steps: int,
     ):
-        """Start with nothing in flight; `take` gets each call's output, and when it was read."""
+        """Start idle; `process_outputs` gets the output of each call, and the time of its read."""
         self._scheduler, self._runner, self._counters = scheduler, runner, counters
-        self._take = take
+        self._process_outputs = process_outputs
         self._num_scheduler_steps = num_scheduler_steps
         self._calls: deque[_Call] = deque()
         self._last_read: float | None = None
@@ -141,4 +141,4 @@ class EngineCore:
             # Calls are read one after another, so this is the time of the device, or the host's.
             self._step_seconds = (now - self._last_read) / num_steps
         self._last_read = now
-        self._take(output, now)
+        self._process_outputs(output, now)

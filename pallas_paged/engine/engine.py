@@ -107,7 +107,7 @@ class Engine:
             self._scheduler,
             self._runner,
             self._counters,
-            self._outputs.take,
+            self._outputs.process_outputs,
             config.num_scheduler_steps,
         )
         self._requests: WeakValueDictionary[str, Request] = WeakValueDictionary()  # by id
@@ -171,7 +171,7 @@ class Engine:
             RuntimeError: the engine sleeps.
         """
         self._step()
-        return self._outputs.take_changed()
+        return self._outputs.take_outputs()
 
     def stream(self, request: Request) -> Iterator[RequestOutput]:
         """Step until a request is finished; yield what is new of it, from its beginning on.
@@ -305,7 +305,7 @@ class Engine:
             self._core.drain()
         self._runner.update_params(params)
         if restart_running:
-            self._outputs.restart_all()
+            self._outputs.restart()
         if reset_prefix_cache:
             self.reset_prefix_cache()
 
@@ -399,7 +399,7 @@ class Engine:
             nonlocal finished
             while finished < len(requests):
                 self._step()
-                self._outputs.forget_changes(requests)
+                self._outputs.drop_outputs(requests)
                 now = sum(request.finished for request in requests)
                 yield from [None] * (now - finished)
                 finished = now
@@ -427,7 +427,7 @@ class Engine:
                 raise
             self._error = error
             self._core.discard()
-            self._outputs.abandon_all(error)
+            self._outputs.fail_all(error)
             if not isinstance(error, Exception):
                 raise
             raise EngineDeadError(f"a step failed: {_message(error)}") from error

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pallas_paged.engine.beam import Candidates
-from pallas_paged.engine.outputs import CompletionOutput, RequestOutput
+from pallas_paged.engine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from pallas_paged.engine.request import Request
 from pallas_paged.engine.runner_output import RunnerOutput, Sampled
 from pallas_paged.engine.scheduler import Scheduler
-from pallas_paged.engine.scheduler_output import Chunk
 from pallas_paged.engine.sequence import Sequence
 from pallas_paged.engine.sequence_group import SequenceGroup
 from pallas_paged.engine.stats import Counters
@@ -48,19 +46,23 @@ class OutputProcessor:
         self.groups[request] = group
         self._scheduler.add(group.live[0])
 
-    def take(self, output: RunnerOutput, now: float) -> None:
+    def process_outputs(self, output: RunnerOutput, now: float) -> None:
         """Take what a call has computed, read at a time of `time.perf_counter`."""
-        for chunk, ranked in output.prompt_logprobs:
-            _set_prompt_logprobs(chunk, ranked)
+        for chunk, logprobs in output.prompt_logprobs:
+            request = chunk.sequence.request
+            assert request.prompt_logprobs is not None
+            num_logprobs = 1 + (request.params.prompt_logprobs or 0)
+            for index, one in enumerate(logprobs, chunk.start + 1):
+                request.prompt_logprobs[index] = dict(one[:num_logprobs])
         for sampled in output.sampled:
-            self._take(sampled, now)
+            self._process(sampled, now)
 
     def abort(self, request: Request) -> None:
         """End a request as it stands."""
         for sequence in [*self.groups[request].live]:
             self._finish(sequence, "abort")
 
-    def restart_all(self) -> None:
+    def restart(self) -> None:
         """Begin all unfinished requests again from their prompts; nothing may be in flight."""
         for request, group in [*self.groups.items()]:
             live, changed = [*group.live], self._changed.setdefault(request, {})
@@ -69,22 +71,23 @@ class OutputProcessor:
             try:
                 group.start()
             except Exception as error:  # of the tokenizer
-                group.abandon(error)
-                self._conclude(group)
+                group.fail(error)
+                self._finish_request(group)
                 continue
             changed.clear()
             request.first_token_time = None
             self._restarted.add(request)
             self._scheduler.add(group.live[0])
 
-    def abandon_all(self, error: BaseException) -> None:
+    def fail_all(self, error: BaseException) -> None:
         """End all requests with an error."""
         groups, self.groups = self.groups, {}
         for group in groups.values():
-            group.abandon(error)
+            group.fail(error)
+            group.finish_request()
             self._counters.count_request(group.request)
 
-    def take_changed(self) -> list[RequestOutput]:
+    def take_outputs(self) -> list[RequestOutput]:
         """Return what is new of each request since the last time."""
         changed, self._changed = self._changed, {}
         restarted, self._restarted = self._restarted, set()
@@ -96,45 +99,44 @@ class OutputProcessor:
             for request, outputs in changed.items()
         ]
 
-    def forget_changes(self, requests: Iterable[Request]) -> None:
+    def drop_outputs(self, requests: Iterable[Request]) -> None:
         """Report nothing of these requests, whose outputs are read as a whole."""
         for request in requests:
             self._changed.pop(request, None)
             self._restarted.discard(request)
 
-    def _take(self, sampled: Sampled, now: float) -> None:
+    def _process(self, sampled: Sampled, now: float) -> None:
         """Give a sequence its next tokens, or a beam its candidates."""
-        sequence, token_ids, ranked = sampled.sequence, sampled.token_ids, sampled.ranked
+        sequence, token_ids, logprobs = sampled.sequence, sampled.token_ids, sampled.logprobs
         request = sequence.request
         if not token_ids:
             return
-        if request.first_token_time is None:
-            request.first_token_time = now
+        request.first_token_time = request.first_token_time or now
         group = self.groups[request]
         if sequence.is_beam:
-            assert ranked is not None
-            self._advance(group, token_ids[0], sequence, ranked[0])
+            assert logprobs is not None
+            self._advance(group, token_ids[0], sequence, logprobs[0])
             return
-        self._note(group, sequence)
+        self._mark_changed(group, sequence)
         if len(sequence.token_ids) >= sequence.max_len:  # only the prompt was wanted
             self._finish(sequence, "length")
             return
         for index, token_id in enumerate(token_ids):
-            reason = group.append(sequence, token_id, ranked[index] if ranked else None)
+            reason = sequence.append(token_id, logprobs[index] if logprobs else None)
             self._counters.generated_tokens += token_id >= 0
             if reason is not None:
                 self._finish(sequence, reason)
                 return
 
     def _advance(
-        self, group: SequenceGroup, token_id: int, beam: Sequence, ranked: Candidates
+        self, group: SequenceGroup, token_id: int, beam: Sequence, logprobs: TokenLogprobs
     ) -> None:
         if token_id < 0:
             group.request.error = "the model returned NaN or infinite logits"
             for live in [*group.live]:
                 self._finish(live, "error")
             return
-        advance = group.advance(beam, ranked[1:])
+        advance = group.advance(beam, logprobs[1:])
         if advance is None:
             return
         for ended in advance.ended:
@@ -145,20 +147,19 @@ class OutputProcessor:
             chosen.token_ids.append(token)
             self._scheduler.resume(chosen)
         if not group.live:
-            group.conclude()
-            self._conclude(group)
+            self._finish_request(group)
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
         """End a sequence, and its request with the last of them."""
         group = self.groups[sequence.request]
-        self._note(group, sequence)
+        self._mark_changed(group, sequence)
         group.finish(sequence, reason)
         self._scheduler.remove(sequence)
         if not group.live:
-            group.conclude()
-            self._conclude(group)
+            self._finish_request(group)
 
-    def _conclude(self, group: SequenceGroup) -> None:
+    def _finish_request(self, group: SequenceGroup) -> None:
+        group.finish_request()
         request = group.request
         changed = self._changed.setdefault(request, {})
         if group.ranks:
@@ -168,17 +169,9 @@ class OutputProcessor:
         self._counters.count_request(request)
         del self.groups[request]
 
-    def _note(self, group: SequenceGroup, sequence: Sequence) -> None:
+    def _mark_changed(self, group: SequenceGroup, sequence: Sequence) -> None:
         """Note how long an output is that is about to change."""
         if not group.ranks:
             output = sequence.output
             before = len(output.token_ids), len(output.text)
             self._changed.setdefault(group.request, {}).setdefault(output, before)
-
-
-def _set_prompt_logprobs(chunk: Chunk, ranked: list[Candidates]) -> None:
-    request = chunk.sequence.request
-    assert request.prompt_logprobs is not None
-    count = 1 + (request.params.prompt_logprobs or 0)
-    for index, one in enumerate(ranked, chunk.start + 1):
-        request.prompt_logprobs[index] = dict(one[:count])

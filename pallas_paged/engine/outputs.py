@@ -33,6 +33,9 @@ class Logprob(NamedTuple):
     rank: int
 
 
+TokenLogprobs = list[tuple[int, Logprob]]  # of a token, and of the most probable in its place
+
+
 @dataclass(kw_only=True, eq=False)
 class CompletionOutput:
     """One completion of a request, so far or, in the outputs of a step, what is new of it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pallas_paged.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from pallas_paged.engine.sampling_params import SamplingParams
@@ -55,6 +56,11 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.finish_time is not None
+
+    def fail(self, error: Exception) -> Literal["error"]:
+        """Note an error, of the tokenizer for example, and return its finish reason."""
+        self.error = f"{type(error).__name__}: {error}"
+        return "error"
 
     def output(
         self, outputs: Sequence[CompletionOutput] | None = None, *, restarted: bool = False

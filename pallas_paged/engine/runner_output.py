@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pallas_paged.engine.beam import Candidates
-from pallas_paged.engine.outputs import Logprob
+from pallas_paged.engine.outputs import Logprob, TokenLogprobs
 from pallas_paged.engine.sampler import Logprobs
 from pallas_paged.engine.scheduler_output import Chunk, Decode, SchedulerOutput
 from pallas_paged.engine.sequence import Sequence
@@ -35,13 +34,13 @@ class Sampled:
     Attributes:
         sequence: the sequence, which has a slot.
         token_ids: the tokens, in order; -1 for bad logits.
-        ranked: for each, itself and the best ones with their log-probabilities, or None.
+        logprobs: of each, or None.
         decode: what was scheduled; None for a chunk.
     """
 
     sequence: Sequence
     token_ids: list[int]
-    ranked: list[Candidates] | None
+    logprobs: list[TokenLogprobs] | None
     decode: Decode | None
 
 
@@ -57,7 +56,7 @@ class RunnerOutput:
 
     num_free: int
     sampled: list[Sampled]
-    prompt_logprobs: list[tuple[Chunk, list[Candidates]]]
+    prompt_logprobs: list[tuple[Chunk, list[TokenLogprobs]]]
 
 
 def read_output(in_flight: InFlight, output: StepOutput, page_size: int) -> RunnerOutput:
@@ -79,20 +78,20 @@ def read_output(in_flight: InFlight, output: StepOutput, page_size: int) -> Runn
     mapping = output.slot_mapping if chunks else output.slot_mapping[:num_steps]
     pages = (mapping // page_size).T.tolist()
     sampled: list[Sampled] = []
-    prompt_logprobs: list[tuple[Chunk, list[Candidates]]] = []
+    prompt_logprobs: list[tuple[Chunk, list[TokenLogprobs]]] = []
 
     def add(sequence: Sequence, row: int, decode: Decode | None) -> int:
         token_ids = tokens[row]
         if token_ids[-1] == NOT_SAMPLED:
             token_ids = token_ids[: token_ids.index(NOT_SAMPLED)]
-        ranked = None
+        logprobs = None
         if output.logprobs is not None:
-            ranked = [
-                _ranked(output.logprobs, (step, row), token_id)
+            logprobs = [
+                _token_logprobs(output.logprobs, (step, row), token_id)
                 for step, token_id in enumerate(token_ids)
             ]
         sampled.append(
-            Sampled(sequence=sequence, token_ids=token_ids, ranked=ranked, decode=decode)
+            Sampled(sequence=sequence, token_ids=token_ids, logprobs=logprobs, decode=decode)
         )
         return len(token_ids)
 
@@ -117,18 +116,18 @@ def read_output(in_flight: InFlight, output: StepOutput, page_size: int) -> Runn
             if (targets := chunk.targets) is not None:
                 assert output.prompt_logprobs is not None
                 first = start - in_flight.num_decodes
-                ranked = [
-                    _ranked(output.prompt_logprobs, first + i, token)
+                logprobs = [
+                    _token_logprobs(output.prompt_logprobs, first + i, token)
                     for i, token in enumerate(targets)
                 ]
-                prompt_logprobs.append((chunk, ranked))
+                prompt_logprobs.append((chunk, logprobs))
         start = end
     return RunnerOutput(
         num_free=int(output.num_free), sampled=sampled, prompt_logprobs=prompt_logprobs
     )
 
 
-def _ranked(logprobs: Logprobs, index: Any, token_id: int) -> Candidates:
+def _token_logprobs(logprobs: Logprobs, index: Any, token_id: int) -> TokenLogprobs:
     """A token and the best ones, each with its log-probability and rank."""
     own = Logprob(float(logprobs.logprob[index]), int(logprobs.rank[index]))
     best = zip(

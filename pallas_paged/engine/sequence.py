@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from pallas_paged.engine.detokenizer import IncrementalDetokenizer
-from pallas_paged.engine.outputs import CompletionOutput, Logprob
+from pallas_paged.engine.outputs import CompletionOutput, TokenLogprobs
 from pallas_paged.engine.request import Request
 from pallas_paged.engine.sampler import SamplingMode
 from pallas_paged.prefix_cache import PrefixLease
@@ -127,35 +127,33 @@ class Sequence:
         for block in range(len(self.pages), -(-self.num_stored // page_size)):
             self.pages.append(pages[max(block * page_size - first, 0)])
 
-    def append(
-        self, token_id: int, logprob: float | None, logprobs: dict[int, Logprob] | None
-    ) -> str | None:
-        """Take the next token.
+    def append(self, token_id: int, logprobs: TokenLogprobs | None = None) -> str | None:
+        """Take the next token; return the finish reason if it ends the sequence.
 
         Args:
             token_id: -1 if the model's logits were NaN or infinite.
-            logprob: of the token, if the request needs it.
-            logprobs: of the token and the best ones, if the user asked for them.
-
-        Returns:
-            The finish reason, if the token ends the sequence.
+            logprobs: of the token, and of as many of the most probable as were computed.
         """
-        output = self.output
+        request, params, output = self.request, self.request.params, self.output
         if token_id < 0:
-            self.request.error = "the model returned NaN or infinite logits"
+            request.error = "the model returned NaN or infinite logits"
             return "error"
-        if logprob is not None:
-            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprob
         self.token_ids.append(token_id)
         output.token_ids.append(token_id)
-        if logprobs is not None and output.logprobs is not None:
-            output.logprobs.append(logprobs)
+        if logprobs is not None and params.needs_logprobs:
+            logprob = logprobs[0][1].logprob
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprob
+            if output.logprobs is not None:
+                output.logprobs.append(dict(logprobs[: 1 + (params.logprobs or 0)]))
         if token_id in self.stop_token_ids:
-            if token_id in (self.request.params.stop_token_ids or ()):
+            if token_id in (params.stop_token_ids or ()):
                 output.stop_reason = token_id
             return "stop"
         if self.detokenizer is not None:
-            output.text += self.detokenizer.push([token_id])
+            try:
+                output.text += self.detokenizer.push([token_id])
+            except Exception as error:  # one text must not end other requests
+                return request.fail(error)
             if self.detokenizer.stop_reason is not None:
                 output.stop_reason = self.detokenizer.stop_reason
                 return "stop"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-from pallas_paged.engine.beam import Advance, BeamSearch, Candidates
+from pallas_paged.engine.beam import Advance, BeamSearch
 from pallas_paged.engine.detokenizer import IncrementalDetokenizer
-from pallas_paged.engine.outputs import CompletionOutput
+from pallas_paged.engine.outputs import CompletionOutput, TokenLogprobs
 from pallas_paged.engine.request import Request
 from pallas_paged.engine.sampler import SamplingMode
 from pallas_paged.engine.sequence import Sequence
@@ -73,29 +73,7 @@ class SequenceGroup:
         self._drawn = [*self.live] if params.best_of is not None else []
         request.outputs = [] if self.ranks else [sequence.output for sequence in self.live]
 
-    def append(self, sequence: Sequence, token_id: int, ranked: Candidates | None) -> str | None:
-        """Give a sequence its next token.
-
-        Args:
-            sequence: not a beam.
-            token_id: -1 if the model's logits were NaN or infinite.
-            ranked: the token and then the best ones with their log-probabilities, or None.
-
-        Returns:
-            The finish reason, if the token ends the sequence.
-        """
-        params = self.request.params
-        logprob = logprobs = None
-        if ranked is not None and params.needs_logprobs:
-            logprob = ranked[0][1].logprob
-            if params.logprobs is not None:
-                logprobs = dict(ranked[: 1 + params.logprobs])
-        try:
-            return sequence.append(token_id, logprob, logprobs)
-        except Exception as error:  # of the tokenizer: one text must not end other requests
-            return self._fail(error)
-
-    def advance(self, beam: Sequence, candidates: Candidates) -> Advance | None:
+    def advance(self, beam: Sequence, candidates: TokenLogprobs) -> Advance | None:
         """Report the candidates of a beam; once all beams have reported, return how they go on."""
         assert self._search is not None
         advance = self._search.report(beam, candidates)
@@ -112,12 +90,12 @@ class SequenceGroup:
             if sequence.detokenizer is not None:
                 sequence.output.text += sequence.detokenizer.finish()
         except Exception as error:
-            reason = self._fail(error)
+            reason = self.request.fail(error)
         sequence.output.finish_reason = reason  # type: ignore[assignment]
         if self._search is not None:
             self._search.end(sequence, reason)
 
-    def conclude(self) -> None:
+    def finish_request(self) -> None:
         """End the request, none of whose sequences is live, and choose what it returns."""
         request = self.request
         if self._search is not None:
@@ -131,13 +109,12 @@ class SequenceGroup:
                 output.index = index
         request.finish_time = time.perf_counter()
 
-    def abandon(self, error: BaseException) -> None:
-        """End all of it as it stands, because the engine is dead."""
+    def fail(self, error: BaseException) -> None:
+        """End all sequences as they stand, with an error."""
         self.request.error = str(error) or type(error).__name__
         for sequence in [*self.live]:
             sequence.detokenizer = None  # text that it holds back is lost
             self.finish(sequence, "error")
-        self.conclude()
 
     def _detokenizer(self) -> IncrementalDetokenizer | None:
         if self._tokenizer is None:
@@ -155,8 +132,4 @@ class SequenceGroup:
                     token_ids = token_ids[:-1]
                 output.text = detokenizer.push(token_ids) + detokenizer.finish()
         except Exception as error:
-            output.finish_reason = self._fail(error)  # type: ignore[assignment]
-
-    def _fail(self, error: Exception) -> str:
-        self.request.error = f"{type(error).__name__}: {error}"
-        return "error"
+            output.finish_reason = self.request.fail(error)

@@ -382,7 +382,7 @@ def test_the_mean_logprob_is_over_all_tokens():
         number=0,
         prompt=None,
         prompt_token_ids=[1],
-        params=SamplingParams(),
+        params=SamplingParams(best_of=1),
         seed=0,
         priority=0,
         max_len=9,
@@ -395,8 +395,8 @@ def test_the_mean_logprob_is_over_all_tokens():
         mode=SamplingMode(),
         detokenizer=IncrementalDetokenizer(ByteTokenizer(), (), ["b"]),
     )
-    assert one.append(ord("a"), -1.0, {ord("a"): Logprob(-1.0, 1)}) is None
-    assert one.append(ord("b"), -2.0, {ord("b"): Logprob(-2.0, 1)}) == "stop"
+    assert one.append(ord("a"), [(ord("a"), Logprob(-1.0, 1))]) is None
+    assert one.append(ord("b"), [(ord("b"), Logprob(-2.0, 1))]) == "stop"
     assert one.output.text == "a" and one.mean_logprob == -1.5
 
 

@@ -187,7 +187,7 @@ class Host:
         for token_id in token_ids:
             if one.finished or one.is_beam:
                 return
-            if (reason := one.append(token_id, None, None)) is not None:
+            if (reason := one.append(token_id)) is not None:
                 self.end(one, reason)
 
     def end(self, one: Sequence, reason: str) -> None:

@@ -157,6 +157,7 @@ class ModelRunner:
         # Twice: a CUDA graph is made by the second execution.
         for shape, mode in steps * 2:
             self._run([], [], shape, mode)
+        self._batches.rewrite()
         self._update(TableUpdate(), [])
         self._fork([])
         self._set_slots([], [])

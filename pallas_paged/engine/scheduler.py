@@ -42,12 +42,9 @@ class Scheduler:
         cache: PrefixCache | None,
         sliding_window: int | None = None,
     ):
-        """Start with all pages free.
+        """Start with all pages free; sizes as in `EngineConfig`.
 
         Args:
-            num_pages, page_size: of the page table.
-            max_num_seqs: slots.
-            max_num_batched_tokens: tokens of a step, decodes included; more than max_num_seqs.
             watermark: pages that must be left over when a sequence starts beside others.
             cache: None computes every prompt in full.
             sliding_window: tokens after which pages are freed from the left, or None.

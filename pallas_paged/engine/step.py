@@ -112,23 +112,14 @@ def _decode(
     implementation: str | None,
 ) -> tuple[EngineState, TokenCounts | None, StepOutput]:
     """Run up to `num_steps` steps of each row; stop early if a row ends or finds no page."""
-    num_slots = state.table.max_seqs
-    window, shape = (
-        model.kv_cache_spec.sliding_window,
-        (batch.max_num_steps, batch.decode_slots.size),
-    )
+    window = model.kv_cache_spec.sliding_window
+    shape = batch.max_num_steps, batch.decode_slots.size
 
     def step(
         index: jax.Array, state: EngineState, counts: TokenCounts | None
     ) -> tuple[EngineState, TokenCounts | None, tuple[Any, ...], jax.Array]:
-        table, slots = state.table, state.slots
-        active = ~slots.finished.at[batch.decode_slots].get(mode="fill", fill_value=True)
-        active &= index < batch.num_steps
-        rows = jnp.where(active, batch.decode_slots, num_slots)
-        asked = jnp.zeros(num_slots, jnp.int32).at[rows].set(1, mode="drop")
-        table = _free_left(table, asked, window, max_pages=1)
-        table, ok = extend(table, asked, max_new_tokens=1)
-        rows = _served(rows, ok, num_slots)
+        slots = state.slots
+        table, rows, ok = _extend(state, batch, window, index < batch.num_steps)
         lens = _seq_lens(table, rows)
         mapping = slot_mapping(table, rows, lens - 1)
         attend = _attend(table, mapping, rows, None, implementation)
@@ -167,16 +158,10 @@ def _mixed(
     implementation: str | None,
 ) -> tuple[EngineState, TokenCounts | None, StepOutput]:
     """Run one step of decoding rows and chunks."""
-    table, slots, chunks = state.table, state.slots, batch.chunks
+    slots, chunks = state.slots, batch.chunks
     assert chunks is not None
-    num_slots, num_decodes = table.max_seqs, batch.decode_slots.size
-    active = ~slots.finished.at[batch.decode_slots].get(mode="fill", fill_value=True)
-    rows = jnp.where(active, batch.decode_slots, num_slots)
-    asked = jnp.zeros(num_slots, jnp.int32).at[rows].set(1, mode="drop")
-    asked = asked.at[chunks.slots].set(jnp.diff(chunks.cu_q_lens), mode="drop")
-    table = _free_left(table, asked, model.kv_cache_spec.sliding_window, max_pages=None)
-    table, ok = extend(table, asked, max_new_tokens=chunks.token_ids.size)
-    rows = _served(rows, ok, num_slots)
+    num_slots, num_decodes = state.table.max_seqs, batch.decode_slots.size
+    table, rows, ok = _extend(state, batch, model.kv_cache_spec.sliding_window, batch.num_steps > 0)
     chunks = replace(chunks, slots=_served(chunks.slots, ok, num_slots))
     chunk_rows, chunk_positions = _chunk_positions(chunks, table)
     token_rows = jnp.concatenate([rows, chunk_rows])
@@ -207,12 +192,8 @@ def _mixed(
         prompt_logprobs = _prompt_logprobs(
             model, params, hidden[num_decodes:], chunks.targets, batch.mode.prompt_logprobs
         )
-    state = EngineState(
-        table=table,
-        pool=KVPool(layers=layers),
-        slots=slots,
-        sound=state.sound & jnp.all(ok),
-    )
+    sound = state.sound & jnp.all(ok)
+    state = EngineState(table=table, pool=KVPool(layers=layers), slots=slots, sound=sound)
     one = jax.tree.map(lambda x: x[None], logprobs)
     return state, counts, _output(state, drawn[None], mapping, one, prompt_logprobs)
 
@@ -294,14 +275,27 @@ def _prompt_logprobs(
     return jax.tree.map(lambda x: x.reshape(num_tokens + padding, *x.shape[2:])[:num_tokens], found)
 
 
-def _free_left(
-    table: PageTable, asked: jax.Array, window: int | None, *, max_pages: int | None
-) -> PageTable:
-    """Free the pages of rows that neither their new tokens nor later ones see."""
-    if window is None:
-        return table
-    first = jnp.where(asked > 0, table.seq_lens - window + 1, 0)
-    return free_before(table, first, max_pages=max_pages)
+def _extend(
+    state: EngineState, batch: Batch, window: int | None, active: jax.Array
+) -> tuple[PageTable, jax.Array, jax.Array]:
+    """Take pages for the next token of active rows `bool[D]` and for the chunks.
+
+    Returns:
+        The table; slots of the rows that compute, `i32[D]`, out of range for the others; and
+        whether each slot has its pages, `bool[S]`.
+    """
+    table, chunks, num_slots = state.table, batch.chunks, state.table.max_seqs
+    active &= ~state.slots.finished.at[batch.decode_slots].get(mode="fill", fill_value=True)
+    rows = jnp.where(active, batch.decode_slots, num_slots)
+    num_new = jnp.zeros(num_slots, jnp.int32).at[rows].set(1, mode="drop")
+    if chunks is not None:
+        num_new = num_new.at[chunks.slots].set(jnp.diff(chunks.cu_q_lens), mode="drop")
+    if window is not None:  # pages that neither the new tokens nor later ones see
+        first = jnp.where(num_new > 0, table.seq_lens - window + 1, 0)
+        table = free_before(table, first, max_pages=1 if chunks is None else None)
+    most = 1 if chunks is None else chunks.token_ids.size
+    table, ok = extend(table, num_new, max_new_tokens=most)
+    return table, _served(rows, ok, num_slots), ok
 
 
 def _served(rows: jax.Array, ok: jax.Array, num_slots: int) -> jax.Array:

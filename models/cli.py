@@ -29,6 +29,12 @@ _SAMPLING_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("repetition_penalty", float, "for tokens of the prompt and the completion (1)"),
     ("logprobs", int, "print the log-probabilities of each token and of the N best (JSON)"),
 )
+_ENGINE_OPTIONS = (  # and of `EngineConfig`
+    ("page_size", int, "tokens a page (16)"),
+    ("num_pages", int, "of the pool (for all prompts, if they fit)"),
+    ("max_num_seqs", int, "sequences that run at a time (64)"),
+    ("max_num_batched_tokens", int, "tokens of a step, more than --max-num-seqs (2048)"),
+)
 _EPILOG = """\
 output:
   The text of one prompt is printed as it is generated. With several prompts or completions, each
@@ -154,9 +160,11 @@ def _parser() -> argparse.ArgumentParser:
         help="of weights and computation (as stored)",
     )
     sampling = parser.add_argument_group("sampling")
-    for name, kind, text in _SAMPLING_OPTIONS:
-        metavar = "N" if kind is int else "X"
-        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
+    engine = parser.add_argument_group("engine")
+    for group, options in ((sampling, _SAMPLING_OPTIONS), (engine, _ENGINE_OPTIONS)):
+        for name, kind, text in options:
+            metavar = "N" if kind is int else "X"
+            group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="end there; repeatable")
     sampling.add_argument(
         "--ignore-eos", action="store_true", default=None, help="go on after the end of sequence"
@@ -167,25 +175,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="of the first prompt, the next has N + 1 (random; the summary reports it)",
     )
-    engine = parser.add_argument_group("engine")
-    engine.add_argument("--page-size", type=int, default=16, metavar="N", help="tokens a page (16)")
-    engine.add_argument(
-        "--num-pages", type=int, metavar="N", help="of the pool (for all prompts, if they fit)"
-    )
     engine.add_argument(
         "--kv-cache-dtype",
         choices=("int8", "fp8"),
         help="about half the memory of bf16, and less precise (that of the weights): int8 rounds K"
         " and V to 1/254 of a token's largest element, fp8 (e4m3) each element to 1/16 of itself",
-    )
-    engine.add_argument(
-        "--max-num-seqs", type=int, metavar="N", help="sequences that run at a time (64)"
-    )
-    engine.add_argument(
-        "--max-num-batched-tokens",
-        type=int,
-        metavar="N",
-        help="tokens of a step, more than --max-num-seqs (2048)",
     )
     engine.add_argument(
         "--enable-prefix-caching",

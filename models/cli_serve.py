@@ -23,7 +23,6 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from models.checkpoint import load_checkpoint
 from models.engine_model import engine_config, engine_model
 from models.tokenizer import Tokenizer
-from pallas_paged.checks import INT32_MAX, check_integer
 from pallas_paged.engine import (
     CompletionOutput,
     Engine,
@@ -77,9 +76,9 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
     decoder, _ = load_checkpoint(args.checkpoint, dtype=args.dtype)
     tokenizer = Tokenizer(args.checkpoint)
     model, weights = engine_model(decoder)
-    room, holder = model.max_model_len, "the context"
-    if args.num_pages is not None and args.num_pages * args.page_size < room:
-        room, holder = args.num_pages * args.page_size, f"--num-pages {args.num_pages}"
+    room = model.max_model_len
+    if args.num_pages is not None:
+        room = min(room, args.num_pages * sizes.get("page_size", EngineConfig.page_size))
 
     is_jsonl = args.prompts_file is not None and args.prompts_file.name.endswith(".jsonl")
     entries = [(prompt, False) for prompt in args.prompt] + [(line, is_jsonl) for line in lines]
@@ -92,7 +91,7 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
             try:
                 own = _parse(entry) if is_object else {"prompt": entry}
                 own = {"seed": (base_seed + index) % 2**32} | options | own
-                jobs.append(_job(index, own, tokenizer, room, holder))
+                jobs.append(_job(index, own, tokenizer, room))
             except ValueError as error:
                 output.refuse(index, str(error))
         config = engine_config(model, [(len(job.token_ids), job.params) for job in jobs], **sizes)
@@ -183,23 +182,16 @@ class _Output:
         sys.stdout.flush()
 
 
-def _job(index: int, options: dict[str, Any], tokenizer: Tokenizer, room: int, holder: str) -> _Job:
-    """Return what to submit; `room` is the number of tokens that `holder` has for a sequence."""
+def _job(index: int, options: dict[str, Any], tokenizer: Tokenizer, room: int) -> _Job:
+    """Return what to submit; without max_tokens, to a sequence of at most `room` tokens."""
     prompt, priority = options.pop("prompt", None), options.pop("priority", 0)
     if not isinstance(prompt, str | list):
         raise ValueError(f"{prompt=} must be a text or a list of token ids")
     if isinstance(prompt, str) and any("\ud800" <= character <= "\udfff" for character in prompt):
         raise ValueError("the prompt must be valid UTF-8")
-    check_integer("priority", priority, -INT32_MAX)
     token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    length = len(token_ids)
-    max_tokens = max(1, min(_MAX_TOKENS, room - length))
+    max_tokens = max(1, min(_MAX_TOKENS, room - len(token_ids)))
     params = SamplingParams(**{"max_tokens": max_tokens, "temperature": _TEMPERATURE} | options)
-    if length + (params.max_tokens or 0) > room:
-        raise ValueError(
-            f"a prompt of {length} tokens and max_tokens={params.max_tokens} are more than the"
-            f" {room} tokens of {holder}"
-        )
     return _Job(index=index, prompt=prompt, token_ids=token_ids, params=params, priority=priority)
 
 

@@ -69,18 +69,18 @@ def test_a_refused_prompt_is_reported_beside_the_texts_of_the_others(run):
     prompts = ["--prompt", "x" * 64, "--prompt", "\udcff", "--prompt", "short"]
     status, out, err = run(*prompts, "--max-tokens", "5")
     assert status == 1 and "=== prompt 3 of 3, completion 1 of 1 (length)\nshort" in out
-    too_long, not_text, summary = err.splitlines()[:3]
+    not_text, too_long, summary = err.splitlines()[:3]
     assert too_long.startswith("error: prompt 1: a prompt of 64 tokens and max_tokens=5 are more")
     assert not_text == "error: prompt 2: the prompt must be valid UTF-8"
     assert summary.startswith("1 of 3 prompts served in ")
 
 
-def test_a_pool_too_small_for_the_prompt_is_an_error_that_names_the_option(run):
+def test_a_pool_too_small_for_the_prompt_is_an_error_that_names_the_size(run):
     status, out, err = run("--prompt", "x" * 17, "--num-pages", "1")
     assert (status, out) == (1, "")
     assert err.startswith(
         "error: prompt 1: a prompt of 17 tokens and max_tokens=1 are more than the 16 tokens of"
-        " --num-pages 1\n"
+        " a sequence (max_model_len=16, num_pages=1)\n"
     )
 
 

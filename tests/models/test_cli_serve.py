@@ -213,7 +213,7 @@ def test_a_small_pool_preempts_and_refuses_prompts_beyond_its_size(run):
     status, results, err = run(prompts, *args)
     assert status == 1 and "pool of 3 pages" in err
     assert results[2]["error"].startswith("a prompt of 48 tokens and max_tokens=1 are more than")
-    assert results[2]["error"].endswith("--num-pages 3")
+    assert results[2]["error"].endswith("(max_model_len=48, num_pages=3)")
     # By default a completion is as long as the pool allows.
     assert len(results[0]["outputs"][0]["token_ids"]) == 3 * 16 - 14
     assert results[1]["num_preemptions"] == 1

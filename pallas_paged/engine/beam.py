@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pallas_paged.engine.outputs import CompletionOutput, TokenLogprobs
+from pallas_paged.engine.outputs import CompletionOutput, FinishReasonName, TokenLogprobs
 from pallas_paged.engine.request import Request
 from pallas_paged.engine.sampling_params import SamplingParams
 from pallas_paged.engine.sequence import Sequence
@@ -74,7 +74,7 @@ class BeamSearch:
                 chosen.append((score, beam, token))
         return self._advance(chosen)
 
-    def end(self, beam: Sequence, reason: str) -> None:
+    def end(self, beam: Sequence, reason: FinishReasonName) -> None:
         """End a beam as it stands."""
         self._finish(beam, _score(beam.output), reason)
 
@@ -135,14 +135,14 @@ class BeamSearch:
         return best <= worst
 
     def _finish(
-        self, beam: Sequence, score: float, reason: str, token_ids: Iterable[int] = ()
+        self, beam: Sequence, score: float, reason: FinishReasonName, token_ids: Iterable[int] = ()
     ) -> None:
         self.finished.append(
             CompletionOutput(
                 index=len(self.finished),
                 token_ids=[*beam.output.token_ids, *token_ids],
                 cumulative_logprob=score,
-                finish_reason=reason,  # type: ignore[arg-type]
+                finish_reason=reason,
             )
         )
 

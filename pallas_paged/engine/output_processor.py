@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pallas_paged.engine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from pallas_paged.engine.outputs import (
+    CompletionOutput,
+    FinishReasonName,
+    RequestOutput,
+    TokenLogprobs,
+)
 from pallas_paged.engine.request import Request
 from pallas_paged.engine.runner_output import RunnerOutput, Sampled
 from pallas_paged.engine.scheduler import Scheduler
@@ -149,7 +154,7 @@ class OutputProcessor:
         if not group.live:
             self._finish_request(group)
 
-    def _finish(self, sequence: Sequence, reason: str) -> None:
+    def _finish(self, sequence: Sequence, reason: FinishReasonName) -> None:
         """End a sequence, and its request with the last of them."""
         group = self.groups[sequence.request]
         self._mark_changed(group, sequence)

@@ -308,7 +308,7 @@ class Scheduler:
                 sequence.num_computed = sequence.num_stored = sequence.lease.num_tokens
                 sequence.pages = list(sequence.lease.pages)
             if sequence.num_starts == 1 and sequence.output.index == 0:
-                sequence.request.num_cached_tokens += sequence.num_computed
+                sequence.request.num_cached_tokens = sequence.num_computed
             if sequence.num_to_prefill > 0:
                 chunk = self._chunk(sequence, budget)
                 if chunk is not None:  # with a window, pages may come free only as it goes on

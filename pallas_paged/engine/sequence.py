@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from pallas_paged.engine.detokenizer import IncrementalDetokenizer
-from pallas_paged.engine.outputs import CompletionOutput, TokenLogprobs
+from pallas_paged.engine.outputs import CompletionOutput, FinishReasonName, TokenLogprobs
 from pallas_paged.engine.request import Request
 from pallas_paged.engine.sampler import SamplingMode
 from pallas_paged.prefix_cache import PrefixLease
@@ -127,7 +127,9 @@ class Sequence:
         for block in range(len(self.pages), -(-self.num_stored // page_size)):
             self.pages.append(pages[max(block * page_size - first, 0)])
 
-    def append(self, token_id: int, logprobs: TokenLogprobs | None = None) -> str | None:
+    def append(
+        self, token_id: int, logprobs: TokenLogprobs | None = None
+    ) -> FinishReasonName | None:
         """Take the next token; return the finish reason if it ends the sequence.
 
         Args:

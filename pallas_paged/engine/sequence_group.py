@@ -6,7 +6,7 @@ import time
 
 from pallas_paged.engine.beam import Advance, BeamSearch
 from pallas_paged.engine.detokenizer import IncrementalDetokenizer
-from pallas_paged.engine.outputs import CompletionOutput, TokenLogprobs
+from pallas_paged.engine.outputs import CompletionOutput, FinishReasonName, TokenLogprobs
 from pallas_paged.engine.request import Request
 from pallas_paged.engine.sampler import SamplingMode
 from pallas_paged.engine.sequence import Sequence
@@ -83,7 +83,7 @@ class SequenceGroup:
             self.live += [child for _, child in advance.branches]
         return advance
 
-    def finish(self, sequence: Sequence, reason: str) -> None:
+    def finish(self, sequence: Sequence, reason: FinishReasonName) -> None:
         """End a live sequence."""
         self.live.remove(sequence)
         try:
@@ -91,7 +91,7 @@ class SequenceGroup:
                 sequence.output.text += sequence.detokenizer.finish()
         except Exception as error:
             reason = self.request.fail(error)
-        sequence.output.finish_reason = reason  # type: ignore[assignment]
+        sequence.output.finish_reason = reason
         if self._search is not None:
             self._search.end(sequence, reason)
 

@@ -54,6 +54,17 @@ def test_requests_after_an_update_run_on_the_new_weights(greedy_tokens, new_toke
     assert_every_page_is_free(engine)
 
 
+def test_a_restarted_request_counts_its_cached_tokens_once():
+    engine = make_engine()
+    serve(engine, [PROMPTS[4]], greedy(), check=False)
+    request = engine.submit(PROMPTS[4], greedy())
+    step(engine)
+    assert request.num_cached_tokens == 16
+    engine.update_params(NEW, reset_prefix_cache=False, restart_running=True)
+    run(engine)
+    assert request.num_cached_tokens == 16
+
+
 def test_an_update_copies_no_array():
     engine = make_engine()
     engine.update_params(NEW)

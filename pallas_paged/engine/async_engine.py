@@ -273,7 +273,7 @@ class AsyncEngine:
     def _add(self, collectors: Sequence[OutputCollector]) -> None:
         for collector in collectors:
             try:
-                self._engine._add([collector.request])
+                self._engine._outputs.add([collector.request])
             except Exception as error:  # of the tokenizer, for example
                 del self._collectors[collector.request.request_id]
                 self._wake([(collector, collector.put(None, error))])

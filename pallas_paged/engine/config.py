@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pallas_paged.checks import check_integer, check_number
-from pallas_paged.engine.kv_cache import KV_CACHE_DTYPES
+from pallas_paged.engine.kv_cache import KV_CACHE_DTYPES, pages_that_fit, pool_dtype
+from pallas_paged.engine.model import Model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,3 +66,27 @@ class EngineConfig:
         if self.kv_cache_dtype is not None and self.kv_cache_dtype not in KV_CACHE_DTYPES:
             names = ", ".join(KV_CACHE_DTYPES)
             raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r} must be one of {names}")
+
+    def sizes(self, model: Model) -> tuple[int, int]:
+        """Return the pages of the pool and the most tokens of a sequence, where None is open.
+
+        Raises:
+            ValueError: max_model_len is more than the model's.
+        """
+        spec, max_len = model.kv_cache_spec, self.max_model_len or model.max_model_len
+        if max_len > model.max_model_len:
+            raise ValueError(
+                f"max_model_len={max_len} must be at most the model's {model.max_model_len}"
+            )
+        num_pages = self.num_pages or min(
+            pages_that_fit(
+                spec,
+                page_size=self.page_size,
+                dtype=pool_dtype(spec, self.kv_cache_dtype),
+                memory_fraction=self.memory_fraction,
+            ),
+            self.max_num_seqs * -(-max_len // self.page_size),
+        )
+        if self.max_model_len is None and spec.sliding_window is None:
+            max_len = min(max_len, num_pages * self.page_size)
+        return num_pages, max_len

@@ -10,10 +10,9 @@ Sarathi-Serve (Agrawal et al., OSDI 2024), preemption by recomputing from vLLM (
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -21,10 +20,11 @@ from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.core import EngineCore
 from pallas_paged.engine.input_processor import InputProcessor
 from pallas_paged.engine.interrupt import interrupts_held
-from pallas_paged.engine.kv_cache import pages_that_fit, pool_dtype
+from pallas_paged.engine.kv_cache import pool_bytes
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.output_processor import OutputProcessor
 from pallas_paged.engine.outputs import CompletionOutput, FinishReasonName, RequestOutput
+from pallas_paged.engine.progress import progress_bar
 from pallas_paged.engine.request import Request
 from pallas_paged.engine.runner import ModelRunner, modes_for
 from pallas_paged.engine.sampling_params import SamplingParams
@@ -46,7 +46,8 @@ class Engine:
 
     For one thread; `AsyncEngine` is for several. A request's tokens do not depend on what else
     runs, up to the rounding of other batch sizes, which in bf16 and f16 can decide between
-    near-equal tokens. Ctrl-C in a step takes effect at its end and leaves the engine usable.
+    near-equal tokens. Ctrl-C in a step takes effect at its end and leaves the engine usable. After
+    a step has failed, methods raise EngineDeadError.
     """
 
     def __init__(
@@ -59,8 +60,7 @@ class Engine:
         """Allocate the pool.
 
         Args:
-            model: the model.
-            params: its weights, a pytree of arrays; `update_params` replaces them.
+            model, params: the model and its weights, a pytree of arrays.
             config: sizes; None takes the defaults.
             tokenizer: for prompts, outputs and stop strings as texts; None works with token ids.
 
@@ -68,26 +68,11 @@ class Engine:
             ValueError: a size is out of range for this model.
         """
         self.config = config = config or EngineConfig()
-        spec, page_size = model.kv_cache_spec, config.page_size
-        max_len = config.max_model_len or model.max_model_len
-        if max_len > model.max_model_len:
-            raise ValueError(
-                f"max_model_len={max_len} must be at most the model's {model.max_model_len}"
-            )
-        num_pages = config.num_pages or min(
-            pages_that_fit(
-                spec,
-                page_size=page_size,
-                dtype=pool_dtype(spec, config.kv_cache_dtype),
-                memory_fraction=config.memory_fraction,
-            ),
-            config.max_num_seqs * -(-max_len // page_size),
-        )
-        if config.max_model_len is None and spec.sliding_window is None:
-            max_len = min(max_len, num_pages * page_size)
-        self.max_model_len, self.num_pages = max_len, num_pages
+        num_pages, max_len = config.sizes(model)
+        self.num_pages, self.max_model_len = num_pages, max_len
         self._runner = ModelRunner(model, params, config, num_pages=num_pages, max_len=max_len)
-        self._cache = PrefixCache(page_size=page_size) if config.enable_prefix_caching else None
+        caching, page_size = config.enable_prefix_caching, config.page_size
+        self._cache = PrefixCache(page_size=page_size) if caching else None
         self._scheduler = Scheduler(
             num_pages=num_pages,
             page_size=page_size,
@@ -95,24 +80,21 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             watermark=int(config.watermark * num_pages),
             cache=self._cache,
-            sliding_window=spec.sliding_window,
+            sliding_window=model.kv_cache_spec.sliding_window,
         )
         self._counters = Counters(num_free_pages=num_pages)
         pages = self._scheduler.pages
         self._inputs = InputProcessor(model, tokenizer, pages, max_model_len=max_len)
-        self._outputs = OutputProcessor(
-            self._scheduler, self._counters, tokenizer, model.eos_token_ids
-        )
+        counters, eos_token_ids = self._counters, model.eos_token_ids
+        self._outputs = OutputProcessor(self._scheduler, counters, tokenizer, eos_token_ids)
         self._core = EngineCore(
             self._scheduler,
             self._runner,
-            self._counters,
+            counters,
             self._outputs.process_outputs,
             config.num_scheduler_steps,
         )
-        self._requests: WeakValueDictionary[str, Request] = WeakValueDictionary()  # by id
-        self._num_requests = 0
-        self._is_sleeping = False
+        self.is_sleeping = False
         self._error: BaseException | None = None
 
     @property
@@ -124,11 +106,6 @@ class Engine:
     def idle(self) -> bool:
         """Whether no request is unfinished and no output is left to return."""
         return self._outputs.idle and not self._core.in_flight
-
-    @property
-    def is_sleeping(self) -> bool:
-        """Whether `sleep` was called, and `wake` was not."""
-        return self._is_sleeping
 
     def submit(
         self,
@@ -151,11 +128,10 @@ class Engine:
 
         Raises:
             ValueError: the request can never be served, or its id is in use. Others go on.
-            EngineDeadError: an earlier step failed.
         """
         self._check_alive()
         request = self._inputs.request(prompt, params, request_id=request_id, priority=priority)
-        self._add([request])
+        self._outputs.add([request])
         return request
 
     def step(self) -> list[RequestOutput]:
@@ -166,8 +142,7 @@ class Engine:
             `best_of` and beams come when they are ranked, at the end.
 
         Raises:
-            EngineDeadError: this step failed, or an earlier one did. Unfinished requests end with
-                "error".
+            EngineDeadError: a step failed. Unfinished requests have ended with "error".
             RuntimeError: the engine sleeps.
         """
         self._step()
@@ -208,9 +183,9 @@ class Engine:
         """
         self._check_alive()
         if isinstance(request, str):
-            if request not in self._requests:
+            if (found := self._outputs.requests.get(request)) is None:
                 raise ValueError(f"{request=} is not the id of a request")
-            request = self._requests[request]
+            request = found
         self._check_mine(request)
         if request in self._outputs.groups:
             self._outputs.abort(request)
@@ -245,16 +220,12 @@ class Engine:
             raise ValueError(f"{len(each)} params must be one, or one for each of {len(prompts)}")
         self._check_awake()
         requests: list[Request] = []
-        try:
-            for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
-                try:
-                    requests.append(self.submit(prompt, one))
-                except ValueError as error:
-                    raise ValueError(f"prompt {index}: {error}") from error
-        except BaseException:
-            for request in requests:
-                self.abort(request)
-            raise
+        for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+            try:
+                requests.append(self._inputs.request(prompt, one))
+            except ValueError as error:
+                raise ValueError(f"prompt {index}: {error}") from error
+        self._outputs.add(requests)
         self._run(requests, progress)
         return [request.output() for request in requests]
 
@@ -280,7 +251,7 @@ class Engine:
         self._check_awake()
         requests = score_requests(self._inputs, prompts, completions)
         waiting = [request for request in requests if request is not None]
-        self._add(waiting)
+        self._outputs.add(waiting)
         self._run(waiting, progress=False)
         return scores_of(requests)
 
@@ -301,7 +272,7 @@ class Engine:
             ValueError: the parameters do not fit; nothing has changed.
         """
         self._check_alive()
-        with self._dying():
+        with self._dead_on_error():
             self._core.drain()
         self._runner.update_params(params)
         if restart_running:
@@ -317,23 +288,23 @@ class Engine:
     def sleep(self) -> None:
         """Free the pool's memory. Unfinished requests wait, and are recomputed after `wake`."""
         self._check_alive()
-        if self._is_sleeping:
+        if self.is_sleeping:
             return
-        with self._dying():
+        with self._dead_on_error():
             self._core.drain()
             self._scheduler.preempt_all()
             self._scheduler.reset_prefix_cache()
             self._runner.update_table(self._scheduler.pages.take_update(), [])
             self._scheduler.resync(self.num_pages)
             self._runner.sleep()
-        self._is_sleeping = True
+        self.is_sleeping = True
 
     def wake(self) -> None:
         """Allocate the pool again after `sleep`."""
         self._check_alive()
-        if self._is_sleeping:
+        if self.is_sleeping:
             self._runner.wake()
-            self._is_sleeping = False
+            self.is_sleeping = False
 
     def warmup(
         self, params: Sequence[SamplingParams] | None = None, *, progress: bool = False
@@ -348,20 +319,24 @@ class Engine:
             ValueError: the engine is not idle.
         """
         self._check_alive()
-        if not self.idle or self._is_sleeping:
+        if not self.idle or self.is_sleeping:
             raise ValueError("warmup must run while the engine is awake and idle")
         modes = modes_for(None if params is None else list(params))
-        self._runner.warmup(modes, lambda steps, total: _bar(steps, total, "compilation", progress))
+        self._runner.warmup(
+            modes, lambda steps, total: progress_bar(steps, total, "compilation", progress)
+        )
 
     def stats(self) -> EngineStats:
         """Return the counters of the engine so far."""
+        scheduler, pool = self._scheduler, self._runner.pool_shape
         return self._counters.snapshot(
-            num_waiting=len(self._scheduler.waiting),
-            num_running=len(self._scheduler.running),
-            num_preemptions=self._scheduler.num_preemptions,
+            num_waiting=len(scheduler.waiting),
+            num_running=len(scheduler.running),
+            num_preemptions=scheduler.num_preemptions,
             compilations=self._runner.num_compiled,
             num_pages=self.num_pages,
-            pool=self._runner.pool_shape,
+            kv_cache_dtype=pool.layers[0].k_pages.dtype.name,
+            pool_bytes=pool_bytes(pool),
         )
 
     def check(self) -> None:
@@ -375,47 +350,28 @@ class Engine:
         cached = self._cache.pages if self._cache is not None else ()
         check_page_table(self.table, retained=np.asarray(cached, np.int32))
 
-    def _add(self, requests: Iterable[Request]) -> None:
-        """Accept requests: number them, and put them into the waiting queue."""
-        for request in requests:
-            number, request_id = self._num_requests, request.request_id
-            other = self._requests.get(request_id)
-            if other is not None and not other.finished:
-                raise ValueError(f"{request_id=} is that of another request")
-            if not request_id:
-                request_id = str(number)
-                while request_id in self._requests:
-                    request_id += "-"
-            request.number, request.request_id = number, request_id
-            self._outputs.add(request)
-            self._requests[request_id] = request
-            self._num_requests += 1
-
     def _run(self, requests: list[Request], progress: bool) -> None:
         """Step until these requests are finished; the outputs of others wait for `step`."""
-        finished = 0
 
-        def ends() -> Iterator[None]:
-            nonlocal finished
-            while finished < len(requests):
+        def ends() -> Iterator[Request]:
+            running = requests
+            while running:
                 self._step()
-                self._outputs.drop_outputs(requests)
-                now = sum(request.finished for request in requests)
-                yield from [None] * (now - finished)
-                finished = now
+                self._outputs.drop_outputs(running)
+                yield from [request for request in running if request.finished]
+                running = [request for request in running if not request.finished]
 
-        for _ in _bar(ends(), len(requests), "request", progress):
+        for _ in progress_bar(ends(), len(requests), "request", progress):
             pass
 
     def _step(self) -> None:
         """Do the work of `step`."""
-        self._check_alive()
         self._check_awake()
-        with self._dying():
+        with self._dead_on_error():
             self._core.step()
 
     @contextmanager
-    def _dying(self) -> Iterator[None]:
+    def _dead_on_error(self) -> Iterator[None]:
         """Hold back Ctrl-C in this block; end everything if it fails, with the state lost."""
         completed = False
         try:
@@ -433,7 +389,8 @@ class Engine:
             raise EngineDeadError(f"a step failed: {_message(error)}") from error
 
     def _check_awake(self) -> None:
-        if self._is_sleeping:
+        self._check_alive()
+        if self.is_sleeping:
             raise RuntimeError("the engine sleeps: call wake() first")
 
     def _check_mine(self, request: Request) -> None:
@@ -456,14 +413,3 @@ class Engine:
 
 def _message(error: BaseException) -> str:
     return str(error) or type(error).__name__
-
-
-def _bar(steps: Iterable[Any], total: int, unit: str, show: bool) -> Iterable[Any]:
-    """Show a bar on stderr as the steps are taken, where that is a terminal and tqdm is there."""
-    if not show:
-        return steps
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return steps
-    return tqdm(steps, total=total, unit=unit, disable=None)

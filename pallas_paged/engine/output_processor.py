@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from weakref import WeakValueDictionary
 
 from pallas_paged.engine.outputs import (
     CompletionOutput,
@@ -24,6 +25,7 @@ class OutputProcessor:
 
     Attributes:
         groups: sequences of the requests that are not finished.
+        requests: by id, while a reference to them exists.
     """
 
     def __init__(
@@ -34,6 +36,8 @@ class OutputProcessor:
         eos_token_ids: tuple[int, ...],
     ):
         self.groups: dict[Request, SequenceGroup] = {}
+        self.requests: WeakValueDictionary[str, Request] = WeakValueDictionary()
+        self._num_requests = 0
         self._scheduler, self._counters = scheduler, counters
         self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
         # What has changed since it was taken: the lengths of tokens and text before.
@@ -45,11 +49,29 @@ class OutputProcessor:
         """Whether no request is unfinished and no output is left to take."""
         return not (self.groups or self._changed)
 
-    def add(self, request: Request) -> None:
-        """Make the sequences of a new request, and put them into the waiting queue."""
-        group = SequenceGroup(request, tokenizer=self._tokenizer, eos_token_ids=self._eos_token_ids)
-        self.groups[request] = group
-        self._scheduler.add(group.live[0])
+    def add(self, requests: Iterable[Request]) -> None:
+        """Accept new requests: number them, and put their sequences into the waiting queue.
+
+        Raises:
+            ValueError: the id of a request is in use.
+        """
+        groups = [
+            SequenceGroup(request, tokenizer=self._tokenizer, eos_token_ids=self._eos_token_ids)
+            for request in requests
+        ]
+        for group in groups:
+            request, request_id = group.request, group.request.request_id
+            other = self.requests.get(request_id)
+            if other is not None and not other.finished:
+                raise ValueError(f"{request_id=} is that of another request")
+            if not request_id:
+                request_id = str(self._num_requests)
+                while request_id in self.requests:
+                    request_id += "-"
+            request.number, request.request_id = self._num_requests, request_id
+            self.groups[request], self.requests[request_id] = group, request
+            self._num_requests += 1
+            self._scheduler.add(group.live[0])
 
     def process_outputs(self, output: RunnerOutput, now: float) -> None:
         """Take what a call has computed, read at a time of `time.perf_counter`."""

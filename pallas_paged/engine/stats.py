@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_paged.engine.kv_cache import pool_bytes
 from pallas_paged.engine.request import Request
-from pallas_paged.kv_pool import KVPool
 
 _NUM_TIMES = 10_000  # newest requests that percentiles cover
 
@@ -134,17 +132,8 @@ class Counters:
         self._peak_used = max(self._peak_used, held / num_pages)
         self._utilization += 1 - num_empty / (held * page_size)
 
-    def snapshot(
-        self,
-        *,
-        num_waiting: int,
-        num_running: int,
-        num_preemptions: int,
-        compilations: int,
-        num_pages: int,
-        pool: KVPool,
-    ) -> EngineStats:
-        """Return all of it at this moment; `pool` may hold shapes instead of arrays."""
+    def snapshot(self, **now: Any) -> EngineStats:
+        """Return all of it, with the fields of `EngineStats` that are not counted."""
         counts: dict[str, Any] = {
             name: n for name, n in vars(self).items() if not name.startswith("_")
         }
@@ -154,15 +143,9 @@ class Counters:
             counts |= {f"{name}_p50": float(p50), f"{name}_p99": float(p99)}
         num_seen = max(self._num_seen, 1)
         return EngineStats(
-            num_waiting=num_waiting,
-            num_running=num_running,
-            num_preemptions=num_preemptions,
-            compilations=compilations,
-            num_pages=num_pages,
-            kv_cache_dtype=pool.layers[0].k_pages.dtype.name,
-            pool_bytes=pool_bytes(pool),
             pages_used=self._used / num_seen,
             peak_pages_used=self._peak_used,
             pool_utilization=self._utilization / num_seen,
             **counts,
+            **now,
         )

@@ -92,7 +92,8 @@ class EngineCore:
 
     def _dispatch(self, scheduled: SchedulerOutput) -> int:
         """Start a call; return how many that were, 0 or 1."""
-        self._runner.update_table(self._scheduler.pages.take_update(), scheduled.attachments)
+        if self._scheduler.pages.must_update or scheduled.attachments:
+            self._runner.update_table(self._scheduler.pages.take_update(), scheduled.attachments)
         in_flight = self._runner.dispatch(scheduled)
         if in_flight is None:
             return 0

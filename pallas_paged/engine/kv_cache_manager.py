@@ -129,6 +129,16 @@ class KVCacheManager:
         counted = self.blocks(end + later) - self.blocks(end)
         self.num_free += counted - (self.blocks(start + later) - self.blocks(start))
 
+    @property
+    def must_update(self) -> bool:
+        """Whether the table must do the update before the next step.
+
+        Pages to retain can wait while their row holds them, unless a window may free them.
+        """
+        update = self._update
+        waits = self._window is None
+        return bool(update.freed or update.released or (update.retained and not waits))
+
     def take_update(self) -> TableUpdate:
         """Return what has been decided and the table has not done yet."""
         update, self._update = self._update, TableUpdate()

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_paged.engine.batch import Batch, BatchBuckets, pack
-from pallas_paged.engine.batch_buffers import BatchBuffers
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.input_batch import set_slot, slot_states
 from pallas_paged.engine.kv_cache import create_pool, pool_dtype
@@ -78,7 +77,6 @@ class ModelRunner:
             sound=jnp.asarray(True),
         )
         self.pool_shape = jax.eval_shape(self._create_pool)
-        self._batches = BatchBuffers()
         self._counts: TokenCounts | None = None
         self._compiled: dict[tuple[int, int], set[SamplingMode]] = {}
         if config.implementation is not None:
@@ -147,7 +145,6 @@ class ModelRunner:
 
         def compile_step(step: tuple[tuple[int, int], SamplingMode]) -> None:
             batch = self._pack([], [], *step)
-            self._batches.compile(batch)
             counts = self._counts if step[1].penalties else None
             self._step.lower(self._leaves, self._state, counts, batch).compile()  # type: ignore[attr-defined]
 
@@ -157,7 +154,6 @@ class ModelRunner:
         # Twice: a CUDA graph is made by the second execution.
         for shape, mode in steps * 2:
             self._run([], [], shape, mode)
-        self._batches.rewrite()
         self._update(TableUpdate(), [])
         self._fork([])
         self._set_slots([], [])
@@ -209,7 +205,7 @@ class ModelRunner:
         if mode not in compiled:  # a larger one serves as well, if it is there
             mode = min((other for other in compiled if other.covers(mode)), default=mode)
             compiled.add(mode)
-        batch = self._batches.write(self._pack(decodes, chunks, shape, mode))
+        batch = self._pack(decodes, chunks, shape, mode)
         counts = self._make_counts() if mode.penalties else None
         self._state, counts, output = self._step(self._leaves, self._state, counts, batch)
         if counts is not None:

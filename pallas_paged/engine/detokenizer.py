@@ -21,6 +21,7 @@ class IncrementalDetokenizer:
     Exceptions of the tokenizer pass through.
 
     Attributes:
+        text: all text returned so far.
         num_tokens: tokens taken; those after the one that completed a stop text are not.
         stop_reason: the stop text that was found.
     """
@@ -29,21 +30,15 @@ class IncrementalDetokenizer:
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stop: Sequence[str] = ()
     ) -> None:
         """Start after the prompt, whose last tokens are context for the decoding."""
-        self.num_tokens = 0
+        self.text, self.num_tokens = "", 0
         self.stop_reason: str | None = None
         self._decoder = _StreamDecoder(tokenizer, prompt_token_ids)
         self._stop = tuple(stop)
         self._held = ""  # decoded, but a stop text may begin in it
-        self._pieces: list[str] = []
-
-    @property
-    def text(self) -> str:
-        """All text returned so far."""
-        return "".join(self._pieces)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take tokens, up to the one that completes a stop text, and return new certain text."""
-        start = len(self._pieces)
+        start = len(self.text)
         for token_id in token_ids:
             if self.stop_reason is not None:
                 break
@@ -51,14 +46,14 @@ class IncrementalDetokenizer:
             self.num_tokens += 1
             if piece:
                 self._add(piece)
-        return "".join(self._pieces[start:])
+        return self.text[start:]
 
     def finish(self) -> str:
         """Return what was held back."""
-        start = len(self._pieces)
+        start = len(self.text)
         if self.stop_reason is None:
             self._add(self._decoder.finish(), last=True)
-        return "".join(self._pieces[start:])
+        return self.text[start:]
 
     def _add(self, piece: str, *, last: bool = False) -> None:
         """Append decoded text up to the first stop text, or to where one may begin."""
@@ -71,8 +66,7 @@ class IncrementalDetokenizer:
             overlaps = (_overlap(text, stop) for stop in self._stop)
             end = len(text) - (0 if last else max(overlaps, default=0))
             self._held = text[end:]
-        if end:
-            self._pieces.append(text[:end])
+        self.text += text[:end]
 
 
 def _overlap(text: str, stop: str) -> int:

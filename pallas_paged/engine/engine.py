@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -85,15 +86,10 @@ class Engine:
         self._counters = Counters(num_free_pages=num_pages)
         pages = self._scheduler.pages
         self._inputs = InputProcessor(model, tokenizer, pages, max_model_len=max_len)
-        counters, eos_token_ids = self._counters, model.eos_token_ids
-        self._outputs = OutputProcessor(self._scheduler, counters, tokenizer, eos_token_ids)
-        self._core = EngineCore(
-            self._scheduler,
-            self._runner,
-            counters,
-            self._outputs.process_outputs,
-            config.num_scheduler_steps,
-        )
+        scheduler, counters = self._scheduler, self._counters
+        self._outputs = OutputProcessor(scheduler, counters, tokenizer, model.eos_token_ids)
+        process, num_steps = self._outputs.process_outputs, config.num_scheduler_steps
+        self._core = EngineCore(scheduler, self._runner, counters, process, num_steps)
         self.is_sleeping = False
         self._error: BaseException | None = None
 
@@ -115,16 +111,13 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
     ) -> Request:
-        """Put a request into the waiting queue.
+        """Put a request into the waiting queue; its outputs grow as the engine steps.
 
         Args:
             prompt: a text, or token ids.
             params: how to continue it; None takes the defaults.
             request_id: for the outputs; None takes the number of the request.
             priority: requests with smaller values are served first, and preempted last.
-
-        Returns:
-            The request, whose outputs grow as the engine steps.
 
         Raises:
             ValueError: the request can never be served, or its id is in use. Others go on.
@@ -213,14 +206,12 @@ class Engine:
         if isinstance(prompts, str | bytes):
             raise ValueError(f"{prompts=} must be a list of prompts")
         if params is None or isinstance(params, SamplingParams):
-            each = [params] * len(prompts)
-        else:
-            each = list(params)
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(each)} params must be one, or one for each of {len(prompts)}")
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(params)} params must be one, or one for each of {len(prompts)}")
         self._check_awake()
         requests: list[Request] = []
-        for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+        for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             try:
                 requests.append(self._inputs.request(prompt, one))
             except ValueError as error:
@@ -322,9 +313,7 @@ class Engine:
         if not self.idle or self.is_sleeping:
             raise ValueError("warmup must run while the engine is awake and idle")
         modes = modes_for(None if params is None else list(params))
-        self._runner.warmup(
-            modes, lambda steps, total: progress_bar(steps, total, "compilation", progress)
-        )
+        self._runner.warmup(modes, partial(progress_bar, unit="compilation", show=progress))
 
     def stats(self) -> EngineStats:
         """Return the counters of the engine so far."""
@@ -340,11 +329,7 @@ class Engine:
         )
 
     def check(self) -> None:
-        """Wait for the device and check every invariant of the page table.
-
-        Raises:
-            ValueError: names the first that is broken.
-        """
+        """Wait for the device; raise ValueError if an invariant of the page table is broken."""
         self._check_alive()
         self._runner.update_table(self._scheduler.pages.take_update(), [])
         cached = self._cache.pages if self._cache is not None else ()
@@ -365,7 +350,6 @@ class Engine:
             pass
 
     def _step(self) -> None:
-        """Do the work of `step`."""
         self._check_awake()
         with self._dead_on_error():
             self._core.step()

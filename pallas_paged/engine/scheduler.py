@@ -91,10 +91,10 @@ class Scheduler:
             return None
         forks = self._fork()
         budget = self._max_num_batched_tokens - len(decoding)
-        chunks = self._continue(budget)
+        chunks = self._schedule_running(budget)
         budget -= sum(len(chunk.token_ids) for chunk in chunks)
         num_running = len(self.running)
-        attachments = self._admit(budget, chunks)
+        attachments = self._schedule_waiting(budget, chunks)
         started = len(self.running) > num_running
         goes_on = in_flight or decoding or forks or chunks or started
         if not goes_on and (self.running or self.waiting):
@@ -124,7 +124,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Put a new sequence, with its followers, into the waiting queue."""
-        self._wait([sequence])
+        self._enqueue([sequence])
 
     def branch(self, parent: Sequence, child: Sequence) -> None:
         """Start a sequence that has all tokens but the last in common with one that is computed.
@@ -132,7 +132,7 @@ class Scheduler:
         Without a slot for it, or if the parent has lost its pages, the child is computed by itself.
         """
         if parent.slot is None or not self._slots:
-            self._wait([child])
+            self._enqueue([child])
             return
         self._start(child)
         child.leader = parent
@@ -142,7 +142,7 @@ class Scheduler:
         """Let a sequence go on whose next token has been chosen."""
         sequence.awaiting_choice = False
         if sequence.slot is None:
-            self._wait([sequence])
+            self._enqueue([sequence])
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out for good, with or without a slot."""
@@ -204,7 +204,7 @@ class Scheduler:
                 self.num_preemptions += 1
             self._stop(one)
         if not leader.awaiting_choice:
-            self._wait([leader])
+            self._enqueue([leader])
 
     def _detach(self, sequence: Sequence) -> None:
         """Take a sequence out of its group of forks; the first follower becomes the leader."""
@@ -219,9 +219,9 @@ class Scheduler:
         for follower in rest:
             follower.leader = leader
         if leader.slot is None:
-            self._wait([leader])
+            self._enqueue([leader])
 
-    def _wait(self, sequences: list[Sequence]) -> None:
+    def _enqueue(self, sequences: list[Sequence]) -> None:
         if not sequences:
             return
         waiting = [*self.waiting]
@@ -257,10 +257,10 @@ class Scheduler:
                     continue
                 forks.append((leader.running_slot, follower.slot))
                 self.pages.fork(leader, follower)
-        self._wait(late)
+        self._enqueue(late)
         return forks
 
-    def _continue(self, budget: int) -> list[Chunk]:
+    def _schedule_running(self, budget: int) -> list[Chunk]:
         """Chunks of running sequences."""
         chunks: list[Chunk] = []
         for one in self.running:
@@ -291,7 +291,7 @@ class Scheduler:
             is_last=is_last,
         )
 
-    def _admit(self, budget: int, chunks: list[Chunk]) -> list[Attachment]:
+    def _schedule_waiting(self, budget: int, chunks: list[Chunk]) -> list[Attachment]:
         """Start waiting sequences; add their first chunks, and return the pages they attach."""
         attachments: list[Attachment] = []
         while self.waiting and budget > 0 and self._slots:

@@ -62,7 +62,7 @@ class KVCacheManager:
 
     @property
     def num_available(self) -> int:
-        """Pages that `take` can have."""
+        """Pages that `allocate` can have."""
         return self.num_free + self.num_evictable
 
     @property
@@ -82,7 +82,7 @@ class KVCacheManager:
         most = self.blocks(self._window + self._max_num_batched_tokens) + 1
         return min(self.blocks(num_tokens), most)
 
-    def growth(self, sequence: Sequence, num_tokens: int) -> int:
+    def num_new_pages(self, sequence: Sequence, num_tokens: int) -> int:
         """Pages that a sequence needs for more tokens."""
         start = sequence.num_computed
         return self.blocks(start + num_tokens) - self.blocks(start)
@@ -95,8 +95,8 @@ class KVCacheManager:
         """Tokens that a sequence can compute with all pages that are available."""
         return -sequence.num_computed % self.page_size + self.num_available * self.page_size
 
-    def take(self, num_pages: int) -> bool:
-        """Take pages that are free, after evicting as many cached ones as are missing."""
+    def allocate(self, num_pages: int) -> bool:
+        """Allocate pages that are free, after evicting as many cached ones as are missing."""
         if self._cache is not None and self.num_free < num_pages:
             # Some more than are missing, because each update of the table takes its time.
             evicted = self._cache.evict(num_pages - self.num_free + self._spare_pages)

@@ -171,8 +171,10 @@ class Scheduler:
         if single or any(one.num_to_prefill or one.followers for one in self.running):
             num_steps = 1
         while num_steps:
-            needed = (self.pages.growth(one, self._num_tokens(one, num_steps)) for one in decoding)
-            if self.pages.take(sum(needed)):
+            needed = (
+                self.pages.num_new_pages(one, self._num_tokens(one, num_steps)) for one in decoding
+            )
+            if self.pages.allocate(sum(needed)):
                 return num_steps
             num_steps //= 2
         return 0
@@ -250,7 +252,7 @@ class Scheduler:
                 follower.leader = None
                 if follower.slot is None and self._slots:
                     self._start(follower)
-                if follower.slot is None or not self.pages.take(num_copies):
+                if follower.slot is None or not self.pages.allocate(num_copies):
                     if follower.slot is not None:
                         self._stop(follower)
                     late.append(follower)
@@ -279,7 +281,7 @@ class Scheduler:
         size = min(sequence.num_to_prefill, budget, self.pages.room(sequence))
         if size < 1:
             return None
-        self.pages.take(self.pages.growth(sequence, size))
+        self.pages.allocate(self.pages.num_new_pages(sequence, size))
         sequence.num_computed += size
         is_last = sequence.num_computed == len(sequence.token_ids)
         sequence.num_pending += is_last
@@ -318,7 +320,7 @@ class Scheduler:
 
     def _find_pages(self, sequence: Sequence) -> bool:
         """Return whether a sequence can start; it then has its lease."""
-        reserved = sum(self.pages.growth(one, one.num_to_prefill) for one in self.running)
+        reserved = sum(self.pages.num_new_pages(one, one.num_to_prefill) for one in self.running)
         available = self.pages.num_available - reserved
         version = self.pages.num_inserted
         if self.running and self._blocked is not None:

@@ -149,7 +149,7 @@ class KVCacheManager:
         if self._cache is None:
             return None
         return self._cache.lookup(
-            sequence.token_ids, sequence.blocks, max_tokens=sequence.max_cached_tokens
+            sequence.token_ids, sequence.block_hashes, max_tokens=sequence.max_cached_tokens
         )
 
     def release(self, lease: PrefixLease | None) -> None:
@@ -185,7 +185,7 @@ class KVCacheManager:
         pages = sequence.pages[: self.blocks(num_tokens)]
         tokens = sequence.token_ids[:num_tokens]
         self._update.retained += self._cache.insert(
-            sequence.lease, tokens, pages, blocks=sequence.blocks
+            sequence.lease, tokens, pages, blocks=sequence.block_hashes
         )
 
     def reset_prefix_cache(self, running: Iterable[Sequence]) -> None:

@@ -38,7 +38,7 @@ class Sequence:
         decoding: whether its last token is on the device, so that it decodes without the host.
         awaiting_choice: whether beam search has yet to choose its next token.
         lease: of the prefix cache, while it is running.
-        blocks: hashes of its full pages, kept for the prefix cache.
+        block_hashes: of its full pages, kept for the prefix cache.
         leader: the sequence from which it will be forked; until then it holds only its slot.
         followers: sequences that are forked from this one when all of its tokens but the last are
             computed. Those without a slot then go to the waiting queue.
@@ -61,7 +61,7 @@ class Sequence:
     decoding: bool = False
     awaiting_choice: bool = False
     lease: PrefixLease | None = None
-    blocks: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    block_hashes: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     leader: Sequence | None = None
     followers: list[Sequence] = field(default_factory=list)
 

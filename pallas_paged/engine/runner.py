@@ -74,7 +74,7 @@ class ModelRunner:
             ),
             pool=self._create_pool(),
             slots=jax.tree.map(jnp.asarray, slot_states(num_slots, len(model.eos_token_ids))),
-            sound=jnp.asarray(True),
+            valid=jnp.asarray(True),
         )
         self.pool_shape = jax.eval_shape(self._create_pool)
         self._counts: TokenCounts | None = None
@@ -294,8 +294,8 @@ class ModelRunner:
             slots=_padded([slot for slot, _ in attachments], _MAX_ATTACHMENTS, table.max_seqs),
             pages=pages,
         )
-        table, sound = update_table(table, self._state.sound, arrays)
-        self._state = replace(self._state, table=table, sound=sound)
+        table, valid = update_table(table, self._state.valid, arrays)
+        self._state = replace(self._state, table=table, valid=valid)
 
     def _fork(self, forks: list[tuple[int, int]]) -> None:
         num_slots = self._config.max_num_seqs

@@ -70,7 +70,7 @@ def read_output(in_flight: InFlight, output: StepOutput, page_size: int) -> Runn
     Raises:
         RuntimeError: the page table did not have what the host counted on.
     """
-    if not output.sound:
+    if not output.valid:
         raise RuntimeError("the page table lacks pages or slots that the scheduler counts on")
     decodes, chunks = in_flight.scheduled.decodes, in_flight.scheduled.chunks
     num_steps = in_flight.scheduled.num_steps

@@ -43,13 +43,13 @@ class EngineState:
         table: the page table.
         pool: K/V of all layers.
         slots: the rest of what slots need.
-        sound: `bool[]`, whether every page and slot that the host counted on was there.
+        valid: `bool[]`, whether every page and slot that the host counted on was there.
     """
 
     table: PageTable
     pool: KVPool
     slots: SlotStates
-    sound: jax.Array
+    valid: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -71,9 +71,9 @@ class TableArrays:
     pages: Array
 
 
-@partial(jax.jit, donate_argnames=("table", "sound"))
+@partial(jax.jit, donate_argnames=("table", "valid"))
 def update_table(
-    table: PageTable, sound: jax.Array, update: TableArrays
+    table: PageTable, valid: jax.Array, update: TableArrays
 ) -> tuple[PageTable, jax.Array]:
     """Retain pages, free slots, release pages and then let slots attach some; all donated."""
     table, retained = retain(table, update.retained)
@@ -81,15 +81,15 @@ def update_table(
     table, attached = attach(table, update.slots, update.pages)
     retained |= update.retained >= table.num_pages  # padding
     attached |= update.slots >= table.max_seqs
-    return table, sound & jnp.all(retained) & jnp.all(attached)
+    return table, valid & jnp.all(retained) & jnp.all(attached)
 
 
 @partial(jax.jit, donate_argnames="state")
 def fork(state: EngineState, src: jax.Array, dst: jax.Array) -> EngineState:
     """Fill empty slots dst `i32[F]` like slots src `i32[F]`, padded with S (state donated)."""
     table, copies, ok = fork_rows(state.table, src, dst)
-    sound = state.sound & jnp.all(ok | (src >= table.max_seqs))
-    return replace(state, table=table, pool=copy_pages(state.pool, copies), sound=sound)
+    valid = state.valid & jnp.all(ok | (src >= table.max_seqs))
+    return replace(state, table=table, pool=copy_pages(state.pool, copies), valid=valid)
 
 
 @partial(jax.jit, donate_argnames="slots")

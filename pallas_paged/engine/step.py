@@ -51,7 +51,7 @@ class StepOutput:
         token_ids: `i32[K, R]`, sampled tokens; -1 if the logits were NaN or infinite, NOT_SAMPLED
             where the row did not take part in the step.
         slot_mapping: pool slots of the new K/V: `i32[K, R]`, or `i32[D + T]` with chunks.
-        sound: `bool[]`, of the state.
+        valid: `bool[]`, of the state.
         num_free: `i32[]`, free pages after the call.
         logprobs: of `token_ids`, leaves `[K, R, ...]`, or None.
         prompt_logprobs: of the chunks' targets, leaves `[T, ...]`, or None.
@@ -59,7 +59,7 @@ class StepOutput:
 
     token_ids: jax.Array
     slot_mapping: jax.Array
-    sound: jax.Array
+    valid: jax.Array
     num_free: jax.Array
     logprobs: Logprobs | None
     prompt_logprobs: Logprobs | None
@@ -192,8 +192,8 @@ def _mixed(
         prompt_logprobs = _prompt_logprobs(
             model, params, hidden[num_decodes:], chunks.targets, batch.mode.prompt_logprobs
         )
-    sound = state.sound & jnp.all(ok)
-    state = EngineState(table=table, pool=KVPool(layers=layers), slots=slots, sound=sound)
+    valid = state.valid & jnp.all(ok)
+    state = EngineState(table=table, pool=KVPool(layers=layers), slots=slots, valid=valid)
     one = jax.tree.map(lambda x: x[None], logprobs)
     return state, counts, _output(state, drawn[None], mapping, one, prompt_logprobs)
 
@@ -252,7 +252,7 @@ def _output(
     return StepOutput(
         token_ids=token_ids,
         slot_mapping=mapping,
-        sound=jnp.copy(state.sound),  # buffers of their own: the state's are donated on
+        valid=jnp.copy(state.valid),  # buffers of their own: the state's are donated on
         num_free=jnp.copy(state.table.num_free),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,

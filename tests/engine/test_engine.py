@@ -354,13 +354,13 @@ def test_a_failed_fork_or_attach_is_reported():
     def state():
         return make_engine(num_pages=4, max_num_seqs=3, max_model_len=8)._runner._state
 
-    assert fork(state(), np.int32([0, 3]), np.int32([1, 3])).sound  # an empty slot, and padding
-    assert not fork(state(), np.int32([0, 3]), np.int32([0, 3])).sound
+    assert fork(state(), np.int32([0, 3]), np.int32([1, 3])).valid  # an empty slot, and padding
+    assert not fork(state(), np.int32([0, 3]), np.int32([0, 3])).valid
     nothing = dict(retained=np.int32([4]), freed=np.zeros(3, bool), released=np.int32([4]))
-    for slot, page, sound in [(3, 4, True), (0, 2, False)]:  # padding; a page that is free
+    for slot, page, valid in [(3, 4, True), (0, 2, False)]:  # padding; a page that is free
         arrays = TableArrays(**nothing, slots=np.int32([slot]), pages=np.int32([[page, 4]]))
         table = pp.create_page_table(num_pages=4, page_size=4, max_seqs=3, pages_per_seq=2)
-        assert update_table(table, jnp.asarray(True), arrays)[1] == sound
+        assert update_table(table, jnp.asarray(True), arrays)[1] == valid
 
 
 def test_pages_that_one_update_cannot_hold_take_several(oracle):

@@ -174,7 +174,7 @@ def call(engine, num_steps, mode=SamplingMode()):  # noqa: B008
 def test_the_loop_runs_as_many_steps_as_asked(oracle):
     engine, requests = started(16, [20, 20])
     tokens, output = call(engine, 5)
-    assert tokens.shape == (8, 4) and bool(output.sound)
+    assert tokens.shape == (8, 4) and bool(output.valid)
     for row, request in enumerate(requests):
         wanted = oracle.continue_(request.prompt_token_ids, 6)
         assert request.outputs[0].token_ids == wanted[:1]
@@ -198,7 +198,7 @@ def test_the_loop_ends_when_the_pages_do(oracle):
     tokens, output = call(engine, 8)
     served = tokens[0] >= 0
     assert served.sum() == 1 and (tokens[1:] == NOT_SAMPLED).all()
-    assert bool(output.sound) and int(output.num_free) == 0
+    assert bool(output.valid) and int(output.num_free) == 0
     row = int(np.argmax(served))
     prompt = [[1, 2, 3, 4], [5, 6, 7, 8]][row]
     assert tokens[0, row] == oracle.continue_(prompt, 2)[1]
@@ -220,7 +220,7 @@ def test_outputs_outlive_the_donated_state():
     _, output = call(engine, 1)
     call(engine, 1)
     assert state.table.num_free.is_deleted() and not output.num_free.is_deleted()
-    assert bool(output.sound)
+    assert bool(output.valid)
 
 
 @pytest.mark.parametrize("shape", [(4, 0), (4, 16)], ids=["decode", "mixed"])

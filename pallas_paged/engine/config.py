@@ -63,6 +63,10 @@ class EngineConfig:
             raise ValueError(f"watermark={self.watermark} must be at least 0 and below 1")
         if not 0 < self.memory_fraction <= 1:
             raise ValueError(f"memory_fraction={self.memory_fraction} must be above 0, at most 1")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ValueError(f"enable_prefix_caching={self.enable_prefix_caching!r} must be a bool")
+        if not isinstance(self.kv_cache_dtype, str | None):
+            raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r} must be a str")
         if self.kv_cache_dtype is not None and self.kv_cache_dtype not in KV_CACHE_DTYPES:
             names = ", ".join(KV_CACHE_DTYPES)
             raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r} must be one of {names}")

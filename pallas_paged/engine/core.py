@@ -57,6 +57,11 @@ class EngineCore:
         while len(self._calls) > (dispatched if busy else 0):
             self._read()
             busy = self._scheduler.waiting or self._scheduler.running
+        if not busy:
+            pages, counters = self._scheduler.pages, self._counters
+            self._runner.update_table(pages.take_update(), [])
+            counters.num_cached_pages = pages.num_evictable
+            counters.num_free_pages = pages.num_pages - pages.num_evictable
 
     def drain(self) -> None:
         """Read all calls in flight."""

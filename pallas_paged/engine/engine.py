@@ -124,7 +124,8 @@ class Engine:
         """
         self._check_alive()
         request = self._inputs.request(prompt, params, request_id=request_id, priority=priority)
-        self._outputs.add([request])
+        with interrupts_held():
+            self._outputs.add([request])
         return request
 
     def step(self) -> list[RequestOutput]:
@@ -160,7 +161,8 @@ class Engine:
                 if finished:
                     return
                 if not request.finished:
-                    self.step()
+                    self._step()
+                    self._outputs.drop_outputs([request])
         finally:
             if not request.finished and self._error is None:
                 self.abort(request)
@@ -181,7 +183,8 @@ class Engine:
             request = found
         self._check_mine(request)
         if request in self._outputs.groups:
-            self._outputs.abort(request)
+            with interrupts_held():
+                self._outputs.abort(request)
 
     def generate(
         self,
@@ -203,10 +206,10 @@ class Engine:
         Raises:
             ValueError: a prompt or its parameters can't be served; none has been started.
         """
-        if isinstance(prompts, str | bytes):
-            raise ValueError(f"{prompts=} must be a list of prompts")
+        _check_lists(prompts=prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
+        _check_lists(params=params)
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} params must be one, or one for each of {len(prompts)}")
         self._check_awake()
@@ -216,7 +219,6 @@ class Engine:
                 requests.append(self._inputs.request(prompt, one))
             except ValueError as error:
                 raise ValueError(f"prompt {index}: {error}") from error
-        self._outputs.add(requests)
         self._run(requests, progress)
         return [request.output() for request in requests]
 
@@ -240,10 +242,9 @@ class Engine:
             RuntimeError: the engine sleeps, or a sequence has no scores (bad logits).
         """
         self._check_awake()
+        _check_lists(prompts=prompts, completions=completions)
         requests = score_requests(self._inputs, prompts, completions)
-        waiting = [request for request in requests if request is not None]
-        self._outputs.add(waiting)
-        self._run(waiting, progress=False)
+        self._run([request for request in requests if request is not None], progress=False)
         return scores_of(requests)
 
     def update_params(
@@ -265,16 +266,18 @@ class Engine:
         self._check_alive()
         with self._dead_on_error():
             self._core.drain()
-        self._runner.update_params(params)
-        if restart_running:
-            self._outputs.restart()
-        if reset_prefix_cache:
-            self.reset_prefix_cache()
+        with interrupts_held():
+            self._runner.update_params(params)
+            if restart_running:
+                self._outputs.restart()
+            if reset_prefix_cache:
+                self._scheduler.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
         self._check_alive()
-        self._scheduler.reset_prefix_cache()
+        with interrupts_held():
+            self._scheduler.reset_prefix_cache()
 
     def sleep(self) -> None:
         """Free the pool's memory. Unfinished requests wait, and are recomputed after `wake`."""
@@ -288,14 +291,15 @@ class Engine:
             self._runner.update_table(self._scheduler.pages.take_update(), [])
             self._scheduler.resync(self.num_pages)
             self._runner.sleep()
-        self.is_sleeping = True
+            self.is_sleeping = True
 
     def wake(self) -> None:
         """Allocate the pool again after `sleep`."""
         self._check_alive()
         if self.is_sleeping:
-            self._runner.wake()
-            self.is_sleeping = False
+            with interrupts_held():
+                self._runner.wake()
+                self.is_sleeping = False
 
     def warmup(
         self, params: Sequence[SamplingParams] | None = None, *, progress: bool = False
@@ -312,6 +316,11 @@ class Engine:
         self._check_alive()
         if not self.idle or self.is_sleeping:
             raise ValueError("warmup must run while the engine is awake and idle")
+        if params is not None:
+            _check_lists(params=params)
+            for one in params:
+                if not isinstance(one, SamplingParams):
+                    raise ValueError(f"params has {one!r}, which must be SamplingParams")
         modes = modes_for(None if params is None else list(params))
         self._runner.warmup(modes, partial(progress_bar, unit="compilation", show=progress))
 
@@ -331,12 +340,13 @@ class Engine:
     def check(self) -> None:
         """Wait for the device; raise ValueError if an invariant of the page table is broken."""
         self._check_alive()
-        self._runner.update_table(self._scheduler.pages.take_update(), [])
+        with self._dead_on_error():
+            self._runner.update_table(self._scheduler.pages.take_update(), [])
         cached = self._cache.pages if self._cache is not None else ()
         check_page_table(self.table, retained=np.asarray(cached, np.int32))
 
     def _run(self, requests: list[Request], progress: bool) -> None:
-        """Step until these requests are finished; the outputs of others wait for `step`."""
+        """Add requests and step until they are finished; outputs of others wait for `step`."""
 
         def ends() -> Iterator[Request]:
             running = requests
@@ -346,8 +356,16 @@ class Engine:
                 yield from [request for request in running if request.finished]
                 running = [request for request in running if not request.finished]
 
-        for _ in progress_bar(ends(), len(requests), "request", progress):
-            pass
+        with interrupts_held():
+            self._outputs.add(requests)
+        try:
+            for _ in progress_bar(ends(), len(requests), "request", progress):
+                pass
+        except BaseException:  # Ctrl-C
+            if self._error is None:
+                for request in requests:
+                    self.abort(request)
+            raise
 
     def _step(self) -> None:
         self._check_awake()
@@ -393,6 +411,12 @@ class Engine:
         error = EngineDeadError(f"the engine is dead: {_message(self._error)}")
         error.__cause__ = self._error
         return error
+
+
+def _check_lists(**values: object) -> None:
+    for name, value in values.items():
+        if isinstance(value, str | bytes) or not isinstance(value, Sequence | np.ndarray):
+            raise ValueError(f"{name}={value!r:.80} must be a list")
 
 
 def _message(error: BaseException) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from pallas_paged.checks import INT32_MAX
 from pallas_paged.engine.scheduler_output import Decode
 from pallas_paged.engine.sequence import Sequence
 from pallas_paged.prefix_cache import PrefixCache, PrefixLease
@@ -178,10 +179,16 @@ class KVCacheManager:
         """Let other sequences find the full pages of a running one."""
         if self._cache is None or sequence.lease is None:
             return
-        if self._window is not None and sequence.num_computed > self._window:
-            return  # its first pages may be free by now
+        if self._window is not None:
+            # Its first pages may be free by now, or it could not hold them beside the later ones.
+            most = self.pages_of(INT32_MAX) + self.blocks(self._window)
+            if sequence.num_computed > self._window or self.num_pages < most:
+                return
         # A stop text may have ended it before the last tokens that were computed.
         num_tokens = min(sequence.num_stored, len(sequence.token_ids))
+        if sequence.max_cached_tokens is not None:
+            # It would hold what others have cached beside pages of its own, which it must compute.
+            num_tokens = min(num_tokens, sequence.max_cached_tokens)
         pages = sequence.pages[: self.blocks(num_tokens)]
         tokens = sequence.token_ids[:num_tokens]
         self._update.retained += self._cache.insert(

@@ -196,6 +196,7 @@ class SamplingParams:
         if self.n > self.num_seqs:
             raise ValueError(f"n={self.n} must be at most {width}")
         excluded = {
+            "max_tokens": self.max_tokens == 0,
             "best_of": self.best_of is not None,
             "stop": bool(self.stop),
             "logprobs": self.logprobs is not None,

@@ -80,7 +80,7 @@ def test_a_text_that_is_not_unicode_is_refused():
 @pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [
-        ("abc", greedy(), "prompts='abc' must be a list of prompts"),
+        ("abc", greedy(), "prompts='abc' must be a list"),
         ([[1], []], greedy(), "prompt 1: the prompt is empty"),
         ([[1], [2]], [greedy()], "1 params must be one, or one for each of 2"),
         ([[1]], [None, greedy()], "2 params must be one, or one for each of 1"),

@@ -36,10 +36,10 @@ def test_an_interrupted_engine_goes_on(monkeypatch, greedy_tokens, method, at):
     while not engine.idle:
         try:
             engine.step()
+            engine.check()
         except KeyboardInterrupt:
             interrupts += 1
             assert len(calls) >= at and len(engine._core._calls) <= 1, "the step is not complete"
-        engine.check()
     assert interrupts == 1
     assert tokens_of(requests) == greedy_tokens
 

@@ -12,6 +12,7 @@ from tests.support.engine_calls import (
     MODEL,
     PROMPTS,
     NumberTokenizer,
+    assert_deltas_add_up,
     assert_every_page_is_free,
     assert_nothing_is_left,
     greedy,
@@ -309,3 +310,30 @@ def test_weights_may_be_replaced_while_the_engine_sleeps(new_tokens):
     engine.wake()
     assert tokens_of(serve(engine, PROMPTS, greedy())) == new_tokens
     assert_nothing_is_left(engine)
+
+
+def test_scores_of_what_was_generated_fit_a_pool_of_one_sequence():
+    """A scored sequence holds no cached pages beside its own copies of them."""
+    engine = make_engine(num_pages=13, max_model_len=52)
+    (output,) = engine.generate([[1, 2, 3]], greedy(max_tokens=40, ignore_eos=True), progress=False)
+    scores = engine.score([[1, 2, 3]], [output.outputs[0].token_ids])
+    assert scores.shape == (1, 40)
+    full = make_engine(num_pages=4, max_model_len=64)
+    assert full.score([[1] * 3], [[2] * 13]).shape == (1, 13)
+    with pytest.raises(ValueError, match="17 tokens and max_tokens=0 are more than the 16 tokens"):
+        full.score([[1] * 3], [[2] * 14])
+
+
+def test_a_stream_leaves_the_outputs_of_other_requests_to_step():
+    engine = make_engine()
+    request, other = submit(engine, PROMPTS[:2], greedy(max_tokens=5))
+    outputs = [*engine.stream(other)]
+    assert [x for one in outputs for x in one.outputs[0].token_ids] == other.outputs[0].token_ids
+    assert_deltas_add_up(run(engine), [request])
+
+
+def test_an_idle_engine_reports_that_all_pages_are_free():
+    engine = make_engine(enable_prefix_caching=False)
+    serve(engine, PROMPTS, greedy(max_tokens=4))
+    stats = engine.stats()
+    assert (stats.num_free_pages, stats.num_cached_pages) == (stats.num_pages, 0)

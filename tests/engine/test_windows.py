@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -103,3 +105,21 @@ def test_a_prompt_needs_only_the_pages_of_its_window_and_chunk():
     with pytest.raises(ValueError, match="more than the 256 tokens"):
         engine.submit([1] * 250, greedy(max_tokens=7))
     assert jax.device_get(engine.table.num_free) + len(engine._cache) == 8
+
+
+@pytest.mark.parametrize("num_pages", [7, 9, 12])
+def test_long_prompts_end_in_the_smallest_pools_that_accept_them(num_pages):
+    model = replace(MODEL, sliding_window=16)
+    engine = make_engine(
+        model,
+        num_pages=num_pages,
+        max_num_seqs=4,
+        max_num_batched_tokens=5,
+        max_model_len=64,
+    )
+    try:
+        request = engine.submit([*range(1, 40)], greedy(max_tokens=5))
+    except ValueError:
+        request = engine.submit([*range(1, 20)], greedy(max_tokens=5))
+    run(engine)
+    assert len(tokens_of([request])[0]) == 5

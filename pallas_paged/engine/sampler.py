@@ -95,6 +95,11 @@ class SamplingMode:
         """Return the smallest mode that covers both."""
         return SamplingMode(**{name: max(x, vars(other)[name]) for name, x in vars(self).items()})
 
+    @property
+    def sorts(self) -> bool:
+        """Whether a step sorts. A CUDA graph can't hold a sort, nor a loop with one in it."""
+        return self.filters or self.logprobs > 0
+
     def covers(self, other: SamplingMode) -> bool:
         """Return whether a step of this mode serves all that one of the other mode serves."""
         return self | other == self

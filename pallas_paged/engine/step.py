@@ -140,6 +140,10 @@ def _decode(
         return index + 1, state, counts, outputs, goes_on
 
     index, most = jnp.int32(0), jnp.max(batch.num_steps)
+    if batch.max_num_steps == 1:
+        state, counts, outputs, _ = step(index, state, counts)
+        tokens, mapping, logprobs = jax.tree.map(lambda x: x[None], outputs)
+        return state, counts, _output(state, tokens, mapping, logprobs, None)
     one = jax.eval_shape(step, index, state, counts)[2]
     outputs = jax.tree.map(lambda x: jnp.zeros((shape[0], *x.shape), x.dtype), one)
     outputs = (jnp.full(shape, NOT_SAMPLED, jnp.int32), *outputs[1:])

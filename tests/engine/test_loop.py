@@ -38,12 +38,12 @@ LOAD = [
     greedy(ignore_eos=True, max_tokens=20),
     greedy(stop=" 1", max_tokens=20),
     greedy(stop_token_ids=range(6), min_tokens=4, max_tokens=20),
-    greedy(presence_penalty=1.2, repetition_penalty=1.3, logprobs=2),
+    greedy(presence_penalty=1.2, repetition_penalty=1.3, logprobs=0),
     sampling(n=3),
-    sampling(n=2, top_p=0.8, frequency_penalty=0.7, logprobs=0),
+    sampling(n=2, frequency_penalty=0.7, logprobs=0),
     sampling(best_of=3, n=2, stop_token_ids=range(4)),
     greedy(beam_width=2, max_tokens=6),
-    sampling(logit_bias={5: 3}, top_k=7, max_tokens=25),
+    sampling(logit_bias={5: 3}, max_tokens=25),
 ]
 
 
@@ -231,3 +231,13 @@ def test_a_compiled_step_copies_no_pool(shape):
     compiled = runner._step.lower(runner._leaves, state, None, batch).compile()
     assert_copies_no_pool(compiled, state.pool)
     assert shape[1] or re.search(r"\bwhile\(", compiled.as_text())
+
+
+@pytest.mark.parametrize("params", [{"top_k": 3}, {"logprobs": 2}], ids=str)
+def test_calls_that_sort_run_one_step(params):
+    """A loop with a sort in it would be launched kernel by kernel on a GPU."""
+    engine = make_engine()
+    steps_of(engine, 8)
+    serve(engine, PROMPTS[:2], sampling(max_tokens=9, **params))
+    stats = engine.stats()
+    assert stats.num_calls >= stats.num_steps

@@ -43,7 +43,7 @@ LOAD = [
     sampling(n=2, frequency_penalty=0.7, logprobs=0),
     sampling(best_of=3, n=2, stop_token_ids=range(4)),
     greedy(beam_width=2, max_tokens=6),
-    sampling(logit_bias={5: 3}, max_tokens=25),
+    sampling(logit_bias={5: 3}, max_tokens=40, ignore_eos=True),
 ]
 
 

@@ -202,8 +202,9 @@ class ModelRunner:
     ) -> StepOutput:
         """Dispatch a batch."""
         compiled = self._compiled.setdefault(shape, set())
-        if mode not in compiled:  # a larger one serves as well, if it is there
-            mode = min((other for other in compiled if other.covers(mode)), default=mode)
+        if mode not in compiled:  # a larger one serves as well, but for a sort in each decode step
+            larger = (x for x in compiled if x.covers(mode) and (chunks or x.sorts == mode.sorts))
+            mode = min(larger, default=mode)
             compiled.add(mode)
         batch = self._pack(decodes, chunks, shape, mode)
         counts = self._make_counts() if mode.penalties else None
@@ -309,15 +310,15 @@ def modes_for(params: list[SamplingParams] | None) -> list[SamplingMode]:
     Steps without draws, or with draws only, have a mode of their own, because filters and
     log-probabilities cost time in every row. None is for any request.
     """
-    full = SamplingMode(
-        draws=True, filters=True, processors=True, penalties=True, logprobs=MAX_LOGPROBS
-    )
     if params is None:
+        loop = SamplingMode(draws=True, processors=True, penalties=True, logprobs=0)
+        full = replace(loop, filters=True, logprobs=MAX_LOGPROBS)
         scores = replace(full, prompt_logprobs=MAX_LOGPROBS)
-        return [SamplingMode(), SamplingMode(draws=True), full, scores]
+        return [SamplingMode(), SamplingMode(draws=True), loop, full, scores]
     modes = {SamplingMode.of(one) for one in params}
+    loop = reduce(or_, (mode for mode in modes if not mode.sorts), SamplingMode())
     everything = reduce(or_, modes, SamplingMode())
-    return sorted({*modes, everything, replace(everything, prompt_logprobs=-1)})
+    return sorted({*modes, loop, everything, replace(everything, prompt_logprobs=-1)})
 
 
 _set_token_counts = jax.jit(set_token_counts, donate_argnums=0)

@@ -2,7 +2,8 @@
 
 from pallas_paged.engine.async_engine import AsyncEngine
 from pallas_paged.engine.config import EngineConfig
-from pallas_paged.engine.engine import Engine, EngineDeadError
+from pallas_paged.engine.engine import Engine
+from pallas_paged.engine.errors import EngineDeadError
 from pallas_paged.engine.kv_cache import KVCacheSpec
 from pallas_paged.engine.model import Attend, Model
 from pallas_paged.engine.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput

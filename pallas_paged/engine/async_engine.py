@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from pallas_paged.engine.engine import Engine
+from pallas_paged.engine.errors import EngineDeadError
 from pallas_paged.engine.outputs import RequestOutput
 from pallas_paged.engine.request import Request
 from pallas_paged.engine.request_stream import Event, OutputCollector, RequestStream, Waiter
@@ -257,18 +258,20 @@ class AsyncEngine:
     def _die(self, error: BaseException) -> None:
         """Raise an error at all that wait."""
         # Also if they do not read it, there is a trace of it.
-        logging.getLogger("pallas_paged").error("the engine is dead", exc_info=error)
+        what = "the engine is dead"
+        logging.getLogger("pallas_paged").error(what, exc_info=error)
         with self._lock:
             if self._engine._error is None:
                 self._engine._error = error
+            cause = self._engine._error
             self._running = False
             collectors, self._collectors = self._collectors, {}
         for collector in collectors.values():
-            self._wake([(collector, collector.put(None, self._engine._dead()))])
+            self._wake([(collector, collector.put(None, EngineDeadError(what, cause)))])
         while not self._commands.empty():
             _, future = self._commands.get()
             if future.set_running_or_notify_cancel():
-                future.set_exception(self._engine._dead())
+                future.set_exception(EngineDeadError(what, cause))
 
     def _add(self, collectors: Sequence[OutputCollector]) -> None:
         for collector in collectors:

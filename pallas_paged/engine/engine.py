@@ -19,7 +19,8 @@ import numpy as np
 
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.core import EngineCore
-from pallas_paged.engine.input_processor import InputProcessor
+from pallas_paged.engine.errors import EngineDeadError
+from pallas_paged.engine.input_processor import InputProcessor, check_lists
 from pallas_paged.engine.interrupt import interrupts_held
 from pallas_paged.engine.kv_cache import pool_bytes
 from pallas_paged.engine.model import Model
@@ -36,10 +37,6 @@ from pallas_paged.engine.tokenizer import Tokenizer
 from pallas_paged.page_check import check_page_table
 from pallas_paged.page_table import PageTable
 from pallas_paged.prefix_cache import PrefixCache
-
-
-class EngineDeadError(RuntimeError):
-    """A step failed and took the engine's state with it; the cause is what failed."""
 
 
 class Engine:
@@ -206,10 +203,10 @@ class Engine:
         Raises:
             ValueError: a prompt or its parameters can't be served; none has been started.
         """
-        _check_lists(prompts=prompts)
+        check_lists(prompts=prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
-        _check_lists(params=params)
+        check_lists(params=params)
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} params must be one, or one for each of {len(prompts)}")
         self._check_awake()
@@ -242,7 +239,7 @@ class Engine:
             RuntimeError: the engine sleeps, or a sequence has no scores (bad logits).
         """
         self._check_awake()
-        _check_lists(prompts=prompts, completions=completions)
+        check_lists(prompts=prompts, completions=completions)
         requests = score_requests(self._inputs, prompts, completions)
         self._run([request for request in requests if request is not None], progress=False)
         return scores_of(requests)
@@ -317,12 +314,10 @@ class Engine:
         if not self.idle or self.is_sleeping:
             raise ValueError("warmup must run while the engine is awake and idle")
         if params is not None:
-            _check_lists(params=params)
-            for one in params:
-                if not isinstance(one, SamplingParams):
-                    raise ValueError(f"params has {one!r}, which must be SamplingParams")
-        modes = modes_for(None if params is None else list(params))
-        self._runner.warmup(modes, partial(progress_bar, unit="compilation", show=progress))
+            check_lists(params=params)
+        self._runner.warmup(
+            modes_for(params), partial(progress_bar, unit="compilation", show=progress)
+        )
 
     def stats(self) -> EngineStats:
         """Return the counters of the engine so far."""
@@ -388,7 +383,7 @@ class Engine:
             self._outputs.fail_all(error)
             if not isinstance(error, Exception):
                 raise
-            raise EngineDeadError(f"a step failed: {_message(error)}") from error
+            raise EngineDeadError("a step failed", error) from error
 
     def _check_awake(self) -> None:
         self._check_alive()
@@ -403,21 +398,4 @@ class Engine:
 
     def _check_alive(self) -> None:
         if self._error is not None:
-            raise self._dead()
-
-    def _dead(self) -> EngineDeadError:
-        """Return a new error: one that several threads raise would have a mixed traceback."""
-        assert self._error is not None
-        error = EngineDeadError(f"the engine is dead: {_message(self._error)}")
-        error.__cause__ = self._error
-        return error
-
-
-def _check_lists(**values: object) -> None:
-    for name, value in values.items():
-        if isinstance(value, str | bytes) or not isinstance(value, Sequence | np.ndarray):
-            raise ValueError(f"{name}={value!r:.80} must be a list")
-
-
-def _message(error: BaseException) -> str:
-    return str(error) or type(error).__name__
+            raise EngineDeadError("the engine is dead", self._error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -130,3 +131,10 @@ class InputProcessor:
                 f"of a sequence {sizes}"
             )
         return length + max_tokens
+
+
+def check_lists(**values: object) -> None:
+    """Raise ValueError for values that are not lists or arrays."""
+    for name, value in values.items():
+        if isinstance(value, str | bytes) or not isinstance(value, Sequence | np.ndarray):
+            raise ValueError(f"{name}={value!r:.80} must be a list")

@@ -304,7 +304,7 @@ class ModelRunner:
         self._state = fork(self._state, src, dst)
 
 
-def modes_for(params: list[SamplingParams] | None) -> list[SamplingMode]:
+def modes_for(params: Iterable[SamplingParams] | None) -> list[SamplingMode]:
     """Return the sampling modes to compile for requests with these parameters.
 
     Steps without draws, or with draws only, have a mode of their own, because filters and
@@ -315,6 +315,9 @@ def modes_for(params: list[SamplingParams] | None) -> list[SamplingMode]:
         full = replace(loop, filters=True, logprobs=MAX_LOGPROBS)
         scores = replace(full, prompt_logprobs=MAX_LOGPROBS)
         return [SamplingMode(), SamplingMode(draws=True), loop, full, scores]
+    for one in params:
+        if not isinstance(one, SamplingParams):
+            raise ValueError(f"params has {one!r}, which must be SamplingParams")
     modes = {SamplingMode.of(one) for one in params}
     loop = reduce(or_, (mode for mode in modes if not mode.sorts), SamplingMode())
     everything = reduce(or_, modes, SamplingMode())

@@ -242,9 +242,9 @@ def test_ctrl_c_keeps_the_finished_results(run, monkeypatch):
 @pytest.mark.parametrize(
     ("message", "cause", "is_bug"),
     [
-        ("RESOURCE_EXHAUSTED: out of memory", None, False),
-        ("not on this device", NotImplementedError(), False),
-        ("a bug", TypeError(), True),
+        ("RESOURCE_EXHAUSTED: out of memory", RuntimeError, False),
+        ("not on this device", NotImplementedError, False),
+        ("a bug", TypeError, True),
     ],
 )
 def test_prompts_get_an_error_where_the_engine_dies(run, monkeypatch, message, cause, is_bug):
@@ -252,7 +252,7 @@ def test_prompts_get_an_error_where_the_engine_dies(run, monkeypatch, message, c
 
     def dying(engine):
         if engine.stats().num_finished:
-            raise EngineDeadError(message) from cause
+            raise EngineDeadError("a step failed", cause(message))
         return step(engine)
 
     monkeypatch.setattr(Engine, "step", dying)
@@ -264,7 +264,7 @@ def test_prompts_get_an_error_where_the_engine_dies(run, monkeypatch, message, c
     status, results, _ = run(lines, name="prompts.jsonl")
     assert status == 1 and "outputs" in results[0]
     assert [results[index] for index in (1, 2)] == [
-        {"index": index, "error": message} for index in (1, 2)
+        {"index": index, "error": f"a step failed: {message}"} for index in (1, 2)
     ]
 
 

@@ -239,7 +239,6 @@ class Engine:
             RuntimeError: the engine sleeps, or a sequence has no scores (bad logits).
         """
         self._check_awake()
-        check_lists(prompts=prompts, completions=completions)
         requests = score_requests(self._inputs, prompts, completions)
         self._run([request for request in requests if request is not None], progress=False)
         return scores_of(requests)
@@ -351,14 +350,14 @@ class Engine:
                 yield from [request for request in running if request.finished]
                 running = [request for request in running if not request.finished]
 
-        with interrupts_held():
-            self._outputs.add(requests)
         try:
+            with interrupts_held():
+                self._outputs.add(requests)
             for _ in progress_bar(ends(), len(requests), "request", progress):
                 pass
         except BaseException:  # Ctrl-C
-            if self._error is None:
-                for request in requests:
+            for request in requests:
+                if request in self._outputs.groups:
                     self.abort(request)
             raise
 

@@ -137,8 +137,7 @@ class KVCacheManager:
         Pages to retain can wait while their row holds them, unless a window may free them.
         """
         update = self._update
-        waits = self._window is None
-        return bool(update.freed or update.released or (update.retained and not waits))
+        return bool(update.freed or update.released or (update.retained and self._window))
 
     def take_update(self) -> TableUpdate:
         """Return what has been decided and the table has not done yet."""

@@ -308,7 +308,8 @@ def modes_for(params: Iterable[SamplingParams] | None) -> list[SamplingMode]:
     """Return the sampling modes to compile for requests with these parameters.
 
     Steps without draws, or with draws only, have a mode of their own, because filters and
-    log-probabilities cost time in every row. None is for any request.
+    log-probabilities cost time in every row. So have steps without a sort, which run in a loop.
+    None is for any request.
     """
     if params is None:
         loop = SamplingMode(draws=True, processors=True, penalties=True, logprobs=0)
@@ -319,9 +320,11 @@ def modes_for(params: Iterable[SamplingParams] | None) -> list[SamplingMode]:
         if not isinstance(one, SamplingParams):
             raise ValueError(f"params has {one!r}, which must be SamplingParams")
     modes = {SamplingMode.of(one) for one in params}
-    loop = reduce(or_, (mode for mode in modes if not mode.sorts), SamplingMode())
     everything = reduce(or_, modes, SamplingMode())
-    return sorted({*modes, loop, everything, replace(everything, prompt_logprobs=-1)})
+    modes |= {everything, replace(everything, prompt_logprobs=-1)}
+    if in_loop := [mode for mode in modes if not mode.sorts]:
+        modes.add(reduce(or_, in_loop))
+    return sorted(modes)
 
 
 _set_token_counts = jax.jit(set_token_counts, donate_argnums=0)

@@ -83,8 +83,8 @@ class Scheduler:
         """
         if uncertain and self.waiting and self._slots:
             return None
-        resumed = [one for one in self.running if not one.decoding and one.needs_last_token]
-        decoding = [one for one in self.running if one.can_decode or one in resumed]
+        resumed = [one for one in self.running if one.needs_last_token]
+        decoding = [one for one in self.running if one.can_decode or one.needs_last_token]
         num_steps = self._take_decode_pages(decoding, resumed, num_steps)
         if not num_steps:
             self._preempt()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pallas_paged.engine.input_processor import InputProcessor
+from pallas_paged.engine.input_processor import InputProcessor, check_lists
 from pallas_paged.engine.request import Request
 from pallas_paged.engine.sampling_params import SamplingParams
 
@@ -23,6 +23,7 @@ def score_requests(
     Raises:
         ValueError: the lists differ in length, or a sequence can't be served.
     """
+    check_lists(prompts=prompts, completions=completions)
     if len(prompts) != len(completions):
         raise ValueError(
             f"{len(prompts)} prompts must have as many completions, not {len(completions)}"

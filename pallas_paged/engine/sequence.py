@@ -18,7 +18,7 @@ class Sequence:
     """One completion of a request, at most one slot of the batch.
 
     Counts of tokens are upper bounds while a call of several steps is in flight: a row may end, or
-    the pages run out, before the last of them. `Scheduler.rewind` corrects them.
+    the pages run out, before the last of them. `KVCacheManager.rewind` corrects them.
 
     Attributes:
         request: the request that it belongs to.

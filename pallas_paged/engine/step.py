@@ -15,6 +15,7 @@ from pallas_paged.engine.batch import Batch, ChunkBatch
 from pallas_paged.engine.model import Attend, Model
 from pallas_paged.engine.sampler import (
     Logprobs,
+    SamplingMode,
     TokenCounts,
     add_output_tokens,
     gather_logprobs,
@@ -127,7 +128,7 @@ def _decode(
         hidden, layers = model(params, tokens, jnp.maximum(lens - 1, 0), attend, state.pool.layers)
         logits = model.logits(params, hidden)
         drawn, slots, counts, logprobs = _sample(
-            logits, slots, counts, batch.decode_slots, rows, lens, batch
+            logits, slots, counts, batch.decode_slots, rows, lens, batch.mode
         )
         ended = slots.finished.at[rows].get(mode="fill", fill_value=False)
         state = replace(state, table=table, pool=KVPool(layers=layers), slots=slots)
@@ -189,7 +190,7 @@ def _mixed(
         all_slots,
         jnp.where(sampled, all_slots, num_slots),
         table.seq_lens,
-        batch,
+        batch.mode,
     )
     prompt_logprobs = None
     if chunks.targets is not None:
@@ -209,7 +210,7 @@ def _sample(
     indices: jax.Array,
     sampled: jax.Array,
     lens: jax.Array,
-    batch: Batch,
+    mode: SamplingMode,
 ) -> tuple[jax.Array, SlotStates, TokenCounts | None, Logprobs | None]:
     """Draw the next tokens of R rows, and end the slots that have all of theirs.
 
@@ -220,9 +221,8 @@ def _sample(
         indices: `i32[R]`, slots of the rows.
         sampled: `i32[R]`, the same, or out of range for rows that do not sample.
         lens: `i32[R]`, tokens of the rows.
-        batch: for its mode.
+        mode: of the batch.
     """
-    mode = batch.mode
     metadata = jax.tree.map(lambda x: x.at[indices].get(mode="clip"), slots.sampling)
     mine = None
     if mode.penalties and counts is not None:

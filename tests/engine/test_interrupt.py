@@ -10,7 +10,15 @@ import pytest
 
 from pallas_paged.engine import EngineDeadError
 from pallas_paged.engine.interrupt import interrupts_held
-from tests.support.engine_calls import PROMPTS, greedy, make_engine, run, submit, tokens_of
+from tests.support.engine_calls import (
+    PROMPTS,
+    greedy,
+    make_engine,
+    run,
+    submit,
+    tokens_of,
+    weights,
+)
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -135,3 +143,32 @@ def test_a_second_ctrl_c_in_a_step_ends_the_engine(monkeypatch):
     assert request.outputs[0].finish_reason == "error"
     with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
         engine.step()
+
+
+def test_an_interrupted_generate_leaves_no_request(monkeypatch):
+    engine = make_engine()
+    other = engine.submit([1, 2, 3], greedy(max_tokens=9))
+    read = engine._runner.read
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "read", lambda x: (press_ctrl_c(), read(x))[1])
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(PROMPTS, greedy(max_tokens=9), progress=False)
+    run(engine)
+    assert other.outputs[0].finish_reason == "length"
+    assert engine.stats().num_aborted == len(PROMPTS)
+
+
+@pytest.mark.parametrize("call", ["sleep", "update_params"])
+def test_ctrl_c_between_steps_waits_for_the_end_of_the_call(monkeypatch, greedy_tokens, call):
+    engine = make_engine()
+    requests = submit(engine, PROMPTS, greedy())
+    for _ in range(3):
+        engine.step()
+    held = getattr(engine._runner, call)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, call, lambda *args: (press_ctrl_c(), held(*args)))
+        with pytest.raises(KeyboardInterrupt):
+            getattr(engine, call)(*([weights()] if call == "update_params" else []))
+    engine.wake()
+    run(engine)
+    assert tokens_of(requests) == greedy_tokens

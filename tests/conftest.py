@@ -95,9 +95,14 @@ def _few_memory_mappings():
 
 @pytest.fixture(scope="module")
 def exact_products():
-    """No TF32 on GPUs, where two computations of the same logits could choose different tokens."""
-    with jax.default_matmul_precision("highest"):
-        yield
+    """No TF32 on GPUs, where two computations of the same logits could choose different tokens.
+
+    The setting holds in all threads; that of a context manager would not reach an engine's own.
+    """
+    before = jax.config.jax_default_matmul_precision
+    jax.config.update("jax_default_matmul_precision", "highest")
+    yield
+    jax.config.update("jax_default_matmul_precision", before)
 
 
 # The imports are in the fixtures: tests of the library alone run without Flax.

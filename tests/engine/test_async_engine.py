@@ -13,7 +13,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import jax
 import numpy as np
 import pytest
 
@@ -34,15 +33,7 @@ from tests.support.engine_calls import (
 
 WATCHDOG_SECONDS = 120
 LONG = 50  # tokens that take many steps
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _exact_products_in_all_threads():
-    """No TF32; a context manager would have no effect on the engine's thread."""
-    before = jax.config.jax_default_matmul_precision
-    jax.config.update("jax_default_matmul_precision", "highest")
-    yield
-    jax.config.update("jax_default_matmul_precision", before)
+pytestmark = pytest.mark.usefixtures("exact_products")
 
 
 @pytest.fixture(autouse=True)

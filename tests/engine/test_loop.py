@@ -16,6 +16,7 @@ from tests.support.engine_calls import (
     MODEL,
     PROMPTS,
     NumberTokenizer,
+    MANY_PAGES,
     assert_copies_no_pool,
     assert_deltas_add_up,
     greedy,
@@ -225,7 +226,7 @@ def test_outputs_outlive_the_donated_state():
 
 @pytest.mark.parametrize("shape", [(4, 0), (4, 16)], ids=["decode", "mixed"])
 def test_a_compiled_step_copies_no_pool(shape):
-    runner = make_engine(num_pages=2**16)._runner
+    runner = make_engine(num_pages=MANY_PAGES)._runner
     batch = runner._pack([], [], shape, SamplingMode())
     state = jax.eval_shape(lambda: runner._state)
     compiled = runner._step.lower(runner._leaves, state, None, batch).compile()

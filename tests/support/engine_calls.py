@@ -14,6 +14,8 @@ from pallas_paged.engine.kv_cache import pool_bytes
 from pallas_paged.kv_pool import KVPool
 from tests.support.plain_model import PlainModel
 
+# A pool of this many pages is larger than any workspace of a step.
+MANY_PAGES = 2**16 if jax.default_backend() == "cpu" else 2**20
 MODEL = PlainModel(vocab_size=40, max_model_len=64)
 # Lengths on both sides of the borders of 4-token pages; the longest takes two steps.
 PROMPTS = [[1, 2, 3], [*range(4, 13)], [14, 15, 16, 17], [18], [*range(20, 38)]]
@@ -167,11 +169,11 @@ def assert_deltas_add_up(deltas: Iterable[RequestOutput], requests: Iterable[Req
 
 
 def assert_copies_no_pool(compiled: Any, pool: KVPool) -> None:
-    """A compiled step updates a pool of very many pages in place."""
+    """A compiled step updates a pool of `MANY_PAGES` pages in place."""
     memory = compiled.memory_analysis()
     pages = pool.layers[0].k_pages
-    # Less than an eighth of one layer: the rest is workspace.
-    assert memory.temp_size_in_bytes < pages.size * pages.dtype.itemsize / 8
+    # Less than half of one layer's K: the rest is workspace, of which cuBLAS takes 32 MiB.
+    assert memory.temp_size_in_bytes < pages.size * pages.dtype.itemsize / 2, memory
     assert memory.alias_size_in_bytes > pool_bytes(pool)
     element = {"float32": "f32", "int8": "s8", "float8_e4m3fn": "f8e4m3fn"}[pages.dtype.name]
     heads, num_pages, page_size, dim = pages.shape

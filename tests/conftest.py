@@ -27,6 +27,7 @@ def set_in_jax(name: str, value: object) -> None:
 flags = ["--xla_cpu_parallel_codegen_split_count=1", "--xla_gpu_autotune_level=0"]
 if jax.__version_info__ < (0, 11):  # later ones have no such flag
     flags.append("--xla_cpu_use_fusion_emitters=false")
+flags.append("--xla_force_host_platform_device_count=8")  # for the tests of meshes; of CPUs only
 os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
 if jax.config.jax_compilation_cache_dir is None:
     set_in_jax("jax_compilation_cache_dir", str(COMPILATION_CACHE))

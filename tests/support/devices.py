@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 
 import jax
-from jax.sharding import AbstractDevice, AbstractMesh
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from pallas_paged.kernels.call import Device
 from pallas_paged.kernels.mosaic import support as mosaic_support
@@ -29,6 +31,14 @@ def implementations_here() -> list[str]:
         return ["xla", "triton_interpret"]
     reason = mosaic_support.why_not_jax() or mosaic_support.why_not_device(Device.here())
     return ["xla", "triton", *(["mosaic_gpu"] if reason is None else [])]
+
+
+def mesh(num_devices: int) -> Mesh:
+    """A mesh of one axis, "tensor"; skips the test where there are fewer devices."""
+    devices = jax.devices()
+    if len(devices) < num_devices:
+        pytest.skip(f"needs {num_devices} devices, and {len(devices)} are here")
+    return Mesh(np.array(devices[:num_devices]), ("tensor",), axis_types=(AxisType.Auto,))
 
 
 def lower_for_cuda(function, *shapes, **jit_options) -> jax.stages.Lowered:

@@ -6,13 +6,14 @@ every step of a compiled loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from pallas_paged.checks import (
@@ -204,26 +205,46 @@ def copy_pages(pool: KVPool, copies: PageCopies) -> KVPool:
         if not pages.ndim:  # a scale of the whole layer
             return pages
         num_pages = pages.shape[1]
-        heads = jnp.arange(pages.shape[0], dtype=jnp.int32)[:, None]
         to = jnp.where((src >= 0) & (src < num_pages), dst, num_pages)
+        copied = _per_head(lambda pages, src: pages.at[src].get(mode="clip"), pages, src)
         # The barrier keeps XLA from fusing the gather into the scatter: one kernel that reads and
         # writes the pool can't work in place, and copies all of it.
-        copied = lax.optimization_barrier(pages.at[heads, src].get(mode="clip"))
-        return pages.at[heads, to].set(copied, mode="drop", wrap_negative_indices=False)
+        return _set(pages, to, lax.optimization_barrier(copied))
 
     return jax.tree.map(copy, pool)
 
 
 def _write(pages: jax.Array, tokens: jax.Array, slots: jax.Array) -> jax.Array:
     num_kv_heads, num_pages, page_size, *dims = pages.shape
-    # Heads are indexed too: XLA's GPU compiler moves the scattered axes to the front, so that a
-    # scatter along the slots alone would transpose the pool.
-    heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[:, None]
     flat = pages.reshape(num_kv_heads, num_pages * page_size, *dims)
-    flat = flat.at[heads, slots].set(
-        tokens.swapaxes(0, 1).astype(pages.dtype), mode="drop", wrap_negative_indices=False
-    )
-    return flat.reshape(pages.shape)
+    return _set(flat, slots, tokens.swapaxes(0, 1).astype(pages.dtype)).reshape(pages.shape)
+
+
+def _set(x: jax.Array, places: jax.Array, values: jax.Array) -> jax.Array:
+    """Return `x [Hkv, N, ...]` with `values [Hkv, T, ...]` at the places i32[T] of each head."""
+
+    def put(x: jax.Array, places: jax.Array, values: jax.Array) -> jax.Array:
+        return x.at[places].set(values, mode="drop", wrap_negative_indices=False)
+
+    return _per_head(put, x, places, values)
+
+
+def _per_head(
+    function: Callable[..., jax.Array], x: jax.Array, places: jax.Array, *values: jax.Array
+) -> jax.Array:
+    """Return `function(x[h], places, *(v[h] for v in values))` of every head h.
+
+    Heads are a batch dimension of the gather or scatter, its indices included. On a mesh each
+    device then works on its own heads. A head among the indices would gather the new tokens of all
+    heads on each device, and one without indices of its own is an axis of the window: XLA's GPU
+    compiler moves the scattered axes in front of it, and so transposes the pool.
+    """
+    places = jnp.broadcast_to(places, (x.shape[0], places.size))
+    sharding = jax.typeof(x).sharding
+    if AxisType.Explicit in sharding.mesh.axis_types:  # vmap wants all to be sharded alike
+        heads = NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[0]))
+        places, *values = (jax.reshard(value, heads) for value in (places, *values))
+    return jax.vmap(function)(x, places, *values)
 
 
 def _write_quantized(

@@ -6,6 +6,7 @@ every step of a compiled loop.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +73,7 @@ def create_kv_pool(
     dtype: DTypeLike,
     k_scales: Sequence[float] | None = None,
     v_scales: Sequence[float] | None = None,
+    sharding: NamedSharding | None = None,
 ) -> KVPool:
     """Return a pool of zeros; int8 and fp8 pages have scales of 0, or the scales given.
 
@@ -86,10 +88,14 @@ def create_kv_pool(
         k_scales: with int8 and fp8 pages, one positive number per layer, as calibrated checkpoints
             have them. They replace the scales of tokens, and `write_kv` leaves them as they are.
         v_scales: like `k_scales`.
+        sharding: how the KV heads are cut over the devices of a mesh, from `kv_pool_sharding`. Each
+            device creates its own heads, so the pool may be larger than any one of them. In a
+            program of several processes all of them call. None means one device.
 
     Raises:
         ValueError: a size is not a positive integer, the page size, number of slots or dtype is
-            not allowed, or the scales are not two lists of num_layers positive finite numbers.
+            not allowed, the scales are not two lists of num_layers positive finite numbers, or the
+            sharding cuts another axis than the heads or does not divide them.
     """
     validate_pool_size(num_pages, page_size)
     validate_positive(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
@@ -100,27 +106,35 @@ def create_kv_pool(
     if (k_scales is None) != (v_scales is None):
         raise ValueError("k_scales and v_scales must be given both, or neither")
     shape = (num_kv_heads, num_pages, page_size, head_dim)
+    layer_scales: list[Iterable[float | None]] = [
+        [None] * num_layers if given is None else _layer_scales(name, given, num_layers)
+        for name, given in (("k_scales", k_scales), ("v_scales", v_scales))
+    ]
 
-    def scales(name: str, given: Sequence[float] | None) -> Sequence[jax.Array | None]:
+    def scale(given: float | None) -> jax.Array | None:
         if given is not None:
-            return _layer_scales(name, given, num_layers)
-        return [
-            jnp.zeros(shape[:-1], jnp.float32) if quantized else None for _ in range(num_layers)
-        ]
+            return jnp.float32(given)
+        return jnp.zeros(shape[:-1], jnp.float32) if quantized else None
 
-    return KVPool(
-        layers=tuple(
-            LayerKV(
-                k_pages=jnp.zeros(shape, element),
-                v_pages=jnp.zeros(shape, element),
-                k_scales=k_scale,
-                v_scales=v_scale,
-            )
-            for k_scale, v_scale in zip(
-                scales("k_scales", k_scales), scales("v_scales", v_scales), strict=True
+    def create() -> KVPool:
+        return KVPool(
+            layers=tuple(
+                LayerKV(
+                    k_pages=jnp.zeros(shape, element),
+                    v_pages=jnp.zeros(shape, element),
+                    k_scales=scale(k_scale),
+                    v_scales=scale(v_scale),
+                )
+                for k_scale, v_scale in zip(*layer_scales, strict=True)
             )
         )
-    )
+
+    if sharding is None:
+        return create()
+    _check_sharding(sharding, num_kv_heads)
+    whole = NamedSharding(sharding.mesh, PartitionSpec())
+    shardings = jax.tree.map(lambda x: sharding if x.ndim else whole, jax.eval_shape(create))
+    return jax.jit(create, out_shardings=shardings)()
 
 
 @default_promotion()
@@ -243,7 +257,8 @@ def _per_head(
     sharding = jax.typeof(x).sharding
     if AxisType.Explicit in sharding.mesh.axis_types:  # vmap wants all to be sharded alike
         heads = NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[0]))
-        places, *values = (jax.reshard(value, heads) for value in (places, *values))
+        places = jax.reshard(places, heads)
+        values = tuple(jax.reshard(value, heads) for value in values)
     return jax.vmap(function)(x, places, *values)
 
 
@@ -270,7 +285,20 @@ def _checked_dtype(dtype: Any) -> jnp.dtype:
     return element
 
 
-def _layer_scales(name: str, given: Any, num_layers: int) -> tuple[jax.Array, ...]:
+def _check_sharding(sharding: Any, num_kv_heads: int) -> None:
+    if not isinstance(sharding, NamedSharding) or any(sharding.spec[1:]):
+        raise ValueError(f"{sharding=} must be a NamedSharding that cuts the KV heads alone")
+    axes = sharding.spec[0] if sharding.spec else None
+    names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+    num_parts = math.prod(sharding.mesh.shape[name] for name in names)
+    if num_kv_heads % num_parts:
+        raise ValueError(
+            f"{num_kv_heads=} must be a multiple of the {num_parts} devices of mesh axis {axes!r}; "
+            "a pool can hold every KV head several times, see pallas_paged.sharding.kv_head_repeats"
+        )
+
+
+def _layer_scales(name: str, given: Any, num_layers: int) -> list[float]:
     least = float(jnp.finfo(jnp.float32).tiny)  # a subnormal may be flushed to 0
     rule = f"{num_layers=} numbers, each at least {least:g}"
     scalar = not isinstance(given, Iterable) or not getattr(given, "ndim", 1)
@@ -279,4 +307,4 @@ def _layer_scales(name: str, given: Any, num_layers: int) -> tuple[jax.Array, ..
     numbers = [static_number(f"{name}[{layer}]", x) for layer, x in enumerate(given)]
     if len(numbers) != num_layers or not all(x >= least for x in numbers):
         raise ValueError(f"{name}={numbers} must be {rule}")
-    return tuple(jnp.float32(x) for x in numbers)
+    return numbers

@@ -1,0 +1,54 @@
+"""Pools and page tables on a mesh: which axis is cut, and over which devices.
+
+The pages of a pool are cut over their KV heads. Page tables, slots and batches are whole on every
+device, since they are integers and few. Attention, `write_kv` and `copy_pages` then run on each
+device's heads, under plain `jit`.
+"""
+
+from __future__ import annotations
+
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from pallas_paged.checks import validate_positive
+
+TENSOR_AXIS = "tensor"  # the mesh axis over which heads are cut
+
+
+def kv_pool_sharding(mesh: Mesh | AbstractMesh, axis: str = TENSOR_AXIS) -> NamedSharding:
+    """Return the sharding of K/V pages and of their scales: KV heads are cut over `axis`.
+
+    For `create_kv_pool`, and for any array that begins with the KV heads. Other axes of the mesh
+    hold copies.
+
+    Raises:
+        ValueError: the mesh has no such axis.
+    """
+    if axis not in mesh.axis_names:
+        raise ValueError(f"{axis=} must be one of the mesh's axes {mesh.axis_names}")
+    return NamedSharding(mesh, PartitionSpec(axis))
+
+
+def page_table_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
+    """Return the sharding of a `PageTable`, of slots and of batches: whole on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def kv_head_repeats(*, num_q_heads: int, num_kv_heads: int, num_devices: int) -> int:
+    """Return how often a pool holds each KV head, so that every device has as many heads.
+
+    1 where the devices divide the KV heads. Where there are more devices than KV heads, a pool of
+    `num_kv_heads * repeats` heads has one on each device; `jnp.repeat(x, repeats, axis=1)` makes
+    the K and V `[T, num_kv_heads * repeats, head_dim]` that are written to it.
+
+    Raises:
+        ValueError: a number is not a positive integer, the devices do not divide the query heads,
+            or neither divide the KV heads nor are a multiple of them.
+    """
+    validate_positive(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, num_devices=num_devices)
+    if num_q_heads % num_kv_heads:
+        raise ValueError(f"{num_q_heads=} must be a multiple of {num_kv_heads=}")
+    if num_q_heads % num_devices:
+        raise ValueError(f"{num_q_heads=} must be a multiple of {num_devices=}")
+    if num_kv_heads % num_devices and num_devices % num_kv_heads:
+        raise ValueError(f"{num_devices=} must divide {num_kv_heads=} or be a multiple of it")
+    return max(1, num_devices // num_kv_heads)

@@ -220,10 +220,10 @@ def copy_pages(pool: KVPool, copies: PageCopies) -> KVPool:
             return pages
         num_pages = pages.shape[1]
         to = jnp.where((src >= 0) & (src < num_pages), dst, num_pages)
-        copied = _per_head(lambda pages, src: pages.at[src].get(mode="clip"), pages, src)
+        copied = per_head(lambda pages, src: pages.at[src].get(mode="clip"), pages, src)
         # The barrier keeps XLA from fusing the gather into the scatter: one kernel that reads and
         # writes the pool can't work in place, and copies all of it.
-        return _set(pages, to, lax.optimization_barrier(copied))
+        return set_per_head(pages, to, lax.optimization_barrier(copied))
 
     return jax.tree.map(copy, pool)
 
@@ -231,19 +231,19 @@ def copy_pages(pool: KVPool, copies: PageCopies) -> KVPool:
 def _write(pages: jax.Array, tokens: jax.Array, slots: jax.Array) -> jax.Array:
     num_kv_heads, num_pages, page_size, *dims = pages.shape
     flat = pages.reshape(num_kv_heads, num_pages * page_size, *dims)
-    return _set(flat, slots, tokens.swapaxes(0, 1).astype(pages.dtype)).reshape(pages.shape)
+    return set_per_head(flat, slots, tokens.swapaxes(0, 1).astype(pages.dtype)).reshape(pages.shape)
 
 
-def _set(x: jax.Array, places: jax.Array, values: jax.Array) -> jax.Array:
+def set_per_head(x: jax.Array, places: jax.Array, values: jax.Array) -> jax.Array:
     """Return `x [Hkv, N, ...]` with `values [Hkv, T, ...]` at the places i32[T] of each head."""
 
     def put(x: jax.Array, places: jax.Array, values: jax.Array) -> jax.Array:
         return x.at[places].set(values, mode="drop", wrap_negative_indices=False)
 
-    return _per_head(put, x, places, values)
+    return per_head(put, x, places, values)
 
 
-def _per_head(
+def per_head(
     function: Callable[..., jax.Array], x: jax.Array, places: jax.Array, *values: jax.Array
 ) -> jax.Array:
     """Return `function(x[h], places, *(v[h] for v in values))` of every head h.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from models.config import ModelConfig, read_eos_token_ids
 from models.decoder import Decoder
+from models.sharding import config_on, param_spec
+from pallas_paged.sharding import TENSOR_AXIS
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -37,43 +40,50 @@ class CheckpointError(ValueError):
 
 
 def load_checkpoint(
-    folder: str | Path, *, dtype: DTypeLike | None = None
+    folder: str | Path, *, dtype: DTypeLike | None = None, mesh: Mesh | None = None
 ) -> tuple[Decoder, ModelConfig]:
     """Read a decoder from a folder in Hugging Face format.
+
+    The host holds one parameter at a time. Of a parameter that is cut, each process reads only
+    what its devices hold.
 
     Args:
         folder: has config.json, model.safetensors or model.safetensors.index.json with its
             shards, and optionally generation_config.json, whose eos_token_id wins.
         dtype: of the parameters; None: the dtype in which the embeddings are stored.
+        mesh: devices that share the decoder, along its axis "tensor"; `param_specs` has the cuts.
+            None: JAX's default device.
 
     Returns:
-        The decoder, on JAX's default device, and its configuration, with the scales of a float8 KV
-        cache if the folder has them.
+        The decoder, and its configuration, with the scales of a float8 KV cache if the folder has
+        them. On a mesh of more devices than KV heads, each head is there several times, as
+        `repeat_kv_heads` makes it.
 
     Raises:
         CheckpointError: a file is missing or damaged; the architecture is unknown; a tensor is
             missing, unexpected, of another shape or not of floats; a scale of the cache is
             missing, not positive or not finite.
+        ValueError: the mesh's devices can't share the heads or the MLP evenly.
     """
     folder = Path(folder)
-    config = _read_config(folder)
-    with ExitStack() as stack:
-        tensors = _open_tensors(folder, stack)
-        last = f"model.layers.{config.num_layers - 1}.input_layernorm.weight"
-        if last not in tensors:  # refused before the tracing of layers that the folder lacks
-            raise CheckpointError(f"{folder}: missing tensor {last}")
-        config = _with_kv_scales(config, tensors, folder)
-        abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-        graphdef, state = nnx.split(abstract)
-        params = nnx.to_flat_state(state)
-        _check_tensors(tensors, params, config, folder)
-        if dtype is None:
-            dtype = _DTYPES[tensors["model.embed_tokens.weight"].dtype]
-        # One parameter at a time: the host never holds the whole model.
-        loaded = [
-            (path, param.replace(_read_param(tensors, path, param.shape, dtype, config)))
-            for path, param in params
-        ]
+    stored = _read_config(folder)
+    config = stored if mesh is None else config_on(stored, mesh.shape[TENSOR_AXIS])
+    tensors = _open_tensors(folder)
+    last = f"model.layers.{config.num_layers - 1}.input_layernorm.weight"
+    if last not in tensors:  # refused before the tracing of layers that the folder lacks
+        raise CheckpointError(f"{folder}: missing tensor {last}")
+    config = _with_kv_scales(config, tensors, folder)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    params = nnx.to_flat_state(state)
+    _check_tensors(tensors, params, stored, folder)
+    if dtype is None:
+        dtype = _DTYPES[tensors["model.embed_tokens.weight"].dtype]
+    loaded = []
+    for path, param in params:
+        parts = [tensors[name] for name, _ in _tensors_of(path, param.shape, stored)]
+        value = _read_param(path, param.shape, parts, dtype, mesh)
+        # Waits for the copy, so that the host never holds the arrays of two parameters.
+        loaded.append((path, param.replace(jax.block_until_ready(value))))
     return nnx.merge(graphdef, nnx.from_flat_state(loaded)), config
 
 
@@ -89,10 +99,11 @@ def save_checkpoint(folder: str | Path, model: Decoder, config: ModelConfig) -> 
     tensors = {}
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         value = np.asarray(param.get_value())
-        start = 0
-        for name, shape in _tensors_of(path, value.shape, config):
-            tensors[name] = value[start : start + shape[0]]
-            start += shape[0]
+        named = _tensors_of(path, value.shape, config)
+        for (name, shape), part in zip(named, _split(path, value), strict=True):
+            tensors[name] = np.ascontiguousarray(part).reshape(
+                shape
+            )  # safetensors reads no strides
     for kind, scales in (("k", config.k_scales), ("v", config.v_scales)):
         for layer, scale in enumerate(scales):
             tensors[_kv_scale_names(layer, kind)[0]] = np.float32(scale).reshape(1)
@@ -110,18 +121,20 @@ def save_checkpoint(folder: str | Path, model: Decoder, config: ModelConfig) -> 
     _write_json(folder / "generation_config.json", generation)
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Tensor:
     """A stored tensor, read on demand."""
 
-    def __init__(self, file: Any, name: str):
-        header = file.get_slice(name)
-        self.name = name
-        self.shape = tuple(header.get_shape())
-        self.dtype = header.get_dtype()
-        self._file = file
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
 
-    def read(self) -> np.ndarray:
-        return self._file.get_tensor(self.name)
+    def read(self, *index: slice) -> np.ndarray:
+        """Return a part of the tensor."""
+        # Opened for each read: pages of a file that stays mapped would count as memory in use.
+        with safe_open(self.file, framework="numpy") as opened:
+            return opened.get_slice(self.name)[index] if index else opened.get_tensor(self.name)
 
 
 def _read_config(folder: Path) -> ModelConfig:
@@ -144,7 +157,7 @@ def _read_config(folder: Path) -> ModelConfig:
     return config
 
 
-def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, _Tensor]:
+def _open_tensors(folder: Path) -> dict[str, _Tensor]:
     if (folder / _WEIGHTS).is_file():
         files = [_WEIGHTS]
     elif (folder / _INDEX).is_file():
@@ -161,10 +174,13 @@ def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, _Tensor]:
         if not path.is_file():
             raise CheckpointError(f"{path}: missing, though {_INDEX} names it")
         try:
-            opened = stack.enter_context(safe_open(path, framework="numpy"))
+            with safe_open(path, framework="numpy") as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    header = opened.get_slice(name)
+                    shape, dtype = tuple(header.get_shape()), header.get_dtype()
+                    tensors[name] = _Tensor(file=path, name=name, shape=shape, dtype=dtype)
         except SafetensorError as error:
             raise CheckpointError(f"{path}: {error}") from error
-        tensors.update({name: _Tensor(opened, name) for name in opened.keys()})  # noqa: SIM118
     return tensors
 
 
@@ -236,35 +252,77 @@ def _check_tensors(
 
 
 def _read_param(
-    tensors: dict[str, _Tensor],
     path: tuple[Any, ...],
     shape: tuple[int, ...],
+    parts: Sequence[_Tensor],
     dtype: DTypeLike,
-    config: ModelConfig,
+    mesh: Mesh | None,
 ) -> jax.Array:
-    value = np.empty(shape, dtype)
-    start = 0
-    for name, part_shape in _tensors_of(path, shape, config):
-        value[start : start + part_shape[0]] = tensors[name].read()
-        start += part_shape[0]
-    return jnp.asarray(value)
+    """Read a parameter of this shape from the tensors that it is fused of."""
+    module = path[-2]
+
+    def read(index: Any) -> np.ndarray:  # a slice of each axis
+        if module == "qkv_proj":
+            return _read_heads(parts, index[0], shape, dtype)
+        if module == "gate_up_proj":
+            return _read_pairs(parts, index[0], shape, dtype)
+        return parts[0].read(*index).astype(dtype, copy=False)
+
+    if mesh is None:
+        return jnp.asarray(read(tuple(slice(0, size) for size in shape)))
+    sharding = NamedSharding(mesh, param_spec(path, shape))
+    return jax.make_array_from_callback(shape, sharding, read)
+
+
+def _read_heads(
+    parts: Sequence[_Tensor], heads: slice, shape: tuple[int, ...], dtype: DTypeLike
+) -> np.ndarray:
+    """Read these KV heads of a fused q, k and v of this shape, with their query heads."""
+    start, stop, _ = heads.indices(shape[0])
+    value = np.empty((stop - start, *shape[1:]), dtype)
+    groups, head_dim = shape[1] - 2, shape[2]
+    q, k, v = parts
+    rows = slice(start * groups * head_dim, stop * groups * head_dim)
+    value[:, :groups] = q.read(rows).reshape(value[:, :groups].shape)
+    repeats = shape[0] * head_dim // k.shape[0]
+    stored = np.arange(start, stop) // repeats
+    rows = slice(int(stored[0]) * head_dim, int(stored[-1] + 1) * head_dim)
+    for column, part in ((groups, k), (groups + 1, v)):
+        value[:, column] = part.read(rows).reshape(-1, *shape[2:])[stored - stored[0]]
+    return value
+
+
+def _read_pairs(
+    parts: Sequence[_Tensor], pairs: slice, shape: tuple[int, ...], dtype: DTypeLike
+) -> np.ndarray:
+    """Read these pairs of a fused gate and up of this shape."""
+    start, stop, _ = pairs.indices(shape[0])
+    value = np.empty((stop - start, *shape[1:]), dtype)
+    for column, part in enumerate(parts):
+        value[:, column] = part.read(slice(start, stop))
+    return value
+
+
+def _split(path: tuple[Any, ...], value: np.ndarray) -> list[np.ndarray]:
+    """Return the parts of a parameter, each with as many elements as its stored tensor."""
+    if path[-2] == "qkv_proj":
+        return [value[:, :-2], value[:, -2], value[:, -1]]
+    return [value[:, 0], value[:, 1]] if path[-2] == "gate_up_proj" else [value]
 
 
 def _tensors_of(
     path: tuple[Any, ...], shape: tuple[int, ...], config: ModelConfig
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield names and shapes of the stored tensors that make a parameter, along its first axis."""
+    """Yield names and shapes of the stored tensors that make a parameter."""
     prefix = "" if path[0] == "lm_head" else "model."
     *parents, module, leaf = path
     parts = _FUSED.get(str(module), (str(module),))
-    sizes: tuple[int, ...]
-    if module == "qkv_proj":
-        kv_size = config.num_kv_heads * config.head_dim
-        sizes = (config.num_q_heads * config.head_dim, kv_size, kv_size)
-    else:
-        sizes = (shape[0] // len(parts),) * len(parts)
-    for part, size in zip(parts, sizes, strict=True):
-        yield prefix + ".".join(map(str, (*parents, part, leaf))), (size, *shape[1:])
+    for part in parts:
+        stored = (shape[0], *shape[2:]) if module == "gate_up_proj" else shape
+        if module == "qkv_proj":
+            heads = config.num_q_heads if part == "q_proj" else config.num_kv_heads
+            stored = heads * config.head_dim, *shape[3:]
+        yield prefix + ".".join(map(str, (*parents, part, leaf))), stored
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """A Llama-family decoder in Flax NNX whose attention, and with it the cache, is passed in.
 
 Modules and parameters carry Hugging Face's names, and weights its [out, in] layout, so that a
-checkpoint needs no transposing; only q/k/v and gate/up are fused, for fewer kernels per step.
+checkpoint needs no transposing; only q/k/v and gate/up are fused, for fewer kernels per step. The
+first axis of a fused weight is that of KV heads, or of pairs of gate and up, so that devices can
+share it.
 """
 
 from __future__ import annotations
@@ -50,23 +52,25 @@ def identity(x: jax.Array) -> jax.Array:
 
 
 class Linear(nnx.Module):
-    """x @ weight.T (+ bias), in the dtype of the weight."""
+    """x @ weight.T (+ bias), in the dtype of the weight, which may have several output axes."""
 
     def __init__(
         self,
         in_size: int,
-        out_size: int,
-        *,
+        *out_shape: int,
         bias: bool = False,
         stddev: float = 0.02,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
-        self.weight = nnx.Param(_normal(rngs, (out_size, in_size), stddev, dtype))
-        self.bias = nnx.Param(jnp.zeros(out_size, dtype)) if bias else None
+        self.weight = nnx.Param(_normal(rngs, (*out_shape, in_size), stddev, dtype))
+        self.bias = nnx.Param(jnp.zeros(out_shape, dtype)) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        out = _contract(x, self.weight[...])
+        weight = self.weight[...]
+        *out_shape, in_size = weight.shape
+        # A matrix: XLA would transpose, hence copy, a weight that has several output axes.
+        out = _contract(x, weight.reshape(-1, in_size)).reshape(*x.shape[:-1], *out_shape)
         return out if self.bias is None else out + self.bias[...]
 
 
@@ -99,12 +103,22 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
         self.sliding_window = config.sliding_windows[layer] if config.sliding_windows else None
-        q_size = config.num_q_heads * config.head_dim
-        qkv_size = q_size + 2 * config.num_kv_heads * config.head_dim
+        q_heads, kv_heads = config.num_q_heads, config.num_kv_heads
         hidden_size, stddev = config.hidden_size, _residual_stddev(config)
-        self.qkv_proj = Linear(hidden_size, qkv_size, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
+        # Each KV head has its query heads, its K and its V.
+        shape = (kv_heads, q_heads // kv_heads + 2, config.head_dim)
+        self.qkv_proj = Linear(hidden_size, *shape, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
+        weight = self.qkv_proj.weight
+        # Drawn as all of q, then k, then v: a seed means the same model however they are fused.
+        rows = weight[...].reshape(-1, config.head_dim, hidden_size)
+        weight[...] = _fuse_qkv(*jnp.split(rows, (q_heads, q_heads + kv_heads)))
         self.o_proj = Linear(
-            q_size, hidden_size, bias=config.o_bias, stddev=stddev, dtype=dtype, rngs=rngs
+            q_heads * config.head_dim,
+            hidden_size,
+            bias=config.o_bias,
+            stddev=stddev,
+            dtype=dtype,
+            rngs=rngs,
         )
 
         def head_norm() -> RMSNorm | None:
@@ -117,9 +131,9 @@ class Attention(nnx.Module):
         self, x: jax.Array, rotation: Rotation, attend: Attend, cache: LayerCache | None
     ) -> tuple[jax.Array, LayerCache | None]:
         config = self.config
-        heads = self.qkv_proj(x).reshape(*x.shape[:-1], -1, config.head_dim)  # [..., Hq + 2Hkv, D]
-        first_k, first_v = config.num_q_heads, config.num_q_heads + config.num_kv_heads
-        q, k, v = jnp.split(heads, (first_k, first_v), axis=-2)
+        heads = self.qkv_proj(x)  # [..., Hkv, Hq / Hkv + 2, D]
+        q = heads[..., :-2, :].reshape(*x.shape[:-1], config.num_q_heads, config.head_dim)
+        k, v = heads[..., -2, :], heads[..., -1, :]  # [..., Hkv, D]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = _rotate(q, rotation), _rotate(k, rotation)
@@ -132,14 +146,16 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         hidden_size, size = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = Linear(hidden_size, 2 * size, dtype=dtype, rngs=rngs)
+        self.gate_up_proj = Linear(hidden_size, size, 2, dtype=dtype, rngs=rngs)
+        weight = self.gate_up_proj.weight  # drawn as all of gate, then up
+        weight[...] = weight[...].reshape(2, size, hidden_size).swapaxes(0, 1)
         self.down_proj = Linear(
             size, hidden_size, stddev=_residual_stddev(config), dtype=dtype, rngs=rngs
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-        return self.down_proj(jax.nn.silu(gate) * up)
+        gate_up = self.gate_up_proj(x)  # [..., I, 2]
+        return self.down_proj(jax.nn.silu(gate_up[..., 0]) * gate_up[..., 1])
 
 
 class DecoderLayer(nnx.Module):
@@ -276,6 +292,12 @@ def _cudnn_takes(q: jax.Array) -> bool:
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], stddev: float, dtype: DTypeLike) -> jax.Array:
     return (jax.random.normal(rngs.params(), shape) * stddev).astype(dtype)
+
+
+def _fuse_qkv(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Join projections: q [Hq, ...], k and v [Hkv, ...] to [Hkv, Hq / Hkv + 2, ...]."""
+    groups = q.reshape(k.shape[0], -1, *q.shape[1:])
+    return jnp.concatenate([groups, k[:, None], v[:, None]], axis=1)
 
 
 def _residual_stddev(config: ModelConfig) -> float:

@@ -12,6 +12,7 @@ from flax import nnx
 
 from models.config import ModelConfig
 from models.decoder import Decoder
+from models.sharding import param_specs
 from pallas_paged.engine import Attend, EngineConfig, KVCacheSpec, SamplingParams
 from pallas_paged.kv_pool import LayerKV
 
@@ -73,6 +74,10 @@ class EngineModel:
     def logits(self, params: nnx.State, hidden: jax.Array) -> jax.Array:
         """Map hidden states `[..., E]` to scores of the next token, `f32[..., V]`."""
         return nnx.merge(self.graphdef, params).logits(hidden)
+
+    def param_specs(self, params: nnx.State) -> Any:
+        """Return how devices share the weights: specs over the mesh axis "tensor"."""
+        return param_specs(params)
 
 
 def engine_model(decoder: Decoder) -> tuple[EngineModel, nnx.State]:

@@ -127,8 +127,12 @@ def test_saved_folder_has_the_names_and_shapes_of_llama(tmp_path):
         LAYER + "mlp.down_proj.weight": (8, 10),
     }
     assert {value.dtype for value in tensors.values()} == {np.dtype(ml_dtypes.bfloat16)}
-    qkv = np.concatenate([tensors[f"{LAYER}self_attn.{x}_proj.weight"] for x in "qkv"])
-    np.testing.assert_array_equal(qkv, model.layers[0].self_attn.qkv_proj.weight[...])
+    q, k, v = (tensors[f"{LAYER}self_attn.{x}_proj.weight"] for x in "qkv")
+    (qkv,) = model.layers[0].self_attn.qkv_proj.weight[...]  # [3 + 2, 4, 8] of the one KV head
+    np.testing.assert_array_equal(qkv, [*q.reshape(3, 4, 8), k, v])
+    gate, up = (tensors[f"{LAYER}mlp.{x}_proj.weight"] for x in ("gate", "up"))
+    gate_up = model.layers[0].mlp.gate_up_proj.weight[...]
+    np.testing.assert_array_equal(gate_up, np.stack([gate, up], axis=1))
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["torch_dtype"] == "bfloat16"
     assert config["eos_token_id"] == [3, 5]

@@ -1,0 +1,103 @@
+"""The decoder's weights on a mesh: the axis along which devices share each of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from models.config import ModelConfig
+from models.decoder import Decoder
+from pallas_paged.checks import check_integer
+from pallas_paged.sharding import TENSOR_AXIS, kv_head_repeats
+
+# As in Megatron: the products before attention and before SwiGLU are cut by outputs, those after
+# them by inputs, so that devices add up their parts once after each. A bias that has no such axis
+# is added after the sum, and whole on every device, as are the norms.
+_CUT_AXES = {
+    "embed_tokens": 0,
+    "lm_head": 0,
+    "qkv_proj": 0,  # KV heads, each with its query heads
+    "o_proj": 1,
+    "gate_up_proj": 0,
+    "down_proj": 1,
+}
+# Vocabularies of published models are multiples of it, for the sake of hardware.
+_VOCAB_MULTIPLE = 64
+
+
+def param_spec(path: tuple[Any, ...], shape: tuple[int, ...]) -> PartitionSpec:
+    """Return how a parameter is cut, by its path in the decoder."""
+    module = path[-2]
+    axis = _CUT_AXES.get(module)
+    if module in ("embed_tokens", "lm_head") and shape[0] % _VOCAB_MULTIPLE:
+        axis = None
+    if axis is None or axis >= len(shape):
+        return PartitionSpec()
+    return PartitionSpec(*[None] * axis, TENSOR_AXIS)
+
+
+def param_specs(params: nnx.State) -> Any:
+    """Return the specs of a decoder's parameters over the axis "tensor", in their structure.
+
+    A vocabulary that is not a multiple of 64 may not be divisible: its embeddings are then whole
+    on every device.
+    """
+    specs = [
+        (path, param.replace(param_spec(path, param.shape)))
+        for path, param in nnx.to_flat_state(params)
+    ]
+    return nnx.from_flat_state(specs)
+
+
+def config_on(config: ModelConfig, num_devices: int) -> ModelConfig:
+    """Return the sizes of the same model with a KV head, or more, for each device.
+
+    Raises:
+        ValueError: the devices can't share the heads or the MLP evenly.
+    """
+    repeats = kv_head_repeats(
+        num_q_heads=config.num_q_heads,
+        num_kv_heads=config.num_kv_heads,
+        num_devices=num_devices,
+    )
+    intermediate_size = config.intermediate_size
+    if intermediate_size % num_devices:
+        raise ValueError(f"{intermediate_size=} must be a multiple of {num_devices=}")
+    return replace(config, num_kv_heads=config.num_kv_heads * repeats)
+
+
+def repeat_kv_heads(decoder: Decoder, num_kv_heads: int) -> Decoder:
+    """Return the same model with more KV heads, each of which serves fewer query heads.
+
+    A mesh of more devices than KV heads needs it: `num_kv_heads` is then the number of devices.
+    The K and V of a head are computed, and cached, once for each of its copies. Differentiable, so
+    that a trainer can keep the original and repeat it for each update of an engine.
+
+    Args:
+        decoder: with its weights, which the result shares but for q, k and v.
+        num_kv_heads: a multiple of the decoder's that divides its query heads.
+
+    Raises:
+        ValueError: `num_kv_heads` is another number.
+    """
+    check_integer("num_kv_heads", num_kv_heads, 1)
+    config = replace(decoder.config, num_kv_heads=num_kv_heads)  # refuses what is not a divisor
+    repeats, rest = divmod(num_kv_heads, decoder.config.num_kv_heads)
+    if rest:
+        raise ValueError(f"{num_kv_heads=} must be a multiple of {decoder.config.num_kv_heads}")
+    if repeats == 1:
+        return decoder
+    params = []
+    for path, param in nnx.to_flat_state(nnx.state(decoder)):
+        if path[-2] == "qkv_proj":
+            heads = param.get_value()  # [Hkv, Hq / Hkv + 2, D, ...]
+            q = heads[:, :-2].reshape(num_kv_heads, -1, *heads.shape[2:])
+            kv = jnp.repeat(heads[:, -2:], repeats, axis=0)
+            param = param.replace(jnp.concatenate([q, kv], axis=1))
+        params.append((path, param))
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    return nnx.merge(graphdef, nnx.from_flat_state(params))

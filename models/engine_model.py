@@ -88,7 +88,7 @@ def engine_model(decoder: Decoder) -> tuple[EngineModel, nnx.State]:
         share compiled steps; and the weights, in the structure that `Engine.update_params` expects.
     """
     graphdef, params = nnx.split(decoder)
-    dtype = decoder.embed_tokens.weight[...].dtype
+    dtype = decoder.embed_tokens.weight.get_value().dtype  # of abstract decoders too
     return _interned(decoder.config, dtype, graphdef), params
 
 

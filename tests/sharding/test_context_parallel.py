@@ -1,0 +1,354 @@
+"""Pages of a row on several devices: as on one device."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pallas_paged as pp
+from pallas_paged import context_parallel as cp
+from tests.support.attention_cases import Case, cumulated
+from tests.support.attention_oracle import attend, relative_error
+from tests.support.kv_pools import copies_of, pool_bytes
+from tests.support.page_tables import assert_same, extend, fork, free, i32
+from tests.support.quantized_cases import Quantized
+
+SINKS = np.float32([1.0, -3.0, 0.0, 8.0])
+OPTIONS = dict(sinks=SINKS, soft_cap=1.5, sm_scale=-0.7)
+SIZES = dict(num_layers=2, num_pages=40, num_kv_heads=2, page_size=4, head_dim=16)
+# An empty row, a row of one page, rows on all devices; table entries and slots of no row are junk.
+MQA = Case(
+    num_kv_heads=1, head_dim=16, page_size=4, seq_lens=(37, 0, 3, 64), pages_per_seq=16,
+    num_pages=40,
+)  # fmt: skip
+GQA = Case(head_dim=16, page_size=4, seq_lens=(37, 0, 3, 64), pages_per_seq=16, num_pages=40)
+
+
+def mesh_of(num_context: int, num_tensor: int = 1) -> Mesh:
+    """A mesh of axes "context" and "tensor"; skips the test where there are fewer devices."""
+    count, devices = num_context * num_tensor, jax.devices()
+    if len(devices) < count:
+        pytest.skip(f"needs {count} devices, and {len(devices)} are here")
+    devices = np.array(devices[:count]).reshape(num_context, num_tensor)
+    return Mesh(devices, (cp.CONTEXT_AXIS, "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+
+def in_place_order(num_pages: int, mesh: Mesh) -> np.ndarray:
+    """The page at each place of a pool, on device after device."""
+    return np.arange(num_pages).reshape(-1, mesh.shape[cp.CONTEXT_AXIS]).T.ravel()
+
+
+def place(layer: pp.LayerKV, mesh: Mesh) -> pp.LayerKV:
+    """A layer on one device as a layer over devices."""
+
+    def put(x):
+        if not np.ndim(x):
+            return jax.device_put(x, NamedSharding(mesh, P()))
+        ordered = np.asarray(x)[:, in_place_order(x.shape[1], mesh)]
+        return jax.device_put(ordered, NamedSharding(mesh, P("tensor", cp.CONTEXT_AXIS)))
+
+    return jax.tree.map(put, layer)
+
+
+def collect(pool, mesh: Mesh):
+    """A pool over devices as NumPy arrays in the order of the page table."""
+
+    def get(x):
+        if not x.ndim:
+            return np.asarray(x)
+        pages = np.empty(x.shape, x.dtype)
+        pages[:, in_place_order(x.shape[1], mesh)] = x
+        return pages
+
+    return jax.tree.map(get, pool)
+
+
+def decode(mesh, q, layer, tables, lens, **options):
+    @jax.jit
+    def run(q, layer, tables, lens):
+        page_size = layer.k_pages.shape[2]
+        pages = cp.local_pages(tables, lens, page_size=page_size, mesh=mesh)
+        return cp.paged_attention(q, layer, pages, mesh=mesh, **options)
+
+    return run(q, place(layer, mesh), tables, lens)
+
+
+@pytest.mark.parametrize(
+    ("case", "devices", "options"),
+    [
+        (MQA, (2,), {}),
+        (MQA, (4,), OPTIONS),
+        (MQA, (8,), OPTIONS),
+        (GQA, (4, 2), OPTIONS),
+        (Case(**vars(GQA) | dict(dtype="bfloat16")), (2, 2), {}),
+        (Case(**vars(GQA) | dict(dtype="float16")), (2, 2), {"sinks": SINKS}),
+    ],
+    ids=str,
+)
+def test_decoding_equals_the_oracle(case, devices, options):
+    q, k, v, tables, lens = case.make()
+    out = decode(mesh_of(*devices), q, pp.LayerKV(k_pages=k, v_pages=v), tables, lens, **options)
+    expected, _ = attend(q, k, v, tables, lens, **options)
+    assert out.dtype == q.dtype
+    np.testing.assert_array_equal(np.asarray(out)[lens == 0], 0)
+    # Rounded on each device, and once more after the merge.
+    assert relative_error(out, expected) <= 2 * case.tolerance
+
+
+def test_decoding_on_every_implementation(implementation):
+    case = GQA.on(implementation)
+    q, k, v, tables, lens = case.make()
+    layer = pp.LayerKV(k_pages=k, v_pages=v)
+    out = decode(mesh_of(2), q, layer, tables, lens, implementation=implementation, sinks=SINKS)
+    expected, _ = attend(q, k, v, tables, lens, sinks=SINKS)
+    assert relative_error(out, expected) <= 2 * case.tolerance
+
+
+@pytest.mark.parametrize("per_tensor", [False, True])
+def test_decoding_from_int8_pages_equals_the_oracle(per_tensor):
+    quantized = Quantized(case=GQA, kv_dtype="int8", per_tensor=per_tensor)
+    (q, k, v, tables, lens, k_scales, v_scales), meant = quantized.make()
+    layer = pp.LayerKV(k_pages=k, v_pages=v, k_scales=k_scales, v_scales=v_scales)
+    out = decode(mesh_of(2, 2), q, layer, tables, lens)
+    assert relative_error(out, attend(*meant)[0]) <= 1e-5
+
+
+def test_each_device_lists_its_own_pages_in_order():
+    mesh, (_, _, _, tables, lens) = mesh_of(4), MQA.make()
+    lens[0] = -5  # negative lengths are empty rows, and long ones end with the table
+    lens[2] = 2**31 - 1
+    tables[2] = np.arange(16)
+    pages = jax.jit(partial(cp.local_pages, page_size=4, mesh=mesh))(tables, lens)
+    for device in range(4):
+        for row, length in enumerate(np.clip(lens, 0, 64)):
+            blocks = [j for j in range(-(-length // 4)) if tables[row, j] % 4 == device]
+            expected = np.zeros(16, np.int32)
+            expected[: len(blocks)] = tables[row, blocks] // 4
+            np.testing.assert_array_equal(pages.block_tables[device, row], expected)
+            assert pages.seq_lens[device, row] == sum(min(4, length - 4 * j) for j in blocks)
+
+
+class Model:
+    """Random q, k, v of each token, and a step of attention on one device or over devices."""
+
+    def __init__(self, mesh: Mesh | None, dtype: str):
+        self.dtype = jnp.dtype("float32" if dtype == "int8" else dtype)
+        on = pp if mesh is None else partial_module(mesh)
+        self.pool = on.create_kv_pool(**SIZES, dtype=dtype)
+        self.table = pp.create_page_table(
+            num_pages=SIZES["num_pages"], page_size=4, max_seqs=4, pages_per_seq=16
+        )
+        self.step = jax.jit(partial(self._step, on), donate_argnums=0)
+        self.copy = jax.jit(on.copy_pages, donate_argnums=0)
+
+    @staticmethod
+    def _step(on, pool, table, q, k, v, cu_q_lens):
+        q_lens = jnp.diff(cu_q_lens)
+        tokens = jnp.arange(q.shape[0], dtype=jnp.int32)
+        rows = jnp.searchsorted(cu_q_lens[1:], tokens, side="right").astype(jnp.int32)
+        older = table.seq_lens - q_lens
+        starts = jnp.append(older - cu_q_lens[:-1], 0)
+        slots = pp.slot_mapping(table, rows, starts[rows] + tokens)
+        layers, outs = [], []
+        for index, layer in enumerate(pool.layers):
+            k, v = k + index, v - index
+            layer = on.write_kv(layer, k, v, slots)
+            if on is pp:
+                arrays = (layer.k_pages, layer.v_pages, table.block_tables, table.seq_lens)
+                scales = dict(k_scales=layer.k_scales, v_scales=layer.v_scales)
+                out = pp.ragged_paged_attention(q, *arrays, cu_q_lens, sinks=SINKS, **scales)
+            else:
+                pages = on.local_pages(table.block_tables, older, page_size=4)
+                out = on.ragged_paged_attention(q, k, v, layer, pages, cu_q_lens, sinks=SINKS)
+            layers.append(layer)
+            outs.append(out)
+        return pp.KVPool(layers=tuple(layers)), jnp.stack(outs)
+
+    def feed(self, q_lens, seed: int):
+        """Write and attend with new tokens of each row."""
+        self.table, ok = extend(self.table, i32(*q_lens))
+        assert np.all(ok)
+        rng = np.random.default_rng(seed)
+        num_tokens = 40  # some are padding
+        shapes = [(num_tokens, heads, 16) for heads in (4, 2, 2)]
+        q, *kv = (rng.standard_normal(shape).astype(self.dtype) for shape in shapes)
+        self.pool, outs = self.step(self.pool, self.table, q, *kv, cumulated(q_lens))
+        return np.asarray(outs)
+
+    def fork(self, src, dst):
+        self.table, copies, ok = fork(self.table, i32(src), i32(dst))
+        assert np.all(ok)
+        self.pool = self.copy(self.pool, copies)
+
+
+def partial_module(mesh: Mesh):
+    """The functions of `context_parallel` on a mesh."""
+
+    class Module:
+        ragged_paged_attention = staticmethod(partial(cp.ragged_paged_attention, mesh=mesh))
+        create_kv_pool = staticmethod(partial(cp.create_kv_pool, mesh=mesh))
+        local_pages = staticmethod(partial(cp.local_pages, mesh=mesh))
+        copy_pages = staticmethod(partial(cp.copy_pages, mesh=mesh))
+        write_kv = staticmethod(partial(cp.write_kv, mesh=mesh))
+
+    return Module
+
+
+@pytest.mark.parametrize(
+    ("devices", "dtype"), [((4,), "float32"), ((2, 2), "int8"), ((8,), "bfloat16")], ids=str
+)
+def test_prompts_chunks_forks_and_tokens_equal_one_device(devices, dtype):
+    mesh = mesh_of(*devices)
+    ours, alone = Model(mesh, dtype), Model(None, dtype)
+    q_dtype_error = 1e-5 if dtype != "bfloat16" else 1e-2
+
+    def feed(*q_lens, seed):
+        outs, expected = ours.feed(q_lens, seed), alone.feed(q_lens, seed)
+        assert relative_error(outs, expected) <= q_dtype_error
+        np.testing.assert_array_equal(outs[:, sum(q_lens) :], 0)
+
+    feed(18, 0, 9, 5, seed=0)  # prompts
+    for model in (ours, alone):
+        model.table = free(model.table, np.array([False, False, False, True]))
+    feed(21, 3, 1, 11, seed=1)  # chunks, tokens and prompts; pages in another order
+    for model in (ours, alone):
+        model.table = free(model.table, np.array([False, True, False, True]))
+        model.fork(0, 1)
+        model.fork(2, 3)
+    feed(1, 1, 1, 1, seed=2)
+    feed(1, 1, 0, 6, seed=3)
+    assert_same(collect(ours.pool, mesh), jax.tree.map(np.asarray, alone.pool))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_pages_are_copied_between_all_devices(dtype):
+    mesh = mesh_of(4)
+    scales = {} if dtype == "bfloat16" else dict(k_scales=[0.5, 2.0], v_scales=[1.0, 3.0])
+    pool = cp.create_kv_pool(mesh=mesh, **SIZES, dtype=dtype, **scales)
+    alone = pp.create_kv_pool(**SIZES, dtype=dtype, **scales)
+    slots = np.arange(160, dtype=np.int32)
+    kv = [np.random.default_rng(i).standard_normal((160, 2, 16), np.float32) for i in range(2)]
+    write = partial(jax.jit(cp.write_kv, static_argnames="mesh"), mesh=mesh)
+    pool = pp.KVPool(layers=tuple(write(layer, *kv, slots) for layer in pool.layers))
+    alone = pp.KVPool(layers=tuple(pp.write_kv(layer, *kv, slots) for layer in alone.layers))
+    # Between devices both ways, within one, a swap, and entries that are dropped.
+    copies = copies_of(i32(0, 1, 5, 9, 8, 40, 6, -1, 7), i32(11, 4, 13, 8, 9, 20, 40, 21, -1))
+    copied = jax.jit(partial(cp.copy_pages, mesh=mesh))(pool, copies)
+    expected = jax.jit(pp.copy_pages)(alone, copies)
+    bits = partial(jax.tree.map, lambda x: np.asarray(x).view(f"u{x.dtype.itemsize}"))
+    assert_same(bits(collect(copied, mesh)), bits(expected))
+
+
+def test_slots_outside_the_pool_are_dropped():
+    mesh = mesh_of(4)
+    layer = cp.create_kv_pool(mesh=mesh, **SIZES, dtype="float32").layers[0]
+    kv = np.ones((4, 2, 16), np.float32)
+    write = jax.jit(partial(cp.write_kv, mesh=mesh))
+    written = write(layer, kv, kv, i32(160, -1, -(2**31), 2**31 - 1))
+    assert not any(np.any(x) for x in jax.tree.leaves(written))
+
+
+def test_a_pool_is_created_in_parts():
+    mesh = mesh_of(4, 2)
+    pool = cp.create_kv_pool(mesh=mesh, **SIZES, dtype="int8")
+    for x in jax.tree.leaves(pool):
+        assert x.sharding.spec == P("tensor", "context")
+        assert {part.data.shape[:2] for part in x.addressable_shards} == {(1, 10)}
+
+
+def collectives(compiled) -> list[str]:
+    names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    return re.findall(rf" ({names})(?:-start)?\(", compiled.as_text())
+
+
+def test_a_step_has_one_all_gather_a_layer_and_works_in_place():
+    mesh = mesh_of(4, 2)
+    # Large, so that a copy of a pool would be seen beside the rest.
+    sizes = SIZES | dict(num_pages=4096)
+    pool = cp.create_kv_pool(mesh=mesh, **sizes, dtype="float32")
+    num_layers, part = sizes["num_layers"], pool_bytes(pool) // 8
+
+    def step(pool, q, k, v, tables, lens, slots, copies):
+        pages = cp.local_pages(tables, lens, page_size=4, mesh=mesh)
+        layers = []
+        for layer in pool.layers:
+            layer = cp.write_kv(layer, k, v, slots, mesh=mesh)
+            q += cp.paged_attention(q, layer, pages, mesh=mesh)
+            layers.append(layer)
+        return pp.KVPool(layers=tuple(layers)), q
+
+    whole = NamedSharding(mesh, P())
+    of = partial(jax.ShapeDtypeStruct, sharding=whole)
+    q, kv = of((4, 4, 16), jnp.float32), of((4, 2, 16), jnp.float32)
+    integers = of((4, 16), jnp.int32), of((4,), jnp.int32), of((4,), jnp.int32)
+    compiled = jax.jit(step, donate_argnums=0).lower(pool, q, kv, kv, *integers, None).compile()
+    assert collectives(compiled).count("all-gather") <= num_layers + 1  # the last makes q whole
+    assert set(collectives(compiled)) == {"all-gather"}
+    assert f"u32[4,4,2,{16 + 1}]" in compiled.as_text()  # outputs and log-sum-exps of 4 devices
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= part
+    assert memory.temp_size_in_bytes < part / num_layers / 4
+
+    copies = copies_of(*[i32(0, 1, 2, 3)] * 2)
+    copy = jax.jit(partial(cp.copy_pages, mesh=mesh), donate_argnums=0)
+    compiled = copy.lower(pool, copies).compile()
+    assert collectives(compiled) == ["all-reduce"]
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= part
+    assert memory.temp_size_in_bytes < part / num_layers / 4
+
+
+def test_the_functions_run_inside_shard_map():
+    mesh, (q, k, v, tables, lens) = mesh_of(2, 2), GQA.make()
+
+    def step(q, layer, new, slots, tables, lens):
+        layer = cp.write_kv(layer, new, new, slots)
+        layer = cp.copy_pages(pp.KVPool(layers=(layer,)), copies_of(slots, slots)).layers[0]
+        return cp.paged_attention(q, layer, cp.local_pages(tables, lens, page_size=4))
+
+    heads, pages = P(None, "tensor"), P("tensor", cp.CONTEXT_AXIS)
+    specs = dict(in_specs=(heads, pages, heads, P(), P(), P()), out_specs=heads, check_vma=False)
+    layer, new = place(pp.LayerKV(k_pages=k, v_pages=v), mesh), np.zeros((1, 2, 16), np.float32)
+    run = jax.jit(jax.shard_map(step, mesh=mesh, **specs))
+    out = run(q, layer, new, i32(160), tables, lens)
+    assert relative_error(out, attend(q, k, v, tables, lens)[0]) <= 1e-5
+
+
+def test_bad_input_is_refused():
+    mesh, (q, k, v, tables, lens) = mesh_of(4, 2), GQA.make()
+    layer = place(pp.LayerKV(k_pages=k, v_pages=v), mesh)
+    pages = cp.local_pages(tables, lens, page_size=4, mesh=mesh)
+    attention = jax.jit(partial(cp.paged_attention, mesh=mesh))
+    create = partial(cp.create_kv_pool, mesh=mesh, dtype="float32")
+    for message, call in {
+        "num_pages=42 must be a multiple of 4, mesh axis 'context'": partial(
+            create, **SIZES | dict(num_pages=42)
+        ),
+        "num_kv_heads=3 must be a multiple of 2, mesh axis 'tensor'": partial(
+            create, **SIZES | dict(num_kv_heads=3)
+        ),
+        "page_size=3 must be": partial(create, **SIZES | dict(page_size=3)),
+        "must be a mesh with an axis 'context'": partial(
+            cp.write_kv, layer, k[:, 0, :1], v[:, 0, :1], i32(0)
+        ),
+        "block_tables.shape=": partial(cp.local_pages, tables[0], lens, page_size=4, mesh=mesh),
+        "seq_lens.dtype=int64": partial(
+            cp.local_pages, tables, lens.astype(np.int64), page_size=4, mesh=mesh
+        ),
+        "page_size=0": partial(cp.local_pages, tables, lens, page_size=0, mesh=mesh),
+        "head_dim=8 of q": partial(attention, q[..., :8], layer, pages),
+        "sinks": partial(attention, q, layer, pages, sinks=SINKS[:2]),
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
+    with pytest.raises(TypeError, match="sliding_window"):
+        cp.paged_attention(q, layer, pages, mesh=mesh, sliding_window=3)
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        jax.grad(lambda q: attention(q, layer, pages).sum())(q)

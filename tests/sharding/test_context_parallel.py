@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_paged as pp
 from pallas_paged import context_parallel as cp
 from tests.support.attention_cases import Case, cumulated
 from tests.support.attention_oracle import attend, relative_error
+from tests.support.devices import H200
 from tests.support.kv_pools import copies_of, pool_bytes
 from tests.support.page_tables import assert_same, extend, fork, free, i32
 from tests.support.quantized_cases import Quantized
@@ -303,6 +304,29 @@ def test_a_step_has_one_all_gather_a_layer_and_works_in_place():
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= part
     assert memory.temp_size_in_bytes < part / num_layers / 4
+
+
+def test_a_million_tokens_on_two_hosts_of_eight_gpus_lower_for_cuda():
+    axis_types = (AxisType.Auto,) * 2
+    mesh = AbstractMesh((2, 8), (cp.CONTEXT_AXIS, "tensor"), axis_types, abstract_device=H200)
+
+    def attention(q, layer, tables, lens):
+        pages = cp.local_pages(tables, lens, page_size=16, mesh=mesh)
+        return cp.paged_attention(q, layer, pages, mesh=mesh, implementation="triton")
+
+    def of(dtype, *shape, spec=()):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+    q = of(jnp.bfloat16, 1, 64, 128, spec=(None, "tensor"))
+    pages = of(jnp.bfloat16, 8, 65536, 16, 128, spec=("tensor", cp.CONTEXT_AXIS))
+    layer = pp.LayerKV(k_pages=pages, v_pages=pages)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(attention).trace(q, layer, of(jnp.int32, 1, 65536), of(jnp.int32, 1))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert re.findall(r'"?stablehlo\.(all_\w+|collective_\w+|reduce_scatter)', text) == [
+        "all_gather"
+    ]
+    assert "tensor<1x32768x16x128xbf16>" in text  # the pages of one GPU
 
 
 def test_the_functions_run_inside_shard_map():

@@ -8,10 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from models.config import Llama3RopeScaling, ModelConfig
 from models.decoder import Decoder
+from models.sharding import config_on, param_specs
 from pallas_paged.engine import KVCacheSpec
 from pallas_paged.engine.kv_cache import page_bytes, pool_dtype
 
@@ -104,6 +106,22 @@ SHAPES = {
         dtype=jnp.bfloat16,
         kv_gib=7.0,
     ),
+    "qwen3-32b": ServingShape(
+        config=ModelConfig(
+            vocab_size=151936,
+            hidden_size=5120,
+            intermediate_size=25600,
+            num_layers=64,
+            num_q_heads=64,
+            num_kv_heads=8,
+            head_dim=128,
+            rope_theta=1e6,
+            max_position_embeddings=40960,
+            qk_norm=True,
+        ),
+        dtype=jnp.bfloat16,
+        kv_gib=16.0,
+    ),
     "tiny": ServingShape(  # for a dry run without a GPU
         config=ModelConfig(
             vocab_size=256,
@@ -127,16 +145,21 @@ def token_bytes(spec: KVCacheSpec, kv_cache_dtype: str | None = None) -> int:
     return page_bytes(spec, page_size=1, dtype=pool_dtype(spec, kv_cache_dtype))
 
 
-def random_model(shape: ServingShape) -> Decoder:
-    """A decoder with random weights, made on the device in the dtype of the shape."""
+def random_model(shape: ServingShape, mesh: Mesh | None = None) -> Decoder:
+    """A decoder with random weights in the dtype of the shape, made on the device or on a mesh."""
+    config = shape.config if mesh is None else config_on(shape.config, mesh.size)
 
-    @nnx.jit
     def make() -> Decoder:
         # rbg is one XLA operation; threefry would be compiled again for each weight.
         rngs = nnx.Rngs(jax.random.key(0, impl="rbg"))
-        return Decoder(shape.config, dtype=shape.dtype, rngs=rngs)
+        return Decoder(config, dtype=shape.dtype, rngs=rngs)
 
-    return make()
+    graphdef, params = nnx.split(nnx.eval_shape(make))
+    shardings = None
+    if mesh is not None:
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(params))
+    weights = jax.jit(lambda: nnx.state(make()), out_shardings=shardings)()
+    return nnx.merge(graphdef, weights)
 
 
 def weight_bytes(model: Decoder) -> int:

@@ -158,6 +158,16 @@ class PrefixCache:
         self._hold(lease, entries)
         return lease
 
+    def num_cached_pages(self, blocks: Sequence[Block]) -> int:
+        """Return how many of a sequence's first pages are cached, and hold none of them."""
+        parent = self._root
+        for count, (key, content) in enumerate(blocks):
+            entry = self._by_key.get(key)
+            if entry is None or not _follows(entry, parent, content):
+                return count
+            parent = entry
+        return len(blocks)
+
     def insert(
         self,
         lease: PrefixLease,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pallas_paged.checks import check_integer, check_number
 from pallas_paged.engine.kv_cache import KV_CACHE_DTYPES, pages_that_fit, pool_dtype
 from pallas_paged.engine.model import Model
+from pallas_paged.engine.placement import Placement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,10 @@ class EngineConfig:
         enable_prefix_caching: whether requests reuse the pages of earlier ones with equal prefixes.
         kv_cache_dtype: "int8", "fp8", or None for the dtype of the model.
         implementation: of the attention, as in `paged_attention`.
+        tensor_parallel: devices over which the heads and the weights of each replica are cut. It
+            must divide the model's KV heads or be a multiple of them, and divide its query heads.
+        data_parallel: replicas, each with its own devices, weights, pool and prefix cache. All
+            sizes above are those of one replica.
 
     Raises:
         ValueError: a value is out of its range.
@@ -45,9 +51,18 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     kv_cache_dtype: str | None = None
     implementation: str | None = None
+    tensor_parallel: int = 1
+    data_parallel: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "max_num_seqs", "max_num_batched_tokens", "num_scheduler_steps"):
+        for name in (
+            "page_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "num_scheduler_steps",
+            "tensor_parallel",
+            "data_parallel",
+        ):
             check_integer(name, getattr(self, name), 1)
         for name in ("num_pages", "max_model_len"):
             if getattr(self, name) is not None:
@@ -71,13 +86,20 @@ class EngineConfig:
             names = ", ".join(KV_CACHE_DTYPES)
             raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r} must be one of {names}")
 
-    def sizes(self, model: Model) -> tuple[int, int]:
-        """Return the pages of the pool and the most tokens of a sequence, where None is open.
+    def sizes(
+        self, model: Model, placements: Sequence[Placement] = (Placement(),)
+    ) -> tuple[int, int]:
+        """Return the pages of a pool and the most tokens of a sequence, where None is open.
+
+        Args:
+            model: the model.
+            placements: of the replicas, whose pools are alike.
 
         Raises:
-            ValueError: max_model_len is more than the model's.
+            ValueError: max_model_len is more than the model's, or tensor_parallel does not fit it.
         """
         spec, max_len = model.kv_cache_spec, self.max_model_len or model.max_model_len
+        spec.on_devices(self.tensor_parallel)
         if max_len > model.max_model_len:
             raise ValueError(
                 f"max_model_len={max_len} must be at most the model's {model.max_model_len}"
@@ -88,6 +110,7 @@ class EngineConfig:
                 page_size=self.page_size,
                 dtype=pool_dtype(spec, self.kv_cache_dtype),
                 memory_fraction=self.memory_fraction,
+                placements=placements,
             ),
             self.max_num_seqs * -(-max_len // self.page_size),
         )

@@ -50,9 +50,12 @@ class EngineCore:
         """Whether a call has been dispatched and not read."""
         return bool(self._calls)
 
-    def step(self) -> None:
-        """Dispatch the next call, and read the one before."""
-        dispatched = self._dispatch(self._schedule())
+    def dispatch(self) -> int:
+        """Start the next call, if there is anything to do; return how many that were, 0 or 1."""
+        return self._dispatch(self._schedule())
+
+    def finish_step(self, dispatched: int) -> None:
+        """Read the call before, given what `dispatch` returned."""
         busy = self._scheduler.waiting or self._scheduler.running
         while len(self._calls) > (dispatched if busy else 0):
             self._read()
@@ -87,7 +90,7 @@ class EngineCore:
                 self._read()
                 continue
             self._runner.update_table(self._scheduler.pages.take_update(), [])
-            self._scheduler.resync(int(self._runner.table.num_free))
+            self._scheduler.resync(self._runner.executor.num_free)
         return scheduled
 
     def _num_steps(self) -> int:

@@ -15,28 +15,28 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 
 from pallas_paged.engine.config import EngineConfig
-from pallas_paged.engine.core import EngineCore
 from pallas_paged.engine.errors import EngineDeadError
 from pallas_paged.engine.input_processor import InputProcessor, check_lists
 from pallas_paged.engine.interrupt import interrupts_held
-from pallas_paged.engine.kv_cache import pool_bytes
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.output_processor import OutputProcessor
 from pallas_paged.engine.outputs import CompletionOutput, FinishReasonName, RequestOutput
+from pallas_paged.engine.placement import placements
+from pallas_paged.engine.processes import connect
 from pallas_paged.engine.progress import progress_bar
+from pallas_paged.engine.replica import create_replicas, stats_of
 from pallas_paged.engine.request import Request
-from pallas_paged.engine.runner import ModelRunner, modes_for
+from pallas_paged.engine.router import Router
+from pallas_paged.engine.runner import modes_for
 from pallas_paged.engine.sampling_params import SamplingParams
-from pallas_paged.engine.scheduler import Scheduler
 from pallas_paged.engine.scoring import score_requests, scores_of
-from pallas_paged.engine.stats import Counters, EngineStats
+from pallas_paged.engine.stats import EngineStats
 from pallas_paged.engine.tokenizer import Tokenizer
-from pallas_paged.page_check import check_page_table
 from pallas_paged.page_table import PageTable
-from pallas_paged.prefix_cache import PrefixCache
 
 
 class Engine:
@@ -54,51 +54,50 @@ class Engine:
         params: Any,
         config: EngineConfig | None = None,
         tokenizer: Tokenizer | None = None,
+        *,
+        devices: Sequence[jax.Device] | None = None,
     ):
-        """Allocate the pool.
+        """Put the weights on the devices and allocate the pools.
 
         Args:
             model, params: the model and its weights, a pytree of arrays.
             config: sizes; None takes the defaults.
             tokenizer: for prompts, outputs and stop strings as texts; None works with token ids.
+            devices: those to use, of which replica r takes `tensor_parallel` from
+                `r * tensor_parallel` on. None takes the first of this process or, if these are too
+                few, of all processes.
 
         Raises:
-            ValueError: a size is out of range for this model.
+            ValueError: a size is out of range for this model, or for the devices.
         """
         self.config = config = config or EngineConfig()
-        num_pages, max_len = config.sizes(model)
-        self.num_pages, self.max_model_len = num_pages, max_len
-        self._runner = ModelRunner(model, params, config, num_pages=num_pages, max_len=max_len)
-        caching, page_size = config.enable_prefix_caching, config.page_size
-        self._cache = PrefixCache(page_size=page_size) if caching else None
-        self._scheduler = Scheduler(
-            num_pages=num_pages,
-            page_size=page_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            watermark=int(config.watermark * num_pages),
-            cache=self._cache,
-            sliding_window=model.kv_cache_spec.sliding_window,
+        self._outputs = OutputProcessor(
+            lambda leader: self._router.choose(leader), tokenizer, model.eos_token_ids
         )
-        self._counters = Counters(num_free_pages=num_pages)
-        pages = self._scheduler.pages
-        self._inputs = InputProcessor(model, tokenizer, pages, max_model_len=max_len)
-        scheduler, counters = self._scheduler, self._counters
-        self._outputs = OutputProcessor(scheduler, counters, tokenizer, model.eos_token_ids)
-        process, num_steps = self._outputs.process_outputs, config.num_scheduler_steps
-        self._core = EngineCore(scheduler, self._runner, counters, process, num_steps)
+        places = placements(config.tensor_parallel, config.data_parallel, devices)
+        self._followers, self._leader = None, None
+        if places[0].num_processes > 1:
+            self._followers, self._leader = connect()
+        self.replicas = create_replicas(
+            model, params, config, places, self._outputs.process_outputs, self._followers
+        )
+        self._router = Router(self.replicas, config.page_size)
+        first = self.replicas[0]
+        self.num_pages, self.max_model_len = first.num_pages, first.max_len
+        pages = first.scheduler.pages
+        self._inputs = InputProcessor(model, tokenizer, pages, max_model_len=first.max_len)
         self.is_sleeping = False
         self._error: BaseException | None = None
 
     @property
     def table(self) -> PageTable:
-        """The page table after all dispatched calls; the next one takes its buffers."""
-        return self._runner.table
+        """The first replica's page table after all dispatched calls; the next takes its buffers."""
+        return self.replicas[0].runner.table
 
     @property
     def idle(self) -> bool:
         """Whether no request is unfinished and no output is left to return."""
-        return self._outputs.idle and not self._core.in_flight
+        return self._outputs.idle and not any(one.core.in_flight for one in self.replicas)
 
     def submit(
         self,
@@ -259,34 +258,39 @@ class Engine:
         Raises:
             ValueError: the parameters do not fit; nothing has changed.
         """
-        self._check_alive()
-        with self._dead_on_error():
-            self._core.drain()
+        self._check_error()
+        if self._leader is None:
+            self._drain()
         with interrupts_held():
-            self._runner.update_params(params)
+            self.replicas[0].weights.check(params)
+            if self._followers is not None:
+                self._followers.send("release")
+            leaves = [replica.weights.put(params) for replica in self.replicas]
+            for replica, new in zip(self.replicas, leaves, strict=True):
+                replica.weights.leaves = new
+            if self._followers is not None:
+                self._followers.rejoin()
             if restart_running:
                 self._outputs.restart()
             if reset_prefix_cache:
-                self._scheduler.reset_prefix_cache()
+                self._reset_prefix_cache()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
         self._check_alive()
         with interrupts_held():
-            self._scheduler.reset_prefix_cache()
+            self._reset_prefix_cache()
 
     def sleep(self) -> None:
         """Free the pool's memory. Unfinished requests wait, and are recomputed after `wake`."""
         self._check_alive()
         if self.is_sleeping:
             return
+        self._drain()
         with self._dead_on_error():
-            self._core.drain()
-            self._scheduler.preempt_all()
-            self._scheduler.reset_prefix_cache()
-            self._runner.update_table(self._scheduler.pages.take_update(), [])
-            self._scheduler.resync(self.num_pages)
-            self._runner.sleep()
+            for replica in self.replicas:
+                replica.sleep()
+            self._router.reset()
             self.is_sleeping = True
 
     def wake(self) -> None:
@@ -294,7 +298,8 @@ class Engine:
         self._check_alive()
         if self.is_sleeping:
             with interrupts_held():
-                self._runner.wake()
+                for replica in self.replicas:
+                    replica.runner.executor.wake()
                 self.is_sleeping = False
 
     def warmup(
@@ -314,30 +319,72 @@ class Engine:
             raise ValueError("warmup must run while the engine is awake and idle")
         if params is not None:
             check_lists(params=params)
-        self._runner.warmup(
-            modes_for(params), partial(progress_bar, unit="compilation", show=progress)
-        )
+        bar = partial(progress_bar, unit="compilation", show=progress)
+        for replica in self.replicas:
+            replica.runner.warmup(modes_for(params), bar)
 
     def stats(self) -> EngineStats:
-        """Return the counters of the engine so far."""
-        scheduler, pool = self._scheduler, self._runner.pool_shape
-        return self._counters.snapshot(
-            num_waiting=len(scheduler.waiting),
-            num_running=len(scheduler.running),
-            num_preemptions=scheduler.num_preemptions,
-            compilations=self._runner.num_compiled,
-            num_pages=self.num_pages,
-            kv_cache_dtype=pool.layers[0].k_pages.dtype.name,
-            pool_bytes=pool_bytes(pool),
-        )
+        """Return the counters of the engine so far; `replicas[i].stats()` has those of one."""
+        return stats_of(self.replicas)
 
     def check(self) -> None:
-        """Wait for the device; raise ValueError if an invariant of the page table is broken."""
+        """Wait for the devices; raise ValueError if an invariant of a page table is broken."""
         self._check_alive()
         with self._dead_on_error():
-            self._runner.update_table(self._scheduler.pages.take_update(), [])
-        cached = self._cache.pages if self._cache is not None else ()
-        check_page_table(self.table, retained=np.asarray(cached, np.int32))
+            for replica in self.replicas:
+                replica.update_table()
+        for replica in self.replicas:
+            replica.check()
+
+    def follow(self) -> bool:
+        """Make the device calls of process 0, in the other processes of an engine on several.
+
+        Returns:
+            True when process 0 calls `release` or `update_params`; then this process must call
+            `update_params` too, and `follow` again. False when process 0 has closed the engine.
+
+        Raises:
+            EngineDeadError: process 0 has failed or ended, or a call has failed here.
+            RuntimeError: this is process 0, or the only one.
+        """
+        self._check_error()
+        if self._leader is None:
+            raise RuntimeError("follow() is for the processes that are not process 0 of an engine")
+        try:
+            released = self._leader.follow(self.replicas[0].runner.executor)
+        except BaseException as error:
+            self._error = error
+            self._leader.fail(error)
+            if not isinstance(error, Exception):
+                raise
+            raise EngineDeadError("process 0 can't be followed", error) from error
+        if not released:
+            self._error = RuntimeError("process 0 has closed it")
+            self._leader.close()
+        return released
+
+    def release(self) -> None:
+        """Let the other processes return from `follow`, to train on all devices, for example."""
+        self._check_alive()
+        self._drain()
+        if self._followers is not None:
+            self._followers.send("release")
+
+    def close(self) -> None:
+        """Abort all requests, free the pools, and let the other processes return from `follow`."""
+        if self._error is not None:
+            return
+        self._check_alive()
+        self._drain()
+        with interrupts_held():
+            for request in [*self._outputs.groups]:
+                self._outputs.abort(request)
+            if not self.is_sleeping:
+                for replica in self.replicas:
+                    replica.runner.executor.sleep()
+            self._error = RuntimeError("it has been closed")
+            if self._followers is not None:
+                self._followers.close()
 
     def _run(self, requests: list[Request], progress: bool) -> None:
         """Add requests and step until they are finished; outputs of others wait for `step`."""
@@ -364,7 +411,21 @@ class Engine:
     def _step(self) -> None:
         self._check_awake()
         with self._dead_on_error():
-            self._core.step()
+            # All devices have work before the host waits for any.
+            dispatched = [replica.core.dispatch() for replica in self.replicas]
+            for replica, num_calls in zip(self.replicas, dispatched, strict=True):
+                replica.core.finish_step(num_calls)
+
+    def _drain(self) -> None:
+        """Read all calls in flight."""
+        with self._dead_on_error():
+            for replica in self.replicas:
+                replica.core.drain()
+
+    def _reset_prefix_cache(self) -> None:
+        for replica in self.replicas:
+            replica.scheduler.reset_prefix_cache()
+        self._router.reset()
 
     @contextmanager
     def _dead_on_error(self) -> Iterator[None]:
@@ -378,8 +439,11 @@ class Engine:
             if completed:  # Ctrl-C, which was held back
                 raise
             self._error = error
-            self._core.discard()
+            for replica in self.replicas:
+                replica.core.discard()
             self._outputs.fail_all(error)
+            if self._followers is not None:
+                self._followers.close(error)
             if not isinstance(error, Exception):
                 raise
             raise EngineDeadError("a step failed", error) from error
@@ -396,5 +460,10 @@ class Engine:
             raise ValueError(f"request {request.request_id!r} is of another engine")
 
     def _check_alive(self) -> None:
+        self._check_error()
+        if self._leader is not None:
+            raise RuntimeError("process 0 uses the engine; the others call follow()")
+
+    def _check_error(self) -> None:
         if self._error is not None:
             raise EngineDeadError("the engine is dead", self._error)

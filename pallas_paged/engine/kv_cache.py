@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
+from pallas_paged.engine.placement import Placement
 from pallas_paged.kv_pool import KVPool, create_kv_pool
 
 KV_CACHE_DTYPES = {
@@ -51,6 +56,21 @@ class KVCacheSpec:
         windows = [window for window in self.sliding_windows or () if window is not None]
         return max(windows) if len(windows) == self.num_layers else None
 
+    def on_devices(self, num_devices: int) -> KVCacheSpec:
+        """Return the spec of a pool that is cut over devices: each has as many heads.
+
+        Where there are fewer heads than devices, the pool holds each head several times.
+
+        Raises:
+            ValueError: neither the heads nor the devices are a multiple of the other.
+        """
+        if self.num_kv_heads % num_devices and num_devices % self.num_kv_heads:
+            raise ValueError(
+                f"tensor_parallel={num_devices} must divide the model's "
+                f"num_kv_heads={self.num_kv_heads}, or be a multiple of it"
+            )
+        return replace(self, num_kv_heads=max(self.num_kv_heads, num_devices))
+
 
 def pool_dtype(spec: KVCacheSpec, kv_cache_dtype: str | None) -> jnp.dtype:
     """Return the dtype of the pages.
@@ -74,7 +94,14 @@ def pool_dtype(spec: KVCacheSpec, kv_cache_dtype: str | None) -> jnp.dtype:
     return dtype
 
 
-def create_pool(spec: KVCacheSpec, *, num_pages: int, page_size: int, dtype: DTypeLike) -> KVPool:
+def create_pool(
+    spec: KVCacheSpec,
+    *,
+    num_pages: int,
+    page_size: int,
+    dtype: DTypeLike,
+    sharding: NamedSharding | None = None,
+) -> KVPool:
     """Return a pool of zeros; an fp8 pool takes the scales of a calibrated checkpoint, if any."""
     # They were calibrated for the range of float8; in int8, tokens have scales of their own.
     calibrated = jnp.dtype(dtype) == jnp.float8_e4m3fn and spec.k_scales is not None
@@ -87,6 +114,7 @@ def create_pool(spec: KVCacheSpec, *, num_pages: int, page_size: int, dtype: DTy
         dtype=dtype,
         k_scales=spec.k_scales if calibrated else None,
         v_scales=spec.v_scales if calibrated else None,
+        sharding=sharding,
     )
 
 
@@ -103,14 +131,28 @@ def page_bytes(spec: KVCacheSpec, *, page_size: int, dtype: DTypeLike) -> int:
 
 
 def pages_that_fit(
-    spec: KVCacheSpec, *, page_size: int, dtype: DTypeLike, memory_fraction: float
+    spec: KVCacheSpec,
+    *,
+    page_size: int,
+    dtype: DTypeLike,
+    memory_fraction: float,
+    placements: Sequence[Placement] = (Placement(),),
 ) -> int:
-    """Return how many pages fit `memory_fraction` of the free memory of the device, at least 1.
+    """Return how many pages fit `memory_fraction` of the free memory of every device, at least 1.
 
-    Where the device does not report its memory, as on CPUs, the pool may take 1 GiB.
+    Where a device does not report its memory, as CPUs do not, its part of the pool may take 1 GiB.
     """
-    memory = jax.devices()[0].memory_stats()
-    room = _HOST_POOL_BYTES
-    if memory is not None:
-        room = int(memory_fraction * (memory["bytes_limit"] - memory["bytes_in_use"]))
-    return max(1, room // page_bytes(spec, page_size=page_size, dtype=dtype))
+    num_devices = placements[0].num_devices
+    on_each = spec.on_devices(num_devices)
+    on_each = replace(on_each, num_kv_heads=on_each.num_kv_heads // num_devices)
+    rooms = [_HOST_POOL_BYTES]
+    memories = [device.memory_stats() for one in placements for device in one.local_devices]
+    if reported := [memory for memory in memories if memory is not None]:
+        rooms = [
+            int(memory_fraction * (memory["bytes_limit"] - memory["bytes_in_use"]))
+            for memory in reported
+        ]
+    num_pages = max(1, min(rooms) // page_bytes(on_each, page_size=page_size, dtype=dtype))
+    if placements[0].num_processes > 1:  # all create the same pool
+        num_pages = int(multihost_utils.process_allgather(np.int32(num_pages)).min())
+    return num_pages

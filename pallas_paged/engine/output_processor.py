@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from weakref import WeakValueDictionary
 
 from pallas_paged.engine.outputs import (
@@ -11,12 +11,11 @@ from pallas_paged.engine.outputs import (
     RequestOutput,
     TokenLogprobs,
 )
+from pallas_paged.engine.replica import Replica
 from pallas_paged.engine.request import Request
 from pallas_paged.engine.runner_output import RunnerOutput, Sampled
-from pallas_paged.engine.scheduler import Scheduler
 from pallas_paged.engine.sequence import Sequence
 from pallas_paged.engine.sequence_group import SequenceGroup
-from pallas_paged.engine.stats import Counters
 from pallas_paged.engine.tokenizer import Tokenizer
 
 
@@ -30,15 +29,15 @@ class OutputProcessor:
 
     def __init__(
         self,
-        scheduler: Scheduler,
-        counters: Counters,
+        choose: Callable[[Sequence], Replica],
         tokenizer: Tokenizer | None,
         eos_token_ids: tuple[int, ...],
     ):
+        """Start without requests; `choose` returns the replica of a request's first sequence."""
         self.groups: dict[Request, SequenceGroup] = {}
         self.requests: WeakValueDictionary[str, Request] = WeakValueDictionary()
         self._num_requests = 0
-        self._scheduler, self._counters = scheduler, counters
+        self._choose, self._replicas = choose, dict[Request, Replica]()
         self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
         # What has changed since it was taken: the lengths of tokens and text before.
         self._changed: dict[Request, dict[CompletionOutput, tuple[int, int]]] = {}
@@ -71,7 +70,9 @@ class OutputProcessor:
             request.number, request.request_id = self._num_requests, request_id
             self.groups[request], self.requests[request_id] = group, request
             self._num_requests += 1
-            self._scheduler.add(group.live[0])
+            replica = self._replicas[request] = self._choose(group.live[0])
+            replica.load += request.load
+            replica.scheduler.add(group.live[0])
 
     def process_outputs(self, output: RunnerOutput, now: float) -> None:
         """Take what a call has computed, read at a time of `time.perf_counter`."""
@@ -93,8 +94,9 @@ class OutputProcessor:
         """Begin all unfinished requests again from their prompts; nothing may be in flight."""
         for request, group in [*self.groups.items()]:
             live, changed = [*group.live], self._changed.setdefault(request, {})
+            scheduler = self._replicas[request].scheduler
             for sequence in live:
-                self._scheduler.remove(sequence)
+                scheduler.remove(sequence)
             try:
                 group.start()
             except Exception as error:  # of the tokenizer
@@ -104,7 +106,7 @@ class OutputProcessor:
             changed.clear()
             request.first_token_time = None
             self._restarted.add(request)
-            self._scheduler.add(group.live[0])
+            scheduler.add(group.live[0])
 
     def fail_all(self, error: BaseException) -> None:
         """End all requests with an error."""
@@ -112,7 +114,7 @@ class OutputProcessor:
         for group in groups.values():
             group.fail(error)
             group.finish_request()
-            self._counters.count_request(group.request)
+            self._replicas.pop(group.request).counters.count_request(group.request)
 
     def take_outputs(self) -> list[RequestOutput]:
         """Return what is new of each request since the last time."""
@@ -148,9 +150,10 @@ class OutputProcessor:
         if len(sequence.token_ids) >= sequence.max_len:  # only the prompt was wanted
             self._finish(sequence, "length")
             return
+        counters = self._replicas[request].counters
         for index, token_id in enumerate(token_ids):
             reason = sequence.append(token_id, logprobs[index] if logprobs else None)
-            self._counters.generated_tokens += token_id >= 0
+            counters.generated_tokens += token_id >= 0
             if reason is not None:
                 self._finish(sequence, reason)
                 return
@@ -166,13 +169,14 @@ class OutputProcessor:
         advance = group.advance(beam, logprobs[1:])
         if advance is None:
             return
+        scheduler = self._replicas[group.request].scheduler
         for ended in advance.ended:
-            self._scheduler.remove(ended)
+            scheduler.remove(ended)
         for parent, child in advance.branches:
-            self._scheduler.branch(parent, child)
+            scheduler.branch(parent, child)
         for chosen, token in advance.chosen:
             chosen.token_ids.append(token)
-            self._scheduler.resume(chosen)
+            scheduler.resume(chosen)
         if not group.live:
             self._finish_request(group)
 
@@ -181,7 +185,7 @@ class OutputProcessor:
         group = self.groups[sequence.request]
         self._mark_changed(group, sequence)
         group.finish(sequence, reason)
-        self._scheduler.remove(sequence)
+        self._replicas[sequence.request].scheduler.remove(sequence)
         if not group.live:
             self._finish_request(group)
 
@@ -191,9 +195,11 @@ class OutputProcessor:
         changed = self._changed.setdefault(request, {})
         if group.ranks:
             changed.update((output, (0, 0)) for output in request.outputs)
+        replica = self._replicas.pop(request)
+        replica.load -= request.load
         if request.params.beam_width:
-            self._counters.generated_tokens += sum(len(x.token_ids) for x in request.outputs)
-        self._counters.count_request(request)
+            replica.counters.generated_tokens += sum(len(x.token_ids) for x in request.outputs)
+        replica.counters.count_request(request)
         del self.groups[request]
 
     def _mark_changed(self, group: SequenceGroup, sequence: Sequence) -> None:

@@ -57,6 +57,11 @@ class Request:
     def finished(self) -> bool:
         return self.finish_time is not None
 
+    @property
+    def load(self) -> int:
+        """Tokens that its sequences may have in all."""
+        return self.max_len * self.params.num_seqs
+
     def fail(self, error: Exception) -> Literal["error"]:
         """Note an error, of the tokenizer for example, and return its finish reason."""
         self.error = f"{type(error).__name__}: {error}"

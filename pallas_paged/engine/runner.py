@@ -1,10 +1,8 @@
-"""The model runner: dispatches scheduled calls to the device and reads back their tokens."""
+"""The model runner: packs scheduled calls for the executor and reads back their tokens."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import reduce
 from itertools import zip_longest
@@ -12,78 +10,75 @@ from operator import or_
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_paged.engine.batch import Batch, BatchBuckets, pack
 from pallas_paged.engine.config import EngineConfig
+from pallas_paged.engine.executor import Executor
 from pallas_paged.engine.input_batch import set_slot, slot_states
-from pallas_paged.engine.kv_cache import create_pool, pool_dtype
 from pallas_paged.engine.kv_cache_manager import TableUpdate
 from pallas_paged.engine.model import Model
+from pallas_paged.engine.placement import Placement
+from pallas_paged.engine.processes import Followers
 from pallas_paged.engine.runner_output import InFlight, RunnerOutput, read_output
-from pallas_paged.engine.sampler import (
-    SamplingMode,
-    TokenCounts,
-    create_token_counts,
-    set_token_counts,
-)
+from pallas_paged.engine.sampler import SamplingMode
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from pallas_paged.engine.scheduler_output import Attachment, Chunk, Decode, SchedulerOutput
 from pallas_paged.engine.sequence import Sequence
-from pallas_paged.engine.state import EngineState, TableArrays, fork, set_slots, update_table
-from pallas_paged.engine.step import StepOutput, make_step
-from pallas_paged.kv_pool import KVPool
-from pallas_paged.page_table import PageTable, create_page_table
+from pallas_paged.engine.state import TableArrays
+from pallas_paged.engine.step import StepOutput
+from pallas_paged.engine.weights import Weights
+from pallas_paged.page_table import PageTable
 
 _MAX_PAGES = 1024  # pages that one update retains or releases
 _MAX_ATTACHMENTS = 16  # slots that one update fills
 _MAX_SET = 16  # slots that one call sets
 _COUNTED_TOKENS = 1024  # tokens that one call counts for penalties
-_COMPILE_THREADS = 6
 
 
 class ModelRunner:
-    """Holds the state on the device; packs what is scheduled, unpacks what is computed.
+    """Packs what is scheduled for the executor, and unpacks what it has computed.
 
     Attributes:
         buckets: shapes of the batches.
-        pool_shape: shapes and dtypes of the pool.
+        executor: the state on the devices, and the calls on it.
     """
 
     def __init__(
-        self, model: Model, params: Any, config: EngineConfig, *, num_pages: int, max_len: int
+        self,
+        model: Model,
+        weights: Weights,
+        config: EngineConfig,
+        placement: Placement,
+        *,
+        num_pages: int,
+        max_len: int,
+        followers: Followers | None = None,
     ):
-        """See `Engine`; num_pages and max_len are those that the config leaves open."""
+        """Create the state.
+
+        Args:
+            model, weights, config, placement: of the replica.
+            num_pages, max_len: sizes that the config may leave open.
+            followers: the other processes of this replica.
+        """
         self.buckets = BatchBuckets(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
-        self._model, self._config, self._num_pages = model, config, num_pages
-        self._dtype = pool_dtype(model.kv_cache_spec, config.kv_cache_dtype)
-        leaves, self._structure = jax.tree.flatten(params)
-        self._leaves = tuple(map(jnp.asarray, leaves))
-        self._step = make_step(model, self._structure, config.implementation)
-        num_slots = config.max_num_seqs
-        self._state = EngineState(
-            table=create_page_table(
-                num_pages=num_pages,
-                page_size=config.page_size,
-                max_seqs=num_slots,
-                pages_per_seq=-(-max_len // config.page_size),
-            ),
-            pool=self._create_pool(),
-            slots=jax.tree.map(jnp.asarray, slot_states(num_slots, len(model.eos_token_ids))),
-            valid=jnp.asarray(True),
+        self._model, self._config = model, config
+        self.executor = Executor(
+            model,
+            weights,
+            config,
+            placement,
+            num_pages=num_pages,
+            max_len=max_len,
+            followers=followers,
         )
-        self.pool_shape = jax.eval_shape(self._create_pool)
-        self._counts: TokenCounts | None = None
         self._compiled: dict[tuple[int, int], set[SamplingMode]] = {}
-        if config.implementation is not None:
-            # Traces a step, so that one that can't do the model's attention fails now.
-            shape = self.buckets.all()[0]
-            batch = self._pack([], [], shape, SamplingMode())
-            jax.eval_shape(self._step, self._leaves, self._state, None, batch)
+        if config.implementation is not None or placement.mesh is not None:
+            self.executor.trace(self._pack([], [], self.buckets.all()[0], SamplingMode()))
 
     @property
     def num_compiled(self) -> int:
@@ -93,35 +88,7 @@ class ModelRunner:
     @property
     def table(self) -> PageTable:
         """The page table after all dispatched calls; the next call takes its buffers."""
-        return self._state.table
-
-    def update_params(self, params: Any) -> None:
-        """Use other parameters from the next call on. Arrays on the device are not copied.
-
-        Raises:
-            ValueError: structure, shapes or dtypes differ; the message names the first leaf.
-        """
-        leaves, structure = jax.tree.flatten(params)
-        if structure != self._structure:  # type: ignore[operator]
-            raise ValueError(f"params have the structure {structure}, not {self._structure}")
-        paths = jax.tree_util.tree_flatten_with_path(params)[0]
-        for (path, new), old in zip(paths, self._leaves, strict=True):
-            if (np.shape(new), jnp.result_type(new)) != (old.shape, old.dtype):
-                raise ValueError(
-                    f"params{jax.tree_util.keystr(path)} is {jnp.result_type(new)}{np.shape(new)}, "
-                    f"but {old.dtype}{old.shape} was compiled"
-                )
-        self._leaves = tuple(map(jnp.asarray, leaves))
-
-    def sleep(self) -> None:
-        """Free the memory of the pool."""
-        for leaf in jax.tree.leaves((self._state.pool, self._counts)):
-            leaf.delete()
-        self._counts = None
-
-    def wake(self) -> None:
-        """Allocate the pool again."""
-        self._state = replace(self._state, pool=self._create_pool())
+        return self.executor.state.table
 
     def warmup(
         self,
@@ -140,26 +107,16 @@ class ModelRunner:
             for mode in modes
         ]
         steps = list(dict.fromkeys(steps))
-        if any(mode.penalties for mode in modes):
-            self._make_counts()
-
-        def compile_step(step: tuple[tuple[int, int], SamplingMode]) -> None:
-            batch = self._pack([], [], *step)
-            counts = self._counts if step[1].penalties else None
-            self._step.lower(self._leaves, self._state, counts, batch).compile()  # type: ignore[attr-defined]
-
-        with ThreadPoolExecutor(min(_COMPILE_THREADS, os.cpu_count() or 1)) as pool:
-            for _ in progress(pool.map(compile_step, steps), len(steps)):
-                pass
+        self.executor.compile([self._pack([], [], *step) for step in steps], progress=progress)
         # Twice: a CUDA graph is made by the second execution.
         for shape, mode in steps * 2:
             self._run([], [], shape, mode)
         self._update(TableUpdate(), [])
         self._fork([])
         self._set_slots([], [])
-        if self._counts is not None:
+        if any(mode.penalties for mode in modes):
             self._count_tokens(self._config.max_num_seqs, [0], [])  # a slot that is not there
-        jax.block_until_ready(self._state)
+        self.executor.wait()
 
     def update_table(self, update: TableUpdate, attachments: list[Attachment]) -> None:
         """Apply what the scheduler has decided to the page table."""
@@ -195,7 +152,8 @@ class ModelRunner:
         Raises:
             RuntimeError: the page table did not have what the host counted on.
         """
-        return read_output(in_flight, jax.device_get(in_flight.output), self._config.page_size)
+        output = self.executor.read(in_flight.output)
+        return read_output(in_flight, output, self._config.page_size)
 
     def _run(
         self, decodes: list[Decode], chunks: list[Chunk], shape: tuple[int, int], mode: SamplingMode
@@ -206,11 +164,7 @@ class ModelRunner:
             larger = (x for x in compiled if x.covers(mode) and (chunks or x.sorts == mode.sorts))
             mode = min(larger, default=mode)
             compiled.add(mode)
-        batch = self._pack(decodes, chunks, shape, mode)
-        counts = self._make_counts() if mode.penalties else None
-        self._state, counts, output = self._step(self._leaves, self._state, counts, batch)
-        if counts is not None:
-            self._counts = counts
+        output = self.executor.step(self._pack(decodes, chunks, shape, mode))
         for leaf in jax.tree.leaves(output):
             leaf.copy_to_host_async()
         return output
@@ -227,36 +181,20 @@ class ModelRunner:
             max_num_steps=self._config.num_scheduler_steps,
         )
 
-    def _create_pool(self) -> KVPool:
-        return create_pool(
-            self._model.kv_cache_spec,
-            num_pages=self._num_pages,
-            page_size=self._config.page_size,
-            dtype=self._dtype,
-        )
-
-    def _make_counts(self) -> TokenCounts:
-        if self._counts is None:
-            self._counts = create_token_counts(self._config.max_num_seqs, self._model.vocab_size)
-        return self._counts
-
     def _set_slots(self, starting: list[Sequence], resumed: list[Sequence]) -> None:
         """Set the slots of sequences that begin to sample; resumed ones also need their token."""
         values = slot_states(_MAX_SET, len(self._model.eos_token_ids))
         for entry, one in enumerate(starting):
             set_slot(values, entry, one, one.token_ids[-1] if one in resumed else -1)
         slots = [one.running_slot for one in starting]
-        indices = _padded(slots, _MAX_SET, self._config.max_num_seqs)
-        states = set_slots(self._state.slots, indices, values)
-        self._state = replace(self._state, slots=states)
+        self.executor.set_slots(_padded(slots, _MAX_SET, self._config.max_num_seqs), values)
 
     def _count_tokens(
         self, slot: int, prompt_token_ids: list[int], output_token_ids: list[int]
     ) -> None:
         for first in range(0, max(len(prompt_token_ids), len(output_token_ids)), _COUNTED_TOKENS):
             piece = slice(first, first + _COUNTED_TOKENS)
-            self._counts = _set_token_counts(
-                self._make_counts(),
+            self.executor.count_tokens(
                 np.int32(slot),
                 _padded(prompt_token_ids[piece], _COUNTED_TOKENS, -1),
                 _padded(output_token_ids[piece], _COUNTED_TOKENS, -1),
@@ -288,20 +226,21 @@ class ModelRunner:
         pages = np.full((_MAX_ATTACHMENTS, table.pages_per_seq), table.num_pages, np.int32)
         for entry, (_, attached) in enumerate(attachments):
             pages[entry, : len(attached)] = attached
-        arrays = TableArrays(
-            retained=_padded(retained, _MAX_PAGES, table.num_pages),
-            freed=is_freed,
-            released=_padded(released, _MAX_PAGES, table.num_pages),
-            slots=_padded([slot for slot, _ in attachments], _MAX_ATTACHMENTS, table.max_seqs),
-            pages=pages,
+        slots = [slot for slot, _ in attachments]
+        self.executor.update_table(
+            TableArrays(
+                retained=_padded(retained, _MAX_PAGES, table.num_pages),
+                freed=is_freed,
+                released=_padded(released, _MAX_PAGES, table.num_pages),
+                slots=_padded(slots, _MAX_ATTACHMENTS, table.max_seqs),
+                pages=pages,
+            )
         )
-        table, valid = update_table(table, self._state.valid, arrays)
-        self._state = replace(self._state, table=table, valid=valid)
 
     def _fork(self, forks: list[tuple[int, int]]) -> None:
         num_slots = self._config.max_num_seqs
         src, dst = (_padded([x[i] for x in forks], num_slots, num_slots) for i in (0, 1))
-        self._state = fork(self._state, src, dst)
+        self.executor.fork(src, dst)
 
 
 def modes_for(params: Iterable[SamplingParams] | None) -> list[SamplingMode]:
@@ -325,9 +264,6 @@ def modes_for(params: Iterable[SamplingParams] | None) -> list[SamplingMode]:
     if in_loop := [mode for mode in modes if not mode.sorts]:
         modes.add(reduce(or_, in_loop))
     return sorted(modes)
-
-
-_set_token_counts = jax.jit(set_token_counts, donate_argnums=0)
 
 
 def _split(entries: list[Any], size: int) -> list[list[Any]]:

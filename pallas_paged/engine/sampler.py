@@ -14,8 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from pallas_paged.engine.sampling_filters import narrow, start_bracket
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+
+_FEW_ROWS = 8  # that sample in another way than the rest are taken out of a batch
+_TOLERANCE = 2**-10  # probability that a draw needs the exact thresholds
 
 Array = Any  # a NumPy array on the host, a JAX array in a jitted step
 
@@ -252,15 +257,29 @@ def sample(
     _check_logits(logits)
     if not mode.draws:
         return _argmax(logits)
-    vocab_size = logits.shape[1]
-    temperature = metadata.temperature[:, None]  # [S, 1]
-    # Less the maximum before the division: a tiny temperature must not push several logits to +inf.
-    scaled = logits - jnp.max(logits, axis=-1, keepdims=True)
-    scaled = scaled / jnp.maximum(temperature, 1e-30)
-    kept = _filter(scaled, metadata) if mode.filters else scaled
-    keys = jax.vmap(_key)(jnp.asarray(metadata.seeds), lens)
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,)))(keys)  # [S, V]
-    return _argmax(jnp.where(temperature > 0, kept + noise, logits))
+    metadata = jax.tree.map(jnp.asarray, metadata)
+    if not mode.filters:
+        return _draw(logits, metadata, lens)
+    if logits.shape[0] <= _FEW_ROWS:
+        return _draw_filtered(logits, metadata, lens)
+    # A few rows that draw, or that filter, are taken out of the batch, so that they don't cost as
+    # much as if all rows did.
+    draws = metadata.temperature > 0
+    filters = (metadata.top_k > 0) | (metadata.top_p < 1) | (metadata.min_p > 0)
+    few_draw, few_filter = (
+        jnp.sum(x, dtype=jnp.int32) <= _FEW_ROWS for x in (draws, draws & filters)
+    )
+    case = jnp.where(few_draw, 0, jnp.where(few_filter, 1, 2))
+    branches = (lambda logits, *_: _argmax(logits), _draw, _draw_filtered)
+    tokens = lax.switch(case, branches, logits, metadata, lens)
+    some = draws & (filters | few_draw)
+
+    def with_some(tokens: jax.Array) -> jax.Array:
+        (rows,) = jnp.nonzero(some, size=_FEW_ROWS, fill_value=some.size)
+        taken = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), (logits, metadata, lens))
+        return tokens.at[rows].set(_draw_filtered(*taken), mode="drop")
+
+    return lax.cond((case < 2) & jnp.any(some), with_some, lambda tokens: tokens, tokens)
 
 
 def gather_logprobs(logits: jax.Array, token_ids: jax.Array, num_logprobs: int) -> Logprobs:
@@ -298,20 +317,53 @@ def _key(seeds: jax.Array, length: jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(key, index), length)
 
 
-def _filter(scaled: jax.Array, metadata: SamplingMetadata) -> jax.Array:
-    """Return logits, whose largest is 0, with -inf for the tokens that the filters remove."""
-    top_k, top_p = metadata.top_k[:, None], metadata.top_p[:, None]  # [S, 1]
-    ordered = jnp.sort(scaled, axis=-1, descending=True)
-    last = jnp.clip(top_k - 1, 0, scaled.shape[1] - 1)
-    kth = jnp.take_along_axis(ordered, last, axis=-1)
-    threshold = jnp.where(top_k > 0, kth, -jnp.inf)
-    left = jnp.where(ordered < threshold, -jnp.inf, ordered)
-    probs = jax.nn.softmax(left, axis=-1)
-    before = jnp.cumsum(probs, axis=-1) - probs
-    least = jnp.min(jnp.where(before < top_p, left, jnp.inf), axis=-1, keepdims=True)
-    threshold = jnp.where(top_p < 1, jnp.maximum(threshold, least), threshold)
-    threshold = jnp.maximum(threshold, jnp.log(metadata.min_p)[:, None])
-    return jnp.where(scaled < threshold, -jnp.inf, scaled)
+def _draw(logits: jax.Array, metadata: SamplingMetadata, lens: jax.Array) -> jax.Array:
+    """Draw from all tokens; rows with temperature 0 take the best."""
+    return _argmax(_noise(logits, metadata, lens) - _depth(logits, metadata))
+
+
+def _draw_filtered(logits: jax.Array, metadata: SamplingMetadata, lens: jax.Array) -> jax.Array:
+    """Draw from the tokens that the filters keep; rows with temperature 0 take the best."""
+    depth, temperature = _depth(logits, metadata), metadata.temperature
+    is_finite = jnp.isfinite(jnp.max(logits, axis=-1))
+    bracket = start_bracket(metadata.top_k, metadata.top_p, is_finite & (temperature > 0))
+    # A token of probability min_p times the best one's is as deep as this, and is kept.
+    deepest = jnp.where(temperature > 0, -jnp.log(metadata.min_p), jnp.inf)
+
+    def body(carry: Any) -> Any:
+        bracket, _, is_first = carry
+        bracket = narrow(depth, bracket, jnp.where(is_first, _TOLERANCE, 0.0))
+        kept = (depth < bracket.far[:, None]) & (depth <= deepest[:, None])
+        tokens = _argmax(jnp.where(kept, _noise(logits, metadata, lens) - depth, -jnp.inf))
+        return bracket, tokens, jnp.bool_(False)
+
+    def is_undecided(carry: Any) -> jax.Array:
+        """Return whether a token is drawn from those of which it is not known yet if they are kept.
+
+        That is rare. Any other token is the one that an exact threshold gives: it has the largest
+        sum of logit and noise of more tokens than are kept, and it is kept.
+        """
+        bracket, tokens, is_first = carry
+        drawn = jnp.take_along_axis(depth, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0]
+        return is_first | jnp.any((drawn > bracket.near) & (tokens >= 0))
+
+    tokens = jnp.zeros(logits.shape[0], jnp.int32)
+    return lax.while_loop(is_undecided, body, (bracket, tokens, jnp.bool_(True)))[1]
+
+
+def _depth(logits: jax.Array, metadata: SamplingMetadata) -> jax.Array:
+    """Return how far each logit lies below the row's largest, divided by the temperature."""
+    temperature = metadata.temperature[:, None]
+    # Less the maximum before the division: a tiny temperature must not push several logits to +inf.
+    below = jnp.max(logits, axis=-1, keepdims=True) - logits
+    return below / jnp.where(temperature > 0, jnp.maximum(temperature, 1e-30), 1.0)
+
+
+def _noise(logits: jax.Array, metadata: SamplingMetadata, lens: jax.Array) -> jax.Array:
+    """Return Gumbel noise `f32[S, V]`; 0 for rows with temperature 0."""
+    keys = jax.vmap(_key)(metadata.seeds, lens)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
+    return jnp.where(metadata.temperature[:, None] > 0, noise, 0.0)
 
 
 def _argmax(logits: jax.Array) -> jax.Array:

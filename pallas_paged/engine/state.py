@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
+from inspect import unwrap
 
 import jax
 import jax.numpy as jnp
 
 from pallas_paged.engine.batch import Array
+from pallas_paged.engine.placement import Shardings
 from pallas_paged.engine.sampler import SamplingMetadata
 from pallas_paged.kv_pool import KVPool, copy_pages
 from pallas_paged.page_table import PageTable, attach, release, retain
@@ -90,6 +93,18 @@ def fork(state: EngineState, src: jax.Array, dst: jax.Array) -> EngineState:
     table, copies, ok = fork_rows(state.table, src, dst)
     valid = state.valid & jnp.all(ok | (src >= table.max_seqs))
     return replace(state, table=table, pool=copy_pages(state.pool, copies), valid=valid)
+
+
+@lru_cache(maxsize=16)
+def fork_on(shardings: Shardings) -> Callable[[EngineState, Array, Array], EngineState]:
+    """Return `fork` for a state with these shardings."""
+    whole, state = shardings.whole, shardings.tree
+    return jax.jit(
+        unwrap(fork),
+        in_shardings=(state, whole, whole),
+        out_shardings=state,
+        donate_argnums=0,
+    )
 
 
 @partial(jax.jit, donate_argnames="slots")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,8 @@ _NUM_TIMES = 10_000  # newest requests that percentiles cover
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
     """A snapshot of an engine's counters; times in seconds, percentiles over the newest requests.
+
+    Counts are those of all replicas together.
 
     Attributes:
         num_waiting, num_running: sequences without and with a slot, now.
@@ -131,6 +135,22 @@ class Counters:
         self._used += held / num_pages
         self._peak_used = max(self._peak_used, held / num_pages)
         self._utilization += 1 - num_empty / (held * page_size)
+
+    @classmethod
+    def sum(cls, many: Sequence[Counters]) -> Counters:
+        """Return the counters of several replicas together."""
+        if len(many) == 1:
+            return many[0]
+        each = [vars(one) for one in many]
+        total: dict[str, Any] = {
+            name: sum(one[name] for one in each)
+            for name, value in each[0].items()
+            if not isinstance(value, deque)
+        }
+        total["_peak_used"] = max(one["_peak_used"] for one in each)
+        for name in ("_ttft", "_tpot", "_latency"):
+            total[name] = deque(chain.from_iterable(one[name] for one in each))
+        return cls(**total)
 
     def snapshot(self, **now: Any) -> EngineStats:
         """Return all of it, with the fields of `EngineStats` that are not counted."""

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from pallas_paged.attention import paged_attention, ragged_paged_attention
 from pallas_paged.engine.batch import Batch, ChunkBatch
 from pallas_paged.engine.model import Attend, Model
+from pallas_paged.engine.placement import Shardings
 from pallas_paged.engine.sampler import (
     Logprobs,
     SamplingMode,
@@ -31,10 +32,18 @@ _LOGPROBS_BLOCK = 128  # prompt tokens whose logits are in memory at a time
 # Everything that a step needs in one CUDA graph, a loop of steps included: launched one by one, its
 # kernels wait for the host. Kernels that do not depend on one another run side by side, such as the
 # writes of K and V and the rotation of q: 3% of a decode step.
+_COMMAND_BUFFER = (
+    "FUSION",
+    "CUBLAS",
+    "CUBLASLT",
+    "CUDNN",
+    "CUSTOM_CALL",
+    "CONDITIONAL",
+    "DYNAMIC_SLICE_FUSION",
+    "WHILE",
+)
+_MESH_COMMAND_BUFFER = (*_COMMAND_BUFFER, "COLLECTIVES")
 _GPU_OPTIONS = {
-    "xla_gpu_enable_command_buffer": (
-        "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
-    ),
     "xla_gpu_graph_min_graph_size": 1,
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
@@ -74,7 +83,12 @@ Step = Callable[
 
 
 @lru_cache(maxsize=16)
-def make_step(model: Model, structure: jax.tree_util.PyTreeDef, implementation: str | None) -> Step:
+def make_step(
+    model: Model,
+    structure: jax.tree_util.PyTreeDef,
+    implementation: str | None,
+    shardings: Shardings | None = None,
+) -> Step:
     """Return the jitted step of a model; engines of equal models share it, and what it compiled.
 
     Args:
@@ -82,6 +96,8 @@ def make_step(model: Model, structure: jax.tree_util.PyTreeDef, implementation: 
         structure: of its parameters, whose leaves the step takes: to flatten modules in every call
             would take longer than a small model's step.
         implementation: of the attention.
+        shardings: of the state, on a mesh. What is not of the state, nor a parameter, every device
+            has as a whole.
 
     Returns:
         The step. State and counts are donated; counts are used if the batch's mode has penalties.
@@ -97,11 +113,17 @@ def make_step(model: Model, structure: jax.tree_util.PyTreeDef, implementation: 
         run = _decode if batch.chunks is None else _mixed
         return run(model, params, state, counts, batch, implementation)
 
-    return jax.jit(
-        step,
-        donate_argnames=("state", "counts"),
-        compiler_options=_GPU_OPTIONS if jax.default_backend() == "gpu" else None,
-    )
+    options: dict[str, Any] = {}
+    if shardings is not None:
+        state_shardings, whole = shardings.tree, shardings.whole
+        options["in_shardings"] = (None, state_shardings, whole, whole)
+        options["out_shardings"] = (state_shardings, whole, whole)
+    if jax.default_backend() == "gpu":
+        captured = _COMMAND_BUFFER if shardings is None else _MESH_COMMAND_BUFFER
+        options["compiler_options"] = _GPU_OPTIONS | {
+            "xla_gpu_enable_command_buffer": ",".join(captured)
+        }
+    return jax.jit(step, donate_argnames=("state", "counts"), **options)
 
 
 def _decode(
@@ -113,7 +135,8 @@ def _decode(
     implementation: str | None,
 ) -> tuple[EngineState, TokenCounts | None, StepOutput]:
     """Run up to `num_steps` steps of each row; stop early if a row ends or finds no page."""
-    window = model.kv_cache_spec.sliding_window
+    spec = model.kv_cache_spec
+    window = spec.sliding_window
     shape = batch.max_num_steps, batch.decode_slots.size
 
     def step(
@@ -123,7 +146,7 @@ def _decode(
         table, rows, ok = _extend(state, batch, window, index < batch.num_steps)
         lens = _seq_lens(table, rows)
         mapping = slot_mapping(table, rows, lens - 1)
-        attend = _attend(table, mapping, rows, None, implementation)
+        attend = _attend(table, mapping, rows, None, spec.num_kv_heads, implementation)
         tokens = slots.last_token_ids.at[rows].get(mode="fill", fill_value=0)
         hidden, layers = model(params, tokens, jnp.maximum(lens - 1, 0), attend, state.pool.layers)
         logits = model.logits(params, hidden)
@@ -174,7 +197,8 @@ def _mixed(
     tokens = slots.last_token_ids.at[rows].get(mode="fill", fill_value=0)
     tokens = jnp.concatenate([tokens, chunks.token_ids])
     mapping = slot_mapping(table, token_rows, positions)
-    attend = _attend(table, mapping, rows, chunks, implementation)
+    num_kv_heads = model.kv_cache_spec.num_kv_heads
+    attend = _attend(table, mapping, rows, chunks, num_kv_heads, implementation)
     hidden, layers = model(params, tokens, jnp.maximum(positions, 0), attend, state.pool.layers)
     # A slot decodes or has a chunk: its logits come from the last of its tokens.
     ends = num_decodes + jnp.maximum(chunks.cu_q_lens[1:] - 1, 0)
@@ -324,9 +348,13 @@ def _attend(
     mapping: jax.Array,
     decode_rows: jax.Array,
     chunks: ChunkBatch | None,
+    num_kv_heads: int,
     implementation: str | None,
 ) -> Attend:
-    """Write all new K/V, then decode rows and attend from chunks, each by its own kernel."""
+    """Write all new K/V, then decode rows and attend from chunks, each by its own kernel.
+
+    Where the pool holds each of the model's KV heads several times, so are they written.
+    """
     num_decodes = decode_rows.size
 
     def cache_of(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -338,6 +366,9 @@ def _attend(
     def attend(
         q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerKV, **options: Any
     ) -> tuple[jax.Array, LayerKV]:
+        repeats = cache.k_pages.shape[0] // num_kv_heads
+        if repeats > 1 and k.shape[1] == num_kv_heads:
+            k, v = jnp.repeat(k, repeats, axis=1), jnp.repeat(v, repeats, axis=1)
         cache = write_kv(cache, k, v, mapping)
         pages = (cache.k_pages, cache.v_pages)
         options |= dict(

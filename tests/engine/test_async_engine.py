@@ -427,7 +427,7 @@ def test_a_dead_engine_reaches_all_that_wait(caplog):
             ]
             tasks = [asyncio.create_task(one) for one in waiting]
             await until(gate.held.is_set)
-            inner._runner.read = read
+            inner.replicas[0].runner.read = read
             late = [engine.score([[1, 2]], [[3]]), engine.update_params(None), engine.stats()]
             tasks += [asyncio.create_task(one) for one in late]
             await asyncio.sleep(0.05)

@@ -108,7 +108,7 @@ def test_a_running_request_shares_the_prompt_it_has_computed(greedy_tokens):
 def test_the_prefix_cache_returns_its_pages(greedy_tokens):
     engine = make_engine()
     serve(engine, PROMPTS, greedy())
-    assert engine._cache.num_evictable > 5
+    assert engine.replicas[0].cache.num_evictable > 5
     assert_every_page_is_free(engine)
     for prompt in PROMPTS[:2]:
         engine.submit(prompt, greedy())
@@ -205,7 +205,7 @@ def test_the_next_call_is_dispatched_before_the_last_is_read(monkeypatch):
     engine = make_engine()
     steps_of(engine, 1)
     log: list[str] = []
-    runner = engine._runner
+    runner = engine.replicas[0].runner
     for name in ("dispatch", "read"):
         call = getattr(runner, name)
         monkeypatch.setattr(runner, name, lambda x, c=call, n=name: log.append(n) or c(x))
@@ -311,7 +311,7 @@ def test_a_failed_step_ends_every_request_with_the_reason(monkeypatch, call):
     requests = [engine.submit(PROMPTS[1], greedy(max_tokens=24, **params)) for params in load]
     for _ in range(4):
         engine.step()
-    monkeypatch.setattr(engine._runner, call, fail)
+    monkeypatch.setattr(engine.replicas[0].runner, call, fail)
     with pytest.raises(EngineDeadError, match="a step failed: the device is gone") as caught:
         for _ in range(20):  # not every step updates the table
             engine.step()
@@ -344,15 +344,19 @@ def test_a_wrong_count_of_pages_on_the_host_is_an_error():
     engine = make_engine()
     submit(engine, PROMPTS, greedy())
     engine.step()
-    engine._scheduler.pages.num_free += 100
-    engine._scheduler.pages.observe = lambda *_: None
+    engine.replicas[0].scheduler.pages.num_free += 100
+    engine.replicas[0].scheduler.pages.observe = lambda *_: None
     with pytest.raises(EngineDeadError, match="lacks pages or slots"):
         run(engine, check=False)
 
 
 def test_a_failed_fork_or_attach_is_reported():
     def state():
-        return make_engine(num_pages=4, max_num_seqs=3, max_model_len=8)._runner._state
+        return (
+            make_engine(num_pages=4, max_num_seqs=3, max_model_len=8)
+            .replicas[0]
+            .runner.executor.state
+        )
 
     assert fork(state(), np.int32([0, 3]), np.int32([1, 3])).valid  # an empty slot, and padding
     assert not fork(state(), np.int32([0, 3]), np.int32([0, 3])).valid
@@ -380,7 +384,7 @@ def test_pages_that_one_update_cannot_hold_take_several(oracle):
 def test_statistics_need_no_more_memory_after_more_requests():
     """Only the newest times are kept, and no request after its end."""
     engine = make_engine()
-    counters = engine._counters
+    counters = engine.replicas[0].counters
     bound = counters._ttft.maxlen
     (request,) = serve(engine, [[1]], greedy(max_tokens=2))
     for _ in range(bound + 5):
@@ -393,7 +397,7 @@ def test_statistics_need_no_more_memory_after_more_requests():
 def test_times_are_those_of_each_request():
     engine = make_engine()
     (request,) = serve(engine, [[1]], greedy(max_tokens=4))
-    counters = engine._counters = type(engine._counters)()
+    counters = engine.replicas[0].counters = type(engine.replicas[0].counters)()
     counters.count_request(
         replace(request, arrival_time=10.0, first_token_time=11.0, finish_time=17.0)
     )
@@ -463,7 +467,7 @@ def test_an_unread_engine_keeps_its_requests_and_pages_apart(greedy_tokens):
                 step(engine)
     assert tokens_of([a, b]) == greedy_tokens[:2]
     assert_nothing_is_left(one)
-    assert one._runner._step is two._runner._step
+    assert one.replicas[0].runner.executor._step is two.replicas[0].runner.executor._step
 
 
 def test_default_parameters_are_those_of_vllm():

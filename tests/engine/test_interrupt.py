@@ -32,7 +32,7 @@ def press_ctrl_c() -> None:
 def test_an_interrupted_engine_goes_on(monkeypatch, greedy_tokens, method, at):
     engine = make_engine()
     requests = submit(engine, PROMPTS, greedy())
-    call, calls, interrupts = getattr(engine._runner, method), [], 0
+    call, calls, interrupts = getattr(engine.replicas[0].runner, method), [], 0
 
     def interrupted(*args):
         calls.append(args)
@@ -40,14 +40,16 @@ def test_an_interrupted_engine_goes_on(monkeypatch, greedy_tokens, method, at):
             press_ctrl_c()
         return call(*args)
 
-    monkeypatch.setattr(engine._runner, method, interrupted)
+    monkeypatch.setattr(engine.replicas[0].runner, method, interrupted)
     while not engine.idle:
         try:
             engine.step()
             engine.check()
         except KeyboardInterrupt:
             interrupts += 1
-            assert len(calls) >= at and len(engine._core._calls) <= 1, "the step is not complete"
+            assert len(calls) >= at and len(engine.replicas[0].core._calls) <= 1, (
+                "the step is not complete"
+            )
     assert interrupts == 1
     assert tokens_of(requests) == greedy_tokens
 
@@ -55,8 +57,8 @@ def test_an_interrupted_engine_goes_on(monkeypatch, greedy_tokens, method, at):
 def test_outputs_of_an_interrupted_step_are_in_the_next(monkeypatch):
     engine = make_engine()
     request = engine.submit(PROMPTS[0], greedy())
-    read = engine._runner.read
-    monkeypatch.setattr(engine._runner, "read", lambda x: (press_ctrl_c(), read(x))[1])
+    read = engine.replicas[0].runner.read
+    monkeypatch.setattr(engine.replicas[0].runner, "read", lambda x: (press_ctrl_c(), read(x))[1])
     tokens = []
     while not engine.idle:
         try:
@@ -69,9 +71,9 @@ def test_outputs_of_an_interrupted_step_are_in_the_next(monkeypatch):
 
 def test_an_interrupted_generate_leaves_the_engine_usable(monkeypatch, greedy_tokens):
     engine = make_engine()
-    read = engine._runner.read
+    read = engine.replicas[0].runner.read
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, "read", lambda x: (press_ctrl_c(), read(x))[1])
+        patch.setattr(engine.replicas[0].runner, "read", lambda x: (press_ctrl_c(), read(x))[1])
         with pytest.raises(KeyboardInterrupt):
             engine.generate(PROMPTS, greedy(), progress=False)
     run(engine)
@@ -82,9 +84,9 @@ def test_an_interrupted_drain_leaves_the_engine_usable(monkeypatch, greedy_token
     engine = make_engine()
     requests = submit(engine, PROMPTS[:2], greedy())
     engine.step()
-    read = engine._runner.read
+    read = engine.replicas[0].runner.read
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, "read", lambda x: (press_ctrl_c(), read(x))[1])
+        patch.setattr(engine.replicas[0].runner, "read", lambda x: (press_ctrl_c(), read(x))[1])
         with pytest.raises(KeyboardInterrupt):
             engine.sleep()
     engine.sleep()
@@ -136,7 +138,9 @@ def test_a_second_ctrl_c_in_a_step_ends_the_engine(monkeypatch):
     request = engine.submit([1, 2, 3], greedy(max_tokens=9))
     for _ in range(2):
         engine.step()
-    monkeypatch.setattr(engine._runner, "read", lambda _: (press_ctrl_c(), press_ctrl_c()))
+    monkeypatch.setattr(
+        engine.replicas[0].runner, "read", lambda _: (press_ctrl_c(), press_ctrl_c())
+    )
     with pytest.raises(KeyboardInterrupt):
         while True:
             engine.step()
@@ -148,9 +152,9 @@ def test_a_second_ctrl_c_in_a_step_ends_the_engine(monkeypatch):
 def test_an_interrupted_generate_leaves_no_request(monkeypatch):
     engine = make_engine()
     other = engine.submit([1, 2, 3], greedy(max_tokens=9))
-    read = engine._runner.read
+    read = engine.replicas[0].runner.read
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, "read", lambda x: (press_ctrl_c(), read(x))[1])
+        patch.setattr(engine.replicas[0].runner, "read", lambda x: (press_ctrl_c(), read(x))[1])
         with pytest.raises(KeyboardInterrupt):
             engine.generate(PROMPTS, greedy(max_tokens=9), progress=False)
     run(engine)
@@ -164,9 +168,13 @@ def test_ctrl_c_between_steps_waits_for_the_end_of_the_call(monkeypatch, greedy_
     requests = submit(engine, PROMPTS, greedy())
     for _ in range(3):
         engine.step()
-    held = getattr(engine._runner, call)
+    replica = engine.replicas[0]
+    owner, method = (
+        (replica.runner, "update_table") if call == "sleep" else (replica.weights, "put")
+    )
+    held = getattr(owner, method)
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, call, lambda *args: (press_ctrl_c(), held(*args)))
+        patch.setattr(owner, method, lambda *args: (press_ctrl_c(), held(*args))[1])
         with pytest.raises(KeyboardInterrupt):
             getattr(engine, call)(*([weights()] if call == "update_params" else []))
     engine.wake()

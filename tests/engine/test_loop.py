@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
 
@@ -13,10 +12,10 @@ from pallas_paged.engine.sampler import SamplingMode
 from pallas_paged.engine.scheduler_output import Decode
 from pallas_paged.engine.step import NOT_SAMPLED
 from tests.support.engine_calls import (
+    MANY_PAGES,
     MODEL,
     PROMPTS,
     NumberTokenizer,
-    MANY_PAGES,
     assert_copies_no_pool,
     assert_deltas_add_up,
     greedy,
@@ -100,11 +99,11 @@ def test_calls_of_random_sizes_equal_single_steps(single, seed):
 
 def test_the_number_of_steps_follows_the_time_of_a_step():
     engine = make_engine(num_scheduler_steps=32)
-    assert engine._core._num_steps() == 1  # nothing is known
+    assert engine.replicas[0].core._num_steps() == 1  # nothing is known
     for seconds, num_steps in [(1.0, 1), (0.004, 2), (0.001, 10), (1e-9, 32), (0.0, 32)]:
-        engine._core._step_seconds = seconds
-        assert engine._core._num_steps() == num_steps
-    assert make_engine(num_scheduler_steps=1)._core._num_steps() == 1
+        engine.replicas[0].core._step_seconds = seconds
+        assert engine.replicas[0].core._num_steps() == num_steps
+    assert make_engine(num_scheduler_steps=1).replicas[0].core._num_steps() == 1
 
 
 def test_a_call_takes_one_step_while_a_request_waits_for_a_slot():
@@ -113,7 +112,9 @@ def test_a_call_takes_one_step_while_a_request_waits_for_a_slot():
     first, _ = submit(engine, PROMPTS[:2], greedy())
     while not first.finished:
         step(engine)
-        assert all(call.in_flight.scheduled.num_steps == 1 for call in engine._core._calls)
+        assert all(
+            call.in_flight.scheduled.num_steps == 1 for call in engine.replicas[0].core._calls
+        )
     run(engine)
 
 
@@ -122,15 +123,15 @@ def test_the_host_never_counts_on_more_pages_than_are_free(num_steps, monkeypatc
     """At every read, with requests that end by surprise."""
     engine = make_engine(replace(MODEL, eos_token_ids=(EOS, 1, 36)), weights())
     steps_of(engine, num_steps)
-    read, num_reads = engine._core._read, []
+    read, num_reads = engine.replicas[0].core._read, []
 
     def checked():
         read()
-        pending = len(engine._scheduler.pages._update.released)
+        pending = len(engine.replicas[0].scheduler.pages._update.released)
         num_reads.append(1)
-        assert engine._scheduler.pages.num_free <= int(engine.table.num_free) + pending
+        assert engine.replicas[0].scheduler.pages.num_free <= int(engine.table.num_free) + pending
 
-    monkeypatch.setattr(engine._core, "_read", checked)
+    monkeypatch.setattr(engine.replicas[0].core, "_read", checked)
     serve(engine, PROMPTS * 3, [sampling(max_tokens=5 + i, seed=i) for i in range(15)])
     assert len(num_reads) > 10
 
@@ -146,7 +147,7 @@ def test_a_sequence_near_its_end_goes_on_beside_one_that_stops():
     requests = submit(engine, [PROMPTS[0], PROMPTS[3], PROMPTS[1]], load)
     while not engine.idle:
         step(engine)
-        for one in engine._scheduler.running:
+        for one in engine.replicas[0].scheduler.running:
             held = int(engine.table.seq_lens[one.slot])
             assert held <= one.num_computed
     assert [len(x.outputs[0].token_ids) for x in requests] == [40, 12, count]
@@ -160,15 +161,15 @@ def started(num_pages: int, max_tokens: list[int]):
         engine, [[1, 2, 3, 4], [5, 6, 7, 8]], [greedy(max_tokens=n) for n in max_tokens]
     )
     engine.step()
-    engine._core.drain()
+    engine.replicas[0].core.drain()
     return engine, requests
 
 
 def call(engine, num_steps, mode=SamplingMode()):  # noqa: B008
     """Run decode steps on the device without the scheduler; return the tokens [K, R]."""
-    running = engine._scheduler.running
+    running = engine.replicas[0].scheduler.running
     decodes = [Decode(sequence=one, num_tokens=num_steps) for one in running]
-    output = engine._runner._run(decodes, [], (4, 0), mode)
+    output = engine.replicas[0].runner._run(decodes, [], (4, 0), mode)
     return np.asarray(output.token_ids), output
 
 
@@ -217,7 +218,7 @@ def test_any_number_of_steps_runs_in_one_compiled_call(compilations):
 
 def test_outputs_outlive_the_donated_state():
     engine, _ = started(16, [20, 20])
-    state = engine._runner._state
+    state = engine.replicas[0].runner.executor.state
     _, output = call(engine, 1)
     call(engine, 1)
     assert state.table.num_free.is_deleted() and not output.num_free.is_deleted()
@@ -226,11 +227,10 @@ def test_outputs_outlive_the_donated_state():
 
 @pytest.mark.parametrize("shape", [(4, 0), (4, 16)], ids=["decode", "mixed"])
 def test_a_compiled_step_copies_no_pool(shape):
-    runner = make_engine(num_pages=MANY_PAGES)._runner
+    runner = make_engine(num_pages=MANY_PAGES).replicas[0].runner
     batch = runner._pack([], [], shape, SamplingMode())
-    state = jax.eval_shape(lambda: runner._state)
-    compiled = runner._step.lower(runner._leaves, state, None, batch).compile()
-    assert_copies_no_pool(compiled, state.pool)
+    compiled = runner.executor.lower(batch).compile()
+    assert_copies_no_pool(compiled, runner.executor.pool_shape)
     assert shape[1] or re.search(r"\bwhile\(", compiled.as_text())
 
 

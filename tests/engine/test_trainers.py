@@ -69,14 +69,14 @@ def test_a_restarted_request_counts_its_cached_tokens_once():
 def test_an_update_copies_no_array():
     engine = make_engine()
     engine.update_params(NEW)
-    leaves = {id(leaf) for leaf in engine._runner._leaves}
+    leaves = {id(leaf) for leaf in engine.replicas[0].weights.leaves}
     assert leaves == {id(leaf) for leaf in jax.tree.leaves(NEW)}
 
 
 def test_arrays_of_the_host_are_put_on_the_device_once(new_tokens):
     engine = make_engine()
     engine.update_params(jax.tree.map(np.asarray, NEW))
-    assert all(isinstance(leaf, jax.Array) for leaf in engine._runner._leaves)
+    assert all(isinstance(leaf, jax.Array) for leaf in engine.replicas[0].weights.leaves)
     assert tokens_of(serve(engine, PROMPTS[:1], greedy())) == new_tokens[:1]
 
 
@@ -285,7 +285,7 @@ def test_sleep_frees_the_pool_and_requests_go_on_after_wake(greedy_tokens, num_s
     requests = submit(engine, PROMPTS, load)
     for _ in range(num_steps):
         step(engine)
-    pool = jax.tree.leaves(engine._runner._state.pool)
+    pool = jax.tree.leaves(engine.replicas[0].runner.executor.state.pool)
     engine.sleep()
     engine.sleep()
     assert all(leaf.is_deleted() for leaf in pool)

@@ -56,7 +56,7 @@ def test_a_sequence_holds_no_more_pages_than_its_window_needs():
     while not engine.idle:
         engine.step()
         engine.check()
-        held = engine.num_pages - int(engine.table.num_free) - len(engine._cache.pages)
+        held = engine.num_pages - int(engine.table.num_free) - len(engine.replicas[0].cache.pages)
         most = max(most, held)
     assert 2 <= most <= 4
 
@@ -104,7 +104,7 @@ def test_a_prompt_needs_only_the_pages_of_its_window_and_chunk():
     assert len(request.outputs[0].token_ids) == 6
     with pytest.raises(ValueError, match="more than the 256 tokens"):
         engine.submit([1] * 250, greedy(max_tokens=7))
-    assert jax.device_get(engine.table.num_free) + len(engine._cache) == 8
+    assert jax.device_get(engine.table.num_free) + len(engine.replicas[0].cache) == 8
 
 
 @pytest.mark.parametrize("num_pages", [7, 9, 12])

@@ -179,14 +179,15 @@ def in_place(request):
 
 def test_a_compiled_step_of_the_engine_copies_no_pool(in_place):
     config, kv_cache_dtype = in_place
-    runner = engine_of(
-        tiny_model(config), kv_cache_dtype=kv_cache_dtype, num_pages=MANY_PAGES
-    )._runner
-    state = jax.eval_shape(lambda: runner._state)
+    runner = (
+        engine_of(tiny_model(config), kv_cache_dtype=kv_cache_dtype, num_pages=MANY_PAGES)
+        .replicas[0]
+        .runner
+    )
     for shape in runner.buckets.all():
         batch = runner._pack([], [], shape, SamplingMode())
-        compiled = runner._step.lower(runner._leaves, state, None, batch).compile()
-        assert_copies_no_pool(compiled, state.pool)
+        compiled = runner.executor.lower(batch).compile()
+        assert_copies_no_pool(compiled, runner.executor.pool_shape)
 
 
 NAMES = {  # the tensor names of the tools that write such checkpoints

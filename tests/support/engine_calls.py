@@ -69,7 +69,7 @@ def sampling(**params) -> SamplingParams:
 def steps_of(engine: Engine, num_steps: Any) -> None:
     """Let calls that only decode run this many steps; a function is called each time."""
     get = num_steps if callable(num_steps) else lambda: num_steps
-    engine._core._num_steps = get
+    engine.replicas[0].core._num_steps = get
 
 
 def run(engine: Engine, *, max_steps: int = 1000, check: bool = True) -> list[RequestOutput]:
@@ -86,17 +86,17 @@ def run(engine: Engine, *, max_steps: int = 1000, check: bool = True) -> list[Re
 def step(engine: Engine, *, check: bool = True) -> list[RequestOutput]:
     """One step; then the invariants of the page table hold, and at most one call is in flight."""
     outputs = engine.step()
-    assert len(engine._core._calls) <= 1, "more than one call is in flight"
+    assert len(engine.replicas[0].core._calls) <= 1, "more than one call is in flight"
     if check:
         engine.check()  # runs the update, which the host has counted on
-        assert engine._scheduler.pages.num_free <= int(engine.table.num_free)
+        assert engine.replicas[0].scheduler.pages.num_free <= int(engine.table.num_free)
     return outputs
 
 
 def assert_nothing_is_left(engine: Engine) -> None:
     """Every page is free or cached, every slot is free, and no request is remembered."""
     engine.check()
-    scheduler, cache = engine._scheduler, engine._cache
+    scheduler, cache = engine.replicas[0].scheduler, engine.replicas[0].cache
     num_cached = 0
     if cache is not None:
         assert not cache._leases
@@ -104,7 +104,7 @@ def assert_nothing_is_left(engine: Engine) -> None:
         assert cache.num_evictable == num_cached
     assert int(engine.table.num_free) + num_cached == engine.num_pages
     assert not np.any(np.asarray(engine.table.seq_lens))
-    assert not (engine._outputs.groups or engine._core._calls)
+    assert not (engine._outputs.groups or engine.replicas[0].core._calls)
     assert not (scheduler.waiting or scheduler.running)
     assert sorted(scheduler._slots) == list(range(engine.config.max_num_seqs))
 

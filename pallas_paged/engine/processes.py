@@ -1,0 +1,188 @@
+"""One engine over several processes: process 0 schedules, the others make the same device calls.
+
+The calls go over a socket to each process, a few kilobytes at a time: that takes microseconds and
+does not wait for a device, as a broadcast by a collective would.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hmac
+import pickle
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+_SECONDS = 60.0  # that processes wait for one another to connect, or to take a message
+_POLL_SECONDS = 20e-6  # between two looks at whether the devices are ready
+_CHECK_SECONDS = 0.01  # between two looks at whether the other processes are there
+_KEY_BYTES = 32
+
+
+class Followers:
+    """The other processes, in process 0."""
+
+    def __init__(self, sockets: Sequence[socket.socket]):
+        self._sockets = list(sockets)
+        self._waiting = False  # the last message was a release, which ends `follow`
+        # Before the end of jax.distributed, which waits for processes that wait for a message.
+        atexit.register(self._hang_up)
+
+    def send(self, name: str, args: tuple[Any, ...] = ()) -> None:
+        """Let the other processes make a call of the executor.
+
+        Raises:
+            RuntimeError: a process has ended, failed, or does not take messages.
+        """
+        if name != "release" or not self._waiting:
+            self._check()
+            self._send(pickle.dumps((name, args), pickle.HIGHEST_PROTOCOL))
+        self._waiting = name == "release"
+
+    def rejoin(self) -> None:
+        """Note that the other processes follow again."""
+        self._waiting = False
+
+    def wait(self, arrays: Any) -> None:
+        """Wait until arrays are ready, for as long as all processes are there.
+
+        Raises:
+            RuntimeError: a process has ended or failed, so that they may never be ready.
+        """
+        leaves, last = jax.tree.leaves(arrays), time.monotonic()
+        while not all(leaf.is_ready() for leaf in leaves):
+            if time.monotonic() - last > _CHECK_SECONDS:
+                self._check()
+                last = time.monotonic()
+            time.sleep(_POLL_SECONDS)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Let the other processes end: `follow` returns False, or raises the error."""
+        message = (
+            ("close", ()) if error is None else ("fail", (str(error) or type(error).__name__,))
+        )
+        with suppress(RuntimeError):  # they have ended
+            self._send(pickle.dumps(message))
+        self._hang_up()
+        atexit.unregister(self._hang_up)
+
+    def _send(self, message: bytes) -> None:
+        for index, one in enumerate(self._sockets, 1):
+            try:
+                one.sendall(struct.pack("<Q", len(message)) + message)
+            except OSError as error:
+                raise RuntimeError(f"process {index} has ended or does not answer") from error
+
+    def _check(self) -> None:
+        """Raise RuntimeError if a process has ended or failed: others send nothing."""
+        for one in select.select(self._sockets, [], [], 0)[0]:
+            index = 1 + self._sockets.index(one)
+            try:
+                reason = one.recv(1 << 16).decode()
+            except OSError:
+                reason = ""
+            raise RuntimeError(f"process {index} has {f'failed: {reason}' if reason else 'ended'}")
+
+    def _hang_up(self) -> None:
+        for one in self._sockets:
+            one.close()
+        self._sockets.clear()
+
+
+class Leader:
+    """Process 0, in the other processes."""
+
+    def __init__(self, connection: socket.socket):
+        self._socket, self._file = connection, connection.makefile("rb")
+        atexit.register(self.close)
+
+    def follow(self, executor: Any) -> bool:
+        """Make the calls of process 0 until it releases the others (True) or closes (False).
+
+        Raises:
+            RuntimeError: process 0 has ended or failed.
+        """
+        while True:
+            name, args = self._receive()
+            if name in ("release", "close"):
+                return name == "release"
+            if name == "fail":
+                raise RuntimeError(f"process 0 failed: {args[0]}")
+            getattr(executor, name)(*args)
+
+    def _receive(self) -> tuple[str, tuple[Any, ...]]:
+        """Wait for the next call: the name of a method of the executor, and its arguments."""
+        try:
+            header = self._file.read(8)
+            (size,) = struct.unpack("<Q", header)
+            return pickle.loads(self._file.read(size))
+        except (OSError, EOFError, struct.error, pickle.UnpicklingError) as error:
+            raise RuntimeError("process 0 has ended without a close()") from error
+
+    def fail(self, error: BaseException) -> None:
+        """Let process 0 fail too, and close the connection."""
+        with suppress(OSError):  # it has ended
+            self._socket.sendall(f"{type(error).__name__}: {error}".encode()[:4000])
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+        self._socket.close()
+        atexit.unregister(self.close)
+
+
+def connect() -> tuple[Followers | None, Leader | None]:
+    """Connect process 0, which gets followers, to all others; all of jax.distributed call it.
+
+    Raises:
+        OSError: a process did not connect in time.
+    """
+    own = socket.gethostname().encode()[:255].ljust(256, b"\0")
+    hosts = multihost_utils.process_allgather(np.frombuffer(own, np.uint8))
+    host = bytes(hosts[0]).rstrip(b"\0").decode()
+    if (hosts == hosts[0]).all():
+        host = "localhost"
+    if jax.process_index() == 0:
+        return _accept(host), None
+    message = _broadcast(b"")
+    (port,), key = struct.unpack("<H", message[:2]), message[2:]
+    connection = socket.create_connection((host, port), timeout=_SECONDS)
+    connection.sendall(struct.pack("<I", jax.process_index()) + key)
+    connection.settimeout(None)
+    return None, Leader(connection)
+
+
+def _accept(host: str) -> Followers:
+    """Wait for the connections of the other processes."""
+    key = secrets.token_bytes(_KEY_BYTES)
+    address = (host if host == "localhost" else "", 0)
+    sockets: dict[int, socket.socket] = {}
+    with socket.create_server(address, backlog=jax.process_count()) as server:
+        server.settimeout(_SECONDS)
+        _broadcast(struct.pack("<H", server.getsockname()[1]) + key)
+        while len(sockets) < jax.process_count() - 1:
+            one, _ = server.accept()
+            one.settimeout(_SECONDS)
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with one.makefile("rb") as file:
+                greeting = file.read(4 + _KEY_BYTES)
+            if hmac.compare_digest(greeting[4:], key):
+                sockets[struct.unpack("<I", greeting[:4])[0]] = one
+            else:
+                one.close()
+    return Followers([sockets[index] for index in sorted(sockets)])
+
+
+def _broadcast(message: bytes) -> bytes:
+    """Return the message of process 0, of a port and a key."""
+    array = np.frombuffer(message.ljust(2 + _KEY_BYTES, b"\0"), np.uint8)
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(array), np.uint8))

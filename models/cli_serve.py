@@ -34,6 +34,7 @@ from pallas_paged.engine import (
     RequestOutput,
     SamplingParams,
 )
+from pallas_paged.engine.placement import placements
 
 _KEYS = ("prompt", "priority", *(field.name for field in fields(SamplingParams)))
 _MAX_TOKENS, _TEMPERATURE = 400, 0.8  # where neither an option nor a line has them
@@ -69,11 +70,13 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
     _use_compilation_cache(args.compilation_cache)
     options, sizes = _given(args, SamplingParams), _given(args, EngineConfig)
     # An option out of range is one error, not one for each prompt, and comes before the loading.
-    SamplingParams(**options), EngineConfig(**sizes)
+    SamplingParams(**options)
+    parallel = EngineConfig(**sizes)
+    places = placements(parallel.tensor_parallel, parallel.data_parallel, None)
     base_seed = options.pop("seed", secrets.randbits(32))
 
     print(f"loading {args.checkpoint} ...", file=sys.stderr, flush=True)
-    decoder, _ = load_checkpoint(args.checkpoint, dtype=args.dtype)
+    decoder, _ = load_checkpoint(args.checkpoint, dtype=args.dtype, mesh=places[0].mesh)
     tokenizer = Tokenizer(args.checkpoint)
     model, weights = engine_model(decoder)
     room = model.max_model_len
@@ -103,7 +106,8 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
             _run(engine, jobs, output)
         seconds = time.perf_counter() - start
     summary = _summary(engine.stats(), len(entries), seconds, sum(compile_times), base_seed)
-    print(summary, file=sys.stderr)
+    num_devices, kind = len(places) * places[0].num_devices, jax.devices()[0].device_kind
+    print(f"{summary}; {num_devices} x {kind}", file=sys.stderr)
     return output.all_served
 
 
@@ -324,6 +328,5 @@ def _summary(
         f"time to first token p50 {stats.ttft_p50:.3f} s, p99 {stats.ttft_p99:.3f} s;"
         f" per token p50 {1e3 * stats.tpot_p50:.1f} ms, p99 {1e3 * stats.tpot_p99:.1f} ms\n"
         f"prefix cache hit rate {stats.cache_hit_rate:.1%}; pool of {pool}, at most"
-        f" {stats.peak_pages_used:.1%} in use; {stats.num_preemptions} preemptions;"
-        f" {jax.devices()[0].device_kind}"
+        f" {stats.peak_pages_used:.1%} in use; {stats.num_preemptions} preemptions"
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 from models.decoder import Decoder
 from models.engine_model import engine_config, engine_model
+from models.sharding import repeat_kv_heads
 from pallas_paged.engine import Engine, RequestOutput, SamplingParams, Tokenizer
 
 
@@ -33,7 +34,7 @@ def generate(
         tokenizer: of the decoder; None: completions have no text.
         progress: show a progress bar.
         config: fields of `EngineConfig`. By default the pool holds all prompts and completions, if
-            the memory does.
+            the memory does. KV heads are repeated as `tensor_parallel` needs.
 
     Returns:
         The outputs, in the order of the prompts.
@@ -41,6 +42,9 @@ def generate(
     Raises:
         ValueError: a prompt or a value is out of range.
     """
+    tensor_parallel = config.get("tensor_parallel")
+    if isinstance(tensor_parallel, int) and tensor_parallel > 1:  # EngineConfig refuses others
+        decoder = repeat_kv_heads(decoder, tensor_parallel)
     model, weights = engine_model(decoder)
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     requests = [

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec
 
 from models.config import ModelConfig
 from models.decoder import Decoder
-from pallas_paged.checks import check_integer
 from pallas_paged.sharding import TENSOR_AXIS, kv_head_repeats
 
 # As in Megatron: the products before attention and before SwiGLU are cut by outputs, those after
@@ -54,7 +53,7 @@ def param_specs(params: nnx.State) -> Any:
 
 
 def config_on(config: ModelConfig, num_devices: int) -> ModelConfig:
-    """Return the sizes of the same model with a KV head, or more, for each device.
+    """Return the sizes of the same model with at least as many KV heads as devices.
 
     Raises:
         ValueError: the devices can't share the heads or the MLP evenly.
@@ -70,32 +69,30 @@ def config_on(config: ModelConfig, num_devices: int) -> ModelConfig:
     return replace(config, num_kv_heads=config.num_kv_heads * repeats)
 
 
-def repeat_kv_heads(decoder: Decoder, num_kv_heads: int) -> Decoder:
-    """Return the same model with more KV heads, each of which serves fewer query heads.
+def repeat_kv_heads(decoder: Decoder, num_devices: int) -> Decoder:
+    """Return the same model with at least as many KV heads as devices.
 
-    A mesh of more devices than KV heads needs it: `num_kv_heads` is then the number of devices.
-    The K and V of a head are computed, and cached, once for each of its copies. Differentiable, so
-    that a trainer can keep the original and repeat it for each update of an engine.
+    Where there are fewer, each is repeated, and its query heads are shared out among its copies, so
+    that each device gets one. The K and V of a head are then computed and cached for each copy.
+    Traceable and differentiable: a trainer can keep the model as it is, and repeat the heads of
+    each version that it gives to an engine.
 
     Args:
-        decoder: with its weights, which the result shares but for q, k and v.
-        num_kv_heads: a multiple of the decoder's that divides its query heads.
+        decoder: with its weights. The result shares all of them but q, k and v.
+        num_devices: `EngineConfig.tensor_parallel`.
 
     Raises:
-        ValueError: `num_kv_heads` is another number.
+        ValueError: the devices can't share the heads or the MLP evenly.
     """
-    check_integer("num_kv_heads", num_kv_heads, 1)
-    config = replace(decoder.config, num_kv_heads=num_kv_heads)  # refuses what is not a divisor
-    repeats, rest = divmod(num_kv_heads, decoder.config.num_kv_heads)
-    if rest:
-        raise ValueError(f"{num_kv_heads=} must be a multiple of {decoder.config.num_kv_heads}")
+    config = config_on(decoder.config, num_devices)
+    repeats = config.num_kv_heads // decoder.config.num_kv_heads
     if repeats == 1:
         return decoder
     params = []
     for path, param in nnx.to_flat_state(nnx.state(decoder)):
         if path[-2] == "qkv_proj":
             heads = param.get_value()  # [Hkv, Hq / Hkv + 2, D, ...]
-            q = heads[:, :-2].reshape(num_kv_heads, -1, *heads.shape[2:])
+            q = heads[:, :-2].reshape(config.num_kv_heads, -1, *heads.shape[2:])
             kv = jnp.repeat(heads[:, -2:], repeats, axis=0)
             param = param.replace(jnp.concatenate([q, kv], axis=1))
         params.append((path, param))

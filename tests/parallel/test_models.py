@@ -80,7 +80,7 @@ def test_logits_equal_those_of_one_device_and_stay_where_they_are_computed(num_d
     decoder = random_decoder(replace(CONFIG, tie_word_embeddings=tied))
     model, params = engine_model(decoder)
     expected = step_of(model)(params)
-    decoder = repeat_kv_heads(decoder, max(num_devices, CONFIG.num_kv_heads))
+    decoder = repeat_kv_heads(decoder, num_devices)
     model, params = engine_model(decoder)
     logits = step_of(model)(put(model, params, num_devices))
     assert logits.sharding.spec == PartitionSpec(None, "tensor")
@@ -89,7 +89,7 @@ def test_logits_equal_those_of_one_device_and_stay_where_they_are_computed(num_d
 
 @pytest.mark.parametrize("num_devices", [2, 8])
 def test_devices_exchange_two_sums_of_activations_in_a_layer_and_one_of_embeddings(num_devices):
-    decoder = repeat_kv_heads(random_decoder(), max(num_devices, CONFIG.num_kv_heads))
+    decoder = repeat_kv_heads(random_decoder(), num_devices)
     model, params = engine_model(decoder)
     compiled = step_of(model).lower(put(model, params, num_devices)).compile()
     found = [match.groups() for match in re.finditer(COLLECTIVE, compiled.as_text())]
@@ -117,36 +117,22 @@ def test_a_vocabulary_that_64_does_not_divide_is_whole_on_every_device(vocab_siz
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_kv_heads", [2, 4, 8])
-def test_repeated_kv_heads_are_the_same_model(num_kv_heads):
+@pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
+def test_repeated_kv_heads_are_the_same_model(num_devices):
     decoder = random_decoder()
-    repeated = repeat_kv_heads(decoder, num_kv_heads)
-    assert repeated.config == replace(CONFIG, num_kv_heads=num_kv_heads)
-    assert (repeated is decoder) == (num_kv_heads == CONFIG.num_kv_heads)
+    repeated = repeat_kv_heads(decoder, num_devices)
+    assert repeated.config == replace(CONFIG, num_kv_heads=max(2, num_devices))
+    assert (repeated is decoder) == (num_devices <= 2)
     (model, params), (other, other_params) = map(engine_model, (decoder, repeated))
     logits = step_of(other)(other_params)
     np.testing.assert_allclose(logits, step_of(model)(params), rtol=1e-5, atol=1e-5)
-    # The structure is that of any decoder of these sizes.
-    assert other == engine_model(random_decoder(repeated.config))[0]
-
-
-@pytest.mark.parametrize(
-    ("num_kv_heads", "message"),
-    [
-        (3, "num_q_heads=8 must be a multiple of num_kv_heads=3"),
-        (1, "num_kv_heads=1 must be a multiple of 2"),
-        (16, "num_q_heads=8 must be a multiple of num_kv_heads=16"),
-        (0, "num_kv_heads=0 must be an integer"),
-    ],
-)
-def test_other_numbers_of_kv_heads_are_refused(num_kv_heads, message):
-    with pytest.raises(ValueError, match=message):
-        repeat_kv_heads(random_decoder(), num_kv_heads)
+    assert other == engine_model(random_decoder(repeated.config))[0]  # the structure is as usual
 
 
 @pytest.mark.parametrize(
     ("changes", "num_devices", "message"),
     [
+        ({}, 0, "num_devices=0 must be"),
         ({}, 3, "num_q_heads=8 must be a multiple of num_devices=3"),
         ({}, 16, "num_q_heads=8 must be a multiple of num_devices=16"),
         ({"intermediate_size": 30}, 4, "intermediate_size=30 must be a multiple of num_devices=4"),
@@ -154,7 +140,7 @@ def test_other_numbers_of_kv_heads_are_refused(num_kv_heads, message):
 )
 def test_devices_that_can_not_share_the_model_are_refused(changes, num_devices, message):
     with pytest.raises(ValueError, match=message):
-        config_on(replace(CONFIG, **changes), num_devices)
+        repeat_kv_heads(random_decoder(replace(CONFIG, **changes)), num_devices)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
@@ -182,8 +168,7 @@ def test_a_checkpoint_read_onto_a_mesh_has_the_same_bits(tmp_path, num_devices):
     save_checkpoint(tmp_path, random_decoder(LLAMA, jnp.bfloat16), LLAMA)
     there = mesh(num_devices)
     decoder, config = load_checkpoint(tmp_path, mesh=there)
-    num_kv_heads = max(num_devices, CONFIG.num_kv_heads)
-    whole = repeat_kv_heads(load_checkpoint(tmp_path)[0], num_kv_heads)
+    whole = repeat_kv_heads(load_checkpoint(tmp_path)[0], num_devices)
     model, expected = engine_model(whole)
     assert config == decoder.config == whole.config
     assert engine_model(decoder)[0] is model

@@ -12,12 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_paged.checks import default_promotion
 from pallas_paged.kernels import xla
-from pallas_paged.kernels.call import Arrays, Call, Kernel
+from pallas_paged.kernels.call import Arrays, Call, Device, Kernel
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import implementation as mosaic
 from pallas_paged.kernels.mosaic.config import prefer_mosaic
 from pallas_paged.kernels.triton import implementation as triton
+from pallas_paged.partition import Axes, Layout, on_each_device
 
 Implementation = Literal["triton", "triton_interpret", "mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 
@@ -64,6 +66,85 @@ BACKENDS = {
 }
 
 
+# Axes with one name belong together, and XLA makes those whole of which a device has no part. The
+# pages have a head_dim of their own: they may not be moved, even where queries may.
+_AXES: dict[str, Axes] = {
+    "q": ("num_seqs", "num_q_heads", "head_dim"),
+    "k_pages": ("num_kv_heads", "num_pages", "page_size", "kv_head_dim"),
+    "v_pages": ("num_kv_heads", "num_pages", "page_size", "kv_head_dim"),
+    "block_tables": ("num_seqs", "pages_per_seq"),
+    "seq_lens": ("num_seqs",),
+    "cu_q_lens": ("num_offsets",),
+    "q_positions": ("num_tokens",),
+    "alibi_slopes": ("num_q_heads",),
+    "sinks": ("num_q_heads",),
+    "tree_mask": ("num_seqs", "tree_queries", "tree_keys"),
+    "k_scales": ("num_kv_heads", "num_pages", "page_size"),
+    "v_scales": ("num_kv_heads", "num_pages", "page_size"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalCall:
+    """Attention on the arrays of one device, which choose the implementation and the config there.
+
+    Attributes:
+        names: the fields of `Arrays` that it takes, in order.
+        Others: as in `attend` and `Call`.
+    """
+
+    kernel: Kernel
+    implementation: Implementation | None
+    device: Device
+    options: LogitOptions
+    config: Any
+    fixed_split_size: int | None
+    with_lse: bool
+    names: tuple[str, ...]
+
+    @property
+    def exportable(self) -> bool:
+        return self.implementation != "mosaic_gpu_interpret"  # which calls back into Python
+
+    def describe(self, arrays: Arrays) -> Call:
+        """Return the description of the call with these arrays."""
+        return Call.of(
+            self.kernel,
+            arrays,
+            device=self.device,
+            with_lse=self.with_lse,
+            config=self.config,
+            fixed_split_size=self.fixed_split_size,
+        )
+
+    def __call__(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        """Return `(out, lse)`, or `(out,)` without `with_lse`."""
+        fields: dict[str, Any] = dict(zip(self.names, arrays, strict=True))
+        # XLA's partitioner calls it in a thread of its own, which has no settings of the caller's.
+        with default_promotion(), jax.enable_x64(False):
+            given = Arrays(**fields)
+            run = resolve(self.describe(given), self.implementation)
+            out, lse = run(given, options=self.options)
+        return (out, lse) if self.with_lse else (out,)
+
+
+@functools.cache
+def _layout(kernel: Kernel, names: tuple[str, ...], scalars: bool, with_lse: bool) -> Layout:
+    axes = dict(_AXES)
+    if scalars:
+        axes |= {"k_scales": (), "v_scales": ()}
+    if kernel == "ragged":
+        axes["q"] = ("num_tokens", *axes["q"][1:])
+    # Of ragged calls any row may own any token.
+    rows = ("num_seqs",) if kernel == "decode" else ()
+    return Layout(
+        names=names,
+        inputs=tuple(axes[name] for name in names),
+        outputs=(axes["q"], axes["q"][:2])[: 1 + with_lse],
+        spread=("num_kv_heads", "num_q_heads", *rows),
+    )
+
+
 def attend(
     kernel: Kernel,
     arrays: Arrays,
@@ -77,27 +158,36 @@ def attend(
     """Return `(out, lse)` of a call with checked arguments.
 
     Lengths and offsets are clipped to their ranges here. Without `with_lse` some implementations
-    return None in place of `lse`.
+    return None in place of `lse`. On a mesh each device runs the call on its own heads.
 
     Raises:
-        ValueError: as `resolve`.
-        NotImplementedError: as `resolve`.
+        ValueError, NotImplementedError: as `choose`.
     """
-    call = Call.of(
-        kernel,
-        arrays,
-        with_lse=with_lse,
+    local = LocalCall(
+        kernel=kernel,
+        implementation=implementation,
+        device=Device.here(),
+        options=options,
         config=config,
         fixed_split_size=fixed_split_size,
+        with_lse=with_lse,
+        names=tuple(name for name in _AXES if getattr(arrays, name) is not None),
     )
-    run = resolve(call, implementation)
+    call = local.describe(arrays)
+    chosen = choose(call, implementation)
     # The kernels count in i32 whatever the integers of the caller are.
     with jax.enable_x64(False):
         arrays = dataclasses.replace(arrays, seq_lens=jnp.clip(arrays.seq_lens, 0, call.max_kv_len))
         if kernel == "ragged":
             cu_q_lens = rising_offsets(arrays.cu_q_lens, call.num_tokens)
             arrays = dataclasses.replace(arrays, cu_q_lens=cu_q_lens)
-        return run(arrays, options=options)
+        if chosen == "xla":  # XLA partitions it, and differentiates it
+            return BACKENDS[chosen].bind(call)(arrays, options=options)
+        scalars = arrays.k_scales is not None and not arrays.k_scales.ndim
+        layout = _layout(kernel, local.names, scalars, with_lse)
+        run = on_each_device(local, layout, platform=local.device.platform)
+        out, *lse = run(*(getattr(arrays, name) for name in local.names))
+    return out, lse[0] if lse else None
 
 
 def rising_offsets(offsets: jax.Array, count: int) -> jax.Array:
@@ -107,6 +197,15 @@ def rising_offsets(offsets: jax.Array, count: int) -> jax.Array:
 
 def resolve(call: Call, implementation: Implementation | None) -> Callable[..., Any]:
     """Return the function that does a call.
+
+    Raises:
+        ValueError, NotImplementedError: as `choose`.
+    """
+    return BACKENDS[choose(call, implementation)].bind(call)
+
+
+def choose(call: Call, implementation: Implementation | None) -> Implementation:
+    """Return the implementation of a call: the one that is named, or the best for None.
 
     Raises:
         ValueError: there is no such implementation, or it takes no config of this type.
@@ -120,11 +219,10 @@ def resolve(call: Call, implementation: Implementation | None) -> Callable[..., 
     if implementation is None:
         implementation = best_implementation(call)
         _log(implementation, call.device.kind)
-    backend = BACKENDS[implementation]
-    reason = backend.why_not(call)
+    reason = BACKENDS[implementation].why_not(call)
     if reason is not None:
         raise NotImplementedError(f"{implementation=} {reason}")
-    return backend.bind(call)
+    return implementation
 
 
 def _check_config(call: Call, implementation: Implementation | None) -> None:

@@ -1,4 +1,4 @@
-"""One call of attention: its arrays, its static description, and the jitted function that runs it.
+"""One call of attention: its arrays and its static description.
 
 Each kernel family chooses by a `Call` whether it can do a call (`implementation.why_not`) and
 which function does it (`implementation.bind`).
@@ -7,14 +7,11 @@ which function does it (`implementation.bind`).
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import jax
-
-from pallas_paged.kernels.logits import LogitOptions
 
 Kernel = Literal["decode", "ragged"]
 Config = TypeVar("Config")
@@ -152,10 +149,9 @@ class Call:
 
     @classmethod
     def of(cls, kernel: Kernel, arrays: Arrays, **given: Any) -> Call:
-        """Return the description of a call with these arrays on the device that is traced for."""
+        """Return the description of a call with these arrays."""
         return cls(
             kernel=kernel,
-            device=Device.here(),
             dtype=arrays.q.dtype,
             kv_dtype=arrays.k_pages.dtype,
             num_tokens=arrays.q.shape[0],
@@ -208,28 +204,3 @@ class Call:
             # A power of two that divides both, since fixed_split_size is a multiple of 64.
             block_k=math.gcd(config.block_k, self.fixed_split_size),
         )
-
-
-def call_jitted(
-    entry: Callable[..., Any], arrays: Arrays, *, options: LogitOptions, **static: Any
-) -> Any:
-    """Run the entry of a GPU kernel in a jit of its own, so that the layers of a model share it.
-
-    Raises:
-        NotImplementedError: when it is differentiated.
-    """
-    return _jitted(entry, options=options, **static)(arrays)
-
-
-@functools.cache
-def _jitted(entry: Callable[..., Any], **static: Any) -> Callable[..., Any]:
-    # One function for all layers: JAX traces and lowers the kernels once.
-    function: Any = jax.custom_vjp(functools.partial(entry, **static))
-
-    def forward(*_):
-        raise NotImplementedError(
-            "the GPU kernels of attention have no gradient; implementation='xla' has one"
-        )
-
-    function.defvjp(forward, lambda *_: None)
-    return jax.jit(function)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from pallas_paged.kernels.call import Call, Kernel, call_jitted
+from pallas_paged.kernels.call import Call, Kernel
 from pallas_paged.kernels.mosaic import support
 from pallas_paged.kernels.mosaic.config import (
     MosaicDecodeConfig,
@@ -38,6 +38,6 @@ def bind(call: Call, *, interpret: bool) -> Callable[..., Any]:
         "interpret": interpret,
     }
     if call.kernel == "decode":
-        return functools.partial(call_jitted, decode.paged_decode, **static)
+        return functools.partial(decode.paged_decode, **static)
     static["with_lse"] = call.with_lse
-    return functools.partial(call_jitted, ragged.ragged_paged_attention, **static)
+    return functools.partial(ragged.ragged_paged_attention, **static)

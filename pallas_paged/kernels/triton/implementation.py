@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_paged.kernels.call import Call, Kernel, call_jitted
+from pallas_paged.kernels.call import Call, Kernel
 from pallas_paged.kernels.triton.config import (
     DecodeConfig,
     RaggedConfig,
@@ -53,7 +53,6 @@ def bind(call: Call, *, interpret: bool) -> Callable[..., Any]:
 
     decodes = call.kernel == "decode"
     return functools.partial(
-        call_jitted,
         decode.paged_decode if decodes else ragged.ragged_paged_attention,
         config=call.choose_config(_HEURISTICS),
         interpret=interpret,

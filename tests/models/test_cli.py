@@ -214,6 +214,6 @@ def test_a_cache_folder_that_cannot_be_made_is_an_error_only_if_it_was_given(mon
         cli_serve._use_compilation_cache(str(tmp_path / "file" / "folder"))
 
 
-def test_the_summary_names_the_device(run):
+def test_the_summary_names_the_devices(run):
     err = run("--prompt", "x", "--max-tokens", "1")[2]
-    assert err.endswith(f"; {jax.devices()[0].device_kind}\n")
+    assert err.endswith(f"; 1 x {jax.devices()[0].device_kind}\n")

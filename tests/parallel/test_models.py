@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +23,7 @@ from models.config import ModelConfig
 from models.decoder import Decoder
 from models.engine_model import engine_model
 from models.sharding import config_on, repeat_kv_heads
+from tests.support.commands import ROOT
 from tests.support.devices import mesh
 
 pytestmark = pytest.mark.usefixtures("exact_products")
@@ -202,3 +207,30 @@ def test_only_the_parts_of_a_device_are_read(tmp_path, monkeypatch):
             assert shares == [1 / 2] * 4  # two devices have the same KV head
         else:
             assert shares == [1 / 4] * 4
+
+
+def test_each_of_two_processes_reads_what_its_devices_hold(tmp_path):
+    save_checkpoint(tmp_path, random_decoder(LLAMA), LLAMA)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    flags = "--xla_force_host_platform_device_count=2"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.support.load_process", port, number, str(tmp_path)],
+            cwd=ROOT,
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in "01"
+    ]
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=120)
+            assert process.returncode == 0, err
+            assert 0.5 < float(out) < 0.6  # the norms are on all devices
+    finally:
+        for process in processes:
+            process.kill()

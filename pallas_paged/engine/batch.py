@@ -133,7 +133,7 @@ def pack(
         num_steps=steps,
         chunks=packed,
         mode=mode,
-        max_num_steps=1 if num_tokens or mode.sorts else max_num_steps,
+        max_num_steps=1 if num_tokens else max_num_steps,
     )
 
 

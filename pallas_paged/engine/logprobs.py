@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_paged.engine.sampling_filters import MAX_SHARDS
 
-_MAX_COMPARED = 384  # values that are compared with one another
+_MAX_PAIRS = 2**26  # of values that are compared at a time
 _NO_TOKEN = 2**31 - 1
 
 
@@ -64,27 +64,54 @@ def top_tokens(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """
     num_rows, size = values.shape
     if k == 0:
-        return values[:, :0], jnp.zeros((num_rows, 0), jnp.int32)
+        return values[:, :0], _indices(values)[:, :0]
     # Each part lies on one device where the vocabulary is cut over devices.
     num_parts = math.gcd(size, MAX_SHARDS)
-    if size > _MAX_COMPARED and num_parts > 1 and size // num_parts >= k:
-        tokens = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[None], values.shape)
-        parts = (x.reshape(num_rows, num_parts, -1) for x in (values, tokens))
-        return _largest(*(x.reshape(num_rows, -1) for x in _largest(*parts, k)), k)
-    return _largest(values, jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[None], values.shape), k)
+    if k * num_parts >= size:
+        return _largest(values, _indices(values), k)
+    parts = (x.reshape(num_rows, num_parts, -1) for x in (values, _indices(values)))
+    best, tokens = (x.reshape(num_rows, -1) for x in _largest(*parts, k))
+    return _largest(best, tokens, k)
 
 
 def _largest(values: jax.Array, tokens: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Return the k largest values `[..., k]` of `[..., N]` and their tokens, best first.
+    """Return the k largest of values `[..., N]`, best first, and their tokens.
 
-    The largest values lie in those k blocks whose best values are the largest.
+    Long rows are cut into blocks. The largest values lie in those k blocks whose best values are
+    the largest, so that only these are compared.
     """
     size = values.shape[-1]
-    if size <= _MAX_COMPARED:
-        return _sorted_best(values, tokens, k)
-    block = math.isqrt(size // k)
+    most = max(math.isqrt(_MAX_PAIRS * size // values.size), 2)
+    block = -(-size // most)
+    if k * block >= size or block == 1:
+        return _compare(values, tokens, k)
     padding = [(0, 0)] * (values.ndim - 1) + [(0, -size % block)]
     values = jnp.pad(values, padding, constant_values=-jnp.inf)
     tokens = jnp.pad(tokens, padding, constant_values=_NO_TOKEN)
     values, tokens = (x.reshape(*x.shape[:-1], -1, block) for x in (values, tokens))
-    ...
+    best = jnp.max(values, axis=-1)
+    _, chosen = _largest(best, _indices(best), k)
+    values, tokens = (
+        jnp.take_along_axis(x, chosen[..., None], axis=-2, mode="clip") for x in (values, tokens)
+    )
+    return _largest(*(x.reshape(*x.shape[:-2], k * block) for x in (values, tokens)), k)
+
+
+def _compare(values: jax.Array, tokens: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """Return what `_largest` does, by comparing each value with each other."""
+    one, other = values[..., :, None], values[..., None, :]
+    is_better = (other > one) | ((other == one) & (tokens[..., None, :] < tokens[..., :, None]))
+    place = jnp.sum(is_better, axis=-1, dtype=jnp.int32)
+    is_placed = place[..., None, :] == jnp.arange(k).reshape(*(1,) * (place.ndim - 1), k, 1)
+    values = jnp.max(jnp.where(is_placed, values[..., None, :], -jnp.inf), axis=-1)
+    return values, jnp.max(jnp.where(is_placed, tokens[..., None, :], 0), axis=-1)
+
+
+def _indices(values: jax.Array) -> jax.Array:
+    return jax.lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
+
+
+def check_logits(logits: jax.Array) -> None:
+    """Raise ValueError unless the logits are `f32[S, V]`."""
+    if logits.ndim != 2 or logits.dtype != jnp.float32:
+        raise ValueError(f"{logits.shape=} {logits.dtype=} must be f32[S, V]")

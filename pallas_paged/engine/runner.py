@@ -160,9 +160,8 @@ class ModelRunner:
     ) -> StepOutput:
         """Dispatch a batch."""
         compiled = self._compiled.setdefault(shape, set())
-        if mode not in compiled:  # a larger one serves as well, but for a sort in each decode step
-            larger = (x for x in compiled if x.covers(mode) and (chunks or x.sorts == mode.sorts))
-            mode = min(larger, default=mode)
+        if mode not in compiled:  # a larger one serves as well
+            mode = min((x for x in compiled if x.covers(mode)), default=mode)
             compiled.add(mode)
         output = self.executor.step(self._pack(decodes, chunks, shape, mode))
         for leaf in jax.tree.leaves(output):
@@ -246,24 +245,19 @@ class ModelRunner:
 def modes_for(params: Iterable[SamplingParams] | None) -> list[SamplingMode]:
     """Return the sampling modes to compile for requests with these parameters.
 
-    Steps without draws, or with draws only, have a mode of their own, because filters and
-    log-probabilities cost time in every row. So have steps without a sort, which run in a loop.
-    None is for any request.
+    Steps that are greedy, or that only draw, have a mode of their own, because penalties and
+    log-probabilities cost time in every row. None is for any request.
     """
     if params is None:
-        loop = SamplingMode(draws=True, processors=True, penalties=True, logprobs=0)
-        full = replace(loop, filters=True, logprobs=MAX_LOGPROBS)
-        scores = replace(full, prompt_logprobs=MAX_LOGPROBS)
-        return [SamplingMode(), SamplingMode(draws=True), loop, full, scores]
+        draws = SamplingMode(draws=True, filters=True)
+        full = replace(draws, processors=True, penalties=True, logprobs=MAX_LOGPROBS)
+        return [SamplingMode(), draws, full, replace(full, prompt_logprobs=MAX_LOGPROBS)]
     for one in params:
         if not isinstance(one, SamplingParams):
             raise ValueError(f"params has {one!r}, which must be SamplingParams")
     modes = {SamplingMode.of(one) for one in params}
     everything = reduce(or_, modes, SamplingMode())
-    modes |= {everything, replace(everything, prompt_logprobs=-1)}
-    if in_loop := [mode for mode in modes if not mode.sorts]:
-        modes.add(reduce(or_, in_loop))
-    return sorted(modes)
+    return sorted(modes | {everything, replace(everything, prompt_logprobs=-1)})
 
 
 def _split(entries: list[Any], size: int) -> list[list[Any]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pallas_paged.engine.logprobs import Logprobs
 from pallas_paged.engine.outputs import Logprob, TokenLogprobs
-from pallas_paged.engine.sampler import Logprobs
 from pallas_paged.engine.scheduler_output import Chunk, Decode, SchedulerOutput
 from pallas_paged.engine.sequence import Sequence
 from pallas_paged.engine.step import NOT_SAMPLED, StepOutput

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_paged.engine.logprobs import check_logits
 from pallas_paged.engine.sampling_filters import narrow, start_bracket
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 
@@ -100,11 +101,6 @@ class SamplingMode:
         """Return the smallest mode that covers both."""
         return SamplingMode(**{name: max(x, vars(other)[name]) for name, x in vars(self).items()})
 
-    @property
-    def sorts(self) -> bool:
-        """Whether a step sorts. A CUDA graph can't hold a sort, nor a loop with one in it."""
-        return self.filters or self.logprobs > 0
-
     def covers(self, other: SamplingMode) -> bool:
         """Return whether a step of this mode serves all that one of the other mode serves."""
         return self | other == self
@@ -122,24 +118,6 @@ class TokenCounts:
 
     prompt: jax.Array
     output: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Logprobs:
-    """Log-probabilities of S tokens and of the k best tokens in their place.
-
-    Attributes:
-        logprob: `f32[S]`.
-        rank: `i32[S]`, 1 + the number of tokens with a larger log-probability.
-        top_token_ids: `i32[S, k]`, best first; of equal ones the lowest id first.
-        top_logprobs: `f32[S, k]`.
-    """
-
-    logprob: jax.Array
-    rank: jax.Array
-    top_token_ids: jax.Array
-    top_logprobs: jax.Array
 
 
 def create_token_counts(num_rows: int, vocab_size: int) -> TokenCounts:
@@ -211,7 +189,7 @@ def process_logits(
     Raises:
         ValueError: the logits are not `f32[S, V]`, or the mode has penalties and counts is None.
     """
-    _check_logits(logits)
+    check_logits(logits)
     num_rows, vocab_size = logits.shape
     if mode.processors:
         rows = jnp.arange(num_rows)[:, None]
@@ -254,7 +232,7 @@ def sample(
     Raises:
         ValueError: the logits are not `f32[S, V]`.
     """
-    _check_logits(logits)
+    check_logits(logits)
     if not mode.draws:
         return _argmax(logits)
     metadata = jax.tree.map(jnp.asarray, metadata)
@@ -280,29 +258,6 @@ def sample(
         return tokens.at[rows].set(_draw_filtered(*taken), mode="drop")
 
     return lax.cond((case < 2) & jnp.any(some), with_some, lambda tokens: tokens, tokens)
-
-
-def gather_logprobs(logits: jax.Array, token_ids: jax.Array, num_logprobs: int) -> Logprobs:
-    """Return the log-probabilities of tokens and of the best ones.
-
-    Args:
-        logits: `f32[S, V]` as the model gave them, before processors, temperature and filters.
-        token_ids: `i32[S]`; what is returned for -1 means nothing.
-        num_logprobs: static, how many of the best; a small vocabulary gives no more than it has.
-
-    Raises:
-        ValueError: the logits are not `f32[S, V]`.
-    """
-    _check_logits(logits)
-    logprobs = jax.nn.log_softmax(logits)
-    logprob = jnp.take_along_axis(logprobs, jnp.maximum(token_ids, 0)[:, None], axis=1)
-    best, best_ids = jax.lax.top_k(logprobs, min(num_logprobs, logits.shape[1]))
-    return Logprobs(
-        logprob=logprob[:, 0],
-        rank=1 + jnp.sum(logprobs > logprob, axis=1, dtype=jnp.int32),
-        top_token_ids=best_ids,
-        top_logprobs=best,
-    )
 
 
 def hash_prompt(tokens: Sequence[int]) -> int:
@@ -375,8 +330,3 @@ def _argmax(logits: jax.Array) -> jax.Array:
 def _drop_negative(indices: jax.Array, size: int) -> jax.Array:
     """Replace negative indices, which JAX counts from the end, by one that is out of range."""
     return jnp.where(indices < 0, size, indices)
-
-
-def _check_logits(logits: jax.Array) -> None:
-    if logits.ndim != 2 or logits.dtype != jnp.float32:
-        raise ValueError(f"{logits.shape=} {logits.dtype=} must be f32[S, V]")

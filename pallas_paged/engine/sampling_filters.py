@@ -19,7 +19,7 @@ from jax import lax
 
 _NUM_PIVOTS = 16  # depths that one pass over the logits measures
 _MAX_BLOCKS = 256  # pieces of a row that are summed side by side
-_MAX_SHARDS = 16  # devices over which a row may be cut without a copy to cut it into blocks
+MAX_SHARDS = 16  # devices over which a row may be cut without a copy to cut it into blocks
 _SUBNORMAL = 2**23 - 1  # floats above 0 that a device may flush to 0
 _ROUNDING = 2**-16  # more than the relative error of a sum over a vocabulary in f32
 
@@ -99,7 +99,7 @@ def num_blocks(vocab_size: int) -> int:
 
     It is a multiple of the number of devices, if that is a power of two that divides the size.
     """
-    least = math.gcd(vocab_size, _MAX_SHARDS)
+    least = math.gcd(vocab_size, MAX_SHARDS)
     return max(x for x in range(least, _MAX_BLOCKS + 1, least) if vocab_size % x == 0)
 
 

@@ -167,7 +167,7 @@ class Scheduler:
         self, decoding: list[Sequence], resumed: list[Sequence], num_steps: int
     ) -> int:
         """Take the pages of as many steps as there are pages for; return that number, or 0."""
-        single = self.waiting or resumed or any(x.is_beam or x.mode.sorts for x in decoding)
+        single = self.waiting or resumed or any(x.is_beam for x in decoding)
         if single or any(one.num_to_prefill or one.followers for one in self.running):
             num_steps = 1
         while num_steps:

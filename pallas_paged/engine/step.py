@@ -12,14 +12,13 @@ import jax.numpy as jnp
 
 from pallas_paged.attention import paged_attention, ragged_paged_attention
 from pallas_paged.engine.batch import Batch, ChunkBatch
+from pallas_paged.engine.logprobs import Logprobs, gather_logprobs
 from pallas_paged.engine.model import Attend, Model
 from pallas_paged.engine.placement import Shardings
 from pallas_paged.engine.sampler import (
-    Logprobs,
     SamplingMode,
     TokenCounts,
     add_output_tokens,
-    gather_logprobs,
     process_logits,
     sample,
 )

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_paged.engine.logprobs import gather_logprobs
 from pallas_paged.engine.sampler import (
     SamplingMetadata,
     SamplingMode,
     TokenCounts,
     add_output_tokens,
     create_token_counts,
-    gather_logprobs,
     hash_prompt,
     process_logits,
     sample,
@@ -457,7 +457,7 @@ def test_a_mode_compiles_only_what_it_names():
             return sample(logits, rows, lens, mode)
 
         program = str(jax.make_jaxpr(run)(logits, metadata(2)))
-        words = dict(draws="random_", filters=" sort[", processors=" scatter", penalties=" mul ")
+        words = dict(draws="random_", filters=" while[", processors=" scatter", penalties=" mul ")
         return {name for name, word in words.items() if word in program}
 
     assert step(GREEDY) == set()

@@ -63,8 +63,11 @@ def load_checkpoint(
         CheckpointError: a file is missing or damaged; the architecture is unknown; a tensor is
             missing, unexpected, of another shape or not of floats; a scale of the cache is
             missing, not positive or not finite.
-        ValueError: the mesh's devices can't share the heads or the MLP evenly.
+        ValueError: the mesh has no axis "tensor", or its devices can't share the heads or the MLP
+            evenly.
     """
+    if mesh is not None and TENSOR_AXIS not in mesh.axis_names:
+        raise ValueError(f"{mesh.axis_names=} must have {TENSOR_AXIS!r}")
     folder = Path(folder)
     stored = _read_config(folder)
     config = stored if mesh is None else config_on(stored, mesh.shape[TENSOR_AXIS])
@@ -101,9 +104,8 @@ def save_checkpoint(folder: str | Path, model: Decoder, config: ModelConfig) -> 
         value = np.asarray(param.get_value())
         named = _tensors_of(path, value.shape, config)
         for (name, shape), part in zip(named, _split(path, value), strict=True):
-            tensors[name] = np.ascontiguousarray(part).reshape(
-                shape
-            )  # safetensors reads no strides
+            # safetensors writes the memory of an array, whatever its strides.
+            tensors[name] = np.ascontiguousarray(part).reshape(shape)
     for kind, scales in (("k", config.k_scales), ("v", config.v_scales)):
         for layer, scale in enumerate(scales):
             tensors[_kv_scale_names(layer, kind)[0]] = np.float32(scale).reshape(1)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models import checkpoint
 from models.checkpoint import load_checkpoint, save_checkpoint
@@ -133,6 +133,12 @@ def test_repeated_kv_heads_are_the_same_model(num_devices):
     np.testing.assert_allclose(logits, step_of(model)(params), rtol=1e-5, atol=1e-5)
     assert other == engine_model(random_decoder(repeated.config))[0]  # the structure is as usual
 
+    @jax.jit
+    def repeat(params):  # as a trainer does for each update
+        return engine_model(repeat_kv_heads(nnx.merge(model.graphdef, params), num_devices))[1]
+
+    jax.tree.map(np.testing.assert_array_equal, repeat(params), other_params)
+
 
 @pytest.mark.parametrize(
     ("changes", "num_devices", "message"),
@@ -187,6 +193,16 @@ def test_a_checkpoint_read_onto_a_mesh_has_the_same_bits(tmp_path, num_devices):
     save_checkpoint(tmp_path / "again", decoder, config)
     again, _ = load_checkpoint(tmp_path / "again")
     jax.tree.map(np.testing.assert_array_equal, nnx.state(again), expected)
+
+
+def test_other_axes_of_a_mesh_have_copies(tmp_path):
+    save_checkpoint(tmp_path, random_decoder(LLAMA), LLAMA)
+    devices = mesh(4).devices.reshape(2, 2)
+    decoder, _ = load_checkpoint(tmp_path, mesh=Mesh(devices, ("data", "tensor")))
+    expected = nnx.state(load_checkpoint(tmp_path)[0])
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(decoder), expected)
+    with pytest.raises(ValueError, match=r"axis_names=.*'data', 'x'.* must have 'tensor'"):
+        load_checkpoint(tmp_path, mesh=Mesh(devices, ("data", "x")))
 
 
 def test_only_the_parts_of_a_device_are_read(tmp_path, monkeypatch):

@@ -31,21 +31,23 @@ _LOGPROBS_BLOCK = 128  # prompt tokens whose logits are in memory at a time
 # Everything that a step needs in one CUDA graph, a loop of steps included: launched one by one, its
 # kernels wait for the host. Kernels that do not depend on one another run side by side, such as the
 # writes of K and V and the rotation of q: 3% of a decode step.
-_COMMAND_BUFFER = (
-    "FUSION",
-    "CUBLAS",
-    "CUBLASLT",
-    "CUDNN",
-    "CUSTOM_CALL",
-    "CONDITIONAL",
-    "DYNAMIC_SLICE_FUSION",
-    "WHILE",
-)
-_MESH_COMMAND_BUFFER = (*_COMMAND_BUFFER, "COLLECTIVES")
 _GPU_OPTIONS = {
+    "xla_gpu_enable_command_buffer": (
+        "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
+    ),
     "xla_gpu_graph_min_graph_size": 1,
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
+# On a mesh each step of a loop is a graph: one with sums over devices can't be in that of a loop.
+# Between the products of a layer NCCL is faster than XLA's own kernels for sums (bench.parallel).
+_MESH_OPTIONS = {
+    "xla_gpu_enable_command_buffer": (
+        "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,COLLECTIVES"
+    ),
+    "xla_gpu_graph_min_graph_size": 1,
+}
+if jax.__version_info__ >= (0, 11):  # earlier ones have NCCL only
+    _MESH_OPTIONS["xla_gpu_experimental_use_collective_kernels"] = ""
 
 
 @jax.tree_util.register_dataclass
@@ -118,10 +120,7 @@ def make_step(
         options["in_shardings"] = (None, state_shardings, whole, whole)
         options["out_shardings"] = (state_shardings, whole, whole)
     if jax.default_backend() == "gpu":
-        captured = _COMMAND_BUFFER if shardings is None else _MESH_COMMAND_BUFFER
-        options["compiler_options"] = _GPU_OPTIONS | {
-            "xla_gpu_enable_command_buffer": ",".join(captured)
-        }
+        options["compiler_options"] = _GPU_OPTIONS if shardings is None else _MESH_OPTIONS
     return jax.jit(step, donate_argnames=("state", "counts"), **options)
 
 

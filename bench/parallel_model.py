@@ -36,7 +36,7 @@ class Collective:
     """Collectives of one kind and size.
 
     Attributes:
-        kind: "all-reduce" or "all-gather".
+        kind: "all-reduce", "all-gather" or "all-to-all".
         num_bytes: of the result on each device.
         num_devices: devices that exchange their parts with one another.
         num_hosts: hosts of these devices. Two that differ in this alone are equal.
@@ -50,10 +50,13 @@ class Collective:
     def us(self, rates: Rates) -> float:
         """Return the time in microseconds: within each host, and between hosts."""
         local = self.num_devices // self.num_hosts
-        # An all-reduce is a reduce-scatter and an all-gather.
-        passes = 2 if self.kind == "all-reduce" else 1
-        link = passes * (local - 1) / local * self.num_bytes
-        network = passes * (self.num_hosts - 1) / self.num_hosts * self.num_bytes / local
+        if self.kind == "all-to-all":
+            link = (local - 1) / self.num_devices * self.num_bytes
+            network = (self.num_devices - local) / self.num_devices * self.num_bytes
+        else:  # an all-reduce is a reduce-scatter and an all-gather
+            passes = 2 if self.kind == "all-reduce" else 1
+            link = passes * (local - 1) / local * self.num_bytes
+            network = passes * (self.num_hosts - 1) / self.num_hosts * self.num_bytes / local
         return rates.collective_us + (link / rates.link + network / rates.network) / 1e3
 
 
@@ -102,8 +105,8 @@ def decode_step(
     """Return what a greedy decode step of a model reads and sends on `tensor * context` devices.
 
     Heads are cut over `tensor` devices, which repeat KV heads if there are fewer, and the pages of
-    each row over `context` devices. q, k and v are computed by all devices of `context`; the other
-    weights are cut over all devices.
+    each row over `context` devices. q, k and v are computed by all devices of `context`, and the
+    other weights are cut over all devices (`cut_heads` of `context_parallel.paged_attention`).
 
     Args:
         config: the model's sizes.
@@ -138,9 +141,9 @@ def decode_step(
     activations = num_seqs * hidden * itemsize
     # After attention and after the MLP of each layer, and after the embedding.
     found = [(Collective("all-reduce", activations, num_devices, hosts), 2 * layers + 1)]
-    if context > 1:
-        states = context * num_seqs * q_heads // tensor * (head_dim * itemsize + 4)
-        found.append((Collective("all-gather", states, context, hosts // tensor_hosts), layers))
+    if context > 1:  # results and log-sum-exps of attention, each head to the device that has it
+        states = num_seqs * q_heads // tensor * (head_dim * itemsize + 4)
+        found.append((Collective("all-to-all", states, context, hosts // tensor_hosts), layers))
     # The largest logit of each device, and its token.
     found.append((Collective("all-gather", num_devices * num_seqs * 4, num_devices, hosts), 2))
     return DecodeStep(

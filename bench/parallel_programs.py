@@ -45,7 +45,7 @@ _MESHES = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (8, 2), (4, 2), (1, 2), (1, 
 _ITEM_BYTES = {"f32": 4, "u32": 4, "s32": 4, "bf16": 2, "f16": 2, "u16": 2, "s8": 1, "u8": 1}
 _COLLECTIVE = re.compile(
     r"= (\(?\w+\[.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)"
-    r"(?:-start)?\(.*"
+    r"(-start)?\(.*"
 )
 
 
@@ -89,7 +89,7 @@ def compiled_collectives(
         def attend(q: Any, k: Any, v: Any, layer: Any, *, sliding_window: int | None) -> Any:
             if context > 1:
                 layer = cp.write_kv(layer, k, v, slots, mesh=mesh)
-                return cp.paged_attention(q, layer, local, mesh=mesh), layer
+                return cp.paged_attention(q, layer, local, mesh=mesh, cut_heads=True), layer
             layer = pp.write_kv(layer, k, v, slots)
             return pp.paged_attention(q, layer.k_pages, layer.v_pages, tables, lens), layer
 
@@ -105,6 +105,8 @@ def read_collectives(hlo: str, num_devices: int) -> Counter[Collective]:
     found: Counter[Collective] = Counter()
     for match in _COLLECTIVE.finditer(hlo):
         results = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
+        if match[3] and match[2] == "all-gather":  # of the operands, and of the results
+            results = results[len(results) // 2 :]
         num_bytes = [
             _ITEM_BYTES[dtype] * math.prod(int(n) for n in dims.split(",") if n)
             for dtype, dims in results

@@ -238,10 +238,11 @@ def _checked_mesh(mesh: Any) -> Mesh | AbstractMesh:
     return found
 
 
-def mesh_spec(mesh: Mesh | None, *axes: str | None) -> P:
-    """Return a spec in which axes that the mesh lacks are None."""
+def mesh_spec(mesh: Mesh | None, *axes: str | tuple[str, ...] | None) -> P:
+    """Return a spec without the axes that the mesh lacks."""
     names = _checked_mesh(mesh).axis_names
-    return P(*(axis if axis in names else None for axis in axes))
+    wanted = ((axis,) if isinstance(axis, str) else axis or () for axis in axes)
+    return P(*(tuple(name for name in several if name in names) or None for several in wanted))
 
 
 def pool_specs(mesh: Mesh | None, pool: Any) -> Any:

@@ -77,6 +77,7 @@ def paged_attention(
     sm_scale: SupportsFloat | None = None,
     soft_cap: SupportsFloat | None = None,
     sinks: ArrayLike | None = None,
+    cut_heads: bool = False,
     implementation: Implementation | None = None,
     config: DecodeConfig | MosaicDecodeConfig | None = None,
 ) -> jax.Array:
@@ -92,11 +93,14 @@ def paged_attention(
         layer: a layer of a pool from `create_kv_pool`.
         pages: from `local_pages`, for all tokens of the rows.
         mesh: the pool's.
-        sm_scale, soft_cap, sinks, implementation, config: as in
-            `pallas_paged.paged_attention`. The config is for the calls of the single devices.
+        cut_heads: leave each device of "context" its share of the heads, for an output projection
+            that is cut alike, over "tensor" and then "context". An all-to-all then moves the n-th
+            part of what the all-gather would. The devices must divide the query heads.
+        sm_scale, soft_cap, sinks, implementation, config: as in `pallas_paged.paged_attention`. The
+            config is for the calls of the single devices.
 
     Returns:
-        As `pallas_paged.paged_attention`; whole on every device of "context".
+        As `pallas_paged.paged_attention`; whole on every device of "context", or its heads cut.
 
     Raises:
         ValueError: as `pallas_paged.paged_attention`, or the mesh has no axis "context".
@@ -116,11 +120,12 @@ def paged_attention(
             implementation=implementation,
             config=config,
         )
-        return xla.merge_states(*_gather_states(*state), sinks=arrays.sinks)[0]
+        return _merge(_exchange(*state, cut_heads), arrays.sinks)
 
     heads, sinks_spec = mesh_spec(mesh, None, TENSOR_AXIS), mesh_spec(mesh, TENSOR_AXIS)
     in_specs = (heads, pool_specs(mesh, layer), P(CONTEXT_AXIS), sinks_spec)
-    return on_devices(attend, mesh, in_specs, heads)(
+    out_spec = mesh_spec(mesh, None, (TENSOR_AXIS, CONTEXT_AXIS)) if cut_heads else heads
+    return on_devices(attend, mesh, in_specs, out_spec)(
         as_array("q", q), layer, pages, None if sinks is None else as_array("sinks", sinks)
     )
 
@@ -138,6 +143,7 @@ def ragged_paged_attention(
     sm_scale: SupportsFloat | None = None,
     soft_cap: SupportsFloat | None = None,
     sinks: ArrayLike | None = None,
+    cut_heads: bool = False,
     implementation: Implementation | None = None,
     config: RaggedConfig | MosaicRaggedConfig | None = None,
 ) -> jax.Array:
@@ -155,11 +161,12 @@ def ragged_paged_attention(
         layer: a layer of a pool from `create_kv_pool`, with or without the new tokens.
         pages: from `local_pages`, for the tokens before the queries: `seq_lens - q_lens`.
         cu_q_lens: i32`[B + 1]`, as in `pallas_paged.ragged_paged_attention`.
-        mesh, sm_scale, soft_cap, sinks, implementation, config: as in
+        mesh, sm_scale, soft_cap, sinks, cut_heads, implementation, config: as in
             `paged_attention`.
 
     Returns:
-        As `pallas_paged.ragged_paged_attention`; whole on every device of "context".
+        As `pallas_paged.ragged_paged_attention`; whole on every device of "context", or its heads
+        cut.
 
     Raises:
         ValueError: as `pallas_paged.ragged_paged_attention`, or the mesh has no axis "context".
@@ -192,13 +199,12 @@ def ragged_paged_attention(
         newest = attend_to(
             dataclasses.replace(without_sinks, **_pages_of_new(k, v, layer, arrays.cu_q_lens))
         )
-        states = zip(_gather_states(*older), newest, strict=True)
-        outs, lses = (jnp.concatenate([several, one[None]]) for several, one in states)
-        return xla.merge_states(outs, lses, sinks=arrays.sinks)[0]
+        return _merge(_exchange(*older, cut_heads), arrays.sinks, newest)
 
     heads, sinks_spec = mesh_spec(mesh, None, TENSOR_AXIS), mesh_spec(mesh, TENSOR_AXIS)
     in_specs = (heads, heads, heads, pool_specs(mesh, layer), P(CONTEXT_AXIS), P(), sinks_spec)
-    return on_devices(attend, mesh, in_specs, heads)(
+    out_spec = mesh_spec(mesh, None, (TENSOR_AXIS, CONTEXT_AXIS)) if cut_heads else heads
+    return on_devices(attend, mesh, in_specs, out_spec)(
         *(as_array(name, x) for name, x in (("q", q), ("k", k), ("v", v))),
         layer,
         pages,
@@ -260,17 +266,33 @@ def _pages_of_new(
     )
 
 
-def _gather_states(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the states `(out [..., D], lse f32[...])` of all devices, on a new first axis."""
-    head_dim, words_of_lse = out.shape[-1], 4 // out.dtype.itemsize
+def _exchange(out: jax.Array, lse: jax.Array, cut_heads: bool) -> tuple[jax.Array, jax.Array]:
+    """Return the states of all devices on a new first axis, of all heads or of the device's share.
+
+    Args:
+        out: `[T, num_q_heads, D]` of this device.
+        lse: f32`[T, num_q_heads]`.
+        cut_heads: as in `paged_attention`.
+    """
+    (_, num_heads, head_dim), words_of_lse = out.shape, 4 // out.dtype.itemsize
     word = jnp.dtype(f"uint{8 * out.dtype.itemsize}")
+    num_devices = lax.axis_size(CONTEXT_AXIS)
+    if cut_heads and num_heads % num_devices:
+        raise ValueError(
+            f"{cut_heads=} needs query heads, here {num_heads}, that {num_devices=} divide"
+        )
 
     @jax.custom_vjp  # the derivative of bits would be zeros
-    def gather(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def exchange(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
         # As integers in one array, for one collective: the small ones of decoding cost the same.
         lse_words = lax.bitcast_convert_type(lse, word).reshape(*lse.shape, words_of_lse)
         words = jnp.concatenate([lax.bitcast_convert_type(out, word), lse_words], axis=-1)
-        words = lax.all_gather(words, CONTEXT_AXIS)
+        if cut_heads:
+            words = lax.all_to_all(
+                words[None], CONTEXT_AXIS, split_axis=2, concat_axis=0, tiled=True
+            )
+        else:
+            words = lax.all_gather(words, CONTEXT_AXIS)
         lse_words = words[..., head_dim:] if words_of_lse > 1 else words[..., head_dim]
         outs = lax.bitcast_convert_type(words[..., :head_dim], out.dtype)
         return outs, lax.bitcast_convert_type(lse_words, jnp.float32)
@@ -278,5 +300,28 @@ def _gather_states(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array
     def forward(*_: Any) -> Any:
         raise NotImplementedError("context-parallel attention has no gradient")
 
-    gather.defvjp(forward, lambda *_: ())
-    return gather(out, lse)
+    exchange.defvjp(forward, lambda *_: ())
+    return exchange(out, lse)
+
+
+def _merge(
+    states: tuple[jax.Array, jax.Array],
+    sinks: jax.Array | None,
+    newest: tuple[jax.Array, jax.Array] | None = None,
+) -> jax.Array:
+    """Return the output of all `states`, of `newest`, the same on all devices, and of sinks."""
+    outs, lses = states
+    num_heads = lses.shape[2]
+
+    def share(x: jax.Array, axis: int) -> jax.Array:  # the heads that the states have
+        first = lax.axis_index(CONTEXT_AXIS) * num_heads
+        return (
+            x if x.shape[axis] == num_heads else lax.dynamic_slice_in_dim(x, first, num_heads, axis)
+        )
+
+    if newest is not None:
+        outs, lses = (
+            jnp.concatenate([several, share(one, 1)[None]])
+            for several, one in zip(states, newest, strict=True)
+        )
+    return xla.merge_states(outs, lses, sinks=None if sinks is None else share(sinks, 0))[0]

@@ -23,6 +23,7 @@ from tests.support.quantized_cases import Quantized
 
 SINKS = np.float32([1.0, -3.0, 0.0, 8.0])
 OPTIONS = dict(sinks=SINKS, soft_cap=1.5, sm_scale=-0.7)
+CUT_HEADS = dict(cut_heads=True)
 SIZES = dict(num_layers=2, num_pages=40, num_kv_heads=2, page_size=4, head_dim=16)
 # An empty row, a row of one page, rows on all devices; table entries and slots of no row are junk.
 MQA = Case(
@@ -82,20 +83,25 @@ def decode(mesh, q, layer, tables, lens, **options):
 
 
 @pytest.mark.parametrize(
-    ("case", "devices", "options"),
+    ("case", "devices", "given"),
     [
         (MQA, (2,), {}),
         (MQA, (4,), OPTIONS),
         (MQA, (8,), OPTIONS),
         (GQA, (4, 2), OPTIONS),
+        (MQA, (4,), OPTIONS | CUT_HEADS),
+        (GQA, (2, 2), OPTIONS | CUT_HEADS),
         (Case(**vars(GQA) | dict(dtype="bfloat16")), (2, 2), {}),
         (Case(**vars(GQA) | dict(dtype="float16")), (2, 2), {"sinks": SINKS}),
     ],
-    ids=str,
+    ids=lambda value: " and ".join(value) if isinstance(value, dict) else str(value),
 )
-def test_decoding_equals_the_oracle(case, devices, options):
+def test_decoding_equals_the_oracle(case, devices, given):
     q, k, v, tables, lens = case.make()
-    out = decode(mesh_of(*devices), q, pp.LayerKV(k_pages=k, v_pages=v), tables, lens, **options)
+    out = decode(mesh_of(*devices), q, pp.LayerKV(k_pages=k, v_pages=v), tables, lens, **given)
+    if "cut_heads" in given:
+        assert out.addressable_shards[0].data.shape[1] * np.prod(devices) == case.num_q_heads
+    options = {name: value for name, value in given.items() if name != "cut_heads"}
     expected, _ = attend(q, k, v, tables, lens, **options)
     assert out.dtype == q.dtype
     np.testing.assert_array_equal(np.asarray(out)[lens == 0], 0)
@@ -192,8 +198,12 @@ class Model:
 def partial_module(mesh: Mesh):
     """The functions of `context_parallel` on a mesh."""
 
+    cut_heads = mesh.shape["tensor"] > 1
+
     class Module:
-        ragged_paged_attention = staticmethod(partial(cp.ragged_paged_attention, mesh=mesh))
+        ragged_paged_attention = staticmethod(
+            partial(cp.ragged_paged_attention, mesh=mesh, cut_heads=cut_heads)
+        )
         create_kv_pool = staticmethod(partial(cp.create_kv_pool, mesh=mesh))
         local_pages = staticmethod(partial(cp.local_pages, mesh=mesh))
         copy_pages = staticmethod(partial(cp.copy_pages, mesh=mesh))
@@ -269,41 +279,42 @@ def collectives(compiled) -> list[str]:
     return re.findall(rf" ({names})(?:-start)?\(", compiled.as_text())
 
 
-def test_a_step_has_one_all_gather_a_layer_and_works_in_place():
-    mesh = mesh_of(4, 2)
+@pytest.mark.parametrize(
+    ("dtype", "cut_heads", "kind"),
+    [("float32", False, "all-gather"), ("int8", True, "all-to-all")],
+)
+def test_a_step_has_one_collective_a_layer_and_works_in_place(dtype, cut_heads, kind):
+    mesh = mesh_of(2, 2)
     # Large, so that a copy of a pool would be seen beside the rest.
-    sizes = SIZES | dict(num_pages=4096)
-    pool = cp.create_kv_pool(mesh=mesh, **sizes, dtype="float32")
-    num_layers, part = sizes["num_layers"], pool_bytes(pool) // 8
+    sizes = SIZES | dict(num_pages=16384)
+    pool = cp.create_kv_pool(mesh=mesh, **sizes, dtype=dtype)
+    num_layers, part = sizes["num_layers"], pool_bytes(pool) // mesh.size
 
-    def step(pool, q, k, v, tables, lens, slots, copies):
+    def step(pool, q, k, v, tables, lens, slots):
         pages = cp.local_pages(tables, lens, page_size=4, mesh=mesh)
-        layers = []
+        layers, outs = [], []
         for layer in pool.layers:
             layer = cp.write_kv(layer, k, v, slots, mesh=mesh)
-            q += cp.paged_attention(q, layer, pages, mesh=mesh)
+            outs.append(cp.paged_attention(q, layer, pages, mesh=mesh, cut_heads=cut_heads))
             layers.append(layer)
-        return pp.KVPool(layers=tuple(layers)), q
+        return pp.KVPool(layers=tuple(layers)), outs
 
-    whole = NamedSharding(mesh, P())
-    of = partial(jax.ShapeDtypeStruct, sharding=whole)
-    q, kv = of((4, 4, 16), jnp.float32), of((4, 2, 16), jnp.float32)
-    integers = of((4, 16), jnp.int32), of((4,), jnp.int32), of((4,), jnp.int32)
-    compiled = jax.jit(step, donate_argnums=0).lower(pool, q, kv, kv, *integers, None).compile()
-    assert collectives(compiled).count("all-gather") <= num_layers + 1  # the last makes q whole
-    assert set(collectives(compiled)) == {"all-gather"}
-    assert f"u32[4,4,2,{16 + 1}]" in compiled.as_text()  # outputs and log-sum-exps of 4 devices
-    memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= part
-    assert memory.temp_size_in_bytes < part / num_layers / 4
+    def of(dtype, *shape, spec=()):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
+    q, kv = (of(jnp.float32, 4, heads, 16, spec=(None, "tensor")) for heads in (4, 2))
+    integers = of(jnp.int32, 4, 16), of(jnp.int32, 4), of(jnp.int32, 4)
+    compiled = jax.jit(step, donate_argnums=0).lower(pool, q, kv, kv, *integers).compile()
+    assert collectives(compiled) == [kind] * num_layers
+    shape = "[2,4,1,17]" if cut_heads else "[2,4,2,17]"  # with log-sum-exps, of two devices
+    assert f"u32{shape}" in compiled.as_text()
     copies = copies_of(*[i32(0, 1, 2, 3)] * 2)
     copy = jax.jit(partial(cp.copy_pages, mesh=mesh), donate_argnums=0)
-    compiled = copy.lower(pool, copies).compile()
-    assert collectives(compiled) == ["all-reduce"]
-    memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= part
-    assert memory.temp_size_in_bytes < part / num_layers / 4
+    compiled_copy = copy.lower(pool, copies).compile()
+    assert collectives(compiled_copy) == ["all-reduce"]
+    for memory in (compiled.memory_analysis(), compiled_copy.memory_analysis()):
+        assert memory.alias_size_in_bytes >= part
+        assert memory.temp_size_in_bytes < part / num_layers / 8
 
 
 def test_a_million_tokens_on_two_hosts_of_eight_gpus_lower_for_cuda():
@@ -350,6 +361,7 @@ def test_bad_input_is_refused():
     layer = place(pp.LayerKV(k_pages=k, v_pages=v), mesh)
     pages = cp.local_pages(tables, lens, page_size=4, mesh=mesh)
     attention = jax.jit(partial(cp.paged_attention, mesh=mesh))
+    cut = jax.jit(partial(cp.paged_attention, mesh=mesh, cut_heads=True))
     create = partial(cp.create_kv_pool, mesh=mesh, dtype="float32")
     for message, call in {
         "num_pages=42 must be a multiple of 4, mesh axis 'context'": partial(
@@ -369,6 +381,7 @@ def test_bad_input_is_refused():
         "page_size=0": partial(cp.local_pages, tables, lens, page_size=0, mesh=mesh),
         "head_dim=8 of q": partial(attention, q[..., :8], layer, pages),
         "sinks": partial(attention, q, layer, pages, sinks=SINKS[:2]),
+        "cut_heads=True needs query heads, here 2,": partial(cut, q, layer, pages),
     }.items():
         with pytest.raises(ValueError, match=re.escape(message)):
             call()

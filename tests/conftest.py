@@ -106,6 +106,20 @@ def exact_products():
     jax.config.update("jax_default_matmul_precision", before)
 
 
+@pytest.fixture
+def compilations():
+    """A list with an entry for every compilation so far."""
+    seen: list[str] = []
+
+    def listen(event: str, duration: float, **_: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
 # The imports are in the fixtures: tests of the library alone run without Flax.
 @pytest.fixture(scope="module")
 def model():

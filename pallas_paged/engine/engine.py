@@ -24,13 +24,10 @@ from pallas_paged.engine.input_processor import InputProcessor, check_lists
 from pallas_paged.engine.interrupt import interrupts_held
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.output_processor import OutputProcessor
-from pallas_paged.engine.outputs import CompletionOutput, FinishReasonName, RequestOutput
-from pallas_paged.engine.placement import placements
-from pallas_paged.engine.processes import connect
+from pallas_paged.engine.outputs import RequestOutput
 from pallas_paged.engine.progress import progress_bar
-from pallas_paged.engine.replica import create_replicas, stats_of
-from pallas_paged.engine.request import Request
-from pallas_paged.engine.router import Router
+from pallas_paged.engine.replicas import Replicas
+from pallas_paged.engine.request import Request, UnreadOutputs
 from pallas_paged.engine.runner import modes_for
 from pallas_paged.engine.sampling_params import SamplingParams
 from pallas_paged.engine.scoring import score_requests, scores_of
@@ -72,16 +69,9 @@ class Engine:
         """
         self.config = config = config or EngineConfig()
         self._outputs = OutputProcessor(
-            lambda leader: self._router.choose(leader), tokenizer, model.eos_token_ids
+            lambda leader: self.replicas.choose(leader), tokenizer, model.eos_token_ids
         )
-        places = placements(config.tensor_parallel, config.data_parallel, devices)
-        self._followers, self._leader = None, None
-        if places[0].num_processes > 1:
-            self._followers, self._leader = connect()
-        self.replicas = create_replicas(
-            model, params, config, places, self._outputs.process_outputs, self._followers
-        )
-        self._router = Router(self.replicas, config.page_size)
+        self.replicas = Replicas(model, params, config, devices, self._outputs.process_outputs)
         first = self.replicas[0]
         self.num_pages, self.max_model_len = first.num_pages, first.max_len
         pages = first.scheduler.pages
@@ -97,7 +87,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether no request is unfinished and no output is left to return."""
-        return self._outputs.idle and not any(one.core.in_flight for one in self.replicas)
+        return self._outputs.idle and not self.replicas.in_flight
 
     def submit(
         self,
@@ -144,16 +134,12 @@ class Engine:
         Other requests go on meanwhile. Closing the iterator before its end aborts the request.
         """
         self._check_mine(request)
-        seen: dict[CompletionOutput, tuple[int, int, FinishReasonName | None]] = {}
+        unread = UnreadOutputs(request)
         try:
             while True:
                 finished = request.finished  # before a pause, in which others may step to its end
-                now = {x: (len(x.token_ids), len(x.text), x.finish_reason) for x in request.outputs}
-                before = {output: seen.get(output, (0, 0, None)) for output in now}
-                new = [x.since(*before[x][:2]) for x in now if now[x] != before[x]]
-                if new or finished:
-                    restarted, seen = not seen.keys() <= now.keys(), now
-                    yield request.output(new, restarted=restarted)
+                if (output := unread.take()) is not None:
+                    yield output
                 if finished:
                     return
                 if not request.finished:
@@ -202,19 +188,8 @@ class Engine:
         Raises:
             ValueError: a prompt or its parameters can't be served; none has been started.
         """
-        check_lists(prompts=prompts)
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        check_lists(params=params)
-        if len(params) != len(prompts):
-            raise ValueError(f"{len(params)} params must be one, or one for each of {len(prompts)}")
         self._check_awake()
-        requests: list[Request] = []
-        for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-            try:
-                requests.append(self._inputs.request(prompt, one))
-            except ValueError as error:
-                raise ValueError(f"prompt {index}: {error}") from error
+        requests = self._inputs.requests(prompts, params)
         self._run(requests, progress)
         return [request.output() for request in requests]
 
@@ -259,38 +234,29 @@ class Engine:
             ValueError: the parameters do not fit; nothing has changed.
         """
         self._check_error()
-        if self._leader is None:
-            self._drain()
+        with self._dead_on_error():
+            self.replicas.drain()
         with interrupts_held():
-            self.replicas[0].weights.check(params)
-            if self._followers is not None:
-                self._followers.send("release")
-            leaves = [replica.weights.put(params) for replica in self.replicas]
-            for replica, new in zip(self.replicas, leaves, strict=True):
-                replica.weights.leaves = new
-            if self._followers is not None:
-                self._followers.rejoin()
+            self.replicas.update_params(params)
             if restart_running:
                 self._outputs.restart()
             if reset_prefix_cache:
-                self._reset_prefix_cache()
+                self.replicas.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
         self._check_alive()
         with interrupts_held():
-            self._reset_prefix_cache()
+            self.replicas.reset_prefix_cache()
 
     def sleep(self) -> None:
         """Free the pool's memory. Unfinished requests wait, and are recomputed after `wake`."""
         self._check_alive()
         if self.is_sleeping:
             return
-        self._drain()
         with self._dead_on_error():
-            for replica in self.replicas:
-                replica.sleep()
-            self._router.reset()
+            self.replicas.drain()
+            self.replicas.sleep()
             self.is_sleeping = True
 
     def wake(self) -> None:
@@ -298,8 +264,7 @@ class Engine:
         self._check_alive()
         if self.is_sleeping:
             with interrupts_held():
-                for replica in self.replicas:
-                    replica.runner.executor.wake()
+                self.replicas.wake()
                 self.is_sleeping = False
 
     def warmup(
@@ -320,21 +285,18 @@ class Engine:
         if params is not None:
             check_lists(params=params)
         bar = partial(progress_bar, unit="compilation", show=progress)
-        for replica in self.replicas:
-            replica.runner.warmup(modes_for(params), bar)
+        self.replicas.warmup(modes_for(params), bar)
 
     def stats(self) -> EngineStats:
         """Return the counters of the engine so far; `replicas[i].stats()` has those of one."""
-        return stats_of(self.replicas)
+        return self.replicas.stats()
 
     def check(self) -> None:
         """Wait for the devices; raise ValueError if an invariant of a page table is broken."""
         self._check_alive()
         with self._dead_on_error():
-            for replica in self.replicas:
-                replica.update_table()
-        for replica in self.replicas:
-            replica.check()
+            self.replicas.update_tables()
+        self.replicas.check()
 
     def follow(self) -> bool:
         """Make the device calls of process 0, in the other processes of an engine on several.
@@ -348,43 +310,39 @@ class Engine:
             RuntimeError: this is process 0, or the only one.
         """
         self._check_error()
-        if self._leader is None:
-            raise RuntimeError("follow() is for the processes that are not process 0 of an engine")
+        if self.replicas.leader is None:
+            raise RuntimeError("follow() is for the processes that follow process 0")
         try:
-            released = self._leader.follow(self.replicas[0].runner.executor)
+            released = self.replicas.follow()
         except BaseException as error:
-            self._error = error
-            self._leader.fail(error)
+            self._die(error)
             if not isinstance(error, Exception):
                 raise
             raise EngineDeadError("process 0 can't be followed", error) from error
         if not released:
             self._error = RuntimeError("process 0 has closed it")
-            self._leader.close()
+            self.replicas.close()
         return released
 
     def release(self) -> None:
         """Let the other processes return from `follow`, to train on all devices, for example."""
         self._check_alive()
-        self._drain()
-        if self._followers is not None:
-            self._followers.send("release")
+        with self._dead_on_error():
+            self.replicas.drain()
+            self.replicas.release()
 
     def close(self) -> None:
         """Abort all requests, free the pools, and let the other processes return from `follow`."""
         if self._error is not None:
             return
         self._check_alive()
-        self._drain()
-        with interrupts_held():
+        with self._dead_on_error():
+            self.replicas.drain()
             for request in [*self._outputs.groups]:
                 self._outputs.abort(request)
-            if not self.is_sleeping:
-                for replica in self.replicas:
-                    replica.runner.executor.sleep()
+            self.sleep()
             self._error = RuntimeError("it has been closed")
-            if self._followers is not None:
-                self._followers.close()
+            self.replicas.close()
 
     def _run(self, requests: list[Request], progress: bool) -> None:
         """Add requests and step until they are finished; outputs of others wait for `step`."""
@@ -411,21 +369,7 @@ class Engine:
     def _step(self) -> None:
         self._check_awake()
         with self._dead_on_error():
-            # All devices have work before the host waits for any.
-            dispatched = [replica.core.dispatch() for replica in self.replicas]
-            for replica, num_calls in zip(self.replicas, dispatched, strict=True):
-                replica.core.finish_step(num_calls)
-
-    def _drain(self) -> None:
-        """Read all calls in flight."""
-        with self._dead_on_error():
-            for replica in self.replicas:
-                replica.core.drain()
-
-    def _reset_prefix_cache(self) -> None:
-        for replica in self.replicas:
-            replica.scheduler.reset_prefix_cache()
-        self._router.reset()
+            self.replicas.step()
 
     @contextmanager
     def _dead_on_error(self) -> Iterator[None]:
@@ -438,15 +382,15 @@ class Engine:
         except BaseException as error:
             if completed:  # Ctrl-C, which was held back
                 raise
-            self._error = error
-            for replica in self.replicas:
-                replica.core.discard()
-            self._outputs.fail_all(error)
-            if self._followers is not None:
-                self._followers.close(error)
+            self._die(error)
             if not isinstance(error, Exception):
                 raise
             raise EngineDeadError("a step failed", error) from error
+
+    def _die(self, error: BaseException) -> None:
+        self._error = error
+        self._outputs.fail_all(error)
+        self.replicas.fail(error)
 
     def _check_awake(self) -> None:
         self._check_alive()
@@ -461,7 +405,7 @@ class Engine:
 
     def _check_alive(self) -> None:
         self._check_error()
-        if self._leader is not None:
+        if self.replicas.leader is not None:
             raise RuntimeError("process 0 uses the engine; the others call follow()")
 
     def _check_error(self) -> None:

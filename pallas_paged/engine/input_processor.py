@@ -68,6 +68,30 @@ class InputProcessor:
             prompt_logprobs=None if score_start is None else [None] * len(token_ids),
         )
 
+    def requests(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[Request]:
+        """Make a request for each prompt; arguments as in `Engine.generate`.
+
+        Raises:
+            ValueError: a prompt or its parameters can't be served; the message has its index.
+        """
+        check_lists(prompts=prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        check_lists(params=params)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(params)} params must be one, or one for each of {len(prompts)}")
+        requests = []
+        for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                requests.append(self.request(prompt, one))
+            except ValueError as error:
+                raise ValueError(f"prompt {index}: {error}") from error
+        return requests
+
     def token_ids(self, prompt: object, *, empty: bool = False) -> list[int]:
         """Return the token ids of a prompt.
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
 
-import jax
 import numpy as np
 
 from pallas_paged.engine.config import EngineConfig
@@ -107,51 +105,18 @@ class Replica:
 
     def stats(self) -> EngineStats:
         """Return the counters so far."""
-        return stats_of([self])
+        return self.stats_with(())
 
-
-def create_replicas(
-    model: Model,
-    params: Any,
-    config: EngineConfig,
-    placements: Sequence[Placement],
-    process_outputs: Callable[[RunnerOutput, float], None],
-    followers: Followers | None,
-) -> list[Replica]:
-    """Put the parameters on the devices of each replica, and create the pools in what is left.
-
-    Raises:
-        ValueError: a size is out of range for this model.
-    """
-    model.kv_cache_spec.on_devices(config.tensor_parallel)
-    weights = [Weights(model, params, placement) for placement in placements]
-    if placements[0].mesh is not None:
-        jax.block_until_ready([one.leaves for one in weights])
-    num_pages, max_len = config.sizes(model, placements)
-    return [
-        Replica(
-            model,
-            one,
-            config,
-            placement,
-            process_outputs,
-            num_pages=num_pages,
-            max_len=max_len,
-            followers=followers,
+    def stats_with(self, others: Iterable[Replica]) -> EngineStats:
+        """Return the counters of this replica and others together."""
+        replicas = [self, *others]
+        pools = [replica.runner.executor.pool_shape for replica in replicas]
+        return Counters.sum([replica.counters for replica in replicas]).snapshot(
+            num_waiting=sum(len(replica.scheduler.waiting) for replica in replicas),
+            num_running=sum(len(replica.scheduler.running) for replica in replicas),
+            num_preemptions=sum(replica.scheduler.num_preemptions for replica in replicas),
+            compilations=sum(replica.runner.num_compiled for replica in replicas),
+            num_pages=sum(replica.num_pages for replica in replicas),
+            kv_cache_dtype=pools[0].layers[0].k_pages.dtype.name,
+            pool_bytes=sum(map(pool_bytes, pools)),
         )
-        for one, placement in zip(weights, placements, strict=True)
-    ]
-
-
-def stats_of(replicas: Sequence[Replica]) -> EngineStats:
-    """Return the counters of replicas together."""
-    pools = [replica.runner.executor.pool_shape for replica in replicas]
-    return Counters.sum([replica.counters for replica in replicas]).snapshot(
-        num_waiting=sum(len(replica.scheduler.waiting) for replica in replicas),
-        num_running=sum(len(replica.scheduler.running) for replica in replicas),
-        num_preemptions=sum(replica.scheduler.num_preemptions for replica in replicas),
-        compilations=sum(replica.runner.num_compiled for replica in replicas),
-        num_pages=sum(replica.num_pages for replica in replicas),
-        kv_cache_dtype=pools[0].layers[0].k_pages.dtype.name,
-        pool_bytes=sum(map(pool_bytes, pools)),
-    )

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pallas_paged.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from pallas_paged.engine.outputs import (
+    CompletionOutput,
+    FinishReasonName,
+    Logprob,
+    RequestOutput,
+)
 from pallas_paged.engine.sampling_params import SamplingParams
 
 
@@ -88,3 +93,22 @@ class Request:
             error=self.error,
             restarted=restarted,
         )
+
+
+class UnreadOutputs:
+    """What one reader has not seen of a request's outputs."""
+
+    def __init__(self, request: Request):
+        self._request = request
+        self._seen: dict[CompletionOutput, tuple[int, int, FinishReasonName | None]] = {}
+
+    def take(self) -> RequestOutput | None:
+        """Return what is new since the last time; None if nothing is, and it has not finished."""
+        request, seen = self._request, self._seen
+        now = {x: (len(x.token_ids), len(x.text), x.finish_reason) for x in request.outputs}
+        before = {output: seen.get(output, (0, 0, None)) for output in now}
+        new = [x.since(*before[x][:2]) for x in now if now[x] != before[x]]
+        if not (new or request.finished):
+            return None
+        self._seen = now
+        return request.output(new, restarted=not seen.keys() <= now.keys())

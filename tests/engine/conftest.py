@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import pytest
 
 from tests.support.engine_calls import MODEL, PROMPTS, weights
@@ -18,17 +17,3 @@ def oracle(exact_products):
 def greedy_tokens(oracle):
     """The next 14 tokens of each of PROMPTS."""
     return [oracle.continue_(prompt, 14) for prompt in PROMPTS]
-
-
-@pytest.fixture
-def compilations():
-    """A list with an entry for every compilation so far."""
-    seen: list[str] = []
-
-    def listen(event: str, duration: float, **_: object) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            seen.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from tests.support.plain_model import PlainModel
 # A pool of this many pages is larger than any workspace of a step.
 MANY_PAGES = 2**16 if jax.default_backend() == "cpu" else 2**20
 MODEL = PlainModel(vocab_size=40, max_model_len=64)
+WIDE = replace(MODEL, num_heads=8, num_kv_heads=4)  # for up to 8 devices
 # Lengths on both sides of the borders of 4-token pages; the longest takes two steps.
 PROMPTS = [[1, 2, 3], [*range(4, 13)], [14, 15, 16, 17], [18], [*range(20, 38)]]
 SIZES: dict[str, Any] = dict(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from pallas_paged.engine import KVCacheSpec
 
@@ -46,6 +47,12 @@ class PlainModel:
             normal = jax.random.normal(jax.random.fold_in(key, index), shape)
             weights[name] = (2 * normal / shape[-2] ** 0.5).astype(self.dtype)
         return weights
+
+    def param_specs(self, params):
+        """Return how the weights are cut over devices, for `EngineConfig(tensor_parallel=N)`."""
+        columns, rows = P(None, None, "tensor"), P(None, "tensor")
+        specs = dict(qkv=columns, out=rows, up=columns, down=rows)
+        return specs | dict(embed=P("tensor"), head=P(None, "tensor"))
 
     def __call__(self, params, tokens, positions, attend, cache):
         """Run on packed tokens i32[T] at positions i32[T]; return hidden [T, E] and the cache."""

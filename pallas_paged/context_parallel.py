@@ -106,8 +106,10 @@ def paged_attention(
         ValueError: as `pallas_paged.paged_attention`, or the mesh has no axis "context".
         NotImplementedError: as `pallas_paged.paged_attention`; also where it is differentiated.
 
-    Source: partial attention merged over devices as in Liu et al., "Ring Attention", 2023.
+    Source: states merged over devices as in Shyam et al., "Tree Attention", 2024; heads left cut as
+    in Bhatia et al., "Helix Parallelism", 2025.
     """
+    _check_types(layer, pages)
 
     def attend(
         q: jax.Array, layer: LayerKV, pages: LocalPages, sinks: jax.Array | None
@@ -172,6 +174,11 @@ def ragged_paged_attention(
         ValueError: as `pallas_paged.ragged_paged_attention`, or the mesh has no axis "context".
         NotImplementedError: as `paged_attention`.
     """
+    _check_types(layer, pages)
+    tokens = {name: as_array(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
+    shapes = {name: tuple(x.shape) for name, x in tokens.items()}
+    if any(len(shape) != 3 or shape[0] != shapes["q"][0] for shape in shapes.values()):
+        raise ValueError(f"q, k and v must be [T, heads, head_dim] of the same T, got {shapes}")
 
     def attend(
         q: jax.Array,
@@ -205,12 +212,19 @@ def ragged_paged_attention(
     in_specs = (heads, heads, heads, pool_specs(mesh, layer), P(CONTEXT_AXIS), P(), sinks_spec)
     out_spec = mesh_spec(mesh, None, (TENSOR_AXIS, CONTEXT_AXIS)) if cut_heads else heads
     return on_devices(attend, mesh, in_specs, out_spec)(
-        *(as_array(name, x) for name, x in (("q", q), ("k", k), ("v", v))),
+        *tokens.values(),
         layer,
         pages,
         as_array("cu_q_lens", cu_q_lens),
         None if sinks is None else as_array("sinks", sinks),
     )
+
+
+def _check_types(layer: Any, pages: Any) -> None:
+    if not isinstance(layer, LayerKV):
+        raise ValueError(f"layer must be a LayerKV, got {type(layer).__name__}")
+    if not isinstance(pages, LocalPages):
+        raise ValueError(f"pages must be LocalPages, got {type(pages).__name__}")
 
 
 def _checked(

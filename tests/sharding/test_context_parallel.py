@@ -361,6 +361,7 @@ def test_bad_input_is_refused():
     layer = place(pp.LayerKV(k_pages=k, v_pages=v), mesh)
     pages = cp.local_pages(tables, lens, page_size=4, mesh=mesh)
     attention = jax.jit(partial(cp.paged_attention, mesh=mesh))
+    ragged = jax.jit(partial(cp.ragged_paged_attention, mesh=mesh))
     cut = jax.jit(partial(cp.paged_attention, mesh=mesh, cut_heads=True))
     create = partial(cp.create_kv_pool, mesh=mesh, dtype="float32")
     for message, call in {
@@ -380,6 +381,11 @@ def test_bad_input_is_refused():
         ),
         "page_size=0": partial(cp.local_pages, tables, lens, page_size=0, mesh=mesh),
         "head_dim=8 of q": partial(attention, q[..., :8], layer, pages),
+        "pages must be LocalPages, got ": partial(attention, q, layer, tables),
+        "layer must be a LayerKV, got tuple": partial(attention, q, (layer,), pages),
+        "of the same T, got {'q': (4, 4, 16), 'k': (3,": partial(
+            ragged, q, q[:3, :2], q[:3, :2], layer, pages, i32(0, 4)
+        ),
         "sinks": partial(attention, q, layer, pages, sinks=SINKS[:2]),
         "cut_heads=True needs query heads, here 2,": partial(cut, q, layer, pages),
     }.items():

@@ -199,7 +199,11 @@ def markdown(run: dict[str, Any]) -> str:
         )
     rates = f"Of each device: {_RATES.read:.0f} GB/s read, {_RATES.link:.0f} GB/s sent to others of"
     rates += f" its host, {_RATES.network:.0f} GB/s sent to other hosts. A host has 8 devices."
-    return f"{table(rows)}\n\n{rates}\n\n{timing.provenance(run['meta'])}\n"
+    compiled = f"Programs have {_COMPILED_LAYERS} layers in f32 and run on some of"
+    compiled += (
+        f" {run['num_devices']} devices; their collectives are compared with those on paper."
+    )
+    return "\n\n".join([table(rows), rates, compiled, timing.provenance(run["meta"])]) + "\n"
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -227,6 +231,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     run: dict[str, Any] = {
         "meta": timing.describe_run("bench.parallel_programs", argv),
         "collective_us": args.collective_us,
+        "num_devices": len(jax.devices()),
         "results": [],
     }
     for name in args.shapes:

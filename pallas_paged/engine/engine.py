@@ -20,7 +20,7 @@ import numpy as np
 
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.errors import EngineDeadError
-from pallas_paged.engine.input_processor import InputProcessor, check_lists
+from pallas_paged.engine.input_processor import InputProcessor
 from pallas_paged.engine.interrupt import interrupts_held
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.output_processor import OutputProcessor
@@ -72,10 +72,9 @@ class Engine:
             lambda leader: self.replicas.choose(leader), tokenizer, model.eos_token_ids
         )
         self.replicas = Replicas(model, params, config, devices, self._outputs.process_outputs)
-        first = self.replicas[0]
-        self.num_pages, self.max_model_len = first.num_pages, first.max_len
-        pages = first.scheduler.pages
-        self._inputs = InputProcessor(model, tokenizer, pages, max_model_len=first.max_len)
+        self.num_pages, self.max_model_len = self.replicas.num_pages, self.replicas.max_model_len
+        pages = self.replicas[0].scheduler.pages
+        self._inputs = InputProcessor(model, tokenizer, pages, max_model_len=self.max_model_len)
         self.is_sleeping = False
         self._error: BaseException | None = None
 
@@ -133,7 +132,7 @@ class Engine:
 
         Other requests go on meanwhile. Closing the iterator before its end aborts the request.
         """
-        self._check_mine(request)
+        self._outputs.find(request)
         unread = UnreadOutputs(request)
         try:
             while True:
@@ -159,11 +158,7 @@ class Engine:
             ValueError: it is not a request of this engine.
         """
         self._check_alive()
-        if isinstance(request, str):
-            if (found := self._outputs.requests.get(request)) is None:
-                raise ValueError(f"{request=} is not the id of a request")
-            request = found
-        self._check_mine(request)
+        request = self._outputs.find(request)
         if request in self._outputs.groups:
             with interrupts_held():
                 self._outputs.abort(request)
@@ -282,8 +277,6 @@ class Engine:
         self._check_alive()
         if not self.idle or self.is_sleeping:
             raise ValueError("warmup must run while the engine is awake and idle")
-        if params is not None:
-            check_lists(params=params)
         bar = partial(progress_bar, unit="compilation", show=progress)
         self.replicas.warmup(modes_for(params), bar)
 
@@ -396,12 +389,6 @@ class Engine:
         self._check_alive()
         if self.is_sleeping:
             raise RuntimeError("the engine sleeps: call wake() first")
-
-    def _check_mine(self, request: Request) -> None:
-        if not isinstance(request, Request):
-            raise ValueError(f"{request=} must be a Request or its id")
-        if request not in self._outputs.groups and not request.finished:
-            raise ValueError(f"request {request.request_id!r} is of another engine")
 
     def _check_alive(self) -> None:
         self._check_error()

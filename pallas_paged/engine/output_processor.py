@@ -74,6 +74,22 @@ class OutputProcessor:
             replica.load += request.load
             replica.scheduler.add(group.live[0])
 
+    def find(self, request: Request | str) -> Request:
+        """Return a request, given itself or its id.
+
+        Raises:
+            ValueError: it is not a request of this engine.
+        """
+        if isinstance(request, str):
+            if (found := self.requests.get(request)) is None:
+                raise ValueError(f"{request=} is not the id of a request")
+            request = found
+        if not isinstance(request, Request):
+            raise ValueError(f"{request=} must be a Request or its id")
+        if request not in self.groups and not request.finished:
+            raise ValueError(f"request {request.request_id!r} is of another engine")
+        return request
+
     def process_outputs(self, output: RunnerOutput, now: float) -> None:
         """Take what a call has computed, read at a time of `time.perf_counter`."""
         for chunk, logprobs in output.prompt_logprobs:

@@ -29,7 +29,7 @@ class Replica:
         cache: None computes every prompt in full.
         counters: of its requests and calls.
         load: tokens that its unfinished requests may have in all.
-        num_pages, max_len: of its pool, and most tokens of a sequence.
+        num_pages: of its pool.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Replica:
             process_outputs,
             config.num_scheduler_steps,
         )
-        self.num_pages, self.max_len, self.load = num_pages, max_len, 0
+        self.num_pages, self.load = num_pages, 0
 
     def sleep(self) -> None:
         """Free the pool's memory, with nothing in flight; sequences wait to be recomputed."""

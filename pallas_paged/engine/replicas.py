@@ -26,6 +26,7 @@ class Replicas:
     Attributes:
         followers: the other processes; None if there are none, or this is one of them.
         leader: process 0, if this is another one of several.
+        num_pages, max_model_len: of each replica.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Replicas:
         weights = [Weights(model, params, place) for place in places]
         if places[0].mesh is not None:
             jax.block_until_ready([one.leaves for one in weights])
-        num_pages, max_len = config.sizes(model, places)
+        self.num_pages, self.max_model_len = config.sizes(model, places)
         self._all = [
             Replica(
                 model,
@@ -62,8 +63,8 @@ class Replicas:
                 config,
                 place,
                 process_outputs,
-                num_pages=num_pages,
-                max_len=max_len,
+                num_pages=self.num_pages,
+                max_len=self.max_model_len,
                 followers=self.followers,
             )
             for one, place in zip(weights, places, strict=True)

@@ -16,6 +16,7 @@ from pallas_paged.engine.batch import Batch, BatchBuckets, pack
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.executor import Executor
 from pallas_paged.engine.input_batch import set_slot, slot_states
+from pallas_paged.engine.input_processor import check_lists
 from pallas_paged.engine.kv_cache_manager import TableUpdate
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.placement import Placement
@@ -252,6 +253,7 @@ def modes_for(params: Iterable[SamplingParams] | None) -> list[SamplingMode]:
         draws = SamplingMode(draws=True, filters=True)
         full = replace(draws, processors=True, penalties=True, logprobs=MAX_LOGPROBS)
         return [SamplingMode(), draws, full, replace(full, prompt_logprobs=MAX_LOGPROBS)]
+    check_lists(params=params)
     for one in params:
         if not isinstance(one, SamplingParams):
             raise ValueError(f"params has {one!r}, which must be SamplingParams")

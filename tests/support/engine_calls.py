@@ -71,7 +71,8 @@ def sampling(**params) -> SamplingParams:
 def steps_of(engine: Engine, num_steps: Any) -> None:
     """Let calls that only decode run this many steps; a function is called each time."""
     get = num_steps if callable(num_steps) else lambda: num_steps
-    engine.replicas[0].core._num_steps = get
+    for replica in engine.replicas:
+        replica.core._num_steps = get
 
 
 def run(engine: Engine, *, max_steps: int = 1000, check: bool = True) -> list[RequestOutput]:
@@ -88,34 +89,39 @@ def run(engine: Engine, *, max_steps: int = 1000, check: bool = True) -> list[Re
 def step(engine: Engine, *, check: bool = True) -> list[RequestOutput]:
     """One step; then the invariants of the page table hold, and at most one call is in flight."""
     outputs = engine.step()
-    assert len(engine.replicas[0].core._calls) <= 1, "more than one call is in flight"
+    for replica in engine.replicas:
+        assert len(replica.core._calls) <= 1, "more than one call is in flight"
     if check:
         engine.check()  # runs the update, which the host has counted on
-        assert engine.replicas[0].scheduler.pages.num_free <= int(engine.table.num_free)
+        for replica in engine.replicas:
+            assert replica.scheduler.pages.num_free <= int(replica.runner.table.num_free)
     return outputs
 
 
 def assert_nothing_is_left(engine: Engine) -> None:
     """Every page is free or cached, every slot is free, and no request is remembered."""
     engine.check()
-    scheduler, cache = engine.replicas[0].scheduler, engine.replicas[0].cache
-    num_cached = 0
-    if cache is not None:
-        assert not cache._leases
-        num_cached = len(cache)
-        assert cache.num_evictable == num_cached
-    assert int(engine.table.num_free) + num_cached == engine.num_pages
-    assert not np.any(np.asarray(engine.table.seq_lens))
-    assert not (engine._outputs.groups or engine.replicas[0].core._calls)
-    assert not (scheduler.waiting or scheduler.running)
-    assert sorted(scheduler._slots) == list(range(engine.config.max_num_seqs))
+    assert not engine._outputs.groups and not engine._outputs._replicas
+    for replica in engine.replicas:
+        scheduler, cache, table = replica.scheduler, replica.cache, replica.runner.table
+        num_cached = 0
+        if cache is not None:
+            assert not cache._leases
+            num_cached = len(cache)
+            assert cache.num_evictable == num_cached
+        assert int(table.num_free) + num_cached == engine.num_pages
+        assert not np.any(np.asarray(table.seq_lens))
+        assert not (replica.core._calls or scheduler.waiting or scheduler.running)
+        assert sorted(scheduler._slots) == list(range(engine.config.max_num_seqs))
+        assert replica.load == 0
 
 
 def assert_every_page_is_free(engine: Engine) -> None:
     """After the prefix cache is emptied."""
     engine.reset_prefix_cache()
     assert_nothing_is_left(engine)
-    assert int(engine.table.num_free) == engine.num_pages
+    for replica in engine.replicas:
+        assert int(replica.runner.table.num_free) == engine.num_pages
 
 
 def submit(

@@ -19,7 +19,7 @@ from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import implementation as mosaic
 from pallas_paged.kernels.mosaic.config import prefer_mosaic
 from pallas_paged.kernels.triton import implementation as triton
-from pallas_paged.partition import Axes, Layout, on_each_device
+from pallas_paged.partition import Axes, Layout, explicit_mesh, on_each_device, on_explicit_mesh
 
 Implementation = Literal["triton", "triton_interpret", "mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 
@@ -181,12 +181,16 @@ def attend(
         if kernel == "ragged":
             cu_q_lens = rising_offsets(arrays.cu_q_lens, call.num_tokens)
             arrays = dataclasses.replace(arrays, cu_q_lens=cu_q_lens)
-        if chosen == "xla":  # XLA partitions it, and differentiates it
-            return BACKENDS[chosen].bind(call)(arrays, options=options)
         scalars = arrays.k_scales is not None and not arrays.k_scales.ndim
         layout = _layout(kernel, local.names, scalars, with_lse)
-        run = on_each_device(local, layout, platform=local.device.platform)
-        out, *lse = run(*(getattr(arrays, name) for name in local.names))
+        given = [getattr(arrays, name) for name in local.names]
+        mesh = explicit_mesh(given)
+        if chosen != "xla":
+            out, *lse = on_each_device(local, layout, platform=local.device.platform)(*given)
+        elif mesh is not None:
+            out, *lse = on_explicit_mesh(mesh, local, layout, given)
+        else:  # XLA partitions it
+            out, *lse = local(*given)
     return out, lse[0] if lse else None
 
 

@@ -74,6 +74,34 @@ class Layout:
         )
 
 
+def explicit_mesh(arrays: Sequence[jax.Array]) -> AbstractMesh | None:
+    """Return the mesh of arrays whose types hold their shardings, or None."""
+    meshes = (jax.typeof(x).sharding.mesh for x in arrays)
+    return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+
+
+def on_explicit_mesh(
+    mesh: AbstractMesh,
+    local: Callable[..., tuple[jax.Array, ...]],
+    layout: Layout,
+    arrays: Sequence[jax.Array],
+) -> tuple[jax.Array, ...]:
+    """Run `local` on each device's part of arrays on their explicit mesh.
+
+    Raises:
+        ValueError: as `cut_of`.
+    """
+    specs = [jax.typeof(x).sharding.spec for x in arrays]
+    cut = cut_of(layout, [x.shape for x in arrays], specs, mesh)
+    ins, outs = (
+        tuple(_spec(cut, axes) for axes in words) for words in (layout.inputs, layout.outputs)
+    )
+    moved = (jax.reshard(x, NamedSharding(mesh, s)) for x, s in zip(arrays, ins, strict=True))
+    # Results are alike along the axes that the specs leave out, which JAX can't know.
+    run = jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
+    return run(*moved)
+
+
 def on_each_device(
     local: Callable[..., tuple[jax.Array, ...]], layout: Layout, *, platform: str
 ) -> Callable[..., tuple[jax.Array, ...]]:
@@ -129,18 +157,10 @@ def _build(local: Any, layout: Layout, platform: str) -> Callable[..., Any]:
         # for abstract devices.
         if here.manual_axes or (here.size == 1 and not here.empty):
             return local(*args)
-        types = [jax.typeof(x) for x in args]
-        meshes = (t.sharding.mesh for t in types)
-        mesh = next((m for m in meshes if AxisType.Explicit in m.axis_types), None)
-        if mesh is None:  # on one device it is lowered as `local` itself
-            return batchable(*args)
-        cut = cut_of(layout, [t.shape for t in types], [t.sharding.spec for t in types], mesh)
-        ins, outs = (
-            tuple(_spec(cut, axes) for axes in words) for words in (layout.inputs, layout.outputs)
-        )
-        args = tuple(jax.reshard(x, NamedSharding(mesh, s)) for x, s in zip(args, ins, strict=True))
-        # Results are alike along the axes that the specs leave out, which JAX can't know.
-        return jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)(*args)
+        mesh = explicit_mesh(args)
+        if mesh is not None:
+            return on_explicit_mesh(mesh, local, layout, args)
+        return batchable(*args)  # on one device it is lowered as `local` itself
 
     function: Any = jax.custom_vjp(call)
 

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import jax
+from jax import lax
+from jax.typing import DTypeLike
 
 Kernel = Literal["decode", "ragged"]
 Config = TypeVar("Config")
@@ -82,6 +84,27 @@ class Arrays:
     def max_kv_len(self) -> int:
         """Tokens that a full row of the block table holds."""
         return self.block_tables.shape[1] * self.page_size
+
+
+def result_shape(
+    shape: tuple[int, ...], dtype: DTypeLike, *, varying: bool = True
+) -> jax.ShapeDtypeStruct:
+    """Return the type of a kernel's result: in `shard_map`, each device has its own.
+
+    Without `varying` the type says that all have the same, see `varying_by_device`.
+    """
+    axes = jax.sharding.get_abstract_mesh().manual_axes if varying else ()
+    kind = jax.sharding.ManualAxisType(varying=frozenset(axes))
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
+
+
+def varying_by_device(x: jax.Array) -> jax.Array:
+    """Return `x` with the type of an array that each device of a `shard_map` has of its own.
+
+    Kernels with references need it: under `check_vma` those must be of arrays that are alike.
+    """
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    return lax.pcast(x, tuple(axes), to="varying") if axes else x
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.kernels.call import Arrays
+from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.decode_plan import DecodePlan
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits
 from pallas_paged.kernels.mosaic import ops
@@ -294,8 +294,8 @@ def paged_decode(
     )
     columns = (num_kv_heads, plan.num_partials, padded_group(group))
     partials = ops.Partials(
-        out=jax.ShapeDtypeStruct((*columns, head_dim), jnp.float32),
-        lse=jax.ShapeDtypeStruct(columns, jnp.float32),
+        out=result_shape((*columns, head_dim), jnp.float32),
+        lse=result_shape(columns, jnp.float32),
     )
     kernel = functools.partial(decode_kernel, plan=plan, group=group, interpret=interpret)
     out, lse = plgpu.kernel(

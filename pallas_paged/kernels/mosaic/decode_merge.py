@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.decode_plan import DecodePlan
 from pallas_paged.kernels.logits import LN_2, LOG2_E
 from pallas_paged.kernels.mosaic import ops
@@ -164,8 +165,8 @@ def merge_decode(
     block_s, block_h = block_sizes(plan, num_seqs=num_seqs, num_q_heads=num_q_heads)
     inputs = partials, unit_ends, sinks
     results = (
-        jax.ShapeDtypeStruct((num_seqs, num_q_heads, partials.out.shape[-1]), dtype),
-        jax.ShapeDtypeStruct((num_seqs, num_q_heads), jnp.float32),
+        result_shape((num_seqs, num_q_heads, partials.out.shape[-1]), dtype),
+        result_shape((num_seqs, num_q_heads), jnp.float32),
     )
     kernel = functools.partial(
         merge_decode_kernel, plan=plan, block_s=block_s, block_h=block_h, interpret=interpret

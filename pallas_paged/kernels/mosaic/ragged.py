@@ -30,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.kernels.call import Arrays
+from pallas_paged.kernels.call import Arrays, result_shape, varying_by_device
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.config import MosaicRaggedConfig
@@ -329,12 +329,13 @@ def ragged_paged_attention(
     head_tiles = arrays.num_kv_heads * tile.num_head_tiles
     rows = (head_tiles, num_partials, config.num_consumers, WG_ROWS)
     outputs = Outputs(
-        out=jax.ShapeDtypeStruct(arrays.q.shape, arrays.q.dtype),
+        # The merge has references to these two.
+        out=result_shape(arrays.q.shape, arrays.q.dtype, varying=False),
         partials=ops.Partials(
-            out=jax.ShapeDtypeStruct((*rows, arrays.head_dim), jnp.float32),
-            lse=jax.ShapeDtypeStruct(rows, jnp.float32),
+            out=result_shape((*rows, arrays.head_dim), jnp.float32),
+            lse=result_shape(rows, jnp.float32),
         ),
-        lse=jax.ShapeDtypeStruct(arrays.q.shape[:2], jnp.float32) if with_lse else None,
+        lse=(result_shape(arrays.q.shape[:2], jnp.float32, varying=False) if with_lse else None),
     )
     scratch = scratch_types(
         config,
@@ -375,4 +376,5 @@ def ragged_paged_attention(
         interpret=ops.interpreter(interpret),
     )(*jax.tree.leaves(inputs))
     outputs = jax.tree.unflatten(jax.tree.structure(outputs), results)
-    return merge_ragged(outputs, merges, arrays.sinks, tile=tile, interpret=interpret)
+    out, lse = merge_ragged(outputs, merges, arrays.sinks, tile=tile, interpret=interpret)
+    return varying_by_device(out), None if lse is None else varying_by_device(lse)

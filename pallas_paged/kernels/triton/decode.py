@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_paged.kernels.call import Arrays
+from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.decode_plan import DecodePlan
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot
 from pallas_paged.kernels.triton import merge, one_byte, softmax
@@ -195,8 +195,8 @@ def paged_decode(
     scales = [one_byte.scale_rows(x) for x in (arrays.k_scales, arrays.v_scales)]
     of_rows = [arrays.block_tables, arrays.seq_lens, unit_ends]
     out_shape = (
-        jax.ShapeDtypeStruct((plan.num_partials, num_kv_heads, group, head_dim), jnp.float32),
-        jax.ShapeDtypeStruct((plan.num_partials, num_kv_heads, group), jnp.float32),
+        result_shape((plan.num_partials, num_kv_heads, group, head_dim), jnp.float32),
+        result_shape((plan.num_partials, num_kv_heads, group), jnp.float32),
     )
     slopes = arrays.alibi_slopes
     slopes = None if slopes is None else slopes.reshape(num_kv_heads, group)

@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.config_fields import programs_per_kv_head
 from pallas_paged.kernels.decode_plan import DecodePlan
 from pallas_paged.kernels.ragged_plan import Plan
@@ -135,8 +136,8 @@ def merge_decode(
 
     args = (outs, lses, unit_ends, sinks)
     out_shape = (
-        jax.ShapeDtypeStruct((num_seqs, num_heads, head_dim), dtype),
-        jax.ShapeDtypeStruct((num_seqs, num_heads), jnp.float32),
+        result_shape((num_seqs, num_heads, head_dim), dtype),
+        result_shape((num_seqs, num_heads), jnp.float32),
     )
     return pl.pallas_call(
         functools.partial(merge_decode_kernel, plan=plan, tile=tile),
@@ -228,7 +229,7 @@ def merge_ragged(
             *specs,
         ],
         out_specs=specs,
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (out, lse)],
+        out_shape=[result_shape(x.shape, x.dtype) for x in (out, lse)],
         # Written in place: `out` already holds the tiles that were not split.
         input_output_aliases={num_inputs - 2: 0, num_inputs - 1: 1},
         compiler_params=plgpu.CompilerParams(num_warps=tile.num_warps),

@@ -28,7 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_paged.kernels.call import Arrays
+from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.config_fields import programs_per_kv_head
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot
 from pallas_paged.kernels.ragged_plan import Plan, make_plan, make_tiles
@@ -249,10 +249,10 @@ def ragged_paged_attention(
     tree = None if arrays.tree_mask is None else arrays.tree_mask.astype(jnp.int8)
     partials = (num_kv_heads, plan.num_partials, config.block_q)
     out_shape = (
-        jax.ShapeDtypeStruct((num_tokens, num_kv_heads, group, head_dim), q.dtype),
-        jax.ShapeDtypeStruct((num_tokens, num_kv_heads, group), jnp.float32),
-        jax.ShapeDtypeStruct((*partials, head_dim), jnp.float32),
-        jax.ShapeDtypeStruct(partials, jnp.float32),
+        result_shape((num_tokens, num_kv_heads, group, head_dim), q.dtype),
+        result_shape((num_tokens, num_kv_heads, group), jnp.float32),
+        result_shape((*partials, head_dim), jnp.float32),
+        result_shape(partials, jnp.float32),
     )
     out, lse, outs, lses = pl.pallas_call(
         functools.partial(

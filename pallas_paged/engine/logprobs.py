@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_paged.engine.sampling_filters import MAX_SHARDS
 
@@ -70,8 +71,17 @@ def top_tokens(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     if k * num_parts >= size:
         return _largest(values, _indices(values), k)
     parts = (x.reshape(num_rows, num_parts, -1) for x in (values, _indices(values)))
-    best, tokens = (x.reshape(num_rows, -1) for x in _largest(*parts, k))
+    best, tokens = (_join(x).reshape(num_rows, -1) for x in _largest(*parts, k))
     return _largest(best, tokens, k)
+
+
+def _join(parts: jax.Array) -> jax.Array:
+    """Return parts `[S, P, k]` as they are, all of them on each device that has some of them.
+
+    Each is the sum of itself and zeros: devices add, and don't have to agree on a layout.
+    """
+    is_own = np.eye(parts.shape[1], dtype=bool)[None, :, :, None]
+    return jnp.sum(jnp.where(is_own, parts[:, :, None], 0), axis=1)
 
 
 def _largest(values: jax.Array, tokens: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

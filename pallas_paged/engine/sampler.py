@@ -234,7 +234,7 @@ def sample(
     """
     check_logits(logits)
     if not mode.draws:
-        return _argmax(logits)
+        return _argmax(logits)[0]
     metadata = jax.tree.map(jnp.asarray, metadata)
     if not mode.filters:
         return _draw(logits, metadata, lens)
@@ -248,7 +248,7 @@ def sample(
         jnp.sum(x, dtype=jnp.int32) <= _FEW_ROWS for x in (draws, draws & filters)
     )
     case = jnp.where(few_draw, 0, jnp.where(few_filter, 1, 2))
-    branches = (lambda logits, *_: _argmax(logits), _draw, _draw_filtered)
+    branches = (lambda logits, *_: _argmax(logits)[0], _draw, _draw_filtered)
     tokens = lax.switch(case, branches, logits, metadata, lens)
     some = draws & (filters | few_draw)
 
@@ -274,7 +274,7 @@ def _key(seeds: jax.Array, length: jax.Array) -> jax.Array:
 
 def _draw(logits: jax.Array, metadata: SamplingMetadata, lens: jax.Array) -> jax.Array:
     """Draw from all tokens; rows with temperature 0 take the best."""
-    return _argmax(_noise(logits, metadata, lens) - _depth(logits, metadata))
+    return _argmax(_noise(logits, metadata, lens) - _depth(logits, metadata))[0]
 
 
 def _draw_filtered(logits: jax.Array, metadata: SamplingMetadata, lens: jax.Array) -> jax.Array:
@@ -288,22 +288,16 @@ def _draw_filtered(logits: jax.Array, metadata: SamplingMetadata, lens: jax.Arra
     def body(carry: Any) -> Any:
         bracket, _, is_first = carry
         bracket = narrow(depth, bracket, jnp.where(is_first, _TOLERANCE, 0.0))
-        kept = (depth < bracket.far[:, None]) & (depth <= deepest[:, None])
-        tokens = _argmax(jnp.where(kept, _noise(logits, metadata, lens) - depth, -jnp.inf))
-        return bracket, tokens, jnp.bool_(False)
-
-    def is_undecided(carry: Any) -> jax.Array:
-        """Return whether a token is drawn from those of which it is not known yet if they are kept.
-
-        That is rare. Any other token is the one that an exact threshold gives: it has the largest
-        sum of logit and noise of more tokens than are kept, and it is kept.
-        """
-        bracket, tokens, is_first = carry
-        drawn = jnp.take_along_axis(depth, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0]
-        return is_first | jnp.any((drawn > bracket.near) & (tokens >= 0))
+        is_kept = (depth < bracket.far[:, None]) & (depth <= deepest[:, None])
+        scores = jnp.where(is_kept, _noise(logits, metadata, lens) - depth, -jnp.inf)
+        tokens, drawn = _argmax(scores, depth)
+        # A drawn token that is not known to be kept is rare. Any other is the one that exact
+        # thresholds give: it is kept, and the best of no fewer tokens than are kept.
+        return bracket, tokens, jnp.any((drawn > bracket.near) & (tokens >= 0))
 
     tokens = jnp.zeros(logits.shape[0], jnp.int32)
-    return lax.while_loop(is_undecided, body, (bracket, tokens, jnp.bool_(True)))[1]
+    carry = lax.while_loop(lambda carry: carry[2], body, (bracket, tokens, jnp.bool_(True)))
+    return carry[1]
 
 
 def _depth(logits: jax.Array, metadata: SamplingMetadata) -> jax.Array:
@@ -321,10 +315,22 @@ def _noise(logits: jax.Array, metadata: SamplingMetadata, lens: jax.Array) -> ja
     return jnp.where(metadata.temperature[:, None] > 0, noise, 0.0)
 
 
-def _argmax(logits: jax.Array) -> jax.Array:
-    tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # NaN counts as the largest
-    best = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
-    return jnp.where(jnp.isfinite(best), tokens, -1)
+def _argmax(values: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the place of the largest of values `[S, V]`, and what the others have there.
+
+    Of equal values the first counts; a largest value that is not finite has the place -1. One
+    reduction of all is one message between devices.
+    """
+    places = lax.broadcasted_iota(jnp.int32, values.shape, 1)
+    operands = (values, places, *others)
+
+    def larger(x: tuple[jax.Array, ...], y: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        is_x = (x[0] > y[0]) | (x[0] != x[0]) | ((x[0] == y[0]) & (x[1] < y[1]))  # NaN is largest
+        return tuple(lax.select(is_x, a, b) for a, b in zip(x, y, strict=True))
+
+    inits = (np.float32(-np.inf), *(np.zeros((), x.dtype) for x in operands[1:]))
+    best, place, *found = lax.reduce(operands, inits, larger, (1,))
+    return jnp.where(jnp.isfinite(best), place, -1), *found
 
 
 def _drop_negative(indices: jax.Array, size: int) -> jax.Array:

@@ -33,6 +33,9 @@ class Followers:
 
     def __init__(self, sockets: Sequence[socket.socket]):
         self._sockets = list(sockets)
+        self._poll = select.poll()
+        for one in sockets:
+            self._poll.register(one, select.POLLIN)
         self._waiting = False  # the last message was a release, which ends `follow`
         # Before the end of jax.distributed, which waits for processes that wait for a message.
         atexit.register(self._hang_up)
@@ -84,8 +87,10 @@ class Followers:
 
     def _check(self) -> None:
         """Raise RuntimeError if a process has ended or failed: others send nothing."""
-        for one in select.select(self._sockets, [], [], 0)[0]:
-            index = 1 + self._sockets.index(one)
+        for descriptor, _ in self._poll.poll(0):
+            numbers = [one.fileno() for one in self._sockets]
+            index = numbers.index(descriptor)
+            one, index = self._sockets[index], index + 1
             try:
                 reason = one.recv(1 << 16).decode()
             except OSError:

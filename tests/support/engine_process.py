@@ -1,13 +1,15 @@
 """A process of an engine on several: `python -m tests.support.engine_process PORT INDEX SCENARIO`.
 
-Process 0 serves requests and prints what a scenario computes, as one line of JSON; the others
-follow it.
+Process 0 serves requests, and prints the tokens as a line of JSON; the others follow it. In the
+scenario "serve" it then closes the engine; in the scenario "die" it serves until the test kills a
+process.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import jax
 
@@ -39,16 +41,16 @@ def main(port: int, index: int, scenario: str) -> None:
         engine.close()
         print(json.dumps(found), flush=True)
         return
-    # Serves until the test kills a process.
+    calls.serve(engine, calls.PROMPTS, calls.greedy(), check=False)
     print("serving", flush=True)
     while True:
         calls.serve(engine, calls.PROMPTS, calls.greedy(), check=False)
 
 
-def serve(engine, calls, new) -> list[list[list[int]]]:
+def serve(engine: Any, calls: Any, new: Any) -> list[list[list[int]]]:
     """Tokens of several loads, one of them after a sleep and one of them with new weights."""
-    loads = [calls.greedy(), calls.sampling(n=2, top_k=5), calls.greedy(beam_width=2)]
-    loads.append(calls.greedy(presence_penalty=1.0))
+    loads = [calls.greedy(), calls.sampling(n=2, top_k=5, presence_penalty=1.0)]
+    loads.append(calls.greedy(beam_width=2, max_tokens=6))
     engine.warmup([loads[0]])
     found = [calls.tokens_of(calls.serve(engine, calls.PROMPTS, load)) for load in loads]
     engine.sleep()

@@ -95,9 +95,8 @@ class OutputProcessor:
         for chunk, logprobs in output.prompt_logprobs:
             request = chunk.sequence.request
             assert request.prompt_logprobs is not None
-            num_logprobs = 1 + (request.params.prompt_logprobs or 0)
             for index, one in enumerate(logprobs, chunk.start + 1):
-                request.prompt_logprobs[index] = dict(one[:num_logprobs])
+                request.prompt_logprobs[index] = dict(one)
         for sampled in output.sampled:
             self._process(sampled, now)
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
 
 from pallas_paged.engine.logprobs import Logprobs
 from pallas_paged.engine.outputs import Logprob, TokenLogprobs
+from pallas_paged.engine.sampling_params import MAX_LOGPROBS
 from pallas_paged.engine.scheduler_output import Chunk, Decode, SchedulerOutput
 from pallas_paged.engine.sequence import Sequence
 from pallas_paged.engine.step import NOT_SAMPLED, StepOutput
+
+_RANKS = range(1, MAX_LOGPROBS + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,17 +85,22 @@ def read_output(in_flight: InFlight, output: StepOutput, page_size: int) -> Runn
     pages = (mapping // page_size).T.tolist()
     sampled: list[Sampled] = []
     prompt_logprobs: list[tuple[Chunk, list[TokenLogprobs]]] = []
+    wanted = [x.sequence.request.params.num_logprobs for x in (*decodes, *chunks)]
+    most = max((x for x in wanted if x is not None), default=None)
+    by_row = None
+    if most is not None:
+        assert output.logprobs is not None
+        steps = jax.tree.map(lambda x: np.swapaxes(x[:num_steps], 0, 1), output.logprobs)
+        by_row = _Lists.of(steps, most)
 
     def add(sequence: Sequence, row: int, decode: Decode | None) -> int:
         token_ids = tokens[row]
         if token_ids[-1] == NOT_SAMPLED:
             token_ids = token_ids[: token_ids.index(NOT_SAMPLED)]
-        logprobs = None
-        if output.logprobs is not None:
-            logprobs = [
-                _token_logprobs(output.logprobs, (step, row), token_id)
-                for step, token_id in enumerate(token_ids)
-            ]
+        logprobs, num_logprobs = None, sequence.request.params.num_logprobs
+        if num_logprobs is not None:
+            assert by_row is not None
+            logprobs = by_row.row(row).entries(token_ids, num_logprobs)
         sampled.append(
             Sampled(sequence=sequence, token_ids=token_ids, logprobs=logprobs, decode=decode)
         )
@@ -116,24 +127,46 @@ def read_output(in_flight: InFlight, output: StepOutput, page_size: int) -> Runn
             if (targets := chunk.targets) is not None:
                 assert output.prompt_logprobs is not None
                 first = start - in_flight.num_decodes
-                logprobs = [
-                    _token_logprobs(output.prompt_logprobs, first + i, token)
-                    for i, token in enumerate(targets)
-                ]
-                prompt_logprobs.append((chunk, logprobs))
+                of_chunk = jax.tree.map(
+                    lambda x: x[first : first + len(targets)],  # noqa: B023
+                    output.prompt_logprobs,
+                )
+                most = chunk.sequence.request.params.prompt_logprobs or 0
+                lists = _Lists.of(of_chunk, most)
+                prompt_logprobs.append((chunk, lists.entries(targets, most)))
         start = end
     return RunnerOutput(
         num_free=int(output.num_free), sampled=sampled, prompt_logprobs=prompt_logprobs
     )
 
 
-def _token_logprobs(logprobs: Logprobs, index: Any, token_id: int) -> TokenLogprobs:
-    """A token and the best ones, each with its log-probability and rank."""
-    own = Logprob(float(logprobs.logprob[index]), int(logprobs.rank[index]))
-    best = zip(
-        logprobs.top_token_ids[index].tolist(), logprobs.top_logprobs[index].tolist(), strict=True
-    )
-    return [
-        (token_id, own),
-        *((token, Logprob(value, rank)) for rank, (token, value) in enumerate(best, 1)),
-    ]
+class _Lists(NamedTuple):
+    """Log-probabilities as lists: NumPy's numbers take long to read one by one."""
+
+    logprob: list[Any]
+    rank: list[Any]
+    top_token_ids: list[Any]
+    top_logprobs: list[Any]
+
+    @classmethod
+    def of(cls, logprobs: Logprobs, num_logprobs: int) -> _Lists:
+        """Return the lists of arrays, with so many of the best tokens."""
+        return cls(
+            logprobs.logprob.tolist(),
+            logprobs.rank.tolist(),
+            logprobs.top_token_ids[..., :num_logprobs].tolist(),
+            logprobs.top_logprobs[..., :num_logprobs].tolist(),
+        )
+
+    def row(self, index: int) -> _Lists:
+        """Return the lists of one row."""
+        return _Lists(*(values[index] for values in self))
+
+    def entries(self, token_ids: list[int], num_logprobs: int) -> list[TokenLogprobs]:
+        """Return each token and the best ones, with their log-probabilities and ranks."""
+        found: list[TokenLogprobs] = []
+        for token_id, logprob, rank, tokens, values in zip(token_ids, *self, strict=False):
+            best = map(Logprob._make, zip(values, _RANKS, strict=False))
+            own = (token_id, Logprob(logprob, rank))
+            found.append([own, *zip(tokens[:num_logprobs], best, strict=False)])
+        return found

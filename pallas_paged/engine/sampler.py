@@ -274,16 +274,17 @@ def _key(seeds: jax.Array, length: jax.Array) -> jax.Array:
 
 def _draw(logits: jax.Array, metadata: SamplingMetadata, lens: jax.Array) -> jax.Array:
     """Draw from all tokens; rows with temperature 0 take the best."""
-    return _argmax(_noise(logits, metadata, lens) - _depth(logits, metadata))[0]
+    depth, _ = _depth(logits, metadata)
+    return _argmax(_noise(logits, metadata, lens) - depth)[0]
 
 
 def _draw_filtered(logits: jax.Array, metadata: SamplingMetadata, lens: jax.Array) -> jax.Array:
     """Draw from the tokens that the filters keep; rows with temperature 0 take the best."""
-    depth, temperature = _depth(logits, metadata), metadata.temperature
-    is_finite = jnp.isfinite(jnp.max(logits, axis=-1))
-    bracket = start_bracket(metadata.top_k, metadata.top_p, is_finite & (temperature > 0))
+    depth, is_finite = _depth(logits, metadata)
+    draws = metadata.temperature > 0
+    bracket = start_bracket(metadata.top_k, metadata.top_p, is_finite & draws)
     # A token of probability min_p times the best one's is as deep as this, and is kept.
-    deepest = jnp.where(temperature > 0, -jnp.log(metadata.min_p), jnp.inf)
+    deepest = jnp.where(draws, -jnp.log(metadata.min_p), jnp.inf)
 
     def body(carry: Any) -> Any:
         bracket, _, is_first = carry
@@ -300,12 +301,16 @@ def _draw_filtered(logits: jax.Array, metadata: SamplingMetadata, lens: jax.Arra
     return carry[1]
 
 
-def _depth(logits: jax.Array, metadata: SamplingMetadata) -> jax.Array:
-    """Return how far each logit lies below the row's largest, divided by the temperature."""
-    temperature = metadata.temperature[:, None]
+def _depth(logits: jax.Array, metadata: SamplingMetadata) -> tuple[jax.Array, jax.Array]:
+    """Return how far each logit lies below the row's largest, divided by the temperature.
+
+    Returns:
+        `f32[S, V]`, and whether the row's largest logit is finite, `bool[S]`.
+    """
+    temperature, best = metadata.temperature[:, None], jnp.max(logits, axis=-1, keepdims=True)
     # Less the maximum before the division: a tiny temperature must not push several logits to +inf.
-    below = jnp.max(logits, axis=-1, keepdims=True) - logits
-    return below / jnp.where(temperature > 0, jnp.maximum(temperature, 1e-30), 1.0)
+    depth = (best - logits) / jnp.where(temperature > 0, jnp.maximum(temperature, 1e-30), 1.0)
+    return depth, jnp.isfinite(best[:, 0])
 
 
 def _noise(logits: jax.Array, metadata: SamplingMetadata, lens: jax.Array) -> jax.Array:

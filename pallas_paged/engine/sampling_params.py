@@ -115,6 +115,13 @@ class SamplingParams:
         """Whether log-probabilities of new tokens are needed, to report or to rank by."""
         return bool(self.beam_width or self.best_of) or self.logprobs is not None
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """Most probable tokens to compute for each new one; None: not even its own logprob."""
+        if self.beam_width:
+            return 2 * self.beam_width  # half of which may end a beam
+        return (self.logprobs or 0) if self.needs_logprobs else None
+
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
@@ -122,7 +129,6 @@ class SamplingParams:
         ranges = {
             "n": (1, MAX_SAMPLES),
             "best_of": (self.n, MAX_SAMPLES),
-            # Each beam asks for the best tokens of twice the width, half of which may end it.
             "beam_width": (1, MAX_LOGPROBS // 2),
             "max_tokens": (0, INT32_MAX),
             "min_tokens": (0, INT32_MAX),

@@ -134,7 +134,7 @@ class Sequence:
 
         Args:
             token_id: -1 if the model's logits were NaN or infinite.
-            logprobs: of the token, and of as many of the most probable as were computed.
+            logprobs: of the token, and of as many of the most probable as the request asks for.
         """
         request, params, output = self.request, self.request.params, self.output
         if token_id < 0:
@@ -142,11 +142,11 @@ class Sequence:
             return "error"
         self.token_ids.append(token_id)
         output.token_ids.append(token_id)
-        if logprobs is not None and params.needs_logprobs:
+        if logprobs is not None:
             logprob = logprobs[0][1].logprob
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprob
             if output.logprobs is not None:
-                output.logprobs.append(dict(logprobs[: 1 + (params.logprobs or 0)]))
+                output.logprobs.append(dict(logprobs))
         if token_id in self.stop_token_ids:
             if token_id in (params.stop_token_ids or ()):
                 output.stop_reason = token_id

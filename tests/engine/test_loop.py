@@ -241,6 +241,7 @@ def test_a_compiled_step_copies_no_pool(shape):
 def test_a_compiled_step_holds_no_sort_in_any_mode(shape):
     """A CUDA graph can't hold a sort, nor a loop with one in it."""
     runner = make_engine(replace(MODEL, vocab_size=640), max_num_seqs=16, max_num_batched_tokens=32).replicas[0].runner
+    runner.executor._make_counts()
     batch = runner._pack([], [], shape, modes_for(None)[-1 if shape[1] else -2])
     program = runner.executor.lower(batch).compile().as_text().lower()
     assert "while(" in program and not re.search(r"sort\(|topk|top_k\(|callback", program)

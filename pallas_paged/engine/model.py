@@ -47,6 +47,11 @@ class Model(Protocol):
     It must be hashable, and equal to a model that computes the same: engines with equal models
     share compiled steps. Weights come with every call, so that new ones need no compilation.
 
+    For several devices a model may have `param_specs(params)`, a function that returns a
+    PartitionSpec over the axis "tensor" for each leaf, in the structure of the parameters. Without
+    it, parameters that are on the devices of the replica stay as they are cut, and others are
+    copied to each device.
+
     Attributes:
         vocab_size: number of token ids.
         max_model_len: tokens of the longest sequence that the model is made for.

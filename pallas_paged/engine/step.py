@@ -120,7 +120,8 @@ def make_step(
         options["in_shardings"] = (None, state_shardings, whole, whole)
         options["out_shardings"] = (state_shardings, whole, whole)
     if jax.default_backend() == "gpu":
-        options["compiler_options"] = _GPU_OPTIONS if shardings is None else _MESH_OPTIONS
+        is_alone = shardings is None or shardings.whole.mesh.size == 1
+        options["compiler_options"] = _GPU_OPTIONS if is_alone else _MESH_OPTIONS
     return jax.jit(step, donate_argnames=("state", "counts"), **options)
 
 

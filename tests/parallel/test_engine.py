@@ -115,6 +115,14 @@ def test_weights_that_are_where_they_belong_are_not_copied():
         assert ours == theirs, name
 
 
+def test_weights_on_other_devices_are_sent_to_those_of_the_engine(new_tokens):
+    engine = mesh_engine(2)
+    theirs = jax.sharding.Mesh(mesh(8).devices[2:].reshape(2, 3), ("fsdp", "x"))
+    sharding = NamedSharding(theirs, P("fsdp"))
+    engine.update_params({name: jax.device_put(leaf, sharding) for name, leaf in NEW.items()})
+    assert tokens_of(serve(engine, PROMPTS, greedy())) == new_tokens
+
+
 @pytest.mark.parametrize("cut", [False, True])
 def test_a_model_without_specs_keeps_the_shardings_of_its_weights(cut, alone):
     class NoSpecs(type(WIDE)):

@@ -237,11 +237,12 @@ def test_a_compiled_step_copies_no_pool(shape):
     assert shape[1] or re.search(r"\bwhile\(", compiled.as_text())
 
 
-@pytest.mark.parametrize("shape", [(16, 0), (16, 32)], ids=["decode", "mixed"])
-def test_a_compiled_step_holds_no_sort_in_any_mode(shape):
+def test_a_compiled_loop_holds_no_sort_in_any_mode():
     """A CUDA graph can't hold a sort, nor a loop with one in it."""
-    runner = make_engine(replace(MODEL, vocab_size=640), max_num_seqs=16, max_num_batched_tokens=32).replicas[0].runner
+    model = replace(MODEL, vocab_size=640)
+    runner = make_engine(model, max_num_seqs=16, max_num_batched_tokens=32).replicas[0].runner
     runner.executor._make_counts()
-    batch = runner._pack([], [], shape, modes_for(None)[-1 if shape[1] else -2])
+    batch = runner._pack([], [], (16, 0), modes_for(None)[-2])
     program = runner.executor.lower(batch).compile().as_text().lower()
-    assert "while(" in program and not re.search(r"sort\(|topk|top_k\(|callback", program)
+    assert "while(" in program
+    assert not re.findall(r".*(?:sort\(|topk|top_k\(|callback).*", program)

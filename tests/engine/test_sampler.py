@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_paged.engine import logprobs
 from pallas_paged.engine.logprobs import gather_logprobs
 from pallas_paged.engine.sampler import (
     SamplingMetadata,
@@ -405,6 +406,24 @@ def test_logprobs_and_ranks_equal_those_of_numpy(num_logprobs):
     np.testing.assert_array_equal(got.top_token_ids, best)
     np.testing.assert_allclose(got.top_logprobs, np.take_along_axis(exact, best, 1), atol=1e-5)
     assert got.rank[0] == VOCAB and got.rank.dtype == got.top_token_ids.dtype == np.int32
+
+
+@pytest.mark.parametrize("size", [1, 20, 21, 96, 1000, 4096])
+@pytest.mark.parametrize("most_pairs", [2**8, 2**26])
+def test_the_best_tokens_are_those_of_a_stable_sort(size, most_pairs, monkeypatch):
+    """With many ties, and with rows that are cut into blocks, and those again."""
+    monkeypatch.setattr(logprobs, "_MAX_PAIRS", most_pairs)
+    rng = np.random.default_rng(size)
+    values = rng.normal(size=(6, size)).astype(np.float32)
+    values[1:3] = np.round(3 * values[1:3])
+    values[3, rng.random(size) < 0.9] = -np.inf
+    values[4] = 7.0
+    values[5] = np.sort(values[5])
+    for k in {0, 1, min(5, size), min(MAX_LOGPROBS, size)}:
+        wanted = np.argsort(-values, axis=1, kind="stable")[:, :k]
+        best, tokens = jax.jit(lambda x, k=k: logprobs.top_tokens(x, k))(values)
+        np.testing.assert_array_equal(tokens, wanted)
+        np.testing.assert_array_equal(best, np.take_along_axis(values, wanted, 1))
 
 
 def test_logprobs_of_a_bad_row_leave_the_others_alone():

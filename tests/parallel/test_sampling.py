@@ -1,0 +1,81 @@
+"""Sampling from logits whose vocabulary is cut over devices: the same tokens, and few bytes sent."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from pallas_paged.engine.logprobs import gather_logprobs
+from pallas_paged.engine.sampler import SamplingMode, TokenCounts, process_logits, sample
+from pallas_paged.engine.sampling_params import MAX_LOGPROBS
+from tests.engine.test_sampler import metadata
+from tests.support.devices import mesh
+
+ROWS, VOCAB = 12, 6144
+MODES = {
+    "greedy": SamplingMode(),
+    "draws": SamplingMode(draws=True),
+    "filters": SamplingMode(draws=True, filters=True),
+    "logprobs": SamplingMode(logprobs=MAX_LOGPROBS),
+    "processors": SamplingMode(draws=True, penalties=True, processors=True, logprobs=0),
+}
+
+
+def inputs():
+    rng = np.random.default_rng(0)
+    logits = np.round(16 * rng.normal(size=(ROWS, VOCAB))).astype(np.float32) / 8  # with ties
+    counts = TokenCounts(
+        prompt=rng.random((ROWS, VOCAB)) < 0.1,
+        output=rng.poisson(0.1, (ROWS, VOCAB)).astype(np.int32),
+    )
+    rows = metadata(
+        ROWS,
+        temperature=rng.choice([0, 0.5, 1, 1], ROWS),
+        top_k=rng.choice([0, 5, 100], ROWS),
+        top_p=rng.choice([0.5, 0.9, 1], ROWS),
+        frequency_penalty=rng.uniform(-1, 1, ROWS),
+        min_lens=rng.integers(0, 9, ROWS),
+        stop_token_ids=rng.integers(0, VOCAB, (ROWS, 3)),
+        bias_token_ids=np.stack([rng.permutation(VOCAB)[:4] for _ in range(ROWS)]),
+        bias=rng.normal(size=(ROWS, 4)),
+    )
+    return logits, counts, rows, np.full(ROWS, 5, np.int32)
+
+
+def step_of(mode):
+    def step(logits, counts, rows, lens):
+        tokens = sample(process_logits(logits, rows, counts, lens, mode), rows, lens, mode)
+        return tokens, mode.logprobs >= 0 and gather_logprobs(logits, tokens, mode.logprobs)
+
+    return jax.jit(step)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_devices_that_share_a_vocabulary_draw_the_same_tokens_and_send_few_bytes(name):
+    devices, arrays = mesh(4), inputs()
+    specs = (PartitionSpec(None, "tensor"),) * 2 + (PartitionSpec(),) * 2
+    cut = [
+        jax.device_put(one, NamedSharding(devices, spec))
+        for one, spec in zip(arrays, specs, strict=True)
+    ]
+    step = step_of(MODES[name])
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), step(*cut), step(*arrays)
+    )
+    program = step.lower(*cut).compile().as_text()
+    sent = re.findall(
+        r"= (\S+|\(.*?\)) (?:all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", program
+    )
+    sizes = [
+        math.prod(map(int, filter(None, shape.split(","))))
+        for shapes in sent
+        for shape in re.findall(r"\w+\[([\d,]*)\]", shapes)
+    ]
+    # 16 depths or the best tokens of 16 parts at most.
+    most = ROWS * 16 * max(MODES[name].logprobs, 1)
+    assert sizes and max(sizes) <= most < ROWS * VOCAB

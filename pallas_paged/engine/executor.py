@@ -15,6 +15,7 @@ import numpy as np
 from pallas_paged.engine.batch import Batch
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.input_batch import slot_states
+from pallas_paged.engine.interrupt import interrupts_held
 from pallas_paged.engine.kv_cache import create_pool, pool_dtype
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.placement import Placement, Shardings, jit_whole
@@ -46,9 +47,11 @@ def _followed(
 
     @wraps(method)
     def call(self: Executor, *args: P.args, **options: P.kwargs) -> R:
-        if self.followers is not None:
+        if self.followers is None:
+            return method(self, *args, **options)
+        with interrupts_held():  # all make the call, or none
             self.followers.send(method.__name__, args)
-        return method(self, *args, **options)
+            return method(self, *args, **options)
 
     return call
 

@@ -1,4 +1,4 @@
-"""Sampling from logits whose vocabulary is cut over devices: the same tokens, and few bytes sent."""
+"""Sampling where devices share a vocabulary: the same tokens, and few bytes sent."""
 
 from __future__ import annotations
 

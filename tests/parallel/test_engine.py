@@ -99,6 +99,13 @@ def test_weights_and_pools_are_replaced_on_a_mesh(new_tokens, num_devices):
     assert_every_page_is_free(engine)
 
 
+@pytest.mark.parametrize("num_devices", [2, 8])
+def test_kernels_partition_themselves_in_the_step(alone, implementation, num_devices):
+    engine = mesh_engine(num_devices, implementation=implementation)
+    assert tokens_of(serve(engine, PROMPTS[:1], greedy(max_tokens=4)))[0] == alone[0][0][:4]
+    assert_every_page_is_free(engine)
+
+
 def test_weights_that_are_where_they_belong_are_not_copied():
     engine = mesh_engine(2)
     params = {

@@ -12,7 +12,7 @@ import argparse
 import dataclasses
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -112,7 +112,7 @@ def make_metadata(first: SamplingParams, rest: SamplingParams, num_rows: int) ->
     )
 
 
-def chain(mode: SamplingMode, *, by_sort: bool) -> Callable[..., Any]:
+def chain(mode: SamplingMode, *, by_sort: bool) -> Any:
     """A function of steps in a loop, as the engine runs them; none begins before the last ends."""
     draw = sorted_sample if by_sort else sample
     rank = sorted_logprobs if by_sort and mode.logprobs > 0 else gather_logprobs

@@ -70,8 +70,9 @@ def top_tokens(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     num_parts = math.gcd(size, MAX_SHARDS)
     if k * num_parts >= size:
         return _largest(values, _indices(values), k)
-    parts = (x.reshape(num_rows, num_parts, -1) for x in (values, _indices(values)))
-    best, tokens = (_join(x).reshape(num_rows, -1) for x in _largest(*parts, k))
+    shape = (num_rows, num_parts, size // num_parts)
+    parts = _largest(values.reshape(shape), _indices(values).reshape(shape), k)
+    best, tokens = (_join(x).reshape(num_rows, -1) for x in parts)
     return _largest(best, tokens, k)
 
 
@@ -101,10 +102,12 @@ def _largest(values: jax.Array, tokens: jax.Array, k: int) -> tuple[jax.Array, j
     values, tokens = (x.reshape(*x.shape[:-1], -1, block) for x in (values, tokens))
     best = jnp.max(values, axis=-1)
     _, chosen = _largest(best, _indices(best), k)
-    values, tokens = (
-        jnp.take_along_axis(x, chosen[..., None], axis=-2, mode="clip") for x in (values, tokens)
-    )
-    return _largest(*(x.reshape(*x.shape[:-2], k * block) for x in (values, tokens)), k)
+
+    def take(x: jax.Array) -> jax.Array:
+        x = jnp.take_along_axis(x, chosen[..., None], axis=-2, mode="clip")
+        return x.reshape(*x.shape[:-2], k * block)
+
+    return _largest(take(values), take(tokens), k)
 
 
 def _compare(values: jax.Array, tokens: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

@@ -85,7 +85,8 @@ def read_output(in_flight: InFlight, output: StepOutput, page_size: int) -> Runn
     pages = (mapping // page_size).T.tolist()
     sampled: list[Sampled] = []
     prompt_logprobs: list[tuple[Chunk, list[TokenLogprobs]]] = []
-    wanted = [x.sequence.request.params.num_logprobs for x in (*decodes, *chunks)]
+    sequences = [x.sequence for x in decodes] + [x.sequence for x in chunks]
+    wanted = [sequence.request.params.num_logprobs for sequence in sequences]
     most = max((x for x in wanted if x is not None), default=None)
     by_row = None
     if most is not None:

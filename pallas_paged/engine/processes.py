@@ -34,8 +34,10 @@ class Followers:
     def __init__(self, sockets: Sequence[socket.socket]):
         self._sockets = list(sockets)
         self._poll = select.poll()
-        for one in sockets:
+        self._indices: dict[int, int] = {}  # by file descriptor
+        for index, one in enumerate(sockets, 1):
             self._poll.register(one, select.POLLIN)
+            self._indices[one.fileno()] = index
         self._waiting = False  # the last message was a release, which ends `follow`
         # Before the end of jax.distributed, which waits for processes that wait for a message.
         atexit.register(self._hang_up)
@@ -48,7 +50,13 @@ class Followers:
         """
         if name != "release" or not self._waiting:
             self._check()
-            self._send(pickle.dumps((name, args), pickle.HIGHEST_PROTOCOL))
+            message = pickle.dumps((name, args), pickle.HIGHEST_PROTOCOL)
+            for index, one in enumerate(self._sockets, 1):
+                try:
+                    one.sendall(struct.pack("<Q", len(message)) + message)
+                except OSError as error:
+                    what = f"process {index} has ended or does not answer"
+                    raise RuntimeError(what) from error
         self._waiting = name == "release"
 
     def rejoin(self) -> None:
@@ -70,29 +78,22 @@ class Followers:
 
     def close(self, error: BaseException | None = None) -> None:
         """Let the other processes end: `follow` returns False, or raises the error."""
-        message = (
-            ("close", ()) if error is None else ("fail", (str(error) or type(error).__name__,))
-        )
-        with suppress(RuntimeError):  # they have ended
-            self._send(pickle.dumps(message))
+        if error is None:
+            message = pickle.dumps(("close", ()))
+        else:
+            message = pickle.dumps(("fail", (str(error) or type(error).__name__,)))
+        for one in self._sockets:
+            with suppress(OSError):  # it has ended
+                one.sendall(struct.pack("<Q", len(message)) + message)
         self._hang_up()
         atexit.unregister(self._hang_up)
-
-    def _send(self, message: bytes) -> None:
-        for index, one in enumerate(self._sockets, 1):
-            try:
-                one.sendall(struct.pack("<Q", len(message)) + message)
-            except OSError as error:
-                raise RuntimeError(f"process {index} has ended or does not answer") from error
 
     def _check(self) -> None:
         """Raise RuntimeError if a process has ended or failed: others send nothing."""
         for descriptor, _ in self._poll.poll(0):
-            numbers = [one.fileno() for one in self._sockets]
-            index = numbers.index(descriptor)
-            one, index = self._sockets[index], index + 1
+            index = self._indices[descriptor]
             try:
-                reason = one.recv(1 << 16).decode()
+                reason = self._sockets[index - 1].recv(1 << 16).decode()
             except OSError:
                 reason = ""
             raise RuntimeError(f"process {index} has {f'failed: {reason}' if reason else 'ended'}")

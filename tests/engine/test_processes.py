@@ -98,6 +98,19 @@ def test_a_message_to_a_process_that_has_ended_is_an_error(pair):
         followers.send("wake")
 
 
+def test_the_others_hear_of_the_end_of_one_of_them():
+    pairs = [socket.socketpair() for _ in range(3)]
+    followers = Followers([ours for ours, _ in pairs])
+    leaders = [Leader(theirs) for _, theirs in pairs]
+    leaders[0].close()
+    with pytest.raises(RuntimeError, match="process 1 has ended") as caught:
+        followers.send("wake")
+    followers.close(caught.value)
+    for leader in leaders[1:]:
+        with pytest.raises(RuntimeError, match="process 0 failed: process 1 has ended"):
+            leader.follow(Recorder())
+
+
 def test_an_engine_sends_every_call_that_changes_its_state(pair):
     """Another engine that makes these calls has the same state."""
     followers, leader = pair

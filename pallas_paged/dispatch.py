@@ -103,8 +103,8 @@ class LocalCall:
     names: tuple[str, ...]
 
     @property
-    def exportable(self) -> bool:
-        return self.implementation != "mosaic_gpu_interpret"  # which calls back into Python
+    def one_device(self) -> bool:
+        return self.implementation == "mosaic_gpu_interpret"  # which calls back into Python
 
     def describe(self, arrays: Arrays) -> Call:
         """Return the description of the call with these arrays."""

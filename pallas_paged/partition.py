@@ -30,7 +30,11 @@ Cut = Mapping[str, tuple[str, ...]]  # the mesh axes over which each axis is cut
 
 KV_HEADS, Q_HEADS = "num_kv_heads", "num_q_heads"
 _POOL = ("k_pages", "v_pages", "k_scales", "v_scales")
-_KERNEL_CALLS = ("__gpu$xla.gpu.triton", "mosaic_gpu", "mosaic_gpu_v2")  # in XLA
+# What the kernels are to XLA. JAX promises for no other version that it knows them.
+KERNEL_CALLS = [
+    export.DisabledSafetyCheck.custom_call(name)
+    for name in ("__gpu$xla.gpu.triton", "mosaic_gpu", "mosaic_gpu_v2")
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,8 +112,8 @@ def on_each_device(
     """Return a jitted function that runs `local` on each device's part of its arrays.
 
     Args:
-        local: a function that is hashable, with a `repr` of its own. Its attribute `exportable` is
-            whether `jax.export` can lower it.
+        local: a function that is hashable, with a `repr` of its own. Its attribute `one_device` is
+            whether it can't be divided: JAX orders callbacks into Python on one device only.
         layout: of the arrays.
         platform: of the devices, as JAX names it.
 
@@ -160,7 +164,8 @@ def _build(local: Any, layout: Layout, platform: str) -> Callable[..., Any]:
         mesh = explicit_mesh(args)
         if mesh is not None:
             return on_explicit_mesh(mesh, local, layout, args)
-        return batchable(*args)  # on one device it is lowered as `local` itself
+        # On one device it is lowered as `local` itself.
+        return local(*args) if local.one_device else batchable(*args)
 
     function: Any = jax.custom_vjp(call)
 
@@ -183,18 +188,13 @@ class _Mapped:
 
     local: Any
     in_batched: tuple[bool, ...]
-
-    @property
-    def exportable(self) -> bool:
-        return self.local.exportable
+    one_device = False
 
     def __call__(self, *args: jax.Array) -> Any:
         return jax.vmap(self.local, in_axes=tuple(0 if b else None for b in self.in_batched))(*args)
 
 
 def _run_lowered(local: Any, platform: str, *args: jax.Array) -> Any:
-    if not local.exportable:
-        return local(*args)
     shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args)
     return _lowered(local, platform, *shapes).call(*args)
 
@@ -202,9 +202,9 @@ def _run_lowered(local: Any, platform: str, *args: jax.Array) -> Any:
 @functools.lru_cache(maxsize=64)  # the calls of one program
 def _lowered(local: Any, platform: str, *shapes: jax.ShapeDtypeStruct) -> export.Exported:
     """Return `local` lowered, since the partitioner asks for it again in every layer."""
-    checks = [export.DisabledSafetyCheck.custom_call(name) for name in _KERNEL_CALLS]
+    lower = export.export(jax.jit(local), platforms=(platform,), disabled_checks=KERNEL_CALLS)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # not the caller's
-        return export.export(jax.jit(local), platforms=(platform,), disabled_checks=checks)(*shapes)
+        return lower(*shapes)
 
 
 @functools.cache

@@ -1,0 +1,64 @@
+"""The arrays of attention on a mesh, and the collectives of a compiled program."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pallas_paged as pp
+from tests.support.devices import mesh
+
+_COLLECTIVE = re.compile(
+    r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast)"
+)
+POSITIONAL = ("q", "k_pages", "v_pages", "block_tables", "seq_lens")
+NAMES = {
+    pp.paged_attention: POSITIONAL,
+    pp.ragged_paged_attention: (*POSITIONAL, "cu_q_lens"),
+    pp.cascade_attention: (*POSITIONAL, "prefix_lens", "cu_group_sizes"),
+}
+# Along heads; everything else is whole.
+BY_HEADS = {
+    "q": P(None, "tensor"),
+    **{name: P("tensor") for name in ("k_pages", "v_pages", "alibi_slopes", "sinks")},
+}
+# Rows too, of a mesh with another axis.
+BY_ROWS = BY_HEADS | {
+    "q": P("data", "tensor"),
+    **{name: P("data") for name in ("block_tables", "seq_lens")},
+}
+
+
+def mesh_2d(*shape: int, names: tuple[str, ...], kind: AxisType = AxisType.Auto) -> Mesh:
+    """A mesh of several axes; skips the test where there are fewer devices."""
+    devices = mesh(int(np.prod(shape))).devices
+    return Mesh(devices.reshape(shape), names, axis_types=(kind,) * len(shape))
+
+
+def place(
+    arrays: Mapping[str, Any], on: Mesh, specs: Mapping[str, P] = BY_HEADS
+) -> dict[str, jax.Array]:
+    """Named arrays on a mesh; scales are cut as pages are, unless there is one for all."""
+
+    def spec(name: str, x: Any) -> P:
+        if name in ("k_scales", "v_scales"):
+            return specs["k_pages"] if np.ndim(x) else P()
+        return specs.get(name, P())
+
+    return {name: jax.device_put(x, NamedSharding(on, spec(name, x))) for name, x in arrays.items()}
+
+
+def collectives(compiled: jax.stages.Compiled) -> list[str]:
+    """The lines of a program in which devices exchange data."""
+    return [line.strip() for line in compiled.as_text().splitlines() if _COLLECTIVE.search(line)]
+
+
+def named(attention: Any, arrays: Iterable[Any]) -> dict[str, Any]:
+    """The positional arguments of an entry, by name; scales may follow."""
+    return dict(zip((*NAMES[attention], "k_scales", "v_scales"), arrays, strict=False))

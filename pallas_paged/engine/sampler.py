@@ -253,7 +253,7 @@ def sample(
     some = draws & (filters | few_draw)
 
     def with_some(tokens: jax.Array) -> jax.Array:
-        (rows,) = jnp.nonzero(some, size=_FEW_ROWS, fill_value=some.size)
+        rows = _places(some, _FEW_ROWS)
         taken = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), (logits, metadata, lens))
         return tokens.at[rows].set(_draw_filtered(*taken), mode="drop")
 
@@ -282,7 +282,8 @@ def _draw_filtered(logits: jax.Array, metadata: SamplingMetadata, lens: jax.Arra
     """Draw from the tokens that the filters keep; rows with temperature 0 take the best."""
     depth, is_finite = _depth(logits, metadata)
     draws = metadata.temperature > 0
-    bracket = start_bracket(metadata.top_k, metadata.top_p, is_finite & draws)
+    top_k, top_p = metadata.top_k, metadata.top_p
+    bracket = start_bracket(logits.shape[1], top_k, top_p, is_finite & draws)
     # A token of probability min_p times the best one's is as deep as this, and is kept.
     deepest = jnp.where(draws, -jnp.log(metadata.min_p), jnp.inf)
 
@@ -336,6 +337,14 @@ def _argmax(values: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:
     inits = (np.float32(-np.inf), *(np.zeros((), x.dtype) for x in operands[1:]))
     best, place, *found = lax.reduce(operands, inits, larger, (1,))
     return jnp.where(jnp.isfinite(best), place, -1), *found
+
+
+def _places(flags: jax.Array, count: int) -> jax.Array:
+    """Return where the first flags of `bool[S]` are that are set, padded with S."""
+    index = jnp.arange(flags.size)
+    earlier = jnp.sum(flags[None] & (index[None] < index[:, None]), axis=1)
+    is_nth = flags[None] & (earlier[None] == jnp.arange(count)[:, None])
+    return jnp.min(jnp.where(is_nth, index[None], flags.size), axis=1)
 
 
 def _drop_negative(indices: jax.Array, size: int) -> jax.Array:

@@ -38,6 +38,7 @@ class Bracket:
         is_new: `bool[S]`, whether nothing is measured yet.
         top_p: `f32[S]`, to be searched after top_k; 1 = off.
         is_done: `bool[S]`, whether the search has ended.
+        pivots: `f32[S, J]`, depths to measure next, rising.
     """
 
     near: jax.Array
@@ -49,19 +50,23 @@ class Bracket:
     is_new: jax.Array
     top_p: jax.Array
     is_done: jax.Array
+    pivots: jax.Array
 
 
-def start_bracket(top_k: jax.Array, top_p: jax.Array, is_active: jax.Array) -> Bracket:
+def start_bracket(
+    vocab_size: int, top_k: jax.Array, top_p: jax.Array, is_active: jax.Array
+) -> Bracket:
     """Return the bracket from which `narrow` starts.
 
     Args:
+        vocab_size: tokens of a row.
         top_k: `i32[S]`, 0 = off.
         top_p: `f32[S]`, 1 = off.
         is_active: `bool[S]`, False for rows that keep all tokens.
     """
     is_done = ~(is_active & ((top_k > 0) | (top_p < 1)))
     zero, infinity = jnp.zeros_like(top_p), jnp.full_like(top_p, jnp.inf)
-    return Bracket(
+    bracket = Bracket(
         near=jnp.where(is_done, infinity, zero),
         far=infinity,
         weight_near=zero,
@@ -71,7 +76,9 @@ def start_bracket(top_k: jax.Array, top_p: jax.Array, is_active: jax.Array) -> B
         is_new=jnp.ones_like(is_done),
         top_p=top_p,
         is_done=is_done,
+        pivots=jnp.zeros((top_p.size, _NUM_PIVOTS), jnp.float32),
     )
+    return replace(bracket, pivots=_pivots(bracket, vocab_size))
 
 
 def narrow(depth: jax.Array, bracket: Bracket, tolerance: jax.Array) -> Bracket:
@@ -86,9 +93,8 @@ def narrow(depth: jax.Array, bracket: Bracket, tolerance: jax.Array) -> Bracket:
     blocks = depth.reshape(depth.shape[0], num_blocks(depth.shape[1]), -1)
 
     def body(bracket: Bracket) -> Bracket:
-        pivots = _pivots(bracket, depth.shape[1])
-        weights, first, last = _measure(blocks, bracket, pivots)
-        return _update(bracket, pivots, weights, first, last, tolerance)
+        bracket = _update(bracket, *_measure(blocks, bracket), tolerance)
+        return replace(bracket, pivots=_pivots(bracket, depth.shape[1]))
 
     bracket = replace(bracket, is_done=bracket.is_done & (bracket.near >= bracket.far))
     return lax.while_loop(lambda x: ~jnp.all(x.is_done), body, bracket)
@@ -104,7 +110,7 @@ def num_blocks(vocab_size: int) -> int:
 
 
 def _pivots(bracket: Bracket, vocab_size: int) -> jax.Array:
-    """Return the depths `f32[S, J]` to measure, rising.
+    """Return the depths to measure next.
 
     The first pass measures depths that cover what is common, and then far. The next ones cut the
     bracket into parts that hold equal numbers of floats, so that there are few passes at worst.
@@ -125,9 +131,7 @@ def _pivots(bracket: Bracket, vocab_size: int) -> jax.Array:
     return jnp.where(bracket.is_new[:, None], common, parts)
 
 
-def _measure(
-    blocks: jax.Array, bracket: Bracket, pivots: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _measure(blocks: jax.Array, bracket: Bracket) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Measure depths `f32[S, N, V/N]` in one pass.
 
     Returns:
@@ -137,7 +141,8 @@ def _measure(
     near, far, counts = (x[:, None, None] for x in (bracket.near, bracket.far, bracket.counts))
     weights = jnp.where(counts, 1.0, jnp.exp(-blocks))
     operands = [
-        jnp.where(blocks < pivots[:, j, None, None], weights, 0.0) for j in range(_NUM_PIVOTS)
+        jnp.where(blocks < bracket.pivots[:, j, None, None], weights, 0.0)
+        for j in range(_NUM_PIVOTS)
     ]
     # One reduction of many operands reads the depths once. The first depth is negated, so that
     # two kinds of sums, and as many messages between devices, are enough.
@@ -157,14 +162,13 @@ def _measure(
 
 def _update(
     bracket: Bracket,
-    pivots: jax.Array,
     weights: jax.Array,
     first: jax.Array,
     last: jax.Array,
     tolerance: jax.Array,
 ) -> Bracket:
     """Return the bracket after a pass; rows that are done stay as they are."""
-    counts, top_p = bracket.counts, bracket.top_p
+    counts, top_p, pivots = bracket.counts, bracket.top_p, bracket.pivots
     target = jnp.where(bracket.is_new & ~counts, top_p * weights[:, -1], bracket.target)
     kept = weights < target[:, None]
     near = jnp.maximum(bracket.near, jnp.max(jnp.where(kept, pivots, 0.0), axis=1))
@@ -192,8 +196,13 @@ def _update(
         is_new=again,
         top_p=top_p,
         is_done=is_done & ~again,
+        pivots=pivots,
     )
-    return jax.tree.map(lambda old, new: jnp.where(bracket.is_done, old, new), bracket, after)
+
+    def choose(old: jax.Array, new: jax.Array) -> jax.Array:
+        return jnp.where(bracket.is_done.reshape(-1, *(1,) * (old.ndim - 1)), old, new)
+
+    return jax.tree.map(choose, bracket, after)
 
 
 def _bits(depth: jax.Array) -> jax.Array:

@@ -27,7 +27,7 @@ def _strict():
 @jax.jit
 def search(depth, top_k, top_p, tolerance):
     """The bracket after the search; all rows are active."""
-    bracket = start_bracket(top_k, top_p, jnp.ones(top_k.shape, bool))
+    bracket = start_bracket(VOCAB, top_k, top_p, jnp.ones(top_k.shape, bool))
     return narrow(depth, bracket, tolerance)
 
 

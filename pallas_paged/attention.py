@@ -110,6 +110,10 @@ def paged_attention(
     A logit is `soft_cap(q.k * sm_scale) + alibi_slopes[h] * (key position - query position)`.
     Kernels contain code only for the options that are given.
 
+    On a mesh each device attends with its own heads: cut the pages, and scales of tokens, over
+    their KV heads alone, and `q`, `alibi_slopes` and `sinks` over theirs. Rows may be cut over
+    another axis of the mesh. Pages that are cut in another way are refused while compiling.
+
     `jax.experimental.pallas.ops.gpu.paged_attention` has the same page layout and the same order of
     positional arguments, and its keywords `lengths`, `k_scales_pages`, `v_scales_pages` and
     `attn_logits_soft_cap` are accepted too. It expects `q` already scaled: pass `sm_scale=1.0`.
@@ -291,7 +295,8 @@ def ragged_paged_attention(
     Whole prompts, chunks of prompts on a cached prefix, a few tokens that verify a speculation and
     single tokens can be mixed in one call: row b's queries are `q[cu_q_lens[b]:cu_q_lens[b + 1]]`.
     Their K/V must be in the pages already and `seq_lens` counts them. Query i of q_len is at
-    position `seq_lens[b] - q_len + i`, and sees the positions up to its own.
+    position `seq_lens[b] - q_len + i`, and sees the positions up to its own. On a mesh as
+    `paged_attention`, with tokens and rows whole on every device.
 
     Args:
         q: f32, bf16 or f16 `[T, num_q_heads, head_dim]`, the rows' queries one after another.

@@ -216,8 +216,9 @@ def _digest(local: Any) -> str:
 @functools.cache
 def _code() -> str:
     package = Path(__file__).parent
-    files = [package / "dispatch.py", *sorted((package / "kernels").rglob("*.*"))]
-    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
+    code = ("dispatch.py", "kernels/**/*.py", "kernels/*.json")
+    files = [file for pattern in code for file in sorted(package.glob(pattern))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _mesh_of(args: Sequence[Any]) -> Mesh:

@@ -28,6 +28,8 @@ from bench.measure import reason
 from bench.report import number, table
 from pallas_paged.engine.logprobs import Logprobs, gather_logprobs
 from pallas_paged.engine.sampler import (
+    ALL_DRAW,
+    MAX_FEW_ROWS,
     SamplingMetadata,
     SamplingMode,
     TokenCounts,
@@ -49,6 +51,7 @@ _CASES = {
     "temperature": (_PLAIN, _PLAIN),
     "top_p": (_TOP_P, _TOP_P),
     "top_k": (SamplingParams(top_k=50),) * 2,
+    "top_k=100": (SamplingParams(top_k=100),) * 2,
     "min_p": (SamplingParams(min_p=0.1),) * 2,
     "top_k and top_p": (SamplingParams(top_k=50, top_p=0.9),) * 2,
     "penalties": (SamplingParams(temperature=0.0, frequency_penalty=0.5),) * 2,
@@ -63,6 +66,7 @@ def sorted_sample(
     logits: jax.Array, metadata: SamplingMetadata, lens: jax.Array, mode: SamplingMode
 ) -> jax.Array:
     """Sample by sorting, the definition of the filters."""
+    mode = dataclasses.replace(mode, draws=ALL_DRAW)
     if not mode.filters:
         return sample(logits, metadata, lens, mode)
     top_k, top_p = metadata.top_k[:, None], metadata.top_p[:, None]
@@ -78,7 +82,7 @@ def sorted_sample(
     threshold = jnp.where(top_p < 1, jnp.maximum(threshold, least), threshold)
     threshold = jnp.maximum(threshold, jnp.log(metadata.min_p)[:, None])
     kept = jnp.where(scaled < threshold, -jnp.inf, logits)
-    return sample(kept, metadata, lens, dataclasses.replace(mode, filters=False))
+    return sample(kept, metadata, lens, dataclasses.replace(mode, filters=0))
 
 
 def sorted_logprobs(logits: jax.Array, token_ids: jax.Array, num_logprobs: int) -> Logprobs:
@@ -160,7 +164,10 @@ def measure_size(num_rows: int, vocab_size: int, args: argparse.Namespace) -> li
     for name in args.cases:
         if num_rows == 1 and name.startswith("one row"):
             continue
-        mode = reduce(or_, map(SamplingMode.of, _CASES[name]))
+        params = [_CASES[name][0], *[_CASES[name][1]] * (num_rows - 1)]
+        mode = reduce(or_, map(SamplingMode.of, params))
+        if sum(not one.greedy for one in params) > MAX_FEW_ROWS:
+            mode = dataclasses.replace(mode, draws=ALL_DRAW)
         counts = None
         if mode.penalties:
             shape = (num_rows, vocab_size)

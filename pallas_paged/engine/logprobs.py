@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_paged.engine.sampling_filters import MAX_SHARDS
-
-_MAX_PAIRS = 2**26  # of values that are compared at a time
+_MAX_PAIRS = 2**24  # of values that are compared at a time
 _NO_TOKEN = 2**31 - 1
 
 
@@ -33,13 +31,16 @@ class Logprobs:
     top_logprobs: jax.Array
 
 
-def gather_logprobs(logits: jax.Array, token_ids: jax.Array, num_logprobs: int) -> Logprobs:
+def gather_logprobs(
+    logits: jax.Array, token_ids: jax.Array, num_logprobs: int, num_devices: int = 1
+) -> Logprobs:
     """Return the log-probabilities of tokens and of the best ones.
 
     Args:
         logits: `f32[S, V]` as the model gave them, before processors, temperature and filters.
         token_ids: `i32[S]`; what is returned for -1 means nothing.
         num_logprobs: static, how many of the best; a small vocabulary gives no more than it has.
+        num_devices: static, over which the vocabulary is cut.
 
     Raises:
         ValueError: the logits are not `f32[S, V]`.
@@ -47,7 +48,8 @@ def gather_logprobs(logits: jax.Array, token_ids: jax.Array, num_logprobs: int) 
     check_logits(logits)
     logprobs = jax.nn.log_softmax(logits)
     logprob = jnp.take_along_axis(logprobs, jnp.maximum(token_ids, 0)[:, None], axis=1)
-    top_logprobs, top_token_ids = top_tokens(logprobs, min(num_logprobs, logits.shape[1]))
+    num_logprobs = min(num_logprobs, logits.shape[1])
+    top_logprobs, top_token_ids = top_tokens(logprobs, num_logprobs, num_devices)
     return Logprobs(
         logprob=logprob[:, 0],
         rank=1 + jnp.sum(logprobs > logprob, axis=1, dtype=jnp.int32),
@@ -56,24 +58,23 @@ def gather_logprobs(logits: jax.Array, token_ids: jax.Array, num_logprobs: int) 
     )
 
 
-def top_tokens(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+def top_tokens(values: jax.Array, k: int, num_devices: int = 1) -> tuple[jax.Array, jax.Array]:
     """Return the k largest values of each row and their indices, as `jax.lax.top_k` does.
 
     Args:
         values: `f32[S, V]`; what is returned for a row with NaN means nothing.
         k: static, at most V.
+        num_devices: static, over which the rows are cut; the best of each are then compared.
     """
     num_rows, size = values.shape
     if k == 0:
         return values[:, :0], _indices(values)[:, :0]
-    # Each part lies on one device where the vocabulary is cut over devices.
-    num_parts = math.gcd(size, MAX_SHARDS)
-    if k * num_parts >= size:
+    if num_devices == 1 or size % num_devices or k * num_devices >= size:
         return _largest(values, _indices(values), k)
-    shape = (num_rows, num_parts, size // num_parts)
+    shape = (num_rows, num_devices, size // num_devices)
     parts = _largest(values.reshape(shape), _indices(values).reshape(shape), k)
     best, tokens = (_join(x).reshape(num_rows, -1) for x in parts)
-    return _largest(best, tokens, k)
+    return _compare(best, tokens, k)
 
 
 def _join(parts: jax.Array) -> jax.Array:
@@ -86,22 +87,22 @@ def _join(parts: jax.Array) -> jax.Array:
 
 
 def _largest(values: jax.Array, tokens: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Return the k largest of values `[..., N]`, best first, and their tokens.
+    """Return the k largest of values `[..., N]`, whose tokens rise, best first, and their tokens.
 
     Long rows are cut into blocks. The largest values lie in those k blocks whose best values are
     the largest, so that only these are compared.
     """
     size = values.shape[-1]
-    most = max(math.isqrt(_MAX_PAIRS * size // values.size), 2)
+    most = max(math.isqrt(_MAX_PAIRS * size // values.size), 4 * k)
     block = -(-size // most)
-    if k * block >= size or block == 1:
+    if block == 1:
         return _compare(values, tokens, k)
     padding = [(0, 0)] * (values.ndim - 1) + [(0, -size % block)]
     values = jnp.pad(values, padding, constant_values=-jnp.inf)
     tokens = jnp.pad(tokens, padding, constant_values=_NO_TOKEN)
     values, tokens = (x.reshape(*x.shape[:-1], -1, block) for x in (values, tokens))
     best = jnp.max(values, axis=-1)
-    _, chosen = _largest(best, _indices(best), k)
+    chosen = _rising(_largest(best, _indices(best), k)[1])  # so that tokens stay in order
 
     def take(x: jax.Array) -> jax.Array:
         x = jnp.take_along_axis(x, chosen[..., None], axis=-2, mode="clip")
@@ -110,12 +111,19 @@ def _largest(values: jax.Array, tokens: jax.Array, k: int) -> tuple[jax.Array, j
     return _largest(take(values), take(tokens), k)
 
 
+def _rising(values: jax.Array) -> jax.Array:
+    """Return different integers `[..., k]` in rising order."""
+    place = jnp.sum(values[..., None, :] < values[..., :, None], axis=-1, dtype=jnp.int32)
+    is_placed = place[..., None, :] == _indices(values)[..., :, None]
+    return jnp.sum(jnp.where(is_placed, values[..., None, :], 0), axis=-1)
+
+
 def _compare(values: jax.Array, tokens: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Return what `_largest` does, by comparing each value with each other."""
+    """Return what `_largest` does, for tokens in any order, by comparing all values."""
     one, other = values[..., :, None], values[..., None, :]
     is_better = (other > one) | ((other == one) & (tokens[..., None, :] < tokens[..., :, None]))
     place = jnp.sum(is_better, axis=-1, dtype=jnp.int32)
-    is_placed = place[..., None, :] == jnp.arange(k).reshape(*(1,) * (place.ndim - 1), k, 1)
+    is_placed = place[..., None, :] == _indices(values[..., :k])[..., :, None]
     values = jnp.max(jnp.where(is_placed, values[..., None, :], -jnp.inf), axis=-1)
     return values, jnp.max(jnp.where(is_placed, tokens[..., None, :], 0), axis=-1)
 

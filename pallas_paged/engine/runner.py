@@ -22,7 +22,15 @@ from pallas_paged.engine.model import Model
 from pallas_paged.engine.placement import Placement
 from pallas_paged.engine.processes import Followers
 from pallas_paged.engine.runner_output import InFlight, RunnerOutput, read_output
-from pallas_paged.engine.sampler import SamplingMode
+from pallas_paged.engine.sampler import (
+    ALL_DRAW,
+    ANY_TOP_K,
+    FEW_DRAW,
+    FEW_TOP_K,
+    MAX_FEW_ROWS,
+    TOP_P,
+    SamplingMode,
+)
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from pallas_paged.engine.scheduler_output import Attachment, Chunk, Decode, SchedulerOutput
 from pallas_paged.engine.sequence import Sequence
@@ -102,12 +110,11 @@ class ModelRunner:
             modes: what to compile.
             progress: wraps the compiled steps, given their number, to show how far it has come.
         """
-        steps = [
-            (shape, mode if shape[1] else replace(mode, prompt_logprobs=-1))
-            for shape in self.buckets.all()
-            for mode in modes
-        ]
-        steps = list(dict.fromkeys(steps))
+        steps = list(
+            dict.fromkeys(
+                (shape, _fit(mode, shape)) for shape in self.buckets.all() for mode in modes
+            )
+        )
         self.executor.compile([self._pack([], [], *step) for step in steps], progress=progress)
         # Twice: a CUDA graph is made by the second execution.
         for shape, mode in steps * 2:
@@ -143,6 +150,8 @@ class ModelRunner:
         mode = reduce(or_, {one.mode for one in sequences})
         wanted = (x.sequence.mode.prompt_logprobs for x in chunks if x.targets is not None)
         mode = replace(mode, prompt_logprobs=max(wanted, default=-1))
+        if sum(one.mode.draws > 0 for one in sequences) > MAX_FEW_ROWS:
+            mode = replace(mode, draws=ALL_DRAW)
         shape = self.buckets.fit(len(decodes), sum(len(chunk.token_ids) for chunk in chunks))
         output = self._run(decodes, chunks, shape, mode)
         return InFlight(scheduled=scheduled, num_decodes=shape[0], output=output)
@@ -250,16 +259,36 @@ def modes_for(params: Iterable[SamplingParams] | None) -> list[SamplingMode]:
     log-probabilities cost time in every row. None is for any request.
     """
     if params is None:
-        draws = SamplingMode(draws=True, filters=True)
-        full = replace(draws, processors=True, penalties=True, logprobs=MAX_LOGPROBS)
-        return [SamplingMode(), draws, full, replace(full, prompt_logprobs=MAX_LOGPROBS)]
+        all_draw = SamplingMode(draws=ALL_DRAW)
+        few, top_k = (replace(all_draw, filters=x) for x in (TOP_P, FEW_TOP_K))
+        few = replace(few, draws=FEW_DRAW)
+        full = SamplingMode(
+            draws=ALL_DRAW,
+            filters=ANY_TOP_K,
+            processors=True,
+            penalties=True,
+            logprobs=MAX_LOGPROBS,
+        )
+        scores = replace(full, prompt_logprobs=MAX_LOGPROBS)
+        return [SamplingMode(), few, all_draw, top_k, replace(top_k, filters=TOP_P), full, scores]
     check_lists(params=params)
     for one in params:
         if not isinstance(one, SamplingParams):
             raise ValueError(f"params has {one!r}, which must be SamplingParams")
     modes = {SamplingMode.of(one) for one in params}
-    everything = reduce(or_, modes, SamplingMode())
-    return sorted(modes | {everything, replace(everything, prompt_logprobs=-1)})
+    modes.add(reduce(or_, modes, SamplingMode()))
+    modes |= {replace(mode, draws=ALL_DRAW) for mode in modes if mode.draws}
+    return sorted(modes | {replace(max(modes), prompt_logprobs=-1)})
+
+
+def _fit(mode: SamplingMode, shape: tuple[int, int]) -> SamplingMode:
+    """Return the part of a mode that a batch of this shape can need."""
+    num_slots, num_tokens = shape
+    if not num_tokens:
+        mode = replace(mode, prompt_logprobs=-1)
+    if num_slots <= MAX_FEW_ROWS:
+        mode = replace(mode, draws=min(mode.draws, FEW_DRAW))
+    return mode
 
 
 def _split(entries: list[Any], size: int) -> list[list[Any]]:

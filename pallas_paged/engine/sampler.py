@@ -17,11 +17,18 @@ import numpy as np
 from jax import lax
 
 from pallas_paged.engine.logprobs import check_logits
-from pallas_paged.engine.sampling_filters import narrow, start_bracket
+from pallas_paged.engine.sampling_filters import (
+    MAX_FEW,
+    limit_count,
+    limit_few,
+    limit_mass,
+)
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 
-_FEW_ROWS = 8  # that sample in another way than the rest are taken out of a batch
-_TOLERANCE = 2**-10  # probability that a draw needs the exact thresholds
+MAX_FEW_ROWS = 8  # that draw are taken out of a batch of greedy rows
+# Values of `SamplingMode.draws` and of `SamplingMode.filters`; each serves what those before do.
+FEW_DRAW, ALL_DRAW = 1, 2
+MIN_P, FEW_TOP_K, TOP_P, ANY_TOP_K = 1, 2, 3, 4
 
 Array = Any  # a NumPy array on the host, a JAX array in a jitted step
 
@@ -70,18 +77,20 @@ class SamplingMode:
     Attributes:
         prompt_logprobs: as `logprobs`, of the tokens of prompts.
         penalties: rows may have penalties.
-        filters: rows may have top_k, top_p or min_p.
+        filters: 0 = none, MIN_P = rows may have that, FEW_TOP_K = and a top_k of up to `MAX_FEW`,
+            with a top_p or without, TOP_P = and that alone, ANY_TOP_K = all of them.
         logprobs: -1 = none, 0 = those of the tokens, `MAX_LOGPROBS` = those of the best tokens too.
         processors: rows may have a logit_bias or min_tokens.
-        draws: rows may have a temperature.
+        draws: 0 = none, FEW_DRAW = up to `MAX_FEW_ROWS` rows may have a temperature, ALL_DRAW = all
+            may.
     """
 
     prompt_logprobs: int = -1
     penalties: bool = False
-    filters: bool = False
+    filters: int = 0
     logprobs: int = -1
     processors: bool = False
-    draws: bool = False
+    draws: int = 0
 
     @classmethod
     def of(cls, params: SamplingParams) -> SamplingMode:
@@ -91,10 +100,10 @@ class SamplingMode:
         return cls(
             prompt_logprobs=-1 if prompt is None else MAX_LOGPROBS * (prompt > 0),
             penalties=penalties != (0, 0, 1),
-            filters=params.filters,
+            filters=_filters(params),
             logprobs=MAX_LOGPROBS if ranked else 0 if params.needs_logprobs else -1,
             processors=bool(params.logit_bias or params.min_tokens),
-            draws=not params.greedy,
+            draws=0 if params.greedy else FEW_DRAW,
         )
 
     def __or__(self, other: SamplingMode) -> SamplingMode:
@@ -211,7 +220,11 @@ def process_logits(
 
 
 def sample(
-    logits: jax.Array, metadata: SamplingMetadata, lens: jax.Array, mode: SamplingMode
+    logits: jax.Array,
+    metadata: SamplingMetadata,
+    lens: jax.Array,
+    mode: SamplingMode,
+    num_devices: int = 1,
 ) -> jax.Array:
     """Choose the next token of each row.
 
@@ -225,6 +238,7 @@ def sample(
         metadata: of the S rows.
         lens: `i32[S]`, tokens of each row before the one that it draws.
         mode: static.
+        num_devices: static, over which the vocabulary is cut.
 
     Returns:
         `i32[S]` tokens; -1 for a row whose largest logit is NaN or infinite.
@@ -234,35 +248,29 @@ def sample(
     """
     check_logits(logits)
     if not mode.draws:
-        return _argmax(logits)[0]
+        return _argmax(logits)
     metadata = jax.tree.map(jnp.asarray, metadata)
-    if not mode.filters:
-        return _draw(logits, metadata, lens)
-    if logits.shape[0] <= _FEW_ROWS:
-        return _draw_filtered(logits, metadata, lens)
-    # A few rows that draw, or that filter, are taken out of the batch, so that they don't cost as
-    # much as if all rows did.
-    draws = metadata.temperature > 0
-    filters = (metadata.top_k > 0) | (metadata.top_p < 1) | (metadata.min_p > 0)
-    few_draw, few_filter = (
-        jnp.sum(x, dtype=jnp.int32) <= _FEW_ROWS for x in (draws, draws & filters)
-    )
-    case = jnp.where(few_draw, 0, jnp.where(few_filter, 1, 2))
-    branches = (lambda logits, *_: _argmax(logits)[0], _draw, _draw_filtered)
-    tokens = lax.switch(case, branches, logits, metadata, lens)
-    some = draws & (filters | few_draw)
-
-    def with_some(tokens: jax.Array) -> jax.Array:
-        rows = _places(some, _FEW_ROWS)
-        taken = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), (logits, metadata, lens))
-        return tokens.at[rows].set(_draw_filtered(*taken), mode="drop")
-
-    return lax.cond((case < 2) & jnp.any(some), with_some, lambda tokens: tokens, tokens)
+    if mode.draws == ALL_DRAW or logits.shape[0] <= MAX_FEW_ROWS:
+        return _draw(logits, metadata, lens, mode, num_devices)
+    rows = _places(metadata.temperature > 0, MAX_FEW_ROWS)
+    taken = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), (logits, metadata, lens))
+    few_logits, few_metadata, few_lens = taken
+    drawn = _draw(few_logits, few_metadata, few_lens, mode, num_devices)
+    return _argmax(logits).at[rows].set(drawn, mode="drop")
 
 
 def hash_prompt(tokens: Sequence[int]) -> int:
     """Return a 32-bit hash of a prompt's tokens, for `SamplingMetadata.seeds`."""
     return zlib.crc32(np.asarray(tokens, np.int32).tobytes())
+
+
+def _filters(params: SamplingParams) -> int:
+    """Return the value of `SamplingMode.filters` that these parameters need."""
+    if not params.filters:
+        return 0
+    if params.top_k > MAX_FEW:
+        return ANY_TOP_K
+    return FEW_TOP_K if params.top_k else TOP_P if params.top_p < 1 else MIN_P
 
 
 def _key(seeds: jax.Array, length: jax.Array) -> jax.Array:
@@ -272,46 +280,41 @@ def _key(seeds: jax.Array, length: jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(key, index), length)
 
 
-def _draw(logits: jax.Array, metadata: SamplingMetadata, lens: jax.Array) -> jax.Array:
-    """Draw from all tokens; rows with temperature 0 take the best."""
-    depth, _ = _depth(logits, metadata)
-    return _argmax(_noise(logits, metadata, lens) - depth)[0]
-
-
-def _draw_filtered(logits: jax.Array, metadata: SamplingMetadata, lens: jax.Array) -> jax.Array:
+def _draw(
+    logits: jax.Array,
+    metadata: SamplingMetadata,
+    lens: jax.Array,
+    mode: SamplingMode,
+    num_devices: int,
+) -> jax.Array:
     """Draw from the tokens that the filters keep; rows with temperature 0 take the best."""
-    depth, is_finite = _depth(logits, metadata)
+    depth = _depth(logits, metadata)
+    scores = _noise(logits, metadata, lens) - depth
+    if not mode.filters:
+        return _argmax(scores)
     draws = metadata.temperature > 0
-    top_k, top_p = metadata.top_k, metadata.top_p
-    bracket = start_bracket(logits.shape[1], top_k, top_p, is_finite & draws)
     # A token of probability min_p times the best one's is as deep as this, and is kept.
     deepest = jnp.where(draws, -jnp.log(metadata.min_p), jnp.inf)
-
-    def body(carry: Any) -> Any:
-        bracket, _, is_first = carry
-        bracket = narrow(depth, bracket, jnp.where(is_first, _TOLERANCE, 0.0))
-        is_kept = (depth < bracket.far[:, None]) & (depth <= deepest[:, None])
-        scores = jnp.where(is_kept, _noise(logits, metadata, lens) - depth, -jnp.inf)
-        tokens, drawn = _argmax(scores, depth)
-        # A drawn token that is not known to be kept is rare. Any other is the one that exact
-        # thresholds give: it is kept, and the best of no fewer tokens than are kept.
-        return bracket, tokens, jnp.any((drawn > bracket.near) & (tokens >= 0))
-
-    tokens = jnp.zeros(logits.shape[0], jnp.int32)
-    carry = lax.while_loop(lambda carry: carry[2], body, (bracket, tokens, jnp.bool_(True)))
-    return carry[1]
+    is_kept = depth <= deepest[:, None]
+    if mode.filters > MIN_P:
+        top_k = jnp.where(draws, metadata.top_k, 0)
+        top_p = jnp.where(draws, metadata.top_p, 1.0)
+        limit = limit_few(depth, top_k, top_p, num_devices)
+        if mode.filters > FEW_TOP_K:
+            is_few = (top_k > 0) & (top_k <= MAX_FEW)
+            if mode.filters > TOP_P:
+                limit = jnp.minimum(limit, limit_count(depth, jnp.where(is_few, 0, top_k)))
+            limit = limit_mass(depth, jnp.where(is_few, 1.0, top_p), limit)
+        is_kept &= depth < limit[:, None]
+    return _argmax(jnp.where(is_kept, scores, -jnp.inf))
 
 
-def _depth(logits: jax.Array, metadata: SamplingMetadata) -> tuple[jax.Array, jax.Array]:
-    """Return how far each logit lies below the row's largest, divided by the temperature.
-
-    Returns:
-        `f32[S, V]`, and whether the row's largest logit is finite, `bool[S]`.
-    """
-    temperature, best = metadata.temperature[:, None], jnp.max(logits, axis=-1, keepdims=True)
+def _depth(logits: jax.Array, metadata: SamplingMetadata) -> jax.Array:
+    """Return how far each logit lies below the row's largest, divided by the temperature."""
+    temperature = metadata.temperature[:, None]
     # Less the maximum before the division: a tiny temperature must not push several logits to +inf.
-    depth = (best - logits) / jnp.where(temperature > 0, jnp.maximum(temperature, 1e-30), 1.0)
-    return depth, jnp.isfinite(best[:, 0])
+    depth = jnp.max(logits, axis=-1, keepdims=True) - logits
+    return depth / jnp.where(temperature > 0, jnp.maximum(temperature, 1e-30), 1.0)
 
 
 def _noise(logits: jax.Array, metadata: SamplingMetadata, lens: jax.Array) -> jax.Array:
@@ -321,22 +324,17 @@ def _noise(logits: jax.Array, metadata: SamplingMetadata, lens: jax.Array) -> ja
     return jnp.where(metadata.temperature[:, None] > 0, noise, 0.0)
 
 
-def _argmax(values: jax.Array, *others: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the place of the largest of values `[S, V]`, and what the others have there.
-
-    Of equal values the first counts; a largest value that is not finite has the place -1. One
-    reduction of all is one message between devices.
-    """
-    places = lax.broadcasted_iota(jnp.int32, values.shape, 1)
-    operands = (values, places, *others)
+def _argmax(values: jax.Array) -> jax.Array:
+    """Return where the largest of values `[S, V]` is, the first of equal ones; -1 if not finite."""
 
     def larger(x: tuple[jax.Array, ...], y: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         is_x = (x[0] > y[0]) | (x[0] != x[0]) | ((x[0] == y[0]) & (x[1] < y[1]))  # NaN is largest
         return tuple(lax.select(is_x, a, b) for a, b in zip(x, y, strict=True))
 
-    inits = (np.float32(-np.inf), *(np.zeros((), x.dtype) for x in operands[1:]))
-    best, place, *found = lax.reduce(operands, inits, larger, (1,))
-    return jnp.where(jnp.isfinite(best), place, -1), *found
+    # One reduction finds both, where argmax and a look at its place would be two.
+    places = lax.broadcasted_iota(jnp.int32, values.shape, 1)
+    best, place = lax.reduce((values, places), (np.float32(-np.inf), np.int32(0)), larger, (1,))
+    return jnp.where(jnp.isfinite(best), place, -1)
 
 
 def _places(flags: jax.Array, count: int) -> jax.Array:

@@ -112,7 +112,8 @@ def make_step(
     ) -> tuple[EngineState, TokenCounts | None, StepOutput]:
         params = jax.tree.unflatten(structure, leaves)
         run = _decode if batch.chunks is None else _mixed
-        return run(model, params, state, counts, batch, implementation)
+        num_devices = 1 if shardings is None else shardings.whole.mesh.size
+        return run(model, params, state, counts, batch, implementation, num_devices)
 
     options: dict[str, Any] = {}
     if shardings is not None:
@@ -132,6 +133,7 @@ def _decode(
     counts: TokenCounts | None,
     batch: Batch,
     implementation: str | None,
+    num_devices: int,
 ) -> tuple[EngineState, TokenCounts | None, StepOutput]:
     """Run up to `num_steps` steps of each row; stop early if a row ends or finds no page."""
     spec = model.kv_cache_spec
@@ -150,7 +152,7 @@ def _decode(
         hidden, layers = model(params, tokens, jnp.maximum(lens - 1, 0), attend, state.pool.layers)
         logits = model.logits(params, hidden)
         drawn, slots, counts, logprobs = _sample(
-            logits, slots, counts, batch.decode_slots, rows, lens, batch.mode
+            logits, slots, counts, batch.decode_slots, rows, lens, batch.mode, num_devices
         )
         ended = slots.finished.at[rows].get(mode="fill", fill_value=False)
         state = replace(state, table=table, pool=KVPool(layers=layers), slots=slots)
@@ -183,6 +185,7 @@ def _mixed(
     counts: TokenCounts | None,
     batch: Batch,
     implementation: str | None,
+    num_devices: int,
 ) -> tuple[EngineState, TokenCounts | None, StepOutput]:
     """Run one step of decoding rows and chunks."""
     slots, chunks = state.slots, batch.chunks
@@ -214,11 +217,13 @@ def _mixed(
         jnp.where(sampled, all_slots, num_slots),
         table.seq_lens,
         batch.mode,
+        num_devices,
     )
     prompt_logprobs = None
     if chunks.targets is not None:
+        num_logprobs = batch.mode.prompt_logprobs
         prompt_logprobs = _prompt_logprobs(
-            model, params, hidden[num_decodes:], chunks.targets, batch.mode.prompt_logprobs
+            model, params, hidden[num_decodes:], chunks.targets, num_logprobs, num_devices
         )
     valid = state.valid & jnp.all(ok)
     state = EngineState(table=table, pool=KVPool(layers=layers), slots=slots, valid=valid)
@@ -234,6 +239,7 @@ def _sample(
     sampled: jax.Array,
     lens: jax.Array,
     mode: SamplingMode,
+    num_devices: int,
 ) -> tuple[jax.Array, SlotStates, TokenCounts | None, Logprobs | None]:
     """Draw the next tokens of R rows, and end the slots that have all of theirs.
 
@@ -245,18 +251,23 @@ def _sample(
         sampled: `i32[R]`, the same, or out of range for rows that do not sample.
         lens: `i32[R]`, tokens of the rows.
         mode: of the batch.
+        num_devices: over which the vocabulary is cut.
     """
     metadata = jax.tree.map(lambda x: x.at[indices].get(mode="clip"), slots.sampling)
+    is_sampled = sampled < slots.finished.size
+    temperature = jnp.where(is_sampled, metadata.temperature, 0.0)  # greedy rows cost the least
+    metadata = replace(metadata, temperature=temperature)
     mine = None
     if mode.penalties and counts is not None:
         mine = jax.tree.map(lambda x: x.at[indices].get(mode="clip"), counts)
     processed = process_logits(logits, metadata, mine, lens, mode)
-    drawn = sample(processed, metadata, lens, mode)
+    drawn = sample(processed, metadata, lens, mode, num_devices)
     if mode.penalties and counts is not None:
         counts = add_output_tokens(counts, sampled, drawn)
     logprobs = None
     if mode.logprobs >= 0:
-        logprobs = gather_logprobs(logits, jnp.maximum(drawn, 0), mode.logprobs)
+        token_ids = jnp.maximum(drawn, 0)
+        logprobs = gather_logprobs(logits, token_ids, mode.logprobs, num_devices)
     stops = jnp.any(drawn[:, None] == metadata.stop_token_ids, axis=1)
     ended = (drawn < 0) | stops
     ended |= lens + 1 >= slots.max_lens.at[indices].get(mode="clip")
@@ -265,7 +276,6 @@ def _sample(
         last_token_ids=slots.last_token_ids.at[sampled].set(jnp.maximum(drawn, 0), mode="drop"),
         finished=slots.finished.at[sampled].set(ended, mode="drop"),
     )
-    is_sampled = sampled < slots.finished.size
     return jnp.where(is_sampled, drawn, NOT_SAMPLED), slots, counts, logprobs
 
 
@@ -287,7 +297,12 @@ def _output(
 
 
 def _prompt_logprobs(
-    model: Model, params: Any, hidden: jax.Array, targets: jax.Array, num_logprobs: int
+    model: Model,
+    params: Any,
+    hidden: jax.Array,
+    targets: jax.Array,
+    num_logprobs: int,
+    num_devices: int,
 ) -> Logprobs:
     """Log-probabilities of the token after each of T, in blocks: logits of all are too large."""
     num_tokens = targets.size
@@ -296,7 +311,7 @@ def _prompt_logprobs(
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, block, hidden.shape[-1])
     targets = jnp.pad(jnp.maximum(targets, 0), (0, padding)).reshape(-1, block)
     found = jax.lax.map(
-        lambda x: gather_logprobs(model.logits(params, x[0]), x[1], num_logprobs),
+        lambda x: gather_logprobs(model.logits(params, x[0]), x[1], num_logprobs, num_devices),
         (hidden, targets),
     )
     return jax.tree.map(lambda x: x.reshape(num_tokens + padding, *x.shape[2:])[:num_tokens], found)

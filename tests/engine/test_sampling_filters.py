@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_paged.engine import sampling_filters
-from pallas_paged.engine.sampler import SamplingMode, sample
-from pallas_paged.engine.sampling_filters import narrow, num_blocks, start_bracket
+from pallas_paged.engine.runner import modes_for
+from pallas_paged.engine.sampler import (
+    ALL_DRAW,
+    ANY_TOP_K,
+    FEW_DRAW,
+    FEW_TOP_K,
+    MIN_P,
+    TOP_P,
+    SamplingMode,
+    sample,
+)
+from pallas_paged.engine.sampling_filters import (
+    MAX_FEW,
+    limit_count,
+    limit_few,
+    limit_mass,
+    num_blocks,
+)
 from tests.engine.test_sampler import metadata, take_rows
 from tests.support.promotion import strict_promotion
 
 VOCAB, ROWS = 1536, 24
-FILTERS = SamplingMode(draws=True, filters=True)
+FILTERS = SamplingMode(draws=ALL_DRAW, filters=ANY_TOP_K)
 jit_sample = jax.jit(sample, static_argnames="mode")
 
 
@@ -25,10 +44,10 @@ def _strict():
 
 
 @jax.jit
-def search(depth, top_k, top_p, tolerance):
-    """The bracket after the search; all rows are active."""
-    bracket = start_bracket(VOCAB, top_k, top_p, jnp.ones(top_k.shape, bool))
-    return narrow(depth, bracket, tolerance)
+def limits(depth, top_k, top_p):
+    """The depth from which on tokens are dropped: by search, and where top_k is small by a look."""
+    searched = limit_mass(depth, top_p, limit_count(depth, top_k))
+    return searched, limit_few(depth, top_k, top_p)
 
 
 def kept_by_sort(depth, top_k, top_p):
@@ -73,67 +92,47 @@ def test_exactly_the_tokens_that_sorting_keeps_are_kept(kind):
     depth = logits.max(axis=1, keepdims=True) - logits
     top_k = rng.choice([0, 0, 1, 2, 20, 50, 700, VOCAB, VOCAB + 9], ROWS).astype(np.int32)
     top_p = rng.choice([1, 0.01, 0.3, 0.9, 0.95, 0.999, 1 - 2**-24], ROWS).astype(np.float32)
-    rough = search(depth, top_k, top_p, np.float32(2**-10))
-    exact = search(depth, top_k, top_p, np.float32(0))
+    searched, looked_up = limits(depth, top_k, top_p)
     for row in range(ROWS):
         deepest, margin = kept_by_sort(depth[row], top_k[row], top_p[row])
         if margin < 1e-6:
             num_close += 1
             continue
         one = depth[row][np.isfinite(depth[row])]  # others are never drawn
-        wanted, found = one <= deepest, one < exact.far[row]
-        np.testing.assert_array_equal(found, wanted)
-        assert exact.near[row] == exact.far[row]
-        assert np.all(wanted[one <= rough.near[row]])
-        assert not np.any(wanted[one >= rough.far[row]])
+        wanted = one <= deepest
+        np.testing.assert_array_equal(one < searched[row], wanted)
+        if 0 < top_k[row] <= MAX_FEW:
+            np.testing.assert_array_equal(one < looked_up[row], wanted)
+        else:
+            assert looked_up[row] == np.inf
     assert num_close <= ROWS // 4
 
 
-def test_a_search_stops_early_where_little_probability_is_left_to_decide():
-    logits = logits_of("flat", np.random.default_rng(5))
-    depth = logits.max(axis=1, keepdims=True) - logits
-    top_k, top_p = np.zeros(ROWS, np.int32), np.full(ROWS, 0.7, np.float32)
-    bracket = search(depth, top_k, top_p, np.float32(0.05))
-    weights = np.exp(-depth)
-    kept = np.sum(np.where(depth <= bracket.near[:, None], weights, 0), axis=1)
-    undecided = (depth > bracket.near[:, None]) & (depth < bracket.far[:, None])
-    assert np.all(np.sum(np.where(undecided, weights, 0), axis=1) <= 0.05 * kept)
-    assert np.sum(undecided.any(axis=1)) > ROWS // 2
-
-
-def test_a_rough_search_changes_no_token(monkeypatch):
-    """Also where a token is drawn of which it is not known at first whether it is kept."""
-    rng = np.random.default_rng(7)
-    logits = logits_of("flat", rng)
-    rows = metadata(ROWS, top_p=rng.uniform(0.1, 0.9, ROWS))
-    lens = np.arange(ROWS, dtype=np.int32)
-    tokens = {}
-    for tolerance in (0.0, 2**-10, 0.5):
-        monkeypatch.setattr("pallas_paged.engine.sampler._TOLERANCE", tolerance)
-        draw = jax.jit(lambda *args: sample(*args, FILTERS))
-        tokens[tolerance] = np.asarray(draw(logits, rows, lens))
-    np.testing.assert_array_equal(tokens[0.0], tokens[2**-10])
-    np.testing.assert_array_equal(tokens[0.0], tokens[0.5])
-
-
-@pytest.mark.parametrize("others", [{"temperature": 0.0}, {"temperature": 0.8}, {"top_k": 40}])
-@pytest.mark.parametrize("num_some", [0, 1, 8, 9, ROWS])
-def test_a_few_rows_that_filter_draw_what_they_draw_alone(others, num_some):
-    """They are taken out of the batch."""
+@pytest.mark.parametrize("num_some", [0, 1, 7, 8])
+@pytest.mark.parametrize("filters", [ANY_TOP_K, TOP_P, FEW_TOP_K, MIN_P])
+def test_few_rows_that_draw_among_greedy_ones_draw_what_they_draw_alone(filters, num_some):
+    """They are taken out of the batch; larger modes give the same tokens."""
     rng = np.random.default_rng(num_some)
     logits, lens = logits_of("normal", rng), np.arange(ROWS, dtype=np.int32)
-    is_one = rng.permutation(ROWS) < num_some
-    values = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-    values = {
-        name: np.where(is_one, one, others.get(name, value))
-        for (name, value), one in zip(values.items(), (0.7, 30, 0.8, 0.01), strict=True)
-    }
-    rows = metadata(ROWS, **values)
-    together = np.asarray(jit_sample(logits, rows, lens, FILTERS))
-    for row in range(ROWS):
+    draws = rng.permutation(ROWS) < num_some
+    params = {MIN_P: {"min_p": 0.01}, FEW_TOP_K: {"top_k": 30, "top_p": 0.8}}
+    params |= {TOP_P: {"top_p": 0.8}, ANY_TOP_K: {"top_k": 100, "top_p": 0.8}}
+    rows = metadata(ROWS, temperature=np.where(draws, 0.7, 0), **params[filters])
+    mode = SamplingMode(draws=FEW_DRAW, filters=filters)
+    together = np.asarray(jit_sample(logits, rows, lens, mode))
+    np.testing.assert_array_equal(together, jit_sample(logits, rows, lens, FILTERS))
+    np.testing.assert_array_equal(together[~draws], np.argmax(logits, axis=1)[~draws])
+    for row in np.flatnonzero(draws):
         some = np.array([row])
-        alone = jit_sample(logits[some], take_rows(some, rows), lens[some], FILTERS)
-        assert together[row] == alone[0]
+        assert together[row] == jit_sample(logits[some], take_rows(some, rows), lens[some], mode)
+
+
+@pytest.mark.parametrize("mode", modes_for(None), ids=str)
+def test_sampling_is_a_straight_line(mode):
+    """In a loop that a GPU runs as a CUDA graph, a loop or a branch would give wrong tokens."""
+    arrays = (logits_of("normal", np.random.default_rng(0)), metadata(ROWS))
+    program = str(jax.make_jaxpr(partial(sample, mode=mode))(*arrays, np.zeros(ROWS, np.int32)))
+    assert not re.search(r"\b(while|scan|cond|sort|top_k)\[", program)
 
 
 @pytest.mark.parametrize(

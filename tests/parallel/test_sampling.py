@@ -11,7 +11,15 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_paged.engine.logprobs import gather_logprobs
-from pallas_paged.engine.sampler import SamplingMode, TokenCounts, process_logits, sample
+from pallas_paged.engine.sampler import (
+    ALL_DRAW,
+    ANY_TOP_K,
+    SamplingMode,
+    TokenCounts,
+    process_logits,
+    sample,
+)
+from pallas_paged.engine.sampling_filters import MAX_FEW
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS
 from tests.engine.test_sampler import metadata
 from tests.support.devices import mesh
@@ -19,10 +27,10 @@ from tests.support.devices import mesh
 ROWS, VOCAB = 12, 6144
 MODES = {
     "greedy": SamplingMode(),
-    "draws": SamplingMode(draws=True),
-    "filters": SamplingMode(draws=True, filters=True),
+    "draws": SamplingMode(draws=ALL_DRAW),
+    "filters": SamplingMode(draws=ALL_DRAW, filters=ANY_TOP_K),
     "logprobs": SamplingMode(logprobs=MAX_LOGPROBS),
-    "processors": SamplingMode(draws=True, penalties=True, processors=True, logprobs=0),
+    "processors": SamplingMode(draws=ALL_DRAW, penalties=True, processors=True, logprobs=0),
 }
 
 
@@ -47,10 +55,13 @@ def inputs():
     return logits, counts, rows, np.full(ROWS, 5, np.int32)
 
 
-def step_of(mode):
+def step_of(mode, num_devices):
     def step(logits, counts, rows, lens):
-        tokens = sample(process_logits(logits, rows, counts, lens, mode), rows, lens, mode)
-        return tokens, mode.logprobs >= 0 and gather_logprobs(logits, tokens, mode.logprobs)
+        logits = process_logits(logits, rows, counts, lens, mode)
+        tokens = sample(logits, rows, lens, mode, num_devices)
+        if mode.logprobs < 0:
+            return tokens, None
+        return tokens, gather_logprobs(logits, tokens, mode.logprobs, num_devices)
 
     return jax.jit(step)
 
@@ -63,10 +74,9 @@ def test_devices_that_share_a_vocabulary_draw_the_same_tokens_and_send_few_bytes
         jax.device_put(one, NamedSharding(devices, spec))
         for one, spec in zip(arrays, specs, strict=True)
     ]
-    step = step_of(MODES[name])
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), step(*cut), step(*arrays)
-    )
+    step = step_of(MODES[name], 4)
+    found, wanted = step(*cut), step_of(MODES[name], 1)(*arrays)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), found, wanted)
     program = step.lower(*cut).compile().as_text()
     sent = re.findall(
         r"= (\S+|\(.*?\)) (?:all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", program
@@ -76,6 +86,4 @@ def test_devices_that_share_a_vocabulary_draw_the_same_tokens_and_send_few_bytes
         for shapes in sent
         for shape in re.findall(r"\w+\[([\d,]*)\]", shapes)
     ]
-    # 16 depths or the best tokens of 16 parts at most.
-    most = ROWS * 16 * max(MODES[name].logprobs, 1)
-    assert sizes and max(sizes) <= most < ROWS * VOCAB
+    assert sizes and max(sizes) <= ROWS * 4 * MAX_FEW  # the best tokens of each device

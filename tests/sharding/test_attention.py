@@ -25,12 +25,13 @@ from tests.support.placement import (
     mesh_2d,
     named,
     place,
+    several,
 )
 from tests.support.quantized_cases import Quantized
 
 SMALL = Case(
-    num_q_heads=16, num_kv_heads=8, head_dim=16, page_size=4, seq_lens=(13, 0, 5, 16),
-    pages_per_seq=4,
+    num_q_heads=16, num_kv_heads=8, head_dim=16, page_size=8, seq_lens=(13, 0, 5, 16),
+    pages_per_seq=2,
 )  # fmt: skip
 RAGGED = replace(SMALL, q_lens=(3, 0, 5, 1), num_tokens=10)
 SHARED = SharedPrefixes(
@@ -89,7 +90,7 @@ def test_each_device_attends_with_its_own_heads(implementation, name, num_device
 @pytest.mark.parametrize("name", CALLS)
 def test_all_options_at_once(implementation, name):
     call, arrays = call_of(name, implementation)
-    results, compiled = run(call, place(arrays, mesh(4)))
+    results, compiled = run(call, place(arrays, several()))
     assert collectives(compiled) == []
     assert_same_as_one_device(call, arrays, results)
     if name != "cascade":  # whose arguments the oracle does not take
@@ -106,7 +107,7 @@ def test_quantized_pages(implementation, name, per_tensor):
     stored, meant = Quantized(case=case, kv_dtype="int8", per_tensor=per_tensor).make()
     call = partial(attention, implementation=implementation, return_lse=True)
     arrays = named(attention, stored)
-    results, compiled = run(call, place(arrays, mesh(4)))
+    results, compiled = run(call, place(arrays, several()))
     assert collectives(compiled) == []
     assert_close(results, meant, 1e-2)
 
@@ -161,7 +162,9 @@ def test_one_kv_head_serves_the_query_heads_of_all_devices(implementation):
     attention, case = pp.paged_attention, replace(SMALL, num_kv_heads=1).on(implementation)
     arrays = named(attention, case.make())
     call = partial(attention, implementation=implementation, return_lse=True)
-    results, compiled = run(call, place(arrays, mesh(4), {"q": P(None, "tensor"), "k_pages": P()}))
+    results, compiled = run(
+        call, place(arrays, several(), {"q": P(None, "tensor"), "k_pages": P()})
+    )
     assert collectives(compiled) == []
     assert_same_as_one_device(call, arrays, results)
 
@@ -228,7 +231,7 @@ def test_kernels_lower_for_several_gpus(name, family, explicit):
 
 def test_eager_calls_leave_the_results_on_their_devices(implementation):
     call, arrays = call_of("decode", implementation, options={})
-    results = call(**place(arrays, mesh(4)))
+    results = call(**place(arrays, several()))
     assert [tuple(x.sharding.spec)[:2] for x in results] == [(None, "tensor")] * 2
     assert_same_as_one_device(call, arrays, results)
 
@@ -236,7 +239,7 @@ def test_eager_calls_leave_the_results_on_their_devices(implementation):
 def test_queries_that_are_whole_are_cut_as_the_pages(implementation):
     call, arrays = call_of("decode", implementation, options={})
     specs = {"k_pages": P("tensor"), "v_pages": P("tensor")}
-    results, compiled = run(call, place(arrays, mesh(4), specs))
+    results, compiled = run(call, place(arrays, several(), specs))
     pool = f"[8,{arrays['k_pages'].shape[1]}"
     assert not [line for line in collectives(compiled) if pool in line]
     assert_same_as_one_device(call, arrays, results)
@@ -275,7 +278,7 @@ def test_gradients_of_xla(kind):
         rest = {key: x for key, x in arrays.items() if key != "q"}
         return jax.jit(jax.grad(loss))(arrays["q"], rest)
 
-    on = mesh_2d(4, names=("tensor",), kind=kind)
+    on = mesh_2d(several().size, names=("tensor",), kind=kind)
     np.testing.assert_allclose(
         np.asarray(gradient(place(arrays, on))), np.asarray(gradient(arrays)), rtol=1e-4, atol=1e-5
     )

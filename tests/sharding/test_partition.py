@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from functools import partial
@@ -19,7 +20,7 @@ from pallas_paged import dispatch, partition
 from pallas_paged.kernels.logits import LogitOptions
 from tests.support.attention_cases import Case
 from tests.support.devices import H200_MESH, HOPPER, lower_for_cuda, mesh
-from tests.support.placement import collectives, mesh_2d, named, place
+from tests.support.placement import collectives, mesh_2d, named, place, several
 
 CASE = Case(
     num_q_heads=16, num_kv_heads=8, head_dim=16, page_size=4, seq_lens=(13, 0, 5, 16),
@@ -141,6 +142,34 @@ def test_kernels_of_gpus_can_be_lowered_once(implementation):
     assert text.count("custom_call") >= 2  # attention and its merge
 
 
+@pytest.mark.parametrize(
+    "context",
+    [jax.set_mesh, lambda on: jax.enable_x64(True), lambda on: gspmd()],
+    ids=["set_mesh", "x64", "GSPMD"],
+)
+def test_settings_of_the_caller_do_not_reach_a_device(context):
+    partition._lowered.cache_clear()
+    partition._build.cache_clear()
+    on = mesh(2)
+    specs = {"q": P(None, "tensor"), "k_pages": P("tensor"), "v_pages": P("tensor")}
+    placed = place(ARRAYS, on, specs)
+    call = partial(pp.paged_attention, implementation="triton_interpret")
+    want = call(**ARRAYS)
+    with context(on):
+        compiled = jax.jit(lambda arrays: call(**arrays)).lower(placed).compile()
+        got = compiled(placed)
+    assert collectives(compiled) == []
+    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=1e-5, atol=1e-5)
+
+
+@contextlib.contextmanager
+def gspmd():
+    """The partitioner that JAX had before Shardy."""
+    jax.config.update("jax_use_shardy_partitioner", False)
+    yield
+    jax.config.update("jax_use_shardy_partitioner", True)
+
+
 def text_of(call, arrays):
     """A program as the persistent cache sees it where callbacks are left out of its keys."""
     text = jax.jit(lambda arrays: call(**arrays)).lower(arrays).as_text()
@@ -173,7 +202,7 @@ def test_a_function_for_one_device_can_be_exported():
 
 
 def test_a_loop_of_steps_moves_nothing_and_copies_no_pool(implementation):
-    on, (k, v) = mesh(4), np.random.default_rng(0).standard_normal((2, 4, 8, 16), np.float32)
+    on, (k, v) = several(), np.random.default_rng(0).standard_normal((2, 4, 8, 16), np.float32)
 
     def step(i, state):
         layer, q = state
@@ -206,7 +235,7 @@ def test_a_loop_of_steps_moves_nothing_and_copies_no_pool(implementation):
     got = compiled(*placed)
     after = [shard.data.unsafe_buffer_pointer() for shard in got[0].k_pages.addressable_shards]
     assert after == before
-    shape = ",".join(map(str, (2, *layer.k_pages.shape[1:])))
+    shape = ",".join(map(str, (8 // on.size, *layer.k_pages.shape[1:])))
     assert not re.findall(rf"f32\[{shape}\]\S* copy\(", compiled.as_text())
     np.testing.assert_array_equal(np.asarray(got[0].k_pages), np.asarray(want[0].k_pages))
     np.testing.assert_allclose(np.asarray(got[1]), np.asarray(want[1]), rtol=1e-5, atol=1e-5)

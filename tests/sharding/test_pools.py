@@ -14,7 +14,7 @@ from pallas_paged.sharding import kv_head_repeats, kv_pool_sharding, page_table_
 from tests.support.devices import mesh
 from tests.support.kv_pools import copies_of, make_pool, pool_bytes
 from tests.support.page_tables import i32
-from tests.support.placement import collectives, mesh_2d
+from tests.support.placement import collectives, mesh_2d, several
 
 SIZES = dict(num_kv_heads=8, num_pages=7, page_size=4, head_dim=16)
 STORED = {
@@ -28,7 +28,7 @@ KINDS = pytest.mark.parametrize(
 
 
 def mesh_of(kind):
-    return mesh_2d(4, names=("tensor",), kind=kind)
+    return mesh_2d(several().size, names=("tensor",), kind=kind)
 
 
 def assert_same(got, want):

@@ -41,6 +41,11 @@ def mesh_2d(*shape: int, names: tuple[str, ...], kind: AxisType = AxisType.Auto)
     return Mesh(devices.reshape(shape), names, axis_types=(kind,) * len(shape))
 
 
+def several(most: int = 4) -> Mesh:
+    """A mesh of `most` devices, or of those that are here; skips the test where there is one."""
+    return mesh(max(2, min(most, jax.device_count())))
+
+
 def place(
     arrays: Mapping[str, Any], on: Mesh, specs: Mapping[str, P] = BY_HEADS
 ) -> dict[str, jax.Array]:

@@ -255,13 +255,10 @@ class ModelRunner:
 def modes_for(params: Iterable[SamplingParams] | None) -> list[SamplingMode]:
     """Return the sampling modes to compile for requests with these parameters.
 
-    Steps that are greedy, or that only draw, have a mode of their own, because penalties and
-    log-probabilities cost time in every row. None is for any request.
+    Steps that are greedy, that only draw, or that filter have modes of their own, because filters,
+    penalties and log-probabilities cost time in every row. None is for any request.
     """
     if params is None:
-        all_draw = SamplingMode(draws=ALL_DRAW)
-        few, top_k = (replace(all_draw, filters=x) for x in (TOP_P, FEW_TOP_K))
-        few = replace(few, draws=FEW_DRAW)
         full = SamplingMode(
             draws=ALL_DRAW,
             filters=ANY_TOP_K,
@@ -269,15 +266,22 @@ def modes_for(params: Iterable[SamplingParams] | None) -> list[SamplingMode]:
             penalties=True,
             logprobs=MAX_LOGPROBS,
         )
-        scores = replace(full, prompt_logprobs=MAX_LOGPROBS)
-        return [SamplingMode(), few, all_draw, top_k, replace(top_k, filters=TOP_P), full, scores]
+        return [
+            SamplingMode(),
+            SamplingMode(draws=FEW_DRAW, filters=TOP_P),
+            *(SamplingMode(draws=ALL_DRAW, filters=x) for x in (0, FEW_TOP_K, TOP_P)),
+            full,
+            replace(full, prompt_logprobs=MAX_LOGPROBS),
+        ]
     check_lists(params=params)
     for one in params:
         if not isinstance(one, SamplingParams):
             raise ValueError(f"params has {one!r}, which must be SamplingParams")
     modes = {SamplingMode.of(one) for one in params}
+    any_greedy = any(not mode.draws for mode in modes)
     modes.add(reduce(or_, modes, SamplingMode()))
-    modes |= {replace(mode, draws=ALL_DRAW) for mode in modes if mode.draws}
+    all_draw = {replace(mode, draws=ALL_DRAW) if mode.draws else mode for mode in modes}
+    modes = modes | all_draw if any_greedy else all_draw  # else few draw in small batches only
     return sorted(modes | {replace(max(modes), prompt_logprobs=-1)})
 
 

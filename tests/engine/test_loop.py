@@ -249,5 +249,5 @@ def test_a_compiled_loop_holds_no_sort_no_branch_and_no_other_loop(mode):
     assert not re.findall(r".*(?:sort\(|topk|top_k\(|callback|conditional\().*", program)
     loops = re.findall(r".*\bwhile\(.*", program)
     if jax.default_backend() == "cpu":  # where threefry's rounds are a loop
-        loops = [line for line in loops if "threefry" not in line]
+        loops = [line for line in loops if not re.search("threefry|uniform", line)]
     assert len(loops) == 1

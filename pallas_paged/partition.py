@@ -156,16 +156,14 @@ def _build(local: Any, layout: Layout, platform: str) -> Callable[..., Any]:
         return out, (True,) * len(out)
 
     def call(*args: jax.Array) -> Any:
-        here = jax.sharding.get_abstract_mesh()
-        # Custom partitioning can't be compiled where some axes are manual and others are not, nor
-        # for abstract devices.
-        if here.manual_axes or (here.size == 1 and not here.empty):
+        here, mesh = jax.sharding.get_abstract_mesh(), explicit_mesh(args)
+        if here.manual_axes:  # also where others are not, which custom partitioning can't compile
             return local(*args)
-        mesh = explicit_mesh(args)
         if mesh is not None:
             return on_explicit_mesh(mesh, local, layout, args)
-        # On one device it is lowered as `local` itself.
-        return local(*args) if local.one_device else batchable(*args)
+        # On one device it is lowered as `local` itself, unless that device is abstract.
+        one_device = local.one_device or (here.size == 1 and not here.empty)
+        return local(*args) if one_device else batchable(*args)
 
     function: Any = jax.custom_vjp(call)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export, lax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_paged as pp
@@ -192,6 +192,14 @@ def test_one_device_runs_the_call_itself():
     call = partial(pp.paged_attention, implementation="triton_interpret")
     text = jax.jit(lambda arrays: call(**arrays)).lower(ARRAYS).as_text()
     assert "CustomSPMDPartitioning" not in text
+
+
+def test_an_explicit_mesh_of_one_device():
+    on = mesh_2d(1, names=("tensor",), kind=AxisType.Explicit)
+    call = jax.jit(partial(pp.paged_attention, implementation="triton_interpret"))
+    with jax.set_mesh(on):
+        got = call(**place(ARRAYS, on))
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(call(**ARRAYS)))
 
 
 def test_a_function_for_one_device_can_be_exported():

@@ -102,6 +102,13 @@ def check_integer(name: str, value: Any, least: int, most: int = INT32_MAX) -> N
         raise ValueError(f"{name}={value!r} must be an integer in {least}..{most}")
 
 
+def check_has(name: str, value: Any, *attributes: str) -> None:
+    """Raise ValueError unless `value` has these attributes."""
+    missing = [attribute for attribute in attributes if not hasattr(value, attribute)]
+    if missing:
+        raise ValueError(f"{name}={reprlib.repr(value)} must have {', '.join(missing)}")
+
+
 def check_number(name: str, value: Any) -> None:
     """Raise ValueError unless `value` is a number that is finite in float32."""
     is_number = isinstance(value, int | float | np.integer | np.floating)

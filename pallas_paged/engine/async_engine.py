@@ -38,6 +38,13 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine):
+        """Take an engine; `start` starts the thread.
+
+        Raises:
+            ValueError: it is not an Engine.
+        """
+        if not isinstance(engine, Engine):
+            raise ValueError(f"{engine=} must be an Engine")
         self._engine = engine
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]]
         self._commands = queue.SimpleQueue()  # may be put into by garbage collection, anywhere

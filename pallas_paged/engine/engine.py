@@ -3,9 +3,8 @@
 The scheduler decides what each call computes, the runner packs that into a batch, and one jitted
 call runs it: a step of decoding sequences and chunks of prompts, or up to `num_scheduler_steps`
 decode steps in a loop on the device. The next call is dispatched before the tokens of the last are
-read. Continuous batching is from Orca (Yu et al., OSDI 2022), chunked prefill beside decoding from
-Sarathi-Serve (Agrawal et al., OSDI 2024), preemption by recomputing from vLLM (Kwon et al., SOSP
-2023).
+read. Continuous batching is from Orca (Yu et al., OSDI 2022), chunked prefill from Sarathi-Serve
+(Agrawal et al., OSDI 2024), preemption by recomputing from vLLM (Kwon et al., SOSP 2023).
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallas_paged.engine.arguments import check_arguments
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.errors import EngineDeadError
 from pallas_paged.engine.input_processor import InputProcessor
@@ -65,8 +65,9 @@ class Engine:
                 few, of all processes.
 
         Raises:
-            ValueError: a size is out of range for this model, or for the devices.
+            ValueError: an argument has a wrong type, or does not fit the model or the devices.
         """
+        check_arguments(model, config, tokenizer, devices)
         self.config = config = config or EngineConfig()
         self._outputs = OutputProcessor(
             lambda leader: self.replicas.choose(leader), tokenizer, model.eos_token_ids
@@ -247,12 +248,11 @@ class Engine:
     def sleep(self) -> None:
         """Free the pool's memory. Unfinished requests wait, and are recomputed after `wake`."""
         self._check_alive()
-        if self.is_sleeping:
-            return
-        with self._dead_on_error():
-            self.replicas.drain()
-            self.replicas.sleep()
-            self.is_sleeping = True
+        if not self.is_sleeping:
+            with self._dead_on_error():
+                self.replicas.drain()
+                self.replicas.sleep()
+                self.is_sleeping = True
 
     def wake(self) -> None:
         """Allocate the pool again after `sleep`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from typing import Any
 
 import jax
@@ -26,8 +27,9 @@ class Weights:
         """Put the first parameters.
 
         Raises:
-            ValueError: `model.param_specs` does not fit them.
+            ValueError: one is not an array of numbers, or `model.param_specs` does not fit them.
         """
+        _check_leaves(params)
         leaves, self.structure = jax.tree.flatten(params)
         self._shardings = _shardings(model, params, placement)
         self.leaves = tuple(map(put, leaves, self._shardings))
@@ -37,6 +39,7 @@ class Weights:
         structure = jax.tree.structure(params)
         if structure != self.structure:  # type: ignore[operator]
             raise ValueError(f"params have the structure {structure}, not {self.structure}")
+        _check_leaves(params)
         paths = jax.tree_util.tree_flatten_with_path(params)[0]
         for (path, new), old in zip(paths, self.leaves, strict=True):
             if (np.shape(new), jnp.result_type(new)) != (old.shape, old.dtype):
@@ -51,6 +54,20 @@ class Weights:
         Arrays that are there with the right sharding are not copied.
         """
         return tuple(map(put, jax.tree.leaves(params), self._shardings))
+
+
+def _check_leaves(params: Any) -> None:
+    """Raise ValueError if a leaf is not an array of numbers."""
+    if params is None:
+        raise ValueError(f"{params=} must be a pytree of arrays")
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        if isinstance(leaf, jax.Array):  # also keys of random numbers
+            continue
+        is_array = isinstance(leaf, np.ndarray | np.generic | int | float)
+        dtype = np.asarray(leaf).dtype if is_array else np.dtype(object)
+        if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_)):
+            name = f"params{jax.tree_util.keystr(path)}"
+            raise ValueError(f"{name}={reprlib.repr(leaf)} must be an array of numbers")
 
 
 def _shardings(

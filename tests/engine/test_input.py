@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_paged.engine import Engine, EngineConfig, SamplingParams
+from pallas_paged.engine import AsyncEngine, Engine, EngineConfig, SamplingParams
 from tests.support.engine_calls import (
     MODEL,
     PROMPTS,
@@ -125,6 +125,40 @@ def test_bad_sizes_are_refused(sizes, message):
         make_engine(**sizes)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": None}, "model=None must have vocab_size, max_model_len"),
+        ({"model": replace(MODEL, vocab_size="40")}, "model.vocab_size='40' must be an integer"),
+        ({"model": replace(MODEL, eos_token_ids=3)}, "model.eos_token_ids=3 must be a tuple"),
+        ({"tokenizer": 5}, "tokenizer=5 must have encode, decode"),
+        ({"config": {"num_pages": 8}}, r"config=\{'num_pages': 8\} must be an EngineConfig"),
+        ({"config": {}}, r"config=\{\} must be an EngineConfig"),
+        ({"devices": 3}, "devices=3 must be a list"),
+        ({"devices": ["cpu"]}, "devices has 'cpu', which must be a jax.Device"),
+        ({"params": None}, "params=None must be a pytree of arrays"),
+        ({"params": {"a": "x"}}, r"params\['a'\]='x' must be an array of numbers"),
+        ({"params": [np.array("x")]}, r"params\[0\]=array\('x'.* must be an array of numbers"),
+    ],
+    ids=lambda x: None if isinstance(x, str) else next(iter(x)),
+)
+def test_an_engine_refuses_arguments_of_wrong_types(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Engine(**(dict(model=MODEL, params=weights()) | arguments))
+
+
+def test_parameters_that_are_no_arrays_are_refused():
+    engine = make_engine()
+    for leaf, message in (("x", "'x' must be an array of numbers"), (None, "structure")):
+        with pytest.raises(ValueError, match=message):
+            engine.update_params(weights() | {"head": leaf})
+
+
+def test_an_async_engine_needs_an_engine():
+    with pytest.raises(ValueError, match="engine=None must be an Engine"):
+        AsyncEngine(None)
+
+
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="GPUs have the kernels")
 def test_an_implementation_that_cannot_run_here_is_refused_at_creation():
     with pytest.raises(NotImplementedError, match="needs a GPU"):
@@ -152,6 +186,12 @@ def test_an_id_of_two_unfinished_requests_is_refused():
     run(engine)
     engine.submit([2], greedy(), request_id="a")
     run(engine)
+
+
+@pytest.mark.parametrize("request_id", [7, ""])
+def test_an_id_is_a_text(request_id):
+    with pytest.raises(ValueError, match="request_id="):
+        make_engine().submit([1], greedy(), request_id=request_id)
 
 
 @pytest.mark.parametrize("priority", [1.5, "high", None])

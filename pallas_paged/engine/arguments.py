@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -34,7 +33,7 @@ def check_arguments(
 def check_model(model: Any) -> None:
     """Raise ValueError if an object is not what `Model` describes."""
     check_has("model", model, *_OF_MODEL)
-    if not isinstance(model, Hashable):
+    if type(model).__hash__ is None:
         raise ValueError(f"{model=} must be hashable")
     if not isinstance(model.kv_cache_spec, KVCacheSpec):
         raise ValueError(f"{model.kv_cache_spec=} must be a KVCacheSpec")

@@ -19,6 +19,7 @@ from tests.support.engine_calls import (
     tokens_of,
     weights,
 )
+from tests.support.plain_model import PlainModel
 
 
 @pytest.mark.parametrize(
@@ -125,12 +126,17 @@ def test_bad_sizes_are_refused(sizes, message):
         make_engine(**sizes)
 
 
+class Unhashable(PlainModel):
+    __hash__ = None
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"model": None}, "model=None must have vocab_size, max_model_len"),
         ({"model": replace(MODEL, vocab_size="40")}, "model.vocab_size='40' must be an integer"),
         ({"model": replace(MODEL, eos_token_ids=3)}, "model.eos_token_ids=3 must be a tuple"),
+        ({"model": Unhashable()}, "must be hashable"),
         ({"tokenizer": 5}, "tokenizer=5 must have encode, decode"),
         ({"config": {"num_pages": 8}}, r"config=\{'num_pages': 8\} must be an EngineConfig"),
         ({"config": {}}, r"config=\{\} must be an EngineConfig"),

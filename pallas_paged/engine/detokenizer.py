@@ -16,9 +16,10 @@ _MAX_CONTEXT = 16
 class IncrementalDetokenizer:
     """Decodes a completion as its tokens arrive; its text ends before the first stop text.
 
-    The possible beginning of a stop text or of a character is held back until it is certain. The
-    texts that `push` and `finish` return, joined, are what the tokens add to the prompt's text.
-    Exceptions of the tokenizer pass through.
+    One that is complete within the first `min_tokens` tokens ends nothing. The possible beginning
+    of a stop text or of a character is held back until it is certain. The texts that `push` and
+    `finish` return, joined, are what the tokens add to the prompt's text. Exceptions of the
+    tokenizer pass through.
 
     Attributes:
         text: all text returned so far.
@@ -27,13 +28,17 @@ class IncrementalDetokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], stop: Sequence[str] = ()
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
     ) -> None:
         """Start after the prompt, whose last tokens are context for the decoding."""
         self.text, self.num_tokens = "", 0
         self.stop_reason: str | None = None
         self._decoder = _StreamDecoder(tokenizer, prompt_token_ids)
-        self._stop = tuple(stop)
+        self._stop, self._min_tokens = tuple(stop), min_tokens
         self._held = ""  # decoded, but a stop text may begin in it
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -57,8 +62,12 @@ class IncrementalDetokenizer:
 
     def _add(self, piece: str, *, last: bool = False) -> None:
         """Append decoded text up to the first stop text, or to where one may begin."""
-        text = self._held + piece
-        found = [(at, len(stop), stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        text, found = self._held + piece, []
+        if self.num_tokens > self._min_tokens:
+            for stop in self._stop:  # those that end in the piece
+                first = max(len(self._held) + 1 - len(stop), 0)
+                if (at := text.find(stop, first)) >= 0:
+                    found.append((at, len(stop), stop))
         if found:
             end, _, self.stop_reason = min(found)
             self._held = ""

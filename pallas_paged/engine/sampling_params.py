@@ -34,7 +34,8 @@ class SamplingParams:
             in size.
         max_tokens: most tokens of a completion; 0 computes the prompt only. None: the rest of the
             context.
-        min_tokens: tokens before which a stop token is never sampled.
+        min_tokens: tokens of a completion before which no stop token is sampled; a stop text that
+            they complete ends nothing.
         temperature: divides the logits; 0 is greedy decoding, which ignores the filters.
         top_k: keep the k most probable tokens; 0 or -1 is off.
         top_p: keep the fewest most probable tokens whose probabilities sum to it; 1 is off.

@@ -119,9 +119,9 @@ class SequenceGroup:
     def _detokenizer(self) -> IncrementalDetokenizer | None:
         if self._tokenizer is None:
             return None
-        request = self.request
+        prompt, params = self.request.prompt_token_ids, self.request.params
         return IncrementalDetokenizer(
-            self._tokenizer, request.prompt_token_ids, request.params.stop or ()
+            self._tokenizer, prompt, params.stop or (), min_tokens=params.min_tokens
         )
 
     def _detokenize(self, output: CompletionOutput) -> None:

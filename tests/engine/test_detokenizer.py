@@ -269,6 +269,27 @@ def test_the_beginning_of_a_stop_text_is_held_back():
     assert unfinished.finish() == "E" and unfinished.text == "an E"
 
 
+@given(text=st.text("ab", max_size=12), stop=STOPS, min_tokens=st.integers(0, 13))
+def test_a_stop_text_within_the_first_tokens_ends_nothing(text, stop, min_tokens):
+    detokenizer, shown = IncrementalDetokenizer(ByteTokenizer(), (), stop, min_tokens), ""
+    for end in range(1, len(text) + 1):
+        shown += detokenizer.push(text[end - 1].encode())
+        found = [(end - len(one), len(one), one) for one in stop if text[:end].endswith(one)]
+        if found and end > min_tokens:
+            at, _, reason = min(found)
+            assert detokenizer.stop_reason == reason
+            assert shown == text[:at] and detokenizer.finish() == ""
+            return
+        assert detokenizer.stop_reason is None
+    assert shown + detokenizer.finish() == text
+
+
+def test_a_stop_text_may_begin_within_the_first_tokens():
+    detokenizer = IncrementalDetokenizer(ByteTokenizer(), (), ["abc", "b"], min_tokens=2)
+    assert detokenizer.push(b"ab") == "" and detokenizer.stop_reason is None
+    assert detokenizer.push(b"c") == "" and detokenizer.stop_reason == "abc"
+
+
 def test_one_token_may_complete_several_stop_texts():
     class Words:
         def decode(self, token_ids):

@@ -360,6 +360,15 @@ def test_a_stop_text_may_span_tokens(spoken, num_steps):
     assert_deltas_add_up(deltas, [request])
 
 
+def test_a_stop_text_within_min_tokens_ends_nothing(spoken):
+    end = next(i for i in range(5, 20) if spoken.text[i] not in spoken.text[i + 1 :])
+    engine = make_engine(BYTES, None, ByteTokenizer())
+    for min_tokens, text in ((end, spoken.text[:end]), (end + 1, spoken.text)):
+        params = replace(SPEAKING, stop=spoken.text[end], min_tokens=min_tokens)
+        (request,) = serve(engine, ["hello"], params)
+        assert request.outputs[0].text == text
+
+
 def test_the_stop_token_has_no_text(spoken):
     stop = spoken.token_ids[10]
     at = spoken.token_ids.index(stop)

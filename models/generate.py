@@ -8,11 +8,14 @@ if __name__ == "__main__":
     run()
 
 from collections.abc import Sequence
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 from models.decoder import Decoder
 from models.engine_model import engine_config, engine_model
 from models.sharding import repeat_kv_heads
+from pallas_paged.checks import check_has
 from pallas_paged.engine import Engine, RequestOutput, SamplingParams, Tokenizer
 
 
@@ -46,12 +49,17 @@ def generate(
     if isinstance(tensor_parallel, int) and tensor_parallel > 1:  # EngineConfig refuses others
         decoder = repeat_kv_heads(decoder, tensor_parallel)
     model, weights = engine_model(decoder)
+    tokens: Any = tokenizer
+    if tokenizer is not None:
+        check_has("tokenizer", tokenizer, "encode", "decode")
+        # The engine encodes the prompts again.
+        tokens = SimpleNamespace(encode=cache(tokenizer.encode), decode=tokenizer.decode)
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     requests = [
-        (len(tokenizer.encode(x)) if tokenizer is not None and isinstance(x, str) else len(x), one)
+        (len(tokens.encode(x)) if tokens is not None and isinstance(x, str) else len(x), one)
         for x, one in zip(prompts, each, strict=False)
         if hasattr(x, "__len__") and isinstance(one, SamplingParams)  # the engine refuses others
     ]
     sizes = engine_config(model, requests, **config)
-    engine = Engine(model, weights, config=sizes, tokenizer=tokenizer)
+    engine = Engine(model, weights, config=sizes, tokenizer=tokens)
     return engine.generate(prompts, params, progress=progress)

@@ -137,6 +137,16 @@ def test_texts_go_in_and_come_out_with_a_tokenizer(tmp_path):
         assert completion.text == bytes(completion.token_ids).decode(errors="replace")
 
 
+def test_texts_are_encoded_once(tmp_path, monkeypatch):
+    save_byte_tokenizer(tmp_path, max_length=64)
+    prompts, tokenizer, encoded = ["one", "two"], Tokenizer(tmp_path), []
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda x: encoded.append(x) or encode(x))
+    model = tiny_model(replace(CONFIG, vocab_size=256))
+    generate(model, prompts, SamplingParams(max_tokens=1), tokenizer=tokenizer)
+    assert encoded == prompts
+
+
 def test_random_prompts_in_a_tiny_pool(model, oracle):
     rng = np.random.default_rng(0)
     for _ in range(2):

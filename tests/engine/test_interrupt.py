@@ -14,6 +14,7 @@ from tests.support.engine_calls import (
     PROMPTS,
     greedy,
     make_engine,
+    reasons_of,
     run,
     submit,
     tokens_of,
@@ -180,3 +181,20 @@ def test_ctrl_c_between_steps_waits_for_the_end_of_the_call(monkeypatch, greedy_
     engine.wake()
     run(engine)
     assert tokens_of(requests) == greedy_tokens
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_an_interrupted_abort_is_complete(monkeypatch, greedy_tokens, num_steps):
+    engine = make_engine()
+    request, *others = submit(engine, PROMPTS, greedy(n=2))
+    for _ in range(num_steps):
+        engine.step()
+    scheduler, presses = engine.replicas[0].scheduler, [press_ctrl_c]
+    remove = scheduler.remove
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, "remove", lambda x: (presses and presses.pop()(), remove(x)))
+        with pytest.raises(KeyboardInterrupt):
+            engine.abort(request)
+    assert request.finished and reasons_of([request]) == ["abort"] * 2
+    run(engine)
+    assert tokens_of(others) == [tokens for tokens in greedy_tokens[1:] for _ in range(2)]

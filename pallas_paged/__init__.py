@@ -13,17 +13,15 @@ from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig, MosaicRaggedC
 from pallas_paged.kernels.triton.config import DecodeConfig, RaggedConfig
 from pallas_paged.kv_pool import KVPool, LayerKV, copy_pages, create_kv_pool, write_kv
 from pallas_paged.page_check import check_page_table
+from pallas_paged.page_sharing import attach, release, retain
 from pallas_paged.page_table import (
     PageCopies,
     PageTable,
-    attach,
     create_page_table,
     extend,
     fork,
     free,
     free_before,
-    release,
-    retain,
     slot_mapping,
     truncate,
 )

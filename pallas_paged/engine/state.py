@@ -14,7 +14,8 @@ from pallas_paged.engine.batch import Array
 from pallas_paged.engine.placement import Shardings
 from pallas_paged.engine.sampler import SamplingMetadata
 from pallas_paged.kv_pool import KVPool, copy_pages
-from pallas_paged.page_table import PageTable, attach, release, retain
+from pallas_paged.page_sharing import attach, release, retain
+from pallas_paged.page_table import PageTable
 from pallas_paged.page_table import fork as fork_rows
 from pallas_paged.page_table import free as free_rows
 

@@ -86,14 +86,12 @@ class EngineConfig:
             names = ", ".join(KV_CACHE_DTYPES)
             raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r} must be one of {names}")
 
-    def sizes(
-        self, model: Model, placements: Sequence[Placement] = (Placement(),)
-    ) -> tuple[int, int]:
+    def sizes(self, model: Model, placements: Sequence[Placement] | None = None) -> tuple[int, int]:
         """Return the pages of a pool and the most tokens of a sequence, where None is open.
 
         Args:
             model: the model.
-            placements: of the replicas, whose pools are alike.
+            placements: of the replicas, whose pools are alike; None is JAX's default device.
 
         Raises:
             ValueError: max_model_len is more than the model's, or tensor_parallel does not fit it.
@@ -110,7 +108,7 @@ class EngineConfig:
                 page_size=self.page_size,
                 dtype=pool_dtype(spec, self.kv_cache_dtype),
                 memory_fraction=self.memory_fraction,
-                placements=placements,
+                placements=placements or [Placement.default()],
             ),
             self.max_num_seqs * -(-max_len // self.page_size),
         )

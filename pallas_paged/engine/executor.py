@@ -91,7 +91,7 @@ class Executor:
             pages_per_seq=-(-max_len // config.page_size),
         )
         self.state = EngineState(
-            table=table if placement.mesh is None else placement.put(table),
+            table=placement.put(table),
             pool=self._create_pool(),
             slots=placement.put(slot_states(config.max_num_seqs, len(model.eos_token_ids))),
             valid=placement.put(np.bool_(True)),
@@ -203,24 +203,21 @@ class Executor:
         jax.block_until_ready(self.state)
 
     def _create_pool(self) -> KVPool:
-        config = self._config
-        return create_pool(
-            self._model.kv_cache_spec.on_devices(self._placement.num_devices),
+        config, placement = self._config, self._placement
+        pool = create_pool(
+            self._model.kv_cache_spec.on_devices(placement.num_devices),
             num_pages=self._num_pages,
             page_size=config.page_size,
             dtype=pool_dtype(self._model.kv_cache_spec, config.kv_cache_dtype),
-            sharding=self._placement.pool,
+            sharding=placement.pool,
         )
+        return placement.put(pool) if placement.mesh is None else pool
 
     def _make_counts(self) -> TokenCounts:
         if self._counts is None:
-            sizes = self._config.max_num_seqs, self._model.vocab_size
             whole = self._placement.whole
-            if whole is None:
-                self._counts = create_token_counts(*sizes)
-            else:
-                make = jax.jit(create_token_counts, static_argnums=(0, 1), out_shardings=whole)
-                self._counts = make(*sizes)
+            make = jax.jit(create_token_counts, static_argnums=(0, 1), out_shardings=whole)
+            self._counts = make(self._config.max_num_seqs, self._model.vocab_size)
         return self._counts
 
 

@@ -136,7 +136,7 @@ def pages_that_fit(
     page_size: int,
     dtype: DTypeLike,
     memory_fraction: float,
-    placements: Sequence[Placement] = (Placement(),),
+    placements: Sequence[Placement],
 ) -> int:
     """Return how many pages fit `memory_fraction` of the free memory of every device, at least 1.
 

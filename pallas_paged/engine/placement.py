@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from pallas_paged.sharding import TENSOR_AXIS, kv_pool_sharding, page_table_sharding
 
@@ -21,32 +21,36 @@ class Placement:
     """Where the arrays of one replica are.
 
     Attributes:
-        mesh: of the axis "tensor"; None is JAX's default device, where arrays are not committed.
+        devices: those that compute together.
+        mesh: of the axis "tensor" over them; None is for JAX's default device alone.
     """
 
+    devices: tuple[jax.Device, ...]
     mesh: Mesh | None = None
+
+    @classmethod
+    def default(cls) -> Placement:
+        """Return the placement on JAX's default device."""
+        return cls(devices=tuple(jnp.empty(0).devices()))
 
     @classmethod
     def on(cls, devices: Sequence[jax.Device]) -> Placement:
         """Return the placement on a mesh of these devices."""
-        return cls(mesh=Mesh(np.array(devices), (TENSOR_AXIS,), axis_types=(AxisType.Auto,)))
+        mesh = Mesh(np.array(devices), (TENSOR_AXIS,), axis_types=(AxisType.Auto,))
+        return cls(devices=tuple(devices), mesh=mesh)
 
     @property
     def num_devices(self) -> int:
-        return 1 if self.mesh is None else self.mesh.size
+        return len(self.devices)
 
     @property
-    def local_devices(self) -> Sequence[jax.Device]:
+    def local_devices(self) -> list[jax.Device]:
         """Those of this process."""
-        if self.mesh is None:
-            return jax.local_devices()[:1]
-        return self.mesh.local_devices
+        return [one for one in self.devices if one.process_index == jax.process_index()]
 
     @property
     def num_processes(self) -> int:
-        if self.mesh is None:
-            return 1
-        return len({device.process_index for device in self.mesh.devices.flat})
+        return len({device.process_index for device in self.devices})
 
     @property
     def pool(self) -> NamedSharding | None:
@@ -54,13 +58,11 @@ class Placement:
         return None if self.mesh is None else kv_pool_sharding(self.mesh)
 
     @property
-    def whole(self) -> NamedSharding | None:
+    def whole(self) -> Sharding:
         """The sharding of what every device has as a whole."""
-        return None if self.mesh is None else page_table_sharding(self.mesh)
-
-    def cut(self, spec: PartitionSpec) -> NamedSharding | None:
-        """The sharding of this PartitionSpec over "tensor"."""
-        return None if self.mesh is None else NamedSharding(self.mesh, spec)
+        if self.mesh is None:
+            return SingleDeviceSharding(self.devices[0])
+        return page_table_sharding(self.mesh)
 
     def put(self, tree: Any) -> Any:
         """Return a pytree of arrays as a whole on every device."""
@@ -78,16 +80,19 @@ def placements(
     num_devices = tensor_parallel * data_parallel
     if devices is None:
         if num_devices == 1:
-            return [Placement()]
+            return [Placement.default()]
         devices = jax.local_devices()
         if len(devices) < num_devices:
             devices = jax.devices()
     sizes = f"{tensor_parallel=} * {data_parallel=}"
     if len(devices) < num_devices:
         raise ValueError(f"{sizes} must be at most {len(devices)}, the number of devices")
+    devices = devices[:num_devices]
+    if len(set(devices)) < num_devices:
+        raise ValueError(f"devices={[*devices]} must all be different")
     starts = range(0, num_devices, tensor_parallel)
     found = [Placement.on(devices[start : start + tensor_parallel]) for start in starts]
-    processes = {device.process_index for device in devices[:num_devices]}
+    processes = {device.process_index for device in devices}
     if processes == {jax.process_index()}:
         return found
     if processes != set(range(jax.process_count())):
@@ -125,15 +130,16 @@ class Shardings:
         return page_table_sharding(self.leaves[0].mesh)
 
 
-def put(x: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
+def put(x: Any, sharding: Sharding) -> jax.Array:
     """Put an array where the sharding says; one that is there already is not copied.
+
+    The result is committed to its devices: a step compiles anew where arrays once are and once are
+    not.
 
     Args:
         x: an array, the same one in each process of the sharding; or a global one.
-        sharding: None is JAX's default device for arrays of the host.
+        sharding: of the result.
     """
-    if sharding is None:
-        return jnp.asarray(x)
     is_global = isinstance(x, jax.Array) and not x.is_fully_addressable
     if sharding.is_fully_addressable or is_global:
         return jax.device_put(x, sharding)

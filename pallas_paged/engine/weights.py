@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.placement import Placement, put
@@ -70,13 +70,11 @@ def _check_leaves(params: Any) -> None:
             raise ValueError(f"{name}={reprlib.repr(leaf)} must be an array of numbers")
 
 
-def _shardings(
-    model: Model, params: Any, placement: Placement
-) -> list[jax.sharding.Sharding | None]:
+def _shardings(model: Model, params: Any, placement: Placement) -> list[Sharding]:
     """Return where each leaf of the parameters belongs."""
     paths, structure = jax.tree_util.tree_flatten_with_path(params)
     if placement.mesh is None:
-        return [None] * len(paths)
+        return [placement.whole] * len(paths)
     specs_of = getattr(model, "param_specs", None)
     if specs_of is None:
         return [_own_sharding(leaf, placement) for _, leaf in paths]
@@ -87,6 +85,8 @@ def _shardings(
         name = f"param_specs{jax.tree_util.keystr(path)}={spec}"
         if not _is_spec(spec):
             raise ValueError(f"{name} must be a PartitionSpec")
+        if len(spec) > np.ndim(leaf):
+            raise ValueError(f"{name} has more entries than an array of shape {np.shape(leaf)}")
         for size, axes in zip(np.shape(leaf), spec, strict=False):
             names = (axes,) if isinstance(axes, str) else axes or ()
             if not set(names) <= set(placement.mesh.axis_names):
@@ -94,17 +94,16 @@ def _shardings(
             parts = math.prod(placement.mesh.shape[name] for name in names)
             if size % parts:
                 raise ValueError(f"{name} cuts an axis of {size} elements into {parts} parts")
-    return [placement.cut(spec) for spec in specs]
+    return [NamedSharding(placement.mesh, spec) for spec in specs]
 
 
 def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-def _own_sharding(leaf: Any, placement: Placement) -> jax.sharding.Sharding | None:
+def _own_sharding(leaf: Any, placement: Placement) -> Sharding:
     """The sharding that an array has on the replica's devices in their order, or a copy on each."""
-    assert placement.mesh is not None
-    sharding, devices = getattr(leaf, "sharding", None), [*placement.mesh.devices.flat]
-    if isinstance(sharding, NamedSharding) and [*sharding.mesh.devices.flat] == devices:
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, NamedSharding) and (*sharding.mesh.devices.flat,) == placement.devices:
         return sharding
     return placement.whole

@@ -69,8 +69,22 @@ def test_a_restarted_request_counts_its_cached_tokens_once():
 def test_an_update_copies_no_array():
     engine = make_engine()
     engine.update_params(NEW)
-    leaves = {id(leaf) for leaf in engine.replicas[0].weights.leaves}
-    assert leaves == {id(leaf) for leaf in jax.tree.leaves(NEW)}
+    ours, theirs = (
+        [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(leaves)]
+        for leaves in (engine.replicas[0].weights.leaves, NEW)
+    )
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("form", [np.asarray, lambda x: jax.device_put(x, jax.devices()[0])])
+def test_an_update_compiles_nothing_wherever_the_arrays_are(form, new_tokens, compilations):
+    """A trainer commits its arrays to a device; those of a checkpoint are not."""
+    engine = make_engine()
+    engine.warmup([greedy()])
+    del compilations[:]
+    engine.update_params(jax.tree.map(form, NEW))
+    assert tokens_of(serve(engine, PROMPTS, greedy())) == new_tokens
+    assert not compilations
 
 
 def test_arrays_of_the_host_are_put_on_the_device_once(new_tokens):

@@ -230,9 +230,11 @@ class Engine:
             ValueError: the parameters do not fit; nothing has changed.
         """
         self._check_error()
+        if self.replicas.leader is None:  # otherwise process 0 has new ones already
+            self.replicas.check_params(params)
         with self._dead_on_error():
             self.replicas.drain()
-        with interrupts_held():
+        with self._dead_on_error(if_apart=True):
             self.replicas.update_params(params)
             if restart_running:
                 self._outputs.restart()
@@ -258,7 +260,7 @@ class Engine:
         """Allocate the pool again after `sleep`."""
         self._check_alive()
         if self.is_sleeping:
-            with interrupts_held():
+            with self._dead_on_error(if_apart=True):
                 self.replicas.wake()
                 self.is_sleeping = False
 
@@ -365,15 +367,18 @@ class Engine:
             self.replicas.step()
 
     @contextmanager
-    def _dead_on_error(self) -> Iterator[None]:
-        """Hold back Ctrl-C in this block; end everything if it fails, with the state lost."""
-        completed = False
+    def _dead_on_error(self, *, if_apart: bool = False) -> Iterator[None]:
+        """Hold back Ctrl-C in this block; end everything if it fails, with the state lost.
+
+        `if_apart`: only if there are other processes, whose state is then another one.
+        """
+        completed = if_apart and self.replicas.num_processes == 1
         try:
             with interrupts_held():
                 yield
                 completed = True
         except BaseException as error:
-            if completed:  # Ctrl-C, which was held back
+            if completed:  # Ctrl-C, which was held back, or nothing is lost
                 raise
             self._die(error)
             if not isinstance(error, Exception):

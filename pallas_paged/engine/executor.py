@@ -179,7 +179,8 @@ class Executor:
         threads = 1 if self._placement.num_processes > 1 else threads
         with ThreadPoolExecutor(threads) as pool:
             for _ in progress(pool.map(lambda x: self.lower(x).compile(), batches), len(batches)):
-                pass
+                if self.followers is not None:
+                    self.followers.check()
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:
         """Lower the step of a batch."""

@@ -7,6 +7,7 @@ does not wait for a device, as a broadcast by a collective would.
 from __future__ import annotations
 
 import atexit
+import hashlib
 import hmac
 import pickle
 import secrets
@@ -23,6 +24,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 _SECONDS = 60.0  # that processes wait for one another to connect, or to take a message
+_GREETING_SECONDS = 1.0  # that process 0 waits for the first bytes of a connection
 _POLL_SECONDS = 20e-6  # between two looks at whether the devices are ready
 _CHECK_SECONDS = 0.01  # between two looks at whether the other processes are there
 _KEY_BYTES = 32
@@ -49,7 +51,7 @@ class Followers:
             RuntimeError: a process has ended, failed, or does not take messages.
         """
         if name != "release" or not self._waiting:
-            self._check()
+            self.check()
             message = pickle.dumps((name, args), pickle.HIGHEST_PROTOCOL)
             for index, one in enumerate(self._sockets, 1):
                 try:
@@ -72,7 +74,7 @@ class Followers:
         leaves, last = jax.tree.leaves(arrays), time.monotonic()
         while not all(leaf.is_ready() for leaf in leaves):
             if time.monotonic() - last > _CHECK_SECONDS:
-                self._check()
+                self.check()
                 last = time.monotonic()
             time.sleep(_POLL_SECONDS)
 
@@ -88,7 +90,7 @@ class Followers:
         self._hang_up()
         atexit.unregister(self._hang_up)
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Raise RuntimeError if a process has ended or failed: others send nothing."""
         for descriptor, _ in self._poll.poll(0):
             index = self._indices[descriptor]
@@ -146,17 +148,26 @@ class Leader:
         atexit.unregister(self.close)
 
 
-def connect() -> tuple[Followers | None, Leader | None]:
+def connect(engine: str) -> tuple[Followers | None, Leader | None]:
     """Connect process 0, which gets followers, to all others; all of jax.distributed call it.
 
+    Args:
+        engine: a description of it, which must be the same in all processes.
+
     Raises:
+        ValueError: a process makes another engine.
         OSError: a process did not connect in time.
     """
-    own = socket.gethostname().encode()[:255].ljust(256, b"\0")
-    hosts = multihost_utils.process_allgather(np.frombuffer(own, np.uint8))
-    host = bytes(hosts[0]).rstrip(b"\0").decode()
-    if (hosts == hosts[0]).all():
-        host = "localhost"
+    own = hashlib.sha256(engine.encode()).digest()
+    own += socket.gethostname().encode()[:255].ljust(256, b"\0")
+    all_ = [bytes(x) for x in multihost_utils.process_allgather(np.frombuffer(own, np.uint8))]
+    engines, hosts = [x[:-256] for x in all_], [x[-256:] for x in all_]
+    if others := [index for index, one in enumerate(engines) if one != engines[0]]:
+        raise ValueError(
+            f"the processes {others} make another engine than process 0: the config, the sizes of "
+            "the model and the shapes of its parameters must be the same in all"
+        )
+    host = "localhost" if len(set(hosts)) == 1 else hosts[0].rstrip(b"\0").decode()
     if jax.process_index() == 0:
         return _accept(host), None
     message = _broadcast(b"")
@@ -172,20 +183,35 @@ def _accept(host: str) -> Followers:
     key = secrets.token_bytes(_KEY_BYTES)
     address = (host if host == "localhost" else "", 0)
     sockets: dict[int, socket.socket] = {}
-    with socket.create_server(address, backlog=jax.process_count()) as server:
-        server.settimeout(_SECONDS)
+    with socket.create_server(address, backlog=128) as server:
         _broadcast(struct.pack("<H", server.getsockname()[1]) + key)
-        while len(sockets) < jax.process_count() - 1:
-            one, _ = server.accept()
-            one.settimeout(_SECONDS)
-            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with one.makefile("rb") as file:
-                greeting = file.read(4 + _KEY_BYTES)
-            if hmac.compare_digest(greeting[4:], key):
-                sockets[struct.unpack("<I", greeting[:4])[0]] = one
-            else:
+        end = time.monotonic() + _SECONDS
+        while missing := {*range(1, jax.process_count())} - {*sockets}:
+            server.settimeout(max(end - time.monotonic(), 0.001))
+            try:
+                one, _ = server.accept()
+            except TimeoutError as error:
+                raise TimeoutError(f"the processes {sorted(missing)} do not connect") from error
+            if (index := _greeting(one, key)) is None:
                 one.close()
+            else:
+                sockets[index] = one
     return Followers([sockets[index] for index in sorted(sockets)])
+
+
+def _greeting(connection: socket.socket, key: bytes) -> int | None:
+    """Return the process of a new connection, or None for a stranger."""
+    connection.settimeout(_GREETING_SECONDS)
+    try:
+        with connection.makefile("rb") as file:
+            greeting = file.read(4 + _KEY_BYTES)
+    except OSError:
+        return None
+    if not hmac.compare_digest(greeting[4:], key):
+        return None
+    connection.settimeout(_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return struct.unpack("<I", greeting[:4])[0]
 
 
 def _broadcast(message: bytes) -> bytes:

@@ -17,7 +17,7 @@ from pallas_paged.engine.runner_output import RunnerOutput
 from pallas_paged.engine.sampler import SamplingMode
 from pallas_paged.engine.sequence import Sequence as TokenSequence
 from pallas_paged.engine.stats import EngineStats
-from pallas_paged.engine.weights import Weights
+from pallas_paged.engine.weights import Weights, shapes_of
 
 
 class Replicas:
@@ -26,6 +26,7 @@ class Replicas:
     Attributes:
         followers: the other processes; None if there are none, or this is one of them.
         leader: process 0, if this is another one of several.
+        num_processes: of the engine.
         num_pages, max_model_len: of each replica.
     """
 
@@ -50,8 +51,10 @@ class Replicas:
         model.kv_cache_spec.on_devices(config.tensor_parallel)
         self.followers: Followers | None = None
         self.leader: Leader | None = None
-        if places[0].num_processes > 1:
-            self.followers, self.leader = connect()
+        self.num_processes = places[0].num_processes
+        if self.num_processes > 1:
+            sizes = model.vocab_size, model.max_model_len, model.eos_token_ids, model.kv_cache_spec
+            self.followers, self.leader = connect(repr((config, sizes, shapes_of(params))))
         weights = [Weights(model, params, place) for place in places]
         if places[0].mesh is not None:
             jax.block_until_ready([one.leaves for one in weights])
@@ -101,13 +104,17 @@ class Replicas:
         for replica in self._all:
             replica.core.drain()
 
+    def check_params(self, params: Any) -> None:
+        """Raise ValueError if other parameters differ in structure, shapes or dtypes."""
+        self._all[0].weights.check(params)
+
     def update_params(self, params: Any) -> None:
         """Use other parameters from the next call on. Arrays on the devices are not copied.
 
         Raises:
             ValueError: structure, shapes or dtypes differ; nothing has changed.
         """
-        self._all[0].weights.check(params)
+        self.check_params(params)
         if self.followers is not None:
             self.followers.send("release")
         leaves = [replica.weights.put(params) for replica in self._all]

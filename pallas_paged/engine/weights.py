@@ -56,6 +56,19 @@ class Weights:
         return tuple(map(put, jax.tree.leaves(params), self._shardings))
 
 
+def shapes_of(params: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return the shape and the dtype of each parameter, by its path.
+
+    Raises:
+        ValueError: one is not an array of numbers.
+    """
+    _check_leaves(params)
+    return {
+        jax.tree_util.keystr(path): (np.shape(leaf), jnp.result_type(leaf).name)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
+    }
+
+
 def _check_leaves(params: Any) -> None:
     """Raise ValueError if a leaf is not an array of numbers."""
     if params is None:

@@ -6,11 +6,13 @@ import socket
 import threading
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
+from pallas_paged.engine import EngineDeadError, processes
 from pallas_paged.engine.processes import Followers, Leader
-from tests.support.engine_calls import greedy, make_engine, serve
+from tests.support.engine_calls import greedy, make_engine, serve, weights
 
 
 @pytest.fixture
@@ -145,3 +147,73 @@ def test_only_processes_that_follow_may_call_follow():
     with pytest.raises(RuntimeError, match="follow"):
         engine.follow()
     serve(engine, [[1]], greedy(max_tokens=1))
+
+
+@pytest.mark.parametrize("message", [None, b"", b"GET / HTTP/1.1\r\n\r\n", bytes(36)], ids=repr)
+def test_strangers_do_not_take_the_place_of_a_process(monkeypatch, message):
+    """One is silent, one leaves, two send something else; then the process itself connects."""
+    monkeypatch.setattr(processes, "_GREETING_SECONDS", 0.2)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    sockets = []
+
+    def connect(greeting: bytes):  # port and key, which a stranger has not
+        port, key = int.from_bytes(greeting[:2], "little"), greeting[2:]
+        for sent in (message, b"\1\0\0\0" + key):
+            sockets.append(socket.create_connection(("localhost", port)))
+            if sent is not None:
+                sockets[-1].sendall(sent)
+            if sent == b"":
+                sockets[-1].close()
+
+    monkeypatch.setattr(processes, "_broadcast", connect)
+    followers = processes._accept("localhost")
+    followers.send("wake")
+    followers.send("release")
+    executor = Recorder()
+    assert Leader(sockets[-1]).follow(executor)
+    assert executor.calls == [("wake", ())]
+    for one in sockets:
+        one.close()
+    followers.close()
+
+
+def test_process_0_names_the_processes_that_do_not_connect(monkeypatch):
+    monkeypatch.setattr(processes, "_SECONDS", 0.05)
+    monkeypatch.setattr(processes, "_broadcast", lambda _: b"")
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    with pytest.raises(TimeoutError, match=r"the processes \[1, 2\] do not connect"):
+        processes._accept("localhost")
+
+
+def test_processes_with_other_engines_are_refused(monkeypatch):
+    monkeypatch.setattr(
+        processes.multihost_utils, "process_allgather", lambda x: np.stack([x, x, x[::-1]])
+    )
+    with pytest.raises(ValueError, match=r"the processes \[2\] make another engine"):
+        processes.connect("sizes")
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_an_update_that_fails_after_the_others_have_theirs_ends_the_engine(pair, follows):
+    """In process 0 bad parameters are refused before; the others would go on with old weights."""
+    followers, leader = pair
+    engine, params = make_engine(), weights()
+    replicas, bad = engine.replicas, params | dict(head=params["head"][:3])
+    replicas.num_processes = 2
+    if follows:
+        replicas.leader = leader
+    else:
+        replicas.followers = replicas[0].runner.executor.followers = followers
+        with pytest.raises(ValueError, match="was compiled"):
+            engine.update_params(bad)
+        bad = params
+        replicas[0].weights.put = lambda _: (_ for _ in ()).throw(MemoryError("no room"))
+    with pytest.raises(EngineDeadError, match="was compiled" if follows else "no room"):
+        engine.update_params(bad)
+    if follows:
+        with pytest.raises(RuntimeError, match="process 1 has failed: ValueError"):
+            followers.send("wake")
+        return
+    assert leader.follow(Recorder())
+    with pytest.raises(RuntimeError, match="process 0 failed: no room"):
+        leader.follow(Recorder())

@@ -54,9 +54,9 @@ class BeamSearch:
             return None
         continuations = sorted(
             (
-                (_score(beam.output) + logprob.logprob, -rank, beam, token)
+                (_score(beam.output) + logprob, -rank, beam, token)
                 for rank, beam in enumerate(self.live)
-                for token, logprob in self._reports[beam]
+                for token, logprob in self._reports[beam].top
             ),
             key=lambda x: x[:2],
             reverse=True,

@@ -96,7 +96,7 @@ class OutputProcessor:
             request = chunk.sequence.request
             assert request.prompt_logprobs is not None
             for index, one in enumerate(logprobs, chunk.start + 1):
-                request.prompt_logprobs[index] = dict(one)
+                request.prompt_logprobs[index] = one
         for sampled in output.sampled:
             self._process(sampled, now)
 
@@ -159,7 +159,7 @@ class OutputProcessor:
         group = self.groups[request]
         if sequence.is_beam:
             assert logprobs is not None
-            self._advance(group, token_ids[0], sequence, logprobs[0])
+            self._advance(group, token_ids[0], sequence, logprobs.token(0))
             return
         self._mark_changed(group, sequence)
         if len(sequence.token_ids) >= sequence.max_len:  # only the prompt was wanted
@@ -167,7 +167,7 @@ class OutputProcessor:
             return
         counters = self._replicas[request].counters
         for index, token_id in enumerate(token_ids):
-            reason = sequence.append(token_id, logprobs[index] if logprobs else None)
+            reason = sequence.append(token_id, logprobs.token(index) if logprobs else None)
             counters.generated_tokens += token_id >= 0
             if reason is not None:
                 self._finish(sequence, reason)
@@ -181,7 +181,7 @@ class OutputProcessor:
             for live in [*group.live]:
                 self._finish(live, "error")
             return
-        advance = group.advance(beam, logprobs[1:])
+        advance = group.advance(beam, logprobs)
         if advance is None:
             return
         scheduler = self._replicas[group.request].scheduler

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 FinishReasonName = Literal["stop", "length", "abort", "error"]
 
@@ -33,7 +34,94 @@ class Logprob(NamedTuple):
     rank: int
 
 
-TokenLogprobs = list[tuple[int, Logprob]]  # of a token, and of the most probable in its place
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of a token, and of the most probable ones in its place, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_token_ids: Sequence[int]
+    top_logprobs: Sequence[float]
+
+    @property
+    def top(self) -> Iterator[tuple[int, float]]:
+        """The most probable tokens, each with its log-probability."""
+        return zip(self.top_token_ids, self.top_logprobs, strict=True)
+
+    def by_token(self) -> dict[int, Logprob]:
+        """Return them by token id, the token itself first."""
+        best = {token: Logprob(x, rank) for rank, (token, x) in enumerate(self.top, 1)}
+        return {self.token_id: Logprob(self.logprob, self.rank), **best}
+
+
+@dataclass(eq=False, repr=False)
+class LogprobSequence(Sequence[dict[int, Logprob]]):
+    """For each of some tokens its `Logprob` and those of the most probable, by token id.
+
+    The dicts are made when they are read: kept, they would be millions of objects, which Python's
+    garbage collector goes through again and again.
+
+    Attributes:
+        token_ids, logprobs, ranks: of each token.
+        top_token_ids, top_logprobs: of the most probable in its place, best first; each token has
+            as many.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    top_token_ids: list[int] = field(default_factory=list)
+    top_logprobs: list[float] = field(default_factory=list)
+
+    def append(self, token: TokenLogprobs) -> None:
+        """Add a token."""
+        self.token_ids.append(token.token_id)
+        self.logprobs.append(token.logprob)
+        self.ranks.append(token.rank)
+        self.top_token_ids += token.top_token_ids
+        self.top_logprobs += token.top_logprobs
+
+    def extend(self, other: LogprobSequence) -> None:
+        """Add the tokens of another one."""
+        self.token_ids += other.token_ids
+        self.logprobs += other.logprobs
+        self.ranks += other.ranks
+        self.top_token_ids += other.top_token_ids
+        self.top_logprobs += other.top_logprobs
+
+    def token(self, index: int) -> TokenLogprobs:
+        """Return what is known of a token."""
+        num_top = len(self.top_token_ids) // len(self)
+        top = slice(index * num_top, (index + 1) * num_top)
+        return TokenLogprobs(
+            self.token_ids[index],
+            self.logprobs[index],
+            self.ranks[index],
+            self.top_token_ids[top],
+            self.top_logprobs[top],
+        )
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob]: ...
+    @overload
+    def __getitem__(self, index: slice) -> LogprobSequence: ...
+    def __getitem__(self, index: Any) -> dict[int, Logprob] | LogprobSequence:
+        places = range(len(self))[index]
+        if not isinstance(index, slice):
+            return self.token(places).by_token()
+        part = LogprobSequence()
+        for place in places:
+            part.append(self.token(place))
+        return part
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and [*self] == [*other]
+
+    def __repr__(self) -> str:
+        return repr([*self])
 
 
 @dataclass(kw_only=True, eq=False)
@@ -58,7 +146,7 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: LogprobSequence | None = None
     finish_reason: FinishReasonName | None = None
     stop_reason: int | str | None = None
 
@@ -78,8 +166,8 @@ class CompletionOutput:
         """Append what is new of the same completion."""
         self.text += new.text
         self.token_ids += new.token_ids
-        if self.logprobs is not None:
-            self.logprobs += new.logprobs or []
+        if self.logprobs is not None and new.logprobs is not None:
+            self.logprobs.extend(new.logprobs)
         self.cumulative_logprob = new.cumulative_logprob
         self.finish_reason, self.stop_reason = new.finish_reason, new.stop_reason
 

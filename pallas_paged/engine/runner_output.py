@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import jax
-import numpy as np
+from typing import Any
 
 from pallas_paged.engine.logprobs import Logprobs
-from pallas_paged.engine.outputs import Logprob, TokenLogprobs
-from pallas_paged.engine.sampling_params import MAX_LOGPROBS
+from pallas_paged.engine.outputs import LogprobSequence
 from pallas_paged.engine.scheduler_output import Chunk, Decode, SchedulerOutput
 from pallas_paged.engine.sequence import Sequence
 from pallas_paged.engine.step import NOT_SAMPLED, StepOutput
-
-_RANKS = range(1, MAX_LOGPROBS + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +40,7 @@ class Sampled:
 
     sequence: Sequence
     token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None
+    logprobs: LogprobSequence | None
     decode: Decode | None
 
 
@@ -62,7 +56,7 @@ class RunnerOutput:
 
     num_free: int
     sampled: list[Sampled]
-    prompt_logprobs: list[tuple[Chunk, list[TokenLogprobs]]]
+    prompt_logprobs: list[tuple[Chunk, LogprobSequence]]
 
 
 def read_output(in_flight: InFlight, output: StepOutput, page_size: int) -> RunnerOutput:
@@ -84,15 +78,7 @@ def read_output(in_flight: InFlight, output: StepOutput, page_size: int) -> Runn
     mapping = output.slot_mapping if chunks else output.slot_mapping[:num_steps]
     pages = (mapping // page_size).T.tolist()
     sampled: list[Sampled] = []
-    prompt_logprobs: list[tuple[Chunk, list[TokenLogprobs]]] = []
-    sequences = [x.sequence for x in decodes] + [x.sequence for x in chunks]
-    wanted = [sequence.request.params.num_logprobs for sequence in sequences]
-    most = max((x for x in wanted if x is not None), default=None)
-    by_row = None
-    if most is not None:
-        assert output.logprobs is not None
-        steps = jax.tree.map(lambda x: np.swapaxes(x[:num_steps], 0, 1), output.logprobs)
-        by_row = _Lists.of(steps, most)
+    prompt_logprobs: list[tuple[Chunk, LogprobSequence]] = []
 
     def add(sequence: Sequence, row: int, decode: Decode | None) -> int:
         token_ids = tokens[row]
@@ -100,8 +86,8 @@ def read_output(in_flight: InFlight, output: StepOutput, page_size: int) -> Runn
             token_ids = token_ids[: token_ids.index(NOT_SAMPLED)]
         logprobs, num_logprobs = None, sequence.request.params.num_logprobs
         if num_logprobs is not None:
-            assert by_row is not None
-            logprobs = by_row.row(row).entries(token_ids, num_logprobs)
+            place = slice(len(token_ids)), row
+            logprobs = _read_logprobs(output.logprobs, place, token_ids, num_logprobs)
         sampled.append(
             Sampled(sequence=sequence, token_ids=token_ids, logprobs=logprobs, decode=decode)
         )
@@ -126,48 +112,26 @@ def read_output(in_flight: InFlight, output: StepOutput, page_size: int) -> Runn
             if chunk.is_last:
                 add(chunk.sequence, chunk.sequence.slot, None)
             if (targets := chunk.targets) is not None:
-                assert output.prompt_logprobs is not None
                 first = start - in_flight.num_decodes
-                of_chunk = jax.tree.map(
-                    lambda x: x[first : first + len(targets)],  # noqa: B023
-                    output.prompt_logprobs,
-                )
+                place = slice(first, first + len(targets))
                 most = chunk.sequence.request.params.prompt_logprobs or 0
-                lists = _Lists.of(of_chunk, most)
-                prompt_logprobs.append((chunk, lists.entries(targets, most)))
+                found = _read_logprobs(output.prompt_logprobs, place, targets, most)
+                prompt_logprobs.append((chunk, found))
         start = end
     return RunnerOutput(
         num_free=int(output.num_free), sampled=sampled, prompt_logprobs=prompt_logprobs
     )
 
 
-class _Lists(NamedTuple):
-    """Log-probabilities as lists: NumPy's numbers take long to read one by one."""
-
-    logprob: list[Any]
-    rank: list[Any]
-    top_token_ids: list[Any]
-    top_logprobs: list[Any]
-
-    @classmethod
-    def of(cls, logprobs: Logprobs, num_logprobs: int) -> _Lists:
-        """Return the lists of arrays, with so many of the best tokens."""
-        return cls(
-            logprobs.logprob.tolist(),
-            logprobs.rank.tolist(),
-            logprobs.top_token_ids[..., :num_logprobs].tolist(),
-            logprobs.top_logprobs[..., :num_logprobs].tolist(),
-        )
-
-    def row(self, index: int) -> _Lists:
-        """Return the lists of one row."""
-        return _Lists(*(values[index] for values in self))
-
-    def entries(self, token_ids: list[int], num_logprobs: int) -> list[TokenLogprobs]:
-        """Return each token and the best ones, with their log-probabilities and ranks."""
-        found: list[TokenLogprobs] = []
-        for token_id, logprob, rank, tokens, values in zip(token_ids, *self, strict=False):
-            best = map(Logprob._make, zip(values, _RANKS, strict=False))
-            own = (token_id, Logprob(logprob, rank))
-            found.append([own, *zip(tokens[:num_logprobs], best, strict=False)])
-        return found
+def _read_logprobs(
+    logprobs: Logprobs | None, place: Any, token_ids: list[int], num_logprobs: int
+) -> LogprobSequence:
+    """Return what arrays have of tokens at a place, with so many of the most probable."""
+    assert logprobs is not None
+    return LogprobSequence(
+        token_ids,
+        logprobs.logprob[place].tolist(),
+        logprobs.rank[place].tolist(),
+        logprobs.top_token_ids[place][:, :num_logprobs].ravel().tolist(),
+        logprobs.top_logprobs[place][:, :num_logprobs].ravel().tolist(),
+    )

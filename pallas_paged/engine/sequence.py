@@ -143,10 +143,9 @@ class Sequence:
         self.token_ids.append(token_id)
         output.token_ids.append(token_id)
         if logprobs is not None:
-            logprob = logprobs[0][1].logprob
-            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprob
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs.logprob
             if output.logprobs is not None:
-                output.logprobs.append(dict(logprobs))
+                output.logprobs.append(logprobs)
         if token_id in self.stop_token_ids:
             if token_id in (params.stop_token_ids or ()):
                 output.stop_reason = token_id

@@ -6,7 +6,12 @@ import time
 
 from pallas_paged.engine.beam import Advance, BeamSearch
 from pallas_paged.engine.detokenizer import IncrementalDetokenizer
-from pallas_paged.engine.outputs import CompletionOutput, FinishReasonName, TokenLogprobs
+from pallas_paged.engine.outputs import (
+    CompletionOutput,
+    FinishReasonName,
+    LogprobSequence,
+    TokenLogprobs,
+)
 from pallas_paged.engine.request import Request
 from pallas_paged.engine.sampler import SamplingMode
 from pallas_paged.engine.sequence import Sequence
@@ -54,7 +59,7 @@ class SequenceGroup:
             Sequence(
                 request=request,
                 output=CompletionOutput(
-                    index=index, logprobs=None if params.logprobs is None else []
+                    index=index, logprobs=None if params.logprobs is None else LogprobSequence()
                 ),
                 token_ids=list(request.prompt_token_ids),
                 max_len=request.max_len,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pallas_paged.engine import CompletionOutput, Logprob, Request, SamplingParams
+from pallas_paged.engine import CompletionOutput, Request, SamplingParams
 from pallas_paged.engine.beam import BeamSearch
+from pallas_paged.engine.outputs import TokenLogprobs
 from pallas_paged.engine.sampler import SamplingMode
 from pallas_paged.engine.sequence import Sequence
 from tests.support.beam_oracle import beam_search
@@ -59,7 +60,7 @@ def search(logprobs, request: Request, stops) -> list[CompletionOutput]:
         for beam in list(beams.live):
             scores = logprobs(beam.token_ids)
             best = np.argsort(-scores).tolist()
-            ranked = [(t, Logprob(float(scores[t]), rank)) for rank, t in enumerate(best, 1)]
+            ranked = TokenLogprobs(best[0], float(scores.max()), 1, best, scores[best].tolist())
             advance = beams.report(beam, ranked)
         for beam, token in advance.chosen:
             beam.token_ids.append(token)

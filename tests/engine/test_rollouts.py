@@ -6,7 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_paged.engine.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+from pallas_paged.engine.outputs import (
+    CompletionOutput,
+    FinishReason,
+    LogprobSequence,
+    RequestOutput,
+    TokenLogprobs,
+)
 from pallas_paged.engine.rollouts import Rollouts
 
 
@@ -25,7 +31,9 @@ def request_output(prompt, *completions):
 
 def completion(token_ids, reason="stop", *, logprobs=True):
     """A completion whose log-probabilities are -token / 10; an alternative comes second."""
-    entries = [{t: Logprob(-t / 10, 2), 99: Logprob(0.0, 1)} for t in token_ids]
+    entries = LogprobSequence()
+    for token_id in token_ids:
+        entries.append(TokenLogprobs(token_id, -token_id / 10, 2, [99], [0.0]))
     return CompletionOutput(
         index=0,
         token_ids=token_ids,

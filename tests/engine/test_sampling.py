@@ -8,8 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_paged.engine import CompletionOutput, Logprob, Request, SamplingParams
+from pallas_paged.engine import CompletionOutput, Request, SamplingParams
 from pallas_paged.engine.detokenizer import IncrementalDetokenizer
+from pallas_paged.engine.outputs import TokenLogprobs
 from pallas_paged.engine.sampler import SamplingMode
 from pallas_paged.engine.sequence import Sequence
 from tests.support.beam_oracle import beam_search
@@ -404,8 +405,8 @@ def test_the_mean_logprob_is_over_all_tokens():
         mode=SamplingMode(),
         detokenizer=IncrementalDetokenizer(ByteTokenizer(), (), ["b"]),
     )
-    assert one.append(ord("a"), [(ord("a"), Logprob(-1.0, 1))]) is None
-    assert one.append(ord("b"), [(ord("b"), Logprob(-2.0, 1))]) == "stop"
+    assert one.append(ord("a"), TokenLogprobs(ord("a"), -1.0, 1, [], [])) is None
+    assert one.append(ord("b"), TokenLogprobs(ord("b"), -2.0, 1, [], [])) == "stop"
     assert one.output.text == "a" and one.mean_logprob == -1.5
 
 

@@ -6,7 +6,13 @@ from pallas_paged.engine.engine import Engine
 from pallas_paged.engine.errors import EngineDeadError
 from pallas_paged.engine.kv_cache import KVCacheSpec
 from pallas_paged.engine.model import Attend, Model
-from pallas_paged.engine.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
+from pallas_paged.engine.outputs import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    LogprobSequence,
+    RequestOutput,
+)
 from pallas_paged.engine.request import Request
 from pallas_paged.engine.rollouts import Rollouts
 from pallas_paged.engine.sampling_params import SamplingParams
@@ -24,6 +30,7 @@ __all__ = [
     "FinishReason",
     "KVCacheSpec",
     "Logprob",
+    "LogprobSequence",
     "Model",
     "Request",
     "RequestOutput",

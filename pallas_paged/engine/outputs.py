@@ -91,8 +91,7 @@ class LogprobSequence(Sequence[dict[int, Logprob]]):
 
     def token(self, index: int) -> TokenLogprobs:
         """Return what is known of a token."""
-        num_top = len(self.top_token_ids) // len(self)
-        top = slice(index * num_top, (index + 1) * num_top)
+        top = self._top(index)
         return TokenLogprobs(
             self.token_ids[index],
             self.logprobs[index],
@@ -112,16 +111,25 @@ class LogprobSequence(Sequence[dict[int, Logprob]]):
         places = range(len(self))[index]
         if not isinstance(index, slice):
             return self.token(places).by_token()
-        part = LogprobSequence()
-        for place in places:
-            part.append(self.token(place))
-        return part
+        tops = [*map(self._top, places)]
+        return LogprobSequence(
+            self.token_ids[index],
+            self.logprobs[index],
+            self.ranks[index],
+            [x for top in tops for x in self.top_token_ids[top]],
+            [x for top in tops for x in self.top_logprobs[top]],
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and [*self] == [*other]
 
     def __repr__(self) -> str:
         return repr([*self])
+
+    def _top(self, index: int) -> slice:
+        """Where the most probable tokens of one are."""
+        num_top = len(self.top_token_ids) // len(self)
+        return slice(index * num_top, (index + 1) * num_top)
 
 
 @dataclass(kw_only=True, eq=False)

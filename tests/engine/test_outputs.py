@@ -46,6 +46,7 @@ def test_logprobs_of_a_completion_read_as_a_list_of_dicts():
     assert logprobs == wanted and [*map(list, logprobs)] == [*map(list, wanted)]
     assert repr(logprobs) == repr(wanted) and len(logprobs) == 3
     assert logprobs[-1] == wanted[2] and logprobs[1:] == wanted[1:]
+    assert logprobs[::-2] == wanted[::-2]
     parts = logprobs[:1]
     parts.extend(logprobs[1:])
     assert parts == logprobs and logprobs[3:] == LogprobSequence() == []

@@ -18,7 +18,6 @@ from pallas_paged.engine.sampler import (
     FEW_TOP_K,
     MIN_P,
     TOP_P,
-    SamplingMetadata,
     SamplingMode,
     TokenCounts,
     add_output_tokens,
@@ -30,8 +29,8 @@ from pallas_paged.engine.sampler import (
 )
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from tests.support.promotion import assert_is_strict, strict_promotion
+from tests.support.sampling_rows import VOCAB, metadata, take_rows
 
-VOCAB = 12
 LOGITS = np.random.default_rng(0).normal(0, 2, VOCAB).astype(np.float32)
 DRAWS = 4000
 GREEDY = SamplingMode()
@@ -46,41 +45,6 @@ jit_logprobs = jax.jit(gather_logprobs, static_argnames="num_logprobs")
 def _strict():
     with strict_promotion():
         yield
-
-
-def metadata(num_rows, **values):
-    """Rows with temperature 1 and these values, the samples 0, 1, ... of one prompt."""
-    defaults = dict(
-        seeds=np.stack([np.full(num_rows, 7), np.full(num_rows, 99), np.arange(num_rows)], axis=1),
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        repetition_penalty=1.0,
-        min_lens=0,
-        stop_token_ids=np.full((num_rows, 3), -1),
-        bias_token_ids=np.full((num_rows, 4), VOCAB),
-        bias=np.zeros((num_rows, 4)),
-    )
-    dtypes = dict(seeds=np.uint32, top_k=np.int32, min_lens=np.int32)
-    dtypes |= dict(stop_token_ids=np.int32, bias_token_ids=np.int32)
-    leaves = {}
-    for name, value in (defaults | values).items():
-        array = np.asarray(value, dtypes.get(name, np.float32))
-        leaves[name] = jnp.asarray(
-            np.broadcast_to(array, (num_rows,)) if array.ndim == 0 else array
-        )
-    return SamplingMetadata(**leaves)
-
-
-def take_rows(rows, tree):
-    """Rows of a metadata or of counts."""
-    taken = jax.tree.map(lambda x: x[rows], tree)
-    if isinstance(tree, SamplingMetadata):
-        taken = replace(taken, seeds=tree.seeds[rows])
-    return taken
 
 
 def draw(count=DRAWS, logits=LOGITS, mode=FILTERS, lens=5, **values):

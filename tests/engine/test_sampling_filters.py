@@ -29,8 +29,8 @@ from pallas_paged.engine.sampling_filters import (
     limit_mass,
     num_blocks,
 )
-from tests.engine.test_sampler import metadata, take_rows
 from tests.support.promotion import strict_promotion
+from tests.support.sampling_rows import metadata, take_rows
 
 VOCAB, ROWS = 1536, 24
 FILTERS = SamplingMode(draws=ALL_DRAW, filters=ANY_TOP_K)

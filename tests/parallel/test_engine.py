@@ -216,15 +216,22 @@ def test_sizes_that_do_not_fit_the_model_or_the_machine_are_refused():
         Engine(WIDE, weights(WIDE), EngineConfig(tensor_parallel=2), devices=jax.devices()[:1])
     with pytest.raises(ValueError, match="data_parallel=0 must be an integer"):
         EngineConfig(data_parallel=0)
+    with pytest.raises(ValueError, match=r"devices=.* must all be different"):
+        twice = jax.devices()[:1] * 2
+        Engine(WIDE, weights(WIDE), EngineConfig(tensor_parallel=2), devices=twice)
     mesh(2)
 
-    class Odd(type(WIDE)):
-        def param_specs(self, params):
-            return super().param_specs(params) | dict(head=P("tensor", "data"))
+    for spec, reason in [
+        (P("tensor", "data"), "must name no other axis"),
+        (P(None, None, "tensor"), "has more entries than an array of shape"),
+    ]:
 
-    with pytest.raises(ValueError, match=r"param_specs\['head'\]=.* must name no other axis"):
-        build_odd = Odd(**vars(WIDE))
-        make_engine(build_odd, weights(WIDE), tensor_parallel=2)
+        class Odd(type(WIDE)):
+            def param_specs(self, params, spec=spec):
+                return super().param_specs(params) | dict(head=spec)
+
+        with pytest.raises(ValueError, match=rf"param_specs\['head'\]=.* {reason}"):
+            make_engine(Odd(**vars(WIDE)), weights(WIDE), tensor_parallel=2)
     odd = replace(WIDE, vocab_size=41)
     with pytest.raises(ValueError, match="cuts an axis of 41 elements into 2 parts"):
         make_engine(odd, weights(odd), tensor_parallel=2)
@@ -240,6 +247,17 @@ def test_an_engine_uses_the_devices_that_it_is_given(alone):
     assert [output.outputs[0].token_ids] == alone[0]
     leaves = jax.tree.leaves((engine.replicas[0].weights.leaves, engine.table))
     assert all(leaf.sharding.device_set == set(devices) for leaf in leaves)
+
+
+def test_an_engine_of_one_device_takes_weights_from_any(alone):
+    """Those of a trainer may be on a mesh; the engine stays on JAX's default device."""
+    engine = make_engine(WIDE, jax.device_put(weights(WIDE), mesh(2).devices[1]))
+    cut = NamedSharding(mesh(2), P(None, "tensor"))
+    for form in (lambda x: jax.device_put(x, cut), np.asarray):
+        engine.update_params(jax.tree.map(form, weights(WIDE)))
+        assert tokens_of(serve(engine, PROMPTS[:1], greedy())) == alone[0]
+    leaves = jax.tree.leaves((engine.replicas[0].weights.leaves, engine.table))
+    assert all(leaf.devices() == {jax.devices()[0]} for leaf in leaves)
 
 
 def test_a_closed_engine_frees_its_pools_and_ends_its_requests():

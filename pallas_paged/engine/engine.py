@@ -61,8 +61,8 @@ class Engine:
             config: sizes; None takes the defaults.
             tokenizer: for prompts, outputs and stop strings as texts; None works with token ids.
             devices: those to use, of which replica r takes `tensor_parallel` from
-                `r * tensor_parallel` on. None takes the first of this process or, if these are too
-                few, of all processes.
+                `r * tensor_parallel` on. None takes JAX's default device if one is enough, else the
+                first of this process or, if these are too few, of all processes.
 
         Raises:
             ValueError: an argument has a wrong type, or does not fit the model or the devices.

@@ -19,9 +19,9 @@ class Router:
 
     The load of a replica is the tokens that its unfinished requests may have in all. A request
     goes to the replica with the longest prefix of it: in its prefix cache, or in a prompt that it
-    was sent before, which may not be computed yet. If that prefix is shorter than two pages, or the
-    replica has over a quarter more to do than the least loaded one and is over four such requests
-    ahead, the request goes to the least loaded one, which then computes the prefix as well.
+    was sent before, which may not be computed yet. Replicas that are both a quarter and four such
+    requests ahead of the least loaded one do not count. If no other has a prefix of two pages, the
+    request goes to the least loaded one, which then computes the prefix as well.
     """
 
     def __init__(self, replicas: List[Replica], page_size: int):

@@ -21,8 +21,8 @@ from pallas_paged.engine.sampler import (
 )
 from pallas_paged.engine.sampling_filters import MAX_FEW
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS
-from tests.engine.test_sampler import metadata
 from tests.support.devices import mesh
+from tests.support.sampling_rows import metadata
 
 ROWS, VOCAB = 12, 6144
 MODES = {

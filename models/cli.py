@@ -146,6 +146,25 @@ def _parser() -> argparse.ArgumentParser:
         help="a prompt a line, or a JSON object a line if the name ends in .jsonl; see below",
     )
     prompts.add_argument("--json", action="store_true", help="print JSON lines; see below")
+    add_model_options(parser)
+    sampling = parser.add_argument_group("sampling")
+    _add_options(sampling, _SAMPLING_OPTIONS)
+    sampling.add_argument("--stop", action="append", metavar="TEXT", help="end there; repeatable")
+    sampling.add_argument(
+        "--ignore-eos", action="store_true", default=None, help="go on after the end of sequence"
+    )
+    sampling.add_argument(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="of the first prompt, the next has N + 1 (random; the summary reports it)",
+    )
+    add_engine_options(parser)
+    return parser
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that choose a checkpoint."""
     model = parser.add_argument_group("model")
     model.add_argument(
         "--checkpoint",
@@ -159,22 +178,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=("float32", "bfloat16", "float16"),
         help="of weights and computation (as stored)",
     )
-    sampling = parser.add_argument_group("sampling")
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that are fields of `EngineConfig`, and --compilation-cache."""
     engine = parser.add_argument_group("engine")
-    for group, options in ((sampling, _SAMPLING_OPTIONS), (engine, _ENGINE_OPTIONS)):
-        for name, kind, text in options:
-            metavar = "N" if kind is int else "X"
-            group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
-    sampling.add_argument("--stop", action="append", metavar="TEXT", help="end there; repeatable")
-    sampling.add_argument(
-        "--ignore-eos", action="store_true", default=None, help="go on after the end of sequence"
-    )
-    sampling.add_argument(
-        "--seed",
-        type=int,
-        metavar="N",
-        help="of the first prompt, the next has N + 1 (random; the summary reports it)",
-    )
+    _add_options(engine, _ENGINE_OPTIONS)
     engine.add_argument(
         "--kv-cache-dtype",
         choices=("int8", "fp8"),
@@ -193,4 +202,9 @@ def _parser() -> argparse.ArgumentParser:
         help="where compiled programs are kept for the next run ($JAX_COMPILATION_CACHE_DIR, or"
         " pallas_paged in the user's cache folder)",
     )
-    return parser
+
+
+def _add_options(group: Any, options: tuple[tuple[str, Any, str], ...]) -> None:
+    for name, kind, text in options:
+        metavar = "N" if kind is int else "X"
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)

@@ -66,8 +66,8 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
     # The library logs which implementation of attention runs.
     logging.basicConfig(format="%(name)s: %(message)s")
     logging.getLogger("pallas_paged").setLevel(logging.INFO)
-    _use_compilation_cache(args.compilation_cache)
-    options, sizes = _given(args, SamplingParams), _given(args, EngineConfig)
+    use_compilation_cache(args.compilation_cache)
+    options, sizes = given(args, SamplingParams), given(args, EngineConfig)
     # An option out of range is one error, not one for each prompt, and comes before the loading.
     SamplingParams(**options), EngineConfig(**sizes)
     base_seed = options.pop("seed", secrets.randbits(32))
@@ -215,13 +215,13 @@ def _parse(line: str) -> dict[str, Any]:
     return {name: value for name, value in entries.items() if value is not None}
 
 
-def _given(args: argparse.Namespace, kind: type[SamplingParams | EngineConfig]) -> dict[str, Any]:
+def given(args: argparse.Namespace, kind: type[SamplingParams | EngineConfig]) -> dict[str, Any]:
     """Return the options that were given and are fields of `kind`."""
     values = {field.name: getattr(args, field.name, None) for field in fields(kind)}
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _use_compilation_cache(folder: str | None) -> None:
+def use_compilation_cache(folder: str | None) -> None:
     """Keep compiled programs for the next run: in `folder`, or where JAX is set to, or by default.
 
     Raises:

@@ -65,11 +65,12 @@ class RequestStream:
     engine does not wait for a slow consumer, whose next output then has more.
 
     Attributes:
+        request: the request, whose fields change as the engine steps.
         request_id: as submitted, or the number that was taken.
     """
 
     def __init__(self, collector: OutputCollector, abort: Callable[[], object]):
-        self.request_id = collector.request.request_id
+        self.request, self.request_id = collector.request, collector.request.request_id
         self._collector, self._abort = collector, abort
 
     def close(self) -> None:

@@ -327,6 +327,7 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             compilations=self._runner.num_compiled,
             num_pages=self.num_pages,
+            num_shared_pages=self._cache.num_shared if self._cache is not None else 0,
             kv_cache_dtype=pool.layers[0].k_pages.dtype.name,
             pool_bytes=pool_bytes(pool),
         )

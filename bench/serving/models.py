@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from models.config import Llama3RopeScaling, ModelConfig
+from models.config import ModelConfig
 from models.decoder import Decoder
+from models.rope_scaling import Llama3RopeScaling
 from pallas_paged.engine import KVCacheSpec
 from pallas_paged.engine.kv_cache import page_bytes, pool_dtype
 

@@ -28,14 +28,15 @@ class ChatTemplate:
         special_tokens: texts of the special tokens by name, such as "bos_token".
     """
 
-    def __init__(self, folder: str | Path):
-        """Read the templates of a folder, if it has any.
+    def __init__(self, folder: str | Path, *, file: Path | None = None):
+        """Read the templates of a folder, if it has any, or a file in their place.
 
         These are chat_template.jinja and additional_chat_templates/*.jinja, or else
         "chat_template" in tokenizer_config.json, which also has the special tokens.
 
         Raises:
             ValueError: a file is damaged.
+            OSError: `file` can't be read.
         """
         self._folder = Path(folder)
         path = self._folder / "tokenizer_config.json"
@@ -49,7 +50,9 @@ class ChatTemplate:
         sources = _named_templates(config.get("chat_template"), path)
         more = self._folder.glob("additional_chat_templates/*.jinja")
         files = {"default": self._folder / "chat_template.jinja"} | {x.stem: x for x in more}
-        sources |= {name: _read_text(file) for name, file in files.items() if file.is_file()}
+        sources |= {name: _read_text(one) for name, one in files.items() if one.is_file()}
+        if file is not None:
+            sources = {"default": _read_text(file)}
         self._templates = {
             name: _Template(source, self._folder) for name, source in sources.items()
         }

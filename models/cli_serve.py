@@ -215,8 +215,8 @@ def _parse(line: str) -> dict[str, Any]:
     return {name: value for name, value in entries.items() if value is not None}
 
 
-def given(args: argparse.Namespace, kind: type[SamplingParams | EngineConfig]) -> dict[str, Any]:
-    """Return the options that were given and are fields of `kind`."""
+def given(args: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
+    """Return the options that were given and are fields of a dataclass."""
     values = {field.name: getattr(args, field.name, None) for field in fields(kind)}
     return {name: value for name, value in values.items() if value is not None}
 

@@ -1,0 +1,160 @@
+"""The work of one HTTP request: submit its prompts, hand out what is new, end it in time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from starlette.requests import ClientDisconnect, Request
+
+from models.server.call import Call, Prompt, field_of
+from models.server.errors import APIError, bad_request
+from models.server.service import Service
+from pallas_paged.engine import EngineDeadError, RequestOutput
+from pallas_paged.engine.request_stream import RequestStream
+
+# Takes the number of the prompt, the prompt, and what is new of its completions.
+Emit = Callable[[int, Prompt, RequestOutput], Awaitable[None]]
+# The thread of the engine shares Python's interpreter with this one. So outputs wait until the work
+# for them, some 40 us each, is a fraction of the time.
+_SECONDS_PER_STREAM, _LEAST_PAUSE = 150e-6, 1e-3
+_GRACE_SECONDS = 5.0  # after its time a request can still send an error
+
+
+class Generation:
+    """The work of one HTTP request."""
+
+    def __init__(self, service: Service, call: Call, http: Request):
+        """Prepare; `run` does the work."""
+        self._service, self._call, self._http = service, call, http
+        self._streams: list[RequestStream] = []
+        self._ended: str | None = None  # why it ends before its completions do
+        self._reason = "stop"  # of the completion that ended last
+
+    async def run(self, emit: Emit) -> list[Prompt]:
+        """Generate to the end, and return the prompts.
+
+        Raises:
+            APIError: it was refused, or could not be served.
+            ClientDisconnect: the client has left.
+        """
+        service, call = self._service, self._call
+        if service.is_draining:
+            raise _shutting_down()
+        with service.admission.admit(call.num_prompts * call.params.num_seqs):
+            prompts = await service.encode(call.encode, call.num_characters)
+            self._submit(prompts)
+            try:
+                await self._watch(emit, prompts)
+            except APIError:
+                service.metrics.outcome("timeout" if self._ended == "timeout" else "error")
+                raise
+            except BaseException:
+                service.metrics.outcome("abort")
+                raise
+            service.metrics.outcome(self._reason)
+        return prompts
+
+    def _submit(self, prompts: Sequence[Prompt]) -> None:
+        call = self._call
+        try:
+            for prompt in prompts:
+                stream = self._service.engine.submit(
+                    prompt.token_ids, call.params, priority=call.priority
+                )
+                self._streams.append(stream)
+        except ValueError as error:
+            self._close()
+            raise bad_request(str(error), field_of(str(error))) from None
+        except EngineDeadError as error:
+            raise self._dead(error) from None
+        except RuntimeError:
+            self._close()
+            raise _shutting_down() from None
+
+    async def _watch(self, emit: Emit, prompts: Sequence[Prompt]) -> None:
+        """Consume all streams; end them early when the client leaves or the time is up."""
+        loop, tasks = asyncio.get_running_loop(), [asyncio.create_task(self._wait_until_left())]
+        seconds = self._service.config.request_timeout - (time.perf_counter() - self._call.arrival)
+        timer = loop.call_later(seconds, self._end, "timeout")
+        # A client that does not read holds up the consumers.
+        cut = loop.call_later(
+            seconds + _GRACE_SECONDS, self._http.scope["state"].get("cut", self._close)
+        )
+        try:
+            consumers = [
+                self._consume(index, prompt, stream, emit)
+                for index, (prompt, stream) in enumerate(zip(prompts, self._streams, strict=True))
+            ]
+            if len(consumers) == 1:
+                await consumers[0]
+            else:
+                tasks += map(asyncio.create_task, consumers)
+                await asyncio.gather(*tasks[1:])
+        finally:
+            timer.cancel()
+            cut.cancel()
+            for task in tasks:
+                task.cancel()
+            self._close()
+
+    async def _wait_until_left(self) -> None:
+        while (await self._http.receive())["type"] != "http.disconnect":
+            pass
+        self._end("left")
+
+    def _end(self, reason: str) -> None:
+        self._ended = self._ended or reason
+        self._close()
+
+    def _close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+
+    async def _consume(self, index: int, prompt: Prompt, stream: RequestStream, emit: Emit) -> None:
+        service, arrival = self._service, self._call.arrival
+        metrics, before = service.metrics, None
+        num_tokens = 0
+        try:
+            async for output in stream:
+                now = time.perf_counter()
+                self._check(output)
+                num_new = sum(len(one.token_ids) for one in output.outputs)
+                if before is None:
+                    metrics.first_output(now - arrival, stream.request)
+                    prompt.logprobs = output.prompt_logprobs
+                else:
+                    metrics.next_output(now - before, num_new // self._call.params.num_seqs)
+                before, num_tokens = now, num_tokens + num_new
+                await emit(index, prompt, output)
+                pause = _SECONDS_PER_STREAM * service.admission.num_requests
+                if output.finished:
+                    self._reason = str(output.outputs[-1].finish_reason)
+                elif pause > _LEAST_PAUSE:
+                    await asyncio.sleep(pause)
+        except EngineDeadError as error:
+            raise self._dead(error) from None
+        metrics.last_output(time.perf_counter() - arrival, num_tokens)
+
+    def _check(self, output: RequestOutput) -> None:
+        """Raise an error for completions that have not ended by themselves."""
+        reasons = {one.finish_reason for one in output.outputs}
+        if "error" in reasons:
+            raise APIError(500, f"the model failed: {output.error}")
+        if "abort" not in reasons:
+            return
+        if self._ended == "left":
+            raise ClientDisconnect
+        if self._ended == "timeout":
+            seconds = self._service.config.request_timeout
+            raise APIError(504, f"the request took more than {seconds:g} s")
+        raise _shutting_down()
+
+    def _dead(self, error: EngineDeadError) -> APIError:
+        self._service.metrics.error = error
+        return APIError(500, "the engine is dead; restart the server", code="engine_dead")
+
+
+def _shutting_down() -> APIError:
+    return APIError(503, "the server is shutting down", headers={"connection": "close"})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from models.rope_scaling import (
     DynamicRopeScaling,
+    LinearRopeScaling,
     LongRopeScaling,
     RopeScaling,
     YarnRopeScaling,
@@ -178,6 +180,22 @@ class ModelConfig:
             sliding_windows=_read_sliding_windows(config, architecture, num_layers),
             eos_token_ids=read_eos_token_ids(keys["eos_token_id"]),
         )
+
+    def with_context(self, max_model_len: int) -> ModelConfig:
+        """Return the configuration for sequences of at most this many tokens, where it matters.
+
+        The frequencies of "longrope" in a cache are those of short sequences if all are short.
+        Files with "dynamic" or "linear" scaling often have the context without the scaling; it
+        grows to `factor` times that where `max_model_len` asks for it. Other configurations stay.
+        """
+        check_integer("max_model_len", max_model_len, 1)
+        scaling, longest = self.rope_scaling, self.max_position_embeddings
+        if isinstance(scaling, LongRopeScaling):
+            return dataclasses.replace(self, max_position_embeddings=min(max_model_len, longest))
+        if isinstance(scaling, DynamicRopeScaling | LinearRopeScaling) and max_model_len > longest:
+            longest = max(longest, min(max_model_len, int(scaling.factor * longest)))
+            return dataclasses.replace(self, max_position_embeddings=longest)
+        return self
 
     def to_hugging_face(self) -> dict[str, Any]:
         """Write the configuration as the `config.json` of a LlamaForCausalLM.

@@ -41,7 +41,7 @@ def generate(
     Raises:
         ValueError: a prompt or a value is out of range.
     """
-    model, weights = engine_model(decoder)
+    model, _ = engine_model(decoder, max_model_len=config.get("max_model_len"))
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     requests = [
         (len(tokenizer.encode(x)) if tokenizer is not None and isinstance(x, str) else len(x), one)
@@ -49,5 +49,6 @@ def generate(
         if hasattr(x, "__len__") and isinstance(one, SamplingParams)  # the engine refuses others
     ]
     sizes = engine_config(model, requests, **config)
+    model, weights = engine_model(decoder, max_model_len=sizes.max_model_len)
     engine = Engine(model, weights, config=sizes, tokenizer=tokenizer)
     return engine.generate(prompts, params, progress=progress)

@@ -41,6 +41,10 @@ class Tokenizer:
         """Number of token ids, added tokens included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token of the vocabulary, such as "</s>"; None if there is none."""
+        return self._tokenizer.token_to_id(token)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text.
 

@@ -35,11 +35,12 @@ def chat_defaults(
 ) -> dict[str, Any]:
     """Return `sampling_defaults`, and `stop` and `stop_token_ids` where an answer ends.
 
-    An answer ends at "stop_strings" of generation_config.json, and at the end of sequence of the
-    tokenizer, which is that of the template in fine-tuned models whose config.json is older.
+    An answer ends at "stop_strings" of generation_config.json, or at "chat_stop_strings", a key of
+    this project for models without an end of sequence; and at the end of sequence of the tokenizer,
+    which is that of the template in fine-tuned models whose config.json is older.
     """
-    defaults = sampling_defaults(folder)
-    if stop := _read(folder).get("stop_strings"):
+    defaults, contents = sampling_defaults(folder), _read(folder)
+    if stop := contents.get("stop_strings") or contents.get("chat_stop_strings"):
         defaults["stop"] = stop
     end = tokenizer.token_id(template.special_tokens.get("eos_token", ""))
     if end is not None:

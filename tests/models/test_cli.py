@@ -94,7 +94,7 @@ def test_progress_does_not_mix_with_texts_on_a_terminal(run, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "no prompt: give --prompt TEXT or --prompts-file FILE"),
+        ([], "no prompt: give --prompt TEXT, --prompts-file FILE or --chat"),
         (["--prompts-file", "/nowhere"], "/nowhere: No such file or directory"),
         (["--prompts-file", os.devnull], "/dev/null has no prompt: every line is blank"),
         (["--prompt", "x", "--checkpoint", "/nowhere"], "/nowhere: no such checkpoint folder"),

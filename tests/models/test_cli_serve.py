@@ -152,7 +152,7 @@ def test_refused_prompts_get_an_error_and_the_others_run(run_objects):
         ({"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias={'x': 1} must have token ids as"),
         ({"prompt": "x", "beam_width": 2, "logprobs": 1}, "logprobs=1 is not possible with beam"),
         ({"prompt": "x", "priority": "high"}, "priority='high' must be an integer"),
-        ({"prompt": "x", "best": 2}, "unknown key 'best'; there are prompt, priority, n"),
+        ({"prompt": "x", "best": 2}, "unknown key 'best'; there are prompt, messages, tools, "),
         ({"prompt": "\ud800"}, "the prompt must be valid UTF-8"),
         ({"prompt": ["x"]}, "token id of the prompt='x' must be an integer in 0..255"),
         ({"prompt": [256]}, "token id of the prompt=256 must be an integer in 0..255"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -16,6 +17,7 @@ from pallas_paged.engine.request_stream import RequestStream
 
 # Takes the number of the prompt, the prompt, and what is new of its completions.
 Emit = Callable[[int, Prompt, RequestOutput], Awaitable[None]]
+Consume = Callable[[int, Prompt, RequestStream], Coroutine[Any, Any, None]]
 # The thread of the engine shares Python's interpreter with this one. So outputs wait until the work
 # for them, some 40 us each, is a fraction of the time.
 _SECONDS_PER_STREAM, _LEAST_PAUSE = 150e-6, 1e-3
@@ -26,19 +28,63 @@ class Generation:
     """The work of one HTTP request."""
 
     def __init__(self, service: Service, call: Call, http: Request):
-        """Prepare; `run` does the work."""
+        """Prepare; `whole` or `deltas` does the work, once."""
         self._service, self._call, self._http = service, call, http
         self._streams: list[RequestStream] = []
         self._ended: str | None = None  # why it ends before its completions do
         self._reason = "stop"  # of the completion that ended last
 
-    async def run(self, emit: Emit) -> list[Prompt]:
-        """Generate to the end, and return the prompts.
+    async def whole(self) -> list[tuple[Prompt, RequestOutput]]:
+        """Generate to the end, and return the prompts with their outputs; errors as of `deltas`."""
+        results: dict[int, tuple[Prompt, RequestOutput]] = {}
+
+        async def consume(index: int, prompt: Prompt, stream: RequestStream) -> None:
+            output = await stream.whole()
+            self._check(output)
+            request = stream.request
+            if request.first_token_time is not None:
+                since_arrival = request.arrival_time - self._call.arrival
+                seconds = request.first_token_time - request.arrival_time
+                self._service.metrics.first_output(since_arrival + seconds, request)
+            self._count_end(output, sum(len(one.token_ids) for one in output.outputs))
+            prompt.logprobs = output.prompt_logprobs
+            results[index] = prompt, output
+
+        await self._run(consume)
+        return [results[index] for index in range(len(results))]
+
+    async def deltas(self, emit: Emit) -> None:
+        """Generate to the end, and emit what is new as it comes.
 
         Raises:
-            APIError: it was refused, or could not be served.
+            APIError: the request was refused, or could not be served.
             ClientDisconnect: the client has left.
         """
+        service, arrival = self._service, self._call.arrival
+        metrics = service.metrics
+
+        async def consume(index: int, prompt: Prompt, stream: RequestStream) -> None:
+            before, num_tokens = None, 0
+            async for output in stream:
+                now = time.perf_counter()
+                self._check(output)
+                num_new = sum(len(one.token_ids) for one in output.outputs)
+                if before is None:
+                    metrics.first_output(now - arrival, stream.request)
+                    prompt.logprobs = output.prompt_logprobs
+                else:
+                    metrics.next_output(now - before, num_new / self._call.params.num_seqs)
+                before, num_tokens = now, num_tokens + num_new
+                await emit(index, prompt, output)
+                pause = _SECONDS_PER_STREAM * service.admission.num_requests
+                if output.finished:
+                    self._count_end(output, num_tokens)
+                elif pause > _LEAST_PAUSE:
+                    await asyncio.sleep(pause)
+
+        await self._run(consume)
+
+    async def _run(self, consume: Consume) -> None:
         service, call = self._service, self._call
         if service.is_draining:
             raise _shutting_down()
@@ -46,7 +92,10 @@ class Generation:
             prompts = await service.encode(call.encode, call.num_characters)
             self._submit(prompts)
             try:
-                await self._watch(emit, prompts)
+                await self._watch(consume, prompts)
+            except EngineDeadError as error:
+                service.metrics.outcome("error")
+                raise self._dead(error) from None
             except APIError:
                 service.metrics.outcome("timeout" if self._ended == "timeout" else "error")
                 raise
@@ -54,7 +103,6 @@ class Generation:
                 service.metrics.outcome("abort")
                 raise
             service.metrics.outcome(self._reason)
-        return prompts
 
     def _submit(self, prompts: Sequence[Prompt]) -> None:
         call = self._call
@@ -73,18 +121,17 @@ class Generation:
             self._close()
             raise _shutting_down() from None
 
-    async def _watch(self, emit: Emit, prompts: Sequence[Prompt]) -> None:
+    async def _watch(self, consume: Consume, prompts: Sequence[Prompt]) -> None:
         """Consume all streams; end them early when the client leaves or the time is up."""
         loop, tasks = asyncio.get_running_loop(), [asyncio.create_task(self._wait_until_left())]
         seconds = self._service.config.request_timeout - (time.perf_counter() - self._call.arrival)
         timer = loop.call_later(seconds, self._end, "timeout")
         # A client that does not read holds up the consumers.
-        cut = loop.call_later(
-            seconds + _GRACE_SECONDS, self._http.scope["state"].get("cut", self._close)
-        )
+        cut = self._http.scope["state"].get("cut", self._close)
+        cutter = loop.call_later(seconds + _GRACE_SECONDS, cut)
         try:
             consumers = [
-                self._consume(index, prompt, stream, emit)
+                consume(index, prompt, stream)
                 for index, (prompt, stream) in enumerate(zip(prompts, self._streams, strict=True))
             ]
             if len(consumers) == 1:
@@ -94,7 +141,7 @@ class Generation:
                 await asyncio.gather(*tasks[1:])
         finally:
             timer.cancel()
-            cut.cancel()
+            cutter.cancel()
             for task in tasks:
                 task.cancel()
             self._close()
@@ -112,30 +159,10 @@ class Generation:
         for stream in self._streams:
             stream.close()
 
-    async def _consume(self, index: int, prompt: Prompt, stream: RequestStream, emit: Emit) -> None:
-        service, arrival = self._service, self._call.arrival
-        metrics, before = service.metrics, None
-        num_tokens = 0
-        try:
-            async for output in stream:
-                now = time.perf_counter()
-                self._check(output)
-                num_new = sum(len(one.token_ids) for one in output.outputs)
-                if before is None:
-                    metrics.first_output(now - arrival, stream.request)
-                    prompt.logprobs = output.prompt_logprobs
-                else:
-                    metrics.next_output(now - before, num_new // self._call.params.num_seqs)
-                before, num_tokens = now, num_tokens + num_new
-                await emit(index, prompt, output)
-                pause = _SECONDS_PER_STREAM * service.admission.num_requests
-                if output.finished:
-                    self._reason = str(output.outputs[-1].finish_reason)
-                elif pause > _LEAST_PAUSE:
-                    await asyncio.sleep(pause)
-        except EngineDeadError as error:
-            raise self._dead(error) from None
-        metrics.last_output(time.perf_counter() - arrival, num_tokens)
+    def _count_end(self, output: RequestOutput, num_tokens: int) -> None:
+        self._reason = str(output.outputs[-1].finish_reason)
+        seconds = time.perf_counter() - self._call.arrival
+        self._service.metrics.last_output(seconds, num_tokens)
 
     def _check(self, output: RequestOutput) -> None:
         """Raise an error for completions that have not ended by themselves."""

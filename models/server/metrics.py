@@ -100,7 +100,7 @@ class Metrics:
             self._queue.observe(request.start_time - request.arrival_time)
         self._prompt.observe(len(request.prompt_token_ids))
 
-    def next_output(self, seconds: float, num_tokens: int) -> None:
+    def next_output(self, seconds: float, num_tokens: float) -> None:
         """Count an output, `seconds` after the one before."""
         self._inter_token.observe(seconds / max(num_tokens, 1))
 

@@ -31,19 +31,14 @@ async def respond(service: Service, call: Call, request: Request) -> Response:
     """
     if call.stream:
         return EventStream(service, call)
-    outputs: dict[int, RequestOutput] = {}
-
-    async def emit(index: int, prompt: Prompt, output: RequestOutput) -> None:
-        outputs[index] = outputs[index].add(output) if index in outputs else output
-
-    prompts = await Generation(service, call, request).run(emit)
+    results = await Generation(service, call, request).whole()
     usage = _Usage()
     choices = []
-    for index, prompt in enumerate(prompts):
-        usage.add_prompt(outputs[index])
-        for output in sorted(outputs[index].outputs, key=lambda one: one.index):
-            usage.num_completion += len(output.token_ids)
-            choices.append(call.answer.choice(_number(call, index, output), prompt, output))
+    for index, (prompt, output) in enumerate(results):
+        usage.add_prompt(output)
+        for one in sorted(output.outputs, key=lambda one: one.index):
+            usage.num_completion += len(one.token_ids)
+            choices.append(call.answer.choice(_number(call, index, one), prompt, one))
     whole = call.answer.head | {"choices": choices, "usage": usage.json()}
     return Response(_encode(whole).encode(), media_type="application/json")
 
@@ -75,7 +70,7 @@ class EventStream(Response):
                 await self._send(send, events)
 
         try:
-            await Generation(self._service, self._call, request).run(emit)
+            await Generation(self._service, self._call, request).deltas(emit)
         except APIError as error:
             if not self._has_started:
                 raise

@@ -57,6 +57,7 @@ class Server(uvicorn.Server):
                 log_level=logging.INFO if access_log else logging.WARNING,
                 access_log=access_log,
                 server_header=False,
+                proxy_headers=False,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             )
         )
@@ -64,7 +65,7 @@ class Server(uvicorn.Server):
         self._stopping: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+    def capture_signals(self) -> Iterator[None]:
         """Leave signals to `Signals`."""
         yield
 

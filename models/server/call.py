@@ -158,7 +158,7 @@ def take_params(
 
     Args:
         fields: of the request.
-        defaults: of the model.
+        defaults: of the model. Its stop texts and stop tokens are added to those of the request.
         max_tokens, logprobs, prompt_logprobs, detokenize: which have other names or forms.
     """
     for name in _IGNORED_FIELDS:
@@ -170,6 +170,9 @@ def take_params(
     values |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
     given = {name: value for name, value in values.items() if value is not None}
     _check_stop(given.get("stop"))
+    for name in ("stop", "stop_token_ids"):
+        if name in defaults and name in given:
+            given[name] = _as_list(defaults[name]) + _as_list(given[name])
     try:
         params = SamplingParams(
             **dict(defaults) | given, max_tokens=max_tokens, detokenize=detokenize
@@ -194,6 +197,10 @@ def _logit_bias(bias: dict[str, Any] | None) -> dict[int, Any] | None:
         return None if bias is None else {int(token_id): value for token_id, value in bias.items()}
     except ValueError:
         raise bad_request("logit_bias must have token ids as keys", "logit_bias") from None
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [*value] if isinstance(value, list | tuple) else [value]
 
 
 def _check_stop(stop: Any) -> None:

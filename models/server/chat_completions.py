@@ -32,7 +32,7 @@ def parse_chat(fields: Fields, service: Service) -> Call:
     fields.refuse("response_format", {"type": "text"})
     params = take_params(
         fields,
-        service.default_params,
+        service.chat_defaults,
         max_tokens=_max_tokens(fields),
         logprobs=num_top if wants_logprobs else None,
     )

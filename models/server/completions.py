@@ -28,7 +28,7 @@ def parse_completion(fields: Fields, service: Service) -> Call:
     ids = fields.take("return_token_ids", bool, default=False)
     params = take_params(
         fields,
-        service.default_params,
+        service.sampling_defaults,
         max_tokens=fields.take("max_tokens", int, default=_MAX_TOKENS),
         logprobs=logprobs,
         prompt_logprobs=logprobs if echo else None,

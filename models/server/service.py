@@ -26,7 +26,8 @@ class Service:
         engine: steps the model; started and stopped with the app.
         config: names and limits.
         chat_template: None where the model has none.
-        default_params: fields of `SamplingParams` for requests that lack them.
+        sampling_defaults, chat_defaults: fields of `SamplingParams` for prompts and for chats that
+            lack them; a chat's own stop texts and stop tokens are added to them.
         max_model_len, vocab_size: of the model.
         admission, metrics: of this server.
         is_draining: whether new requests are refused, because the server shuts down.
@@ -40,12 +41,16 @@ class Service:
         vocab_size: int,
         tokenizer: Tokenizer | None = None,
         chat_template: ChatTemplate | None = None,
-        default_params: Mapping[str, Any] | None = None,
+        sampling_defaults: Mapping[str, Any] | None = None,
+        chat_defaults: Mapping[str, Any] | None = None,
     ):
         """Take over an engine, whose tokenizer is the same one."""
         self.engine = AsyncEngine(engine)
         self.config, self.chat_template = config, chat_template
-        self.default_params = dict(default_params or {})
+        self.sampling_defaults = dict(sampling_defaults or {})
+        self.chat_defaults = (
+            self.sampling_defaults if chat_defaults is None else dict(chat_defaults)
+        )
         self.max_model_len, self.vocab_size = engine.max_model_len, vocab_size
         self.admission = Admission(engine.config.max_num_seqs + config.max_queue)
         self.metrics = Metrics(self.engine, config)

@@ -15,6 +15,7 @@ from models.chat import ChatTemplate
 from models.checkpoint import load_checkpoint
 from models.cli_serve import given, use_compilation_cache
 from models.engine_model import engine_model
+from models.generation_config import chat_defaults, sampling_defaults
 from models.server.command import api_keys
 from models.server.config import ServerConfig
 from models.server.server import Signals, serve
@@ -49,7 +50,7 @@ def start(args: argparse.Namespace, bound: socket.socket, signals: Signals) -> N
     tokenizer = Tokenizer(args.checkpoint)
     _say(f"loading {args.checkpoint} ...")
     decoder, _ = load_checkpoint(args.checkpoint, dtype=args.dtype)
-    model, weights = engine_model(decoder)
+    model, weights = engine_model(decoder, max_model_len=engine_config.max_model_len)
     engine = Engine(model, weights, config=engine_config, tokenizer=tokenizer)
     service = Service(
         engine,
@@ -57,9 +58,11 @@ def start(args: argparse.Namespace, bound: socket.socket, signals: Signals) -> N
         vocab_size=model.vocab_size,
         tokenizer=tokenizer,
         chat_template=template if template.exists else None,
+        sampling_defaults=sampling_defaults(args.checkpoint),
+        chat_defaults=chat_defaults(args.checkpoint, tokenizer, template),
     )
     if args.warmup != "none":
-        _warm_up(engine, service.default_params if args.warmup == "default" else None)
+        _warm_up(engine, service.sampling_defaults if args.warmup == "default" else None)
     host, port = bound.getsockname()[:2]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     stats = engine.stats()

@@ -38,7 +38,8 @@ _PAGE_FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"
 _OPEN_PATHS = ("/health", *_PAGE_FILES)  # need no API key
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self';"
-    " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    " connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none';"
+    " frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",

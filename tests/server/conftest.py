@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 
 import pytest
 
-for _package in ("httptools", "starlette", "uvicorn", "prometheus_client", "httpx"):
-    pytest.importorskip(_package, reason="needs the extra [server]")
-
-import httpx
-
-from tests.support.servers import RunningServer
+_PACKAGES = ("httptools", "httpx", "prometheus_client", "starlette", "uvicorn")
+if not all(map(importlib.util.find_spec, _PACKAGES)):
+    collect_ignore_glob = ["test_*.py"]  # they need the extra [server]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
+    from tests.support.servers import RunningServer
+
     with RunningServer(tmp_path_factory.mktemp("server")) as running:
         yield running
 
 
 @pytest.fixture
 def client(server):
+    import httpx
+
     with httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
 

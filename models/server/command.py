@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from models.cli import add_engine_options, add_model_options
+from models.server.process import Signals, listen
 
 _API_KEY = "PALLAS_PAGED_API_KEY"
 _PACKAGES = ("httptools", "prometheus_client", "starlette", "uvicorn")
@@ -39,8 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
             raise ValueError(f"{', '.join(missing)} not found: install the extra [server]")
-        from models.server.server import Signals, listen
-
         signals = Signals()
         bound = listen(args.host, args.port)
         print("importing JAX ...", file=sys.stderr, flush=True)

@@ -1,44 +1,22 @@
-"""The socket, the signals and the shutdown of the server."""
+"""The server around the app: connections, and a shutdown that serves what it has accepted."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import os
-import signal
 import socket
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import uvicorn
 
 from models.server.app import create_app
 from models.server.connection import connection_class
+from models.server.process import Signals
 from models.server.service import Service
 
 _KEEP_ALIVE_SECONDS = 60  # more than proxies keep idle connections
 _CLOSE_SECONDS = 2.0  # in which aborted requests can still send an error
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound, so that a port in use is an error before the loading.
-
-    Raises:
-        OSError: the address can't be used.
-    """
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    bound = socket.socket(family, kind, protocol)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except OSError as error:
-        bound.close()
-        raise OSError(error.errno, error.strerror, f"{host}:{port}") from None
-    return bound
 
 
 class Server(uvicorn.Server):
@@ -82,33 +60,6 @@ class Server(uvicorn.Server):
         await asyncio.sleep(_CLOSE_SECONDS)
         for connection in [*self.server_state.connections]:
             connection.transport.abort()
-
-
-class Signals:
-    """Ends the process at SIGINT or SIGTERM: at once, or while it serves after a shutdown.
-
-    A second signal ends it at once. Make it before other threads start, in the main thread.
-    """
-
-    def __init__(self) -> None:
-        """Block the signals, and start a thread that waits for them."""
-        self._stop: Callable[[], object] | None = None
-        signals = {signal.SIGINT, signal.SIGTERM}
-        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-        threading.Thread(target=self._wait, args=(signals,), daemon=True).start()
-
-    def call(self, stop: Callable[[], object]) -> None:
-        """Call this function at the first signal, from another thread."""
-        self._stop = stop
-
-    def _wait(self, signals: set[signal.Signals]) -> None:
-        while True:
-            number = signal.sigwait(signals)
-            if (stop := self._stop) is None:
-                os._exit(128 + number)
-            self._stop = None
-            print("shutting down ... (again: at once)", file=sys.stderr, flush=True)
-            stop()
 
 
 def serve(service: Service, bound: socket.socket, signals: Signals, ready: str, **options: bool):

@@ -18,7 +18,8 @@ from models.engine_model import engine_model
 from models.generation_config import chat_defaults, sampling_defaults
 from models.server.command import api_keys
 from models.server.config import ServerConfig
-from models.server.server import Signals, serve
+from models.server.process import Signals
+from models.server.server import serve
 from models.server.service import Service
 from models.tokenizer import Tokenizer
 from pallas_paged.engine import Engine, EngineConfig, SamplingParams

@@ -14,7 +14,8 @@ import jax
 
 from models.chat import ChatTemplate
 from models.server.config import ServerConfig
-from models.server.server import Server, listen
+from models.server.process import listen
+from models.server.server import Server
 from models.server.service import Service
 from models.tokenizer import Tokenizer, save_byte_tokenizer
 from pallas_paged.engine import Engine, EngineConfig

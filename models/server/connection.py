@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http
 import json
 from typing import Any
 
@@ -73,7 +74,8 @@ def connection_class(max_connections: int) -> type[HttpToolsProtocol]:
             """Answer outside the app, and close."""
             self._end_head()
             body = json.dumps(error.body).encode()
-            head = f"HTTP/1.1 {error.status} Error\r\ncontent-type: application/json\r\n"
+            phrase = http.HTTPStatus(error.status).phrase
+            head = f"HTTP/1.1 {error.status} {phrase}\r\ncontent-type: application/json\r\n"
             head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
             self.transport.write(head.encode() + body)
             self.transport.close()

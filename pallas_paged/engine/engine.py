@@ -321,6 +321,10 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return the counters of the engine so far."""
         scheduler, pool = self._scheduler, self._runner.pool_shape
+        if not scheduler.running:  # the newest report may be older than an abort
+            counters, num_cached = self._counters, scheduler.pages.num_evictable
+            counters.num_cached_pages = num_cached
+            counters.num_free_pages = self.num_pages - num_cached
         return self._counters.snapshot(
             num_waiting=len(scheduler.waiting),
             num_running=len(scheduler.running),

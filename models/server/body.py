@@ -11,6 +11,8 @@ from starlette.requests import Request
 from models.server.errors import APIError, bad_request
 
 _BODY_SECONDS = 30.0  # in which a body must arrive
+# Clients that send a body do not see an answer before its end, unless they expect one.
+_MAX_DISCARDED_BYTES = 64 << 20
 _KINDS: dict[type, str] = {
     bool: "a boolean",
     int: "an integer",
@@ -86,14 +88,19 @@ async def read_fields(request: Request, max_bytes: int) -> Fields:
 
 async def _read(request: Request, max_bytes: int) -> bytes:
     too_large = APIError(413, f"the body has more than {max_bytes} bytes")
+    most = max_bytes + _MAX_DISCARDED_BYTES
     length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > max_bytes:
+    if length.isdecimal() and int(length) > (max_bytes if "expect" in request.headers else most):
         raise too_large
-    body = bytearray()
+    body, size = bytearray(), 0
     async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise too_large
+        size += len(chunk)
+        if size > most:
+            break
+        if size <= max_bytes:
+            body += chunk
+    if size > max_bytes:
+        raise too_large
     return bytes(body)
 
 

@@ -84,6 +84,8 @@ def test_large_bodies(tmp_path):
             assert "1000 bytes" in error["message"]
             pieces = (b" " * 500 for _ in range(size // 500 + 1))
             error_of(client.post(TEXT, content=pieces, headers=headers), 413)
+        expecting = headers | {"expect": "100-continue", "connection": "close"}
+        error_of(client.post(TEXT, content=b" " * 1001, headers=expecting), 413)
         whole = json.dumps(SHORT).encode().ljust(1000)
         assert client.post(TEXT, content=whole, headers=headers).status_code == 200
 

@@ -63,8 +63,8 @@ def stream_of(url, **fields):
 def test_it_serves_until_a_signal_and_then_what_it_has_accepted(start, checkpoint):
     process, url, line = start("--warmup", "default")
     assert re.fullmatch(
-        rf"http://127\.0\.0\.1:\d+ serves {checkpoint.name}: {CONFIG.max_position_embeddings} tokens"
-        r" of context, 2 sequences at a time, \d+ pages of 16 tokens \(\d+ MiB\)\n",
+        rf"http://127\.0\.0\.1:\d+ serves {checkpoint.name}: {CONFIG.max_position_embeddings}"
+        r" tokens of context, 2 sequences at a time, \d+ pages of 16 tokens \(\d+ MiB\)\n",
         line,
     )
     assert httpx.get(f"{url}/health").json() == {"status": "ok"}

@@ -70,7 +70,7 @@ def start(args: argparse.Namespace, bound: socket.socket, signals: Signals) -> N
     ready = f"{address} serves {name}: {engine.max_model_len} tokens of context"
     ready += f", {engine_config.max_num_seqs} sequences at a time, {stats.num_pages} pages of"
     ready += f" {engine_config.page_size} tokens ({stats.pool_bytes / 2**20:,.0f} MiB)"
-    _prepare_process()
+    prepare_process()
     serve(service, bound, signals, ready, access_log=args.access_log)
 
 
@@ -85,7 +85,8 @@ def _warm_up(engine: Engine, defaults: dict[str, Any] | None) -> None:
     _say(f"compiled {engine.stats().compilations} programs in {time.perf_counter() - start:.0f} s")
 
 
-def _prepare_process() -> None:
+def prepare_process() -> None:
+    """Set what the threads of a server need of their process."""
     sys.setswitchinterval(_SWITCH_SECONDS)
     gc.collect()
     gc.freeze()  # the collector need not look at modules and traces again

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("importing JAX ...", file=sys.stderr, flush=True)
         from models.server.start import start
 
-        start(args, bound, signals)
+        start(args, _api_keys(args), bound, signals)
         return 0
     except (ValueError, NotImplementedError, OSError, MemoryError) as error:
         print("error:", " ".join(str(error).split()) or type(error).__name__, file=sys.stderr)
@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def api_keys(args: argparse.Namespace) -> tuple[str, ...]:
+def _api_keys(args: argparse.Namespace) -> tuple[str, ...]:
     """Return the keys of the options, or that of the environment."""
     if args.api_key is not None:
         return tuple(args.api_key)

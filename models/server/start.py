@@ -16,7 +16,6 @@ from models.checkpoint import load_checkpoint
 from models.cli_serve import given, use_compilation_cache
 from models.engine_model import engine_model
 from models.generation_config import chat_defaults, sampling_defaults
-from models.server.command import api_keys
 from models.server.config import ServerConfig
 from models.server.process import Signals
 from models.server.server import serve
@@ -29,11 +28,14 @@ from pallas_paged.engine import Engine, EngineConfig, SamplingParams
 _SWITCH_SECONDS = 0.0005
 
 
-def start(args: argparse.Namespace, bound: socket.socket, signals: Signals) -> None:
+def start(
+    args: argparse.Namespace, api_keys: tuple[str, ...], bound: socket.socket, signals: Signals
+) -> None:
     """Load the model, compile its steps, and serve until a signal.
 
     Args:
         args: parsed options.
+        api_keys: of which requests must have one; empty: none.
         bound: the socket.
         signals: of the process.
 
@@ -44,7 +46,7 @@ def start(args: argparse.Namespace, bound: socket.socket, signals: Signals) -> N
     logging.getLogger("pallas_paged").setLevel(logging.INFO)
     limits = given(args, ServerConfig)
     name = args.served_model_name or args.checkpoint.resolve().name
-    config = ServerConfig(**limits, model_name=name, api_keys=api_keys(args))
+    config = ServerConfig(**limits, model_name=name, api_keys=api_keys)
     engine_config = EngineConfig(**given(args, EngineConfig))
     use_compilation_cache(args.compilation_cache)
     template = ChatTemplate(args.checkpoint, file=args.chat_template)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+from models.ctrl_c import exit_on_ctrl_c
 
 DEFAULT_CHECKPOINT = Path(__file__).parent / "checkpoints" / "shakespeare"
 # Options that are fields of `SamplingParams`: name, type, help.
@@ -73,40 +73,8 @@ exit status:
 
 def run() -> NoReturn:
     """Run the command as a process of its own, which Ctrl-C ends at once."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # An exception would wait for a compilation to end, and could hit an import half done.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        _ctrl_c.start()
+    exit_on_ctrl_c()
     raise SystemExit(main())
-
-
-class _ExitOnCtrlC(threading.Thread):
-    """Waits for a Ctrl-C, which is blocked in all threads, and ends the process."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self._stopping = False
-
-    def run(self) -> None:
-        signal.sigwait({signal.SIGINT})
-        if not self._stopping:
-            os._exit(130)  # all output is flushed as it is printed
-
-    def stop(self) -> None:
-        """Let Ctrl-C raise KeyboardInterrupt in the main thread, which calls this."""
-        if self.is_alive() and self.ident is not None:
-            self._stopping = True
-            signal.pthread_kill(self.ident, signal.SIGINT)
-            self.join()
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
-_ctrl_c = _ExitOnCtrlC()
-
-
-def let_ctrl_c_interrupt() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt from here on, where `run` lets it end the process."""
-    _ctrl_c.stop()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

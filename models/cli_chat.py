@@ -12,9 +12,9 @@ from typing import Any
 
 from models.chat import ChatTemplate
 from models.checkpoint import load_checkpoint
-from models.cli import let_ctrl_c_interrupt
 from models.cli_jobs import with_temperature
 from models.cli_serve import given, print_defaults, use_compilation_cache
+from models.ctrl_c import raise_on_ctrl_c
 from models.engine_model import engine_model
 from models.generation_config import chat_defaults
 from models.tokenizer import Tokenizer
@@ -97,7 +97,7 @@ class _Conversation:
     def run(self) -> None:
         """Answer lines until the input ends."""
         self._engine.start()
-        let_ctrl_c_interrupt()
+        raise_on_ctrl_c()
         try:
             while (line := _read_line()) is not None:
                 command = line.strip()

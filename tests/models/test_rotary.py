@@ -15,8 +15,16 @@ from models.checkpoint import load_checkpoint, save_checkpoint
 from models.config import ModelConfig
 from models.decoder import dense_attend
 from models.rotary import inverse_frequencies, rotation
-from tests.models.test_checkpoint import LLAMA
 
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 12,
+    "hidden_size": 8,
+    "intermediate_size": 10,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 GOLDENS = Path(__file__).parent / "goldens"
 CASES = json.loads((GOLDENS / "rotary.json").read_text())
 TINY = [name for name in CASES if not name.startswith("large")]

@@ -7,7 +7,7 @@ from typing import Any
 from models.server.body import Fields
 from models.server.call import Answer, Call, Prompt, take_params, take_stream
 from models.server.errors import bad_request
-from models.server.logprobs import completion_logprobs
+from models.server.logprobs import TokenBytes, completion_logprobs
 from models.server.service import Service
 from pallas_paged.engine import CompletionOutput
 
@@ -25,6 +25,7 @@ def parse_completion(fields: Fields, service: Service) -> Call:
     fields.refuse("suffix", "")
     echo = fields.take("echo", bool, default=False)
     logprobs = fields.take("logprobs", int)
+    token_bytes = service.tokenizer.token_bytes if logprobs is not None else None
     ids = fields.take("return_token_ids", bool, default=False)
     params = take_params(
         fields,
@@ -45,7 +46,7 @@ def parse_completion(fields: Fields, service: Service) -> Call:
         num_characters=sum(len(prompt) for prompt in prompts if isinstance(prompt, str)),
         num_prompts=len(prompts),
         params=params,
-        answer=_TextAnswer(service, echo=echo, num_top=logprobs, has_ids=ids),
+        answer=_TextAnswer(service, token_bytes, echo=echo, num_top=logprobs or 0, has_ids=ids),
         **options,
     )
 
@@ -73,9 +74,17 @@ def _encoded(prompt: str | list[Any], service: Service, *, echo: bool) -> Prompt
 class _TextAnswer(Answer):
     chunk_object = "text_completion"
 
-    def __init__(self, service: Service, *, echo: bool, num_top: int | None, has_ids: bool):
+    def __init__(
+        self,
+        service: Service,
+        token_bytes: TokenBytes | None,  # None: without log-probabilities
+        *,
+        echo: bool,
+        num_top: int,
+        has_ids: bool,
+    ):
         super().__init__("text_completion", "cmpl", service.config.model_name)
-        self._service, self._echo = service, echo
+        self._token_bytes, self._echo = token_bytes, echo
         self._num_top, self._has_ids = num_top, has_ids
         self._offsets: dict[int, int] = {}  # characters of a completion so far
 
@@ -107,15 +116,14 @@ class _TextAnswer(Answer):
     def _logprobs(
         self, index: int, prompt: Prompt, output: CompletionOutput, *, echo: bool
     ) -> dict[str, Any] | None:
-        if self._num_top is None:
+        if self._token_bytes is None:
             return None
         token_ids, entries = output.token_ids, output.logprobs or []
         if echo and prompt.logprobs is not None:
             token_ids, entries = prompt.token_ids + token_ids, prompt.logprobs + entries
         offset = self._offsets.get(index, 0)
-        token_bytes = self._service.tokenizer.token_bytes
         logprobs = completion_logprobs(
-            token_ids, entries, self._num_top, token_bytes, offset=offset
+            token_ids, entries, self._num_top, self._token_bytes, offset=offset
         )
         self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
         return logprobs

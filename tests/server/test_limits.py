@@ -204,6 +204,28 @@ def test_a_shutdown_aborts_what_takes_too_long(tmp_path):
         assert "shutting down" in answer.text
 
 
+def test_a_model_without_tokenizer_takes_token_ids(tmp_path):
+    with RunningServer(tmp_path, has_texts=False) as server:
+        client = httpx.Client(base_url=server.url, timeout=60)
+        body = SHORT | {"prompt": list(b"Short"), "return_token_ids": True}
+        (choice,) = client.post(TEXT, json=body).json()["choices"]
+        assert bytes(choice["token_ids"]).decode(errors="replace") == expected_text("Short", 3)
+        assert choice["text"] == ""
+        events = client.post(TEXT, json=body | {"stream": True}).text.split("data: ")[1:-1]
+        streamed = [json.loads(event)["choices"][0]["token_ids"] for event in events]
+        assert [one for ids in streamed for one in ids] == choice["token_ids"]
+        messages = [{"role": "user", "content": "x"}]
+        for path, fields, words in (
+            (TEXT, SHORT, "tokenizer"),
+            (TEXT, body | {"echo": True}, "tokenizer"),
+            (TEXT, body | {"stop": "x"}, "stop"),
+            (TEXT, body | {"logprobs": 1}, "tokenizer"),
+            ("/tokenize", {"prompt": "x"}, "tokenizer"),
+            ("/v1/chat/completions", {"messages": messages}, "no chat template"),
+        ):
+            assert words in error_of(client.post(path, json=fields), 400)["message"]
+
+
 def test_a_dead_engine_is_reported(tmp_path, caplog):
     engine = small_engine(tmp_path)
 

@@ -47,23 +47,26 @@ class RunningServer:
         server: the `Server`, in the loop of its thread.
     """
 
-    def __init__(self, folder: Path, *, engine: Engine | None = None, **config: Any):
+    def __init__(
+        self, folder: Path, *, engine: Engine | None = None, has_texts: bool = True, **config: Any
+    ):
         """Make the service; files of the tokenizer and the template go to a folder.
 
         Args:
             folder: gets the files.
             engine: of a model over bytes; None: a small one.
+            has_texts: whether there are a tokenizer and a chat template.
             config: fields of `ServerConfig`.
         """
         save_byte_tokenizer(folder, max_length=MODEL.max_model_len)
         (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-        self._engine = small_engine(folder) if engine is None else engine
+        self._engine = small_engine(folder if has_texts else None) if engine is None else engine
         self.service = Service(
             self._engine,
             ServerConfig(**{"model_name": "small", "drain_timeout": 30.0} | config),
             vocab_size=MODEL.vocab_size,
-            tokenizer=Tokenizer(folder),
-            chat_template=ChatTemplate(folder),
+            tokenizer=Tokenizer(folder) if has_texts else None,
+            chat_template=ChatTemplate(folder) if has_texts else None,
         )
         self.server = Server(self.service)
         self._bound = listen("127.0.0.1", 0)
@@ -126,9 +129,11 @@ def small_params() -> dict[str, jax.Array]:
     return MODEL.init(jax.random.key(0))
 
 
-def small_engine(folder: Path) -> Engine:
-    save_byte_tokenizer(folder, max_length=MODEL.max_model_len)
-    return Engine(MODEL, small_params(), SIZES, Tokenizer(folder))
+def small_engine(folder: Path | None) -> Engine:
+    """Make an engine whose tokenizer is in a folder; None: without one."""
+    if folder is not None:
+        save_byte_tokenizer(folder, max_length=MODEL.max_model_len)
+    return Engine(MODEL, small_params(), SIZES, Tokenizer(folder) if folder is not None else None)
 
 
 @functools.cache

@@ -82,6 +82,7 @@ async function answer(text) {
   messages.push({ role: "user", content: text });
   show("user", text);
   const element = show("assistant busy", "");
+  element.setAttribute("aria-busy", "true"); // screen readers wait for the whole answer
   const start = performance.now();
   let first = null;
   let usage = null;
@@ -115,6 +116,7 @@ async function answer(text) {
     if (error.name !== "AbortError") show("error", error.message);
   }
   element.classList.remove("busy");
+  element.removeAttribute("aria-busy");
   if (content) conversation.push({ role: "assistant", content });
   else {
     element.remove();

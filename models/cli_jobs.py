@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from models.chat import ChatTemplate
+from models.config import ModelConfig
 from models.generation_config import chat_defaults, sampling_defaults
 from models.tokenizer import Tokenizer
 from pallas_paged.engine import SamplingParams
@@ -46,6 +47,7 @@ class JobMaker:
     def __init__(
         self,
         args: argparse.Namespace,
+        config: ModelConfig,
         tokenizer: Tokenizer,
         *,
         room: int,
@@ -56,7 +58,7 @@ class JobMaker:
 
         Args:
             args: parsed options.
-            tokenizer: of the checkpoint.
+            config, tokenizer: of the checkpoint.
             room: most tokens of a sequence; without max_tokens a completion ends there.
             options: those that are fields of `SamplingParams`, without the seed.
             base_seed: of the first prompt.
@@ -64,7 +66,7 @@ class JobMaker:
         Raises:
             ValueError: the checkpoint's generation_config.json is damaged.
         """
-        self._args, self._tokenizer, self._room = args, tokenizer, room
+        self._args, self._config, self._tokenizer, self._room = args, config, tokenizer, room
         self._options, self._base_seed = options, base_seed
         self.defaults = sampling_defaults(args.checkpoint)
 
@@ -80,6 +82,11 @@ class JobMaker:
     def _template(self) -> ChatTemplate:
         return ChatTemplate(self._args.checkpoint, file=self._args.chat_template)
 
+    @cached_property
+    def _chat_defaults(self) -> dict[str, Any]:
+        checkpoint = self._args.checkpoint
+        return chat_defaults(checkpoint, self._config, self._tokenizer, self._template)
+
     def _job(self, index: int, own: dict[str, Any]) -> Job:
         prompt, messages = own.pop("prompt", None), own.pop("messages", None)
         priority = own.pop("priority", 0)
@@ -92,7 +99,7 @@ class JobMaker:
             chat["variables"] = given | _checked_variables(chat.pop("chat_template_kwargs", {}))
             prompt = self._template.render(messages, **chat)
             token_ids = self._tokenizer.encode(prompt, add_special_tokens=False)
-            defaults = chat_defaults(self._args.checkpoint, self._tokenizer, self._template)
+            defaults = self._chat_defaults
         elif chat:
             raise ValueError(f"{next(iter(chat))} needs messages")
         elif isinstance(prompt, str):

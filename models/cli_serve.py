@@ -73,7 +73,9 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
     bar = tqdm(total=len(entries), unit="prompt", disable=None if len(entries) > 1 else True)
     with bar, logging_redirect_tqdm():
         output = _Output(bar, as_json=as_json)
-        maker = JobMaker(args, tokenizer, room=room, options=options, base_seed=base_seed)
+        maker = JobMaker(
+            args, model.config, tokenizer, room=room, options=options, base_seed=base_seed
+        )
         print_defaults(maker.defaults)
         jobs = []
         for index, (entry, is_object) in enumerate(entries):
@@ -174,7 +176,7 @@ def print_defaults(defaults: Mapping[str, Any]) -> None:
     """Report the sampling defaults of the checkpoint, if it has any."""
     if defaults:
         values = ", ".join(f"{name}={value}" for name, value in defaults.items())
-        print(f"sampling as in generation_config.json: {values}", file=sys.stderr, flush=True)
+        print(f"defaults of the checkpoint: {values}", file=sys.stderr, flush=True)
 
 
 def given(args: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:

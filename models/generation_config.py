@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from models.chat import ChatTemplate
+from models.config import ModelConfig
 from models.tokenizer import Tokenizer
 from pallas_paged.engine import SamplingParams
 
@@ -31,19 +32,22 @@ def sampling_defaults(folder: str | Path) -> dict[str, Any]:
 
 
 def chat_defaults(
-    folder: str | Path, tokenizer: Tokenizer, template: ChatTemplate
+    folder: str | Path, config: ModelConfig, tokenizer: Tokenizer, template: ChatTemplate
 ) -> dict[str, Any]:
     """Return `sampling_defaults`, and `stop` and `stop_token_ids` where an answer ends.
 
     An answer ends at "stop_strings" of generation_config.json, or at "chat_stop_strings", a key of
-    this project for models without an end of sequence; and at the end of sequence of the tokenizer,
-    which is that of the template in fine-tuned models whose config.json is older.
+    this project for models without an end of sequence. It also ends at the tokenizer's end of
+    sequence, which fine-tuned models often have beside that of `config`.
+
+    Raises:
+        ValueError: generation_config.json is not JSON, or a value is out of range.
     """
     defaults, contents = sampling_defaults(folder), _read(folder)
     if stop := contents.get("stop_strings") or contents.get("chat_stop_strings"):
         defaults["stop"] = stop
     end = tokenizer.token_id(template.special_tokens.get("eos_token", ""))
-    if end is not None:
+    if end is not None and end < config.vocab_size and end not in config.eos_token_ids:
         defaults["stop_token_ids"] = [end]
     return _checked(folder, defaults)
 

@@ -62,7 +62,7 @@ def start(
         tokenizer=tokenizer,
         chat_template=template if template.exists else None,
         sampling_defaults=sampling_defaults(args.checkpoint),
-        chat_defaults=chat_defaults(args.checkpoint, tokenizer, template),
+        chat_defaults=chat_defaults(args.checkpoint, model.config, tokenizer, template),
     )
     if args.warmup != "none":
         _warm_up(engine, service.sampling_defaults if args.warmup == "default" else None)

@@ -20,7 +20,7 @@ from models.tokenizer import Tokenizer
 from pallas_paged.engine import EngineDeadError
 from pallas_paged.engine.async_engine import AsyncEngine
 from pallas_paged.engine.request_stream import RequestStream
-from tests.support.commands import ROOT, run_command, save_tiny_model
+from tests.support.commands import CONFIG, ROOT, run_command, save_tiny_model
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{{ mark }}a:"
 SIZES = ["--max-num-batched-tokens", "32", "--temperature", "0"]
@@ -125,7 +125,7 @@ def test_sampling_defaults_of_the_checkpoint_are_used_and_printed(
     (tmp_path / "generation_config.json").write_text('{"top_k": 7, "top_p": 0.5}')
     args = ["--checkpoint", str(tmp_path), "--top-p", "0.9", "--max-tokens", "1"]
     _, _, err = chat("x", args=args)
-    assert "sampling as in generation_config.json: top_k=7, top_p=0.5\n" in err
+    assert "defaults of the checkpoint: top_k=7, top_p=0.5\n" in err
     ((_, params),) = prompts
     assert (params.top_k, params.top_p, params.temperature) == (7, 0.9, 0.0)
 
@@ -256,4 +256,4 @@ def test_the_demo_checkpoint_has_a_template_whose_answers_end_at_a_blank_line():
     assert template.render(messages) == "Verona.\n\nJULIET:\nHo!\n\nROMEO:\n"
     with pytest.raises(ValueError, match="knows the roles system, user and assistant"):
         template.render([{"role": "tool", "content": "x"}])
-    assert chat_defaults(folder, Tokenizer(folder), template) == {"stop": ["\n\n"]}
+    assert chat_defaults(folder, CONFIG, Tokenizer(folder), template) == {"stop": ["\n\n"]}

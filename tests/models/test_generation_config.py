@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from models.chat import ChatTemplate
 from models.generation_config import chat_defaults, sampling_defaults
 from models.tokenizer import Tokenizer
 from tests.support.chat_folders import save_chat_folder
+from tests.support.commands import CONFIG
 
 QWEN = {
     "do_sample": True,
@@ -60,10 +62,15 @@ def test_answers_end_at_stop_texts_and_at_the_end_of_the_tokenizer(tmp_path, con
     tokenizer = Tokenizer(tmp_path)
     ends = {"stop_token_ids": [tokenizer.token_id("</s>")]}
     assert ends["stop_token_ids"] == [257]
-    defaults = chat_defaults(tmp_path, tokenizer, ChatTemplate(tmp_path))
+    config = replace(CONFIG, vocab_size=300)
+    defaults = chat_defaults(tmp_path, config, tokenizer, ChatTemplate(tmp_path))
     assert defaults == {"top_p": 0.5} | ends | stop
+    # Tokens that the model ends at anyway, or does not have.
+    for known in (replace(config, eos_token_ids=(1, 257)), CONFIG):
+        defaults = chat_defaults(tmp_path, known, tokenizer, ChatTemplate(tmp_path))
+        assert defaults == {"top_p": 0.5} | stop
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "unknown"}')
-    defaults = chat_defaults(tmp_path, tokenizer, ChatTemplate(tmp_path))
+    defaults = chat_defaults(tmp_path, config, tokenizer, ChatTemplate(tmp_path))
     assert defaults == {"top_p": 0.5} | stop
 
 

@@ -20,7 +20,7 @@ Emit = Callable[[int, Prompt, RequestOutput], Awaitable[None]]
 Consume = Callable[[int, Prompt, RequestStream], Coroutine[Any, Any, None]]
 # The thread of the engine shares Python's interpreter with this one. So outputs wait until the work
 # for them, some 40 us each, is a fraction of the time.
-_SECONDS_PER_STREAM, _LEAST_PAUSE = 150e-6, 1e-3
+_SECONDS_PER_STREAM, _LEAST_PAUSE = 250e-6, 1e-3
 _GRACE_SECONDS = 5.0  # after its time a request can still send an error
 
 

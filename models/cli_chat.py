@@ -93,6 +93,7 @@ class _Conversation:
         self._options, self._variables = options, variables
         self._beginning = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._beginning)
+        self._num_answers = 0
 
     def run(self) -> None:
         """Answer lines until the input ends."""
@@ -112,11 +113,12 @@ class _Conversation:
                     with contextlib.suppress(KeyboardInterrupt):
                         self._answer(line)
             stats = asyncio.run(self._engine.stats())
-            _say(
-                f"{stats.num_finished} answers; time to first token p50 {stats.ttft_p50:.3f} s, per"
-                f" token {1e3 * stats.tpot_p50:.1f} ms; prefix cache hit rate"
-                f" {stats.cache_hit_rate:.1%}"
-            )
+            if self._num_answers:
+                _say(
+                    f"{self._num_answers} answers; time to first token p50 {stats.ttft_p50:.3f} s,"
+                    f" per token {1e3 * stats.tpot_p50:.1f} ms; prefix cache hit rate"
+                    f" {stats.cache_hit_rate:.1%}"
+                )
         finally:
             with contextlib.suppress(EngineDeadError):
                 asyncio.run(self._engine.shutdown(drain=False))
@@ -139,6 +141,9 @@ class _Conversation:
             return
         most = self._options.get("max_tokens", room)
         params = SamplingParams(**{**self._options, "max_tokens": min(most, room)})
+        if not self._num_answers:
+            _say("compiling and generating ...")
+        self._num_answers += 1
         answer, reason, failure = self._print_answer(token_ids, params)
         if answer:
             self._messages = [*messages, {"role": "assistant", "content": answer}]

@@ -7,10 +7,12 @@ import gc
 import json
 import random
 import resource
+import socket
 
 import pytest
 
-from tests.support.servers import RunningServer, expected_text
+from models.server import generation
+from tests.support.servers import RunningServer, expected_text, wait_until
 
 PROMPTS = [f"Prompt {number} says" for number in range(6)]
 NUM_TOKENS = 24
@@ -155,3 +157,20 @@ def test_300_clients_of_all_kinds_again_and_again(tmp_path):
     results, sizes = check_load(tmp_path, 300, 5, max_queue=60)
     assert sum(status == 200 for _, status in results) > 300
     assert sizes[-1] - sizes[1] < 64 << 10  # KiB: memory that grows with requests would show
+
+
+@pytest.mark.slow
+def test_a_client_that_never_reads_is_cut_when_its_time_is_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(generation, "_GRACE_SECONDS", 0.5)
+    fields = {"prompt": "x", "max_tokens": 240, "n": 32, "logprobs": 20, "stream": True}
+    with RunningServer(tmp_path, request_timeout=15.0) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((host, int(port)))
+            body = json.dumps(fields).encode()
+            head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            client.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            wait_until(lambda: server.service.admission.num_seqs == 32)
+            wait_until(lambda: not server.server.server_state.connections)
+        server.wait_until_idle()

@@ -80,7 +80,7 @@ class Answer(ABC):
     def delta(
         self, index: int, prompt: Prompt, output: CompletionOutput, *, is_first: bool
     ) -> dict[str, Any] | None:
-        """Return what is new of a completion; None: nothing."""
+        """Return the new part of a completion; None where there is nothing to send."""
 
 
 @dataclass(kw_only=True)

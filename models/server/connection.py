@@ -16,7 +16,7 @@ _MAX_HEAD_BYTES = 64 << 10
 
 
 def connection_class(max_connections: int) -> type[HttpToolsProtocol]:
-    """Return the class of the connections of a server that has at most so many."""
+    """Return the class of the connections of a server with a limit on their number."""
 
     class Connection(HttpToolsProtocol):
         """A connection whose heads arrive in time and in full, and that requests can cut.

@@ -1,4 +1,4 @@
-"""The work of one HTTP request: submit its prompts, hand out what is new, end it in time."""
+"""The work of one HTTP request: submit its prompts, hand out their outputs, end it in time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from models.server.service import Service
 from pallas_paged.engine import EngineDeadError, RequestOutput
 from pallas_paged.engine.request_stream import RequestStream
 
-# Takes the number of the prompt, the prompt, and what is new of its completions.
+# Takes the number of a prompt, the prompt, and its next output.
 Emit = Callable[[int, Prompt, RequestOutput], Awaitable[None]]
 Consume = Callable[[int, Prompt, RequestStream], Coroutine[Any, Any, None]]
 # The thread of the engine shares Python's interpreter with this one. So outputs wait until the work
@@ -54,7 +54,7 @@ class Generation:
         return [results[index] for index in range(len(results))]
 
     async def deltas(self, emit: Emit) -> None:
-        """Generate to the end, and emit what is new as it comes.
+        """Generate to the end, and emit each output as it comes.
 
         Raises:
             APIError: the request was refused, or could not be served.

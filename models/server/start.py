@@ -11,6 +11,8 @@ import sys
 import time
 from typing import Any
 
+import prometheus_client
+
 from models.chat import ChatTemplate
 from models.checkpoint import load_checkpoint
 from models.cli_serve import given, use_compilation_cache
@@ -89,6 +91,7 @@ def _warm_up(engine: Engine, defaults: dict[str, Any] | None) -> None:
 
 def prepare_process() -> None:
     """Set what the threads of a server need of their process."""
+    prometheus_client.disable_created_metrics()  # a second line for each counter
     sys.setswitchinterval(_SWITCH_SECONDS)
     gc.collect()
     gc.freeze()  # the collector need not look at modules and traces again

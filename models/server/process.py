@@ -15,7 +15,10 @@ def listen(host: str, port: int) -> socket.socket:
 
     Raises:
         OSError: the address can't be used.
+        ValueError: the port is out of range.
     """
+    if not 0 <= port <= 65535:
+        raise ValueError(f"{port=} must be in 0..65535")
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]

@@ -12,6 +12,11 @@ if not all(map(importlib.util.find_spec, _PACKAGES)):
     collect_ignore_glob = ["test_*.py"]  # they need the extra [server]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _exact_products(exact_products):
+    """The texts of a server are compared with those of the model alone."""
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     from tests.support.servers import RunningServer

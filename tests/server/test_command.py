@@ -95,6 +95,24 @@ def test_a_second_signal_ends_it_at_once(start):
         assert process.wait(20) == 128 + signal.SIGTERM
 
 
+def test_a_signal_before_it_serves_ends_it_at_once(checkpoint):
+    command = [
+        sys.executable,
+        "-m",
+        "models.server",
+        "--checkpoint",
+        str(checkpoint),
+        "--port",
+        "0",
+    ]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    with process:
+        assert process.stderr.readline() == "importing JAX ...\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 128 + signal.SIGTERM
+        assert process.stderr.read() == ""
+
+
 def run(capsys, *args):
     status = command.main(["--port", "0", *args])
     return status, capsys.readouterr().err
@@ -110,6 +128,7 @@ def test_errors_of_the_user_are_one_line(capsys, checkpoint, tmp_path, monkeypat
     given = ["--checkpoint", str(checkpoint)]
     for args, words in (
         (["--checkpoint", str(tmp_path / "none")], "none"),
+        (["--port", "70000"], "port=70000 must be in 0..65535"),
         ([*given, "--max-queue", "-1"], "max_queue=-1"),
         ([*given, "--max-num-seqs", "0"], "max_num_seqs=0"),
         ([*given, "--request-timeout", "-1"], "request_timeout=-1"),

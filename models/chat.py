@@ -110,7 +110,7 @@ class ChatTemplate:
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
             names = ", ".join(sorted(self._templates))
-            raise ValueError(f"{self._folder} has no chat template named {name}, only {names}")
+            raise ValueError(f"there is no chat template named {name}, only {names}")
         return self._templates[name]
 
 
@@ -139,7 +139,6 @@ class _Template:
 
     def __init__(self, source: str, folder: Path):
         self.source = source
-        self._folder = folder
         try:
             self._template = _ENVIRONMENT.from_string(source)
         except (jinja2.TemplateSyntaxError, RecursionError) as error:
@@ -147,14 +146,16 @@ class _Template:
 
     def render(self, *, variables: Mapping[str, Any], **given: Any) -> str:
         try:
-            text = self._template.render(**variables, **given)
+            text = self._template.render({**variables, **given})
         except _RefusedError as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
         except Exception as error:  # a program of another author
             reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{self._folder}: the chat template fails: {reason}") from error
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            raise ValueError("the messages must be valid UTF-8")
+            raise ValueError(f"the chat template fails: {reason}") from error
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError("the messages must be valid UTF-8") from None
         return text
 
 

@@ -14,7 +14,7 @@ from models.chat import ChatTemplate
 from models.checkpoint import load_checkpoint
 from models.cli_jobs import with_temperature
 from models.cli_serve import given, print_defaults, use_compilation_cache
-from models.ctrl_c import raise_on_ctrl_c
+from models.ctrl_c import end_on_ctrl_c, raise_on_ctrl_c
 from models.engine_model import engine_model
 from models.generation_config import chat_defaults
 from models.tokenizer import Tokenizer
@@ -112,6 +112,7 @@ class _Conversation:
                 elif command:
                     with contextlib.suppress(KeyboardInterrupt):
                         self._answer(line)
+            end_on_ctrl_c()
             stats = asyncio.run(self._engine.stats())
             if self._num_answers:
                 _say(

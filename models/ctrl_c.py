@@ -1,4 +1,4 @@
-"""What Ctrl-C does: it ends the process at once, and later raises KeyboardInterrupt."""
+"""What Ctrl-C does: it ends the process at once, or raises KeyboardInterrupt."""
 
 from __future__ import annotations
 
@@ -40,3 +40,12 @@ def raise_on_ctrl_c() -> None:
         signal.pthread_kill(_waiter.ident, signal.SIGINT)
         _waiter.join()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def end_on_ctrl_c() -> None:
+    """Let Ctrl-C end the process at once again, after `raise_on_ctrl_c`; in the main thread.
+
+    An exception could hit functions that run at the exit.
+    """
+    if _waiter.stopping:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -25,6 +25,7 @@ from models.server.chat_completions import parse_chat, take_conversation
 from models.server.completions import parse_completion
 from models.server.errors import (
     APIError,
+    answer_api_error,
     answer_bug,
     answer_http_error,
     answer_nothing,
@@ -46,6 +47,7 @@ _PAGE_HEADERS = {
 }
 
 Endpoint = Callable[[Request], Awaitable[Response]]
+ErrorHandler = Callable[[Request, Exception], Awaitable[Response]]
 
 
 def create_app(service: Service) -> Starlette:
@@ -57,10 +59,13 @@ def create_app(service: Service) -> Starlette:
             await service.metrics.refresh()
             yield
 
-    async def answer_api_error(_: Request, error: Exception) -> Response:
-        assert isinstance(error, APIError)
-        service.metrics.answered(error.status)
-        return error.response()
+    def counted(answer: Callable[[Request, Exception], Response]) -> ErrorHandler:
+        async def answer_and_count(request: Request, error: Exception) -> Response:
+            response = answer(request, error)
+            service.metrics.answered(response.status_code)
+            return response
+
+        return answer_and_count
 
     post = ["POST"]
     return Starlette(
@@ -77,10 +82,10 @@ def create_app(service: Service) -> Starlette:
         ],
         middleware=[Middleware(_KeyCheck, keys=service.config.api_keys, service=service)],
         exception_handlers={
-            APIError: answer_api_error,
+            APIError: counted(answer_api_error),
             ClientDisconnect: answer_nothing,
-            HTTPException: answer_http_error,
-            Exception: answer_bug,
+            HTTPException: counted(answer_http_error),
+            Exception: counted(answer_bug),
         },
         lifespan=lifespan,
     )

@@ -30,7 +30,6 @@ _SAMPLING_FIELDS = (
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
-    "stop",
     "stop_token_ids",
     "ignore_eos",
 )
@@ -164,12 +163,13 @@ def take_params(
     for name in _IGNORED_FIELDS:
         fields.take(name)
     values = {name: fields.take(name) for name in _SAMPLING_FIELDS}
+    values["stop"] = fields.take("stop", str, list)
     seed = fields.take("seed", int)
     values["seed"] = None if seed is None else seed % 2**32
     values["logit_bias"] = _logit_bias(fields.take("logit_bias", dict))
     values |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
     given = {name: value for name, value in values.items() if value is not None}
-    _check_stop(given.get("stop"))
+    _check_stop(given.get("stop", []))
     for name in ("stop", "stop_token_ids"):
         if name in defaults and name in given:
             given[name] = _as_list(defaults[name]) + _as_list(given[name])
@@ -188,7 +188,7 @@ def take_params(
 def field_of(message: str) -> str | None:
     """Return the name of the field with which an error's message begins, if it is one."""
     name = re.match(r"\w+", message)
-    fields = (*_SAMPLING_FIELDS, "max_tokens", "logprobs", "logit_bias", "seed")
+    fields = (*_SAMPLING_FIELDS, "stop", "max_tokens", "logprobs", "logit_bias", "seed")
     return name[0] if name and name[0] in fields else None
 
 
@@ -203,10 +203,8 @@ def _as_list(value: Any) -> list[Any]:
     return [*value] if isinstance(value, list | tuple) else [value]
 
 
-def _check_stop(stop: Any) -> None:
+def _check_stop(stop: str | list[Any]) -> None:
     texts = [stop] if isinstance(stop, str) else stop
-    if not isinstance(texts, list):
-        return  # SamplingParams refuses it
     if len(texts) > _MAX_STOPS:
         raise bad_request(f"stop has {len(texts)} texts, must have at most {_MAX_STOPS}", "stop")
     if any(isinstance(text, str) and len(text) > _MAX_STOP_LENGTH for text in texts):

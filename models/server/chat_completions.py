@@ -10,6 +10,7 @@ from models.server.errors import bad_request
 from models.server.logprobs import chat_logprobs
 from models.server.service import Service
 from pallas_paged.engine import CompletionOutput
+from pallas_paged.engine.sampling_params import MAX_LOGPROBS
 
 
 def parse_chat(fields: Fields, service: Service) -> Call:
@@ -23,6 +24,8 @@ def parse_chat(fields: Fields, service: Service) -> Call:
     conversation = take_conversation(fields, service)
     wants_logprobs = fields.take("logprobs", bool, default=False)
     num_top = fields.take("top_logprobs", int, default=0)
+    if not 0 <= num_top <= MAX_LOGPROBS:
+        raise bad_request(f"top_logprobs={num_top} must be in 0..{MAX_LOGPROBS}", "top_logprobs")
     if num_top and not wants_logprobs:
         raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
     ids = fields.take("return_token_ids", bool, default=False)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 from models.server.body import Fields
 from models.server.call import Answer, Call, Prompt, take_params, take_stream
 from models.server.errors import bad_request
-from models.server.logprobs import TokenBytes, completion_logprobs
+from models.server.logprobs import TextOffsets, TokenBytes, completion_logprobs
 from models.server.service import Service
 from pallas_paged.engine import CompletionOutput
 
@@ -86,7 +87,7 @@ class _TextAnswer(Answer):
         super().__init__("text_completion", "cmpl", service.config.model_name)
         self._token_bytes, self._echo = token_bytes, echo
         self._num_top, self._has_ids = num_top, has_ids
-        self._offsets: dict[int, int] = {}  # characters of a completion so far
+        self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)  # by choice
 
     def choice(self, index: int, prompt: Prompt, output: CompletionOutput) -> dict[str, Any]:
         choice = self.delta(index, prompt, output, is_first=True)
@@ -121,9 +122,6 @@ class _TextAnswer(Answer):
         token_ids, entries = output.token_ids, output.logprobs or []
         if echo and prompt.logprobs is not None:
             token_ids, entries = prompt.token_ids + token_ids, prompt.logprobs + entries
-        offset = self._offsets.get(index, 0)
-        logprobs = completion_logprobs(
-            token_ids, entries, self._num_top, self._token_bytes, offset=offset
+        return completion_logprobs(
+            token_ids, entries, self._num_top, self._token_bytes, self._offsets[index]
         )
-        self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
-        return logprobs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http
 import json
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -15,8 +16,15 @@ _HEAD_SECONDS = 10.0  # in which the head of a request must arrive
 _MAX_HEAD_BYTES = 64 << 10
 
 
-def connection_class(max_connections: int) -> type[HttpToolsProtocol]:
-    """Return the class of the connections of a server with a limit on their number."""
+def connection_class(
+    max_connections: int, count_error: Callable[[int], object]
+) -> type[HttpToolsProtocol]:
+    """Return the class of the connections of a server with a limit on their number.
+
+    Args:
+        max_connections: the limit.
+        count_error: called with the status of each error that does not come from the app.
+    """
 
     class Connection(HttpToolsProtocol):
         """A connection whose heads arrive in time and in full, and that requests can cut.
@@ -73,6 +81,7 @@ def connection_class(max_connections: int) -> type[HttpToolsProtocol]:
         def _refuse(self, error: APIError) -> None:
             """Answer outside the app, and close."""
             self._end_head()
+            count_error(error.status)
             body = json.dumps(error.body).encode()
             phrase = http.HTTPStatus(error.status).phrase
             head = f"HTTP/1.1 {error.status} {phrase}\r\ncontent-type: application/json\r\n"

@@ -47,6 +47,7 @@ class APIError(Exception):
         self.status, self.headers = status, dict(headers or {})
         kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
         text = message if len(message) <= _MAX_MESSAGE else message[:_MAX_MESSAGE] + " ..."
+        text, param = _escaped(text), param and _escaped(param)
         error = {"message": text, "type": kind, "param": param, "code": code or _CODES.get(status)}
         self.body: dict[str, Any] = {"error": error}
 
@@ -60,11 +61,22 @@ def bad_request(message: str, param: str | None = None) -> APIError:
     return APIError(400, message, param=param)
 
 
+def _escaped(text: str) -> str:
+    """Return a text that UTF-8 has: JSON strings may have halves of surrogate pairs."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def answer_api_error(_: Request, error: Exception) -> Response:
+    """Answer an error that the client gets as it is."""
+    assert isinstance(error, APIError)
+    return error.response()
+
+
 def answer_http_error(request: Request, error: Exception) -> Response:
     """Answer an error of the router: an unknown path, or another method."""
     assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path}"
-    messages = {404: f"there is no {what}", 405: f"{what}: the path has other methods"}
+    what, methods = f"{request.method} {request.url.path}", (error.headers or {}).get("Allow")
+    messages = {404: f"there is no {what}", 405: f"{what}: the method must be one of {methods}"}
     message = messages.get(error.status_code, error.detail)
     return APIError(error.status_code, message, headers=error.headers).response()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,24 @@ from pallas_paged.engine import Logprob
 _LEAST = -9999.0  # in place of minus infinity, which JSON lacks; OpenAI has the same
 TokenBytes = Callable[[int], bytes]
 Entry = Mapping[int, Logprob]  # the token's own first
+
+
+class TextOffsets:
+    """Counts the characters of a text that comes as the bytes of its tokens."""
+
+    def __init__(self) -> None:
+        """Start at the beginning of a text."""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_characters = 0
+
+    def add(self, data: bytes) -> int:
+        """Return the offset of the next token, which has these bytes.
+
+        It is that of the character of which the token has the first part or a later one.
+        """
+        offset = self._num_characters
+        self._num_characters += len(self._decoder.decode(data))
+        return offset
 
 
 def chat_logprobs(
@@ -31,8 +50,7 @@ def completion_logprobs(
     entries: Sequence[Entry | None],
     num_top: int,
     token_bytes: TokenBytes,
-    *,
-    offset: int = 0,
+    offsets: TextOffsets,
 ) -> dict[str, Any]:
     """Return `choices[].logprobs` of a text completion.
 
@@ -41,15 +59,15 @@ def completion_logprobs(
         entries: for each token; None for the first token of a prompt.
         num_top: alternatives of each token.
         token_bytes: returns the bytes of a token.
-        offset: characters before the text.
+        offsets: of the tokens, where the completion's earlier ones have been.
     """
-    tokens = [_text(token_bytes(token_id)) for token_id in token_ids]
     logprobs: list[float | None] = []
     top_logprobs: list[dict[str, float] | None] = []
-    offsets = []
-    for token_id, token, entry in zip(token_ids, tokens, entries, strict=True):
-        offsets.append(offset)
-        offset += len(token)
+    tokens, text_offset = [], []
+    for token_id, entry in zip(token_ids, entries, strict=True):
+        data = token_bytes(token_id)
+        tokens.append(_text(data))
+        text_offset.append(offsets.add(data))
         if entry is None:
             logprobs.append(None)
             top_logprobs.append(None)
@@ -61,7 +79,7 @@ def completion_logprobs(
         "tokens": tokens,
         "token_logprobs": logprobs,
         "top_logprobs": top_logprobs if num_top else None,
-        "text_offset": offsets,
+        "text_offset": text_offset,
     }
 
 

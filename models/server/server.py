@@ -28,7 +28,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 create_app(service),
-                http=connection_class(config.max_connections),
+                http=connection_class(config.max_connections, service.metrics.answered),
                 ws="none",
                 lifespan="on",
                 log_config=None,

@@ -142,7 +142,7 @@ def test_a_template_sees_no_tools_where_the_list_is_empty(tmp_path):
 def test_templates_that_refuse_fail_or_are_not_valid_are_named(tmp_path, template, message):
     with pytest.raises(ValueError, match=message) as error:
         write(tmp_path, template).render([USER])
-    if "chat template fails" in message or "not valid" in message:
+    if "not valid" in message:
         assert str(error.value).startswith(f"{tmp_path}: ")
 
 
@@ -166,7 +166,7 @@ def test_a_folder_without_a_template_for_the_messages_is_named(tmp_path):
     with pytest.raises(ValueError, match=rf"^{tmp_path} has no chat template \(chat_template\.jin"):
         ChatTemplate(tmp_path).render([USER])
     template = write(tmp_path, chat_template=[{"name": "rag", "template": ""}])
-    with pytest.raises(ValueError, match="has no chat template named default, only rag"):
+    with pytest.raises(ValueError, match="there is no chat template named default, only rag"):
         template.render([USER])
 
 

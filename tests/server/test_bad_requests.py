@@ -62,7 +62,7 @@ def check_error(response, status, *words):
         ({"presence_penalty": 3}, ["presence_penalty=3"]),
         ({"seed": "x"}, ["seed must be an integer"]),
         ({"stop": [""]}, ["stop="]),
-        ({"stop": 5}, ["stop=5"]),
+        ({"stop": {}}, ["stop must be a string or an array"]),
         ({"stop": ["x"] * 17}, ["stop has 17 texts"]),
         ({"stop": "x" * 1001}, ["stop must have at most 1000 characters"]),
         ({"stop_token_ids": ["x"]}, ["stop_token_ids[0]='x'"]),
@@ -80,6 +80,7 @@ def check_error(response, status, *words):
         ({"stream": True, "stream_options": {"x": 1}}, ["unknown field stream_options.x"]),
         ({"priority": 2**40}, ["priority="]),
         ({"max_token": 5}, ["unknown field max_token"]),
+        ({"\ud800": 5}, ["unknown field \\ud800"]),
         ({"model": 5}, ["model must be a string"]),
         ({"prompt": ["x"] * 600, "n": 2}, ["1200 sequences"]),
         ({"ignore_eos": "no"}, ["ignore_eos='no'"]),
@@ -107,7 +108,8 @@ def test_fields_of_completions(client, fields, words):
         ({"messages": [{"role": "tool", "content": "x"}]}, ["no tools here"]),
         ({"prompt": "x"}, ["unknown field prompt"]),
         ({"top_logprobs": 2}, ["top_logprobs needs logprobs=true"]),
-        ({"logprobs": True, "top_logprobs": 21}, ["logprobs=21"]),
+        ({"logprobs": True, "top_logprobs": 21}, ["top_logprobs=21 must be in 0..20"]),
+        ({"chat_template_kwargs": {"messages": 5, "self": 5}}, ["can't be a variable"]),
         ({"tools": "x"}, ["tools must be an array"]),
         ({"tools": [5]}, ["tools="]),
         ({"tool_choice": "required"}, ["tool_choice must be"]),
@@ -150,9 +152,20 @@ def test_null_is_as_good_as_no_field(client):
     assert answer["choices"][0]["text"] == expected_text("x", 4)
 
 
+def test_errors_outside_the_endpoints_are_counted(client, server):
+    before = server.metrics()
+    client.get("/v1/nothing")
+    client.get(TEXT)
+    send_raw(server, b"not HTTP\r\n\r\n")
+    after = server.metrics()
+    for status in (400, 404, 405):
+        name = f'http_errors_total{{status="{status}"}}'
+        assert after[name] == before.get(name, 0) + 1
+
+
 def test_other_paths_methods_and_types(client):
     check_error(client.get("/v1/nothing"), 404, "there is no GET /v1/nothing")
-    check_error(client.get(TEXT), 405)
+    check_error(client.get(TEXT), 405, "the method must be one of POST")
     check_error(client.delete("/v1/models"), 405)
     check_error(client.post(TEXT, content=b"{}"), 415, "application/json")
     check_error(client.post(TEXT, data={"prompt": "x"}), 415)

@@ -134,7 +134,7 @@ def test_errors_of_the_user_are_one_line(capsys, checkpoint, tmp_path, monkeypat
         ([*given, "--request-timeout", "-1"], "request_timeout=-1"),
         ([*given, "--api-key", ""], "API key"),
         ([*given, "--chat-template", str(tmp_path / "none.jinja")], "none.jinja"),
-        ([*given, "--host", "256.256.256.256"], ""),
+        ([*given, "--host", "256.256.256.256"], "256.256.256.256"),
     ):
         status, err = run(capsys, *args)
         assert status == 2 and words in err and "Traceback" not in err, err

@@ -91,6 +91,16 @@ def test_echo_repeats_the_prompt_with_its_logprobs(api):
     )
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_offset_counts_the_characters_that_tokens_begin_in(api, stream):
+    options = dict(prompt="é😀!", echo=True, logprobs=0, max_tokens=1, stream=stream, **GREEDY)
+    answer = api.completions.create(**options)
+    (whole,) = answer if stream else [answer]
+    logprobs = whole.choices[0].logprobs
+    assert logprobs.tokens[:2] == ["bytes:\\xc3", "bytes:\\xa9"] and logprobs.tokens[6] == "!"
+    assert logprobs.text_offset == [0, 0, 1, 1, 1, 1, 2, 3]
+
+
 def test_logprobs_of_a_chat_streamed_and_whole(api):
     options = dict(messages=MESSAGES, max_tokens=5, logprobs=True, top_logprobs=3, **GREEDY)
     whole = api.chat.completions.create(**options).choices[0].logprobs.content

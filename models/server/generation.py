@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from models.server.call import Call, Prompt, field_of
-from models.server.errors import APIError, bad_request
+from models.server.errors import APIError
 from models.server.service import Service
 from pallas_paged.engine import EngineDeadError, RequestOutput
 from pallas_paged.engine.request_stream import RequestStream
@@ -114,7 +114,9 @@ class Generation:
                 self._streams.append(stream)
         except ValueError as error:
             self._close()
-            raise bad_request(str(error), field_of(str(error))) from None
+            needed = max(len(prompt.token_ids) for prompt in prompts) + (call.params.max_tokens or 1)
+            code = "context_length_exceeded" if needed > self._service.max_model_len else None
+            raise APIError(400, str(error), param=field_of(str(error)), code=code) from None
         except EngineDeadError as error:
             raise self._dead(error) from None
         except RuntimeError:

@@ -145,6 +145,14 @@ def test_bodies_that_are_not_json_objects(client, body):
     check_error(client.post(TEXT, content=body, headers=JSON), 400, "JSON")
 
 
+def test_a_prompt_beyond_the_context_has_the_code_of_openai(client):
+    for path, fields in ((TEXT, {"prompt": "x" * 256}), (CHAT, {"messages": MESSAGES})):
+        answer = client.post(path, json=fields | {"max_tokens": 255})
+        assert check_error(answer, 400, "256")["code"] == "context_length_exceeded"
+    answer = client.post(TEXT, json={"prompt": "x", "stop_token_ids": [256]})
+    assert check_error(answer, 400)["code"] is None
+
+
 def test_null_is_as_good_as_no_field(client):
     names = ["stop", "n", "seed", "logprobs", "stream", "stream_options", "user", "suffix", "echo"]
     fields = {"prompt": "x", "max_tokens": 4, "temperature": 0} | dict.fromkeys(names)

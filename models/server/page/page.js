@@ -144,7 +144,7 @@ function setBusy(busy) {
 function parseMetrics(text) {
   const values = {};
   for (const line of text.split("\n")) {
-    const match = /^pallas_paged:(\w+)\{model_name="[^"]*"\} (\S+)$/.exec(line);
+    const match = /^pallas_paged:(\w+)\{model_name="(?:[^"\\]|\\.)*"\} (\S+)$/.exec(line);
     if (match) values[match[1]] = Number(match[2]);
   }
   return values;

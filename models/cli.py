@@ -32,7 +32,7 @@ _SAMPLING_OPTIONS: tuple[tuple[str, Any, str], ...] = (
 )
 _ENGINE_OPTIONS = (  # and of `EngineConfig`
     ("page_size", int, "tokens a page (16)"),
-    ("num_pages", int, "of the pool (for all prompts, if they fit)"),
+    ("num_pages", int, "of the pool (for sequences of full length, if they fit)"),
     (
         "max_model_len",
         int,

@@ -94,12 +94,12 @@ def _parser() -> argparse.ArgumentParser:
         ("max-body-bytes", int, 8 << 20, "of a request"),
         ("max-queue", int, 1024, "sequences that wait; more requests get status 429"),
         ("max-connections", int, 4096, "open at a time; more get status 503"),
-        ("request-timeout", float, 600.0, "seconds of a request, its wait included"),
-        ("drain-timeout", float, 30.0, "seconds that a shutdown waits for requests"),
+        ("request-timeout", float, 600, "seconds of a request, its wait included"),
+        ("drain-timeout", float, 30, "seconds that a shutdown waits for requests"),
     ):
         metavar = "N" if kind is int else "S"
         limits.add_argument(
-            f"--{name}", type=kind, default=default, metavar=metavar, help=f"{text} ({default:g})"
+            f"--{name}", type=kind, default=default, metavar=metavar, help=f"{text} ({default})"
         )
     add_model_options(parser)
     add_engine_options(parser)

@@ -114,8 +114,9 @@ class Generation:
                 self._streams.append(stream)
         except ValueError as error:
             self._close()
-            needed = max(len(prompt.token_ids) for prompt in prompts) + (call.params.max_tokens or 1)
-            code = "context_length_exceeded" if needed > self._service.max_model_len else None
+            longest = max(len(prompt.token_ids) for prompt in prompts)
+            is_too_long = longest + (call.params.max_tokens or 1) > self._service.max_model_len
+            code = "context_length_exceeded" if is_too_long else None
             raise APIError(400, str(error), param=field_of(str(error)), code=code) from None
         except EngineDeadError as error:
             raise self._dead(error) from None

@@ -13,10 +13,10 @@ from pallas_paged.engine.sampler import SamplingMode
 from pallas_paged.engine.scheduler_output import Decode
 from pallas_paged.engine.step import NOT_SAMPLED
 from tests.support.engine_calls import (
+    MANY_PAGES,
     MODEL,
     PROMPTS,
     NumberTokenizer,
-    MANY_PAGES,
     assert_copies_no_pool,
     assert_deltas_add_up,
     greedy,

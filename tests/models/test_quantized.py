@@ -18,7 +18,13 @@ from pallas_paged.engine import KVCacheSpec, SamplingParams
 from pallas_paged.engine.kv_cache import create_pool, page_bytes, pool_bytes, pool_dtype
 from pallas_paged.engine.sampler import SamplingMode
 from tests.support.dense_oracle import CONFIG, tiny_model
-from tests.support.engine_calls import MANY_PAGES, assert_copies_no_pool, make_engine, serve, tokens_of
+from tests.support.engine_calls import (
+    MANY_PAGES,
+    assert_copies_no_pool,
+    make_engine,
+    serve,
+    tokens_of,
+)
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 ON_CPU = jax.default_backend() == "cpu"
@@ -173,7 +179,9 @@ def in_place(request):
 
 def test_a_compiled_step_of_the_engine_copies_no_pool(in_place):
     config, kv_cache_dtype = in_place
-    runner = engine_of(tiny_model(config), kv_cache_dtype=kv_cache_dtype, num_pages=MANY_PAGES)._runner
+    runner = engine_of(
+        tiny_model(config), kv_cache_dtype=kv_cache_dtype, num_pages=MANY_PAGES
+    )._runner
     state = jax.eval_shape(lambda: runner._state)
     for shape in runner.buckets.all():
         batch = runner._pack([], [], shape, SamplingMode())

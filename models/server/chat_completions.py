@@ -69,7 +69,10 @@ class Conversation:
         try:
             text = service.chat_template.render(self._messages, **self._options)
         except ValueError as error:
-            raise bad_request(str(error), "messages") from None
+            name = str(error).partition("=")[0]
+            raise bad_request(
+                str(error), name if name in ("tools", "documents") else "messages"
+            ) from None
         return service.encode_text(text, add_special_tokens=False)
 
 

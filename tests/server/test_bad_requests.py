@@ -109,7 +109,6 @@ def test_fields_of_completions(client, fields, words):
         ({"prompt": "x"}, ["unknown field prompt"]),
         ({"top_logprobs": 2}, ["top_logprobs needs logprobs=true"]),
         ({"logprobs": True, "top_logprobs": 21}, ["top_logprobs=21 must be in 0..20"]),
-        ({"chat_template_kwargs": {"messages": 5, "self": 5}}, ["can't be a variable"]),
         ({"tools": "x"}, ["tools must be an array"]),
         ({"tools": [5]}, ["tools="]),
         ({"tool_choice": "required"}, ["tool_choice must be"]),
@@ -123,7 +122,8 @@ def test_fields_of_completions(client, fields, words):
 )
 def test_fields_of_chats(client, fields, words):
     body = json.dumps({"messages": MESSAGES, "max_tokens": 2} | fields)
-    check_error(client.post(CHAT, content=body, headers=JSON), 400, *words)
+    error = check_error(client.post(CHAT, content=body, headers=JSON), 400, *words)
+    assert error["param"] in ("messages", *fields)
 
 
 @pytest.mark.parametrize(

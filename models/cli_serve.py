@@ -10,9 +10,9 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from models.checkpoint import load_checkpoint
+from models.cli_jobs import Job, JobMaker
 from models.engine_model import engine_config, engine_model
 from models.tokenizer import Tokenizer
 from pallas_paged.engine import (
@@ -35,20 +36,6 @@ from pallas_paged.engine import (
     SamplingParams,
 )
 from pallas_paged.engine.placement import placements
-
-_KEYS = ("prompt", "priority", *(field.name for field in fields(SamplingParams)))
-_MAX_TOKENS, _TEMPERATURE = 400, 0.8  # where neither an option nor a line has them
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """A prompt that can be submitted."""
-
-    index: int
-    prompt: str | list[int]
-    token_ids: Sequence[int]
-    params: SamplingParams
-    priority: int
 
 
 def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
@@ -67,8 +54,8 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
     # The library logs which implementation of attention runs.
     logging.basicConfig(format="%(name)s: %(message)s")
     logging.getLogger("pallas_paged").setLevel(logging.INFO)
-    _use_compilation_cache(args.compilation_cache)
-    options, sizes = _given(args, SamplingParams), _given(args, EngineConfig)
+    use_compilation_cache(args.compilation_cache)
+    options, sizes = given(args, SamplingParams), given(args, EngineConfig)
     # An option out of range is one error, not one for each prompt, and comes before the loading.
     SamplingParams(**options)
     parallel = EngineConfig(**sizes)
@@ -78,8 +65,8 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
     print(f"loading {args.checkpoint} ...", file=sys.stderr, flush=True)
     decoder, _ = load_checkpoint(args.checkpoint, dtype=args.dtype, mesh=places[0].mesh)
     tokenizer = Tokenizer(args.checkpoint)
-    model, weights = engine_model(decoder)
-    room = model.max_model_len
+    model, _ = engine_model(decoder, max_model_len=args.max_model_len)
+    room = min(model.max_model_len, args.max_model_len or model.max_model_len)
     if args.num_pages is not None:
         room = min(room, args.num_pages * sizes.get("page_size", EngineConfig.page_size))
 
@@ -89,15 +76,18 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
     bar = tqdm(total=len(entries), unit="prompt", disable=None if len(entries) > 1 else True)
     with bar, logging_redirect_tqdm():
         output = _Output(bar, as_json=as_json)
+        maker = JobMaker(
+            args, model.config, tokenizer, room=room, options=options, base_seed=base_seed
+        )
+        print_defaults(maker.defaults)
         jobs = []
         for index, (entry, is_object) in enumerate(entries):
             try:
-                own = _parse(entry) if is_object else {"prompt": entry}
-                own = {"seed": (base_seed + index) % 2**32} | options | own
-                jobs.append(_job(index, own, tokenizer, room))
+                jobs.append((maker.of_line if is_object else maker.of_prompt)(index, entry))
             except ValueError as error:
                 output.refuse(index, str(error))
         config = engine_config(model, [(len(job.token_ids), job.params) for job in jobs], **sizes)
+        model, weights = engine_model(decoder, max_model_len=config.max_model_len)
         engine = Engine(model, weights, config=config, tokenizer=tokenizer)
         start = time.perf_counter()
         with _compile_times() as compile_times:
@@ -111,8 +101,8 @@ def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:
     return output.all_served
 
 
-def _run(engine: Engine, jobs: Sequence[_Job], output: _Output) -> None:
-    pending: dict[str, tuple[_Job, Request]] = {}
+def _run(engine: Engine, jobs: Sequence[Job], output: _Output) -> None:
+    pending: dict[str, tuple[Job, Request]] = {}
     for job in jobs:
         try:
             request = engine.submit(list(job.token_ids), job.params, priority=job.priority)
@@ -154,7 +144,7 @@ class _Output:
             self._bar.write(f"error: prompt {index + 1}: {error}", file=sys.stderr)
         self._bar.update()
 
-    def add(self, job: _Job, news: RequestOutput) -> None:
+    def add(self, job: Job, news: RequestOutput) -> None:
         """Print new text at once if this completion is the only one."""
         if self._as_json or self._bar.total > 1 or job.params.num_seqs > 1:
             return
@@ -163,7 +153,7 @@ class _Output:
             self._write(str(job.prompt))
         self._write("".join(completion.text for completion in news.outputs))
 
-    def finish(self, job: _Job, request: Request) -> None:
+    def finish(self, job: Job, request: Request) -> None:
         """Print the completions of a prompt."""
         if self._as_json:
             self._write(json.dumps(_record(job, request)) + "\n")
@@ -186,46 +176,20 @@ class _Output:
         sys.stdout.flush()
 
 
-def _job(index: int, options: dict[str, Any], tokenizer: Tokenizer, room: int) -> _Job:
-    """Return what to submit; without max_tokens, to a sequence of at most `room` tokens."""
-    prompt, priority = options.pop("prompt", None), options.pop("priority", 0)
-    if not isinstance(prompt, str | list):
-        raise ValueError(f"{prompt=} must be a text or a list of token ids")
-    if isinstance(prompt, str) and any("\ud800" <= character <= "\udfff" for character in prompt):
-        raise ValueError("the prompt must be valid UTF-8")
-    token_ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    max_tokens = max(1, min(_MAX_TOKENS, room - len(token_ids)))
-    params = SamplingParams(**{"max_tokens": max_tokens, "temperature": _TEMPERATURE} | options)
-    return _Job(index=index, prompt=prompt, token_ids=token_ids, params=params, priority=priority)
+def print_defaults(defaults: Mapping[str, Any]) -> None:
+    """Report the sampling defaults of the checkpoint, if it has any."""
+    if defaults:
+        values = ", ".join(f"{name}={value}" for name, value in defaults.items())
+        print(f"defaults of the checkpoint: {values}", file=sys.stderr, flush=True)
 
 
-def _parse(line: str) -> dict[str, Any]:
-    """Return the entries of a JSON object that are not null."""
-    try:
-        entries = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error}") from error
-    if not isinstance(entries, dict):
-        raise ValueError(f"{line} must be a JSON object")
-    for name in entries:
-        if name not in _KEYS:
-            raise ValueError(f"unknown key {name!r}; there are {', '.join(_KEYS)}")
-    bias = entries.get("logit_bias")
-    if isinstance(bias, dict):  # JSON has no other keys than texts
-        try:
-            entries["logit_bias"] = {int(token_id): value for token_id, value in bias.items()}
-        except ValueError:
-            raise ValueError(f"logit_bias={bias} must have token ids as keys") from None
-    return {name: value for name, value in entries.items() if value is not None}
-
-
-def _given(args: argparse.Namespace, kind: type[SamplingParams | EngineConfig]) -> dict[str, Any]:
-    """Return the options that were given and are fields of `kind`."""
+def given(args: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
+    """Return the options that were given and are fields of a dataclass."""
     values = {field.name: getattr(args, field.name, None) for field in fields(kind)}
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _use_compilation_cache(folder: str | None) -> None:
+def use_compilation_cache(folder: str | None) -> None:
     """Keep compiled programs for the next run: in `folder`, or where JAX is set to, or by default.
 
     Raises:
@@ -246,6 +210,8 @@ def _use_compilation_cache(folder: str | None) -> None:
             raise
         return
     config.update("jax_compilation_cache_dir", str(path))
+    # Or no program with attention on several devices would be found again (docs/attention.md).
+    config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
     config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
@@ -265,7 +231,7 @@ def _compile_times() -> Iterator[list[float]]:
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def _record(job: _Job, request: Request) -> dict[str, Any]:
+def _record(job: Job, request: Request) -> dict[str, Any]:
     def since_arrival(moment: float | None) -> float | None:
         return None if moment is None else round(moment - request.arrival_time, 6)
 

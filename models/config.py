@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from models.rope_scaling import (
+    DynamicRopeScaling,
+    LinearRopeScaling,
+    LongRopeScaling,
+    RopeScaling,
+    YarnRopeScaling,
+    check_positive,
+    read_rope,
+    write_rope_scaling,
+)
 from pallas_paged.checks import INT32_MAX, check_integer
 
 # Defaults of transformers for keys that a config.json may leave out, where architectures differ.
@@ -29,25 +40,6 @@ _LIMITS = {
     "head_dim": _MAX_HEADS,
     "max_position_embeddings": INT32_MAX,
 }
-_FLOAT32_TINY, _FLOAT32_MAX = 2.0**-126, (2 - 2**-23) * 2.0**127
-
-
-@dataclass(frozen=True, kw_only=True)
-class Llama3RopeScaling:
-    """Frequency scaling of Llama 3.1: low frequencies are divided by `factor`."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-    def __post_init__(self) -> None:
-        for name in ("factor", "low_freq_factor", "high_freq_factor"):
-            _check_positive(name, getattr(self, name))
-        check_integer("original_max_position_embeddings", self.original_max_position_embeddings, 1)
-        low_freq_factor, high_freq_factor = self.low_freq_factor, self.high_freq_factor
-        if low_freq_factor >= high_freq_factor:
-            raise ValueError(f"{low_freq_factor=} must be less than {high_freq_factor=}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +51,8 @@ class ModelConfig:
     Attributes:
         sliding_windows: one entry for each layer, None where the layer sees all tokens; empty if
             all layers see all tokens.
+        rope_scaling: of the rotary embeddings; None turns each position by its own angle.
+        max_position_embeddings: most tokens of a sequence, with the scaling.
         k_scales, v_scales: calibrated scale of each layer's K and V in a float8_e4m3fn cache; empty
             if the checkpoint has none.
         eos_token_ids: tokens that end a sequence.
@@ -73,7 +67,7 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: Llama3RopeScaling | None = None
+    rope_scaling: RopeScaling | None = None
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
@@ -88,12 +82,13 @@ class ModelConfig:
         for name, most in _LIMITS.items():
             check_integer(name, getattr(self, name), 1, most)
         for name in ("rms_norm_eps", "rope_theta"):
-            _check_positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         num_q_heads, num_kv_heads, head_dim = self.num_q_heads, self.num_kv_heads, self.head_dim
         if num_q_heads % num_kv_heads:
             raise ValueError(f"{num_q_heads=} must be a multiple of {num_kv_heads=}")
         if head_dim % 2:
             raise ValueError(f"{head_dim=} must be even: rotary embeddings turn pairs")
+        self._check_rope()
         num_layers, num_windows = self.num_layers, len(self.sliding_windows)
         if num_windows not in (0, num_layers):
             raise ValueError(f"{num_windows=} of the layers must be 0 or {num_layers=}")
@@ -105,9 +100,20 @@ class ModelConfig:
             raise ValueError(f"{num_scales=} of K and V must both be 0 or {num_layers=}")
         for name in ("k_scales", "v_scales"):
             for layer, scale in enumerate(getattr(self, name)):
-                _check_positive(f"{name}[{layer}]", scale)
+                check_positive(f"{name}[{layer}]", scale)
         for token in self.eos_token_ids:
             check_integer("eos_token_id", token, 0)
+
+    def _check_rope(self) -> None:
+        scaling, rope_theta, head_dim = self.rope_scaling, self.rope_theta, self.head_dim
+        if isinstance(scaling, YarnRopeScaling) and rope_theta <= 1:
+            raise ValueError(f"{rope_theta=} must be above 1 for YaRN")
+        if isinstance(scaling, DynamicRopeScaling) and head_dim == 2:
+            raise ValueError(f"{head_dim=} must be above 2 for a dynamic rotary base")
+        if isinstance(scaling, LongRopeScaling):
+            for name in ("short_factor", "long_factor"):
+                if (size := len(getattr(scaling, name))) != head_dim // 2:
+                    raise ValueError(f"{name} has {size} numbers, must have {head_dim // 2}")
 
     @classmethod
     def from_hugging_face(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -148,7 +154,12 @@ class ModelConfig:
                     " head_dim must be given"
                 )
             head_dim = hidden_size // num_q_heads
-        rope_theta, rope_scaling = _read_rope(config, max_positions)
+        check_integer("max_position_embeddings", max_positions, 1)
+        rope_theta, rope_scaling = read_rope(config, max_positions)
+        if isinstance(rope_scaling, YarnRopeScaling):
+            # Files have the length with the scaling or, where a reader added it, without.
+            original = rope_scaling.original_max_position_embeddings
+            max_positions = max(max_positions, int(rope_scaling.factor * original))
         num_kv_heads = keys["num_key_value_heads"]
         return cls(
             vocab_size=vocab_size,
@@ -169,6 +180,22 @@ class ModelConfig:
             sliding_windows=_read_sliding_windows(config, architecture, num_layers),
             eos_token_ids=read_eos_token_ids(keys["eos_token_id"]),
         )
+
+    def with_context(self, max_model_len: int) -> ModelConfig:
+        """Return the configuration for sequences of at most this many tokens, where it matters.
+
+        The frequencies of "longrope" in a cache are those of short sequences if all are short.
+        Files with "dynamic" or "linear" scaling often have the context without the scaling; it
+        grows to `factor` times that where `max_model_len` asks for it. Other configurations stay.
+        """
+        check_integer("max_model_len", max_model_len, 1)
+        scaling, longest = self.rope_scaling, self.max_position_embeddings
+        if isinstance(scaling, LongRopeScaling):
+            return dataclasses.replace(self, max_position_embeddings=min(max_model_len, longest))
+        if isinstance(scaling, DynamicRopeScaling | LinearRopeScaling) and max_model_len > longest:
+            longest = max(longest, min(max_model_len, int(scaling.factor * longest)))
+            return dataclasses.replace(self, max_position_embeddings=longest)
+        return self
 
     def to_hugging_face(self) -> dict[str, Any]:
         """Write the configuration as the `config.json` of a LlamaForCausalLM.
@@ -201,8 +228,12 @@ class ModelConfig:
             "hidden_act": "silu",
             "rms_norm_eps": self.rms_norm_eps,
             "rope_theta": self.rope_theta,
-            "rope_scaling": scaling and {"rope_type": "llama3", **vars(scaling)},
-            "max_position_embeddings": self.max_position_embeddings,
+            "rope_scaling": write_rope_scaling(scaling),
+            "max_position_embeddings": (
+                scaling.original_max_position_embeddings
+                if isinstance(scaling, DynamicRopeScaling)
+                else self.max_position_embeddings
+            ),
             "tie_word_embeddings": self.tie_word_embeddings,
             "attention_bias": qkv_bias,
             "mlp_bias": False,
@@ -224,12 +255,6 @@ def _is_integer(value: Any) -> bool:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple)
-
-
-def _check_positive(name: str, value: Any) -> None:
-    number = _is_integer(value) or isinstance(value, float)
-    if not number or not _FLOAT32_TINY <= value <= _FLOAT32_MAX:
-        raise ValueError(f"{name}={value!r} must be a positive number in float32")
 
 
 def _required(config: Mapping[str, Any], name: str, most: int) -> int:
@@ -295,37 +320,3 @@ def _read_sliding_windows(
     else:
         windowed = [True] * num_layers
     return tuple(window if sliding else None for sliding in windowed) if any(windowed) else ()
-
-
-def _read_rope(
-    config: Mapping[str, Any], max_positions: int
-) -> tuple[float, Llama3RopeScaling | None]:
-    """Rotary base and scaling: `rope_parameters` of transformers 5, else the two older keys."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping) or any(isinstance(x, Mapping) for x in rope.values()):
-        raise ValueError(f"{rope=} must be the parameters of one rotary embedding for all layers")
-    rope_theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
-    rope_type = rope.get("rope_type", rope.get("type"))
-    if rope_type is None:
-        if rope.keys() - {"rope_theta", "partial_rotary_factor", "rope_type", "type"}:
-            raise ValueError(f"rope_scaling={dict(rope)} has no rope_type")
-        rope_type = "default"
-    rotary_factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if rotary_factor != 1.0:
-        raise ValueError(f"partial_rotary_factor={rotary_factor} is not supported; supported: 1.0")
-    if rope_type == "default":
-        return rope_theta, None
-    if rope_type != "llama3":
-        raise ValueError(f"{rope_type=} is not supported; supported: 'default', 'llama3'")
-    for name in ("factor", "low_freq_factor", "high_freq_factor"):
-        if name not in rope:
-            raise ValueError(f"{rope_type=} needs {name}")
-    scaling = Llama3RopeScaling(
-        factor=rope["factor"],
-        low_freq_factor=rope["low_freq_factor"],
-        high_freq_factor=rope["high_freq_factor"],
-        original_max_position_embeddings=rope.get(
-            "original_max_position_embeddings", max_positions
-        ),
-    )
-    return rope_theta, scaling

@@ -14,17 +14,16 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
 import pallas_paged as pp
 from models.config import ModelConfig
+from models.rotary import Rotation, rotate, rotation
 
 # Cache of one layer: its pages, or K and V [B, max_len, Hkv, D] of a contiguous cache.
 LayerCache = pp.LayerKV | tuple[jax.Array, jax.Array]
-Rotation = tuple[jax.Array, jax.Array]  # cos, sin [..., 1, D / 2]
 Dropout = Callable[[jax.Array], jax.Array]
 
 
@@ -136,7 +135,7 @@ class Attention(nnx.Module):
         k, v = heads[..., -2, :], heads[..., -1, :]  # [..., Hkv, D]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = _rotate(q, rotation), _rotate(k, rotation)
+        q, k = rotate(q, rotation), rotate(k, rotation)
         out, cache = attend(q, k, v, cache, sliding_window=self.sliding_window)
         return self.o_proj(out.reshape(*x.shape[:-1], -1)), cache
 
@@ -227,7 +226,7 @@ class Decoder(nnx.Module):
         num_layers = self.config.num_layers
         if cache is not None and len(cache) != num_layers:
             raise ValueError(f"{len(cache)=} must equal {num_layers=}")
-        rotation = _rotation(positions, self.config)
+        angles = rotation(positions, self.config, whole_rows=cache is None)
 
         def run(
             structure: nnx.GraphDef[DecoderLayer],
@@ -236,7 +235,7 @@ class Decoder(nnx.Module):
             layer_cache: LayerCache | None,
         ) -> tuple[jax.Array, LayerCache | None]:
             layer = nnx.merge(structure, weights)
-            return layer(x, rotation, attend, layer_cache, dropout)
+            return layer(x, angles, attend, layer_cache, dropout)
 
         if dropout is identity:
             # Layers of one structure are then traced and lowered once: a step of 28 layers in 0.3
@@ -311,31 +310,3 @@ def _contract(
     """x [..., in] and weight [out, in] to [..., out]."""
     dims = (((x.ndim - 1,), (1,)), ((), ()))
     return lax.dot_general(x, weight, dims, preferred_element_type=preferred_element_type)
-
-
-def _inverse_frequencies(config: ModelConfig) -> np.ndarray:
-    """Angles per position, f32[D / 2], after the scaling of Llama 3.1 where it is asked for."""
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
-    inverse = (1.0 / config.rope_theta**exponents).astype(np.float32)
-    scaling = config.rope_scaling
-    if scaling is None:
-        return inverse
-    turns = scaling.original_max_position_embeddings * inverse / (2 * math.pi)
-    # 0 below low_freq_factor turns over the original context (divide), 1 above high_freq_factor
-    # (keep), a straight line between.
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return (inverse * (keep + (1.0 - keep) / scaling.factor)).astype(np.float32)
-
-
-def _rotation(positions: jax.Array, config: ModelConfig) -> Rotation:
-    angles = positions[..., None, None].astype(jnp.float32) * _inverse_frequencies(config)
-    return jnp.cos(angles), jnp.sin(angles)  # [..., 1, D / 2]
-
-
-def _rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
-    """Rotary embedding in f32; the pairs are (i, i + D / 2), as in Hugging Face."""
-    cos, sin = rotation
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)

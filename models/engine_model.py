@@ -80,14 +80,27 @@ class EngineModel:
         return param_specs(params)
 
 
-def engine_model(decoder: Decoder) -> tuple[EngineModel, nnx.State]:
+def engine_model(
+    decoder: Decoder, *, max_model_len: int | None = None
+) -> tuple[EngineModel, nnx.State]:
     """Split a decoder for the engine: `Engine(*engine_model(decoder))`.
+
+    Args:
+        decoder: with its weights.
+        max_model_len: most tokens of a sequence in the engine, for rotary scalings that depend on
+            it, see `ModelConfig.with_context`. None: what the configuration says.
 
     Returns:
         The model, the same object for all decoders of equal sizes and dtypes, so that their engines
         share compiled steps; and the weights, in the structure that `Engine.update_params` expects.
     """
     graphdef, params = nnx.split(decoder)
+    if max_model_len is not None:
+        config = decoder.config.with_context(max_model_len)
+        if config != decoder.config:
+            decoder = nnx.merge(graphdef, params)  # the same weights
+            decoder.config = config
+            graphdef, params = nnx.split(decoder)
     dtype = decoder.embed_tokens.weight.get_value().dtype  # of abstract decoders too
     return _interned(decoder.config, dtype, graphdef), params
 

@@ -48,7 +48,7 @@ def generate(
     tensor_parallel = config.get("tensor_parallel")
     if isinstance(tensor_parallel, int) and tensor_parallel > 1:  # EngineConfig refuses others
         decoder = repeat_kv_heads(decoder, tensor_parallel)
-    model, weights = engine_model(decoder)
+    model, _ = engine_model(decoder, max_model_len=config.get("max_model_len"))
     tokens: Any = tokenizer
     if tokenizer is not None:
         check_has("tokenizer", tokenizer, "encode", "decode")
@@ -61,5 +61,6 @@ def generate(
         if hasattr(x, "__len__") and isinstance(one, SamplingParams)  # the engine refuses others
     ]
     sizes = engine_config(model, requests, **config)
+    model, weights = engine_model(decoder, max_model_len=sizes.max_model_len)
     engine = Engine(model, weights, config=sizes, tokenizer=tokens)
     return engine.generate(prompts, params, progress=progress)

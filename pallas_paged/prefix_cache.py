@@ -101,6 +101,7 @@ class PrefixCache:
         # In the order of eviction. All pages that follow a page in a prefix come before it.
         self._unused: OrderedDict[int, _Entry] = OrderedDict()
         self._leases: set[PrefixLease] = set()
+        self._num_shared = 0
 
     def __len__(self) -> int:
         """Return the number of cached pages."""
@@ -115,6 +116,11 @@ class PrefixCache:
     def num_evictable(self) -> int:
         """Number of cached pages that no lease holds."""
         return len(self._unused)
+
+    @property
+    def num_shared(self) -> int:
+        """Number of cached pages that several leases hold."""
+        return self._num_shared
 
     def lookup(
         self,
@@ -243,6 +249,7 @@ class PrefixCache:
         self._leases.remove(lease)
         for entry in reversed(lease._entries):
             entry.num_users -= 1
+            self._num_shared -= entry.num_users == 1
             if entry.num_users == 0:
                 self._unused[entry.page] = entry
         lease._entries.clear()
@@ -287,6 +294,7 @@ class PrefixCache:
     def _hold(self, lease: PrefixLease, entries: list[_Entry]) -> None:
         for entry in entries:
             entry.num_users += 1
+            self._num_shared += entry.num_users == 2
             self._unused.pop(entry.page, None)
         lease._entries.extend(entries)
 

@@ -95,6 +95,11 @@ def check_async_example(names):
     names["engine"].check()
 
 
+def test_the_example_of_a_chat_template_prints_what_stands_below_it(names, capsys):
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    assert run_examples(text, names, capsys) == 1
+
+
 def test_the_plain_model_of_the_docs_is_that_of_the_tests():
     text = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
     source = (ROOT / "tests" / "support" / "plain_model.py").read_text(encoding="utf-8")

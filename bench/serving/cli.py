@@ -41,7 +41,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench.serving", description=__doc__)
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="1b", help="model sizes; its weights are random")
-    add("--systems", nargs="*", choices=report.NAMES, default=[*report.NAMES])
+    add("--systems", nargs="*", choices=report.NAMES, default=[*report.NAMES][:-1])
+    add("--http", action="store_true", help="also the engine behind models.server, over HTTP")
     add("--kv-gib", type=float, help="memory for K/V of each system; default: by shape")
     add("--max-model-len", type=int, help="most tokens of prompt and output; default: by shape")
     add("--page-size", type=int, default=16)
@@ -81,6 +82,7 @@ def run_engine(
     *,
     num_pages: int,
     prefix_caching: bool,
+    over_http: bool = False,
 ) -> dict[str, Any]:
     """Serve the trace by a new engine; return the summary of the run."""
     config = EngineConfig(
@@ -97,7 +99,14 @@ def run_engine(
     engine = Engine(*engine_model(model), config)
     engine.warmup([greedy(1)])
     warmup_s = time.perf_counter() - start
-    return serve(engine, trace, seconds=args.seconds).summarize() | {"warmup_s": warmup_s}
+    if over_http:
+        from bench.serving.http import serve_over_http  # needs the extra [server]
+
+        size = model.config.vocab_size
+        record = serve_over_http(engine, trace, vocab_size=size, seconds=args.seconds)
+    else:
+        record = serve(engine, trace, seconds=args.seconds)
+    return record.summarize() | {"warmup_s": warmup_s}
 
 
 def run_static(
@@ -213,11 +222,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     engine = functools.partial(run_engine, model, trace, args, num_pages=num_pages)
     runs: dict[str, Callable[[], dict[str, Any]]] = {
         "engine": functools.partial(engine, prefix_caching=True),
+        "http": functools.partial(engine, prefix_caching=True, over_http=True),
         "engine_no_cache": functools.partial(engine, prefix_caching=False),
         "static": functools.partial(run_static, model, trace, args, batch_size=batch_size),
     }
     for name, run_one in runs.items():
-        if name in args.systems:
+        if name in args.systems or (name == "http" and args.http):
             add(name, attempt(run_one))
     if args.decode_step:
         run["decode_step"] = measure_step(

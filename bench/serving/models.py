@@ -11,8 +11,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from models.config import Llama3RopeScaling, ModelConfig
+from models.config import ModelConfig
 from models.decoder import Decoder
+from models.rope_scaling import Llama3RopeScaling
 from models.sharding import config_on, param_specs
 from pallas_paged.engine import KVCacheSpec
 from pallas_paged.engine.kv_cache import page_bytes, pool_dtype

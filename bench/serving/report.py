@@ -15,8 +15,9 @@ NAMES = {
     "engine_no_cache": "engine, no prefix cache",
     "static": "static batch, contiguous cache",
     "transformers": "transformers generate",
+    "http": "engine, over HTTP",
 }
-_COLORS = dict(zip(NAMES, ("#0072B2", "#56B4E9", "#D55E00", "#009E73"), strict=True))
+_COLORS = dict(zip(NAMES, ("#0072B2", "#56B4E9", "#D55E00", "#009E73", "#CC79A7"), strict=True))
 _NUM_KERNELS = 25
 
 

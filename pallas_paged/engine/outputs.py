@@ -210,11 +210,12 @@ class RequestOutput:
     restarted: bool = False
 
     def add(self, new: RequestOutput) -> RequestOutput:
-        """Return this output and the one after it as one; the completions of this one change."""
+        """Return this output and the one after it as one; both change."""
         if new.restarted:
             return new
         outputs = {output.index: output for output in self.outputs}
         for output in new.outputs:
             if (earlier := outputs.setdefault(output.index, output)) is not output:
                 earlier.add(output)
-        return replace(new, outputs=[*outputs.values()], restarted=self.restarted)
+        new.outputs[:] = outputs.values()
+        return replace(new, restarted=True) if self.restarted else new

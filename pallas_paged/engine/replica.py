@@ -110,6 +110,8 @@ class Replica:
     def stats_with(self, others: Iterable[Replica]) -> EngineStats:
         """Return the counters of this replica and others together."""
         replicas = [self, *others]
+        for replica in replicas:
+            replica._count_idle_pages()
         pools = [replica.runner.executor.pool_shape for replica in replicas]
         return Counters.sum([replica.counters for replica in replicas]).snapshot(
             num_waiting=sum(len(replica.scheduler.waiting) for replica in replicas),
@@ -117,6 +119,15 @@ class Replica:
             num_preemptions=sum(replica.scheduler.num_preemptions for replica in replicas),
             compilations=sum(replica.runner.num_compiled for replica in replicas),
             num_pages=sum(replica.num_pages for replica in replicas),
+            num_shared_pages=sum(
+                replica.cache.num_shared for replica in replicas if replica.cache is not None
+            ),
             kv_cache_dtype=pools[0].layers[0].k_pages.dtype.name,
             pool_bytes=sum(map(pool_bytes, pools)),
         )
+
+    def _count_idle_pages(self) -> None:
+        """Count the pages anew where nothing runs: the newest report may be older than an abort."""
+        if not self.scheduler.running:
+            self.counters.num_cached_pages = num_cached = self.scheduler.pages.num_evictable
+            self.counters.num_free_pages = self.num_pages - num_cached

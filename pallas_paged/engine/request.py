@@ -37,7 +37,8 @@ class Request:
         error: what went wrong, where a finish reason is "error".
         num_cached_tokens: prompt tokens that the prefix cache had when the request first started.
         num_preemptions: times that a sequence of it lost its pages.
-        arrival_time, first_token_time, finish_time: of `time.perf_counter`, in seconds, or None.
+        arrival_time, start_time, first_token_time, finish_time: when it was submitted, first got a
+            slot, had its first token, and ended; of `time.perf_counter`, in seconds, or None.
     """
 
     request_id: str
@@ -55,6 +56,7 @@ class Request:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     arrival_time: float = field(default_factory=time.perf_counter)
+    start_time: float | None = None
     first_token_time: float | None = None
     finish_time: float | None = None
 

@@ -21,11 +21,12 @@ class OutputCollector:
         request: the request.
         closed: whether nothing more will come.
         drained: whether the consumer has taken the last output.
+        takes_whole: whether the consumer wants one output, with all of the request.
     """
 
     def __init__(self, request: Request):
         self.request = request
-        self.closed = self.drained = False
+        self.closed = self.drained = self.takes_whole = False
         self._lock = threading.Lock()
         self._output: RequestOutput | None = None
         self._error: BaseException | None = None
@@ -35,10 +36,15 @@ class OutputCollector:
     def put(self, output: RequestOutput | None, error: BaseException | None = None) -> list[Waiter]:
         """Add an output, or an error to raise after the outputs; return the waiters to wake."""
         with self._lock:
-            if output is not None:
+            if self.takes_whole and output is not None:
+                if not output.finished:
+                    return []
+                self._output = self.request.output()
+            elif output is not None:
                 output = self._output.add(output) if self._output is not None else output
-                # Nothing is void for a consumer that has nothing.
-                self._output = replace(output, restarted=output.restarted and self._has_taken)
+                if output.restarted and not self._has_taken:  # nothing is void
+                    output = replace(output, restarted=False)
+                self._output = output
             self._error, self.closed = error, output is None or output.finished
             waiters, self._waiters = self._waiters, []
         return waiters
@@ -46,8 +52,9 @@ class OutputCollector:
     def take(self, waiter: Waiter) -> RequestOutput | None:
         """Return what is new, or None: the event of the waiter will be set, in its loop."""
         with self._lock:
-            output, self._output = self._output, None
+            output = None if self.takes_whole and not self.closed else self._output
             if output is not None:
+                self._output = None
                 self._has_taken, self.drained = True, output.finished
             elif self._error is not None:
                 raise self._error
@@ -65,11 +72,12 @@ class RequestStream:
     engine does not wait for a slow consumer, whose next output then has more.
 
     Attributes:
+        request: the request, whose fields change as the engine steps.
         request_id: as submitted, or the number that was taken.
     """
 
     def __init__(self, collector: OutputCollector, abort: Callable[[], object]):
-        self.request_id = collector.request.request_id
+        self.request, self.request_id = collector.request, collector.request.request_id
         self._collector, self._abort = collector, abort
 
     def close(self) -> None:
@@ -95,6 +103,15 @@ class RequestStream:
                     yield output
         finally:
             self.close()
+
+    async def whole(self) -> RequestOutput:
+        """Wait for the end and return the whole request, in any event loop; wakes up only once.
+
+        To be called before anything else of the stream is read; errors as in `__iter__`.
+        """
+        self._collector.takes_whole = True
+        outputs = [output async for output in self]
+        return outputs[-1]
 
     async def __aiter__(self) -> AsyncGenerator[RequestOutput]:
         """Yield the outputs, in any event loop; errors as in `__iter__`."""

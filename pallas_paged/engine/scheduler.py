@@ -7,6 +7,7 @@ report and what it has scheduled since, so `num_free` is a lower bound. Where th
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections import deque
 
@@ -311,6 +312,7 @@ class Scheduler:
                 sequence.pages = list(sequence.lease.pages)
             if sequence.num_starts == 1 and sequence.output.index == 0:
                 sequence.request.num_cached_tokens = sequence.num_computed
+                sequence.request.start_time = time.perf_counter()
             if sequence.num_to_prefill > 0:
                 chunk = self._chunk(sequence, budget)
                 if chunk is not None:  # with a window, pages may come free only as it goes on

@@ -38,6 +38,7 @@ class EngineStats:
         pool_bytes: of its K, V and their scales.
         num_free_pages, num_cached_pages: free, and held by the prefix cache only; as of the newest
             report.
+        num_shared_pages: cached pages that several running sequences hold.
         pages_used: share of the pool that running sequences hold, mean over calls.
         peak_pages_used: the largest such share.
         pool_utilization: tokens per slot of the pages that running sequences hold, mean over calls.
@@ -64,6 +65,7 @@ class EngineStats:
     pool_bytes: int
     num_free_pages: int
     num_cached_pages: int
+    num_shared_pages: int
     pages_used: float
     peak_pages_used: float
     pool_utilization: float

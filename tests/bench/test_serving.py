@@ -86,6 +86,22 @@ def test_engine_serves_the_whole_trace(tiny) -> None:
     assert any(x.live > 0 for x in record.usage)
 
 
+def test_engine_over_http_serves_the_whole_trace(tiny) -> None:
+    pytest.importorskip("httptools", reason="needs the extra [server]")
+    from bench.serving.http import serve_over_http
+
+    trace = make_trace(12, vocab_size=256, max_len=64, rate=50.0)
+    record = serve_over_http(_engine(tiny), trace, vocab_size=256, seconds=60.0)
+    assert [one.num_tokens for one in record.served] == [one.num_tokens for one in trace]
+    assert record.num_tokens == sum(one.num_tokens for one in trace)
+    for one in record.served:
+        assert one.arrival <= one.first_token <= one.finish <= record.wall
+    engine = _engine(tiny)
+    busy = make_trace(300, vocab_size=256, max_len=64)
+    record = serve_over_http(engine, busy, vocab_size=256, seconds=0.1)
+    assert len(record.served) < 300 and engine.idle
+
+
 def test_engine_stops_at_the_time_limit(tiny) -> None:
     engine = _engine(tiny)
     late = make_trace(2, vocab_size=256, max_len=64, rate=1e-6)

@@ -118,8 +118,12 @@ def test_clients_that_leave_at_random_disturb_no_other_and_leave_no_page():
             if rng.random() < 0.5:
                 await anext(outputs)
             await outputs.aclose()
+        elif way == 3:  # wait for the end
+            output = await engine.submit(prompt, params, priority=rng.randrange(3)).whole()
+            assert tokens_of([output]) == expected[tuple(prompt), params]
+            return 1
         else:
-            if way == 3:  # be slow
+            if way == 4:  # be slow
                 await asyncio.sleep(0.05)
             assert await collect(outputs) == expected[tuple(prompt), params]
             return 1
@@ -193,6 +197,26 @@ def test_a_slow_consumer_gets_one_output_with_all_that_came_meanwhile():
         assert tokens_of(outputs) == alone([1, 2, 3], sampling(n=2))
 
     run(main())
+
+
+def test_a_whole_output_is_that_of_the_engine():
+    params = greedy(n=2, logprobs=2, prompt_logprobs=1, stop_token_ids=[7])
+
+    async def main():
+        async with AsyncEngine(make_engine(tokenizer=NumberTokenizer())) as engine:
+            stream = engine.submit("1 2 3", params)
+            late = engine.submit("1 2 3", params)
+            output = await stream.whole()
+            await collect(engine.generate([4, 5], greedy(max_tokens=LONG)))
+            return output, await late.whole()
+
+    expected = serve(make_engine(tokenizer=NumberTokenizer()), ["1 2 3"], params)[0]
+    for output in run(main()):
+        assert output.finished and output.prompt_token_ids == [1, 2, 3]
+        for mine, other in zip(output.outputs, expected.outputs, strict=True):
+            assert (mine.text, mine.token_ids) == (other.text, other.token_ids)
+            assert mine.finish_reason == other.finish_reason
+            assert len(mine.logprobs) == len(mine.token_ids)
 
 
 def test_two_consumers_share_the_outputs_of_a_stream():
@@ -422,7 +446,7 @@ def test_a_dead_engine_reaches_all_that_wait(caplog):
             streams = [engine.submit(prompt, greedy(max_tokens=LONG)) for prompt in [[1], [2], [3]]]
             waiting = [
                 collect(streams[0]),
-                collect(streams[1]),
+                streams[1].whole(),
                 asyncio.to_thread(list, streams[2]),
             ]
             tasks = [asyncio.create_task(one) for one in waiting]

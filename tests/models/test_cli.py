@@ -94,7 +94,7 @@ def test_progress_does_not_mix_with_texts_on_a_terminal(run, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "no prompt: give --prompt TEXT or --prompts-file FILE"),
+        ([], "no prompt: give --prompt TEXT, --prompts-file FILE or --chat"),
         (["--prompts-file", "/nowhere"], "/nowhere: No such file or directory"),
         (["--prompts-file", os.devnull], "/dev/null has no prompt: every line is blank"),
         (["--prompt", "x", "--checkpoint", "/nowhere"], "/nowhere: no such checkpoint folder"),
@@ -194,13 +194,13 @@ def test_compiled_programs_are_kept_in_the_folder_of_the_user(
     updates = {}
     config = SimpleNamespace(jax_compilation_cache_dir=set_before, update=updates.__setitem__)
     monkeypatch.setattr(cli_serve.jax, "config", config)
-    cli_serve._use_compilation_cache(option)
+    cli_serve.use_compilation_cache(option)
     assert updates.get("jax_compilation_cache_dir") == expected
     if expected is not None:
         assert (tmp_path / expected).is_dir()
         assert updates["jax_persistent_cache_min_compile_time_secs"] == 0
     updates.clear()
-    cli_serve._use_compilation_cache("off")
+    cli_serve.use_compilation_cache("off")
     assert updates == {"jax_enable_compilation_cache": False}
 
 
@@ -209,9 +209,9 @@ def test_a_cache_folder_that_cannot_be_made_is_an_error_only_if_it_was_given(mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     config = SimpleNamespace(jax_compilation_cache_dir=None, update=None)
     monkeypatch.setattr(cli_serve.jax, "config", config)
-    cli_serve._use_compilation_cache(None)
+    cli_serve.use_compilation_cache(None)
     with pytest.raises(OSError, match="Not a directory"):
-        cli_serve._use_compilation_cache(str(tmp_path / "file" / "folder"))
+        cli_serve.use_compilation_cache(str(tmp_path / "file" / "folder"))
 
 
 def test_the_summary_names_the_devices(run):

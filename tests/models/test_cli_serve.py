@@ -14,6 +14,7 @@ from models.checkpoint import save_checkpoint
 from models.decoder import Decoder
 from models.tokenizer import Tokenizer
 from pallas_paged.engine import Engine, EngineDeadError
+from tests.support.chat_folders import save_chat_folder
 from tests.support.commands import CONFIG, run_command, save_tiny_model
 
 # Few shapes to compile, and the same ones in most tests.
@@ -120,6 +121,76 @@ def test_keys_of_an_object_override_the_options(run_objects):
     assert beams[0]["cumulative_logprob"] >= beams[1]["cumulative_logprob"]
 
 
+def test_messages_are_rendered_by_the_template_without_a_second_bos(run_objects, tmp_path):
+    save_tiny_model(tmp_path)
+    save_chat_folder(tmp_path, "headers")
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ bos }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+        "{{ tools | length if tools else '' }}{{ mark }}"
+    )
+    say = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    objects = [
+        say,
+        say | {"tools": [{}, {}], "chat_template_kwargs": {"mark": "!"}},
+        {"prompt": list(b"hi"), "max_tokens": 2},
+        {"messages": [{"role": "owner", "content": "hi"}]},
+        say | {"prompt": "x"},
+        {"prompt": "x", "tools": []},
+        say | {"chat_template_kwargs": []},
+        say | {"tools": {}},
+        say | {"messages": []},
+    ]
+    args = ["--checkpoint", str(tmp_path), "--chat-template-kwargs", '{"mark": "?"}']
+    status, results, _ = run_objects(objects, *args)
+    assert status == 1
+    assert [results[index]["prompt"] for index in (0, 1)] == ["user: hi?", "user: hi2!"]
+    # Byte-level tokens, without the BOS that the tokenizer adds to texts.
+    assert [results[index]["num_prompt_tokens"] for index in range(3)] == [9, 10, 2]
+    assert all(len(results[index]["outputs"][0]["token_ids"]) == 2 for index in range(3))
+    reasons = [results[index]["error"] for index in range(3, 9)]
+    assert reasons[0].startswith("messages[0].role='owner' must be one of system, developer")
+    assert reasons[1:3] == ["prompt and messages exclude each other", "tools needs messages"]
+    assert reasons[3] == "chat_template_kwargs=[] must be an object"
+    assert reasons[4:] == [
+        "tools={} must be a list of objects",
+        "messages=[] must be a list of messages, not empty",
+    ]
+
+
+def test_messages_for_a_checkpoint_without_a_template_are_refused(run_objects, checkpoint):
+    objects = [{"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "x", "max_tokens": 1}]
+    status, results, _ = run_objects(objects)
+    assert status == 1 and "outputs" in results[1]
+    assert results[0]["error"].startswith(f"{checkpoint} has no chat template (chat_template.jinja")
+
+
+def test_sampling_defaults_of_the_checkpoint_are_overridden_by_options_and_keys(
+    run_objects, tmp_path, monkeypatch
+):
+    save_tiny_model(tmp_path)
+    defaults = {"temperature": 0.3, "top_k": 9, "top_p": 0.5, "repetition_penalty": 1.5}
+    (tmp_path / "generation_config.json").write_text(json.dumps(defaults))
+    seen = []
+    submit = Engine.submit
+
+    def recording(engine, prompt, params, **options):
+        seen.append(params)
+        return submit(engine, prompt, params, **options)
+
+    monkeypatch.setattr(Engine, "submit", recording)
+    one = {"prompt": "x", "max_tokens": 1}
+    objects = [one, one | {"top_p": 0.7, "temperature": None}, one | {"beam_width": 2}]
+    status, _, err = run_objects(objects, "--checkpoint", str(tmp_path), "--top-k", "3")
+    assert status == 0
+    plain, own, beams = seen
+    for params, top_p in ((plain, 0.5), (own, 0.7)):
+        assert (params.temperature, params.top_k, params.top_p) == (0.3, 3, top_p)
+        assert params.repetition_penalty == 1.5
+    assert beams.repetition_penalty == 1.0
+    printed = "temperature=0.3, top_k=9, top_p=0.5, repetition_penalty=1.5"
+    assert err.startswith(f"defaults of the checkpoint: {printed}\n")
+
+
 def test_a_completion_ends_before_a_stop_text(run_objects):
     whole = {"prompt": "ROMEO:", "temperature": 3, "seed": 5}
     (text,) = (x["text"] for x in run_objects([whole])[1][0]["outputs"])
@@ -152,7 +223,7 @@ def test_refused_prompts_get_an_error_and_the_others_run(run_objects):
         ({"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias={'x': 1} must have token ids as"),
         ({"prompt": "x", "beam_width": 2, "logprobs": 1}, "logprobs=1 is not possible with beam"),
         ({"prompt": "x", "priority": "high"}, "priority='high' must be an integer"),
-        ({"prompt": "x", "best": 2}, "unknown key 'best'; there are prompt, priority, n"),
+        ({"prompt": "x", "best": 2}, "unknown key 'best'; there are prompt, messages, tools, "),
         ({"prompt": "\ud800"}, "the prompt must be valid UTF-8"),
         ({"prompt": ["x"]}, "token id of the prompt='x' must be an integer in 0..255"),
         ({"prompt": [256]}, "token id of the prompt=256 must be an integer in 0..255"),

@@ -57,6 +57,13 @@ def test_byte_ids_are_the_bytes(byte_level):
         assert byte_level.decode([byte]) == bytes([byte]).decode(errors="replace")
 
 
+def test_bytes_of_single_tokens(byte_level, sentencepiece):
+    assert b"".join(byte_level.token_bytes(byte) for byte in range(256)) == bytes(range(256))
+    assert byte_level.token_bytes(256) == b""
+    tokens = sentencepiece.encode("ab \u00c0")
+    assert b"".join(map(sentencepiece.token_bytes, tokens)) == "<s> ab \u00c0".encode()
+
+
 def test_bos_is_added_and_left_out_of_the_text(sentencepiece):
     ids = sentencepiece.encode("ab b")
     assert ids[0] == 1

@@ -357,6 +357,7 @@ class Simulation:
         assert self.cache.pages == list(self.oracle.pages.values())
         assert len(self.cache) == len(self.oracle.pages)
         assert self.cache.num_evictable == len(self.oracle.evictable())
+        assert self.cache.num_shared == self.oracle.num_shared()
         assert self.cache.num_query_tokens == self.num_query_tokens
         assert self.cache.num_hit_tokens == self.num_hit_tokens
         assert self.cache.num_inserted_pages == self.num_inserted_pages

@@ -51,6 +51,10 @@ class PrefixOracle:
         free = [prefix for prefix in self.pages if prefix not in held]
         return sorted(free, key=lambda prefix: (self.released_at[prefix], -len(prefix)))
 
+    def num_shared(self) -> int:
+        """Prefixes that several leases hold."""
+        return sum(sum(prefix in lease for lease in self.leases) > 1 for prefix in self.pages)
+
     def evict(self, num_pages: int) -> list[int]:
         return [self.pages.pop(prefix) for prefix in self.evictable()[:num_pages]]
 

@@ -1,0 +1,1 @@
+"""An HTTP server with OpenAI's endpoints over the engine: `python -m models.server`."""

@@ -1,0 +1,212 @@
+"""The endpoints of the server, as an ASGI app."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from models.server.body import Fields, read_fields
+from models.server.call import Call
+from models.server.chat_completions import parse_chat, take_conversation
+from models.server.completions import parse_completion
+from models.server.errors import (
+    APIError,
+    answer_api_error,
+    answer_bug,
+    answer_http_error,
+    answer_nothing,
+    bad_request,
+)
+from models.server.responses import respond
+from models.server.service import Service
+
+_PAGE = Path(__file__).parent / "page"
+_PAGE_FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
+_OPEN_PATHS = ("/health", *_PAGE_FILES)  # need no API key
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self';"
+    " connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none';"
+    " frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+ErrorHandler = Callable[[Request, Exception], Awaitable[Response]]
+
+
+def create_app(service: Service) -> Starlette:
+    """Return the app, which starts the engine of a service with itself and stops it at its end."""
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        async with service.engine:
+            await service.metrics.refresh()
+            yield
+
+    def counted(answer: Callable[[Request, Exception], Response]) -> ErrorHandler:
+        async def answer_and_count(request: Request, error: Exception) -> Response:
+            response = answer(request, error)
+            service.metrics.answered(response.status_code)
+            return response
+
+        return answer_and_count
+
+    post = ["POST"]
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", _completions(service, parse_chat), methods=post),
+            Route("/v1/completions", _completions(service, parse_completion), methods=post),
+            Route("/v1/models", _models(service)),
+            Route("/v1/models/{name:path}", _models(service)),
+            Route("/tokenize", _tokenize(service), methods=post),
+            Route("/detokenize", _detokenize(service), methods=post),
+            Route("/health", _health(service)),
+            Route("/metrics", _metrics(service)),
+            *(Route(path, _page(file)) for path, file in _PAGE_FILES.items()),
+        ],
+        middleware=[Middleware(_KeyCheck, keys=service.config.api_keys, service=service)],
+        exception_handlers={
+            APIError: counted(answer_api_error),
+            ClientDisconnect: answer_nothing,
+            HTTPException: counted(answer_http_error),
+            Exception: counted(answer_bug),
+        },
+        lifespan=lifespan,
+    )
+
+
+class _KeyCheck:
+    """Refuses requests without a valid API key."""
+
+    def __init__(self, app: ASGIApp, *, keys: tuple[str, ...], service: Service):
+        self._app, self._service = app, service
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        needs_key = self._digests and scope["type"] == "http" and scope["path"] not in _OPEN_PATHS
+        if not needs_key or self._is_valid(Headers(scope=scope).get("authorization", "")):
+            await self._app(scope, receive, send)
+            return
+        message = "the header Authorization must be 'Bearer KEY' with a valid API key"
+        error = APIError(401, message, headers={"www-authenticate": "Bearer"})
+        self._service.metrics.answered(401)
+        await error.response()(scope, receive, send)
+
+    def _is_valid(self, header: str) -> bool:
+        scheme, _, key = header.partition(" ")
+        digest = _digest(key.strip().encode())
+        # All are compared, each in constant time, so that the time says nothing about a key.
+        matches = [hmac.compare_digest(digest, one) for one in self._digests]
+        return scheme.lower() == "bearer" and any(matches)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _completions(service: Service, parse: Callable[[Fields, Service], Call]) -> Endpoint:
+    async def completions(request: Request) -> Response:
+        fields = await read_fields(request, service.config.max_body_bytes)
+        return await respond(service, parse(fields, service), request)
+
+    return completions
+
+
+def _models(service: Service) -> Endpoint:
+    model = {
+        "id": service.config.model_name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "pallas_paged",
+        "max_model_len": service.max_model_len,
+        "has_chat_template": service.chat_template is not None,
+    }
+
+    async def models(request: Request) -> Response:
+        if (name := request.path_params.get("name")) is not None:
+            service.check_model(name)
+            return JSONResponse(model)
+        return JSONResponse({"object": "list", "data": [model]})
+
+    return models
+
+
+def _tokenize(service: Service) -> Endpoint:
+    async def tokenize(request: Request) -> Response:
+        fields = await read_fields(request, service.config.max_body_bytes)
+        service.take_model(fields)
+        prompt = fields.take("prompt", str)
+        adds_special_tokens = fields.take("add_special_tokens", bool, default=True)
+        if prompt is None:
+            conversation = take_conversation(fields, service)
+            fields.end()
+            token_ids = await service.encode(
+                lambda: conversation.encode(service), conversation.num_characters
+            )
+        else:
+            fields.end()
+            token_ids = await service.encode(
+                lambda: service.encode_text(prompt, add_special_tokens=adds_special_tokens),
+                len(prompt),
+            )
+        counts = {"count": len(token_ids), "max_model_len": service.max_model_len}
+        return JSONResponse(counts | {"tokens": token_ids})
+
+    return tokenize
+
+
+def _detokenize(service: Service) -> Endpoint:
+    async def detokenize(request: Request) -> Response:
+        fields = await read_fields(request, service.config.max_body_bytes)
+        service.take_model(fields)
+        token_ids = fields.take("tokens", list)
+        fields.end()
+        if token_ids is None:
+            raise bad_request("tokens must be a list of token ids", "tokens")
+        service.check_token_ids(token_ids, "tokens")
+        text = await service.encode(lambda: service.tokenizer.decode(token_ids), len(token_ids))
+        return JSONResponse({"prompt": text})
+
+    return detokenize
+
+
+def _health(service: Service) -> Endpoint:
+    async def health(_: Request) -> Response:
+        await service.metrics.refresh()
+        if service.metrics.error is not None:
+            return JSONResponse({"status": "dead"}, 503)
+        if service.is_draining:
+            return JSONResponse({"status": "shutting down"}, 503)
+        return JSONResponse({"status": "ok"})
+
+    return health
+
+
+def _metrics(service: Service) -> Endpoint:
+    async def metrics(_: Request) -> Response:
+        return Response(await service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    return metrics
+
+
+def _page(name: str) -> Endpoint:
+    async def page(_: Request) -> Response:
+        return FileResponse(_PAGE / name, headers=_PAGE_HEADERS)
+
+    return page

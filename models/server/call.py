@@ -1,0 +1,211 @@
+"""A request for completions, and the fields that chats and texts share."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from models.server.body import Fields
+from models.server.errors import bad_request
+from pallas_paged.engine import CompletionOutput, SamplingParams
+
+MAX_N = 128  # completions of a prompt, as in OpenAI's API
+# The engine looks for each stop text after each token.
+_MAX_STOPS, _MAX_STOP_LENGTH = 16, 1000
+_SAMPLING_FIELDS = (
+    "n",
+    "best_of",
+    "beam_width",
+    "length_penalty",
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop_token_ids",
+    "ignore_eos",
+)
+# Fields of OpenAI's API that change nothing here.
+_IGNORED_FIELDS = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+)
+
+
+class Answer(ABC):
+    """The JSON of the completions of one request.
+
+    Attributes:
+        head: fields of the whole answer.
+        chunk_object: value of "object" in a stream.
+    """
+
+    chunk_object: str
+
+    def __init__(self, kind: str, prefix: str, model: str):
+        """Begin an answer.
+
+        Args:
+            kind: value of "object".
+            prefix: of the id.
+            model: name of the model.
+        """
+        self.head: dict[str, Any] = {
+            "id": f"{prefix}-{secrets.token_hex(16)}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": None,
+        }
+
+    @abstractmethod
+    def choice(self, index: int, prompt: Prompt, output: CompletionOutput) -> dict[str, Any]:
+        """Return a whole completion."""
+
+    @abstractmethod
+    def delta(
+        self, index: int, prompt: Prompt, output: CompletionOutput, *, is_first: bool
+    ) -> dict[str, Any] | None:
+        """Return the new part of a completion; None where there is nothing to send."""
+
+
+@dataclass(kw_only=True)
+class Prompt:
+    """A prompt of a request.
+
+    Attributes:
+        token_ids: of the prompt.
+        text: of the prompt, where the answer repeats it.
+        logprobs: of its tokens, where the answer reports them; known with the first output.
+    """
+
+    token_ids: list[int]
+    text: str = ""
+    logprobs: list[Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A request for completions.
+
+    Attributes:
+        encode: returns the prompts; slow for long texts.
+        num_characters: of the texts to encode.
+        num_prompts: that `encode` returns.
+        params, priority: as in `AsyncEngine.submit`.
+        answer: makes the JSON.
+        stream: whether to send the completions as they grow.
+        include_usage: whether a stream ends with the numbers of tokens.
+        arrival: time of the request, of `time.perf_counter`.
+    """
+
+    encode: Callable[[], list[Prompt]]
+    num_characters: int
+    num_prompts: int
+    params: SamplingParams
+    priority: int
+    answer: Answer
+    stream: bool
+    include_usage: bool
+    arrival: float = field(default_factory=time.perf_counter)
+
+
+def take_stream(fields: Fields, params: SamplingParams) -> dict[str, Any]:
+    """Take "stream", "stream_options" and "priority", as arguments of `Call`."""
+    stream = fields.take("stream", bool, default=False)
+    options = fields.take("stream_options", dict)
+    include_usage = False
+    if options is not None:
+        if not stream:
+            raise bad_request("stream_options needs stream=true", "stream_options")
+        inner = Fields(options, path="stream_options.")
+        include_usage = inner.take("include_usage", bool, default=False)
+        inner.take("include_obfuscation", bool)
+        inner.end()
+    if stream and (params.best_of or params.beam_width):
+        name = "best_of" if params.best_of else "beam_width"
+        raise bad_request(f"{name} can't be streamed: its completions are ranked at the end", name)
+    priority = fields.take("priority", int, default=0)
+    if abs(priority) >= 2**31:
+        raise bad_request(f"{priority=} must be in -2147483647..2147483647", "priority")
+    return {"stream": stream, "include_usage": include_usage, "priority": priority}
+
+
+def take_params(
+    fields: Fields,
+    defaults: Mapping[str, Any],
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+    detokenize: bool = True,
+) -> SamplingParams:
+    """Take the fields of `SamplingParams`, and those without an effect.
+
+    Args:
+        fields: of the request.
+        defaults: of the model. Its stop texts and stop tokens are added to those of the request.
+        max_tokens, logprobs, prompt_logprobs, detokenize: which have other names or forms.
+    """
+    for name in _IGNORED_FIELDS:
+        fields.take(name)
+    values = {name: fields.take(name) for name in _SAMPLING_FIELDS}
+    values["stop"] = fields.take("stop", str, list)
+    seed = fields.take("seed", int)
+    values["seed"] = None if seed is None else seed % 2**32
+    values["logit_bias"] = _logit_bias(fields.take("logit_bias", dict))
+    values |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+    given = {name: value for name, value in values.items() if value is not None}
+    _check_stop(given.get("stop", []))
+    for name in ("stop", "stop_token_ids"):
+        if name in defaults and name in given:
+            given[name] = _as_list(defaults[name]) + _as_list(given[name])
+    try:
+        params = SamplingParams(
+            **dict(defaults) | given, max_tokens=max_tokens, detokenize=detokenize
+        )
+    except ValueError as error:
+        raise bad_request(str(error), field_of(str(error))) from None
+    for name in ("n", "best_of"):
+        if (getattr(params, name) or 1) > MAX_N:
+            raise bad_request(f"{name}={getattr(params, name)} must be at most {MAX_N}", name)
+    return params
+
+
+def field_of(message: str) -> str | None:
+    """Return the name of the field with which an error's message begins, if it is one."""
+    name = re.match(r"\w+", message)
+    fields = (*_SAMPLING_FIELDS, "stop", "max_tokens", "logprobs", "logit_bias", "seed")
+    return name[0] if name and name[0] in fields else None
+
+
+def _logit_bias(bias: dict[str, Any] | None) -> dict[int, Any] | None:
+    try:
+        return None if bias is None else {int(token_id): value for token_id, value in bias.items()}
+    except ValueError:
+        raise bad_request("logit_bias must have token ids as keys", "logit_bias") from None
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [*value] if isinstance(value, list | tuple) else [value]
+
+
+def _check_stop(stop: str | list[Any]) -> None:
+    texts = [stop] if isinstance(stop, str) else stop
+    if len(texts) > _MAX_STOPS:
+        raise bad_request(f"stop has {len(texts)} texts, must have at most {_MAX_STOPS}", "stop")
+    if any(isinstance(text, str) and len(text) > _MAX_STOP_LENGTH for text in texts):
+        raise bad_request(f"stop must have at most {_MAX_STOP_LENGTH} characters each", "stop")

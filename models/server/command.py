@@ -1,0 +1,114 @@
+"""The command `python -m models.server`: its options, and how it ends."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from models.cli import add_engine_options, add_model_options
+from models.server.process import Signals, listen
+
+_API_KEY = "PALLAS_PAGED_API_KEY"
+_PACKAGES = ("httptools", "prometheus_client", "starlette", "uvicorn")
+_EPILOG = """\
+output:
+  One line on the standard output when requests are accepted, with the address. Progress and errors
+  go to the standard error.
+
+signals:
+  At Ctrl-C or SIGTERM the server accepts no more requests, and serves those that it has for up to
+  --drain-timeout seconds. A second signal ends it at once.
+
+exit status:
+  0 after a shutdown, 2 bad options or files, 130 and 143 a signal before it served or a second one
+"""
+
+
+def run() -> NoReturn:
+    """Run the command as a process of its own."""
+    raise SystemExit(main())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status; errors of its user are one line on stderr."""
+    args = _parser().parse_args(argv)
+    try:
+        if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
+            raise ValueError(f"{', '.join(missing)} not found: install the extra [server]")
+        signals = Signals()
+        bound = listen(args.host, args.port)
+        print("importing JAX ...", file=sys.stderr, flush=True)
+        from models.server.start import start
+
+        start(args, _api_keys(args), bound, signals)
+        return 0
+    except (ValueError, NotImplementedError, OSError, MemoryError) as error:
+        print("error:", " ".join(str(error).split()) or type(error).__name__, file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m models.server",
+        description="Serve a Llama-family model over HTTP, with the endpoints of OpenAI's API.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    server = parser.add_argument_group("server")
+    add = server.add_argument
+    add("--host", default="127.0.0.1", help="address (127.0.0.1: this machine only)")
+    add("--port", type=int, default=8000, metavar="N", help="0: any free one (8000)")
+    add("--served-model-name", metavar="NAME", help="of the model (the checkpoint's folder)")
+    add(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help=f"that requests must have; repeatable (${_API_KEY}, which other users can't list)",
+    )
+    add(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="Jinja template for chats (the checkpoint's)",
+    )
+    add(
+        "--warmup",
+        choices=("none", "default", "all"),
+        default="default",
+        help="compile before the start what requests need: those without options and greedy ones,"
+        " or all (default); the rest compiles when it first occurs",
+    )
+    add("--access-log", action="store_true", help="a line for each request")
+    limits = parser.add_argument_group("limits")
+    for name, kind, default, text in (
+        ("max-body-bytes", int, 8 << 20, "of a request"),
+        ("max-queue", int, 1024, "sequences that wait; more requests get status 429"),
+        ("max-connections", int, 4096, "open at a time; more get status 503"),
+        ("request-timeout", float, 600, "seconds of a request, its wait included"),
+        ("drain-timeout", float, 30, "seconds that a shutdown waits for requests"),
+    ):
+        metavar = "N" if kind is int else "S"
+        limits.add_argument(
+            f"--{name}", type=kind, default=default, metavar=metavar, help=f"{text} ({default})"
+        )
+    add_model_options(parser)
+    add_engine_options(parser)
+    return parser
+
+
+def _api_keys(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the keys of the options, or that of the environment."""
+    if args.api_key is not None:
+        return tuple(args.api_key)
+    key = os.environ.get(_API_KEY)
+    return (key,) if key else ()

@@ -1,0 +1,170 @@
+"""Prometheus metrics: counts and latencies of requests, and the engine's own counters."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from models.server.config import ServerConfig
+from pallas_paged.engine import AsyncEngine, EngineDeadError, EngineStats, Request
+
+PREFIX = "pallas_paged:"
+_ENGINE_SECONDS = 1.0  # in which the engine must answer; it does not while it compiles
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_TOKENS = tuple(2**n for n in range(0, 19, 2))
+_OUTCOMES = ("stop", "length", "abort", "timeout", "error")
+# Fields of `EngineStats` under vLLM's names, where it has them.
+_GAUGES = {
+    "num_requests_running": ("num_running", "Sequences that have a slot."),
+    "num_requests_waiting": ("num_waiting", "Sequences that wait for a slot."),
+    "num_kv_cache_pages": ("num_pages", "Pages of the pool."),
+    "num_free_pages": ("num_free_pages", "Pages that are free."),
+    "num_cached_pages": ("num_cached_pages", "Pages that only the prefix cache holds."),
+    "num_shared_pages": ("num_shared_pages", "Pages that several running sequences hold."),
+    "kv_cache_bytes": ("pool_bytes", "Bytes of the pool."),
+}
+_COUNTERS = {
+    "prompt_tokens": ("prompt_tokens", "Tokens of the prompts of requests that have ended."),
+    "prefix_cache_hits": ("cached_tokens", "Tokens of those that the prefix cache had."),
+    "generation_tokens": ("generated_tokens", "New tokens."),
+    "computed_tokens": ("computed_tokens", "Tokens that went through the model."),
+    "num_preemptions": ("num_preemptions", "Times that a sequence gave up its pages."),
+    "num_steps": ("num_steps", "Steps of the model."),
+    "num_compilations": ("compilations", "Steps compiled."),
+}
+
+
+class Metrics:
+    """What the server counts, and the newest snapshot of what the engine counts.
+
+    Attributes:
+        error: why the engine is dead, or None.
+    """
+
+    def __init__(self, engine: AsyncEngine, config: ServerConfig):
+        """Start at zero."""
+        self.error: EngineDeadError | None = None
+        self._engine = engine
+        self._refresh: asyncio.Task[None] | None = None
+        self._registry = CollectorRegistry()
+        self._stats = _StatsCollector(config.model_name)
+        self._registry.register(self._stats)
+        labels = {"model_name": config.model_name}
+        outcomes = Counter(
+            f"{PREFIX}requests",
+            "Requests that the engine took, by outcome.",
+            ["model_name", "outcome"],
+            registry=self._registry,
+        )
+        self._outcomes = {name: outcomes.labels(outcome=name, **labels) for name in _OUTCOMES}
+        answers = Counter(
+            f"{PREFIX}http_errors",
+            "Answers with an error, by HTTP status.",
+            ["model_name", "status"],
+            registry=self._registry,
+        )
+        self._answers = lambda status: answers.labels(status=str(status), **labels)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(
+                PREFIX + name, text, ["model_name"], buckets=buckets, registry=self._registry
+            ).labels(**labels)
+
+        self._first_token = histogram(
+            "time_to_first_token_seconds", "From arrival to the first output.", _SECONDS
+        )
+        self._inter_token = histogram(
+            "inter_token_latency_seconds",
+            "Time between two outputs of a completion, per token, once for each output.",
+            _SECONDS,
+        )
+        self._latency = histogram(
+            "e2e_request_latency_seconds", "From arrival to the last output.", _SECONDS
+        )
+        self._queue = histogram(
+            "request_queue_time_seconds", "From submission to a slot of the engine.", _SECONDS
+        )
+        self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self._generation = histogram(
+            "request_generation_tokens", "New tokens of a request.", _TOKENS
+        )
+
+    def first_output(self, seconds: float, request: Request) -> None:
+        """Count the first output of a prompt, `seconds` after its arrival."""
+        self._first_token.observe(seconds)
+        if request.start_time is not None:
+            self._queue.observe(request.start_time - request.arrival_time)
+        self._prompt.observe(len(request.prompt_token_ids))
+
+    def next_output(self, seconds: float, num_tokens: float) -> None:
+        """Count an output, `seconds` after the one before."""
+        self._inter_token.observe(seconds / max(num_tokens, 1))
+
+    def last_output(self, seconds: float, num_tokens: int) -> None:
+        """Count the end of a prompt's completions, `seconds` after its arrival."""
+        self._latency.observe(seconds)
+        self._generation.observe(num_tokens)
+
+    def outcome(self, name: str) -> None:
+        """Count a request that has ended."""
+        self._outcomes[name].inc()
+
+    def answered(self, status: int) -> None:
+        """Count an answer with an error."""
+        self._answers(status).inc()
+
+    async def refresh(self) -> None:
+        """Ask the engine for its counters; a busy engine leaves those of the last time."""
+        if self._refresh is None or self._refresh.done():
+            self._refresh = asyncio.create_task(self._ask())
+        await asyncio.wait([self._refresh], timeout=_ENGINE_SECONDS)
+
+    async def render(self) -> bytes:
+        """Return the metrics in Prometheus' text format."""
+        await self.refresh()
+        return generate_latest(self._registry)
+
+    async def _ask(self) -> None:
+        try:
+            self._stats.newest = await self._engine.stats()
+        except EngineDeadError as error:
+            self._stats.is_alive, self.error = False, error
+        except RuntimeError:
+            pass  # it has shut down
+
+
+class _StatsCollector(Collector):
+    """Makes metrics of the newest `EngineStats`."""
+
+    def __init__(self, model_name: str):
+        self.newest: EngineStats | None = None
+        self.is_alive = True
+        self._labels = ["model_name"], [model_name]
+
+    def collect(self) -> Iterator[Metric]:
+        names, values = self._labels
+        up = GaugeMetricFamily(f"{PREFIX}engine_up", "1, or 0 for a dead engine.", labels=names)
+        up.add_metric(values, float(self.is_alive))
+        yield up
+        if (stats := self.newest) is None:
+            return
+        for name, (field, text) in _GAUGES.items():
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=names)
+            gauge.add_metric(values, getattr(stats, field))
+            yield gauge
+        used = stats.num_pages - stats.num_free_pages - stats.num_cached_pages
+        for name, value, text in (
+            ("num_used_pages", used, "Pages that running sequences hold."),
+            ("kv_cache_usage_perc", used / stats.num_pages, "Share of those, 0 to 1."),
+        ):
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=names)
+            gauge.add_metric(values, value)
+            yield gauge
+        for name, (field, text) in _COUNTERS.items():
+            counter = CounterMetricFamily(PREFIX + name, text, labels=names)
+            counter.add_metric(values, getattr(stats, field))
+            yield counter

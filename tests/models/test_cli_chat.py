@@ -1,0 +1,259 @@
+"""The command `python -m models.generate --chat`: conversations over pipes and on a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from models.chat import ChatTemplate
+from models.generation_config import chat_defaults
+from models.tokenizer import Tokenizer
+from pallas_paged.engine import EngineDeadError
+from pallas_paged.engine.async_engine import AsyncEngine
+from pallas_paged.engine.request_stream import RequestStream
+from tests.support.commands import CONFIG, ROOT, run_command, save_tiny_model
+
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{{ mark }}a:"
+SIZES = ["--max-num-batched-tokens", "32", "--temperature", "0"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = save_tiny_model(tmp_path_factory.mktemp("checkpoint"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture
+def prompts(monkeypatch):
+    """The prompts of all turns, as the engine gets them."""
+    seen = []
+    submit = AsyncEngine.submit
+
+    def recording(engine, token_ids, params):
+        seen.append((bytes(token_ids).decode(errors="replace"), params))
+        return submit(engine, token_ids, params)
+
+    monkeypatch.setattr(AsyncEngine, "submit", recording)
+    return seen
+
+
+@pytest.fixture
+def chat(checkpoint, capsys, monkeypatch):
+    """Run the command on lines of input: exit status, stdout and stderr."""
+
+    def chat(*lines, args=()):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        return run_command(checkpoint, capsys, "--chat", *SIZES, *args)
+
+    return chat
+
+
+def test_answers_are_streamed_and_the_conversation_goes_on(chat, prompts):
+    status, out, err = chat("how are you?", "", " more ", args=["--max-tokens", "9"])
+    assert status == 0
+    (first, _), (second, _) = prompts
+    assert first == "u:how are you?\na:"
+    answer = second.removeprefix("u:how are you?\na:").removesuffix("\nu: more \na:")
+    assert second == f"u:how are you?\na:{answer}\nu: more \na:" and 1 <= len(answer) <= 9
+    assert out.startswith(f"{answer}\n") and out.endswith("\n")
+    context, *stops, summary = err.splitlines()
+    assert context.startswith("a context of 64 tokens; /reset begins a new conversation")
+    assert stops == ["stopped after --max-tokens 9"] * 2
+    # Pages of 16 tokens: the second turn finds the first.
+    assert summary.startswith("2 answers; ") and not summary.endswith("hit rate 0.0%")
+
+
+def test_reset_begins_again_and_quit_ends(chat, prompts):
+    lines = ["one", "/reset", "two", "/unknown", "/path/to a file", "/quit", "three"]
+    status, _, err = chat(*lines, args=["--system", "Be brief.", "--max-tokens", "1"])
+    assert status == 0
+    texts = [prompt for prompt, _ in prompts]
+    assert texts[:2] == ["s:Be brief.\nu:one\na:", "s:Be brief.\nu:two\na:"]
+    assert len(texts) == 3 and texts[2].endswith("\nu:/path/to a file\na:")
+    assert "a new conversation\n" in err and "unknown command /unknown; /reset begins" in err
+
+
+def test_options_reach_the_template_and_the_engine(chat, prompts, tmp_path):
+    file = tmp_path / "other.jinja"
+    file.write_text("{{ mark }}" + TEMPLATE)
+    given = ["--chat-template", str(file), "--chat-template-kwargs", '{"mark": "!"}']
+    chat("x", args=[*given, "--max-tokens", "2", "--stop", "q", "--seed", "5"])
+    ((prompt, params),) = prompts
+    assert prompt == "!u:x\n!a:"
+    assert (params.max_tokens, params.stop, params.seed) == (2, ("q",), 5)
+
+
+def test_an_answer_may_take_the_rest_of_the_context_and_then_it_is_full(chat, prompts):
+    status, _, err = chat("x", "y" * 10, "/reset", "z" * 70, args=["--max-tokens", "999"])
+    assert status == 0
+    ((prompt, params),) = prompts
+    assert params.max_tokens == 64 - len(prompt)
+    messages = [line for line in err.splitlines() if "context" in line][1:]
+    assert messages[0] == "the context of 64 tokens is full: /reset begins a new one"
+    assert messages[1].startswith("error: the conversation has ")
+    assert messages[2] == (
+        "error: the conversation has 75 tokens, and the context 64: /reset begins a new one"
+    )
+
+
+def test_a_message_that_the_template_refuses_is_left_out(chat, prompts, tmp_path):
+    file = tmp_path / "strict.jinja"
+    refusal = "{% if messages[-1].content == 'bad' %}{{ raise_exception('no') }}{% endif %}"
+    file.write_text(refusal + TEMPLATE)
+    args = ["--chat-template", str(file), "--max-tokens", "1"]
+    status, _, err = chat("bad", "good", "\udcff", args=args)
+    assert status == 0 and [prompt for prompt, _ in prompts] == ["u:good\na:"]
+    assert "error: the chat template refuses the messages: no\n" in err
+    assert "error: the messages must be valid UTF-8\n" in err
+
+
+def test_sampling_defaults_of_the_checkpoint_are_used_and_printed(
+    chat, prompts, checkpoint, tmp_path
+):
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "generation_config.json").write_text('{"top_k": 7, "top_p": 0.5}')
+    args = ["--checkpoint", str(tmp_path), "--top-p", "0.9", "--max-tokens", "1"]
+    _, _, err = chat("x", args=args)
+    assert "defaults of the checkpoint: top_k=7, top_p=0.5\n" in err
+    ((_, params),) = prompts
+    assert (params.top_k, params.top_p, params.temperature) == (7, 0.9, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--prompt", "x"], "--prompt is not possible with --chat"),
+        (["--json"], "--json is not possible with --chat"),
+        (["--n", "2"], "--n is not possible with --chat"),
+        (["--beam-width", "2"], "--beam-width is not possible with --chat"),
+        (["--temperature", "-1"], r"temperature=-1.0 must be at least 0"),
+        (["--chat-template-kwargs", "x"], "argument --chat-template-kwargs: 'x' must be a JSON"),
+        (["--chat-template", "/nowhere"], "/nowhere: No such file or directory"),
+        (["--checkpoint", "/nowhere"], "/nowhere: no such checkpoint folder"),
+    ],
+)
+def test_bad_options_are_one_line_and_status_2(chat, args, message):
+    status, out, err = chat("x", args=args)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"error: {message}") and err.count("\n") == 1
+
+
+def test_a_checkpoint_without_a_template_is_one_line(chat, tmp_path):
+    save_tiny_model(tmp_path)
+    status, out, err = chat("x", args=["--checkpoint", str(tmp_path)])
+    assert (status, out) == (2, "")
+    assert err == (
+        f"error: {tmp_path} has no chat template, --chat needs one: give --chat-template FILE, or"
+        " let --prompt TEXT continue a text\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_bug"), [(NotImplementedError("not here"), False), (TypeError("a bug"), True)]
+)
+def test_a_dead_engine_ends_the_program(chat, monkeypatch, cause, is_bug):
+    def dying(self):
+        raise EngineDeadError("a step failed", cause)
+
+    monkeypatch.setattr(RequestStream, "__iter__", dying)
+    if is_bug:
+        with pytest.raises(EngineDeadError, match="a bug"):
+            chat("x")
+    else:
+        status, _, err = chat("x")
+        assert status == 2 and err.splitlines()[1:] == ["error: not here"]
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_its_beginning(chat, prompts, monkeypatch):
+    iterate = RequestStream.__iter__
+    turns = iter(["in the answer", "before it", "never"])
+
+    def interrupted(stream):
+        when = next(turns)
+        for news in iterate(stream):
+            if when == "before it":
+                raise KeyboardInterrupt
+            yield news
+            if when == "in the answer" and news.outputs[0].text:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(RequestStream, "__iter__", interrupted)
+    status, _, err = chat("one", "two", "three", args=["--max-tokens", "8"])
+    assert status == 0 and err.count("stopped\n") == 2
+    texts = [prompt for prompt, _ in prompts]
+    assert texts[0] == "u:one\na:"
+    # The second answer had not begun: its question is left out.
+    assert texts[1].startswith("u:one\na:") and texts[1].endswith("\nu:two\na:")
+    assert texts[2] == texts[1].replace("two", "three")
+
+
+def test_ctrl_c_on_a_terminal_stops_the_answer_and_not_the_program(checkpoint, tmp_path):
+    """In a process of its own, whose main thread waits for input or for the engine."""
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["max_position_embeddings"] = 2**17  # for an answer that takes minutes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    main, child = pty.openpty()
+    command = [sys.executable, "-m", "models.generate", "--chat", "--checkpoint", str(tmp_path)]
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "TERM": "dumb"}
+    process = subprocess.Popen(
+        [*command, *SIZES],
+        cwd=ROOT,
+        env=env,
+        stdin=child,
+        stdout=child,
+        stderr=child,
+        start_new_session=True,
+    )
+    os.close(child)
+    seen = b""
+
+    def wait_for(text, count=1, *, interrupts=False):
+        """Read until a text has come; send Ctrl-C each second where one may be too early."""
+        nonlocal seen
+        end = time.monotonic() + 120
+        while seen.count(text) < count and time.monotonic() < end:
+            if select.select([main], [], [], 1.0)[0]:
+                try:
+                    seen += os.read(main, 4096)
+                except OSError:  # the process has ended
+                    break
+            elif interrupts:
+                process.send_signal(signal.SIGINT)
+        assert seen.count(text) >= count, seen.decode()
+
+    try:
+        wait_for(b"> ")
+        wait_for(b"/reset begins", 2, interrupts=True)  # the first is in the greeting
+        os.write(main, b"hello\n")
+        wait_for(b"stopped", interrupts=True)
+        assert process.poll() is None
+        os.write(main, b"/quit\n")
+        wait_for(b" answers; ")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(main)
+
+
+def test_the_demo_checkpoint_has_a_template_whose_answers_end_at_a_blank_line():
+    folder = ROOT / "models" / "checkpoints" / "shakespeare"
+    template = ChatTemplate(folder)
+    messages = [{"role": "system", "content": "Verona."}, {"role": "user", "content": " Ho! "}]
+    assert template.render(messages) == "Verona.\n\nJULIET:\nHo!\n\nROMEO:\n"
+    with pytest.raises(ValueError, match="knows the roles system, user and assistant"):
+        template.render([{"role": "tool", "content": "x"}])
+    assert chat_defaults(folder, CONFIG, Tokenizer(folder), template) == {"stop": ["\n\n"]}

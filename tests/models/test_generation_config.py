@@ -1,0 +1,88 @@
+"""Sampling defaults that a checkpoint folder sets."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from models.chat import ChatTemplate
+from models.generation_config import chat_defaults, sampling_defaults
+from models.tokenizer import Tokenizer
+from tests.support.chat_folders import save_chat_folder
+from tests.support.commands import CONFIG
+
+QWEN = {
+    "do_sample": True,
+    "temperature": 0.7,
+    "top_k": 20,
+    "top_p": 0.8,
+    "repetition_penalty": 1.05,
+    "eos_token_id": [1, 2],
+    "max_length": 99,
+}
+
+
+def write(folder, contents):
+    text = contents if isinstance(contents, str) else json.dumps(contents)
+    (folder / "generation_config.json").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("contents", "expected"),
+    [
+        ({}, {}),
+        ({"temperature": None, "stop_strings": "x"}, {}),
+        (QWEN, {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}),
+        ({"temperature": 0.5, "min_p": 0.1}, {"temperature": 0.5, "min_p": 0.1}),
+        (
+            QWEN | {"do_sample": False},
+            {"temperature": 0.0, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05},
+        ),
+    ],
+)
+def test_sampling_defaults_are_those_of_the_file(tmp_path, contents, expected):
+    assert sampling_defaults(tmp_path) == {}
+    assert sampling_defaults(write(tmp_path, contents)) == expected
+
+
+@pytest.mark.parametrize(
+    ("contents", "stop"),
+    [
+        ({}, {}),
+        ({"stop_strings": ["x", "y"]}, {"stop": ["x", "y"]}),
+        ({"chat_stop_strings": "z"}, {"stop": "z"}),
+    ],
+)
+def test_answers_end_at_stop_texts_and_at_the_end_of_the_tokenizer(tmp_path, contents, stop):
+    save_chat_folder(tmp_path, "turns")
+    write(tmp_path, {"top_p": 0.5} | contents)
+    tokenizer = Tokenizer(tmp_path)
+    ends = {"stop_token_ids": [tokenizer.token_id("</s>")]}
+    assert ends["stop_token_ids"] == [257]
+    config = replace(CONFIG, vocab_size=300)
+    defaults = chat_defaults(tmp_path, config, tokenizer, ChatTemplate(tmp_path))
+    assert defaults == {"top_p": 0.5} | ends | stop
+    # Tokens that the model ends at anyway, or does not have.
+    for known in (replace(config, eos_token_ids=(1, 257)), CONFIG):
+        defaults = chat_defaults(tmp_path, known, tokenizer, ChatTemplate(tmp_path))
+        assert defaults == {"top_p": 0.5} | stop
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "unknown"}')
+    defaults = chat_defaults(tmp_path, config, tokenizer, ChatTemplate(tmp_path))
+    assert defaults == {"top_p": 0.5} | stop
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        ("{", "generation_config.json: not JSON: "),
+        ("[]", "generation_config.json: expected a JSON object"),
+        ({"temperature": "hot"}, "generation_config.json: temperature='hot' must be a finite"),
+        ({"top_p": 1.5}, r"generation_config.json: top_p=1\.5 must be above 0 and at most 1"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, contents, message):
+    with pytest.raises(ValueError, match=message):
+        sampling_defaults(write(tmp_path, contents))

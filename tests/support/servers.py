@@ -1,0 +1,160 @@
+"""A server over a real socket, in a thread of the test process, with a small plain model."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from models.chat import ChatTemplate
+from models.server.config import ServerConfig
+from models.server.process import listen
+from models.server.server import Server
+from models.server.service import Service
+from models.tokenizer import Tokenizer, save_byte_tokenizer
+from pallas_paged.engine import Engine, EngineConfig
+from tests.support.plain_model import PlainModel, greedy_tokens
+
+MODEL = PlainModel(vocab_size=256, num_layers=1, max_model_len=256)
+SIZES = EngineConfig(
+    num_pages=64, page_size=16, max_num_seqs=8, max_num_batched_tokens=64, num_scheduler_steps=4
+)
+CHAT_TEMPLATE = """\
+{%- if tools %}[tools] {{ tools | tojson }}
+{% endif -%}
+{%- if style is defined %}[style] {{ style }}
+{% endif -%}
+{%- for message in messages -%}
+{%- if message.role == "tool" %}{{ raise_exception("no tools here") }}{% endif -%}
+[{{ message.role }}] {{ message.content }}
+{% endfor -%}
+{%- if add_generation_prompt %}[assistant] {% endif -%}
+"""
+
+
+class RunningServer:
+    """A server that runs from `with` to the end of the block; then every page must be free.
+
+    Attributes:
+        url: address.
+        service: what it serves.
+        server: the `Server`, in the loop of its thread.
+    """
+
+    def __init__(
+        self, folder: Path, *, engine: Engine | None = None, has_texts: bool = True, **config: Any
+    ):
+        """Make the service; files of the tokenizer and the template go to a folder.
+
+        Args:
+            folder: gets the files.
+            engine: of a model over bytes; None: a small one.
+            has_texts: whether there are a tokenizer and a chat template.
+            config: fields of `ServerConfig`.
+        """
+        save_byte_tokenizer(folder, max_length=MODEL.max_model_len)
+        (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+        self._engine = small_engine(folder if has_texts else None) if engine is None else engine
+        self.service = Service(
+            self._engine,
+            ServerConfig(**{"model_name": "small", "drain_timeout": 30.0} | config),
+            vocab_size=MODEL.vocab_size,
+            tokenizer=Tokenizer(folder) if has_texts else None,
+            chat_template=ChatTemplate(folder) if has_texts else None,
+        )
+        self.server = Server(self.service)
+        self._bound = listen("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._bound.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> RunningServer:
+        self._thread.start()
+        wait_until(lambda: self.server.started or not self._thread.is_alive())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        if self.service.metrics.error is None:
+            check_idle(self._engine)
+
+    def stop(self) -> None:
+        """Begin the shutdown."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self.server.stop)
+
+    def call(self, coroutine: Any) -> Any:
+        """Run a coroutine in the server's loop, and return its result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the values of the metrics, by name and labels but that of the model."""
+        text = self.call(self.service.metrics.render()).decode()
+        lines = (line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+        return {_short(name): float(value) for name, value in lines}
+
+    def wait_until_idle(self) -> None:
+        """Wait until no request runs or waits, and every page is free or only cached."""
+
+        def is_idle() -> bool:
+            values = self.metrics()
+            names = ("num_requests_running", "num_requests_waiting", "num_used_pages")
+            return not any(values[name] for name in names) and not self.service.admission.num_seqs
+
+        wait_until(is_idle)
+
+    def _run(self) -> None:
+        async def serve() -> None:
+            self._loop = asyncio.get_running_loop()
+            await self.server.serve(sockets=[self._bound])
+
+        asyncio.run(serve())
+
+
+def _short(name: str) -> str:
+    """Return the name of a metric without the prefix and the name of the model."""
+    name = re.sub(r'model_name="[^"]*",?', "", name.removeprefix("pallas_paged:"))
+    return name.replace(",}", "}").removesuffix("{}")
+
+
+@functools.cache
+def small_params() -> dict[str, jax.Array]:
+    return MODEL.init(jax.random.key(0))
+
+
+def small_engine(folder: Path | None) -> Engine:
+    """Make an engine whose tokenizer is in a folder; None: without one."""
+    if folder is not None:
+        save_byte_tokenizer(folder, max_length=MODEL.max_model_len)
+    return Engine(MODEL, small_params(), SIZES, Tokenizer(folder) if folder is not None else None)
+
+
+@functools.cache
+def expected_text(prompt: str, num_tokens: int) -> str:
+    """Return the greedy continuation of a prompt, computed without a cache."""
+    tokens = greedy_tokens(MODEL, small_params(), list(prompt.encode()), num_tokens)
+    return bytes(tokens).decode(errors="replace")
+
+
+def check_idle(engine: Engine) -> None:
+    """Check that an engine which has shut down has no request and no page in use."""
+    engine.check()
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    table = engine.table
+    assert int(table.num_free) + stats.num_cached_pages == stats.num_pages
+
+
+def wait_until(condition: Any, seconds: float = 60.0) -> None:
+    """Wait until a condition holds; fail if it does not."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, condition
+        time.sleep(0.01)

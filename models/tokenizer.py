@@ -59,6 +59,11 @@ class Tokenizer:
         """Return the text of token ids, special tokens left out, broken UTF-8 as U+FFFD."""
         return self._tokenizer.decode(list(token_ids))
 
+    def is_special(self, token_id: int) -> bool:
+        """Return whether this is a special token, which `decode` leaves out."""
+        token = self._added.get(token_id)
+        return token is not None and token.special
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token, which may be a part of a character.
 

@@ -9,8 +9,9 @@ from typing import Any
 from models.server.body import Fields
 from models.server.call import Answer, Call, Prompt, take_params, take_stream
 from models.server.errors import bad_request
-from models.server.logprobs import TextOffsets, TokenBytes, completion_logprobs
+from models.server.logprobs import TextOffsets, completion_logprobs
 from models.server.service import Service
+from models.tokenizer import Tokenizer
 from pallas_paged.engine import CompletionOutput
 
 _MAX_TOKENS = 16  # where a request has no max_tokens, as in OpenAI's API
@@ -27,7 +28,7 @@ def parse_completion(fields: Fields, service: Service) -> Call:
     fields.refuse("suffix", "")
     echo = fields.take("echo", bool, default=False)
     logprobs = fields.take("logprobs", int)
-    token_bytes = service.tokenizer.token_bytes if logprobs is not None else None
+    tokenizer = service.tokenizer if logprobs is not None else None
     ids = fields.take("return_token_ids", bool, default=False)
     params = take_params(
         fields,
@@ -48,7 +49,7 @@ def parse_completion(fields: Fields, service: Service) -> Call:
         num_characters=sum(len(prompt) for prompt in prompts if isinstance(prompt, str)),
         num_prompts=len(prompts),
         params=params,
-        answer=_TextAnswer(service, token_bytes, echo=echo, num_top=logprobs or 0, has_ids=ids),
+        answer=_TextAnswer(service, tokenizer, echo=echo, num_top=logprobs or 0, has_ids=ids),
         **options,
     )
 
@@ -79,14 +80,14 @@ class _TextAnswer(Answer):
     def __init__(
         self,
         service: Service,
-        token_bytes: TokenBytes | None,  # None: without log-probabilities
+        tokenizer: Tokenizer | None,  # None: without log-probabilities
         *,
         echo: bool,
         num_top: int,
         has_ids: bool,
     ):
         super().__init__("text_completion", "cmpl", service.config.model_name)
-        self._token_bytes, self._echo = token_bytes, echo
+        self._tokenizer, self._echo = tokenizer, echo
         self._num_top, self._has_ids = num_top, has_ids
         self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)  # by choice
 
@@ -118,12 +119,12 @@ class _TextAnswer(Answer):
     def _logprobs(
         self, index: int, prompt: Prompt, output: CompletionOutput, *, echo: bool
     ) -> dict[str, Any] | None:
-        if self._token_bytes is None:
+        if self._tokenizer is None:
             return None
         token_ids: list[int] = output.token_ids
         entries: Sequence[Any] = output.logprobs or ()
         if echo and prompt.logprobs is not None:
             token_ids, entries = prompt.token_ids + token_ids, [*prompt.logprobs, *entries]
         return completion_logprobs(
-            token_ids, entries, self._num_top, self._token_bytes, self._offsets[index]
+            token_ids, entries, self._num_top, self._tokenizer, self._offsets[index]
         )

@@ -6,6 +6,7 @@ import codecs
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from models.tokenizer import Tokenizer
 from pallas_paged.engine import Logprob
 
 _LEAST = -9999.0  # in place of minus infinity, which JSON lacks; OpenAI has the same
@@ -49,7 +50,7 @@ def completion_logprobs(
     token_ids: Sequence[int],
     entries: Sequence[Entry | None],
     num_top: int,
-    token_bytes: TokenBytes,
+    tokenizer: Tokenizer,
     offsets: TextOffsets,
 ) -> dict[str, Any]:
     """Return `choices[].logprobs` of a text completion.
@@ -58,23 +59,23 @@ def completion_logprobs(
         token_ids: of the text.
         entries: for each token; None for the first token of a prompt.
         num_top: alternatives of each token.
-        token_bytes: returns the bytes of a token.
+        tokenizer: of the tokens; special ones have no part of the text.
         offsets: of the tokens, where the completion's earlier ones have been.
     """
     logprobs: list[float | None] = []
     top_logprobs: list[dict[str, float] | None] = []
     tokens, text_offset = [], []
     for token_id, entry in zip(token_ids, entries, strict=True):
-        data = token_bytes(token_id)
+        data = tokenizer.token_bytes(token_id)
         tokens.append(_text(data))
-        text_offset.append(offsets.add(data))
+        text_offset.append(offsets.add(b"" if tokenizer.is_special(token_id) else data))
         if entry is None:
             logprobs.append(None)
             top_logprobs.append(None)
             continue
         top = _best(entry, num_top)
         logprobs.append(_finite(entry[token_id]))
-        top_logprobs.append({_text(token_bytes(one)): _finite(entry[one]) for one in top})
+        top_logprobs.append({_text(tokenizer.token_bytes(one)): _finite(entry[one]) for one in top})
     return {
         "tokens": tokens,
         "token_logprobs": logprobs,

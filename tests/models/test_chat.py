@@ -108,7 +108,7 @@ def test_special_tokens_may_be_texts_or_objects(tmp_path):
         "image_token": "<i>",
     }
     assert template.render([USER]) == "<s></s><i>"
-    assert template.render([USER], variables={"bos_token": "B"}) == "B</s><i>"
+    assert template.render([USER], variables={"bos_token": "B", "self": 5}) == "B</s><i>"
 
 
 def test_a_message_of_the_developer_is_a_system_message_unless_the_template_knows_it(tmp_path):

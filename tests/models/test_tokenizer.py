@@ -67,6 +67,7 @@ def test_bytes_of_single_tokens(byte_level, sentencepiece):
 def test_bos_is_added_and_left_out_of_the_text(sentencepiece):
     ids = sentencepiece.encode("ab b")
     assert ids[0] == 1
+    assert [token_id for token_id in ids if sentencepiece.is_special(token_id)] == [1]
     assert sentencepiece.decode(ids) == "ab b"
 
 

@@ -39,7 +39,7 @@ _GPU_OPTIONS = {
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
 # On a mesh each step of a loop is a graph: one with sums over devices can't be in that of a loop.
-# Between the products of a layer NCCL is faster than XLA's own kernels for sums (bench.parallel).
+# Between the products of a layer NCCL is faster than XLA's own kernels for sums: docs/parallel.md.
 _MESH_OPTIONS = {
     "xla_gpu_enable_command_buffer": (
         "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,COLLECTIVES"

@@ -18,6 +18,7 @@ import jax
 from bench import cli, parallel_calls, timing
 from bench.offline import make_workload
 from bench.parallel_calls import make_mesh
+from bench.parallel_model import Rates, decode_step
 from bench.report import number, ratio, table
 from bench.serving.models import SHAPES, random_model
 from bench.serving.step import measure_step
@@ -39,9 +40,11 @@ def measure_steps(name: str, rows: Sequence[int], count: int, args: argparse.Nam
             num_steps=args.steps,
             tensor_parallel=count,
         )
-        # Each device reads its part of the weights and of the K/V.
-        limit_us = result["limit_us"] and result["limit_us"] / count
-        yield {"model": name, "devices": count} | result | {"limit_us": limit_us}
+        if result["read_gbps"]:  # each device reads its part of the weights and of the K/V
+            length = round(result["context"])
+            part = decode_step(decoder.config, num_seqs=num_seqs, length=length, tensor=count)
+            result["limit_us"] = part.read_us(Rates(read=result["read_gbps"]))
+        yield {"model": name, "devices": count} | result
         gc.collect()  # free the pool before the next engine allocates its own
 
 

@@ -85,11 +85,6 @@ class DecodeStep:
         """Return the time of the step: a collective and the product after it do not overlap."""
         return self.read_us(rates) + self.collectives_us(rates)
 
-    @property
-    def collective_bytes(self) -> int:
-        """Bytes of the results of all collectives on each device."""
-        return sum(n * c.num_bytes for c, n in self.collectives.items())
-
 
 def decode_step(
     config: ModelConfig,

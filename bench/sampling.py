@@ -38,7 +38,7 @@ from pallas_paged.engine.sampler import (
     sample,
 )
 from pallas_paged.engine.sampling_params import SamplingParams
-from pallas_paged.engine.step import _GPU_OPTIONS
+from pallas_paged.engine.step import GPU_OPTIONS
 
 _NUM_SETS = 4  # arrays of logits among which the calls rotate
 _NUM_LOOPS = 8  # times that a run visits all of them
@@ -144,7 +144,7 @@ def chain(mode: SamplingMode, *, by_sort: bool) -> Any:
         return lax.fori_loop(0, _NUM_LOOPS, body, carry)
 
     gpu = jax.default_backend() == "gpu"
-    return jax.jit(run, compiler_options=_GPU_OPTIONS if gpu else None)
+    return jax.jit(run, compiler_options=GPU_OPTIONS if gpu else None)
 
 
 def make_logits(num_rows: int, vocab_size: int, args: argparse.Namespace) -> list[jax.Array]:

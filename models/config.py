@@ -249,10 +249,6 @@ def read_eos_token_ids(value: Any) -> tuple[int, ...]:
     return tuple(value) if _is_list(value) else (value,)
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple)
 

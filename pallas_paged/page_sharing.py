@@ -1,4 +1,4 @@
-"""Pages that others than one row hold: retained ones, and those that rows attach.
+"""Pages that several rows or a prefix cache hold: retain, release and attach them.
 
 Functions of a `PageTable`, as pure as those of `page_table`.
 """

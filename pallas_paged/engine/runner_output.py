@@ -126,7 +126,7 @@ def read_output(in_flight: InFlight, output: StepOutput, page_size: int) -> Runn
 def _read_logprobs(
     logprobs: Logprobs | None, place: Any, token_ids: list[int], num_logprobs: int
 ) -> LogprobSequence:
-    """Return what arrays have of tokens at a place, with so many of the most probable."""
+    """Return what arrays have of tokens at a place, with this number of the most probable."""
     assert logprobs is not None
     return LogprobSequence(
         token_ids,

@@ -31,7 +31,7 @@ _LOGPROBS_BLOCK = 128  # prompt tokens whose logits are in memory at a time
 # Everything that a step needs in one CUDA graph, a loop of steps included: launched one by one, its
 # kernels wait for the host. Kernels that do not depend on one another run side by side, such as the
 # writes of K and V and the rotation of q: 3% of a decode step.
-_GPU_OPTIONS = {
+GPU_OPTIONS = {
     "xla_gpu_enable_command_buffer": (
         "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
     ),
@@ -122,7 +122,7 @@ def make_step(
         options["out_shardings"] = (state_shardings, whole, whole)
     if jax.default_backend() == "gpu":
         is_alone = shardings is None or shardings.whole.mesh.size == 1
-        options["compiler_options"] = _GPU_OPTIONS if is_alone else _MESH_OPTIONS
+        options["compiler_options"] = GPU_OPTIONS if is_alone else _MESH_OPTIONS
     return jax.jit(step, donate_argnames=("state", "counts"), **options)
 
 

@@ -54,7 +54,7 @@ def test_frequencies_and_angles_equal_transformers(name, golden):
         positions = jnp.arange(length)
         cos, sin = rotation(positions, config, whole_rows=True)
         assert cos.shape == sin.shape == (length, 1, config.head_dim // 2)
-        tolerance = 1e-6 + 5e-11 * length  # the last bit of a low frequency, times the position
+        tolerance = 2e-6 + 5e-11 * length  # the last bit of a low frequency, times the position
         for found, kind in ((cos, "cos"), (sin, "sin")):
             expected = golden[f"{name}.{kind}.{length}"]
             found = found[-len(expected) :, 0]

@@ -132,12 +132,14 @@ def test_weights_on_other_devices_are_sent_to_those_of_the_engine(new_tokens):
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_a_model_without_specs_keeps_the_shardings_of_its_weights(cut, alone):
+    two = mesh(2).devices
+
     class NoSpecs(type(WIDE)):
         param_specs = None
 
     params = weights(WIDE)
     if cut:  # on the axis of a mesh of the caller
-        theirs = jax.sharding.Mesh(mesh(2).devices, ("model",))
+        theirs = jax.sharding.Mesh(two, ("model",))
         head = NamedSharding(theirs, P(None, "model"))
         params = {name: jax.device_put(x, NamedSharding(theirs, P())) for name, x in params.items()}
         params["head"] = jax.device_put(params["head"], head)
@@ -203,6 +205,8 @@ def test_the_open_number_of_pages_counts_the_heads_of_one_device():
 
 
 def test_sizes_that_do_not_fit_the_model_or_the_machine_are_refused():
+    mesh(3)
+
     def build(**sizes):
         return make_engine(WIDE, weights(WIDE), **sizes)
 
@@ -219,7 +223,6 @@ def test_sizes_that_do_not_fit_the_model_or_the_machine_are_refused():
     with pytest.raises(ValueError, match=r"devices=.* must all be different"):
         twice = jax.devices()[:1] * 2
         Engine(WIDE, weights(WIDE), EngineConfig(tensor_parallel=2), devices=twice)
-    mesh(2)
 
     for spec, reason in [
         (P("tensor", "data"), "must name no other axis"),

@@ -162,7 +162,7 @@ def test_nothing_compiles_after_the_warm_up_on_a_mesh(compilations):
 @pytest.mark.parametrize("shape", [(4, 0), (4, 16)], ids=["decode", "mixed"])
 def test_a_step_gathers_neither_a_pool_nor_weights(num_devices, shape):
     """Sums over the devices and what greedy sampling needs are all that it sends."""
-    engine = mesh_engine(num_devices, num_pages=MANY_PAGES // 16)
+    engine = mesh_engine(num_devices, num_pages=MANY_PAGES // 4)
     runner = engine.replicas[0].runner
     batch = runner._pack([], [], shape, SamplingMode())
     compiled = runner.executor.lower(batch).compile()

@@ -2,11 +2,8 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from pallas_paged.attention import (
-    merge_attention_states,
-    paged_attention,
-    ragged_paged_attention,
-)
+from pallas_paged.attention import paged_attention, ragged_paged_attention
+from pallas_paged.attention_states import merge_attention_states
 from pallas_paged.cascade import cascade_attention
 from pallas_paged.dispatch import Implementation
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig, MosaicRaggedConfig

@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal, SupportsFloat, TypedDict, Unpack, overload
+from typing import Any, Literal, SupportsFloat, Unpack, overload
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from pallas_paged import dispatch
-from pallas_paged.checks import as_array, default_promotion
+from pallas_paged.checks import default_promotion
 from pallas_paged.dispatch import Implementation
-from pallas_paged.kernels import xla
+from pallas_paged.jax_keywords import JaxKeywords, with_jax_keywords
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig, MosaicRaggedConfig
 from pallas_paged.kernels.triton.config import DecodeConfig, RaggedConfig
 from pallas_paged.validation import (
-    check_states,
     checked_arrays,
     checked_fixed_split_size,
     checked_offsets,
     checked_tree_mask,
     logit_options,
 )
-
-
-class JaxKeywords(TypedDict, total=False):
-    """Keywords of `jax.experimental.pallas.ops.gpu.paged_attention` with other names here."""
-
-    lengths: ArrayLike
-    k_scales_pages: ArrayLike | None
-    v_scales_pages: ArrayLike | None
-    attn_logits_soft_cap: SupportsFloat | None
 
 
 @overload
@@ -168,7 +156,7 @@ def paged_attention(
     Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
     PagedAttention", SOSP 2023; split-KV as in Flash-Decoding, balanced over the lengths.
     """
-    given: dict[str, Any] = _with_jax_keywords(
+    given: dict[str, Any] = with_jax_keywords(
         dict(seq_lens=seq_lens, k_scales=k_scales, v_scales=v_scales, soft_cap=soft_cap),
         jax_keywords,
     )
@@ -198,26 +186,6 @@ def paged_attention(
         fixed_split_size=checked_fixed_split_size(fixed_split_size),
     )
     return (out, lse) if return_lse else out
-
-
-_OUR_NAMES = {
-    "lengths": "seq_lens",
-    "k_scales_pages": "k_scales",
-    "v_scales_pages": "v_scales",
-    "attn_logits_soft_cap": "soft_cap",
-}
-
-
-def _with_jax_keywords(given: dict[str, Any], jax_keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `given` with the arguments that came under the keywords of JAX's op."""
-    for name, value in jax_keywords.items():
-        if name not in _OUR_NAMES:
-            raise TypeError(f"paged_attention() got an unexpected keyword argument {name!r}")
-        ours = _OUR_NAMES[name]
-        if given[ours] is not None:
-            raise TypeError(f"paged_attention() got {ours} twice, the second time as {name}")
-        given = given | {ours: value}
-    return given
 
 
 @overload
@@ -356,24 +324,3 @@ def ragged_paged_attention(
         with_lse=return_lse,
     )
     return (out, lse) if return_lse else out
-
-
-@default_promotion()
-def merge_attention_states(outs: ArrayLike, lses: ArrayLike) -> tuple[jax.Array, jax.Array]:
-    """Merge attention over disjoint sets of keys into attention over their union.
-
-    Args:
-        outs: f32, bf16 or f16 `[S, ..., D]`, the outputs of the S states.
-        lses: f32`[S, ...]`, their natural-log log-sum-exps; -inf marks a state that saw no key,
-            whose `outs` may then hold anything.
-
-    Returns:
-        `(out [..., D] in the dtype of outs, lse f32[...])`. Where no state saw a key, `out = 0` and
-        `lse = -inf`.
-
-    Raises:
-        ValueError: the shapes do not belong together or a dtype is not allowed.
-    """
-    outs, lses = as_array("outs", outs), as_array("lses", lses)
-    check_states(outs, lses)
-    return xla.merge_states(jnp.asarray(outs), jnp.asarray(lses))

@@ -15,11 +15,13 @@ from pallas_paged.jax_keywords import JaxKeywords, with_jax_keywords
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig, MosaicRaggedConfig
 from pallas_paged.kernels.triton.config import DecodeConfig, RaggedConfig
 from pallas_paged.validation import (
+    check_causal,
     checked_arrays,
     checked_fixed_split_size,
     checked_offsets,
     checked_tree_mask,
     logit_options,
+    of_first_rows,
 )
 
 
@@ -33,7 +35,9 @@ def paged_attention(
     k_scales: ArrayLike | None = ...,
     v_scales: ArrayLike | None = ...,
     *,
+    num_seqs: ArrayLike | None = ...,
     sm_scale: SupportsFloat | None = ...,
+    q_scale: SupportsFloat | None = ...,
     soft_cap: SupportsFloat | None = ...,
     sliding_window: int | None = ...,
     alibi_slopes: ArrayLike | None = ...,
@@ -56,7 +60,9 @@ def paged_attention(
     k_scales: ArrayLike | None = ...,
     v_scales: ArrayLike | None = ...,
     *,
+    num_seqs: ArrayLike | None = ...,
     sm_scale: SupportsFloat | None = ...,
+    q_scale: SupportsFloat | None = ...,
     soft_cap: SupportsFloat | None = ...,
     sliding_window: int | None = ...,
     alibi_slopes: ArrayLike | None = ...,
@@ -79,7 +85,9 @@ def paged_attention(
     k_scales: ArrayLike | None = None,
     v_scales: ArrayLike | None = None,
     *,
+    num_seqs: ArrayLike | None = None,
     sm_scale: SupportsFloat | None = None,
+    q_scale: SupportsFloat | None = None,
     soft_cap: SupportsFloat | None = None,
     sliding_window: int | None = None,
     alibi_slopes: ArrayLike | None = None,
@@ -111,7 +119,8 @@ def paged_attention(
         k_pages: `[num_kv_heads, num_pages, page_size, head_dim]`, the dtype of `q`, or int8 or
             float8_e4m3fn. Query head h reads KV head `h // (num_q_heads // num_kv_heads)`.
         v_pages: same shape and dtype as `k_pages`.
-        block_tables: i32`[B, pages_per_seq]`, the page of each block of each row.
+        block_tables: i32`[B, pages_per_seq]`, the page of each block of each row, or the same flat,
+            i32`[B * pages_per_seq]`. Entries past a row's blocks may hold any integer.
         seq_lens: i32`[B]`, tokens of each row. Lengths are clipped to the range from 0 to what
             `block_tables` can address.
         k_scales: dequantization scales of int8 and float8_e4m3fn pages (value = element * scale),
@@ -119,7 +128,12 @@ def paged_attention(
             with other pages. The Triton kernels with bf16 or f16 `q` multiply weights by V's scales
             in f16: scales from 2**-64 to 2**50 are safe, so V from 1e-17 to 1e17.
         v_scales: like `k_scales`.
+        num_seqs: i32`[]`: rows from there on count as empty, whatever `seq_lens`, `block_tables`
+            and `cu_q_lens` hold for them. None means all rows.
         sm_scale: factor of q.k; None means `head_dim ** -0.5`. Static.
+        q_scale: dequantization scale of `q` (value = element * q_scale), one more factor of q.k, or
+            None. In ragged paged attention "v3" it cancels, since the kernel divides `q` by it
+            first: leave it out here for such a `q`. Static.
         soft_cap: c of `c * tanh(x / c)`, at least 1e-30; None means no cap. Static.
         sliding_window: a query at p sees the keys j with `p - sliding_window < j <= p`; blocks left
             of the window are not read. None means all keys. Static.
@@ -174,10 +188,11 @@ def paged_attention(
     )
     out, lse = dispatch.attend(
         "decode",
-        arrays,
+        of_first_rows(arrays, num_seqs),
         options=logit_options(
             arrays.head_dim,
             sm_scale=sm_scale,
+            q_scale=q_scale,
             soft_cap=given["soft_cap"],
             sliding_window=sliding_window,
         ),
@@ -199,11 +214,14 @@ def ragged_paged_attention(
     *,
     k_scales: ArrayLike | None = ...,
     v_scales: ArrayLike | None = ...,
+    num_seqs: ArrayLike | None = ...,
     sm_scale: SupportsFloat | None = ...,
+    q_scale: SupportsFloat | None = ...,
     soft_cap: SupportsFloat | None = ...,
     sliding_window: int | None = ...,
     alibi_slopes: ArrayLike | None = ...,
     sinks: ArrayLike | None = ...,
+    causal: bool = ...,
     tree_mask: ArrayLike | None = ...,
     return_lse: Literal[False] = ...,
     implementation: Implementation | None = ...,
@@ -223,11 +241,14 @@ def ragged_paged_attention(
     *,
     k_scales: ArrayLike | None = ...,
     v_scales: ArrayLike | None = ...,
+    num_seqs: ArrayLike | None = ...,
     sm_scale: SupportsFloat | None = ...,
+    q_scale: SupportsFloat | None = ...,
     soft_cap: SupportsFloat | None = ...,
     sliding_window: int | None = ...,
     alibi_slopes: ArrayLike | None = ...,
     sinks: ArrayLike | None = ...,
+    causal: bool = ...,
     tree_mask: ArrayLike | None = ...,
     return_lse: Literal[True],
     implementation: Implementation | None = ...,
@@ -247,11 +268,14 @@ def ragged_paged_attention(
     *,
     k_scales: ArrayLike | None = None,
     v_scales: ArrayLike | None = None,
+    num_seqs: ArrayLike | None = None,
     sm_scale: SupportsFloat | None = None,
+    q_scale: SupportsFloat | None = None,
     soft_cap: SupportsFloat | None = None,
     sliding_window: int | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    causal: bool = True,
     tree_mask: ArrayLike | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
@@ -263,17 +287,21 @@ def ragged_paged_attention(
     Whole prompts, chunks of prompts on a cached prefix, a few tokens that verify a speculation and
     single tokens can be mixed in one call: row b's queries are `q[cu_q_lens[b]:cu_q_lens[b + 1]]`.
     Their K/V must be in the pages already and `seq_lens` counts them. Query i of q_len is at
-    position `seq_lens[b] - q_len + i`, and sees the positions up to its own. On a mesh as
-    `paged_attention`, with tokens and rows whole on every device.
+    position `seq_lens[b] - q_len + i`, and sees the positions up to its own, or with `causal=False`
+    all of them. On a mesh as `paged_attention`, with tokens and rows whole on every device.
 
     Args:
         q: f32, bf16 or f16 `[T, num_q_heads, head_dim]`, the rows' queries one after another.
         k_pages, v_pages, block_tables, seq_lens: as in `paged_attention`, for B rows.
         cu_q_lens: i32`[B + 1]`, rising from 0: where the queries of each row begin and end. Rows
             may have none; tokens from `cu_q_lens[B]` on are padding. Values are made to rise from 0
-            and clipped to T. A query left of position 0 sees no key.
-        k_scales, v_scales, sm_scale, soft_cap, sliding_window, alibi_slopes, sinks: as in
-            `paged_attention`.
+            and clipped to T. A causal query left of position 0 sees no key.
+        k_scales, v_scales, num_seqs, sm_scale, q_scale, soft_cap, sliding_window, alibi_slopes,
+            sinks: as in `paged_attention`.
+        causal: False lets every query of a row see all of the row's keys, as in encoders, and in
+            attention to the keys of another text, which may be fewer than the queries. A window
+            then still hides the keys left of it, and none to the right. ALiBi takes distances as
+            `-abs(key position - query position)`, as FlashAttention does. Static.
         tree_mask: bool`[B, max_q, max_q]`, or None: query i of row b sees the key of its row's
             newest token j (of q_len) where `tree_mask[b, i, j]`, in place of causality; it sees all
             older keys. Positions, for the window and for ALiBi, stay those of the slots. Queries
@@ -312,11 +340,17 @@ def ragged_paged_attention(
         cu_q_lens=checked_offsets("cu_q_lens", cu_q_lens, arrays.num_seqs),
         tree_mask=checked_tree_mask(tree_mask, arrays.num_seqs),
     )
+    check_causal(causal, has_tree=tree_mask is not None)
     out, lse = dispatch.attend(
         "ragged",
-        arrays,
+        of_first_rows(arrays, num_seqs),
         options=logit_options(
-            arrays.head_dim, sm_scale=sm_scale, soft_cap=soft_cap, sliding_window=sliding_window
+            arrays.head_dim,
+            sm_scale=sm_scale,
+            q_scale=q_scale,
+            soft_cap=soft_cap,
+            sliding_window=sliding_window,
+            causal=causal,
         ),
         implementation=implementation,
         config=config,

@@ -20,6 +20,7 @@ from pallas_paged.validation import (
     checked_offsets,
     checked_prefix_lens,
     logit_options,
+    of_first_rows,
 )
 
 
@@ -35,7 +36,9 @@ def cascade_attention(
     *,
     k_scales: ArrayLike | None = ...,
     v_scales: ArrayLike | None = ...,
+    num_seqs: ArrayLike | None = ...,
     sm_scale: SupportsFloat | None = ...,
+    q_scale: SupportsFloat | None = ...,
     soft_cap: SupportsFloat | None = ...,
     sliding_window: int | None = ...,
     alibi_slopes: ArrayLike | None = ...,
@@ -59,7 +62,9 @@ def cascade_attention(
     *,
     k_scales: ArrayLike | None = ...,
     v_scales: ArrayLike | None = ...,
+    num_seqs: ArrayLike | None = ...,
     sm_scale: SupportsFloat | None = ...,
+    q_scale: SupportsFloat | None = ...,
     soft_cap: SupportsFloat | None = ...,
     sliding_window: int | None = ...,
     alibi_slopes: ArrayLike | None = ...,
@@ -83,7 +88,9 @@ def cascade_attention(
     *,
     k_scales: ArrayLike | None = None,
     v_scales: ArrayLike | None = None,
+    num_seqs: ArrayLike | None = None,
     sm_scale: SupportsFloat | None = None,
+    q_scale: SupportsFloat | None = None,
     soft_cap: SupportsFloat | None = None,
     sliding_window: int | None = None,
     alibi_slopes: ArrayLike | None = None,
@@ -107,8 +114,8 @@ def cascade_attention(
         cu_group_sizes: i32`[num_groups + 1]`, rising from 0: group g is the rows from
             `cu_group_sizes[g]` to `cu_group_sizes[g + 1]`. Rows from the last value on are in no
             group.
-        k_scales, v_scales, sm_scale, soft_cap, sliding_window, alibi_slopes, sinks, return_lse,
-            implementation: as in `paged_attention`.
+        k_scales, v_scales, num_seqs, sm_scale, q_scale, soft_cap, sliding_window, alibi_slopes,
+            sinks, return_lse, implementation: as in `paged_attention`.
         config: as in `paged_attention`, for the rows' own tokens.
         prefix_config: as `config` of `ragged_paged_attention`, for the prefixes.
 
@@ -135,8 +142,13 @@ def cascade_attention(
     )
     shared = checked_prefix_lens(prefix_lens)
     group_offsets = checked_offsets("cu_group_sizes", cu_group_sizes, shared.shape[0])
+    arrays = of_first_rows(arrays, num_seqs)
     options = logit_options(
-        arrays.head_dim, sm_scale=sm_scale, soft_cap=soft_cap, sliding_window=sliding_window
+        arrays.head_dim,
+        sm_scale=sm_scale,
+        q_scale=q_scale,
+        soft_cap=soft_cap,
+        sliding_window=sliding_window,
     )
 
     page_size, tables = arrays.page_size, arrays.block_tables

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -49,6 +50,7 @@ def checked_arrays(
         q=q, k_pages=k_pages, v_pages=v_pages, block_tables=block_tables, seq_lens=seq_lens
     )
     arrays = {name: as_array(name, x) for name, x in arrays.items()}
+    arrays["block_tables"] = _by_rows(arrays["block_tables"], arrays["seq_lens"])
     _check_queries(arrays["q"], "B" if one_query_a_row else "T")
     _check_pages(**arrays)
     if one_query_a_row and arrays["q"].shape[:1] != arrays["seq_lens"].shape:
@@ -106,12 +108,20 @@ def _check_pages(q: Any, k_pages: Any, v_pages: Any, block_tables: Any, seq_lens
     num_seqs = seq_lens.shape[0]
     if block_tables.ndim != 2 or block_tables.shape[0] != num_seqs or not block_tables.shape[1]:
         raise ValueError(
-            f"block_tables.shape={block_tables.shape} must be [B, pages_per_seq] with B={num_seqs}"
+            f"block_tables.shape={block_tables.shape} must be [B, pages_per_seq] or"
+            f" [B * pages_per_seq] with B={num_seqs}"
         )
     pages_per_seq = block_tables.shape[1]
     if pages_per_seq * page_size > INT32_MAX:
         raise ValueError(f"{pages_per_seq=} * {page_size=} must be at most {INT32_MAX}")
     check_int32(block_tables=block_tables, seq_lens=seq_lens)
+
+
+def _by_rows(block_tables: Any, seq_lens: Any) -> Any:
+    """Return flat tables `[B * N]` as `[B, N]`; other shapes as they are, checked elsewhere."""
+    num_seqs = seq_lens.size
+    flat = block_tables.ndim == 1 and num_seqs and block_tables.size % num_seqs == 0
+    return block_tables.reshape(num_seqs, -1) if flat else block_tables
 
 
 def check_int32(**arrays: Any) -> None:
@@ -170,16 +180,52 @@ def checked_prefix_lens(prefix_lens: Any) -> jax.Array:
     return jnp.asarray(array)
 
 
+def of_first_rows(arrays: Arrays, num_seqs: Any) -> Arrays:
+    """Return `arrays` with rows from `num_seqs` i32`[]` on empty, whatever they hold.
+
+    `num_seqs` may be None, for all rows.
+    """
+    if num_seqs is None:
+        return arrays
+    count = as_array("num_seqs", num_seqs)
+    if count.shape != () or count.dtype != jnp.int32:
+        raise ValueError(f"num_seqs {count.dtype.name}{list(count.shape)} must be int32[]")
+    rows = jnp.arange(arrays.num_seqs + 1, dtype=jnp.int32)
+    offsets = arrays.cu_q_lens
+    return dataclasses.replace(
+        arrays,
+        seq_lens=jnp.where(rows[:-1] < count, arrays.seq_lens, 0),
+        # Made to rise later, so that those rows begin and end where the last row ends.
+        cu_q_lens=None if offsets is None else jnp.where(rows <= count, offsets, 0),
+    )
+
+
+def check_causal(causal: Any, *, has_tree: bool) -> None:
+    """Raise ValueError unless `causal` is a bool, and True beside a tree mask."""
+    if not isinstance(causal, bool):
+        raise ValueError(f"{causal=} must be True or False")
+    if has_tree and not causal:
+        raise ValueError(f"{causal=} excludes a tree_mask, which stands in place of causality")
+
+
 def logit_options(
-    head_dim: int, *, sm_scale: Any, soft_cap: Any, sliding_window: Any
+    head_dim: int,
+    *,
+    sm_scale: Any,
+    soft_cap: Any,
+    sliding_window: Any,
+    q_scale: Any = None,
+    causal: bool = True,
 ) -> LogitOptions:
     """Return the static options of the logits, checked."""
     scale = head_dim**-0.5 if sm_scale is None else static_number("sm_scale", sm_scale)
+    if q_scale is not None:
+        scale = static_number("sm_scale * q_scale", scale * static_number("q_scale", q_scale))
     cap = None if soft_cap is None else static_number("soft_cap", soft_cap)
     if cap is not None and cap < _LEAST_CAP:
         raise ValueError(f"{soft_cap=} must be positive, and at least {_LEAST_CAP:g}")
     window = None if sliding_window is None else static_integer("sliding_window", sliding_window)
-    return LogitOptions(sm_scale=scale, soft_cap=cap, sliding_window=window)
+    return LogitOptions(sm_scale=scale, soft_cap=cap, sliding_window=window, causal=causal)
 
 
 def checked_fixed_split_size(value: Any) -> int | None:

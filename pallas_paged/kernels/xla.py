@@ -62,7 +62,7 @@ def ragged_paged_attention(arrays: Arrays, *, options: LogitOptions) -> tuple[ja
             places = keys - before
             allowed = tree_mask[tile.row].at[tokens[:, None], places]
             seen &= (places < 0) | allowed.get(mode="fill", fill_value=False)
-        elif q_positions is None:
+        elif q_positions is None and options.causal:
             seen &= keys <= positions[:, None]
         out, lse = _attend(
             arrays,

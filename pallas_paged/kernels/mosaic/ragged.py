@@ -355,7 +355,7 @@ def ragged_paged_attention(
                 options=options,
                 config=config,
                 tile=tile,
-                causal=arrays.q_positions is None and arrays.tree_mask is None,
+                causal=(options.causal and arrays.q_positions is None and arrays.tree_mask is None),
                 interpret=interpret,
             ).run()
 

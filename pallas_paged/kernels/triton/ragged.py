@@ -107,7 +107,7 @@ def ragged_kernel(
                 other=0,
             )
             seen = (newest < 0)[None, :] | (allowed != 0)
-        elif q_positions_ref is None:
+        elif q_positions_ref is None and options.causal:
             seen = keys[None, :] <= positions[:, None]
         else:
             seen = jnp.full((block_q, block_k), True)

@@ -51,7 +51,7 @@ def natural_logits(
     s = s * options.sm_scale
     if options.soft_cap is not None:
         s = options.soft_cap * jnp.tanh(s / options.soft_cap)
-    return s if slopes is None else s + slopes * _signed(distances, options)
+    return s if slopes is None else s + slopes * signed_distances(distances, options)
 
 
 def base2_logits(
@@ -86,11 +86,11 @@ def base2_logits(
             tanh = jnp.where(y2 < 0.04, series, tanh)
         x = tanh * (cap * LOG2_E)
     if slopes is not None:
-        x = x + slopes * LOG2_E * _signed(distances, options)
+        x = x + slopes * LOG2_E * signed_distances(distances, options)
     return x, 1.0
 
 
-def _signed(distances: jax.Array, options: LogitOptions) -> jax.Array:
+def signed_distances(distances: jax.Array, options: LogitOptions) -> jax.Array:
     """Return f32 distances as ALiBi takes them: later keys are as far as older ones."""
     return (distances if options.causal else -jnp.abs(distances)).astype(jnp.float32)
 

@@ -17,6 +17,7 @@ from pallas_paged.checks import (
     validate_page_size,
 )
 from pallas_paged.kernels.call import Arrays
+from pallas_paged.kernels.kv_layout import PageLayout, checked_layout
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.quantization import LARGEST, checked_scales, is_quantized
 
@@ -36,32 +37,40 @@ def checked_arrays(
     v_scales: Any,
     alibi_slopes: Any,
     sinks: Any,
+    kv_layout: Any,
     one_query_a_row: bool,
 ) -> Arrays:
     """Return the arrays that every entry takes, checked against each other.
 
     Args:
+        q, k_pages, v_pages, block_tables, seq_lens, k_scales, v_scales, alibi_slopes, sinks: as the
+            entries take them.
+        kv_layout: the order of the axes of pages and scales.
         one_query_a_row: q is `[B, Hq, D]`; else `[T, Hq, D]` with any T.
 
     Raises:
         ValueError: a shape, dtype or head count breaks a rule of `paged_attention`.
     """
-    arrays: dict[str, Any] = dict(
-        q=q, k_pages=k_pages, v_pages=v_pages, block_tables=block_tables, seq_lens=seq_lens
-    )
+    layout = checked_layout(kv_layout)
+    pages = checked_pages(layout, k_pages, v_pages)
+    arrays: dict[str, Any] = dict(q=q, block_tables=block_tables, seq_lens=seq_lens)
     arrays = {name: as_array(name, x) for name, x in arrays.items()}
     arrays["block_tables"] = _by_rows(arrays["block_tables"], arrays["seq_lens"])
     _check_queries(arrays["q"], "B" if one_query_a_row else "T")
-    _check_pages(**arrays)
+    shape = _check_pages(layout, pages, **arrays)
     if one_query_a_row and arrays["q"].shape[:1] != arrays["seq_lens"].shape:
         raise ValueError(
             f"q.shape={arrays['q'].shape} and seq_lens.shape={arrays['seq_lens'].shape} must have "
             "the same batch size"
         )
-    scales = checked_scales(arrays["k_pages"], k_scales, v_scales)
+    scales = checked_scales(pages[0], k_scales, v_scales, layout.scale_shape(shape))
     num_q_heads = arrays["q"].shape[1]
+    k, *v = (layout.with_all_axes(jnp.asarray(x)) for x in pages)
     return Arrays(
         **{name: jnp.asarray(x) for name, x in arrays.items()},
+        k_pages=k,
+        v_pages=v[0] if v else None,
+        kv_layout=layout.name,
         alibi_slopes=_checked_per_head("alibi_slopes", alibi_slopes, num_q_heads),
         sinks=_checked_per_head("sinks", sinks, num_q_heads),
         **dict(zip(("k_scales", "v_scales"), scales, strict=False)),
@@ -75,17 +84,32 @@ def _check_queries(q: Any, first_axis: str) -> None:
         raise ValueError(f"q.dtype={q.dtype.name} must be float32, bfloat16 or float16")
 
 
-def _check_pages(q: Any, k_pages: Any, v_pages: Any, block_tables: Any, seq_lens: Any) -> None:
-    if k_pages.ndim != 4:
+def checked_pages(layout: PageLayout, k_pages: Any, v_pages: Any) -> tuple[Any, ...]:
+    """Return the arrays of pages of a layout: K and V, or the one that holds both.
+
+    Raises:
+        ValueError: one is missing, or there is one more.
+    """
+    if layout.one_array and v_pages is not None:
         raise ValueError(
-            f"k_pages.shape={k_pages.shape} must be [num_kv_heads, num_pages, page_size, head_dim]"
+            f"v_pages must be None with kv_layout={layout.name!r}: k_pages hold both K and V"
         )
+    pages = {"k_pages": k_pages} if layout.one_array else {"k_pages": k_pages, "v_pages": v_pages}
+    return tuple(as_array(name, x) for name, x in pages.items())
+
+
+def _check_pages(
+    layout: PageLayout, pages: tuple[Any, ...], q: Any, block_tables: Any, seq_lens: Any
+) -> tuple[int, ...]:
+    """Return the shape of the pages with all axes of the layout."""
+    k_pages, v_pages = pages[0], pages[-1]
+    shape = layout.full_shape(k_pages.shape)
     if k_pages.shape != v_pages.shape:
         raise ValueError(f"k_pages.shape={k_pages.shape} must equal v_pages.shape={v_pages.shape}")
     if 0 in (*q.shape, *k_pages.shape):
         raise ValueError(f"q.shape={q.shape} and k_pages.shape={k_pages.shape} must not hold a 0")
     _, num_q_heads, head_dim = q.shape
-    num_kv_heads, num_pages, page_size, kv_head_dim = k_pages.shape
+    num_kv_heads, num_pages, page_size, kv_head_dim = (layout.size(shape, x) for x in "HPND")
     if kv_head_dim != head_dim:
         raise ValueError(f"{head_dim=} of q must equal {kv_head_dim=} of the pages")
     if head_dim > 256:
@@ -93,10 +117,10 @@ def _check_pages(q: Any, k_pages: Any, v_pages: Any, block_tables: Any, seq_lens
     if num_q_heads % num_kv_heads:
         raise ValueError(f"{num_q_heads=} must be a multiple of {num_kv_heads=}")
     validate_page_size(page_size)
-    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        if pages.dtype != q.dtype and not is_quantized(pages):
+    for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if x.dtype != q.dtype and not is_quantized(x):
             raise ValueError(
-                f"{name}.dtype={pages.dtype.name} must equal q.dtype={q.dtype.name}, or be one of"
+                f"{name}.dtype={x.dtype.name} must equal q.dtype={q.dtype.name}, or be one of"
                 f" {', '.join(LARGEST)}"
             )
     if k_pages.dtype != v_pages.dtype:
@@ -115,12 +139,13 @@ def _check_pages(q: Any, k_pages: Any, v_pages: Any, block_tables: Any, seq_lens
     if pages_per_seq * page_size > INT32_MAX:
         raise ValueError(f"{pages_per_seq=} * {page_size=} must be at most {INT32_MAX}")
     check_int32(block_tables=block_tables, seq_lens=seq_lens)
+    return shape
 
 
 def _by_rows(block_tables: Any, seq_lens: Any) -> Any:
     """Return flat tables `[B * N]` as `[B, N]`; other shapes as they are, checked elsewhere."""
-    num_seqs = seq_lens.size
-    flat = block_tables.ndim == 1 and num_seqs and block_tables.size % num_seqs == 0
+    num_seqs, size = seq_lens.size, block_tables.size
+    flat = block_tables.ndim == 1 and num_seqs and size and size % num_seqs == 0
     return block_tables.reshape(num_seqs, -1) if flat else block_tables
 
 

@@ -12,6 +12,7 @@ from pallas_paged import dispatch
 from pallas_paged.checks import default_promotion
 from pallas_paged.dispatch import Implementation
 from pallas_paged.jax_keywords import JaxKeywords, with_jax_keywords
+from pallas_paged.kernels.kv_layout import KVLayout
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig, MosaicRaggedConfig
 from pallas_paged.kernels.triton.config import DecodeConfig, RaggedConfig
 from pallas_paged.validation import (
@@ -29,7 +30,7 @@ from pallas_paged.validation import (
 def paged_attention(
     q: ArrayLike,
     k_pages: ArrayLike,
-    v_pages: ArrayLike,
+    v_pages: ArrayLike | None,
     block_tables: ArrayLike,
     seq_lens: ArrayLike | None = ...,
     k_scales: ArrayLike | None = ...,
@@ -42,6 +43,7 @@ def paged_attention(
     sliding_window: int | None = ...,
     alibi_slopes: ArrayLike | None = ...,
     sinks: ArrayLike | None = ...,
+    kv_layout: KVLayout = ...,
     return_lse: Literal[False] = ...,
     implementation: Implementation | None = ...,
     config: DecodeConfig | MosaicDecodeConfig | None = ...,
@@ -54,7 +56,7 @@ def paged_attention(
 def paged_attention(
     q: ArrayLike,
     k_pages: ArrayLike,
-    v_pages: ArrayLike,
+    v_pages: ArrayLike | None,
     block_tables: ArrayLike,
     seq_lens: ArrayLike | None = ...,
     k_scales: ArrayLike | None = ...,
@@ -67,6 +69,7 @@ def paged_attention(
     sliding_window: int | None = ...,
     alibi_slopes: ArrayLike | None = ...,
     sinks: ArrayLike | None = ...,
+    kv_layout: KVLayout = ...,
     return_lse: Literal[True],
     implementation: Implementation | None = ...,
     config: DecodeConfig | MosaicDecodeConfig | None = ...,
@@ -79,7 +82,7 @@ def paged_attention(
 def paged_attention(
     q: ArrayLike,
     k_pages: ArrayLike,
-    v_pages: ArrayLike,
+    v_pages: ArrayLike | None,
     block_tables: ArrayLike,
     seq_lens: ArrayLike | None = None,
     k_scales: ArrayLike | None = None,
@@ -92,6 +95,7 @@ def paged_attention(
     sliding_window: int | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    kv_layout: KVLayout = "HPND",
     return_lse: bool = False,
     implementation: Implementation | None = None,
     config: DecodeConfig | MosaicDecodeConfig | None = None,
@@ -117,16 +121,18 @@ def paged_attention(
     Args:
         q: f32, bf16 or f16 `[B, num_q_heads, head_dim]`.
         k_pages: `[num_kv_heads, num_pages, page_size, head_dim]`, the dtype of `q`, or int8 or
-            float8_e4m3fn. Query head h reads KV head `h // (num_q_heads // num_kv_heads)`.
-        v_pages: same shape and dtype as `k_pages`.
+            float8_e4m3fn. Query head h reads KV head `h // (num_q_heads // num_kv_heads)`. Other
+            orders of the axes: see `kv_layout`.
+        v_pages: same shape and dtype as `k_pages`; None in layouts of one array for K and V.
         block_tables: i32`[B, pages_per_seq]`, the page of each block of each row, or the same flat,
             i32`[B * pages_per_seq]`. Entries past a row's blocks may hold any integer.
         seq_lens: i32`[B]`, tokens of each row. Lengths are clipped to the range from 0 to what
             `block_tables` can address.
         k_scales: dequantization scales of int8 and float8_e4m3fn pages (value = element * scale),
-            as `write_kv` writes them: f32`[num_kv_heads, num_pages, page_size]` or f32`[]`. None
-            with other pages. The Triton kernels with bf16 or f16 `q` multiply weights by V's scales
-            in f16: scales from 2**-64 to 2**50 are safe, so V from 1e-17 to 1e17.
+            as `write_kv` writes them: f32`[num_kv_heads, num_pages, page_size]`, in the order of
+            axes of `kv_layout` without K and V, or f32`[]`. None with other pages. The Triton
+            kernels with bf16 or f16 `q` multiply weights by V's scales in f16: scales from 2**-64
+            to 2**50 are safe, so V from 1e-17 to 1e17.
         v_scales: like `k_scales`.
         num_seqs: i32`[]`: rows from there on count as empty, whatever `seq_lens`, `block_tables`
             and `cu_q_lens` hold for them. None means all rows.
@@ -140,6 +146,21 @@ def paged_attention(
         alibi_slopes: f32`[num_q_heads]` (Press et al. 2022), or None.
         sinks: f32`[num_q_heads]`, one more logit per head in the denominator, without a value, as
             in gpt-oss (after Xiao et al. 2024), or None. `lse` includes it.
+        kv_layout: the order of the axes of the pages. N are tokens of a page, H KV heads, P pages:
+
+            - `"HPND"`: `[num_kv_heads, num_pages, page_size, head_dim]`.
+            - `"NHD"`: `[num_pages, page_size, num_kv_heads, head_dim]`, as vLLM, FlashInfer and
+              EasyDeL have it.
+            - `"HND"`: `[num_pages, num_kv_heads, page_size, head_dim]`, FlashInfer, TensorRT-LLM.
+            - `"2NHD"`: one array of K and V, `[num_pages, 2, page_size, num_kv_heads, head_dim]`,
+              vLLM, FlashInfer.
+            - `"NH2D"`: one array, `[num_pages, page_size, 2 * num_kv_heads, head_dim]`, of heads
+              K0 V0 K1 V1 and so on: ragged paged attention "v3", Levanter.
+            - `"N2HD"`: one array of the same shape, of all heads of K, then all heads of V. It
+              can't be cut over the devices of a mesh.
+
+            Each is read in place. One array is given as `k_pages`. Its scales are two arrays all
+            the same. Static.
         return_lse: also return the log-sum-exp of the logits. Static.
         implementation: `"triton"` and `"mosaic_gpu"`, kernels for GPUs; `"triton_interpret"` and
             `"mosaic_gpu_interpret"`, the same kernels interpreted on any device, slowly; `"xla"`,
@@ -184,6 +205,7 @@ def paged_attention(
         v_scales=given["v_scales"],
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        kv_layout=kv_layout,
         one_query_a_row=True,
     )
     out, lse = dispatch.attend(
@@ -207,7 +229,7 @@ def paged_attention(
 def ragged_paged_attention(
     q: ArrayLike,
     k_pages: ArrayLike,
-    v_pages: ArrayLike,
+    v_pages: ArrayLike | None,
     block_tables: ArrayLike,
     seq_lens: ArrayLike,
     cu_q_lens: ArrayLike,
@@ -223,6 +245,7 @@ def ragged_paged_attention(
     sinks: ArrayLike | None = ...,
     causal: bool = ...,
     tree_mask: ArrayLike | None = ...,
+    kv_layout: KVLayout = ...,
     return_lse: Literal[False] = ...,
     implementation: Implementation | None = ...,
     config: RaggedConfig | MosaicRaggedConfig | None = ...,
@@ -234,7 +257,7 @@ def ragged_paged_attention(
 def ragged_paged_attention(
     q: ArrayLike,
     k_pages: ArrayLike,
-    v_pages: ArrayLike,
+    v_pages: ArrayLike | None,
     block_tables: ArrayLike,
     seq_lens: ArrayLike,
     cu_q_lens: ArrayLike,
@@ -250,6 +273,7 @@ def ragged_paged_attention(
     sinks: ArrayLike | None = ...,
     causal: bool = ...,
     tree_mask: ArrayLike | None = ...,
+    kv_layout: KVLayout = ...,
     return_lse: Literal[True],
     implementation: Implementation | None = ...,
     config: RaggedConfig | MosaicRaggedConfig | None = ...,
@@ -261,7 +285,7 @@ def ragged_paged_attention(
 def ragged_paged_attention(
     q: ArrayLike,
     k_pages: ArrayLike,
-    v_pages: ArrayLike,
+    v_pages: ArrayLike | None,
     block_tables: ArrayLike,
     seq_lens: ArrayLike,
     cu_q_lens: ArrayLike,
@@ -277,6 +301,7 @@ def ragged_paged_attention(
     sinks: ArrayLike | None = None,
     causal: bool = True,
     tree_mask: ArrayLike | None = None,
+    kv_layout: KVLayout = "HPND",
     return_lse: bool = False,
     implementation: Implementation | None = None,
     config: RaggedConfig | MosaicRaggedConfig | None = None,
@@ -306,8 +331,8 @@ def ragged_paged_attention(
             newest token j (of q_len) where `tree_mask[b, i, j]`, in place of causality; it sees all
             older keys. Positions, for the window and for ALiBi, stay those of the slots. Queries
             past max_q see only the older keys.
-        return_lse, implementation: as in `paged_attention`; `"mosaic_gpu"` takes any number of
-            query heads per KV head.
+        kv_layout, return_lse, implementation: as in `paged_attention`; `"mosaic_gpu"` takes any
+            number of query heads per KV head.
         config: `RaggedConfig` or `MosaicRaggedConfig`, as in `paged_attention`.
         fixed_split_size: as in `paged_attention`; rows are split whose queries fit one tile.
 
@@ -333,6 +358,7 @@ def ragged_paged_attention(
         v_scales=v_scales,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        kv_layout=kv_layout,
         one_query_a_row=False,
     )
     arrays = dataclasses.replace(

@@ -13,6 +13,7 @@ from pallas_paged import dispatch
 from pallas_paged.checks import INT32_MAX, default_promotion
 from pallas_paged.dispatch import Implementation
 from pallas_paged.kernels import xla
+from pallas_paged.kernels.kv_layout import KVLayout
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig, MosaicRaggedConfig
 from pallas_paged.kernels.triton.config import DecodeConfig, RaggedConfig
 from pallas_paged.validation import (
@@ -28,7 +29,7 @@ from pallas_paged.validation import (
 def cascade_attention(
     q: ArrayLike,
     k_pages: ArrayLike,
-    v_pages: ArrayLike,
+    v_pages: ArrayLike | None,
     block_tables: ArrayLike,
     seq_lens: ArrayLike,
     prefix_lens: ArrayLike,
@@ -43,6 +44,7 @@ def cascade_attention(
     sliding_window: int | None = ...,
     alibi_slopes: ArrayLike | None = ...,
     sinks: ArrayLike | None = ...,
+    kv_layout: KVLayout = ...,
     return_lse: Literal[False] = ...,
     implementation: Implementation | None = ...,
     config: DecodeConfig | MosaicDecodeConfig | None = ...,
@@ -54,7 +56,7 @@ def cascade_attention(
 def cascade_attention(
     q: ArrayLike,
     k_pages: ArrayLike,
-    v_pages: ArrayLike,
+    v_pages: ArrayLike | None,
     block_tables: ArrayLike,
     seq_lens: ArrayLike,
     prefix_lens: ArrayLike,
@@ -69,6 +71,7 @@ def cascade_attention(
     sliding_window: int | None = ...,
     alibi_slopes: ArrayLike | None = ...,
     sinks: ArrayLike | None = ...,
+    kv_layout: KVLayout = ...,
     return_lse: Literal[True],
     implementation: Implementation | None = ...,
     config: DecodeConfig | MosaicDecodeConfig | None = ...,
@@ -80,7 +83,7 @@ def cascade_attention(
 def cascade_attention(
     q: ArrayLike,
     k_pages: ArrayLike,
-    v_pages: ArrayLike,
+    v_pages: ArrayLike | None,
     block_tables: ArrayLike,
     seq_lens: ArrayLike,
     prefix_lens: ArrayLike,
@@ -95,6 +98,7 @@ def cascade_attention(
     sliding_window: int | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    kv_layout: KVLayout = "HPND",
     return_lse: bool = False,
     implementation: Implementation | None = None,
     config: DecodeConfig | MosaicDecodeConfig | None = None,
@@ -115,7 +119,7 @@ def cascade_attention(
             `cu_group_sizes[g]` to `cu_group_sizes[g + 1]`. Rows from the last value on are in no
             group.
         k_scales, v_scales, num_seqs, sm_scale, q_scale, soft_cap, sliding_window, alibi_slopes,
-            sinks, return_lse, implementation: as in `paged_attention`.
+            sinks, kv_layout, return_lse, implementation: as in `paged_attention`.
         config: as in `paged_attention`, for the rows' own tokens.
         prefix_config: as `config` of `ragged_paged_attention`, for the prefixes.
 
@@ -138,6 +142,7 @@ def cascade_attention(
         v_scales=v_scales,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        kv_layout=kv_layout,
         one_query_a_row=True,
     )
     shared = checked_prefix_lens(prefix_lens)

@@ -17,7 +17,7 @@ from pallas_paged.checks import (
     validate_page_size,
 )
 from pallas_paged.kernels.call import Arrays
-from pallas_paged.kernels.kv_layout import PageLayout, checked_layout
+from pallas_paged.kernels.kv_layout import PageLayout, checked_layout, checked_pages
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.quantization import LARGEST, checked_scales, is_quantized
 
@@ -82,20 +82,6 @@ def _check_queries(q: Any, first_axis: str) -> None:
         raise ValueError(f"q.shape={q.shape} must be [{first_axis}, num_q_heads, head_dim]")
     if q.dtype not in _DTYPES:
         raise ValueError(f"q.dtype={q.dtype.name} must be float32, bfloat16 or float16")
-
-
-def checked_pages(layout: PageLayout, k_pages: Any, v_pages: Any) -> tuple[Any, ...]:
-    """Return the arrays of pages of a layout: K and V, or the one that holds both.
-
-    Raises:
-        ValueError: one is missing, or there is one more.
-    """
-    if layout.one_array and v_pages is not None:
-        raise ValueError(
-            f"v_pages must be None with kv_layout={layout.name!r}: k_pages hold both K and V"
-        )
-    pages = {"k_pages": k_pages} if layout.one_array else {"k_pages": k_pages, "v_pages": v_pages}
-    return tuple(as_array(name, x) for name, x in pages.items())
 
 
 def _check_pages(

@@ -119,7 +119,7 @@ def paged_attention(
     `attn_logits_soft_cap` are accepted too. It expects `q` already scaled: pass `sm_scale=1.0`.
 
     Args:
-        q: f32, bf16 or f16 `[B, num_q_heads, head_dim]`.
+        q: f32, bf16 or f16 `[B, num_q_heads, head_dim]`, with a head_dim of up to 512.
         k_pages: `[num_kv_heads, num_pages, page_size, head_dim]`, the dtype of `q`, or int8 or
             float8_e4m3fn. Query head h reads KV head `h // (num_q_heads // num_kv_heads)`. Other
             orders of the axes: see `kv_layout`.

@@ -21,6 +21,7 @@ from pallas_paged.kernels.kv_layout import PageLayout, checked_layout, checked_p
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.quantization import LARGEST, checked_scales, is_quantized
 
+_LARGEST_HEAD_DIM = 512
 _LEAST_CAP = 1e-30  # logits are divided by it
 _SPLIT_MULTIPLE = 64  # every kernel has a block size that divides it
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -98,8 +99,8 @@ def _check_pages(
     num_kv_heads, num_pages, page_size, kv_head_dim = (layout.size(shape, x) for x in "HPND")
     if kv_head_dim != head_dim:
         raise ValueError(f"{head_dim=} of q must equal {kv_head_dim=} of the pages")
-    if head_dim > 256:
-        raise ValueError(f"{head_dim=} must be at most 256")
+    if head_dim > _LARGEST_HEAD_DIM:
+        raise ValueError(f"{head_dim=} must be at most {_LARGEST_HEAD_DIM}")
     if num_q_heads % num_kv_heads:
         raise ValueError(f"{num_q_heads=} must be a multiple of {num_kv_heads=}")
     validate_page_size(page_size)

@@ -385,17 +385,15 @@ def _write(layer: LayerKV, k: jax.Array, v: jax.Array, slots: jax.Array) -> Laye
         k, v = quantize(k, new[0], dtype), quantize(v, new[1], dtype)
         k_scales = _set_tokens(k_scales, layout.scale_axes, slots, new[0])
         v_scales = _set_tokens(v_scales, layout.scale_axes, slots, new[1])
-    if not layout.one_array:
-        k_pages, v_pages = (
-            _set_tokens(pages, layout.axes, slots, x)
-            for pages, x in ((layer.k_pages, k), (layer.v_pages, v))
-        )
+    k_pages, v_pages = layer.k_pages, layer.v_pages
+    if v_pages is not None:
+        k_pages = _set_tokens(k_pages, layout.axes, slots, k)
+        v_pages = _set_tokens(v_pages, layout.axes, slots, v)
     else:
-        v_pages = None
         both = jnp.stack([k, v], axis=2 if layout.merged == "H2" else 1)
         if layout.merged:
             both = both.reshape(both.shape[0], -1, both.shape[-1])
-        k_pages = _set_tokens(layer.k_pages, layout.given_axes, slots, both)
+        k_pages = _set_tokens(k_pages, layout.given_axes, slots, both)
     return replace(layer, k_pages=k_pages, v_pages=v_pages, k_scales=k_scales, v_scales=v_scales)
 
 

@@ -113,14 +113,20 @@ class PageLayout:
         return tuple(self.size(shape, letter) for letter in self.scale_axes)
 
     def with_all_axes(self, pages: jax.Array) -> jax.Array:
-        """Return the caller's pages with an axis for each letter; nothing is copied."""
+        """Return the caller's pages with an axis for each letter; nothing is copied.
+
+        Raises:
+            ValueError: they are cut between K and V.
+        """
         if not self.merged:
             return pages
         shape = self.full_shape(pages.shape)
         sharding = jax.typeof(pages).sharding
         if AxisType.Explicit not in sharding.mesh.axis_types:
             return lax.reshape(pages, shape)
-        spec = list(sharding.spec)
+        spec = [*sharding.spec, *[None] * (len(pages.shape) - len(sharding.spec))]
+        if self.merged == "2H" and spec[self.head_axis]:
+            raise ValueError(f"k_pages must not be cut with kv_layout={self.name!r}: {NOT_CUT}")
         spec.insert(self.head_axis + (self.merged == "H2"), None)
         return lax.reshape(
             pages, shape, out_sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec))

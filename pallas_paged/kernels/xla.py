@@ -140,6 +140,8 @@ def _attend(
     def per_head(x: jax.Array | None) -> jax.Array | None:
         return None if x is None else x.reshape(num_kv_heads, 1, -1, 1)
 
+    # Queries that see no key may be NaN, as padding may: no gradient of a key may be 0 * NaN.
+    q = jnp.where(seen.any(axis=-1)[..., None, None], q, 0)
     # Heads before queries: in other orders XLA's own dot for CPUs fails on bf16 outside jit.
     q = q.reshape(num_seqs, num_queries, num_kv_heads, -1, head_dim).swapaxes(1, 2)
     slopes, sinks = per_head(arrays.alibi_slopes), per_head(arrays.sinks)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.rl import reshard
 from tunix.rl.rollout import base_rollout
 
 from pallas_paged.engine import Engine, EngineConfig, Model, Rollouts, SamplingParams
@@ -131,10 +130,14 @@ class EngineRollout(base_rollout.BaseRollout):
 
         Args:
             params: an `nnx.State` of the actor's parameters, or of those of `filter_types`.
-            filter_types: types of the variables in `params`; None leaves the arrays where they are.
+            filter_types: types of the variables in `params`, which are then cast and moved to where
+                the actor's are. None takes the arrays as they are.
         """
         if filter_types is not None:
-            params = reshard.reshard_pytree(params, nnx.state(self._actor, filter_types))
+            old = nnx.state(self._actor, filter_types)
+            params = jax.tree.map(
+                lambda new, old: jax.device_put(new.astype(old.dtype), old.sharding), params, old
+            )
         nnx.update(self._actor, params)
 
     def pad_id(self) -> int:

@@ -183,16 +183,21 @@ def pool_specs(pool: Any, heads: Any, pages: Any = None) -> Any:
     Args:
         pool: a `KVPool`, a `LayerKV` or their shapes.
         heads, pages: mesh axes over which the KV heads and the pages are cut, or None.
+
+    Raises:
+        ValueError: the heads of the layout can't be cut.
     """
 
     def of_layer(layer: LayerKV) -> LayerKV:
         def spec(x: Any, axes: str) -> Any:
             if x is None:
                 return None
-            cut = {"H": heads, "P": pages} if x.ndim else {}
-            return PartitionSpec(*(cut.get(letter) for letter in axes if x.ndim))
+            last = max(axes.index("H"), axes.index("P")) if x.ndim else -1
+            return PartitionSpec(*({"H": heads, "P": pages}.get(a) for a in axes[: last + 1]))
 
         layout = layer.layout
+        if heads and layout.merged == "2H":
+            raise ValueError(f"pages with kv_layout={layout.name!r} must not be cut: {NOT_CUT}")
         return replace(
             layer,
             k_pages=spec(layer.k_pages, layout.given_axes),
@@ -451,8 +456,6 @@ def _check_sharding(sharding: Any, layout: PageLayout, num_kv_heads: int) -> Non
     ):
         raise ValueError(f"{sharding=} must be a NamedSharding that cuts the KV heads alone")
     axes = head_axes(sharding.spec, layout)
-    if axes and layout.merged == "2H":
-        raise ValueError(f"{sharding=} must not cut pages with kv_layout='N2HD': {NOT_CUT}")
     names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
     num_parts = math.prod(sharding.mesh.shape[name] for name in names)
     if num_kv_heads % num_parts:

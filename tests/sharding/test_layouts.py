@@ -112,7 +112,7 @@ def test_heads_of_k_before_heads_of_v_can_not_be_cut(kind):
     message = "the first devices would hold K and the others V"
     with pytest.raises(ValueError, match=f"kv_layout='N2HD' must be another on a mesh: {message}"):
         kv_pool_sharding(on, kv_layout="N2HD")
-    with pytest.raises(ValueError, match=f"must not cut pages with kv_layout='N2HD': {message}"):
+    with pytest.raises(ValueError, match=f"kv_layout='N2HD' must not be cut: {message}"):
         make_pool(**SIZES, kv_layout="N2HD", sharding=NamedSharding(on, P(None, None, "tensor")))
     call = call_in_layout("N2HD", CASE.make())
     call["k_pages"] = jax.device_put(call["k_pages"], NamedSharding(on, P(None, None, "tensor")))

@@ -202,14 +202,13 @@ def of_first_rows(arrays: Arrays, num_seqs: Any) -> Arrays:
     count = as_array("num_seqs", num_seqs)
     if count.shape != () or count.dtype != jnp.int32:
         raise ValueError(f"num_seqs {count.dtype.name}{list(count.shape)} must be int32[]")
-    rows = jnp.arange(arrays.num_seqs + 1, dtype=jnp.int32)
-    offsets = arrays.cu_q_lens
-    return dataclasses.replace(
-        arrays,
-        seq_lens=jnp.where(rows[:-1] < count, arrays.seq_lens, 0),
-        # Made to rise later, so that those rows begin and end where the last row ends.
-        cu_q_lens=None if offsets is None else jnp.where(rows <= count, offsets, 0),
-    )
+    rows = jnp.arange(arrays.num_seqs, dtype=jnp.int32)
+    arrays = dataclasses.replace(arrays, seq_lens=jnp.where(rows < count, arrays.seq_lens, 0))
+    if arrays.cu_q_lens is None:
+        return arrays
+    # Offsets are made to rise later, so that those rows begin and end where the last row ends.
+    ends = jnp.arange(arrays.num_seqs + 1, dtype=jnp.int32)
+    return dataclasses.replace(arrays, cu_q_lens=jnp.where(ends <= count, arrays.cu_q_lens, 0))
 
 
 def check_causal(causal: Any, *, has_tree: bool) -> None:

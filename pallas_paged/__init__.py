@@ -2,13 +2,11 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from pallas_paged.attention import (
-    merge_attention_states,
-    paged_attention,
-    ragged_paged_attention,
-)
+from pallas_paged.attention import paged_attention, ragged_paged_attention
+from pallas_paged.attention_states import merge_attention_states
 from pallas_paged.cascade import cascade_attention
 from pallas_paged.dispatch import Implementation
+from pallas_paged.kernels.kv_layout import KVLayout
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig, MosaicRaggedConfig
 from pallas_paged.kernels.triton.config import DecodeConfig, RaggedConfig
 from pallas_paged.kv_pool import KVPool, LayerKV, copy_pages, create_kv_pool, write_kv
@@ -35,6 +33,7 @@ except PackageNotFoundError:  # a checkout on sys.path that is not installed
 __all__ = [
     "DecodeConfig",
     "Implementation",
+    "KVLayout",
     "KVPool",
     "LayerKV",
     "MosaicDecodeConfig",

@@ -3,53 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal, SupportsFloat, TypedDict, Unpack, overload
+from typing import Any, Literal, SupportsFloat, Unpack, overload
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from pallas_paged import dispatch
-from pallas_paged.checks import as_array, default_promotion
+from pallas_paged.checks import default_promotion
 from pallas_paged.dispatch import Implementation
-from pallas_paged.kernels import xla
+from pallas_paged.jax_keywords import JaxKeywords, with_jax_keywords
+from pallas_paged.kernels.kv_layout import KVLayout
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig, MosaicRaggedConfig
 from pallas_paged.kernels.triton.config import DecodeConfig, RaggedConfig
 from pallas_paged.validation import (
-    check_states,
+    check_causal,
     checked_arrays,
     checked_fixed_split_size,
     checked_offsets,
     checked_tree_mask,
     logit_options,
+    of_first_rows,
 )
-
-
-class JaxKeywords(TypedDict, total=False):
-    """Keywords of `jax.experimental.pallas.ops.gpu.paged_attention` with other names here."""
-
-    lengths: ArrayLike
-    k_scales_pages: ArrayLike | None
-    v_scales_pages: ArrayLike | None
-    attn_logits_soft_cap: SupportsFloat | None
 
 
 @overload
 def paged_attention(
     q: ArrayLike,
     k_pages: ArrayLike,
-    v_pages: ArrayLike,
+    v_pages: ArrayLike | None,
     block_tables: ArrayLike,
     seq_lens: ArrayLike | None = ...,
     k_scales: ArrayLike | None = ...,
     v_scales: ArrayLike | None = ...,
     *,
+    num_seqs: ArrayLike | None = ...,
     sm_scale: SupportsFloat | None = ...,
+    q_scale: SupportsFloat | None = ...,
     soft_cap: SupportsFloat | None = ...,
     sliding_window: int | None = ...,
     alibi_slopes: ArrayLike | None = ...,
     sinks: ArrayLike | None = ...,
+    kv_layout: KVLayout = ...,
     return_lse: Literal[False] = ...,
     implementation: Implementation | None = ...,
     config: DecodeConfig | MosaicDecodeConfig | None = ...,
@@ -62,17 +56,20 @@ def paged_attention(
 def paged_attention(
     q: ArrayLike,
     k_pages: ArrayLike,
-    v_pages: ArrayLike,
+    v_pages: ArrayLike | None,
     block_tables: ArrayLike,
     seq_lens: ArrayLike | None = ...,
     k_scales: ArrayLike | None = ...,
     v_scales: ArrayLike | None = ...,
     *,
+    num_seqs: ArrayLike | None = ...,
     sm_scale: SupportsFloat | None = ...,
+    q_scale: SupportsFloat | None = ...,
     soft_cap: SupportsFloat | None = ...,
     sliding_window: int | None = ...,
     alibi_slopes: ArrayLike | None = ...,
     sinks: ArrayLike | None = ...,
+    kv_layout: KVLayout = ...,
     return_lse: Literal[True],
     implementation: Implementation | None = ...,
     config: DecodeConfig | MosaicDecodeConfig | None = ...,
@@ -85,17 +82,20 @@ def paged_attention(
 def paged_attention(
     q: ArrayLike,
     k_pages: ArrayLike,
-    v_pages: ArrayLike,
+    v_pages: ArrayLike | None,
     block_tables: ArrayLike,
     seq_lens: ArrayLike | None = None,
     k_scales: ArrayLike | None = None,
     v_scales: ArrayLike | None = None,
     *,
+    num_seqs: ArrayLike | None = None,
     sm_scale: SupportsFloat | None = None,
+    q_scale: SupportsFloat | None = None,
     soft_cap: SupportsFloat | None = None,
     sliding_window: int | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    kv_layout: KVLayout = "HPND",
     return_lse: bool = False,
     implementation: Implementation | None = None,
     config: DecodeConfig | MosaicDecodeConfig | None = None,
@@ -119,25 +119,48 @@ def paged_attention(
     `attn_logits_soft_cap` are accepted too. It expects `q` already scaled: pass `sm_scale=1.0`.
 
     Args:
-        q: f32, bf16 or f16 `[B, num_q_heads, head_dim]`.
+        q: f32, bf16 or f16 `[B, num_q_heads, head_dim]`, with a head_dim of up to 512.
         k_pages: `[num_kv_heads, num_pages, page_size, head_dim]`, the dtype of `q`, or int8 or
-            float8_e4m3fn. Query head h reads KV head `h // (num_q_heads // num_kv_heads)`.
-        v_pages: same shape and dtype as `k_pages`.
-        block_tables: i32`[B, pages_per_seq]`, the page of each block of each row.
+            float8_e4m3fn. Query head h reads KV head `h // (num_q_heads // num_kv_heads)`. Other
+            orders of the axes: see `kv_layout`.
+        v_pages: same shape and dtype as `k_pages`; None in layouts of one array for K and V.
+        block_tables: i32`[B, pages_per_seq]`, the page of each block of each row, or the same flat,
+            i32`[B * pages_per_seq]`. Entries past a row's blocks may hold any integer.
         seq_lens: i32`[B]`, tokens of each row. Lengths are clipped to the range from 0 to what
             `block_tables` can address.
         k_scales: dequantization scales of int8 and float8_e4m3fn pages (value = element * scale),
-            as `write_kv` writes them: f32`[num_kv_heads, num_pages, page_size]` or f32`[]`. None
-            with other pages. The Triton kernels with bf16 or f16 `q` multiply weights by V's scales
-            in f16: scales from 2**-64 to 2**50 are safe, so V from 1e-17 to 1e17.
+            as `write_kv` writes them: f32`[num_kv_heads, num_pages, page_size]`, in the order of
+            axes of `kv_layout` without K and V, or f32`[]`. None with other pages. The Triton
+            kernels with bf16 or f16 `q` multiply weights by V's scales in f16: scales from 2**-64
+            to 2**50 are safe, so V from 1e-17 to 1e17.
         v_scales: like `k_scales`.
+        num_seqs: i32`[]`: rows from there on count as empty, whatever `seq_lens`, `block_tables`
+            and `cu_q_lens` hold for them. None means all rows.
         sm_scale: factor of q.k; None means `head_dim ** -0.5`. Static.
+        q_scale: dequantization scale of `q` (value = element * q_scale), one more factor of q.k, or
+            None. In ragged paged attention "v3" it cancels, since the kernel divides `q` by it
+            first: leave it out here for such a `q`. Static.
         soft_cap: c of `c * tanh(x / c)`, at least 1e-30; None means no cap. Static.
         sliding_window: a query at p sees the keys j with `p - sliding_window < j <= p`; blocks left
             of the window are not read. None means all keys. Static.
         alibi_slopes: f32`[num_q_heads]` (Press et al. 2022), or None.
         sinks: f32`[num_q_heads]`, one more logit per head in the denominator, without a value, as
             in gpt-oss (after Xiao et al. 2024), or None. `lse` includes it.
+        kv_layout: the order of the axes of the pages. N are tokens of a page, H KV heads, P pages:
+
+            - `"HPND"`: `[num_kv_heads, num_pages, page_size, head_dim]`.
+            - `"NHD"`: `[num_pages, page_size, num_kv_heads, head_dim]`, as vLLM, FlashInfer and
+              EasyDeL have it.
+            - `"HND"`: `[num_pages, num_kv_heads, page_size, head_dim]`, FlashInfer, TensorRT-LLM.
+            - `"2NHD"`: one array of K and V, `[num_pages, 2, page_size, num_kv_heads, head_dim]`,
+              vLLM, FlashInfer.
+            - `"NH2D"`: one array, `[num_pages, page_size, 2 * num_kv_heads, head_dim]`, of heads
+              K0 V0 K1 V1 and so on: ragged paged attention "v3", Levanter.
+            - `"N2HD"`: one array of the same shape, of all heads of K, then all heads of V. It
+              can't be cut over the devices of a mesh.
+
+            Each is read in place. One array is given as `k_pages`. Its scales are two arrays all
+            the same. Static.
         return_lse: also return the log-sum-exp of the logits. Static.
         implementation: `"triton"` and `"mosaic_gpu"`, kernels for GPUs; `"triton_interpret"` and
             `"mosaic_gpu_interpret"`, the same kernels interpreted on any device, slowly; `"xla"`,
@@ -168,7 +191,7 @@ def paged_attention(
     Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
     PagedAttention", SOSP 2023; split-KV as in Flash-Decoding, balanced over the lengths.
     """
-    given: dict[str, Any] = _with_jax_keywords(
+    given: dict[str, Any] = with_jax_keywords(
         dict(seq_lens=seq_lens, k_scales=k_scales, v_scales=v_scales, soft_cap=soft_cap),
         jax_keywords,
     )
@@ -182,14 +205,16 @@ def paged_attention(
         v_scales=given["v_scales"],
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        kv_layout=kv_layout,
         one_query_a_row=True,
     )
     out, lse = dispatch.attend(
         "decode",
-        arrays,
+        of_first_rows(arrays, num_seqs),
         options=logit_options(
             arrays.head_dim,
             sm_scale=sm_scale,
+            q_scale=q_scale,
             soft_cap=given["soft_cap"],
             sliding_window=sliding_window,
         ),
@@ -200,43 +225,27 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
-_OUR_NAMES = {
-    "lengths": "seq_lens",
-    "k_scales_pages": "k_scales",
-    "v_scales_pages": "v_scales",
-    "attn_logits_soft_cap": "soft_cap",
-}
-
-
-def _with_jax_keywords(given: dict[str, Any], jax_keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `given` with the arguments that came under the keywords of JAX's op."""
-    for name, value in jax_keywords.items():
-        if name not in _OUR_NAMES:
-            raise TypeError(f"paged_attention() got an unexpected keyword argument {name!r}")
-        ours = _OUR_NAMES[name]
-        if given[ours] is not None:
-            raise TypeError(f"paged_attention() got {ours} twice, the second time as {name}")
-        given = given | {ours: value}
-    return given
-
-
 @overload
 def ragged_paged_attention(
     q: ArrayLike,
     k_pages: ArrayLike,
-    v_pages: ArrayLike,
+    v_pages: ArrayLike | None,
     block_tables: ArrayLike,
     seq_lens: ArrayLike,
     cu_q_lens: ArrayLike,
     *,
     k_scales: ArrayLike | None = ...,
     v_scales: ArrayLike | None = ...,
+    num_seqs: ArrayLike | None = ...,
     sm_scale: SupportsFloat | None = ...,
+    q_scale: SupportsFloat | None = ...,
     soft_cap: SupportsFloat | None = ...,
     sliding_window: int | None = ...,
     alibi_slopes: ArrayLike | None = ...,
     sinks: ArrayLike | None = ...,
+    causal: bool = ...,
     tree_mask: ArrayLike | None = ...,
+    kv_layout: KVLayout = ...,
     return_lse: Literal[False] = ...,
     implementation: Implementation | None = ...,
     config: RaggedConfig | MosaicRaggedConfig | None = ...,
@@ -248,19 +257,23 @@ def ragged_paged_attention(
 def ragged_paged_attention(
     q: ArrayLike,
     k_pages: ArrayLike,
-    v_pages: ArrayLike,
+    v_pages: ArrayLike | None,
     block_tables: ArrayLike,
     seq_lens: ArrayLike,
     cu_q_lens: ArrayLike,
     *,
     k_scales: ArrayLike | None = ...,
     v_scales: ArrayLike | None = ...,
+    num_seqs: ArrayLike | None = ...,
     sm_scale: SupportsFloat | None = ...,
+    q_scale: SupportsFloat | None = ...,
     soft_cap: SupportsFloat | None = ...,
     sliding_window: int | None = ...,
     alibi_slopes: ArrayLike | None = ...,
     sinks: ArrayLike | None = ...,
+    causal: bool = ...,
     tree_mask: ArrayLike | None = ...,
+    kv_layout: KVLayout = ...,
     return_lse: Literal[True],
     implementation: Implementation | None = ...,
     config: RaggedConfig | MosaicRaggedConfig | None = ...,
@@ -272,19 +285,23 @@ def ragged_paged_attention(
 def ragged_paged_attention(
     q: ArrayLike,
     k_pages: ArrayLike,
-    v_pages: ArrayLike,
+    v_pages: ArrayLike | None,
     block_tables: ArrayLike,
     seq_lens: ArrayLike,
     cu_q_lens: ArrayLike,
     *,
     k_scales: ArrayLike | None = None,
     v_scales: ArrayLike | None = None,
+    num_seqs: ArrayLike | None = None,
     sm_scale: SupportsFloat | None = None,
+    q_scale: SupportsFloat | None = None,
     soft_cap: SupportsFloat | None = None,
     sliding_window: int | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    causal: bool = True,
     tree_mask: ArrayLike | None = None,
+    kv_layout: KVLayout = "HPND",
     return_lse: bool = False,
     implementation: Implementation | None = None,
     config: RaggedConfig | MosaicRaggedConfig | None = None,
@@ -295,23 +312,27 @@ def ragged_paged_attention(
     Whole prompts, chunks of prompts on a cached prefix, a few tokens that verify a speculation and
     single tokens can be mixed in one call: row b's queries are `q[cu_q_lens[b]:cu_q_lens[b + 1]]`.
     Their K/V must be in the pages already and `seq_lens` counts them. Query i of q_len is at
-    position `seq_lens[b] - q_len + i`, and sees the positions up to its own. On a mesh as
-    `paged_attention`, with tokens and rows whole on every device.
+    position `seq_lens[b] - q_len + i`, and sees the positions up to its own, or with `causal=False`
+    all of them. On a mesh as `paged_attention`, with tokens and rows whole on every device.
 
     Args:
         q: f32, bf16 or f16 `[T, num_q_heads, head_dim]`, the rows' queries one after another.
         k_pages, v_pages, block_tables, seq_lens: as in `paged_attention`, for B rows.
         cu_q_lens: i32`[B + 1]`, rising from 0: where the queries of each row begin and end. Rows
             may have none; tokens from `cu_q_lens[B]` on are padding. Values are made to rise from 0
-            and clipped to T. A query left of position 0 sees no key.
-        k_scales, v_scales, sm_scale, soft_cap, sliding_window, alibi_slopes, sinks: as in
-            `paged_attention`.
+            and clipped to T. A causal query left of position 0 sees no key.
+        k_scales, v_scales, num_seqs, sm_scale, q_scale, soft_cap, sliding_window, alibi_slopes,
+            sinks: as in `paged_attention`.
+        causal: False lets every query of a row see all of the row's keys, as in encoders, and in
+            attention to the keys of another text, which may be fewer than the queries. A window
+            then still hides the keys left of it, and none to the right. ALiBi takes distances as
+            `-abs(key position - query position)`, as FlashAttention does. Static.
         tree_mask: bool`[B, max_q, max_q]`, or None: query i of row b sees the key of its row's
             newest token j (of q_len) where `tree_mask[b, i, j]`, in place of causality; it sees all
             older keys. Positions, for the window and for ALiBi, stay those of the slots. Queries
             past max_q see only the older keys.
-        return_lse, implementation: as in `paged_attention`; `"mosaic_gpu"` takes any number of
-            query heads per KV head.
+        kv_layout, return_lse, implementation: as in `paged_attention`; `"mosaic_gpu"` takes any
+            number of query heads per KV head.
         config: `RaggedConfig` or `MosaicRaggedConfig`, as in `paged_attention`.
         fixed_split_size: as in `paged_attention`; rows are split whose queries fit one tile.
 
@@ -337,6 +358,7 @@ def ragged_paged_attention(
         v_scales=v_scales,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        kv_layout=kv_layout,
         one_query_a_row=False,
     )
     arrays = dataclasses.replace(
@@ -344,11 +366,17 @@ def ragged_paged_attention(
         cu_q_lens=checked_offsets("cu_q_lens", cu_q_lens, arrays.num_seqs),
         tree_mask=checked_tree_mask(tree_mask, arrays.num_seqs),
     )
+    check_causal(causal, has_tree=tree_mask is not None)
     out, lse = dispatch.attend(
         "ragged",
-        arrays,
+        of_first_rows(arrays, num_seqs),
         options=logit_options(
-            arrays.head_dim, sm_scale=sm_scale, soft_cap=soft_cap, sliding_window=sliding_window
+            arrays.head_dim,
+            sm_scale=sm_scale,
+            q_scale=q_scale,
+            soft_cap=soft_cap,
+            sliding_window=sliding_window,
+            causal=causal,
         ),
         implementation=implementation,
         config=config,
@@ -356,24 +384,3 @@ def ragged_paged_attention(
         with_lse=return_lse,
     )
     return (out, lse) if return_lse else out
-
-
-@default_promotion()
-def merge_attention_states(outs: ArrayLike, lses: ArrayLike) -> tuple[jax.Array, jax.Array]:
-    """Merge attention over disjoint sets of keys into attention over their union.
-
-    Args:
-        outs: f32, bf16 or f16 `[S, ..., D]`, the outputs of the S states.
-        lses: f32`[S, ...]`, their natural-log log-sum-exps; -inf marks a state that saw no key,
-            whose `outs` may then hold anything.
-
-    Returns:
-        `(out [..., D] in the dtype of outs, lse f32[...])`. Where no state saw a key, `out = 0` and
-        `lse = -inf`.
-
-    Raises:
-        ValueError: the shapes do not belong together or a dtype is not allowed.
-    """
-    outs, lses = as_array("outs", outs), as_array("lses", lses)
-    check_states(outs, lses)
-    return xla.merge_states(jnp.asarray(outs), jnp.asarray(lses))

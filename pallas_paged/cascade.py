@@ -13,6 +13,7 @@ from pallas_paged import dispatch
 from pallas_paged.checks import INT32_MAX, default_promotion
 from pallas_paged.dispatch import Implementation
 from pallas_paged.kernels import xla
+from pallas_paged.kernels.kv_layout import KVLayout
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig, MosaicRaggedConfig
 from pallas_paged.kernels.triton.config import DecodeConfig, RaggedConfig
 from pallas_paged.validation import (
@@ -20,6 +21,7 @@ from pallas_paged.validation import (
     checked_offsets,
     checked_prefix_lens,
     logit_options,
+    of_first_rows,
 )
 
 
@@ -27,7 +29,7 @@ from pallas_paged.validation import (
 def cascade_attention(
     q: ArrayLike,
     k_pages: ArrayLike,
-    v_pages: ArrayLike,
+    v_pages: ArrayLike | None,
     block_tables: ArrayLike,
     seq_lens: ArrayLike,
     prefix_lens: ArrayLike,
@@ -35,11 +37,14 @@ def cascade_attention(
     *,
     k_scales: ArrayLike | None = ...,
     v_scales: ArrayLike | None = ...,
+    num_seqs: ArrayLike | None = ...,
     sm_scale: SupportsFloat | None = ...,
+    q_scale: SupportsFloat | None = ...,
     soft_cap: SupportsFloat | None = ...,
     sliding_window: int | None = ...,
     alibi_slopes: ArrayLike | None = ...,
     sinks: ArrayLike | None = ...,
+    kv_layout: KVLayout = ...,
     return_lse: Literal[False] = ...,
     implementation: Implementation | None = ...,
     config: DecodeConfig | MosaicDecodeConfig | None = ...,
@@ -51,7 +56,7 @@ def cascade_attention(
 def cascade_attention(
     q: ArrayLike,
     k_pages: ArrayLike,
-    v_pages: ArrayLike,
+    v_pages: ArrayLike | None,
     block_tables: ArrayLike,
     seq_lens: ArrayLike,
     prefix_lens: ArrayLike,
@@ -59,11 +64,14 @@ def cascade_attention(
     *,
     k_scales: ArrayLike | None = ...,
     v_scales: ArrayLike | None = ...,
+    num_seqs: ArrayLike | None = ...,
     sm_scale: SupportsFloat | None = ...,
+    q_scale: SupportsFloat | None = ...,
     soft_cap: SupportsFloat | None = ...,
     sliding_window: int | None = ...,
     alibi_slopes: ArrayLike | None = ...,
     sinks: ArrayLike | None = ...,
+    kv_layout: KVLayout = ...,
     return_lse: Literal[True],
     implementation: Implementation | None = ...,
     config: DecodeConfig | MosaicDecodeConfig | None = ...,
@@ -75,7 +83,7 @@ def cascade_attention(
 def cascade_attention(
     q: ArrayLike,
     k_pages: ArrayLike,
-    v_pages: ArrayLike,
+    v_pages: ArrayLike | None,
     block_tables: ArrayLike,
     seq_lens: ArrayLike,
     prefix_lens: ArrayLike,
@@ -83,11 +91,14 @@ def cascade_attention(
     *,
     k_scales: ArrayLike | None = None,
     v_scales: ArrayLike | None = None,
+    num_seqs: ArrayLike | None = None,
     sm_scale: SupportsFloat | None = None,
+    q_scale: SupportsFloat | None = None,
     soft_cap: SupportsFloat | None = None,
     sliding_window: int | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    kv_layout: KVLayout = "HPND",
     return_lse: bool = False,
     implementation: Implementation | None = None,
     config: DecodeConfig | MosaicDecodeConfig | None = None,
@@ -107,8 +118,8 @@ def cascade_attention(
         cu_group_sizes: i32`[num_groups + 1]`, rising from 0: group g is the rows from
             `cu_group_sizes[g]` to `cu_group_sizes[g + 1]`. Rows from the last value on are in no
             group.
-        k_scales, v_scales, sm_scale, soft_cap, sliding_window, alibi_slopes, sinks, return_lse,
-            implementation: as in `paged_attention`.
+        k_scales, v_scales, num_seqs, sm_scale, q_scale, soft_cap, sliding_window, alibi_slopes,
+            sinks, kv_layout, return_lse, implementation: as in `paged_attention`.
         config: as in `paged_attention`, for the rows' own tokens.
         prefix_config: as `config` of `ragged_paged_attention`, for the prefixes.
 
@@ -131,12 +142,18 @@ def cascade_attention(
         v_scales=v_scales,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        kv_layout=kv_layout,
         one_query_a_row=True,
     )
     shared = checked_prefix_lens(prefix_lens)
     group_offsets = checked_offsets("cu_group_sizes", cu_group_sizes, shared.shape[0])
+    arrays = of_first_rows(arrays, num_seqs)
     options = logit_options(
-        arrays.head_dim, sm_scale=sm_scale, soft_cap=soft_cap, sliding_window=sliding_window
+        arrays.head_dim,
+        sm_scale=sm_scale,
+        q_scale=q_scale,
+        soft_cap=soft_cap,
+        sliding_window=sliding_window,
     )
 
     page_size, tables = arrays.page_size, arrays.block_tables

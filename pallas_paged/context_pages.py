@@ -26,6 +26,7 @@ from pallas_paged.checks import (
     validate_page_size,
     validate_positive,
 )
+from pallas_paged.kernels.kv_layout import KVLayout
 from pallas_paged.kv_pool import KVPool, LayerKV
 from pallas_paged.page_table import PageCopies
 from pallas_paged.sharding import TENSOR_AXIS
@@ -60,6 +61,7 @@ def create_kv_pool(
     dtype: DTypeLike,
     k_scales: Any = None,
     v_scales: Any = None,
+    kv_layout: KVLayout = "HPND",
 ) -> KVPool:
     """Return a pool of zeros whose pages each device creates for itself.
 
@@ -67,7 +69,7 @@ def create_kv_pool(
         mesh: devices, with an axis "context".
         num_pages: pages per layer over all devices, as in the page table; a multiple of the devices
             of "context".
-        num_layers, num_kv_heads, page_size, head_dim, dtype, k_scales, v_scales: as in
+        num_layers, num_kv_heads, page_size, head_dim, dtype, k_scales, v_scales, kv_layout: as in
             `pallas_paged.create_kv_pool`; the devices of "tensor" must divide the KV heads.
 
     Raises:
@@ -91,6 +93,7 @@ def create_kv_pool(
         dtype=dtype,
         k_scales=k_scales,
         v_scales=v_scales,
+        kv_layout=kv_layout,
     )
     specs = pool_specs(mesh, jax.eval_shape(create))
     shardings = jax.tree.map(functools.partial(NamedSharding, mesh), specs)
@@ -164,8 +167,8 @@ def write_kv(
     slots = checked_array("slots", slots, jnp.int32, as_array("slots", slots).shape)
 
     def write(layer: LayerKV, k: jax.Array, v: jax.Array, slots: jax.Array) -> LayerKV:
-        page_size = layer.k_pages.shape[2]
-        pages = _to_local(slots // page_size, layer.k_pages.shape[1])
+        page_size = layer.page_size
+        pages = _to_local(slots // page_size, layer.num_pages)
         return kv_pool.write_kv(layer, k, v, pages * page_size + slots % page_size)
 
     specs, tokens = pool_specs(mesh, layer), mesh_spec(mesh, None, TENSOR_AXIS)
@@ -194,7 +197,8 @@ def copy_pages(pool: KVPool, copies: PageCopies, *, mesh: Mesh | None = None) ->
     dst = checked_array("copies.dst_pages", copies.dst_pages, jnp.int32, shape).ravel()
 
     def copy(pool: KVPool, src: jax.Array, dst: jax.Array) -> KVPool:
-        num_local = pool.layers[0].k_pages.shape[1]
+        num_local = pool.layers[0].num_pages
+        page_axis = pool.layers[0].layout.page_axis
         num_pages = num_local * lax.axis_size(CONTEXT_AXIS)
         dst = jnp.where((src >= 0) & (src < num_pages), dst, num_pages)
         local_src, local_dst = _to_local(src, num_local), _to_local(dst, num_local)
@@ -202,18 +206,14 @@ def copy_pages(pool: KVPool, copies: PageCopies, *, mesh: Mesh | None = None) ->
         def read(pages: jax.Array) -> jax.Array:  # as bytes; zeros where another device has them
             if not pages.ndim:  # a scale of the whole layer
                 return jnp.zeros(0, jnp.uint8)
-
-            def of_head(pages: jax.Array, src: jax.Array) -> jax.Array:
-                return pages.at[src].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-
-            copied = kv_pool.per_head(of_head, pages, local_src)
+            copied = kv_pool.take_pages(pages, page_axis, local_src, mode="fill")
             return lax.bitcast_convert_type(copied, jnp.uint8)
 
         def write(pages: jax.Array, copied: jax.Array) -> jax.Array:
             if not pages.ndim:
                 return pages
             copied = lax.bitcast_convert_type(copied, pages.dtype)
-            return kv_pool.set_per_head(pages, local_dst, copied)
+            return kv_pool.set_pages(pages, page_axis, local_dst, copied)
 
         flat, unravel = ravel_pytree(jax.tree.map(read, pool))
         # One device has each page and the others zeros, so the sum of the bytes is exact.
@@ -247,8 +247,8 @@ def mesh_spec(mesh: Mesh | None, *axes: str | tuple[str, ...] | None) -> P:
 
 def pool_specs(mesh: Mesh | None, pool: Any) -> Any:
     """Return the specs of a pool or a layer: heads over "tensor", pages over "context"."""
-    spec = mesh_spec(mesh, TENSOR_AXIS, CONTEXT_AXIS)
-    return jax.tree.map(lambda x: spec if x.ndim else P(), pool)
+    heads, pages = mesh_spec(mesh, TENSOR_AXIS, CONTEXT_AXIS)
+    return kv_pool.pool_specs(pool, heads, pages)
 
 
 def on_devices(

@@ -246,6 +246,7 @@ def _checked(
         v_scales=layer.v_scales,
         alibi_slopes=None,
         sinks=sinks,
+        kv_layout=layer.kv_layout,
         one_query_a_row=one_query_a_row,
     )
 
@@ -258,8 +259,8 @@ def _pages_of_new(
     k: jax.Array, v: jax.Array, layer: LayerKV, cu_q_lens: jax.Array
 ) -> dict[str, Any]:
     """Return arrays of a call over the new tokens alone, in pages of their own."""
-    num_tokens, num_heads, _ = k.shape
-    page_size, num_seqs = layer.k_pages.shape[2], cu_q_lens.size - 1
+    num_tokens, num_seqs = k.shape[0], cu_q_lens.size - 1
+    page_size, layout = layer.page_size, layer.layout
     offsets = dispatch.rising_offsets(cu_q_lens, num_tokens)
     # Page b + (tokens before row b) // page_size is behind all pages of the row before.
     first_page = jnp.arange(num_seqs, dtype=jnp.int32) + offsets[:-1] // page_size
@@ -267,7 +268,9 @@ def _pages_of_new(
     num_pages = width + num_seqs
 
     def empty(x: jax.Array) -> jax.Array:
-        return jnp.zeros((num_heads, num_pages, *x.shape[2:]), x.dtype) if x.ndim else x
+        shape = list(x.shape)
+        shape[layout.page_axis : layout.page_axis + 1] = [num_pages] if x.ndim else []
+        return jnp.zeros(shape, x.dtype) if x.ndim else x
 
     tokens = jnp.arange(num_tokens, dtype=jnp.int32)
     rows = jnp.searchsorted(offsets[1:], tokens, side="right", method="compare_all")
@@ -275,6 +278,7 @@ def _pages_of_new(
     new = kv_pool.write_kv(jax.tree.map(empty, layer), k, v, starts[rows] + tokens)
     return dict(
         vars(new),
+        k_pages=layout.with_all_axes(new.k_pages),
         block_tables=first_page[:, None] + jnp.arange(width, dtype=jnp.int32),
         seq_lens=offsets[1:] - offsets[:-1],
     )

@@ -13,13 +13,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_paged.checks import default_promotion
+from pallas_paged.gradient import with_gradient
 from pallas_paged.kernels import xla
 from pallas_paged.kernels.call import Arrays, Call, Device, Kernel
+from pallas_paged.kernels.kv_layout import AXIS_NAMES, LAYOUTS, KVLayout
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import implementation as mosaic
 from pallas_paged.kernels.mosaic.config import prefer_mosaic
 from pallas_paged.kernels.triton import implementation as triton
-from pallas_paged.partition import Axes, Layout, explicit_mesh, on_each_device, on_explicit_mesh
+from pallas_paged.partition import Axes, Layout, explicit_mesh, on_explicit_mesh
 
 Implementation = Literal["triton", "triton_interpret", "mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 
@@ -70,8 +72,8 @@ BACKENDS = {
 # pages have a head_dim of their own: they may not be moved, even where queries may.
 _AXES: dict[str, Axes] = {
     "q": ("num_seqs", "num_q_heads", "head_dim"),
-    "k_pages": ("num_kv_heads", "num_pages", "page_size", "kv_head_dim"),
-    "v_pages": ("num_kv_heads", "num_pages", "page_size", "kv_head_dim"),
+    "k_pages": (),  # these four depend on the layout of the pages
+    "v_pages": (),
     "block_tables": ("num_seqs", "pages_per_seq"),
     "seq_lens": ("num_seqs",),
     "cu_q_lens": ("num_offsets",),
@@ -79,8 +81,8 @@ _AXES: dict[str, Axes] = {
     "alibi_slopes": ("num_q_heads",),
     "sinks": ("num_q_heads",),
     "tree_mask": ("num_seqs", "tree_queries", "tree_keys"),
-    "k_scales": ("num_kv_heads", "num_pages", "page_size"),
-    "v_scales": ("num_kv_heads", "num_pages", "page_size"),
+    "k_scales": (),
+    "v_scales": (),
 }
 
 
@@ -90,6 +92,7 @@ class LocalCall:
 
     Attributes:
         names: the fields of `Arrays` that it takes, in order.
+        kv_layout: as in `Arrays`.
         Others: as in `attend` and `Call`.
     """
 
@@ -101,10 +104,21 @@ class LocalCall:
     fixed_split_size: int | None
     with_lse: bool
     names: tuple[str, ...]
+    kv_layout: KVLayout
 
     @property
     def one_device(self) -> bool:
         return self.implementation == "mosaic_gpu_interpret"  # which calls back into Python
+
+    @property
+    def interpret(self) -> bool:
+        """Whether kernels are interpreted."""
+        return self.implementation in ("triton_interpret", "mosaic_gpu_interpret")
+
+    def why_no_gradient(self, arrays: Arrays) -> str | None:
+        """Return why the Triton kernels, which make all gradients, can't do so; None if they can."""
+        why_not = triton.why_not if self.interpret else triton.why_not_here
+        return why_not(self.describe(arrays))
 
     def describe(self, arrays: Arrays) -> Call:
         """Return the description of the call with these arrays."""
@@ -122,17 +136,21 @@ class LocalCall:
         fields: dict[str, Any] = dict(zip(self.names, arrays, strict=True))
         # XLA's partitioner calls it in a thread of its own, which has no settings of the caller's.
         with default_promotion(), jax.enable_x64(False):
-            given = Arrays(**fields)
+            given = Arrays(**fields, kv_layout=self.kv_layout)
             run = resolve(self.describe(given), self.implementation)
             out, lse = run(given, options=self.options)
         return (out, lse) if self.with_lse else (out,)
 
 
 @functools.cache
-def _layout(kernel: Kernel, names: tuple[str, ...], scalars: bool, with_lse: bool) -> Layout:
-    axes = dict(_AXES)
-    if scalars:
-        axes |= {"k_scales": (), "v_scales": ()}
+def _layout(
+    kernel: Kernel, kv_layout: KVLayout, names: tuple[str, ...], scalars: bool, with_lse: bool
+) -> Layout:
+    layout = LAYOUTS[kv_layout]
+    pages, scales = (tuple(AXIS_NAMES[x] for x in y) for y in (layout.axes, layout.scale_axes))
+    axes = _AXES | {"k_pages": pages, "v_pages": pages}
+    if not scalars:
+        axes |= {"k_scales": scales, "v_scales": scales}
     if kernel == "ragged":
         axes["q"] = ("num_tokens", *axes["q"][1:])
     # Of ragged calls any row may own any token.
@@ -172,6 +190,7 @@ def attend(
         fixed_split_size=fixed_split_size,
         with_lse=with_lse,
         names=tuple(name for name in _AXES if getattr(arrays, name) is not None),
+        kv_layout=arrays.kv_layout,
     )
     call = local.describe(arrays)
     chosen = choose(call, implementation)
@@ -182,11 +201,11 @@ def attend(
             cu_q_lens = rising_offsets(arrays.cu_q_lens, call.num_tokens)
             arrays = dataclasses.replace(arrays, cu_q_lens=cu_q_lens)
         scalars = arrays.k_scales is not None and not arrays.k_scales.ndim
-        layout = _layout(kernel, local.names, scalars, with_lse)
+        layout = _layout(kernel, arrays.kv_layout, local.names, scalars, with_lse)
         given = [getattr(arrays, name) for name in local.names]
         mesh = explicit_mesh(given)
         if chosen != "xla":
-            out, *lse = on_each_device(local, layout, platform=local.device.platform)(*given)
+            out, *lse = with_gradient(local, layout, platform=local.device.platform)(*given)
         elif mesh is not None:
             out, *lse = on_explicit_mesh(mesh, local, layout, given)
         else:  # XLA partitions it

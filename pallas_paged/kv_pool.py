@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -25,6 +25,13 @@ from pallas_paged.checks import (
     validate_pool_size,
     validate_positive,
 )
+from pallas_paged.kernels.kv_layout import (
+    NOT_CUT,
+    KVLayout,
+    PageLayout,
+    checked_layout,
+    checked_pages,
+)
 from pallas_paged.page_table import PageCopies
 from pallas_paged.quantization import LARGEST, checked_scales, quantize, token_scales
 
@@ -37,18 +44,39 @@ class LayerKV:
     """The pages of one layer.
 
     Attributes:
-        k_pages: `[num_kv_heads, num_pages, page_size, head_dim]`.
-        v_pages: same shape and dtype.
+        k_pages: `[num_kv_heads, num_pages, page_size, head_dim]`, or as `kv_layout` says.
+        v_pages: same shape and dtype; None where `k_pages` hold K and V.
         k_scales: of int8 and float8_e4m3fn pages, the dequantization scales (value = element *
-            scale): f32`[num_kv_heads, num_pages, page_size]`, one for each token and head, or
-            f32`[]`, one for the layer. Else None.
+            scale): f32`[num_kv_heads, num_pages, page_size]`, one for each token and head, in the
+            order of axes of `kv_layout`, or f32`[]`, one for the layer. Else None.
         v_scales: like `k_scales`.
+        kv_layout: the order of the axes of the pages, as in `paged_attention`. Static.
     """
 
     k_pages: jax.Array
-    v_pages: jax.Array
+    v_pages: jax.Array | None = None
     k_scales: jax.Array | None = None
     v_scales: jax.Array | None = None
+    kv_layout: KVLayout = field(default="HPND", metadata={"static": True})
+
+    @property
+    def layout(self) -> PageLayout:
+        return checked_layout(self.kv_layout)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self._size("H")
+
+    @property
+    def num_pages(self) -> int:
+        return self._size("P")
+
+    @property
+    def page_size(self) -> int:
+        return self._size("N")
+
+    def _size(self, letter: str) -> int:
+        return self.layout.size(self.layout.full_shape(self.k_pages.shape), letter)
 
 
 @jax.tree_util.register_dataclass
@@ -73,6 +101,7 @@ def create_kv_pool(
     dtype: DTypeLike,
     k_scales: Sequence[float] | None = None,
     v_scales: Sequence[float] | None = None,
+    kv_layout: KVLayout = "HPND",
     sharding: NamedSharding | None = None,
 ) -> KVPool:
     """Return a pool of zeros; int8 and fp8 pages have scales of 0, or the scales given.
@@ -88,9 +117,10 @@ def create_kv_pool(
         k_scales: with int8 and fp8 pages, one positive number per layer, as calibrated checkpoints
             have them. They replace the scales of tokens, and `write_kv` leaves them as they are.
         v_scales: like `k_scales`.
-        sharding: how the KV heads are cut over the devices of a mesh, from `kv_pool_sharding`. Each
-            device creates its own heads, so the pool may be larger than any one of them. In a
-            program of several processes all of them call. None means one device.
+        kv_layout: the order of the axes of the pages, as in `paged_attention`.
+        sharding: how the KV heads are cut over the devices of a mesh, from `kv_pool_sharding` for
+            the same layout. Each device creates its own heads, so the pool may be larger than any
+            one of them. In a program of several processes all of them call. None means one device.
 
     Raises:
         ValueError: a size is not a positive integer, the page size, number of slots or dtype is
@@ -105,7 +135,9 @@ def create_kv_pool(
         raise ValueError(f"k_scales and v_scales must be None with pages of {element}")
     if (k_scales is None) != (v_scales is None):
         raise ValueError("k_scales and v_scales must be given both, or neither")
-    shape = (num_kv_heads, num_pages, page_size, head_dim)
+    layout = checked_layout(kv_layout)
+    shape = layout.shape(H=num_kv_heads, P=num_pages, N=page_size, D=head_dim)
+    scale_shape = layout.scale_shape(layout.full_shape(shape))
     layer_scales: list[Iterable[float | None]] = [
         [None] * num_layers if given is None else _layer_scales(name, given, num_layers)
         for name, given in (("k_scales", k_scales), ("v_scales", v_scales))
@@ -114,16 +146,17 @@ def create_kv_pool(
     def scale(given: float | None) -> jax.Array | None:
         if given is not None:
             return jnp.float32(given)
-        return jnp.zeros(shape[:-1], jnp.float32) if quantized else None
+        return jnp.zeros(scale_shape, jnp.float32) if quantized else None
 
     def create() -> KVPool:
         return KVPool(
             layers=tuple(
                 LayerKV(
                     k_pages=jnp.zeros(shape, element),
-                    v_pages=jnp.zeros(shape, element),
+                    v_pages=None if layout.one_array else jnp.zeros(shape, element),
                     k_scales=scale(k_scale),
                     v_scales=scale(v_scale),
+                    kv_layout=layout.name,
                 )
                 for k_scale, v_scale in zip(*layer_scales, strict=True)
             )
@@ -131,14 +164,60 @@ def create_kv_pool(
 
     if sharding is None:
         return create()
-    _check_sharding(sharding, num_kv_heads)
-    whole = NamedSharding(sharding.mesh, PartitionSpec())
-    shardings = jax.tree.map(lambda x: sharding if x.ndim else whole, jax.eval_shape(create))
+    _check_sharding(sharding, layout, num_kv_heads)
+    cut = head_axes(sharding.spec, layout)
+    shardings = jax.tree.map(
+        lambda spec: NamedSharding(sharding.mesh, spec), pool_specs(jax.eval_shape(create), cut)
+    )
     return jax.jit(create, out_shardings=shardings)()
 
 
+def head_axes(spec: PartitionSpec, layout: PageLayout) -> Any:
+    """Return the mesh axes over which the spec of a layout's pages cuts their KV heads."""
+    return spec[layout.head_axis] if len(spec) > layout.head_axis else None
+
+
+def pool_specs(pool: Any, heads: Any, pages: Any = None) -> Any:
+    """Return the specs of a pool or a layer, cut over these axes of a mesh.
+
+    Args:
+        pool: a `KVPool`, a `LayerKV` or their shapes.
+        heads, pages: mesh axes over which the KV heads and the pages are cut, or None.
+
+    Raises:
+        ValueError: the heads of the layout can't be cut.
+    """
+
+    def of_layer(layer: LayerKV) -> LayerKV:
+        def spec(x: Any, axes: str) -> Any:
+            if x is None:
+                return None
+            last = max(axes.index("H"), axes.index("P")) if x.ndim else -1
+            return PartitionSpec(*({"H": heads, "P": pages}.get(a) for a in axes[: last + 1]))
+
+        layout = layer.layout
+        if heads and layout.merged == "2H":
+            raise ValueError(f"pages with kv_layout={layout.name!r} must not be cut: {NOT_CUT}")
+        return replace(
+            layer,
+            k_pages=spec(layer.k_pages, layout.given_axes),
+            v_pages=spec(layer.v_pages, layout.given_axes),
+            k_scales=spec(layer.k_scales, layout.scale_axes),
+            v_scales=spec(layer.v_scales, layout.scale_axes),
+        )
+
+    return jax.tree.map(of_layer, pool, is_leaf=lambda x: isinstance(x, LayerKV))
+
+
 @default_promotion()
-def write_kv(layer: LayerKV, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> LayerKV:
+def write_kv(
+    layer: LayerKV,
+    k: ArrayLike,
+    v: ArrayLike,
+    slots: ArrayLike,
+    *,
+    kv_layout: KVLayout | None = None,
+) -> LayerKV:
     """Write the K/V of new tokens into the pages of a layer, in place where those are donated.
 
     Into int8 and fp8 pages a token of a head goes as `round(x / scale)`, ties to even, saturated at
@@ -153,6 +232,8 @@ def write_kv(layer: LayerKV, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> La
         v: floating, the same shape.
         slots: i32`[T]` from `slot_mapping`. Slots outside [0, num_pages * page_size) are dropped;
             what a slot holds that is named twice is undefined.
+        kv_layout: the order of the axes of the pages, where `layer` does not name it; None means
+            that of `layer`.
 
     Returns:
         The layer with the new tokens.
@@ -163,23 +244,25 @@ def write_kv(layer: LayerKV, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> La
     """
     if not isinstance(layer, LayerKV):
         raise ValueError(f"layer must be a LayerKV, got {type(layer).__name__}")
-    k_pages = as_array("layer.k_pages", layer.k_pages)
-    v_pages = as_array("layer.v_pages", layer.v_pages)
+    layer = _with_layout(layer, kv_layout)
+    layout = layer.layout
+    pages = checked_pages(layout, layer.k_pages, layer.v_pages, prefix="layer.")
+    k_pages, v_pages = pages[0], pages[-1]
     if k_pages.dtype.name not in POOL_DTYPES:
         allowed = ", ".join(POOL_DTYPES)
         raise ValueError(f"k_pages.dtype={k_pages.dtype.name} must be one of {allowed}")
-    if k_pages.ndim != 4 or v_pages.shape != k_pages.shape or v_pages.dtype != k_pages.dtype:
+    alike = v_pages.shape == k_pages.shape and v_pages.dtype == k_pages.dtype
+    if k_pages.ndim != len(layout.given_axes) or not alike:
         raise ValueError(
-            "k_pages and v_pages must be [num_kv_heads, num_pages, page_size, head_dim], alike, "
+            f"k_pages and v_pages must be {layout.shape_rule}, alike, "
             f"got {k_pages.dtype}{k_pages.shape} and {v_pages.dtype}{v_pages.shape}"
         )
+    shape_of_pages = layout.full_shape(k_pages.shape)
     tokens = {name: as_array(name, x) for name, x in (("k", k), ("v", v))}
     for name, x in tokens.items():
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"{name} must be floating, got {x.dtype}")
-    k_pages, v_pages = jnp.asarray(k_pages), jnp.asarray(v_pages)
-    tokens = {name: jnp.asarray(x) for name, x in tokens.items()}
-    num_kv_heads, _, _, head_dim = k_pages.shape
+    num_kv_heads, head_dim = (layout.size(shape_of_pages, x) for x in "HD")
     shape = tokens["k"].shape
     if len(shape) != 3 or shape[1:] != (num_kv_heads, head_dim) or tokens["v"].shape != shape:
         raise ValueError(
@@ -187,17 +270,36 @@ def write_kv(layer: LayerKV, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> La
             f"got {shape} and {tokens['v'].shape}"
         )
     slots = checked_array("slots", slots, jnp.int32, (shape[0],))
-    scales = checked_scales(k_pages, layer.k_scales, layer.v_scales)
-    if not scales:
-        k_pages = _write(k_pages, tokens["k"], slots)
-        return LayerKV(k_pages=k_pages, v_pages=_write(v_pages, tokens["v"], slots))
-    k_pages, k_scales = _write_quantized(k_pages, scales[0], tokens["k"], slots)
-    v_pages, v_scales = _write_quantized(v_pages, scales[1], tokens["v"], slots)
-    return LayerKV(k_pages=k_pages, v_pages=v_pages, k_scales=k_scales, v_scales=v_scales)
+    scales = checked_scales(
+        k_pages, layer.k_scales, layer.v_scales, layout.scale_shape(shape_of_pages)
+    )
+    given = [jnp.asarray(x) for x in pages]
+    layer = LayerKV(
+        **dict(zip(("k_pages", "v_pages"), given, strict=False)),
+        **dict(zip(("k_scales", "v_scales"), scales, strict=False)),
+        kv_layout=layout.name,
+    )
+    return _on_each_device(
+        _write, layer, (jnp.asarray(tokens["k"]), jnp.asarray(tokens["v"])), (slots,)
+    )
+
+
+def _with_layout(layer: LayerKV, kv_layout: Any) -> LayerKV:
+    """Return the layer with the layout that a caller names beside it.
+
+    Raises:
+        ValueError: there is no such layout, or the layer names another.
+    """
+    checked_layout(layer.kv_layout)
+    if kv_layout is None:
+        return layer
+    if layer.kv_layout not in ("HPND", checked_layout(kv_layout).name):
+        raise ValueError(f"{kv_layout=} must be that of the layer, {layer.kv_layout!r}")
+    return replace(layer, kv_layout=kv_layout)
 
 
 @default_promotion()
-def copy_pages(pool: KVPool, copies: PageCopies) -> KVPool:
+def copy_pages(pool: KVPool, copies: PageCopies, *, kv_layout: KVLayout | None = None) -> KVPool:
     """Copy pages within every layer as `fork` and `truncate` ask, in place if pool is donated.
 
     All pages are read before any is written.
@@ -205,6 +307,7 @@ def copy_pages(pool: KVPool, copies: PageCopies) -> KVPool:
     Args:
         pool: the pool.
         copies: pages to copy; an entry with a source or destination outside the pool is dropped.
+        kv_layout: as in `write_kv`.
 
     Raises:
         ValueError: `pool` is not a KVPool, a dtype is wrong, or the shapes of the copies differ.
@@ -215,35 +318,114 @@ def copy_pages(pool: KVPool, copies: PageCopies) -> KVPool:
     src = checked_array("copies.src_pages", copies.src_pages, jnp.int32, shape).ravel()
     dst = checked_array("copies.dst_pages", copies.dst_pages, jnp.int32, shape).ravel()
 
-    def copy(pages: jax.Array) -> jax.Array:  # [num_kv_heads, num_pages, ...]
-        if not pages.ndim:  # a scale of the whole layer
-            return pages
-        num_pages = pages.shape[1]
-        to = jnp.where((src >= 0) & (src < num_pages), dst, num_pages)
-        copied = per_head(lambda pages, src: pages.at[src].get(mode="clip"), pages, src)
-        # The barrier keeps XLA from fusing the gather into the scatter: one kernel that reads and
-        # writes the pool can't work in place, and copies all of it.
-        return set_per_head(pages, to, lax.optimization_barrier(copied))
+    def copy(layer: LayerKV, src: jax.Array, dst: jax.Array) -> LayerKV:
+        axis = layer.layout.page_axis
 
-    return jax.tree.map(copy, pool)
+        def of(x: jax.Array) -> jax.Array:
+            if not x.ndim:  # a scale of the whole layer
+                return x
+            num_pages = x.shape[axis]
+            to = jnp.where((src >= 0) & (src < num_pages), dst, num_pages)
+            # The barrier keeps XLA from fusing the gather into the scatter: one kernel that reads
+            # and writes the pool can't work in place, and copies all of it.
+            return set_pages(x, axis, to, lax.optimization_barrier(take_pages(x, axis, src)))
 
+        return jax.tree.map(of, layer)
 
-def _write(pages: jax.Array, tokens: jax.Array, slots: jax.Array) -> jax.Array:
-    num_kv_heads, num_pages, page_size, *dims = pages.shape
-    flat = pages.reshape(num_kv_heads, num_pages * page_size, *dims)
-    return set_per_head(flat, slots, tokens.swapaxes(0, 1).astype(pages.dtype)).reshape(pages.shape)
-
-
-def set_per_head(x: jax.Array, places: jax.Array, values: jax.Array) -> jax.Array:
-    """Return `x [Hkv, N, ...]` with `values [Hkv, T, ...]` at the places i32[T] of each head."""
-
-    def put(x: jax.Array, places: jax.Array, values: jax.Array) -> jax.Array:
-        return x.at[places].set(values, mode="drop", wrap_negative_indices=False)
-
-    return per_head(put, x, places, values)
+    layers = (jax.tree.map(jnp.asarray, _with_layout(layer, kv_layout)) for layer in pool.layers)
+    return KVPool(layers=tuple(_on_each_device(copy, x, (), (src, dst)) for x in layers))
 
 
-def per_head(
+def take_pages(x: jax.Array, axis: int, pages: jax.Array, *, mode: str = "clip") -> jax.Array:
+    """Return the pages i32[n] along an axis; zeros for others with mode "fill"."""
+
+    def take(x: jax.Array, pages: jax.Array) -> jax.Array:
+        return x.at[pages].get(mode=mode, fill_value=0, wrap_negative_indices=False)
+
+    return _per_head(take, x, pages) if axis else take(x, pages)
+
+
+def set_pages(x: jax.Array, axis: int, pages: jax.Array, values: jax.Array) -> jax.Array:
+    """Return pages or scales with `values` at the pages i32[n] along an axis."""
+    return _per_head(_set, x, pages, values) if axis else _set(x, pages, values)
+
+
+def _on_each_device(
+    function: Callable[..., LayerKV],
+    layer: LayerKV,
+    tokens: tuple[jax.Array, ...],
+    integers: tuple[jax.Array, ...],
+) -> LayerKV:
+    """Return `function(layer, *tokens, *integers)`, on an explicit mesh by each device for itself.
+
+    On other meshes XLA divides the work over the KV heads.
+
+    Args:
+        tokens: `[T, num_kv_heads, head_dim]`.
+    """
+    sharding = jax.typeof(layer.k_pages).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return function(layer, *tokens, *integers)
+    heads = head_axes(sharding.spec, layer.layout)
+    specs, by_heads = pool_specs(layer, heads), PartitionSpec(None, heads)
+    in_specs = (specs, *[by_heads] * len(tokens), *[PartitionSpec()] * len(integers))
+    given = jax.tree.map(
+        lambda x, spec: jax.reshard(x, NamedSharding(sharding.mesh, spec)),
+        (layer, *tokens, *integers),
+        in_specs,
+    )
+    return jax.shard_map(function, mesh=sharding.mesh, in_specs=in_specs, out_specs=specs)(*given)
+
+
+def _write(layer: LayerKV, k: jax.Array, v: jax.Array, slots: jax.Array) -> LayerKV:
+    """Return the layer with the tokens `[T, num_kv_heads, head_dim]`."""
+    layout, dtype = layer.layout, layer.k_pages.dtype
+    k_scales, v_scales = layer.k_scales, layer.v_scales
+    if k_scales is None or v_scales is None:
+        k, v = k.astype(dtype), v.astype(dtype)
+    elif not k_scales.ndim:
+        k, v = quantize(k, k_scales, dtype), quantize(v, v_scales, dtype)
+    else:
+        new = token_scales(k, dtype), token_scales(v, dtype)  # [T, num_kv_heads]
+        k, v = quantize(k, new[0], dtype), quantize(v, new[1], dtype)
+        k_scales = _set_tokens(k_scales, layout.scale_axes, slots, new[0])
+        v_scales = _set_tokens(v_scales, layout.scale_axes, slots, new[1])
+    k_pages, v_pages = layer.k_pages, layer.v_pages
+    if v_pages is not None:
+        k_pages = _set_tokens(k_pages, layout.axes, slots, k)
+        v_pages = _set_tokens(v_pages, layout.axes, slots, v)
+    else:
+        both = jnp.stack([k, v], axis=2 if layout.merged == "H2" else 1)
+        if layout.merged:
+            both = both.reshape(both.shape[0], -1, both.shape[-1])
+        k_pages = _set_tokens(k_pages, layout.given_axes, slots, both)
+    return replace(layer, k_pages=k_pages, v_pages=v_pages, k_scales=k_scales, v_scales=v_scales)
+
+
+def _set_tokens(x: jax.Array, axes: str, slots: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Return pages or scales with tokens `[T, ...]` at the slots i32[T].
+
+    Args:
+        axes: of `x`, a letter each as in `PageLayout`. Those of `tokens` have the same order.
+    """
+    page_axis, page_size = axes.index("P"), x.shape[axes.index("N")]
+    if "PN" in axes:
+        flat = x.reshape(*x.shape[:page_axis], -1, *x.shape[page_axis + 2 :])
+        if page_axis:
+            return _per_head(_set, flat, slots, tokens.swapaxes(0, 1)).reshape(x.shape)
+        return _set(flat, slots, tokens).reshape(x.shape)
+    # All axes up to N have indices, in order. XLA's GPU compiler moves scattered axes to the front,
+    # and so would copy the pool.
+    middle = jnp.arange(x.shape[1])
+    places = slots[:, None] // page_size, middle, slots[:, None] % page_size
+    return x.at[places].set(tokens, mode="drop", wrap_negative_indices=False)
+
+
+def _set(x: jax.Array, places: jax.Array, values: jax.Array) -> jax.Array:
+    return x.at[places].set(values, mode="drop", wrap_negative_indices=False)
+
+
+def _per_head(
     function: Callable[..., jax.Array], x: jax.Array, places: jax.Array, *values: jax.Array
 ) -> jax.Array:
     """Return `function(x[h], places, *(v[h] for v in values))` of every head h.
@@ -253,24 +435,7 @@ def per_head(
     heads on each device, and one without indices of its own is an axis of the window: XLA's GPU
     compiler moves the scattered axes in front of it, and so transposes the pool.
     """
-    places = jnp.broadcast_to(places, (x.shape[0], places.size))
-    sharding = jax.typeof(x).sharding
-    if AxisType.Explicit in sharding.mesh.axis_types:  # vmap wants all to be sharded alike
-        heads = NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[0]))
-        places = jax.reshard(places, heads)
-        values = tuple(jax.reshard(value, heads) for value in values)
-    return jax.vmap(function)(x, places, *values)
-
-
-def _write_quantized(
-    pages: jax.Array, scales: jax.Array, tokens: jax.Array, slots: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return `pages` and `scales` with the tokens; one scale for the layer stays as it is."""
-    if not scales.ndim:
-        return _write(pages, quantize(tokens, scales, pages.dtype), slots), scales
-    new = token_scales(tokens, pages.dtype)  # [T, num_kv_heads]
-    pages = _write(pages, quantize(tokens, new, pages.dtype), slots)
-    return pages, _write(scales, new, slots)
+    return jax.vmap(function)(x, jnp.broadcast_to(places, (x.shape[0], places.size)), *values)
 
 
 def _checked_dtype(dtype: Any) -> jnp.dtype:
@@ -285,10 +450,12 @@ def _checked_dtype(dtype: Any) -> jnp.dtype:
     return element
 
 
-def _check_sharding(sharding: Any, num_kv_heads: int) -> None:
-    if not isinstance(sharding, NamedSharding) or any(sharding.spec[1:]):
+def _check_sharding(sharding: Any, layout: PageLayout, num_kv_heads: int) -> None:
+    if not isinstance(sharding, NamedSharding) or any(
+        cut and axis != layout.head_axis for axis, cut in enumerate(sharding.spec)
+    ):
         raise ValueError(f"{sharding=} must be a NamedSharding that cuts the KV heads alone")
-    axes = sharding.spec[0] if sharding.spec else None
+    axes = head_axes(sharding.spec, layout)
     names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
     num_parts = math.prod(sharding.mesh.shape[name] for name in names)
     if num_kv_heads % num_parts:

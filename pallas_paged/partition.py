@@ -25,6 +25,8 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from pallas_paged.kernels.kv_layout import AXIS_NAMES, NOT_CUT
+
 Axes = tuple[str, ...]  # of an array; those of one name belong together
 Cut = Mapping[str, tuple[str, ...]]  # the mesh axes over which each axis is cut
 
@@ -46,12 +48,14 @@ class Layout:
         inputs: their axes.
         outputs: the axes of the results.
         spread: axes of which a device may do a part; it needs all of the others.
+        divides_groups: whether a device may do some of the query heads of one KV head.
     """
 
     names: tuple[str, ...]
     inputs: tuple[Axes, ...]
     outputs: tuple[Axes, ...]
     spread: tuple[str, ...]
+    divides_groups: bool = True
 
     @property
     def rule(self) -> str:
@@ -118,7 +122,7 @@ def on_each_device(
         platform: of the devices, as JAX names it.
 
     Where K/V pages or their scales are cut along another axis than the KV heads, or not alike, the
-    function raises ValueError, and where it is differentiated, NotImplementedError.
+    function raises ValueError, and where it is differentiated itself, NotImplementedError.
     """
     return _build(local, layout, "cuda" if platform == "gpu" else platform)
 
@@ -169,7 +173,8 @@ def _build(local: Any, layout: Layout, platform: str) -> Callable[..., Any]:
 
     def forward(*_: Any) -> None:
         raise NotImplementedError(
-            "the GPU kernels of attention have no gradient; implementation='xla' has one"
+            "the gradient of attention by GPU kernels has no gradient itself; "
+            "implementation='xla' has gradients of any order"
         )
 
     function.defvjp(forward, lambda *_: None)
@@ -214,7 +219,7 @@ def _digest(local: Any) -> str:
 @functools.cache
 def _code() -> str:
     package = Path(__file__).parent
-    code = ("dispatch.py", "kernels/**/*.py", "kernels/*.json")
+    code = ("dispatch.py", "gradient.py", "kernels/**/*.py", "kernels/*.json")
     files = [file for pattern in code for file in sorted(package.glob(pattern))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
@@ -265,6 +270,7 @@ def cut_of(
     heads, names = cut[KV_HEADS], given["q"][Q_HEADS]
     within = heads + unused(names[len(heads) :])
     alone = parts(heads) == sizes[KV_HEADS] and sizes[Q_HEADS] % parts(within) == 0
+    alone &= layout.divides_groups
     cut[Q_HEADS] = within if alone and names[: len(heads)] == heads else heads
     used.update(cut[Q_HEADS])
     for axis in layout.spread:
@@ -281,6 +287,8 @@ def _check_pool(layout: Layout, given: Mapping[str, Mapping[str, tuple[str, ...]
     )
     for name in _POOL:
         for axis, names in given.get(name, {}).items():
+            if names and axis == AXIS_NAMES["2"]:
+                raise ValueError(f"{name} is cut between K and V over {names}: {NOT_CUT}")
             if names and axis not in layout.spread:
                 raise ValueError(
                     f"{name} is cut along {axis} over {names} of the mesh, so that a device would "

@@ -20,17 +20,22 @@ def is_quantized(pages: Any) -> bool:
 
 
 def checked_scales(
-    k_pages: Any, k_scales: ArrayLike | None, v_scales: ArrayLike | None
+    k_pages: Any,
+    k_scales: ArrayLike | None,
+    v_scales: ArrayLike | None,
+    shape: tuple[int, ...],
 ) -> tuple[()] | tuple[jax.Array, jax.Array]:
-    """Return the scales that belong to pages `[num_kv_heads, num_pages, page_size, head_dim]`.
+    """Return the scales that belong to pages.
 
-    None belong to pages that are not quantized. Else both are f32`[num_kv_heads, num_pages,
-    page_size]`, or both f32`[]`.
+    None belong to pages that are not quantized. Else both are f32 of `shape`, or both f32`[]`.
+
+    Args:
+        shape: of scales of tokens, as `PageLayout.scale_shape` gives it.
 
     Raises:
         ValueError: quantized pages without scales, others with them, or a wrong shape or dtype.
     """
-    dtype, shape = jnp.dtype(k_pages.dtype).name, tuple(k_pages.shape[:3])
+    dtype = jnp.dtype(k_pages.dtype).name
     if not is_quantized(k_pages):
         if k_scales is None and v_scales is None:
             return ()

@@ -10,22 +10,28 @@ from __future__ import annotations
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from pallas_paged.checks import validate_positive
+from pallas_paged.kernels.kv_layout import NOT_CUT, KVLayout, checked_layout
 
 TENSOR_AXIS = "tensor"  # the mesh axis over which heads are cut
 
 
-def kv_pool_sharding(mesh: Mesh | AbstractMesh, axis: str = TENSOR_AXIS) -> NamedSharding:
-    """Return the sharding of K/V pages and of their scales: KV heads are cut over `axis`.
+def kv_pool_sharding(
+    mesh: Mesh | AbstractMesh, axis: str = TENSOR_AXIS, *, kv_layout: KVLayout = "HPND"
+) -> NamedSharding:
+    """Return the sharding of K/V pages: KV heads are cut over `axis`.
 
-    For `create_kv_pool`, and for any array that begins with the KV heads. Other axes of the mesh
-    hold copies.
+    For `create_kv_pool`, and for any array with KV heads on the same axis, such as scales of tokens
+    in all layouts but `"2NHD"`. Other axes of the mesh hold copies.
 
     Raises:
-        ValueError: the mesh has no such axis.
+        ValueError: the mesh has no such axis, or the layout can't be cut.
     """
     if axis not in mesh.axis_names:
         raise ValueError(f"{axis=} must be one of the mesh's axes {mesh.axis_names}")
-    return NamedSharding(mesh, PartitionSpec(axis))
+    layout = checked_layout(kv_layout)
+    if layout.merged == "2H":
+        raise ValueError(f"{kv_layout=} must be another on a mesh: {NOT_CUT}")
+    return NamedSharding(mesh, PartitionSpec(*[None] * layout.head_axis, axis))
 
 
 def page_table_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:

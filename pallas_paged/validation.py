@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -16,9 +17,11 @@ from pallas_paged.checks import (
     validate_page_size,
 )
 from pallas_paged.kernels.call import Arrays
+from pallas_paged.kernels.kv_layout import PageLayout, checked_layout, checked_pages
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.quantization import LARGEST, checked_scales, is_quantized
 
+_LARGEST_HEAD_DIM = 512
 _LEAST_CAP = 1e-30  # logits are divided by it
 _SPLIT_MULTIPLE = 64  # every kernel has a block size that divides it
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -35,31 +38,40 @@ def checked_arrays(
     v_scales: Any,
     alibi_slopes: Any,
     sinks: Any,
+    kv_layout: Any,
     one_query_a_row: bool,
 ) -> Arrays:
     """Return the arrays that every entry takes, checked against each other.
 
     Args:
+        q, k_pages, v_pages, block_tables, seq_lens, k_scales, v_scales, alibi_slopes, sinks: as the
+            entries take them.
+        kv_layout: the order of the axes of pages and scales.
         one_query_a_row: q is `[B, Hq, D]`; else `[T, Hq, D]` with any T.
 
     Raises:
         ValueError: a shape, dtype or head count breaks a rule of `paged_attention`.
     """
-    arrays: dict[str, Any] = dict(
-        q=q, k_pages=k_pages, v_pages=v_pages, block_tables=block_tables, seq_lens=seq_lens
-    )
+    layout = checked_layout(kv_layout)
+    pages = checked_pages(layout, k_pages, v_pages)
+    arrays: dict[str, Any] = dict(q=q, block_tables=block_tables, seq_lens=seq_lens)
     arrays = {name: as_array(name, x) for name, x in arrays.items()}
+    arrays["block_tables"] = _by_rows(arrays["block_tables"], arrays["seq_lens"])
     _check_queries(arrays["q"], "B" if one_query_a_row else "T")
-    _check_pages(**arrays)
+    shape = _check_pages(layout, pages, **arrays)
     if one_query_a_row and arrays["q"].shape[:1] != arrays["seq_lens"].shape:
         raise ValueError(
             f"q.shape={arrays['q'].shape} and seq_lens.shape={arrays['seq_lens'].shape} must have "
             "the same batch size"
         )
-    scales = checked_scales(arrays["k_pages"], k_scales, v_scales)
+    scales = checked_scales(pages[0], k_scales, v_scales, layout.scale_shape(shape))
     num_q_heads = arrays["q"].shape[1]
+    k, *v = (layout.with_all_axes(jnp.asarray(x)) for x in pages)
     return Arrays(
         **{name: jnp.asarray(x) for name, x in arrays.items()},
+        k_pages=k,
+        v_pages=v[0] if v else None,
+        kv_layout=layout.name,
         alibi_slopes=_checked_per_head("alibi_slopes", alibi_slopes, num_q_heads),
         sinks=_checked_per_head("sinks", sinks, num_q_heads),
         **dict(zip(("k_scales", "v_scales"), scales, strict=False)),
@@ -73,28 +85,29 @@ def _check_queries(q: Any, first_axis: str) -> None:
         raise ValueError(f"q.dtype={q.dtype.name} must be float32, bfloat16 or float16")
 
 
-def _check_pages(q: Any, k_pages: Any, v_pages: Any, block_tables: Any, seq_lens: Any) -> None:
-    if k_pages.ndim != 4:
-        raise ValueError(
-            f"k_pages.shape={k_pages.shape} must be [num_kv_heads, num_pages, page_size, head_dim]"
-        )
+def _check_pages(
+    layout: PageLayout, pages: tuple[Any, ...], q: Any, block_tables: Any, seq_lens: Any
+) -> tuple[int, ...]:
+    """Return the shape of the pages with all axes of the layout."""
+    k_pages, v_pages = pages[0], pages[-1]
+    shape = layout.full_shape(k_pages.shape)
     if k_pages.shape != v_pages.shape:
         raise ValueError(f"k_pages.shape={k_pages.shape} must equal v_pages.shape={v_pages.shape}")
     if 0 in (*q.shape, *k_pages.shape):
         raise ValueError(f"q.shape={q.shape} and k_pages.shape={k_pages.shape} must not hold a 0")
     _, num_q_heads, head_dim = q.shape
-    num_kv_heads, num_pages, page_size, kv_head_dim = k_pages.shape
+    num_kv_heads, num_pages, page_size, kv_head_dim = (layout.size(shape, x) for x in "HPND")
     if kv_head_dim != head_dim:
         raise ValueError(f"{head_dim=} of q must equal {kv_head_dim=} of the pages")
-    if head_dim > 256:
-        raise ValueError(f"{head_dim=} must be at most 256")
+    if head_dim > _LARGEST_HEAD_DIM:
+        raise ValueError(f"{head_dim=} must be at most {_LARGEST_HEAD_DIM}")
     if num_q_heads % num_kv_heads:
         raise ValueError(f"{num_q_heads=} must be a multiple of {num_kv_heads=}")
     validate_page_size(page_size)
-    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        if pages.dtype != q.dtype and not is_quantized(pages):
+    for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if x.dtype != q.dtype and not is_quantized(x):
             raise ValueError(
-                f"{name}.dtype={pages.dtype.name} must equal q.dtype={q.dtype.name}, or be one of"
+                f"{name}.dtype={x.dtype.name} must equal q.dtype={q.dtype.name}, or be one of"
                 f" {', '.join(LARGEST)}"
             )
     if k_pages.dtype != v_pages.dtype:
@@ -106,12 +119,21 @@ def _check_pages(q: Any, k_pages: Any, v_pages: Any, block_tables: Any, seq_lens
     num_seqs = seq_lens.shape[0]
     if block_tables.ndim != 2 or block_tables.shape[0] != num_seqs or not block_tables.shape[1]:
         raise ValueError(
-            f"block_tables.shape={block_tables.shape} must be [B, pages_per_seq] with B={num_seqs}"
+            f"block_tables.shape={block_tables.shape} must be [B, pages_per_seq] or"
+            f" [B * pages_per_seq] with B={num_seqs}"
         )
     pages_per_seq = block_tables.shape[1]
     if pages_per_seq * page_size > INT32_MAX:
         raise ValueError(f"{pages_per_seq=} * {page_size=} must be at most {INT32_MAX}")
     check_int32(block_tables=block_tables, seq_lens=seq_lens)
+    return shape
+
+
+def _by_rows(block_tables: Any, seq_lens: Any) -> Any:
+    """Return flat tables `[B * N]` as `[B, N]`; other shapes as they are, checked elsewhere."""
+    num_seqs, size = seq_lens.size, block_tables.size
+    flat = block_tables.ndim == 1 and num_seqs and size and size % num_seqs == 0
+    return block_tables.reshape(num_seqs, -1) if flat else block_tables
 
 
 def check_int32(**arrays: Any) -> None:
@@ -170,16 +192,51 @@ def checked_prefix_lens(prefix_lens: Any) -> jax.Array:
     return jnp.asarray(array)
 
 
+def of_first_rows(arrays: Arrays, num_seqs: Any) -> Arrays:
+    """Return `arrays` with rows from `num_seqs` i32`[]` on empty, whatever they hold.
+
+    `num_seqs` may be None, for all rows.
+    """
+    if num_seqs is None:
+        return arrays
+    count = as_array("num_seqs", num_seqs)
+    if count.shape != () or count.dtype != jnp.int32:
+        raise ValueError(f"num_seqs {count.dtype.name}{list(count.shape)} must be int32[]")
+    rows = jnp.arange(arrays.num_seqs, dtype=jnp.int32)
+    arrays = dataclasses.replace(arrays, seq_lens=jnp.where(rows < count, arrays.seq_lens, 0))
+    if arrays.cu_q_lens is None:
+        return arrays
+    # Offsets are made to rise later, so that those rows begin and end where the last row ends.
+    ends = jnp.arange(arrays.num_seqs + 1, dtype=jnp.int32)
+    return dataclasses.replace(arrays, cu_q_lens=jnp.where(ends <= count, arrays.cu_q_lens, 0))
+
+
+def check_causal(causal: Any, *, has_tree: bool) -> None:
+    """Raise ValueError unless `causal` is a bool, and True beside a tree mask."""
+    if not isinstance(causal, bool):
+        raise ValueError(f"{causal=} must be True or False")
+    if has_tree and not causal:
+        raise ValueError(f"{causal=} excludes a tree_mask, which stands in place of causality")
+
+
 def logit_options(
-    head_dim: int, *, sm_scale: Any, soft_cap: Any, sliding_window: Any
+    head_dim: int,
+    *,
+    sm_scale: Any,
+    soft_cap: Any,
+    sliding_window: Any,
+    q_scale: Any = None,
+    causal: bool = True,
 ) -> LogitOptions:
     """Return the static options of the logits, checked."""
     scale = head_dim**-0.5 if sm_scale is None else static_number("sm_scale", sm_scale)
+    if q_scale is not None:
+        scale = static_number("sm_scale * q_scale", scale * static_number("q_scale", q_scale))
     cap = None if soft_cap is None else static_number("soft_cap", soft_cap)
     if cap is not None and cap < _LEAST_CAP:
         raise ValueError(f"{soft_cap=} must be positive, and at least {_LEAST_CAP:g}")
     window = None if sliding_window is None else static_integer("sliding_window", sliding_window)
-    return LogitOptions(sm_scale=scale, soft_cap=cap, sliding_window=window)
+    return LogitOptions(sm_scale=scale, soft_cap=cap, sliding_window=window, causal=causal)
 
 
 def checked_fixed_split_size(value: Any) -> int | None:

@@ -381,7 +381,7 @@ def _attend(
     def attend(
         q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerKV, **options: Any
     ) -> tuple[jax.Array, LayerKV]:
-        repeats = cache.k_pages.shape[0] // num_kv_heads
+        repeats = cache.num_kv_heads // num_kv_heads
         if repeats > 1 and k.shape[1] == num_kv_heads:
             k, v = jnp.repeat(k, repeats, axis=1), jnp.repeat(v, repeats, axis=1)
         cache = write_kv(cache, k, v, mapping)

@@ -15,6 +15,8 @@ import jax
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_paged.kernels.kv_layout import LAYOUTS, KVLayout, PageLayout
+
 Kernel = Literal["decode", "ragged"]
 Config = TypeVar("Config")
 
@@ -30,7 +32,8 @@ class Arrays:
 
     Attributes:
         q: `[B, Hq, D]`, one query a row, or ragged `[T, Hq, D]`.
-        k_pages, v_pages: `[Hkv, P, S, D]`.
+        k_pages, v_pages: pages with all axes of `layout`; `v_pages` is None where `k_pages` hold K
+            and V.
         block_tables: i32`[B, N]`.
         seq_lens: i32`[B]`, each in [0, N * S].
         cu_q_lens: i32`[B + 1]`, rising, within [0, T]; of ragged calls only.
@@ -39,12 +42,14 @@ class Arrays:
         alibi_slopes: f32`[Hq]` or None.
         sinks: f32`[Hq]` or None.
         tree_mask: bool`[B, M, M]` or None; of ragged calls only.
-        k_scales, v_scales: of int8 and fp8 pages, f32`[Hkv, P, S]` or f32`[]`; else None.
+        k_scales, v_scales: of int8 and fp8 pages, f32 in the order of `layout.scale_axes`, or
+            f32`[]`; else None.
+        kv_layout: the name of the layout.
     """
 
     q: jax.Array
     k_pages: jax.Array
-    v_pages: jax.Array
+    v_pages: jax.Array | None = None
     block_tables: jax.Array
     seq_lens: jax.Array
     cu_q_lens: Any = None  # Any: jax.Array in ragged calls, where kernels need no check for None
@@ -54,6 +59,16 @@ class Arrays:
     tree_mask: jax.Array | None = None
     k_scales: jax.Array | None = None
     v_scales: jax.Array | None = None
+    kv_layout: KVLayout = dataclasses.field(default="HPND", metadata={"static": True})
+
+    @property
+    def layout(self) -> PageLayout:
+        return LAYOUTS[self.kv_layout]
+
+    @property
+    def kv_pages(self) -> tuple[jax.Array, jax.Array]:
+        """The pages of K and of V; the same array twice where one holds both."""
+        return self.k_pages, self.k_pages if self.v_pages is None else self.v_pages
 
     @property
     def num_q_heads(self) -> int:
@@ -61,7 +76,7 @@ class Arrays:
 
     @property
     def num_kv_heads(self) -> int:
-        return self.k_pages.shape[0]
+        return self.layout.size(self.k_pages.shape, "H")
 
     @property
     def group(self) -> int:
@@ -78,7 +93,7 @@ class Arrays:
 
     @property
     def page_size(self) -> int:
-        return self.k_pages.shape[2]
+        return self.layout.size(self.k_pages.shape, "N")
 
     @property
     def max_kv_len(self) -> int:

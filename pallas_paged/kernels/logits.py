@@ -22,11 +22,13 @@ class LogitOptions:
         sm_scale: factor of q.k.
         soft_cap: c of `c * tanh(x / c)`, or None.
         sliding_window: keys that a query sees, itself included, or None for all.
+        causal: whether a query sees no later key. Without it ALiBi falls off on both sides.
     """
 
     sm_scale: float
     soft_cap: float | None = None
     sliding_window: int | None = None
+    causal: bool = True
 
     def first_key(self, positions: jax.Array) -> jax.Array:
         """Return the first key that a query at each of `positions` sees."""
@@ -42,11 +44,14 @@ def natural_logits(
     slopes: jax.Array | None,  # f32, broadcasts against s
     distances: jax.Array,  # i32 key position - query position, broadcasts against s
 ) -> jax.Array:
-    """Return logits before masks: `soft_cap(s * sm_scale) + slopes * distances`."""
+    """Return logits before masks: `soft_cap(s * sm_scale) + slopes * distances`.
+
+    Without causality distances count as `-abs(distances)`.
+    """
     s = s * options.sm_scale
     if options.soft_cap is not None:
         s = options.soft_cap * jnp.tanh(s / options.soft_cap)
-    return s if slopes is None else s + slopes * distances.astype(jnp.float32)
+    return s if slopes is None else s + slopes * signed_distances(distances, options)
 
 
 def base2_logits(
@@ -81,8 +86,13 @@ def base2_logits(
             tanh = jnp.where(y2 < 0.04, series, tanh)
         x = tanh * (cap * LOG2_E)
     if slopes is not None:
-        x = x + slopes * LOG2_E * distances.astype(jnp.float32)
+        x = x + slopes * LOG2_E * signed_distances(distances, options)
     return x, 1.0
+
+
+def signed_distances(distances: jax.Array, options: LogitOptions) -> jax.Array:
+    """Return f32 distances as ALiBi takes them: later keys are as far as older ones."""
+    return (distances if options.causal else -jnp.abs(distances)).astype(jnp.float32)
 
 
 def dot(a: jax.Array, b: jax.Array) -> jax.Array:

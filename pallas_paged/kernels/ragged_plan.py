@@ -133,6 +133,8 @@ def make_tiles(
         first, last = before + first_token, before + last_token
         causal_full = before if has_tree else first + 1
         seen = kv_len if has_tree else jnp.minimum(last + 1, kv_len)
+        if not options.causal:
+            causal_full = seen = kv_len
     else:  # every key is older than every query
         tokens = first_token[:, None] + jnp.arange((block_q - 1) // group + 2)
         mine = tokens <= last_token[:, None]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_paged.kernels.call import Arrays
+from pallas_paged.kernels.kv_layout import K
 from pallas_paged.kernels.logits import LogitOptions, natural_logits
 from pallas_paged.kernels.ragged_plan import Tiles, make_tiles
 
@@ -62,7 +63,7 @@ def ragged_paged_attention(arrays: Arrays, *, options: LogitOptions) -> tuple[ja
             places = keys - before
             allowed = tree_mask[tile.row].at[tokens[:, None], places]
             seen &= (places < 0) | allowed.get(mode="fill", fill_value=False)
-        elif q_positions is None:
+        elif q_positions is None and options.causal:
             seen &= keys <= positions[:, None]
         out, lse = _attend(
             arrays,
@@ -83,28 +84,38 @@ def ragged_paged_attention(arrays: Arrays, *, options: LogitOptions) -> tuple[ja
     return out, lse
 
 
-def _gather(pages: jax.Array, tables: jax.Array, read: jax.Array) -> jax.Array:
-    """Return pages `[Hkv, P, S, ...]` in the order of tables `[B, N]`: `[B, Hkv, N * S, ...]`.
+def _gather(pages: jax.Array, axes: str, kv: int, tables: jax.Array, read: jax.Array) -> jax.Array:
+    """Return pages or scales in the order of tables `[B, n]`: `[B, Hkv, n * S, ...]`.
 
     Args:
-        read: bool`[B, N * S]`; slots that no query reads become 0.
+        axes: of `pages`, as in `PageLayout`.
+        kv: K or V, of pages that hold both.
+        read: bool`[B, n * S]`; slots that no query reads become 0.
     """
-    page_size, *dims = pages.shape[2:]
+    page_size = pages.shape[axes.index("N")]
     # Table entries of pages that no query reads may hold any integer: take page 0 there. Slots that
     # no query reads may hold NaN: make it 0, since 0 * NaN is NaN.
     tables = jnp.where(read.reshape(*tables.shape, page_size).any(axis=-1), tables, 0)
-    dense = pages[:, tables].reshape(pages.shape[0], *read.shape, *dims)
-    dense = jnp.where(read.reshape(*read.shape, *(1 for _ in dims)), dense, 0)
-    return jnp.swapaxes(dense, 0, 1)
+    dense = jnp.take(pages, tables, axis=axes.index("P"), mode="clip")
+    axes = axes.replace("P", "bn")
+    if "2" in axes:  # not in front of the gather, where the slice would be a copy of half the pool
+        dense = lax.index_in_dim(dense, kv, axes.index("2"), keepdims=False)
+        axes = axes.replace("2", "")
+    order = "bHnND" if "D" in axes else "bHnN"
+    dense = dense.transpose([axes.index(letter) for letter in order])
+    num_seqs, num_kv_heads, *_ = dense.shape
+    dims = dense.shape[4:]
+    dense = dense.reshape(num_seqs, num_kv_heads, -1, *dims)
+    return jnp.where(read.reshape(num_seqs, 1, -1, *(1 for _ in dims)), dense, 0)
 
 
 def _gather_scales(
-    scales: jax.Array | None, tables: jax.Array, read: jax.Array
+    scales: jax.Array | None, axes: str, tables: jax.Array, read: jax.Array
 ) -> jax.Array | None:
     """Return scales f32`[B, Hkv, 1, 1, K]`, or f32`[]` for all tokens, or None."""
     if scales is None or scales.ndim == 0:
         return scales
-    return _gather(scales, tables, read)[:, :, None, None]
+    return _gather(scales, axes, K, tables, read)[:, :, None, None]
 
 
 def _attend(
@@ -117,9 +128,10 @@ def _attend(
     options: LogitOptions,
 ) -> tuple[jax.Array, jax.Array]:
     """Return dense attention over gathered pages: `(out [B, Q, Hq, D], lse f32[B, Q, Hq])`."""
-    k, v = (_gather(x, tables, read) for x in (arrays.k_pages, arrays.v_pages))
-    k_scales = _gather_scales(arrays.k_scales, tables, read)
-    v_scales = _gather_scales(arrays.v_scales, tables, read)
+    axes, scale_axes = arrays.layout.axes, arrays.layout.scale_axes
+    k, v = (_gather(x, axes, kv, tables, read) for kv, x in enumerate(arrays.kv_pages))
+    k_scales = _gather_scales(arrays.k_scales, scale_axes, tables, read)
+    v_scales = _gather_scales(arrays.v_scales, scale_axes, tables, read)
     num_seqs, num_queries, num_q_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
@@ -128,6 +140,8 @@ def _attend(
     def per_head(x: jax.Array | None) -> jax.Array | None:
         return None if x is None else x.reshape(num_kv_heads, 1, -1, 1)
 
+    # Queries that see no key may be NaN, as padding may: no gradient of a key may be 0 * NaN.
+    q = jnp.where(seen.any(axis=-1)[..., None, None], q, 0)
     # Heads before queries: in other orders XLA's own dot for CPUs fails on bf16 outside jit.
     q = q.reshape(num_seqs, num_queries, num_kv_heads, -1, head_dim).swapaxes(1, 2)
     slopes, sinks = per_head(arrays.alibi_slopes), per_head(arrays.sinks)

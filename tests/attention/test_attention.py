@@ -33,6 +33,9 @@ CASES = [
     *slow(Case(head_dim=d, seq_lens=(19, 33)) for d in (16, 96, 112, 192)),
     Case(head_dim=128, dtype="bfloat16"),
     Case(head_dim=256, dtype="float16"),
+    Case(head_dim=320, dtype="bfloat16", seq_lens=(19, 33)),
+    *slow(Case(head_dim=d, seq_lens=(19, 33)) for d in (384, 510)),
+    Case(head_dim=512, dtype="bfloat16", seq_lens=(19, 33)),
     # shapes that the Mosaic kernels take
     Case(
         num_q_heads=8,

@@ -116,6 +116,7 @@ class TestMosaicRefuses:
             (PREFILL, {"dtype": jnp.dtype(jnp.float32)}, "bfloat16 or float16, not float32"),
             (DECODE, {"kv_dtype": jnp.dtype(jnp.int8)}, "pages of q's dtype bfloat16, not of int8"),
             (DECODE, {"head_dim": 96}, r"a head_dim of \(64, 128, 256\), not 96"),
+            (PREFILL, {"head_dim": 512}, r"a head_dim of \(64, 128, 256\), not 512"),
             (PREFILL, {"page_size": 4}, "a page_size of at least 8, not 4"),
             (DECODE, {"num_kv_heads": 1, "num_q_heads": 65}, "at most 64 query heads .*, not 65"),
             (

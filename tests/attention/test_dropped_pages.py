@@ -12,6 +12,7 @@ from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support.attention_calls import assert_same_bits, decode, ragged
 from tests.support.attention_cases import Case, cumulated
 from tests.support.attention_options import chosen_options
+from tests.support.marks import slow
 
 # The interpreter of Mosaic multiplies the poisoned values too.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -22,10 +23,13 @@ CALLS = [(decode, DECODE), (ragged, RAGGED)]
 IDS = ["decode", "ragged"]
 
 
-def calls_with_and_without(case: Case, window: int, kv_dtype: str | None = None):
+def calls_with_and_without(
+    case: Case, window: int, kv_dtype: str | None = None, dropped: int | None = None
+):
     """The arrays of a call over full rows, and over rows without the pages left of the window.
 
-    Of the second, all pages that no row holds are poisoned. Scales are at the end.
+    Of the second, all pages that no row holds are poisoned, and table entries of dropped pages are
+    `dropped`, or what `free_before` leaves there. Scales are at the end.
     """
     rng = np.random.default_rng(0)
     lens = np.array(case.seq_lens, np.int32)
@@ -59,16 +63,19 @@ def calls_with_and_without(case: Case, window: int, kv_dtype: str | None = None)
     q = rng.standard_normal((num_tokens, case.num_q_heads, case.head_dim)).astype(case.dtype)
     rest = () if case.q_lens is None else (cumulated(case.q_lens),)
 
-    def call(layer, table):
+    def call(layer, tables):
         scales = () if layer.k_scales is None else (layer.k_scales, layer.v_scales)
-        return q, layer.k_pages, layer.v_pages, table.block_tables, lens, *rest, *scales
+        return q, layer.k_pages, layer.v_pages, tables, lens, *rest, *scales
 
-    return call(layer, table), call(jax.tree.map(poisoned, layer), smaller)
+    tables = smaller.block_tables
+    if dropped is not None:
+        tables = jnp.where(tables == table.num_pages, dropped, tables)
+    return call(layer, table.block_tables), call(jax.tree.map(poisoned, layer), tables)
 
 
-def check(function, case, window, kv_dtype=None, **options):
-    full, dropped = calls_with_and_without(case, window, kv_dtype)
-    actual, expected = (function(*x, sliding_window=window, **options) for x in (dropped, full))
+def check(function, case, window, kv_dtype=None, dropped=None, **options):
+    calls = calls_with_and_without(case, window, kv_dtype, dropped)
+    expected, actual = (function(*x, sliding_window=window, **options) for x in calls)
     assert np.isfinite(np.asarray(expected[0], np.float32)).all()
     assert_same_bits(actual, expected)
 
@@ -85,6 +92,11 @@ class TestDroppedPages:
         )
         check(function, case.on(implementation), 70, **options)
 
+    @pytest.mark.parametrize("entry", [-1, -(2**31), 2**31 - 1])
+    def test_may_have_any_table_entry(self, function, case, entry, implementation):
+        case = case.on(implementation)
+        check(function, case, 30, dropped=entry, implementation=implementation)
+
     @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
     def test_change_no_bit_of_quantized_attention(self, function, case, kv_dtype, implementation):
         check(function, case.on(implementation), 11, kv_dtype, implementation=implementation)
@@ -93,9 +105,12 @@ class TestDroppedPages:
 @pytest.mark.skipif(mosaic_support.why_not_jax() is not None, reason="needs JAX 0.11")
 @pytest.mark.parametrize(("function", "case"), CALLS, ids=IDS)
 @pytest.mark.parametrize("fixed", [False, True], ids=["balanced", "fixed split size"])
-def test_dropped_pages_change_no_bit_in_the_interpreted_mosaic_kernels(function, case, fixed):
+@pytest.mark.parametrize("entry", [None, -1, *slow([-(2**31), 2**31 - 1])])
+def test_dropped_pages_change_no_bit_in_the_interpreted_mosaic_kernels(
+    function, case, fixed, entry
+):
     implementation = "mosaic_gpu_interpret"
     options, _ = chosen_options(
         ("split",) if fixed else (), ragged=case.q_lens is not None, implementation=implementation
     )
-    check(function, case.on(implementation), 30, **options)
+    check(function, case.on(implementation), 30, dropped=entry, **options)

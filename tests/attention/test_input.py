@@ -81,7 +81,7 @@ def test_bad_cu_q_lens_are_refused_by_name(change, message):
     [
         (Case(page_size=3, pages_per_seq=30), "page_size=3 must be a power of two"),
         (Case(page_size=512, pages_per_seq=1), "page_size=512"),
-        (Case(head_dim=257), "head_dim=257 must be at most 256"),
+        (Case(head_dim=513), "head_dim=513 must be at most 512"),
     ],
     ids=["page_size 3", "page_size 512", "head_dim 257"],
 )

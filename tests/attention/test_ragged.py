@@ -60,6 +60,8 @@ SHAPES = [
         q_lens=(70, 9, 1),
         num_tokens=83,
     ),
+    Case(head_dim=384, q_lens=(9, 5, 1), seq_lens=(19, 5, 33)),
+    Case(head_dim=512, q_lens=(9, 5, 1), seq_lens=(19, 5, 33), dtype="bfloat16"),
     # fewer tokens than rows
     Case(seq_lens=(9, 0, 0, 64, 7, 30), q_lens=(0, 0, 0, 2, 0, 0)),
 ]

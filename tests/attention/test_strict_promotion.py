@@ -60,6 +60,24 @@ def test_attention(name, pages, implementation):
         assert_close(actual, meant, TOLERANCE[arrays[0].dtype.name], **expected)
 
 
+@pytest.mark.parametrize("name", ["decode", "ragged", "cascade"])
+def test_rows_tables_and_scales_that_callers_have(name, implementation):
+    function, case, options = CALLS[name]
+    arrays = case.on(implementation).make()
+    meant = [*arrays[:4], arrays[4] * (np.arange(4) < 3).astype(np.int32), *arrays[5:]]
+    flat = [*arrays[:3], arrays[3].reshape(-1), *arrays[4:], *(GROUPS if name == "cascade" else ())]
+    expected = dict(options, sm_scale=options["sm_scale"] * 0.5)
+    if name == "ragged":
+        expected |= dict(causal=False)
+        meant[5] = np.minimum(arrays[5], arrays[5][3])
+    call = dict(expected, sm_scale=options["sm_scale"], q_scale=0.5, implementation=implementation)
+    with strict_promotion():
+        eager = function.__wrapped__(*flat, num_seqs=jnp.int32(3), **call)
+        results = eager, function(*flat, num_seqs=3, **call)
+    for actual in results:
+        assert_close(actual, meant, TOLERANCE[arrays[0].dtype.name], **expected)
+
+
 @pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_merged_states(mode):
     outs, lses = np.ones((3, 2, 4, 16), np.float32), np.zeros((3, 2, 4), np.float32)

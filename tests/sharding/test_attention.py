@@ -181,6 +181,19 @@ def test_explicit_mesh(implementation, name):
     assert_same_as_one_device(call, arrays, results)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("name", CALLS)
+def test_rows_given_as_data_and_flat_tables(implementation, name, kind):
+    call, arrays = call_of(name, implementation)
+    arrays["block_tables"] = arrays["block_tables"].reshape(-1)
+    arrays["num_seqs"] = np.int32(3)
+    on = mesh_2d(2, 2, names=("data", "tensor"), kind=kind)
+    specs = BY_ROWS if name == "decode" else BY_HEADS
+    results, compiled = run(call, place(arrays, on, specs))
+    assert collectives(compiled) == []
+    assert_same_as_one_device(call, arrays, results)
+
+
 def in_shard_map(call, arrays, on):
     return jax.shard_map(
         lambda arrays: call(**arrays),
@@ -284,12 +297,72 @@ def test_gradients_of_xla(kind):
     )
 
 
-def test_kernels_have_no_gradient_on_a_mesh():
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
+@pytest.mark.parametrize("name", ["decode", "ragged"])
+def test_gradients_of_the_kernels_lie_as_their_arrays(name, kind):
+    call, arrays = call_of(name, "triton_interpret")
+    differentiated = ("q", "k_pages", "v_pages", "sinks")
+
+    def loss(given, rest):
+        out, lse = call(**given, **rest)
+        return (out**2).sum() + jnp.where(jnp.isneginf(lse), 0.0, lse).sum()
+
+    def gradient(arrays):
+        given = {key: jnp.asarray(arrays[key]) for key in differentiated}
+        rest = {key: x for key, x in arrays.items() if key not in differentiated}
+        compiled = jax.jit(jax.grad(loss)).lower(given, rest).compile()
+        return compiled(given, rest), compiled
+
+    wanted, _ = gradient(arrays)
+    on = mesh_2d(several().size, names=("tensor",), kind=kind)
+    got, compiled = gradient(place(arrays, on))
+    for key in differentiated:
+        assert got[key].sharding.spec == BY_HEADS[key]
+        np.testing.assert_allclose(np.asarray(got[key]), wanted[key], rtol=1e-4, atol=1e-5)
+    assert not [line for line in collectives(compiled) if "all-gather" in line]
+
+
+def test_gradients_of_pages_that_several_devices_read():
+    """Devices have query heads of one KV head, and rows of their own."""
     call, arrays = call_of("decode", "triton_interpret", options={})
-    placed = place(arrays, mesh(2))
-    rest = {key: x for key, x in placed.items() if key != "q"}
-    with pytest.raises(NotImplementedError, match="implementation='xla' has one"):
-        jax.jit(jax.grad(lambda q: call(q, **rest)[0].sum()))(placed["q"])
+    specs = {"q": P("data", "tensor"), "k_pages": P(), "v_pages": P(), "seq_lens": P("data")}
+    on = mesh_2d(2, 2, names=("data", "tensor"))
+
+    def gradient(arrays):
+        rest = {key: x for key, x in arrays.items() if key not in ("q", "k_pages")}
+
+        def loss(q, k_pages):
+            return (call(q=q, k_pages=k_pages, **rest)[0] ** 2).sum()
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(arrays["q"], arrays["k_pages"])
+
+    wanted = gradient({key: jnp.asarray(x) for key, x in arrays.items()})
+    for got, expected in zip(gradient(place(arrays, on, specs)), wanted, strict=True):
+        np.testing.assert_allclose(np.asarray(got), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients_in_shard_map(check_vma):
+    call, arrays = call_of("decode", "triton_interpret", options={})
+    on = mesh_2d(2, names=("data",))
+    rows = {"q": P("data"), "block_tables": P("data"), "seq_lens": P("data")}
+    specs = {key: rows.get(key, P()) for key in arrays}
+
+    def loss(given, rest):
+        attend = jax.shard_map(
+            lambda given: call(**given)[0], mesh=on, in_specs=(specs,), out_specs=P("data"),
+            check_vma=check_vma,
+        )  # fmt: skip
+        return (attend(given | rest) ** 2).sum()
+
+    def plain(given, rest):
+        return (call(**given, **rest)[0] ** 2).sum()
+
+    given = {key: jnp.asarray(arrays[key]) for key in ("q", "k_pages")}
+    rest = {key: x for key, x in arrays.items() if key not in given}
+    got, wanted = (jax.jit(jax.grad(f))(given, rest) for f in (loss, plain))
+    for key in given:
+        np.testing.assert_allclose(np.asarray(got[key]), wanted[key], rtol=1e-4, atol=1e-5)
 
 
 CUT_WRONGLY = {

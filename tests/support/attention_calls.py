@@ -13,7 +13,7 @@ from tests.support.attention_oracle import attend, relative_error
 
 STATIC = (
     "sm_scale", "soft_cap", "sliding_window", "implementation", "config", "prefix_config",
-    "fixed_split_size",
+    "fixed_split_size", "q_scale", "causal",
 )  # fmt: skip
 NUM_ARRAYS = {pp.paged_attention: 5, pp.ragged_paged_attention: 6, pp.cascade_attention: 7}
 

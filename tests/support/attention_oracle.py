@@ -19,6 +19,7 @@ def attend(
     alibi_slopes: np.ndarray | None = None,
     sinks: np.ndarray | None = None,
     tree_mask: np.ndarray | None = None,
+    causal: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns float64 (out [T, Hq, D], lse [T, Hq]); without cu_q_lens row b's query is q[b]."""
     q, k_pages, v_pages = (np.asarray(x).astype(np.float64) for x in (q, k_pages, v_pages))
@@ -36,7 +37,7 @@ def attend(
         before = length - (end - begin)  # keys older than the row's queries
         tree = None if tree_mask is None else tree_mask[b]
         for i in range(end - begin):
-            keys = [j for j in range(length) if _sees(i, j, before, sliding_window, tree)]
+            keys = [j for j in range(length) if _sees(i, j, before, sliding_window, tree, causal)]
             if not keys:
                 continue
             keys = np.array(keys)
@@ -47,7 +48,8 @@ def attend(
                 logits = k @ q[begin + i, h] * scale
                 if soft_cap is not None:
                     logits = soft_cap * np.tanh(logits / soft_cap)
-                logits += slopes[h] * (keys - (before + i))
+                distances = keys - (before + i)
+                logits += slopes[h] * (distances if causal else -abs(distances))
                 peak = max(logits.max(), sinks[h])
                 weights = np.exp(logits - peak)
                 total = weights.sum() + np.exp(sinks[h] - peak)
@@ -57,13 +59,18 @@ def attend(
 
 
 def _sees(
-    i: int, key: int, before: int, sliding_window: int | None, tree: np.ndarray | None
+    i: int,
+    key: int,
+    before: int,
+    sliding_window: int | None,
+    tree: np.ndarray | None,
+    causal: bool,
 ) -> bool:
     """Whether a row's i-th query sees a key; the row has `before` keys before its first query."""
     if sliding_window is not None and key <= before + i - sliding_window:
         return False
     if tree is None:
-        return key <= before + i
+        return not causal or key <= before + i
     newest = key - before
     return newest < 0 or (i < len(tree) and newest < len(tree) and bool(tree[i, newest]))
 

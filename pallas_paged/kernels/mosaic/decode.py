@@ -39,7 +39,7 @@ from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig
 from pallas_paged.kernels.mosaic.decode_merge import merge_decode
 from pallas_paged.kernels.mosaic.decode_shares import WorkItem, for_each_work_item
-from pallas_paged.kernels.mosaic.ring import Ring, drain, stream, wgmma_transforms
+from pallas_paged.kernels.mosaic.ring import Pool, Ring, drain, stream, wgmma_transforms
 
 COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True)
 
@@ -50,8 +50,7 @@ class Inputs:
     """Operands of the kernel, or refs to them."""
 
     q: Any  # [B * Hq, D]
-    k_pages: Any  # [Hkv, P, S, D]
-    v_pages: Any  # [Hkv, P, S, D]
+    pool: Pool
     block_tables: Any  # i32[B, N]
     seq_lens: Any  # i32[B]
     unit_ends: Any  # i32[B], from DecodePlan
@@ -122,8 +121,8 @@ def produce(
 
     return stream(
         ring,
-        inputs.k_pages.at[kv_head],
-        inputs.v_pages.at[kv_head],
+        inputs.pool,
+        kv_head,
         inputs.block_tables.at[item.row],
         lo=item.lo,
         hi=item.hi,
@@ -262,7 +261,7 @@ def decode_kernel(
             ring=ring,
             kv_head=kv_head,
             first_head=kv_head * group,
-            num_q_heads=group * inputs.k_pages.shape[0],
+            num_q_heads=group * inputs.pool.num_kv_heads,
         )
         kv_iter = for_each(send)
         drain(ring, kv_iter)
@@ -330,8 +329,7 @@ def _inputs(arrays: Arrays, plan: DecodePlan) -> Inputs:
         slopes = jnp.pad(slopes, ((0, 0), (0, padded_group(group) - group)))
     return Inputs(
         q=arrays.q.reshape(arrays.num_seqs * arrays.num_q_heads, arrays.head_dim),
-        k_pages=arrays.k_pages,
-        v_pages=arrays.v_pages,
+        pool=Pool.of(arrays),
         block_tables=arrays.block_tables,
         seq_lens=arrays.seq_lens,
         unit_ends=unit_ends,

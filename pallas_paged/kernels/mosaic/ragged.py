@@ -56,7 +56,7 @@ from pallas_paged.kernels.mosaic.ragged_work import (
     plan_work,
     unpack,
 )
-from pallas_paged.kernels.mosaic.ring import Ring, drain, stream, wgmma_transforms
+from pallas_paged.kernels.mosaic.ring import Pool, Ring, drain, stream, wgmma_transforms
 
 # Registers of a thread. Two consumers and a producer of 128 threads take 64512 of an SM's 65536.
 _CONSUMER_REGISTERS = 232
@@ -72,8 +72,7 @@ class Inputs:
     """Operands of the kernel, or refs to them."""
 
     q: Any  # [T, Hq, D], padded to whole chunks of tokens
-    k_pages: Any  # [Hkv, P, S, D]
-    v_pages: Any  # [Hkv, P, S, D]
+    pool: Pool
     block_tables: Any  # i32[B, N]
     work: Work
     alibi_slopes: Any  # f32[Hq] or None
@@ -170,7 +169,7 @@ class Program:
 
     def unpack(self, work_id: jax.Array) -> WorkTile:
         """Return the work tile with this id."""
-        return WorkTile.unpack(work_id, self.tile, self.inputs.k_pages.shape[0])
+        return WorkTile.unpack(work_id, self.tile, self.inputs.pool.num_kv_heads)
 
     def receive(self, i: jax.Array) -> jax.Array:
         """Wait for work tile `i` of the program; return its work id, or -1 after the last."""
@@ -239,8 +238,8 @@ class Program:
                 )
         return stream(
             scratch.ring,
-            inputs.k_pages.at[work_tile.kv_head],
-            inputs.v_pages.at[work_tile.kv_head],
+            inputs.pool,
+            work_tile.kv_head,
             inputs.block_tables.at[work.row],
             lo=work.lo,
             hi=work.hi,
@@ -318,8 +317,7 @@ def ragged_paged_attention(
     inputs = Inputs(
         # TMA copies chunks of 8 tokens.
         q=jnp.pad(arrays.q, ((0, -arrays.q.shape[0] % CHUNK), (0, 0), (0, 0))),
-        k_pages=arrays.k_pages,
-        v_pages=arrays.v_pages,
+        pool=Pool.of(arrays),
         block_tables=arrays.block_tables,
         work=work,
         alibi_slopes=arrays.alibi_slopes,
@@ -355,7 +353,7 @@ def ragged_paged_attention(
                 options=options,
                 config=config,
                 tile=tile,
-                causal=arrays.q_positions is None and arrays.tree_mask is None,
+                causal=(options.causal and arrays.q_positions is None and arrays.tree_mask is None),
                 interpret=interpret,
             ).run()
 

@@ -26,6 +26,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.kernels.call import Arrays
+from pallas_paged.kernels.kv_layout import K, PageLayout, V
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,10 +64,38 @@ def wgmma_transforms(dtype: Any) -> tuple[Any, ...]:
     )
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Pool:
+    """Refs to the pages of K and of V, with all axes of their layout, or the arrays."""
+
+    k: Any
+    v: Any
+    layout: PageLayout = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, arrays: Arrays) -> Pool:
+        """Return the pages of a call."""
+        k, v = arrays.kv_pages
+        return cls(k=k, v=v, layout=arrays.layout)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.layout.size(self.k.shape, "H")
+
+    @property
+    def page_size(self) -> int:
+        return self.layout.size(self.k.shape, "N")
+
+    def box(self, kv: int, *, page: Any, tokens: Any, kv_head: Any) -> Any:
+        """Return the ref to some tokens `[N, D]` of a page, K or V of one KV head."""
+        return (self.k, self.v)[kv].at[self.layout.index(kv, P=page, N=tokens, H=kv_head)]
+
+
 def stream(
     ring: Ring,
-    k_pages: Any,  # [P, S, D], of one KV head
-    v_pages: Any,  # [P, S, D]
+    pool: Pool,
+    kv_head: jax.Array,
     block_table: Any,  # i32[N], of one sequence
     *,
     lo: jax.Array,
@@ -81,7 +112,7 @@ def stream(
         `kv_iter + hi - lo`.
     """
     num_stages, block_k, _ = ring.k.shape
-    _, page_size, _ = k_pages.shape
+    page_size = pool.page_size
     tokens_per_copy = min(page_size, block_k)
     last_page = (kv_len - 1) // page_size
 
@@ -98,9 +129,9 @@ def stream(
         stage = lax.rem(kv_iter, num_stages)
         # The table is read one block ahead, so the copies need not wait for it.
         next_pages = pages_of(jnp.minimum(block + 1, hi - 1))
-        for pages_ref, blocks, full, free in (
-            (k_pages, ring.k, ring.k_full, ring.k_free),
-            (v_pages, ring.v, ring.v_full, ring.v_free),
+        for kv, blocks, full, free in (
+            (K, ring.k, ring.k_full, ring.k_free),
+            (V, ring.v, ring.v_full, ring.v_free),
         ):
 
             @pl.when(kv_iter >= num_stages)
@@ -109,8 +140,9 @@ def stream(
 
             for i, page in enumerate(pages):
                 first = lax.rem(block * block_k, page_size) if page_size > tokens_per_copy else 0
+                tokens = pl.ds(first, tokens_per_copy)
                 plgpu.copy_gmem_to_smem(
-                    pages_ref.at[page, pl.ds(first, tokens_per_copy)],
+                    pool.box(kv, page=page, tokens=tokens, kv_head=kv_head),
                     blocks.at[stage, pl.ds(i * tokens_per_copy, tokens_per_copy)],
                     full.at[stage],
                 )

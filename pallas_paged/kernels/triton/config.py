@@ -111,6 +111,8 @@ def decode_config(
     row_bytes = next_power_of_2(head_dim) * max(itemsize, 2)
     tile_bytes, programs_per_sm = (32768, 2) if group == 32 else (16384, 4)
     block_k = min(max(tile_bytes // row_bytes, 16), 128)
+    if block_k * row_bytes > tile_bytes:  # 16 tokens of 512 f32
+        programs_per_sm //= 2
     # The accumulator [group, head_dim] must fit in the registers of the program's warps.
     least = max(group // 16, group * next_power_of_2(head_dim) // 4096)
     num_blocks = num_seqs * -(-max_kv_len // block_k)
@@ -153,7 +155,8 @@ def ragged_config(
     group = num_q_heads // num_kv_heads
     padded = next_power_of_2(max(head_dim, 16))
     rows = -(-num_tokens * group // num_seqs)  # of an average sequence
-    block_q = most_rows = min(max(next_power_of_2(rows), 16), 128)
+    # More rows of more than 256 elements would fit neither the registers nor the shared memory.
+    block_q = most_rows = min(max(next_power_of_2(rows), 16), 128 if padded <= 256 else 64)
     # Measured on an H200, 2026-11: prompts that make less than 3 tiles of 128 rows for each SM take
     # 1.13 to 1.41 times as long as with tiles of 64 rows. On a long prefix it is the other way.
     few_tiles = rows > 128 and num_tokens * num_q_heads < 3 * 128 * num_sms

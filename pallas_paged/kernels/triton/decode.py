@@ -20,16 +20,17 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.decode_plan import DecodePlan
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot
-from pallas_paged.kernels.triton import merge, one_byte, softmax
+from pallas_paged.kernels.triton import merge, one_byte, pages, softmax
 from pallas_paged.kernels.triton.config import DecodeConfig
-from pallas_paged.kernels.triton.specs import kv_head, scale_spec, whole
+from pallas_paged.kernels.triton.pages import Tokens
+from pallas_paged.kernels.triton.specs import kv_head, whole
 
 
 def decode_kernel(
     q_refs,  # of arrays [B, G, ..] from `Operands.pack`
-    k_ref,  # [P * S, D], or words of int8 and fp8 elements [P * S, D / 2]
+    k_ref,  # [P * S, D] or [P, S, D], of int8 and fp8 elements words [.., D / 2]
     v_ref,  # like k_ref
-    k_scales_ref,  # f32[P * S], or [1] for all tokens, or None
+    k_scales_ref,  # f32[P * S] or [P, S], or [1] for all tokens, or None
     v_scales_ref,  # like k_scales_ref
     block_tables_ref,  # i32[B, N]
     seq_lens_ref,  # i32[B]
@@ -51,7 +52,7 @@ def decode_kernel(
     rows = jnp.arange(pl.next_power_of_2(num_seqs))
     # The matrix unit takes at least 16 rows, and products over at least 16 elements.
     heads = jnp.arange(pl.next_power_of_2(max(group, 16)))[:, None]
-    num_words = k_ref.shape[1]
+    num_words = k_ref.shape[-1]
     words = jnp.arange(pl.next_power_of_2(max(num_words, 16)))[None, :]
     dims = one_byte.elements(words, o_ref.shape[2] // num_words)
     head_mask, dim_mask = heads < group, words < num_words
@@ -125,25 +126,25 @@ def decode_kernel(
             page = pages_of(block) if next_pages is None else next_pages
             next_pages = None if next_pages is None else pages_of(block + 1)
             positions, valid = positions_of(block)
-            token = (page << page_bits) + (positions & (page_size - 1))
-            slots = token[:, None]
+            tokens = Tokens.of(page, positions, page_size)
             kv_mask = valid[:, None] & dim_mask
 
             def load(ref):
-                return plgpu.load(ref.at[slots, words], mask=kv_mask, other=one_byte.zero(ref))
+                rows = tokens.rows_of(ref, words)
+                return plgpu.load(rows, mask=kv_mask, other=one_byte.zero(ref))
 
             k = operands.of_pages(load(k_ref))
             distances = (positions - (seq_len - 1))[None, :]
             s = functools.reduce(operator.add, map(lambda q, k: dot(q, k.T), q, k))
             if k_scales_ref is not None:
-                s *= one_byte.load_scales(k_scales_ref, token, valid)[None, :]
+                s *= tokens.load_scales(k_scales_ref, valid)[None, :]
             s, factor = base2_logits(s, options, slopes, distances, q_scales)  # [G, block_k]
             s = jnp.where(valid[None, :], s, -jnp.inf)
             state = softmax.attend(
                 state,
                 s,
                 factor,
-                one_byte.load_scales(v_scales_ref, token, valid),
+                tokens.load_scales(v_scales_ref, valid),
                 lambda: operands.of_pages(load(v_ref)),
                 all_see=True,
                 operands=operands,
@@ -191,8 +192,7 @@ def paged_decode(
     kv_dtype = arrays.k_pages.dtype
     operands = one_byte.Operands(dtype=arrays.q.dtype, kv_dtype=kv_dtype, interpret=interpret)
     qs = operands.pack(arrays.q.reshape(num_seqs, num_kv_heads, group, head_dim))
-    kv = [one_byte.token_rows(pages) for pages in (arrays.k_pages, arrays.v_pages)]
-    scales = [one_byte.scale_rows(x) for x in (arrays.k_scales, arrays.v_scales)]
+    kv, kv_specs = pages.operands_of(arrays)
     of_rows = [arrays.block_tables, arrays.seq_lens, unit_ends]
     out_shape = (
         result_shape((plan.num_partials, num_kv_heads, group, head_dim), jnp.float32),
@@ -205,8 +205,7 @@ def paged_decode(
         grid=(num_kv_heads, plan.num_programs),
         in_specs=[
             [kv_head(x, 1) for x in qs],
-            *(kv_head(x, 0) for x in kv),
-            *(scale_spec(x) for x in scales),
+            *kv_specs,
             *whole(of_rows),
             kv_head(slopes, 0),
         ],
@@ -217,7 +216,7 @@ def paged_decode(
         ),
         interpret=interpret,
         name="paged_decode",
-    )(qs, *kv, *scales, *of_rows, slopes)
+    )(qs, *kv, *of_rows, slopes)
     return merge.merge_decode(
         outs.reshape(plan.num_partials, num_q_heads, head_dim),
         lses.reshape(plan.num_partials, num_q_heads),

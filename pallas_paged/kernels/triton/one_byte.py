@@ -22,33 +22,6 @@ from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
 
-def token_rows(pages: jax.Array) -> jax.Array:
-    """Return pages `[Hkv, P, S, D]` as `[Hkv, P * S, D]`, int8 and fp8 as i16`[.., D / 2]`."""
-    num_kv_heads, num_pages, page_size, head_dim = pages.shape
-    if pages.dtype.itemsize == 1:  # XLA sees a bitcast, so nothing is copied
-        pairs = (num_kv_heads, num_pages * page_size, head_dim // 2, 2)
-        return lax.bitcast_convert_type(pages.reshape(pairs), jnp.int16)
-    return pages.reshape(num_kv_heads, num_pages * page_size, head_dim)
-
-
-def scale_rows(scales: jax.Array | None) -> jax.Array | None:
-    """Return scales f32`[Hkv, P, S]` as `[Hkv, P * S]`, and f32`[]` of a whole layer as `[1]`."""
-    if scales is None:
-        return None
-    return scales.reshape(1 if scales.ndim == 0 else (scales.shape[0], -1))
-
-
-def load_scales(ref: Any, tokens: jax.Array, mask: jax.Array | None = None) -> jax.Array | None:
-    """Return the scales f32`[K]` of K tokens of the pool, or `[1]` for all; None of None.
-
-    Args:
-        mask: bool`[K]`; scales that are off are 0.
-    """
-    if ref is None or ref.shape == (1,):
-        return None if ref is None else ref[...]
-    return plgpu.load(ref.at[tokens], mask=mask, other=None if mask is None else 0.0)
-
-
 def zero(ref: Any) -> float:
     """Return what a masked load of words or of floats gives where it is off."""
     return 0.0 if jnp.issubdtype(ref.dtype, jnp.floating) else 0

@@ -32,17 +32,18 @@ from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.config_fields import programs_per_kv_head
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot
 from pallas_paged.kernels.ragged_plan import Plan, make_plan, make_tiles
-from pallas_paged.kernels.triton import merge, one_byte, softmax
+from pallas_paged.kernels.triton import merge, one_byte, pages, softmax
 from pallas_paged.kernels.triton.config import RaggedConfig
-from pallas_paged.kernels.triton.specs import kv_head, scale_spec, whole
+from pallas_paged.kernels.triton.pages import Tokens
+from pallas_paged.kernels.triton.specs import kv_head, whole
 
 
 def ragged_kernel(
     q_refs,  # of arrays [T, G, ..] from `Operands.split` or `pack`
     q_scales_ref,  # f32[T, G], factors of the rows of q, or None
-    k_ref,  # [P * S, D], or words of int8 and fp8 elements [P * S, D / 2]
+    k_ref,  # [P * S, D] or [P, S, D], of int8 and fp8 elements words [.., D / 2]
     v_ref,  # like k_ref
-    k_scales_ref,  # f32[P * S], or [1] for all tokens, or None
+    k_scales_ref,  # f32[P * S] or [P, S], or [1] for all tokens, or None
     v_scales_ref,  # like k_scales_ref
     block_tables_ref,  # i32[B, N]
     plan: Plan,  # of refs
@@ -63,7 +64,7 @@ def ragged_kernel(
     """One program: attend one work item; store its result or, of a split tile, a partial state."""
     block_q, block_k = config.block_q, config.block_k
     num_tokens, group = q_refs[0].shape[:2]
-    num_words = k_ref.shape[1]
+    num_words = k_ref.shape[-1]
     index = pl.program_id(1)
     item = jax.tree.map(lambda ref: ref[index], plan.items)
     partial = plan.partial[index]
@@ -107,7 +108,7 @@ def ragged_kernel(
                 other=0,
             )
             seen = (newest < 0)[None, :] | (allowed != 0)
-        elif q_positions_ref is None:
+        elif q_positions_ref is None and options.causal:
             seen = keys[None, :] <= positions[:, None]
         else:
             seen = jnp.full((block_q, block_k), True)
@@ -135,20 +136,19 @@ def ragged_kernel(
         next_pages = None if next_pages is None else pages_of(block + 1)
         keys = block * block_k + jnp.arange(block_k)
         readable = readable_keys(block) if masked else keys
-        key_slots = (page << page_bits) + (readable & (page_size - 1))
-        slots = key_slots[:, None]
+        tokens = Tokens.of(page, readable, page_size)
         # Loads past head_dim are masked: q holds other values than 0 in those lanes.
         kv_mask = jnp.broadcast_to(dim_mask, (block_k, words.size)) if padded else None
 
         def load(ref):
             other = one_byte.zero(ref) if padded else None
-            return plgpu.load(ref.at[slots, words], mask=kv_mask, other=other)  # [block_k, D]
+            return plgpu.load(tokens.rows_of(ref, words), mask=kv_mask, other=other)
 
         k = operands.of_pages(load(k_ref))
         distances = keys[None, :] - positions[:, None]
         s = functools.reduce(operator.add, map(lambda q, k: dot(q, k.T), q, k))
         if k_scales_ref is not None:
-            s *= one_byte.load_scales(k_scales_ref, key_slots)[None, :]
+            s *= tokens.load_scales(k_scales_ref)[None, :]
         s, factor = base2_logits(s, options, slopes, distances, q_scales)  # [block_q, block_k]
         if masked:
             s = jnp.where((keys < kv_len)[None, :] & visible(keys), s, -jnp.inf)
@@ -156,7 +156,7 @@ def ragged_kernel(
             state,
             s,
             factor,
-            one_byte.load_scales(v_scales_ref, key_slots),
+            tokens.load_scales(v_scales_ref),
             lambda: operands.of_pages(load(v_ref)),
             all_see=not masked,
             operands=operands,
@@ -242,8 +242,7 @@ def ragged_paged_attention(
         # (see above): on an H200 long prompts take 20% less. Tiles of few rows have it in
         # registers, and take 10% less if it is converted there.
         qs, q_scales = operands.of_queries(operands.split(q))
-    kv = [one_byte.token_rows(pages) for pages in (arrays.k_pages, arrays.v_pages)]
-    scales = [one_byte.scale_rows(x) for x in (arrays.k_scales, arrays.v_scales)]
+    kv, kv_specs = pages.operands_of(arrays)
     of_rows = (arrays.block_tables, plan, arrays.q_positions)
     of_heads = [of_group(x) for x in (arrays.alibi_slopes, arrays.sinks)]
     tree = None if arrays.tree_mask is None else arrays.tree_mask.astype(jnp.int8)
@@ -266,8 +265,7 @@ def ragged_paged_attention(
         in_specs=[
             [kv_head(x, 1) for x in qs],
             kv_head(q_scales, 1),
-            *(kv_head(x, 0) for x in kv),
-            *(scale_spec(x) for x in scales),
+            *kv_specs,
             *whole(of_rows),
             *(kv_head(x, 0) for x in of_heads),
             whole(tree),
@@ -279,7 +277,7 @@ def ragged_paged_attention(
         ),
         interpret=interpret,
         name="ragged_paged_attention",
-    )(qs, q_scales, *kv, *scales, *of_rows, *of_heads, tree)
+    )(qs, q_scales, *kv, *of_rows, *of_heads, tree)
     out, lse = merge.merge_ragged(
         out, lse, outs, lses, plan, of_group(arrays.sinks), config=config, interpret=interpret
     )

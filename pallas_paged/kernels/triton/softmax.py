@@ -52,10 +52,10 @@ def attend(
         s, factor, column = s * column + exponents[None, :], 1.0, 1.0
     m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
     m_safe = m_new if all_see else jnp.where(m_new == -jnp.inf, 0.0, m_new)
-    alpha = _exp2(m_i - m_safe, operands)
+    alpha = exp2(m_i - m_safe, operands)
     # The product is rounded, as it is in the maximum. A fused multiply-subtract would keep the
     # rounding error, which overflows an exponent where logits are very large.
-    p = _exp2(s * column - m_safe[:, None], operands)
+    p = exp2(s * column - m_safe[:, None], operands)
     weights = p if significands is None else p * significands[None, :]
     p = p if inverses is None else p * inverses[None, :]
     l_new = l_i * alpha + p.sum(axis=1)
@@ -66,7 +66,7 @@ def attend(
     return m_new, l_new, acc
 
 
-def _exp2(x: jax.Array, operands: Operands) -> jax.Array:
+def exp2(x: jax.Array, operands: Operands) -> jax.Array:
     """Return `2 ** x`, flushed to 0 where subnormal: keeping those costs four instructions."""
     if operands.interpret:
         return jnp.exp2(x)

@@ -13,11 +13,6 @@ def whole(tree: Any) -> Any:
     return jax.tree.map(lambda x: pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape)), tree)
 
 
-def scale_spec(x: jax.Array | None) -> pl.BlockSpec | None:
-    """Return the spec of scales: of `[Hkv, P * S]` one KV head's, of `[1]` all, None for None."""
-    return kv_head(x, 0) if x is None or x.ndim == 2 else whole(x)
-
-
 def kv_head(x: Any, axis: int) -> pl.BlockSpec | None:
     """Return the spec that gives a program its KV head along `axis` and all of the other axes.
 

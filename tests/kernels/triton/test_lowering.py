@@ -53,7 +53,7 @@ def lower(
 
 
 SHAPES = [
-    *(((32, 8, d), 16, jnp.bfloat16) for d in (16, 64, 80, 96, 112, 128, 192, 256)),
+    *(((32, 8, d), 16, jnp.bfloat16) for d in (16, 64, 80, 96, 112, 128, 192, 256, 320, 512)),
     *(((8, 8, 64), s, jnp.float16) for s in (1, 2, 32, 256)),
     *(((g, 1, 128), 16, jnp.float32) for g in (1, 3, 7, 40, 128)),
 ]
@@ -119,7 +119,7 @@ def test_a_pool_of_more_than_2_31_elements_lowers_with_64_bit_offsets(num_tokens
 
 @pytest.mark.parametrize(
     ("group", "head_dim", "itemsize"),
-    [*itertools.product((1, 4, 7, 32, 128), (16, 80, 256), (2, 4))],
+    [*itertools.product((1, 4, 7, 32, 128), (16, 80, 256, 512), (2, 4))],
 )
 def test_the_heuristic_config_fits_in_shared_memory(group, head_dim, itemsize):
     config = decode_config(
@@ -172,6 +172,7 @@ def test_few_tokens_get_few_programs():
         (1, 512, 8192, 128, 128),  # on a long prefix
         (4, 128, 32, 128, 128),  # a sequence fits one tile
         (4, 512, 128, 256, 128),
+        (4, 512, 128, 320, 64),  # more would not fit
     ],
 )
 def test_short_prompts_get_smaller_tiles(num_seqs, num_tokens, max_kv_len, head_dim, block_q):

@@ -1,0 +1,165 @@
+"""The gradient of attention that kernels compute, under `jax.grad`.
+
+The forward pass is the call that it is without a gradient, with its log-sum-exps: same kernel, same
+bits. The backward pass is one more call that is divided among devices, by `kernels/triton/backward`.
+On a mesh a device has all rows and whole groups of query heads, so that no gradient is a sum over
+devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from pallas_paged.checks import default_promotion
+from pallas_paged.kernels.call import Arrays, Device
+from pallas_paged.kernels.kv_layout import KVLayout
+from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.partition import KV_HEADS, Q_HEADS, Layout, on_each_device
+
+_DIFFERENTIABLE = ("q", "k_pages", "v_pages", "alibi_slopes", "sinks")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalGradient:
+    """The gradient of a call on the arrays of one device.
+
+    It takes the arrays of the call, its `out` and `lse`, and their gradients.
+
+    Attributes:
+        names, kv_layout, device, options: of the call.
+        wanted: the arrays whose gradients are returned, in order.
+        interpret: whether kernels are interpreted.
+        with_d_lse: whether a gradient of `lse` is given.
+    """
+
+    names: tuple[str, ...]
+    wanted: tuple[str, ...]
+    kv_layout: KVLayout
+    device: Device
+    options: LogitOptions
+    interpret: bool
+    with_d_lse: bool
+    one_device = False
+
+    def __call__(self, *given: jax.Array) -> tuple[jax.Array, ...]:
+        from pallas_paged.kernels.triton.backward import attention_gradient
+
+        count = len(self.names)
+        fields: dict[str, Any] = dict(zip(self.names, given[:count], strict=True))
+        out, lse, d_out, *d_lse = given[count:]
+        with default_promotion(), jax.enable_x64(False):
+            gradients = attention_gradient(
+                Arrays(**fields, kv_layout=self.kv_layout),
+                out,
+                lse,
+                d_out,
+                d_lse[0] if d_lse else None,
+                options=self.options,
+                names=self.wanted,
+                interpret=self.interpret,
+            )
+        return tuple(gradients[name].astype(fields[name].dtype) for name in self.wanted)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Residuals:
+    """What the backward pass needs: all arrays of the call, its result, and what is asked for."""
+
+    given: tuple[jax.Array, ...]
+    out: jax.Array
+    lse: jax.Array
+    wanted: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+
+@functools.cache
+def with_gradient(
+    local: Any, layout: Layout, *, platform: str
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """Return `on_each_device(local, layout)` of a `LocalCall`, with a gradient.
+
+    The function raises NotImplementedError where it is differentiated and can't be.
+    """
+
+    def call(*given: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(on_each_device(local, layout, platform=platform)(*given))
+
+    def forward(*primals: Any) -> tuple[tuple[jax.Array, ...], _Residuals]:
+        given = tuple(primal.value for primal in primals)
+        wanted = tuple(n for n, p in zip(local.names, primals, strict=True) if p.perturbed)
+        arrays = Arrays(**dict(zip(local.names, given, strict=True)), kv_layout=local.kv_layout)
+        reason = _why_not(arrays, wanted) or local.why_no_gradient(arrays)
+        if reason is not None:
+            raise NotImplementedError(f"the gradient of attention by GPU kernels {reason}")
+        axes = layout.outputs[0]
+        outputs = dataclasses.replace(layout, outputs=(axes, axes[:2]))
+        complete = dataclasses.replace(local, with_lse=True)
+        out, lse = on_each_device(complete, outputs, platform=platform)(*given)
+        result = (out, lse)[: len(layout.outputs)]
+        return result, _Residuals(given=given, out=out, lse=lse, wanted=wanted)
+
+    def backward(residuals: _Residuals, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        d_out, *d_lse = cotangents
+        if isinstance(d_out, SymbolicZero):
+            d_out = jnp.zeros_like(residuals.out)
+        d_lse = [d for d in d_lse if not isinstance(d, SymbolicZero)]
+        gradient = LocalGradient(
+            names=local.names,
+            wanted=residuals.wanted,
+            kv_layout=local.kv_layout,
+            device=local.device,
+            options=local.options,
+            interpret=local.interpret,
+            with_d_lse=bool(d_lse),
+        )
+        axes = dict(zip(local.names, layout.inputs, strict=True))
+        results = {"out": axes["q"], "lse": axes["q"][:2], "d_out": axes["q"]}
+        if d_lse:
+            results["d_lse"] = axes["q"][:2]
+        of_gradient = Layout(
+            names=(*local.names, *results),
+            inputs=(*layout.inputs, *results.values()),
+            outputs=tuple(axes[name] for name in residuals.wanted),
+            spread=(KV_HEADS, Q_HEADS),
+            divides_groups=False,
+        )
+        run = on_each_device(gradient, of_gradient, platform=platform)
+        found = run(*residuals.given, residuals.out, residuals.lse, d_out, *d_lse)
+        gradients = dict(zip(residuals.wanted, found, strict=True))
+        return tuple(
+            _like(gradients[name], x) if name in gradients else None
+            for name, x in zip(local.names, residuals.given, strict=True)
+        )
+
+    function: Any = jax.custom_vjp(call)
+    function.defvjp(forward, backward, symbolic_zeros=True)
+    return function
+
+
+def _why_not(arrays: Arrays, wanted: Sequence[str]) -> str | None:
+    """Return why the gradients of these arrays can't be had, or None."""
+    dtype = arrays.k_pages.dtype
+    if dtype.itemsize == 1 and ("k_pages" in wanted or "v_pages" in wanted):
+        return (
+            f"is not that of pages of {dtype.name}, which are rounded: differentiate q and sinks "
+            "alone, as with jax.lax.stop_gradient(pages)"
+        )
+    others = [name for name in wanted if name not in _DIFFERENTIABLE]
+    if others:
+        return f"is not that of {', '.join(others)}; implementation='xla' has it"
+    return None
+
+
+def _like(gradient: jax.Array, x: jax.Array) -> jax.Array:
+    """Return a gradient as a device of a `shard_map` has `x`: summed where all have the same `x`."""
+    kinds = [jax.typeof(y).manual_axis_type for y in (gradient, x)]
+    axes = kinds[0].varying - kinds[1].varying
+    return lax.psum(gradient, tuple(axes)) if axes else gradient

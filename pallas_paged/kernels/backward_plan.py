@@ -1,0 +1,90 @@
+"""Which program of the backward pass sums the gradients of which pages, over which rows.
+
+Several rows may own a page, as where they share a prefix. The gradient of its keys is a sum over
+all of them, and one program makes it in a fixed order: same inputs, same bits, and no partial sums
+in memory. The plan is computed on the device with static shapes, as that of the forward pass is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_paged.kernels.call import Arrays
+from pallas_paged.kernels.logits import LogitOptions
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class KeyTiles:
+    """Blocks of `block_k` keys of a row, and the readers of each page.
+
+    A reader of a page is an entry of a block table through which some query may see it. Readers are
+    sorted by page, and of one page by row and block. The first reader's tile makes the gradient of
+    the page, over all of its readers. Entries are numbers `row * pages_per_seq + block`.
+
+    Attributes:
+        tile: i32`[num_tiles]`, `row * tiles_per_row + block of keys`; those with the most queries
+            come first.
+        reader_row, reader_block: i32`[num_entries]` of each reader, in the order of readers.
+        first, end: i32`[num_entries]`, the readers of the entry's page; none (`first = end`) where
+            another entry is its first reader, or none reads it.
+    """
+
+    tile: jax.Array
+    reader_row: jax.Array
+    reader_block: jax.Array
+    first: jax.Array
+    end: jax.Array
+
+
+def make_key_tiles(arrays: Arrays, *, block_k: int, options: LogitOptions) -> KeyTiles:
+    """Return the tiles of keys of a ragged call."""
+    num_seqs, pages_per_seq = arrays.block_tables.shape
+    page_size = arrays.page_size
+    num_pages = arrays.layout.size(arrays.k_pages.shape, "P")
+    num_entries = num_seqs * pages_per_seq
+    q_lens = jnp.diff(arrays.cu_q_lens)
+    before = arrays.seq_lens - q_lens  # position of a row's first query
+    start = jnp.arange(pages_per_seq) * page_size
+    read = (start < arrays.seq_lens[:, None]) & (q_lens > 0)[:, None]
+    if arrays.q_positions is None:
+        oldest = options.first_key(jnp.maximum(before, 0))
+        read &= start + page_size > oldest[:, None]
+    entry = jnp.arange(num_entries)
+    page = jnp.where(read, jnp.clip(arrays.block_tables, 0, num_pages - 1), num_pages).reshape(-1)
+    sorted_page, reader = lax.sort((page, entry), num_keys=1, is_stable=True)
+    is_first = jnp.append(True, sorted_page[1:] != sorted_page[:-1])
+    group = jnp.cumsum(is_first) - 1
+    ends = jnp.zeros(num_entries, jnp.int32).at[group].max(entry + 1)[group]
+    leads = is_first & (sorted_page < num_pages)
+    none = jnp.zeros(num_entries, jnp.int32)
+    first = none.at[reader].set(jnp.where(leads, entry, 0))
+    end = none.at[reader].set(jnp.where(leads, ends, 0))
+
+    # The queries that see a tile: a row's first blocks are seen by the most.
+    tiles_per_row = -(-arrays.max_kv_len // block_k)
+    start = jnp.arange(tiles_per_row) * block_k
+    block = jnp.minimum(
+        start[:, None] + jnp.arange(0, block_k, min(page_size, block_k)), arrays.max_kv_len - 1
+    )
+    leads = (first < end).reshape(num_seqs, pages_per_seq)[:, block // page_size].any(axis=-1)
+    seen_by = q_lens[:, None]
+    if options.causal and arrays.q_positions is None:
+        newest = jnp.maximum(start - before[:, None], 0)
+        seen_by = jnp.maximum(q_lens[:, None] - newest, 0)
+        if options.sliding_window is not None:
+            seen_by = jnp.minimum(seen_by, block_k + options.sliding_window)
+    cost = jnp.where(leads, 1 + seen_by, 0).reshape(-1)
+    # A tile has a page of its own, or a part of one.
+    most_tiles = min(cost.size, num_pages * max(page_size // block_k, 1))
+    return KeyTiles(
+        tile=jnp.argsort(-cost, stable=True)[:most_tiles].astype(jnp.int32),
+        reader_row=reader // pages_per_seq,
+        reader_block=reader % pages_per_seq,
+        first=first,
+        end=end,
+    )

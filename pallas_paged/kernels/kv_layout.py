@@ -1,0 +1,187 @@
+"""Page layouts: in which order the axes of K/V pages lie in memory.
+
+A letter names each axis: P pages, N tokens of a page, H KV heads, D elements of a head, and 2 for K
+and V, where they share an array. Functions index pages by these letters, so no pool is transposed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, get_args
+
+import jax
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from pallas_paged.checks import as_array
+
+KVLayout = Literal["HPND", "NHD", "HND", "2NHD", "NH2D", "N2HD"]
+K, V = 0, 1  # places on axis "2"
+
+NOT_CUT = "the first devices would hold K and the others V, so they would need those of one another"
+
+AXIS_NAMES = {
+    "P": "num_pages",
+    "N": "page_size",
+    "H": "num_kv_heads",
+    "D": "kv_head_dim",
+    "2": "k_and_v",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PageLayout:
+    """The order of axes of one layout.
+
+    Attributes:
+        name: as the entries take it.
+        axes: of the pages as kernels get them, a letter each.
+        merged: two neighbours of `axes` that are one axis of the caller's array, or "".
+    """
+
+    name: KVLayout
+    axes: str
+    merged: str = ""
+
+    @property
+    def one_array(self) -> bool:
+        """Whether K and V share an array, and `v_pages` is None."""
+        return "2" in self.axes
+
+    @property
+    def scale_axes(self) -> str:
+        """The axes of the scales of tokens."""
+        return self.axes.replace("2", "").replace("D", "")
+
+    @property
+    def given_axes(self) -> str:
+        """The axes of the caller's pages, where H may hold the heads of K and of V."""
+        return self.axes.replace(self.merged, "H") if self.merged else self.axes
+
+    @property
+    def head_axis(self) -> int:
+        """The axis of the caller's pages that holds the KV heads."""
+        return self.given_axes.index("H")
+
+    @property
+    def page_axis(self) -> int:
+        """The axis of pages; the same in the caller's arrays and in those of scales."""
+        return self.axes.index("P")
+
+    @property
+    def shape_rule(self) -> str:
+        """The shape of the caller's pages, for messages."""
+        names = {"P": "num_pages", "N": "page_size", "H": "num_kv_heads", "D": "head_dim", "2": "2"}
+        axes = [names[letter] for letter in self.given_axes]
+        if self.merged:
+            axes[self.head_axis] = "2 * num_kv_heads"
+        return f"[{', '.join(axes)}]"
+
+    def shape(self, **sizes: int) -> tuple[int, ...]:
+        """Return the shape of the caller's pages of these sizes of H, P, N and D."""
+        shape = [sizes[letter] if letter != "2" else 2 for letter in self.given_axes]
+        if self.merged:
+            shape[self.head_axis] *= 2
+        return tuple(shape)
+
+    def size(self, shape: tuple[int, ...], letter: str) -> int:
+        """Return the size of an axis of pages with all axes."""
+        return shape[self.axes.index(letter)]
+
+    def full_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the caller's pages with all axes.
+
+        Raises:
+            ValueError: the shape has another number of axes, or they hold no pairs of K and V.
+        """
+        wrong = f"k_pages.shape={shape} must be {self.shape_rule} with kv_layout={self.name!r}"
+        if len(shape) != len(self.given_axes):
+            raise ValueError(wrong)
+        if self.merged:
+            axis = self.head_axis
+            heads, odd = divmod(shape[axis], 2)
+            pair = (2, heads) if self.merged == "2H" else (heads, 2)
+            shape = (*shape[:axis], *pair, *shape[axis + 1 :])
+            if odd:
+                raise ValueError(wrong)
+        if self.one_array and self.size(shape, "2") != 2:
+            raise ValueError(wrong)
+        return shape
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the scales of tokens of pages with all axes."""
+        return tuple(self.size(shape, letter) for letter in self.scale_axes)
+
+    def with_all_axes(self, pages: jax.Array) -> jax.Array:
+        """Return the caller's pages with an axis for each letter; nothing is copied.
+
+        Raises:
+            ValueError: they are cut between K and V.
+        """
+        if not self.merged:
+            return pages
+        shape = self.full_shape(pages.shape)
+        sharding = jax.typeof(pages).sharding
+        if AxisType.Explicit not in sharding.mesh.axis_types:
+            return lax.reshape(pages, shape)
+        spec = [*sharding.spec, *[None] * (len(pages.shape) - len(sharding.spec))]
+        if self.merged == "2H" and spec[self.head_axis]:
+            raise ValueError(f"k_pages must not be cut with kv_layout={self.name!r}: {NOT_CUT}")
+        spec.insert(self.head_axis + (self.merged == "H2"), None)
+        return lax.reshape(
+            pages, shape, out_sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec))
+        )
+
+    def index(self, kv: int, **places: Any) -> tuple[Any, ...]:
+        """Return the index of a box of K or of V in pages with all axes.
+
+        Args:
+            kv: `K` or `V`.
+            places: index of the axis of each letter; axes that are left out are whole.
+        """
+        places = {"2": kv} | places
+        return tuple(places.get(letter, slice(None)) for letter in self.axes)
+
+
+LAYOUTS: dict[str, PageLayout] = {
+    layout.name: layout
+    for layout in (
+        PageLayout(name="HPND", axes="HPND"),
+        PageLayout(name="NHD", axes="PNHD"),
+        PageLayout(name="HND", axes="PHND"),
+        PageLayout(name="2NHD", axes="P2NHD"),
+        PageLayout(name="NH2D", axes="PNH2D", merged="H2"),
+        PageLayout(name="N2HD", axes="PN2HD", merged="2H"),
+    )
+}
+
+
+def checked_layout(kv_layout: Any) -> PageLayout:
+    """Return the layout of this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not isinstance(kv_layout, str) or kv_layout not in LAYOUTS:
+        raise ValueError(f"{kv_layout=} must be one of {get_args(KVLayout)}")
+    return LAYOUTS[kv_layout]
+
+
+def checked_pages(
+    layout: PageLayout, k_pages: Any, v_pages: Any, *, prefix: str = ""
+) -> tuple[Any, ...]:
+    """Return the arrays of pages of a layout: K and V, or the one that holds both.
+
+    Args:
+        prefix: of the names of the arguments in messages.
+
+    Raises:
+        ValueError: one is missing, or there is one too many.
+    """
+    if layout.one_array and v_pages is not None:
+        raise ValueError(
+            f"{prefix}v_pages must be None with kv_layout={layout.name!r}, whose {prefix}k_pages"
+            " hold K and V"
+        )
+    pages = {"k_pages": k_pages} if layout.one_array else {"k_pages": k_pages, "v_pages": v_pages}
+    return tuple(as_array(prefix + name, x) for name, x in pages.items())

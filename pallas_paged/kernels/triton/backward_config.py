@@ -1,0 +1,53 @@
+"""Sizes of the Triton kernels of the backward pass."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax.experimental.pallas import next_power_of_2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackwardConfig:
+    """How one kernel of the backward pass runs; every size is a power of two.
+
+    Attributes:
+        block_q: query rows of a tile, as in `RaggedConfig`.
+        block_k: keys of a tile.
+        num_warps, num_stages: as in `RaggedConfig`.
+    """
+
+    block_q: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def queries_config(*, head_dim: int, itemsize: int, rows: int) -> BackwardConfig:
+    """Return the config of the kernel that makes the gradient of the queries.
+
+    Args:
+        head_dim, itemsize: of the queries.
+        rows: query rows of an average sequence, for each KV head.
+    """
+    padded = next_power_of_2(max(head_dim, 16))
+    if itemsize == 4:  # f32 products run without the matrix unit
+        return BackwardConfig(block_q=16, block_k=16, num_warps=4, num_stages=1)
+    block_q = min(max(next_power_of_2(rows), 16), 128)
+    block_k = 64 if padded <= 128 else 32
+    num_warps = max(2, min(8, block_q * padded // 2048))
+    return BackwardConfig(block_q=block_q, block_k=block_k, num_warps=num_warps, num_stages=2)
+
+
+def keys_config(*, head_dim: int, itemsize: int, rows: int) -> BackwardConfig:
+    """Return the config of the kernel that makes the gradients of keys and values.
+
+    Args:
+        head_dim, itemsize, rows: as in `queries_config`.
+    """
+    padded = next_power_of_2(max(head_dim, 16))
+    if itemsize == 4:
+        return BackwardConfig(block_q=16, block_k=16, num_warps=4, num_stages=1)
+    block_q = min(max(next_power_of_2(rows), 16), 64 if padded <= 128 else 32)
+    block_k = 128 if padded <= 128 else 64
+    return BackwardConfig(block_q=block_q, block_k=block_k, num_warps=8, num_stages=2)

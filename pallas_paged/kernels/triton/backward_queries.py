@@ -1,0 +1,258 @@
+"""The gradient of the queries, a Pallas-Triton kernel: the tiles and loops of the forward pass.
+
+A program has one tile of queries, visits the blocks of keys that any of them sees, and sums
+`dq = ds.k`. With ALiBi it also sums the gradients of the slopes for each query and head.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_paged.kernels.call import Arrays, result_shape
+from pallas_paged.kernels.kv_layout import K, V, PageLayout
+from pallas_paged.kernels.logits import LogitOptions, dot, signed_distances
+from pallas_paged.kernels.ragged_plan import Tiles, make_tiles
+from pallas_paged.kernels.triton import one_byte
+from pallas_paged.kernels.triton.backward_config import BackwardConfig
+from pallas_paged.kernels.triton.backward_logits import recompute, seen
+from pallas_paged.kernels.triton.specs import kv_head, whole
+
+
+def queries_kernel(
+    q_refs,  # of arrays [T, G, W] from `Operands.split`
+    do_refs,  # like q_refs
+    lse_ref,  # f32[T, G] in base 2
+    delta_ref,  # f32[T, G]
+    k_ref,  # pages, or words of int8 and fp8 elements
+    v_ref,  # like k_ref
+    k_scales_ref,  # f32, the layout's axes of scales, or [1] for all tokens, or None
+    v_scales_ref,  # like k_scales_ref
+    block_tables_ref,  # i32[B, N]
+    tiles: Tiles,  # of refs
+    q_positions_ref,  # i32[T] or None
+    alibi_slopes_ref,  # f32[G] or None
+    tree_mask_ref,  # i8[B, M, M] or None
+    dq_refs,  # like q_refs
+    d_slopes_ref,  # f32[T, G] or None
+    *,
+    options: LogitOptions,
+    page_size: int,
+    layout: PageLayout,
+    operands: one_byte.Operands,
+    config: BackwardConfig,
+):
+    """One program: the gradient of one tile of queries."""
+    block_q, block_k = config.block_q, config.block_k
+    num_tokens, group, num_words = q_refs[0].shape
+    head = pl.program_id(0)
+    index = pl.program_id(1)
+    item = jax.tree.map(lambda ref: ref[index], tiles)
+    row, q_len, kv_len = item.row, item.q_len, item.kv_len
+    before = kv_len - q_len
+
+    words = jnp.arange(pl.next_power_of_2(max(num_words, 16)))[None, :]
+    padded = words.size != num_words
+    page_bits = page_size.bit_length() - 1
+    packed = item.offset + jnp.arange(block_q)
+    token, q_head = packed // group, packed % group  # [block_q]
+    # Lanes that are off read the row's last token, and write nothing.
+    q_row = item.q_start + jnp.clip(token, 0, jnp.maximum(q_len - 1, 0))
+    q_row = jnp.minimum(q_row, num_tokens - 1)
+    q_words = jnp.minimum(words, num_words - 1) if padded else words
+    q, do = (
+        [plgpu.load(ref.at[q_row[:, None], q_head[:, None], q_words]) for ref in refs]
+        for refs in (q_refs, do_refs)
+    )
+    lse = plgpu.load(lse_ref.at[q_row, q_head])
+    delta = plgpu.load(delta_ref.at[q_row, q_head])
+    if q_positions_ref is None:
+        positions = before + token
+    else:
+        positions = plgpu.load(q_positions_ref.at[q_row])
+    slopes = None
+    if alibi_slopes_ref is not None:
+        slopes = plgpu.load(alibi_slopes_ref.at[q_head])[:, None]
+
+    def add_block(masked, block, carry):
+        dq, d_slopes = carry
+        keys = block * block_k + jnp.arange(block_k)
+        # As in the forward pass, a key that must not be read is replaced by one that may.
+        readable = jnp.clip(keys, item.first_key, kv_len - 1)
+        page = plgpu.load(
+            block_tables_ref.at[row[None], readable >> page_bits], eviction_policy="evict_last"
+        )
+        offset = readable & (page_size - 1)
+        kv_mask = jnp.broadcast_to(words < num_words, (block_k, words.size)) if padded else None
+
+        def load(ref, kv):
+            place = layout.index(
+                jnp.full((1, 1), kv),
+                P=page[:, None],
+                N=offset[:, None],
+                H=head[None, None],
+                D=words,
+            )
+            other = one_byte.zero(ref) if padded else None
+            tiles = operands.of_pages(plgpu.load(ref.at[place], mask=kv_mask, other=other))
+            return [tile.astype(operands.dtype) for tile in tiles]
+
+        def scales(ref):
+            if ref is None or ref.shape == (1,):
+                return None if ref is None else ref[...][None, :]
+            names = {"P": page, "N": offset, "H": head[None]}
+            return plgpu.load(ref.at[tuple(names[x] for x in layout.scale_axes)])[None, :]
+
+        def products(queries, values):
+            return functools.reduce(operator.add, map(lambda q, k: dot(q, k.T), queries, values))
+
+        k, v = load(k_ref, K), load(v_ref, V)
+        s, dp = products(q, k), products(do, v)
+        k_scales, v_scales = scales(k_scales_ref), scales(v_scales_ref)
+        if k_scales is not None:
+            s, dp = s * k_scales, dp * v_scales
+        sees = None
+        if masked:
+            sees = (keys < kv_len)[None, :] & seen(
+                token[:, None],
+                positions[:, None],
+                keys[None, :],
+                before,
+                row=row,
+                tree_mask_ref=tree_mask_ref,
+                options=options,
+                all_older=q_positions_ref is not None,
+            )
+        distances = keys[None, :] - positions[:, None]
+        _, d_logits, ds = recompute(
+            s, dp, lse[:, None], delta[:, None], sees, slopes, distances,
+            options=options, operands=operands,
+        )  # fmt: skip
+        if d_slopes is not None:
+            d_slopes += (d_logits * signed_distances(distances, options)).sum(axis=1)
+        if k_scales is not None:
+            ds = ds * k_scales
+        ds = ds.astype(operands.dtype)
+        return [d + dot(ds, tile) for d, tile in zip(dq, k, strict=True)], d_slopes
+
+    dq = [jnp.zeros((block_q, words.size), jnp.float32) for _ in q_refs]
+    d_slopes = None if d_slopes_ref is None else jnp.zeros((block_q,), jnp.float32)
+    carry = dq, d_slopes
+    add_masked, add_full = (functools.partial(add_block, masked) for masked in (True, False))
+    if options.sliding_window is not None:
+        carry = lax.fori_loop(item.lo, item.full_lo, add_masked, carry)
+    carry = lax.fori_loop(item.full_lo, item.full_hi, add_full, carry)
+    dq, d_slopes = lax.fori_loop(item.full_hi, item.hi, add_masked, carry)
+
+    row_mask = token < q_len
+    q_token = item.q_start + token
+    for ref, d in zip(dq_refs, dq, strict=True):
+        plgpu.store(
+            ref.at[q_token[:, None], q_head[:, None], words],
+            (d * options.sm_scale).astype(ref.dtype),
+            mask=row_mask[:, None] & (words < num_words),
+        )
+    if d_slopes_ref is not None:
+        plgpu.store(d_slopes_ref.at[q_token, q_head], d_slopes, mask=row_mask)
+
+
+def queries_gradient(
+    arrays: Arrays,
+    do: jax.Array,  # [T, Hq, D]
+    lse: jax.Array,  # f32[T, Hkv, G] in base 2
+    delta: jax.Array,  # f32[T, Hkv, G]
+    *,
+    options: LogitOptions,
+    config: BackwardConfig,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the gradients of q `[T, Hq, D]` and, with ALiBi, of the slopes f32`[Hq]`."""
+    num_tokens, num_q_heads, head_dim = arrays.q.shape
+    num_kv_heads, group = arrays.num_kv_heads, arrays.group
+    with jax.named_scope("backward_plan"):
+        tiles = make_tiles(
+            arrays.seq_lens,
+            arrays.cu_q_lens,
+            arrays.q_positions,
+            num_tokens=num_tokens,
+            group=group,
+            block_q=config.block_q,
+            block_k=config.block_k,
+            options=options,
+            has_tree=arrays.tree_mask is not None,
+        )
+    operands = one_byte.Operands(
+        dtype=arrays.q.dtype, kv_dtype=arrays.k_pages.dtype, interpret=interpret
+    )
+    by_head = (num_tokens, num_kv_heads, group, head_dim)
+    qs, dos = (operands.split(x.reshape(by_head)) for x in (arrays.q, do))
+    kv = [_words(pages) for pages in arrays.kv_pages]
+    scales = [
+        x if x is None or x.ndim else x.reshape(1) for x in (arrays.k_scales, arrays.v_scales)
+    ]
+    slopes = arrays.alibi_slopes
+    slopes = None if slopes is None else slopes.reshape(num_kv_heads, group)
+    tree = None if arrays.tree_mask is None else arrays.tree_mask.astype(jnp.int8)
+    d_slopes = None if slopes is None else result_shape(by_head[:3], jnp.float32)
+    out_shape = [result_shape(x.shape, x.dtype) for x in qs], d_slopes
+    dq, d_slopes = pl.pallas_call(
+        functools.partial(
+            queries_kernel,
+            options=options,
+            page_size=arrays.page_size,
+            layout=arrays.layout,
+            operands=operands,
+            config=config,
+        ),
+        grid=(num_kv_heads, tiles.row.shape[0]),
+        in_specs=[
+            [kv_head(x, 1) for x in qs],
+            [kv_head(x, 1) for x in dos],
+            kv_head(lse, 1),
+            kv_head(delta, 1),
+            *whole(kv),
+            *whole(scales),
+            whole(arrays.block_tables),
+            whole(tiles),
+            whole(arrays.q_positions),
+            kv_head(slopes, 0),
+            whole(tree),
+        ],
+        out_specs=([kv_head(x, 1) for x in out_shape[0]], kv_head(d_slopes, 1)),
+        out_shape=out_shape,
+        compiler_params=plgpu.CompilerParams(
+            num_warps=config.num_warps, num_stages=config.num_stages
+        ),
+        interpret=interpret,
+        name="attention_gradient_of_queries",
+    )(
+        qs,
+        dos,
+        lse,
+        delta,
+        *kv,
+        *scales,
+        arrays.block_tables,
+        tiles,
+        arrays.q_positions,
+        slopes,
+        tree,
+    )
+    dq = dq[0] if len(dq) == 1 else jnp.stack(dq, axis=-1)
+    if d_slopes is not None:
+        d_slopes = d_slopes.sum(axis=0).reshape(num_q_heads)
+    return dq.reshape(arrays.q.shape), d_slopes
+
+
+def _words(pages: jax.Array) -> jax.Array:
+    """Return pages, int8 and fp8 as i16 words of two elements."""
+    if pages.dtype.itemsize > 1:
+        return pages
+    *axes, head_dim = pages.shape
+    return lax.bitcast_convert_type(pages.reshape(*axes, head_dim // 2, 2), jnp.int16)

@@ -26,6 +26,7 @@ from pallas_paged.page_table import (
     truncate,
 )
 from pallas_paged.prefix_cache import PrefixCache, PrefixLease
+from pallas_paged.rotary_write import rotate_and_write_kv
 
 try:
     __version__ = version("pallas-paged")
@@ -60,6 +61,7 @@ __all__ = [
     "ragged_paged_attention",
     "release",
     "retain",
+    "rotate_and_write_kv",
     "slot_mapping",
     "truncate",
     "write_kv",

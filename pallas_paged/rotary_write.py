@@ -176,10 +176,9 @@ def _scatter(arrays: WriteArrays, eps: float) -> tuple[jax.Array, ...]:
     layer = write_kv(layer, k, v, arrays.slots)
     num_tokens, num_kv_heads, kinds, head_dim = arrays.qkv.shape
     q = q.reshape(num_tokens, num_kv_heads, kinds - 2, head_dim)
-    pool = [layer.k_pages, layer.v_pages]
-    if layer.k_scales is not None and layer.k_scales.ndim:
-        pool += [layer.k_scales, layer.v_scales]
-    return q, *pool
+    if layer.k_scales is None or layer.v_scales is None or not layer.k_scales.ndim:
+        return q, layer.k_pages, layer.v_pages
+    return q, layer.k_pages, layer.v_pages, layer.k_scales, layer.v_scales
 
 
 @functools.cache
@@ -279,8 +278,8 @@ def _checked_rotation(rotation: Any, num_tokens: int, head_dim: int) -> dict[str
     for name, value in zip(("cos", "sin"), rotation, strict=True):
         x = as_array(f"rotation {name}", value)
         half = x.shape[-1] if x.ndim else 0
-        shapes = ((num_tokens, half), (num_tokens, 1, half))
-        if x.shape not in shapes or not 0 < 2 * half <= head_dim or x.dtype != jnp.float32:
+        of_tokens = x.shape in ((num_tokens, half), (num_tokens, 1, half))
+        if not of_tokens or not 0 < 2 * half <= head_dim or x.dtype != jnp.float32:
             raise ValueError(
                 f"rotation {name} must be float32 [{num_tokens}, R / 2], with R from 2 to "
                 f"{head_dim=}, got {x.dtype}{x.shape}"

@@ -7,6 +7,7 @@ takes the next `block_rows` of them, whatever they are, and stores each where it
 from __future__ import annotations
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +54,8 @@ def rotate_and_write_kernel(
     ]
     for ref, is_kind in zip(norm_refs, (is_q, kind == group), strict=True):
         if ref is not None:
-            total = sum(jnp.sum(jnp.square(one.astype(jnp.float32)), axis=1) for one in x)
+            squares = [jnp.sum(jnp.square(one.astype(jnp.float32)), axis=1) for one in x]
+            total = functools.reduce(operator.add, squares)
             scale = lax.rsqrt(_divide(total, jnp.float32(head_dim), interpret) + eps)[:, None]
             for i, (columns, is_part) in enumerate(parts):
                 weight = plgpu.load(ref.at[columns], mask=is_part, other=0).astype(jnp.float32)
@@ -76,9 +78,9 @@ def rotate_and_write_kernel(
             plgpu.store(ref.at[place], one.astype(ref.dtype), mask=mask & is_stored[:, None])
 
     store(q_ref, (kv_head * group + kind,), x, is_q)
-    pages, kinds = pages_refs[:2], (kind == group, is_v)
+    pages, is_kv = pages_refs[:2], (kind == group, is_v)
     if len(pool_refs) == 2:
-        for ref, is_kind in zip(pages, kinds, strict=True):
+        for ref, is_kind in zip(pages, is_kv, strict=True):
             store(ref, (head, slot), x, is_kind & is_written)
         return
     element = pages[0].dtype
@@ -88,11 +90,11 @@ def rotate_and_write_kernel(
             jnp.maximum, (jnp.max(jnp.abs(one.astype(jnp.float32)), axis=1) for one in x)
         )
         scale = scales_of(largest, element, divide)
-        for ref, is_kind in zip(pages_refs[2:], kinds, strict=True):
+        for ref, is_kind in zip(pages_refs[2:], is_kv, strict=True):
             is_stored = is_kind & is_written
             place = jnp.where(is_stored, slot, num_slots)
             plgpu.store(ref.at[head, place], scale, mask=is_stored)
-    for i, (ref, is_kind) in enumerate(zip(pages, kinds, strict=True)):
+    for i, (ref, is_kind) in enumerate(zip(pages, is_kv, strict=True)):
         if len(pages_refs) == 2:
             scale = jnp.broadcast_to(pool_refs[2 + i][0], (block_rows,))
         small = [

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.ragged_plan import (
+    FIRST,
     Plan,
     PlanShape,
     Split,
@@ -27,6 +28,7 @@ from pallas_paged.kernels.ragged_plan import (
     candidates,
     count_tiles,
     item_of,
+    spread,
     tile_of,
 )
 
@@ -44,7 +46,7 @@ def can_plan(shape: PlanShape) -> bool:
         return False
     few = shape.num_seqs <= _MOST_SEQS and shape.num_items <= _MOST_ITEMS
     # Length and index of a sequence are one number, its place in the order.
-    return few and shape.max_kv_len < 2**31 // pl.next_power_of_2(shape.num_seqs)
+    return few and shape.max_kv_len < FIRST // pl.next_power_of_2(shape.num_seqs)
 
 
 @jax.tree_util.register_dataclass
@@ -156,8 +158,9 @@ def _plan_kernel(
     num_lanes = seq.size
 
     def ordered(index, exists):
-        kv_len, *_, count = sequence(index, exists)
-        key = jnp.where(exists, kv_len * num_lanes + (num_lanes - 1 - index), -1)
+        kv_len, _, q_len, _, count = sequence(index, exists)
+        key = kv_len * num_lanes + (num_lanes - 1 - index)
+        key = jnp.where(exists, key + jnp.where(q_len <= shape.most_short, FIRST, 0), -1)
         return key, count, count * (2 * num_lanes) + (count > 0).astype(jnp.int32)
 
     key, count, _ = ordered(seq, in_seqs)
@@ -237,6 +240,7 @@ def _plan_kernel(
         scatter(plan.first_item, merge, first_item, of_merge)
         scatter(plan.num_items, merge, count, of_merge)
     num_found = jnp.sum(count)
+    num_short = jnp.sum(jnp.where(tiles.q_len <= shape.most_short, count, 0))
     sync()
 
     exists = item < num_found
@@ -247,6 +251,8 @@ def _plan_kernel(
     items = item_of(exists, tiles, index, found["origin"], found["step"])
     has_partial = exists & (found["partial"] >= 0)
     partial = jnp.where(has_partial, found["partial"] + index, -1)
+    if shape.short_first:
+        item = spread(item, num_found, num_short)
     for i, name in enumerate(_FIELDS):
         ref = plan.items.at[item, i] if packed else getattr(plan.items, name).at[item]
         plgpu.store(ref, getattr(items, name), mask=in_items)

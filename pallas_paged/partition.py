@@ -214,7 +214,7 @@ def _digest(local: Any) -> str:
 @functools.cache
 def _code() -> str:
     package = Path(__file__).parent
-    code = ("dispatch.py", "kernels/**/*.py", "kernels/*.json")
+    code = ("*.py", "kernels/**/*.py", "kernels/*.json")
     files = [file for pattern in code for file in sorted(package.glob(pattern))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 

@@ -342,7 +342,7 @@ def _extend(
     table, chunks, num_slots = state.table, batch.chunks, state.table.max_seqs
     active &= ~state.slots.finished.at[batch.decode_slots].get(mode="fill", fill_value=True)
     rows = jnp.where(active, batch.decode_slots, num_slots)
-    num_new = jnp.zeros(num_slots, jnp.int32).at[rows].set(1, mode="drop")
+    num_new = jnp.any(rows == jnp.arange(num_slots)[:, None], axis=1).astype(jnp.int32)
     if chunks is not None:
         num_new = num_new.at[chunks.slots].set(jnp.diff(chunks.cu_q_lens), mode="drop")
     if window is not None:  # pages that neither the new tokens nor later ones see

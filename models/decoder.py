@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 import pallas_paged as pp
 from models.config import ModelConfig
 from models.rotary import Rotation, rotation
-from pallas_paged.rotary_write import rms_norm, split_qkv
+from pallas_paged.rotary_write import rms_norm
 
 # Cache of one layer: its pages, or K and V [B, max_len, Hkv, D] of a contiguous cache.
 LayerCache = pp.LayerKV | tuple[jax.Array, jax.Array]
@@ -155,7 +155,7 @@ class Attention(nnx.Module):
         if isinstance(attend, FusedAttend):
             out, cache = attend.fused(qkv, cache, **how, sliding_window=window)
         else:
-            out, cache = attend(*split_qkv(qkv, **how), cache, sliding_window=window)
+            out, cache = attend(*pp.split_qkv(qkv, **how), cache, sliding_window=window)
         return self.o_proj(out.reshape(*x.shape[:-1], -1)), cache
 
 

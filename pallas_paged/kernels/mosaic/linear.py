@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -47,6 +48,7 @@ class LinearConfig:
         num_stages: blocks in shared memory.
         num_splits: programs that divide K, a cluster, at most 8.
         num_programs: programs on the whole device, a multiple of num_splits.
+        prefetch: blocks of 32 KB to read into the L2 cache, of each of the later weights.
     """
 
     tile_n: int
@@ -54,6 +56,7 @@ class LinearConfig:
     num_stages: int
     num_splits: int
     num_programs: int
+    prefetch: tuple[int, ...] = ()
 
 
 @jax.tree_util.register_dataclass
@@ -65,6 +68,7 @@ class Inputs:
     weight: Any  # [N, K], or with SwiGLU [N, 2, K], gate and up
     norm_weight: Any  # [K], of the RMS norm of x, or None
     residual: Any  # [M, N], added to the product, or None
+    prefetch: Any  # weights [N, K] of later products
 
 
 @jax.tree_util.register_dataclass
@@ -221,12 +225,33 @@ def linear_kernel(
             if not normed:
                 send_x(i)
 
+        if not interpret:
+            program = cluster * config.num_splits + split
+            for ref, num_blocks_ahead in zip(inputs.prefetch, config.prefetch, strict=True):
+                prefetch(ref, num_blocks_ahead, program, config.num_programs)
+
         @pl.loop(jnp.maximum(total - num_stages, 0), total)
         def _(i):
             plgpu.barrier_wait(scratch.free.at[lax.rem(i, num_stages)])
 
         if scratch.sums is not None:
             ops.wait_for_cluster()
+
+
+def prefetch(weight_ref, num_blocks: int, program: jax.Array, num_programs: int) -> None:
+    """Start to read a program's share of the first columns of a weight into the L2 cache."""
+    num_features, in_size = weight_ref.shape
+    across = num_features // 64
+    num_blocks = min(num_blocks, across * (in_size // 256))
+
+    @pl.loop(0, pl.cdiv(num_blocks, num_programs))
+    def _(i):
+        block = i * num_programs + program
+
+        @pl.when(block < num_blocks)
+        def _():
+            features, columns = lax.rem(block, across) * 64, lax.div(block, across) * 256
+            plgpu.async_prefetch(weight_ref.at[pl.ds(features, 64), pl.ds(columns, 256)])
 
 
 def norm_rows(x_ref, weight_ref, blocks_ref, *, eps: float, interpret: bool) -> None:
@@ -250,6 +275,7 @@ def linear(
     norm_weight: jax.Array | None = None,
     eps: float = 0.0,
     residual: jax.Array | None = None,
+    prefetch: Sequence[jax.Array] = (),
     out_dtype: Any,
     config: LinearConfig,
     interpret: bool,
@@ -263,8 +289,16 @@ def linear(
             and K a multiple of 1024.
         eps: of the norm.
         residual: `[M, N]`, added to the product, or None.
+        prefetch: weights `[N, K]` of later products, of which `config.prefetch` says how much is
+            read into the L2 cache.
     """
-    inputs = Inputs(x=x, weight=weight, norm_weight=norm_weight, residual=residual)
+    inputs = Inputs(
+        x=x,
+        weight=weight,
+        norm_weight=norm_weight,
+        residual=residual,
+        prefetch=tuple(prefetch),
+    )
     out = result_shape((x.shape[0], weight.shape[0]), out_dtype)
     kernel = functools.partial(linear_kernel, eps=eps, config=config, interpret=interpret)
     return plgpu.kernel(

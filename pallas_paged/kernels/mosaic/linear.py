@@ -32,31 +32,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic.linear_config import LinearConfig
 from pallas_paged.kernels.mosaic.ring import wgmma_transforms
 
 COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True)
 ROW_VECTOR = 8  # elements of a row of x that a thread loads at once: 16 bytes
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LinearConfig:
-    """How the kernel runs.
-
-    Attributes:
-        tile_n: features of a tile, 64 or 128; with SwiGLU 128, 64 of gate and 64 of up.
-        block_k: columns of the weight per loop step, a multiple of 64.
-        num_stages: blocks in shared memory.
-        num_splits: programs that divide K, a cluster, at most 8.
-        num_programs: programs on the whole device, a multiple of num_splits.
-        prefetch: blocks of 32 KB to read into the L2 cache, of each of the later weights.
-    """
-
-    tile_n: int
-    block_k: int
-    num_stages: int
-    num_splits: int
-    num_programs: int
-    prefetch: tuple[int, ...] = ()
 
 
 @jax.tree_util.register_dataclass

@@ -15,6 +15,7 @@ from typing import Any
 from bench import cli, timing
 from bench.kv_dtypes import ONE_BYTE
 from bench.report import number, ratio, table
+from bench.serving import gap
 from bench.serving.models import SHAPES, random_model
 from bench.serving.step import kernel_table, measure_generate, measure_step, step_table
 from models.checkpoint import load_checkpoint
@@ -33,24 +34,26 @@ _SAMPLING = {
     "one row with top_p": _TOP_P,
 }
 _LAST = [*_SAMPLING][-1]
+_MODES = ("step", "loop", "sampled step", "sampled loop", "generate")
+_SAMPLED = SamplingParams(temperature=0.8, top_p=0.9)
+_COLORS = {"limit": "#999999"} | dict(
+    zip(gap.PARTS, ("#0072B2", "#D55E00", "#56B4E9", "#F0E442"), strict=True)
+)
 _ATTENTION = "paged_"  # part of the names of the library's kernels
 
 
 def measure_calls(decoder: Decoder, num_seqs: int, args: argparse.Namespace) -> Iterator[dict]:
-    """Measure greedy rows by one step a call, by several, and by `models.generate`."""
-    params, config = [_GREEDY] * num_seqs, _config(args)
-    for steps in dict.fromkeys((1, args.num_scheduler_steps)):
-        result = measure_step(
-            decoder,
-            params,
-            length=args.length,
-            num_steps=args.steps,
-            **config | {"num_scheduler_steps": steps},
-        )
-        plural = f"up to {steps} steps" if steps > 1 else "1 step"
-        yield {"case": f"engine, {plural} a call"} | result
-    tokens = (args.length // 4, args.length // 2)
-    yield {"case": "generate"} | measure_generate(decoder, params, num_tokens=tokens, **config)
+    """Measure rows by one step a call, by several, and by `models.generate`."""
+    for mode in args.modes:
+        each = [_SAMPLED if "sampled" in mode else _GREEDY] * num_seqs
+        config = _config(args)
+        if mode == "generate":
+            tokens = (args.length // 4, args.length // 2)
+            result = measure_generate(decoder, each, num_tokens=tokens, **config)
+        else:
+            config["num_scheduler_steps"] = args.num_scheduler_steps if "loop" in mode else 1
+            result = measure_step(decoder, each, length=args.length, num_steps=args.steps, **config)
+        yield {"case": mode} | result
 
 
 def measure_sampling(decoder: Decoder, num_seqs: int, args: argparse.Namespace) -> Iterator[dict]:
@@ -70,10 +73,7 @@ def measure_sampling(decoder: Decoder, num_seqs: int, args: argparse.Namespace) 
 def markdown(run: dict[str, Any], num_kernels: int) -> str:
     """Return the tables and the provenance of their numbers."""
     results = run["results"]
-    names = [
-        (f"{one['model']}, {one['num_seqs']} x {one['context']:.0f}", one["case"])
-        for one in results
-    ]
+    names = [_name(one) for one in results]
     blocks = [step_table([*zip(names, results, strict=True)], "model, rows x tokens", "run")]
     for (name, case), one in zip(names, results, strict=True):
         if num_kernels and one["kernels"]:
@@ -83,6 +83,46 @@ def markdown(run: dict[str, Any], num_kernels: int) -> str:
     reasons = dict.fromkeys(one["reason"] for one in results if "reason" in one)
     blocks += [f"No kernel times: {reason}." for reason in reasons]
     return "\n\n".join([*blocks, timing.provenance(run["meta"])]) + "\n"
+
+
+def plot(run: dict[str, Any], path: Path) -> None:
+    """Write a PNG: the limit of each step, and what comes on top of it.
+
+    Raises:
+        ValueError: the run has no kernel times.
+    """
+    found = [(one, over) for one in run["results"] if (over := gap.gap_of(one))]
+    if not found:
+        raise ValueError("there is nothing to plot: no kernel times, which need a GPU with CUPTI")
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(11, 0.4 * len(found) + 1.8), layout="constrained")
+    ends = [0.0] * len(found)
+    for part, color in _COLORS.items():
+        widths = [
+            1.0 if part == "limit" else max(0.0, over[part] / one["limit_us"])
+            for one, over in found
+        ]
+        axes.barh(range(len(found)), widths, left=ends, color=color, label=part)
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    for row, (one, _) in enumerate(found):
+        text = f"{one['wall_us']:.0f} us, {ends[row]:.2f}"
+        axes.text(ends[row] + 0.02, row, text, va="center", fontsize=7)
+    axes.set_yticks(range(len(found)), [" ".join(_name(one)) for one, _ in found])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.2 * max(ends))
+    axes.set_xlabel("wall time over the time to read weights and K/V")
+    axes.set_title(f"A decode step, {run['meta']['device']}, JAX {run['meta']['jax']}")
+    figure.legend(loc="outside lower center", ncols=len(_COLORS))
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
+
+
+def _name(one: dict[str, Any]) -> tuple[str, str]:
+    return f"{one['model']}, {one['num_seqs']} x {one['context']:.0f}", one["case"]
 
 
 def _in_order(kernels: Sequence[Sequence[Any]]) -> str:
@@ -107,6 +147,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--rows", nargs="+", type=int, default=[1, 64], help="sequences that decode together")
     add("--length", type=int, help="tokens of each prompt; default: 2048, for --sampling 256")
     add("--steps", type=int, default=64, help="timed steps")
+    add("--modes", nargs="+", choices=_MODES, default=["step", "loop", "sampled loop"])
     add("--sampling", action="store_true", help="compare ways to sample instead of ways to run")
     add("--kernels", type=int, default=0, metavar="N", help="list the N longest kernels, and all")
     add("--num-scheduler-steps", type=int, default=EngineConfig.num_scheduler_steps)
@@ -114,7 +155,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--implementation", help="of attention; default: the best for the platform")
     add("--json", type=Path, help="write all numbers here, after each measurement")
     add("--markdown", type=Path, help="write the tables here too")
-    parser.set_defaults(plot=None)
+    add("--plot", type=Path, help="write the chart here, as PNG")
     args = parser.parse_args(argv)
     args.length = args.length or (256 if args.sampling else 2048)
     cli.require_at_least(parser, args, length=8, steps=1, kernels=0, num_scheduler_steps=1)
@@ -143,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                     cli.write_json(args.json, run)
         del decoder
         gc.collect()
-    cli.publish(run, args, markdown(run, args.kernels))
+    cli.publish(run, args, markdown(run, args.kernels), plot)
     return run
 
 

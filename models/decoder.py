@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,8 @@ from jax.typing import DTypeLike
 
 import pallas_paged as pp
 from models.config import ModelConfig
-from models.rotary import Rotation, rotate, rotation
+from models.rotary import Rotation, rotation
+from pallas_paged.rotary_write import rms_norm
 
 # Cache of one layer: its pages, or K and V [B, max_len, Hkv, D] of a contiguous cache.
 LayerCache = pp.LayerKV | tuple[jax.Array, jax.Array]
@@ -43,6 +44,24 @@ class Attend(Protocol):
 
         A query at position p sees the keys j with p - sliding_window < j <= p; None: all j <= p.
         """
+
+
+@runtime_checkable
+class FusedAttend(Attend, Protocol):
+    """An `Attend` that also norms and rotates q and k, and splits them from v: the engine's."""
+
+    def fused(
+        self,
+        qkv: jax.Array,
+        cache: LayerCache | None,
+        *,
+        rotation: Rotation,
+        q_norm: jax.Array | None,
+        k_norm: jax.Array | None,
+        eps: float,
+        sliding_window: int | None,
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """As the call with what `split_qkv` returns: qkv [..., Hkv, Hq / Hkv + 2, D]."""
 
 
 def identity(x: jax.Array) -> jax.Array:
@@ -91,9 +110,7 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones(size, dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x32 = x.astype(jnp.float32)
-        scale = lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        return (x32 * scale * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+        return rms_norm(x, self.weight[...], self.eps)
 
 
 class Attention(nnx.Module):
@@ -129,14 +146,16 @@ class Attention(nnx.Module):
     def __call__(
         self, x: jax.Array, rotation: Rotation, attend: Attend, cache: LayerCache | None
     ) -> tuple[jax.Array, LayerCache | None]:
-        config = self.config
-        heads = self.qkv_proj(x)  # [..., Hkv, Hq / Hkv + 2, D]
-        q = heads[..., :-2, :].reshape(*x.shape[:-1], config.num_q_heads, config.head_dim)
-        k, v = heads[..., -2, :], heads[..., -1, :]  # [..., Hkv, D]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, rotation), rotate(k, rotation)
-        out, cache = attend(q, k, v, cache, sliding_window=self.sliding_window)
+        qkv = self.qkv_proj(x)  # [..., Hkv, Hq / Hkv + 2, D]
+        window = self.sliding_window
+        how: dict[str, Any] = {"rotation": rotation, "eps": self.config.rms_norm_eps}
+        for name in ("q_norm", "k_norm"):
+            norm = getattr(self, name)
+            how[name] = None if norm is None else norm.weight[...]
+        if isinstance(attend, FusedAttend):
+            out, cache = attend.fused(qkv, cache, **how, sliding_window=window)
+        else:
+            out, cache = attend(*pp.split_qkv(qkv, **how), cache, sliding_window=window)
         return self.o_proj(out.reshape(*x.shape[:-1], -1)), cache
 
 

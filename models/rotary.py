@@ -54,14 +54,6 @@ def rotation(positions: jax.Array, config: ModelConfig, *, whole_rows: bool = Fa
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
-    """Rotary embedding in f32; the pairs are (i, i + D / 2), as in Hugging Face."""
-    cos, sin = rotation
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
-
-
 def inverse_frequencies(config: ModelConfig, length: int) -> np.ndarray:
     """Return the angles per position, `f32[D / 2]`, in a sequence of this length."""
     scaling, theta, head_dim = config.rope_scaling, config.rope_theta, config.head_dim

@@ -24,6 +24,7 @@ from pallas_paged.page_table import (
     truncate,
 )
 from pallas_paged.prefix_cache import PrefixCache, PrefixLease
+from pallas_paged.rotary_write import rotate_and_write_kv, split_qkv
 
 try:
     __version__ = version("pallas-paged")
@@ -59,7 +60,9 @@ __all__ = [
     "ragged_paged_attention",
     "release",
     "retain",
+    "rotate_and_write_kv",
     "slot_mapping",
+    "split_qkv",
     "truncate",
     "write_kv",
 ]

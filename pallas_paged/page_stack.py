@@ -11,6 +11,8 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
+from pallas_paged.prefix_sums import prefix_sums
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PageStack:
@@ -44,7 +46,7 @@ def take_pages(
     """
     none = stack.num_pages
     need = jnp.where(valid, need, 0)
-    total = jnp.cumsum(need, dtype=jnp.int32)
+    total = prefix_sums(need)
     ok = valid & ((need == 0) | (total <= stack.num_free))
     count = jnp.arange(width, dtype=jnp.int32)
     taken = ok[:, None] & (count < need[:, None])  # [X, width]

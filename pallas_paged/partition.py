@@ -219,7 +219,7 @@ def _digest(local: Any) -> str:
 @functools.cache
 def _code() -> str:
     package = Path(__file__).parent
-    code = ("dispatch.py", "gradient.py", "kernels/**/*.py", "kernels/*.json")
+    code = ("*.py", "kernels/**/*.py", "kernels/*.json")
     files = [file for pattern in code for file in sorted(package.glob(pattern))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
@@ -266,16 +266,21 @@ def cut_of(
     for axis, names in given["k_pages"].items():
         if axis in layout.spread:
             take(axis, names)
-    # Queries are cut within the group of a KV head only where a device has no other head.
-    heads, names = cut[KV_HEADS], given["q"][Q_HEADS]
-    within = heads + unused(names[len(heads) :])
-    alone = parts(heads) == sizes[KV_HEADS] and sizes[Q_HEADS] % parts(within) == 0
-    alone &= layout.divides_groups
-    cut[Q_HEADS] = within if alone and names[: len(heads)] == heads else heads
-    used.update(cut[Q_HEADS])
+    if Q_HEADS in layout.spread:
+        # Queries are cut within the group of a KV head only where a device has no other head.
+        heads, names = cut[KV_HEADS], given["q"][Q_HEADS]
+        within = heads + unused(names[len(heads) :])
+        alone = parts(heads) == sizes[KV_HEADS] and sizes[Q_HEADS] % parts(within) == 0
+        alone &= layout.divides_groups
+        cut[Q_HEADS] = within if alone and names[: len(heads)] == heads else heads
+        used.update(cut[Q_HEADS])
     for axis in layout.spread:
         if axis not in cut:
-            wishes = (given[name].get(axis) for name in ("q", *layout.names))
+            wishes = (
+                given[name].get(axis)
+                for name in dict.fromkeys(("q", *layout.names))
+                if name in given
+            )
             take(axis, next(filter(None, wishes), ()))
     return cut
 

@@ -16,6 +16,7 @@ import numpy as np
 from bench import profiler
 from bench.measure import measure_floor, reason
 from bench.report import number, ratio, table
+from bench.serving import gap
 from bench.serving.models import token_bytes, weight_bytes
 from models.decoder import Decoder
 from models.engine_model import engine_model
@@ -158,6 +159,7 @@ def measure_generate(
 def step_table(named: Sequence[tuple[Sequence[str], dict[str, Any]]], *heads: str) -> str:
     """Return a table of results, each after cells of its own under `heads`."""
     head = [*heads, "wall us", "kernels us", "launches", "limit us", "wall / limit"]
+    head += [f"+ {part} us" for part in gap.PARTS]
     rows = []
     for names, one in named:
         kernels = one["kernels"]
@@ -169,7 +171,8 @@ def step_table(named: Sequence[tuple[Sequence[str], dict[str, Any]]], *heads: st
             number(one["limit_us"], ".0f"),
             number(ratio(one["wall_us"], one["limit_us"]), ".2f"),
         )
-        rows.append([*names, *cells])
+        over = gap.gap_of(one) or dict.fromkeys(gap.PARTS)
+        rows.append([*names, *cells, *(number(over[part], ".0f") for part in gap.PARTS)])
     return table([head, *rows])
 
 
@@ -215,7 +218,13 @@ def _kernels(advance: Any, held: Any) -> dict[str, Any]:
         for name, us in sorted(totals.items(), key=lambda item: -item[1])
     ]
     order = ordered(times, calls) if calls == num_steps else None
-    return {"kernels": kernels, "kernel_us": sum(totals.values()), "order": order}
+    parts = gap.times_of(kernels)
+    return {
+        "kernels": kernels,
+        "kernel_us": sum(totals.values()),
+        "parts_us": parts,
+        "order": order,
+    }
 
 
 def ordered(times: Sequence[profiler.Timed], num_runs: int) -> list[list[Any]] | None:

@@ -40,6 +40,36 @@ class Attend(Protocol):
             The output `[T, Hq, D]`, and the layer with the new K and V.
         """
 
+    def fused(
+        self,
+        qkv: jax.Array,
+        cache: LayerKV,
+        *,
+        rotation: tuple[jax.Array, jax.Array] | None = None,
+        q_norm: jax.Array | None = None,
+        k_norm: jax.Array | None = None,
+        eps: float = 1e-6,
+        sliding_window: int | None = None,
+        sm_scale: float | None = None,
+        soft_cap: float | None = None,
+        alibi_slopes: ArrayLike | None = None,
+        sinks: ArrayLike | None = None,
+    ) -> tuple[jax.Array, LayerKV]:
+        """Do the same from the product with a fused weight, with fewer kernels.
+
+        What stands between the product and attention is one: the norms and the rotation of q and k,
+        and the write.
+
+        Args:
+            qkv: `[T, Hkv, G + 2, D]`, of each KV head its G queries, its K and its V.
+            cache: pages of this layer.
+            rotation, q_norm, k_norm, eps: as in `rotate_and_write_kv`.
+            sliding_window, sm_scale, soft_cap, alibi_slopes, sinks: as in `paged_attention`.
+
+        Returns:
+            The output `[T, Hkv * G, D]`, and the layer with the new K and V.
+        """
+
 
 class Model(Protocol):
     """A causal language model without its weights.

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_paged.attention import paged_attention, ragged_paged_attention
+from pallas_paged.engine.attend import PagedAttend
 from pallas_paged.engine.batch import Batch, ChunkBatch
 from pallas_paged.engine.logprobs import Logprobs, gather_logprobs
-from pallas_paged.engine.model import Attend, Model
+from pallas_paged.engine.model import Model
 from pallas_paged.engine.placement import Shardings
 from pallas_paged.engine.sampler import (
     SamplingMode,
@@ -23,7 +23,7 @@ from pallas_paged.engine.sampler import (
     sample,
 )
 from pallas_paged.engine.state import EngineState, SlotStates
-from pallas_paged.kv_pool import KVPool, LayerKV, write_kv
+from pallas_paged.kv_pool import KVPool
 from pallas_paged.page_table import PageTable, extend, free_before, slot_mapping
 
 NOT_SAMPLED = -2  # in place of the token of a slot that did not take part in a step
@@ -38,9 +38,9 @@ GPU_OPTIONS = {
     "xla_gpu_graph_min_graph_size": 1,
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
-# On a mesh the kernels between two sums are a graph. With the sums in it a step took 1.3 to 1.6 times
-# as long on two GPUs, and a loop with sums can't be a graph. NCCL's are faster than XLA's own kernels
-# between the products of a layer: docs/parallel.md.
+# On a mesh the kernels between two sums are a graph. With the sums in it a step took 1.3 to 1.6
+# times as long on two GPUs, and a loop with sums can't be a graph. NCCL's sums are faster than
+# those of XLA's own kernels between the products of a layer: docs/parallel.md.
 _MESH_OPTIONS = {
     "xla_gpu_enable_command_buffer": (
         "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"
@@ -148,7 +148,14 @@ def _decode(
         table, rows, ok = _extend(state, batch, window, index < batch.num_steps)
         lens = _seq_lens(table, rows)
         mapping = slot_mapping(table, rows, lens - 1)
-        attend = _attend(table, mapping, rows, None, spec.num_kv_heads, implementation)
+        attend = PagedAttend(
+            table,
+            mapping,
+            rows,
+            None,
+            num_kv_heads=spec.num_kv_heads,
+            implementation=implementation,
+        )
         tokens = slots.last_token_ids.at[rows].get(mode="fill", fill_value=0)
         hidden, layers = model(params, tokens, jnp.maximum(lens - 1, 0), attend, state.pool.layers)
         logits = model.logits(params, hidden)
@@ -200,8 +207,14 @@ def _mixed(
     tokens = slots.last_token_ids.at[rows].get(mode="fill", fill_value=0)
     tokens = jnp.concatenate([tokens, chunks.token_ids])
     mapping = slot_mapping(table, token_rows, positions)
-    num_kv_heads = model.kv_cache_spec.num_kv_heads
-    attend = _attend(table, mapping, rows, chunks, num_kv_heads, implementation)
+    attend = PagedAttend(
+        table,
+        mapping,
+        rows,
+        chunks,
+        num_kv_heads=model.kv_cache_spec.num_kv_heads,
+        implementation=implementation,
+    )
     hidden, layers = model(params, tokens, jnp.maximum(positions, 0), attend, state.pool.layers)
     # A slot decodes or has a chunk: its logits come from the last of its tokens.
     ends = num_decodes + jnp.maximum(chunks.cu_q_lens[1:] - 1, 0)
@@ -330,7 +343,7 @@ def _extend(
     table, chunks, num_slots = state.table, batch.chunks, state.table.max_seqs
     active &= ~state.slots.finished.at[batch.decode_slots].get(mode="fill", fill_value=True)
     rows = jnp.where(active, batch.decode_slots, num_slots)
-    num_new = jnp.zeros(num_slots, jnp.int32).at[rows].set(1, mode="drop")
+    num_new = jnp.any(rows == jnp.arange(num_slots)[:, None], axis=1).astype(jnp.int32)
     if chunks is not None:
         num_new = num_new.at[chunks.slots].set(jnp.diff(chunks.cu_q_lens), mode="drop")
     if window is not None:  # pages that neither the new tokens nor later ones see
@@ -356,43 +369,3 @@ def _chunk_positions(chunks: ChunkBatch, table: PageTable) -> tuple[jax.Array, j
     ends = _seq_lens(table, chunks.slots) - chunks.cu_q_lens[1:]
     rows = chunks.slots.at[chunk].get(mode="fill", fill_value=table.max_seqs)
     return rows, place + ends.at[chunk].get(mode="fill", fill_value=0)
-
-
-def _attend(
-    table: PageTable,
-    mapping: jax.Array,
-    decode_rows: jax.Array,
-    chunks: ChunkBatch | None,
-    num_kv_heads: int,
-    implementation: str | None,
-) -> Attend:
-    """Write all new K/V, then decode rows and attend from chunks, each by its own kernel.
-
-    Where the pool holds each of the model's KV heads several times, so are they written.
-    """
-    num_decodes = decode_rows.size
-
-    def cache_of(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return table.block_tables.at[rows].get(mode="clip"), _seq_lens(table, rows)
-
-    decoding = cache_of(decode_rows)
-    prompts = None if chunks is None else (*cache_of(chunks.slots), chunks.cu_q_lens)
-
-    def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerKV, **options: Any
-    ) -> tuple[jax.Array, LayerKV]:
-        repeats = cache.num_kv_heads // num_kv_heads
-        if repeats > 1 and k.shape[1] == num_kv_heads:
-            k, v = jnp.repeat(k, repeats, axis=1), jnp.repeat(v, repeats, axis=1)
-        cache = write_kv(cache, k, v, mapping)
-        pages = (cache.k_pages, cache.v_pages)
-        options |= dict(
-            k_scales=cache.k_scales, v_scales=cache.v_scales, implementation=implementation
-        )
-        out = paged_attention(q[:num_decodes], *pages, *decoding, **options)
-        if prompts is not None:
-            chunk_out = ragged_paged_attention(q[num_decodes:], *pages, *prompts, **options)
-            out = jnp.concatenate([out, chunk_out])
-        return out, cache
-
-    return attend

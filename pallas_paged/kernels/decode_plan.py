@@ -31,6 +31,7 @@ from jax.experimental import pallas as pl
 
 from pallas_paged.kernels.config_fields import programs_per_kv_head
 from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.prefix_sums import prefix_sums
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,7 @@ class DecodePlan:
         # The same for every layer of a step, so inside one jit XLA keeps a single copy of it.
         with jax.named_scope("block_prefix_sums"):
             first_block, end_block = self.row_blocks(seq_lens)
-            return jnp.cumsum(self.num_units(end_block - first_block))
+            return prefix_sums(self.num_units(end_block - first_block))
 
     def units_of_program(
         self, program: jax.Array, num_units: jax.Array

@@ -7,9 +7,12 @@ static shapes: one compiled program serves all lengths.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_paged.kernels.logits import LogitOptions
@@ -18,10 +21,19 @@ from pallas_paged.kernels.logits import LogitOptions
 _SPLIT_COST = 2.0
 # Candidates for the longest item, relative to an even share of all blocks: fine steps where the
 # items make one wave of programs, coarse ones around.
-_SHARES = tuple(2.0**i for i in (-2, -1.5, -1, -0.5, *(i / 16 for i in range(17)), 1.5, 2))
+_SHARES = (-2, -1.5, -1, -0.5, *(i / 16 for i in range(17)), 1.5, 2)  # log2
 
 
-def _cdiv(a, b):
+FIRST = 2**30  # added to a number of keys: before all sequences without it
+
+
+def candidates(num_programs: int) -> list[float]:
+    """Return candidates for the longest item in units of all blocks; 0 splits nothing."""
+    return [float(np.float32(2.0**i / num_programs)) for i in _SHARES] + [0.0]
+
+
+def cdiv(a: Any, b: Any) -> Any:
+    """Return `a / b`, rounded up."""
     return (a + b - 1) // b
 
 
@@ -89,6 +101,98 @@ class Plan:
     num_partials: int = dataclasses.field(metadata={"static": True})
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanShape:
+    """Static sizes of a plan.
+
+    Attributes:
+        num_seqs, num_tokens, max_kv_len: sizes of the call.
+        group: packed query rows of a token.
+        block_q, block_k: packed query rows of a tile, and keys of a block.
+        options: of the logits; only the sliding window matters here.
+        has_tree: whether queries see keys by a tree mask.
+        align: tiles start at multiples of it among all packed tokens. The first tile of a sequence
+            may therefore begin before the sequence; those tokens have negative offsets. With
+            `align > 1` the group is 1.
+        num_programs: programs that run at the same time.
+        fixed_split_size: None, or keys after which a sequence of one tile is split.
+        short_first: whether sequences with few queries come before the others, so that `spread` can
+            place their work items among those of the others.
+    """
+
+    num_seqs: int
+    num_tokens: int
+    max_kv_len: int
+    group: int
+    block_q: int
+    block_k: int
+    options: LogitOptions
+    has_tree: bool
+    num_programs: int
+    fixed_split_size: int | None
+    align: int = 1
+    short_first: bool = False
+
+    @property
+    def most_short(self) -> int:
+        """Queries of a sequence that has few: its work is bound by memory."""
+        return self.block_q // self.group // 4 if self.short_first else 0
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles for which there is room."""
+        return _num_tiles(self.num_seqs, self.num_tokens, self.group, self.block_q, self.align)
+
+    @property
+    def num_merges(self) -> int:
+        """Split tiles for which there is room."""
+        most = self.num_programs
+        if self.fixed_split_size is not None:  # a sequence may begin within a tile
+            most = self.num_seqs * (1 if self.align == 1 else 2)
+        return min(most, self.num_tiles)
+
+    @property
+    def num_extra(self) -> int:
+        """Work items for which there is room beyond one for each tile."""
+        if self.fixed_split_size is None:
+            return self.num_programs
+        most = self.num_seqs * (1 if self.align == 1 else 2)
+        return most * (cdiv(self.max_kv_len, self.fixed_split_size) - 1)
+
+    @property
+    def num_items(self) -> int:
+        """Work items for which there is room."""
+        return self.num_tiles + self.num_extra
+
+    @property
+    def num_partials(self) -> int:
+        """Partial states for which there is room."""
+        return self.num_extra + self.num_merges
+
+
+def make_plan(
+    seq_lens: jax.Array,  # i32[B]
+    cu_q_lens: jax.Array,  # i32[B + 1], rising, within [0, T]
+    q_positions: jax.Array | None,  # i32[T]; None: the newest q_len positions of the row
+    shape: PlanShape,
+) -> Plan:
+    """Return the plan of a call."""
+    tiles = make_tiles(
+        seq_lens,
+        cu_q_lens,
+        q_positions,
+        num_tokens=shape.num_tokens,
+        group=shape.group,
+        block_q=shape.block_q,
+        block_k=shape.block_k,
+        options=shape.options,
+        has_tree=shape.has_tree,
+        align=shape.align,
+        most_short=shape.most_short,
+    )
+    return split_tiles(tiles, shape)
+
+
 def make_tiles(
     seq_lens: jax.Array,  # i32[B]
     cu_q_lens: jax.Array,  # i32[B + 1], rising, within [0, T]
@@ -101,56 +205,107 @@ def make_tiles(
     options: LogitOptions,
     has_tree: bool,
     align: int = 1,
+    most_short: int = 0,
 ) -> Tiles:
-    """Return tiles of `block_q` packed query rows, of which a token has `group`.
-
-    Tiles start at multiples of `align` among all packed tokens. The first tile of a sequence may
-    therefore begin before the sequence; those tokens have negative offsets.
-    """
+    """Return the tiles of a call; the arguments are as in `PlanShape`."""
     num_seqs = seq_lens.shape[0]
-    most_seqs = min(num_seqs + 1, num_tokens)
-    num_tiles = (num_tokens + (align - 1) * most_seqs) * group // block_q + most_seqs
-    order = jnp.argsort(-seq_lens, stable=True)
+    num_tiles = _num_tiles(num_seqs, num_tokens, group, block_q, align)
+    first = jnp.where(jnp.diff(cu_q_lens) <= most_short, FIRST, 0) if most_short else 0
+    order = jnp.argsort(-(seq_lens + first), stable=True)
     rows = jnp.append(order, 0)
     # The tokens that belong to no sequence come last.
     starts = jnp.append(cu_q_lens[order], cu_q_lens[-1])
     lens = jnp.append(jnp.diff(cu_q_lens)[order], num_tokens - cu_q_lens[-1])
     kv_lens = jnp.append(seq_lens[order], 0)
-    lead = jnp.where(lens > 0, starts % align, 0)
-    counts = _cdiv((lens + lead) * group, block_q)
+    lead, counts = count_tiles(starts, lens, group=group, block_q=block_q, align=align)
     ends = _cumsum(counts)
 
     tile = jnp.arange(num_tiles)
     rank = jnp.searchsorted(ends, tile, side="right", method="compare_all")
     exists, rank = rank <= num_seqs, jnp.minimum(rank, num_seqs)
     offset = (ends[rank] - 1 - tile) * block_q - lead[rank] * group
-    q_len = jnp.where(exists, lens[rank], 0)
-    kv_len = jnp.where(exists, kv_lens[rank], 0)
+    q_start = starts[rank]
+
+    def positions_of(first_token, last_token):
+        tokens = first_token[:, None] + jnp.arange((block_q - 1) // group + 2)
+        mine = tokens <= last_token[:, None]
+        positions = q_positions.at[q_start[:, None] + tokens].get(mode="clip")
+        first = jnp.min(jnp.where(mine, positions, jnp.iinfo(jnp.int32).max), axis=1)
+        return first, jnp.max(jnp.where(mine, positions, 0), axis=1)
+
+    return tile_of(
+        exists,
+        row=rows[rank],
+        q_start=q_start,
+        q_len=lens[rank],
+        kv_len=kv_lens[rank],
+        offset=offset,
+        group=group,
+        block_q=block_q,
+        block_k=block_k,
+        options=options,
+        has_tree=has_tree,
+        positions_of=None if q_positions is None else positions_of,
+    )
+
+
+def _num_tiles(num_seqs: int, num_tokens: int, group: int, block_q: int, align: int) -> int:
+    most_seqs = min(num_seqs + 1, num_tokens)
+    return (num_tokens + (align - 1) * most_seqs) * group // block_q + most_seqs
+
+
+def count_tiles(start: Any, q_len: Any, *, group: int, block_q: int, align: int) -> tuple[Any, Any]:
+    """Return tokens before a sequence that are in its first tile, and its number of tiles."""
+    lead = jnp.where(q_len > 0, start % align, 0)
+    return lead, cdiv((q_len + lead) * group, block_q)
+
+
+def tile_of(
+    exists: jax.Array,
+    *,
+    row: jax.Array,
+    q_start: jax.Array,
+    q_len: jax.Array,
+    kv_len: jax.Array,
+    offset: jax.Array,
+    group: int,
+    block_q: int,
+    block_k: int,
+    options: LogitOptions,
+    has_tree: bool,
+    positions_of: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]] | None = None,
+) -> Tiles:
+    """Return tiles of `block_q` packed query rows with the blocks of keys that they see.
+
+    Args:
+        exists: tiles past the last one have no queries.
+        positions_of: returns the least and the largest position of the queries `first_token` to
+            `last_token` of each tile, whose sequence has older keys only. None if the queries are
+            the newest tokens of their sequence.
+        Others: as in `Tiles` and `PlanShape`.
+    """
+    q_len, kv_len = jnp.where(exists, q_len, 0), jnp.where(exists, kv_len, 0)
     first_token = jnp.maximum(offset // group, 0)
     last_token = jnp.minimum((offset + block_q - 1) // group, q_len - 1)
     before = kv_len - q_len  # keys older than all queries of the sequence
-    if q_positions is None:
+    if positions_of is None:
         first, last = before + first_token, before + last_token
         causal_full = before if has_tree else first + 1
         seen = kv_len if has_tree else jnp.minimum(last + 1, kv_len)
         if not options.causal:
             causal_full = seen = kv_len
     else:  # every key is older than every query
-        tokens = first_token[:, None] + jnp.arange((block_q - 1) // group + 2)
-        mine = tokens <= last_token[:, None]
-        positions = q_positions.at[starts[rank][:, None] + tokens].get(mode="clip")
-        first = jnp.min(jnp.where(mine, positions, jnp.iinfo(jnp.int32).max), axis=1)
-        last = jnp.max(jnp.where(mine, positions, 0), axis=1)
+        first, last = positions_of(first_token, last_token)
         causal_full = seen = kv_len
-    hi = _cdiv(jnp.maximum(seen, 0), block_k)
+    hi = cdiv(jnp.maximum(seen, 0), block_k)
     first_key = options.first_key(first)
     lo = jnp.minimum(first_key // block_k, hi)
     full_hi = jnp.clip(jnp.minimum(causal_full, kv_len) // block_k, lo, hi)
-    full_lo = _cdiv(jnp.minimum(options.first_key(last), kv_len), block_k)
+    full_lo = cdiv(jnp.minimum(options.first_key(last), kv_len), block_k)
     full_lo = jnp.clip(full_lo, lo, full_hi)
     return Tiles(
-        row=rows[rank],
-        q_start=starts[rank],
+        row=row,
+        q_start=q_start,
         q_len=q_len,
         kv_len=kv_len,
         first_key=jnp.minimum(first_key, jnp.maximum(kv_len - 1, 0)),
@@ -162,98 +317,134 @@ def make_tiles(
     )
 
 
-def make_plan(
-    tiles: Tiles,
-    *,
-    tile_tokens: int,
-    block_k: int,
-    num_programs: int,
-    fixed_split_size: int | None,
-    max_kv_len: int,
-    num_seqs: int,
-    align: int = 1,
-) -> Plan:
-    """Return the plan that splits the keys of tiles where that ends earlier, or at a fixed size.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Split:
+    """How the keys of each tile are split into work items, i32 but for the last.
 
-    Args:
-        tile_tokens: a sequence of at most this many tokens is one tile.
-        num_programs: programs that run at the same time.
-        fixed_split_size: None, or keys after which a sequence of one tile is split.
-        align: as in `make_tiles`.
+    Attributes:
+        step: blocks of a work item.
+        count: work items of the tile; at least 1 if it has queries, since a program must write the
+            zeros of one that sees no key.
+        origin: the block where the first item begins, or before it.
+        has_partials: bool, whether the items leave partial states.
     """
-    num_tiles = tiles.row.shape[0]
-    blocks = tiles.hi - tiles.lo
-    if fixed_split_size is None:
-        extra = num_merges = num_programs
-        longest = _longest_item(blocks, num_programs, extra)
-        counts = _cdiv(blocks, longest)
-        step = _cdiv(blocks, jnp.maximum(counts, 1))  # even items
-        counts = _cdiv(blocks, jnp.maximum(step, 1))
-    else:
-        # Only a sequence whose queries are one tile is split. A longer one has work for several
-        # programs, and its partial states would take too much memory. Either way the split of a
-        # sequence depends on that sequence alone.
-        alone = tiles.q_len <= tile_tokens
-        step = jnp.where(alone, fixed_split_size // block_k, jnp.maximum(tiles.hi, 1))
-        # Cut at multiples of the split size from key 0, not from the first key that the tile sees,
-        # which depends on the other queries in the tile.
-        counts = _cdiv(tiles.hi, step) - tiles.lo // step
-        num_merges = num_seqs * (1 if align == 1 else 2)  # a sequence may begin within a tile
-        extra = num_merges * (_cdiv(max_kv_len, fixed_split_size) - 1)
-    num_merges = min(num_merges, num_tiles)
-    # A tile that sees no key is a work item too: a program must write its zeros.
-    counts = jnp.where(tiles.q_len > 0, jnp.maximum(counts, 1), 0)
-    is_split = counts > 1
-    if fixed_split_size is not None and align > 1:
-        # A row must be rounded in the same way whether its tile is split or not, because in
-        # another batch another tile may hold it.
-        is_split |= alone & (tiles.q_len > 0) & (tiles.kv_len > 0)
-    sums = jnp.stack([counts, jnp.where(is_split, counts, 0), is_split.astype(jnp.int32)])
+
+    step: jax.Array
+    count: jax.Array
+    origin: jax.Array
+    has_partials: jax.Array
+
+    @classmethod
+    def of(cls, tiles: Tiles, shape: PlanShape, shares: jax.Array) -> Split:
+        """Split tiles where that ends the call earlier, or at a fixed size.
+
+        Args:
+            tiles: all tiles.
+            shape: of the plan.
+            shares: f32`[K]`, `candidates`, in a kernel with more zeros.
+        """
+        blocks = tiles.hi - tiles.lo
+        if shape.fixed_split_size is None:
+            longest = _longest_item(blocks, shape.num_programs, shape.num_extra, shares)
+            counts = cdiv(blocks, longest)
+            step = cdiv(blocks, jnp.maximum(counts, 1))  # even items
+            counts, origin = cdiv(blocks, jnp.maximum(step, 1)), tiles.lo
+        else:
+            # Only a sequence whose queries are one tile is split. A longer one has work for several
+            # programs, and its partial states would take too much memory. Either way the split of a
+            # sequence depends on that sequence alone.
+            alone = tiles.q_len <= shape.block_q // shape.group
+            step = shape.fixed_split_size // shape.block_k
+            step = jnp.where(alone, step, jnp.maximum(tiles.hi, 1))
+            # Cut at multiples of the split size from key 0, not from the first key that the tile
+            # sees, which depends on the other queries in the tile.
+            first = tiles.lo // step
+            counts, origin = cdiv(tiles.hi, step) - first, first * step
+        counts = jnp.where(tiles.q_len > 0, jnp.maximum(counts, 1), 0)
+        has_partials = counts > 1
+        if shape.fixed_split_size is not None and shape.align > 1:
+            # A row must be rounded in the same way whether its tile is split or not, because in
+            # another batch another tile may hold it.
+            has_partials |= alone & (tiles.q_len > 0) & (tiles.kv_len > 0)
+        return cls(step=step, count=counts, origin=origin, has_partials=has_partials)
+
+
+def split_tiles(tiles: Tiles, shape: PlanShape) -> Plan:
+    """Return the plan of a call with these tiles."""
+    num_tiles, num_merges = shape.num_tiles, shape.num_merges
+    tiles = lax.optimization_barrier(tiles)  # else XLA computes them again for every candidate
+    split = Split.of(tiles, shape, jnp.array(candidates(shape.num_programs), jnp.float32))
+    counts, has_partials = split.count, split.has_partials
+    sums = jnp.stack([counts, jnp.where(has_partials, counts, 0), has_partials.astype(jnp.int32)])
     ends, partial_ends, ranks = _cumsum(lax.optimization_barrier(sums))
-    item = jnp.arange(num_tiles + extra)
+    item = jnp.arange(shape.num_items)
     tile = jnp.searchsorted(ends, item, side="right", method="compare_all")
     exists, tile = tile < num_tiles, jnp.minimum(tile, num_tiles - 1)
-    items = jax.tree.map(lambda field: field[tile], tiles)
-    origin = items.lo if fixed_split_size is None else items.lo // step[tile] * step[tile]
-    lo = origin + (item - (ends - counts)[tile]) * step[tile]
-    hi = jnp.where(exists, jnp.minimum(lo + step[tile], items.hi), lo)
-    lo = jnp.clip(lo, items.lo, hi)
-    items = dataclasses.replace(
-        items,
-        q_len=jnp.where(exists, items.q_len, 0),
-        lo=lo,
-        hi=hi,
-        full_lo=jnp.clip(items.full_lo, lo, hi),
-        full_hi=jnp.clip(items.full_hi, lo, hi),
+    index = item - (ends - counts)[tile]
+    items = item_of(
+        exists, jax.tree.map(lambda x: x[tile], tiles), index, split.origin[tile], split.step[tile]
     )
-
     partial = (partial_ends - ends)[tile] + item
-    where = jnp.where(is_split, ranks - 1, num_merges)
+    where = jnp.where(has_partials, ranks - 1, num_merges)
     none = jnp.zeros(num_merges, jnp.int32)
     return Plan(
         items=items,
-        partial=jnp.where(exists & is_split[tile], partial, -1),
+        partial=jnp.where(exists & has_partials[tile], partial, -1),
         first_item=none.at[where].set(ends - counts, mode="drop"),
         num_items=none.at[where].set(counts, mode="drop"),
-        num_partials=extra + num_merges,
+        num_partials=shape.num_partials,
     )
 
 
-def _longest_item(blocks: jax.Array, num_programs: int, extra: int) -> jax.Array:
+def item_of(
+    exists: jax.Array, tile: Tiles, index: jax.Array, origin: jax.Array, step: jax.Array
+) -> Tiles:
+    """Return work item number `index` of a tile, `origin` and `step` as in `Split`."""
+    lo = origin + index * step
+    hi = jnp.where(exists, jnp.minimum(lo + step, tile.hi), lo)
+    lo = jnp.clip(lo, tile.lo, hi)
+    return dataclasses.replace(
+        tile,
+        q_len=jnp.where(exists, tile.q_len, 0),
+        lo=lo,
+        hi=hi,
+        full_lo=jnp.clip(tile.full_lo, lo, hi),
+        full_hi=jnp.clip(tile.full_hi, lo, hi),
+    )
+
+
+def _longest_item(blocks: jax.Array, num_programs: int, extra: int, shares: jax.Array) -> jax.Array:
     """Return the length i32[], in blocks, of the longest work item with which work ends earliest.
 
     `num_programs` items run at the same time; at most `extra` items more than tiles are made.
     """
-    blocks = lax.optimization_barrier(blocks)  # else XLA computes them again for every candidate
-    total = jnp.sum(blocks.astype(jnp.float32))
-    share = total / num_programs
-    longest = jnp.ceil(share * jnp.array(_SHARES, jnp.float32)).astype(jnp.int32)
-    longest = jnp.maximum(jnp.append(longest, jnp.max(blocks)), 1)  # [K], the last splits nothing
-    # In f32, as is the total: i32 might overflow where the longest item is short.
-    num_items = jnp.sum(_cdiv(blocks, longest[:, None]).astype(jnp.float32), axis=1)
-    further = num_items - num_items[-1]
-    waves = jnp.ceil(num_items / num_programs)
+    blocks = blocks.astype(jnp.float32)  # exact, and i32 sums might overflow
+    total, most = jnp.sum(blocks), jnp.maximum(jnp.max(blocks), 1.0)
+    longest = jnp.where(shares > 0, jnp.maximum(jnp.ceil(total * shares), 1.0), most)
+    counts = jnp.ceil(blocks * (1.0 / longest)[:, None])
+    counts += jnp.where(counts * longest[:, None] < blocks, 1.0, 0.0)
+    counts -= jnp.where((counts - 1.0) * longest[:, None] >= blocks, 1.0, 0.0)
+    num_items = jnp.sum(counts, axis=1)
+    further = num_items - jnp.sum(jnp.where(blocks > 0, 1.0, 0.0))
+    waves = cdiv(jnp.minimum(num_items, 2.0**24).astype(jnp.int32), num_programs)
     mean = total / jnp.maximum(num_items, 1.0)
-    span = jnp.maximum(waves * mean, jnp.minimum(longest, longest[-1]).astype(jnp.float32))
-    span += _SPLIT_COST / num_programs * further
-    return longest[jnp.argmin(jnp.where(further <= extra, span, jnp.inf))]
+    span = jnp.maximum(waves.astype(jnp.float32) * mean, jnp.minimum(longest, most))
+    span = jnp.where(further <= extra, span + _SPLIT_COST / num_programs * further, jnp.inf)
+    candidate = jnp.arange(shares.size)
+    best = jnp.min(jnp.where(span == jnp.min(span), candidate, shares.size))
+    return jnp.max(jnp.where(candidate == best, longest, 1.0)).astype(jnp.int32)
+
+
+def spread(item: jax.Array, num_items: jax.Array, num_first: jax.Array) -> jax.Array:
+    """Return the place of each work item where the first ones are spread evenly among the others.
+
+    Decoding rows wait for memory, and prompts for the matrix unit: side by side both go on.
+
+    Args:
+        item: indices of work items, of which `num_first` are first. Those past `num_items` stay.
+    """
+    others = jnp.maximum(num_items - num_first, 1)
+    place = cdiv((item - num_first + 1) * num_items, others) - 1
+    place = jnp.where(item < num_first, item * num_items // jnp.maximum(num_first, 1), place)
+    return jnp.where((item < num_items) & (num_first < num_items), place, item)

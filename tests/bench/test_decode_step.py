@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from bench import decode_step
-from bench.serving import step
+from bench.serving import gap, step
 from tests.bench.fakes import META, rows
 
 TINY = ["--shapes", "tiny", "--rows", "2", "--length", "16", "--steps", "4"]
@@ -24,7 +26,8 @@ def test_kernels_in_order_have_median_times() -> None:
 
 def test_every_way_to_run_is_measured_on_the_cpu(tmp_path, capsys) -> None:
     path = tmp_path / "step.json"
-    run = decode_step.main([*TINY, "--num-scheduler-steps", "4", "--json", str(path)])
+    modes = ["--modes", "step", "sampled loop", "generate"]
+    run = decode_step.main([*TINY, *modes, "--num-scheduler-steps", "4", "--json", str(path)])
     assert json.loads(path.read_text()) == run
     single, several, generate = run["results"]
     assert single["steps_per_call"] == 1 < several["steps_per_call"] <= 4
@@ -35,7 +38,7 @@ def test_every_way_to_run_is_measured_on_the_cpu(tmp_path, capsys) -> None:
         assert result["num_seqs"] == 2 and (result["limit_us"] is not None) == on_gpu
     assert (single["kernels"] is not None) == on_gpu and generate["kernels"] is None
     names = [row[1] for row in rows(capsys.readouterr().out)]
-    assert names[1:] == ["engine, 1 step a call", "engine, up to 4 steps a call", "generate"]
+    assert names[1:] == ["step", "sampled loop", "generate"]
 
 
 @pytest.mark.slow
@@ -50,7 +53,25 @@ def test_tables_of_kernels() -> None:
     one = {"model": "1b", "case": "greedy", "num_seqs": 1, "context": 2100.0, "wall_us": 150.0}
     one |= {"kernel_us": 100.0, "kernels": kernels, "limit_us": 60.0}
     one |= {"order": [("gemm", 75.0), ("paged_decode", 25.0)]}
+    one |= {"parts_us": gap.times_of(kernels), "weight_bytes": 50e6, "kv_bytes": 10e6}
     text = decode_step.markdown({"meta": META, "results": [one]}, 1)
-    assert "| 1b, 1 x 2100 | greedy | 150 | 100 | 5 | 60 | 2.50 |" in text
+    assert "| 1b, 1 x 2100 | greedy | 150 | 100 | 5 | 60 | 2.50 | 25 | 15 | 0 | 50 |" in text
     assert "| 75.0 | 4 | gemm |" in text and "| 25.0 | 1 |" not in text
     assert "attention takes 25.0 us (25%)" in text and "| 2 | 25.00 | paged_decode |" in text
+
+
+def test_the_gap_of_a_step_is_divided_into_its_parts():
+    f = jax.jit(lambda x: jnp.sin(x) @ x)
+    f(jnp.ones((4, 4)))  # its program is found by the names of its instructions
+    (module,) = f.lower(jnp.ones((4, 4))).compile().runtime_executable().hlo_modules()
+    names = re.findall(r"%([\w.]+) = .*dot_general", module.to_string())
+    kernels = [{"name": names[-1].replace(".", "_"), "us": 50.0}, {"name": "paged_x", "us": 30.0}]
+    kernels += [{"name": "loop_fusion", "us": 5.0}, {"name": "nvjet_tst", "us": 20.0}]
+    parts = gap.times_of(kernels)
+    assert parts == {"attention": 30.0, "products": 70.0, "rest": 5.0}
+    result = {"parts_us": parts, "kernel_us": 105.0, "wall_us": 125.0, "limit_us": 80.0}
+    result |= {"weight_bytes": 3e9, "kv_bytes": 1e9}
+    over = gap.gap_of(result)
+    assert over == {"products": 10.0, "attention": 10.0, "rest": 5.0, "launches": 20.0}
+    assert sum(over.values()) == result["wall_us"] - result["limit_us"]
+    assert gap.gap_of(result | {"limit_us": None}) is None

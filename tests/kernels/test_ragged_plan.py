@@ -9,36 +9,25 @@ import numpy as np
 import pytest
 
 from pallas_paged.kernels.logits import LogitOptions
-from pallas_paged.kernels.ragged_plan import _cumsum, make_plan, make_tiles
+from pallas_paged.kernels.ragged_plan import PlanShape, _cumsum, make_plan
 
 BLOCK_K, TILE = 64, 32
 STATIC = ("num_tokens", "num_programs", "fixed_split_size", "window", "align")
 
 
-@partial(jax.jit, static_argnames=STATIC)
-def plan_of(seq_lens, ends, *, num_tokens, num_programs, fixed_split_size, window, align):
-    tiles = make_tiles(
-        seq_lens,
-        ends,
-        None,
-        num_tokens=num_tokens,
-        group=1,
+def shape_of(*, window=None, **sizes):
+    """The sizes of a plan of tiles of 32 rows and blocks of 64 keys."""
+    return PlanShape(
         block_q=TILE,
         block_k=BLOCK_K,
         options=LogitOptions(sm_scale=1.0, sliding_window=window),
-        has_tree=False,
-        align=align,
+        **dict(group=1, max_kv_len=320, num_programs=40, has_tree=False) | sizes,
     )
-    return make_plan(
-        tiles,
-        tile_tokens=TILE,
-        block_k=BLOCK_K,
-        num_programs=num_programs,
-        fixed_split_size=fixed_split_size,
-        max_kv_len=320,
-        num_seqs=seq_lens.size,
-        align=align,
-    )
+
+
+@partial(jax.jit, static_argnames=STATIC)
+def plan_of(seq_lens, ends, **sizes):
+    return make_plan(seq_lens, ends, None, shape_of(num_seqs=seq_lens.size, **sizes))
 
 
 Q_LENS = (0, 1, 7, 8, 9, 31, 32, 33, 70, 25)

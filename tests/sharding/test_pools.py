@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,6 +61,42 @@ def test_each_device_writes_its_own_heads_in_place(stored, kind, cut):
     before = buffers((pool.layers[0].k_pages, pool.layers[0].v_pages))
     got = compiled(*arguments)
     assert buffers((got.k_pages, got.v_pages)) == before
+    assert_same(got, want)
+
+
+@KINDS
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("implementation", ["kernel", "xla"])
+def test_each_device_rotates_and_writes_its_own_heads(stored, kind, implementation):
+    on = mesh_of(kind)
+    if implementation == "kernel":
+        implementation = "triton" if jax.default_backend() == "gpu" else "triton_interpret"
+    write = partial(pp.rotate_and_write_kv, implementation=implementation)
+    layer = make_pool(**SIZES, **STORED[stored]).layers[0]
+    rng = np.random.default_rng(0)
+    qkv = jnp.asarray(rng.standard_normal((6, 8, 5, 16)), jnp.bfloat16)
+    options = dict(
+        rotation=tuple(rng.standard_normal((2, 6, 1, 8), np.float32)),
+        q_norm=np.float32(rng.standard_normal(16)),
+        k_norm=np.float32(rng.standard_normal(16)),
+    )
+    slots = i32(0, 3, 9, 27, 28, -1)
+    want = jax.jit(write)(layer, qkv, slots, **options)
+    pool = make_pool(**SIZES, **STORED[stored], sharding=kv_pool_sharding(on))
+    whole = page_table_sharding(on)
+    arguments = (
+        pool.layers[0],
+        jax.device_put(qkv, NamedSharding(on, P(None, "tensor"))),
+        jax.device_put(slots, whole),
+    )
+    options = jax.device_put(options, whole)
+    compiled = jax.jit(write, donate_argnums=0).lower(*arguments, **options).compile()
+    assert collectives(compiled) == []
+    before = buffers((pool.layers[0].k_pages, pool.layers[0].v_pages))
+    got = compiled(*arguments, **options)
+    assert got[0].sharding.spec[:2] == (None, "tensor")
+    if implementation != "triton_interpret":
+        assert buffers((got[1].k_pages, got[1].v_pages)) == before
     assert_same(got, want)
 
 

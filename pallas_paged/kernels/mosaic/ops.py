@@ -26,6 +26,8 @@ WGMMA_TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
 WGMMA_ROW = WGMMA.reduce(1)
 WGMMA_COL = WGMMA.reduce(0)
 
+_CLUSTER_BARRIER = "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;"
+
 State = tuple[jax.Array, jax.Array, jax.Array]  # of an online softmax, base 2: m, l, acc
 
 
@@ -193,3 +195,143 @@ def atomic_increment(counter: Any, old: Any) -> None:
         utils.warpgroup_barrier()
 
     increment(counter, old)
+
+
+def wait_for_cluster() -> None:
+    """Wait until all threads of the cluster's programs call this, as often as this one does."""
+
+    @plgpu.inline_mgpu()
+    def wait(_):
+        from jax.experimental.mosaic.gpu import utils
+
+        utils.inline_ptx(_CLUSTER_BARRIER, has_side_effects=True)
+
+    wait()
+
+
+def sum_over_cluster(accs: list[jax.Array], mailbox: Any) -> list[jax.Array]:
+    """Add matrices over the programs of a cluster, in the order of their ranks.
+
+    A warpgroup of each program calls this once; its other warpgroups call `wait_for_cluster`. The
+    sum is the result of the program of rank 0 only. The interpreter can't run it.
+
+    Args:
+        accs: f32, in the layout `WGMMA`.
+        mailbox: f32`[programs - 1, elements of accs]`, shared. Each thread sends its registers to
+            the thread with the same index of rank 0.
+    """
+    num_others, _ = mailbox.shape
+    results = [plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=WGMMA) for acc in accs]
+
+    @plgpu.inline_mgpu(
+        arg_types=([WGMMA] * len(accs), plgpu.RefType()),
+        return_type=results,
+    )
+    def add(_, accs, mailbox):
+        from jax.experimental.mosaic import gpu as mgpu
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith
+
+        i64 = ir.IntegerType.get_signless(64)
+        sums = [r for acc in accs for r in acc.registers.flat]  # each of two f32
+        bytes_of_rank = 128 * 8 * len(sums)
+        base, thread = utils.memref_ptr(mailbox), utils.thread_idx()
+        for i, value in enumerate(sums):
+            utils.inline_ptx(
+                "{ .reg .pred other; .reg .u32 rank, to;"
+                " mov.u32 rank, %cluster_ctarank;"
+                " setp.ne.u32 other, rank, 0;"
+                " sub.u32 rank, rank, 1;"
+                " and.b32 to, $1, 127;"
+                " mad.lo.u32 to, to, 8, $0;"
+                f" mad.lo.u32 to, rank, {bytes_of_rank}, to;"
+                f" add.u32 to, to, {128 * 8 * i};"
+                " @other mapa.shared::cluster.u32 to, to, 0;"
+                " @other st.shared::cluster.b64 [to], $2; }",
+                base,
+                thread,
+                utils.bitcast(value, i64),
+                has_side_effects=True,
+            )
+        utils.inline_ptx(_CLUSTER_BARRIER, has_side_effects=True)
+        for other in range(num_others):
+            for i, value in enumerate(sums):
+                arrived = utils.inline_ptx(
+                    "{ .reg .u32 from;"
+                    " and.b32 from, $2, 127;"
+                    " mad.lo.u32 from, from, 8, $1;"
+                    f" ld.shared.b64 $0, [from + {bytes_of_rank * other + 128 * 8 * i}]; }}",
+                    base,
+                    thread,
+                    result_types=i64,
+                    has_side_effects=True,
+                )
+                sums[i] = arith.addf(value, utils.bitcast(arrived, value.type))
+        out, rest = [], iter(sums)
+        for acc in accs:
+            registers = np.empty_like(acc.registers)
+            for index in np.ndindex(registers.shape):
+                registers[index] = next(rest)
+            out.append(
+                mgpu.FragmentedArray(
+                    _registers=registers, _layout=acc.layout, _is_signed=acc.is_signed
+                )
+            )
+        return out
+
+    return add(accs, mailbox)
+
+
+def store_swizzled_row(
+    blocks: Any, row: int, value: jax.Array, vector: int, *, interpret: bool
+) -> None:
+    """Store a row of a matrix that lies in shared memory as blocks of columns, ready for wgmma.
+
+    Args:
+        blocks: `[blocks, 8, block_k]` of 16-bit elements, swizzled.
+        row: in [0, 8).
+        value: `[blocks * block_k]`, in the layout `WG_STRIDED` with `vector` elements, 16 bytes.
+    """
+    num_blocks, _, block_k = blocks.shape
+    if interpret:
+        for i in range(num_blocks):
+            blocks[i, row] = lax.slice(value, (i * block_k,), ((i + 1) * block_k,))
+        return
+    layout = plgpu.Layout.WG_STRIDED(value.shape, vector)
+    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), layout))
+    def put(_, blocks, value):
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import vector as vector_dialect
+
+        i32 = ir.IntegerType.get_signless(32)
+        words = ir.VectorType.get((4,), i32)
+        # Of 64 columns, 128 bytes, a row has 8 chunks of 16 bytes. A chunk lies where its index
+        # xor the row says; columns of the next 64 lie 1 KB further.
+        for i, registers in enumerate(value.registers.flat):
+            parts = vector_dialect.bitcast(words, registers)
+            parts = [
+                vector_dialect.extract(parts, dynamic_position=[], static_position=[j])
+                for j in range(4)
+            ]
+            utils.inline_ptx(
+                "{ .reg .u32 chunk, to;"
+                " and.b32 to, $1, 127;"
+                f" add.u32 chunk, to, {128 * i};"
+                " shr.u32 to, chunk, 3;"
+                " and.b32 chunk, chunk, 7;"
+                f" xor.b32 chunk, chunk, {row};"
+                " shl.b32 chunk, chunk, 4;"
+                " mad.lo.u32 to, to, 1024, chunk;"
+                " add.u32 to, to, $0;"
+                f" st.shared.v4.b32 [to + {128 * row}], {{$2, $3, $4, $5}}; }}",
+                utils.memref_ptr(blocks),
+                utils.thread_idx(),
+                *parts,
+                has_side_effects=True,
+            )
+
+    put(blocks, value)

@@ -313,7 +313,9 @@ def ragged_paged_attention(
     """
     tile = TileShape.of(arrays.group, config.block_q)
     with jax.named_scope("ragged_plan"):
-        work, merges, num_partials = plan_work(arrays, options=options, config=config, tile=tile)
+        work, merges, num_partials = plan_work(
+            arrays, options=options, config=config, tile=tile, interpret=interpret
+        )
     inputs = Inputs(
         # TMA copies chunks of 8 tokens.
         q=jnp.pad(arrays.q, ((0, -arrays.q.shape[0] % CHUNK), (0, 0), (0, 0))),

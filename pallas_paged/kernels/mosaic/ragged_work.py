@@ -24,7 +24,13 @@ from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.config import MosaicRaggedConfig
 from pallas_paged.kernels.mosaic.ragged_tile import CHUNK, WG_ROWS, TileShape
-from pallas_paged.kernels.ragged_plan import Plan, Tiles, make_plan, make_tiles
+from pallas_paged.kernels.ragged_plan import Plan, PlanShape, Tiles, make_plan, spread
+from pallas_paged.kernels.ragged_plan_kernel import (
+    PackedPlan,
+    can_plan,
+    packed_types,
+    plan_by_kernel,
+)
 
 DESCRIPTOR_WORDS = 32  # i32 of a packed descriptor: TMA copies at least this many
 
@@ -59,13 +65,22 @@ def unpack(kind: type[Descriptor], ref: Any, index: Any) -> Descriptor:
     return kind(**{name: ref[index, i] for i, name in enumerate(_fields(kind))})
 
 
-def pack(plan: Plan) -> tuple[jax.Array, jax.Array]:
-    """Return packed descriptors: of work i32`[num_items, 32]`, of merges i32`[num_merges, 5]`."""
+def pack(plan: Plan, shape: PlanShape, head_tiles: int) -> PackedPlan:
+    """Return the packed descriptors of a plan, and the count of work tiles."""
     *of_tile, _ = names = _fields(WorkDescriptor)
     work = jnp.stack([*(getattr(plan.items, name) for name in of_tile), plan.partial], axis=1)
     merges = work[plan.first_item][:, [names.index(n) for n in _fields(MergeDescriptor)[1:]]]
-    work = jnp.pad(work, ((0, 0), (0, DESCRIPTOR_WORDS - len(names))))
-    return work, jnp.concatenate([plan.num_items[:, None], merges], axis=1)
+    q_len = plan.items.q_len
+    num_items = jnp.sum(q_len > 0, dtype=jnp.int32)
+    num_short = jnp.sum((q_len > 0) & (q_len <= shape.most_short), dtype=jnp.int32)
+    place = spread(jnp.arange(q_len.size), num_items, num_short)
+    return PackedPlan(
+        items=jnp.zeros((q_len.size, DESCRIPTOR_WORDS), jnp.int32)
+        .at[place, : len(names)]
+        .set(work, unique_indices=True),
+        merges=jnp.concatenate([plan.num_items[:, None], merges], axis=1),
+        count=num_items.reshape(1) * head_tiles,
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -89,51 +104,57 @@ class Work:
 
 
 def plan_work(
-    arrays: Arrays, *, options: LogitOptions, config: MosaicRaggedConfig, tile: TileShape
+    arrays: Arrays,
+    *,
+    options: LogitOptions,
+    config: MosaicRaggedConfig,
+    tile: TileShape,
+    interpret: bool,
 ) -> tuple[Work, jax.Array, int]:
     """Return the work of a call, packed descriptors of its merges, and room for partial states."""
     head_tiles = arrays.num_kv_heads * tile.num_head_tiles
     num_tokens = arrays.q.shape[0]
-    tiles = make_tiles(
-        arrays.seq_lens,
-        arrays.cu_q_lens,
-        arrays.q_positions,
+    shape = PlanShape(
+        num_seqs=arrays.num_seqs,
         num_tokens=num_tokens,
+        max_kv_len=arrays.max_kv_len,
         group=1,
         block_q=tile.num_tokens,
-        align=CHUNK,
         block_k=config.block_k,
         options=options,
         has_tree=arrays.tree_mask is not None,
-    )
-    plan = make_plan(
-        tiles,
-        tile_tokens=tile.num_tokens,
-        block_k=config.block_k,
         num_programs=max(config.num_programs // head_tiles, 1),
         fixed_split_size=config.fixed_split_size,
-        max_kv_len=arrays.max_kv_len,
-        num_seqs=arrays.num_seqs,
         align=CHUNK,
+        short_first=True,
     )
-    count = jnp.sum(plan.items.q_len > 0, dtype=jnp.int32) * head_tiles
-    items, merges = pack(plan)
+    lens = arrays.seq_lens, arrays.cu_q_lens
+    if arrays.q_positions is None and can_plan(shape) and not interpret:
+        types = packed_types(shape, DESCRIPTOR_WORDS)
+        plan = plan_by_kernel(*lens, types, shape, count_factor=head_tiles, interpret=False)
+    else:
+        plan = pack(make_plan(*lens, arrays.q_positions, shape), shape, head_tiles)
     rows = jnp.arange(config.block_q).reshape(config.num_consumers, WG_ROWS)
-    token = plan.items.offset[:, None, None] + tile.place(rows)[1]  # within the sequence
+    place = tile.place(rows)[1]
+
+    def of_items(name):
+        return plan.items[:, _fields(WorkDescriptor).index(name)][:, None, None]
+
     positions = tree_words = None
     if arrays.q_positions is not None and (
         arrays.alibi_slopes is not None or options.sliding_window is not None
     ):
-        packed = plan.items.q_start[:, None, None] + token
+        packed = of_items("q_start") + of_items("offset") + place
         positions = arrays.q_positions[jnp.clip(packed, 0, num_tokens - 1)]
     if arrays.tree_mask is not None:
-        tree_words = pack_tree_mask(arrays.tree_mask, plan, token)
-    work = Work(items=items, count=count.reshape(1), positions=positions, tree_words=tree_words)
-    return work, merges, plan.num_partials
+        token = of_items("offset") + place  # within the sequence
+        tree_words = pack_tree_mask(arrays.tree_mask, of_items("row"), token)
+    work = Work(items=plan.items, count=plan.count, positions=positions, tree_words=tree_words)
+    return work, plan.merges, shape.num_partials
 
 
-def pack_tree_mask(tree_mask: jax.Array, plan: Plan, token: jax.Array) -> jax.Array:
-    """Return `Work.tree_words` for rows of these tokens."""
+def pack_tree_mask(tree_mask: jax.Array, row: jax.Array, token: jax.Array) -> jax.Array:
+    """Return `Work.tree_words` for these tokens of these sequences."""
     size = tree_mask.shape[-1]
     num_words = -(-size // 32) + 1
     bits = jnp.pad(tree_mask, ((0, 0), (0, 0), (0, num_words * 32 - size)))
@@ -141,7 +162,7 @@ def pack_tree_mask(tree_mask: jax.Array, plan: Plan, token: jax.Array) -> jax.Ar
     words = jnp.sum(bits << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
     words = lax.bitcast_convert_type(words, jnp.int32)  # [B, M, words]
     known = (token >= 0) & (token < size)
-    mine = words[plan.items.row[:, None, None], jnp.where(known, token, 0)]
+    mine = words[row, jnp.where(known, token, 0)]
     return jnp.moveaxis(jnp.where(known[..., None], mine, 0), -1, 2)
 
 

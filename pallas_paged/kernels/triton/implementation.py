@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from pallas_paged.kernels.call import Call, Kernel
+from pallas_paged.kernels.call import Call, Device, Kernel
 from pallas_paged.kernels.triton.config import (
     DecodeConfig,
     RaggedConfig,
@@ -23,10 +24,8 @@ _HEURISTICS: dict[Kernel, Callable[..., Any]] = {"decode": decode_config, "ragge
 
 def why_not(call: Call) -> str | None:
     """Return why the kernels can't do a call, interpreted or not; None if they can."""
-    try:
-        from pallas_paged.kernels.triton import decode, ragged  # noqa: F401
-    except ImportError as e:
-        return f"needs the Triton lowering of Pallas, which this JAX ({jax.__version__}) lacks: {e}"
+    if reason := why_not_jax():
+        return reason
     if call.kv_dtype.itemsize == 1 and call.head_dim % 2:
         return f"needs an even head_dim with pages of {call.kv_dtype.name}, not {call.head_dim}"
     return None
@@ -34,7 +33,20 @@ def why_not(call: Call) -> str | None:
 
 def why_not_here(call: Call) -> str | None:
     """Return why the kernels can't do a call on its device; None if they can."""
-    device = call.device
+    return why_not_device(call.device, call.kv_dtype) or why_not(call)
+
+
+def why_not_jax() -> str | None:
+    """Return why the kernels can't be built with this JAX, or None."""
+    try:
+        from pallas_paged.kernels.triton import decode, ragged, rotary_write  # noqa: F401
+    except ImportError as e:
+        return f"needs the Triton lowering of Pallas, which this JAX ({jax.__version__}) lacks: {e}"
+    return None
+
+
+def why_not_device(device: Device, kv_dtype: DTypeLike) -> str | None:
+    """Return why the kernels can't run on a device with pages of a dtype, or None."""
     if device.platform != "gpu":
         return (
             f"needs a GPU, but the device has the platform {device.platform!r}; "
@@ -42,9 +54,9 @@ def why_not_here(call: Call) -> str | None:
         )
     capability = device.compute_capability
     known = capability is not None and tuple(map(int, capability.split(".")))
-    if known and known < (8, 9) and call.kv_dtype == jnp.float8_e4m3fn:  # PTX lacks the conversion
+    if known and known < (8, 9) and kv_dtype == jnp.float8_e4m3fn:  # PTX lacks the conversion
         return f"needs compute capability 8.9 with pages of float8_e4m3fn, not {capability}"
-    return why_not(call)
+    return None
 
 
 def bind(call: Call, *, interpret: bool) -> Callable[..., Any]:

@@ -31,7 +31,8 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.config_fields import programs_per_kv_head
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot
-from pallas_paged.kernels.ragged_plan import Plan, make_plan, make_tiles
+from pallas_paged.kernels.ragged_plan import Plan, PlanShape, make_plan
+from pallas_paged.kernels.ragged_plan_kernel import can_plan, plan_by_kernel, plan_types
 from pallas_paged.kernels.triton import merge, one_byte, pages, softmax
 from pallas_paged.kernels.triton.config import RaggedConfig
 from pallas_paged.kernels.triton.pages import Tokens
@@ -209,26 +210,23 @@ def ragged_paged_attention(
 
     # The same for every layer of a step, so inside one jit XLA keeps a single copy of it.
     with jax.named_scope("ragged_plan"):
-        tiles = make_tiles(
-            arrays.seq_lens,
-            arrays.cu_q_lens,
-            arrays.q_positions,
+        shape = PlanShape(
+            num_seqs=arrays.num_seqs,
             num_tokens=num_tokens,
+            max_kv_len=arrays.max_kv_len,
             group=group,
             block_q=config.block_q,
             block_k=config.block_k,
             options=options,
             has_tree=arrays.tree_mask is not None,
-        )
-        plan = make_plan(
-            tiles,
-            tile_tokens=config.block_q // group,
-            block_k=config.block_k,
             num_programs=programs_per_kv_head(config.num_programs, num_kv_heads),
             fixed_split_size=config.fixed_split_size,
-            max_kv_len=arrays.max_kv_len,
-            num_seqs=arrays.num_seqs,
         )
+        lens = arrays.seq_lens, arrays.cu_q_lens
+        if arrays.q_positions is None and can_plan(shape) and not interpret:
+            plan = plan_by_kernel(*lens, plan_types(shape), shape, interpret=False)
+        else:
+            plan = make_plan(*lens, arrays.q_positions, shape)
 
     def of_group(x):
         return None if x is None else x.reshape(num_kv_heads, group)

@@ -1,0 +1,126 @@
+"""Attention of one call of the engine, as its model calls it for each layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_paged.attention import paged_attention, ragged_paged_attention
+from pallas_paged.engine.batch import ChunkBatch
+from pallas_paged.kv_pool import LayerKV, write_kv
+from pallas_paged.page_table import PageTable
+from pallas_paged.rotary_write import Rotation, WriteImplementation, rotate_and_write_kv
+
+# What writes K and V beside an attention that is named; the best for others.
+_WRITES: dict[str | None, WriteImplementation] = {
+    "xla": "xla",
+    "triton_interpret": "triton_interpret",
+}
+
+
+class PagedAttend:
+    """Writes all new K/V, then decode rows and chunks attend, each by their own kernel.
+
+    Where the pool holds each of the model's KV heads several times, so are they written. Meets the
+    protocol `Attend`, which describes the calls.
+    """
+
+    def __init__(
+        self,
+        table: PageTable,
+        slot_mapping: jax.Array,
+        decode_rows: jax.Array,
+        chunks: ChunkBatch | None,
+        *,
+        num_kv_heads: int,
+        implementation: str | None,
+    ):
+        """Gather what all layers share.
+
+        Args:
+            table: with pages for the new tokens.
+            slot_mapping: `i32[D + T]`, slots of the new tokens.
+            decode_rows: `i32[D]`, rows of the table with one new token each.
+            chunks: whose tokens follow, or None.
+            num_kv_heads: of the model.
+            implementation: of the attention.
+        """
+
+        def cache_of(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+            lens = table.seq_lens.at[rows].get(mode="fill", fill_value=0)
+            return table.block_tables.at[rows].get(mode="clip"), lens
+
+        self._decoding = cache_of(decode_rows)
+        self._prompts = None if chunks is None else (*cache_of(chunks.slots), chunks.cu_q_lens)
+        self._slot_mapping, self._num_kv_heads = slot_mapping, num_kv_heads
+        self._implementation: Any = implementation
+
+    def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerKV, **options: Any
+    ) -> tuple[jax.Array, LayerKV]:
+        repeats = self._repeats(cache, k.shape[1])
+        if repeats > 1:
+            k, v = jnp.repeat(k, repeats, axis=1), jnp.repeat(v, repeats, axis=1)
+        return self._attend(q, write_kv(cache, k, v, self._slot_mapping), **options)
+
+    def fused(
+        self,
+        qkv: jax.Array,
+        cache: LayerKV,
+        *,
+        rotation: Rotation | None = None,
+        q_norm: jax.Array | None = None,
+        k_norm: jax.Array | None = None,
+        eps: float = 1e-6,
+        **options: Any,
+    ) -> tuple[jax.Array, LayerKV]:
+        repeats = self._repeats(cache, qkv.shape[1])
+        if repeats > 1:
+            qkv = _repeated(qkv, repeats)
+        q, cache = rotate_and_write_kv(
+            cache,
+            qkv,
+            self._slot_mapping,
+            rotation=rotation,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=eps,
+            implementation=_WRITES.get(self._implementation),
+        )
+        return self._attend(q, cache, **options)
+
+    def _repeats(self, cache: LayerKV, num_kv_heads: int) -> int:
+        """Return how often the pool has each head; the model may have repeated them itself."""
+        repeats = cache.num_kv_heads // self._num_kv_heads
+        return repeats if num_kv_heads == self._num_kv_heads else 1
+
+    def _attend(self, q: jax.Array, cache: LayerKV, **options: Any) -> tuple[jax.Array, LayerKV]:
+        pages = (cache.k_pages, cache.v_pages)
+        options |= dict(
+            k_scales=cache.k_scales, v_scales=cache.v_scales, implementation=self._implementation
+        )
+        block_tables, lens = self._decoding
+        num_decodes = lens.size
+        out = paged_attention(q[:num_decodes], *pages, block_tables, lens, **options)
+        if self._prompts is not None:
+            chunk_out = ragged_paged_attention(q[num_decodes:], *pages, *self._prompts, **options)
+            out = jnp.concatenate([out, chunk_out])
+        return out, cache
+
+
+def _repeated(qkv: jax.Array, repeats: int) -> jax.Array:
+    """Return `qkv [T, Hkv, G + 2, D]` as `[T, Hkv * repeats, G / repeats + 2, D]`.
+
+    Each KV head stands there `repeats` times, with a part of its queries each time.
+    """
+    num_tokens, num_kv_heads, kinds, head_dim = qkv.shape
+    if (kinds - 2) % repeats:
+        raise ValueError(
+            f"each KV head must have a multiple of {repeats} query heads to be on as many devices, "
+            f"not {kinds - 2}"
+        )
+    heads = num_kv_heads * repeats
+    q = qkv[:, :, :-2].reshape(num_tokens, heads, (kinds - 2) // repeats, head_dim)
+    return jnp.concatenate([q, jnp.repeat(qkv[:, :, -2:], repeats, axis=1)], axis=2)

@@ -1,0 +1,65 @@
+"""The attention that the engine passes to models, from q, k and v or from the fused product."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_paged as pp
+from pallas_paged.engine.attend import PagedAttend
+from pallas_paged.engine.batch import ChunkBatch
+from pallas_paged.rotary_write import split_qkv
+from tests.support.kv_pools import make_pool
+from tests.support.page_tables import i32
+
+NUM_KV_HEADS, GROUP, HEAD_DIM, PAGE_SIZE = 2, 4, 8, 4
+DECODES, CHUNK = 2, 5  # tokens
+
+
+def a_call(repeats, implementation=None):
+    """A layer's pages with some tokens in them, and the attention of two rows and a chunk."""
+    table = pp.create_page_table(num_pages=16, page_size=PAGE_SIZE, max_seqs=3, pages_per_seq=4)
+    table, ok = pp.extend(table, i32(6, 3, CHUNK))
+    assert ok.all()
+    rows = i32(0, 1, 2, 2, 2, 2, 2)
+    positions = i32(5, 2, *range(CHUNK))
+    chunks = ChunkBatch(
+        token_ids=jnp.zeros(CHUNK, jnp.int32),
+        cu_q_lens=i32(0, CHUNK, CHUNK, CHUNK),
+        slots=i32(2, 3, 3),
+        is_last=jnp.zeros(3, bool),
+        targets=None,
+    )
+    attend = PagedAttend(
+        table,
+        pp.slot_mapping(table, rows, positions),
+        i32(0, 1),
+        chunks,
+        num_kv_heads=NUM_KV_HEADS,
+        implementation=implementation,
+    )
+    pool = make_pool(1, 16, NUM_KV_HEADS * repeats, PAGE_SIZE, HEAD_DIM)
+    return attend, jax.tree.map(lambda x: x + 0.5, pool.layers[0])
+
+
+@pytest.mark.parametrize("implementation", [None, "xla", "triton_interpret"])
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_the_fused_product_gives_what_its_parts_give(repeats, implementation):
+    attend, layer = a_call(repeats, implementation)
+    rng = np.random.default_rng(0)
+    qkv = rng.standard_normal((DECODES + CHUNK, NUM_KV_HEADS, GROUP + 2, HEAD_DIM), np.float32)
+    angles = rng.uniform(0, 6, (len(qkv), 1, HEAD_DIM // 2)).astype(np.float32)
+    how = dict(rotation=(jnp.cos(angles), jnp.sin(angles)), q_norm=jnp.full(HEAD_DIM, 1.5), eps=0.1)
+    got = jax.jit(lambda: attend.fused(qkv, layer, **how, sliding_window=4))()
+    want = jax.jit(lambda: attend(*split_qkv(qkv, **how), layer, sliding_window=4))()
+    assert got[0].shape == (len(qkv), NUM_KV_HEADS * GROUP, HEAD_DIM)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_kv_heads_on_more_devices_than_have_queries_are_refused():
+    attend, layer = a_call(repeats=8)
+    with pytest.raises(ValueError, match="a multiple of 8 query heads to be on as many devices"):
+        attend.fused(jnp.ones((7, NUM_KV_HEADS, GROUP + 2, HEAD_DIM)), layer)

@@ -38,9 +38,9 @@ GPU_OPTIONS = {
     "xla_gpu_graph_min_graph_size": 1,
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
-# On a mesh the kernels between two sums are a graph. With the sums in it a step took 1.3 to 1.6 times
-# as long on two GPUs, and a loop with sums can't be a graph. NCCL's are faster than XLA's own kernels
-# between the products of a layer: docs/parallel.md.
+# On a mesh the kernels between two sums are a graph. With the sums in it a step took 1.3 to 1.6
+# times as long on two GPUs, and a loop with sums can't be a graph. NCCL's sums are faster than
+# those of XLA's own kernels between the products of a layer: docs/parallel.md.
 _MESH_OPTIONS = {
     "xla_gpu_enable_command_buffer": (
         "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"

@@ -1,9 +1,9 @@
 """The gradient of attention that kernels compute, under `jax.grad`.
 
 The forward pass is the call that it is without a gradient, with its log-sum-exps: same kernel, same
-bits. The backward pass is one more call that is divided among devices, by `kernels/triton/backward`.
-On a mesh a device has all rows and whole groups of query heads, so that no gradient is a sum over
-devices.
+bits. The backward pass is one more call that is divided among devices, and is made by the kernels
+of `kernels/triton/backward.py`. On a mesh a device has all rows and whole groups of query heads, so
+that no gradient is a sum over devices.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _why_not(arrays: Arrays, wanted: Sequence[str]) -> str | None:
 
 
 def _like(gradient: jax.Array, x: jax.Array) -> jax.Array:
-    """Return a gradient as a device of a `shard_map` has `x`: summed where all have the same `x`."""
+    """Return a gradient as a device of a `shard_map` has `x`: their sum where all have one `x`."""
     kinds = [jax.typeof(y).manual_axis_type for y in (gradient, x)]
     axes = kinds[0].varying - kinds[1].varying
     return lax.psum(gradient, tuple(axes)) if axes else gradient

@@ -32,7 +32,7 @@ def attention_gradient(
     of_queries: BackwardConfig | None = None,
     of_keys: BackwardConfig | None = None,
 ) -> dict[str, jax.Array]:
-    """Return the gradients of the fields `names` of the arrays.
+    """Return the gradients of the fields `names` of the arrays. Pages of one byte have none.
 
     Args:
         arrays, options: of the forward pass.
@@ -44,7 +44,7 @@ def attention_gradient(
     if arrays.cu_q_lens is None:  # decoding: a query a row
         offsets = jnp.arange(arrays.num_seqs + 1, dtype=jnp.int32)
         arrays = dataclasses.replace(arrays, cu_q_lens=offsets)
-    num_tokens, num_q_heads, head_dim = arrays.q.shape
+    num_tokens, _, head_dim = arrays.q.shape
     d_out = d_out.astype(arrays.q.dtype)
     # Padding tokens and queries without keys have no gradient, whatever their cotangents are.
     empty = jnp.isneginf(lse)

@@ -24,7 +24,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_paged.kernels.backward_plan import KeyTiles, make_key_tiles
 from pallas_paged.kernels.call import Arrays, result_shape
-from pallas_paged.kernels.kv_layout import K, V, PageLayout
+from pallas_paged.kernels.kv_layout import K, PageLayout, V
 from pallas_paged.kernels.logits import LogitOptions, dot
 from pallas_paged.kernels.triton import one_byte
 from pallas_paged.kernels.triton.backward_config import BackwardConfig
@@ -79,7 +79,7 @@ def keys_kernel(
     leads = first < end  # keys whose gradients this tile makes
     page = plgpu.load(block_tables_ref.at[entry], mask=leads, other=0)
 
-    def index(kv):
+    def index(kv, page):
         return layout.index(
             jnp.full((1, 1), kv), P=page[:, None], N=offset[:, None], H=head[None, None], D=dims
         )
@@ -88,7 +88,7 @@ def keys_kernel(
         # Other keys may be NaN: each has its own row in the sums, which is not stored. A mask would
         # keep the tile out of shared memory.
         mask = jnp.broadcast_to(dims < head_dim, (block_k, dims.size)) if padded else None
-        return plgpu.load(ref.at[index(kv)], mask=mask, other=0.0 if padded else None)
+        return plgpu.load(ref.at[index(kv, page)], mask=mask, other=0.0 if padded else None)
 
     k, v = load(k_ref, K), load(v_ref, V)
 
@@ -178,9 +178,14 @@ def keys_kernel(
         add_row,
         (first, zeros, zeros),
     )
+    # The interpreter writes lanes that are off too, what was there: past the end, not to page 0.
+    num_pages = layout.size(k_ref.shape, "P")
+    page = jnp.where(leads, page, num_pages)
     for kv, d in enumerate((dk * options.sm_scale, dv)):
         ref = d_refs[kv % len(d_refs)]
-        plgpu.store(ref.at[index(kv)], d.astype(ref.dtype), mask=leads[:, None] & (dims < head_dim))
+        plgpu.store(
+            ref.at[index(kv, page)], d.astype(ref.dtype), mask=leads[:, None] & (dims < head_dim)
+        )
 
 
 def keys_gradient(

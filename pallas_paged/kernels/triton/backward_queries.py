@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_paged.kernels.call import Arrays, result_shape
-from pallas_paged.kernels.kv_layout import K, V, PageLayout
+from pallas_paged.kernels.kv_layout import K, PageLayout, V
 from pallas_paged.kernels.logits import LogitOptions, dot, signed_distances
 from pallas_paged.kernels.ragged_plan import Tiles, make_tiles
 from pallas_paged.kernels.triton import one_byte
@@ -72,9 +72,8 @@ def queries_kernel(
     )
     lse = plgpu.load(lse_ref.at[q_row, q_head])
     delta = plgpu.load(delta_ref.at[q_row, q_head])
-    if q_positions_ref is None:
-        positions = before + token
-    else:
+    positions = before + token
+    if q_positions_ref is not None:
         positions = plgpu.load(q_positions_ref.at[q_row])
     slopes = None
     if alibi_slopes_ref is not None:

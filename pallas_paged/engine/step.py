@@ -386,7 +386,10 @@ def _attend(
         cache = write_kv(cache, k, v, mapping)
         pages = (cache.k_pages, cache.v_pages)
         options |= dict(
-            k_scales=cache.k_scales, v_scales=cache.v_scales, implementation=implementation
+            k_scales=cache.k_scales,
+            v_scales=cache.v_scales,
+            kv_layout=cache.kv_layout,
+            implementation=implementation,
         )
         out = paged_attention(q[:num_decodes], *pages, *decoding, **options)
         if prompts is not None:

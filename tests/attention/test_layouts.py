@@ -108,6 +108,23 @@ def test_gradients_have_the_layout_of_the_pages(kv_layout):
             np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("kv_layout", LAYOUTS)
+@pytest.mark.parametrize("name", CALLS)
+def test_xla_makes_nothing_of_the_size_of_a_pool(name, kv_layout, kv_dtype):
+    case = dataclasses.replace(CALLS[name][1], num_pages=4000)
+    arrays, _ = Quantized(case=case, kv_dtype="int8").make()
+    call = call_in_layout(kv_layout, arrays)
+    if kv_dtype == "float32":
+        for key in ("k_pages", "v_pages"):
+            call[key] = None if call[key] is None else call[key].astype(np.float32)
+        del call["k_scales"], call["v_scales"]
+    entry = partial(CALLS[name][0], kv_layout=kv_layout, implementation="xla")
+    compiled = jax.jit(entry).lower(**call).compile()
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < call["k_pages"].nbytes // 4
+
+
 def refused(kv_layout, message, **changes):
     call = call_in_layout("HPND", CASE.make()) | changes
     with pytest.raises(ValueError, match=message):

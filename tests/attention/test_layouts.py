@@ -13,6 +13,7 @@ import pallas_paged as pp
 from tests.support.attention_calls import STATIC, assert_close, assert_same_bits
 from tests.support.attention_cases import Case, SharedPrefixes
 from tests.support.attention_options import OPTIONS, chosen_options
+from tests.support.marks import slow
 from tests.support.page_layouts import LAYOUTS, OTHERS, call_in_layout
 from tests.support.quantized_cases import Quantized
 
@@ -36,7 +37,7 @@ def test_pages_of_any_layout_give_the_same_bits(name, kv_layout, implementation)
     assert_same_bits(got, attend(name, "HPND", arrays, implementation=implementation))
 
 
-@pytest.mark.parametrize("kv_layout", LAYOUTS)
+@pytest.mark.parametrize("kv_layout", ["HND", "NH2D", *slow(["NHD", "2NHD", "N2HD"])])
 @pytest.mark.parametrize("name", CALLS)
 def test_all_options_together(name, kv_layout, implementation):
     names = [option for option in OPTIONS if name == "ragged" or option != "tree"]
@@ -46,7 +47,7 @@ def test_all_options_together(name, kv_layout, implementation):
     assert_close(attend(name, kv_layout, arrays, **call), arrays, case.tolerance, **oracle)
 
 
-@pytest.mark.parametrize("per_tensor", [False, True], ids=["scales of tokens", "one scale"])
+@pytest.mark.parametrize("per_tensor", [False, *slow([True])])
 @pytest.mark.parametrize("kv_layout", OTHERS)
 @pytest.mark.parametrize(("name", "kv_dtype"), [("decode", "int8"), ("ragged", "float8_e4m3fn")])
 def test_quantized_pages(name, kv_dtype, kv_layout, per_tensor, implementation):
@@ -57,8 +58,8 @@ def test_quantized_pages(name, kv_dtype, kv_layout, per_tensor, implementation):
     assert_close(got, meant, case.tolerance)
 
 
-@pytest.mark.parametrize("kv_layout", ["HND", "NH2D"])
-@pytest.mark.parametrize("page_size", [1, 256])
+@pytest.mark.parametrize("kv_layout", ["HND", *slow(["NH2D"])])
+@pytest.mark.parametrize("page_size", [1, *slow([256])])
 @pytest.mark.parametrize("name", CALLS)
 def test_small_and_large_pages(name, page_size, kv_layout, implementation):
     case = dataclasses.replace(

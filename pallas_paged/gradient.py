@@ -2,7 +2,7 @@
 
 The forward pass is the call that it is without a gradient, with its log-sum-exps: same kernel, same
 bits. The backward pass is one more call that is divided among devices, and is made by the kernels
-of `kernels/triton/backward.py`. On a mesh a device has all rows and whole groups of query heads, so
+of one family. On a mesh a device has all rows and whole groups of query heads, so
 that no gradient is a sum over devices.
 """
 
@@ -19,6 +19,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_paged.checks import default_promotion
+from pallas_paged.kernels.backward import attention_gradient
 from pallas_paged.kernels.call import Arrays, Device
 from pallas_paged.kernels.kv_layout import KVLayout
 from pallas_paged.kernels.logits import LogitOptions
@@ -50,8 +51,6 @@ class LocalGradient:
     one_device = False
 
     def __call__(self, *given: jax.Array) -> tuple[jax.Array, ...]:
-        from pallas_paged.kernels.triton.backward import attention_gradient
-
         count = len(self.names)
         fields: dict[str, Any] = dict(zip(self.names, given[:count], strict=True))
         out, lse, d_out, *d_lse = given[count:]
@@ -62,11 +61,16 @@ class LocalGradient:
                 lse,
                 d_out,
                 d_lse[0] if d_lse else None,
-                options=self.options,
                 names=self.wanted,
-                interpret=self.interpret,
+                kernels=self.kernels,
             )
         return tuple(gradients[name].astype(fields[name].dtype) for name in self.wanted)
+
+    def kernels(self, arrays: Arrays, *given: Any) -> dict[str, jax.Array]:
+        """Return the gradients that the kernels of the best family make."""
+        from pallas_paged.kernels.triton import backward
+
+        return backward.gradients(arrays, *given, options=self.options, interpret=self.interpret)
 
 
 @jax.tree_util.register_dataclass

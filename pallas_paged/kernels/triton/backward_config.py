@@ -48,6 +48,7 @@ def keys_config(*, head_dim: int, itemsize: int, rows: int) -> BackwardConfig:
     padded = next_power_of_2(max(head_dim, 16))
     if itemsize == 4:
         return BackwardConfig(block_q=16, block_k=16, num_warps=4, num_stages=1)
-    block_q = min(max(next_power_of_2(rows), 16), 64, 8192 // padded)
+    # With 64 queries a tile of 128 keys needs more registers than there are.
+    block_q = min(max(next_power_of_2(rows), 16), 32, 8192 // padded)
     block_k = min(128, 16384 // padded)
     return BackwardConfig(block_q=block_q, block_k=block_k, num_warps=8, num_stages=2)

@@ -22,13 +22,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_paged.kernels.backward_logits import recompute
 from pallas_paged.kernels.backward_plan import KeyTiles, make_key_tiles
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.kv_layout import K, PageLayout, V
 from pallas_paged.kernels.logits import LogitOptions, dot
 from pallas_paged.kernels.triton import one_byte
 from pallas_paged.kernels.triton.backward_config import BackwardConfig
-from pallas_paged.kernels.triton.backward_logits import recompute, seen
+from pallas_paged.kernels.triton.backward_mask import seen
+from pallas_paged.kernels.triton.softmax import exp2
 from pallas_paged.kernels.triton.specs import kv_head, whole
 
 _NEVER = jnp.iinfo(jnp.int32).max
@@ -94,10 +96,10 @@ def keys_kernel(
 
     def add_row(carry):
         reader, dk, dv = carry
-        rows = plgpu.load(plan.reader_row.at[reader], mask=reader < end, other=_NEVER)
+        rows = plgpu.load(plan.readers.row.at[reader], mask=reader < end, other=_NEVER)
         row = jnp.min(rows)
         mine = rows == row  # pages of this tile that the row reads
-        blocks = plgpu.load(plan.reader_block.at[reader], mask=mine, other=0)
+        blocks = plgpu.load(plan.readers.block.at[reader], mask=mine, other=0)
         keys = (blocks << page_bits) + offset
         q_start = cu_q_lens_ref[row]
         q_len = cu_q_lens_ref[row + 1] - q_start
@@ -159,7 +161,8 @@ def keys_kernel(
                 )
             p, _, ds = recompute(
                 dot(k, q.T), dot(v, do.T), lse, delta, sees, slopes,
-                keys[:, None] - positions[None, :], options=options, operands=operands,
+                keys[:, None] - positions[None, :],
+                options=options, exp2=functools.partial(exp2, operands=operands),
             )  # fmt: skip
             dv += dot(p.astype(do.dtype), do)
             dk += dot(ds.astype(q.dtype), q)

@@ -15,13 +15,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_paged.kernels.backward_logits import recompute
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.kv_layout import K, PageLayout, V
 from pallas_paged.kernels.logits import LogitOptions, dot, signed_distances
 from pallas_paged.kernels.ragged_plan import Tiles, make_tiles
 from pallas_paged.kernels.triton import one_byte
 from pallas_paged.kernels.triton.backward_config import BackwardConfig
-from pallas_paged.kernels.triton.backward_logits import recompute, seen
+from pallas_paged.kernels.triton.backward_mask import seen
+from pallas_paged.kernels.triton.softmax import exp2
 from pallas_paged.kernels.triton.specs import kv_head, whole
 
 
@@ -131,7 +133,7 @@ def queries_kernel(
         distances = keys[None, :] - positions[:, None]
         _, d_logits, ds = recompute(
             s, dp, lse[:, None], delta[:, None], sees, slopes, distances,
-            options=options, operands=operands,
+            options=options, exp2=functools.partial(exp2, operands=operands),
         )  # fmt: skip
         if d_slopes is not None:
             d_slopes += (d_logits * signed_distances(distances, options)).sum(axis=1)

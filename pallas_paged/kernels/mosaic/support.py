@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from pallas_paged.kernels.call import Call, Device
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig, MosaicRaggedConfig
 
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128, 256)  # of 512, two blocks of 64 tokens of K and V would take 256 KB
 MIN_PAGE_SIZE = 8  # rows of a swizzled tile in shared memory
 MAX_DECODE_GROUP = 64
 # Shared memory of a Hopper SM. A program costs 1 KB more than it asks for.

@@ -23,6 +23,7 @@ from pallas_paged.kernels.backward import attention_gradient
 from pallas_paged.kernels.call import Arrays, Device
 from pallas_paged.kernels.kv_layout import KVLayout
 from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.kernels.mosaic import support
 from pallas_paged.partition import KV_HEADS, Q_HEADS, Layout, on_each_device
 
 _DIFFERENTIABLE = ("q", "k_pages", "v_pages", "alibi_slopes", "sinks")
@@ -37,6 +38,7 @@ class LocalGradient:
     Attributes:
         names, kv_layout, device, options: of the call.
         wanted: the arrays whose gradients are returned, in order.
+        implementation: of the call.
         interpret: whether kernels are interpreted.
         with_d_lse: whether a gradient of `lse` is given.
     """
@@ -46,9 +48,13 @@ class LocalGradient:
     kv_layout: KVLayout
     device: Device
     options: LogitOptions
+    implementation: str | None
     interpret: bool
     with_d_lse: bool
-    one_device = False
+
+    @property
+    def one_device(self) -> bool:
+        return self.implementation == "mosaic_gpu_interpret"  # which calls back into Python
 
     def __call__(self, *given: jax.Array) -> tuple[jax.Array, ...]:
         count = len(self.names)
@@ -67,10 +73,22 @@ class LocalGradient:
         return tuple(gradients[name].astype(fields[name].dtype) for name in self.wanted)
 
     def kernels(self, arrays: Arrays, *given: Any) -> dict[str, jax.Array]:
-        """Return the gradients that the kernels of the best family make."""
+        """Return the gradients by the kernels of the call's family, or by those of Triton."""
         from pallas_paged.kernels.triton import backward
 
-        return backward.gradients(arrays, *given, options=self.options, interpret=self.interpret)
+        gradients: Callable[..., dict[str, jax.Array]] = backward.gradients
+        if self._mosaic(arrays):
+            from pallas_paged.kernels.mosaic import backward as mosaic_backward
+
+            gradients = mosaic_backward.gradients
+        return gradients(arrays, *given, options=self.options, interpret=self.interpret)
+
+    def _mosaic(self, arrays: Arrays) -> bool:
+        """Return whether the Mosaic kernels make the gradients."""
+        if self.implementation in ("triton", "triton_interpret"):
+            return False
+        hopper = self.interpret or support.why_not_device(self.device) is None
+        return hopper and support.why_no_gradient(arrays) is None
 
 
 @jax.tree_util.register_dataclass
@@ -121,6 +139,7 @@ def with_gradient(
             kv_layout=local.kv_layout,
             device=local.device,
             options=local.options,
+            implementation=local.implementation,
             interpret=local.interpret,
             with_d_lse=bool(d_lse),
         )

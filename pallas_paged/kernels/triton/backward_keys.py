@@ -15,6 +15,7 @@ All rows that share pages are read in one order, so the sums are the same bits i
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +24,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_paged.kernels.backward_logits import recompute
-from pallas_paged.kernels.backward_plan import KeyTiles, make_key_tiles
+from pallas_paged.kernels.backward_plan import make_key_tiles
 from pallas_paged.kernels.call import Arrays, result_shape
-from pallas_paged.kernels.kv_layout import K, PageLayout, V
+from pallas_paged.kernels.kv_layout import PageLayout
 from pallas_paged.kernels.logits import LogitOptions, dot
 from pallas_paged.kernels.triton import one_byte
 from pallas_paged.kernels.triton.backward_config import BackwardConfig
 from pallas_paged.kernels.triton.backward_mask import seen
+from pallas_paged.kernels.triton.pages import Tokens, operands_of
 from pallas_paged.kernels.triton.softmax import exp2
 from pallas_paged.kernels.triton.specs import kv_head, whole
 
@@ -41,12 +43,12 @@ def keys_kernel(
     do_ref,  # [T, G, D]
     lse_ref,  # f32[T, G] in base 2
     delta_ref,  # f32[T, G]
-    k_ref,  # pages
-    v_ref,  # pages
+    k_ref,  # pages of the KV head
+    v_ref,  # like k_ref
     block_tables_ref,  # i32[B * N]
     seq_lens_ref,  # i32[B]
     cu_q_lens_ref,  # i32[B + 1]
-    plan: KeyTiles,  # of refs
+    plan: Any,  # `KeyTiles` of refs
     q_positions_ref,  # i32[T] or None
     alibi_slopes_ref,  # f32[G] or None
     tree_mask_ref,  # i8[B, M, M] or None
@@ -86,13 +88,15 @@ def keys_kernel(
             jnp.full((1, 1), kv), P=page[:, None], N=offset[:, None], H=head[None, None], D=dims
         )
 
-    def load(ref, kv):
+    tokens = Tokens.of(page, place, page_size)
+    kv_mask = jnp.broadcast_to(dims < head_dim, (block_k, dims.size)) if padded else None
+
+    def load(ref):
         # Other keys may be NaN: each has its own row in the sums, which is not stored. A mask would
         # keep the tile out of shared memory.
-        mask = jnp.broadcast_to(dims < head_dim, (block_k, dims.size)) if padded else None
-        return plgpu.load(ref.at[index(kv, page)], mask=mask, other=0.0 if padded else None)
+        return plgpu.load(tokens.rows_of(ref, dims), mask=kv_mask, other=0.0 if padded else None)
 
-    k, v = load(k_ref, K), load(v_ref, V)
+    k, v = load(k_ref), load(v_ref)
 
     def add_row(carry):
         reader, dk, dv = carry
@@ -182,7 +186,7 @@ def keys_kernel(
         (first, zeros, zeros),
     )
     # The interpreter writes lanes that are off too, what was there: past the end, not to page 0.
-    num_pages = layout.size(k_ref.shape, "P")
+    num_pages = layout.size(d_refs[0].shape, "P")
     page = jnp.where(leads, page, num_pages)
     for kv, d in enumerate((dk * options.sm_scale, dv)):
         ref = d_refs[kv % len(d_refs)]
@@ -220,7 +224,8 @@ def keys_gradient(
     )
     pages = [x for x in (arrays.k_pages, arrays.v_pages) if x is not None]
     zeros = [jnp.zeros_like(x) for x in pages]
-    inputs = (q, do, lse, delta, *arrays.kv_pages, *of_rows, slopes, tree, zeros)
+    kv, kv_specs = operands_of(arrays)
+    inputs = (q, do, lse, delta, *kv[:2], *of_rows, slopes, tree, zeros)
     first_zeros = len(jax.tree.leaves(inputs)) - len(zeros)
     return pl.pallas_call(
         functools.partial(
@@ -236,7 +241,7 @@ def keys_gradient(
         grid=(num_kv_heads, plan.tile.shape[0]),
         in_specs=[
             *(kv_head(x, 1) for x in (q, do, lse, delta)),
-            *whole(arrays.kv_pages),
+            *kv_specs[:2],
             *whole(of_rows),
             kv_head(slopes, 0),
             whole(tree),

@@ -177,6 +177,11 @@ def paged_attention(
             `fixed_split_size` tokens that the table has room for. Excludes `config`. Static.
         **jax_keywords: the keywords of JAX's op named above.
 
+    Under `jax.grad` all implementations have gradients in `q`, the pages, `alibi_slopes` and
+    `sinks`, of `out` and of `lse`; with int8 or fp8 pages in `q`, `alibi_slopes` and `sinks`. The
+    forward pass has the same bits as without. The gradient of pages has their shape, and is 0 where
+    no query sees a token; rows that share a page are summed in a fixed order.
+
     Returns:
         out `[B, num_q_heads, head_dim]` in the dtype of `q`, or `(out, lse)` with the natural-log
         `lse` f32`[B, num_q_heads]`. A row of length 0 gives `out = 0`, `lse = -inf`, with or
@@ -184,8 +189,9 @@ def paged_attention(
 
     Raises:
         ValueError: a shape, dtype, head count or option breaks a rule above.
-        NotImplementedError: the named implementation can't do this call here, or a GPU kernel is
-            differentiated (only `"xla"` has a gradient); the message says why.
+        NotImplementedError: the named implementation can't do this call here, or its gradient is
+            asked for in int8 or fp8 pages, in scales, or twice, which only `"xla"` has; the message
+            says why.
         TypeError: an unknown keyword.
 
     Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with

@@ -50,9 +50,10 @@ def gradient_of(function, arrays, per_head=None, implementation="xla", **options
 
     @jax.jit
     def loss(differentiated):
+        of_heads = dict(zip(("alibi_slopes", "sinks"), differentiated[3:], strict=False))
         out, lse = function(
-            *differentiated[:3], *rest, **dict(zip(("alibi_slopes", "sinks"), differentiated[3:], strict=False)),
-            **options, return_lse=True, implementation=implementation,
+            *differentiated[:3], *rest, **of_heads, **options, return_lse=True,
+            implementation=implementation,
         )  # fmt: skip
         return total(out.astype(jnp.float32), lse, jnp)
 
@@ -279,3 +280,33 @@ def kernels(request):
     """The implementation of the kernels here: interpreted without a GPU."""
     names = [name for name in implementations_here() if name.startswith(request.param)]
     return names[0]
+
+
+def test_in_tokens_that_are_written_to_the_pages(kernels):
+    """The gradient of new tokens goes through `write_kv`; that of older ones is in the pages."""
+    q, k_pages, v_pages, tables, lens, offsets = (jnp.asarray(x) for x in RAGGED.make())
+    row = jnp.repeat(jnp.arange(4), jnp.diff(offsets), total_repeat_length=q.shape[0])
+    positions = lens[row] - offsets[row + 1] + jnp.arange(q.shape[0])
+    slots = tables[row, positions // 8] * 8 + positions % 8
+    slots = jnp.where(positions < 0, k_pages.shape[1] * 8, slots)  # a query without a token
+    new = np.random.default_rng(1).standard_normal((2, q.shape[0], 2, 8)).astype(np.float32)
+
+    def gradient(implementation):
+        def loss(new, k_pages):
+            layer = pp.write_kv(pp.LayerKV(k_pages=k_pages, v_pages=v_pages), *new, slots)
+            out = pp.ragged_paged_attention(
+                q,
+                layer.k_pages,
+                layer.v_pages,
+                tables,
+                lens,
+                offsets,
+                implementation=implementation,
+            )
+            return jnp.sin(out).sum()
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(jnp.asarray(new), k_pages)
+
+    of_tokens, of_pages = gradient(kernels)
+    assert_near([of_tokens, of_pages], gradient("xla"))
+    assert np.abs(of_tokens).max() > 0

@@ -118,6 +118,11 @@ def paged_attention(
     positional arguments, and its keywords `lengths`, `k_scales_pages`, `v_scales_pages` and
     `attn_logits_soft_cap` are accepted too. It expects `q` already scaled: pass `sm_scale=1.0`.
 
+    Under `jax.grad` every implementation has gradients in `q`, the pages, `alibi_slopes` and
+    `sinks`, of `out` and of `lse`; the kernels with int8 or fp8 pages in all but the pages. The
+    forward pass has the same bits as without. The gradient of pages has their shape, and is 0 where
+    no query sees a token. The kernels sum over rows that share a page in a fixed order.
+
     Args:
         q: f32, bf16 or f16 `[B, num_q_heads, head_dim]`, with a head_dim of up to 512.
         k_pages: `[num_kv_heads, num_pages, page_size, head_dim]`, the dtype of `q`, or int8 or
@@ -176,11 +181,6 @@ def paged_attention(
             invariance), at the cost of memory for an f32 partial result for every
             `fixed_split_size` tokens that the table has room for. Excludes `config`. Static.
         **jax_keywords: the keywords of JAX's op named above.
-
-    Under `jax.grad` all implementations have gradients in `q`, the pages, `alibi_slopes` and
-    `sinks`, of `out` and of `lse`; with int8 or fp8 pages in `q`, `alibi_slopes` and `sinks`. The
-    forward pass has the same bits as without. The gradient of pages has their shape, and is 0 where
-    no query sees a token; rows that share a page are summed in a fixed order.
 
     Returns:
         out `[B, num_q_heads, head_dim]` in the dtype of `q`, or `(out, lse)` with the natural-log

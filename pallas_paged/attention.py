@@ -118,6 +118,11 @@ def paged_attention(
     positional arguments, and its keywords `lengths`, `k_scales_pages`, `v_scales_pages` and
     `attn_logits_soft_cap` are accepted too. It expects `q` already scaled: pass `sm_scale=1.0`.
 
+    Under `jax.grad` every implementation has gradients in `q`, the pages, `alibi_slopes` and
+    `sinks`, of `out` and of `lse`; the kernels with int8 or fp8 pages in all but the pages. The
+    forward pass has the same bits as without. The gradient of pages has their shape, and is 0 where
+    no query sees a token. The kernels sum over rows that share a page in a fixed order.
+
     Args:
         q: f32, bf16 or f16 `[B, num_q_heads, head_dim]`, with a head_dim of up to 512.
         k_pages: `[num_kv_heads, num_pages, page_size, head_dim]`, the dtype of `q`, or int8 or
@@ -184,8 +189,9 @@ def paged_attention(
 
     Raises:
         ValueError: a shape, dtype, head count or option breaks a rule above.
-        NotImplementedError: the named implementation can't do this call here, or a GPU kernel is
-            differentiated (only `"xla"` has a gradient); the message says why.
+        NotImplementedError: the named implementation can't do this call here, or its gradient is
+            asked for in int8 or fp8 pages, in scales, or twice, which only `"xla"` has; the message
+            says why.
         TypeError: an unknown keyword.
 
     Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with

@@ -28,6 +28,7 @@ from pallas_paged.checks import (
 )
 from pallas_paged.kernels.kv_layout import KVLayout
 from pallas_paged.kv_pool import KVPool, LayerKV
+from pallas_paged.page_scatter import set_pages, take_pages
 from pallas_paged.page_table import PageCopies
 from pallas_paged.sharding import TENSOR_AXIS
 from pallas_paged.validation import check_int32
@@ -206,14 +207,14 @@ def copy_pages(pool: KVPool, copies: PageCopies, *, mesh: Mesh | None = None) ->
         def read(pages: jax.Array) -> jax.Array:  # as bytes; zeros where another device has them
             if not pages.ndim:  # a scale of the whole layer
                 return jnp.zeros(0, jnp.uint8)
-            copied = kv_pool.take_pages(pages, page_axis, local_src, mode="fill")
+            copied = take_pages(pages, page_axis, local_src, mode="fill")
             return lax.bitcast_convert_type(copied, jnp.uint8)
 
         def write(pages: jax.Array, copied: jax.Array) -> jax.Array:
             if not pages.ndim:
                 return pages
             copied = lax.bitcast_convert_type(copied, pages.dtype)
-            return kv_pool.set_pages(pages, page_axis, local_dst, copied)
+            return set_pages(pages, page_axis, local_dst, copied)
 
         flat, unravel = ravel_pytree(jax.tree.map(read, pool))
         # One device has each page and the others zeros, so the sum of the bytes is exact.

@@ -1,9 +1,9 @@
 """The gradient of attention that kernels compute, under `jax.grad`.
 
 The forward pass is the call that it is without a gradient, with its log-sum-exps: same kernel, same
-bits. The backward pass is one more call that is divided among devices, by `kernels/triton/backward`.
-On a mesh a device has all rows and whole groups of query heads, so that no gradient is a sum over
-devices.
+bits. The backward pass is one more call that is divided among devices, and is made by the kernels
+of one family. On a mesh a device has all rows and whole groups of query heads, so
+that no gradient is a sum over devices.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_paged.checks import default_promotion
+from pallas_paged.kernels.backward import attention_gradient
 from pallas_paged.kernels.call import Arrays, Device
 from pallas_paged.kernels.kv_layout import KVLayout
 from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.kernels.mosaic import support
 from pallas_paged.partition import KV_HEADS, Q_HEADS, Layout, on_each_device
 
 _DIFFERENTIABLE = ("q", "k_pages", "v_pages", "alibi_slopes", "sinks")
@@ -36,6 +38,7 @@ class LocalGradient:
     Attributes:
         names, kv_layout, device, options: of the call.
         wanted: the arrays whose gradients are returned, in order.
+        implementation: of the call.
         interpret: whether kernels are interpreted.
         with_d_lse: whether a gradient of `lse` is given.
     """
@@ -45,13 +48,15 @@ class LocalGradient:
     kv_layout: KVLayout
     device: Device
     options: LogitOptions
+    implementation: str | None
     interpret: bool
     with_d_lse: bool
-    one_device = False
+
+    @property
+    def one_device(self) -> bool:
+        return self.implementation == "mosaic_gpu_interpret"  # which calls back into Python
 
     def __call__(self, *given: jax.Array) -> tuple[jax.Array, ...]:
-        from pallas_paged.kernels.triton.backward import attention_gradient
-
         count = len(self.names)
         fields: dict[str, Any] = dict(zip(self.names, given[:count], strict=True))
         out, lse, d_out, *d_lse = given[count:]
@@ -62,11 +67,28 @@ class LocalGradient:
                 lse,
                 d_out,
                 d_lse[0] if d_lse else None,
-                options=self.options,
                 names=self.wanted,
-                interpret=self.interpret,
+                kernels=self.kernels,
             )
         return tuple(gradients[name].astype(fields[name].dtype) for name in self.wanted)
+
+    def kernels(self, arrays: Arrays, *given: Any) -> dict[str, jax.Array]:
+        """Return the gradients by the kernels of the call's family, or by those of Triton."""
+        from pallas_paged.kernels.triton import backward
+
+        gradients: Callable[..., dict[str, jax.Array]] = backward.gradients
+        if self._mosaic(arrays):
+            from pallas_paged.kernels.mosaic import backward as mosaic_backward
+
+            gradients = mosaic_backward.gradients
+        return gradients(arrays, *given, options=self.options, interpret=self.interpret)
+
+    def _mosaic(self, arrays: Arrays) -> bool:
+        """Return whether the Mosaic kernels make the gradients."""
+        if self.implementation in ("triton", "triton_interpret"):
+            return False
+        hopper = self.interpret or support.why_not_device(self.device) is None
+        return hopper and support.why_no_gradient(arrays) is None
 
 
 @jax.tree_util.register_dataclass
@@ -117,6 +139,7 @@ def with_gradient(
             kv_layout=local.kv_layout,
             device=local.device,
             options=local.options,
+            implementation=local.implementation,
             interpret=local.interpret,
             with_d_lse=bool(d_lse),
         )
@@ -159,7 +182,7 @@ def _why_not(arrays: Arrays, wanted: Sequence[str]) -> str | None:
 
 
 def _like(gradient: jax.Array, x: jax.Array) -> jax.Array:
-    """Return a gradient as a device of a `shard_map` has `x`: summed where all have the same `x`."""
+    """Return a gradient as a device of a `shard_map` has `x`: their sum where all have one `x`."""
     kinds = [jax.typeof(y).manual_axis_type for y in (gradient, x)]
     axes = kinds[0].varying - kinds[1].varying
     return lax.psum(gradient, tuple(axes)) if axes else gradient

@@ -6,7 +6,6 @@ every step of a compiled loop.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,7 +20,6 @@ from pallas_paged.checks import (
     as_array,
     checked_array,
     default_promotion,
-    static_number,
     validate_pool_size,
     validate_positive,
 )
@@ -32,8 +30,16 @@ from pallas_paged.kernels.kv_layout import (
     checked_layout,
     checked_pages,
 )
+from pallas_paged.page_scatter import set_pages, set_tokens, take_pages
 from pallas_paged.page_table import PageCopies
-from pallas_paged.quantization import LARGEST, checked_scales, quantize, token_scales
+from pallas_paged.quantization import (
+    LARGEST,
+    checked_layer_scales,
+    checked_scales,
+    quantize,
+    token_scales,
+)
+from pallas_paged.sharding import check_pool_sharding, head_axes
 
 POOL_DTYPES = ("float32", "bfloat16", "float16", *LARGEST)
 
@@ -143,7 +149,7 @@ def create_kv_pool(
     shape = layout.shape(H=num_kv_heads, P=num_pages, N=page_size, D=head_dim)
     scale_shape = layout.scale_shape(layout.full_shape(shape))
     layer_scales: list[Iterable[float | None]] = [
-        [None] * num_layers if given is None else _layer_scales(name, given, num_layers)
+        [None] * num_layers if given is None else checked_layer_scales(name, given, num_layers)
         for name, given in (("k_scales", k_scales), ("v_scales", v_scales))
     ]
 
@@ -168,17 +174,12 @@ def create_kv_pool(
 
     if sharding is None:
         return create()
-    _check_sharding(sharding, layout, num_kv_heads)
+    check_pool_sharding(sharding, layout, num_kv_heads)
     cut = head_axes(sharding.spec, layout)
     shardings = jax.tree.map(
         lambda spec: NamedSharding(sharding.mesh, spec), pool_specs(jax.eval_shape(create), cut)
     )
     return jax.jit(create, out_shardings=shardings)()
-
-
-def head_axes(spec: PartitionSpec, layout: PageLayout) -> Any:
-    """Return the mesh axes over which the spec of a layout's pages cuts their KV heads."""
-    return spec[layout.head_axis] if len(spec) > layout.head_axis else None
 
 
 def pool_specs(pool: Any, heads: Any, pages: Any = None) -> Any:
@@ -358,20 +359,6 @@ def copy_pages(pool: KVPool, copies: PageCopies, *, kv_layout: KVLayout | None =
     return KVPool(layers=tuple(_on_each_device(copy, x, (), (src, dst)) for x in layers))
 
 
-def take_pages(x: jax.Array, axis: int, pages: jax.Array, *, mode: str = "clip") -> jax.Array:
-    """Return the pages i32[n] along an axis; zeros for others with mode "fill"."""
-
-    def take(x: jax.Array, pages: jax.Array) -> jax.Array:
-        return x.at[pages].get(mode=mode, fill_value=0, wrap_negative_indices=False)
-
-    return _per_head(take, x, pages) if axis else take(x, pages)
-
-
-def set_pages(x: jax.Array, axis: int, pages: jax.Array, values: jax.Array) -> jax.Array:
-    """Return pages or scales with `values` at the pages i32[n] along an axis."""
-    return _per_head(_set, x, pages, values) if axis else _set(x, pages, values)
-
-
 def _on_each_device(
     function: Callable[..., LayerKV],
     layer: LayerKV,
@@ -410,54 +397,18 @@ def _write(layer: LayerKV, k: jax.Array, v: jax.Array, slots: jax.Array) -> Laye
     else:
         new = token_scales(k, dtype), token_scales(v, dtype)  # [T, num_kv_heads]
         k, v = quantize(k, new[0], dtype), quantize(v, new[1], dtype)
-        k_scales = _set_tokens(k_scales, layout.scale_axes, slots, new[0])
-        v_scales = _set_tokens(v_scales, layout.scale_axes, slots, new[1])
+        k_scales = set_tokens(k_scales, layout.scale_axes, slots, new[0])
+        v_scales = set_tokens(v_scales, layout.scale_axes, slots, new[1])
     k_pages, v_pages = layer.k_pages, layer.v_pages
     if v_pages is not None:
-        k_pages = _set_tokens(k_pages, layout.axes, slots, k)
-        v_pages = _set_tokens(v_pages, layout.axes, slots, v)
+        k_pages = set_tokens(k_pages, layout.axes, slots, k)
+        v_pages = set_tokens(v_pages, layout.axes, slots, v)
     else:
         both = jnp.stack([k, v], axis=2 if layout.merged == "H2" else 1)
         if layout.merged:
             both = both.reshape(both.shape[0], -1, both.shape[-1])
-        k_pages = _set_tokens(k_pages, layout.given_axes, slots, both)
+        k_pages = set_tokens(k_pages, layout.given_axes, slots, both)
     return replace(layer, k_pages=k_pages, v_pages=v_pages, k_scales=k_scales, v_scales=v_scales)
-
-
-def _set_tokens(x: jax.Array, axes: str, slots: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Return pages or scales with tokens `[T, ...]` at the slots i32[T].
-
-    Args:
-        axes: of `x`, a letter each as in `PageLayout`. Those of `tokens` have the same order.
-    """
-    page_axis, page_size = axes.index("P"), x.shape[axes.index("N")]
-    if "PN" in axes:
-        flat = x.reshape(*x.shape[:page_axis], -1, *x.shape[page_axis + 2 :])
-        if page_axis:
-            return _per_head(_set, flat, slots, tokens.swapaxes(0, 1)).reshape(x.shape)
-        return _set(flat, slots, tokens).reshape(x.shape)
-    # All axes up to N have indices, in order. XLA's GPU compiler moves scattered axes to the front,
-    # and so would copy the pool.
-    middle = jnp.arange(x.shape[1])
-    places = slots[:, None] // page_size, middle, slots[:, None] % page_size
-    return x.at[places].set(tokens, mode="drop", wrap_negative_indices=False)
-
-
-def _set(x: jax.Array, places: jax.Array, values: jax.Array) -> jax.Array:
-    return x.at[places].set(values, mode="drop", wrap_negative_indices=False)
-
-
-def _per_head(
-    function: Callable[..., jax.Array], x: jax.Array, places: jax.Array, *values: jax.Array
-) -> jax.Array:
-    """Return `function(x[h], places, *(v[h] for v in values))` of every head h.
-
-    Heads are a batch dimension of the gather or scatter, its indices included. On a mesh each
-    device then works on its own heads. A head among the indices would gather the new tokens of all
-    heads on each device, and one without indices of its own is an axis of the window: XLA's GPU
-    compiler moves the scattered axes in front of it, and so transposes the pool.
-    """
-    return jax.vmap(function)(x, jnp.broadcast_to(places, (x.shape[0], places.size)), *values)
 
 
 def _checked_dtype(dtype: Any) -> jnp.dtype:
@@ -470,30 +421,3 @@ def _checked_dtype(dtype: Any) -> jnp.dtype:
         name = repr(dtype) if element is None else element.name
         raise ValueError(f"dtype={name} must be one of {allowed}")
     return element
-
-
-def _check_sharding(sharding: Any, layout: PageLayout, num_kv_heads: int) -> None:
-    if not isinstance(sharding, NamedSharding) or any(
-        cut and axis != layout.head_axis for axis, cut in enumerate(sharding.spec)
-    ):
-        raise ValueError(f"{sharding=} must be a NamedSharding that cuts the KV heads alone")
-    axes = head_axes(sharding.spec, layout)
-    names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
-    num_parts = math.prod(sharding.mesh.shape[name] for name in names)
-    if num_kv_heads % num_parts:
-        raise ValueError(
-            f"{num_kv_heads=} must be a multiple of the {num_parts} devices of mesh axis {axes!r}; "
-            "a pool can hold every KV head several times, see pallas_paged.sharding.kv_head_repeats"
-        )
-
-
-def _layer_scales(name: str, given: Any, num_layers: int) -> list[float]:
-    least = float(jnp.finfo(jnp.float32).tiny)  # a subnormal may be flushed to 0
-    rule = f"{num_layers=} numbers, each at least {least:g}"
-    scalar = not isinstance(given, Iterable) or not getattr(given, "ndim", 1)
-    if scalar or isinstance(given, str | bytes):
-        raise ValueError(f"{name}={given!r} must be {rule}")
-    numbers = [static_number(f"{name}[{layer}]", x) for layer, x in enumerate(given)]
-    if len(numbers) != num_layers or not all(x >= least for x in numbers):
-        raise ValueError(f"{name}={numbers} must be {rule}")
-    return numbers

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from pallas_paged.checks import as_array, checked_array
+from pallas_paged.checks import as_array, checked_array, static_number
 
 # Largest value of each dtype; the largest |x| of a token is mapped to it.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
@@ -51,6 +51,23 @@ def checked_scales(
         checked_array("k_scales", k, jnp.float32, shape),
         checked_array("v_scales", v, jnp.float32, shape),
     )
+
+
+def checked_layer_scales(name: str, given: Any, num_layers: int) -> list[float]:
+    """Return scales of whole layers, a positive number for each.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    least = float(jnp.finfo(jnp.float32).tiny)  # a subnormal may be flushed to 0
+    rule = f"{num_layers=} numbers, each at least {least:g}"
+    scalar = not isinstance(given, Iterable) or not getattr(given, "ndim", 1)
+    if scalar or isinstance(given, str | bytes):
+        raise ValueError(f"{name}={given!r} must be {rule}")
+    numbers = [static_number(f"{name}[{layer}]", x) for layer, x in enumerate(given)]
+    if len(numbers) != num_layers or not all(x >= least for x in numbers):
+        raise ValueError(f"{name}={numbers} must be {rule}")
+    return numbers
 
 
 def token_scales(tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -7,10 +7,13 @@ device's heads, under plain `jit`.
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from pallas_paged.checks import validate_positive
-from pallas_paged.kernels.kv_layout import NOT_CUT, KVLayout, checked_layout
+from pallas_paged.kernels.kv_layout import NOT_CUT, KVLayout, PageLayout, checked_layout
 
 TENSOR_AXIS = "tensor"  # the mesh axis over which heads are cut
 
@@ -58,3 +61,24 @@ def kv_head_repeats(*, num_q_heads: int, num_kv_heads: int, num_devices: int) ->
     if num_kv_heads % num_devices and num_devices % num_kv_heads:
         raise ValueError(f"{num_devices=} must divide {num_kv_heads=} or be a multiple of it")
     return max(1, num_devices // num_kv_heads)
+
+
+def head_axes(spec: PartitionSpec, layout: PageLayout) -> Any:
+    """Return the mesh axes over which the spec of a layout's pages cuts their KV heads."""
+    return spec[layout.head_axis] if len(spec) > layout.head_axis else None
+
+
+def check_pool_sharding(sharding: Any, layout: PageLayout, num_kv_heads: int) -> None:
+    """Raise ValueError unless the sharding cuts the KV heads of pages of a layout evenly."""
+    if not isinstance(sharding, NamedSharding) or any(
+        cut and axis != layout.head_axis for axis, cut in enumerate(sharding.spec)
+    ):
+        raise ValueError(f"{sharding=} must be a NamedSharding that cuts the KV heads alone")
+    axes = head_axes(sharding.spec, layout)
+    names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+    num_parts = math.prod(sharding.mesh.shape[name] for name in names)
+    if num_kv_heads % num_parts:
+        raise ValueError(
+            f"{num_kv_heads=} must be a multiple of the {num_parts} devices of mesh axis {axes!r}; "
+            "a pool can hold every KV head several times, see pallas_paged.sharding.kv_head_repeats"
+        )

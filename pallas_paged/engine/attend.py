@@ -99,7 +99,10 @@ class PagedAttend:
     def _attend(self, q: jax.Array, cache: LayerKV, **options: Any) -> tuple[jax.Array, LayerKV]:
         pages = (cache.k_pages, cache.v_pages)
         options |= dict(
-            k_scales=cache.k_scales, v_scales=cache.v_scales, implementation=self._implementation
+            k_scales=cache.k_scales,
+            v_scales=cache.v_scales,
+            kv_layout=cache.kv_layout,
+            implementation=self._implementation,
         )
         block_tables, lens = self._decoding
         num_decodes = lens.size

@@ -19,24 +19,60 @@ from pallas_paged.kernels.logits import LogitOptions
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PageReaders:
+    """The entries of the block tables through which some query may see a page: its readers.
+
+    Attributes:
+        row, block: i32`[num_entries]` of each reader. Readers are sorted by page, and of one page
+            by row and block.
+        first, end: i32`[P]`, the readers of each page.
+    """
+
+    row: jax.Array
+    block: jax.Array
+    first: jax.Array
+    end: jax.Array
+
+    @classmethod
+    def of(cls, arrays: Arrays, options: LogitOptions) -> PageReaders:
+        """Return the readers of a ragged call."""
+        pages_per_seq, page_size = arrays.block_tables.shape[1], arrays.page_size
+        num_pages = arrays.layout.size(arrays.k_pages.shape, "P")
+        q_lens = jnp.diff(arrays.cu_q_lens)
+        start = jnp.arange(pages_per_seq) * page_size
+        read = (start < arrays.seq_lens[:, None]) & (q_lens > 0)[:, None]
+        if arrays.q_positions is None:
+            oldest = options.first_key(jnp.maximum(arrays.seq_lens - q_lens, 0))
+            read &= start + page_size > oldest[:, None]
+        page = jnp.where(read, jnp.clip(arrays.block_tables, 0, num_pages - 1), num_pages)
+        page = page.reshape(-1)
+        entry = jnp.arange(page.size)
+        _, entry = lax.sort((page, entry), num_keys=1, is_stable=True)
+        counts = jnp.zeros(num_pages, jnp.int32).at[page].add(1, mode="drop")
+        end = jnp.cumsum(counts)
+        return cls(
+            row=entry // pages_per_seq, block=entry % pages_per_seq, first=end - counts, end=end
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class KeyTiles:
     """Blocks of `block_k` keys of a row, and the readers of each page.
 
-    A reader of a page is an entry of a block table through which some query may see it. Readers are
-    sorted by page, and of one page by row and block. The first reader's tile makes the gradient of
-    the page, over all of its readers. Entries are numbers `row * pages_per_seq + block`.
+    The tile of a page's first reader makes the gradient of the page, over all of its readers.
+    Entries are numbers `row * pages_per_seq + block`.
 
     Attributes:
         tile: i32`[num_tiles]`, `row * tiles_per_row + block of keys`; those with the most queries
             come first.
-        reader_row, reader_block: i32`[num_entries]` of each reader, in the order of readers.
+        readers: of the pages.
         first, end: i32`[num_entries]`, the readers of the entry's page; none (`first = end`) where
             another entry is its first reader, or none reads it.
     """
 
     tile: jax.Array
-    reader_row: jax.Array
-    reader_block: jax.Array
+    readers: PageReaders
     first: jax.Array
     end: jax.Array
 
@@ -44,26 +80,17 @@ class KeyTiles:
 def make_key_tiles(arrays: Arrays, *, block_k: int, options: LogitOptions) -> KeyTiles:
     """Return the tiles of keys of a ragged call."""
     num_seqs, pages_per_seq = arrays.block_tables.shape
-    page_size = arrays.page_size
+    page_size, num_entries = arrays.page_size, arrays.block_tables.size
     num_pages = arrays.layout.size(arrays.k_pages.shape, "P")
-    num_entries = num_seqs * pages_per_seq
     q_lens = jnp.diff(arrays.cu_q_lens)
     before = arrays.seq_lens - q_lens  # position of a row's first query
-    start = jnp.arange(pages_per_seq) * page_size
-    read = (start < arrays.seq_lens[:, None]) & (q_lens > 0)[:, None]
-    if arrays.q_positions is None:
-        oldest = options.first_key(jnp.maximum(before, 0))
-        read &= start + page_size > oldest[:, None]
-    entry = jnp.arange(num_entries)
-    page = jnp.where(read, jnp.clip(arrays.block_tables, 0, num_pages - 1), num_pages).reshape(-1)
-    sorted_page, reader = lax.sort((page, entry), num_keys=1, is_stable=True)
-    is_first = jnp.append(True, sorted_page[1:] != sorted_page[:-1])
-    group = jnp.cumsum(is_first) - 1
-    ends = jnp.zeros(num_entries, jnp.int32).at[group].max(entry + 1)[group]
-    leads = is_first & (sorted_page < num_pages)
+    readers = PageReaders.of(arrays, options)
+    reader = jnp.minimum(readers.first, num_entries - 1)
+    leader = readers.row[reader] * pages_per_seq + readers.block[reader]
+    leader = jnp.where(readers.first < readers.end, leader, num_entries)
     none = jnp.zeros(num_entries, jnp.int32)
-    first = none.at[reader].set(jnp.where(leads, entry, 0))
-    end = none.at[reader].set(jnp.where(leads, ends, 0))
+    first = none.at[leader].set(readers.first, mode="drop")
+    end = none.at[leader].set(readers.end, mode="drop")
 
     # The queries that see a tile: a row's first blocks are seen by the most.
     tiles_per_row = -(-arrays.max_kv_len // block_k)
@@ -83,8 +110,7 @@ def make_key_tiles(arrays: Arrays, *, block_k: int, options: LogitOptions) -> Ke
     most_tiles = min(cost.size, num_pages * max(page_size // block_k, 1))
     return KeyTiles(
         tile=jnp.argsort(-cost, stable=True)[:most_tiles].astype(jnp.int32),
-        reader_row=reader // pages_per_seq,
-        reader_block=reader % pages_per_seq,
+        readers=readers,
         first=first,
         end=end,
     )

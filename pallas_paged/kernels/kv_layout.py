@@ -132,7 +132,7 @@ class PageLayout:
             pages, shape, out_sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec))
         )
 
-    def index(self, kv: int, **places: Any) -> tuple[Any, ...]:
+    def index(self, kv: Any, **places: Any) -> tuple[Any, ...]:
         """Return the index of a box of K or of V in pages with all axes.
 
         Args:

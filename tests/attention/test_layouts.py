@@ -13,6 +13,7 @@ import pallas_paged as pp
 from tests.support.attention_calls import STATIC, assert_close, assert_same_bits
 from tests.support.attention_cases import Case, SharedPrefixes
 from tests.support.attention_options import OPTIONS, chosen_options
+from tests.support.marks import slow
 from tests.support.page_layouts import LAYOUTS, OTHERS, call_in_layout
 from tests.support.quantized_cases import Quantized
 
@@ -36,7 +37,7 @@ def test_pages_of_any_layout_give_the_same_bits(name, kv_layout, implementation)
     assert_same_bits(got, attend(name, "HPND", arrays, implementation=implementation))
 
 
-@pytest.mark.parametrize("kv_layout", LAYOUTS)
+@pytest.mark.parametrize("kv_layout", ["HND", "NH2D", *slow(["NHD", "2NHD", "N2HD"])])
 @pytest.mark.parametrize("name", CALLS)
 def test_all_options_together(name, kv_layout, implementation):
     names = [option for option in OPTIONS if name == "ragged" or option != "tree"]
@@ -46,7 +47,7 @@ def test_all_options_together(name, kv_layout, implementation):
     assert_close(attend(name, kv_layout, arrays, **call), arrays, case.tolerance, **oracle)
 
 
-@pytest.mark.parametrize("per_tensor", [False, True], ids=["scales of tokens", "one scale"])
+@pytest.mark.parametrize("per_tensor", [False, *slow([True])])
 @pytest.mark.parametrize("kv_layout", OTHERS)
 @pytest.mark.parametrize(("name", "kv_dtype"), [("decode", "int8"), ("ragged", "float8_e4m3fn")])
 def test_quantized_pages(name, kv_dtype, kv_layout, per_tensor, implementation):
@@ -57,8 +58,8 @@ def test_quantized_pages(name, kv_dtype, kv_layout, per_tensor, implementation):
     assert_close(got, meant, case.tolerance)
 
 
-@pytest.mark.parametrize("kv_layout", ["HND", "NH2D"])
-@pytest.mark.parametrize("page_size", [1, 256])
+@pytest.mark.parametrize("kv_layout", ["HND", *slow(["NH2D"])])
+@pytest.mark.parametrize("page_size", [1, *slow([256])])
 @pytest.mark.parametrize("name", CALLS)
 def test_small_and_large_pages(name, page_size, kv_layout, implementation):
     case = dataclasses.replace(
@@ -106,6 +107,23 @@ def test_gradients_have_the_layout_of_the_pages(kv_layout):
     for got, expected in zip(gradients(kv_layout), (want["k_pages"], want["v_pages"]), strict=True):
         if expected is not None:
             np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("kv_layout", LAYOUTS)
+@pytest.mark.parametrize("name", CALLS)
+def test_xla_makes_nothing_of_the_size_of_a_pool(name, kv_layout, kv_dtype):
+    case = dataclasses.replace(CALLS[name][1], num_pages=4000)
+    arrays, _ = Quantized(case=case, kv_dtype="int8").make()
+    call = call_in_layout(kv_layout, arrays)
+    if kv_dtype == "float32":
+        for key in ("k_pages", "v_pages"):
+            call[key] = None if call[key] is None else call[key].astype(np.float32)
+        del call["k_scales"], call["v_scales"]
+    entry = partial(CALLS[name][0], kv_layout=kv_layout, implementation="xla")
+    compiled = jax.jit(entry).lower(**call).compile()
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < call["k_pages"].nbytes // 4
 
 
 def refused(kv_layout, message, **changes):

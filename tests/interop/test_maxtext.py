@@ -25,15 +25,19 @@ def mesh_of(**axes):
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=devices)
 
 
+def attend(mesh, arrays, rest=(None, 1.0)):
+    def call(*arrays):
+        return maxtext.sharded_ragged_paged_attention(mesh, *arrays, *rest)
+
+    return jax.jit(call)(*arrays.values())
+
+
 @pytest.mark.parametrize("axes", [dict(data=1, model=1), dict(data=1, model=2), dict(tensor=2)])
 def test_heads_over_devices(axes):
     arrays = CASE.make()
     sinks = np.float32([0.5, -1, 2, 0])
-    results = jax.jit(
-        lambda *x: maxtext.sharded_ragged_paged_attention(
-            mesh_of(**axes), *x, sinks, 0.3, 9, None, None, 0.5, update_kv_cache=True
-        )
-    )(*arrays.values())
+    rest = (sinks, 0.3, 9, None, None, 0.5, True)
+    results = attend(mesh_of(**axes), arrays, rest)
     meant = expected(arrays, sinks=sinks, sm_scale=0.3, sliding_window=9, v_scale=0.5)
     assert_equal_results(results, meant, 1e-5)
 
@@ -42,9 +46,7 @@ def test_rows_over_devices():
     """Each part of the data has its own rows, pages, offsets and distribution."""
     parts = [CASE.make(seed=seed) for seed in (0, 1)]
     arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    out, cache = maxtext.sharded_ragged_paged_attention(
-        mesh_of(data=2, model=2), *arrays.values(), None, 1.0
-    )
+    out, cache = attend(mesh_of(data=2, model=2), arrays)
     for index, part in enumerate(parts):
         results = (np.split(np.asarray(x), 2)[index] for x in (out, cache))
         assert_equal_results(results, expected(part), 1e-5)
@@ -57,9 +59,7 @@ def test_more_devices_than_heads():
     pages = arrays["kv_cache"]
     pairs = pages.reshape(*pages.shape[:2], 2, 2, -1)
     given = arrays | dict(kv_cache=np.repeat(pairs, 2, axis=2))
-    actual, new = maxtext.sharded_ragged_paged_attention(
-        mesh_of(data=1, model=4), *given.values(), None, 1.0
-    )
+    actual, new = attend(mesh_of(data=1, model=4), given)
     assert_equal_results((actual, np.asarray(new)[:, :, ::2]), (out, cache), 1e-5)
 
 

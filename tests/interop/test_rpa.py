@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_paged.interop import get_kv_cache_shape, ragged_paged_attention
+from tests.support.devices import lower_for_cuda
 from tests.support.promotion import strict_promotion
 from tests.support.rpa_cases import RpaCase, assert_equal_results, expected
 
@@ -147,6 +149,29 @@ def test_the_cache_is_not_copied(wide):
     for line in compiled.as_text().splitlines():
         copies = any(f" {op}(" in line for op in ("copy", "transpose", "concatenate"))
         assert not copies or "4096" not in line.split("=")[1], line
+
+
+VIEWS = re.compile(
+    r"func\.func|^ *return|call @|stablehlo\.(reshape|bitcast_convert|custom_call)|sdy\.sharding"
+)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("elements", [64, 128], ids=["cache as it is", "padded cache"])
+def test_on_a_gpu_one_scatter_writes_the_cache_and_all_else_views_it(elements, kv_dtype):
+    def of(*shape, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    tokens = of(40, 2, 64, dtype=kv_dtype)
+    cache = of(4099, 16, 2, 2, elements, dtype=kv_dtype)
+    q = of(40, 8, 64, dtype="bfloat16")
+    integers = of(4), of(4 * 32), of(5), of(3)
+    program = lower_for_cuda(ragged_paged_attention, q, tokens, tokens, cache, *integers)
+    large = [
+        line for line in program.as_text().splitlines() if re.search("<(4099x16|65584)x", line)
+    ]
+    others = [line for line in large if not VIEWS.search(line)]
+    assert len(others) == 1 and others[0].lstrip().startswith("})"), others  # the scatter's end
 
 
 def test_the_shape_of_a_cache():

@@ -23,6 +23,7 @@ OPTIONS = {
 }
 # The ragged kernel also finishes the tiles that one program has alone, so it applies the sinks.
 RAGGED_OPTIONS = OPTIONS | {
+    "causal": (False, [0, 0], [True, False]),
     "sinks": (PER_HEAD, [1, 1], [True, True]),
     "tree_mask": (np.ones((3, 4, 4), bool), [1, 0], [True, False]),
 }

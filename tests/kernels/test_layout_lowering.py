@@ -14,6 +14,7 @@ from pallas_paged.kernels.kv_layout import LAYOUTS
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support.attention_options import TREE_MASK
 from tests.support.devices import lower_for_cuda
+from tests.support.marks import slow
 
 NUM_PAGES, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM = 4099, 16, 2, 64
 HALF = NUM_PAGES * PAGE_SIZE * NUM_KV_HEADS * HEAD_DIM // 2  # words of K or of V
@@ -69,18 +70,29 @@ def pool_operations(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
-@pytest.mark.parametrize("kernel", ENTRIES)
 @pytest.mark.parametrize(
-    ("implementation", "dtype", "kv_dtype"),
+    ("kernel", "implementation", "dtype", "kv_dtype"),
     [
-        ("triton", "bfloat16", "bfloat16"),
-        ("triton", "float32", "float32"),
-        ("triton", "bfloat16", "int8"),
-        ("triton", "float16", "float8_e4m3fn"),
-        ("mosaic_gpu", "bfloat16", "bfloat16"),
+        ("decode", "triton", "bfloat16", "bfloat16"),
+        ("ragged", "triton", "bfloat16", "bfloat16"),
+        ("decode", "triton", "bfloat16", "int8"),
+        ("ragged", "triton", "float16", "float8_e4m3fn"),
+        ("decode", "mosaic_gpu", "bfloat16", "bfloat16"),
+        ("ragged", "mosaic_gpu", "bfloat16", "bfloat16"),
+        *slow(
+            [
+                ("decode", "triton", "float32", "float32"),
+                ("ragged", "triton", "float32", "float32"),
+                ("decode", "triton", "float16", "float8_e4m3fn"),
+                ("ragged", "triton", "bfloat16", "int8"),
+                ("cascade", "triton", "bfloat16", "bfloat16"),
+                ("cascade", "triton", "bfloat16", "int8"),
+                ("cascade", "mosaic_gpu", "bfloat16", "bfloat16"),
+            ]
+        ),
     ],
 )
-def test_no_pool_is_copied(implementation, dtype, kv_dtype, kernel, kv_layout):
+def test_no_pool_is_copied(kernel, implementation, dtype, kv_dtype, kv_layout):
     if implementation == "mosaic_gpu" and mosaic_support.why_not_jax():
         pytest.skip(mosaic_support.why_not_jax())
     options = OPTIONS | ({"tree_mask": TREE_MASK} if kernel == "ragged" else {})

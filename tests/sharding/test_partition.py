@@ -40,13 +40,14 @@ def local_call(implementation, **changes):
         fixed_split_size=None,
         with_lse=True,
         names=tuple(ARRAYS),
+        kv_layout="HPND",
     )
     return dispatch.LocalCall(**fields | changes)
 
 
 def divided(local):
     """A decode call, divided among devices: of "xla" too, which compiles fast."""
-    layout = dispatch._layout("decode", local.names, scalars=False, with_lse=True)
+    layout = dispatch._layout("decode", local.kv_layout, local.names, scalars=False, with_lse=True)
     return partition.on_each_device(local, layout, platform=local.device.platform)
 
 

@@ -20,3 +20,12 @@ def lowered_options(num_q_heads, num_seqs):
         "tree_mask": np.ones((num_seqs, 8, 8), bool),
     }
     return [{name: value} for name, value in alone.items()] + [alone]
+
+
+def not_causal(num_q_heads):
+    """Options of ragged attention in which queries see all keys, alone and with others."""
+    per_head = np.ones(num_q_heads, np.float32)
+    return [
+        {"causal": False},
+        {"causal": False, "sliding_window": 100, "alibi_slopes": per_head, "sinks": per_head},
+    ]

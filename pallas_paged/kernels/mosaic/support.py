@@ -11,10 +11,11 @@ import re
 import jax
 import jax.numpy as jnp
 
-from pallas_paged.kernels.call import Call, Device
+from pallas_paged.kernels.call import Arrays, Call, Device
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig, MosaicRaggedConfig
 
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIMS = (64, 128, 256)  # of 512, two blocks of 64 tokens of K and V would take 256 KB
+GRADIENT_HEAD_DIMS = (64, 128)
 MIN_PAGE_SIZE = 8  # rows of a swizzled tile in shared memory
 MAX_DECODE_GROUP = 64
 # Shared memory of a Hopper SM. A program costs 1 KB more than it asks for.
@@ -70,6 +71,27 @@ def why_not_call(call: Call) -> str | None:
     if call.kernel == "decode" and call.group > MAX_DECODE_GROUP:
         return f"decodes at most {MAX_DECODE_GROUP} query heads per KV head, not {call.group}"
     return None if call.config is None else _why_not_config(call)  # a chosen config fits
+
+
+def why_no_gradient(arrays: Arrays) -> str | None:
+    """Return why the kernels should leave the gradient of a call to those of Triton, or None."""
+    reason = why_not_jax()
+    if reason is not None:
+        return reason
+    dtype, head_dim = arrays.q.dtype, arrays.head_dim
+    if dtype not in (jnp.bfloat16, jnp.float16) or arrays.k_pages.dtype != dtype:
+        return "needs bfloat16 or float16, of q and of pages"
+    if head_dim not in GRADIENT_HEAD_DIMS or arrays.page_size < MIN_PAGE_SIZE:
+        return f"needs a head_dim of {GRADIENT_HEAD_DIMS} and pages of {MIN_PAGE_SIZE} tokens"
+    options = (arrays.alibi_slopes, arrays.tree_mask, arrays.q_positions)
+    if any(x is not None for x in options):
+        return "has no ALiBi, tree masks and cascades"
+    if arrays.q.shape[0] * arrays.group < 128 * arrays.num_seqs:
+        return "has tiles of 128 query rows, and an average sequence has fewer"
+    num_pages = arrays.layout.size(arrays.k_pages.shape, "P")
+    if arrays.block_tables.size > 2 * num_pages:
+        return "has f32 sums for each entry of the block tables, and there are few pages"
+    return None
 
 
 def _why_not_config(call: Call) -> str | None:

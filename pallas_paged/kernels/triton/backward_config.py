@@ -33,8 +33,8 @@ def queries_config(*, head_dim: int, itemsize: int, rows: int) -> BackwardConfig
     padded = next_power_of_2(max(head_dim, 16))
     if itemsize == 4:  # f32 products run without the matrix unit
         return BackwardConfig(block_q=16, block_k=16, num_warps=4, num_stages=1)
-    block_q = min(max(next_power_of_2(rows), 16), 128)
-    block_k = 64 if padded <= 128 else 32
+    block_q = min(max(next_power_of_2(rows), 16), 128, 32768 // padded)
+    block_k = min(64, 8192 // padded)
     num_warps = max(2, min(8, block_q * padded // 2048))
     return BackwardConfig(block_q=block_q, block_k=block_k, num_warps=num_warps, num_stages=2)
 
@@ -48,6 +48,7 @@ def keys_config(*, head_dim: int, itemsize: int, rows: int) -> BackwardConfig:
     padded = next_power_of_2(max(head_dim, 16))
     if itemsize == 4:
         return BackwardConfig(block_q=16, block_k=16, num_warps=4, num_stages=1)
-    block_q = min(max(next_power_of_2(rows), 16), 64 if padded <= 128 else 32)
-    block_k = 128 if padded <= 128 else 64
+    # With 64 queries a tile of 128 keys needs more registers than there are.
+    block_q = min(max(next_power_of_2(rows), 16), 32, 8192 // padded)
+    block_k = min(128, 16384 // padded)
     return BackwardConfig(block_q=block_q, block_k=block_k, num_warps=8, num_stages=2)

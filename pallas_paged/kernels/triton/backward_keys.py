@@ -15,6 +15,7 @@ All rows that share pages are read in one order, so the sums are the same bits i
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +23,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_paged.kernels.backward_plan import KeyTiles, make_key_tiles
+from pallas_paged.kernels.backward_logits import recompute
+from pallas_paged.kernels.backward_plan import make_key_tiles
 from pallas_paged.kernels.call import Arrays, result_shape
-from pallas_paged.kernels.kv_layout import K, V, PageLayout
+from pallas_paged.kernels.kv_layout import PageLayout
 from pallas_paged.kernels.logits import LogitOptions, dot
 from pallas_paged.kernels.triton import one_byte
 from pallas_paged.kernels.triton.backward_config import BackwardConfig
-from pallas_paged.kernels.triton.backward_logits import recompute, seen
+from pallas_paged.kernels.triton.backward_mask import seen
+from pallas_paged.kernels.triton.pages import Tokens, operands_of
+from pallas_paged.kernels.triton.softmax import exp2
 from pallas_paged.kernels.triton.specs import kv_head, whole
 
 _NEVER = jnp.iinfo(jnp.int32).max
@@ -39,12 +43,12 @@ def keys_kernel(
     do_ref,  # [T, G, D]
     lse_ref,  # f32[T, G] in base 2
     delta_ref,  # f32[T, G]
-    k_ref,  # pages
-    v_ref,  # pages
+    k_ref,  # pages of the KV head
+    v_ref,  # like k_ref
     block_tables_ref,  # i32[B * N]
     seq_lens_ref,  # i32[B]
     cu_q_lens_ref,  # i32[B + 1]
-    plan: KeyTiles,  # of refs
+    plan: Any,  # `KeyTiles` of refs
     q_positions_ref,  # i32[T] or None
     alibi_slopes_ref,  # f32[G] or None
     tree_mask_ref,  # i8[B, M, M] or None
@@ -79,25 +83,27 @@ def keys_kernel(
     leads = first < end  # keys whose gradients this tile makes
     page = plgpu.load(block_tables_ref.at[entry], mask=leads, other=0)
 
-    def index(kv):
+    def index(kv, page):
         return layout.index(
             jnp.full((1, 1), kv), P=page[:, None], N=offset[:, None], H=head[None, None], D=dims
         )
 
-    def load(ref, kv):
+    tokens = Tokens.of(page, place, page_size)
+    kv_mask = jnp.broadcast_to(dims < head_dim, (block_k, dims.size)) if padded else None
+
+    def load(ref):
         # Other keys may be NaN: each has its own row in the sums, which is not stored. A mask would
         # keep the tile out of shared memory.
-        mask = jnp.broadcast_to(dims < head_dim, (block_k, dims.size)) if padded else None
-        return plgpu.load(ref.at[index(kv)], mask=mask, other=0.0 if padded else None)
+        return plgpu.load(tokens.rows_of(ref, dims), mask=kv_mask, other=0.0 if padded else None)
 
-    k, v = load(k_ref, K), load(v_ref, V)
+    k, v = load(k_ref), load(v_ref)
 
     def add_row(carry):
         reader, dk, dv = carry
-        rows = plgpu.load(plan.reader_row.at[reader], mask=reader < end, other=_NEVER)
+        rows = plgpu.load(plan.readers.row.at[reader], mask=reader < end, other=_NEVER)
         row = jnp.min(rows)
         mine = rows == row  # pages of this tile that the row reads
-        blocks = plgpu.load(plan.reader_block.at[reader], mask=mine, other=0)
+        blocks = plgpu.load(plan.readers.block.at[reader], mask=mine, other=0)
         keys = (blocks << page_bits) + offset
         q_start = cu_q_lens_ref[row]
         q_len = cu_q_lens_ref[row + 1] - q_start
@@ -159,7 +165,8 @@ def keys_kernel(
                 )
             p, _, ds = recompute(
                 dot(k, q.T), dot(v, do.T), lse, delta, sees, slopes,
-                keys[:, None] - positions[None, :], options=options, operands=operands,
+                keys[:, None] - positions[None, :],
+                options=options, exp2=functools.partial(exp2, operands=operands),
             )  # fmt: skip
             dv += dot(p.astype(do.dtype), do)
             dk += dot(ds.astype(q.dtype), q)
@@ -178,9 +185,14 @@ def keys_kernel(
         add_row,
         (first, zeros, zeros),
     )
+    # The interpreter writes lanes that are off too, what was there: past the end, not to page 0.
+    num_pages = layout.size(d_refs[0].shape, "P")
+    page = jnp.where(leads, page, num_pages)
     for kv, d in enumerate((dk * options.sm_scale, dv)):
         ref = d_refs[kv % len(d_refs)]
-        plgpu.store(ref.at[index(kv)], d.astype(ref.dtype), mask=leads[:, None] & (dims < head_dim))
+        plgpu.store(
+            ref.at[index(kv, page)], d.astype(ref.dtype), mask=leads[:, None] & (dims < head_dim)
+        )
 
 
 def keys_gradient(
@@ -212,7 +224,8 @@ def keys_gradient(
     )
     pages = [x for x in (arrays.k_pages, arrays.v_pages) if x is not None]
     zeros = [jnp.zeros_like(x) for x in pages]
-    inputs = (q, do, lse, delta, *arrays.kv_pages, *of_rows, slopes, tree, zeros)
+    kv, kv_specs = operands_of(arrays)
+    inputs = (q, do, lse, delta, *kv[:2], *of_rows, slopes, tree, zeros)
     first_zeros = len(jax.tree.leaves(inputs)) - len(zeros)
     return pl.pallas_call(
         functools.partial(
@@ -228,7 +241,7 @@ def keys_gradient(
         grid=(num_kv_heads, plan.tile.shape[0]),
         in_specs=[
             *(kv_head(x, 1) for x in (q, do, lse, delta)),
-            *whole(arrays.kv_pages),
+            *kv_specs[:2],
             *whole(of_rows),
             kv_head(slopes, 0),
             whole(tree),

@@ -15,13 +15,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_paged.kernels.backward_logits import recompute
 from pallas_paged.kernels.call import Arrays, result_shape
-from pallas_paged.kernels.kv_layout import K, V, PageLayout
 from pallas_paged.kernels.logits import LogitOptions, dot, signed_distances
 from pallas_paged.kernels.ragged_plan import Tiles, make_tiles
 from pallas_paged.kernels.triton import one_byte
 from pallas_paged.kernels.triton.backward_config import BackwardConfig
-from pallas_paged.kernels.triton.backward_logits import recompute, seen
+from pallas_paged.kernels.triton.backward_mask import seen
+from pallas_paged.kernels.triton.pages import Tokens, operands_of
+from pallas_paged.kernels.triton.softmax import exp2
 from pallas_paged.kernels.triton.specs import kv_head, whole
 
 
@@ -30,9 +32,9 @@ def queries_kernel(
     do_refs,  # like q_refs
     lse_ref,  # f32[T, G] in base 2
     delta_ref,  # f32[T, G]
-    k_ref,  # pages, or words of int8 and fp8 elements
+    k_ref,  # pages of the KV head, or words of int8 and fp8 elements
     v_ref,  # like k_ref
-    k_scales_ref,  # f32, the layout's axes of scales, or [1] for all tokens, or None
+    k_scales_ref,  # f32, or [1] for all tokens, or None
     v_scales_ref,  # like k_scales_ref
     block_tables_ref,  # i32[B, N]
     tiles: Tiles,  # of refs
@@ -44,14 +46,12 @@ def queries_kernel(
     *,
     options: LogitOptions,
     page_size: int,
-    layout: PageLayout,
     operands: one_byte.Operands,
     config: BackwardConfig,
 ):
     """One program: the gradient of one tile of queries."""
     block_q, block_k = config.block_q, config.block_k
     num_tokens, group, num_words = q_refs[0].shape
-    head = pl.program_id(0)
     index = pl.program_id(1)
     item = jax.tree.map(lambda ref: ref[index], tiles)
     row, q_len, kv_len = item.row, item.q_len, item.kv_len
@@ -72,9 +72,8 @@ def queries_kernel(
     )
     lse = plgpu.load(lse_ref.at[q_row, q_head])
     delta = plgpu.load(delta_ref.at[q_row, q_head])
-    if q_positions_ref is None:
-        positions = before + token
-    else:
+    positions = before + token
+    if q_positions_ref is not None:
         positions = plgpu.load(q_positions_ref.at[q_row])
     slopes = None
     if alibi_slopes_ref is not None:
@@ -88,35 +87,22 @@ def queries_kernel(
         page = plgpu.load(
             block_tables_ref.at[row[None], readable >> page_bits], eviction_policy="evict_last"
         )
-        offset = readable & (page_size - 1)
+        tokens = Tokens.of(page, readable, page_size)
         kv_mask = jnp.broadcast_to(words < num_words, (block_k, words.size)) if padded else None
 
-        def load(ref, kv):
-            place = layout.index(
-                jnp.full((1, 1), kv),
-                P=page[:, None],
-                N=offset[:, None],
-                H=head[None, None],
-                D=words,
-            )
+        def load(ref):
             other = one_byte.zero(ref) if padded else None
-            tiles = operands.of_pages(plgpu.load(ref.at[place], mask=kv_mask, other=other))
-            return [tile.astype(operands.dtype) for tile in tiles]
-
-        def scales(ref):
-            if ref is None or ref.shape == (1,):
-                return None if ref is None else ref[...][None, :]
-            names = {"P": page, "N": offset, "H": head[None]}
-            return plgpu.load(ref.at[tuple(names[x] for x in layout.scale_axes)])[None, :]
+            loaded = plgpu.load(tokens.rows_of(ref, words), mask=kv_mask, other=other)
+            return [tile.astype(operands.dtype) for tile in operands.of_pages(loaded)]
 
         def products(queries, values):
             return functools.reduce(operator.add, map(lambda q, k: dot(q, k.T), queries, values))
 
-        k, v = load(k_ref, K), load(v_ref, V)
+        k, v = load(k_ref), load(v_ref)
         s, dp = products(q, k), products(do, v)
-        k_scales, v_scales = scales(k_scales_ref), scales(v_scales_ref)
-        if k_scales is not None:
-            s, dp = s * k_scales, dp * v_scales
+        k_scales, v_scales = tokens.load_scales(k_scales_ref), tokens.load_scales(v_scales_ref)
+        if k_scales is not None and v_scales is not None:
+            s, dp = s * k_scales[None, :], dp * v_scales[None, :]
         sees = None
         if masked:
             sees = (keys < kv_len)[None, :] & seen(
@@ -132,12 +118,12 @@ def queries_kernel(
         distances = keys[None, :] - positions[:, None]
         _, d_logits, ds = recompute(
             s, dp, lse[:, None], delta[:, None], sees, slopes, distances,
-            options=options, operands=operands,
+            options=options, exp2=functools.partial(exp2, operands=operands),
         )  # fmt: skip
         if d_slopes is not None:
             d_slopes += (d_logits * signed_distances(distances, options)).sum(axis=1)
         if k_scales is not None:
-            ds = ds * k_scales
+            ds = ds * k_scales[None, :]
         ds = ds.astype(operands.dtype)
         return [d + dot(ds, tile) for d, tile in zip(dq, k, strict=True)], d_slopes
 
@@ -192,10 +178,7 @@ def queries_gradient(
     )
     by_head = (num_tokens, num_kv_heads, group, head_dim)
     qs, dos = (operands.split(x.reshape(by_head)) for x in (arrays.q, do))
-    kv = [_words(pages) for pages in arrays.kv_pages]
-    scales = [
-        x if x is None or x.ndim else x.reshape(1) for x in (arrays.k_scales, arrays.v_scales)
-    ]
+    kv, kv_specs = operands_of(arrays)
     slopes = arrays.alibi_slopes
     slopes = None if slopes is None else slopes.reshape(num_kv_heads, group)
     tree = None if arrays.tree_mask is None else arrays.tree_mask.astype(jnp.int8)
@@ -206,7 +189,6 @@ def queries_gradient(
             queries_kernel,
             options=options,
             page_size=arrays.page_size,
-            layout=arrays.layout,
             operands=operands,
             config=config,
         ),
@@ -216,8 +198,7 @@ def queries_gradient(
             [kv_head(x, 1) for x in dos],
             kv_head(lse, 1),
             kv_head(delta, 1),
-            *whole(kv),
-            *whole(scales),
+            *kv_specs,
             whole(arrays.block_tables),
             whole(tiles),
             whole(arrays.q_positions),
@@ -237,7 +218,6 @@ def queries_gradient(
         lse,
         delta,
         *kv,
-        *scales,
         arrays.block_tables,
         tiles,
         arrays.q_positions,
@@ -248,11 +228,3 @@ def queries_gradient(
     if d_slopes is not None:
         d_slopes = d_slopes.sum(axis=0).reshape(num_q_heads)
     return dq.reshape(arrays.q.shape), d_slopes
-
-
-def _words(pages: jax.Array) -> jax.Array:
-    """Return pages, int8 and fp8 as i16 words of two elements."""
-    if pages.dtype.itemsize > 1:
-        return pages
-    *axes, head_dim = pages.shape
-    return lax.bitcast_convert_type(pages.reshape(*axes, head_dim // 2, 2), jnp.int16)

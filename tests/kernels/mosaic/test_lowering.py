@@ -105,7 +105,7 @@ RAGGED = pairwise(
     page_size=(8, 16, 64, 256),
     num_tokens=(7, 203, 1024),
     num_consumers=(1, 2),
-    tree_mask=(False, True),
+    mask=("causal", "tree", None),
     **OPTIONS,
 )
 DECODE = pairwise(
@@ -144,7 +144,8 @@ def test_ragged(row):
         pp.ragged_paged_attention,
         implementation="mosaic_gpu",
         config=config,
-        tree_mask=np.ones((num_seqs, 40, 40), bool) if row["tree_mask"] else None,
+        tree_mask=np.ones((num_seqs, 40, 40), bool) if row["mask"] == "tree" else None,
+        causal=row["mask"] is not None,
         **options_of(row, num_q_heads),
     )
     q = jax.ShapeDtypeStruct((row["num_tokens"], num_q_heads, row["head_dim"]), row["dtype"])

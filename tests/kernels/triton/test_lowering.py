@@ -16,7 +16,7 @@ from pallas_paged.kernels.triton.config import (
     ragged_config,
 )
 from tests.support.devices import lower_for_cuda
-from tests.support.lowered_options import LOOP, lowered_options
+from tests.support.lowered_options import LOOP, lowered_options, not_causal
 from tests.support.marks import slow
 
 
@@ -90,7 +90,7 @@ class TestOptionsLowerForCuda:
 
     def test_ragged(self, dtype, fixed_split_size):
         config = pp.RaggedConfig(**LOOP, block_q=64, fixed_split_size=fixed_split_size)
-        for call in lowered_options(6, 4):
+        for call in [*lowered_options(6, 4), *not_causal(6)]:
             text = lower(4, (6, 2, 80), 16, 32, dtype, num_tokens=50, config=config, **call)
             assert "ragged_paged_attention" in text
 

@@ -1,0 +1,106 @@
+"""The Mosaic GPU kernels of the backward pass: interpreted, and lowered for a Hopper GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_paged.kernels import xla
+from pallas_paged.kernels.backward import attention_gradient
+from pallas_paged.kernels.call import Arrays
+from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.kernels.mosaic import support as mosaic_support
+from tests.support.attention_cases import mosaic_case
+from tests.support.attention_oracle import relative_error
+from tests.support.devices import lower_for_cuda
+
+if reason := mosaic_support.why_not_jax():
+    pytest.skip(reason, allow_module_level=True)
+
+from pallas_paged.kernels.mosaic import backward
+
+# The interpreter multiplies the poisoned values too.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+
+NAMES = ("q", "k_pages", "v_pages")
+FIELDS = (*NAMES, "block_tables", "seq_lens", "cu_q_lens")
+CASE = mosaic_case(
+    num_q_heads=2, num_kv_heads=1, seq_lens=(150, 0, 200, 1), q_lens=(100, 1, 70, 0),
+    num_tokens=175, pages_per_seq=16,
+)  # fmt: skip
+SHARED = dataclasses.replace(CASE, page_size=128, pages_per_seq=2, num_q_heads=3)
+
+
+def arrays_of(case, shared):
+    arrays = Arrays(**dict(zip(FIELDS, map(jnp.asarray, case.make()), strict=True)))
+    if shared:  # with a row that owns some of its tokens
+        tables = arrays.block_tables.at[0, :2].set(arrays.block_tables[2, :2])
+        arrays = dataclasses.replace(arrays, block_tables=tables)
+    return arrays
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "shared"),
+    [
+        (CASE, dict(sliding_window=40, soft_cap=2.0), False),
+        (SHARED, dict(causal=False), True),
+    ],
+    ids=["window, cap", "shared pages, not causal"],
+)
+def test_equals_the_gradient_of_xla(case, options, shared):
+    arrays = arrays_of(case, shared)
+    options = LogitOptions(sm_scale=0.125, **options)
+    exact = {name: getattr(arrays, name).astype(jnp.float32) for name in NAMES}
+
+    @jax.jit
+    def forward(given):
+        call = dataclasses.replace(arrays, **given)
+        return xla.ragged_paged_attention(call, options=options)
+
+    (out, lse), of_xla = jax.vjp(forward, exact)
+    rng = np.random.default_rng(1)
+    d_out = jnp.asarray(rng.standard_normal(out.shape), arrays.q.dtype)
+    d_lse = jnp.where(jnp.isneginf(lse), 0.0, rng.standard_normal(lse.shape).astype(np.float32))
+    (wanted,) = of_xla((d_out.astype(jnp.float32), d_lse))
+    found = attention_gradient(
+        arrays, out, lse, d_out, d_lse,
+        names=NAMES, kernels=partial(backward.gradients, options=options, interpret=True),
+    )  # fmt: skip
+    for name in NAMES:
+        assert relative_error(found[name], np.asarray(wanted[name], np.float64)) < 5e-3, name
+    unread = np.asarray(wanted["k_pages"]) == 0
+    np.testing.assert_array_equal(np.asarray(found["k_pages"], np.float32)[unread], 0)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "options"), [(64, {}), (128, dict(sliding_window=100, soft_cap=30.0))]
+)
+def test_lowers_for_cuda(head_dim, options):
+    def shape(*sizes, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    q, pages, rows = shape(500, 8, head_dim), shape(2, 99, 16, head_dim), shape(500, 8)
+    rows = shape(500, 8, dtype=jnp.float32)
+    call = Arrays(
+        q=q,
+        k_pages=pages,
+        v_pages=pages,
+        block_tables=shape(3, 40, dtype=jnp.int32),
+        seq_lens=shape(3, dtype=jnp.int32),
+        cu_q_lens=shape(4, dtype=jnp.int32),
+    )
+
+    def gradient(call, out, lse, d_out):
+        kernels = partial(
+            backward.gradients, options=LogitOptions(sm_scale=0.1, **options), interpret=False
+        )
+        return attention_gradient(call, out, lse, d_out, None, names=NAMES, kernels=kernels)
+
+    text = lower_for_cuda(gradient, call, q, rows, q).as_text()
+    for kernel in ("queries", "keys", "pages", "pack"):
+        assert f"attention_gradient_{kernel}" in text or f"gradient_of_{kernel}" in text

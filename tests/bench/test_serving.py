@@ -278,3 +278,14 @@ def test_int8_pages_hold_more_tokens_in_the_same_memory(capsys, monkeypatch) -> 
     assert engine["capacity"] == budget // (8 * (16 + 4)) // 16 * 16
     assert budget - 16 * 160 < engine["pool_bytes"] <= budget
     assert f"| engine | int8 | {engine['capacity']} | 0 |" in capsys.readouterr().out
+
+
+def test_nano_vllms_trace_is_served_with_its_own_defaults() -> None:
+    sizes = ["--shape", "tiny", "--requests", "3", "--max-model-len", "24", "--kv-gib", "0.001"]
+    args = ["--trace", "nano", *sizes, "--max-num-seqs", "4", "--max-num-batched-tokens", "32"]
+    run = cli.main(args)
+    assert [*run["systems"]] == ["engine"]
+    assert run["systems"]["engine"]["num_finished"] == 3
+    assert run["trace"]["last_arrival"] == 0.0 and run["trace"]["prompt_max"] <= 12
+    assert cli.parse(["--trace", "nano"]).shape == "qwen3-0.6b"
+    assert cli.parse(["--trace", "nano"]).max_num_batched_tokens == 4096

@@ -56,7 +56,7 @@ def rotate_and_write_kernel(
         if ref is not None:
             squares = [jnp.sum(jnp.square(one.astype(jnp.float32)), axis=1) for one in x]
             total = functools.reduce(operator.add, squares)
-            scale = lax.rsqrt(_divide(total, jnp.float32(head_dim), interpret) + eps)[:, None]
+            scale = lax.rsqrt(total / head_dim + eps)[:, None]
             for i, (columns, is_part) in enumerate(parts):
                 weight = plgpu.load(ref.at[columns], mask=is_part, other=0).astype(jnp.float32)
                 normed = (x[i].astype(jnp.float32) * scale * weight[None, :]).astype(dtype)
@@ -84,12 +84,12 @@ def rotate_and_write_kernel(
             store(ref, (head, slot), x, is_kind & is_written)
         return
     element = pages[0].dtype
-    divide = functools.partial(_divide, interpret=interpret)
+    round_half_to_even = jnp.round if interpret else _round  # Pallas lowers no rounding
     if len(pages_refs) == 4:
         largest = functools.reduce(
             jnp.maximum, (jnp.max(jnp.abs(one.astype(jnp.float32)), axis=1) for one in x)
         )
-        scale = scales_of(largest, element, divide)
+        scale = scales_of(largest, element)
         for ref, is_kind in zip(pages_refs[2:], is_kv, strict=True):
             is_stored = is_kind & is_written
             place = jnp.where(is_stored, slot, num_slots)
@@ -97,10 +97,7 @@ def rotate_and_write_kernel(
     for i, (ref, is_kind) in enumerate(zip(pages, is_kv, strict=True)):
         if len(pages_refs) == 2:
             scale = jnp.broadcast_to(pool_refs[2 + i][0], (block_rows,))
-        small = [
-            quantize(one, scale, element, divide, functools.partial(_round, interpret=interpret))
-            for one in x
-        ]
+        small = [quantize(one, scale, element, round_half_to_even) for one in x]
         store(ref, (head, slot), small, is_kind & is_written)
 
 
@@ -154,24 +151,13 @@ def _parts(head_dim: int, rotary: int) -> list[tuple[jax.Array, jax.Array]]:
     return [(start + lane, lane < size) for start, size, lane in lanes]
 
 
-def _divide(x: jax.Array, y: jax.Array, interpret: bool) -> jax.Array:
-    """Return x / y, rounded as XLA does; Triton's own division is off by up to 2 ulp."""
-    if interpret:
-        return x / y
-    x, y = jnp.broadcast_arrays(x, y)
-    return _ptx("div.rn.f32 $0, $1, $2;", x, y)
-
-
-def _round(x: jax.Array, interpret: bool) -> jax.Array:
-    return jnp.round(x) if interpret else _ptx("cvt.rni.f32.f32 $0, $1;", x)
-
-
-def _ptx(asm: str, *args: jax.Array) -> jax.Array:
+def _round(x: jax.Array) -> jax.Array:
+    """Return x f32 rounded to nearest, ties to even."""
     [out] = plgpu.elementwise_inline_asm(
-        asm,
-        args=args,
-        constraints=",".join(["=f", *("f" for _ in args)]),
+        "cvt.rni.f32.f32 $0, $1;",
+        args=[x],
+        constraints="=f,f",
         pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, jnp.float32)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
     )
     return out

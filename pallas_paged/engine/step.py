@@ -274,7 +274,9 @@ def _sample(
     if mode.penalties and counts is not None:
         mine = jax.tree.map(lambda x: x.at[indices].get(mode="clip"), counts)
     processed = process_logits(logits, metadata, mine, lens, mode)
-    drawn = sample(processed, metadata, lens, mode, num_devices)
+    # The kernels need all of a row on one device.
+    implementation = None if num_devices == 1 else "xla"
+    drawn = sample(processed, metadata, lens, mode, implementation=implementation)
     if mode.penalties and counts is not None:
         counts = add_output_tokens(counts, sampled, drawn)
     logprobs = None

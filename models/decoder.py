@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 import pallas_paged as pp
 from models.config import ModelConfig
 from models.rotary import Rotation, rotation
-from pallas_paged.rotary_write import rms_norm
+from pallas_paged.rms_norm import rms_norm
 
 # Cache of one layer: its pages, or K and V [B, max_len, Hkv, D] of a contiguous cache.
 LayerCache = pp.LayerKV | tuple[jax.Array, jax.Array]

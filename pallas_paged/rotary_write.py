@@ -11,7 +11,6 @@ from typing import Any, Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import ArrayLike
 
 from pallas_paged.checks import as_array, checked_array, default_promotion, static_number
@@ -20,6 +19,7 @@ from pallas_paged.kernels.triton import implementation as triton
 from pallas_paged.kernels.write_arrays import WriteArrays
 from pallas_paged.kv_pool import LayerKV, checked_floats, checked_pages, write_kv
 from pallas_paged.partition import Axes, Layout, on_each_device
+from pallas_paged.rms_norm import rms_norm
 
 WriteImplementation = Literal["triton", "triton_interpret", "xla"]
 Rotation = tuple[ArrayLike, ArrayLike]
@@ -38,13 +38,6 @@ _AXES: dict[str, Axes] = {
     "k_norm": ("head_dim",),
 }
 _POOL = ("k_pages", "v_pages", "k_scales", "v_scales")
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Return x over the root of its mean square along the last axis, times `weight`, in f32."""
-    x32 = x.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * scale * weight.astype(jnp.float32)).astype(x.dtype)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

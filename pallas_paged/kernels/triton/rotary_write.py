@@ -65,7 +65,7 @@ def rotate_and_write_kernel(
         place = token[:, None], jnp.arange(pl.next_power_of_2(rotary // 2))[None, :]
         cos, sin = (plgpu.load(ref.at[place], mask=masks[0], other=0) for ref in rotation_refs)
         first, second = (one.astype(jnp.float32) for one in x[:2])
-        turned = first * cos - second * sin, second * cos + first * sin
+        turned = [first * cos - second * sin, second * cos + first * sin]
         for i, one in enumerate(turned):
             x[i] = jnp.where(is_v[:, None], x[i], one.astype(dtype))
 
@@ -92,8 +92,8 @@ def rotate_and_write_kernel(
         scale = scales_of(largest, element)
         for ref, is_kind in zip(pages_refs[2:], is_kv, strict=True):
             is_stored = is_kind & is_written
-            place = jnp.where(is_stored, slot, num_slots)
-            plgpu.store(ref.at[head, place], scale, mask=is_stored)
+            to = jnp.where(is_stored, slot, num_slots)
+            plgpu.store(ref.at[head, to], scale, mask=is_stored)
     for i, (ref, is_kind) in enumerate(zip(pages, is_kv, strict=True)):
         if len(pages_refs) == 2:
             scale = jnp.broadcast_to(pool_refs[2 + i][0], (block_rows,))

@@ -32,9 +32,14 @@ def candidates(num_programs: int) -> list[float]:
     return [float(np.float32(2.0**i / num_programs)) for i in _SHARES] + [0.0]
 
 
-def cdiv(a: Any, b: Any) -> Any:
-    """Return `a / b`, rounded up."""
-    return (a + b - 1) // b
+def _div(a: jax.Array, b: Any) -> jax.Array:
+    """Return `a / b` rounded to 0, which takes fewer instructions than rounded down."""
+    return lax.div(*jnp.broadcast_arrays(a, jnp.asarray(b, a.dtype)))
+
+
+def cdiv(a: jax.Array, b: Any) -> jax.Array:
+    """Return `a / b` rounded up, for `a` of at least 0."""
+    return _div(a + (b - 1), b)
 
 
 def _cumsum(x: jax.Array) -> jax.Array:
@@ -157,7 +162,7 @@ class PlanShape:
         if self.fixed_split_size is None:
             return self.num_programs
         most = self.num_seqs * (1 if self.align == 1 else 2)
-        return most * (cdiv(self.max_kv_len, self.fixed_split_size) - 1)
+        return most * (-(-self.max_kv_len // self.fixed_split_size) - 1)
 
     @property
     def num_items(self) -> int:
@@ -297,8 +302,8 @@ def tile_of(
         causal_full = seen = kv_len
     hi = cdiv(jnp.maximum(seen, 0), block_k)
     first_key = options.first_key(first)
-    lo = jnp.minimum(first_key // block_k, hi)
-    full_hi = jnp.clip(jnp.minimum(causal_full, kv_len) // block_k, lo, hi)
+    lo = jnp.minimum(_div(first_key, block_k), hi)
+    full_hi = jnp.clip(_div(jnp.minimum(causal_full, kv_len), block_k), lo, hi)
     full_lo = cdiv(jnp.minimum(options.first_key(last), kv_len), block_k)
     full_lo = jnp.clip(full_lo, lo, full_hi)
     return Tiles(
@@ -357,7 +362,7 @@ class Split:
             step = jnp.where(alone, step, jnp.maximum(tiles.hi, 1))
             # Cut at multiples of the split size from key 0, not from the first key that the tile
             # sees, which depends on the other queries in the tile.
-            first = tiles.lo // step
+            first = _div(tiles.lo, step)
             counts, origin = cdiv(tiles.hi, step) - first, first * step
         counts = jnp.where(tiles.q_len > 0, jnp.maximum(counts, 1), 0)
         has_partials = counts > 1
@@ -420,10 +425,11 @@ def _longest_item(blocks: jax.Array, num_programs: int, extra: int, shares: jax.
     blocks = blocks.astype(jnp.float32)  # exact, and i32 sums might overflow
     total, most = jnp.sum(blocks), jnp.maximum(jnp.max(blocks), 1.0)
     longest = jnp.where(shares > 0, jnp.maximum(jnp.ceil(total * shares), 1.0), most)
-    counts = jnp.ceil(blocks * (1.0 / longest)[:, None])
-    counts += jnp.where(counts * longest[:, None] < blocks, 1.0, 0.0)
-    counts -= jnp.where((counts - 1.0) * longest[:, None] >= blocks, 1.0, 0.0)
-    num_items = jnp.sum(counts, axis=1)
+    column = blocks[:, None]
+    counts = jnp.ceil(column * (1.0 / longest))  # [tiles, candidates], rounding corrected below
+    counts += jnp.where(counts * longest < column, 1.0, 0.0)
+    counts -= jnp.where((counts - 1.0) * longest >= column, 1.0, 0.0)
+    num_items = jnp.sum(counts, axis=0)
     further = num_items - jnp.sum(jnp.where(blocks > 0, 1.0, 0.0))
     waves = cdiv(jnp.minimum(num_items, 2.0**24).astype(jnp.int32), num_programs)
     mean = total / jnp.maximum(num_items, 1.0)
@@ -444,5 +450,6 @@ def spread(item: jax.Array, num_items: jax.Array, num_first: jax.Array) -> jax.A
     """
     others = jnp.maximum(num_items - num_first, 1)
     place = cdiv((item - num_first + 1) * num_items, others) - 1
-    place = jnp.where(item < num_first, item * num_items // jnp.maximum(num_first, 1), place)
+    first = _div(item * num_items, jnp.maximum(num_first, 1))
+    place = jnp.where(item < num_first, first, place)
     return jnp.where((item < num_items) & (num_first < num_items), place, item)

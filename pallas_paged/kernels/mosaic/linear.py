@@ -110,13 +110,15 @@ def linear_kernel(
     first_block = split * num_blocks
     my_tiles = lax.div(num_tiles - 1 - cluster + num_clusters, num_clusters)
     total = my_tiles * num_blocks
+    # All rows of x, padded. Traced, because JAX refuses static slices that go past the end.
+    all_rows = pl.ds(0 * split, num_columns)
     ops.let_next_kernel_start(interpret=interpret)
 
     def columns(i):
         return pl.ds((first_block + lax.rem(i, num_blocks)) * block_k, block_k)
 
     def tile_of(ref, index):
-        return ref.at[pl.ds(0, num_columns), pl.ds((cluster + index * num_clusters) * rows, rows)]
+        return ref.at[all_rows, pl.ds((cluster + index * num_clusters) * rows, rows)]
 
     def send_weights(i):
         features = pl.ds((cluster + lax.div(i, num_blocks) * num_clusters) * rows, rows)
@@ -130,7 +132,7 @@ def linear_kernel(
     def send_x(i):
         stage = lax.rem(i, num_stages)
         plgpu.copy_gmem_to_smem(
-            inputs.x.at[pl.ds(0, num_columns), columns(i)],
+            inputs.x.at[all_rows, columns(i)],
             scratch.x.at[stage],
             scratch.full.at[stage],
         )
@@ -188,7 +190,7 @@ def linear_kernel(
         if normed:
             norm_rows(inputs.x, inputs.norm_weight, scratch.x, eps=eps, interpret=interpret)
         pl.loop(0, my_tiles)(multiply_tile)
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the end of the kernel waits for the rest
 
     @pl.when(lax.axis_index("wg") == 1)
     def _():

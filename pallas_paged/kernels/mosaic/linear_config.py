@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 
 MAX_ROWS = 64
-MAX_NORMED_ROWS = 8  # all of x is in shared memory, and a norm of more rows takes too long
-NORM_MULTIPLE = 1024  # elements that a warpgroup loads at once, 16 bytes a thread
+_MAX_NORMED_ROWS = 8  # each program norms all rows of x
+_NORMED_COLUMNS = 1024  # that a warpgroup loads at once, 16 bytes a thread
 _TILE_N = 64  # features: the rows of a wgmma
 _SHARED_BYTES = 227 * 1024
 _MAX_SPLITS = 8  # programs of a cluster
@@ -70,7 +70,7 @@ def linear_config(
         num_splits *= 2
     fixed = 2 * num_columns * _TILE_N * out_itemsize + 4096  # the results, a residual, barriers
     fixed += (num_splits - 1) * tile_n * num_columns * 4
-    if num_rows <= MAX_NORMED_ROWS:
+    if num_rows <= _MAX_NORMED_ROWS:
         fixed += num_columns * in_size * 2
     stage = (tile_n + num_columns) * block_k * 2
     num_stages = min(_MAX_STAGES, (_SHARED_BYTES - fixed) // stage)
@@ -83,3 +83,13 @@ def linear_config(
         num_splits=num_splits,
         num_programs=num_tiles * num_splits if num_splits > 1 else min(num_tiles, num_sms),
     )
+
+
+def can_norm(num_rows: int, in_size: int) -> bool:
+    """Return whether the kernel can norm x itself."""
+    return num_rows <= _MAX_NORMED_ROWS and in_size % _NORMED_COLUMNS == 0
+
+
+def prefer_kernel(*, num_rows: int, out_size: int, in_size: int, swiglu: bool) -> bool:
+    """Return whether the kernel is faster than XLA, for sizes as of `linear_config`."""
+    return True

@@ -161,33 +161,6 @@ def write_kv(layer: LayerKV, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> La
         ValueError: `layer` is not a LayerKV, a shape or dtype is wrong, or quantized pages lack
             scales.
     """
-    k_pages, v_pages, scales = checked_pages(layer)
-    tokens = {name: jnp.asarray(checked_floats(name, x)) for name, x in (("k", k), ("v", v))}
-    num_kv_heads, _, _, head_dim = k_pages.shape
-    shape = tokens["k"].shape
-    if len(shape) != 3 or shape[1:] != (num_kv_heads, head_dim) or tokens["v"].shape != shape:
-        raise ValueError(
-            f"k and v must be [T, {num_kv_heads=}, {head_dim=}] like the pages, "
-            f"got {shape} and {tokens['v'].shape}"
-        )
-    slots = checked_array("slots", slots, jnp.int32, (shape[0],))
-    if not scales:
-        k_pages = _write(k_pages, tokens["k"], slots)
-        return LayerKV(k_pages=k_pages, v_pages=_write(v_pages, tokens["v"], slots))
-    k_pages, k_scales = _write_quantized(k_pages, scales[0], tokens["k"], slots)
-    v_pages, v_scales = _write_quantized(v_pages, scales[1], tokens["v"], slots)
-    return LayerKV(k_pages=k_pages, v_pages=v_pages, k_scales=k_scales, v_scales=v_scales)
-
-
-def checked_pages(
-    layer: Any,
-) -> tuple[jax.Array, jax.Array, tuple[()] | tuple[jax.Array, jax.Array]]:
-    """Return the pages of a layer, and their scales, as `write_kv` takes them.
-
-    Raises:
-        ValueError: `layer` is not a LayerKV, a shape or dtype is wrong, or quantized pages lack
-            scales.
-    """
     if not isinstance(layer, LayerKV):
         raise ValueError(f"layer must be a LayerKV, got {type(layer).__name__}")
     k_pages = as_array("layer.k_pages", layer.k_pages)
@@ -200,20 +173,27 @@ def checked_pages(
             "k_pages and v_pages must be [num_kv_heads, num_pages, page_size, head_dim], alike, "
             f"got {k_pages.dtype}{k_pages.shape} and {v_pages.dtype}{v_pages.shape}"
         )
+    tokens = {name: as_array(name, x) for name, x in (("k", k), ("v", v))}
+    for name, x in tokens.items():
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"{name} must be floating, got {x.dtype}")
+    k_pages, v_pages = jnp.asarray(k_pages), jnp.asarray(v_pages)
+    tokens = {name: jnp.asarray(x) for name, x in tokens.items()}
+    num_kv_heads, _, _, head_dim = k_pages.shape
+    shape = tokens["k"].shape
+    if len(shape) != 3 or shape[1:] != (num_kv_heads, head_dim) or tokens["v"].shape != shape:
+        raise ValueError(
+            f"k and v must be [T, {num_kv_heads=}, {head_dim=}] like the pages, "
+            f"got {shape} and {tokens['v'].shape}"
+        )
+    slots = checked_array("slots", slots, jnp.int32, (shape[0],))
     scales = checked_scales(k_pages, layer.k_scales, layer.v_scales)
-    return jnp.asarray(k_pages), jnp.asarray(v_pages), scales
-
-
-def checked_floats(name: str, value: ArrayLike) -> Any:
-    """Return `value` as an array of floats.
-
-    Raises:
-        ValueError: it is no array, or of another dtype.
-    """
-    x = as_array(name, value)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"{name} must be floating, got {x.dtype}")
-    return x
+    if not scales:
+        k_pages = _write(k_pages, tokens["k"], slots)
+        return LayerKV(k_pages=k_pages, v_pages=_write(v_pages, tokens["v"], slots))
+    k_pages, k_scales = _write_quantized(k_pages, scales[0], tokens["k"], slots)
+    v_pages, v_scales = _write_quantized(v_pages, scales[1], tokens["v"], slots)
+    return LayerKV(k_pages=k_pages, v_pages=v_pages, k_scales=k_scales, v_scales=v_scales)
 
 
 @default_promotion()

@@ -17,7 +17,7 @@ from pallas_paged.checks import as_array, checked_array, default_promotion, stat
 from pallas_paged.kernels.call import Device
 from pallas_paged.kernels.triton import implementation as triton
 from pallas_paged.kernels.write_arrays import WriteArrays
-from pallas_paged.kv_pool import LayerKV, checked_floats, checked_pages, write_kv
+from pallas_paged.kv_pool import LayerKV, write_kv
 from pallas_paged.partition import Axes, Layout, on_each_device
 from pallas_paged.rms_norm import rms_norm
 
@@ -124,11 +124,11 @@ def rotate_and_write_kv(
     arrays = _checked(layer, qkv, slots, rotation, q_norm, k_norm)
     eps = static_number("eps", eps)
     if _choose(arrays, implementation) == "xla":
-        q, *pool = _scatter(arrays, eps)
-    else:
-        names = tuple(name for name in _AXES if getattr(arrays, name) is not None)
-        local = LocalWrite(names=names, eps=eps, interpret=implementation == "triton_interpret")
-        q, *pool = _kernel(local)(*(getattr(arrays, name) for name in names))
+        q, k, v = _split(arrays, eps)
+        return q, write_kv(layer, k, v, arrays.slots)
+    names = tuple(name for name in _AXES if getattr(arrays, name) is not None)
+    local = LocalWrite(names=names, eps=eps, interpret=implementation == "triton_interpret")
+    q, *pool = _kernel(local)(*(getattr(arrays, name) for name in names))
     written = dict(zip(_POOL, pool, strict=False))
     return q.reshape(q.shape[0], -1, q.shape[-1]), dataclasses.replace(layer, **written)
 
@@ -158,13 +158,17 @@ class LocalWrite:
             return rotate_and_write(self.arrays(arrays), eps=self.eps, interpret=self.interpret)
 
 
-def _scatter(arrays: WriteArrays, eps: float) -> tuple[jax.Array, ...]:
-    """Return what the kernel does."""
+def _split(arrays: WriteArrays, eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:
     rotation = None
     if arrays.cos is not None:
         rotation = arrays.cos[:, None], arrays.sin[:, None]
-    norms = dict(q_norm=arrays.q_norm, k_norm=arrays.k_norm, eps=eps)
-    q, k, v = split_qkv(arrays.qkv, rotation=rotation, **norms)
+    norms = dict(q_norm=arrays.q_norm, k_norm=arrays.k_norm)
+    return split_qkv(arrays.qkv, rotation=rotation, **norms, eps=eps)
+
+
+def _steps(arrays: WriteArrays, eps: float) -> tuple[jax.Array, ...]:
+    """Return what the kernel returns."""
+    q, k, v = _split(arrays, eps)
     layer = LayerKV(**{name: getattr(arrays, name) for name in _POOL})
     layer = write_kv(layer, k, v, arrays.slots)
     num_tokens, num_kv_heads, kinds, head_dim = arrays.qkv.shape
@@ -176,7 +180,7 @@ def _scatter(arrays: WriteArrays, eps: float) -> tuple[jax.Array, ...]:
 
 @functools.cache
 def _kernel(local: LocalWrite) -> Any:
-    """Return the kernel on each device, with the gradient of `_scatter`."""
+    """Return the kernel on each device, with the gradient of `_steps`."""
 
     def layout(arrays: WriteArrays) -> Layout:
         axes = dict(_AXES)
@@ -201,7 +205,7 @@ def _kernel(local: LocalWrite) -> Any:
         return run(*arrays), arrays
 
     def backward(arrays: tuple[jax.Array, ...], cotangents: Any) -> Any:
-        return jax.vjp(lambda *x: _scatter(local.arrays(x), local.eps), *arrays)[1](cotangents)
+        return jax.vjp(lambda *x: _steps(local.arrays(x), local.eps), *arrays)[1](cotangents)
 
     run.defvjp(forward, backward)
     return run
@@ -233,25 +237,28 @@ def _why_not(pages: jax.Array, *, interpret: bool) -> str | None:
 def _checked(
     layer: Any, qkv: Any, slots: Any, rotation: Any, q_norm: Any, k_norm: Any
 ) -> WriteArrays:
-    k_pages, v_pages, scales = checked_pages(layer)
-    num_kv_heads, _, _, head_dim = k_pages.shape
-    qkv = jnp.asarray(checked_floats("qkv", qkv))
-    if qkv.ndim != 4 or qkv.shape[1::2] != (num_kv_heads, head_dim) or qkv.shape[2] < 3:
+    qkv = _checked_floats("qkv", qkv)
+    if qkv.ndim != 4 or qkv.shape[2] < 3:
         raise ValueError(
-            f"qkv must be [T, {num_kv_heads=}, G + 2, {head_dim=}] like the pages, with G of 1 or "
-            f"more, got {qkv.shape}"
+            f"qkv must be [T, num_kv_heads, G + 2, head_dim], with G of 1 or more, got {qkv.shape}"
         )
-    num_tokens = qkv.shape[0]
+    num_tokens, num_kv_heads, _, head_dim = qkv.shape
+    slots = checked_array("slots", slots, jnp.int32, (num_tokens,))
+
+    def write() -> LayerKV:
+        new = jnp.zeros((num_tokens, num_kv_heads, head_dim), qkv.dtype)
+        return write_kv(layer, new, new, slots)
+
+    jax.eval_shape(write)  # raises where the layer is wrong, or qkv is not as its pages are
+    pool = {name: getattr(layer, name) for name in _POOL}
     arrays = WriteArrays(
         qkv=qkv,
-        slots=checked_array("slots", slots, jnp.int32, (num_tokens,)),
-        k_pages=k_pages,
-        v_pages=v_pages,
-        **dict(zip(("k_scales", "v_scales"), scales, strict=False)),
+        slots=slots,
+        **{name: None if x is None else jnp.asarray(x) for name, x in pool.items()},
         **_checked_rotation(rotation, num_tokens, head_dim),
     )
     norms = {
-        name: jnp.asarray(checked_floats(name, norm))
+        name: _checked_floats(name, norm)
         for name, norm in (("q_norm", q_norm), ("k_norm", k_norm))
         if norm is not None
     }
@@ -259,6 +266,13 @@ def _checked(
         if norm.shape != (head_dim,):
             raise ValueError(f"{name} must be [{head_dim=}], got {norm.shape}")
     return dataclasses.replace(arrays, **norms)
+
+
+def _checked_floats(name: str, value: Any) -> jax.Array:
+    x = as_array(name, value)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{name} must be floating, got {x.dtype}")
+    return jnp.asarray(x)
 
 
 def _checked_rotation(rotation: Any, num_tokens: int, head_dim: int) -> dict[str, jax.Array]:

@@ -206,7 +206,8 @@ def test_the_kernel_for_cuda_writes_into_the_pages_it_is_given(kv_dtype):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(qkv=jnp.ones((10, 2, 5, 8))), r"qkv must be \[T, num_kv_heads=2, G \+ 2, head_dim"),
+        (dict(qkv=jnp.ones((10, 5, 16))), r"qkv must be \[T, num_kv_heads, G \+ 2, head_dim\]"),
+        (dict(qkv=jnp.ones((10, 2, 5, 8)), rotation=None), "like the pages, got"),
         (dict(qkv=jnp.ones((10, 2, 2, 16))), "with G of 1 or more"),
         (dict(qkv=jnp.ones((10, 2, 5, 16), int)), "qkv must be floating, got int32"),
         (dict(slots=np.zeros(9, np.int32)), r"slots must be int32\[10\]"),

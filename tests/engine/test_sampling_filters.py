@@ -35,7 +35,7 @@ def limits(logits, temperature, top_k, top_p, implementation):
     best = jnp.max(logits, axis=1)
     if implementation != "xla":
         interpret = implementation == "triton_interpret"
-        sizes = dict(block=128, unroll=2, num_pivots=3) if interpret else {}
+        sizes = dict(num_warps=2, num_loads=2, num_pivots=3) if interpret else {}
         return kernels.search(logits, best, temperature, top_k, top_p, interpret=interpret, **sizes)
     gap = best[:, None] - logits
     return limit_mass(gap, top_p, temperature, limit_count(gap, top_k))

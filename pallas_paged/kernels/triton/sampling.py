@@ -31,9 +31,11 @@ from pallas_paged.kernels.triton.specs import whole
 
 _LOG2_E = math.log2(math.e)
 _MOST_OCTAVES = 16  # below the upper bound, among which a round places its pivots
+_LIST_LOADS = 4  # elements of a thread's list that it reads at a time
 _NO_TOKEN = 2**31 - 1
 
-Load = Callable[[jax.Array, int], jax.Array]  # (index of a step, place in the step) -> gaps
+# The gaps of a step of a loop; infinity where there is none.
+Load = Callable[[jax.Array], list[jax.Array]]
 
 
 def search_kernel(
@@ -45,16 +47,16 @@ def search_kernel(
     limit_ref,  # f32[S]
     list_ref,  # f32[S, V]
     *,
-    block: int,
-    unroll: int,
+    num_threads: int,
+    num_loads: int,
     num_pivots: int,
-    interpret: bool,
 ):
     """One program: the gap from which on the filters of one row drop tokens.
 
     It weighs the tokens below a few pivots, which leaves a bracket that holds the limit, lists the
     gaps within the bracket, and goes on with the list. Each token counts as 1 for top_k, and as
-    its probability for top_p.
+    its probability for top_p. Each thread has a list of its own, every `num_threads`-th element of
+    the row's: it reads what it wrote itself, in order, without a barrier and without prefix sums.
     """
     row = pl.program_id(0)
     vocab_size = logits_ref.shape[1]
@@ -62,26 +64,33 @@ def search_kernel(
     draws = temperature > 0
     rate = _LOG2_E / divisor(temperature)
     top_k, top_p = top_k_ref[row], top_p_ref[row]
-    lanes = jnp.arange(block)
+    threads = jnp.arange(num_threads)
 
-    def load_row(step: jax.Array, piece: int) -> jax.Array:
-        index = (step * unroll + piece) * block + lanes
-        x = plgpu.load(logits_ref.at[row, index], mask=index < vocab_size, other=-jnp.inf)
-        return best - x
+    def load_row(step: jax.Array, stride: int = num_threads) -> list[jax.Array]:
+        index = [(step * num_loads + i) * stride + threads for i in range(num_loads)]
+        some = [
+            plgpu.load(logits_ref.at[row, one], mask=one < vocab_size, other=-jnp.inf)
+            for one in index
+        ]
+        return [best - x for x in some]
 
-    def load_list(count: jax.Array) -> Load:
-        def load(step: jax.Array, _: int) -> jax.Array:
-            index = step * block + lanes
-            return plgpu.load(list_ref.at[row, index], mask=index < count, other=jnp.inf)
+    def load_list(sizes: jax.Array) -> Load:
+        def load(step: jax.Array) -> list[jax.Array]:
+            places = [step * _LIST_LOADS + i for i in range(_LIST_LOADS)]
+            return [
+                plgpu.load(
+                    list_ref.at[row, one * num_threads + threads], mask=one < sizes, other=jnp.inf
+                )
+                for one in places
+            ]
 
         return load
 
-    def weigh(load: Load, pieces: int, size: Any, pivots: list, scale: jax.Array) -> list:
+    def weigh(load: Load, num_steps: Any, pivots: list, scale: jax.Array) -> list:
         """Return the weights of all gaps below each pivot."""
 
         def add(step, sums):
-            gaps = [load(step, piece) for piece in range(pieces)]
-            for gap in gaps:
+            for gap in load(step):
                 weight = jnp.exp2(gap * scale)
                 sums = [
                     jnp.where(gap < pivot, total + weight, total)
@@ -89,35 +98,39 @@ def search_kernel(
                 ]
             return sums
 
-        zeros = [jnp.zeros(block, jnp.float32)] * len(pivots)
-        sums = lax.fori_loop(0, pl.cdiv(size, block * pieces), add, zeros)
-        return [jnp.sum(one) for one in sums]
+        zeros = [jnp.zeros(num_threads, jnp.float32)] * len(pivots)
+        return [jnp.sum(one) for one in lax.fori_loop(0, num_steps, add, zeros)]
 
-    def keep(load: Load, pieces: int, size: Any, low: jax.Array, high: jax.Array) -> tuple:
-        """List the gaps of at least low and below high; return their number, least and largest."""
-        low, high = float_of(low), float_of(high)
+    def keep(load: Load, num_steps: Any, low: jax.Array, high: jax.Array) -> tuple:
+        """List the gaps of at least low and below high.
+
+        Returns:
+            The bracket without what lies beside all of its gaps, the size of each thread's list,
+            and the steps that a loop over the lists takes.
+        """
+        least, most = float_of(low), float_of(high)
 
         def add(step, carry):
-            count, least, largest = carry
-            gaps = [load(step, piece) for piece in range(pieces)]
-            for gap in gaps:
-                is_kept = (gap >= low) & (gap < high)
-                places = jnp.cumsum(is_kept.astype(jnp.int32))
-                if not interpret:
-                    plgpu.debug_barrier()  # the list may be written where it has been read
+            sizes, smallest, largest = carry
+            for gap in load(step):
+                is_kept = (gap >= least) & (gap < most)
                 # Where the mask is off the interpreter writes too, but not out of range.
-                target = jnp.where(is_kept, count + places - 1, vocab_size)
-                plgpu.store(list_ref.at[row, target], gap, mask=is_kept)
-                count += jnp.sum(is_kept.astype(jnp.int32))
-                least = jnp.where(is_kept, jnp.minimum(least, gap), least)
+                place = jnp.where(is_kept, sizes * num_threads + threads, vocab_size)
+                plgpu.store(list_ref.at[row, place], gap, mask=is_kept)
+                sizes = jnp.where(is_kept, sizes + 1, sizes)
+                smallest = jnp.where(is_kept, jnp.minimum(smallest, gap), smallest)
                 largest = jnp.where(is_kept, jnp.maximum(largest, gap), largest)
-            return count, least, largest
+            return sizes, smallest, largest
 
-        start = jnp.int32(0), jnp.full(block, jnp.inf), jnp.zeros(block, jnp.float32)
-        count, least, largest = lax.fori_loop(0, pl.cdiv(size, block * pieces), add, start)
-        if not interpret:
-            plgpu.debug_barrier()
-        return count, jnp.min(least), jnp.max(largest)
+        zeros = jnp.zeros(num_threads, jnp.float32)
+        start = zeros.astype(jnp.int32), zeros + jnp.inf, zeros
+        sizes, smallest, largest = lax.fori_loop(0, num_steps, add, start)
+        num_steps = pl.cdiv(jnp.max(sizes), _LIST_LOADS)
+        some = num_steps > 0
+        smallest, largest = number_of(jnp.min(smallest)), number_of(jnp.max(largest))
+        low = jnp.where(some, jnp.maximum(low, smallest), low)
+        high = jnp.where(some, jnp.minimum(high, largest + 1), high)
+        return low, high, sizes, num_steps
 
     def narrow(state, pivots, sums, target):
         """Return the bracket, and the weight of what lies below it."""
@@ -130,44 +143,46 @@ def search_kernel(
             high = jnp.where(is_kept, high, jnp.minimum(high, pivot))
         return most, high, new
 
-    def snap(low, high, found):
-        """Return the bracket without what lies beside all of its gaps."""
-        count, least, largest = found
-        some = count > 0
-        low = jnp.where(some, jnp.maximum(low, number_of(least)), low)
-        return low, jnp.where(some, jnp.minimum(high, number_of(largest) + 1), high)
-
     def search(is_mass: jax.Array, limit: jax.Array) -> jax.Array:
         scale = jnp.where(is_mass, -rate, 0.0)
         # What lies deeper weighs too little to matter, as the best token weighs 1.
         left = jnp.maximum(1 - top_p, np.float32(2**-24))
         reach = (jnp.log(vocab_size / left) + 1) * divisor(temperature)
         reach = jnp.where(is_mass, jnp.minimum(limit, reach), limit)
-        steps = [(j + 1) / (num_pivots + 1) for j in range(num_pivots)]
+        start = jnp.int32(0), number_of(reach), jnp.float32(0)
+        # A sample of the row says where to place the pivots.
+        steps = [(i + 1) / (num_pivots + 1) for i in range(num_pivots)]
         pivots = [jnp.where(is_mass, reach * x, 2.0 ** (8 * x - 2)) for x in steps]
-        *sums, total = weigh(load_row, unroll, vocab_size, [*pivots, limit], scale)
+        load = functools.partial(load_row, stride=vocab_size // num_loads)
+        *sums, total = weigh(load, 1, [*pivots, limit], scale)
+        part = num_threads * num_loads / vocab_size
+        target = jnp.where(is_mass, top_p * total, top_k.astype(jnp.float32) * part)
+        low, high, _ = narrow(start, [number_of(x) for x in pivots], sums, target)
+        first, last = float_of(low), float_of(high)
+        width = jnp.where(last < jnp.inf, last - first, first) / (num_pivots - 1)
+        pivots = [first + width * i for i in range(num_pivots)]
+
+        num_steps = pl.cdiv(vocab_size, num_threads * num_loads)
+        *sums, total = weigh(load_row, num_steps, [*pivots, limit], scale)
         target = jnp.where(is_mass, top_p * total, top_k.astype(jnp.float32))
-        state = jnp.int32(0), number_of(reach), jnp.float32(0)
-        low, high, below = narrow(state, [number_of(x) for x in pivots], sums, target)
-        found = keep(load_row, unroll, vocab_size, low, high)
+        low, high, below = narrow(start, [number_of(x) for x in pivots], sums, target)
 
         def goes_on(carry):
-            low, high, _, count = carry
-            return (count > 0) & (high - low > 1)
+            low, high, _, num_steps, _ = carry
+            return (num_steps > 0) & (high - low > 1)
 
         def step(carry):
-            low, high, below, count = carry
+            low, high, sizes, num_steps, below = carry
             start = jnp.maximum(low, high - (_MOST_OCTAVES << 23))
             width = jnp.maximum(lax.div(high - start, num_pivots + 1), 1)
             pivots = [jnp.minimum(start + width * (j + 1), high - 1) for j in range(num_pivots)]
-            load = load_list(count)
-            sums = weigh(load, 1, count, [float_of(x) for x in pivots], scale)
+            load = load_list(sizes)
+            sums = weigh(load, num_steps, [float_of(x) for x in pivots], scale)
             low, high, below = narrow((low, high, below), pivots, sums, target)
-            found = keep(load, 1, count, low, high)
-            return *snap(low, high, found), below, found[0]
+            return *keep(load, num_steps, low, high), below
 
-        _, high, _, _ = lax.while_loop(goes_on, step, (*snap(low, high, found), below, found[0]))
-        return float_of(high)
+        found = keep(load_row, num_steps, low, high)
+        return float_of(lax.while_loop(goes_on, step, (*found, below))[1])
 
     def phase(index, limit):
         is_mass = index == 1
@@ -185,10 +200,9 @@ def search(
     top_p: jax.Array,  # f32[S]
     *,
     interpret: bool,
-    block: int = 2048,
-    unroll: int = 4,
-    num_pivots: int = 7,
     num_warps: int = 16,
+    num_loads: int = 16,
+    num_pivots: int = 7,
 ) -> jax.Array:
     """Return the gap `f32[S]` from which on top_k and then top_p drop tokens."""
     num_rows, _ = logits.shape
@@ -196,7 +210,10 @@ def search(
     outputs = (result_shape((num_rows,), jnp.float32), result_shape(logits.shape, jnp.float32))
     limit, _ = pl.pallas_call(
         functools.partial(
-            search_kernel, block=block, unroll=unroll, num_pivots=num_pivots, interpret=interpret
+            search_kernel,
+            num_threads=32 * num_warps,
+            num_loads=num_loads,
+            num_pivots=num_pivots,
         ),
         grid=(num_rows,),
         in_specs=whole(inputs),

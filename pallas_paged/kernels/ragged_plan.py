@@ -358,8 +358,8 @@ class Split:
             # programs, and its partial states would take too much memory. Either way the split of a
             # sequence depends on that sequence alone.
             alone = tiles.q_len <= shape.block_q // shape.group
-            step = shape.fixed_split_size // shape.block_k
-            step = jnp.where(alone, step, jnp.maximum(tiles.hi, 1))
+            fixed = shape.fixed_split_size // shape.block_k
+            step = jnp.where(alone, fixed, jnp.maximum(tiles.hi, 1))
             # Cut at multiples of the split size from key 0, not from the first key that the tile
             # sees, which depends on the other queries in the tile.
             first = _div(tiles.lo, step)

@@ -10,7 +10,6 @@ tiles.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -87,7 +86,7 @@ class PackedPlan:
             partial state or -1. Further words are not written.
         merges: i32`[num_merges, 5]`: the number of work items of a split tile, 0 past the last one,
             the index of its first partial state, and `q_start`, `q_len` and `offset` of the tile.
-        count: i32`[1]`, work items times `items_count`.
+        count: i32`[1]`, work items times a constant.
     """
 
     items: Any
@@ -98,7 +97,7 @@ class PackedPlan:
 def _plan_kernel(
     seq_lens_ref,  # i32[B]
     cu_q_lens_ref,  # i32[B + 1]
-    plan: Plan | PackedPlan,  # of refs
+    plan: Any,  # Plan or PackedPlan, of refs
     scratch: _Scratch,
     *,
     shape: PlanShape,
@@ -201,13 +200,11 @@ def _plan_kernel(
         options=shape.options,
         has_tree=shape.has_tree,
     )
-    shares = candidates(shape.num_programs)
-    lanes = jnp.arange(pl.next_power_of_2(len(shares)))
-    shares = functools.reduce(
-        lambda x, y: jnp.where(lanes == y[0], y[1], x),
-        enumerate(shares),
-        jnp.zeros(lanes.shape, jnp.float32),
-    )
+    constants = candidates(shape.num_programs)
+    lane = jnp.arange(pl.next_power_of_2(len(constants)))
+    shares = jnp.zeros(lane.shape, jnp.float32)
+    for i, constant in enumerate(constants):  # a kernel captures no arrays
+        shares = jnp.where(lane == i, constant, shares)
     split = Split.of(tiles, shape, shares)
     count, has_partials = split.count, split.has_partials.astype(jnp.int32)
     # Two sums in one scan: each is less than 2**15.
@@ -271,9 +268,8 @@ def _columns(x: list[jax.Array]) -> jax.Array:
 
 def plan_types(shape: PlanShape) -> Plan:
     """Return the types of the arrays of a plan."""
-    of_items, of_merges = (
-        result_shape((n,), jnp.int32) for n in (shape.num_items, shape.num_merges)
-    )
+    of_items: Any = result_shape((shape.num_items,), jnp.int32)
+    of_merges: Any = result_shape((shape.num_merges,), jnp.int32)
     return Plan(
         items=Tiles(**dict.fromkeys(_FIELDS, of_items)),
         partial=of_items,

@@ -251,7 +251,7 @@ def modes_for(params: Iterable[SamplingParams] | None) -> list[SamplingMode]:
     if params is None:
         full = SamplingMode(
             draws=True,
-            filters=True,
+            filters=2,
             processors=True,
             penalties=True,
             logprobs=MAX_LOGPROBS,
@@ -259,7 +259,7 @@ def modes_for(params: Iterable[SamplingParams] | None) -> list[SamplingMode]:
         return [
             SamplingMode(),
             SamplingMode(draws=True),
-            SamplingMode(draws=True, filters=True),
+            SamplingMode(draws=True, filters=2),
             full,
             replace(full, prompt_logprobs=MAX_LOGPROBS),
         ]

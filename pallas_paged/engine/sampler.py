@@ -17,14 +17,14 @@ import numpy as np
 from jax import lax
 
 from pallas_paged.engine.logprobs import check_logits
-from pallas_paged.engine.sampling_filters import limit_count, limit_mass
+from pallas_paged.engine.sampling_filters import find_limits
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from pallas_paged.kernels import sampling_noise
 from pallas_paged.kernels.call import Device
 from pallas_paged.kernels.triton import implementation as triton
 
 # How to sample; the kernels are for one GPU, the other two give their tokens on any device.
-Implementation = Literal["triton", "triton_interpret", "xla"]
+SamplingImplementation = Literal["triton", "triton_interpret", "xla"]
 Array = Any  # a NumPy array on the host, a JAX array in a jitted step
 
 
@@ -72,7 +72,8 @@ class SamplingMode:
     Attributes:
         prompt_logprobs: as `logprobs`, of the tokens of prompts.
         penalties: rows may have penalties.
-        filters: rows may have a top_k or a top_p.
+        filters: 0 = none, 1 = rows may have a top_k or a top_p, 2 = or both. Kernels take as long
+            for 1 as for 2.
         logprobs: -1 = none, 0 = those of the tokens, `MAX_LOGPROBS` = those of the best tokens too.
         processors: rows may have a logit_bias or min_tokens.
         draws: rows may have a temperature, and a min_p.
@@ -80,7 +81,7 @@ class SamplingMode:
 
     prompt_logprobs: int = -1
     penalties: bool = False
-    filters: bool = False
+    filters: int = 0
     logprobs: int = -1
     processors: bool = False
     draws: bool = False
@@ -93,7 +94,7 @@ class SamplingMode:
         return cls(
             prompt_logprobs=-1 if prompt is None else MAX_LOGPROBS * (prompt > 0),
             penalties=penalties != (0, 0, 1),
-            filters=not params.greedy and bool(params.top_k or params.top_p < 1),
+            filters=0 if params.greedy else (params.top_k > 0) + (params.top_p < 1),
             logprobs=MAX_LOGPROBS if ranked else 0 if params.needs_logprobs else -1,
             processors=bool(params.logit_bias or params.min_tokens),
             draws=not params.greedy,
@@ -218,7 +219,7 @@ def sample(
     lens: jax.Array,
     mode: SamplingMode,
     *,
-    implementation: Implementation | None = None,
+    implementation: SamplingImplementation | None = None,
 ) -> jax.Array:
     """Choose the next token of each row.
 
@@ -280,12 +281,10 @@ def _draw(
     # A token of probability min_p times the best one's lies as far below it as this, and is kept.
     is_kept = gap <= (-jnp.log(metadata.min_p) * temperature)[:, None]
     if mode.filters:
-        draws = metadata.temperature > 0
-        limit = limit_count(gap, jnp.where(draws, metadata.top_k, 0))
-        limit = limit_mass(gap, jnp.where(draws, metadata.top_p, 1.0), temperature, limit)
+        limit = find_limits(gap, metadata.top_k, metadata.top_p, temperature, mode.filters)
         is_kept &= gap < limit[:, None]
-    seeds = metadata.seeds
-    key = sampling_noise.row_key(*(seeds[:, i, None] for i in range(3)), lens[:, None])
+    seed, prompt, index = (metadata.seeds[:, i, None] for i in range(3))
+    key = sampling_noise.row_key((seed, prompt, index), lens[:, None])
     places = lax.broadcasted_iota(jnp.int32, gap.shape, 1)
     arrival = sampling_noise.exponential(key, places) * jnp.exp(gap / temperature[:, None])
     # That of the best token is finite, so that a token of the filters arrives first.

@@ -25,34 +25,33 @@ _MAX_SHARDS = 16  # devices over which a row may be cut without a copy to cut it
 _NUM_PASSES = math.ceil(math.log(NUM_FLOATS, _NUM_PIVOTS + 1))
 
 
-def limit_count(gap: jax.Array, top_k: jax.Array) -> jax.Array:
-    """Return the gap `f32[S]` from which on top_k drops tokens.
+def find_limits(
+    gap: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    temperature: jax.Array,
+    num_filters: int,
+) -> jax.Array:
+    """Return the gap `f32[S]` from which on top_k and then top_p drop tokens.
 
     Args:
         gap: `f32[S, V]`, at least 0, 0 for the best token of each row.
         top_k: `i32[S]`, 0 = off.
-    """
-    blocks = _blocks(gap)
-    target = jnp.where(top_k > 0, top_k.astype(jnp.float32), jnp.inf)
-    return _search(blocks, jnp.ones_like(blocks), target, jnp.full_like(target, jnp.inf))
-
-
-def limit_mass(
-    gap: jax.Array, top_p: jax.Array, temperature: jax.Array, limit: jax.Array
-) -> jax.Array:
-    """Return the gap from which on top_p drops tokens.
-
-    Args:
-        gap: as in `limit_count`.
         top_p: `f32[S]`, 1 = off.
         temperature: `f32[S]`, above 0.
-        limit: `f32[S]`, gap from which on tokens are dropped already; it is the largest result.
+        num_filters: static; with 1, rows that have a top_k have no top_p.
     """
     blocks = _blocks(gap)
-    weights = jnp.exp(-blocks / temperature[:, None, None])
-    weights = jnp.where(blocks < limit[:, None, None], weights, 0.0)
-    total = jnp.sum(jnp.sum(weights, axis=2), axis=1)
-    return _search(blocks, weights, jnp.where(top_p < 1, top_p * total, jnp.inf), limit)
+    mass = jnp.exp(-blocks / temperature[:, None, None])
+    counts, everything = top_k > 0, jnp.full_like(top_p, jnp.inf)
+    weights = jnp.where(counts[:, None, None], 1.0, mass)
+    target = jnp.where(counts, top_k.astype(jnp.float32), _target(mass, top_p))
+    limit = _search(blocks, weights, target, everything)
+    if num_filters == 1:
+        return limit
+    mass = jnp.where(blocks < limit[:, None, None], mass, 0.0)
+    target = jnp.where(counts, _target(mass, top_p), jnp.inf)
+    return _search(blocks, mass, target, limit)
 
 
 def num_blocks(vocab_size: int) -> int:
@@ -66,6 +65,11 @@ def num_blocks(vocab_size: int) -> int:
 
 def _blocks(gap: jax.Array) -> jax.Array:
     return gap.reshape(gap.shape[0], num_blocks(gap.shape[1]), -1)
+
+
+def _target(mass: jax.Array, top_p: jax.Array) -> jax.Array:
+    total = jnp.sum(jnp.sum(mass, axis=2), axis=1)
+    return jnp.where(top_p < 1, top_p * total, jnp.inf)
 
 
 def _search(

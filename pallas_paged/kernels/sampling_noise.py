@@ -30,8 +30,14 @@ def threefry(key: Words, count: Words) -> Words:
     return x, y
 
 
-def row_key(seed: jax.Array, prompt: jax.Array, index: jax.Array, length: jax.Array) -> Words:
-    """Return the key of a row's draw, the same whatever else the batch holds."""
+def row_key(seeds: tuple[jax.Array, jax.Array, jax.Array], length: jax.Array) -> Words:
+    """Return the key of a row's draw, the same whatever else the batch holds.
+
+    Args:
+        seeds: `u32[...]` each, of `SamplingMetadata`.
+        length: `i32[...]`, tokens of the row before the one that it draws.
+    """
+    seed, prompt, index = seeds
     return threefry((seed, prompt), (index, length.astype(jnp.uint32)))
 
 

@@ -35,7 +35,7 @@ LOGITS = np.random.default_rng(0).normal(0, 2, VOCAB).astype(np.float32)
 DRAWS = 4000
 GREEDY = SamplingMode()
 PLAIN = SamplingMode(draws=True)
-FILTERS = SamplingMode(draws=True, filters=True)
+FILTERS = SamplingMode(draws=True, filters=2)
 jit_sample = jax.jit(sample, static_argnames=("mode", "implementation"))
 jit_process = jax.jit(process_logits, static_argnames="mode")
 jit_logprobs = jax.jit(gather_logprobs, static_argnames="num_logprobs")
@@ -413,9 +413,9 @@ def test_logprobs_of_a_bad_row_leave_the_others_alone():
     [
         ({}, {"draws": True}),
         ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, {}),
-        ({"top_k": 5, "top_p": 0.5}, {"draws": True, "filters": True}),
-        ({"top_k": 65}, {"draws": True, "filters": True}),
-        ({"top_p": 0.5, "min_p": 0.1}, {"draws": True, "filters": True}),
+        ({"top_k": 5, "top_p": 0.5}, {"draws": True, "filters": 2}),
+        ({"top_k": 65}, {"draws": True, "filters": 1}),
+        ({"top_p": 0.5, "min_p": 0.1}, {"draws": True, "filters": 1}),
         ({"min_p": 0.1}, {"draws": True}),
         ({"temperature": 0.0, "logit_bias": {3: 1.0}}, {"processors": True}),
         ({"temperature": 0.0, "min_tokens": 1}, {"processors": True}),

@@ -13,13 +13,13 @@ import pytest
 from pallas_paged.engine import sampling_filters
 from pallas_paged.engine.runner import modes_for
 from pallas_paged.engine.sampler import SamplingMode, sample
-from pallas_paged.engine.sampling_filters import limit_count, limit_mass, num_blocks
+from pallas_paged.engine.sampling_filters import find_limits, num_blocks
 from pallas_paged.kernels.triton import sampling as kernels
 from tests.support.promotion import strict_promotion
 from tests.support.sampling_rows import metadata, sampling_implementations, take_rows
 
 VOCAB, ROWS = 1536, 24
-FILTERS = SamplingMode(draws=True, filters=True)
+FILTERS = SamplingMode(draws=True, filters=2)
 jit_sample = jax.jit(sample, static_argnames=("mode", "implementation"))
 
 
@@ -38,7 +38,7 @@ def limits(logits, temperature, top_k, top_p, implementation):
         sizes = dict(num_warps=2, num_loads=2, num_pivots=3) if interpret else {}
         return kernels.search(logits, best, temperature, top_k, top_p, interpret=interpret, **sizes)
     gap = best[:, None] - logits
-    return limit_mass(gap, top_p, temperature, limit_count(gap, top_k))
+    return find_limits(gap, top_k, top_p, temperature, 2)
 
 
 def kept_by_sort(gap, top_k, top_p, temperature):

@@ -20,7 +20,7 @@ ROWS, VOCAB = 12, 6144
 MODES = {
     "greedy": SamplingMode(),
     "draws": SamplingMode(draws=True),
-    "filters": SamplingMode(draws=True, filters=True),
+    "filters": SamplingMode(draws=True, filters=2),
     "logprobs": SamplingMode(logprobs=MAX_LOGPROBS),
     "processors": SamplingMode(draws=True, penalties=True, processors=True, logprobs=0),
 }

@@ -246,7 +246,8 @@ def draw_kernel(
     rate = _LOG2_E / divisor(temperature)
     deepest = jnp.minimum(-jnp.log(min_p_ref[row]), FARTHEST) * divisor(temperature)
     limit = jnp.float32(jnp.inf) if limit_ref is None else limit_ref[row]
-    key = row_key(seeds_ref[row, 0], seeds_ref[row, 1], seeds_ref[row, 2], lens_ref[row])
+    seeds = seeds_ref[row, 0], seeds_ref[row, 1], seeds_ref[row, 2]
+    key = row_key(seeds, lens_ref[row])
     lanes = jnp.arange(HALF)
     count = jnp.minimum(pl.cdiv(vocab_size, 2 * HALF) - part * pieces, pieces)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -18,11 +19,12 @@ from pallas_paged.kernels.mosaic import support
 from pallas_paged.kernels.mosaic.linear_config import (
     MAX_ROWS,
     LinearConfig,
+    blocks_ahead,
     can_norm,
     linear_config,
     prefer_kernel,
 )
-from pallas_paged.rotary_write import rms_norm
+from pallas_paged.rms_norm import rms_norm
 
 LinearImplementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 
@@ -35,6 +37,7 @@ def linear(
     norm: jax.Array | None = None,
     eps: float = 1e-6,
     residual: jax.Array | None = None,
+    ahead: Sequence[jax.Array] = (),
     preferred_element_type: DTypeLike | None = None,
     implementation: LinearImplementation | None = None,
 ) -> jax.Array:
@@ -51,6 +54,8 @@ def linear(
         norm: `[K]`, weight of an RMS norm of x; None: x is not normed.
         eps: of the norm.
         residual: `[..., N]`, added at the end, or None.
+        ahead: weights of the next products, `[..., K]`. While other kernels leave the memory idle,
+            the kernel's last reads bring what fits of them into the L2 cache.
         preferred_element_type: dtype of the product; None: that of x and weight.
         implementation: "mosaic_gpu", on a Hopper GPU; "mosaic_gpu_interpret", the same kernel on
             any device; "xla"; or None for the fastest.
@@ -70,11 +75,14 @@ def linear(
         if array is not None and array.shape != shape:
             raise ValueError(f"{name} must be {shape}, got {array.shape}")
     product = Product(eps=eps, out_dtype=preferred_element_type)
-    config = _choose(x, weight, product, implementation)
+    config = _choose(x, weight, norm, product, implementation)
     if config is None:
         return product(x, weight, norm, residual)
     interpret = implementation == "mosaic_gpu_interpret"
-    return _kernel((product, config, interpret), x, weight, norm, residual)
+    later = tuple(w.reshape(-1, w.shape[-1]) for w in ahead)
+    blocks = blocks_ahead(num_rows=math.prod(batch), sizes=[w.shape for w in later])
+    config = dataclasses.replace(config, prefetch=blocks)
+    return _kernel((product, config, interpret), x, weight, norm, residual, later)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +111,11 @@ class Product:
 
 
 def _choose(
-    x: jax.Array, weight: jax.Array, product: Product, implementation: Any
+    x: jax.Array,
+    weight: jax.Array,
+    norm: jax.Array | None,
+    product: Product,
+    implementation: Any,
 ) -> LinearConfig | None:
     """Return how the kernel runs, or None where XLA does the product."""
     names = get_args(LinearImplementation)
@@ -112,17 +124,22 @@ def _choose(
     if implementation == "xla":
         return None
     device, num_rows = Device.here(), math.prod(x.shape[:-1])
-    sizes = dict(
+    interpret = implementation == "mosaic_gpu_interpret"
+    sizes: dict[str, Any] = dict(
         num_rows=num_rows,
         out_size=weight.shape[0],
         in_size=weight.shape[-1],
         swiglu=weight.ndim == 3,
     )
     config = None
-    reason = _why_not(x, weight, device, interpret=implementation == "mosaic_gpu_interpret")
+    reason = _why_not(x, weight, device, interpret=interpret)
     if reason is None:
-        itemsize = jnp.dtype(product.out_dtype or x.dtype).itemsize
-        config = linear_config(**sizes, out_itemsize=itemsize, num_sms=device.num_sms)
+        config = linear_config(
+            **sizes,
+            normed=norm is not None and can_norm(num_rows, x.shape[-1]),
+            out_itemsize=jnp.dtype(product.out_dtype or x.dtype).itemsize,
+            num_sms=1 if interpret else device.num_sms,  # the interpreter knows no clusters
+        )
         reason = f"can't divide the weight {weight.shape} into blocks"
     if implementation is None:
         return config if config is not None and prefer_kernel(**sizes) else None
@@ -152,6 +169,7 @@ def _kernel(
     weight: jax.Array,
     norm: jax.Array | None,
     residual: jax.Array | None,
+    ahead: tuple[jax.Array, ...],
 ) -> jax.Array:
     from pallas_paged.kernels.mosaic import linear as mosaic
 
@@ -172,6 +190,7 @@ def _kernel(
             norm_weight=norm,
             eps=product.eps,
             residual=added,
+            prefetch=ahead,
             out_dtype=product.out_dtype or x.dtype,
             config=config,
             interpret=interpret,
@@ -181,4 +200,4 @@ def _kernel(
 
 @_kernel.defjvp
 def _kernel_jvp(how: tuple[Product, LinearConfig, bool], primals: Any, tangents: Any) -> Any:
-    return jax.jvp(how[0], primals, tangents)
+    return jax.jvp(how[0], primals[:-1], tangents[:-1])  # without what is only read ahead

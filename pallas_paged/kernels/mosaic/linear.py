@@ -32,7 +32,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.mosaic import ops
-from pallas_paged.kernels.mosaic.linear_config import LinearConfig
+from pallas_paged.kernels.mosaic.linear_config import (
+    AHEAD_COLUMNS,
+    AHEAD_ROWS,
+    LinearConfig,
+)
 from pallas_paged.kernels.mosaic.ring import wgmma_transforms
 
 COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True)
@@ -184,7 +188,7 @@ def linear_kernel(
             plgpu.copy_smem_to_gmem(scratch.out, tile_of(out_ref, index))
 
     @pl.when(lax.axis_index("wg") == 0)
-    def _():
+    def _multiply():
         if normed or inputs.residual is not None:
             ops.wait_for_previous_kernel(interpret=interpret)
         if normed:
@@ -193,7 +197,7 @@ def linear_kernel(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the end of the kernel waits for the rest
 
     @pl.when(lax.axis_index("wg") == 1)
-    def _():
+    def _stream():
         first = jnp.minimum(total, num_stages)
         pl.loop(0, first)(send_weights)
         ops.wait_for_previous_kernel(interpret=interpret)
@@ -201,7 +205,7 @@ def linear_kernel(
             pl.loop(0, first)(send_x)
 
         @pl.loop(first, total)
-        def _(i):
+        def _send(i):
             plgpu.barrier_wait(scratch.free.at[lax.rem(i, num_stages)])
             send_weights(i)
             if not normed:
@@ -213,7 +217,7 @@ def linear_kernel(
                 prefetch(ref, num_blocks_ahead, program, config.num_programs)
 
         @pl.loop(jnp.maximum(total - num_stages, 0), total)
-        def _(i):
+        def _drain(i):
             plgpu.barrier_wait(scratch.free.at[lax.rem(i, num_stages)])
 
         if scratch.sums is not None:
@@ -221,19 +225,19 @@ def linear_kernel(
 
 
 def prefetch(weight_ref, num_blocks: int, program: jax.Array, num_programs: int) -> None:
-    """Start to read a program's share of the first columns of a weight into the L2 cache."""
-    num_features, in_size = weight_ref.shape
-    across = num_features // 64
-    num_blocks = min(num_blocks, across * (in_size // 256))
+    """Start to read a program's share of a weight's first columns into the L2 cache."""
+    num_features, _ = weight_ref.shape
+    across = num_features // AHEAD_ROWS
 
     @pl.loop(0, pl.cdiv(num_blocks, num_programs))
-    def _(i):
+    def _share(i):
         block = i * num_programs + program
 
         @pl.when(block < num_blocks)
         def _():
-            features, columns = lax.rem(block, across) * 64, lax.div(block, across) * 256
-            plgpu.async_prefetch(weight_ref.at[pl.ds(features, 64), pl.ds(columns, 256)])
+            features = pl.ds(lax.rem(block, across) * AHEAD_ROWS, AHEAD_ROWS)
+            columns = pl.ds(lax.div(block, across) * AHEAD_COLUMNS, AHEAD_COLUMNS)
+            plgpu.async_prefetch(weight_ref.at[features, columns])
 
 
 def norm_rows(x_ref, weight_ref, blocks_ref, *, eps: float, interpret: bool) -> None:
@@ -283,10 +287,11 @@ def linear(
     )
     out = result_shape((x.shape[0], weight.shape[0]), out_dtype)
     kernel = functools.partial(linear_kernel, eps=eps, config=config, interpret=interpret)
+    scratch: Any = (scratch_types(config, inputs, out_dtype=out_dtype),)
     return plgpu.kernel(
         ops.with_trees(kernel, inputs, out),
         out_type=out,
-        scratch_types=(scratch_types(config, inputs, out_dtype=out_dtype),),
+        scratch_types=scratch,
         grid=(config.num_programs // config.num_splits,),
         grid_names=("cluster",),
         cluster=(config.num_splits,),

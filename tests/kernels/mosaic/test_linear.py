@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -13,7 +14,7 @@ if jax.__version_info__ < (0, 11):
     pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
 
 from pallas_paged.kernels.mosaic.linear import linear
-from pallas_paged.kernels.mosaic.linear_config import LinearConfig, linear_config
+from pallas_paged.kernels.mosaic.linear_config import LinearConfig, blocks_ahead, linear_config
 from tests.support.devices import lower_for_cuda
 
 CONFIG = LinearConfig(tile_n=64, block_k=64, num_stages=2, num_splits=1, num_programs=2)
@@ -118,6 +119,7 @@ def test_every_shape_of_a_decoder_lowers_for_a_gpu(name, num_rows):
         out_size=out_size,
         in_size=in_size,
         swiglu=False,
+        normed=False,
         out_itemsize=jnp.dtype(dtype).itemsize,
         num_sms=132,
     )
@@ -133,15 +135,32 @@ def test_every_shape_of_a_decoder_lowers_for_a_gpu(name, num_rows):
 @pytest.mark.parametrize("num_rows", [1, 8])
 def test_a_fused_layer_lowers_for_a_gpu(num_rows):
     config = linear_config(
-        num_rows=num_rows, out_size=8192, in_size=2048, swiglu=True, out_itemsize=2, num_sms=132
+        num_rows=num_rows,
+        out_size=8192,
+        in_size=2048,
+        swiglu=True,
+        normed=True,
+        out_itemsize=2,
+        num_sms=132,
     )
 
-    def run(x, weight, norm):
-        return linear(
-            x, weight, norm_weight=norm, out_dtype=x.dtype, config=config, interpret=False
-        )
+    config = dataclasses.replace(config, prefetch=blocks_ahead(num_rows=1, sizes=[(2048, 8192)]))
+
+    def run(x, weight, norm, later):
+        how = dict(out_dtype=x.dtype, config=config, interpret=False)
+        return linear(x, weight, norm_weight=norm, prefetch=[later], **how)
 
     shapes = [
-        jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((num_rows, 2048), (8192, 2, 2048), (2048,))
+        jax.ShapeDtypeStruct(s, jnp.bfloat16)
+        for s in ((num_rows, 2048), (8192, 2, 2048), (2048,), (2048, 8192))
     ]
     assert lower_for_cuda(run, *shapes).as_text().count("custom_call @mosaic_gpu") == 1
+
+
+def test_weights_are_read_ahead_in_order_until_a_budget_is_spent():
+    sizes = [(2048, 2048), (16384, 2048)]
+    first, second = blocks_ahead(num_rows=1, sizes=sizes)
+    assert first == 2048 * 2048 * 2 // 2**15  # all of it
+    assert 0 < second < 16384 * 2048 * 2 // 2**15
+    assert blocks_ahead(num_rows=64, sizes=sizes) == (0, 0)
+    assert blocks_ahead(num_rows=1, sizes=[(2048, 2000)]) == (0,)

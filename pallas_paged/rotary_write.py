@@ -123,7 +123,7 @@ def rotate_and_write_kv(
     """
     arrays = _checked(layer, qkv, slots, rotation, q_norm, k_norm)
     eps = static_number("eps", eps)
-    if _choose(arrays, implementation) == "xla":
+    if _choose(arrays, implementation) == "xla" or not arrays.qkv.size:  # a grid of 0 is an error
         q, k, v = _split(arrays, eps)
         return q, write_kv(layer, k, v, arrays.slots)
     names = tuple(name for name in _AXES if getattr(arrays, name) is not None)

@@ -158,6 +158,13 @@ def test_tokens_that_are_zero_or_not_finite_are_quantized_as_write_kv_does(kv_dt
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
+def test_no_tokens_write_nothing():
+    (layer, qkv, slots), _ = Case().make()
+    q, written = write((layer, qkv[:0], slots[:0]), {}, KERNEL)
+    assert q.shape == (0, 6, 16)
+    same_bits(written, layer)
+
+
 def test_a_v_that_is_not_finite_is_not_rotated():
     (layer, qkv, slots), options = Case(rotary=8).make()
     qkv = qkv.at[:, :, -1].set(jnp.inf)

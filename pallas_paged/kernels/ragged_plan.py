@@ -24,9 +24,6 @@ _SPLIT_COST = 2.0
 _SHARES = (-2, -1.5, -1, -0.5, *(i / 16 for i in range(17)), 1.5, 2)  # log2
 
 
-FIRST = 2**30  # added to a number of keys: before all sequences without it
-
-
 def candidates(num_programs: int) -> list[float]:
     """Return candidates for the longest item in units of all blocks; 0 splits nothing."""
     return [float(np.float32(2.0**i / num_programs)) for i in _SHARES] + [0.0]
@@ -121,8 +118,6 @@ class PlanShape:
             `align > 1` the group is 1.
         num_programs: programs that run at the same time.
         fixed_split_size: None, or keys after which a sequence of one tile is split.
-        short_first: whether sequences with few queries come before the others, so that `spread` can
-            place their work items among those of the others.
     """
 
     num_seqs: int
@@ -136,12 +131,6 @@ class PlanShape:
     num_programs: int
     fixed_split_size: int | None
     align: int = 1
-    short_first: bool = False
-
-    @property
-    def most_short(self) -> int:
-        """Queries of a sequence that has few: its work is bound by memory."""
-        return self.block_q // self.group // 4 if self.short_first else 0
 
     @property
     def num_tiles(self) -> int:
@@ -193,7 +182,6 @@ def make_plan(
         options=shape.options,
         has_tree=shape.has_tree,
         align=shape.align,
-        most_short=shape.most_short,
     )
     return split_tiles(tiles, shape)
 
@@ -210,13 +198,11 @@ def make_tiles(
     options: LogitOptions,
     has_tree: bool,
     align: int = 1,
-    most_short: int = 0,
 ) -> Tiles:
     """Return the tiles of a call; the arguments are as in `PlanShape`."""
     num_seqs = seq_lens.shape[0]
     num_tiles = _num_tiles(num_seqs, num_tokens, group, block_q, align)
-    first = jnp.where(jnp.diff(cu_q_lens) <= most_short, FIRST, 0) if most_short else 0
-    order = jnp.argsort(-(seq_lens + first), stable=True)
+    order = jnp.argsort(-seq_lens, stable=True)
     rows = jnp.append(order, 0)
     # The tokens that belong to no sequence come last.
     starts = jnp.append(cu_q_lens[order], cu_q_lens[-1])
@@ -438,18 +424,3 @@ def _longest_item(blocks: jax.Array, num_programs: int, extra: int, shares: jax.
     candidate = jnp.arange(shares.size)
     best = jnp.min(jnp.where(span == jnp.min(span), candidate, shares.size))
     return jnp.max(jnp.where(candidate == best, longest, 1.0)).astype(jnp.int32)
-
-
-def spread(item: jax.Array, num_items: jax.Array, num_first: jax.Array) -> jax.Array:
-    """Return the place of each work item where the first ones are spread evenly among the others.
-
-    Decoding rows wait for memory, and prompts for the matrix unit: side by side both go on.
-
-    Args:
-        item: indices of work items, of which `num_first` are first. Those past `num_items` stay.
-    """
-    others = jnp.maximum(num_items - num_first, 1)
-    place = cdiv((item - num_first + 1) * num_items, others) - 1
-    first = _div(item * num_items, jnp.maximum(num_first, 1))
-    place = jnp.where(item < num_first, first, place)
-    return jnp.where((item < num_items) & (num_first < num_items), place, item)

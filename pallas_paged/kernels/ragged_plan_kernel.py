@@ -19,7 +19,6 @@ from jax.experimental import pallas as pl
 
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.ragged_plan import (
-    FIRST,
     Plan,
     PlanShape,
     Split,
@@ -27,7 +26,6 @@ from pallas_paged.kernels.ragged_plan import (
     candidates,
     count_tiles,
     item_of,
-    spread,
     tile_of,
 )
 
@@ -45,7 +43,7 @@ def can_plan(shape: PlanShape) -> bool:
         return False
     few = shape.num_seqs <= _MOST_SEQS and shape.num_items <= _MOST_ITEMS
     # Length and index of a sequence are one number, its place in the order.
-    return few and shape.max_kv_len < FIRST // pl.next_power_of_2(shape.num_seqs)
+    return few and shape.max_kv_len < 2**31 // pl.next_power_of_2(shape.num_seqs)
 
 
 @jax.tree_util.register_dataclass
@@ -152,9 +150,8 @@ def _plan_kernel(
     num_lanes = seq.size
 
     def ordered(index, exists):
-        kv_len, _, q_len, _, count = sequence(index, exists)
-        key = kv_len * num_lanes + (num_lanes - 1 - index)
-        key = jnp.where(exists, key + jnp.where(q_len <= shape.most_short, FIRST, 0), -1)
+        kv_len, *_, count = sequence(index, exists)
+        key = jnp.where(exists, kv_len * num_lanes + (num_lanes - 1 - index), -1)
         return key, count, count * (2 * num_lanes) + (count > 0).astype(jnp.int32)
 
     key, count, _ = ordered(seq, in_seqs)
@@ -211,8 +208,7 @@ def _plan_kernel(
     ends = jnp.cumsum(count)
     both = jnp.cumsum(count * has_partials << 15 | has_partials)
     first_item, partial, merge = ends - count, (both >> 15) - count, (both & 2**15 - 1) - 1
-    both = jnp.sum(count << 15 | jnp.where(tiles.q_len <= shape.most_short, count, 0))
-    num_found, num_short = both >> 15, both & 2**15 - 1
+    num_found = jnp.sum(count)
     some = in_tiles & (count > 0)
     scatter(scratch.item_marks, first_item, jnp.ones_like(tile), some)
     found = {name: getattr(tiles, name) for name in _FIELDS} | {
@@ -242,8 +238,6 @@ def _plan_kernel(
     items = item_of(exists, tiles, index, found["origin"], found["step"])
     has_partial = exists & (found["partial"] >= 0)
     partial = jnp.where(has_partial, found["partial"] + index, -1)
-    if shape.short_first:
-        item = spread(item, num_found, num_short)
     if packed:
         words = [*(getattr(items, name) for name in _FIELDS), partial]
         column = jnp.arange(pl.next_power_of_2(len(words)))

@@ -27,8 +27,6 @@ class DecodeConfig:
             The bits of a row then depend on that row (and the config) alone, not on the batch.
             Partial results take memory for `B * ceil(longest row that the table can hold /
             fixed_split_size)` f32 rows of q's heads.
-        merge_inside: whether the last program of a row merges its partial states, instead of a
-            kernel of its own.
 
     Raises:
         ValueError: a value is outside its range.
@@ -39,7 +37,6 @@ class DecodeConfig:
     num_warps: int
     num_stages: int
     fixed_split_size: int | None = None
-    merge_inside: bool = False
 
     def __post_init__(self) -> None:
         _check_loop(self)

@@ -17,12 +17,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_paged.kernels.call import Arrays, result_shape, varying_by_device
+from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.decode_plan import DecodePlan
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot
 from pallas_paged.kernels.triton import merge, one_byte, softmax
 from pallas_paged.kernels.triton.config import DecodeConfig
-from pallas_paged.kernels.triton.merge_inside import Final, leave_state, zero_empty_rows
 from pallas_paged.kernels.triton.specs import kv_head, scale_spec, whole
 
 
@@ -36,16 +35,12 @@ def decode_kernel(
     seq_lens_ref,  # i32[B]
     unit_ends_ref,  # i32[B], from `DecodePlan.unit_ends`
     alibi_slopes_ref,  # f32[G] or None
-    sinks_ref,  # f32[G] or None; None also where another kernel merges
-    _counts_ref,  # i32[B], the same memory as `final.counts`
     o_ref,  # f32[num_partials, G, D]
     lse_ref,  # f32[num_partials, G]
-    final: Final | None,  # of refs
     *,
     plan: DecodePlan,
     page_size: int,
     operands: one_byte.Operands,
-    interpret: bool,
 ):
     """One program: attend to its range of work units, and leave a partial state for each row."""
     options, block_k = plan.options, plan.block_k
@@ -158,29 +153,6 @@ def decode_kernel(
         state = softmax.empty(heads.size, words.size, len(dims))
         (m_i, l_i, acc), _ = lax.fori_loop(lo, hi, attend_block, (state, next_pages))
 
-        if final is not None:
-
-            @pl.when(lo < hi)
-            def _():
-                first, num_partials = plan.partials_of_row(row, unit_ends_ref)
-                leave_state(
-                    (m_i, l_i, acc),
-                    final,
-                    o_ref,
-                    lse_ref,
-                    sinks_ref,
-                    row=row,
-                    partial=partial,
-                    first=first,
-                    num_partials=num_partials,
-                    dims=dims,
-                    num_programs=plan.num_programs,
-                    fixed_split=plan.fixed_split_size is not None,
-                    interpret=interpret,
-                )
-
-            return carry
-
         # An empty row inside the range ran no block; the merge does not read its partial state.
         for d, a in zip(dims, acc, strict=True):
             plgpu.store(
@@ -193,8 +165,6 @@ def decode_kernel(
         )
         return carry
 
-    if final is not None:
-        zero_empty_rows(final, unit_ends_ref, program, plan.num_programs)
     if plan.fixed_split_size is None:
         first = row_of(start)
         end = jnp.where(start < stop, jnp.sum((unit_ends < stop).astype(jnp.int32)) + 1, first)
@@ -230,20 +200,8 @@ def paged_decode(
     )
     slopes = arrays.alibi_slopes
     slopes = None if slopes is None else slopes.reshape(num_kv_heads, group)
-    final = sinks = counts = None
-    if config.merge_inside:
-        final = Final.types((num_seqs, num_kv_heads, group, head_dim), arrays.q.dtype)
-        counts = varying_by_device(jnp.zeros(final.counts.shape, jnp.int32))
-        sinks = None if arrays.sinks is None else arrays.sinks.reshape(num_kv_heads, group)
-    inputs = (qs, *kv, *scales, *of_rows, slopes, sinks, counts)
-    outs, lses, final_arrays = pl.pallas_call(
-        functools.partial(
-            decode_kernel,
-            plan=plan,
-            page_size=arrays.page_size,
-            operands=operands,
-            interpret=interpret,
-        ),
+    outs, lses = pl.pallas_call(
+        functools.partial(decode_kernel, plan=plan, page_size=arrays.page_size, operands=operands),
         grid=(num_kv_heads, plan.num_programs),
         in_specs=[
             [kv_head(x, 1) for x in qs],
@@ -251,22 +209,15 @@ def paged_decode(
             *(scale_spec(x) for x in scales),
             *whole(of_rows),
             kv_head(slopes, 0),
-            kv_head(sinks, 0),
-            kv_head(counts, 0),
         ],
-        out_specs=(*(kv_head(x, 1) for x in out_shape), None if final is None else final.specs),
-        out_shape=(*out_shape, final),
-        # The counts, in place: the last input and the last result.
-        input_output_aliases={} if final is None else {len(jax.tree.leaves(inputs)) - 1: 4},
+        out_specs=[kv_head(x, 1) for x in out_shape],
+        out_shape=out_shape,
         compiler_params=plgpu.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
         ),
         interpret=interpret,
         name="paged_decode",
-    )(*inputs)
-    if final_arrays is not None:
-        of_heads = final_arrays.out.reshape(arrays.q.shape), final_arrays.lse
-        return of_heads[0], of_heads[1].reshape(num_seqs, num_q_heads)
+    )(qs, *kv, *scales, *of_rows, slopes)
     return merge.merge_decode(
         outs.reshape(plan.num_partials, num_q_heads, head_dim),
         lses.reshape(plan.num_partials, num_q_heads),

@@ -25,7 +25,7 @@ from pallas_paged.kernels.triton.specs import kv_head, whole
 State = tuple[jax.Array, jax.Array, jax.Array]  # m f32[R], l f32[R], acc f32[R, D]
 
 
-def merge_partials(
+def _merge_partials(
     outs_ref,  # f32[num_partials, R, D], each normalised
     lses_ref,  # f32[num_partials, R]
     first: jax.Array,
@@ -99,7 +99,7 @@ def merge_decode_kernel(
     heads = pl.program_id(1) * tile.block_h + jnp.arange(tile.block_h)
     dims = pl.program_id(2) * tile.block_d + jnp.arange(tile.block_d)
     head_mask = heads < num_heads
-    state = merge_partials(outs_ref, lses_ref, first, num_partials, heads, dims, tile.block_s)
+    state = _merge_partials(outs_ref, lses_ref, first, num_partials, heads, dims, tile.block_s)
     sinks = None
     if sinks_ref is not None:
         sinks = plgpu.load(sinks_ref.at[heads], mask=head_mask, other=0.0)
@@ -175,7 +175,7 @@ def merge_ragged_kernel(
     token, head = packed // group, packed % group
     row_mask = (num_partials > 0) & (rows < config.block_q) & (token < plan.items.q_len[item])
     token = plan.items.q_start[item] + token
-    state = merge_partials(outs_ref, lses_ref, first, num_partials, rows, dims, tile.block_s)
+    state = _merge_partials(outs_ref, lses_ref, first, num_partials, rows, dims, tile.block_s)
     sinks = None
     if sinks_ref is not None:
         sinks = plgpu.load(sinks_ref.at[head], mask=row_mask, other=0.0)

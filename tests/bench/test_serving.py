@@ -200,7 +200,7 @@ def test_tables(run) -> None:
     assert engine["memory utilisation"] == "25.0%" and engine["preemptions"] == "7"
     assert by_name["transformers generate"]["tokens/s"] == "-"
     assert "- transformers generate: no torch" in lines
-    assert "| 64 x 2100 | bfloat16 | 2400 | 2200 | 480 | 2000 | 1.20 |" in lines
+    assert "| 64 x 2100 | bfloat16 | 2400 | 2200 | 480 | 2000 | 1.20 | - | - | - | - |" in lines
     assert "| 9.0 | 16 | k0 |" in lines and "| 6.6 | 16 | k24 |" in lines and "k25" not in text
 
 

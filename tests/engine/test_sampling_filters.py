@@ -35,7 +35,7 @@ def limits(logits, temperature, top_k, top_p, implementation):
     best = jnp.max(logits, axis=1)
     if implementation != "xla":
         interpret = implementation == "triton_interpret"
-        sizes = dict(num_warps=2, num_loads=2, num_pivots=3) if interpret else {}
+        sizes = dict(num_warps=2, num_loads=2) if interpret else {}
         return kernels.search(logits, best, temperature, top_k, top_p, interpret=interpret, **sizes)
     gap = best[:, None] - logits
     return find_limits(gap, top_k, top_p, temperature, 2)

@@ -31,6 +31,10 @@ from pallas_paged.kernels.triton.specs import whole
 
 _LOG2_E = math.log2(math.e)
 _MOST_OCTAVES = 16  # below the upper bound, among which a round places its pivots
+_NUM_PIVOTS = 6
+_STEPS = [(i + 1) / (_NUM_PIVOTS + 1) for i in range(_NUM_PIVOTS)]
+# Pivots for the row beside what a sample of it says, in units of the sample's first bracket.
+_OFFSETS = (-0.5, -0.15, 0.0, 0.15, 0.5, 1.5)
 _LIST_LOADS = 4  # elements of a thread's list that it reads at a time
 _NO_TOKEN = 2**31 - 1
 
@@ -49,7 +53,6 @@ def search_kernel(
     *,
     num_threads: int,
     num_loads: int,
-    num_pivots: int,
 ):
     """One program: the gap from which on the filters of one row drop tokens.
 
@@ -89,8 +92,8 @@ def search_kernel(
     def weigh(load: Load, num_steps: Any, pivots: list, scale: jax.Array) -> list:
         """Return the weights of all gaps below each pivot."""
 
-        def add(step, sums):
-            for gap in load(step):
+        def add(gaps, sums):
+            for gap in gaps:
                 weight = jnp.exp2(gap * scale)
                 sums = [
                     jnp.where(gap < pivot, total + weight, total)
@@ -99,7 +102,7 @@ def search_kernel(
             return sums
 
         zeros = [jnp.zeros(num_threads, jnp.float32)] * len(pivots)
-        return [jnp.sum(one) for one in lax.fori_loop(0, num_steps, add, zeros)]
+        return [jnp.sum(one) for one in _stream(load, num_steps, add, zeros)]
 
     def keep(load: Load, num_steps: Any, low: jax.Array, high: jax.Array) -> tuple:
         """List the gaps of at least low and below high.
@@ -110,9 +113,9 @@ def search_kernel(
         """
         least, most = float_of(low), float_of(high)
 
-        def add(step, carry):
+        def add(gaps, carry):
             sizes, smallest, largest = carry
-            for gap in load(step):
+            for gap in gaps:
                 is_kept = (gap >= least) & (gap < most)
                 # Where the mask is off the interpreter writes too, but not out of range.
                 place = jnp.where(is_kept, sizes * num_threads + threads, vocab_size)
@@ -124,7 +127,7 @@ def search_kernel(
 
         zeros = jnp.zeros(num_threads, jnp.float32)
         start = zeros.astype(jnp.int32), zeros + jnp.inf, zeros
-        sizes, smallest, largest = lax.fori_loop(0, num_steps, add, start)
+        sizes, smallest, largest = _stream(load, num_steps, add, start)
         num_steps = pl.cdiv(jnp.max(sizes), _LIST_LOADS)
         some = num_steps > 0
         smallest, largest = number_of(jnp.min(smallest)), number_of(jnp.max(largest))
@@ -150,17 +153,22 @@ def search_kernel(
         reach = (jnp.log(vocab_size / left) + 1) * divisor(temperature)
         reach = jnp.where(is_mass, jnp.minimum(limit, reach), limit)
         start = jnp.int32(0), number_of(reach), jnp.float32(0)
-        # A sample of the row says where to place the pivots.
-        steps = [(i + 1) / (num_pivots + 1) for i in range(num_pivots)]
-        pivots = [jnp.where(is_mass, reach * x, 2.0 ** (8 * x - 2)) for x in steps]
+        # A sample of the row, weighed twice, says about where the limit lies.
         load = functools.partial(load_row, stride=vocab_size // num_loads)
-        *sums, total = weigh(load, 1, [*pivots, limit], scale)
         part = num_threads * num_loads / vocab_size
-        target = jnp.where(is_mass, top_p * total, top_k.astype(jnp.float32) * part)
-        low, high, _ = narrow(start, [number_of(x) for x in pivots], sums, target)
-        first, last = float_of(low), float_of(high)
-        width = jnp.where(last < jnp.inf, last - first, first) / (num_pivots - 1)
-        pivots = [first + width * i for i in range(num_pivots)]
+        low, high, _ = start
+        pivots = [jnp.where(is_mass, reach * x, 2.0 ** (8 * x - 2)) for x in _STEPS]
+        widths = []
+        for _ in range(2):
+            *sums, total = weigh(load, 1, [*pivots, limit], scale)
+            target = jnp.where(is_mass, top_p * total, top_k.astype(jnp.float32) * part)
+            numbers = [number_of(x) for x in pivots]
+            low, high, _ = narrow((low, high, jnp.float32(0)), numbers, sums, target)
+            first, last = float_of(low), float_of(high)
+            widths.append(jnp.where(last < jnp.inf, last - first, first))
+            pivots = [first + widths[-1] * x for x in _STEPS]
+        middle = first + widths[1] / 2
+        pivots = [jnp.maximum(middle + widths[0] * x, 0.0) for x in _OFFSETS]
 
         num_steps = pl.cdiv(vocab_size, num_threads * num_loads)
         *sums, total = weigh(load_row, num_steps, [*pivots, limit], scale)
@@ -174,8 +182,8 @@ def search_kernel(
         def step(carry):
             low, high, sizes, num_steps, below = carry
             start = jnp.maximum(low, high - (_MOST_OCTAVES << 23))
-            width = jnp.maximum(lax.div(high - start, num_pivots + 1), 1)
-            pivots = [jnp.minimum(start + width * (j + 1), high - 1) for j in range(num_pivots)]
+            width = jnp.maximum(lax.div(high - start, _NUM_PIVOTS + 1), 1)
+            pivots = [jnp.minimum(start + width * (j + 1), high - 1) for j in range(_NUM_PIVOTS)]
             load = load_list(sizes)
             sums = weigh(load, num_steps, [float_of(x) for x in pivots], scale)
             low, high, below = narrow((low, high, below), pivots, sums, target)
@@ -192,6 +200,16 @@ def search_kernel(
     limit_ref[row] = lax.fori_loop(0, 2, phase, jnp.float32(jnp.inf))
 
 
+def _stream(load: Load, num_steps: Any, add: Callable[[Any, Any], Any], state: Any) -> Any:
+    """Add the gaps of each step to a state; those of the next are on their way meanwhile."""
+
+    def step(index, carry):
+        gaps, state = carry
+        return load(index + 1), add(gaps, state)
+
+    return lax.fori_loop(0, num_steps, step, (load(jnp.int32(0)), state))[1]
+
+
 def search(
     logits: jax.Array,  # f32[S, V]
     best: jax.Array,  # f32[S]
@@ -202,7 +220,6 @@ def search(
     interpret: bool,
     num_warps: int = 16,
     num_loads: int = 16,
-    num_pivots: int = 7,
 ) -> jax.Array:
     """Return the gap `f32[S]` from which on top_k and then top_p drop tokens."""
     num_rows, _ = logits.shape
@@ -213,7 +230,6 @@ def search(
             search_kernel,
             num_threads=32 * num_warps,
             num_loads=num_loads,
-            num_pivots=num_pivots,
         ),
         grid=(num_rows,),
         in_specs=whole(inputs),
@@ -289,7 +305,7 @@ def draw(
     lens: jax.Array,  # i32[S]
     *,
     interpret: bool,
-    num_programs: int = 1024,
+    num_programs: int = 512,
     num_warps: int = 4,
 ) -> jax.Array:
     """Return the token `i32[S]` that each row with a temperature draws."""

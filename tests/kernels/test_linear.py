@@ -1,4 +1,4 @@
-"""`linear`: the product with a weight, with a norm, SwiGLU and a residual, on any device."""
+"""`linear`: the product with a weight, with or without SwiGLU, on any device."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_paged import linear as module
+from pallas_paged.kernels.mosaic import support
 from pallas_paged.linear import linear
 from tests.support.devices import mesh
 
@@ -38,33 +40,48 @@ def test_swiglu_is_of_the_products_with_gate_and_up():
 
 
 @needs_mosaic
-@pytest.mark.parametrize("shape", [(2, 3, 1024), (11, 1024)])  # as it is, and padded
-def test_the_kernel_gives_what_xla_gives(shape):
-    x, weight = draw(0, *shape), draw(1, 64, 1024, scale=1 / 32)
-    more = dict(norm=draw(2, 1024), residual=draw(3, *shape[:-1], 64))
-    want = linear(x, weight, **more, implementation="xla").astype(jnp.float32)
-    out = linear(x, weight, **more, implementation=KERNEL)
-    assert out.shape == want.shape and out.dtype == jnp.bfloat16
-    assert jnp.abs(out - want).max() < 0.03 * want.std()
-
-
-@needs_mosaic
-def test_gradients_of_the_kernel_are_those_of_xla():
-    x, weight = draw(0, 2, 256), draw(1, 64, 256, scale=1 / 16)
+def test_the_kernel_gives_what_xla_gives_and_its_gradients():
+    x, weight = draw(0, 1, 1, 256), draw(1, 64, 2, 256, scale=1 / 16)
 
     def loss(x, weight, implementation):
-        return (linear(x, weight, implementation=implementation).astype(jnp.float32) ** 2).sum()
+        out = linear(x, weight, implementation=implementation)
+        assert out.shape == (1, 1, 64) and out.dtype == jnp.bfloat16
+        return (out.astype(jnp.float32) ** 2).sum()
 
-    got, want = (jax.grad(loss, (0, 1))(x, weight, name) for name in (KERNEL, "xla"))
-    assert all((a == b).all() for a, b in zip(got, want, strict=True))
+    (got, got_grads), (want, want_grads) = (
+        jax.value_and_grad(loss, (0, 1))(x, weight, name) for name in (KERNEL, "xla")
+    )
+    assert abs(got - want) < 0.03 * want
+    assert all((a == b).all() for a, b in zip(got_grads, want_grads, strict=True))
 
 
-def test_a_weight_cut_over_devices_is_not_gathered():
+@pytest.mark.parametrize(
+    ("num_rows", "shape", "is_kernel"),
+    [
+        (1, (128256, 2048), True),
+        (1, (8192, 2, 2048), True),
+        (2, (128256, 2048), False),
+        (1, (128256, 4096), False),
+        (1, (2048, 2048), False),
+    ],
+)
+def test_the_kernel_runs_where_it_was_measured_to_be_faster(
+    monkeypatch, any_jax, num_rows, shape, is_kernel
+):
+    monkeypatch.setattr(support, "why_not_device", lambda device: None)
+    monkeypatch.setattr(module, "_kernel", lambda *_: "kernel")
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((num_rows, shape[-1]), shape)]
+    chosen = []
+    jax.eval_shape(lambda *arrays: chosen.append(linear(*arrays)), *shapes)
+    assert (chosen == ["kernel"]) == is_kernel
+
+
+def test_a_weight_cut_over_devices_is_not_gathered(monkeypatch):
     devices = mesh(2)
+    monkeypatch.setattr(module, "_FASTER", {(128, 256, False)})
     weight = jax.device_put(draw(1, 128, 256), NamedSharding(devices, P("tensor")))
-    x = jax.device_put(draw(0, 8, 256), NamedSharding(devices, P()))
-    text = jax.jit(linear).lower(x, weight).compile().as_text()
-    assert "all-gather" not in text
+    x = jax.device_put(draw(0, 1, 256), NamedSharding(devices, P()))
+    assert "all-gather" not in jax.jit(linear).lower(x, weight).compile().as_text()
     with pytest.raises(NotImplementedError, match="needs a weight on one device"):
         jax.jit(linear, static_argnames="implementation")(x, weight, implementation=KERNEL)
 
@@ -73,14 +90,13 @@ def test_a_weight_cut_over_devices_is_not_gathered():
     ("change", "error", "match"),
     [
         (dict(weight=jnp.ones((64, 3, 256))), ValueError, "weight.shape"),
-        (dict(norm=jnp.ones(255)), ValueError, "norm must be"),
-        (dict(residual=jnp.ones((8, 63))), ValueError, "residual must be"),
         (dict(implementation="cuda"), ValueError, "implementation='cuda' must be"),
-        (dict(implementation=KERNEL), NotImplementedError, "needs bfloat16 or float16"),
-        (dict(implementation="mosaic_gpu", x=draw(0, 65, 256)), NotImplementedError, "needs "),
+        (dict(x=jnp.ones((1, 256))), NotImplementedError, "needs bfloat16 or float16"),
+        (dict(x=draw(0, 2, 256)), NotImplementedError, "needs one row, not 2"),
+        (dict(weight=draw(0, 65, 256)), NotImplementedError, "multiples of 64 and 256"),
     ],
 )
 def test_bad_arguments_are_named(change, error, match):
-    arguments = dict(x=jnp.ones((8, 256)), weight=jnp.ones((64, 256))) | change
+    arguments = dict(x=draw(0, 1, 256), weight=draw(1, 64, 256), implementation=KERNEL) | change
     with pytest.raises(error, match=match):
         linear(**arguments)

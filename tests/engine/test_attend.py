@@ -18,6 +18,7 @@ from pallas_paged.engine.step import make_step
 from pallas_paged.rotary_write import split_qkv
 from tests.support.devices import lower_for_cuda
 from tests.support.kv_pools import make_pool
+from tests.support.marks import slow
 from tests.support.page_tables import i32
 
 NUM_KV_HEADS, GROUP, HEAD_DIM, PAGE_SIZE = 2, 4, 8, 4
@@ -50,7 +51,7 @@ def a_call(repeats, implementation=None):
     return attend, jax.tree.map(lambda x: x + 0.5, pool.layers[0])
 
 
-@pytest.mark.parametrize("implementation", [None, "xla", "triton_interpret"])
+@pytest.mark.parametrize("implementation", [None, *slow(["xla", "triton_interpret"])])
 @pytest.mark.parametrize("repeats", [1, 2])
 def test_the_fused_product_gives_what_its_parts_give(repeats, implementation):
     attend, layer = a_call(repeats, implementation)

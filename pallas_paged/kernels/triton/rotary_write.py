@@ -20,6 +20,9 @@ from pallas_paged.kernels.triton.specs import whole
 from pallas_paged.kernels.write_arrays import WriteArrays
 from pallas_paged.quantization import quantize, scales_of
 
+# Of one warp: a thread then has 16 bytes of each half of a bf16 head of 64.
+_BLOCK_ROWS = 8
+
 
 def rotate_and_write_kernel(
     qkv_ref,  # [N, D], N = T * Hkv * (G + 2)
@@ -101,14 +104,7 @@ def rotate_and_write_kernel(
         store(ref, (head, slot), small, is_kind & is_written)
 
 
-def rotate_and_write(
-    arrays: WriteArrays,
-    *,
-    eps: float,
-    interpret: bool,
-    block_rows: int | None = None,
-    num_warps: int | None = None,
-) -> tuple[jax.Array, ...]:
+def rotate_and_write(arrays: WriteArrays, *, eps: float, interpret: bool) -> tuple[jax.Array, ...]:
     """Return q `[T, Hkv, G, D]`, and the pages and, of tokens, the scales, in place."""
     num_tokens, num_kv_heads, kinds, head_dim = arrays.qkv.shape
     qkv = arrays.qkv.reshape(-1, head_dim)
@@ -120,20 +116,16 @@ def rotate_and_write(
     rotation = [] if arrays.cos is None else [arrays.cos, arrays.sin]
     inputs = (qkv, arrays.slots, flat, rotation, [arrays.q_norm, arrays.k_norm])
     q = result_shape((num_tokens * num_kv_heads * (kinds - 2), head_dim), qkv.dtype)
-    if block_rows is None:
-        block_rows = 8
-    if num_warps is None:
-        num_warps = 1
     q, *written = pl.pallas_call(
         functools.partial(
-            rotate_and_write_kernel, eps=eps, block_rows=block_rows, interpret=interpret
+            rotate_and_write_kernel, eps=eps, block_rows=_BLOCK_ROWS, interpret=interpret
         ),
-        grid=(pl.cdiv(qkv.shape[0], block_rows),),
+        grid=(pl.cdiv(qkv.shape[0], _BLOCK_ROWS),),
         in_specs=whole(inputs),
         out_specs=whole([q, *written]),
         out_shape=[q, *(result_shape(x.shape, x.dtype) for x in written)],
         input_output_aliases={2 + i: 1 + i for i in range(len(written))},
-        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="rotate_and_write_kv",
     )(*inputs)

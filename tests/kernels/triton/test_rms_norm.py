@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import pallas_paged.rms_norm as entry
+from pallas_paged import rms_norm as entry
 from pallas_paged.kernels.triton.rms_norm import rms_norm
 from tests.support.devices import lower_for_cuda
 
@@ -23,8 +23,7 @@ def test_each_row_is_divided_by_its_root_mean_square(num_rows, size):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-def test_one_row_is_one_kernel_for_cuda_and_has_a_gradient(monkeypatch):
-    monkeypatch.setattr(entry, "MAX_KERNEL_ROWS", 1)
+def test_one_row_is_one_kernel_for_cuda_and_has_a_gradient():
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 1, 64), (64,))]
     kernels = [
         lower_for_cuda(function, *shapes).as_text().count("xla.gpu.triton")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from bench import products
 
 
-def test_every_product_is_in_the_table_with_its_limit(capsys):
+def test_every_product_is_in_the_table_with_its_limit(capsys, monkeypatch):
+    monkeypatch.setattr(products, "_BYTES_OF_A_RUN", 0)  # two products
     run = products.main(["--models", "tiny", "--rows", "1", "--iterations", "1", "--rate", "1"])
     assert [one["product"] for one in run["results"]] == list(products.MODELS["tiny"])
     for one in run["results"]:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_paged import linear as module
 from pallas_paged.kernels.mosaic import support
 from pallas_paged.linear import linear
-from tests.support.devices import mesh
+from tests.support.devices import implementations_here, mesh
 
 KERNEL = "mosaic_gpu_interpret"
 needs_mosaic = pytest.mark.skipif(
@@ -40,7 +40,8 @@ def test_swiglu_is_of_the_products_with_gate_and_up():
 
 
 @needs_mosaic
-def test_the_kernel_gives_what_xla_gives_and_its_gradients():
+@pytest.mark.parametrize("kernel", [KERNEL, *({"mosaic_gpu"} & {*implementations_here()})])
+def test_the_kernel_gives_what_xla_gives_and_its_gradients(kernel):
     x, weight = draw(0, 1, 1, 256), draw(1, 64, 2, 256, scale=1 / 16)
 
     def loss(x, weight, implementation):
@@ -49,7 +50,7 @@ def test_the_kernel_gives_what_xla_gives_and_its_gradients():
         return (out.astype(jnp.float32) ** 2).sum()
 
     (got, got_grads), (want, want_grads) = (
-        jax.value_and_grad(loss, (0, 1))(x, weight, name) for name in (KERNEL, "xla")
+        jax.value_and_grad(loss, (0, 1))(x, weight, name) for name in (kernel, "xla")
     )
     assert abs(got - want) < 0.03 * want
     assert all((a == b).all() for a, b in zip(got_grads, want_grads, strict=True))

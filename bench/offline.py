@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -25,35 +24,11 @@ from bench import cli, timing
 from bench.report import number, table
 from bench.serving.compilations import Compilations
 from bench.serving.models import SHAPES, random_model
+from bench.serving.requests import nano_vllm_trace
 from models.engine_model import engine_model
 from pallas_paged.engine import Engine, EngineConfig, SamplingParams
 
-_LAST_TOKEN = 10000
-_TEMPERATURE = 0.6
 _NUM_FUNCTIONS = 8
-
-
-def make_workload(
-    num_requests: int, *, min_len: int, max_len: int, vocab_size: int
-) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Make prompts and their parameters, with the numbers that Python's `random` draws from seed 0.
-
-    Args:
-        num_requests: number of requests.
-        min_len, max_len: bounds of the tokens of a prompt, and of an output.
-        vocab_size: of the model; token ids are at most 10000, as in nano-vllm's bench.
-    """
-    rng = random.Random(0)
-    last = min(_LAST_TOKEN, vocab_size - 1)
-    lens = (min_len, max_len)
-    prompts = [
-        [rng.randint(0, last) for _ in range(rng.randint(*lens))] for _ in range(num_requests)
-    ]
-    params = [
-        SamplingParams(temperature=_TEMPERATURE, ignore_eos=True, max_tokens=rng.randint(*lens))
-        for _ in range(num_requests)
-    ]
-    return prompts, params
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -87,12 +62,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     )
     engine = Engine(model, weights, config)
     note("engine")
-    prompts, params = make_workload(
+    trace = nano_vllm_trace(
         args.requests,
         min_len=min(100, args.max_len),
         max_len=args.max_len,
         vocab_size=model.vocab_size,
     )
+    prompts = [one.prompt.tolist() for one in trace]
+    params = [one.params for one in trace]
     note("workload")
     with Compilations() as compiled:
         engine.warmup(params[:1])

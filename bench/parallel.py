@@ -16,11 +16,11 @@ from typing import Any
 import jax
 
 from bench import cli, parallel_calls, timing
-from bench.offline import make_workload
 from bench.parallel_calls import make_mesh
 from bench.parallel_model import Rates, decode_step
 from bench.report import number, ratio, table
 from bench.serving.models import SHAPES, random_model
+from bench.serving.requests import nano_vllm_trace
 from bench.serving.step import measure_step
 from models.engine_model import engine_model
 from pallas_paged.engine import Engine, EngineConfig, SamplingParams
@@ -55,9 +55,10 @@ def measure_serving(name: str, config: dict[str, Any], args: argparse.Namespace)
     mesh = make_mesh(tensor_parallel, TENSOR_AXIS) if tensor_parallel > 1 else None
     model, weights = engine_model(random_model(shape, mesh))
     max_len = min(args.max_len, shape.max_model_len // 2)
-    prompts, params = make_workload(
+    trace = nano_vllm_trace(
         args.requests, min_len=max_len // 8, max_len=max_len, vocab_size=model.vocab_size
     )
+    prompts, params = [one.prompt.tolist() for one in trace], [one.params for one in trace]
     engine = Engine(
         model,
         weights,

@@ -1,9 +1,9 @@
 """Measure ways to sample: logits to tokens and log-probabilities, without a model.
 
-Run `python -m bench.sampling` for all sizes, or for a quick look
-`python -m bench.sampling --rows 1 64 --vocab 128256 --no-sorted`. bench/README.md explains the
-numbers. `--cases NAME...` measures only some ways, `--std` sets the standard deviation of the
-logits, `--bf16` rounds them to bfloat16, so that many are equal.
+Run `python -m bench.sampling`; bench/README.md explains the numbers. `--cases NAME...` measures
+only some ways, `--std` sets the standard deviation of the logits, `--bf16` rounds them to bfloat16,
+so that many are equal. `--sorted` measures the definition by sorting too, and
+`--implementation xla` the plain passes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Sequence
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,7 @@ from bench.measure import reason
 from bench.report import number, table
 from pallas_paged.engine.logprobs import Logprobs, gather_logprobs
 from pallas_paged.engine.sampler import (
-    ALL_DRAW,
-    MAX_FEW_ROWS,
+    SamplingImplementation,
     SamplingMetadata,
     SamplingMode,
     TokenCounts,
@@ -40,8 +39,8 @@ from pallas_paged.engine.sampler import (
 from pallas_paged.engine.sampling_params import SamplingParams
 from pallas_paged.engine.step import GPU_OPTIONS
 
-_NUM_SETS = 4  # arrays of logits among which the calls rotate
-_NUM_LOOPS = 8  # times that a run visits all of them
+_NUM_SETS = 2  # arrays of logits among which the calls rotate
+_NUM_LOOPS = 16  # times that a run visits all of them
 _GREEDY = SamplingParams(temperature=0.0)
 _PLAIN = SamplingParams(temperature=0.8)
 _TOP_P = SamplingParams(temperature=0.8, top_p=0.9)
@@ -66,7 +65,6 @@ def sorted_sample(
     logits: jax.Array, metadata: SamplingMetadata, lens: jax.Array, mode: SamplingMode
 ) -> jax.Array:
     """Sample by sorting, the definition of the filters."""
-    mode = dataclasses.replace(mode, draws=ALL_DRAW)
     if not mode.filters:
         return sample(logits, metadata, lens, mode)
     top_k, top_p = metadata.top_k[:, None], metadata.top_p[:, None]
@@ -116,9 +114,11 @@ def make_metadata(first: SamplingParams, rest: SamplingParams, num_rows: int) ->
     )
 
 
-def chain(mode: SamplingMode, *, by_sort: bool) -> Any:
+def chain(
+    mode: SamplingMode, *, by_sort: bool, implementation: SamplingImplementation | None = None
+) -> Any:
     """A function of steps in a loop, as the engine runs them; none begins before the last ends."""
-    draw = sorted_sample if by_sort else sample
+    draw = sorted_sample if by_sort else partial(sample, implementation=implementation)
     rank = sorted_logprobs if by_sort and mode.logprobs > 0 else gather_logprobs
 
     def step(carry: Any, logits: jax.Array, metadata: SamplingMetadata) -> Any:
@@ -158,16 +158,20 @@ def make_logits(num_rows: int, vocab_size: int, args: argparse.Namespace) -> lis
 
 
 def measure_size(num_rows: int, vocab_size: int, args: argparse.Namespace) -> list[dict]:
-    """Results of each case at one size, compiled side by side and then measured."""
+    """Results of each case at one size, compiled side by side and then measured.
+
+    Cases of the same mode run the same program.
+    """
     logits = make_logits(num_rows, vocab_size, args)
-    jobs: list[tuple[dict, Any, Any]] = []
+    programs: dict[tuple[SamplingMode, bool], Any] = {}
+    jobs: list[tuple[dict, tuple[SamplingMode, bool], Any]] = []
     for name in args.cases:
         if num_rows == 1 and name.startswith("one row"):
             continue
         params = [_CASES[name][0], *[_CASES[name][1]] * (num_rows - 1)]
         mode = reduce(or_, map(SamplingMode.of, params))
-        if sum(not one.greedy for one in params) > MAX_FEW_ROWS:
-            mode = dataclasses.replace(mode, draws=ALL_DRAW)
+        if mode.filters and args.implementation != "xla":
+            mode = dataclasses.replace(mode, filters=2)  # one kernel serves all filters
         counts = None
         if mode.penalties:
             shape = (num_rows, vocab_size)
@@ -176,12 +180,14 @@ def measure_size(num_rows: int, vocab_size: int, args: argparse.Namespace) -> li
         sorts = args.sorted and (mode.filters or mode.logprobs > 0)
         for by_sort in (False, True)[: 1 + sorts]:
             result = {"num_rows": num_rows, "vocab_size": vocab_size, "case": name}
-            lowered = chain(mode, by_sort=by_sort).lower(*inputs)
-            jobs.append((result | {"by_sort": by_sort}, lowered, inputs))
-    compiled = timing.compile_all(job[1] for job in jobs)
+            key = mode, by_sort
+            if key not in programs:
+                run = chain(mode, by_sort=by_sort, implementation=args.implementation)
+                programs[key] = run.lower(*inputs)
+            jobs.append((result | {"by_sort": by_sort}, key, inputs))
+    compiled = dict(zip(programs, timing.compile_all(programs.values()), strict=True))
     return [
-        result | measure(program, inputs, args.iterations)
-        for (result, _, inputs), program in zip(jobs, compiled, strict=True)
+        result | measure(compiled[key], inputs, args.iterations) for result, key, inputs in jobs
     ]
 
 
@@ -248,12 +254,13 @@ def _differs(key: tuple, results: dict[tuple, dict]) -> bool:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.sampling", description=__doc__)
     add = parser.add_argument
-    add("--rows", nargs="+", type=int, default=[1, 8, 64, 256], help="rows of a batch")
-    add("--vocab", nargs="+", type=int, default=[128256, 151936], help="sizes of vocabularies")
+    add("--rows", nargs="+", type=int, default=[1, 64], help="rows of a batch")
+    add("--vocab", nargs="+", type=int, default=[128256], help="sizes of vocabularies")
     add("--cases", nargs="+", choices=_CASES, default=[*_CASES], help="default: all")
     add("--std", type=float, default=2.0, help="standard deviation of the logits")
     add("--bf16", action="store_true", help="round the logits to bfloat16")
-    add("--no-sorted", dest="sorted", action="store_false", help="leave the sorted ones out")
+    add("--sorted", action="store_true", help="measure the definition by sorting too")
+    add("--implementation", choices=get_args(SamplingImplementation), help="default: the engine's")
     add("--iterations", type=int, default=10, help="timed runs of each")
     add("--json", type=Path, help="write all numbers here, after each size")
     add("--markdown", type=Path, help="write the table here too")

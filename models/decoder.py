@@ -15,13 +15,13 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.typing import DTypeLike
 
 import pallas_paged as pp
 from models.config import ModelConfig
 from models.rotary import Rotation, rotation
-from pallas_paged.rotary_write import rms_norm
+from pallas_paged.linear import linear
+from pallas_paged.rms_norm import rms_norm
 
 # Cache of one layer: its pages, or K and V [B, max_len, Hkv, D] of a contiguous cache.
 LayerCache = pp.LayerKV | tuple[jax.Array, jax.Array]
@@ -88,7 +88,7 @@ class Linear(nnx.Module):
         weight = self.weight[...]
         *out_shape, in_size = weight.shape
         # A matrix: XLA would transpose, hence copy, a weight that has several output axes.
-        out = _contract(x, weight.reshape(-1, in_size)).reshape(*x.shape[:-1], *out_shape)
+        out = linear(x, weight.reshape(-1, in_size)).reshape(*x.shape[:-1], *out_shape)
         return out if self.bias is None else out + self.bias[...]
 
 
@@ -172,8 +172,7 @@ class MLP(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        gate_up = self.gate_up_proj(x)  # [..., I, 2]
-        return self.down_proj(jax.nn.silu(gate_up[..., 0]) * gate_up[..., 1])
+        return self.down_proj(linear(x, self.gate_up_proj.weight[...]))  # of [I, 2, E]: SwiGLU
 
 
 class DecoderLayer(nnx.Module):
@@ -272,7 +271,7 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Scores of the next token: hidden [..., E] to f32[..., V]."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return _contract(hidden, head.weight[...], preferred_element_type=jnp.float32)
+        return linear(hidden, head.weight[...], preferred_element_type=jnp.float32)
 
 
 def dense_attend() -> Attend:
@@ -321,11 +320,3 @@ def _fuse_qkv(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 def _residual_stddev(config: ModelConfig) -> float:
     # GPT-2: keeps the variance of the residual stream independent of depth at the start.
     return 0.02 / math.sqrt(2 * config.num_layers)
-
-
-def _contract(
-    x: jax.Array, weight: jax.Array, preferred_element_type: DTypeLike | None = None
-) -> jax.Array:
-    """x [..., in] and weight [out, in] to [..., out]."""
-    dims = (((x.ndim - 1,), (1,)), ((), ()))
-    return lax.dot_general(x, weight, dims, preferred_element_type=preferred_element_type)

@@ -81,10 +81,6 @@ class LayerKV:
     def page_size(self) -> int:
         return self._size("N")
 
-    @property
-    def head_dim(self) -> int:
-        return self._size("D")
-
     def _size(self, letter: str) -> int:
         return self.layout.size(self.layout.full_shape(self.k_pages.shape), letter)
 
@@ -247,30 +243,6 @@ def write_kv(
         ValueError: `layer` is not a LayerKV, a shape or dtype is wrong, or quantized pages lack
             scales.
     """
-    layer = checked_layer(layer, kv_layout)
-    tokens = [jnp.asarray(checked_floats(name, x)) for name, x in (("k", k), ("v", v))]
-    num_kv_heads, head_dim = layer.num_kv_heads, layer.head_dim
-    shape = tokens[0].shape
-    if len(shape) != 3 or shape[1:] != (num_kv_heads, head_dim) or tokens[1].shape != shape:
-        raise ValueError(
-            f"k and v must be [T, {num_kv_heads=}, {head_dim=}] like the pages, "
-            f"got {shape} and {tokens[1].shape}"
-        )
-    slots = checked_array("slots", slots, jnp.int32, (shape[0],))
-    return _on_each_device(_write, layer, tuple(tokens), (slots,))
-
-
-def checked_layer(layer: Any, kv_layout: Any = None) -> LayerKV:
-    """Return a layer of JAX arrays that fit one another.
-
-    Args:
-        layer: as `write_kv` takes it.
-        kv_layout: the layout that a caller names beside it, or None.
-
-    Raises:
-        ValueError: `layer` is not a LayerKV, a shape or dtype is wrong, or quantized pages lack
-            scales.
-    """
     if not isinstance(layer, LayerKV):
         raise ValueError(f"layer must be a LayerKV, got {type(layer).__name__}")
     layer = _with_layout(layer, kv_layout)
@@ -286,25 +258,31 @@ def checked_layer(layer: Any, kv_layout: Any = None) -> LayerKV:
             f"k_pages and v_pages must be {layout.shape_rule}, alike, "
             f"got {k_pages.dtype}{k_pages.shape} and {v_pages.dtype}{v_pages.shape}"
         )
-    scale_shape = layout.scale_shape(layout.full_shape(k_pages.shape))
-    scales = checked_scales(k_pages, layer.k_scales, layer.v_scales, scale_shape)
-    return LayerKV(
-        **dict(zip(("k_pages", "v_pages"), map(jnp.asarray, pages), strict=False)),
+    shape_of_pages = layout.full_shape(k_pages.shape)
+    tokens = {name: as_array(name, x) for name, x in (("k", k), ("v", v))}
+    for name, x in tokens.items():
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"{name} must be floating, got {x.dtype}")
+    num_kv_heads, head_dim = (layout.size(shape_of_pages, x) for x in "HD")
+    shape = tokens["k"].shape
+    if len(shape) != 3 or shape[1:] != (num_kv_heads, head_dim) or tokens["v"].shape != shape:
+        raise ValueError(
+            f"k and v must be [T, {num_kv_heads=}, {head_dim=}] like the pages, "
+            f"got {shape} and {tokens['v'].shape}"
+        )
+    slots = checked_array("slots", slots, jnp.int32, (shape[0],))
+    scales = checked_scales(
+        k_pages, layer.k_scales, layer.v_scales, layout.scale_shape(shape_of_pages)
+    )
+    given = [jnp.asarray(x) for x in pages]
+    layer = LayerKV(
+        **dict(zip(("k_pages", "v_pages"), given, strict=False)),
         **dict(zip(("k_scales", "v_scales"), scales, strict=False)),
         kv_layout=layout.name,
     )
-
-
-def checked_floats(name: str, value: ArrayLike) -> Any:
-    """Return `value` as an array of floats.
-
-    Raises:
-        ValueError: it is no array, or of another dtype.
-    """
-    x = as_array(name, value)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"{name} must be floating, got {x.dtype}")
-    return x
+    return _on_each_device(
+        _write, layer, (jnp.asarray(tokens["k"]), jnp.asarray(tokens["v"])), (slots,)
+    )
 
 
 def _with_layout(layer: LayerKV, kv_layout: Any) -> LayerKV:

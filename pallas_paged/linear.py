@@ -1,11 +1,10 @@
-"""The product with a weight, and what a decoder does just before and after it."""
+"""The product with a weight, as the layers of a decoder need it."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +14,13 @@ from jax.typing import DTypeLike
 from pallas_paged.checks import default_promotion
 from pallas_paged.kernels.call import Device
 from pallas_paged.kernels.mosaic import support
-from pallas_paged.kernels.mosaic.linear_config import (
-    MAX_NORMED_ROWS,
-    MAX_ROWS,
-    NORM_MULTIPLE,
-    LinearConfig,
-    linear_config,
-)
-from pallas_paged.rotary_write import rms_norm
+
+LinearImplementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
+
+# (N, K, whether with SwiGLU) of products of one row that the kernel does faster than XLA. Measured
+# on an H200, see docs/tuning.md; XLA was faster with more rows, and with smaller or larger weights.
+_FASTER = {(128256, 2048, False), (8192, 2048, True)}
+_TILE, _BLOCK_K = 64, 256  # as of the kernel, whose module needs Mosaic
 
 
 @default_promotion()
@@ -30,130 +28,87 @@ def linear(
     x: jax.Array,
     weight: jax.Array,
     *,
-    norm: jax.Array | None = None,
-    eps: float = 1e-6,
-    residual: jax.Array | None = None,
     preferred_element_type: DTypeLike | None = None,
+    implementation: LinearImplementation | None = None,
 ) -> jax.Array:
-    """Return `residual + rms_norm(x, norm, eps) @ weight.T`, or with SwiGLU.
+    """Return `x @ weight.T`, or with SwiGLU `silu(x @ weight[:, 0].T) * (x @ weight[:, 1].T)`.
 
-    Few rows on a Hopper GPU take one kernel, where that is faster than XLA: it reads the weight at
-    the rate of the memory. Otherwise, and for gradients, XLA does the steps. Results differ by
-    rounding: sums are in f32, in another order.
+    The product of one row is one kernel on a Hopper GPU where that is faster than XLA. Gradients
+    are those of XLA's product. Results differ by rounding: sums are in f32, in another order.
 
     Args:
         x: floating `[..., K]`.
-        weight: `[N, K]`, or `[N, 2, K]`: then the product is `silu(x @ weight[:, 0].T) * (x @
-            weight[:, 1].T)`.
-        norm: `[K]`, weight of the RMS norm of x; None: x is not normed.
-        eps: of the norm.
-        residual: `[..., N]`, added at the end, or None.
+        weight: `[N, K]`, or of gate and up `[N, 2, K]`.
         preferred_element_type: dtype of the product; None: that of x and weight.
+        implementation: "mosaic_gpu", on a Hopper GPU; "mosaic_gpu_interpret", the same kernel on
+            any device; "xla"; or None for the fastest.
 
     Returns:
         `[..., N]`.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: shapes do not fit, or there is no such implementation.
+        NotImplementedError: the implementation can't do this call; the message says why.
     """
-    *batch, in_size = x.shape
-    out_size = weight.shape[0]
+    in_size = x.shape[-1]
     if weight.shape[1:] not in ((in_size,), (2, in_size)):
-        raise ValueError(f"{weight.shape=} must be [N, K] or [N, 2, K], with K of {x.shape=}")
-    if norm is not None and norm.shape != (in_size,):
-        raise ValueError(f"{norm.shape=} must be {(in_size,)}")
-    if residual is not None and residual.shape != (*batch, out_size):
-        raise ValueError(f"{residual.shape=} must be {(*batch, out_size)}")
-    product = Product(eps=eps, preferred_element_type=preferred_element_type)
-    config = _config(x, weight, product)
-    if config is None:
-        return product(x, weight, norm, residual)
-    return _kernel(product, config, x, weight, norm, residual)
+        raise ValueError(f"{weight.shape=} must be [N, K] or [N, 2, K], with the K of {x.shape=}")
+    names = get_args(LinearImplementation)
+    if implementation is not None and implementation not in names:
+        raise ValueError(f"{implementation=} must be None or one of {names}")
+    sizes = weight.shape[0], in_size, weight.ndim == 3
+    if implementation == "xla" or (implementation is None and sizes not in _FASTER):
+        return _product(preferred_element_type, x, weight)
+    interpret = implementation == "mosaic_gpu_interpret"
+    reason = _why_not(x, weight, interpret=interpret)
+    if reason is None:
+        return _kernel(preferred_element_type, interpret, x, weight)
+    if implementation is None:
+        return _product(preferred_element_type, x, weight)
+    raise NotImplementedError(f"{implementation=} {reason}")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Product:
-    """What `linear` computes, in XLA's steps."""
-
-    eps: float
-    preferred_element_type: Any
-
-    def __call__(
-        self,
-        x: jax.Array,
-        weight: jax.Array,
-        norm: jax.Array | None,
-        residual: jax.Array | None,
-    ) -> jax.Array:
-        x = x if norm is None else rms_norm(x, norm, self.eps)
-        # A matrix: XLA would transpose, hence copy, a weight that has several output axes.
-        matrix = weight.reshape(-1, weight.shape[-1])
-        dims = (((x.ndim - 1,), (1,)), ((), ()))
-        out = lax.dot_general(x, matrix, dims, preferred_element_type=self.preferred_element_type)
-        if weight.ndim == 3:
-            gate_up = out.reshape(*out.shape[:-1], -1, 2)
-            out = jax.nn.silu(gate_up[..., 0]) * gate_up[..., 1]
-        return out if residual is None else residual + out
+def _product(out_dtype: Any, x: jax.Array, weight: jax.Array) -> jax.Array:
+    # A matrix: XLA would transpose, hence copy, a weight that has several output axes.
+    matrix = weight.reshape(-1, weight.shape[-1])
+    dims = (((x.ndim - 1,), (1,)), ((), ()))
+    out = lax.dot_general(x, matrix, dims, preferred_element_type=out_dtype)
+    if weight.ndim == 2:
+        return out
+    gate_up = out.reshape(*out.shape[:-1], -1, 2)
+    return jax.nn.silu(gate_up[..., 0]) * gate_up[..., 1]
 
 
-def _config(x: jax.Array, weight: jax.Array, product: Product) -> LinearConfig | None:
-    """Return how the kernel runs where it is faster than XLA, and None elsewhere."""
+def _why_not(x: jax.Array, weight: jax.Array, *, interpret: bool) -> str | None:
+    """Return why the kernel can't do a product, or None."""
     if x.dtype != weight.dtype or x.dtype not in (jnp.bfloat16, jnp.float16):
-        return None
-    mesh = jax.typeof(weight).sharding.mesh
-    if mesh.size > 1 and not mesh.are_all_axes_manual:
-        return None  # XLA would gather the weight for a kernel of which it knows nothing
-    num_rows = math.prod(x.shape[:-1])
-    if not 0 < num_rows <= MAX_ROWS:
-        return None
-    device = Device.here()
-    if support.why_not_jax() or support.why_not_device(device):
-        return None
-    return linear_config(
-        num_rows=num_rows,
-        out_size=weight.shape[0],
-        in_size=weight.shape[-1],
-        swiglu=weight.ndim == 3,
-        out_itemsize=jnp.dtype(product.preferred_element_type or x.dtype).itemsize,
-        num_sms=device.num_sms,
-    )
+        return f"needs bfloat16 or float16, not {x.dtype} and {weight.dtype}"
+    if (num_rows := math.prod(x.shape[:-1])) != 1:
+        return f"needs one row, not {num_rows}"
+    if weight.shape[0] % _TILE or weight.shape[-1] % _BLOCK_K:
+        return f"needs N and K that are multiples of {_TILE} and {_BLOCK_K}, not {weight.shape}"
+    if jax.typeof(weight).sharding.mesh.size > 1:
+        # XLA knows nothing of the kernel: it would gather the weight.
+        return "needs a weight on one device"
+    return support.why_not_jax() or (None if interpret else support.why_not_device(Device.here()))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _kernel(
-    product: Product,
-    config: LinearConfig,
-    x: jax.Array,
-    weight: jax.Array,
-    norm: jax.Array | None,
-    residual: jax.Array | None,
-) -> jax.Array:
+def _kernel(out_dtype: Any, interpret: bool, x: jax.Array, weight: jax.Array) -> jax.Array:
     from pallas_paged.kernels.mosaic import linear as mosaic
 
-    *batch, in_size = x.shape
-    rows = x.reshape(-1, in_size)
-    num_rows = len(rows)
-    if norm is not None and (num_rows > MAX_NORMED_ROWS or in_size % NORM_MULTIPLE):
-        rows, norm = rms_norm(rows, norm, product.eps), None
-    padding = -num_rows % 8 if num_rows > 8 else 0
-    added = None if residual is None else residual.reshape(num_rows, -1)
-    if padding:
-        rows = jnp.pad(rows, ((0, padding), (0, 0)))
-        added = None if added is None else jnp.pad(added, ((0, padding), (0, 0)))
-    out = mosaic.linear(
-        rows,
-        weight,
-        norm_weight=norm,
-        eps=product.eps,
-        residual=added,
-        out_dtype=product.preferred_element_type or x.dtype,
-        config=config,
-        interpret=False,
-    )
-    return out[:num_rows].reshape(*batch, -1)
+    with jax.enable_x64(False):
+        out = mosaic.linear(
+            x.reshape(1, -1),
+            weight,
+            out_dtype=out_dtype or x.dtype,
+            num_programs=Device.here().num_sms,
+            interpret=interpret,
+        )
+    return out.reshape(*x.shape[:-1], -1)
 
 
 @_kernel.defjvp
-def _kernel_jvp(product: Product, config: LinearConfig, primals: Any, tangents: Any) -> Any:
-    del config
-    return jax.jvp(product, primals, tangents)
+def _kernel_jvp(out_dtype: Any, interpret: bool, primals: Any, tangents: Any) -> Any:
+    del interpret
+    return jax.jvp(functools.partial(_product, out_dtype), primals, tangents)

@@ -80,14 +80,9 @@ def token_scales(tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return scales_of(largest, dtype)
 
 
-def scales_of(
-    largest: jax.Array, dtype: jnp.dtype, divide: Callable[..., jax.Array] = jnp.divide
-) -> jax.Array:
-    """Return the scales f32`[...]` of tokens whose largest |x| are f32`[...]`.
-
-    `divide` is for kernels, whose division may be another.
-    """
-    scales = divide(largest, jnp.float32(LARGEST[dtype.name]))
+def scales_of(largest: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Return the scales f32`[...]` of tokens whose largest |x| are f32`[...]`."""
+    scales = largest / LARGEST[dtype.name]
     scales = jnp.where(scales < jnp.finfo(jnp.float32).tiny, 0.0, scales)
     return jnp.where(jnp.isfinite(largest), scales, jnp.nan)
 
@@ -96,7 +91,6 @@ def quantize(
     tokens: jax.Array,
     scales: jax.Array,
     dtype: jnp.dtype,
-    divide: Callable[..., jax.Array] = jnp.divide,
     round_half_to_even: Callable[[jax.Array], jax.Array] = jnp.round,
 ) -> jax.Array:
     """Return `tokens / scales`, rounded to nearest, ties to even, saturated at `LARGEST`.
@@ -105,10 +99,10 @@ def quantize(
         tokens: floating `[..., head_dim]`.
         scales: f32`[...]` or f32`[]`; where 0 or NaN, the result is 0.
         dtype: int8, where NaN becomes 0, or float8_e4m3fn, where NaN stays NaN.
-        divide, round_half_to_even: for kernels, whose own may be others.
+        round_half_to_even: of f32; kernels have their own.
     """
     scales = scales[..., None]
-    scaled = divide(tokens.astype(jnp.float32), jnp.where(scales > 0, scales, 1.0))
+    scaled = tokens.astype(jnp.float32) / jnp.where(scales > 0, scales, 1.0)
     scaled = jnp.where(scales > 0, scaled, 0.0)
     scaled = jnp.clip(scaled, -LARGEST[dtype.name], LARGEST[dtype.name])  # NaN stays NaN
     if dtype == jnp.int8:

@@ -11,16 +11,15 @@ from typing import Any, Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import ArrayLike
 
 from pallas_paged.checks import as_array, checked_array, default_promotion, static_number
 from pallas_paged.kernels.call import Device
-from pallas_paged.kernels.kv_layout import KVLayout
 from pallas_paged.kernels.triton import implementation as triton
 from pallas_paged.kernels.write_arrays import WriteArrays
-from pallas_paged.kv_pool import LayerKV, checked_floats, checked_layer, write_kv
+from pallas_paged.kv_pool import LayerKV, write_kv
 from pallas_paged.partition import Axes, Layout, on_each_device
+from pallas_paged.rms_norm import rms_norm
 
 WriteImplementation = Literal["triton", "triton_interpret", "xla"]
 Rotation = tuple[ArrayLike, ArrayLike]
@@ -39,13 +38,6 @@ _AXES: dict[str, Axes] = {
     "k_norm": ("head_dim",),
 }
 _POOL = ("k_pages", "v_pages", "k_scales", "v_scales")
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Return x over the root of its mean square along the last axis, times `weight`, in f32."""
-    x32 = x.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * scale * weight.astype(jnp.float32)).astype(x.dtype)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -129,15 +121,14 @@ def rotate_and_write_kv(
         ValueError: a shape or dtype is wrong, or quantized pages lack scales.
         NotImplementedError: the implementation can't do this call; the message says why.
     """
-    layer = checked_layer(layer)
     arrays = _checked(layer, qkv, slots, rotation, q_norm, k_norm)
     eps = static_number("eps", eps)
-    if _choose(layer, implementation) == "xla":
-        q, *pool = _scatter(arrays, eps, layer.kv_layout)
-    else:
-        names = tuple(name for name in _AXES if getattr(arrays, name) is not None)
-        local = LocalWrite(names=names, eps=eps, interpret=implementation == "triton_interpret")
-        q, *pool = _kernel(local)(*(getattr(arrays, name) for name in names))
+    if _choose(layer, implementation) == "xla" or not arrays.qkv.size:  # a grid of 0 is an error
+        q, k, v = _split(arrays, eps)
+        return q, write_kv(layer, k, v, arrays.slots)
+    names = tuple(name for name in _AXES if getattr(arrays, name) is not None)
+    local = LocalWrite(names=names, eps=eps, interpret=implementation == "triton_interpret")
+    q, *pool = _kernel(local)(*(getattr(arrays, name) for name in names))
     written: dict[str, Any] = dict(zip(_POOL, pool, strict=False))
     return q.reshape(q.shape[0], -1, q.shape[-1]), dataclasses.replace(layer, **written)
 
@@ -167,16 +158,18 @@ class LocalWrite:
             return rotate_and_write(self.arrays(arrays), eps=self.eps, interpret=self.interpret)
 
 
-def _scatter(
-    arrays: WriteArrays, eps: float, kv_layout: KVLayout = "HPND"
-) -> tuple[jax.Array | None, ...]:
-    """Return what the kernel does."""
+def _split(arrays: WriteArrays, eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:
     rotation = None
     if arrays.cos is not None:
         rotation = arrays.cos[:, None], arrays.sin[:, None]
-    norms = dict(q_norm=arrays.q_norm, k_norm=arrays.k_norm, eps=eps)
-    q, k, v = split_qkv(arrays.qkv, rotation=rotation, **norms)
-    layer = LayerKV(**{name: getattr(arrays, name) for name in _POOL}, kv_layout=kv_layout)
+    norms = dict(q_norm=arrays.q_norm, k_norm=arrays.k_norm)
+    return split_qkv(arrays.qkv, rotation=rotation, **norms, eps=eps)
+
+
+def _steps(arrays: WriteArrays, eps: float) -> tuple[Any, ...]:
+    """Return what the kernel returns."""
+    q, k, v = _split(arrays, eps)
+    layer = LayerKV(**{name: getattr(arrays, name) for name in _POOL})
     layer = write_kv(layer, k, v, arrays.slots)
     num_tokens, num_kv_heads, kinds, head_dim = arrays.qkv.shape
     q = q.reshape(num_tokens, num_kv_heads, kinds - 2, head_dim)
@@ -187,7 +180,7 @@ def _scatter(
 
 @functools.cache
 def _kernel(local: LocalWrite) -> Any:
-    """Return the kernel on each device, with the gradient of `_scatter`."""
+    """Return the kernel on each device, with the gradient of `_steps`."""
 
     def layout(arrays: WriteArrays) -> Layout:
         axes = dict(_AXES)
@@ -212,7 +205,7 @@ def _kernel(local: LocalWrite) -> Any:
         return run(*arrays), arrays
 
     def backward(arrays: tuple[jax.Array, ...], cotangents: Any) -> Any:
-        return jax.vjp(lambda *x: _scatter(local.arrays(x), local.eps), *arrays)[1](cotangents)
+        return jax.vjp(lambda *x: _steps(local.arrays(x), local.eps), *arrays)[1](cotangents)
 
     run.defvjp(forward, backward)
     return run
@@ -245,24 +238,30 @@ def _why_not(layer: LayerKV, *, interpret: bool) -> str | None:
 
 
 def _checked(
-    layer: LayerKV, qkv: Any, slots: Any, rotation: Any, q_norm: Any, k_norm: Any
+    layer: Any, qkv: Any, slots: Any, rotation: Any, q_norm: Any, k_norm: Any
 ) -> WriteArrays:
-    num_kv_heads, head_dim = layer.num_kv_heads, layer.head_dim
-    qkv = jnp.asarray(checked_floats("qkv", qkv))
-    if qkv.ndim != 4 or qkv.shape[1::2] != (num_kv_heads, head_dim) or qkv.shape[2] < 3:
+    qkv = _checked_floats("qkv", qkv)
+    if qkv.ndim != 4 or qkv.shape[2] < 3:
         raise ValueError(
-            f"qkv must be [T, {num_kv_heads=}, G + 2, {head_dim=}] like the pages, with G of 1 or "
-            f"more, got {qkv.shape}"
+            f"qkv must be [T, num_kv_heads, G + 2, head_dim], with G of 1 or more, got {qkv.shape}"
         )
-    num_tokens = qkv.shape[0]
+    num_tokens, num_kv_heads, _, head_dim = qkv.shape
+    slots = checked_array("slots", slots, jnp.int32, (num_tokens,))
+
+    def write() -> LayerKV:
+        new = jnp.zeros((num_tokens, num_kv_heads, head_dim), qkv.dtype)
+        return write_kv(layer, new, new, slots)
+
+    jax.eval_shape(write)  # raises where the layer is wrong, or qkv is not as its pages are
+    pool = {name: getattr(layer, name) for name in _POOL}
     arrays = WriteArrays(
         qkv=qkv,
-        slots=checked_array("slots", slots, jnp.int32, (num_tokens,)),
-        **{name: getattr(layer, name) for name in _POOL},
+        slots=slots,
+        **{name: None if x is None else jnp.asarray(x) for name, x in pool.items()},
         **_checked_rotation(rotation, num_tokens, head_dim),
     )
     norms = {
-        name: jnp.asarray(checked_floats(name, norm))
+        name: _checked_floats(name, norm)
         for name, norm in (("q_norm", q_norm), ("k_norm", k_norm))
         if norm is not None
     }
@@ -270,6 +269,13 @@ def _checked(
         if norm.shape != (head_dim,):
             raise ValueError(f"{name} must be [{head_dim=}], got {norm.shape}")
     return dataclasses.replace(arrays, **norms)
+
+
+def _checked_floats(name: str, value: Any) -> jax.Array:
+    x = as_array(name, value)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{name} must be floating, got {x.dtype}")
+    return jnp.asarray(x)
 
 
 def _checked_rotation(rotation: Any, num_tokens: int, head_dim: int) -> dict[str, jax.Array]:

@@ -12,6 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,12 @@ from bench.serving.batches import serve_in_batches
 from bench.serving.compilations import Compilations
 from bench.serving.engine import greedy, serve
 from bench.serving.models import SHAPES, random_model
-from bench.serving.requests import TraceRequest, describe_trace, make_trace
+from bench.serving.requests import (
+    TraceRequest,
+    describe_trace,
+    make_trace,
+    nano_vllm_trace,
+)
 from bench.serving.static import StaticBatch
 from bench.serving.step import measure_step
 from bench.serving.transformers import run_transformers
@@ -34,23 +40,39 @@ from models.engine_model import engine_model
 from pallas_paged.engine import Engine, EngineConfig
 
 _GIB = 1 << 30
+_NANO_SHORTEST, _NANO_LONGEST = 100, 1024  # tokens of prompts, and of outputs
+# Defaults of the other arguments for each trace.
+_TRACES: dict[str, dict[str, Any]] = {
+    "sharegpt": dict(
+        shape="1b", systems=[*report.NAMES][:-1], requests=512, max_num_batched_tokens=2048
+    ),
+    "nano": dict(
+        shape="qwen3-0.6b",
+        systems=["engine"],
+        requests=256,
+        max_num_batched_tokens=4096,
+        max_model_len=4096,
+        kv_gib=40.0,
+    ),
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     parser = argparse.ArgumentParser(prog="bench.serving", description=__doc__)
     add = parser.add_argument
-    add("--shape", choices=SHAPES, default="1b", help="model sizes; its weights are random")
-    add("--systems", nargs="*", choices=report.NAMES, default=[*report.NAMES][:-1])
+    add("--trace", choices=_TRACES, default="sharegpt", help="nano: that of nano-vllm's bench")
+    add("--shape", choices=SHAPES, help="model sizes, random weights; default: by trace")
+    add("--systems", nargs="*", choices=report.NAMES, help="default: by trace")
     add("--http", action="store_true", help="also the engine behind models.server, over HTTP")
     add("--kv-gib", type=float, help="memory for K/V of each system; default: by shape")
     add("--max-model-len", type=int, help="most tokens of prompt and output; default: by shape")
     add("--page-size", type=int, default=16)
     add("--max-num-seqs", type=int, default=256, help="rows of the engine")
-    add("--max-num-batched-tokens", type=int, default=2048, help="of a step of the engine")
+    add("--max-num-batched-tokens", type=int, help="of a step of the engine; default: by trace")
     add("--implementation", help="attention of the engine; default: the best for the platform")
     add("--kv-cache-dtype", choices=ONE_BYTE, help="K/V of the engine; default: the model's dtype")
-    add("--requests", type=int, default=512)
+    add("--requests", type=int, help="default: by trace")
     add("--rate", type=float, default=math.inf, help="arrivals per second; default: all at once")
     add("--prefix-share", type=float, default=0.5, help="share of requests with a system prompt")
     add("--prefix-len", type=int, help="tokens of a system prompt; default: max_model_len / 8")
@@ -97,7 +119,7 @@ def run_engine(
     )
     start = time.perf_counter()
     engine = Engine(*engine_model(model), config)
-    engine.warmup([greedy(1)])
+    engine.warmup([replace(trace[0].params, max_tokens=1)])
     warmup_s = time.perf_counter() - start
     if over_http:
         from bench.serving.http import serve_over_http  # needs the extra [server]
@@ -146,6 +168,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse and check arguments; a bad one ends the program."""
     parser = make_parser()
     args = parser.parse_args(argv)
+    for name, value in _TRACES[args.trace].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     shape = SHAPES[args.shape]
     if args.kv_gib is None:
         args.kv_gib = shape.kv_gib
@@ -160,6 +185,26 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def _make_trace(args: argparse.Namespace) -> list[TraceRequest]:
+    vocab_size = SHAPES[args.shape].config.vocab_size
+    if args.trace == "nano":
+        longest = min(_NANO_LONGEST, args.max_model_len // 2)
+        shortest = min(_NANO_SHORTEST, longest)
+        return nano_vllm_trace(
+            args.requests, min_len=shortest, max_len=longest, vocab_size=vocab_size
+        )
+    return make_trace(
+        args.requests,
+        vocab_size=vocab_size,
+        max_len=args.max_model_len,
+        rate=args.rate,
+        prefix_share=args.prefix_share,
+        prefix_len=args.prefix_len,
+        num_prefixes=args.prefixes,
+        seed=args.seed,
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, print the tables and return the raw numbers."""
     argv = sys.argv[1:] if argv is None else argv
@@ -170,16 +215,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     batch_size = num_tokens // args.max_model_len
     num_pages = budget // shape.token_bytes(args.kv_cache_dtype) // args.page_size
     try:
-        trace = make_trace(
-            args.requests,
-            vocab_size=shape.config.vocab_size,
-            max_len=args.max_model_len,
-            rate=args.rate,
-            prefix_share=args.prefix_share,
-            prefix_len=args.prefix_len,
-            num_prefixes=args.prefixes,
-            seed=args.seed,
-        )
+        trace = _make_trace(args)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error
     run: dict[str, Any] = {

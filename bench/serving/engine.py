@@ -58,8 +58,7 @@ def serve(engine: Engine, trace: Sequence[TraceRequest], *, seconds: float) -> R
         while now < seconds and (len(requests) < len(trace) or not engine.idle):
             while len(requests) < len(trace) and trace[len(requests)].arrival <= now:
                 index = len(requests)
-                params = greedy(trace[index].num_tokens)
-                requests.append(engine.submit(prompts[index], params))
+                requests.append(engine.submit(prompts[index], trace[index].params))
             if engine.idle:
                 time.sleep(max(0.0, min(trace[len(requests)].arrival, seconds) - now))
             else:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from pallas_paged.engine import SamplingParams
 
 # Means of ShareGPT from the PagedAttention paper (Kwon et al., 2023, figure 11), which has no other
 # numbers. The sigmas are chosen to reach from a few tokens to over a thousand, as in the figure.
 _PROMPT_MEAN, _PROMPT_SIGMA = 161.0, 1.0
 _OUTPUT_MEAN, _OUTPUT_SIGMA = 338.0, 0.8
 _MIN_LEN = 4
+_NANO_LAST_TOKEN, _NANO_TEMPERATURE = 10000, 0.6
 _FULL_LEN = 2048  # with a smaller max_len, lengths shrink in proportion
 
 
@@ -24,11 +28,20 @@ class TraceRequest:
         arrival: seconds after the start of the run.
         prompt: `i32[n]`.
         num_tokens: tokens of output.
+        temperature: 0 for the most likely token.
     """
 
     arrival: float
     prompt: np.ndarray
     num_tokens: int
+    temperature: float = 0.0
+
+    @property
+    def params(self) -> SamplingParams:
+        """The parameters with which the engine samples exactly `num_tokens` tokens."""
+        return SamplingParams(
+            max_tokens=self.num_tokens, temperature=self.temperature, ignore_eos=True
+        )
 
 
 def make_trace(
@@ -91,6 +104,37 @@ def make_trace(
             )
         )
     return requests
+
+
+def nano_vllm_trace(
+    num_requests: int, *, min_len: int, max_len: int, vocab_size: int
+) -> list[TraceRequest]:
+    """Make the requests of nano-vllm's own bench, with what Python's `random` draws from seed 0.
+
+    Args:
+        num_requests: number of requests, which all arrive at the start.
+        min_len, max_len: bounds of the tokens of a prompt, and of an output.
+        vocab_size: of the model; token ids are at most 10000, as in nano-vllm's bench.
+
+    Raises:
+        ValueError: if there are no requests.
+    """
+    if num_requests < 1:
+        raise ValueError(f"{num_requests=} must be positive")
+    rng = random.Random(0)
+    last, lens = min(_NANO_LAST_TOKEN, vocab_size - 1), (min_len, max_len)
+    prompts = [
+        [rng.randint(0, last) for _ in range(rng.randint(*lens))] for _ in range(num_requests)
+    ]
+    return [
+        TraceRequest(
+            arrival=0.0,
+            prompt=np.array(prompt, np.int32),
+            num_tokens=rng.randint(*lens),
+            temperature=_NANO_TEMPERATURE,
+        )
+        for prompt in prompts
+    ]
 
 
 def describe_trace(trace: list[TraceRequest]) -> dict[str, Any]:

@@ -22,15 +22,7 @@ from pallas_paged.engine.model import Model
 from pallas_paged.engine.placement import Placement
 from pallas_paged.engine.processes import Followers
 from pallas_paged.engine.runner_output import InFlight, RunnerOutput, read_output
-from pallas_paged.engine.sampler import (
-    ALL_DRAW,
-    ANY_TOP_K,
-    FEW_DRAW,
-    FEW_TOP_K,
-    MAX_FEW_ROWS,
-    TOP_P,
-    SamplingMode,
-)
+from pallas_paged.engine.sampler import SamplingMode
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from pallas_paged.engine.scheduler_output import Attachment, Chunk, Decode, SchedulerOutput
 from pallas_paged.engine.sequence import Sequence
@@ -150,8 +142,6 @@ class ModelRunner:
         mode = reduce(or_, {one.mode for one in sequences})
         wanted = (x.sequence.mode.prompt_logprobs for x in chunks if x.targets is not None)
         mode = replace(mode, prompt_logprobs=max(wanted, default=-1))
-        if sum(one.mode.draws > 0 for one in sequences) > MAX_FEW_ROWS:
-            mode = replace(mode, draws=ALL_DRAW)
         shape = self.buckets.fit(len(decodes), sum(len(chunk.token_ids) for chunk in chunks))
         output = self._run(decodes, chunks, shape, mode)
         return InFlight(scheduled=scheduled, num_decodes=shape[0], output=output)
@@ -260,16 +250,16 @@ def modes_for(params: Iterable[SamplingParams] | None) -> list[SamplingMode]:
     """
     if params is None:
         full = SamplingMode(
-            draws=ALL_DRAW,
-            filters=ANY_TOP_K,
+            draws=True,
+            filters=2,
             processors=True,
             penalties=True,
             logprobs=MAX_LOGPROBS,
         )
         return [
             SamplingMode(),
-            SamplingMode(draws=FEW_DRAW, filters=TOP_P),
-            *(SamplingMode(draws=ALL_DRAW, filters=x) for x in (0, FEW_TOP_K, TOP_P)),
+            SamplingMode(draws=True),
+            SamplingMode(draws=True, filters=2),
             full,
             replace(full, prompt_logprobs=MAX_LOGPROBS),
         ]
@@ -278,21 +268,13 @@ def modes_for(params: Iterable[SamplingParams] | None) -> list[SamplingMode]:
         if not isinstance(one, SamplingParams):
             raise ValueError(f"params has {one!r}, which must be SamplingParams")
     modes = {SamplingMode.of(one) for one in params}
-    any_greedy = any(not mode.draws for mode in modes)
     modes.add(reduce(or_, modes, SamplingMode()))
-    all_draw = {replace(mode, draws=ALL_DRAW) if mode.draws else mode for mode in modes}
-    modes = modes | all_draw if any_greedy else all_draw  # else few draw in small batches only
     return sorted(modes | {replace(max(modes), prompt_logprobs=-1)})
 
 
 def _fit(mode: SamplingMode, shape: tuple[int, int]) -> SamplingMode:
     """Return the part of a mode that a batch of this shape can need."""
-    num_slots, num_tokens = shape
-    if not num_tokens:
-        mode = replace(mode, prompt_logprobs=-1)
-    if num_slots <= MAX_FEW_ROWS:
-        mode = replace(mode, draws=min(mode.draws, FEW_DRAW))
-    return mode
+    return mode if shape[1] else replace(mode, prompt_logprobs=-1)
 
 
 def _split(entries: list[Any], size: int) -> list[list[Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,19 +17,14 @@ import numpy as np
 from jax import lax
 
 from pallas_paged.engine.logprobs import check_logits
-from pallas_paged.engine.sampling_filters import (
-    MAX_FEW,
-    limit_count,
-    limit_few,
-    limit_mass,
-)
+from pallas_paged.engine.sampling_filters import find_limits
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from pallas_paged.kernels import sampling_noise
+from pallas_paged.kernels.call import Device
+from pallas_paged.kernels.triton import implementation as triton
 
-MAX_FEW_ROWS = 8  # that draw are taken out of a batch of greedy rows
-# Values of `SamplingMode.draws` and of `SamplingMode.filters`; each serves what those before do.
-FEW_DRAW, ALL_DRAW = 1, 2
-MIN_P, FEW_TOP_K, TOP_P, ANY_TOP_K = 1, 2, 3, 4
-
+# How to sample; the kernels are for one GPU, the other two give their tokens on any device.
+SamplingImplementation = Literal["triton", "triton_interpret", "xla"]
 Array = Any  # a NumPy array on the host, a JAX array in a jitted step
 
 
@@ -77,12 +72,11 @@ class SamplingMode:
     Attributes:
         prompt_logprobs: as `logprobs`, of the tokens of prompts.
         penalties: rows may have penalties.
-        filters: 0 = none, MIN_P = rows may have that, FEW_TOP_K = and a top_k of up to `MAX_FEW`,
-            with a top_p or without, TOP_P = and that alone, ANY_TOP_K = all of them.
+        filters: 0 = none, 1 = rows may have a top_k or a top_p, 2 = or both. Kernels take as long
+            for 1 as for 2.
         logprobs: -1 = none, 0 = those of the tokens, `MAX_LOGPROBS` = those of the best tokens too.
         processors: rows may have a logit_bias or min_tokens.
-        draws: 0 = none, FEW_DRAW = up to `MAX_FEW_ROWS` rows may have a temperature, ALL_DRAW = all
-            may.
+        draws: rows may have a temperature, and a min_p.
     """
 
     prompt_logprobs: int = -1
@@ -90,7 +84,7 @@ class SamplingMode:
     filters: int = 0
     logprobs: int = -1
     processors: bool = False
-    draws: int = 0
+    draws: bool = False
 
     @classmethod
     def of(cls, params: SamplingParams) -> SamplingMode:
@@ -100,10 +94,10 @@ class SamplingMode:
         return cls(
             prompt_logprobs=-1 if prompt is None else MAX_LOGPROBS * (prompt > 0),
             penalties=penalties != (0, 0, 1),
-            filters=_filters(params),
+            filters=0 if params.greedy else (params.top_k > 0) + (params.top_p < 1),
             logprobs=MAX_LOGPROBS if ranked else 0 if params.needs_logprobs else -1,
             processors=bool(params.logit_bias or params.min_tokens),
-            draws=0 if params.greedy else FEW_DRAW,
+            draws=not params.greedy,
         )
 
     def __or__(self, other: SamplingMode) -> SamplingMode:
@@ -224,21 +218,24 @@ def sample(
     metadata: SamplingMetadata,
     lens: jax.Array,
     mode: SamplingMode,
-    num_devices: int = 1,
+    *,
+    implementation: SamplingImplementation | None = None,
 ) -> jax.Array:
     """Choose the next token of each row.
 
     The filters run in the order temperature, top_k, top_p, min_p, each on what the one before left.
     At least one token is kept, and so are all that tie with the last one kept. Of equal greedy
-    logits the lowest token wins. A draw takes the largest logit plus Gumbel noise per token; its
-    key is made of the row's seeds and its length.
+    logits the lowest token wins. A draw is a race: a token arrives after an exponential time whose
+    rate is its probability, and the first is drawn. The key of the times is made of the row's seeds
+    and its length.
 
     Args:
         logits: `f32[S, V]`
         metadata: of the S rows.
         lens: `i32[S]`, tokens of each row before the one that it draws.
         mode: static.
-        num_devices: static, over which the vocabulary is cut.
+        implementation: static; `"triton"` and `"triton_interpret"` are kernels that need all of a
+            row on one device, `"xla"` may have the vocabulary cut over devices. None chooses.
 
     Returns:
         `i32[S]` tokens; -1 for a row whose largest logit is NaN or infinite.
@@ -247,16 +244,23 @@ def sample(
         ValueError: the logits are not `f32[S, V]`.
     """
     check_logits(logits)
-    if not mode.draws:
-        return _argmax(logits)
-    metadata = jax.tree.map(jnp.asarray, metadata)
-    if mode.draws == ALL_DRAW or logits.shape[0] <= MAX_FEW_ROWS:
-        return _draw(logits, metadata, lens, mode, num_devices)
-    rows = _places(metadata.temperature > 0, MAX_FEW_ROWS)
-    taken = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), (logits, metadata, lens))
-    few_logits, few_metadata, few_lens = taken
-    drawn = _draw(few_logits, few_metadata, few_lens, mode, num_devices)
-    return _argmax(logits).at[rows].set(drawn, mode="drop")
+    best, tokens = _largest(logits)
+    if mode.draws:
+        metadata = jax.tree.map(jnp.asarray, metadata)
+        if implementation is None:
+            implementation = "xla" if why_no_kernels() else "triton"
+        if implementation == "xla":
+            drawn = _draw(logits, best, metadata, lens, mode)
+        else:
+            interpret = implementation == "triton_interpret"
+            drawn = _draw_by_kernels(logits, best, metadata, lens, mode, interpret=interpret)
+        tokens = jnp.where(metadata.temperature > 0, drawn, tokens)
+    return jnp.where(jnp.isfinite(best), tokens, -1)
+
+
+def why_no_kernels() -> str | None:
+    """Return why the device that is traced for can't sample by kernels; None if it can."""
+    return triton.why_not_device(Device.here(), jnp.float32) or triton.why_not_jax()
 
 
 def hash_prompt(tokens: Sequence[int]) -> int:
@@ -264,85 +268,70 @@ def hash_prompt(tokens: Sequence[int]) -> int:
     return zlib.crc32(np.asarray(tokens, np.int32).tobytes())
 
 
-def _filters(params: SamplingParams) -> int:
-    """Return the value of `SamplingMode.filters` that these parameters need."""
-    if not params.filters:
-        return 0
-    if params.top_k > MAX_FEW:
-        return ANY_TOP_K
-    return FEW_TOP_K if params.top_k else TOP_P if params.top_p < 1 else MIN_P
-
-
-def _key(seeds: jax.Array, length: jax.Array) -> jax.Array:
-    """Return the key of a row's draw, the same whatever else the batch holds."""
-    seed, prompt, index = seeds
-    key = jax.random.fold_in(jax.random.key(seed), prompt)
-    return jax.random.fold_in(jax.random.fold_in(key, index), length)
-
-
 def _draw(
     logits: jax.Array,
+    best: jax.Array,
     metadata: SamplingMetadata,
     lens: jax.Array,
     mode: SamplingMode,
-    num_devices: int,
 ) -> jax.Array:
-    """Draw from the tokens that the filters keep; rows with temperature 0 take the best."""
-    depth = _depth(logits, metadata)
-    scores = _noise(logits, metadata, lens) - depth
-    if not mode.filters:
-        return _argmax(scores)
-    draws = metadata.temperature > 0
-    # A token of probability min_p times the best one's is as deep as this, and is kept.
-    deepest = jnp.where(draws, -jnp.log(metadata.min_p), jnp.inf)
-    is_kept = depth <= deepest[:, None]
-    if mode.filters > MIN_P:
-        top_k = jnp.where(draws, metadata.top_k, 0)
-        top_p = jnp.where(draws, metadata.top_p, 1.0)
-        limit = limit_few(depth, top_k, top_p, num_devices)
-        if mode.filters > FEW_TOP_K:
-            is_few = (top_k > 0) & (top_k <= MAX_FEW)
-            if mode.filters > TOP_P:
-                limit = jnp.minimum(limit, limit_count(depth, jnp.where(is_few, 0, top_k)))
-            limit = limit_mass(depth, jnp.where(is_few, 1.0, top_p), limit)
-        is_kept &= depth < limit[:, None]
-    return _argmax(jnp.where(is_kept, scores, -jnp.inf))
+    """Return the token that each row with a temperature draws; the meaning of the kernels."""
+    gap = best[:, None] - logits
+    temperature = sampling_noise.divisor(metadata.temperature)
+    # A token of probability min_p times the best one's lies as far below it as this, and is kept.
+    is_kept = gap <= (-jnp.log(metadata.min_p) * temperature)[:, None]
+    if mode.filters:
+        limit = find_limits(gap, metadata.top_k, metadata.top_p, temperature, mode.filters)
+        is_kept &= gap < limit[:, None]
+    seed, prompt, index = (metadata.seeds[:, i, None] for i in range(3))
+    key = sampling_noise.row_key((seed, prompt, index), lens[:, None])
+    places = lax.broadcasted_iota(jnp.int32, gap.shape, 1)
+    arrival = sampling_noise.exponential(key, places) * jnp.exp(gap / temperature[:, None])
+    # That of the best token is finite, so that a token of the filters arrives first.
+    return _largest(jnp.where(is_kept, -arrival, -jnp.inf))[1]
 
 
-def _depth(logits: jax.Array, metadata: SamplingMetadata) -> jax.Array:
-    """Return how far each logit lies below the row's largest, divided by the temperature."""
-    temperature = metadata.temperature[:, None]
-    # Less the maximum before the division: a tiny temperature must not push several logits to +inf.
-    depth = jnp.max(logits, axis=-1, keepdims=True) - logits
-    return depth / jnp.where(temperature > 0, jnp.maximum(temperature, 1e-30), 1.0)
+def _draw_by_kernels(
+    logits: jax.Array,
+    best: jax.Array,
+    metadata: SamplingMetadata,
+    lens: jax.Array,
+    mode: SamplingMode,
+    *,
+    interpret: bool,
+) -> jax.Array:
+    """Return what `_draw` does."""
+    from pallas_paged.kernels.triton.sampling import draw, search
+
+    temperature, limit = metadata.temperature, None
+    if mode.filters:
+        filters = metadata.top_k, metadata.top_p
+        limit = search(logits, best, temperature, *filters, interpret=interpret)
+    return draw(
+        logits,
+        best,
+        limit,
+        temperature,
+        metadata.min_p,
+        metadata.seeds,
+        lens,
+        interpret=interpret,
+    )
 
 
-def _noise(logits: jax.Array, metadata: SamplingMetadata, lens: jax.Array) -> jax.Array:
-    """Return Gumbel noise `f32[S, V]`; 0 for rows with temperature 0."""
-    keys = jax.vmap(_key)(metadata.seeds, lens)
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
-    return jnp.where(metadata.temperature[:, None] > 0, noise, 0.0)
+def _largest(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the largest of values `[S, V]`, NaN if there is one, and where the first of them is.
 
-
-def _argmax(values: jax.Array) -> jax.Array:
-    """Return where the largest of values `[S, V]` is, the first of equal ones; -1 if not finite."""
+    One reduction finds both, where a maximum and an argmax would be two.
+    """
 
     def larger(x: tuple[jax.Array, ...], y: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         is_x = (x[0] > y[0]) | (x[0] != x[0]) | ((x[0] == y[0]) & (x[1] < y[1]))  # NaN is largest
         return tuple(lax.select(is_x, a, b) for a, b in zip(x, y, strict=True))
 
-    # One reduction finds both, where argmax and a look at its place would be two.
     places = lax.broadcasted_iota(jnp.int32, values.shape, 1)
     best, place = lax.reduce((values, places), (np.float32(-np.inf), np.int32(0)), larger, (1,))
-    return jnp.where(jnp.isfinite(best), place, -1)
-
-
-def _places(flags: jax.Array, count: int) -> jax.Array:
-    """Return where the first flags of `bool[S]` are that are set, padded with S."""
-    index = jnp.arange(flags.size)
-    earlier = jnp.sum(flags[None] & (index[None] < index[:, None]), axis=1)
-    is_nth = flags[None] & (earlier[None] == jnp.arange(count)[:, None])
-    return jnp.min(jnp.where(is_nth, index[None], flags.size), axis=1)
+    return best, place
 
 
 def _drop_negative(indices: jax.Array, size: int) -> jax.Array:

@@ -16,6 +16,7 @@ from pallas_paged.engine.logprobs import Logprobs, gather_logprobs
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.placement import Shardings
 from pallas_paged.engine.sampler import (
+    SamplingImplementation,
     SamplingMode,
     TokenCounts,
     add_output_tokens,
@@ -275,7 +276,9 @@ def _sample(
     if mode.penalties and counts is not None:
         mine = jax.tree.map(lambda x: x.at[indices].get(mode="clip"), counts)
     processed = process_logits(logits, metadata, mine, lens, mode)
-    drawn = sample(processed, metadata, lens, mode, num_devices)
+    # The kernels need all of a row on one device.
+    by: SamplingImplementation | None = None if num_devices == 1 else "xla"
+    drawn = sample(processed, metadata, lens, mode, implementation=by)
     if mode.penalties and counts is not None:
         counts = add_output_tokens(counts, sampled, drawn)
     logprobs = None

@@ -75,19 +75,20 @@ def base2_logits(
     if row_scales is not None:
         s = s * row_scales[:, None]
     if cap is None:
-        x = s * (scale * LOG2_E)
+        x, factor = s * (scale * LOG2_E), 1.0
     else:
-        # tanh(y) = 1 - 2 / (exp(2y) + 1): the tanh instruction has only 11 bits.
-        y = s * (scale / cap)
-        tanh = 1.0 - 2.0 / (jnp.exp2(y * (2 * LOG2_E)) + 1.0)
+        # tanh(y) / 2 = 1 / 2 - 1 / (exp(2y) + 1), and 1 / z = rsqrt(z * z) where z is positive: few
+        # instructions, while that of tanh has only 11 bits.
+        e = jnp.exp2(s * (2 * LOG2_E * scale / cap))
+        x, factor = 0.5 - lax.rsqrt(e * (e + 2.0) + 1.0), 2 * LOG2_E * cap
         if cap > 100:  # cancellation near 0 would show: use the power series there
+            y = s * (scale / cap)
             y2 = y * y
-            series = y * (1.0 + y2 * (-1 / 3 + y2 * (2 / 15 + y2 * (-17 / 315))))
-            tanh = jnp.where(y2 < 0.04, series, tanh)
-        x = tanh * (cap * LOG2_E)
+            series = y * (0.5 + y2 * (-1 / 6 + y2 * (1 / 15 + y2 * (-17 / 630))))
+            x = jnp.where(y2 < 0.04, series, x)
     if slopes is not None:
-        x = x + slopes * LOG2_E * signed_distances(distances, options)
-    return x, 1.0
+        x, factor = x * factor + slopes * LOG2_E * signed_distances(distances, options), 1.0
+    return x, factor
 
 
 def signed_distances(distances: jax.Array, options: LogitOptions) -> jax.Array:

@@ -24,17 +24,19 @@ _SPLIT_COST = 2.0
 _SHARES = (-2, -1.5, -1, -0.5, *(i / 16 for i in range(17)), 1.5, 2)  # log2
 
 
-FIRST = 2**30  # added to a number of keys: before all sequences without it
-
-
 def candidates(num_programs: int) -> list[float]:
     """Return candidates for the longest item in units of all blocks; 0 splits nothing."""
     return [float(np.float32(2.0**i / num_programs)) for i in _SHARES] + [0.0]
 
 
-def cdiv(a: Any, b: Any) -> Any:
-    """Return `a / b`, rounded up."""
-    return (a + b - 1) // b
+def _div(a: jax.Array, b: Any) -> jax.Array:
+    """Return `a / b` rounded to 0, which takes fewer instructions than rounded down."""
+    return lax.div(*jnp.broadcast_arrays(a, jnp.asarray(b, a.dtype)))
+
+
+def cdiv(a: jax.Array, b: Any) -> jax.Array:
+    """Return `a / b` rounded up, for `a` of at least 0."""
+    return _div(a + (b - 1), b)
 
 
 def _cumsum(x: jax.Array) -> jax.Array:
@@ -116,8 +118,6 @@ class PlanShape:
             `align > 1` the group is 1.
         num_programs: programs that run at the same time.
         fixed_split_size: None, or keys after which a sequence of one tile is split.
-        short_first: whether sequences with few queries come before the others, so that `spread` can
-            place their work items among those of the others.
     """
 
     num_seqs: int
@@ -131,12 +131,6 @@ class PlanShape:
     num_programs: int
     fixed_split_size: int | None
     align: int = 1
-    short_first: bool = False
-
-    @property
-    def most_short(self) -> int:
-        """Queries of a sequence that has few: its work is bound by memory."""
-        return self.block_q // self.group // 4 if self.short_first else 0
 
     @property
     def num_tiles(self) -> int:
@@ -157,7 +151,7 @@ class PlanShape:
         if self.fixed_split_size is None:
             return self.num_programs
         most = self.num_seqs * (1 if self.align == 1 else 2)
-        return most * (cdiv(self.max_kv_len, self.fixed_split_size) - 1)
+        return most * (-(-self.max_kv_len // self.fixed_split_size) - 1)
 
     @property
     def num_items(self) -> int:
@@ -188,7 +182,6 @@ def make_plan(
         options=shape.options,
         has_tree=shape.has_tree,
         align=shape.align,
-        most_short=shape.most_short,
     )
     return split_tiles(tiles, shape)
 
@@ -205,13 +198,11 @@ def make_tiles(
     options: LogitOptions,
     has_tree: bool,
     align: int = 1,
-    most_short: int = 0,
 ) -> Tiles:
     """Return the tiles of a call; the arguments are as in `PlanShape`."""
     num_seqs = seq_lens.shape[0]
     num_tiles = _num_tiles(num_seqs, num_tokens, group, block_q, align)
-    first = jnp.where(jnp.diff(cu_q_lens) <= most_short, FIRST, 0) if most_short else 0
-    order = jnp.argsort(-(seq_lens + first), stable=True)
+    order = jnp.argsort(-seq_lens, stable=True)
     rows = jnp.append(order, 0)
     # The tokens that belong to no sequence come last.
     starts = jnp.append(cu_q_lens[order], cu_q_lens[-1])
@@ -299,8 +290,8 @@ def tile_of(
         causal_full = seen = kv_len
     hi = cdiv(jnp.maximum(seen, 0), block_k)
     first_key = options.first_key(first)
-    lo = jnp.minimum(first_key // block_k, hi)
-    full_hi = jnp.clip(jnp.minimum(causal_full, kv_len) // block_k, lo, hi)
+    lo = jnp.minimum(_div(first_key, block_k), hi)
+    full_hi = jnp.clip(_div(jnp.minimum(causal_full, kv_len), block_k), lo, hi)
     full_lo = cdiv(jnp.minimum(options.first_key(last), kv_len), block_k)
     full_lo = jnp.clip(full_lo, lo, full_hi)
     return Tiles(
@@ -355,11 +346,11 @@ class Split:
             # programs, and its partial states would take too much memory. Either way the split of a
             # sequence depends on that sequence alone.
             alone = tiles.q_len <= shape.block_q // shape.group
-            step = shape.fixed_split_size // shape.block_k
-            step = jnp.where(alone, step, jnp.maximum(tiles.hi, 1))
+            fixed = shape.fixed_split_size // shape.block_k
+            step = jnp.where(alone, fixed, jnp.maximum(tiles.hi, 1))
             # Cut at multiples of the split size from key 0, not from the first key that the tile
             # sees, which depends on the other queries in the tile.
-            first = tiles.lo // step
+            first = _div(tiles.lo, step)
             counts, origin = cdiv(tiles.hi, step) - first, first * step
         counts = jnp.where(tiles.q_len > 0, jnp.maximum(counts, 1), 0)
         has_partials = counts > 1
@@ -422,10 +413,11 @@ def _longest_item(blocks: jax.Array, num_programs: int, extra: int, shares: jax.
     blocks = blocks.astype(jnp.float32)  # exact, and i32 sums might overflow
     total, most = jnp.sum(blocks), jnp.maximum(jnp.max(blocks), 1.0)
     longest = jnp.where(shares > 0, jnp.maximum(jnp.ceil(total * shares), 1.0), most)
-    counts = jnp.ceil(blocks * (1.0 / longest)[:, None])
-    counts += jnp.where(counts * longest[:, None] < blocks, 1.0, 0.0)
-    counts -= jnp.where((counts - 1.0) * longest[:, None] >= blocks, 1.0, 0.0)
-    num_items = jnp.sum(counts, axis=1)
+    column = blocks[:, None]
+    counts = jnp.ceil(column * (1.0 / longest))  # [tiles, candidates], rounding corrected below
+    counts += jnp.where(counts * longest < column, 1.0, 0.0)
+    counts -= jnp.where((counts - 1.0) * longest >= column, 1.0, 0.0)
+    num_items = jnp.sum(counts, axis=0)
     further = num_items - jnp.sum(jnp.where(blocks > 0, 1.0, 0.0))
     waves = cdiv(jnp.minimum(num_items, 2.0**24).astype(jnp.int32), num_programs)
     mean = total / jnp.maximum(num_items, 1.0)
@@ -434,17 +426,3 @@ def _longest_item(blocks: jax.Array, num_programs: int, extra: int, shares: jax.
     candidate = jnp.arange(shares.size)
     best = jnp.min(jnp.where(span == jnp.min(span), candidate, shares.size))
     return jnp.max(jnp.where(candidate == best, longest, 1.0)).astype(jnp.int32)
-
-
-def spread(item: jax.Array, num_items: jax.Array, num_first: jax.Array) -> jax.Array:
-    """Return the place of each work item where the first ones are spread evenly among the others.
-
-    Decoding rows wait for memory, and prompts for the matrix unit: side by side both go on.
-
-    Args:
-        item: indices of work items, of which `num_first` are first. Those past `num_items` stay.
-    """
-    others = jnp.maximum(num_items - num_first, 1)
-    place = cdiv((item - num_first + 1) * num_items, others) - 1
-    place = jnp.where(item < num_first, item * num_items // jnp.maximum(num_first, 1), place)
-    return jnp.where((item < num_items) & (num_first < num_items), place, item)

@@ -10,7 +10,6 @@ tiles.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -20,7 +19,6 @@ from jax.experimental import pallas as pl
 
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.ragged_plan import (
-    FIRST,
     Plan,
     PlanShape,
     Split,
@@ -28,7 +26,6 @@ from pallas_paged.kernels.ragged_plan import (
     candidates,
     count_tiles,
     item_of,
-    spread,
     tile_of,
 )
 
@@ -46,7 +43,7 @@ def can_plan(shape: PlanShape) -> bool:
         return False
     few = shape.num_seqs <= _MOST_SEQS and shape.num_items <= _MOST_ITEMS
     # Length and index of a sequence are one number, its place in the order.
-    return few and shape.max_kv_len < FIRST // pl.next_power_of_2(shape.num_seqs)
+    return few and shape.max_kv_len < 2**31 // pl.next_power_of_2(shape.num_seqs)
 
 
 @jax.tree_util.register_dataclass
@@ -58,7 +55,6 @@ class _Scratch:
     rows: Any  # i32[num_seqs], the sequences with tiles in their order
     ends: Any  # i32[num_seqs], where the tiles of each of them end
     item_marks: Any  # i32[num_items], 1 at the first work item of each tile
-    tiles: Any  # i32[num_tiles], the tiles with work items in their order
     fields: Any  # of i32[num_tiles], by name: fields of tiles, and what their items need
 
     @classmethod
@@ -74,7 +70,6 @@ class _Scratch:
             rows=of_seqs,
             ends=of_seqs,
             item_marks=of_items,
-            tiles=of_tiles,
             fields=dict.fromkeys(names, of_tiles),
         )
 
@@ -89,7 +84,7 @@ class PackedPlan:
             partial state or -1. Further words are not written.
         merges: i32`[num_merges, 5]`: the number of work items of a split tile, 0 past the last one,
             the index of its first partial state, and `q_start`, `q_len` and `offset` of the tile.
-        count: i32`[1]`, work items times `items_count`.
+        count: i32`[1]`, work items times a constant.
     """
 
     items: Any
@@ -100,7 +95,7 @@ class PackedPlan:
 def _plan_kernel(
     seq_lens_ref,  # i32[B]
     cu_q_lens_ref,  # i32[B + 1]
-    plan: Plan | PackedPlan,  # of refs
+    plan: Any,  # Plan or PackedPlan, of refs
     scratch: _Scratch,
     *,
     shape: PlanShape,
@@ -143,13 +138,10 @@ def _plan_kernel(
     merge, in_merges = indices(shape.num_merges)
     plgpu.store(scratch.tile_marks.at[tile], jnp.zeros_like(tile), mask=in_tiles)
     plgpu.store(scratch.item_marks.at[item], jnp.zeros_like(item), mask=in_items)
-    zeros = jnp.zeros_like(merge)
-    if packed:
-        for i in range(plan.merges.shape[1]):
-            plgpu.store(plan.merges.at[merge, i], zeros, mask=in_merges)
-    else:
-        plgpu.store(plan.first_item.at[merge], zeros, mask=in_merges)
-        plgpu.store(plan.num_items.at[merge], zeros, mask=in_merges)
+    of_merges = plan.merges.at[merge, 0] if packed else plan.num_items.at[merge]
+    plgpu.store(of_merges, jnp.zeros_like(merge), mask=in_merges)
+    if not packed:
+        plgpu.store(plan.first_item.at[merge], jnp.zeros_like(merge), mask=in_merges)
     sync()
 
     # The order of sequences: those with the most keys first. One sum over all that are not after a
@@ -158,9 +150,8 @@ def _plan_kernel(
     num_lanes = seq.size
 
     def ordered(index, exists):
-        kv_len, _, q_len, _, count = sequence(index, exists)
-        key = kv_len * num_lanes + (num_lanes - 1 - index)
-        key = jnp.where(exists, key + jnp.where(q_len <= shape.most_short, FIRST, 0), -1)
+        kv_len, *_, count = sequence(index, exists)
+        key = jnp.where(exists, kv_len * num_lanes + (num_lanes - 1 - index), -1)
         return key, count, count * (2 * num_lanes) + (count > 0).astype(jnp.int32)
 
     key, count, _ = ordered(seq, in_seqs)
@@ -169,11 +160,11 @@ def _plan_kernel(
     def add(i, sums):
         other = i * width + jnp.arange(width)
         other_key, _, value = ordered(other, other < num_seqs)
-        return sums + jnp.where(other_key[None, :] >= key[:, None], value[None, :], 0)
+        return sums + jnp.where(other_key[:, None] >= key[None, :], value[:, None], 0)
 
-    sums = lax.fori_loop(0, num_lanes // width, add, jnp.zeros((num_lanes, width), jnp.int32))
-    sums = jnp.sum(sums, axis=1)
-    end, ordinal = sums // (2 * num_lanes), sums % (2 * num_lanes) - 1
+    sums = lax.fori_loop(0, num_lanes // width, add, jnp.zeros((width, num_lanes), jnp.int32))
+    sums = jnp.sum(sums, axis=0)
+    end, ordinal = sums >> num_lanes.bit_length(), (sums & (2 * num_lanes - 1)) - 1
     some = in_seqs & (count > 0)
     scatter(scratch.tile_marks, end - count, jnp.ones_like(end), some)
     scatter(scratch.rows, ordinal, seq, some)
@@ -206,21 +197,20 @@ def _plan_kernel(
         options=shape.options,
         has_tree=shape.has_tree,
     )
-    shares = candidates(shape.num_programs)
-    lanes = jnp.arange(pl.next_power_of_2(len(shares)))
-    shares = functools.reduce(
-        lambda x, y: jnp.where(lanes == y[0], y[1], x),
-        enumerate(shares),
-        jnp.zeros(lanes.shape, jnp.float32),
-    )
+    constants = candidates(shape.num_programs)
+    lane = jnp.arange(pl.next_power_of_2(len(constants)))
+    shares = jnp.zeros(lane.shape, jnp.float32)
+    for i, constant in enumerate(constants):  # a kernel captures no arrays
+        shares = jnp.where(lane == i, constant, shares)
     split = Split.of(tiles, shape, shares)
     count, has_partials = split.count, split.has_partials.astype(jnp.int32)
-    ends, partial_ends = jnp.cumsum(count), jnp.cumsum(count * has_partials)
-    ordinal = jnp.cumsum((count > 0).astype(jnp.int32)) - 1
-    first_item, partial = ends - count, partial_ends - count
+    # Two sums in one scan: each is less than 2**15.
+    ends = jnp.cumsum(count)
+    both = jnp.cumsum(count * has_partials << 15 | has_partials)
+    first_item, partial, merge = ends - count, (both >> 15) - count, (both & 2**15 - 1) - 1
+    num_found = jnp.sum(count)
     some = in_tiles & (count > 0)
     scatter(scratch.item_marks, first_item, jnp.ones_like(tile), some)
-    scatter(scratch.tiles, ordinal, tile, some)
     found = {name: getattr(tiles, name) for name in _FIELDS} | {
         "step": split.step,
         "origin": split.origin,
@@ -229,42 +219,51 @@ def _plan_kernel(
     }
     for name, value in found.items():
         plgpu.store(scratch.fields[name].at[tile], value, mask=some)
-    merge = jnp.cumsum(has_partials) - 1
     of_merge = some & (has_partials > 0)
     if packed:
         values = (count, partial, tiles.q_start, tiles.q_len, tiles.offset)
         for i, value in enumerate(values):
             scatter(plan.merges, merge, value, of_merge, (i,))
-        plan.count[0] = jnp.sum(count) * count_factor
+        plan.count[0] = num_found * count_factor
     else:
         scatter(plan.first_item, merge, first_item, of_merge)
         scatter(plan.num_items, merge, count, of_merge)
-    num_found = jnp.sum(count)
-    num_short = jnp.sum(jnp.where(tiles.q_len <= shape.most_short, count, 0))
     sync()
 
-    exists = item < num_found
-    tile = load(scratch.tiles, jnp.cumsum(load(scratch.item_marks, item, in_items)) - 1, exists)
+    exists = item < num_found  # every tile before one with work items has some
+    tile = jnp.cumsum(load(scratch.item_marks, item, in_items)) - 1
     found = {name: load(ref, tile, exists) for name, ref in scratch.fields.items()}
     tiles = Tiles(**{name: found[name] for name in _FIELDS})
     index = item - found["first_item"]
     items = item_of(exists, tiles, index, found["origin"], found["step"])
     has_partial = exists & (found["partial"] >= 0)
     partial = jnp.where(has_partial, found["partial"] + index, -1)
-    if shape.short_first:
-        item = spread(item, num_found, num_short)
-    for i, name in enumerate(_FIELDS):
-        ref = plan.items.at[item, i] if packed else getattr(plan.items, name).at[item]
-        plgpu.store(ref, getattr(items, name), mask=in_items)
-    ref = plan.items.at[item, len(_FIELDS)] if packed else plan.partial.at[item]
-    plgpu.store(ref, partial, mask=in_items)
+    if packed:
+        words = [*(getattr(items, name) for name in _FIELDS), partial]
+        column = jnp.arange(pl.next_power_of_2(len(words)))
+        mask = in_items[:, None] & (column < len(words))
+        plgpu.store(plan.items.at[item[:, None], column[None, :]], _columns(words), mask=mask)
+    else:
+        plgpu.store(plan.partial.at[item], partial, mask=in_items)
+        for name in _FIELDS:
+            plgpu.store(getattr(plan.items, name).at[item], getattr(items, name), mask=in_items)
+
+
+def _columns(x: list[jax.Array]) -> jax.Array:
+    """Return `[n, k]` of up to k vectors `[n]`, with k a power of two: stored row by row."""
+    size = x[0].size
+    width = pl.next_power_of_2(len(x))
+    x = [*x, *[jnp.zeros_like(x[0])] * (width - len(x))]
+    while len(x) > 1:  # Triton joins two at a time
+        half = len(x) // 2
+        x = [jnp.stack([x[i], x[i + half]], axis=-1) for i in range(half)]
+    return x[0].reshape(size, width)
 
 
 def plan_types(shape: PlanShape) -> Plan:
     """Return the types of the arrays of a plan."""
-    of_items, of_merges = (
-        result_shape((n,), jnp.int32) for n in (shape.num_items, shape.num_merges)
-    )
+    of_items: Any = result_shape((shape.num_items,), jnp.int32)
+    of_merges: Any = result_shape((shape.num_merges,), jnp.int32)
     return Plan(
         items=Tiles(**dict.fromkeys(_FIELDS, of_items)),
         partial=of_items,
@@ -327,4 +326,4 @@ def plan_by_kernel(
 
 def num_warps(shape: PlanShape) -> int:
     """Return the warps of the program: so many that a thread has few tiles."""
-    return min(max(pl.next_power_of_2(shape.num_items) // 64, 4), 16)
+    return min(max(pl.next_power_of_2(shape.num_items) // 32, 4), 16)

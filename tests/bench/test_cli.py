@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench import decode, decode_step, offline, peers_torch, quality, trainer, tune
+from bench import decode, decode_step, offline, peers_torch, products, quality, trainer, tune
 from bench.serving import cli as serving
 
 _SHAPES = (["--shapes", "9x9"], ["--iterations", "0"], ["--json", "no/such/folder"])
@@ -35,6 +35,8 @@ _SERVING = ["--shape", "tiny"]
         (offline, ["--shape", "tiny", "--runs", "0"]),
         (trainer, ["--shape", "tiny", "--num-seqs", "0"]),
         (trainer, ["--json", "no/such/folder"]),
+        (products, ["--models", "none"]),
+        (products, ["--rows", "0"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value.__name__,
 )

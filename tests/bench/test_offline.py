@@ -7,15 +7,16 @@ import json
 import pytest
 
 from bench import offline, trainer
+from bench.serving.requests import nano_vllm_trace
 from tests.bench.fakes import META, rows
 
 
 def test_workload_is_that_of_nano_vllm() -> None:
-    prompts, params = offline.make_workload(256, min_len=100, max_len=1024, vocab_size=151936)
-    assert {100 <= len(prompt) <= 1024 for prompt in prompts} == {True}
-    assert sum(one.max_tokens or 0 for one in params) == 133966  # as nano-vllm reports
-    assert max(map(max, prompts)) <= 10000
-    assert all(one.temperature == 0.6 and one.ignore_eos for one in params)
+    trace = nano_vllm_trace(256, min_len=100, max_len=1024, vocab_size=151936)
+    assert {100 <= len(one.prompt) <= 1024 for one in trace} == {True}
+    assert sum(one.num_tokens for one in trace) == 133966  # as nano-vllm reports
+    assert max(one.prompt.max() for one in trace) <= 10000
+    assert all(one.params.temperature == 0.6 and one.params.ignore_eos for one in trace)
 
 
 def _offline(*more: str) -> list[str]:

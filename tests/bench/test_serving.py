@@ -200,7 +200,7 @@ def test_tables(run) -> None:
     assert engine["memory utilisation"] == "25.0%" and engine["preemptions"] == "7"
     assert by_name["transformers generate"]["tokens/s"] == "-"
     assert "- transformers generate: no torch" in lines
-    assert "| 64 x 2100 | bfloat16 | 2400 | 2200 | 480 | 2000 | 1.20 |" in lines
+    assert "| 64 x 2100 | bfloat16 | 2400 | 2200 | 480 | 2000 | 1.20 | - | - | - | - |" in lines
     assert "| 9.0 | 16 | k0 |" in lines and "| 6.6 | 16 | k24 |" in lines and "k25" not in text
 
 
@@ -278,3 +278,14 @@ def test_int8_pages_hold_more_tokens_in_the_same_memory(capsys, monkeypatch) -> 
     assert engine["capacity"] == budget // (8 * (16 + 4)) // 16 * 16
     assert budget - 16 * 160 < engine["pool_bytes"] <= budget
     assert f"| engine | int8 | {engine['capacity']} | 0 |" in capsys.readouterr().out
+
+
+def test_nano_vllms_trace_is_served_with_its_own_defaults() -> None:
+    sizes = ["--shape", "tiny", "--requests", "3", "--max-model-len", "24", "--kv-gib", "0.001"]
+    args = ["--trace", "nano", *sizes, "--max-num-seqs", "4", "--max-num-batched-tokens", "32"]
+    run = cli.main(args)
+    assert [*run["systems"]] == ["engine"]
+    assert run["systems"]["engine"]["num_finished"] == 3
+    assert run["trace"]["last_arrival"] == 0.0 and run["trace"]["prompt_max"] <= 12
+    assert cli.parse(["--trace", "nano"]).shape == "qwen3-0.6b"
+    assert cli.parse(["--trace", "nano"]).max_num_batched_tokens == 4096

@@ -9,9 +9,16 @@ import pytest
 
 import pallas_paged as pp
 from pallas_paged.engine.attend import PagedAttend
-from pallas_paged.engine.batch import ChunkBatch
+from pallas_paged.engine.batch import Batch, ChunkBatch
+from pallas_paged.engine.input_batch import slot_states
+from pallas_paged.engine.kv_cache import create_pool
+from pallas_paged.engine.sampler import SamplingMode
+from pallas_paged.engine.state import EngineState
+from pallas_paged.engine.step import make_step
 from pallas_paged.rotary_write import split_qkv
+from tests.support.devices import lower_for_cuda
 from tests.support.kv_pools import make_pool
+from tests.support.marks import slow
 from tests.support.page_tables import i32
 
 NUM_KV_HEADS, GROUP, HEAD_DIM, PAGE_SIZE = 2, 4, 8, 4
@@ -44,7 +51,7 @@ def a_call(repeats, implementation=None):
     return attend, jax.tree.map(lambda x: x + 0.5, pool.layers[0])
 
 
-@pytest.mark.parametrize("implementation", [None, "xla", "triton_interpret"])
+@pytest.mark.parametrize("implementation", [None, *slow(["xla", "triton_interpret"])])
 @pytest.mark.parametrize("repeats", [1, 2])
 def test_the_fused_product_gives_what_its_parts_give(repeats, implementation):
     attend, layer = a_call(repeats, implementation)
@@ -63,3 +70,28 @@ def test_kv_heads_on_more_devices_than_have_queries_are_refused():
     attend, layer = a_call(repeats=8)
     with pytest.raises(ValueError, match="a multiple of 8 query heads to be on as many devices"):
         attend.fused(jnp.ones((7, NUM_KV_HEADS, GROUP + 2, HEAD_DIM)), layer)
+
+
+def test_a_decode_step_for_cuda_writes_k_and_v_by_the_kernel(model):
+    engine_model = pytest.importorskip("models.engine_model").engine_model
+    model, params = engine_model(model)
+    leaves, structure = jax.tree.flatten(params)
+    spec = model.kv_cache_spec
+    sizes = dict(num_pages=8, page_size=PAGE_SIZE)
+    state = jax.eval_shape(
+        lambda: EngineState(
+            table=pp.create_page_table(**sizes, max_seqs=2, pages_per_seq=4),
+            pool=create_pool(spec, **sizes, dtype=spec.dtype),
+            slots=jax.tree.map(jnp.asarray, slot_states(2, len(model.eos_token_ids))),
+            valid=jnp.bool_(True),
+        )
+    )
+    rows = jax.ShapeDtypeStruct((2,), jnp.int32)
+    batch = Batch(
+        decode_slots=rows, num_steps=rows, chunks=None, mode=SamplingMode(), max_num_steps=1
+    )
+    step = make_step(model, structure, None)
+    text = lower_for_cuda(lambda *x: step(*x), tuple(leaves), state, None, batch).as_text()
+    assert "rotate_and_write_kv" in text
+    pages = f"tensor<{spec.num_kv_heads}x{8 * PAGE_SIZE}x{spec.head_dim}xf32>"
+    assert f"}}) : ({pages}, " not in text  # as a scatter into them would end

@@ -12,12 +12,6 @@ import pytest
 from pallas_paged.engine import logprobs
 from pallas_paged.engine.logprobs import gather_logprobs
 from pallas_paged.engine.sampler import (
-    ALL_DRAW,
-    ANY_TOP_K,
-    FEW_DRAW,
-    FEW_TOP_K,
-    MIN_P,
-    TOP_P,
     SamplingMode,
     TokenCounts,
     add_output_tokens,
@@ -29,14 +23,20 @@ from pallas_paged.engine.sampler import (
 )
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from tests.support.promotion import assert_is_strict, strict_promotion
-from tests.support.sampling_rows import VOCAB, metadata, take_rows
+from tests.support.sampling_rows import (
+    VOCAB,
+    metadata,
+    race,
+    sampling_implementations,
+    take_rows,
+)
 
 LOGITS = np.random.default_rng(0).normal(0, 2, VOCAB).astype(np.float32)
 DRAWS = 4000
 GREEDY = SamplingMode()
-PLAIN = SamplingMode(draws=ALL_DRAW)
-FILTERS = SamplingMode(draws=ALL_DRAW, filters=ANY_TOP_K)
-jit_sample = jax.jit(sample, static_argnames="mode")
+PLAIN = SamplingMode(draws=True)
+FILTERS = SamplingMode(draws=True, filters=2)
+jit_sample = jax.jit(sample, static_argnames=("mode", "implementation"))
 jit_process = jax.jit(process_logits, static_argnames="mode")
 jit_logprobs = jax.jit(gather_logprobs, static_argnames="num_logprobs")
 
@@ -47,12 +47,17 @@ def _strict():
         yield
 
 
-def draw(count=DRAWS, logits=LOGITS, mode=FILTERS, lens=5, **values):
+@pytest.fixture(params=sampling_implementations())
+def by(request):
+    """How to sample, a keyword argument."""
+    return {"implementation": request.param}
+
+
+def draw(by, count=DRAWS, logits=LOGITS, mode=FILTERS, lens=5, **values):
     """Draw once in each of `count` rows that have the same logits."""
     tiled = np.tile(logits, (count, 1))
-    return np.asarray(
-        jit_sample(tiled, metadata(count, **values), np.full(count, lens, np.int32), mode)
-    )
+    rows, lens = metadata(count, **values), np.full(count, lens, np.int32)
+    return np.asarray(jit_sample(tiled, rows, lens, mode, **by))
 
 
 def filtered_probs(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -79,12 +84,12 @@ def test_the_rules_of_promotion_are_strict():
 # Drawing
 
 
-def test_greedy_takes_the_largest_and_of_equal_logits_the_lowest_token():
+def test_greedy_takes_the_largest_and_of_equal_logits_the_lowest_token(by):
     logits = np.random.default_rng(1).normal(size=(5, VOCAB)).astype(np.float32)
     logits[:4, [3, 5, 7]] = 9.0
     lens = np.zeros(5, np.int32)
     for mode, values in ((GREEDY, {}), (FILTERS, dict(temperature=0.0, top_p=0.5, min_p=0.5))):
-        tokens = jit_sample(logits, metadata(5, **values), lens, mode)
+        tokens = jit_sample(logits, metadata(5, **values), lens, mode, **by)
         np.testing.assert_array_equal(tokens, np.argmax(logits, axis=1))
         assert tokens.dtype == np.int32
 
@@ -101,9 +106,9 @@ def test_greedy_takes_the_largest_and_of_equal_logits_the_lowest_token():
         {"temperature": 2.0, "top_k": 6, "top_p": 0.8, "min_p": 0.15},
     ],
 )
-def test_draws_follow_the_filtered_distribution(values):
+def test_draws_follow_the_filtered_distribution(values, by):
     expected = DRAWS * filtered_probs(LOGITS, **values)
-    counts = np.bincount(draw(**values), minlength=VOCAB)
+    counts = np.bincount(draw(by, **values), minlength=VOCAB)
     assert not np.any(counts[expected == 0]), "a token that was filtered out was drawn"
     chi_square = np.sum((counts - expected) ** 2 / np.maximum(expected, 1))
     freedom = np.count_nonzero(expected) - 1
@@ -111,7 +116,7 @@ def test_draws_follow_the_filtered_distribution(values):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_filters_apply_row_by_row(seed):
+def test_filters_apply_row_by_row(seed, by):
     rng = np.random.default_rng(seed)
     rows = {
         "temperature": rng.choice([0.3, 1.0, 2.5], DRAWS),
@@ -120,32 +125,29 @@ def test_filters_apply_row_by_row(seed):
         "min_p": rng.choice([0.0, 0.3], DRAWS),
     }
     cache = {}
-    for row, token in enumerate(draw(**rows)):
+    for row, token in enumerate(draw(by, **rows)):
         values = tuple(rows[name][row] for name in rows)
         if values not in cache:
             cache[values] = filtered_probs(LOGITS, *values)
         assert cache[values][token] > 0, dict(zip(rows, values, strict=True))
 
 
-def test_filters_that_are_off_change_nothing():
-    np.testing.assert_array_equal(draw(temperature=1.3), draw(temperature=1.3, mode=PLAIN))
+def test_filters_that_are_off_change_nothing(by):
+    plain = draw(by, temperature=1.3, mode=PLAIN)
+    np.testing.assert_array_equal(draw(by, temperature=1.3), plain)
 
 
-def test_a_draw_takes_the_largest_logit_plus_noise_of_its_key():
-    """The key is made of the seed, the prompt, the index of the sample and the row's length."""
+@pytest.mark.parametrize("vocab_size", [VOCAB, 5000])
+def test_the_token_that_arrives_first_is_drawn(vocab_size, by):
+    """The key of the times is made of the seed, the prompt, the sample's index and the length."""
     seeds = np.array([[3, 1, 0], [3, 1, 1], [3, 2, 0], [4, 1, 0], [3, 1, 0]], np.uint32)
-    lens = np.array([5, 5, 5, 5, 6], np.int32)
-    temperature = 3.0
-    noise = []
-    for row in range(5):
-        key = jax.random.key(seeds[row, 0])
-        for data in (seeds[row, 1], seeds[row, 2], lens[row]):
-            key = jax.random.fold_in(key, data)
-        noise.append(jax.random.gumbel(key, (VOCAB,)))
-    assert len({tuple(row.tolist()) for row in noise}) == 5
-    logits = np.tile(LOGITS, (5, 1))
-    tokens = jit_sample(logits, metadata(5, seeds=seeds, temperature=temperature), lens, PLAIN)
-    wanted = np.argmax((logits - LOGITS.max()) / temperature + np.stack(noise), axis=1)
+    lens, temperature = np.array([5, 5, 5, 5, 6], np.int32), 3.0
+    one = np.random.default_rng(2).normal(0, 2, vocab_size).astype(np.float32)
+    rows = metadata(5, seeds=seeds, temperature=temperature)
+    tokens = jit_sample(np.tile(one, (5, 1)), rows, lens, PLAIN, **by)
+    times = np.stack([race(*row, vocab_size) for row in zip(seeds, lens, strict=True)])
+    assert len({tuple(row.tolist()) for row in times}) == 5
+    wanted = np.argmin(times * np.exp((one.max() - one.astype(np.float64)) / temperature), axis=1)
     np.testing.assert_array_equal(tokens, wanted)
 
 
@@ -156,7 +158,7 @@ def test_the_hash_of_a_prompt_depends_on_its_tokens_and_their_order():
     assert all(0 <= hash_prompt(prompt) < 2**32 for prompt in prompts)
 
 
-def test_a_row_does_not_depend_on_the_other_rows():
+def test_a_row_does_not_depend_on_the_other_rows(by):
     num_rows = 6
     rng = np.random.default_rng(3)
     logits = rng.normal(size=(num_rows, VOCAB)).astype(np.float32)
@@ -182,7 +184,7 @@ def test_a_row_does_not_depend_on_the_other_rows():
     def tokens_of(some):
         one = take_rows(some, rows)
         processed = jit_process(logits[some], one, take_rows(some, counts), lens[some], mode)
-        return np.asarray(jit_sample(processed, one, lens[some], mode))
+        return np.asarray(jit_sample(processed, one, lens[some], mode, **by))
 
     together = tokens_of(np.arange(num_rows))
     np.testing.assert_array_equal(tokens_of(np.arange(num_rows)[::-1]), together[::-1])
@@ -191,32 +193,32 @@ def test_a_row_does_not_depend_on_the_other_rows():
     )
 
 
-def test_tokens_that_tie_with_the_last_kept_one_are_kept():
+def test_tokens_that_tie_with_the_last_kept_one_are_kept(by):
     logits = np.array([0.0, 5.0, 5.0, 5.0, -1.0], np.float32)
     for values in ({"top_k": 1}, {"top_p": 0.1}, {"min_p": 0.99}):
-        assert set(draw(300, logits, **values)) == {1, 2, 3}
+        assert set(draw(by, 300, logits, **values)) == {1, 2, 3}
 
 
-def test_tiny_and_huge_temperatures_stay_finite():
-    tokens = draw(2, temperature=[1e-38, 1e38], top_p=0.9)
+def test_tiny_and_huge_temperatures_stay_finite(by):
+    tokens = draw(by, 2, temperature=[1e-38, 1e38], top_p=0.9)
     assert tokens[0] == LOGITS.argmax() and 0 <= tokens[1] < VOCAB
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("mode", [GREEDY, PLAIN, FILTERS], ids=["greedy", "plain", "filters"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_without_a_finite_largest_logit_gives_minus_one(bad, mode, temperature):
+def test_a_row_without_a_finite_largest_logit_gives_minus_one(bad, mode, temperature, by):
     logits = np.tile(LOGITS, (2, 1))
     logits[0, slice(None) if bad == -np.inf else 4] = bad
     rows = metadata(2, temperature=temperature, top_k=2, top_p=0.9, min_p=0.1)
-    tokens = jit_sample(logits, rows, np.zeros(2, np.int32), mode)
+    tokens = jit_sample(logits, rows, np.zeros(2, np.int32), mode, **by)
     assert tokens[0] == -1 and 0 <= tokens[1] < VOCAB
 
 
-def test_masked_logits_are_never_drawn():
+def test_masked_logits_are_never_drawn(by):
     logits = LOGITS.copy()
     logits[[0, 5]] = -np.inf
-    assert not set(draw(500, logits, temperature=50.0)) & {0, 5}
+    assert not set(draw(by, 500, logits, temperature=50.0)) & {0, 5}
 
 
 # Processors and penalties
@@ -297,7 +299,7 @@ def test_no_row_draws_a_stop_token_before_its_minimum(temperature):
         bias_token_ids=[[7, VOCAB, VOCAB, -1]] * 300,
         bias=[[100.0] * 4] * 300,
     )
-    mode = SamplingMode(draws=ALL_DRAW, processors=True)
+    mode = SamplingMode(draws=True, processors=True)
     tokens = np.asarray(jit_sample(jit_process(logits, rows, None, lens, mode), rows, lens, mode))
     assert not set(tokens[lens < 5]) & {2, 7} and set(tokens[lens >= 5]) == {7}
 
@@ -409,12 +411,12 @@ def test_logprobs_of_a_bad_row_leave_the_others_alone():
 @pytest.mark.parametrize(
     ("params", "wanted"),
     [
-        ({}, {"draws": FEW_DRAW}),
+        ({}, {"draws": True}),
         ({"temperature": 0.0, "top_k": 5, "top_p": 0.5}, {}),
-        ({"top_k": 5, "top_p": 0.5}, {"draws": FEW_DRAW, "filters": FEW_TOP_K}),
-        ({"top_k": 65}, {"draws": FEW_DRAW, "filters": ANY_TOP_K}),
-        ({"top_p": 0.5, "min_p": 0.1}, {"draws": FEW_DRAW, "filters": TOP_P}),
-        ({"min_p": 0.1}, {"draws": FEW_DRAW, "filters": MIN_P}),
+        ({"top_k": 5, "top_p": 0.5}, {"draws": True, "filters": 2}),
+        ({"top_k": 65}, {"draws": True, "filters": 1}),
+        ({"top_p": 0.5, "min_p": 0.1}, {"draws": True, "filters": 1}),
+        ({"min_p": 0.1}, {"draws": True}),
         ({"temperature": 0.0, "logit_bias": {3: 1.0}}, {"processors": True}),
         ({"temperature": 0.0, "min_tokens": 1}, {"processors": True}),
         ({"temperature": 0.0, "presence_penalty": -0.5}, {"penalties": True}),
@@ -422,7 +424,7 @@ def test_logprobs_of_a_bad_row_leave_the_others_alone():
         ({"temperature": 0.0, "repetition_penalty": 1.1}, {"penalties": True}),
         ({"temperature": 0.0, "logprobs": 0}, {"logprobs": 0}),
         ({"temperature": 0.0, "logprobs": 1}, {"logprobs": MAX_LOGPROBS}),
-        ({"best_of": 2}, {"draws": FEW_DRAW, "logprobs": 0}),
+        ({"best_of": 2}, {"draws": True, "logprobs": 0}),
         ({"beam_width": 2}, {"logprobs": MAX_LOGPROBS}),
     ],
 )
@@ -449,8 +451,8 @@ def test_a_mode_compiles_only_what_it_names():
 
         program = str(jax.make_jaxpr(run)(logits, metadata(2)))
         words = dict(
-            draws="random_",
-            filters=" exp ",
+            draws=" log1p ",
+            filters=" reduce_sum",
             processors=" scatter",
             penalties=" mul ",
         )

@@ -12,29 +12,15 @@ import pytest
 
 from pallas_paged.engine import sampling_filters
 from pallas_paged.engine.runner import modes_for
-from pallas_paged.engine.sampler import (
-    ALL_DRAW,
-    ANY_TOP_K,
-    FEW_DRAW,
-    FEW_TOP_K,
-    MIN_P,
-    TOP_P,
-    SamplingMode,
-    sample,
-)
-from pallas_paged.engine.sampling_filters import (
-    MAX_FEW,
-    limit_count,
-    limit_few,
-    limit_mass,
-    num_blocks,
-)
+from pallas_paged.engine.sampler import SamplingMode, sample
+from pallas_paged.engine.sampling_filters import find_limits, num_blocks
+from pallas_paged.kernels.triton import sampling as kernels
 from tests.support.promotion import strict_promotion
-from tests.support.sampling_rows import metadata, take_rows
+from tests.support.sampling_rows import metadata, sampling_implementations, take_rows
 
 VOCAB, ROWS = 1536, 24
-FILTERS = SamplingMode(draws=ALL_DRAW, filters=ANY_TOP_K)
-jit_sample = jax.jit(sample, static_argnames="mode")
+FILTERS = SamplingMode(draws=True, filters=2)
+jit_sample = jax.jit(sample, static_argnames=("mode", "implementation"))
 
 
 @pytest.fixture(autouse=True)
@@ -43,21 +29,26 @@ def _strict():
         yield
 
 
-@jax.jit
-def limits(depth, top_k, top_p):
-    """The depth from which on tokens are dropped: by search, and where top_k is small by a look."""
-    searched = limit_mass(depth, top_p, limit_count(depth, top_k))
-    return searched, limit_few(depth, top_k, top_p)
+@partial(jax.jit, static_argnames="implementation")
+def limits(logits, temperature, top_k, top_p, implementation):
+    """The gap from which on tokens are dropped."""
+    best = jnp.max(logits, axis=1)
+    if implementation != "xla":
+        interpret = implementation == "triton_interpret"
+        sizes = dict(num_warps=2, num_loads=2) if interpret else {}
+        return kernels.search(logits, best, temperature, top_k, top_p, interpret=interpret, **sizes)
+    gap = best[:, None] - logits
+    return find_limits(gap, top_k, top_p, temperature, 2)
 
 
-def kept_by_sort(depth, top_k, top_p):
-    """The deepest token that is kept, and by how little the last decision was made."""
-    ordered, margin = np.sort(depth), 1.0
+def kept_by_sort(gap, top_k, top_p, temperature):
+    """The largest gap that is kept, and by how little the last decision was made."""
+    ordered, margin = np.sort(gap), 1.0
     ordered = ordered[np.isfinite(ordered)]
     if 0 < top_k < len(ordered):
         ordered = ordered[ordered <= ordered[top_k - 1]]
     if top_p < 1:
-        weights = np.exp(-ordered.astype(np.float64))
+        weights = np.exp(-ordered.astype(np.float64) / temperature)
         less = np.array([weights[ordered < one].sum() for one in ordered]) / weights.sum()
         ordered, margin = ordered[less < np.float32(top_p)], np.min(abs(less - np.float32(top_p)))
     return ordered[-1], margin
@@ -84,54 +75,70 @@ def logits_of(kind, rng):
 KINDS = ["flat", "normal", "peaked", "tiny", "tied", "bf16", "huge range", "masked", "equal"]
 
 
+@pytest.mark.parametrize("implementation", sampling_implementations())
 @pytest.mark.parametrize("kind", KINDS)
-def test_exactly_the_tokens_that_sorting_keeps_are_kept(kind):
+def test_exactly_the_tokens_that_sorting_keeps_are_kept(kind, implementation):
     """But for rows where rounding decides whether a token's predecessors sum to top_p."""
     rng = np.random.default_rng(KINDS.index(kind))
     logits, num_close = logits_of(kind, rng), 0
-    depth = logits.max(axis=1, keepdims=True) - logits
+    gap = logits.max(axis=1, keepdims=True) - logits
+    temperature = rng.choice([0.5, 1, 1, 3], ROWS).astype(np.float32)
     top_k = rng.choice([0, 0, 1, 2, 20, 50, 700, VOCAB, VOCAB + 9], ROWS).astype(np.int32)
     top_p = rng.choice([1, 0.01, 0.3, 0.9, 0.95, 0.999, 1 - 2**-24], ROWS).astype(np.float32)
-    searched, looked_up = limits(depth, top_k, top_p)
+    found = limits(logits, temperature, top_k, top_p, implementation)
     for row in range(ROWS):
-        deepest, margin = kept_by_sort(depth[row], top_k[row], top_p[row])
+        deepest, margin = kept_by_sort(gap[row], top_k[row], top_p[row], temperature[row])
         if margin < 1e-6:
             num_close += 1
             continue
-        one = depth[row][np.isfinite(depth[row])]  # others are never drawn
-        wanted = one <= deepest
-        np.testing.assert_array_equal(one < searched[row], wanted)
-        if 0 < top_k[row] <= MAX_FEW:
-            np.testing.assert_array_equal(one < looked_up[row], wanted)
-        else:
-            assert looked_up[row] == np.inf
+        one = gap[row][np.isfinite(gap[row])]  # others are never drawn
+        np.testing.assert_array_equal(one < found[row], one <= deepest)
     assert num_close <= ROWS // 4
 
 
-@pytest.mark.parametrize("num_some", [0, 1, 7, 8])
-@pytest.mark.parametrize("filters", [ANY_TOP_K, TOP_P, FEW_TOP_K, MIN_P])
-def test_few_rows_that_draw_among_greedy_ones_draw_what_they_draw_alone(filters, num_some):
-    """They are taken out of the batch; larger modes give the same tokens."""
+@pytest.mark.parametrize("implementation", sampling_implementations())
+@pytest.mark.parametrize("num_some", [0, 1, 8])
+def test_rows_that_draw_among_greedy_ones_draw_what_they_draw_alone(num_some, implementation):
     rng = np.random.default_rng(num_some)
     logits, lens = logits_of("normal", rng), np.arange(ROWS, dtype=np.int32)
     draws = rng.permutation(ROWS) < num_some
-    params = {MIN_P: {"min_p": 0.01}, FEW_TOP_K: {"top_k": 30, "top_p": 0.8}}
-    params |= {TOP_P: {"top_p": 0.8}, ANY_TOP_K: {"top_k": 100, "top_p": 0.8}}
-    rows = metadata(ROWS, temperature=np.where(draws, 0.7, 0), **params[filters])
-    mode = SamplingMode(draws=FEW_DRAW, filters=filters)
-    together = np.asarray(jit_sample(logits, rows, lens, mode))
-    np.testing.assert_array_equal(together, jit_sample(logits, rows, lens, FILTERS))
+    top_k = np.where(np.arange(ROWS) % 2, 100, 0)
+    rows = metadata(ROWS, temperature=np.where(draws, 0.7, 0), top_k=top_k, top_p=0.8)
+    by = {"implementation": implementation}
+    together = np.asarray(jit_sample(logits, rows, lens, FILTERS, **by))
     np.testing.assert_array_equal(together[~draws], np.argmax(logits, axis=1)[~draws])
     for row in np.flatnonzero(draws):
         some = np.array([row])
-        assert together[row] == jit_sample(logits[some], take_rows(some, rows), lens[some], mode)
+        alone = jit_sample(logits[some], take_rows(some, rows), lens[some], FILTERS, **by)
+        assert together[row] == alone
+
+
+@pytest.mark.parametrize("vocab_size", [1, 3, 1000, 2049, 6007])
+@pytest.mark.parametrize("kind", ["normal", "bf16"])
+def test_kernels_draw_the_tokens_of_the_plain_passes(vocab_size, kind):
+    rng = np.random.default_rng(vocab_size)
+    logits = np.resize(logits_of(kind, rng), (ROWS, vocab_size))
+    rows = metadata(
+        ROWS,
+        temperature=rng.choice([0, 0.5, 1, 2], ROWS),
+        top_k=rng.choice([0, 1, 50, 900], ROWS),
+        top_p=rng.choice([1, 0.3, 0.9], ROWS),
+        min_p=rng.choice([0, 0.05], ROWS),
+    )
+    found = {
+        name: jit_sample(logits, rows, np.arange(ROWS), FILTERS, implementation=name)
+        for name in sampling_implementations()
+    }
+    for tokens in found.values():
+        np.testing.assert_array_equal(tokens, found["xla"])
 
 
 @pytest.mark.parametrize("mode", modes_for(None), ids=str)
 def test_sampling_is_a_straight_line(mode):
     """In a loop that a GPU runs as a CUDA graph, a loop or a branch would give wrong tokens."""
     arrays = (logits_of("normal", np.random.default_rng(0)), metadata(ROWS))
-    program = str(jax.make_jaxpr(partial(sample, mode=mode))(*arrays, np.zeros(ROWS, np.int32)))
+    function = partial(sample, mode=mode, implementation="xla")
+    program = str(jax.make_jaxpr(function)(*arrays, np.zeros(ROWS, np.int32)))
     assert not re.search(r"\b(while|scan|cond|sort|top_k)\[", program)
 
 

@@ -11,15 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_paged.engine.logprobs import gather_logprobs
-from pallas_paged.engine.sampler import (
-    ALL_DRAW,
-    ANY_TOP_K,
-    SamplingMode,
-    TokenCounts,
-    process_logits,
-    sample,
-)
-from pallas_paged.engine.sampling_filters import MAX_FEW
+from pallas_paged.engine.sampler import SamplingMode, TokenCounts, process_logits, sample
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS
 from tests.support.devices import mesh
 from tests.support.sampling_rows import metadata
@@ -27,10 +19,10 @@ from tests.support.sampling_rows import metadata
 ROWS, VOCAB = 12, 6144
 MODES = {
     "greedy": SamplingMode(),
-    "draws": SamplingMode(draws=ALL_DRAW),
-    "filters": SamplingMode(draws=ALL_DRAW, filters=ANY_TOP_K),
+    "draws": SamplingMode(draws=True),
+    "filters": SamplingMode(draws=True, filters=2),
     "logprobs": SamplingMode(logprobs=MAX_LOGPROBS),
-    "processors": SamplingMode(draws=ALL_DRAW, penalties=True, processors=True, logprobs=0),
+    "processors": SamplingMode(draws=True, penalties=True, processors=True, logprobs=0),
 }
 
 
@@ -58,7 +50,7 @@ def inputs():
 def step_of(mode, num_devices):
     def step(logits, counts, rows, lens):
         logits = process_logits(logits, rows, counts, lens, mode)
-        tokens = sample(logits, rows, lens, mode, num_devices)
+        tokens = sample(logits, rows, lens, mode, implementation="xla")
         if mode.logprobs < 0:
             return tokens, None
         return tokens, gather_logprobs(logits, tokens, mode.logprobs, num_devices)
@@ -86,4 +78,4 @@ def test_devices_that_share_a_vocabulary_draw_the_same_tokens_and_send_few_bytes
         for shapes in sent
         for shape in re.findall(r"\w+\[([\d,]*)\]", shapes)
     ]
-    assert sizes and max(sizes) <= ROWS * 4 * MAX_FEW  # the best tokens of each device
+    assert sizes and max(sizes) <= ROWS * 4 * MAX_LOGPROBS  # the best tokens of each device

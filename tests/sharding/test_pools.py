@@ -15,6 +15,7 @@ import pallas_paged as pp
 from pallas_paged.sharding import kv_head_repeats, kv_pool_sharding, page_table_sharding
 from tests.support.devices import mesh
 from tests.support.kv_pools import copies_of, make_pool, pool_bytes
+from tests.support.marks import slow
 from tests.support.page_tables import i32
 from tests.support.placement import collectives, mesh_2d, several
 
@@ -66,7 +67,7 @@ def test_each_device_writes_its_own_heads_in_place(stored, kind, cut):
 
 @KINDS
 @pytest.mark.parametrize("stored", STORED)
-@pytest.mark.parametrize("implementation", ["kernel", "xla"])
+@pytest.mark.parametrize("implementation", ["kernel", *slow(["xla"])])
 def test_each_device_rotates_and_writes_its_own_heads(stored, kind, implementation):
     on = mesh_of(kind)
     if implementation == "kernel":

@@ -1,4 +1,4 @@
-"""Sampling parameters of rows, for tests of the sampler."""
+"""Rows for tests of the sampler: their parameters, and how long their tokens take to arrive."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.random import threefry_2x32
 
 from pallas_paged.engine.sampler import SamplingMetadata
+from tests.support.devices import implementations_here
 
 VOCAB = 12
 
@@ -46,3 +48,23 @@ def take_rows(rows, tree):
     if isinstance(tree, SamplingMetadata):
         taken = replace(taken, seeds=tree.seeds[rows])
     return taken
+
+
+def sampling_implementations():
+    """The implementations of sampling that tests run on this machine."""
+    return [name for name in implementations_here() if not name.startswith("mosaic")]
+
+
+def race(seeds, length, vocab_size):
+    """Exponential times of a row's tokens, f64, which its key makes."""
+    seed, prompt, index = seeds
+
+    def words(key, count):
+        return np.asarray(threefry_2x32(jnp.asarray(key), jnp.asarray(count, jnp.uint32)))
+
+    key = words(np.array([seed, prompt], np.uint32), [index, length])
+    places = np.arange(-(-vocab_size // 2048) * 1024)
+    both = words(key, np.concatenate([places, np.zeros_like(places)]))
+    # Tokens 0 to 1023 have the first word of a pair, 1024 to 2047 the second, and so on.
+    pairs = both.reshape(2, -1, 1024).swapaxes(0, 1).ravel()[:vocab_size]
+    return -np.log1p(-(pairs.astype(np.float64) + 0.5) / 2**32)

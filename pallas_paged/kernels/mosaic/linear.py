@@ -1,27 +1,20 @@
-"""A matrix product for few rows, a Pallas Mosaic GPU kernel for Hopper.
+"""The product of one row with a weight, a Pallas Mosaic GPU kernel for Hopper.
 
-    out [M, N] = x [M, K] weight [N, K]^T
+    out [1, N] = x [1, K] weight [N, K]^T, or silu(x gate^T) * (x up^T)
 
-Such a product takes as long as its weights take to be read, so the kernel is a pipeline of copies.
-A program is two warpgroups. The producer sends tiles of the weight through a ring in shared memory,
-starting before the preceding kernel has ended: the weight does not depend on it. The consumer
-multiplies. wgmma takes 64 rows at a time, so features are its rows, and the rows of x, padded to a
-multiple of 8, are its columns:
+It takes as long as the weight takes to be read, so the kernel is a pipeline of copies. A program is
+two warpgroups, and has every `programs`-th tile of 64 features. The producer sends blocks of the
+weight through a ring in shared memory, the first ones before the preceding kernel has ended: a
+weight does not depend on it. The consumer multiplies. wgmma takes 64 rows at a time and at least 8
+columns, so features are its rows, and x is its first column. The copies fill the others with zeros:
 
-    out^T [tile_n, M] = weight [tile_n, K] x^T [K, M]
-
-`silu(gate) * up`, the RMS norm of x and the sum with a residual can be part of the product. A norm
-needs whole rows of x in shared memory, so only few rows can have it.
-
-A program takes every `programs`-th tile of features. Where tiles are few, the programs of a cluster
-divide K; they add their sums in shared memory, always in the same order.
+    out^T [64, 8] = weight [64, K] x^T [K, 8]
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -32,23 +25,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.mosaic import ops
-from pallas_paged.kernels.mosaic.linear_config import LinearConfig
 from pallas_paged.kernels.mosaic.ring import wgmma_transforms
 
-COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True)
-ROW_VECTOR = 8  # elements of a row of x that a thread loads at once: 16 bytes
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Inputs:
-    """Operands of the kernel, or refs to them."""
-
-    x: Any  # [M, K]
-    weight: Any  # [N, K], or with SwiGLU [N, 2, K], gate and up
-    norm_weight: Any  # [K], of the RMS norm of x, or None
-    residual: Any  # [M, N], added to the product, or None
-    prefetch: Any  # weights [N, K] of later products
+TILE = 64  # features
+MAX_BLOCK_K = 256  # columns of the weight per loop step: 32 KB
+NUM_STAGES = 6
+_COLUMNS = 8
 
 
 @jax.tree_util.register_dataclass
@@ -56,242 +38,135 @@ class Inputs:
 class Scratch:
     """Refs in shared memory, or their types."""
 
-    weights: Any  # [num_stages, rows, block_k] of each part: one, or gate and up
-    x: Any  # [blocks, padded rows of x, block_k]: all of x if it is normed, else num_stages blocks
-    out: Any  # [padded rows of x, rows]
-    residual: Any  # as out, or None
-    sums: Any  # f32[num_splits - 1, sums of a program], from the other programs, or None
-    full: Any  # barriers [num_stages], complete when weights and x have arrived
-    free: Any  # barriers [num_stages], complete when they were used
-    residual_full: Any  # barrier, complete when the residual has arrived, or None
+    weights: Any  # [NUM_STAGES, TILE, block_k], one or two: gate and up
+    x: Any  # [NUM_STAGES, _COLUMNS, block_k]
+    out: Any  # [_COLUMNS, TILE]
+    full: Any  # barriers [NUM_STAGES], complete when weights and x have arrived
+    free: Any  # barriers [NUM_STAGES], complete when they were used
 
-
-def scratch_types(config: LinearConfig, inputs: Inputs, *, out_dtype: Any) -> Scratch:
-    """Return the types of the shared memory of a program."""
-    dtype, (num_rows, in_size) = inputs.x.dtype, inputs.x.shape
-    num_columns = pl.cdiv(num_rows, 8) * 8
-    num_parts = inputs.weight.ndim - 1
-    rows = config.tile_n // num_parts
-    stages, others = config.num_stages, config.num_splits - 1
-    normed = inputs.norm_weight is not None
-    swizzled = functools.partial(plgpu.SMEM, dtype=dtype, transforms=wgmma_transforms(dtype))
-    out = plgpu.SMEM((num_columns, rows), out_dtype)
-    return Scratch(
-        weights=[swizzled((stages, rows, config.block_k)) for _ in range(num_parts)],
-        x=swizzled((in_size // config.block_k if normed else stages, num_columns, config.block_k)),
-        out=out,
-        residual=None if inputs.residual is None else out,
-        sums=plgpu.SMEM((others, config.tile_n * num_columns), jnp.float32) if others else None,
-        full=plgpu.Barrier(num_arrivals=num_parts + (not normed), num_barriers=stages),
-        free=plgpu.Barrier(num_barriers=stages),
-        residual_full=None if inputs.residual is None else plgpu.Barrier(),
-    )
+    @classmethod
+    def types(cls, *, num_weights: int, dtype: Any, out_dtype: Any) -> Scratch:
+        """Return the types of the refs."""
+        block_k = MAX_BLOCK_K // num_weights
+        swizzled = functools.partial(plgpu.SMEM, dtype=dtype, transforms=wgmma_transforms(dtype))
+        return cls(
+            weights=[swizzled((NUM_STAGES, TILE, block_k)) for _ in range(num_weights)],
+            x=swizzled((NUM_STAGES, _COLUMNS, block_k)),
+            out=plgpu.SMEM((_COLUMNS, TILE), out_dtype),
+            full=plgpu.Barrier(num_arrivals=num_weights + 1, num_barriers=NUM_STAGES),
+            free=plgpu.Barrier(num_barriers=NUM_STAGES),
+        )
 
 
 def linear_kernel(
-    inputs: Inputs,
-    out_ref,  # [M, N]
+    x_ref,  # [1, K]
+    weight_ref,  # [N, K], or of gate and up [N, 2, K]
+    out_ref,  # [1, N]
     scratch: Scratch,
     *,
-    eps: float,
-    config: LinearConfig,
+    num_programs: int,
     interpret: bool,
 ) -> None:
     """Run one program: warpgroup 0 multiplies, warpgroup 1 sends."""
-    num_parts = len(scratch.weights)
-    num_stages, rows, block_k = scratch.weights[0].shape
-    num_columns, _ = scratch.out.shape
-    normed = inputs.norm_weight is not None
-    num_clusters = config.num_programs // config.num_splits
-    num_tiles = pl.cdiv(out_ref.shape[1], rows)
-    cluster = lax.axis_index("cluster")
-    split = lax.axis_index("split")
-    num_blocks = inputs.x.shape[1] // block_k // config.num_splits  # of one tile
-    first_block = split * num_blocks
-    my_tiles = lax.div(num_tiles - 1 - cluster + num_clusters, num_clusters)
+    block_k = scratch.x.shape[2]
+    num_tiles, num_blocks = out_ref.shape[1] // TILE, x_ref.shape[1] // block_k
+    program = lax.axis_index("program")
+    my_tiles = lax.div(num_tiles - 1 - program + num_programs, num_programs)
     total = my_tiles * num_blocks
+    # Traced, because JAX refuses static slices that go past the end of x.
+    all_rows = pl.ds(0 * program, _COLUMNS)
     ops.let_next_kernel_start(interpret=interpret)
 
-    def columns(i):
-        return pl.ds((first_block + lax.rem(i, num_blocks)) * block_k, block_k)
+    def features(index):
+        return pl.ds((program + index * num_programs) * TILE, TILE)
 
-    def tile_of(ref, index):
-        return ref.at[pl.ds(0, num_columns), pl.ds((cluster + index * num_clusters) * rows, rows)]
+    def columns(i):
+        return pl.ds(lax.rem(i, num_blocks) * block_k, block_k)
 
     def send_weights(i):
-        features = pl.ds((cluster + lax.div(i, num_blocks) * num_clusters) * rows, rows)
-        stage = lax.rem(i, num_stages)
-        for part, blocks in enumerate(scratch.weights):
-            where = (features, part) if num_parts > 1 else (features,)
-            plgpu.copy_gmem_to_smem(
-                inputs.weight.at[(*where, columns(i))], blocks.at[stage], scratch.full.at[stage]
-            )
+        stage, tile = lax.rem(i, NUM_STAGES), features(lax.div(i, num_blocks))
+        for which, blocks in enumerate(scratch.weights):
+            where = (tile, columns(i)) if len(weight_ref.shape) == 2 else (tile, which, columns(i))
+            plgpu.copy_gmem_to_smem(weight_ref.at[where], blocks.at[stage], scratch.full.at[stage])
 
     def send_x(i):
-        stage = lax.rem(i, num_stages)
+        stage = lax.rem(i, NUM_STAGES)
         plgpu.copy_gmem_to_smem(
-            inputs.x.at[pl.ds(0, num_columns), columns(i)],
-            scratch.x.at[stage],
-            scratch.full.at[stage],
+            x_ref.at[all_rows, columns(i)], scratch.x.at[stage], scratch.full.at[stage]
         )
 
     def multiply_tile(index):
-        if inputs.residual is not None:
-            plgpu.copy_gmem_to_smem(
-                tile_of(inputs.residual, index), scratch.residual, scratch.residual_full
-            )
-
         def multiply_block(block, accs):
-            stage = lax.rem(index * num_blocks + block, num_stages)
+            stage = lax.rem(index * num_blocks + block, NUM_STAGES)
             plgpu.barrier_wait(scratch.full.at[stage])
-            x_block = scratch.x.at[first_block + block if normed else stage]
+            x_block = scratch.x.at[stage].transpose((1, 0))
             accs = [
-                ops.wgmma_accumulate(
-                    acc, blocks.at[stage], x_block.transpose((1, 0)), interpret=interpret
-                )
+                ops.wgmma_accumulate(acc, blocks.at[stage], x_block, interpret=interpret)
                 for acc, blocks in zip(accs, scratch.weights, strict=True)
             ]
             plgpu.barrier_arrive(scratch.free.at[stage])
             return accs
 
-        zeros = [ops.full((rows, num_columns), 0.0, ops.WGMMA) for _ in range(num_parts)]
-        accs = lax.fori_loop(0, num_blocks, multiply_block, zeros)
-        if scratch.sums is not None:
-            accs = ops.sum_over_cluster(accs, scratch.sums)
-        if inputs.residual is not None:
-            plgpu.barrier_wait(scratch.residual_full)
-
-        @pl.when(split == 0)
-        def _():
-            # Rounded where separate operations would round.
-            out, *ups = (acc.astype(out_ref.dtype) for acc in accs)
-            for up in ups:
-                gate = out.astype(jnp.float32)
-                out = gate * (1.0 / (1.0 + jnp.exp(-gate))) * up.astype(jnp.float32)
-            out = plgpu.layout_cast(out.astype(out_ref.dtype), ops.WGMMA_TRANSPOSED)
-            if inputs.residual is not None:
-                residual = plgpu.load(
-                    scratch.residual.transpose((1, 0)),
-                    layout=ops.WGMMA_TRANSPOSED,
-                    optimized=False,
-                ).astype(jnp.float32)
-                out = (out.astype(jnp.float32) + residual).astype(out_ref.dtype)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            scratch.out.transpose((1, 0))[...] = out
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(scratch.out, tile_of(out_ref, index))
+        zeros = [ops.full((TILE, _COLUMNS), 0.0, ops.WGMMA) for _ in scratch.weights]
+        # Rounded as separate products are.
+        out, *ups = (
+            acc.astype(out_ref.dtype) for acc in lax.fori_loop(0, num_blocks, multiply_block, zeros)
+        )
+        for up in ups:
+            gate = out.astype(jnp.float32)
+            out = gate * (1.0 / (1.0 + jnp.exp(-gate))) * up.astype(jnp.float32)
+        out = plgpu.layout_cast(out.astype(out_ref.dtype), ops.WGMMA_TRANSPOSED)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the last tile
+        scratch.out.transpose((1, 0))[...] = out
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(scratch.out, out_ref.at[all_rows, features(index)])  # the first row
 
     @pl.when(lax.axis_index("wg") == 0)
-    def _():
-        if normed or inputs.residual is not None:
-            ops.wait_for_previous_kernel(interpret=interpret)
-        if normed:
-            norm_rows(inputs.x, inputs.norm_weight, scratch.x, eps=eps, interpret=interpret)
+    def _multiply():
         pl.loop(0, my_tiles)(multiply_tile)
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the end of the kernel waits for the rest
 
     @pl.when(lax.axis_index("wg") == 1)
-    def _():
-        first = jnp.minimum(total, num_stages)
+    def _send():
+        first = jnp.minimum(total, NUM_STAGES)
         pl.loop(0, first)(send_weights)
         ops.wait_for_previous_kernel(interpret=interpret)
-        if not normed:
-            pl.loop(0, first)(send_x)
+        pl.loop(0, first)(send_x)
 
         @pl.loop(first, total)
-        def _(i):
-            plgpu.barrier_wait(scratch.free.at[lax.rem(i, num_stages)])
+        def _rest(i):
+            plgpu.barrier_wait(scratch.free.at[lax.rem(i, NUM_STAGES)])
             send_weights(i)
-            if not normed:
-                send_x(i)
+            send_x(i)
 
-        if not interpret:
-            program = cluster * config.num_splits + split
-            for ref, num_blocks_ahead in zip(inputs.prefetch, config.prefetch, strict=True):
-                prefetch(ref, num_blocks_ahead, program, config.num_programs)
-
-        @pl.loop(jnp.maximum(total - num_stages, 0), total)
-        def _(i):
-            plgpu.barrier_wait(scratch.free.at[lax.rem(i, num_stages)])
-
-        if scratch.sums is not None:
-            ops.wait_for_cluster()
-
-
-def prefetch(weight_ref, num_blocks: int, program: jax.Array, num_programs: int) -> None:
-    """Start to read a program's share of the first columns of a weight into the L2 cache."""
-    num_features, in_size = weight_ref.shape
-    across = num_features // 64
-    num_blocks = min(num_blocks, across * (in_size // 256))
-
-    @pl.loop(0, pl.cdiv(num_blocks, num_programs))
-    def _(i):
-        block = i * num_programs + program
-
-        @pl.when(block < num_blocks)
-        def _():
-            features, columns = lax.rem(block, across) * 64, lax.div(block, across) * 256
-            plgpu.async_prefetch(weight_ref.at[pl.ds(features, 64), pl.ds(columns, 256)])
-
-
-def norm_rows(x_ref, weight_ref, blocks_ref, *, eps: float, interpret: bool) -> None:
-    """Store the RMS norm of the rows of x to shared memory, as blocks of columns."""
-    num_rows, in_size = x_ref.shape
-    layout = plgpu.Layout.WG_STRIDED((in_size,), ROW_VECTOR)
-    weight = ops.load(weight_ref, layout).astype(jnp.float32)
-    rows = [ops.load(x_ref.at[i], layout) for i in range(num_rows)]  # all are on their way at once
-    for i, row in enumerate(rows):
-        row = row.astype(jnp.float32)
-        scale = lax.rsqrt(jnp.sum(row * row) / in_size + eps)
-        out = (row * scale * weight).astype(x_ref.dtype)
-        ops.store_swizzled_row(blocks_ref, i, out, ROW_VECTOR, interpret=interpret)
-    plgpu.commit_smem()
+        @pl.loop(jnp.maximum(total - NUM_STAGES, 0), total)
+        def _drain(i):
+            plgpu.barrier_wait(scratch.free.at[lax.rem(i, NUM_STAGES)])
 
 
 def linear(
-    x: jax.Array,
-    weight: jax.Array,
-    *,
-    norm_weight: jax.Array | None = None,
-    eps: float = 0.0,
-    residual: jax.Array | None = None,
-    prefetch: Sequence[jax.Array] = (),
-    out_dtype: Any,
-    config: LinearConfig,
-    interpret: bool,
+    x: jax.Array, weight: jax.Array, *, out_dtype: Any, num_programs: int, interpret: bool
 ) -> jax.Array:
-    """Return `x @ weight.T`, or `silu(x @ gate.T) * (x @ up.T)`.
+    """Return `x @ weight.T`, or with SwiGLU `silu(x @ gate.T) * (x @ up.T)`.
 
     Args:
-        x: `[M, K]`, M at most 64 and at most 8 or a multiple of 8.
-        weight: `[N, K]`, or `[N, 2, K]`, gate and up.
-        norm_weight: `[K]` of an RMS norm that x goes through first, or None. Only with M at most 8
-            and K a multiple of 1024.
-        eps: of the norm.
-        residual: `[M, N]`, added to the product, or None.
-        prefetch: weights `[N, K]` of later products, of which `config.prefetch` says how much is
-            read into the L2 cache.
+        x: `[1, K]` of 16-bit elements, K a multiple of `MAX_BLOCK_K`.
+        weight: `[N, K]`, or of gate and up `[N, 2, K]`; N a multiple of `TILE`.
+        out_dtype: of the result `[1, N]`.
+        num_programs: on the whole device.
     """
-    inputs = Inputs(
-        x=x,
-        weight=weight,
-        norm_weight=norm_weight,
-        residual=residual,
-        prefetch=tuple(prefetch),
-    )
-    out = result_shape((x.shape[0], weight.shape[0]), out_dtype)
-    kernel = functools.partial(linear_kernel, eps=eps, config=config, interpret=interpret)
+    num_programs = min(num_programs, weight.shape[0] // TILE)
+    out = result_shape((1, weight.shape[0]), out_dtype)
+    scratch: Any = (Scratch.types(num_weights=weight.ndim - 1, dtype=x.dtype, out_dtype=out_dtype),)
     return plgpu.kernel(
-        ops.with_trees(kernel, inputs, out),
+        functools.partial(linear_kernel, num_programs=num_programs, interpret=interpret),
         out_type=out,
-        scratch_types=(scratch_types(config, inputs, out_dtype=out_dtype),),
-        grid=(config.num_programs // config.num_splits,),
-        grid_names=("cluster",),
-        cluster=(config.num_splits,),
-        cluster_names=("split",),
+        scratch_types=scratch,
+        grid=(num_programs,),
+        grid_names=("program",),
         num_threads=2,
         thread_name="wg",
-        compiler_params=COMPILER_PARAMS,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="linear",
         interpret=ops.interpreter(interpret),
-    )(*jax.tree.leaves(inputs))
+    )(x, weight)

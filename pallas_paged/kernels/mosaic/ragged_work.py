@@ -24,7 +24,7 @@ from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.config import MosaicRaggedConfig
 from pallas_paged.kernels.mosaic.ragged_tile import CHUNK, WG_ROWS, TileShape
-from pallas_paged.kernels.ragged_plan import Plan, PlanShape, Tiles, make_plan, spread
+from pallas_paged.kernels.ragged_plan import Plan, PlanShape, Tiles, make_plan
 from pallas_paged.kernels.ragged_plan_kernel import (
     PackedPlan,
     can_plan,
@@ -65,21 +65,15 @@ def unpack(kind: type[Descriptor], ref: Any, index: Any) -> Descriptor:
     return kind(**{name: ref[index, i] for i, name in enumerate(_fields(kind))})
 
 
-def pack(plan: Plan, shape: PlanShape, head_tiles: int) -> PackedPlan:
+def pack(plan: Plan, head_tiles: int) -> PackedPlan:
     """Return the packed descriptors of a plan, and the count of work tiles."""
     *of_tile, _ = names = _fields(WorkDescriptor)
     work = jnp.stack([*(getattr(plan.items, name) for name in of_tile), plan.partial], axis=1)
     merges = work[plan.first_item][:, [names.index(n) for n in _fields(MergeDescriptor)[1:]]]
-    q_len = plan.items.q_len
-    num_items = jnp.sum(q_len > 0, dtype=jnp.int32)
-    num_short = jnp.sum((q_len > 0) & (q_len <= shape.most_short), dtype=jnp.int32)
-    place = spread(jnp.arange(q_len.size), num_items, num_short)
     return PackedPlan(
-        items=jnp.zeros((q_len.size, DESCRIPTOR_WORDS), jnp.int32)
-        .at[place, : len(names)]
-        .set(work, unique_indices=True),
+        items=jnp.pad(work, ((0, 0), (0, DESCRIPTOR_WORDS - len(names)))),
         merges=jnp.concatenate([plan.num_items[:, None], merges], axis=1),
-        count=num_items.reshape(1) * head_tiles,
+        count=jnp.sum(plan.items.q_len > 0, dtype=jnp.int32).reshape(1) * head_tiles,
     )
 
 
@@ -126,14 +120,13 @@ def plan_work(
         num_programs=max(config.num_programs // head_tiles, 1),
         fixed_split_size=config.fixed_split_size,
         align=CHUNK,
-        short_first=True,
     )
     lens = arrays.seq_lens, arrays.cu_q_lens
     if arrays.q_positions is None and can_plan(shape) and not interpret:
         types = packed_types(shape, DESCRIPTOR_WORDS)
         plan = plan_by_kernel(*lens, types, shape, count_factor=head_tiles, interpret=False)
     else:
-        plan = pack(make_plan(*lens, arrays.q_positions, shape), shape, head_tiles)
+        plan = pack(make_plan(*lens, arrays.q_positions, shape), head_tiles)
     rows = jnp.arange(config.block_q).reshape(config.num_consumers, WG_ROWS)
     place = tile.place(rows)[1]
 

@@ -20,6 +20,9 @@ from pallas_paged.kernels.triton.specs import whole
 from pallas_paged.kernels.write_arrays import WriteArrays
 from pallas_paged.quantization import quantize, scales_of
 
+# Of one warp: a thread then has 16 bytes of each half of a bf16 head of 64.
+_BLOCK_ROWS = 8
+
 
 def rotate_and_write_kernel(
     qkv_ref,  # [N, D], N = T * Hkv * (G + 2)
@@ -56,7 +59,7 @@ def rotate_and_write_kernel(
         if ref is not None:
             squares = [jnp.sum(jnp.square(one.astype(jnp.float32)), axis=1) for one in x]
             total = functools.reduce(operator.add, squares)
-            scale = lax.rsqrt(_divide(total, jnp.float32(head_dim), interpret) + eps)[:, None]
+            scale = lax.rsqrt(total / head_dim + eps)[:, None]
             for i, (columns, is_part) in enumerate(parts):
                 weight = plgpu.load(ref.at[columns], mask=is_part, other=0).astype(jnp.float32)
                 normed = (x[i].astype(jnp.float32) * scale * weight[None, :]).astype(dtype)
@@ -65,7 +68,7 @@ def rotate_and_write_kernel(
         place = token[:, None], jnp.arange(pl.next_power_of_2(rotary // 2))[None, :]
         cos, sin = (plgpu.load(ref.at[place], mask=masks[0], other=0) for ref in rotation_refs)
         first, second = (one.astype(jnp.float32) for one in x[:2])
-        turned = first * cos - second * sin, second * cos + first * sin
+        turned = [first * cos - second * sin, second * cos + first * sin]
         for i, one in enumerate(turned):
             x[i] = jnp.where(is_v[:, None], x[i], one.astype(dtype))
 
@@ -84,34 +87,24 @@ def rotate_and_write_kernel(
             store(ref, (head, slot), x, is_kind & is_written)
         return
     element = pages[0].dtype
-    divide = functools.partial(_divide, interpret=interpret)
+    round_half_to_even = jnp.round if interpret else _round  # Pallas lowers no rounding
     if len(pages_refs) == 4:
         largest = functools.reduce(
             jnp.maximum, (jnp.max(jnp.abs(one.astype(jnp.float32)), axis=1) for one in x)
         )
-        scale = scales_of(largest, element, divide)
+        scale = scales_of(largest, element)
         for ref, is_kind in zip(pages_refs[2:], is_kv, strict=True):
             is_stored = is_kind & is_written
-            place = jnp.where(is_stored, slot, num_slots)
-            plgpu.store(ref.at[head, place], scale, mask=is_stored)
+            to = jnp.where(is_stored, slot, num_slots)
+            plgpu.store(ref.at[head, to], scale, mask=is_stored)
     for i, (ref, is_kind) in enumerate(zip(pages, is_kv, strict=True)):
         if len(pages_refs) == 2:
             scale = jnp.broadcast_to(pool_refs[2 + i][0], (block_rows,))
-        small = [
-            quantize(one, scale, element, divide, functools.partial(_round, interpret=interpret))
-            for one in x
-        ]
+        small = [quantize(one, scale, element, round_half_to_even) for one in x]
         store(ref, (head, slot), small, is_kind & is_written)
 
 
-def rotate_and_write(
-    arrays: WriteArrays,
-    *,
-    eps: float,
-    interpret: bool,
-    block_rows: int | None = None,
-    num_warps: int | None = None,
-) -> tuple[jax.Array, ...]:
+def rotate_and_write(arrays: WriteArrays, *, eps: float, interpret: bool) -> tuple[jax.Array, ...]:
     """Return q `[T, Hkv, G, D]`, and the pages and, of tokens, the scales, in place."""
     num_tokens, num_kv_heads, kinds, head_dim = arrays.qkv.shape
     qkv = arrays.qkv.reshape(-1, head_dim)
@@ -123,20 +116,16 @@ def rotate_and_write(
     rotation = [] if arrays.cos is None else [arrays.cos, arrays.sin]
     inputs = (qkv, arrays.slots, flat, rotation, [arrays.q_norm, arrays.k_norm])
     q = result_shape((num_tokens * num_kv_heads * (kinds - 2), head_dim), qkv.dtype)
-    if block_rows is None:
-        block_rows = 8
-    if num_warps is None:
-        num_warps = 1
     q, *written = pl.pallas_call(
         functools.partial(
-            rotate_and_write_kernel, eps=eps, block_rows=block_rows, interpret=interpret
+            rotate_and_write_kernel, eps=eps, block_rows=_BLOCK_ROWS, interpret=interpret
         ),
-        grid=(pl.cdiv(qkv.shape[0], block_rows),),
+        grid=(pl.cdiv(qkv.shape[0], _BLOCK_ROWS),),
         in_specs=whole(inputs),
         out_specs=whole([q, *written]),
         out_shape=[q, *(result_shape(x.shape, x.dtype) for x in written)],
         input_output_aliases={2 + i: 1 + i for i in range(len(written))},
-        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="rotate_and_write_kv",
     )(*inputs)
@@ -154,24 +143,13 @@ def _parts(head_dim: int, rotary: int) -> list[tuple[jax.Array, jax.Array]]:
     return [(start + lane, lane < size) for start, size, lane in lanes]
 
 
-def _divide(x: jax.Array, y: jax.Array, interpret: bool) -> jax.Array:
-    """Return x / y, rounded as XLA does; Triton's own division is off by up to 2 ulp."""
-    if interpret:
-        return x / y
-    x, y = jnp.broadcast_arrays(x, y)
-    return _ptx("div.rn.f32 $0, $1, $2;", x, y)
-
-
-def _round(x: jax.Array, interpret: bool) -> jax.Array:
-    return jnp.round(x) if interpret else _ptx("cvt.rni.f32.f32 $0, $1;", x)
-
-
-def _ptx(asm: str, *args: jax.Array) -> jax.Array:
+def _round(x: jax.Array) -> jax.Array:
+    """Return x f32 rounded to nearest, ties to even."""
     [out] = plgpu.elementwise_inline_asm(
-        asm,
-        args=args,
-        constraints=",".join(["=f", *("f" for _ in args)]),
+        "cvt.rni.f32.f32 $0, $1;",
+        args=[x],
+        constraints="=f,f",
         pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, jnp.float32)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
     )
     return out

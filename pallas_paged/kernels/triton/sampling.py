@@ -1,0 +1,329 @@
+"""Sampling in two Pallas-Triton kernels: the search for top_k and top_p, and the draw.
+
+Both look at a token's *gap*: how far its logit lies below the largest one of its row.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_paged.kernels.call import result_shape
+from pallas_paged.kernels.sampling_noise import (
+    FARTHEST,
+    HALF,
+    divisor,
+    exponentials,
+    float_of,
+    number_of,
+    row_key,
+)
+from pallas_paged.kernels.triton.specs import whole
+
+_LOG2_E = math.log2(math.e)
+_MOST_OCTAVES = 16  # below the upper bound, among which a round places its pivots
+_NUM_PIVOTS = 6
+_STEPS = [(i + 1) / (_NUM_PIVOTS + 1) for i in range(_NUM_PIVOTS)]
+# Pivots for the row beside what a sample of it says, in units of the sample's first bracket.
+_OFFSETS = (-0.5, -0.15, 0.0, 0.15, 0.5, 1.5)
+_LIST_LOADS = 4  # elements of a thread's list that it reads at a time
+_NO_TOKEN = 2**31 - 1
+
+# The gaps of a step of a loop; infinity where there is none.
+Load = Callable[[jax.Array], list[jax.Array]]
+
+
+def search_kernel(
+    logits_ref,  # f32[S, V]
+    best_ref,  # f32[S]
+    temperature_ref,  # f32[S]
+    top_k_ref,  # i32[S]
+    top_p_ref,  # f32[S]
+    limit_ref,  # f32[S]
+    list_ref,  # f32[S, V]
+    *,
+    num_threads: int,
+    num_loads: int,
+):
+    """One program: the gap from which on the filters of one row drop tokens.
+
+    It weighs the tokens below a few pivots, which leaves a bracket that holds the limit, lists the
+    gaps within the bracket, and goes on with the list. Each token counts as 1 for top_k, and as
+    its probability for top_p. Each thread has a list of its own, every `num_threads`-th element of
+    the row's: it reads what it wrote itself, in order, without a barrier and without prefix sums.
+    """
+    row = pl.program_id(0)
+    vocab_size = logits_ref.shape[1]
+    best, temperature = best_ref[row], temperature_ref[row]
+    draws = temperature > 0
+    rate = _LOG2_E / divisor(temperature)
+    top_k, top_p = top_k_ref[row], top_p_ref[row]
+    threads = jnp.arange(num_threads)
+
+    def load_row(step: jax.Array, stride: int = num_threads) -> list[jax.Array]:
+        index = [(step * num_loads + i) * stride + threads for i in range(num_loads)]
+        some = [
+            plgpu.load(logits_ref.at[row, one], mask=one < vocab_size, other=-jnp.inf)
+            for one in index
+        ]
+        return [best - x for x in some]
+
+    def load_list(sizes: jax.Array) -> Load:
+        def load(step: jax.Array) -> list[jax.Array]:
+            places = [step * _LIST_LOADS + i for i in range(_LIST_LOADS)]
+            return [
+                plgpu.load(
+                    list_ref.at[row, one * num_threads + threads], mask=one < sizes, other=jnp.inf
+                )
+                for one in places
+            ]
+
+        return load
+
+    def weigh(load: Load, num_steps: Any, pivots: list, scale: jax.Array) -> list:
+        """Return the weights of all gaps below each pivot."""
+
+        def add(gaps, sums):
+            for gap in gaps:
+                weight = jnp.exp2(gap * scale)
+                sums = [
+                    jnp.where(gap < pivot, total + weight, total)
+                    for total, pivot in zip(sums, pivots, strict=True)
+                ]
+            return sums
+
+        zeros = [jnp.zeros(num_threads, jnp.float32)] * len(pivots)
+        return [jnp.sum(one) for one in _stream(load, num_steps, add, zeros)]
+
+    def keep(load: Load, num_steps: Any, low: jax.Array, high: jax.Array) -> tuple:
+        """List the gaps of at least low and below high.
+
+        Returns:
+            The bracket without what lies beside all of its gaps, the size of each thread's list,
+            and the steps that a loop over the lists takes.
+        """
+        least, most = float_of(low), float_of(high)
+
+        def add(gaps, carry):
+            sizes, smallest, largest = carry
+            for gap in gaps:
+                is_kept = (gap >= least) & (gap < most)
+                # Where the mask is off the interpreter writes too, but not out of range.
+                place = jnp.where(is_kept, sizes * num_threads + threads, vocab_size)
+                plgpu.store(list_ref.at[row, place], gap, mask=is_kept)
+                sizes = jnp.where(is_kept, sizes + 1, sizes)
+                smallest = jnp.where(is_kept, jnp.minimum(smallest, gap), smallest)
+                largest = jnp.where(is_kept, jnp.maximum(largest, gap), largest)
+            return sizes, smallest, largest
+
+        zeros = jnp.zeros(num_threads, jnp.float32)
+        start = zeros.astype(jnp.int32), zeros + jnp.inf, zeros
+        sizes, smallest, largest = _stream(load, num_steps, add, start)
+        num_steps = pl.cdiv(jnp.max(sizes), _LIST_LOADS)
+        some = num_steps > 0
+        smallest, largest = number_of(jnp.min(smallest)), number_of(jnp.max(largest))
+        low = jnp.where(some, jnp.maximum(low, smallest), low)
+        high = jnp.where(some, jnp.minimum(high, largest + 1), high)
+        return low, high, sizes, num_steps
+
+    def narrow(state, pivots, sums, target):
+        """Return the bracket, and the weight of what lies below it."""
+        low, high, below = state
+        new, most = below, low
+        for pivot, total in zip(pivots, sums, strict=True):
+            is_kept = below + total < target
+            most = jnp.where(is_kept, jnp.maximum(most, pivot), most)
+            new = jnp.where(is_kept, jnp.maximum(new, below + total), new)
+            high = jnp.where(is_kept, high, jnp.minimum(high, pivot))
+        return most, high, new
+
+    def search(is_mass: jax.Array, limit: jax.Array) -> jax.Array:
+        scale = jnp.where(is_mass, -rate, 0.0)
+        # What lies deeper weighs too little to matter, as the best token weighs 1.
+        left = jnp.maximum(1 - top_p, np.float32(2**-24))
+        reach = (jnp.log(vocab_size / left) + 1) * divisor(temperature)
+        reach = jnp.where(is_mass, jnp.minimum(limit, reach), limit)
+        start = jnp.int32(0), number_of(reach), jnp.float32(0)
+        # A sample of the row, weighed twice, says about where the limit lies.
+        load = functools.partial(load_row, stride=vocab_size // num_loads)
+        part = num_threads * num_loads / vocab_size
+        low, high, _ = start
+        pivots = [jnp.where(is_mass, reach * x, 2.0 ** (8 * x - 2)) for x in _STEPS]
+        widths = []
+        for _ in range(2):
+            *sums, total = weigh(load, 1, [*pivots, limit], scale)
+            target = jnp.where(is_mass, top_p * total, top_k.astype(jnp.float32) * part)
+            numbers = [number_of(x) for x in pivots]
+            low, high, _ = narrow((low, high, jnp.float32(0)), numbers, sums, target)
+            first, last = float_of(low), float_of(high)
+            widths.append(jnp.where(last < jnp.inf, last - first, first))
+            pivots = [first + widths[-1] * x for x in _STEPS]
+        middle = first + widths[1] / 2
+        pivots = [jnp.maximum(middle + widths[0] * x, 0.0) for x in _OFFSETS]
+
+        num_steps = pl.cdiv(vocab_size, num_threads * num_loads)
+        *sums, total = weigh(load_row, num_steps, [*pivots, limit], scale)
+        target = jnp.where(is_mass, top_p * total, top_k.astype(jnp.float32))
+        low, high, below = narrow(start, [number_of(x) for x in pivots], sums, target)
+
+        def goes_on(carry):
+            low, high, _, num_steps, _ = carry
+            return (num_steps > 0) & (high - low > 1)
+
+        def step(carry):
+            low, high, sizes, num_steps, below = carry
+            start = jnp.maximum(low, high - (_MOST_OCTAVES << 23))
+            width = jnp.maximum(lax.div(high - start, _NUM_PIVOTS + 1), 1)
+            pivots = [jnp.minimum(start + width * (j + 1), high - 1) for j in range(_NUM_PIVOTS)]
+            load = load_list(sizes)
+            sums = weigh(load, num_steps, [float_of(x) for x in pivots], scale)
+            low, high, below = narrow((low, high, below), pivots, sums, target)
+            return *keep(load, num_steps, low, high), below
+
+        found = keep(load_row, num_steps, low, high)
+        return float_of(lax.while_loop(goes_on, step, (*found, below))[1])
+
+    def phase(index, limit):
+        is_mass = index == 1
+        is_on = draws & jnp.where(is_mass, top_p < 1, (top_k > 0) & (top_k < vocab_size))
+        return lax.cond(is_on, lambda: search(is_mass, limit), lambda: limit)
+
+    limit_ref[row] = lax.fori_loop(0, 2, phase, jnp.float32(jnp.inf))
+
+
+def _stream(load: Load, num_steps: Any, add: Callable[[Any, Any], Any], state: Any) -> Any:
+    """Add the gaps of each step to a state; those of the next are on their way meanwhile."""
+
+    def step(index, carry):
+        gaps, state = carry
+        return load(index + 1), add(gaps, state)
+
+    return lax.fori_loop(0, num_steps, step, (load(jnp.int32(0)), state))[1]
+
+
+def search(
+    logits: jax.Array,  # f32[S, V]
+    best: jax.Array,  # f32[S]
+    temperature: jax.Array,  # f32[S]
+    top_k: jax.Array,  # i32[S]
+    top_p: jax.Array,  # f32[S]
+    *,
+    interpret: bool,
+    num_warps: int = 16,
+    num_loads: int = 16,
+) -> jax.Array:
+    """Return the gap `f32[S]` from which on top_k and then top_p drop tokens."""
+    num_rows, _ = logits.shape
+    inputs = (logits, best, temperature, top_k, top_p)
+    outputs = (result_shape((num_rows,), jnp.float32), result_shape(logits.shape, jnp.float32))
+    limit, _ = pl.pallas_call(
+        functools.partial(
+            search_kernel,
+            num_threads=32 * num_warps,
+            num_loads=num_loads,
+        ),
+        grid=(num_rows,),
+        in_specs=whole(inputs),
+        out_specs=whole(outputs),
+        out_shape=outputs,
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
+        interpret=interpret,
+        name="sampling_search",
+    )(*inputs)
+    return limit
+
+
+def draw_kernel(
+    logits_ref,  # f32[S, V]
+    best_ref,  # f32[S]
+    limit_ref,  # f32[S] or None
+    temperature_ref,  # f32[S]
+    min_p_ref,  # f32[S]
+    seeds_ref,  # u32[S, 3]
+    lens_ref,  # i32[S]
+    arrival_ref,  # f32[S, programs]
+    token_ref,  # i32[S, programs]
+    *,
+    pieces: int,
+):
+    """One program: which token of a part of a row arrives first, and when."""
+    row, part = pl.program_id(0), pl.program_id(1)
+    vocab_size = logits_ref.shape[1]
+    best, temperature = best_ref[row], temperature_ref[row]
+    rate = _LOG2_E / divisor(temperature)
+    deepest = jnp.minimum(-jnp.log(min_p_ref[row]), FARTHEST) * divisor(temperature)
+    limit = jnp.float32(jnp.inf) if limit_ref is None else limit_ref[row]
+    seeds = seeds_ref[row, 0], seeds_ref[row, 1], seeds_ref[row, 2]
+    key = row_key(seeds, lens_ref[row])
+    lanes = jnp.arange(HALF)
+    count = jnp.minimum(pl.cdiv(vocab_size, 2 * HALF) - part * pieces, pieces)
+
+    def step(index, carry):
+        piece = part * pieces + index
+        tokens = [piece * (2 * HALF) + half * HALF + lanes for half in range(2)]
+        gaps = [
+            best - plgpu.load(logits_ref.at[row, one], mask=one < vocab_size, other=-jnp.inf)
+            for one in tokens
+        ]
+        is_kept = [(gap <= deepest) & (gap < limit) for gap in gaps]
+
+        def race(arrival, token):
+            noise = exponentials(key, piece * HALF + lanes)
+            for gap, kept, one, wait in zip(gaps, is_kept, tokens, noise, strict=True):
+                new = jnp.where(kept, wait * jnp.exp2(gap * rate), jnp.inf)
+                token = jnp.where(new < arrival, one, token)
+                arrival = jnp.minimum(arrival, new)
+            return arrival, token
+
+        some = jnp.max((is_kept[0] | is_kept[1]).astype(jnp.int32)) > 0
+        return lax.cond(some, race, lambda *carry: carry, *carry)
+
+    start = jnp.full(HALF, jnp.inf), jnp.full(HALF, _NO_TOKEN)
+    count = jnp.where(temperature > 0, count, 0)
+    arrival, token = lax.fori_loop(0, count, step, start)
+    first = jnp.min(arrival)
+    arrival_ref[row, part] = first
+    token_ref[row, part] = jnp.min(jnp.where(arrival == first, token, _NO_TOKEN))
+
+
+def draw(
+    logits: jax.Array,  # f32[S, V]
+    best: jax.Array,  # f32[S]
+    limit: jax.Array | None,  # f32[S]
+    temperature: jax.Array,  # f32[S]
+    min_p: jax.Array,  # f32[S]
+    seeds: jax.Array,  # u32[S, 3]
+    lens: jax.Array,  # i32[S]
+    *,
+    interpret: bool,
+    num_programs: int = 512,
+    num_warps: int = 4,
+) -> jax.Array:
+    """Return the token `i32[S]` that each row with a temperature draws."""
+    num_rows, vocab_size = logits.shape
+    num_pieces = pl.cdiv(vocab_size, 2 * HALF)
+    pieces = pl.cdiv(num_pieces, max(num_programs // num_rows, 1))
+    inputs = (logits, best, limit, temperature, min_p, seeds, lens)
+    shape = num_rows, pl.cdiv(num_pieces, pieces)
+    outputs = (result_shape(shape, jnp.float32), result_shape(shape, jnp.int32))
+    arrival, token = pl.pallas_call(
+        functools.partial(draw_kernel, pieces=pieces),
+        grid=shape,
+        in_specs=whole(inputs),
+        out_specs=whole(outputs),
+        out_shape=outputs,
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
+        interpret=interpret,
+        name="sampling_draw",
+    )(*inputs)
+    first = jnp.min(arrival, axis=1, keepdims=True)
+    return jnp.min(jnp.where(arrival == first, token, _NO_TOKEN), axis=1)

@@ -1,0 +1,34 @@
+"""Sampling lowers for CUDA to a reduction and kernels, without loops, sorts or branches of XLA."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_paged.engine.sampler import SamplingMode, sample
+from tests.support.devices import lower_for_cuda
+from tests.support.sampling_rows import metadata
+
+
+@pytest.mark.parametrize("vocab_size", [12, 50257, 128256])
+@pytest.mark.parametrize("num_rows", [1, 64, 300])
+def test_a_draw_is_two_kernels_and_no_loop_of_xla(num_rows, vocab_size):
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), metadata(num_rows))
+    logits = jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.float32)
+    lens = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
+    for mode in (
+        SamplingMode(),
+        SamplingMode(draws=True),
+        SamplingMode(draws=True, filters=1),
+        SamplingMode(draws=True, filters=2),
+    ):
+        function = functools.partial(sample, mode=mode)
+        text = lower_for_cuda(function, logits, shapes, lens).as_text()
+        kernels = {name for name in ("sampling_search", "sampling_draw") if name in text}
+        wanted = {"sampling_draw"} if mode.draws else set()
+        assert kernels == wanted | ({"sampling_search"} if mode.filters else set())
+        assert not re.search(r"stablehlo\.(while|case|if|sort)|top_k", text)

@@ -38,8 +38,8 @@ def recompute(
         d_logits = jnp.where(sees, d_logits, 0.0)
     if options.soft_cap is None:
         return p, d_logits, d_logits
-    capped, _ = base2_logits(s, options, None, distances)
-    tanh = capped * (1 / (options.soft_cap * LOG2_E))
+    capped, factor = base2_logits(s, options, None, distances)
+    tanh = capped * (factor / (options.soft_cap * LOG2_E))
     d_scaled = d_logits * (1.0 - tanh * tanh)
     if sees is not None:
         d_scaled = jnp.where(sees, d_scaled, 0.0)

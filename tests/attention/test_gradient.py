@@ -38,6 +38,21 @@ TREE = np.random.default_rng(7).random((4, 5, 5)) < 0.5
 RAGGED = Case(head_dim=8, seq_lens=(9, 0, 37, 30), q_lens=(4, 1, 37, 7), pages_per_seq=6)
 
 
+@pytest.fixture
+def kernels():
+    """The kernels of Triton, interpreted without a GPU."""
+    return next(name for name in implementations_here() if name.startswith("triton"))
+
+
+@pytest.fixture(params=["triton", "mosaic_gpu"])
+def family(request):
+    """The kernels of each family that runs here."""
+    names = [name for name in implementations_here() if name.startswith(request.param)]
+    if not names:
+        pytest.skip(f"{request.param} is not interpreted here")
+    return names[0]
+
+
 def total(out, lse, xp):
     """A loss of both results."""
     finite = xp.isfinite(lse)
@@ -160,40 +175,44 @@ def test_the_same_bits_in_every_run(kernels):
 
 
 @pytest.mark.parametrize("name", ["decode", "ragged"])
-def test_the_forward_pass_has_the_same_bits(kernels, name):
+def test_the_forward_pass_has_the_same_bits(family, name):
     function, case = CALLS[name]
-    q, *rest = (jnp.asarray(x) for x in case.make())
-    call = partial(function, implementation=kernels, fixed_split_size=64)
+    q, *rest = (jnp.asarray(x) for x in case.on(family).make())
+    call = partial(function, implementation=family, fixed_split_size=64)
     alone = jax.jit(call)(q, *rest)
     trained = jax.jit(lambda q, *rest: jax.vjp(lambda q: call(q, *rest), q)[0])(q, *rest)
     assert_same_bits([alone], [trained])
 
 
-def test_log_probabilities_of_a_rollout_have_the_bits_of_training(kernels):
-    """Token by token beside another row, or all tokens at once under a gradient."""
-    length, fixed_split_size = 11, 64  # which no row exceeds
+def test_log_probabilities_of_a_rollout_have_the_bits_of_training(family):
+    """A token's query comes alone beside another row, or with all others under a gradient."""
+    length, fixed_split_size = 70, 128  # several tiles of queries; no row is split
     case = Case(
-        head_dim=16, seq_lens=(length, 30), q_lens=(length, 3), pages_per_seq=8, dtype="float32"
-    )
-    q, k_pages, v_pages, tables, _, _ = case.make()
-    to_logits = np.random.default_rng(0).standard_normal((q.shape[1] * q.shape[2], 7))
+        head_dim=16, seq_lens=(length, 30), q_lens=(length, 3), pages_per_seq=16, num_tokens=80
+    ).on(family)
+    q, k_pages, v_pages, tables, _, _ = (jnp.asarray(x) for x in case.make())
+    size = q.shape[1] * q.shape[2]
+    to_logits = np.random.default_rng(0).standard_normal((size, 7)).astype(np.float32)
 
     @jax.jit
-    def log_probabilities(out):  # of one token: the sums of products of several depend on how many
-        return jax.nn.log_softmax(out.reshape(-1) @ to_logits.astype(np.float32))
+    def log_probabilities(out):  # of one token: products of several may be rounded in another way
+        return jax.nn.log_softmax(out.reshape(-1).astype(jnp.float32) @ to_logits)
 
     call = partial(
-        pp.ragged_paged_attention, implementation=kernels, fixed_split_size=fixed_split_size
+        pp.ragged_paged_attention, implementation=family, fixed_split_size=fixed_split_size
     )
-    trained, _ = jax.vjp(
-        lambda q: call(q, k_pages, v_pages, tables[:1], np.int32([length]), cumulated((length,))),
-        q[:length],
-    )
-    rollout = jax.jit(call)
-    for token in range(length):
+
+    @jax.jit
+    def train(q):
+        lens, offsets = jnp.array([length]), jnp.array([0, length])
+        return jax.vjp(lambda q: call(q, k_pages, v_pages, tables[:1], lens, offsets), q)[0]
+
+    trained, rollout = train(q[:length]), jax.jit(call)
+    for token in (0, 1, 31, 33, 64, 69):
+        queries = jnp.concatenate([q[token : token + 1], q[length : length + 3]])
         lens = np.int32([token + 1, 30])
-        queries = np.concatenate([q[token : token + 1], q[length:]])
         out = rollout(queries, k_pages, v_pages, tables, lens, cumulated((1, 3)))
+        assert_same_bits([out[0]], [trained[token]])
         assert_same_bits([log_probabilities(out[0])], [log_probabilities(trained[token])])
 
 
@@ -273,13 +292,6 @@ def test_kernels_have_no_gradient_of_the_gradient(kernels):
 
     with pytest.raises(NotImplementedError, match="no gradient itself; implementation='xla'"):
         jax.eval_shape(jax.grad(lambda q: jax.grad(loss)(q).sum()), q)
-
-
-@pytest.fixture(params=[pytest.param(x, id=x) for x in ("triton",)])
-def kernels(request):
-    """The implementation of the kernels here: interpreted without a GPU."""
-    names = [name for name in implementations_here() if name.startswith(request.param)]
-    return names[0]
 
 
 def test_in_tokens_that_are_written_to_the_pages(kernels):

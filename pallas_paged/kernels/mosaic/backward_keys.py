@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.backward_logits import recompute
-from pallas_paged.kernels.call import result_shape
+from pallas_paged.kernels.call import result_shape, varying_by_device
 from pallas_paged.kernels.kv_layout import K, V
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
@@ -244,7 +244,9 @@ def keys_gradient(
     """Return the gradients of K and V of each row, f32`[Hkv, B * tiles_per_row * 128, D]`."""
     num_kv_heads, _, head_dim = inputs.rows.q.shape
     num_tiles = inputs.work.seq.shape[0]
-    out = (result_shape((num_kv_heads, num_tiles * BLOCK_K, head_dim), jnp.float32),) * 2
+    out = (
+        result_shape((num_kv_heads, num_tiles * BLOCK_K, head_dim), jnp.float32, varying=False),
+    ) * 2
     kernel = functools.partial(
         keys_kernel,
         group=group,
@@ -258,7 +260,7 @@ def keys_gradient(
         page_size=inputs.pool.page_size,
         dtype=inputs.rows.q.dtype,
     )
-    return plgpu.kernel(
+    of_k, of_v = plgpu.kernel(
         ops.with_trees(kernel, inputs, out),
         out_type=out,
         scratch_types=(scratch,),
@@ -270,3 +272,4 @@ def keys_gradient(
         kernel_name="attention_gradient_of_keys",
         interpret=ops.interpreter(interpret),
     )(*jax.tree.leaves(inputs))
+    return varying_by_device(of_k), varying_by_device(of_v)

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.backward_logits import recompute
-from pallas_paged.kernels.call import result_shape
+from pallas_paged.kernels.call import result_shape, varying_by_device
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.backward_keys import COMPILER_PARAMS, Inputs, two_products
@@ -185,12 +185,12 @@ def queries_gradient(
     """Return the gradient of the packed rows of queries `[Hkv, R, D]`."""
     q = inputs.rows.q
     num_kv_heads, num_rows, head_dim = q.shape
-    out = result_shape(q.shape, q.dtype)
+    out = result_shape(q.shape, q.dtype, varying=False)
     scratch: Any = Scratch.types(
         blocks, head_dim=head_dim, page_size=inputs.pool.page_size, dtype=q.dtype
     )
     kernel = functools.partial(queries_kernel, group=group, options=options, interpret=interpret)
-    return plgpu.kernel(
+    result = plgpu.kernel(
         ops.with_trees(kernel, inputs, out),
         out_type=out,
         scratch_types=(scratch,),
@@ -202,3 +202,4 @@ def queries_gradient(
         kernel_name="attention_gradient_of_queries",
         interpret=ops.interpreter(interpret),
     )(*jax.tree.leaves(inputs))
+    return varying_by_device(result)

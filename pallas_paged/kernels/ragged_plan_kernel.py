@@ -61,7 +61,7 @@ class _Scratch:
     def types(cls, shape: PlanShape) -> _Scratch:
         """Return the types."""
         of_seqs, of_tiles, of_items = (
-            result_shape((n,), jnp.int32)
+            jax.ShapeDtypeStruct((n,), jnp.int32)
             for n in (shape.num_seqs, shape.num_tiles, shape.num_items)
         )
         names = [*_FIELDS, "step", "origin", "first_item", "partial"]
@@ -262,8 +262,8 @@ def _columns(x: list[jax.Array]) -> jax.Array:
 
 def plan_types(shape: PlanShape) -> Plan:
     """Return the types of the arrays of a plan."""
-    of_items: Any = result_shape((shape.num_items,), jnp.int32)
-    of_merges: Any = result_shape((shape.num_merges,), jnp.int32)
+    of_items: Any = jax.ShapeDtypeStruct((shape.num_items,), jnp.int32)
+    of_merges: Any = jax.ShapeDtypeStruct((shape.num_merges,), jnp.int32)
     return Plan(
         items=Tiles(**dict.fromkeys(_FIELDS, of_items)),
         partial=of_items,
@@ -276,9 +276,9 @@ def plan_types(shape: PlanShape) -> Plan:
 def packed_types(shape: PlanShape, words: int) -> PackedPlan:
     """Return the types of the arrays of a packed plan."""
     return PackedPlan(
-        items=result_shape((shape.num_items, words), jnp.int32),
-        merges=result_shape((shape.num_merges, 5), jnp.int32),
-        count=result_shape((1,), jnp.int32),
+        items=jax.ShapeDtypeStruct((shape.num_items, words), jnp.int32),
+        merges=jax.ShapeDtypeStruct((shape.num_merges, 5), jnp.int32),
+        count=jax.ShapeDtypeStruct((1,), jnp.int32),
     )
 
 
@@ -301,6 +301,9 @@ def plan_by_kernel(
 
     scratch = _Scratch.types(shape)
     outputs, structure = jax.tree.flatten((types, scratch))
+    # As operations of `jax.numpy`: in `shard_map` each device has its own if the lengths differ.
+    varying = any(jax.typeof(x).manual_axis_type.varying for x in (seq_lens, cu_q_lens))
+    outputs = [result_shape(x.shape, x.dtype, varying=varying) for x in outputs]
 
     def body(seq_lens_ref, cu_q_lens_ref, *refs):
         plan, scratch = jax.tree.unflatten(structure, refs)

@@ -116,7 +116,7 @@ class LocalCall:
         return self.implementation in ("triton_interpret", "mosaic_gpu_interpret")
 
     def why_no_gradient(self, arrays: Arrays) -> str | None:
-        """Return why the Triton kernels, which make all gradients, can't do so; None if they can."""
+        """Return why the Triton kernels, which make all gradients, can't; None if they can."""
         why_not = triton.why_not if self.interpret else triton.why_not_here
         return why_not(self.describe(arrays))
 

@@ -135,7 +135,10 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+QUICK = ("tree", "shared pages")
+
+
+@pytest.mark.parametrize("variant", [*QUICK, *slow(x for x in VARIANTS if x not in QUICK)])
 def test_kernels_agree_with_xla(kernels, variant):
     arrays, options = VARIANTS[variant]
     got, expected = (
@@ -145,7 +148,7 @@ def test_kernels_agree_with_xla(kernels, variant):
     assert_near(got, expected)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *slow(["float16"])])
 def test_kernels_agree_with_xla_in_16_bits(kernels, dtype):
     arrays = replace(RAGGED, dtype=dtype).make()
     got = gradient_of(pp.ragged_paged_attention, arrays, implementation=kernels)
@@ -154,7 +157,7 @@ def test_kernels_agree_with_xla_in_16_bits(kernels, dtype):
     assert_near(got, gradient_of(pp.ragged_paged_attention, arrays), 2e-2)
 
 
-@pytest.mark.parametrize("kv_layout", OTHERS)
+@pytest.mark.parametrize("kv_layout", ["NH2D", *slow(x for x in OTHERS if x != "NH2D")])
 def test_pages_of_any_layout(kernels, kv_layout):
     q, k_pages, v_pages, *rest = RAGGED.make()
     wanted = gradient_of(pp.ragged_paged_attention, (q, k_pages, v_pages, *rest))
@@ -216,7 +219,7 @@ def test_log_probabilities_of_a_rollout_have_the_bits_of_training(family):
         assert_same_bits([log_probabilities(out[0])], [log_probabilities(trained[token])])
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("kv_dtype", ["int8", *slow(["float8_e4m3fn"])])
 class TestOneBytePages:
     def test_have_a_gradient_in_q_and_sinks(self, kernels, kv_dtype):
         stored, meant = Quantized(case=RAGGED, kv_dtype=kv_dtype).make()
@@ -253,6 +256,7 @@ class TestOneBytePages:
             jax.eval_shape(jax.grad(loss), at)
 
 
+@pytest.mark.slow
 def test_under_vmap(kernels):
     arrays = CALLS["ragged"][1].make()
     q, k_pages, v_pages, *rest = arrays

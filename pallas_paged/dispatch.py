@@ -115,8 +115,16 @@ class LocalCall:
         """Whether kernels are interpreted."""
         return self.implementation in ("triton_interpret", "mosaic_gpu_interpret")
 
+    @property
+    def may_be_mosaic(self) -> bool:
+        """Whether the call may be one of the Mosaic kernels."""
+        if self.interpret:
+            return self.implementation == "mosaic_gpu_interpret"
+        hopper = mosaic.support.why_not_device(self.device) is None
+        return hopper and self.implementation in (None, "mosaic_gpu")
+
     def why_no_gradient(self, arrays: Arrays) -> str | None:
-        """Return why the Triton kernels, which make all gradients, can't; None if they can."""
+        """Return why the Triton kernels can't make the gradients; None if they can."""
         why_not = triton.why_not if self.interpret else triton.why_not_here
         return why_not(self.describe(arrays))
 

@@ -38,8 +38,8 @@ class LocalGradient:
     Attributes:
         names, kv_layout, device, options: of the call.
         wanted: the arrays whose gradients are returned, in order.
-        implementation: of the call.
         interpret: whether kernels are interpreted.
+        by_mosaic: whether the Mosaic kernels make those gradients that they can make.
         with_d_lse: whether a gradient of `lse` is given.
     """
 
@@ -48,13 +48,13 @@ class LocalGradient:
     kv_layout: KVLayout
     device: Device
     options: LogitOptions
-    implementation: str | None
     interpret: bool
+    by_mosaic: bool
     with_d_lse: bool
 
     @property
     def one_device(self) -> bool:
-        return self.implementation == "mosaic_gpu_interpret"  # which calls back into Python
+        return self.interpret and self.by_mosaic  # which calls back into Python
 
     def __call__(self, *given: jax.Array) -> tuple[jax.Array, ...]:
         count = len(self.names)
@@ -73,22 +73,15 @@ class LocalGradient:
         return tuple(gradients[name].astype(fields[name].dtype) for name in self.wanted)
 
     def kernels(self, arrays: Arrays, *given: Any) -> dict[str, jax.Array]:
-        """Return the gradients by the kernels of the call's family, or by those of Triton."""
+        """Return the gradients by the kernels of one family."""
         from pallas_paged.kernels.triton import backward
 
         gradients: Callable[..., dict[str, jax.Array]] = backward.gradients
-        if self._mosaic(arrays):
+        if self.by_mosaic and support.why_no_gradient(arrays) is None:
             from pallas_paged.kernels.mosaic import backward as mosaic_backward
 
             gradients = mosaic_backward.gradients
         return gradients(arrays, *given, options=self.options, interpret=self.interpret)
-
-    def _mosaic(self, arrays: Arrays) -> bool:
-        """Return whether the Mosaic kernels make the gradients."""
-        if self.implementation in ("triton", "triton_interpret"):
-            return False
-        hopper = self.interpret or support.why_not_device(self.device) is None
-        return hopper and support.why_no_gradient(arrays) is None
 
 
 @jax.tree_util.register_dataclass
@@ -139,8 +132,8 @@ def with_gradient(
             kv_layout=local.kv_layout,
             device=local.device,
             options=local.options,
-            implementation=local.implementation,
             interpret=local.interpret,
+            by_mosaic=support.MAKES_GRADIENTS and local.may_be_mosaic,
             with_d_lse=bool(d_lse),
         )
         axes = dict(zip(local.names, layout.inputs, strict=True))

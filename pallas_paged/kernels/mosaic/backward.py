@@ -14,7 +14,6 @@ from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import backward_keys, backward_queries
 from pallas_paged.kernels.mosaic.backward_rows import PackedRows, work_of_keys, work_of_queries
 from pallas_paged.kernels.mosaic.ring import Pool
-from pallas_paged.kernels.triton.backward_pack import pack
 from pallas_paged.kernels.triton.backward_pages import add_readers
 
 
@@ -29,7 +28,6 @@ def gradients(
     interpret: bool,
     blocks: backward_queries.Blocks | None = None,
     num_stages: int | None = None,
-    copy: bool = True,
 ) -> dict[str, jax.Array]:
     """Return the gradients of the fields `names`, as `kernels.backward` wants them.
 
@@ -40,15 +38,9 @@ def gradients(
     num_kv_heads, group = arrays.num_kv_heads, arrays.group
     narrow = arrays.head_dim <= 64
     rows = PackedRows.of(arrays)
-    if copy:
-        q, d_out = pack(
-            arrays.q, d_out, rows.token, rows.head, num_kv_heads=num_kv_heads, interpret=interpret
-        )
-    else:
-        q, d_out = rows.pack(arrays.q, num_kv_heads), rows.pack(d_out, num_kv_heads)
     packed = backward_keys.Rows(
-        q=q,
-        d_out=d_out,
+        q=rows.pack(arrays.q, num_kv_heads),
+        d_out=rows.pack(d_out, num_kv_heads),
         lse=rows.pack(lse, num_kv_heads, jnp.inf),
         delta=rows.pack(delta, num_kv_heads),
     )

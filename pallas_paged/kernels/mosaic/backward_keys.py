@@ -34,8 +34,8 @@ BLOCK_K = 128
 BLOCK_Q = 64
 _WG = 64  # keys of a consumer
 _CONSUMERS = 2
-_CONSUMER_REGISTERS = 232
-_PRODUCER_REGISTERS = 40
+_CONSUMER_REGISTERS = 240
+_PRODUCER_REGISTERS = 24
 COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
 
 
@@ -150,9 +150,8 @@ def keys_kernel(
                 s, dp, ops.bcast(lse, s, 1), ops.bcast(delta, s, 1), sees, None, None,
                 options=options, exp2=jnp.exp2,
             )  # fmt: skip
-            dk, dv = _two_sums(
-                (dk, ds.astype(q.dtype), q), (dv, p.astype(q.dtype), d_out), interpret=interpret
-            )
+            dv = ops.wgmma_accumulate(dv, p.astype(q.dtype), d_out, interpret=interpret)
+            dk = ops.wgmma_accumulate(dk, ds.astype(q.dtype), q, interpret=interpret)
             plgpu.barrier_arrive(scratch.free.at[stage])
             return dk, dv
 
@@ -175,18 +174,6 @@ def two_products(a: Any, b: Any, c: Any, d: Any) -> tuple[jax.Array, jax.Array]:
 
     types = (plgpu.ACC((x.shape[0], y.shape[1]), jnp.float32) for x, y in ((a, b), (c, d)))
     return pl.run_scoped(multiply, *types)
-
-
-def _two_sums(*sums: tuple[Any, Any, Any], interpret: bool) -> Any:
-    """Return `acc + a @ b` of each `(acc, a, b)`, with `a` in registers; one wait for both."""
-    if interpret:
-        return [ops.wgmma_accumulate(*x, interpret=interpret) for x in sums]
-
-    def multiply(refs):
-        for ref, (_, a, b) in zip(refs, sums, strict=True):
-            plgpu.wgmma(ref, a, b)
-
-    return pl.run_state(multiply)(tuple(plgpu.ACC.init(acc) for acc, _, _ in sums))
 
 
 def _produce(inputs: Inputs, scratch: Scratch, work: Work, head: jax.Array) -> None:

@@ -28,8 +28,8 @@ from pallas_paged.kernels.mosaic.ring import Ring, drain, stream, wgmma_transfor
 
 _CONSUMERS = 2
 _WG = ROWS // _CONSUMERS
-_CONSUMER_REGISTERS = 232
-_PRODUCER_REGISTERS = 40
+_CONSUMER_REGISTERS = 240
+_PRODUCER_REGISTERS = 24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

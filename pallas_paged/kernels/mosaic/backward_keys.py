@@ -49,6 +49,14 @@ class Rows:
     lse: Any  # f32[Hkv, R] in base 2
     delta: Any  # f32[Hkv, R]
 
+    def send(self, scratch: Any, stage: Any, *, kv_head: Any, where: Any) -> None:
+        """Copy rows to a stage of shared memory, whose barrier `full` counts four arrivals."""
+        for field in dataclasses.fields(self):
+            source, target = getattr(self, field.name), getattr(scratch, field.name)
+            plgpu.copy_gmem_to_smem(
+                source.at[kv_head, where], target.at[stage], scratch.full.at[stage]
+            )
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -204,15 +212,7 @@ def _produce(inputs: Inputs, scratch: Scratch, work: Work, head: jax.Array) -> N
             plgpu.barrier_wait(scratch.free.at[stage])
 
         where = pl.ds(pl.multiple_of(work.origin + block * BLOCK_Q, BLOCK_Q), BLOCK_Q)
-        for source, target in (
-            (rows.q, scratch.q),
-            (rows.d_out, scratch.d_out),
-            (rows.lse, scratch.lse),
-            (rows.delta, scratch.delta),
-        ):
-            plgpu.copy_gmem_to_smem(
-                source.at[head, where], target.at[stage], scratch.full.at[stage]
-            )
+        rows.send(scratch, stage, kv_head=head, where=where)
 
     @pl.loop(jnp.maximum(work.hi - num_stages, work.lo), work.hi)
     def _(block):

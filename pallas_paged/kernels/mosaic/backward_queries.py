@@ -92,17 +92,8 @@ def queries_kernel(
     @pl.when(wg == _CONSUMERS)
     def _():
         ops.set_max_registers(_PRODUCER_REGISTERS, action="decrease", interpret=interpret)
-        rows = inputs.rows
         for i in range(_CONSUMERS):
-            for source, target in (
-                (rows.q, scratch.q),
-                (rows.d_out, scratch.d_out),
-                (rows.lse, scratch.lse),
-                (rows.delta, scratch.delta),
-            ):
-                plgpu.copy_gmem_to_smem(
-                    source.at[head, rows_of(i)], target.at[i], scratch.full.at[i]
-                )
+            inputs.rows.send(scratch, i, kv_head=head, where=rows_of(i))
         kv_iter = stream(
             ring,
             inputs.pool,

@@ -15,6 +15,8 @@ from pallas_paged.kernels.config_fields import (
 )
 
 _WGMMA_ROWS = 64  # of a warpgroup's product
+# Of the product of one row: features of a tile, and columns of the weight per loop step, 32 KB.
+LINEAR_TILE, LINEAR_BLOCK_K = 64, 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

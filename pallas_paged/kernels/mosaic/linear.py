@@ -25,10 +25,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic.config import LINEAR_BLOCK_K, LINEAR_TILE
 from pallas_paged.kernels.mosaic.ring import wgmma_transforms
 
-TILE = 64  # features
-MAX_BLOCK_K = 256  # columns of the weight per loop step: 32 KB
 NUM_STAGES = 6
 _COLUMNS = 8
 
@@ -38,21 +37,21 @@ _COLUMNS = 8
 class Scratch:
     """Refs in shared memory, or their types."""
 
-    weights: Any  # [NUM_STAGES, TILE, block_k], one or two: gate and up
+    weights: Any  # [NUM_STAGES, LINEAR_TILE, block_k], one or two: gate and up
     x: Any  # [NUM_STAGES, _COLUMNS, block_k]
-    out: Any  # [_COLUMNS, TILE]
+    out: Any  # [_COLUMNS, LINEAR_TILE]
     full: Any  # barriers [NUM_STAGES], complete when weights and x have arrived
     free: Any  # barriers [NUM_STAGES], complete when they were used
 
     @classmethod
     def types(cls, *, num_weights: int, dtype: Any, out_dtype: Any) -> Scratch:
         """Return the types of the refs."""
-        block_k = MAX_BLOCK_K // num_weights
+        block_k = LINEAR_BLOCK_K // num_weights
         swizzled = functools.partial(plgpu.SMEM, dtype=dtype, transforms=wgmma_transforms(dtype))
         return cls(
-            weights=[swizzled((NUM_STAGES, TILE, block_k)) for _ in range(num_weights)],
+            weights=[swizzled((NUM_STAGES, LINEAR_TILE, block_k)) for _ in range(num_weights)],
             x=swizzled((NUM_STAGES, _COLUMNS, block_k)),
-            out=plgpu.SMEM((_COLUMNS, TILE), out_dtype),
+            out=plgpu.SMEM((_COLUMNS, LINEAR_TILE), out_dtype),
             full=plgpu.Barrier(num_arrivals=num_weights + 1, num_barriers=NUM_STAGES),
             free=plgpu.Barrier(num_barriers=NUM_STAGES),
         )
@@ -69,7 +68,7 @@ def linear_kernel(
 ) -> None:
     """Run one program: warpgroup 0 multiplies, warpgroup 1 sends."""
     block_k = scratch.x.shape[2]
-    num_tiles, num_blocks = out_ref.shape[1] // TILE, x_ref.shape[1] // block_k
+    num_tiles, num_blocks = out_ref.shape[1] // LINEAR_TILE, x_ref.shape[1] // block_k
     program = lax.axis_index("program")
     my_tiles = lax.div(num_tiles - 1 - program + num_programs, num_programs)
     total = my_tiles * num_blocks
@@ -78,7 +77,7 @@ def linear_kernel(
     ops.let_next_kernel_start(interpret=interpret)
 
     def features(index):
-        return pl.ds((program + index * num_programs) * TILE, TILE)
+        return pl.ds((program + index * num_programs) * LINEAR_TILE, LINEAR_TILE)
 
     def columns(i):
         return pl.ds(lax.rem(i, num_blocks) * block_k, block_k)
@@ -107,7 +106,7 @@ def linear_kernel(
             plgpu.barrier_arrive(scratch.free.at[stage])
             return accs
 
-        zeros = [ops.full((TILE, _COLUMNS), 0.0, ops.WGMMA) for _ in scratch.weights]
+        zeros = [ops.full((LINEAR_TILE, _COLUMNS), 0.0, ops.WGMMA) for _ in scratch.weights]
         # Rounded as separate products are.
         out, *ups = (
             acc.astype(out_ref.dtype) for acc in lax.fori_loop(0, num_blocks, multiply_block, zeros)
@@ -150,12 +149,12 @@ def linear(
     """Return `x @ weight.T`, or with SwiGLU `silu(x @ gate.T) * (x @ up.T)`.
 
     Args:
-        x: `[1, K]` of 16-bit elements, K a multiple of `MAX_BLOCK_K`.
-        weight: `[N, K]`, or of gate and up `[N, 2, K]`; N a multiple of `TILE`.
+        x: `[1, K]` of 16-bit elements, K a multiple of `LINEAR_BLOCK_K`.
+        weight: `[N, K]`, or of gate and up `[N, 2, K]`; N a multiple of `LINEAR_TILE`.
         out_dtype: of the result `[1, N]`.
         num_programs: on the whole device.
     """
-    num_programs = min(num_programs, weight.shape[0] // TILE)
+    num_programs = min(num_programs, weight.shape[0] // LINEAR_TILE)
     out = result_shape((1, weight.shape[0]), out_dtype)
     scratch: Any = (Scratch.types(num_weights=weight.ndim - 1, dtype=x.dtype, out_dtype=out_dtype),)
     return plgpu.kernel(

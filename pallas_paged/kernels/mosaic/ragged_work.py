@@ -24,13 +24,14 @@ from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.config import MosaicRaggedConfig
 from pallas_paged.kernels.mosaic.ragged_tile import CHUNK, WG_ROWS, TileShape
-from pallas_paged.kernels.ragged_plan import Plan, PlanShape, Tiles, make_plan
+from pallas_paged.kernels.ragged_plan import Plan, PlanShape, make_plan
 from pallas_paged.kernels.ragged_plan_kernel import (
     PackedPlan,
     can_plan,
     packed_types,
     plan_by_kernel,
 )
+from pallas_paged.kernels.ragged_tiles import Tiles
 
 DESCRIPTOR_WORDS = 32  # i32 of a packed descriptor: TMA copies at least this many
 

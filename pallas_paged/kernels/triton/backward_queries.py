@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_paged.kernels.backward_logits import recompute
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.logits import LogitOptions, dot, signed_distances
-from pallas_paged.kernels.ragged_plan import Tiles, make_tiles
+from pallas_paged.kernels.ragged_tiles import Tiles, make_tiles
 from pallas_paged.kernels.triton import one_byte
 from pallas_paged.kernels.triton.backward_config import BackwardConfig
 from pallas_paged.kernels.triton.backward_mask import seen

@@ -133,7 +133,7 @@ def with_gradient(
             device=local.device,
             options=local.options,
             interpret=local.interpret,
-            by_mosaic=support.MAKES_GRADIENTS and local.may_be_mosaic,
+            by_mosaic=local.may_be_mosaic,
             with_d_lse=bool(d_lse),
         )
         axes = dict(zip(local.names, layout.inputs, strict=True))

@@ -12,7 +12,7 @@ import pytest
 
 import pallas_paged as pp
 from tests.support.attention_calls import assert_same_bits
-from tests.support.attention_cases import Case, SharedPrefixes, cumulated
+from tests.support.attention_cases import Case, SharedPrefixes, cumulated, mosaic_case
 from tests.support.attention_oracle import attend
 from tests.support.devices import implementations_here
 from tests.support.marks import slow
@@ -120,6 +120,19 @@ def test_equals_finite_differences_in_float64(implementation, name, options):
         ahead, behind = (oracle(*at[:i], at[i] + s * step, *at[i + 1 :]) for s in (1, -1))
         expected = (ahead - behind) / 2
         np.testing.assert_allclose(np.vdot(gradient, step), expected, rtol=1e-3, atol=1e-9)
+
+
+def test_a_prompt_in_bf16_has_the_gradient_of_xla(family):
+    case = mosaic_case(
+        num_q_heads=2, num_kv_heads=1, seq_lens=(150,), q_lens=(140,), num_tokens=144,
+        pages_per_seq=10,
+    )  # fmt: skip
+    arrays = [jnp.asarray(x) for x in case.make()]
+    exact = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in arrays]
+    call = partial(pp.ragged_paged_attention, sliding_window=70)
+    first, second = gradients_of_two_runs(call, arrays, implementation=family)
+    assert_same_bits(first, second)
+    assert_near(first, gradient_of(call, exact), 2e-2)
 
 
 def of_pages_that_rows_share():

@@ -91,7 +91,8 @@ def test_a_decode_step_for_cuda_writes_k_and_v_by_the_kernel(model):
         decode_slots=rows, num_steps=rows, chunks=None, mode=SamplingMode(), max_num_steps=1
     )
     step = make_step(model, structure, None)
-    text = lower_for_cuda(lambda *x: step(*x), tuple(leaves), state, None, batch).as_text()
+    # Without its compile options, which only the outermost function may have.
+    text = lower_for_cuda(step.__wrapped__, tuple(leaves), state, None, batch).as_text()
     assert "rotate_and_write_kv" in text
     pages = f"tensor<{spec.num_kv_heads}x{8 * PAGE_SIZE}x{spec.head_dim}xf32>"
     assert f"}}) : ({pages}, " not in text  # as a scatter into them would end

@@ -219,8 +219,7 @@ def test_shard_map_checks_types(implementation, name):
 @pytest.mark.parametrize("explicit", [False, True], ids=["shard_map", "explicit mesh"])
 @pytest.mark.parametrize("family", ["triton", "mosaic_gpu"])
 @pytest.mark.parametrize("name", CALLS)
-def test_kernels_lower_for_several_gpus(monkeypatch, name, family, explicit):
-    monkeypatch.setattr(mosaic_support, "MAKES_GRADIENTS", True)
+def test_kernels_lower_for_several_gpus(name, family, explicit):
     if family == "mosaic_gpu" and mosaic_support.why_not_jax():
         pytest.skip(mosaic_support.why_not_jax())
     attention, case = CALLS[name]

@@ -147,13 +147,15 @@ def keys_kernel(
             sees = None
             if masked:
                 keys = work.first + wg * _WG + ops.iota((_WG, BLOCK_Q), 0, ops.WGMMA)
-                row = block * BLOCK_Q + ops.iota((BLOCK_Q,), 0, ops.WGMMA_COL)
-                positions = ops.bcast(work.before + row // group, s, 1)
                 sees = keys < work.kv_len
-                if options.causal:
-                    sees &= keys <= positions
-                if options.sliding_window is not None:
-                    sees &= keys >= options.first_key(positions)
+                # Mosaic finds no layout for values that nothing uses.
+                if options.causal or options.sliding_window is not None:
+                    row = block * BLOCK_Q + ops.iota((BLOCK_Q,), 0, ops.WGMMA_COL)
+                    positions = ops.bcast(work.before + row // group, s, 1)
+                    if options.causal:
+                        sees &= keys <= positions
+                    if options.sliding_window is not None:
+                        sees &= keys >= options.first_key(positions)
             p, _, ds = recompute(
                 s, dp, ops.bcast(lse, s, 1), ops.bcast(delta, s, 1), sees, None, None,
                 options=options, exp2=jnp.exp2,

@@ -144,12 +144,11 @@ def queries_kernel(
             sees = None
             if masked:
                 keys = block * block_k + ops.iota((_WG, block_k), 1, ops.WGMMA)
-                seen_by = ops.bcast(positions, s)
                 sees = keys < work.kv_len
                 if options.causal:
-                    sees &= keys <= seen_by
+                    sees &= keys <= ops.bcast(positions, s)
                 if options.sliding_window is not None:
-                    sees &= keys >= options.first_key(seen_by)
+                    sees &= keys >= options.first_key(ops.bcast(positions, s))
             _, _, ds = recompute(
                 s, dp, ops.bcast(lse, s), ops.bcast(delta, s), sees, None, None,
                 options=options, exp2=jnp.exp2,

@@ -15,10 +15,6 @@ from pallas_paged.kernels.call import Arrays, Call, Device
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig, MosaicRaggedConfig
 
 HEAD_DIMS = (64, 128, 256)  # of 512, two blocks of 64 tokens of K and V would take 256 KB
-# Whether gradients of calls by Mosaic, or by None on a Hopper GPU, are made by Mosaic where it can.
-# Its backward kernels are tested interpreted and were timed on an H200, where their results were
-# not compared with others yet.
-MAKES_GRADIENTS = False
 GRADIENT_HEAD_DIMS = (64, 128)
 MIN_PAGE_SIZE = 8  # rows of a swizzled tile in shared memory
 MAX_DECODE_GROUP = 64

@@ -89,10 +89,10 @@ def rotate_and_write_kernel(
     element = pages[0].dtype
     round_half_to_even = jnp.round if interpret else _round  # Pallas lowers no rounding
     if len(pages_refs) == 4:
-        largest = functools.reduce(
-            jnp.maximum, (jnp.max(jnp.abs(one.astype(jnp.float32)), axis=1) for one in x)
-        )
-        scale = scales_of(largest, element)
+        # As integers: Triton finds the largest float, even beside a NaN.
+        bits = (lax.bitcast_convert_type(jnp.abs(one.astype(jnp.float32)), jnp.int32) for one in x)
+        largest = functools.reduce(jnp.maximum, (jnp.max(one, axis=1) for one in bits))
+        scale = scales_of(lax.bitcast_convert_type(largest, jnp.float32), element)
         for ref, is_kind in zip(pages_refs[2:], is_kv, strict=True):
             is_stored = is_kind & is_written
             to = jnp.where(is_stored, slot, num_slots)

@@ -1,0 +1,130 @@
+"""Time attention on pages of every layout, by both families of kernels.
+
+Run `python -m bench.layouts --help`; bench/README.md explains each number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+
+import pallas_paged as pp
+from bench import cli, timing
+from bench.measure import Variant, compare
+from bench.prefill_shapes import TINY
+from bench.report import kernel_us, number, ratio, reasons, table, time
+from bench.shapes import Shape, make_case, select_shapes, uniform
+from pallas_paged.kernels.kv_layout import KVLayout
+
+LAYOUTS: tuple[KVLayout, ...] = get_args(KVLayout)
+SHAPES = (
+    uniform(64, 4096),
+    uniform(256, 1024),
+    uniform(64, 4096, page_size=64),
+    uniform(4, 4096, q_len=4096, name="4x4096 prompts"),
+    uniform(8, 8704, q_len=512, name="8x512 after 8192"),
+)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def in_layout(
+    kv_layout: KVLayout, k_pages: jax.Array, v_pages: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return K and V of a layout, from pages `[num_kv_heads, num_pages, page_size, head_dim]`."""
+    if kv_layout == "HPND":
+        return k_pages, v_pages
+    order = (1, 0, 2, 3) if kv_layout == "HND" else (1, 2, 0, 3)
+    k, v = k_pages.transpose(order), v_pages.transpose(order)
+    match kv_layout:
+        case "2NHD":
+            return jnp.stack([k, v], axis=1), None
+        case "NH2D":
+            return jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[3]), None
+        case "N2HD":
+            return jnp.concatenate([k, v], axis=2), None
+    return k, v
+
+
+def measure_shape(shape: Shape, args: argparse.Namespace) -> dict:
+    """Measure one shape in each layout by each implementation."""
+    case = make_case(shape)
+    families = [args.implementation] if args.implementation else ["triton", "mosaic_gpu"]
+    ragged = max(shape.q_lens) > 1
+    call: Callable[..., Any] = pp.ragged_paged_attention if ragged else pp.paged_attention
+    results = {}
+    for kv_layout in args.layouts:  # one after another: each has a pool of its own
+        pool = in_layout(kv_layout, case.k_pages, case.v_pages)
+
+        def prepare(k_pages, v_pages, block_table, index, pool=pool):
+            return (*pool, block_table)  # all sets of pages are of one pool
+
+        def variants(implementation, prepare=prepare, kv_layout=kv_layout):
+            def attend(q, *given):
+                options = {"implementation": implementation, "kv_layout": kv_layout}
+                return call(q, *given, sm_scale=1.0, **options)
+
+            return [Variant(label=implementation, attend=attend, prepare=prepare)]
+
+        finders: dict[str, Callable[[], list[Variant]]] = {
+            name: functools.partial(variants, name) for name in families
+        }
+        results[kv_layout] = compare(case, finders, args.iterations)
+    return cli.describe(shape) | {"layouts": results}
+
+
+def _times(shape: dict, family: str) -> dict[str, float | None]:
+    return {name: kernel_us(results[family]) for name, results in shape["layouts"].items()}
+
+
+def progress(shape: dict, seconds: float) -> str:
+    """One line about the shape just measured."""
+    lines = [f"{shape['name']}: took {seconds:.0f} s"]
+    for family in next(iter(shape["layouts"].values())):
+        found = _times(shape, family).items()
+        lines.append(f"  {family} us: " + ", ".join(f"{k} {number(us)}" for k, us in found))
+    for name, results in shape["layouts"].items():
+        if text := reasons(results, {family: f"{name} {family}" for family in results}):
+            lines.append(text.lstrip("\n"))
+    return "\n".join(lines)
+
+
+def markdown(run: dict) -> str:
+    """Return the table and the provenance of its numbers."""
+    rows = [["shape (Hq/Hkv/D/page)", "kernels", *run["layouts"]]]
+    for shape in run["shapes"]:
+        for family in next(iter(shape["layouts"].values())):
+            times = _times(shape, family)
+            first = next(iter(times.values()))
+            row = [shape["name"], family]
+            for name, us in times.items():
+                text = time(shape["layouts"][name][family])
+                row.append(f"{text} {number(ratio(us, first), '.3f')}" if us else text)
+            rows.append(row)
+    words = "Microseconds of kernels, median (p10 to p90), and times that of the first layout."
+    return "\n\n".join([words, table(rows), timing.provenance(run["meta"])]) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure, print the table and return the raw numbers."""
+    argv = sys.argv[1:] if argv is None else argv
+    select = functools.partial(select_shapes, shapes=SHAPES, tiny=TINY)
+    parser = cli.make_parser("bench.layouts", __doc__, plots=False)
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    args = parser.parse_args(argv)
+    cli.check_arguments(parser, args, select, (*SHAPES, TINY))
+    meta = timing.describe_run("bench.layouts", argv)
+    run: dict[str, Any] = {"meta": meta, "layouts": args.layouts, "shapes": []}
+    measure = functools.partial(measure_shape, args=args)
+    cli.measure_each(run["shapes"], select(args.shapes), measure, progress, run, args)
+    cli.publish(run, args, markdown(run))
+    return run
+
+
+if __name__ == "__main__":
+    main()

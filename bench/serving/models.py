@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from models.config import ModelConfig
-from models.decoder import Decoder
+from models.decoder import Decoder, DecoderLayer
 from models.rope_scaling import Llama3RopeScaling
 from models.sharding import config_on, param_specs
 from pallas_paged.engine import KVCacheSpec
@@ -150,16 +150,29 @@ def random_model(shape: ServingShape, mesh: Mesh | None = None) -> Decoder:
     """A decoder with random weights in the dtype of the shape, made on the device or on a mesh."""
     config = shape.config if mesh is None else config_on(shape.config, mesh.size)
 
-    def make() -> Decoder:
+    def rngs(seed: Any) -> nnx.Rngs:
         # rbg is one XLA operation; threefry would be compiled again for each weight.
-        rngs = nnx.Rngs(jax.random.key(0, impl="rbg"))
-        return Decoder(config, dtype=shape.dtype, rngs=rngs)
+        return nnx.Rngs(jax.random.key(seed, impl="rbg"))
+
+    def make() -> Decoder:
+        return Decoder(config, dtype=shape.dtype, rngs=rngs(0))
+
+    def without_layers() -> nnx.State:
+        return nnx.State({name: x for name, x in nnx.state(make()).items() if name != "layers"})
+
+    def layer(seed: jax.Array) -> nnx.State:
+        return nnx.state(DecoderLayer(config, 0, dtype=shape.dtype, rngs=rngs(seed)))
 
     graphdef, params = nnx.split(nnx.eval_shape(make))
-    shardings = None
+    of_layer, of_rest = None, None
     if mesh is not None:
-        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(params))
-    weights = jax.jit(lambda: nnx.state(make()), out_shardings=shardings)()
+        specs = jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(params))
+        of_layer = specs["layers"][0]
+        of_rest = nnx.State({name: x for name, x in specs.items() if name != "layers"})
+    # One program for all layers: that of a whole model would take long to compile.
+    make_layer = jax.jit(layer, out_shardings=of_layer)
+    weights = jax.jit(without_layers, out_shardings=of_rest)()
+    weights["layers"] = nnx.State({i: make_layer(i + 1) for i in range(config.num_layers)})
     return nnx.merge(graphdef, weights)
 
 

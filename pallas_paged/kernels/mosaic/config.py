@@ -97,6 +97,7 @@ def decode_config(
     head_dim: int,
     max_kv_len: int,
     num_seqs: int,
+    itemsize: int,
     num_sms: int,
     **_: int,
 ) -> MosaicDecodeConfig:
@@ -106,6 +107,7 @@ def decode_config(
         num_q_heads, num_kv_heads, head_dim, num_seqs: sizes of the call.
         max_kv_len: tokens that a full row of the block table can hold. Rows are assumed to be as
             long: a call with a wide table and short rows gets the config of long rows.
+        itemsize: bytes of an element of K or V.
         num_sms: streaming multiprocessors of the device.
         _: sizes that other heuristics need.
     """
@@ -116,6 +118,10 @@ def decode_config(
     num_stages = 2 if head_dim == 128 else 3
     if head_dim == 256 and num_q_heads // num_kv_heads > 24:
         num_stages = 2  # the queries leave no room for a third stage
+    if itemsize == 1:
+        # Two programs, so that one converts while the other waits for its products.
+        wide = head_dim > 128 or num_q_heads // num_kv_heads > 16
+        block_k, programs_per_sm, num_stages = (64, 1, 4) if wide else (128, 2, 3)
     # More programs than blocks would only write empty partial states.
     num_blocks = num_seqs * -(-max_kv_len // block_k)
     per_kv_head = max(1, min(programs_per_sm * num_sms // num_kv_heads, num_blocks))
@@ -160,6 +166,8 @@ def prefer_mosaic(kernel: Kernel, **sizes: int) -> bool:
         sizes: those of the call, as `decode_config` or `ragged_config` takes them.
     """
     group = sizes["num_q_heads"] // sizes["num_kv_heads"]
+    if sizes["itemsize"] == 1:
+        return False
     if kernel == "ragged":
         # A tile has 64 rows per warpgroup; with fewer rows most of the product is padding.
         return sizes["num_tokens"] * group >= _WGMMA_ROWS * sizes["num_seqs"]

@@ -35,10 +35,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.decode_plan import DecodePlan
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits
-from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic import decode_one_byte, one_byte, ops
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig
 from pallas_paged.kernels.mosaic.decode_merge import merge_decode
 from pallas_paged.kernels.mosaic.decode_shares import WorkItem, for_each_work_item
+from pallas_paged.kernels.mosaic.one_byte_scales import Scales, ScaleSender
 from pallas_paged.kernels.mosaic.ring import Pool, Ring, drain, stream, wgmma_transforms
 
 COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True)
@@ -55,6 +56,7 @@ class Inputs:
     seq_lens: Any  # i32[B]
     unit_ends: Any  # i32[B], from DecodePlan
     alibi_slopes: Any  # f32[Hkv, N] or None
+    scales: Scales | None = None  # of int8 and fp8 pages
 
 
 @jax.tree_util.register_dataclass
@@ -74,11 +76,24 @@ class Queries:
 
 
 def scratch_types(
-    config: MosaicDecodeConfig, *, group: int, head_dim: int, page_size: int, dtype: Any
+    config: MosaicDecodeConfig,
+    *,
+    group: int,
+    head_dim: int,
+    page_size: int,
+    dtype: Any,
+    kv_dtype: Any,
+    scales_of_tokens: bool = True,
 ) -> tuple[Queries, Ring]:
-    """Return the types of the shared memory of a program."""
+    """Return the types of the shared memory of a program.
+
+    Args:
+        scales_of_tokens: whether tokens of int8 and fp8 pages have scales of their own.
+    """
     num_columns = padded_group(group)
-    swizzled = functools.partial(plgpu.SMEM, dtype=dtype, transforms=wgmma_transforms(dtype))
+    quantized = jnp.dtype(kv_dtype).itemsize == 1
+    operand = jnp.float16 if quantized else dtype
+    swizzled = functools.partial(plgpu.SMEM, dtype=operand, transforms=wgmma_transforms(operand))
     queries = Queries(
         arrived=plgpu.SMEM((num_columns, head_dim), dtype),
         q=swizzled((num_columns, head_dim)),
@@ -86,6 +101,10 @@ def scratch_types(
         full=plgpu.Barrier(),
         free=plgpu.Barrier(),
     )
+    if quantized:
+        return queries, one_byte.ring_types(
+            config, head_dim=head_dim, page_size=page_size, scales_of_tokens=scales_of_tokens
+        )
     return queries, Ring.types(
         config, head_dim=head_dim, page_size=page_size, dtype=dtype, num_consumers=1
     )
@@ -106,6 +125,7 @@ def produce(
     kv_head: jax.Array,
     first_head: jax.Array,
     num_q_heads: int,
+    interpret: bool,
 ) -> jax.Array:
     """Send the queries and the K/V of a work item; return the blocks sent so far."""
 
@@ -119,15 +139,27 @@ def produce(
         heads = pl.ds(item.row * num_q_heads + first_head, queries.arrived.shape[0])
         plgpu.copy_gmem_to_smem(inputs.q.at[heads], queries.arrived, queries.full)
 
+    block_table, kv_len = inputs.block_tables.at[item.row], jnp.maximum(item.seq_len, 1)
+    scales = None
+    if inputs.scales is not None and inputs.scales.of_tokens:
+        scales = ScaleSender(
+            scales=inputs.scales,
+            stages=ring.scales,
+            block_table=block_table,
+            kv_head=kv_head,
+            last_page=(kv_len - 1) // inputs.pool.page_size,
+            interpret=interpret,
+        )
     return stream(
         ring,
         inputs.pool,
         kv_head,
-        inputs.block_tables.at[item.row],
+        block_table,
         lo=item.lo,
         hi=item.hi,
-        kv_len=jnp.maximum(item.seq_len, 1),
+        kv_len=kv_len,
         kv_iter=kv_iter,
+        scales=scales,
     )
 
 
@@ -223,6 +255,7 @@ def decode_kernel(
     *,
     plan: DecodePlan,
     group: int,
+    kv_dtype: Any,
     interpret: bool,
 ) -> None:
     """Run one program: warpgroup 0 attends, warpgroup 1 sends what it attends to."""
@@ -240,9 +273,14 @@ def decode_kernel(
         slopes = None
         if inputs.alibi_slopes is not None:
             slopes = ops.load(inputs.alibi_slopes.at[kv_head], ops.WGMMA_COL)
+        of_kv = attend
+        if inputs.scales is not None:
+            of_kv = functools.partial(
+                decode_one_byte.attend, scales=inputs.scales, kv_dtype=kv_dtype
+            )
         for_each(
             functools.partial(
-                attend,
+                of_kv,
                 queries=queries,
                 ring=ring,
                 slopes=slopes,
@@ -262,6 +300,7 @@ def decode_kernel(
             kv_head=kv_head,
             first_head=kv_head * group,
             num_q_heads=group * inputs.pool.num_kv_heads,
+            interpret=interpret,
         )
         kv_iter = for_each(send)
         drain(ring, kv_iter)
@@ -290,13 +329,21 @@ def paged_decode(
         head_dim=head_dim,
         page_size=arrays.page_size,
         dtype=arrays.q.dtype,
+        kv_dtype=arrays.k_pages.dtype,
+        scales_of_tokens=inputs.scales is not None and inputs.scales.of_tokens,
     )
     columns = (num_kv_heads, plan.num_partials, padded_group(group))
     partials = ops.Partials(
         out=result_shape((*columns, head_dim), jnp.float32),
         lse=result_shape(columns, jnp.float32),
     )
-    kernel = functools.partial(decode_kernel, plan=plan, group=group, interpret=interpret)
+    kernel = functools.partial(
+        decode_kernel,
+        plan=plan,
+        group=group,
+        kv_dtype=arrays.k_pages.dtype,
+        interpret=interpret,
+    )
     out, lse = plgpu.kernel(
         ops.with_trees(kernel, inputs, partials),
         out_type=(partials.out, partials.lse),
@@ -322,6 +369,7 @@ def paged_decode(
 
 def _inputs(arrays: Arrays, plan: DecodePlan) -> Inputs:
     unit_ends = plan.unit_ends(arrays.seq_lens)
+    scales = Scales.of(arrays)
     slopes = arrays.alibi_slopes
     if slopes is not None:
         group = arrays.group
@@ -329,9 +377,10 @@ def _inputs(arrays: Arrays, plan: DecodePlan) -> Inputs:
         slopes = jnp.pad(slopes, ((0, 0), (0, padded_group(group) - group)))
     return Inputs(
         q=arrays.q.reshape(arrays.num_seqs * arrays.num_q_heads, arrays.head_dim),
-        pool=Pool.of(arrays),
+        pool=Pool.of(arrays) if scales is None else one_byte.pool_of(arrays),
         block_tables=arrays.block_tables,
         seq_lens=arrays.seq_lens,
         unit_ends=unit_ends,
         alibi_slopes=slopes,
+        scales=scales,
     )

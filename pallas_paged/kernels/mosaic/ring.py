@@ -41,6 +41,7 @@ class Ring:
     v_full: Any
     k_free: Any  # barriers [num_stages], complete when all consumers have used a block
     v_free: Any
+    scales: Any = None  # f32[2, num_stages, block_k] of the tokens' K and V, see `stream`
 
     @classmethod
     def types(
@@ -102,11 +103,14 @@ def stream(
     hi: jax.Array,
     kv_len: jax.Array,
     kv_iter: jax.Array,
+    scales: Any = None,
 ) -> jax.Array:
     """Send the blocks `[lo, hi)` of a sequence of `kv_len` tokens through the ring.
 
     Args:
         kv_iter: blocks that the producer has sent before.
+        scales: a `ScaleSender`, or None. The scales of a block are one more arrival at `k_full`,
+            and their stage is free when that of V is.
 
     Returns:
         `kv_iter + hi - lo`.
@@ -125,10 +129,11 @@ def stream(
         )
 
     def send(block, carry):
-        kv_iter, pages = carry
+        kv_iter, pages, loaded = carry
         stage = lax.rem(kv_iter, num_stages)
         # The table is read one block ahead, so the copies need not wait for it.
-        next_pages = pages_of(jnp.minimum(block + 1, hi - 1))
+        next_block = jnp.minimum(block + 1, hi - 1)
+        next_pages = pages_of(next_block)
         for kv, blocks, full, free in (
             (K, ring.k, ring.k_full, ring.k_free),
             (V, ring.v, ring.v_full, ring.v_free),
@@ -146,9 +151,15 @@ def stream(
                     blocks.at[stage, pl.ds(i * tokens_per_copy, tokens_per_copy)],
                     full.at[stage],
                 )
-        return kv_iter + 1, next_pages
+        if scales is not None:
+            scales.store(loaded, stage)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(ring.k_full.at[stage])
+            loaded = scales.load(next_block)
+        return kv_iter + 1, next_pages, loaded
 
-    kv_iter, _ = lax.fori_loop(lo, hi, send, (kv_iter, pages_of(lo)))
+    loaded = None if scales is None else scales.load(lo)
+    kv_iter, *_ = lax.fori_loop(lo, hi, send, (kv_iter, pages_of(lo), loaded))
     return kv_iter
 
 

@@ -1,0 +1,157 @@
+"""The consumer of the Mosaic decode kernel over int8 and fp8 K/V.
+
+The products are those of `decode`, with K and V^T in registers:
+
+    S^T [block_k, N] = K [block_k, D] Q^T [D, N]            softmax over the rows
+    O^T [D, N]      += V^T [D, block_k] P^T [block_k, N]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_paged.kernels.decode_plan import DecodePlan
+from pallas_paged.kernels.logits import LN_2, base2_logits
+from pallas_paged.kernels.mosaic import one_byte, ops
+from pallas_paged.kernels.mosaic.decode_shares import WorkItem
+from pallas_paged.kernels.mosaic.one_byte_scales import Scales
+from pallas_paged.kernels.mosaic.ring import Ring
+from pallas_paged.kernels.powers_of_two import exponents_of, power_of_2, split_scales
+
+
+def move_queries(queries: Any) -> jax.Array | None:
+    """Move the queries that arrived to swizzled f16; return f32`[N]` that multiplies them, or None.
+
+    bf16 has a larger range than f16, so the largest element of each head is scaled to [1, 2).
+    """
+    arrived, scales = queries.arrived.transpose((1, 0)), None
+    if arrived.dtype == jnp.float16:
+        q = plgpu.load(arrived, layout=ops.WGMMA_TRANSPOSED, optimized=False)
+    else:
+        q = plgpu.load(arrived, layout=ops.WGMMA, optimized=False).astype(jnp.float32)
+        exponents = jnp.clip(exponents_of(jnp.abs(q).max(axis=0)), -126, 126)
+        q = (q * ops.bcast(power_of_2(-exponents), q, 1)).astype(jnp.float16)
+        q, scales = plgpu.layout_cast(q, ops.WGMMA_TRANSPOSED), power_of_2(exponents)
+    queries.q.transpose((1, 0))[...] = q
+    plgpu.commit_smem()
+    return scales
+
+
+def attend(
+    item: WorkItem,
+    kv_iter: jax.Array,
+    *,
+    queries: Any,
+    ring: Ring,
+    scales: Scales,
+    slopes: jax.Array | None,  # f32[N]
+    partials: ops.Partials,  # [partials, N, ..], of one KV head
+    plan: DecodePlan,
+    kv_dtype: Any,
+    interpret: bool,
+) -> jax.Array:
+    """Attend to the K/V of a work item and leave its state; return the blocks used so far."""
+    options = plan.options
+    num_stages, block_k, head_dim = ring.k.shape
+    num_columns = queries.q.shape[0]
+    window_start = plan.first_key(item.seq_len)
+
+    def visible(block, shape):
+        keys = block * block_k + ops.iota(shape, 0, ops.WGMMA)
+        mask = keys < item.seq_len
+        return mask if options.sliding_window is None else mask & (keys >= window_start)
+
+    def scales_of(kv, stage):
+        return plgpu.load(ring.scales.at[kv, stage], layout=ops.WGMMA_ROW)
+
+    def attend_block(block, state, q_scales):
+        m_i, l_i, acc = state
+        stage = lax.rem(kv_iter + block - item.lo, num_stages)
+        plgpu.barrier_wait(ring.k_full.at[stage])
+        s = ops.wgmma_accumulate(
+            ops.full((block_k, num_columns), 0.0, ops.WGMMA),
+            one_byte.keys(ring.k.at[stage], kv_dtype, interpret=interpret),
+            queries.q.transpose((1, 0)),
+            interpret=interpret,
+        )  # [block_k, N]
+        plgpu.barrier_arrive(ring.k_free.at[stage])
+        if scales.of_tokens:
+            s *= ops.bcast(scales_of(0, stage), s, 0)
+        if q_scales is not None:
+            s *= ops.bcast(q_scales, s, 1)
+        distances = None
+        if slopes is not None:
+            distances = block * block_k + ops.iota(s.shape, 0, ops.WGMMA) - (item.seq_len - 1)
+        s, factor = base2_logits(
+            s, options, None if slopes is None else ops.bcast(slopes, s, 1), distances
+        )
+        mask = visible(block, s.shape)
+        s *= factor
+        if scales.of_tokens:
+            # The maximum is that of the weights, probabilities times the scales of their values.
+            # The scales' powers of two go to the exponent.
+            exponents, significands, inverses = split_scales(scales_of(1, stage))
+            s += ops.bcast(exponents, s, 0)
+        s = jnp.where(mask, s, -jnp.inf)
+        m_new = jnp.maximum(m_i, s.max(axis=0))
+        alpha = jnp.exp2(m_i - m_new)
+        weights = p = jnp.exp2(s - ops.bcast(m_new, s, 1))
+        if scales.of_tokens:
+            # The scales of tokens that the row does not own may be NaN.
+            weights = jnp.where(mask, p * ops.bcast(significands, p, 0), 0.0)
+            p *= ops.bcast(inverses, p, 0)  # inverses are finite
+        l_new = l_i * ops.bcast(alpha, l_i, 1) + p
+        weights = plgpu.layout_cast(weights.astype(jnp.float16), ops.WGMMA_TRANSPOSED)
+        queries.p.transpose((1, 0))[...] = weights
+        plgpu.barrier_wait(ring.v_full.at[stage])
+        if kv_dtype != jnp.int8:
+            # Bytes that the row does not own may mean NaN, and 0 * NaN is NaN.
+            @pl.when((block * block_k < window_start) | ((block + 1) * block_k > item.seq_len))
+            def _():
+                width = min(head_dim, 128)
+                for i in range(0, head_dim, width):
+                    v_ref = ring.v.at[stage, :, pl.ds(i, width)]
+                    v = plgpu.load(v_ref, layout=ops.WGMMA)
+                    v_ref[...] = jnp.where(visible(block, v.shape), v, jnp.zeros_like(v))
+
+        plgpu.commit_smem()
+        acc = ops.wgmma_accumulate(
+            acc * ops.bcast(alpha, acc, 1),
+            one_byte.values(ring.v.at[stage], kv_dtype, interpret=interpret),
+            queries.p.transpose((1, 0)),
+            interpret=interpret,
+        )  # [D, N]
+        plgpu.barrier_arrive(ring.v_free.at[stage])
+        return m_new, l_new, acc
+
+    @pl.when(item.lo < item.hi)
+    def _():
+        plgpu.barrier_wait(queries.full)
+        q_scales = move_queries(queries)
+        plgpu.barrier_arrive(queries.free)
+        if not scales.of_tokens:
+            k_scale = ops.full((num_columns,), 1.0, ops.WGMMA_COL) * scales.k[0]
+            q_scales = k_scale if q_scales is None else q_scales * k_scale
+        state = (
+            ops.full((num_columns,), -jnp.inf, ops.WGMMA_COL),
+            ops.full((block_k, num_columns), 0.0, ops.WGMMA),
+            ops.full((head_dim, num_columns), 0.0, ops.WGMMA),
+        )
+
+        def body(block, state):
+            return attend_block(block, state, q_scales)
+
+        m_i, l_i, acc = lax.fori_loop(item.lo, item.hi, body, state)
+        l_i = l_i.sum(axis=0)
+        factor = 1.0 / l_i if scales.of_tokens else scales.v[0] / l_i
+        out = one_byte.unpermuted(acc * ops.bcast(factor, acc, 1), interpret=interpret)
+        ops.store(partials.out.at[item.partial].transpose((1, 0)), out)
+        ops.store(partials.lse.at[item.partial], m_i * LN_2 + jnp.log(l_i))
+
+    return kv_iter + item.hi - item.lo

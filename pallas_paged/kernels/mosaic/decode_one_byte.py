@@ -8,6 +8,7 @@ The products are those of `decode`, with K and V^T in registers:
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -23,6 +24,8 @@ from pallas_paged.kernels.mosaic.decode_shares import WorkItem
 from pallas_paged.kernels.mosaic.one_byte_scales import Scales
 from pallas_paged.kernels.mosaic.ring import Ring
 from pallas_paged.kernels.powers_of_two import exponents_of, power_of_2, split_scales
+
+_PART_K, _PART_D = 64, 128  # tokens and elements of head_dim of a part of K or V
 
 
 def move_queries(queries: Any) -> jax.Array | None:
@@ -61,72 +64,84 @@ def attend(
     num_stages, block_k, head_dim = ring.k.shape
     num_columns = queries.q.shape[0]
     window_start = plan.first_key(item.seq_len)
+    # A part of K or V^T at a time takes few registers.
+    parts = [pl.ds(i, _PART_K) for i in range(0, block_k, _PART_K)]
+    width = min(head_dim, _PART_D)
+    dims = [pl.ds(i, width) for i in range(0, head_dim, width)]
+    if slopes is not None:
+        like = jax.ShapeDtypeStruct((_PART_K, num_columns), jnp.float32)
+        slopes = ops.bcast(slopes, like, 1)
 
-    def visible(block, shape):
-        keys = block * block_k + ops.iota(shape, 0, ops.WGMMA)
+    def logits(block, part, stage, q_scales):
+        """Return base-2 logits of the tokens of a part, and which of them the query sees."""
+        s = ops.full((_PART_K, num_columns), 0.0, ops.WGMMA)
+        for d in dims:
+            s = ops.wgmma_accumulate(
+                s,
+                one_byte.keys(ring.k.at[stage, part, d], kv_dtype, interpret=interpret),
+                queries.q.at[:, d].transpose((1, 0)),
+                interpret=interpret,
+            )
+        if scales.of_tokens:
+            s *= ops.bcast(scales_of(0, part, stage), s, 0)
+        if q_scales is not None:
+            s *= ops.bcast(q_scales, s, 1)
+        keys = block * block_k + part.start + ops.iota(s.shape, 0, ops.WGMMA)
+        s, factor = base2_logits(s, options, slopes, keys - (item.seq_len - 1))
         mask = keys < item.seq_len
-        return mask if options.sliding_window is None else mask & (keys >= window_start)
+        if options.sliding_window is not None:
+            mask &= keys >= window_start
+        return s * factor, mask
 
-    def scales_of(kv, stage):
-        return plgpu.load(ring.scales.at[kv, stage], layout=ops.WGMMA_ROW)
+    def scales_of(kv, part, stage):
+        return plgpu.load(ring.scales.at[kv, stage, part], layout=ops.WGMMA_ROW)
 
     def attend_block(block, state, q_scales):
         m_i, l_i, acc = state
         stage = lax.rem(kv_iter + block - item.lo, num_stages)
         plgpu.barrier_wait(ring.k_full.at[stage])
-        s = ops.wgmma_accumulate(
-            ops.full((block_k, num_columns), 0.0, ops.WGMMA),
-            one_byte.keys(ring.k.at[stage], kv_dtype, interpret=interpret),
-            queries.q.transpose((1, 0)),
-            interpret=interpret,
-        )  # [block_k, N]
+        found = [logits(block, part, stage, q_scales) for part in parts]
         plgpu.barrier_arrive(ring.k_free.at[stage])
-        if scales.of_tokens:
-            s *= ops.bcast(scales_of(0, stage), s, 0)
-        if q_scales is not None:
-            s *= ops.bcast(q_scales, s, 1)
-        distances = None
-        if slopes is not None:
-            distances = block * block_k + ops.iota(s.shape, 0, ops.WGMMA) - (item.seq_len - 1)
-        s, factor = base2_logits(
-            s, options, None if slopes is None else ops.bcast(slopes, s, 1), distances
-        )
-        mask = visible(block, s.shape)
-        s *= factor
         if scales.of_tokens:
             # The maximum is that of the weights, probabilities times the scales of their values.
             # The scales' powers of two go to the exponent.
-            exponents, significands, inverses = split_scales(scales_of(1, stage))
-            s += ops.bcast(exponents, s, 0)
-        s = jnp.where(mask, s, -jnp.inf)
-        m_new = jnp.maximum(m_i, s.max(axis=0))
+            split = [split_scales(scales_of(1, part, stage)) for part in parts]
+            found = [
+                (s + ops.bcast(e, s, 0), mask)
+                for (s, mask), (e, *_) in zip(found, split, strict=True)
+            ]
+        s = [jnp.where(mask, s, -jnp.inf) for s, mask in found]
+        m_new = jnp.maximum(m_i, functools.reduce(jnp.maximum, s).max(axis=0))
         alpha = jnp.exp2(m_i - m_new)
-        weights = p = jnp.exp2(s - ops.bcast(m_new, s, 1))
-        if scales.of_tokens:
-            # The scales of tokens that the row does not own may be NaN.
-            weights = jnp.where(mask, p * ops.bcast(significands, p, 0), 0.0)
-            p *= ops.bcast(inverses, p, 0)  # inverses are finite
-        l_new = l_i * ops.bcast(alpha, l_i, 1) + p
-        weights = plgpu.layout_cast(weights.astype(jnp.float16), ops.WGMMA_TRANSPOSED)
-        queries.p.transpose((1, 0))[...] = weights
+        l_new = l_i * ops.bcast(alpha, l_i, 1)
+        for i, part in enumerate(parts):
+            weights = p = jnp.exp2(s[i] - ops.bcast(m_new, s[i], 1))
+            if scales.of_tokens:
+                _, significands, inverses = split[i]
+                # Significands of tokens that the row does not own may be NaN.
+                weights = jnp.where(found[i][1], p * ops.bcast(significands, p, 0), 0.0)
+                p *= ops.bcast(inverses, p, 0)
+            l_new += p
+            weights = plgpu.layout_cast(weights.astype(jnp.float16), ops.WGMMA_TRANSPOSED)
+            queries.p.at[:, part].transpose((1, 0))[...] = weights
         plgpu.barrier_wait(ring.v_full.at[stage])
         if kv_dtype != jnp.int8:
             # Bytes that the row does not own may mean NaN, and 0 * NaN is NaN.
             @pl.when((block * block_k < window_start) | ((block + 1) * block_k > item.seq_len))
             def _():
-                width = min(head_dim, 128)
-                for i in range(0, head_dim, width):
-                    v_ref = ring.v.at[stage, :, pl.ds(i, width)]
-                    v = plgpu.load(v_ref, layout=ops.WGMMA)
-                    v_ref[...] = jnp.where(visible(block, v.shape), v, jnp.zeros_like(v))
+                first = window_start - block * block_k, item.seq_len - block * block_k
+                one_byte.zero_other_rows(ring.v.at[stage], *first, interpret=interpret)
 
         plgpu.commit_smem()
-        acc = ops.wgmma_accumulate(
-            acc * ops.bcast(alpha, acc, 1),
-            one_byte.values(ring.v.at[stage], kv_dtype, interpret=interpret),
-            queries.p.transpose((1, 0)),
-            interpret=interpret,
-        )  # [D, N]
+        acc = [x * ops.bcast(alpha, x, 1) for x in acc]
+        for i, d in enumerate(dims):
+            for part in parts:
+                acc[i] = ops.wgmma_accumulate(
+                    acc[i],
+                    one_byte.values(ring.v.at[stage, part, d], kv_dtype, interpret=interpret),
+                    queries.p.at[:, part].transpose((1, 0)),
+                    interpret=interpret,
+                )  # [width, N]
         plgpu.barrier_arrive(ring.v_free.at[stage])
         return m_new, l_new, acc
 
@@ -140,8 +155,8 @@ def attend(
             q_scales = k_scale if q_scales is None else q_scales * k_scale
         state = (
             ops.full((num_columns,), -jnp.inf, ops.WGMMA_COL),
-            ops.full((block_k, num_columns), 0.0, ops.WGMMA),
-            ops.full((head_dim, num_columns), 0.0, ops.WGMMA),
+            ops.full((_PART_K, num_columns), 0.0, ops.WGMMA),
+            [ops.full((width, num_columns), 0.0, ops.WGMMA) for _ in dims],
         )
 
         def body(block, state):
@@ -150,8 +165,9 @@ def attend(
         m_i, l_i, acc = lax.fori_loop(item.lo, item.hi, body, state)
         l_i = l_i.sum(axis=0)
         factor = 1.0 / l_i if scales.of_tokens else scales.v[0] / l_i
-        out = one_byte.unpermuted(acc * ops.bcast(factor, acc, 1), interpret=interpret)
-        ops.store(partials.out.at[item.partial].transpose((1, 0)), out)
+        for d, x in zip(dims, acc, strict=True):
+            out = one_byte.unpermuted(x * ops.bcast(factor, x, 1), interpret=interpret)
+            ops.store(partials.out.at[item.partial, :, d].transpose((1, 0)), out)
         ops.store(partials.lse.at[item.partial], m_i * LN_2 + jnp.log(l_i))
 
     return kv_iter + item.hi - item.lo

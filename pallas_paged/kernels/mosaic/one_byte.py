@@ -39,9 +39,7 @@ def ring_types(
 ) -> Ring:
     """Return the types of a ring of bytes and, if tokens have their own, of their scales."""
     shape = (config.num_stages, config.block_k, head_dim)
-    size = swizzle_bytes(head_dim)
-    transforms = plgpu.TilingTransform((8, size)), plgpu.SwizzleTransform(size)
-    block = plgpu.SMEM(shape, jnp.int8, transforms=transforms)
+    block = plgpu.SMEM(shape, jnp.int8, transforms=swizzled(head_dim))
     ring = Ring.types(
         config, head_dim=head_dim, page_size=page_size, dtype=jnp.int8, num_consumers=1
     )
@@ -55,6 +53,12 @@ def ring_types(
 def swizzle_bytes(head_dim: int) -> int:
     """Return the bytes of the swizzled rows in shared memory that hold rows of bytes."""
     return next(size for size in (128, 64, 32) if head_dim % size == 0)
+
+
+def swizzled(head_dim: int) -> tuple[Any, ...]:
+    """Return how rows of bytes lie in shared memory."""
+    size = swizzle_bytes(head_dim)
+    return plgpu.TilingTransform((8, size)), plgpu.SwizzleTransform(size)
 
 
 def _word_bytes(head_dim: int) -> int:
@@ -144,6 +148,52 @@ def values(ref: Any, kv_dtype: Any, *, interpret: bool) -> jax.Array:
         return mgpu.FragmentedArray(_registers=registers, _layout=wgmma, _is_signed=None)
 
     return converted(x)
+
+
+def zero_other_rows(ref: Any, lo: jax.Array, hi: jax.Array, *, interpret: bool) -> None:
+    """Zero the rows of bytes `[T, D]` in shared memory outside `[lo, hi)`."""
+    num_tokens, head_dim = ref.shape
+    if interpret:
+        row = ops.iota(ref.shape, 0, ops.WGMMA)
+        ref[...] = jnp.where((row >= lo) & (row < hi), ref[...], 0)
+        return
+    size, scalar = swizzle_bytes(head_dim), plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(swizzled(head_dim)), scalar, scalar))
+    def zero(_, ref, lo, hi):
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith
+
+        i32 = ir.IntegerType.get_signless(32)
+
+        def c(x):
+            return arith.constant(i32, x)
+
+        # A row lies in pieces of `size` bytes, in tiles of 8 rows. The swizzle keeps to the piece.
+        thread = arith.remui(utils.thread_idx(), c(128))
+        stores = " ".join(
+            f"@p st.shared.v4.b32 [at + {tile * 8 * size + i}], {{z, z, z, z}};"
+            for tile in range(head_dim // size)
+            for i in range(0, size, 16)
+        )
+        for first in range(0, num_tokens, 128):
+            row = arith.addi(thread, c(first))
+            tile = arith.muli(arith.divui(row, c(8)), c(8 * head_dim))
+            at = arith.addi(tile, arith.muli(arith.remui(row, c(8)), c(size)))
+            utils.inline_ptx(
+                "{ .reg .pred p; .reg .b32 at, z; mov.b32 z, 0; add.u32 at, $0, $1;"
+                " setp.lt.s32 p, $2, $3; setp.ge.or.s32 p, $2, $4, p;"
+                f" setp.lt.and.s32 p, $2, {num_tokens}, p; {stores} }}",
+                utils.memref_ptr(ref),
+                at,
+                row,
+                lo.registers.item(),
+                hi.registers.item(),
+                has_side_effects=True,
+            )
+
+    zero(ref, lo, hi)
 
 
 def unpermuted(acc: jax.Array, *, interpret: bool) -> jax.Array:

@@ -94,6 +94,7 @@ class ScaleSender:
             def c(x):
                 return arith.constant(i32, x)
 
+            block, kv_head, last_page = (x.registers.item() for x in (block, kv_head, last_page))
             thread = arith.remui(utils.thread_idx(), c(_THREADS))
             found = []
             for first in range(0, block_k, _THREADS):

@@ -27,6 +27,7 @@ from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig
 from pallas_paged.kernels.mosaic.ring import Pool, Ring
 
+
 def pool_of(arrays: Arrays) -> Pool:
     """Return the pages of a call as int8, whose bits the kernel converts; nothing is copied."""
     kv_pages = arrays.kv_pages

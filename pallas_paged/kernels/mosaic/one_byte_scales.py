@@ -123,9 +123,9 @@ class ScaleSender:
                 )
             return tuple(
                 mgpu.FragmentedArray(
-                    _registers=np.array(
-                        [_vector(x[kv], f32) for x in found], dtype=object
-                    ).reshape(layout.to_mgpu().registers_shape(like.shape)),
+                    _registers=np.array([_vector(x[kv], f32) for x in found], dtype=object).reshape(
+                        layout.to_mgpu().registers_shape(like.shape)
+                    ),
                     _layout=layout.to_mgpu(),
                     _is_signed=None,
                 )

@@ -104,9 +104,7 @@ def _why_not_config(call: Call) -> str | None:
     block_k = config.block_k
     if block_k % page_size and page_size % block_k:
         return f"needs a {block_k=} that is a multiple or a divisor of {page_size=}"
-    needed = shared_memory(
-        config, group=call.group, head_dim=call.head_dim, kv_dtype=call.kv_dtype
-    )
+    needed = shared_memory(config, group=call.group, head_dim=call.head_dim, kv_dtype=call.kv_dtype)
     limit = shared_memory_limit(1)
     if needed > limit:
         return (

@@ -30,6 +30,8 @@ class MosaicDecodeConfig:
             of them, at least one, and divides the blocks of all rows evenly among them.
         fixed_split_size: None, or tokens after which every row is split, a multiple of `block_k`,
             as in `DecodeConfig`. The bits of a row then depend on that row alone.
+        num_pairs: programs that share a CUDA block, in [1, 4], each a warpgroup that copies and one
+            that attends. With int8 and fp8 pages only; a stage is then `num_pairs` blocks.
 
     Raises:
         ValueError: a value is outside its range.
@@ -39,8 +41,10 @@ class MosaicDecodeConfig:
     num_stages: int
     num_programs: int
     fixed_split_size: int | None = None
+    num_pairs: int = 1
 
     def __post_init__(self) -> None:
+        check_integer("num_pairs", self.num_pairs, 1, 4)
         _check_loop(self)
 
 

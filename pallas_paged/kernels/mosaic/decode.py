@@ -73,6 +73,11 @@ class Queries:
     p: Any  # [N, block_k], swizzled: the probabilities of a block
     full: Any  # barrier, complete when the queries have arrived
     free: Any  # barrier, complete when the consumer has moved them
+    reduced: Any = None  # f32[4, N] of `one_byte.reduce_columns`, with int8 and fp8 pages
+
+    def of(self, pair: Any) -> Queries:
+        """Return those of one pair of warpgroups, of refs with an axis of pairs."""
+        return jax.tree.map(lambda ref: ref.at[pair], self)
 
 
 def scratch_types(
@@ -102,6 +107,15 @@ def scratch_types(
         free=plgpu.Barrier(),
     )
     if quantized:
+        pairs = config.num_pairs
+        queries = Queries(
+            arrived=plgpu.SMEM((pairs, num_columns, head_dim), dtype),
+            q=swizzled((pairs, num_columns, head_dim)),
+            p=swizzled((pairs, num_columns, config.block_k)),
+            full=plgpu.Barrier(num_barriers=pairs),
+            free=plgpu.Barrier(num_barriers=pairs),
+            reduced=plgpu.SMEM((pairs, 4, num_columns), jnp.float32),
+        )
         return queries, one_byte.ring_types(
             config, head_dim=head_dim, page_size=page_size, scales_of_tokens=scales_of_tokens
         )
@@ -259,17 +273,25 @@ def decode_kernel(
     interpret: bool,
 ) -> None:
     """Run one program: warpgroup 0 attends, warpgroup 1 sends what it attends to."""
-    kv_head = lax.axis_index("kv_head")
+    kv_head, program, warpgroup = (lax.axis_index(x) for x in ("kv_head", "program", "wg"))
+    if inputs.scales is not None:
+        pair = warpgroup // 2
+        warpgroup, program = lax.rem(warpgroup, 2), program * ring.num_pairs + pair
+        queries, ring = queries.of(pair), dataclasses.replace(ring, pair=pair)
     for_each = functools.partial(
         for_each_work_item,
         seq_lens_ref=inputs.seq_lens,
         unit_ends_ref=inputs.unit_ends,
         plan=plan,
+        program=program,
     )
     ops.let_next_kernel_start(interpret=interpret)
 
-    @pl.when(lax.axis_index("wg") == 0)
+    @pl.when(warpgroup == 0)
     def _():
+        if ring.num_pairs > 1:
+            registers = one_byte.REGISTERS[ring.num_pairs][1]
+            ops.set_max_registers(registers, action="increase", interpret=interpret)
         slopes = None
         if inputs.alibi_slopes is not None:
             slopes = ops.load(inputs.alibi_slopes.at[kv_head], ops.WGMMA_COL)
@@ -290,8 +312,11 @@ def decode_kernel(
             )
         )
 
-    @pl.when(lax.axis_index("wg") == 1)
+    @pl.when(warpgroup == 1)
     def _():
+        if ring.num_pairs > 1:
+            registers = one_byte.REGISTERS[ring.num_pairs][0]
+            ops.set_max_registers(registers, action="decrease", interpret=interpret)
         send = functools.partial(
             produce,
             inputs=inputs,
@@ -348,9 +373,9 @@ def paged_decode(
         ops.with_trees(kernel, inputs, partials),
         out_type=(partials.out, partials.lse),
         scratch_types=scratch,
-        grid=(num_kv_heads, plan.num_programs),
+        grid=(num_kv_heads, pl.cdiv(plan.num_programs, config.num_pairs)),
         grid_names=("kv_head", "program"),
-        num_threads=2,
+        num_threads=2 * config.num_pairs,
         thread_name="wg",
         compiler_params=COMPILER_PARAMS,
         kernel_name="paged_decode",

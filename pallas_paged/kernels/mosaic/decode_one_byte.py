@@ -9,6 +9,7 @@ The products are those of `decode`, with K and V^T in registers:
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,17 +29,17 @@ from pallas_paged.kernels.powers_of_two import exponents_of, power_of_2, split_s
 _PART_K, _PART_D = 64, 128  # tokens and elements of head_dim of a part of K or V
 
 
-def move_queries(queries: Any) -> jax.Array | None:
+def move_queries(queries: Any, reduce: Callable[..., jax.Array]) -> jax.Array | None:
     """Move the queries that arrived to swizzled f16; return f32`[N]` that multiplies them, or None.
 
     bf16 has a larger range than f16, so the largest element of each head is scaled to [1, 2).
     """
     arrived, scales = queries.arrived.transpose((1, 0)), None
     if arrived.dtype == jnp.float16:
-        q = plgpu.load(arrived, layout=ops.WGMMA_TRANSPOSED, optimized=False)
+        q = ops.load(arrived, ops.WGMMA_TRANSPOSED)
     else:
-        q = plgpu.load(arrived, layout=ops.WGMMA, optimized=False).astype(jnp.float32)
-        exponents = jnp.clip(exponents_of(jnp.abs(q).max(axis=0)), -126, 126)
+        q = ops.load(arrived, ops.WGMMA).astype(jnp.float32)
+        exponents = jnp.clip(exponents_of(reduce(jnp.abs(q), how="max")), -126, 126)
         q = (q * ops.bcast(power_of_2(-exponents), q, 1)).astype(jnp.float16)
         q, scales = plgpu.layout_cast(q, ops.WGMMA_TRANSPOSED), power_of_2(exponents)
     queries.q.transpose((1, 0))[...] = q
@@ -61,16 +62,18 @@ def attend(
 ) -> jax.Array:
     """Attend to the K/V of a work item and leave its state; return the blocks used so far."""
     options = plan.options
-    num_stages, block_k, head_dim = ring.k.shape
+    _, block_k, head_dim = ring.k.shape
     num_columns = queries.q.shape[0]
     window_start = plan.first_key(item.seq_len)
     # A part of K or V^T at a time takes few registers.
     parts = [pl.ds(i, _PART_K) for i in range(0, block_k, _PART_K)]
+    reduce = functools.partial(
+        one_byte.reduce_columns, scratch=queries.reduced, interpret=interpret
+    )
     width = min(head_dim, _PART_D)
     dims = [pl.ds(i, width) for i in range(0, head_dim, width)]
     if slopes is not None:
-        like = jax.ShapeDtypeStruct((_PART_K, num_columns), jnp.float32)
-        slopes = ops.bcast(slopes, like, 1)
+        slopes = ops.bcast(slopes, ops.full((_PART_K, num_columns), 0.0, ops.WGMMA), 1)
 
     def logits(block, part, stage, q_scales):
         """Return base-2 logits of the tokens of a part, and which of them the query sees."""
@@ -98,7 +101,7 @@ def attend(
 
     def attend_block(block, state, q_scales):
         m_i, l_i, acc = state
-        stage = lax.rem(kv_iter + block - item.lo, num_stages)
+        stage = ring.stage_of(kv_iter + block - item.lo)
         plgpu.barrier_wait(ring.k_full.at[stage])
         found = [logits(block, part, stage, q_scales) for part in parts]
         plgpu.barrier_arrive(ring.k_free.at[stage])
@@ -111,7 +114,7 @@ def attend(
                 for (s, mask), (e, *_) in zip(found, split, strict=True)
             ]
         s = [jnp.where(mask, s, -jnp.inf) for s, mask in found]
-        m_new = jnp.maximum(m_i, functools.reduce(jnp.maximum, s).max(axis=0))
+        m_new = jnp.maximum(m_i, reduce(functools.reduce(jnp.maximum, s), how="max"))
         alpha = jnp.exp2(m_i - m_new)
         l_new = l_i * ops.bcast(alpha, l_i, 1)
         for i, part in enumerate(parts):
@@ -148,7 +151,7 @@ def attend(
     @pl.when(item.lo < item.hi)
     def _():
         plgpu.barrier_wait(queries.full)
-        q_scales = move_queries(queries)
+        q_scales = move_queries(queries, reduce)
         plgpu.barrier_arrive(queries.free)
         if not scales.of_tokens:
             k_scale = ops.full((num_columns,), 1.0, ops.WGMMA_COL) * scales.k[0]
@@ -163,7 +166,7 @@ def attend(
             return attend_block(block, state, q_scales)
 
         m_i, l_i, acc = lax.fori_loop(item.lo, item.hi, body, state)
-        l_i = l_i.sum(axis=0)
+        l_i = reduce(l_i, how="sum")
         factor = 1.0 / l_i if scales.of_tokens else scales.v[0] / l_i
         for d, x in zip(dims, acc, strict=True):
             out = one_byte.unpermuted(x * ops.bcast(factor, x, 1), interpret=interpret)

@@ -1,4 +1,4 @@
-"""Int8 and fp8 K/V as the Mosaic decode kernel reads them: bytes in shared memory, f16 in registers.
+"""Int8 and fp8 K/V as the Mosaic decode kernel reads them: bytes in memory, f16 in registers.
 
 wgmma takes operand A from registers, and there K and V^T become f16, which holds every int8 and
 every float8_e4m3fn exactly. The scales of tokens multiply logits and probabilities, which are fewer
@@ -13,7 +13,8 @@ element d of a word is a row of its own, and `unpermuted` undoes it in the outpu
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,9 @@ from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig
 from pallas_paged.kernels.mosaic.ring import Pool, Ring
 
+# Of a thread that copies and of one that attends, where pairs of warpgroups share a block.
+REGISTERS = {2: (56, 200), 3: (48, 112), 4: (40, 88)}
+
 
 def pool_of(arrays: Arrays) -> Pool:
     """Return the pages of a call as int8, whose bits the kernel converts; nothing is copied."""
@@ -39,12 +43,20 @@ def ring_types(
     config: MosaicDecodeConfig, *, head_dim: int, page_size: int, scales_of_tokens: bool
 ) -> Ring:
     """Return the types of a ring of bytes and, if tokens have their own, of their scales."""
-    shape = (config.num_stages, config.block_k, head_dim)
+    shape = (config.num_pairs * config.num_stages, config.block_k, head_dim)
     block = plgpu.SMEM(shape, jnp.int8, transforms=swizzled(head_dim))
     ring = Ring.types(
-        config, head_dim=head_dim, page_size=page_size, dtype=jnp.int8, num_consumers=1
+        dataclasses.replace(config, num_pairs=1),
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype=jnp.int8,
+        num_consumers=1,
     )
-    ring = dataclasses.replace(ring, k=block, v=block)
+    barriers = {
+        name: dataclasses.replace(getattr(ring, name), num_barriers=shape[0])
+        for name in ("k_full", "v_full", "k_free", "v_free")
+    }
+    ring = dataclasses.replace(ring, k=block, v=block, num_pairs=config.num_pairs, **barriers)
     if not scales_of_tokens:
         return ring
     full = dataclasses.replace(ring.k_full, num_arrivals=ring.k_full.num_arrivals + 1)
@@ -99,7 +111,8 @@ def keys(ref: Any, kv_dtype: Any, *, interpret: bool) -> jax.Array:
     """Return K `[T, D]` of bytes in shared memory as operand A, f16."""
     if interpret:
         return to_f16(ref[...], kv_dtype)
-    x = plgpu.load(ref, layout=ops.WGMMA)
+    load: Any = plgpu.load  # its signature differs between versions of JAX
+    x = load(ref, layout=ops.WGMMA)
     convert = _KEYS_TO_F16[jnp.dtype(kv_dtype).name]
     out = plgpu.ShapeDtypeStruct(x.shape, jnp.float16, layout=ops.WGMMA)
 
@@ -126,7 +139,8 @@ def values(ref: Any, kv_dtype: Any, *, interpret: bool) -> jax.Array:
     if interpret:
         return to_f16(ref[...], kv_dtype).T
     layout, size = words_layout(head_dim), _word_bytes(head_dim)
-    x = plgpu.load(ref, layout=layout)
+    load: Any = plgpu.load
+    x = load(ref, layout=layout)
     convert = _VALUES_TO_F16[jnp.dtype(kv_dtype).name]
     out = plgpu.ShapeDtypeStruct((head_dim, num_tokens), jnp.float16, layout=ops.WGMMA)
 
@@ -149,6 +163,78 @@ def values(ref: Any, kv_dtype: Any, *, interpret: bool) -> jax.Array:
         return mgpu.FragmentedArray(_registers=registers, _layout=wgmma, _is_signed=None)
 
     return converted(x)
+
+
+def reduce_columns(
+    x: jax.Array, scratch: Any, *, how: Literal["max", "sum"], interpret: bool
+) -> jax.Array:
+    """Return the maximum or the sum of each column of f32`[M, N]`, without Mosaic's own scratch.
+
+    That is one buffer for all warpgroups, and two that reduce at the same time get wrong numbers.
+
+    Args:
+        scratch: f32`[4, N]` in shared memory, of this warpgroup.
+    """
+    if interpret:
+        return x.max(axis=0) if how == "max" else x.sum(axis=0)
+    num_columns = x.shape[1]
+    out = plgpu.ShapeDtypeStruct((num_columns,), jnp.float32, layout=ops.WGMMA_COL)
+
+    @plgpu.inline_mgpu(arg_types=(ops.WGMMA, plgpu.RefType()), return_type=out)
+    def reduced(_, x, scratch):
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, vector
+
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        combine = arith.maximumf if how == "max" else arith.addf
+
+        def c(x):
+            return arith.constant(i32, x)
+
+        thread = arith.remui(utils.thread_idx(), c(128))
+        warp, lane = arith.divui(thread, c(32)), arith.remui(thread, c(32))
+        at = arith.muli(arith.remui(lane, c(4)), c(8))  # of two columns
+        own = arith.addi(at, arith.muli(warp, c(4 * num_columns)))
+        first = arith.cmpi(arith.CmpIPredicate.ult, lane, c(4))
+        registers = x.registers.reshape(-1, num_columns // 8, 2)
+        for n in range(num_columns // 8):
+            found = functools.reduce(combine, registers[:, n].flat)
+            for distance in (4, 8, 16):
+                found = combine(found, utils.shfl_bfly(found, distance))
+            utils.inline_ptx(
+                f"{{ .reg .pred p; .reg .b32 at; setp.ne.b32 p, $4, 0; add.u32 at, $0, $1;"
+                f" @p st.shared.v2.f32 [at + {32 * n}], {{$2, $3}}; }}",
+                utils.memref_ptr(scratch),
+                own,
+                *(_element(found, i) for i in range(2)),
+                arith.extui(i32, first),
+                has_side_effects=True,
+            )
+        utils.warpgroup_barrier()
+        results = []
+        for n in range(num_columns // 8):
+            loaded = [
+                utils.inline_ptx(
+                    f"{{ .reg .b32 at; add.u32 at, $2, $3;"
+                    f" ld.shared.v2.f32 {{$0, $1}}, [at + {4 * num_columns * i + 32 * n}]; }}",
+                    utils.memref_ptr(scratch),
+                    at,
+                    result_types=(f32, f32),
+                    has_side_effects=True,
+                )
+                for i in range(4)
+            ]
+            both = [functools.reduce(combine, column) for column in zip(*loaded, strict=True)]
+            one = ir.VectorType.get((1,), f32)
+            results.append(utils.vector_concat([vector.broadcast(one, x) for x in both]))
+        if how == "sum":  # the next reduction may follow at once
+            utils.warpgroup_barrier()
+        layout = ops.WGMMA_COL.to_mgpu()
+        results = np.array(results, dtype=object).reshape(layout.registers_shape((num_columns,)))
+        return mgpu.FragmentedArray(_registers=results, _layout=layout, _is_signed=None)
+
+    return reduced(x, scratch)
 
 
 def zero_other_rows(ref: Any, lo: jax.Array, hi: jax.Array, *, interpret: bool) -> None:
@@ -226,6 +312,14 @@ def unpermuted(acc: jax.Array, *, interpret: bool) -> jax.Array:
     return relabelled(acc)
 
 
+def _element(x: Any, i: int) -> Any:
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import vector
+
+    position = ir.DenseI64ArrayAttr.get([i])
+    return vector.extract(x, dynamic_position=[], static_position=position)
+
+
 def _types() -> tuple[Any, Any, Any]:
     from jaxlib.mlir import ir
 
@@ -255,7 +349,8 @@ prmt.b32 w, w, 0, 0x4140; xor.b32 w, w, b; sub.f16x2 $0, w, b; }""",
 _VALUES_TO_F16 = {
     "int8": [
         f"""{{ .reg .b32 x, y, b; mov.b32 b, 0x64806480;
-prmt.b32 x, $2, $3, {0x4400 + 0x1111 * m:#06x}; prmt.b32 y, $2, $3, {0x4400 + 0x1111 * (m + 1):#06x};
+prmt.b32 x, $2, $3, {0x4400 + 0x1111 * m:#06x};
+prmt.b32 y, $2, $3, {0x5511 + 0x1111 * m:#06x};
 lop3.b32 x, x, 0x00ff00ff, b, 0x6a; lop3.b32 y, y, 0x00ff00ff, b, 0x6a;
 sub.f16x2 $0, x, b; sub.f16x2 $1, y, b; }}"""
         for m in (0, 2)

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.call import Arrays
@@ -140,14 +139,14 @@ class ScaleSender:
         """Store the scales of a block to a stage."""
         block_k = self.stages.shape[-1]
         if self.interpret:
-            layout = self.scales.layout
-            page_size = self.scales.k.shape[layout.scale_axes.index("N")]
+            axes = self.scales.layout.scale_axes
+            page_size = self.scales.k.shape[axes.index("N")]
             count = min(page_size, block_k)
             for i in range(0, block_k, count):
                 first = loaded * block_k + i
                 page = self.block_table[jnp.minimum(first // page_size, self.last_page)]
                 tokens = {"P": page, "N": _slice(first % page_size, count), "H": self.kv_head}
-                at = tuple(tokens[axis] for axis in layout.scale_axes)
+                at = tuple(tokens[axis] for axis in axes)
                 for kv, scales in enumerate((self.scales.k, self.scales.v)):
                     self.stages[kv, stage, i : i + count] = scales[at]
             return

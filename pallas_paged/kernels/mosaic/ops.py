@@ -86,7 +86,7 @@ def bcast(x: jax.Array, like: jax.Array, axis: int = 0) -> jax.Array:
 
 
 def load(ref: Any, layout: Any) -> jax.Array:
-    """Load a ref to device memory into registers."""
+    """Load a ref to device memory, or to plain rows in shared memory, into registers."""
     load_from: Any = plgpu.load  # its signature differs between versions of JAX
     return load_from(ref, layout=layout, optimized=False)
 

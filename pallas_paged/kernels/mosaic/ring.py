@@ -42,6 +42,17 @@ class Ring:
     k_free: Any  # barriers [num_stages], complete when all consumers have used a block
     v_free: Any
     scales: Any = None  # f32[2, num_stages, block_k] of the tokens' K and V, see `stream`
+    pair: Any = None  # of `num_pairs`, whose rings are these stages one after another; None if 1
+    num_pairs: int = dataclasses.field(default=1, metadata={"static": True})
+
+    @property
+    def num_stages(self) -> int:
+        return self.k.shape[0] // self.num_pairs
+
+    def stage_of(self, kv_iter: jax.Array) -> jax.Array:
+        """Return the stage of a block."""
+        stage = lax.rem(kv_iter, self.num_stages)
+        return stage if self.pair is None else self.pair * self.num_stages + stage
 
     @classmethod
     def types(
@@ -115,7 +126,7 @@ def stream(
     Returns:
         `kv_iter + hi - lo`.
     """
-    num_stages, block_k, _ = ring.k.shape
+    num_stages, block_k = ring.num_stages, ring.k.shape[1]
     page_size = pool.page_size
     tokens_per_copy = min(page_size, block_k)
     last_page = (kv_len - 1) // page_size
@@ -130,7 +141,7 @@ def stream(
 
     def send(block, carry):
         kv_iter, pages, loaded = carry
-        stage = lax.rem(kv_iter, num_stages)
+        stage = ring.stage_of(kv_iter)
         # The table is read one block ahead, so the copies need not wait for it.
         next_block = jnp.minimum(block + 1, hi - 1)
         next_pages = pages_of(next_block)
@@ -165,9 +176,8 @@ def stream(
 
 def drain(ring: Ring, kv_iter: jax.Array) -> None:
     """Wait until the consumers have used all of the `kv_iter` blocks that were sent."""
-    num_stages = ring.k.shape[0]
 
-    @pl.loop(jnp.maximum(kv_iter - num_stages, 0), kv_iter)
+    @pl.loop(jnp.maximum(kv_iter - ring.num_stages, 0), kv_iter)
     def _(sent):
         for free in (ring.k_free, ring.v_free):
-            plgpu.barrier_wait(free.at[lax.rem(sent, num_stages)])
+            plgpu.barrier_wait(free.at[ring.stage_of(sent)])

@@ -29,20 +29,21 @@ from pallas_paged.kernels.powers_of_two import exponents_of, power_of_2, split_s
 _PART_K, _PART_D = 64, 128  # tokens and elements of head_dim of a part of K or V
 
 
-def move_queries(queries: Any, reduce: Callable[..., jax.Array]) -> jax.Array | None:
+def move_queries(
+    queries: Any, kv_dtype: Any, reduce: Callable[..., jax.Array], *, interpret: bool
+) -> jax.Array | None:
     """Move the queries that arrived to swizzled f16; return f32`[N]` that multiplies them, or None.
 
     bf16 has a larger range than f16, so the largest element of each head is scaled to [1, 2).
     """
-    arrived, scales = queries.arrived.transpose((1, 0)), None
-    if arrived.dtype == jnp.float16:
-        q = ops.load(arrived, ops.WGMMA_TRANSPOSED)
-    else:
-        q = ops.load(arrived, ops.WGMMA).astype(jnp.float32)
+    scales = None
+    q = one_byte.queries(queries.arrived, kv_dtype, interpret=interpret)
+    if q.dtype != jnp.float16:
+        q = q.astype(jnp.float32)
         exponents = jnp.clip(exponents_of(reduce(jnp.abs(q), how="max")), -126, 126)
         q = (q * ops.bcast(power_of_2(-exponents), q, 1)).astype(jnp.float16)
-        q, scales = plgpu.layout_cast(q, ops.WGMMA_TRANSPOSED), power_of_2(exponents)
-    queries.q.transpose((1, 0))[...] = q
+        scales = power_of_2(exponents)
+    queries.q.transpose((1, 0))[...] = plgpu.layout_cast(q, ops.WGMMA_TRANSPOSED)
     plgpu.commit_smem()
     return scales
 
@@ -151,7 +152,7 @@ def attend(
     @pl.when(item.lo < item.hi)
     def _():
         plgpu.barrier_wait(queries.full)
-        q_scales = move_queries(queries, reduce)
+        q_scales = move_queries(queries, kv_dtype, reduce, interpret=interpret)
         plgpu.barrier_arrive(queries.free)
         if not scales.of_tokens:
             k_scale = ops.full((num_columns,), 1.0, ops.WGMMA_COL) * scales.k[0]

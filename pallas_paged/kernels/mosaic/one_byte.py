@@ -5,9 +5,10 @@ every float8_e4m3fn exactly. The scales of tokens multiply logits and probabilit
 than the elements of K and V. Their powers of two go to the exponent of the softmax, because f16 has
 a small range.
 
-A thread reads V in words of 2 or 4 neighbours along head_dim, of 4 tokens. As operand A it has to
-hold pairs of tokens, of 2 or 4 rows of V^T. So the rows of V^T are permuted: `values` says that
-element d of a word is a row of its own, and `unpermuted` undoes it in the output.
+A thread reads words of 2 or 4 neighbours along head_dim. For S^T = K Q^T their order does not
+matter, as long as the queries have the same. For V^T a thread needs pairs of tokens, of 2 or 4 rows
+of V^T: element d of a word is a row of its own, and `unpermuted` puts the rows of the output in
+order.
 """
 
 from __future__ import annotations
@@ -108,26 +109,69 @@ def to_f16(x: jax.Array, kv_dtype: Any) -> jax.Array:
 
 
 def keys(ref: Any, kv_dtype: Any, *, interpret: bool) -> jax.Array:
-    """Return K `[T, D]` of bytes in shared memory as operand A, f16."""
+    """Return K `[T, D]` of bytes in shared memory as operand A, f16.
+
+    Its columns are permuted as the rows of `queries`, except in interpreted kernels.
+    """
     if interpret:
         return to_f16(ref[...], kv_dtype)
     load: Any = plgpu.load  # its signature differs between versions of JAX
-    x = load(ref, layout=ops.WGMMA)
+    x = load(ref, layout=plgpu.Layout.WGMMA_8BIT)
     convert = _KEYS_TO_F16[jnp.dtype(kv_dtype).name]
     out = plgpu.ShapeDtypeStruct(x.shape, jnp.float16, layout=ops.WGMMA)
 
-    @plgpu.inline_mgpu(arg_types=(ops.WGMMA,), return_type=out)
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA_8BIT,), return_type=out)
     def converted(_, x):
         from jax.experimental.mosaic.gpu import utils
 
-        i16, i32, pair = _types()
-        registers = np.empty_like(x.registers)
-        for i, register in np.ndenumerate(x.registers):
-            word = utils.bitcast(register, i16)
-            registers[i] = utils.bitcast(utils.inline_ptx(convert, word, result_types=i32), pair)
-        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+        _, i32, pair = _types()
+        num_tokens, head_dim = x.shape
+        words = x.registers.reshape(num_tokens // 64, head_dim // 16, 2)
+        registers = np.empty((*words.shape[:2], 2, 2), dtype=object)
+        for t, d, row in np.ndindex(*words.shape):
+            word = utils.bitcast(words[t, d, row], i32)
+            found = utils.inline_ptx(convert, word, result_types=(i32, i32))
+            for half, register in enumerate(found):
+                registers[t, d, half, row] = utils.bitcast(register, pair)
+        wgmma = ops.WGMMA.to_mgpu()
+        registers = registers.reshape(wgmma.registers_shape(x.shape))
+        return mgpu.FragmentedArray(_registers=registers, _layout=wgmma, _is_signed=None)
 
     return converted(x)
+
+
+def queries(ref: Any, kv_dtype: Any, *, interpret: bool) -> jax.Array:
+    """Return Q^T `[D, N]` from plain rows `[N, D]` in shared memory, permuted as `keys`."""
+    ref = ref.transpose((1, 0))
+    if interpret:
+        return ref[...]
+    # Of 16 elements a thread has 4 neighbours of K, which are columns 2c, 2c + 1, 2c + 8 and
+    # 2c + 9 of operand A. Of int8, the first and the third make a pair.
+    by_columns = kv_dtype == jnp.int8
+    layout = plgpu.Layout.TILED(
+        plgpu.Tiling(((64, 8), (16, 8), (4, 2), (2, 1))),
+        warp_dims=(-8,),
+        lane_dims=(-6, -4 if by_columns else -2, -5),
+        vector_dim=-1,
+    )
+    x = ops.load(ref, layout)
+    out = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=ops.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=out)
+    def relabelled(_, x):
+        from jax.experimental.mosaic.gpu import utils
+
+        head_dim, num_columns = x.shape
+        old = x.registers.reshape(head_dim // 64, num_columns // 8, 2, 2)
+        old = old.swapaxes(2, 3) if by_columns else old  # [.., half of 16 rows, column]
+        new = np.empty(old.shape[:3], dtype=object)
+        for i in np.ndindex(*new.shape):
+            new[i] = utils.vector_concat(list(old[i]))
+        wgmma = ops.WGMMA.to_mgpu()
+        new = new.reshape(wgmma.registers_shape(x.shape))
+        return mgpu.FragmentedArray(_registers=new, _layout=wgmma, _is_signed=x.is_signed)
+
+    return relabelled(x)
 
 
 def values(ref: Any, kv_dtype: Any, *, interpret: bool) -> jax.Array:
@@ -337,11 +381,14 @@ def _word(register: Any, size: int, i16: Any, i32: Any) -> Any:
     return arith.extui(i32, utils.bitcast(register, i16))
 
 
-# Two bytes to two f16. Of int8 the byte with its sign flipped makes a mantissa: 1024 + 128 + x.
+# A word to two pairs of f16. Of int8 the byte with its sign flipped makes a mantissa:
+# 1024 + 128 + x.
 _KEYS_TO_F16 = {
-    "int8": """{ .reg .b32 w, b; cvt.u32.u16 w, $1; mov.b32 b, 0x64806480;
-prmt.b32 w, w, 0, 0x4140; xor.b32 w, w, b; sub.f16x2 $0, w, b; }""",
-    "float8_e4m3fn": "cvt.rn.f16x2.e4m3x2 $0, $1;",
+    "int8": """{ .reg .b32 x, y, b; mov.b32 b, 0x64806480; shr.b32 y, $2, 8;
+lop3.b32 x, $2, 0x00ff00ff, b, 0x6a; lop3.b32 y, y, 0x00ff00ff, b, 0x6a;
+sub.f16x2 $0, x, b; sub.f16x2 $1, y, b; }""",
+    "float8_e4m3fn": """{ .reg .b16 x, y; mov.b32 {x, y}, $2;
+cvt.rn.f16x2.e4m3x2 $0, x; cvt.rn.f16x2.e4m3x2 $1, y; }""",
 }
 
 

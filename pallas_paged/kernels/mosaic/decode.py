@@ -42,7 +42,12 @@ from pallas_paged.kernels.mosaic.decode_shares import WorkItem, for_each_work_it
 from pallas_paged.kernels.mosaic.one_byte_scales import Scales, ScaleSender
 from pallas_paged.kernels.mosaic.ring import Pool, Ring, drain, stream, wgmma_transforms
 
-COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True)
+
+def compiler_params(kv_dtype: Any) -> plgpu.CompilerParams:
+    """Return the parameters of the kernel for pages of a dtype."""
+    if jnp.dtype(kv_dtype).itemsize == 1:
+        return one_byte.COMPILER_PARAMS
+    return plgpu.CompilerParams(approx_math=True)
 
 
 @jax.tree_util.register_dataclass
@@ -377,7 +382,7 @@ def paged_decode(
         grid_names=("kv_head", "program"),
         num_threads=2 * config.num_pairs,
         thread_name="wg",
-        compiler_params=COMPILER_PARAMS,
+        compiler_params=compiler_params(arrays.k_pages.dtype),
         kernel_name="paged_decode",
         interpret=ops.interpreter(interpret),
     )(*jax.tree.leaves(inputs))

@@ -76,16 +76,26 @@ def attend(
     if slopes is not None:
         slopes = ops.bcast(slopes, ops.full((_PART_K, num_columns), 0.0, ops.WGMMA), 1)
 
-    def logits(block, part, stage, q_scales):
+    def scores(stage):
+        """Return q.k of the parts, f32`[_PART_K, N]` each."""
+        return ops.wgmma_many(
+            [ops.full((_PART_K, num_columns), 0.0, ops.WGMMA) for _ in parts],
+            [
+                (
+                    i,
+                    functools.partial(
+                        one_byte.keys, ring.k.at[stage, part, d], kv_dtype, interpret=interpret
+                    ),
+                    queries.q.at[:, d].transpose((1, 0)),
+                )
+                for i, part in enumerate(parts)
+                for d in dims
+            ],
+            interpret=interpret,
+        )
+
+    def logits(s, block, part, stage, q_scales):
         """Return base-2 logits of the tokens of a part, and which of them the query sees."""
-        s = ops.full((_PART_K, num_columns), 0.0, ops.WGMMA)
-        for d in dims:
-            s = ops.wgmma_accumulate(
-                s,
-                one_byte.keys(ring.k.at[stage, part, d], kv_dtype, interpret=interpret),
-                queries.q.at[:, d].transpose((1, 0)),
-                interpret=interpret,
-            )
         if scales.of_tokens:
             s *= ops.bcast(scales_of(0, part, stage), s, 0)
         if q_scales is not None:
@@ -104,7 +114,10 @@ def attend(
         m_i, l_i, acc = state
         stage = ring.stage_of(kv_iter + block - item.lo)
         plgpu.barrier_wait(ring.k_full.at[stage])
-        found = [logits(block, part, stage, q_scales) for part in parts]
+        products = scores(stage)
+        found = [
+            logits(s, block, part, stage, q_scales) for s, part in zip(products, parts, strict=True)
+        ]
         plgpu.barrier_arrive(ring.k_free.at[stage])
         if scales.of_tokens:
             # The maximum is that of the weights, probabilities times the scales of their values.
@@ -137,15 +150,21 @@ def attend(
                 one_byte.zero_other_rows(ring.v.at[stage], *first, interpret=interpret)
 
         plgpu.commit_smem()
-        acc = [x * ops.bcast(alpha, x, 1) for x in acc]
-        for i, d in enumerate(dims):
-            for part in parts:
-                acc[i] = ops.wgmma_accumulate(
-                    acc[i],
-                    one_byte.values(ring.v.at[stage, part, d], kv_dtype, interpret=interpret),
+        acc = ops.wgmma_many(
+            [x * ops.bcast(alpha, x, 1) for x in acc],
+            [
+                (
+                    i,
+                    functools.partial(
+                        one_byte.values, ring.v.at[stage, part, d], kv_dtype, interpret=interpret
+                    ),
                     queries.p.at[:, part].transpose((1, 0)),
-                    interpret=interpret,
-                )  # [width, N]
+                )
+                for i, d in enumerate(dims)
+                for part in parts
+            ],
+            interpret=interpret,
+        )  # [width, N] each
         plgpu.barrier_arrive(ring.v_free.at[stage])
         return m_new, l_new, acc
 

@@ -29,6 +29,11 @@ from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig
 from pallas_paged.kernels.mosaic.ring import Pool, Ring
 
+# Pallas would surround every store with barriers. The kernel has those that it needs: P is written
+# after all warps met in `reduce_columns`, and read after `commit_smem`.
+COMPILER_PARAMS = plgpu.CompilerParams(
+    approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
+)
 # Of a thread that copies and of one that attends, where pairs of warpgroups share a block.
 REGISTERS = {2: (56, 200), 3: (48, 112), 4: (40, 88)}
 

@@ -134,6 +134,32 @@ def wgmma_accumulate(
     return pl.run_state(multiply)(plgpu.ACC.init(acc))
 
 
+def wgmma_many(
+    accs: list[jax.Array],
+    products: list[tuple[int, Callable[[], jax.Array], Any]],
+    *,
+    interpret: bool,
+) -> list[jax.Array]:
+    """Return `accs` after products of operands in registers were added to some of them.
+
+    Args:
+        accs: f32 accumulators.
+        products: the index in `accs`, what makes operand A, and operand B in shared memory. An
+            operand is made while the products before it run.
+    """
+    if interpret:
+        accs = list(accs)
+        for i, make, b in products:
+            accs[i] = wgmma_accumulate(accs[i], make(), b, interpret=True)
+        return accs
+
+    def multiply(refs):
+        for i, make, b in products:
+            plgpu.wgmma(refs[i], make(), b)
+
+    return list(pl.run_state(multiply)(tuple(plgpu.ACC.init(x) for x in accs)))
+
+
 def join_sinks(
     state: State,
     sinks: jax.Array,

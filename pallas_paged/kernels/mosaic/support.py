@@ -131,11 +131,12 @@ def shared_memory(
 
     # The page size changes only how often a barrier is arrived at.
     sizes: Any = {"group": group, "head_dim": head_dim, "page_size": config.block_k}
-    module: Any = ragged
+    types: Any
     if isinstance(config, MosaicDecodeConfig):
-        module, sizes = decode, sizes | {"kv_dtype": kv_dtype}
-    types = module.scratch_types(config, dtype=jnp.bfloat16, **sizes)
-    return ops.shared_memory_bytes(types, module.COMPILER_PARAMS)
+        types = decode.scratch_types(config, dtype=jnp.bfloat16, kv_dtype=kv_dtype, **sizes)
+        return ops.shared_memory_bytes(types, decode.compiler_params(kv_dtype))
+    types = ragged.scratch_types(config, dtype=jnp.bfloat16, **sizes)
+    return ops.shared_memory_bytes(types, ragged.COMPILER_PARAMS)
 
 
 def shared_memory_limit(programs_per_sm: int) -> int:

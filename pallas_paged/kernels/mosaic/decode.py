@@ -42,6 +42,8 @@ from pallas_paged.kernels.mosaic.decode_shares import WorkItem, for_each_work_it
 from pallas_paged.kernels.mosaic.one_byte_scales import Scales, ScaleSender
 from pallas_paged.kernels.mosaic.ring import Pool, Ring, drain, stream, wgmma_transforms
 
+_MAX_HEADS = 64  # columns of a product
+
 
 def compiler_params(kv_dtype: Any) -> plgpu.CompilerParams:
     """Return the parameters of the kernel for pages of a dtype."""
@@ -60,7 +62,7 @@ class Inputs:
     block_tables: Any  # i32[B, N]
     seq_lens: Any  # i32[B]
     unit_ends: Any  # i32[B], from DecodePlan
-    alibi_slopes: Any  # f32[Hkv, N] or None
+    alibi_slopes: Any  # f32[Hkv * parts of a group, N] or None
     scales: Scales | None = None  # of int8 and fp8 pages
 
 
@@ -129,9 +131,18 @@ def scratch_types(
     )
 
 
+def head_tiles(group: int) -> tuple[int, int]:
+    """Return how many parts the query heads of a KV head are cut into, and the heads of a part.
+
+    Each part reads K/V again, and the registers hold one of at most 64 heads.
+    """
+    num_tiles = pl.cdiv(group, _MAX_HEADS)
+    return num_tiles, pl.cdiv(group, num_tiles)
+
+
 def padded_group(group: int) -> int:
     """Return the columns of a product for `group` query heads: wgmma takes a multiple of 8."""
-    return pl.cdiv(group, 8) * 8
+    return pl.cdiv(head_tiles(group)[1], 8) * 8
 
 
 def produce(
@@ -268,7 +279,7 @@ def attend(
 
 def decode_kernel(
     inputs: Inputs,
-    partials: ops.Partials,  # [Hkv, partials, N, ..]
+    partials: ops.Partials,  # [Hkv * parts of a group, partials, N, ..]
     queries: Queries,
     ring: Ring,
     *,
@@ -278,7 +289,12 @@ def decode_kernel(
     interpret: bool,
 ) -> None:
     """Run one program: warpgroup 0 attends, warpgroup 1 sends what it attends to."""
-    kv_head, program, warpgroup = (lax.axis_index(x) for x in ("kv_head", "program", "wg"))
+    part, program, warpgroup = (lax.axis_index(x) for x in ("kv_head", "program", "wg"))
+    num_tiles, heads = head_tiles(group)
+    kv_head, first_head = part, part * group
+    if num_tiles > 1:
+        kv_head = part // num_tiles
+        first_head = kv_head * group + lax.rem(part, num_tiles) * heads
     if inputs.scales is not None:
         pair = warpgroup // 2
         warpgroup, program = lax.rem(warpgroup, 2), program * ring.num_pairs + pair
@@ -299,7 +315,7 @@ def decode_kernel(
             ops.set_max_registers(registers, action="increase", interpret=interpret)
         slopes = None
         if inputs.alibi_slopes is not None:
-            slopes = ops.load(inputs.alibi_slopes.at[kv_head], ops.WGMMA_COL)
+            slopes = ops.load(inputs.alibi_slopes.at[part], ops.WGMMA_COL)
         of_kv = attend
         if inputs.scales is not None:
             of_kv = functools.partial(
@@ -311,7 +327,7 @@ def decode_kernel(
                 queries=queries,
                 ring=ring,
                 slopes=slopes,
-                partials=jax.tree.map(lambda ref: ref.at[kv_head], partials),
+                partials=jax.tree.map(lambda ref: ref.at[part], partials),
                 plan=plan,
                 interpret=interpret,
             )
@@ -328,7 +344,7 @@ def decode_kernel(
             queries=queries,
             ring=ring,
             kv_head=kv_head,
-            first_head=kv_head * group,
+            first_head=first_head,
             num_q_heads=group * inputs.pool.num_kv_heads,
             interpret=interpret,
         )
@@ -344,12 +360,13 @@ def paged_decode(
     arrays: Arrays, *, options: LogitOptions, config: MosaicDecodeConfig, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Attend with one query token per row; return `(out [B, Hq, D], lse f32[B, Hq])`."""
-    num_kv_heads, group, head_dim = arrays.num_kv_heads, arrays.group, arrays.head_dim
+    group, head_dim = arrays.group, arrays.head_dim
+    num_parts = arrays.num_kv_heads * head_tiles(group)[0]
     plan = DecodePlan.of(
         config,
         options,
         num_seqs=arrays.num_seqs,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=num_parts,
         max_kv_len=arrays.max_kv_len,
     )
     inputs = _inputs(arrays, plan)
@@ -362,7 +379,7 @@ def paged_decode(
         kv_dtype=arrays.k_pages.dtype,
         scales_of_tokens=inputs.scales is not None and inputs.scales.of_tokens,
     )
-    columns = (num_kv_heads, plan.num_partials, padded_group(group))
+    columns = (num_parts, plan.num_partials, padded_group(group))
     partials = ops.Partials(
         out=result_shape((*columns, head_dim), jnp.float32),
         lse=result_shape(columns, jnp.float32),
@@ -378,7 +395,7 @@ def paged_decode(
         ops.with_trees(kernel, inputs, partials),
         out_type=(partials.out, partials.lse),
         scratch_types=scratch,
-        grid=(num_kv_heads, pl.cdiv(plan.num_programs, config.num_pairs)),
+        grid=(num_parts, pl.cdiv(plan.num_programs, config.num_pairs)),
         grid_names=("kv_head", "program"),
         num_threads=2 * config.num_pairs,
         thread_name="wg",
@@ -392,6 +409,7 @@ def paged_decode(
         arrays.sinks,
         plan=plan,
         num_q_heads=arrays.num_q_heads,
+        head_tiles=head_tiles(group),
         dtype=arrays.q.dtype,
         interpret=interpret,
     )
@@ -400,11 +418,13 @@ def paged_decode(
 def _inputs(arrays: Arrays, plan: DecodePlan) -> Inputs:
     unit_ends = plan.unit_ends(arrays.seq_lens)
     scales = Scales.of(arrays)
-    slopes = arrays.alibi_slopes
+    slopes, group = arrays.alibi_slopes, arrays.group
     if slopes is not None:
-        group = arrays.group
+        num_tiles, heads = head_tiles(group)
         slopes = slopes.reshape(arrays.num_kv_heads, group)
-        slopes = jnp.pad(slopes, ((0, 0), (0, padded_group(group) - group)))
+        if num_tiles > 1:
+            slopes = jnp.pad(slopes, ((0, 0), (0, num_tiles * heads - group))).reshape(-1, heads)
+        slopes = jnp.pad(slopes, ((0, 0), (0, padded_group(group) - heads)))
     return Inputs(
         q=arrays.q.reshape(arrays.num_seqs * arrays.num_q_heads, arrays.head_dim),
         pool=Pool.of(arrays) if scales is None else one_byte.pool_of(arrays),

@@ -103,16 +103,20 @@ def merge_decode_kernel(
     lse_ref,  # f32[B, Hq]
     *,
     plan: DecodePlan,
+    head_tiles: tuple[int, int],
     block_s: int,
     block_h: int,
     interpret: bool,
 ) -> None:
     """Run one program: the final results of `block_h` query heads of a row."""
     row = lax.axis_index("row")
-    group = o_ref.shape[1] // partials.out.shape[0]
+    num_tiles, heads = head_tiles
+    group = o_ref.shape[1] * num_tiles // partials.out.shape[0]
     first, num_partials = plan.partials_of_row(row, unit_ends_ref)
     q_heads = [lax.axis_index("heads") * block_h + i for i in range(block_h)]
     columns = [(lax.div(q_head, group), lax.rem(q_head, group)) for q_head in q_heads]
+    if num_tiles > 1:
+        columns = [(h * num_tiles + lax.div(n, heads), lax.rem(n, heads)) for h, n in columns]
 
     # The reads above are safe before the wait: the kernel before this one reads the same array, so
     # it was complete when that kernel started.
@@ -151,6 +155,7 @@ def merge_decode(
     *,
     plan: DecodePlan,
     num_q_heads: int,
+    head_tiles: tuple[int, int] = (1, 0),
     dtype: Any,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
@@ -160,6 +165,8 @@ def merge_decode(
         partials: those of the decode kernel. The first columns of a KV head are its query heads.
         unit_ends: from `DecodePlan.unit_ends`.
         sinks: logits of the attention sinks, or None.
+        head_tiles: parts of the query heads of a KV head, each like a KV head of its own in
+            `partials`, and the heads of a part, which matter if there are several.
     """
     (num_seqs,) = unit_ends.shape
     block_s, block_h = block_sizes(plan, num_seqs=num_seqs, num_q_heads=num_q_heads)
@@ -169,7 +176,12 @@ def merge_decode(
         result_shape((num_seqs, num_q_heads), jnp.float32),
     )
     kernel = functools.partial(
-        merge_decode_kernel, plan=plan, block_s=block_s, block_h=block_h, interpret=interpret
+        merge_decode_kernel,
+        plan=plan,
+        head_tiles=head_tiles,
+        block_s=block_s,
+        block_h=block_h,
+        interpret=interpret,
     )
     return plgpu.kernel(
         ops.with_trees(kernel, *inputs, *results),

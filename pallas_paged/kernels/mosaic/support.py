@@ -22,7 +22,6 @@ HEAD_DIMS = (64, 128, 256)  # of 512, two blocks of 64 tokens of K and V would t
 MAKES_GRADIENTS = False
 GRADIENT_HEAD_DIMS = (64, 128)
 MIN_PAGE_SIZE = 8  # rows of a swizzled tile in shared memory
-MAX_DECODE_GROUP = 64
 # Shared memory of a Hopper SM. A program costs 1 KB more than it asks for.
 _SM_BYTES = 228 * 1024
 _BYTES_OF_A_PROGRAM = 1024
@@ -73,8 +72,6 @@ def why_not_call(call: Call) -> str | None:
         return f"needs a head_dim of {HEAD_DIMS}, not {call.head_dim}"
     if call.page_size < MIN_PAGE_SIZE:
         return f"needs a page_size of at least {MIN_PAGE_SIZE}, not {call.page_size}"
-    if call.kernel == "decode" and call.group > MAX_DECODE_GROUP:
-        return f"decodes at most {MAX_DECODE_GROUP} query heads per KV head, not {call.group}"
     return None if call.config is None else _why_not_config(call)  # a chosen config fits
 
 

@@ -60,7 +60,7 @@ def check(case, config=CONFIG, **options):
     assert_close(decode(arrays, config, **options), arrays, case.tolerance, **options)
 
 
-@pytest.mark.parametrize("group", [1, 3, 4, 8, 16, 40])
+@pytest.mark.parametrize("group", [1, 3, 4, 8, 16, 40, 67])
 def test_groups(group):
     check(mosaic_case(num_q_heads=2 * group, seq_lens=(130, 0, 64), pages_per_seq=9))
 
@@ -244,7 +244,7 @@ def lower(heads, page_size, dtype, config=CONFIG, *, num_seqs=4, per_head=False,
 
 @pytest.mark.parametrize(("page_size", "dtype"), [(8, jnp.bfloat16), (256, jnp.float16)])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("group", [1, 5, 64])
+@pytest.mark.parametrize("group", [1, 5, 64, 130])
 def test_lowers_for_cuda(group, head_dim, page_size, dtype):
     text = lower((2 * group, 2, head_dim), page_size, dtype)
     assert "paged_decode" in text and "paged_decode_merge" in text

@@ -41,6 +41,7 @@ from pallas_paged.kernels.mosaic.decode_merge import merge_decode
 from pallas_paged.kernels.mosaic.decode_shares import WorkItem, for_each_work_item
 from pallas_paged.kernels.mosaic.one_byte_scales import Scales, ScaleSender
 from pallas_paged.kernels.mosaic.ring import Pool, Ring, drain, stream, wgmma_transforms
+from pallas_paged.kernels.mosaic.row_copies import RowCopies, needs_row_copies, stream_rows
 
 _MAX_HEADS = 64  # columns of a product
 
@@ -180,17 +181,19 @@ def produce(
             last_page=(kv_len - 1) // inputs.pool.page_size,
             interpret=interpret,
         )
-    return stream(
-        ring,
-        inputs.pool,
-        kv_head,
-        block_table,
-        lo=item.lo,
-        hi=item.hi,
-        kv_len=kv_len,
-        kv_iter=kv_iter,
-        scales=scales,
-    )
+    blocks: Any = {"lo": item.lo, "hi": item.hi, "kv_iter": kv_iter, "scales": scales}
+    if needs_row_copies(inputs.pool.page_size):
+        copies = RowCopies(
+            ring=ring,
+            pool=inputs.pool,
+            block_table=block_table,
+            kv_head=kv_head,
+            last_page=(kv_len - 1) // inputs.pool.page_size,
+            swizzle=128 if inputs.scales is None else one_byte.swizzle_bytes(ring.k.shape[-1]),
+            interpret=interpret,
+        )
+        return stream_rows(copies, **blocks)
+    return stream(ring, inputs.pool, kv_head, block_table, kv_len=kv_len, **blocks)
 
 
 def attend(

@@ -29,6 +29,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.kv_layout import K, PageLayout, V
 
+MIN_TMA_TOKENS = 8  # of a page: rows of a swizzled tile in shared memory
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,7 +64,7 @@ class Ring:
         num_stages, block_k = config.num_stages, config.block_k
         shape = (num_stages, block_k, head_dim)
         block = plgpu.SMEM(shape, dtype, transforms=wgmma_transforms(dtype))
-        num_copies = max(block_k // page_size, 1)
+        num_copies = max(block_k // page_size, 1) if page_size >= MIN_TMA_TOKENS else 1
         full = plgpu.Barrier(num_arrivals=num_copies, num_barriers=num_stages)
         free = plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_stages)
         return cls(k=block, v=block, k_full=full, v_full=full, k_free=free, v_free=free)

@@ -70,7 +70,7 @@ def why_not_call(call: Call) -> str | None:
         return f"needs pages of q's dtype {call.dtype.name}, not of {call.kv_dtype.name}"
     if call.head_dim not in HEAD_DIMS:
         return f"needs a head_dim of {HEAD_DIMS}, not {call.head_dim}"
-    if call.page_size < MIN_PAGE_SIZE:
+    if call.page_size < MIN_PAGE_SIZE and call.kernel != "decode":
         return f"needs a page_size of at least {MIN_PAGE_SIZE}, not {call.page_size}"
     return None if call.config is None else _why_not_config(call)  # a chosen config fits
 

@@ -71,7 +71,9 @@ def test_head_dims(head_dim):
     check(rows(FP8, head_dim=head_dim, seq_lens=(130, 3)), TWO_PARTS)
 
 
-@pytest.mark.parametrize(("page_size", "pages_per_seq"), [(8, 17), *slow([(128, 2), (256, 1)])])
+@pytest.mark.parametrize(
+    ("page_size", "pages_per_seq"), [(2, 65), (8, 17), *slow([(128, 2), (256, 1)])]
+)
 def test_page_sizes(page_size, pages_per_seq):
     check(rows(page_size=page_size, pages_per_seq=pages_per_seq), TWO_PARTS)
 
@@ -107,7 +109,7 @@ def test_no_races(capfd):
 
 LOWERED = pairwise(
     group=(1, 5, 8, 40),
-    page_size=(8, 16, 256),
+    page_size=(1, 4, 8, 16, 256),
     kv_dtype=(INT8, FP8),
     per_tensor=(False, True),
     kv_layout=("HPND", "NHD", "2NHD"),

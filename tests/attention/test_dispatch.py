@@ -119,7 +119,7 @@ class TestMosaicRefuses:
                 {"kv_dtype": jnp.dtype(jnp.float16)},
                 "pages of q's dtype bfloat16, not of fl",
             ),
-            (DECODE, {"head_dim": 96}, r"a head_dim of \(64, 128, 256\), not 96"),
+            (DECODE, {"head_dim": 96}, r"a head_dim of \(64, 128, 192, 256\), not 96"),
             (PREFILL, {"head_dim": 512}, r"a head_dim of \(64, 128, 256\), not 512"),
             (PREFILL, {"page_size": 4}, "a page_size of at least 8, not 4"),
             (

@@ -292,16 +292,24 @@ def decode_kernel(
     interpret: bool,
 ) -> None:
     """Run one program: warpgroup 0 attends, warpgroup 1 sends what it attends to."""
-    part, program, warpgroup = (lax.axis_index(x) for x in ("kv_head", "program", "wg"))
-    num_tiles, heads = head_tiles(group)
-    kv_head, first_head = part, part * group
-    if num_tiles > 1:
-        kv_head = part // num_tiles
-        first_head = kv_head * group + lax.rem(part, num_tiles) * heads
-    if inputs.scales is not None:
-        pair = warpgroup // 2
-        warpgroup, program = lax.rem(warpgroup, 2), program * ring.num_pairs + pair
+
+    def role():
+        return lax.axis_index("wg")
+
+    program = None
+    if inputs.scales is None:
+        part = lax.axis_index("kv_head")
+    else:
+        pair, warpgroup = role() // 2, lax.rem(role(), 2)
         queries, ring = queries.of(pair), dataclasses.replace(ring, pair=pair)
+        index = lax.axis_index("program") * ring.num_pairs + pair
+        # In the last block there may be a pair too many, whose program has no work.
+        part = jnp.minimum(index // plan.num_programs, partials.lse.shape[0] - 1)
+        program = index - part * plan.num_programs
+
+        def role():
+            return warpgroup
+
     for_each = functools.partial(
         for_each_work_item,
         seq_lens_ref=inputs.seq_lens,
@@ -311,7 +319,7 @@ def decode_kernel(
     )
     ops.let_next_kernel_start(interpret=interpret)
 
-    @pl.when(warpgroup == 0)
+    @pl.when(role() == 0)
     def _():
         if ring.num_pairs > 1:
             registers = one_byte.REGISTERS[ring.num_pairs][1]
@@ -336,11 +344,16 @@ def decode_kernel(
             )
         )
 
-    @pl.when(warpgroup == 1)
+    @pl.when(role() == 1)
     def _():
         if ring.num_pairs > 1:
             registers = one_byte.REGISTERS[ring.num_pairs][0]
             ops.set_max_registers(registers, action="decrease", interpret=interpret)
+        num_tiles, heads = head_tiles(group)
+        kv_head = part if num_tiles == 1 else part // num_tiles
+        first_head = kv_head * group
+        if num_tiles > 1:
+            first_head += lax.rem(part, num_tiles) * heads
         send = functools.partial(
             produce,
             inputs=inputs,
@@ -382,6 +395,13 @@ def paged_decode(
         kv_dtype=arrays.k_pages.dtype,
         scales_of_tokens=inputs.scales is not None and inputs.scales.of_tokens,
     )
+    grid: dict[str, Any] = {
+        "grid": (num_parts, plan.num_programs),
+        "grid_names": ("kv_head", "program"),
+    }
+    if inputs.scales is not None:
+        num_programs = num_parts * plan.num_programs
+        grid = {"grid": (pl.cdiv(num_programs, config.num_pairs),), "grid_names": ("program",)}
     columns = (num_parts, plan.num_partials, padded_group(group))
     partials = ops.Partials(
         out=result_shape((*columns, head_dim), jnp.float32),
@@ -398,8 +418,7 @@ def paged_decode(
         ops.with_trees(kernel, inputs, partials),
         out_type=(partials.out, partials.lse),
         scratch_types=scratch,
-        grid=(num_parts, pl.cdiv(plan.num_programs, config.num_pairs)),
-        grid_names=("kv_head", "program"),
+        **grid,
         num_threads=2 * config.num_pairs,
         thread_name="wg",
         compiler_params=compiler_params(arrays.k_pages.dtype),

@@ -71,7 +71,7 @@ def attend(
     reduce = functools.partial(
         one_byte.reduce_columns, scratch=queries.reduced, interpret=interpret
     )
-    width = min(head_dim, _PART_D)
+    width = _PART_D if head_dim % _PART_D == 0 else 64
     dims = [pl.ds(i, width) for i in range(0, head_dim, width)]
     if slopes is not None:
         slopes = ops.bcast(slopes, ops.full((_PART_K, num_columns), 0.0, ops.WGMMA), 1)

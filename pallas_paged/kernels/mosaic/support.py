@@ -16,6 +16,7 @@ from pallas_paged.kernels.call import Arrays, Call, Device
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig, MosaicRaggedConfig
 
 HEAD_DIMS = (64, 128, 256)  # of 512, two blocks of 64 tokens of K and V would take 256 KB
+DECODE_HEAD_DIMS = (64, 128, 192, 256)  # wgmma makes 64 of the output's elements at a time
 # Whether gradients of calls by Mosaic, or by None on a Hopper GPU, are made by Mosaic where it can.
 # Its backward kernels are tested interpreted and were timed on an H200, where their results were
 # not compared with others yet.
@@ -68,8 +69,9 @@ def why_not_call(call: Call) -> str | None:
         return f"needs bfloat16 or float16, not {call.dtype.name}"
     if call.kv_dtype != call.dtype and (call.kernel != "decode" or call.kv_dtype.itemsize > 1):
         return f"needs pages of q's dtype {call.dtype.name}, not of {call.kv_dtype.name}"
-    if call.head_dim not in HEAD_DIMS:
-        return f"needs a head_dim of {HEAD_DIMS}, not {call.head_dim}"
+    head_dims = DECODE_HEAD_DIMS if call.kernel == "decode" else HEAD_DIMS
+    if call.head_dim not in head_dims:
+        return f"needs a head_dim of {head_dims}, not {call.head_dim}"
     if call.page_size < MIN_PAGE_SIZE and call.kernel != "decode":
         return f"needs a page_size of at least {MIN_PAGE_SIZE}, not {call.page_size}"
     return None if call.config is None else _why_not_config(call)  # a chosen config fits

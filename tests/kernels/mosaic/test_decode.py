@@ -75,7 +75,9 @@ def test_page_sizes(page_size, block_k):
     )
 
 
-@pytest.mark.parametrize(("head_dim", "dtype"), [(128, "float16"), (256, "bfloat16")])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(128, "float16"), (192, "bfloat16"), (256, "bfloat16")]
+)
 def test_head_dims(head_dim, dtype):
     check(mosaic_case(head_dim=head_dim, seq_lens=(130, 64, 1), pages_per_seq=9, dtype=dtype))
 
@@ -189,7 +191,7 @@ def plan_of(num_programs, fixed_split_size=None):
     )
 
 
-@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("head_dim", [64, 192, 256])
 def test_merge_of_many_slots_in_several_steps(head_dim):
     rng = np.random.default_rng(head_dim)
     num_slots = 2 * MAX_STATES_PER_STEP + 5
@@ -252,7 +254,7 @@ def lower(heads, page_size, dtype, config=CONFIG, *, num_seqs=4, per_head=False,
 @pytest.mark.parametrize(
     ("page_size", "dtype"), [(1, jnp.bfloat16), (8, jnp.bfloat16), (256, jnp.float16)]
 )
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("group", [1, 5, 64, 130])
 def test_lowers_for_cuda(group, head_dim, page_size, dtype):
     text = lower((2 * group, 2, head_dim), page_size, dtype)

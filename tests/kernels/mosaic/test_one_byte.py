@@ -66,7 +66,7 @@ def test_other_dtypes(kv_dtype, dtype):
     check(rows(kv_dtype, dtype=dtype))
 
 
-@pytest.mark.parametrize("head_dim", [128, *slow([256])])
+@pytest.mark.parametrize("head_dim", [128, 192, *slow([256])])
 def test_head_dims(head_dim):
     check(rows(FP8, head_dim=head_dim, seq_lens=(130, 3)), TWO_PARTS)
 
@@ -115,7 +115,7 @@ LOWERED = pairwise(
     kv_layout=("HPND", "NHD", "2NHD"),
     block_k=(64, 128, 256),
     dtype=("bfloat16", "float16"),
-    head_dim=(64, 128, 256),
+    head_dim=(64, 128, 192, 256),
     soft_cap=(None, 30.0),
     sliding_window=(None, 100),
     alibi_slopes=(False, True),

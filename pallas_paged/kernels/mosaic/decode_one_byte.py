@@ -66,6 +66,7 @@ def attend(
     _, block_k, head_dim = ring.k.shape
     num_columns = queries.q.shape[0]
     window_start = plan.first_key(item.seq_len)
+    overlap = ring.num_pairs > 1  # else two programs with 128 registers a thread share an SM
     # A part of K or V^T at a time takes few registers.
     parts = [pl.ds(i, _PART_K) for i in range(0, block_k, _PART_K)]
     reduce = functools.partial(
@@ -91,6 +92,7 @@ def attend(
                 for i, part in enumerate(parts)
                 for d in dims
             ],
+            overlap=overlap,
             interpret=interpret,
         )
 
@@ -163,6 +165,7 @@ def attend(
                 for i, d in enumerate(dims)
                 for part in parts
             ],
+            overlap=overlap,
             interpret=interpret,
         )  # [width, N] each
         plgpu.barrier_arrive(ring.v_free.at[stage])

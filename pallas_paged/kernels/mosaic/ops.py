@@ -138,19 +138,20 @@ def wgmma_many(
     accs: list[jax.Array],
     products: list[tuple[int, Callable[[], jax.Array], Any]],
     *,
+    overlap: bool,
     interpret: bool,
 ) -> list[jax.Array]:
     """Return `accs` after products of operands in registers were added to some of them.
 
     Args:
         accs: f32 accumulators.
-        products: the index in `accs`, what makes operand A, and operand B in shared memory. An
-            operand is made while the products before it run.
+        products: the index in `accs`, what makes operand A, and operand B in shared memory.
+        overlap: make an operand while the products before it run, which takes more registers.
     """
-    if interpret:
+    if interpret or not overlap:
         accs = list(accs)
         for i, make, b in products:
-            accs[i] = wgmma_accumulate(accs[i], make(), b, interpret=True)
+            accs[i] = wgmma_accumulate(accs[i], make(), b, interpret=interpret)
         return accs
 
     def multiply(refs):

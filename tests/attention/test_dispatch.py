@@ -114,11 +114,14 @@ class TestMosaicRefuses:
         ("call", "changes", "reason"),
         [
             (PREFILL, {"dtype": jnp.dtype(jnp.float32)}, "bfloat16 or float16, not float32"),
-            (DECODE, {"kv_dtype": jnp.dtype(jnp.int8)}, "pages of q's dtype bfloat16, not of int8"),
-            (DECODE, {"head_dim": 96}, r"a head_dim of \(64, 128, 256\), not 96"),
+            (
+                DECODE,
+                {"kv_dtype": jnp.dtype(jnp.float16)},
+                "pages of q's dtype bfloat16, not of fl",
+            ),
+            (DECODE, {"head_dim": 96}, r"a head_dim of \(64, 128, 192, 256\), not 96"),
             (PREFILL, {"head_dim": 512}, r"a head_dim of \(64, 128, 256\), not 512"),
             (PREFILL, {"page_size": 4}, "a page_size of at least 8, not 4"),
-            (DECODE, {"num_kv_heads": 1, "num_q_heads": 65}, "at most 64 query heads .*, not 65"),
             (
                 DECODE,
                 {"config": pp.MosaicDecodeConfig(block_k=192, num_stages=2, num_programs=1)}
@@ -162,7 +165,7 @@ class TestMosaicRefuses:
             {"head_dim": 256, "page_size": 256},
             {"num_kv_heads": 32},
             {"num_q_heads": 7, "num_kv_heads": 1},
-            {"num_q_heads": 64, "num_kv_heads": 1},
+            {"num_q_heads": 130, "num_kv_heads": 1},
         ],
         ids=str,
     )
@@ -170,10 +173,6 @@ class TestMosaicRefuses:
         for call in (PREFILL, DECODE):
             call = dataclasses.replace(call, **changes)
             assert BACKENDS["mosaic_gpu"].why_not(call) is None
-
-    def test_large_groups_in_decode_only(self, any_jax):
-        call = dataclasses.replace(PREFILL, num_kv_heads=1, num_q_heads=128)
-        assert BACKENDS["mosaic_gpu"].why_not(call) is None
 
     @pytest.mark.parametrize(
         ("kind", "capability", "hopper"),

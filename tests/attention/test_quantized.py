@@ -71,6 +71,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_decode_matches_the_oracle(case, implementation):
+    case = case.on(implementation)
     arrays, meant = case.make()
     actual = decode(*arrays, implementation=implementation)
     assert_close(actual, meant, case.case.tolerance)
@@ -110,6 +111,7 @@ def test_tiles_of_many_rows(dtype, implementation):
     ],
 )
 def test_all_options_together(function, case, kv_dtype, implementation):
+    case = case.on(implementation)
     names = [name for name in OPTIONS if function is ragged or name != "tree"]
     call, oracle = chosen_options(names, ragged=function is ragged, implementation=implementation)
     arrays, meant = Quantized(case=case, kv_dtype=kv_dtype).make()
@@ -137,25 +139,27 @@ def test_cascade(per_tensor, options, implementation):
 @pytest.mark.parametrize("kv_dtype", [INT8, FP8])
 @pytest.mark.parametrize(("function", "case"), [(decode, SMALL), (ragged, RAGGED)])
 def test_data_outside_a_row_changes_no_bit(function, case, kv_dtype, implementation):
-    case = Quantized(case=case, kv_dtype=kv_dtype)
+    case = Quantized(case=case.on(implementation), kv_dtype=kv_dtype)
     clean = function(*case.make(poison=False)[0], implementation=implementation)
     assert_same_bits(function(*case.make()[0], implementation=implementation), clean)
 
 
 @pytest.mark.parametrize("wrong", ["k", "v", "both"])
 def test_wrong_scales_fail(wrong, implementation):
-    arrays, meant = Quantized(case=SMALL, kv_dtype=INT8, v_size=1.1).make()
+    case = SMALL.on(implementation)
+    arrays, meant = Quantized(case=case, kv_dtype=INT8, v_size=1.1).make()
     *rest, k_scales, v_scales = arrays
     scales = {"k": (v_scales, v_scales), "v": (k_scales, k_scales), "both": (v_scales, k_scales)}
     actual = decode(*rest, *scales[wrong], implementation=implementation)
     with pytest.raises(AssertionError):
-        assert_close(actual, meant, SMALL.tolerance)
+        assert_close(actual, meant, case.tolerance)
 
 
 @pytest.mark.parametrize(("function", "case"), [(decode, SMALL), (ragged, RAGGED)])
 def test_scales_of_all_sizes_leave_f16_its_precision(function, case, implementation):
     """One token has by far the largest V and almost no weight; the other V underflow in f16."""
     case = dataclasses.replace(case, dtype="float16", seq_lens=(37, 25, 40, 61))
+    case = case.on(implementation)
     arrays, meant = Quantized(case=case, kv_dtype=INT8).make()
     q, k_pages, v_pages, tables, lens, *rest, k_scales, v_scales = arrays
     row, place = np.array([0, 1, 2, 3]), np.array([3, 9, 20, 31])
@@ -178,7 +182,8 @@ def test_scales_of_all_sizes_leave_f16_its_precision(function, case, implementat
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("function", "case"), [(decode, SMALL), (ragged, RAGGED)])
 def test_zero_tiny_and_huge_queries(function, case, dtype, per_tensor, implementation):
-    case = dataclasses.replace(case, dtype=dtype)
+    case = dataclasses.replace(case, dtype=dtype).on(implementation)
+    dtype = case.dtype
     (q, *arrays), (_, *meant) = Quantized(case=case, kv_dtype=INT8, per_tensor=per_tensor).make()
     # XLA's CPU compiler fuses the product of a logit and its factor, which a GPU rounds.
     large = 1e3 if dtype == "float16" or implementation == "triton_interpret" else 1e10
@@ -201,7 +206,7 @@ def test_zero_tiny_and_huge_queries(function, case, dtype, per_tensor, implement
 @pytest.mark.parametrize(("low", "high"), [(-30, 30), (-60, -50), (30, 50)])
 def test_scales_of_v_of_any_size(low, high, dtype, implementation):
     """Beside tokens with V of 0, which count in the sum of the weights only."""
-    case = dataclasses.replace(SMALL, dtype=dtype)
+    case = dataclasses.replace(SMALL, dtype=dtype).on(implementation)
     (q, k, v, *rest), meant = Quantized(case=case, kv_dtype=INT8).make()
     *rest, k_scales, v_scales = rest
     sizes = 2.0 ** np.random.default_rng(0).integers(low, high, v_scales.shape)
@@ -214,7 +219,7 @@ def test_scales_of_v_of_any_size(low, high, dtype, implementation):
 
 def test_scales_may_be_negative(implementation):
     for dtype in DTYPES:
-        case = dataclasses.replace(SMALL, dtype=dtype)
+        case = dataclasses.replace(SMALL, dtype=dtype).on(implementation)
         *arrays, v_scales = Quantized(case=case, kv_dtype=INT8).make()[0]
         out, _ = decode(*arrays, v_scales, implementation=implementation)
         negative, _ = decode(*arrays, -v_scales, implementation=implementation)
@@ -222,7 +227,7 @@ def test_scales_may_be_negative(implementation):
 
 
 def test_a_scale_of_nan_reaches_its_head_only(implementation):
-    arrays, _ = Quantized(case=SMALL, kv_dtype=INT8).make()
+    arrays, _ = Quantized(case=SMALL.on(implementation), kv_dtype=INT8).make()
     *rest, k_scales, v_scales = arrays
     tables = rest[3]
     k_scales[1, tables[0, 0], 3] = v_scales[0, tables[1, 0], 2] = np.nan
@@ -280,14 +285,15 @@ def test_quantization_by_write_kv_costs_little(kv_dtype, error, outliers, implem
 @pytest.mark.parametrize("kv_dtype", [INT8, FP8])
 def test_every_byte_is_converted_exactly(kv_dtype, dtype, implementation):
     """All 256 bytes, each as V of the only token of a row."""
+    page_size, head_dim = (8, 64) if implementation.startswith("mosaic_gpu") else (1, 16)
     values = np.arange(256, dtype=np.uint8).view(jnp.dtype(kv_dtype))
-    v_pages = np.repeat(values, 16).reshape(1, 256, 1, 16)
-    q = np.ones((256, 1, 16), jnp.dtype(dtype))
+    v_pages = np.repeat(values, page_size * head_dim).reshape(1, 256, page_size, head_dim)
+    q = np.ones((256, 1, head_dim), jnp.dtype(dtype))
     tables = np.arange(256, dtype=np.int32)[:, None]
-    lens, ones = np.ones(256, np.int32), np.ones((1, 256, 1), np.float32)
+    lens, ones = np.ones(256, np.int32), np.ones((1, 256, page_size), np.float32)
     k_pages = np.zeros_like(v_pages)
     out, _ = decode(q, k_pages, v_pages, tables, lens, ones, ones, implementation=implementation)
-    expected = np.repeat(values.astype(np.float32)[:, None, None], 16, axis=2)
+    expected = np.repeat(values.astype(np.float32)[:, None, None], head_dim, axis=2)
     np.testing.assert_array_equal(np.asarray(out, np.float32), expected)
 
 

@@ -37,6 +37,10 @@ class Quantized:
     def __str__(self) -> str:
         return f"{self.case}-{self.kv_dtype}{'-per_tensor' * self.per_tensor}"
 
+    def on(self, implementation: str) -> Quantized:
+        """As `Case.on`."""
+        return replace(self, case=self.case.on(implementation))
+
     def make(self, **how) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
         """Returns the arrays of a call, scales at the end, and the same call dequantized.
 

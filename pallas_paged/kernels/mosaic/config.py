@@ -30,6 +30,8 @@ class MosaicDecodeConfig:
             of them, at least one, and divides the blocks of all rows evenly among them.
         fixed_split_size: None, or tokens after which every row is split, a multiple of `block_k`,
             as in `DecodeConfig`. The bits of a row then depend on that row alone.
+        num_pairs: programs that share a CUDA block, in [1, 4], each a warpgroup that copies and one
+            that attends. With int8 and fp8 pages only; a stage is then `num_pairs` blocks.
 
     Raises:
         ValueError: a value is outside its range.
@@ -39,8 +41,10 @@ class MosaicDecodeConfig:
     num_stages: int
     num_programs: int
     fixed_split_size: int | None = None
+    num_pairs: int = 1
 
     def __post_init__(self) -> None:
+        check_integer("num_pairs", self.num_pairs, 1, 4)
         _check_loop(self)
 
 
@@ -97,6 +101,7 @@ def decode_config(
     head_dim: int,
     max_kv_len: int,
     num_seqs: int,
+    itemsize: int,
     num_sms: int,
     **_: int,
 ) -> MosaicDecodeConfig:
@@ -106,6 +111,7 @@ def decode_config(
         num_q_heads, num_kv_heads, head_dim, num_seqs: sizes of the call.
         max_kv_len: tokens that a full row of the block table can hold. Rows are assumed to be as
             long: a call with a wide table and short rows gets the config of long rows.
+        itemsize: bytes of an element of K or V.
         num_sms: streaming multiprocessors of the device.
         _: sizes that other heuristics need.
     """
@@ -116,6 +122,10 @@ def decode_config(
     num_stages = 2 if head_dim == 128 else 3
     if head_dim == 256 and num_q_heads // num_kv_heads > 24:
         num_stages = 2  # the queries leave no room for a third stage
+    if itemsize == 1:
+        # Two programs, so that one converts while the other waits for its products.
+        wide = head_dim > 128 or num_q_heads // num_kv_heads > 16
+        block_k, programs_per_sm, num_stages = (64, 1, 4) if wide else (128, 2, 3)
     # More programs than blocks would only write empty partial states.
     num_blocks = num_seqs * -(-max_kv_len // block_k)
     per_kv_head = max(1, min(programs_per_sm * num_sms // num_kv_heads, num_blocks))
@@ -160,6 +170,8 @@ def prefer_mosaic(kernel: Kernel, **sizes: int) -> bool:
         sizes: those of the call, as `decode_config` or `ragged_config` takes them.
     """
     group = sizes["num_q_heads"] // sizes["num_kv_heads"]
+    if sizes["itemsize"] == 1:
+        return False
     if kernel == "ragged":
         # A tile has 64 rows per warpgroup; with fewer rows most of the product is padding.
         return sizes["num_tokens"] * group >= _WGMMA_ROWS * sizes["num_seqs"]

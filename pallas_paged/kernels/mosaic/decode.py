@@ -35,13 +35,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.decode_plan import DecodePlan
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits
-from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic import decode_one_byte, one_byte, ops
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig
 from pallas_paged.kernels.mosaic.decode_merge import merge_decode
 from pallas_paged.kernels.mosaic.decode_shares import WorkItem, for_each_work_item
+from pallas_paged.kernels.mosaic.one_byte_scales import Scales, ScaleSender
 from pallas_paged.kernels.mosaic.ring import Pool, Ring, drain, stream, wgmma_transforms
+from pallas_paged.kernels.mosaic.row_copies import RowCopies, needs_row_copies, stream_rows
 
-COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True)
+_MAX_HEADS = 64  # columns of a product
+
+
+def compiler_params(kv_dtype: Any) -> plgpu.CompilerParams:
+    """Return the parameters of the kernel for pages of a dtype."""
+    if jnp.dtype(kv_dtype).itemsize == 1:
+        return one_byte.COMPILER_PARAMS
+    return plgpu.CompilerParams(approx_math=True)
 
 
 @jax.tree_util.register_dataclass
@@ -54,7 +63,8 @@ class Inputs:
     block_tables: Any  # i32[B, N]
     seq_lens: Any  # i32[B]
     unit_ends: Any  # i32[B], from DecodePlan
-    alibi_slopes: Any  # f32[Hkv, N] or None
+    alibi_slopes: Any  # f32[Hkv * parts of a group, N] or None
+    scales: Scales | None = None  # of int8 and fp8 pages
 
 
 @jax.tree_util.register_dataclass
@@ -71,14 +81,32 @@ class Queries:
     p: Any  # [N, block_k], swizzled: the probabilities of a block
     full: Any  # barrier, complete when the queries have arrived
     free: Any  # barrier, complete when the consumer has moved them
+    reduced: Any = None  # f32[4, N] of `one_byte.reduce_columns`, with int8 and fp8 pages
+
+    def of(self, pair: Any) -> Queries:
+        """Return those of one pair of warpgroups, of refs with an axis of pairs."""
+        return jax.tree.map(lambda ref: ref.at[pair], self)
 
 
 def scratch_types(
-    config: MosaicDecodeConfig, *, group: int, head_dim: int, page_size: int, dtype: Any
+    config: MosaicDecodeConfig,
+    *,
+    group: int,
+    head_dim: int,
+    page_size: int,
+    dtype: Any,
+    kv_dtype: Any,
+    scales_of_tokens: bool = True,
 ) -> tuple[Queries, Ring]:
-    """Return the types of the shared memory of a program."""
+    """Return the types of the shared memory of a program.
+
+    Args:
+        scales_of_tokens: whether tokens of int8 and fp8 pages have scales of their own.
+    """
     num_columns = padded_group(group)
-    swizzled = functools.partial(plgpu.SMEM, dtype=dtype, transforms=wgmma_transforms(dtype))
+    quantized = jnp.dtype(kv_dtype).itemsize == 1
+    operand = jnp.float16 if quantized else dtype
+    swizzled = functools.partial(plgpu.SMEM, dtype=operand, transforms=wgmma_transforms(operand))
     queries = Queries(
         arrived=plgpu.SMEM((num_columns, head_dim), dtype),
         q=swizzled((num_columns, head_dim)),
@@ -86,14 +114,36 @@ def scratch_types(
         full=plgpu.Barrier(),
         free=plgpu.Barrier(),
     )
+    if quantized:
+        pairs = config.num_pairs
+        queries = Queries(
+            arrived=plgpu.SMEM((pairs, num_columns, head_dim), dtype),
+            q=swizzled((pairs, num_columns, head_dim)),
+            p=swizzled((pairs, num_columns, config.block_k)),
+            full=plgpu.Barrier(num_barriers=pairs),
+            free=plgpu.Barrier(num_barriers=pairs),
+            reduced=plgpu.SMEM((pairs, 4, num_columns), jnp.float32),
+        )
+        return queries, one_byte.ring_types(
+            config, head_dim=head_dim, page_size=page_size, scales_of_tokens=scales_of_tokens
+        )
     return queries, Ring.types(
         config, head_dim=head_dim, page_size=page_size, dtype=dtype, num_consumers=1
     )
 
 
+def head_tiles(group: int) -> tuple[int, int]:
+    """Return how many parts the query heads of a KV head are cut into, and the heads of a part.
+
+    Each part reads K/V again, and the registers hold one of at most 64 heads.
+    """
+    num_tiles = pl.cdiv(group, _MAX_HEADS)
+    return num_tiles, pl.cdiv(group, num_tiles)
+
+
 def padded_group(group: int) -> int:
     """Return the columns of a product for `group` query heads: wgmma takes a multiple of 8."""
-    return pl.cdiv(group, 8) * 8
+    return pl.cdiv(head_tiles(group)[1], 8) * 8
 
 
 def produce(
@@ -106,6 +156,7 @@ def produce(
     kv_head: jax.Array,
     first_head: jax.Array,
     num_q_heads: int,
+    interpret: bool,
 ) -> jax.Array:
     """Send the queries and the K/V of a work item; return the blocks sent so far."""
 
@@ -119,16 +170,30 @@ def produce(
         heads = pl.ds(item.row * num_q_heads + first_head, queries.arrived.shape[0])
         plgpu.copy_gmem_to_smem(inputs.q.at[heads], queries.arrived, queries.full)
 
-    return stream(
-        ring,
-        inputs.pool,
-        kv_head,
-        inputs.block_tables.at[item.row],
-        lo=item.lo,
-        hi=item.hi,
-        kv_len=jnp.maximum(item.seq_len, 1),
-        kv_iter=kv_iter,
-    )
+    block_table, kv_len = inputs.block_tables.at[item.row], jnp.maximum(item.seq_len, 1)
+    scales = None
+    if inputs.scales is not None and inputs.scales.of_tokens:
+        scales = ScaleSender(
+            scales=inputs.scales,
+            stages=ring.scales,
+            block_table=block_table,
+            kv_head=kv_head,
+            last_page=(kv_len - 1) // inputs.pool.page_size,
+            interpret=interpret,
+        )
+    blocks: Any = {"lo": item.lo, "hi": item.hi, "kv_iter": kv_iter, "scales": scales}
+    if needs_row_copies(inputs.pool.page_size):
+        copies = RowCopies(
+            ring=ring,
+            pool=inputs.pool,
+            block_table=block_table,
+            kv_head=kv_head,
+            last_page=(kv_len - 1) // inputs.pool.page_size,
+            swizzle=128 if inputs.scales is None else one_byte.swizzle_bytes(ring.k.shape[-1]),
+            interpret=interpret,
+        )
+        return stream_rows(copies, **blocks)
+    return stream(ring, inputs.pool, kv_head, block_table, kv_len=kv_len, **blocks)
 
 
 def attend(
@@ -217,51 +282,87 @@ def attend(
 
 def decode_kernel(
     inputs: Inputs,
-    partials: ops.Partials,  # [Hkv, partials, N, ..]
+    partials: ops.Partials,  # [Hkv * parts of a group, partials, N, ..]
     queries: Queries,
     ring: Ring,
     *,
     plan: DecodePlan,
     group: int,
+    kv_dtype: Any,
     interpret: bool,
 ) -> None:
     """Run one program: warpgroup 0 attends, warpgroup 1 sends what it attends to."""
-    kv_head = lax.axis_index("kv_head")
+
+    def role():
+        return lax.axis_index("wg")
+
+    program = None
+    if inputs.scales is None:
+        part = lax.axis_index("kv_head")
+    else:
+        pair, warpgroup = role() // 2, lax.rem(role(), 2)
+        queries, ring = queries.of(pair), dataclasses.replace(ring, pair=pair)
+        index = lax.axis_index("program") * ring.num_pairs + pair
+        # In the last block there may be a pair too many, whose program has no work.
+        part = jnp.minimum(index // plan.num_programs, partials.lse.shape[0] - 1)
+        program = index - part * plan.num_programs
+
+        def role():
+            return warpgroup
+
     for_each = functools.partial(
         for_each_work_item,
         seq_lens_ref=inputs.seq_lens,
         unit_ends_ref=inputs.unit_ends,
         plan=plan,
+        program=program,
     )
     ops.let_next_kernel_start(interpret=interpret)
 
-    @pl.when(lax.axis_index("wg") == 0)
+    @pl.when(role() == 0)
     def _():
+        if ring.num_pairs > 1:
+            registers = one_byte.REGISTERS[ring.num_pairs][1]
+            ops.set_max_registers(registers, action="increase", interpret=interpret)
         slopes = None
         if inputs.alibi_slopes is not None:
-            slopes = ops.load(inputs.alibi_slopes.at[kv_head], ops.WGMMA_COL)
+            slopes = ops.load(inputs.alibi_slopes.at[part], ops.WGMMA_COL)
+        of_kv = attend
+        if inputs.scales is not None:
+            of_kv = functools.partial(
+                decode_one_byte.attend, scales=inputs.scales, kv_dtype=kv_dtype
+            )
         for_each(
             functools.partial(
-                attend,
+                of_kv,
                 queries=queries,
                 ring=ring,
                 slopes=slopes,
-                partials=jax.tree.map(lambda ref: ref.at[kv_head], partials),
+                partials=jax.tree.map(lambda ref: ref.at[part], partials),
                 plan=plan,
                 interpret=interpret,
             )
         )
 
-    @pl.when(lax.axis_index("wg") == 1)
+    @pl.when(role() == 1)
     def _():
+        if ring.num_pairs > 1:
+            registers = one_byte.REGISTERS[ring.num_pairs][0]
+            ops.set_max_registers(registers, action="decrease", interpret=interpret)
+        num_tiles, heads = head_tiles(group)
+        kv_head = part if num_tiles == 1 else part // num_tiles
+        first_head = kv_head * group
+        if num_tiles > 1:
+            first_head += lax.rem(part, num_tiles) * heads
         send = functools.partial(
             produce,
             inputs=inputs,
             queries=queries,
             ring=ring,
             kv_head=kv_head,
-            first_head=kv_head * group,
+            first_head=first_head,
             num_q_heads=group * inputs.pool.num_kv_heads,
+            interpret=interpret,
         )
         kv_iter = for_each(send)
         drain(ring, kv_iter)
@@ -275,12 +376,13 @@ def paged_decode(
     arrays: Arrays, *, options: LogitOptions, config: MosaicDecodeConfig, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Attend with one query token per row; return `(out [B, Hq, D], lse f32[B, Hq])`."""
-    num_kv_heads, group, head_dim = arrays.num_kv_heads, arrays.group, arrays.head_dim
+    group, head_dim = arrays.group, arrays.head_dim
+    num_parts = arrays.num_kv_heads * head_tiles(group)[0]
     plan = DecodePlan.of(
         config,
         options,
         num_seqs=arrays.num_seqs,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=num_parts,
         max_kv_len=arrays.max_kv_len,
     )
     inputs = _inputs(arrays, plan)
@@ -290,22 +392,36 @@ def paged_decode(
         head_dim=head_dim,
         page_size=arrays.page_size,
         dtype=arrays.q.dtype,
+        kv_dtype=arrays.k_pages.dtype,
+        scales_of_tokens=inputs.scales is not None and inputs.scales.of_tokens,
     )
-    columns = (num_kv_heads, plan.num_partials, padded_group(group))
+    grid: dict[str, Any] = {
+        "grid": (num_parts, plan.num_programs),
+        "grid_names": ("kv_head", "program"),
+    }
+    if inputs.scales is not None:
+        num_programs = num_parts * plan.num_programs
+        grid = {"grid": (pl.cdiv(num_programs, config.num_pairs),), "grid_names": ("program",)}
+    columns = (num_parts, plan.num_partials, padded_group(group))
     partials = ops.Partials(
         out=result_shape((*columns, head_dim), jnp.float32),
         lse=result_shape(columns, jnp.float32),
     )
-    kernel = functools.partial(decode_kernel, plan=plan, group=group, interpret=interpret)
+    kernel = functools.partial(
+        decode_kernel,
+        plan=plan,
+        group=group,
+        kv_dtype=arrays.k_pages.dtype,
+        interpret=interpret,
+    )
     out, lse = plgpu.kernel(
         ops.with_trees(kernel, inputs, partials),
         out_type=(partials.out, partials.lse),
         scratch_types=scratch,
-        grid=(num_kv_heads, plan.num_programs),
-        grid_names=("kv_head", "program"),
-        num_threads=2,
+        **grid,
+        num_threads=2 * config.num_pairs,
         thread_name="wg",
-        compiler_params=COMPILER_PARAMS,
+        compiler_params=compiler_params(arrays.k_pages.dtype),
         kernel_name="paged_decode",
         interpret=ops.interpreter(interpret),
     )(*jax.tree.leaves(inputs))
@@ -315,6 +431,7 @@ def paged_decode(
         arrays.sinks,
         plan=plan,
         num_q_heads=arrays.num_q_heads,
+        head_tiles=head_tiles(group),
         dtype=arrays.q.dtype,
         interpret=interpret,
     )
@@ -322,16 +439,20 @@ def paged_decode(
 
 def _inputs(arrays: Arrays, plan: DecodePlan) -> Inputs:
     unit_ends = plan.unit_ends(arrays.seq_lens)
-    slopes = arrays.alibi_slopes
+    scales = Scales.of(arrays)
+    slopes, group = arrays.alibi_slopes, arrays.group
     if slopes is not None:
-        group = arrays.group
+        num_tiles, heads = head_tiles(group)
         slopes = slopes.reshape(arrays.num_kv_heads, group)
-        slopes = jnp.pad(slopes, ((0, 0), (0, padded_group(group) - group)))
+        if num_tiles > 1:
+            slopes = jnp.pad(slopes, ((0, 0), (0, num_tiles * heads - group))).reshape(-1, heads)
+        slopes = jnp.pad(slopes, ((0, 0), (0, padded_group(group) - heads)))
     return Inputs(
         q=arrays.q.reshape(arrays.num_seqs * arrays.num_q_heads, arrays.head_dim),
-        pool=Pool.of(arrays),
+        pool=Pool.of(arrays) if scales is None else one_byte.pool_of(arrays),
         block_tables=arrays.block_tables,
         seq_lens=arrays.seq_lens,
         unit_ends=unit_ends,
         alibi_slopes=slopes,
+        scales=scales,
     )

@@ -8,7 +8,6 @@ waiting, so a loop step starts all of its loads at once, and a row takes few ste
 from __future__ import annotations
 
 import functools
-import operator
 from typing import Any
 
 import jax
@@ -37,6 +36,20 @@ def vector_layout(size: int) -> Any:
     )
 
 
+def pieces_of(head_dim: int) -> list[int]:
+    """Return the powers of two, the largest first, whose sum is `head_dim`."""
+    return [1 << i for i in range(head_dim.bit_length() - 1, -1, -1) if head_dim >> i & 1]
+
+
+def piece_refs(ref: Any) -> list[Any]:
+    """Return the refs to the pieces of a vector, the last axis of `ref`."""
+    (head_dim,) = ref.shape
+    pieces = pieces_of(head_dim)
+    if len(pieces) == 1:
+        return [ref]
+    return [ref.at[pl.ds(sum(pieces[:i]), size)] for i, size in enumerate(pieces)]
+
+
 def merge_partials(
     partials: ops.Partials,  # [Hkv, partials, N, ..]
     first: jax.Array,
@@ -51,10 +64,9 @@ def merge_partials(
         block_s: partial states per loop step.
 
     Returns:
-        A state (m f32[], l f32[], acc f32[D]) for each of `columns`.
+        A state (m f32[], l f32[], acc) for each of `columns`, where acc is the pieces of f32[D].
     """
-    head_dim = partials.out.shape[-1]
-    layout = vector_layout(head_dim)
+    layouts = {size: vector_layout(size) for size in pieces_of(partials.out.shape[-1])}
 
     def merge_some(i, states):
         index = [i * block_s + j for j in range(block_s)]
@@ -63,7 +75,10 @@ def merge_partials(
         loaded = [
             (
                 [partials.lse[h, i, n] for i in where],
-                [ops.load(partials.out.at[h, i, n], layout) for i in where],
+                [
+                    [ops.load(ref, layouts[ref.shape[0]]) for ref in piece_refs(row)]
+                    for row in (partials.out.at[h, i, n] for i in where)
+                ],
             )
             for h, n in columns
         ]
@@ -75,24 +90,30 @@ def merge_partials(
         lses = [jnp.where(*x, -jnp.inf) * LOG2_E for x in zip(exists, lses, strict=True)]
         m_new = functools.reduce(jnp.maximum, lses, m_i)
         alpha = jnp.exp2(m_i - m_new)
-        l_new, acc = l_i * alpha, acc * alpha
+        l_new, acc = l_i * alpha, [x * alpha for x in acc]
         for lse, out in zip(lses, outs, strict=True):
             w = jnp.exp2(lse - m_new)
-            l_new, acc = l_new + w, acc + w * out
+            l_new, acc = l_new + w, [x + w * y for x, y in zip(acc, out, strict=True)]
         return m_new, l_new, acc
 
-    nothing = jnp.float32(-jnp.inf), jnp.float32(0.0), ops.full((head_dim,), 0.0, layout)
+    zeros = [ops.full((size,), 0.0, layout) for size, layout in layouts.items()]
+    nothing = jnp.float32(-jnp.inf), jnp.float32(0.0), zeros
     return lax.fori_loop(0, pl.cdiv(num_partials, block_s), merge_some, [nothing for _ in columns])
 
 
-def finish(state: ops.State, sink: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Return `(out f32[D], lse)` of a state; a sink joins the denominator if any key was seen."""
+def finish(state: Any, sink: jax.Array | None) -> tuple[list[jax.Array], jax.Array]:
+    """Return `(pieces of out f32[D], lse)` of a state.
+
+    A sink joins the denominator if any key was seen.
+    """
     empty = state[1] == 0.0
     if sink is not None:
-        state = ops.join_sinks(state, sink, empty, operator.mul)
+        state = ops.join_sinks(state, sink, empty, lambda acc, alpha: [x * alpha for x in acc])
     m_i, l_i, acc = state
     l_safe = jnp.where(empty, 1.0, l_i)
-    return acc * (1.0 / l_safe), jnp.where(empty, -jnp.inf, m_i * LN_2 + jnp.log(l_safe))
+    return [x * (1.0 / l_safe) for x in acc], jnp.where(
+        empty, -jnp.inf, m_i * LN_2 + jnp.log(l_safe)
+    )
 
 
 def merge_decode_kernel(
@@ -103,16 +124,20 @@ def merge_decode_kernel(
     lse_ref,  # f32[B, Hq]
     *,
     plan: DecodePlan,
+    head_tiles: tuple[int, int],
     block_s: int,
     block_h: int,
     interpret: bool,
 ) -> None:
     """Run one program: the final results of `block_h` query heads of a row."""
     row = lax.axis_index("row")
-    group = o_ref.shape[1] // partials.out.shape[0]
+    num_tiles, heads = head_tiles
+    group = o_ref.shape[1] * num_tiles // partials.out.shape[0]
     first, num_partials = plan.partials_of_row(row, unit_ends_ref)
     q_heads = [lax.axis_index("heads") * block_h + i for i in range(block_h)]
     columns = [(lax.div(q_head, group), lax.rem(q_head, group)) for q_head in q_heads]
+    if num_tiles > 1:
+        columns = [(h * num_tiles + lax.div(n, heads), lax.rem(n, heads)) for h, n in columns]
 
     # The reads above are safe before the wait: the kernel before this one reads the same array, so
     # it was complete when that kernel started.
@@ -121,7 +146,8 @@ def merge_decode_kernel(
     states = merge_partials(partials, first, num_partials, columns, block_s)
     for q_head, state, sink in zip(q_heads, states, sinks, strict=True):
         out, lse = finish(state, sink)
-        ops.store(o_ref.at[row, q_head], out.astype(o_ref.dtype))
+        for ref, piece in zip(piece_refs(o_ref.at[row, q_head]), out, strict=True):
+            ops.store(ref, piece.astype(o_ref.dtype))
         lse_ref[row, q_head] = lse
 
 
@@ -151,6 +177,7 @@ def merge_decode(
     *,
     plan: DecodePlan,
     num_q_heads: int,
+    head_tiles: tuple[int, int] = (1, 0),
     dtype: Any,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
@@ -160,6 +187,8 @@ def merge_decode(
         partials: those of the decode kernel. The first columns of a KV head are its query heads.
         unit_ends: from `DecodePlan.unit_ends`.
         sinks: logits of the attention sinks, or None.
+        head_tiles: parts of the query heads of a KV head, each like a KV head of its own in
+            `partials`, and the heads of a part, which matter if there are several.
     """
     (num_seqs,) = unit_ends.shape
     block_s, block_h = block_sizes(plan, num_seqs=num_seqs, num_q_heads=num_q_heads)
@@ -169,7 +198,12 @@ def merge_decode(
         result_shape((num_seqs, num_q_heads), jnp.float32),
     )
     kernel = functools.partial(
-        merge_decode_kernel, plan=plan, block_s=block_s, block_h=block_h, interpret=interpret
+        merge_decode_kernel,
+        plan=plan,
+        head_tiles=head_tiles,
+        block_s=block_s,
+        block_h=block_h,
+        interpret=interpret,
     )
     return plgpu.kernel(
         ops.with_trees(kernel, *inputs, *results),

@@ -66,14 +66,16 @@ def for_each_work_item(
     unit_ends_ref: Any,  # i32[B]
     *,
     plan: DecodePlan,
+    program: jax.Array | None = None,
 ) -> jax.Array:
     """Call `body(item, kv_iter)` for every work item of the program; return the last `kv_iter`.
 
     Args:
         body: returns `kv_iter` plus the blocks of the item. The first `kv_iter` is 0.
+        program: its index; None for that of the grid.
     """
     (num_seqs,) = seq_lens_ref.shape
-    program = lax.axis_index("program")
+    program = lax.axis_index("program") if program is None else program
     start, stop = plan.units_of_program(program, unit_ends_ref[num_seqs - 1])
 
     def lengths_of(row):

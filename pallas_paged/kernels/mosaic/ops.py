@@ -86,7 +86,7 @@ def bcast(x: jax.Array, like: jax.Array, axis: int = 0) -> jax.Array:
 
 
 def load(ref: Any, layout: Any) -> jax.Array:
-    """Load a ref to device memory into registers."""
+    """Load a ref to device memory, or to plain rows in shared memory, into registers."""
     load_from: Any = plgpu.load  # its signature differs between versions of JAX
     return load_from(ref, layout=layout, optimized=False)
 
@@ -132,6 +132,33 @@ def wgmma_accumulate(
         overlap()
 
     return pl.run_state(multiply)(plgpu.ACC.init(acc))
+
+
+def wgmma_many(
+    accs: list[jax.Array],
+    products: list[tuple[int, Callable[[], jax.Array], Any]],
+    *,
+    overlap: bool,
+    interpret: bool,
+) -> list[jax.Array]:
+    """Return `accs` after products of operands in registers were added to some of them.
+
+    Args:
+        accs: f32 accumulators.
+        products: the index in `accs`, what makes operand A, and operand B in shared memory.
+        overlap: make an operand while the products before it run, which takes more registers.
+    """
+    if interpret or not overlap:
+        accs = list(accs)
+        for i, make, b in products:
+            accs[i] = wgmma_accumulate(accs[i], make(), b, interpret=interpret)
+        return accs
+
+    def multiply(refs):
+        for i, make, b in products:
+            plgpu.wgmma(refs[i], make(), b)
+
+    return list(pl.run_state(multiply)(tuple(plgpu.ACC.init(x) for x in accs)))
 
 
 def join_sinks(

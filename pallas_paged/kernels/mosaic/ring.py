@@ -29,6 +29,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.kv_layout import K, PageLayout, V
 
+MIN_TMA_TOKENS = 8  # of a page: rows of a swizzled tile in shared memory
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,6 +43,18 @@ class Ring:
     v_full: Any
     k_free: Any  # barriers [num_stages], complete when all consumers have used a block
     v_free: Any
+    scales: Any = None  # f32[2, num_stages, block_k] of the tokens' K and V, see `stream`
+    pair: Any = None  # of `num_pairs`, whose rings are these stages one after another; None if 1
+    num_pairs: int = dataclasses.field(default=1, metadata={"static": True})
+
+    @property
+    def num_stages(self) -> int:
+        return self.k.shape[0] // self.num_pairs
+
+    def stage_of(self, kv_iter: jax.Array) -> jax.Array:
+        """Return the stage of a block."""
+        stage = lax.rem(kv_iter, self.num_stages)
+        return stage if self.pair is None else self.pair * self.num_stages + stage
 
     @classmethod
     def types(
@@ -50,7 +64,7 @@ class Ring:
         num_stages, block_k = config.num_stages, config.block_k
         shape = (num_stages, block_k, head_dim)
         block = plgpu.SMEM(shape, dtype, transforms=wgmma_transforms(dtype))
-        num_copies = max(block_k // page_size, 1)
+        num_copies = max(block_k // page_size, 1) if page_size >= MIN_TMA_TOKENS else 1
         full = plgpu.Barrier(num_arrivals=num_copies, num_barriers=num_stages)
         free = plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_stages)
         return cls(k=block, v=block, k_full=full, v_full=full, k_free=free, v_free=free)
@@ -102,16 +116,19 @@ def stream(
     hi: jax.Array,
     kv_len: jax.Array,
     kv_iter: jax.Array,
+    scales: Any = None,
 ) -> jax.Array:
     """Send the blocks `[lo, hi)` of a sequence of `kv_len` tokens through the ring.
 
     Args:
         kv_iter: blocks that the producer has sent before.
+        scales: a `ScaleSender`, or None. The scales of a block are one more arrival at `k_full`,
+            and their stage is free when that of V is.
 
     Returns:
         `kv_iter + hi - lo`.
     """
-    num_stages, block_k, _ = ring.k.shape
+    num_stages, block_k = ring.num_stages, ring.k.shape[1]
     page_size = pool.page_size
     tokens_per_copy = min(page_size, block_k)
     last_page = (kv_len - 1) // page_size
@@ -125,10 +142,11 @@ def stream(
         )
 
     def send(block, carry):
-        kv_iter, pages = carry
-        stage = lax.rem(kv_iter, num_stages)
+        kv_iter, pages, loaded = carry
+        stage = ring.stage_of(kv_iter)
         # The table is read one block ahead, so the copies need not wait for it.
-        next_pages = pages_of(jnp.minimum(block + 1, hi - 1))
+        next_block = jnp.minimum(block + 1, hi - 1)
+        next_pages = pages_of(next_block)
         for kv, blocks, full, free in (
             (K, ring.k, ring.k_full, ring.k_free),
             (V, ring.v, ring.v_full, ring.v_free),
@@ -146,17 +164,22 @@ def stream(
                     blocks.at[stage, pl.ds(i * tokens_per_copy, tokens_per_copy)],
                     full.at[stage],
                 )
-        return kv_iter + 1, next_pages
+        if scales is not None:
+            scales.store(loaded, stage)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(ring.k_full.at[stage])
+            loaded = scales.load(next_block)
+        return kv_iter + 1, next_pages, loaded
 
-    kv_iter, _ = lax.fori_loop(lo, hi, send, (kv_iter, pages_of(lo)))
+    loaded = None if scales is None else scales.load(lo)
+    kv_iter, *_ = lax.fori_loop(lo, hi, send, (kv_iter, pages_of(lo), loaded))
     return kv_iter
 
 
 def drain(ring: Ring, kv_iter: jax.Array) -> None:
     """Wait until the consumers have used all of the `kv_iter` blocks that were sent."""
-    num_stages = ring.k.shape[0]
 
-    @pl.loop(jnp.maximum(kv_iter - num_stages, 0), kv_iter)
+    @pl.loop(jnp.maximum(kv_iter - ring.num_stages, 0), kv_iter)
     def _(sent):
         for free in (ring.k_free, ring.v_free):
-            plgpu.barrier_wait(free.at[lax.rem(sent, num_stages)])
+            plgpu.barrier_wait(free.at[ring.stage_of(sent)])

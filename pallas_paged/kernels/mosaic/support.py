@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,9 @@ from pallas_paged.kernels.call import Arrays, Call, Device
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig, MosaicRaggedConfig
 
 HEAD_DIMS = (64, 128, 256)  # of 512, two blocks of 64 tokens of K and V would take 256 KB
+DECODE_HEAD_DIMS = (64, 128, 192, 256)  # wgmma makes 64 of the output's elements at a time
 GRADIENT_HEAD_DIMS = (64, 128)
 MIN_PAGE_SIZE = 8  # rows of a swizzled tile in shared memory
-MAX_DECODE_GROUP = 64
 # Shared memory of a Hopper SM. A program costs 1 KB more than it asks for.
 _SM_BYTES = 228 * 1024
 _BYTES_OF_A_PROGRAM = 1024
@@ -62,14 +63,13 @@ def why_not_call(call: Call) -> str | None:
     """Return why the kernels can't do a call on any device, or None. Its config may need Mosaic."""
     if call.dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs bfloat16 or float16, not {call.dtype.name}"
-    if call.kv_dtype != call.dtype:
+    if call.kv_dtype != call.dtype and (call.kernel != "decode" or call.kv_dtype.itemsize > 1):
         return f"needs pages of q's dtype {call.dtype.name}, not of {call.kv_dtype.name}"
-    if call.head_dim not in HEAD_DIMS:
-        return f"needs a head_dim of {HEAD_DIMS}, not {call.head_dim}"
-    if call.page_size < MIN_PAGE_SIZE:
+    head_dims = DECODE_HEAD_DIMS if call.kernel == "decode" else HEAD_DIMS
+    if call.head_dim not in head_dims:
+        return f"needs a head_dim of {head_dims}, not {call.head_dim}"
+    if call.page_size < MIN_PAGE_SIZE and call.kernel != "decode":
         return f"needs a page_size of at least {MIN_PAGE_SIZE}, not {call.page_size}"
-    if call.kernel == "decode" and call.group > MAX_DECODE_GROUP:
-        return f"decodes at most {MAX_DECODE_GROUP} query heads per KV head, not {call.group}"
     return None if call.config is None else _why_not_config(call)  # a chosen config fits
 
 
@@ -99,7 +99,7 @@ def _why_not_config(call: Call) -> str | None:
     block_k = config.block_k
     if block_k % page_size and page_size % block_k:
         return f"needs a {block_k=} that is a multiple or a divisor of {page_size=}"
-    needed = shared_memory(config, group=call.group, head_dim=call.head_dim)
+    needed = shared_memory(config, group=call.group, head_dim=call.head_dim, kv_dtype=call.kv_dtype)
     limit = shared_memory_limit(1)
     if needed > limit:
         return (
@@ -109,21 +109,29 @@ def _why_not_config(call: Call) -> str | None:
 
 
 def shared_memory(
-    config: MosaicDecodeConfig | MosaicRaggedConfig, *, group: int, head_dim: int
+    config: MosaicDecodeConfig | MosaicRaggedConfig,
+    *,
+    group: int,
+    head_dim: int,
+    kv_dtype: Any = jnp.bfloat16,
 ) -> int:
     """Return the bytes of shared memory that a program of the kernel needs. Imports Mosaic.
 
     Args:
         group: query heads of a KV head.
-        head_dim: of the queries, K and V, which have 16-bit elements.
+        head_dim: of the queries, K and V.
+        kv_dtype: of the pages; queries have 16-bit elements.
     """
     from pallas_paged.kernels.mosaic import decode, ops, ragged
 
-    module = decode if isinstance(config, MosaicDecodeConfig) else ragged
-    types = module.scratch_types(  # the page size changes only how often a barrier is arrived at
-        config, group=group, head_dim=head_dim, page_size=config.block_k, dtype=jnp.bfloat16
-    )
-    return ops.shared_memory_bytes(types, module.COMPILER_PARAMS)
+    # The page size changes only how often a barrier is arrived at.
+    sizes: Any = {"group": group, "head_dim": head_dim, "page_size": config.block_k}
+    types: Any
+    if isinstance(config, MosaicDecodeConfig):
+        types = decode.scratch_types(config, dtype=jnp.bfloat16, kv_dtype=kv_dtype, **sizes)
+        return ops.shared_memory_bytes(types, decode.compiler_params(kv_dtype))
+    types = ragged.scratch_types(config, dtype=jnp.bfloat16, **sizes)
+    return ops.shared_memory_bytes(types, ragged.COMPILER_PARAMS)
 
 
 def shared_memory_limit(programs_per_sm: int) -> int:

@@ -21,6 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_paged.kernels.powers_of_two import exponents_of, power_of_2
+
 
 def zero(ref: Any) -> float:
     """Return what a masked load of words or of floats gives where it is off."""
@@ -30,19 +32,6 @@ def zero(ref: Any) -> float:
 def elements(words: jax.Array, num_tiles: int) -> list[jax.Array]:
     """Return the elements of head_dim that each of `num_tiles` tiles holds for `words`."""
     return [words] if num_tiles == 1 else [2 * words, 2 * words + 1]
-
-
-def split_scales(scales: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return f32 `(exponents, significands, 2 ** -exponents)` of scales.
-
-    `scales = significands * 2 ** exponents`. Significands are in [1, 2), except for scales below
-    2 ** -64, whose exponent is -64, and for those of 2 ** 127 and more, infinite or NaN, whose
-    exponent is 0.
-    """
-    exponents = jnp.maximum(_exponents(jnp.abs(scales)), -64)
-    exponents = jnp.where(exponents < 127, exponents, 0)
-    inverses = _power_of_2(-exponents)
-    return exponents.astype(jnp.float32), scales * inverses, inverses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,9 +83,9 @@ class Operands:
         # f16 has a smaller range than bf16: scale the largest element of each row to [1, 2).
         tiles = [tile.astype(jnp.float32) for tile in tiles]
         largest = functools.reduce(jnp.maximum, map(jnp.abs, tiles)).max(axis=-1)
-        exponents = jnp.clip(_exponents(largest), -126, 126)
-        inverses = _power_of_2(-exponents)[..., None]
-        return [(tile * inverses).astype(jnp.float16) for tile in tiles], _power_of_2(exponents)
+        exponents = jnp.clip(exponents_of(largest), -126, 126)
+        inverses = power_of_2(-exponents)[..., None]
+        return [(tile * inverses).astype(jnp.float16) for tile in tiles], power_of_2(exponents)
 
     def of_pages(self, loaded: jax.Array) -> list[jax.Array]:
         """Return tiles of loaded K or V: itself, or its even and its odd elements."""
@@ -114,16 +103,6 @@ class Operands:
             bytes_ = [half.astype(jnp.int8) for half in halves]
             halves = [lax.bitcast_convert_type(x, self.kv_dtype) for x in bytes_]
         return [half.astype(dtype) for half in halves]
-
-
-def _exponents(x: jax.Array) -> jax.Array:
-    """Return the exponents, i32, of x >= 0."""
-    return (lax.bitcast_convert_type(x, jnp.int32) >> 23) - 127
-
-
-def _power_of_2(exponents: jax.Array) -> jax.Array:
-    """Return 2 ** exponents, f32, of i32 in [-126, 127]."""
-    return lax.bitcast_convert_type((exponents + 127) << 23, jnp.float32)
 
 
 def _two_words(asm: str, words: jax.Array) -> jax.Array:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_paged.kernels.logits import dot
-from pallas_paged.kernels.triton.one_byte import Operands, split_scales
+from pallas_paged.kernels.powers_of_two import split_scales
+from pallas_paged.kernels.triton.one_byte import Operands
 
 # f32 of R query rows: the largest base-2 logit `[R]`, the sum `[R]`, and the weighted sum of the
 # values, `[R, W]` for each tile of them.

@@ -60,12 +60,14 @@ def check(case, config=CONFIG, **options):
     assert_close(decode(arrays, config, **options), arrays, case.tolerance, **options)
 
 
-@pytest.mark.parametrize("group", [1, 3, 4, 8, 16, 40])
+@pytest.mark.parametrize("group", [1, 3, 4, 8, 16, 40, 67])
 def test_groups(group):
     check(mosaic_case(num_q_heads=2 * group, seq_lens=(130, 0, 64), pages_per_seq=9))
 
 
-@pytest.mark.parametrize(("page_size", "block_k"), [(8, 64), (16, 128), (128, 64), (256, 128)])
+@pytest.mark.parametrize(
+    ("page_size", "block_k"), [(1, 64), (4, 128), (8, 64), (16, 128), (128, 64), (256, 128)]
+)
 def test_page_sizes(page_size, block_k):
     config = MosaicDecodeConfig(block_k=block_k, num_stages=2, num_programs=4)
     check(
@@ -73,7 +75,9 @@ def test_page_sizes(page_size, block_k):
     )
 
 
-@pytest.mark.parametrize(("head_dim", "dtype"), [(128, "float16"), (256, "bfloat16")])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(128, "float16"), (192, "bfloat16"), (256, "bfloat16")]
+)
 def test_head_dims(head_dim, dtype):
     check(mosaic_case(head_dim=head_dim, seq_lens=(130, 64, 1), pages_per_seq=9, dtype=dtype))
 
@@ -153,9 +157,14 @@ def test_bits_depend_on_the_row_alone_under_a_split_size():
     assert not np.array_equal(together[0][-1:], alone[0])
 
 
-@pytest.mark.parametrize("config", [CONFIG, SPLIT], ids=["shares", "splits"])
-def test_no_races(config, capfd):
-    case = rows_of_256(seq_lens=(200, 0, 70, 65))
+@pytest.mark.parametrize(
+    ("config", "page_size"),
+    [(CONFIG, 16), (SPLIT, 16), (CONFIG, 2)],
+    ids=["shares", "splits", "small pages"],
+)
+def test_no_races(config, page_size, capfd):
+    sizes = dict(page_size=page_size, pages_per_seq=256 // page_size)
+    case = rows_of_256(seq_lens=(200, 0, 70, 65), **sizes)
     jax.clear_caches()  # JAX's cache key does not hold the interpreter's parameters
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         check(case, config)
@@ -182,7 +191,7 @@ def plan_of(num_programs, fixed_split_size=None):
     )
 
 
-@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("head_dim", [64, 192, 256])
 def test_merge_of_many_slots_in_several_steps(head_dim):
     rng = np.random.default_rng(head_dim)
     num_slots = 2 * MAX_STATES_PER_STEP + 5
@@ -242,9 +251,11 @@ def lower(heads, page_size, dtype, config=CONFIG, *, num_seqs=4, per_head=False,
     return lower_for_cuda(call, arrays).as_text()
 
 
-@pytest.mark.parametrize(("page_size", "dtype"), [(8, jnp.bfloat16), (256, jnp.float16)])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("group", [1, 5, 64])
+@pytest.mark.parametrize(
+    ("page_size", "dtype"), [(1, jnp.bfloat16), (8, jnp.bfloat16), (256, jnp.float16)]
+)
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("group", [1, 5, 64, 130])
 def test_lowers_for_cuda(group, head_dim, page_size, dtype):
     text = lower((2 * group, 2, head_dim), page_size, dtype)
     assert "paged_decode" in text and "paged_decode_merge" in text

@@ -133,6 +133,7 @@ def ragged_config(
     max_kv_len: int,
     num_seqs: int,
     num_sms: int,
+    itemsize: int,
     **_: int,
 ) -> MosaicRaggedConfig:
     """Return the heuristic config of a call with `num_tokens` queries, as `decode_config` does."""
@@ -148,7 +149,8 @@ def ragged_config(
         num_consumers=1 if rows <= _WGMMA_ROWS * num_seqs else 2,
         num_stages=2,
         num_programs=num_sms,
-        num_q_stages=1 if wide else 2,  # a second tile of 64 KB does not fit
+        # A second tile of 64 KB does not fit, nor one of 32 KB beside the bytes of K and V.
+        num_q_stages=1 if wide or (head_dim == 128 and itemsize == 1) else 2,
     )
 
 
@@ -160,6 +162,8 @@ def prefer_mosaic(kernel: Kernel, **sizes: int) -> bool:
         sizes: those of the call, as `decode_config` or `ragged_config` takes them.
     """
     group = sizes["num_q_heads"] // sizes["num_kv_heads"]
+    if kernel == "ragged" and sizes["itemsize"] == 1:
+        return False
     if kernel == "ragged":
         # A tile has 64 rows per warpgroup; with fewer rows most of the product is padding.
         return sizes["num_tokens"] * group >= _WGMMA_ROWS * sizes["num_seqs"]

@@ -22,6 +22,8 @@ FlashAttention-3 (Shah 2024), with the heads of a group packed into the tile and
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,6 +37,7 @@ from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.config import MosaicRaggedConfig
 from pallas_paged.kernels.mosaic.ragged_consumer import ScheduleBarrier, attend
+from pallas_paged.kernels.mosaic.ragged_converter import SCALE_LOGITS, Converter, Scales, byte_ring
 from pallas_paged.kernels.mosaic.ragged_merge import merge_ragged
 from pallas_paged.kernels.mosaic.ragged_tile import (
     CHUNK,
@@ -58,9 +61,11 @@ from pallas_paged.kernels.mosaic.ragged_work import (
 )
 from pallas_paged.kernels.mosaic.ring import Pool, Ring, drain, stream, wgmma_transforms
 
-# Registers of a thread. Two consumers and a producer of 128 threads take 64512 of an SM's 65536.
+# Registers of a thread. Two consumers and a producer of 128 threads take 64512 of an SM's 65536;
+# with a converter between them they take all.
 _CONSUMER_REGISTERS = 232
 _PRODUCER_REGISTERS = 40
+_CONVERTING_REGISTERS = {"consumer": 200, "converter": 80, "producer": 32}
 
 # Any reduction would reserve scratch memory. None here goes across warps, and there is no room.
 COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
@@ -77,6 +82,7 @@ class Inputs:
     work: Work
     alibi_slopes: Any  # f32[Hq] or None
     sinks: Any  # f32[Hq] or None
+    scales: Scales | None
     counter: Any  # i32[1], a ref, of the tile scheduler
 
 
@@ -85,12 +91,14 @@ class Inputs:
 class Scratch:
     """Refs in shared memory of a program, or their types."""
 
-    store: StoreBuffers
+    store: StoreBuffers  # without a converter; with one, results pass through the queries
     mailbox: Mailbox
     q_free: Any  # barriers [num_q_stages], complete when consumers have used queries and mailbox
     q_full: Any  # barriers [num_q_stages], complete when queries and mailbox are there
-    q: Any  # [num_q_stages, num_consumers, 64, D]
+    q: Any  # [num_q_stages, num_consumers, 64, D]; with a converter a union with results
     ring: Ring
+    bytes: Ring | None  # of int8 and fp8 pages, from which the converter fills the other one
+    k_scales: Any  # f32[num_stages, block_k] beside `ring`; None where logits have no scales
     turn: Any  # barrier of the two consumers; None for a single one
 
 
@@ -101,25 +109,42 @@ def scratch_types(
     head_dim: int,
     page_size: int,
     dtype: Any,
+    kv_dtype: Any = None,
+    scaled_logits: bool = False,
     with_lse: bool = True,
 ) -> Scratch:
     """Return the types of the shared memory of a program."""
     num_consumers, num_q_stages = config.num_consumers, config.num_q_stages
     tile = TileShape.of(group, config.block_q)
+    convert = kv_dtype is not None and kv_dtype != dtype
+    sizes: dict[str, Any] = dict(head_dim=head_dim, page_size=page_size)
+    q = plgpu.SMEM(
+        (num_q_stages, num_consumers, WG_ROWS, head_dim), dtype, transforms=wgmma_transforms(dtype)
+    )
+    store = StoreBuffers.types(
+        num_warpgroups=num_consumers, head_dim=head_dim, dtype=dtype, with_lse=with_lse
+    )
+    if convert:
+        width = store.out.shape[-1]
+        num_buffers = num_consumers * head_dim // width
+        out = plgpu.SMEM((num_q_stages, num_buffers, WG_ROWS, width), dtype)
+        q, store = plgpu.RefUnion(q, out), dataclasses.replace(store, out=None)
     return Scratch(
-        store=StoreBuffers.types(
-            num_warpgroups=num_consumers, head_dim=head_dim, dtype=dtype, with_lse=with_lse
-        ),
+        store=store,
         mailbox=Mailbox(buffer=plgpu.SMEM((num_q_stages + 1, DESCRIPTOR_WORDS), jnp.int32)),
-        q_free=plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_q_stages),
+        q_free=plgpu.Barrier(num_arrivals=num_consumers + convert, num_barriers=num_q_stages),
         q_full=plgpu.Barrier(num_arrivals=_q_arrivals(tile), num_barriers=num_q_stages),
-        q=plgpu.SMEM(
-            (num_q_stages, num_consumers, WG_ROWS, head_dim),
-            dtype,
-            transforms=wgmma_transforms(dtype),
-        ),
+        q=q,
         ring=Ring.types(
-            config, head_dim=head_dim, page_size=page_size, dtype=dtype, num_consumers=num_consumers
+            config,
+            head_dim=head_dim,
+            page_size=config.block_k if convert else page_size,  # the converter arrives once
+            dtype=dtype,
+            num_consumers=num_consumers,
+        ),
+        bytes=byte_ring(config, dtype=kv_dtype, **sizes) if convert else None,
+        k_scales=(
+            plgpu.SMEM((config.num_stages, config.block_k), jnp.float32) if scaled_logits else None
         ),
         turn=plgpu.Barrier(num_arrivals=2) if num_consumers == 2 else None,
     )
@@ -147,25 +172,43 @@ class Program:
         """Attend to the work tiles of the program."""
         config, interpret = self.config, self.interpret
         wg = lax.axis_index("wg")
+        converts = self.scratch.bytes is not None
+        registers = dict(consumer=_CONSUMER_REGISTERS, producer=_PRODUCER_REGISTERS)
+        if converts:
+            registers = _CONVERTING_REGISTERS
 
         @pl.when(wg == config.num_consumers)
         def _():
-            ops.set_max_registers(_PRODUCER_REGISTERS, action="decrease", interpret=interpret)
+            ops.set_max_registers(registers["producer"], action="decrease", interpret=interpret)
             self.produce()
             ops.let_next_kernel_start(interpret=interpret)
 
         @pl.when(wg < config.num_consumers)
         def _():
-            ops.set_max_registers(_CONSUMER_REGISTERS, action="increase", interpret=interpret)
+            ops.set_max_registers(registers["consumer"], action="increase", interpret=interpret)
 
-            def consume_next(state):
-                i, work_id, kv_iter = state
-                kv_iter = self.consume(wg, lax.rem(i, config.num_q_stages), work_id, kv_iter)
-                return i + 1, self.receive(i + 1), kv_iter
-
-            state = jnp.int32(0), self.receive(jnp.int32(0)), jnp.int32(0)
-            lax.while_loop(lambda state: state[1] >= 0, consume_next, state)
+            self.for_each_work_tile(functools.partial(self.consume, wg))
             plgpu.wait_smem_to_gmem(0)
+
+        if converts:
+
+            @pl.when(wg == config.num_consumers + 1)
+            def _():
+                ops.set_max_registers(
+                    registers["converter"], action="decrease", interpret=interpret
+                )
+                drain(self.scratch.ring, self.for_each_work_tile(self.convert))
+
+    def for_each_work_tile(self, function: Callable[..., jax.Array]) -> jax.Array:
+        """Call a function of stage, work id and `kv_iter`, which returns the next `kv_iter`."""
+
+        def do_next(state):
+            i, work_id, kv_iter = state
+            kv_iter = function(lax.rem(i, self.config.num_q_stages), work_id, kv_iter)
+            return i + 1, self.receive(i + 1), kv_iter
+
+        state = jnp.int32(0), self.receive(jnp.int32(0)), jnp.int32(0)
+        return lax.while_loop(lambda state: state[1] >= 0, do_next, state)[2]
 
     def unpack(self, work_id: jax.Array) -> WorkTile:
         """Return the work tile with this id."""
@@ -210,7 +253,7 @@ class Program:
         scratch.mailbox.work_ids[stage] = -1
         for _ in range(_q_arrivals(self.tile)):
             plgpu.barrier_arrive(scratch.q_full.at[stage])
-        drain(scratch.ring, kv_iter)
+        drain(self.copied, kv_iter)
 
         @pl.loop(jnp.maximum(i + 1 - num_q_stages, 0), i)
         def wait_until_free(i):
@@ -233,11 +276,11 @@ class Program:
                 token = work.q_start + work.offset + first - h * tile.num_tokens
                 plgpu.copy_gmem_to_smem(
                     inputs.q.at[pl.ds(pl.multiple_of(token, CHUNK), num_rows), head],
-                    scratch.q.at[stage, first // WG_ROWS, pl.ds(first % WG_ROWS, num_rows)],
+                    self.q.at[stage, first // WG_ROWS, pl.ds(first % WG_ROWS, num_rows)],
                     full,
                 )
         return stream(
-            scratch.ring,
+            self.copied,
             inputs.pool,
             work_tile.kv_head,
             inputs.block_tables.at[work.row],
@@ -246,6 +289,33 @@ class Program:
             kv_len=jnp.maximum(work.kv_len, 1),
             kv_iter=kv_iter,
         )
+
+    @property
+    def q(self) -> Any:
+        """The stages of queries."""
+        return self.scratch.q if self.scratch.bytes is None else self.scratch.q[0]
+
+    @property
+    def copied(self) -> Ring:
+        """The ring that the producer copies pages to."""
+        return self.scratch.ring if self.scratch.bytes is None else self.scratch.bytes
+
+    def convert(self, stage: jax.Array, work_id: jax.Array, kv_iter: jax.Array) -> jax.Array:
+        """Convert the keys and values of a work tile."""
+        inputs, scratch = self.inputs, self.scratch
+        converter = Converter(
+            source=self.copied,
+            target=scratch.ring,
+            k_scales=scratch.k_scales,
+            scales=inputs.scales,
+            block_tables=inputs.block_tables,
+            page_size=inputs.pool.page_size,
+            interpret=self.interpret,
+        )
+        work = unpack(WorkDescriptor, scratch.mailbox.buffer, stage)
+        kv_iter = converter.convert(work, self.unpack(work_id).kv_head, kv_iter)
+        plgpu.barrier_arrive(scratch.q_free.at[stage])
+        return kv_iter
 
     def consume(
         self, wg: jax.Array, stage: jax.Array, work_id: jax.Array, kv_iter: jax.Array
@@ -267,8 +337,11 @@ class Program:
         def of_rows(ref):
             return None if ref is None else ref.at[work_tile.item, wg]
 
+        k_scale = None
+        if scratch.bytes is not None and SCALE_LOGITS and not inputs.scales.of_tokens:
+            k_scale = inputs.scales.k[0]
         state = attend(
-            scratch.q.at[stage, wg],
+            self.q.at[stage, wg],
             scratch.ring,
             work,
             rows,
@@ -278,15 +351,23 @@ class Program:
             positions_ref=of_rows(inputs.work.positions),
             tree_words=of_rows(inputs.work.tree_words),
             causal=self.causal,
+            values_are_zeroed=scratch.bytes is not None,
+            k_scales=scratch.k_scales if scratch.k_scales is not None else k_scale,
             options=self.options,
             interpret=self.interpret,
         )
-        plgpu.barrier_arrive(scratch.q_free.at[stage])
+        buffers, buffer = scratch.store, wg
+        if scratch.bytes is None:
+            plgpu.barrier_arrive(scratch.q_free.at[stage])
+        else:
+            out = scratch.q[1]
+            buffers = dataclasses.replace(buffers, out=out.at[stage])
+            buffer = wg * (out.shape[1] // self.config.num_consumers)
 
         @pl.when(work.partial < 0)
         def _():
             sinks = None if inputs.sinks is None else rows.per_head(inputs.sinks)
-            store_rows(outputs, scratch.store, wg, rows, *finish(state, sinks))
+            store_rows(outputs, buffers, buffer, rows, *finish(state, sinks))
 
         @pl.when(work.partial >= 0)
         def _():
@@ -295,6 +376,9 @@ class Program:
             ops.store(outputs.partials.out.at[index], out)
             ops.store(outputs.partials.lse.at[index], lse)
 
+        if scratch.bytes is not None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(scratch.q_free.at[stage])
         return kv_iter + work.hi - work.lo
 
 
@@ -324,6 +408,7 @@ def ragged_paged_attention(
         work=work,
         alibi_slopes=arrays.alibi_slopes,
         sinks=arrays.sinks,
+        scales=Scales.of(arrays),
         counter=jax.new_ref(jnp.zeros(1, jnp.int32)),
     )
     head_tiles = arrays.num_kv_heads * tile.num_head_tiles
@@ -343,6 +428,8 @@ def ragged_paged_attention(
         head_dim=arrays.head_dim,
         page_size=arrays.page_size,
         dtype=arrays.q.dtype,
+        kv_dtype=arrays.k_pages.dtype,
+        scaled_logits=SCALE_LOGITS and inputs.scales is not None and inputs.scales.of_tokens,
         with_lse=with_lse,
     )
 
@@ -368,7 +455,7 @@ def ragged_paged_attention(
         mesh=plgpu.Mesh(
             grid=(config.num_programs,),
             grid_names=("program",),
-            num_threads=config.num_consumers + 1,
+            num_threads=config.num_consumers + (1 if scratch.bytes is None else 2),
             thread_name="wg",
         ),
         compiler_params=COMPILER_PARAMS,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,8 @@ def why_not_call(call: Call) -> str | None:
     """Return why the kernels can't do a call on any device, or None. Its config may need Mosaic."""
     if call.dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs bfloat16 or float16, not {call.dtype.name}"
-    if call.kv_dtype != call.dtype:
+    one_byte = call.kernel == "ragged" and call.kv_dtype in (jnp.int8, jnp.float8_e4m3fn)
+    if call.kv_dtype != call.dtype and not one_byte:
         return f"needs pages of q's dtype {call.dtype.name}, not of {call.kv_dtype.name}"
     if call.head_dim not in HEAD_DIMS:
         return f"needs a head_dim of {HEAD_DIMS}, not {call.head_dim}"
@@ -103,7 +105,7 @@ def _why_not_config(call: Call) -> str | None:
     block_k = config.block_k
     if block_k % page_size and page_size % block_k:
         return f"needs a {block_k=} that is a multiple or a divisor of {page_size=}"
-    needed = shared_memory(config, group=call.group, head_dim=call.head_dim)
+    needed = shared_memory(config, group=call.group, head_dim=call.head_dim, kv_dtype=call.kv_dtype)
     limit = shared_memory_limit(1)
     if needed > limit:
         return (
@@ -113,20 +115,27 @@ def _why_not_config(call: Call) -> str | None:
 
 
 def shared_memory(
-    config: MosaicDecodeConfig | MosaicRaggedConfig, *, group: int, head_dim: int
+    config: MosaicDecodeConfig | MosaicRaggedConfig,
+    *,
+    group: int,
+    head_dim: int,
+    kv_dtype: Any = jnp.dtype(jnp.bfloat16),
 ) -> int:
     """Return the bytes of shared memory that a program of the kernel needs. Imports Mosaic.
 
     Args:
         group: query heads of a KV head.
-        head_dim: of the queries, K and V, which have 16-bit elements.
+        head_dim: of the queries, K and V.
+        kv_dtype: of the pages; other operands have 16-bit elements.
     """
     from pallas_paged.kernels.mosaic import decode, ops, ragged
 
     module = decode if isinstance(config, MosaicDecodeConfig) else ragged
-    types = module.scratch_types(  # the page size changes only how often a barrier is arrived at
-        config, group=group, head_dim=head_dim, page_size=config.block_k, dtype=jnp.bfloat16
-    )
+    sizes: dict[str, Any] = dict(group=group, head_dim=head_dim, dtype=jnp.bfloat16)
+    if kv_dtype.itemsize == 1:
+        sizes["kv_dtype"] = kv_dtype
+    # The page size changes only how often a barrier is arrived at.
+    types = module.scratch_types(config, page_size=config.block_k, **sizes)
     return ops.shared_memory_bytes(types, module.COMPILER_PARAMS)
 
 

@@ -65,7 +65,10 @@ from pallas_paged.kernels.mosaic.ring import Pool, Ring, drain, stream, wgmma_tr
 # with a converter between them they take all.
 _CONSUMER_REGISTERS = 232
 _PRODUCER_REGISTERS = 40
-_CONVERTING_REGISTERS = {"consumer": 200, "converter": 80, "producer": 32}
+_CONVERTING_REGISTERS = {
+    1: {"consumer": 240, "converter": 160, "producer": 40},
+    2: {"consumer": 200, "converter": 80, "producer": 32},
+}
 
 # Any reduction would reserve scratch memory. None here goes across warps, and there is no room.
 COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
@@ -175,7 +178,7 @@ class Program:
         converts = self.scratch.bytes is not None
         registers = dict(consumer=_CONSUMER_REGISTERS, producer=_PRODUCER_REGISTERS)
         if converts:
-            registers = _CONVERTING_REGISTERS
+            registers = _CONVERTING_REGISTERS[config.num_consumers]
 
         @pl.when(wg == config.num_consumers)
         def _():

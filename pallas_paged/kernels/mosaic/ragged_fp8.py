@@ -68,7 +68,9 @@ def scratch_types(config, *, group, head_dim, page_size, dtype, with_lse, of_tok
     f8 = wgmma_transforms(F8)
     block_k = config.block_k
     return Fp8Scratch(
-        store=StoreBuffers.types(num_warpgroups=n, head_dim=head_dim, dtype=dtype, with_lse=with_lse),
+        store=StoreBuffers.types(
+            num_warpgroups=n, head_dim=head_dim, dtype=dtype, with_lse=with_lse
+        ),
         mailbox=Mailbox(buffer=plgpu.SMEM((nq + 1, DESCRIPTOR_WORDS), jnp.int32)),
         q_free=B(n + 1, nq),
         q_full=B(_q_arrivals(tile), nq),
@@ -76,7 +78,9 @@ def scratch_types(config, *, group, head_dim, page_size, dtype, with_lse, of_tok
         bytes=Ring(
             k=plgpu.SMEM((BYTE_STAGES, block_k, head_dim), F8, transforms=f8),
             v=plgpu.SMEM(
-                (BYTE_STAGES, block_k, head_dim // 2), jnp.int16, transforms=wgmma_transforms(jnp.int16)
+                (BYTE_STAGES, block_k, head_dim // 2),
+                jnp.int16,
+                transforms=wgmma_transforms(jnp.int16),
             ),
             k_full=B(copies, BYTE_STAGES),
             v_full=B(copies, BYTE_STAGES),
@@ -178,9 +182,7 @@ def interleave(x, interpret):
         for i in np.ndindex(out.shape):
             pick = lambda odd, k: vector.broadcast(  # noqa: E731
                 v1,
-                vector.extract(
-                    r[i[0], odd, i[1], i[2]], dynamic_position=[], static_position=[k]
-                ),
+                vector.extract(r[i[0], odd, i[1], i[2]], dynamic_position=[], static_position=[k]),
             )
             out[i] = utils.vector_concat([pick(0, 0), pick(1, 0), pick(0, 1), pick(1, 1)])
         shape = _L8.to_mgpu().registers_shape((m, d))
@@ -206,9 +208,15 @@ class Fp8Program(Program):
     def convert(self, stage, work_id, kv_iter):
         inputs, scratch = self.inputs, self.scratch
         loader = Converter(
-            source=scratch.bytes, target=Ring(k=scratch.bytes.k, v=None, k_full=None, v_full=None, k_free=None, v_free=None),
-            k_scales=None, scales=inputs.scales, block_tables=inputs.block_tables,
-            page_size=inputs.pool.page_size, interpret=self.interpret,
+            source=scratch.bytes,
+            target=Ring(
+                k=scratch.bytes.k, v=None, k_full=None, v_full=None, k_free=None, v_free=None
+            ),
+            k_scales=None,
+            scales=inputs.scales,
+            block_tables=inputs.block_tables,
+            page_size=inputs.pool.page_size,
+            interpret=self.interpret,
         )
         work = unpack(WorkDescriptor, scratch.mailbox.buffer, stage)
         kv_head = self.unpack(work_id).kv_head
@@ -271,8 +279,13 @@ class Fp8Program(Program):
         work_tile = self.unpack(work_id)
         work = unpack(WorkDescriptor, scratch.mailbox.buffer, stage)
         rows = Rows(
-            tile=self.tile, wg=wg, q_start=work.q_start, q_len=work.q_len, offset=work.offset,
-            first_head=work_tile.first_head, num_heads=work_tile.num_heads,
+            tile=self.tile,
+            wg=wg,
+            q_start=work.q_start,
+            q_len=work.q_len,
+            offset=work.offset,
+            first_head=work_tile.first_head,
+            num_heads=work_tile.num_heads,
         )
         state = self.attend(scratch.q.at[stage, wg], work, rows, kv_iter)
         plgpu.barrier_arrive(scratch.q_free.at[stage])
@@ -370,7 +383,12 @@ class Fp8Program(Program):
 
 
 def ragged_paged_attention(
-    arrays: Arrays, *, options: LogitOptions, config: MosaicRaggedConfig, with_lse=True, interpret=False
+    arrays: Arrays,
+    *,
+    options: LogitOptions,
+    config: MosaicRaggedConfig,
+    with_lse=True,
+    interpret=False,
 ):
     tile = TileShape.of(arrays.group, config.block_q)
     work, merges, num_partials = plan_work(
@@ -403,15 +421,27 @@ def ragged_paged_attention(
         lse=result_shape(arrays.q.shape[:2], jnp.float32, varying=False) if with_lse else None,
     )
     scratch = scratch_types(
-        config, group=arrays.group, head_dim=arrays.head_dim, page_size=arrays.page_size,
-        dtype=arrays.q.dtype, with_lse=with_lse, of_tokens=scales.of_tokens,
+        config,
+        group=arrays.group,
+        head_dim=arrays.head_dim,
+        page_size=arrays.page_size,
+        dtype=arrays.q.dtype,
+        with_lse=with_lse,
+        of_tokens=scales.of_tokens,
     )
 
     def body(inputs, q_scales, outputs):
         def run(scratch):
             Fp8Program(
-                inputs=inputs, outputs=outputs, scratch=scratch, options=options, config=config,
-                tile=tile, causal=options.causal, interpret=interpret, q_scales=q_scales,
+                inputs=inputs,
+                outputs=outputs,
+                scratch=scratch,
+                options=options,
+                config=config,
+                tile=tile,
+                causal=options.causal,
+                interpret=interpret,
+                q_scales=q_scales,
             ).run()
 
         pl.run_scoped(run, scratch, collective_axes="wg")
@@ -420,8 +450,10 @@ def ragged_paged_attention(
         ops.with_trees(body, inputs, q_scales, outputs),
         out_type=tuple(jax.tree.leaves(outputs)),
         mesh=plgpu.Mesh(
-            grid=(config.num_programs,), grid_names=("program",),
-            num_threads=config.num_consumers + 2, thread_name="wg",
+            grid=(config.num_programs,),
+            grid_names=("program",),
+            num_threads=config.num_consumers + 2,
+            thread_name="wg",
         ),
         compiler_params=COMPILER_PARAMS,
         name="ragged_paged_attention_fp8",

@@ -105,6 +105,14 @@ def _why_not_config(call: Call) -> str | None:
     block_k = config.block_k
     if block_k % page_size and page_size % block_k:
         return f"needs a {block_k=} that is a multiple or a divisor of {page_size=}"
+    if call.kernel == "ragged" and call.kv_dtype.itemsize == 1 and config.num_consumers > 1:
+        # With four warpgroups a thread starts with 128 registers, and 256 columns of a product
+        # would take all of them.
+        if max(block_k, call.head_dim) > 192:
+            return (
+                f"needs a block_k and a head_dim of at most 192 with pages of {call.kv_dtype.name} "
+                f"and num_consumers=2, not {block_k=} and head_dim={call.head_dim}"
+            )
     needed = shared_memory(config, group=call.group, head_dim=call.head_dim, kv_dtype=call.kv_dtype)
     limit = shared_memory_limit(1)
     if needed > limit:

@@ -37,8 +37,9 @@ from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.config import MosaicRaggedConfig
 from pallas_paged.kernels.mosaic.ragged_consumer import ScheduleBarrier, attend
-from pallas_paged.kernels.mosaic.ragged_converter import SCALE_LOGITS, Converter, Scales, byte_ring
+from pallas_paged.kernels.mosaic.ragged_converter import Converter, Scales, byte_ring
 from pallas_paged.kernels.mosaic.ragged_merge import merge_ragged
+from pallas_paged.kernels.mosaic.ragged_operands import BYTES, in_order, in_stored_order
 from pallas_paged.kernels.mosaic.ragged_tile import (
     CHUNK,
     WG_ROWS,
@@ -113,7 +114,7 @@ def scratch_types(
     page_size: int,
     dtype: Any,
     kv_dtype: Any = None,
-    scaled_logits: bool = False,
+    scaled_logits: bool = True,
     with_lse: bool = True,
 ) -> Scratch:
     """Return the types of the shared memory of a program."""
@@ -147,7 +148,9 @@ def scratch_types(
         ),
         bytes=byte_ring(config, dtype=kv_dtype, **sizes) if convert else None,
         k_scales=(
-            plgpu.SMEM((config.num_stages, config.block_k), jnp.float32) if scaled_logits else None
+            plgpu.SMEM((config.num_stages, config.block_k), jnp.float32)
+            if convert and scaled_logits
+            else None
         ),
         turn=plgpu.Barrier(num_arrivals=2) if num_consumers == 2 else None,
     )
@@ -320,6 +323,16 @@ class Program:
         plgpu.barrier_arrive(scratch.q_free.at[stage])
         return kv_iter
 
+    def order_queries(self, q_smem: Any) -> None:
+        """Store the columns of queries in the order of converted K and V."""
+        q = plgpu.load(q_smem, layout=BYTES)
+        q_smem[...] = in_stored_order(q, interpret=self.interpret)
+        plgpu.commit_smem()
+
+    def ordered(self, out: jax.Array) -> jax.Array:
+        """Return results with their columns in order."""
+        return out if self.scratch.bytes is None else in_order(out, interpret=self.interpret)
+
     def consume(
         self, wg: jax.Array, stage: jax.Array, work_id: jax.Array, kv_iter: jax.Array
     ) -> jax.Array:
@@ -341,8 +354,10 @@ class Program:
             return None if ref is None else ref.at[work_tile.item, wg]
 
         k_scale = None
-        if scratch.bytes is not None and SCALE_LOGITS and not inputs.scales.of_tokens:
-            k_scale = inputs.scales.k[0]
+        if scratch.bytes is not None:
+            self.order_queries(self.q.at[stage, wg])
+            if not inputs.scales.of_tokens:
+                k_scale = inputs.scales.k[0]
         state = attend(
             self.q.at[stage, wg],
             scratch.ring,
@@ -370,13 +385,14 @@ class Program:
         @pl.when(work.partial < 0)
         def _():
             sinks = None if inputs.sinks is None else rows.per_head(inputs.sinks)
-            store_rows(outputs, buffers, buffer, rows, *finish(state, sinks))
+            out, lse = finish(state, sinks)
+            store_rows(outputs, buffers, buffer, rows, self.ordered(out), lse)
 
         @pl.when(work.partial >= 0)
         def _():
             out, lse = finish(state, None)
             index = (work_tile.head_tile, work.partial, wg)
-            ops.store(outputs.partials.out.at[index], out)
+            ops.store(outputs.partials.out.at[index], self.ordered(out))
             ops.store(outputs.partials.lse.at[index], lse)
 
         if scratch.bytes is not None:
@@ -432,7 +448,7 @@ def ragged_paged_attention(
         page_size=arrays.page_size,
         dtype=arrays.q.dtype,
         kv_dtype=arrays.k_pages.dtype,
-        scaled_logits=SCALE_LOGITS and inputs.scales is not None and inputs.scales.of_tokens,
+        scaled_logits=inputs.scales is not None and inputs.scales.of_tokens,
         with_lse=with_lse,
     )
 

@@ -13,11 +13,11 @@ cost the consumers an instruction.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -26,16 +26,12 @@ from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.kv_layout import PageLayout
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.config import MosaicRaggedConfig
+from pallas_paged.kernels.mosaic.ragged_operands import BYTES, BYTES_ROW, converted
 from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor
-from pallas_paged.kernels.mosaic.ring import Ring, drain
+from pallas_paged.kernels.mosaic.ring import Ring
 
-SCALE_LOGITS = True  # K's scales multiply the logits, and not the elements
 NUM_STAGES = 1  # blocks of bytes of K and of V; the 16-bit blocks behind them are stages too
 _ROWS = 64  # tokens that are converted at a time
-
-# Four bytes of a row to a thread: loads of whole words, stores of two.
-_LAYOUT = plgpu.Layout.WGMMA_8BIT
-_ROW = _LAYOUT.reduce(1)
 
 
 def byte_ring(config: MosaicRaggedConfig, *, head_dim: int, page_size: int, dtype: Any) -> Ring:
@@ -103,96 +99,63 @@ class Converter:
         Args:
             kv_iter: blocks that were converted before.
         """
-        source, target = self.source, self.target
-        num_stages, block_k, _ = target.k.shape
 
-        def convert_block(block, scales):
-            now = kv_iter + (block - work.lo)
-            byte_stage, stage = lax.rem(now, NUM_STAGES), lax.rem(now, num_stages)
-            # Loaded one block ahead, so that no conversion waits for them.
-            next_scales = self.load_scales(work, kv_head, jnp.minimum(block + 1, work.hi - 1))
-            for bytes_, blocks, full, free, scale, taken, done in (
-                (
-                    source.k,
-                    target.k,
-                    source.k_full,
-                    source.k_free,
-                    scales[0],
-                    target.k_free,
-                    target.k_full,
-                ),
-                (
-                    source.v,
-                    target.v,
-                    source.v_full,
-                    source.v_free,
-                    scales[1],
-                    target.v_free,
-                    target.v_full,
-                ),
-            ):
-                plgpu.barrier_wait(full.at[byte_stage])
-                parts = [
-                    plgpu.load(bytes_.at[byte_stage, pl.ds(i, _ROWS)], layout=_LAYOUT)
-                    for i in range(0, block_k, _ROWS)
-                ]
-                plgpu.barrier_arrive(free.at[byte_stage])
+        @pl.when(work.lo < work.hi)  # otherwise the row may own no page
+        def _():
+            # What a block needs is loaded one block ahead: no conversion waits for its scales, and
+            # no load of scales for the page numbers.
+            pages = self.load_pages(work, work.lo)
+            scales = self.load_scales(work, kv_head, work.lo, pages)
 
-                @pl.when(now >= num_stages)
-                def _(taken=taken):
-                    plgpu.barrier_wait(taken.at[stage])
+            def convert_block(block, loaded):
+                scales, pages = loaded
+                next_scales = self.load_scales(work, kv_head, block + 1, pages)
+                next_pages = self.load_pages(work, block + 2)
+                now = kv_iter + (block - work.lo)
+                self.convert_keys(now, scales[0])
+                self.convert_values(now, scales[1], work, block)
+                return next_scales, next_pages
 
-                logits_scaled = blocks is target.k and SCALE_LOGITS
-                if logits_scaled and self.scales.of_tokens:
-                    for i, values in enumerate(scale):
-                        self.k_scales[stage, pl.ds(i * _ROWS, _ROWS)] = values
-                for i, part in enumerate(parts):
-                    to = blocks.at[stage, pl.ds(i * _ROWS, _ROWS)]
-                    to[...] = converted(
-                        part,
-                        None if logits_scaled else scale[i],
-                        to.dtype,
-                        interpret=self.interpret,
-                    )
-                if blocks is target.v:
-                    self.zero_unreadable(work, block, stage)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(done.at[stage])
-            return next_scales
+            loaded = scales, self.load_pages(work, work.lo + 1)
+            lax.fori_loop(work.lo, work.hi, convert_block, loaded)
 
-        first = self.load_scales(work, kv_head, work.lo)
-        lax.fori_loop(work.lo, work.hi, convert_block, first)
         return kv_iter + work.hi - work.lo
 
-    def load_scales(
-        self, work: WorkDescriptor, kv_head: jax.Array, block: jax.Array
-    ) -> tuple[list[jax.Array], ...]:
-        """Return the scales of K and of V of a block: f32 of each 64 tokens."""
-        block_k = self.target.k.shape[1]
-        firsts = range(0, block_k, _ROWS)
-        if not self.scales.of_tokens:
-            return tuple(
-                [ops.full((_ROWS,), 1.0, _ROW) * ref[0] for _ in firsts]
-                for ref in (self.scales.k, self.scales.v)
-            )
-        layout, shape = self.scales.layout, self.scales.k.shape
-        strides = {axis: _product(shape[i + 1 :]) for i, axis in enumerate(layout.scale_axes)}
-        scales = [], []
-        for first in firsts:
-            token = jnp.minimum(
-                block * block_k + first + ops.iota((_ROWS,), 0, _ROW), work.kv_len - 1
-            )
-            entry = work.row * self.block_tables.shape[1] + token // self.page_size
-            page = self.gather(self.block_tables, entry)
-            place = page * strides["P"] + (token % self.page_size) * strides["N"]
-            place += kv_head * strides["H"]
-            for values, ref in zip(scales, (self.scales.k, self.scales.v), strict=True):
-                values.append(self.gather(ref, place))
-        return scales
+    def convert_keys(self, now: jax.Array, scales: list[jax.Array]) -> None:
+        """Convert the keys of block number `now`; their scales multiply the logits."""
+        source, target = self.source, self.target
+        parts = _load(source.k, source.k_full, source.k_free, now)
+        stage = _wait_until_free(target.k, target.k_free, now)
+        if self.k_scales is not None:
+            for i, values in enumerate(scales):
+                self.k_scales[stage, pl.ds(i * _ROWS, _ROWS)] = values
+        self.store(target.k.at[stage], parts)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(target.k_full.at[stage])
 
-    def gather(self, ref: Any, indices: jax.Array) -> jax.Array:
-        """Return elements of a ref by flat index."""
-        return ops.gather(ref, indices, _ROW, interpret=self.interpret)
+    def convert_values(
+        self, now: jax.Array, scales: list[jax.Array], work: WorkDescriptor, block: jax.Array
+    ) -> None:
+        """Convert the values of block number `now`, times their scales."""
+        source, target = self.source, self.target
+        parts = _load(source.v, source.v_full, source.v_free, now)
+        stage = _wait_until_free(target.v, target.v_free, now)
+        self.store(target.v.at[stage], parts, scales)
+        self.zero_unreadable(work, block, stage)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(target.v_full.at[stage])
+
+    def store(
+        self, block: Any, parts: list[jax.Array], scales: list[jax.Array] | None = None
+    ) -> None:
+        """Store bytes as 16-bit numbers."""
+        for i, part in enumerate(parts):
+            block[pl.ds(i * _ROWS, _ROWS)] = converted(
+                part,
+                None if scales is None else scales[i],
+                block.dtype,
+                interpret=self.interpret,
+            )
 
     def zero_unreadable(self, work: WorkDescriptor, block: jax.Array, stage: jax.Array) -> None:
         """Zero V where the tile must not read it: it may be NaN, and 0 * NaN is NaN."""
@@ -203,90 +166,73 @@ class Converter:
             @pl.when((first < work.first_key) | (first + _ROWS > work.kv_len))
             def _(part=part, first=first):
                 v_ref = self.target.v.at[stage, pl.ds(part, _ROWS)]
-                v = plgpu.load(v_ref, layout=_LAYOUT)
-                keys = first + ops.iota(v.shape, 0, _LAYOUT)
+                v = plgpu.load(v_ref, layout=ops.WGMMA)
+                keys = first + ops.iota(v.shape, 0, ops.WGMMA)
                 readable = (keys >= work.first_key) & (keys < work.kv_len)
                 v_ref[...] = jnp.where(readable, v, jnp.zeros_like(v))
 
-    def drain(self, kv_iter: jax.Array) -> None:
-        """Wait until the consumers have used all blocks."""
-        drain(self.target, kv_iter)
+    def tokens(self, work: WorkDescriptor, block: jax.Array) -> list[jax.Array]:
+        """Return the tokens of a block, or in place of those that may not be read some that may."""
+        block_k = self.target.k.shape[1]
+        return [
+            jnp.clip(
+                block * block_k + first + ops.iota((_ROWS,), 0, BYTES_ROW),
+                work.first_key,
+                work.kv_len - 1,
+            )
+            for first in range(0, block_k, _ROWS)
+        ]
+
+    def load_pages(self, work: WorkDescriptor, block: jax.Array) -> list[jax.Array]:
+        """Return the page of each token of a block."""
+        if not self.scales.of_tokens:
+            return []
+        row = work.row * self.block_tables.shape[1]
+        return [
+            self.gather(self.block_tables, row + tokens // self.page_size)
+            for tokens in self.tokens(work, block)
+        ]
+
+    def load_scales(
+        self, work: WorkDescriptor, kv_head: jax.Array, block: jax.Array, pages: list[jax.Array]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Return the scales of K and of V of a block, whose tokens have these pages."""
+        refs = self.scales.k, self.scales.v
+        if not self.scales.of_tokens:
+            num_parts = self.target.k.shape[1] // _ROWS
+            one = ops.full((_ROWS,), 1.0, BYTES_ROW)
+            return tuple([one * ref[0]] * num_parts for ref in refs)
+        axes, shape = self.scales.layout.scale_axes, refs[0].shape
+        strides = {axis: math.prod(shape[i + 1 :]) for i, axis in enumerate(axes)}
+        places = [
+            page * strides["P"] + tokens % self.page_size * strides["N"] + kv_head * strides["H"]
+            for page, tokens in zip(pages, self.tokens(work, block), strict=True)
+        ]
+        return tuple([self.gather(ref, place) for place in places] for ref in refs)
+
+    def gather(self, ref: Any, indices: jax.Array) -> jax.Array:
+        """Return elements of a ref by flat index."""
+        return ops.gather(ref, indices, BYTES_ROW, interpret=self.interpret)
 
 
-def converted(x: jax.Array, scales: jax.Array | None, dtype: Any, *, interpret: bool) -> jax.Array:
-    """Return one-byte `x` `[64, D]` times `scales` f32`[64]` as `dtype`, rounded once.
-
-    Every int8 and fp8 is a 16-bit float.
-    """
-    if x.dtype == jnp.int8 and not interpret:
-        return _of_int8(x, scales, dtype)
-    if x.dtype == jnp.int8:
-        x = x.astype(jnp.float32)
-    else:
-        x = x.astype(jnp.float16)
-    if scales is not None:
-        x = x.astype(jnp.float32) * ops.bcast(scales, x)
-    elif x.dtype != dtype:
-        x = x.astype(jnp.float32)
-    return x.astype(dtype)
+def _load(blocks: Any, full: Any, free: Any, now: jax.Array) -> list[jax.Array]:
+    """Return block number `now` of a ring of bytes, 64 tokens at a time, and free its stage."""
+    stage = lax.rem(now, NUM_STAGES)
+    plgpu.barrier_wait(full.at[stage])
+    parts = [
+        plgpu.load(blocks.at[stage, pl.ds(first, _ROWS)], layout=BYTES)
+        for first in range(0, blocks.shape[1], _ROWS)
+    ]
+    plgpu.barrier_arrive(free.at[stage])
+    return parts
 
 
-# A byte, its sign flipped, is the end of a significand: 1024 + 128 + x in f16, 2 ** 23 + 128 + x in
-# f32. In bf16, whose significand is too short, it is two numbers: 128 + the lower bits, and -128 or
-# -256.
-_PAIR_TO_F16 = """{ .reg .b32 t, c; mov.b32 c, 0x64806480; xor.b32 t, $1, 0x80808080;
-prmt.b32 t, t, 0x64646464, %s; sub.rn.f16x2 $0, t, c; }"""
-_PAIR_TO_BF16 = """{ .reg .b32 t, a, b; prmt.b32 t, $1, 0, %s; lop3.b32 a, t, 0x007f007f, 0x43004300, 0xea;
-lop3.b32 b, t, 0x00800080, 0xc300c300, 0xea; add.rn.bf16x2 $0, a, b; }"""
-_SCALED_PAIR = """{ .reg .b32 t, x, y; .reg .f32 f, g; xor.b32 t, $1, 0x80808080;
-prmt.b32 x, t, 0x4b000000, %s; prmt.b32 y, t, 0x4b000000, %s; mov.b32 f, x; mov.b32 g, y;
-add.rn.f32 f, f, 0fCB000080; add.rn.f32 g, g, 0fCB000080; mul.rn.f32 f, f, $2; mul.rn.f32 g, g, $2;
-cvt.rn.%s.f32 $0, g, f; }"""
+def _wait_until_free(blocks: Any, free: Any, now: jax.Array) -> jax.Array:
+    """Return the stage of block number `now`, once it is free."""
+    stage = lax.rem(now, blocks.shape[0])
 
+    @pl.when(now >= blocks.shape[0])
+    def _():
+        plgpu.barrier_wait(free.at[stage])
 
-def _of_int8(x: jax.Array, scales: jax.Array | None, dtype: Any) -> jax.Array:
-    """Return `converted` of int8, by PTX: JAX takes twice the instructions."""
-
-    def convert(_, x, *scales):
-        from jax.experimental.mosaic import gpu as mgpu
-        from jax.experimental.mosaic.gpu import utils
-
-        ir = utils.ir
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        half = utils.dtype_to_ir_type(jnp.dtype(dtype))
-        pair_type = ir.VectorType.get((2,), half)
-        words = x.registers.reshape(x.shape[1] // 16, 2)  # columns of 16, rows 0 to 7 and 8 to 15
-        result = np.empty(words.shape, dtype=object)
-        for (column, row), register in np.ndenumerate(words):
-            word = utils.bitcast(register, i32)
-            pairs = []
-            for first in (0, 2):
-                if scales:
-                    scale = utils.bitcast(scales[0].registers.reshape(2)[row], i32)
-                    args = word, utils.bitcast(scale, f32)
-                    selectors = (f"0x744{first + i}" for i in range(2))
-                    ptx = _SCALED_PAIR % (*selectors, "f16x2" if dtype == jnp.float16 else "bf16x2")
-                elif dtype == jnp.float16:
-                    args, ptx = (word,), _PAIR_TO_F16 % f"0x4{first + 1}4{first}"
-                else:
-                    args, ptx = (word,), _PAIR_TO_BF16 % f"0x4{first + 1}4{first}"
-                pairs.append(
-                    utils.bitcast(utils.inline_ptx(ptx, *args, result_types=i32), pair_type)
-                )
-            result[column, row] = utils.vector_concat(pairs)
-        return mgpu.FragmentedArray(
-            _registers=result.reshape(x.registers.shape), _layout=x.layout, _is_signed=None
-        )
-
-    given = (x,) if scales is None else (x, scales)
-    return plgpu.inline_mgpu(
-        arg_types=(_LAYOUT, _ROW)[: len(given)],
-        return_type=plgpu.ShapeDtypeStruct(x.shape, dtype, layout=_LAYOUT),
-    )(convert)(*given)
-
-
-def _product(sizes: tuple[int, ...]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
+    return stage

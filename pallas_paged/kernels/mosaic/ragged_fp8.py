@@ -18,7 +18,7 @@ from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.config import MosaicRaggedConfig
 from pallas_paged.kernels.mosaic.ragged import COMPILER_PARAMS, Inputs, Program, _q_arrivals
 from pallas_paged.kernels.mosaic.ragged_consumer import ScheduleBarrier
-from pallas_paged.kernels.mosaic.ragged_converter import _ROW, Converter, Scales
+from pallas_paged.kernels.mosaic.ragged_converter import Converter, Scales
 from pallas_paged.kernels.mosaic.ragged_merge import merge_ragged
 from pallas_paged.kernels.mosaic.ragged_tile import (
     CHUNK,
@@ -227,7 +227,8 @@ class Fp8Program(Program):
         def one(block, scales):
             now = kv_iter + (block - work.lo)
             b, s = lax.rem(now, BYTE_STAGES), lax.rem(now, STAGES)
-            next_scales = loader.load_scales(work, kv_head, jnp.minimum(block + 1, work.hi - 1))
+            scales, pages = scales
+            next_scales = loader.load_scales(work, kv_head, block + 1, pages), loader.load_pages(work, block + 2)
 
             @pl.when(now >= STAGES)
             def _():
@@ -270,7 +271,11 @@ class Fp8Program(Program):
             plgpu.barrier_arrive(ring.v_full.at[s])
             return next_scales
 
-        lax.fori_loop(work.lo, work.hi, one, loader.load_scales(work, kv_head, work.lo))
+        @pl.when(work.lo < work.hi)
+        def _():
+            first = loader.load_scales(work, kv_head, work.lo, loader.load_pages(work, work.lo))
+            lax.fori_loop(work.lo, work.hi, one, (first, loader.load_pages(work, work.lo + 1)))
+
         plgpu.barrier_arrive(scratch.q_free.at[stage])
         return kv_iter + work.hi - work.lo
 

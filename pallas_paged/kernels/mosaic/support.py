@@ -105,14 +105,14 @@ def _why_not_config(call: Call) -> str | None:
     block_k = config.block_k
     if block_k % page_size and page_size % block_k:
         return f"needs a {block_k=} that is a multiple or a divisor of {page_size=}"
-    if call.kernel == "ragged" and call.kv_dtype.itemsize == 1 and config.num_consumers > 1:
-        # With four warpgroups a thread starts with 128 registers, and 256 columns of a product
-        # would take all of them.
-        if max(block_k, call.head_dim) > 192:
-            return (
-                f"needs a block_k and a head_dim of at most 192 with pages of {call.kv_dtype.name} "
-                f"and num_consumers=2, not {block_k=} and head_dim={call.head_dim}"
-            )
+    converts = call.kernel == "ragged" and call.kv_dtype.itemsize == 1
+    # With four warpgroups a thread starts with 128 registers, and 256 columns of a product would
+    # take all of them.
+    if converts and config.num_consumers > 1 and max(block_k, call.head_dim) > 192:
+        return (
+            f"needs a block_k and a head_dim of at most 192 with pages of {call.kv_dtype.name} "
+            f"and num_consumers=2, not {block_k=} and head_dim={call.head_dim}"
+        )
     needed = shared_memory(config, group=call.group, head_dim=call.head_dim, kv_dtype=call.kv_dtype)
     limit = shared_memory_limit(1)
     if needed > limit:
@@ -127,20 +127,20 @@ def shared_memory(
     *,
     group: int,
     head_dim: int,
-    kv_dtype: Any = jnp.dtype(jnp.bfloat16),
+    kv_dtype: Any = None,
 ) -> int:
     """Return the bytes of shared memory that a program of the kernel needs. Imports Mosaic.
 
     Args:
         group: query heads of a KV head.
         head_dim: of the queries, K and V.
-        kv_dtype: of the pages; other operands have 16-bit elements.
+        kv_dtype: of the pages, if it is not that of the queries; these have 16-bit elements.
     """
     from pallas_paged.kernels.mosaic import decode, ops, ragged
 
     module = decode if isinstance(config, MosaicDecodeConfig) else ragged
     sizes: dict[str, Any] = dict(group=group, head_dim=head_dim, dtype=jnp.bfloat16)
-    if kv_dtype.itemsize == 1:
+    if kv_dtype is not None and kv_dtype.itemsize == 1:
         sizes["kv_dtype"] = kv_dtype
     # The page size changes only how often a barrier is arrived at.
     types = module.scratch_types(config, page_size=config.block_k, **sizes)

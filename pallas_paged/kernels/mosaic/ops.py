@@ -91,6 +91,12 @@ def load(ref: Any, layout: Any) -> jax.Array:
     return load_from(ref, layout=layout, optimized=False)
 
 
+def load_shared(ref: Any, layout: Any) -> jax.Array:
+    """Load a ref to shared memory into registers."""
+    load_from: Any = plgpu.load
+    return load_from(ref, layout=layout)
+
+
 def gather(ref: Any, indices: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:
     """Return the 4-byte elements of a ref to device memory at these indices of its flat memory.
 

@@ -37,30 +37,27 @@ from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.config import MosaicRaggedConfig
 from pallas_paged.kernels.mosaic.ragged_consumer import ScheduleBarrier, attend
-from pallas_paged.kernels.mosaic.ragged_converter import Converter, Scales, byte_ring
+from pallas_paged.kernels.mosaic.ragged_converter import Converter, Scales
 from pallas_paged.kernels.mosaic.ragged_merge import merge_ragged
 from pallas_paged.kernels.mosaic.ragged_operands import BYTES, in_order, in_stored_order
+from pallas_paged.kernels.mosaic.ragged_scratch import Inputs, Scratch, q_arrivals, scratch_types
 from pallas_paged.kernels.mosaic.ragged_tile import (
     CHUNK,
     WG_ROWS,
     Outputs,
     Rows,
-    StoreBuffers,
     TileShape,
     finish,
     store_rows,
 )
 from pallas_paged.kernels.mosaic.ragged_work import (
-    DESCRIPTOR_WORDS,
-    Mailbox,
     TileScheduler,
-    Work,
     WorkDescriptor,
     WorkTile,
     plan_work,
     unpack,
 )
-from pallas_paged.kernels.mosaic.ring import Pool, Ring, drain, stream, wgmma_transforms
+from pallas_paged.kernels.mosaic.ring import Pool, Ring, drain, stream
 
 # Registers of a thread. Two consumers and a producer of 128 threads take 64512 of an SM's 65536;
 # with a converter between them they take all.
@@ -73,92 +70,6 @@ _CONVERTING_REGISTERS = {
 
 # Any reduction would reserve scratch memory. None here goes across warps, and there is no room.
 COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Inputs:
-    """Operands of the kernel, or refs to them."""
-
-    q: Any  # [T, Hq, D], padded to whole chunks of tokens
-    pool: Pool
-    block_tables: Any  # i32[B, N]
-    work: Work
-    alibi_slopes: Any  # f32[Hq] or None
-    sinks: Any  # f32[Hq] or None
-    scales: Scales | None
-    counter: Any  # i32[1], a ref, of the tile scheduler
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Scratch:
-    """Refs in shared memory of a program, or their types."""
-
-    store: StoreBuffers  # without a converter; with one, results pass through the queries
-    mailbox: Mailbox
-    q_free: Any  # barriers [num_q_stages], complete when consumers have used queries and mailbox
-    q_full: Any  # barriers [num_q_stages], complete when queries and mailbox are there
-    q: Any  # [num_q_stages, num_consumers, 64, D]; with a converter a union with results
-    ring: Ring
-    bytes: Ring | None  # of int8 and fp8 pages, from which the converter fills the other one
-    k_scales: Any  # f32[num_stages, block_k] beside `ring`; None where logits have no scales
-    turn: Any  # barrier of the two consumers; None for a single one
-
-
-def scratch_types(
-    config: MosaicRaggedConfig,
-    *,
-    group: int,
-    head_dim: int,
-    page_size: int,
-    dtype: Any,
-    kv_dtype: Any = None,
-    scaled_logits: bool = True,
-    with_lse: bool = True,
-) -> Scratch:
-    """Return the types of the shared memory of a program."""
-    num_consumers, num_q_stages = config.num_consumers, config.num_q_stages
-    tile = TileShape.of(group, config.block_q)
-    convert = kv_dtype is not None and kv_dtype != dtype
-    sizes: dict[str, Any] = dict(head_dim=head_dim, page_size=page_size)
-    q = plgpu.SMEM(
-        (num_q_stages, num_consumers, WG_ROWS, head_dim), dtype, transforms=wgmma_transforms(dtype)
-    )
-    store = StoreBuffers.types(
-        num_warpgroups=num_consumers, head_dim=head_dim, dtype=dtype, with_lse=with_lse
-    )
-    if convert:
-        width = store.out.shape[-1]
-        num_buffers = num_consumers * head_dim // width
-        out = plgpu.SMEM((num_q_stages, num_buffers, WG_ROWS, width), dtype)
-        q, store = plgpu.RefUnion(q, out), dataclasses.replace(store, out=None)
-    return Scratch(
-        store=store,
-        mailbox=Mailbox(buffer=plgpu.SMEM((num_q_stages + 1, DESCRIPTOR_WORDS), jnp.int32)),
-        q_free=plgpu.Barrier(num_arrivals=num_consumers + convert, num_barriers=num_q_stages),
-        q_full=plgpu.Barrier(num_arrivals=_q_arrivals(tile), num_barriers=num_q_stages),
-        q=q,
-        ring=Ring.types(
-            config,
-            head_dim=head_dim,
-            page_size=config.block_k if convert else page_size,  # the converter arrives once
-            dtype=dtype,
-            num_consumers=num_consumers,
-        ),
-        bytes=byte_ring(config, dtype=kv_dtype, **sizes) if convert else None,
-        k_scales=(
-            plgpu.SMEM((config.num_stages, config.block_k), jnp.float32)
-            if convert and scaled_logits
-            else None
-        ),
-        turn=plgpu.Barrier(num_arrivals=2) if num_consumers == 2 else None,
-    )
-
-
-def _q_arrivals(tile: TileShape) -> int:
-    """Return the arrivals that fill a stage of queries: work id, descriptor, copies of q."""
-    return 2 + sum(len(tile.runs(h)) for h in range(tile.num_heads))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -257,7 +168,7 @@ class Program:
         i, _, kv_iter = lax.while_loop(lambda state: state[1] < count, produce_next, state)
         stage = self.free_stage(i)
         scratch.mailbox.work_ids[stage] = -1
-        for _ in range(_q_arrivals(self.tile)):
+        for _ in range(q_arrivals(self.tile)):
             plgpu.barrier_arrive(scratch.q_full.at[stage])
         drain(self.copied, kv_iter)
 
@@ -325,7 +236,7 @@ class Program:
 
     def order_queries(self, q_smem: Any) -> None:
         """Store the columns of queries in the order of converted K and V."""
-        q = plgpu.load(q_smem, layout=BYTES)
+        q = ops.load_shared(q_smem, BYTES)
         q_smem[...] = in_stored_order(q, interpret=self.interpret)
         plgpu.commit_smem()
 

@@ -195,7 +195,7 @@ class Converter:
 
     def load_scales(
         self, work: WorkDescriptor, kv_head: jax.Array, block: jax.Array, pages: list[jax.Array]
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
+    ) -> tuple[list[jax.Array], ...]:
         """Return the scales of K and of V of a block, whose tokens have these pages."""
         refs = self.scales.k, self.scales.v
         if not self.scales.of_tokens:
@@ -220,7 +220,7 @@ def _load(blocks: Any, full: Any, free: Any, now: jax.Array) -> list[jax.Array]:
     stage = lax.rem(now, NUM_STAGES)
     plgpu.barrier_wait(full.at[stage])
     parts = [
-        plgpu.load(blocks.at[stage, pl.ds(first, _ROWS)], layout=BYTES)
+        ops.load_shared(blocks.at[stage, pl.ds(first, _ROWS)], BYTES)
         for first in range(0, blocks.shape[1], _ROWS)
     ]
     plgpu.barrier_arrive(free.at[stage])

@@ -16,10 +16,11 @@ from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.logits import LOG2_E, LogitOptions
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.config import MosaicRaggedConfig
-from pallas_paged.kernels.mosaic.ragged import COMPILER_PARAMS, Inputs, Program, _q_arrivals
+from pallas_paged.kernels.mosaic.ragged import COMPILER_PARAMS, Program
 from pallas_paged.kernels.mosaic.ragged_consumer import ScheduleBarrier
 from pallas_paged.kernels.mosaic.ragged_converter import Converter, Scales
 from pallas_paged.kernels.mosaic.ragged_merge import merge_ragged
+from pallas_paged.kernels.mosaic.ragged_scratch import Inputs, q_arrivals
 from pallas_paged.kernels.mosaic.ragged_tile import (
     CHUNK,
     WG_ROWS,
@@ -73,7 +74,7 @@ def scratch_types(config, *, group, head_dim, page_size, dtype, with_lse, of_tok
         ),
         mailbox=Mailbox(buffer=plgpu.SMEM((nq + 1, DESCRIPTOR_WORDS), jnp.int32)),
         q_free=B(n + 1, nq),
-        q_full=B(_q_arrivals(tile), nq),
+        q_full=B(q_arrivals(tile), nq),
         q=plgpu.SMEM((nq, n, WG_ROWS, head_dim), F8, transforms=f8),
         bytes=Ring(
             k=plgpu.SMEM((BYTE_STAGES, block_k, head_dim), F8, transforms=f8),
@@ -228,7 +229,10 @@ class Fp8Program(Program):
             now = kv_iter + (block - work.lo)
             b, s = lax.rem(now, BYTE_STAGES), lax.rem(now, STAGES)
             scales, pages = scales
-            next_scales = loader.load_scales(work, kv_head, block + 1, pages), loader.load_pages(work, block + 2)
+            next_scales = (
+                loader.load_scales(work, kv_head, block + 1, pages),
+                loader.load_pages(work, block + 2),
+            )
 
             @pl.when(now >= STAGES)
             def _():

@@ -39,7 +39,7 @@ from pallas_paged.kernels.mosaic.config import MosaicRaggedConfig
 from pallas_paged.kernels.mosaic.ragged_consumer import ScheduleBarrier, attend
 from pallas_paged.kernels.mosaic.ragged_converter import Converter, Scales
 from pallas_paged.kernels.mosaic.ragged_merge import merge_ragged
-from pallas_paged.kernels.mosaic.ragged_operands import BYTES, in_order, in_stored_order
+from pallas_paged.kernels.mosaic.ragged_operands import in_order, store_in_stored_order
 from pallas_paged.kernels.mosaic.ragged_scratch import Inputs, Scratch, q_arrivals, scratch_types
 from pallas_paged.kernels.mosaic.ragged_tile import (
     CHUNK,
@@ -60,12 +60,11 @@ from pallas_paged.kernels.mosaic.ragged_work import (
 from pallas_paged.kernels.mosaic.ring import Pool, Ring, drain, stream
 
 # Registers of a thread. Two consumers and a producer of 128 threads take 64512 of an SM's 65536;
-# with a converter between them they take all.
-_CONSUMER_REGISTERS = 232
-_PRODUCER_REGISTERS = 40
-_CONVERTING_REGISTERS = {
-    1: {"consumer": 240, "converter": 160, "producer": 40},
-    2: {"consumer": 200, "converter": 80, "producer": 32},
+# with a converter they take all. That has fewer to give where there are two consumers.
+_REGISTERS = {"consumer": 232, "producer": 40}
+_REGISTERS_WITH_CONVERTER = {
+    1: {"consumer": 240, "producer": 40, "converter": 160},
+    2: {"consumer": 200, "producer": 32, "converter": 80},
 }
 
 # Any reduction would reserve scratch memory. None here goes across warps, and there is no room.
@@ -89,10 +88,9 @@ class Program:
         """Attend to the work tiles of the program."""
         config, interpret = self.config, self.interpret
         wg = lax.axis_index("wg")
-        converts = self.scratch.bytes is not None
-        registers = dict(consumer=_CONSUMER_REGISTERS, producer=_PRODUCER_REGISTERS)
-        if converts:
-            registers = _CONVERTING_REGISTERS[config.num_consumers]
+        registers = _REGISTERS
+        if self.converts:
+            registers = _REGISTERS_WITH_CONVERTER[config.num_consumers]
 
         @pl.when(wg == config.num_consumers)
         def _():
@@ -103,11 +101,10 @@ class Program:
         @pl.when(wg < config.num_consumers)
         def _():
             ops.set_max_registers(registers["consumer"], action="increase", interpret=interpret)
-
             self.for_each_work_tile(functools.partial(self.consume, wg))
             plgpu.wait_smem_to_gmem(0)
 
-        if converts:
+        if self.converts:
 
             @pl.when(wg == config.num_consumers + 1)
             def _():
@@ -208,20 +205,31 @@ class Program:
         )
 
     @property
+    def converts(self) -> bool:
+        """Whether pages are int8 or fp8, and a converter stands behind the producer."""
+        return self.scratch.bytes is not None
+
+    @property
     def q(self) -> Any:
         """The stages of queries."""
-        return self.scratch.q if self.scratch.bytes is None else self.scratch.q[0]
+        return self.scratch.q[0] if self.converts else self.scratch.q
 
     @property
     def copied(self) -> Ring:
         """The ring that the producer copies pages to."""
-        return self.scratch.ring if self.scratch.bytes is None else self.scratch.bytes
+        return self.scratch.bytes if self.converts else self.scratch.ring
+
+    @property
+    def logit_scales(self) -> Any:
+        """Scales of K: a ref to those of the blocks in the ring, one for all keys, or None."""
+        scales = self.inputs.scales
+        return scales.k[0] if self.converts and not scales.of_tokens else self.scratch.k_scales
 
     def convert(self, stage: jax.Array, work_id: jax.Array, kv_iter: jax.Array) -> jax.Array:
         """Convert the keys and values of a work tile."""
         inputs, scratch = self.inputs, self.scratch
         converter = Converter(
-            source=self.copied,
+            source=scratch.bytes,
             target=scratch.ring,
             k_scales=scratch.k_scales,
             scales=inputs.scales,
@@ -233,16 +241,6 @@ class Program:
         kv_iter = converter.convert(work, self.unpack(work_id).kv_head, kv_iter)
         plgpu.barrier_arrive(scratch.q_free.at[stage])
         return kv_iter
-
-    def order_queries(self, q_smem: Any) -> None:
-        """Store the columns of queries in the order of converted K and V."""
-        q = ops.load_shared(q_smem, BYTES)
-        q_smem[...] = in_stored_order(q, interpret=self.interpret)
-        plgpu.commit_smem()
-
-    def ordered(self, out: jax.Array) -> jax.Array:
-        """Return results with their columns in order."""
-        return out if self.scratch.bytes is None else in_order(out, interpret=self.interpret)
 
     def consume(
         self, wg: jax.Array, stage: jax.Array, work_id: jax.Array, kv_iter: jax.Array
@@ -264,13 +262,11 @@ class Program:
         def of_rows(ref):
             return None if ref is None else ref.at[work_tile.item, wg]
 
-        k_scale = None
-        if scratch.bytes is not None:
-            self.order_queries(self.q.at[stage, wg])
-            if not inputs.scales.of_tokens:
-                k_scale = inputs.scales.k[0]
+        q_smem = self.q.at[stage, wg]
+        if self.converts:
+            store_in_stored_order(q_smem, interpret=self.interpret)
         state = attend(
-            self.q.at[stage, wg],
+            q_smem,
             scratch.ring,
             work,
             rows,
@@ -280,33 +276,34 @@ class Program:
             positions_ref=of_rows(inputs.work.positions),
             tree_words=of_rows(inputs.work.tree_words),
             causal=self.causal,
-            values_are_zeroed=scratch.bytes is not None,
-            k_scales=scratch.k_scales if scratch.k_scales is not None else k_scale,
+            values_are_zeroed=self.converts,
+            k_scales=self.logit_scales,
             options=self.options,
             interpret=self.interpret,
         )
-        buffers, buffer = scratch.store, wg
-        if scratch.bytes is None:
-            plgpu.barrier_arrive(scratch.q_free.at[stage])
+        buffers = scratch.store
+        if self.converts:  # results take the place of the queries
+            buffers = dataclasses.replace(buffers, out=scratch.q[1].at[stage])
         else:
-            out = scratch.q[1]
-            buffers = dataclasses.replace(buffers, out=out.at[stage])
-            buffer = wg * (out.shape[1] // self.config.num_consumers)
+            plgpu.barrier_arrive(scratch.q_free.at[stage])
+
+        def finished(sinks):
+            out, lse = finish(state, sinks)
+            return in_order(out, interpret=self.interpret) if self.converts else out, lse
 
         @pl.when(work.partial < 0)
         def _():
             sinks = None if inputs.sinks is None else rows.per_head(inputs.sinks)
-            out, lse = finish(state, sinks)
-            store_rows(outputs, buffers, buffer, rows, self.ordered(out), lse)
+            store_rows(outputs, buffers, wg, rows, *finished(sinks))
 
         @pl.when(work.partial >= 0)
         def _():
-            out, lse = finish(state, None)
+            out, lse = finished(None)
             index = (work_tile.head_tile, work.partial, wg)
-            ops.store(outputs.partials.out.at[index], self.ordered(out))
+            ops.store(outputs.partials.out.at[index], out)
             ops.store(outputs.partials.lse.at[index], lse)
 
-        if scratch.bytes is not None:
+        if self.converts:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(scratch.q_free.at[stage])
         return kv_iter + work.hi - work.lo

@@ -6,8 +6,9 @@ they count as neighbours in two 8-column tiles of `ops.WGMMA`. So of 16 columns,
 
     0 1   4 5   8 9   12 13   2 3   6 7   10 11   14 15
 
-K, V and the queries have it all, and the results are put right in registers: `in_stored_order`,
-`in_order`. Neither moves a value from a thread to another. Interpreted kernels keep the order.
+K, V and the queries have it all, and the results are put right in registers:
+`store_in_stored_order`, `in_order`. Neither moves a value from a thread to another. Interpreted
+kernels keep the order.
 """
 
 from __future__ import annotations
@@ -26,35 +27,24 @@ BYTES = plgpu.Layout.WGMMA_8BIT
 BYTES_ROW = BYTES.reduce(1)
 
 
-def in_stored_order(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """Return 16-bit `[64, D]` of layout `BYTES` with its columns in stored order, `ops.WGMMA`."""
+def store_in_stored_order(ref: Any, *, interpret: bool) -> None:
+    """Bring the columns of a ref to 16-bit `[64, D]` in shared memory into stored order."""
 
     def halves(registers, utils):
-        pairs = [[utils.vector_slice(r, slice(i, i + 2)) for r in registers] for i in (0, 2)]
-        return _array_of(pairs, (2, registers.size)).T
+        return [utils.vector_slice(r, slice(i, i + 2)) for r in registers for i in (0, 2)]
 
-    return x if interpret else _relabelled(x, BYTES, ops.WGMMA, halves)
+    if not interpret:
+        ref[...] = _relabelled(ops.load_shared(ref, BYTES), BYTES, ops.WGMMA, halves)
+        plgpu.commit_smem()
 
 
 def in_order(x: jax.Array, *, interpret: bool) -> jax.Array:
     """Return `[64, D]` of layout `ops.WGMMA`, whose columns are in stored order, in their order."""
 
     def joined(registers, utils):
-        return _array_of(
-            [utils.vector_concat([a, b]) for a, b in registers.reshape(-1, 2)], registers.size // 2
-        )
+        return [utils.vector_concat([a, b]) for a, b in registers.reshape(-1, 2)]
 
     return x if interpret else _relabelled(x, ops.WGMMA, BYTES, joined)
-
-
-def _array_of(registers: Any, shape: Any) -> np.ndarray:
-    result = np.empty(shape, dtype=object)
-    for place in np.ndindex(result.shape):
-        one = registers
-        for index in place:
-            one = one[index]
-        result[place] = one
-    return result
 
 
 def _relabelled(x: jax.Array, source: Any, target: Any, change: Callable[..., Any]) -> jax.Array:
@@ -65,13 +55,13 @@ def _relabelled(x: jax.Array, source: Any, target: Any, change: Callable[..., An
         from jax.experimental.mosaic.gpu import utils
 
         registers = x.registers.reshape(-1, 2)  # columns, halves of 16 rows
-        halves = [change(registers[:, half], utils).reshape(-1) for half in range(2)]
         layout = target.to_mgpu()
-        return mgpu.FragmentedArray(
-            _registers=np.stack(halves, axis=-1).reshape(layout.registers_shape(x.shape)),
-            _layout=layout,
-            _is_signed=None,
-        )
+        changed = np.empty(layout.registers_shape(x.shape), dtype=object)
+        flat = changed.reshape(-1, 2)  # a view
+        for half in range(2):
+            for i, register in enumerate(change(registers[:, half], utils)):
+                flat[i, half] = register
+        return mgpu.FragmentedArray(_registers=changed, _layout=layout, _is_signed=None)
 
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=target)
     return plgpu.inline_mgpu(arg_types=(source,), return_type=result)(relabel)(x)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.mosaic.config import MosaicRaggedConfig
-from pallas_paged.kernels.mosaic.ragged_converter import Scales, byte_ring
+from pallas_paged.kernels.mosaic.ragged_converter import byte_ring
 from pallas_paged.kernels.mosaic.ragged_tile import WG_ROWS, StoreBuffers, TileShape
 from pallas_paged.kernels.mosaic.ragged_work import DESCRIPTOR_WORDS, Mailbox, Work
 from pallas_paged.kernels.mosaic.ring import Pool, Ring, wgmma_transforms
@@ -27,7 +27,7 @@ class Inputs:
     work: Work
     alibi_slopes: Any  # f32[Hq] or None
     sinks: Any  # f32[Hq] or None
-    scales: Scales | None
+    scales: Any  # Scales of int8 and fp8 pages; else None
     counter: Any  # i32[1], a ref, of the tile scheduler
 
 
@@ -42,7 +42,7 @@ class Scratch:
     q_full: Any  # barriers [num_q_stages], complete when queries and mailbox are there
     q: Any  # [num_q_stages, num_consumers, 64, D]; with a converter a union with results
     ring: Ring
-    bytes: Ring | None  # of int8 and fp8 pages, from which the converter fills the other one
+    bytes: Any  # Ring of int8 and fp8 pages, from which the converter fills the other one; or None
     k_scales: Any  # f32[num_stages, block_k] beside `ring`; None where logits have no scales
     turn: Any  # barrier of the two consumers; None for a single one
 
@@ -62,7 +62,6 @@ def scratch_types(
     num_consumers, num_q_stages = config.num_consumers, config.num_q_stages
     tile = TileShape.of(group, config.block_q)
     convert = kv_dtype is not None and kv_dtype != dtype
-    sizes: dict[str, Any] = dict(head_dim=head_dim, page_size=page_size)
     q = plgpu.SMEM(
         (num_q_stages, num_consumers, WG_ROWS, head_dim), dtype, transforms=wgmma_transforms(dtype)
     )
@@ -70,9 +69,7 @@ def scratch_types(
         num_warpgroups=num_consumers, head_dim=head_dim, dtype=dtype, with_lse=with_lse
     )
     if convert:
-        width = store.out.shape[-1]
-        num_buffers = num_consumers * head_dim // width
-        out = plgpu.SMEM((num_q_stages, num_buffers, WG_ROWS, width), dtype)
+        out = plgpu.SMEM((num_q_stages, *store.out.shape), dtype)
         q, store = plgpu.RefUnion(q, out), dataclasses.replace(store, out=None)
     return Scratch(
         store=store,
@@ -87,7 +84,11 @@ def scratch_types(
             dtype=dtype,
             num_consumers=num_consumers,
         ),
-        bytes=byte_ring(config, dtype=kv_dtype, **sizes) if convert else None,
+        bytes=(
+            byte_ring(config, head_dim=head_dim, page_size=page_size, dtype=kv_dtype)
+            if convert
+            else None
+        ),
         k_scales=(
             plgpu.SMEM((config.num_stages, config.block_k), jnp.float32)
             if convert and scaled_logits

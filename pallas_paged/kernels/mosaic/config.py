@@ -143,22 +143,26 @@ def ragged_config(
     max_kv_len: int,
     num_seqs: int,
     num_sms: int,
+    itemsize: int,
     **_: int,
 ) -> MosaicRaggedConfig:
     """Return the heuristic config of a call with `num_tokens` queries, as `decode_config` does."""
     # Measured on an H200, 2026-11: 128 rows and blocks of 32 KB; half as long a block costs 12%.
-    wide = head_dim > 128
+    wide, one_byte = head_dim > 128, itemsize == 1
     block_k = 64 if wide else 128
-    if head_dim == 64 and max_kv_len >= 2048:
+    if head_dim == 64 and max_kv_len >= 2048 and not one_byte:
         block_k = 256
-    # One consumer is enough where the queries of an average sequence fit its rows.
+    # One consumer is enough where the queries of an average sequence fit its rows. With a
+    # converter, two have no registers for products of 256 columns.
     rows = num_tokens * (num_q_heads // num_kv_heads)
+    one_consumer = rows <= _WGMMA_ROWS * num_seqs or (wide and one_byte)
     return MosaicRaggedConfig(
         block_k=block_k,
-        num_consumers=1 if rows <= _WGMMA_ROWS * num_seqs else 2,
+        num_consumers=1 if one_consumer else 2,
         num_stages=2,
         num_programs=num_sms,
-        num_q_stages=1 if wide else 2,  # a second tile of 64 KB does not fit
+        # A second tile of 64 KB does not fit, nor one of 32 KB beside the bytes of K and V.
+        num_q_stages=1 if wide or (head_dim == 128 and one_byte) else 2,
     )
 
 

@@ -91,6 +91,46 @@ def load(ref: Any, layout: Any) -> jax.Array:
     return load_from(ref, layout=layout, optimized=False)
 
 
+def load_shared(ref: Any, layout: Any) -> jax.Array:
+    """Load a ref to shared memory into registers."""
+    load_from: Any = plgpu.load
+    return load_from(ref, layout=layout)
+
+
+def gather(ref: Any, indices: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:
+    """Return the 4-byte elements of a ref to device memory at these indices of its flat memory.
+
+    Args:
+        indices: i32`[n]`, in `layout`.
+    """
+    if interpret:
+        return ref[...].reshape(-1)[indices]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), layout),
+        return_type=plgpu.ShapeDtypeStruct(indices.shape, ref.dtype, layout=layout),
+    )
+    def load_each(_, ref, indices):
+        from jax.experimental.mosaic import gpu as mgpu
+        from jax.experimental.mosaic.gpu import utils
+
+        element = utils.ir.MemRefType(ref.type).element_type
+        i32 = utils.ir.IntegerType.get_signless(32)
+        loaded = np.empty_like(indices.registers)
+        for place, register in np.ndenumerate(indices.registers):
+            bits = utils.inline_ptx(
+                "{ .reg .b64 a; mad.wide.s32 a, $1, 4, $2; ld.global.nc.b32 $0, [a]; }",
+                utils.bitcast(register, i32),
+                utils.memref_ptr(ref),
+                result_types=i32,
+            )
+            loaded[place] = utils.bitcast(bits, utils.ir.VectorType.get((1,), element))
+        is_signed = indices.is_signed if element == i32 else None
+        return mgpu.FragmentedArray(_registers=loaded, _layout=indices.layout, _is_signed=is_signed)
+
+    return load_each(ref, indices)
+
+
 def store(ref: Any, value: jax.Array) -> None:
     """Store to device memory, parts of a cache line included."""
     if hasattr(plgpu, "store"):  # since JAX 0.12, where `ref[...] =` takes whole cache lines only

@@ -22,6 +22,8 @@ FlashAttention-3 (Shah 2024), with the heads of a group packed into the tile and
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,99 +37,38 @@ from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.config import MosaicRaggedConfig
 from pallas_paged.kernels.mosaic.ragged_consumer import ScheduleBarrier, attend
+from pallas_paged.kernels.mosaic.ragged_converter import Converter, Scales
 from pallas_paged.kernels.mosaic.ragged_merge import merge_ragged
+from pallas_paged.kernels.mosaic.ragged_operands import in_order, store_in_stored_order
+from pallas_paged.kernels.mosaic.ragged_scratch import Inputs, Scratch, q_arrivals, scratch_types
 from pallas_paged.kernels.mosaic.ragged_tile import (
     CHUNK,
     WG_ROWS,
     Outputs,
     Rows,
-    StoreBuffers,
     TileShape,
     finish,
     store_rows,
 )
 from pallas_paged.kernels.mosaic.ragged_work import (
-    DESCRIPTOR_WORDS,
-    Mailbox,
     TileScheduler,
-    Work,
     WorkDescriptor,
     WorkTile,
     plan_work,
     unpack,
 )
-from pallas_paged.kernels.mosaic.ring import Pool, Ring, drain, stream, wgmma_transforms
+from pallas_paged.kernels.mosaic.ring import Pool, Ring, drain, stream
 
-# Registers of a thread. Two consumers and a producer of 128 threads take 64512 of an SM's 65536.
-_CONSUMER_REGISTERS = 232
-_PRODUCER_REGISTERS = 40
+# Registers of a thread. Two consumers and a producer of 128 threads take 64512 of an SM's 65536;
+# with a converter they take all. That has fewer to give where there are two consumers.
+_REGISTERS = {"consumer": 232, "producer": 40}
+_REGISTERS_WITH_CONVERTER = {
+    1: {"consumer": 240, "producer": 40, "converter": 160},
+    2: {"consumer": 200, "producer": 32, "converter": 80},
+}
 
 # Any reduction would reserve scratch memory. None here goes across warps, and there is no room.
 COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Inputs:
-    """Operands of the kernel, or refs to them."""
-
-    q: Any  # [T, Hq, D], padded to whole chunks of tokens
-    pool: Pool
-    block_tables: Any  # i32[B, N]
-    work: Work
-    alibi_slopes: Any  # f32[Hq] or None
-    sinks: Any  # f32[Hq] or None
-    counter: Any  # i32[1], a ref, of the tile scheduler
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Scratch:
-    """Refs in shared memory of a program, or their types."""
-
-    store: StoreBuffers
-    mailbox: Mailbox
-    q_free: Any  # barriers [num_q_stages], complete when consumers have used queries and mailbox
-    q_full: Any  # barriers [num_q_stages], complete when queries and mailbox are there
-    q: Any  # [num_q_stages, num_consumers, 64, D]
-    ring: Ring
-    turn: Any  # barrier of the two consumers; None for a single one
-
-
-def scratch_types(
-    config: MosaicRaggedConfig,
-    *,
-    group: int,
-    head_dim: int,
-    page_size: int,
-    dtype: Any,
-    with_lse: bool = True,
-) -> Scratch:
-    """Return the types of the shared memory of a program."""
-    num_consumers, num_q_stages = config.num_consumers, config.num_q_stages
-    tile = TileShape.of(group, config.block_q)
-    return Scratch(
-        store=StoreBuffers.types(
-            num_warpgroups=num_consumers, head_dim=head_dim, dtype=dtype, with_lse=with_lse
-        ),
-        mailbox=Mailbox(buffer=plgpu.SMEM((num_q_stages + 1, DESCRIPTOR_WORDS), jnp.int32)),
-        q_free=plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_q_stages),
-        q_full=plgpu.Barrier(num_arrivals=_q_arrivals(tile), num_barriers=num_q_stages),
-        q=plgpu.SMEM(
-            (num_q_stages, num_consumers, WG_ROWS, head_dim),
-            dtype,
-            transforms=wgmma_transforms(dtype),
-        ),
-        ring=Ring.types(
-            config, head_dim=head_dim, page_size=page_size, dtype=dtype, num_consumers=num_consumers
-        ),
-        turn=plgpu.Barrier(num_arrivals=2) if num_consumers == 2 else None,
-    )
-
-
-def _q_arrivals(tile: TileShape) -> int:
-    """Return the arrivals that fill a stage of queries: work id, descriptor, copies of q."""
-    return 2 + sum(len(tile.runs(h)) for h in range(tile.num_heads))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,25 +88,41 @@ class Program:
         """Attend to the work tiles of the program."""
         config, interpret = self.config, self.interpret
         wg = lax.axis_index("wg")
+        registers = _REGISTERS
+        if self.converts:
+            registers = _REGISTERS_WITH_CONVERTER[config.num_consumers]
 
         @pl.when(wg == config.num_consumers)
         def _():
-            ops.set_max_registers(_PRODUCER_REGISTERS, action="decrease", interpret=interpret)
+            ops.set_max_registers(registers["producer"], action="decrease", interpret=interpret)
             self.produce()
             ops.let_next_kernel_start(interpret=interpret)
 
         @pl.when(wg < config.num_consumers)
         def _():
-            ops.set_max_registers(_CONSUMER_REGISTERS, action="increase", interpret=interpret)
-
-            def consume_next(state):
-                i, work_id, kv_iter = state
-                kv_iter = self.consume(wg, lax.rem(i, config.num_q_stages), work_id, kv_iter)
-                return i + 1, self.receive(i + 1), kv_iter
-
-            state = jnp.int32(0), self.receive(jnp.int32(0)), jnp.int32(0)
-            lax.while_loop(lambda state: state[1] >= 0, consume_next, state)
+            ops.set_max_registers(registers["consumer"], action="increase", interpret=interpret)
+            self.for_each_work_tile(functools.partial(self.consume, wg))
             plgpu.wait_smem_to_gmem(0)
+
+        if self.converts:
+
+            @pl.when(wg == config.num_consumers + 1)
+            def _():
+                ops.set_max_registers(
+                    registers["converter"], action="decrease", interpret=interpret
+                )
+                drain(self.scratch.ring, self.for_each_work_tile(self.convert))
+
+    def for_each_work_tile(self, function: Callable[..., jax.Array]) -> jax.Array:
+        """Call a function of stage, work id and `kv_iter`, which returns the next `kv_iter`."""
+
+        def do_next(state):
+            i, work_id, kv_iter = state
+            kv_iter = function(lax.rem(i, self.config.num_q_stages), work_id, kv_iter)
+            return i + 1, self.receive(i + 1), kv_iter
+
+        state = jnp.int32(0), self.receive(jnp.int32(0)), jnp.int32(0)
+        return lax.while_loop(lambda state: state[1] >= 0, do_next, state)[2]
 
     def unpack(self, work_id: jax.Array) -> WorkTile:
         """Return the work tile with this id."""
@@ -208,9 +165,9 @@ class Program:
         i, _, kv_iter = lax.while_loop(lambda state: state[1] < count, produce_next, state)
         stage = self.free_stage(i)
         scratch.mailbox.work_ids[stage] = -1
-        for _ in range(_q_arrivals(self.tile)):
+        for _ in range(q_arrivals(self.tile)):
             plgpu.barrier_arrive(scratch.q_full.at[stage])
-        drain(scratch.ring, kv_iter)
+        drain(self.copied, kv_iter)
 
         @pl.loop(jnp.maximum(i + 1 - num_q_stages, 0), i)
         def wait_until_free(i):
@@ -233,11 +190,11 @@ class Program:
                 token = work.q_start + work.offset + first - h * tile.num_tokens
                 plgpu.copy_gmem_to_smem(
                     inputs.q.at[pl.ds(pl.multiple_of(token, CHUNK), num_rows), head],
-                    scratch.q.at[stage, first // WG_ROWS, pl.ds(first % WG_ROWS, num_rows)],
+                    self.q.at[stage, first // WG_ROWS, pl.ds(first % WG_ROWS, num_rows)],
                     full,
                 )
         return stream(
-            scratch.ring,
+            self.copied,
             inputs.pool,
             work_tile.kv_head,
             inputs.block_tables.at[work.row],
@@ -246,6 +203,44 @@ class Program:
             kv_len=jnp.maximum(work.kv_len, 1),
             kv_iter=kv_iter,
         )
+
+    @property
+    def converts(self) -> bool:
+        """Whether pages are int8 or fp8, and a converter stands behind the producer."""
+        return self.scratch.bytes is not None
+
+    @property
+    def q(self) -> Any:
+        """The stages of queries."""
+        return self.scratch.q[0] if self.converts else self.scratch.q
+
+    @property
+    def copied(self) -> Ring:
+        """The ring that the producer copies pages to."""
+        return self.scratch.bytes if self.converts else self.scratch.ring
+
+    @property
+    def logit_scales(self) -> Any:
+        """Scales of K: a ref to those of the blocks in the ring, one for all keys, or None."""
+        scales = self.inputs.scales
+        return scales.k[0] if self.converts and not scales.of_tokens else self.scratch.k_scales
+
+    def convert(self, stage: jax.Array, work_id: jax.Array, kv_iter: jax.Array) -> jax.Array:
+        """Convert the keys and values of a work tile."""
+        inputs, scratch = self.inputs, self.scratch
+        converter = Converter(
+            source=scratch.bytes,
+            target=scratch.ring,
+            k_scales=scratch.k_scales,
+            scales=inputs.scales,
+            block_tables=inputs.block_tables,
+            page_size=inputs.pool.page_size,
+            interpret=self.interpret,
+        )
+        work = unpack(WorkDescriptor, scratch.mailbox.buffer, stage)
+        kv_iter = converter.convert(work, self.unpack(work_id).kv_head, kv_iter)
+        plgpu.barrier_arrive(scratch.q_free.at[stage])
+        return kv_iter
 
     def consume(
         self, wg: jax.Array, stage: jax.Array, work_id: jax.Array, kv_iter: jax.Array
@@ -267,8 +262,11 @@ class Program:
         def of_rows(ref):
             return None if ref is None else ref.at[work_tile.item, wg]
 
+        q_smem = self.q.at[stage, wg]
+        if self.converts:
+            store_in_stored_order(q_smem, interpret=self.interpret)
         state = attend(
-            scratch.q.at[stage, wg],
+            q_smem,
             scratch.ring,
             work,
             rows,
@@ -278,23 +276,36 @@ class Program:
             positions_ref=of_rows(inputs.work.positions),
             tree_words=of_rows(inputs.work.tree_words),
             causal=self.causal,
+            values_are_zeroed=self.converts,
+            k_scales=self.logit_scales,
             options=self.options,
             interpret=self.interpret,
         )
-        plgpu.barrier_arrive(scratch.q_free.at[stage])
+        buffers = scratch.store
+        if self.converts:  # results take the place of the queries
+            buffers = dataclasses.replace(buffers, out=scratch.q[1].at[stage])
+        else:
+            plgpu.barrier_arrive(scratch.q_free.at[stage])
+
+        def finished(sinks):
+            out, lse = finish(state, sinks)
+            return in_order(out, interpret=self.interpret) if self.converts else out, lse
 
         @pl.when(work.partial < 0)
         def _():
             sinks = None if inputs.sinks is None else rows.per_head(inputs.sinks)
-            store_rows(outputs, scratch.store, wg, rows, *finish(state, sinks))
+            store_rows(outputs, buffers, wg, rows, *finished(sinks))
 
         @pl.when(work.partial >= 0)
         def _():
-            out, lse = finish(state, None)
+            out, lse = finished(None)
             index = (work_tile.head_tile, work.partial, wg)
             ops.store(outputs.partials.out.at[index], out)
             ops.store(outputs.partials.lse.at[index], lse)
 
+        if self.converts:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(scratch.q_free.at[stage])
         return kv_iter + work.hi - work.lo
 
 
@@ -324,6 +335,7 @@ def ragged_paged_attention(
         work=work,
         alibi_slopes=arrays.alibi_slopes,
         sinks=arrays.sinks,
+        scales=Scales.of(arrays),
         counter=jax.new_ref(jnp.zeros(1, jnp.int32)),
     )
     head_tiles = arrays.num_kv_heads * tile.num_head_tiles
@@ -343,6 +355,8 @@ def ragged_paged_attention(
         head_dim=arrays.head_dim,
         page_size=arrays.page_size,
         dtype=arrays.q.dtype,
+        kv_dtype=arrays.k_pages.dtype,
+        scaled_logits=inputs.scales is not None and inputs.scales.of_tokens,
         with_lse=with_lse,
     )
 
@@ -368,7 +382,7 @@ def ragged_paged_attention(
         mesh=plgpu.Mesh(
             grid=(config.num_programs,),
             grid_names=("program",),
-            num_threads=config.num_consumers + 1,
+            num_threads=config.num_consumers + (1 if scratch.bytes is None else 2),
             thread_name="wg",
         ),
         compiler_params=COMPILER_PARAMS,

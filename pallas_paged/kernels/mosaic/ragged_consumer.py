@@ -57,6 +57,8 @@ def attend(
     positions_ref: Any,  # i32[64]; None where queries are the newest tokens of their sequence
     tree_words: Any,  # i32[words, 64] or None
     causal: bool,
+    values_are_zeroed: bool,
+    k_scales: Any,  # f32[num_stages, block_k], f32[] or None
     options: LogitOptions,
     interpret: bool,
 ) -> ops.State:
@@ -65,6 +67,7 @@ def attend(
     Args:
         kv_iter: blocks that came through the ring before.
         causal: whether a query sees no later key.
+        values_are_zeroed: where the tile must not read them, by a converter.
     """
     num_stages, block_k, head_dim = ring.k.shape
     lo, hi, kv_len = work.lo, work.hi, work.kv_len
@@ -107,7 +110,14 @@ def attend(
         stage = lax.rem(now, num_stages)
 
         s = ops.wgmma(q_smem, ring.k.at[stage].transpose((1, 0)), overlap=schedule.sync)
-        plgpu.barrier_arrive(ring.k_free.at[stage])
+        if k_scales is not None and k_scales.ndim:
+            scales = plgpu.load(k_scales.at[stage], layout=ops.WGMMA_COL)
+            plgpu.barrier_arrive(ring.k_free.at[stage])
+            s = s * ops.bcast(scales, s, axis=1)
+        else:
+            plgpu.barrier_arrive(ring.k_free.at[stage])
+            if k_scales is not None:
+                s = s * k_scales
         keys = block * block_k + ops.iota((WG_ROWS, block_k), 1, ops.WGMMA)
         if slopes is None:
             s, factor = base2_logits(s, options, None, keys)
@@ -125,12 +135,12 @@ def attend(
         acc = acc * ops.bcast(alpha, acc)
         # The whole softmax stays before the arrival below; this order keeps the tensor cores busy.
         acc, l_new, m_new, p = lax.optimization_barrier((acc, l_new, m_new, p.astype(ring.v.dtype)))
-        if masked:
+        if masked and not values_are_zeroed:
             # The first consumer zeroes for both, before the other one may read the values.
             plgpu.barrier_wait(ring.v_full.at[stage])
             pl.when(rows.wg == 0)(functools.partial(zero_unreadable, block, stage))
         schedule.arrive()
-        if not masked:
+        if not masked or values_are_zeroed:
             plgpu.barrier_wait(ring.v_full.at[stage])
         schedule.wait()
 

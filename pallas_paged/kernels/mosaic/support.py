@@ -63,7 +63,8 @@ def why_not_call(call: Call) -> str | None:
     """Return why the kernels can't do a call on any device, or None. Its config may need Mosaic."""
     if call.dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs bfloat16 or float16, not {call.dtype.name}"
-    if call.kv_dtype != call.dtype and (call.kernel != "decode" or call.kv_dtype.itemsize > 1):
+    one_byte = call.kv_dtype in (jnp.int8, jnp.float8_e4m3fn)
+    if call.kv_dtype != call.dtype and not one_byte:
         return f"needs pages of q's dtype {call.dtype.name}, not of {call.kv_dtype.name}"
     head_dims = DECODE_HEAD_DIMS if call.kernel == "decode" else HEAD_DIMS
     if call.head_dim not in head_dims:
@@ -99,6 +100,14 @@ def _why_not_config(call: Call) -> str | None:
     block_k = config.block_k
     if block_k % page_size and page_size % block_k:
         return f"needs a {block_k=} that is a multiple or a divisor of {page_size=}"
+    converts = call.kernel == "ragged" and call.kv_dtype.itemsize == 1
+    # With four warpgroups a thread starts with 128 registers, and 256 columns of a product would
+    # take all of them.
+    if converts and config.num_consumers > 1 and max(block_k, call.head_dim) > 192:
+        return (
+            f"needs a block_k and a head_dim of at most 192 with pages of {call.kv_dtype.name} "
+            f"and num_consumers=2, not {block_k=} and head_dim={call.head_dim}"
+        )
     needed = shared_memory(config, group=call.group, head_dim=call.head_dim, kv_dtype=call.kv_dtype)
     limit = shared_memory_limit(1)
     if needed > limit:
@@ -126,12 +135,11 @@ def shared_memory(
 
     # The page size changes only how often a barrier is arrived at.
     sizes: Any = {"group": group, "head_dim": head_dim, "page_size": config.block_k}
-    types: Any
+    sizes |= {"dtype": jnp.bfloat16, "kv_dtype": kv_dtype}
     if isinstance(config, MosaicDecodeConfig):
-        types = decode.scratch_types(config, dtype=jnp.bfloat16, kv_dtype=kv_dtype, **sizes)
-        return ops.shared_memory_bytes(types, decode.compiler_params(kv_dtype))
-    types = ragged.scratch_types(config, dtype=jnp.bfloat16, **sizes)
-    return ops.shared_memory_bytes(types, ragged.COMPILER_PARAMS)
+        params = decode.compiler_params(kv_dtype)
+        return ops.shared_memory_bytes(decode.scratch_types(config, **sizes), params)
+    return ops.shared_memory_bytes(ragged.scratch_types(config, **sizes), ragged.COMPILER_PARAMS)
 
 
 def shared_memory_limit(programs_per_sm: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 
 import pallas_paged as pp
@@ -80,6 +81,9 @@ def test_shared_memory_is_the_sum_of_the_tiles():
     assert shared_memory(DECODE, group=9, **size) == (2 * 48 + 2 * 4 + 2 + 3) * kb
     # K, V; queries, out, lse; records, barriers
     assert shared_memory(RAGGED, group=4, **size) == (2 * 64 + 64 + 32 + 1 + 2) * kb
+    # and with int8 pages bytes of K and V and scales of K; results take the place of queries
+    one_byte = shared_memory(RAGGED, group=4, kv_dtype=np.dtype("int8"), **size)
+    assert one_byte == (2 * 64 + 64 + 2 * 16 + 1 + 1 + 2) * kb
     one = dataclasses.replace(RAGGED, num_consumers=1, num_q_stages=1)
     assert shared_memory(one, group=4, **size) == (2 * 64 + 16 + 16 + 1 + 2) * kb
     assert [shared_memory_limit(n) for n in (1, 2)] == [227 * kb, 113 * kb]
@@ -99,11 +103,13 @@ class TestHeuristicsFit:
 
     def test_ragged(self, head_dim, group, num_kv_heads):
         heads = dict(num_q_heads=group * num_kv_heads, num_kv_heads=num_kv_heads)
-        sizes = RAGGED_SIZES | heads | {"head_dim": head_dim}
-        config = ragged_config(**H200, **sizes)
-        assert config.num_programs == 132
-        needed = shared_memory(config, group=group, head_dim=head_dim)
-        assert needed <= shared_memory_limit(1)
+        for kv_dtype in (np.dtype("float16"), np.dtype("int8")):
+            itemsize = {"itemsize": kv_dtype.itemsize}
+            sizes = RAGGED_SIZES | heads | {"head_dim": head_dim} | itemsize
+            config = ragged_config(**H200, **sizes)
+            assert config.num_programs == 132
+            needed = shared_memory(config, group=group, head_dim=head_dim, kv_dtype=kv_dtype)
+            assert needed <= shared_memory_limit(1)
 
 
 @pytest.mark.parametrize("group", range(1, 65))

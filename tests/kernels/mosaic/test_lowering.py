@@ -82,6 +82,13 @@ def named(row: dict[str, Any]) -> str:
     return "-".join(f"{name}={value}" for name, value in row.items() if value not in (None, False))
 
 
+def with_scales(q, k_pages, v_pages, tables, lens, cu_q_lens, *scales, **options):
+    named = dict(zip(("k_scales", "v_scales"), scales, strict=False))
+    return pp.ragged_paged_attention(
+        q, k_pages, v_pages, tables, lens, cu_q_lens, **named, **options
+    )
+
+
 def options_of(row: dict[str, Any], num_q_heads: int) -> dict[str, Any]:
     per_head = np.ones(num_q_heads, np.float32)
     options = {name: row[name] for name in ("soft_cap", "sliding_window", "return_lse")}
@@ -106,6 +113,7 @@ RAGGED = pairwise(
     num_tokens=(7, 203, 1024),
     num_consumers=(1, 2),
     mask=("causal", "tree", None),
+    kv_dtype=(None, "int8", "float8_e4m3fn"),
     **OPTIONS,
 )
 DECODE = pairwise(
@@ -127,6 +135,7 @@ def test_pairwise_has_every_pair_of_levels():
 @pytest.mark.parametrize("row", RAGGED, ids=named)
 def test_ragged(row):
     num_seqs, num_q_heads = 5, 2 * row["group"]
+    page_size, kv_dtype = row["page_size"], row["kv_dtype"]
     config = mosaic_tuning.ragged_config(
         num_tokens=row["num_tokens"],
         num_q_heads=num_q_heads,
@@ -134,14 +143,15 @@ def test_ragged(row):
         head_dim=row["head_dim"],
         max_kv_len=4096,
         num_seqs=num_seqs,
-        itemsize=2,
+        itemsize=1 if kv_dtype else 2,
         num_sms=132,
     )
+    num_consumers = 1 if kv_dtype and row["head_dim"] == 256 else row["num_consumers"]
     config = dataclasses.replace(
-        config, num_consumers=row["num_consumers"], fixed_split_size=row["fixed_split_size"]
+        config, num_consumers=num_consumers, fixed_split_size=row["fixed_split_size"]
     )
     call = partial(
-        pp.ragged_paged_attention,
+        with_scales,
         implementation="mosaic_gpu",
         config=config,
         tree_mask=np.ones((num_seqs, 40, 40), bool) if row["mask"] == "tree" else None,
@@ -149,10 +159,12 @@ def test_ragged(row):
         **options_of(row, num_q_heads),
     )
     q = jax.ShapeDtypeStruct((row["num_tokens"], num_q_heads, row["head_dim"]), row["dtype"])
-    page_size = row["page_size"]
-    cache = cache_shapes(num_seqs, 2, row["head_dim"], page_size, 4096 // page_size, row["dtype"])
+    sizes = num_seqs, 2, row["head_dim"], page_size, 4096 // page_size
+    cache = cache_shapes(*sizes, kv_dtype or row["dtype"])
+    scale = jax.ShapeDtypeStruct(cache[0].shape[:-1] if row["sinks"] else (), jnp.float32)
     cu_q_lens = jax.ShapeDtypeStruct((num_seqs + 1,), jnp.int32)
-    text = lower_for_cuda(call, q, *cache, cu_q_lens).as_text()
+    scales = [scale, scale] if kv_dtype else []
+    text = lower_for_cuda(call, q, *cache, cu_q_lens, *scales).as_text()
     check_kernels(text, "ragged_paged_attention", "ragged_paged_attention_merge")
     # The merge writes into the kernel's output in place, and into lse only if the call returns it.
     merge = [line for line in text.splitlines() if CUSTOM_CALL.search(line)][1]

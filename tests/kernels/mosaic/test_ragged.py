@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import jax
 import numpy as np
 import pytest
 
@@ -11,6 +12,9 @@ import pallas_paged as pp
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support.attention_calls import assert_close, assert_same_bits, ragged
 from tests.support.attention_cases import mosaic_case
+from tests.support.marks import slow
+from tests.support.page_layouts import call_in_layout
+from tests.support.quantized_cases import Quantized
 
 if reason := mosaic_support.why_not_jax():
     pytest.skip(reason, allow_module_level=True)
@@ -47,6 +51,55 @@ def test_matches_the_oracle(case, config, options):
     arrays = case.make()
     actual = ragged(*arrays, implementation="mosaic_gpu_interpret", config=config, **options)
     assert_close(actual, arrays, case.tolerance, **options)
+
+
+def quantized(kv_dtype, *, per_tensor=False, **case):
+    shape = dict(num_q_heads=8, seq_lens=(100, 70, 17), q_lens=(40, 3, 17), pages_per_seq=7)
+    return Quantized(case=mosaic_case(**shape | case), kv_dtype=kv_dtype, per_tensor=per_tensor)
+
+
+ALL = dict(
+    sliding_window=30, soft_cap=5.0, sinks=SINKS[:8], alibi_slopes=np.full(8, 0.1, np.float32)
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "kv_layout", "config", "options"),
+    [
+        (quantized("int8"), "HPND", {}, ALL),
+        (quantized("float8_e4m3fn", page_size=128, pages_per_seq=1), "NH2D", {}, {}),
+        (quantized("int8", per_tensor=True, dtype="float16"), "NHD", {"num_consumers": 1}, {}),
+        *slow(
+            [
+                (quantized("int8", dtype="float16", seq_lens=(400,), q_lens=(9,), pages_per_seq=26),
+                 "HND", {"num_programs": 8}, {"causal": False}),
+                (quantized("float8_e4m3fn", dtype="float16"), "2NHD", {}, ALL),
+                (quantized("float8_e4m3fn", per_tensor=True), "N2HD", {},
+                 {"tree_mask": np.random.default_rng(0).random((3, 5, 5)) < 0.5}),
+            ]
+        ),
+    ],
+    ids=lambda x: str(x) if isinstance(x, Quantized) else None,
+)  # fmt: skip
+def test_int8_and_fp8_pages_match_the_oracle(case, kv_layout, config, options):
+    arrays, meant = case.make()
+    call = partial(
+        pp.ragged_paged_attention,
+        kv_layout=kv_layout,
+        implementation="mosaic_gpu_interpret",
+        config=pp.MosaicRaggedConfig(**CONFIG | {"num_q_stages": 1} | config),
+        return_lse=True,
+        **options,
+    )
+    actual = jax.jit(call)(**call_in_layout(kv_layout, arrays))
+    assert_close(actual, meant, case.case.tolerance, **options)
+
+
+def test_slots_outside_a_row_change_no_bit_of_int8_results():
+    case = quantized("int8")
+    options = dict(implementation="mosaic_gpu_interpret", config=pp.MosaicRaggedConfig(**CONFIG))
+    clean = ragged(*case.make(poison=False)[0], **options)
+    assert_same_bits(ragged(*case.make()[0], **options), clean)
 
 
 def test_keys_left_of_the_window_are_not_read():

@@ -1,0 +1,103 @@
+"""Operands and shared memory of a program of the ragged kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_paged.kernels.mosaic.config import MosaicRaggedConfig
+from pallas_paged.kernels.mosaic.ragged_converter import byte_ring
+from pallas_paged.kernels.mosaic.ragged_tile import WG_ROWS, StoreBuffers, TileShape
+from pallas_paged.kernels.mosaic.ragged_work import DESCRIPTOR_WORDS, Mailbox, Work
+from pallas_paged.kernels.mosaic.ring import Pool, Ring, wgmma_transforms
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Inputs:
+    """Operands of the kernel, or refs to them."""
+
+    q: Any  # [T, Hq, D], padded to whole chunks of tokens
+    pool: Pool
+    block_tables: Any  # i32[B, N]
+    work: Work
+    alibi_slopes: Any  # f32[Hq] or None
+    sinks: Any  # f32[Hq] or None
+    scales: Any  # Scales of int8 and fp8 pages; else None
+    counter: Any  # i32[1], a ref, of the tile scheduler
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Scratch:
+    """Refs in shared memory of a program, or their types."""
+
+    store: StoreBuffers  # without a converter; with one, results pass through the queries
+    mailbox: Mailbox
+    q_free: Any  # barriers [num_q_stages], complete when consumers have used queries and mailbox
+    q_full: Any  # barriers [num_q_stages], complete when queries and mailbox are there
+    q: Any  # [num_q_stages, num_consumers, 64, D]; with a converter a union with results
+    ring: Ring
+    bytes: Any  # Ring of int8 and fp8 pages, from which the converter fills the other one; or None
+    k_scales: Any  # f32[num_stages, block_k] beside `ring`; None where logits have no scales
+    turn: Any  # barrier of the two consumers; None for a single one
+
+
+def scratch_types(
+    config: MosaicRaggedConfig,
+    *,
+    group: int,
+    head_dim: int,
+    page_size: int,
+    dtype: Any,
+    kv_dtype: Any = None,
+    scaled_logits: bool = True,
+    with_lse: bool = True,
+) -> Scratch:
+    """Return the types of the shared memory of a program."""
+    num_consumers, num_q_stages = config.num_consumers, config.num_q_stages
+    tile = TileShape.of(group, config.block_q)
+    convert = kv_dtype is not None and kv_dtype != dtype
+    q = plgpu.SMEM(
+        (num_q_stages, num_consumers, WG_ROWS, head_dim), dtype, transforms=wgmma_transforms(dtype)
+    )
+    store = StoreBuffers.types(
+        num_warpgroups=num_consumers, head_dim=head_dim, dtype=dtype, with_lse=with_lse
+    )
+    if convert:
+        out = plgpu.SMEM((num_q_stages, *store.out.shape), dtype)
+        q, store = plgpu.RefUnion(q, out), dataclasses.replace(store, out=None)
+    return Scratch(
+        store=store,
+        mailbox=Mailbox(buffer=plgpu.SMEM((num_q_stages + 1, DESCRIPTOR_WORDS), jnp.int32)),
+        q_free=plgpu.Barrier(num_arrivals=num_consumers + convert, num_barriers=num_q_stages),
+        q_full=plgpu.Barrier(num_arrivals=q_arrivals(tile), num_barriers=num_q_stages),
+        q=q,
+        ring=Ring.types(
+            config,
+            head_dim=head_dim,
+            page_size=config.block_k if convert else page_size,  # the converter arrives once
+            dtype=dtype,
+            num_consumers=num_consumers,
+        ),
+        bytes=(
+            byte_ring(config, head_dim=head_dim, page_size=page_size, dtype=kv_dtype)
+            if convert
+            else None
+        ),
+        k_scales=(
+            plgpu.SMEM((config.num_stages, config.block_k), jnp.float32)
+            if convert and scaled_logits
+            else None
+        ),
+        turn=plgpu.Barrier(num_arrivals=2) if num_consumers == 2 else None,
+    )
+
+
+def q_arrivals(tile: TileShape) -> int:
+    """Return the arrivals that fill a stage of queries: work id, descriptor, copies of q."""
+    return 2 + sum(len(tile.runs(h)) for h in range(tile.num_heads))

@@ -315,6 +315,7 @@ def paged_decode(
         arrays.sinks,
         plan=plan,
         num_q_heads=arrays.num_q_heads,
+        head_dim=head_dim,
         dtype=arrays.q.dtype,
         interpret=interpret,
     )

@@ -26,11 +26,15 @@ MAX_STATES_PER_STEP = 48  # that a loop step loads; each takes two registers
 
 
 def vector_layout(size: int) -> Any:
-    """Return how 128 threads hold a vector; where it has fewer elements, threads share them."""
-    of_warp, of_thread = size // 4, max(size // 128, 1)
+    """Return how 128 threads hold a vector; where it has fewer elements, threads share them.
+
+    The vector consists of tiles of a power of two, 16 elements at least.
+    """
+    tile = size & -size
+    of_warp, of_thread = tile // 4, max(tile // 128, 1)
     lanes = of_warp // of_thread
     return plgpu.Layout.TILED(
-        plgpu.Tiling(((size,), (of_warp,), (of_thread,))),
+        plgpu.Tiling(((tile,), (of_warp,), (of_thread,))),
         warp_dims=(-3,),
         lane_dims=(-2,) if lanes == 32 else (plgpu.Replicated(32 // lanes), -2),
         vector_dim=-1,
@@ -43,18 +47,21 @@ def merge_partials(
     num_partials: jax.Array,
     columns: list[tuple[jax.Array, jax.Array]],
     block_s: int,
+    head_dim: int,
 ) -> list[ops.State]:
     """Unite the partial states `first .. first + num_partials - 1`.
 
     Args:
         columns: KV head and column of each query head.
         block_s: partial states per loop step.
+        head_dim: D, the elements to load of each state.
 
     Returns:
         A state (m f32[], l f32[], acc f32[D]) for each of `columns`.
     """
-    head_dim = partials.out.shape[-1]
     layout = vector_layout(head_dim)
+    padded = partials.out.shape[-1] > head_dim
+    elements = (pl.ds(0, head_dim),) if padded else ()
 
     def merge_some(i, states):
         index = [i * block_s + j for j in range(block_s)]
@@ -63,7 +70,7 @@ def merge_partials(
         loaded = [
             (
                 [partials.lse[h, i, n] for i in where],
-                [ops.load(partials.out.at[h, i, n], layout) for i in where],
+                [ops.load(partials.out.at[(h, i, n, *elements)], layout) for i in where],
             )
             for h, n in columns
         ]
@@ -105,6 +112,7 @@ def merge_decode_kernel(
     plan: DecodePlan,
     block_s: int,
     block_h: int,
+    overlap: bool,
     interpret: bool,
 ) -> None:
     """Run one program: the final results of `block_h` query heads of a row."""
@@ -116,9 +124,11 @@ def merge_decode_kernel(
 
     # The reads above are safe before the wait: the kernel before this one reads the same array, so
     # it was complete when that kernel started.
-    ops.wait_for_previous_kernel(interpret=interpret)
+    if overlap:
+        ops.wait_for_previous_kernel(interpret=interpret)
     sinks = [None if sinks_ref is None else sinks_ref[q_head] for q_head in q_heads]
-    states = merge_partials(partials, first, num_partials, columns, block_s)
+    head_dim = o_ref.shape[-1]
+    states = merge_partials(partials, first, num_partials, columns, block_s, head_dim)
     for q_head, state, sink in zip(q_heads, states, sinks, strict=True):
         out, lse = finish(state, sink)
         ops.store(o_ref.at[row, q_head], out.astype(o_ref.dtype))
@@ -151,7 +161,9 @@ def merge_decode(
     *,
     plan: DecodePlan,
     num_q_heads: int,
+    head_dim: int,
     dtype: Any,
+    overlap: bool = True,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the final `(out dtype[B, Hq, D], lse f32[B, Hq])` of a decode call.
@@ -160,16 +172,23 @@ def merge_decode(
         partials: those of the decode kernel. The first columns of a KV head are its query heads.
         unit_ends: from `DecodePlan.unit_ends`.
         sinks: logits of the attention sinks, or None.
+        head_dim: D, at most that of the partials.
+        overlap: the decode kernel lets this one start early, as only Hopper and later can.
     """
     (num_seqs,) = unit_ends.shape
     block_s, block_h = block_sizes(plan, num_seqs=num_seqs, num_q_heads=num_q_heads)
     inputs = partials, unit_ends, sinks
     results = (
-        result_shape((num_seqs, num_q_heads, partials.out.shape[-1]), dtype),
+        result_shape((num_seqs, num_q_heads, head_dim), dtype),
         result_shape((num_seqs, num_q_heads), jnp.float32),
     )
     kernel = functools.partial(
-        merge_decode_kernel, plan=plan, block_s=block_s, block_h=block_h, interpret=interpret
+        merge_decode_kernel,
+        plan=plan,
+        block_s=block_s,
+        block_h=block_h,
+        overlap=overlap,
+        interpret=interpret,
     )
     return plgpu.kernel(
         ops.with_trees(kernel, *inputs, *results),

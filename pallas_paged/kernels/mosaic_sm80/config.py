@@ -1,0 +1,61 @@
+"""Configs of the kernels for Ampere and later: what is allowed, what is chosen.
+
+Importing this module does not import Mosaic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax.typing import DTypeLike
+
+from pallas_paged.kernels.config_fields import (
+    check_fixed_split_size,
+    check_integer,
+    check_num_programs,
+)
+
+_MMA_ROWS = 16
+_WARP_COLUMNS = 32  # of the four warps, 8 each
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MosaicSm80DecodeConfig:
+    """How the decode kernel for Ampere and its merge run. Results differ by rounding only.
+
+    Attributes:
+        block_k: tokens of K/V per loop step; 32, 64 or 128.
+        num_stages: blocks of K and of V in shared memory, in [2, 8].
+        num_programs: programs on the whole device, in [1, 65535]. Each KV head gets an equal number
+            of them, at least one, and divides the blocks of all rows evenly among them.
+        fixed_split_size: None, or tokens after which every row is split, a multiple of `block_k`,
+            as in `DecodeConfig`. The bits of a row then depend on that row alone.
+
+    Raises:
+        ValueError: a value is outside its range.
+    """
+
+    block_k: int
+    num_stages: int
+    num_programs: int
+    fixed_split_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_integer("block_k", self.block_k, 32, 128, power_of_2=True)
+        check_integer("num_stages", self.num_stages, 2, 8)
+        check_num_programs(self.num_programs)
+        check_fixed_split_size(self.fixed_split_size, self.block_k)
+
+
+def decode_rows(group: int, head_dim: int) -> int:
+    """Return the query heads of a program, padding included."""
+    most = 32 if head_dim <= 128 else 16  # more would take too many registers
+    return min(-(-group // _MMA_ROWS) * _MMA_ROWS, most)
+
+
+def decode_columns(head_dim: int, kv_dtype: DTypeLike) -> int:
+    """Return the 16-bit elements of a row of K or V in shared memory, padding included."""
+    import jax.numpy as jnp
+
+    width = head_dim * jnp.dtype(kv_dtype).itemsize // 2
+    return -(-width // _WARP_COLUMNS) * _WARP_COLUMNS

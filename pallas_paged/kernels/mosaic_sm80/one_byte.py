@@ -1,0 +1,148 @@
+"""Int8 and fp8 K/V: two elements in a 16-bit word, which become two f16 operands.
+
+Neighbours along head_dim make a word, since ldmatrix moves 16-bit elements, V's transposed too. A
+block of words is two matrices, one of the even and one of the odd elements, and so are q and the
+output. f16 holds every int8 and every float8_e4m3fn exactly. The scales multiply logits and
+probabilities, which are fewer than the elements of K and V.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+def split_queries(q: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    """Return the even and the odd elements f16`[..., D / 2]` of q, and f32`[...]` factors of both.
+
+    The largest element of a row is in [1, 2): f16 has a smaller range than bf16.
+    """
+    q = q.astype(jnp.float32)
+    exponents = jnp.clip(_exponents(jnp.abs(q).max(axis=-1)), -126, 126)
+    q = (q * _power_of_2(-exponents)[..., None]).astype(jnp.float16)
+    return [q[..., 0::2], q[..., 1::2]], _power_of_2(exponents)
+
+
+def split_scales(scales: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return f32 `(exponents, significands, 2 ** -exponents)` of scales.
+
+    `scales = significands * 2 ** exponents`. Significands are in [1, 2), except for scales below
+    2 ** -64, whose exponent is -64, and for those of 2 ** 127 and more, infinite or NaN, whose
+    exponent is 0.
+    """
+    exponents = jnp.maximum(_exponents(jnp.abs(scales)), -64)
+    exponents = jnp.where(exponents < 127, exponents, 0)
+    inverses = _power_of_2(-exponents)
+    return exponents.astype(jnp.float32), scales * inverses, inverses
+
+
+def _exponents(x: jax.Array) -> jax.Array:
+    """Return the exponents, i32, of x >= 0."""
+    return (lax.bitcast_convert_type(x, jnp.int32) >> 23) - 127
+
+
+def _power_of_2(exponents: jax.Array) -> jax.Array:
+    """Return 2 ** exponents, f32, of i32 in [-126, 127]."""
+    return lax.bitcast_convert_type((exponents + 127) << 23, jnp.float32)
+
+
+def to_f16(words: jax.Array, kv_dtype: Any, layout: Any, *, interpret: bool) -> list[jax.Array]:
+    """Return the even and the odd elements, f16, of words i16 in registers of `layout`."""
+    if interpret:
+        return _to_f16_now(words, kv_dtype)
+    half = plgpu.ShapeDtypeStruct(words.shape, jnp.float16, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=(half, half))
+    def convert(_, words):
+        from jax.experimental import mosaic as _mosaic  # noqa: F401
+        from jax.experimental.mosaic import gpu as mgpu
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+
+        i32 = ir.IntegerType.get_signless(32)
+        pair = ir.VectorType.get((2,), ir.F16Type.get())
+        native = tuple(utils.get_arch())[:2] >= (8, 9)
+        code = _PTX["int8" if kv_dtype == jnp.int8 else "fp8" if native else "fp8 by bits"]
+        results = []
+        for half in ("even", "odd"):
+            out = np.empty_like(words.registers)
+            for i, register in np.ndenumerate(words.registers):
+                ptx = f"{{ .reg .b32 w, b, m; .reg .b16 x, y; {code[half]} }}"
+                word = utils.bitcast(register, i32)
+                out[i] = utils.bitcast(utils.inline_ptx(ptx, word, result_types=i32), pair)
+            results.append(
+                mgpu.FragmentedArray(_registers=out, _layout=words.layout, _is_signed=None)
+            )
+        return tuple(results)
+
+    return list(convert(words))
+
+
+def interleave(even: jax.Array, odd: jax.Array, *, interpret: bool) -> jax.Array:
+    """Return f32`[R, 2 W]` of the even and the odd columns, in the accumulators of one warp row."""
+    rows, columns = even.shape
+    if interpret:
+        return jnp.stack([even, odd], axis=-1).reshape(rows, 2 * columns)
+    acc = plgpu.Layout.MMA_ACC(jnp.bfloat16, m_warps=1)
+    both = plgpu.Layout.TILED(
+        plgpu.Tiling(((16, 64), (16, 16), (8, 16), (4,))),
+        warp_dims=(-7, -6),
+        lane_dims=(-3, -2),
+        vector_dim=-1,
+        _check_canonical=False,
+    )
+
+    @plgpu.inline_mgpu(
+        arg_types=(acc, acc),
+        return_type=plgpu.ShapeDtypeStruct((rows, 2 * columns), jnp.float32, layout=both),
+    )
+    def zip_columns(_, even, odd):
+        from jax.experimental.mosaic import gpu as mgpu
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import vector
+
+        quad = ir.VectorType.get((4,), ir.F32Type.get())
+        layout = both.to_mgpu()
+        out = np.empty(layout.registers_shape((rows, 2 * columns)), dtype=object)
+        registers = zip(even.registers.flat, odd.registers.flat, strict=True)
+        for i, (x, y) in enumerate(registers):
+            out.flat[i] = vector.shuffle(x, y, [0, 2, 1, 3])
+            assert out.flat[i].type == quad
+        return mgpu.FragmentedArray(_registers=out, _layout=layout, _is_signed=None)
+
+    return zip_columns(even, odd)
+
+
+def _to_f16_now(words: jax.Array, kv_dtype: Any) -> list[jax.Array]:
+    halves = [(words << 8) >> 8, words >> 8]  # sign-extended
+    if kv_dtype != jnp.int8:
+        halves = [lax.bitcast_convert_type(x.astype(jnp.int8), kv_dtype) for x in halves]
+    return [half.astype(jnp.float16) for half in halves]
+
+
+# Two words at a time: bytes 0 and 2 are the even elements, bytes 1 and 3 the odd ones.
+_INT8 = """mov.b32 b, 0x64806480; {word}
+lop3.b32 w, w, 0x00ff00ff, b, 0x6a;
+sub.f16x2 $0, w, b;"""  # the byte with its sign flipped makes a mantissa: 1024 + 128 + x
+_FP8 = """prmt.b32 w, $1, 0, {bytes}; mov.b32 {{x, y}}, w; cvt.rn.f16x2.e4m3x2 $0, x;"""
+# Sign and magnitude move to their places in f16, whose exponent has one bit more. The product with
+# 2 ** 8 accounts for the other bias. NaN becomes 480.
+_FP8_BITS = """{word} mov.b32 b, 0x5c005c00;
+and.b32 m, w, 0x7f007f00; shr.b32 m, m, 1; and.b32 w, w, 0x80008000; or.b32 w, w, m;
+mul.f16x2 $0, w, b;"""
+_PTX = {
+    "int8": {
+        "even": _INT8.format(word="mov.b32 w, $1;"),
+        "odd": _INT8.format(word="shr.b32 w, $1, 8;"),
+    },
+    "fp8": {"even": _FP8.format(bytes="0x3120"), "odd": _FP8.format(bytes="0x2031")},
+    "fp8 by bits": {
+        "even": _FP8_BITS.format(word="shl.b32 w, $1, 8;"),
+        "odd": _FP8_BITS.format(word="mov.b32 w, $1;"),
+    },
+}

@@ -59,3 +59,36 @@ def decode_columns(head_dim: int, kv_dtype: DTypeLike) -> int:
 
     width = head_dim * jnp.dtype(kv_dtype).itemsize // 2
     return -(-width // _WARP_COLUMNS) * _WARP_COLUMNS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MosaicSm80RaggedConfig:
+    """How the kernel of ragged queries for Ampere and its merge run. Results differ by rounding only.
+
+    Attributes:
+        block_q: query rows of a tile, one for each token and query head of a KV head's group; 64, or
+            128 where head_dim is at most 128.
+        block_k: tokens of K/V per loop step; 32, 64 or 128.
+        num_stages: blocks of K and of V in shared memory, in [1, 4]. With 1 the copies of a block
+            still run under the products of the one before.
+        num_programs: programs of the whole device that run at the same time, in [1, 65535]. K/V are
+            split where that lets them end earlier.
+        fixed_split_size: None, or tokens after which the K/V are split of every row whose queries
+            fit one tile, a multiple of `block_k`, as in `RaggedConfig`.
+
+    Raises:
+        ValueError: a value is outside its range.
+    """
+
+    block_q: int
+    block_k: int
+    num_stages: int
+    num_programs: int
+    fixed_split_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_integer("block_q", self.block_q, 64, 128, power_of_2=True)
+        check_integer("block_k", self.block_k, 32, 128, power_of_2=True)
+        check_integer("num_stages", self.num_stages, 1, 4)
+        check_num_programs(self.num_programs)
+        check_fixed_split_size(self.fixed_split_size, self.block_k)

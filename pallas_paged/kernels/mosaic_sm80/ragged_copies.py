@@ -89,6 +89,18 @@ def put(ref: Any, x: jax.Array, *, interpret: bool) -> None:
     store(ref, x)
 
 
+def wait_for_own_copies(num_pending: int, *, interpret: bool) -> None:
+    """Wait until at most the newest `num_pending` groups of the thread's copies are on their way."""
+    if interpret:
+        return
+
+    @plgpu.inline_mgpu()
+    def wait(_):
+        ThreadEmitter().effect(f"cp.async.wait_group {num_pending};")
+
+    wait()
+
+
 def gather_values(to: Any, source: Any, index: jax.Array, *, interpret: bool) -> None:
     """Start the copy of f32 `source[index]`, index i32`[128]`, to a ref f32`[K]`."""
     size = to.shape[0]

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from jax.typing import DTypeLike
-
 from pallas_paged.kernels.config_fields import (
     check_fixed_split_size,
     check_integer,
@@ -17,6 +15,17 @@ from pallas_paged.kernels.config_fields import (
 
 _MMA_ROWS = 16
 _WARP_COLUMNS = 32  # of the four warps, 8 each
+_REDUCTION_BYTES = 2048  # of the compiler, for reductions across warps
+# Programs per SM, keys of a block and stages of the decode kernel, the first that fit.
+_LOOPS = (
+    (3, 64, 3),
+    (2, 64, 3),
+    (2, 64, 2),
+    (2, 32, 3),
+    (2, 32, 2),
+    (1, 32, 3),
+    (1, 32, 2),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,12 +62,67 @@ def decode_rows(group: int, head_dim: int) -> int:
     return min(-(-group // _MMA_ROWS) * _MMA_ROWS, most)
 
 
-def decode_columns(head_dim: int, kv_dtype: DTypeLike) -> int:
+def decode_columns(head_dim: int, itemsize: int) -> int:
     """Return the 16-bit elements of a row of K or V in shared memory, padding included."""
-    import jax.numpy as jnp
-
-    width = head_dim * jnp.dtype(kv_dtype).itemsize // 2
+    width = head_dim * itemsize // 2
     return -(-width // _WARP_COLUMNS) * _WARP_COLUMNS
+
+
+def decode_shared_memory(
+    config: MosaicSm80DecodeConfig, *, group: int, head_dim: int, itemsize: int
+) -> int:
+    """Return the bytes of shared memory that a program of the decode kernel needs at most.
+
+    Args:
+        group: query heads of a KV head.
+        head_dim, itemsize: of K and V.
+    """
+    rows, columns = decode_rows(group, head_dim), decode_columns(head_dim, itemsize)
+    tokens = config.num_stages * config.block_k
+    buffers = [
+        *[2 * rows * columns] * (3 - itemsize),  # the queries
+        2 * rows * config.block_k,  # the probabilities of a block
+        *[2 * tokens * columns] * 2,  # K and V
+        *[4 * tokens] * (2 if itemsize == 1 else 0),  # their scales
+        8 * tokens,  # entries of the block table
+        _REDUCTION_BYTES,
+    ]
+    return sum(-(-size // 1024) * 1024 for size in buffers)  # the compiler aligns each to 1 KB
+
+
+def decode_config(
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_kv_len: int,
+    num_seqs: int,
+    itemsize: int,
+    num_sms: int,
+    shared_memory: int = 227 * 1024,
+    **_: int,
+) -> MosaicSm80DecodeConfig:
+    """Return the heuristic config of a decode call, from static shapes only.
+
+    Args:
+        num_q_heads, num_kv_heads, head_dim, num_seqs: sizes of the call.
+        max_kv_len: tokens that a full row of the block table can hold.
+        itemsize: bytes of an element of K and V.
+        num_sms: streaming multiprocessors of the device.
+        shared_memory: bytes that a program can have, all but 1 KB of those of an SM.
+        _: sizes that other heuristics need.
+    """
+    group = num_q_heads // num_kv_heads
+    for programs_per_sm, block_k, num_stages in _LOOPS:
+        config = MosaicSm80DecodeConfig(block_k=block_k, num_stages=num_stages, num_programs=1)
+        needed = decode_shared_memory(config, group=group, head_dim=head_dim, itemsize=itemsize)
+        if needed + 1024 <= (shared_memory + 1024) // programs_per_sm:
+            break
+    # More programs than blocks would only write empty partial states.
+    num_blocks = num_seqs * -(-max_kv_len // block_k)
+    tiles = num_kv_heads * -(-group // decode_rows(group, head_dim))
+    per_tile = max(1, min(programs_per_sm * num_sms // tiles, num_blocks))
+    return dataclasses.replace(config, num_programs=per_tile * tiles)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,3 +156,13 @@ class MosaicSm80RaggedConfig:
         check_integer("num_stages", self.num_stages, 1, 4)
         check_num_programs(self.num_programs)
         check_fixed_split_size(self.fixed_split_size, self.block_k)
+
+
+def ragged_config(**_: int) -> MosaicSm80RaggedConfig:
+    """Return the heuristic config."""
+    return MosaicSm80RaggedConfig(block_q=64, block_k=64, num_stages=2, num_programs=264)
+
+
+def ragged_shared_memory(config: MosaicSm80RaggedConfig, **_: int) -> int:
+    """Return the bytes of shared memory that a program of the ragged kernel needs at most."""
+    return 0

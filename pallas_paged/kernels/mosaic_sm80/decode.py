@@ -42,9 +42,6 @@ from pallas_paged.kernels.mosaic_sm80.config import (
 from pallas_paged.kernels.mosaic_sm80.pages import Blocks, Copier, Pages
 from pallas_paged.kernels.mosaic_sm80.ring import for_each_block
 
-LAYOUTS = ops.MmaLayouts(m_warps=1)
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Inputs:
@@ -107,7 +104,7 @@ def scratch_types(
 ) -> Scratch:
     """Return the types of the shared memory of a program."""
     rows = decode_rows(group, head_dim)
-    columns = decode_columns(head_dim, kv_dtype)
+    columns = decode_columns(head_dim, jnp.dtype(kv_dtype).itemsize)
     one = jnp.dtype(kv_dtype).itemsize == 1
     operand = jnp.float16 if one else dtype
     return Scratch(
@@ -150,6 +147,7 @@ def attend(
         end_key=item.seq_len,
         interpret=interpret,
     )
+    layouts = ops.MmaLayouts(m_warps=heads.rows // 16)
     load = functools.partial(ops.load, interpret=interpret)
     mma = functools.partial(ops.mma, interpret=interpret)
 
@@ -161,34 +159,34 @@ def attend(
 
     def operands(ref):
         """Return K or V in registers as the right side of a product: one matrix or two."""
-        x = load(ref, LAYOUTS.rhs)
+        x = load(ref, layouts.rhs)
         if jnp.dtype(heads.kv_dtype).itemsize > 1:
             return [x]
-        return one_byte.to_f16(x, heads.kv_dtype, LAYOUTS.rhs, interpret=interpret)
+        return one_byte.to_f16(x, heads.kv_dtype, layouts.rhs, interpret=interpret)
 
     def per_row(ref):
-        return None if ref is None else mosaic_ops.load(ref, LAYOUTS.row)
+        return None if ref is None else mosaic_ops.load(ref, layouts.row)
 
     def start():
-        q = [load(ref, LAYOUTS.lhs) for ref in scratch.q]
+        q = [load(ref, layouts.lhs) for ref in scratch.q]
         q_scales = None if inputs.q_scales is None else per_row(inputs.q_scales.at[item.row, tile])
         state = (
-            full((heads.rows,), -jnp.inf, LAYOUTS.row),
-            full((heads.rows, block_k), 0.0, LAYOUTS.acc),
-            [full((heads.rows, columns), 0.0, LAYOUTS.acc) for _ in q],
+            full((heads.rows,), -jnp.inf, layouts.row),
+            full((heads.rows, block_k), 0.0, layouts.acc),
+            [full((heads.rows, columns), 0.0, layouts.acc) for _ in q],
         )
         return q, q_scales, state
 
     def attend_block(block, stage, carry):
         q, q_scales, (m_i, l_i, acc) = carry
-        s = full((heads.rows, block_k), 0.0, LAYOUTS.acc)
+        s = full((heads.rows, block_k), 0.0, layouts.acc)
         for one_q, k in zip(q, operands(blocks.k.at[stage].transpose((1, 0))), strict=True):
             s = mma(s, one_q, k)
-        keys = block * block_k + iota(s.shape, 1, LAYOUTS.acc)
+        keys = block * block_k + iota(s.shape, 1, layouts.acc)
         if q_scales is not None:
             s = s * bcast(q_scales, s)
         if blocks.k_scales is not None:
-            s = s * bcast(plgpu.load(blocks.k_scales.at[stage], layout=LAYOUTS.col), s, 1)
+            s = s * bcast(plgpu.load(blocks.k_scales.at[stage], layout=layouts.col), s, 1)
         elif pages.k_scales is not None:
             s = s * pages.k_scales[0]
         slopes = per_row(None if inputs.alibi_slopes is None else inputs.alibi_slopes.at[tile])
@@ -201,7 +199,7 @@ def attend(
         weights_of = lambda p: (p, p)  # noqa: E731
         if blocks.v_scales is not None:
             # The maximum is that of the weights, since f16 has a small range.
-            v_scales = plgpu.load(blocks.v_scales.at[stage], layout=LAYOUTS.col)
+            v_scales = plgpu.load(blocks.v_scales.at[stage], layout=layouts.col)
             exponents, significands, inverses = one_byte.split_scales(v_scales)
             s, factor = s * factor + bcast(exponents, s, 1), 1.0
             weights_of = lambda p: (p * bcast(significands, p, 1), p * bcast(inverses, p, 1))  # noqa: E731
@@ -217,7 +215,7 @@ def attend(
         l_new = l_i * bcast(alpha, l_i) + p
         scratch.p[...] = weights.astype(scratch.p.dtype)
         ops.barrier(interpret=interpret)
-        weights = load(scratch.p, LAYOUTS.lhs)
+        weights = load(scratch.p, layouts.lhs)
         values = operands(blocks.v.at[stage])
         acc = [mma(a * bcast(alpha, a), weights, v) for a, v in zip(acc, values, strict=True)]
         return q, q_scales, (m_new, l_new, acc)
@@ -232,7 +230,7 @@ def attend(
         if pages.v_scales is not None and not pages.scales_by_token:
             factor = factor * pages.v_scales[0]
         outs = [a * bcast(factor, a) for a in acc]
-        out = outs[0] if len(outs) == 1 else one_byte.interleave(*outs, interpret=interpret)
+        out = outs[0] if len(outs) == 1 else one_byte.interleave(*outs, layouts, interpret=interpret)
         index = (kv_head, item.partial, pl.ds(first_head, heads.rows))
         mosaic_ops.store(partials.out.at[index], out)
         mosaic_ops.store(partials.lse.at[index], m_i * LN_2 + jnp.log(l_i))
@@ -290,7 +288,7 @@ def paged_decode(
         kv_dtype=kv_dtype,
         scales_by_token=inputs.pages.scales_by_token,
     )
-    columns = len(inputs.q) * decode_columns(head_dim, kv_dtype)
+    columns = len(inputs.q) * decode_columns(head_dim, kv_dtype.itemsize)
     states = (num_kv_heads, plan.num_partials, heads.num_tiles * rows)
     partials = Partials(
         out=result_shape((*states, columns), jnp.float32),

@@ -16,6 +16,8 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.kernels.mosaic_sm80.ops import MmaLayouts
+
 
 def split_queries(q: jax.Array) -> tuple[list[jax.Array], jax.Array]:
     """Return the even and the odd elements f16`[..., D / 2]` of q, and f32`[...]` factors of both.
@@ -59,14 +61,14 @@ def to_f16(words: jax.Array, kv_dtype: Any, layout: Any, *, interpret: bool) -> 
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=(half, half))
     def convert(_, words):
-        from jax.experimental import mosaic as _mosaic  # noqa: F401
         from jax.experimental.mosaic import gpu as mgpu
         from jax.experimental.mosaic.gpu import utils
         from jaxlib.mlir import ir
 
         i32 = ir.IntegerType.get_signless(32)
         pair = ir.VectorType.get((2,), ir.F16Type.get())
-        native = tuple(utils.get_arch())[:2] >= (8, 9)
+        arch = utils.get_arch()
+        native = (arch.major, arch.minor) >= (8, 9)
         code = _PTX["int8" if kv_dtype == jnp.int8 else "fp8" if native else "fp8 by bits"]
         results = []
         for half in ("even", "odd"):
@@ -83,39 +85,45 @@ def to_f16(words: jax.Array, kv_dtype: Any, layout: Any, *, interpret: bool) -> 
     return list(convert(words))
 
 
-def interleave(even: jax.Array, odd: jax.Array, *, interpret: bool) -> jax.Array:
-    """Return f32`[R, 2 W]` of the even and the odd columns, in the accumulators of one warp row."""
+def interleave(
+    even: jax.Array, odd: jax.Array, layouts: MmaLayouts, *, interpret: bool
+) -> jax.Array:
+    """Return f32`[R, 2 W]` of the even and the odd columns of accumulators."""
     rows, columns = even.shape
+    shape = rows, 2 * columns
     if interpret:
-        return jnp.stack([even, odd], axis=-1).reshape(rows, 2 * columns)
-    acc = plgpu.Layout.MMA_ACC(jnp.bfloat16, m_warps=1)
-    both = plgpu.Layout.TILED(
-        plgpu.Tiling(((16, 64), (16, 16), (8, 16), (4,))),
+        return jnp.stack([even, odd], axis=-1).reshape(shape)
+    layout = _interleaved(layouts.m_warps)
+
+    @plgpu.inline_mgpu(
+        arg_types=(layouts.acc, layouts.acc),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout),
+    )
+    def zip_columns(_, even, odd):
+        from jax.experimental.mosaic import gpu as mgpu
+        from jaxlib.mlir.dialects import vector
+
+        of_both = layout.to_mgpu()
+        out = np.empty(of_both.registers_shape(shape), dtype=object)
+        for i, pair in enumerate(zip(even.registers.flat, odd.registers.flat, strict=True)):
+            out.flat[i] = vector.shuffle(*pair, [0, 2, 1, 3])
+        return mgpu.FragmentedArray(_registers=out, _layout=of_both, _is_signed=None)
+
+    return zip_columns(even, odd)
+
+
+def _interleaved(m_warps: int) -> Any:
+    """Return how accumulators lie with twice as many columns: four of a thread, not two."""
+    from jax.experimental.mosaic.gpu import fragmented_array as fa
+
+    layout = fa.TiledLayout(
+        fa.Tiling(((m_warps * 16, 64 // m_warps), (16, 16), (8, 16), (4,))),
         warp_dims=(-7, -6),
         lane_dims=(-3, -2),
         vector_dim=-1,
         _check_canonical=False,
-    )
-
-    @plgpu.inline_mgpu(
-        arg_types=(acc, acc),
-        return_type=plgpu.ShapeDtypeStruct((rows, 2 * columns), jnp.float32, layout=both),
-    )
-    def zip_columns(_, even, odd):
-        from jax.experimental.mosaic import gpu as mgpu
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import vector
-
-        quad = ir.VectorType.get((4,), ir.F32Type.get())
-        layout = both.to_mgpu()
-        out = np.empty(layout.registers_shape((rows, 2 * columns)), dtype=object)
-        registers = zip(even.registers.flat, odd.registers.flat, strict=True)
-        for i, (x, y) in enumerate(registers):
-            out.flat[i] = vector.shuffle(x, y, [0, 2, 1, 3])
-            assert out.flat[i].type == quad
-        return mgpu.FragmentedArray(_registers=out, _layout=layout, _is_signed=None)
-
-    return zip_columns(even, odd)
+    ).canonicalize()
+    return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
 
 
 def _to_f16_now(words: jax.Array, kv_dtype: Any) -> list[jax.Array]:

@@ -28,7 +28,8 @@ class MmaLayouts:
     """How a warpgroup holds the matrices of `acc += lhs @ rhs` by mma.sync on 16-bit elements.
 
     Attributes:
-        m_warps: warps along the rows, 16 rows each; `4 // m_warps` divide the columns, 8 each.
+        m_warps: warps along the rows, 16 rows each; `4 // m_warps` divide the columns, 8 each. JAX
+            requires as many as fit the rows.
     """
 
     m_warps: int

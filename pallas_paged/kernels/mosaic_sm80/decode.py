@@ -168,20 +168,20 @@ def attend(
         return None if ref is None else mosaic_ops.load(ref, layouts.row)
 
     def start():
-        q = [load(ref, layouts.lhs) for ref in scratch.q]
         q_scales = None if inputs.q_scales is None else per_row(inputs.q_scales.at[item.row, tile])
         state = (
             full((heads.rows,), -jnp.inf, layouts.row),
             full((heads.rows, block_k), 0.0, layouts.acc),
-            [full((heads.rows, columns), 0.0, layouts.acc) for _ in q],
+            [full((heads.rows, columns), 0.0, layouts.acc) for _ in scratch.q],
         )
-        return q, q_scales, state
+        return q_scales, state
 
     def attend_block(block, stage, carry):
-        q, q_scales, (m_i, l_i, acc) = carry
+        q_scales, (m_i, l_i, acc) = carry
         s = full((heads.rows, block_k), 0.0, layouts.acc)
-        for one_q, k in zip(q, operands(blocks.k.at[stage].transpose((1, 0))), strict=True):
-            s = mma(s, one_q, k)
+        keys_t = operands(blocks.k.at[stage].transpose((1, 0)))
+        for ref, k in zip(scratch.q, keys_t, strict=True):  # q in registers would take too many
+            s = mma(s, load(ref, layouts.lhs), k)
         keys = block * block_k + iota(s.shape, 1, layouts.acc)
         if q_scales is not None:
             s = s * bcast(q_scales, s)
@@ -218,11 +218,11 @@ def attend(
         weights = load(scratch.p, layouts.lhs)
         values = operands(blocks.v.at[stage])
         acc = [mma(a * bcast(alpha, a), weights, v) for a, v in zip(acc, values, strict=True)]
-        return q, q_scales, (m_new, l_new, acc)
+        return q_scales, (m_new, l_new, acc)
 
     @pl.when(item.lo < item.hi)
     def _():
-        _, _, (m_i, l_i, acc) = for_each_block(
+        _, (m_i, l_i, acc) = for_each_block(
             copier, item.lo, item.hi, attend_block, start, copy_queries=copy_queries
         )
         l_i = l_i.sum(axis=1)

@@ -137,6 +137,7 @@ def attend(
     tile = lax.axis_index("head_tile")
     kv_head = lax.div(tile, heads.num_tiles)
     first_head = lax.rem(tile, heads.num_tiles) * heads.rows
+    num_heads = jnp.minimum(heads.group - first_head, heads.rows)
     first_key = plan.first_key(item.seq_len)
     copier = Copier(
         pages=pages,
@@ -153,9 +154,8 @@ def attend(
 
     def copy_queries():
         first = item.row * (heads.group * pages.num_kv_heads) + kv_head * heads.group + first_head
-        count = jnp.minimum(heads.group - first_head, heads.rows)
         for source, to in zip(inputs.q, scratch.q, strict=True):
-            ops.copy_rows(source, to, first, count, interpret=interpret)
+            ops.copy_rows(source, to, first, num_heads, interpret=interpret)
 
     def operands(ref):
         """Return K or V in registers as the right side of a product: one matrix or two."""
@@ -230,9 +230,11 @@ def attend(
         if pages.v_scales is not None and not pages.scales_by_token:
             factor = factor * pages.v_scales[0]
         outs = [a * bcast(factor, a) for a in acc]
-        out = outs[0] if len(outs) == 1 else one_byte.interleave(*outs, layouts, interpret=interpret)
+        out, layout = outs[0], layouts.acc
+        if len(outs) > 1:
+            out, layout = one_byte.interleave(*outs, layouts, interpret=interpret)
         index = (kv_head, item.partial, pl.ds(first_head, heads.rows))
-        mosaic_ops.store(partials.out.at[index], out)
+        ops.store_rows(partials.out.at[index], out, num_heads, layout, interpret=interpret)
         mosaic_ops.store(partials.lse.at[index], m_i * LN_2 + jnp.log(l_i))
 
     return kv_iter + item.hi - item.lo

@@ -87,13 +87,13 @@ def to_f16(words: jax.Array, kv_dtype: Any, layout: Any, *, interpret: bool) -> 
 
 def interleave(
     even: jax.Array, odd: jax.Array, layouts: MmaLayouts, *, interpret: bool
-) -> jax.Array:
-    """Return f32`[R, 2 W]` of the even and the odd columns of accumulators."""
+) -> tuple[jax.Array, Any]:
+    """Return f32`[R, 2 W]` of the even and the odd columns of accumulators, and its layout."""
     rows, columns = even.shape
     shape = rows, 2 * columns
-    if interpret:
-        return jnp.stack([even, odd], axis=-1).reshape(shape)
     layout = _interleaved(layouts.m_warps)
+    if interpret:
+        return jnp.stack([even, odd], axis=-1).reshape(shape), layout
 
     @plgpu.inline_mgpu(
         arg_types=(layouts.acc, layouts.acc),
@@ -109,7 +109,7 @@ def interleave(
             out.flat[i] = vector.shuffle(*pair, [0, 2, 1, 3])
         return mgpu.FragmentedArray(_registers=out, _layout=of_both, _is_signed=None)
 
-    return zip_columns(even, odd)
+    return zip_columns(even, odd), layout
 
 
 def _interleaved(m_warps: int) -> Any:

@@ -260,6 +260,24 @@ class Emitter:
         size_read = self._arith.select(real, self.constant(size), self.constant(0))
         self._utils.inline_ptx(f"{instruction}, $2;", to, source, size_read, has_side_effects=True)
 
+    def of_index(self, x: Any) -> Any:
+        """Return an index of MLIR's own type as 32 bits."""
+        return self._arith.index_castui(self._i32, x)
+
+    def store(self, address: Any, vector: Any, *, where: Any) -> None:
+        """Store a vector of f32 to device memory."""
+        from jaxlib.mlir.dialects import vector as dialect
+
+        (length,) = self._ir.VectorType(vector.type).shape
+        places = (self._ir.DenseI64ArrayAttr.get([i]) for i in range(length))
+        values = [
+            dialect.extract(vector, dynamic_position=[], static_position=place) for place in places
+        ]
+        names = ", ".join(f"${i + 1}" for i in range(length))
+        self._utils.inline_ptx(
+            f"st.global.v{length}.f32 [$0], {{{names}}};", address, *values, predicate=where
+        )
+
     def when(self, x: Any, limit: int, body: Any) -> None:
         """Run `body` in threads where `x < limit`."""
         if limit >= WARPGROUP:
@@ -337,3 +355,23 @@ def _copy_rows_now(source: Any, to: Any, first: jax.Array, count: Any) -> None:
     for row in range(rows):
         x = source[jnp.minimum(first + row, num_rows - 1)]
         to[row] = jnp.pad(jnp.where(row < count, x, 0), (0, columns - width))
+
+
+def store_rows(ref: Any, value: jax.Array, count: Any, layout: Any, *, interpret: bool) -> None:
+    """Store the first `count` rows of a matrix f32`[R, C]` of this layout to device memory."""
+    if interpret:
+        ref[...] = value
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, (SCALAR,)))
+    def store(_, ref, value, scalars):
+        m = Emitter()
+        (count,) = map(m.scalar, scalars)
+        columns = value.shape[1]
+        indices = value.layout.thread_idxs(value.shape)
+        for index, register in zip(indices, value.registers.flat, strict=True):
+            row, column = map(m.of_index, index)
+            at = m.mul(m.wide(m.add(m.mul(row, columns), column)), 4)
+            m.store(m.address(ref, at), register, where=m.less(row, count))
+
+    store(ref, value, scalars(count))

@@ -158,11 +158,62 @@ class MosaicSm80RaggedConfig:
         check_fixed_split_size(self.fixed_split_size, self.block_k)
 
 
-def ragged_config(**_: int) -> MosaicSm80RaggedConfig:
-    """Return the heuristic config."""
-    return MosaicSm80RaggedConfig(block_q=64, block_k=64, num_stages=2, num_programs=264)
+def ragged_shared_memory(
+    config: MosaicSm80RaggedConfig, *, head_dim: int, itemsize: int, **_: int
+) -> int:
+    """Return the bytes of shared memory that a program of the ragged kernel needs at most.
+
+    Args:
+        config: of the kernel.
+        head_dim, itemsize: of K and V.
+        _: sizes that decoding needs.
+    """
+    num_stages, block_k = config.num_stages, config.block_k
+    row_bytes = 2 * head_dim + 16
+    one_byte = itemsize == 1
+    buffers = [
+        row_bytes * config.block_q,
+        4 * config.block_q,
+        *[row_bytes * block_k * (1 if one_byte else num_stages)] * 2,  # K and V
+        *[head_dim * block_k * num_stages] * (2 if one_byte else 0),  # as they arrive
+        8 * block_k,  # places of their rows
+        8 * (num_stages + 1) * block_k if one_byte else 0,  # scales
+    ]
+    return sum(-(-size // 1024) * 1024 for size in buffers)  # the compiler aligns each to 1 KB
 
 
-def ragged_shared_memory(config: MosaicSm80RaggedConfig, **_: int) -> int:
-    """Return the bytes of shared memory that a program of the ragged kernel needs at most."""
-    return 0
+def ragged_config(
+    *,
+    num_tokens: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_kv_len: int,
+    num_seqs: int,
+    itemsize: int,
+    num_sms: int,
+    shared_memory: int = 227 * 1024,
+    **_: int,
+) -> MosaicSm80RaggedConfig:
+    """Return the heuristic config of a call with ragged queries, from static shapes only.
+
+    Args:
+        num_tokens: packed query tokens.
+        num_q_heads, num_kv_heads, head_dim, max_kv_len, num_seqs, itemsize, num_sms, shared_memory:
+            as in `decode_config`.
+        _: sizes that other heuristics need.
+    """
+    rows = num_tokens * num_q_heads // num_kv_heads
+    # A thread has 128 f32 of results and 64 logits; with more it runs out of registers.
+    wide = head_dim <= 128 and rows > 64 * num_seqs
+    for block_q, block_k in ((128, 64), (128, 32), (64, 64), (64, 32))[0 if wide else 2 :]:
+        config = MosaicSm80RaggedConfig(
+            block_q=block_q, block_k=block_k, num_stages=1, num_programs=1
+        )
+        needed = ragged_shared_memory(config, head_dim=head_dim, itemsize=itemsize) + 1024
+        programs_per_sm = min((shared_memory + 1024) // needed, 2)  # more have no registers
+        if programs_per_sm == 2:
+            break
+    num_blocks = (rows // config.block_q + num_seqs) * -(-max_kv_len // config.block_k)
+    per_kv_head = max(1, min(max(programs_per_sm, 1) * num_sms // num_kv_heads, num_blocks))
+    return dataclasses.replace(config, num_programs=per_kv_head * num_kv_heads)

@@ -57,9 +57,7 @@ class Pool:
     def of(cls, arrays: Arrays) -> Pool:
         """Return the pages of a call."""
         scales = (arrays.k_scales, arrays.v_scales)
-        k_scales, v_scales = (
-            x.reshape(1) if x is not None and not x.ndim else x for x in scales
-        )
+        k_scales, v_scales = (x.reshape(1) if x is not None and not x.ndim else x for x in scales)
         k, v = arrays.kv_pages
         return cls(
             k=k,
@@ -227,9 +225,7 @@ class Stream:
             return
         wait_for_own_copies(pending, interpret=self.interpret)
         stage = lax.rem(block, self.num_stages)
-        convert_rows(
-            to.at[0], raw.at[stage], head_dim=self.head_dim, interpret=self.interpret
-        )
+        convert_rows(to.at[0], raw.at[stage], head_dim=self.head_dim, interpret=self.interpret)
         ops.barrier(interpret=self.interpret)
 
     def _find(self, block: Any) -> list[jax.Array]:
@@ -255,9 +251,7 @@ class Stream:
             if buffers.scales is not None:
                 index = found[1] + self.kv_head * pool.scale_strides["H"]
                 for kv, scales in ((K, pool.k_scales), (V, pool.v_scales)):
-                    gather_values(
-                        self.scales(kv, block), scales, index, interpret=self.interpret
-                    )
+                    gather_values(self.scales(kv, block), scales, index, interpret=self.interpret)
 
         ops.commit_copies(interpret=self.interpret)
 

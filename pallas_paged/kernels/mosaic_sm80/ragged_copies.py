@@ -140,9 +140,7 @@ def gather_rows(
         to[...] = jnp.pad(found, ((0, 0), (0, pitch - found.shape[1])))
         return
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR)
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR))
     def gather(_, to, source, rows, base):
         emit = ThreadEmitter()
         start = emit.address(source, emit.mul(emit.wide(emit.scalar(base)), unit))

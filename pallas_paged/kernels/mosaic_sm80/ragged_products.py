@@ -156,9 +156,7 @@ class _Warp:
         pairs = acc.registers.reshape(acc.shape[0] // 64, acc.shape[1] // 8, 2)
         found = np.empty((*pairs.shape, 2), dtype=object)
         for i in np.ndindex(found.shape):
-            found[i] = vector.extract(
-                pairs[i[:3]], dynamic_position=[], static_position=[i[3]]
-            )
+            found[i] = vector.extract(pairs[i[:3]], dynamic_position=[], static_position=[i[3]])
         return found
 
     def array(self, sums: Any) -> Any:

@@ -127,11 +127,11 @@ def decode_config(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MosaicSm80RaggedConfig:
-    """How the kernel of ragged queries for Ampere and its merge run. Results differ by rounding only.
+    """How the ragged kernel for Ampere and its merge run. Results differ by rounding only.
 
     Attributes:
-        block_q: query rows of a tile, one for each token and query head of a KV head's group; 64, or
-            128 where head_dim is at most 128.
+        block_q: query rows of a tile, one for each token and query head of a KV head's group; 64,
+            or 128 where head_dim is at most 128.
         block_k: tokens of K/V per loop step; 32, 64 or 128.
         num_stages: blocks of K and of V in shared memory, in [1, 4]. With 1 the copies of a block
             still run under the products of the one before.

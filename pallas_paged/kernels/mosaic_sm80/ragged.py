@@ -1,9 +1,9 @@
 """Attention of ragged queries over paged K/V for Ampere and later, a Pallas Mosaic GPU kernel.
 
 The query rows of a sequence, token after token and within a token head after head of one KV head's
-group, are cut into tiles. A program of four warps attends one work item of `ragged_plan`: a tile and
-blocks of keys. Every warp has 16 of each 64 rows, or with 128 rows two times 16, which read the same
-fragments of K and V from shared memory:
+group, are cut into tiles. A program of four warps attends one work item of `ragged_plan`: a tile
+and blocks of keys. A warp has 16 of every 64 rows. With 128 rows that is 16 twice, which share the
+fragments of K and V that the warp reads from shared memory:
 
     blocks of keys     k0 v0 k1 v1 ...        cp.async of rows, from pages that may be anywhere
     each warp          q.k0 softmax p.v0 q.k1 softmax p.v1 ...         mma.sync, ldmatrix
@@ -46,7 +46,6 @@ from pallas_paged.kernels.mosaic_sm80.ragged_copies import gather_rows
 from pallas_paged.kernels.mosaic_sm80.ragged_merge import merge_ragged
 from pallas_paged.kernels.mosaic_sm80.ragged_products import multiply_pv, multiply_qk, padded
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import (
-    ROW,
     ROWS,
     Rows,
     empty_state,
@@ -78,8 +77,8 @@ class Inputs:
         pool: pages, scales and block tables.
         items: i32`[num_items, 16]`, packed descriptors of the work items.
         alibi_slopes, sinks: f32`[Hkv, ..]` from `repeat_heads`, or None.
-        positions: i32`[T * G + R]` from `repeat_tokens`; None where queries are the newest tokens of
-            their sequence, or where positions do not matter.
+        positions: i32`[T * G + R]` from `repeat_tokens`; None where queries are the newest tokens
+            of their sequence, or where positions do not matter.
         tree_words: i32`[B, words, M * G + R]`, the bits of each row's tree mask, or None.
     """
 

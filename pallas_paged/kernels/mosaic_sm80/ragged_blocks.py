@@ -109,7 +109,7 @@ class Buffers:
     """Refs to shared memory, or their types.
 
     Attributes:
-        k, v: `[num_stages, block_k, D + pad]`; of one-byte pages `[1, block_k, D + pad]` of 16 bits.
+        k, v: `[num_stages, block_k, D + pad]`; of one-byte pages 16 bits `[1, block_k, D + pad]`.
         raw_k, raw_v: one-byte rows `[num_stages, block_k, D]` as they arrive, or None.
         places: i32`[2, block_k]`, chunks of 16 bytes from the start of the pool to each row.
         scales: f32`[2, num_stages + 1, block_k]` of the tokens of K and of V, or None.

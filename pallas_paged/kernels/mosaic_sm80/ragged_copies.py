@@ -54,7 +54,7 @@ def find_keys(
         keys = jnp.clip(first + jnp.arange(WARPGROUP), low, high)
         page = table[...][keys >> bits]
         return [page * x.page + (keys & (x.page_size - 1)) * x.token for x in places]
-    result = plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.int32, layout=THREADS)
+    result = plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.dtype(jnp.int32), layout=THREADS)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR), return_type=[result] * len(places)
@@ -90,7 +90,7 @@ def put(ref: Any, x: jax.Array, *, interpret: bool) -> None:
 
 
 def wait_for_own_copies(num_pending: int, *, interpret: bool) -> None:
-    """Wait until at most the newest `num_pending` groups of the thread's copies are on their way."""
+    """Wait until at most `num_pending` groups of the thread's own copies are on their way."""
     if interpret:
         return
 

@@ -4,8 +4,8 @@ A warp holds 16 rows of every 64 of the result, in the registers of `Layout.WGMM
 operands are loaded where they are used, so few registers hold them, and a fragment of K or V serves
 all rows of the warp:
 
-    q.k   for 16 elements of D at a time:  ldmatrix of q, then for 16 keys: ldmatrix of k, mma
-    p.v   for 16 keys at a time:           p is in registers, for 16 elements of D: ldmatrix of v, mma
+    q.k   for 16 elements of D:  ldmatrix of q; for each 16 keys: ldmatrix of k, mma
+    p.v   for 16 keys:           p is in registers; for each 16 elements of D: ldmatrix of v, mma
 
 Rows in shared memory are 16 bytes longer than head_dim. Eight rows then start in different banks,
 and no swizzle is needed: addresses are a constant away from one register.
@@ -37,7 +37,7 @@ def multiply_qk(q: Any, k: Any, *, head_dim: int, interpret: bool) -> jax.Array:
     if interpret:
         return dot(q[...][:, :head_dim], k[...][:, :head_dim].T)
     num_rows, num_keys = q.shape[0], k.shape[0]
-    result = plgpu.ShapeDtypeStruct((num_rows, num_keys), jnp.float32, layout=ops.WGMMA)
+    result = plgpu.ShapeDtypeStruct((num_rows, num_keys), np.dtype("float32"), layout=ops.WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=result)
     def multiply(_, q, k):
@@ -55,10 +55,10 @@ def multiply_qk(q: Any, k: Any, *, head_dim: int, interpret: bool) -> jax.Array:
 
 def multiply_pv(acc: jax.Array, p: jax.Array, v: Any, *, interpret: bool) -> jax.Array:
     """Return f32`[R, D]` acc + p @ v, with v a ref `[K, D + pad]` to shared memory."""
-    (num_rows, head_dim), num_keys = acc.shape, p.shape[1]
+    head_dim, num_keys = acc.shape[1], p.shape[1]
     if interpret:
         return acc + dot(p, v[...][:, :head_dim])
-    result = plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=ops.WGMMA)
+    result = plgpu.ShapeDtypeStruct(acc.shape, np.dtype("float32"), layout=ops.WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(ops.WGMMA, ops.WGMMA, plgpu.RefType()), return_type=result)
     def multiply(_, acc, p, v):

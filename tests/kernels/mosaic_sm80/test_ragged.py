@@ -1,0 +1,85 @@
+"""The ragged kernel for Ampere and later and its merge, interpreted on a CPU."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+if jax.__version_info__ < (0, 11):
+    pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
+
+import pallas_paged as pp
+from tests.support.attention_calls import assert_close, assert_same_bits, ragged
+from tests.support.attention_cases import mosaic_case
+
+# The interpreter multiplies the poisoned values too.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+
+CONFIG = dict(block_q=64, block_k=32, num_stages=1, num_programs=3)
+rows = partial(mosaic_case, num_q_heads=8, pages_per_seq=26)
+small = partial(mosaic_case, num_q_heads=2, num_kv_heads=1, pages_per_seq=13)
+SINKS = np.linspace(-1, 2, 20, dtype=np.float32)
+SLOPES = np.linspace(0, 0.5, 8, dtype=np.float32)
+TREE = np.random.default_rng(0).random((2, 5, 5)) < 0.5
+
+
+def call(arrays, config, **options):
+    config = pp.MosaicSm80RaggedConfig(**{**CONFIG, **config})
+    return ragged(*arrays, implementation="mosaic_sm80_interpret", config=config, **options)
+
+
+@pytest.mark.parametrize(
+    ("case", "config", "options"),
+    [
+        (rows(seq_lens=(40, 100, 5, 17), q_lens=(40, 3, 0, 17)), {"num_stages": 2}, {}),
+        (rows(seq_lens=(70,), q_lens=(40,)), {"block_q": 128, "block_k": 64}, {}),
+        (rows(seq_lens=(400,), q_lens=(9,)), {"num_programs": 8, "num_stages": 3}, {}),
+        (rows(seq_lens=(400, 100), q_lens=(9, 3)), {"fixed_split_size": 128}, {}),
+        (
+            rows(seq_lens=(100, 180), q_lens=(40, 20)),
+            {},
+            {"sliding_window": 30, "soft_cap": 5.0, "alibi_slopes": SLOPES},
+        ),
+        (small(seq_lens=(100, 20), q_lens=(30, 9)), {}, {"causal": False}),
+        (
+            mosaic_case(
+                num_q_heads=20, num_kv_heads=1, seq_lens=(70, 9), pages_per_seq=5, q_lens=(5, 3)
+            ),
+            {},
+            {"tree_mask": TREE, "sinks": SINKS},
+        ),
+    ],
+    ids=["mixed", "128 rows", "split", "split size", "window", "full", "group of 20, tree, sinks"],
+)
+def test_matches_the_oracle(case, config, options):
+    arrays = case.make()
+    assert_close(call(arrays, config, **options), arrays, case.tolerance, **options)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "page_size", "dtype"), [(80, 1, "bfloat16"), (112, 2, "float16"), (256, 64, None)]
+)
+def test_head_dims_and_pages_of_any_size(head_dim, page_size, dtype):
+    case = small(
+        head_dim=head_dim,
+        page_size=page_size,
+        dtype=dtype or "bfloat16",
+        seq_lens=(45,),
+        pages_per_seq=-(-50 // page_size),
+        q_lens=(20,),
+    )
+    arrays = case.make()
+    assert_close(call(arrays, {}), arrays, case.tolerance)
+
+
+def test_keys_left_of_the_window_are_not_read():
+    arrays = rows(seq_lens=(180,), q_lens=(9,)).make()
+    q, k_pages, v_pages, tables, *rest = arrays
+    k, v = k_pages.copy(), v_pages.copy()
+    left = np.arange(180 - 9 - 30 + 1)
+    k[:, tables[0, left // 16], left % 16] = v[:, tables[0, left // 16], left % 16] = np.nan
+    expected = call(arrays, {}, sliding_window=30)
+    assert_same_bits(call((q, k, v, tables, *rest), {}, sliding_window=30), expected)

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_paged.kernels.call import Call, Device
-from pallas_paged.kernels.mosaic.support import why_not_jax
+from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm80.config import (
     decode_config,
     decode_shared_memory,
@@ -19,13 +19,16 @@ from pallas_paged.kernels.mosaic_sm80.config import (
     ragged_shared_memory,
 )
 
-__all__ = ["config_of", "shared_memory_limit", "why_not_call", "why_not_device", "why_not_jax"]
-
 COPY_BYTES = 16  # of one asynchronous copy
 # Bytes of shared memory that a program can have, by compute capability; later ones have no less
 # than 8.6.
 _SHARED_MEMORY = {"8.0": 163, "8.7": 163, "9.0": 227, "10.0": 227, "10.3": 227}
 _SHARED_MEMORY_OF_OTHERS = 99
+
+
+def why_not_jax() -> str | None:
+    """Return why the kernels can't be built with this JAX, or None."""
+    return mosaic_support.why_not_jax()
 
 
 def why_not_device(device: Device) -> str | None:

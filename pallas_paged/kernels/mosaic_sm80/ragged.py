@@ -65,6 +65,7 @@ from pallas_paged.kernels.ragged_plan_kernel import (
 COMPILER_PARAMS = ops.COMPILER_PARAMS
 _DESCRIPTOR_WORDS = 16  # i32 of a packed work item
 _COLUMN = ROWS.reduce(0)
+_SLACK = 8.0  # by which a logit, base 2, may be larger than the maximum that is subtracted
 
 
 @jax.tree_util.register_dataclass
@@ -172,13 +173,12 @@ class Program:
 
         @pl.when(work.q_len > 0)
         def _():
-            scratch.rows[...] = rows.index()
-            ops.barrier(interpret=interpret)
             state = self.attend(work, rows)
 
             @pl.when(work.partial < 0)
             def _():
                 sinks = None if inputs.sinks is None else rows.of_heads(inputs.sinks)
+                scratch.rows[...] = rows.index()
                 store_rows(
                     outputs.out,
                     outputs.lse,
@@ -214,6 +214,8 @@ class Program:
 
         @pl.when(work.lo < work.hi)
         def _():
+            scratch.rows[...] = jnp.maximum(rows.index(), 0)
+            ops.barrier(interpret=self.interpret)
             row_bytes = head_dim * jnp.dtype(inputs.q.dtype).itemsize
             gather_rows(
                 scratch.q,
@@ -275,14 +277,15 @@ class Program:
             if masked:
                 s = jnp.where(visible(block, keys), s, -jnp.inf)
             m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
+            # A maximum that is less than 2 ** 8 too small does no harm, and acc stays as it is.
+            m_new = jnp.where(m_new > m_i + _SLACK, m_new, m_i)
             m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new
             alpha = jnp.exp2(m_i - m_safe)
             p = jnp.exp2(s * factor - wgmma_ops.bcast(m_safe, s))
             l_new = l_i * alpha + p.sum(axis=1)
             if by_token:
                 p = p * of_tokens(V, block, p)
-            acc = acc * wgmma_ops.bcast(alpha, acc)
-            acc = multiply_pv(acc, p.astype(v.dtype), v, interpret=self.interpret)
+            acc = multiply_pv(acc, alpha, p.astype(v.dtype), v, interpret=self.interpret)
             return m_new, l_new, acc
 
         attend_full = functools.partial(attend_block, False)

@@ -130,11 +130,11 @@ def gather_rows(
     row_bytes: int,
     interpret: bool,
 ) -> None:
-    """Start the copies of rows that begin `(base + max(rows, 0)) * unit` bytes into `source`."""
+    """Start the copies of rows that begin `(base + rows) * unit` bytes into `source`."""
     num_rows, pitch = to.shape
     size = jnp.dtype(to.dtype).itemsize
     if interpret:
-        first = (base + jnp.maximum(rows[...], 0)) * (unit // size)
+        first = (base + rows[...]) * (unit // size)
         element = first[:, None] + jnp.arange(row_bytes // size)
         found = source[...].reshape(-1)[element]
         to[...] = jnp.pad(found, ((0, 0), (0, pitch - found.shape[1])))
@@ -143,40 +143,42 @@ def gather_rows(
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR))
     def gather(_, to, source, rows, base):
         emit = ThreadEmitter()
-        start = emit.address(source, emit.mul(emit.wide(emit.scalar(base)), unit))
+        row, chunk, firsts, when = share_chunks(emit, num_rows, row_bytes // CHUNK)
+        column = emit.mul(chunk, CHUNK)
+        start = emit.mul(emit.wide(emit.scalar(base)), unit)
+        start = emit.address(source, emit.add(start, emit.wide(column)))
+        target = emit.address(to, emit.add(emit.mul(row, pitch * size), column))
+        places = emit.address(rows, emit.mul(row, 4))
 
-        def copy(first, row, chunk):
-            index = emit.load_word(emit.address(rows, emit.mul(row, 4)), offset=4 * first)
-            index = emit.maximum(index, 0)
-            column = emit.mul(chunk, CHUNK)
-            place = emit.add(emit.mul(emit.wide(index), unit), emit.wide(column))
-            target = emit.add(emit.mul(row, pitch * size), column)
-            emit.copy(
-                emit.add(emit.address(to, target), first * pitch * size),
-                emit.add(start, place),
-                size=CHUNK,
-            )
+        def copy():
+            # All loads come first: none goes past a copy, which writes shared memory.
+            found = [emit.load_word(places, offset=4 * first) for first in firsts]
+            for first, place in zip(firsts, found, strict=True):
+                emit.copy_chunk(target, start, place, unit, offset=first * pitch * size)
 
-        for_each_chunk(emit, num_rows, row_bytes // CHUNK, copy)
+        when(copy)
 
     gather(to, source, rows, *ops.scalars(base))
 
 
-def for_each_chunk(
-    emit: ThreadEmitter, num_rows: int, num_chunks: int, body: Callable[[int, Any, Any], None]
-) -> None:
-    """Run `body(first, row, chunk)` for the chunks `chunk` of rows `first + row` of a thread."""
+def share_chunks(
+    emit: ThreadEmitter, num_rows: int, num_chunks: int
+) -> tuple[Any, Any, range, Callable[[Callable[[], None]], None]]:
+    """Divide rows of chunks among the threads; return `(row, chunk, firsts, when)`.
+
+    The thread has `chunk` of the rows `first + row` for all `firsts`, within a body that it gives
+    to `when`.
+    """
     width = pl.next_power_of_2(num_chunks)
     row, chunk = emit.div(emit.thread(), width), emit.rem(emit.thread(), width)
 
-    def all_rows():
-        for first in range(0, num_rows, WARPGROUP // width):
-            body(first, row, chunk)
+    def when(body):
+        if num_chunks == width:
+            body()
+        else:
+            emit.when(chunk, num_chunks, body)
 
-    if num_chunks == width:
-        all_rows()
-    else:
-        emit.when(chunk, num_chunks, all_rows)
+    return row, chunk, range(0, num_rows, WARPGROUP // width), when
 
 
 def convert_rows(to: Any, source: Any, *, head_dim: int, interpret: bool) -> None:
@@ -194,18 +196,21 @@ def convert_rows(to: Any, source: Any, *, head_dim: int, interpret: bool) -> Non
     def convert(_, to, source):
         emit = ThreadEmitter()
 
-        def chunk_of(first, row, chunk):
-            found = emit.add(emit.mul(row, head_dim), emit.mul(chunk, CHUNK))
-            words = emit.load_chunk(emit.address(source, found), offset=first * head_dim)
-            pairs = [emit.ptx(code, word) for word in words for code in codes]
-            target = emit.address(
-                to, emit.add(emit.mul(row, 2 * pitch), emit.mul(chunk, 2 * CHUNK))
-            )
-            for i in (0, 1):
-                offset = first * 2 * pitch + i * CHUNK
-                emit.store_chunk(target, pairs[4 * i : 4 * i + 4], offset=offset)
+        row, chunk, firsts, when = share_chunks(emit, num_rows, head_dim // CHUNK)
+        found = emit.add(emit.mul(row, head_dim), emit.mul(chunk, CHUNK))
+        found = emit.address(source, found)
+        target = emit.add(emit.mul(row, 2 * pitch), emit.mul(chunk, 2 * CHUNK))
+        target = emit.address(to, target)
 
-        for_each_chunk(emit, num_rows, head_dim // CHUNK, chunk_of)
+        def convert_all():
+            for first in firsts:
+                words = emit.load_chunk(found, offset=first * head_dim)
+                pairs = [emit.ptx(code, word) for word in words for code in codes]
+                for i in (0, 1):
+                    offset = first * 2 * pitch + i * CHUNK
+                    emit.store_chunk(target, pairs[4 * i : 4 * i + 4], offset=offset)
+
+        when(convert_all)
 
     convert(to, source)
 

@@ -30,12 +30,6 @@ class ThreadEmitter(Emitter):
         """Run `code` for its effects."""
         self._utils.inline_ptx(code, *args, has_side_effects=True)
 
-    def maximum(self, x: Any, y: int) -> Any:
-        return self._arith.maxsi(*self._same(x, y))
-
-    def select(self, condition: Any, x: Any, y: int) -> Any:
-        return self._arith.select(condition, *self._same(x, y))
-
     def run_if(self, condition: Any, body: Callable[[], None]) -> None:
         """Run `body` in threads where the condition holds."""
         with self._ir.InsertionPoint(self._scf.IfOp(condition).then_block):
@@ -76,6 +70,16 @@ class ThreadEmitter(Emitter):
     def store_chunk(self, address: Any, words: list[Any], *, offset: int = 0) -> None:
         """Store 16 bytes to shared memory."""
         self.effect(f"st.shared.v4.b32 [$0+{offset}], {{$1,$2,$3,$4}};", address, *words)
+
+    def copy_chunk(self, to: Any, source: Any, index: Any, unit: int, *, offset: int) -> None:
+        """Start the copy of 16 bytes that are `index * unit` bytes after `source`."""
+        self.effect(
+            f"{{ .reg .b64 a; mad.wide.u32 a, $2, {unit}, $1;"
+            f" cp.async.cg.shared.global [$0+{offset}], [a], 16; }}",
+            to,
+            source,
+            index,
+        )
 
     def load_device_word(self, address: Any) -> Any:
         """Return 32 bits of device memory."""

@@ -64,9 +64,6 @@ def merge_ragged(
 
         @pl.when(split.num_items > 0)
         def _():
-            row_index[...] = rows.index()
-            ops.barrier(interpret=interpret)
-
             def merge_one(i, state):
                 m_i, l_i, acc = state
                 index = (kv_head, split.partial + i, pl.ds(part * _ROWS, _ROWS))
@@ -79,6 +76,7 @@ def merge_ragged(
                 return m_new, l_i * alpha + w, acc
 
             state = lax.fori_loop(0, split.num_items, merge_one, empty_state(_ROWS, head_dim))
+            row_index[...] = rows.index()
             state_sinks = None if sinks_ref is None else rows.of_heads(sinks_ref)
             store_rows(
                 out_ref,

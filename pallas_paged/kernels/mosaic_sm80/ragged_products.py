@@ -53,17 +53,25 @@ def multiply_qk(q: Any, k: Any, *, head_dim: int, interpret: bool) -> jax.Array:
     return multiply(q, k)
 
 
-def multiply_pv(acc: jax.Array, p: jax.Array, v: Any, *, interpret: bool) -> jax.Array:
-    """Return f32`[R, D]` acc + p @ v, with v a ref `[K, D + pad]` to shared memory."""
+def multiply_pv(
+    acc: jax.Array, alpha: jax.Array, p: jax.Array, v: Any, *, interpret: bool
+) -> jax.Array:
+    """Return f32`[R, D]` alpha * acc + p @ v, with v a ref `[K, D + pad]` to shared memory.
+
+    A warp where all of alpha f32`[R]` is 1 leaves that product out.
+    """
     head_dim, num_keys = acc.shape[1], p.shape[1]
     if interpret:
-        return acc + dot(p, v[...][:, :head_dim])
+        return acc * alpha[:, None] + dot(p, v[...][:, :head_dim])
     result = plgpu.ShapeDtypeStruct(acc.shape, np.dtype("float32"), layout=ops.WGMMA)
 
-    @plgpu.inline_mgpu(arg_types=(ops.WGMMA, ops.WGMMA, plgpu.RefType()), return_type=result)
-    def multiply(_, acc, p, v):
+    @plgpu.inline_mgpu(
+        arg_types=(ops.WGMMA, ops.WGMMA_ROW, ops.WGMMA, plgpu.RefType()), return_type=result
+    )
+    def multiply(_, acc, alpha, p, v):
         warp = _Warp(v)
-        sums, words = warp.elements(acc), warp.emit.words(p)
+        sums = warp.scale_rows(warp.elements(acc), warp.row_elements(alpha))
+        words = warp.emit.words(p)
         v_base = warp.rows_of_values(v)
         for n in range(0, num_keys, 16):
             # Two neighbours of 8 columns in an accumulator are 16 columns of a left operand.
@@ -72,7 +80,7 @@ def multiply_pv(acc: jax.Array, p: jax.Array, v: Any, *, interpret: bool) -> jax
                 warp.multiply(sums, lhs, warp.load(v_base, n, d, transpose=True), d)
         return warp.array(sums)
 
-    return multiply(acc, p, v)
+    return multiply(acc, alpha, p, v)
 
 
 class _Warp:
@@ -158,6 +166,36 @@ class _Warp:
         for i in np.ndindex(found.shape):
             found[i] = vector.extract(pairs[i[:3]], dynamic_position=[], static_position=[i[3]])
         return found
+
+    def row_elements(self, x: Any) -> Any:
+        """Return the f32 `[rows / 64, 2]` of an array with one value a row."""
+        values = [self._utils.bitcast(word, self._f32) for word in self.emit.row_words(x)]
+        return np.array(values, dtype=object).reshape(-1, 2)
+
+    def scale_rows(self, sums: Any, factors: Any) -> Any:
+        """Return an accumulator times a factor a row; where the warp's are all 1, as it is."""
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, scf
+
+        emit, found = self.emit, self.emit.constant(0)
+        for factor in factors.flat:
+            found = emit.ptx(
+                "{ .reg .pred p; setp.neu.f32 p, $1, 0f3F800000; selp.b32 $0, 1, $2, p; }",
+                factor,
+                found,
+            )
+        found = emit.ptx(
+            "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff;"
+            " selp.b32 $0, 1, 0, p; }",
+            found,
+            reads=True,
+        )
+        changed = scf.IfOp(emit.at_least(found, 1), [self._f32] * sums.size, has_else=True)
+        with ir.InsertionPoint(changed.then_block):
+            scf.yield_([arith.mulf(sums[i], factors[i[0], i[2]]) for i in np.ndindex(sums.shape)])
+        with ir.InsertionPoint(changed.else_block):
+            scf.yield_(list(sums.flat))
+        return np.array(list(changed.results), dtype=object).reshape(sums.shape)
 
     def array(self, sums: Any) -> Any:
         """Return an accumulator as a `FragmentedArray`."""

@@ -6,6 +6,7 @@ The rows lie token after token, and within a token head after head of one KV hea
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from pallas_paged.kernels.logits import LN_2
 from pallas_paged.kernels.mosaic import ops as wgmma_ops
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.ops import CHUNK
-from pallas_paged.kernels.mosaic_sm80.ragged_copies import for_each_chunk
+from pallas_paged.kernels.mosaic_sm80.ragged_copies import share_chunks
 from pallas_paged.kernels.mosaic_sm80.ragged_emitter import ThreadEmitter
 
 ROW, ROWS = wgmma_ops.WGMMA_ROW, wgmma_ops.WGMMA
@@ -117,7 +118,7 @@ def store_rows(
 ) -> None:
     """Store rows to their own tokens and heads, and to no others.
 
-    All threads must have used what the buffer held.
+    All threads must have used what the buffer held. `rows` may just have been written.
     """
     out = out.astype(buffer.dtype)
     if interpret:
@@ -142,16 +143,21 @@ def store_rows(
     def copy(_, out_ref, buffer, rows):
         emit = ThreadEmitter()
 
-        def copy_chunk(first, row, chunk):
-            index = emit.load_word(emit.address(rows, emit.mul(row, 4)), offset=4 * first)
-            column = emit.mul(chunk, CHUNK)
-            found = emit.address(buffer, emit.add(emit.mul(row, pitch), column))
-            words = emit.load_chunk(found, offset=first * pitch)
-            place = emit.add(emit.mul(emit.wide(index), 2 * head_dim), emit.wide(column))
-            to = emit.address(out_ref, place)
-            emit.run_if(emit.at_least(index, 0), lambda: emit.store_device_chunk(to, words))
+        row, chunk, firsts, when = share_chunks(emit, num_rows, 2 * head_dim // CHUNK)
+        column = emit.mul(chunk, CHUNK)
+        found = emit.address(buffer, emit.add(emit.mul(row, pitch), column))
+        indices = emit.address(rows, emit.mul(row, 4))
 
-        for_each_chunk(emit, num_rows, 2 * head_dim // CHUNK, copy_chunk)
+        def copy_all():
+            for first in firsts:
+                index = emit.load_word(indices, offset=4 * first)
+                words = emit.load_chunk(found, offset=first * pitch)
+                place = emit.add(emit.mul(emit.wide(index), 2 * head_dim), emit.wide(column))
+                to = emit.address(out_ref, place)
+                write = functools.partial(emit.store_device_chunk, to, words)
+                emit.run_if(emit.at_least(index, 0), write)
+
+        when(copy_all)
 
     copy(out_ref, buffer, rows)
     if lse_ref is None:

@@ -46,9 +46,7 @@ def chosen_options(names, *, ragged: bool, implementation: str) -> tuple[dict, d
         decode_config, ragged_config = pp.MosaicDecodeConfig, pp.MosaicRaggedConfig
         tile = dict(num_consumers=2, num_programs=3)
     elif implementation.startswith("mosaic_sm80"):
-        loop = dict(
-            block_k=32, num_programs=6, num_stages=2, fixed_split_size=fixed_split_size
-        )
+        loop = dict(block_k=32, num_programs=6, num_stages=2, fixed_split_size=fixed_split_size)
         decode_config, ragged_config = pp.MosaicSm80DecodeConfig, pp.MosaicSm80RaggedConfig
         tile = dict(block_q=64)
     else:

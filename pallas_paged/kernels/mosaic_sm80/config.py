@@ -19,7 +19,7 @@ _REDUCTION_BYTES = 2048  # of the compiler, for reductions across warps
 # Programs per SM, keys of a block and stages of the decode kernel, the first that fit.
 _LOOPS = (
     (3, 64, 3),
-    (2, 64, 3),
+    (3, 64, 2),
     (2, 64, 2),
     (2, 32, 3),
     (2, 32, 2),
@@ -80,7 +80,8 @@ def decode_shared_memory(
     rows, columns = decode_rows(group, head_dim), decode_columns(head_dim, itemsize)
     tokens = config.num_stages * config.block_k
     buffers = [
-        *[2 * rows * columns] * (3 - itemsize),  # the queries
+        2 * rows * columns,  # the queries
+        *([2 * rows * columns, 4 * rows * columns] if itemsize == 1 else []),  # in three forms
         2 * rows * config.block_k,  # the probabilities of a block
         *[2 * tokens * columns] * 2,  # K and V
         *[4 * tokens] * (2 if itemsize == 1 else 0),  # their scales

@@ -42,25 +42,26 @@ from pallas_paged.kernels.mosaic_sm80.config import (
 from pallas_paged.kernels.mosaic_sm80.pages import Blocks, Copier, Pages
 from pallas_paged.kernels.mosaic_sm80.ring import for_each_block
 
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Inputs:
     """Operands of the kernel, or refs to them.
 
     Attributes:
-        q: tiles `[B * Hq, W]`, one, or of one-byte pages the even and the odd elements.
-        q_scales: f32`[B, head tiles, R]` factors of the logits, or None.
+        q: `[B * Hq, D]`; with one-byte pages pairs of elements i32`[B * Hq, D / 2]`.
         pages: K, V and the block tables.
         seq_lens, unit_ends: i32`[B]`; `unit_ends` from `DecodePlan`.
         alibi_slopes: f32`[head tiles, R]` or None.
+        q_dtype: of the queries.
     """
 
-    q: list[Any]
-    q_scales: Any
+    q: Any
     pages: Pages
     seq_lens: Any
     unit_ends: Any
     alibi_slopes: Any
+    q_dtype: Any = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -68,7 +69,8 @@ class Inputs:
 class Scratch:
     """Refs in shared memory, or their types."""
 
-    q: list[Any]  # [R, W]
+    arrived: Any  # i32[R, W]: q as pairs, with one-byte pages; else None
+    q: list[Any]  # [R, W]: the queries, or their even and their odd elements
     p: Any  # [R, block_k], the probabilities of a block
     blocks: Blocks
 
@@ -108,6 +110,7 @@ def scratch_types(
     one = jnp.dtype(kv_dtype).itemsize == 1
     operand = jnp.float16 if one else dtype
     return Scratch(
+        arrived=plgpu.SMEM((rows, columns), jnp.int32) if one else None,
         q=[ops.swizzled((rows, columns), operand)] * (2 if one else 1),
         p=ops.swizzled((rows, config.block_k), operand),
         blocks=Blocks.types(
@@ -154,8 +157,9 @@ def attend(
 
     def copy_queries():
         first = item.row * (heads.group * pages.num_kv_heads) + kv_head * heads.group + first_head
-        for source, to in zip(inputs.q, scratch.q, strict=True):
-            ops.copy_rows(source, to, first, num_heads, interpret=interpret)
+        to = scratch.q[0] if scratch.arrived is None else scratch.arrived
+        plain = scratch.arrived is not None
+        ops.copy_rows(inputs.q, to, first, num_heads, plain=plain, interpret=interpret)
 
     def operands(ref):
         """Return K or V in registers as the right side of a product: one matrix or two."""
@@ -168,7 +172,11 @@ def attend(
         return None if ref is None else mosaic_ops.load(ref, layouts.row)
 
     def start():
-        q_scales = None if inputs.q_scales is None else per_row(inputs.q_scales.at[item.row, tile])
+        q_scales = None
+        if scratch.arrived is not None:
+            q_scales = one_byte.load_queries(
+                scratch.arrived, scratch.q, inputs.q_dtype, layouts, interpret=interpret
+            )
         state = (
             full((heads.rows,), -jnp.inf, layouts.row),
             full((heads.rows, block_k), 0.0, layouts.acc),
@@ -196,13 +204,12 @@ def attend(
             None if slopes is None else bcast(slopes, s),
             None if slopes is None else keys - (item.seq_len - 1),
         )
-        weights_of = lambda p: (p, p)  # noqa: E731
+        significands = inverses = None
         if blocks.v_scales is not None:
             # The maximum is that of the weights, since f16 has a small range.
             v_scales = plgpu.load(blocks.v_scales.at[stage], layout=layouts.col)
             exponents, significands, inverses = one_byte.split_scales(v_scales)
             s, factor = s * factor + bcast(exponents, s, 1), 1.0
-            weights_of = lambda p: (p * bcast(significands, p, 1), p * bcast(inverses, p, 1))  # noqa: E731
         visible = keys < item.seq_len
         if options.sliding_window is not None:
             visible &= keys >= first_key
@@ -210,7 +217,8 @@ def attend(
         m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
         alpha = jnp.exp2(m_i - m_new)
         p = jnp.exp2(s * factor - bcast(m_new, s))
-        weights, p = weights_of(p)
+        weights = p if significands is None else p * bcast(significands, p, 1)
+        p = p if inverses is None else p * bcast(inverses, p, 1)
         # Each thread sums its own keys. The sum across threads is taken once, at the end.
         l_new = l_i * bcast(alpha, l_i) + p
         scratch.p[...] = weights.astype(scratch.p.dtype)
@@ -221,7 +229,7 @@ def attend(
         return q_scales, (m_new, l_new, acc)
 
     @pl.when(item.lo < item.hi)
-    def _():
+    def attend_blocks():
         _, (m_i, l_i, acc) = for_each_block(
             copier, item.lo, item.hi, attend_block, start, copy_queries=copy_queries
         )
@@ -290,7 +298,7 @@ def paged_decode(
         kv_dtype=kv_dtype,
         scales_by_token=inputs.pages.scales_by_token,
     )
-    columns = len(inputs.q) * decode_columns(head_dim, kv_dtype.itemsize)
+    columns = len(scratch.q) * decode_columns(head_dim, kv_dtype.itemsize)
     states = (num_kv_heads, plan.num_partials, heads.num_tiles * rows)
     partials = Partials(
         out=result_shape((*states, columns), jnp.float32),
@@ -333,14 +341,13 @@ def _inputs(arrays: Arrays, plan: DecodePlan, heads: Heads) -> Inputs:
         x = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, padding),))
         return x.reshape(*x.shape[:-2], num_kv_heads * heads.num_tiles, heads.rows)
 
-    q, q_scales = [arrays.q], None
-    if arrays.k_pages.dtype.itemsize == 1:
-        q, q_scales = one_byte.split_queries(arrays.q)
-        q_scales = tiled(q_scales)
+    q = arrays.q.reshape(arrays.num_seqs * arrays.num_q_heads, -1)
+    if arrays.k_pages.dtype.itemsize == 1:  # XLA sees a bitcast, so nothing is copied
+        q = lax.bitcast_convert_type(q.reshape(len(q), -1, 2), jnp.int32)
     slopes = arrays.alibi_slopes
     return Inputs(
-        q=[x.reshape(arrays.num_seqs * arrays.num_q_heads, -1) for x in q],
-        q_scales=q_scales,
+        q=q,
+        q_dtype=arrays.q.dtype,
         pages=Pages.of(arrays),
         seq_lens=arrays.seq_lens,
         unit_ends=plan.unit_ends(arrays.seq_lens),

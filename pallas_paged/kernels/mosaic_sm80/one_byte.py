@@ -30,6 +30,65 @@ def split_queries(q: jax.Array) -> tuple[list[jax.Array], jax.Array]:
     return [q[..., 0::2], q[..., 1::2]], _power_of_2(exponents)
 
 
+def load_queries(
+    words: Any, to: list[Any], dtype: Any, layouts: MmaLayouts, *, interpret: bool
+) -> jax.Array:
+    """Store the even and the odd elements of q as f16 to `to`; return f32`[R]` factors of both.
+
+    As `split_queries`, in a kernel. Threads need a barrier before they load from `to`.
+
+    Args:
+        words: q in shared memory as pairs of elements of `dtype`, i32`[R, W]`, not swizzled.
+        to: refs f16`[R, W]` to shared memory.
+    """
+    load: Any = plgpu.load  # its signature differs between versions of JAX
+    loaded = load(words, layout=layouts.lhs, optimized=False)
+    halves = [x.astype(jnp.float32) for x in _halves(loaded, dtype, layouts, interpret=interpret)]
+    largest = jnp.maximum(*map(jnp.abs, halves)).max(axis=1)
+    exponents = jnp.minimum(jnp.maximum(_exponents(largest), -126), 126)
+    inverses = _power_of_2(-exponents)
+    for ref, half in zip(to, halves, strict=True):
+        ref[...] = (half * lax.broadcast_in_dim(inverses, half.shape, (0,))).astype(jnp.float16)
+    return plgpu.layout_cast(_power_of_2(exponents), layouts.row)
+
+
+def _halves(
+    words: jax.Array, dtype: Any, layouts: MmaLayouts, *, interpret: bool
+) -> list[jax.Array]:
+    """Return the lower and the upper 16 bits of words i32 as elements of `dtype`."""
+    if interpret:
+        halves = words.astype(jnp.int16), (words >> 16).astype(jnp.int16)
+        return [lax.bitcast_convert_type(half, dtype) for half in halves]
+    result = plgpu.ShapeDtypeStruct(words.shape, dtype, layout=layouts.lhs)
+
+    @plgpu.inline_mgpu(arg_types=(layouts.lhs,), return_type=(result, result))
+    def split(_, words):
+        from jax.experimental.mosaic import gpu as mgpu
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import vector
+
+        i32 = ir.IntegerType.get_signless(32)
+        pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(dtype))
+        results = []
+        for selector in ("0x5410", "0x7632"):
+            out = np.empty_like(words.registers)
+            for i, register in np.ndenumerate(words.registers):
+                places = (ir.DenseI64ArrayAttr.get([j]) for j in range(2))
+                both = [
+                    vector.extract(register, dynamic_position=[], static_position=place)
+                    for place in places
+                ]
+                ptx = f"prmt.b32 $0, $1, $2, {selector};"
+                out[i] = utils.bitcast(utils.inline_ptx(ptx, *both, result_types=i32), pair)
+            results.append(
+                mgpu.FragmentedArray(_registers=out, _layout=words.layout, _is_signed=None)
+            )
+        return tuple(results)
+
+    return list(split(words))
+
+
 def split_scales(scales: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return f32 `(exponents, significands, 2 ** -exponents)` of scales.
 

@@ -17,6 +17,7 @@ from pallas_paged.kernels.logits import dot
 
 WARPGROUP = 128  # threads of a program
 CHUNK = 16  # bytes of one asynchronous copy
+_LAYOUT: Any = plgpu.Layout  # older versions of JAX have fewer
 SCALAR = plgpu.Layout.WG_SPLAT(())
 
 # Barriers are explicit: by default each access to shared memory would bring two.
@@ -36,15 +37,15 @@ class MmaLayouts:
 
     @property
     def lhs(self) -> Any:
-        return plgpu.Layout.MMA_LHS(jnp.bfloat16, m_warps=self.m_warps)
+        return _LAYOUT.MMA_LHS(jnp.bfloat16, m_warps=self.m_warps)
 
     @property
     def rhs(self) -> Any:
-        return plgpu.Layout.MMA_RHS(jnp.bfloat16, m_warps=self.m_warps)
+        return _LAYOUT.MMA_RHS(jnp.bfloat16, m_warps=self.m_warps)
 
     @property
     def acc(self) -> Any:
-        return plgpu.Layout.MMA_ACC(jnp.bfloat16, m_warps=self.m_warps)
+        return _LAYOUT.MMA_ACC(jnp.bfloat16, m_warps=self.m_warps)
 
     @property
     def row(self) -> Any:
@@ -59,7 +60,8 @@ class MmaLayouts:
 
 def mma(acc: jax.Array, a: jax.Array, b: jax.Array, *, interpret: bool) -> jax.Array:
     """Return f32 `acc + a @ b` of arrays in `MmaLayouts`."""
-    return acc + dot(a, b) if interpret else plgpu.mma(acc, a, b)
+    multiply: Any = dot if interpret else getattr(plgpu, "mma", None)
+    return acc + multiply(a, b) if interpret else multiply(acc, a, b)
 
 
 def load(ref: Any, layout: Any, *, interpret: bool) -> jax.Array:
@@ -155,15 +157,17 @@ def strides(axes: str, ref: Any) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tile:
-    """Rows in swizzled shared memory: chunks of 16 bytes, in tiles of 8 rows.
+    """Rows in shared memory, of chunks of 16 bytes: swizzled in tiles of 8 rows, or plain.
 
     Attributes:
         columns: elements of a row.
         dtype: of the elements.
+        plain: not swizzled.
     """
 
     columns: int
     dtype: Any
+    plain: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -185,7 +189,11 @@ class Emitter:
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import arith, llvm, scf
 
-        self._ir, self._arith, self._llvm, self._scf, self._utils = ir, arith, llvm, scf, utils
+        self._ir: Any = ir
+        self._arith: Any = arith
+        self._llvm: Any = llvm
+        self._scf: Any = scf
+        self._utils: Any = utils
         self._i32 = ir.IntegerType.get_signless(32)
         self._i64 = ir.IntegerType.get_signless(64)
 
@@ -289,8 +297,7 @@ class Emitter:
 
     def for_each_chunk(self, tile: Tile, rows: int, body: Any) -> None:
         """Run `body(row, byte of the row, byte of the block)` for this thread's chunks."""
-        per_row, width = tile.row_bytes // CHUNK, tile.swizzle
-        per_tile_row = width // CHUNK
+        per_row = tile.row_bytes // CHUNK
         thread = self.thread()
         for start in range(0, rows * per_row, WARPGROUP):
             # Where a step takes whole rows, the column does not depend on the step.
@@ -302,7 +309,12 @@ class Emitter:
                 chunk = self.rem(thread, per_row)
 
             def copy(row=row, chunk=chunk):
-                in_tile = self.rem(row, 8)
+                if tile.plain:
+                    at = self.add(self.mul(row, tile.row_bytes), self.mul(chunk, CHUNK))
+                    body(row, self.mul(chunk, CHUNK), at)
+                    return
+                width = tile.swizzle
+                per_tile_row, in_tile = width // CHUNK, self.rem(row, 8)
                 # Swizzling: the bits of the row, in pieces of 128 bytes, flip those of the chunk.
                 flip = self.div(in_tile, 128 // width)
                 place = self.xor(self.rem(chunk, per_tile_row), flip)
@@ -316,25 +328,25 @@ class Emitter:
             self.when(thread, rows * per_row - start, copy)
 
 
-def copy_rows(source: Any, to: Any, first: jax.Array, count: Any, *, interpret: bool) -> None:
-    """Start the copy of rows `[first, first + count)` of a matrix to swizzled shared memory.
+def copy_rows(
+    source: Any, to: Any, first: jax.Array, count: Any, *, plain: bool = False, interpret: bool
+) -> None:
+    """Start the copy of rows `[first, first + count)` of a matrix to shared memory.
 
     Rows of `to` from `count` on become 0, and so do columns past those of the matrix.
+
+    Args:
+        plain: `to` is not swizzled.
     """
     rows, columns = to.shape
     if interpret:
         _copy_rows_now(source, to, first, count)
         return
     row_bytes = source.shape[1] * jnp.dtype(source.dtype).itemsize
-    tile = Tile(columns=columns, dtype=to.dtype)
+    tile = Tile(columns=columns, dtype=to.dtype, plain=plain)
+    to_type = plgpu.RefType(() if plain else transforms(columns, to.dtype))
 
-    @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(),
-            plgpu.RefType(transforms(columns, to.dtype)),
-            (SCALAR,) * 2,
-        )
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), to_type, (SCALAR,) * 2))
     def copy(_, source, to, scalars):
         m = Emitter()
         first, count = map(m.scalar, scalars)

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from pallas_paged.kernels.call import Arrays
-from pallas_paged.kernels.kv_layout import K, PageLayout, V
+from pallas_paged.kernels.kv_layout import PageLayout
 from pallas_paged.kernels.mosaic_sm80 import ops
 
 TABLE_SLOTS = 2  # blocks of table entries in shared memory for each stage
@@ -198,7 +198,7 @@ class Copier:
         pages, blocks, layout = self.pages, self.blocks, self.pages.layout
         num_stages, block_k, columns = blocks.k.shape
         item = jnp.dtype(blocks.k.dtype).itemsize
-        k_bytes, v_bytes = (ops.strides(layout.axes, x) for x in (pages.k, pages.v))
+        page_bytes = ops.strides(layout.axes, pages.k)
         head_bytes = pages.k.shape[-1] * item
         tile = ops.Tile(columns=columns, dtype=blocks.k.dtype)
         page_size, num_slots = pages.page_size, blocks.tables.shape[0]
@@ -216,7 +216,7 @@ class Copier:
                 (ops.SCALAR,) * 6,
             )
         )
-        def copy(_, kv, scales, tables, scalars):
+        def copy(_, pairs, scales, tables, scalars):
             m = ops.Emitter()
             stage, slot, first, kv_head, low, high = map(m.scalar, scalars)
             slot_at = m.mul(slot, 4 * block_k)
@@ -230,14 +230,14 @@ class Copier:
                 return at, m.both(m.at_least(key, low), m.less(key, high))
 
             bases = []
-            for i, ((source, block), strides) in enumerate(zip(kv, (k_bytes, v_bytes))):
-                head = m.mul(m.wide(kv_head), strides["H"])
-                head = m.add(head, m.wide(m.constant(0)) if "2" not in strides else i * strides["2"])
-                stage_at = m.mul(stage, block_k * columns * item)
-                bases.append((m.address(source, head), m.address(block, stage_at)))
+            for kv, (source, block) in enumerate(pairs):
+                at_head = m.mul(m.wide(kv_head), page_bytes["H"])
+                at_head = m.add(at_head, kv * page_bytes.get("2", 0))
+                at_stage = m.mul(stage, block_k * columns * item)
+                bases.append((m.address(source, at_head), m.address(block, at_stage)))
 
             def copy_chunk(token, column, shared):
-                at, seen = place_of(token, k_bytes)
+                at, seen = place_of(token, page_bytes)
                 real = m.both(seen, m.less(column, head_bytes))
                 at = m.add(at, m.wide(column))
                 for source, block in bases:
@@ -297,6 +297,3 @@ class Copier:
                     (pages.v_scales, blocks.v_scales),
                 ):
                     to[stage, pl.ds(i, count)] = jnp.where(seen, source[index], 0)
-
-
-__all__ = ["K", "V", "Blocks", "Copier", "Pages"]

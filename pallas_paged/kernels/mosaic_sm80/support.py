@@ -6,11 +6,12 @@ Importing this module does not import Mosaic.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_paged.kernels.call import Call, Device
+from pallas_paged.kernels.call import Call, Device, Kernel
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm80.config import (
     decode_config,
@@ -20,6 +21,9 @@ from pallas_paged.kernels.mosaic_sm80.config import (
 )
 
 COPY_BYTES = 16  # of one asynchronous copy
+# 64 rows of queries with more would not fit into registers.
+MAX_RAGGED_HEAD_DIM = 256
+RAGGED_HEAD_DIM_STEP = 16  # elements of a product
 # Bytes of shared memory that a program can have, by compute capability; later ones have no less
 # than 8.6.
 _SHARED_MEMORY = {"8.0": 163, "8.7": 163, "9.0": 227, "10.0": 227, "10.3": 227}
@@ -59,7 +63,15 @@ def why_not_call(call: Call) -> str | None:
             f"needs a head_dim that is a multiple of {elements} with pages of "
             f"{call.kv_dtype.name}, not {call.head_dim}"
         )
+    odd = call.head_dim % RAGGED_HEAD_DIM_STEP or call.head_dim > MAX_RAGGED_HEAD_DIM
+    if call.kernel == "ragged" and odd:
+        return (
+            f"needs a head_dim that is a multiple of {RAGGED_HEAD_DIM_STEP} and at most "
+            f"{MAX_RAGGED_HEAD_DIM} for ragged queries, not {call.head_dim}"
+        )
     config = config_of(call)
+    if getattr(config, "block_q", 0) > 64 and call.head_dim > 128:
+        return f"needs a block_q of 64 with head_dim={call.head_dim}, not {config.block_q}"
     sizes = {
         "group": call.group,
         "head_dim": call.head_dim,
@@ -80,12 +92,11 @@ def why_not_call(call: Call) -> str | None:
 def config_of(call: Call) -> Any:
     """Return the config given by the caller, or what the heuristic chooses for the device."""
     memory = shared_memory_limit(call.device)
-    return call.choose_config(
-        {
-            "decode": functools.partial(decode_config, shared_memory=memory),
-            "ragged": functools.partial(ragged_config, shared_memory=memory),
-        }
-    )
+    heuristics: dict[Kernel, Callable[..., Any]] = {
+        "decode": functools.partial(decode_config, shared_memory=memory),
+        "ragged": functools.partial(ragged_config, shared_memory=memory),
+    }
+    return call.choose_config(heuristics)
 
 
 def shared_memory_limit(device: Device) -> int:

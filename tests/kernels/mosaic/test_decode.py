@@ -194,6 +194,7 @@ def test_merge_of_many_slots_in_several_steps(head_dim):
     sinks = np.float32([1.0, -3.0, 12.0])
     call = functools.partial(
         merge_decode,
+        head_dim=head_dim,
         plan=plan_of(num_programs=num_slots - 1),
         num_q_heads=3,
         dtype=jnp.float32,

@@ -20,6 +20,7 @@ _REDUCTION_BYTES = 2048  # of the compiler, for reductions across warps
 _LOOPS = (
     (3, 64, 3),
     (3, 64, 2),
+    (2, 64, 3),
     (2, 64, 2),
     (2, 32, 3),
     (2, 32, 2),

@@ -147,7 +147,7 @@ class TestMosaicSm80Refuses:
     def test_no_shape_of_the_contract(self, any_jax, capability):
         device = dataclasses.replace(A100, compute_capability=capability)
         for kv_dtype, head_dim, group in itertools.product(
-            (jnp.bfloat16, jnp.int8), (64, 80, 96, 112, 128, 192, 256), (1, 8, 40)
+            (jnp.bfloat16, jnp.int8), (64, 80, 96, 112, 128, 192, 256, 512), (1, 8, 40)
         ):
             call = dataclasses.replace(
                 DECODE,

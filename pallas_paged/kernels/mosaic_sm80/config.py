@@ -26,6 +26,7 @@ _LOOPS = (
     (2, 32, 2),
     (1, 32, 3),
     (1, 32, 2),
+    (1, 32, 1),
 )
 
 
@@ -35,7 +36,7 @@ class MosaicSm80DecodeConfig:
 
     Attributes:
         block_k: tokens of K/V per loop step; 32, 64 or 128.
-        num_stages: blocks of K and of V in shared memory, in [2, 8].
+        num_stages: blocks of K and of V in shared memory, in [1, 8].
         num_programs: programs on the whole device, in [1, 65535]. Each KV head gets an equal number
             of them, at least one, and divides the blocks of all rows evenly among them.
         fixed_split_size: None, or tokens after which every row is split, a multiple of `block_k`,
@@ -52,7 +53,7 @@ class MosaicSm80DecodeConfig:
 
     def __post_init__(self) -> None:
         check_integer("block_k", self.block_k, 32, 128, power_of_2=True)
-        check_integer("num_stages", self.num_stages, 2, 8)
+        check_integer("num_stages", self.num_stages, 1, 8)
         check_num_programs(self.num_programs)
         check_fixed_split_size(self.fixed_split_size, self.block_k)
 

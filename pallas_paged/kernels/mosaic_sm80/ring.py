@@ -4,7 +4,8 @@ All threads copy and all attend. `num_stages` blocks of K and V are in shared me
 the others arriving. A step waits until its block has arrived, starts the copies of the block that
 takes the place of the last one, and hands its own to the caller.
 
-Copies of the table's entries start `num_stages - 1` steps before those of their block.
+Copies of the table's entries start `num_stages - 1` steps before those of their block, or one step
+with one stage, which waits for its own copies.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def for_each_block(
     interpret = copier.interpret
     num_stages = copier.blocks.k.shape[0]
     ahead = num_stages - 1
+    table_ahead = ahead + max(ahead, 1)
 
     def copy(block, start):
         @pl.when(block < hi)
@@ -48,7 +50,7 @@ def for_each_block(
 
     ops.barrier(interpret=interpret)  # threads may still read what the copies replace
     copy_queries()
-    for i in range(2 * ahead):
+    for i in range(table_ahead):
         copy(lo + i, copier.copy_table)
     ops.commit_copies(interpret=interpret)
     ops.wait_for_copies(0, interpret=interpret)
@@ -57,10 +59,15 @@ def for_each_block(
         ops.commit_copies(interpret=interpret)
 
     def step(block, carry):
-        ops.wait_for_copies(ahead - 1, interpret=interpret)
+        if ahead:
+            ops.wait_for_copies(ahead - 1, interpret=interpret)
+        else:
+            ops.barrier(interpret=interpret)
         copy(block + ahead, copier.copy_block)
-        copy(block + 2 * ahead, copier.copy_table)
+        copy(block + table_ahead, copier.copy_table)
         ops.commit_copies(interpret=interpret)  # empty at the end, so that the count is right
+        if not ahead:
+            ops.wait_for_copies(0, interpret=interpret)
         return body(block, lax.rem(block, num_stages), carry)
 
     return lax.fori_loop(lo, hi, step, carry())

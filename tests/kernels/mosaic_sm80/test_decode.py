@@ -73,8 +73,9 @@ def test_head_dims(head_dim, dtype):
     check(few_rows(head_dim=head_dim, pages_per_seq=9, dtype=dtype), SPLIT)
 
 
-def test_more_stages_than_blocks():
-    config = MosaicSm80DecodeConfig(block_k=32, num_stages=4, num_programs=4)
+@pytest.mark.parametrize("num_stages", [1, 4])
+def test_one_stage_and_more_than_blocks(num_stages):
+    config = MosaicSm80DecodeConfig(block_k=32, num_stages=num_stages, num_programs=4)
     check(few_rows(pages_per_seq=9), config)
 
 

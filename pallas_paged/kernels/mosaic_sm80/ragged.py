@@ -41,6 +41,7 @@ from pallas_paged.kernels.mosaic.ragged_work import (
 )
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80RaggedConfig
+from pallas_paged.kernels.mosaic_sm80.one_byte import split_scales
 from pallas_paged.kernels.mosaic_sm80.ragged_blocks import Buffers, Pool, Stream
 from pallas_paged.kernels.mosaic_sm80.ragged_copies import gather_rows
 from pallas_paged.kernels.mosaic_sm80.ragged_merge import merge_ragged
@@ -274,6 +275,12 @@ class Program:
             else:
                 distances = keys - wgmma_ops.bcast(positions, s)
                 s, factor = base2_logits(s, options, wgmma_ops.bcast(slopes, s), distances)
+            v_scales = of_tokens(V, block, s) if by_token else None
+            inverses = None
+            if by_token and v.dtype == jnp.float16:
+                # f16 has a small range: powers of two of the scales go to the exponent.
+                exponents, v_scales, inverses = split_scales(v_scales)
+                s, factor = s * factor + exponents, 1.0
             if masked:
                 s = jnp.where(visible(block, keys), s, -jnp.inf)
             m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
@@ -282,9 +289,9 @@ class Program:
             m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new
             alpha = jnp.exp2(m_i - m_safe)
             p = jnp.exp2(s * factor - wgmma_ops.bcast(m_safe, s))
-            l_new = l_i * alpha + p.sum(axis=1)
+            l_new = l_i * alpha + (p if inverses is None else p * inverses).sum(axis=1)
             if by_token:
-                p = p * of_tokens(V, block, p)
+                p = p * v_scales
             acc = multiply_pv(acc, alpha, p.astype(v.dtype), v, interpret=self.interpret)
             return m_new, l_new, acc
 

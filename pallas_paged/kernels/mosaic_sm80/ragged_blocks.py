@@ -138,14 +138,10 @@ class Buffers:
         one_byte = kv_dtype.itemsize == 1
         slots = 1 if one_byte else num_stages
         raw = plgpu.SMEM((num_stages, block_k, head_dim), kv_dtype) if one_byte else None
-
-        def rows(dtype):
-            return plgpu.SMEM((slots, block_k, padded(head_dim, dtype)), dtype)
-
+        rows = plgpu.SMEM((slots, block_k, padded(head_dim, dtype)), dtype)
         return cls(
-            k=rows(dtype),
-            # Probabilities times scales may leave the range of f16.
-            v=rows(jnp.dtype(jnp.bfloat16) if one_byte else dtype),
+            k=rows,
+            v=rows,
             raw_k=raw,
             raw_v=raw,
             places=plgpu.SMEM((2, block_k), jnp.int32),

@@ -86,3 +86,18 @@ def test_decode(architecture, kv_dtype):
 def test_decode_head_dims(architecture, head_dim, kv_dtype):
     arrays, scales = shapes_of(head_dim, kv_dtype, jnp.bfloat16, 20, 1, None)
     check(architecture, pp.paged_attention, arrays, scales, fixed_split_size=128)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_ragged(architecture, kv_dtype):
+    arrays, scales = shapes_of(128, kv_dtype, jnp.bfloat16, 4, 16, 203)
+    check(architecture, pp.ragged_paged_attention, arrays, scales, **OPTIONS)
+
+
+@pytest.mark.parametrize("architecture", [(8, 0)], indirect=True, ids=str)
+@pytest.mark.parametrize(("head_dim", "kv_dtype"), [(64, "int8"), (80, "bfloat16"), (256, "int8")])
+def test_ragged_head_dims(architecture, head_dim, kv_dtype):
+    arrays, scales = shapes_of(
+        head_dim, kv_dtype, jnp.float16 if kv_dtype == "int8" else kv_dtype, 5, 1, 64
+    )
+    check(architecture, pp.ragged_paged_attention, arrays, scales, fixed_split_size=128)

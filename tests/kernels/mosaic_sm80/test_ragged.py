@@ -14,6 +14,7 @@ if jax.__version_info__ < (0, 11):
 import pallas_paged as pp
 from tests.support.attention_calls import assert_close, assert_same_bits, ragged
 from tests.support.attention_cases import mosaic_case
+from tests.support.quantized_cases import Quantized
 
 # The interpreter multiplies the poisoned values too.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -83,3 +84,13 @@ def test_keys_left_of_the_window_are_not_read():
     k[:, tables[0, left // 16], left % 16] = v[:, tables[0, left // 16], left % 16] = np.nan
     expected = call(arrays, {}, sliding_window=30)
     assert_same_bits(call((q, k, v, tables, *rest), {}, sliding_window=30), expected)
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "dtype", "per_tensor"),
+    [("int8", "bfloat16", False), ("float8_e4m3fn", "float16", False), ("int8", "float16", True)],
+)
+def test_pages_of_one_byte(kv_dtype, dtype, per_tensor):
+    case = small(seq_lens=(70, 9), q_lens=(40, 3), dtype=dtype, page_size=4, pages_per_seq=20)
+    arrays, meant = Quantized(case=case, kv_dtype=kv_dtype, per_tensor=per_tensor).make()
+    assert_close(call(arrays, {"num_stages": 2}), meant, case.tolerance)

@@ -135,13 +135,15 @@ def merge_decode_kernel(
         lse_ref[row, q_head] = lse
 
 
-def block_sizes(plan: DecodePlan, *, num_seqs: int, num_q_heads: int) -> tuple[int, int]:
-    """Return partial states per loop step and query heads per program, from static sizes only."""
+def block_sizes(plan: DecodePlan, *, num_seqs: int, num_q_heads: int, span: int) -> tuple[int, int]:
+    """Return partial states per loop step and query heads per program, from static sizes only.
+
+    Args:
+        span: partial states of a row of an even batch; a longer row takes more steps.
+    """
     # Under a fixed split size the order of the sums must not depend on the batch.
     block_s = 8
     if plan.fixed_split_size is None:
-        # A row of an even batch spans about this many programs; a longer row takes more steps.
-        span = plan.num_programs // num_seqs + 1
         block_s = pl.cdiv(span, pl.cdiv(span, MAX_STATES_PER_STEP))
     block_h = 1
     # Many rows exceed one wave of programs, so each program gets several heads.
@@ -163,6 +165,7 @@ def merge_decode(
     num_q_heads: int,
     head_dim: int,
     dtype: Any,
+    span: int | None = None,
     overlap: bool = True,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
@@ -173,10 +176,12 @@ def merge_decode(
         unit_ends: from `DecodePlan.unit_ends`.
         sinks: logits of the attention sinks, or None.
         head_dim: D, at most that of the partials.
+        span: as in `block_sizes`; None for the programs of an even share, and one more.
         overlap: the decode kernel lets this one start early, as only Hopper and later can.
     """
     (num_seqs,) = unit_ends.shape
-    block_s, block_h = block_sizes(plan, num_seqs=num_seqs, num_q_heads=num_q_heads)
+    span = plan.num_programs // num_seqs + 1 if span is None else span
+    block_s, block_h = block_sizes(plan, num_seqs=num_seqs, num_q_heads=num_q_heads, span=span)
     inputs = partials, unit_ends, sinks
     results = (
         result_shape((num_seqs, num_q_heads, head_dim), dtype),

@@ -326,6 +326,8 @@ def paged_decode(
         num_q_heads=arrays.num_q_heads,
         head_dim=head_dim,
         dtype=arrays.q.dtype,
+        # A row begins and ends within the shares of programs: there are enough to matter.
+        span=plan.num_programs // arrays.num_seqs + 2 * (arrays.num_seqs > 1),
         overlap=False,
         interpret=interpret,
     )

@@ -19,23 +19,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.kernels.mosaic_sm80.ops import MmaLayouts
 
 
-def split_queries(q: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """Return the even and the odd elements f16`[..., D / 2]` of q, and f32`[...]` factors of both.
-
-    The largest element of a row is in [1, 2): f16 has a smaller range than bf16.
-    """
-    q = q.astype(jnp.float32)
-    exponents = jnp.clip(_exponents(jnp.abs(q).max(axis=-1)), -126, 126)
-    q = (q * _power_of_2(-exponents)[..., None]).astype(jnp.float16)
-    return [q[..., 0::2], q[..., 1::2]], _power_of_2(exponents)
-
-
 def load_queries(
     words: Any, to: list[Any], dtype: Any, layouts: MmaLayouts, *, interpret: bool
 ) -> jax.Array:
     """Store the even and the odd elements of q as f16 to `to`; return f32`[R]` factors of both.
 
-    As `split_queries`, in a kernel. Threads need a barrier before they load from `to`.
+    The largest element of a row is in [1, 2), since f16 has a smaller range than bf16. Threads need
+    a barrier before they load from `to`.
 
     Args:
         words: q in shared memory as pairs of elements of `dtype`, i32`[R, W]`, not swizzled.

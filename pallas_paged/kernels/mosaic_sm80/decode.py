@@ -152,7 +152,6 @@ def attend(
         interpret=interpret,
     )
     layouts = ops.MmaLayouts(m_warps=heads.rows // 16)
-    load = functools.partial(ops.load, interpret=interpret)
     mma = functools.partial(ops.mma, interpret=interpret)
 
     def copy_queries():
@@ -163,7 +162,7 @@ def attend(
 
     def operands(ref):
         """Return K or V in registers as the right side of a product: one matrix or two."""
-        x = load(ref, layouts.rhs)
+        x = ops.load(ref, layouts.rhs)
         if jnp.dtype(heads.kv_dtype).itemsize > 1:
             return [x]
         return one_byte.to_f16(x, heads.kv_dtype, layouts.rhs, interpret=interpret)
@@ -189,12 +188,12 @@ def attend(
         s = full((heads.rows, block_k), 0.0, layouts.acc)
         keys_t = operands(blocks.k.at[stage].transpose((1, 0)))
         for ref, k in zip(scratch.q, keys_t, strict=True):  # q in registers would take too many
-            s = mma(s, load(ref, layouts.lhs), k)
+            s = mma(s, ops.load(ref, layouts.lhs), k)
         keys = block * block_k + iota(s.shape, 1, layouts.acc)
         if q_scales is not None:
             s = s * bcast(q_scales, s)
         if blocks.k_scales is not None:
-            s = s * bcast(plgpu.load(blocks.k_scales.at[stage], layout=layouts.col), s, 1)
+            s = s * bcast(ops.load(blocks.k_scales.at[stage], layouts.col), s, 1)
         elif pages.k_scales is not None:
             s = s * pages.k_scales[0]
         slopes = per_row(None if inputs.alibi_slopes is None else inputs.alibi_slopes.at[tile])
@@ -207,7 +206,7 @@ def attend(
         significands = inverses = None
         if blocks.v_scales is not None:
             # The maximum is that of the weights, since f16 has a small range.
-            v_scales = plgpu.load(blocks.v_scales.at[stage], layout=layouts.col)
+            v_scales = ops.load(blocks.v_scales.at[stage], layouts.col)
             exponents, significands, inverses = one_byte.split_scales(v_scales)
             s, factor = s * factor + bcast(exponents, s, 1), 1.0
         visible = keys < item.seq_len
@@ -223,7 +222,7 @@ def attend(
         l_new = l_i * bcast(alpha, l_i) + p
         scratch.p[...] = weights.astype(scratch.p.dtype)
         ops.barrier(interpret=interpret)
-        weights = load(scratch.p, layouts.lhs)
+        weights = ops.load(scratch.p, layouts.lhs)
         values = operands(blocks.v.at[stage])
         acc = [mma(a * bcast(alpha, a), weights, v) for a, v in zip(acc, values, strict=True)]
         return q_scales, (m_new, l_new, acc)

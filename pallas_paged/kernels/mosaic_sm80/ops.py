@@ -17,7 +17,7 @@ from pallas_paged.kernels.logits import dot
 
 WARPGROUP = 128  # threads of a program
 CHUNK = 16  # bytes of one asynchronous copy
-_LAYOUT: Any = plgpu.Layout  # older versions of JAX have fewer
+_plgpu: Any = plgpu  # older versions of JAX lack some of its names
 SCALAR = plgpu.Layout.WG_SPLAT(())
 
 # Barriers are explicit: by default each access to shared memory would bring two.
@@ -37,15 +37,15 @@ class MmaLayouts:
 
     @property
     def lhs(self) -> Any:
-        return _LAYOUT.MMA_LHS(jnp.bfloat16, m_warps=self.m_warps)
+        return _plgpu.Layout.MMA_LHS(jnp.bfloat16, m_warps=self.m_warps)
 
     @property
     def rhs(self) -> Any:
-        return _LAYOUT.MMA_RHS(jnp.bfloat16, m_warps=self.m_warps)
+        return _plgpu.Layout.MMA_RHS(jnp.bfloat16, m_warps=self.m_warps)
 
     @property
     def acc(self) -> Any:
-        return _LAYOUT.MMA_ACC(jnp.bfloat16, m_warps=self.m_warps)
+        return _plgpu.Layout.MMA_ACC(jnp.bfloat16, m_warps=self.m_warps)
 
     @property
     def row(self) -> Any:
@@ -60,15 +60,12 @@ class MmaLayouts:
 
 def mma(acc: jax.Array, a: jax.Array, b: jax.Array, *, interpret: bool) -> jax.Array:
     """Return f32 `acc + a @ b` of arrays in `MmaLayouts`."""
-    multiply: Any = dot if interpret else getattr(plgpu, "mma", None)
-    return acc + multiply(a, b) if interpret else multiply(acc, a, b)
+    return acc + dot(a, b) if interpret else _plgpu.mma(acc, a, b)
 
 
-def load(ref: Any, layout: Any, *, interpret: bool) -> jax.Array:
+def load(ref: Any, layout: Any) -> jax.Array:
     """Load swizzled shared memory, or a transposed view of it, by ldmatrix."""
-    del interpret
-    load_from: Any = plgpu.load  # its signature differs between versions of JAX
-    return load_from(ref, layout=layout)
+    return _plgpu.load(ref, layout=layout)
 
 
 def barrier(*, interpret: bool) -> None:

@@ -277,6 +277,14 @@ class TestMosaicRuns:
         assert ("@mosaic_gpu" in lower_for_cuda(attend, *shapes).as_text()) == (head_dim == 64)
 
 
+@pytest.mark.skipif(mosaic_support.why_not_jax() is not None, reason="this JAX is too old")
+@BOTH
+def test_none_lowers_any_head_dim_without_triton(jax_without_triton, function, case):
+    case = dataclasses.replace(case, head_dim=80, page_size=1, dtype="bfloat16", pages_per_seq=64)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in case.make()]
+    assert "@mosaic_gpu" in lower_for_cuda(function, *shapes).as_text()
+
+
 @BOTH
 class TestNamed:
     def test_unknown(self, function, case):

@@ -35,7 +35,9 @@ CONFIGS = {
     ),
     "mosaic_sm80": (
         pp.MosaicSm80DecodeConfig(**MOSAIC_LOOP, num_programs=6),
-        pp.MosaicSm80RaggedConfig(**MOSAIC_LOOP, num_programs=8, block_q=64),
+        pp.MosaicSm80RaggedConfig(
+            block_q=64, block_k=64, num_warpgroups=1, num_programs=8, fixed_split_size=64
+        ),
     ),
 }
 OPTIONS = dict(

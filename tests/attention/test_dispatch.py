@@ -34,7 +34,7 @@ CONFIGS = {
     ),
     ("mosaic_sm80", "decode"): pp.MosaicSm80DecodeConfig(block_k=64, num_programs=8, num_stages=2),
     ("mosaic_sm80", "ragged"): pp.MosaicSm80RaggedConfig(
-        block_q=64, block_k=64, num_programs=8, num_stages=2
+        block_q=64, block_k=64, num_programs=8, num_warpgroups=1
     ),
 }
 FAMILIES = list(dict.fromkeys(family for family, _ in CONFIGS))

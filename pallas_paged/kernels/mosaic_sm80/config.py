@@ -6,6 +6,7 @@ Importing this module does not import Mosaic.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 from pallas_paged.kernels.config_fields import (
     check_fixed_split_size,
@@ -14,6 +15,7 @@ from pallas_paged.kernels.config_fields import (
 )
 
 _MMA_ROWS = 16
+_WARPGROUP_ROWS = 64  # the least of a warpgroup of the ragged kernel
 _WARP_COLUMNS = 32  # of the four warps, 8 each
 _REDUCTION_BYTES = 2048  # of the compiler, for reductions across warps
 # Programs per SM, keys of a block and stages of the decode kernel, the first that fit.
@@ -133,11 +135,11 @@ class MosaicSm80RaggedConfig:
     """How the ragged kernel for Ampere and its merge run. Results differ by rounding only.
 
     Attributes:
-        block_q: query rows of a tile, one for each token and query head of a KV head's group; 64,
-            or 128 where head_dim is at most 128.
+        block_q: query rows of a tile, one for each token and query head of a KV head's group: 64 or
+            128 for each warpgroup, 64 where head_dim is above 128.
         block_k: tokens of K/V per loop step; 32, 64 or 128.
-        num_stages: blocks of K and of V in shared memory, in [1, 4]. With 1 the copies of a block
-            still run under the products of the one before.
+        num_warpgroups: warpgroups of a program, in [1, 2]. Two share K and V, and the softmax of
+            one runs under the products of the other.
         num_programs: programs of the whole device that run at the same time, in [1, 65535]. K/V are
             split where that lets them end earlier.
         fixed_split_size: None, or tokens after which the K/V are split of every row whose queries
@@ -149,16 +151,22 @@ class MosaicSm80RaggedConfig:
 
     block_q: int
     block_k: int
-    num_stages: int
+    num_warpgroups: int
     num_programs: int
     fixed_split_size: int | None = None
 
     def __post_init__(self) -> None:
-        check_integer("block_q", self.block_q, 64, 128, power_of_2=True)
+        check_integer("num_warpgroups", self.num_warpgroups, 1, 2)
+        rows = self.num_warpgroups * _WARPGROUP_ROWS
+        check_integer("block_q", self.block_q, rows, 2 * rows, power_of_2=True)
         check_integer("block_k", self.block_k, 32, 128, power_of_2=True)
-        check_integer("num_stages", self.num_stages, 1, 4)
         check_num_programs(self.num_programs)
         check_fixed_split_size(self.fixed_split_size, self.block_k)
+
+    @property
+    def rows_per_warpgroup(self) -> int:
+        """Query rows of a warpgroup."""
+        return self.block_q // self.num_warpgroups
 
 
 def ragged_shared_memory(
@@ -171,16 +179,16 @@ def ragged_shared_memory(
         head_dim, itemsize: of K and V.
         _: sizes that decoding needs.
     """
-    num_stages, block_k = config.num_stages, config.block_k
+    block_k = config.block_k
     row_bytes = 2 * head_dim + 16
     one_byte = itemsize == 1
     buffers = [
         row_bytes * config.block_q,
         4 * config.block_q,
-        *[row_bytes * block_k * (1 if one_byte else num_stages)] * 2,  # K and V
-        *[head_dim * block_k * num_stages] * (2 if one_byte else 0),  # as they arrive
-        8 * block_k,  # places of their rows
-        8 * (num_stages + 1) * block_k if one_byte else 0,  # scales
+        *[row_bytes * block_k * 2] * 2,  # K and V
+        *[head_dim * block_k] * (2 if one_byte else 0),  # as they arrive
+        *[12 * block_k] * (2 if one_byte else 1),  # places of their rows and scales
+        32 * block_k if one_byte else 0,  # scales
     ]
     return sum(-(-size // 1024) * 1024 for size in buffers)  # the compiler aligns each to 1 KB
 
@@ -208,15 +216,22 @@ def ragged_config(
     """
     rows = num_tokens * num_q_heads // num_kv_heads
     # A thread has 128 f32 of results and 64 logits; with more it runs out of registers.
-    wide = head_dim <= 128 and rows > 64 * num_seqs
-    for block_q, block_k in ((128, 64), (128, 32), (64, 64), (64, 32))[0 if wide else 2 :]:
+    wide = head_dim <= 128
+    per_warpgroup = (128, 64) if wide and rows > 64 * num_seqs else (64,)
+    pairs = [(2, n) for n in per_warpgroup] if rows > 64 * num_seqs else [(1, 64)]
+    for (num_warpgroups, num_rows), block_k in itertools.product(pairs, (64, 32)):
         config = MosaicSm80RaggedConfig(
-            block_q=block_q, block_k=block_k, num_stages=1, num_programs=1
+            block_q=num_warpgroups * num_rows,
+            block_k=block_k,
+            num_warpgroups=num_warpgroups,
+            num_programs=1,
         )
-        needed = ragged_shared_memory(config, head_dim=head_dim, itemsize=itemsize) + 1024
-        programs_per_sm = min((shared_memory + 1024) // needed, 2)  # more have no registers
-        if programs_per_sm == 2:
+        needed = ragged_shared_memory(config, head_dim=head_dim, itemsize=itemsize)
+        if needed <= shared_memory:
             break
-    num_blocks = (rows // config.block_q + num_seqs) * -(-max_kv_len // config.block_k)
-    per_kv_head = max(1, min(max(programs_per_sm, 1) * num_sms // num_kv_heads, num_blocks))
+    # Two warpgroups have all registers of an SM.
+    programs_per_sm = 1 if num_warpgroups == 2 else (shared_memory + 1024) // (needed + 1024)
+    num_blocks = (rows // config.block_q + num_seqs) * -(-max_kv_len // block_k)
+    programs = min(max(programs_per_sm, 1), 2) * num_sms
+    per_kv_head = max(1, min(programs // num_kv_heads, num_blocks))
     return dataclasses.replace(config, num_programs=per_kv_head * num_kv_heads)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -43,7 +44,11 @@ from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80RaggedConfig
 from pallas_paged.kernels.mosaic_sm80.one_byte import split_scales
 from pallas_paged.kernels.mosaic_sm80.ragged_blocks import Buffers, Pool, Stream
-from pallas_paged.kernels.mosaic_sm80.ragged_copies import gather_rows
+from pallas_paged.kernels.mosaic_sm80.ragged_copies import (
+    gather_rows,
+    program_barrier,
+    wait_for_own_copies,
+)
 from pallas_paged.kernels.mosaic_sm80.ragged_merge import merge_ragged
 from pallas_paged.kernels.mosaic_sm80.ragged_products import multiply_pv, multiply_qk, padded
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import (
@@ -108,9 +113,10 @@ class Outputs:
 class Scratch:
     """Refs in shared memory of a program, or their types."""
 
-    q: Any  # [R, D + pad], then the results
-    rows: Any  # i32[R], index of each row in [T * Hq]
+    q: Any  # [warpgroups, R, D + pad], then the results
+    rows: Any  # i32[warpgroups, R], index of each row in [T * Hq]
     buffers: Buffers
+    sync: Any  # barrier of the warpgroups when interpreted, else None
 
 
 def scratch_types(
@@ -120,20 +126,22 @@ def scratch_types(
     dtype: DTypeLike,
     kv_dtype: DTypeLike,
     scales_by_token: bool,
+    interpret: bool = False,
     **_: Any,
 ) -> Scratch:
     """Return the types of the shared memory of a program."""
+    rows = config.num_warpgroups, config.rows_per_warpgroup
     return Scratch(
-        q=plgpu.SMEM((config.block_q, padded(head_dim, dtype)), dtype),
-        rows=plgpu.SMEM((config.block_q,), jnp.int32),
+        q=plgpu.SMEM((*rows, padded(head_dim, dtype)), dtype),
+        rows=plgpu.SMEM(rows, jnp.int32),
         buffers=Buffers.types(
-            num_stages=config.num_stages,
             block_k=config.block_k,
             head_dim=head_dim,
             dtype=dtype,
             kv_dtype=kv_dtype,
             scales_by_token=scales_by_token,
         ),
+        sync=plgpu.Barrier(num_arrivals=2) if interpret and config.num_warpgroups == 2 else None,
     )
 
 
@@ -148,6 +156,7 @@ class Program:
     config: MosaicSm80RaggedConfig
     group: int
     causal: bool  # whether a query sees no later key
+    wg: Any  # index of the warpgroup
     interpret: bool
 
     def run(self) -> None:
@@ -163,13 +172,13 @@ class Program:
         kv_head = lax.rem(program, num_kv_heads)
         work = unpack(WorkDescriptor, inputs.items, lax.div(program, num_kv_heads))
         rows = Rows(
-            count=self.config.block_q,
+            count=self.config.rows_per_warpgroup,
             group=self.group,
             num_q_heads=self.group * num_kv_heads,
             kv_head=kv_head,
             q_start=work.q_start,
             q_len=work.q_len,
-            offset=work.offset,
+            offset=work.offset + self.wg * self.config.rows_per_warpgroup,
         )
 
         @pl.when(work.q_len > 0)
@@ -179,12 +188,12 @@ class Program:
             @pl.when(work.partial < 0)
             def _():
                 sinks = None if inputs.sinks is None else rows.of_heads(inputs.sinks)
-                scratch.rows[...] = rows.index()
+                scratch.rows[self.wg] = rows.index()
                 store_rows(
                     outputs.out,
                     outputs.lse,
-                    scratch.q,
-                    scratch.rows,
+                    scratch.q.at[self.wg],
+                    scratch.rows.at[self.wg],
                     *finish(state, sinks),
                     interpret=interpret,
                 )
@@ -192,8 +201,9 @@ class Program:
             @pl.when(work.partial >= 0)
             def _():
                 out, lse = finish(state, None)
-                wgmma_ops.store(outputs.partials.out.at[kv_head, work.partial], out)
-                wgmma_ops.store(outputs.partials.lse.at[kv_head, work.partial], lse)
+                index = kv_head, work.partial, pl.ds(self.wg * rows.count, rows.count)
+                wgmma_ops.store(outputs.partials.out.at[index], out)
+                wgmma_ops.store(outputs.partials.lse.at[index], lse)
 
     def attend(self, work: WorkDescriptor, rows: Rows) -> wgmma_ops.State:
         """Return the state of the rows after the blocks of a work item."""
@@ -208,26 +218,27 @@ class Program:
             last_key=work.kv_len - 1,
             lo=work.lo,
             hi=work.hi,
-            num_stages=config.num_stages,
             head_dim=head_dim,
             interpret=self.interpret,
         )
 
         @pl.when(work.lo < work.hi)
         def _():
-            scratch.rows[...] = jnp.maximum(rows.index(), 0)
+            scratch.rows[self.wg] = jnp.maximum(rows.index(), 0)
             ops.barrier(interpret=self.interpret)
             row_bytes = head_dim * jnp.dtype(inputs.q.dtype).itemsize
             gather_rows(
-                scratch.q,
+                scratch.q.at[self.wg],
                 inputs.q,
-                scratch.rows,
+                scratch.rows.at[self.wg],
                 0,
                 unit=row_bytes,
                 row_bytes=row_bytes,
                 interpret=self.interpret,
             )
-            stream.start()
+            self.if_copying(stream.start)
+            wait_for_own_copies(interpret=self.interpret)
+            self.barrier()
 
         before = work.kv_len - work.q_len  # keys older than all queries of the sequence
         positions = before + rows.tokens()
@@ -260,11 +271,17 @@ class Program:
             scales = wgmma_ops.load(stream.scales(kv, block), _COLUMN)
             return wgmma_ops.bcast(scales, like, axis=1)
 
+        def multiply(block):
+            return multiply_qk(
+                scratch.q.at[self.wg], stream.k(block), head_dim=head_dim, interpret=self.interpret
+            )
+
+        def no_logits():
+            return wgmma_ops.full((rows.count, block_k), 0.0, ROWS)
+
         def attend_block(masked, block, state):
-            m_i, l_i, acc = state
-            k, found = stream.take_k(block)
-            s = multiply_qk(scratch.q, k, head_dim=head_dim, interpret=self.interpret)
-            v = stream.take_v(block, found)
+            m_i, l_i, acc, s = state
+            self.if_copying(lambda: stream.advance(block))
             if by_token:
                 s = s * of_tokens(K, block, s)
             elif k_scale is not None:
@@ -277,7 +294,7 @@ class Program:
                 s, factor = base2_logits(s, options, wgmma_ops.bcast(slopes, s), distances)
             v_scales = of_tokens(V, block, s) if by_token else None
             inverses = None
-            if by_token and v.dtype == jnp.float16:
+            if by_token and scratch.q.dtype == jnp.float16:
                 # f16 has a small range: powers of two of the scales go to the exponent.
                 exponents, v_scales, inverses = split_scales(v_scales)
                 s, factor = s * factor + exponents, 1.0
@@ -292,17 +309,59 @@ class Program:
             l_new = l_i * alpha + (p if inverses is None else p * inverses).sum(axis=1)
             if by_token:
                 p = p * v_scales
-            acc = multiply_pv(acc, alpha, p.astype(v.dtype), v, interpret=self.interpret)
-            return m_new, l_new, acc
+            p = p.astype(scratch.q.dtype)
+            # The whole softmax stays before the barrier.
+            acc, l_new, m_new, alpha, p = lax.optimization_barrier((acc, l_new, m_new, alpha, p))
+            self.barrier()
+            acc = multiply_pv(acc, alpha, p, stream.v(block), interpret=self.interpret)
+            s = lax.cond(block + 1 < work.hi, lambda: multiply(block + 1), no_logits)
+            self.if_copying(stream.arrive)
+            self.barrier()
+            return m_new, l_new, acc, s
+
+        def first_logits():
+            # The second warpgroup starts, and the first one ends, with one more barrier.
+            self.if_second(self.barrier)
+            s = multiply(work.lo)
+            self.barrier()
+            return s
 
         attend_full = functools.partial(attend_block, False)
         attend_masked = functools.partial(attend_block, True)
-        state = empty_state(rows.count, head_dim)
+        s = lax.cond(work.lo < work.hi, first_logits, no_logits)
+        state = (*empty_state(rows.count, head_dim), s)
         if options.sliding_window is not None:
             state = lax.fori_loop(work.lo, work.full_lo, attend_masked, state)
         state = lax.fori_loop(work.full_lo, work.full_hi, attend_full, state)
-        m_i, l_i, acc = lax.fori_loop(work.full_hi, work.hi, attend_masked, state)
+        m_i, l_i, acc, _ = lax.fori_loop(work.full_hi, work.hi, attend_masked, state)
+
+        if self.config.num_warpgroups == 2:
+
+            @pl.when((self.wg == 0) & (work.lo < work.hi))
+            def _():
+                self.barrier()
+
         return m_i, l_i, acc if v_scale is None else acc * v_scale
+
+    def barrier(self) -> None:
+        """Wait for all threads of the program."""
+        if not self.interpret:
+            program_barrier(self.config.num_warpgroups)
+        elif self.scratch.sync is not None:
+            plgpu.barrier_arrive(self.scratch.sync)
+            plgpu.barrier_wait(self.scratch.sync)
+
+    def if_copying(self, body: Callable[[], None]) -> None:
+        """Run `body` in the warpgroup that copies K and V, the last one."""
+        if self.config.num_warpgroups == 1:
+            body()
+        else:
+            pl.when(self.wg == 1)(body)
+
+    def if_second(self, body: Callable[[], None]) -> None:
+        """Run `body` in the second warpgroup."""
+        if self.config.num_warpgroups == 2:
+            pl.when(self.wg == 1)(body)
 
 
 def plan_work(
@@ -384,10 +443,12 @@ def ragged_paged_attention(
         dtype=arrays.q.dtype,
         kv_dtype=arrays.k_pages.dtype,
         scales_by_token=inputs.pool.scales_by_token,
+        interpret=interpret,
     )
 
     def body(inputs, outputs):
         def run(scratch):
+            num_warpgroups = config.num_warpgroups
             Program(
                 inputs=inputs,
                 outputs=outputs,
@@ -396,10 +457,11 @@ def ragged_paged_attention(
                 config=config,
                 group=group,
                 causal=(options.causal and arrays.q_positions is None and arrays.tree_mask is None),
+                wg=lax.axis_index("wg") if num_warpgroups == 2 else 0,
                 interpret=interpret,
             ).run()
 
-        pl.run_scoped(run, scratch)
+        pl.run_scoped(run, scratch, collective_axes="wg" if config.num_warpgroups == 2 else ())
 
     results = pl.kernel(
         wgmma_ops.with_trees(body, inputs, outputs),
@@ -407,6 +469,7 @@ def ragged_paged_attention(
         mesh=plgpu.Mesh(
             grid=(plan.items.shape[0] * num_kv_heads,),  # heads of an item are neighbours
             grid_names=("program",),
+            **({"num_threads": 2, "thread_name": "wg"} if config.num_warpgroups == 2 else {}),
         ),
         compiler_params=COMPILER_PARAMS,
         name="ragged_paged_attention",

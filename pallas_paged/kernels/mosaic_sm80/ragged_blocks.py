@@ -1,12 +1,11 @@
 """Blocks of keys and values on their way through shared memory, for the ragged kernel.
 
-All threads copy and all attend. K and V have `num_stages` buffers each, and a block meets two
-barriers; behind each of them the buffer that has just been used takes the next block:
+K and V have two buffers each. While the copying warpgroup computes the softmax of block i, no
+warpgroup needs K of block i and V of block i - 1 any more, so copies start into their places:
 
-    K of the block is there         -> V of a later block starts | q.k, places of later keys
-    V is there, q.k is finished     -> K of a later block starts | softmax, p.v
+    K:  | i | i + 1 |  <- i + 2        V:  | i - 1 | i |  <- i + 1
 
-So one buffer of each is enough for copies that run under the products, as in FlashAttention-2.
+One-byte rows arrive in buffers of their own a block earlier, and are converted at this point.
 """
 
 from __future__ import annotations
@@ -109,46 +108,41 @@ class Buffers:
     """Refs to shared memory, or their types.
 
     Attributes:
-        k, v: `[num_stages, block_k, D + pad]`; of one-byte pages 16 bits `[1, block_k, D + pad]`.
-        raw_k, raw_v: one-byte rows `[num_stages, block_k, D]` as they arrive, or None.
-        places: i32`[2, block_k]`, chunks of 16 bytes from the start of the pool to each row.
-        scales: f32`[2, num_stages + 1, block_k]` of the tokens of K and of V, or None.
+        k, v: `[2, block_k, D + pad]`, 16 bits an element.
+        raw_k, raw_v: one-byte rows `[block_k, D]` as they arrive, or None.
+        places: i32`[3, block_k]`, chunks of 16 bytes from the start of the pool to each row, and
+            elements from the start of the scales to each scale.
+        scales: f32`[2, 4, block_k]` of the tokens of K and of V, or None.
     """
 
     k: Any
     v: Any
     raw_k: Any
     raw_v: Any
-    places: Any
+    places: list[Any]
     scales: Any
 
     @classmethod
     def types(
-        cls,
-        *,
-        num_stages: int,
-        block_k: int,
-        head_dim: int,
-        dtype: Any,
-        kv_dtype: Any,
-        scales_by_token: bool,
+        cls, *, block_k: int, head_dim: int, dtype: Any, kv_dtype: Any, scales_by_token: bool
     ) -> Buffers:
         """Return the types of the refs."""
-        dtype, kv_dtype = jnp.dtype(dtype), jnp.dtype(kv_dtype)
-        one_byte = kv_dtype.itemsize == 1
-        slots = 1 if one_byte else num_stages
-        raw = plgpu.SMEM((num_stages, block_k, head_dim), kv_dtype) if one_byte else None
-        rows = plgpu.SMEM((slots, block_k, padded(head_dim, dtype)), dtype)
+        rows = plgpu.SMEM((2, block_k, padded(head_dim, dtype)), dtype)
+        one_byte = jnp.dtype(kv_dtype).itemsize == 1
+        raw = plgpu.SMEM((block_k, head_dim), kv_dtype) if one_byte else None
+        places = plgpu.SMEM((3, block_k), jnp.int32)
         return cls(
             k=rows,
             v=rows,
             raw_k=raw,
             raw_v=raw,
-            places=plgpu.SMEM((2, block_k), jnp.int32),
-            scales=(
-                plgpu.SMEM((2, num_stages + 1, block_k), jnp.float32) if scales_by_token else None
-            ),
+            places=[places] * (1 + scales_by_token),
+            scales=plgpu.SMEM((2, 4, block_k), jnp.float32) if scales_by_token else None,
         )
+
+
+def _slot(ref: Any, block: Any) -> Any:
+    return ref.at[lax.rem(block, ref.shape[0])]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,7 +155,6 @@ class Stream:
         kv_head: the KV head.
         first_key, last_key: the keys that may be read.
         lo, hi: the blocks.
-        num_stages: buffers of K and of V.
         head_dim: of K and V.
         interpret: the kernel is interpreted.
     """
@@ -174,102 +167,105 @@ class Stream:
     last_key: Any
     lo: Any
     hi: Any
-    num_stages: int
     head_dim: int
     interpret: bool
 
     @property
-    def _block_k(self) -> int:
-        return self.buffers.k.shape[1]
+    def _one_byte(self) -> bool:
+        return self.buffers.raw_k is not None
 
-    def start(self) -> None:
-        """Start the copies of the first blocks. Nothing reads the buffers any more."""
-        for i in range(self.num_stages):
-            block = self.lo + i
-            found = self._find(block)
-            self._put(block, found)
-            ops.barrier(interpret=self.interpret)
-            self._copy_k(block, found)
-            if i + 1 < self.num_stages:
-                self._copy_v(block)
+    def k(self, block: Any) -> Any:
+        """Return the ref to K of a block."""
+        return _slot(self.buffers.k, block)
 
-    def take_k(self, block: Any) -> tuple[Any, list[jax.Array]]:
-        """Wait for K of a block; return its ref, and what `take_v` needs.
-
-        All threads have used V of the block before.
-        """
-        self._wait(block, self.buffers.raw_k, self.buffers.k)
-        self._copy_v(block + self.num_stages - 1)
-        found = self._find(block + self.num_stages)
-        return self.buffers.k.at[lax.rem(block, self.buffers.k.shape[0])], found
-
-    def take_v(self, block: Any, found: list[jax.Array]) -> Any:
-        """Wait for V of a block and until all threads have used K; return the ref to V."""
-        self._put(block + self.num_stages, found)
-        self._wait(block, self.buffers.raw_v, self.buffers.v)
-        self._copy_k(block + self.num_stages, found)
-        return self.buffers.v.at[lax.rem(block, self.buffers.v.shape[0])]
+    def v(self, block: Any) -> Any:
+        """Return the ref to V of a block."""
+        return _slot(self.buffers.v, block)
 
     def scales(self, kv: int, block: Any) -> Any:
-        """Return the ref f32`[block_k]` to scales of K, after `take_k`, or of V."""
-        return self.buffers.scales.at[kv, lax.rem(block, self.num_stages + 1)]
+        """Return the ref f32`[block_k]` to scales of K or of V."""
+        return _slot(self.buffers.scales.at[kv], block)
 
-    def _wait(self, block: Any, raw: Any, to: Any) -> None:
-        pending = 2 * (self.num_stages - 1)
-        if raw is None:
-            ops.wait_for_copies(pending, interpret=self.interpret)
-            return
-        wait_for_own_copies(pending, interpret=self.interpret)
-        stage = lax.rem(block, self.num_stages)
-        convert_rows(to.at[0], raw.at[stage], head_dim=self.head_dim, interpret=self.interpret)
+    def start(self) -> None:
+        """Copy the first block and the next K; wait for the thread's own copies."""
+        for i in range(3):
+            self._put(self.lo + i)
         ops.barrier(interpret=self.interpret)
+        self._copy(K, self.lo)
+        self._copy(V, self.lo)
+        if self._one_byte:
+            self._convert(K, self.lo)
+            self._convert(V, self.lo)
+        self._copy(K, self.lo + 1)
+        if self._one_byte:
+            self._convert(K, self.lo + 1)
+            self._copy(K, self.lo + 2)
+            self._copy(V, self.lo + 1)
+            ops.barrier(interpret=self.interpret)
+            self._put(self.lo + 3)
+        else:
+            wait_for_own_copies(interpret=self.interpret)
 
-    def _find(self, block: Any) -> list[jax.Array]:
-        return find_keys(
+    def advance(self, block: Any) -> None:
+        """Bring V of the next block and K of the one behind it, during the softmax of `block`."""
+        ahead = 1 if self._one_byte else 0
+        if self._one_byte:
+            self._convert(K, block + 2)
+            self._convert(V, block + 1)
+        self._copy(K, block + 2 + ahead)
+        self._copy(V, block + 1 + ahead)
+        self._put(block + 3 + ahead)
+
+    def arrive(self) -> None:
+        """Wait for the thread's own copies, before the barrier that shows them to the others."""
+        if not self._one_byte:
+            wait_for_own_copies(interpret=self.interpret)
+
+    def _put(self, block: Any) -> None:
+        """Note where the keys of a block are."""
+        found = find_keys(
             self.pool.block_tables.at[self.row],
             self.pool.places,
-            block * self._block_k,
+            block * self.buffers.k.shape[1],
             low=self.first_key,
             high=self.last_key,
             interpret=self.interpret,
         )
+        for places, of_kind in zip(self.buffers.places, found, strict=True):
+            put(_slot(places, block), of_kind, interpret=self.interpret)
 
-    def _put(self, block: Any, found: list[jax.Array]) -> None:
-        put(self.buffers.places.at[lax.rem(block, 2)], found[0], interpret=self.interpret)
-
-    def _copy_k(self, block: Any, found: list[jax.Array]) -> None:
-        """Start the copies of K and of all scales."""
-        buffers, pool = self.buffers, self.pool
-
-        @pl.when(block < self.hi)
-        def _():
-            self._copy(K, block, buffers.raw_k if buffers.raw_k is not None else buffers.k)
-            if buffers.scales is not None:
-                index = found[1] + self.kv_head * pool.scale_strides["H"]
-                for kv, scales in ((K, pool.k_scales), (V, pool.v_scales)):
-                    gather_values(self.scales(kv, block), scales, index, interpret=self.interpret)
-
-        ops.commit_copies(interpret=self.interpret)
-
-    def _copy_v(self, block: Any) -> None:
-        buffers = self.buffers
-
-        @pl.when(block < self.hi)
-        def _():
-            self._copy(V, block, buffers.raw_v if buffers.raw_v is not None else buffers.v)
-
-        ops.commit_copies(interpret=self.interpret)
-
-    def _copy(self, kv: int, block: Any, to: Any) -> None:
-        pool = self.pool
-        strides = pool.strides
-        pages = pool.k if kv == K else pool.v
-        gather_rows(
-            to.at[lax.rem(block, self.num_stages)],
-            pages,
-            self.buffers.places.at[lax.rem(block, 2)],
-            self.kv_head * strides["H"] + kv * strides.get("2", 0),
-            unit=ops.CHUNK,
-            row_bytes=self.head_dim * jnp.dtype(pages.dtype).itemsize,
-            interpret=self.interpret,
+    def _copy(self, kv: int, block: Any) -> None:
+        """Start the copies of K and all scales, or of V, of a block."""
+        pool, buffers = self.pool, self.buffers
+        strides, places = pool.strides, buffers.places
+        pages, raw, to = (
+            (pool.k, buffers.raw_k, buffers.k) if kv == K else (pool.v, buffers.raw_v, buffers.v)
         )
+
+        @pl.when(block < self.hi)
+        def _():
+            gather_rows(
+                _slot(to, block) if raw is None else raw,
+                pages,
+                _slot(places[0], block),
+                self.kv_head * strides["H"] + kv * strides.get("2", 0),
+                unit=ops.CHUNK,
+                row_bytes=self.head_dim * jnp.dtype(pages.dtype).itemsize,
+                interpret=self.interpret,
+            )
+            if kv == K and buffers.scales is not None:
+                for of, scales in ((K, pool.k_scales), (V, pool.v_scales)):
+                    gather_values(
+                        self.scales(of, block),
+                        scales,
+                        _slot(places[1], block),
+                        self.kv_head * pool.scale_strides["H"],
+                        interpret=self.interpret,
+                    )
+
+    def _convert(self, kv: int, block: Any) -> None:
+        """Wait for the thread's own copies, and convert those of K or of V of a block."""
+        buffers = self.buffers
+        wait_for_own_copies(interpret=self.interpret)
+        raw, to = (buffers.raw_k, buffers.k) if kv == K else (buffers.raw_v, buffers.v)
+        convert_rows(_slot(to, block), raw, head_dim=self.head_dim, interpret=self.interpret)

@@ -89,35 +89,50 @@ def put(ref: Any, x: jax.Array, *, interpret: bool) -> None:
     store(ref, x)
 
 
-def wait_for_own_copies(num_pending: int, *, interpret: bool) -> None:
-    """Wait until at most `num_pending` groups of the thread's own copies are on their way."""
+def wait_for_own_copies(*, interpret: bool) -> None:
+    """Wait for all copies that the thread has started; others see them after a barrier."""
     if interpret:
         return
 
     @plgpu.inline_mgpu()
     def wait(_):
-        ThreadEmitter().effect(f"cp.async.wait_group {num_pending};")
+        ThreadEmitter().effect("cp.async.wait_all;")
 
     wait()
 
 
-def gather_values(to: Any, source: Any, index: jax.Array, *, interpret: bool) -> None:
-    """Start the copy of f32 `source[index]`, index i32`[128]`, to a ref f32`[K]`."""
+def program_barrier(num_warpgroups: int) -> None:
+    """Wait for all threads of the program."""
+
+    @plgpu.inline_mgpu()
+    def sync(_):
+        # Barriers 0 to 2 are those of the compiler.
+        ThreadEmitter().effect(f"bar.sync 7, {num_warpgroups * WARPGROUP};")
+
+    sync()
+
+
+def gather_values(to: Any, source: Any, places: Any, base: Any, *, interpret: bool) -> None:
+    """Start the copy of f32 `source[base + places]`, places i32`[K]`, to a ref f32`[K]`."""
     size = to.shape[0]
     if interpret:
-        to[...] = source[...].reshape(-1)[index[:size]]
+        to[...] = source[...].reshape(-1)[base + places[...]]
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), THREADS))
-    def gather(_, to, source, index):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR))
+    def gather(_, to, source, places, base):
         emit = ThreadEmitter()
         thread = emit.thread()
-        target = emit.address(to, emit.mul(thread, 4))
-        offset = emit.mul(emit.wide(emit.value(index)), 4)
-        address = emit.address(source, offset)
-        emit.when(thread, size, lambda: emit.copy(target, address, size=4))
+        offset = emit.mul(thread, 4)
 
-    gather(to, source, index)
+        def copy():
+            index = emit.add(emit.load_word(emit.address(places, offset)), emit.scalar(base))
+            place = emit.address(source, emit.mul(emit.wide(index), 4))
+            emit.copy(emit.address(to, offset), place, size=4)
+
+        emit.when(thread, size, copy)
+
+    gather(to, source, places, *ops.scalars(base))
 
 
 def gather_rows(

@@ -19,7 +19,8 @@ from tests.support.quantized_cases import Quantized
 # The interpreter multiplies the poisoned values too.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 
-CONFIG = dict(block_q=64, block_k=32, num_stages=1, num_programs=3)
+CONFIG = dict(block_q=64, block_k=32, num_warpgroups=1, num_programs=3)
+TWO = {"block_q": 128, "num_warpgroups": 2}
 rows = partial(mosaic_case, num_q_heads=8, pages_per_seq=26)
 small = partial(mosaic_case, num_q_heads=2, num_kv_heads=1, pages_per_seq=13)
 SINKS = np.linspace(-1, 2, 20, dtype=np.float32)
@@ -35,9 +36,13 @@ def call(arrays, config, **options):
 @pytest.mark.parametrize(
     ("case", "config", "options"),
     [
-        (rows(seq_lens=(40, 100, 5, 17), q_lens=(40, 3, 0, 17)), {"num_stages": 2}, {}),
-        (rows(seq_lens=(70,), q_lens=(40,)), {"block_q": 128, "block_k": 64}, {}),
-        (rows(seq_lens=(400,), q_lens=(9,)), {"num_programs": 8, "num_stages": 3}, {}),
+        (rows(seq_lens=(40, 100, 5, 17), q_lens=(40, 3, 0, 17)), TWO, {}),
+        (
+            rows(seq_lens=(70,), q_lens=(40,)),
+            {"block_q": 256, "block_k": 64, "num_warpgroups": 2},
+            {},
+        ),
+        (rows(seq_lens=(400,), q_lens=(9,)), {"num_programs": 8, **TWO}, {}),
         (rows(seq_lens=(400, 100), q_lens=(9, 3)), {"fixed_split_size": 128}, {}),
         (
             rows(seq_lens=(100, 180), q_lens=(40, 20)),
@@ -53,7 +58,7 @@ def call(arrays, config, **options):
             {"tree_mask": TREE, "sinks": SINKS},
         ),
     ],
-    ids=["mixed", "128 rows", "split", "split size", "window", "full", "group of 20, tree, sinks"],
+    ids=["mixed", "256 rows", "split", "split size", "window", "full", "group of 20, tree, sinks"],
 )
 def test_matches_the_oracle(case, config, options):
     arrays = case.make()
@@ -87,10 +92,14 @@ def test_keys_left_of_the_window_are_not_read():
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "dtype", "per_tensor"),
-    [("int8", "bfloat16", False), ("float8_e4m3fn", "float16", False), ("int8", "float16", True)],
+    ("kv_dtype", "dtype", "per_tensor", "config"),
+    [
+        ("int8", "bfloat16", False, TWO),
+        ("float8_e4m3fn", "float16", False, {}),
+        ("int8", "float16", True, {}),
+    ],
 )
-def test_pages_of_one_byte(kv_dtype, dtype, per_tensor):
+def test_pages_of_one_byte(kv_dtype, dtype, per_tensor, config):
     case = small(seq_lens=(70, 9), q_lens=(40, 3), dtype=dtype, page_size=4, pages_per_seq=20)
     arrays, meant = Quantized(case=case, kv_dtype=kv_dtype, per_tensor=per_tensor).make()
-    assert_close(call(arrays, {"num_stages": 2}), meant, case.tolerance)
+    assert_close(call(arrays, config), meant, case.tolerance)

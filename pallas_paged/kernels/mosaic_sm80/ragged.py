@@ -52,6 +52,7 @@ from pallas_paged.kernels.mosaic_sm80.ragged_copies import (
 from pallas_paged.kernels.mosaic_sm80.ragged_merge import merge_ragged
 from pallas_paged.kernels.mosaic_sm80.ragged_products import multiply_pv, multiply_qk, padded
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import (
+    ROW,
     ROWS,
     Rows,
     empty_state,
@@ -222,6 +223,9 @@ class Program:
             interpret=self.interpret,
         )
 
+        def barrier(after=None):
+            self.barrier(work, wgmma_ops.full((rows.count,), 0.0, ROW) if after is None else after)
+
         @pl.when(work.lo < work.hi)
         def _():
             scratch.rows[self.wg] = jnp.maximum(rows.index(), 0)
@@ -238,7 +242,7 @@ class Program:
             )
             self.if_copying(stream.start)
             wait_for_own_copies(interpret=self.interpret)
-            self.barrier()
+            barrier()
 
         before = work.kv_len - work.q_len  # keys older than all queries of the sequence
         positions = before + rows.tokens()
@@ -310,20 +314,19 @@ class Program:
             if by_token:
                 p = p * v_scales
             p = p.astype(scratch.q.dtype)
-            # The whole softmax stays before the barrier.
-            acc, l_new, m_new, alpha, p = lax.optimization_barrier((acc, l_new, m_new, alpha, p))
-            self.barrier()
+            if self.config.num_warpgroups == 2:
+                barrier(l_new)
             acc = multiply_pv(acc, alpha, p, stream.v(block), interpret=self.interpret)
             s = lax.cond(block + 1 < work.hi, lambda: multiply(block + 1), no_logits)
             self.if_copying(stream.arrive)
-            self.barrier()
+            barrier()
             return m_new, l_new, acc, s
 
         def first_logits():
             # The second warpgroup starts, and the first one ends, with one more barrier.
-            self.if_second(self.barrier)
+            self.if_second(barrier)
             s = multiply(work.lo)
-            self.barrier()
+            barrier()
             return s
 
         attend_full = functools.partial(attend_block, False)
@@ -339,14 +342,15 @@ class Program:
 
             @pl.when((self.wg == 0) & (work.lo < work.hi))
             def _():
-                self.barrier()
+                barrier()
 
         return m_i, l_i, acc if v_scale is None else acc * v_scale
 
-    def barrier(self) -> None:
-        """Wait for all threads of the program."""
+    def barrier(self, work: WorkDescriptor, after: jax.Array) -> None:
+        """Wait for all threads of the program, each when it has computed `after` f32`[R]`."""
         if not self.interpret:
-            program_barrier(self.config.num_warpgroups)
+            num_warpgroups = self.config.num_warpgroups
+            program_barrier(num_warpgroups, after=after, zero=work.q_start >> 31)
         elif self.scratch.sync is not None:
             plgpu.barrier_arrive(self.scratch.sync)
             plgpu.barrier_wait(self.scratch.sync)

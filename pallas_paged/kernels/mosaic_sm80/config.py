@@ -137,7 +137,7 @@ class MosaicSm80RaggedConfig:
     Attributes:
         block_q: query rows of a tile, one for each token and query head of a KV head's group: 64 or
             128 for each warpgroup, 64 where head_dim is above 128.
-        block_k: tokens of K/V per loop step; 32, 64 or 128.
+        block_k: tokens of K/V per loop step; 16, 32, 64 or 128.
         num_warpgroups: warpgroups of a program, in [1, 2]. Two share K and V, and the softmax of
             one runs under the products of the other.
         num_programs: programs of the whole device that run at the same time, in [1, 65535]. K/V are
@@ -159,7 +159,7 @@ class MosaicSm80RaggedConfig:
         check_integer("num_warpgroups", self.num_warpgroups, 1, 2)
         rows = self.num_warpgroups * _WARPGROUP_ROWS
         check_integer("block_q", self.block_q, rows, 2 * rows, power_of_2=True)
-        check_integer("block_k", self.block_k, 32, 128, power_of_2=True)
+        check_integer("block_k", self.block_k, 16, 128, power_of_2=True)
         check_num_programs(self.num_programs)
         check_fixed_split_size(self.fixed_split_size, self.block_k)
 
@@ -216,10 +216,10 @@ def ragged_config(
     """
     rows = num_tokens * num_q_heads // num_kv_heads
     # A thread has 128 f32 of results and 64 logits; with more it runs out of registers.
-    wide = head_dim <= 128
-    per_warpgroup = (128, 64) if wide and rows > 64 * num_seqs else (64,)
-    pairs = [(2, n) for n in per_warpgroup] if rows > 64 * num_seqs else [(1, 64)]
-    for (num_warpgroups, num_rows), block_k in itertools.product(pairs, (64, 32)):
+    tiles = [(1, 64)]
+    if rows > 64 * num_seqs:
+        tiles = [(2, 128)] * (head_dim <= 128) + [(2, 64), (1, 64)]
+    for (num_warpgroups, num_rows), block_k in itertools.product(tiles, (64, 32, 16)):
         config = MosaicSm80RaggedConfig(
             block_q=num_warpgroups * num_rows,
             block_k=block_k,

@@ -69,7 +69,8 @@ from pallas_paged.kernels.ragged_plan_kernel import (
     plan_by_kernel,
 )
 
-COMPILER_PARAMS = ops.COMPILER_PARAMS
+# No reduction goes across warps.
+COMPILER_PARAMS = dataclasses.replace(ops.COMPILER_PARAMS, reduction_scratch_bytes=0)
 _DESCRIPTOR_WORDS = 16  # i32 of a packed work item
 _COLUMN = ROWS.reduce(0)
 _SLACK = 8.0  # by which a logit, base 2, may be larger than the maximum that is subtracted
@@ -467,13 +468,16 @@ def ragged_paged_attention(
 
         pl.run_scoped(run, scratch, collective_axes="wg" if config.num_warpgroups == 2 else ())
 
+    threads: dict[str, Any] = {}
+    if config.num_warpgroups == 2:
+        threads = {"num_threads": 2, "thread_name": "wg"}
     results = pl.kernel(
         wgmma_ops.with_trees(body, inputs, outputs),
         out_type=tuple(jax.tree.leaves(outputs)),
         mesh=plgpu.Mesh(
             grid=(plan.items.shape[0] * num_kv_heads,),  # heads of an item are neighbours
             grid_names=("program",),
-            **({"num_threads": 2, "thread_name": "wg"} if config.num_warpgroups == 2 else {}),
+            **threads,
         ),
         compiler_params=COMPILER_PARAMS,
         name="ragged_paged_attention",

@@ -198,14 +198,16 @@ def share_chunks(
     """
     width = pl.next_power_of_2(num_chunks)
     row, chunk = emit.div(emit.thread(), width), emit.rem(emit.thread(), width)
+    step = WARPGROUP // width
 
     def when(body):
-        if num_chunks == width:
-            body()
-        else:
-            emit.when(chunk, num_chunks, body)
+        if num_chunks < width:
+            body = functools.partial(emit.when, chunk, num_chunks, body)
+        if num_rows < step:
+            body = functools.partial(emit.when, row, num_rows, body)
+        body()
 
-    return row, chunk, range(0, num_rows, WARPGROUP // width), when
+    return row, chunk, range(0, num_rows, step), when
 
 
 def convert_rows(to: Any, source: Any, *, head_dim: int, interpret: bool) -> None:

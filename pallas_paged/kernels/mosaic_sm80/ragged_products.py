@@ -177,6 +177,7 @@ class _Warp:
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import arith, scf
 
+        if_else: Any = scf.IfOp  # its signature is not known to all type checkers
         emit, found = self.emit, self.emit.constant(0)
         for factor in factors.flat:
             found = emit.ptx(
@@ -190,7 +191,7 @@ class _Warp:
             found,
             reads=True,
         )
-        changed = scf.IfOp(emit.at_least(found, 1), [self._f32] * sums.size, has_else=True)
+        changed = if_else(emit.at_least(found, 1), [self._f32] * sums.size, has_else=True)
         with ir.InsertionPoint(changed.then_block):
             scf.yield_([arith.mulf(sums[i], factors[i[0], i[2]]) for i in np.ndindex(sums.shape)])
         with ir.InsertionPoint(changed.else_block):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,6 +14,9 @@ if jax.__version_info__ < (0, 11):
     pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
 
 import pallas_paged as pp
+from pallas_paged.kernels.mosaic.ops import shared_memory_bytes
+from pallas_paged.kernels.mosaic_sm80.config import ragged_config, ragged_shared_memory
+from pallas_paged.kernels.mosaic_sm80.ragged import COMPILER_PARAMS, scratch_types
 from tests.support.attention_calls import assert_close, assert_same_bits, ragged
 from tests.support.attention_cases import mosaic_case
 from tests.support.quantized_cases import Quantized
@@ -103,3 +108,29 @@ def test_pages_of_one_byte(kv_dtype, dtype, per_tensor, config):
     case = small(seq_lens=(70, 9), q_lens=(40, 3), dtype=dtype, page_size=4, pages_per_seq=20)
     arrays, meant = Quantized(case=case, kv_dtype=kv_dtype, per_tensor=per_tensor).make()
     assert_close(call(arrays, config), meant, case.tolerance)
+
+
+@pytest.mark.parametrize("num_tokens", [8, 4096])
+@pytest.mark.parametrize("shared_memory", [99 * 1024, 163 * 1024, 227 * 1024])
+def test_the_chosen_config_fits_into_shared_memory(shared_memory, num_tokens):
+    for head_dim, itemsize in itertools.product((64, 80, 96, 112, 128, 192, 256), (1, 2)):
+        config = ragged_config(
+            num_tokens=num_tokens,
+            num_q_heads=32,
+            num_kv_heads=8,
+            head_dim=head_dim,
+            max_kv_len=8192,
+            num_seqs=8,
+            itemsize=itemsize,
+            num_sms=108,
+            shared_memory=shared_memory,
+        )
+        needed = ragged_shared_memory(config, head_dim=head_dim, itemsize=itemsize)
+        types = scratch_types(
+            config,
+            head_dim=head_dim,
+            dtype=jnp.bfloat16,
+            kv_dtype=jnp.int8 if itemsize == 1 else jnp.bfloat16,
+            scales_by_token=itemsize == 1,
+        )
+        assert shared_memory_bytes(types, COMPILER_PARAMS) <= needed <= shared_memory

@@ -70,8 +70,11 @@ def why_not_call(call: Call) -> str | None:
             f"{MAX_RAGGED_HEAD_DIM} for ragged queries, not {call.head_dim}"
         )
     config = config_of(call)
-    if getattr(config, "block_q", 0) > 64 and call.head_dim > 128:
-        return f"needs a block_q of 64 with head_dim={call.head_dim}, not {config.block_q}"
+    if getattr(config, "rows_per_warpgroup", 0) > 64 and call.head_dim > 128:
+        return (
+            f"has registers for 64 query rows of a warpgroup with head_dim={call.head_dim}, not for "
+            f"{config.rows_per_warpgroup}"
+        )
     sizes = {
         "group": call.group,
         "head_dim": call.head_dim,

@@ -8,6 +8,7 @@ from pallas_paged.cascade import cascade_attention
 from pallas_paged.dispatch import Implementation
 from pallas_paged.kernels.kv_layout import KVLayout
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig, MosaicRaggedConfig
+from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80DecodeConfig, MosaicSm80RaggedConfig
 from pallas_paged.kernels.triton.config import DecodeConfig, RaggedConfig
 from pallas_paged.kv_pool import KVPool, LayerKV, copy_pages, create_kv_pool, write_kv
 from pallas_paged.page_check import check_page_table
@@ -39,6 +40,8 @@ __all__ = [
     "LayerKV",
     "MosaicDecodeConfig",
     "MosaicRaggedConfig",
+    "MosaicSm80DecodeConfig",
+    "MosaicSm80RaggedConfig",
     "PageCopies",
     "PageTable",
     "PrefixCache",

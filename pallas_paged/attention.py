@@ -14,6 +14,7 @@ from pallas_paged.dispatch import Implementation
 from pallas_paged.jax_keywords import JaxKeywords, with_jax_keywords
 from pallas_paged.kernels.kv_layout import KVLayout
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig, MosaicRaggedConfig
+from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80DecodeConfig, MosaicSm80RaggedConfig
 from pallas_paged.kernels.triton.config import DecodeConfig, RaggedConfig
 from pallas_paged.validation import (
     check_causal,
@@ -46,7 +47,7 @@ def paged_attention(
     kv_layout: KVLayout = ...,
     return_lse: Literal[False] = ...,
     implementation: Implementation | None = ...,
-    config: DecodeConfig | MosaicDecodeConfig | None = ...,
+    config: DecodeConfig | MosaicDecodeConfig | MosaicSm80DecodeConfig | None = ...,
     fixed_split_size: int | None = ...,
     **jax_keywords: Unpack[JaxKeywords],
 ) -> jax.Array: ...
@@ -72,7 +73,7 @@ def paged_attention(
     kv_layout: KVLayout = ...,
     return_lse: Literal[True],
     implementation: Implementation | None = ...,
-    config: DecodeConfig | MosaicDecodeConfig | None = ...,
+    config: DecodeConfig | MosaicDecodeConfig | MosaicSm80DecodeConfig | None = ...,
     fixed_split_size: int | None = ...,
     **jax_keywords: Unpack[JaxKeywords],
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -98,7 +99,7 @@ def paged_attention(
     kv_layout: KVLayout = "HPND",
     return_lse: bool = False,
     implementation: Implementation | None = None,
-    config: DecodeConfig | MosaicDecodeConfig | None = None,
+    config: DecodeConfig | MosaicDecodeConfig | MosaicSm80DecodeConfig | None = None,
     fixed_split_size: int | None = None,
     **jax_keywords: Unpack[JaxKeywords],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -167,15 +168,17 @@ def paged_attention(
             Each is read in place. One array is given as `k_pages`. Its scales are two arrays all
             the same. Static.
         return_lse: also return the log-sum-exp of the logits. Static.
-        implementation: `"triton"` and `"mosaic_gpu"`, kernels for GPUs; `"triton_interpret"` and
-            `"mosaic_gpu_interpret"`, the same kernels interpreted on any device, slowly; `"xla"`,
-            for any device; or None for the fastest that can do the call on the device, which is
+        implementation: `"triton"`, `"mosaic_gpu"` and `"mosaic_sm80"`, kernels for GPUs; the same
+            with `"_interpret"` at the end, interpreted on any device, slowly; `"xla"`, for any
+            device; or None for the fastest that can do the call on the device, which is
             `"xla"` without a GPU. A named implementation never falls back. `"mosaic_gpu"` needs a
             Hopper GPU, JAX 0.11, q and pages of bf16 or f16, head_dim 64, 128 or 256, pages of 8
-            tokens or more and at most 64 query heads per KV head.
-        config: `DecodeConfig` of the Triton kernels or `MosaicDecodeConfig` of the Mosaic ones. On
-            a GPU its type also chooses the implementation, unless one is named. `"xla"` ignores it.
-            None means the heuristic's choice.
+            tokens or more and at most 64 query heads per KV head. `"mosaic_sm80"` needs compute
+            capability 8.0, JAX 0.11, q of bf16 or f16, and rows of K and V of whole 16 bytes.
+        config: `DecodeConfig` of the Triton kernels, `MosaicDecodeConfig` or
+            `MosaicSm80DecodeConfig` of the Mosaic ones. On a GPU its type also chooses the
+            implementation, unless one is named. `"xla"` ignores it. None means the heuristic's
+            choice.
         fixed_split_size: tokens after which every row is split, a multiple of 64. The bits of a row
             then do not depend on the other rows of the batch nor on their number (batch
             invariance), at the cost of memory for an f32 partial result for every
@@ -254,7 +257,7 @@ def ragged_paged_attention(
     kv_layout: KVLayout = ...,
     return_lse: Literal[False] = ...,
     implementation: Implementation | None = ...,
-    config: RaggedConfig | MosaicRaggedConfig | None = ...,
+    config: RaggedConfig | MosaicRaggedConfig | MosaicSm80RaggedConfig | None = ...,
     fixed_split_size: int | None = ...,
 ) -> jax.Array: ...
 
@@ -282,7 +285,7 @@ def ragged_paged_attention(
     kv_layout: KVLayout = ...,
     return_lse: Literal[True],
     implementation: Implementation | None = ...,
-    config: RaggedConfig | MosaicRaggedConfig | None = ...,
+    config: RaggedConfig | MosaicRaggedConfig | MosaicSm80RaggedConfig | None = ...,
     fixed_split_size: int | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
 
@@ -310,7 +313,7 @@ def ragged_paged_attention(
     kv_layout: KVLayout = "HPND",
     return_lse: bool = False,
     implementation: Implementation | None = None,
-    config: RaggedConfig | MosaicRaggedConfig | None = None,
+    config: RaggedConfig | MosaicRaggedConfig | MosaicSm80RaggedConfig | None = None,
     fixed_split_size: int | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attend with any number of newest tokens per sequence to its K/V pages, read in place.
@@ -339,7 +342,8 @@ def ragged_paged_attention(
             past max_q see only the older keys.
         kv_layout, return_lse, implementation: as in `paged_attention`; `"mosaic_gpu"` takes any
             number of query heads per KV head.
-        config: `RaggedConfig` or `MosaicRaggedConfig`, as in `paged_attention`.
+        config: `RaggedConfig`, `MosaicRaggedConfig` or `MosaicSm80RaggedConfig`, as in
+            `paged_attention`.
         fixed_split_size: as in `paged_attention`; rows are split whose queries fit one tile.
 
     Returns:

@@ -15,6 +15,7 @@ from pallas_paged.dispatch import Implementation
 from pallas_paged.kernels import xla
 from pallas_paged.kernels.kv_layout import KVLayout
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig, MosaicRaggedConfig
+from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80DecodeConfig, MosaicSm80RaggedConfig
 from pallas_paged.kernels.triton.config import DecodeConfig, RaggedConfig
 from pallas_paged.validation import (
     checked_arrays,
@@ -47,8 +48,8 @@ def cascade_attention(
     kv_layout: KVLayout = ...,
     return_lse: Literal[False] = ...,
     implementation: Implementation | None = ...,
-    config: DecodeConfig | MosaicDecodeConfig | None = ...,
-    prefix_config: RaggedConfig | MosaicRaggedConfig | None = ...,
+    config: DecodeConfig | MosaicDecodeConfig | MosaicSm80DecodeConfig | None = ...,
+    prefix_config: RaggedConfig | MosaicRaggedConfig | MosaicSm80RaggedConfig | None = ...,
 ) -> jax.Array: ...
 
 
@@ -74,8 +75,8 @@ def cascade_attention(
     kv_layout: KVLayout = ...,
     return_lse: Literal[True],
     implementation: Implementation | None = ...,
-    config: DecodeConfig | MosaicDecodeConfig | None = ...,
-    prefix_config: RaggedConfig | MosaicRaggedConfig | None = ...,
+    config: DecodeConfig | MosaicDecodeConfig | MosaicSm80DecodeConfig | None = ...,
+    prefix_config: RaggedConfig | MosaicRaggedConfig | MosaicSm80RaggedConfig | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -101,8 +102,8 @@ def cascade_attention(
     kv_layout: KVLayout = "HPND",
     return_lse: bool = False,
     implementation: Implementation | None = None,
-    config: DecodeConfig | MosaicDecodeConfig | None = None,
-    prefix_config: RaggedConfig | MosaicRaggedConfig | None = None,
+    config: DecodeConfig | MosaicDecodeConfig | MosaicSm80DecodeConfig | None = None,
+    prefix_config: RaggedConfig | MosaicRaggedConfig | MosaicSm80RaggedConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Compute `paged_attention` of rows in groups that share their first pages, read once a group.
 

@@ -50,6 +50,7 @@ from pallas_paged.kernels import xla
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig, MosaicRaggedConfig
+from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80DecodeConfig, MosaicSm80RaggedConfig
 from pallas_paged.kernels.triton.config import DecodeConfig, RaggedConfig
 from pallas_paged.kv_pool import LayerKV
 from pallas_paged.sharding import TENSOR_AXIS
@@ -79,7 +80,7 @@ def paged_attention(
     sinks: ArrayLike | None = None,
     cut_heads: bool = False,
     implementation: Implementation | None = None,
-    config: DecodeConfig | MosaicDecodeConfig | None = None,
+    config: DecodeConfig | MosaicDecodeConfig | MosaicSm80DecodeConfig | None = None,
 ) -> jax.Array:
     """Attend with one query token per sequence; each device reads its own pages.
 
@@ -147,7 +148,7 @@ def ragged_paged_attention(
     sinks: ArrayLike | None = None,
     cut_heads: bool = False,
     implementation: Implementation | None = None,
-    config: RaggedConfig | MosaicRaggedConfig | None = None,
+    config: RaggedConfig | MosaicRaggedConfig | MosaicSm80RaggedConfig | None = None,
 ) -> jax.Array:
     """Attend with any number of newest tokens per sequence: prompts, or chunks of them.
 

@@ -20,10 +20,19 @@ from pallas_paged.kernels.kv_layout import AXIS_NAMES, LAYOUTS, KVLayout
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import implementation as mosaic
 from pallas_paged.kernels.mosaic.config import prefer_mosaic
+from pallas_paged.kernels.mosaic_sm80 import implementation as mosaic_sm80
 from pallas_paged.kernels.triton import implementation as triton
 from pallas_paged.partition import Axes, Layout, explicit_mesh, on_explicit_mesh
 
-Implementation = Literal["triton", "triton_interpret", "mosaic_gpu", "mosaic_gpu_interpret", "xla"]
+Implementation = Literal[
+    "triton",
+    "triton_interpret",
+    "mosaic_gpu",
+    "mosaic_gpu_interpret",
+    "mosaic_sm80",
+    "mosaic_sm80_interpret",
+    "xla",
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +73,7 @@ def _bind_xla(call: Call) -> Callable[..., Any]:
 BACKENDS = {
     **_gpu_backends("triton", triton),
     **_gpu_backends("mosaic_gpu", mosaic),
+    **_gpu_backends("mosaic_sm80", mosaic_sm80),
     "xla": Backend(configs={}, why_not=lambda call: None, bind=_bind_xla),
 }
 
@@ -108,12 +118,13 @@ class LocalCall:
 
     @property
     def one_device(self) -> bool:
-        return self.implementation == "mosaic_gpu_interpret"  # which calls back into Python
+        # Mosaic's interpreter calls back into Python.
+        return self.implementation in ("mosaic_gpu_interpret", "mosaic_sm80_interpret")
 
     @property
     def interpret(self) -> bool:
         """Whether kernels are interpreted."""
-        return self.implementation in ("triton_interpret", "mosaic_gpu_interpret")
+        return self.implementation is not None and self.implementation.endswith("_interpret")
 
     @property
     def may_be_mosaic(self) -> bool:
@@ -278,11 +289,12 @@ def best_implementation(call: Call) -> Implementation:
     """Return what `implementation=None` means: the fastest that can do the call on its device."""
     if call.device.platform != "gpu":
         return "xla"
-    names: list[Implementation] = ["triton", "mosaic_gpu", "xla"]
+    names: list[Implementation] = ["triton", "mosaic_gpu", "mosaic_sm80", "xla"]
     if call.config is not None:  # its type is the choice
-        return "mosaic_gpu" if isinstance(call.config, mosaic.CONFIGS[call.kernel]) else "triton"
+        kinds = (BACKENDS[name].configs.get(call.kernel) for name in names)
+        return names[[type(call.config) is kind for kind in kinds].index(True)]
     if prefer_mosaic(call.kernel, **call.sizes):
-        names = ["mosaic_gpu", "triton", "xla"]
+        names = ["mosaic_gpu", "triton", "mosaic_sm80", "xla"]
     return next(name for name in names if BACKENDS[name].why_not(call) is None)
 
 

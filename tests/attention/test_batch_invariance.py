@@ -33,6 +33,12 @@ CONFIGS = {
         pp.MosaicDecodeConfig(**MOSAIC_LOOP, num_programs=6),
         pp.MosaicRaggedConfig(**MOSAIC_LOOP, num_programs=8, num_consumers=2),
     ),
+    "mosaic_sm80": (
+        pp.MosaicSm80DecodeConfig(**MOSAIC_LOOP, num_programs=6),
+        pp.MosaicSm80RaggedConfig(
+            block_q=64, block_k=64, num_warpgroups=1, num_programs=8, fixed_split_size=64
+        ),
+    ),
 }
 OPTIONS = dict(
     soft_cap=3.0,

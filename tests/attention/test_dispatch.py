@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import sys
 from functools import partial
@@ -31,7 +32,13 @@ CONFIGS = {
     ("mosaic_gpu", "ragged"): pp.MosaicRaggedConfig(
         block_k=64, num_programs=8, num_consumers=2, num_stages=2
     ),
+    ("mosaic_sm80", "decode"): pp.MosaicSm80DecodeConfig(block_k=64, num_programs=8, num_stages=2),
+    ("mosaic_sm80", "ragged"): pp.MosaicSm80RaggedConfig(
+        block_q=64, block_k=64, num_programs=8, num_warpgroups=1
+    ),
 }
+FAMILIES = list(dict.fromkeys(family for family, _ in CONFIGS))
+FP8 = {"kv_dtype": jnp.dtype(jnp.float8_e4m3fn)}
 
 
 @pytest.fixture
@@ -52,6 +59,7 @@ def jax_without_triton(monkeypatch):
         (PREFILL, {"device": A100}, "triton"),
         (PREFILL, {"device": CPU}, "xla"),
         (DECODE, {"device": A100}, "triton"),
+        (DECODE, {"device": A100} | FP8, "mosaic_sm80"),  # Triton converts no fp8 there
         (DECODE, {"device": CPU}, "xla"),
     ],
     ids=lambda x: x.kernel if isinstance(x, Call) else str(x),
@@ -70,7 +78,12 @@ def test_none_follows_the_preference_on_hopper(any_jax, monkeypatch, call, prefe
 def test_none_works_without_the_triton_lowering(any_jax, jax_without_triton):
     slow = dataclasses.replace(PREFILL, num_tokens=60)
     assert dispatch.best_implementation(slow) == "mosaic_gpu"
-    assert dispatch.best_implementation(dataclasses.replace(slow, head_dim=80)) == "xla"
+    assert dispatch.best_implementation(dataclasses.replace(slow, head_dim=80)) == "mosaic_sm80"
+    for call in (PREFILL, DECODE):
+        elsewhere = dataclasses.replace(call, device=A100)
+        assert dispatch.best_implementation(elsewhere) == "mosaic_sm80"
+        odd = dataclasses.replace(elsewhere, head_dim=36)
+        assert dispatch.best_implementation(odd) == "xla"
 
 
 def test_none_works_without_the_mosaic_lowering(monkeypatch):
@@ -80,7 +93,7 @@ def test_none_works_without_the_mosaic_lowering(monkeypatch):
 
 @pytest.mark.parametrize("call", [PREFILL, DECODE], ids=["ragged", "decode"])
 class TestConfig:
-    @pytest.mark.parametrize("family", ["triton", "mosaic_gpu"])
+    @pytest.mark.parametrize("family", FAMILIES)
     def test_chooses_the_implementation_of_its_type(self, any_jax, call, family):
         call = dataclasses.replace(call, config=CONFIGS[family, call.kernel])
         assert dispatch.best_implementation(call) == family
@@ -96,17 +109,56 @@ class TestConfig:
 
     @pytest.mark.parametrize("implementation", [None, *BACKENDS])
     def test_of_another_type_is_refused(self, any_jax, call, implementation):
-        wanted = {
-            "triton": [CONFIGS["triton", call.kernel]],
-            "mosaic_gpu": [CONFIGS["mosaic_gpu", call.kernel]],
-        }.get((implementation or "").removesuffix("_interpret"))
-        wanted = wanted or [CONFIGS[f, call.kernel] for f in ("triton", "mosaic_gpu")]
+        family = (implementation or "").removesuffix("_interpret")
+        families = [family] if family in FAMILIES else FAMILIES
+        wanted = [CONFIGS[family, call.kernel] for family in families]
         names = " or ".join(type(config).__name__ for config in wanted)
         for config in CONFIGS.values():
             if config not in wanted:
                 message = rf"config={type(config).__name__}\(.* must be a {names}"
                 with pytest.raises(ValueError, match=message):
                     dispatch.resolve(dataclasses.replace(call, config=config), implementation)
+
+
+class TestMosaicSm80Refuses:
+    @pytest.mark.parametrize(
+        ("call", "changes", "reason"),
+        [
+            (PREFILL, {"dtype": jnp.dtype(jnp.float32)}, "bfloat16 or float16, not float32"),
+            (DECODE, {"kv_dtype": jnp.dtype(jnp.float16)}, "int8 or float8_e4m3fn, not of float16"),
+            (DECODE, {"head_dim": 68}, "a multiple of 8 with pages of bfloat16, not 68"),
+            (DECODE, {"head_dim": 72} | FP8, "a multiple of 16 with pages of float8_e4m3fn"),
+            (DECODE, {"device": CPU}, "a GPU, but the device has the platform 'cpu'"),
+            (DECODE, {"device": dataclasses.replace(A100, compute_capability="7.5")}, "not 7.5"),
+            (
+                DECODE,
+                {"device": dataclasses.replace(A100, compute_capability="8.6")}
+                | {"config": pp.MosaicSm80DecodeConfig(block_k=128, num_stages=2, num_programs=1)},
+                "MosaicSm80DecodeConfig.* needs 1[0-9]+ bytes of shared .*; a program has 101376",
+            ),
+        ],
+        ids=lambda x: x if isinstance(x, str) else "",
+    )
+    def test_with_the_reason(self, any_jax, call, changes, reason):
+        with pytest.raises(NotImplementedError, match=rf"'mosaic_sm80' .*{reason}"):
+            dispatch.resolve(dataclasses.replace(call, **changes), "mosaic_sm80")
+
+    @pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "9.0", "12.0", None])
+    def test_no_shape_of_the_contract(self, any_jax, capability):
+        device = dataclasses.replace(A100, compute_capability=capability)
+        for kv_dtype, head_dim, group in itertools.product(
+            (jnp.bfloat16, jnp.int8), (64, 80, 96, 112, 128, 192, 256, 512), (1, 8, 40)
+        ):
+            call = dataclasses.replace(
+                DECODE,
+                device=device,
+                kv_dtype=jnp.dtype(kv_dtype),
+                head_dim=head_dim,
+                num_q_heads=2 * group,
+                num_kv_heads=2,
+                page_size=1,
+            )
+            assert BACKENDS["mosaic_sm80"].why_not(call) is None
 
 
 class TestMosaicRefuses:
@@ -222,6 +274,14 @@ class TestMosaicRuns:
             return pp.ragged_paged_attention(*arrays, return_lse=return_lse)
 
         assert ("@mosaic_gpu" in lower_for_cuda(attend, *shapes).as_text()) == (head_dim == 64)
+
+
+@pytest.mark.skipif(mosaic_support.why_not_jax() is not None, reason="this JAX is too old")
+@BOTH
+def test_none_lowers_any_head_dim_without_triton(jax_without_triton, function, case):
+    case = dataclasses.replace(case, head_dim=80, page_size=1, dtype="bfloat16", pages_per_seq=64)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in case.make()]
+    assert "@mosaic_gpu" in lower_for_cuda(function, *shapes).as_text()
 
 
 @BOTH

@@ -127,6 +127,12 @@ def test_work_is_divided_for_the_heads_of_a_device(implementation, name, option)
             "decode": pp.MosaicDecodeConfig(**loop),
             "ragged": pp.MosaicRaggedConfig(num_consumers=2, **loop),
         },
+        "mosaic_sm80": {
+            "decode": pp.MosaicSm80DecodeConfig(**loop),
+            "ragged": pp.MosaicSm80RaggedConfig(
+                block_q=64, block_k=64, num_warpgroups=1, num_programs=16
+            ),
+        },
     }
     family = implementation.removesuffix("_interpret")
     options = {"fixed_split_size": 64}

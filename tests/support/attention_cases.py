@@ -47,9 +47,11 @@ class Case:
 
     def on(self, implementation: str) -> Case:
         """The case, or the nearest one that the implementation supports."""
-        if not implementation.startswith("mosaic_gpu"):
+        if not implementation.startswith("mosaic"):
             return self
         dtype = "float16" if self.dtype == "float16" else "bfloat16"
+        if implementation.startswith("mosaic_sm80"):
+            return replace(self, dtype=dtype)
         head_dim = self.head_dim if self.head_dim in (64, 128, 256) else 64
         return replace(self, head_dim=head_dim, dtype=dtype)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 import pallas_paged as pp
@@ -45,6 +47,10 @@ def chosen_options(names, *, ragged: bool, implementation: str) -> tuple[dict, d
         )
         decode_config, ragged_config = pp.MosaicDecodeConfig, pp.MosaicRaggedConfig
         tile = dict(num_consumers=2, num_programs=3)
+    elif implementation.startswith("mosaic_sm80"):
+        loop = dict(block_k=32, num_programs=6, fixed_split_size=fixed_split_size)
+        decode_config = partial(pp.MosaicSm80DecodeConfig, num_stages=2)
+        ragged_config, tile = pp.MosaicSm80RaggedConfig, dict(block_q=64, num_warpgroups=1)
     else:
         loop = dict(LOOP, fixed_split_size=fixed_split_size)
         decode_config, ragged_config = pp.DecodeConfig, pp.RaggedConfig

@@ -11,6 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from pallas_paged.kernels.call import Device
 from pallas_paged.kernels.mosaic import support as mosaic_support
+from pallas_paged.kernels.mosaic_sm80 import support as mosaic_sm80_support
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
 H200_MESH = AbstractMesh((1,), ("x",), abstract_device=H200)
@@ -24,13 +25,19 @@ A100 = Device(platform="gpu", kind="NVIDIA A100", num_sms=108, compute_capabilit
 def implementations_here() -> list[str]:
     """The implementations of attention that tests run on this machine.
 
-    "mosaic_gpu_interpret" is left out: it is too slow for most tests. A function, because asking
-    for the backend starts it, and conftest.py must set XLA's flags before.
+    The interpreted Mosaic kernels are left out: they are too slow for most tests. A function,
+    because asking for the backend starts it, and conftest.py must set XLA's flags before.
     """
     if jax.default_backend() != "gpu":
         return ["xla", "triton_interpret"]
-    reason = mosaic_support.why_not_jax() or mosaic_support.why_not_device(Device.here())
-    return ["xla", "triton", *(["mosaic_gpu"] if reason is None else [])]
+    mosaic = {"mosaic_gpu": mosaic_support, "mosaic_sm80": mosaic_sm80_support}
+    device = Device.here()
+    names = [
+        name
+        for name, support in mosaic.items()
+        if (support.why_not_jax() or support.why_not_device(device)) is None
+    ]
+    return ["xla", "triton", *names]
 
 
 def mesh(num_devices: int) -> Mesh:

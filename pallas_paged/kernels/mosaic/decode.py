@@ -432,6 +432,7 @@ def paged_decode(
         plan=plan,
         num_q_heads=arrays.num_q_heads,
         head_tiles=head_tiles(group),
+        head_dim=head_dim,
         dtype=arrays.q.dtype,
         interpret=interpret,
     )

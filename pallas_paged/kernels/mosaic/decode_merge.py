@@ -8,6 +8,7 @@ waiting, so a loop step starts all of its loads at once, and a row takes few ste
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -25,29 +26,19 @@ MAX_STATES_PER_STEP = 48  # that a loop step loads; each takes two registers
 
 
 def vector_layout(size: int) -> Any:
-    """Return how 128 threads hold a vector; where it has fewer elements, threads share them."""
-    of_warp, of_thread = size // 4, max(size // 128, 1)
+    """Return how 128 threads hold a vector; where it has fewer elements, threads share them.
+
+    The vector consists of tiles of a power of two, 16 elements at least.
+    """
+    tile = size & -size
+    of_warp, of_thread = tile // 4, max(tile // 128, 1)
     lanes = of_warp // of_thread
     return plgpu.Layout.TILED(
-        plgpu.Tiling(((size,), (of_warp,), (of_thread,))),
+        plgpu.Tiling(((tile,), (of_warp,), (of_thread,))),
         warp_dims=(-3,),
         lane_dims=(-2,) if lanes == 32 else (plgpu.Replicated(32 // lanes), -2),
         vector_dim=-1,
     )
-
-
-def pieces_of(head_dim: int) -> list[int]:
-    """Return the powers of two, the largest first, whose sum is `head_dim`."""
-    return [1 << i for i in range(head_dim.bit_length() - 1, -1, -1) if head_dim >> i & 1]
-
-
-def piece_refs(ref: Any) -> list[Any]:
-    """Return the refs to the pieces of a vector, the last axis of `ref`."""
-    (head_dim,) = ref.shape
-    pieces = pieces_of(head_dim)
-    if len(pieces) == 1:
-        return [ref]
-    return [ref.at[pl.ds(sum(pieces[:i]), size)] for i, size in enumerate(pieces)]
 
 
 def merge_partials(
@@ -56,17 +47,21 @@ def merge_partials(
     num_partials: jax.Array,
     columns: list[tuple[jax.Array, jax.Array]],
     block_s: int,
+    head_dim: int,
 ) -> list[ops.State]:
     """Unite the partial states `first .. first + num_partials - 1`.
 
     Args:
         columns: KV head and column of each query head.
         block_s: partial states per loop step.
+        head_dim: D, the elements to load of each state.
 
     Returns:
-        A state (m f32[], l f32[], acc) for each of `columns`, where acc is the pieces of f32[D].
+        A state (m f32[], l f32[], acc f32[D]) for each of `columns`.
     """
-    layouts = {size: vector_layout(size) for size in pieces_of(partials.out.shape[-1])}
+    layout = vector_layout(head_dim)
+    padded = partials.out.shape[-1] > head_dim
+    elements = (pl.ds(0, head_dim),) if padded else ()
 
     def merge_some(i, states):
         index = [i * block_s + j for j in range(block_s)]
@@ -75,10 +70,7 @@ def merge_partials(
         loaded = [
             (
                 [partials.lse[h, i, n] for i in where],
-                [
-                    [ops.load(ref, layouts[ref.shape[0]]) for ref in piece_refs(row)]
-                    for row in (partials.out.at[h, i, n] for i in where)
-                ],
+                [ops.load(partials.out.at[(h, i, n, *elements)], layout) for i in where],
             )
             for h, n in columns
         ]
@@ -90,30 +82,24 @@ def merge_partials(
         lses = [jnp.where(*x, -jnp.inf) * LOG2_E for x in zip(exists, lses, strict=True)]
         m_new = functools.reduce(jnp.maximum, lses, m_i)
         alpha = jnp.exp2(m_i - m_new)
-        l_new, acc = l_i * alpha, [x * alpha for x in acc]
+        l_new, acc = l_i * alpha, acc * alpha
         for lse, out in zip(lses, outs, strict=True):
             w = jnp.exp2(lse - m_new)
-            l_new, acc = l_new + w, [x + w * y for x, y in zip(acc, out, strict=True)]
+            l_new, acc = l_new + w, acc + w * out
         return m_new, l_new, acc
 
-    zeros = [ops.full((size,), 0.0, layout) for size, layout in layouts.items()]
-    nothing = jnp.float32(-jnp.inf), jnp.float32(0.0), zeros
+    nothing = jnp.float32(-jnp.inf), jnp.float32(0.0), ops.full((head_dim,), 0.0, layout)
     return lax.fori_loop(0, pl.cdiv(num_partials, block_s), merge_some, [nothing for _ in columns])
 
 
-def finish(state: Any, sink: jax.Array | None) -> tuple[list[jax.Array], jax.Array]:
-    """Return `(pieces of out f32[D], lse)` of a state.
-
-    A sink joins the denominator if any key was seen.
-    """
+def finish(state: ops.State, sink: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Return `(out f32[D], lse)` of a state; a sink joins the denominator if any key was seen."""
     empty = state[1] == 0.0
     if sink is not None:
-        state = ops.join_sinks(state, sink, empty, lambda acc, alpha: [x * alpha for x in acc])
+        state = ops.join_sinks(state, sink, empty, operator.mul)
     m_i, l_i, acc = state
     l_safe = jnp.where(empty, 1.0, l_i)
-    return [x * (1.0 / l_safe) for x in acc], jnp.where(
-        empty, -jnp.inf, m_i * LN_2 + jnp.log(l_safe)
-    )
+    return acc * (1.0 / l_safe), jnp.where(empty, -jnp.inf, m_i * LN_2 + jnp.log(l_safe))
 
 
 def merge_decode_kernel(
@@ -127,6 +113,7 @@ def merge_decode_kernel(
     head_tiles: tuple[int, int],
     block_s: int,
     block_h: int,
+    overlap: bool,
     interpret: bool,
 ) -> None:
     """Run one program: the final results of `block_h` query heads of a row."""
@@ -141,23 +128,26 @@ def merge_decode_kernel(
 
     # The reads above are safe before the wait: the kernel before this one reads the same array, so
     # it was complete when that kernel started.
-    ops.wait_for_previous_kernel(interpret=interpret)
+    if overlap:
+        ops.wait_for_previous_kernel(interpret=interpret)
     sinks = [None if sinks_ref is None else sinks_ref[q_head] for q_head in q_heads]
-    states = merge_partials(partials, first, num_partials, columns, block_s)
+    head_dim = o_ref.shape[-1]
+    states = merge_partials(partials, first, num_partials, columns, block_s, head_dim)
     for q_head, state, sink in zip(q_heads, states, sinks, strict=True):
         out, lse = finish(state, sink)
-        for ref, piece in zip(piece_refs(o_ref.at[row, q_head]), out, strict=True):
-            ops.store(ref, piece.astype(o_ref.dtype))
+        ops.store(o_ref.at[row, q_head], out.astype(o_ref.dtype))
         lse_ref[row, q_head] = lse
 
 
-def block_sizes(plan: DecodePlan, *, num_seqs: int, num_q_heads: int) -> tuple[int, int]:
-    """Return partial states per loop step and query heads per program, from static sizes only."""
+def block_sizes(plan: DecodePlan, *, num_seqs: int, num_q_heads: int, span: int) -> tuple[int, int]:
+    """Return partial states per loop step and query heads per program, from static sizes only.
+
+    Args:
+        span: partial states of a row of an even batch; a longer row takes more steps.
+    """
     # Under a fixed split size the order of the sums must not depend on the batch.
     block_s = 8
     if plan.fixed_split_size is None:
-        # A row of an even batch spans about this many programs; a longer row takes more steps.
-        span = plan.num_programs // num_seqs + 1
         block_s = pl.cdiv(span, pl.cdiv(span, MAX_STATES_PER_STEP))
     block_h = 1
     # Many rows exceed one wave of programs, so each program gets several heads.
@@ -177,8 +167,11 @@ def merge_decode(
     *,
     plan: DecodePlan,
     num_q_heads: int,
+    head_dim: int,
     head_tiles: tuple[int, int] = (1, 0),
     dtype: Any,
+    span: int | None = None,
+    overlap: bool = True,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the final `(out dtype[B, Hq, D], lse f32[B, Hq])` of a decode call.
@@ -187,14 +180,18 @@ def merge_decode(
         partials: those of the decode kernel. The first columns of a KV head are its query heads.
         unit_ends: from `DecodePlan.unit_ends`.
         sinks: logits of the attention sinks, or None.
+        head_dim: D, at most that of the partials.
         head_tiles: parts of the query heads of a KV head, each like a KV head of its own in
             `partials`, and the heads of a part, which matter if there are several.
+        span: as in `block_sizes`; None for the programs of an even share, and one more.
+        overlap: the decode kernel lets this one start early, as only Hopper and later can.
     """
     (num_seqs,) = unit_ends.shape
-    block_s, block_h = block_sizes(plan, num_seqs=num_seqs, num_q_heads=num_q_heads)
+    span = plan.num_programs // num_seqs + 1 if span is None else span
+    block_s, block_h = block_sizes(plan, num_seqs=num_seqs, num_q_heads=num_q_heads, span=span)
     inputs = partials, unit_ends, sinks
     results = (
-        result_shape((num_seqs, num_q_heads, partials.out.shape[-1]), dtype),
+        result_shape((num_seqs, num_q_heads, head_dim), dtype),
         result_shape((num_seqs, num_q_heads), jnp.float32),
     )
     kernel = functools.partial(
@@ -203,6 +200,7 @@ def merge_decode(
         head_tiles=head_tiles,
         block_s=block_s,
         block_h=block_h,
+        overlap=overlap,
         interpret=interpret,
     )
     return plgpu.kernel(

@@ -66,13 +66,13 @@ def unpack(kind: type[Descriptor], ref: Any, index: Any) -> Descriptor:
     return kind(**{name: ref[index, i] for i, name in enumerate(_fields(kind))})
 
 
-def pack(plan: Plan, head_tiles: int) -> PackedPlan:
-    """Return the packed descriptors of a plan, and the count of work tiles."""
+def pack(plan: Plan, head_tiles: int, *, words: int = DESCRIPTOR_WORDS) -> PackedPlan:
+    """Return the descriptors of a plan, packed to `words` i32, and the count of work tiles."""
     *of_tile, _ = names = _fields(WorkDescriptor)
     work = jnp.stack([*(getattr(plan.items, name) for name in of_tile), plan.partial], axis=1)
     merges = work[plan.first_item][:, [names.index(n) for n in _fields(MergeDescriptor)[1:]]]
     return PackedPlan(
-        items=jnp.pad(work, ((0, 0), (0, DESCRIPTOR_WORDS - len(names)))),
+        items=jnp.pad(work, ((0, 0), (0, words - len(names)))),
         merges=jnp.concatenate([plan.num_items[:, None], merges], axis=1),
         count=jnp.sum(plan.items.q_len > 0, dtype=jnp.int32).reshape(1) * head_tiles,
     )
@@ -149,15 +149,20 @@ def plan_work(
 
 def pack_tree_mask(tree_mask: jax.Array, row: jax.Array, token: jax.Array) -> jax.Array:
     """Return `Work.tree_words` for these tokens of these sequences."""
+    size, words = tree_mask.shape[-1], tree_bits(tree_mask)
+    known = (token >= 0) & (token < size)
+    mine = words[row, jnp.where(known, token, 0)]
+    return jnp.moveaxis(jnp.where(known[..., None], mine, 0), -1, 2)
+
+
+def tree_bits(tree_mask: jax.Array) -> jax.Array:
+    """Return the bits of each row of masks bool`[B, M, M]` as i32`[B, M, words]`, the last 0."""
     size = tree_mask.shape[-1]
     num_words = -(-size // 32) + 1
     bits = jnp.pad(tree_mask, ((0, 0), (0, 0), (0, num_words * 32 - size)))
     bits = bits.reshape(*bits.shape[:2], num_words, 32).astype(jnp.uint32)
     words = jnp.sum(bits << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
-    words = lax.bitcast_convert_type(words, jnp.int32)  # [B, M, words]
-    known = (token >= 0) & (token < size)
-    mine = words[row, jnp.where(known, token, 0)]
-    return jnp.moveaxis(jnp.where(known[..., None], mine, 0), -1, 2)
+    return lax.bitcast_convert_type(words, jnp.int32)
 
 
 def visible_in_tree(words_ref: Any, first_key: Any, before: Any, keys: jax.Array) -> jax.Array:

@@ -203,6 +203,7 @@ def test_merge_of_many_slots_in_several_steps(head_dim):
     sinks = np.float32([1.0, -3.0, 12.0])
     call = functools.partial(
         merge_decode,
+        head_dim=head_dim,
         plan=plan_of(num_programs=num_slots - 1),
         num_q_heads=3,
         dtype=jnp.float32,
@@ -222,7 +223,8 @@ def test_merge_of_many_slots_in_several_steps(head_dim):
 def test_block_sizes_of_the_merge(num_seqs, num_q_heads):
     sizes = dict(num_seqs=num_seqs, num_q_heads=num_q_heads)
     for num_programs, split_size in itertools.product((1, 33, 264), (None, 128)):
-        block_s, block_h = block_sizes(plan_of(num_programs, split_size), **sizes)
+        span = num_programs // num_seqs + 1
+        block_s, block_h = block_sizes(plan_of(num_programs, split_size), span=span, **sizes)
         assert num_q_heads % block_h == 0
         assert block_s * block_h <= MAX_STATES_PER_STEP
         assert split_size is None or block_s == 8

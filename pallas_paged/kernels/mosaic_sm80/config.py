@@ -1,0 +1,237 @@
+"""Configs of the kernels for Ampere and later: what is allowed, what is chosen.
+
+Importing this module does not import Mosaic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from pallas_paged.kernels.config_fields import (
+    check_fixed_split_size,
+    check_integer,
+    check_num_programs,
+)
+
+_MMA_ROWS = 16
+_WARPGROUP_ROWS = 64  # the least of a warpgroup of the ragged kernel
+_WARP_COLUMNS = 32  # of the four warps, 8 each
+_REDUCTION_BYTES = 2048  # of the compiler, for reductions across warps
+# Programs per SM, keys of a block and stages of the decode kernel, the first that fit.
+_LOOPS = (
+    (3, 64, 3),
+    (3, 64, 2),
+    (2, 64, 3),
+    (2, 64, 2),
+    (2, 32, 3),
+    (2, 32, 2),
+    (1, 32, 3),
+    (1, 32, 2),
+    (1, 32, 1),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MosaicSm80DecodeConfig:
+    """How the decode kernel for Ampere and its merge run. Results differ by rounding only.
+
+    Attributes:
+        block_k: tokens of K/V per loop step; 32, 64 or 128.
+        num_stages: blocks of K and of V in shared memory, in [1, 8].
+        num_programs: programs on the whole device, in [1, 65535]. Each KV head gets an equal number
+            of them, at least one, and divides the blocks of all rows evenly among them.
+        fixed_split_size: None, or tokens after which every row is split, a multiple of `block_k`,
+            as in `DecodeConfig`. The bits of a row then depend on that row alone.
+
+    Raises:
+        ValueError: a value is outside its range.
+    """
+
+    block_k: int
+    num_stages: int
+    num_programs: int
+    fixed_split_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_integer("block_k", self.block_k, 32, 128, power_of_2=True)
+        check_integer("num_stages", self.num_stages, 1, 8)
+        check_num_programs(self.num_programs)
+        check_fixed_split_size(self.fixed_split_size, self.block_k)
+
+
+def decode_rows(group: int, head_dim: int) -> int:
+    """Return the query heads of a program, padding included."""
+    most = 32 if head_dim <= 128 else 16  # more would take too many registers
+    return min(-(-group // _MMA_ROWS) * _MMA_ROWS, most)
+
+
+def decode_columns(head_dim: int, itemsize: int) -> int:
+    """Return the 16-bit elements of a row of K or V in shared memory, padding included."""
+    width = head_dim * itemsize // 2
+    return -(-width // _WARP_COLUMNS) * _WARP_COLUMNS
+
+
+def decode_shared_memory(
+    config: MosaicSm80DecodeConfig, *, group: int, head_dim: int, itemsize: int
+) -> int:
+    """Return the bytes of shared memory that a program of the decode kernel needs at most.
+
+    Args:
+        group: query heads of a KV head.
+        head_dim, itemsize: of K and V.
+    """
+    rows, columns = decode_rows(group, head_dim), decode_columns(head_dim, itemsize)
+    tokens = config.num_stages * config.block_k
+    buffers = [
+        2 * rows * columns,  # the queries
+        *([2 * rows * columns, 4 * rows * columns] if itemsize == 1 else []),  # in three forms
+        2 * rows * config.block_k,  # the probabilities of a block
+        *[2 * tokens * columns] * 2,  # K and V
+        *[4 * tokens] * (2 if itemsize == 1 else 0),  # their scales
+        8 * tokens,  # entries of the block table
+        _REDUCTION_BYTES,
+    ]
+    return sum(-(-size // 1024) * 1024 for size in buffers)  # the compiler aligns each to 1 KB
+
+
+def decode_config(
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_kv_len: int,
+    num_seqs: int,
+    itemsize: int,
+    num_sms: int,
+    shared_memory: int = 227 * 1024,
+    **_: int,
+) -> MosaicSm80DecodeConfig:
+    """Return the heuristic config of a decode call, from static shapes only.
+
+    Args:
+        num_q_heads, num_kv_heads, head_dim, num_seqs: sizes of the call.
+        max_kv_len: tokens that a full row of the block table can hold.
+        itemsize: bytes of an element of K and V.
+        num_sms: streaming multiprocessors of the device.
+        shared_memory: bytes that a program can have, all but 1 KB of those of an SM.
+        _: sizes that other heuristics need.
+    """
+    group = num_q_heads // num_kv_heads
+    for programs_per_sm, block_k, num_stages in _LOOPS:
+        config = MosaicSm80DecodeConfig(block_k=block_k, num_stages=num_stages, num_programs=1)
+        needed = decode_shared_memory(config, group=group, head_dim=head_dim, itemsize=itemsize)
+        if needed + 1024 <= (shared_memory + 1024) // programs_per_sm:
+            break
+    # More programs than blocks would only write empty partial states.
+    num_blocks = num_seqs * -(-max_kv_len // block_k)
+    tiles = num_kv_heads * -(-group // decode_rows(group, head_dim))
+    per_tile = max(1, min(programs_per_sm * num_sms // tiles, num_blocks))
+    return dataclasses.replace(config, num_programs=per_tile * tiles)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MosaicSm80RaggedConfig:
+    """How the ragged kernel for Ampere and its merge run. Results differ by rounding only.
+
+    Attributes:
+        block_q: query rows of a tile, one for each token and query head of a KV head's group: 64 or
+            128 for each warpgroup, 64 where head_dim is above 128.
+        block_k: tokens of K/V per loop step; 16, 32, 64 or 128.
+        num_warpgroups: warpgroups of a program, in [1, 2]. Two share K and V, and the softmax of
+            one runs under the products of the other.
+        num_programs: programs of the whole device that run at the same time, in [1, 65535]. K/V are
+            split where that lets them end earlier.
+        fixed_split_size: None, or tokens after which the K/V are split of every row whose queries
+            fit one tile, a multiple of `block_k`, as in `RaggedConfig`.
+
+    Raises:
+        ValueError: a value is outside its range.
+    """
+
+    block_q: int
+    block_k: int
+    num_warpgroups: int
+    num_programs: int
+    fixed_split_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_integer("num_warpgroups", self.num_warpgroups, 1, 2)
+        rows = self.num_warpgroups * _WARPGROUP_ROWS
+        check_integer("block_q", self.block_q, rows, 2 * rows, power_of_2=True)
+        check_integer("block_k", self.block_k, 16, 128, power_of_2=True)
+        check_num_programs(self.num_programs)
+        check_fixed_split_size(self.fixed_split_size, self.block_k)
+
+    @property
+    def rows_per_warpgroup(self) -> int:
+        """Query rows of a warpgroup."""
+        return self.block_q // self.num_warpgroups
+
+
+def ragged_shared_memory(
+    config: MosaicSm80RaggedConfig, *, head_dim: int, itemsize: int, **_: int
+) -> int:
+    """Return the bytes of shared memory that a program of the ragged kernel needs at most.
+
+    Args:
+        config: of the kernel.
+        head_dim, itemsize: of K and V.
+        _: sizes that decoding needs.
+    """
+    block_k = config.block_k
+    row_bytes = 2 * head_dim + 16
+    one_byte = itemsize == 1
+    buffers = [
+        row_bytes * config.block_q,
+        4 * config.block_q,
+        *[row_bytes * block_k * 2] * 2,  # K and V
+        *[head_dim * block_k] * (2 if one_byte else 0),  # as they arrive
+        *[12 * block_k] * (2 if one_byte else 1),  # places of their rows and scales
+        32 * block_k if one_byte else 0,  # scales
+    ]
+    return sum(-(-size // 1024) * 1024 for size in buffers)  # the compiler aligns each to 1 KB
+
+
+def ragged_config(
+    *,
+    num_tokens: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_kv_len: int,
+    num_seqs: int,
+    itemsize: int,
+    num_sms: int,
+    shared_memory: int = 227 * 1024,
+    **_: int,
+) -> MosaicSm80RaggedConfig:
+    """Return the heuristic config of a call with ragged queries, from static shapes only.
+
+    Args:
+        num_tokens: packed query tokens.
+        num_q_heads, num_kv_heads, head_dim, max_kv_len, num_seqs, itemsize, num_sms, shared_memory:
+            as in `decode_config`.
+        _: sizes that other heuristics need.
+    """
+    rows = num_tokens * num_q_heads // num_kv_heads
+    # A thread has 128 f32 of results and 64 logits; with more it runs out of registers.
+    tiles = [(1, 64)]
+    if rows > 64 * num_seqs:
+        tiles = [(2, 128)] * (head_dim <= 128) + [(2, 64), (1, 64)]
+    for (num_warpgroups, num_rows), block_k in itertools.product(tiles, (64, 32, 16)):
+        config = MosaicSm80RaggedConfig(
+            block_q=num_warpgroups * num_rows,
+            block_k=block_k,
+            num_warpgroups=num_warpgroups,
+            num_programs=1,
+        )
+        needed = ragged_shared_memory(config, head_dim=head_dim, itemsize=itemsize)
+        if needed <= shared_memory:
+            break
+    # Two warpgroups have all registers of an SM.
+    programs_per_sm = 1 if num_warpgroups == 2 else (shared_memory + 1024) // (needed + 1024)
+    num_blocks = (rows // config.block_q + num_seqs) * -(-max_kv_len // block_k)
+    programs = min(max(programs_per_sm, 1), 2) * num_sms
+    per_kv_head = max(1, min(programs // num_kv_heads, num_blocks))
+    return dataclasses.replace(config, num_programs=per_kv_head * num_kv_heads)

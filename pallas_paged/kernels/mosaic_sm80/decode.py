@@ -1,0 +1,356 @@
+"""Split-KV decode attention over paged K/V by mma.sync and cp.async, a Pallas Mosaic GPU kernel.
+
+`DecodePlan` divides the keys of the batch among the programs. A program is one warpgroup. It copies
+the blocks of its work items to shared memory, attends to each (`ring`), and leaves partial states,
+which `decode_merge` of the Hopper kernels unites.
+
+The query heads of a KV head, padded to a multiple of 16, are the rows of both products. The four
+warps divide the keys of S and the columns of O, so the maximum of a row goes across warps, and P
+goes through shared memory:
+
+    S [R, block_k] = Q [R, D] K^T [D, block_k]              softmax over the columns
+    O [R, D]      += P [R, block_k] V [block_k, D]
+
+Flash-Decoding's split over K/V, divided evenly as in stream-K; the loop as in FlashAttention-2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_paged.kernels.call import Arrays, result_shape
+from pallas_paged.kernels.decode_plan import DecodePlan
+from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits
+from pallas_paged.kernels.mosaic import ops as mosaic_ops
+from pallas_paged.kernels.mosaic.decode_merge import merge_decode
+from pallas_paged.kernels.mosaic.decode_shares import WorkItem, for_each_work_item
+from pallas_paged.kernels.mosaic.ops import Partials, bcast, full, iota
+from pallas_paged.kernels.mosaic_sm80 import one_byte, ops
+from pallas_paged.kernels.mosaic_sm80.config import (
+    MosaicSm80DecodeConfig,
+    decode_columns,
+    decode_rows,
+)
+from pallas_paged.kernels.mosaic_sm80.pages import Blocks, Copier, Pages
+from pallas_paged.kernels.mosaic_sm80.ring import for_each_block
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Inputs:
+    """Operands of the kernel, or refs to them.
+
+    Attributes:
+        q: `[B * Hq, D]`; with one-byte pages pairs of elements i32`[B * Hq, D / 2]`.
+        pages: K, V and the block tables.
+        seq_lens, unit_ends: i32`[B]`; `unit_ends` from `DecodePlan`.
+        alibi_slopes: f32`[head tiles, R]` or None.
+        q_dtype: of the queries.
+    """
+
+    q: Any
+    pages: Pages
+    seq_lens: Any
+    unit_ends: Any
+    alibi_slopes: Any
+    q_dtype: Any = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Scratch:
+    """Refs in shared memory, or their types."""
+
+    arrived: Any  # i32[R, W]: q as pairs, with one-byte pages; else None
+    q: list[Any]  # [R, W]: the queries, or their even and their odd elements
+    p: Any  # [R, block_k], the probabilities of a block
+    blocks: Blocks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Heads:
+    """Which query heads a program has.
+
+    Attributes:
+        group: query heads of a KV head.
+        rows: of a tile of heads.
+        kv_dtype: of the pages.
+    """
+
+    group: int
+    rows: int
+    kv_dtype: Any
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of a KV head."""
+        return pl.cdiv(self.group, self.rows)
+
+
+def scratch_types(
+    config: MosaicSm80DecodeConfig,
+    *,
+    group: int,
+    head_dim: int,
+    dtype: Any,
+    kv_dtype: Any,
+    scales_by_token: bool,
+) -> Scratch:
+    """Return the types of the shared memory of a program."""
+    rows = decode_rows(group, head_dim)
+    columns = decode_columns(head_dim, jnp.dtype(kv_dtype).itemsize)
+    one = jnp.dtype(kv_dtype).itemsize == 1
+    operand = jnp.float16 if one else dtype
+    return Scratch(
+        arrived=plgpu.SMEM((rows, columns), jnp.int32) if one else None,
+        q=[ops.swizzled((rows, columns), operand)] * (2 if one else 1),
+        p=ops.swizzled((rows, config.block_k), operand),
+        blocks=Blocks.types(
+            num_stages=config.num_stages,
+            block_k=config.block_k,
+            columns=columns,
+            dtype=jnp.int16 if one else dtype,
+            scales_by_token=scales_by_token,
+        ),
+    )
+
+
+def attend(
+    item: WorkItem,
+    kv_iter: jax.Array,
+    *,
+    inputs: Inputs,
+    scratch: Scratch,
+    partials: Partials,  # [Hkv, partials, head tiles * R, ..]
+    heads: Heads,
+    plan: DecodePlan,
+    interpret: bool,
+) -> jax.Array:
+    """Attend to the K/V of a work item and leave its state."""
+    options, pages, blocks = plan.options, inputs.pages, scratch.blocks
+    _, block_k, columns = blocks.k.shape
+    tile = lax.axis_index("head_tile")
+    kv_head = lax.div(tile, heads.num_tiles)
+    first_head = lax.rem(tile, heads.num_tiles) * heads.rows
+    num_heads = jnp.minimum(heads.group - first_head, heads.rows)
+    first_key = plan.first_key(item.seq_len)
+    copier = Copier(
+        pages=pages,
+        blocks=blocks,
+        row=item.row,
+        kv_head=kv_head,
+        first_key=first_key,
+        end_key=item.seq_len,
+        interpret=interpret,
+    )
+    layouts = ops.MmaLayouts(m_warps=heads.rows // 16)
+    mma = functools.partial(ops.mma, interpret=interpret)
+
+    def copy_queries():
+        first = item.row * (heads.group * pages.num_kv_heads) + kv_head * heads.group + first_head
+        to = scratch.q[0] if scratch.arrived is None else scratch.arrived
+        plain = scratch.arrived is not None
+        ops.copy_rows(inputs.q, to, first, num_heads, plain=plain, interpret=interpret)
+
+    def operands(ref):
+        """Return K or V in registers as the right side of a product: one matrix or two."""
+        x = ops.load(ref, layouts.rhs)
+        if jnp.dtype(heads.kv_dtype).itemsize > 1:
+            return [x]
+        return one_byte.to_f16(x, heads.kv_dtype, layouts.rhs, interpret=interpret)
+
+    def per_row(ref):
+        return None if ref is None else mosaic_ops.load(ref, layouts.row)
+
+    def start():
+        q_scales = None
+        if scratch.arrived is not None:
+            q_scales = one_byte.load_queries(
+                scratch.arrived, scratch.q, inputs.q_dtype, layouts, interpret=interpret
+            )
+        state = (
+            full((heads.rows,), -jnp.inf, layouts.row),
+            full((heads.rows, block_k), 0.0, layouts.acc),
+            [full((heads.rows, columns), 0.0, layouts.acc) for _ in scratch.q],
+        )
+        return q_scales, state
+
+    def attend_block(block, stage, carry):
+        q_scales, (m_i, l_i, acc) = carry
+        s = full((heads.rows, block_k), 0.0, layouts.acc)
+        keys_t = operands(blocks.k.at[stage].transpose((1, 0)))
+        for ref, k in zip(scratch.q, keys_t, strict=True):  # q in registers would take too many
+            s = mma(s, ops.load(ref, layouts.lhs), k)
+        keys = block * block_k + iota(s.shape, 1, layouts.acc)
+        if q_scales is not None:
+            s = s * bcast(q_scales, s)
+        if blocks.k_scales is not None:
+            s = s * bcast(ops.load(blocks.k_scales.at[stage], layouts.col), s, 1)
+        elif pages.k_scales is not None:
+            s = s * pages.k_scales[0]
+        slopes = per_row(None if inputs.alibi_slopes is None else inputs.alibi_slopes.at[tile])
+        s, factor = base2_logits(
+            s,
+            options,
+            None if slopes is None else bcast(slopes, s),
+            None if slopes is None else keys - (item.seq_len - 1),
+        )
+        significands = inverses = None
+        if blocks.v_scales is not None:
+            # The maximum is that of the weights, since f16 has a small range.
+            v_scales = ops.load(blocks.v_scales.at[stage], layouts.col)
+            exponents, significands, inverses = one_byte.split_scales(v_scales)
+            s, factor = s * factor + bcast(exponents, s, 1), 1.0
+        visible = keys < item.seq_len
+        if options.sliding_window is not None:
+            visible &= keys >= first_key
+        s = jnp.where(visible, s, -jnp.inf)
+        m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
+        alpha = jnp.exp2(m_i - m_new)
+        p = jnp.exp2(s * factor - bcast(m_new, s))
+        weights = p if significands is None else p * bcast(significands, p, 1)
+        p = p if inverses is None else p * bcast(inverses, p, 1)
+        # Each thread sums its own keys. The sum across threads is taken once, at the end.
+        l_new = l_i * bcast(alpha, l_i) + p
+        scratch.p[...] = weights.astype(scratch.p.dtype)
+        ops.barrier(interpret=interpret)
+        weights = ops.load(scratch.p, layouts.lhs)
+        values = operands(blocks.v.at[stage])
+        acc = [mma(a * bcast(alpha, a), weights, v) for a, v in zip(acc, values, strict=True)]
+        return q_scales, (m_new, l_new, acc)
+
+    @pl.when(item.lo < item.hi)
+    def attend_blocks():
+        _, (m_i, l_i, acc) = for_each_block(
+            copier, item.lo, item.hi, attend_block, start, copy_queries=copy_queries
+        )
+        l_i = l_i.sum(axis=1)
+        factor = 1.0 / l_i
+        if pages.v_scales is not None and not pages.scales_by_token:
+            factor = factor * pages.v_scales[0]
+        outs = [a * bcast(factor, a) for a in acc]
+        out, layout = outs[0], layouts.acc
+        if len(outs) > 1:
+            out, layout = one_byte.interleave(*outs, layouts, interpret=interpret)
+        index = (kv_head, item.partial, pl.ds(first_head, heads.rows))
+        ops.store_rows(partials.out.at[index], out, num_heads, layout, interpret=interpret)
+        mosaic_ops.store(partials.lse.at[index], m_i * LN_2 + jnp.log(l_i))
+
+    return kv_iter + item.hi - item.lo
+
+
+def decode_kernel(
+    inputs: Inputs,
+    partials: Partials,  # [Hkv, partials, head tiles * R, ..]
+    scratch: Scratch,
+    *,
+    plan: DecodePlan,
+    heads: Heads,
+    interpret: bool,
+) -> None:
+    """Run one program: attend to its range of work units for a tile of query heads."""
+    for_each_work_item(
+        functools.partial(
+            attend,
+            inputs=inputs,
+            scratch=scratch,
+            partials=partials,
+            heads=heads,
+            plan=plan,
+            interpret=interpret,
+        ),
+        inputs.seq_lens,
+        inputs.unit_ends,
+        plan=plan,
+    )
+
+
+def paged_decode(
+    arrays: Arrays, *, options: LogitOptions, config: MosaicSm80DecodeConfig, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Attend with one query token per row; return `(out [B, Hq, D], lse f32[B, Hq])`."""
+    num_kv_heads, head_dim = arrays.num_kv_heads, arrays.head_dim
+    kv_dtype = arrays.k_pages.dtype
+    rows = decode_rows(arrays.group, head_dim)
+    heads = Heads(group=arrays.group, rows=rows, kv_dtype=kv_dtype)
+    plan = DecodePlan.of(
+        config,
+        options,
+        num_seqs=arrays.num_seqs,
+        num_kv_heads=num_kv_heads * heads.num_tiles,
+        max_kv_len=arrays.max_kv_len,
+    )
+    inputs = _inputs(arrays, plan, heads)
+    scratch = scratch_types(
+        config,
+        group=arrays.group,
+        head_dim=head_dim,
+        dtype=arrays.q.dtype,
+        kv_dtype=kv_dtype,
+        scales_by_token=inputs.pages.scales_by_token,
+    )
+    columns = len(scratch.q) * decode_columns(head_dim, kv_dtype.itemsize)
+    states = (num_kv_heads, plan.num_partials, heads.num_tiles * rows)
+    partials = Partials(
+        out=result_shape((*states, columns), jnp.float32),
+        lse=result_shape(states, jnp.float32),
+    )
+    kernel = functools.partial(decode_kernel, plan=plan, heads=heads, interpret=interpret)
+
+    def body(*refs):
+        pl.run_scoped(lambda scratch: kernel(*refs, scratch), scratch)
+
+    out, lse = plgpu.kernel(
+        mosaic_ops.with_trees(body, inputs, partials),
+        out_type=(partials.out, partials.lse),
+        grid=(num_kv_heads * heads.num_tiles, plan.num_programs),
+        grid_names=("head_tile", "program"),
+        compiler_params=ops.COMPILER_PARAMS,
+        kernel_name="paged_decode",
+        interpret=mosaic_ops.interpreter(interpret),
+    )(*jax.tree.leaves(inputs))
+    return merge_decode(
+        Partials(out=out, lse=lse),
+        inputs.unit_ends,
+        arrays.sinks,
+        plan=plan,
+        num_q_heads=arrays.num_q_heads,
+        head_dim=head_dim,
+        dtype=arrays.q.dtype,
+        # A row begins and ends within the shares of programs: there are enough to matter.
+        span=plan.num_programs // arrays.num_seqs + 2 * (arrays.num_seqs > 1),
+        overlap=False,
+        interpret=interpret,
+    )
+
+
+def _inputs(arrays: Arrays, plan: DecodePlan, heads: Heads) -> Inputs:
+    num_kv_heads, group = arrays.num_kv_heads, arrays.group
+
+    def tiled(x):
+        """Return values of the query heads `[..., Hq]` as `[..., head tiles, R]`."""
+        x = x.reshape(*x.shape[:-1], num_kv_heads, group)
+        padding = heads.num_tiles * heads.rows - group
+        x = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, padding),))
+        return x.reshape(*x.shape[:-2], num_kv_heads * heads.num_tiles, heads.rows)
+
+    q = arrays.q.reshape(arrays.num_seqs * arrays.num_q_heads, -1)
+    if arrays.k_pages.dtype.itemsize == 1:  # XLA sees a bitcast, so nothing is copied
+        q = lax.bitcast_convert_type(q.reshape(len(q), -1, 2), jnp.int32)
+    slopes = arrays.alibi_slopes
+    return Inputs(
+        q=q,
+        q_dtype=arrays.q.dtype,
+        pages=Pages.of(arrays),
+        seq_lens=arrays.seq_lens,
+        unit_ends=plan.unit_ends(arrays.seq_lens),
+        alibi_slopes=None if slopes is None else tiled(slopes),
+    )

@@ -1,0 +1,299 @@
+"""The pages of a call and their blocks in shared memory, and the asynchronous copies between them.
+
+A block is `block_k` tokens of one KV head. cp.async copies 16 bytes a thread, so the rows of a
+block may come from anywhere: pages have any size and any layout. Rows that no query sees arrive as
+zeros, and so do columns past head_dim; what lies there in device memory is not read.
+
+The block table takes the same way. Entries are copied to shared memory long before the rows that
+they point at, so no thread waits for one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from pallas_paged.kernels.call import Arrays
+from pallas_paged.kernels.kv_layout import PageLayout
+from pallas_paged.kernels.mosaic_sm80 import ops
+
+TABLE_SLOTS = 2  # blocks of table entries in shared memory for each stage
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Pages:
+    """The pages of K and V and their scales, with all axes of their layout: arrays or refs.
+
+    Attributes:
+        k, v: one-byte elements as words i16`[..., D / 2]`.
+        k_scales, v_scales: f32 in the order of `layout.scale_axes`, f32`[1]` for all, or None.
+        block_tables: i32`[B, N]`.
+    """
+
+    k: Any
+    v: Any
+    k_scales: Any
+    v_scales: Any
+    block_tables: Any
+    layout: PageLayout = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, arrays: Arrays) -> Pages:
+        """Return the pages of a call. Nothing is copied."""
+
+        def words(x):
+            if x.dtype.itemsize > 1:
+                return x
+            return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 2), jnp.int16)
+
+        def scales(x):
+            return x.reshape(1) if x is not None and not x.ndim else x
+
+        k, v = (words(x) for x in arrays.kv_pages)
+        return cls(
+            k=k,
+            v=v,
+            k_scales=scales(arrays.k_scales),
+            v_scales=scales(arrays.v_scales),
+            block_tables=arrays.block_tables,
+            layout=arrays.layout,
+        )
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.layout.size(self.k.shape, "H")
+
+    @property
+    def page_size(self) -> int:
+        return self.layout.size(self.k.shape, "N")
+
+    @property
+    def scales_by_token(self) -> bool:
+        """Whether each token of each KV head has scales of its own."""
+        return self.k_scales is not None and self.k_scales.shape != (1,)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Blocks:
+    """Refs to blocks in shared memory, or their types.
+
+    Attributes:
+        k, v: `[num_stages, block_k, columns]`, swizzled.
+        tables: i32`[2 * num_stages, block_k]`, the page of each token.
+        k_scales, v_scales: f32`[num_stages, block_k]`, or None.
+    """
+
+    k: Any
+    v: Any
+    tables: Any
+    k_scales: Any
+    v_scales: Any
+
+    @classmethod
+    def types(
+        cls,
+        *,
+        num_stages: int,
+        block_k: int,
+        columns: int,
+        dtype: DTypeLike,
+        scales_by_token: bool,
+    ) -> Blocks:
+        """Return the types of the refs.
+
+        Args:
+            columns: elements of a row, at least those of the pages.
+            dtype: of the elements; of one-byte pages i16.
+        """
+        block = ops.swizzled((num_stages, block_k, columns), dtype)
+        scales = plgpu.SMEM((num_stages, block_k), jnp.float32) if scales_by_token else None
+        return cls(
+            k=block,
+            v=block,
+            tables=plgpu.SMEM((TABLE_SLOTS * num_stages, block_k), jnp.int32),
+            k_scales=scales,
+            v_scales=scales,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Copier:
+    """The copies of one sequence and one KV head.
+
+    Attributes:
+        pages, blocks: from where and to where.
+        row: of the block table.
+        kv_head: the KV head.
+        first_key, end_key: keys `[first_key, end_key)` that any query sees, at least one.
+        interpret: the kernel is interpreted.
+    """
+
+    pages: Pages
+    blocks: Blocks
+    row: jax.Array
+    kv_head: jax.Array
+    first_key: jax.Array | int
+    end_key: jax.Array
+    interpret: bool
+
+    @property
+    def block_k(self) -> int:
+        return self.blocks.k.shape[1]
+
+    def copy_table(self, block: jax.Array) -> None:
+        """Start the copy of the table entries of a block, for its later `copy_block`."""
+        if self.interpret:
+            return
+        pages, num_slots = self.pages, self.blocks.tables.shape[0]
+        pages_per_seq = pages.block_tables.shape[1]
+        block_k, page_size = self.block_k, pages.page_size
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), (ops.SCALAR,) * 5))
+        def copy(_, tables, slots, scalars):
+            m = ops.Emitter()
+            row, slot, first, low, high = map(m.scalar, scalars)
+            token = m.thread()
+
+            def copy_entry():
+                # Entries of pages that no query sees may lie outside the table.
+                key = m.clip(m.add(first, token), low, m.sub(high, 1))
+                entry = m.add(m.mul(m.wide(row), pages_per_seq), m.wide(m.div(key, page_size)))
+                m.copy(
+                    m.address(slots, m.mul(m.add(m.mul(slot, block_k), token), 4)),
+                    m.address(tables, m.mul(entry, 4)),
+                    size=4,
+                )
+
+            m.when(token, block_k, copy_entry)
+
+        copy(
+            pages.block_tables,
+            self.blocks.tables,
+            ops.scalars(
+                self.row,
+                lax.rem(block, num_slots),
+                block * block_k,
+                self.first_key,
+                self.end_key,
+            ),
+        )
+
+    def copy_block(self, block: jax.Array) -> None:
+        """Start the copies of a block and its scales to stage `block % num_stages`.
+
+        The block's entries of the table must have arrived.
+        """
+        if self.interpret:
+            self._copy_block_now(block)
+            return
+        pages, blocks, layout = self.pages, self.blocks, self.pages.layout
+        num_stages, block_k, columns = blocks.k.shape
+        item = jnp.dtype(blocks.k.dtype).itemsize
+        page_bytes = ops.strides(layout.axes, pages.k)
+        head_bytes = pages.k.shape[-1] * item
+        tile = ops.Tile(columns=columns, dtype=blocks.k.dtype)
+        page_size, num_slots = pages.page_size, blocks.tables.shape[0]
+        scales = []
+        if pages.scales_by_token:
+            scales = [(pages.k_scales, blocks.k_scales), (pages.v_scales, blocks.v_scales)]
+        of_scales = ops.strides(layout.scale_axes, pages.k_scales) if scales else {}
+        ref, block_ref = plgpu.RefType(), plgpu.RefType(ops.transforms(columns, blocks.k.dtype))
+
+        @plgpu.inline_mgpu(
+            arg_types=(
+                ((ref, block_ref), (ref, block_ref)),
+                [(ref, ref) for _ in scales],
+                ref,
+                (ops.SCALAR,) * 6,
+            )
+        )
+        def copy(_, pairs, scales, tables, scalars):
+            m = ops.Emitter()
+            stage, slot, first, kv_head, low, high = map(m.scalar, scalars)
+            slot_at = m.mul(slot, 4 * block_k)
+
+            def place_of(token, strides):
+                """Return the bytes to a token, and whether a query sees it."""
+                key = m.add(first, token)
+                page = m.load(m.address(tables, m.add(slot_at, m.mul(token, 4))))
+                at = m.mul(m.wide(page), strides["P"])
+                at = m.add(at, m.mul(m.wide(m.rem(key, page_size)), strides["N"]))
+                return at, m.both(m.at_least(key, low), m.less(key, high))
+
+            bases = []
+            for kv, (source, block) in enumerate(pairs):
+                at_head = m.mul(m.wide(kv_head), page_bytes["H"])
+                at_head = m.add(at_head, kv * page_bytes.get("2", 0))
+                at_stage = m.mul(stage, block_k * columns * item)
+                bases.append((m.address(source, at_head), m.address(block, at_stage)))
+
+            def copy_chunk(token, column, shared):
+                at, seen = place_of(token, page_bytes)
+                real = m.both(seen, m.less(column, head_bytes))
+                at = m.add(at, m.wide(column))
+                for source, block in bases:
+                    m.copy(m.add(block, shared), m.add(source, at), size=ops.CHUNK, real=real)
+
+            m.for_each_chunk(tile, block_k, copy_chunk)
+            if scales:
+                token = m.thread()
+
+                def copy_scale():
+                    at, seen = place_of(token, of_scales)
+                    at = m.add(at, m.mul(m.wide(kv_head), of_scales["H"]))
+                    to = m.mul(m.add(m.mul(stage, block_k), token), 4)
+                    for source, block in scales:
+                        m.copy(m.address(block, to), m.address(source, at), size=4, real=seen)
+
+                m.when(token, block_k, copy_scale)
+
+        copy(
+            ((pages.k, blocks.k), (pages.v, blocks.v)),
+            scales,
+            blocks.tables,
+            ops.scalars(
+                lax.rem(block, num_stages),
+                lax.rem(block, num_slots),
+                block * block_k,
+                self.kv_head,
+                self.first_key,
+                self.end_key,
+            ),
+        )
+
+    def _copy_block_now(self, block: jax.Array) -> None:
+        pages, blocks, layout = self.pages, self.blocks, self.pages.layout
+        num_stages, block_k, columns = blocks.k.shape
+        stage = lax.rem(block, num_stages)
+        page_size, head_dim = pages.page_size, pages.k.shape[-1]
+        count = min(page_size, block_k)
+        for i in range(0, block_k, count):
+            first = block * block_k + i
+            at = jnp.clip(first, self.first_key, self.end_key - 1) // page_size
+            places = dict(
+                P=pages.block_tables[self.row, at],
+                N=pl.ds(lax.rem(first, page_size), count),
+                H=self.kv_head,
+            )
+            keys = first + jnp.arange(count)
+            seen = (keys >= self.first_key) & (keys < self.end_key)
+            for kv, (source, to) in enumerate(((pages.k, blocks.k), (pages.v, blocks.v))):
+                x = source[layout.index(kv, **places)]
+                x = jnp.pad(jnp.where(seen[:, None], x, 0), ((0, 0), (0, columns - head_dim)))
+                to[stage, pl.ds(i, count)] = x
+            if pages.scales_by_token:
+                index = tuple(places[letter] for letter in layout.scale_axes)
+                for source, to in (
+                    (pages.k_scales, blocks.k_scales),
+                    (pages.v_scales, blocks.v_scales),
+                ):
+                    to[stage, pl.ds(i, count)] = jnp.where(seen, source[index], 0)

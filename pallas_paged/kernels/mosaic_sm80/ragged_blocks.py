@@ -1,0 +1,271 @@
+"""Blocks of keys and values on their way through shared memory, for the ragged kernel.
+
+K and V have two buffers each. While the copying warpgroup computes the softmax of block i, no
+warpgroup needs K of block i and V of block i - 1 any more, so copies start into their places:
+
+    K:  | i | i + 1 |  <- i + 2        V:  | i - 1 | i |  <- i + 1
+
+One-byte rows arrive in buffers of their own a block earlier, and are converted at this point.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_paged.kernels.call import Arrays
+from pallas_paged.kernels.kv_layout import K, PageLayout, V
+from pallas_paged.kernels.mosaic_sm80 import ops
+from pallas_paged.kernels.mosaic_sm80.ragged_copies import (
+    Places,
+    convert_rows,
+    find_keys,
+    gather_rows,
+    gather_values,
+    put,
+    wait_for_own_copies,
+)
+from pallas_paged.kernels.mosaic_sm80.ragged_products import padded
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Pool:
+    """The pages of a call with all axes of their layout, and their scales: arrays or refs.
+
+    Attributes:
+        k, v: pages.
+        k_scales, v_scales: f32 in the order of `layout.scale_axes`, f32`[1]` for all, or None.
+        block_tables: i32`[B, N]`.
+    """
+
+    k: Any
+    v: Any
+    k_scales: Any
+    v_scales: Any
+    block_tables: Any
+    layout: PageLayout = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, arrays: Arrays) -> Pool:
+        """Return the pages of a call."""
+        scales = (arrays.k_scales, arrays.v_scales)
+        k_scales, v_scales = (x.reshape(1) if x is not None and not x.ndim else x for x in scales)
+        k, v = arrays.kv_pages
+        return cls(
+            k=k,
+            v=v,
+            k_scales=k_scales,
+            v_scales=v_scales,
+            block_tables=arrays.block_tables,
+            layout=arrays.layout,
+        )
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.layout.size(self.k.shape, "H")
+
+    @property
+    def page_size(self) -> int:
+        return self.layout.size(self.k.shape, "N")
+
+    @property
+    def scales_by_token(self) -> bool:
+        """Whether each token of each KV head has scales of its own."""
+        return self.k_scales is not None and self.k_scales.shape != (1,)
+
+    @property
+    def strides(self) -> dict[str, int]:
+        """Chunks of 16 bytes from one page, token, head or half of a pair to the next."""
+        strides = ops.strides(self.layout.axes, self.k)
+        return {letter: strides[letter] // ops.CHUNK for letter in strides if letter != "D"}
+
+    @property
+    def scale_strides(self) -> dict[str, int]:
+        """Elements from one scale to the next along each axis."""
+        strides = ops.strides(self.layout.scale_axes, self.k_scales)
+        return {letter: stride // 4 for letter, stride in strides.items()}
+
+    @property
+    def places(self) -> list[Places]:
+        """How `find_keys` finds rows and, behind them, scales."""
+        all_strides = [self.strides] + ([self.scale_strides] if self.scales_by_token else [])
+        return [
+            Places(page_size=self.page_size, page=strides["P"], token=strides["N"])
+            for strides in all_strides
+        ]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Buffers:
+    """Refs to shared memory, or their types.
+
+    Attributes:
+        k, v: `[2, block_k, D + pad]`, 16 bits an element.
+        raw_k, raw_v: one-byte rows `[block_k, D]` as they arrive, or None.
+        places: i32`[3, block_k]`, chunks of 16 bytes from the start of the pool to each row, and
+            elements from the start of the scales to each scale.
+        scales: f32`[2, 4, block_k]` of the tokens of K and of V, or None.
+    """
+
+    k: Any
+    v: Any
+    raw_k: Any
+    raw_v: Any
+    places: list[Any]
+    scales: Any
+
+    @classmethod
+    def types(
+        cls, *, block_k: int, head_dim: int, dtype: Any, kv_dtype: Any, scales_by_token: bool
+    ) -> Buffers:
+        """Return the types of the refs."""
+        rows = plgpu.SMEM((2, block_k, padded(head_dim, dtype)), dtype)
+        one_byte = jnp.dtype(kv_dtype).itemsize == 1
+        raw = plgpu.SMEM((block_k, head_dim), kv_dtype) if one_byte else None
+        places = plgpu.SMEM((3, block_k), jnp.int32)
+        return cls(
+            k=rows,
+            v=rows,
+            raw_k=raw,
+            raw_v=raw,
+            places=[places] * (1 + scales_by_token),
+            scales=plgpu.SMEM((2, 4, block_k), jnp.float32) if scales_by_token else None,
+        )
+
+
+def _slot(ref: Any, block: Any) -> Any:
+    return ref.at[lax.rem(block, ref.shape[0])]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stream:
+    """The blocks `[lo, hi)` of a sequence and one KV head, at least one.
+
+    Attributes:
+        pool, buffers: from where and to where.
+        row: of the block table.
+        kv_head: the KV head.
+        first_key, last_key: the keys that may be read.
+        lo, hi: the blocks.
+        head_dim: of K and V.
+        interpret: the kernel is interpreted.
+    """
+
+    pool: Pool
+    buffers: Buffers
+    row: Any
+    kv_head: Any
+    first_key: Any
+    last_key: Any
+    lo: Any
+    hi: Any
+    head_dim: int
+    interpret: bool
+
+    @property
+    def _one_byte(self) -> bool:
+        return self.buffers.raw_k is not None
+
+    def k(self, block: Any) -> Any:
+        """Return the ref to K of a block."""
+        return _slot(self.buffers.k, block)
+
+    def v(self, block: Any) -> Any:
+        """Return the ref to V of a block."""
+        return _slot(self.buffers.v, block)
+
+    def scales(self, kv: int, block: Any) -> Any:
+        """Return the ref f32`[block_k]` to scales of K or of V."""
+        return _slot(self.buffers.scales.at[kv], block)
+
+    def start(self) -> None:
+        """Copy the first block and the next K; wait for the thread's own copies."""
+        for i in range(3):
+            self._put(self.lo + i)
+        ops.barrier(interpret=self.interpret)
+        self._copy(K, self.lo)
+        self._copy(V, self.lo)
+        if self._one_byte:
+            self._convert(K, self.lo)
+            self._convert(V, self.lo)
+        self._copy(K, self.lo + 1)
+        if self._one_byte:
+            self._convert(K, self.lo + 1)
+            self._copy(K, self.lo + 2)
+            self._copy(V, self.lo + 1)
+            ops.barrier(interpret=self.interpret)
+            self._put(self.lo + 3)
+        else:
+            wait_for_own_copies(interpret=self.interpret)
+
+    def advance(self, block: Any) -> None:
+        """Bring V of the next block and K of the one behind it, during the softmax of `block`."""
+        ahead = 1 if self._one_byte else 0
+        if self._one_byte:
+            self._convert(K, block + 2)
+            self._convert(V, block + 1)
+        self._copy(K, block + 2 + ahead)
+        self._copy(V, block + 1 + ahead)
+        self._put(block + 3 + ahead)
+
+    def arrive(self) -> None:
+        """Wait for the thread's own copies, before the barrier that shows them to the others."""
+        if not self._one_byte:
+            wait_for_own_copies(interpret=self.interpret)
+
+    def _put(self, block: Any) -> None:
+        """Note where the keys of a block are."""
+        found = find_keys(
+            self.pool.block_tables.at[self.row],
+            self.pool.places,
+            block * self.buffers.k.shape[1],
+            low=self.first_key,
+            high=self.last_key,
+            interpret=self.interpret,
+        )
+        for places, of_kind in zip(self.buffers.places, found, strict=True):
+            put(_slot(places, block), of_kind, interpret=self.interpret)
+
+    def _copy(self, kv: int, block: Any) -> None:
+        """Start the copies of K and all scales, or of V, of a block."""
+        pool, buffers = self.pool, self.buffers
+        strides, places = pool.strides, buffers.places
+        pages, raw, to = (
+            (pool.k, buffers.raw_k, buffers.k) if kv == K else (pool.v, buffers.raw_v, buffers.v)
+        )
+
+        @pl.when(block < self.hi)
+        def _():
+            gather_rows(
+                _slot(to, block) if raw is None else raw,
+                pages,
+                _slot(places[0], block),
+                self.kv_head * strides["H"] + kv * strides.get("2", 0),
+                unit=ops.CHUNK,
+                row_bytes=self.head_dim * jnp.dtype(pages.dtype).itemsize,
+                interpret=self.interpret,
+            )
+            if kv == K and buffers.scales is not None:
+                for of, scales in ((K, pool.k_scales), (V, pool.v_scales)):
+                    gather_values(
+                        self.scales(of, block),
+                        scales,
+                        _slot(places[1], block),
+                        self.kv_head * pool.scale_strides["H"],
+                        interpret=self.interpret,
+                    )
+
+    def _convert(self, kv: int, block: Any) -> None:
+        """Wait for the thread's own copies, and convert those of K or of V of a block."""
+        buffers = self.buffers
+        wait_for_own_copies(interpret=self.interpret)
+        raw, to = (buffers.raw_k, buffers.k) if kv == K else (buffers.raw_v, buffers.v)
+        convert_rows(_slot(to, block), raw, head_dim=self.head_dim, interpret=self.interpret)

@@ -1,0 +1,108 @@
+"""Merge of the partial states of split tiles, for Ampere and later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_paged.kernels.logits import LOG2_E
+from pallas_paged.kernels.mosaic import ops as wgmma_ops
+from pallas_paged.kernels.mosaic.ragged_work import MergeDescriptor, unpack
+from pallas_paged.kernels.mosaic_sm80 import ops
+from pallas_paged.kernels.mosaic_sm80.ragged_products import padded
+from pallas_paged.kernels.mosaic_sm80.ragged_rows import (
+    ROW,
+    ROWS,
+    Rows,
+    empty_state,
+    finish,
+    store_rows,
+)
+
+_ROWS = 64  # of a program
+
+
+def merge_ragged(
+    out: jax.Array,  # [T * Hq, D]
+    lse: jax.Array | None,  # f32[T * Hq]
+    partials: wgmma_ops.Partials,  # [Hkv, partials, R, ..]
+    merges: jax.Array,  # i32[num_merges, 5], packed descriptors
+    sinks: jax.Array | None,  # f32[Hkv, ..] from `repeat_heads`
+    *,
+    group: int,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the final `(out, lse)` of a call: the given ones with the rows of split tiles."""
+    num_kv_heads, _, num_rows, head_dim = partials.out.shape
+    inputs = partials, merges, sinks
+    # Written in place: the rows of other tiles are there already.
+    results = jax.new_ref(out), None if lse is None else jax.new_ref(lse)
+    buffers = (
+        plgpu.SMEM((_ROWS, padded(head_dim, out.dtype)), out.dtype),
+        plgpu.SMEM((_ROWS,), jnp.int32),
+    )
+
+    def run(partials, merges_ref, sinks_ref, results, buffers):
+        out_ref, lse_ref = results
+        buffer, row_index = buffers
+        part, kv_head, merge = (lax.axis_index(name) for name in ("part", "kv_head", "merge"))
+        split = unpack(MergeDescriptor, merges_ref, merge)
+        rows = Rows(
+            count=_ROWS,
+            group=group,
+            num_q_heads=group * num_kv_heads,
+            kv_head=kv_head,
+            q_start=split.q_start,
+            q_len=split.q_len,
+            offset=split.offset + part * _ROWS,
+        )
+
+        @pl.when(split.num_items > 0)
+        def _():
+            def merge_one(i, state):
+                m_i, l_i, acc = state
+                index = (kv_head, split.partial + i, pl.ds(part * _ROWS, _ROWS))
+                lse = wgmma_ops.load(partials.lse.at[index], ROW) * LOG2_E
+                out = wgmma_ops.load(partials.out.at[index], ROWS)
+                m_new = jnp.maximum(m_i, lse)
+                m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)  # rows that have seen no key yet
+                alpha, w = jnp.exp2(m_i - m_safe), jnp.exp2(lse - m_safe)
+                acc = acc * wgmma_ops.bcast(alpha, acc) + out * wgmma_ops.bcast(w, out)
+                return m_new, l_i * alpha + w, acc
+
+            state = lax.fori_loop(0, split.num_items, merge_one, empty_state(_ROWS, head_dim))
+            row_index[...] = rows.index()
+            state_sinks = None if sinks_ref is None else rows.of_heads(sinks_ref)
+            store_rows(
+                out_ref,
+                lse_ref,
+                buffer,
+                row_index,
+                *finish(state, state_sinks),
+                interpret=interpret,
+            )
+
+    def body(partials: Any, merges_ref: Any, sinks_ref: Any, results: Any) -> None:
+        pl.run_scoped(
+            lambda *buffers: run(partials, merges_ref, sinks_ref, results, buffers), *buffers
+        )
+
+    pl.kernel(
+        wgmma_ops.with_trees(body, *inputs, results),
+        out_type=(),
+        mesh=plgpu.Mesh(
+            # CUDA does not limit the last.
+            grid=(num_rows // _ROWS, num_kv_heads, merges.shape[0]),
+            grid_names=("part", "kv_head", "merge"),
+        ),
+        compiler_params=ops.COMPILER_PARAMS,
+        name="ragged_paged_attention_merge",
+        interpret=wgmma_ops.interpreter(interpret),
+    )(*jax.tree.leaves((inputs, results)))
+    out_ref, lse_ref = results
+    return out_ref[...], None if lse_ref is None else lse_ref[...]

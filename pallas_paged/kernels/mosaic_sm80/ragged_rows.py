@@ -1,0 +1,190 @@
+"""Rows of a tile of ragged queries: where they are, what they add to logits, how they are stored.
+
+The rows lie token after token, and within a token head after head of one KV head's group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_paged.kernels.logits import LN_2
+from pallas_paged.kernels.mosaic import ops as wgmma_ops
+from pallas_paged.kernels.mosaic_sm80 import ops
+from pallas_paged.kernels.mosaic_sm80.ops import CHUNK
+from pallas_paged.kernels.mosaic_sm80.ragged_copies import share_chunks
+from pallas_paged.kernels.mosaic_sm80.ragged_emitter import ThreadEmitter
+
+ROW, ROWS = wgmma_ops.WGMMA_ROW, wgmma_ops.WGMMA
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Place of some rows of a tile among all queries.
+
+    Attributes:
+        count: rows.
+        group: query heads of a KV head.
+        num_q_heads: of a token.
+        kv_head: their KV head.
+        q_start, q_len: first token and number of tokens of the sequence in the packed queries.
+        offset: the first of the rows within the sequence.
+    """
+
+    count: int
+    group: int
+    num_q_heads: int
+    kv_head: Any
+    q_start: Any
+    q_len: Any
+    offset: Any
+
+    def tokens(self) -> jax.Array:
+        """Return the token i32`[R]` of each row within its sequence."""
+        return (self.offset + wgmma_ops.iota((self.count,), 0, ROW)) // self.group
+
+    def index(self) -> jax.Array:
+        """Return for each row i32`[R]` its index in `[T * Hq]`; -1 past the sequence's end."""
+        packed = self.offset + wgmma_ops.iota((self.count,), 0, ROW)
+        token, head = packed // self.group, packed % self.group
+        index = (self.q_start + token) * self.num_q_heads + self.kv_head * self.group + head
+        return jnp.where(token < self.q_len, index, -1)
+
+    def of_heads(self, ref: Any) -> jax.Array:
+        """Return f32`[R]` of each row's head, of a ref from `repeat_heads`."""
+        first = lax.rem(self.offset, self.group)
+        return wgmma_ops.load(ref.at[self.kv_head, pl.ds(first, self.count)], ROW)
+
+    def of_packed(self, ref: Any) -> jax.Array:
+        """Return i32`[R]` of each row's token, of a ref from `repeat_tokens`."""
+        first = self.q_start * self.group + self.offset
+        return wgmma_ops.load(ref.at[pl.ds(first, self.count)], ROW)
+
+
+def repeat_heads(x: jax.Array, num_kv_heads: int, count: int) -> jax.Array:
+    """Return values of heads `[Hq]` so that `count` rows, from any head on, are neighbours."""
+    x = x.reshape(num_kv_heads, -1)
+    group = x.shape[1]
+    return jnp.tile(x, (1, -(-count // group) + 1))[:, : group + count]
+
+
+def repeat_tokens(x: jax.Array, group: int, count: int, *, axis: int = 0) -> jax.Array:
+    """Return values of tokens, one for each row, with `count` zeros at the end."""
+    x = jnp.repeat(x, group, axis=axis)
+    pads = [(0, 0)] * x.ndim
+    pads[axis] = (0, count)
+    return jnp.pad(x, pads)
+
+
+def empty_state(num_rows: int, head_dim: int) -> wgmma_ops.State:
+    """Return the state of rows that have seen no key: m f32`[R]`, l f32`[R]`, acc."""
+    return (
+        wgmma_ops.full((num_rows,), -jnp.inf, ROW),
+        wgmma_ops.full((num_rows,), 0.0, ROW),
+        wgmma_ops.full((num_rows, head_dim), 0.0, ROWS),
+    )
+
+
+def finish(state: wgmma_ops.State, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Return `(out f32[R, D], lse f32[R])` of a state; sinks join in where a row saw any key."""
+    empty = state[1] == 0.0
+    if sinks is not None:
+        state = wgmma_ops.join_sinks(
+            state, sinks, empty, lambda acc, x: acc * wgmma_ops.bcast(x, acc)
+        )
+    m_i, l_i, acc = state
+    l_safe = jnp.where(empty, 1.0, l_i)
+    lse = jnp.where(empty, -jnp.inf, m_i * LN_2 + jnp.log(l_safe))
+    return acc * wgmma_ops.bcast(1.0 / l_safe, acc), lse
+
+
+def store_rows(
+    out_ref: Any,  # [T * Hq, D]
+    lse_ref: Any,  # f32[T * Hq] or None
+    buffer: Any,  # [R, D + pad] in shared memory
+    rows: Any,  # i32[R] in shared memory, from `Rows.index`
+    out: jax.Array,  # f32[R, D]
+    lse: jax.Array,  # f32[R]
+    *,
+    interpret: bool,
+) -> None:
+    """Store rows to their own tokens and heads, and to no others.
+
+    All threads must have used what the buffer held. `rows` may just have been written.
+    """
+    out = out.astype(buffer.dtype)
+    if interpret:
+        _store_rows_now(out_ref, lse_ref, rows, out, lse)
+        return
+    pitch, (num_rows, head_dim) = 2 * buffer.shape[1], out.shape
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROWS))
+    def put(_, buffer, out):
+        emit = ThreadEmitter()
+        row, column = emit.place_in_accumulator()
+        at = emit.address(buffer, emit.add(emit.mul(row, pitch), emit.mul(column, 2)))
+        words = emit.words(out)
+        for tile, n, half in np.ndindex(words.shape):
+            offset = (tile * 64 + half * 8) * pitch + 16 * n
+            emit.store_word(at, words[tile, n, half], offset=offset)
+
+    put(buffer, out)
+    ops.barrier(interpret=False)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType()))
+    def copy(_, out_ref, buffer, rows):
+        emit = ThreadEmitter()
+
+        row, chunk, firsts, when = share_chunks(emit, num_rows, 2 * head_dim // CHUNK)
+        column = emit.mul(chunk, CHUNK)
+        found = emit.address(buffer, emit.add(emit.mul(row, pitch), column))
+        indices = emit.address(rows, emit.mul(row, 4))
+
+        def copy_all():
+            for first in firsts:
+                index = emit.load_word(indices, offset=4 * first)
+                words = emit.load_chunk(found, offset=first * pitch)
+                place = emit.add(emit.mul(emit.wide(index), 2 * head_dim), emit.wide(column))
+                to = emit.address(out_ref, place)
+                write = functools.partial(emit.store_device_chunk, to, words)
+                emit.run_if(emit.at_least(index, 0), write)
+
+        when(copy_all)
+
+    copy(out_ref, buffer, rows)
+    if lse_ref is None:
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), ROW))
+    def store_lse(_, lse_ref, rows, lse):
+        emit = ThreadEmitter()
+        row, column = emit.place_in_accumulator()
+        at = emit.address(rows, emit.mul(row, 4))
+        for i, value in enumerate(emit.row_words(lse)):
+            index = emit.load_word(at, offset=4 * (i // 2 * 64 + i % 2 * 8))
+            to = emit.address(lse_ref, emit.mul(emit.wide(index), 4))
+            # Four threads have the same rows.
+            mine = emit.both(emit.at_least(index, 0), emit.less(column, 2))
+            emit.run_if(mine, lambda to=to, value=value: emit.store_device_word(to, value))
+
+    store_lse(lse_ref, rows, lse)
+
+
+def _store_rows_now(out_ref: Any, lse_ref: Any, rows: Any, out: jax.Array, lse: jax.Array) -> None:
+    index = rows[...]
+
+    @pl.loop(0, out.shape[0])
+    def _(i):
+        @pl.when(index[i] >= 0)
+        def _():
+            out_ref[index[i]] = out[i]
+            if lse_ref is not None:
+                lse_ref[index[i]] = lse[i]

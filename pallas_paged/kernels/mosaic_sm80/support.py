@@ -1,0 +1,108 @@
+"""What the kernels for Ampere and later can't do, and what fits into shared memory.
+
+Importing this module does not import Mosaic.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_paged.kernels.call import Call, Device, Kernel
+from pallas_paged.kernels.mosaic import support as mosaic_support
+from pallas_paged.kernels.mosaic_sm80.config import (
+    decode_config,
+    decode_shared_memory,
+    ragged_config,
+    ragged_shared_memory,
+)
+
+COPY_BYTES = 16  # of one asynchronous copy
+# 64 rows of queries with more would not fit into registers.
+MAX_RAGGED_HEAD_DIM = 256
+RAGGED_HEAD_DIM_STEP = 16  # elements of a product
+# Bytes of shared memory that a program can have, by compute capability; later ones have no less
+# than 8.6.
+_SHARED_MEMORY = {"8.0": 163, "8.7": 163, "9.0": 227, "10.0": 227, "10.3": 227}
+_SHARED_MEMORY_OF_OTHERS = 99
+
+
+def why_not_jax() -> str | None:
+    """Return why the kernels can't be built with this JAX, or None."""
+    return mosaic_support.why_not_jax()
+
+
+def why_not_device(device: Device) -> str | None:
+    """Return why the kernels can't run on a device, or None."""
+    if device.platform != "gpu":
+        return (
+            f"needs a GPU, but the device has the platform {device.platform!r}; "
+            "'mosaic_sm80_interpret' runs the same kernels there"
+        )
+    capability = device.compute_capability
+    if capability is not None and tuple(map(int, capability.split("."))) < (8, 0):
+        return f"needs compute capability 8.0, not {capability}"
+    return None
+
+
+def why_not_call(call: Call) -> str | None:
+    """Return why the kernels can't do a call, or None."""
+    if call.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"needs bfloat16 or float16, not {call.dtype.name}"
+    if call.kv_dtype not in (call.dtype, jnp.int8, jnp.float8_e4m3fn):
+        return (
+            f"needs pages of q's dtype {call.dtype.name}, int8 or float8_e4m3fn, not of "
+            f"{call.kv_dtype.name}"
+        )
+    if call.head_dim * call.kv_dtype.itemsize % COPY_BYTES:
+        elements = COPY_BYTES // call.kv_dtype.itemsize
+        return (
+            f"needs a head_dim that is a multiple of {elements} with pages of "
+            f"{call.kv_dtype.name}, not {call.head_dim}"
+        )
+    odd = call.head_dim % RAGGED_HEAD_DIM_STEP or call.head_dim > MAX_RAGGED_HEAD_DIM
+    if call.kernel == "ragged" and odd:
+        return (
+            f"needs a head_dim that is a multiple of {RAGGED_HEAD_DIM_STEP} and at most "
+            f"{MAX_RAGGED_HEAD_DIM} for ragged queries, not {call.head_dim}"
+        )
+    config = config_of(call)
+    if getattr(config, "rows_per_warpgroup", 0) > 64 and call.head_dim > 128:
+        return (
+            f"has registers for 64 query rows of a warpgroup with head_dim={call.head_dim}, not for "
+            f"{config.rows_per_warpgroup}"
+        )
+    sizes = {
+        "group": call.group,
+        "head_dim": call.head_dim,
+        "itemsize": call.kv_dtype.itemsize,
+    }
+    if call.kernel == "decode":
+        needed = decode_shared_memory(config, **sizes)
+    else:
+        needed = ragged_shared_memory(config, **sizes)
+    limit = shared_memory_limit(call.device)
+    if needed > limit:
+        return (
+            f"can't run {config}: it needs {needed} bytes of shared memory; a program has {limit}"
+        )
+    return None
+
+
+def config_of(call: Call) -> Any:
+    """Return the config given by the caller, or what the heuristic chooses for the device."""
+    memory = shared_memory_limit(call.device)
+    heuristics: dict[Kernel, Callable[..., Any]] = {
+        "decode": functools.partial(decode_config, shared_memory=memory),
+        "ragged": functools.partial(ragged_config, shared_memory=memory),
+    }
+    return call.choose_config(heuristics)
+
+
+def shared_memory_limit(device: Device) -> int:
+    """Return the bytes of shared memory that a program can have; where unknown, those of Hopper."""
+    capability = device.compute_capability or "9.0"
+    return _SHARED_MEMORY.get(capability, _SHARED_MEMORY_OF_OTHERS) * 1024

@@ -1,0 +1,163 @@
+"""The decode kernel for Ampere and later, interpreted on a CPU."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+if jax.__version_info__ < (0, 11):
+    pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
+
+import pallas_paged as pp
+from pallas_paged.kernels.call import Arrays
+from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.kernels.mosaic.ops import shared_memory_bytes
+from pallas_paged.kernels.mosaic_sm80 import ops
+from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80DecodeConfig, decode_shared_memory
+from pallas_paged.kernels.mosaic_sm80.decode import paged_decode, scratch_types
+from tests.support.attention_calls import assert_close, assert_same_bits
+from tests.support.attention_cases import mosaic_case
+from tests.support.page_layouts import call_in_layout
+from tests.support.quantized_cases import Quantized
+
+# Programs that have several rows, and rows that several programs share.
+CONFIG = MosaicSm80DecodeConfig(block_k=64, num_stages=2, num_programs=6)
+SPLIT = MosaicSm80DecodeConfig(block_k=32, num_stages=3, num_programs=4, fixed_split_size=128)
+BORDERS = (0, 1, 63, 64, 65, 200)
+rows_of_256 = functools.partial(mosaic_case, seq_lens=BORDERS, pages_per_seq=16)
+few_rows = functools.partial(mosaic_case, seq_lens=(130, 0, 64))
+
+# The interpreter multiplies the poisoned values too.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+
+
+@functools.partial(jax.jit, static_argnames=("options", "config"))
+def interpreted(arrays, slopes, sinks, options, config):
+    names = ("q", "k_pages", "v_pages", "block_tables", "seq_lens", "k_scales", "v_scales")
+    arrays = dict(zip(names, arrays, strict=False), alibi_slopes=slopes, sinks=sinks)
+    return paged_decode(Arrays(**arrays), options=options, config=config, interpret=True)
+
+
+def decode(
+    arrays, config=CONFIG, *, sm_scale=None, alibi_slopes=None, sinks=None, **options
+) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) of the interpreted kernels on the arrays of a case."""
+    sm_scale = arrays[0].shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    options = LogitOptions(sm_scale=sm_scale, **options)
+    return interpreted(arrays, alibi_slopes, sinks, options, config)
+
+
+def check(case, config=CONFIG, **options):
+    arrays = case.make()
+    assert_close(decode(arrays, config, **options), arrays, case.tolerance, **options)
+
+
+@pytest.mark.parametrize("group", [1, 20, 40])  # one tile of 16 rows, one of 32, two of 32
+def test_groups(group):
+    check(few_rows(num_q_heads=2 * group, pages_per_seq=9))
+
+
+@pytest.mark.parametrize(("page_size", "block_k"), [(1, 32), (4, 64), (256, 128)])
+def test_page_sizes(page_size, block_k):
+    config = MosaicSm80DecodeConfig(block_k=block_k, num_stages=2, num_programs=4)
+    check(few_rows(page_size=page_size, pages_per_seq=256 // page_size), config)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(80, "float16"), (128, "float16"), (192, "bfloat16")]
+)
+def test_head_dims(head_dim, dtype):
+    check(few_rows(head_dim=head_dim, pages_per_seq=9, dtype=dtype), SPLIT)
+
+
+@pytest.mark.parametrize("num_stages", [1, 4])
+def test_one_stage_and_more_than_blocks(num_stages):
+    config = MosaicSm80DecodeConfig(block_k=32, num_stages=num_stages, num_programs=4)
+    check(few_rows(pages_per_seq=9), config)
+
+
+def every_option(num_q_heads):
+    return dict(
+        sm_scale=-0.3,
+        soft_cap=3.0,
+        sliding_window=100,
+        alibi_slopes=np.linspace(0.01, 0.3, num_q_heads, dtype=np.float32),
+        sinks=np.linspace(-1, 2, num_q_heads, dtype=np.float32),
+    )
+
+
+@pytest.mark.parametrize("config", [CONFIG, SPLIT], ids=["shares", "splits"])
+def test_options_together(config):
+    check(rows_of_256(num_q_heads=6), config, **every_option(6))
+
+
+@pytest.mark.parametrize("window", [1, 64, 73])
+def test_windows(window):
+    check(rows_of_256(), sliding_window=window)
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "NH2D"])
+def test_layouts(kv_layout):
+    case = few_rows(pages_per_seq=9)
+    arrays = case.make()
+    call = jax.jit(
+        functools.partial(
+            pp.paged_attention,
+            implementation="mosaic_sm80_interpret",
+            config=CONFIG,
+            kv_layout=kv_layout,
+            return_lse=True,
+        )
+    )
+    assert_close(call(**call_in_layout(kv_layout, arrays)), arrays, case.tolerance)
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "per_tensor", "dtype", "head_dim"),
+    [
+        ("int8", False, "bfloat16", 80),
+        ("int8", True, "float16", 128),
+        ("float8_e4m3fn", False, "float16", 64),
+        ("float8_e4m3fn", True, "bfloat16", 64),
+    ],
+)
+def test_one_byte_pages(kv_dtype, per_tensor, dtype, head_dim):
+    case = few_rows(pages_per_seq=9, dtype=dtype, head_dim=head_dim)
+    stored, meant = Quantized(case=case, kv_dtype=kv_dtype, per_tensor=per_tensor).make()
+    assert_close(decode(stored), meant, 1e-2)
+
+
+def test_data_outside_a_row_changes_no_bit():
+    clean = decode(rows_of_256().make(poison=False), sliding_window=70)
+    assert_same_bits(decode(rows_of_256().make(), sliding_window=70), clean)
+
+
+def test_bits_depend_on_the_row_alone_under_a_split_size():
+    q, k_pages, v_pages, tables, lens = rows_of_256(seq_lens=(250, 3, 0, 129)).make()
+
+    def of(rows):
+        rows = np.array(rows)
+        return decode((q[rows], k_pages, v_pages, tables[rows], lens[rows]), SPLIT)
+
+    assert_same_bits([x[-1:] for x in of([3, 2, 0])], of([0]))
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 512])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("group", [4, 40])
+def test_shared_memory_is_that_of_the_buffers(head_dim, kv_dtype, group):
+    types = scratch_types(
+        CONFIG,
+        group=group,
+        head_dim=head_dim,
+        dtype="bfloat16",
+        kv_dtype=kv_dtype,
+        scales_by_token=kv_dtype == "int8",
+    )
+    expected = shared_memory_bytes(types, ops.COMPILER_PARAMS)
+    itemsize = jax.numpy.dtype(kv_dtype).itemsize
+    sizes = dict(group=group, head_dim=head_dim, itemsize=itemsize)
+    assert decode_shared_memory(CONFIG, **sizes) == expected

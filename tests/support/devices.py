@@ -11,6 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from pallas_paged.kernels.call import Device
 from pallas_paged.kernels.mosaic import support as mosaic_support
+from pallas_paged.kernels.triton import implementation as triton
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
 H200_MESH = AbstractMesh((1,), ("x",), abstract_device=H200)
@@ -27,10 +28,12 @@ def implementations_here() -> list[str]:
     "mosaic_gpu_interpret" is left out: it is too slow for most tests. A function, because asking
     for the backend starts it, and conftest.py must set XLA's flags before.
     """
-    if jax.default_backend() != "gpu":
-        return ["xla", "triton_interpret"]
+    on_gpu = jax.default_backend() == "gpu"
+    found = ["xla"]
+    if triton.why_not_jax() is None:
+        found.append("triton" if on_gpu else "triton_interpret")
     reason = mosaic_support.why_not_jax() or mosaic_support.why_not_device(Device.here())
-    return ["xla", "triton", *(["mosaic_gpu"] if reason is None else [])]
+    return [*found, *(["mosaic_gpu"] if reason is None else [])]
 
 
 def mesh(num_devices: int) -> Mesh:

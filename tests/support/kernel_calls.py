@@ -74,14 +74,14 @@ class KernelCall:
     """A call on small arrays.
 
     Attributes:
-        family: the implementation that it names.
+        family: the implementation that it names, or None.
         name: what it computes.
         function: of the arrays and of `implementation`, which has an "xla" as well.
         make: returns the arrays.
         tolerance: for the largest error, relative to the largest value of a result.
     """
 
-    family: str
+    family: str | None
     name: str
     function: Callable[..., Any]
     make: Callable[[], tuple[Any, ...]]

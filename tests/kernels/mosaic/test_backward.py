@@ -13,6 +13,7 @@ import pytest
 from pallas_paged.kernels import xla
 from pallas_paged.kernels.backward import attention_gradient
 from pallas_paged.kernels.call import Arrays, Device
+from pallas_paged.kernels.kv_layout import LAYOUTS
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support.attention_calls import assert_same_bits
@@ -89,6 +90,30 @@ def test_equals_the_gradient_of_xla(case, options, shared):
         assert relative_error(found[name], np.asarray(wanted[name], np.float64)) < 5e-3, name
     unread = np.asarray(wanted["k_pages"]) == 0
     np.testing.assert_array_equal(np.asarray(found["k_pages"], np.float32)[unread], 0)
+
+
+@pytest.mark.parametrize("kv_layout", ["HPND", "NH2D"])
+def test_xla_sums_the_readers_of_a_page_as_the_triton_kernel_does(kv_layout):
+    triton = pytest.importorskip("pallas_paged.kernels.triton.backward_pages")
+    layout, head_dim, longest = LAYOUTS[kv_layout], 8, 256
+    rng = np.random.default_rng(2)
+    shape = layout.full_shape(layout.shape(H=2, P=9, N=16, D=head_dim))
+    pages = jnp.zeros(shape, jnp.bfloat16)
+    arrays = Arrays(
+        q=jnp.zeros((40, 4, head_dim), jnp.bfloat16),
+        k_pages=pages,
+        v_pages=None if layout.one_array else pages,
+        block_tables=jnp.asarray(rng.integers(0, 9, (3, longest // 16)), jnp.int32),
+        seq_lens=jnp.int32([100, 0, longest]),
+        cu_q_lens=jnp.int32([0, 20, 20, 40]),
+        kv_layout=kv_layout,
+    )
+    of_keys = tuple(
+        jnp.asarray(rng.standard_normal((2, 3 * longest, head_dim)), jnp.float32) for _ in range(2)
+    )
+    options = LogitOptions(sm_scale=1.0)
+    by_triton = triton.add_readers(arrays, of_keys, options=options, interpret=INTERPRET)
+    assert_same_bits(backward._add_readers(arrays, of_keys, options), by_triton)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,14 @@ TOOLS = {
     "synccheck": [],
     "racecheck": [],
 }
-# Every array has memory of its own, so that the end of an array is the end of what may be read; and
-# kernels are launched one by one, not as a graph.
+# Every array has memory of its own, so that the end of an array is the end of what may be read;
+# kernels are launched one by one, not as a graph; and programs are compiled once, without a tool.
 ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "XLA_FLAGS": "--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
 PLANTED = {"memcheck": "planted read past the end", "racecheck": "planted race"}
 # The start of a finding; its details are indented.
@@ -176,8 +179,9 @@ def collect(jobs: Sequence[Job], deadline: float) -> Found:
         log = job.log.read_text(errors="replace")
         parsed = parse(log)
         found |= {(job.tool, name): parsed.get(name, ("not run", [])) for name in job.names}
-        if not parsed:
-            print(f"{job.tool} ran nothing:", *log.splitlines()[-15:], sep="\n  ", flush=True)
+        if not parsed or job.names == [PLANTED.get(job.tool)]:
+            lines = [line for line in log.splitlines() if line.startswith("=====") or not parsed]
+            print(f"log of {job.tool}, {job.names[0]}:", *lines[-15:], sep="\n  ", flush=True)
     return found
 
 
@@ -232,36 +236,57 @@ def largest_error(actual: Any, expected: Any) -> float:
     return float(max(errors))
 
 
-def repeat(call: KernelCall, repeats: int, deadline: float) -> tuple[str, bool]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """A compiled call with its arrays and XLA's results, or why there is none."""
+
+    call: KernelCall
+    arrays: Any = None
+    run: Any = None
+    expected: Any = None
+    error: str = ""
+    refused: bool = False
+
+
+def compile_call(call: KernelCall) -> Compiled:
+    """Compile a call, and compute what XLA gives."""
+    try:
+        arrays = jax.tree.map(jnp.asarray, call.make())
+        run = jax.jit(call.run).lower(*arrays).compile()
+        expected = jax.jit(call.reference)(*arrays)
+    except NotImplementedError as e:
+        return Compiled(call=call, error=f"refused: {e}", refused=True)
+    except Exception as e:  # a compiler may fail in any way
+        return Compiled(call=call, error=f"failed: {type(e).__name__}: {str(e).strip()[-300:]}")
+    return Compiled(call=call, arrays=arrays, run=run, expected=expected)
+
+
+def repeat(compiled: Compiled, repeats: int, deadline: float) -> tuple[str, bool]:
     """Return what to print of a call that ran many times, and whether all is well."""
-    arrays = jax.tree.map(jnp.asarray, call.make())
-    run = jax.jit(call.run)
-    first = run(*arrays)
-    error = largest_error(first, jax.jit(call.reference)(*arrays))
+    first = compiled.run(*compiled.arrays)
+    error = largest_error(first, compiled.expected)
     others, runs = 0, 0
     while runs < repeats and time.monotonic() < deadline:
         some = min(100, repeats - runs)
-        others += int(sum(_other_bits(first, run(*arrays)).astype(jnp.int32) for _ in range(some)))
+        differ = [_other_bits(first, compiled.run(*compiled.arrays)) for _ in range(some)]
+        others += sum(map(int, differ))
         runs += some
     text = f"error {error:.1e}, other bits in {others} of {runs} runs"
-    return text, error <= call.tolerance and not others and runs == repeats
+    return text, error <= compiled.call.tolerance and not others and runs == repeats
 
 
-def repeat_all(calls: Sequence[KernelCall], repeats: int, deadline: float) -> bool:
+def repeat_all(calls: Sequence[Compiled], repeats: int, deadline: float) -> bool:
     """Print the errors of calls and whether their bits repeat; return whether all is well."""
     good = True
-    for call in calls:
-        if time.monotonic() > deadline:
-            text, well = "not reached", False
-        else:
+    for compiled in calls:
+        text, well = compiled.error, compiled.refused
+        if not text:
             try:
-                text, well = repeat(call, repeats, deadline)
-            except NotImplementedError as e:
-                text, well = f"refused: {e}", True
+                text, well = repeat(compiled, repeats, deadline)
             except Exception as e:
-                text, well = f"failed: {type(e).__name__}: {str(e).strip()[-300:]}", False
+                text = f"failed: {type(e).__name__}: {str(e).strip()[-300:]}"
         good &= well
-        print(f"{call}: {text}{'' if well else '  <-- WRONG'}", flush=True)
+        print(f"{compiled.call}: {text}{'' if well else '  <-- WRONG'}", flush=True)
     return good
 
 
@@ -270,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tools", nargs="*", default=list(TOOLS), choices=[*TOOLS])
     parser.add_argument("--only", default="", help="a part of the names of calls")
-    parser.add_argument("--parts", type=int, default=4, help="processes of each tool")
+    parser.add_argument("--parts", type=int, default=5, help="processes of each tool")
     parser.add_argument("--repeats", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=600.0, help="limit of time")
     parser.add_argument("--run", nargs="*", help=argparse.SUPPRESS)  # a process of a tool
@@ -278,13 +303,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.run:
         run_calls(options.run)
         return 0
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes share the GPU
-    calls = [call for call in kernel_calls() if options.only in str(call)]
-    names = [str(call) for call in calls]
     deadline = time.monotonic() + options.seconds
     with tempfile.TemporaryDirectory() as folder:
-        jobs = start_all(names, options.tools, Path(folder), options.parts)
-        good = repeat_all(calls, options.repeats, deadline) if options.repeats else True
+        os.environ |= {n: x for n, x in ENVIRONMENT.items() if n != "XLA_PYTHON_CLIENT_ALLOCATOR"}
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{folder}/cache"
+        jax.config.update("jax_compilation_cache_dir", f"{folder}/cache")
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            wanted = [call for call in kernel_calls() if options.only in str(call)]
+            calls = list(pool.map(compile_call, wanted))
+        names = [str(x.call) for x in calls if not x.error]
+        logs = Path(folder, "logs")
+        logs.mkdir()
+        jobs = start_all(names, options.tools, logs, options.parts)
+        good = repeat_all(calls, options.repeats, deadline)
         good &= report(collect(jobs, deadline), names, options.tools)
     return 0 if good else 1
 

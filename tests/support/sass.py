@@ -177,9 +177,12 @@ def compiler(root: Path) -> Iterator[Callable[..., list[Usage]]]:
             return list(usages_of(log.read_text(), target, shared))
 
         before = {name: os.environ.get(name) for name in ("PATH", "MOSAIC_GPU_CUDA_ROOT")}
+        settings = {
+            "jax_compilation_cache_dir": jax.config.jax_compilation_cache_dir,
+            "jax_disable_most_optimizations": jax.config.read("jax_disable_most_optimizations"),
+        }
         # A program from the cache would not be compiled; and the code is that of full optimization.
-        settings = {"jax_compilation_cache_dir": None, "jax_disable_most_optimizations": False}
-        settings = _set(settings)
+        _set({"jax_compilation_cache_dir": None, "jax_disable_most_optimizations": False})
         os.environ["PATH"] = f"{fake}/bin:{before['PATH']}"
         os.environ["MOSAIC_GPU_CUDA_ROOT"] = str(fake)
         try:
@@ -193,13 +196,10 @@ def compiler(root: Path) -> Iterator[Callable[..., list[Usage]]]:
                     os.environ[name] = value
 
 
-def _set(settings: dict[str, Any]) -> dict[str, Any]:
-    """Sets options of JAX, and returns their values before."""
-    before = {name: jax.config.read(name) for name in settings}
+def _set(settings: dict[str, Any]) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
     reset_cache()
-    return before
 
 
 def _mosaic_shared(lowered: jax.stages.Lowered) -> dict[str, str]:

@@ -290,6 +290,13 @@ def real_programs() -> list[Program]:
     return found
 
 
+def large_programs(target: Target) -> list[Program]:
+    """Calls whose tiles must be smaller on a target with less shared memory than Hopper has."""
+    large = dict(function="ragged", implementation="triton", num_tokens=4096, head_dim=256)
+    dtypes = {"8.0": ["float32"], "8.6": ["bfloat16", "float32"]}
+    return [Program(dtype=dtype, **large) for dtype in dtypes.get(target.capability, ())]
+
+
 # For all targets: one call of each kernel that reads pages or writes them.
 FOR_ALL_TARGETS = ("decode bfloat16", "decode int8", "ragged float8_e4m3fn", "rotary write int8")
 
@@ -308,7 +315,7 @@ class Compilation:
 
 
 def compilations() -> list[Compilation]:
-    """Every kernel for 9.0, calls of real sizes for 9.0, and some kernels for all targets."""
+    """Every kernel and calls of real sizes for 9.0; some of both for the other targets."""
     found = []
     for target in TARGETS.values():
         all_kernels = target.capability == "9.0"
@@ -317,7 +324,7 @@ def compilations() -> list[Compilation]:
             for call in kernel_calls()
             if all_kernels or call.name in FOR_ALL_TARGETS
         ]
-        for program in real_programs() if all_kernels else ():
+        for program in real_programs() if all_kernels else large_programs(target):
             function, shapes = program.call_and_shapes()
             found.append(
                 Compilation(target=target, name=program.name, function=function, shapes=(shapes,))
@@ -331,22 +338,26 @@ def kernels_of(usages: Sequence[Usage]) -> list[Usage]:
 
 
 def main() -> None:
-    """Print a table of all kernels for all targets."""
+    """Print a table of all kernels; of code with the same numbers, the first call that has it."""
     root = cuda_root()
     if root is None:
         sys.exit("this environment has no CUDA compilers: pip install '.[sass]'")
-    print("| target | call | kernel | registers | bytes spilled | bytes of shared memory |")
+    print("| target | call | kernel | registers | bytes spilled | KB of shared memory |")
     print("|---|---|---|---|---|---|")
+    seen = set()
     with compiler(root) as compile_for:
         for one in compilations():
             try:
                 usages = compile_for(one.target, one.function, *one.shapes)
             except NotImplementedError:
                 continue
-            for x in kernels_of(usages):
-                numbers = f"{x.registers} | {x.spills} | {x.shared_memory}"
-                place = f"{one.target.capability} | {one.name}"
-                print(f"| {place} | `{x.kernel}` | {numbers} |", flush=True)
+            for x in sorted(kernels_of(usages), key=lambda x: x.kernel):
+                family = one.name.split()[0]
+                if (one.target, family, x) not in seen:
+                    seen.add((one.target, family, x))
+                    numbers = f"{x.registers} | {x.spills} | {x.shared_memory / 1024:.0f}"
+                    place = f"{one.target.capability} | {one.name}"
+                    print(f"| {place} | `{x.kernel}` | {numbers} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -338,7 +338,10 @@ def kernels_of(usages: Sequence[Usage]) -> list[Usage]:
 
 
 def main() -> None:
-    """Print a table of all kernels; of code with the same numbers, the first call that has it."""
+    """Print a table of kernels; of code with the same numbers, the first call that has it.
+
+    Merges and plans that spill nothing are left out.
+    """
     root = cuda_root()
     if root is None:
         sys.exit("this environment has no CUDA compilers: pip install '.[sass]'")
@@ -353,6 +356,8 @@ def main() -> None:
                 continue
             for x in sorted(kernels_of(usages), key=lambda x: x.kernel):
                 family = one.name.split()[0]
+                if x.kernel.endswith(("_merge", "_plan")) and not x.spills:
+                    continue
                 if (one.target, family, x) not in seen:
                     seen.add((one.target, family, x))
                     numbers = f"{x.registers} | {x.spills} | {x.shared_memory / 1024:.0f}"

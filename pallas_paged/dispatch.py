@@ -134,10 +134,10 @@ class LocalCall:
         hopper = mosaic.support.why_not_device(self.device) is None
         return hopper and self.implementation in (None, "mosaic_gpu")
 
-    def why_no_gradient(self, arrays: Arrays) -> str | None:
-        """Return why the Triton kernels can't make the gradients; None if they can."""
+    def triton_makes_gradients(self, arrays: Arrays) -> bool:
+        """Return whether the Triton kernels can make the gradients."""
         why_not = triton.why_not if self.interpret else triton.why_not_here
-        return why_not(self.describe(arrays))
+        return why_not(self.describe(arrays)) is None
 
     def describe(self, arrays: Arrays) -> Call:
         """Return the description of the call with these arrays."""

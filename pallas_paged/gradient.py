@@ -2,8 +2,9 @@
 
 The forward pass is the call that it is without a gradient, with its log-sum-exps: same kernel, same
 bits. The backward pass is one more call that is divided among devices, and is made by the kernels
-of one family. On a mesh a device has all rows and whole groups of query heads, so that no gradient
-is a sum over devices.
+of one family, or by XLA where neither family can make it, as without the Triton lowering of Pallas.
+On a mesh a device has all rows and whole groups of query heads, so that no gradient is a sum over
+devices.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_paged.checks import default_promotion
-from pallas_paged.kernels.backward import attention_gradient
+from pallas_paged.kernels import xla
+from pallas_paged.kernels.backward import Kernels, attention_gradient
 from pallas_paged.kernels.call import Arrays, Device
 from pallas_paged.kernels.kv_layout import KVLayout
 from pallas_paged.kernels.logits import LogitOptions
@@ -40,6 +42,7 @@ class LocalGradient:
         wanted: the arrays whose gradients are returned, in order.
         interpret: whether kernels are interpreted.
         by_mosaic: whether the Mosaic kernels make those gradients that they can make.
+        by_triton: whether the Triton kernels make the others; else XLA does.
         with_d_lse: whether a gradient of `lse` is given.
     """
 
@@ -50,6 +53,7 @@ class LocalGradient:
     options: LogitOptions
     interpret: bool
     by_mosaic: bool
+    by_triton: bool
     with_d_lse: bool
 
     @property
@@ -61,27 +65,53 @@ class LocalGradient:
         fields: dict[str, Any] = dict(zip(self.names, given[:count], strict=True))
         out, lse, d_out, *d_lse = given[count:]
         with default_promotion(), jax.enable_x64(False):
-            gradients = attention_gradient(
-                Arrays(**fields, kv_layout=self.kv_layout),
-                out,
-                lse,
-                d_out,
-                d_lse[0] if d_lse else None,
-                names=self.wanted,
-                kernels=self.kernels,
-            )
+            arrays = Arrays(**fields, kv_layout=self.kv_layout)
+            kernels = self._kernels(arrays)
+            results = out, lse, d_out, d_lse[0] if d_lse else None
+            if kernels is None:
+                gradients = _xla_gradient(arrays, *results, names=self.wanted, options=self.options)
+            else:
+                gradients = attention_gradient(arrays, *results, names=self.wanted, kernels=kernels)
         return tuple(gradients[name].astype(fields[name].dtype) for name in self.wanted)
 
-    def kernels(self, arrays: Arrays, *given: Any) -> dict[str, jax.Array]:
-        """Return the gradients by the kernels of one family."""
-        from pallas_paged.kernels.triton import backward
-
-        gradients: Callable[..., dict[str, jax.Array]] = backward.gradients
+    def _kernels(self, arrays: Arrays) -> Kernels | None:
+        """Return what makes the gradients by the kernels of one family, or None."""
+        gradients: Callable[..., dict[str, jax.Array]]
         if self.by_mosaic and support.why_no_gradient(arrays) is None:
             from pallas_paged.kernels.mosaic import backward as mosaic_backward
 
             gradients = mosaic_backward.gradients
-        return gradients(arrays, *given, options=self.options, interpret=self.interpret)
+        elif self.by_triton:
+            from pallas_paged.kernels.triton import backward
+
+            gradients = backward.gradients
+        else:
+            return None
+        return functools.partial(gradients, options=self.options, interpret=self.interpret)
+
+
+def _xla_gradient(
+    arrays: Arrays,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array | None,
+    *,
+    names: tuple[str, ...],
+    options: LogitOptions,
+) -> dict[str, jax.Array]:
+    """Return what `attention_gradient` does, by XLA."""
+    attend = xla.paged_decode if arrays.cu_q_lens is None else xla.ragged_paged_attention
+
+    def forward(given: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+        return attend(dataclasses.replace(arrays, **given), options=options)
+
+    _, pull_back = jax.vjp(forward, {name: getattr(arrays, name) for name in names})
+    if d_lse is None:
+        d_lse = jnp.zeros_like(lse)
+    # Queries without keys have no gradient, whatever the cotangent of their -inf is.
+    (gradients,) = pull_back((d_out.astype(out.dtype), jnp.where(jnp.isneginf(lse), 0.0, d_lse)))
+    return gradients
 
 
 @jax.tree_util.register_dataclass
@@ -111,7 +141,7 @@ def with_gradient(
         given = tuple(primal.value for primal in primals)
         wanted = tuple(n for n, p in zip(local.names, primals, strict=True) if p.perturbed)
         arrays = Arrays(**dict(zip(local.names, given, strict=True)), kv_layout=local.kv_layout)
-        reason = _why_not(arrays, wanted) or local.why_no_gradient(arrays)
+        reason = _why_not(arrays, wanted)
         if reason is not None:
             raise NotImplementedError(f"the gradient of attention by GPU kernels {reason}")
         axes = layout.outputs[0]
@@ -123,6 +153,8 @@ def with_gradient(
 
     def backward(residuals: _Residuals, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         d_out, *d_lse = cotangents
+        given = dict(zip(local.names, residuals.given, strict=True))
+        arrays = Arrays(**given, kv_layout=local.kv_layout)
         if isinstance(d_out, SymbolicZero):
             d_out = jnp.zeros_like(residuals.out)
         d_lse = [d for d in d_lse if not isinstance(d, SymbolicZero)]
@@ -134,6 +166,7 @@ def with_gradient(
             options=local.options,
             interpret=local.interpret,
             by_mosaic=local.may_be_mosaic,
+            by_triton=local.triton_makes_gradients(arrays),
             with_d_lse=bool(d_lse),
         )
         axes = dict(zip(local.names, layout.inputs, strict=True))

@@ -7,6 +7,8 @@ import os
 import shutil
 from pathlib import Path
 
+from tests.support import without_triton  # isort: skip  # before JAX, which it may hide a part of
+
 import jax
 import pytest
 
@@ -41,6 +43,14 @@ if jax.default_backend() == "cpu":
     set_in_jax("jax_disable_most_optimizations", True)
 
 
+if without_triton.is_hidden():
+    collect_ignore = [
+        "kernels/triton",
+        "kernels/test_kernel_code.py",
+        "engine/test_sampling_filters.py",
+    ]
+
+
 def pytest_configure(config: pytest.Config):
     if hasattr(config, "workerinput") or not COMPILATION_CACHE.exists():
         return
@@ -68,10 +78,15 @@ def any_jax(monkeypatch):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function):
-    """Skips a test of a Mosaic implementation that calls for something which it refuses to do."""
+    """Skips a test of a Mosaic implementation that calls for something which it refuses to do.
+
+    And where Triton is hidden, a test that calls for it.
+    """
     try:
         return (yield)
     except NotImplementedError as e:
+        if without_triton.is_hidden() and "needs the Triton lowering of Pallas" in str(e):
+            pytest.skip(str(e))
         name = pyfuncitem.funcargs.get("implementation")
         if name not in ("mosaic_gpu", "mosaic_sm80"):
             raise

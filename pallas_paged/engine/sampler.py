@@ -242,6 +242,7 @@ def sample(
 
     Raises:
         ValueError: the logits are not `f32[S, V]`.
+        NotImplementedError: the kernels can't run here; the message says why.
     """
     check_logits(logits)
     best, tokens = _largest(logits)
@@ -251,6 +252,8 @@ def sample(
             implementation = "xla" if why_no_kernels() else "triton"
         if implementation == "xla":
             drawn = _draw(logits, best, metadata, lens, mode)
+        elif reason := why_no_kernels() if implementation == "triton" else triton.why_not_jax():
+            raise NotImplementedError(f"{implementation=} {reason}")
         else:
             interpret = implementation == "triton_interpret"
             drawn = _draw_by_kernels(logits, best, metadata, lens, mode, interpret=interpret)

@@ -13,7 +13,7 @@ import pallas_paged as pp
 from tests.support.attention_calls import assert_close, assert_same_bits, decode
 from tests.support.attention_cases import TOLERANCE, Case
 from tests.support.attention_oracle import attend, relative_error
-from tests.support.marks import slow
+from tests.support.marks import needs_triton, slow
 from tests.support.page_tables import extend, fork
 
 BORDERS = Case(seq_lens=(0, 1, 7, 8, 9, 64))
@@ -180,6 +180,7 @@ def test_prefix_sums_are_computed_once_for_all_layers():
     assert 0 < count(1) == count(3)
 
 
+@needs_triton
 def test_equals_jaxs_own_op_on_scaled_queries():
     theirs = pytest.importorskip("jax.experimental.pallas.ops.gpu.paged_attention")
     case = Case(seq_lens=(37, 5, 64), page_size=8, pages_per_seq=8, head_dim=64)

@@ -19,6 +19,7 @@ from pallas_paged.kernels.call import Call, Device
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support.attention_cases import Case
 from tests.support.devices import A100, CPU, lower_for_cuda
+from tests.support.marks import needs_triton
 from tests.support.static_calls import DECODE, PREFILL
 
 CALLS = [(pp.paged_attention, Case()), (pp.ragged_paged_attention, Case(q_lens=(4, 1, 2)))]
@@ -48,6 +49,7 @@ def jax_without_triton(monkeypatch):
         monkeypatch.delattr(f"pallas_paged.kernels.triton.{module}", raising=False)
 
 
+@needs_triton
 @pytest.mark.parametrize(
     ("call", "changes", "chosen"),
     [
@@ -68,6 +70,7 @@ def test_none_chooses_the_best_for_the_call(any_jax, call, changes, chosen):
     assert dispatch.best_implementation(dataclasses.replace(call, **changes)) == chosen
 
 
+@needs_triton
 @pytest.mark.parametrize("prefer", [False, True])
 @pytest.mark.parametrize("call", [PREFILL, DECODE], ids=["ragged", "decode"])
 def test_none_follows_the_preference_on_hopper(any_jax, monkeypatch, call, prefer):
@@ -86,6 +89,7 @@ def test_none_works_without_the_triton_lowering(any_jax, jax_without_triton):
         assert dispatch.best_implementation(odd) == "xla"
 
 
+@needs_triton
 def test_none_works_without_the_mosaic_lowering(monkeypatch):
     monkeypatch.setattr(mosaic_support, "why_not_jax", lambda: "is too old")
     assert dispatch.best_implementation(PREFILL) == "triton"
@@ -255,6 +259,7 @@ class TestMosaicRefuses:
 
 @pytest.mark.skipif(mosaic_support.why_not_jax() is not None, reason="this JAX is too old")
 class TestMosaicRuns:
+    @needs_triton
     @BOTH
     def test_with_the_gradient_of_triton(self, function, case):
         q, *rest = case.on("mosaic_gpu").make()

@@ -41,7 +41,8 @@ RAGGED = Case(head_dim=8, seq_lens=(9, 0, 37, 30), q_lens=(4, 1, 37, 7), pages_p
 @pytest.fixture
 def kernels():
     """The kernels of Triton, interpreted without a GPU."""
-    return next(name for name in implementations_here() if name.startswith("triton"))
+    found = [name for name in implementations_here() if name.startswith("triton")]
+    return found[0] if found else pytest.skip("Triton is hidden")
 
 
 @pytest.fixture(params=["triton", "mosaic_gpu"])

@@ -14,7 +14,7 @@ from tests.support.attention_calls import assert_close, assert_same_bits, cascad
 from tests.support.attention_cases import Case
 from tests.support.attention_options import CASCADE_OPTIONS, OPTIONS, chosen_options
 from tests.support.attention_oracle import attend, relative_error
-from tests.support.marks import slow
+from tests.support.marks import needs_triton, slow
 from tests.support.page_tables import extend
 from tests.support.quantized_cases import Quantized
 
@@ -351,6 +351,7 @@ def test_k_and_v_of_two_dtypes_are_refused():
         pp.paged_attention(q, k_pages, fp8, *rest)
 
 
+@needs_triton
 def test_triton_refuses_an_odd_head_dim():
     arrays, meant = Quantized(case=dataclasses.replace(SMALL, head_dim=7), kv_dtype=INT8).make()
     with pytest.raises(

@@ -14,7 +14,7 @@ import pallas_paged as pp
 from pallas_paged.rotary_write import split_qkv
 from tests.support.devices import lower_for_cuda
 from tests.support.kv_pools import make_pool
-from tests.support.marks import slow
+from tests.support.marks import needs_triton, slow
 from tests.support.quantized_cases import LARGEST
 
 NUM_PAGES, PAGE_SIZE = 9, 4
@@ -194,6 +194,7 @@ def test_gradients_are_those_of_the_steps_one_by_one():
     assert np.any(kernel[0]) and not np.all(kernel[1])  # pages that are written over
 
 
+@needs_triton
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "float8_e4m3fn"])
 def test_the_kernel_for_cuda_writes_into_the_pages_it_is_given(kv_dtype):
     (layer, qkv, slots), options = Case(dtype="bfloat16", kv_dtype=kv_dtype).make()

@@ -12,6 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from pallas_paged.kernels.call import Device
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm80 import support as mosaic_sm80_support
+from pallas_paged.kernels.triton import implementation as triton
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
 H200_MESH = AbstractMesh((1,), ("x",), abstract_device=H200)
@@ -28,16 +29,17 @@ def implementations_here() -> list[str]:
     The interpreted Mosaic kernels are left out: they are too slow for most tests. A function,
     because asking for the backend starts it, and conftest.py must set XLA's flags before.
     """
-    if jax.default_backend() != "gpu":
-        return ["xla", "triton_interpret"]
+    on_gpu = jax.default_backend() == "gpu"
+    found = ["xla"]
+    if triton.why_not_jax() is None:
+        found.append("triton" if on_gpu else "triton_interpret")
     mosaic = {"mosaic_gpu": mosaic_support, "mosaic_sm80": mosaic_sm80_support}
     device = Device.here()
-    names = [
+    return found + [
         name
         for name, support in mosaic.items()
         if (support.why_not_jax() or support.why_not_device(device)) is None
     ]
-    return ["xla", "triton", *names]
 
 
 def mesh(num_devices: int) -> Mesh:

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,8 @@ class Program:
         words = [self.implementation, self.function, sizes, heads, self.dtype, self.kv_dtype]
         return " ".join(w for w in (*words, *self.options) if w)
 
-    def lower(self) -> jax.stages.Lowered:
-        """The call lowered for CUDA."""
+    def call_and_shapes(self) -> tuple[Callable[..., Any], dict[str, jax.ShapeDtypeStruct]]:
+        """The call as a function of its arrays, and their shapes."""
 
         def of(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -90,6 +91,11 @@ class Program:
         def call(arrays: dict[str, jax.Array]) -> Any:
             return function(**arrays, implementation=self.implementation, **self.options)
 
+        return call, arrays
+
+    def lower(self) -> jax.stages.Lowered:
+        """The call lowered for CUDA."""
+        call, arrays = self.call_and_shapes()
         return lower_for_cuda(call, arrays)
 
     def digests(self) -> list[str]:
@@ -152,7 +158,7 @@ def _kernel_text(backend_config: ir.DictAttr) -> str:
     for attribute in backend_config:
         if attribute.name in ("ir", "module"):  # of Triton, of Mosaic
             with mlir.make_ir_context() as context:
-                _register_dialects(context)
+                register_dialects(context)
                 module = ir.Module.parse(ir.StringAttr(attribute.attr).value_bytes)
                 PassManager.parse("builtin.module(canonicalize,cse)").run(module.operation)
                 text = module.operation.get_asm(enable_debug_info=False)
@@ -168,7 +174,7 @@ def _kernel_text(backend_config: ir.DictAttr) -> str:
     return "\n".join([*sorted(launch), *constants, *code])
 
 
-def _register_dialects(context: ir.Context) -> None:
+def register_dialects(context: ir.Context) -> None:
     from jax._src.lib import mosaic_gpu_dialect, triton
 
     triton.dialect.register_dialect(context)

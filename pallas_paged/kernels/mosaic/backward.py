@@ -1,20 +1,22 @@
 """The backward pass of attention over pages on Hopper: two kernels on packed rows of queries.
 
 The kernel of keys has tiles of single rows, so a page that several rows own gets several sums.
-`triton/backward_pages` adds them in the order of rows.
+`triton/backward_pages` adds them in the order of rows; without Triton, XLA does.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from pallas_paged.kernels.backward_plan import PageReaders
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import backward_keys, backward_queries
 from pallas_paged.kernels.mosaic.backward_rows import PackedRows, work_of_keys, work_of_queries
 from pallas_paged.kernels.mosaic.ring import Pool
-from pallas_paged.kernels.triton.backward_pages import add_readers
+from pallas_paged.kernels.triton import implementation as triton
 
 
 def gradients(
@@ -70,6 +72,41 @@ def gradients(
             num_stages=num_stages or (4 if narrow else 2),
             interpret=interpret,
         )
-        pages = add_readers(arrays, of_keys, options=options, interpret=interpret)
+        if triton.why_not_jax() is None:
+            from pallas_paged.kernels.triton.backward_pages import add_readers
+
+            pages = add_readers(arrays, of_keys, options=options, interpret=interpret)
+        else:
+            pages = _add_readers(arrays, of_keys, options)
         found |= dict(zip(("k_pages", "v_pages"), pages, strict=False))
     return found
+
+
+def _add_readers(
+    arrays: Arrays, of_keys: tuple[jax.Array, jax.Array], options: LogitOptions
+) -> list[jax.Array]:
+    """Return what the Triton kernel `add_readers` does: the same sums in the same order."""
+    layout, page_size = arrays.layout, arrays.page_size
+    readers = PageReaders.of(arrays, options)
+    blocks = [  # [Hkv, B, pages_per_seq and more, N, D]
+        x.reshape(x.shape[0], arrays.num_seqs, -1, page_size, x.shape[-1]) for x in of_keys
+    ]
+
+    def add(i: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+        reader = readers.first + i
+        reads = (reader < readers.end)[:, None, None]
+        reader = jnp.minimum(reader, readers.row.size - 1)
+        place = readers.row[reader], readers.block[reader]
+        return [
+            total + jnp.where(reads, x[:, *place], 0.0)
+            for total, x in zip(sums, blocks, strict=True)
+        ]
+
+    shape = (arrays.num_kv_heads, readers.first.size, page_size, of_keys[0].shape[-1])
+    zeros = [jnp.zeros(shape, jnp.float32) for _ in of_keys]
+    sums = lax.fori_loop(0, (readers.end - readers.first).max(), add, zeros)
+    dtype, axes = arrays.k_pages.dtype, "HPND"
+    if layout.one_array:
+        sums, axes = [jnp.stack(sums)], f"2{axes}"
+    order = [axes.index(letter) for letter in layout.axes]
+    return [x.transpose(order).astype(dtype) for x in sums]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +16,14 @@ from pallas_paged.kernels.triton.config import (
     DecodeConfig,
     RaggedConfig,
     decode_config,
+    next_power_of_2,
     ragged_config,
 )
 
 CONFIGS: dict[Kernel, type] = {"decode": DecodeConfig, "ragged": RaggedConfig}
 _HEURISTICS: dict[Kernel, Callable[..., Any]] = {"decode": decode_config, "ragged": ragged_config}
+# Bytes of shared memory of a program, by compute capability. Others have those of Hopper or more.
+_SHARED_MEMORY = {"8.0": 166912, "8.7": 166912, "8.6": 101376, "8.9": 101376, "12.0": 101376}
 
 
 def why_not(call: Call) -> str | None:
@@ -63,9 +67,22 @@ def bind(call: Call, *, interpret: bool) -> Callable[..., Any]:
     """Return the function of `Arrays` and `options` that does a call."""
     from pallas_paged.kernels.triton import decode, ragged
 
-    decodes = call.kernel == "decode"
-    return functools.partial(
-        decode.paged_decode if decodes else ragged.ragged_paged_attention,
-        config=call.choose_config(_HEURISTICS),
-        interpret=interpret,
-    )
+    config = call.choose_config(_HEURISTICS)
+    if call.kernel == "decode":
+        return functools.partial(decode.paged_decode, config=config, interpret=interpret)
+    if call.config is None and not interpret:
+        config = _that_fits(config, call)
+    return functools.partial(ragged.ragged_paged_attention, config=config, interpret=interpret)
+
+
+def _that_fits(config: RaggedConfig, call: Call) -> RaggedConfig:
+    """Return a config with as many rows in a tile as fit into the device's shared memory."""
+    limit = _SHARED_MEMORY.get(call.device.compute_capability or "")
+    if limit is None:
+        return config
+    row_bytes = next_power_of_2(call.head_dim) * call.dtype.itemsize
+    block_q = config.block_q
+    # The tile of queries, and what the compiler keeps of K and V and of the weights: measured.
+    while block_q > 16 and (block_q + 3 * config.block_k) * row_bytes > limit:
+        block_q //= 2
+    return dataclasses.replace(config, block_q=block_q)

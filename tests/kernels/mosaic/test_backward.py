@@ -13,13 +13,15 @@ import pytest
 from pallas_paged.kernels import xla
 from pallas_paged.kernels.backward import attention_gradient
 from pallas_paged.kernels.call import Arrays, Device
+from pallas_paged.kernels.kv_layout import LAYOUTS
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import support as mosaic_support
+from tests.support import without_triton
 from tests.support.attention_calls import assert_same_bits
 from tests.support.attention_cases import mosaic_case
 from tests.support.attention_oracle import relative_error
 from tests.support.devices import lower_for_cuda
-from tests.support.marks import slow
+from tests.support.marks import needs_triton, slow
 
 if reason := mosaic_support.why_not_jax():
     pytest.skip(reason, allow_module_level=True)
@@ -91,6 +93,32 @@ def test_equals_the_gradient_of_xla(case, options, shared):
     np.testing.assert_array_equal(np.asarray(found["k_pages"], np.float32)[unread], 0)
 
 
+@needs_triton
+@pytest.mark.parametrize("kv_layout", ["HPND", "NH2D"])
+def test_xla_sums_the_readers_of_a_page_as_the_triton_kernel_does(kv_layout):
+    from pallas_paged.kernels.triton import backward_pages as triton
+
+    layout, head_dim, longest = LAYOUTS[kv_layout], 8, 256
+    rng = np.random.default_rng(2)
+    shape = layout.full_shape(layout.shape(H=2, P=9, N=16, D=head_dim))
+    pages = jnp.zeros(shape, jnp.bfloat16)
+    arrays = Arrays(
+        q=jnp.zeros((40, 4, head_dim), jnp.bfloat16),
+        k_pages=pages,
+        v_pages=None if layout.one_array else pages,
+        block_tables=jnp.asarray(rng.integers(0, 9, (3, longest // 16)), jnp.int32),
+        seq_lens=jnp.int32([100, 0, longest]),
+        cu_q_lens=jnp.int32([0, 20, 20, 40]),
+        kv_layout=kv_layout,
+    )
+    of_keys = tuple(
+        jnp.asarray(rng.standard_normal((2, 3 * longest, head_dim)), jnp.float32) for _ in range(2)
+    )
+    options = LogitOptions(sm_scale=1.0)
+    by_triton = triton.add_readers(arrays, of_keys, options=options, interpret=INTERPRET)
+    assert_same_bits(backward._add_readers(arrays, of_keys, options), by_triton)
+
+
 @pytest.mark.parametrize(
     ("head_dim", "options"), [(64, {}), (128, dict(sliding_window=100, soft_cap=30.0))]
 )
@@ -116,4 +144,5 @@ def test_lowers_for_cuda(head_dim, options):
         return attention_gradient(call, out, lse, d_out, None, names=NAMES, kernels=kernels)
 
     text = lower_for_cuda(gradient, call, q, rows, q).as_text()
-    assert all(f"attention_gradient_of_{kernel}" in text for kernel in ("queries", "keys", "pages"))
+    kernels = ["queries", "keys", *([] if without_triton.is_hidden() else ["pages"])]
+    assert all(f"attention_gradient_of_{kernel}" in text for kernel in kernels)

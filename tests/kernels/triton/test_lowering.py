@@ -10,14 +10,16 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_paged as pp
+from pallas_paged.kernels.triton import implementation as triton
 from pallas_paged.kernels.triton.config import (
     decode_config,
     decode_merge_config,
     ragged_config,
 )
-from tests.support.devices import lower_for_cuda
+from tests.support.devices import A100, lower_for_cuda
 from tests.support.lowered_options import LOOP, lowered_options, not_causal
 from tests.support.marks import slow
+from tests.support.static_calls import PREFILL
 
 
 def lower(
@@ -203,3 +205,22 @@ def test_the_sides_of_the_merge_tile_are_powers_of_two(num_seqs, num_heads, fixe
     sizes = dataclasses.astuple(tile)
     assert all(n > 0 and n & (n - 1) == 0 for n in sizes)
     assert tile.block_s * tile.block_h * tile.block_d <= 2**14
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "block_q"),
+    [
+        ("9.0", jnp.float32, 256, 128),
+        ("8.0", jnp.float32, 256, 64),
+        ("8.6", jnp.float32, 256, 32),
+        ("8.9", jnp.bfloat16, 256, 64),
+        ("12.0", jnp.bfloat16, 128, 128),
+    ],
+)
+def test_tiles_of_queries_fit_into_the_shared_memory_of_the_device(
+    capability, dtype, head_dim, block_q
+):
+    device = dataclasses.replace(A100, compute_capability=capability)
+    types = dict(dtype=jnp.dtype(dtype), kv_dtype=jnp.dtype(dtype))
+    call = dataclasses.replace(PREFILL, device=device, head_dim=head_dim, **types)
+    assert triton.bind(call, interpret=False).keywords["config"].block_q == block_q

@@ -1,0 +1,83 @@
+"""The calls that tools look at run every kernel, and findings of compute-sanitizer are read."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+from pallas_paged import kernels
+from pallas_paged.kernels.mosaic import support as mosaic_support
+from tests.support import sanitizer
+from tests.support.devices import lower_for_cuda
+from tests.support.kernel_calls import kernel_calls
+from tests.support.marks import needs_triton
+
+ROOT = Path(kernels.__file__).parent
+NAME = re.compile(r'^ +(?:kernel_)?name="([a-z_]{4,})",$', re.MULTILINE)
+# Of a module that has kernels, the family whose calls run them, where it is not that of its folder.
+FAMILIES = {"mosaic": "mosaic_gpu", "triton/backward_pages.py": "mosaic_gpu"}
+MODULES = [
+    str(path.relative_to(ROOT))
+    for path in sorted(ROOT.rglob("*.py"))
+    if path.parent != ROOT and NAME.search(path.read_text())
+]
+LOG = """========= COMPUTE-SANITIZER
+BEGIN triton decode
+========= Invalid __global__ read of size 4 bytes
+=========     at paged_decode+0x120
+=========     by thread (0,0,0) in block (0,0,0)
+=========
+END triton decode: ok
+BEGIN triton ragged
+END triton ragged: refused: it needs a GPU
+BEGIN mosaic_gpu decode
+========= Error: Race reported between Write access at a+0x10 and Read access at b+0x70
+========= ERROR SUMMARY: 2 errors
+"""
+
+
+@functools.cache
+def lowered(family):
+    """What the calls of a family lower to, one after another."""
+    texts = []
+    for call in kernel_calls():
+        if call.family == family:
+            try:
+                texts.append(lower_for_cuda(call.run, *call.shapes()).as_text())
+            except NotImplementedError:
+                continue
+    return "\n".join(texts)
+
+
+@needs_triton
+@pytest.mark.parametrize("module", MODULES)
+def test_every_kernel_is_run(module):
+    family = FAMILIES.get(module) or FAMILIES.get(module.split("/")[0], module.split("/")[0])
+    if family != "triton" and mosaic_support.why_not_jax():
+        pytest.skip(mosaic_support.why_not_jax())
+    for name in NAME.findall((ROOT / module).read_text()):
+        assert name in lowered(family)
+
+
+def test_findings_are_read_call_by_call():
+    assert sanitizer.parse(LOG) == {
+        "triton decode": ("ok", ["Invalid __global__ read of size 4 bytes [paged_decode]"]),
+        "triton ragged": ("refused: it needs a GPU", []),
+        "mosaic_gpu decode": (
+            "not finished",
+            ["Error: Race reported between Write access at a+0x10 and Read access at b+0x70"],
+        ),
+    }
+
+
+@pytest.mark.parametrize(("finding", "good"), [([], True), (["a race"], False)])
+def test_a_finding_and_a_planted_error_that_is_missed_are_failures(finding, good, capsys):
+    tools, names = ["racecheck"], ["triton decode"]
+    planted = sanitizer.PLANTED["racecheck"]
+    found = {("racecheck", names[0]): ("ok", finding), ("racecheck", planted): ("ok", ["a race"])}
+    assert sanitizer.report(found, names, tools) == good
+    assert not sanitizer.report(found | {("racecheck", planted): ("ok", [])}, names, tools)
+    assert "MISSED the planted race" in capsys.readouterr().out

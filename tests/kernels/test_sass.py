@@ -1,0 +1,69 @@
+"""Every kernel compiles to machine code, within bounds of registers and spills, without a GPU."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import pytest
+
+from tests.support import sass
+
+ROOT = sass.cuda_root()
+if ROOT is None:
+    pytest.skip("needs CUDA's compilers: pip install '.[sass]'", allow_module_level=True)
+if jax.__version_info__ < (0, 11):
+    pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
+
+# The registers of a thread and the bytes that it may spill, by a pattern of the target, the call
+# and the kernel; the first that is found counts. They are a little above what ptxas 13.5 needs, see
+# docs/kernels.md. A kernel that is not here may spill nothing.
+BOUNDS = {
+    # 128 rows and 4 warps are 128 f32 of accumulators a thread, and faster than fewer.
+    r"triton ragged with options.* ragged_paged_attention$": (255, 6500),
+    r"triton ragged .* ragged_paged_attention$": (255, 1400),
+    r"triton gradient attention_gradient_of_keys$": (255, 320),
+    r"mosaic_gpu ragged with options ragged_paged_attention$": (168, 1000),
+    r"mosaic_gpu ragged .*32/8/256.* ragged_paged_attention$": (168, 300),
+    r"mosaic_gpu (ragged|cascade) .* ragged_paged_attention$": (232, 100),
+    r"mosaic_gpu gradient attention_gradient_of_keys$": (168, 60),
+    r"mosaic_gpu .* paged_decode$": (160, 0),
+    r" paged_decode_merge$": (100, 0),
+    r" ragged_plan$": (64, 0),
+    r" rms_norm$| linear$": (40, 0),
+    r" sampling_": (128, 0),
+    r" rotate_and_write_kv$": (168, 0),
+    r"": (255, 0),
+}
+
+
+@pytest.fixture(scope="module")
+def compile_for():
+    with sass.compiler(ROOT) as compile_for:
+        yield compile_for
+
+
+@pytest.mark.parametrize("one", sass.compilations(), ids=str)
+def test_compiles_within_bounds(one, compile_for):
+    try:
+        usages = sass.kernels_of(compile_for(one.target, one.function, *one.shapes))
+    except NotImplementedError as e:
+        pytest.skip(str(e))
+    assert usages
+    for usage in usages:
+        name = f"{one} {usage.kernel}"
+        registers, spills = next(b for pattern, b in BOUNDS.items() if re.search(pattern, name))
+        assert usage.registers <= registers and usage.spills <= spills, name
+        assert usage.shared_memory <= one.target.shared_memory, name
+
+
+def test_what_ptxas_prints_is_read():
+    log = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'linear_mosaic_gpu_kernel' for 'sm_90a'
+ptxas info    : Function properties for linear_mosaic_gpu_kernel
+    16 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem
+"""
+    (usage,) = sass.usages_of(log, sass.TARGETS["9.0"], {"linear": "2048"})
+    wanted = sass.Usage(kernel="linear", registers=168, spills=12, shared_memory=2048)
+    assert usage == wanted and sass.kernels_of([usage]) == [wanted]

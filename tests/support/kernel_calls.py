@@ -1,0 +1,227 @@
+"""Small calls that run every kernel of every family, for tools that look at kernels.
+
+Families are those that the library names, so a new one is in the list by itself. A family refuses
+what it can't do with NotImplementedError when a call is traced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_paged as pp
+from pallas_paged.dispatch import Implementation
+from pallas_paged.engine.sampler import SamplingImplementation, SamplingMode, sample
+from pallas_paged.kernels import xla
+from pallas_paged.kernels.backward import attention_gradient
+from pallas_paged.kernels.call import Arrays
+from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.linear import LinearImplementation, linear
+from pallas_paged.rms_norm import rms_norm
+from pallas_paged.rotary_write import WriteImplementation, rotate_and_write_kv
+from tests.support.attention_cases import Case, SharedPrefixes
+from tests.support.quantized_cases import Quantized
+from tests.support.sampling_rows import metadata
+
+HEADS = 8
+DECODE = Case(
+    num_q_heads=HEADS, num_kv_heads=2, head_dim=128, page_size=16, seq_lens=(150, 0, 200, 1),
+    pages_per_seq=16, dtype="bfloat16",
+)  # fmt: skip
+RAGGED = dataclasses.replace(DECODE, q_lens=(100, 0, 70, 1), num_tokens=175)
+PREFIXES = SharedPrefixes(
+    case=DECODE, seq_lens=(150, 140, 200, 160), prefix_lens=(128, 0), cu_group_sizes=(0, 3, 4)
+)
+CACHE = ("q", "k_pages", "v_pages", "block_tables", "seq_lens")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A function of attention, a case for it and the names of the case's arrays."""
+
+    function: Callable[..., Any]
+    case: Case | SharedPrefixes
+    fields: tuple[str, ...]
+
+
+ENTRIES = {
+    "decode": Entry(function=pp.paged_attention, case=DECODE, fields=CACHE),
+    "ragged": Entry(function=pp.ragged_paged_attention, case=RAGGED, fields=(*CACHE, "cu_q_lens")),
+    "cascade": Entry(
+        function=pp.cascade_attention,
+        case=PREFIXES,
+        fields=(*CACHE, "prefix_lens", "cu_group_sizes"),
+    ),
+}
+KV_DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
+PER_HEAD = np.linspace(0.0, 1.0, HEADS, dtype=np.float32)
+OPTIONS: dict[str, Any] = dict(
+    sliding_window=90, soft_cap=30.0, alibi_slopes=PER_HEAD, sinks=PER_HEAD
+)
+DIFFERENTIATED = ("q", "k_pages", "v_pages")
+TREE_MASK = np.random.default_rng(7).random((4, 6, 6)) < 0.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class KernelCall:
+    """A call on small arrays.
+
+    Attributes:
+        family: the implementation that it names, or None.
+        name: what it computes.
+        function: of the arrays and of `implementation`, which has an "xla" as well.
+        make: returns the arrays.
+        tolerance: for the largest error, relative to the largest value of a result.
+    """
+
+    family: str | None
+    name: str
+    function: Callable[..., Any]
+    make: Callable[[], tuple[Any, ...]]
+    tolerance: float = 0.02
+
+    def __str__(self) -> str:
+        return f"{self.family} {self.name}"
+
+    def run(self, *arrays: Any) -> Any:
+        """Return the results of the kernels."""
+        return self.function(*arrays, implementation=self.family)
+
+    def reference(self, *arrays: Any) -> Any:
+        """Return the results of XLA."""
+        return self.function(*arrays, implementation="xla")
+
+    def shapes(self) -> tuple[Any, ...]:
+        """Return the shapes of the arrays."""
+
+        def of(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(jnp.shape(x), jnp.asarray(x).dtype)
+
+        return jax.tree.map(of, self.make())
+
+
+def kernel_calls() -> list[KernelCall]:
+    """Every kernel: of attention with all options at once, of its gradient, and the others."""
+    found: list[KernelCall] = []
+
+    def add(names: Any, name: str, function: Any, make: Any, **more: Any) -> None:
+        for family in get_args(names):
+            if family != "xla" and not family.endswith("_interpret"):
+                found.append(
+                    KernelCall(family=family, name=name, function=function, make=make, **more)
+                )
+
+    for entry in ENTRIES:
+        for kv_dtype in KV_DTYPES:
+            make = partial(_attention_arrays, entry, kv_dtype)
+            add(Implementation, f"{entry} {kv_dtype}", partial(_attend, entry), make)
+        options = OPTIONS | ({"tree_mask": TREE_MASK} if entry == "ragged" else {})
+        make = partial(_attention_arrays, entry, DECODE.dtype)
+        add(Implementation, f"{entry} with options", partial(_attend, entry, **options), make)
+    add(Implementation, "gradient", _gradient, _gradient_arrays)
+    for kv_dtype in KV_DTYPES:
+        make = partial(_write_arrays, kv_dtype)
+        add(WriteImplementation, f"rotary write {kv_dtype}", _rotate_and_write, make)
+    add(SamplingImplementation, "sampling", _sample, _sampling_arrays, tolerance=0)
+    for name, sizes in {"linear": (320, 1024), "linear with SwiGLU": (192, 2, 1024)}.items():
+        add(LinearImplementation, name, linear, partial(_linear_arrays, sizes))
+    add(Literal["triton"], "RMS norm", _norm, partial(_linear_arrays, (2048,)))
+    return found
+
+
+def _attend(entry: str, arrays: dict[str, Any], **options: Any) -> Any:
+    return ENTRIES[entry].function(**arrays, return_lse=True, **options)
+
+
+def _attention_arrays(entry: str, kv_dtype: str) -> tuple[dict[str, Any]]:
+    case, fields = ENTRIES[entry].case, ENTRIES[entry].fields
+    if kv_dtype == DECODE.dtype:
+        return (dict(zip(fields, case.make(), strict=True)),)
+    rest: tuple[Any, ...] = ()
+    if isinstance(case, SharedPrefixes):  # groups of one row, which need not share pages
+        case = dataclasses.replace(case.case, seq_lens=case.seq_lens)
+        rest = np.full(4, 128, np.int32), np.arange(5, dtype=np.int32)
+    (*arrays, k_scales, v_scales), _ = Quantized(case=case, kv_dtype=kv_dtype).make()
+    scales = dict(k_scales=k_scales, v_scales=v_scales)
+    return (dict(zip(fields, (*arrays, *rest), strict=True)) | scales,)
+
+
+def _gradient(arrays: dict[str, Any], d_out: jax.Array, *, implementation: str) -> dict[str, Any]:
+    given = Arrays(**{name: jnp.asarray(x) for name, x in arrays.items()})
+    options = LogitOptions(sm_scale=0.125, sliding_window=90)
+
+    def forward(differentiated: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        call = dataclasses.replace(given, **differentiated)
+        return xla.ragged_paged_attention(call, options=options)
+
+    exact = {name: getattr(given, name).astype(jnp.float32) for name in DIFFERENTIATED}
+    (out, lse), of_xla = jax.vjp(forward, exact)
+    if implementation == "xla":
+        return of_xla((d_out.astype(jnp.float32), jnp.zeros_like(lse)))[0]
+    package = {"mosaic_gpu": "mosaic"}.get(implementation, implementation)
+    try:
+        backward = importlib.import_module(f"pallas_paged.kernels.{package}.backward")
+    except ImportError as e:
+        raise NotImplementedError(f"{implementation} has no gradient: {e}") from e
+    kernels = partial(backward.gradients, options=options, interpret=False)
+    names = DIFFERENTIATED
+    return attention_gradient(given, out, lse, d_out, None, names=names, kernels=kernels)
+
+
+def _gradient_arrays() -> tuple[Any, ...]:
+    (arrays,) = _attention_arrays("ragged", DECODE.dtype)
+    d_out = np.random.default_rng(1).standard_normal(arrays["q"].shape)
+    return arrays, d_out.astype(jnp.bfloat16)
+
+
+def _rotate_and_write(
+    layer: Any, qkv: Any, slots: Any, rotation: Any, norm: Any, *, implementation: Any
+) -> Any:
+    norms = dict(q_norm=norm, k_norm=norm)
+    return rotate_and_write_kv(
+        layer, qkv, slots, rotation=rotation, **norms, implementation=implementation
+    )
+
+
+def _write_arrays(kv_dtype: str) -> tuple[Any, ...]:
+    num_tokens, head_dim, pages_shape = 37, 128, (2, 9, 16, 128)
+    rng = np.random.default_rng(2)
+    qkv = rng.standard_normal((num_tokens, 2, 6, head_dim)).astype(jnp.bfloat16)
+    slots = rng.permutation(9 * 16)[:num_tokens].astype(np.int32)
+    slots[::5] = -1  # dropped
+    angles = rng.standard_normal((num_tokens, head_dim // 2)).astype(np.float32)
+    pages = jnp.zeros(pages_shape, kv_dtype)
+    scales = None if kv_dtype == "bfloat16" else jnp.zeros(pages_shape[:3])
+    layer = pp.LayerKV(k_pages=pages, v_pages=pages, k_scales=scales, v_scales=scales)
+    norm = rng.standard_normal(head_dim).astype(jnp.bfloat16)
+    return layer, qkv, slots, (np.cos(angles), np.sin(angles)), norm
+
+
+def _sample(logits: Any, rows: Any, lens: Any, *, implementation: Any) -> jax.Array:
+    mode = SamplingMode(draws=True, filters=2)
+    return sample(logits, rows, lens, mode, implementation=implementation)
+
+
+def _sampling_arrays() -> tuple[Any, ...]:
+    logits = np.random.default_rng(3).standard_normal((3, 5003)).astype(np.float32)
+    rows = metadata(3, top_k=50, top_p=0.9, min_p=0.01)
+    return logits, rows, np.arange(3, dtype=np.int32)
+
+
+def _linear_arrays(sizes: tuple[int, ...]) -> tuple[Any, ...]:
+    rng = np.random.default_rng(4)
+    x = rng.standard_normal((1, sizes[-1])).astype(jnp.bfloat16)
+    return x, rng.standard_normal(sizes).astype(jnp.bfloat16)
+
+
+def _norm(x: jax.Array, weight: jax.Array, *, implementation: str) -> jax.Array:
+    if implementation == "xla":  # which several rows are
+        return rms_norm(jnp.concatenate([x, x]), weight, 1e-5)[:1]
+    return rms_norm(x, weight, 1e-5)

@@ -1,0 +1,47 @@
+"""A Mosaic kernel of two warpgroups with a race, or without it, for tests of race detectors."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_paged.kernels.mosaic import ops
+
+SIZE = 128
+
+
+def copy_by_two(x: jax.Array, *, ordered: bool, interpret: bool) -> jax.Array:
+    """Return `x` f32[SIZE]: one warpgroup writes it to shared memory, the other reads it there.
+
+    Args:
+        ordered: whether the reader waits for the writer; else there is a race.
+    """
+
+    def body(x_ref, out_ref, shared, written):
+        writes = lax.axis_index("wg") == 0
+
+        @pl.when(writes)
+        def _write():
+            shared[...] = ops.load(x_ref, plgpu.Layout.WG_STRIDED((SIZE,), vec_size=1))
+            plgpu.barrier_arrive(written)
+
+        @pl.when(jnp.logical_not(writes))
+        def _read():
+            if ordered:
+                plgpu.barrier_wait(written)
+            out_ref[...] = shared[...]
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((SIZE,), jnp.float32),
+        scratch_types=(plgpu.SMEM((SIZE,), jnp.float32), plgpu.Barrier()),
+        grid=(1,),
+        grid_names=("program",),
+        num_threads=2,
+        thread_name="wg",
+        kernel_name="copy_by_two",
+        interpret=ops.interpreter(interpret),
+    )(x)

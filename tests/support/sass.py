@@ -1,0 +1,369 @@
+"""The machine code of kernels, compiled for a GPU on a machine without one.
+
+It needs the CUDA plugin of JAX and NVIDIA's compilers as wheels: the extra "sass" of the project.
+`JAX_PLATFORMS=cpu python -m tests.support.sass` prints the registers, spills and shared memory of
+every kernel, as docs/kernels.md has them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+from jax.experimental import topologies
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+from jax.interpreters import mlir
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+from jaxlib.mlir import ir
+
+from pallas_paged.dispatch import Implementation
+from pallas_paged.kernels.call import Device
+from pallas_paged.kernels.mosaic import support as mosaic_support
+from tests.support.kernel_calls import kernel_calls
+from tests.support.programs import Program, register_dialects
+
+# What XLA wants to know of a GPU. Only the compute capability, the number of SMs and the shared
+# memory change what it does here.
+_TARGET = """gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: {shared_memory}
+  shared_memory_per_block_optin: {shared_memory}
+  core_count: {num_sms} fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  memory_bandwidth: 2000000000000 l2_cache_size: 41943040 clock_rate_ghz: 1.5
+  device_memory_size: 40000000000 device_address_bits: 64
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}
+  device_vendor: "NVIDIA Corporation" name: "{kind}" model_str: "{kind}"
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{kind}"
+"""
+# XLA's own kernels have other names.
+_OURS = re.compile(
+    r"paged_decode|ragged_|attention_gradient|rotate_and_write|sampling_|linear|rms_norm"
+)
+_ENTRY = re.compile(r"Compiling entry function '(?P<name>\w+)' for 'sm_(?P<arch>\w+)'")
+_SPILLS = re.compile(r"(\d+) bytes spill stores")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_TRITON_SHARED = re.compile(r"kCustomKernel.*\] (\w+) grid: .* shared_memory: (\d+) bytes")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """A GPU to compile for."""
+
+    capability: str
+    kind: str
+    num_sms: int
+    shared_memory: int  # bytes of a program, at most
+
+    @property
+    def arch(self) -> tuple[int, int]:
+        """The compute capability as numbers."""
+        major, minor = map(int, self.capability.split("."))
+        return major, minor
+
+    @property
+    def device(self) -> Device:
+        """The device that the library chooses for."""
+        return Device(
+            platform="gpu",
+            kind=self.kind,
+            num_sms=self.num_sms,
+            compute_capability=self.capability,
+        )
+
+    @property
+    def config(self) -> str:
+        """The target as XLA wants it: a GpuTargetConfigProto."""
+        major, minor = self.arch
+        extension = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
+        numbers = dataclasses.asdict(self)
+        return _TARGET.format(major=major, minor=minor, extension=extension, **numbers)
+
+
+TARGETS = {
+    target.capability: target
+    for target in (
+        Target(capability="8.0", kind="NVIDIA A100", num_sms=108, shared_memory=166912),
+        Target(capability="8.6", kind="NVIDIA A10", num_sms=72, shared_memory=101376),
+        Target(capability="8.9", kind="NVIDIA L4", num_sms=58, shared_memory=101376),
+        Target(capability="9.0", kind="NVIDIA H200", num_sms=132, shared_memory=232448),
+        Target(capability="10.0", kind="NVIDIA B200", num_sms=148, shared_memory=232448),
+        Target(capability="12.0", kind="NVIDIA RTX PRO 6000", num_sms=188, shared_memory=101376),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What a kernel uses: registers of a thread, bytes of a thread that it spills, shared bytes."""
+
+    kernel: str
+    registers: int
+    spills: int
+    shared_memory: int
+
+
+def cuda_root() -> Path | None:
+    """Return the folder of NVIDIA's compilers in this environment, or None."""
+    if importlib.util.find_spec("jax_plugins") is None:
+        return None
+    spec = importlib.util.find_spec("nvidia")
+    places = spec.submodule_search_locations if spec else None
+    roots = [Path(place, "cu13") for place in places or ()]
+    return next((root for root in roots if (root / "bin" / "ptxas").exists()), None)
+
+
+@contextmanager
+def compiler(root: Path) -> Iterator[Callable[..., list[Usage]]]:
+    """Give a function that compiles a function of arrays for a target.
+
+    It has a ptxas that also writes what it prints into a file.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        log, fake = folder / "log", folder / "cuda"
+        (fake / "bin").mkdir(parents=True)
+        for path in [*(p for p in root.iterdir() if p.name != "bin"), *(root / "bin").iterdir()]:
+            (fake / path.relative_to(root)).symlink_to(path)
+        ptxas = fake / "bin" / "ptxas"
+        ptxas.unlink()
+        ptxas.write_text(
+            f'#!/bin/sh\n{root}/bin/ptxas -v "$@" 2> {log}.$$\nstatus=$?\n'
+            f"cat {log}.$$ >> {log}\ncat {log}.$$ >&2\nexit $status\n"
+        )
+        ptxas.chmod(0o755)
+
+        def compile_for(target: Target, function: Callable[..., Any], *shapes: Any) -> list[Usage]:
+            log.write_text("")
+            topology = topologies.get_topology_desc(
+                "", platform="cuda", target_config=target.config, topology="1x1x1"
+            )
+            sharding = SingleDeviceSharding(topology.devices[0])
+            placed = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
+            )
+            dump = folder / "dump"
+            with _traced_for(target):
+                traced = jax.jit(function).trace(*placed)
+                lowered = traced.lower(lowering_platforms=("cuda",))
+            lowered.compile(
+                compiler_options={
+                    "xla_gpu_cuda_data_dir": str(fake),
+                    "xla_gpu_enable_libnvptxcompiler": False,  # but the program above
+                    "xla_gpu_autotune_level": 0,
+                    "xla_dump_to": str(dump),
+                }
+            )
+            shared = _mosaic_shared(lowered)
+            for path in dump.glob("*thunk_sequence.txt"):
+                shared |= dict(_TRITON_SHARED.findall(path.read_text()))
+                path.unlink()
+            return list(usages_of(log.read_text(), target, shared))
+
+        before = {name: os.environ.get(name) for name in ("PATH", "MOSAIC_GPU_CUDA_ROOT")}
+        settings = {
+            "jax_compilation_cache_dir": jax.config.jax_compilation_cache_dir,
+            "jax_disable_most_optimizations": jax.config.read("jax_disable_most_optimizations"),
+        }
+        # A program from the cache would not be compiled; and the code is that of full optimization.
+        _set({"jax_compilation_cache_dir": None, "jax_disable_most_optimizations": False})
+        os.environ["PATH"] = f"{fake}/bin:{before['PATH']}"
+        os.environ["MOSAIC_GPU_CUDA_ROOT"] = str(fake)
+        try:
+            yield compile_for
+        finally:
+            _set(settings)
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+def _set(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    reset_cache()
+
+
+def _mosaic_shared(lowered: jax.stages.Lowered) -> dict[str, str]:
+    """The bytes of shared memory of each Mosaic kernel, which ptxas and XLA do not know."""
+    found: dict[str, str] = {}
+
+    def visit(op: ir.Operation) -> ir.WalkResult:
+        if op.name == "stablehlo.custom_call" and "mhlo.backend_config" in op.attributes:
+            config = ir.DictAttr(op.attributes["mhlo.backend_config"])
+            if "module" in config:
+                with mlir.make_ir_context() as context:
+                    register_dialects(context)
+                    module = ir.Module.parse(ir.StringAttr(config["module"]).value_bytes)
+                    found.update(_launch_size(module.operation))
+        return ir.WalkResult.ADVANCE
+
+    lowered.compiler_ir().operation.walk(visit)
+    return found
+
+
+def _launch_size(module: ir.Operation) -> dict[str, str]:
+    """The name of a Mosaic kernel, and the shared memory that it is launched with."""
+    name, found = ir.StringAttr(module.attributes["sym_name"]).value, {}
+
+    def visit(op: ir.Operation) -> ir.WalkResult:
+        if op.name.endswith("gpu.launch"):
+            # Dependencies, 3 sizes each of the grid, the block and the cluster, then this one.
+            counts = list(ir.DenseI32ArrayAttr(op.attributes["operandSegmentSizes"]))
+            constant = op.operands[sum(counts[:10])].owner
+            found[name] = str(ir.IntegerAttr(constant.attributes["value"]).value)
+        return ir.WalkResult.ADVANCE
+
+    module.walk(visit)
+    return found
+
+
+@contextmanager
+def _traced_for(target: Target) -> Iterator[None]:
+    """Traces for a target, whatever this machine has."""
+    abstract = AbstractDevice(device_kind=target.kind, platform="gpu", num_cores=target.num_sms)
+    here = Device.here
+    setattr(Device, "here", lambda: target.device)  # noqa: B010
+    utils = infer = None
+    if mosaic_support.why_not_jax() is None:
+        from jax.experimental.mosaic.gpu import utils
+
+        infer = utils._infer_arch
+        utils._infer_arch = lambda: target.arch  # it takes (9, 0) for a device that is abstract
+    try:
+        with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=abstract)):
+            yield
+    finally:
+        setattr(Device, "here", here)  # noqa: B010
+        if utils is not None:
+            utils._infer_arch = infer
+
+
+def usages_of(log: str, target: Target, shared: dict[str, str]) -> Iterator[Usage]:
+    """What ptxas printed of each kernel."""
+    arch = "".join(map(str, target.arch))
+    for part in log.split("ptxas info    : 0 bytes gmem")[1:]:
+        entry, spills, registers = (x.search(part) for x in (_ENTRY, _SPILLS, _REGISTERS))
+        if not (entry and spills and registers):
+            continue
+        assert entry["arch"].rstrip("a") == arch, f"compiled for sm_{entry['arch']}, not {arch}"
+        kernel = entry["name"].removesuffix("_kernel").removesuffix("_mosaic_gpu")
+        yield Usage(
+            kernel=kernel,
+            registers=int(registers[1]),
+            spills=int(spills[1]),
+            shared_memory=int(shared.get(kernel, 0)),
+        )
+
+
+def real_programs() -> list[Program]:
+    """Attention calls of real sizes, which get larger tiles than small ones do."""
+    found = []
+    for family in get_args(Implementation):
+        if family == "xla" or family.endswith("_interpret"):
+            continue
+        add = partial(Program, implementation=family)
+        for head_dim in (64, 128, 256):
+            found.append(add(function="decode", num_seqs=64, head_dim=head_dim))
+            found.append(add(function="ragged", num_tokens=4096, head_dim=head_dim))
+        found.append(add(function="ragged", num_seqs=64, num_tokens=192))
+        for kv_dtype in ("int8", "float8_e4m3fn"):
+            found.append(add(function="ragged", num_tokens=4096, kv_dtype=kv_dtype))
+    return found
+
+
+def large_programs(target: Target) -> list[Program]:
+    """Calls whose tiles must be smaller on a target with less shared memory than Hopper has."""
+    large = dict(function="ragged", implementation="triton", num_tokens=4096, head_dim=256)
+    dtypes = {"8.0": ["float32"], "8.6": ["bfloat16", "float32"]}
+    return [Program(dtype=dtype, **large) for dtype in dtypes.get(target.capability, ())]
+
+
+# For all targets: one call of each kernel that reads pages or writes them.
+FOR_ALL_TARGETS = ("decode bfloat16", "decode int8", "ragged float8_e4m3fn", "rotary write int8")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compilation:
+    """A call to compile for a target."""
+
+    target: Target
+    name: str
+    function: Callable[..., Any]
+    shapes: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return f"{self.target.capability} {self.name}"
+
+
+def compilations() -> list[Compilation]:
+    """Every kernel and calls of real sizes for 9.0; some of both for the other targets."""
+    found = []
+    for target in TARGETS.values():
+        all_kernels = target.capability == "9.0"
+        found += [
+            Compilation(target=target, name=str(call), function=call.run, shapes=call.shapes())
+            for call in kernel_calls()
+            if all_kernels or call.name in FOR_ALL_TARGETS
+        ]
+        for program in real_programs() if all_kernels else large_programs(target):
+            function, shapes = program.call_and_shapes()
+            found.append(
+                Compilation(target=target, name=program.name, function=function, shapes=(shapes,))
+            )
+    return found
+
+
+def kernels_of(usages: Sequence[Usage]) -> list[Usage]:
+    """Those of this library: XLA's kernels have other names."""
+    return [usage for usage in usages if _OURS.match(usage.kernel)]
+
+
+def main() -> None:
+    """Print a table of kernels; of code with the same numbers, the first call that has it.
+
+    Merges and plans that spill nothing are left out.
+    """
+    root = cuda_root()
+    if root is None:
+        sys.exit("this environment has no CUDA compilers: pip install '.[sass]'")
+    print("| target | call | kernel | registers | bytes spilled | KB of shared memory |")
+    print("|---|---|---|---|---|---|")
+    seen = set()
+    with compiler(root) as compile_for:
+        for one in compilations():
+            try:
+                usages = compile_for(one.target, one.function, *one.shapes)
+            except NotImplementedError:
+                continue
+            for x in sorted(kernels_of(usages), key=lambda x: x.kernel):
+                family = one.name.split()[0]
+                if x.kernel.endswith(("_merge", "_plan")) and not x.spills:
+                    continue
+                if (one.target, family, x) not in seen:
+                    seen.add((one.target, family, x))
+                    numbers = f"{x.registers} | {x.spills} | {x.shared_memory / 1024:.0f}"
+                    place = f"{one.target.capability} | {one.name}"
+                    print(f"| {place} | `{x.kernel}` | {numbers} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""The library in a JAX without the Triton lowering of Pallas.
+
+A process that hides Triton runs these tests: the first test starts one, and so does
+`TESTS_WITHOUT_TRITON=1 python -m pytest`, for any tests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_paged as pp
+from pallas_paged import dispatch
+from pallas_paged.engine import Engine, EngineConfig, SamplingParams
+from pallas_paged.kernels.mosaic import support as mosaic_support
+from tests.support import without_triton
+from tests.support.attention_cases import mosaic_case
+from tests.support.attention_oracle import relative_error
+from tests.support.devices import A100, CPU, lower_for_cuda
+from tests.support.kernel_calls import kernel_calls
+from tests.support.marks import slow
+from tests.support.plain_model import PlainModel, greedy_tokens
+from tests.support.static_calls import DECODE, PREFILL
+
+hidden = pytest.mark.skipif(
+    not without_triton.is_hidden(), reason="runs in a process that hides Triton"
+)
+needs_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="the Mosaic GPU kernels need JAX 0.11"
+)
+# One of each kernel that Triton has: what `None` does in its place.
+NAMES = {
+    "decode bfloat16", "decode int8", "ragged with options", "cascade float8_e4m3fn",
+    "rotary write int8", "sampling", "linear", "RMS norm",
+}  # fmt: skip
+CALLS = {call.name: call for call in kernel_calls() if call.name in NAMES}
+
+
+@pytest.mark.skipif(without_triton.is_hidden(), reason="Triton is hidden already")
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="two processes share the GPU's memory")
+def test_in_a_process_that_hides_triton():
+    root = Path(__file__).parents[1]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-n", "0", Path(__file__)],
+        env=os.environ | {without_triton.VARIABLE: "1"},
+        cwd=root,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    assert " passed" in run.stdout
+
+
+@hidden
+class TestHidden:
+    def test_import_brings_no_triton(self):
+        assert not [name for name in without_triton.HIDDEN if name in sys.modules]
+        with pytest.raises(ImportError, match="triton"):
+            from jax.experimental.pallas import triton  # noqa: F401
+
+    @needs_mosaic
+    @pytest.mark.parametrize("call", [PREFILL, DECODE], ids=["ragged", "decode"])
+    def test_none_is_mosaic_on_a_hopper_gpu(self, call):
+        assert dispatch.best_implementation(call) == "mosaic_gpu"
+        small = dataclasses.replace(call, num_seqs=1, max_kv_len=256, num_tokens=1)
+        assert dispatch.best_implementation(small) == "mosaic_gpu"
+
+    @pytest.mark.parametrize("call", [PREFILL, DECODE], ids=["ragged", "decode"])
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"device": A100},
+            {"device": CPU},
+            {"head_dim": 80},
+            {"page_size": 4},
+            {"dtype": jnp.dtype(jnp.float32), "kv_dtype": jnp.dtype(jnp.float32)},
+            {"kv_dtype": jnp.dtype(jnp.int8)},
+        ],
+        ids=str,
+    )
+    def test_none_can_do_every_call(self, call, changes):
+        call = dataclasses.replace(call, **changes)
+        chosen = dispatch.best_implementation(call)
+        assert not chosen.startswith("triton")
+        assert dispatch.BACKENDS[chosen].why_not(call) is None
+
+    @pytest.mark.parametrize("name", sorted(CALLS))
+    def test_none_lowers_for_a_hopper_gpu_without_triton(self, name):
+        call = CALLS[name]
+        run = dataclasses.replace(call, family=None).run
+        text = lower_for_cuda(run, *call.shapes()).as_text()
+        assert "triton" not in text
+        if name in ("decode bfloat16", "ragged with options") and not mosaic_support.why_not_jax():
+            assert "custom_call @mosaic_gpu" in text
+
+    @pytest.mark.parametrize("name", ["decode bfloat16", "rotary write int8", "sampling"])
+    @pytest.mark.parametrize("family", ["triton", "triton_interpret"])
+    def test_a_kernel_by_name_is_refused_with_the_reason(self, name, family):
+        call = dataclasses.replace(CALLS[name], family=family)
+        message = f"implementation='{family}' needs (the Triton lowering of Pallas|a GPU)"
+        with pytest.raises(NotImplementedError, match=message):
+            call.run(*call.make())
+
+    @needs_mosaic
+    @pytest.mark.parametrize("num_queries", [3, *slow([130])])  # by XLA, by Mosaic
+    def test_a_mosaic_call_has_a_gradient(self, monkeypatch, num_queries):
+        monkeypatch.setattr(mosaic_support, "MAKES_GRADIENTS", True)
+        lens = dict(seq_lens=(num_queries + 9, 1), q_lens=(num_queries, 1), pages_per_seq=10)
+        case = mosaic_case(num_q_heads=2, num_kv_heads=1, **lens)
+        q, k_pages, v_pages, *rest = (jnp.asarray(x) for x in case.make())
+
+        def loss(differentiated, implementation):
+            out = pp.ragged_paged_attention(*differentiated, *rest, implementation=implementation)
+            return jnp.sin(out.astype(jnp.float32)).sum()
+
+        at = q, k_pages, v_pages
+        kernels, reference = (jax.grad(loss)(at, name) for name in ("mosaic_gpu_interpret", "xla"))
+        for got, want in zip(kernels, reference, strict=True):
+            assert relative_error(got, np.asarray(want, np.float64)) < 0.01
+
+    def test_the_engine_serves(self):
+        model, prompt = PlainModel(), [5, 2, 3, 7]
+        params = model.init(jax.random.key(0))
+        config = EngineConfig(num_pages=32, max_num_seqs=2, max_num_batched_tokens=16)
+        engine = Engine(model, params, config=config)
+        greedy = SamplingParams(max_tokens=6, temperature=0.0)
+        drawn = SamplingParams(max_tokens=6, temperature=1.0, top_p=0.9, seed=1)
+        first, second = engine.generate([prompt, prompt], [greedy, drawn])
+        assert first.outputs[0].token_ids == greedy_tokens(model, params, prompt, 6)
+        assert len(second.outputs[0].token_ids) == 6

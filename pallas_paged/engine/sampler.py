@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from pallas_paged.engine.logprobs import check_logits
 from pallas_paged.engine.sampling_filters import find_limits
@@ -22,6 +23,7 @@ from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from pallas_paged.kernels import sampling_noise
 from pallas_paged.kernels.call import Device
 from pallas_paged.kernels.triton import implementation as triton
+from pallas_paged.peers import Peers, gather
 
 # How to sample; the kernels are for one GPU, the other two give their tokens on any device.
 SamplingImplementation = Literal["triton", "triton_interpret", "xla"]
@@ -220,6 +222,7 @@ def sample(
     mode: SamplingMode,
     *,
     implementation: SamplingImplementation | None = None,
+    peers: Peers | None = None,
 ) -> jax.Array:
     """Choose the next token of each row.
 
@@ -236,6 +239,7 @@ def sample(
         mode: static.
         implementation: static; `"triton"` and `"triton_interpret"` are kernels that need all of a
             row on one device, `"xla"` may have the vocabulary cut over devices. None chooses.
+        peers: of these devices.
 
     Returns:
         `i32[S]` tokens; -1 for a row whose largest logit is NaN or infinite.
@@ -244,7 +248,7 @@ def sample(
         ValueError: the logits are not `f32[S, V]`.
     """
     check_logits(logits)
-    best, tokens = _largest(logits)
+    best, tokens = _largest(logits) if peers is None else _largest_of_all(logits, peers)
     if mode.draws:
         metadata = jax.tree.map(jnp.asarray, metadata)
         if implementation is None:
@@ -325,12 +329,29 @@ def _largest(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     One reduction finds both, where a maximum and an argmax would be two.
     """
 
-    def larger(x: tuple[jax.Array, ...], y: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        is_x = (x[0] > y[0]) | (x[0] != x[0]) | ((x[0] == y[0]) & (x[1] < y[1]))  # NaN is largest
-        return tuple(lax.select(is_x, a, b) for a, b in zip(x, y, strict=True))
-
     places = lax.broadcasted_iota(jnp.int32, values.shape, 1)
-    best, place = lax.reduce((values, places), (np.float32(-np.inf), np.int32(0)), larger, (1,))
+    best, place = lax.reduce((values, places), (np.float32(-np.inf), np.int32(0)), _larger, (1,))
+    return best, place
+
+
+def _larger(x: tuple[jax.Array, ...], y: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    is_x = (x[0] > y[0]) | (x[0] != x[0]) | ((x[0] == y[0]) & (x[1] < y[1]))  # NaN is largest
+    return tuple(lax.select(is_x, a, b) for a, b in zip(x, y, strict=True))
+
+
+def _largest_of_all(values: jax.Array, peers: Peers) -> tuple[jax.Array, jax.Array]:
+    """Return `_largest` of values that are cut along V; each device sends its own."""
+    if values.shape[1] % peers.mesh.size:  # then they are whole on every device
+        return _largest(values)
+
+    def local(total: Any, values: jax.Array) -> tuple[jax.Array, ...]:
+        best, place = _largest(values)
+        place += lax.axis_index(peers.axis) * values.shape[1]
+        found = gather(total, jnp.stack([best, place.astype(jnp.float32)]), peers.axis)
+        pairs = (found[:, 0], found[:, 1].astype(jnp.int32))  # f32 has all integers up to 2**24
+        return lax.reduce(pairs, (np.float32(-np.inf), np.int32(0)), _larger, (0,))
+
+    best, place = peers.run(local, (PartitionSpec(None, peers.axis),), values)
     return best, place
 
 

@@ -1,0 +1,179 @@
+"""Sums and gathers of small arrays over the devices of a mesh, as decode steps need them.
+
+XLA finds the collectives of a program from its shardings, and gives them to NCCL, which the host
+starts one by one. The functions here run in `shard_map` instead. On the GPUs of one process they
+are a kernel that writes into the memory of the other GPUs, see `kernels.mosaic.all_reduce`. So a
+loop of decode steps is one CUDA graph, as it is on one GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_paged.kernels.call import Device
+from pallas_paged.kernels.mosaic import support
+from pallas_paged.linear import linear
+
+MAX_BYTES = 2 << 20  # of an array on two devices that the kernel adds up; NCCL does larger ones
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Peers:
+    """The memory of devices that write to one another.
+
+    Attributes:
+        addresses: `i32[N, 2 * N + 2]`, cut over the N devices: as `all_reduce` takes them.
+        memory: `i32[N, size]`, cut over the devices: where the others write.
+        mesh: of one axis.
+        capacity: bytes of the largest array that the memory is made for; 0: JAX's collectives do
+            all.
+    """
+
+    addresses: jax.Array
+    memory: jax.Array
+    mesh: Mesh = dataclasses.field(metadata={"static": True})
+    capacity: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def axis(self) -> str:
+        return self.mesh.axis_names[0]
+
+    def run(self, local: Any, specs: Any, *arrays: jax.Array) -> Any:
+        """Run `local` on each device's part of arrays, after a function that adds up over devices.
+
+        Results of `local` are whole on every device.
+        """
+        cut = PartitionSpec(self.axis)
+
+        def body(addresses: jax.Array, memory: jax.Array, *arrays: jax.Array) -> Any:
+            return local(functools.partial(self._sum, addresses, memory), *arrays)
+
+        run = jax.shard_map(
+            body,
+            mesh=self.mesh,
+            in_specs=(cut, cut, *specs),
+            out_specs=PartitionSpec(),
+            check_vma=False,  # which can't know that sums are alike
+        )
+        return run(self.addresses, self.memory, *arrays)
+
+    def _sum(self, addresses: jax.Array, memory: jax.Array, x: jax.Array) -> jax.Array:
+        num_bytes = x.size * x.dtype.itemsize
+        fits = num_bytes <= self.capacity and num_bytes % 8 == 0
+        if not fits or x.dtype not in (jnp.bfloat16, jnp.float32):
+            return lax.psum(x, self.axis)
+        from pallas_paged.kernels.mosaic.all_reduce import all_reduce
+
+        with jax.enable_x64(False):
+            return all_reduce(x, addresses.reshape(-1), memory, capacity=self.capacity)
+
+
+def create_peers(mesh: Mesh) -> Peers:
+    """Return the memory for sums over a mesh of one axis; without the kernel where it can't run."""
+    size = mesh.size
+    cut = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
+    if why_no_kernel(mesh) is not None:
+        none = np.zeros((size, 1), np.int32)
+        put = functools.partial(jax.make_array_from_callback, none.shape, cut)
+        return Peers(
+            addresses=put(lambda index: none[index]),
+            memory=put(lambda index: none[index]),
+            mesh=mesh,
+            capacity=0,
+        )
+    from pallas_paged.kernels.mosaic.all_reduce import memory_bytes
+
+    capacity = MAX_BYTES // (size - 1)
+    shape = size, memory_bytes(size, capacity) // 4
+    memory = jax.jit(lambda: jnp.zeros(shape, jnp.int32), out_shardings=cut)()
+    memory.block_until_ready()
+    by_device = {shard.device: shard.data for shard in memory.addressable_shards}
+    pointers = [by_device[device].unsafe_buffer_pointer() for device in mesh.devices.flat]
+    rows = [[*pointers, rank] for rank in range(size)]
+    addresses = jax.device_put(np.array(rows, np.uint64).view(np.int32), cut)
+    return Peers(addresses=addresses, memory=memory, mesh=mesh, capacity=capacity)
+
+
+def why_no_kernel(mesh: Mesh) -> str | None:
+    """Return why the devices of a mesh can't add up by the kernel, or None."""
+    devices = mesh.devices.flatten().tolist()
+    if len(devices) == 1:
+        return "there is one device"
+    if {device.process_index for device in devices} != {jax.process_index()}:
+        return "devices of other processes have addresses of their own"
+    reason = support.why_not_jax() or support.why_not_device(Device.here())
+    if reason is not None:
+        return reason
+    return None if _can_access(devices) else "a GPU can't access the memory of another"
+
+
+def _can_access(devices: list[Any]) -> bool:
+    """Return whether each GPU can access the memory of all others, by the CUDA driver."""
+    try:
+        ask = ctypes.CDLL("libcuda.so.1").cuDeviceCanAccessPeer
+    except (OSError, AttributeError):
+        return False
+    found, ids = ctypes.c_int(), [device.local_hardware_id for device in devices]
+    return all(
+        ask(ctypes.byref(found), a, b) == 0 and found.value for a in ids for b in ids if a != b
+    )
+
+
+def row_linear(x: jax.Array, weight: jax.Array, peers: Peers | None) -> jax.Array:
+    """Return `x @ weight.T` of which each device has a part of the columns of both.
+
+    Args:
+        x: `[..., K]`, K cut over the devices.
+        weight: `[N, K]`, likewise.
+        peers: of the devices; None is for one device.
+
+    Returns:
+        `[..., N]`, whole on every device.
+    """
+    if peers is None:
+        return linear(x, weight)
+    specs = (
+        PartitionSpec(*[None] * (x.ndim - 1), peers.axis),
+        PartitionSpec(None, peers.axis),
+    )
+    return peers.run(lambda total, x, weight: total(linear(x, weight)), specs, x, weight)
+
+
+def embed(token_ids: jax.Array, table: jax.Array, peers: Peers | None) -> jax.Array:
+    """Return `table[token_ids]` of a table of which each device has some rows.
+
+    Args:
+        token_ids: `i32[T]`, in range.
+        table: `[V, E]`, V cut over the devices.
+        peers: of the devices; None is for one device.
+
+    Returns:
+        `[T, E]`, whole on every device.
+    """
+    if peers is None:
+        return table[token_ids]
+
+    def local(total: Any, token_ids: jax.Array, table: jax.Array) -> jax.Array:
+        rows = token_ids - lax.axis_index(peers.axis) * table.shape[0]
+        # Others have the rows that are not here.
+        rows = jnp.where(rows < 0, table.shape[0], rows)
+        return total(table.at[rows].get(mode="fill", fill_value=0))
+
+    return peers.run(local, (PartitionSpec(), PartitionSpec(peers.axis)), token_ids, table)
+
+
+def gather(total: Any, x: jax.Array, axis: str) -> jax.Array:
+    """Return the f32 `x` of all devices `[N, ...]`; for use in `Peers.run`."""
+    size, index = lax.axis_size(axis), lax.axis_index(axis)
+    is_here = (jnp.arange(size) == index).reshape(-1, *[1] * x.ndim)
+    return total(jnp.where(is_here, x, 0.0))

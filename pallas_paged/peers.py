@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,14 +48,14 @@ class Peers:
         return self.mesh.axis_names[0]
 
     def run(self, local: Any, specs: Any, *arrays: jax.Array) -> Any:
-        """Run `local` on each device's part of arrays, after a function that adds up over devices.
+        """Run `local` on each device's part of arrays, after a `Group` of the device.
 
         Results of `local` are whole on every device.
         """
         cut = PartitionSpec(self.axis)
 
         def body(addresses: jax.Array, memory: jax.Array, *arrays: jax.Array) -> Any:
-            return local(functools.partial(self._sum, addresses, memory), *arrays)
+            return local(Group(self.axis, self.capacity, addresses.reshape(-1), memory), *arrays)
 
         run = jax.shard_map(
             body,
@@ -67,7 +66,22 @@ class Peers:
         )
         return run(self.addresses, self.memory, *arrays)
 
-    def _sum(self, addresses: jax.Array, memory: jax.Array, x: jax.Array) -> jax.Array:
+
+class Group(NamedTuple):
+    """The devices as one of them sees them in `Peers.run`; `Peers` has the attributes."""
+
+    axis: str
+    capacity: int
+    addresses: jax.Array
+    memory: jax.Array
+
+    @property
+    def index(self) -> jax.Array:
+        """The place of this device, `i32[]`."""
+        return self.addresses[-2]
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """Return the sum of `x` over the devices."""
         num_bytes = x.size * x.dtype.itemsize
         fits = num_bytes <= self.capacity and num_bytes % 8 == 0
         if not fits or x.dtype not in (jnp.bfloat16, jnp.float32):
@@ -75,32 +89,32 @@ class Peers:
         from pallas_paged.kernels.mosaic.all_reduce import all_reduce
 
         with jax.enable_x64(False):
-            return all_reduce(x, addresses.reshape(-1), memory, capacity=self.capacity)
+            return all_reduce(x, self.addresses, self.memory, capacity=self.capacity)
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """Return the f32 `x` of all devices, `[N, ...]`."""
+        places = jnp.arange(self.addresses.size // 2 - 1).reshape(-1, *[1] * x.ndim)
+        return self.sum(jnp.where(places == self.index, x, 0.0))
 
 
 def create_peers(mesh: Mesh) -> Peers:
     """Return the memory for sums over a mesh of one axis; without the kernel where it can't run."""
-    size = mesh.size
-    cut = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
-    if why_no_kernel(mesh) is not None:
-        none = np.zeros((size, 1), np.int32)
-        put = functools.partial(jax.make_array_from_callback, none.shape, cut)
-        return Peers(
-            addresses=put(lambda index: none[index]),
-            memory=put(lambda index: none[index]),
-            mesh=mesh,
-            capacity=0,
-        )
-    from pallas_paged.kernels.mosaic.all_reduce import memory_bytes
+    size, capacity, num_bytes = mesh.size, 0, 4
+    if why_no_kernel(mesh) is None:
+        from pallas_paged.kernels.mosaic.all_reduce import memory_bytes
 
-    capacity = MAX_BYTES // (size - 1)
-    shape = size, memory_bytes(size, capacity) // 4
+        capacity = MAX_BYTES // (size - 1)
+        num_bytes = memory_bytes(size, capacity)
+    cut = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
+    shape = size, num_bytes // 4
     memory = jax.jit(lambda: jnp.zeros(shape, jnp.int32), out_shardings=cut)()
-    memory.block_until_ready()
-    by_device = {shard.device: shard.data for shard in memory.addressable_shards}
-    pointers = [by_device[device].unsafe_buffer_pointer() for device in mesh.devices.flat]
-    rows = [[*pointers, rank] for rank in range(size)]
-    addresses = jax.device_put(np.array(rows, np.uint64).view(np.int32), cut)
+    pointers = [0] * size
+    if capacity:
+        memory.block_until_ready()
+        parts = {shard.device: shard.data for shard in memory.addressable_shards}
+        pointers = [parts[device].unsafe_buffer_pointer() for device in mesh.devices.flat]
+    rows = np.array([[*pointers, rank] for rank in range(size)], np.uint64).view(np.int32)
+    addresses = jax.make_array_from_callback(rows.shape, cut, lambda index: rows[index])
     return Peers(addresses=addresses, memory=memory, mesh=mesh, capacity=capacity)
 
 
@@ -146,7 +160,7 @@ def row_linear(x: jax.Array, weight: jax.Array, peers: Peers | None) -> jax.Arra
         PartitionSpec(*[None] * (x.ndim - 1), peers.axis),
         PartitionSpec(None, peers.axis),
     )
-    return peers.run(lambda total, x, weight: total(linear(x, weight)), specs, x, weight)
+    return peers.run(lambda group, x, weight: group.sum(linear(x, weight)), specs, x, weight)
 
 
 def embed(token_ids: jax.Array, table: jax.Array, peers: Peers | None) -> jax.Array:
@@ -163,17 +177,10 @@ def embed(token_ids: jax.Array, table: jax.Array, peers: Peers | None) -> jax.Ar
     if peers is None:
         return table[token_ids]
 
-    def local(total: Any, token_ids: jax.Array, table: jax.Array) -> jax.Array:
-        rows = token_ids - lax.axis_index(peers.axis) * table.shape[0]
+    def local(group: Group, token_ids: jax.Array, table: jax.Array) -> jax.Array:
+        rows = token_ids - group.index * table.shape[0]
         # Others have the rows that are not here.
         rows = jnp.where(rows < 0, table.shape[0], rows)
-        return total(table.at[rows].get(mode="fill", fill_value=0))
+        return group.sum(table.at[rows].get(mode="fill", fill_value=0))
 
     return peers.run(local, (PartitionSpec(), PartitionSpec(peers.axis)), token_ids, table)
-
-
-def gather(total: Any, x: jax.Array, axis: str) -> jax.Array:
-    """Return the f32 `x` of all devices `[N, ...]`; for use in `Peers.run`."""
-    size, index = lax.axis_size(axis), lax.axis_index(axis)
-    is_here = (jnp.arange(size) == index).reshape(-1, *[1] * x.ndim)
-    return total(jnp.where(is_here, x, 0.0))

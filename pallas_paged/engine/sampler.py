@@ -23,7 +23,7 @@ from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from pallas_paged.kernels import sampling_noise
 from pallas_paged.kernels.call import Device
 from pallas_paged.kernels.triton import implementation as triton
-from pallas_paged.peers import Peers, gather
+from pallas_paged.peers import Group, Peers
 
 # How to sample; the kernels are for one GPU, the other two give their tokens on any device.
 SamplingImplementation = Literal["triton", "triton_interpret", "xla"]
@@ -344,10 +344,10 @@ def _largest_of_all(values: jax.Array, peers: Peers) -> tuple[jax.Array, jax.Arr
     if values.shape[1] % peers.mesh.size:  # then they are whole on every device
         return _largest(values)
 
-    def local(total: Any, values: jax.Array) -> tuple[jax.Array, ...]:
+    def local(group: Group, values: jax.Array) -> tuple[jax.Array, ...]:
         best, place = _largest(values)
-        place += lax.axis_index(peers.axis) * values.shape[1]
-        found = gather(total, jnp.stack([best, place.astype(jnp.float32)]), peers.axis)
+        place += group.index * values.shape[1]
+        found = group.gather(jnp.stack([best, place.astype(jnp.float32)]))
         pairs = (found[:, 0], found[:, 1].astype(jnp.int32))  # f32 has all integers up to 2**24
         return lax.reduce(pairs, (np.float32(-np.inf), np.int32(0)), _larger, (0,))
 

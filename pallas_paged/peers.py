@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,8 @@ class Peers:
         return run(self.addresses, self.memory, *arrays)
 
 
-class Group(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Group:
     """The devices as one of them sees them in `Peers.run`; `Peers` has the attributes."""
 
     axis: str

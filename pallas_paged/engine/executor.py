@@ -101,7 +101,8 @@ class Executor:
         self._counts: TokenCounts | None = None
         shardings = None if placement.mesh is None else Shardings.of(self.state)
         self._step = make_step(model, weights.structure, config.implementation, shardings)
-        self._peers = None if placement.num_devices == 1 else create_peers(placement.mesh)
+        mesh = placement.mesh
+        self._peers = None if mesh is None or mesh.size == 1 else create_peers(mesh)
         self._update_table, self._set_slots = update_table, set_slots
         self._count_tokens = _count_tokens
         self._fork: Callable[..., EngineState] = fork

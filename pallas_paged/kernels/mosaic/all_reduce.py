@@ -155,7 +155,7 @@ def _kernel(x_ref: Any, peers_ref: Any, memory_ref: Any, out_ref: Any, *, code: 
     plgpu.griddepcontrol_wait()
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType()))
-    def run(_, *refs: Any) -> None:
+    def run(_, *refs):
         from jax.experimental.mosaic.gpu import utils
 
         pointers = map(utils.memref_ptr, refs)

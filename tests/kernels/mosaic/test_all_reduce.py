@@ -7,7 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 if jax.__version_info__ < (0, 11):
@@ -21,7 +21,8 @@ CAPACITY = 1 << 20
 
 def lowered(dtype, shape, num_devices) -> str:
     """The text of a program that adds up on each device."""
-    mesh = AbstractMesh((num_devices,), ("tensor",), abstract_device=H200)
+    kinds = (AxisType.Auto,)
+    mesh = AbstractMesh((num_devices,), ("tensor",), kinds, abstract_device=H200)
 
     def local(x, peers, memory):
         return all_reduce(x[0], peers.reshape(-1), memory, capacity=CAPACITY)

@@ -26,7 +26,6 @@ from pallas_paged.rms_norm import rms_norm
 # Cache of one layer: its pages, or K and V [B, max_len, Hkv, D] of a contiguous cache.
 LayerCache = pp.LayerKV | tuple[jax.Array, jax.Array]
 Dropout = Callable[[jax.Array], jax.Array]
-Product = Callable[[jax.Array, jax.Array], jax.Array]  # of x and a weight, as `linear`
 
 
 class Attend(Protocol):
@@ -75,10 +74,18 @@ class ParallelAttend(Attend, Protocol):
     def embed(self, token_ids: jax.Array, table: jax.Array) -> jax.Array:
         """table[token_ids], where each device has a part of the rows."""
 
+    def row_linear_norm(
+        self, x: jax.Array, weight: jax.Array, residual: jax.Array, norm: jax.Array, eps: float
+    ) -> tuple[jax.Array, jax.Array]:
+        """residual + row_linear(x, weight), and its RMS norm."""
+
 
 def identity(x: jax.Array) -> jax.Array:
     """No dropout."""
     return x
+
+
+Normed = tuple[jax.Array, jax.Array]  # x, and its norm for the next product
 
 
 class Linear(nnx.Module):
@@ -96,11 +103,11 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(_normal(rngs, (*out_shape, in_size), stddev, dtype))
         self.bias = nnx.Param(jnp.zeros(out_shape, dtype)) if bias else None
 
-    def __call__(self, x: jax.Array, product: Product = linear) -> jax.Array:
+    def __call__(self, x: jax.Array) -> jax.Array:
         weight = self.weight[...]
         *out_shape, in_size = weight.shape
         # A matrix: XLA would transpose, hence copy, a weight that has several output axes.
-        out = product(x, weight.reshape(-1, in_size)).reshape(*x.shape[:-1], *out_shape)
+        out = linear(x, weight.reshape(-1, in_size)).reshape(*x.shape[:-1], *out_shape)
         return out if self.bias is None else out + self.bias[...]
 
 
@@ -123,6 +130,10 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, self.weight[...], self.eps)
+
+
+# Adds the product of a last weight to the residual, and norms the result.
+Add = Callable[[Linear, jax.Array], Normed]
 
 
 class Attention(nnx.Module):
@@ -156,8 +167,8 @@ class Attention(nnx.Module):
         self.q_norm, self.k_norm = head_norm(), head_norm()
 
     def __call__(
-        self, x: jax.Array, rotation: Rotation, attend: Attend, cache: LayerCache | None
-    ) -> tuple[jax.Array, LayerCache | None]:
+        self, x: jax.Array, rotation: Rotation, attend: Attend, cache: LayerCache | None, add: Add
+    ) -> tuple[Normed, LayerCache | None]:
         qkv = self.qkv_proj(x)  # [..., Hkv, Hq / Hkv + 2, D]
         window = self.sliding_window
         how: dict[str, Any] = {"rotation": rotation, "eps": self.config.rms_norm_eps}
@@ -168,7 +179,7 @@ class Attention(nnx.Module):
             out, cache = attend.fused(qkv, cache, **how, sliding_window=window)
         else:
             out, cache = attend(*pp.split_qkv(qkv, **how), cache, sliding_window=window)
-        return self.o_proj(out.reshape(*x.shape[:-1], -1), row_product(attend)), cache
+        return add(self.o_proj, out.reshape(*x.shape[:-1], -1)), cache
 
 
 class MLP(nnx.Module):
@@ -183,9 +194,8 @@ class MLP(nnx.Module):
             size, hidden_size, stddev=_residual_stddev(config), dtype=dtype, rngs=rngs
         )
 
-    def __call__(self, x: jax.Array, product: Product = linear) -> jax.Array:
-        # Of [I, 2, E]: SwiGLU.
-        return self.down_proj(linear(x, self.gate_up_proj.weight[...]), product)
+    def __call__(self, x: jax.Array, add: Add) -> Normed:
+        return add(self.down_proj, linear(x, self.gate_up_proj.weight[...]))  # of [I, 2, E]: SwiGLU
 
 
 class DecoderLayer(nnx.Module):
@@ -200,16 +210,29 @@ class DecoderLayer(nnx.Module):
 
     def __call__(
         self,
-        x: jax.Array,
+        x: Normed,
         rotation: Rotation,
         attend: Attend,
         cache: LayerCache | None,
+        next_norm: jax.Array,
         dropout: Dropout,
-    ) -> tuple[jax.Array, LayerCache | None]:
-        out, cache = self.self_attn(self.input_layernorm(x), rotation, attend, cache)
-        x = x + dropout(out)
-        out = self.mlp(self.post_attention_layernorm(x), row_product(attend))
-        return x + dropout(out), cache
+    ) -> tuple[Normed, LayerCache | None]:
+        """x and its input_layernorm, to the result and its norm with the weight `next_norm`."""
+
+        def adding(x: jax.Array, norm: jax.Array) -> Add:
+            eps = self.input_layernorm.eps
+
+            def add(last: Linear, out: jax.Array) -> Normed:
+                if isinstance(attend, ParallelAttend) and dropout is identity and last.bias is None:
+                    return attend.row_linear_norm(out, last.weight[...], x, norm, eps)
+                y = x + dropout(last(out))
+                return y, rms_norm(y, norm, eps)
+
+            return add
+
+        norm = self.post_attention_layernorm.weight[...]
+        x, cache = self.self_attn(x[1], rotation, attend, cache, adding(x[0], norm))
+        return self.mlp(x[1], adding(x[0], next_norm)), cache
 
 
 class Decoder(nnx.Module):
@@ -263,11 +286,12 @@ class Decoder(nnx.Module):
         def run(
             structure: nnx.GraphDef[DecoderLayer],
             weights: nnx.State,
-            x: jax.Array,
+            x: Normed,
             layer_cache: LayerCache | None,
-        ) -> tuple[jax.Array, LayerCache | None]:
+            next_norm: jax.Array,
+        ) -> tuple[Normed, LayerCache | None]:
             layer = nnx.merge(structure, weights)
-            return layer(x, angles, attend, layer_cache, dropout)
+            return layer(x, angles, attend, layer_cache, next_norm, dropout)
 
         if dropout is identity:
             # Layers of one structure are then traced and lowered once: a step of 28 layers in 0.3
@@ -279,23 +303,21 @@ class Decoder(nnx.Module):
         else:
             x = table(tokens)
         x = dropout(x)  # [..., E]
+        norms = [*(layer.input_layernorm for layer in self.layers), self.norm]
+        normed = (x, norms[0](x))
         new_caches: list[LayerCache] = []
         for index, layer in enumerate(self.layers):
             layer_cache = None if cache is None else cache[index]
-            x, new_cache = run(*nnx.split(layer), x, layer_cache)
+            next_norm = norms[index + 1].weight[...]
+            normed, new_cache = run(*nnx.split(layer), normed, layer_cache, next_norm)
             if new_cache is not None:
                 new_caches.append(new_cache)
-        return self.norm(x), None if cache is None else tuple(new_caches)
+        return normed[1], None if cache is None else tuple(new_caches)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Scores of the next token: hidden [..., E] to f32[..., V]."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         return linear(hidden, head.weight[...], preferred_element_type=jnp.float32)
-
-
-def row_product(attend: Attend) -> Product:
-    """Return the product with a weight whose inputs the devices of a mesh share."""
-    return attend.row_linear if isinstance(attend, ParallelAttend) else linear
 
 
 def dense_attend() -> Attend:

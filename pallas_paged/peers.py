@@ -21,7 +21,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_paged.kernels.call import Device
 from pallas_paged.kernels.mosaic import support
 from pallas_paged.linear import linear
+from pallas_paged.rms_norm import rms_norm
 
+_PACKET = 8  # bytes of data
 MAX_BYTES = 2 << 20  # of an array on two devices that the kernel adds up; NCCL does larger ones
 
 
@@ -83,14 +85,41 @@ class Group:
 
     def sum(self, x: jax.Array) -> jax.Array:
         """Return the sum of `x` over the devices."""
-        num_bytes = x.size * x.dtype.itemsize
-        fits = num_bytes <= self.capacity and num_bytes % 8 == 0
-        if not fits or x.dtype not in (jnp.bfloat16, jnp.float32):
+        rows = x if x.ndim == 2 and _packets(x) else x.reshape(1, -1)
+        if self._why_not(rows) is not None:
             return lax.psum(x, self.axis)
+        (out,) = self._kernel(rows)
+        return out.reshape(x.shape)
+
+    def add_and_norm(
+        self, x: jax.Array, residual: jax.Array, weight: jax.Array, eps: float
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return `residual` `[T, E]` plus the sum of `x`, and its RMS norm."""
+        kinds = {x.dtype, residual.dtype, weight.dtype}
+        if kinds == {jnp.dtype(jnp.bfloat16)} and self._why_not(x) is None:
+            out, normed = self._kernel(x, residual, weight, eps=eps)
+            return out, normed
+        out = residual + self.sum(x)
+        return out, rms_norm(out, weight, eps)
+
+    def _why_not(self, x: jax.Array) -> str | None:
+        """Return why the kernel can't add up `x` `[rows, E]`, or None."""
+        from pallas_paged.kernels.mosaic.config import REDUCE_ROWS
+
+        if x.size * x.dtype.itemsize > self.capacity or x.shape[0] > REDUCE_ROWS:
+            return "is too large"
+        if x.dtype not in (jnp.bfloat16, jnp.float32):
+            return "has another dtype"
+        return None if _packets(x) else "has rows that are not made of packets"
+
+    def _kernel(self, *arrays: jax.Array, eps: float = 0.0) -> tuple[jax.Array, ...]:
         from pallas_paged.kernels.mosaic.all_reduce import all_reduce
 
+        x, *others = arrays
         with jax.enable_x64(False):
-            return all_reduce(x, self.addresses, self.memory, capacity=self.capacity)
+            return all_reduce(
+                x, self.addresses, self.memory, *others, eps=eps, capacity=self.capacity
+            )
 
     def gather(self, x: jax.Array) -> jax.Array:
         """Return the f32 `x` of all devices, `[N, ...]`."""
@@ -148,20 +177,44 @@ def row_linear(x: jax.Array, weight: jax.Array, peers: Peers | None) -> jax.Arra
     """Return `x @ weight.T` of which each device has a part of the columns of both.
 
     Args:
-        x: `[..., K]`, K cut over the devices.
+        x: `[T, K]`, K cut over the devices.
         weight: `[N, K]`, likewise.
         peers: of the devices; None is for one device.
 
     Returns:
-        `[..., N]`, whole on every device.
+        `[T, N]`, whole on every device.
     """
     if peers is None:
         return linear(x, weight)
-    specs = (
-        PartitionSpec(*[None] * (x.ndim - 1), peers.axis),
-        PartitionSpec(None, peers.axis),
-    )
-    return peers.run(lambda group, x, weight: group.sum(linear(x, weight)), specs, x, weight)
+    cut = PartitionSpec(None, peers.axis)
+    return peers.run(lambda group, x, weight: group.sum(linear(x, weight)), (cut, cut), x, weight)
+
+
+def row_linear_norm(
+    x: jax.Array,
+    weight: jax.Array,
+    residual: jax.Array,
+    norm: jax.Array,
+    eps: float,
+    peers: Peers | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return `residual + row_linear(x, weight)`, and its RMS norm: `[T, N]` each.
+
+    Args:
+        x, weight, peers: as in `row_linear`.
+        residual: `[T, N]`, whole on every device.
+        norm: `[N]`, the weight of the norm.
+        eps: of the norm.
+    """
+    if peers is None:
+        out = residual + linear(x, weight)
+        return out, rms_norm(out, norm, eps)
+    cut, whole = PartitionSpec(None, peers.axis), PartitionSpec()
+
+    def local(group: Group, x: Any, weight: Any, residual: Any, norm: Any) -> Any:
+        return group.add_and_norm(linear(x, weight), residual, norm, eps)
+
+    return peers.run(local, (cut, cut, whole, whole), x, weight, residual, norm)
 
 
 def embed(token_ids: jax.Array, table: jax.Array, peers: Peers | None) -> jax.Array:
@@ -185,3 +238,8 @@ def embed(token_ids: jax.Array, table: jax.Array, peers: Peers | None) -> jax.Ar
         return group.sum(table.at[rows].get(mode="fill", fill_value=0))
 
     return peers.run(local, (PartitionSpec(), PartitionSpec(peers.axis)), token_ids, table)
+
+
+def _packets(x: jax.Array) -> bool:
+    """Return whether the rows of `x` are made of whole packets."""
+    return x.shape[-1] * x.dtype.itemsize % _PACKET == 0

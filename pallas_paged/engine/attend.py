@@ -11,7 +11,7 @@ from pallas_paged.attention import paged_attention, ragged_paged_attention
 from pallas_paged.engine.batch import ChunkBatch
 from pallas_paged.kv_pool import LayerKV, write_kv
 from pallas_paged.page_table import PageTable
-from pallas_paged.peers import Peers, embed, row_linear
+from pallas_paged.peers import Peers, embed, row_linear, row_linear_norm
 from pallas_paged.rotary_write import Rotation, WriteImplementation, rotate_and_write_kv
 
 # What writes K and V beside an attention that is named; the best for others.
@@ -97,6 +97,11 @@ class PagedAttend:
 
     def row_linear(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         return row_linear(x, weight, self._peers)
+
+    def row_linear_norm(
+        self, x: jax.Array, weight: jax.Array, residual: jax.Array, norm: jax.Array, eps: float
+    ) -> tuple[jax.Array, jax.Array]:
+        return row_linear_norm(x, weight, residual, norm, eps, self._peers)
 
     def embed(self, token_ids: jax.Array, table: jax.Array) -> jax.Array:
         return embed(token_ids, table, self._peers)

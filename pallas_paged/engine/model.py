@@ -85,6 +85,18 @@ class Attend(Protocol):
             `[T, N]`, whole on every device.
         """
 
+    def row_linear_norm(
+        self, x: jax.Array, weight: jax.Array, residual: jax.Array, norm: jax.Array, eps: float
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return `residual + row_linear(x, weight)`, and its RMS norm, by the same kernel.
+
+        Args:
+            x, weight: as in `row_linear`.
+            residual: `[T, N]`.
+            norm: `[N]`, the weight of the norm.
+            eps: of the norm.
+        """
+
     def embed(self, token_ids: jax.Array, table: jax.Array) -> jax.Array:
         """Return the rows `[T, E]` of a table `[V, E]`, V cut over the axis "tensor".
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -49,10 +50,16 @@ class Peers:
     def axis(self) -> str:
         return self.mesh.axis_names[0]
 
-    def run(self, local: Any, specs: Any, *arrays: jax.Array) -> Any:
+    def run(self, local: Callable[..., Any], specs: Sequence[Any], *arrays: Any) -> Any:
         """Run `local` on each device's part of arrays, after a `Group` of the device.
 
-        Results of `local` are whole on every device.
+        Two sums must not run at the same time. So each sum of a program must depend on the ones
+        before, as those of layers that follow one another.
+
+        Args:
+            local: its results are whole on every device.
+            specs: how each array is cut.
+            arrays: or pytrees of them.
         """
         cut = PartitionSpec(self.axis)
 
@@ -85,11 +92,14 @@ class Group:
 
     def sum(self, x: jax.Array) -> jax.Array:
         """Return the sum of `x` over the devices."""
-        rows = x if x.ndim == 2 and _packets(x) else x.reshape(1, -1)
+        rows = x
+        if x.ndim != 2 or not _packets(x):
+            rows = x.reshape(1, -1)
+            rows = jnp.pad(rows, ((0, 0), (0, -x.size % _PACKET)))
         if self._why_not(rows) is not None:
             return lax.psum(x, self.axis)
         (out,) = self._kernel(rows)
-        return out.reshape(x.shape)
+        return out.ravel()[: x.size].reshape(x.shape)
 
     def add_and_norm(
         self, x: jax.Array, residual: jax.Array, weight: jax.Array, eps: float

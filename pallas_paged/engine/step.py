@@ -39,11 +39,12 @@ GPU_OPTIONS = {
     "xla_gpu_graph_min_graph_size": 1,
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
-# Where NCCL adds up, which can't be in a graph: faster than XLA's own kernels between the products
-# of a layer (docs/parallel.md). JAX 0.10 has NCCL only.
-_MESH_OPTIONS = GPU_OPTIONS | (
-    {"xla_gpu_experimental_use_collective_kernels": ""} if jax.__version_info__ >= (0, 11) else {}
-)
+# On a mesh too the loop is one graph, where `Peers` adds up by its kernel. What NCCL sends can't be
+# in a graph; pieces of few kernels between are faster without one. NCCL is faster than XLA's own
+# kernels for sums (docs/parallel.md); JAX 0.10 has NCCL only.
+_MESH_OPTIONS = {k: v for k, v in GPU_OPTIONS.items() if k != "xla_gpu_graph_min_graph_size"}
+if jax.__version_info__ >= (0, 11):
+    _MESH_OPTIONS["xla_gpu_experimental_use_collective_kernels"] = ""
 
 
 @jax.tree_util.register_dataclass

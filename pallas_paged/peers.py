@@ -102,12 +102,19 @@ class Group:
         return out.ravel()[: x.size].reshape(x.shape)
 
     def add_and_norm(
-        self, x: jax.Array, residual: jax.Array, weight: jax.Array, eps: float
+        self,
+        x: jax.Array,
+        residual: jax.Array,
+        weight: jax.Array,
+        eps: float,
+        ahead: jax.Array | None = None,
+        ahead_bytes: int = 0,
     ) -> tuple[jax.Array, jax.Array]:
         """Return `residual` `[T, E]` plus the sum of `x`, and its RMS norm."""
         kinds = {x.dtype, residual.dtype, weight.dtype}
         if kinds == {jnp.dtype(jnp.bfloat16)} and self._why_not(x) is None:
-            out, normed = self._kernel(x, residual, weight, eps=eps)
+            rest = () if ahead is None else (ahead,)
+            out, normed = self._kernel(x, residual, weight, *rest, eps=eps, ahead_bytes=ahead_bytes)
             return out, normed
         out = residual + self.sum(x)
         return out, rms_norm(out, weight, eps)
@@ -122,13 +129,13 @@ class Group:
             return "has another dtype"
         return None if _packets(x) else "has rows that are not made of packets"
 
-    def _kernel(self, *arrays: jax.Array, eps: float = 0.0) -> tuple[jax.Array, ...]:
+    def _kernel(self, *arrays: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
         from pallas_paged.kernels.mosaic.all_reduce import all_reduce
 
         x, *others = arrays
         with jax.enable_x64(False):
             return all_reduce(
-                x, self.addresses, self.memory, *others, eps=eps, capacity=self.capacity
+                x, self.addresses, self.memory, *others, capacity=self.capacity, **options
             )
 
     def gather(self, x: jax.Array) -> jax.Array:

@@ -75,9 +75,15 @@ class ParallelAttend(Attend, Protocol):
         """table[token_ids], where each device has a part of the rows."""
 
     def row_linear_norm(
-        self, x: jax.Array, weight: jax.Array, residual: jax.Array, norm: jax.Array, eps: float
+        self,
+        x: jax.Array,
+        weight: jax.Array,
+        residual: jax.Array,
+        norm: jax.Array,
+        eps: float,
+        ahead: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """residual + row_linear(x, weight), and its RMS norm."""
+        """residual + row_linear(x, weight), and its RMS norm; `ahead` is the next weight."""
 
 
 def identity(x: jax.Array) -> jax.Array:
@@ -86,6 +92,8 @@ def identity(x: jax.Array) -> jax.Array:
 
 
 Normed = tuple[jax.Array, jax.Array]  # x, and its norm for the next product
+# The weights of a norm and of the product after it; None if devices do not share the latter.
+Following = tuple[jax.Array, jax.Array | None]
 
 
 class Linear(nnx.Module):
@@ -214,25 +222,26 @@ class DecoderLayer(nnx.Module):
         rotation: Rotation,
         attend: Attend,
         cache: LayerCache | None,
-        next_norm: jax.Array,
+        following: Following,
         dropout: Dropout,
     ) -> tuple[Normed, LayerCache | None]:
-        """x and its input_layernorm, to the result and its norm with the weight `next_norm`."""
+        """x and its input_layernorm, to the result and its norm for what follows."""
 
-        def adding(x: jax.Array, norm: jax.Array) -> Add:
-            eps = self.input_layernorm.eps
+        def adding(x: jax.Array, following: Following) -> Add:
+            eps, (norm, weight) = self.input_layernorm.eps, following
+            ahead = None if weight is None else weight.reshape(-1, weight.shape[-1])
 
             def add(last: Linear, out: jax.Array) -> Normed:
                 if isinstance(attend, ParallelAttend) and dropout is identity and last.bias is None:
-                    return attend.row_linear_norm(out, last.weight[...], x, norm, eps)
+                    return attend.row_linear_norm(out, last.weight[...], x, norm, eps, ahead)
                 y = x + dropout(last(out))
                 return y, rms_norm(y, norm, eps)
 
             return add
 
-        norm = self.post_attention_layernorm.weight[...]
-        x, cache = self.self_attn(x[1], rotation, attend, cache, adding(x[0], norm))
-        return self.mlp(x[1], adding(x[0], next_norm)), cache
+        mlp = self.post_attention_layernorm.weight[...], self.mlp.gate_up_proj.weight[...]
+        x, cache = self.self_attn(x[1], rotation, attend, cache, adding(x[0], mlp))
+        return self.mlp(x[1], adding(x[0], following)), cache
 
 
 class Decoder(nnx.Module):
@@ -288,10 +297,10 @@ class Decoder(nnx.Module):
             weights: nnx.State,
             x: Normed,
             layer_cache: LayerCache | None,
-            next_norm: jax.Array,
+            following: Following,
         ) -> tuple[Normed, LayerCache | None]:
             layer = nnx.merge(structure, weights)
-            return layer(x, angles, attend, layer_cache, next_norm, dropout)
+            return layer(x, angles, attend, layer_cache, following, dropout)
 
         if dropout is identity:
             # Layers of one structure are then traced and lowered once: a step of 28 layers in 0.3
@@ -303,13 +312,18 @@ class Decoder(nnx.Module):
         else:
             x = table(tokens)
         x = dropout(x)  # [..., E]
-        norms = [*(layer.input_layernorm for layer in self.layers), self.norm]
-        normed = (x, norms[0](x))
+        normed = (x, self.layers[0].input_layernorm(x))
+        following: list[Following] = [
+            (layer.input_layernorm.weight[...], layer.self_attn.qkv_proj.weight[...])
+            for layer in self.layers
+        ]
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        is_cut = is_vocab_cut(self.config.vocab_size)
+        following.append((self.norm.weight[...], head.weight[...] if is_cut else None))
         new_caches: list[LayerCache] = []
         for index, layer in enumerate(self.layers):
             layer_cache = None if cache is None else cache[index]
-            next_norm = norms[index + 1].weight[...]
-            normed, new_cache = run(*nnx.split(layer), normed, layer_cache, next_norm)
+            normed, new_cache = run(*nnx.split(layer), normed, layer_cache, following[index + 1])
             if new_cache is not None:
                 new_caches.append(new_cache)
         return normed[1], None if cache is None else tuple(new_caches)

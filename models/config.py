@@ -28,6 +28,8 @@ _DEFAULTS = {
     "Qwen3ForCausalLM": (32768, 32, 128, None),
 }
 ARCHITECTURES = tuple(_DEFAULTS)
+# Vocabularies of published models are multiples of it, for the sake of hardware.
+_VOCAB_MULTIPLE = 64
 # A damaged config.json must not start hours of work. These are far above published models.
 _MAX_LAYERS, _MAX_HEADS, _MAX_SIZE = 1024, 4096, 2**24
 _LIMITS = {
@@ -316,3 +318,8 @@ def _read_sliding_windows(
     else:
         windowed = [True] * num_layers
     return tuple(window if sliding else None for sliding in windowed) if any(windowed) else ()
+
+
+def is_vocab_cut(vocab_size: int) -> bool:
+    """Return whether devices share the rows of the embeddings, or each has all of them."""
+    return vocab_size % _VOCAB_MULTIPLE == 0

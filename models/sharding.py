@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from models.config import ModelConfig
+from models.config import ModelConfig, is_vocab_cut
 from models.decoder import Decoder
 from pallas_paged.sharding import TENSOR_AXIS, kv_head_repeats
 
@@ -24,15 +24,13 @@ _CUT_AXES = {
     "gate_up_proj": 0,
     "down_proj": 1,
 }
-# Vocabularies of published models are multiples of it, for the sake of hardware.
-_VOCAB_MULTIPLE = 64
 
 
 def param_spec(path: tuple[Any, ...], shape: tuple[int, ...]) -> PartitionSpec:
     """Return how a parameter is cut, by its path in the decoder."""
     module = path[-2]
     axis = _CUT_AXES.get(module)
-    if module in ("embed_tokens", "lm_head") and shape[0] % _VOCAB_MULTIPLE:
+    if module in ("embed_tokens", "lm_head") and not is_vocab_cut(shape[0]):
         axis = None
     if axis is None or axis >= len(shape):
         return PartitionSpec()

@@ -11,6 +11,7 @@ from pallas_paged.attention import paged_attention, ragged_paged_attention
 from pallas_paged.engine.batch import ChunkBatch
 from pallas_paged.kv_pool import LayerKV, write_kv
 from pallas_paged.page_table import PageTable
+from pallas_paged.peers import Peers, embed, row_linear, row_linear_norm
 from pallas_paged.rotary_write import Rotation, WriteImplementation, rotate_and_write_kv
 
 # What writes K and V beside an attention that is named; the best for others.
@@ -36,6 +37,7 @@ class PagedAttend:
         *,
         num_kv_heads: int,
         implementation: str | None,
+        peers: Peers | None = None,
     ):
         """Gather what all layers share.
 
@@ -46,6 +48,7 @@ class PagedAttend:
             chunks: whose tokens follow, or None.
             num_kv_heads: of the model.
             implementation: of the attention.
+            peers: of the devices of a mesh.
         """
 
         def cache_of(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -56,6 +59,7 @@ class PagedAttend:
         self._prompts = None if chunks is None else (*cache_of(chunks.slots), chunks.cu_q_lens)
         self._slot_mapping, self._num_kv_heads = slot_mapping, num_kv_heads
         self._implementation: Any = implementation
+        self._peers = peers
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerKV, **options: Any
@@ -90,6 +94,23 @@ class PagedAttend:
             implementation=_WRITES.get(self._implementation),
         )
         return self._attend(q, cache, **options)
+
+    def row_linear(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        return row_linear(x, weight, self._peers)
+
+    def row_linear_norm(
+        self,
+        x: jax.Array,
+        weight: jax.Array,
+        residual: jax.Array,
+        norm: jax.Array,
+        eps: float,
+        ahead: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        return row_linear_norm(x, weight, residual, norm, eps, self._peers, ahead)
+
+    def embed(self, token_ids: jax.Array, table: jax.Array) -> jax.Array:
+        return embed(token_ids, table, self._peers)
 
     def _repeats(self, cache: LayerKV, num_kv_heads: int) -> int:
         """Return how often the pool has each head; the model may have repeated them itself."""

@@ -95,7 +95,7 @@ class EngineCore:
 
     def _num_steps(self) -> int:
         """Most decode steps of the next call, by the time that a step took."""
-        steps = int(_CALL_SECONDS / max(self._step_seconds, 1e-6))
+        steps = round(_CALL_SECONDS / max(self._step_seconds, 1e-6))
         return max(1, min(steps, self._num_scheduler_steps))
 
     def _dispatch(self, scheduled: SchedulerOutput) -> int:

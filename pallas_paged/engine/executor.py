@@ -34,6 +34,7 @@ from pallas_paged.engine.step import StepOutput, make_step
 from pallas_paged.engine.weights import Weights
 from pallas_paged.kv_pool import KVPool
 from pallas_paged.page_table import create_page_table
+from pallas_paged.peers import create_peers
 
 _COMPILE_THREADS = 6
 P = ParamSpec("P")
@@ -100,6 +101,8 @@ class Executor:
         self._counts: TokenCounts | None = None
         shardings = None if placement.mesh is None else Shardings.of(self.state)
         self._step = make_step(model, weights.structure, config.implementation, shardings)
+        mesh = placement.mesh
+        self._peers = None if mesh is None or mesh.size == 1 else create_peers(mesh)
         self._update_table, self._set_slots = update_table, set_slots
         self._count_tokens = _count_tokens
         self._fork: Callable[..., EngineState] = fork
@@ -119,7 +122,9 @@ class Executor:
     def step(self, batch: Batch) -> StepOutput:
         """Dispatch a batch."""
         counts = self._make_counts() if batch.mode.penalties else None
-        self.state, counts, output = self._step(self.weights.leaves, self.state, counts, batch)
+        self.state, counts, output = self._step(
+            self.weights.leaves, self.state, counts, batch, self._peers
+        )
         if counts is not None:
             self._counts = counts
         return output
@@ -185,11 +190,11 @@ class Executor:
     def lower(self, batch: Batch) -> jax.stages.Lowered:
         """Lower the step of a batch."""
         counts = self._counts if batch.mode.penalties else None
-        return self._step.lower(self.weights.leaves, self.state, counts, batch)  # type: ignore[attr-defined]
+        return self._step.lower(self.weights.leaves, self.state, counts, batch, self._peers)  # type: ignore[attr-defined]
 
     def trace(self, batch: Batch) -> None:
         """Trace the step of a batch, so that a model that it can't run fails now."""
-        jax.eval_shape(self._step, self.weights.leaves, self.state, None, batch)
+        jax.eval_shape(self._step, self.weights.leaves, self.state, None, batch, self._peers)
 
     def read(self, arrays: Any) -> Any:
         """Wait for arrays of the device, and return them as NumPy arrays."""

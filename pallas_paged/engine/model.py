@@ -70,6 +70,47 @@ class Attend(Protocol):
             The output `[T, Hkv * G, D]`, and the layer with the new K and V.
         """
 
+    def row_linear(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        """Return `x @ weight.T` of which each device has a part of the columns of both.
+
+        On one device it is the product. On several GPUs a kernel adds up the parts, where XLA would
+        ask NCCL, which is slower in a decode step. Such sums must depend on one another, as those
+        of layers do that follow one another: two of them must not run at the same time.
+
+        Args:
+            x: `[T, K]`, K cut over the axis "tensor".
+            weight: `[N, K]`, likewise.
+
+        Returns:
+            `[T, N]`, whole on every device.
+        """
+
+    def row_linear_norm(
+        self,
+        x: jax.Array,
+        weight: jax.Array,
+        residual: jax.Array,
+        norm: jax.Array,
+        eps: float,
+        ahead: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return `residual + row_linear(x, weight)`, and its RMS norm, by the same kernel.
+
+        Args:
+            x, weight: as in `row_linear`.
+            residual: `[T, N]`.
+            norm: `[N]`, the weight of the norm.
+            eps: of the norm.
+            ahead: `[M, N]`, M cut over the axis "tensor": the weight of the product that follows.
+                Its start is read into the L2 cache while GPUs wait for one another.
+        """
+
+    def embed(self, token_ids: jax.Array, table: jax.Array) -> jax.Array:
+        """Return the rows `[T, E]` of a table `[V, E]`, V cut over the axis "tensor".
+
+        As in `row_linear`, a kernel adds up, and the result is whole on every device.
+        """
+
 
 class Model(Protocol):
     """A causal language model without its weights.

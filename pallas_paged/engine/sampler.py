@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from pallas_paged.engine.logprobs import check_logits
 from pallas_paged.engine.sampling_filters import find_limits
@@ -22,6 +23,7 @@ from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from pallas_paged.kernels import sampling_noise
 from pallas_paged.kernels.call import Device
 from pallas_paged.kernels.triton import implementation as triton
+from pallas_paged.peers import Group, Peers
 
 # How to sample; the kernels are for one GPU, the other two give their tokens on any device.
 SamplingImplementation = Literal["triton", "triton_interpret", "xla"]
@@ -220,6 +222,7 @@ def sample(
     mode: SamplingMode,
     *,
     implementation: SamplingImplementation | None = None,
+    peers: Peers | None = None,
 ) -> jax.Array:
     """Choose the next token of each row.
 
@@ -236,6 +239,7 @@ def sample(
         mode: static.
         implementation: static; `"triton"` and `"triton_interpret"` are kernels that need all of a
             row on one device, `"xla"` may have the vocabulary cut over devices. None chooses.
+        peers: of these devices.
 
     Returns:
         `i32[S]` tokens; -1 for a row whose largest logit is NaN or infinite.
@@ -245,13 +249,33 @@ def sample(
         NotImplementedError: the kernels can't run here; the message says why.
     """
     check_logits(logits)
-    best, tokens = _largest(logits)
+    if peers is not None and logits.shape[1] % peers.mesh.size == 0:
+        cut, whole = PartitionSpec(None, peers.axis), PartitionSpec()
+
+        def local(group: Group, logits: jax.Array, metadata: Any, lens: jax.Array) -> jax.Array:
+            return _sample(logits, metadata, lens, mode, "xla", group)
+
+        tokens: jax.Array = peers.run(local, (cut, whole, whole), logits, metadata, lens)
+        return tokens
+    return _sample(logits, metadata, lens, mode, implementation, None)
+
+
+def _sample(
+    logits: jax.Array,
+    metadata: SamplingMetadata,
+    lens: jax.Array,
+    mode: SamplingMode,
+    implementation: SamplingImplementation | None,
+    group: Group | None,
+) -> jax.Array:
+    """Return what `sample` does, of a device's part of the logits if there is a group."""
+    best, tokens = _largest(logits, group)
     if mode.draws:
         metadata = jax.tree.map(jnp.asarray, metadata)
         if implementation is None:
             implementation = "xla" if why_no_kernels() else "triton"
         if implementation == "xla":
-            drawn = _draw(logits, best, metadata, lens, mode)
+            drawn = _draw(logits, best, metadata, lens, mode, group)
         elif reason := why_no_kernels() if implementation == "triton" else triton.why_not_jax():
             raise NotImplementedError(f"{implementation=} {reason}")
         else:
@@ -277,6 +301,7 @@ def _draw(
     metadata: SamplingMetadata,
     lens: jax.Array,
     mode: SamplingMode,
+    group: Group | None,
 ) -> jax.Array:
     """Return the token that each row with a temperature draws; the meaning of the kernels."""
     gap = best[:, None] - logits
@@ -284,14 +309,17 @@ def _draw(
     # A token of probability min_p times the best one's lies as far below it as this, and is kept.
     is_kept = gap <= (-jnp.log(metadata.min_p) * temperature)[:, None]
     if mode.filters:
-        limit = find_limits(gap, metadata.top_k, metadata.top_p, temperature, mode.filters)
+        filters = metadata.top_k, metadata.top_p, temperature, mode.filters
+        limit = (
+            find_limits(gap, *filters) if group is None else find_limits(gap, *filters, group.sum)
+        )
         is_kept &= gap < limit[:, None]
     seed, prompt, index = (metadata.seeds[:, i, None] for i in range(3))
     key = sampling_noise.row_key((seed, prompt, index), lens[:, None])
-    places = lax.broadcasted_iota(jnp.int32, gap.shape, 1)
+    places = _places(gap, group)
     arrival = sampling_noise.exponential(key, places) * jnp.exp(gap / temperature[:, None])
     # That of the best token is finite, so that a token of the filters arrives first.
-    return _largest(jnp.where(is_kept, -arrival, -jnp.inf))[1]
+    return _largest(jnp.where(is_kept, -arrival, -jnp.inf), group)[1]
 
 
 def _draw_by_kernels(
@@ -322,7 +350,7 @@ def _draw_by_kernels(
     )
 
 
-def _largest(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _largest(values: jax.Array, group: Group | None) -> tuple[jax.Array, jax.Array]:
     """Return the largest of values `[S, V]`, NaN if there is one, and where the first of them is.
 
     One reduction finds both, where a maximum and an argmax would be two.
@@ -332,9 +360,18 @@ def _largest(values: jax.Array) -> tuple[jax.Array, jax.Array]:
         is_x = (x[0] > y[0]) | (x[0] != x[0]) | ((x[0] == y[0]) & (x[1] < y[1]))  # NaN is largest
         return tuple(lax.select(is_x, a, b) for a, b in zip(x, y, strict=True))
 
-    places = lax.broadcasted_iota(jnp.int32, values.shape, 1)
-    best, place = lax.reduce((values, places), (np.float32(-np.inf), np.int32(0)), larger, (1,))
+    least = np.float32(-np.inf), np.int32(0)
+    best, place = lax.reduce((values, _places(values, group)), least, larger, (1,))
+    if group is not None:  # f32 has all integers up to 2**24
+        found = group.gather(jnp.stack([best, place.astype(jnp.float32)]))
+        best, place = lax.reduce((found[:, 0], found[:, 1].astype(jnp.int32)), least, larger, (0,))
     return best, place
+
+
+def _places(values: jax.Array, group: Group | None) -> jax.Array:
+    """Return the token ids of logits `[S, V]`."""
+    places = lax.broadcasted_iota(jnp.int32, values.shape, 1)
+    return places if group is None else places + group.index * values.shape[1]
 
 
 def _drop_negative(indices: jax.Array, size: int) -> jax.Array:

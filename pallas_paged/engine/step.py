@@ -26,6 +26,7 @@ from pallas_paged.engine.sampler import (
 from pallas_paged.engine.state import EngineState, SlotStates
 from pallas_paged.kv_pool import KVPool
 from pallas_paged.page_table import PageTable, extend, free_before, slot_mapping
+from pallas_paged.peers import Peers
 
 NOT_SAMPLED = -2  # in place of the token of a slot that did not take part in a step
 _LOGPROBS_BLOCK = 128  # prompt tokens whose logits are in memory at a time
@@ -38,14 +39,11 @@ GPU_OPTIONS = {
     "xla_gpu_graph_min_graph_size": 1,
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
-# On a mesh the kernels between two sums are a graph. With the sums in it a step took 1.3 to 1.6
-# times as long on two GPUs, and a loop with sums can't be a graph. NCCL's sums are faster than
-# those of XLA's own kernels between the products of a layer: docs/parallel.md.
-_MESH_OPTIONS = {
-    "xla_gpu_enable_command_buffer": _KERNELS,
-    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
-}
-if jax.__version_info__ >= (0, 11):  # earlier ones have NCCL only
+# On a mesh too the loop is one graph, where `Peers` adds up by its kernel. What NCCL sends can't be
+# in a graph; pieces of few kernels between are faster without one. NCCL is faster than XLA's own
+# kernels for sums (docs/parallel.md); JAX 0.10 has NCCL only.
+_MESH_OPTIONS = {k: v for k, v in GPU_OPTIONS.items() if k != "xla_gpu_graph_min_graph_size"}
+if jax.__version_info__ >= (0, 11):
     _MESH_OPTIONS["xla_gpu_experimental_use_collective_kernels"] = ""
 
 
@@ -75,11 +73,8 @@ class StepOutput:
     prompt_logprobs: Logprobs | None
 
 
-# (leaves of the parameters, state, counts, batch) -> (state, counts, output)
-Step = Callable[
-    [tuple[jax.Array, ...], EngineState, TokenCounts | None, Batch],
-    tuple[EngineState, TokenCounts | None, StepOutput],
-]
+# (leaves of the parameters, state, counts, batch, peers) -> (state, counts, output)
+Step = Callable[..., tuple[EngineState, TokenCounts | None, StepOutput]]
 
 
 @lru_cache(maxsize=16)
@@ -108,16 +103,16 @@ def make_step(
         state: EngineState,
         counts: TokenCounts | None,
         batch: Batch,
+        peers: Peers | None = None,
     ) -> tuple[EngineState, TokenCounts | None, StepOutput]:
         params = jax.tree.unflatten(structure, leaves)
         run = _decode if batch.chunks is None else _mixed
-        num_devices = 1 if shardings is None else shardings.whole.mesh.size
-        return run(model, params, state, counts, batch, implementation, num_devices)
+        return run(model, params, state, counts, batch, implementation, peers)
 
     options: dict[str, Any] = {}
     if shardings is not None:
         state_shardings, whole = shardings.tree, shardings.whole
-        options["in_shardings"] = (None, state_shardings, whole, whole)
+        options["in_shardings"] = (None, state_shardings, whole, whole, None)
         options["out_shardings"] = (state_shardings, whole, whole)
     if jax.default_backend() == "gpu":
         is_alone = shardings is None or shardings.whole.mesh.size == 1
@@ -132,7 +127,7 @@ def _decode(
     counts: TokenCounts | None,
     batch: Batch,
     implementation: str | None,
-    num_devices: int,
+    peers: Peers | None,
 ) -> tuple[EngineState, TokenCounts | None, StepOutput]:
     """Run up to `num_steps` steps of each row; stop early if a row ends or finds no page."""
     spec = model.kv_cache_spec
@@ -153,12 +148,13 @@ def _decode(
             None,
             num_kv_heads=spec.num_kv_heads,
             implementation=implementation,
+            peers=peers,
         )
         tokens = slots.last_token_ids.at[rows].get(mode="fill", fill_value=0)
         hidden, layers = model(params, tokens, jnp.maximum(lens - 1, 0), attend, state.pool.layers)
         logits = model.logits(params, hidden)
         drawn, slots, counts, logprobs = _sample(
-            logits, slots, counts, batch.decode_slots, rows, lens, batch.mode, num_devices
+            logits, slots, counts, batch.decode_slots, rows, lens, batch.mode, peers
         )
         ended = slots.finished.at[rows].get(mode="fill", fill_value=False)
         state = replace(state, table=table, pool=KVPool(layers=layers), slots=slots)
@@ -191,7 +187,7 @@ def _mixed(
     counts: TokenCounts | None,
     batch: Batch,
     implementation: str | None,
-    num_devices: int,
+    peers: Peers | None,
 ) -> tuple[EngineState, TokenCounts | None, StepOutput]:
     """Run one step of decoding rows and chunks."""
     slots, chunks = state.slots, batch.chunks
@@ -212,6 +208,7 @@ def _mixed(
         chunks,
         num_kv_heads=model.kv_cache_spec.num_kv_heads,
         implementation=implementation,
+        peers=peers,
     )
     hidden, layers = model(params, tokens, jnp.maximum(positions, 0), attend, state.pool.layers)
     # A slot decodes or has a chunk: its logits come from the last of its tokens.
@@ -229,11 +226,12 @@ def _mixed(
         jnp.where(sampled, all_slots, num_slots),
         table.seq_lens,
         batch.mode,
-        num_devices,
+        peers,
     )
     prompt_logprobs = None
     if chunks.targets is not None:
         num_logprobs = batch.mode.prompt_logprobs
+        num_devices = 1 if peers is None else peers.mesh.size
         prompt_logprobs = _prompt_logprobs(
             model, params, hidden[num_decodes:], chunks.targets, num_logprobs, num_devices
         )
@@ -251,7 +249,7 @@ def _sample(
     sampled: jax.Array,
     lens: jax.Array,
     mode: SamplingMode,
-    num_devices: int,
+    peers: Peers | None,
 ) -> tuple[jax.Array, SlotStates, TokenCounts | None, Logprobs | None]:
     """Draw the next tokens of R rows, and end the slots that have all of theirs.
 
@@ -263,8 +261,9 @@ def _sample(
         sampled: `i32[R]`, the same, or out of range for rows that do not sample.
         lens: `i32[R]`, tokens of the rows.
         mode: of the batch.
-        num_devices: over which the vocabulary is cut.
+        peers: of the devices over which the vocabulary is cut.
     """
+    num_devices = 1 if peers is None else peers.mesh.size
     metadata = jax.tree.map(lambda x: x.at[indices].get(mode="clip"), slots.sampling)
     is_sampled = sampled < slots.finished.size
     temperature = jnp.where(is_sampled, metadata.temperature, 0.0)  # greedy rows cost the least
@@ -275,7 +274,7 @@ def _sample(
     processed = process_logits(logits, metadata, mine, lens, mode)
     # The kernels need all of a row on one device.
     by: SamplingImplementation | None = None if num_devices == 1 else "xla"
-    drawn = sample(processed, metadata, lens, mode, implementation=by)
+    drawn = sample(processed, metadata, lens, mode, implementation=by, peers=peers)
     if mode.penalties and counts is not None:
         counts = add_output_tokens(counts, sampled, drawn)
     logprobs = None

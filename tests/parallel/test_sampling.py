@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pallas_paged.engine.logprobs import gather_logprobs
 from pallas_paged.engine.sampler import SamplingMode, TokenCounts, process_logits, sample
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS
+from pallas_paged.peers import create_peers
 from tests.support.devices import mesh
 from tests.support.sampling_rows import metadata
 
@@ -48,9 +49,11 @@ def inputs():
 
 
 def step_of(mode, num_devices):
+    peers = create_peers(mesh(num_devices)) if num_devices > 1 else None
+
     def step(logits, counts, rows, lens):
         logits = process_logits(logits, rows, counts, lens, mode)
-        tokens = sample(logits, rows, lens, mode, implementation="xla")
+        tokens = sample(logits, rows, lens, mode, implementation="xla", peers=peers)
         if mode.logprobs < 0:
             return tokens, None
         return tokens, gather_logprobs(logits, tokens, mode.logprobs, num_devices)

@@ -14,6 +14,7 @@ from pallas_paged.kernels.config_fields import (
     check_num_programs,
 )
 
+REDUCE_ROWS = 256  # at most, of a sum over devices
 _WGMMA_ROWS = 64  # of a warpgroup's product
 # Of the product of one row: features of a tile, and columns of the weight per loop step, 32 KB.
 LINEAR_TILE, LINEAR_BLOCK_K = 64, 256

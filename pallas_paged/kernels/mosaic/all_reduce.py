@@ -1,0 +1,329 @@
+"""The sum of small arrays over the GPUs of a host, a Pallas Mosaic GPU kernel.
+
+Each device writes its array into the memory of all others, over NVLink, and adds up what the others
+wrote into its own. That is one message in each direction. Arrays are cut into packets of 16 bytes,
+of which 8 are data and 8 say in which call they were sent, so that no message waits for another
+(NCCL's protocol "LL"). The memory of a device is
+
+    u32[REDUCE_ROWS]               calls so far; a copy for each program
+    packets[2, devices, capacity]  of calls with even and with odd numbers, by sender
+
+Packets of a call are overwritten two calls later. A device gets there only after it has received
+all packets of the call in between, and so after all devices have ended the call before that.
+
+XLA sees no collective. So the kernel can be in the CUDA graph of a loop, where NCCL can not be.
+What follows the sum in a decoder is in the kernel too: the residual and the norm of a row. A
+program has one row.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_paged.kernels.call import result_shape
+from pallas_paged.kernels.mosaic.config import REDUCE_ROWS
+
+DATA_BYTES = 8  # of a packet
+PACKET_BYTES = 16
+HEADER_BYTES = 4 * REDUCE_ROWS
+_MAX_WARPGROUPS = 4  # of a program
+_MAX_POLLS = 1 << 27  # more than a minute
+
+
+def memory_bytes(num_devices: int, num_bytes: int) -> int:
+    """Return the bytes of a device's memory for arrays of up to `num_bytes`."""
+    return HEADER_BYTES + 2 * num_devices * _packets_bytes(num_bytes)
+
+
+def _packets_bytes(num_bytes: int) -> int:
+    return pl.cdiv(num_bytes, DATA_BYTES) * PACKET_BYTES
+
+
+def _f32(value: float) -> str:
+    """Return a number in PTX."""
+    return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08X}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Code:
+    """The kernel in PTX. `ref` of a name is `$0` and so on, the address of that array.
+
+    Attributes:
+        names: of the arrays, in the order of their addresses.
+        is_f32: whether elements are f32; else bf16.
+        num_devices, num_rows: of x.
+        packets: of a row.
+        capacity: bytes of the packets of one sender.
+        threads: of a program.
+        size: elements of a row.
+        eps: of the norm.
+        ahead: rows of the weight that is read ahead, bytes of each, and how many of them.
+        ahead_threads: that do so.
+    """
+
+    names: tuple[str, ...]
+    is_f32: bool
+    num_devices: int
+    num_rows: int
+    packets: int
+    capacity: int
+    threads: int
+    size: int
+    eps: float
+    ahead: tuple[int, int, int]
+    ahead_threads: int
+
+    def ref(self, name: str) -> str:
+        return f"${self.names.index(name)}"
+
+    @property
+    def rounds(self) -> range:
+        """Packets of a thread."""
+        return range(pl.cdiv(self.packets, self.threads))
+
+    def text(self) -> str:
+        parts = [*self.read_ahead(), *self.start(), *self.send()]
+        for i in self.rounds:
+            parts += self.receive(i)
+        if "weight" in self.names:
+            parts += self.norm()
+        return "\n".join(["{", *parts, *self.end(), "DONE:", "}"])
+
+    def read_ahead(self) -> Iterator[str]:
+        """Let the programs after the rows copy the start of a weight's rows to the L2 cache."""
+        n = len(self.rounds)
+        yield ".reg .pred mine, valid, wait, wrong, last;"
+        yield ".reg .b32 rank, call, program, thread, word, polls, data<2>, flag<2>, index;"
+        yield f".reg .b32 x0_<{n}>, x1_<{n}>, column<{n}>, unit<{n}>;"
+        yield f".reg .b64 address, offset, own, sent, received, peer<{self.num_devices}>;"
+        yield ".reg .f32 value, other, squares, acc<4>;"
+        yield "mov.u32 program, %ctaid.x; mov.u32 thread, %tid.x;"
+        if "ahead" in self.names:
+            num_rows, row_bytes, num_bytes = self.ahead
+            yield f"setp.lt.u32 mine, program, {self.num_rows}; @mine bra MINE;"
+            yield f"sub.u32 program, program, {self.num_rows};"
+            yield f"mad.lo.u32 index, program, {self.threads}, thread;"
+            yield "AHEAD:"
+            yield f"setp.ge.u32 last, index, {num_rows}; @last bra DONE;"
+            yield f"mul.wide.u32 offset, index, {row_bytes};"
+            yield f"add.s64 address, {self.ref('ahead')}, offset;"
+            yield f"cp.async.bulk.prefetch.L2.global [address], {num_bytes};"
+            yield f"add.u32 index, index, {self.ahead_threads}; bra AHEAD;"
+            yield "MINE:"
+
+    def start(self) -> Iterator[str]:
+        peers = self.ref("peers")
+        yield f"ld.global.b32 rank, [{peers}+{8 * self.num_devices}];"
+        for r in range(self.num_devices):
+            yield f"ld.global.b64 peer{r}, [{peers}+{8 * r}];"
+            yield f"setp.eq.u32 mine, rank, {r}; @mine mov.b64 own, peer{r};"
+        # The number of this call, from 1. After 2^32 - 1 comes 2: never 0, and even after odd.
+        yield "mul.wide.u32 offset, program, 4; add.s64 address, own, offset;"
+        yield "ld.volatile.global.u32 call, [address]; add.u32 call, call, 1;"
+        yield "setp.eq.u32 wrong, call, 0; @wrong mov.u32 call, 2;"
+        both = self.num_devices * self.capacity
+        yield f"and.b32 word, call, 1; mul.wide.u32 offset, word, {both};"
+        yield f"add.s64 received, offset, {HEADER_BYTES};"
+        yield f"mul.wide.u32 offset, rank, {self.capacity}; add.s64 sent, received, offset;"
+        yield "add.s64 received, received, own;"
+        yield "mov.f32 squares, 0f00000000;"
+        for i in self.rounds:
+            yield f"add.u32 column{i}, thread, {i * self.threads};"
+            yield f"mad.lo.u32 unit{i}, program, {self.packets}, column{i};"
+
+    def at(self, name: str, index: str) -> str:
+        """Set `address` to that of the data of a packet."""
+        base = self.ref(name)
+        return f"mul.wide.u32 offset, {index}, {DATA_BYTES}; add.s64 address, {base}, offset;"
+
+    def send(self) -> Iterator[str]:
+        for i in self.rounds:
+            yield f"setp.lt.u32 valid, column{i}, {self.packets};"
+            yield self.at("x", f"unit{i}")
+            yield f"@valid ld.global.v2.b32 {{x0_{i}, x1_{i}}}, [address];"
+        for i in self.rounds:
+            yield f"mul.wide.u32 offset, unit{i}, {PACKET_BYTES}; add.s64 offset, offset, sent;"
+            for r in range(self.num_devices):
+                yield f"setp.lt.u32 valid, column{i}, {self.packets};"
+                yield f"setp.ne.and.u32 valid, rank, {r}, valid; add.s64 address, peer{r}, offset;"
+                packet = f"{{x0_{i}, call, x1_{i}, call}}"
+                yield f"@valid st.volatile.global.v4.b32 [address], {packet};"
+
+    def receive(self, i: int) -> Iterator[str]:
+        """Add up the i-th packet of a thread, and the residual."""
+        yield f"setp.ge.u32 wrong, column{i}, {self.packets}; @wrong bra END{i};"
+        yield f"mul.wide.u32 offset, unit{i}, {PACKET_BYTES}; add.s64 address, received, offset;"
+        yield from (f"mov.f32 acc{j}, 0f00000000;" for j in range(4))
+        for r in range(self.num_devices):
+            yield f"mov.b32 data0, x0_{i}; mov.b32 data1, x1_{i};"
+            yield f"setp.eq.u32 mine, rank, {r}; @mine bra SUM{i}_{r};"
+            yield "mov.u32 polls, 0;"
+            yield f"POLL{i}_{r}:"
+            packet = "{data0, flag0, data1, flag1}"
+            yield f"ld.volatile.global.v4.b32 {packet}, [address+{r * self.capacity}];"
+            yield "setp.ne.u32 wait, flag0, call; setp.ne.or.u32 wait, flag1, call, wait;"
+            yield "add.u32 polls, polls, 1;"
+            yield f"setp.gt.u32 last, polls, {_MAX_POLLS}; @last trap;"
+            yield f"@wait bra POLL{i}_{r};"
+            yield f"SUM{i}_{r}:"
+            yield from self.add()
+        yield from self.round(f"x0_{i}", f"x1_{i}")
+        if "residual" in self.names:
+            yield from self.unpack(f"x0_{i}", f"x1_{i}")
+            yield self.at("residual", f"unit{i}") + "ld.global.v2.b32 {data0, data1}, [address];"
+            yield from self.add()
+            yield from self.round(f"x0_{i}", f"x1_{i}")
+        if "weight" in self.names:
+            yield from self.unpack(f"x0_{i}", f"x1_{i}")
+            yield from (f"fma.rn.f32 squares, acc{j}, acc{j}, squares;" for j in range(4))
+        yield self.at("out", f"unit{i}") + f"st.global.v2.b32 [address], {{x0_{i}, x1_{i}}};"
+        yield f"END{i}:"
+
+    def add(self) -> Iterator[str]:
+        """Add `data` to `acc`."""
+        for i in range(2):
+            if self.is_f32:
+                yield f"mov.b32 value, data{i}; add.f32 acc{i}, acc{i}, value;"
+                continue
+            for j, bits in enumerate(
+                (f"shl.b32 word, data{i}, 16", f"and.b32 word, data{i}, -65536")
+            ):
+                acc = f"acc{2 * i + j}"
+                yield f"{bits}; mov.b32 value, word; add.f32 {acc}, {acc}, value;"
+
+    def unpack(self, *words: str) -> Iterator[str]:
+        """Set `acc` to bf16 elements."""
+        for i, word in enumerate(words):
+            yield f"shl.b32 word, {word}, 16; mov.b32 acc{2 * i}, word;"
+            yield f"and.b32 word, {word}, -65536; mov.b32 acc{2 * i + 1}, word;"
+
+    def round(self, *words: str) -> Iterator[str]:
+        """Set words to the elements of `acc`."""
+        for i, word in enumerate(words):
+            if self.is_f32:
+                yield f"mov.b32 {word}, acc{i};"
+            else:
+                yield f"cvt.rn.bf16x2.f32 {word}, acc{2 * i + 1}, acc{2 * i};"
+
+    def norm(self) -> Iterator[str]:
+        """Write the row over the root of its mean square, times the weight."""
+        yield "bar.warp.sync -1;"
+        for lanes in (16, 8, 4, 2, 1):
+            yield "mov.b32 word, squares;"
+            yield f"shfl.sync.bfly.b32 word, word, {lanes}, 31, -1; mov.b32 value, word;"
+            yield "add.f32 squares, squares, value;"
+        sums = self.ref("sums")
+        yield "and.b32 word, thread, 31; setp.eq.u32 valid, word, 0;"
+        yield f"shr.b32 word, thread, 5; mad.lo.u32 index, word, 4, {sums};"
+        yield "@valid st.shared.f32 [index], squares;"
+        yield "bar.sync 0;"
+        yield "mov.f32 squares, 0f00000000;"
+        for warp in range(self.threads // 32):
+            yield f"ld.shared.f32 value, [{sums}+{4 * warp}]; add.f32 squares, squares, value;"
+        yield f"div.rn.f32 squares, squares, {_f32(self.size)};"
+        yield f"add.f32 squares, squares, {_f32(self.eps)}; rsqrt.approx.f32 squares, squares;"
+        for i in self.rounds:
+            yield f"setp.ge.u32 wrong, column{i}, {self.packets}; @wrong bra NORM{i};"
+            yield self.at("weight", f"column{i}") + "ld.global.v2.b32 {data0, data1}, [address];"
+            yield from self.unpack("data0", "data1")
+            for j in range(4):
+                bits = "shl.b32 word, {}, 16;" if j % 2 == 0 else "and.b32 word, {}, -65536;"
+                yield bits.format(f"x{j // 2}_{i}") + " mov.b32 other, word;"
+                yield f"mul.f32 other, other, squares; mul.f32 acc{j}, acc{j}, other;"
+            yield from self.round("data0", "data1")
+            yield self.at("normed", f"unit{i}") + "st.global.v2.b32 [address], {data0, data1};"
+            yield f"NORM{i}:"
+
+    def end(self) -> Iterator[str]:
+        yield "bar.sync 0;"  # all threads have read the number of the call
+        yield f"mad.lo.u32 index, thread, {self.num_rows}, program;"
+        yield f"setp.lt.u32 valid, index, {REDUCE_ROWS};"
+        yield "mul.wide.u32 offset, index, 4; add.s64 address, own, offset;"
+        yield "@valid st.volatile.global.u32 [address], call;"
+
+
+def all_reduce(
+    x: jax.Array,
+    peers: jax.Array,
+    memory: jax.Array,
+    residual: jax.Array | None = None,
+    weight: jax.Array | None = None,
+    ahead: jax.Array | None = None,
+    *,
+    eps: float = 0.0,
+    capacity: int,
+    ahead_bytes: int = 0,
+) -> tuple[jax.Array, ...]:
+    """Return the sum of `x` over devices, and more; the same bits on each, in the order of ranks.
+
+    Args:
+        x: bf16 or f32 `[rows, E]`, at most `REDUCE_ROWS` rows of a multiple of `DATA_BYTES` bytes;
+            inside `shard_map`.
+        peers: `i32[2 * devices + 2]`: lower and upper half of the address of each device's memory,
+            zero before the first call; the rank of this device, and 0.
+        memory: of this device, `i32[1, memory_bytes / 4]`.
+        residual: bf16 as x, the same on all devices, is added to the sum.
+        weight: bf16 `[E]`, of an RMS norm of the sum.
+        ahead: `[N, K]`, a weight of the next product, which is read ahead.
+        eps: of the norm.
+        ahead_bytes: how much of it.
+        capacity: bytes of the largest array that the memory was made for.
+
+    Returns:
+        The sum, and with a weight its norm.
+    """
+    num_rows, size = x.shape
+    packets = size * x.dtype.itemsize // DATA_BYTES
+    warpgroups = min(pl.cdiv(packets, 128), _MAX_WARPGROUPS)
+    operands: dict[str, Any] = {"x": x, "peers": peers, "memory": memory}
+    operands |= {} if residual is None else {"residual": residual}
+    operands |= {} if weight is None else {"weight": weight}
+    operands |= {} if ahead is None else {"ahead": ahead}
+    ahead_rows, row_bytes, num_programs = 0, 0, 0
+    if ahead is not None:
+        ahead_rows, row_bytes = ahead.shape[0], ahead.shape[1] * ahead.dtype.itemsize
+        num_programs = 128
+    results = ("out",) if weight is None else ("out", "normed")
+    code = _Code(
+        names=(*operands, *results, "sums"),
+        is_f32=x.dtype == jnp.float32,
+        num_devices=peers.size // 2 - 1,
+        num_rows=num_rows,
+        packets=packets,
+        capacity=_packets_bytes(capacity),
+        threads=128 * warpgroups,
+        size=size,
+        eps=eps,
+        ahead=(ahead_rows, row_bytes, min(row_bytes, ahead_bytes // max(ahead_rows, 1)) // 16 * 16),
+        ahead_threads=num_programs * 128 * warpgroups,
+    ).text()
+
+    def kernel(*refs):  # memory is an operand so that it is not freed before
+        plgpu.griddepcontrol_wait()
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
+        def run(_, *refs):
+            from jax.experimental.mosaic.gpu import utils
+
+            utils.inline_ptx(code, *map(utils.memref_ptr, refs), has_side_effects=True)
+
+        run(*refs)
+
+    return plgpu.kernel(
+        kernel,
+        out_type=(result_shape(x.shape, x.dtype),) * len(results),
+        scratch_types=(plgpu.SMEM((4 * _MAX_WARPGROUPS,), jnp.float32),),
+        grid=(num_rows + num_programs,),
+        grid_names=("program",),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        kernel_name="all_reduce",
+    )(*operands.values())

@@ -1,0 +1,55 @@
+"""The Mosaic kernel that adds up over GPUs lowers for two and for eight, without any."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+if jax.__version_info__ < (0, 11):
+    pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
+
+from pallas_paged.kernels.mosaic.all_reduce import all_reduce, memory_bytes
+from tests.support.devices import H200
+
+CAPACITY = 1 << 20
+
+
+def lowered(dtype, shape, num_devices) -> str:
+    """The text of a program that adds up on each device."""
+    kinds = (AxisType.Auto,)
+    mesh = AbstractMesh((num_devices,), ("tensor",), kinds, abstract_device=H200)
+
+    def local(x, peers, memory):
+        return all_reduce(x[0], peers.reshape(-1), memory, capacity=CAPACITY)
+
+    cut = P("tensor")
+    run = jax.shard_map(local, mesh=mesh, in_specs=(cut,) * 3, out_specs=P(), check_vma=False)
+    shapes = (
+        jax.ShapeDtypeStruct((num_devices, *shape), dtype),
+        jax.ShapeDtypeStruct((num_devices, 2 * num_devices + 2), jnp.int32),
+        jax.ShapeDtypeStruct((num_devices, memory_bytes(num_devices, CAPACITY) // 4), jnp.int32),
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("num_devices", [2, 8])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [(jnp.bfloat16, (1, 4096)), (jnp.bfloat16, (64, 5120)), (jnp.float32, (3, 2))],
+)
+def test_it_is_one_kernel_and_no_collective_of_xla(dtype, shape, num_devices):
+    text = lowered(dtype, shape, num_devices)
+    assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 1
+    assert not re.search(r"all_reduce\"|all_gather\"|collective_permute", text)
+
+
+def test_memory_holds_the_packets_of_two_calls_from_each_device():
+    one = memory_bytes(2, 8192) - memory_bytes(2, 0)
+    assert one == 2 * 2 * 8192 * 2  # packets are twice as large as their data
+    assert memory_bytes(8, 8192) - memory_bytes(8, 0) == 4 * one

@@ -1,0 +1,91 @@
+"""Sums and gathers over the devices of a mesh: by JAX's collectives, or the kernel on GPUs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_paged.peers import create_peers, embed, row_linear
+from tests.support.devices import mesh
+from tests.support.placement import collectives
+
+DEVICES = [2, 4, 8]
+
+
+def draw(seed: int, *shape: int, dtype=jnp.float32) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+@pytest.mark.parametrize("num_devices", DEVICES)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 4096), (3, 4), (70, 256)])
+def test_sums_are_the_same_on_every_device_and_in_every_call(num_devices, dtype, shape):
+    peers = create_peers(mesh(num_devices))
+    parts = draw(0, num_devices, *shape, dtype=dtype)
+    run = jax.jit(lambda x, peers: peers.run(lambda g, x: g.sum(x[0]), (P("tensor"),), x))
+    expected = parts.astype(np.float64).sum(axis=0)
+    tolerance = 1e-5 if dtype == jnp.float32 else 2e-2
+    bits = set()
+    for _ in range(5):
+        for shard in run(jnp.asarray(parts), peers).addressable_shards:
+            np.testing.assert_allclose(
+                np.asarray(shard.data, np.float64), expected, rtol=tolerance, atol=8 * tolerance
+            )
+            bits.add(np.asarray(shard.data).tobytes())
+    assert len(bits) == 1
+
+
+@pytest.mark.parametrize("num_devices", DEVICES)
+def test_a_loop_of_sums_depends_on_all_earlier_ones(num_devices):
+    peers = create_peers(mesh(num_devices))
+
+    def local(group, n):
+        def body(i, x):
+            return group.sum(x) + group.index.astype(jnp.float32) + i
+
+        return group.gather(jax.lax.fori_loop(0, n, body, jnp.ones((2, 4))))
+
+    found = jax.jit(lambda n, peers: peers.run(local, (P(),), n))(jnp.int32(5), peers)
+    x = np.ones(num_devices)
+    for i in range(5):
+        x = x.sum() + np.arange(num_devices) + i
+    np.testing.assert_array_equal(found, np.broadcast_to(x[:, None, None], (num_devices, 2, 4)))
+
+
+@pytest.mark.parametrize("num_devices", DEVICES)
+def test_gather_keeps_nan_and_infinity_where_they_are(num_devices):
+    peers = create_peers(mesh(num_devices))
+    x = draw(1, num_devices, 2, 3)
+    x[0, 0, 0], x[1, 1, 2], x[1, 0, 1] = np.nan, np.inf, -np.inf
+    run = jax.jit(lambda x, peers: peers.run(lambda g, x: g.gather(x[0]), (P("tensor"),), x))
+    np.testing.assert_array_equal(run(jnp.asarray(x), peers), x)
+
+
+@pytest.mark.parametrize("num_devices", DEVICES)
+def test_products_and_embeddings_of_cut_weights_move_no_weight(num_devices):
+    on = mesh(num_devices)
+    peers = create_peers(on)
+    x, weight, table = draw(2, 5, 64), draw(3, 24, 64), draw(4, 48, 16)
+    token_ids = np.array([0, 47, 3, 24, 23], np.int32)
+    put = lambda x, *spec: jax.device_put(x, NamedSharding(on, P(*spec)))  # noqa: E731
+    args = put(x, None, "tensor"), put(weight, None, "tensor"), put(table, "tensor"), peers
+
+    @jax.jit
+    def run(x, weight, table, peers):
+        return row_linear(x, weight, peers), embed(token_ids, table, peers)
+
+    product, rows = run(*args)
+    np.testing.assert_allclose(product, x @ weight.T, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(rows, table[token_ids])
+    if jax.default_backend() == "cpu":
+        assert all("all-reduce(" in line for line in collectives(run.lower(*args).compile()))
+
+
+def test_without_a_mesh_nothing_is_added_up():
+    x, weight = draw(2, 5, 64), draw(3, 24, 64)
+    np.testing.assert_allclose(row_linear(x, weight, None), x @ weight.T, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(embed(np.array([1, 0]), weight, None), weight[[1, 0]])

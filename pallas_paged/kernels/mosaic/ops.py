@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -193,3 +193,95 @@ def atomic_increment(counter: Any, old: Any) -> None:
         utils.warpgroup_barrier()
 
     increment(counter, old)
+
+
+def wgmma_accumulate_all(
+    acc: jax.Array, terms: Sequence[tuple[jax.Array, Any]], *, interpret: bool
+) -> jax.Array:
+    """Return `acc` and all products of arrays in registers and refs to shared memory."""
+    if interpret:
+        for a, b in terms:
+            acc = wgmma_accumulate(acc, a, b, interpret=True)
+        return acc
+
+    def multiply(acc_ref):
+        for a, b in terms:
+            plgpu.wgmma(acc_ref, a, b)
+
+    return pl.run_state(multiply)(plgpu.ACC.init(acc))
+
+
+def rows_of_equal(x: jax.Array, size: int, *, interpret: bool) -> list[jax.Array]:
+    """Return one row of a matrix of wgmma whose rows are all equal, in vectors of `size`."""
+    starts = range(0, x.shape[1], size)
+    if interpret:
+        return [x[0, start : start + size] for start in starts]
+    vector = plgpu.ShapeDtypeStruct((size,), x.dtype, layout=WGMMA_COL)
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=[vector for _ in starts])
+    def rows(_, x):
+        from jax.experimental.mosaic import gpu as mgpu
+
+        layout = WGMMA_COL.to_mgpu()
+        # A thread has two values of each 8 columns in each of two rows.
+        registers = x.registers.reshape(len(starts), size // 8, 2)[:, :, 0]
+        return [
+            mgpu.FragmentedArray(
+                _registers=one.reshape(layout.registers_shape((size,))),
+                _layout=layout,
+                _is_signed=None,
+            )
+            for one in registers
+        ]
+
+    return rows(x)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GridBarrier:
+    """Barriers of all programs of a kernel, each passed once by one warpgroup of a program.
+
+    Every arrival adds 1 to a counter in device memory, which stays a multiple of all arrivals of a
+    kernel between kernels: nothing resets it. Interpreted kernels have one program.
+    """
+
+    counter: Any  # i32[1]
+    first: Any  # the count at the start of the kernel
+    num_programs: int
+    interpret: bool
+
+    @classmethod
+    def of(
+        cls, counter: Any, *, num_programs: int, num_barriers: int, interpret: bool
+    ) -> GridBarrier:
+        """Return the barriers of this kernel. Called after the preceding kernel has ended."""
+        if interpret and num_programs != 1:
+            raise ValueError(f"{num_programs=} must be 1 if interpreted")
+        # Programs ahead of this one may have arrived at the first barrier, none at the second.
+        step = num_programs * num_barriers
+        first = jnp.int32(0) if interpret else lax.div(counter[0], step) * step
+        return cls(counter=counter, first=first, num_programs=num_programs, interpret=interpret)
+
+    def pass_by(self, index: int) -> None:
+        """Wait for all programs; what they wrote to device memory before can be read afterwards."""
+        if self.interpret:
+            return
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
+        def arrive_and_wait(_, counter, target):
+            from jax.experimental.mosaic.gpu import utils
+
+            utils.warpgroup_barrier()
+            with utils.when(utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)):
+                utils.inline_ptx(
+                    "{ .reg .pred early; .reg .s32 count;"
+                    " red.release.gpu.global.add.s32 [$0], 1;"
+                    " again: ld.acquire.gpu.global.s32 count, [$0]; sub.s32 count, count, $1;"
+                    " setp.lt.s32 early, count, 0; @early bra again; }",
+                    utils.memref_ptr(counter),
+                    target.registers.item(),
+                    has_side_effects=True,
+                )
+            utils.warpgroup_barrier()
+
+        arrive_and_wait(self.counter, self.first + (index + 1) * self.num_programs)

@@ -38,9 +38,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic.config import LINEAR_TILE as TILE
+from pallas_paged.kernels.mosaic.config import DecoderBlockConfig
 from pallas_paged.kernels.mosaic.ring import wgmma_transforms
 
-TILE = 64
 _HALF = 128  # columns of a half of a stage: a whole block is 32 KB
 _NUM_BARRIERS = 3
 
@@ -94,8 +95,8 @@ class Product:
     """
 
     weight: Any  # ref [N, K] or [N, 2, K]
-    num_splits: int
     num_programs: int
+    num_splits: int = 1
 
     @property
     def is_pair(self) -> bool:
@@ -137,21 +138,18 @@ def block_kernel(
     scratch: Scratch,
     *,
     eps: float,
-    num_splits: dict[str, int],
-    num_programs: int,
+    config: DecoderBlockConfig,
     interpret: bool,
 ) -> None:
     """Run one program: warpgroup 0 multiplies, warpgroup 1 sends."""
     program = lax.axis_index("program")
     num_stages, size = scratch.weights.shape[0], scratch.residual.shape[0]
     dtype = scratch.x.dtype
-    o, gate_up, down, qkv = (
-        Product(weight=weight, num_splits=num_splits.get(name, 1), num_programs=num_programs)
-        if (weight := getattr(inputs, name)) is not None
-        else None
-        for name in ("o", "gate_up", "down", "qkv")
-    )
-    products = [product for product in (o, gate_up, down, qkv) if product is not None]
+    product_of = functools.partial(Product, num_programs=config.num_programs)
+    o = product_of(weight=inputs.o, num_splits=config.o_splits)
+    gate_up = product_of(weight=inputs.gate_up)
+    down = product_of(weight=inputs.down, num_splits=config.down_splits)
+    qkv = None if inputs.qkv is None else product_of(weight=inputs.qkv)
     vector = plgpu.Layout.WG_STRIDED((size,), vec_size=4)
 
     def send(product, sent):
@@ -192,9 +190,7 @@ def block_kernel(
 
             def x_of(first):
                 x = plgpu.load(scratch.x.at[pl.ds(first, _HALF)], layout=ops.WGMMA_COL)
-                return plgpu.layout_cast(
-                    lax.broadcast_in_dim(x, (TILE, _HALF), (1,)), ops.WGMMA
-                )
+                return plgpu.layout_cast(lax.broadcast_in_dim(x, (TILE, _HALF), (1,)), ops.WGMMA)
 
             def multiply_block(block, carry):
                 used, acc = carry
@@ -254,7 +250,7 @@ def block_kernel(
         ops.wait_for_previous_kernel(interpret=interpret)
         barrier = ops.GridBarrier.of(
             inputs.counter,
-            num_programs=num_programs,
+            num_programs=config.num_programs,
             num_barriers=_NUM_BARRIERS,
             interpret=interpret,
         )
@@ -291,7 +287,7 @@ def block_kernel(
     @pl.when(lax.axis_index("wg") == 1)
     def _send():
         sent = jnp.int32(0)
-        for product in products:
+        for product in (o, gate_up, down, *(() if qkv is None else (qkv,))):
             sent = send(product, sent)
 
         @pl.loop(jnp.maximum(sent - num_stages, 0), sent)
@@ -311,9 +307,7 @@ def between_attentions(
     out_norm: jax.Array,
     qkv: jax.Array | None,
     eps: float,
-    num_programs: int,
-    num_stages: int = 6,
-    num_splits: dict[str, int] | None = None,
+    config: DecoderBlockConfig,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the residual, the next `qkv` or the norm, and the counter.
@@ -325,10 +319,8 @@ def between_attentions(
         o, gate_up, down, qkv: weights `[E, A]`, `[F, 2, E]`, `[E, F]` and `[N, E]` or None.
         mlp_norm, out_norm: weights `[E]`.
         eps: of the norms.
-        num_programs: no more than there are SMs; 1 if interpreted.
-        num_splits: parts of the columns of `o` and `down`.
+        config: of one program if interpreted.
     """
-    num_splits = num_splits or {}
     (size, dtype), hidden_size = (residual.shape[1], residual.dtype), gate_up.shape[0]
     inputs = Inputs(
         attended=attended,
@@ -341,23 +333,22 @@ def between_attentions(
         qkv=qkv,
         counter=jax.new_ref(counter),
     )
-    part_sizes = num_splits.get("o", 1), num_splits.get("down", 1)
     outputs = Outputs(
         residual=result_shape((1, size), dtype),
         out=result_shape((1, size if qkv is None else qkv.shape[0]), dtype),
-        o_parts=result_shape((part_sizes[0], size), jnp.float32),
+        o_parts=result_shape((config.o_splits, size), jnp.float32),
         hidden=result_shape((hidden_size,), dtype),
-        down_parts=result_shape((part_sizes[1], size), jnp.float32),
+        down_parts=result_shape((config.down_splits, size), jnp.float32),
     )
-    columns = max(size, attended.shape[1] // part_sizes[0], hidden_size // part_sizes[1])
+    columns = max(size, attended.shape[1] // config.o_splits, hidden_size // config.down_splits)
     scratch = Scratch(
         weights=plgpu.SMEM(
-            (num_stages, 2 * TILE, _HALF), dtype, transforms=wgmma_transforms(dtype)
+            (config.num_stages, 2 * TILE, _HALF), dtype, transforms=wgmma_transforms(dtype)
         ),
         x=plgpu.SMEM((columns,), dtype),
         residual=plgpu.SMEM((size,), dtype),
-        full=plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
-        free=plgpu.Barrier(num_barriers=num_stages),
+        full=plgpu.Barrier(num_arrivals=2, num_barriers=config.num_stages),
+        free=plgpu.Barrier(num_barriers=config.num_stages),
     )
 
     def body(inputs, outputs):
@@ -367,8 +358,7 @@ def between_attentions(
                 outputs,
                 scratch,
                 eps=eps,
-                num_splits=num_splits,
-                num_programs=num_programs,
+                config=config,
                 interpret=interpret,
             )
 
@@ -378,7 +368,7 @@ def between_attentions(
         ops.with_trees(body, inputs, outputs),
         out_type=tuple(jax.tree.leaves(outputs)),
         mesh=plgpu.Mesh(
-            grid=(num_programs,), grid_names=("program",), num_threads=2, thread_name="wg"
+            grid=(config.num_programs,), grid_names=("program",), num_threads=2, thread_name="wg"
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         name="between_attentions",

@@ -1,0 +1,233 @@
+"""What a decoder does between two attentions: products, norms, SwiGLU and residual sums."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from pallas_paged.checks import default_promotion
+from pallas_paged.kernels.call import Device
+from pallas_paged.kernels.mosaic import support
+from pallas_paged.kernels.mosaic.config import DecoderBlockConfig, decoder_block_config
+from pallas_paged.linear import linear
+from pallas_paged.rms_norm import rms_norm
+
+BlockImplementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class BlockWeights:
+    """Weights between the attention of a layer and that of the next.
+
+    Attributes:
+        o: `[E, A]`, of the product with the output of attention.
+        o_bias: `[E]` or None.
+        mlp_norm: `[E]`.
+        gate_up: `[F, 2, E]`, pairs of rows of gate and up.
+        down: `[E, F]`.
+        out_norm: `[E]`, the norm of the next layer, or the final one.
+        qkv: `[N, E]`, the product of the next layer, or None after the last.
+        qkv_bias: `[N]` or None.
+    """
+
+    o: jax.Array
+    mlp_norm: jax.Array
+    gate_up: jax.Array
+    down: jax.Array
+    out_norm: jax.Array
+    qkv: jax.Array | None = None
+    o_bias: jax.Array | None = None
+    qkv_bias: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Residual:
+    """The residual stream of a decoder, from layer to layer.
+
+    Attributes:
+        x: floating `[..., E]`.
+        arrivals: i32`[1]`, what the kernel counts, from layer to layer: 0 at the first.
+    """
+
+    x: jax.Array
+    arrivals: jax.Array
+
+    @classmethod
+    def of(cls, x: jax.Array) -> Residual:
+        """Return the stream before the first layer."""
+        return cls(x=x, arrivals=jnp.zeros(1, jnp.int32))
+
+
+@default_promotion()
+def between_attentions(
+    attended: jax.Array,
+    residual: Residual,
+    weights: BlockWeights,
+    *,
+    eps: float,
+    dropout: Callable[[jax.Array], jax.Array] | None = None,
+    implementation: BlockImplementation | None = None,
+) -> tuple[Residual, jax.Array]:
+    """Run what stands between the attention of a layer and that of the next.
+
+        residual += attended @ o.T + o_bias
+        residual += swiglu(rms_norm(residual) @ gate_up.T) @ down.T
+        out = rms_norm(residual) @ qkv.T + qkv_bias
+
+    For one row on a Hopper GPU it is one kernel, whose copies of weights never pause. Otherwise,
+    and for gradients, it is `linear` and `rms_norm`, one after another. Results differ by rounding:
+    sums are in f32, in another order. The bits of the kernel are the same each time.
+
+    Args:
+        attended: floating `[..., A]`, the output of attention.
+        residual: of these rows.
+        weights: of the two layers.
+        eps: of the norms.
+        dropout: applied to each branch before its sum, for training; None: nothing.
+        implementation: "mosaic_gpu", on a Hopper GPU; "mosaic_gpu_interpret", the same kernel on
+            any device; "xla", separate steps; or None for the fastest.
+
+    Returns:
+        The residual, and out `[..., N]`, or without `qkv` the norm `[..., E]`.
+
+    Raises:
+        ValueError: shapes do not fit, or there is no such implementation.
+        NotImplementedError: the implementation can't do this call; the message says why.
+    """
+    _check_shapes(attended, residual.x, weights)
+    names = get_args(BlockImplementation)
+    if implementation is not None and implementation not in names:
+        raise ValueError(f"{implementation=} must be None or one of {names}")
+    interpret = implementation == "mosaic_gpu_interpret"
+    reason = None
+    if implementation != "xla":
+        config, reason = _config(attended, residual.x, weights, dropout, interpret=interpret)
+        if config is not None:
+            x, out, arrivals = _kernel(
+                config, eps, interpret, attended, residual.x, weights, residual.arrivals
+            )
+            return Residual(x=x, arrivals=arrivals), out
+        if implementation is not None:
+            raise NotImplementedError(f"{implementation=} {reason}")
+    x, out = _steps(eps, dropout or (lambda x: x), attended, residual.x, weights)
+    return dataclasses.replace(residual, x=x), out
+
+
+def _steps(
+    eps: float, dropout: Any, attended: jax.Array, x: jax.Array, weights: BlockWeights
+) -> tuple[jax.Array, jax.Array]:
+    x = x + dropout(_add_bias(linear(attended, weights.o), weights.o_bias))
+    hidden = linear(rms_norm(x, weights.mlp_norm, eps), weights.gate_up)
+    x = x + dropout(linear(hidden, weights.down))
+    out = rms_norm(x, weights.out_norm, eps)
+    if weights.qkv is None:
+        return x, out
+    return x, _add_bias(linear(out, weights.qkv), weights.qkv_bias)
+
+
+def _add_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return x if bias is None else x + bias
+
+
+def _check_shapes(attended: jax.Array, x: jax.Array, weights: BlockWeights) -> None:
+    size, hidden_size = x.shape[-1], weights.gate_up.shape[0]
+    num_out = None if weights.qkv is None else weights.qkv.shape[0]
+    want = {
+        "o": (size, attended.shape[-1]),
+        "o_bias": (size,),
+        "mlp_norm": (size,),
+        "gate_up": (hidden_size, 2, size),
+        "down": (size, hidden_size),
+        "out_norm": (size,),
+        "qkv": (num_out, size),
+        "qkv_bias": (num_out,),
+    }
+    for name, shape in want.items():
+        weight = getattr(weights, name)
+        if weight is not None and weight.shape != shape:
+            raise ValueError(
+                f"weights.{name}.shape={weight.shape} must be {shape}, with {attended.shape=}, "
+                f"a residual of {x.shape} and {hidden_size} features of gate and up"
+            )
+    if attended.shape[:-1] != x.shape[:-1]:
+        raise ValueError(f"{attended.shape=} must have the rows of the residual {x.shape}")
+
+
+def _config(
+    attended: jax.Array, x: jax.Array, weights: BlockWeights, dropout: Any, *, interpret: bool
+) -> tuple[DecoderBlockConfig | None, str | None]:
+    """Return the config of the kernel, or None and why it can't do a call."""
+    arrays = attended, x, *jax.tree.leaves(weights)
+    dtypes = sorted({array.dtype.name for array in arrays})
+    if dtypes not in (["bfloat16"], ["float16"]):
+        return None, f"needs all in bfloat16 or all in float16, not {', '.join(dtypes)}"
+    if (num_rows := math.prod(x.shape[:-1])) != 1:
+        return None, f"needs one row, not {num_rows}"
+    if dropout is not None or weights.o_bias is not None or weights.qkv_bias is not None:
+        return None, "has no biases and no dropout"
+    if any(jax.typeof(array).sharding.mesh.size > 1 for array in arrays):
+        return None, "needs arrays on one device"
+    device = Device.here()
+    reason = support.why_not_jax() or (None if interpret else support.why_not_device(device))
+    if reason is not None:
+        return None, reason
+    config = decoder_block_config(
+        size=x.shape[-1],
+        attended_size=attended.shape[-1],
+        hidden_size=weights.gate_up.shape[0],
+        out_size=0 if weights.qkv is None else weights.qkv.shape[0],
+        num_programs=1 if interpret else device.num_sms,
+    )
+    if config is None:
+        return None, "needs sizes that are multiples of 512 (E), 256 (A and F) and 64 (N), and fit"
+    return config, None
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _kernel(
+    config: DecoderBlockConfig,
+    eps: float,
+    interpret: bool,
+    attended: jax.Array,
+    x: jax.Array,
+    weights: BlockWeights,
+    arrivals: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    from pallas_paged.kernels.mosaic import decoder_block as mosaic
+
+    with jax.enable_x64(False):
+        new_x, out, arrivals = mosaic.between_attentions(
+            attended.reshape(1, -1),
+            x.reshape(1, -1),
+            arrivals,
+            o=weights.o,
+            mlp_norm=weights.mlp_norm,
+            gate_up=weights.gate_up,
+            down=weights.down,
+            out_norm=weights.out_norm,
+            qkv=weights.qkv,
+            eps=eps,
+            config=config,
+            interpret=interpret,
+        )
+    return new_x.reshape(x.shape), out.reshape(*x.shape[:-1], -1), arrivals
+
+
+@_kernel.defjvp
+def _kernel_jvp(
+    config: DecoderBlockConfig, eps: float, interpret: bool, primals: Any, tangents: Any
+) -> Any:
+    del config, interpret
+
+    def steps(attended, x, weights, arrivals):
+        return *_steps(eps, lambda x: x, attended, x, weights), arrivals
+
+    return jax.jvp(steps, primals, tangents)

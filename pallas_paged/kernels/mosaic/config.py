@@ -186,6 +186,7 @@ class DecoderBlockConfig:
     num_stages: int = 6
     o_splits: int = 1
     down_splits: int = 1
+    num_blocks_ahead: int = 0
 
 
 def decoder_block_config(

@@ -60,6 +60,8 @@ class Inputs:
     out_norm: Any  # [E]
     qkv: Any  # [N, E], or None: out is the norm
     counter: Any  # i32[1], of arrivals at barriers: a ref
+    next_o: Any  # as o and gate_up, of the next call: read into the L2 cache; or None
+    next_gate_up: Any
 
 
 @jax.tree_util.register_dataclass
@@ -174,6 +176,16 @@ def block_kernel(
             return lax.fori_loop(0, product.num_blocks, send_block, sent)
 
         return lax.fori_loop(0, product.num_items(program), send_item, sent)
+
+    def read_ahead(product, num_blocks):
+        @pl.when(product.num_items(program) > 0)
+        def _():
+            features, split = product.item(program, 0)
+
+            @pl.loop(0, num_blocks)
+            def _block(block):
+                for half in product.halves(features, split, block):
+                    ops.read_to_l2(half, interpret=interpret)
 
     def copy_to_x(row):
         """Copy a row, or a part of it, to shared memory."""
@@ -290,6 +302,14 @@ def block_kernel(
         for product in (o, gate_up, down, *(() if qkv is None else (qkv,))):
             sent = send(product, sent)
 
+        if inputs.next_o is not None:
+            ahead = min(config.num_blocks_ahead, o.num_blocks)
+            read_ahead(dataclasses.replace(o, weight=inputs.next_o), ahead)
+            read_ahead(
+                dataclasses.replace(gate_up, weight=inputs.next_gate_up),
+                config.num_blocks_ahead - ahead,
+            )
+
         @pl.loop(jnp.maximum(sent - num_stages, 0), sent)
         def _drain(i):
             plgpu.barrier_wait(scratch.free.at[lax.rem(i, num_stages)])
@@ -308,6 +328,8 @@ def between_attentions(
     qkv: jax.Array | None,
     eps: float,
     config: DecoderBlockConfig,
+    next_o: jax.Array | None = None,
+    next_gate_up: jax.Array | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the residual, the next `qkv` or the norm, and the counter.
@@ -332,6 +354,8 @@ def between_attentions(
         out_norm=out_norm,
         qkv=qkv,
         counter=jax.new_ref(counter),
+        next_o=next_o,
+        next_gate_up=next_gate_up,
     )
     outputs = Outputs(
         residual=result_shape((1, size), dtype),

@@ -169,6 +169,12 @@ def wait_for_previous_kernel(*, interpret: bool) -> None:
         plgpu.griddepcontrol_wait()
 
 
+def read_to_l2(ref: Any, *, interpret: bool) -> None:
+    """Start to read a part of device memory into the L2 cache; nothing waits for its end."""
+    if not interpret:
+        plgpu.async_prefetch(ref)
+
+
 def atomic_increment(counter: Any, old: Any) -> None:
     """Add 1 to `counter` i32[1] in device memory and store its old value to `old` i32[1], shared.
 

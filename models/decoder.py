@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 import pallas_paged as pp
 from models.config import ModelConfig
 from models.rotary import Rotation, rotation
+from pallas_paged.decoder_block import BlockWeights, Residual, between_attentions
 from pallas_paged.linear import linear
 from pallas_paged.rms_norm import rms_norm
 
@@ -70,7 +71,7 @@ def identity(x: jax.Array) -> jax.Array:
 
 
 class Linear(nnx.Module):
-    """x @ weight.T (+ bias), in the dtype of the weight, which may have several output axes."""
+    """The weight and the bias of x @ weight.T (+ bias), which may have several output axes."""
 
     def __init__(
         self,
@@ -84,12 +85,16 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(_normal(rngs, (*out_shape, in_size), stddev, dtype))
         self.bias = nnx.Param(jnp.zeros(out_shape, dtype)) if bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    @property
+    def matrix(self) -> jax.Array:
+        """The weight with one output axis: of several, XLA would transpose, hence copy, it."""
         weight = self.weight[...]
-        *out_shape, in_size = weight.shape
-        # A matrix: XLA would transpose, hence copy, a weight that has several output axes.
-        out = linear(x, weight.reshape(-1, in_size)).reshape(*x.shape[:-1], *out_shape)
-        return out if self.bias is None else out + self.bias[...]
+        return weight.reshape(-1, weight.shape[-1])
+
+    @property
+    def vector(self) -> jax.Array | None:
+        """The bias with one axis."""
+        return None if self.bias is None else self.bias[...].reshape(-1)
 
 
 class Embedding(nnx.Module):
@@ -114,7 +119,7 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention around an `Attend`."""
+    """Grouped-query attention around an `Attend`, between two products."""
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
@@ -144,23 +149,24 @@ class Attention(nnx.Module):
         self.q_norm, self.k_norm = head_norm(), head_norm()
 
     def __call__(
-        self, x: jax.Array, rotation: Rotation, attend: Attend, cache: LayerCache | None
+        self, qkv: jax.Array, rotation: Rotation, attend: Attend, cache: LayerCache | None
     ) -> tuple[jax.Array, LayerCache | None]:
-        qkv = self.qkv_proj(x)  # [..., Hkv, Hq / Hkv + 2, D]
+        """Attend with the product of `qkv_proj`; that of `o_proj` comes after."""
         window = self.sliding_window
         how: dict[str, Any] = {"rotation": rotation, "eps": self.config.rms_norm_eps}
         for name in ("q_norm", "k_norm"):
             norm = getattr(self, name)
             how[name] = None if norm is None else norm.weight[...]
+        qkv = qkv.reshape(*qkv.shape[:-1], *self.qkv_proj.weight.shape[:-1])
         if isinstance(attend, FusedAttend):
             out, cache = attend.fused(qkv, cache, **how, sliding_window=window)
         else:
             out, cache = attend(*pp.split_qkv(qkv, **how), cache, sliding_window=window)
-        return self.o_proj(out.reshape(*x.shape[:-1], -1)), cache
+        return out.reshape(*out.shape[:-2], -1), cache
 
 
 class MLP(nnx.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """The weights of SwiGLU: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         hidden_size, size = config.hidden_size, config.intermediate_size
@@ -170,9 +176,6 @@ class MLP(nnx.Module):
         self.down_proj = Linear(
             size, hidden_size, stddev=_residual_stddev(config), dtype=dtype, rngs=rngs
         )
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(linear(x, self.gate_up_proj.weight[...]))  # of [I, 2, E]: SwiGLU
 
 
 class DecoderLayer(nnx.Module):
@@ -185,17 +188,44 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
         self.mlp = MLP(config, dtype=dtype, rngs=rngs)
 
+    def qkv(self, x: jax.Array) -> jax.Array:
+        """Norm the residual [..., E] and multiply, for the attention of the first layer."""
+        proj = self.self_attn.qkv_proj
+        out = linear(self.input_layernorm(x), proj.matrix)
+        return out if proj.vector is None else out + proj.vector
+
     def __call__(
         self,
-        x: jax.Array,
+        qkv: jax.Array,
+        residual: Residual,
         rotation: Rotation,
         attend: Attend,
         cache: LayerCache | None,
         dropout: Dropout,
-    ) -> tuple[jax.Array, LayerCache | None]:
-        out, cache = self.self_attn(self.input_layernorm(x), rotation, attend, cache)
-        x = x + dropout(out)
-        return x + dropout(self.mlp(self.post_attention_layernorm(x))), cache
+        out_norm: RMSNorm,
+        qkv_proj: Linear | None,
+    ) -> tuple[jax.Array, Residual, LayerCache | None]:
+        """Run from the qkv of this layer to that of the next, or to the final norm."""
+        attn, mlp = self.self_attn, self.mlp
+        attended, cache = attn(qkv, rotation, attend, cache)
+        weights = BlockWeights(
+            o=attn.o_proj.matrix,
+            o_bias=attn.o_proj.vector,
+            mlp_norm=self.post_attention_layernorm.weight[...],
+            gate_up=mlp.gate_up_proj.weight[...],
+            down=mlp.down_proj.matrix,
+            out_norm=out_norm.weight[...],
+            qkv=None if qkv_proj is None else qkv_proj.matrix,
+            qkv_bias=None if qkv_proj is None else qkv_proj.vector,
+        )
+        residual, out = between_attentions(
+            attended,
+            residual,
+            weights,
+            eps=out_norm.eps,
+            dropout=None if dropout is identity else dropout,
+        )
+        return out, residual, cache
 
 
 class Decoder(nnx.Module):
@@ -247,26 +277,31 @@ class Decoder(nnx.Module):
         angles = rotation(positions, self.config, whole_rows=cache is None)
 
         def run(
-            structure: nnx.GraphDef[DecoderLayer],
+            structure: nnx.GraphDef,
             weights: nnx.State,
-            x: jax.Array,
+            qkv: jax.Array,
+            residual: Residual,
             layer_cache: LayerCache | None,
-        ) -> tuple[jax.Array, LayerCache | None]:
-            layer = nnx.merge(structure, weights)
-            return layer(x, angles, attend, layer_cache, dropout)
+        ) -> tuple[jax.Array, Residual, LayerCache | None]:
+            layer, *after = nnx.merge(structure, weights)
+            return layer(qkv, residual, angles, attend, layer_cache, dropout, *after)
 
         if dropout is identity:
             # Layers of one structure are then traced and lowered once: a step of 28 layers in 0.3
             # instead of 1.2 seconds. Dropout draws anew in each layer, so it must be traced anew.
             run = jax.jit(run, static_argnums=0)
-        x = dropout(self.embed_tokens(tokens))  # [..., E]
+        residual = Residual.of(dropout(self.embed_tokens(tokens)))  # [..., E]
+        out = self.layers[0].qkv(residual.x)
+        after = [(layer.input_layernorm, layer.self_attn.qkv_proj) for layer in self.layers[1:]]
+        after.append((self.norm, None))
         new_caches: list[LayerCache] = []
         for index, layer in enumerate(self.layers):
             layer_cache = None if cache is None else cache[index]
-            x, new_cache = run(*nnx.split(layer), x, layer_cache)
+            parts = nnx.split((layer, *after[index]))
+            out, residual, new_cache = run(*parts, out, residual, layer_cache)
             if new_cache is not None:
                 new_caches.append(new_cache)
-        return self.norm(x), None if cache is None else tuple(new_caches)
+        return out, None if cache is None else tuple(new_caches)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Scores of the next token: hidden [..., E] to f32[..., V]."""

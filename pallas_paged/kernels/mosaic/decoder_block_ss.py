@@ -1,0 +1,401 @@
+"""All products between two attentions of one row, a persistent Pallas Mosaic kernel for Hopper.
+
+    residual += attended o^T                        grid barrier
+    hidden = swiglu(norm(residual) gate_up^T)       grid barrier
+    residual += hidden down^T                       grid barrier
+    out = norm(residual) qkv^T
+
+It takes as long as the weights take to be read, so the kernel is one pipeline of copies that never
+runs empty. A program is two warpgroups, and there is one program per SM. The producer sends its
+blocks of all four weights through a ring in shared memory, one after the other. It does not wait at
+the barriers: weights do not depend on activations, and the copies in flight (192 KB per SM) take
+longer than a barrier does.
+
+The consumer multiplies. wgmma takes 64 rows at a time: x is all of them, in registers, and the
+features of the weight are columns:
+
+    out [64, 64] = x [64, K] weight [64, K]^T, of which all rows are equal
+
+Weights with few tiles of 64 features are split along K. Programs write partial sums in f32, and
+after the barrier each program adds up all of them in the same order: results have the same bits
+each time.
+
+A grid barrier needs all programs at once on the device. They are: there are no more of them than
+SMs, each SM has room for one, and the programs of the kernels before end without them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_paged.kernels.call import result_shape
+from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic.config import LINEAR_TILE as TILE
+from pallas_paged.kernels.mosaic.config import DecoderBlockConfig
+from pallas_paged.kernels.mosaic.ring import wgmma_transforms
+
+_HALF = 128  # columns of a half of a stage: a whole block is 32 KB
+_NUM_BARRIERS = 3
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Inputs:
+    """Arrays or refs to device memory."""
+
+    attended: Any  # [1, A]
+    residual: Any  # [1, E]
+    o: Any  # [E, A]
+    mlp_norm: Any  # [E]
+    gate_up: Any  # [F, 2, E]
+    down: Any  # [E, F]
+    out_norm: Any  # [E]
+    qkv: Any  # [N, E], or None: out is the norm
+    counter: Any  # i32[1], of arrivals at barriers: a ref
+    next_o: Any  # as o and gate_up, of the next call: read into the L2 cache; or None
+    next_gate_up: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Outputs:
+    """Refs to device memory, or their types."""
+
+    residual: Any  # [1, E]
+    out: Any  # [1, N], or the norm [1, E]
+    o_parts: Any  # f32[splits, E]
+    hidden: Any  # [F]
+    down_parts: Any  # f32[splits, E]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Scratch:
+    """Refs in shared memory, or their types."""
+
+    weights: Any  # [num_stages, 2 * TILE, _HALF], one half below the other
+    x: Any  # [8, columns of the longest part of a row], of which the first row is used
+    residual: Any  # [E]
+    full: Any  # barriers [num_stages], complete when both halves have arrived
+    free: Any  # barriers [num_stages], complete when they were used
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Product:
+    """Which blocks of a weight the programs have, in which order.
+
+    A work item is a tile of features and one part of the columns; a program has every
+    `num_programs`-th item.
+    """
+
+    weight: Any  # ref [N, K] or [N, 2, K]
+    num_programs: int
+    num_splits: int = 1
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether the halves of a stage are gate and up of the same columns."""
+        return len(self.weight.shape) == 3
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of an item."""
+        return self.weight.shape[-1] // self.num_splits
+
+    @property
+    def num_blocks(self) -> int:
+        """Stages of an item."""
+        return self.num_columns // (_HALF if self.is_pair else 2 * _HALF)
+
+    def num_items(self, program: Any) -> Any:
+        """Return how many items a program has."""
+        total = self.weight.shape[0] // TILE * self.num_splits
+        return lax.div(total - 1 - program + self.num_programs, self.num_programs)
+
+    def item(self, program: Any, index: Any) -> tuple[Any, Any]:
+        """Return the features of an item, as a slice, and its part of the columns."""
+        item = program + index * self.num_programs
+        return pl.ds(lax.div(item, self.num_splits) * TILE, TILE), lax.rem(item, self.num_splits)
+
+    def halves(self, features: Any, split: Any, block: Any) -> list[Any]:
+        """Return the refs to the two halves of a block."""
+        if self.is_pair:
+            columns = pl.ds(split * self.num_columns + block * _HALF, _HALF)
+            return [self.weight.at[features, i, columns] for i in range(2)]
+        first = split * self.num_columns + block * 2 * _HALF
+        return [self.weight.at[features, pl.ds(first + i * _HALF, _HALF)] for i in range(2)]
+
+
+def block_kernel(
+    inputs: Inputs,
+    outputs: Outputs,
+    scratch: Scratch,
+    *,
+    eps: float,
+    config: DecoderBlockConfig,
+    interpret: bool,
+) -> None:
+    """Run one program: warpgroup 0 multiplies, warpgroup 1 sends."""
+    program = lax.axis_index("program")
+    num_stages, size = scratch.weights.shape[0], scratch.residual.shape[0]
+    dtype = scratch.x.dtype
+    product_of = functools.partial(Product, num_programs=config.num_programs)
+    o = product_of(weight=inputs.o, num_splits=config.o_splits)
+    gate_up = product_of(weight=inputs.gate_up)
+    down = product_of(weight=inputs.down, num_splits=config.down_splits)
+    qkv = None if inputs.qkv is None else product_of(weight=inputs.qkv)
+    vector = plgpu.Layout.WG_STRIDED((size,), vec_size=4)
+
+    def send(product, sent):
+        def send_item(index, sent):
+            features, split = product.item(program, index)
+
+            def send_block(block, sent):
+                stage = lax.rem(sent, num_stages)
+
+                @pl.when(sent >= num_stages)
+                def _():
+                    plgpu.barrier_wait(scratch.free.at[stage])
+
+                for i, half in enumerate(product.halves(features, split, block)):
+                    plgpu.copy_gmem_to_smem(
+                        half,
+                        scratch.weights.at[stage, pl.ds(i * TILE, TILE)],
+                        scratch.full.at[stage],
+                    )
+                return sent + 1
+
+            return lax.fori_loop(0, product.num_blocks, send_block, sent)
+
+        return lax.fori_loop(0, product.num_items(program), send_item, sent)
+
+    def read_ahead(product, num_blocks):
+        @pl.when(product.num_items(program) > 0)
+        def _():
+            features, split = product.item(program, 0)
+
+            @pl.loop(0, num_blocks)
+            def _block(block):
+                for half in product.halves(features, split, block):
+                    ops.read_to_l2(half, interpret=interpret)
+
+    def copy_to_x(row):
+        """Copy a row, or a part of it, to shared memory."""
+        layout = plgpu.Layout.WG_STRIDED(row.shape, vec_size=_vec_size(row.shape[0]))
+        ops.store_first_row(scratch.x, ops.load(row, layout), layout, interpret=interpret)
+
+    def multiply(product, used, *, load_x, store):
+        """Multiply a program's items; return how many stages were used before and now."""
+
+        def multiply_item(index, used):
+            features, split = product.item(program, index)
+            load_x(pl.ds(split * product.num_columns, product.num_columns))
+
+            def multiply_block(block, carry):
+                used, *accs = carry
+                stage = lax.rem(used, num_stages)
+                xs = [
+                    scratch.x.at[
+                        :, pl.ds((block if product.is_pair else 2 * block + i) * _HALF, _HALF)
+                    ].transpose((1, 0))
+                    for i in range(2)
+                ]
+                plgpu.barrier_wait(scratch.full.at[stage])
+                halves = [scratch.weights.at[stage, pl.ds(i * TILE, TILE)] for i in range(2)]
+                accs = ops.wgmma_two(accs, halves, xs, interpret=interpret)
+                plgpu.barrier_arrive(scratch.free.at[stage])
+                return used + 1, *accs
+
+            zeros = [ops.full((TILE, 8), 0.0, ops.WGMMA) for _ in range(2)]
+            used, *accs = lax.fori_loop(0, product.num_blocks, multiply_block, (used, *zeros))
+            if not product.is_pair:
+                accs = [accs[0] + accs[1]]
+            is_x = ops.iota((TILE, 8), 1, ops.WGMMA) == 0
+            sums = [jnp.sum(jnp.where(is_x, acc, 0.0), axis=1) for acc in accs]
+            store(features, split, sums)
+            return used
+
+        return lax.fori_loop(0, product.num_items(program), multiply_item, used)
+
+    def store_part(parts, features, split, sums):
+        ops.store(parts.at[split, features], sums[0])
+
+    def store_hidden(features, split, sums):
+        # Rounded as separate products are.
+        gate, up = (x.astype(dtype).astype(jnp.float32) for x in sums)
+        ops.store(
+            outputs.hidden.at[features], (gate * (1.0 / (1.0 + jnp.exp(-gate))) * up).astype(dtype)
+        )
+
+    def store_out(features, split, sums):
+        ops.store(outputs.out.at[0, features], sums[0].astype(dtype))
+
+    def add_and_norm(residual, parts, weight):
+        """Add a product to the residual and norm it, both in shared memory."""
+        total = ops.load(parts.at[0], vector)
+        for split in range(1, parts.shape[0]):
+            total = total + ops.load(parts.at[split], vector)
+        x = (residual.astype(jnp.float32) + total.astype(dtype).astype(jnp.float32)).astype(dtype)
+        x32 = x.astype(jnp.float32)
+        scale = lax.rsqrt(jnp.sum(x32 * x32) / size + eps)
+        normed = (x32 * scale * ops.load(weight, vector).astype(jnp.float32)).astype(dtype)
+        scratch.residual[...] = x
+        ops.store_first_row(scratch.x, normed, vector, interpret=interpret)
+        return x, normed
+
+    @pl.when(lax.axis_index("wg") == 0)
+    def _multiply():
+        ops.wait_for_previous_kernel(interpret=interpret)
+        barrier = ops.GridBarrier.of(
+            inputs.counter,
+            num_programs=config.num_programs,
+            num_barriers=_NUM_BARRIERS,
+            interpret=interpret,
+        )
+        used = multiply(
+            o,
+            0,
+            load_x=lambda columns: copy_to_x(inputs.attended.at[0, columns]),
+            store=functools.partial(store_part, outputs.o_parts),
+        )
+        barrier.pass_by(0)
+        add_and_norm(ops.load(inputs.residual.at[0], vector), outputs.o_parts, inputs.mlp_norm)
+        used = multiply(gate_up, used, load_x=lambda columns: None, store=store_hidden)
+        barrier.pass_by(1)
+        used = multiply(
+            down,
+            used,
+            load_x=lambda columns: copy_to_x(outputs.hidden.at[columns]),
+            store=functools.partial(store_part, outputs.down_parts),
+        )
+        barrier.pass_by(2)
+        residual, normed = add_and_norm(
+            plgpu.load(scratch.residual, layout=vector), outputs.down_parts, inputs.out_norm
+        )
+
+        @pl.when(program == 0)
+        def _():
+            ops.store(outputs.residual.at[0], residual)
+            if qkv is None:
+                ops.store(outputs.out.at[0], normed)
+
+        if qkv is not None:
+            multiply(qkv, used, load_x=lambda columns: None, store=store_out)
+
+    @pl.when(lax.axis_index("wg") == 1)
+    def _send():
+        sent = jnp.int32(0)
+        for product in (o, gate_up, down, *(() if qkv is None else (qkv,))):
+            sent = send(product, sent)
+
+        if inputs.next_o is not None:
+            ahead = min(config.num_blocks_ahead, o.num_blocks)
+            read_ahead(dataclasses.replace(o, weight=inputs.next_o), ahead)
+            read_ahead(
+                dataclasses.replace(gate_up, weight=inputs.next_gate_up),
+                config.num_blocks_ahead - ahead,
+            )
+
+        @pl.loop(jnp.maximum(sent - num_stages, 0), sent)
+        def _drain(i):
+            plgpu.barrier_wait(scratch.free.at[lax.rem(i, num_stages)])
+
+
+def between_attentions(
+    attended: jax.Array,
+    residual: jax.Array,
+    counter: jax.Array,
+    *,
+    o: jax.Array,
+    mlp_norm: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    out_norm: jax.Array,
+    qkv: jax.Array | None,
+    eps: float,
+    config: DecoderBlockConfig,
+    next_o: jax.Array | None = None,
+    next_gate_up: jax.Array | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the residual, the next `qkv` or the norm, and the counter.
+
+    Args:
+        attended: `[1, A]` of 16-bit elements.
+        residual: `[1, E]`.
+        counter: i32`[1]`, 0 before the first of several calls, and what one returned for the next.
+        o, gate_up, down, qkv: weights `[E, A]`, `[F, 2, E]`, `[E, F]` and `[N, E]` or None.
+        mlp_norm, out_norm: weights `[E]`.
+        eps: of the norms.
+        config: of one program if interpreted.
+    """
+    (size, dtype), hidden_size = (residual.shape[1], residual.dtype), gate_up.shape[0]
+    inputs = Inputs(
+        attended=attended,
+        residual=residual,
+        o=o,
+        mlp_norm=mlp_norm,
+        gate_up=gate_up,
+        down=down,
+        out_norm=out_norm,
+        qkv=qkv,
+        counter=jax.new_ref(counter),
+        next_o=next_o,
+        next_gate_up=next_gate_up,
+    )
+    outputs = Outputs(
+        residual=result_shape((1, size), dtype),
+        out=result_shape((1, size if qkv is None else qkv.shape[0]), dtype),
+        o_parts=result_shape((config.o_splits, size), jnp.float32),
+        hidden=result_shape((hidden_size,), dtype),
+        down_parts=result_shape((config.down_splits, size), jnp.float32),
+    )
+    columns = max(size, attended.shape[1] // config.o_splits, hidden_size // config.down_splits)
+    scratch = Scratch(
+        weights=plgpu.SMEM(
+            (config.num_stages, 2 * TILE, _HALF), dtype, transforms=wgmma_transforms(dtype)
+        ),
+        x=plgpu.SMEM((8, columns), dtype, transforms=wgmma_transforms(dtype)),
+        residual=plgpu.SMEM((size,), dtype),
+        full=plgpu.Barrier(num_arrivals=2, num_barriers=config.num_stages),
+        free=plgpu.Barrier(num_barriers=config.num_stages),
+    )
+
+    def body(inputs, outputs):
+        def run(scratch):
+            block_kernel(
+                inputs,
+                outputs,
+                scratch,
+                eps=eps,
+                config=config,
+                interpret=interpret,
+            )
+
+        pl.run_scoped(run, scratch, collective_axes="wg")
+
+    results = pl.kernel(
+        ops.with_trees(body, inputs, outputs),
+        out_type=tuple(jax.tree.leaves(outputs)),
+        mesh=plgpu.Mesh(
+            grid=(config.num_programs,), grid_names=("program",), num_threads=2, thread_name="wg"
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        name="between_attentions",
+        interpret=ops.interpreter(interpret),
+    )(*jax.tree.leaves(inputs))
+    outputs = jax.tree.unflatten(jax.tree.structure(outputs), results)
+    return outputs.residual, outputs.out, jax.freeze(inputs.counter)
+
+
+def _vec_size(size: int) -> int:
+    """Return how many elements of a vector a thread takes at once."""
+    return 4 if size % 512 == 0 else 2

@@ -187,6 +187,7 @@ class DecoderBlockConfig:
     o_splits: int = 1
     down_splits: int = 1
     num_blocks_ahead: int = 0
+    num_in_flight: int = 6
 
 
 def decoder_block_config(

@@ -43,7 +43,8 @@ from pallas_paged.kernels.mosaic.config import DecoderBlockConfig
 from pallas_paged.kernels.mosaic.ring import wgmma_transforms
 
 _HALF = 128  # columns of a half of a stage: a whole block is 32 KB
-_NUM_BARRIERS = 3
+_CLEARED = 256  # elements of a board that a program clears at once
+_PADDING = 64
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +60,8 @@ class Inputs:
     down: Any  # [E, F]
     out_norm: Any  # [E]
     qkv: Any  # [N, E], or None: out is the norm
-    counter: Any  # i32[1], of arrivals at barriers: a ref
+    board: Any  # i32[W], where programs find what others have computed: a ref
+    next_board: Any  # the board of the next call, to be cleared
     next_o: Any  # as o and gate_up, of the next call: read into the L2 cache; or None
     next_gate_up: Any
 
@@ -71,9 +73,6 @@ class Outputs:
 
     residual: Any  # [1, E]
     out: Any  # [1, N], or the norm [1, E]
-    o_parts: Any  # f32[splits, E]
-    hidden: Any  # [F]
-    down_parts: Any  # f32[splits, E]
 
 
 @jax.tree_util.register_dataclass
@@ -82,7 +81,7 @@ class Scratch:
     """Refs in shared memory, or their types."""
 
     weights: Any  # [num_stages, 2 * TILE, _HALF], one half below the other
-    x: Any  # [columns of the longest part of a row]
+    x: Any  # [columns of the longest part of a row + _PADDING]
     residual: Any  # [E]
     full: Any  # barriers [num_stages], complete when both halves have arrived
     free: Any  # barriers [num_stages], complete when they were used
@@ -165,6 +164,13 @@ def block_kernel(
                 def _():
                     plgpu.barrier_wait(scratch.free.at[stage])
 
+                if config.num_in_flight < num_stages:
+
+                    @pl.when(sent >= config.num_in_flight)
+                    def _():
+                        before = lax.rem(sent - config.num_in_flight, num_stages)
+                        plgpu.barrier_wait(scratch.full.at[before])
+
                 for i, half in enumerate(product.halves(features, split, block)):
                     plgpu.copy_gmem_to_smem(
                         half,
@@ -187,10 +193,12 @@ def block_kernel(
                 for half in product.halves(features, split, block):
                     ops.read_to_l2(half, interpret=interpret)
 
-    def copy_to_x(row):
-        """Copy a row, or a part of it, to shared memory."""
-        layout = plgpu.Layout.WG_STRIDED(row.shape, vec_size=_vec_size(row.shape[0]))
-        scratch.x.at[pl.ds(0, row.shape[0])][...] = ops.load(row, layout)
+    def strided(num_elements):
+        return plgpu.Layout.WG_STRIDED((num_elements,), vec_size=_vec_size(num_elements))
+
+    def set_x(row):
+        """Store a row, or a part of it, to shared memory."""
+        scratch.x.at[pl.ds(0, row.shape[0])][...] = row.astype(dtype)
         plgpu.commit_smem()
 
     def multiply(product, used, *, load_x, store):
@@ -200,92 +208,98 @@ def block_kernel(
             features, split = product.item(program, index)
             load_x(pl.ds(split * product.num_columns, product.num_columns))
 
-            def x_of(first):
-                x = plgpu.load(scratch.x.at[pl.ds(first, _HALF)], layout=ops.WGMMA_COL)
-                return plgpu.layout_cast(lax.broadcast_in_dim(x, (TILE, _HALF), (1,)), ops.WGMMA)
-
             def multiply_block(block, carry):
-                used, acc = carry
+                used, *accs = carry
                 stage = lax.rem(used, num_stages)
-                if product.is_pair:
-                    terms = [(x_of(block * _HALF), scratch.weights.at[stage])]
-                else:
-                    terms = [
-                        (
-                            x_of((2 * block + i) * _HALF),
-                            scratch.weights.at[stage, pl.ds(i * TILE, TILE)],
-                        )
-                        for i in range(2)
-                    ]
-                terms = [(x, weight.transpose((1, 0))) for x, weight in terms]
+                firsts = [block if product.is_pair else 2 * block + i for i in range(2)]
+                xs = [scratch.x.at[pl.ds(first * _HALF, _HALF)] for first in firsts]
+                halves = [scratch.weights.at[stage, pl.ds(i * TILE, TILE)] for i in range(2)]
                 plgpu.barrier_wait(scratch.full.at[stage])
-                acc = ops.wgmma_accumulate_all(acc, terms, interpret=interpret)
+                accs = ops.multiply_by_row(accs, halves, xs, interpret=interpret)
                 plgpu.barrier_arrive(scratch.free.at[stage])
-                return used + 1, acc
+                return used + 1, *accs
 
-            zeros = ops.full((TILE, TILE * (1 + product.is_pair)), 0.0, ops.WGMMA)
-            used, acc = lax.fori_loop(0, product.num_blocks, multiply_block, (used, zeros))
-            store(features, split, ops.rows_of_equal(acc, TILE, interpret=interpret))
+            zeros = [ops.full((TILE, 8), 0.0, ops.WGMMA) for _ in range(2)]
+            used, *accs = lax.fori_loop(0, product.num_blocks, multiply_block, (used, *zeros))
+            if not product.is_pair:
+                accs = [accs[0] + accs[1]]
+            is_x = ops.iota((TILE, 8), 1, ops.WGMMA) == 0
+            sums = [jnp.sum(jnp.where(is_x, acc, 0.0), axis=1) for acc in accs]
+            store(features, split, sums)
             return used
 
         return lax.fori_loop(0, product.num_items(program), multiply_item, used)
 
-    def store_part(parts, features, split, sums):
-        ops.store(parts.at[split, features], sums[0])
+    hidden_size = inputs.gate_up.shape[0]
+    o_start = hidden_size
+    down_start = o_start + config.o_splits * size
 
-    def store_hidden(features, split, sums):
+    def post_part(start, features, split, sums):
+        ops.post(inputs.board, start + split * size + features.start, sums[0], interpret=interpret)
+
+    def post_hidden(features, split, sums):
         # Rounded as separate products are.
         gate, up = (x.astype(dtype).astype(jnp.float32) for x in sums)
-        ops.store(
-            outputs.hidden.at[features], (gate * (1.0 / (1.0 + jnp.exp(-gate))) * up).astype(dtype)
+        hidden = (gate * (1.0 / (1.0 + jnp.exp(-gate))) * up).astype(dtype).astype(jnp.float32)
+        ops.post(inputs.board, features.start, hidden, interpret=interpret)
+
+    def wait_for_hidden(columns):
+        (hidden,) = ops.wait_for_posts(
+            inputs.board, [columns.start], strided(columns.size), columns.size, interpret=interpret
         )
+        set_x(hidden)
 
     def store_out(features, split, sums):
         ops.store(outputs.out.at[0, features], sums[0].astype(dtype))
 
-    def add_and_norm(residual, parts, weight):
-        """Add a product to the residual and norm it, both in shared memory."""
-        total = ops.load(parts.at[0], vector)
-        for split in range(1, parts.shape[0]):
-            total = total + ops.load(parts.at[split], vector)
+    def add_and_norm(residual, start, num_splits, weight):
+        """Add a product to the residual and norm it; return both, in shared memory too."""
+        starts = [start + split * size for split in range(num_splits)]
+        total, *parts = ops.wait_for_posts(inputs.board, starts, vector, size, interpret=interpret)
+        for part in parts:
+            total = total + part
         x = (residual.astype(jnp.float32) + total.astype(dtype).astype(jnp.float32)).astype(dtype)
         x32 = x.astype(jnp.float32)
         scale = lax.rsqrt(jnp.sum(x32 * x32) / size + eps)
-        normed = (x32 * scale * ops.load(weight, vector).astype(jnp.float32)).astype(dtype)
+        normed = (x32 * scale * weight.astype(jnp.float32)).astype(dtype)
         scratch.residual[...] = x
-        scratch.x.at[pl.ds(0, size)][...] = normed
-        plgpu.commit_smem()
+        set_x(normed)
         return x, normed
+
+    def clear(board):
+        """Clear a part of a board, of which each program has another one."""
+
+        @pl.loop(0, (board.shape[0] // _CLEARED - 1 - program) // config.num_programs + 1)
+        def _clear(i):
+            start = (program + i * config.num_programs) * _CLEARED
+            blank = ops.full((_CLEARED,), ops.BLANK, strided(_CLEARED), jnp.int32)
+            ops.store(board.at[pl.ds(start, _CLEARED)], blank)
 
     @pl.when(lax.axis_index("wg") == 0)
     def _multiply():
         ops.wait_for_previous_kernel(interpret=interpret)
-        barrier = ops.GridBarrier.of(
-            inputs.counter,
-            num_programs=config.num_programs,
-            num_barriers=_NUM_BARRIERS,
-            interpret=interpret,
-        )
+        clear(inputs.next_board)
         used = multiply(
             o,
             0,
-            load_x=lambda columns: copy_to_x(inputs.attended.at[0, columns]),
-            store=functools.partial(store_part, outputs.o_parts),
+            load_x=lambda columns: set_x(
+                ops.load(inputs.attended.at[0, columns], strided(columns.size))
+            ),
+            store=functools.partial(post_part, o_start),
         )
-        barrier.pass_by(0)
-        add_and_norm(ops.load(inputs.residual.at[0], vector), outputs.o_parts, inputs.mlp_norm)
-        used = multiply(gate_up, used, load_x=lambda columns: None, store=store_hidden)
-        barrier.pass_by(1)
+        # Loaded ahead: then nothing waits for them after the posts.
+        residual, norm = ops.load(inputs.residual.at[0], vector), ops.load(inputs.mlp_norm, vector)
+        add_and_norm(residual, o_start, config.o_splits, norm)
+        used = multiply(gate_up, used, load_x=lambda columns: None, store=post_hidden)
         used = multiply(
             down,
             used,
-            load_x=lambda columns: copy_to_x(outputs.hidden.at[columns]),
-            store=functools.partial(store_part, outputs.down_parts),
+            load_x=wait_for_hidden,
+            store=functools.partial(post_part, down_start),
         )
-        barrier.pass_by(2)
-        residual, normed = add_and_norm(
-            plgpu.load(scratch.residual, layout=vector), outputs.down_parts, inputs.out_norm
-        )
+        residual = plgpu.load(scratch.residual, layout=vector)
+        norm = ops.load(inputs.out_norm, vector)
+        residual, normed = add_and_norm(residual, down_start, config.down_splits, norm)
 
         @pl.when(program == 0)
         def _():
@@ -314,11 +328,18 @@ def block_kernel(
         def _drain(i):
             plgpu.barrier_wait(scratch.free.at[lax.rem(i, num_stages)])
 
+        if config.num_in_flight < num_stages:
+
+            @pl.loop(jnp.maximum(sent - config.num_in_flight, 0), sent)
+            def _drain_full(i):
+                plgpu.barrier_wait(scratch.full.at[lax.rem(i, num_stages)])
+
 
 def between_attentions(
     attended: jax.Array,
     residual: jax.Array,
-    counter: jax.Array,
+    board: jax.Array,
+    next_board: jax.Array,
     *,
     o: jax.Array,
     mlp_norm: jax.Array,
@@ -331,13 +352,13 @@ def between_attentions(
     next_o: jax.Array | None = None,
     next_gate_up: jax.Array | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the residual, the next `qkv` or the norm, and the counter.
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Return the residual, the next `qkv` or the norm, and the boards of the next call.
 
     Args:
         attended: `[1, A]` of 16-bit elements.
         residual: `[1, E]`.
-        counter: i32`[1]`, 0 before the first of several calls, and what one returned for the next.
+        board, next_board: of `new_board`, or what the call before returned.
         o, gate_up, down, qkv: weights `[E, A]`, `[F, 2, E]`, `[E, F]` and `[N, E]` or None.
         mlp_norm, out_norm: weights `[E]`.
         eps: of the norms.
@@ -353,23 +374,21 @@ def between_attentions(
         down=down,
         out_norm=out_norm,
         qkv=qkv,
-        counter=jax.new_ref(counter),
+        board=jax.new_ref(board),
+        next_board=jax.new_ref(next_board),
         next_o=next_o,
         next_gate_up=next_gate_up,
     )
     outputs = Outputs(
         residual=result_shape((1, size), dtype),
         out=result_shape((1, size if qkv is None else qkv.shape[0]), dtype),
-        o_parts=result_shape((config.o_splits, size), jnp.float32),
-        hidden=result_shape((hidden_size,), dtype),
-        down_parts=result_shape((config.down_splits, size), jnp.float32),
     )
     columns = max(size, attended.shape[1] // config.o_splits, hidden_size // config.down_splits)
     scratch = Scratch(
         weights=plgpu.SMEM(
             (config.num_stages, 2 * TILE, _HALF), dtype, transforms=wgmma_transforms(dtype)
         ),
-        x=plgpu.SMEM((columns,), dtype),
+        x=plgpu.SMEM((columns + _PADDING,), dtype),
         residual=plgpu.SMEM((size,), dtype),
         full=plgpu.Barrier(num_arrivals=2, num_barriers=config.num_stages),
         free=plgpu.Barrier(num_barriers=config.num_stages),
@@ -399,7 +418,14 @@ def between_attentions(
         interpret=ops.interpreter(interpret),
     )(*jax.tree.leaves(inputs))
     outputs = jax.tree.unflatten(jax.tree.structure(outputs), results)
-    return outputs.residual, outputs.out, jax.freeze(inputs.counter)
+    boards = jax.freeze(inputs.next_board), jax.freeze(inputs.board)
+    return outputs.residual, outputs.out, *boards
+
+
+def new_boards(config: DecoderBlockConfig, *, size: int, hidden_size: int) -> list[jax.Array]:
+    """Return two cleared boards, for the first of several calls with weights of these sizes."""
+    num_elements = hidden_size + (config.o_splits + config.down_splits) * size
+    return [jnp.full(num_elements, ops.BLANK, jnp.int32) for _ in range(2)]
 
 
 def _vec_size(size: int) -> int:

@@ -166,6 +166,13 @@ def block_kernel(
                 def _():
                     plgpu.barrier_wait(scratch.free.at[stage])
 
+                if config.num_in_flight < num_stages:
+
+                    @pl.when(sent >= config.num_in_flight)
+                    def _():
+                        before = lax.rem(sent - config.num_in_flight, num_stages)
+                        plgpu.barrier_wait(scratch.full.at[before])
+
                 for i, half in enumerate(product.halves(features, split, block)):
                     plgpu.copy_gmem_to_smem(
                         half,

@@ -290,7 +290,7 @@ class Decoder(nnx.Module):
             # Layers of one structure are then traced and lowered once: a step of 28 layers in 0.3
             # instead of 1.2 seconds. Dropout draws anew in each layer, so it must be traced anew.
             run = jax.jit(run, static_argnums=0)
-        residual = Residual.of(dropout(self.embed_tokens(tokens)))  # [..., E]
+        residual = Residual(x=dropout(self.embed_tokens(tokens)))  # [..., E]
         out = self.layers[0].qkv(residual.x)
         after = [(layer.input_layernorm, layer.self_attn.qkv_proj) for layer in self.layers[1:]]
         after.append((self.norm, None))

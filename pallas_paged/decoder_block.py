@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
-import jax.numpy as jnp
 
 from pallas_paged.checks import default_promotion
 from pallas_paged.kernels.call import Device
@@ -54,16 +53,12 @@ class Residual:
 
     Attributes:
         x: floating `[..., E]`.
-        arrivals: i32`[1]`, what the kernel counts, from layer to layer: 0 at the first.
+        boards: memory in which the programs of the kernel find one another's results, and that of
+            the next call; None before the first call.
     """
 
     x: jax.Array
-    arrivals: jax.Array
-
-    @classmethod
-    def of(cls, x: jax.Array) -> Residual:
-        """Return the stream before the first layer."""
-        return cls(x=x, arrivals=jnp.zeros(1, jnp.int32))
+    boards: tuple[jax.Array, jax.Array] | None = None
 
 
 @default_promotion()
@@ -111,10 +106,9 @@ def between_attentions(
     if implementation != "xla":
         config, reason = _config(attended, residual.x, weights, dropout, interpret=interpret)
         if config is not None:
-            x, out, arrivals = _kernel(
-                config, eps, interpret, attended, residual.x, weights, residual.arrivals
-            )
-            return Residual(x=x, arrivals=arrivals), out
+            boards = residual.boards or _new_boards(config, weights)
+            x, out, boards = _kernel(config, eps, interpret, attended, residual.x, weights, boards)
+            return Residual(x=x, boards=boards), out
         if implementation is not None:
             raise NotImplementedError(f"{implementation=} {reason}")
     x, out = _steps(eps, dropout or (lambda x: x), attended, residual.x, weights)
@@ -191,6 +185,13 @@ def _config(
     return config, None
 
 
+def _new_boards(config: DecoderBlockConfig, weights: BlockWeights) -> tuple[jax.Array, jax.Array]:
+    from pallas_paged.kernels.mosaic import decoder_block as mosaic
+
+    size, hidden_size = weights.down.shape
+    return mosaic.new_boards(config, size=size, hidden_size=hidden_size)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _kernel(
     config: DecoderBlockConfig,
@@ -199,15 +200,15 @@ def _kernel(
     attended: jax.Array,
     x: jax.Array,
     weights: BlockWeights,
-    arrivals: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    boards: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
     from pallas_paged.kernels.mosaic import decoder_block as mosaic
 
     with jax.enable_x64(False):
-        new_x, out, arrivals = mosaic.between_attentions(
+        new_x, out, *boards = mosaic.between_attentions(
             attended.reshape(1, -1),
             x.reshape(1, -1),
-            arrivals,
+            *boards,
             o=weights.o,
             mlp_norm=weights.mlp_norm,
             gate_up=weights.gate_up,
@@ -218,7 +219,7 @@ def _kernel(
             config=config,
             interpret=interpret,
         )
-    return new_x.reshape(x.shape), out.reshape(*x.shape[:-1], -1), arrivals
+    return new_x.reshape(x.shape), out.reshape(*x.shape[:-1], -1), tuple(boards)
 
 
 @_kernel.defjvp
@@ -227,7 +228,7 @@ def _kernel_jvp(
 ) -> Any:
     del config, interpret
 
-    def steps(attended, x, weights, arrivals):
-        return *_steps(eps, lambda x: x, attended, x, weights), arrivals
+    def steps(attended, x, weights, boards):
+        return *_steps(eps, lambda x: x, attended, x, weights), boards
 
     return jax.jvp(steps, primals, tangents)

@@ -38,7 +38,7 @@ def block_weights(dtype=jnp.bfloat16) -> BlockWeights:
 
 
 def inputs(*rows: int, dtype=jnp.bfloat16) -> tuple[jax.Array, Residual]:
-    return draw(20, *rows, A, dtype=dtype), Residual.of(draw(21, *rows, E, dtype=dtype))
+    return draw(20, *rows, A, dtype=dtype), Residual(x=draw(21, *rows, E, dtype=dtype))
 
 
 def test_without_a_gpu_it_is_the_separate_steps_bit_for_bit():
@@ -71,7 +71,7 @@ def test_the_kernel_gives_what_xla_gives_and_its_gradients(kernel, last):
 
     def loss(attended, x, w, implementation):
         stream = dataclasses.replace(residual, x=x)
-        for _ in range(2):  # the second call goes on with what the first one counted
+        for _ in range(2):  # the second call has the boards of the first one, swapped
             stream, out = between_attentions(
                 attended, stream, w, eps=1e-5, implementation=implementation
             )

@@ -422,10 +422,12 @@ def between_attentions(
     return outputs.residual, outputs.out, *boards
 
 
-def new_boards(config: DecoderBlockConfig, *, size: int, hidden_size: int) -> list[jax.Array]:
+def new_boards(
+    config: DecoderBlockConfig, *, size: int, hidden_size: int
+) -> tuple[jax.Array, jax.Array]:
     """Return two cleared boards, for the first of several calls with weights of these sizes."""
     num_elements = hidden_size + (config.o_splits + config.down_splits) * size
-    return [jnp.full(num_elements, ops.BLANK, jnp.int32) for _ in range(2)]
+    return tuple(jnp.full(num_elements, ops.BLANK, jnp.int32) for _ in range(2))
 
 
 def _vec_size(size: int) -> int:

@@ -17,6 +17,7 @@ from pallas_paged.kernels.config_fields import (
 _WGMMA_ROWS = 64  # of a warpgroup's product
 _BLOCK_STAGE = 32 * 1024  # bytes of a weight per loop step of the decoder block
 _SHARED_MEMORY = 227 * 1024  # bytes that a program can have
+_MAX_BLOCK_ROW = 8192  # elements that the registers of a warpgroup hold at once
 # Of the product of one row: features of a tile, and columns of the weight per loop step, 32 KB.
 LINEAR_TILE, LINEAR_BLOCK_K = 64, 256
 
@@ -215,7 +216,11 @@ def decoder_block_config(
 
     o_splits, down_splits = splits(attended_size), splits(hidden_size)
     row = max(size, attended_size // o_splits, hidden_size // down_splits)
-    rest = sum(-(-2 * n // 1024) * 1024 for n in (row, size)) + 2 * 1024  # barriers, reductions
+    if row > _MAX_BLOCK_ROW:
+        return None
+    rest = (
+        sum(-(-2 * n // 1024) * 1024 for n in (row + 64, size)) + 2 * 1024
+    )  # barriers, reductions
     num_stages = min((_SHARED_MEMORY - rest) // _BLOCK_STAGE, 6)
     if num_stages < 2:
         return None

@@ -187,8 +187,8 @@ class DecoderBlockConfig:
     num_stages: int = 6
     o_splits: int = 1
     down_splits: int = 1
+    num_in_flight: int = 2
     num_blocks_ahead: int = 0
-    num_in_flight: int = 6
 
 
 def decoder_block_config(

@@ -19,6 +19,10 @@ from pallas_paged.rms_norm import rms_norm
 
 BlockImplementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 
+# Sizes of the residual with which the kernel is chosen. It was measured to be faster at both ends,
+# for Llamas of 1B and 8B on an H200: docs/tuning.md.
+_FASTER = range(2048, 4097)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,9 +105,10 @@ def between_attentions(
     names = get_args(BlockImplementation)
     if implementation is not None and implementation not in names:
         raise ValueError(f"{implementation=} must be None or one of {names}")
-    interpret = implementation == "mosaic_gpu_interpret"
-    reason = None
-    if implementation != "xla":
+    if implementation not in (None, "xla") or (
+        implementation is None and residual.x.shape[-1] in _FASTER
+    ):
+        interpret = implementation == "mosaic_gpu_interpret"
         config, reason = _config(attended, residual.x, weights, dropout, interpret=interpret)
         if config is not None:
             boards = residual.boards or _new_boards(config, weights)

@@ -179,16 +179,16 @@ class DecoderBlockConfig:
     Attributes:
         num_programs: no more than there are SMs, for they wait for one another.
         num_stages: blocks of weights in shared memory, 32 KB each.
+        num_in_flight: blocks on their way at once.
         o_splits, down_splits: parts into which the columns of the two weights are cut that have few
             rows.
     """
 
     num_programs: int
     num_stages: int = 6
+    num_in_flight: int = 2
     o_splits: int = 1
     down_splits: int = 1
-    num_in_flight: int = 2
-    num_blocks_ahead: int = 0
 
 
 def decoder_block_config(

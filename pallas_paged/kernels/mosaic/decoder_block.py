@@ -1,27 +1,24 @@
 """All products between two attentions of one row, a persistent Pallas Mosaic kernel for Hopper.
 
-    residual += attended o^T                        grid barrier
-    hidden = swiglu(norm(residual) gate_up^T)       grid barrier
-    residual += hidden down^T                       grid barrier
+    residual += attended o^T
+    hidden = swiglu(norm(residual) gate_up^T)
+    residual += hidden down^T
     out = norm(residual) qkv^T
 
-It takes as long as the weights take to be read, so the kernel is one pipeline of copies that never
-runs empty. A program is two warpgroups, and there is one program per SM. The producer sends its
-blocks of all four weights through a ring in shared memory, one after the other. It does not wait at
-the barriers: weights do not depend on activations, and the copies in flight (192 KB per SM) take
-longer than a barrier does.
+It takes as long as the weights take to be read, so the kernel is one pipeline of copies that hardly
+ever pauses. A program is two warpgroups, and there is one program per SM. The producer sends its
+blocks of all four weights through a ring in shared memory, one after the other. It does not wait
+for activations, which no weight depends on: while programs wait for one another, the ring fills.
 
-The consumer multiplies. wgmma takes 64 rows at a time: x is all of them, in registers, and the
-features of the weight are columns:
+The consumer multiplies. A program has tiles of 64 features. Weights with few such tiles are split
+along K, too. Results go to a board in device memory (`board.py`): partial sums in f32, which each
+program adds up in the same order, so that results have the same bits each time.
 
-    out [64, 64] = x [64, K] weight [64, K]^T, of which all rows are equal
+Two blocks of 32 KB per SM are on their way at once, no more: that is enough for the full rate of
+the memory, and what is posted and loaded would have to queue behind more.
 
-Weights with few tiles of 64 features are split along K. Programs write partial sums in f32, and
-after the barrier each program adds up all of them in the same order: results have the same bits
-each time.
-
-A grid barrier needs all programs at once on the device. They are: there are no more of them than
-SMs, each SM has room for one, and the programs of the kernels before end without them.
+The programs wait for one another, so all must be on the device at once. They are: there are no more
+of them than SMs, each SM has room for one, and the programs of kernels before end without them.
 """
 
 from __future__ import annotations
@@ -38,13 +35,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic.board import BLANK, post, wait_for_posts
 from pallas_paged.kernels.mosaic.config import LINEAR_TILE as TILE
 from pallas_paged.kernels.mosaic.config import DecoderBlockConfig
 from pallas_paged.kernels.mosaic.ring import wgmma_transforms
+from pallas_paged.kernels.mosaic.row_product import multiply_by_row
 
 _HALF = 128  # columns of a half of a stage: a whole block is 32 KB
 _CLEARED = 256  # elements of a board that a program clears at once
-_PADDING = 64
+_PADDING = 64  # elements that are read behind a row
 
 
 @jax.tree_util.register_dataclass
@@ -62,8 +61,6 @@ class Inputs:
     qkv: Any  # [N, E], or None: out is the norm
     board: Any  # i32[W], where programs find what others have computed: a ref
     next_board: Any  # the board of the next call, to be cleared
-    next_o: Any  # as o and gate_up, of the next call: read into the L2 cache; or None
-    next_gate_up: Any
 
 
 @jax.tree_util.register_dataclass
@@ -145,7 +142,7 @@ def block_kernel(
     """Run one program: warpgroup 0 multiplies, warpgroup 1 sends."""
     program = lax.axis_index("program")
     num_stages, size = scratch.weights.shape[0], scratch.residual.shape[0]
-    dtype = scratch.x.dtype
+    dtype, num_in_flight = scratch.x.dtype, config.num_in_flight
     product_of = functools.partial(Product, num_programs=config.num_programs)
     o = product_of(weight=inputs.o, num_splits=config.o_splits)
     gate_up = product_of(weight=inputs.gate_up)
@@ -164,12 +161,9 @@ def block_kernel(
                 def _():
                     plgpu.barrier_wait(scratch.free.at[stage])
 
-                if config.num_in_flight < num_stages:
-
-                    @pl.when(sent >= config.num_in_flight)
-                    def _():
-                        before = lax.rem(sent - config.num_in_flight, num_stages)
-                        plgpu.barrier_wait(scratch.full.at[before])
+                @pl.when(sent >= num_in_flight)
+                def _():
+                    plgpu.barrier_wait(scratch.full.at[lax.rem(sent - num_in_flight, num_stages)])
 
                 for i, half in enumerate(product.halves(features, split, block)):
                     plgpu.copy_gmem_to_smem(
@@ -182,16 +176,6 @@ def block_kernel(
             return lax.fori_loop(0, product.num_blocks, send_block, sent)
 
         return lax.fori_loop(0, product.num_items(program), send_item, sent)
-
-    def read_ahead(product, num_blocks):
-        @pl.when(product.num_items(program) > 0)
-        def _():
-            features, split = product.item(program, 0)
-
-            @pl.loop(0, num_blocks)
-            def _block(block):
-                for half in product.halves(features, split, block):
-                    ops.read_to_l2(half, interpret=interpret)
 
     def strided(num_elements):
         return plgpu.Layout.WG_STRIDED((num_elements,), vec_size=_vec_size(num_elements))
@@ -215,7 +199,7 @@ def block_kernel(
                 xs = [scratch.x.at[pl.ds(first * _HALF, _HALF)] for first in firsts]
                 halves = [scratch.weights.at[stage, pl.ds(i * TILE, TILE)] for i in range(2)]
                 plgpu.barrier_wait(scratch.full.at[stage])
-                accs = ops.multiply_by_row(accs, halves, xs, interpret=interpret)
+                accs = multiply_by_row(accs, halves, xs, interpret=interpret)
                 plgpu.barrier_arrive(scratch.free.at[stage])
                 return used + 1, *accs
 
@@ -235,16 +219,16 @@ def block_kernel(
     down_start = o_start + config.o_splits * size
 
     def post_part(start, features, split, sums):
-        ops.post(inputs.board, start + split * size + features.start, sums[0], interpret=interpret)
+        post(inputs.board, start + split * size + features.start, sums[0], interpret=interpret)
 
     def post_hidden(features, split, sums):
         # Rounded as separate products are.
         gate, up = (x.astype(dtype).astype(jnp.float32) for x in sums)
         hidden = (gate * (1.0 / (1.0 + jnp.exp(-gate))) * up).astype(dtype).astype(jnp.float32)
-        ops.post(inputs.board, features.start, hidden, interpret=interpret)
+        post(inputs.board, features.start, hidden, interpret=interpret)
 
     def wait_for_hidden(columns):
-        (hidden,) = ops.wait_for_posts(
+        (hidden,) = wait_for_posts(
             inputs.board, [columns.start], strided(columns.size), columns.size, interpret=interpret
         )
         set_x(hidden)
@@ -255,7 +239,7 @@ def block_kernel(
     def add_and_norm(residual, start, num_splits, weight):
         """Add a product to the residual and norm it; return both, in shared memory too."""
         starts = [start + split * size for split in range(num_splits)]
-        total, *parts = ops.wait_for_posts(inputs.board, starts, vector, size, interpret=interpret)
+        total, *parts = wait_for_posts(inputs.board, starts, vector, size, interpret=interpret)
         for part in parts:
             total = total + part
         x = (residual.astype(jnp.float32) + total.astype(dtype).astype(jnp.float32)).astype(dtype)
@@ -272,7 +256,7 @@ def block_kernel(
         @pl.loop(0, (board.shape[0] // _CLEARED - 1 - program) // config.num_programs + 1)
         def _clear(i):
             start = (program + i * config.num_programs) * _CLEARED
-            blank = ops.full((_CLEARED,), ops.BLANK, strided(_CLEARED), jnp.int32)
+            blank = ops.full((_CLEARED,), BLANK, strided(_CLEARED), jnp.int32)
             ops.store(board.at[pl.ds(start, _CLEARED)], blank)
 
     @pl.when(lax.axis_index("wg") == 0)
@@ -316,23 +300,13 @@ def block_kernel(
         for product in (o, gate_up, down, *(() if qkv is None else (qkv,))):
             sent = send(product, sent)
 
-        if inputs.next_o is not None:
-            ahead = min(config.num_blocks_ahead, o.num_blocks)
-            read_ahead(dataclasses.replace(o, weight=inputs.next_o), ahead)
-            read_ahead(
-                dataclasses.replace(gate_up, weight=inputs.next_gate_up),
-                config.num_blocks_ahead - ahead,
-            )
-
         @pl.loop(jnp.maximum(sent - num_stages, 0), sent)
         def _drain(i):
             plgpu.barrier_wait(scratch.free.at[lax.rem(i, num_stages)])
 
-        if config.num_in_flight < num_stages:
-
-            @pl.loop(jnp.maximum(sent - config.num_in_flight, 0), sent)
-            def _drain_full(i):
-                plgpu.barrier_wait(scratch.full.at[lax.rem(i, num_stages)])
+        @pl.loop(jnp.maximum(sent - num_in_flight, 0), sent)
+        def _arrive(i):
+            plgpu.barrier_wait(scratch.full.at[lax.rem(i, num_stages)])
 
 
 def between_attentions(
@@ -349,8 +323,6 @@ def between_attentions(
     qkv: jax.Array | None,
     eps: float,
     config: DecoderBlockConfig,
-    next_o: jax.Array | None = None,
-    next_gate_up: jax.Array | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Return the residual, the next `qkv` or the norm, and the boards of the next call.
@@ -358,7 +330,7 @@ def between_attentions(
     Args:
         attended: `[1, A]` of 16-bit elements.
         residual: `[1, E]`.
-        board, next_board: of `new_board`, or what the call before returned.
+        board, next_board: of `new_boards`, or what the call before returned.
         o, gate_up, down, qkv: weights `[E, A]`, `[F, 2, E]`, `[E, F]` and `[N, E]` or None.
         mlp_norm, out_norm: weights `[E]`.
         eps: of the norms.
@@ -376,8 +348,6 @@ def between_attentions(
         qkv=qkv,
         board=jax.new_ref(board),
         next_board=jax.new_ref(next_board),
-        next_o=next_o,
-        next_gate_up=next_gate_up,
     )
     outputs = Outputs(
         residual=result_shape((1, size), dtype),
@@ -427,7 +397,7 @@ def new_boards(
 ) -> tuple[jax.Array, jax.Array]:
     """Return two cleared boards, for the first of several calls with weights of these sizes."""
     num_elements = hidden_size + (config.o_splits + config.down_splits) * size
-    return tuple(jnp.full(num_elements, ops.BLANK, jnp.int32) for _ in range(2))
+    return tuple(jnp.full(num_elements, BLANK, jnp.int32) for _ in range(2))
 
 
 def _vec_size(size: int) -> int:

@@ -12,7 +12,7 @@ import pytest
 if jax.__version_info__ < (0, 11):
     pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
 
-from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic.board import BLANK
 from pallas_paged.kernels.mosaic.config import DecoderBlockConfig, decoder_block_config
 from pallas_paged.kernels.mosaic.decoder_block import between_attentions, new_boards
 from tests.support.devices import lower_for_cuda
@@ -75,14 +75,12 @@ def test_it_is_the_steps_in_numpy(splits, stages, dtype):
     for a, b in ((got_x, want_x), (got, want)):
         assert np.abs(np.asarray(a[0], np.float32) - b).max() < 0.03 * b.std()
     # The next call has a clear board, and clears that of this one.
-    assert (boards[0] == ops.BLANK).all() and (boards[1] != ops.BLANK).all()
+    assert (boards[0] == BLANK).all() and (boards[1] != BLANK).all()
 
 
 def test_the_first_call_has_boards_without_a_post():
     config = DecoderBlockConfig(num_programs=1)
-    assert all(
-        (board == ops.BLANK).all() for board in new_boards(config, size=512, hidden_size=256)
-    )
+    assert all((board == BLANK).all() for board in new_boards(config, size=512, hidden_size=256))
 
 
 @pytest.mark.parametrize(

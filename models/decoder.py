@@ -292,7 +292,9 @@ class Decoder(nnx.Module):
             run = jax.jit(run, static_argnums=0)
         residual = Residual(x=dropout(self.embed_tokens(tokens)))  # [..., E]
         out = self.layers[0].qkv(residual.x)
-        after = [(layer.input_layernorm, layer.self_attn.qkv_proj) for layer in self.layers[1:]]
+        after: list[tuple[RMSNorm, Linear | None]] = [
+            (layer.input_layernorm, layer.self_attn.qkv_proj) for layer in self.layers[1:]
+        ]
         after.append((self.norm, None))
         new_caches: list[LayerCache] = []
         for index, layer in enumerate(self.layers):

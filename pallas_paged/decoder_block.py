@@ -210,10 +210,10 @@ def _kernel(
     from pallas_paged.kernels.mosaic import decoder_block as mosaic
 
     with jax.enable_x64(False):
-        new_x, out, *boards = mosaic.between_attentions(
+        new_x, out, boards = mosaic.between_attentions(
             attended.reshape(1, -1),
             x.reshape(1, -1),
-            *boards,
+            boards,
             o=weights.o,
             mlp_norm=weights.mlp_norm,
             gate_up=weights.gate_up,
@@ -224,7 +224,7 @@ def _kernel(
             config=config,
             interpret=interpret,
         )
-    return new_x.reshape(x.shape), out.reshape(*x.shape[:-1], -1), tuple(boards)
+    return new_x.reshape(x.shape), out.reshape(*x.shape[:-1], -1), boards
 
 
 @_kernel.defjvp

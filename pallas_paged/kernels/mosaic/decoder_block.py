@@ -312,8 +312,7 @@ def block_kernel(
 def between_attentions(
     attended: jax.Array,
     residual: jax.Array,
-    board: jax.Array,
-    next_board: jax.Array,
+    boards: tuple[jax.Array, jax.Array],
     *,
     o: jax.Array,
     mlp_norm: jax.Array,
@@ -324,19 +323,20 @@ def between_attentions(
     eps: float,
     config: DecoderBlockConfig,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
     """Return the residual, the next `qkv` or the norm, and the boards of the next call.
 
     Args:
         attended: `[1, A]` of 16-bit elements.
         residual: `[1, E]`.
-        board, next_board: of `new_boards`, or what the call before returned.
+        boards: of `new_boards`, or what the call before returned.
         o, gate_up, down, qkv: weights `[E, A]`, `[F, 2, E]`, `[E, F]` and `[N, E]` or None.
         mlp_norm, out_norm: weights `[E]`.
         eps: of the norms.
         config: of one program if interpreted.
     """
     (size, dtype), hidden_size = (residual.shape[1], residual.dtype), gate_up.shape[0]
+    board, next_board = map(jax.new_ref, boards)
     inputs = Inputs(
         attended=attended,
         residual=residual,
@@ -346,8 +346,8 @@ def between_attentions(
         down=down,
         out_norm=out_norm,
         qkv=qkv,
-        board=jax.new_ref(board),
-        next_board=jax.new_ref(next_board),
+        board=board,
+        next_board=next_board,
     )
     outputs = Outputs(
         residual=result_shape((1, size), dtype),
@@ -388,8 +388,7 @@ def between_attentions(
         interpret=ops.interpreter(interpret),
     )(*jax.tree.leaves(inputs))
     outputs = jax.tree.unflatten(jax.tree.structure(outputs), results)
-    boards = jax.freeze(inputs.next_board), jax.freeze(inputs.board)
-    return outputs.residual, outputs.out, *boards
+    return outputs.residual, outputs.out, (jax.freeze(next_board), jax.freeze(board))
 
 
 def new_boards(
@@ -397,7 +396,8 @@ def new_boards(
 ) -> tuple[jax.Array, jax.Array]:
     """Return two cleared boards, for the first of several calls with weights of these sizes."""
     num_elements = hidden_size + (config.o_splits + config.down_splits) * size
-    return tuple(jnp.full(num_elements, BLANK, jnp.int32) for _ in range(2))
+    blank = jnp.full(num_elements, BLANK, jnp.int32)
+    return blank, blank
 
 
 def _vec_size(size: int) -> int:

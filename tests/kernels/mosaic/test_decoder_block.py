@@ -68,8 +68,8 @@ def test_it_is_the_steps_in_numpy(splits, stages, dtype):
         num_in_flight=stages[1],
     )
     boards = new_boards(config, size=sizes[1], hidden_size=sizes[2])
-    got_x, got, *boards = between_attentions(
-        attended, x, *boards, **w, eps=1e-5, config=config, interpret=True
+    got_x, got, boards = between_attentions(
+        attended, x, boards, **w, eps=1e-5, config=config, interpret=True
     )
     want_x, want = oracle(attended, x, w, dtype)
     for a, b in ((got_x, want_x), (got, want)):
@@ -106,7 +106,7 @@ def test_the_blocks_of_decoders_lower_for_a_gpu(sizes, splits, stages):
 
     def run(attended, x, boards, weights):
         weights = {"qkv": None} | weights
-        return between_attentions(attended, x, *boards, **weights, eps=1e-5, config=config)
+        return between_attentions(attended, x, boards, **weights, eps=1e-5, config=config)
 
     text = lower_for_cuda(run, *rows, boards, weights).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1

@@ -175,9 +175,6 @@ def _config(
     if any(jax.typeof(array).sharding.mesh.size > 1 for array in arrays):
         return None, "needs arrays on one device"
     device = Device.here()
-    reason = support.why_not_jax() or (None if interpret else support.why_not_device(device))
-    if reason is not None:
-        return None, reason
     config = decoder_block_config(
         size=x.shape[-1],
         attended_size=attended.shape[-1],
@@ -187,6 +184,9 @@ def _config(
     )
     if config is None:
         return None, "needs sizes that are multiples of 512 (E), 256 (A and F) and 64 (N), and fit"
+    reason = support.why_not_jax() or (None if interpret else support.why_not_device(device))
+    if reason is not None:
+        return None, reason
     return config, None
 
 

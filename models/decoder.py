@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -20,6 +21,7 @@ from jax.typing import DTypeLike
 import pallas_paged as pp
 from models.config import ModelConfig, is_vocab_cut
 from models.rotary import Rotation, rotation
+from pallas_paged.decoder_block import BlockWeights, Residual, between_attentions
 from pallas_paged.linear import linear
 from pallas_paged.rms_norm import rms_norm
 
@@ -68,22 +70,13 @@ class FusedAttend(Attend, Protocol):
 class ParallelAttend(Attend, Protocol):
     """An `Attend` that knows the devices of a mesh and adds up over them: the engine's."""
 
-    def row_linear(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-        """x @ weight.T, where each device has a part of the columns of both."""
-
     def embed(self, token_ids: jax.Array, table: jax.Array) -> jax.Array:
         """table[token_ids], where each device has a part of the rows."""
 
     def row_linear_norm(
-        self,
-        x: jax.Array,
-        weight: jax.Array,
-        residual: jax.Array,
-        norm: jax.Array,
-        eps: float,
-        ahead: jax.Array | None = None,
+        self, x: jax.Array, weight: jax.Array, residual: jax.Array, norm: jax.Array, eps: float
     ) -> tuple[jax.Array, jax.Array]:
-        """residual + row_linear(x, weight), and its RMS norm; `ahead` is the next weight."""
+        """residual + x @ weight.T, of which each device has a part of the columns; its RMS norm."""
 
 
 def identity(x: jax.Array) -> jax.Array:
@@ -91,13 +84,8 @@ def identity(x: jax.Array) -> jax.Array:
     return x
 
 
-Normed = tuple[jax.Array, jax.Array]  # x, and its norm for the next product
-# The weights of a norm and of the product after it; None if devices do not share the latter.
-Following = tuple[jax.Array, jax.Array | None]
-
-
 class Linear(nnx.Module):
-    """x @ weight.T (+ bias), in the dtype of the weight, which may have several output axes."""
+    """The weight and the bias of x @ weight.T (+ bias), which may have several output axes."""
 
     def __init__(
         self,
@@ -111,12 +99,16 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(_normal(rngs, (*out_shape, in_size), stddev, dtype))
         self.bias = nnx.Param(jnp.zeros(out_shape, dtype)) if bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    @property
+    def matrix(self) -> jax.Array:
+        """The weight with one output axis: of several, XLA would transpose, hence copy, it."""
         weight = self.weight[...]
-        *out_shape, in_size = weight.shape
-        # A matrix: XLA would transpose, hence copy, a weight that has several output axes.
-        out = linear(x, weight.reshape(-1, in_size)).reshape(*x.shape[:-1], *out_shape)
-        return out if self.bias is None else out + self.bias[...]
+        return weight.reshape(-1, weight.shape[-1])
+
+    @property
+    def vector(self) -> jax.Array | None:
+        """The bias with one axis."""
+        return None if self.bias is None else self.bias[...].reshape(-1)
 
 
 class Embedding(nnx.Module):
@@ -140,12 +132,8 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.weight[...], self.eps)
 
 
-# Adds the product of a last weight to the residual, and norms the result.
-Add = Callable[[Linear, jax.Array], Normed]
-
-
 class Attention(nnx.Module):
-    """Grouped-query attention around an `Attend`."""
+    """Grouped-query attention around an `Attend`, between two products."""
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
@@ -175,23 +163,24 @@ class Attention(nnx.Module):
         self.q_norm, self.k_norm = head_norm(), head_norm()
 
     def __call__(
-        self, x: jax.Array, rotation: Rotation, attend: Attend, cache: LayerCache | None, add: Add
-    ) -> tuple[Normed, LayerCache | None]:
-        qkv = self.qkv_proj(x)  # [..., Hkv, Hq / Hkv + 2, D]
+        self, qkv: jax.Array, rotation: Rotation, attend: Attend, cache: LayerCache | None
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """Attend with the product of `qkv_proj`; that of `o_proj` comes after."""
         window = self.sliding_window
         how: dict[str, Any] = {"rotation": rotation, "eps": self.config.rms_norm_eps}
         for name in ("q_norm", "k_norm"):
             norm = getattr(self, name)
             how[name] = None if norm is None else norm.weight[...]
+        qkv = qkv.reshape(*qkv.shape[:-1], *self.qkv_proj.weight.shape[:-1])
         if isinstance(attend, FusedAttend):
             out, cache = attend.fused(qkv, cache, **how, sliding_window=window)
         else:
             out, cache = attend(*pp.split_qkv(qkv, **how), cache, sliding_window=window)
-        return add(self.o_proj, out.reshape(*x.shape[:-1], -1)), cache
+        return out.reshape(*out.shape[:-2], -1), cache
 
 
 class MLP(nnx.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """The weights of SwiGLU: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         hidden_size, size = config.hidden_size, config.intermediate_size
@@ -201,9 +190,6 @@ class MLP(nnx.Module):
         self.down_proj = Linear(
             size, hidden_size, stddev=_residual_stddev(config), dtype=dtype, rngs=rngs
         )
-
-    def __call__(self, x: jax.Array, add: Add) -> Normed:
-        return add(self.down_proj, linear(x, self.gate_up_proj.weight[...]))  # of [I, 2, E]: SwiGLU
 
 
 class DecoderLayer(nnx.Module):
@@ -216,32 +202,45 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(size, eps=eps, dtype=dtype)
         self.mlp = MLP(config, dtype=dtype, rngs=rngs)
 
+    def qkv(self, x: jax.Array) -> jax.Array:
+        """Norm the residual [..., E] and multiply, for the attention of the first layer."""
+        proj = self.self_attn.qkv_proj
+        out = linear(self.input_layernorm(x), proj.matrix)
+        return out if proj.vector is None else out + proj.vector
+
     def __call__(
         self,
-        x: Normed,
+        qkv: jax.Array,
+        residual: Residual,
         rotation: Rotation,
         attend: Attend,
         cache: LayerCache | None,
-        following: Following,
         dropout: Dropout,
-    ) -> tuple[Normed, LayerCache | None]:
-        """x and its input_layernorm, to the result and its norm for what follows."""
-
-        def adding(x: jax.Array, following: Following) -> Add:
-            eps, (norm, weight) = self.input_layernorm.eps, following
-            ahead = None if weight is None else weight.reshape(-1, weight.shape[-1])
-
-            def add(last: Linear, out: jax.Array) -> Normed:
-                if isinstance(attend, ParallelAttend) and dropout is identity and last.bias is None:
-                    return attend.row_linear_norm(out, last.weight[...], x, norm, eps, ahead)
-                y = x + dropout(last(out))
-                return y, rms_norm(y, norm, eps)
-
-            return add
-
-        mlp = self.post_attention_layernorm.weight[...], self.mlp.gate_up_proj.weight[...]
-        x, cache = self.self_attn(x[1], rotation, attend, cache, adding(x[0], mlp))
-        return self.mlp(x[1], adding(x[0], following)), cache
+        out_norm: RMSNorm,
+        qkv_proj: Linear | None,
+    ) -> tuple[jax.Array, Residual, LayerCache | None]:
+        """Run from the qkv of this layer to that of the next, or to the final norm."""
+        attn, mlp = self.self_attn, self.mlp
+        attended, cache = attn(qkv, rotation, attend, cache)
+        weights = BlockWeights(
+            o=attn.o_proj.matrix,
+            o_bias=attn.o_proj.vector,
+            mlp_norm=self.post_attention_layernorm.weight[...],
+            gate_up=mlp.gate_up_proj.weight[...],
+            down=mlp.down_proj.matrix,
+            out_norm=out_norm.weight[...],
+            qkv=None if qkv_proj is None else qkv_proj.matrix,
+            qkv_bias=None if qkv_proj is None else qkv_proj.vector,
+        )
+        residual, out = between_attentions(
+            attended,
+            residual,
+            weights,
+            eps=out_norm.eps,
+            dropout=None if dropout is identity else dropout,
+            row_linear_norm=attend.row_linear_norm if isinstance(attend, ParallelAttend) else None,
+        )
+        return out, residual, cache
 
 
 class Decoder(nnx.Module):
@@ -293,40 +292,36 @@ class Decoder(nnx.Module):
         angles = rotation(positions, self.config, whole_rows=cache is None)
 
         def run(
-            structure: nnx.GraphDef[DecoderLayer],
+            structure: nnx.GraphDef,
             weights: nnx.State,
-            x: Normed,
+            qkv: jax.Array,
+            residual: Residual,
             layer_cache: LayerCache | None,
-            following: Following,
-        ) -> tuple[Normed, LayerCache | None]:
-            layer = nnx.merge(structure, weights)
-            return layer(x, angles, attend, layer_cache, following, dropout)
+        ) -> tuple[jax.Array, Residual, LayerCache | None]:
+            layer, *after = nnx.merge(structure, weights)
+            return layer(qkv, residual, angles, attend, layer_cache, dropout, *after)
 
         if dropout is identity:
             # Layers of one structure are then traced and lowered once: a step of 28 layers in 0.3
             # instead of 1.2 seconds. Dropout draws anew in each layer, so it must be traced anew.
             run = jax.jit(run, static_argnums=0)
-        table = self.embed_tokens
+        embed: Callable[[jax.Array], jax.Array] = self.embed_tokens
         if isinstance(attend, ParallelAttend) and is_vocab_cut(self.config.vocab_size):
-            x = attend.embed(tokens, table.weight[...])
-        else:
-            x = table(tokens)
-        x = dropout(x)  # [..., E]
-        normed = (x, self.layers[0].input_layernorm(x))
-        following: list[Following] = [
-            (layer.input_layernorm.weight[...], layer.self_attn.qkv_proj.weight[...])
-            for layer in self.layers
+            embed = partial(attend.embed, table=self.embed_tokens.weight[...])
+        residual = Residual(x=dropout(embed(tokens)))  # [..., E]
+        out = self.layers[0].qkv(residual.x)
+        after: list[tuple[RMSNorm, Linear | None]] = [
+            (layer.input_layernorm, layer.self_attn.qkv_proj) for layer in self.layers[1:]
         ]
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        is_cut = is_vocab_cut(self.config.vocab_size)
-        following.append((self.norm.weight[...], head.weight[...] if is_cut else None))
+        after.append((self.norm, None))
         new_caches: list[LayerCache] = []
         for index, layer in enumerate(self.layers):
             layer_cache = None if cache is None else cache[index]
-            normed, new_cache = run(*nnx.split(layer), normed, layer_cache, following[index + 1])
+            parts = nnx.split((layer, *after[index]))
+            out, residual, new_cache = run(*parts, out, residual, layer_cache)
             if new_cache is not None:
                 new_caches.append(new_cache)
-        return normed[1], None if cache is None else tuple(new_caches)
+        return out, None if cache is None else tuple(new_caches)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Scores of the next token: hidden [..., E] to f32[..., V]."""

@@ -16,6 +16,9 @@ from pallas_paged.kernels.config_fields import (
 
 REDUCE_ROWS = 256  # at most, of a sum over devices
 _WGMMA_ROWS = 64  # of a warpgroup's product
+_BLOCK_STAGE = 32 * 1024  # bytes of a weight per loop step of the decoder block
+_SHARED_MEMORY = 227 * 1024  # bytes that a program can have
+_MAX_BLOCK_ROW = 8192  # elements that the registers of a warpgroup hold at once
 # Of the product of one row: features of a tile, and columns of the weight per loop step, 32 KB.
 LINEAR_TILE, LINEAR_BLOCK_K = 64, 256
 
@@ -184,3 +187,63 @@ def prefer_mosaic(kernel: Kernel, **sizes: int) -> bool:
     # are long, 1% faster with 8 query heads or more per KV head; up to 8% slower elsewhere.
     few_and_long = sizes["num_seqs"] * sizes["num_kv_heads"] <= 64 and sizes["max_kv_len"] >= 2048
     return sizes["head_dim"] == 128 and (group >= 8 or few_and_long)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderBlockConfig:
+    """How the kernel between two attentions runs. Results differ by rounding only.
+
+    Attributes:
+        num_programs: no more than there are SMs, for they wait for one another.
+        num_stages: blocks of weights in shared memory, 32 KB each.
+        num_in_flight: blocks on their way at once.
+        o_splits, down_splits: parts into which the columns of the two weights are cut that have few
+            rows.
+    """
+
+    num_programs: int
+    num_stages: int = 6
+    num_in_flight: int = 2
+    o_splits: int = 1
+    down_splits: int = 1
+
+
+def decoder_block_config(
+    *, size: int, attended_size: int, hidden_size: int, out_size: int, num_programs: int
+) -> DecoderBlockConfig | None:
+    """Return the config for weights of these sizes, or None where the kernel can't do them.
+
+    Args:
+        size: of the residual.
+        attended_size: of the output of attention.
+        hidden_size: of gate and of up.
+        out_size: of the last product; 0 without one.
+        num_programs: one per SM.
+    """
+    tile, block_k = LINEAR_TILE, LINEAR_BLOCK_K
+    if size % 512 or attended_size % block_k or hidden_size % block_k or out_size % tile:
+        return None
+
+    def splits(num_columns: int) -> int:
+        """As many parts as give each program at most one tile of one part."""
+        for count in (8, 4, 2):
+            if size // tile * count <= num_programs and num_columns % (count * block_k) == 0:
+                return count
+        return 1
+
+    o_splits, down_splits = splits(attended_size), splits(hidden_size)
+    row = max(size, attended_size // o_splits, hidden_size // down_splits)
+    if row > _MAX_BLOCK_ROW:
+        return None
+    rest = (
+        sum(-(-2 * n // 1024) * 1024 for n in (row + 64, size)) + 2 * 1024
+    )  # barriers, reductions
+    num_stages = min((_SHARED_MEMORY - rest) // _BLOCK_STAGE, 6)
+    if num_stages < 2:
+        return None
+    return DecoderBlockConfig(
+        num_programs=num_programs,
+        num_stages=num_stages,
+        o_splits=o_splits,
+        down_splits=down_splits,
+    )

@@ -1,6 +1,7 @@
 """Operations of the Mosaic kernels, and what JAX's interpreter does in their place.
 
-Only this module and the tile scheduler of the ragged kernel branch on `interpret`.
+Only this module, `board.py`, `row_product.py` and the tile scheduler of the ragged kernel branch
+on `interpret`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,254 @@
+"""What a decoder does between two attentions: products, norms, SwiGLU and residual sums."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+
+from pallas_paged.checks import default_promotion
+from pallas_paged.kernels.call import Device
+from pallas_paged.kernels.mosaic import support
+from pallas_paged.kernels.mosaic.config import DecoderBlockConfig, decoder_block_config
+from pallas_paged.linear import linear
+from pallas_paged.rms_norm import rms_norm
+
+BlockImplementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
+RowLinearNorm = Callable[..., tuple[jax.Array, jax.Array]]
+
+# Sizes of the residual with which the kernel is chosen. It was measured to be faster at both ends,
+# for Llamas of 1B and 8B on an H200: docs/tuning.md.
+_FASTER = range(2048, 4097)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class BlockWeights:
+    """Weights between the attention of a layer and that of the next.
+
+    Attributes:
+        o: `[E, A]`, of the product with the output of attention.
+        o_bias: `[E]` or None.
+        mlp_norm: `[E]`.
+        gate_up: `[F, 2, E]`, pairs of rows of gate and up.
+        down: `[E, F]`.
+        out_norm: `[E]`, the norm of the next layer, or the final one.
+        qkv: `[N, E]`, the product of the next layer, or None after the last.
+        qkv_bias: `[N]` or None.
+    """
+
+    o: jax.Array
+    mlp_norm: jax.Array
+    gate_up: jax.Array
+    down: jax.Array
+    out_norm: jax.Array
+    qkv: jax.Array | None = None
+    o_bias: jax.Array | None = None
+    qkv_bias: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Residual:
+    """The residual stream of a decoder, from layer to layer.
+
+    Attributes:
+        x: floating `[..., E]`.
+        boards: memory in which the programs of the kernel find one another's results, and that of
+            the next call; None before the first call.
+    """
+
+    x: jax.Array
+    boards: tuple[jax.Array, jax.Array] | None = None
+
+
+@default_promotion()
+def between_attentions(
+    attended: jax.Array,
+    residual: Residual,
+    weights: BlockWeights,
+    *,
+    eps: float,
+    dropout: Callable[[jax.Array], jax.Array] | None = None,
+    row_linear_norm: RowLinearNorm | None = None,
+    implementation: BlockImplementation | None = None,
+) -> tuple[Residual, jax.Array]:
+    """Run what stands between the attention of a layer and that of the next.
+
+        residual += attended @ o.T + o_bias
+        residual += swiglu(rms_norm(residual) @ gate_up.T) @ down.T
+        out = rms_norm(residual) @ qkv.T + qkv_bias
+
+    For one row on a Hopper GPU it is one kernel, whose copies of weights never pause. Otherwise,
+    and for gradients, it is `linear` and `rms_norm`, one after another. Results differ by rounding:
+    sums are in f32, in another order. The bits of the kernel are the same each time.
+
+    Args:
+        attended: floating `[..., A]`, the output of attention.
+        residual: of these rows.
+        weights: of the two layers.
+        eps: of the norms.
+        dropout: applied to each branch before its sum, for training; None: nothing.
+        row_linear_norm: of `(x, weight, residual, norm, eps)`, makes `residual + x @ weight.T` and
+            its norm where several devices share the columns of `o` and `down`, as the engine's
+            `Attend` does. Not used with dropout, nor with a bias.
+        implementation: "mosaic_gpu", on a Hopper GPU; "mosaic_gpu_interpret", the same kernel on
+            any device; "xla", separate steps; or None for the fastest.
+
+    Returns:
+        The residual, and out `[..., N]`, or without `qkv` the norm `[..., E]`.
+
+    Raises:
+        ValueError: shapes do not fit, or there is no such implementation.
+        NotImplementedError: the implementation can't do this call; the message says why.
+    """
+    _check_shapes(attended, residual.x, weights)
+    names = get_args(BlockImplementation)
+    if implementation is not None and implementation not in names:
+        raise ValueError(f"{implementation=} must be None or one of {names}")
+    if implementation not in (None, "xla") or (
+        implementation is None and residual.x.shape[-1] in _FASTER
+    ):
+        interpret = implementation == "mosaic_gpu_interpret"
+        config, reason = _config(attended, residual.x, weights, dropout, interpret=interpret)
+        if config is not None:
+            boards = residual.boards or _new_boards(config, weights)
+            x, out, boards = _kernel(config, eps, interpret, attended, residual.x, weights, boards)
+            return Residual(x=x, boards=boards), out
+        if implementation is not None:
+            raise NotImplementedError(f"{implementation=} {reason}")
+    x, out = _steps(eps, dropout, row_linear_norm, attended, residual.x, weights)
+    return dataclasses.replace(residual, x=x), out
+
+
+def _steps(
+    eps: float,
+    dropout: Callable[[jax.Array], jax.Array] | None,
+    row_linear_norm: RowLinearNorm | None,
+    attended: jax.Array,
+    x: jax.Array,
+    weights: BlockWeights,
+) -> tuple[jax.Array, jax.Array]:
+    def add(branch: jax.Array, weight: jax.Array, bias: Any, x: jax.Array, norm: jax.Array) -> Any:
+        if row_linear_norm is not None and dropout is None and bias is None:
+            return row_linear_norm(branch, weight, x, norm, eps)
+        branch = _add_bias(linear(branch, weight), bias)
+        x = x + (branch if dropout is None else dropout(branch))
+        return x, rms_norm(x, norm, eps)
+
+    x, normed = add(attended, weights.o, weights.o_bias, x, weights.mlp_norm)
+    x, out = add(linear(normed, weights.gate_up), weights.down, None, x, weights.out_norm)
+    if weights.qkv is None:
+        return x, out
+    return x, _add_bias(linear(out, weights.qkv), weights.qkv_bias)
+
+
+def _add_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return x if bias is None else x + bias
+
+
+def _check_shapes(attended: jax.Array, x: jax.Array, weights: BlockWeights) -> None:
+    size, hidden_size = x.shape[-1], weights.gate_up.shape[0]
+    num_out = None if weights.qkv is None else weights.qkv.shape[0]
+    want = {
+        "o": (size, attended.shape[-1]),
+        "o_bias": (size,),
+        "mlp_norm": (size,),
+        "gate_up": (hidden_size, 2, size),
+        "down": (size, hidden_size),
+        "out_norm": (size,),
+        "qkv": (num_out, size),
+        "qkv_bias": (num_out,),
+    }
+    for name, shape in want.items():
+        weight = getattr(weights, name)
+        if weight is not None and weight.shape != shape:
+            raise ValueError(
+                f"weights.{name}.shape={weight.shape} must be {shape}, with {attended.shape=}, "
+                f"a residual of {x.shape} and {hidden_size} features of gate and up"
+            )
+    if attended.shape[:-1] != x.shape[:-1]:
+        raise ValueError(f"{attended.shape=} must have the rows of the residual {x.shape}")
+
+
+def _config(
+    attended: jax.Array, x: jax.Array, weights: BlockWeights, dropout: Any, *, interpret: bool
+) -> tuple[DecoderBlockConfig | None, str | None]:
+    """Return the config of the kernel, or None and why it can't do a call."""
+    arrays = attended, x, *jax.tree.leaves(weights)
+    dtypes = sorted({array.dtype.name for array in arrays})
+    if dtypes not in (["bfloat16"], ["float16"]):
+        return None, f"needs all in bfloat16 or all in float16, not {', '.join(dtypes)}"
+    if (num_rows := math.prod(x.shape[:-1])) != 1:
+        return None, f"needs one row, not {num_rows}"
+    if dropout is not None or weights.o_bias is not None or weights.qkv_bias is not None:
+        return None, "has no biases and no dropout"
+    if any(jax.typeof(array).sharding.mesh.size > 1 for array in arrays):
+        return None, "needs arrays on one device"
+    device = Device.here()
+    config = decoder_block_config(
+        size=x.shape[-1],
+        attended_size=attended.shape[-1],
+        hidden_size=weights.gate_up.shape[0],
+        out_size=0 if weights.qkv is None else weights.qkv.shape[0],
+        num_programs=1 if interpret else device.num_sms,
+    )
+    if config is None:
+        return None, "needs sizes that are multiples of 512 (E), 256 (A and F) and 64 (N), and fit"
+    reason = support.why_not_jax() or (None if interpret else support.why_not_device(device))
+    if reason is not None:
+        return None, reason
+    return config, None
+
+
+def _new_boards(config: DecoderBlockConfig, weights: BlockWeights) -> tuple[jax.Array, jax.Array]:
+    from pallas_paged.kernels.mosaic import decoder_block as mosaic
+
+    size, hidden_size = weights.down.shape
+    return mosaic.new_boards(config, size=size, hidden_size=hidden_size)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _kernel(
+    config: DecoderBlockConfig,
+    eps: float,
+    interpret: bool,
+    attended: jax.Array,
+    x: jax.Array,
+    weights: BlockWeights,
+    boards: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
+    from pallas_paged.kernels.mosaic import decoder_block as mosaic
+
+    with jax.enable_x64(False):
+        new_x, out, boards = mosaic.between_attentions(
+            attended.reshape(1, -1),
+            x.reshape(1, -1),
+            boards,
+            o=weights.o,
+            mlp_norm=weights.mlp_norm,
+            gate_up=weights.gate_up,
+            down=weights.down,
+            out_norm=weights.out_norm,
+            qkv=weights.qkv,
+            eps=eps,
+            config=config,
+            interpret=interpret,
+        )
+    return new_x.reshape(x.shape), out.reshape(*x.shape[:-1], -1), boards
+
+
+@_kernel.defjvp
+def _kernel_jvp(
+    config: DecoderBlockConfig, eps: float, interpret: bool, primals: Any, tangents: Any
+) -> Any:
+    del config, interpret
+
+    def steps(attended, x, weights, boards):
+        return *_steps(eps, None, None, attended, x, weights), boards
+
+    return jax.jvp(steps, primals, tangents)

@@ -1,0 +1,129 @@
+"""A board in device memory, where the programs of a kernel post results for one another.
+
+A place of a board is blank until its program posts a number there, once. Those that need it load
+until they find one. So an arrival is no message of its own: a barrier of all programs takes three
+trips to the L2 cache (the stores arrive, the count goes up, the count is seen), and then the loads
+take one more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_paged.kernels.mosaic import ops
+
+BLANK = -1  # where a program has not yet posted anything: as f32 a NaN that `post` avoids
+
+
+def post(board: Any, start: Any, values: jax.Array, *, interpret: bool) -> None:
+    """Post 64 sums of wgmma, f32 with one value per row, on a board i32[W] in device memory.
+
+    Other programs of the kernel read them with `wait_for_posts`.
+    """
+    # Arithmetic does not make the NaN that is a blank, but inputs may hold it.
+    values = jnp.where(values == values, values, jnp.full_like(values, jnp.nan))
+    where = board.at[pl.ds(start, values.shape[0])]
+    if interpret:
+        where[...] = lax.bitcast_convert_type(values, jnp.int32)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ops.WGMMA_ROW))
+    def store(_, where, values):
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, vector
+
+        i32 = ir.IntegerType.get_signless(32)
+        thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
+        warp, lane = (f(thread, utils.c(32, i32)) for f in (arith.divui, arith.remui))
+        # A thread has rows `row` and `row + 8`, as do the three beside it.
+        row = arith.addi(arith.muli(warp, utils.c(16, i32)), arith.divui(lane, utils.c(4, i32)))
+        first, second = (vector.extract(x, [], [0]) for x in values.registers.flat)
+        utils.inline_ptx(
+            "{ .reg .pred p; .reg .b64 a; mad.wide.u32 a, $1, 4, $0; setp.eq.u32 p, $2, 0;"
+            " @p st.relaxed.gpu.global.f32 [a], $3; @p st.relaxed.gpu.global.f32 [a+32], $4; }",
+            utils.memref_ptr(where),
+            row,
+            arith.remui(lane, utils.c(4, i32)),
+            first,
+            second,
+            has_side_effects=True,
+        )
+
+    store(where, values)
+
+
+def wait_for_posts(
+    board: Any, starts: Sequence[Any], layout: Any, size: int, *, interpret: bool
+) -> list[jax.Array]:
+    """Wait for posts on a board; return f32`[size]` from each start on.
+
+    All are loaded again until there is no blank among them: an arrival needs no message of its own,
+    and no order of memory operations but that of each element.
+
+    Args:
+        layout: `WG_STRIDED`, of the results.
+    """
+    wheres = [board.at[pl.ds(start, size)] for start in starts]
+    if interpret:
+        return [lax.bitcast_convert_type(where[...], jnp.float32) for where in wheres]
+    vec_size = layout.to_mgpu().vec_size
+    result = plgpu.ShapeDtypeStruct((size,), jnp.float32, layout=layout)
+
+    @plgpu.inline_mgpu(
+        arg_types=([plgpu.RefType()] * len(wheres),), return_type=[result] * len(wheres)
+    )
+    def load(_, wheres):
+        from jax.experimental.mosaic import gpu as mgpu
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, llvm, vector
+
+        i32, i64, f32 = (
+            ir.IntegerType.get_signless(32),
+            ir.IntegerType.get_signless(64),
+            ir.F32Type.get(),
+        )
+        thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
+        offset = arith.extui(i64, arith.muli(thread, utils.c(4 * vec_size, i32)))
+        bases = [
+            arith.addi(llvm.ptrtoint(i64, utils.memref_ptr(where)), offset) for where in wheres
+        ]
+        per_array = size // 128
+        count = per_array * len(wheres)
+        lines = ["{ .reg .pred p; again:"]
+        for n in range(0, count, vec_size):
+            base, at = count + n // per_array, n % per_array * 128 * 4
+            names = ", ".join(f"${n + i}" for i in range(vec_size))
+            lines.append(f"ld.relaxed.gpu.global.v{vec_size}.b32 {{{names}}}, [${base}+{at}];")
+        lines.append(f"setp.eq.b32 p, $0, {BLANK};")
+        lines += [f"setp.eq.or.b32 p, ${n}, {BLANK}, p;" for n in range(1, count)]
+        lines.append("@p bra again; }")
+        out = llvm.inline_asm(
+            llvm.StructType.get_literal([f32] * count),
+            bases,
+            "\n".join(lines),
+            ",".join(["=f"] * count + ["l"] * len(bases)),
+            has_side_effects=True,
+        )
+        values = [llvm.extractvalue(f32, out, [n]) for n in range(count)]
+        kind = ir.VectorType.get((vec_size,), f32)
+        vectors = [
+            vector.from_elements(kind, values[n : n + vec_size]) for n in range(0, count, vec_size)
+        ]
+        arrays = np.array([None] * len(vectors), object)
+        arrays[:] = vectors
+        return [
+            mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
+            for registers in arrays.reshape(len(wheres), -1)
+        ]
+
+    return load(wheres)

@@ -1,0 +1,122 @@
+"""The Mosaic kernel between two attentions: interpreted on a CPU, and lowered for a GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+if jax.__version_info__ < (0, 11):
+    pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
+
+from pallas_paged.kernels.mosaic.board import BLANK
+from pallas_paged.kernels.mosaic.config import DecoderBlockConfig, decoder_block_config
+from pallas_paged.kernels.mosaic.decoder_block import between_attentions, new_boards
+from tests.support.devices import lower_for_cuda
+
+
+def shapes_of(attended: int, size: int, hidden: int, out: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "o": (size, attended),
+        "gate_up": (hidden, 2, size),
+        "down": (size, hidden),
+        "qkv": (out, size),
+        "mlp_norm": (size,),
+        "out_norm": (size,),
+    }
+
+
+def draw(seed: int, *shape: int, dtype=jnp.bfloat16) -> jax.Array:
+    scale = shape[-1] ** -0.5 if len(shape) > 1 and shape[0] > 1 else 1.0
+    return (jax.random.normal(jax.random.key(seed), shape) * scale).astype(dtype)
+
+
+def oracle(attended, x, w, dtype):
+    """The steps in NumPy, in f32, rounded where separate operations round."""
+
+    def rounded(x):
+        return x.astype(dtype).astype(np.float32)
+
+    def norm(x, weight):
+        return rounded(x / np.sqrt((x * x).mean() + 1e-5) * weight)
+
+    attended, x = (np.asarray(a, np.float32)[0] for a in (attended, x))
+    w = {name: np.asarray(weight, np.float32) for name, weight in w.items()}
+    x = rounded(x + rounded(w["o"] @ attended))
+    normed = norm(x, w["mlp_norm"])
+    gate, up = (rounded(w["gate_up"][:, i] @ normed) for i in range(2))
+    x = rounded(x + rounded(w["down"] @ rounded(gate / (1 + np.exp(-gate)) * up)))
+    return x, w["qkv"] @ norm(x, w["out_norm"])
+
+
+@pytest.mark.parametrize(
+    ("splits", "stages", "dtype"),
+    [((1, 1), (6, 6), jnp.bfloat16), ((2, 4), (3, 2), jnp.bfloat16), ((4, 2), (2, 2), jnp.float16)],
+)
+def test_it_is_the_steps_in_numpy(splits, stages, dtype):
+    sizes = 1024, 512, 1024, 192
+    w = {name: draw(i, *s, dtype=dtype) for i, (name, s) in enumerate(shapes_of(*sizes).items())}
+    attended, x = draw(20, 1, sizes[0], dtype=dtype), draw(21, 1, sizes[1], dtype=dtype)
+    config = DecoderBlockConfig(
+        num_programs=1,
+        o_splits=splits[0],
+        down_splits=splits[1],
+        num_stages=stages[0],
+        num_in_flight=stages[1],
+    )
+    boards = new_boards(config, size=sizes[1], hidden_size=sizes[2])
+    got_x, got, boards = between_attentions(
+        attended, x, boards, **w, eps=1e-5, config=config, interpret=True
+    )
+    want_x, want = oracle(attended, x, w, dtype)
+    for a, b in ((got_x, want_x), (got, want)):
+        assert np.abs(np.asarray(a[0], np.float32) - b).max() < 0.03 * b.std()
+    # The next call has a clear board, and clears that of this one.
+    assert (boards[0] == BLANK).all() and (boards[1] != BLANK).all()
+
+
+def test_the_first_call_has_boards_without_a_post():
+    config = DecoderBlockConfig(num_programs=1)
+    assert all((board == BLANK).all() for board in new_boards(config, size=512, hidden_size=256))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "splits", "stages"),
+    [
+        ((2048, 2048, 8192, 3072), (4, 4), 6),  # Llama 3.2 1B
+        ((4096, 4096, 14336, 6144), (2, 2), 6),  # Llama 3.1 8B
+        ((2048, 1024, 3072, 0), (8, 4), 6),  # Qwen3 0.6B, after the last layer
+    ],
+)
+def test_the_blocks_of_decoders_lower_for_a_gpu(sizes, splits, stages):
+    attended, size, hidden, out = sizes
+    config = decoder_block_config(
+        size=size, attended_size=attended, hidden_size=hidden, out_size=out, num_programs=132
+    )
+    assert (config.o_splits, config.down_splits, config.num_stages) == (*splits, stages)
+    shapes = shapes_of(*sizes)
+    if not out:
+        del shapes["qkv"]
+    weights = {name: jax.ShapeDtypeStruct(s, jnp.bfloat16) for name, s in shapes.items()}
+    rows = [jax.ShapeDtypeStruct((1, n), jnp.bfloat16) for n in (attended, size)]
+    boards = jax.eval_shape(functools.partial(new_boards, config, size=size, hidden_size=hidden))
+
+    def run(attended, x, boards, weights):
+        weights = {"qkv": None} | weights
+        return between_attentions(attended, x, boards, **weights, eps=1e-5, config=config)
+
+    text = lower_for_cuda(run, *rows, boards, weights).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+    assert "stablehlo.pad" not in text and "stablehlo.transpose" not in text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [dict(size=768), dict(hidden_size=8200), dict(out_size=100), dict(attended_size=65536)],
+)
+def test_sizes_that_do_not_fit_have_no_config(change):
+    sizes = dict(size=2048, attended_size=2048, hidden_size=8192, out_size=3072) | change
+    assert decoder_block_config(**sizes, num_programs=132) is None

@@ -1,0 +1,125 @@
+"""`between_attentions`: products, norms and sums between two attentions, on any device."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_paged.decoder_block import BlockWeights, Residual, between_attentions
+from pallas_paged.linear import linear
+from pallas_paged.rms_norm import rms_norm
+from tests.support.devices import implementations_here, mesh
+
+A, E, F, N = 256, 512, 256, 128
+KERNEL = "mosaic_gpu_interpret"
+needs_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="the Mosaic GPU kernels need JAX 0.11"
+)
+
+
+def draw(seed: int, *shape: int, scale: float = 1.0, dtype=jnp.bfloat16) -> jax.Array:
+    return (jax.random.normal(jax.random.key(seed), shape) * scale).astype(dtype)
+
+
+def block_weights(dtype=jnp.bfloat16) -> BlockWeights:
+    shapes = dict(o=(E, A), gate_up=(F, 2, E), down=(E, F), qkv=(N, E))
+    weights = {
+        name: draw(i, *shape, scale=shape[-1] ** -0.5, dtype=dtype)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+    norms = (1 + draw(9 + i, E, scale=0.1, dtype=dtype) for i in range(2))
+    return BlockWeights(**weights, **dict(zip(("mlp_norm", "out_norm"), norms, strict=True)))
+
+
+def inputs(*rows: int, dtype=jnp.bfloat16) -> tuple[jax.Array, Residual]:
+    return draw(20, *rows, A, dtype=dtype), Residual(x=draw(21, *rows, E, dtype=dtype))
+
+
+def test_without_a_gpu_it_is_the_separate_steps_bit_for_bit():
+    (attended, residual), w = inputs(2, 3), block_weights()
+    w = dataclasses.replace(w, o_bias=draw(30, E), qkv_bias=draw(31, N))
+    got, out = between_attentions(attended, residual, w, eps=1e-5)
+    x = residual.x + (linear(attended, w.o) + w.o_bias)
+    x += linear(linear(rms_norm(x, w.mlp_norm, 1e-5), w.gate_up), w.down)
+    assert (got.x == x).all()
+    assert (out == linear(rms_norm(x, w.out_norm, 1e-5), w.qkv) + w.qkv_bias).all()
+    _, normed = between_attentions(
+        attended, residual, dataclasses.replace(w, qkv=None, qkv_bias=None), eps=1e-5
+    )
+    assert (normed == rms_norm(x, w.out_norm, 1e-5)).all()
+
+
+def test_dropout_is_of_both_branches():
+    (attended, residual), w = inputs(3, dtype=jnp.float32), block_weights(jnp.float32)
+    got, _ = between_attentions(attended, residual, w, eps=1e-5, dropout=jnp.zeros_like)
+    assert (got.x == residual.x).all()
+
+
+@needs_mosaic
+@pytest.mark.parametrize("kernel", [KERNEL, *({"mosaic_gpu"} & {*implementations_here()})])
+@pytest.mark.parametrize("last", [False, True])
+def test_the_kernel_gives_what_xla_gives_and_its_gradients(kernel, last):
+    (attended, residual), w = inputs(1), block_weights()
+    if last:
+        w = dataclasses.replace(w, qkv=None)
+
+    def loss(attended, x, w, implementation):
+        stream = dataclasses.replace(residual, x=x)
+        for _ in range(2):  # the second call has the boards of the first one, swapped
+            stream, out = between_attentions(
+                attended, stream, w, eps=1e-5, implementation=implementation
+            )
+        assert out.shape == (1, E if last else N) and out.dtype == jnp.bfloat16
+        return (out.astype(jnp.float32) ** 2).mean(), (stream.x, out)
+
+    both = [
+        jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(attended, residual.x, w, name)
+        for name in (kernel, "xla")
+    ]
+    ((_, got), got_grads), ((_, want), want_grads) = both
+    for a, b in zip(got, want, strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        assert np.abs(a - b).max() < 0.06 * b.std()
+    for a, b in zip(*map(jax.tree.leaves, (got_grads, want_grads)), strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        assert np.abs(a - b).max() < 0.1 * np.abs(b).max()
+
+
+def test_weights_cut_over_devices_are_not_gathered():
+    (attended, residual), w = inputs(1), block_weights()
+    w = jax.device_put(w, NamedSharding(mesh(2), P()))
+    with pytest.raises(NotImplementedError, match="needs arrays on one device"):
+        jax.jit(between_attentions, static_argnames=("eps", "implementation"))(
+            attended, residual, w, eps=1e-5, implementation=KERNEL
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        (dict(down=jnp.ones((E, F + 1))), ValueError, r"weights.down.shape=\(512, 257\) must be"),
+        (dict(qkv_bias=jnp.ones(N)), NotImplementedError, "all in bfloat16 or all in float16"),
+        (dict(o_bias=draw(0, E)), NotImplementedError, "has no biases"),
+        (dict(qkv=draw(0, 65, E)), NotImplementedError, "multiples of"),
+    ],
+)
+def test_bad_arguments_are_named(change, error, match):
+    (attended, residual), w = inputs(1), dataclasses.replace(block_weights(), **change)
+    with pytest.raises(error, match=match):
+        between_attentions(attended, residual, w, eps=1e-5, implementation=KERNEL)
+
+
+def test_rows_and_names_are_checked():
+    (attended, residual), w = inputs(2), block_weights()
+    with pytest.raises(NotImplementedError, match="needs one row, not 2"):
+        between_attentions(attended, residual, w, eps=1e-5, implementation=KERNEL)
+    with pytest.raises(ValueError, match="implementation='cuda' must be"):
+        between_attentions(attended, residual, w, eps=1e-5, implementation="cuda")
+    with pytest.raises(ValueError, match="must have the rows of the residual"):
+        between_attentions(attended[:1], residual, w, eps=1e-5)

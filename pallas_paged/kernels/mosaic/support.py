@@ -113,7 +113,13 @@ def _why_not_config(call: Call) -> str | None:
             f"needs a block_k and a head_dim of at most 192 with pages of {call.kv_dtype.name} "
             f"and num_consumers=2, not {block_k=} and head_dim={call.head_dim}"
         )
-    needed = shared_memory(config, group=call.group, head_dim=call.head_dim, kv_dtype=call.kv_dtype)
+    needed = shared_memory(
+        config,
+        group=call.group,
+        head_dim=call.head_dim,
+        kv_dtype=call.kv_dtype,
+        with_lse=call.with_lse,
+    )
     limit = shared_memory_limit(1)
     if needed > limit:
         return (
@@ -128,6 +134,7 @@ def shared_memory(
     group: int,
     head_dim: int,
     kv_dtype: Any = None,
+    with_lse: bool = True,
 ) -> int:
     """Return the bytes of shared memory that a program of the kernel needs. Imports Mosaic.
 
@@ -135,13 +142,16 @@ def shared_memory(
         group: query heads of a KV head.
         head_dim: of the queries, K and V.
         kv_dtype: of the pages, if it is not that of the queries; these have 16-bit elements.
+        with_lse: whether a ragged call returns log-sum-exps.
     """
     from pallas_paged.kernels.mosaic import decode, ops, ragged
 
     module = decode if isinstance(config, MosaicDecodeConfig) else ragged
     sizes: dict[str, Any] = dict(group=group, head_dim=head_dim, dtype=jnp.bfloat16)
-    if kv_dtype is not None and kv_dtype.itemsize == 1:
-        sizes["kv_dtype"] = kv_dtype
+    if module is ragged:
+        sizes["with_lse"] = with_lse
+        if kv_dtype is not None and kv_dtype.itemsize == 1:
+            sizes["kv_dtype"] = kv_dtype
     # The page size changes only how often a barrier is arrived at.
     types = module.scratch_types(config, page_size=config.block_k, **sizes)
     return ops.shared_memory_bytes(types, module.COMPILER_PARAMS)

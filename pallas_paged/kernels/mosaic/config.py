@@ -148,6 +148,7 @@ def ragged_config(
     num_seqs: int,
     num_sms: int,
     itemsize: int,
+    with_lse: bool = True,
     **_: int,
 ) -> MosaicRaggedConfig:
     """Return the heuristic config of a call with `num_tokens` queries, as `decode_config` does."""
@@ -165,8 +166,9 @@ def ragged_config(
         num_consumers=1 if one_consumer else 2,
         num_stages=2,
         num_programs=num_sms,
-        # A second tile of 64 KB does not fit, nor one of 32 KB beside the bytes of K and V.
-        num_q_stages=1 if wide or (head_dim == 128 and one_byte) else 2,
+        # A second tile of 64 KB does not fit, nor one of 32 KB beside bytes of K and V and the
+        # log-sum-exps.
+        num_q_stages=1 if wide or (head_dim == 128 and one_byte and with_lse) else 2,
     )
 
 
@@ -178,13 +180,13 @@ def prefer_mosaic(kernel: Kernel, **sizes: int) -> bool:
         sizes: those of the call, as `decode_config` or `ragged_config` takes them.
     """
     group = sizes["num_q_heads"] // sizes["num_kv_heads"]
-    if sizes["itemsize"] == 1:
-        return False
     if kernel == "ragged":
         # A tile has 64 rows per warpgroup; with fewer rows most of the product is padding.
         return sizes["num_tokens"] * group >= _WGMMA_ROWS * sizes["num_seqs"]
     # Measured on an H200, 2026-11, by bench.decode: up to 5% faster where few KV heads of few rows
     # are long, 1% faster with 8 query heads or more per KV head; up to 8% slower elsewhere.
+    if sizes["itemsize"] == 1:
+        return False
     few_and_long = sizes["num_seqs"] * sizes["num_kv_heads"] <= 64 and sizes["max_kv_len"] >= 2048
     return sizes["head_dim"] == 128 and (group >= 8 or few_and_long)
 

@@ -16,7 +16,6 @@ from pallas_paged.kernels.mosaic.config import (
 )
 
 CONFIGS: dict[Kernel, type] = {"decode": MosaicDecodeConfig, "ragged": MosaicRaggedConfig}
-_HEURISTICS: dict[Kernel, Callable[..., Any]] = {"decode": decode_config, "ragged": ragged_config}
 
 
 def why_not(call: Call) -> str | None:
@@ -33,8 +32,12 @@ def bind(call: Call, *, interpret: bool) -> Callable[..., Any]:
     """Return the function of `Arrays` and `options` that does a call."""
     from pallas_paged.kernels.mosaic import decode, ragged
 
+    heuristics: dict[Kernel, Callable[..., Any]] = {
+        "decode": decode_config,
+        "ragged": functools.partial(ragged_config, with_lse=call.with_lse),
+    }
     static: dict[str, Any] = {
-        "config": call.choose_config(_HEURISTICS),
+        "config": call.choose_config(heuristics),
         "interpret": interpret,
     }
     if call.kernel == "decode":

@@ -24,7 +24,7 @@ class ScheduleBarrier:
     """Ping-pong of two consumers: the softmax of one runs under the products of the other.
 
     Attributes:
-        barrier: of two arrivals; None for a single consumer, which waits for no other.
+        barrier: of two arrivals; None where consumers wait for no other.
     """
 
     barrier: Any

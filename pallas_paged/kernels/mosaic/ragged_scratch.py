@@ -44,7 +44,7 @@ class Scratch:
     ring: Ring
     bytes: Any  # Ring of int8 and fp8 pages, from which the converter fills the other one; or None
     k_scales: Any  # f32[num_stages, block_k] beside `ring`; None where logits have no scales
-    turn: Any  # barrier of the two consumers; None for a single one
+    turn: Any  # barrier of the two consumers; None for a single one, and with a converter
 
 
 def scratch_types(
@@ -94,7 +94,7 @@ def scratch_types(
             if convert and scaled_logits
             else None
         ),
-        turn=plgpu.Barrier(num_arrivals=2) if num_consumers == 2 else None,
+        turn=plgpu.Barrier(num_arrivals=2) if num_consumers == 2 and not convert else None,
     )
 
 

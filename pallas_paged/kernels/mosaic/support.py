@@ -108,7 +108,13 @@ def _why_not_config(call: Call) -> str | None:
             f"needs a block_k and a head_dim of at most 192 with pages of {call.kv_dtype.name} "
             f"and num_consumers=2, not {block_k=} and head_dim={call.head_dim}"
         )
-    needed = shared_memory(config, group=call.group, head_dim=call.head_dim, kv_dtype=call.kv_dtype)
+    needed = shared_memory(
+        config,
+        group=call.group,
+        head_dim=call.head_dim,
+        kv_dtype=call.kv_dtype,
+        with_lse=call.with_lse,
+    )
     limit = shared_memory_limit(1)
     if needed > limit:
         return (
@@ -123,6 +129,7 @@ def shared_memory(
     group: int,
     head_dim: int,
     kv_dtype: Any = jnp.bfloat16,
+    with_lse: bool = True,
 ) -> int:
     """Return the bytes of shared memory that a program of the kernel needs. Imports Mosaic.
 
@@ -130,16 +137,19 @@ def shared_memory(
         group: query heads of a KV head.
         head_dim: of the queries, K and V.
         kv_dtype: of the pages; queries have 16-bit elements.
+        with_lse: whether a ragged call returns log-sum-exps.
     """
     from pallas_paged.kernels.mosaic import decode, ops, ragged
 
+    one_byte = jnp.dtype(kv_dtype).itemsize == 1
     # The page size changes only how often a barrier is arrived at.
     sizes: Any = {"group": group, "head_dim": head_dim, "page_size": config.block_k}
-    sizes |= {"dtype": jnp.bfloat16, "kv_dtype": kv_dtype}
+    sizes |= {"dtype": jnp.bfloat16, "kv_dtype": kv_dtype if one_byte else jnp.bfloat16}
     if isinstance(config, MosaicDecodeConfig):
         params = decode.compiler_params(kv_dtype)
         return ops.shared_memory_bytes(decode.scratch_types(config, **sizes), params)
-    return ops.shared_memory_bytes(ragged.scratch_types(config, **sizes), ragged.COMPILER_PARAMS)
+    types = ragged.scratch_types(config, with_lse=with_lse, **sizes)
+    return ops.shared_memory_bytes(types, ragged.COMPILER_PARAMS)
 
 
 def shared_memory_limit(programs_per_sm: int) -> int:

@@ -103,13 +103,13 @@ class TestHeuristicsFit:
 
     def test_ragged(self, head_dim, group, num_kv_heads):
         heads = dict(num_q_heads=group * num_kv_heads, num_kv_heads=num_kv_heads)
-        for kv_dtype in (np.dtype("float16"), np.dtype("int8")):
-            itemsize = {"itemsize": kv_dtype.itemsize}
-            sizes = RAGGED_SIZES | heads | {"head_dim": head_dim} | itemsize
-            config = ragged_config(**H200, **sizes)
+        for dtype, with_lse in itertools.product(("float16", "int8"), (False, True)):
+            kv_dtype = np.dtype(dtype)
+            new = dict(head_dim=head_dim, itemsize=kv_dtype.itemsize, with_lse=with_lse)
+            config = ragged_config(**H200, **RAGGED_SIZES | heads | new)
             assert config.num_programs == 132
-            needed = shared_memory(config, group=group, head_dim=head_dim, kv_dtype=kv_dtype)
-            assert needed <= shared_memory_limit(1)
+            call = dict(group=group, head_dim=head_dim, kv_dtype=kv_dtype, with_lse=with_lse)
+            assert shared_memory(config, **call) <= shared_memory_limit(1)
 
 
 @pytest.mark.parametrize("group", range(1, 65))
@@ -139,4 +139,6 @@ def test_few_tokens_get_few_programs():
 )
 def test_mosaic_is_preferred_where_tiles_of_queries_fill(num_tokens, num_seqs, num_q_heads, wanted):
     sizes = dict(num_tokens=num_tokens, num_seqs=num_seqs, num_q_heads=num_q_heads)
-    assert prefer_mosaic("ragged", **RAGGED_SIZES | sizes) is wanted
+    for itemsize in (1, 2):
+        sizes["itemsize"] = itemsize
+        assert prefer_mosaic("ragged", **RAGGED_SIZES | sizes) is wanted

@@ -72,8 +72,8 @@ def why_not_call(call: Call) -> str | None:
     config = config_of(call)
     if getattr(config, "rows_per_warpgroup", 0) > 64 and call.head_dim > 128:
         return (
-            f"has registers for 64 query rows of a warpgroup with head_dim={call.head_dim}, not for "
-            f"{config.rows_per_warpgroup}"
+            "has registers for 64 query rows of a warpgroup, not for "
+            f"{config.rows_per_warpgroup}, with head_dim={call.head_dim}"
         )
     sizes = {
         "group": call.group,

@@ -111,7 +111,7 @@ class TestHidden:
 
     @needs_mosaic
     @pytest.mark.parametrize("num_queries", [3, *slow([130])])  # by XLA, by Mosaic
-    def test_a_mosaic_call_has_a_gradient(self, monkeypatch, num_queries):
+    def test_a_mosaic_call_has_a_gradient(self, num_queries):
         lens = dict(seq_lens=(num_queries + 9, 1), q_lens=(num_queries, 1), pages_per_seq=10)
         case = mosaic_case(num_q_heads=2, num_kv_heads=1, **lens)
         q, k_pages, v_pages, *rest = (jnp.asarray(x) for x in case.make())

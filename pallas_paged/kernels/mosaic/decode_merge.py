@@ -101,7 +101,7 @@ def merge_partials(
     return lax.fori_loop(0, pl.cdiv(num_partials, block_s), merge_some, [nothing for _ in columns])
 
 
-def finish(state: Any, sink: jax.Array | None) -> tuple[list[jax.Array], jax.Array]:
+def finish(state: Any, sink: jax.Array | None) -> tuple[Any, jax.Array]:
     """Return `(pieces of out f32[D], lse)` of a state.
 
     A sink joins the denominator if any key was seen.

@@ -126,14 +126,14 @@ def shared_memory(
         head_dim: of the queries, K and V.
         kv_dtype: of the pages; queries have 16-bit elements.
     """
-    from pallas_paged.kernels.mosaic import decode, ops, ragged
+    from pallas_paged.kernels.mosaic import decode_scratch, ops, ragged
 
     # The page size changes only how often a barrier is arrived at.
     sizes: Any = {"group": group, "head_dim": head_dim, "page_size": config.block_k}
     types: Any
     if isinstance(config, MosaicDecodeConfig):
-        types = decode.scratch_types(config, dtype=jnp.bfloat16, kv_dtype=kv_dtype, **sizes)
-        return ops.shared_memory_bytes(types, decode.compiler_params(kv_dtype))
+        types = decode_scratch.scratch_types(config, dtype=jnp.bfloat16, kv_dtype=kv_dtype, **sizes)
+        return ops.shared_memory_bytes(types, decode_scratch.compiler_params(kv_dtype))
     types = ragged.scratch_types(config, dtype=jnp.bfloat16, **sizes)
     return ops.shared_memory_bytes(types, ragged.COMPILER_PARAMS)
 

@@ -126,16 +126,38 @@ def decode_config(
     num_stages = 2 if head_dim == 128 else 3
     if head_dim == 256 and num_q_heads // num_kv_heads > 24:
         num_stages = 2  # the queries leave no room for a third stage
+    num_pairs = 1
     if itemsize == 1:
-        # Two programs, so that one converts while the other waits for its products.
-        wide = head_dim > 128 or num_q_heads // num_kv_heads > 16
-        block_k, programs_per_sm, num_stages = (64, 1, 4) if wide else (128, 2, 3)
+        block_k, num_stages, num_pairs, programs_per_sm = _one_byte_decode(
+            head_dim, num_q_heads // num_kv_heads
+        )
     # More programs than blocks would only write empty partial states.
     num_blocks = num_seqs * -(-max_kv_len // block_k)
     per_kv_head = max(1, min(programs_per_sm * num_sms // num_kv_heads, num_blocks))
     return MosaicDecodeConfig(
-        block_k=block_k, num_stages=num_stages, num_programs=per_kv_head * num_kv_heads
+        block_k=block_k,
+        num_stages=num_stages,
+        num_programs=per_kv_head * num_kv_heads,
+        num_pairs=num_pairs,
     )
+
+
+def _one_byte_decode(head_dim: int, group: int) -> tuple[int, int, int, int]:
+    """Return block_k, num_stages, num_pairs and programs per SM for int8 and fp8 pages.
+
+    Of two programs on an SM one converts while the other waits for its products.
+    """
+    num_columns = 8 * -(-min(group, 64) // 8)
+    # Two blocks of 128 registers a thread fit on an SM. Where more are needed, a block has two
+    # pairs, whose threads that attend get those of threads that copy.
+    num_pairs = 1 if head_dim <= 128 and num_columns == 8 else 2
+    sizes = [(block_k, stages) for block_k in (128, 64) for stages in (3, 2)]
+    for block_k, num_stages in sizes if head_dim <= 128 else sizes[2:]:
+        ring = 2 * num_stages * block_k * (head_dim + 4)
+        queries = num_columns * (4 * head_dim + 2 * block_k + 16)
+        if ring + queries <= 107 * 1024:  # of 113, since buffers are rounded up
+            return block_k, num_stages, num_pairs, 2
+    return 64, 3, 1, 1
 
 
 def ragged_config(

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.decode_plan import DecodePlan
 from pallas_paged.kernels.logits import LN_2, base2_logits
-from pallas_paged.kernels.mosaic import one_byte, ops
+from pallas_paged.kernels.mosaic import one_byte, one_byte_warpgroup, ops
 from pallas_paged.kernels.mosaic.decode_shares import WorkItem
 from pallas_paged.kernels.mosaic.one_byte_scales import Scales
 from pallas_paged.kernels.mosaic.ring import Ring
@@ -63,14 +63,14 @@ def attend(
 ) -> jax.Array:
     """Attend to the K/V of a work item and leave its state; return the blocks used so far."""
     options = plan.options
-    _, block_k, head_dim = ring.k.shape
+    block_k, head_dim = ring.k.shape[1:]
     num_columns = queries.q.shape[0]
     window_start = plan.first_key(item.seq_len)
     overlap = ring.num_pairs > 1  # else two programs with 128 registers a thread share an SM
     # A part of K or V^T at a time takes few registers.
     parts = [pl.ds(i, _PART_K) for i in range(0, block_k, _PART_K)]
     reduce = functools.partial(
-        one_byte.reduce_columns, scratch=queries.reduced, interpret=interpret
+        one_byte_warpgroup.reduce_columns, scratch=queries.reduced, interpret=interpret
     )
     width = _PART_D if head_dim % _PART_D == 0 else 64
     dims = [pl.ds(i, width) for i in range(0, head_dim, width)]
@@ -149,7 +149,7 @@ def attend(
             @pl.when((block * block_k < window_start) | ((block + 1) * block_k > item.seq_len))
             def _():
                 first = window_start - block * block_k, item.seq_len - block * block_k
-                one_byte.zero_other_rows(ring.v.at[stage], *first, interpret=interpret)
+                one_byte_warpgroup.zero_other_rows(ring.v.at[stage], *first, interpret=interpret)
 
         plgpu.commit_smem()
         acc = ops.wgmma_many(

@@ -206,7 +206,7 @@ def join_sinks(
     state: State,
     sinks: jax.Array,
     empty: jax.Array,
-    scale: Callable[[jax.Array, jax.Array], jax.Array],
+    scale: Callable[[Any, jax.Array], Any],
 ) -> State:
     """Return a state after sinks (logits, base e) joined its denominator, except where `empty`.
 

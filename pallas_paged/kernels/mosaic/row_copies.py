@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -241,7 +241,7 @@ def stream_rows(
         return kv_iter + 1, pages, loaded
 
     loaded = None if scales is None else scales.load(lo)
-    kv_iter, *_ = lax.fori_loop(lo, hi, send, (kv_iter, copies.pages_of(lo), loaded))
+    kv_iter = lax.fori_loop(lo, hi, send, (kv_iter, copies.pages_of(lo), loaded))[0]
 
     @pl.when(lo < hi)
     def _():
@@ -256,9 +256,9 @@ def _piece(i: int) -> Any:
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith
 
-    i32 = ir.IntegerType.get_signless(32)
-    thread = arith.remui(utils.thread_idx(), arith.constant(i32, _THREADS))
-    return arith.addi(thread, arith.constant(i32, i * _THREADS))
+    i32, constant = ir.IntegerType.get_signless(32), cast(Any, arith.constant)
+    thread = arith.remui(utils.thread_idx(), constant(i32, _THREADS))
+    return arith.addi(thread, constant(i32, i * _THREADS))
 
 
 def _sum(*terms: Any) -> Any:

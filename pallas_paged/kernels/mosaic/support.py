@@ -139,15 +139,15 @@ def shared_memory(
         kv_dtype: of the pages; queries have 16-bit elements.
         with_lse: whether a ragged call returns log-sum-exps.
     """
-    from pallas_paged.kernels.mosaic import decode, ops, ragged
+    from pallas_paged.kernels.mosaic import decode_scratch, ops, ragged
 
     one_byte = jnp.dtype(kv_dtype).itemsize == 1
     # The page size changes only how often a barrier is arrived at.
     sizes: Any = {"group": group, "head_dim": head_dim, "page_size": config.block_k}
     sizes |= {"dtype": jnp.bfloat16, "kv_dtype": kv_dtype if one_byte else jnp.bfloat16}
     if isinstance(config, MosaicDecodeConfig):
-        params = decode.compiler_params(kv_dtype)
-        return ops.shared_memory_bytes(decode.scratch_types(config, **sizes), params)
+        params = decode_scratch.compiler_params(kv_dtype)
+        return ops.shared_memory_bytes(decode_scratch.scratch_types(config, **sizes), params)
     types = ragged.scratch_types(config, with_lse=with_lse, **sizes)
     return ops.shared_memory_bytes(types, ragged.COMPILER_PARAMS)
 

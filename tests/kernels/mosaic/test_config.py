@@ -101,6 +101,14 @@ class TestHeuristicsFit:
         needed = shared_memory(config, group=group, head_dim=head_dim)
         assert needed <= shared_memory_limit(per_sm)
 
+    def test_decode_of_int8(self, head_dim, group, num_kv_heads):
+        heads = dict(num_q_heads=group * num_kv_heads, num_kv_heads=num_kv_heads)
+        sizes = DECODE_SIZES | heads | {"head_dim": head_dim, "itemsize": 1}
+        config = decode_config(**H200, **sizes)
+        needed = shared_memory(config, group=group, head_dim=head_dim, kv_dtype="int8")
+        blocks = -(-config.num_programs // config.num_pairs)
+        assert needed <= shared_memory_limit(-(-blocks // 132))
+
     def test_ragged(self, head_dim, group, num_kv_heads):
         heads = dict(num_q_heads=group * num_kv_heads, num_kv_heads=num_kv_heads)
         for dtype, with_lse in itertools.product(("float16", "int8"), (False, True)):

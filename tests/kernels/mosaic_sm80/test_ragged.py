@@ -14,9 +14,16 @@ if jax.__version_info__ < (0, 11):
     pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
 
 import pallas_paged as pp
+from pallas_paged.kernels import xla
+from pallas_paged.kernels.call import Arrays
+from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic.ops import shared_memory_bytes
 from pallas_paged.kernels.mosaic_sm80.config import ragged_config, ragged_shared_memory
-from pallas_paged.kernels.mosaic_sm80.ragged import COMPILER_PARAMS, scratch_types
+from pallas_paged.kernels.mosaic_sm80.ragged import (
+    COMPILER_PARAMS,
+    ragged_paged_attention,
+    scratch_types,
+)
 from tests.support.attention_calls import assert_close, assert_same_bits, ragged
 from tests.support.attention_cases import mosaic_case
 from tests.support.quantized_cases import Quantized
@@ -108,6 +115,27 @@ def test_pages_of_one_byte(kv_dtype, dtype, per_tensor, config):
     case = small(seq_lens=(70, 9), q_lens=(40, 3), dtype=dtype, page_size=4, pages_per_seq=20)
     arrays, meant = Quantized(case=case, kv_dtype=kv_dtype, per_tensor=per_tensor).make()
     assert_close(call(arrays, config), meant, case.tolerance)
+
+
+def test_queries_at_given_positions():
+    q, k, v, tables, lens, cu_q_lens = small(seq_lens=(70, 9), q_lens=(20, 3)).make(poison=False)
+    arrays = Arrays(
+        q=jnp.asarray(q),
+        k_pages=jnp.asarray(k),
+        v_pages=jnp.asarray(v),
+        block_tables=jnp.asarray(tables),
+        seq_lens=jnp.asarray(lens),
+        cu_q_lens=jnp.asarray(cu_q_lens),
+        q_positions=70 + jnp.arange(q.shape[0]) % 7,
+        alibi_slopes=jnp.float32([0.5, 0.1]),
+    )
+    options = LogitOptions(sm_scale=0.1, sliding_window=40)
+    config = pp.MosaicSm80RaggedConfig(**CONFIG)
+    actual = ragged_paged_attention(arrays, options=options, config=config, interpret=True)
+    for x, expected in zip(
+        actual, xla.ragged_paged_attention(arrays, options=options), strict=True
+    ):
+        np.testing.assert_allclose(*(np.float32(y) for y in (x, expected)), atol=0.02)
 
 
 @pytest.mark.parametrize("num_tokens", [8, 4096])

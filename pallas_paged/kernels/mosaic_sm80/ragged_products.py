@@ -94,7 +94,8 @@ class _Warp:
         from jax.experimental.mosaic.gpu import utils
         from jaxlib.mlir import ir
 
-        self.emit, self._utils = ThreadEmitter(), utils
+        self.emit = ThreadEmitter()
+        self._utils: Any = utils  # JAX 0.10 lacks some of it
         self._i32, self._f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         matrix = ir.MemRefType(ref.type)
         self._dtype = str(matrix.element_type)

@@ -7,7 +7,6 @@ import itertools
 import re
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +16,12 @@ import pytest
 import pallas_paged as pp
 from pallas_paged.kernels.mosaic import config as mosaic_tuning
 from tests.support.devices import lower_for_cuda
+from tests.support.lowering import CUSTOM_CALL, named, options_of, pairwise
 
 if jax.__version_info__ < (0, 11):
     pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
 
 NUM_PAGES = 1009  # no other size is 1009, so it marks the pool in the lowered text
-CUSTOM_CALL = re.compile(r"custom_call @mosaic_gpu\w*\((.*?)\)")
 
 
 def cache_shapes(num_seqs, num_kv_heads, head_dim, page_size, pages_per_seq, dtype):
@@ -54,47 +53,11 @@ def unconstrained(operands: str, lines: Sequence[str]) -> str:
     return ", ".join(constrained.get(name, name) for name in operands.split(", "))
 
 
-def pairs(row: dict[str, Any]) -> set[tuple]:
-    return set(itertools.combinations(row.items(), 2))
-
-
-def pairwise(**levels: Sequence) -> list[dict[str, Any]]:
-    """A short list of rows such that any two levels of two factors are together in some row."""
-    rng = np.random.default_rng(0)
-    missing = {
-        ((a, x), (b, y))
-        for a, b in itertools.combinations(levels, 2)
-        for x, y in itertools.product(levels[a], levels[b])
-    }
-    rows = []
-    while missing:
-        wanted = dict(min(missing, key=repr))
-        candidates = [
-            {name: wanted.get(name, xs[rng.integers(len(xs))]) for name, xs in levels.items()}
-            for _ in range(200)
-        ]
-        rows.append(max(candidates, key=lambda row: len(pairs(row) & missing)))
-        missing -= pairs(rows[-1])
-    return rows
-
-
-def named(row: dict[str, Any]) -> str:
-    return "-".join(f"{name}={value}" for name, value in row.items() if value not in (None, False))
-
-
 def with_scales(q, k_pages, v_pages, tables, lens, cu_q_lens, *scales, **options):
     named = dict(zip(("k_scales", "v_scales"), scales, strict=False))
     return pp.ragged_paged_attention(
         q, k_pages, v_pages, tables, lens, cu_q_lens, **named, **options
     )
-
-
-def options_of(row: dict[str, Any], num_q_heads: int) -> dict[str, Any]:
-    per_head = np.ones(num_q_heads, np.float32)
-    options = {name: row[name] for name in ("soft_cap", "sliding_window", "return_lse")}
-    for name in ("alibi_slopes", "sinks"):
-        options[name] = per_head if row[name] else None
-    return options
 
 
 OPTIONS = dict(

@@ -13,10 +13,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_paged as pp
 from pallas_paged.kernels.mosaic import support as mosaic_support
-from tests.kernels.mosaic.test_lowering import CUSTOM_CALL, named, options_of, pairwise
 from tests.support.attention_calls import assert_close, assert_same_bits, decode
 from tests.support.attention_cases import mosaic_case
 from tests.support.devices import lower_for_cuda
+from tests.support.lowering import CUSTOM_CALL, named, options_of, pairwise
 from tests.support.marks import slow
 from tests.support.page_layouts import call_in_layout
 from tests.support.quantized_cases import Quantized

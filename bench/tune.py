@@ -88,8 +88,11 @@ def _triton_fits(config: Any, programs: int, shape: Shape) -> bool:
 
 def _mosaic_fits(config: Any, programs: int, shape: Shape) -> bool:
     group = shape.num_q_heads // shape.num_kv_heads
-    needed = support.shared_memory(config, group=group, head_dim=shape.head_dim)
-    return needed <= support.shared_memory_limit(programs)
+    needed = support.shared_memory(
+        config, group=group, head_dim=shape.head_dim, kv_dtype=shape.kv_dtype
+    )
+    blocks = -(-programs // getattr(config, "num_pairs", 1))
+    return needed <= support.shared_memory_limit(blocks)
 
 
 _DECODE = Kernel(

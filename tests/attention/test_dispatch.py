@@ -186,6 +186,15 @@ class TestMosaicRefuses:
             ),
             (
                 DECODE,
+                {
+                    "config": pp.MosaicDecodeConfig(
+                        block_k=64, num_stages=2, num_programs=1, num_pairs=2
+                    )
+                },
+                "num_pairs=2 with int8 and fp8 pages only",
+            ),
+            (
+                DECODE,
                 {"config": pp.MosaicDecodeConfig(block_k=128, num_stages=4, num_programs=1)},
                 "MosaicDecodeConfig.* needs 2[0-9]+ bytes of shared memory; a program has 232448",
             ),

@@ -100,6 +100,8 @@ def _why_not_config(call: Call) -> str | None:
     block_k = config.block_k
     if block_k % page_size and page_size % block_k:
         return f"needs a {block_k=} that is a multiple or a divisor of {page_size=}"
+    if call.kernel == "decode" and config.num_pairs > 1 and call.kv_dtype.itemsize > 1:
+        return f"takes num_pairs={config.num_pairs} with int8 and fp8 pages only"
     converts = call.kernel == "ragged" and call.kv_dtype.itemsize == 1
     # With four warpgroups a thread starts with 128 registers, and 256 columns of a product would
     # take all of them.

@@ -59,6 +59,12 @@ def test_a_config_is_validated_when_built(good, change, message):
         dataclasses.replace(good, **change)
 
 
+@pytest.mark.parametrize("value", [0, 5, 1.0])
+def test_pairs_are_one_to_four(value):
+    with pytest.raises(ValueError, match=rf"num_pairs={value} must be an integer in \[1, 4\]"):
+        dataclasses.replace(DECODE, num_pairs=value)
+
+
 @pytest.mark.parametrize("name", ["num_consumers", "num_q_stages"])
 @pytest.mark.parametrize("value", [0, 3, 1.0])
 def test_consumers_and_query_stages_are_one_or_two(name, value):

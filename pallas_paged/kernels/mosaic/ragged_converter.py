@@ -124,7 +124,7 @@ class Converter:
     def convert_keys(self, now: jax.Array, scales: list[jax.Array]) -> None:
         """Convert the keys of block number `now`; their scales multiply the logits."""
         source, target = self.source, self.target
-        parts = _load(source.k, source.k_full, source.k_free, now)
+        parts = self.load(source.k, source.k_full, source.k_free, now)
         stage = _wait_until_free(target.k, target.k_free, now)
         if self.k_scales is not None:
             for i, values in enumerate(scales):
@@ -138,12 +138,25 @@ class Converter:
     ) -> None:
         """Convert the values of block number `now`, times their scales."""
         source, target = self.source, self.target
-        parts = _load(source.v, source.v_full, source.v_free, now)
+        parts = self.load(source.v, source.v_full, source.v_free, now)
         stage = _wait_until_free(target.v, target.v_free, now)
         self.store(target.v.at[stage], parts, scales)
         self.zero_unreadable(work, block, stage)
         plgpu.commit_smem()
         plgpu.barrier_arrive(target.v_full.at[stage])
+
+    def load(self, blocks: Any, full: Any, free: Any, now: jax.Array) -> list[jax.Array]:
+        """Return block number `now` of the ring of bytes, 64 tokens at a time; free its stage."""
+        stage = lax.rem(now, NUM_STAGES)
+        plgpu.barrier_wait(full.at[stage])
+        parts = [
+            ops.load_shared(blocks.at[stage, pl.ds(first, _ROWS)], BYTES)
+            for first in range(0, blocks.shape[1], _ROWS)
+        ]
+        if self.interpret:  # the interpreter lets the next copy overtake these reads otherwise
+            plgpu.commit_smem()
+        plgpu.barrier_arrive(free.at[stage])
+        return parts
 
     def store(
         self, block: Any, parts: list[jax.Array], scales: list[jax.Array] | None = None
@@ -213,18 +226,6 @@ class Converter:
     def gather(self, ref: Any, indices: jax.Array) -> jax.Array:
         """Return elements of a ref by flat index."""
         return ops.gather(ref, indices, BYTES_ROW, interpret=self.interpret)
-
-
-def _load(blocks: Any, full: Any, free: Any, now: jax.Array) -> list[jax.Array]:
-    """Return block number `now` of a ring of bytes, 64 tokens at a time, and free its stage."""
-    stage = lax.rem(now, NUM_STAGES)
-    plgpu.barrier_wait(full.at[stage])
-    parts = [
-        ops.load_shared(blocks.at[stage, pl.ds(first, _ROWS)], BYTES)
-        for first in range(0, blocks.shape[1], _ROWS)
-    ]
-    plgpu.barrier_arrive(free.at[stage])
-    return parts
 
 
 def _wait_until_free(blocks: Any, free: Any, now: jax.Array) -> jax.Array:

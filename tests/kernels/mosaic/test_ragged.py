@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_paged as pp
 from pallas_paged.kernels.mosaic import support as mosaic_support
@@ -100,6 +101,18 @@ def test_slots_outside_a_row_change_no_bit_of_int8_results():
     options = dict(implementation="mosaic_gpu_interpret", config=pp.MosaicRaggedConfig(**CONFIG))
     clean = ragged(*case.make(poison=False)[0], **options)
     assert_same_bits(ragged(*case.make()[0], **options), clean)
+
+
+def test_no_races_with_int8_pages(capfd):
+    case = quantized("int8", seq_lens=(150, 30), q_lens=(40, 7), pages_per_seq=10)
+    arrays, meant = case.make()
+    config = pp.MosaicRaggedConfig(**CONFIG | {"num_programs": 2})
+    jax.clear_caches()  # JAX's cache key does not hold the interpreter's parameters
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        actual = ragged(*arrays, implementation="mosaic_gpu_interpret", config=config)
+        assert_close(actual, meant, case.case.tolerance)
+    jax.clear_caches()
+    assert "RACE" not in capfd.readouterr().out
 
 
 def test_keys_left_of_the_window_are_not_read():

@@ -25,7 +25,6 @@ from pallas_paged.linear import linear
 from pallas_paged.rms_norm import rms_norm
 
 _PACKET = 8  # bytes of data
-AHEAD_BYTES = 12 << 20  # of the next weight, read while devices wait for one another
 MAX_BYTES = 2 << 20  # of an array on two devices that the kernel adds up; NCCL does larger ones
 
 
@@ -108,15 +107,11 @@ class Group:
         residual: jax.Array,
         weight: jax.Array,
         eps: float,
-        ahead: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Return `residual` `[T, E]` plus the sum of `x`, and its RMS norm."""
         kinds = {x.dtype, residual.dtype, weight.dtype}
         if kinds == {jnp.dtype(jnp.bfloat16)} and self._why_not(x) is None:
-            options = {} if ahead is None or not AHEAD_BYTES else {"ahead": ahead}
-            out, normed = self._kernel(
-                x, residual, weight, eps=eps, ahead_bytes=AHEAD_BYTES, **options
-            )
+            out, normed = self._kernel(x, residual, weight, eps=eps)
             return out, normed
         out = residual + self.sum(x)
         return out, rms_norm(out, weight, eps)
@@ -216,7 +211,6 @@ def row_linear_norm(
     norm: jax.Array,
     eps: float,
     peers: Peers | None,
-    ahead: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return `residual + row_linear(x, weight)`, and its RMS norm: `[T, N]` each.
 
@@ -225,19 +219,16 @@ def row_linear_norm(
         residual: `[T, N]`, whole on every device.
         norm: `[N]`, the weight of the norm.
         eps: of the norm.
-        ahead: `[M, N]`, M cut over the devices: the weight of the next product. While devices wait
-            for one another, its start is read into the L2 cache.
     """
     if peers is None:
         out = residual + linear(x, weight)
         return out, rms_norm(out, norm, eps)
     cut, whole = PartitionSpec(None, peers.axis), PartitionSpec()
 
-    def local(group: Group, x: Any, weight: Any, residual: Any, norm: Any, ahead: Any) -> Any:
-        return group.add_and_norm(linear(x, weight), residual, norm, eps, ahead)
+    def local(group: Group, x: Any, weight: Any, residual: Any, norm: Any) -> Any:
+        return group.add_and_norm(linear(x, weight), residual, norm, eps)
 
-    specs = (cut, cut, whole, whole, PartitionSpec(peers.axis))
-    return peers.run(local, specs, x, weight, residual, norm, ahead)
+    return peers.run(local, (cut, cut, whole, whole), x, weight, residual, norm)
 
 
 def embed(token_ids: jax.Array, table: jax.Array, peers: Peers | None) -> jax.Array:

@@ -99,15 +99,9 @@ class PagedAttend:
         return row_linear(x, weight, self._peers)
 
     def row_linear_norm(
-        self,
-        x: jax.Array,
-        weight: jax.Array,
-        residual: jax.Array,
-        norm: jax.Array,
-        eps: float,
-        ahead: jax.Array | None = None,
+        self, x: jax.Array, weight: jax.Array, residual: jax.Array, norm: jax.Array, eps: float
     ) -> tuple[jax.Array, jax.Array]:
-        return row_linear_norm(x, weight, residual, norm, eps, self._peers, ahead)
+        return row_linear_norm(x, weight, residual, norm, eps, self._peers)
 
     def embed(self, token_ids: jax.Array, table: jax.Array) -> jax.Array:
         return embed(token_ids, table, self._peers)

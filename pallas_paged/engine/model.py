@@ -86,13 +86,7 @@ class Attend(Protocol):
         """
 
     def row_linear_norm(
-        self,
-        x: jax.Array,
-        weight: jax.Array,
-        residual: jax.Array,
-        norm: jax.Array,
-        eps: float,
-        ahead: jax.Array | None = None,
+        self, x: jax.Array, weight: jax.Array, residual: jax.Array, norm: jax.Array, eps: float
     ) -> tuple[jax.Array, jax.Array]:
         """Return `residual + row_linear(x, weight)`, and its RMS norm, by the same kernel.
 
@@ -101,8 +95,6 @@ class Attend(Protocol):
             residual: `[T, N]`.
             norm: `[N]`, the weight of the norm.
             eps: of the norm.
-            ahead: `[M, N]`, M cut over the axis "tensor": the weight of the product that follows.
-                Its start is read into the L2 cache while GPUs wait for one another.
         """
 
     def embed(self, token_ids: jax.Array, table: jax.Array) -> jax.Array:

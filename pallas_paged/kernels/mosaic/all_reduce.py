@@ -65,8 +65,6 @@ class _Code:
         threads: of a program.
         size: elements of a row.
         eps: of the norm.
-        ahead: rows of the weight that is read ahead, bytes of each, and how many of them.
-        ahead_threads: that do so.
     """
 
     names: tuple[str, ...]
@@ -78,8 +76,6 @@ class _Code:
     threads: int
     size: int
     eps: float
-    ahead: tuple[int, int, int]
-    ahead_threads: int
 
     def ref(self, name: str) -> str:
         return f"${self.names.index(name)}"
@@ -90,37 +86,21 @@ class _Code:
         return range(pl.cdiv(self.packets, self.threads))
 
     def text(self) -> str:
-        parts = [*self.read_ahead(), *self.start(), *self.send()]
+        parts = [*self.start(), *self.send()]
         for i in self.rounds:
             parts += self.receive(i)
         if "weight" in self.names:
             parts += self.norm()
-        return "\n".join(["{", *parts, *self.end(), "DONE:", "}"])
+        return "\n".join(["{", *parts, *self.end(), "}"])
 
-    def read_ahead(self) -> Iterator[str]:
-        """Let the programs after the rows copy the start of a weight's rows to the L2 cache."""
-        n = len(self.rounds)
+    def start(self) -> Iterator[str]:
+        n, peers = len(self.rounds), self.ref("peers")
         yield ".reg .pred mine, valid, wait, wrong, last;"
         yield ".reg .b32 rank, call, program, thread, word, polls, data<2>, flag<2>, index;"
         yield f".reg .b32 x0_<{n}>, x1_<{n}>, column<{n}>, unit<{n}>;"
         yield f".reg .b64 address, offset, own, sent, received, peer<{self.num_devices}>;"
         yield ".reg .f32 value, other, squares, acc<4>;"
         yield "mov.u32 program, %ctaid.x; mov.u32 thread, %tid.x;"
-        if "ahead" in self.names:
-            num_rows, row_bytes, num_bytes = self.ahead
-            yield f"setp.lt.u32 mine, program, {self.num_rows}; @mine bra MINE;"
-            yield f"sub.u32 program, program, {self.num_rows};"
-            yield f"mad.lo.u32 index, program, {self.threads}, thread;"
-            yield "AHEAD:"
-            yield f"setp.ge.u32 last, index, {num_rows}; @last bra DONE;"
-            yield f"mul.wide.u32 offset, index, {row_bytes};"
-            yield f"add.s64 address, {self.ref('ahead')}, offset;"
-            yield f"cp.async.bulk.prefetch.L2.global [address], {num_bytes};"
-            yield f"add.u32 index, index, {self.ahead_threads}; bra AHEAD;"
-            yield "MINE:"
-
-    def start(self) -> Iterator[str]:
-        peers = self.ref("peers")
         yield f"ld.global.b32 rank, [{peers}+{8 * self.num_devices}];"
         for r in range(self.num_devices):
             yield f"ld.global.b64 peer{r}, [{peers}+{8 * r}];"
@@ -256,11 +236,9 @@ def all_reduce(
     memory: jax.Array,
     residual: jax.Array | None = None,
     weight: jax.Array | None = None,
-    ahead: jax.Array | None = None,
     *,
     eps: float = 0.0,
     capacity: int,
-    ahead_bytes: int = 0,
 ) -> tuple[jax.Array, ...]:
     """Return the sum of `x` over devices, and more; the same bits on each, in the order of ranks.
 
@@ -272,9 +250,7 @@ def all_reduce(
         memory: of this device, `i32[1, memory_bytes / 4]`.
         residual: bf16 as x, the same on all devices, is added to the sum.
         weight: bf16 `[E]`, of an RMS norm of the sum.
-        ahead: `[N, K]`, a weight of the next product, which is read ahead.
         eps: of the norm.
-        ahead_bytes: how much of it.
         capacity: bytes of the largest array that the memory was made for.
 
     Returns:
@@ -286,11 +262,6 @@ def all_reduce(
     operands: dict[str, Any] = {"x": x, "peers": peers, "memory": memory}
     operands |= {} if residual is None else {"residual": residual}
     operands |= {} if weight is None else {"weight": weight}
-    operands |= {} if ahead is None else {"ahead": ahead}
-    ahead_rows, row_bytes, num_programs = 0, 0, 0
-    if ahead is not None:
-        ahead_rows, row_bytes = ahead.shape[0], ahead.shape[1] * ahead.dtype.itemsize
-        num_programs = 128
     results = ("out",) if weight is None else ("out", "normed")
     code = _Code(
         names=(*operands, *results, "sums"),
@@ -302,8 +273,6 @@ def all_reduce(
         threads=128 * warpgroups,
         size=size,
         eps=eps,
-        ahead=(ahead_rows, row_bytes, min(row_bytes, ahead_bytes // max(ahead_rows, 1)) // 16 * 16),
-        ahead_threads=num_programs * 128 * warpgroups,
     ).text()
 
     def kernel(*refs):  # memory is an operand so that it is not freed before
@@ -321,7 +290,7 @@ def all_reduce(
         kernel,
         out_type=(result_shape(x.shape, x.dtype),) * len(results),
         scratch_types=(plgpu.SMEM((4 * _MAX_WARPGROUPS,), jnp.float32),),
-        grid=(num_rows + num_programs,),
+        grid=(num_rows,),
         grid_names=("program",),
         num_threads=warpgroups,
         thread_name="warpgroup",

@@ -358,6 +358,7 @@ def ragged_paged_attention(
         kv_dtype=arrays.k_pages.dtype,
         scaled_logits=inputs.scales is not None and inputs.scales.of_tokens,
         with_lse=with_lse,
+        interpret=interpret,
     )
 
     def body(inputs, outputs):

@@ -13,6 +13,7 @@ from jax._src.lib.mlir import ir
 import pallas_paged as pp
 from pallas_paged import dispatch
 from pallas_paged.dispatch import BACKENDS
+from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.triton.config import decode_config, ragged_config
 from tests.support.devices import A100, lower_for_cuda
 from tests.support.lowered_options import LOOP, lowered_options
@@ -120,7 +121,8 @@ def test_float8_needs_compute_capability_8_9(call):
     for capability, takes in (("8.0", False), ("8.6", False), ("8.9", True), ("12.0", True)):
         device = dataclasses.replace(A100, compute_capability=capability)
         call = dataclasses.replace(call, device=device, kv_dtype=jnp.dtype(jnp.float8_e4m3fn))
-        assert dispatch.best_implementation(call) == ("triton" if takes else "xla")
+        otherwise = "xla" if mosaic_support.why_not_jax() else "mosaic_sm80"
+        assert dispatch.best_implementation(call) == ("triton" if takes else otherwise)
         if not takes:
             with pytest.raises(NotImplementedError, match=f"8.9 .*float8_e4m3fn, not {capability}"):
                 dispatch.resolve(call, "triton")

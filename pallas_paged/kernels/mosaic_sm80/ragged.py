@@ -52,7 +52,6 @@ from pallas_paged.kernels.mosaic_sm80.ragged_copies import (
 from pallas_paged.kernels.mosaic_sm80.ragged_merge import merge_ragged
 from pallas_paged.kernels.mosaic_sm80.ragged_products import multiply_pv, multiply_qk, padded
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import (
-    ROW,
     ROWS,
     Rows,
     empty_state,
@@ -224,9 +223,6 @@ class Program:
             interpret=self.interpret,
         )
 
-        def barrier(after=None):
-            self.barrier(work, wgmma_ops.full((rows.count,), 0.0, ROW) if after is None else after)
-
         @pl.when(work.lo < work.hi)
         def _():
             scratch.rows[self.wg] = jnp.maximum(rows.index(), 0)
@@ -243,7 +239,7 @@ class Program:
             )
             self.if_copying(stream.start)
             wait_for_own_copies(interpret=self.interpret)
-            barrier()
+            self.barrier()
 
         before = work.kv_len - work.q_len  # keys older than all queries of the sequence
         positions = before + rows.tokens()
@@ -315,19 +311,20 @@ class Program:
             if by_token:
                 p = p * v_scales
             p = p.astype(scratch.q.dtype)
-            if self.config.num_warpgroups == 2:
-                barrier(l_new)
+            # The whole softmax stays before the barrier.
+            acc, l_new, m_new, alpha, p = lax.optimization_barrier((acc, l_new, m_new, alpha, p))
+            self.barrier()
             acc = multiply_pv(acc, alpha, p, stream.v(block), interpret=self.interpret)
             s = lax.cond(block + 1 < work.hi, lambda: multiply(block + 1), no_logits)
             self.if_copying(stream.arrive)
-            barrier()
+            self.barrier()
             return m_new, l_new, acc, s
 
         def first_logits():
             # The second warpgroup starts, and the first one ends, with one more barrier.
-            self.if_second(barrier)
+            self.if_second(self.barrier)
             s = multiply(work.lo)
-            barrier()
+            self.barrier()
             return s
 
         attend_full = functools.partial(attend_block, False)
@@ -343,15 +340,14 @@ class Program:
 
             @pl.when((self.wg == 0) & (work.lo < work.hi))
             def _():
-                barrier()
+                self.barrier()
 
         return m_i, l_i, acc if v_scale is None else acc * v_scale
 
-    def barrier(self, work: WorkDescriptor, after: jax.Array) -> None:
-        """Wait for all threads of the program, each when it has computed `after` f32`[R]`."""
+    def barrier(self) -> None:
+        """Wait for all threads of the program."""
         if not self.interpret:
-            num_warpgroups = self.config.num_warpgroups
-            program_barrier(num_warpgroups, after=after, zero=work.q_start >> 31)
+            program_barrier(self.config.num_warpgroups)
         elif self.scratch.sync is not None:
             plgpu.barrier_arrive(self.scratch.sync)
             plgpu.barrier_wait(self.scratch.sync)

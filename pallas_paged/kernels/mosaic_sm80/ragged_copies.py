@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.kernels.mosaic.ops import WGMMA_ROW as ROW
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.ops import CHUNK, SCALAR, WARPGROUP
 from pallas_paged.kernels.mosaic_sm80.ragged_emitter import THREADS, ThreadEmitter
@@ -103,25 +102,15 @@ def wait_for_own_copies(*, interpret: bool) -> None:
     wait()
 
 
-def program_barrier(num_warpgroups: int, *, after: jax.Array, zero: jax.Array) -> None:
-    """Wait for all threads of the program, each when it has computed `after`.
+def program_barrier(num_warpgroups: int) -> None:
+    """Wait for all threads of the program."""
 
-    Args:
-        num_warpgroups: of the program.
-        after: one value a row. The assembler moves arithmetic past barriers, but not this one,
-            because its number depends on the values as far as the assembler knows.
-        zero: i32`[]` 0, a value that the compiler does not know.
-    """
-
-    @plgpu.inline_mgpu(arg_types=(ROW, SCALAR))
-    def sync(_, after, zero):
-        emit = ThreadEmitter()
-        word = functools.reduce(emit.either, emit.row_words(after))
+    @plgpu.inline_mgpu()
+    def sync(_):
         # Barriers 0 to 2 are those of the compiler.
-        number = emit.add(emit.both(word, emit.scalar(zero)), 7)
-        emit.effect(f"bar.sync $0, {num_warpgroups * WARPGROUP};", number)
+        ThreadEmitter().effect(f"bar.sync 7, {num_warpgroups * WARPGROUP};")
 
-    sync(after, zero)
+    sync()
 
 
 def gather_values(to: Any, source: Any, places: Any, base: Any, *, interpret: bool) -> None:

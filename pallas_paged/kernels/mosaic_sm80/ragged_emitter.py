@@ -54,9 +54,6 @@ class ThreadEmitter(Emitter):
         """Return the f32 of an array with one value a row, of rows `r` and `r + 8` of every 64."""
         return [self._utils.bitcast(value, self._i32) for value in x.registers.flat]
 
-    def either(self, x: Any, y: Any) -> Any:
-        return self._arith.ori(x, y)
-
     def load_word(self, address: Any, *, offset: int = 0) -> Any:
         """Return 32 bits of shared memory."""
         return self.ptx(f"ld.shared.b32 $0, [$1+{offset}];", address, reads=True)

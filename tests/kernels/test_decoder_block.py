@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_paged.decoder_block import BlockWeights, Residual, between_attentions
 from pallas_paged.linear import linear
 from pallas_paged.rms_norm import rms_norm
-from tests.support.devices import implementations_here, mesh
+from tests.support.devices import implementations_here, lower_for_cuda, mesh
+from tests.support.kernel_calls import kernel_calls
 
 A, E, F, N = 256, 512, 256, 128
 KERNEL = "mosaic_gpu_interpret"
@@ -123,3 +125,19 @@ def test_rows_and_names_are_checked():
         between_attentions(attended, residual, w, eps=1e-5, implementation="cuda")
     with pytest.raises(ValueError, match="must have the rows of the residual"):
         between_attentions(attended[:1], residual, w, eps=1e-5)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("in_loop", [False, True])
+def test_it_lowers_for_cuda_inside_a_program(in_loop):
+    (call,) = (x for x in kernel_calls() if x.name == "between attentions")
+    attended, x, weights = call.shapes()
+
+    def run(attended, x, weights):
+        def layer(_, x):
+            return call.run(attended, x, weights)[0]
+
+        return lax.fori_loop(0, 2, layer, x) if in_loop else layer(0, x)
+
+    text = lower_for_cuda(run, attended, x, weights).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1

@@ -17,6 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_paged as pp
+from pallas_paged.decoder_block import (
+    BlockImplementation,
+    BlockWeights,
+    Residual,
+    between_attentions,
+)
 from pallas_paged.dispatch import Implementation
 from pallas_paged.engine.sampler import SamplingImplementation, SamplingMode, sample
 from pallas_paged.kernels import xla
@@ -133,6 +139,7 @@ def kernel_calls() -> list[KernelCall]:
     for name, sizes in {"linear": (320, 1024), "linear with SwiGLU": (192, 2, 1024)}.items():
         add(LinearImplementation, name, linear, partial(_linear_arrays, sizes))
     add(Literal["triton"], "RMS norm", _norm, partial(_linear_arrays, (2048,)))
+    add(BlockImplementation, "between attentions", _between_attentions, _block_arrays)
     return found
 
 
@@ -219,6 +226,32 @@ def _linear_arrays(sizes: tuple[int, ...]) -> tuple[Any, ...]:
     rng = np.random.default_rng(4)
     x = rng.standard_normal((1, sizes[-1])).astype(jnp.bfloat16)
     return x, rng.standard_normal(sizes).astype(jnp.bfloat16)
+
+
+def _between_attentions(
+    attended: Any, x: Any, weights: BlockWeights, *, implementation: Any
+) -> tuple[jax.Array, jax.Array]:
+    options: dict[str, Any] = dict(eps=1e-5, implementation=implementation)
+    residual, out = between_attentions(attended, Residual(x=x), weights, **options)
+    return residual.x, out
+
+
+def _block_arrays() -> tuple[Any, ...]:
+    rng = np.random.default_rng(5)
+
+    def normal(*shape: int) -> Any:
+        return (rng.standard_normal(shape) / shape[-1] ** 0.5).astype(jnp.bfloat16)
+
+    size, hidden_size = 512, 1024
+    weights = BlockWeights(
+        o=normal(size, 256),
+        mlp_norm=normal(size),
+        gate_up=normal(hidden_size, 2, size),
+        down=normal(size, hidden_size),
+        out_norm=normal(size),
+        qkv=normal(192, size),
+    )
+    return normal(1, 256), normal(1, size), weights
 
 
 def _norm(x: jax.Array, weight: jax.Array, *, implementation: str) -> jax.Array:

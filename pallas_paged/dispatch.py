@@ -291,8 +291,8 @@ def best_implementation(call: Call) -> Implementation:
         return "xla"
     names: list[Implementation] = ["triton", "mosaic_gpu", "mosaic_sm80", "xla"]
     if call.config is not None:  # its type is the choice
-        kinds = (BACKENDS[name].configs.get(call.kernel) for name in names)
-        return names[[type(call.config) is kind for kind in kinds].index(True)]
+        kind = type(call.config)
+        return next(name for name in names if BACKENDS[name].configs.get(call.kernel) is kind)
     if prefer_mosaic(call.kernel, **call.sizes):
         names = ["mosaic_gpu", "triton", "mosaic_sm80", "xla"]
     return next(name for name in names if BACKENDS[name].why_not(call) is None)

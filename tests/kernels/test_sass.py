@@ -27,7 +27,7 @@ BOUNDS = {
     r"mosaic_gpu ragged .*32/8/256.* ragged_paged_attention$": (168, 300),
     r"mosaic_gpu (ragged|cascade) .* ragged_paged_attention$": (232, 100),
     r"mosaic_gpu gradient attention_gradient_of_keys$": (168, 60),
-    r"mosaic_gpu .* paged_decode$": (160, 16),
+    r"mosaic_gpu .* paged_decode$": (160, 8),
     r"mosaic_sm80 .* (paged_decode|ragged_paged_attention)$": (255, 800),
     r" paged_decode_merge$": (100, 0),
     r" ragged_plan$": (64, 0),

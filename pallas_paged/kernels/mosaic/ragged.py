@@ -36,8 +36,9 @@ from pallas_paged.kernels.call import Arrays, result_shape, varying_by_device
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.config import MosaicRaggedConfig
+from pallas_paged.kernels.mosaic.one_byte_scales import Scales
 from pallas_paged.kernels.mosaic.ragged_consumer import ScheduleBarrier, attend
-from pallas_paged.kernels.mosaic.ragged_converter import Converter, Scales
+from pallas_paged.kernels.mosaic.ragged_converter import Converter
 from pallas_paged.kernels.mosaic.ragged_merge import merge_ragged
 from pallas_paged.kernels.mosaic.ragged_operands import in_order, store_in_stored_order
 from pallas_paged.kernels.mosaic.ragged_scratch import Inputs, Scratch, q_arrivals, scratch_types

@@ -22,10 +22,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.kernels.call import Arrays
-from pallas_paged.kernels.kv_layout import PageLayout
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.config import MosaicRaggedConfig
+from pallas_paged.kernels.mosaic.one_byte_scales import Scales
 from pallas_paged.kernels.mosaic.ragged_operands import BYTES, BYTES_ROW, converted
 from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor
 from pallas_paged.kernels.mosaic.ring import Ring
@@ -46,29 +45,6 @@ def byte_ring(config: MosaicRaggedConfig, *, head_dim: int, page_size: int, dtyp
     full = plgpu.Barrier(num_arrivals=num_copies, num_barriers=NUM_STAGES)
     free = plgpu.Barrier(num_arrivals=1, num_barriers=NUM_STAGES)
     return Ring(k=block, v=block, k_full=full, v_full=full, k_free=free, v_free=free)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Scales:
-    """Refs to the scales of K and of V, or the arrays: f32 of each token and head, or f32`[1]`."""
-
-    k: Any
-    v: Any
-    layout: PageLayout = dataclasses.field(metadata={"static": True})
-
-    @classmethod
-    def of(cls, arrays: Arrays) -> Scales | None:
-        """Return the scales of a call; None without."""
-        if arrays.k_scales is None or arrays.v_scales is None:
-            return None
-        k, v = (x if x.ndim else x.reshape(1) for x in (arrays.k_scales, arrays.v_scales))
-        return cls(k=k, v=v, layout=arrays.layout)
-
-    @property
-    def of_tokens(self) -> bool:
-        """Whether each token and head has its own."""
-        return len(self.k.shape) > 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ they point at, so no thread waits for one.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ class Pages:
     layout: PageLayout = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def of(cls, arrays: Arrays) -> Pages:
+    def of(cls, arrays: Arrays) -> Self:
         """Return the pages of a call. Nothing is copied."""
 
         def words(x):
@@ -54,15 +54,18 @@ class Pages:
                 return x
             return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 2), jnp.int16)
 
-        def scales(x):
-            return x.reshape(1) if x is not None and not x.ndim else x
+        return cls.with_pages(arrays, *(words(x) for x in arrays.kv_pages))
 
-        k, v = (words(x) for x in arrays.kv_pages)
+    @classmethod
+    def with_pages(cls, arrays: Arrays, k: Any, v: Any) -> Self:
+        """Return the pages `k` and `v` with the scales and the block tables of a call."""
+        scales = (arrays.k_scales, arrays.v_scales)
+        k_scales, v_scales = (x.reshape(1) if x is not None and not x.ndim else x for x in scales)
         return cls(
             k=k,
             v=v,
-            k_scales=scales(arrays.k_scales),
-            v_scales=scales(arrays.v_scales),
+            k_scales=k_scales,
+            v_scales=v_scales,
             block_tables=arrays.block_tables,
             layout=arrays.layout,
         )

@@ -11,7 +11,7 @@ One-byte rows arrive in buffers of their own a block earlier, and are converted 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.call import Arrays
-from pallas_paged.kernels.kv_layout import K, PageLayout, V
+from pallas_paged.kernels.kv_layout import K, V
 from pallas_paged.kernels.mosaic_sm80 import ops
+from pallas_paged.kernels.mosaic_sm80.pages import Pages
 from pallas_paged.kernels.mosaic_sm80.ragged_copies import (
     Places,
     convert_rows,
@@ -36,49 +37,13 @@ from pallas_paged.kernels.mosaic_sm80.ragged_products import padded
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Pool:
-    """The pages of a call with all axes of their layout, and their scales: arrays or refs.
-
-    Attributes:
-        k, v: pages.
-        k_scales, v_scales: f32 in the order of `layout.scale_axes`, f32`[1]` for all, or None.
-        block_tables: i32`[B, N]`.
-    """
-
-    k: Any
-    v: Any
-    k_scales: Any
-    v_scales: Any
-    block_tables: Any
-    layout: PageLayout = dataclasses.field(metadata={"static": True})
+class Pool(Pages):
+    """The pages of a call as they are; `find_keys` counts their bytes."""
 
     @classmethod
-    def of(cls, arrays: Arrays) -> Pool:
+    def of(cls, arrays: Arrays) -> Self:
         """Return the pages of a call."""
-        scales = (arrays.k_scales, arrays.v_scales)
-        k_scales, v_scales = (x.reshape(1) if x is not None and not x.ndim else x for x in scales)
-        k, v = arrays.kv_pages
-        return cls(
-            k=k,
-            v=v,
-            k_scales=k_scales,
-            v_scales=v_scales,
-            block_tables=arrays.block_tables,
-            layout=arrays.layout,
-        )
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.layout.size(self.k.shape, "H")
-
-    @property
-    def page_size(self) -> int:
-        return self.layout.size(self.k.shape, "N")
-
-    @property
-    def scales_by_token(self) -> bool:
-        """Whether each token of each KV head has scales of its own."""
-        return self.k_scales is not None and self.k_scales.shape != (1,)
+        return cls.with_pages(arrays, *arrays.kv_pages)
 
     @property
     def strides(self) -> dict[str, int]:

@@ -120,6 +120,8 @@ def run_engine(
     start = time.perf_counter()
     engine = Engine(*engine_model(model), config)
     engine.warmup([replace(trace[0].params, max_tokens=1)])
+    gc.collect()
+    gc.freeze()  # as the server does
     warmup_s = time.perf_counter() - start
     if over_http:
         from bench.serving.http import serve_over_http  # needs the extra [server]

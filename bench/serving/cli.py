@@ -241,6 +241,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         write()
 
     def write() -> None:
+        gc.unfreeze()
         gc.collect()  # free this system's memory before the next system takes its own
         if args.json:
             cli.write_json(args.json, run)

@@ -202,6 +202,7 @@ class Program:
             lo=work.lo,
             hi=work.hi,
             kv_len=jnp.maximum(work.kv_len, 1),
+            first_key=None if self.options.sliding_window is None else work.first_key,
             kv_iter=kv_iter,
         )
 

@@ -199,7 +199,7 @@ def attend(
             only_factor = options.only_factor(inputs.alibi_slopes)
             s = s * (pages.k_scales[0] * (1.0 if only_factor is None else only_factor))
         slopes = per_row(None if inputs.alibi_slopes is None else inputs.alibi_slopes.at[tile])
-        factor: Any = 1.0
+        factor = 1.0
         if only_factor is None:
             s, factor = base2_logits(
                 s,

@@ -59,10 +59,11 @@ def arrays_of(case, shared):
             [
                 (SHARED, dict(causal=False), True),
                 (dataclasses.replace(CASE, head_dim=128, num_kv_heads=2, num_q_heads=8), {}, False),
+                (dataclasses.replace(CASE, page_size=256, pages_per_seq=1), {}, False),
             ]
         ),
     ],
-    ids=["window, cap", "shared pages, not causal", "head_dim 128"],
+    ids=["window, cap", "shared pages, not causal", "head_dim 128", "pages of 256"],
 )
 def test_equals_the_gradient_of_xla(case, options, shared):
     arrays = arrays_of(case, shared)

@@ -53,7 +53,8 @@ class Converter:
 
     Attributes:
         source: the ring of bytes.
-        target: the ring of q's dtype, of which one arrival completes a block.
+        target: the ring of q's dtype, of which one arrival completes a block of V.
+        k_arrivals: arrivals that complete a block of K.
         k_scales: f32[num_stages, block_k] in shared memory: the scales of K in `target`. None where
             all tokens have one scale.
         block_tables: ref to i32`[B, N]`.
@@ -63,20 +64,30 @@ class Converter:
 
     source: Ring
     target: Ring
+    k_arrivals: int
     k_scales: Any
     scales: Scales
     block_tables: Any
     page_size: int
     interpret: bool
 
-    def convert(self, work: WorkDescriptor, kv_head: jax.Array, kv_iter: jax.Array) -> jax.Array:
-        """Convert the blocks of a work item, and return `kv_iter` after them.
+    def convert(
+        self,
+        work: WorkDescriptor,
+        kv_head: jax.Array,
+        *,
+        hi: jax.Array,
+        taken: jax.Array,
+        kv_iter: jax.Array,
+    ) -> None:
+        """Convert the blocks `[work.lo, hi)` of a work item.
 
         Args:
-            kv_iter: blocks that were converted before.
+            taken: blocks that were taken from `source` before.
+            kv_iter: blocks that were sent to `target` before.
         """
 
-        @pl.when(work.lo < work.hi)  # otherwise the row may own no page
+        @pl.when(work.lo < hi)  # otherwise the row may own no page
         def _():
             # What a block needs is loaded one block ahead: no conversion waits for its scales, and
             # no load of scales for the page numbers.
@@ -87,34 +98,38 @@ class Converter:
                 scales, pages = loaded
                 next_scales = self.load_scales(work, kv_head, block + 1, pages)
                 next_pages = self.load_pages(work, block + 2)
-                now = kv_iter + (block - work.lo)
-                self.convert_keys(now, scales[0])
-                self.convert_values(now, scales[1], work, block)
+                now = [first + (block - work.lo) for first in (taken, kv_iter)]
+                self.convert_keys(*now, scales[0])
+                self.convert_values(*now, scales[1], work, block)
                 return next_scales, next_pages
 
             loaded = scales, self.load_pages(work, work.lo + 1)
-            lax.fori_loop(work.lo, work.hi, convert_block, loaded)
+            lax.fori_loop(work.lo, hi, convert_block, loaded)
 
-        return kv_iter + work.hi - work.lo
-
-    def convert_keys(self, now: jax.Array, scales: list[jax.Array]) -> None:
-        """Convert the keys of block number `now`; their scales multiply the logits."""
+    def convert_keys(self, taken: jax.Array, now: jax.Array, scales: list[jax.Array]) -> None:
+        """Convert the keys of block number `taken` to number `now`; logits take their scales."""
         source, target = self.source, self.target
-        parts = self.load(source.k, source.k_full, source.k_free, now)
+        parts = self.load(source.k, source.k_full, source.k_free, taken)
         stage = _wait_until_free(target.k, target.k_free, now)
         if self.k_scales is not None:
             for i, values in enumerate(scales):
                 self.k_scales[stage, pl.ds(i * _ROWS, _ROWS)] = values
         self.store(target.k.at[stage], parts)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(target.k_full.at[stage])
+        for _ in range(self.k_arrivals):
+            plgpu.barrier_arrive(target.k_full.at[stage])
 
     def convert_values(
-        self, now: jax.Array, scales: list[jax.Array], work: WorkDescriptor, block: jax.Array
+        self,
+        taken: jax.Array,
+        now: jax.Array,
+        scales: list[jax.Array],
+        work: WorkDescriptor,
+        block: jax.Array,
     ) -> None:
-        """Convert the values of block number `now`, times their scales."""
+        """Convert the values of block number `taken` to number `now`, times their scales."""
         source, target = self.source, self.target
-        parts = self.load(source.v, source.v_full, source.v_free, now)
+        parts = self.load(source.v, source.v_full, source.v_free, taken)
         stage = _wait_until_free(target.v, target.v_free, now)
         self.store(target.v.at[stage], parts, scales)
         self.zero_unreadable(work, block, stage)

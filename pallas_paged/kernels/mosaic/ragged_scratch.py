@@ -15,6 +15,8 @@ from pallas_paged.kernels.mosaic.ragged_tile import WG_ROWS, StoreBuffers, TileS
 from pallas_paged.kernels.mosaic.ragged_work import DESCRIPTOR_WORDS, Mailbox, Work
 from pallas_paged.kernels.mosaic.ring import Pool, Ring, wgmma_transforms
 
+K_ARRIVALS = 2  # of a converted block of K: the copies of its elements and of its scales
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,6 +30,7 @@ class Inputs:
     alibi_slopes: Any  # f32[Hq] or None
     sinks: Any  # f32[Hq] or None
     scales: Any  # Scales of int8 and fp8 pages; else None
+    converted: Any  # ConvertedRows, of int8 and fp8 pages; or None
     counter: Any  # i32[1], a ref, of the tile scheduler
 
 
@@ -44,7 +47,7 @@ class Scratch:
     ring: Ring
     bytes: Any  # Ring of int8 and fp8 pages, from which the converter fills the other one; or None
     k_scales: Any  # f32[num_stages, block_k] beside `ring`; None where logits have no scales
-    turn: Any  # barrier of the two consumers; None for a single one, and with a converter
+    turn: Any  # barrier of the two consumers; None for one, and if all blocks have to be converted
 
 
 def scratch_types(
@@ -56,10 +59,16 @@ def scratch_types(
     dtype: Any,
     kv_dtype: Any = None,
     scaled_logits: bool = True,
+    has_converted: bool = False,
     with_lse: bool = True,
     interpret: bool = False,
 ) -> Scratch:
-    """Return the types of the shared memory of a program."""
+    """Return the types of the shared memory of a program.
+
+    Args:
+        scaled_logits: whether each token has a scale of its own, if pages are int8 or fp8.
+        has_converted: whether there are `ConvertedRows`.
+    """
     num_consumers, num_q_stages = config.num_consumers, config.num_q_stages
     tile = TileShape.of(group, config.block_q)
     convert = kv_dtype is not None and kv_dtype != dtype
@@ -75,19 +84,24 @@ def scratch_types(
         # use. The interpreter's search for races knows unions as a whole only.
         q = (q, out) if interpret else plgpu.RefUnion(q, out)
         store = dataclasses.replace(store, out=None)
+    ring = Ring.types(
+        config,
+        head_dim=head_dim,
+        page_size=config.block_k if convert else page_size,  # the converter copies whole blocks
+        dtype=dtype,
+        num_consumers=num_consumers,
+    )
+    if has_converted and scaled_logits:
+        full = plgpu.Barrier(num_arrivals=K_ARRIVALS, num_barriers=config.num_stages)
+        ring = dataclasses.replace(ring, k_full=full)
+    takes_turns = num_consumers == 2 and (not convert or has_converted)
     return Scratch(
         store=store,
         mailbox=Mailbox(buffer=plgpu.SMEM((num_q_stages + 1, DESCRIPTOR_WORDS), jnp.int32)),
         q_free=plgpu.Barrier(num_arrivals=num_consumers + convert, num_barriers=num_q_stages),
         q_full=plgpu.Barrier(num_arrivals=q_arrivals(tile), num_barriers=num_q_stages),
         q=q,
-        ring=Ring.types(
-            config,
-            head_dim=head_dim,
-            page_size=config.block_k if convert else page_size,  # the converter arrives once
-            dtype=dtype,
-            num_consumers=num_consumers,
-        ),
+        ring=ring,
         bytes=(
             byte_ring(config, head_dim=head_dim, page_size=page_size, dtype=kv_dtype)
             if convert
@@ -98,7 +112,7 @@ def scratch_types(
             if convert and scaled_logits
             else None
         ),
-        turn=plgpu.Barrier(num_arrivals=2) if num_consumers == 2 and not convert else None,
+        turn=plgpu.Barrier(num_arrivals=2) if takes_turns else None,
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_paged as pp
+from pallas_paged.kernels.mosaic import converted_rows
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support.attention_calls import assert_close, assert_same_bits, ragged
 from tests.support.attention_cases import mosaic_case
@@ -89,6 +90,31 @@ def test_int8_and_fp8_pages_match_the_oracle(case, kv_layout, config, options):
         kv_layout=kv_layout,
         implementation="mosaic_gpu_interpret",
         config=pp.MosaicRaggedConfig(**CONFIG | {"num_q_stages": 1} | config),
+        return_lse=True,
+        **options,
+    )
+    actual = jax.jit(call)(**call_in_layout(kv_layout, arrays))
+    assert_close(actual, meant, case.case.tolerance, **options)
+
+
+@pytest.mark.parametrize(
+    ("case", "kv_layout", "options"),
+    [
+        (quantized("int8"), "HPND", ALL),
+        (quantized("float8_e4m3fn", page_size=128, pages_per_seq=1), "NH2D", {}),
+        (quantized("int8", per_tensor=True, dtype="float16"), "NHD", {}),
+    ],
+    ids=["int8, all options", "fp8, K and V in one array", "one scale"],
+)
+def test_rows_that_are_converted_before_match_the_oracle(case, kv_layout, options, monkeypatch):
+    # The second row has 3 queries and is left to the converter of the kernel.
+    monkeypatch.setattr(converted_rows, "MIN_TILES", 0.25)
+    arrays, meant = case.make()
+    call = partial(
+        pp.ragged_paged_attention,
+        kv_layout=kv_layout,
+        implementation="mosaic_gpu_interpret",
+        config=pp.MosaicRaggedConfig(**CONFIG),
         return_lse=True,
         **options,
     )

@@ -1,0 +1,404 @@
+"""16-bit copies of the int8 and fp8 pages of rows with many queries, for the ragged kernel.
+
+Each tile of queries reads all keys of its row. The converter of the ragged kernel converts them
+again for every tile, which is right for rows of a few tiles. For the others, one kernel before it
+converts the keys and values once, into a scratch pool of the call:
+
+    block table     pages, any order     ->  16-bit blocks of a row, one after another
+    [7] [2] [9]     7: k0  2: k1  9: k2      first_block[row]: k0 k1 k2
+
+The scratch pool has a bound. Rows that do not fit are left to the converter, and so is every row of
+a few tiles. The bits are the same: K exact, its scales beside it; V times its scales, rounded once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_paged.kernels.call import Arrays, result_shape
+from pallas_paged.kernels.kv_layout import K, V
+from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic.config import MosaicRaggedConfig
+from pallas_paged.kernels.mosaic.one_byte_scales import Scales
+from pallas_paged.kernels.mosaic.ragged_operands import pair_ptx
+from pallas_paged.kernels.mosaic.ring import Pool, Ring
+from pallas_paged.prefix_sums import prefix_sums
+
+# A row is converted if its queries fill more tiles. The copies of a block are written and read
+# again, and the converter's time for it is saved once per tile.
+MIN_TILES = 4
+# Of a scratch pool, in device memory: 131072 tokens of 8 KV heads of 128.
+MOST_BYTES = 2**29
+
+_PROGRAMS = 8  # of the kernel, for each program of the attention kernel
+_THREADS = 128  # of a program
+_AT_ONCE = 8  # 16-byte loads of a thread
+_NONE = -(2**30)  # first block of a row that is not converted
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ConvertedRows:
+    """Converted rows of a call, or refs to them.
+
+    Attributes:
+        k, v: `[Hkv, C, block_k, D]`, blocks of 16-bit elements, their columns in stored order, see
+            `ragged_operands`. Tokens that a row may not read are 0.
+        k_scales: f32`[Hkv, C, block_k]`; None where all tokens have one scale.
+        first_block: i32`[B]`: block j of row b is `first_block[b] + j`. See `holds`.
+    """
+
+    k: Any
+    v: Any
+    k_scales: Any
+    first_block: Any
+
+    def holds(self, row: jax.Array) -> jax.Array:
+        """Return whether a row is among them."""
+        return self.first_block[row] > _NONE
+
+    def stream(
+        self,
+        ring: Ring,
+        k_scales: Any,
+        row: jax.Array,
+        kv_head: jax.Array,
+        *,
+        lo: jax.Array,
+        hi: jax.Array,
+        kv_iter: jax.Array,
+    ) -> jax.Array:
+        """Send the blocks `[lo, hi)` of a row through the ring, as `ring.stream` does.
+
+        Args:
+            k_scales: f32[num_stages, block_k] in shared memory, or None. Their copy is one more
+                arrival at `k_full`.
+        """
+        first = self.first_block[row]
+
+        @pl.loop(lo, hi)
+        def send(block):
+            now = kv_iter + (block - lo)
+            stage = lax.rem(now, ring.num_stages)
+            for source, target, full, free in (
+                (self.k, ring.k, ring.k_full, ring.k_free),
+                (self.v, ring.v, ring.v_full, ring.v_free),
+            ):
+
+                @pl.when(now >= ring.num_stages)
+                def _(free=free):
+                    plgpu.barrier_wait(free.at[stage])
+
+                plgpu.copy_gmem_to_smem(
+                    source.at[kv_head, first + block], target.at[stage], full.at[stage]
+                )
+                if source is self.k and k_scales is not None:
+                    plgpu.copy_gmem_to_smem(
+                        self.k_scales.at[kv_head, first + block],
+                        k_scales.at[stage],
+                        full.at[stage],
+                    )
+
+        return kv_iter + hi - lo
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Blocks:
+    """The blocks to convert, or refs to them.
+
+    Attributes:
+        items: i32`[C, 4]`: row, block of the row, its length, the first key that it may read.
+        count: i32`[1]`, blocks that are used.
+    """
+
+    items: Any
+    count: Any
+
+
+def num_blocks(arrays: Arrays, config: MosaicRaggedConfig) -> int:
+    """Return the blocks for which the scratch pool of a call has room; 0 for no pool."""
+    num_rows = min(arrays.num_seqs, arrays.q.shape[0] // (_few_queries(arrays, config) + 1))
+    bytes_of_block = 4 * arrays.num_kv_heads * config.block_k * arrays.head_dim
+    return min(num_rows * -(-arrays.max_kv_len // config.block_k), MOST_BYTES // bytes_of_block)
+
+
+def _few_queries(arrays: Arrays, config: MosaicRaggedConfig) -> int:
+    """Return the most query tokens of a row that is left to the converter."""
+    return MIN_TILES * config.block_q // arrays.group
+
+
+def convert_rows(
+    arrays: Arrays, *, options: LogitOptions, config: MosaicRaggedConfig, interpret: bool
+) -> ConvertedRows | None:
+    """Return the converted rows of a call with int8 or fp8 pages, None where no row can be one."""
+    room = num_blocks(arrays, config)
+    if not room:
+        return None
+    with jax.named_scope("ragged_plan"):
+        first_block, blocks = _choose(arrays, options, config, room)
+    scales = Scales.of(arrays)
+    assert scales is not None
+    shape = (arrays.num_kv_heads, room, config.block_k)
+    kv = result_shape((*shape, arrays.head_dim), arrays.q.dtype, varying=False)
+    rows = ConvertedRows(
+        k=kv,
+        v=kv,
+        k_scales=result_shape(shape, jnp.float32, varying=False) if scales.of_tokens else None,
+        first_block=None,
+    )
+    inputs = Pool.of(arrays), scales, arrays.block_tables, blocks
+    num_programs = _PROGRAMS * config.num_programs
+
+    def body(pool, scales, block_tables, blocks, rows):
+        count = 2 * arrays.num_kv_heads * blocks.count[0]
+        program = lax.axis_index("program")
+
+        @pl.loop(0, lax.div(count - program + num_programs - 1, num_programs))
+        def convert(i):
+            unit = program + i * num_programs
+            kv_head = lax.rem(lax.div(unit, 2), arrays.num_kv_heads)
+            place = lax.div(unit, 2 * arrays.num_kv_heads)
+            row, block, kv_len, first_key = (blocks.items[place, i] for i in range(4))
+            for kv, out in ((K, rows.k), (V, rows.v)):
+
+                @pl.when(lax.rem(unit, 2) == kv)
+                def _(kv=kv, out=out):
+                    _Block(
+                        pool=pool,
+                        scales=scales,
+                        block_table=block_tables.at[row],
+                        kv=kv,
+                        kv_head=kv_head,
+                        block=block,
+                        kv_len=kv_len,
+                        first_key=first_key,
+                        interpret=interpret,
+                    ).convert(
+                        out.at[kv_head, place],
+                        None if rows.k_scales is None else rows.k_scales.at[kv_head, place],
+                    )
+
+    results = pl.kernel(
+        ops.with_trees(body, *inputs, rows),
+        out_type=tuple(jax.tree.leaves(rows)),
+        mesh=plgpu.Mesh(grid=(num_programs,), grid_names=("program",)),
+        compiler_params=plgpu.CompilerParams(),
+        interpret=ops.interpreter(interpret),
+        name="convert_rows",
+    )(*jax.tree.leaves(inputs))
+    rows = jax.tree.unflatten(jax.tree.structure(rows), results)
+    return dataclasses.replace(rows, first_block=first_block)
+
+
+def _choose(
+    arrays: Arrays, options: LogitOptions, config: MosaicRaggedConfig, room: int
+) -> tuple[jax.Array, _Blocks]:
+    """Return `ConvertedRows.first_block` and the blocks to convert."""
+    q_lens, kv_lens, block_k = jnp.diff(arrays.cu_q_lens), arrays.seq_lens, config.block_k
+    first_key = jnp.zeros_like(kv_lens)
+    if arrays.q_positions is None:
+        first_key = jnp.minimum(options.first_key(kv_lens - q_lens), jnp.maximum(kv_lens - 1, 0))
+        first_key = jnp.maximum(first_key, 0)
+    lo = first_key // block_k
+    wanted = q_lens > _few_queries(arrays, config)
+    counts = jnp.where(wanted, -(-kv_lens // block_k) - lo, 0)
+    ends = prefix_sums(counts)
+    taken = wanted & (ends <= room)
+    place = jnp.arange(room)
+    # Past the last block this is any row: the kernel reads no further than `count`.
+    row = jnp.searchsorted(ends, place, side="right", method="compare_all")
+    row = jnp.minimum(row, arrays.num_seqs - 1)
+    first_block = ends - counts - lo
+    items = [row, place - first_block[row], kv_lens[row], first_key[row]]
+    blocks = _Blocks(
+        items=jnp.stack(items, axis=1).astype(jnp.int32),
+        count=jnp.max(jnp.where(taken, ends, 0)).reshape(1),
+    )
+    return jnp.where(taken, first_block, _NONE), blocks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Block:
+    """One block of K or V of one KV head, as refs and scalars."""
+
+    pool: Pool
+    scales: Scales
+    block_table: Any  # i32[N], of the row
+    kv: int
+    kv_head: jax.Array
+    block: jax.Array
+    kv_len: jax.Array
+    first_key: jax.Array
+    interpret: bool
+
+    def convert(self, out: Any, k_scales: Any) -> None:
+        """Convert the block to `out` [block_k, D]; of K, copy its scales to f32[block_k]."""
+        if self.interpret:
+            return self.convert_interpreted(out, k_scales)
+        pages = (self.pool.k, self.pool.v)[self.kv]
+        scales = (self.scales.k, self.scales.v)[self.kv]
+        if self.kv == V:
+            k_scales = None
+        given = (pages, self.block_table, scales, out, *(() if k_scales is None else (k_scales,)))
+        scalars = self.kv_head, self.block, self.kv_len, self.first_key
+        layout, scale_axes = self.pool.layout, self.scales.layout.scale_axes
+        byte_strides = _strides(layout.axes, pages.shape)
+        scale_strides = _strides(scale_axes, scales.shape) if self.scales.of_tokens else None
+        page_size, scaled = self.pool.page_size, self.kv == V
+        (block_k, head_dim), dtype, kv_dtype = out.shape, out.dtype, pages.dtype
+        kv_offset = self.kv * byte_strides.get("2", 0)
+        ref, scalar = plgpu.RefType(), plgpu.Layout.WG_SPLAT
+
+        @plgpu.inline_mgpu(arg_types=(ref,) * len(given) + (scalar,) * len(scalars))
+        def convert(_, *args):
+            from jax.experimental.mosaic.gpu import utils
+            from jaxlib.mlir import ir
+            from jaxlib.mlir.dialects import arith
+
+            i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+            f32 = ir.F32Type.get()
+
+            def c(x):
+                return arith.constant(i32, x)
+
+            def ptx(text, *operands, results=()):
+                return utils.inline_ptx(
+                    text, *operands, result_types=results, has_side_effects=True
+                )
+
+            pages, table, scales, out, *k_out = (utils.memref_ptr(x) for x in args[: len(given)])
+            head, block, kv_len, first_key = (x.registers.item() for x in args[len(given) :])
+            thread = arith.remui(utils.thread_idx(), c(_THREADS))
+            last = arith.subi(kv_len, c(1))
+
+            def of_head(strides, offset=0):
+                """Bytes or elements to a head, i64."""
+                stride = arith.constant(i64, strides["H"])
+                product = arith.muli(arith.extui(i64, head), stride)
+                return arith.addi(product, arith.constant(i64, offset))
+
+            def token_of(in_block):
+                """A token of the block: one that may be read, and whether it is the token."""
+                token = arith.addi(arith.muli(block, c(block_k)), in_block)
+                readable = arith.minsi(arith.maxsi(token, first_key), last)
+                return readable, arith.cmpi(arith.CmpIPredicate.eq, readable, token)
+
+            def page_of(token):
+                return ptx(
+                    "{ .reg .b64 at; mad.wide.s32 at, $2, 4, $1; ld.global.nc.b32 $0, [at]; }",
+                    table,
+                    arith.divui(token, c(page_size)),
+                    results=i32,
+                )
+
+            def scale_of(token, page):
+                if scale_strides is None:
+                    return ptx("ld.global.nc.f32 $0, [$1];", scales, results=f32)
+                place = arith.muli(arith.remui(token, c(page_size)), c(scale_strides["N"]))
+                return ptx(
+                    "{ .reg .b64 at, x; cvt.u64.u32 x, $4; add.s64 x, x, $3;"
+                    f" mul.wide.s32 at, $2, {scale_strides['P']}; add.s64 at, at, x;"
+                    " shl.b64 at, at, 2; add.s64 at, at, $1; ld.global.nc.f32 $0, [at]; }",
+                    scales,
+                    page,
+                    of_head(scale_strides),
+                    place,
+                    results=f32,
+                )
+
+            # Two threads load the same 16 columns. In stored order the first 8 are the first halves
+            # of the four words, which one of them stores, and the last 8 the second halves.
+            lanes = head_dim // 8
+            lane, row = arith.remui(thread, c(lanes)), arith.divui(thread, c(lanes))
+            column = arith.muli(arith.divui(lane, c(2)), c(16))
+            shift = arith.muli(arith.remui(lane, c(2)), c(16))
+            step = _THREADS // lanes
+            at_once = min(_AT_ONCE, block_k // step)
+            in_head = of_head(byte_strides, kv_offset)
+            for start in range(0, block_k, step * at_once):
+                rows = [arith.addi(row, c(start + i * step)) for i in range(at_once)]
+                tokens = [token_of(x) for x in rows]
+                page_numbers = [page_of(token) for token, _ in tokens]
+                words, factors = [], []
+                for (token, _), page in zip(tokens, page_numbers, strict=True):
+                    place = arith.muli(arith.remui(token, c(page_size)), c(byte_strides["N"]))
+                    loaded = ptx(
+                        f"{{ .reg .b64 at, x; mul.wide.s32 at, $5, {byte_strides['P']};"
+                        " add.s64 at, at, $4; add.s64 at, at, $6; cvt.u64.u32 x, $7;"
+                        " add.s64 at, at, x; ld.global.nc.v4.b32 {$0, $1, $2, $3}, [at]; }",
+                        pages,
+                        page,
+                        in_head,
+                        arith.addi(place, column),
+                        results=(i32,) * 4,
+                    )
+                    words.append(loaded)
+                    factors.append([scale_of(token, page)] if scaled else [])
+                for x, (_, exists), word, factor in zip(rows, tokens, words, factors, strict=True):
+                    pairs = []
+                    for w in word:
+                        pair = utils.inline_ptx(
+                            pair_ptx(kv_dtype, 0, dtype, scaled=scaled),
+                            arith.shrui(w, shift),
+                            *factor,
+                            result_types=i32,
+                        )
+                        pairs.append(arith.select(exists, pair, c(0)))
+                    at = arith.addi(arith.muli(x, c(2 * head_dim)), arith.muli(lane, c(16)))
+                    ptx(
+                        "{ .reg .b64 at; cvt.u64.u32 at, $1; add.s64 at, at, $0;"
+                        " st.global.v4.b32 [at], {$2, $3, $4, $5}; }",
+                        out,
+                        at,
+                        *pairs,
+                    )
+            for start in range(0, block_k, _THREADS) if k_out else ():
+                # With 64 tokens, two threads store the same.
+                in_block = arith.addi(arith.remui(thread, c(min(block_k, _THREADS))), c(start))
+                if block_k % _THREADS:
+                    in_block = arith.minsi(in_block, c(block_k - 1))
+                token, _ = token_of(in_block)
+                ptx(
+                    "{ .reg .b64 at; mad.wide.s32 at, $1, 4, $0; st.global.f32 [at], $2; }",
+                    k_out[0],
+                    in_block,
+                    scale_of(token, page_of(token)),
+                )
+
+        convert(*given, *scalars)
+
+    def convert_interpreted(self, out: Any, k_scales: Any) -> None:
+        """Do the same with operations that the interpreter knows; columns keep their order."""
+        page_size, (block_k, _) = self.pool.page_size, out.shape
+
+        @pl.loop(0, block_k)
+        def convert(i):
+            token = jnp.clip(self.block * block_k + i, self.first_key, self.kv_len - 1)
+            page, place = self.block_table[token // page_size], lax.rem(token, page_size)
+            scales = (self.scales.k, self.scales.v)[self.kv]
+            if self.scales.of_tokens:
+                at = {"P": page, "N": place, "H": self.kv_head}
+                scale = scales[tuple(at[axis] for axis in self.scales.layout.scale_axes)]
+            else:
+                scale = scales[0]
+            box = self.pool.box(self.kv, page=page, tokens=pl.ds(place, 1), kv_head=self.kv_head)
+            x = box[...].astype(jnp.float32) * (scale if self.kv == V else 1.0)
+            x = jnp.where(token == self.block * block_k + i, x, 0.0)
+            out[pl.ds(i, 1)] = x.astype(out.dtype)
+            if self.kv == K and k_scales is not None:
+                k_scales[i] = scale
+
+
+def _strides(axes: Any, shape: tuple[int, ...]) -> dict[str, int]:
+    """Return the elements from one index of each axis to the next."""
+    return {axis: math.prod(shape[i + 1 :]) for i, axis in enumerate(axes)}

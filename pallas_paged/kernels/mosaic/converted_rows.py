@@ -36,6 +36,8 @@ from pallas_paged.prefix_sums import prefix_sums
 # A row is converted if its queries fill more tiles. The copies of a block are written and read
 # again, and the converter's time for it is saved once per tile.
 MIN_TILES = 4
+# A call is left to the converter if it has fewer: one more kernel takes longer than it saves.
+MIN_LOGITS = 2**24
 # Of a scratch pool, in device memory: 131072 tokens of 8 KV heads of 128.
 MOST_BYTES = 2**29
 
@@ -127,7 +129,10 @@ class _Blocks:
 
 def num_blocks(arrays: Arrays, config: MosaicRaggedConfig) -> int:
     """Return the blocks for which the scratch pool of a call has room; 0 for no pool."""
-    num_rows = min(arrays.num_seqs, arrays.q.shape[0] // (_few_queries(arrays, config) + 1))
+    num_tokens, num_q_heads, _ = arrays.q.shape
+    if num_tokens * num_q_heads * arrays.max_kv_len < MIN_LOGITS:
+        return 0
+    num_rows = min(arrays.num_seqs, num_tokens // (_few_queries(arrays, config) + 1))
     bytes_of_block = 4 * arrays.num_kv_heads * config.block_k * arrays.head_dim
     return min(num_rows * -(-arrays.max_kv_len // config.block_k), MOST_BYTES // bytes_of_block)
 

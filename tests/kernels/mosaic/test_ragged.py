@@ -109,6 +109,7 @@ def test_int8_and_fp8_pages_match_the_oracle(case, kv_layout, config, options):
 def test_rows_that_are_converted_before_match_the_oracle(case, kv_layout, options, monkeypatch):
     # 40 tokens of the first row; the others are left to the converter of the kernel.
     monkeypatch.setattr(converted_rows, "MIN_TILES", 1)
+    monkeypatch.setattr(converted_rows, "MIN_LOGITS", 1)
     arrays, meant = case.make()
     call = partial(
         pp.ragged_paged_attention,

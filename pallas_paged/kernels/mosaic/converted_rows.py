@@ -143,12 +143,7 @@ def _few_queries(arrays: Arrays, config: MosaicRaggedConfig) -> int:
 
 
 def convert_rows(
-    arrays: Arrays,
-    *,
-    options: LogitOptions,
-    config: MosaicRaggedConfig,
-    stored_order: bool = True,
-    interpret: bool,
+    arrays: Arrays, *, options: LogitOptions, config: MosaicRaggedConfig, interpret: bool
 ) -> ConvertedRows | None:
     """Return the converted rows of a call with int8 or fp8 pages, None where no row can be one."""
     room = num_blocks(arrays, config)
@@ -192,7 +187,6 @@ def convert_rows(
                         block=block,
                         kv_len=kv_len,
                         first_key=first_key,
-                        stored_order=stored_order,
                         interpret=interpret,
                     ).convert(
                         out.at[kv_head, place],
@@ -250,7 +244,6 @@ class _Block:
     block: jax.Array
     kv_len: jax.Array
     first_key: jax.Array
-    stored_order: bool  # of the columns
     interpret: bool
 
     def convert(self, out: Any, k_scales: Any) -> None:
@@ -334,7 +327,6 @@ class _Block:
             lane, row = arith.remui(thread, c(lanes)), arith.divui(thread, c(lanes))
             column = arith.muli(arith.divui(lane, c(2)), c(16))
             shift = arith.muli(arith.remui(lane, c(2)), c(16))
-            is_odd = arith.cmpi(arith.CmpIPredicate.ne, shift, c(0))
             step = _THREADS // lanes
             at_once = min(_AT_ONCE, block_k // step)
             in_head = of_head(byte_strides, kv_offset)
@@ -359,14 +351,10 @@ class _Block:
                     factors.append([scale_of(token, page)] if scaled else [])
                 for x, (_, exists), word, factor in zip(rows, tokens, words, factors, strict=True):
                     pairs = []
-                    for i, w in enumerate(word):
-                        if self.stored_order:
-                            w, half = arith.shrui(w, shift), 0
-                        else:
-                            w, half = arith.select(is_odd, word[2 + i // 2], word[i // 2]), i % 2
+                    for w in word:
                         pair = utils.inline_ptx(
-                            pair_ptx(kv_dtype, half, dtype, scaled=scaled),
-                            w,
+                            pair_ptx(kv_dtype, 0, dtype, scaled=scaled),
+                            arith.shrui(w, shift),
                             *factor,
                             result_types=i32,
                         )

@@ -140,13 +140,18 @@ def store(ref: Any, value: jax.Array) -> None:
         ref[...] = value
 
 
-def wgmma(a: Any, b: Any, *, overlap: Callable[[], None] = lambda: None) -> jax.Array:
-    """Return f32 `a @ b` of refs to shared memory; `overlap` runs before the wait for its end."""
+def wgmma(a: Any, b: Any) -> jax.Array:
+    """Return f32 `a @ b` of refs to shared memory."""
+    return wgmma_beside(a, b, lambda: None)[0]
+
+
+def wgmma_beside(a: Any, b: Any, overlap: Callable[[], Any]) -> tuple[jax.Array, Any]:
+    """Return f32 `a @ b` of refs to shared memory, and what `overlap` loads before its end."""
 
     def multiply(acc_ref):
         plgpu.wgmma(acc_ref, a, b)
-        overlap()
-        return acc_ref[...]
+        beside = overlap()
+        return acc_ref[...], beside
 
     return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
 

@@ -76,7 +76,6 @@ _REGISTERS_WITH_CONVERTER = {
 }
 
 # Any reduction would reserve scratch memory. None here goes across warps, and there is no room.
-PURE = False
 COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
 
 
@@ -203,16 +202,6 @@ class Program:
                     self.q.at[stage, first // WG_ROWS, pl.ds(first % WG_ROWS, num_rows)],
                     full,
                 )
-        if inputs.converted is not None and not self.converts:
-            return inputs.converted.stream(
-                scratch.ring,
-                scratch.k_scales,
-                work.row,
-                work_tile.kv_head,
-                lo=work.lo,
-                hi=work.hi,
-                kv_iter=kv_iter,
-            )
         return stream(
             self.copied,
             inputs.pool,
@@ -250,7 +239,7 @@ class Program:
     def logit_scales(self) -> Any:
         """Scales of K: a ref to those of the blocks in the ring, one for all keys, or None."""
         scales = self.inputs.scales
-        return scales.k[0] if scales is not None and not scales.of_tokens else self.scratch.k_scales
+        return scales.k[0] if self.converts and not scales.of_tokens else self.scratch.k_scales
 
     def convert(
         self, stage: jax.Array, work_id: jax.Array, iters: tuple[jax.Array, jax.Array]
@@ -324,7 +313,7 @@ class Program:
             positions_ref=of_rows(inputs.work.positions),
             tree_words=of_rows(inputs.work.tree_words),
             causal=self.causal,
-            values_are_zeroed=self.inputs.scales is not None,
+            values_are_zeroed=self.converts,
             k_scales=self.logit_scales,
             options=self.options,
             interpret=self.interpret,
@@ -377,9 +366,7 @@ def ragged_paged_attention(
         )
     scales, converted = Scales.of(arrays), None
     if scales is not None:
-        converted = convert_rows(
-            arrays, options=options, config=config, interpret=interpret, stored_order=not PURE
-        )
+        converted = convert_rows(arrays, options=options, config=config, interpret=interpret)
     inputs = Inputs(
         # TMA copies chunks of 8 tokens.
         q=jnp.pad(arrays.q, ((0, -arrays.q.shape[0] % CHUNK), (0, 0), (0, 0))),
@@ -409,7 +396,7 @@ def ragged_paged_attention(
         head_dim=arrays.head_dim,
         page_size=arrays.page_size,
         dtype=arrays.q.dtype,
-        kv_dtype=arrays.q.dtype if PURE and converted is not None else arrays.k_pages.dtype,
+        kv_dtype=arrays.k_pages.dtype,
         scaled_logits=scales is not None and scales.of_tokens,
         has_converted=converted is not None,
         with_lse=with_lse,

@@ -87,9 +87,7 @@ def scratch_types(
     ring = Ring.types(
         config,
         head_dim=head_dim,
-        page_size=config.block_k
-        if convert or has_converted
-        else page_size,  # the converter copies whole blocks
+        page_size=config.block_k if convert else page_size,  # the converter copies whole blocks
         dtype=dtype,
         num_consumers=num_consumers,
     )
@@ -111,7 +109,7 @@ def scratch_types(
         ),
         k_scales=(
             plgpu.SMEM((config.num_stages, config.block_k), jnp.float32)
-            if scaled_logits and (convert or has_converted)
+            if convert and scaled_logits
             else None
         ),
         turn=plgpu.Barrier(num_arrivals=2) if takes_turns else None,

@@ -132,6 +132,34 @@ def gather(ref: Any, indices: jax.Array, layout: Any, *, interpret: bool) -> jax
     return load_each(ref, indices)
 
 
+def scatter(ref: Any, indices: jax.Array, values: jax.Array, layout: Any) -> None:
+    """Store 4-byte values to a ref to device memory, at these indices of its flat memory.
+
+    The interpreter can't run it.
+
+    Args:
+        indices: i32`[n]`, in `layout`; nothing is stored at negative ones.
+        values: `[n]`, in `layout`.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
+    def store_each(_, ref, indices, values):
+        from jax.experimental.mosaic.gpu import utils
+
+        i32 = utils.ir.IntegerType.get_signless(32)
+        for index, value in zip(indices.registers.flat, values.registers.flat, strict=True):
+            utils.inline_ptx(
+                "{ .reg .pred p; .reg .b64 a; setp.ge.s32 p, $1, 0; mad.wide.s32 a, $1, 4, $0;"
+                " @p st.global.b32 [a], $2; }",
+                utils.memref_ptr(ref),
+                utils.bitcast(index, i32),
+                utils.bitcast(value, i32),
+                has_side_effects=True,
+            )
+
+    store_each(ref, indices, values)
+
+
 def store(ref: Any, value: jax.Array) -> None:
     """Store to device memory, parts of a cache line included."""
     if hasattr(plgpu, "store"):  # since JAX 0.12, where `ref[...] =` takes whole cache lines only

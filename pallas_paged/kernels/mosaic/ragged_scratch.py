@@ -39,7 +39,7 @@ class Inputs:
 class Scratch:
     """Refs in shared memory of a program, or their types."""
 
-    store: StoreBuffers  # without a converter; with one, results pass through the queries
+    store: StoreBuffers  # with a converter, results take the place of queries, and lse none
     mailbox: Mailbox
     q_free: Any  # barriers [num_q_stages], complete when consumers have used queries and mailbox
     q_full: Any  # barriers [num_q_stages], complete when queries and mailbox are there
@@ -83,7 +83,7 @@ def scratch_types(
         # Of one stage and consumer, queries and results have the same place and are never both in
         # use. The interpreter's search for races knows unions as a whole only.
         q = (q, out) if interpret else plgpu.RefUnion(q, out)
-        store = dataclasses.replace(store, out=None)
+        store = dataclasses.replace(store, out=None, lse=store.lse if interpret else None)
     ring = Ring.types(
         config,
         head_dim=head_dim,

@@ -44,6 +44,7 @@ MOST_BYTES = 2**29
 _PROGRAMS = 8  # of the kernel, for each program of the attention kernel
 _THREADS = 128  # of a program
 _AT_ONCE = 8  # 16-byte loads of a thread
+_LOAD, _STORE = "ld.global.nc.v4.b32", "st.global.v4.b32"
 _NONE = -(2**30)  # first block of a row that is not converted
 
 
@@ -340,7 +341,7 @@ class _Block:
                     loaded = ptx(
                         f"{{ .reg .b64 at, x; mul.wide.s32 at, $5, {byte_strides['P']};"
                         " add.s64 at, at, $4; add.s64 at, at, $6; cvt.u64.u32 x, $7;"
-                        " add.s64 at, at, x; ld.global.nc.v4.b32 {$0, $1, $2, $3}, [at]; }",
+                        f" add.s64 at, at, x; {_LOAD} {{$0, $1, $2, $3}}, [at]; }}",
                         pages,
                         page,
                         in_head,
@@ -362,7 +363,7 @@ class _Block:
                     at = arith.addi(arith.muli(x, c(2 * head_dim)), arith.muli(lane, c(16)))
                     ptx(
                         "{ .reg .b64 at; cvt.u64.u32 at, $1; add.s64 at, at, $0;"
-                        " st.global.v4.b32 [at], {$2, $3, $4, $5}; }",
+                        f" {_STORE} [at], {{$2, $3, $4, $5}}; }}",
                         out,
                         at,
                         *pairs,

@@ -39,16 +39,10 @@ from pallas_paged.kernels.mosaic.config import MosaicRaggedConfig
 from pallas_paged.kernels.mosaic.converted_rows import convert_rows
 from pallas_paged.kernels.mosaic.one_byte_scales import Scales
 from pallas_paged.kernels.mosaic.ragged_consumer import ScheduleBarrier, attend
-from pallas_paged.kernels.mosaic.ragged_converter import Converter
+from pallas_paged.kernels.mosaic.ragged_converter import Converter, end_of_pages
 from pallas_paged.kernels.mosaic.ragged_merge import merge_ragged
 from pallas_paged.kernels.mosaic.ragged_operands import in_order, store_in_stored_order
-from pallas_paged.kernels.mosaic.ragged_scratch import (
-    K_ARRIVALS,
-    Inputs,
-    Scratch,
-    q_arrivals,
-    scratch_types,
-)
+from pallas_paged.kernels.mosaic.ragged_scratch import Inputs, Scratch, q_arrivals, scratch_types
 from pallas_paged.kernels.mosaic.ragged_tile import (
     CHUNK,
     WG_ROWS,
@@ -208,17 +202,10 @@ class Program:
             work_tile.kv_head,
             inputs.block_tables.at[work.row],
             lo=work.lo,
-            hi=self.end_of_pages(work),
+            hi=end_of_pages(work, inputs.converted),
             kv_len=jnp.maximum(work.kv_len, 1),
             kv_iter=kv_iter,
         )
-
-    def end_of_pages(self, work: WorkDescriptor) -> jax.Array:
-        """Return the end of the blocks of a work item that come from pages: `lo` or `hi`."""
-        converted = self.inputs.converted
-        if converted is None:
-            return work.hi
-        return jnp.where(converted.holds(work.row), work.lo, work.hi)
 
     @property
     def converts(self) -> bool:
@@ -241,43 +228,23 @@ class Program:
         scales = self.inputs.scales
         return scales.k[0] if self.converts and not scales.of_tokens else self.scratch.k_scales
 
-    def convert(
-        self, stage: jax.Array, work_id: jax.Array, iters: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        """Convert the keys and values of a work tile, or copy the converted ones.
-
-        Args:
-            iters: blocks that were sent to the consumers before, and those of them from pages.
-        """
+    def convert(self, stage: jax.Array, work_id: jax.Array, iters: Any) -> Any:
+        """Send the keys and values of a work tile to the consumers, in q's dtype."""
         inputs, scratch = self.inputs, self.scratch
-        kv_iter, taken = iters
-        work = unpack(WorkDescriptor, scratch.mailbox.buffer, stage)
-        kv_head = self.unpack(work_id).kv_head
-        hi = self.end_of_pages(work)
-        has_scales = scratch.k_scales is not None
-        Converter(
+        converter = Converter(
             source=scratch.bytes,
             target=scratch.ring,
-            k_arrivals=K_ARRIVALS if has_scales and inputs.converted is not None else 1,
             k_scales=scratch.k_scales,
             scales=inputs.scales,
+            converted=inputs.converted,
             block_tables=inputs.block_tables,
             page_size=inputs.pool.page_size,
             interpret=self.interpret,
-        ).convert(work, kv_head, hi=hi, taken=taken, kv_iter=kv_iter)
-        taken, kv_iter = taken + hi - work.lo, kv_iter + hi - work.lo
-        if inputs.converted is not None:
-            kv_iter = inputs.converted.stream(
-                scratch.ring,
-                scratch.k_scales,
-                work.row,
-                kv_head,
-                lo=hi,
-                hi=work.hi,
-                kv_iter=kv_iter,
-            )
+        )
+        work = unpack(WorkDescriptor, scratch.mailbox.buffer, stage)
+        iters = converter.send(work, self.unpack(work_id).kv_head, *iters)
         plgpu.barrier_arrive(scratch.q_free.at[stage])
-        return kv_iter, taken
+        return iters
 
     def consume(
         self, wg: jax.Array, stage: jax.Array, work_id: jax.Array, kv_iter: jax.Array
@@ -398,7 +365,7 @@ def ragged_paged_attention(
         dtype=arrays.q.dtype,
         kv_dtype=arrays.k_pages.dtype,
         scaled_logits=scales is not None and scales.of_tokens,
-        has_converted=converted is not None,
+        converted=converted,
         with_lse=with_lse,
         interpret=interpret,
     )

@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.config import MosaicRaggedConfig
+from pallas_paged.kernels.mosaic.converted_rows import ConvertedRows
 from pallas_paged.kernels.mosaic.one_byte_scales import Scales
 from pallas_paged.kernels.mosaic.ragged_operands import BYTES, BYTES_ROW, converted
 from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor
@@ -47,16 +48,28 @@ def byte_ring(config: MosaicRaggedConfig, *, head_dim: int, page_size: int, dtyp
     return Ring(k=block, v=block, k_full=full, v_full=full, k_free=free, v_free=free)
 
 
+def end_of_pages(work: WorkDescriptor, converted: ConvertedRows | None) -> jax.Array:
+    """Return the end of the blocks of a work item that come from pages: `lo` or `hi`."""
+    if converted is None:
+        return work.hi
+    return jnp.where(converted.holds(work.row), work.lo, work.hi)
+
+
+def k_arrivals(k_scales: Any, converted: Any) -> int:
+    """Return the arrivals that complete a block of K: a copy of converted ones, one of scales."""
+    return 1 if k_scales is None or converted is None else 2
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Converter:
-    """Converts the blocks of a work item.
+    """Converts the blocks of a work item, or copies those that are converted.
 
     Attributes:
         source: the ring of bytes.
-        target: the ring of q's dtype, of which one arrival completes a block of V.
-        k_arrivals: arrivals that complete a block of K.
+        target: the ring of q's dtype. One arrival completes a block of V, `k_arrivals` one of K.
         k_scales: f32[num_stages, block_k] in shared memory: the scales of K in `target`. None where
             all tokens have one scale.
+        converted: rows that were converted before, of which `source` has no blocks, or None.
         block_tables: ref to i32`[B, N]`.
         page_size: tokens of a page.
         interpret: the kernel is interpreted.
@@ -64,28 +77,46 @@ class Converter:
 
     source: Ring
     target: Ring
-    k_arrivals: int
     k_scales: Any
     scales: Scales
+    converted: ConvertedRows | None
     block_tables: Any
     page_size: int
     interpret: bool
+
+    def send(
+        self, work: WorkDescriptor, kv_head: jax.Array, kv_iter: jax.Array, taken: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Send the blocks of a work item to `target`; return the next `(kv_iter, taken)`.
+
+        Args:
+            kv_iter: blocks that were sent before.
+            taken: those of them that came from `source`.
+        """
+        hi = end_of_pages(work, self.converted)
+        self.convert(work, kv_head, hi, kv_iter, taken)
+        taken, kv_iter = taken + hi - work.lo, kv_iter + hi - work.lo
+        if self.converted is not None:
+            kv_iter = self.converted.stream(
+                self.target,
+                self.k_scales,
+                work.row,
+                kv_head,
+                lo=hi,
+                hi=work.hi,
+                kv_iter=kv_iter,
+            )
+        return kv_iter, taken
 
     def convert(
         self,
         work: WorkDescriptor,
         kv_head: jax.Array,
-        *,
         hi: jax.Array,
-        taken: jax.Array,
         kv_iter: jax.Array,
+        taken: jax.Array,
     ) -> None:
-        """Convert the blocks `[work.lo, hi)` of a work item.
-
-        Args:
-            taken: blocks that were taken from `source` before.
-            kv_iter: blocks that were sent to `target` before.
-        """
+        """Convert the blocks `[work.lo, hi)` of a work item."""
 
         @pl.when(work.lo < hi)  # otherwise the row may own no page
         def _():
@@ -116,7 +147,7 @@ class Converter:
                 self.k_scales[stage, pl.ds(i * _ROWS, _ROWS)] = values
         self.store(target.k.at[stage], parts)
         plgpu.commit_smem()
-        for _ in range(self.k_arrivals):
+        for _ in range(k_arrivals(self.k_scales, self.converted)):
             plgpu.barrier_arrive(target.k_full.at[stage])
 
     def convert_values(

@@ -10,12 +10,10 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.mosaic.config import MosaicRaggedConfig
-from pallas_paged.kernels.mosaic.ragged_converter import byte_ring
+from pallas_paged.kernels.mosaic.ragged_converter import byte_ring, k_arrivals
 from pallas_paged.kernels.mosaic.ragged_tile import WG_ROWS, StoreBuffers, TileShape
 from pallas_paged.kernels.mosaic.ragged_work import DESCRIPTOR_WORDS, Mailbox, Work
 from pallas_paged.kernels.mosaic.ring import Pool, Ring, wgmma_transforms
-
-K_ARRIVALS = 2  # of a converted block of K: the copies of its elements and of its scales
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +57,7 @@ def scratch_types(
     dtype: Any,
     kv_dtype: Any = None,
     scaled_logits: bool = True,
-    has_converted: bool = False,
+    converted: Any = None,
     with_lse: bool = True,
     interpret: bool = False,
 ) -> Scratch:
@@ -67,7 +65,7 @@ def scratch_types(
 
     Args:
         scaled_logits: whether each token has a scale of its own, if pages are int8 or fp8.
-        has_converted: whether there are `ConvertedRows`.
+        converted: `ConvertedRows` of the call, or None.
     """
     num_consumers, num_q_stages = config.num_consumers, config.num_q_stages
     tile = TileShape.of(group, config.block_q)
@@ -91,10 +89,14 @@ def scratch_types(
         dtype=dtype,
         num_consumers=num_consumers,
     )
-    if has_converted and scaled_logits:
-        full = plgpu.Barrier(num_arrivals=K_ARRIVALS, num_barriers=config.num_stages)
+    k_scales = None
+    if convert and scaled_logits:
+        k_scales = plgpu.SMEM((config.num_stages, config.block_k), jnp.float32)
+    if convert:
+        arrivals = k_arrivals(k_scales, converted)
+        full = plgpu.Barrier(num_arrivals=arrivals, num_barriers=config.num_stages)
         ring = dataclasses.replace(ring, k_full=full)
-    takes_turns = num_consumers == 2 and (not convert or has_converted)
+    takes_turns = num_consumers == 2 and (not convert or converted is not None)
     return Scratch(
         store=store,
         mailbox=Mailbox(buffer=plgpu.SMEM((num_q_stages + 1, DESCRIPTOR_WORDS), jnp.int32)),
@@ -107,11 +109,7 @@ def scratch_types(
             if convert
             else None
         ),
-        k_scales=(
-            plgpu.SMEM((config.num_stages, config.block_k), jnp.float32)
-            if convert and scaled_logits
-            else None
-        ),
+        k_scales=k_scales,
         turn=plgpu.Barrier(num_arrivals=2) if takes_turns else None,
     )
 

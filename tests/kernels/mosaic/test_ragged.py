@@ -123,6 +123,22 @@ def test_rows_that_are_converted_before_match_the_oracle(case, kv_layout, option
     assert_close(actual, meant, case.case.tolerance, **options)
 
 
+def test_which_rows_are_converted_before_changes_no_bit(monkeypatch):
+    case = quantized("int8", seq_lens=(150, 130, 30), q_lens=(20, 40, 7), pages_per_seq=10)
+    arrays, _ = case.make()
+    config = pp.MosaicRaggedConfig(**CONFIG | {"num_consumers": 1})
+    monkeypatch.setattr(converted_rows, "MIN_TILES", 1)
+    monkeypatch.setattr(converted_rows, "MIN_LOGITS", 1)
+    results = []
+    for num_blocks in (0, 3, 100):  # of no row, of the first, of the first two
+        room = 4 * arrays[1].shape[0] * 64 * arrays[0].shape[-1] * num_blocks
+        monkeypatch.setattr(converted_rows, "MOST_BYTES", room)
+        jax.clear_caches()  # the key of the cache does not hold the constants
+        results.append(ragged(*arrays, implementation="mosaic_gpu_interpret", config=config))
+    assert_same_bits(results[1], results[0])
+    assert_same_bits(results[2], results[0])
+
+
 def test_slots_outside_a_row_change_no_bit_of_int8_results():
     case = quantized("int8")
     options = dict(implementation="mosaic_gpu_interpret", config=pp.MosaicRaggedConfig(**CONFIG))

@@ -34,7 +34,7 @@ def bind(call: Call, *, interpret: bool) -> Callable[..., Any]:
 
     heuristics: dict[Kernel, Callable[..., Any]] = {
         "decode": decode_config,
-        "ragged": functools.partial(ragged_config, with_lse=call.with_lse),
+        "ragged": ragged_config,
     }
     static: dict[str, Any] = {
         "config": call.choose_config(heuristics),

@@ -106,20 +106,29 @@ def attend(
                 v_ref[...] = jnp.where(readable, v, jnp.zeros_like(v))
                 plgpu.commit_smem()
 
+    def load_scales(stage):
+        """Return the scales of the keys of a stage f32[block_k], or the one of all keys f32[]."""
+        return plgpu.load(k_scales.at[stage], layout=ops.WGMMA_COL) if k_scales.ndim else k_scales
+
     def attend_block(masked, block, state):
         m_i, l_i, acc = state
         now = kv_iter + (block - lo)
         stage = lax.rem(now, num_stages)
 
-        s = ops.wgmma(q_smem, ring.k.at[stage].transpose((1, 0)), overlap=schedule.sync)
-        if k_scales is not None and k_scales.ndim:
-            scales = plgpu.load(k_scales.at[stage], layout=ops.WGMMA_COL)
-            plgpu.barrier_arrive(ring.k_free.at[stage])
-            s = s * ops.bcast(scales, s, axis=1)
-        else:
-            plgpu.barrier_arrive(ring.k_free.at[stage])
-            if k_scales is not None:
-                s = s * (k_scales if only_factor is None else k_scales * only_factor)
+        def beside_product():
+            schedule.arrive()
+            scales = None if k_scales is None else load_scales(stage)
+            schedule.wait()
+            return scales
+
+        k = ring.k.at[stage].transpose((1, 0))
+        s, scales = ops.wgmma_beside(q_smem, k, beside_product)
+        plgpu.barrier_arrive(ring.k_free.at[stage])
+        if scales is not None:
+            if scales.ndim:
+                s = s * ops.bcast(scales, s, axis=1)
+            else:
+                s = s * (scales if only_factor is None else scales * only_factor)
         keys = block * block_k + ops.iota((WG_ROWS, block_k), 1, ops.WGMMA)
         if only_factor is not None:
             factor = 1.0

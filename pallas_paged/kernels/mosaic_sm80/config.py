@@ -20,16 +20,21 @@ _WARP_COLUMNS = 32  # of the four warps, 8 each
 _REDUCTION_BYTES = 2048  # of the compiler, for reductions across warps
 # Programs per SM, keys of a block and stages of the decode kernel, the first that fit.
 _LOOPS = (
+    (3, 128, 2),
     (3, 64, 3),
     (3, 64, 2),
-    (2, 64, 3),
     (2, 64, 2),
     (2, 32, 3),
     (2, 32, 2),
+    (1, 64, 3),
+    (1, 64, 2),
     (1, 32, 3),
     (1, 32, 2),
     (1, 32, 1),
 )
+# Of 64 keys, for each program of an SM: with fewer, the merge and a program's start cost more than
+# another program hides.
+_LEAST_BLOCKS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,14 +123,17 @@ def decode_config(
         _: sizes that other heuristics need.
     """
     group = num_q_heads // num_kv_heads
+    tiles = num_kv_heads * -(-group // decode_rows(group, head_dim))
+    blocks_per_sm = tiles * num_seqs * -(-max_kv_len // 64) / num_sms
     for programs_per_sm, block_k, num_stages in _LOOPS:
+        if blocks_per_sm <= (programs_per_sm - 1) * _LEAST_BLOCKS:
+            continue
         config = MosaicSm80DecodeConfig(block_k=block_k, num_stages=num_stages, num_programs=1)
         needed = decode_shared_memory(config, group=group, head_dim=head_dim, itemsize=itemsize)
         if needed + 1024 <= (shared_memory + 1024) // programs_per_sm:
             break
     # More programs than blocks would only write empty partial states.
     num_blocks = num_seqs * -(-max_kv_len // block_k)
-    tiles = num_kv_heads * -(-group // decode_rows(group, head_dim))
     per_tile = max(1, min(programs_per_sm * num_sms // tiles, num_blocks))
     return dataclasses.replace(config, num_programs=per_tile * tiles)
 

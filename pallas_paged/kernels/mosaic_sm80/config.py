@@ -17,6 +17,7 @@ from pallas_paged.kernels.config_fields import (
 _MMA_ROWS = 16
 _WARPGROUP_ROWS = 64  # the least of a warpgroup of the ragged kernel
 _WARP_COLUMNS = 32  # of the four warps, 8 each
+_RESULT_COLUMNS = 256  # of a program of the ragged kernel: 128 f32 of a thread, for 64 rows
 _REDUCTION_BYTES = 2048  # of the compiler, for reductions across warps
 # Programs per SM, keys of a block and stages of the decode kernel, the first that fit.
 _LOOPS = (
@@ -177,6 +178,12 @@ class MosaicSm80RaggedConfig:
         return self.block_q // self.num_warpgroups
 
 
+def result_columns(head_dim: int) -> tuple[int, int]:
+    """Return among how many programs the columns of a result are divided, and those of each."""
+    parts = -(-head_dim // _RESULT_COLUMNS)
+    return parts, -(-head_dim // (parts * _MMA_ROWS)) * _MMA_ROWS
+
+
 def ragged_shared_memory(
     config: MosaicSm80RaggedConfig, *, head_dim: int, itemsize: int, **_: int
 ) -> int:
@@ -188,13 +195,14 @@ def ragged_shared_memory(
         _: sizes that decoding needs.
     """
     block_k = config.block_k
-    row_bytes = 2 * head_dim + 16
     one_byte = itemsize == 1
+    _, columns_of_v = result_columns(head_dim)
     buffers = [
-        row_bytes * config.block_q,
+        (2 * head_dim + 16) * config.block_q,
         4 * config.block_q,
-        *[row_bytes * block_k * 2] * 2,  # K and V
-        *[head_dim * block_k] * (2 if one_byte else 0),  # as they arrive
+        *[(2 * columns + 16) * block_k * 2 for columns in (head_dim, columns_of_v)],  # K and V
+        # As they arrive:
+        *[columns * block_k for columns in (head_dim, columns_of_v) if one_byte],
         *[12 * block_k] * (2 if one_byte else 1),  # places of their rows and scales
         32 * block_k if one_byte else 0,  # scales
     ]

@@ -21,8 +21,7 @@ from pallas_paged.kernels.mosaic_sm80.config import (
 )
 
 COPY_BYTES = 16  # of one asynchronous copy
-# 64 rows of queries with more would not fit into registers.
-MAX_RAGGED_HEAD_DIM = 256
+MAX_RAGGED_HEAD_DIM = 512  # 64 rows of queries with more would take most of shared memory
 RAGGED_HEAD_DIM_STEP = 16  # elements of a product
 # Bytes of shared memory that a program can have, by compute capability; later ones have no less
 # than 8.6.

@@ -44,7 +44,11 @@ END triton decode: ok
 BEGIN triton ragged
 END triton ragged: refused: it needs a GPU
 BEGIN mosaic_gpu decode
-========= Error: Race reported between Write access at a+0x10 and Read access at b+0x70
+========= Error: Potential WAW hazard detected at __shared__ 0x482 in block (0,0,0) :
+=========     Write Thread (32,0,0) at paged_decode_kernel+0x2a0 in decode.py:9
+=========     Write Thread (160,0,0) at paged_decode_kernel+0x320 in decode.py:11
+=========     Saved host backtrace up to driver entry point at kernel launch time
+=========         Host Frame: launch at a+0x10 [0x22acf] in runtime.so
 ========= ERROR SUMMARY: 2 errors
 """
 
@@ -103,7 +107,10 @@ def test_findings_are_read_call_by_call():
         "triton ragged": ("refused: it needs a GPU", []),
         "mosaic_gpu decode": (
             "not finished",
-            ["Error: Race reported between Write access at a+0x10 and Read access at b+0x70"],
+            [
+                "Error: Potential WAW hazard detected at __shared__ .. in block .. : "
+                "[paged_decode_kernel decode.py:9] [paged_decode_kernel decode.py:11]"
+            ],
         ),
     }
 

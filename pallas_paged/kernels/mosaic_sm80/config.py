@@ -235,7 +235,11 @@ def ragged_config(
     tiles = [(1, 64)]
     if rows > 64 * num_seqs:
         tiles = [(2, 128)] * (head_dim <= 128) + [(2, 64), (1, 64)]
-    for (num_warpgroups, num_rows), block_k in itertools.product(tiles, (64, 32, 16)):
+    loops = [(*tile, block_k, 1) for tile, block_k in itertools.product(tiles, (64, 32, 16))]
+    if rows > 64 * num_seqs and head_dim <= 128 and itemsize > 1:
+        # Two programs of 128 rows are faster than one of 256, but not where each converts K and V.
+        loops.insert(0, (1, 128, 64, 2))
+    for num_warpgroups, num_rows, block_k, least_programs in loops:
         config = MosaicSm80RaggedConfig(
             block_q=num_warpgroups * num_rows,
             block_k=block_k,
@@ -243,7 +247,7 @@ def ragged_config(
             num_programs=1,
         )
         needed = ragged_shared_memory(config, head_dim=head_dim, itemsize=itemsize)
-        if needed <= shared_memory:
+        if needed + 1024 <= (shared_memory + 1024) // least_programs:
             break
     # Two warpgroups have all registers of an SM.
     programs_per_sm = 1 if num_warpgroups == 2 else (shared_memory + 1024) // (needed + 1024)

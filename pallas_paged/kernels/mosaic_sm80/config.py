@@ -196,7 +196,7 @@ def ragged_shared_memory(
     """
     block_k = config.block_k
     one_byte = itemsize == 1
-    _, columns_of_v = result_columns(head_dim)
+    columns_of_v = result_columns(head_dim)[1]
     buffers = [
         (2 * head_dim + 16) * config.block_q,
         4 * config.block_q,

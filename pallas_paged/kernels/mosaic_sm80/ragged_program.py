@@ -135,8 +135,9 @@ class Program:
             self.interpret,
         )
         num_kv_heads, head_dim = inputs.pool.num_kv_heads, inputs.q.shape[-1]
-        num_parts, _ = result_columns(head_dim)
-        program, part = lax.axis_index("program"), 0
+        num_parts = result_columns(head_dim)[0]
+        program: Any = lax.axis_index("program")
+        part: Any = 0
         if num_parts > 1:
             program, part = lax.div(program, num_parts), lax.rem(program, num_parts)
         columns = columns_of_part(part, head_dim)

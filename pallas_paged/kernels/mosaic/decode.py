@@ -75,6 +75,7 @@ def produce(
     kv_head: jax.Array,
     first_head: jax.Array,
     num_q_heads: int,
+    plan: DecodePlan,
     interpret: bool,
 ) -> jax.Array:
     """Send the queries and the K/V of a work item; return the blocks sent so far."""
@@ -90,6 +91,13 @@ def produce(
         plgpu.copy_gmem_to_smem(inputs.q.at[heads], queries.arrived, queries.full)
 
     block_table, kv_len = inputs.block_tables.at[item.row], jnp.maximum(item.seq_len, 1)
+    page_size, first_key = inputs.pool.page_size, None
+    if plan.options.sliding_window is not None:
+        first_key = plan.first_key(item.seq_len)
+    pages: Any = {
+        "first_page": None if first_key is None else first_key // page_size,
+        "last_page": (kv_len - 1) // page_size,
+    }
     scales = None
     if inputs.scales is not None and inputs.scales.of_tokens:
         scales = ScaleSender(
@@ -97,22 +105,23 @@ def produce(
             stages=ring.scales,
             block_table=block_table,
             kv_head=kv_head,
-            last_page=(kv_len - 1) // inputs.pool.page_size,
+            **pages,
             interpret=interpret,
         )
     blocks: Any = {"lo": item.lo, "hi": item.hi, "kv_iter": kv_iter, "scales": scales}
-    if needs_row_copies(inputs.pool.page_size):
+    if needs_row_copies(page_size):
         copies = RowCopies(
             ring=ring,
             pool=inputs.pool,
             block_table=block_table,
             kv_head=kv_head,
-            last_page=(kv_len - 1) // inputs.pool.page_size,
+            **pages,
             swizzle=128 if inputs.scales is None else one_byte.swizzle_bytes(ring.k.shape[-1]),
             interpret=interpret,
         )
         return stream_rows(copies, **blocks)
-    return stream(ring, inputs.pool, kv_head, block_table, kv_len=kv_len, **blocks)
+    lens: Any = {"kv_len": kv_len, "first_key": first_key}
+    return stream(ring, inputs.pool, kv_head, block_table, **lens, **blocks)
 
 
 def attend(
@@ -281,6 +290,7 @@ def decode_kernel(
             kv_head=kv_head,
             first_head=first_head,
             num_q_heads=group * inputs.pool.num_kv_heads,
+            plan=plan,
             interpret=interpret,
         )
         kv_iter = for_each(send)

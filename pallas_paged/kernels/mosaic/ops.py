@@ -132,6 +132,30 @@ def gather(ref: Any, indices: jax.Array, layout: Any, *, interpret: bool) -> jax
     return load_each(ref, indices)
 
 
+def difference(x: jax.Array, y: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:
+    """Return f32 `x - y` of arrays in a layout, not fused with a product that makes x.
+
+    Large numbers need this where y is the maximum of x: fused, the result may be far from 0 there.
+    """
+    if interpret:
+        return x - y
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, layout),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout),
+    )
+    def subtract(_, x, y):
+        from jax.experimental.mosaic import gpu as mgpu
+        from jaxlib.mlir.dialects import arith
+
+        registers = np.empty_like(x.registers)
+        for place, register in np.ndenumerate(x.registers):
+            registers[place] = arith.subf(register, y.registers[place])
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    return subtract(x, y)
+
+
 def store(ref: Any, value: jax.Array) -> None:
     """Store to device memory, parts of a cache line included."""
     if hasattr(plgpu, "store"):  # since JAX 0.12, where `ref[...] =` takes whole cache lines only

@@ -202,6 +202,7 @@ class Program:
             lo=work.lo,
             hi=work.hi,
             kv_len=jnp.maximum(work.kv_len, 1),
+            first_key=None if self.options.sliding_window is None else work.first_key,
             kv_iter=kv_iter,
         )
 
@@ -229,10 +230,12 @@ class Program:
     def convert(self, stage: jax.Array, work_id: jax.Array, kv_iter: jax.Array) -> jax.Array:
         """Convert the keys and values of a work tile."""
         inputs, scratch = self.inputs, self.scratch
+        k_factor = self.options.only_factor(inputs.alibi_slopes)
         converter = Converter(
             source=scratch.bytes,
             target=scratch.ring,
             k_scales=scratch.k_scales,
+            k_factor=1.0 if k_factor is None else k_factor,
             scales=inputs.scales,
             block_tables=inputs.block_tables,
             page_size=inputs.pool.page_size,

@@ -54,8 +54,8 @@ class Converter:
     Attributes:
         source: the ring of bytes.
         target: the ring of q's dtype, of which one arrival completes a block.
-        k_scales: f32[num_stages, block_k] in shared memory: the scales of K in `target`. None where
-            all tokens have one scale.
+        k_scales: f32[num_stages, block_k] in shared memory: the scales of K in `target`, times
+            `k_factor`. None where all tokens have one scale.
         block_tables: ref to i32`[B, N]`.
         page_size: tokens of a page.
         interpret: the kernel is interpreted.
@@ -64,6 +64,7 @@ class Converter:
     source: Ring
     target: Ring
     k_scales: Any
+    k_factor: float
     scales: Scales
     block_tables: Any
     page_size: int
@@ -104,7 +105,7 @@ class Converter:
         stage = _wait_until_free(target.k, target.k_free, now)
         if self.k_scales is not None:
             for i, values in enumerate(scales):
-                self.k_scales[stage, pl.ds(i * _ROWS, _ROWS)] = values
+                self.k_scales[stage, pl.ds(i * _ROWS, _ROWS)] = values * self.k_factor
         self.store(target.k.at[stage], parts)
         plgpu.commit_smem()
         plgpu.barrier_arrive(target.k_full.at[stage])

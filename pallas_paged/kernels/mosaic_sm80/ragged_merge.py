@@ -78,7 +78,8 @@ def merge_ragged(
                 out = wgmma_ops.load(partials.out.at[(*index, columns)], ROWS)
                 m_new = jnp.maximum(m_i, lse)
                 m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)  # rows that have seen no key yet
-                alpha, w = jnp.exp2(m_i - m_safe), jnp.exp2(lse - m_safe)
+                less = wgmma_ops.difference(lse, m_safe, ROW, interpret=interpret)
+                alpha, w = jnp.exp2(m_i - m_safe), jnp.exp2(less)
                 acc = acc * wgmma_ops.bcast(alpha, acc) + out * wgmma_ops.bcast(w, out)
                 return m_new, l_i * alpha + w, acc
 

@@ -230,6 +230,8 @@ class Program:
         by_token = inputs.pool.scales_by_token
         if inputs.pool.k_scales is not None and not by_token:
             k_scale, v_scale = inputs.pool.k_scales[0], inputs.pool.v_scales[0]
+        only_factor = None if inputs.pool.k_scales is None else options.only_factor(slopes)
+        k_factor = 1.0 if only_factor is None else only_factor
 
         def visible(block, keys):
             """Return which keys of a block each query sees."""
@@ -240,8 +242,8 @@ class Program:
                 seen &= keys >= wgmma_ops.bcast(options.first_key(positions), keys)
             return seen
 
-        def of_tokens(kv, block, like):
-            scales = wgmma_ops.load(stream.scales(kv, block), _COLUMN)
+        def of_tokens(kv, block, like, factor=1.0):
+            scales = wgmma_ops.load(stream.scales(kv, block), _COLUMN) * factor
             return wgmma_ops.bcast(scales, like, axis=1)
 
         def multiply(block):
@@ -256,11 +258,13 @@ class Program:
             m_i, l_i, acc, s = state
             self.if_copying(lambda: stream.advance(block))
             if by_token:
-                s = s * of_tokens(K, block, s)
+                s = s * of_tokens(K, block, s, k_factor)
             elif k_scale is not None:
-                s = s * k_scale
+                s = s * (k_scale * k_factor)
             keys = block * block_k + wgmma_ops.iota(s.shape, 1, ROWS)
-            if slopes is None:
+            if only_factor is not None:
+                factor = 1.0
+            elif slopes is None:
                 s, factor = base2_logits(s, options, None, keys)
             else:
                 distances = keys - wgmma_ops.bcast(positions, s)
@@ -278,7 +282,11 @@ class Program:
             m_new = jnp.where(m_new > m_i + _SLACK, m_new, m_i)
             m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new
             alpha = jnp.exp2(m_i - m_safe)
-            p = jnp.exp2(s * factor - wgmma_ops.bcast(m_safe, s))
+            maxima = wgmma_ops.bcast(m_safe, s)
+            if only_factor is None:
+                p = jnp.exp2(s * factor - maxima)
+            else:
+                p = jnp.exp2(wgmma_ops.difference(s, maxima, ROWS, interpret=self.interpret))
             l_new = l_i * alpha + (p if inverses is None else p * inverses).sum(axis=1)
             if by_token:
                 p = p * v_scales

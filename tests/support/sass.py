@@ -286,6 +286,10 @@ def real_programs() -> list[Program]:
             found.append(add(function="decode", num_seqs=64, head_dim=head_dim))
             found.append(add(function="ragged", num_tokens=4096, head_dim=head_dim))
         found.append(add(function="ragged", num_seqs=64, num_tokens=192))
+        if family == "mosaic_sm80":  # other numbers of programs, blocks and columns than above
+            found.append(add(function="decode", num_seqs=1, max_kv_len=8192))
+            found.append(add(function="decode", num_seqs=64, head_dim=512))
+            found.append(add(function="ragged", num_tokens=4096, head_dim=512))
         for kv_dtype in ("int8", "float8_e4m3fn"):
             found.append(add(function="ragged", num_tokens=4096, kv_dtype=kv_dtype))
     return found

@@ -22,6 +22,7 @@ import pallas_paged as pp
 from models.config import ModelConfig, is_vocab_cut
 from models.rotary import Rotation, rotation
 from pallas_paged.decoder_block import BlockWeights, Residual, between_attentions
+from pallas_paged.deferred_attention import DeferredAttention
 from pallas_paged.linear import linear
 from pallas_paged.rms_norm import rms_norm
 
@@ -62,8 +63,12 @@ class FusedAttend(Attend, Protocol):
         k_norm: jax.Array | None,
         eps: float,
         sliding_window: int | None,
-    ) -> tuple[jax.Array, LayerCache | None]:
-        """As the call with what `split_qkv` returns: qkv [..., Hkv, Hq / Hkv + 2, D]."""
+        deferred: bool,
+    ) -> tuple[jax.Array | DeferredAttention, LayerCache | None]:
+        """As the call with what `split_qkv` returns: qkv [..., Hkv, Hq / Hkv + 2, D].
+
+        If deferred, out may be attention that `between_attentions` makes.
+        """
 
 
 @runtime_checkable
@@ -164,7 +169,7 @@ class Attention(nnx.Module):
 
     def __call__(
         self, qkv: jax.Array, rotation: Rotation, attend: Attend, cache: LayerCache | None
-    ) -> tuple[jax.Array, LayerCache | None]:
+    ) -> tuple[jax.Array | DeferredAttention, LayerCache | None]:
         """Attend with the product of `qkv_proj`; that of `o_proj` comes after."""
         window = self.sliding_window
         how: dict[str, Any] = {"rotation": rotation, "eps": self.config.rms_norm_eps}
@@ -173,7 +178,9 @@ class Attention(nnx.Module):
             how[name] = None if norm is None else norm.weight[...]
         qkv = qkv.reshape(*qkv.shape[:-1], *self.qkv_proj.weight.shape[:-1])
         if isinstance(attend, FusedAttend):
-            out, cache = attend.fused(qkv, cache, **how, sliding_window=window)
+            out, cache = attend.fused(qkv, cache, **how, sliding_window=window, deferred=True)
+            if isinstance(out, DeferredAttention):
+                return out, cache
         else:
             out, cache = attend(*pp.split_qkv(qkv, **how), cache, sliding_window=window)
         return out.reshape(*out.shape[:-2], -1), cache

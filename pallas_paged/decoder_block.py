@@ -11,9 +11,15 @@ from typing import Any, Literal, get_args
 import jax
 
 from pallas_paged.checks import default_promotion
+from pallas_paged.deferred_attention import DeferredAttention
 from pallas_paged.kernels.call import Device
+from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.mosaic import support
-from pallas_paged.kernels.mosaic.config import DecoderBlockConfig, decoder_block_config
+from pallas_paged.kernels.mosaic.config import (
+    LINEAR_TILE,
+    DecoderBlockConfig,
+    decoder_block_config,
+)
 from pallas_paged.linear import linear
 from pallas_paged.rms_norm import rms_norm
 
@@ -68,7 +74,7 @@ class Residual:
 
 @default_promotion()
 def between_attentions(
-    attended: jax.Array,
+    attended: jax.Array | DeferredAttention,
     residual: Residual,
     weights: BlockWeights,
     *,
@@ -88,7 +94,8 @@ def between_attentions(
     sums are in f32, in another order. The bits of the kernel are the same each time.
 
     Args:
-        attended: floating `[..., A]`, the output of attention.
+        attended: floating `[..., A]`, the output of attention; or attention that is not made yet,
+            of which the kernel unites the partial states itself, without gradients.
         residual: of these rows.
         weights: of the two layers.
         eps: of the norms.
@@ -117,12 +124,23 @@ def between_attentions(
         config, reason = _config(attended, residual.x, weights, dropout, interpret=interpret)
         if config is not None:
             boards = residual.boards or _new_boards(config, weights)
-            x, out, boards = _kernel(config, eps, interpret, attended, residual.x, weights, boards)
+            row = _states(attended) if isinstance(attended, DeferredAttention) else attended
+            x, out, boards = _kernel(config, eps, interpret, row, residual.x, weights, boards)
             return Residual(x=x, boards=boards), out
         if implementation is not None:
             raise NotImplementedError(f"{implementation=} {reason}")
+    if isinstance(attended, DeferredAttention):
+        attended = attended.out()
     x, out = _steps(eps, dropout, row_linear_norm, attended, residual.x, weights)
     return dataclasses.replace(residual, x=x), out
+
+
+def _states(attention: DeferredAttention) -> DecodeStates | jax.Array:
+    """Return the states that the kernel unites, or the result where it can't."""
+    if attention.q.shape[-1] % LINEAR_TILE:
+        return attention.out()
+    states = attention.states()
+    return attention.out() if states is None else states
 
 
 def _steps(
@@ -151,7 +169,9 @@ def _add_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
     return x if bias is None else x + bias
 
 
-def _check_shapes(attended: jax.Array, x: jax.Array, weights: BlockWeights) -> None:
+def _check_shapes(
+    attended: jax.Array | DeferredAttention, x: jax.Array, weights: BlockWeights
+) -> None:
     size, hidden_size = x.shape[-1], weights.gate_up.shape[0]
     num_out = None if weights.qkv is None else weights.qkv.shape[0]
     want = {
@@ -176,10 +196,16 @@ def _check_shapes(attended: jax.Array, x: jax.Array, weights: BlockWeights) -> N
 
 
 def _config(
-    attended: jax.Array, x: jax.Array, weights: BlockWeights, dropout: Any, *, interpret: bool
+    attended: jax.Array | DeferredAttention,
+    x: jax.Array,
+    weights: BlockWeights,
+    dropout: Any,
+    *,
+    interpret: bool,
 ) -> tuple[DecoderBlockConfig | None, str | None]:
     """Return the config of the kernel, or None and why it can't do a call."""
-    arrays = attended, x, *jax.tree.leaves(weights)
+    of_attention = attended.q if isinstance(attended, DeferredAttention) else attended
+    arrays = of_attention, x, *jax.tree.leaves(weights)
     dtypes = sorted({array.dtype.name for array in arrays})
     if dtypes not in (["bfloat16"], ["float16"]):
         return None, f"needs all in bfloat16 or all in float16, not {', '.join(dtypes)}"
@@ -209,7 +235,8 @@ def _new_boards(config: DecoderBlockConfig, weights: BlockWeights) -> tuple[jax.
     from pallas_paged.kernels.mosaic import decoder_block as mosaic
 
     size, hidden_size = weights.down.shape
-    return mosaic.new_boards(config, size=size, hidden_size=hidden_size)
+    sizes = dict(size=size, attended_size=weights.o.shape[1], hidden_size=hidden_size)
+    return mosaic.new_boards(config, **sizes)
 
 
 # JAX takes the references out of a custom VJP, but not out of a custom JVP.
@@ -218,7 +245,7 @@ def _kernel(
     config: DecoderBlockConfig,
     eps: float,
     interpret: bool,
-    attended: jax.Array,
+    attended: jax.Array | DecodeStates,
     x: jax.Array,
     weights: BlockWeights,
     boards: tuple[jax.Array, jax.Array],
@@ -227,7 +254,7 @@ def _kernel(
 
     with jax.enable_x64(False):
         new_x, out, boards = mosaic.between_attentions(
-            attended.reshape(1, -1),
+            attended if isinstance(attended, DecodeStates) else attended.reshape(1, -1),
             x.reshape(1, -1),
             boards,
             o=weights.o,
@@ -247,12 +274,14 @@ def _kernel_fwd(
     config: DecoderBlockConfig,
     eps: float,
     interpret: bool,
-    attended: jax.Array,
+    attended: jax.Array | DecodeStates,
     x: jax.Array,
     weights: BlockWeights,
     boards: tuple[jax.Array, jax.Array],
 ) -> Any:
     del config, interpret
+    if isinstance(attended, DecodeStates):
+        raise NotImplementedError("the states of deferred attention have no gradient")
     (x, out), vjp = jax.vjp(functools.partial(_steps, eps, None, None), attended, x, weights)
     return (x, out, boards), vjp
 

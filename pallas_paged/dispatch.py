@@ -16,6 +16,7 @@ from pallas_paged.checks import default_promotion
 from pallas_paged.gradient import with_gradient
 from pallas_paged.kernels import xla
 from pallas_paged.kernels.call import Arrays, Call, Device, Kernel
+from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.kv_layout import AXIS_NAMES, LAYOUTS, KVLayout
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import implementation as mosaic
@@ -230,6 +231,25 @@ def attend(
         else:  # XLA partitions it
             out, *lse = local(*given)
     return out, lse[0] if lse else None
+
+
+def decode_states(
+    arrays: Arrays, *, options: LogitOptions, implementation: Implementation | None
+) -> DecodeStates | None:
+    """Return the partial states of a call of checked arrays of one device, without a gradient.
+
+    It is None if the implementation has none.
+
+    Raises:
+        ValueError, NotImplementedError: as `choose`.
+    """
+    call = Call.of("decode", arrays, device=Device.here(), merged=False)
+    chosen = choose(call, implementation)
+    if not chosen.startswith(("triton", "mosaic_gpu")):
+        return None
+    with jax.enable_x64(False):
+        arrays = dataclasses.replace(arrays, seq_lens=jnp.clip(arrays.seq_lens, 0, call.max_kv_len))
+        return resolve(call, chosen)(arrays, options=options)
 
 
 def rising_offsets(offsets: jax.Array, count: int) -> jax.Array:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_paged.attention import paged_attention, ragged_paged_attention
+from pallas_paged.deferred_attention import DeferredAttention
 from pallas_paged.engine.batch import ChunkBatch
 from pallas_paged.kv_pool import LayerKV, write_kv
 from pallas_paged.page_table import PageTable
@@ -51,12 +52,14 @@ class PagedAttend:
             peers: of the devices of a mesh.
         """
 
-        def cache_of(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def cache_of(rows: jax.Array) -> dict[str, Any]:
             lens = table.seq_lens.at[rows].get(mode="fill", fill_value=0)
-            return table.block_tables.at[rows].get(mode="clip"), lens
+            return dict(block_tables=table.block_tables.at[rows].get(mode="clip"), seq_lens=lens)
 
         self._decoding = cache_of(decode_rows)
-        self._prompts = None if chunks is None else (*cache_of(chunks.slots), chunks.cu_q_lens)
+        self._prompts = None
+        if chunks is not None:
+            self._prompts = cache_of(chunks.slots) | dict(cu_q_lens=chunks.cu_q_lens)
         self._slot_mapping, self._num_kv_heads = slot_mapping, num_kv_heads
         self._implementation: Any = implementation
         self._peers = peers
@@ -78,8 +81,9 @@ class PagedAttend:
         q_norm: jax.Array | None = None,
         k_norm: jax.Array | None = None,
         eps: float = 1e-6,
+        deferred: bool = False,
         **options: Any,
-    ) -> tuple[jax.Array, LayerKV]:
+    ) -> tuple[Any, LayerKV]:
         repeats = self._repeats(cache, qkv.shape[1])
         if repeats > 1:
             qkv = _repeated(qkv, repeats)
@@ -93,7 +97,7 @@ class PagedAttend:
             eps=eps,
             implementation=_WRITES.get(self._implementation),
         )
-        return self._attend(q, cache, **options)
+        return self._attend(q, cache, deferred=deferred, **options)
 
     def row_linear(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         return row_linear(x, weight, self._peers)
@@ -111,19 +115,23 @@ class PagedAttend:
         repeats = cache.num_kv_heads // self._num_kv_heads
         return repeats if num_kv_heads == self._num_kv_heads else 1
 
-    def _attend(self, q: jax.Array, cache: LayerKV, **options: Any) -> tuple[jax.Array, LayerKV]:
-        pages = (cache.k_pages, cache.v_pages)
+    def _attend(
+        self, q: jax.Array, cache: LayerKV, *, deferred: bool = False, **options: Any
+    ) -> tuple[Any, LayerKV]:
         options |= dict(
+            k_pages=cache.k_pages,
+            v_pages=cache.v_pages,
             k_scales=cache.k_scales,
             v_scales=cache.v_scales,
             kv_layout=cache.kv_layout,
             implementation=self._implementation,
         )
-        block_tables, lens = self._decoding
-        num_decodes = lens.size
-        out = paged_attention(q[:num_decodes], *pages, block_tables, lens, **options)
+        if deferred and self._prompts is None:
+            return DeferredAttention(q=q, given=self._decoding | options), cache
+        num_decodes = self._decoding["seq_lens"].size
+        out = paged_attention(q[:num_decodes], **self._decoding, **options)
         if self._prompts is not None:
-            chunk_out = ragged_paged_attention(q[num_decodes:], *pages, *self._prompts, **options)
+            chunk_out = ragged_paged_attention(q[num_decodes:], **self._prompts, **options)
             out = jnp.concatenate([out, chunk_out])
         return out, cache
 

@@ -41,6 +41,7 @@ def bind(call: Call, *, interpret: bool) -> Callable[..., Any]:
         "interpret": interpret,
     }
     if call.kernel == "decode":
-        return functools.partial(decode.paged_decode, **static)
+        run: Any = decode.paged_decode if call.merged else decode.decode_states
+        return functools.partial(run, **static)
     static["with_lse"] = call.with_lse
     return functools.partial(ragged.ragged_paged_attention, **static)

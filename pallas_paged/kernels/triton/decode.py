@@ -19,6 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.decode_plan import DecodePlan
+from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot
 from pallas_paged.kernels.triton import merge, one_byte, pages, softmax
 from pallas_paged.kernels.triton.config import DecodeConfig
@@ -178,6 +179,22 @@ def paged_decode(
     arrays: Arrays, *, options: LogitOptions, config: DecodeConfig, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Return attention of one query token per row: `(out [B, Hq, D], lse f32[B, Hq])`."""
+    states = decode_states(arrays, options=options, config=config, interpret=interpret)
+    return merge.merge_decode(
+        states.out,
+        states.lse,
+        states.unit_ends,
+        states.sinks,
+        dtype=arrays.q.dtype,
+        plan=states.plan,
+        interpret=interpret,
+    )
+
+
+def decode_states(
+    arrays: Arrays, *, options: LogitOptions, config: DecodeConfig, interpret: bool
+) -> DecodeStates:
+    """Attend with one query token per row, without the merge."""
     num_seqs, num_q_heads, head_dim = arrays.q.shape
     num_kv_heads, group = arrays.num_kv_heads, arrays.group
     plan = DecodePlan.of(
@@ -217,12 +234,11 @@ def paged_decode(
         interpret=interpret,
         name="paged_decode",
     )(qs, *kv, *of_rows, slopes)
-    return merge.merge_decode(
-        outs.reshape(plan.num_partials, num_q_heads, head_dim),
-        lses.reshape(plan.num_partials, num_q_heads),
-        unit_ends,
-        arrays.sinks,
-        dtype=arrays.q.dtype,
+    return DecodeStates(
+        out=outs.reshape(plan.num_partials, num_q_heads, head_dim),
+        lse=lses.reshape(plan.num_partials, num_q_heads),
+        unit_ends=unit_ends,
+        sinks=arrays.sinks,
         plan=plan,
-        interpret=interpret,
+        num_q_heads=num_q_heads,
     )

@@ -69,7 +69,8 @@ def bind(call: Call, *, interpret: bool) -> Callable[..., Any]:
 
     config = call.choose_config(_HEURISTICS)
     if call.kernel == "decode":
-        return functools.partial(decode.paged_decode, config=config, interpret=interpret)
+        run = decode.paged_decode if call.merged else decode.decode_states
+        return functools.partial(run, config=config, interpret=interpret)
     if call.config is None and not interpret:
         config = _that_fits(config, call)
     return functools.partial(ragged.ragged_paged_attention, config=config, interpret=interpret)

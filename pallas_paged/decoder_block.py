@@ -11,7 +11,6 @@ from typing import Any, Literal, get_args
 import jax
 
 from pallas_paged.checks import default_promotion
-from pallas_paged.deferred_attention import DeferredAttention
 from pallas_paged.kernels.call import Device
 from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.mosaic import support
@@ -22,6 +21,7 @@ from pallas_paged.kernels.mosaic.config import (
 )
 from pallas_paged.linear import linear
 from pallas_paged.rms_norm import rms_norm
+from pallas_paged.unmerged_attention import UnmergedAttention
 
 BlockImplementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 RowLinearNorm = Callable[..., tuple[jax.Array, jax.Array]]
@@ -74,7 +74,7 @@ class Residual:
 
 @default_promotion()
 def between_attentions(
-    attended: jax.Array | DeferredAttention,
+    attended: jax.Array | UnmergedAttention,
     residual: Residual,
     weights: BlockWeights,
     *,
@@ -94,8 +94,8 @@ def between_attentions(
     sums are in f32, in another order. The bits of the kernel are the same each time.
 
     Args:
-        attended: floating `[..., A]`, the output of attention; or attention that is not made yet,
-            of which the kernel unites the partial states itself, without gradients.
+        attended: floating `[..., A]`, the output of attention; or its partial states, which the
+            kernel unites itself, without gradients.
         residual: of these rows.
         weights: of the two layers.
         eps: of the norms.
@@ -124,23 +124,21 @@ def between_attentions(
         config, reason = _config(attended, residual.x, weights, dropout, interpret=interpret)
         if config is not None:
             boards = residual.boards or _new_boards(config, weights)
-            row = _states(attended) if isinstance(attended, DeferredAttention) else attended
-            x, out, boards = _kernel(config, eps, interpret, row, residual.x, weights, boards)
+            given: jax.Array | DecodeStates
+            if not isinstance(attended, UnmergedAttention):
+                given = attended
+            elif attended.states.head_dim % LINEAR_TILE:  # of a head, that are united at a time
+                given = attended.merged()
+            else:
+                given = attended.states
+            x, out, boards = _kernel(config, eps, interpret, given, residual.x, weights, boards)
             return Residual(x=x, boards=boards), out
         if implementation is not None:
             raise NotImplementedError(f"{implementation=} {reason}")
-    if isinstance(attended, DeferredAttention):
-        attended = attended.out()
+    if isinstance(attended, UnmergedAttention):
+        attended = attended.merged()
     x, out = _steps(eps, dropout, row_linear_norm, attended, residual.x, weights)
     return dataclasses.replace(residual, x=x), out
-
-
-def _states(attention: DeferredAttention) -> DecodeStates | jax.Array:
-    """Return the states that the kernel unites, or the result where it can't."""
-    if attention.q.shape[-1] % LINEAR_TILE:
-        return attention.out()
-    states = attention.states()
-    return attention.out() if states is None else states
 
 
 def _steps(
@@ -170,7 +168,7 @@ def _add_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 
 def _check_shapes(
-    attended: jax.Array | DeferredAttention, x: jax.Array, weights: BlockWeights
+    attended: jax.Array | UnmergedAttention, x: jax.Array, weights: BlockWeights
 ) -> None:
     size, hidden_size = x.shape[-1], weights.gate_up.shape[0]
     num_out = None if weights.qkv is None else weights.qkv.shape[0]
@@ -196,7 +194,7 @@ def _check_shapes(
 
 
 def _config(
-    attended: jax.Array | DeferredAttention,
+    attended: jax.Array | UnmergedAttention,
     x: jax.Array,
     weights: BlockWeights,
     dropout: Any,
@@ -204,15 +202,16 @@ def _config(
     interpret: bool,
 ) -> tuple[DecoderBlockConfig | None, str | None]:
     """Return the config of the kernel, or None and why it can't do a call."""
-    of_attention = attended.q if isinstance(attended, DeferredAttention) else attended
-    arrays = of_attention, x, *jax.tree.leaves(weights)
-    dtypes = sorted({array.dtype.name for array in arrays})
+    arrays = x, *jax.tree.leaves(weights)
+    dtypes = sorted({array.dtype.name for array in (attended, *arrays)})
     if dtypes not in (["bfloat16"], ["float16"]):
         return None, f"needs all in bfloat16 or all in float16, not {', '.join(dtypes)}"
     if (num_rows := math.prod(x.shape[:-1])) != 1:
         return None, f"needs one row, not {num_rows}"
     if dropout is not None or weights.o_bias is not None or weights.qkv_bias is not None:
         return None, "has no biases and no dropout"
+    if not isinstance(attended, UnmergedAttention):
+        arrays += (attended,)
     if any(jax.typeof(array).sharding.mesh.size > 1 for array in arrays):
         return None, "needs arrays on one device"
     device = Device.here()
@@ -281,7 +280,7 @@ def _kernel_fwd(
 ) -> Any:
     del config, interpret
     if isinstance(attended, DecodeStates):
-        raise NotImplementedError("the states of deferred attention have no gradient")
+        raise NotImplementedError("partial states of attention have no gradient")
     (x, out), vjp = jax.vjp(functools.partial(_steps, eps, None, None), attended, x, weights)
     return (x, out, boards), vjp
 

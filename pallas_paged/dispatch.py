@@ -44,11 +44,14 @@ class Backend:
         configs: type of the config of each kernel; empty if it has none.
         why_not: returns why it can't do a call, to follow its name, or None.
         bind: returns the function that does a call which it can do.
+        bind_states: returns the function that makes the `DecodeStates` of a call, and their merge;
+            None if it has none.
     """
 
     configs: Mapping[Kernel, type]
     why_not: Callable[[Call], str | None]
     bind: Callable[[Call], Callable[..., Any]]
+    bind_states: Callable[[Call], tuple[Callable[..., Any], Callable[..., Any]]] | None = None
 
 
 def _gpu_backends(name: str, family: Any) -> dict[str, Backend]:
@@ -58,13 +61,20 @@ def _gpu_backends(name: str, family: Any) -> dict[str, Backend]:
             configs=family.CONFIGS,
             why_not=family.why_not_here,
             bind=functools.partial(family.bind, interpret=False),
+            bind_states=_bind_states(family, interpret=False),
         ),
         f"{name}_interpret": Backend(
             configs=family.CONFIGS,
             why_not=family.why_not,
             bind=functools.partial(family.bind, interpret=True),
+            bind_states=_bind_states(family, interpret=True),
         ),
     }
+
+
+def _bind_states(family: Any, *, interpret: bool) -> Callable[..., Any] | None:
+    bind = getattr(family, "bind_states", None)
+    return None if bind is None else functools.partial(bind, interpret=interpret)
 
 
 def _bind_xla(call: Call) -> Callable[..., Any]:
@@ -235,21 +245,22 @@ def attend(
 
 def decode_states(
     arrays: Arrays, *, options: LogitOptions, implementation: Implementation | None
-) -> DecodeStates | None:
-    """Return the partial states of a call of checked arrays of one device, without a gradient.
+) -> tuple[DecodeStates, Callable[[DecodeStates], tuple[jax.Array, jax.Array]]] | None:
+    """Return the partial states of a call of checked arrays of one device, and their merge.
 
-    It is None if the implementation has none.
+    They have no gradient. None if the implementation has no partial states.
 
     Raises:
         ValueError, NotImplementedError: as `choose`.
     """
-    call = Call.of("decode", arrays, device=Device.here(), merged=False)
-    chosen = choose(call, implementation)
-    if not chosen.startswith(("triton", "mosaic_gpu")):
+    call = Call.of("decode", arrays, device=Device.here())
+    bind_states = BACKENDS[choose(call, implementation)].bind_states
+    if bind_states is None:
         return None
+    states, merge = bind_states(call)
     with jax.enable_x64(False):
         arrays = dataclasses.replace(arrays, seq_lens=jnp.clip(arrays.seq_lens, 0, call.max_kv_len))
-        return resolve(call, chosen)(arrays, options=options)
+        return states(arrays, options=options), merge
 
 
 def rising_offsets(offsets: jax.Array, count: int) -> jax.Array:

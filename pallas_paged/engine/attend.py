@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_paged.attention import paged_attention, ragged_paged_attention
-from pallas_paged.deferred_attention import DeferredAttention
 from pallas_paged.engine.batch import ChunkBatch
 from pallas_paged.kv_pool import LayerKV, write_kv
 from pallas_paged.page_table import PageTable
 from pallas_paged.peers import Peers, embed, row_linear, row_linear_norm
 from pallas_paged.rotary_write import Rotation, WriteImplementation, rotate_and_write_kv
+from pallas_paged.unmerged_attention import unmerged_attention
 
 # What writes K and V beside an attention that is named; the best for others.
 _WRITES: dict[str | None, WriteImplementation] = {
@@ -81,7 +81,7 @@ class PagedAttend:
         q_norm: jax.Array | None = None,
         k_norm: jax.Array | None = None,
         eps: float = 1e-6,
-        deferred: bool = False,
+        unmerged: bool = False,
         **options: Any,
     ) -> tuple[Any, LayerKV]:
         repeats = self._repeats(cache, qkv.shape[1])
@@ -97,7 +97,7 @@ class PagedAttend:
             eps=eps,
             implementation=_WRITES.get(self._implementation),
         )
-        return self._attend(q, cache, deferred=deferred, **options)
+        return self._attend(q, cache, unmerged=unmerged, **options)
 
     def row_linear(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         return row_linear(x, weight, self._peers)
@@ -116,7 +116,7 @@ class PagedAttend:
         return repeats if num_kv_heads == self._num_kv_heads else 1
 
     def _attend(
-        self, q: jax.Array, cache: LayerKV, *, deferred: bool = False, **options: Any
+        self, q: jax.Array, cache: LayerKV, *, unmerged: bool = False, **options: Any
     ) -> tuple[Any, LayerKV]:
         options |= dict(
             k_pages=cache.k_pages,
@@ -126,9 +126,11 @@ class PagedAttend:
             kv_layout=cache.kv_layout,
             implementation=self._implementation,
         )
-        if deferred and self._prompts is None:
-            return DeferredAttention(q=q, given=self._decoding | options), cache
         num_decodes = self._decoding["seq_lens"].size
+        if unmerged and num_decodes == 1 and self._prompts is None:
+            states = unmerged_attention(q, **self._decoding, **options)
+            if states is not None:
+                return states, cache
         out = paged_attention(q[:num_decodes], **self._decoding, **options)
         if self._prompts is not None:
             chunk_out = ragged_paged_attention(q[num_decodes:], **self._prompts, **options)

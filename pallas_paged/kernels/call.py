@@ -166,8 +166,6 @@ class Call:
         num_tokens: query tokens.
         num_seqs, num_q_heads, num_kv_heads, head_dim, page_size, max_kv_len: as in `Arrays`.
         with_lse: whether the caller wants the log-sum-exps.
-        merged: whether the caller wants the results of a decode call, or else its `DecodeStates`,
-            which the kernels of Triton and of Mosaic for Hopper have.
         config: given by the caller, or None.
         fixed_split_size: given by the caller, or None. The config is then chosen for it.
     """
@@ -184,7 +182,6 @@ class Call:
     page_size: int
     max_kv_len: int
     with_lse: bool = True
-    merged: bool = True
     config: Any = None
     fixed_split_size: int | None = None
 

@@ -297,6 +297,13 @@ def paged_decode(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend with one query token per row; return `(out [B, Hq, D], lse f32[B, Hq])`."""
     states = decode_states(arrays, options=options, config=config, interpret=interpret)
+    return merge_states(states, dtype=arrays.q.dtype, interpret=interpret)
+
+
+def merge_states(
+    states: DecodeStates, *, dtype: Any, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Return `(out dtype[B, Hq, D], lse f32[B, Hq])`."""
     return merge_decode(
         ops.Partials(out=states.out, lse=states.lse),
         states.unit_ends,
@@ -304,8 +311,8 @@ def paged_decode(
         plan=states.plan,
         num_q_heads=states.num_q_heads,
         head_tiles=states.head_tiles,
-        head_dim=arrays.head_dim,
-        dtype=arrays.q.dtype,
+        head_dim=states.head_dim,
+        dtype=dtype,
         interpret=interpret,
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -180,12 +181,19 @@ def paged_decode(
 ) -> tuple[jax.Array, jax.Array]:
     """Return attention of one query token per row: `(out [B, Hq, D], lse f32[B, Hq])`."""
     states = decode_states(arrays, options=options, config=config, interpret=interpret)
+    return merge_states(states, dtype=arrays.q.dtype, interpret=interpret)
+
+
+def merge_states(
+    states: DecodeStates, *, dtype: Any, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Return `(out dtype[B, Hq, D], lse f32[B, Hq])`."""
     return merge.merge_decode(
         states.out,
         states.lse,
         states.unit_ends,
         states.sinks,
-        dtype=arrays.q.dtype,
+        dtype=dtype,
         plan=states.plan,
         interpret=interpret,
     )

@@ -23,6 +23,7 @@ from pallas_paged.kernels.mosaic import implementation as mosaic
 from pallas_paged.kernels.mosaic.config import prefer_mosaic
 from pallas_paged.kernels.mosaic_sm80 import implementation as mosaic_sm80
 from pallas_paged.kernels.triton import implementation as triton
+from pallas_paged.kernels.write_arrays import WriteArrays
 from pallas_paged.partition import Axes, Layout, explicit_mesh, on_explicit_mesh
 
 Implementation = Literal[
@@ -244,23 +245,38 @@ def attend(
 
 
 def decode_states(
-    arrays: Arrays, *, options: LogitOptions, implementation: Implementation | None
-) -> tuple[DecodeStates, Callable[[DecodeStates], tuple[jax.Array, jax.Array]]] | None:
+    arrays: Arrays,
+    *,
+    options: LogitOptions,
+    implementation: Implementation | None,
+    new: WriteArrays | None = None,
+) -> tuple[tuple[Any, ...], Callable[[DecodeStates], tuple[jax.Array, jax.Array]]] | None:
     """Return the partial states of a call of checked arrays of one device, and their merge.
 
-    They have no gradient. None if the implementation has no partial states.
+    They have no gradient.
+
+    Args:
+        arrays, options, implementation: as in `attend`.
+        new: the newest tokens of the rows, if the kernel is to write them.
+
+    Returns:
+        The states, behind them the pages of K and V with `new`; and the merge. None if the
+        implementation has no partial states or, with `new`, does not write.
 
     Raises:
         ValueError, NotImplementedError: as `choose`.
     """
     call = Call.of("decode", arrays, device=Device.here())
-    bind_states = BACKENDS[choose(call, implementation)].bind_states
-    if bind_states is None:
+    chosen = choose(call, implementation)
+    bind_states = BACKENDS[chosen].bind_states
+    if bind_states is None or (new is not None and not chosen.startswith("triton")):
         return None
     states, merge = bind_states(call)
     with jax.enable_x64(False):
         arrays = dataclasses.replace(arrays, seq_lens=jnp.clip(arrays.seq_lens, 0, call.max_kv_len))
-        return states(arrays, options=options), merge
+        if new is None:
+            return (states(arrays, options=options),), merge
+        return states(arrays, options=options, new=new), merge
 
 
 def rising_offsets(offsets: jax.Array, count: int) -> jax.Array:

@@ -13,7 +13,7 @@ from pallas_paged.kv_pool import LayerKV, write_kv
 from pallas_paged.page_table import PageTable
 from pallas_paged.peers import Peers, embed, row_linear, row_linear_norm
 from pallas_paged.rotary_write import Rotation, WriteImplementation, rotate_and_write_kv
-from pallas_paged.unmerged_attention import unmerged_attention
+from pallas_paged.unmerged_attention import unmerged_attention, write_and_attend
 
 # What writes K and V beside an attention that is named; the best for others.
 _WRITES: dict[str | None, WriteImplementation] = {
@@ -87,6 +87,12 @@ class PagedAttend:
         repeats = self._repeats(cache, qkv.shape[1])
         if repeats > 1:
             qkv = _repeated(qkv, repeats)
+        is_plain = q_norm is None and k_norm is None
+        if unmerged and is_plain and self._has_states:
+            how = self._decoding | dict(rotation=rotation, implementation=self._implementation)
+            found = write_and_attend(cache, qkv, self._slot_mapping, **how, **options)
+            if found is not None:
+                return found
         q, cache = rotate_and_write_kv(
             cache,
             qkv,
@@ -97,7 +103,12 @@ class PagedAttend:
             eps=eps,
             implementation=_WRITES.get(self._implementation),
         )
-        return self._attend(q, cache, unmerged=unmerged, **options)
+        if unmerged and self._has_states:
+            how = self._decoding | dict(implementation=self._implementation)
+            attention = unmerged_attention(cache, q, **how, **options)
+            if attention is not None:
+                return attention, cache
+        return self._attend(q, cache, **options)
 
     def row_linear(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         return row_linear(x, weight, self._peers)
@@ -110,14 +121,18 @@ class PagedAttend:
     def embed(self, token_ids: jax.Array, table: jax.Array) -> jax.Array:
         return embed(token_ids, table, self._peers)
 
+    @property
+    def _has_states(self) -> bool:
+        """Whether a call is one row of one device, whose partial states are of use."""
+        is_alone = self._prompts is None and self._peers is None
+        return is_alone and self._decoding["seq_lens"].size == 1
+
     def _repeats(self, cache: LayerKV, num_kv_heads: int) -> int:
         """Return how often the pool has each head; the model may have repeated them itself."""
         repeats = cache.num_kv_heads // self._num_kv_heads
         return repeats if num_kv_heads == self._num_kv_heads else 1
 
-    def _attend(
-        self, q: jax.Array, cache: LayerKV, *, unmerged: bool = False, **options: Any
-    ) -> tuple[Any, LayerKV]:
+    def _attend(self, q: jax.Array, cache: LayerKV, **options: Any) -> tuple[jax.Array, LayerKV]:
         options |= dict(
             k_pages=cache.k_pages,
             v_pages=cache.v_pages,
@@ -127,10 +142,6 @@ class PagedAttend:
             implementation=self._implementation,
         )
         num_decodes = self._decoding["seq_lens"].size
-        if unmerged and num_decodes == 1 and self._prompts is None:
-            states = unmerged_attention(q, **self._decoding, **options)
-            if states is not None:
-                return states, cache
         out = paged_attention(q[:num_decodes], **self._decoding, **options)
         if self._prompts is not None:
             chunk_out = ragged_paged_attention(q[num_decodes:], **self._prompts, **options)

@@ -37,6 +37,7 @@ class UnmergedAttention:
         """That of the merged output, `[B, Hq * D]`."""
         return self.states.unit_ends.shape[0], self.states.num_q_heads * self.states.head_dim
 
+    @default_promotion()
     def merged(self) -> jax.Array:
         """Return the output `[B, Hq * D]`."""
         with jax.enable_x64(False):

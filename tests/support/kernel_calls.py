@@ -32,6 +32,7 @@ from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.linear import LinearImplementation, linear
 from pallas_paged.rms_norm import rms_norm
 from pallas_paged.rotary_write import WriteImplementation, rotate_and_write_kv
+from pallas_paged.unmerged_attention import unmerged_attention, write_and_attend
 from tests.support.attention_cases import Case, SharedPrefixes
 from tests.support.quantized_cases import Quantized
 from tests.support.sampling_rows import metadata
@@ -141,6 +142,8 @@ def kernel_calls() -> list[KernelCall]:
         add(LinearImplementation, name, linear, partial(_linear_arrays, sizes))
     add(Literal["triton"], "RMS norm", _norm, partial(_linear_arrays, (2048,)))
     add(BlockImplementation, "between attentions", _between_attentions, _block_arrays)
+    add(BlockImplementation, "attention and between", _attention_and_between, _states_arrays)
+    add(Literal["triton"], "decode and write", _write_and_attend, _decode_and_write_arrays)
     return found
 
 
@@ -253,6 +256,52 @@ def _block_arrays() -> tuple[Any, ...]:
         qkv=normal(192, size),
     )
     return normal(1, 256), normal(1, size), weights
+
+
+def _attention_and_between(
+    arrays: dict[str, Any], x: Any, weights: BlockWeights, *, implementation: Any
+) -> tuple[jax.Array, jax.Array]:
+    layer = pp.LayerKV(k_pages=arrays["k_pages"], v_pages=arrays["v_pages"])
+    rows = (arrays[name] for name in ("q", "block_tables", "seq_lens"))
+    attended: Any = unmerged_attention(layer, *rows, implementation=implementation)
+    if attended is None:
+        attended = pp.paged_attention(**arrays, implementation=implementation).reshape(1, -1)
+    return _between_attentions(attended, x, weights, implementation=implementation)
+
+
+def _states_arrays() -> tuple[Any, ...]:
+    case = dataclasses.replace(DECODE, num_q_heads=2, num_kv_heads=1, seq_lens=(150,))
+    arrays = dict(zip(CACHE, case.make(), strict=True))
+    _, x, weights = _block_arrays()
+    return arrays, x, weights
+
+
+def _write_and_attend(
+    layer: Any, qkv: Any, slots: Any, table: Any, lens: Any, rotation: Any, *, implementation: Any
+) -> Any:
+    rows = slots, table, lens
+    how: dict[str, Any] = dict(rotation=rotation, implementation=implementation)
+    found = write_and_attend(layer, qkv, *rows, **how)
+    if found is not None:
+        return found[0].merged(), found[1]
+    q, layer = rotate_and_write_kv(layer, qkv, rows[0], **how)
+    pages = layer.k_pages, layer.v_pages
+    out = pp.paged_attention(q, *pages, *rows[1:], implementation=implementation)
+    return out.reshape(len(qkv), -1), layer
+
+
+def _decode_and_write_arrays() -> tuple[Any, ...]:
+    _, k, v, table, lens = DECODE.make()
+    rng = np.random.default_rng(6)
+    lens = np.asarray(lens)
+    last = np.maximum(lens - 1, 0)
+    pages = np.asarray(table)[np.arange(len(lens)), last // DECODE.page_size]
+    slots = np.where(lens > 0, pages * DECODE.page_size + last % DECODE.page_size, -1)
+    qkv = rng.standard_normal((len(lens), 2, 6, 128)).astype(jnp.bfloat16)
+    angles = rng.standard_normal((len(lens), 64)).astype(np.float32)
+    finite = (jnp.where(jnp.isfinite(x), x, 0) for x in (jnp.asarray(k), jnp.asarray(v)))
+    layer = pp.LayerKV(**dict(zip(("k_pages", "v_pages"), finite, strict=True)))
+    return layer, qkv, slots.astype(np.int32), table, lens, (np.cos(angles), np.sin(angles))
 
 
 def _norm(x: jax.Array, weight: jax.Array, *, implementation: str) -> jax.Array:

@@ -34,6 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.decode_plan import DecodePlan
+from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits
 from pallas_paged.kernels.mosaic import decode_one_byte, one_byte, ops
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig
@@ -305,6 +306,31 @@ def paged_decode(
     arrays: Arrays, *, options: LogitOptions, config: MosaicDecodeConfig, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Attend with one query token per row; return `(out [B, Hq, D], lse f32[B, Hq])`."""
+    states = decode_states(arrays, options=options, config=config, interpret=interpret)
+    return merge_states(states, dtype=arrays.q.dtype, interpret=interpret)
+
+
+def merge_states(
+    states: DecodeStates, *, dtype: Any, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Return `(out dtype[B, Hq, D], lse f32[B, Hq])`."""
+    return merge_decode(
+        ops.Partials(out=states.out, lse=states.lse),
+        states.unit_ends,
+        states.sinks,
+        plan=states.plan,
+        num_q_heads=states.num_q_heads,
+        head_tiles=states.head_tiles,
+        head_dim=states.head_dim,
+        dtype=dtype,
+        interpret=interpret,
+    )
+
+
+def decode_states(
+    arrays: Arrays, *, options: LogitOptions, config: MosaicDecodeConfig, interpret: bool
+) -> DecodeStates:
+    """Attend with one query token per row, without the merge."""
     group, head_dim = arrays.group, arrays.head_dim
     num_parts = arrays.num_kv_heads * head_tiles(group)[0]
     plan = DecodePlan.of(
@@ -354,16 +380,14 @@ def paged_decode(
         kernel_name="paged_decode",
         interpret=ops.interpreter(interpret),
     )(*jax.tree.leaves(inputs))
-    return merge_decode(
-        ops.Partials(out=out, lse=lse),
-        inputs.unit_ends,
-        arrays.sinks,
+    return DecodeStates(
+        out=out,
+        lse=lse,
+        unit_ends=inputs.unit_ends,
+        sinks=arrays.sinks,
         plan=plan,
         num_q_heads=arrays.num_q_heads,
         head_tiles=head_tiles(group),
-        head_dim=head_dim,
-        dtype=arrays.q.dtype,
-        interpret=interpret,
     )
 
 

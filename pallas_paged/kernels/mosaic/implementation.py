@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pallas_paged.kernels.call import Call, Kernel
+from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.mosaic import support
 from pallas_paged.kernels.mosaic.config import (
     MosaicDecodeConfig,
@@ -44,3 +45,16 @@ def bind(call: Call, *, interpret: bool) -> Callable[..., Any]:
         return functools.partial(decode.paged_decode, **static)
     static["with_lse"] = call.with_lse
     return functools.partial(ragged.ragged_paged_attention, **static)
+
+
+def bind_states(
+    call: Call, *, interpret: bool
+) -> tuple[Callable[..., DecodeStates], Callable[..., Any]]:
+    """Return the function that makes the states of a decode call, and that which merges them."""
+    from pallas_paged.kernels.mosaic import decode
+
+    config = call.choose_config({"decode": decode_config})
+    return (
+        functools.partial(decode.decode_states, config=config, interpret=interpret),
+        functools.partial(decode.merge_states, dtype=call.dtype, interpret=interpret),
+    )

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_paged.kernels.call import Call, Device, Kernel
+from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.triton.config import (
     DecodeConfig,
     RaggedConfig,
@@ -73,6 +74,19 @@ def bind(call: Call, *, interpret: bool) -> Callable[..., Any]:
     if call.config is None and not interpret:
         config = _that_fits(config, call)
     return functools.partial(ragged.ragged_paged_attention, config=config, interpret=interpret)
+
+
+def bind_states(
+    call: Call, *, interpret: bool
+) -> tuple[Callable[..., DecodeStates], Callable[..., Any]]:
+    """Return the function that makes the states of a decode call, and that which merges them."""
+    from pallas_paged.kernels.triton import decode
+
+    config = call.choose_config(_HEURISTICS)
+    return (
+        functools.partial(decode.decode_states, config=config, interpret=interpret),
+        functools.partial(decode.merge_states, dtype=call.dtype, interpret=interpret),
+    )
 
 
 def _that_fits(config: RaggedConfig, call: Call) -> RaggedConfig:

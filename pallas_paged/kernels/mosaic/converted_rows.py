@@ -196,7 +196,7 @@ def convert_rows(
         mesh=plgpu.Mesh(grid=(num_programs,), grid_names=("program",)),
         compiler_params=plgpu.CompilerParams(),
         interpret=ops.interpreter(interpret),
-        name="convert_rows",
+        name="ragged_convert_rows",
     )(*jax.tree.leaves(inputs))
     rows = jax.tree.unflatten(jax.tree.structure(rows), results)
     return dataclasses.replace(rows, first_block=first_block)

@@ -68,6 +68,18 @@ ENTRIES = {
         fields=(*CACHE, "prefix_lens", "cu_group_sizes"),
     ),
 }
+# Rows of one-byte pages are converted before the ragged kernel, if tables are as wide.
+WIDE = Entry(
+    function=pp.ragged_paged_attention,
+    case=dataclasses.replace(
+        RAGGED,
+        seq_lens=(300, 0, 200, 1),
+        q_lens=(300, 0, 200, 1),
+        num_tokens=1024,
+        pages_per_seq=512,
+    ),
+    fields=(*CACHE, "cu_q_lens"),
+)
 KV_DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
 PER_HEAD = np.linspace(0.0, 1.0, HEADS, dtype=np.float32)
 OPTIONS: dict[str, Any] = dict(
@@ -126,13 +138,16 @@ def kernel_calls() -> list[KernelCall]:
                     KernelCall(family=family, name=name, function=function, make=make, **more)
                 )
 
-    for entry in ENTRIES:
+    for name, entry in ENTRIES.items():
         for kv_dtype in KV_DTYPES:
             make = partial(_attention_arrays, entry, kv_dtype)
-            add(Implementation, f"{entry} {kv_dtype}", partial(_attend, entry), make)
-        options = OPTIONS | ({"tree_mask": TREE_MASK} if entry == "ragged" else {})
+            add(Implementation, f"{name} {kv_dtype}", partial(_attend, entry), make)
+        options = OPTIONS | ({"tree_mask": TREE_MASK} if name == "ragged" else {})
         make = partial(_attention_arrays, entry, DECODE.dtype)
-        add(Implementation, f"{entry} with options", partial(_attend, entry, **options), make)
+        add(Implementation, f"{name} with options", partial(_attend, entry, **options), make)
+    for kv_dtype in KV_DTYPES[1:]:
+        make = partial(_attention_arrays, WIDE, kv_dtype)
+        add(Literal["mosaic_gpu"], f"wide ragged {kv_dtype}", partial(_attend, WIDE), make)
     add(Implementation, "gradient", _gradient, _gradient_arrays)
     for kv_dtype in KV_DTYPES:
         make = partial(_write_arrays, kv_dtype)
@@ -147,12 +162,12 @@ def kernel_calls() -> list[KernelCall]:
     return found
 
 
-def _attend(entry: str, arrays: dict[str, Any], **options: Any) -> Any:
-    return ENTRIES[entry].function(**arrays, return_lse=True, **options)
+def _attend(entry: Entry, arrays: dict[str, Any], **options: Any) -> Any:
+    return entry.function(**arrays, return_lse=True, **options)
 
 
-def _attention_arrays(entry: str, kv_dtype: str) -> tuple[dict[str, Any]]:
-    case, fields = ENTRIES[entry].case, ENTRIES[entry].fields
+def _attention_arrays(entry: Entry, kv_dtype: str) -> tuple[dict[str, Any]]:
+    case, fields = entry.case, entry.fields
     if kv_dtype == DECODE.dtype:
         return (dict(zip(fields, case.make(), strict=True)),)
     rest: tuple[Any, ...] = ()
@@ -187,7 +202,7 @@ def _gradient(arrays: dict[str, Any], d_out: jax.Array, *, implementation: str) 
 
 
 def _gradient_arrays() -> tuple[Any, ...]:
-    (arrays,) = _attention_arrays("ragged", DECODE.dtype)
+    (arrays,) = _attention_arrays(ENTRIES["ragged"], DECODE.dtype)
     d_out = np.random.default_rng(1).standard_normal(arrays["q"].shape)
     return arrays, d_out.astype(jnp.bfloat16)
 

@@ -24,7 +24,6 @@ from pallas_paged.kernels.mosaic.ring import Pool
 
 _THREADS = 128  # of a warpgroup
 _AT_ONCE = 8  # pieces that a thread asks for before it uses the first
-_LOAD, _STORE = "ld.global.nc.v4.b32", "st.global.v4.b32"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -134,7 +133,7 @@ class BlockConversion:
                     loaded = ptx(
                         f"{{ .reg .b64 at, x; mul.wide.s32 at, $5, {byte_strides['P']};"
                         " add.s64 at, at, $4; add.s64 at, at, $6; cvt.u64.u32 x, $7;"
-                        f" add.s64 at, at, x; {_LOAD} {{$0, $1, $2, $3}}, [at]; }}",
+                        " add.s64 at, at, x; ld.global.nc.v4.b32 {$0, $1, $2, $3}, [at]; }",
                         pages,
                         page,
                         in_head,
@@ -156,7 +155,7 @@ class BlockConversion:
                     at = arith.addi(arith.muli(x, c(2 * head_dim)), arith.muli(lane, c(16)))
                     ptx(
                         "{ .reg .b64 at; cvt.u64.u32 at, $1; add.s64 at, at, $0;"
-                        f" {_STORE} [at], {{$2, $3, $4, $5}}; }}",
+                        " st.global.v4.b32 [at], {$2, $3, $4, $5}; }",
                         out,
                         at,
                         *pairs,

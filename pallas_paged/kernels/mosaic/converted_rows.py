@@ -35,8 +35,8 @@ from pallas_paged.prefix_sums import prefix_sums
 # A row is converted if its queries fill more tiles. The copies of a block are written and read
 # again, and the converter's time for it is saved once per tile.
 MIN_TILES = 4
-# A call is left to the converter if it has fewer: one more kernel takes longer than it saves.
-MIN_LOGITS = 2**24
+# A call is left to the converter if it has fewer: one more kernel takes as long as it saves.
+MIN_LOGITS = 2**26
 # Of a scratch pool, in device memory: 131072 tokens of 8 KV heads of 128.
 MOST_BYTES = 2**29
 
@@ -198,7 +198,7 @@ def convert_rows(
         mesh=plgpu.Mesh(grid=(num_programs,), grid_names=("program",)),
         compiler_params=plgpu.CompilerParams(),
         interpret=ops.interpreter(interpret),
-        name="convert_rows",
+        name="ragged_convert_rows",
     )(*jax.tree.leaves(inputs))
     rows = jax.tree.unflatten(jax.tree.structure(rows), results)
     return dataclasses.replace(rows, first_block=first_block)

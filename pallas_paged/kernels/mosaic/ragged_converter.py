@@ -6,8 +6,9 @@ It stands between the producer and the consumers, who then read a ring as they d
     converter     element * scale           rounded once, to q's dtype
     consumers     q.k, softmax, p.v         the ring of 16-bit blocks
 
-So every element is converted once for all query rows of a tile, and neither conversion nor scales
-cost the consumers an instruction.
+So every element is converted once for all query rows of a tile. Blocks that were converted before
+the kernel (`converted_rows`) do not pass through the first ring: the same warpgroup copies them to
+the second one.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def test_ragged(row):
     scales = [scale, scale] if kv_dtype else []
     text = lower_for_cuda(call, q, *cache, cu_q_lens, *scales).as_text()
     converted = kv_dtype and row["num_tokens"] * num_q_heads >= converted_rows.MIN_LOGITS // 4096
-    names = ["convert_rows"] if converted else []
+    names = ["ragged_convert_rows"] if converted else []
     check_kernels(text, *names, "ragged_paged_attention", "ragged_paged_attention_merge")
     # The merge writes into the kernel's output in place, and into lse only if the call returns it.
     merge = [line for line in text.splitlines() if CUSTOM_CALL.search(line)][-1]

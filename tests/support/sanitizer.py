@@ -32,10 +32,10 @@ TOOLS = {
     "synccheck": [],
     "racecheck": ["--racecheck-report", "all"],
 }
-# Arrays have memory of their own, not parts of one block that JAX has taken for all; kernels are
-# launched one by one, not as a graph; and programs are compiled once for all tools.
+# memcheck knows the size of each array of this allocator, and blocks of 2 MB or more of the others;
+# kernels are launched one by one, not as a graph; and programs are compiled once for all tools.
 ENVIRONMENT = {
-    "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+    "XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "XLA_FLAGS": "--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -65,7 +65,7 @@ class Job:
 
 def planted_calls() -> list[KernelCall]:
     """Calls with an error that a tool must find."""
-    make = partial(np.ones, 128, np.float32)
+    make = partial(np.ones, 100, np.float32)
     names_and_functions = {"planted read past the end": _read_past_the_end, "planted race": _race}
     return [
         KernelCall(family="", name=name, function=function, make=lambda: (make(),))
@@ -74,16 +74,13 @@ def planted_calls() -> list[KernelCall]:
 
 
 def _read_past_the_end(x: jax.Array, *, implementation: str) -> jax.Array:
-    """Copy by a Triton kernel that reads 16 MB past the end.
-
-    memcheck knows blocks of 2 MB: less than that past the end of an array may be in its block.
-    """
+    """Copy by a Triton kernel that reads 28 elements past the end."""
     del implementation
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
 
     def body(x_ref, out_ref):
-        out_ref[...] = plgpu.load(x_ref.at[jnp.arange(128) + (1 << 22)])
+        out_ref[...] = plgpu.load(x_ref.at[jnp.arange(128)])
 
     return pl.pallas_call(
         body,
@@ -96,7 +93,7 @@ def _race(x: jax.Array, *, implementation: str) -> jax.Array:
     del implementation
     from tests.support.planted_race import add_by_two
 
-    return add_by_two(x)
+    return add_by_two(jnp.pad(x, (0, 28)))
 
 
 def run_calls(names: Sequence[str]) -> None:

@@ -46,13 +46,13 @@ class Backend:
         why_not: returns why it can't do a call, to follow its name, or None.
         bind: returns the function that does a call which it can do.
         bind_states: returns the function that makes the `DecodeStates` of a call, and their merge;
-            None if it has none.
+            it or its result is None if it has none.
     """
 
     configs: Mapping[Kernel, type]
     why_not: Callable[[Call], str | None]
     bind: Callable[[Call], Callable[..., Any]]
-    bind_states: Callable[[Call], tuple[Callable[..., Any], Callable[..., Any]]] | None = None
+    bind_states: Callable[..., tuple[Callable[..., Any], Callable[..., Any]] | None] | None = None
 
 
 def _gpu_backends(name: str, family: Any) -> dict[str, Backend]:
@@ -267,11 +267,11 @@ def decode_states(
         ValueError, NotImplementedError: as `choose`.
     """
     call = Call.of("decode", arrays, device=Device.here())
-    chosen = choose(call, implementation)
-    bind_states = BACKENDS[chosen].bind_states
-    if bind_states is None or (new is not None and not chosen.startswith("triton")):
+    bind_states = BACKENDS[choose(call, implementation)].bind_states
+    bound = None if bind_states is None else bind_states(call, writes=new is not None)
+    if bound is None:
         return None
-    states, merge = bind_states(call)
+    states, merge = bound
     with jax.enable_x64(False):
         arrays = dataclasses.replace(arrays, seq_lens=jnp.clip(arrays.seq_lens, 0, call.max_kv_len))
         if new is None:

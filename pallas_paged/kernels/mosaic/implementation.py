@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from pallas_paged.kernels.call import Call, Kernel
-from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.mosaic import support
 from pallas_paged.kernels.mosaic.config import (
     MosaicDecodeConfig,
@@ -48,11 +47,16 @@ def bind(call: Call, *, interpret: bool) -> Callable[..., Any]:
 
 
 def bind_states(
-    call: Call, *, interpret: bool
-) -> tuple[Callable[..., DecodeStates], Callable[..., Any]]:
-    """Return the function that makes the states of a decode call, and that which merges them."""
+    call: Call, *, writes: bool, interpret: bool
+) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return the function that makes the states of a decode call, and that which merges them.
+
+    None if the kernel is to write the newest tokens as well.
+    """
     from pallas_paged.kernels.mosaic import decode
 
+    if writes:
+        return None
     config = call.choose_config({"decode": decode_config})
     return (
         functools.partial(decode.decode_states, config=config, interpret=interpret),

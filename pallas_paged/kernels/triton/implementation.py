@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_paged.kernels.call import Call, Device, Kernel
-from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.triton.config import (
     DecodeConfig,
     RaggedConfig,
     decode_config,
     next_power_of_2,
     ragged_config,
+    writing_decode_config,
 )
 
 CONFIGS: dict[Kernel, type] = {"decode": DecodeConfig, "ragged": RaggedConfig}
@@ -77,12 +77,14 @@ def bind(call: Call, *, interpret: bool) -> Callable[..., Any]:
 
 
 def bind_states(
-    call: Call, *, interpret: bool
-) -> tuple[Callable[..., DecodeStates], Callable[..., Any]]:
+    call: Call, *, writes: bool, interpret: bool
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the function that makes the states of a decode call, and that which merges them."""
     from pallas_paged.kernels.triton import decode
 
     config = call.choose_config(_HEURISTICS)
+    if writes:
+        config = writing_decode_config(config, num_sms=call.device.num_sms, **call.sizes)
     return (
         functools.partial(decode.decode_states, config=config, interpret=interpret),
         functools.partial(decode.merge_states, dtype=call.dtype, interpret=interpret),

@@ -59,8 +59,9 @@ class _Code:
 
     Attributes:
         names: of the arrays, in the order of their addresses.
-        is_f32: whether elements are f32; else bf16.
+        is_f32: whether elements of results are f32; else bf16.
         num_devices, num_rows: of x.
+        num_parts: f32 arrays that x is the sum of; 0 if it has the dtype of the results.
         packets: of a row.
         capacity: bytes of the packets of one sender.
         threads: of a program.
@@ -72,6 +73,7 @@ class _Code:
     is_f32: bool
     num_devices: int
     num_rows: int
+    num_parts: int
     packets: int
     capacity: int
     threads: int
@@ -94,7 +96,7 @@ class _Code:
             yield self.rounds[first : first + size]
 
     def text(self) -> str:
-        parts = [*self.start(), *self.load(), *self.find_memory(), *self.send()]
+        parts = [*self.start(), *self.load(), *self.find_memory(), *self.add_parts(), *self.send()]
         for rounds in self.groups:
             parts += self.receive(rounds)
             for i in rounds:
@@ -110,6 +112,7 @@ class _Code:
         yield ".reg .b32 rank, call, program, thread, word, polls, index;"
         yield f".reg .b32 column<{n}>, unit<{n}>, x0_<{n}>, x1_<{n}>;"
         yield f".reg .b32 residual0_<{n}>, residual1_<{n}>, weight0_<{n}>, weight1_<{n}>;"
+        yield f".reg .f32 part<{max(4 * n * self.num_parts, 1)}>;"
         for name in ("data0_", "data1_", "flag0_", "flag1_"):
             yield f".reg .b32 {name}<{most}>;"
         yield f".reg .b64 address, offset, own, sent, received, peer<{self.num_devices}>;"
@@ -125,9 +128,16 @@ class _Code:
 
     def load(self) -> Iterator[str]:
         """Ask for all inputs before the first wait, so that their latencies do not add up."""
+        for i, place in self.parts:
+            first = self.num_rows * self.packets * place
+            yield f"setp.lt.u32 valid, column{i}, {self.packets}; add.u32 index, unit{i}, {first};"
+            yield f"mul.wide.u32 offset, index, {2 * DATA_BYTES};"
+            yield f"add.s64 address, {self.ref('x')}, offset;"
+            words = ", ".join(self.part(i, place, j) for j in range(4))
+            yield f"@valid ld.volatile.global.v4.f32 {{{words}}}, [address];"
         arrays = {"x": "unit", "residual": "unit", "weight": "column"}
         for name, index in arrays.items():
-            if name not in self.names:
+            if name not in self.names or (name == "x" and self.num_parts):
                 continue
             for i in self.rounds:
                 yield f"setp.lt.u32 valid, column{i}, {self.packets};"
@@ -135,6 +145,23 @@ class _Code:
                 words = f"{{{name}0_{i}, {name}1_{i}}}"
                 # Volatile, so that the assembler keeps these before what must wait.
                 yield f"@valid ld.volatile.global.v2.b32 {words}, [address];"
+
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """Round and number of all parts of x that a thread adds up."""
+        return [(i, place) for i in self.rounds for place in range(self.num_parts)]
+
+    def part(self, i: int, place: int, element: int) -> str:
+        return f"part{4 * (i * self.num_parts + place) + element}"
+
+    def add_parts(self) -> Iterator[str]:
+        """Set x to the sum of its parts."""
+        for i, place in self.parts:
+            for j in range(4):
+                part = self.part(i, place, j)
+                yield f"add.f32 acc{j}, acc{j}, {part};" if place else f"mov.f32 acc{j}, {part};"
+            if place == self.num_parts - 1:
+                yield from self.round(f"x0_{i}", f"x1_{i}")
 
     def find_memory(self) -> Iterator[str]:
         """Read the number of this call, and find where packets go to and come from."""
@@ -285,7 +312,8 @@ def all_reduce(
 
     Args:
         x: bf16 or f32 `[rows, E]`, at most `REDUCE_ROWS` rows of a multiple of `DATA_BYTES` bytes;
-            inside `shard_map`.
+            inside `shard_map`. Or f32 `[parts, rows, E]`, whose parts are added up first, and
+            rounded to bf16; with a residual then.
         peers: `i32[2 * devices + 2]`: lower and upper half of the address of each device's memory,
             zero before the first call; the rank of this device, and 0.
         memory: of this device, `i32[1, memory_bytes / 4]`.
@@ -297,8 +325,10 @@ def all_reduce(
     Returns:
         The sum, and with a weight its norm.
     """
-    num_rows, size = x.shape
-    packets = size * x.dtype.itemsize // DATA_BYTES
+    num_rows, size = x.shape[-2:]
+    num_parts = x.shape[0] if x.ndim == 3 else 0
+    dtype = jnp.bfloat16 if num_parts else x.dtype
+    packets = size * jnp.dtype(dtype).itemsize // DATA_BYTES
     warpgroups = min(pl.cdiv(packets, 128), _MAX_WARPGROUPS)
     operands: dict[str, Any] = {"x": x, "peers": peers, "memory": memory}
     operands |= {} if residual is None else {"residual": residual}
@@ -306,9 +336,10 @@ def all_reduce(
     results = ("out",) if weight is None else ("out", "normed")
     code = _Code(
         names=(*operands, *results, "sums"),
-        is_f32=x.dtype == jnp.float32,
+        is_f32=dtype == jnp.float32,
         num_devices=peers.size // 2 - 1,
         num_rows=num_rows,
+        num_parts=num_parts,
         packets=packets,
         capacity=_packets_bytes(capacity),
         threads=128 * warpgroups,
@@ -329,7 +360,7 @@ def all_reduce(
 
     return plgpu.kernel(
         kernel,
-        out_type=(result_shape(x.shape, x.dtype),) * len(results),
+        out_type=(result_shape((num_rows, size), dtype),) * len(results),
         scratch_types=(plgpu.SMEM((4 * _MAX_WARPGROUPS,), jnp.float32),),
         grid=(num_rows,),
         grid_names=("program",),

@@ -19,20 +19,22 @@ from tests.support.devices import H200
 CAPACITY = 1 << 20
 
 
-def lowered(dtype, shape, num_devices) -> str:
-    """The text of a program that adds up on each device."""
+def lowered(dtype, shape, num_devices, *others) -> str:
+    """The text of a program that adds up on each device; `others` are whole on every device."""
     kinds = (AxisType.Auto,)
     mesh = AbstractMesh((num_devices,), ("tensor",), kinds, abstract_device=H200)
 
-    def local(x, peers, memory):
-        return all_reduce(x[0], peers.reshape(-1), memory, capacity=CAPACITY)
+    def local(x, peers, memory, *others):
+        return all_reduce(x[0], peers.reshape(-1), memory, *others, capacity=CAPACITY)
 
-    cut = P("tensor")
-    run = jax.shard_map(local, mesh=mesh, in_specs=(cut,) * 3, out_specs=P(), check_vma=False)
+    cut, whole = P("tensor"), (P(),) * len(others)
+    specs = (cut,) * 3 + whole
+    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
     shapes = (
         jax.ShapeDtypeStruct((num_devices, *shape), dtype),
         jax.ShapeDtypeStruct((num_devices, 2 * num_devices + 2), jnp.int32),
         jax.ShapeDtypeStruct((num_devices, memory_bytes(num_devices, CAPACITY) // 4), jnp.int32),
+        *others,
     )
     with jax.sharding.use_abstract_mesh(mesh):
         return jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
@@ -47,6 +49,16 @@ def test_it_is_one_kernel_and_no_collective_of_xla(dtype, shape, num_devices):
     text = lowered(dtype, shape, num_devices)
     assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 1
     assert not re.search(r"all_reduce\"|all_gather\"|collective_permute", text)
+
+
+@pytest.mark.parametrize("num_devices", [2, 8])
+def test_the_parts_of_a_product_are_added_up_in_the_kernel(num_devices):
+    residual = jax.ShapeDtypeStruct((64, 5120), jnp.bfloat16)
+    weight = jax.ShapeDtypeStruct((5120,), jnp.bfloat16)
+    text = lowered(jnp.float32, (8, 64, 5120), num_devices, residual, weight)
+    (call,) = re.findall(r"custom_call @mosaic_gpu.*", text)
+    assert call.endswith("(tensor<64x5120xbf16>, tensor<64x5120xbf16>)")
+    assert "stablehlo.reduce" not in text
 
 
 def test_memory_holds_the_packets_of_two_calls_from_each_device():

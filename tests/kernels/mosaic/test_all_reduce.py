@@ -14,6 +14,7 @@ if jax.__version_info__ < (0, 11):
     pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
 
 from pallas_paged.kernels.mosaic.all_reduce import all_reduce, memory_bytes
+from pallas_paged.peers import Peers, row_linear_norm
 from tests.support.devices import H200
 
 CAPACITY = 1 << 20
@@ -65,3 +66,24 @@ def test_memory_holds_the_packets_of_two_calls_from_each_device():
     one = memory_bytes(2, 8192) - memory_bytes(2, 0)
     assert one == 2 * 2 * 8192 * 2  # packets are twice as large as their data
     assert memory_bytes(8, 8192) - memory_bytes(8, 0) == 4 * one
+
+
+def test_the_product_of_a_decode_step_leaves_its_parts_to_the_kernel():
+    mesh = AbstractMesh((2,), ("tensor",), (AxisType.Auto,), abstract_device=H200)
+
+    def shape(*sizes, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    peers = Peers(
+        addresses=shape(2, 6, dtype=jnp.int32),
+        memory=shape(2, memory_bytes(2, CAPACITY) // 4, dtype=jnp.int32),
+        mesh=mesh,
+        capacity=CAPACITY,
+    )
+    args = shape(64, 4096), shape(1024, 4096), shape(64, 1024), shape(1024)
+    with jax.sharding.use_abstract_mesh(mesh):
+        run = jax.jit(lambda peers, *args: row_linear_norm(*args, 1e-5, peers))
+        text = run.trace(peers, *args).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 1
+    assert "tensor<4x64x1024xf32>" in text
+    assert "stablehlo.reduce" not in text

@@ -42,13 +42,7 @@ GPU_OPTIONS = {
 # On a mesh too the loop is one graph, where `Peers` adds up by its kernel. What NCCL sends can't be
 # in a graph; pieces of few kernels between are faster without one. NCCL is faster than XLA's own
 # kernels for sums (docs/parallel.md); JAX 0.10 has NCCL only.
-# A kernel is loaded when the graph that has it is made, before the devices wait for one another.
-# One outside of graphs, as kernels fused with slices are, is loaded when it first runs. That may
-# wait for all that its device does, and so for a device that waits for the loading.
-_MESH_OPTIONS = {k: v for k, v in GPU_OPTIONS.items() if k != "xla_gpu_graph_min_graph_size"} | {
-    "xla_gpu_enable_dynamic_slice_fusion": False,
-    "xla_gpu_execution_terminate_timeout": "10m",  # for which a call may take to be started
-}
+_MESH_OPTIONS = {k: v for k, v in GPU_OPTIONS.items() if k != "xla_gpu_graph_min_graph_size"}
 if jax.__version_info__ >= (0, 11):
     _MESH_OPTIONS["xla_gpu_experimental_use_collective_kernels"] = ""
 

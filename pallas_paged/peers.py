@@ -116,6 +116,28 @@ class Group:
         out = residual + self.sum(x)
         return out, rms_norm(out, weight, eps)
 
+    def linear_add_and_norm(
+        self,
+        x: jax.Array,
+        weight: jax.Array,
+        residual: jax.Array,
+        norm: jax.Array,
+        eps: float,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return `residual` plus the sum of `x @ weight.T`, and its RMS norm with weight `norm`.
+
+        Few rows keep a GPU busy only where programs divide the columns among them, and what they
+        made is added up: by the kernel that adds up over the devices, too.
+        """
+        from pallas_paged.kernels.mosaic.config import reduce_parts
+
+        kinds = {x.dtype, weight.dtype, residual.dtype, norm.dtype}
+        parts = reduce_parts(num_rows=x.shape[0], num_columns=x.shape[1])
+        if parts == 1 or kinds != {jnp.dtype(jnp.bfloat16)} or self._why_not(residual) is not None:
+            return self.add_and_norm(linear(x, weight), residual, norm, eps)
+        out, normed = self._kernel(partial_products(x, weight, parts), residual, norm, eps=eps)
+        return out, normed
+
     def _why_not(self, x: jax.Array) -> str | None:
         """Return why the kernel can't add up `x` `[rows, E]`, or None."""
         from pallas_paged.kernels.mosaic.config import REDUCE_ROWS
@@ -226,7 +248,7 @@ def row_linear_norm(
     cut, whole = PartitionSpec(None, peers.axis), PartitionSpec()
 
     def local(group: Group, x: Any, weight: Any, residual: Any, norm: Any) -> Any:
-        return group.add_and_norm(linear(x, weight), residual, norm, eps)
+        return group.linear_add_and_norm(x, weight, residual, norm, eps)
 
     return peers.run(local, (cut, cut, whole, whole), x, weight, residual, norm)
 
@@ -252,6 +274,19 @@ def embed(token_ids: jax.Array, table: jax.Array, peers: Peers | None) -> jax.Ar
         return group.sum(table.at[rows].get(mode="fill", fill_value=0))
 
     return peers.run(local, (PartitionSpec(), PartitionSpec(peers.axis)), token_ids, table)
+
+
+def partial_products(x: jax.Array, weight: jax.Array, parts: int) -> jax.Array:
+    """Return `x @ weight.T` as the sum over the first axis, f32 `[parts, T, N]`.
+
+    Args:
+        x: `[T, K]`.
+        weight: `[N, K]`.
+        parts: a divisor of K.
+    """
+    x, weight = (y.reshape(y.shape[0], parts, -1) for y in (x, weight))
+    dims = (((2,), (2,)), ((1,), (1,)))
+    return lax.dot_general(x, weight, dims, preferred_element_type=jnp.float32)
 
 
 def _packets(x: jax.Array) -> bool:

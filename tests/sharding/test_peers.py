@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_paged.peers import create_peers, embed, row_linear
+from pallas_paged.kernels.mosaic.config import reduce_parts
+from pallas_paged.peers import create_peers, embed, partial_products, row_linear
 from tests.support.devices import mesh
 from tests.support.placement import collectives
 from tests.support.repeats import repeat
@@ -107,3 +108,19 @@ def test_without_a_mesh_nothing_is_added_up():
     x, weight = draw(2, 5, 64), draw(3, 24, 64)
     np.testing.assert_allclose(row_linear(x, weight, None), x @ weight.T, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(embed(np.array([1, 0]), weight, None), weight[[1, 0]])
+
+
+@pytest.mark.parametrize("parts", [1, 2, 8])
+def test_the_parts_of_a_product_add_up_to_it(parts):
+    x, weight = draw(0, 5, 64), draw(1, 24, 64)
+    found = partial_products(jnp.asarray(x), jnp.asarray(weight), parts)
+    assert (found.shape, found.dtype) == ((parts, 5, 24), jnp.float32)
+    np.testing.assert_allclose(np.asarray(found).sum(0), x @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+def test_parts_of_products_have_columns_enough():
+    assert reduce_parts(num_rows=64, num_columns=2048) == 4
+    assert reduce_parts(num_rows=1, num_columns=7168) == 8
+    assert reduce_parts(num_rows=64, num_columns=7168) == 4
+    assert reduce_parts(num_rows=64, num_columns=1023) == 1
+    assert reduce_parts(num_rows=65, num_columns=7168) == 1

@@ -15,6 +15,7 @@ from pallas_paged.kernels.config_fields import (
 )
 
 REDUCE_ROWS = 256  # at most, of a sum over devices
+_LEAST_COLUMNS = 512  # of a part of a product
 _WGMMA_ROWS = 64  # of a warpgroup's product
 _BLOCK_STAGE = 32 * 1024  # bytes of a weight per loop step of the decoder block
 _SHARED_MEMORY = 227 * 1024  # bytes that a program can have
@@ -189,6 +190,21 @@ def ragged_config(
         num_programs=num_sms,
         num_q_stages=1 if wide else 2,  # a second tile of 64 KB does not fit
     )
+
+
+def reduce_parts(*, num_rows: int, num_columns: int) -> int:
+    """Return the parts of a product that the kernel of sums over devices adds up; 1: none.
+
+    Args:
+        num_rows: of x.
+        num_columns: of x and of the weight, on this device.
+    """
+    # Measured on two H200, 2026-11, for 1 and 64 rows of a layer of 8B (docs/parallel.md).
+    if num_rows > 64:
+        return 1
+    most = 8 if num_rows == 1 else 4
+    whole = (count for count in (8, 4, 2) if count <= most and num_columns % (8 * count) == 0)
+    return next((count for count in whole if num_columns >= count * _LEAST_COLUMNS), 1)
 
 
 def prefer_mosaic(kernel: Kernel, **sizes: int) -> bool:

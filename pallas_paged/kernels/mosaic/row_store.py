@@ -1,0 +1,75 @@
+"""The store of a product's first rows to device memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_paged.kernels.mosaic import ops
+
+
+def store_rows(where: Any, values: jax.Array, *, interpret: bool) -> None:
+    """Store the first rows of a product.
+
+    Args:
+        where: ref `[R, n]` to device memory, at most 64 rows.
+        values: `[64, n]`, laid out as wgmma does; f32 or 16-bit elements.
+    """
+    num_rows = where.shape[0]
+    if interpret:
+        where[...] = values[:num_rows]
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ops.WGMMA))
+    def store(_, where, values):
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith
+
+        i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+        kind = ir.MemRefType(where.type)
+        item_size = utils.bitwidth(kind.element_type) // 8
+        row_bytes = kind.get_strides_and_offset()[0][0] * item_size
+        thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
+        warp, lane = (f(thread, utils.c(32, i32)) for f in (arith.divui, arith.remui))
+        # A thread has two columns of rows `row` and `row + 8`, as do the three beside it.
+        row = arith.addi(arith.muli(warp, utils.c(16, i32)), arith.divui(lane, utils.c(4, i32)))
+        column = arith.muli(arith.remui(lane, utils.c(4, i32)), utils.c(2 * item_size, i32))
+        start = arith.addi(
+            arith.muli(arith.extui(i64, row), utils.c(row_bytes, i64)), arith.extui(i64, column)
+        )
+        registers = values.registers.reshape(-1, 2)
+        words = [utils.bitcast(x, ir.VectorType.get((item_size // 2,), i32)) if item_size == 4
+                 else utils.bitcast(x, i32) for x in registers.flat]
+        operands = []
+        for word in words:
+            if item_size == 4:
+                from jaxlib.mlir.dialects import vector
+
+                operands += [vector.extract(word, [], [i]) for i in range(2)]
+            else:
+                operands.append(word)
+        per = len(operands) // len(words)
+        lines = ["{ .reg .pred p; .reg .b64 a;", f"add.s64 a, $0, $1;"]
+        for half in range(2):
+            lines.append(f"setp.lt.u32 p, $2, {max(num_rows - 8 * half, 0)};")
+            for i in range(len(registers)):
+                first = 3 + (2 * i + half) * per
+                names = ", ".join(f"${first + j}" for j in range(per))
+                value = f"{{{names}}}" if per == 2 else names
+                vec = "v2.b32" if per == 2 else "b32"
+                at = half * 8 * row_bytes + i * 8 * item_size
+                lines.append(f"@p st.global.{vec} [a+{at}], {value};")
+        lines.append("}")
+        utils.inline_ptx(
+            "\n".join(lines),
+            utils.memref_ptr(where),
+            start,
+            row,
+            *operands,
+            has_side_effects=True,
+        )
+
+    store(where, values)

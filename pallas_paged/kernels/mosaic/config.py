@@ -308,6 +308,7 @@ class DecoderRowsConfig:
         num_stages: blocks of weights in shared memory, 32 KB each.
         num_x_stages: blocks of activations there, 8 KB each.
         num_in_flight: blocks of weights on their way at once.
+        programs_per_copy: programs next to one another that share each copy of activations.
     """
 
     num_programs: int
@@ -319,3 +320,4 @@ class DecoderRowsConfig:
     num_stages: int = 6
     num_x_stages: int = 4
     num_in_flight: int = 2
+    programs_per_copy: int = 1

@@ -142,16 +142,19 @@ class Product:
         """Blocks of activations of an item."""
         return self.num_columns // _COLUMNS
 
+    @property
+    def num_tiles(self) -> int:
+        return self.weight.shape[0] // self.tiles.tile
+
     def items(self, program: Any) -> Any:
         """Return how many items a program has."""
-        total = self.weight.shape[0] // self.tiles.tile * self.tiles.splits
+        total = self.num_tiles * self.tiles.splits
         return lax.div(total - 1 - program + self.num_programs, self.num_programs)
 
     def item(self, program: Any, index: Any) -> tuple[Any, Any]:
         """Return the first feature of an item, and its part of the columns."""
-        item = program + index * self.num_programs
-        splits = self.tiles.splits
-        return lax.div(item, splits) * self.tiles.tile, lax.rem(item, splits)
+        item, num_tiles = program + index * self.num_programs, self.num_tiles
+        return lax.rem(item, num_tiles) * self.tiles.tile, lax.div(item, num_tiles)
 
     def rows_of(self, block: int, acc: int) -> int:
         """Return where in a stage the features of an accumulator start."""
@@ -186,6 +189,9 @@ def rows_kernel(
 ) -> None:
     """Run one program: warpgroup 0 multiplies, 1 sends weights, 2 sends activations."""
     program = lax.axis_index("program")
+    in_pairs = config.programs_per_copy > 1
+    if in_pairs:
+        program = program * config.programs_per_copy + lax.axis_index("copy")
     num_rows, size = inputs.residual.shape
     dtype, num_programs = scratch.x.dtype, config.num_programs
     num_stages, num_x_stages = config.num_stages, config.num_x_stages
@@ -240,6 +246,7 @@ def rows_kernel(
                 product.x.at[pl.ds(0, num_rows), pl.ds(first, _COLUMNS)],
                 scratch.x.at[stage, pl.ds(0, num_rows)],
                 scratch.x_full.at[stage],
+                collective_axes="copy" if in_pairs else None,
             )
             return sent + 1
 
@@ -463,13 +470,19 @@ def between_attentions(
     )
     transforms = wgmma_transforms(dtype)
     num_stages, num_x_stages = config.num_stages, config.num_x_stages
+    cluster = config.programs_per_copy
+    clusters: Any = {} if cluster == 1 else {"cluster": (cluster,), "cluster_names": ("copy",)}
     scratch = Scratch(
         weights=plgpu.SMEM((num_stages, ROWS_TILE, _COLUMNS), dtype, transforms=transforms),
         x=plgpu.SMEM((num_x_stages, _M, _COLUMNS), dtype, transforms=transforms),
         full=plgpu.Barrier(num_arrivals=_COPIES, num_barriers=num_stages),
         free=plgpu.Barrier(num_barriers=num_stages),
         x_full=plgpu.Barrier(num_barriers=num_x_stages),
-        x_free=plgpu.Barrier(num_barriers=num_x_stages),
+        x_free=(
+            plgpu.Barrier(num_barriers=num_x_stages)
+            if cluster == 1
+            else plgpu.ClusterBarrier(collective_axes=("copy",), num_barriers=num_x_stages)
+        ),
         ready=plgpu.Barrier(),
     )
 
@@ -483,7 +496,11 @@ def between_attentions(
         ops.with_trees(body, inputs, outputs),
         out_type=tuple(jax.tree.leaves(outputs)),
         mesh=plgpu.Mesh(
-            grid=(config.num_programs,), grid_names=("program",), num_threads=3, thread_name="wg"
+            grid=(config.num_programs // cluster,),
+            grid_names=("program",),
+            num_threads=3,
+            thread_name="wg",
+            **clusters,
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         name="between_attentions",

@@ -21,7 +21,6 @@ _SHARED_MEMORY = 227 * 1024  # bytes that a program can have
 _MAX_BLOCK_ROW = 8192  # elements that the registers of a warpgroup hold at once
 # Of the product of one row: features of a tile, and columns of the weight per loop step, 32 KB.
 LINEAR_TILE, LINEAR_BLOCK_K = 64, 256
-ROWS_TILE = 256  # features of a stage of the decoder block of several rows, at most
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -272,52 +271,3 @@ def decoder_block_config(
         o_splits=o_splits,
         down_splits=down_splits,
     )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProductTiles:
-    """How a product of several rows is cut into work items.
-
-    Attributes:
-        tile: features of an item, at most 256; pairs of gate and up, at most 128.
-        splits: parts of the columns.
-    """
-
-    tile: int
-    splits: int = 1
-
-    def num_accs(self, *, is_pair: bool) -> int:
-        """Return into how many accumulators of at most 128 features a tile is cut."""
-        return 2 if is_pair or self.tile > 128 else 1
-
-    def blocks_per_stage(self, *, is_pair: bool) -> int:
-        """Return how many blocks of 64 columns a stage of weights has: 1, 2 or 4."""
-        features = self.tile * (2 if is_pair else 1)
-        most = min(ROWS_TILE // features, 4 // self.num_accs(is_pair=is_pair))
-        return 4 if most == 4 else 2 if most >= 2 else 1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderRowsConfig:
-    """How the kernel between two attentions of several rows runs. Results differ by rounding only.
-
-    Attributes:
-        num_programs: no more than there are SMs, for they wait for one another.
-        o, gate_up, down, qkv: tiles of the products.
-        num_chunks: into which a row is cut where partial sums are added up.
-        num_stages: blocks of weights in shared memory, 32 KB each.
-        num_x_stages: blocks of activations there, 8 KB each.
-        num_in_flight: blocks of weights on their way at once.
-        programs_per_copy: programs next to one another that share each copy of activations.
-    """
-
-    num_programs: int
-    o: ProductTiles
-    gate_up: ProductTiles
-    down: ProductTiles
-    qkv: ProductTiles
-    num_chunks: int = 1
-    num_stages: int = 6
-    num_x_stages: int = 4
-    num_in_flight: int = 2
-    programs_per_copy: int = 1

@@ -43,13 +43,17 @@ from pallas_paged.kernels.mosaic.arrivals import (
     let_copies_see_stores,
     wait_for_arrivals,
 )
-from pallas_paged.kernels.mosaic.config import ROWS_TILE, DecoderRowsConfig, ProductTiles
 from pallas_paged.kernels.mosaic.ring import wgmma_transforms
 from pallas_paged.kernels.mosaic.row_store import store_rows
+from pallas_paged.kernels.mosaic.rows_config import (
+    MAX_ROWS,
+    ROWS_TILE,
+    DecoderRowsConfig,
+    ProductTiles,
+)
 
 _COLUMNS = 64  # of a block
 _COPIES = 4  # of weights for each stage
-_M = 64  # rows of wgmma
 # Counters, each in a line of its own.
 _O, _MLP_X, _HIDDEN, _DOWN, _OUT_X, _QKV = (32 * i for i in range(6))
 _COUNTERS = 256
@@ -279,7 +283,7 @@ def rows_kernel(
                     plgpu.barrier_arrive(scratch.x_free.at[x_stage])
                 return used + 1, x_used + len(x_stages), *accs
 
-            zeros = [ops.full((_M, product.acc_size), 0.0, ops.WGMMA) for _ in accs_of]
+            zeros = [ops.full((MAX_ROWS, product.acc_size), 0.0, ops.WGMMA) for _ in accs_of]
             stages = product.num_blocks // product.blocks_per_stage
             used, x_used, *accs = lax.fori_loop(0, stages, multiply_stage, (*used, *zeros))
             store(feature, split, accs)
@@ -466,7 +470,7 @@ def between_attentions(
         hidden=result_shape((num_rows, gate_up.shape[0]), dtype),
         parts=result_shape((num_splits, num_rows, size), jnp.float32),
         out_parts=result_shape((num_out_splits, num_rows, out_size), jnp.float32),
-        squares=result_shape((config.num_chunks, _M), jnp.float32),
+        squares=result_shape((config.num_chunks, MAX_ROWS), jnp.float32),
     )
     transforms = wgmma_transforms(dtype)
     num_stages, num_x_stages = config.num_stages, config.num_x_stages
@@ -474,7 +478,7 @@ def between_attentions(
     clusters: Any = {} if cluster == 1 else {"cluster": (cluster,), "cluster_names": ("copy",)}
     scratch = Scratch(
         weights=plgpu.SMEM((num_stages, ROWS_TILE, _COLUMNS), dtype, transforms=transforms),
-        x=plgpu.SMEM((num_x_stages, _M, _COLUMNS), dtype, transforms=transforms),
+        x=plgpu.SMEM((num_x_stages, MAX_ROWS, _COLUMNS), dtype, transforms=transforms),
         full=plgpu.Barrier(num_arrivals=_COPIES, num_barriers=num_stages),
         free=plgpu.Barrier(num_barriers=num_stages),
         x_full=plgpu.Barrier(num_barriers=num_x_stages),

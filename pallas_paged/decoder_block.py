@@ -9,20 +9,28 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 
 from pallas_paged.checks import default_promotion
 from pallas_paged.kernels.call import Device
 from pallas_paged.kernels.mosaic import support
 from pallas_paged.kernels.mosaic.config import DecoderBlockConfig, decoder_block_config
+from pallas_paged.kernels.mosaic.rows_config import (
+    MAX_ROWS,
+    DecoderRowsConfig,
+    decoder_rows_config,
+)
 from pallas_paged.linear import linear
 from pallas_paged.rms_norm import rms_norm
 
 BlockImplementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 RowLinearNorm = Callable[..., tuple[jax.Array, jax.Array]]
+Config = DecoderBlockConfig | DecoderRowsConfig
 
-# Sizes of the residual with which the kernel is chosen. It was measured to be faster at both ends,
-# for Llamas of 1B and 8B on an H200: docs/tuning.md.
+# Sizes of the residual with which the kernels are chosen, and numbers of rows. They were measured
+# to be faster at both ends, for Llamas of 1B and 8B on an H200: docs/tuning.md.
 _FASTER = range(2048, 4097)
+_FASTER_ROWS = range(1, 2)
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +67,8 @@ class Residual:
     Attributes:
         x: floating `[..., E]`.
         boards: memory in which the programs of the kernel find one another's results, and that of
-            the next call; None before the first call.
+            the next call; None before the first call. Calls with one row have other boards than
+            those with several.
     """
 
     x: jax.Array
@@ -83,9 +92,9 @@ def between_attentions(
         residual += swiglu(rms_norm(residual) @ gate_up.T) @ down.T
         out = rms_norm(residual) @ qkv.T + qkv_bias
 
-    For one row on a Hopper GPU it is one kernel, whose copies of weights never pause. Otherwise,
-    and for gradients, it is `linear` and `rms_norm`, one after another. Results differ by rounding:
-    sums are in f32, in another order. The bits of the kernel are the same each time.
+    For up to 64 rows on a Hopper GPU it is one kernel, whose copies of weights never pause.
+    Otherwise, and for gradients, it is `linear` and `rms_norm`, one after another. Results differ
+    by rounding: sums are in f32, in another order. The bits of the kernel are the same each time.
 
     Args:
         attended: floating `[..., A]`, the output of attention.
@@ -110,8 +119,9 @@ def between_attentions(
     names = get_args(BlockImplementation)
     if implementation is not None and implementation not in names:
         raise ValueError(f"{implementation=} must be None or one of {names}")
+    *rows, size = residual.x.shape
     if implementation not in (None, "xla") or (
-        implementation is None and residual.x.shape[-1] in _FASTER
+        implementation is None and size in _FASTER and math.prod(rows) in _FASTER_ROWS
     ):
         interpret = implementation == "mosaic_gpu_interpret"
         config, reason = _config(attended, residual.x, weights, dropout, interpret=interpret)
@@ -177,45 +187,60 @@ def _check_shapes(attended: jax.Array, x: jax.Array, weights: BlockWeights) -> N
 
 def _config(
     attended: jax.Array, x: jax.Array, weights: BlockWeights, dropout: Any, *, interpret: bool
-) -> tuple[DecoderBlockConfig | None, str | None]:
+) -> tuple[Config | None, str | None]:
     """Return the config of the kernel, or None and why it can't do a call."""
     arrays = attended, x, *jax.tree.leaves(weights)
     dtypes = sorted({array.dtype.name for array in arrays})
     if dtypes not in (["bfloat16"], ["float16"]):
         return None, f"needs all in bfloat16 or all in float16, not {', '.join(dtypes)}"
-    if (num_rows := math.prod(x.shape[:-1])) != 1:
-        return None, f"needs one row, not {num_rows}"
+    if not 1 <= (num_rows := math.prod(x.shape[:-1])) <= MAX_ROWS:
+        return None, f"needs 1 to {MAX_ROWS} rows, not {num_rows}"
+    if num_rows > 1 and dtypes != ["bfloat16"]:
+        # The norm of a row divides its product, before which f16 could overflow.
+        return None, f"needs bfloat16 for {num_rows} rows, not float16"
     if dropout is not None or weights.o_bias is not None or weights.qkv_bias is not None:
         return None, "has no biases and no dropout"
     if any(jax.typeof(array).sharding.mesh.size > 1 for array in arrays):
         return None, "needs arrays on one device"
     device = Device.here()
-    config = decoder_block_config(
+    sizes = dict(
         size=x.shape[-1],
         attended_size=attended.shape[-1],
         hidden_size=weights.gate_up.shape[0],
         out_size=0 if weights.qkv is None else weights.qkv.shape[0],
         num_programs=1 if interpret else device.num_sms,
     )
+    config: Config | None
+    if num_rows == 1:
+        config, multiples = decoder_block_config(**sizes), "512 (E), 256 (A and F) and 64 (N)"
+    else:
+        config = decoder_rows_config(num_rows=_padded(num_rows), **sizes)
+        multiples = "256 (E), 128 (N), 64 (A) and 16 (F)"
     if config is None:
-        return None, "needs sizes that are multiples of 512 (E), 256 (A and F) and 64 (N), and fit"
+        return None, f"needs sizes that are multiples of {multiples}, and fit"
     reason = support.why_not_jax() or (None if interpret else support.why_not_device(device))
     if reason is not None:
         return None, reason
     return config, None
 
 
-def _new_boards(config: DecoderBlockConfig, weights: BlockWeights) -> tuple[jax.Array, jax.Array]:
-    from pallas_paged.kernels.mosaic import decoder_block as mosaic
+def _padded(num_rows: int) -> int:
+    return -(-num_rows // 8) * 8
 
+
+def _new_boards(config: Config, weights: BlockWeights) -> tuple[jax.Array, jax.Array]:
+    from pallas_paged.kernels.mosaic import decoder_block, decoder_rows
+
+    if isinstance(config, DecoderRowsConfig):
+        return decoder_rows.new_counters()
     size, hidden_size = weights.down.shape
-    return mosaic.new_boards(config, size=size, hidden_size=hidden_size)
+    return decoder_block.new_boards(config, size=size, hidden_size=hidden_size)
 
 
 # JAX takes the references out of a custom VJP, but not out of a custom JVP.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _kernel(
-    config: DecoderBlockConfig,
+    config: Config,
     eps: float,
     interpret: bool,
     attended: jax.Array,
@@ -223,12 +248,21 @@ def _kernel(
     weights: BlockWeights,
     boards: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
-    from pallas_paged.kernels.mosaic import decoder_block as mosaic
+    from pallas_paged.kernels.mosaic import decoder_block, decoder_rows
+
+    run: Any = decoder_block.between_attentions
+    num_rows = padded = math.prod(x.shape[:-1])
+    if isinstance(config, DecoderRowsConfig):
+        run, padded = decoder_rows.between_attentions, _padded(num_rows)
+
+    def matrix(rows: jax.Array) -> jax.Array:
+        rows = rows.reshape(num_rows, -1)
+        return rows if padded == num_rows else jnp.pad(rows, ((0, padded - num_rows), (0, 0)))
 
     with jax.enable_x64(False):
-        new_x, out, boards = mosaic.between_attentions(
-            attended.reshape(1, -1),
-            x.reshape(1, -1),
+        new_x, out, boards = run(
+            matrix(attended),
+            matrix(x),
             boards,
             o=weights.o,
             mlp_norm=weights.mlp_norm,
@@ -240,11 +274,12 @@ def _kernel(
             config=config,
             interpret=interpret,
         )
-    return new_x.reshape(x.shape), out.reshape(*x.shape[:-1], -1), boards
+    new_x, out = (rows[:num_rows].reshape(*x.shape[:-1], -1) for rows in (new_x, out))
+    return new_x, out, boards
 
 
 def _kernel_fwd(
-    config: DecoderBlockConfig,
+    config: Config,
     eps: float,
     interpret: bool,
     attended: jax.Array,
@@ -258,7 +293,7 @@ def _kernel_fwd(
 
 
 def _kernel_bwd(
-    config: DecoderBlockConfig, eps: float, interpret: bool, vjp: Any, cotangents: Any
+    config: Config, eps: float, interpret: bool, vjp: Any, cotangents: Any
 ) -> Any:
     del config, eps, interpret
     return *vjp(cotangents[:2]), (None, None)

@@ -292,9 +292,7 @@ def _kernel_fwd(
     return (x, out, boards), vjp
 
 
-def _kernel_bwd(
-    config: Config, eps: float, interpret: bool, vjp: Any, cotangents: Any
-) -> Any:
+def _kernel_bwd(config: Config, eps: float, interpret: bool, vjp: Any, cotangents: Any) -> Any:
     del config, eps, interpret
     return *vjp(cotangents[:2]), (None, None)
 

@@ -65,7 +65,9 @@ def test_dropout_is_of_both_branches():
 
 @needs_mosaic
 @pytest.mark.parametrize("kernel", [KERNEL, *({"mosaic_gpu"} & {*implementations_here()})])
-@pytest.mark.parametrize(("rows", "last"), [((1,), False), ((1,), True), ((2, 5), False), ((9,), True)])
+@pytest.mark.parametrize(
+    ("rows", "last"), [((1,), False), ((1,), True), ((2, 5), False), ((9,), True)]
+)
 def test_the_kernel_gives_what_xla_gives_and_its_gradients(kernel, rows, last):
     (attended, residual), w = inputs(*rows), block_weights()
     if last:

@@ -12,14 +12,14 @@ multiplies. Weights do not wait for activations: while programs wait for one ano
 fills.
 
 The rows are the first operand of wgmma, which has 64 of them, and features the second. Work items
-are tiles of features, as wide as registers allow, for each item reads all rows of its columns. Weights
-with few tiles are split along K, too. Their items store partial sums in f32. When those of all
-programs are there, each program adds up its part of the rows in a fixed order, so results have the
-same bits each time. It makes the residual, the residual times the weight of the norm, and sums of
-squares. The root mean square of a row divides the next product, not its input.
+are tiles of features. They are as wide as registers allow, for each item reads all rows of its
+columns. Weights with few tiles are split along K, too. Their items store partial sums in f32. When
+those of all programs are there, each program adds up its part of the rows in a fixed order, so
+results have the same bits each time. It makes the residual, the residual times the weight of the
+norm, and sums of squares. The root mean square of a row divides the next product, not its input.
 
-Programs wait for one another at counters (`arrivals.py`), so all must be on the device at once: there
-are no more of them than SMs.
+Programs wait for one another at counters (`arrivals.py`), so all must be on the device at once:
+there are no more of them than SMs.
 """
 
 from __future__ import annotations
@@ -303,7 +303,9 @@ def rows_kernel(
         """Run a body for each row and columns that this program has."""
         count = num_columns // config.num_chunks
 
-        @pl.loop(0, lax.div(num_rows * config.num_chunks - 1 - program + num_programs, num_programs))
+        @pl.loop(
+            0, lax.div(num_rows * config.num_chunks - 1 - program + num_programs, num_programs)
+        )
         def _chunk(index):
             item = program + index * num_programs
             row, chunk = lax.div(item, config.num_chunks), lax.rem(item, config.num_chunks)

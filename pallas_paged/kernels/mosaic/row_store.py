@@ -26,7 +26,7 @@ def store_rows(where: Any, values: jax.Array, *, interpret: bool) -> None:
     def store(_, where, values):
         from jax.experimental.mosaic.gpu import utils
         from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import arith
+        from jaxlib.mlir.dialects import arith, vector
 
         i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
         kind = ir.MemRefType(where.type)
@@ -41,27 +41,21 @@ def store_rows(where: Any, values: jax.Array, *, interpret: bool) -> None:
             arith.muli(arith.extui(i64, row), utils.c(row_bytes, i64)), arith.extui(i64, column)
         )
         registers = values.registers.reshape(-1, 2)
-        words = [utils.bitcast(x, ir.VectorType.get((item_size // 2,), i32)) if item_size == 4
-                 else utils.bitcast(x, i32) for x in registers.flat]
+        words = item_size // 2  # of two elements
+        vec = "v2." if words == 2 else ""
+        kind = ir.VectorType.get((words,), i32)
         operands = []
-        for word in words:
-            if item_size == 4:
-                from jaxlib.mlir.dialects import vector
-
-                operands += [vector.extract(word, [], [i]) for i in range(2)]
-            else:
-                operands.append(word)
-        per = len(operands) // len(words)
-        lines = ["{ .reg .pred p; .reg .b64 a;", f"add.s64 a, $0, $1;"]
+        for register in registers.flat:
+            pair = utils.bitcast(register, kind)
+            operands += [vector.extract(pair, [], [i]) for i in range(words)]
+        lines = ["{ .reg .pred p; .reg .b64 a;", "add.s64 a, $0, $1;"]
         for half in range(2):
             lines.append(f"setp.lt.u32 p, $2, {max(num_rows - 8 * half, 0)};")
             for i in range(len(registers)):
-                first = 3 + (2 * i + half) * per
-                names = ", ".join(f"${first + j}" for j in range(per))
-                value = f"{{{names}}}" if per == 2 else names
-                vec = "v2.b32" if per == 2 else "b32"
+                first = 3 + (2 * i + half) * words
+                names = ", ".join(f"${first + j}" for j in range(words))
                 at = half * 8 * row_bytes + i * 8 * item_size
-                lines.append(f"@p st.global.{vec} [a+{at}], {value};")
+                lines.append(f"@p st.global.{vec}b32 [a+{at}], {{{names}}};")
         lines.append("}")
         utils.inline_ptx(
             "\n".join(lines),

@@ -79,44 +79,48 @@ def decoder_rows_config(
     out_size: int,
     num_programs: int,
 ) -> DecoderRowsConfig | None:
-    """Return the config for this many rows, a multiple of 8, or None as `decoder_block_config` does.
+    """Return the config for weights of these sizes, or None where the kernel can't do them.
 
     Args:
-        num_rows: of the activations, at most 64.
+        num_rows: a multiple of 8, at most 64.
         size, attended_size, hidden_size, out_size, num_programs: as in `decoder_block_config`.
     """
-    tiles = [
-        _product_tiles(*shape, is_pair=is_pair, num_rows=num_rows, num_programs=num_programs)
-        for *shape, is_pair in (
-            (size, attended_size, False),
-            (hidden_size, size, True),
-            (size, hidden_size, False),
-            (out_size or size, size, False),
-        )
+    shapes = (
+        (size, attended_size, False),
+        (hidden_size, size, True),
+        (size, hidden_size, False),
+        (out_size or size, size, False),
+    )
+    products = [
+        _product_tiles(*shape, num_rows=num_rows, num_programs=num_programs) for shape in shapes
     ]
-    if None in tiles or size % 128 or out_size % 128:
+    o, gate_up, down, qkv = products
+    if o is None or gate_up is None or down is None or qkv is None:
         return None
+    # Threads have one, two or four elements of a chunk at once.
     chunks = [
         n for n in (16, 8, 4, 2, 1) if size % (256 * n) == 0 and (out_size or size) % (128 * n) == 0
     ]
-    num_chunks = next((n for n in chunks if n * num_rows <= num_programs), chunks[-1:] and 1)
-    if not num_chunks:
+    if not chunks:
         return None
-    o, gate_up, down, qkv = tiles
-    sizes = (size, o), (hidden_size, gate_up), (size, down), (out_size, qkv)
-    num_items = max(n // product.tile * product.splits for n, product in sizes)
+    used = products if out_size else products[:3]
+    num_items = max(
+        shape[0] // tiles.tile * tiles.splits
+        for shape, tiles in zip(shapes, used, strict=False)
+        if tiles is not None
+    )
     return DecoderRowsConfig(
         num_programs=min(num_programs, num_items),
         o=o,
         gate_up=gate_up,
         down=down,
         qkv=qkv,
-        num_chunks=num_chunks,
+        num_chunks=next((n for n in chunks if n * num_rows <= num_programs), 1),
     )
 
 
 def _product_tiles(
-    num_features: int, num_columns: int, *, is_pair: bool, num_rows: int, num_programs: int
+    num_features: int, num_columns: int, is_pair: bool, *, num_rows: int, num_programs: int
 ) -> ProductTiles | None:
     """Return the tiles with which a product should take the least time."""
 

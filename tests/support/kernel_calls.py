@@ -139,7 +139,9 @@ def kernel_calls() -> list[KernelCall]:
     for name, sizes in {"linear": (320, 1024), "linear with SwiGLU": (192, 2, 1024)}.items():
         add(LinearImplementation, name, linear, partial(_linear_arrays, sizes))
     add(Literal["triton"], "RMS norm", _norm, partial(_linear_arrays, (2048,)))
-    add(BlockImplementation, "between attentions", _between_attentions, _block_arrays)
+    for rows, name in {1: "between attentions", 12: "between attentions, 12 rows"}.items():
+        make = partial(_block_arrays, rows)
+        add(BlockImplementation, name, _between_attentions, make)
     return found
 
 
@@ -236,7 +238,7 @@ def _between_attentions(
     return residual.x, out
 
 
-def _block_arrays() -> tuple[Any, ...]:
+def _block_arrays(num_rows: int) -> tuple[Any, ...]:
     rng = np.random.default_rng(5)
 
     def normal(*shape: int) -> Any:
@@ -249,9 +251,9 @@ def _block_arrays() -> tuple[Any, ...]:
         gate_up=normal(hidden_size, 2, size),
         down=normal(size, hidden_size),
         out_norm=normal(size),
-        qkv=normal(192, size),
+        qkv=normal(256, size),
     )
-    return normal(1, 256), normal(1, size), weights
+    return normal(num_rows, 256), normal(num_rows, size), weights
 
 
 def _norm(x: jax.Array, weight: jax.Array, *, implementation: str) -> jax.Array:

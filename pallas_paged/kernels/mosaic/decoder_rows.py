@@ -509,7 +509,7 @@ def between_attentions(
             **clusters,
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        name="between_attentions",
+        name="between_attentions_of_rows",
         interpret=ops.interpreter(interpret),
     )(*jax.tree.leaves(inputs))
     outputs = jax.tree.unflatten(jax.tree.structure(outputs), results)

@@ -50,13 +50,14 @@ def store_rows(where: Any, values: jax.Array, *, interpret: bool) -> None:
             operands += [vector.extract(pair, [], [i]) for i in range(words)]
         lines = ["{ .reg .pred p; .reg .b64 a;", "add.s64 a, $0, $1;"]
         for half in range(2):
-            lines.append(f"setp.lt.u32 p, $2, {max(num_rows - 8 * half, 0)};")
+            if num_rows < 64:  # a branch, which costs less than predicates of all stores
+                lines.append(f"setp.ge.s32 p, $2, {num_rows - 8 * half}; @p bra end;")
             for i in range(len(registers)):
                 first = 3 + (2 * i + half) * words
                 names = ", ".join(f"${first + j}" for j in range(words))
                 at = half * 8 * row_bytes + i * 8 * item_size
-                lines.append(f"@p st.global.{vec}b32 [a+{at}], {{{names}}};")
-        lines.append("}")
+                lines.append(f"st.global.{vec}b32 [a+{at}], {{{names}}};")
+        lines.append("end: }")
         utils.inline_ptx(
             "\n".join(lines),
             utils.memref_ptr(where),

@@ -422,6 +422,7 @@ def rows_kernel(
             plgpu.barrier_wait(scratch.x_free.at[lax.rem(i, num_x_stages)])
 
 
+@functools.partial(jax.jit, static_argnames=("eps", "config", "interpret"))
 def between_attentions(
     attended: jax.Array,
     residual: jax.Array,
@@ -438,6 +439,8 @@ def between_attentions(
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
     """Return the residual, the next `qkv` or the norm, and the counters of the next call.
+
+    It is traced and lowered once for all layers with the same sizes.
 
     Args:
         attended: bf16 `[R, A]`, with R a multiple of 8 up to 64.

@@ -27,10 +27,9 @@ BlockImplementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 RowLinearNorm = Callable[..., tuple[jax.Array, jax.Array]]
 Config = DecoderBlockConfig | DecoderRowsConfig
 
-# Sizes of the residual with which the kernels are chosen, and numbers of rows. They were measured
-# to be faster at both ends, for Llamas of 1B and 8B on an H200: docs/tuning.md.
+# Sizes of the residual with which the kernel of one row is chosen. It was measured to be faster at
+# both ends, for Llamas of 1B and 8B on an H200. That of several rows was not: docs/tuning.md.
 _FASTER = range(2048, 4097)
-_FASTER_ROWS = range(1, 2)
 
 
 @jax.tree_util.register_dataclass
@@ -92,9 +91,10 @@ def between_attentions(
         residual += swiglu(rms_norm(residual) @ gate_up.T) @ down.T
         out = rms_norm(residual) @ qkv.T + qkv_bias
 
-    For up to 64 rows on a Hopper GPU it is one kernel, whose copies of weights never pause.
-    Otherwise, and for gradients, it is `linear` and `rms_norm`, one after another. Results differ
-    by rounding: sums are in f32, in another order. The bits of the kernel are the same each time.
+    For one row on a Hopper GPU it is one kernel, whose copies of weights never pause. Otherwise,
+    and for gradients, it is `linear` and `rms_norm`, one after another. For 2 to 64 rows of bf16
+    there is a kernel too, which has to be named. Results differ by rounding: sums are in f32, in
+    another order. The bits of the kernels are the same each time.
 
     Args:
         attended: floating `[..., A]`, the output of attention.
@@ -106,7 +106,7 @@ def between_attentions(
             its norm where several devices share the columns of `o` and `down`, as the engine's
             `Attend` does. Not used with dropout, nor with a bias.
         implementation: "mosaic_gpu", on a Hopper GPU; "mosaic_gpu_interpret", the same kernel on
-            any device; "xla", separate steps; or None for the fastest.
+            any device; "xla", separate steps; or None for the fastest of those measured.
 
     Returns:
         The residual, and out `[..., N]`, or without `qkv` the norm `[..., E]`.
@@ -121,7 +121,7 @@ def between_attentions(
         raise ValueError(f"{implementation=} must be None or one of {names}")
     *rows, size = residual.x.shape
     if implementation not in (None, "xla") or (
-        implementation is None and size in _FASTER and math.prod(rows) in _FASTER_ROWS
+        implementation is None and size in _FASTER and math.prod(rows) == 1
     ):
         interpret = implementation == "mosaic_gpu_interpret"
         config, reason = _config(attended, residual.x, weights, dropout, interpret=interpret)

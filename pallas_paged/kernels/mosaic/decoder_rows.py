@@ -193,9 +193,6 @@ def rows_kernel(
 ) -> None:
     """Run one program: warpgroup 0 multiplies, 1 sends weights, 2 sends activations."""
     program = lax.axis_index("program")
-    in_pairs = config.programs_per_copy > 1
-    if in_pairs:
-        program = program * config.programs_per_copy + lax.axis_index("copy")
     num_rows, size = inputs.residual.shape
     dtype, num_programs = scratch.x.dtype, config.num_programs
     num_stages, num_x_stages = config.num_stages, config.num_x_stages
@@ -250,7 +247,6 @@ def rows_kernel(
                 product.x.at[pl.ds(0, num_rows), pl.ds(first, _COLUMNS)],
                 scratch.x.at[stage, pl.ds(0, num_rows)],
                 scratch.x_full.at[stage],
-                collective_axes="copy" if in_pairs else None,
             )
             return sent + 1
 
@@ -479,19 +475,13 @@ def between_attentions(
     )
     transforms = wgmma_transforms(dtype)
     num_stages, num_x_stages = config.num_stages, config.num_x_stages
-    cluster = config.programs_per_copy
-    clusters: Any = {} if cluster == 1 else {"cluster": (cluster,), "cluster_names": ("copy",)}
     scratch = Scratch(
         weights=plgpu.SMEM((num_stages, ROWS_TILE, _COLUMNS), dtype, transforms=transforms),
         x=plgpu.SMEM((num_x_stages, MAX_ROWS, _COLUMNS), dtype, transforms=transforms),
         full=plgpu.Barrier(num_arrivals=_COPIES, num_barriers=num_stages),
         free=plgpu.Barrier(num_barriers=num_stages),
         x_full=plgpu.Barrier(num_barriers=num_x_stages),
-        x_free=(
-            plgpu.Barrier(num_barriers=num_x_stages)
-            if cluster == 1
-            else plgpu.ClusterBarrier(collective_axes=("copy",), num_barriers=num_x_stages)
-        ),
+        x_free=plgpu.Barrier(num_barriers=num_x_stages),
         ready=plgpu.Barrier(),
     )
 
@@ -505,11 +495,7 @@ def between_attentions(
         ops.with_trees(body, inputs, outputs),
         out_type=tuple(jax.tree.leaves(outputs)),
         mesh=plgpu.Mesh(
-            grid=(config.num_programs // cluster,),
-            grid_names=("program",),
-            num_threads=3,
-            thread_name="wg",
-            **clusters,
+            grid=(config.num_programs,), grid_names=("program",), num_threads=3, thread_name="wg"
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         name="between_attentions_of_rows",

@@ -45,7 +45,6 @@ class DecoderRowsConfig:
         num_stages: blocks of weights in shared memory, 32 KB each.
         num_x_stages: blocks of activations there, 8 KB each.
         num_in_flight: blocks of weights on their way at once.
-        programs_per_copy: programs next to one another that share each copy of activations.
     """
 
     num_programs: int
@@ -57,7 +56,6 @@ class DecoderRowsConfig:
     num_stages: int = 6
     num_x_stages: int = 4
     num_in_flight: int = 2
-    programs_per_copy: int = 1
 
     def __post_init__(self) -> None:
         pairs = [(tiles, tiles is self.gate_up) for tiles in self.products]
@@ -122,7 +120,7 @@ def decoder_rows_config(
 def _product_tiles(
     num_features: int, num_columns: int, is_pair: bool, *, num_rows: int, num_programs: int
 ) -> ProductTiles | None:
-    """Return the tiles with which a product should take the least time."""
+    """Return the tiles of the least estimated time. The estimate was not compared with times."""
 
     def time(tiles: ProductTiles) -> float:
         """Estimate a time, in units of that of a byte that a program reads from device memory."""

@@ -6,6 +6,7 @@ Run `python -m bench.offline --help`; bench/README.md explains each number.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -73,6 +74,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     note("workload")
     with Compilations() as compiled:
         engine.warmup(params[:1])
+    gc.collect()
+    gc.freeze()  # a full collection of JAX's traces takes 0.4 s
     note("warm-up")
     return {
         "ready_s": sum(parts.values()) - parts.pop("workload"),

@@ -24,6 +24,7 @@ from bench.report import reasons, table
 from bench.shapes import Case, Shape, make_case, select_shapes
 from pallas_paged.kernels.mosaic import config as mosaic_config
 from pallas_paged.kernels.mosaic import support
+from pallas_paged.kernels.mosaic_sm80 import config as mosaic_sm80_config
 from pallas_paged.kernels.triton import config as triton_config
 
 _SM_BYTES, _SM_THREADS = 228 << 10, 2048  # of Hopper
@@ -56,6 +57,8 @@ _STEPS: tuple[dict[str, float], ...] = (
     {"num_consumers": 1 / 2},
     {"num_q_stages": 2},
     {"num_q_stages": 1 / 2},
+    {"num_warpgroups": 2, "block_q": 2, "num_programs": 1 / 2},
+    {"num_warpgroups": 1 / 2, "block_q": 1 / 2, "num_programs": 2},
 )
 
 
@@ -95,6 +98,19 @@ def _mosaic_fits(config: Any, programs: int, shape: Shape) -> bool:
     return needed <= support.shared_memory_limit(blocks)
 
 
+def _mosaic_sm80_fits(config: Any, programs: int, shape: Shape) -> bool:
+    sizes = {"head_dim": shape.head_dim, "itemsize": shape.itemsize}
+    if isinstance(config, pp.MosaicSm80DecodeConfig):
+        group = shape.num_q_heads // shape.num_kv_heads
+        needed = mosaic_sm80_config.decode_shared_memory(config, group=group, **sizes)
+        return needed <= support.shared_memory_limit(programs)
+    # A thread has registers for 64 rows of a large head_dim, and takes up to 255 of them.
+    if config.rows_per_warpgroup > 64 and shape.head_dim > 128:
+        return False
+    needed = mosaic_sm80_config.ragged_shared_memory(config, **sizes)
+    return config.num_warpgroups * programs <= 2 and needed <= support.shared_memory_limit(programs)
+
+
 _DECODE = Kernel(
     call=pp.paged_attention,
     heuristic=triton_config.decode_config,
@@ -118,6 +134,12 @@ KERNELS = {  # the class of a config chooses the implementation
     ),
     "mosaic_ragged": dataclasses.replace(
         _RAGGED, heuristic=mosaic_config.ragged_config, fits=_mosaic_fits
+    ),
+    "mosaic_sm80_decode": dataclasses.replace(
+        _DECODE, heuristic=mosaic_sm80_config.decode_config, fits=_mosaic_sm80_fits
+    ),
+    "mosaic_sm80_ragged": dataclasses.replace(
+        _RAGGED, heuristic=mosaic_sm80_config.ragged_config, fits=_mosaic_sm80_fits
     ),
 }
 
@@ -248,8 +270,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     cli.check_arguments(parser, args, select, (*kernel.shapes, kernel.tiny))
     if not args.seconds > 0:
         parser.error(f"--seconds {args.seconds} must be more than 0")
-    if args.kernel.startswith("mosaic") and args.kv_dtype != "bf16":
-        parser.error(f"--kv-dtype {args.kv_dtype}: the Mosaic kernels take 16-bit K/V only")
     chosen = [kv_dtypes.with_dtype(shape, args.kv_dtype) for shape in select(args.shapes)]
     run: dict[str, Any] = {"meta": timing.describe_run("bench.tune", argv), "shapes": []}
     deadline = time.perf_counter() + args.seconds

@@ -24,6 +24,7 @@ from models.rotary import Rotation, rotation
 from pallas_paged.decoder_block import BlockWeights, Residual, between_attentions
 from pallas_paged.linear import linear
 from pallas_paged.rms_norm import rms_norm
+from pallas_paged.unmerged_attention import UnmergedAttention
 
 # Cache of one layer: its pages, or K and V [B, max_len, Hkv, D] of a contiguous cache.
 LayerCache = pp.LayerKV | tuple[jax.Array, jax.Array]
@@ -62,8 +63,12 @@ class FusedAttend(Attend, Protocol):
         k_norm: jax.Array | None,
         eps: float,
         sliding_window: int | None,
-    ) -> tuple[jax.Array, LayerCache | None]:
-        """As the call with what `split_qkv` returns: qkv [..., Hkv, Hq / Hkv + 2, D]."""
+        unmerged: bool,
+    ) -> tuple[jax.Array | UnmergedAttention, LayerCache | None]:
+        """As the call with what `split_qkv` returns: qkv [..., Hkv, Hq / Hkv + 2, D].
+
+        If unmerged, out may be what `between_attentions` unites.
+        """
 
 
 @runtime_checkable
@@ -164,7 +169,7 @@ class Attention(nnx.Module):
 
     def __call__(
         self, qkv: jax.Array, rotation: Rotation, attend: Attend, cache: LayerCache | None
-    ) -> tuple[jax.Array, LayerCache | None]:
+    ) -> tuple[jax.Array | UnmergedAttention, LayerCache | None]:
         """Attend with the product of `qkv_proj`; that of `o_proj` comes after."""
         window = self.sliding_window
         how: dict[str, Any] = {"rotation": rotation, "eps": self.config.rms_norm_eps}
@@ -173,7 +178,9 @@ class Attention(nnx.Module):
             how[name] = None if norm is None else norm.weight[...]
         qkv = qkv.reshape(*qkv.shape[:-1], *self.qkv_proj.weight.shape[:-1])
         if isinstance(attend, FusedAttend):
-            out, cache = attend.fused(qkv, cache, **how, sliding_window=window)
+            out, cache = attend.fused(qkv, cache, **how, sliding_window=window, unmerged=True)
+            if isinstance(out, UnmergedAttention):
+                return out, cache
         else:
             out, cache = attend(*pp.split_qkv(qkv, **how), cache, sliding_window=window)
         return out.reshape(*out.shape[:-2], -1), cache

@@ -13,8 +13,13 @@ import jax.numpy as jnp
 
 from pallas_paged.checks import default_promotion
 from pallas_paged.kernels.call import Device
+from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.mosaic import support
-from pallas_paged.kernels.mosaic.config import DecoderBlockConfig, decoder_block_config
+from pallas_paged.kernels.mosaic.config import (
+    LINEAR_TILE,
+    DecoderBlockConfig,
+    decoder_block_config,
+)
 from pallas_paged.kernels.mosaic.rows_config import (
     MAX_ROWS,
     DecoderRowsConfig,
@@ -22,6 +27,7 @@ from pallas_paged.kernels.mosaic.rows_config import (
 )
 from pallas_paged.linear import linear
 from pallas_paged.rms_norm import rms_norm
+from pallas_paged.unmerged_attention import UnmergedAttention
 
 BlockImplementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 RowLinearNorm = Callable[..., tuple[jax.Array, jax.Array]]
@@ -76,7 +82,7 @@ class Residual:
 
 @default_promotion()
 def between_attentions(
-    attended: jax.Array,
+    attended: jax.Array | UnmergedAttention,
     residual: Residual,
     weights: BlockWeights,
     *,
@@ -97,7 +103,8 @@ def between_attentions(
     another order. The bits of the kernels are the same each time.
 
     Args:
-        attended: floating `[..., A]`, the output of attention.
+        attended: floating `[..., A]`, the output of attention; or its partial states, which the
+            kernel unites itself, without gradients.
         residual: of these rows.
         weights: of the two layers.
         eps: of the norms.
@@ -127,10 +134,19 @@ def between_attentions(
         config, reason = _config(attended, residual.x, weights, dropout, interpret=interpret)
         if config is not None:
             boards = residual.boards or _new_boards(config, weights)
-            x, out, boards = _kernel(config, eps, interpret, attended, residual.x, weights, boards)
+            given: jax.Array | DecodeStates
+            if not isinstance(attended, UnmergedAttention):
+                given = attended
+            elif attended.states.head_dim % LINEAR_TILE:  # of a head, that are united at a time
+                given = attended.merged()
+            else:
+                given = attended.states
+            x, out, boards = _kernel(config, eps, interpret, given, residual.x, weights, boards)
             return Residual(x=x, boards=boards), out
         if implementation is not None:
             raise NotImplementedError(f"{implementation=} {reason}")
+    if isinstance(attended, UnmergedAttention):
+        attended = attended.merged()
     x, out = _steps(eps, dropout, row_linear_norm, attended, residual.x, weights)
     return dataclasses.replace(residual, x=x), out
 
@@ -161,7 +177,9 @@ def _add_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
     return x if bias is None else x + bias
 
 
-def _check_shapes(attended: jax.Array, x: jax.Array, weights: BlockWeights) -> None:
+def _check_shapes(
+    attended: jax.Array | UnmergedAttention, x: jax.Array, weights: BlockWeights
+) -> None:
     size, hidden_size = x.shape[-1], weights.gate_up.shape[0]
     num_out = None if weights.qkv is None else weights.qkv.shape[0]
     want = {
@@ -186,11 +204,16 @@ def _check_shapes(attended: jax.Array, x: jax.Array, weights: BlockWeights) -> N
 
 
 def _config(
-    attended: jax.Array, x: jax.Array, weights: BlockWeights, dropout: Any, *, interpret: bool
+    attended: jax.Array | UnmergedAttention,
+    x: jax.Array,
+    weights: BlockWeights,
+    dropout: Any,
+    *,
+    interpret: bool,
 ) -> tuple[Config | None, str | None]:
     """Return the config of the kernel, or None and why it can't do a call."""
-    arrays = attended, x, *jax.tree.leaves(weights)
-    dtypes = sorted({array.dtype.name for array in arrays})
+    arrays = x, *jax.tree.leaves(weights)
+    dtypes = sorted({array.dtype.name for array in (attended, *arrays)})
     if dtypes not in (["bfloat16"], ["float16"]):
         return None, f"needs all in bfloat16 or all in float16, not {', '.join(dtypes)}"
     if not 1 <= (num_rows := math.prod(x.shape[:-1])) <= MAX_ROWS:
@@ -200,6 +223,8 @@ def _config(
         return None, f"needs bfloat16 for {num_rows} rows, not float16"
     if dropout is not None or weights.o_bias is not None or weights.qkv_bias is not None:
         return None, "has no biases and no dropout"
+    if not isinstance(attended, UnmergedAttention):
+        arrays += (attended,)
     if any(jax.typeof(array).sharding.mesh.size > 1 for array in arrays):
         return None, "needs arrays on one device"
     device = Device.here()
@@ -234,7 +259,8 @@ def _new_boards(config: Config, weights: BlockWeights) -> tuple[jax.Array, jax.A
     if isinstance(config, DecoderRowsConfig):
         return decoder_rows.new_counters()
     size, hidden_size = weights.down.shape
-    return decoder_block.new_boards(config, size=size, hidden_size=hidden_size)
+    sizes = dict(size=size, attended_size=weights.o.shape[1], hidden_size=hidden_size)
+    return decoder_block.new_boards(config, **sizes)
 
 
 # JAX takes the references out of a custom VJP, but not out of a custom JVP.
@@ -243,7 +269,7 @@ def _kernel(
     config: Config,
     eps: float,
     interpret: bool,
-    attended: jax.Array,
+    attended: jax.Array | DecodeStates,
     x: jax.Array,
     weights: BlockWeights,
     boards: tuple[jax.Array, jax.Array],
@@ -261,7 +287,7 @@ def _kernel(
 
     with jax.enable_x64(False):
         new_x, out, boards = run(
-            matrix(attended),
+            attended if isinstance(attended, DecodeStates) else matrix(attended),
             matrix(x),
             boards,
             o=weights.o,
@@ -282,12 +308,14 @@ def _kernel_fwd(
     config: Config,
     eps: float,
     interpret: bool,
-    attended: jax.Array,
+    attended: jax.Array | DecodeStates,
     x: jax.Array,
     weights: BlockWeights,
     boards: tuple[jax.Array, jax.Array],
 ) -> Any:
     del config, interpret
+    if isinstance(attended, DecodeStates):
+        raise NotImplementedError("partial states of attention have no gradient")
     (x, out), vjp = jax.vjp(functools.partial(_steps, eps, None, None), attended, x, weights)
     return (x, out, boards), vjp
 

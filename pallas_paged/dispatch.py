@@ -16,12 +16,14 @@ from pallas_paged.checks import default_promotion
 from pallas_paged.gradient import with_gradient
 from pallas_paged.kernels import xla
 from pallas_paged.kernels.call import Arrays, Call, Device, Kernel
+from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.kv_layout import AXIS_NAMES, LAYOUTS, KVLayout
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import implementation as mosaic
 from pallas_paged.kernels.mosaic.config import prefer_mosaic
 from pallas_paged.kernels.mosaic_sm80 import implementation as mosaic_sm80
 from pallas_paged.kernels.triton import implementation as triton
+from pallas_paged.kernels.write_arrays import WriteArrays
 from pallas_paged.partition import Axes, Layout, explicit_mesh, on_explicit_mesh
 
 Implementation = Literal[
@@ -43,11 +45,14 @@ class Backend:
         configs: type of the config of each kernel; empty if it has none.
         why_not: returns why it can't do a call, to follow its name, or None.
         bind: returns the function that does a call which it can do.
+        bind_states: returns the function that makes the `DecodeStates` of a call, and their merge;
+            it or its result is None if it has none.
     """
 
     configs: Mapping[Kernel, type]
     why_not: Callable[[Call], str | None]
     bind: Callable[[Call], Callable[..., Any]]
+    bind_states: Callable[..., tuple[Callable[..., Any], Callable[..., Any]] | None] | None = None
 
 
 def _gpu_backends(name: str, family: Any) -> dict[str, Backend]:
@@ -57,13 +62,20 @@ def _gpu_backends(name: str, family: Any) -> dict[str, Backend]:
             configs=family.CONFIGS,
             why_not=family.why_not_here,
             bind=functools.partial(family.bind, interpret=False),
+            bind_states=_bind_states(family, interpret=False),
         ),
         f"{name}_interpret": Backend(
             configs=family.CONFIGS,
             why_not=family.why_not,
             bind=functools.partial(family.bind, interpret=True),
+            bind_states=_bind_states(family, interpret=True),
         ),
     }
+
+
+def _bind_states(family: Any, *, interpret: bool) -> Callable[..., Any] | None:
+    bind = getattr(family, "bind_states", None)
+    return None if bind is None else functools.partial(bind, interpret=interpret)
 
 
 def _bind_xla(call: Call) -> Callable[..., Any]:
@@ -230,6 +242,41 @@ def attend(
         else:  # XLA partitions it
             out, *lse = local(*given)
     return out, lse[0] if lse else None
+
+
+def decode_states(
+    arrays: Arrays,
+    *,
+    options: LogitOptions,
+    implementation: Implementation | None,
+    new: WriteArrays | None = None,
+) -> tuple[tuple[Any, ...], Callable[[DecodeStates], tuple[jax.Array, jax.Array]]] | None:
+    """Return the partial states of a call of checked arrays of one device, and their merge.
+
+    They have no gradient.
+
+    Args:
+        arrays, options, implementation: as in `attend`.
+        new: the newest tokens of the rows, if the kernel is to write them.
+
+    Returns:
+        The states, behind them the pages of K and V with `new`; and the merge. None if the
+        implementation has no partial states or, with `new`, does not write.
+
+    Raises:
+        ValueError, NotImplementedError: as `choose`.
+    """
+    call = Call.of("decode", arrays, device=Device.here())
+    bind_states = BACKENDS[choose(call, implementation)].bind_states
+    bound = None if bind_states is None else bind_states(call, writes=new is not None)
+    if bound is None:
+        return None
+    states, merge = bound
+    with jax.enable_x64(False):
+        arrays = dataclasses.replace(arrays, seq_lens=jnp.clip(arrays.seq_lens, 0, call.max_kv_len))
+        if new is None:
+            return (states(arrays, options=options),), merge
+        return states(arrays, options=options, new=new), merge
 
 
 def rising_offsets(offsets: jax.Array, count: int) -> jax.Array:

@@ -121,7 +121,7 @@ def rotate_and_write_kv(
         ValueError: a shape or dtype is wrong, or quantized pages lack scales.
         NotImplementedError: the implementation can't do this call; the message says why.
     """
-    arrays = _checked(layer, qkv, slots, rotation, q_norm, k_norm)
+    arrays = checked_write(layer, qkv, slots, rotation, q_norm, k_norm)
     eps = static_number("eps", eps)
     if _choose(layer, implementation) == "xla" or not arrays.qkv.size:  # a grid of 0 is an error
         q, k, v = _split(arrays, eps)
@@ -237,9 +237,14 @@ def _why_not(layer: LayerKV, *, interpret: bool) -> str | None:
     return triton.why_not_jax()
 
 
-def _checked(
+def checked_write(
     layer: Any, qkv: Any, slots: Any, rotation: Any, q_norm: Any, k_norm: Any
 ) -> WriteArrays:
+    """Return the arguments of `rotate_and_write_kv`, checked against each other.
+
+    Raises:
+        ValueError: as there.
+    """
     qkv = _checked_floats("qkv", qkv)
     if qkv.ndim != 4 or qkv.shape[2] < 3:
         raise ValueError(

@@ -120,6 +120,8 @@ def run_engine(
     start = time.perf_counter()
     engine = Engine(*engine_model(model), config)
     engine.warmup([replace(trace[0].params, max_tokens=1)])
+    gc.collect()
+    gc.freeze()  # as the server does
     warmup_s = time.perf_counter() - start
     if over_http:
         from bench.serving.http import serve_over_http  # needs the extra [server]
@@ -239,6 +241,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         write()
 
     def write() -> None:
+        gc.unfreeze()
         gc.collect()  # free this system's memory before the next system takes its own
         if args.json:
             cli.write_json(args.json, run)

@@ -13,6 +13,7 @@ from pallas_paged.kv_pool import LayerKV, write_kv
 from pallas_paged.page_table import PageTable
 from pallas_paged.peers import Peers, embed, row_linear, row_linear_norm
 from pallas_paged.rotary_write import Rotation, WriteImplementation, rotate_and_write_kv
+from pallas_paged.unmerged_attention import unmerged_attention, write_and_attend
 
 # What writes K and V beside an attention that is named; the best for others.
 _WRITES: dict[str | None, WriteImplementation] = {
@@ -51,12 +52,14 @@ class PagedAttend:
             peers: of the devices of a mesh.
         """
 
-        def cache_of(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def cache_of(rows: jax.Array) -> dict[str, Any]:
             lens = table.seq_lens.at[rows].get(mode="fill", fill_value=0)
-            return table.block_tables.at[rows].get(mode="clip"), lens
+            return dict(block_tables=table.block_tables.at[rows].get(mode="clip"), seq_lens=lens)
 
         self._decoding = cache_of(decode_rows)
-        self._prompts = None if chunks is None else (*cache_of(chunks.slots), chunks.cu_q_lens)
+        self._prompts = None
+        if chunks is not None:
+            self._prompts = cache_of(chunks.slots) | dict(cu_q_lens=chunks.cu_q_lens)
         self._slot_mapping, self._num_kv_heads = slot_mapping, num_kv_heads
         self._implementation: Any = implementation
         self._peers = peers
@@ -78,11 +81,18 @@ class PagedAttend:
         q_norm: jax.Array | None = None,
         k_norm: jax.Array | None = None,
         eps: float = 1e-6,
+        unmerged: bool = False,
         **options: Any,
-    ) -> tuple[jax.Array, LayerKV]:
+    ) -> tuple[Any, LayerKV]:
         repeats = self._repeats(cache, qkv.shape[1])
         if repeats > 1:
             qkv = _repeated(qkv, repeats)
+        is_plain = q_norm is None and k_norm is None
+        if unmerged and is_plain and self._has_states:
+            how = self._decoding | dict(rotation=rotation, implementation=self._implementation)
+            found = write_and_attend(cache, qkv, self._slot_mapping, **how, **options)
+            if found is not None:
+                return found
         q, cache = rotate_and_write_kv(
             cache,
             qkv,
@@ -93,6 +103,11 @@ class PagedAttend:
             eps=eps,
             implementation=_WRITES.get(self._implementation),
         )
+        if unmerged and self._has_states:
+            how = self._decoding | dict(implementation=self._implementation)
+            attention = unmerged_attention(cache, q, **how, **options)
+            if attention is not None:
+                return attention, cache
         return self._attend(q, cache, **options)
 
     def row_linear(self, x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -106,24 +121,30 @@ class PagedAttend:
     def embed(self, token_ids: jax.Array, table: jax.Array) -> jax.Array:
         return embed(token_ids, table, self._peers)
 
+    @property
+    def _has_states(self) -> bool:
+        """Whether a call is one row of one device, whose partial states are of use."""
+        is_alone = self._prompts is None and self._peers is None
+        return is_alone and self._decoding["seq_lens"].size == 1
+
     def _repeats(self, cache: LayerKV, num_kv_heads: int) -> int:
         """Return how often the pool has each head; the model may have repeated them itself."""
         repeats = cache.num_kv_heads // self._num_kv_heads
         return repeats if num_kv_heads == self._num_kv_heads else 1
 
     def _attend(self, q: jax.Array, cache: LayerKV, **options: Any) -> tuple[jax.Array, LayerKV]:
-        pages = (cache.k_pages, cache.v_pages)
         options |= dict(
+            k_pages=cache.k_pages,
+            v_pages=cache.v_pages,
             k_scales=cache.k_scales,
             v_scales=cache.v_scales,
             kv_layout=cache.kv_layout,
             implementation=self._implementation,
         )
-        block_tables, lens = self._decoding
-        num_decodes = lens.size
-        out = paged_attention(q[:num_decodes], *pages, block_tables, lens, **options)
+        num_decodes = self._decoding["seq_lens"].size
+        out = paged_attention(q[:num_decodes], **self._decoding, **options)
         if self._prompts is not None:
-            chunk_out = ragged_paged_attention(q[num_decodes:], *pages, *self._prompts, **options)
+            chunk_out = ragged_paged_attention(q[num_decodes:], **self._prompts, **options)
             out = jnp.concatenate([out, chunk_out])
         return out, cache
 

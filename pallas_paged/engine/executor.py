@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -176,14 +177,26 @@ class Executor:
         batches: Sequence[Batch],
         progress: Callable[[Iterable[Any], int], Iterable[Any]] = lambda steps, _: steps,
     ) -> None:
-        """Compile the steps of batches, in threads."""
+        """Compile the steps of batches, in threads.
+
+        They are lowered in order, one after another. Threads that trace a function of both at once
+        get a copy each, so a step's program and its key in JAX's compilation cache would depend on
+        the timing.
+        """
         if any(batch.mode.penalties for batch in batches):
             self._make_counts()
         # Compilers of several processes may wait for one another, so they go in the same order.
         threads = min(_COMPILE_THREADS, os.cpu_count() or 1)
         threads = 1 if self._placement.num_processes > 1 else threads
+        remaining, lowering = iter(batches), threading.Lock()
+
+        def compile_next(_: Batch) -> None:
+            with lowering:
+                lowered = self.lower(next(remaining))
+            lowered.compile()
+
         with ThreadPoolExecutor(threads) as pool:
-            for _ in progress(pool.map(lambda x: self.lower(x).compile(), batches), len(batches)):
+            for _ in progress(pool.map(compile_next, batches), len(batches)):
                 if self.followers is not None:
                     self.followers.check()
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.sharding import PartitionSpec
+
+from pallas_paged.peers import Group, Peers
 
 _MAX_PAIRS = 2**24  # of values that are compared at a time
 _NO_TOKEN = 2**31 - 1
@@ -32,7 +35,7 @@ class Logprobs:
 
 
 def gather_logprobs(
-    logits: jax.Array, token_ids: jax.Array, num_logprobs: int, num_devices: int = 1
+    logits: jax.Array, token_ids: jax.Array, num_logprobs: int, peers: Peers | None = None
 ) -> Logprobs:
     """Return the log-probabilities of tokens and of the best ones.
 
@@ -40,50 +43,65 @@ def gather_logprobs(
         logits: `f32[S, V]` as the model gave them, before processors, temperature and filters.
         token_ids: `i32[S]`; what is returned for -1 means nothing.
         num_logprobs: static, how many of the best; a small vocabulary gives no more than it has.
-        num_devices: static, over which the vocabulary is cut.
+        peers: of the devices over which the vocabulary is cut.
 
     Raises:
         ValueError: the logits are not `f32[S, V]`.
     """
     check_logits(logits)
-    logprobs = jax.nn.log_softmax(logits)
-    logprob = jnp.take_along_axis(logprobs, jnp.maximum(token_ids, 0)[:, None], axis=1)
     num_logprobs = min(num_logprobs, logits.shape[1])
-    top_logprobs, top_token_ids = top_tokens(logprobs, num_logprobs, num_devices)
+    if peers is None or logits.shape[1] % peers.mesh.size:
+        return _gather_logprobs(None, logits, token_ids, num_logprobs)
+    cut, whole = PartitionSpec(None, peers.axis), PartitionSpec()
+    local = partial(_gather_logprobs, num_logprobs=num_logprobs)
+    logprobs: Logprobs = peers.run(local, (cut, whole), logits, token_ids)
+    return logprobs
+
+
+def _gather_logprobs(
+    group: Group | None, logits: jax.Array, token_ids: jax.Array, num_logprobs: int
+) -> Logprobs:
+    """Return what `gather_logprobs` does, of a device's part of the logits if there is a group."""
+    size = logits.shape[1]
+    places = token_ids if group is None else token_ids - group.index * size
+    is_here = (places >= 0) & (places < size)
+    logit = jnp.take_along_axis(logits, jnp.clip(places, 0, size - 1)[:, None], axis=1)[:, 0]
+    largest = jnp.max(logits, axis=1)
+    total = jnp.sum(jnp.exp(logits - largest[:, None]), axis=1)
+    values, tokens = top_tokens(logits, min(num_logprobs, size))
+    if group is not None:
+        tokens += group.index * size  # f32 has all integers up to 2**24
+        columns = [jnp.stack([largest, total, jnp.where(is_here, logit, 0.0)], 1), values, tokens]
+        found = group.gather(jnp.concatenate(columns, axis=1))
+        parts, totals, logit = found[..., 0], found[..., 1], jnp.sum(found[..., 2], axis=0)
+        largest = jnp.max(parts, axis=0)
+        # A part whose logits are all -inf has no sum.
+        total = jnp.sum(jnp.where(totals > 0, totals * jnp.exp(parts - largest), 0.0), axis=0)
+        if num_logprobs:
+            values, tokens = (
+                jnp.concatenate([*x], axis=1) for x in jnp.split(found[..., 3:], 2, axis=2)
+            )
+            values, tokens = _compare(values, tokens.astype(jnp.int32), num_logprobs)
+    num_larger = jnp.sum(logits > logit[:, None], axis=1, dtype=jnp.float32)
+    if group is not None:
+        num_larger = group.sum(num_larger)
+    log_total = jnp.log(total)
     return Logprobs(
-        logprob=logprob[:, 0],
-        rank=1 + jnp.sum(logprobs > logprob, axis=1, dtype=jnp.int32),
-        top_token_ids=top_token_ids,
-        top_logprobs=top_logprobs,
+        logprob=logit - largest - log_total,
+        rank=1 + num_larger.astype(jnp.int32),
+        top_token_ids=tokens,
+        top_logprobs=values - largest[:, None] - log_total[:, None],
     )
 
 
-def top_tokens(values: jax.Array, k: int, num_devices: int = 1) -> tuple[jax.Array, jax.Array]:
-    """Return the k largest values of each row and their indices, as `jax.lax.top_k` does.
+def top_tokens(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """Return the k largest of values `f32[S, V]` and their indices, as `jax.lax.top_k` does.
 
-    Args:
-        values: `f32[S, V]`; what is returned for a row with NaN means nothing.
-        k: static, at most V.
-        num_devices: static, over which the rows are cut; the best of each are then compared.
+    What is returned for a row with NaN means nothing. `k` is static, at most V.
     """
-    num_rows, size = values.shape
     if k == 0:
         return values[:, :0], _indices(values)[:, :0]
-    if num_devices == 1 or size % num_devices or k * num_devices >= size:
-        return _largest(values, _indices(values), k)
-    shape = (num_rows, num_devices, size // num_devices)
-    parts = _largest(values.reshape(shape), _indices(values).reshape(shape), k)
-    best, tokens = (_join(x).reshape(num_rows, -1) for x in parts)
-    return _compare(best, tokens, k)
-
-
-def _join(parts: jax.Array) -> jax.Array:
-    """Return parts `[S, P, k]` as they are, all of them on each device that has some of them.
-
-    Each is the sum of itself and zeros: devices add, and don't have to agree on a layout.
-    """
-    is_own = np.eye(parts.shape[1], dtype=bool)[None, :, :, None]
-    return jnp.sum(jnp.where(is_own, parts[:, :, None], 0), axis=1)
+    return _largest(values, _indices(values), k)
 
 
 def _largest(values: jax.Array, tokens: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

@@ -54,7 +54,8 @@ class Attend(Protocol):
         soft_cap: float | None = None,
         alibi_slopes: ArrayLike | None = None,
         sinks: ArrayLike | None = None,
-    ) -> tuple[jax.Array, LayerKV]:
+        unmerged: bool = False,
+    ) -> tuple[Any, LayerKV]:
         """Do the same from the product with a fused weight, with fewer kernels.
 
         What stands between the product and attention is one: the norms and the rotation of q and k,
@@ -65,6 +66,8 @@ class Attend(Protocol):
             cache: pages of this layer.
             rotation, q_norm, k_norm, eps: as in `rotate_and_write_kv`.
             sliding_window, sm_scale, soft_cap, alibi_slopes, sinks: as in `paged_attention`.
+            unmerged: return in place of the output of one row, where its kernel has partial
+                states, an `UnmergedAttention`, which `between_attentions` takes.
 
         Returns:
             The output `[T, Hkv * G, D]`, and the layer with the new K and V.

@@ -230,10 +230,11 @@ def _mixed(
     )
     prompt_logprobs = None
     if chunks.targets is not None:
-        num_logprobs = batch.mode.prompt_logprobs
-        num_devices = 1 if peers is None else peers.mesh.size
+        # Devices add up one thing at a time: this, after what they have added up for the samples.
+        last = drawn if logprobs is None else logprobs.rank
+        targets = jnp.where(jnp.any(last < NOT_SAMPLED), -1, chunks.targets)
         prompt_logprobs = _prompt_logprobs(
-            model, params, hidden[num_decodes:], chunks.targets, num_logprobs, num_devices
+            model, params, hidden[num_decodes:], targets, batch.mode.prompt_logprobs, peers
         )
     valid = state.valid & jnp.all(ok)
     state = EngineState(table=table, pool=KVPool(layers=layers), slots=slots, valid=valid)
@@ -263,7 +264,6 @@ def _sample(
         mode: of the batch.
         peers: of the devices over which the vocabulary is cut.
     """
-    num_devices = 1 if peers is None else peers.mesh.size
     metadata = jax.tree.map(lambda x: x.at[indices].get(mode="clip"), slots.sampling)
     is_sampled = sampled < slots.finished.size
     temperature = jnp.where(is_sampled, metadata.temperature, 0.0)  # greedy rows cost the least
@@ -273,14 +273,14 @@ def _sample(
         mine = jax.tree.map(lambda x: x.at[indices].get(mode="clip"), counts)
     processed = process_logits(logits, metadata, mine, lens, mode)
     # The kernels need all of a row on one device.
-    by: SamplingImplementation | None = None if num_devices == 1 else "xla"
+    by: SamplingImplementation | None = None if peers is None else "xla"
     drawn = sample(processed, metadata, lens, mode, implementation=by, peers=peers)
     if mode.penalties and counts is not None:
         counts = add_output_tokens(counts, sampled, drawn)
     logprobs = None
     if mode.logprobs >= 0:
         token_ids = jnp.maximum(drawn, 0)
-        logprobs = gather_logprobs(logits, token_ids, mode.logprobs, num_devices)
+        logprobs = gather_logprobs(logits, token_ids, mode.logprobs, peers)
     stops = jnp.any(drawn[:, None] == metadata.stop_token_ids, axis=1)
     ended = (drawn < 0) | stops
     ended |= lens + 1 >= slots.max_lens.at[indices].get(mode="clip")
@@ -315,7 +315,7 @@ def _prompt_logprobs(
     hidden: jax.Array,
     targets: jax.Array,
     num_logprobs: int,
-    num_devices: int,
+    peers: Peers | None,
 ) -> Logprobs:
     """Log-probabilities of the token after each of T, in blocks: logits of all are too large."""
     num_tokens = targets.size
@@ -324,7 +324,7 @@ def _prompt_logprobs(
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, block, hidden.shape[-1])
     targets = jnp.pad(jnp.maximum(targets, 0), (0, padding)).reshape(-1, block)
     found = jax.lax.map(
-        lambda x: gather_logprobs(model.logits(params, x[0]), x[1], num_logprobs, num_devices),
+        lambda x: gather_logprobs(model.logits(params, x[0]), x[1], num_logprobs, peers),
         (hidden, targets),
     )
     return jax.tree.map(lambda x: x.reshape(num_tokens + padding, *x.shape[2:])[:num_tokens], found)

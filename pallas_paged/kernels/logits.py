@@ -37,6 +37,14 @@ class LogitOptions:
         before = self.sliding_window - 1  # subtracted last, so that nothing wraps around
         return jnp.maximum(positions, before) - before
 
+    def only_factor(self, slopes: Any) -> float | None:
+        """Return the factor that makes base-2 logits of q.k, or None where that is not all.
+
+        Kernels with scales of keys take both in one product: then no product is fused with the
+        subtraction of the maximum, whose rounding error overflows `exp2` with huge queries.
+        """
+        return self.sm_scale * LOG2_E if self.soft_cap is None and slopes is None else None
+
 
 def natural_logits(
     s: jax.Array,  # f32[...] q.k

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,6 +98,29 @@ class TestDroppedPages:
     def test_may_have_any_table_entry(self, function, case, entry, implementation):
         case = case.on(implementation)
         check(function, case, 30, dropped=entry, implementation=implementation)
+
+    @pytest.mark.parametrize(
+        ("page_size", "kv_dtype"), [(8, "int8"), *slow([(1, None), (1, "float8_e4m3fn")])]
+    )
+    def test_of_any_kind_may_have_any_table_entry(
+        self, function, case, page_size, kv_dtype, implementation
+    ):
+        case = replace(case, page_size=page_size, pages_per_seq=160 // page_size)
+        how = dict(dropped=-(2**31), implementation=implementation)
+        check(function, case.on(implementation), 30, kv_dtype, **how)
+
+    def test_change_no_bit_of_the_gradient_of_queries(self, function, case, implementation):
+        calls = calls_with_and_without(case.on(implementation), 30, dropped=-(2**31))
+
+        @jax.jit
+        @jax.grad
+        def gradient(q, *rest):
+            out, _ = function(q, *rest, sliding_window=30, implementation=implementation)
+            return jnp.sin(out.astype(jnp.float32)).sum()
+
+        expected, actual = (gradient(*x) for x in calls)
+        assert np.abs(np.asarray(expected, np.float32)).max() > 0
+        assert_same_bits([actual], [expected])
 
     @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
     def test_change_no_bit_of_quantized_attention(self, function, case, kv_dtype, implementation):

@@ -202,6 +202,18 @@ def test_zero_tiny_and_huge_queries(function, case, dtype, per_tensor, implement
     np.testing.assert_allclose(np.asarray(lse)[finite], expected_lse[finite], rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("per_tensor", [False, *slow([True])])
+@pytest.mark.parametrize(("function", "q_lens"), [(decode, None), (ragged, (3, 2))])
+def test_huge_queries_of_rows_that_are_split(function, q_lens, per_tensor, implementation):
+    lens = dict(seq_lens=(200, 70), q_lens=q_lens, pages_per_seq=25)
+    case = Case(head_dim=16, dtype="bfloat16", **lens).on(implementation)
+    (q, *arrays), (_, *meant) = Quantized(case=case, kv_dtype=INT8, per_tensor=per_tensor).make()
+    q = (q * (1e3 if implementation == "triton_interpret" else 1e10)).astype(q.dtype)
+    out, lse = function(q, *arrays, fixed_split_size=64, implementation=implementation)
+    assert np.isfinite(np.asarray(out, np.float32)).all()
+    np.testing.assert_allclose(lse, attend(q, *meant)[1], rtol=0.02)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("low", "high"), [(-30, 30), (-60, -50), (30, 50)])
 def test_scales_of_v_of_any_size(low, high, dtype, implementation):

@@ -19,7 +19,6 @@ _SERVING = ["--shape", "tiny"]
         *((decode, args) for args in _SHAPES),
         *((peers_torch, args) for args in _SHAPES),
         *((tune, [*_TUNE, *args]) for args in (*_SHAPES, ["--seconds", "0"])),
-        (tune, ["--kernel", "mosaic_decode", "--kv-dtype", "int8"]),
         (quality, []),
         (quality, ["--text", "x"]),
         (quality, ["--shape", "none"]),

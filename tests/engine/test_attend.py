@@ -16,9 +16,10 @@ from pallas_paged.engine.sampler import SamplingMode
 from pallas_paged.engine.state import EngineState
 from pallas_paged.engine.step import make_step
 from pallas_paged.rotary_write import split_qkv
+from pallas_paged.unmerged_attention import UnmergedAttention
 from tests.support.devices import lower_for_cuda
 from tests.support.kv_pools import make_pool
-from tests.support.marks import slow
+from tests.support.marks import needs_triton, slow
 from tests.support.page_tables import i32
 
 NUM_KV_HEADS, GROUP, HEAD_DIM, PAGE_SIZE = 2, 4, 8, 4
@@ -63,6 +64,31 @@ def test_the_fused_product_gives_what_its_parts_give(repeats, implementation):
     want = jax.jit(lambda: attend(*split_qkv(qkv, **how), layer, sliding_window=4))()
     assert got[0].shape == (len(qkv), NUM_KV_HEADS * GROUP, HEAD_DIM)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+@needs_triton
+@pytest.mark.parametrize("norms", [{}, dict(q_norm=jnp.full(16, 1.5), k_norm=jnp.ones(16))])
+def test_one_row_has_partial_states_for_a_model_that_takes_them(norms):
+    table = pp.create_page_table(num_pages=8, page_size=PAGE_SIZE, max_seqs=1, pages_per_seq=8)
+    table, _ = pp.extend(table, i32(30))
+    attend = PagedAttend(
+        table,
+        pp.slot_mapping(table, i32(0), i32(29)),
+        i32(0),
+        None,
+        num_kv_heads=NUM_KV_HEADS,
+        implementation="triton_interpret",
+    )
+    layer = jax.tree.map(lambda x: x + 0.5, make_pool(1, 8, NUM_KV_HEADS, PAGE_SIZE, 16).layers[0])
+    rng = np.random.default_rng(0)
+    qkv = rng.standard_normal((1, NUM_KV_HEADS, GROUP + 2, 16), np.float32)
+    how = dict(rotation=(jnp.cos(jnp.ones((1, 1, 8))), jnp.sin(jnp.ones((1, 1, 8)))), **norms)
+    want, want_layer = attend.fused(qkv, layer, **how)
+    got, got_layer = attend.fused(qkv, layer, unmerged=True, **how)
+    assert isinstance(got, UnmergedAttention)
+    np.testing.assert_allclose(got.merged(), want.reshape(1, -1), rtol=1e-5, atol=1e-6)
+    for a, b in zip(*map(jax.tree.leaves, (got_layer, want_layer)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,7 @@ import pytest
 
 import pallas_paged as pp
 from pallas_paged.engine import EngineDeadError, SamplingParams
+from pallas_paged.engine.executor import Executor
 from pallas_paged.engine.state import TableArrays, fork, update_table
 from tests.support.engine_calls import (
     MODEL,
@@ -145,6 +149,24 @@ def test_nothing_is_compiled_after_warmup(compilations):
     stats = engine.stats()
     assert stats.num_preemptions > 0 and stats.cached_tokens > 0
     assert not compilations and stats.compilations == num_compiled
+
+
+def test_steps_are_lowered_in_order_one_after_another(monkeypatch):
+    # Else their programs would depend on the timing of threads, and miss the compilation cache.
+    batches = [SimpleNamespace(mode=SimpleNamespace(penalties=False)) for _ in range(8)]
+    events: list[tuple[str, SimpleNamespace]] = []
+
+    def lower(self, batch):
+        events.append(("begins", batch))
+        time.sleep(0.01)
+        events.append(("ends", batch))
+        return SimpleNamespace(compile=lambda: None)
+
+    executor = make_engine().replicas[0].runner.executor
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(Executor, "lower", lower)
+    executor.compile(batches)
+    assert events == [(kind, batch) for batch in batches for kind in ("begins", "ends")]
 
 
 def test_penalties_compile_nothing_after_warmup(compilations):

@@ -13,10 +13,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_paged.decoder_block import BlockWeights, Residual, between_attentions
+from pallas_paged.kv_pool import LayerKV
 from pallas_paged.linear import linear
 from pallas_paged.rms_norm import rms_norm
+from pallas_paged.unmerged_attention import unmerged_attention
 from tests.support.devices import implementations_here, lower_for_cuda, mesh
 from tests.support.kernel_calls import kernel_calls
+from tests.support.marks import needs_triton
 
 A, E, F, N = 256, 512, 256, 128
 KERNEL = "mosaic_gpu_interpret"
@@ -93,6 +96,36 @@ def test_the_kernel_gives_what_xla_gives_and_its_gradients(kernel, rows, last):
     for a, b in zip(*map(jax.tree.leaves, (got_grads, want_grads)), strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         assert np.abs(a - b).max() < 0.1 * np.abs(b).max()
+
+
+@needs_triton
+@pytest.mark.parametrize("kernel", [None, pytest.param(KERNEL, marks=needs_mosaic)])
+def test_partial_states_are_as_good_as_their_merge(kernel):
+    (_, residual), w = inputs(1), block_weights()
+    pages = draw(40, 2, 8, 16, 64), draw(41, 2, 8, 16, 64)
+    attention = unmerged_attention(
+        LayerKV(k_pages=pages[0], v_pages=pages[1]),
+        draw(42, 1, A // 64, 64),
+        jnp.arange(8, dtype=jnp.int32)[None],
+        jnp.array([100], jnp.int32),
+        implementation="triton_interpret",
+    )
+    got, want = (
+        between_attentions(x, residual, w, eps=1e-5, implementation=kernel)
+        for x in (attention, attention.merged())
+    )
+    for a, b in zip((got[0].x, got[1]), (want[0].x, want[1]), strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        assert np.abs(a - b).max() <= (0.01 * b.std() if kernel else 0.0)
+    if kernel:
+        with pytest.raises(
+            NotImplementedError, match="partial states of attention have no gradient"
+        ):
+            jax.grad(
+                lambda x: between_attentions(
+                    attention, Residual(x=x), w, eps=1e-5, implementation=kernel
+                )[1].sum()
+            )(residual.x)
 
 
 def test_weights_cut_over_devices_are_not_gathered():

@@ -1,11 +1,18 @@
-"""The calls that tools look at run every kernel, and findings of compute-sanitizer are read."""
+"""The calls that tools look at run every kernel; on a GPU many times, for their bits.
+
+And findings of compute-sanitizer are read.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_paged import kernels
@@ -14,6 +21,7 @@ from tests.support import sanitizer
 from tests.support.devices import lower_for_cuda
 from tests.support.kernel_calls import kernel_calls
 from tests.support.marks import needs_triton
+from tests.support.repeats import largest_error, repeat
 
 ROOT = Path(kernels.__file__).parent
 NAME = re.compile(r'^ +(?:kernel_)?name="([a-z_]{4,})",$', re.MULTILINE)
@@ -36,7 +44,11 @@ END triton decode: ok
 BEGIN triton ragged
 END triton ragged: refused: it needs a GPU
 BEGIN mosaic_gpu decode
-========= Error: Race reported between Write access at a+0x10 and Read access at b+0x70
+========= Error: Potential WAW hazard detected at __shared__ 0x482 in block (0,0,0) :
+=========     Write Thread (32,0,0) at paged_decode_kernel+0x2a0 in decode.py:9
+=========     Write Thread (160,0,0) at paged_decode_kernel+0x320 in decode.py:11
+=========     Saved host backtrace up to driver entry point at kernel launch time
+=========         Host Frame: launch at a+0x10 [0x22acf] in runtime.so
 ========= ERROR SUMMARY: 2 errors
 """
 
@@ -64,13 +76,41 @@ def test_every_kernel_is_run(module):
         assert name in lowered(family)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="runs kernels on a GPU")
+@pytest.mark.parametrize("call", kernel_calls(), ids=str)
+def test_1000_runs_give_the_same_bits_and_agree_with_xla(call):
+    arrays = call.make()
+    try:
+        found, others = repeat(call.run, arrays, 1000)
+    except NotImplementedError as e:
+        pytest.skip(str(e))
+    assert others == 0
+    assert largest_error(found, jax.jit(call.reference)(*arrays)) <= call.tolerance
+
+
+def test_runs_with_other_bits_are_counted():
+    """Of a function that is called again in every run, and gives 3, 3, 4, 3, 4 and so on."""
+    values = itertools.chain([3.0], itertools.cycle([3.0, 4.0]))
+
+    def function(x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return x + jax.pure_callback(lambda _: np.float32(next(values)), shape, x)
+
+    first, others = repeat(function, (jnp.float32(1.0),), 10)
+    assert first == 4 and others == 5
+
+
 def test_findings_are_read_call_by_call():
     assert sanitizer.parse(LOG) == {
         "triton decode": ("ok", ["Invalid __global__ read of size 4 bytes [paged_decode]"]),
         "triton ragged": ("refused: it needs a GPU", []),
         "mosaic_gpu decode": (
             "not finished",
-            ["Error: Race reported between Write access at a+0x10 and Read access at b+0x70"],
+            [
+                "Error: Potential WAW hazard detected at __shared__ .. in block .. : "
+                "[paged_decode_kernel decode.py:9] [paged_decode_kernel decode.py:11]"
+            ],
         ),
     }
 

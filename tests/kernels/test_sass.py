@@ -25,7 +25,7 @@ BOUNDS = {
     r"triton gradient attention_gradient_of_keys$": (255, 320),
     r"mosaic_gpu ragged with options ragged_paged_attention$": (168, 1000),
     r"mosaic_gpu ragged .*32/8/256.* ragged_paged_attention$": (168, 300),
-    r"mosaic_gpu (ragged|cascade) .* ragged_paged_attention$": (232, 100),
+    r"mosaic_gpu (ragged|wide ragged|cascade) .* ragged_paged_attention$": (232, 100),
     r"mosaic_gpu gradient attention_gradient_of_keys$": (168, 60),
     r"mosaic_gpu .* paged_decode$": (160, 8),
     r"mosaic_sm80 .* (paged_decode|ragged_paged_attention)$": (255, 800),

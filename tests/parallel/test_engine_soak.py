@@ -24,7 +24,7 @@ from tests.support.engine_calls import (
 )
 
 pytestmark = pytest.mark.usefixtures("exact_products")
-NUM_REQUESTS, NUM_PAGES = 60, 9
+NUM_REQUESTS, NUM_PAGES = 36, 9
 _STEM = np.random.default_rng(0).integers(1, 40, 20).tolist()
 # Shared prefixes of 0 to 5 pages, and lengths on both sides of page borders.
 PROMPTS = [

@@ -32,6 +32,7 @@ from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.linear import LinearImplementation, linear
 from pallas_paged.rms_norm import rms_norm
 from pallas_paged.rotary_write import WriteImplementation, rotate_and_write_kv
+from pallas_paged.unmerged_attention import unmerged_attention, write_and_attend
 from tests.support.attention_cases import Case, SharedPrefixes
 from tests.support.quantized_cases import Quantized
 from tests.support.sampling_rows import metadata
@@ -66,6 +67,18 @@ ENTRIES = {
         fields=(*CACHE, "prefix_lens", "cu_group_sizes"),
     ),
 }
+# Rows of one-byte pages are converted before the ragged kernel, if tables are as wide.
+WIDE = Entry(
+    function=pp.ragged_paged_attention,
+    case=dataclasses.replace(
+        RAGGED,
+        seq_lens=(300, 0, 200, 1),
+        q_lens=(300, 0, 200, 1),
+        num_tokens=1024,
+        pages_per_seq=512,
+    ),
+    fields=(*CACHE, "cu_q_lens"),
+)
 KV_DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
 PER_HEAD = np.linspace(0.0, 1.0, HEADS, dtype=np.float32)
 OPTIONS: dict[str, Any] = dict(
@@ -124,13 +137,16 @@ def kernel_calls() -> list[KernelCall]:
                     KernelCall(family=family, name=name, function=function, make=make, **more)
                 )
 
-    for entry in ENTRIES:
+    for name, entry in ENTRIES.items():
         for kv_dtype in KV_DTYPES:
             make = partial(_attention_arrays, entry, kv_dtype)
-            add(Implementation, f"{entry} {kv_dtype}", partial(_attend, entry), make)
-        options = OPTIONS | ({"tree_mask": TREE_MASK} if entry == "ragged" else {})
+            add(Implementation, f"{name} {kv_dtype}", partial(_attend, entry), make)
+        options = OPTIONS | ({"tree_mask": TREE_MASK} if name == "ragged" else {})
         make = partial(_attention_arrays, entry, DECODE.dtype)
-        add(Implementation, f"{entry} with options", partial(_attend, entry, **options), make)
+        add(Implementation, f"{name} with options", partial(_attend, entry, **options), make)
+    for kv_dtype in KV_DTYPES[1:]:
+        make = partial(_attention_arrays, WIDE, kv_dtype)
+        add(Literal["mosaic_gpu"], f"wide ragged {kv_dtype}", partial(_attend, WIDE), make)
     add(Implementation, "gradient", _gradient, _gradient_arrays)
     for kv_dtype in KV_DTYPES:
         make = partial(_write_arrays, kv_dtype)
@@ -142,15 +158,17 @@ def kernel_calls() -> list[KernelCall]:
     for rows, name in {1: "between attentions", 12: "between attentions, 12 rows"}.items():
         make = partial(_block_arrays, rows)
         add(BlockImplementation, name, _between_attentions, make)
+    add(BlockImplementation, "attention and between", _attention_and_between, _states_arrays)
+    add(Literal["triton"], "decode and write", _write_and_attend, _decode_and_write_arrays)
     return found
 
 
-def _attend(entry: str, arrays: dict[str, Any], **options: Any) -> Any:
-    return ENTRIES[entry].function(**arrays, return_lse=True, **options)
+def _attend(entry: Entry, arrays: dict[str, Any], **options: Any) -> Any:
+    return entry.function(**arrays, return_lse=True, **options)
 
 
-def _attention_arrays(entry: str, kv_dtype: str) -> tuple[dict[str, Any]]:
-    case, fields = ENTRIES[entry].case, ENTRIES[entry].fields
+def _attention_arrays(entry: Entry, kv_dtype: str) -> tuple[dict[str, Any]]:
+    case, fields = entry.case, entry.fields
     if kv_dtype == DECODE.dtype:
         return (dict(zip(fields, case.make(), strict=True)),)
     rest: tuple[Any, ...] = ()
@@ -185,7 +203,7 @@ def _gradient(arrays: dict[str, Any], d_out: jax.Array, *, implementation: str) 
 
 
 def _gradient_arrays() -> tuple[Any, ...]:
-    (arrays,) = _attention_arrays("ragged", DECODE.dtype)
+    (arrays,) = _attention_arrays(ENTRIES["ragged"], DECODE.dtype)
     d_out = np.random.default_rng(1).standard_normal(arrays["q"].shape)
     return arrays, d_out.astype(jnp.bfloat16)
 
@@ -254,6 +272,52 @@ def _block_arrays(num_rows: int) -> tuple[Any, ...]:
         qkv=normal(256, size),
     )
     return normal(num_rows, 256), normal(num_rows, size), weights
+
+
+def _attention_and_between(
+    arrays: dict[str, Any], x: Any, weights: BlockWeights, *, implementation: Any
+) -> tuple[jax.Array, jax.Array]:
+    layer = pp.LayerKV(k_pages=arrays["k_pages"], v_pages=arrays["v_pages"])
+    rows = (arrays[name] for name in ("q", "block_tables", "seq_lens"))
+    attended: Any = unmerged_attention(layer, *rows, implementation=implementation)
+    if attended is None:
+        attended = pp.paged_attention(**arrays, implementation=implementation).reshape(1, -1)
+    return _between_attentions(attended, x, weights, implementation=implementation)
+
+
+def _states_arrays() -> tuple[Any, ...]:
+    case = dataclasses.replace(DECODE, num_q_heads=2, num_kv_heads=1, seq_lens=(150,))
+    arrays = dict(zip(CACHE, case.make(), strict=True))
+    _, x, weights = _block_arrays(1)
+    return arrays, x, weights
+
+
+def _write_and_attend(
+    layer: Any, qkv: Any, slots: Any, table: Any, lens: Any, rotation: Any, *, implementation: Any
+) -> Any:
+    rows = slots, table, lens
+    how: dict[str, Any] = dict(rotation=rotation, implementation=implementation)
+    found = write_and_attend(layer, qkv, *rows, **how)
+    if found is not None:
+        return found[0].merged(), found[1]
+    q, layer = rotate_and_write_kv(layer, qkv, rows[0], **how)
+    pages = layer.k_pages, layer.v_pages
+    out = pp.paged_attention(q, *pages, *rows[1:], implementation=implementation)
+    return out.reshape(len(qkv), -1), layer
+
+
+def _decode_and_write_arrays() -> tuple[Any, ...]:
+    _, k, v, table, lens = DECODE.make()
+    rng = np.random.default_rng(6)
+    lens = np.asarray(lens)
+    last = np.maximum(lens - 1, 0)
+    pages = np.asarray(table)[np.arange(len(lens)), last // DECODE.page_size]
+    slots = np.where(lens > 0, pages * DECODE.page_size + last % DECODE.page_size, -1)
+    qkv = rng.standard_normal((len(lens), 2, 6, 128)).astype(jnp.bfloat16)
+    angles = rng.standard_normal((len(lens), 64)).astype(np.float32)
+    finite = (jnp.where(jnp.isfinite(x), x, 0) for x in (jnp.asarray(k), jnp.asarray(v)))
+    layer = pp.LayerKV(**dict(zip(("k_pages", "v_pages"), finite, strict=True)))
+    return layer, qkv, slots.astype(np.int32), table, lens, (np.cos(angles), np.sin(angles))
 
 
 def _norm(x: jax.Array, weight: jax.Array, *, implementation: str) -> jax.Array:

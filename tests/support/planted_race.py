@@ -1,4 +1,4 @@
-"""A Mosaic kernel of two warpgroups with a race, or without it, for tests of race detectors."""
+"""Mosaic kernels of two warpgroups with a race, or without it, for tests of race detectors."""
 
 from __future__ import annotations
 
@@ -44,4 +44,36 @@ def copy_by_two(x: jax.Array, *, ordered: bool, interpret: bool) -> jax.Array:
         thread_name="wg",
         kernel_name="copy_by_two",
         interpret=ops.interpreter(interpret),
+    )(x)
+
+
+def add_by_two(x: jax.Array) -> jax.Array:
+    """Return sums and products of `x` f32[SIZE] that two warpgroups write over each other.
+
+    compute-sanitizer finds two writes, but not that `copy_by_two` reads before it writes.
+    """
+
+    def body(x_ref, out_ref, shared):
+        wg = lax.axis_index("wg")
+        for _ in range(8):
+
+            @pl.when(wg == 0)
+            def _add():
+                shared[...] = shared[...] + x_ref[...]
+
+            @pl.when(wg == 1)
+            def _multiply():
+                shared[...] = shared[...] * 2.0
+
+        out_ref[...] = shared[...]
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((SIZE,), jnp.float32),
+        scratch_types=(plgpu.SMEM((SIZE,), jnp.float32),),
+        grid=(1,),
+        grid_names=("program",),
+        num_threads=2,
+        thread_name="wg",
+        kernel_name="add_by_two",
     )(x)

@@ -112,7 +112,7 @@ class Program:
 
 
 def programs() -> list[Program]:
-    """Decoding, ragged queries, options, head sizes, page sizes and dtypes in both families."""
+    """Decoding, ragged queries, options, head sizes, page sizes and dtypes in all families."""
     found = []
     for family in ("triton", "mosaic_gpu"):
 
@@ -140,6 +140,17 @@ def programs() -> list[Program]:
         add("decode", num_seqs=64, options=OPTIONS)
         add("ragged", num_tokens=512, options=OPTIONS | TREE)
         add("cascade", num_seqs=64, options=OPTIONS)
+    sm80: dict[str, Any] = dict(implementation="mosaic_sm80")
+    found += [
+        Program(function="decode", num_seqs=1, **sm80),
+        Program(function="decode", num_seqs=64, options=OPTIONS, **sm80),
+        Program(function="decode", num_seqs=64, kv_dtype="int8", **sm80),
+        *(Program(function="decode", num_seqs=64, head_dim=n, **sm80) for n in (64, 80, 512)),
+        Program(function="ragged", num_tokens=512, options=OPTIONS | TREE, **sm80),
+        Program(function="ragged", num_tokens=4096, kv_dtype="float8_e4m3fn", **sm80),
+        *(Program(function="ragged", num_tokens=4096, head_dim=n, **sm80) for n in (80, 128, 512)),
+        Program(function="cascade", num_seqs=64, options=OPTIONS, **sm80),
+    ]
     for kv_dtype, dtype in itertools.product(("int8", "float8_e4m3fn"), ("bfloat16", "float32")):
         types = dict(implementation="triton", kv_dtype=kv_dtype, dtype=dtype)
         found += [

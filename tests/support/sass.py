@@ -286,6 +286,10 @@ def real_programs() -> list[Program]:
             found.append(add(function="decode", num_seqs=64, head_dim=head_dim))
             found.append(add(function="ragged", num_tokens=4096, head_dim=head_dim))
         found.append(add(function="ragged", num_seqs=64, num_tokens=192))
+        if family == "mosaic_sm80":  # other numbers of programs, blocks and columns than above
+            found.append(add(function="decode", num_seqs=1, max_kv_len=8192))
+            found.append(add(function="decode", num_seqs=64, head_dim=512))
+            found.append(add(function="ragged", num_tokens=4096, head_dim=512))
         for kv_dtype in ("int8", "float8_e4m3fn"):
             found.append(add(function="ragged", num_tokens=4096, kv_dtype=kv_dtype))
     return found
@@ -301,6 +305,8 @@ def large_programs(target: Target) -> list[Program]:
 # For all targets: one call of each kernel that reads pages or writes them. Not of Mosaic, which
 # compiles for no higher target than the first one of a process.
 FOR_ALL_TARGETS = ("decode bfloat16", "decode int8", "ragged float8_e4m3fn", "rotary write int8")
+# Their kernels are those of decode and ragged calls with such pages.
+MADE_OF_OTHERS = ("cascade int8", "cascade float8_e4m3fn", "cascade with options")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -324,7 +330,8 @@ def compilations() -> list[Compilation]:
         found += [
             Compilation(target=target, name=str(call), function=call.run, shapes=call.shapes())
             for call in kernel_calls()
-            if all_kernels or (call.family == "triton" and call.name in FOR_ALL_TARGETS)
+            if (all_kernels and call.name not in MADE_OF_OTHERS)
+            or (call.family == "triton" and call.name in FOR_ALL_TARGETS)
         ]
         for program in real_programs() if all_kernels else large_programs(target):
             function, shapes = program.call_and_shapes()

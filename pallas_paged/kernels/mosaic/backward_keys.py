@@ -199,7 +199,9 @@ def _produce(inputs: Inputs, scratch: Scratch, work: Work, head: jax.Array) -> N
             place = work.first + i
             # Past the row's last page the table may hold anything: copy the last page again.
             page = inputs.block_tables[work.seq, jnp.minimum(place // page_size, last_page)]
-            first = lax.rem(place, page_size) if page_size > tokens else 0
+            first = 0
+            if page_size > tokens:
+                first = pl.multiple_of(lax.rem(place, page_size), tokens)
             for kv, ref in ((K, scratch.k), (V, scratch.v)):
                 box = inputs.pool.box(kv, page=page, tokens=pl.ds(first, tokens), kv_head=head)
                 plgpu.copy_gmem_to_smem(box, ref.at[pl.ds(i, tokens)], scratch.kv_full)

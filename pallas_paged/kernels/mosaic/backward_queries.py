@@ -85,6 +85,10 @@ def queries_kernel(
     tile = lax.axis_index("tile")
     work = jax.tree.map(lambda ref: ref[tile], inputs.work)
     wg = lax.axis_index("wg")
+    first_key = None  # that any query of the tile sees
+    if options.sliding_window is not None:
+        oldest = work.before + (work.first - work.origin) // group
+        first_key = options.first_key(jnp.maximum(oldest, 0))
 
     def rows_of(wg):
         return pl.ds(pl.multiple_of(work.first + wg * _WG, _WG), _WG)
@@ -102,6 +106,7 @@ def queries_kernel(
             lo=work.lo,
             hi=work.hi,
             kv_len=jnp.maximum(work.kv_len, 1),
+            first_key=first_key,
             kv_iter=jnp.int32(0),
         )
         drain(ring, kv_iter)
@@ -113,20 +118,29 @@ def queries_kernel(
         plgpu.barrier_wait(scratch.full.at[wg])
         lse = plgpu.load(scratch.lse.at[wg], layout=ops.WGMMA_ROW)
         delta = plgpu.load(scratch.delta.at[wg], layout=ops.WGMMA_ROW)
-        row = work.first - work.origin + wg * _WG + ops.iota((_WG,), 0, ops.WGMMA_ROW)
-        positions = work.before + row // group
+        positions = None
+        # Mosaic finds no layout for values that nothing uses.
+        if options.causal or options.sliding_window is not None:
+            row = work.first - work.origin + wg * _WG + ops.iota((_WG,), 0, ops.WGMMA_ROW)
+            positions = work.before + row // group
 
         def zero_unreadable(block, stage):
-            """Zero keys past the row's end: they may be NaN, and 0 * NaN is NaN."""
+            """Zero keys that no query sees: they may be NaN, and 0 * NaN is NaN."""
             for part in range(0, block_k, _WG):
                 first = block * block_k + part
+                unreadable = first + _WG > work.kv_len
+                if first_key is not None:
+                    unreadable |= first < first_key
 
-                @pl.when(first + _WG > work.kv_len)
+                @pl.when(unreadable)
                 def _(part=part, first=first):
                     ref = ring.k.at[stage, pl.ds(part, _WG)]
                     k = plgpu.load(ref, layout=ops.WGMMA)
                     keys = first + ops.iota(k.shape, 0, ops.WGMMA)
-                    ref[...] = jnp.where(keys < work.kv_len, k, jnp.zeros_like(k))
+                    readable = keys < work.kv_len
+                    if first_key is not None:
+                        readable &= keys >= first_key
+                    ref[...] = jnp.where(readable, k, jnp.zeros_like(k))
                     plgpu.commit_smem()
 
         def add(masked, block, dq):

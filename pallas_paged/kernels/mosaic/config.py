@@ -170,7 +170,6 @@ def ragged_config(
     num_seqs: int,
     num_sms: int,
     itemsize: int,
-    with_lse: bool = True,
     **_: int,
 ) -> MosaicRaggedConfig:
     """Return the heuristic config of a call with `num_tokens` queries, as `decode_config` does."""
@@ -188,9 +187,7 @@ def ragged_config(
         num_consumers=1 if one_consumer else 2,
         num_stages=2,
         num_programs=num_sms,
-        # A second tile of 64 KB does not fit, nor one of 32 KB beside bytes of K and V and the
-        # log-sum-exps.
-        num_q_stages=1 if wide or (head_dim == 128 and one_byte and with_lse) else 2,
+        num_q_stages=1 if wide else 2,  # a second tile of 64 KB does not fit
     )
 
 

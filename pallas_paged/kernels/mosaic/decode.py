@@ -34,6 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.decode_plan import DecodePlan
+from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits
 from pallas_paged.kernels.mosaic import decode_one_byte, one_byte, ops
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig
@@ -75,6 +76,7 @@ def produce(
     kv_head: jax.Array,
     first_head: jax.Array,
     num_q_heads: int,
+    plan: DecodePlan,
     interpret: bool,
 ) -> jax.Array:
     """Send the queries and the K/V of a work item; return the blocks sent so far."""
@@ -90,6 +92,13 @@ def produce(
         plgpu.copy_gmem_to_smem(inputs.q.at[heads], queries.arrived, queries.full)
 
     block_table, kv_len = inputs.block_tables.at[item.row], jnp.maximum(item.seq_len, 1)
+    page_size, first_key = inputs.pool.page_size, None
+    if plan.options.sliding_window is not None:
+        first_key = plan.first_key(item.seq_len)
+    pages: Any = {
+        "first_page": None if first_key is None else first_key // page_size,
+        "last_page": (kv_len - 1) // page_size,
+    }
     scales = None
     if inputs.scales is not None and inputs.scales.of_tokens:
         scales = ScaleSender(
@@ -97,22 +106,23 @@ def produce(
             stages=ring.scales,
             block_table=block_table,
             kv_head=kv_head,
-            last_page=(kv_len - 1) // inputs.pool.page_size,
+            **pages,
             interpret=interpret,
         )
     blocks: Any = {"lo": item.lo, "hi": item.hi, "kv_iter": kv_iter, "scales": scales}
-    if needs_row_copies(inputs.pool.page_size):
+    if needs_row_copies(page_size):
         copies = RowCopies(
             ring=ring,
             pool=inputs.pool,
             block_table=block_table,
             kv_head=kv_head,
-            last_page=(kv_len - 1) // inputs.pool.page_size,
+            **pages,
             swizzle=128 if inputs.scales is None else one_byte.swizzle_bytes(ring.k.shape[-1]),
             interpret=interpret,
         )
         return stream_rows(copies, **blocks)
-    return stream(ring, inputs.pool, kv_head, block_table, kv_len=kv_len, **blocks)
+    lens: Any = {"kv_len": kv_len, "first_key": first_key}
+    return stream(ring, inputs.pool, kv_head, block_table, **lens, **blocks)
 
 
 def attend(
@@ -281,6 +291,7 @@ def decode_kernel(
             kv_head=kv_head,
             first_head=first_head,
             num_q_heads=group * inputs.pool.num_kv_heads,
+            plan=plan,
             interpret=interpret,
         )
         kv_iter = for_each(send)
@@ -295,6 +306,31 @@ def paged_decode(
     arrays: Arrays, *, options: LogitOptions, config: MosaicDecodeConfig, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Attend with one query token per row; return `(out [B, Hq, D], lse f32[B, Hq])`."""
+    states = decode_states(arrays, options=options, config=config, interpret=interpret)
+    return merge_states(states, dtype=arrays.q.dtype, interpret=interpret)
+
+
+def merge_states(
+    states: DecodeStates, *, dtype: Any, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Return `(out dtype[B, Hq, D], lse f32[B, Hq])`."""
+    return merge_decode(
+        ops.Partials(out=states.out, lse=states.lse),
+        states.unit_ends,
+        states.sinks,
+        plan=states.plan,
+        num_q_heads=states.num_q_heads,
+        head_tiles=states.head_tiles,
+        head_dim=states.head_dim,
+        dtype=dtype,
+        interpret=interpret,
+    )
+
+
+def decode_states(
+    arrays: Arrays, *, options: LogitOptions, config: MosaicDecodeConfig, interpret: bool
+) -> DecodeStates:
+    """Attend with one query token per row, without the merge."""
     group, head_dim = arrays.group, arrays.head_dim
     num_parts = arrays.num_kv_heads * head_tiles(group)[0]
     plan = DecodePlan.of(
@@ -344,16 +380,14 @@ def paged_decode(
         kernel_name="paged_decode",
         interpret=ops.interpreter(interpret),
     )(*jax.tree.leaves(inputs))
-    return merge_decode(
-        ops.Partials(out=out, lse=lse),
-        inputs.unit_ends,
-        arrays.sinks,
+    return DecodeStates(
+        out=out,
+        lse=lse,
+        unit_ends=inputs.unit_ends,
+        sinks=arrays.sinks,
         plan=plan,
         num_q_heads=arrays.num_q_heads,
         head_tiles=head_tiles(group),
-        head_dim=head_dim,
-        dtype=arrays.q.dtype,
-        interpret=interpret,
     )
 
 

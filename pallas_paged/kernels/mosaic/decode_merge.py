@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -42,26 +43,27 @@ def vector_layout(size: int) -> Any:
 
 
 def merge_partials(
-    partials: ops.Partials,  # [Hkv, partials, N, ..]
+    partials: Any,  # `ops.Partials`, or what has its attributes
     first: jax.Array,
     num_partials: jax.Array,
-    columns: list[tuple[jax.Array, jax.Array]],
+    places: list[Callable[[Any], tuple[Any, ...]]],
     block_s: int,
-    head_dim: int,
+    elements: Any,
+    layout: Any,
 ) -> list[ops.State]:
     """Unite the partial states `first .. first + num_partials - 1`.
 
     Args:
-        columns: KV head and column of each query head.
+        places: of each query head, the function from a partial state to its index in `lse`.
         block_s: partial states per loop step.
-        head_dim: D, the elements to load of each state.
+        elements: D of them as a `pl.ds`, which are loaded of each state.
+        layout: of D elements.
 
     Returns:
-        A state (m f32[], l f32[], acc f32[D]) for each of `columns`.
+        A state (m f32[], l f32[], acc f32[D]) for each of `places`.
     """
-    layout = vector_layout(head_dim)
-    padded = partials.out.shape[-1] > head_dim
-    elements = (pl.ds(0, head_dim),) if padded else ()
+    is_whole = partials.out.shape[-1] == elements.size
+    of_state = () if is_whole else (elements,)
 
     def merge_some(i, states):
         index = [i * block_s + j for j in range(block_s)]
@@ -69,10 +71,10 @@ def merge_partials(
         where = [first + jnp.minimum(j, num_partials - 1) for j in index]
         loaded = [
             (
-                [partials.lse[h, i, n] for i in where],
-                [ops.load(partials.out.at[(h, i, n, *elements)], layout) for i in where],
+                [partials.lse[place(i)] for i in where],
+                [ops.load(partials.out.at[(*place(i), *of_state)], layout) for i in where],
             )
-            for h, n in columns
+            for place in places
         ]
         exists = [j < num_partials for j in index]
         return [unite(x, exists, *y) for x, y in zip(states, loaded, strict=True)]
@@ -88,8 +90,8 @@ def merge_partials(
             l_new, acc = l_new + w, acc + w * out
         return m_new, l_new, acc
 
-    nothing = jnp.float32(-jnp.inf), jnp.float32(0.0), ops.full((head_dim,), 0.0, layout)
-    return lax.fori_loop(0, pl.cdiv(num_partials, block_s), merge_some, [nothing for _ in columns])
+    nothing = jnp.float32(-jnp.inf), jnp.float32(0.0), ops.full((elements.size,), 0.0, layout)
+    return lax.fori_loop(0, pl.cdiv(num_partials, block_s), merge_some, [nothing for _ in places])
 
 
 def finish(state: ops.State, sink: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -132,7 +134,9 @@ def merge_decode_kernel(
         ops.wait_for_previous_kernel(interpret=interpret)
     sinks = [None if sinks_ref is None else sinks_ref[q_head] for q_head in q_heads]
     head_dim = o_ref.shape[-1]
-    states = merge_partials(partials, first, num_partials, columns, block_s, head_dim)
+    places: list[Any] = [lambda i, h=h, n=n: (h, i, n) for h, n in columns]
+    elements, layout = pl.ds(0, head_dim), vector_layout(head_dim)
+    states = merge_partials(partials, first, num_partials, places, block_s, elements, layout)
     for q_head, state, sink in zip(q_heads, states, sinks, strict=True):
         out, lse = finish(state, sink)
         ops.store(o_ref.at[row, q_head], out.astype(o_ref.dtype))

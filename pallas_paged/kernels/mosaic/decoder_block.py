@@ -1,5 +1,6 @@
 """All products between two attentions of one row, a persistent Pallas Mosaic kernel for Hopper.
 
+    attended = merge of the states of attention, or given
     residual += attended o^T
     hidden = swiglu(norm(residual) gate_up^T)
     residual += hidden down^T
@@ -34,14 +35,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.call import result_shape
+from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.board import BLANK, post, wait_for_posts
 from pallas_paged.kernels.mosaic.config import LINEAR_TILE as TILE
 from pallas_paged.kernels.mosaic.config import DecoderBlockConfig
 from pallas_paged.kernels.mosaic.ring import wgmma_transforms
+from pallas_paged.kernels.mosaic.row_merge import merge_row
 from pallas_paged.kernels.mosaic.row_product import multiply_by_row
+from pallas_paged.kernels.mosaic.weight_blocks import HALF, Product
 
-_HALF = 128  # columns of a half of a stage: a whole block is 32 KB
 _CLEARED = 256  # elements of a board that a program clears at once
 _PADDING = 64  # elements that are read behind a row
 
@@ -51,7 +54,7 @@ _PADDING = 64  # elements that are read behind a row
 class Inputs:
     """Arrays or refs to device memory."""
 
-    attended: Any  # [1, A]
+    attended: Any  # [1, A], or `DecodeStates` of one row
     residual: Any  # [1, E]
     o: Any  # [E, A]
     mlp_norm: Any  # [E]
@@ -77,57 +80,11 @@ class Outputs:
 class Scratch:
     """Refs in shared memory, or their types."""
 
-    weights: Any  # [num_stages, 2 * TILE, _HALF], one half below the other
+    weights: Any  # [num_stages, 2 * TILE, HALF], one half below the other
     x: Any  # [columns of the longest part of a row + _PADDING]
     residual: Any  # [E]
     full: Any  # barriers [num_stages], complete when both halves have arrived
     free: Any  # barriers [num_stages], complete when they were used
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Product:
-    """Which blocks of a weight the programs have, in which order.
-
-    A work item is a tile of features and one part of the columns; a program has every
-    `num_programs`-th item.
-    """
-
-    weight: Any  # ref [N, K] or [N, 2, K]
-    num_programs: int
-    num_splits: int = 1
-
-    @property
-    def is_pair(self) -> bool:
-        """Whether the halves of a stage are gate and up of the same columns."""
-        return len(self.weight.shape) == 3
-
-    @property
-    def num_columns(self) -> int:
-        """Columns of an item."""
-        return self.weight.shape[-1] // self.num_splits
-
-    @property
-    def num_blocks(self) -> int:
-        """Stages of an item."""
-        return self.num_columns // (_HALF if self.is_pair else 2 * _HALF)
-
-    def num_items(self, program: Any) -> Any:
-        """Return how many items a program has."""
-        total = self.weight.shape[0] // TILE * self.num_splits
-        return lax.div(total - 1 - program + self.num_programs, self.num_programs)
-
-    def item(self, program: Any, index: Any) -> tuple[Any, Any]:
-        """Return the features of an item, as a slice, and its part of the columns."""
-        item = program + index * self.num_programs
-        return pl.ds(lax.div(item, self.num_splits) * TILE, TILE), lax.rem(item, self.num_splits)
-
-    def halves(self, features: Any, split: Any, block: Any) -> list[Any]:
-        """Return the refs to the two halves of a block."""
-        if self.is_pair:
-            columns = pl.ds(split * self.num_columns + block * _HALF, _HALF)
-            return [self.weight.at[features, i, columns] for i in range(2)]
-        first = split * self.num_columns + block * 2 * _HALF
-        return [self.weight.at[features, pl.ds(first + i * _HALF, _HALF)] for i in range(2)]
 
 
 def block_kernel(
@@ -196,7 +153,7 @@ def block_kernel(
                 used, *accs = carry
                 stage = lax.rem(used, num_stages)
                 firsts = [block if product.is_pair else 2 * block + i for i in range(2)]
-                xs = [scratch.x.at[pl.ds(first * _HALF, _HALF)] for first in firsts]
+                xs = [scratch.x.at[pl.ds(first * HALF, HALF)] for first in firsts]
                 halves = [scratch.weights.at[stage, pl.ds(i * TILE, TILE)] for i in range(2)]
                 plgpu.barrier_wait(scratch.full.at[stage])
                 accs = multiply_by_row(accs, halves, xs, interpret=interpret)
@@ -217,6 +174,7 @@ def block_kernel(
     hidden_size = inputs.gate_up.shape[0]
     o_start = hidden_size
     down_start = o_start + config.o_splits * size
+    attended_start = down_start + config.down_splits * size
 
     def post_part(start, features, split, sums):
         post(inputs.board, start + split * size + features.start, sums[0], interpret=interpret)
@@ -227,11 +185,21 @@ def block_kernel(
         hidden = (gate * (1.0 / (1.0 + jnp.exp(-gate))) * up).astype(dtype).astype(jnp.float32)
         post(inputs.board, features.start, hidden, interpret=interpret)
 
-    def wait_for_hidden(columns):
-        (hidden,) = wait_for_posts(
-            inputs.board, [columns.start], strided(columns.size), columns.size, interpret=interpret
+    def wait_for_row(first, columns):
+        (row,) = wait_for_posts(
+            inputs.board,
+            [first + columns.start],
+            strided(columns.size),
+            columns.size,
+            interpret=interpret,
         )
-        set_x(hidden)
+        set_x(row)
+
+    def load_attended(columns):
+        if isinstance(inputs.attended, DecodeStates):
+            wait_for_row(attended_start, columns)
+        else:
+            set_x(ops.load(inputs.attended.at[0, columns], strided(columns.size)))
 
     def store_out(features, split, sums):
         ops.store(outputs.out.at[0, features], sums[0].astype(dtype))
@@ -261,16 +229,23 @@ def block_kernel(
 
     @pl.when(lax.axis_index("wg") == 0)
     def _multiply():
-        ops.wait_for_previous_kernel(interpret=interpret)
+        if isinstance(inputs.attended, DecodeStates):
+            merge_row(
+                inputs.attended,
+                program=program,
+                num_programs=config.num_programs,
+                post=lambda start, values: post(
+                    inputs.board,
+                    attended_start + start,
+                    values.astype(dtype).astype(jnp.float32),
+                    interpret=interpret,
+                ),
+                interpret=interpret,
+            )
+        else:
+            ops.wait_for_previous_kernel(interpret=interpret)
         clear(inputs.next_board)
-        used = multiply(
-            o,
-            0,
-            load_x=lambda columns: set_x(
-                ops.load(inputs.attended.at[0, columns], strided(columns.size))
-            ),
-            store=functools.partial(post_part, o_start),
-        )
+        used = multiply(o, 0, load_x=load_attended, store=functools.partial(post_part, o_start))
         # Loaded ahead: then nothing waits for them after the posts.
         residual, norm = ops.load(inputs.residual.at[0], vector), ops.load(inputs.mlp_norm, vector)
         add_and_norm(residual, o_start, config.o_splits, norm)
@@ -278,7 +253,7 @@ def block_kernel(
         used = multiply(
             down,
             used,
-            load_x=wait_for_hidden,
+            load_x=functools.partial(wait_for_row, 0),
             store=functools.partial(post_part, down_start),
         )
         residual = plgpu.load(scratch.residual, layout=vector)
@@ -310,7 +285,7 @@ def block_kernel(
 
 
 def between_attentions(
-    attended: jax.Array,
+    attended: jax.Array | DecodeStates,
     residual: jax.Array,
     boards: tuple[jax.Array, jax.Array],
     *,
@@ -327,7 +302,7 @@ def between_attentions(
     """Return the residual, the next `qkv` or the norm, and the boards of the next call.
 
     Args:
-        attended: `[1, A]` of 16-bit elements.
+        attended: `[1, A]` of 16-bit elements, or the states of one row, which are united here.
         residual: `[1, E]`.
         boards: of `new_boards`, or what the call before returned.
         o, gate_up, down, qkv: weights `[E, A]`, `[F, 2, E]`, `[E, F]` and `[N, E]` or None.
@@ -353,10 +328,10 @@ def between_attentions(
         residual=result_shape((1, size), dtype),
         out=result_shape((1, size if qkv is None else qkv.shape[0]), dtype),
     )
-    columns = max(size, attended.shape[1] // config.o_splits, hidden_size // config.down_splits)
+    columns = max(size, o.shape[1] // config.o_splits, hidden_size // config.down_splits)
     scratch = Scratch(
         weights=plgpu.SMEM(
-            (config.num_stages, 2 * TILE, _HALF), dtype, transforms=wgmma_transforms(dtype)
+            (config.num_stages, 2 * TILE, HALF), dtype, transforms=wgmma_transforms(dtype)
         ),
         x=plgpu.SMEM((columns + _PADDING,), dtype),
         residual=plgpu.SMEM((size,), dtype),
@@ -392,10 +367,10 @@ def between_attentions(
 
 
 def new_boards(
-    config: DecoderBlockConfig, *, size: int, hidden_size: int
+    config: DecoderBlockConfig, *, size: int, attended_size: int, hidden_size: int
 ) -> tuple[jax.Array, jax.Array]:
     """Return two cleared boards, for the first of several calls with weights of these sizes."""
-    num_elements = hidden_size + (config.o_splits + config.down_splits) * size
+    num_elements = hidden_size + (config.o_splits + config.down_splits) * size + attended_size
     blank = jnp.full(num_elements, BLANK, jnp.int32)
     return blank, blank
 

@@ -34,7 +34,7 @@ def bind(call: Call, *, interpret: bool) -> Callable[..., Any]:
 
     heuristics: dict[Kernel, Callable[..., Any]] = {
         "decode": decode_config,
-        "ragged": functools.partial(ragged_config, with_lse=call.with_lse),
+        "ragged": ragged_config,
     }
     static: dict[str, Any] = {
         "config": call.choose_config(heuristics),
@@ -44,3 +44,21 @@ def bind(call: Call, *, interpret: bool) -> Callable[..., Any]:
         return functools.partial(decode.paged_decode, **static)
     static["with_lse"] = call.with_lse
     return functools.partial(ragged.ragged_paged_attention, **static)
+
+
+def bind_states(
+    call: Call, *, writes: bool, interpret: bool
+) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return the function that makes the states of a decode call, and that which merges them.
+
+    None if the kernel is to write the newest tokens as well.
+    """
+    from pallas_paged.kernels.mosaic import decode
+
+    if writes:
+        return None
+    config = call.choose_config({"decode": decode_config})
+    return (
+        functools.partial(decode.decode_states, config=config, interpret=interpret),
+        functools.partial(decode.merge_states, dtype=call.dtype, interpret=interpret),
+    )

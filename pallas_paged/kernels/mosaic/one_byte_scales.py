@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.kv_layout import PageLayout
+from pallas_paged.kernels.mosaic.ring import page_to_read
 
 _THREADS = 128  # of a warpgroup
 
@@ -56,13 +57,15 @@ class ScaleSender:
         scales: refs in device memory.
         stages: f32`[2, num_stages, block_k]` of K and of V, in shared memory.
         block_table: i32`[N]` of the sequence, a ref in device memory.
-        kv_head, last_page: of the sequence; entries past the last page may hold anything.
+        kv_head: the KV head.
+        first_page, last_page: as in `RowCopies`.
     """
 
     scales: Scales
     stages: Any
     block_table: Any
     kv_head: jax.Array
+    first_page: jax.Array | None
     last_page: jax.Array
     interpret: bool
 
@@ -77,12 +80,13 @@ class ScaleSender:
         shape = self.scales.k.shape
         stride = {axis: int(np.prod(shape[i + 1 :])) for i, axis in enumerate(axes)}
         page_bits = shape[axes.index("N")].bit_length() - 1
-        scalar, ref = plgpu.Layout.WG_SPLAT, plgpu.RefType()
+        scalars = [block, self.kv_head, self.last_page]
+        if self.first_page is not None:
+            scalars.append(self.first_page)
+        scalar_types, ref = (plgpu.Layout.WG_SPLAT,) * len(scalars), plgpu.RefType()
 
-        @plgpu.inline_mgpu(
-            arg_types=(ref, ref, ref, scalar, scalar, scalar), return_type=(like, like)
-        )
-        def gather(_, k_scales, v_scales, table, block, kv_head, last_page):
+        @plgpu.inline_mgpu(arg_types=(ref, ref, ref, *scalar_types), return_type=(like, like))
+        def gather(_, k_scales, v_scales, table, block, kv_head, last_page, first_page=None):
             from jax.experimental.mosaic import gpu as mgpu
             from jax.experimental.mosaic.gpu import utils
             from jaxlib.mlir import ir
@@ -102,7 +106,10 @@ class ScaleSender:
                     token = arith.remui(token, c(block_k))
                 token = arith.addi(arith.muli(block, c(block_k)), token)
                 place = arith.andi(token, c((1 << page_bits) - 1))
-                page = arith.minsi(arith.shrui(token, c(page_bits)), last_page)
+                page = arith.shrui(token, c(page_bits))
+                if first_page is not None:
+                    page = arith.maxsi(page, first_page.registers.item())
+                page = arith.minsi(page, last_page)
                 offset = arith.addi(
                     arith.muli(kv_head, c(stride["H"])), arith.muli(place, c(stride["N"]))
                 )
@@ -131,9 +138,7 @@ class ScaleSender:
                 for kv in range(2)
             )
 
-        return gather(
-            self.scales.k, self.scales.v, self.block_table, block, self.kv_head, self.last_page
-        )
+        return gather(self.scales.k, self.scales.v, self.block_table, *scalars)
 
     def store(self, loaded: Any, stage: jax.Array) -> None:
         """Store the scales of a block to a stage."""
@@ -144,7 +149,8 @@ class ScaleSender:
             count = min(page_size, block_k)
             for i in range(0, block_k, count):
                 first = loaded * block_k + i
-                page = self.block_table[jnp.minimum(first // page_size, self.last_page)]
+                page = page_to_read(first // page_size, self.first_page, self.last_page)
+                page = self.block_table[page]
                 tokens = {"P": page, "N": _slice(first % page_size, count), "H": self.kv_head}
                 at = tuple(tokens[axis] for axis in axes)
                 for kv, scales in enumerate((self.scales.k, self.scales.v)):

@@ -132,6 +132,58 @@ def gather(ref: Any, indices: jax.Array, layout: Any, *, interpret: bool) -> jax
     return load_each(ref, indices)
 
 
+def difference(x: jax.Array, y: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:
+    """Return f32 `x - y` of arrays in a layout, not fused with a product that makes x.
+
+    Large numbers need this where y is the maximum of x: fused, the result may be far from 0 there.
+    """
+    if interpret:
+        return x - y
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, layout),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout),
+    )
+    def subtract(_, x, y):
+        from jax.experimental.mosaic import gpu as mgpu
+        from jaxlib.mlir.dialects import arith
+
+        registers = np.empty_like(x.registers)
+        for place, register in np.ndenumerate(x.registers):
+            registers[place] = arith.subf(register, y.registers[place])
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    return subtract(x, y)
+
+
+def scatter(ref: Any, indices: jax.Array, values: jax.Array, layout: Any) -> None:
+    """Store 4-byte values to a ref to device memory, at these indices of its flat memory.
+
+    The interpreter can't run it.
+
+    Args:
+        indices: i32`[n]`, in `layout`; nothing is stored at negative ones.
+        values: `[n]`, in `layout`.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
+    def store_each(_, ref, indices, values):
+        from jax.experimental.mosaic.gpu import utils
+
+        i32 = utils.ir.IntegerType.get_signless(32)
+        for index, value in zip(indices.registers.flat, values.registers.flat, strict=True):
+            utils.inline_ptx(
+                "{ .reg .pred p; .reg .b64 a; setp.ge.s32 p, $1, 0; mad.wide.s32 a, $1, 4, $0;"
+                " @p st.global.b32 [a], $2; }",
+                utils.memref_ptr(ref),
+                utils.bitcast(index, i32),
+                utils.bitcast(value, i32),
+                has_side_effects=True,
+            )
+
+    store_each(ref, indices, values)
+
+
 def store(ref: Any, value: jax.Array) -> None:
     """Store to device memory, parts of a cache line included."""
     if hasattr(plgpu, "store"):  # since JAX 0.12, where `ref[...] =` takes whole cache lines only
@@ -140,13 +192,18 @@ def store(ref: Any, value: jax.Array) -> None:
         ref[...] = value
 
 
-def wgmma(a: Any, b: Any, *, overlap: Callable[[], None] = lambda: None) -> jax.Array:
-    """Return f32 `a @ b` of refs to shared memory; `overlap` runs before the wait for its end."""
+def wgmma(a: Any, b: Any) -> jax.Array:
+    """Return f32 `a @ b` of refs to shared memory."""
+    return wgmma_beside(a, b, lambda: None)[0]
+
+
+def wgmma_beside(a: Any, b: Any, overlap: Callable[[], Any]) -> tuple[jax.Array, Any]:
+    """Return f32 `a @ b` of refs to shared memory, and what `overlap` loads before its end."""
 
     def multiply(acc_ref):
         plgpu.wgmma(acc_ref, a, b)
-        overlap()
-        return acc_ref[...]
+        beside = overlap()
+        return acc_ref[...], beside
 
     return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
 

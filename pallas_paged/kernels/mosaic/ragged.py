@@ -36,9 +36,10 @@ from pallas_paged.kernels.call import Arrays, result_shape, varying_by_device
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.config import MosaicRaggedConfig
+from pallas_paged.kernels.mosaic.converted_rows import convert_rows
 from pallas_paged.kernels.mosaic.one_byte_scales import Scales
 from pallas_paged.kernels.mosaic.ragged_consumer import ScheduleBarrier, attend
-from pallas_paged.kernels.mosaic.ragged_converter import Converter
+from pallas_paged.kernels.mosaic.ragged_converter import Converter, end_of_pages
 from pallas_paged.kernels.mosaic.ragged_merge import merge_ragged
 from pallas_paged.kernels.mosaic.ragged_operands import in_order, store_in_stored_order
 from pallas_paged.kernels.mosaic.ragged_scratch import Inputs, Scratch, q_arrivals, scratch_types
@@ -102,7 +103,7 @@ class Program:
         @pl.when(wg < config.num_consumers)
         def _():
             ops.set_max_registers(registers["consumer"], action="increase", interpret=interpret)
-            self.for_each_work_tile(functools.partial(self.consume, wg))
+            self.for_each_work_tile(functools.partial(self.consume, wg), jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
         if self.converts:
@@ -112,17 +113,18 @@ class Program:
                 ops.set_max_registers(
                     registers["converter"], action="decrease", interpret=interpret
                 )
-                drain(self.scratch.ring, self.for_each_work_tile(self.convert))
+                iters = jnp.int32(0), jnp.int32(0)
+                drain(self.scratch.ring, self.for_each_work_tile(self.convert, iters)[0])
 
-    def for_each_work_tile(self, function: Callable[..., jax.Array]) -> jax.Array:
-        """Call a function of stage, work id and `kv_iter`, which returns the next `kv_iter`."""
+    def for_each_work_tile(self, function: Callable[..., Any], iters: Any) -> Any:
+        """Call a function of stage, work id and counts of blocks, which returns the next counts."""
 
         def do_next(state):
-            i, work_id, kv_iter = state
-            kv_iter = function(lax.rem(i, self.config.num_q_stages), work_id, kv_iter)
-            return i + 1, self.receive(i + 1), kv_iter
+            i, work_id, iters = state
+            iters = function(lax.rem(i, self.config.num_q_stages), work_id, iters)
+            return i + 1, self.receive(i + 1), iters
 
-        state = jnp.int32(0), self.receive(jnp.int32(0)), jnp.int32(0)
+        state = jnp.int32(0), self.receive(jnp.int32(0)), iters
         return lax.while_loop(lambda state: state[1] >= 0, do_next, state)[2]
 
     def unpack(self, work_id: jax.Array) -> WorkTile:
@@ -200,8 +202,9 @@ class Program:
             work_tile.kv_head,
             inputs.block_tables.at[work.row],
             lo=work.lo,
-            hi=work.hi,
+            hi=end_of_pages(work, inputs.converted),
             kv_len=jnp.maximum(work.kv_len, 1),
+            first_key=None if self.options.sliding_window is None else work.first_key,
             kv_iter=kv_iter,
         )
 
@@ -226,22 +229,25 @@ class Program:
         scales = self.inputs.scales
         return scales.k[0] if self.converts and not scales.of_tokens else self.scratch.k_scales
 
-    def convert(self, stage: jax.Array, work_id: jax.Array, kv_iter: jax.Array) -> jax.Array:
-        """Convert the keys and values of a work tile."""
+    def convert(self, stage: jax.Array, work_id: jax.Array, iters: Any) -> Any:
+        """Send the keys and values of a work tile to the consumers, in q's dtype."""
         inputs, scratch = self.inputs, self.scratch
+        k_factor = self.options.only_factor(inputs.alibi_slopes)
         converter = Converter(
             source=scratch.bytes,
             target=scratch.ring,
             k_scales=scratch.k_scales,
+            k_factor=1.0 if k_factor is None else k_factor,
             scales=inputs.scales,
+            converted=inputs.converted,
             block_tables=inputs.block_tables,
             page_size=inputs.pool.page_size,
             interpret=self.interpret,
         )
         work = unpack(WorkDescriptor, scratch.mailbox.buffer, stage)
-        kv_iter = converter.convert(work, self.unpack(work_id).kv_head, kv_iter)
+        iters = converter.send(work, self.unpack(work_id).kv_head, *iters)
         plgpu.barrier_arrive(scratch.q_free.at[stage])
-        return kv_iter
+        return iters
 
     def consume(
         self, wg: jax.Array, stage: jax.Array, work_id: jax.Array, kv_iter: jax.Array
@@ -328,6 +334,9 @@ def ragged_paged_attention(
         work, merges, num_partials = plan_work(
             arrays, options=options, config=config, tile=tile, interpret=interpret
         )
+    scales, converted = Scales.of(arrays), None
+    if scales is not None:
+        converted = convert_rows(arrays, options=options, config=config, interpret=interpret)
     inputs = Inputs(
         # TMA copies chunks of 8 tokens.
         q=jnp.pad(arrays.q, ((0, -arrays.q.shape[0] % CHUNK), (0, 0), (0, 0))),
@@ -336,7 +345,8 @@ def ragged_paged_attention(
         work=work,
         alibi_slopes=arrays.alibi_slopes,
         sinks=arrays.sinks,
-        scales=Scales.of(arrays),
+        scales=scales,
+        converted=converted,
         counter=jax.new_ref(jnp.zeros(1, jnp.int32)),
     )
     head_tiles = arrays.num_kv_heads * tile.num_head_tiles
@@ -357,7 +367,8 @@ def ragged_paged_attention(
         page_size=arrays.page_size,
         dtype=arrays.q.dtype,
         kv_dtype=arrays.k_pages.dtype,
-        scaled_logits=inputs.scales is not None and inputs.scales.of_tokens,
+        scaled_logits=scales is not None and scales.of_tokens,
+        converted=converted,
         with_lse=with_lse,
         interpret=interpret,
     )

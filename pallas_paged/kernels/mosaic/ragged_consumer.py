@@ -58,7 +58,7 @@ def attend(
     tree_words: Any,  # i32[words, 64] or None
     causal: bool,
     values_are_zeroed: bool,
-    k_scales: Any,  # f32[num_stages, block_k], f32[] or None
+    k_scales: Any,  # f32[num_stages, block_k] times `only_factor`, f32[] or None
     options: LogitOptions,
     interpret: bool,
 ) -> ops.State:
@@ -80,6 +80,8 @@ def attend(
     if positions_ref is not None:
         positions = ops.load(positions_ref, ops.WGMMA_ROW)
     slopes = None if alibi_slopes is None else rows.per_head(alibi_slopes)
+
+    only_factor = None if k_scales is None else options.only_factor(slopes)
 
     def visible(block, keys):
         """Return which keys of a block each query sees."""
@@ -104,22 +106,33 @@ def attend(
                 v_ref[...] = jnp.where(readable, v, jnp.zeros_like(v))
                 plgpu.commit_smem()
 
+    def load_scales(stage):
+        """Return the scales of the keys of a stage f32[block_k], or the one of all keys f32[]."""
+        return plgpu.load(k_scales.at[stage], layout=ops.WGMMA_COL) if k_scales.ndim else k_scales
+
     def attend_block(masked, block, state):
         m_i, l_i, acc = state
         now = kv_iter + (block - lo)
         stage = lax.rem(now, num_stages)
 
-        s = ops.wgmma(q_smem, ring.k.at[stage].transpose((1, 0)), overlap=schedule.sync)
-        if k_scales is not None and k_scales.ndim:
-            scales = plgpu.load(k_scales.at[stage], layout=ops.WGMMA_COL)
-            plgpu.barrier_arrive(ring.k_free.at[stage])
-            s = s * ops.bcast(scales, s, axis=1)
-        else:
-            plgpu.barrier_arrive(ring.k_free.at[stage])
-            if k_scales is not None:
-                s = s * k_scales
+        def beside_product():
+            schedule.arrive()
+            scales = None if k_scales is None else load_scales(stage)
+            schedule.wait()
+            return scales
+
+        k = ring.k.at[stage].transpose((1, 0))
+        s, scales = ops.wgmma_beside(q_smem, k, beside_product)
+        plgpu.barrier_arrive(ring.k_free.at[stage])
+        if scales is not None:
+            if scales.ndim:
+                s = s * ops.bcast(scales, s, axis=1)
+            else:
+                s = s * (scales if only_factor is None else scales * only_factor)
         keys = block * block_k + ops.iota((WG_ROWS, block_k), 1, ops.WGMMA)
-        if slopes is None:
+        if only_factor is not None:
+            factor = 1.0
+        elif slopes is None:
             s, factor = base2_logits(s, options, None, keys)
         else:
             s, factor = base2_logits(
@@ -130,7 +143,11 @@ def attend(
         m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
         m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new
         alpha = jnp.exp2(m_i - m_safe)
-        p = jnp.exp2(s * factor - ops.bcast(m_safe, s))
+        if only_factor is None:
+            p = jnp.exp2(s * factor - ops.bcast(m_safe, s))
+        else:
+            maxima = ops.bcast(m_safe, s)
+            p = jnp.exp2(ops.difference(s, maxima, ops.WGMMA, interpret=interpret))
         l_new = l_i * alpha + p.sum(axis=1)
         acc = acc * ops.bcast(alpha, acc)
         # The whole softmax stays before the arrival below; this order keeps the tensor cores busy.

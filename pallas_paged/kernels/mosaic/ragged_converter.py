@@ -6,8 +6,9 @@ It stands between the producer and the consumers, who then read a ring as they d
     converter     element * scale           rounded once, to q's dtype
     consumers     q.k, softmax, p.v         the ring of 16-bit blocks
 
-So every element is converted once for all query rows of a tile, and neither conversion nor scales
-cost the consumers an instruction.
+So every element is converted once for all query rows of a tile. Blocks that were converted before
+the kernel (`converted_rows`) do not pass through the first ring: the same warpgroup copies them to
+the second one.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.config import MosaicRaggedConfig
+from pallas_paged.kernels.mosaic.converted_rows import ConvertedRows
 from pallas_paged.kernels.mosaic.one_byte_scales import Scales
 from pallas_paged.kernels.mosaic.ragged_operands import BYTES, BYTES_ROW, converted
 from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor
@@ -47,15 +49,28 @@ def byte_ring(config: MosaicRaggedConfig, *, head_dim: int, page_size: int, dtyp
     return Ring(k=block, v=block, k_full=full, v_full=full, k_free=free, v_free=free)
 
 
+def end_of_pages(work: WorkDescriptor, converted: ConvertedRows | None) -> jax.Array:
+    """Return the end of the blocks of a work item that come from pages: `lo` or `hi`."""
+    if converted is None:
+        return work.hi
+    return jnp.where(converted.holds(work.row), work.lo, work.hi)
+
+
+def k_arrivals(k_scales: Any, converted: Any) -> int:
+    """Return the arrivals that complete a block of K: a copy of converted ones, one of scales."""
+    return 1 if k_scales is None or converted is None else 2
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Converter:
-    """Converts the blocks of a work item.
+    """Converts the blocks of a work item, or copies those that are converted.
 
     Attributes:
         source: the ring of bytes.
-        target: the ring of q's dtype, of which one arrival completes a block.
-        k_scales: f32[num_stages, block_k] in shared memory: the scales of K in `target`. None where
-            all tokens have one scale.
+        target: the ring of q's dtype. One arrival completes a block of V, `k_arrivals` one of K.
+        k_scales: f32[num_stages, block_k] in shared memory: the scales of K in `target`, times
+            `k_factor`. None where all tokens have one scale.
+        converted: rows that were converted before, of which `source` has no blocks, or None.
         block_tables: ref to i32`[B, N]`.
         page_size: tokens of a page.
         interpret: the kernel is interpreted.
@@ -64,19 +79,48 @@ class Converter:
     source: Ring
     target: Ring
     k_scales: Any
+    k_factor: float
     scales: Scales
+    converted: ConvertedRows | None
     block_tables: Any
     page_size: int
     interpret: bool
 
-    def convert(self, work: WorkDescriptor, kv_head: jax.Array, kv_iter: jax.Array) -> jax.Array:
-        """Convert the blocks of a work item, and return `kv_iter` after them.
+    def send(
+        self, work: WorkDescriptor, kv_head: jax.Array, kv_iter: jax.Array, taken: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Send the blocks of a work item to `target`; return the next `(kv_iter, taken)`.
 
         Args:
-            kv_iter: blocks that were converted before.
+            kv_iter: blocks that were sent before.
+            taken: those of them that came from `source`.
         """
+        hi = end_of_pages(work, self.converted)
+        self.convert(work, kv_head, hi, kv_iter, taken)
+        taken, kv_iter = taken + hi - work.lo, kv_iter + hi - work.lo
+        if self.converted is not None:
+            kv_iter = self.converted.stream(
+                self.target,
+                self.k_scales,
+                work.row,
+                kv_head,
+                lo=hi,
+                hi=work.hi,
+                kv_iter=kv_iter,
+            )
+        return kv_iter, taken
 
-        @pl.when(work.lo < work.hi)  # otherwise the row may own no page
+    def convert(
+        self,
+        work: WorkDescriptor,
+        kv_head: jax.Array,
+        hi: jax.Array,
+        kv_iter: jax.Array,
+        taken: jax.Array,
+    ) -> None:
+        """Convert the blocks `[work.lo, hi)` of a work item."""
+
+        @pl.when(work.lo < hi)  # otherwise the row may own no page
         def _():
             # What a block needs is loaded one block ahead: no conversion waits for its scales, and
             # no load of scales for the page numbers.
@@ -87,34 +131,38 @@ class Converter:
                 scales, pages = loaded
                 next_scales = self.load_scales(work, kv_head, block + 1, pages)
                 next_pages = self.load_pages(work, block + 2)
-                now = kv_iter + (block - work.lo)
-                self.convert_keys(now, scales[0])
-                self.convert_values(now, scales[1], work, block)
+                now = [first + (block - work.lo) for first in (taken, kv_iter)]
+                self.convert_keys(*now, scales[0])
+                self.convert_values(*now, scales[1], work, block)
                 return next_scales, next_pages
 
             loaded = scales, self.load_pages(work, work.lo + 1)
-            lax.fori_loop(work.lo, work.hi, convert_block, loaded)
+            lax.fori_loop(work.lo, hi, convert_block, loaded)
 
-        return kv_iter + work.hi - work.lo
-
-    def convert_keys(self, now: jax.Array, scales: list[jax.Array]) -> None:
-        """Convert the keys of block number `now`; their scales multiply the logits."""
+    def convert_keys(self, taken: jax.Array, now: jax.Array, scales: list[jax.Array]) -> None:
+        """Convert the keys of block number `taken` to number `now`; logits take their scales."""
         source, target = self.source, self.target
-        parts = self.load(source.k, source.k_full, source.k_free, now)
+        parts = self.load(source.k, source.k_full, source.k_free, taken)
         stage = _wait_until_free(target.k, target.k_free, now)
         if self.k_scales is not None:
             for i, values in enumerate(scales):
-                self.k_scales[stage, pl.ds(i * _ROWS, _ROWS)] = values
+                self.k_scales[stage, pl.ds(i * _ROWS, _ROWS)] = values * self.k_factor
         self.store(target.k.at[stage], parts)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(target.k_full.at[stage])
+        for _ in range(k_arrivals(self.k_scales, self.converted)):
+            plgpu.barrier_arrive(target.k_full.at[stage])
 
     def convert_values(
-        self, now: jax.Array, scales: list[jax.Array], work: WorkDescriptor, block: jax.Array
+        self,
+        taken: jax.Array,
+        now: jax.Array,
+        scales: list[jax.Array],
+        work: WorkDescriptor,
+        block: jax.Array,
     ) -> None:
-        """Convert the values of block number `now`, times their scales."""
+        """Convert the values of block number `taken` to number `now`, times their scales."""
         source, target = self.source, self.target
-        parts = self.load(source.v, source.v_full, source.v_free, now)
+        parts = self.load(source.v, source.v_full, source.v_free, taken)
         stage = _wait_until_free(target.v, target.v_free, now)
         self.store(target.v.at[stage], parts, scales)
         self.zero_unreadable(work, block, stage)

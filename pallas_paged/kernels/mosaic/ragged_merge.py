@@ -60,7 +60,8 @@ def merge_ragged_kernel(
             out = ops.load(partials.out.at[index], ops.WGMMA)
             m_new = jnp.maximum(m_i, lse)
             m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)  # rows that have seen no key yet
-            alpha, w = jnp.exp2(m_i - m_safe), jnp.exp2(lse - m_safe)
+            less = ops.difference(lse, m_safe, ops.WGMMA_ROW, interpret=interpret)
+            alpha, w = jnp.exp2(m_i - m_safe), jnp.exp2(less)
             return m_new, l_i * alpha + w, acc * ops.bcast(alpha, acc) + out * ops.bcast(w, out)
 
         state = lax.fori_loop(0, split.num_items, merge_one, empty_state(partials.out.shape[-1]))

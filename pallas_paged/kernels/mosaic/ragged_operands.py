@@ -82,7 +82,7 @@ def converted(x: jax.Array, scales: jax.Array | None, dtype: Any, *, interpret: 
     if interpret:
         x = x.astype(jnp.float32)
         return (x if scales is None else x * scales[:, None]).astype(dtype)
-    ptx = _pair_of_int8 if x.dtype == jnp.int8 else _pair_of_fp8
+    source, given = x.dtype, (x,) if scales is None else (x, scales)
 
     def convert(_, x, *scales):
         from jax.experimental.mosaic import gpu as mgpu
@@ -100,7 +100,7 @@ def converted(x: jax.Array, scales: jax.Array | None, dtype: Any, *, interpret: 
                     utils.bitcast(utils.bitcast(scale.registers.reshape(2)[half], i32), f32)
                 )
             for pair in range(2):
-                asm = ptx(pair, dtype, scaled=bool(scales))
+                asm = pair_ptx(source, pair, dtype, scaled=bool(scales))
                 bits = utils.inline_ptx(asm, *args, result_types=i32)
                 result[column, pair, half] = utils.bitcast(bits, pair_type)
         layout = ops.WGMMA.to_mgpu()
@@ -110,7 +110,6 @@ def converted(x: jax.Array, scales: jax.Array | None, dtype: Any, *, interpret: 
             _is_signed=None,
         )
 
-    given = (x,) if scales is None else (x, scales)
     return plgpu.inline_mgpu(
         arg_types=(BYTES, BYTES_ROW)[: len(given)],
         return_type=plgpu.ShapeDtypeStruct(x.shape, dtype, layout=ops.WGMMA),
@@ -119,6 +118,12 @@ def converted(x: jax.Array, scales: jax.Array | None, dtype: Any, *, interpret: 
 
 def _packed(dtype: Any) -> str:
     return "f16x2" if dtype == jnp.float16 else "bf16x2"
+
+
+def pair_ptx(source: Any, pair: int, dtype: Any, *, scaled: bool) -> str:
+    """Return PTX of a pair of `dtype`, see `_pair_of_int8`, from bytes of dtype `source`."""
+    ptx = _pair_of_int8 if source == jnp.int8 else _pair_of_fp8
+    return ptx(pair, dtype, scaled=scaled)
 
 
 def _pair_of_int8(pair: int, dtype: Any, *, scaled: bool) -> str:

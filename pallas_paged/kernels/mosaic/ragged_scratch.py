@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.mosaic.config import MosaicRaggedConfig
-from pallas_paged.kernels.mosaic.ragged_converter import byte_ring
+from pallas_paged.kernels.mosaic.ragged_converter import byte_ring, k_arrivals
 from pallas_paged.kernels.mosaic.ragged_tile import WG_ROWS, StoreBuffers, TileShape
 from pallas_paged.kernels.mosaic.ragged_work import DESCRIPTOR_WORDS, Mailbox, Work
 from pallas_paged.kernels.mosaic.ring import Pool, Ring, wgmma_transforms
@@ -28,6 +28,7 @@ class Inputs:
     alibi_slopes: Any  # f32[Hq] or None
     sinks: Any  # f32[Hq] or None
     scales: Any  # Scales of int8 and fp8 pages; else None
+    converted: Any  # ConvertedRows, of int8 and fp8 pages; or None
     counter: Any  # i32[1], a ref, of the tile scheduler
 
 
@@ -36,7 +37,7 @@ class Inputs:
 class Scratch:
     """Refs in shared memory of a program, or their types."""
 
-    store: StoreBuffers  # without a converter; with one, results pass through the queries
+    store: StoreBuffers  # with a converter, results take the place of queries, and lse none
     mailbox: Mailbox
     q_free: Any  # barriers [num_q_stages], complete when consumers have used queries and mailbox
     q_full: Any  # barriers [num_q_stages], complete when queries and mailbox are there
@@ -44,7 +45,7 @@ class Scratch:
     ring: Ring
     bytes: Any  # Ring of int8 and fp8 pages, from which the converter fills the other one; or None
     k_scales: Any  # f32[num_stages, block_k] beside `ring`; None where logits have no scales
-    turn: Any  # barrier of the two consumers; None for a single one, and with a converter
+    turn: Any  # barrier of the two consumers; None for one, and if all blocks have to be converted
 
 
 def scratch_types(
@@ -56,10 +57,16 @@ def scratch_types(
     dtype: Any,
     kv_dtype: Any = None,
     scaled_logits: bool = True,
+    converted: Any = None,
     with_lse: bool = True,
     interpret: bool = False,
 ) -> Scratch:
-    """Return the types of the shared memory of a program."""
+    """Return the types of the shared memory of a program.
+
+    Args:
+        scaled_logits: whether each token has a scale of its own, if pages are int8 or fp8.
+        converted: `ConvertedRows` of the call, or None.
+    """
     num_consumers, num_q_stages = config.num_consumers, config.num_q_stages
     tile = TileShape.of(group, config.block_q)
     convert = kv_dtype is not None and kv_dtype != dtype
@@ -74,31 +81,36 @@ def scratch_types(
         # Of one stage and consumer, queries and results have the same place and are never both in
         # use. The interpreter's search for races knows unions as a whole only.
         q = (q, out) if interpret else plgpu.RefUnion(q, out)
-        store = dataclasses.replace(store, out=None)
+        store = dataclasses.replace(store, out=None, lse=store.lse if interpret else None)
+    ring = Ring.types(
+        config,
+        head_dim=head_dim,
+        page_size=config.block_k if convert else page_size,  # the converter copies whole blocks
+        dtype=dtype,
+        num_consumers=num_consumers,
+    )
+    k_scales = None
+    if convert and scaled_logits:
+        k_scales = plgpu.SMEM((config.num_stages, config.block_k), jnp.float32)
+    if convert:
+        arrivals = k_arrivals(k_scales, converted)
+        full = plgpu.Barrier(num_arrivals=arrivals, num_barriers=config.num_stages)
+        ring = dataclasses.replace(ring, k_full=full)
+    takes_turns = num_consumers == 2 and (not convert or converted is not None)
     return Scratch(
         store=store,
         mailbox=Mailbox(buffer=plgpu.SMEM((num_q_stages + 1, DESCRIPTOR_WORDS), jnp.int32)),
         q_free=plgpu.Barrier(num_arrivals=num_consumers + convert, num_barriers=num_q_stages),
         q_full=plgpu.Barrier(num_arrivals=q_arrivals(tile), num_barriers=num_q_stages),
         q=q,
-        ring=Ring.types(
-            config,
-            head_dim=head_dim,
-            page_size=config.block_k if convert else page_size,  # the converter arrives once
-            dtype=dtype,
-            num_consumers=num_consumers,
-        ),
+        ring=ring,
         bytes=(
             byte_ring(config, head_dim=head_dim, page_size=page_size, dtype=kv_dtype)
             if convert
             else None
         ),
-        k_scales=(
-            plgpu.SMEM((config.num_stages, config.block_k), jnp.float32)
-            if convert and scaled_logits
-            else None
-        ),
-        turn=plgpu.Barrier(num_arrivals=2) if num_consumers == 2 and not convert else None,
+        k_scales=k_scales,
+        turn=plgpu.Barrier(num_arrivals=2) if takes_turns else None,
     )
 
 

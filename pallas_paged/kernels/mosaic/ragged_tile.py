@@ -134,7 +134,7 @@ class Outputs:
 class StoreBuffers:
     """Refs in shared memory that results pass through, or their types."""
 
-    lse: Any  # f32[warpgroups, 64], or None where it is not wanted
+    lse: Any  # f32[warpgroups, 64], or None where it is not wanted or needs no buffer
     out: Any  # [warpgroups, 64, width], with the width that one copy stores
 
     @classmethod
@@ -158,8 +158,10 @@ def store_rows(
     """Store a warpgroup's rows to their own tokens and heads, and to no others."""
     out_smem = buffers.out.at[buffer_index]
     width = out_smem.shape[1]
-    if outputs.lse is not None:
+    if buffers.lse is not None:
         buffers.lse[buffer_index] = lse
+    elif outputs.lse is not None:
+        scatter_lse(outputs.lse, rows, lse)
     for dim in range(0, out.shape[1], width):
         # Copies of earlier stores may still read the buffer.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -192,7 +194,7 @@ def store_rows(
             def _():
                 pl.loop(lo, hi)(lambda i: copy(i, 1))
 
-            if outputs.lse is not None and dim == 0:
+            if buffers.lse is not None and dim == 0:
 
                 @pl.loop(lo, hi)
                 def _(i):
@@ -200,3 +202,13 @@ def store_rows(
                     outputs.lse[rows.q_start + token + i, head] = lse
 
         plgpu.commit_smem_to_gmem_group()
+
+
+def scatter_lse(ref: Any, rows: Rows, lse: jax.Array) -> None:
+    """Store the log-sum-exps f32`[64]` of a warpgroup to `ref` f32`[T, Hq]` from its registers."""
+    row = rows.wg * WG_ROWS + ops.iota((WG_ROWS,), 0, ops.WGMMA_ROW)
+    head, token = rows.tile.place(row)
+    token += rows.offset
+    exists = (token >= 0) & (token < rows.q_len) & (head < rows.num_heads)
+    index = (rows.q_start + token) * ref.shape[1] + rows.first_head + head
+    ops.scatter(ref, jnp.where(exists, index, -1), lse, ops.WGMMA_ROW)

@@ -106,6 +106,20 @@ class Pool:
         return (self.k, self.v)[kv].at[self.layout.index(kv, P=page, N=tokens, H=kv_head)]
 
 
+def page_to_read(page: jax.Array, first_page: jax.Array | None, last_page: jax.Array) -> jax.Array:
+    """Return a page of a sequence, or in place of one that no query sees the nearest other one.
+
+    Entries of the block table past the sequence's last page and left of its window may hold
+    anything, so a page that is needed is copied again. The consumer masks its tokens.
+
+    Args:
+        first_page: None for 0.
+    """
+    if first_page is not None:
+        page = jnp.maximum(page, first_page)
+    return jnp.minimum(page, last_page)
+
+
 def stream(
     ring: Ring,
     pool: Pool,
@@ -116,11 +130,13 @@ def stream(
     hi: jax.Array,
     kv_len: jax.Array,
     kv_iter: jax.Array,
+    first_key: jax.Array | None = None,
     scales: Any = None,
 ) -> jax.Array:
     """Send the blocks `[lo, hi)` of a sequence of `kv_len` tokens through the ring.
 
     Args:
+        first_key: the first key that any query sees, or None for all.
         kv_iter: blocks that the producer has sent before.
         scales: a `ScaleSender`, or None. The scales of a block are one more arrival at `k_full`,
             and their stage is free when that of V is.
@@ -131,13 +147,12 @@ def stream(
     num_stages, block_k = ring.num_stages, ring.k.shape[1]
     page_size = pool.page_size
     tokens_per_copy = min(page_size, block_k)
+    first_page = None if first_key is None else first_key // page_size
     last_page = (kv_len - 1) // page_size
 
     def pages_of(block):
-        # Entries past the sequence's last page may hold anything, so the last page is copied
-        # again. The consumer masks its tokens.
         return tuple(
-            block_table[jnp.minimum((block * block_k + i) // page_size, last_page)]
+            block_table[page_to_read((block * block_k + i) // page_size, first_page, last_page)]
             for i in range(0, block_k, tokens_per_copy)
         )
 

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.kv_layout import K, V
-from pallas_paged.kernels.mosaic.ring import MIN_TMA_TOKENS, Pool, Ring
+from pallas_paged.kernels.mosaic.ring import MIN_TMA_TOKENS, Pool, Ring, page_to_read
 
 _THREADS = 128  # of a warpgroup
 _PIECE = 16  # bytes of a copy
@@ -35,13 +35,15 @@ class RowCopies:
 
     Attributes:
         swizzle: bytes of the swizzled rows of a tile in shared memory.
-        last_page: of the sequence; entries past it may hold anything.
+        first_page, last_page: of the keys that any query sees; other entries of the block table
+            may hold anything. The first is None where there is no window.
     """
 
     ring: Ring
     pool: Pool
     block_table: Any  # i32[N], of the sequence
     kv_head: jax.Array
+    first_page: jax.Array | None
     last_page: jax.Array
     swizzle: int
     interpret: bool
@@ -62,10 +64,14 @@ class RowCopies:
         layout = plgpu.Layout.WG_STRIDED((_THREADS * self.num_pieces,), 1)
         out = plgpu.ShapeDtypeStruct((_THREADS * self.num_pieces,), jnp.int32, layout=layout)
         block_k, page_size = self.ring.k.shape[1], self.pool.page_size
-        scalar, per_row = plgpu.Layout.WG_SPLAT, self.row_bytes // _PIECE
+        per_row = self.row_bytes // _PIECE
+        scalars = [block, self.last_page]
+        if self.first_page is not None:
+            scalars.append(self.first_page)
+        scalar_types = (plgpu.Layout.WG_SPLAT,) * len(scalars)
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar, scalar), return_type=out)
-        def load(_, table, block, last_page):
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *scalar_types), return_type=out)
+        def load(_, table, block, last_page, first_page=None):
             from jax.experimental.mosaic import gpu as mgpu
             from jax.experimental.mosaic.gpu import utils
             from jaxlib.mlir import ir
@@ -81,6 +87,8 @@ class RowCopies:
             for i in range(self.num_pieces):
                 row = arith.divui(_piece(i), c(per_row))
                 page = arith.divui(arith.addi(first, row), c(page_size))
+                if first_page is not None:
+                    page = arith.maxsi(page, first_page.registers.item())
                 entry = utils.inline_ptx(
                     "{ .reg .b64 at; mad.wide.s32 at, $2, 4, $1; ld.global.nc.b32 $0, [at]; }",
                     utils.memref_ptr(table),
@@ -95,7 +103,7 @@ class RowCopies:
                 _is_signed=True,
             )
 
-        return load(self.block_table, block, self.last_page)
+        return load(self.block_table, *scalars)
 
     def start(self, kv: int, pages: Any, block: jax.Array, stage: jax.Array) -> None:
         """Start the copies of K or V of a block."""
@@ -106,8 +114,9 @@ class RowCopies:
             @pl.loop(0, to.shape[0])
             def _(i):
                 token = pages * to.shape[0] + i
-                page = self.block_table[jnp.minimum(token // page_size, self.last_page)]
+                page = page_to_read(token // page_size, self.first_page, self.last_page)
                 place = pl.ds(lax.rem(token, page_size), 1)
+                page = self.block_table[page]
                 box = self.pool.box(kv, page=page, tokens=place, kv_head=self.kv_head)
                 to[pl.ds(i, 1)] = box[...]
 

@@ -17,19 +17,25 @@ from pallas_paged.kernels.config_fields import (
 _MMA_ROWS = 16
 _WARPGROUP_ROWS = 64  # the least of a warpgroup of the ragged kernel
 _WARP_COLUMNS = 32  # of the four warps, 8 each
+_RESULT_COLUMNS = 256  # of a program of the ragged kernel: 128 f32 of a thread, for 64 rows
 _REDUCTION_BYTES = 2048  # of the compiler, for reductions across warps
 # Programs per SM, keys of a block and stages of the decode kernel, the first that fit.
 _LOOPS = (
+    (3, 128, 2),
     (3, 64, 3),
     (3, 64, 2),
-    (2, 64, 3),
     (2, 64, 2),
     (2, 32, 3),
     (2, 32, 2),
+    (1, 64, 3),
+    (1, 64, 2),
     (1, 32, 3),
     (1, 32, 2),
     (1, 32, 1),
 )
+# Of 64 keys, for each program of an SM: with fewer, the merge and a program's start cost more than
+# another program hides.
+_LEAST_BLOCKS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,14 +124,17 @@ def decode_config(
         _: sizes that other heuristics need.
     """
     group = num_q_heads // num_kv_heads
+    tiles = num_kv_heads * -(-group // decode_rows(group, head_dim))
+    blocks_per_sm = tiles * num_seqs * -(-max_kv_len // 64) / num_sms
     for programs_per_sm, block_k, num_stages in _LOOPS:
+        if blocks_per_sm <= (programs_per_sm - 1) * _LEAST_BLOCKS:
+            continue
         config = MosaicSm80DecodeConfig(block_k=block_k, num_stages=num_stages, num_programs=1)
         needed = decode_shared_memory(config, group=group, head_dim=head_dim, itemsize=itemsize)
         if needed + 1024 <= (shared_memory + 1024) // programs_per_sm:
             break
     # More programs than blocks would only write empty partial states.
     num_blocks = num_seqs * -(-max_kv_len // block_k)
-    tiles = num_kv_heads * -(-group // decode_rows(group, head_dim))
     per_tile = max(1, min(programs_per_sm * num_sms // tiles, num_blocks))
     return dataclasses.replace(config, num_programs=per_tile * tiles)
 
@@ -169,6 +178,12 @@ class MosaicSm80RaggedConfig:
         return self.block_q // self.num_warpgroups
 
 
+def result_columns(head_dim: int) -> tuple[int, int]:
+    """Return among how many programs the columns of a result are divided, and those of each."""
+    parts = -(-head_dim // _RESULT_COLUMNS)
+    return parts, -(-head_dim // (parts * _MMA_ROWS)) * _MMA_ROWS
+
+
 def ragged_shared_memory(
     config: MosaicSm80RaggedConfig, *, head_dim: int, itemsize: int, **_: int
 ) -> int:
@@ -180,13 +195,14 @@ def ragged_shared_memory(
         _: sizes that decoding needs.
     """
     block_k = config.block_k
-    row_bytes = 2 * head_dim + 16
     one_byte = itemsize == 1
+    columns_of_v = result_columns(head_dim)[1]
     buffers = [
-        row_bytes * config.block_q,
+        (2 * head_dim + 16) * config.block_q,
         4 * config.block_q,
-        *[row_bytes * block_k * 2] * 2,  # K and V
-        *[head_dim * block_k] * (2 if one_byte else 0),  # as they arrive
+        *[(2 * columns + 16) * block_k * 2 for columns in (head_dim, columns_of_v)],  # K and V
+        # As they arrive:
+        *[columns * block_k for columns in (head_dim, columns_of_v) if one_byte],
         *[12 * block_k] * (2 if one_byte else 1),  # places of their rows and scales
         32 * block_k if one_byte else 0,  # scales
     ]
@@ -219,7 +235,11 @@ def ragged_config(
     tiles = [(1, 64)]
     if rows > 64 * num_seqs:
         tiles = [(2, 128)] * (head_dim <= 128) + [(2, 64), (1, 64)]
-    for (num_warpgroups, num_rows), block_k in itertools.product(tiles, (64, 32, 16)):
+    loops = [(*tile, block_k, 1) for tile, block_k in itertools.product(tiles, (64, 32, 16))]
+    if rows > 64 * num_seqs and head_dim <= 128 and itemsize > 1:
+        # Two programs of 128 rows are faster than one of 256, but not where each converts K and V.
+        loops.insert(0, (1, 128, 64, 2))
+    for num_warpgroups, num_rows, block_k, least_programs in loops:
         config = MosaicSm80RaggedConfig(
             block_q=num_warpgroups * num_rows,
             block_k=block_k,
@@ -227,7 +247,7 @@ def ragged_config(
             num_programs=1,
         )
         needed = ragged_shared_memory(config, head_dim=head_dim, itemsize=itemsize)
-        if needed <= shared_memory:
+        if needed + 1024 <= (shared_memory + 1024) // least_programs:
             break
     # Two warpgroups have all registers of an SM.
     programs_per_sm = 1 if num_warpgroups == 2 else (shared_memory + 1024) // (needed + 1024)

@@ -192,17 +192,21 @@ def attend(
         keys = block * block_k + iota(s.shape, 1, layouts.acc)
         if q_scales is not None:
             s = s * bcast(q_scales, s)
+        only_factor = None
         if blocks.k_scales is not None:
             s = s * bcast(ops.load(blocks.k_scales.at[stage], layouts.col), s, 1)
         elif pages.k_scales is not None:
-            s = s * pages.k_scales[0]
+            only_factor = options.only_factor(inputs.alibi_slopes)
+            s = s * (pages.k_scales[0] * (1.0 if only_factor is None else only_factor))
         slopes = per_row(None if inputs.alibi_slopes is None else inputs.alibi_slopes.at[tile])
-        s, factor = base2_logits(
-            s,
-            options,
-            None if slopes is None else bcast(slopes, s),
-            None if slopes is None else keys - (item.seq_len - 1),
-        )
+        factor = 1.0
+        if only_factor is None:
+            s, factor = base2_logits(
+                s,
+                options,
+                None if slopes is None else bcast(slopes, s),
+                None if slopes is None else keys - (item.seq_len - 1),
+            )
         significands = inverses = None
         if blocks.v_scales is not None:
             # The maximum is that of the weights, since f16 has a small range.

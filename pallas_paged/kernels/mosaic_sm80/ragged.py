@@ -17,8 +17,6 @@ FlashAttention-2 (Dao 2023), with the heads of a group packed into the tile and 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,40 +24,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.typing import DTypeLike
 
 from pallas_paged.kernels.call import Arrays, result_shape, varying_by_device
 from pallas_paged.kernels.config_fields import programs_per_kv_head
-from pallas_paged.kernels.kv_layout import K, V
-from pallas_paged.kernels.logits import LogitOptions, base2_logits
+from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops as wgmma_ops
-from pallas_paged.kernels.mosaic.ragged_work import (
-    WorkDescriptor,
-    pack,
-    tree_bits,
-    unpack,
-    visible_in_tree,
-)
+from pallas_paged.kernels.mosaic.ragged_work import pack, tree_bits
 from pallas_paged.kernels.mosaic_sm80 import ops
-from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80RaggedConfig
-from pallas_paged.kernels.mosaic_sm80.one_byte import split_scales
-from pallas_paged.kernels.mosaic_sm80.ragged_blocks import Buffers, Pool, Stream
-from pallas_paged.kernels.mosaic_sm80.ragged_copies import (
-    gather_rows,
-    program_barrier,
-    wait_for_own_copies,
-)
+from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80RaggedConfig, result_columns
+from pallas_paged.kernels.mosaic_sm80.ragged_blocks import Pool
 from pallas_paged.kernels.mosaic_sm80.ragged_merge import merge_ragged
-from pallas_paged.kernels.mosaic_sm80.ragged_products import multiply_pv, multiply_qk, padded
-from pallas_paged.kernels.mosaic_sm80.ragged_rows import (
-    ROWS,
-    Rows,
-    empty_state,
-    finish,
-    repeat_heads,
-    repeat_tokens,
-    store_rows,
-)
+from pallas_paged.kernels.mosaic_sm80.ragged_program import Inputs, Outputs, Program, scratch_types
+from pallas_paged.kernels.mosaic_sm80.ragged_rows import repeat_heads, repeat_tokens
 from pallas_paged.kernels.ragged_plan import PlanShape, make_plan
 from pallas_paged.kernels.ragged_plan_kernel import (
     PackedPlan,
@@ -71,298 +47,6 @@ from pallas_paged.kernels.ragged_plan_kernel import (
 # No reduction goes across warps.
 COMPILER_PARAMS = dataclasses.replace(ops.COMPILER_PARAMS, reduction_scratch_bytes=0)
 _DESCRIPTOR_WORDS = 16  # i32 of a packed work item
-_COLUMN = ROWS.reduce(0)
-_SLACK = 8.0  # by which a logit, base 2, may be larger than the maximum that is subtracted
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Inputs:
-    """Operands of the kernel, or refs to them.
-
-    Attributes:
-        q: `[T * Hq, D]`.
-        pool: pages, scales and block tables.
-        items: i32`[num_items, 16]`, packed descriptors of the work items.
-        alibi_slopes, sinks: f32`[Hkv, ..]` from `repeat_heads`, or None.
-        positions: i32`[T * G + R]` from `repeat_tokens`; None where queries are the newest tokens
-            of their sequence, or where positions do not matter.
-        tree_words: i32`[B, words, M * G + R]`, the bits of each row's tree mask, or None.
-    """
-
-    q: Any
-    pool: Pool
-    items: Any
-    alibi_slopes: Any
-    sinks: Any
-    positions: Any
-    tree_words: Any
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Outputs:
-    """What the kernel writes: arrays, refs or types."""
-
-    out: Any  # [T * Hq, D]
-    partials: wgmma_ops.Partials  # [Hkv, partials, R, ..]
-    lse: Any  # f32[T * Hq], or None where it is not wanted
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Scratch:
-    """Refs in shared memory of a program, or their types."""
-
-    q: Any  # [warpgroups, R, D + pad], then the results
-    rows: Any  # i32[warpgroups, R], index of each row in [T * Hq]
-    buffers: Buffers
-    sync: Any  # barrier of the warpgroups when interpreted, else None
-
-
-def scratch_types(
-    config: MosaicSm80RaggedConfig,
-    *,
-    head_dim: int,
-    dtype: DTypeLike,
-    kv_dtype: DTypeLike,
-    scales_by_token: bool,
-    interpret: bool = False,
-    **_: Any,
-) -> Scratch:
-    """Return the types of the shared memory of a program."""
-    rows = config.num_warpgroups, config.rows_per_warpgroup
-    return Scratch(
-        q=plgpu.SMEM((*rows, padded(head_dim, dtype)), dtype),
-        rows=plgpu.SMEM(rows, jnp.int32),
-        buffers=Buffers.types(
-            block_k=config.block_k,
-            head_dim=head_dim,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            scales_by_token=scales_by_token,
-        ),
-        sync=plgpu.Barrier(num_arrivals=2) if interpret and config.num_warpgroups == 2 else None,
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Program:
-    """One program of the kernel; `run` runs it."""
-
-    inputs: Inputs
-    outputs: Outputs
-    scratch: Scratch
-    options: LogitOptions
-    config: MosaicSm80RaggedConfig
-    group: int
-    causal: bool  # whether a query sees no later key
-    wg: Any  # index of the warpgroup
-    interpret: bool
-
-    def run(self) -> None:
-        """Attend one work item and store its result or, of a split tile, a partial state."""
-        inputs, outputs, scratch, interpret = (
-            self.inputs,
-            self.outputs,
-            self.scratch,
-            self.interpret,
-        )
-        num_kv_heads = inputs.pool.num_kv_heads
-        program = lax.axis_index("program")
-        kv_head = lax.rem(program, num_kv_heads)
-        work = unpack(WorkDescriptor, inputs.items, lax.div(program, num_kv_heads))
-        rows = Rows(
-            count=self.config.rows_per_warpgroup,
-            group=self.group,
-            num_q_heads=self.group * num_kv_heads,
-            kv_head=kv_head,
-            q_start=work.q_start,
-            q_len=work.q_len,
-            offset=work.offset + self.wg * self.config.rows_per_warpgroup,
-        )
-
-        @pl.when(work.q_len > 0)
-        def _():
-            state = self.attend(work, rows)
-
-            @pl.when(work.partial < 0)
-            def _():
-                sinks = None if inputs.sinks is None else rows.of_heads(inputs.sinks)
-                scratch.rows[self.wg] = rows.index()
-                store_rows(
-                    outputs.out,
-                    outputs.lse,
-                    scratch.q.at[self.wg],
-                    scratch.rows.at[self.wg],
-                    *finish(state, sinks),
-                    interpret=interpret,
-                )
-
-            @pl.when(work.partial >= 0)
-            def _():
-                out, lse = finish(state, None)
-                index = kv_head, work.partial, pl.ds(self.wg * rows.count, rows.count)
-                wgmma_ops.store(outputs.partials.out.at[index], out)
-                wgmma_ops.store(outputs.partials.lse.at[index], lse)
-
-    def attend(self, work: WorkDescriptor, rows: Rows) -> wgmma_ops.State:
-        """Return the state of the rows after the blocks of a work item."""
-        inputs, scratch, config, options = self.inputs, self.scratch, self.config, self.options
-        head_dim, block_k = inputs.q.shape[-1], config.block_k
-        stream = Stream(
-            pool=inputs.pool,
-            buffers=scratch.buffers,
-            row=work.row,
-            kv_head=rows.kv_head,
-            first_key=work.first_key,
-            last_key=work.kv_len - 1,
-            lo=work.lo,
-            hi=work.hi,
-            head_dim=head_dim,
-            interpret=self.interpret,
-        )
-
-        @pl.when(work.lo < work.hi)
-        def _():
-            scratch.rows[self.wg] = jnp.maximum(rows.index(), 0)
-            ops.barrier(interpret=self.interpret)
-            row_bytes = head_dim * jnp.dtype(inputs.q.dtype).itemsize
-            gather_rows(
-                scratch.q.at[self.wg],
-                inputs.q,
-                scratch.rows.at[self.wg],
-                0,
-                unit=row_bytes,
-                row_bytes=row_bytes,
-                interpret=self.interpret,
-            )
-            self.if_copying(stream.start)
-            wait_for_own_copies(interpret=self.interpret)
-            self.barrier()
-
-        before = work.kv_len - work.q_len  # keys older than all queries of the sequence
-        positions = before + rows.tokens()
-        last_seen = jnp.minimum(positions, work.kv_len - 1)
-        if not self.causal:  # one value for all rows, but a vector: scalars have no layout to infer
-            last_seen = jnp.maximum(last_seen, work.kv_len - 1)
-        if inputs.positions is not None:
-            positions = rows.of_packed(inputs.positions)
-        slopes = None if inputs.alibi_slopes is None else rows.of_heads(inputs.alibi_slopes)
-        tree_words = None
-        if inputs.tree_words is not None:
-            num_packed = inputs.tree_words.shape[-1] - rows.count
-            first = jnp.minimum(rows.offset, num_packed)
-            tree_words = inputs.tree_words.at[work.row, :, pl.ds(first, rows.count)]
-        k_scale = v_scale = None
-        by_token = inputs.pool.scales_by_token
-        if inputs.pool.k_scales is not None and not by_token:
-            k_scale, v_scale = inputs.pool.k_scales[0], inputs.pool.v_scales[0]
-
-        def visible(block, keys):
-            """Return which keys of a block each query sees."""
-            seen = keys <= wgmma_ops.bcast(last_seen, keys)
-            if tree_words is not None:
-                seen &= visible_in_tree(tree_words, block * block_k, before, keys)
-            if options.sliding_window is not None:
-                seen &= keys >= wgmma_ops.bcast(options.first_key(positions), keys)
-            return seen
-
-        def of_tokens(kv, block, like):
-            scales = wgmma_ops.load(stream.scales(kv, block), _COLUMN)
-            return wgmma_ops.bcast(scales, like, axis=1)
-
-        def multiply(block):
-            return multiply_qk(
-                scratch.q.at[self.wg], stream.k(block), head_dim=head_dim, interpret=self.interpret
-            )
-
-        def no_logits():
-            return wgmma_ops.full((rows.count, block_k), 0.0, ROWS)
-
-        def attend_block(masked, block, state):
-            m_i, l_i, acc, s = state
-            self.if_copying(lambda: stream.advance(block))
-            if by_token:
-                s = s * of_tokens(K, block, s)
-            elif k_scale is not None:
-                s = s * k_scale
-            keys = block * block_k + wgmma_ops.iota(s.shape, 1, ROWS)
-            if slopes is None:
-                s, factor = base2_logits(s, options, None, keys)
-            else:
-                distances = keys - wgmma_ops.bcast(positions, s)
-                s, factor = base2_logits(s, options, wgmma_ops.bcast(slopes, s), distances)
-            v_scales = of_tokens(V, block, s) if by_token else None
-            inverses = None
-            if by_token and scratch.q.dtype == jnp.float16:
-                # f16 has a small range: powers of two of the scales go to the exponent.
-                exponents, v_scales, inverses = split_scales(v_scales)
-                s, factor = s * factor + exponents, 1.0
-            if masked:
-                s = jnp.where(visible(block, keys), s, -jnp.inf)
-            m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
-            # A maximum that is less than 2 ** 8 too small does no harm, and acc stays as it is.
-            m_new = jnp.where(m_new > m_i + _SLACK, m_new, m_i)
-            m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new
-            alpha = jnp.exp2(m_i - m_safe)
-            p = jnp.exp2(s * factor - wgmma_ops.bcast(m_safe, s))
-            l_new = l_i * alpha + (p if inverses is None else p * inverses).sum(axis=1)
-            if by_token:
-                p = p * v_scales
-            p = p.astype(scratch.q.dtype)
-            # The whole softmax stays before the barrier.
-            acc, l_new, m_new, alpha, p = lax.optimization_barrier((acc, l_new, m_new, alpha, p))
-            self.barrier()
-            acc = multiply_pv(acc, alpha, p, stream.v(block), interpret=self.interpret)
-            s = lax.cond(block + 1 < work.hi, lambda: multiply(block + 1), no_logits)
-            self.if_copying(stream.arrive)
-            self.barrier()
-            return m_new, l_new, acc, s
-
-        def first_logits():
-            # The second warpgroup starts, and the first one ends, with one more barrier.
-            self.if_second(self.barrier)
-            s = multiply(work.lo)
-            self.barrier()
-            return s
-
-        attend_full = functools.partial(attend_block, False)
-        attend_masked = functools.partial(attend_block, True)
-        s = lax.cond(work.lo < work.hi, first_logits, no_logits)
-        state = (*empty_state(rows.count, head_dim), s)
-        if options.sliding_window is not None:
-            state = lax.fori_loop(work.lo, work.full_lo, attend_masked, state)
-        state = lax.fori_loop(work.full_lo, work.full_hi, attend_full, state)
-        m_i, l_i, acc, _ = lax.fori_loop(work.full_hi, work.hi, attend_masked, state)
-
-        if self.config.num_warpgroups == 2:
-
-            @pl.when((self.wg == 0) & (work.lo < work.hi))
-            def _():
-                self.barrier()
-
-        return m_i, l_i, acc if v_scale is None else acc * v_scale
-
-    def barrier(self) -> None:
-        """Wait for all threads of the program."""
-        if not self.interpret:
-            program_barrier(self.config.num_warpgroups)
-        elif self.scratch.sync is not None:
-            plgpu.barrier_arrive(self.scratch.sync)
-            plgpu.barrier_wait(self.scratch.sync)
-
-    def if_copying(self, body: Callable[[], None]) -> None:
-        """Run `body` in the warpgroup that copies K and V, the last one."""
-        if self.config.num_warpgroups == 1:
-            body()
-        else:
-            pl.when(self.wg == 1)(body)
-
-    def if_second(self, body: Callable[[], None]) -> None:
-        """Run `body` in the second warpgroup."""
-        if self.config.num_warpgroups == 2:
-            pl.when(self.wg == 1)(body)
 
 
 def plan_work(
@@ -471,7 +155,8 @@ def ragged_paged_attention(
         wgmma_ops.with_trees(body, inputs, outputs),
         out_type=tuple(jax.tree.leaves(outputs)),
         mesh=plgpu.Mesh(
-            grid=(plan.items.shape[0] * num_kv_heads,),  # heads of an item are neighbours
+            # Parts of a result, and behind them the heads of an item, are neighbours.
+            grid=(plan.items.shape[0] * num_kv_heads * result_columns(head_dim)[0],),
             grid_names=("program",),
             **threads,
         ),

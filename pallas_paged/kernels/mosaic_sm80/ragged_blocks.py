@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.kv_layout import K, V
 from pallas_paged.kernels.mosaic_sm80 import ops
+from pallas_paged.kernels.mosaic_sm80.config import result_columns
 from pallas_paged.kernels.mosaic_sm80.pages import Pages
 from pallas_paged.kernels.mosaic_sm80.ragged_copies import (
     Places,
@@ -73,8 +74,8 @@ class Buffers:
     """Refs to shared memory, or their types.
 
     Attributes:
-        k, v: `[2, block_k, D + pad]`, 16 bits an element.
-        raw_k, raw_v: one-byte rows `[block_k, D]` as they arrive, or None.
+        k, v: `[2, block_k, columns + pad]`, 16 bits an element: all of K, the program's of V.
+        raw_k, raw_v: one-byte rows `[block_k, columns]` as they arrive, or None.
         places: i32`[3, block_k]`, chunks of 16 bytes from the start of the pool to each row, and
             elements from the start of the scales to each scale.
         scales: f32`[2, 4, block_k]` of the tokens of K and of V, or None.
@@ -92,15 +93,21 @@ class Buffers:
         cls, *, block_k: int, head_dim: int, dtype: Any, kv_dtype: Any, scales_by_token: bool
     ) -> Buffers:
         """Return the types of the refs."""
-        rows = plgpu.SMEM((2, block_k, padded(head_dim, dtype)), dtype)
+        _, columns_of_v = result_columns(head_dim)
         one_byte = jnp.dtype(kv_dtype).itemsize == 1
-        raw = plgpu.SMEM((block_k, head_dim), kv_dtype) if one_byte else None
+
+        def rows(columns):
+            return plgpu.SMEM((2, block_k, padded(columns, dtype)), dtype)
+
+        def raw(columns):
+            return plgpu.SMEM((block_k, columns), kv_dtype) if one_byte else None
+
         places = plgpu.SMEM((3, block_k), jnp.int32)
         return cls(
-            k=rows,
-            v=rows,
-            raw_k=raw,
-            raw_v=raw,
+            k=rows(head_dim),
+            v=rows(columns_of_v),
+            raw_k=raw(head_dim),
+            raw_v=raw(columns_of_v),
             places=[places] * (1 + scales_by_token),
             scales=plgpu.SMEM((2, 4, block_k), jnp.float32) if scales_by_token else None,
         )
@@ -120,7 +127,7 @@ class Stream:
         kv_head: the KV head.
         first_key, last_key: the keys that may be read.
         lo, hi: the blocks.
-        head_dim: of K and V.
+        columns: of K and of V, from the slice of `columns_of_part`.
         interpret: the kernel is interpreted.
     """
 
@@ -132,7 +139,7 @@ class Stream:
     last_key: Any
     lo: Any
     hi: Any
-    head_dim: int
+    columns: tuple[Any, Any]
     interpret: bool
 
     @property
@@ -202,10 +209,14 @@ class Stream:
     def _copy(self, kv: int, block: Any) -> None:
         """Start the copies of K and all scales, or of V, of a block."""
         pool, buffers = self.pool, self.buffers
-        strides, places = pool.strides, buffers.places
+        strides, places, columns = pool.strides, buffers.places, self.columns[kv]
         pages, raw, to = (
             (pool.k, buffers.raw_k, buffers.k) if kv == K else (pool.v, buffers.raw_v, buffers.v)
         )
+        itemsize = jnp.dtype(pages.dtype).itemsize
+        base = self.kv_head * strides["H"] + kv * strides.get("2", 0)
+        if not isinstance(columns.start, int):
+            base += columns.start * itemsize // ops.CHUNK
 
         @pl.when(block < self.hi)
         def _():
@@ -213,9 +224,9 @@ class Stream:
                 _slot(to, block) if raw is None else raw,
                 pages,
                 _slot(places[0], block),
-                self.kv_head * strides["H"] + kv * strides.get("2", 0),
+                base,
                 unit=ops.CHUNK,
-                row_bytes=self.head_dim * jnp.dtype(pages.dtype).itemsize,
+                row_bytes=columns.size * itemsize,
                 interpret=self.interpret,
             )
             if kv == K and buffers.scales is not None:
@@ -233,4 +244,5 @@ class Stream:
         buffers = self.buffers
         wait_for_own_copies(interpret=self.interpret)
         raw, to = (buffers.raw_k, buffers.k) if kv == K else (buffers.raw_v, buffers.v)
-        convert_rows(_slot(to, block), raw, head_dim=self.head_dim, interpret=self.interpret)
+        columns = self.columns[kv].size
+        convert_rows(_slot(to, block), raw, head_dim=columns, interpret=self.interpret)

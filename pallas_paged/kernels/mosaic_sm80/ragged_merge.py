@@ -14,11 +14,13 @@ from pallas_paged.kernels.logits import LOG2_E
 from pallas_paged.kernels.mosaic import ops as wgmma_ops
 from pallas_paged.kernels.mosaic.ragged_work import MergeDescriptor, unpack
 from pallas_paged.kernels.mosaic_sm80 import ops
+from pallas_paged.kernels.mosaic_sm80.config import result_columns
 from pallas_paged.kernels.mosaic_sm80.ragged_products import padded
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import (
     ROW,
     ROWS,
     Rows,
+    columns_of_part,
     empty_state,
     finish,
     store_rows,
@@ -39,18 +41,23 @@ def merge_ragged(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the final `(out, lse)` of a call: the given ones with the rows of split tiles."""
     num_kv_heads, _, num_rows, head_dim = partials.out.shape
+    num_parts, num_columns = result_columns(head_dim)
     inputs = partials, merges, sinks
     # Written in place: the rows of other tiles are there already.
     results = jax.new_ref(out), None if lse is None else jax.new_ref(lse)
     buffers = (
-        plgpu.SMEM((_ROWS, padded(head_dim, out.dtype)), out.dtype),
+        plgpu.SMEM((_ROWS, padded(num_columns, out.dtype)), out.dtype),
         plgpu.SMEM((_ROWS,), jnp.int32),
     )
 
     def run(partials, merges_ref, sinks_ref, results, buffers):
         out_ref, lse_ref = results
         buffer, row_index = buffers
-        part, kv_head, merge = (lax.axis_index(name) for name in ("part", "kv_head", "merge"))
+        tile, kv_head, merge = (lax.axis_index(name) for name in ("tile", "kv_head", "merge"))
+        part = 0
+        if num_parts > 1:
+            tile, part = lax.div(tile, num_parts), lax.rem(tile, num_parts)
+        columns = columns_of_part(part, head_dim)
         split = unpack(MergeDescriptor, merges_ref, merge)
         rows = Rows(
             count=_ROWS,
@@ -59,31 +66,33 @@ def merge_ragged(
             kv_head=kv_head,
             q_start=split.q_start,
             q_len=split.q_len,
-            offset=split.offset + part * _ROWS,
+            offset=split.offset + tile * _ROWS,
         )
 
         @pl.when(split.num_items > 0)
         def _():
             def merge_one(i, state):
                 m_i, l_i, acc = state
-                index = (kv_head, split.partial + i, pl.ds(part * _ROWS, _ROWS))
+                index = (kv_head, split.partial + i, pl.ds(tile * _ROWS, _ROWS))
                 lse = wgmma_ops.load(partials.lse.at[index], ROW) * LOG2_E
-                out = wgmma_ops.load(partials.out.at[index], ROWS)
+                out = wgmma_ops.load(partials.out.at[(*index, columns)], ROWS)
                 m_new = jnp.maximum(m_i, lse)
                 m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)  # rows that have seen no key yet
-                alpha, w = jnp.exp2(m_i - m_safe), jnp.exp2(lse - m_safe)
+                less = wgmma_ops.difference(lse, m_safe, ROW, interpret=interpret)
+                alpha, w = jnp.exp2(m_i - m_safe), jnp.exp2(less)
                 acc = acc * wgmma_ops.bcast(alpha, acc) + out * wgmma_ops.bcast(w, out)
                 return m_new, l_i * alpha + w, acc
 
-            state = lax.fori_loop(0, split.num_items, merge_one, empty_state(_ROWS, head_dim))
+            state = lax.fori_loop(0, split.num_items, merge_one, empty_state(_ROWS, num_columns))
             row_index[...] = rows.index()
             state_sinks = None if sinks_ref is None else rows.of_heads(sinks_ref)
             store_rows(
-                out_ref,
+                out_ref.at[:, columns],
                 lse_ref,
                 buffer,
                 row_index,
                 *finish(state, state_sinks),
+                head_dim=head_dim,
                 interpret=interpret,
             )
 
@@ -97,8 +106,8 @@ def merge_ragged(
         out_type=(),
         mesh=plgpu.Mesh(
             # CUDA does not limit the last.
-            grid=(num_rows // _ROWS, num_kv_heads, merges.shape[0]),
-            grid_names=("part", "kv_head", "merge"),
+            grid=(num_rows // _ROWS * num_parts, num_kv_heads, merges.shape[0]),
+            grid_names=("tile", "kv_head", "merge"),
         ),
         compiler_params=ops.COMPILER_PARAMS,
         name="ragged_paged_attention_merge",

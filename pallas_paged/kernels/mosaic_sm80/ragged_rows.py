@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.kernels.logits import LN_2
 from pallas_paged.kernels.mosaic import ops as wgmma_ops
 from pallas_paged.kernels.mosaic_sm80 import ops
+from pallas_paged.kernels.mosaic_sm80.config import result_columns
 from pallas_paged.kernels.mosaic_sm80.ops import CHUNK
 from pallas_paged.kernels.mosaic_sm80.ragged_copies import share_chunks
 from pallas_paged.kernels.mosaic_sm80.ragged_emitter import ThreadEmitter
@@ -84,12 +85,19 @@ def repeat_tokens(x: jax.Array, group: int, count: int, *, axis: int = 0) -> jax
     return jnp.pad(x, pads)
 
 
-def empty_state(num_rows: int, head_dim: int) -> wgmma_ops.State:
+def columns_of_part(part: Any, head_dim: int) -> Any:
+    """Return the columns of a result that a program has; uneven parts overlap."""
+    parts, count = result_columns(head_dim)
+    first = 0 if parts == 1 else jnp.minimum(part * count, head_dim - count)
+    return pl.ds(first, count)
+
+
+def empty_state(num_rows: int, num_columns: int) -> wgmma_ops.State:
     """Return the state of rows that have seen no key: m f32`[R]`, l f32`[R]`, acc."""
     return (
         wgmma_ops.full((num_rows,), -jnp.inf, ROW),
         wgmma_ops.full((num_rows,), 0.0, ROW),
-        wgmma_ops.full((num_rows, head_dim), 0.0, ROWS),
+        wgmma_ops.full((num_rows, num_columns), 0.0, ROWS),
     )
 
 
@@ -107,13 +115,14 @@ def finish(state: wgmma_ops.State, sinks: jax.Array | None) -> tuple[jax.Array, 
 
 
 def store_rows(
-    out_ref: Any,  # [T * Hq, D]
+    out_ref: Any,  # [T * Hq, columns], of rows of head_dim
     lse_ref: Any,  # f32[T * Hq] or None
-    buffer: Any,  # [R, D + pad] in shared memory
+    buffer: Any,  # [R, at least columns + pad] in shared memory
     rows: Any,  # i32[R] in shared memory, from `Rows.index`
-    out: jax.Array,  # f32[R, D]
+    out: jax.Array,  # f32[R, columns]
     lse: jax.Array,  # f32[R]
     *,
+    head_dim: int,
     interpret: bool,
 ) -> None:
     """Store rows to their own tokens and heads, and to no others.
@@ -124,7 +133,7 @@ def store_rows(
     if interpret:
         _store_rows_now(out_ref, lse_ref, rows, out, lse)
         return
-    pitch, (num_rows, head_dim) = 2 * buffer.shape[1], out.shape
+    pitch, (num_rows, num_columns) = 2 * buffer.shape[1], out.shape
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROWS))
     def put(_, buffer, out):
@@ -143,7 +152,7 @@ def store_rows(
     def copy(_, out_ref, buffer, rows):
         emit = ThreadEmitter()
 
-        row, chunk, firsts, when = share_chunks(emit, num_rows, 2 * head_dim // CHUNK)
+        row, chunk, firsts, when = share_chunks(emit, num_rows, 2 * num_columns // CHUNK)
         column = emit.mul(chunk, CHUNK)
         found = emit.address(buffer, emit.add(emit.mul(row, pitch), column))
         indices = emit.address(rows, emit.mul(row, 4))

@@ -21,8 +21,6 @@ from pallas_paged.kernels.mosaic_sm80.config import (
 )
 
 COPY_BYTES = 16  # of one asynchronous copy
-# 64 rows of queries with more would not fit into registers.
-MAX_RAGGED_HEAD_DIM = 256
 RAGGED_HEAD_DIM_STEP = 16  # elements of a product
 # Bytes of shared memory that a program can have, by compute capability; later ones have no less
 # than 8.6.
@@ -63,11 +61,10 @@ def why_not_call(call: Call) -> str | None:
             f"needs a head_dim that is a multiple of {elements} with pages of "
             f"{call.kv_dtype.name}, not {call.head_dim}"
         )
-    odd = call.head_dim % RAGGED_HEAD_DIM_STEP or call.head_dim > MAX_RAGGED_HEAD_DIM
-    if call.kernel == "ragged" and odd:
+    if call.kernel == "ragged" and call.head_dim % RAGGED_HEAD_DIM_STEP:
         return (
-            f"needs a head_dim that is a multiple of {RAGGED_HEAD_DIM_STEP} and at most "
-            f"{MAX_RAGGED_HEAD_DIM} for ragged queries, not {call.head_dim}"
+            f"needs a head_dim that is a multiple of {RAGGED_HEAD_DIM_STEP} for ragged queries, "
+            f"not {call.head_dim}"
         )
     config = config_of(call)
     if getattr(config, "rows_per_warpgroup", 0) > 64 and call.head_dim > 128:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +20,18 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.decode_plan import DecodePlan
+from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot
-from pallas_paged.kernels.triton import merge, one_byte, pages, softmax
+from pallas_paged.kernels.triton import merge, new_token, one_byte, pages, softmax
 from pallas_paged.kernels.triton.config import DecodeConfig
+from pallas_paged.kernels.triton.new_token import NewTokens
 from pallas_paged.kernels.triton.pages import Tokens
 from pallas_paged.kernels.triton.specs import kv_head, whole
+from pallas_paged.kernels.write_arrays import WriteArrays
 
 
 def decode_kernel(
-    q_refs,  # of arrays [B, G, ..] from `Operands.pack`
+    q_refs,  # of arrays [B, G, ..] from `Operands.pack`; or with new tokens [B, G + 2, D]
     k_ref,  # [P * S, D] or [P, S, D], of int8 and fp8 elements words [.., D / 2]
     v_ref,  # like k_ref
     k_scales_ref,  # f32[P * S] or [P, S], or [1] for all tokens, or None
@@ -36,16 +40,18 @@ def decode_kernel(
     seq_lens_ref,  # i32[B]
     unit_ends_ref,  # i32[B], from `DecodePlan.unit_ends`
     alibi_slopes_ref,  # f32[G] or None
+    new_refs,  # of new tokens their slots, cosines and sines; or none
     o_ref,  # f32[num_partials, G, D]
     lse_ref,  # f32[num_partials, G]
-    *,
+    *pages_refs,  # of new tokens, k_ref and v_ref to write
     plan: DecodePlan,
     page_size: int,
     operands: one_byte.Operands,
 ):
     """One program: attend to its range of work units, and leave a partial state for each row."""
     options, block_k = plan.options, plan.block_k
-    num_seqs, group = q_refs[0].shape[:2]
+    num_seqs, group = q_refs[0].shape[0], o_ref.shape[1]
+    new = NewTokens.of(q_refs[0], new_refs, pages_refs) if new_refs else None
     program = pl.program_id(1)
 
     # Indices of loads and stores have power-of-two shapes; lanes past the real sizes are off.
@@ -94,9 +100,10 @@ def decode_kernel(
         def positions_of(block):
             """Return the positions of a block's keys, and which of them the query sees."""
             positions = block * block_k + jnp.arange(block_k)
+            num_keys = seq_len if new is None else seq_len - 1
             # The loads are masked, not only the logits: slots that the row does not own may hold
             # NaN. Masking every block, not just a row's last, measured no slower.
-            valid = positions < seq_len
+            valid = positions < num_keys
             if options.sliding_window is not None:
                 valid &= positions >= first_key
             return positions, valid
@@ -114,12 +121,18 @@ def decode_kernel(
         # int8 and fp8 K/V arrive in half the time, but the table takes as long: reading it one
         # block ahead saves 11 to 13%. With two-byte K/V that gained nothing and took registers.
         next_pages = pages_of(lo) if operands.quantized else None
-        q_mask = head_mask & dim_mask
-        q = [
-            plgpu.load(ref.at[row[None, None], heads, words], mask=q_mask, other=one_byte.zero(ref))
-            for ref in q_refs
-        ]  # [G, D] in all
-        q, q_scales = operands.of_queries(q)
+        if new is None:
+            q_mask = head_mask & dim_mask
+            at = row[None, None], heads, words
+            q = [plgpu.load(x.at[at], mask=q_mask, other=one_byte.zero(x)) for x in q_refs]
+            q, q_scales = operands.of_queries(q)  # [G, D] in all
+            state = softmax.empty(heads.size, words.size, len(dims))
+        else:
+            is_last = hi == end_block
+            q, new_k, new_v = new.load(row, heads, words, head_mask, is_last)
+            new.write(row, words, new_k, new_v, is_last)
+            state = new_token.state_of(q, new_k, new_v, is_last, options)
+            q, q_scales = [q], None
 
         def attend_block(block, carry):
             state, next_pages = carry
@@ -151,7 +164,6 @@ def decode_kernel(
             )
             return state, next_pages
 
-        state = softmax.empty(heads.size, words.size, len(dims))
         (m_i, l_i, acc), _ = lax.fori_loop(lo, hi, attend_block, (state, next_pages))
 
         # An empty row inside the range ran no block; the merge does not read its partial state.
@@ -178,6 +190,43 @@ def paged_decode(
     arrays: Arrays, *, options: LogitOptions, config: DecodeConfig, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Return attention of one query token per row: `(out [B, Hq, D], lse f32[B, Hq])`."""
+    states = decode_states(arrays, options=options, config=config, interpret=interpret)
+    return merge_states(states, dtype=arrays.q.dtype, interpret=interpret)
+
+
+def merge_states(
+    states: DecodeStates, *, dtype: Any, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Return `(out dtype[B, Hq, D], lse f32[B, Hq])`."""
+    return merge.merge_decode(
+        states.out,
+        states.lse,
+        states.unit_ends,
+        states.sinks,
+        dtype=dtype,
+        plan=states.plan,
+        interpret=interpret,
+    )
+
+
+def decode_states(
+    arrays: Arrays,
+    *,
+    options: LogitOptions,
+    config: DecodeConfig,
+    interpret: bool,
+    new: WriteArrays | None = None,
+) -> Any:
+    """Attend with one query token per row, without the merge.
+
+    Args:
+        arrays: of the call; `q` counts only for its shape where there is `new`.
+        options, config, interpret: as in `paged_decode`.
+        new: the newest tokens of the rows, which are not in the pages yet.
+
+    Returns:
+        `DecodeStates`; and with `new` the pages of K and of V, in the same memory.
+    """
     num_seqs, num_q_heads, head_dim = arrays.q.shape
     num_kv_heads, group = arrays.num_kv_heads, arrays.group
     plan = DecodePlan.of(
@@ -191,7 +240,11 @@ def paged_decode(
 
     kv_dtype = arrays.k_pages.dtype
     operands = one_byte.Operands(dtype=arrays.q.dtype, kv_dtype=kv_dtype, interpret=interpret)
-    qs = operands.pack(arrays.q.reshape(num_seqs, num_kv_heads, group, head_dim))
+    if new is None:
+        qs = operands.pack(arrays.q.reshape(num_seqs, num_kv_heads, group, head_dim))
+    else:
+        qs = [new.qkv]
+    of_new = [] if new is None else [new.slots, new.cos, new.sin]
     kv, kv_specs = pages.operands_of(arrays)
     of_rows = [arrays.block_tables, arrays.seq_lens, unit_ends]
     out_shape = (
@@ -200,7 +253,8 @@ def paged_decode(
     )
     slopes = arrays.alibi_slopes
     slopes = None if slopes is None else slopes.reshape(num_kv_heads, group)
-    outs, lses = pl.pallas_call(
+    written = [] if new is None else [result_shape(x.shape, x.dtype) for x in kv[:2]]
+    outs, lses, *pages_written = pl.pallas_call(
         functools.partial(decode_kernel, plan=plan, page_size=arrays.page_size, operands=operands),
         grid=(num_kv_heads, plan.num_programs),
         in_specs=[
@@ -208,21 +262,25 @@ def paged_decode(
             *kv_specs,
             *whole(of_rows),
             kv_head(slopes, 0),
+            whole(of_new),
         ],
-        out_specs=[kv_head(x, 1) for x in out_shape],
-        out_shape=out_shape,
+        out_specs=[*(kv_head(x, 1) for x in out_shape), *kv_specs[: len(written)]],
+        out_shape=[*out_shape, *written],
+        input_output_aliases={len(qs) + i: 2 + i for i in range(len(written))},
         compiler_params=plgpu.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
         ),
         interpret=interpret,
         name="paged_decode",
-    )(qs, *kv, *of_rows, slopes)
-    return merge.merge_decode(
-        outs.reshape(plan.num_partials, num_q_heads, head_dim),
-        lses.reshape(plan.num_partials, num_q_heads),
-        unit_ends,
-        arrays.sinks,
-        dtype=arrays.q.dtype,
+    )(qs, *kv, *of_rows, slopes, of_new)
+    states = DecodeStates(
+        out=outs.reshape(plan.num_partials, num_q_heads, head_dim),
+        lse=lses.reshape(plan.num_partials, num_q_heads),
+        unit_ends=unit_ends,
+        sinks=arrays.sinks,
         plan=plan,
-        interpret=interpret,
+        num_q_heads=num_q_heads,
     )
+    if new is None:
+        return states
+    return states, *(x.reshape(arrays.k_pages.shape) for x in pages_written)

@@ -18,6 +18,7 @@ from pallas_paged.kernels.triton.config import (
     decode_config,
     next_power_of_2,
     ragged_config,
+    writing_decode_config,
 )
 
 CONFIGS: dict[Kernel, type] = {"decode": DecodeConfig, "ragged": RaggedConfig}
@@ -73,6 +74,21 @@ def bind(call: Call, *, interpret: bool) -> Callable[..., Any]:
     if call.config is None and not interpret:
         config = _that_fits(config, call)
     return functools.partial(ragged.ragged_paged_attention, config=config, interpret=interpret)
+
+
+def bind_states(
+    call: Call, *, writes: bool, interpret: bool
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the function that makes the states of a decode call, and that which merges them."""
+    from pallas_paged.kernels.triton import decode
+
+    config = call.choose_config(_HEURISTICS)
+    if writes:
+        config = writing_decode_config(config, num_sms=call.device.num_sms, **call.sizes)
+    return (
+        functools.partial(decode.decode_states, config=config, interpret=interpret),
+        functools.partial(decode.merge_states, dtype=call.dtype, interpret=interpret),
+    )
 
 
 def _that_fits(config: RaggedConfig, call: Call) -> RaggedConfig:

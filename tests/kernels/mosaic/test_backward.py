@@ -21,6 +21,7 @@ from tests.support.attention_calls import assert_same_bits
 from tests.support.attention_cases import mosaic_case
 from tests.support.attention_oracle import relative_error
 from tests.support.devices import lower_for_cuda
+from tests.support.lowering import named, pairwise
 from tests.support.marks import needs_triton, slow
 
 if reason := mosaic_support.why_not_jax():
@@ -58,10 +59,11 @@ def arrays_of(case, shared):
             [
                 (SHARED, dict(causal=False), True),
                 (dataclasses.replace(CASE, head_dim=128, num_kv_heads=2, num_q_heads=8), {}, False),
+                (dataclasses.replace(CASE, page_size=256, pages_per_seq=1), {}, False),
             ]
         ),
     ],
-    ids=["window, cap", "shared pages, not causal", "head_dim 128"],
+    ids=["window, cap", "shared pages, not causal", "head_dim 128", "pages of 256"],
 )
 def test_equals_the_gradient_of_xla(case, options, shared):
     arrays = arrays_of(case, shared)
@@ -93,6 +95,32 @@ def test_equals_the_gradient_of_xla(case, options, shared):
     np.testing.assert_array_equal(np.asarray(found["k_pages"], np.float32)[unread], 0)
 
 
+def test_keys_left_of_the_window_are_not_read():
+    case = dataclasses.replace(CASE, seq_lens=(190,), q_lens=(40,), num_tokens=40)
+    arrays = arrays_of(case, shared=False)
+    k, v, tables = (np.array(x) for x in (arrays.k_pages, arrays.v_pages, arrays.block_tables))
+    left = np.arange(190 - 40 - 30 + 1)
+    pages, places = tables[0, left // 16], left % 16
+    k[:, pages, places] = v[:, pages, places] = np.nan
+    tables[0, : len(left) // 16] = np.iinfo(np.int32).max
+    others = dict(k_pages=k, v_pages=v, block_tables=tables)
+    others = dataclasses.replace(arrays, **{name: jnp.asarray(x) for name, x in others.items()})
+    options = LogitOptions(sm_scale=0.125, sliding_window=30)
+    q = arrays.q
+
+    @jax.jit
+    def gradient(arrays):
+        out, lse = xla.ragged_paged_attention(arrays, options=options)
+        kernels = partial(backward.gradients, options=options, interpret=INTERPRET)
+        return attention_gradient(arrays, out, lse, q, None, names=NAMES, kernels=kernels)
+
+    expected, found = gradient(arrays), gradient(others)
+    assert_same_bits([found["q"]], [expected["q"]])
+    seen = np.setdiff1d(np.asarray(arrays.block_tables)[0, :12], pages[: len(left) // 16 * 16])
+    for name in ("k_pages", "v_pages"):
+        assert_same_bits([found[name][:, seen]], [expected[name][:, seen]])
+
+
 @needs_triton
 @pytest.mark.parametrize("kv_layout", ["HPND", "NH2D"])
 def test_xla_sums_the_readers_of_a_page_as_the_triton_kernel_does(kv_layout):
@@ -119,28 +147,43 @@ def test_xla_sums_the_readers_of_a_page_as_the_triton_kernel_does(kv_layout):
     assert_same_bits(backward._add_readers(arrays, of_keys, options), by_triton)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "options"), [(64, {}), (128, dict(sliding_window=100, soft_cap=30.0))]
+LOWERED = pairwise(
+    head_dim=(64, 128),
+    group=(1, 3, 4),
+    page_size=(8, 16, 256),
+    dtype=("bfloat16", "float16"),
+    kv_layout=("HPND", "NH2D"),
+    causal=(True, False),
+    sliding_window=(None, 100),
+    soft_cap=(None, 30.0),
 )
-def test_lowers_for_cuda(head_dim, options):
-    def shape(*sizes, dtype=jnp.bfloat16):
+
+
+@pytest.mark.parametrize("row", LOWERED, ids=named)
+def test_lowers_for_cuda(row):
+    head_dim, layout = row["head_dim"], LAYOUTS[row["kv_layout"]]
+
+    def shape(*sizes, dtype=row["dtype"]):
         return jax.ShapeDtypeStruct(sizes, dtype)
 
-    q, pages, rows = shape(500, 8, head_dim), shape(2, 99, 16, head_dim), shape(500, 8)
-    rows = shape(500, 8, dtype=jnp.float32)
+    q = shape(500, 2 * row["group"], head_dim)
+    rows = shape(*q.shape[:2], dtype=jnp.float32)
+    pages = layout.full_shape(layout.shape(H=2, P=99, N=row["page_size"], D=head_dim))
+    pages = shape(*pages)
     call = Arrays(
         q=q,
         k_pages=pages,
-        v_pages=pages,
+        v_pages=None if layout.one_array else pages,
+        kv_layout=row["kv_layout"],
         block_tables=shape(3, 40, dtype=jnp.int32),
         seq_lens=shape(3, dtype=jnp.int32),
         cu_q_lens=shape(4, dtype=jnp.int32),
     )
 
     def gradient(call, out, lse, d_out):
-        kernels = partial(
-            backward.gradients, options=LogitOptions(sm_scale=0.1, **options), interpret=False
-        )
+        names = ("causal", "sliding_window", "soft_cap")
+        options = LogitOptions(sm_scale=0.1, **{name: row[name] for name in names})
+        kernels = partial(backward.gradients, options=options, interpret=False)
         return attention_gradient(call, out, lse, d_out, None, names=NAMES, kernels=kernels)
 
     text = lower_for_cuda(gradient, call, q, rows, q).as_text()

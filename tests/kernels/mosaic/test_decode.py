@@ -132,15 +132,18 @@ def test_data_outside_a_row_changes_no_bit(options):
     assert_same_bits(decode(rows_of_256().make(), **options), clean)
 
 
-def test_keys_left_of_the_window_are_not_read():
-    arrays = rows_of_256(seq_lens=(200, 130)).make()
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_keys_left_of_the_window_are_not_read(page_size):
+    lens = (200, 130)
+    arrays = rows_of_256(seq_lens=lens, page_size=page_size, pages_per_seq=256 // page_size).make()
     q, k_pages, v_pages, tables, lens = arrays
-    k, v = k_pages.copy(), v_pages.copy()
+    k, v, others = k_pages.copy(), v_pages.copy(), tables.copy()
     for row, left in enumerate(lens - 70):
-        pages, places = np.divmod(np.arange(left), 16)
+        pages, places = np.divmod(np.arange(left), page_size)
         k[:, tables[row, pages], places] = v[:, tables[row, pages], places] = np.nan
+        others[row, : left // page_size] = np.iinfo(np.int32).max  # the interpreter refuses this
     expected = decode(arrays, sliding_window=70)
-    assert_same_bits(decode((q, k, v, tables, lens), sliding_window=70), expected)
+    assert_same_bits(decode((q, k, v, others, lens), sliding_window=70), expected)
 
 
 def test_bits_depend_on_the_row_alone_under_a_split_size():

@@ -12,6 +12,9 @@ import pytest
 if jax.__version_info__ < (0, 11):
     pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
 
+from pallas_paged.kernels.decode_plan import DecodePlan
+from pallas_paged.kernels.decode_states import DecodeStates
+from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic.board import BLANK
 from pallas_paged.kernels.mosaic.config import DecoderBlockConfig, decoder_block_config
 from pallas_paged.kernels.mosaic.decoder_block import between_attentions, new_boards
@@ -67,7 +70,7 @@ def test_it_is_the_steps_in_numpy(splits, stages, dtype):
         num_stages=stages[0],
         num_in_flight=stages[1],
     )
-    boards = new_boards(config, size=sizes[1], hidden_size=sizes[2])
+    boards = new_boards(config, size=sizes[1], attended_size=sizes[0], hidden_size=sizes[2])
     got_x, got, boards = between_attentions(
         attended, x, boards, **w, eps=1e-5, config=config, interpret=True
     )
@@ -75,12 +78,74 @@ def test_it_is_the_steps_in_numpy(splits, stages, dtype):
     for a, b in ((got_x, want_x), (got, want)):
         assert np.abs(np.asarray(a[0], np.float32) - b).max() < 0.03 * b.std()
     # The next call has a clear board, and clears that of this one.
-    assert (boards[0] == BLANK).all() and (boards[1] != BLANK).all()
+    posted = np.asarray(boards[1] != BLANK)
+    assert (boards[0] == BLANK).all()
+    assert posted[: -sizes[0]].all() and not posted[-sizes[0] :].any()
+
+
+def states_of(rng, lens, *, by_kv_head, sinks):
+    """States of 4 heads of 128 of one row, `lens` blocks of 6 programs; and the merged row."""
+    num_programs, num_heads, head_dim = 6, 4, 128
+    shape = (2, num_programs + 1, 8) if by_kv_head else (num_programs + 1, num_heads)
+    out, lse = (rng.standard_normal(s).astype(np.float32) for s in ((*shape, head_dim), shape))
+    plan = DecodePlan(
+        options=LogitOptions(sm_scale=1.0),
+        block_k=64,
+        fixed_split_size=None,
+        num_programs=num_programs,
+        num_partials=num_programs + 1,
+    )
+    count = min(lens, -(-lens // max(1, -(-lens // num_programs))))
+    heads = [(slice(count), h) for h in range(num_heads)]
+    if by_kv_head:
+        heads = [(h // 2, slice(count), h % 2) for h in range(num_heads)]
+    want = []
+    written = np.zeros(shape, bool)
+    for h, place in enumerate(heads):
+        written[place] = True
+        logits = np.append(lse[place], sinks[h] if sinks is not None else -np.inf)
+        weights = np.exp(logits - logits.max()) if count else np.zeros(1)
+        want.append(weights[:-1] @ out[place] / (weights.sum() or 1.0))
+    out[~written] = lse[~written] = np.nan
+    states = DecodeStates(
+        out=jnp.asarray(out),
+        lse=jnp.asarray(lse),
+        unit_ends=jnp.array([lens], jnp.int32),
+        sinks=None if sinks is None else jnp.asarray(sinks),
+        plan=plan,
+        num_q_heads=num_heads,
+    )
+    return states, np.concatenate(want)
+
+
+@pytest.mark.parametrize("by_kv_head", [False, True])
+@pytest.mark.parametrize(("lens", "with_sinks"), [(0, True), (1, False), (5, True), (50, False)])
+def test_it_unites_the_states_of_attention(lens, with_sinks, by_kv_head):
+    sizes = 512, 512, 256, 64
+    rng = np.random.default_rng(lens)
+    sinks = rng.standard_normal(4).astype(np.float32) if with_sinks else None
+    states, row = states_of(rng, lens, by_kv_head=by_kv_head, sinks=sinks)
+    w = {name: draw(i, *s) for i, (name, s) in enumerate(shapes_of(*sizes).items())}
+    x = draw(21, 1, sizes[1])
+    config = DecoderBlockConfig(num_programs=1, o_splits=2)
+
+    def run(attended):
+        boards = new_boards(config, size=512, attended_size=512, hidden_size=256)
+        return between_attentions(attended, x, boards, **w, eps=1e-5, config=config, interpret=True)
+
+    got, want = run(states), run(jnp.asarray(row[None], jnp.bfloat16))
+    for a, b in zip(got[:2], want[:2], strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        assert np.abs(a - b).max() <= 0.01 * b.std()
+    assert (got[2][1] != BLANK).all()
 
 
 def test_the_first_call_has_boards_without_a_post():
     config = DecoderBlockConfig(num_programs=1)
-    assert all((board == BLANK).all() for board in new_boards(config, size=512, hidden_size=256))
+    assert all(
+        (board == BLANK).all()
+        for board in new_boards(config, size=512, attended_size=256, hidden_size=256)
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,7 +167,9 @@ def test_the_blocks_of_decoders_lower_for_a_gpu(sizes, splits, stages):
         del shapes["qkv"]
     weights = {name: jax.ShapeDtypeStruct(s, jnp.bfloat16) for name, s in shapes.items()}
     rows = [jax.ShapeDtypeStruct((1, n), jnp.bfloat16) for n in (attended, size)]
-    boards = jax.eval_shape(functools.partial(new_boards, config, size=size, hidden_size=hidden))
+    boards = jax.eval_shape(
+        functools.partial(new_boards, config, size=size, attended_size=attended, hidden_size=hidden)
+    )
 
     def run(attended, x, boards, weights):
         weights = {"qkv": None} | weights

@@ -15,6 +15,7 @@ import pytest
 
 import pallas_paged as pp
 from pallas_paged.kernels.mosaic import config as mosaic_tuning
+from pallas_paged.kernels.mosaic import converted_rows
 from tests.support.devices import lower_for_cuda
 from tests.support.lowering import CUSTOM_CALL, named, options_of, pairwise
 
@@ -38,12 +39,16 @@ def check_kernels(text: str, *names: str) -> None:
     assert all(name in text for name in names)
     pool = [line for line in text.splitlines() if f"x{NUM_PAGES}x" in line]
     # The kernels' entry is a function of its own.
-    main, call, entry, *constraints, kernel = pool
+    main, call, entry, *rest = pool
+    kernels = [line for line in rest if CUSTOM_CALL.search(line)]
+    constraints = [line for line in rest if line not in kernels]
     assert "func.func public @main" in main and "func.func private" in entry
     assert "%arg0, %arg1, %arg2, %arg3" in call.split(" call ")[1]  # as they came
     assert all(" = sdy.sharding_constraint " in line for line in constraints)  # of one device
-    assert CUSTOM_CALL.search(kernel)[1] == calls[0]
-    assert "%arg1, %arg2" in unconstrained(calls[0], constraints)
+    # The first kernel and, behind one that converts rows, the second.
+    assert [CUSTOM_CALL.search(line)[1] for line in kernels] == calls[: len(calls) - 1]
+    for operands in calls[: len(kernels)]:
+        assert "%arg1, %arg2" in unconstrained(operands, constraints)
 
 
 def unconstrained(operands: str, lines: Sequence[str]) -> str:
@@ -128,9 +133,11 @@ def test_ragged(row):
     cu_q_lens = jax.ShapeDtypeStruct((num_seqs + 1,), jnp.int32)
     scales = [scale, scale] if kv_dtype else []
     text = lower_for_cuda(call, q, *cache, cu_q_lens, *scales).as_text()
-    check_kernels(text, "ragged_paged_attention", "ragged_paged_attention_merge")
+    converted = kv_dtype and row["num_tokens"] * num_q_heads >= converted_rows.MIN_LOGITS // 4096
+    names = ["ragged_convert_rows"] if converted else []
+    check_kernels(text, *names, "ragged_paged_attention", "ragged_paged_attention_merge")
     # The merge writes into the kernel's output in place, and into lse only if the call returns it.
-    merge = [line for line in text.splitlines() if CUSTOM_CALL.search(line)][1]
+    merge = [line for line in text.splitlines() if CUSTOM_CALL.search(line)][-1]
     assert merge.count("output_operand_alias<") == 1 + row["return_lse"]
 
 

@@ -99,6 +99,19 @@ def test_data_outside_a_row_changes_no_bit(kv_dtype):
     assert_same_bits(interpreted(*rows(kv_dtype).make()[0], config=CONFIG), clean)
 
 
+@pytest.mark.parametrize("page_size", [2, 16])
+def test_pages_left_of_the_window_are_not_read(page_size):
+    case = rows(seq_lens=(130, 90), page_size=page_size, pages_per_seq=144 // page_size)
+    arrays, _ = case.make()
+    q, k, v, tables, lens, *scales = arrays
+    others = tables.copy()
+    for row, left in enumerate(lens - 70):
+        others[row, : left // page_size] = np.iinfo(np.int32).max  # the interpreter refuses this
+    options = dict(config=CONFIG, sliding_window=70)
+    expected = interpreted(*arrays, **options)
+    assert_same_bits(interpreted(q, k, v, others, lens, *scales, **options), expected)
+
+
 def test_no_races(capfd):
     jax.clear_caches()  # JAX's cache key does not hold the interpreter's parameters
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):

@@ -119,7 +119,11 @@ def test_no_kernel_has_a_race(name, has_race):
 @pytest.mark.parametrize("name", ["decode", "linear"])  # no offset is read after a wait
 def test_a_kernel_that_does_not_wait_has_a_race(name, has_race, monkeypatch):
     monkeypatch.setattr(plgpu, "barrier_wait", lambda *_, **__: None)
-    assert has_race(CALLS[name])
+    try:
+        assert has_race(CALLS[name])
+    except jax.errors.JaxRuntimeError as e:
+        # In some orders of the threads the interpreter notices this first.
+        assert "no threads observed" in str(e)
 
 
 @pytest.mark.parametrize("ordered", [True, False])

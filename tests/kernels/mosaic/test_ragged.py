@@ -10,6 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_paged as pp
+from pallas_paged.kernels.mosaic import converted_rows
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support.attention_calls import assert_close, assert_same_bits, ragged
 from tests.support.attention_cases import mosaic_case
@@ -96,6 +97,48 @@ def test_int8_and_fp8_pages_match_the_oracle(case, kv_layout, config, options):
     assert_close(actual, meant, case.case.tolerance, **options)
 
 
+@pytest.mark.parametrize(
+    ("case", "kv_layout", "options"),
+    [
+        (quantized("int8"), "HPND", ALL),
+        (quantized("float8_e4m3fn", page_size=128, pages_per_seq=1), "NH2D", {}),
+        (quantized("int8", per_tensor=True, dtype="float16"), "NHD", {}),
+    ],
+    ids=["int8, all options", "fp8, K and V in one array", "one scale"],
+)
+def test_rows_that_are_converted_before_match_the_oracle(case, kv_layout, options, monkeypatch):
+    # 40 tokens of the first row; the others are left to the converter of the kernel.
+    monkeypatch.setattr(converted_rows, "MIN_TILES", 1)
+    monkeypatch.setattr(converted_rows, "MIN_LOGITS", 1)
+    arrays, meant = case.make()
+    call = partial(
+        pp.ragged_paged_attention,
+        kv_layout=kv_layout,
+        implementation="mosaic_gpu_interpret",
+        config=pp.MosaicRaggedConfig(**CONFIG),
+        return_lse=True,
+        **options,
+    )
+    actual = jax.jit(call)(**call_in_layout(kv_layout, arrays))
+    assert_close(actual, meant, case.case.tolerance, **options)
+
+
+def test_which_rows_are_converted_before_changes_no_bit(monkeypatch):
+    case = quantized("int8", seq_lens=(150, 130, 30), q_lens=(20, 40, 7), pages_per_seq=10)
+    arrays, _ = case.make()
+    config = pp.MosaicRaggedConfig(**CONFIG | {"num_consumers": 1})
+    monkeypatch.setattr(converted_rows, "MIN_TILES", 1)
+    monkeypatch.setattr(converted_rows, "MIN_LOGITS", 1)
+    results = []
+    for num_blocks in (0, 3, 100):  # of no row, of the first, of the first two
+        room = 4 * arrays[1].shape[0] * 64 * arrays[0].shape[-1] * num_blocks
+        monkeypatch.setattr(converted_rows, "MOST_BYTES", room)
+        jax.clear_caches()  # the key of the cache does not hold the constants
+        results.append(ragged(*arrays, implementation="mosaic_gpu_interpret", config=config))
+    assert_same_bits(results[1], results[0])
+    assert_same_bits(results[2], results[0])
+
+
 def test_slots_outside_a_row_change_no_bit_of_int8_results():
     case = quantized("int8")
     options = dict(implementation="mosaic_gpu_interpret", config=pp.MosaicRaggedConfig(**CONFIG))
@@ -121,10 +164,12 @@ def test_keys_left_of_the_window_are_not_read():
     k, v = k_pages.copy(), v_pages.copy()
     left = np.arange(180 - 9 - 30 + 1)
     k[:, tables[0, left // 16], left % 16] = v[:, tables[0, left // 16], left % 16] = np.nan
+    others = tables.copy()
+    others[0, : len(left) // 16] = np.iinfo(np.int32).max  # the interpreter refuses this
     options = dict(
         implementation="mosaic_gpu_interpret",
         config=pp.MosaicRaggedConfig(**CONFIG),
         sliding_window=30,
     )
     expected = ragged(*arrays, **options)
-    assert_same_bits(ragged(q, k, v, tables, *rest, **options), expected)
+    assert_same_bits(ragged(q, k, v, others, *rest, **options), expected)

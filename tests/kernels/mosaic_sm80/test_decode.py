@@ -135,6 +135,15 @@ def test_data_outside_a_row_changes_no_bit():
     assert_same_bits(decode(rows_of_256().make(), sliding_window=70), clean)
 
 
+def test_pages_left_of_the_window_are_not_read():
+    q, k, v, tables, lens = arrays = rows_of_256(seq_lens=(200, 130)).make()
+    others = tables.copy()
+    for row, left in enumerate(lens - 70):
+        others[row, : left // 16] = np.iinfo(np.int32).max  # the interpreter refuses this
+    expected = decode(arrays, sliding_window=70)
+    assert_same_bits(decode((q, k, v, others, lens), sliding_window=70), expected)
+
+
 def test_bits_depend_on_the_row_alone_under_a_split_size():
     q, k_pages, v_pages, tables, lens = rows_of_256(seq_lens=(250, 3, 0, 129)).make()
 

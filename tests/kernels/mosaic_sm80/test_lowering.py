@@ -95,7 +95,9 @@ def test_ragged(architecture, kv_dtype):
 
 
 @pytest.mark.parametrize("architecture", [(8, 0)], indirect=True, ids=str)
-@pytest.mark.parametrize(("head_dim", "kv_dtype"), [(64, "int8"), (80, "bfloat16"), (256, "int8")])
+@pytest.mark.parametrize(
+    ("head_dim", "kv_dtype"), [(64, "int8"), (80, "bfloat16"), (256, "int8"), (512, "bfloat16")]
+)
 def test_ragged_head_dims(architecture, head_dim, kv_dtype):
     arrays, scales = shapes_of(
         head_dim, kv_dtype, jnp.float16 if kv_dtype == "int8" else kv_dtype, 5, 1, 64

@@ -78,7 +78,8 @@ def test_matches_the_oracle(case, config, options):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "page_size", "dtype"), [(80, 1, "bfloat16"), (112, 2, "float16"), (256, 64, None)]
+    ("head_dim", "page_size", "dtype"),
+    [(80, 1, "bfloat16"), (112, 2, "float16"), (256, 64, None), (272, 4, None)],  # 144 + 144
 )
 def test_head_dims_and_pages_of_any_size(head_dim, page_size, dtype):
     case = small(
@@ -93,14 +94,23 @@ def test_head_dims_and_pages_of_any_size(head_dim, page_size, dtype):
     assert_close(call(arrays, {}), arrays, case.tolerance)
 
 
+@pytest.mark.parametrize("config", [{}, {"num_programs": 8}], ids=["whole", "split"])
+def test_columns_of_a_large_head_dim_are_divided_among_programs(config):
+    case = small(head_dim=512, seq_lens=(70, 9), q_lens=(20, 3), page_size=4, pages_per_seq=20)
+    arrays, meant = Quantized(case=case, kv_dtype="int8").make()
+    assert_close(call(arrays, {"block_k": 16, **config}), meant, case.tolerance)
+
+
 def test_keys_left_of_the_window_are_not_read():
     arrays = rows(seq_lens=(180,), q_lens=(9,)).make()
     q, k_pages, v_pages, tables, *rest = arrays
     k, v = k_pages.copy(), v_pages.copy()
     left = np.arange(180 - 9 - 30 + 1)
     k[:, tables[0, left // 16], left % 16] = v[:, tables[0, left // 16], left % 16] = np.nan
+    others = tables.copy()
+    others[0, : len(left) // 16] = np.iinfo(np.int32).max
     expected = call(arrays, {}, sliding_window=30)
-    assert_same_bits(call((q, k, v, tables, *rest), {}, sliding_window=30), expected)
+    assert_same_bits(call((q, k, v, others, *rest), {}, sliding_window=30), expected)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +151,8 @@ def test_queries_at_given_positions():
 @pytest.mark.parametrize("num_tokens", [8, 4096])
 @pytest.mark.parametrize("shared_memory", [99 * 1024, 163 * 1024, 227 * 1024])
 def test_the_chosen_config_fits_into_shared_memory(shared_memory, num_tokens):
-    for head_dim, itemsize in itertools.product((64, 80, 96, 112, 128, 192, 256), (1, 2)):
+    head_dims = [64, 80, 96, 112, 128, 192, 256, *([512] if shared_memory > 99 * 1024 else [])]
+    for head_dim, itemsize in itertools.product(head_dims, (1, 2)):
         config = ragged_config(
             num_tokens=num_tokens,
             num_q_heads=32,

@@ -15,6 +15,7 @@ from pallas_paged.kernels.triton.config import (
     decode_config,
     decode_merge_config,
     ragged_config,
+    writing_decode_config,
 )
 from tests.support.devices import A100, lower_for_cuda
 from tests.support.lowered_options import LOOP, lowered_options, not_causal
@@ -189,6 +190,18 @@ def test_short_prompts_get_smaller_tiles(num_seqs, num_tokens, max_kv_len, head_
         num_sms=132,
     )
     assert config.block_q == block_q
+
+
+@pytest.mark.parametrize(
+    ("change", "block_k"),
+    [({}, 64), (dict(max_kv_len=8192), 128), (dict(num_seqs=2), 128), (dict(head_dim=256), 32)],
+)
+def test_a_short_row_that_is_written_too_has_smaller_blocks(change, block_k):
+    sizes = dict(num_q_heads=32, num_kv_heads=8, head_dim=64, page_size=64, max_kv_len=1216)
+    sizes |= dict(num_seqs=1, itemsize=2, num_sms=132) | change
+    config = writing_decode_config(decode_config(**sizes), **sizes)
+    assert config.block_k == block_k
+    assert change or config.num_programs == 19 * 8
 
 
 @pytest.mark.parametrize("num_seqs", [1, 3, 64, 1000])

@@ -1,0 +1,54 @@
+"""Partial states that a decode kernel leaves for its merge."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+from pallas_paged.kernels.decode_plan import DecodePlan
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class DecodeStates:
+    """Partial states of a decode call, each normalised: arrays, or refs to them.
+
+    Attributes:
+        out: f32`[partials, Hq, D]`, or `[Hkv * parts, partials, N, D]` where each part of the query
+            heads of a KV head has N columns, of which the first are its heads.
+        lse: f32, without the last axis of `out`, base e.
+        unit_ends: i32`[B]`, from `DecodePlan.unit_ends`.
+        sinks: f32`[Hq]`, logits that join the denominators of their heads, or None.
+        plan: of the call.
+        num_q_heads: Hq.
+        head_tiles: parts of the query heads of a KV head, and the heads of a part, which matter if
+            there are several.
+    """
+
+    out: Any
+    lse: Any
+    unit_ends: Any
+    sinks: Any
+    plan: DecodePlan = dataclasses.field(metadata={"static": True})
+    num_q_heads: int = dataclasses.field(metadata={"static": True})
+    head_tiles: tuple[int, int] = dataclasses.field(default=(1, 0), metadata={"static": True})
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self.out.shape[-1]
+
+    def place_of(self, head: Any) -> Callable[[Any], tuple[Any, ...]]:
+        """Return the function from a partial state to its index in `lse`, for a query head."""
+        if len(self.out.shape) == 3:
+            return lambda partial: (partial, head)
+        num_tiles, heads = self.head_tiles
+        group = self.num_q_heads * num_tiles // self.out.shape[0]
+        part, column = lax.div(head, group), lax.rem(head, group)
+        if num_tiles > 1:
+            part, column = part * num_tiles + lax.div(column, heads), lax.rem(column, heads)
+        return lambda partial: (part, partial, column)

@@ -29,7 +29,7 @@ def arrive(counter: Any, *, interpret: bool) -> None:
         utils.warpgroup_barrier()
         with utils.when(utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)):
             utils.inline_ptx(
-                "fence.acq_rel.gpu; red.release.gpu.global.add.u32 [$0], 1;",
+                "red.release.gpu.global.add.u32 [$0], 1;",
                 utils.memref_ptr(counter),
                 has_side_effects=True,
             )

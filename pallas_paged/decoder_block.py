@@ -15,15 +15,15 @@ from pallas_paged.checks import default_promotion
 from pallas_paged.kernels.call import Device
 from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.mosaic import support
+from pallas_paged.kernels.mosaic.cluster_config import (
+    MAX_ROWS,
+    ClusterRowsConfig,
+    cluster_rows_config,
+)
 from pallas_paged.kernels.mosaic.config import (
     LINEAR_TILE,
     DecoderBlockConfig,
     decoder_block_config,
-)
-from pallas_paged.kernels.mosaic.rows_config import (
-    MAX_ROWS,
-    DecoderRowsConfig,
-    decoder_rows_config,
 )
 from pallas_paged.linear import linear
 from pallas_paged.rms_norm import rms_norm
@@ -31,11 +31,12 @@ from pallas_paged.unmerged_attention import UnmergedAttention
 
 BlockImplementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 RowLinearNorm = Callable[..., tuple[jax.Array, jax.Array]]
-Config = DecoderBlockConfig | DecoderRowsConfig
+Config = DecoderBlockConfig | ClusterRowsConfig
 
 # Sizes of the residual with which the kernel of one row is chosen. It was measured to be faster at
 # both ends, for Llamas of 1B and 8B on an H200. That of several rows was not: docs/tuning.md.
 _FASTER = range(2048, 4097)
+_FASTER_ROWS = (1,)
 
 
 @jax.tree_util.register_dataclass
@@ -128,7 +129,7 @@ def between_attentions(
         raise ValueError(f"{implementation=} must be None or one of {names}")
     *rows, size = residual.x.shape
     if implementation not in (None, "xla") or (
-        implementation is None and size in _FASTER and math.prod(rows) == 1
+        implementation is None and size in _FASTER and math.prod(rows) in _FASTER_ROWS
     ):
         interpret = implementation == "mosaic_gpu_interpret"
         config, reason = _config(attended, residual.x, weights, dropout, interpret=interpret)
@@ -137,7 +138,9 @@ def between_attentions(
             given: jax.Array | DecodeStates
             if not isinstance(attended, UnmergedAttention):
                 given = attended
-            elif attended.states.head_dim % LINEAR_TILE:  # of a head, that are united at a time
+            elif isinstance(config, ClusterRowsConfig) or (
+                attended.states.head_dim % LINEAR_TILE  # of a head, that are united at a time
+            ):
                 given = attended.merged()
             else:
                 given = attended.states
@@ -233,14 +236,16 @@ def _config(
         attended_size=attended.shape[-1],
         hidden_size=weights.gate_up.shape[0],
         out_size=0 if weights.qkv is None else weights.qkv.shape[0],
-        num_programs=1 if interpret else device.num_sms,
     )
     config: Config | None
     if num_rows == 1:
-        config, multiples = decoder_block_config(**sizes), "512 (E), 256 (A and F) and 64 (N)"
+        num_programs = 1 if interpret else device.num_sms
+        config = decoder_block_config(**sizes, num_programs=num_programs)
+        multiples = "512 (E), 256 (A and F) and 64 (N)"
     else:
-        config = decoder_rows_config(num_rows=_padded(num_rows), **sizes)
-        multiples = "256 (E), 128 (N), 64 (A) and 16 (F)"
+        clusters = dict(num_clusters=1, cluster_size=1) if interpret else {}
+        config = cluster_rows_config(**sizes, **clusters)
+        multiples = "1024 (E and N), 512 (A and F)"
     if config is None:
         return None, f"needs sizes that are multiples of {multiples}, and fit"
     reason = support.why_not_jax() or (None if interpret else support.why_not_device(device))
@@ -254,10 +259,10 @@ def _padded(num_rows: int) -> int:
 
 
 def _new_boards(config: Config, weights: BlockWeights) -> tuple[jax.Array, jax.Array]:
-    from pallas_paged.kernels.mosaic import decoder_block, decoder_rows
+    from pallas_paged.kernels.mosaic import decoder_block, decoder_clusters
 
-    if isinstance(config, DecoderRowsConfig):
-        return decoder_rows.new_counters()
+    if isinstance(config, ClusterRowsConfig):
+        return decoder_clusters.new_counters()
     size, hidden_size = weights.down.shape
     sizes = dict(size=size, attended_size=weights.o.shape[1], hidden_size=hidden_size)
     return decoder_block.new_boards(config, **sizes)
@@ -274,12 +279,12 @@ def _kernel(
     weights: BlockWeights,
     boards: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
-    from pallas_paged.kernels.mosaic import decoder_block, decoder_rows
+    from pallas_paged.kernels.mosaic import decoder_block, decoder_clusters
 
     run: Any = decoder_block.between_attentions
     num_rows = padded = math.prod(x.shape[:-1])
-    if isinstance(config, DecoderRowsConfig):
-        run, padded = decoder_rows.between_attentions, _padded(num_rows)
+    if isinstance(config, ClusterRowsConfig):
+        run, padded = decoder_clusters.between_attentions, _padded(num_rows)
 
     def matrix(rows: jax.Array) -> jax.Array:
         rows = rows.reshape(num_rows, -1)

@@ -75,7 +75,8 @@ def cluster_rows_config(
     """Return the config for weights of these sizes, or None where the kernel can't do them."""
     num_programs = num_clusters * cluster_size
     pairs = _pair_tile(hidden_size, num_programs)
-    for stage_features in (128, 256):
+    # Interpreted, one program has all features of a product as its tile.
+    for stage_features in (128, 256) if cluster_size > 1 else (max(size, out_size, 256),):
         tiles = [
             _split_tiles(n, k, stage_features, num_clusters, cluster_size)
             for n, k in (
@@ -88,7 +89,7 @@ def cluster_rows_config(
             continue
         o, down, qkv = tiles
         # Sums use the activations' part of shared memory, and the last ones that of the weights.
-        if size // num_clusters * 64 * 4 > num_x_stages * 8192:
+        if cluster_size > 1 and size // num_clusters * 64 * 4 > num_x_stages * 8192:
             continue
         num_stages = (_RING_BYTES - num_x_stages * 8192) // (stage_features * BLOCK * 2)
         return ClusterRowsConfig(
@@ -99,10 +100,10 @@ def cluster_rows_config(
             down=down,
             qkv=qkv,
             stage_features=stage_features,
-            num_stages=num_stages,
+            num_stages=max(num_stages, 2),
             num_x_stages=num_x_stages,
             share_x=share_x,
-            num_in_flight=kb_in_flight * 1024 // (stage_features * BLOCK * 2),
+            num_in_flight=max(kb_in_flight * 1024 // (stage_features * BLOCK * 2), 1),
         )
     return None
 
@@ -124,7 +125,7 @@ def _split_tiles(
     if num_features % (8 * cluster_size * num_clusters):
         return None
     tile = num_features // num_clusters
-    num_accs = 1 if tile <= 128 else 2
+    num_accs = 1 if tile <= 128 or cluster_size == 1 else 2
     blocks = min(2 if stage_features >= 2 * tile else 1, COPIES // num_accs)
     copies_per_acc = COPIES // (num_accs * blocks)
     fits = (

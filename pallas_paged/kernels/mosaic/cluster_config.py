@@ -78,7 +78,7 @@ def cluster_rows_config(
     # Interpreted, one program has all features of a product as its tile.
     for stage_features in (128, 256) if cluster_size > 1 else (max(size, out_size, 256),):
         tiles = [
-            _split_tiles(n, k, stage_features, num_clusters, cluster_size)
+            _split_tiles(n, k, stage_features, num_x_stages // 2, num_clusters, cluster_size)
             for n, k in (
                 (size, attended_size),
                 (size, hidden_size),
@@ -120,13 +120,19 @@ def _pair_tile(num_pairs: int, num_programs: int) -> int | None:
 
 
 def _split_tiles(
-    num_features: int, num_columns: int, stage_features: int, num_clusters: int, cluster_size: int
+    num_features: int,
+    num_columns: int,
+    stage_features: int,
+    max_blocks: int,
+    num_clusters: int,
+    cluster_size: int,
 ) -> ClusterTiles | None:
     if num_features % (8 * cluster_size * num_clusters):
         return None
     tile = num_features // num_clusters
     num_accs = 1 if tile <= 128 or cluster_size == 1 else 2
-    blocks = min(2 if stage_features >= 2 * tile else 1, COPIES // num_accs)
+    most = min(stage_features // tile, max_blocks, COPIES // num_accs)
+    blocks = next((n for n in (4, 2, 1) if n <= most), 1)
     copies_per_acc = COPIES // (num_accs * blocks)
     fits = (
         tile <= stage_features

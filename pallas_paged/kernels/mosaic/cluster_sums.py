@@ -37,19 +37,10 @@ def join_warps() -> None:
 
 
 def meet_cluster(barrier: Any) -> None:
-    """Wait for the other programs of the cluster, all of whose stores are seen afterwards."""
-
-    @plgpu.inline_mgpu()
-    def fence(_):
-        from jax.experimental.mosaic.gpu import utils
-
-        utils.inline_ptx("fence.acq_rel.cluster;", has_side_effects=True)
-        utils.warpgroup_barrier()
-
-    fence()
+    """Wait for the other programs of the cluster."""
+    join_warps()
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
-    fence()
 
 
 def send_parts(
@@ -70,7 +61,7 @@ def send_parts(
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import arith, llvm, vector
 
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        i32 = ir.IntegerType.get_signless(32)
         rank = utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=i32)
         thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
         start = llvm.ptrtoint(i32, utils.memref_ptr(buffer))
@@ -91,8 +82,8 @@ def send_parts(
                 lines.append(f"st.shared::cluster.v4.f32 [a+{i * _BLOCK_BYTES}], {{{names}}};")
                 for register in registers[part * per_part + i]:
                     operands += [vector.extract(register, [], [j]) for j in range(2)]
-        lines.append("end: }")
-        assert all(x.type == f32 for x in operands)
+        # Before the arrival at a barrier of the cluster.
+        lines.append("fence.acq_rel.cluster; end: }")
         utils.inline_ptx("\n".join(lines), start, thread, *operands, has_side_effects=True)
 
     send(list(accs), buffer)
@@ -122,7 +113,7 @@ def receive_sum(buffer: Any, transforms: Any, *, num_features: int, cluster_size
             names = ", ".join(f"${4 * i + j}" for j in range(4))
             lines.append(f"ld.shared.v4.f32 {{{names}}}, [${count}+{i * _BLOCK_BYTES}];")
         # Copies may write here next.
-        lines.append("fence.proxy.async;")
+        lines.append("fence.proxy.async.shared::cta;")
         loaded = utils.inline_ptx(
             "\n".join(lines), start, result_types=[f32] * count, has_side_effects=True
         )

@@ -297,33 +297,39 @@ def rows_kernel(
         used, x_used, *accs = lax.fori_loop(0, product.num_stages, multiply_stage, (*used, *zeros))
         return (used, x_used), accs
 
-    def multiply(product, used, buffer):
-        """Multiply; return the sum over the cluster of this program's features, which they are."""
-        used, accs = multiply_item(product, used)
+    def own_features(product):
+        """Return the features whose sums this program has."""
         features = product.tiles.tile // cluster_size
-        own = pl.ds(product.feature(0) + rank * features, features)
+        return pl.ds(product.feature(0) + rank * features, features)
+
+    def multiply(product, used, buffer):
+        """Multiply; return the sums over the cluster for this program's features."""
+        used, accs = multiply_item(product, used)
         if cluster_size == 1:
-            (acc,) = accs
-            return used, acc, own
+            return used, accs[0]
+        features = product.tiles.tile // cluster_size
         meet_cluster(scratch.may_send)
         how = dict(cluster_size=cluster_size)
         send_parts(accs, buffer, transforms, num_rows=num_rows, **how)
         meet_cluster(scratch.sent)
-        return used, receive_sum(buffer, transforms, num_features=features, **how), own
+        return used, receive_sum(buffer, transforms, num_features=features, **how)
 
-    def add_to_residual(residual_ref, norm_ref, total, own):
-        """Add a product to the residual; return it and the next product's input, without scale."""
+    def add_product(product, used, residual_ref, norm_ref):
+        """Add a product to the residual; return the next product's input, without scale."""
+        own = own_features(product)
+        # Loaded ahead: then nothing waits for them after the product.
         residual = load_rows(residual_ref.at[:, own], interpret=interpret)
-        norm = ops.load(norm_ref.at[own], ops.WGMMA_COL).astype(jnp.float32)
+        norm = ops.load(norm_ref.at[own], ops.WGMMA_COL)
+        used, total = multiply(product, used, scratch.x)
         x = residual.astype(jnp.float32) + total.astype(dtype).astype(jnp.float32)
         x = x.astype(dtype)
-        store_rows(outputs.residual.at[:, own], x, interpret=interpret)
         x32 = x.astype(jnp.float32)
-        scaled = x32 * ops.bcast(norm, x32, 1)
+        scaled = x32 * ops.bcast(norm.astype(jnp.float32), x32, 1)
         store_rows(outputs.x.at[:, own], scaled.astype(dtype), interpret=interpret)
         rows = outputs.squares.at[pl.ds(program * MAX_ROWS, MAX_ROWS)]
         ops.store(rows, jnp.sum(x32 * x32, axis=1))
-        return scaled
+        store_rows(outputs.residual.at[:, own], x, interpret=interpret)
+        return used, scaled
 
     def load_scale():
         """Return what the norm multiplies rows with."""
@@ -375,19 +381,18 @@ def rows_kernel(
             ops.store(inputs.next_counters, ops.full((_COUNTERS,), 0, layout, jnp.int32))
 
         used = jnp.int32(0), jnp.int32(0)
-        used, total, own = multiply(o, used, scratch.x)
-        add_to_residual(inputs.residual, inputs.mlp_norm, total, own)
+        used, _ = add_product(o, used, inputs.residual, inputs.mlp_norm)
         arrive_with(_MLP_X)
         wait(_MLP_X)
         used = make_hidden(used, load_scale())
         arrive_with(_HIDDEN)
-        used, total, own = multiply(down, used, scratch.x)
-        scaled = add_to_residual(outputs.residual, inputs.out_norm, total, own)
+        used, scaled = add_product(down, used, outputs.residual, inputs.out_norm)
         arrive_with(_OUT_X)
         wait(_OUT_X)
         scale = load_scale()
         if inputs.qkv is not None:
-            _, scaled, own = multiply(products[3], used, scratch.weights)
+            _, scaled = multiply(products[3], used, scratch.weights)
+        own = own_features(products[-1])
         out = (scaled * ops.bcast(scale, scaled)).astype(dtype)
         store_rows(outputs.out.at[:, own], out, interpret=interpret)
 

@@ -54,6 +54,7 @@ class ClusterRowsConfig:
     num_x_stages: int = 4
     num_in_flight: int = 2
     share_x: bool = False
+    groups: int = 1
 
     @property
     def num_programs(self) -> int:
@@ -71,6 +72,7 @@ def cluster_rows_config(
     kb_in_flight: int = 64,
     num_x_stages: int = 4,
     share_x: bool = False,
+    groups: int = 1,
 ) -> ClusterRowsConfig | None:
     """Return the config for weights of these sizes, or None where the kernel can't do them."""
     num_programs = num_clusters * cluster_size
@@ -103,6 +105,7 @@ def cluster_rows_config(
             num_stages=max(num_stages, 2),
             num_x_stages=num_x_stages,
             share_x=share_x,
+            groups=groups,
             num_in_flight=max(kb_in_flight * 1024 // (stage_features * BLOCK * 2), 1),
         )
     return None

@@ -69,22 +69,24 @@ def send_parts(
         registers = np.concatenate([acc.registers.reshape(-1, 2) for acc in accs])
         per_part = len(registers) // cluster_size
         # The buffer has the parts of one program after those of another.
-        start = arith.addi(start, arith.muli(rank, utils.c(per_part * _BLOCK_BYTES, i32)))
+        part_of_this = arith.andi(rank, utils.c(cluster_size - 1, i32))
+        first = arith.subi(rank, part_of_this)
+        start = arith.addi(start, arith.muli(part_of_this, utils.c(per_part * _BLOCK_BYTES, i32)))
         lines = [
-            "{ .reg .pred p; .reg .b32 a;",
+            "{ .reg .pred p; .reg .b32 a, r;",
             f"setp.ge.u32 p, $1, {-(-num_rows // 16) * 32}; @p bra end;",  # 16 rows of a warp
         ]
         operands = []
         for part in range(cluster_size):
-            lines.append(f"mapa.shared::cluster.u32 a, $0, {part};")
+            lines.append(f"add.u32 r, $2, {part}; mapa.shared::cluster.u32 a, $0, r;")
             for i in range(per_part):
-                names = ", ".join(f"${2 + len(operands) + j}" for j in range(4))
+                names = ", ".join(f"${3 + len(operands) + j}" for j in range(4))
                 lines.append(f"st.shared::cluster.v4.f32 [a+{i * _BLOCK_BYTES}], {{{names}}};")
                 for register in registers[part * per_part + i]:
                     operands += [vector.extract(register, [], [j]) for j in range(2)]
         # Before the arrival at a barrier of the cluster.
         lines.append("fence.acq_rel.cluster; end: }")
-        utils.inline_ptx("\n".join(lines), start, thread, *operands, has_side_effects=True)
+        utils.inline_ptx("\n".join(lines), start, thread, first, *operands, has_side_effects=True)
 
     send(list(accs), buffer)
 

@@ -101,6 +101,7 @@ class Scratch:
     x_full: Any  # barriers [num_x_stages]
     x_free: Any
     x_free_by_all: Any  # of the cluster, where its programs share copies
+    x_free_by_group: Any
     ready: Any  # barrier, complete when this program has stored its part of the next activations
     may_send: Any  # barriers of the cluster
     sent: Any
@@ -200,6 +201,8 @@ def rows_kernel(
     cluster_size, num_programs = config.cluster_size, config.num_programs
     cluster = lax.axis_index("cluster")
     rank = lax.axis_index("rank") if cluster_size > 1 else jnp.int32(0)
+    if config.groups > 1:
+        cluster = cluster * config.groups + lax.axis_index("group")
     program = cluster * cluster_size + rank
     num_rows, size = inputs.residual.shape
     dtype, transforms = scratch.x.dtype, wgmma_transforms(scratch.x.dtype)
@@ -211,6 +214,16 @@ def rows_kernel(
     products = [o, gate_up, down]
     if inputs.qkv is not None:
         products.append(product_of(weight=inputs.qkv, x=outputs.x, tiles=config.qkv))
+
+    def sharing(product):
+        """Return the axes of programs that share activations, and the barriers of free stages."""
+        if product.is_pair:
+            if config.share_x:
+                axes = ("group", "rank") if config.groups > 1 else ("rank",)
+                return axes, scratch.x_free_by_all
+        elif config.groups > 1:
+            return ("group",), scratch.x_free_by_group
+        return None, scratch.x_free
 
     def counter(first):
         return inputs.counters.at[pl.ds(first, 1)]
@@ -238,8 +251,7 @@ def rows_kernel(
         return lax.fori_loop(0, product.num_items * product.num_stages, send, sent)
 
     def send_x(product, sent):
-        is_shared = config.share_x and product.is_pair
-        free = scratch.x_free_by_all if is_shared else scratch.x_free
+        axes, free = sharing(product)
         count = product.num_items * product.num_blocks
 
         def send(index, _):
@@ -255,7 +267,7 @@ def rows_kernel(
                 product.x.at[pl.ds(0, num_rows), pl.ds(first, BLOCK)],
                 scratch.x.at[stage, pl.ds(0, num_rows)],
                 scratch.x_full.at[stage],
-                collective_axes="rank" if is_shared else None,
+                collective_axes=axes,
             )
             return jnp.int32(0)
 
@@ -270,8 +282,7 @@ def rows_kernel(
     def multiply_item(product, used):
         """Multiply an item; return how many stages of both rings were used, and the products."""
         accs_of = range(product.tiles.num_accs)
-        is_shared = config.share_x and product.is_pair
-        x_free = scratch.x_free_by_all if is_shared else scratch.x_free
+        axes, x_free = sharing(product)
 
         def multiply_stage(_, carry):
             used, x_used, *accs = carry
@@ -287,7 +298,7 @@ def rows_kernel(
                     terms.append((acc, scratch.x.at[x_stage], weights))
             accs = ops.wgmma_blocks(accs, terms, interpret=interpret)
             plgpu.barrier_arrive(scratch.free.at[stage])
-            if is_shared:  # one warp arrives at the other programs
+            if axes is not None:  # one warp arrives at the other programs
                 join_warps()
             for x_stage in x_stages:
                 plgpu.barrier_arrive(x_free.at[x_stage])
@@ -481,11 +492,19 @@ def between_attentions(
     num_stages, num_x_stages = config.num_stages, config.num_x_stages
     in_cluster: Any = plgpu.Barrier()
     by_all: Any = plgpu.Barrier(num_barriers=num_x_stages)
+    by_group = by_all
     cluster: Any = {}
     if config.cluster_size > 1:
         in_cluster = plgpu.ClusterBarrier(collective_axes=("rank",))
         by_all = plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=num_x_stages)
         cluster = dict(cluster=(config.cluster_size,), cluster_names=("rank",))
+    if config.groups > 1:
+        axes: Any = (("group", "rank"),)
+        by_all = plgpu.ClusterBarrier(collective_axes=axes, num_barriers=num_x_stages)
+        by_group = plgpu.ClusterBarrier(collective_axes=("group",), num_barriers=num_x_stages)
+        cluster = dict(
+            cluster=(config.groups, config.cluster_size), cluster_names=("group", "rank")
+        )
     scratch = Scratch(
         weights=plgpu.SMEM((num_stages, config.stage_features, BLOCK), dtype, transforms=transforms),
         x=plgpu.SMEM((num_x_stages, MAX_ROWS, BLOCK), dtype, transforms=transforms),
@@ -495,6 +514,7 @@ def between_attentions(
         x_full=plgpu.Barrier(num_barriers=num_x_stages),
         x_free=plgpu.Barrier(num_barriers=num_x_stages),
         x_free_by_all=by_all,
+        x_free_by_group=by_group,
         ready=plgpu.Barrier(),
         may_send=in_cluster,
         sent=in_cluster,
@@ -510,7 +530,7 @@ def between_attentions(
         ops.with_trees(body, inputs, outputs),
         out_type=tuple(jax.tree.leaves(outputs)),
         mesh=plgpu.Mesh(
-            grid=(config.num_clusters,),
+            grid=(config.num_clusters // config.groups,),
             grid_names=("cluster",),
             num_threads=3,
             thread_name="wg",

@@ -15,10 +15,10 @@ from pallas_paged.checks import default_promotion
 from pallas_paged.kernels.call import Device
 from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.mosaic import support
-from pallas_paged.kernels.mosaic.cluster_config import (
+from pallas_paged.kernels.mosaic.rows_config import (
     MAX_ROWS,
-    ClusterRowsConfig,
-    cluster_rows_config,
+    DecoderRowsConfig,
+    decoder_rows_config,
 )
 from pallas_paged.kernels.mosaic.config import (
     LINEAR_TILE,
@@ -31,7 +31,7 @@ from pallas_paged.unmerged_attention import UnmergedAttention
 
 BlockImplementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 RowLinearNorm = Callable[..., tuple[jax.Array, jax.Array]]
-Config = DecoderBlockConfig | ClusterRowsConfig
+Config = DecoderBlockConfig | DecoderRowsConfig
 
 # Sizes of the residual with which the kernel of one row is chosen. It was measured to be faster at
 # both ends, for Llamas of 1B and 8B on an H200. That of several rows was not: docs/tuning.md.
@@ -138,7 +138,7 @@ def between_attentions(
             given: jax.Array | DecodeStates
             if not isinstance(attended, UnmergedAttention):
                 given = attended
-            elif isinstance(config, ClusterRowsConfig) or (
+            elif isinstance(config, DecoderRowsConfig) or (
                 attended.states.head_dim % LINEAR_TILE  # of a head, that are united at a time
             ):
                 given = attended.merged()
@@ -243,8 +243,8 @@ def _config(
         config = decoder_block_config(**sizes, num_programs=num_programs)
         multiples = "512 (E), 256 (A and F) and 64 (N)"
     else:
-        clusters = dict(num_clusters=1, cluster_size=1) if interpret else {}
-        config = cluster_rows_config(**sizes, **clusters)
+        clusters = dict(num_clusters=1, cluster_size=1) if interpret else dict(num_clusters=30)
+        config = decoder_rows_config(**sizes, **clusters)
         multiples = "1024 (E and N), 512 (A and F)"
     if config is None:
         return None, f"needs sizes that are multiples of {multiples}, and fit"
@@ -259,10 +259,10 @@ def _padded(num_rows: int) -> int:
 
 
 def _new_boards(config: Config, weights: BlockWeights) -> tuple[jax.Array, jax.Array]:
-    from pallas_paged.kernels.mosaic import decoder_block, decoder_clusters
+    from pallas_paged.kernels.mosaic import decoder_block, decoder_rows
 
-    if isinstance(config, ClusterRowsConfig):
-        return decoder_clusters.new_counters()
+    if isinstance(config, DecoderRowsConfig):
+        return decoder_rows.new_counters()
     size, hidden_size = weights.down.shape
     sizes = dict(size=size, attended_size=weights.o.shape[1], hidden_size=hidden_size)
     return decoder_block.new_boards(config, **sizes)
@@ -279,12 +279,12 @@ def _kernel(
     weights: BlockWeights,
     boards: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
-    from pallas_paged.kernels.mosaic import decoder_block, decoder_clusters
+    from pallas_paged.kernels.mosaic import decoder_block, decoder_rows
 
     run: Any = decoder_block.between_attentions
     num_rows = padded = math.prod(x.shape[:-1])
-    if isinstance(config, ClusterRowsConfig):
-        run, padded = decoder_clusters.between_attentions, _padded(num_rows)
+    if isinstance(config, DecoderRowsConfig):
+        run, padded = decoder_rows.between_attentions, _padded(num_rows)
 
     def matrix(rows: jax.Array) -> jax.Array:
         rows = rows.reshape(num_rows, -1)

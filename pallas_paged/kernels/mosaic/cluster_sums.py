@@ -19,11 +19,6 @@ from pallas_paged.kernels.mosaic import ops
 _BLOCK_BYTES = 2048  # of 8 features: 16 bytes of each thread
 
 
-def num_bytes(num_features: int, cluster_size: int) -> int:
-    """Return the size of the buffer for sums of a tile of features."""
-    return num_features // 8 * _BLOCK_BYTES
-
-
 def join_warps() -> None:
     """Wait for the warps of this warpgroup."""
 
@@ -44,13 +39,21 @@ def meet_cluster(barrier: Any) -> None:
 
 
 def send_parts(
-    accs: Sequence[jax.Array], buffer: Any, transforms: Any, *, cluster_size: int, num_rows: int
+    accs: Sequence[jax.Array],
+    buffer: Any,
+    transforms: Any,
+    *,
+    part: int,
+    cluster_size: int,
+    num_rows: int,
 ) -> None:
     """Store each program's part of the features in its shared memory.
 
     Args:
         accs: f32 `[64, n]` as wgmma has them, whose features are one after another.
         buffer: ref to shared memory with these transforms, the same in all programs.
+        part: how many times 8 features each program gets. Parts are spread over those of `accs`.
+        cluster_size: a power of 2.
         num_rows: rows that are sent, at least.
     """
     count = len(accs)
@@ -67,22 +70,22 @@ def send_parts(
         start = llvm.ptrtoint(i32, utils.memref_ptr(buffer))
         start = arith.addi(start, arith.muli(thread, utils.c(16, i32)))
         registers = np.concatenate([acc.registers.reshape(-1, 2) for acc in accs])
-        per_part = len(registers) // cluster_size
         # The buffer has the parts of one program after those of another.
         part_of_this = arith.andi(rank, utils.c(cluster_size - 1, i32))
         first = arith.subi(rank, part_of_this)
-        start = arith.addi(start, arith.muli(part_of_this, utils.c(per_part * _BLOCK_BYTES, i32)))
+        start = arith.addi(start, arith.muli(part_of_this, utils.c(part * _BLOCK_BYTES, i32)))
         lines = [
             "{ .reg .pred p; .reg .b32 a, r;",
             f"setp.ge.u32 p, $1, {-(-num_rows // 16) * 32}; @p bra end;",  # 16 rows of a warp
         ]
         operands = []
-        for part in range(cluster_size):
-            lines.append(f"add.u32 r, $2, {part}; mapa.shared::cluster.u32 a, $0, r;")
-            for i in range(per_part):
+        for to in range(cluster_size):
+            block = to * (len(registers) - part) // (cluster_size - 1)
+            lines.append(f"add.u32 r, $2, {to}; mapa.shared::cluster.u32 a, $0, r;")
+            for i in range(part):
                 names = ", ".join(f"${3 + len(operands) + j}" for j in range(4))
                 lines.append(f"st.shared::cluster.v4.f32 [a+{i * _BLOCK_BYTES}], {{{names}}};")
-                for register in registers[part * per_part + i]:
+                for register in registers[block + i]:
                     operands += [vector.extract(register, [], [j]) for j in range(2)]
         # Before the arrival at a barrier of the cluster.
         lines.append("fence.acq_rel.cluster; end: }")
@@ -91,8 +94,9 @@ def send_parts(
     send(list(accs), buffer)
 
 
-def receive_sum(buffer: Any, transforms: Any, *, num_features: int, cluster_size: int) -> jax.Array:
-    """Return f32 `[64, num_features]`, the sum of what the programs have sent to this one."""
+def receive_sum(buffer: Any, transforms: Any, *, part: int, cluster_size: int) -> jax.Array:
+    """Return f32 `[64, 8 * part]`, the sum of what the programs have sent to this one."""
+    num_features = 8 * part
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(transforms),),
@@ -108,7 +112,7 @@ def receive_sum(buffer: Any, transforms: Any, *, num_features: int, cluster_size
         thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
         start = llvm.ptrtoint(i32, utils.memref_ptr(buffer))
         start = arith.addi(start, arith.muli(thread, utils.c(16, i32)))
-        blocks = num_features // 8
+        blocks = part
         count = 4 * blocks * cluster_size
         lines = []
         for i in range(blocks * cluster_size):
@@ -126,8 +130,8 @@ def receive_sum(buffer: Any, transforms: Any, *, num_features: int, cluster_size
             for j in range(2):
                 n = 2 * i + j
                 total = loaded[n]
-                for part in range(1, cluster_size):
-                    total = arith.addf(total, loaded[4 * blocks * part + n])
+                for i_from in range(1, cluster_size):
+                    total = arith.addf(total, loaded[4 * blocks * i_from + n])
                 pair.append(total)
             registers[i] = vector.from_elements(ir.VectorType.get((2,), f32), pair)
         return mgpu.FragmentedArray(

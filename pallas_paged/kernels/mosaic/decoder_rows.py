@@ -11,15 +11,14 @@ weights through a ring, one sends the activations of the same columns through an
 multiplies. Weights do not wait for activations: while programs wait for one another, their ring
 fills.
 
-The rows are the first operand of wgmma, which has 64 of them, and features the second. Work items
-are tiles of features. They are as wide as registers allow, for each item reads all rows of its
-columns. Weights with few tiles are split along K, too. Their items store partial sums in f32. When
-those of all programs are there, each program adds up its part of the rows in a fixed order, so
-results have the same bits each time. It makes the residual, the residual times the weight of the
-norm, and sums of squares. The root mean square of a row divides the next product, not its input.
+The rows are the first operand of wgmma, which has 64 of them, and features the second. For o, down
+and q/k/v a cluster of programs has a tile of features, and each of its programs a part of the
+columns. They exchange partial sums through shared memory, so each program ends up with sums of its
+own features (`cluster_sums.py`). It makes the residual, the residual times the weight of the norm,
+and sums of squares. The root mean square of a row divides the next product, not its input.
 
-Programs wait for one another at counters (`arrivals.py`), so all must be on the device at once:
-there are no more of them than SMs.
+All programs wait for one another three times at counters (`arrivals.py`), so all must be on the
+device at once.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -43,20 +41,22 @@ from pallas_paged.kernels.mosaic.arrivals import (
     let_copies_see_stores,
     wait_for_arrivals,
 )
-from pallas_paged.kernels.mosaic.ring import wgmma_transforms
-from pallas_paged.kernels.mosaic.row_store import store_rows
 from pallas_paged.kernels.mosaic.rows_config import (
+    BLOCK,
+    COPIES,
     MAX_ROWS,
-    ROWS_TILE,
     DecoderRowsConfig,
-    ProductTiles,
+    part_groups,
 )
+from pallas_paged.kernels.mosaic.cluster_sums import join_warps, meet_cluster, receive_sum, send_parts
+from pallas_paged.kernels.mosaic.ring import wgmma_transforms
+from pallas_paged.kernels.mosaic.row_items import Product
+from pallas_paged.kernels.mosaic.row_store import load_rows, store_rows
 
-_COLUMNS = 64  # of a block
-_COPIES = 4  # of weights for each stage
 # Counters, each in a line of its own.
-_O, _MLP_X, _HIDDEN, _DOWN, _OUT_X, _QKV = (32 * i for i in range(6))
+_MLP_X, _HIDDEN, _OUT_X = (32 * i for i in range(3))
 _COUNTERS = 256
+_SUMS = 4 * MAX_ROWS  # of squares, in shared memory
 
 
 @jax.tree_util.register_dataclass
@@ -85,9 +85,7 @@ class Outputs:
     out: Any  # [R, N], or the norm [R, E]
     x: Any  # [R, E], the residual times the weight of a norm
     hidden: Any  # [R, F]
-    parts: Any  # f32[splits, R, E], of o and of down
-    out_parts: Any  # f32[splits, R, N]
-    squares: Any  # f32[chunks, 64], sums over the chunks of a row
+    squares: Any  # f32[num_programs * 64], sums of a program's part of each row
 
 
 @jax.tree_util.register_dataclass
@@ -95,91 +93,17 @@ class Outputs:
 class Scratch:
     """Refs in shared memory, or their types."""
 
-    weights: Any  # [num_stages, ROWS_TILE, _COLUMNS]
-    x: Any  # [num_x_stages, 64, _COLUMNS]
+    weights: Any  # [num_stages, stage_features, BLOCK]
+    x: Any  # [num_x_stages, 64, BLOCK]
+    sums: Any  # f32[_SUMS]
     full: Any  # barriers [num_stages], complete when all copies have arrived
     free: Any  # barriers [num_stages], complete when they were used
     x_full: Any  # barriers [num_x_stages]
     x_free: Any
-    ready: Any  # barrier, complete when the activations of the next product can be read
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Product:
-    """Which blocks of a weight and of its activations the programs have, in which order.
-
-    A work item is a tile of features and one part of the columns; a program has every
-    `num_programs`-th item. A stage holds, for each of its blocks of columns, the features of each
-    accumulator.
-    """
-
-    weight: Any  # ref [N, K] or [N, 2, K]
-    x: Any  # ref [R, K]
-    tiles: ProductTiles
-    num_programs: int
-
-    @property
-    def is_pair(self) -> bool:
-        """Whether the two accumulators are gate and up of the same features."""
-        return len(self.weight.shape) == 3
-
-    @property
-    def num_accs(self) -> int:
-        return self.tiles.num_accs(is_pair=self.is_pair)
-
-    @property
-    def acc_size(self) -> int:
-        """Features of an accumulator."""
-        return self.tiles.tile if self.is_pair else self.tiles.tile // self.num_accs
-
-    @property
-    def blocks_per_stage(self) -> int:
-        return self.tiles.blocks_per_stage(is_pair=self.is_pair)
-
-    @property
-    def num_columns(self) -> int:
-        """Columns of an item."""
-        return self.weight.shape[-1] // self.tiles.splits
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of activations of an item."""
-        return self.num_columns // _COLUMNS
-
-    @property
-    def num_tiles(self) -> int:
-        return self.weight.shape[0] // self.tiles.tile
-
-    def items(self, program: Any) -> Any:
-        """Return how many items a program has."""
-        total = self.num_tiles * self.tiles.splits
-        return lax.div(total - 1 - program + self.num_programs, self.num_programs)
-
-    def item(self, program: Any, index: Any) -> tuple[Any, Any]:
-        """Return the first feature of an item, and its part of the columns."""
-        item, num_tiles = program + index * self.num_programs, self.num_tiles
-        return lax.rem(item, num_tiles) * self.tiles.tile, lax.div(item, num_tiles)
-
-    def rows_of(self, block: int, acc: int) -> int:
-        """Return where in a stage the features of an accumulator start."""
-        return (block * self.num_accs + acc) * self.acc_size
-
-    def copies(self, feature: Any, split: Any, stage: Any) -> Iterator[tuple[Any, Any]]:
-        """Yield the rows of a ring's stage and the refs to be copied there, `_COPIES` in all."""
-        parts = _COPIES // (self.num_accs * self.blocks_per_stage)
-        size = self.acc_size // parts
-        for block in range(self.blocks_per_stage):
-            first = split * self.num_columns + (stage * self.blocks_per_stage + block) * _COLUMNS
-            columns = pl.ds(first, _COLUMNS)
-            for acc in range(self.num_accs):
-                for part in range(parts):
-                    to = pl.ds(self.rows_of(block, acc) + part * size, size)
-                    start = feature + part * size
-                    if self.is_pair:
-                        yield to, self.weight.at[pl.ds(start, size), acc, columns]
-                    else:
-                        start = start + acc * self.acc_size
-                        yield to, self.weight.at[pl.ds(start, size), columns]
+    x_free_by_all: Any  # of the cluster, where its programs share copies
+    ready: Any  # barrier, complete when this program has stored its part of the next activations
+    may_send: Any  # barriers of the cluster
+    sent: Any
 
 
 def rows_kernel(
@@ -192,11 +116,14 @@ def rows_kernel(
     interpret: bool,
 ) -> None:
     """Run one program: warpgroup 0 multiplies, 1 sends weights, 2 sends activations."""
-    program = lax.axis_index("program")
+    cluster_size, num_programs = config.cluster_size, config.num_programs
+    cluster = lax.axis_index("cluster")
+    rank = lax.axis_index("rank") if cluster_size > 1 else jnp.int32(0)
+    program = cluster * cluster_size + rank
     num_rows, size = inputs.residual.shape
-    dtype, num_programs = scratch.x.dtype, config.num_programs
+    dtype, transforms = scratch.x.dtype, wgmma_transforms(scratch.x.dtype)
     num_stages, num_x_stages = config.num_stages, config.num_x_stages
-    product_of = functools.partial(Product, num_programs=num_programs)
+    product_of = functools.partial(Product, cluster=cluster, rank=rank, config=config)
     o = product_of(weight=inputs.o, x=inputs.attended, tiles=config.o)
     gate_up = product_of(weight=inputs.gate_up, x=outputs.x, tiles=config.gate_up)
     down = product_of(weight=inputs.down, x=outputs.hidden, tiles=config.down)
@@ -204,14 +131,17 @@ def rows_kernel(
     if inputs.qkv is not None:
         products.append(product_of(weight=inputs.qkv, x=outputs.x, tiles=config.qkv))
 
+    def sharing(product):
+        """Return the axes of programs that share activations, and the barriers of free stages."""
+        if product.is_pair and config.share_x:
+            return "rank", scratch.x_free_by_all
+        return None, scratch.x_free
+
     def counter(first):
         return inputs.counters.at[pl.ds(first, 1)]
 
     def send_weights(product, sent):
-        stages = product.num_blocks // product.blocks_per_stage
-
         def send(index, sent):
-            feature, split = product.item(program, lax.div(index, stages))
             stage = lax.rem(sent, num_stages)
 
             @pl.when(sent >= num_stages)
@@ -223,139 +153,143 @@ def rows_kernel(
                 before = lax.rem(sent - config.num_in_flight, num_stages)
                 plgpu.barrier_wait(scratch.full.at[before])
 
-            for to, where in product.copies(feature, split, lax.rem(index, stages)):
+            for to, where in product.copies(index):
                 plgpu.copy_gmem_to_smem(
                     where, scratch.weights.at[stage, to], scratch.full.at[stage]
                 )
             return sent + 1
 
-        return lax.fori_loop(0, product.items(program) * stages, send, sent)
+        return lax.fori_loop(0, product.num_stages, send, sent)
 
     def send_x(product, sent):
-        num_blocks = product.num_blocks
+        axes, free = sharing(product)
+        count = product.num_blocks
 
-        def send(index, sent):
-            _, split = product.item(program, lax.div(index, num_blocks))
-            first = split * product.num_columns + lax.rem(index, num_blocks) * _COLUMNS
-            stage = lax.rem(sent, num_x_stages)
+        def send(index, _):
+            first = product.first_column + index * BLOCK
+            stage = lax.rem(sent + index, num_x_stages)
 
-            @pl.when(sent >= num_x_stages)
+            # All have used the stages of the product before, or they would not have arrived.
+            @pl.when(index >= num_x_stages)
             def _():
-                plgpu.barrier_wait(scratch.x_free.at[stage])
+                plgpu.barrier_wait(free.at[stage])
 
             plgpu.copy_gmem_to_smem(
-                product.x.at[pl.ds(0, num_rows), pl.ds(first, _COLUMNS)],
+                product.x.at[pl.ds(0, num_rows), pl.ds(first, BLOCK)],
                 scratch.x.at[stage, pl.ds(0, num_rows)],
                 scratch.x_full.at[stage],
+                collective_axes=axes,
             )
-            return sent + 1
+            return jnp.int32(0)
 
-        return lax.fori_loop(0, product.items(program) * num_blocks, send, sent)
+        lax.fori_loop(0, count, send, jnp.int32(0))
 
-    def multiply(product, used, store):
-        """Multiply a program's items; return how many stages of both rings were used so far."""
-        accs_of = range(product.num_accs)
+        @pl.loop(jnp.maximum(count - num_x_stages, 0), count)
+        def _drain(i):
+            plgpu.barrier_wait(free.at[lax.rem(sent + i, num_x_stages)])
 
-        def multiply_item(index, used):
-            feature, split = product.item(program, index)
+        return sent + count
 
-            def multiply_stage(_, carry):
-                used, x_used, *accs = carry
-                stage = lax.rem(used, num_stages)
-                x_stages = [
-                    lax.rem(x_used + i, num_x_stages) for i in range(product.blocks_per_stage)
-                ]
-                plgpu.barrier_wait(scratch.full.at[stage])
-                terms = []
-                for block, x_stage in enumerate(x_stages):
-                    plgpu.barrier_wait(scratch.x_full.at[x_stage])
-                    for acc in accs_of:
-                        rows = pl.ds(product.rows_of(block, acc), product.acc_size)
-                        weights = scratch.weights.at[stage, rows].transpose((1, 0))
-                        terms.append((acc, scratch.x.at[x_stage], weights))
-                accs = ops.wgmma_blocks(accs, terms, interpret=interpret)
-                plgpu.barrier_arrive(scratch.free.at[stage])
-                for x_stage in x_stages:
-                    plgpu.barrier_arrive(scratch.x_free.at[x_stage])
-                return used + 1, x_used + len(x_stages), *accs
+    def multiply_item(product, used):
+        """Multiply an item; return how many stages of both rings were used, and the products."""
+        accs_of = range(product.tiles.num_accs)
+        axes, x_free = sharing(product)
 
-            zeros = [ops.full((MAX_ROWS, product.acc_size), 0.0, ops.WGMMA) for _ in accs_of]
-            stages = product.num_blocks // product.blocks_per_stage
-            used, x_used, *accs = lax.fori_loop(0, stages, multiply_stage, (*used, *zeros))
-            store(feature, split, accs)
-            return used, x_used
+        def multiply_stage(_, carry):
+            used, x_used, *accs = carry
+            stage = lax.rem(used, num_stages)
+            x_stages = [lax.rem(x_used + i, num_x_stages) for i in range(product.tiles.blocks)]
+            plgpu.barrier_wait(scratch.full.at[stage])
+            terms = []
+            for block, x_stage in enumerate(x_stages):
+                plgpu.barrier_wait(scratch.x_full.at[x_stage])
+                for acc in accs_of:
+                    rows = pl.ds(product.rows_of(block, acc), product.acc_size)
+                    weights = scratch.weights.at[stage, rows].transpose((1, 0))
+                    terms.append((acc, scratch.x.at[x_stage], weights))
+            accs = ops.wgmma_blocks(accs, terms, interpret=interpret)
+            plgpu.barrier_arrive(scratch.free.at[stage])
+            if axes is not None:  # one warp arrives at the other programs
+                join_warps()
+            for x_stage in x_stages:
+                plgpu.barrier_arrive(x_free.at[x_stage])
+            return used + 1, x_used + len(x_stages), *accs
 
-        return lax.fori_loop(0, product.items(program), multiply_item, used)
+        zeros = [ops.full((MAX_ROWS, product.acc_size), 0.0, ops.WGMMA) for _ in accs_of]
+        used, x_used, *accs = lax.fori_loop(0, product.num_stages, multiply_stage, (*used, *zeros))
+        return (used, x_used), accs
 
-    def store_part(parts):
-        def store(feature, split, accs):
-            for i, acc in enumerate(accs):
-                columns = pl.ds(feature + i * acc.shape[1], acc.shape[1])
-                store_rows(parts.at[split, :, columns], acc, interpret=interpret)
+    def multiply(product, used, buffer):
+        """Multiply; return the sums over the cluster for this program's features."""
+        used, accs = multiply_item(product, used)
+        if cluster_size == 1:
+            return used, accs[0]
+        how = dict(part=part_groups(product.tiles, cluster_size)[1], cluster_size=cluster_size)
+        meet_cluster(scratch.may_send)
+        send_parts(accs, buffer, transforms, num_rows=num_rows, **how)
+        meet_cluster(scratch.sent)
+        return used, receive_sum(buffer, transforms, **how)
 
-        return store
+    def load_own(product, residual_ref, norm_ref):
+        """Return what is added to a product and what then multiplies it.
 
-    def chunks(num_columns, body):
-        """Run a body for each row and columns that this program has."""
-        count = num_columns // config.num_chunks
+        They are loaded ahead, so nothing waits for them after the product. Another program may have
+        the same features, and stores the next residual when all have arrived at the counter before.
+        """
+        own, _ = product.own()
+        norm = ops.load(norm_ref.at[own], ops.WGMMA_COL)
+        return load_rows(residual_ref.at[:, own], interpret=interpret), norm
 
-        @pl.loop(
-            0, lax.div(num_rows * config.num_chunks - 1 - program + num_programs, num_programs)
-        )
-        def _chunk(index):
-            item = program + index * num_programs
-            row, chunk = lax.div(item, config.num_chunks), lax.rem(item, config.num_chunks)
-            vec_size = next(n for n in (4, 2, 1) if count % (128 * n) == 0)
-            layout = plgpu.Layout.WG_STRIDED((count,), vec_size=vec_size)
-            body(row, chunk, pl.ds(chunk * count, count), layout)
+    def add_product(product, used, loaded):
+        """Add a product to the residual; return the next product's input, without scale."""
+        residual, norm = loaded
+        own, num_own = product.own()
+        used, total = multiply(product, used, scratch.x)
+        x = residual.astype(jnp.float32) + total.astype(dtype).astype(jnp.float32)
+        x = x.astype(dtype)
+        x32 = x.astype(jnp.float32)
+        scaled = x32 * ops.bcast(norm.astype(jnp.float32), x32, 1)
+        store_rows(outputs.x.at[:, own], scaled.astype(dtype), interpret=interpret)
+        rows = outputs.squares.at[pl.ds(program * MAX_ROWS, MAX_ROWS)]
+        squares = jnp.where(ops.iota(x32.shape, 1, ops.WGMMA) < num_own, x32 * x32, 0.0)
+        ops.store(rows, jnp.sum(squares, axis=1))
+        store_rows(outputs.residual.at[:, own], x, interpret=interpret)
+        return used, scaled
 
-    def add_parts(parts, splits, row, columns, layout):
-        loaded = [ops.load(parts.at[split, row, columns], layout) for split in range(splits)]
-        return functools.reduce(operator.add, loaded)
-
-    def add_to_residual(residual_ref, norm_ref, splits):
-        """Add the parts of a product to the residual."""
-
-        def add(row, chunk, columns, layout):
-            residual = ops.load(residual_ref.at[row, columns], layout)
-            norm = ops.load(norm_ref.at[columns], layout)
-            total = add_parts(outputs.parts, splits, row, columns, layout)
-            x = residual.astype(jnp.float32) + total.astype(dtype).astype(jnp.float32)
-            x = x.astype(dtype)
-            ops.store(outputs.residual.at[row, columns], x)
-            x32 = x.astype(jnp.float32)
-            scaled = (x32 * norm.astype(jnp.float32)).astype(dtype)
-            ops.store(outputs.x.at[row, columns], scaled)
-            outputs.squares[chunk, row] = jnp.sum(x32 * x32)
-
-        chunks(size, add)
-
-    def scale_of(squares):
+    def load_scale():
         """Return what the norm multiplies rows with."""
-        return lax.rsqrt(functools.reduce(operator.add, squares) / size + eps)
-
-    def store_hidden(feature, split, accs):
-        squares = [ops.load(outputs.squares.at[i], ops.WGMMA_ROW) for i in range(config.num_chunks)]
-        scale = ops.bcast(scale_of(squares), accs[0])
-        # Rounded as separate products are.
-        gate, up = ((acc * scale).astype(dtype).astype(jnp.float32) for acc in accs)
-        hidden = (gate * (1.0 / (1.0 + jnp.exp(-gate))) * up).astype(dtype)
-        columns = pl.ds(feature, hidden.shape[1])
-        store_rows(outputs.hidden.at[:, columns], hidden, interpret=interpret)
-
-    def store_out(row, chunk, columns, layout):
-        del chunk
-        scale = scale_of([outputs.squares[i, row] for i in range(config.num_chunks)])
-        if inputs.qkv is not None:
-            total = add_parts(outputs.out_parts, config.qkv.splits, row, columns, layout)
+        if num_programs == 1:
+            total = ops.load(outputs.squares, ops.WGMMA_ROW)
         else:
-            total = ops.load(outputs.residual.at[row, columns], layout).astype(jnp.float32)
-            total = total * ops.load(inputs.out_norm.at[columns], layout).astype(jnp.float32)
-        ops.store(outputs.out.at[row, columns], (total * scale).astype(dtype))
+            layout = plgpu.Layout.WG_STRIDED((_SUMS,), vec_size=2)
+            parts = [
+                ops.load(outputs.squares.at[pl.ds(i, _SUMS)], layout)
+                for i in range(0, num_programs * MAX_ROWS, _SUMS)
+            ]
+            scratch.sums[...] = functools.reduce(operator.add, parts)
+            plgpu.commit_smem()
+            rows = [
+                ops.load_shared(scratch.sums.at[pl.ds(i, MAX_ROWS)], ops.WGMMA_ROW)
+                for i in range(0, _SUMS, MAX_ROWS)
+            ]
+            total = functools.reduce(operator.add, rows)
+        return lax.rsqrt(total / size + eps)
 
-    def meet(first):
-        """Wait for all programs."""
+    def make_hidden(used, scale):
+        used, accs = multiply_item(gate_up, used)
+        factor = ops.bcast(scale, accs[0])
+        # Rounded as separate products are.
+        gate, up = ((acc * factor).astype(dtype).astype(jnp.float32) for acc in accs)
+        hidden = (gate * (1.0 / (1.0 + jnp.exp(-gate))) * up).astype(dtype)
+        columns = pl.ds(gate_up.feature, hidden.shape[1])
+        store_rows(outputs.hidden.at[:, columns], hidden, interpret=interpret)
+        return used
+
+    def arrive_with(first):
         arrive(counter(first), interpret=interpret)
+        plgpu.barrier_arrive(scratch.ready)
+
+    def wait(first):
         wait_for_arrivals(counter(first), num_programs, interpret=interpret)
 
     @pl.when(lax.axis_index("wg") == 0)
@@ -369,23 +303,21 @@ def rows_kernel(
             ops.store(inputs.next_counters, ops.full((_COUNTERS,), 0, layout, jnp.int32))
 
         used = jnp.int32(0), jnp.int32(0)
-        used = multiply(o, used, store_part(outputs.parts))
-        meet(_O)
-        add_to_residual(inputs.residual, inputs.mlp_norm, config.o.splits)
-        meet(_MLP_X)
-        plgpu.barrier_arrive(scratch.ready)
-        used = multiply(gate_up, used, store_hidden)
-        meet(_HIDDEN)
-        plgpu.barrier_arrive(scratch.ready)
-        used = multiply(down, used, store_part(outputs.parts))
-        meet(_DOWN)
-        add_to_residual(outputs.residual, inputs.out_norm, config.down.splits)
-        meet(_OUT_X)
+        used, _ = add_product(o, used, load_own(o, inputs.residual, inputs.mlp_norm))
+        arrive_with(_MLP_X)
+        wait(_MLP_X)
+        used = make_hidden(used, load_scale())
+        loaded = load_own(down, outputs.residual, inputs.out_norm)
+        arrive_with(_HIDDEN)
+        used, scaled = add_product(down, used, loaded)
+        arrive_with(_OUT_X)
+        wait(_OUT_X)
+        scale = load_scale()
         if inputs.qkv is not None:
-            plgpu.barrier_arrive(scratch.ready)
-            multiply(products[3], used, store_part(outputs.out_parts))
-            meet(_QKV)
-        chunks(outputs.out.shape[1], store_out)
+            _, scaled = multiply(products[3], used, scratch.weights)
+        own, _ = products[-1].own()
+        out = (scaled * ops.bcast(scale, scaled)).astype(dtype)
+        store_rows(outputs.out.at[:, own], out, interpret=interpret)
 
     @pl.when(lax.axis_index("wg") == 1)
     def _send_weights():
@@ -406,16 +338,15 @@ def rows_kernel(
     def _send_x():
         ops.set_max_registers(40, action="decrease", interpret=interpret)
         ops.wait_for_previous_kernel(interpret=interpret)
-        sent = jnp.int32(0)
-        for i, product in enumerate(products):
-            if i > 0:
-                plgpu.barrier_wait(scratch.ready)
-                let_copies_see_stores(interpret=interpret)
+        sent = send_x(o, jnp.int32(0))
+        for product, first in zip(products[1:], (_MLP_X, _HIDDEN, _OUT_X), strict=False):
+            plgpu.barrier_wait(scratch.ready)
+            wait(first)
+            let_copies_see_stores(interpret=interpret)
             sent = send_x(product, sent)
 
-        @pl.loop(jnp.maximum(sent - num_x_stages, 0), sent)
-        def _drain(i):
-            plgpu.barrier_wait(scratch.x_free.at[lax.rem(i, num_x_stages)])
+        if inputs.qkv is None:
+            plgpu.barrier_wait(scratch.ready)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "config", "interpret"))
@@ -462,27 +393,34 @@ def between_attentions(
         counters=now,
         next_counters=after,
     )
-    num_splits = max(config.o.splits, config.down.splits)
-    num_out_splits = 1 if qkv is None else config.qkv.splits
     outputs = Outputs(
         residual=result_shape((num_rows, size), dtype),
         out=result_shape((num_rows, out_size), dtype),
         x=result_shape((num_rows, size), dtype),
         hidden=result_shape((num_rows, gate_up.shape[0]), dtype),
-        parts=result_shape((num_splits, num_rows, size), jnp.float32),
-        out_parts=result_shape((num_out_splits, num_rows, out_size), jnp.float32),
-        squares=result_shape((config.num_chunks, MAX_ROWS), jnp.float32),
+        squares=result_shape((config.num_programs * MAX_ROWS,), jnp.float32),
     )
     transforms = wgmma_transforms(dtype)
     num_stages, num_x_stages = config.num_stages, config.num_x_stages
+    in_cluster: Any = plgpu.Barrier()
+    by_all: Any = plgpu.Barrier(num_barriers=num_x_stages)
+    cluster: Any = {}
+    if config.cluster_size > 1:
+        in_cluster = plgpu.ClusterBarrier(collective_axes=("rank",))
+        by_all = plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=num_x_stages)
+        cluster = dict(cluster=(config.cluster_size,), cluster_names=("rank",))
     scratch = Scratch(
-        weights=plgpu.SMEM((num_stages, ROWS_TILE, _COLUMNS), dtype, transforms=transforms),
-        x=plgpu.SMEM((num_x_stages, MAX_ROWS, _COLUMNS), dtype, transforms=transforms),
-        full=plgpu.Barrier(num_arrivals=_COPIES, num_barriers=num_stages),
+        weights=plgpu.SMEM((num_stages, config.stage_features, BLOCK), dtype, transforms=transforms),
+        x=plgpu.SMEM((num_x_stages, MAX_ROWS, BLOCK), dtype, transforms=transforms),
+        sums=plgpu.SMEM((_SUMS,), jnp.float32),
+        full=plgpu.Barrier(num_arrivals=COPIES, num_barriers=num_stages),
         free=plgpu.Barrier(num_barriers=num_stages),
         x_full=plgpu.Barrier(num_barriers=num_x_stages),
         x_free=plgpu.Barrier(num_barriers=num_x_stages),
+        x_free_by_all=by_all,
         ready=plgpu.Barrier(),
+        may_send=in_cluster,
+        sent=in_cluster,
     )
 
     def body(inputs, outputs):
@@ -495,9 +433,13 @@ def between_attentions(
         ops.with_trees(body, inputs, outputs),
         out_type=tuple(jax.tree.leaves(outputs)),
         mesh=plgpu.Mesh(
-            grid=(config.num_programs,), grid_names=("program",), num_threads=3, thread_name="wg"
+            grid=(config.num_clusters,),
+            grid_names=("cluster",),
+            num_threads=3,
+            thread_name="wg",
+            **cluster,
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         name="between_attentions_of_rows",
         interpret=ops.interpreter(interpret),
     )(*jax.tree.leaves(inputs))

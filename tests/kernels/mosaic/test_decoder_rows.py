@@ -11,20 +11,13 @@ if jax.__version_info__ < (0, 11):
     pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
 
 from pallas_paged.kernels.mosaic.decoder_rows import between_attentions, new_counters
-from pallas_paged.kernels.mosaic.rows_config import (
-    DecoderRowsConfig,
-    ProductTiles,
-    decoder_rows_config,
-)
+from pallas_paged.kernels.mosaic.row_items import Product
+from pallas_paged.kernels.mosaic.rows_config import decoder_rows_config
 from tests.kernels.mosaic.test_decoder_block import draw, shapes_of
 from tests.support.devices import lower_for_cuda
 
 # Of attended, the residual, hidden and out.
 LLAMAS = [(2048, 2048, 8192, 3072), (4096, 4096, 14336, 6144), (3072, 3072, 8192, 0)]
-
-
-def tiles(tile: int, splits: int = 1) -> ProductTiles:
-    return ProductTiles(tile=tile, splits=splits)
 
 
 def sizes_of(attended: int, size: int, hidden: int, out: int) -> dict[str, int]:
@@ -51,53 +44,25 @@ def oracle(attended, x, w):
 
 
 @pytest.mark.parametrize(
-    ("rows", "sizes", "config"),
-    [
-        (
-            16,
-            (512, 512, 256, 256),
-            dict(o=tiles(128, 2), gate_up=tiles(64), down=tiles(256, 2), qkv=tiles(128)),
-        ),
-        (
-            64,
-            (256, 384, 448, 384),
-            dict(
-                o=tiles(128, 2),
-                gate_up=tiles(112),
-                down=tiles(192, 1),
-                qkv=tiles(192, 2),
-                num_stages=2,
-                num_x_stages=5,
-                num_in_flight=1,
-            ),
-        ),
-        (
-            40,
-            (256, 512, 256, 0),
-            dict(
-                o=tiles(64),
-                gate_up=tiles(32),
-                down=tiles(128, 2),
-                qkv=tiles(64),
-                num_chunks=2,
-                num_in_flight=4,
-            ),
-        ),
-    ],
+    ("rows", "sizes", "num_x_stages"),
+    [(16, (512, 512, 256, 256), 4), (64, (256, 384, 384, 192), 8), (40, (256, 256, 256, 0), 2)],
 )
-def test_it_is_the_steps_in_numpy(rows, sizes, config):
+def test_it_is_the_steps_in_numpy(rows, sizes, num_x_stages):
     shapes = shapes_of(*sizes)
     if not sizes[-1]:
         del shapes["qkv"]
     w = {name: draw(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
     attended, x = draw(20, rows, sizes[0]), draw(21, rows, sizes[1])
+    config = decoder_rows_config(
+        **sizes_of(*sizes), num_clusters=1, cluster_size=1, num_x_stages=num_x_stages
+    )
     got = between_attentions(
         attended,
         x,
         new_counters(),
         **{"qkv": None} | w,
         eps=1e-5,
-        config=DecoderRowsConfig(num_programs=1, **config),
+        config=config,
         interpret=True,
     )
     for a, b in zip(got[:2], oracle(attended, x, w), strict=True):
@@ -108,7 +73,7 @@ def test_it_is_the_steps_in_numpy(rows, sizes, config):
 @pytest.mark.parametrize("rows", [8, 40, 64])
 def test_the_blocks_of_decoders_lower_for_a_gpu(sizes, rows):
     attended, size, _, out = sizes
-    config = decoder_rows_config(num_rows=rows, **sizes_of(*sizes), num_programs=132)
+    config = decoder_rows_config(**sizes_of(*sizes), num_clusters=30)
     shapes = shapes_of(*sizes)
     if not out:
         del shapes["qkv"]
@@ -125,29 +90,34 @@ def test_the_blocks_of_decoders_lower_for_a_gpu(sizes, rows):
     assert "stablehlo.pad" not in text and "stablehlo.transpose" not in text
 
 
-@pytest.mark.parametrize("sizes", LLAMAS[:2])
-def test_products_of_llamas_have_an_equal_part_for_nearly_all_programs(sizes):
-    config = decoder_rows_config(num_rows=64, **sizes_of(*sizes), num_programs=132)
-    features = sizes[1], sizes[2], sizes[1], sizes[3]
-    for tile, num_features in zip(config.products, features, strict=True):
-        assert 96 <= num_features // tile.tile * tile.splits <= config.num_programs <= 132
+@pytest.mark.parametrize("sizes", LLAMAS)
+@pytest.mark.parametrize(("clusters", "cluster_size"), [(30, 4), (33, 4), (66, 2)])
+def test_equal_tiles_and_parts_cover_all_features_and_each_is_owned_once(
+    sizes, clusters, cluster_size
+):
+    config = decoder_rows_config(
+        **sizes_of(*sizes), num_clusters=clusters, cluster_size=cluster_size
+    )
+    for tiles in (config.o, config.down, config.qkv):
+        owners = np.zeros(tiles.num_features, int)
+        for cluster, rank in np.ndindex(clusters, cluster_size):
+            product = Product(
+                weight=np.empty((tiles.num_features, 1)),
+                x=None,
+                tiles=tiles,
+                cluster=cluster,
+                rank=rank,
+                config=config,
+            )
+            own, count = product.own()
+            start, count = int(own.start), int(count)
+            assert 0 <= start <= tiles.num_features - own.size and count <= own.size
+            owners[start : start + max(count, 0)] += 1
+        assert (owners == 1).all()
 
 
 @pytest.mark.parametrize(
     "change", [dict(size=320), dict(hidden_size=8200), dict(out_size=100), dict(attended_size=2000)]
 )
 def test_sizes_that_do_not_fit_have_no_config(change):
-    sizes = sizes_of(2048, 2048, 8192, 3072) | change
-    assert decoder_rows_config(num_rows=64, **sizes, num_programs=132) is None
-
-
-def test_a_ring_holds_the_activations_of_a_stage_of_weights():
-    with pytest.raises(ValueError, match="num_x_stages=3 must be at least 4"):
-        DecoderRowsConfig(
-            num_programs=1,
-            o=tiles(64),
-            gate_up=tiles(64),
-            down=tiles(256),
-            qkv=tiles(128),
-            num_x_stages=3,
-        )
+    assert decoder_rows_config(**sizes_of(2048, 2048, 8192, 3072) | change, num_clusters=30) is None

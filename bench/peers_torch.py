@@ -35,6 +35,9 @@ from bench.shapes import SHAPES, TINY, Shape, make_case, select_shapes, uniform
 NAMES = {"ours": "pallas_paged", "flashinfer": "FlashInfer", "sdpa": "torch SDPA, dense K/V"}
 PREFILLS = (
     uniform(4, 4096, q_len=4096, name="prefill 4x4096"),
+    uniform(1, 8192, q_len=8192, name="prefill 1x8192"),
+    uniform(16, 1024, q_len=1024, name="prefill 16x1024"),
+    uniform(8, 8192 + 512, q_len=512, name="prefill 8x512 after 8192"),
     uniform(1, 16384, q_len=16384, name="prefill 1x16384"),
     uniform(1, 16384 + 512, q_len=512, name="prefill 1x512 after 16384"),
 )

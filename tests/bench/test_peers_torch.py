@@ -22,10 +22,13 @@ def test_shapes_are_decode_then_prefill() -> None:
     assert peers_torch.select([]) == [*SHAPES, *peers_torch.PREFILLS]
     assert peers_torch.select(["prefill"]) == list(peers_torch.PREFILLS)
     assert peers_torch.select(["9x9"]) == []
-    square, long, append = peers_torch.PREFILLS
-    assert square.num_flops == 4 * 32 * 128 * 4 * (4096 * 4097 // 2)
-    assert long.num_flops == 4 * 32 * 128 * (16384 * 16385 // 2)
-    assert append.num_flops == 4 * 32 * 128 * (512 * 16384 + 512 * 513 // 2)
+    flops = {shape.name: shape.num_flops for shape in peers_torch.PREFILLS}
+    square, long, append = (
+        flops[f"prefill {name} 32/8/128/16"] for name in ("4x4096", "1x16384", "1x512 after 16384")
+    )
+    assert square == 4 * 32 * 128 * 4 * (4096 * 4097 // 2)
+    assert long == 4 * 32 * 128 * (16384 * 16385 // 2)
+    assert append == 4 * 32 * 128 * (512 * 16384 + 512 * 513 // 2)
 
 
 @pytest.mark.usefixtures("short_chains")

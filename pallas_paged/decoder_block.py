@@ -18,6 +18,7 @@ from pallas_paged.kernels.mosaic import support
 from pallas_paged.kernels.mosaic.rows_config import (
     MAX_ROWS,
     DecoderRowsConfig,
+    clusters_at_once,
     decoder_rows_config,
 )
 from pallas_paged.kernels.mosaic.config import (
@@ -243,7 +244,9 @@ def _config(
         config = decoder_block_config(**sizes, num_programs=num_programs)
         multiples = "512 (E), 256 (A and F) and 64 (N)"
     else:
-        clusters = dict(num_clusters=1, cluster_size=1) if interpret else dict(num_clusters=30)
+        clusters = dict(num_clusters=clusters_at_once(device.num_sms))
+        if interpret:
+            clusters = dict(num_clusters=1, cluster_size=1)
         config = decoder_rows_config(**sizes, **clusters)
         multiples = "1024 (E and N), 512 (A and F)"
     if config is None:

@@ -119,6 +119,15 @@ def decoder_rows_config(
     )
 
 
+def clusters_at_once(num_sms: int) -> int:
+    """Return how many clusters of 4 programs, one on each SM, are on a Hopper GPU at once, at least.
+
+    A cluster is within one of 8 processing clusters, whose numbers of SMs are even and differ from
+    card to card: at most 2 of each are left. An H200 with 132 SMs had 30 clusters of 4, and not 33.
+    """
+    return max((num_sms - 2 * 8) // 4, 1)
+
+
 def part_groups(tiles: ProductTiles, cluster_size: int) -> tuple[int, int]:
     """Return the groups of 8 features of a tile, and of the part of each program of a cluster."""
     groups = tiles.tile // GROUP

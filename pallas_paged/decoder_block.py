@@ -15,16 +15,16 @@ from pallas_paged.checks import default_promotion
 from pallas_paged.kernels.call import Device
 from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.mosaic import support
+from pallas_paged.kernels.mosaic.config import (
+    LINEAR_TILE,
+    DecoderBlockConfig,
+    decoder_block_config,
+)
 from pallas_paged.kernels.mosaic.rows_config import (
     MAX_ROWS,
     DecoderRowsConfig,
     clusters_at_once,
     decoder_rows_config,
-)
-from pallas_paged.kernels.mosaic.config import (
-    LINEAR_TILE,
-    DecoderBlockConfig,
-    decoder_block_config,
 )
 from pallas_paged.linear import linear
 from pallas_paged.rms_norm import rms_norm
@@ -232,7 +232,7 @@ def _config(
     if any(jax.typeof(array).sharding.mesh.size > 1 for array in arrays):
         return None, "needs arrays on one device"
     device = Device.here()
-    sizes = dict(
+    sizes: Any = dict(
         size=x.shape[-1],
         attended_size=attended.shape[-1],
         hidden_size=weights.gate_up.shape[0],
@@ -244,10 +244,9 @@ def _config(
         config = decoder_block_config(**sizes, num_programs=num_programs)
         multiples = "512 (E), 256 (A and F) and 64 (N)"
     else:
-        clusters = dict(num_clusters=clusters_at_once(device.num_sms))
-        if interpret:
-            clusters = dict(num_clusters=1, cluster_size=1)
-        config = decoder_rows_config(**sizes, **clusters)
+        num_clusters = 1 if interpret else clusters_at_once(device.num_sms)
+        sizes |= dict(num_clusters=num_clusters, cluster_size=1 if interpret else 4)
+        config = decoder_rows_config(**sizes)
         multiples = "1024 (E and N), 512 (A and F)"
     if config is None:
         return None, f"needs sizes that are multiples of {multiples}, and fit"

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -100,7 +101,7 @@ def receive_sum(buffer: Any, transforms: Any, *, part: int, cluster_size: int) -
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(transforms),),
-        return_type=plgpu.ShapeDtypeStruct((64, num_features), np.float32, layout=ops.WGMMA),
+        return_type=plgpu.ShapeDtypeStruct((64, num_features), jnp.float32, layout=ops.WGMMA),
     )
     def receive(_, buffer):
         from jax.experimental.mosaic import gpu as mgpu

@@ -23,7 +23,6 @@ device at once.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
 from typing import Any
@@ -41,69 +40,32 @@ from pallas_paged.kernels.mosaic.arrivals import (
     let_copies_see_stores,
     wait_for_arrivals,
 )
+from pallas_paged.kernels.mosaic.cluster_sums import (
+    join_warps,
+    meet_cluster,
+    receive_sum,
+    send_parts,
+)
+from pallas_paged.kernels.mosaic.ring import wgmma_transforms
+from pallas_paged.kernels.mosaic.row_items import Product
+from pallas_paged.kernels.mosaic.row_refs import (
+    COUNTERS,
+    SUMS,
+    Inputs,
+    Outputs,
+    Scratch,
+    scratch_types,
+)
+from pallas_paged.kernels.mosaic.row_store import load_rows, store_rows
 from pallas_paged.kernels.mosaic.rows_config import (
     BLOCK,
-    COPIES,
     MAX_ROWS,
     DecoderRowsConfig,
     part_groups,
 )
-from pallas_paged.kernels.mosaic.cluster_sums import join_warps, meet_cluster, receive_sum, send_parts
-from pallas_paged.kernels.mosaic.ring import wgmma_transforms
-from pallas_paged.kernels.mosaic.row_items import Product
-from pallas_paged.kernels.mosaic.row_store import load_rows, store_rows
 
 # Counters, each in a line of its own.
 _MLP_X, _HIDDEN, _OUT_X = (32 * i for i in range(3))
-_COUNTERS = 256
-_SUMS = 4 * MAX_ROWS  # of squares, in shared memory
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Inputs:
-    """Arrays or refs to device memory."""
-
-    attended: Any  # [R, A]
-    residual: Any  # [R, E]
-    o: Any  # [E, A]
-    mlp_norm: Any  # [E]
-    gate_up: Any  # [F, 2, E]
-    down: Any  # [E, F]
-    out_norm: Any  # [E]
-    qkv: Any  # [N, E], or None: out is the norm
-    counters: Any  # i32[_COUNTERS], a ref
-    next_counters: Any  # of the next call, to be cleared
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Outputs:
-    """Refs to device memory, or their types. All but the first two are only for the kernel."""
-
-    residual: Any  # [R, E]
-    out: Any  # [R, N], or the norm [R, E]
-    x: Any  # [R, E], the residual times the weight of a norm
-    hidden: Any  # [R, F]
-    squares: Any  # f32[num_programs * 64], sums of a program's part of each row
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Scratch:
-    """Refs in shared memory, or their types."""
-
-    weights: Any  # [num_stages, stage_features, BLOCK]
-    x: Any  # [num_x_stages, 64, BLOCK]
-    sums: Any  # f32[_SUMS]
-    full: Any  # barriers [num_stages], complete when all copies have arrived
-    free: Any  # barriers [num_stages], complete when they were used
-    x_full: Any  # barriers [num_x_stages]
-    x_free: Any
-    x_free_by_all: Any  # of the cluster, where its programs share copies
-    ready: Any  # barrier, complete when this program has stored its part of the next activations
-    may_send: Any  # barriers of the cluster
-    sent: Any
 
 
 def rows_kernel(
@@ -261,16 +223,16 @@ def rows_kernel(
         if num_programs == 1:
             total = ops.load(outputs.squares, ops.WGMMA_ROW)
         else:
-            layout = plgpu.Layout.WG_STRIDED((_SUMS,), vec_size=2)
+            layout = plgpu.Layout.WG_STRIDED((SUMS,), vec_size=2)
             parts = [
-                ops.load(outputs.squares.at[pl.ds(i, _SUMS)], layout)
-                for i in range(0, num_programs * MAX_ROWS, _SUMS)
+                ops.load(outputs.squares.at[pl.ds(i, SUMS)], layout)
+                for i in range(0, num_programs * MAX_ROWS, SUMS)
             ]
             scratch.sums[...] = functools.reduce(operator.add, parts)
             plgpu.commit_smem()
             rows = [
                 ops.load_shared(scratch.sums.at[pl.ds(i, MAX_ROWS)], ops.WGMMA_ROW)
-                for i in range(0, _SUMS, MAX_ROWS)
+                for i in range(0, SUMS, MAX_ROWS)
             ]
             total = functools.reduce(operator.add, rows)
         return lax.rsqrt(total / size + eps)
@@ -299,8 +261,8 @@ def rows_kernel(
 
         @pl.when(program == 0)
         def _():
-            layout = plgpu.Layout.WG_STRIDED((_COUNTERS,), vec_size=2)
-            ops.store(inputs.next_counters, ops.full((_COUNTERS,), 0, layout, jnp.int32))
+            layout = plgpu.Layout.WG_STRIDED((COUNTERS,), vec_size=1)
+            ops.store(inputs.next_counters, ops.full((COUNTERS,), 0, layout, jnp.int32))
 
         used = jnp.int32(0), jnp.int32(0)
         used, _ = add_product(o, used, load_own(o, inputs.residual, inputs.mlp_norm))
@@ -400,28 +362,10 @@ def between_attentions(
         hidden=result_shape((num_rows, gate_up.shape[0]), dtype),
         squares=result_shape((config.num_programs * MAX_ROWS,), jnp.float32),
     )
-    transforms = wgmma_transforms(dtype)
-    num_stages, num_x_stages = config.num_stages, config.num_x_stages
-    in_cluster: Any = plgpu.Barrier()
-    by_all: Any = plgpu.Barrier(num_barriers=num_x_stages)
+    scratch = scratch_types(config, dtype)
     cluster: Any = {}
     if config.cluster_size > 1:
-        in_cluster = plgpu.ClusterBarrier(collective_axes=("rank",))
-        by_all = plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=num_x_stages)
         cluster = dict(cluster=(config.cluster_size,), cluster_names=("rank",))
-    scratch = Scratch(
-        weights=plgpu.SMEM((num_stages, config.stage_features, BLOCK), dtype, transforms=transforms),
-        x=plgpu.SMEM((num_x_stages, MAX_ROWS, BLOCK), dtype, transforms=transforms),
-        sums=plgpu.SMEM((_SUMS,), jnp.float32),
-        full=plgpu.Barrier(num_arrivals=COPIES, num_barriers=num_stages),
-        free=plgpu.Barrier(num_barriers=num_stages),
-        x_full=plgpu.Barrier(num_barriers=num_x_stages),
-        x_free=plgpu.Barrier(num_barriers=num_x_stages),
-        x_free_by_all=by_all,
-        ready=plgpu.Barrier(),
-        may_send=in_cluster,
-        sent=in_cluster,
-    )
 
     def body(inputs, outputs):
         def run(scratch):
@@ -449,5 +393,5 @@ def between_attentions(
 
 def new_counters() -> tuple[jax.Array, jax.Array]:
     """Return two sets of cleared counters, for the first of several calls."""
-    clear = jnp.zeros(_COUNTERS, jnp.int32)
+    clear = jnp.zeros(COUNTERS, jnp.int32)
     return clear, clear

@@ -88,15 +88,14 @@ def decoder_rows_config(
     """
     if any(n % (2 * BLOCK * cluster_size) for n in (size, attended_size, hidden_size)):
         return None
-    shapes = (size, 2), (size, 2), (out_size or size, 1)
-    tiles = [_product_tiles(n, num_clusters, blocks) for n, blocks in shapes]
+    o = down = _product_tiles(size, num_clusters, 2)
+    qkv = _product_tiles(out_size or size, num_clusters, 1)
     gate_up = _product_tiles(hidden_size, num_clusters * cluster_size, 1, is_pair=True)
-    if None in tiles or gate_up is None:
+    if o is None or down is None or qkv is None or gate_up is None:
         return None
-    o, down, qkv = tiles
     if cluster_size > 1 and max(o.tile, qkv.tile, 2 * gate_up.tile) > _MAX_TILE:
         return None
-    stage_features = max(2 * gate_up.tile, *(x.tile * x.blocks for x in tiles))
+    stage_features = max(2 * gate_up.tile, 2 * o.tile, qkv.tile)
     # Sums use the activations' part of shared memory, and the last ones that of the weights.
     needed = 0 if cluster_size == 1 else -(-sum_bytes(o, cluster_size) // 8192)
     num_x_stages = num_x_stages or max(needed, 5)
@@ -120,7 +119,7 @@ def decoder_rows_config(
 
 
 def clusters_at_once(num_sms: int) -> int:
-    """Return how many clusters of 4 programs, one on each SM, are on a Hopper GPU at once, at least.
+    """Return how many clusters of 4 programs are on a Hopper GPU at once, at least, one on each SM.
 
     A cluster is within one of 8 processing clusters, whose numbers of SMs are even and differ from
     card to card: at most 2 of each are left. An H200 with 132 SMs had 30 clusters of 4, and not 33.

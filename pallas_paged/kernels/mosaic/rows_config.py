@@ -86,18 +86,22 @@ def decoder_rows_config(
         kb_in_flight: of weights.
         num_x_stages: None: as many as sums need, and not less than 5.
     """
-    if any(n % (2 * BLOCK * cluster_size) for n in (size, attended_size, hidden_size)):
+    if any(n % (BLOCK * cluster_size) for n in (size, attended_size, hidden_size)):
         return None
-    o = down = _product_tiles(size, num_clusters, 2)
+    o, down = (
+        _product_tiles(size, num_clusters, 1 if columns % (2 * BLOCK * cluster_size) else 2)
+        for columns in (attended_size, hidden_size)
+    )
     qkv = _product_tiles(out_size or size, num_clusters, 1)
     gate_up = _product_tiles(hidden_size, num_clusters * cluster_size, 1, is_pair=True)
     if o is None or down is None or qkv is None or gate_up is None:
         return None
-    if cluster_size > 1 and max(o.tile, qkv.tile, 2 * gate_up.tile) > _MAX_TILE:
+    if cluster_size > 1 and max(o.tile, down.tile, qkv.tile, 2 * gate_up.tile) > _MAX_TILE:
         return None
-    stage_features = max(2 * gate_up.tile, 2 * o.tile, qkv.tile)
+    stage_features = max(2 * gate_up.tile, *(x.tile * x.blocks for x in (o, down, qkv)))
     # Sums use the activations' part of shared memory, and the last ones that of the weights.
-    needed = 0 if cluster_size == 1 else -(-sum_bytes(o, cluster_size) // 8192)
+    most = max(sum_bytes(x, cluster_size) for x in (o, down))
+    needed = 0 if cluster_size == 1 else -(-most // 8192)
     num_x_stages = num_x_stages or max(needed, 5)
     if needed > num_x_stages:
         return None

@@ -34,10 +34,11 @@ BlockImplementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 RowLinearNorm = Callable[..., tuple[jax.Array, jax.Array]]
 Config = DecoderBlockConfig | DecoderRowsConfig
 
-# Sizes of the residual with which the kernel of one row is chosen. It was measured to be faster at
-# both ends, for Llamas of 1B and 8B on an H200. That of several rows was not: docs/tuning.md.
+# Sizes of the residual and numbers of rows with which a kernel is chosen. With 1 and 64 rows it was
+# measured to be faster at both ends, for Llamas of 1B and 8B on an H200. XLA is faster with 16 rows
+# than with 64, and the kernel was not timed there: docs/tuning.md.
 _FASTER = range(2048, 4097)
-_FASTER_ROWS = (1,)
+_FASTER_ROWS = (1, *range(33, 65))
 
 
 @jax.tree_util.register_dataclass
@@ -99,10 +100,10 @@ def between_attentions(
         residual += swiglu(rms_norm(residual) @ gate_up.T) @ down.T
         out = rms_norm(residual) @ qkv.T + qkv_bias
 
-    For one row on a Hopper GPU it is one kernel, whose copies of weights never pause. Otherwise,
-    and for gradients, it is `linear` and `rms_norm`, one after another. For 2 to 64 rows of bf16
-    there is a kernel too, which has to be named. Results differ by rounding: sums are in f32, in
-    another order. The bits of the kernels are the same each time.
+    For one row on a Hopper GPU, and for 33 to 64 rows of bf16, it is one kernel, whose copies of
+    weights hardly ever pause. Otherwise, and for gradients, it is `linear` and `rms_norm`, one
+    after another. For 2 to 32 rows the kernel has to be named. Results differ by rounding: sums are
+    in f32, in another order. The bits of the kernels are the same each time.
 
     Args:
         attended: floating `[..., A]`, the output of attention; or its partial states, which the
@@ -246,7 +247,7 @@ def _config(
     else:
         num_clusters = 1 if interpret else clusters_at_once(device.num_sms)
         sizes |= dict(num_clusters=num_clusters, cluster_size=1 if interpret else 4)
-        config = decoder_rows_config(**sizes)
+        config = decoder_rows_config(**sizes, num_rows=_padded(num_rows))
         multiples = "256 (A, E and F) and 8 (N)"
     if config is None:
         return None, f"needs sizes that are multiples of {multiples}, and fit"

@@ -13,6 +13,7 @@ COPIES = 2  # of weights for each stage
 GROUP = 8  # features, of which tiles have a number
 _MAX_TILE = 256
 _RING_BYTES = 224 * 1024  # of both rings
+_BYTES_IN_FLIGHT = 72 * 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,18 +73,17 @@ def decoder_rows_config(
     attended_size: int,
     hidden_size: int,
     out_size: int,
+    num_rows: int,
     num_clusters: int,
     cluster_size: int = 4,
-    kb_in_flight: int = 72,
     num_x_stages: int | None = None,
-    share_x: bool = False,
 ) -> DecoderRowsConfig | None:
     """Return the config for weights of these sizes, or None where the kernel can't do them.
 
     Args:
         size, attended_size, hidden_size, out_size: as in `decoder_block_config`.
-        num_clusters, cluster_size, share_x: as in `DecoderRowsConfig`.
-        kb_in_flight: of weights.
+        num_rows: a multiple of 8.
+        num_clusters, cluster_size: as in `DecoderRowsConfig`.
         num_x_stages: None: as many as sums need, and not less than 5.
     """
     if any(n % (BLOCK * cluster_size) for n in (size, attended_size, hidden_size)):
@@ -117,8 +117,8 @@ def decoder_rows_config(
         stage_features=stage_features,
         num_stages=max(num_stages, 2),
         num_x_stages=num_x_stages,
-        num_in_flight=max(min(kb_in_flight * 1024 // stage_bytes, num_stages), 1),
-        share_x=share_x,
+        num_in_flight=max(min(_BYTES_IN_FLIGHT // stage_bytes, num_stages), 1),
+        share_x=cluster_size > 1 and num_rows % (8 * cluster_size) == 0,
     )
 
 

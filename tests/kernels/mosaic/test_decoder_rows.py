@@ -10,9 +10,11 @@ import pytest
 if jax.__version_info__ < (0, 11):
     pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
 
+from pallas_paged import decoder_block
+from pallas_paged.decoder_block import BlockWeights, Residual
 from pallas_paged.kernels.mosaic.decoder_rows import between_attentions, new_counters
 from pallas_paged.kernels.mosaic.row_items import Product
-from pallas_paged.kernels.mosaic.rows_config import decoder_rows_config
+from pallas_paged.kernels.mosaic.rows_config import clusters_at_once, decoder_rows_config
 from tests.kernels.mosaic.test_decoder_block import draw, shapes_of
 from tests.support.devices import lower_for_cuda
 
@@ -54,7 +56,11 @@ def test_it_is_the_steps_in_numpy(rows, sizes, num_x_stages):
     w = {name: draw(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
     attended, x = draw(20, rows, sizes[0]), draw(21, rows, sizes[1])
     config = decoder_rows_config(
-        **sizes_of(*sizes), num_clusters=1, cluster_size=1, num_x_stages=num_x_stages
+        **sizes_of(*sizes),
+        num_rows=rows,
+        num_clusters=1,
+        cluster_size=1,
+        num_x_stages=num_x_stages,
     )
     got = between_attentions(
         attended,
@@ -73,7 +79,7 @@ def test_it_is_the_steps_in_numpy(rows, sizes, num_x_stages):
 @pytest.mark.parametrize("rows", [8, 40, 64])
 def test_the_blocks_of_decoders_lower_for_a_gpu(sizes, rows):
     attended, size, _, out = sizes
-    config = decoder_rows_config(**sizes_of(*sizes), num_clusters=30)
+    config = decoder_rows_config(**sizes_of(*sizes), num_rows=rows, num_clusters=30)
     shapes = shapes_of(*sizes)
     if not out:
         del shapes["qkv"]
@@ -96,7 +102,7 @@ def test_equal_tiles_and_parts_cover_all_features_and_each_is_owned_once(
     sizes, clusters, cluster_size
 ):
     config = decoder_rows_config(
-        **sizes_of(*sizes), num_clusters=clusters, cluster_size=cluster_size
+        **sizes_of(*sizes), num_rows=64, num_clusters=clusters, cluster_size=cluster_size
     )
     for tiles in (config.o, config.down, config.qkv):
         owners = np.zeros(tiles.num_features, int)
@@ -120,4 +126,22 @@ def test_equal_tiles_and_parts_cover_all_features_and_each_is_owned_once(
     "change", [dict(size=320), dict(hidden_size=8200), dict(out_size=100), dict(attended_size=2000)]
 )
 def test_sizes_that_do_not_fit_have_no_config(change):
-    assert decoder_rows_config(**sizes_of(2048, 2048, 8192, 3072) | change, num_clusters=30) is None
+    sizes = sizes_of(2048, 2048, 8192, 3072) | change
+    assert decoder_rows_config(**sizes, num_rows=64, num_clusters=30) is None
+
+
+def test_clusters_fit_whatever_sms_the_processing_clusters_have():
+    assert [clusters_at_once(n) for n in (132, 114, 78)] == [29, 24, 15]
+
+
+@pytest.mark.parametrize(("rows", "kernels"), [(16, 0), (40, 1), (64, 1), (65, 0)])
+def test_it_is_chosen_for_33_to_64_rows(rows, kernels):
+    shapes = shapes_of(*LLAMAS[0])
+    w = BlockWeights(**{k: jax.ShapeDtypeStruct(s, jnp.bfloat16) for k, s in shapes.items()})
+    attended = x = jax.ShapeDtypeStruct((rows, 2048), jnp.bfloat16)
+
+    def run(attended, x, w):
+        return decoder_block.between_attentions(attended, Residual(x=x), w, eps=1e-5)[1]
+
+    text = lower_for_cuda(run, attended, x, w).as_text()
+    assert text.count("custom_call @mosaic_gpu") == kernels

@@ -14,6 +14,7 @@ GROUP = 8  # features, of which tiles have a number
 _MAX_TILE = 256
 _RING_BYTES = 224 * 1024  # of both rings
 _BYTES_IN_FLIGHT = 72 * 1024
+_MAX_STAGES = 16  # Mosaic takes 32 barriers at most
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +107,7 @@ def decoder_rows_config(
     if needed > num_x_stages:
         return None
     stage_bytes = stage_features * BLOCK * 2
-    num_stages = (_RING_BYTES - num_x_stages * 8192) // stage_bytes
+    num_stages = min((_RING_BYTES - num_x_stages * 8192) // stage_bytes, _MAX_STAGES)
     return DecoderRowsConfig(
         num_clusters=num_clusters,
         cluster_size=cluster_size,

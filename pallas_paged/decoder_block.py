@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 
 from pallas_paged.checks import default_promotion
 from pallas_paged.kernels.call import Device
@@ -19,16 +20,25 @@ from pallas_paged.kernels.mosaic.config import (
     DecoderBlockConfig,
     decoder_block_config,
 )
+from pallas_paged.kernels.mosaic.rows_config import (
+    MAX_ROWS,
+    DecoderRowsConfig,
+    clusters_at_once,
+    decoder_rows_config,
+)
 from pallas_paged.linear import linear
 from pallas_paged.rms_norm import rms_norm
 from pallas_paged.unmerged_attention import UnmergedAttention
 
 BlockImplementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 RowLinearNorm = Callable[..., tuple[jax.Array, jax.Array]]
+Config = DecoderBlockConfig | DecoderRowsConfig
 
-# Sizes of the residual with which the kernel is chosen. It was measured to be faster at both ends,
-# for Llamas of 1B and 8B on an H200: docs/tuning.md.
+# Sizes of the residual and numbers of rows with which a kernel is chosen. With 1 and 64 rows it was
+# measured to be faster at both ends, for Llamas of 1B and 8B on an H200. XLA is faster with 16 rows
+# than with 64, and the kernel was not timed there: docs/tuning.md.
 _FASTER = range(2048, 4097)
+_FASTER_ROWS = (1, *range(33, 65))
 
 
 @jax.tree_util.register_dataclass
@@ -65,7 +75,8 @@ class Residual:
     Attributes:
         x: floating `[..., E]`.
         boards: memory in which the programs of the kernel find one another's results, and that of
-            the next call; None before the first call.
+            the next call; None before the first call. Calls with one row have other boards than
+            those with several.
     """
 
     x: jax.Array
@@ -89,9 +100,10 @@ def between_attentions(
         residual += swiglu(rms_norm(residual) @ gate_up.T) @ down.T
         out = rms_norm(residual) @ qkv.T + qkv_bias
 
-    For one row on a Hopper GPU it is one kernel, whose copies of weights never pause. Otherwise,
-    and for gradients, it is `linear` and `rms_norm`, one after another. Results differ by rounding:
-    sums are in f32, in another order. The bits of the kernel are the same each time.
+    For one row on a Hopper GPU, and for 33 to 64 rows of bf16, it is one kernel, whose copies of
+    weights hardly ever pause. Otherwise, and for gradients, it is `linear` and `rms_norm`, one
+    after another. For 2 to 32 rows the kernel has to be named. Results differ by rounding: sums are
+    in f32, in another order. The bits of the kernels are the same each time.
 
     Args:
         attended: floating `[..., A]`, the output of attention; or its partial states, which the
@@ -104,7 +116,7 @@ def between_attentions(
             its norm where several devices share the columns of `o` and `down`, as the engine's
             `Attend` does. Not used with dropout, nor with a bias.
         implementation: "mosaic_gpu", on a Hopper GPU; "mosaic_gpu_interpret", the same kernel on
-            any device; "xla", separate steps; or None for the fastest.
+            any device; "xla", separate steps; or None for the fastest of those measured.
 
     Returns:
         The residual, and out `[..., N]`, or without `qkv` the norm `[..., E]`.
@@ -117,8 +129,9 @@ def between_attentions(
     names = get_args(BlockImplementation)
     if implementation is not None and implementation not in names:
         raise ValueError(f"{implementation=} must be None or one of {names}")
+    *rows, size = residual.x.shape
     if implementation not in (None, "xla") or (
-        implementation is None and residual.x.shape[-1] in _FASTER
+        implementation is None and size in _FASTER and math.prod(rows) in _FASTER_ROWS
     ):
         interpret = implementation == "mosaic_gpu_interpret"
         config, reason = _config(attended, residual.x, weights, dropout, interpret=interpret)
@@ -127,7 +140,9 @@ def between_attentions(
             given: jax.Array | DecodeStates
             if not isinstance(attended, UnmergedAttention):
                 given = attended
-            elif attended.states.head_dim % LINEAR_TILE:  # of a head, that are united at a time
+            elif isinstance(config, DecoderRowsConfig) or (
+                attended.states.head_dim % LINEAR_TILE  # of a head, that are united at a time
+            ):
                 given = attended.merged()
             else:
                 given = attended.states
@@ -200,14 +215,17 @@ def _config(
     dropout: Any,
     *,
     interpret: bool,
-) -> tuple[DecoderBlockConfig | None, str | None]:
+) -> tuple[Config | None, str | None]:
     """Return the config of the kernel, or None and why it can't do a call."""
     arrays = x, *jax.tree.leaves(weights)
     dtypes = sorted({array.dtype.name for array in (attended, *arrays)})
     if dtypes not in (["bfloat16"], ["float16"]):
         return None, f"needs all in bfloat16 or all in float16, not {', '.join(dtypes)}"
-    if (num_rows := math.prod(x.shape[:-1])) != 1:
-        return None, f"needs one row, not {num_rows}"
+    if not 1 <= (num_rows := math.prod(x.shape[:-1])) <= MAX_ROWS:
+        return None, f"needs 1 to {MAX_ROWS} rows, not {num_rows}"
+    if num_rows > 1 and dtypes != ["bfloat16"]:
+        # The norm of a row divides its product, before which f16 could overflow.
+        return None, f"needs bfloat16 for {num_rows} rows, not float16"
     if dropout is not None or weights.o_bias is not None or weights.qkv_bias is not None:
         return None, "has no biases and no dropout"
     if not isinstance(attended, UnmergedAttention):
@@ -215,33 +233,48 @@ def _config(
     if any(jax.typeof(array).sharding.mesh.size > 1 for array in arrays):
         return None, "needs arrays on one device"
     device = Device.here()
-    config = decoder_block_config(
+    sizes: Any = dict(
         size=x.shape[-1],
         attended_size=attended.shape[-1],
         hidden_size=weights.gate_up.shape[0],
         out_size=0 if weights.qkv is None else weights.qkv.shape[0],
-        num_programs=1 if interpret else device.num_sms,
     )
+    config: Config | None
+    if num_rows == 1:
+        num_programs = 1 if interpret else device.num_sms
+        config = decoder_block_config(**sizes, num_programs=num_programs)
+        multiples = "512 (E), 256 (A and F) and 64 (N)"
+    else:
+        num_clusters = 1 if interpret else clusters_at_once(device.num_sms)
+        sizes |= dict(num_clusters=num_clusters, cluster_size=1 if interpret else 4)
+        config = decoder_rows_config(**sizes, num_rows=_padded(num_rows))
+        multiples = "256 (A, E and F) and 8 (N)"
     if config is None:
-        return None, "needs sizes that are multiples of 512 (E), 256 (A and F) and 64 (N), and fit"
+        return None, f"needs sizes that are multiples of {multiples}, and fit"
     reason = support.why_not_jax() or (None if interpret else support.why_not_device(device))
     if reason is not None:
         return None, reason
     return config, None
 
 
-def _new_boards(config: DecoderBlockConfig, weights: BlockWeights) -> tuple[jax.Array, jax.Array]:
-    from pallas_paged.kernels.mosaic import decoder_block as mosaic
+def _padded(num_rows: int) -> int:
+    return -(-num_rows // 8) * 8
 
+
+def _new_boards(config: Config, weights: BlockWeights) -> tuple[jax.Array, jax.Array]:
+    from pallas_paged.kernels.mosaic import decoder_block, decoder_rows
+
+    if isinstance(config, DecoderRowsConfig):
+        return decoder_rows.new_counters()
     size, hidden_size = weights.down.shape
     sizes = dict(size=size, attended_size=weights.o.shape[1], hidden_size=hidden_size)
-    return mosaic.new_boards(config, **sizes)
+    return decoder_block.new_boards(config, **sizes)
 
 
 # JAX takes the references out of a custom VJP, but not out of a custom JVP.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _kernel(
-    config: DecoderBlockConfig,
+    config: Config,
     eps: float,
     interpret: bool,
     attended: jax.Array | DecodeStates,
@@ -249,12 +282,21 @@ def _kernel(
     weights: BlockWeights,
     boards: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
-    from pallas_paged.kernels.mosaic import decoder_block as mosaic
+    from pallas_paged.kernels.mosaic import decoder_block, decoder_rows
+
+    run: Any = decoder_block.between_attentions
+    num_rows = padded = math.prod(x.shape[:-1])
+    if isinstance(config, DecoderRowsConfig):
+        run, padded = decoder_rows.between_attentions, _padded(num_rows)
+
+    def matrix(rows: jax.Array) -> jax.Array:
+        rows = rows.reshape(num_rows, -1)
+        return rows if padded == num_rows else jnp.pad(rows, ((0, padded - num_rows), (0, 0)))
 
     with jax.enable_x64(False):
-        new_x, out, boards = mosaic.between_attentions(
-            attended if isinstance(attended, DecodeStates) else attended.reshape(1, -1),
-            x.reshape(1, -1),
+        new_x, out, boards = run(
+            attended if isinstance(attended, DecodeStates) else matrix(attended),
+            matrix(x),
             boards,
             o=weights.o,
             mlp_norm=weights.mlp_norm,
@@ -266,11 +308,12 @@ def _kernel(
             config=config,
             interpret=interpret,
         )
-    return new_x.reshape(x.shape), out.reshape(*x.shape[:-1], -1), boards
+    new_x, out = (rows[:num_rows].reshape(*x.shape[:-1], -1) for rows in (new_x, out))
+    return new_x, out, boards
 
 
 def _kernel_fwd(
-    config: DecoderBlockConfig,
+    config: Config,
     eps: float,
     interpret: bool,
     attended: jax.Array | DecodeStates,
@@ -285,9 +328,7 @@ def _kernel_fwd(
     return (x, out, boards), vjp
 
 
-def _kernel_bwd(
-    config: DecoderBlockConfig, eps: float, interpret: bool, vjp: Any, cotangents: Any
-) -> Any:
+def _kernel_bwd(config: Config, eps: float, interpret: bool, vjp: Any, cotangents: Any) -> Any:
     del config, eps, interpret
     return *vjp(cotangents[:2]), (None, None)
 

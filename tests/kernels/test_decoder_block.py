@@ -68,9 +68,11 @@ def test_dropout_is_of_both_branches():
 
 @needs_mosaic
 @pytest.mark.parametrize("kernel", [KERNEL, *({"mosaic_gpu"} & {*implementations_here()})])
-@pytest.mark.parametrize("last", [False, True])
-def test_the_kernel_gives_what_xla_gives_and_its_gradients(kernel, last):
-    (attended, residual), w = inputs(1), block_weights()
+@pytest.mark.parametrize(
+    ("rows", "last"), [((1,), False), ((1,), True), ((2, 5), False), ((9,), True)]
+)
+def test_the_kernel_gives_what_xla_gives_and_its_gradients(kernel, rows, last):
+    (attended, residual), w = inputs(*rows), block_weights()
     if last:
         w = dataclasses.replace(w, qkv=None)
 
@@ -80,7 +82,7 @@ def test_the_kernel_gives_what_xla_gives_and_its_gradients(kernel, last):
             stream, out = between_attentions(
                 attended, stream, w, eps=1e-5, implementation=implementation
             )
-        assert out.shape == (1, E if last else N) and out.dtype == jnp.bfloat16
+        assert out.shape == (*rows, E if last else N) and out.dtype == jnp.bfloat16
         return (out.astype(jnp.float32) ** 2).mean(), (stream.x, out)
 
     both = [
@@ -151,9 +153,14 @@ def test_bad_arguments_are_named(change, error, match):
 
 
 def test_rows_and_names_are_checked():
-    (attended, residual), w = inputs(2), block_weights()
-    with pytest.raises(NotImplementedError, match="needs one row, not 2"):
+    (attended, residual), w = inputs(65), block_weights()
+    with pytest.raises(NotImplementedError, match="needs 1 to 64 rows, not 65"):
         between_attentions(attended, residual, w, eps=1e-5, implementation=KERNEL)
+    (attended, residual) = inputs(2, dtype=jnp.float16)
+    with pytest.raises(NotImplementedError, match="needs bfloat16 for 2 rows"):
+        between_attentions(
+            attended, residual, block_weights(jnp.float16), eps=1e-5, implementation=KERNEL
+        )
     with pytest.raises(ValueError, match="implementation='cuda' must be"):
         between_attentions(attended, residual, w, eps=1e-5, implementation="cuda")
     with pytest.raises(ValueError, match="must have the rows of the residual"):

@@ -155,7 +155,9 @@ def kernel_calls() -> list[KernelCall]:
     for name, sizes in {"linear": (320, 1024), "linear with SwiGLU": (192, 2, 1024)}.items():
         add(LinearImplementation, name, linear, partial(_linear_arrays, sizes))
     add(Literal["triton"], "RMS norm", _norm, partial(_linear_arrays, (2048,)))
-    add(BlockImplementation, "between attentions", _between_attentions, _block_arrays)
+    for rows, name in {1: "between attentions", 12: "between attentions, 12 rows"}.items():
+        make = partial(_block_arrays, rows)
+        add(BlockImplementation, name, _between_attentions, make)
     add(BlockImplementation, "attention and between", _attention_and_between, _states_arrays)
     add(Literal["triton"], "decode and write", _write_and_attend, _decode_and_write_arrays)
     return found
@@ -254,7 +256,7 @@ def _between_attentions(
     return residual.x, out
 
 
-def _block_arrays() -> tuple[Any, ...]:
+def _block_arrays(num_rows: int) -> tuple[Any, ...]:
     rng = np.random.default_rng(5)
 
     def normal(*shape: int) -> Any:
@@ -267,9 +269,9 @@ def _block_arrays() -> tuple[Any, ...]:
         gate_up=normal(hidden_size, 2, size),
         down=normal(size, hidden_size),
         out_norm=normal(size),
-        qkv=normal(192, size),
+        qkv=normal(256, size),
     )
-    return normal(1, 256), normal(1, size), weights
+    return normal(num_rows, 256), normal(num_rows, size), weights
 
 
 def _attention_and_between(
@@ -286,7 +288,7 @@ def _attention_and_between(
 def _states_arrays() -> tuple[Any, ...]:
     case = dataclasses.replace(DECODE, num_q_heads=2, num_kv_heads=1, seq_lens=(150,))
     arrays = dict(zip(CACHE, case.make(), strict=True))
-    _, x, weights = _block_arrays()
+    _, x, weights = _block_arrays(1)
     return arrays, x, weights
 
 

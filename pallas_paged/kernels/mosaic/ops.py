@@ -259,6 +259,28 @@ def wgmma_many(
     return list(pl.run_state(multiply)(tuple(plgpu.ACC.init(x) for x in accs)))
 
 
+def wgmma_blocks(
+    accs: list[jax.Array], products: list[tuple[int, Any, Any]], *, interpret: bool
+) -> list[jax.Array]:
+    """Return `accs` after products of blocks in shared memory were added to some of them.
+
+    Args:
+        accs: f32 accumulators.
+        products: the index in `accs`, operand A and operand B.
+    """
+    if interpret:
+        accs = list(accs)
+        for i, a, b in products:
+            accs[i] = wgmma_accumulate(accs[i], a, b, interpret=True)
+        return accs
+
+    def multiply(refs):
+        for i, a, b in products:
+            plgpu.wgmma(refs[i], a, b)
+
+    return list(pl.run_state(multiply)(tuple(plgpu.ACC.init(x) for x in accs)))
+
+
 def join_sinks(
     state: State,
     sinks: jax.Array,

@@ -1,0 +1,79 @@
+"""Counters in device memory, by which the programs of a kernel wait for one another.
+
+What a program has stored before it arrives can be read by those that waited for it, by loads and by
+copies of the tensor memory accelerator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+_MAX_POLLS = 1 << 26  # about a minute
+
+
+def arrive(counter: Any, *, interpret: bool) -> None:
+    """Add 1 to a counter i32[1], after all stores of this warpgroup.
+
+    Interpreted kernels have one program, which need not wait for itself.
+    """
+    if interpret:
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def add(_, counter):
+        from jax.experimental.mosaic.gpu import utils
+
+        utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
+        utils.warpgroup_barrier()
+        with utils.when(utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)):
+            utils.inline_ptx(
+                "red.release.gpu.global.add.u32 [$0], 1;",
+                utils.memref_ptr(counter),
+                has_side_effects=True,
+            )
+
+    add(counter)
+
+
+def wait_for_arrivals(counter: Any, count: int, *, interpret: bool) -> None:
+    """Wait until a counter i32[1] is `count`; a whole warpgroup calls this."""
+    if interpret:
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def wait(_, counter):
+        from jax.experimental.mosaic.gpu import utils
+
+        with utils.when(utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)):
+            utils.inline_ptx(
+                "{ .reg .pred p; .reg .b32 found, polls; mov.u32 polls, 0; again:"
+                f" add.u32 polls, polls, 1; setp.gt.u32 p, polls, {_MAX_POLLS}; @p trap;"
+                " ld.acquire.gpu.global.b32 found, [$0];"
+                f" setp.lt.u32 p, found, {count}; @p bra again; }}",
+                utils.memref_ptr(counter),
+                has_side_effects=True,
+            )
+        utils.warpgroup_barrier()
+        see_copies(utils)
+
+    wait(counter)
+
+
+def let_copies_see_stores(*, interpret: bool) -> None:
+    """Order copies that this warpgroup starts after the stores that it knows of."""
+    if interpret:
+        return
+
+    @plgpu.inline_mgpu()
+    def fence(_):
+        from jax.experimental.mosaic.gpu import utils
+
+        see_copies(utils)
+
+    fence()
+
+
+def see_copies(utils: Any) -> None:
+    utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)

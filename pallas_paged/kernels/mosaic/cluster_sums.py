@@ -1,0 +1,144 @@
+"""Sums over the programs of a cluster, through the shared memory of one another.
+
+Each program of a cluster has a product of the same features over its part of the columns. It sends
+one part of the features to each of the others. They add what they get in the order of the
+programs, so results have the same bits each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_paged.kernels.mosaic import ops
+
+_BLOCK_BYTES = 2048  # of 8 features: 16 bytes of each thread
+
+
+def join_warps() -> None:
+    """Wait for the warps of this warpgroup."""
+
+    @plgpu.inline_mgpu()
+    def join(_):
+        from jax.experimental.mosaic.gpu import utils
+
+        utils.warpgroup_barrier()
+
+    join()
+
+
+def meet_cluster(barrier: Any) -> None:
+    """Wait for the other programs of the cluster."""
+    join_warps()
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+
+
+def send_parts(
+    accs: Sequence[jax.Array],
+    buffer: Any,
+    transforms: Any,
+    *,
+    part: int,
+    cluster_size: int,
+    num_rows: int,
+) -> None:
+    """Store each program's part of the features in its shared memory.
+
+    Args:
+        accs: f32 `[64, n]` as wgmma has them, whose features are one after another.
+        buffer: ref to shared memory with these transforms, the same in all programs.
+        part: how many times 8 features each program gets. Parts are spread over those of `accs`.
+        cluster_size: a power of 2.
+        num_rows: rows that are sent, at least.
+    """
+    count = len(accs)
+
+    @plgpu.inline_mgpu(arg_types=([ops.WGMMA] * count, plgpu.RefType(transforms)))
+    def send(_, accs, buffer):
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, llvm, vector
+
+        i32 = ir.IntegerType.get_signless(32)
+        rank = utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=i32)
+        thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
+        start = llvm.ptrtoint(i32, utils.memref_ptr(buffer))
+        start = arith.addi(start, arith.muli(thread, utils.c(16, i32)))
+        registers = np.concatenate([acc.registers.reshape(-1, 2) for acc in accs])
+        # The buffer has the parts of one program after those of another.
+        part_of_this = arith.andi(rank, utils.c(cluster_size - 1, i32))
+        first = arith.subi(rank, part_of_this)
+        start = arith.addi(start, arith.muli(part_of_this, utils.c(part * _BLOCK_BYTES, i32)))
+        lines = [
+            "{ .reg .pred p; .reg .b32 a, r;",
+            f"setp.ge.u32 p, $1, {-(-num_rows // 16) * 32}; @p bra end;",  # 16 rows of a warp
+        ]
+        operands = []
+        for to in range(cluster_size):
+            block = to * (len(registers) - part) // (cluster_size - 1)
+            lines.append(f"add.u32 r, $2, {to}; mapa.shared::cluster.u32 a, $0, r;")
+            for i in range(part):
+                names = ", ".join(f"${3 + len(operands) + j}" for j in range(4))
+                lines.append(f"st.shared::cluster.v4.f32 [a+{i * _BLOCK_BYTES}], {{{names}}};")
+                for register in registers[block + i]:
+                    operands += [vector.extract(register, [], [j]) for j in range(2)]
+        # Before the arrival at a barrier of the cluster.
+        lines.append("fence.acq_rel.cluster; end: }")
+        utils.inline_ptx("\n".join(lines), start, thread, first, *operands, has_side_effects=True)
+
+    send(list(accs), buffer)
+
+
+def receive_sum(buffer: Any, transforms: Any, *, part: int, cluster_size: int) -> jax.Array:
+    """Return f32 `[64, 8 * part]`, the sum of what the programs have sent to this one."""
+    num_features = 8 * part
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(transforms),),
+        return_type=plgpu.ShapeDtypeStruct((64, num_features), jnp.float32, layout=ops.WGMMA),
+    )
+    def receive(_, buffer):
+        from jax.experimental.mosaic import gpu as mgpu
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, llvm, vector
+
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
+        start = llvm.ptrtoint(i32, utils.memref_ptr(buffer))
+        start = arith.addi(start, arith.muli(thread, utils.c(16, i32)))
+        blocks = part
+        count = 4 * blocks * cluster_size
+        lines = []
+        for i in range(blocks * cluster_size):
+            names = ", ".join(f"${4 * i + j}" for j in range(4))
+            lines.append(f"ld.shared.v4.f32 {{{names}}}, [${count}+{i * _BLOCK_BYTES}];")
+        # Copies may write here next.
+        lines.append("fence.proxy.async.shared::cta;")
+        loaded = utils.inline_ptx(
+            "\n".join(lines), start, result_types=[f32] * count, has_side_effects=True
+        )
+        layout = ops.WGMMA.to_mgpu()
+        registers = np.empty(2 * blocks, object)
+        for i in range(2 * blocks):
+            pair = []
+            for j in range(2):
+                n = 2 * i + j
+                total = loaded[n]
+                for i_from in range(1, cluster_size):
+                    total = arith.addf(total, loaded[4 * blocks * i_from + n])
+                pair.append(total)
+            registers[i] = vector.from_elements(ir.VectorType.get((2,), f32), pair)
+        return mgpu.FragmentedArray(
+            _registers=registers.reshape(layout.registers_shape((64, num_features))),
+            _layout=layout,
+            _is_signed=None,
+        )
+
+    return receive(buffer)

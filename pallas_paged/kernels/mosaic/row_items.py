@@ -1,0 +1,120 @@
+"""Which blocks of a weight and of activations a program of the kernel of several rows has."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_paged.kernels.mosaic.rows_config import (
+    BLOCK,
+    COPIES,
+    GROUP,
+    DecoderRowsConfig,
+    ProductTiles,
+    part_groups,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Product:
+    """A program's part of a product.
+
+    Gate and up are cut by features only. Of other weights a cluster has a tile of features, and
+    each of its programs a part of the columns; then each has the sums of a part of the features.
+    Tiles and parts are equally large, so they may overlap.
+    """
+
+    weight: Any  # ref [N, K] or [N, 2, K]
+    x: Any  # ref [R, K]
+    tiles: ProductTiles
+    cluster: Any
+    rank: Any  # in the cluster
+    config: DecoderRowsConfig
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether the two accumulators are gate and up of the same features."""
+        return len(self.weight.shape) == 3
+
+    @property
+    def acc_size(self) -> int:
+        """Features of an accumulator."""
+        return self.tiles.tile if self.is_pair else self.tiles.tile // self.tiles.num_accs
+
+    @property
+    def num_columns(self) -> int:
+        """Columns that a program has."""
+        return self.weight.shape[-1] // (1 if self.is_pair else self.config.cluster_size)
+
+    @property
+    def first_column(self) -> Any:
+        return 0 if self.is_pair else self.rank * self.num_columns
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of activations."""
+        return self.num_columns // BLOCK
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of weights."""
+        return self.num_blocks // self.tiles.blocks
+
+    def _start(self, index: Any) -> Any:
+        """Return the first feature of a tile, or of the one behind the last all features."""
+        tiles = self.tiles
+        groups = tiles.num_features // GROUP
+        return _spread(index, tiles.count, groups, tiles.tile // GROUP) * GROUP
+
+    @property
+    def feature(self) -> Any:
+        """The first feature of the tile."""
+        if self.is_pair:
+            return self._start(self.cluster * self.config.cluster_size + self.rank)
+        return self._start(self.cluster)
+
+    def own(self) -> tuple[Any, Any]:
+        """Return the features whose sums this program has, and how many no other one has too."""
+        groups, width = part_groups(self.tiles, self.config.cluster_size)
+        first, after = (
+            _spread(self.rank + i, self.config.cluster_size, groups, width) * GROUP
+            for i in range(2)
+        )
+        of_tile = self._start(self.cluster + 1) - self.feature
+        return pl.ds(self.feature + first, width * GROUP), jnp.minimum(after, of_tile) - first
+
+    def rows_of(self, block: int, acc: int) -> int:
+        """Return where in a stage the features of an accumulator start."""
+        return (block * self.tiles.num_accs + acc) * self.acc_size
+
+    def copies(self, stage: Any) -> Iterator[tuple[Any, Any]]:
+        """Yield the rows of a ring's stage and the refs to be copied there, `COPIES` in all."""
+        tile, blocks = self.tiles.tile, self.tiles.blocks
+        parts = COPIES // blocks
+        for block in range(blocks):
+            columns = pl.ds(self.first_column + (stage * blocks + block) * BLOCK, BLOCK)
+            if self.is_pair:
+                for acc in range(2):
+                    to = pl.ds(self.rows_of(block, acc), tile)
+                    yield to, self.weight.at[pl.ds(self.feature, tile), acc, columns]
+            else:
+                size = tile // parts
+                for part in range(parts):
+                    to = pl.ds(block * tile + part * size, size)
+                    yield to, self.weight.at[pl.ds(self.feature + part * size, size), columns]
+
+
+def _spread(index: Any, count: int, total: int, width: int) -> Any:
+    """Return where one of `count` equal intervals starts that cover `total`, perhaps overlapping.
+
+    That of index `count` is `total`.
+    """
+    if count == 1:
+        return index * total
+    start = lax.div(index * (total - width), count - 1)
+    return jnp.where(index < count, start, total)

@@ -1,0 +1,90 @@
+"""Operands, results and shared memory of the kernel between two attentions of several rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_paged.kernels.mosaic.ring import wgmma_transforms
+from pallas_paged.kernels.mosaic.rows_config import BLOCK, COPIES, MAX_ROWS, DecoderRowsConfig
+
+COUNTERS = 128  # 4, each in a line of its own
+SUMS = 4 * MAX_ROWS  # of squares, in shared memory
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Inputs:
+    """Arrays or refs to device memory."""
+
+    attended: Any  # [R, A]
+    residual: Any  # [R, E]
+    o: Any  # [E, A]
+    mlp_norm: Any  # [E]
+    gate_up: Any  # [F, 2, E]
+    down: Any  # [E, F]
+    out_norm: Any  # [E]
+    qkv: Any  # [N, E], or None: out is the norm
+    counters: Any  # i32[COUNTERS], a ref
+    next_counters: Any  # of the next call, to be cleared
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Outputs:
+    """Refs to device memory, or their types. All but the first two are only for the kernel."""
+
+    residual: Any  # [R, E]
+    out: Any  # [R, N], or the norm [R, E]
+    x: Any  # [R, E], the residual times the weight of a norm
+    hidden: Any  # [R, F]
+    squares: Any  # f32[num_programs * 64], sums of a program's part of each row
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Scratch:
+    """Refs in shared memory, or their types."""
+
+    weights: Any  # [num_stages, stage_features, BLOCK]
+    x: Any  # [num_x_stages, 64, BLOCK]
+    sums: Any  # f32[SUMS]
+    full: Any  # barriers [num_stages], complete when all copies have arrived
+    free: Any  # barriers [num_stages], complete when they were used
+    x_full: Any  # barriers [num_x_stages]
+    x_free: Any
+    x_free_by_all: Any  # of the cluster, where its programs share copies
+    ready: Any  # barrier, complete when this program has stored its part of the next activations
+    may_send: Any  # barriers of the cluster
+    sent: Any
+
+
+def scratch_types(config: DecoderRowsConfig, dtype: Any) -> Scratch:
+    """Return the types of the refs in shared memory."""
+    transforms = wgmma_transforms(dtype)
+    num_stages, num_x_stages = config.num_stages, config.num_x_stages
+    x_barrier = plgpu.Barrier(num_barriers=num_x_stages)
+    in_cluster: Any = plgpu.Barrier()
+    by_all: Any = x_barrier
+    if config.cluster_size > 1:
+        in_cluster = plgpu.ClusterBarrier(collective_axes=("rank",))
+        by_all = plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=num_x_stages)
+    return Scratch(
+        weights=plgpu.SMEM(
+            (num_stages, config.stage_features, BLOCK), dtype, transforms=transforms
+        ),
+        x=plgpu.SMEM((num_x_stages, MAX_ROWS, BLOCK), dtype, transforms=transforms),
+        sums=plgpu.SMEM((SUMS,), jnp.float32),
+        full=plgpu.Barrier(num_arrivals=COPIES, num_barriers=num_stages),
+        free=plgpu.Barrier(num_barriers=num_stages),
+        x_full=x_barrier,
+        x_free=x_barrier,
+        x_free_by_all=by_all,
+        ready=plgpu.Barrier(),
+        may_send=in_cluster,
+        sent=in_cluster,
+    )

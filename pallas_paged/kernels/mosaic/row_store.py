@@ -1,0 +1,129 @@
+"""The store of a product's first rows to device memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_paged.kernels.mosaic import ops
+
+
+def store_rows(where: Any, values: jax.Array, *, interpret: bool) -> None:
+    """Store the first rows of a product.
+
+    Args:
+        where: ref `[R, n]` to device memory, at most 64 rows.
+        values: `[64, n]`, laid out as wgmma does; f32 or 16-bit elements.
+    """
+    num_rows = where.shape[0]
+    if interpret:
+        where[...] = values[:num_rows]
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ops.WGMMA))
+    def store(_, where, values):
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, vector
+
+        i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+        kind = ir.MemRefType(where.type)
+        item_size = utils.bitwidth(kind.element_type) // 8
+        row_bytes = kind.get_strides_and_offset()[0][0] * item_size
+        thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
+        warp, lane = (f(thread, utils.c(32, i32)) for f in (arith.divui, arith.remui))
+        # A thread has two columns of rows `row` and `row + 8`, as do the three beside it.
+        row = arith.addi(arith.muli(warp, utils.c(16, i32)), arith.divui(lane, utils.c(4, i32)))
+        column = arith.muli(arith.remui(lane, utils.c(4, i32)), utils.c(2 * item_size, i32))
+        start = arith.addi(
+            arith.muli(arith.extui(i64, row), utils.c(row_bytes, i64)), arith.extui(i64, column)
+        )
+        registers = values.registers.reshape(-1, 2)
+        words = item_size // 2  # of two elements
+        vec = "v2." if words == 2 else ""
+        kind = ir.VectorType.get((words,), i32)
+        operands = []
+        for register in registers.flat:
+            pair = utils.bitcast(register, kind)
+            operands += [vector.extract(pair, [], [i]) for i in range(words)]
+        lines = ["{ .reg .pred p; .reg .b64 a;", "add.s64 a, $0, $1;"]
+        for half in range(2):
+            if num_rows < 64:  # a branch, which costs less than predicates of all stores
+                lines.append(f"setp.ge.s32 p, $2, {num_rows - 8 * half}; @p bra end;")
+            for i in range(len(registers)):
+                first = 3 + (2 * i + half) * words
+                names = ", ".join(f"${first + j}" for j in range(words))
+                at = half * 8 * row_bytes + i * 8 * item_size
+                lines.append(f"st.global.{vec}b32 [a+{at}], {{{names}}};")
+        lines.append("end: }")
+        utils.inline_ptx(
+            "\n".join(lines),
+            utils.memref_ptr(where),
+            start,
+            row,
+            *operands,
+            has_side_effects=True,
+        )
+
+    store(where, values)
+
+
+def load_rows(where: Any, *, interpret: bool) -> jax.Array:
+    """Return 16-bit `[64, n]` as wgmma has results, from a ref `[R, n]` to device memory.
+
+    Rows from R on are zeros.
+    """
+    num_rows, num_columns = where.shape
+    if interpret:
+        return jnp.pad(where[...], ((0, 64 - num_rows), (0, 0)))
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((64, num_columns), where.dtype, layout=ops.WGMMA),
+    )
+    def load(_, where):
+        from jax.experimental.mosaic import gpu as mgpu
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith
+
+        i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+        kind = ir.MemRefType(where.type)
+        row_bytes = kind.get_strides_and_offset()[0][0] * 2
+        thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
+        warp, lane = (f(thread, utils.c(32, i32)) for f in (arith.divui, arith.remui))
+        row = arith.addi(arith.muli(warp, utils.c(16, i32)), arith.divui(lane, utils.c(4, i32)))
+        column = arith.muli(arith.remui(lane, utils.c(4, i32)), utils.c(4, i32))
+        start = arith.addi(
+            arith.muli(arith.extui(i64, row), utils.c(row_bytes, i64)), arith.extui(i64, column)
+        )
+        count = num_columns // 4
+        lines = ["{ .reg .pred p; .reg .b64 a;", f"add.s64 a, ${count}, ${count + 1};"]
+        for half in range(2):
+            lines.append(f"setp.lt.s32 p, ${count + 2}, {num_rows - 8 * half};")
+            for i in range(count // 2):
+                n, at = 2 * i + half, half * 8 * row_bytes + i * 16
+                lines.append(f"mov.b32 ${n}, 0; @p ld.global.b32 ${n}, [a+{at}];")
+        lines.append("}")
+        words = utils.inline_ptx(
+            "\n".join(lines),
+            utils.memref_ptr(where),
+            start,
+            row,
+            result_types=[i32] * count,
+            has_side_effects=True,
+        )
+        layout = ops.WGMMA.to_mgpu()
+        pairs = np.empty(count, object)
+        pairs[:] = [utils.bitcast(x, ir.VectorType.get((2,), kind.element_type)) for x in words]
+        return mgpu.FragmentedArray(
+            _registers=pairs.reshape(layout.registers_shape((64, num_columns))),
+            _layout=layout,
+            _is_signed=None,
+        )
+
+    return load(where)

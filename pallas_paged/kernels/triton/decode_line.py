@@ -9,8 +9,6 @@ to the row before. What a block is, `blocks_of` writes down once for all layers 
 from __future__ import annotations
 
 import functools
-import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,44 +24,40 @@ from pallas_paged.kernels.triton import one_byte, pages, softmax
 from pallas_paged.kernels.triton.config import DecodeConfig
 from pallas_paged.kernels.triton.specs import kv_head, whole
 
-_COUNT_BITS = 9  # a block has at most 256 keys
-_FIRST, _LAST = 1 << _COUNT_BITS, 2 << _COUNT_BITS
-_ROW_BITS = _COUNT_BITS + 2
+_FIRST, _LAST, _FLAG_BITS = 1, 2, 2
 
 
 def blocks_of(arrays: Arrays, plan: DecodePlan, unit_ends: jax.Array) -> list[jax.Array]:
-    """Return what each block of the line is.
+    """Return what each block of the line is, in the same order for all layers of a step.
 
     Returns:
-        i32`[L]`, the row, whether the block is the row's last and its first, and its keys; and
-        i32`[L, N]`, the slot of the first key on each of its pages.
+        i32`[L, 2]`, the row with whether the block is its first and its last, and the row's tokens
+        from the block on; and i32`[L, N]`, the slot of the first key on each of the block's pages.
     """
     num_seqs, page_size, block_k = arrays.num_seqs, arrays.page_size, plan.block_k
-    num_pages = arrays.layout.size(arrays.k_pages.shape, "P")
-    length = num_seqs * pl.cdiv(arrays.max_kv_len, block_k)
-    unit = jnp.arange(length, dtype=jnp.int32)
+    unit = jnp.arange(num_seqs * pl.cdiv(arrays.max_kv_len, block_k), dtype=jnp.int32)
     row = jnp.sum(unit_ends <= unit[:, None], axis=1, dtype=jnp.int32)
     row = jnp.minimum(row, num_seqs - 1)
-    lens, ends = arrays.seq_lens[row], unit_ends[row]
-    block = unit - ends + pl.cdiv(lens, block_k)
-    counts = jnp.clip(lens - block * block_k, 0, block_k)
-    word = row << _ROW_BITS | counts
-    word |= jnp.where(block == 0, _FIRST, 0) | jnp.where(unit + 1 == ends, _LAST, 0)
+    seq_len, row_end = arrays.seq_lens[row], unit_ends[row]
+    first_block, end_block = plan.row_blocks(seq_len)
+    block = unit - row_end + end_block
+    flags = jnp.where(block == first_block, _FIRST, 0) | jnp.where(unit + 1 == row_end, _LAST, 0)
+    words = jnp.stack([row << _FLAG_BITS | flags, seq_len - block * block_k], axis=1)
     size = min(page_size, block_k)
     first = (block * block_k)[:, None] + size * jnp.arange(block_k // size, dtype=jnp.int32)
-    # Pages past the row's last hold anything; no load of theirs is on.
+    # Pages past the row's last may be any number; no load of theirs is on.
     page = arrays.block_tables.at[row[:, None], first // page_size].get(mode="clip")
-    del num_pages
-    return [word, page * page_size + first % page_size]
+    return [words, page * page_size + first % page_size]
 
 
 def line_kernel(
     q_ref,  # [B, G, D]
     k_ref,  # [P * S, D] or [P, S, D]
     v_ref,  # like k_ref
-    words_ref,  # i32[L], from `blocks_of`
+    words_ref,  # i32[L, 2], from `blocks_of`
     slots_ref,  # i32[L, N], from `blocks_of`
     unit_ends_ref,  # i32[B], from `DecodePlan.unit_ends`
+    alibi_slopes_ref,  # f32[G] or None
     o_ref,  # f32[num_partials, G, D]
     lse_ref,  # f32[num_partials, G]
     *,
@@ -85,6 +79,10 @@ def line_kernel(
     size = block_k // slots_ref.shape[1]
     size_bits, page_bits = size.bit_length() - 1, page_size.bit_length() - 1
 
+    slopes = None
+    if alibi_slopes_ref is not None:
+        slopes = plgpu.load(alibi_slopes_ref.at[heads], mask=head_mask, other=0.0)  # [G, 1]
+
     def load_q(row):
         return plgpu.load(
             q_ref.at[row[None, None], heads, dims], mask=head_mask & dim_mask, other=0.0
@@ -92,11 +90,12 @@ def line_kernel(
 
     def attend_block(unit, carry):
         (m_i, l_i, [acc]), q = carry
-        word = words_ref[unit]
-        count, row = word & (_FIRST - 1), word >> _ROW_BITS
-        is_first = (word & _FIRST) > 0
+        word, num_left = words_ref[unit, 0], words_ref[unit, 1]
+        row, is_first = word >> _FLAG_BITS, (word & _FIRST) > 0
         is_last = ((word & _LAST) > 0) | (unit + 1 == stop)
-        valid = keys < count
+        valid = keys < num_left
+        if options.sliding_window is not None:
+            valid &= keys >= num_left - options.sliding_window
         slots = plgpu.load(
             slots_ref.at[unit[None], keys >> size_bits],
             mask=valid,
@@ -114,7 +113,8 @@ def line_kernel(
             return plgpu.load(ref.at[at], mask=kv_mask, other=0.0)
 
         q = lax.cond(is_first, lambda: load_q(row), lambda: q) if keeps_q else load_q(row)
-        s, factor = base2_logits(dot(q, load(k_ref).T), options, None, None)
+        distances = (keys - (num_left - 1))[None, :]
+        s, factor = base2_logits(dot(q, load(k_ref).T), options, slopes, distances)
         s = jnp.where(valid[None, :], s, -jnp.inf)
         # Selected, since what the row before has left may be NaN.
         state = (
@@ -152,7 +152,7 @@ def line_kernel(
         return (m_i, l_i, [acc]), q if keeps_q else carry[1]
 
     state = softmax.empty(heads.size, dims.size, 1)
-    q = load_q(words_ref[jnp.minimum(start, stop)] >> _ROW_BITS) if keeps_q else jnp.int32(0)
+    q = load_q(words_ref[jnp.minimum(start, stop), 0] >> _FLAG_BITS) if keeps_q else jnp.int32(0)
     lax.fori_loop(start, jnp.maximum(start, stop), attend_block, (state, q))
 
 
@@ -181,6 +181,8 @@ def line_states(
         dtype=arrays.q.dtype, kv_dtype=arrays.k_pages.dtype, interpret=interpret
     )
     q = arrays.q.reshape(num_seqs, num_kv_heads, group, head_dim)
+    slopes = arrays.alibi_slopes
+    slopes = None if slopes is None else slopes.reshape(num_kv_heads, group)
     kv, kv_specs = pages.operands_of(arrays)
     out_shape = (
         result_shape((plan.num_partials, num_kv_heads, group, head_dim), jnp.float32),
@@ -196,7 +198,7 @@ def line_states(
             branches=branches,
         ),
         grid=(num_kv_heads, plan.num_programs),
-        in_specs=[kv_head(q, 1), *kv_specs[:2], *whole([*line, unit_ends])],
+        in_specs=[kv_head(q, 1), *kv_specs[:2], *whole([*line, unit_ends]), kv_head(slopes, 0)],
         out_specs=[kv_head(x, 1) for x in out_shape],
         out_shape=out_shape,
         compiler_params=plgpu.CompilerParams(
@@ -204,7 +206,7 @@ def line_states(
         ),
         interpret=interpret,
         name="paged_decode",
-    )(q, *kv[:2], *line, unit_ends)
+    )(q, *kv[:2], *line, unit_ends, slopes)
     return DecodeStates(
         out=outs.reshape(plan.num_partials, num_q_heads, head_dim),
         lse=lses.reshape(plan.num_partials, num_q_heads),

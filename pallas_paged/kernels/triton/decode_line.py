@@ -176,7 +176,8 @@ def line_states(
         max_kv_len=arrays.max_kv_len,
     )
     unit_ends = plan.unit_ends(arrays.seq_lens)
-    line = blocks_of(arrays, plan, unit_ends)
+    with jax.named_scope("blocks_of_line"):
+        line = blocks_of(arrays, plan, unit_ends)
     operands = one_byte.Operands(
         dtype=arrays.q.dtype, kv_dtype=arrays.k_pages.dtype, interpret=interpret
     )

@@ -46,8 +46,9 @@ def blocks_of(arrays: Arrays, plan: DecodePlan, unit_ends: jax.Array) -> list[ja
     size = min(page_size, block_k)
     first = (block * block_k)[:, None] + size * jnp.arange(block_k // size, dtype=jnp.int32)
     # Pages past the row's last may be any number; no load of theirs is on.
-    page = arrays.block_tables.at[row[:, None], first // page_size].get(mode="clip")
-    return [words, page * page_size + first % page_size]
+    bits = page_size.bit_length() - 1
+    page = arrays.block_tables.at[row[:, None], first >> bits].get(mode="clip")
+    return [words, (page << bits) + (first & (page_size - 1))]
 
 
 def line_kernel(

@@ -120,7 +120,7 @@ class EngineCore:
     def _read(self) -> None:
         """Wait for the oldest call in flight, and take what it has computed."""
         call = self._calls.popleft()
-        is_late = call.in_flight.output.num_free.is_ready()
+        is_late = call.in_flight.output.num_free.is_ready()  # type: ignore[attr-defined]
         output = self._runner.read(call.in_flight)
         now = time.perf_counter()
         scheduled, pages, counters = call.in_flight.scheduled, self._scheduler.pages, self._counters

@@ -276,10 +276,6 @@ class TestConfig:
         pp.RaggedConfig(block_q=32, block_k=64, num_programs=8, num_warps=2, num_stages=2),
     )
 
-    def test_one_loop_is_a_bool(self):
-        with pytest.raises(ValueError, match="one_loop=1 must be a bool"):
-            dataclasses.replace(self.GOOD[0], one_loop=1)
-
     @pytest.mark.parametrize(
         ("change", "message"),
         [

@@ -27,9 +27,6 @@ class DecodeConfig:
             The bits of a row then depend on that row (and the config) alone, not on the batch.
             Partial results take memory for `B * ceil(longest row that the table can hold /
             fixed_split_size)` f32 rows of q's heads.
-        one_loop: whether a program has one loop over its blocks of all rows instead of one for each
-            row, so that the first loads of a row need no wait. Not with a fixed split size, int8
-            and fp8 pages and newest tokens that the kernel writes, where it has no effect.
 
     Raises:
         ValueError: a value is outside its range.
@@ -40,12 +37,9 @@ class DecodeConfig:
     num_warps: int
     num_stages: int
     fixed_split_size: int | None = None
-    one_loop: bool = False
 
     def __post_init__(self) -> None:
         _check_loop(self)
-        if not isinstance(self.one_loop, bool):
-            raise ValueError(f"one_loop={self.one_loop!r} must be a bool")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

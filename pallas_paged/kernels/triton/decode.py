@@ -22,7 +22,7 @@ from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.decode_plan import DecodePlan
 from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot
-from pallas_paged.kernels.triton import decode_line, merge, new_token, one_byte, pages, softmax
+from pallas_paged.kernels.triton import merge, new_token, one_byte, pages, softmax
 from pallas_paged.kernels.triton.config import DecodeConfig
 from pallas_paged.kernels.triton.new_token import NewTokens
 from pallas_paged.kernels.triton.pages import Tokens
@@ -229,9 +229,6 @@ def decode_states(
     """
     num_seqs, num_q_heads, head_dim = arrays.q.shape
     num_kv_heads, group = arrays.num_kv_heads, arrays.group
-    plain = new is None and config.fixed_split_size is None
-    if config.one_loop and plain and arrays.k_pages.dtype.itemsize > 1:
-        return decode_line.line_states(arrays, options=options, config=config, interpret=interpret)
     plan = DecodePlan.of(
         config,
         options,

@@ -74,20 +74,6 @@ class TestLowersForCuda:
         assert "ragged_paged_attention" in text and "ragged_paged_attention_merge" in text
 
 
-@pytest.mark.parametrize(("heads", "page_size", "dtype"), SHAPES[::4], ids=str)
-def test_decode_in_one_loop_lowers_for_cuda(heads, page_size, dtype):
-    config = pp.DecodeConfig(**LOOP, one_loop=True)
-    text = lower(4, heads, page_size, 16, dtype, config=config)
-    assert "paged_decode" in text and "paged_decode_merge" in text
-
-
-def test_decode_in_one_loop_lowers_with_options():
-    for call in lowered_options(6, 4):
-        call.pop("tree_mask", None)
-        config = pp.DecodeConfig(**LOOP, one_loop=True)
-        assert "paged_decode" in lower(4, (6, 2, 80), 16, 32, jnp.bfloat16, config=config, **call)
-
-
 # Cascade runs the kernels of the other two; its own code depends on shapes little.
 @pytest.mark.parametrize(("heads", "page_size", "dtype"), SHAPES[::4], ids=str)
 def test_cascade_lowers_for_cuda(heads, page_size, dtype):

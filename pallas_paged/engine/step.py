@@ -167,7 +167,7 @@ def _decode(
         outputs = jax.tree.map(lambda all_, one: all_.at[index].set(one), outputs, new)
         return index + 1, state, counts, outputs, goes_on
 
-    index = jnp.int32(0)
+    index, most = jnp.int32(0), jnp.max(batch.num_steps)
     if batch.max_num_steps == 1:
         state, counts, outputs, _ = step(index, state, counts)
         tokens, mapping, logprobs = jax.tree.map(lambda x: x[None], outputs)
@@ -175,8 +175,10 @@ def _decode(
     one = jax.eval_shape(step, index, state, counts)[2]
     outputs = jax.tree.map(lambda x: jnp.zeros((shape[0], *x.shape), x.dtype), one)
     outputs = (jnp.full(shape, NOT_SAMPLED, jnp.int32), *outputs[1:])
-    carry = (index, state, counts, outputs, jnp.any(batch.num_steps > 0))
-    carry = jax.lax.while_loop(lambda c: c[4], body, carry)
+    carry = (index, state, counts, outputs, jnp.bool_(True))
+    # The condition computes something, although the body says all: in a CUDA graph XLA orders a
+    # loop by the kernels of its condition, and without one it starts before its inputs are there.
+    carry = jax.lax.while_loop(lambda c: (c[0] < most) & c[4], body, carry)
     _, state, counts, (tokens, mapping, logprobs), _ = carry
     return state, counts, _output(state, tokens, mapping, logprobs, None)
 

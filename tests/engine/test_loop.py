@@ -283,3 +283,16 @@ def test_a_compiled_loop_holds_no_sort_no_branch_and_no_other_loop(mode):
     if jax.default_backend() == "cpu":  # where, before JAX 0.11, scatters are loops
         loops = [line for line in loops if "scatter" not in line]
     assert len(loops) == 1
+
+
+def test_the_condition_of_a_compiled_loop_computes_something():
+    """In a CUDA graph a loop waits for what its condition waits for, and for nothing without it."""
+    runner = make_engine(max_num_seqs=16, max_num_batched_tokens=32).replicas[0].runner
+    batch = runner._pack([], [], (16, 0), SamplingMode())
+    text = runner.executor.lower(batch).compile().as_text()
+    loops = re.findall(r"\bwhile\(.*condition=%?([\w.\-]+).*step", text)
+    assert loops
+    for name in loops:
+        (condition,) = re.findall(rf"\n%?{re.escape(name)} \(.*?\n}}", text, re.DOTALL)
+        (root,) = re.findall(r"ROOT .*", condition)
+        assert "get-tuple-element(" not in root

@@ -129,7 +129,7 @@ def _decode(
     implementation: str | None,
     peers: Peers | None,
 ) -> tuple[EngineState, TokenCounts | None, StepOutput]:
-    """Run up to `num_steps` steps of each row; stop early if a row ends or finds no page."""
+    """Run up to `num_steps` steps of each row; stop early if all have ended or one has no page."""
     spec = model.kv_cache_spec
     window = spec.sliding_window
     shape = batch.max_num_steps, batch.decode_slots.size
@@ -156,9 +156,10 @@ def _decode(
         drawn, slots, counts, logprobs = _sample(
             logits, slots, counts, batch.decode_slots, rows, lens, batch.mode, peers
         )
-        ended = slots.finished.at[rows].get(mode="fill", fill_value=False)
+        goes_on = ~slots.finished.at[rows].get(mode="fill", fill_value=True)
+        goes_on &= index + 1 < batch.num_steps
         state = replace(state, table=table, pool=KVPool(layers=layers), slots=slots)
-        return state, counts, (drawn, mapping, logprobs), jnp.all(ok) & ~jnp.any(ended)
+        return state, counts, (drawn, mapping, logprobs), jnp.all(ok) & jnp.any(goes_on)
 
     def body(carry: Any) -> Any:
         index, state, counts, outputs, _ = carry
@@ -175,6 +176,8 @@ def _decode(
     outputs = jax.tree.map(lambda x: jnp.zeros((shape[0], *x.shape), x.dtype), one)
     outputs = (jnp.full(shape, NOT_SAMPLED, jnp.int32), *outputs[1:])
     carry = (index, state, counts, outputs, jnp.bool_(True))
+    # The condition computes something, although the body says all: in a CUDA graph XLA orders a
+    # loop by the kernels of its condition, and without one it starts before its inputs are there.
     carry = jax.lax.while_loop(lambda c: (c[0] < most) & c[4], body, carry)
     _, state, counts, (tokens, mapping, logprobs), _ = carry
     return state, counts, _output(state, tokens, mapping, logprobs, None)

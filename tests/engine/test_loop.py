@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -110,6 +112,29 @@ def test_the_number_of_steps_follows_the_time_of_a_step():
     assert make_engine(num_scheduler_steps=1).replicas[0].core._num_steps() == 1
 
 
+@pytest.mark.parametrize(("is_late", "most"), [(False, 1), (True, 8)])
+def test_calls_grow_while_the_device_waits_for_the_host(is_late, most, monkeypatch):
+    seconds = itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: float(next(seconds)))
+    monkeypatch.setattr("pallas_paged.engine.core.time", clock)
+    monkeypatch.setattr(type(jax.numpy.zeros(1)), "is_ready", lambda self: is_late)
+    engine = make_engine()
+    submit(engine, PROMPTS[:1], greedy(max_tokens=40))
+    sizes = set()
+    while not engine.idle:
+        step(engine, check=False)
+        sizes |= {x.in_flight.scheduled.num_steps for x in engine.replicas[0].core._calls}
+    assert max(sizes) == most
+
+
+def test_rows_that_end_do_not_shorten_calls():
+    engine = make_engine(num_pages=64)
+    steps_of(engine, 8)
+    serve(engine, PROMPTS[:4], [greedy(max_tokens=n, ignore_eos=True) for n in (6, 8, 11, 18)])
+    stats = engine.stats()
+    assert stats.num_calls <= 2 + 3  # of the prompts, and of 17 steps
+
+
 def test_a_call_takes_one_step_while_a_request_waits_for_a_slot():
     engine = make_engine(max_num_seqs=1)
     steps_of(engine, 8)
@@ -189,13 +214,20 @@ def test_the_loop_runs_as_many_steps_as_asked(oracle):
     assert int(output.num_free) == 16 - 2 * 3
 
 
-def test_the_loop_ends_with_the_first_row_that_ends(oracle):
+def test_the_loop_goes_on_without_a_row_that_has_ended(oracle):
     engine, _ = started(16, [20, 4])
     tokens, _ = call(engine, 8)
-    assert (tokens[:3, :2] >= 0).all() and (tokens[3:] == NOT_SAMPLED).all()
-    more, _ = call(engine, 8)  # the row that has ended takes no part
-    assert (more[:, 1] == NOT_SAMPLED).all() and (more[:, 0] >= 0).all()
-    assert [*tokens[:3, 0], *more[:, 0]] == oracle.continue_([1, 2, 3, 4], 12)[1:]
+    assert (tokens[:3, 1] >= 0).all() and (tokens[3:, 1] == NOT_SAMPLED).all()
+    more, _ = call(engine, 8)
+    assert (more[:, 1] == NOT_SAMPLED).all()
+    assert [*tokens[:, 0], *more[:, 0]] == oracle.continue_([1, 2, 3, 4], 17)[1:]
+
+
+def test_the_loop_ends_with_the_last_row():
+    engine, _ = started(16, [5, 4])
+    tokens, output = call(engine, 8)
+    assert (tokens[:, :2] >= 0).sum(axis=0).tolist() == [4, 3]
+    assert (np.asarray(output.slot_mapping)[4:] == 0).all()  # as before the loop
 
 
 def test_the_loop_ends_when_the_pages_do(oracle):
@@ -251,3 +283,16 @@ def test_a_compiled_loop_holds_no_sort_no_branch_and_no_other_loop(mode):
     if jax.default_backend() == "cpu":  # where, before JAX 0.11, scatters are loops
         loops = [line for line in loops if "scatter" not in line]
     assert len(loops) == 1
+
+
+def test_the_condition_of_a_compiled_loop_computes_something():
+    """In a CUDA graph a loop waits for what its condition waits for, and for nothing without it."""
+    runner = make_engine(max_num_seqs=16, max_num_batched_tokens=32).replicas[0].runner
+    batch = runner._pack([], [], (16, 0), SamplingMode())
+    text = runner.executor.lower(batch).compile().as_text()
+    loops = re.findall(r"\bwhile\(.*condition=%?([\w.\-]+).*step", text)
+    assert loops
+    for name in loops:
+        (condition,) = re.findall(rf"\n%?{re.escape(name)} \(.*?\n}}", text, re.DOTALL)
+        (root,) = re.findall(r"ROOT .*", condition)
+        assert "get-tuple-element(" not in root

@@ -24,7 +24,9 @@ from pallas_paged.kernels.mosaic_sm80.one_byte import split_scales
 from pallas_paged.kernels.mosaic_sm80.ragged_blocks import Buffers, Pool, Stream
 from pallas_paged.kernels.mosaic_sm80.ragged_copies import (
     gather_rows,
+    init_turns,
     program_barrier,
+    take_turns,
     wait_for_own_copies,
 )
 from pallas_paged.kernels.mosaic_sm80.ragged_products import multiply_pv, multiply_qk, padded
@@ -83,7 +85,7 @@ class Scratch:
     q: Any  # [warpgroups, R, D + pad], then the results
     rows: Any  # i32[warpgroups, R], index of each row in [T * Hq]
     buffers: Buffers
-    sync: Any  # barrier of the warpgroups when interpreted, else None
+    turns: Any  # barrier at which two warpgroups meet, or None
 
 
 def scratch_types(
@@ -98,6 +100,9 @@ def scratch_types(
 ) -> Scratch:
     """Return the types of the shared memory of a program."""
     rows = config.num_warpgroups, config.rows_per_warpgroup
+    turns: Any = None
+    if config.num_warpgroups == 2:
+        turns = plgpu.Barrier(num_arrivals=2) if interpret else plgpu.SMEM((2,), jnp.int32)
     return Scratch(
         q=plgpu.SMEM((*rows, padded(head_dim, dtype)), dtype),
         rows=plgpu.SMEM(rows, jnp.int32),
@@ -108,7 +113,7 @@ def scratch_types(
             kv_dtype=kv_dtype,
             scales_by_token=scales_by_token,
         ),
-        sync=plgpu.Barrier(num_arrivals=2) if interpret and config.num_warpgroups == 2 else None,
+        turns=turns,
     )
 
 
@@ -209,6 +214,8 @@ class Program:
                 row_bytes=row_bytes,
                 interpret=self.interpret,
             )
+            if scratch.turns is not None:
+                init_turns(scratch.turns, self.wg, interpret=self.interpret)
             self.if_copying(stream.start)
             wait_for_own_copies(interpret=self.interpret)
             self.barrier()
@@ -291,20 +298,23 @@ class Program:
             if by_token:
                 p = p * v_scales
             p = p.astype(scratch.q.dtype)
-            # The whole softmax stays before the barrier.
-            acc, l_new, m_new, alpha, p = lax.optimization_barrier((acc, l_new, m_new, alpha, p))
-            self.barrier()
+            if scratch.turns is not None:
+                # The whole softmax stays before the turn.
+                state = acc, l_new, m_new, alpha, p
+                acc, l_new, m_new, alpha, p = lax.optimization_barrier(state)
+                self.turn(1 - self.wg)
             acc = multiply_pv(acc, alpha, p, stream.v(block), interpret=self.interpret)
             s = lax.cond(block + 1 < work.hi, lambda: multiply(block + 1), no_logits)
             self.if_copying(stream.arrive)
-            self.barrier()
+            self.turn(self.wg)
             return m_new, l_new, acc, s
 
         def first_logits():
-            # The second warpgroup starts, and the first one ends, with one more barrier.
-            self.if_second(self.barrier)
+            # The second warpgroup starts, and the first one ends, with one more turn.
+            if scratch.turns is not None:
+                pl.when(self.wg == 1)(lambda: self.turn(0))
             s = multiply(work.lo)
-            self.barrier()
+            self.turn(self.wg)
             return s
 
         attend_full = functools.partial(attend_block, False)
@@ -316,11 +326,8 @@ class Program:
         state = lax.fori_loop(work.full_lo, work.full_hi, attend_full, state)
         m_i, l_i, acc, _ = lax.fori_loop(work.full_hi, work.hi, attend_masked, state)
 
-        if self.config.num_warpgroups == 2:
-
-            @pl.when((self.wg == 0) & (work.lo < work.hi))
-            def _():
-                self.barrier()
+        if scratch.turns is not None:
+            pl.when((self.wg == 0) & (work.lo < work.hi))(lambda: self.turn(1))
 
         return m_i, l_i, acc if v_scale is None else acc * v_scale
 
@@ -328,18 +335,19 @@ class Program:
         """Wait for all threads of the program."""
         if not self.interpret:
             program_barrier(self.config.num_warpgroups)
-        elif self.scratch.sync is not None:
-            plgpu.barrier_arrive(self.scratch.sync)
-            plgpu.barrier_wait(self.scratch.sync)
+        elif self.scratch.turns is not None:
+            take_turns(self.scratch.turns, 0, interpret=True)
+
+    def turn(self, parity: Any) -> None:
+        """Wait for the other warpgroup to end its part, the `parity`-th of two; or for all threads."""
+        if self.scratch.turns is None:
+            self.barrier()
+        else:
+            take_turns(self.scratch.turns, parity, interpret=self.interpret)
 
     def if_copying(self, body: Callable[[], None]) -> None:
         """Run `body` in the warpgroup that copies K and V, the last one."""
         if self.config.num_warpgroups == 1:
             body()
         else:
-            pl.when(self.wg == 1)(body)
-
-    def if_second(self, body: Callable[[], None]) -> None:
-        """Run `body` in the second warpgroup."""
-        if self.config.num_warpgroups == 2:
             pl.when(self.wg == 1)(body)

@@ -41,6 +41,7 @@ from pallas_paged.kernels.mosaic_sm80.config import (
 )
 from pallas_paged.kernels.mosaic_sm80.pages import Blocks, Copier, Pages
 from pallas_paged.kernels.mosaic_sm80.ring import for_each_block
+from pallas_paged.kernels.powers_of_two import split_scales
 
 
 @jax.tree_util.register_dataclass
@@ -211,7 +212,7 @@ def attend(
         if blocks.v_scales is not None:
             # The maximum is that of the weights, since f16 has a small range.
             v_scales = ops.load(blocks.v_scales.at[stage], layouts.col)
-            exponents, significands, inverses = one_byte.split_scales(v_scales)
+            exponents, significands, inverses = split_scales(v_scales)
             s, factor = s * factor + bcast(exponents, s, 1), 1.0
         visible = keys < item.seq_len
         if options.sliding_window is not None:

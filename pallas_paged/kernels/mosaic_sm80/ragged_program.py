@@ -20,7 +20,6 @@ from pallas_paged.kernels.mosaic import ops as wgmma_ops
 from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, unpack, visible_in_tree
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80RaggedConfig, result_columns
-from pallas_paged.kernels.mosaic_sm80.one_byte import split_scales
 from pallas_paged.kernels.mosaic_sm80.ragged_blocks import Buffers, Pool, Stream
 from pallas_paged.kernels.mosaic_sm80.ragged_copies import (
     gather_rows,
@@ -38,6 +37,7 @@ from pallas_paged.kernels.mosaic_sm80.ragged_rows import (
     finish,
     store_rows,
 )
+from pallas_paged.kernels.powers_of_two import split_scales
 
 _COLUMN = ROWS.reduce(0)
 _SLACK = 8.0  # by which a logit, base 2, may be larger than the maximum that is subtracted
@@ -339,7 +339,7 @@ class Program:
             take_turns(self.scratch.turns, 0, interpret=True)
 
     def turn(self, parity: Any) -> None:
-        """Wait for the other warpgroup to end its part, the `parity`-th of two; or for all threads."""
+        """Wait for the other warpgroup, as `take_turns` does, or for all threads of the only one."""
         if self.scratch.turns is None:
             self.barrier()
         else:

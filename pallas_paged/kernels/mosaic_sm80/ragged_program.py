@@ -339,7 +339,7 @@ class Program:
             take_turns(self.scratch.turns, 0, interpret=True)
 
     def turn(self, parity: Any) -> None:
-        """Wait for the other warpgroup, as `take_turns` does, or for all threads of the only one."""
+        """Wait for the other warpgroup, as `take_turns` does, or for threads of the only one."""
         if self.scratch.turns is None:
             self.barrier()
         else:

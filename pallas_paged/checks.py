@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -151,3 +151,15 @@ def static_integer(name: str, value: Any) -> int:
     if number != int(number) or number < 1:
         raise ValueError(f"{name}={value!r} must be an integer that is at least 1")
     return int(min(number, INT32_MAX))
+
+
+def checked_dtype(dtype: Any, allowed: Sequence[str]) -> jnp.dtype:
+    """Return a dtype, one of those with these names."""
+    try:
+        element = None if dtype is None else jnp.dtype(dtype)  # NumPy takes None for float64
+    except TypeError:
+        element = None
+    if element is None or element.name not in allowed:
+        name = repr(dtype) if element is None else element.name
+        raise ValueError(f"dtype={name} must be one of {', '.join(allowed)}")
+    return element

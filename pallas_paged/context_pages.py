@@ -27,7 +27,7 @@ from pallas_paged.checks import (
     validate_positive,
 )
 from pallas_paged.kernels.kv_layout import KVLayout
-from pallas_paged.kv_pool import KVPool, LayerKV
+from pallas_paged.kv_pool import KVPool, LayerKV, checked_copies
 from pallas_paged.page_scatter import set_pages, take_pages
 from pallas_paged.page_table import PageCopies
 from pallas_paged.sharding import TENSOR_AXIS
@@ -191,11 +191,7 @@ def copy_pages(pool: KVPool, copies: PageCopies, *, mesh: Mesh | None = None) ->
     Raises:
         ValueError: as `pallas_paged.copy_pages`, or the mesh has no axis "context".
     """
-    if not isinstance(pool, KVPool):
-        raise ValueError(f"pool must be a KVPool, got {type(pool).__name__}")
-    shape = as_array("copies.src_pages", copies.src_pages).shape
-    src = checked_array("copies.src_pages", copies.src_pages, jnp.int32, shape).ravel()
-    dst = checked_array("copies.dst_pages", copies.dst_pages, jnp.int32, shape).ravel()
+    src, dst = checked_copies(pool, copies)
 
     def copy(pool: KVPool, src: jax.Array, dst: jax.Array) -> KVPool:
         num_local = pool.layers[0].num_pages

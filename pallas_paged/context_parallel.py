@@ -239,21 +239,17 @@ def _checked(
     """Return the arrays of a device's call, checked."""
     return checked_arrays(
         q=q,
-        k_pages=layer.k_pages,
-        v_pages=layer.v_pages,
+        **vars(layer),
         block_tables=pages.block_tables[0],
         seq_lens=pages.seq_lens[0],
-        k_scales=layer.k_scales,
-        v_scales=layer.v_scales,
         alibi_slopes=None,
         sinks=sinks,
-        kv_layout=layer.kv_layout,
         one_query_a_row=one_query_a_row,
     )
 
 
 def _options(arrays: Arrays, sm_scale: Any, soft_cap: Any) -> LogitOptions:
-    return logit_options(arrays.head_dim, sm_scale=sm_scale, soft_cap=soft_cap, sliding_window=None)
+    return logit_options(arrays.head_dim, sm_scale=sm_scale, soft_cap=soft_cap)
 
 
 def _pages_of_new(

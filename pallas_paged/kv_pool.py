@@ -19,6 +19,7 @@ from jax.typing import ArrayLike, DTypeLike
 from pallas_paged.checks import (
     as_array,
     checked_array,
+    checked_dtype,
     default_promotion,
     validate_pool_size,
     validate_positive,
@@ -135,7 +136,7 @@ def create_kv_pool(
     """
     validate_pool_size(num_pages, page_size)
     validate_positive(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
-    element = _checked_dtype(dtype)
+    element = checked_dtype(dtype, POOL_DTYPES)
     quantized = element.name in LARGEST
     if not quantized and (k_scales is not None or v_scales is not None):
         raise ValueError(f"k_scales and v_scales must be None with pages of {element}")
@@ -313,11 +314,7 @@ def copy_pages(pool: KVPool, copies: PageCopies, *, kv_layout: KVLayout | None =
     Raises:
         ValueError: `pool` is not a KVPool, a dtype is wrong, or the shapes of the copies differ.
     """
-    if not isinstance(pool, KVPool):
-        raise ValueError(f"pool must be a KVPool, got {type(pool).__name__}")
-    shape = as_array("copies.src_pages", copies.src_pages).shape
-    src = checked_array("copies.src_pages", copies.src_pages, jnp.int32, shape).ravel()
-    dst = checked_array("copies.dst_pages", copies.dst_pages, jnp.int32, shape).ravel()
+    src, dst = checked_copies(pool, copies)
 
     def copy(layer: LayerKV, src: jax.Array, dst: jax.Array) -> LayerKV:
         axis = layer.layout.page_axis
@@ -335,6 +332,16 @@ def copy_pages(pool: KVPool, copies: PageCopies, *, kv_layout: KVLayout | None =
 
     layers = (jax.tree.map(jnp.asarray, _with_layout(layer, kv_layout)) for layer in pool.layers)
     return KVPool(layers=tuple(_on_each_device(copy, x, (), (src, dst)) for x in layers))
+
+
+def checked_copies(pool: Any, copies: PageCopies) -> tuple[jax.Array, jax.Array]:
+    """Return the pages `(src, dst)` i32`[n]` of copies in a pool, checked."""
+    if not isinstance(pool, KVPool):
+        raise ValueError(f"pool must be a KVPool, got {type(pool).__name__}")
+    shape = as_array("copies.src_pages", copies.src_pages).shape
+    src = checked_array("copies.src_pages", copies.src_pages, jnp.int32, shape).ravel()
+    dst = checked_array("copies.dst_pages", copies.dst_pages, jnp.int32, shape).ravel()
+    return src, dst
 
 
 def _on_each_device(
@@ -387,15 +394,3 @@ def _write(layer: LayerKV, k: jax.Array, v: jax.Array, slots: jax.Array) -> Laye
             both = both.reshape(both.shape[0], -1, both.shape[-1])
         k_pages = set_tokens(k_pages, layout.given_axes, slots, both)
     return replace(layer, k_pages=k_pages, v_pages=v_pages, k_scales=k_scales, v_scales=v_scales)
-
-
-def _checked_dtype(dtype: Any) -> jnp.dtype:
-    allowed = ", ".join(POOL_DTYPES)
-    try:
-        element = None if dtype is None else jnp.dtype(dtype)  # NumPy takes None for float64
-    except TypeError:
-        element = None
-    if element is None or element.name not in POOL_DTYPES:
-        name = repr(dtype) if element is None else element.name
-        raise ValueError(f"dtype={name} must be one of {allowed}")
-    return element

@@ -123,32 +123,28 @@ def _states(
     implementation: Any,
     new: WriteArrays | None,
     *,
-    sm_scale: float | None = None,
-    soft_cap: float | None = None,
-    sliding_window: int | None = None,
     alibi_slopes: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    **options: Any,
 ) -> tuple[Any, ...] | None:
     """Return the unmerged attention and, with `new`, the pages."""
     arrays = checked_arrays(
         q=q,
-        k_pages=layer.k_pages,
-        v_pages=layer.v_pages,
+        **vars(layer),
         block_tables=block_tables,
         seq_lens=seq_lens,
-        k_scales=layer.k_scales,
-        v_scales=layer.v_scales,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
-        kv_layout=layer.kv_layout,
         one_query_a_row=True,
     )
     if any(jax.typeof(x).sharding.mesh.size > 1 for x in jax.tree.leaves(arrays)):
         return None
-    options = logit_options(
-        arrays.head_dim, sm_scale=sm_scale, soft_cap=soft_cap, sliding_window=sliding_window
+    found = dispatch.decode_states(
+        arrays,
+        options=logit_options(arrays.head_dim, **options),
+        implementation=implementation,
+        new=new,
     )
-    found = dispatch.decode_states(arrays, options=options, implementation=implementation, new=new)
     if found is None:
         return None
     (states, *pages), merge = found

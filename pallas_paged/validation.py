@@ -222,9 +222,9 @@ def check_causal(causal: Any, *, has_tree: bool) -> None:
 def logit_options(
     head_dim: int,
     *,
-    sm_scale: Any,
-    soft_cap: Any,
-    sliding_window: Any,
+    sm_scale: Any = None,
+    soft_cap: Any = None,
+    sliding_window: Any = None,
     q_scale: Any = None,
     causal: bool = True,
 ) -> LogitOptions:

@@ -7,12 +7,14 @@ static shapes: one compiled program serves all lengths.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.ragged_tiles import Tiles, cdiv, div, make_tiles, num_tiles
 from pallas_paged.prefix_sums import prefix_sums
@@ -81,6 +83,21 @@ class PlanShape:
     num_programs: int
     fixed_split_size: int | None
     align: int = 1
+
+    @classmethod
+    def of(cls, arrays: Arrays, config: Any, options: LogitOptions, **sizes: int) -> PlanShape:
+        """Return the sizes of a call with a config of any family, which may have `sizes` itself."""
+        of_config = {"group": arrays.group, "block_q": config.block_q}
+        return cls(
+            num_seqs=arrays.num_seqs,
+            num_tokens=arrays.q.shape[0],
+            max_kv_len=arrays.max_kv_len,
+            block_k=config.block_k,
+            options=options,
+            has_tree=arrays.tree_mask is not None,
+            fixed_split_size=config.fixed_split_size,
+            **(of_config | sizes),
+        )
 
     @property
     def num_tiles(self) -> int:

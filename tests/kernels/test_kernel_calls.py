@@ -19,7 +19,7 @@ from pallas_paged import kernels
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support import sanitizer
 from tests.support.devices import lower_for_cuda
-from tests.support.kernel_calls import kernel_calls
+from tests.support.kernel_calls import KernelCall, kernel_calls
 from tests.support.marks import needs_triton
 from tests.support.repeats import largest_error, repeat
 
@@ -123,3 +123,25 @@ def test_a_finding_and_a_planted_error_that_is_missed_are_failures(finding, good
     assert sanitizer.report(found, names, tools) == good
     assert not sanitizer.report(found | {("racecheck", planted): ("ok", [])}, names, tools)
     assert "MISSED the planted race" in capsys.readouterr().out
+
+
+def test_a_call_is_compiled_once_and_run_by_one_process_of_a_tool(tmp_path, monkeypatch, capsys):
+    def double(x, *, implementation):
+        if implementation == "refusing":
+            raise NotImplementedError("it needs a GPU")
+        return {"y": 2 * x}
+
+    made = (np.ones(4, jnp.bfloat16),)
+    calls = [
+        KernelCall(family=family, name="double", function=double, make=lambda: made)
+        for family in ("xla", "refusing")
+    ]
+    monkeypatch.setattr(sanitizer, "kernel_calls", lambda: calls)
+    names = [str(call) for call in calls]
+    sanitizer.compile_calls(tmp_path, names)
+    found = []
+    for tool in ("memcheck", "memcheck", "racecheck"):
+        sanitizer.run_calls(tmp_path, tool, names)
+        found.append(sanitizer.parse(capsys.readouterr().out))
+    every = {"xla double": ("ok", []), "refusing double": ("refused: it needs a GPU", [])}
+    assert found == [every, {}, every]

@@ -1,8 +1,11 @@
 """compute-sanitizer over small calls of every kernel, on a GPU.
 
 `python -m tests.support.sanitizer` prints what the tools find in each call of `kernel_calls`. The
-status is 1 after a finding, and also if a tool missed an error that was planted for it. The tools
-run side by side.
+status is 1 after a finding, and also if a tool missed an error that was planted for it.
+
+Ordinary processes trace and compile the calls, and leave programs in a folder. Processes of the
+tools take one after another and only run it. A process ends after a call that failed, since that
+may be the end of its CUDA context, and another one goes on.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -20,10 +24,12 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 from tests.support.kernel_calls import KernelCall, kernel_calls
 
@@ -33,14 +39,13 @@ TOOLS = {
     "racecheck": ["--racecheck-report", "all"],
 }
 # memcheck knows the size of each array of this allocator, and blocks of 2 MB or more of the others;
-# kernels are launched one by one, not as a graph; and programs are compiled once for all tools.
+# and kernels are launched one by one, not as a graph.
 ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "XLA_FLAGS": "--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0",
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
+FAILED = 3  # status of a process after a call that failed
 PLANTED = {"memcheck": "planted read past the end", "racecheck": "planted race"}
 # The start of a finding; its details are indented.
 _FINDING = re.compile(r"^========= (?P<text>\S.*)")
@@ -49,18 +54,53 @@ _ACCESS = re.compile(r"^=========\s+.*\bat (?P<kernel>\w+)\S*\+0x\w+(?: in (?P<l
 _PLACE = re.compile(r"0x[0-9a-f]+|\(\d+,\d+,\d+\)")
 
 
+# Cascades run the kernels of the other functions, with other sizes.
+LEFT_OUT = re.compile("cascade (?!bfloat16)")
+
 # Of a tool and a call: how the call ended, and the findings.
 Found = dict[tuple[str, str], tuple[str, list[str]]]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class Job:
-    """One process of a tool, and the names of the calls that it runs."""
+    """A process that compiles calls, or one of a tool that runs them.
 
-    tool: str
-    names: Sequence[str]
-    process: subprocess.Popen[bytes]
+    Attributes:
+        command: of the process.
+        log: the file of its output; a process that is started again goes on in it.
+        tool: "" for none.
+        names: of the calls.
+        process: the newest one.
+    """
+
+    command: Sequence[str]
     log: Path
+    tool: str = ""
+    names: Sequence[str]
+    process: subprocess.Popen[bytes] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """Start the process."""
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                self.command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | ENVIRONMENT,
+                start_new_session=True,  # to end the tool with the program under it
+            )
+
+    def goes_on(self) -> bool:
+        """Return whether the process runs; one that failed is started again for its other calls."""
+        if self.process.poll() is None:
+            return True
+        if self.tool and self.process.returncode == FAILED:
+            self.start()
+            return True
+        return False
 
 
 def planted_calls() -> list[KernelCall]:
@@ -96,27 +136,76 @@ def _race(x: jax.Array, *, implementation: str) -> jax.Array:
     return add_by_two(jnp.pad(x, (0, 28)))
 
 
-def run_calls(names: Sequence[str]) -> None:
-    """Run calls once, with a line before each and a line after it."""
+def program_of(folder: Path, name: str) -> Path:
+    """Return the file of a call's program."""
+    return folder / name.replace(" ", "_")
+
+
+def compile_calls(folder: Path, names: Sequence[str]) -> None:
+    """Leave the program of each call with its arguments or, as a string, why there is none."""
     calls = {str(call).strip(): call for call in [*kernel_calls(), *planted_calls()]}
     for name in names:
         call = calls[name]
-        print(f"BEGIN {name}", flush=True)
+        leaves, tree = jax.tree.flatten(call.make())
+
+        def run(*leaves: Any, call: KernelCall = call, tree: Any = tree) -> list[Any]:
+            return jax.tree.leaves(call.run(*jax.tree.unflatten(tree, leaves)))
+
+        found: Any
         try:
-            jax.block_until_ready(jax.jit(call.run)(*call.make()))
-            status = "ok"
+            compiled = jax.jit(run).lower(*leaves).compile()
+            found = serialize(compiled), [np.asarray(x) for x in leaves]
         except NotImplementedError as e:
-            status = f"refused: {e}"
-        except Exception as e:  # a fault ends the context of CUDA, in one of many ways
-            status = f"failed: {type(e).__name__}: {str(e).strip().splitlines()[-1][:200]}"
-        time.sleep(0.3)  # the findings come through another process
+            found = f"refused: {e}"
+        except Exception as e:  # the table says so
+            found = f"failed: {_last_line(e)}"
+        part = folder / f"part{os.getpid()}"
+        part.write_bytes(pickle.dumps(found))
+        part.rename(program_of(folder, name))  # whole at once
+
+
+def run_calls(folder: Path, tool: str, names: Sequence[str]) -> None:
+    """Run calls that no other process of the tool has, with a line before each and one after it."""
+    from jax.experimental.pallas import mosaic_gpu  # noqa: F401  XLA looks for its functions
+
+    for name in names:
+        path = program_of(folder, name)
+        while not path.exists():
+            time.sleep(0.05)
+        try:
+            path.with_name(f"{path.name}.{tool}").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        print(f"BEGIN {name}", flush=True)
+        status = _run(pickle.loads(path.read_bytes()))
+        time.sleep(0.1)  # the findings come through another process
         print(f"END {name}: {status}", flush=True)
+        if status.startswith("failed"):
+            os._exit(FAILED)
+
+
+def _run(program: Any) -> str:
+    if isinstance(program, str):
+        return program.replace("failed", "not compiled")
+    (serialized, in_tree, out_tree), leaves = program
+    devices = jax.devices()[:1]
+    try:
+        loaded = deserialize_and_load(serialized, in_tree, out_tree, execution_devices=devices)
+        jax.block_until_ready(loaded(*leaves))
+    except Exception as e:  # a fault ends the context of CUDA, in one of many ways
+        return f"failed: {_last_line(e)}"
+    return "ok"
+
+
+def _last_line(e: Exception) -> str:
+    lines = str(e).strip().splitlines() or [""]
+    return f"{type(e).__name__}: {lines[-1][:200]}"
 
 
 def parse(log: str) -> dict[str, tuple[str, list[str]]]:
     """Return the status and the findings of each call in the output of `run_calls` under a tool."""
     found: dict[str, tuple[str, list[str]]] = {}
-    name, findings = "", []
+    name, findings = "", list[str]()
     for line in log.splitlines():
         if line.startswith("BEGIN "):
             name, findings = line.removeprefix("BEGIN "), []
@@ -128,21 +217,6 @@ def parse(log: str) -> dict[str, tuple[str, list[str]]]:
         elif findings and (match := _ACCESS.match(line)) and findings[-1].count("[") < 2:
             findings[-1] += f" [{' '.join(filter(None, match.groups()))}]"
     return found
-
-
-def start(tool: str, names: Sequence[str], folder: Path, sanitizer: str) -> Job:
-    """Start a tool on the calls of these names."""
-    log = folder / f"{tool}-{len(list(folder.iterdir()))}.log"
-    python = [sys.executable, "-m", "tests.support.sanitizer", "--run", *names]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sanitizer, "--tool", tool, *TOOLS[tool], *python],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=os.environ | ENVIRONMENT,
-            start_new_session=True,  # to end the tool with the program under it
-        )
-    return Job(tool=tool, names=names, process=process, log=log)
 
 
 def find_sanitizer() -> str:
@@ -157,30 +231,47 @@ def find_sanitizer() -> str:
 
 
 def start_all(names: Sequence[str], tools: Sequence[str], folder: Path, parts: int) -> list[Job]:
-    """Start every tool on all calls, in `parts` processes, and on what is planted for it."""
+    """Start what compiles, every tool on all calls, and every tool on what is planted for it.
+
+    Args:
+        parts: processes of each tool; three times as many compile.
+    """
     sanitizer = find_sanitizer()
-    return [
-        start(tool, part, folder, sanitizer)
-        for tool in tools
-        for part in [*(names[i::parts] for i in range(parts)), [PLANTED.get(tool, "")]]
-        if part and part[0]
+    programs = folder / "programs"
+    programs.mkdir()
+    python = [sys.executable, "-m", "tests.support.sanitizer", "--folder", str(programs)]
+    planted = [PLANTED[tool] for tool in tools if tool in PLANTED]
+    every = [*planted, *names]
+    compiled = [every[i :: 3 * parts] for i in range(3 * parts)]
+    jobs = [
+        Job(command=[*python, "--compile", *part], log=folder / f"compile{i}.log", names=part)
+        for i, part in enumerate(compiled)
+        if part
     ]
+    for tool in tools:
+        prefix = [sanitizer, "--tool", tool, *TOOLS[tool], *python, "--tools", tool, "--run"]
+        lists = [[PLANTED[tool]]] if tool in PLANTED else []
+        for i, part in enumerate([*lists, *[names] * parts]):
+            log = folder / f"{tool}{i}.log"
+            jobs.append(Job(command=[*prefix, *part], log=log, tool=tool, names=part))
+    return jobs
 
 
 def collect(jobs: Sequence[Job], deadline: float) -> Found:
     """Wait for processes until a time of `time.monotonic`, and return what they found."""
+    while [job for job in jobs if job.goes_on()] and time.monotonic() < deadline:
+        time.sleep(0.1)
     found: Found = {}
     for job in jobs:
-        try:
-            job.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        if job.process.poll() is None:
             os.killpg(job.process.pid, signal.SIGKILL)
         log = job.log.read_text(errors="replace")
         parsed = parse(log)
-        found |= {(job.tool, name): parsed.get(name, ("not run", [])) for name in job.names}
-        if not parsed or job.names == [PLANTED.get(job.tool)]:
-            lines = [line for line in log.splitlines() if line.startswith("=====") or not parsed]
-            print(f"log of {job.tool}, {job.names[0]}:", *lines[-15:], sep="\n  ", flush=True)
+        found |= {(job.tool, name): result for name, result in parsed.items()}
+        planted = job.names == [PLANTED.get(job.tool)]
+        if planted or (job.process.returncode not in (0, -signal.SIGKILL) and not parsed):
+            lines = [line for line in log.splitlines() if line.startswith("=====") or not planted]
+            print(f"log of {job.log.stem}, {job.names[0]}:", *lines[-15:], sep="\n  ", flush=True)
     return found
 
 
@@ -191,7 +282,7 @@ def report(found: Found, names: Sequence[str], tools: Sequence[str]) -> bool:
     for name in names:
         cells = []
         for tool in tools:
-            status, findings = found[tool, name]
+            status, findings = found.get((tool, name), ("not run", []))
             refused = status.startswith("refused")
             good &= (status == "ok" or refused) and not findings
             word = "refused" if refused else status
@@ -199,7 +290,7 @@ def report(found: Found, names: Sequence[str], tools: Sequence[str]) -> bool:
         print(f"| {name} | {' | '.join(cells)} |")
     for tool in tools:
         if planted := PLANTED.get(tool):
-            status, findings = found[tool, planted]
+            status, findings = found.get((tool, planted), ("not run", []))
             good &= bool(findings)
             print(f"{tool} {'found' if findings else 'MISSED'} the {planted} ({status})")
     for (tool, name), (status, findings) in found.items():
@@ -215,20 +306,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tools", nargs="*", default=list(TOOLS), choices=[*TOOLS])
     parser.add_argument("--only", default="", help="a part of the names of calls")
-    parser.add_argument("--parts", type=int, default=5, help="processes of each tool")
+    parts = max(1, (os.cpu_count() or 1) // 3)
+    parser.add_argument("--parts", type=int, default=parts, help="processes of each tool")
     parser.add_argument("--seconds", type=float, default=600.0, help="limit of time")
-    parser.add_argument("--run", nargs="*", help=argparse.SUPPRESS)  # a process of a tool
+    for process in ("--folder", "--compile", "--run"):  # of a process that this program starts
+        parser.add_argument(process, nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.compile:
+        compile_calls(Path(*options.folder), options.compile)
+        return 0
     if options.run:
-        run_calls(options.run)
+        run_calls(Path(*options.folder), options.tools[0], options.run)
         return 0
     deadline = time.monotonic() + options.seconds
     names = [str(call) for call in kernel_calls() if options.only in str(call)]
+    names = [name for name in reversed(names) if not LEFT_OUT.search(name)]
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = f"{folder}/cache"
-        logs = Path(folder, "logs")
-        logs.mkdir()
-        jobs = start_all(names, options.tools, logs, options.parts)
+        jobs = start_all(names, options.tools, Path(folder), options.parts)
         good = report(collect(jobs, deadline), names, options.tools)
     return 0 if good else 1
 

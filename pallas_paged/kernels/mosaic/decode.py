@@ -38,6 +38,7 @@ from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits
 from pallas_paged.kernels.mosaic import decode_one_byte, one_byte, ops
 from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig
+from pallas_paged.kernels.mosaic.decode_inputs import Inputs
 from pallas_paged.kernels.mosaic.decode_merge import merge_decode
 from pallas_paged.kernels.mosaic.decode_scratch import (
     Queries,
@@ -47,23 +48,9 @@ from pallas_paged.kernels.mosaic.decode_scratch import (
     scratch_types,
 )
 from pallas_paged.kernels.mosaic.decode_shares import WorkItem, for_each_work_item
-from pallas_paged.kernels.mosaic.one_byte_scales import Scales, ScaleSender
-from pallas_paged.kernels.mosaic.ring import Pool, Ring, drain, stream
+from pallas_paged.kernels.mosaic.one_byte_scales import ScaleSender
+from pallas_paged.kernels.mosaic.ring import Ring, drain, stream
 from pallas_paged.kernels.mosaic.row_copies import RowCopies, needs_row_copies, stream_rows
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Inputs:
-    """Operands of the kernel, or refs to them."""
-
-    q: Any  # [B * Hq, D]
-    pool: Pool
-    block_tables: Any  # i32[B, N]
-    seq_lens: Any  # i32[B]
-    unit_ends: Any  # i32[B], from DecodePlan
-    alibi_slopes: Any  # f32[Hkv * parts of a group, N] or None
-    scales: Scales | None = None  # of int8 and fp8 pages
 
 
 def produce(
@@ -340,7 +327,7 @@ def decode_states(
         num_kv_heads=num_parts,
         max_kv_len=arrays.max_kv_len,
     )
-    inputs = _inputs(arrays, plan)
+    inputs = Inputs.of(arrays, plan)
     scratch: Any = scratch_types(
         config,
         group=group,
@@ -388,25 +375,4 @@ def decode_states(
         plan=plan,
         num_q_heads=arrays.num_q_heads,
         head_tiles=head_tiles(group),
-    )
-
-
-def _inputs(arrays: Arrays, plan: DecodePlan) -> Inputs:
-    unit_ends = plan.unit_ends(arrays.seq_lens)
-    scales = Scales.of(arrays)
-    slopes, group = arrays.alibi_slopes, arrays.group
-    if slopes is not None:
-        num_tiles, heads = head_tiles(group)
-        slopes = slopes.reshape(arrays.num_kv_heads, group)
-        if num_tiles > 1:
-            slopes = jnp.pad(slopes, ((0, 0), (0, num_tiles * heads - group))).reshape(-1, heads)
-        slopes = jnp.pad(slopes, ((0, 0), (0, padded_group(group) - heads)))
-    return Inputs(
-        q=arrays.q.reshape(arrays.num_seqs * arrays.num_q_heads, arrays.head_dim),
-        pool=Pool.of(arrays) if scales is None else one_byte.pool_of(arrays),
-        block_tables=arrays.block_tables,
-        seq_lens=arrays.seq_lens,
-        unit_ends=unit_ends,
-        alibi_slopes=slopes,
-        scales=scales,
     )

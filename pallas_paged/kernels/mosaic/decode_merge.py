@@ -154,10 +154,10 @@ def block_sizes(plan: DecodePlan, *, num_seqs: int, num_q_heads: int, span: int)
     if plan.fixed_split_size is None:
         block_s = pl.cdiv(span, pl.cdiv(span, MAX_STATES_PER_STEP))
     block_h = 1
-    # Many rows exceed one wave of programs, so each program gets several heads.
+    # A program takes longer to start than to merge a head, so with many rows it gets several.
     while (
         num_q_heads % (2 * block_h) == 0
-        and num_seqs * num_q_heads > 2048 * block_h
+        and num_seqs * num_q_heads > 512 * block_h
         and 2 * block_h * block_s <= MAX_STATES_PER_STEP
     ):
         block_h *= 2

@@ -59,7 +59,7 @@ from pallas_paged.kernels.mosaic.ragged_work import (
     plan_work,
     unpack,
 )
-from pallas_paged.kernels.mosaic.ring import Pool, Ring, drain, stream
+from pallas_paged.kernels.mosaic.ring import Ring, drain, stream
 
 # Registers of a thread. Two consumers and a producer of 128 threads take 64512 of an SM's 65536;
 # with a converter they take all. That has fewer to give where there are two consumers.
@@ -337,18 +337,7 @@ def ragged_paged_attention(
     scales, converted = Scales.of(arrays), None
     if scales is not None:
         converted = convert_rows(arrays, options=options, config=config, interpret=interpret)
-    inputs = Inputs(
-        # TMA copies chunks of 8 tokens.
-        q=jnp.pad(arrays.q, ((0, -arrays.q.shape[0] % CHUNK), (0, 0), (0, 0))),
-        pool=Pool.of(arrays),
-        block_tables=arrays.block_tables,
-        work=work,
-        alibi_slopes=arrays.alibi_slopes,
-        sinks=arrays.sinks,
-        scales=scales,
-        converted=converted,
-        counter=jax.new_ref(jnp.zeros(1, jnp.int32)),
-    )
+    inputs = Inputs.of(arrays, work, scales, converted)
     head_tiles = arrays.num_kv_heads * tile.num_head_tiles
     rows = (head_tiles, num_partials, config.num_consumers, WG_ROWS)
     outputs = Outputs(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.mosaic.config import MosaicRaggedConfig
 from pallas_paged.kernels.mosaic.ragged_converter import byte_ring, k_arrivals
-from pallas_paged.kernels.mosaic.ragged_tile import WG_ROWS, StoreBuffers, TileShape
+from pallas_paged.kernels.mosaic.ragged_tile import CHUNK, WG_ROWS, StoreBuffers, TileShape
 from pallas_paged.kernels.mosaic.ragged_work import DESCRIPTOR_WORDS, Mailbox, Work
 from pallas_paged.kernels.mosaic.ring import Pool, Ring, wgmma_transforms
 
@@ -30,6 +31,22 @@ class Inputs:
     scales: Any  # Scales of int8 and fp8 pages; else None
     converted: Any  # ConvertedRows, of int8 and fp8 pages; or None
     counter: Any  # i32[1], a ref, of the tile scheduler
+
+    @classmethod
+    def of(cls, arrays: Arrays, work: Work, scales: Any, converted: Any) -> Self:
+        """Return the operands of a call."""
+        return cls(
+            # TMA copies chunks of 8 tokens.
+            q=jnp.pad(arrays.q, ((0, -arrays.q.shape[0] % CHUNK), (0, 0), (0, 0))),
+            pool=Pool.of(arrays),
+            block_tables=arrays.block_tables,
+            work=work,
+            alibi_slopes=arrays.alibi_slopes,
+            sinks=arrays.sinks,
+            scales=scales,
+            converted=converted,
+            counter=jax.new_ref(jnp.zeros(1, jnp.int32)),
+        )
 
 
 @jax.tree_util.register_dataclass

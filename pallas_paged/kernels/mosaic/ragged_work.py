@@ -78,6 +78,22 @@ def pack(plan: Plan, head_tiles: int, *, words: int = DESCRIPTOR_WORDS) -> Packe
     )
 
 
+def packed_plan(
+    arrays: Arrays,
+    shape: PlanShape,
+    head_tiles: int = 1,
+    *,
+    words: int = DESCRIPTOR_WORDS,
+    interpret: bool,
+) -> PackedPlan:
+    """Return the plan of a call as `pack` does, made by a kernel where there is one."""
+    lens = arrays.seq_lens, arrays.cu_q_lens
+    if arrays.q_positions is None and can_plan(shape) and not interpret:
+        types = packed_types(shape, words)
+        return plan_by_kernel(*lens, types, shape, count_factor=head_tiles, interpret=False)
+    return pack(make_plan(*lens, arrays.q_positions, shape), head_tiles, words=words)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Work:
@@ -108,26 +124,16 @@ def plan_work(
 ) -> tuple[Work, jax.Array, int]:
     """Return the work of a call, packed descriptors of its merges, and room for partial states."""
     head_tiles = arrays.num_kv_heads * tile.num_head_tiles
-    num_tokens = arrays.q.shape[0]
-    shape = PlanShape(
-        num_seqs=arrays.num_seqs,
-        num_tokens=num_tokens,
-        max_kv_len=arrays.max_kv_len,
+    shape = PlanShape.of(
+        arrays,
+        config,
+        options,
         group=1,
         block_q=tile.num_tokens,
-        block_k=config.block_k,
-        options=options,
-        has_tree=arrays.tree_mask is not None,
         num_programs=max(config.num_programs // head_tiles, 1),
-        fixed_split_size=config.fixed_split_size,
         align=CHUNK,
     )
-    lens = arrays.seq_lens, arrays.cu_q_lens
-    if arrays.q_positions is None and can_plan(shape) and not interpret:
-        types = packed_types(shape, DESCRIPTOR_WORDS)
-        plan = plan_by_kernel(*lens, types, shape, count_factor=head_tiles, interpret=False)
-    else:
-        plan = pack(make_plan(*lens, arrays.q_positions, shape), head_tiles)
+    plan = packed_plan(arrays, shape, head_tiles, interpret=interpret)
     rows = jnp.arange(config.block_q).reshape(config.num_consumers, WG_ROWS)
     place = tile.place(rows)[1]
 
@@ -139,7 +145,7 @@ def plan_work(
         arrays.alibi_slopes is not None or options.sliding_window is not None
     ):
         packed = of_items("q_start") + of_items("offset") + place
-        positions = arrays.q_positions[jnp.clip(packed, 0, num_tokens - 1)]
+        positions = arrays.q_positions[jnp.clip(packed, 0, len(arrays.q) - 1)]
     if arrays.tree_mask is not None:
         token = of_items("offset") + place  # within the sequence
         tree_words = pack_tree_mask(arrays.tree_mask, of_items("row"), token)

@@ -33,6 +33,7 @@ _LOOPS = (
     (1, 32, 2),
     (1, 32, 1),
 )
+_ONE_BYTE_LOOPS = ((3, 128, 2), (2, 128, 2))  # conversions want longer blocks
 # Of 64 keys, for each program of an SM: with fewer, the merge and a program's start cost more than
 # another program hides.
 _LEAST_BLOCKS = 16
@@ -126,7 +127,8 @@ def decode_config(
     group = num_q_heads // num_kv_heads
     tiles = num_kv_heads * -(-group // decode_rows(group, head_dim))
     blocks_per_sm = tiles * num_seqs * -(-max_kv_len // 64) / num_sms
-    for programs_per_sm, block_k, num_stages in _LOOPS:
+    loops = _ONE_BYTE_LOOPS + _LOOPS if itemsize == 1 else _LOOPS
+    for programs_per_sm, block_k, num_stages in loops:
         if blocks_per_sm <= (programs_per_sm - 1) * _LEAST_BLOCKS:
             continue
         config = MosaicSm80DecodeConfig(block_k=block_k, num_stages=num_stages, num_programs=1)
@@ -205,6 +207,7 @@ def ragged_shared_memory(
         *[columns * block_k for columns in (head_dim, columns_of_v) if one_byte],
         *[12 * block_k] * (2 if one_byte else 1),  # places of their rows and scales
         32 * block_k if one_byte else 0,  # scales
+        16 if config.num_warpgroups == 2 else 0,  # the barriers of the turns
     ]
     return sum(-(-size // 1024) * 1024 for size in buffers)  # the compiler aligns each to 1 KB
 

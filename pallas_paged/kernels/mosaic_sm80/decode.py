@@ -41,6 +41,7 @@ from pallas_paged.kernels.mosaic_sm80.config import (
 )
 from pallas_paged.kernels.mosaic_sm80.pages import Blocks, Copier, Pages
 from pallas_paged.kernels.mosaic_sm80.ring import for_each_block
+from pallas_paged.kernels.powers_of_two import split_scales
 
 
 @jax.tree_util.register_dataclass
@@ -167,6 +168,11 @@ def attend(
             return [x]
         return one_byte.to_f16(x, heads.kv_dtype, layouts.rhs, interpret=interpret)
 
+    by_token = blocks.k_scales is not None
+    only_factor = None  # of the logits, which goes to the queries
+    if pages.k_scales is not None:
+        only_factor = options.only_factor(inputs.alibi_slopes)
+
     def per_row(ref):
         return None if ref is None else mosaic_ops.load(ref, layouts.row)
 
@@ -176,6 +182,10 @@ def attend(
             q_scales = one_byte.load_queries(
                 scratch.arrived, scratch.q, inputs.q_dtype, layouts, interpret=interpret
             )
+            if only_factor is not None:
+                q_scales = q_scales * only_factor
+            if pages.k_scales is not None and not by_token:
+                q_scales = q_scales * pages.k_scales[0]
         state = (
             full((heads.rows,), -jnp.inf, layouts.row),
             full((heads.rows, block_k), 0.0, layouts.acc),
@@ -192,12 +202,8 @@ def attend(
         keys = block * block_k + iota(s.shape, 1, layouts.acc)
         if q_scales is not None:
             s = s * bcast(q_scales, s)
-        only_factor = None
-        if blocks.k_scales is not None:
+        if by_token:
             s = s * bcast(ops.load(blocks.k_scales.at[stage], layouts.col), s, 1)
-        elif pages.k_scales is not None:
-            only_factor = options.only_factor(inputs.alibi_slopes)
-            s = s * (pages.k_scales[0] * (1.0 if only_factor is None else only_factor))
         slopes = per_row(None if inputs.alibi_slopes is None else inputs.alibi_slopes.at[tile])
         factor = 1.0
         if only_factor is None:
@@ -211,12 +217,17 @@ def attend(
         if blocks.v_scales is not None:
             # The maximum is that of the weights, since f16 has a small range.
             v_scales = ops.load(blocks.v_scales.at[stage], layouts.col)
-            exponents, significands, inverses = one_byte.split_scales(v_scales)
+            exponents, significands, inverses = split_scales(v_scales)
             s, factor = s * factor + bcast(exponents, s, 1), 1.0
-        visible = keys < item.seq_len
-        if options.sliding_window is not None:
-            visible &= keys >= first_key
-        s = jnp.where(visible, s, -jnp.inf)
+
+        def masked(s):
+            visible = keys < item.seq_len
+            if options.sliding_window is not None:
+                visible &= keys >= first_key
+            return jnp.where(visible, s, -jnp.inf)
+
+        is_whole = (block * block_k >= first_key) & ((block + 1) * block_k <= item.seq_len)
+        s = lax.cond(is_whole, lambda s: s, masked, s)
         m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
         alpha = jnp.exp2(m_i - m_new)
         p = jnp.exp2(s * factor - bcast(m_new, s))

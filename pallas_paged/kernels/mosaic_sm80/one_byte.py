@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.mosaic_sm80.ops import MmaLayouts
+from pallas_paged.kernels.powers_of_two import exponents_of, power_of_2
 
 
 def load_queries(
@@ -35,11 +36,11 @@ def load_queries(
     loaded = load(words, layout=layouts.lhs, optimized=False)
     halves = [x.astype(jnp.float32) for x in _halves(loaded, dtype, layouts, interpret=interpret)]
     largest = jnp.maximum(*map(jnp.abs, halves)).max(axis=1)
-    exponents = jnp.minimum(jnp.maximum(_exponents(largest), -126), 126)
-    inverses = _power_of_2(-exponents)
+    exponents = jnp.minimum(jnp.maximum(exponents_of(largest), -126), 126)
+    inverses = power_of_2(-exponents)
     for ref, half in zip(to, halves, strict=True):
         ref[...] = (half * lax.broadcast_in_dim(inverses, half.shape, (0,))).astype(jnp.float16)
-    return plgpu.layout_cast(_power_of_2(exponents), layouts.row)
+    return plgpu.layout_cast(power_of_2(exponents), layouts.row)
 
 
 def _halves(
@@ -77,29 +78,6 @@ def _halves(
         return tuple(results)
 
     return list(split(words))
-
-
-def split_scales(scales: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return f32 `(exponents, significands, 2 ** -exponents)` of scales.
-
-    `scales = significands * 2 ** exponents`. Significands are in [1, 2), except for scales below
-    2 ** -64, whose exponent is -64, and for those of 2 ** 127 and more, infinite or NaN, whose
-    exponent is 0.
-    """
-    exponents = jnp.maximum(_exponents(jnp.abs(scales)), -64)
-    exponents = jnp.where(exponents < 127, exponents, 0)
-    inverses = _power_of_2(-exponents)
-    return exponents.astype(jnp.float32), scales * inverses, inverses
-
-
-def _exponents(x: jax.Array) -> jax.Array:
-    """Return the exponents, i32, of x >= 0."""
-    return (lax.bitcast_convert_type(x, jnp.int32) >> 23) - 127
-
-
-def _power_of_2(exponents: jax.Array) -> jax.Array:
-    """Return 2 ** exponents, f32, of i32 in [-126, 127]."""
-    return lax.bitcast_convert_type((exponents + 127) << 23, jnp.float32)
 
 
 def to_f16(words: jax.Array, kv_dtype: Any, layout: Any, *, interpret: bool) -> list[jax.Array]:

@@ -237,8 +237,11 @@ class Emitter:
     def at_least(self, x: Any, y: Any) -> Any:
         return self._arith.cmpi(self._arith.CmpIPredicate.sge, *self._same(x, y))
 
+    def least(self, x: Any, y: Any) -> Any:
+        return self._arith.minsi(x, y)
+
     def clip(self, x: Any, low: Any, high: Any) -> Any:
-        return self._arith.minsi(self._arith.maxsi(x, low), high)
+        return self.least(self._arith.maxsi(x, low), high)
 
     def wide(self, x: Any) -> Any:
         """Return a value of 32 bits, which is not negative, with 64."""
@@ -292,10 +295,23 @@ class Emitter:
             body()
             self._scf.yield_([])
 
-    def for_each_chunk(self, tile: Tile, rows: int, body: Any) -> None:
-        """Run `body(row, byte of the row, byte of the block)` for this thread's chunks."""
+    def either(self, condition: Any, then: Any, otherwise: Any) -> None:
+        """Run `then` in threads where a condition holds, and `otherwise` in others."""
+        if_else = self._scf.IfOp(condition, has_else=True)
+        for block, body in ((if_else.then_block, then), (if_else.else_block, otherwise)):
+            with self._ir.InsertionPoint(block):
+                body()
+                self._scf.yield_([])
+
+    def for_each_chunk(
+        self, tile: Tile, rows: int, body: Any, load: Any = lambda row: None
+    ) -> None:
+        """Run `body(row, byte of the row, byte of the block, load(row))` for this thread's chunks.
+
+        All loads come first: none goes past a copy, which writes shared memory.
+        """
         per_row = tile.row_bytes // CHUNK
-        thread = self.thread()
+        thread, places = self.thread(), []
         for start in range(0, rows * per_row, WARPGROUP):
             # Where a step takes whole rows, the column does not depend on the step.
             if WARPGROUP % per_row:
@@ -304,25 +320,30 @@ class Emitter:
             else:
                 row = self.add(self.div(thread, per_row), start // per_row)
                 chunk = self.rem(thread, per_row)
+            count = rows * per_row - start  # of threads that have a chunk
+            known = row if count >= WARPGROUP else self.least(row, self.constant(rows - 1))
+            places.append((count, row, chunk, load(known)))
+        for count, row, chunk, loaded in places:
 
-            def copy(row=row, chunk=chunk):
-                if tile.plain:
-                    at = self.add(self.mul(row, tile.row_bytes), self.mul(chunk, CHUNK))
-                    body(row, self.mul(chunk, CHUNK), at)
-                    return
-                width = tile.swizzle
-                per_tile_row, in_tile = width // CHUNK, self.rem(row, 8)
-                # Swizzling: the bits of the row, in pieces of 128 bytes, flip those of the chunk.
-                flip = self.div(in_tile, 128 // width)
-                place = self.xor(self.rem(chunk, per_tile_row), flip)
-                tile_index = self.add(
-                    self.mul(self.div(row, 8), tile.row_bytes // width),
-                    self.div(chunk, per_tile_row),
-                )
-                at = self.add(self.mul(tile_index, 8 * width), self.mul(in_tile, width))
-                body(row, self.mul(chunk, CHUNK), self.add(at, self.mul(place, CHUNK)))
+            def copy(row=row, chunk=chunk, loaded=loaded):
+                body(row, self.mul(chunk, CHUNK), self.byte_of(tile, row, chunk), loaded)
 
-            self.when(thread, rows * per_row - start, copy)
+            self.when(thread, count, copy)
+
+    def byte_of(self, tile: Tile, row: Any, chunk: Any) -> Any:
+        """Return where a chunk of a row lies in a block."""
+        if tile.plain:
+            return self.add(self.mul(row, tile.row_bytes), self.mul(chunk, CHUNK))
+        width = tile.swizzle
+        per_tile_row, in_tile = width // CHUNK, self.rem(row, 8)
+        # Swizzling: the bits of the row, in pieces of 128 bytes, flip those of the chunk.
+        flip = self.div(in_tile, 128 // width)
+        place = self.xor(self.rem(chunk, per_tile_row), flip)
+        tile_index = self.add(
+            self.mul(self.div(row, 8), tile.row_bytes // width), self.div(chunk, per_tile_row)
+        )
+        at = self.add(self.mul(tile_index, 8 * width), self.mul(in_tile, width))
+        return self.add(at, self.mul(place, CHUNK))
 
 
 def copy_rows(
@@ -348,7 +369,7 @@ def copy_rows(
         m = Emitter()
         first, count = map(m.scalar, scalars)
 
-        def copy_chunk(row, column, shared):
+        def copy_chunk(row, column, shared, _):
             at = m.add(m.mul(m.wide(m.add(first, row)), row_bytes), m.wide(column))
             real = m.both(m.less(row, count), m.less(column, row_bytes))
             m.copy(m.address(to, shared), m.address(source, at), size=CHUNK, real=real)

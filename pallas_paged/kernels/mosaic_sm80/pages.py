@@ -224,14 +224,18 @@ class Copier:
             stage, slot, first, kv_head, low, high = map(m.scalar, scalars)
             slot_at = m.mul(slot, 4 * block_k)
 
-            def place_of(token, strides):
+            def page_of(token):
+                return m.load(m.address(tables, m.add(slot_at, m.mul(token, 4))))
+
+            def place_of(token, page, strides):
                 """Return the bytes to a token, and whether a query sees it."""
                 key = m.add(first, token)
-                page = m.load(m.address(tables, m.add(slot_at, m.mul(token, 4))))
                 at = m.mul(m.wide(page), strides["P"])
                 at = m.add(at, m.mul(m.wide(m.rem(key, page_size)), strides["N"]))
                 return at, m.both(m.at_least(key, low), m.less(key, high))
 
+            # Most blocks are seen as a whole, and are copied by fewer instructions.
+            whole = m.both(m.at_least(first, low), m.less(m.add(first, block_k - 1), high))
             bases = []
             for kv, (source, block) in enumerate(pairs):
                 at_head = m.mul(m.wide(kv_head), page_bytes["H"])
@@ -239,25 +243,30 @@ class Copier:
                 at_stage = m.mul(stage, block_k * columns * item)
                 bases.append((m.address(source, at_head), m.address(block, at_stage)))
 
-            def copy_chunk(token, column, shared):
-                at, seen = place_of(token, page_bytes)
-                real = m.both(seen, m.less(column, head_bytes))
-                at = m.add(at, m.wide(column))
-                for source, block in bases:
-                    m.copy(m.add(block, shared), m.add(source, at), size=ops.CHUNK, real=real)
-
-            m.for_each_chunk(tile, block_k, copy_chunk)
-            if scales:
-                token = m.thread()
+            def copy_all(whole):
+                def copy_chunk(token, column, shared, page):
+                    at, seen = place_of(token, page, page_bytes)
+                    real = m.less(column, head_bytes) if head_bytes < tile.row_bytes else None
+                    if not whole:
+                        real = seen if real is None else m.both(seen, real)
+                    at = m.add(at, m.wide(column))
+                    for source, block in bases:
+                        m.copy(m.add(block, shared), m.add(source, at), size=ops.CHUNK, real=real)
 
                 def copy_scale():
-                    at, seen = place_of(token, of_scales)
+                    token = m.thread()
+                    at, seen = place_of(token, page_of(token), of_scales)
                     at = m.add(at, m.mul(m.wide(kv_head), of_scales["H"]))
                     to = m.mul(m.add(m.mul(stage, block_k), token), 4)
+                    real = None if whole else seen
                     for source, block in scales:
-                        m.copy(m.address(block, to), m.address(source, at), size=4, real=seen)
+                        m.copy(m.address(block, to), m.address(source, at), size=4, real=real)
 
-                m.when(token, block_k, copy_scale)
+                m.for_each_chunk(tile, block_k, copy_chunk, load=page_of)
+                if scales:
+                    m.when(m.thread(), block_k, copy_scale)
+
+            m.either(whole, lambda: copy_all(True), lambda: copy_all(False))
 
         copy(
             ((pages.k, blocks.k), (pages.v, blocks.v)),

@@ -29,48 +29,18 @@ from pallas_paged.kernels.call import Arrays, result_shape, varying_by_device
 from pallas_paged.kernels.config_fields import programs_per_kv_head
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops as wgmma_ops
-from pallas_paged.kernels.mosaic.ragged_work import pack, tree_bits
+from pallas_paged.kernels.mosaic.ragged_work import packed_plan, tree_bits
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80RaggedConfig, result_columns
 from pallas_paged.kernels.mosaic_sm80.ragged_blocks import Pool
 from pallas_paged.kernels.mosaic_sm80.ragged_merge import merge_ragged
 from pallas_paged.kernels.mosaic_sm80.ragged_program import Inputs, Outputs, Program, scratch_types
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import repeat_heads, repeat_tokens
-from pallas_paged.kernels.ragged_plan import PlanShape, make_plan
-from pallas_paged.kernels.ragged_plan_kernel import (
-    PackedPlan,
-    can_plan,
-    packed_types,
-    plan_by_kernel,
-)
+from pallas_paged.kernels.ragged_plan import PlanShape
 
 # No reduction goes across warps.
 COMPILER_PARAMS = dataclasses.replace(ops.COMPILER_PARAMS, reduction_scratch_bytes=0)
 _DESCRIPTOR_WORDS = 16  # i32 of a packed work item
-
-
-def plan_work(
-    arrays: Arrays, *, options: LogitOptions, config: MosaicSm80RaggedConfig, interpret: bool
-) -> tuple[PackedPlan, int]:
-    """Return the packed work items and merges of a call, and room for partial states."""
-    shape = PlanShape(
-        num_seqs=arrays.num_seqs,
-        num_tokens=arrays.q.shape[0],
-        max_kv_len=arrays.max_kv_len,
-        group=arrays.group,
-        block_q=config.block_q,
-        block_k=config.block_k,
-        options=options,
-        has_tree=arrays.tree_mask is not None,
-        num_programs=programs_per_kv_head(config.num_programs, arrays.num_kv_heads),
-        fixed_split_size=config.fixed_split_size,
-    )
-    lens = arrays.seq_lens, arrays.cu_q_lens
-    if arrays.q_positions is None and can_plan(shape) and not interpret:
-        plan = plan_by_kernel(*lens, packed_types(shape, _DESCRIPTOR_WORDS), shape, interpret=False)
-    else:
-        plan = pack(make_plan(*lens, arrays.q_positions, shape), 1, words=_DESCRIPTOR_WORDS)
-    return plan, shape.num_partials
 
 
 def ragged_paged_attention(
@@ -89,7 +59,9 @@ def ragged_paged_attention(
     num_tokens, num_q_heads, head_dim = arrays.q.shape
     num_kv_heads, group, block_q = arrays.num_kv_heads, arrays.group, config.block_q
     with jax.named_scope("ragged_plan"):
-        plan, num_partials = plan_work(arrays, options=options, config=config, interpret=interpret)
+        num_programs = programs_per_kv_head(config.num_programs, num_kv_heads)
+        shape = PlanShape.of(arrays, config, options, num_programs=num_programs)
+        plan = packed_plan(arrays, shape, words=_DESCRIPTOR_WORDS, interpret=interpret)
 
     def of_heads(x):
         return None if x is None else repeat_heads(x, num_kv_heads, block_q)
@@ -111,7 +83,7 @@ def ragged_paged_attention(
         positions=positions,
         tree_words=tree_words,
     )
-    partials = (num_kv_heads, num_partials, block_q)
+    partials = (num_kv_heads, shape.num_partials, block_q)
     lse_type = result_shape((num_tokens * num_q_heads,), jnp.float32, varying=False)
     outputs = Outputs(
         # The merge has references to these two.

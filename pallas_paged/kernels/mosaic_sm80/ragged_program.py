@@ -20,10 +20,12 @@ from pallas_paged.kernels.mosaic import ops as wgmma_ops
 from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, unpack, visible_in_tree
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80RaggedConfig, result_columns
-from pallas_paged.kernels.mosaic_sm80.one_byte import split_scales
 from pallas_paged.kernels.mosaic_sm80.ragged_blocks import Buffers, Pool, Stream
 from pallas_paged.kernels.mosaic_sm80.ragged_copies import (
+    await_turn,
     gather_rows,
+    give_turn,
+    init_turns,
     program_barrier,
     wait_for_own_copies,
 )
@@ -36,6 +38,7 @@ from pallas_paged.kernels.mosaic_sm80.ragged_rows import (
     finish,
     store_rows,
 )
+from pallas_paged.kernels.powers_of_two import split_scales
 
 _COLUMN = ROWS.reduce(0)
 _SLACK = 8.0  # by which a logit, base 2, may be larger than the maximum that is subtracted
@@ -83,7 +86,8 @@ class Scratch:
     q: Any  # [warpgroups, R, D + pad], then the results
     rows: Any  # i32[warpgroups, R], index of each row in [T * Hq]
     buffers: Buffers
-    sync: Any  # barrier of the warpgroups when interpreted, else None
+    turns: Any  # barriers [2] at which each of two warpgroups waits for its turn, or None
+    sync: Any  # barrier of two warpgroups when interpreted, else None
 
 
 def scratch_types(
@@ -98,6 +102,11 @@ def scratch_types(
 ) -> Scratch:
     """Return the types of the shared memory of a program."""
     rows = config.num_warpgroups, config.rows_per_warpgroup
+    turns: Any = None
+    sync = None
+    if config.num_warpgroups == 2:
+        turns = plgpu.Barrier(num_barriers=2) if interpret else plgpu.SMEM((2, 2), jnp.int32)
+        sync = plgpu.Barrier(num_arrivals=2) if interpret else None
     return Scratch(
         q=plgpu.SMEM((*rows, padded(head_dim, dtype)), dtype),
         rows=plgpu.SMEM(rows, jnp.int32),
@@ -108,7 +117,8 @@ def scratch_types(
             kv_dtype=kv_dtype,
             scales_by_token=scales_by_token,
         ),
-        sync=plgpu.Barrier(num_arrivals=2) if interpret and config.num_warpgroups == 2 else None,
+        turns=turns,
+        sync=sync,
     )
 
 
@@ -209,6 +219,8 @@ class Program:
                 row_bytes=row_bytes,
                 interpret=self.interpret,
             )
+            if scratch.turns is not None:
+                init_turns(scratch.turns, self.wg, interpret=self.interpret)
             self.if_copying(stream.start)
             wait_for_own_copies(interpret=self.interpret)
             self.barrier()
@@ -254,9 +266,14 @@ class Program:
         def no_logits():
             return wgmma_ops.full((rows.count, block_k), 0.0, ROWS)
 
+        def advance(block):
+            if scratch.turns is not None:  # threads may still read what the copies replace
+                ops.barrier(interpret=self.interpret)
+            stream.advance(block)
+
         def attend_block(masked, block, state):
             m_i, l_i, acc, s = state
-            self.if_copying(lambda: stream.advance(block))
+            self.if_copying(lambda: advance(block))
             if by_token:
                 s = s * of_tokens(K, block, s, k_factor)
             elif k_scale is not None:
@@ -293,18 +310,18 @@ class Program:
             p = p.astype(scratch.q.dtype)
             # The whole softmax stays before the barrier.
             acc, l_new, m_new, alpha, p = lax.optimization_barrier((acc, l_new, m_new, alpha, p))
-            self.barrier()
+            self.await_turn(block - work.lo + self.wg)
             acc = multiply_pv(acc, alpha, p, stream.v(block), interpret=self.interpret)
             s = lax.cond(block + 1 < work.hi, lambda: multiply(block + 1), no_logits)
             self.if_copying(stream.arrive)
-            self.barrier()
+            self.give_turn()
             return m_new, l_new, acc, s
 
         def first_logits():
-            # The second warpgroup starts, and the first one ends, with one more barrier.
-            self.if_second(self.barrier)
+            if scratch.turns is not None:
+                pl.when(self.wg == 1)(lambda: self.await_turn(0))
             s = multiply(work.lo)
-            self.barrier()
+            self.give_turn()
             return s
 
         attend_full = functools.partial(attend_block, False)
@@ -316,12 +333,6 @@ class Program:
         state = lax.fori_loop(work.full_lo, work.full_hi, attend_full, state)
         m_i, l_i, acc, _ = lax.fori_loop(work.full_hi, work.hi, attend_masked, state)
 
-        if self.config.num_warpgroups == 2:
-
-            @pl.when((self.wg == 0) & (work.lo < work.hi))
-            def _():
-                self.barrier()
-
         return m_i, l_i, acc if v_scale is None else acc * v_scale
 
     def barrier(self) -> None:
@@ -332,14 +343,25 @@ class Program:
             plgpu.barrier_arrive(self.scratch.sync)
             plgpu.barrier_wait(self.scratch.sync)
 
+    def give_turn(self) -> None:
+        """Give the other warpgroup its turn at the tensor cores, or wait for all threads."""
+        turns = self.scratch.turns
+        if turns is None:
+            self.barrier()
+        else:
+            give_turn(turns, 1 - self.wg, interpret=self.interpret)
+
+    def await_turn(self, count: Any) -> None:
+        """Wait for this warpgroup's turn, the `count`-th one, or for all threads."""
+        turns = self.scratch.turns
+        if turns is None:
+            self.barrier()
+        else:
+            await_turn(turns, self.wg, count, interpret=self.interpret)
+
     def if_copying(self, body: Callable[[], None]) -> None:
         """Run `body` in the warpgroup that copies K and V, the last one."""
         if self.config.num_warpgroups == 1:
             body()
         else:
-            pl.when(self.wg == 1)(body)
-
-    def if_second(self, body: Callable[[], None]) -> None:
-        """Run `body` in the second warpgroup."""
-        if self.config.num_warpgroups == 2:
             pl.when(self.wg == 1)(body)

@@ -210,18 +210,8 @@ def ragged_paged_attention(
 
     # The same for every layer of a step, so inside one jit XLA keeps a single copy of it.
     with jax.named_scope("ragged_plan"):
-        shape = PlanShape(
-            num_seqs=arrays.num_seqs,
-            num_tokens=num_tokens,
-            max_kv_len=arrays.max_kv_len,
-            group=group,
-            block_q=config.block_q,
-            block_k=config.block_k,
-            options=options,
-            has_tree=arrays.tree_mask is not None,
-            num_programs=programs_per_kv_head(config.num_programs, num_kv_heads),
-            fixed_split_size=config.fixed_split_size,
-        )
+        num_programs = programs_per_kv_head(config.num_programs, num_kv_heads)
+        shape = PlanShape.of(arrays, config, options, num_programs=num_programs)
         lens = arrays.seq_lens, arrays.cu_q_lens
         if arrays.q_positions is None and can_plan(shape) and not interpret:
             plan = plan_by_kernel(*lens, plan_types(shape), shape, interpret=False)

@@ -207,7 +207,7 @@ def ragged_shared_memory(
         *[columns * block_k for columns in (head_dim, columns_of_v) if one_byte],
         *[12 * block_k] * (2 if one_byte else 1),  # places of their rows and scales
         32 * block_k if one_byte else 0,  # scales
-        16 if config.num_warpgroups == 2 else 0,  # the barriers of the turns
+        8 if config.num_warpgroups == 2 else 0,  # the barrier of the turns
     ]
     return sum(-(-size // 1024) * 1024 for size in buffers)  # the compiler aligns each to 1 KB
 

@@ -114,60 +114,55 @@ def program_barrier(num_warpgroups: int) -> None:
 
 
 def init_turns(turns: Any, warpgroup: Any, *, interpret: bool) -> None:
-    """Initialize the two barriers i32`[2, 2]` of turns; other threads see them after a barrier."""
+    """Initialize the barrier i32`[2]` of `take_turns`; other threads see it after a barrier."""
     if interpret:
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
     def init(_, turns, warpgroup):
         emit = ThreadEmitter()
-        at = emit.address(turns, emit.mul(emit.scalar(warpgroup), 8))
-        code = f"mbarrier.init.shared.b64 [$0], {WARPGROUP // 32};"
-        emit.when(emit.thread(), 1, lambda: emit.effect(code, at))
+        thread = emit.add(emit.mul(emit.scalar(warpgroup), WARPGROUP), emit.thread())
+        at = emit.address(turns, emit.constant(0))
+        num_warps = 2 * WARPGROUP // 32
+        emit.when(
+            thread, 1, lambda: emit.effect(f"mbarrier.init.shared.b64 [$0], {num_warps};", at)
+        )
 
     init(turns, *ops.scalars(warpgroup))
 
 
-def give_turn(turns: Any, warpgroup: Any, *, interpret: bool) -> None:
-    """Let a warpgroup go on, which then sees what this one wrote."""
+def take_turns(turns: Any, parity: Any, *, interpret: bool) -> None:
+    """Wait until both warpgroups of a program are here, or at another call.
+
+    `bar.sync` does the same, but compute-sanitizer takes two places of the code for an error.
+
+    Args:
+        turns: the barrier.
+        parity: 0 for the first meeting, 1 for the second one and so on, in turn.
+    """
     if interpret:
-        plgpu.barrier_arrive(turns.at[warpgroup])
+        plgpu.barrier_arrive(turns)
+        plgpu.barrier_wait(turns)
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
-    def arrive(_, turns, warpgroup):
-        emit = ThreadEmitter()
-        emit.effect(
-            "{ .reg .pred first; .reg .b64 state; .reg .b32 lane;"
-            " mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; bar.warp.sync 0xffffffff;"
-            " @first mbarrier.arrive.shared.b64 state, [$0]; }",
-            emit.address(turns, emit.mul(emit.scalar(warpgroup), 8)),
-        )
-
-    arrive(turns, *ops.scalars(warpgroup))
-
-
-def await_turn(turns: Any, warpgroup: Any, count: Any, *, interpret: bool) -> None:
-    """Wait until this warpgroup was given its turn `count`, from 0 on."""
-    if interpret:
-        plgpu.barrier_wait(turns.at[warpgroup])
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR))
-    def wait(_, turns, warpgroup, count):
+    def meet(_, turns, parity):
         from jax.experimental.mosaic.gpu import utils
 
         emit = ThreadEmitter()
         # Since 9.0 a thread sleeps in this instruction.
-        instruction = "try_wait" if utils.get_arch().major >= 9 else "test_wait"
+        wait = "try_wait" if utils.get_arch().major >= 9 else "test_wait"
         emit.effect(
-            f"{{ .reg .pred p; WAIT: mbarrier.{instruction}.parity.shared.b64 p, [$0], $1;"
-            " @!p bra WAIT; bar.warp.sync 0xffffffff; }",
-            emit.address(turns, emit.mul(emit.scalar(warpgroup), 8)),
-            emit.rem(emit.scalar(count), 2),
+            "{ .reg .pred p, first; .reg .b64 state; .reg .b32 lane;"
+            " mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; bar.warp.sync 0xffffffff;"
+            " @first mbarrier.arrive.shared.b64 state, [$0];"
+            f" WAIT: mbarrier.{wait}.parity.shared.b64 p, [$0], $1; @!p bra WAIT;"
+            " bar.warp.sync 0xffffffff; }",
+            emit.address(turns, emit.constant(0)),
+            emit.scalar(parity),
         )
 
-    wait(turns, *ops.scalars(warpgroup, count))
+    meet(turns, *ops.scalars(parity))
 
 
 def gather_values(to: Any, source: Any, places: Any, base: Any, *, interpret: bool) -> None:

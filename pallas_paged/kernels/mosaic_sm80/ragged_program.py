@@ -22,11 +22,10 @@ from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80RaggedConfig, result_columns
 from pallas_paged.kernels.mosaic_sm80.ragged_blocks import Buffers, Pool, Stream
 from pallas_paged.kernels.mosaic_sm80.ragged_copies import (
-    await_turn,
     gather_rows,
-    give_turn,
     init_turns,
     program_barrier,
+    take_turns,
     wait_for_own_copies,
 )
 from pallas_paged.kernels.mosaic_sm80.ragged_products import multiply_pv, multiply_qk, padded
@@ -86,8 +85,7 @@ class Scratch:
     q: Any  # [warpgroups, R, D + pad], then the results
     rows: Any  # i32[warpgroups, R], index of each row in [T * Hq]
     buffers: Buffers
-    turns: Any  # barriers [2] at which each of two warpgroups waits for its turn, or None
-    sync: Any  # barrier of two warpgroups when interpreted, else None
+    turns: Any  # barrier at which two warpgroups meet, or None
 
 
 def scratch_types(
@@ -103,10 +101,8 @@ def scratch_types(
     """Return the types of the shared memory of a program."""
     rows = config.num_warpgroups, config.rows_per_warpgroup
     turns: Any = None
-    sync = None
     if config.num_warpgroups == 2:
-        turns = plgpu.Barrier(num_barriers=2) if interpret else plgpu.SMEM((2, 2), jnp.int32)
-        sync = plgpu.Barrier(num_arrivals=2) if interpret else None
+        turns = plgpu.Barrier(num_arrivals=2) if interpret else plgpu.SMEM((2,), jnp.int32)
     return Scratch(
         q=plgpu.SMEM((*rows, padded(head_dim, dtype)), dtype),
         rows=plgpu.SMEM(rows, jnp.int32),
@@ -118,7 +114,6 @@ def scratch_types(
             scales_by_token=scales_by_token,
         ),
         turns=turns,
-        sync=sync,
     )
 
 
@@ -266,14 +261,9 @@ class Program:
         def no_logits():
             return wgmma_ops.full((rows.count, block_k), 0.0, ROWS)
 
-        def advance(block):
-            if scratch.turns is not None:  # threads may still read what the copies replace
-                ops.barrier(interpret=self.interpret)
-            stream.advance(block)
-
         def attend_block(masked, block, state):
             m_i, l_i, acc, s = state
-            self.if_copying(lambda: advance(block))
+            self.if_copying(lambda: stream.advance(block))
             if by_token:
                 s = s * of_tokens(K, block, s, k_factor)
             elif k_scale is not None:
@@ -310,18 +300,19 @@ class Program:
             p = p.astype(scratch.q.dtype)
             # The whole softmax stays before the barrier.
             acc, l_new, m_new, alpha, p = lax.optimization_barrier((acc, l_new, m_new, alpha, p))
-            self.await_turn(block - work.lo + self.wg)
+            self.turn(1 - self.wg)
             acc = multiply_pv(acc, alpha, p, stream.v(block), interpret=self.interpret)
             s = lax.cond(block + 1 < work.hi, lambda: multiply(block + 1), no_logits)
             self.if_copying(stream.arrive)
-            self.give_turn()
+            self.turn(self.wg)
             return m_new, l_new, acc, s
 
         def first_logits():
+            # The second warpgroup starts, and the first one ends, with one more turn.
             if scratch.turns is not None:
-                pl.when(self.wg == 1)(lambda: self.await_turn(0))
+                pl.when(self.wg == 1)(lambda: self.turn(0))
             s = multiply(work.lo)
-            self.give_turn()
+            self.turn(self.wg)
             return s
 
         attend_full = functools.partial(attend_block, False)
@@ -333,31 +324,24 @@ class Program:
         state = lax.fori_loop(work.full_lo, work.full_hi, attend_full, state)
         m_i, l_i, acc, _ = lax.fori_loop(work.full_hi, work.hi, attend_masked, state)
 
+        if scratch.turns is not None:
+            pl.when((self.wg == 0) & (work.lo < work.hi))(lambda: self.turn(1))
+
         return m_i, l_i, acc if v_scale is None else acc * v_scale
 
     def barrier(self) -> None:
         """Wait for all threads of the program."""
         if not self.interpret:
             program_barrier(self.config.num_warpgroups)
-        elif self.scratch.sync is not None:
-            plgpu.barrier_arrive(self.scratch.sync)
-            plgpu.barrier_wait(self.scratch.sync)
+        elif self.scratch.turns is not None:
+            take_turns(self.scratch.turns, 0, interpret=True)
 
-    def give_turn(self) -> None:
-        """Give the other warpgroup its turn at the tensor cores, or wait for all threads."""
-        turns = self.scratch.turns
-        if turns is None:
+    def turn(self, parity: Any) -> None:
+        """Wait for the other warpgroup, as `take_turns` does, or for threads of the only one."""
+        if self.scratch.turns is None:
             self.barrier()
         else:
-            give_turn(turns, 1 - self.wg, interpret=self.interpret)
-
-    def await_turn(self, count: Any) -> None:
-        """Wait for this warpgroup's turn, the `count`-th one, or for all threads."""
-        turns = self.scratch.turns
-        if turns is None:
-            self.barrier()
-        else:
-            await_turn(turns, self.wg, count, interpret=self.interpret)
+            take_turns(self.scratch.turns, parity, interpret=self.interpret)
 
     def if_copying(self, body: Callable[[], None]) -> None:
         """Run `body` in the warpgroup that copies K and V, the last one."""

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from pallas_paged import kernels
 from pallas_paged.kernels.mosaic import support as mosaic_support
@@ -125,7 +126,20 @@ def test_a_finding_and_a_planted_error_that_is_missed_are_failures(finding, good
     assert "MISSED the planted race" in capsys.readouterr().out
 
 
-def test_a_call_is_compiled_once_and_run_by_one_process_of_a_tool(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def no_compilation_cache():
+    name = "jax_enable_compilation_cache"
+    enabled = jax.config.jax_enable_compilation_cache
+    jax.config.update(name, False)
+    reset_cache()
+    yield
+    jax.config.update(name, enabled)
+    reset_cache()
+
+
+def test_a_call_is_compiled_once_and_run_by_one_process_of_a_tool(
+    tmp_path, monkeypatch, capsys, no_compilation_cache
+):
     def double(x, *, implementation):
         if implementation == "refusing":
             raise NotImplementedError("it needs a GPU")

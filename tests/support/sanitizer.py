@@ -39,10 +39,11 @@ TOOLS = {
     "racecheck": ["--racecheck-report", "all"],
 }
 # memcheck knows the size of each array of this allocator, and blocks of 2 MB or more of the others;
-# and kernels are launched one by one, not as a graph.
+# kernels are launched one by one, not as a graph; and what comes from a cache can't be serialized.
 ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
     "XLA_FLAGS": "--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0",
 }
 FAILED = 3  # status of a process after a call that failed

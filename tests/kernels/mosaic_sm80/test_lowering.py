@@ -22,7 +22,14 @@ if jax.__version_info__ < (0, 11):
 from jax.experimental.mosaic.gpu import utils
 
 ARCHITECTURES = [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)]
-HOPPER_ONLY = ("wgmma", "nvvm.mbarrier", "try_wait", "griddepcontrol", "cp.async.bulk", "nvvm.elect")
+HOPPER_ONLY = (
+    "wgmma",
+    "nvvm.mbarrier",
+    "try_wait",
+    "griddepcontrol",
+    "cp.async.bulk",
+    "nvvm.elect",
+)
 NUM_PAGES = 1009  # no other size is 1009, so it marks the pool in the lowered text
 
 

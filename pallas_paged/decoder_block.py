@@ -34,11 +34,11 @@ BlockImplementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 RowLinearNorm = Callable[..., tuple[jax.Array, jax.Array]]
 Config = DecoderBlockConfig | DecoderRowsConfig
 
-# Sizes of the residual and numbers of rows with which a kernel is chosen. With 1 and 64 rows it was
-# measured to be faster at both ends, for Llamas of 1B and 8B on an H200. XLA is faster with 16 rows
-# than with 64, and the kernel was not timed there: docs/tuning.md.
-_FASTER = range(2048, 4097)
-_FASTER_ROWS = (1, *range(33, 65))
+# Sizes of the residual with which a kernel is chosen, for one row and for 33 to 64 rows. It was
+# measured to be faster at both ends, for Llamas of 1B and 8B on an H200. With 64 rows of 1B its
+# results were not compared, only timed; with 16 rows it was not timed: docs/tuning.md.
+_FASTER_ONE_ROW = range(2048, 4097)
+_FASTER_ROWS, _FASTER_OF_ROWS = range(33, 65), (4096,)
 
 
 @jax.tree_util.register_dataclass
@@ -100,10 +100,11 @@ def between_attentions(
         residual += swiglu(rms_norm(residual) @ gate_up.T) @ down.T
         out = rms_norm(residual) @ qkv.T + qkv_bias
 
-    For one row on a Hopper GPU, and for 33 to 64 rows of bf16, it is one kernel, whose copies of
-    weights hardly ever pause. Otherwise, and for gradients, it is `linear` and `rms_norm`, one
-    after another. For 2 to 32 rows the kernel has to be named. Results differ by rounding: sums are
-    in f32, in another order. The bits of the kernels are the same each time.
+    For one row on a Hopper GPU, and for 33 to 64 rows of 4096 in bf16, it is one kernel, whose
+    copies of weights hardly ever pause. Otherwise, and for gradients, it is `linear` and
+    `rms_norm`, one after another. For other rows up to 64 the kernel has to be named. Results
+    differ by rounding: sums are in f32, in another order. The bits of the kernels are the same each
+    time.
 
     Args:
         attended: floating `[..., A]`, the output of attention; or its partial states, which the
@@ -131,7 +132,7 @@ def between_attentions(
         raise ValueError(f"{implementation=} must be None or one of {names}")
     *rows, size = residual.x.shape
     if implementation not in (None, "xla") or (
-        implementation is None and size in _FASTER and math.prod(rows) in _FASTER_ROWS
+        implementation is None and _is_faster(math.prod(rows), size)
     ):
         interpret = implementation == "mosaic_gpu_interpret"
         config, reason = _config(attended, residual.x, weights, dropout, interpret=interpret)
@@ -206,6 +207,12 @@ def _check_shapes(
             )
     if attended.shape[:-1] != x.shape[:-1]:
         raise ValueError(f"{attended.shape=} must have the rows of the residual {x.shape}")
+
+
+def _is_faster(num_rows: int, size: int) -> bool:
+    if num_rows == 1:
+        return size in _FASTER_ONE_ROW
+    return num_rows in _FASTER_ROWS and size in _FASTER_OF_ROWS
 
 
 def _config(

@@ -135,11 +135,14 @@ def test_clusters_fit_whatever_sms_the_processing_clusters_have():
     assert [clusters_at_once(n) for n in (132, 114, 78)] == [29, 24, 15]
 
 
-@pytest.mark.parametrize(("rows", "kernels"), [(16, 0), (40, 1), (64, 1), (65, 0)])
-def test_it_is_chosen_for_33_to_64_rows(rows, kernels):
-    shapes = shapes_of(*LLAMAS[0])
+@pytest.mark.parametrize(
+    ("rows", "size", "kernels"),
+    [(16, 4096, 0), (40, 4096, 1), (64, 4096, 1), (65, 4096, 0), (64, 2048, 0)],
+)
+def test_it_is_chosen_for_33_to_64_rows_of_4096(rows, size, kernels):
+    shapes = shapes_of(*LLAMAS[size == 4096])
     w = BlockWeights(**{k: jax.ShapeDtypeStruct(s, jnp.bfloat16) for k, s in shapes.items()})
-    attended = x = jax.ShapeDtypeStruct((rows, 2048), jnp.bfloat16)
+    attended = x = jax.ShapeDtypeStruct((rows, size), jnp.bfloat16)
 
     def run(attended, x, w):
         return decoder_block.between_attentions(attended, Residual(x=x), w, eps=1e-5)[1]

@@ -5,9 +5,14 @@ And findings of compute-sanitizer are read.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import os
 import re
+import signal
+import sys
+import time
 from pathlib import Path
 
 import jax
@@ -159,3 +164,26 @@ def test_a_call_is_compiled_once_and_run_by_one_process_of_a_tool(
         found.append(sanitizer.parse(capsys.readouterr().out))
     every = {"xla double": ("ok", []), "refusing double": ("refused: it needs a GPU", [])}
     assert found == [every, {}, every]
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs /proc")
+def test_the_program_under_a_tool_is_ended_too(tmp_path):
+    # The first process starts a second one in a session of its own, as a tool may do.
+    code = "import subprocess, sys, time; subprocess.Popen(sys.argv[1:], start_new_session=True)"
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)", str(tmp_path)]
+    command = [sys.executable, "-c", f"{code}.wait()", *sleep]
+    job = sanitizer.Job(command=command, log=tmp_path / "log", names=["a call"])
+
+    def num_processes():
+        count = 0
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                count += os.fsencode(tmp_path) in path.read_bytes()
+        return count
+
+    while num_processes() < 2:
+        time.sleep(0.01)
+    assert sanitizer.collect([job], tmp_path, deadline=0.0) == {}
+    assert job.process.returncode == -signal.SIGKILL
+    while num_processes():
+        time.sleep(0.01)

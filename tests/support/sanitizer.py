@@ -11,6 +11,7 @@ may be the end of its CUDA context, and another one goes on.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import pickle
@@ -91,7 +92,6 @@ class Job:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=os.environ | ENVIRONMENT,
-                start_new_session=True,  # to end the tool with the program under it
             )
 
     def goes_on(self) -> bool:
@@ -258,14 +258,24 @@ def start_all(names: Sequence[str], tools: Sequence[str], folder: Path, parts: i
     return jobs
 
 
-def collect(jobs: Sequence[Job], deadline: float) -> Found:
+def end_all(folder: Path) -> None:
+    """End all processes that were started with a folder; a tool leaves the program under it."""
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if os.fsencode(folder) in command.read_bytes():
+                os.kill(int(command.parent.name), signal.SIGKILL)
+
+
+def collect(jobs: Sequence[Job], folder: Path, deadline: float) -> Found:
     """Wait for processes until a time of `time.monotonic`, and return what they found."""
-    while [job for job in jobs if job.goes_on()] and time.monotonic() < deadline:
-        time.sleep(0.1)
+    try:
+        while [job for job in jobs if job.goes_on()] and time.monotonic() < deadline:
+            time.sleep(0.1)
+    finally:
+        end_all(folder)
     found: Found = {}
     for job in jobs:
-        if job.process.poll() is None:
-            os.killpg(job.process.pid, signal.SIGKILL)
+        job.process.wait()
         log = job.log.read_text(errors="replace")
         parsed = parse(log)
         found |= {(job.tool, name): result for name, result in parsed.items()}
@@ -324,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [name for name in reversed(names) if not LEFT_OUT.search(name)]
     with tempfile.TemporaryDirectory() as folder:
         jobs = start_all(names, options.tools, Path(folder), options.parts)
-        good = report(collect(jobs, deadline), names, options.tools)
+        good = report(collect(jobs, Path(folder), deadline), names, options.tools)
     return 0 if good else 1
 
 

@@ -18,23 +18,8 @@ from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic.board import BLANK
 from pallas_paged.kernels.mosaic.config import DecoderBlockConfig, decoder_block_config
 from pallas_paged.kernels.mosaic.decoder_block import between_attentions, new_boards
+from tests.support.block_weights import draw, shapes_of
 from tests.support.devices import lower_for_cuda
-
-
-def shapes_of(attended: int, size: int, hidden: int, out: int) -> dict[str, tuple[int, ...]]:
-    return {
-        "o": (size, attended),
-        "gate_up": (hidden, 2, size),
-        "down": (size, hidden),
-        "qkv": (out, size),
-        "mlp_norm": (size,),
-        "out_norm": (size,),
-    }
-
-
-def draw(seed: int, *shape: int, dtype=jnp.bfloat16) -> jax.Array:
-    scale = shape[-1] ** -0.5 if len(shape) > 1 and shape[0] > 1 else 1.0
-    return (jax.random.normal(jax.random.key(seed), shape) * scale).astype(dtype)
 
 
 def oracle(attended, x, w, dtype):

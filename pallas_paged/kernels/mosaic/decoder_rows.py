@@ -168,8 +168,8 @@ def rows_kernel(
                 for acc in accs_of:
                     rows = pl.ds(product.rows_of(block, acc), product.acc_size)
                     weights = scratch.weights.at[stage, rows].transpose((1, 0))
-                    terms.append((acc, scratch.x.at[x_stage], weights))
-            accs = ops.wgmma_blocks(accs, terms, interpret=interpret)
+                    terms.append((acc, lambda x=scratch.x.at[x_stage]: x, weights))
+            accs = ops.wgmma_many(accs, terms, overlap=True, interpret=interpret)
             plgpu.barrier_arrive(scratch.free.at[stage])
             if axes is not None:  # one warp arrives at the other programs
                 join_warps()

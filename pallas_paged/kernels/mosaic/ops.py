@@ -234,16 +234,17 @@ def wgmma_accumulate(
 
 def wgmma_many(
     accs: list[jax.Array],
-    products: list[tuple[int, Callable[[], jax.Array], Any]],
+    products: list[tuple[int, Callable[[], Any], Any]],
     *,
     overlap: bool,
     interpret: bool,
 ) -> list[jax.Array]:
-    """Return `accs` after products of operands in registers were added to some of them.
+    """Return `accs` after products were added to some of them.
 
     Args:
         accs: f32 accumulators.
-        products: the index in `accs`, what makes operand A, and operand B in shared memory.
+        products: the index in `accs`, what makes operand A in registers or shared memory, and
+            operand B in shared memory.
         overlap: make an operand while the products before it run, which takes more registers.
     """
     if interpret or not overlap:
@@ -255,28 +256,6 @@ def wgmma_many(
     def multiply(refs):
         for i, make, b in products:
             plgpu.wgmma(refs[i], make(), b)
-
-    return list(pl.run_state(multiply)(tuple(plgpu.ACC.init(x) for x in accs)))
-
-
-def wgmma_blocks(
-    accs: list[jax.Array], products: list[tuple[int, Any, Any]], *, interpret: bool
-) -> list[jax.Array]:
-    """Return `accs` after products of blocks in shared memory were added to some of them.
-
-    Args:
-        accs: f32 accumulators.
-        products: the index in `accs`, operand A and operand B.
-    """
-    if interpret:
-        accs = list(accs)
-        for i, a, b in products:
-            accs[i] = wgmma_accumulate(accs[i], a, b, interpret=True)
-        return accs
-
-    def multiply(refs):
-        for i, a, b in products:
-            plgpu.wgmma(refs[i], a, b)
 
     return list(pl.run_state(multiply)(tuple(plgpu.ACC.init(x) for x in accs)))
 

@@ -34,11 +34,10 @@ BlockImplementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 RowLinearNorm = Callable[..., tuple[jax.Array, jax.Array]]
 Config = DecoderBlockConfig | DecoderRowsConfig
 
-# Sizes of the residual with which a kernel is chosen, for one row and for 33 to 64 rows. It was
-# measured to be faster at both ends, for Llamas of 1B and 8B on an H200. With 64 rows of 1B its
-# results were not compared, only timed; with 16 rows it was not timed: docs/tuning.md.
+# Sizes of the residual with which a kernel is chosen for one row, and numbers of rows of a size. It
+# was measured to be faster at the ends, for Llamas of 1B and 8B on an H200: docs/tuning.md.
 _FASTER_ONE_ROW = range(2048, 4097)
-_FASTER_ROWS, _FASTER_OF_ROWS = range(33, 65), (4096,)
+_FASTER_ROWS = {2048: range(17, 65), 4096: range(33, 65)}
 
 
 @jax.tree_util.register_dataclass
@@ -100,11 +99,11 @@ def between_attentions(
         residual += swiglu(rms_norm(residual) @ gate_up.T) @ down.T
         out = rms_norm(residual) @ qkv.T + qkv_bias
 
-    For one row on a Hopper GPU, and for 33 to 64 rows of 4096 in bf16, it is one kernel, whose
-    copies of weights hardly ever pause. Otherwise, and for gradients, it is `linear` and
-    `rms_norm`, one after another. For other rows up to 64 the kernel has to be named. Results
-    differ by rounding: sums are in f32, in another order. The bits of the kernels are the same each
-    time.
+    For one row on a Hopper GPU, and in bf16 for 17 to 64 rows of 2048 and 33 to 64 of 4096, it is
+    one kernel, whose copies of weights hardly ever pause. Otherwise, and for gradients, it is
+    `linear` and `rms_norm`, one after another. For other rows up to 64 the kernel has to be named.
+    Results differ by rounding: sums are in f32, in another order. The bits of the kernels are the
+    same each time.
 
     Args:
         attended: floating `[..., A]`, the output of attention; or its partial states, which the
@@ -212,7 +211,7 @@ def _check_shapes(
 def _is_faster(num_rows: int, size: int) -> bool:
     if num_rows == 1:
         return size in _FASTER_ONE_ROW
-    return num_rows in _FASTER_ROWS and size in _FASTER_OF_ROWS
+    return num_rows in _FASTER_ROWS.get(size, ())
 
 
 def _config(

@@ -138,9 +138,9 @@ def test_clusters_fit_whatever_sms_the_processing_clusters_have():
 
 @pytest.mark.parametrize(
     ("rows", "size", "kernels"),
-    [(16, 4096, 0), (40, 4096, 1), (64, 4096, 1), (65, 4096, 0), (64, 2048, 0)],
+    [(32, 4096, 0), (40, 4096, 1), (65, 4096, 0), (16, 2048, 0), (24, 2048, 1), (64, 2048, 1)],
 )
-def test_it_is_chosen_for_33_to_64_rows_of_4096(rows, size, kernels):
+def test_it_is_chosen_for_17_to_64_rows_of_2048_and_33_to_64_of_4096(rows, size, kernels):
     shapes = shapes_of(*LLAMAS[size == 4096])
     w = BlockWeights(**{k: jax.ShapeDtypeStruct(s, jnp.bfloat16) for k, s in shapes.items()})
     attended = x = jax.ShapeDtypeStruct((rows, size), jnp.bfloat16)

@@ -20,6 +20,7 @@ from bench.measure import chain, relative_error
 from bench.shapes import Case, Shape, make_case, uniform
 from pallas_paged import context_parallel
 from pallas_paged.context_parallel import CONTEXT_AXIS
+from pallas_paged.engine.step import GPU_OPTIONS
 from pallas_paged.sharding import TENSOR_AXIS, kv_pool_sharding
 
 _NUM_CALLS = 8  # in a row, like the layers of a model
@@ -45,7 +46,10 @@ _SUMS: dict[str, dict[str, Any]] = {
 
 
 def measure_attention(shape: Shape, counts: Sequence[int], iterations: int) -> Iterator[dict]:
-    """Measure a call with KV heads cut over devices: by plain `jit`, and by `shard_map`."""
+    """Measure a call with KV heads cut over devices: by plain `jit`, and by `shard_map`.
+
+    A chain of calls is one CUDA graph, as the layers of an engine's step are.
+    """
     case = _one_set(shape)
     for count in counts:
         mesh = make_mesh(count, TENSOR_AXIS)
@@ -62,7 +66,8 @@ def measure_attention(shape: Shape, counts: Sequence[int], iterations: int) -> I
         )
         for way, attend in (("jit", _attention), ("shard_map", by_shard_map)):
             if count > 1 or way == "jit":
-                yield {"way": way, "devices": count} | _measure(case, attend, args, iterations)
+                found = _measure(case, attend, args, iterations, GPU_OPTIONS)
+                yield {"way": way, "devices": count} | found
 
 
 def measure_context(shape: Shape, counts: Sequence[int], iterations: int) -> Iterator[dict]:
@@ -104,7 +109,7 @@ def measure_sums(
         mesh = make_mesh(count, TENSOR_AXIS)
         x = jax.device_put(jnp.ones((count, *sizes), jnp.bfloat16), kv_pool_sharding(mesh))
         for way, options in _SUMS.items():
-            if jax.default_backend() != "gpu":
+            if not _is_gpu():
                 options = {}
             elif jax.__version_info__ < (0, 11) and options:
                 continue
@@ -131,6 +136,10 @@ def _chain_of_sums(x: jax.Array, *, with_sums: bool) -> jax.Array:
     return x
 
 
+def _is_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
 def make_mesh(count: int, axis: str) -> Mesh:
     """Return a mesh of one axis over the first devices."""
     return Mesh(np.array(jax.devices()[:count]), (axis,), axis_types=(AxisType.Auto,))
@@ -153,10 +162,16 @@ def _spread_pages(count: int, sharding: NamedSharding) -> Callable[[jax.Array], 
     return lambda pages: jax.device_put(jax.jit(spread)(pages), sharding)
 
 
-def _measure(case: Case, attend: Attend, args: tuple[Any, ...], iterations: int) -> dict[str, Any]:
-    """Check a call and return its wall time in a chain of calls."""
+def _measure(
+    case: Case,
+    attend: Attend,
+    args: tuple[Any, ...],
+    iterations: int,
+    options: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Check a call and return its wall time in a chain of calls, compiled with XLA's options."""
     q, k, v, pages, lens = args
-    run = chain(attend)
+    run = jax.jit(chain(attend), compiler_options=options if _is_gpu() else None)
     chained: tuple[Any, ...] = (q, ((k, v, pages),) * _NUM_CALLS, (lens,), {})
     error = relative_error(case, [np.asarray(out) for out in run(*chained)])
     if not error <= 1e-2:

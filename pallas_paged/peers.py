@@ -90,6 +90,11 @@ class Group:
         """The place of this device, `i32[]`."""
         return self.addresses[-2]
 
+    @property
+    def size(self) -> int:
+        """How many devices there are."""
+        return int(self.addresses.size) // 2 - 1
+
     def sum(self, x: jax.Array) -> jax.Array:
         """Return the sum of `x` over the devices."""
         rows = x
@@ -159,7 +164,7 @@ class Group:
 
     def gather(self, x: jax.Array) -> jax.Array:
         """Return the f32 `x` of all devices, `[N, ...]`."""
-        places = jnp.arange(self.addresses.size // 2 - 1).reshape(-1, *[1] * x.ndim)
+        places = jnp.arange(self.size).reshape(-1, *[1] * x.ndim)
         return self.sum(jnp.where(places == self.index, x, 0.0))
 
 

@@ -6,6 +6,7 @@ on its own logits, parameters and length only, not on the other rows of its batc
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from pallas_paged.engine.sampling_filters import find_limits
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from pallas_paged.kernels import sampling_noise
 from pallas_paged.kernels.call import Device
+from pallas_paged.kernels.sampling_noise import BLOCK, HALF
 from pallas_paged.kernels.triton import implementation as triton
 from pallas_paged.peers import Group, Peers
 
@@ -269,7 +271,10 @@ def _sample(
     group: Group | None,
 ) -> jax.Array:
     """Return what `sample` does, of a device's part of the logits if there is a group."""
-    best, tokens = _largest(logits, group)
+    places = jnp.arange(logits.shape[1])[None]
+    if group is not None:
+        places += group.index * logits.shape[1]
+    best, tokens = _largest(logits, places, group)
     if mode.draws:
         metadata = jax.tree.map(jnp.asarray, metadata)
         if implementation is None:
@@ -304,22 +309,46 @@ def _draw(
     group: Group | None,
 ) -> jax.Array:
     """Return the token that each row with a temperature draws; the meaning of the kernels."""
-    gap = best[:, None] - logits
-    temperature = sampling_noise.divisor(metadata.temperature)
-    # A token of probability min_p times the best one's lies as far below it as this, and is kept.
-    is_kept = gap <= (-jnp.log(metadata.min_p) * temperature)[:, None]
+    best, temperature, min_p = (x[:, None] for x in (best, metadata.temperature, metadata.min_p))
+    limit = None
     if mode.filters:
-        filters = metadata.top_k, metadata.top_p, temperature, mode.filters
-        limit = (
-            find_limits(gap, *filters) if group is None else find_limits(gap, *filters, group.sum)
-        )
-        is_kept &= gap < limit[:, None]
+        filters = metadata.top_k, metadata.top_p, sampling_noise.divisor(metadata.temperature)
+        total = () if group is None else (group.sum,)
+        limit = find_limits(best - logits, *filters, mode.filters, *total)[:, None]
     seed, prompt, index = (metadata.seeds[:, i, None] for i in range(3))
     key = sampling_noise.row_key((seed, prompt, index), lens[:, None])
-    places = _places(gap, group)
-    arrival = sampling_noise.exponential(key, places) * jnp.exp(gap / temperature[:, None])
+    sums = _sum_blocks(sampling_noise.weigh(best - logits, limit, temperature, min_p), group)
+    blocks = jnp.arange(sums.shape[1])[None]
+    waits = sampling_noise.block_waits(key, blocks)
+    block = _largest(-waits / sums, blocks, None)[1][:, None]
+    tokens = block * BLOCK + jnp.arange(BLOCK)[None]
+    # Of this device's logits; the others have the rest of the block.
+    mine = tokens if group is None else tokens - group.index * logits.shape[1]
+    mine = _drop_negative(mine, logits.shape[1])
+    gap = best - jnp.take_along_axis(logits, mine, axis=1, mode="fill", fill_value=-jnp.inf)
+    waits = jnp.concatenate(sampling_noise.token_waits(key, tokens[:, :HALF]), axis=1)
+    arrival = waits / sampling_noise.weigh(gap, limit, temperature, min_p)
     # That of the best token is finite, so that a token of the filters arrives first.
-    return _largest(jnp.where(is_kept, -arrival, -jnp.inf), group)[1]
+    return _largest(-arrival, tokens, group)[1]
+
+
+def _sum_blocks(weights: jax.Array, group: Group | None) -> jax.Array:
+    """Return the sums `f32[S, blocks]` of the weights `f32[S, V]` of each block of tokens.
+
+    A block may have tokens on two devices.
+    """
+    num_rows, size = weights.shape
+    part = math.gcd(size, BLOCK)
+    sums = jnp.sum(weights.reshape(num_rows, -1, part), axis=2)
+    parts = BLOCK // part
+    if group is None:
+        sums = jnp.pad(sums, ((0, 0), (0, -sums.shape[1] % parts)))
+    else:
+        whole = -(-sums.shape[1] * group.size // parts) * parts
+        places = jnp.arange(whole) - group.index * sums.shape[1]
+        sums = sums.at[:, _drop_negative(places, sums.shape[1])].get(mode="fill", fill_value=0)
+    sums = jnp.sum(sums.reshape(num_rows, -1, parts), axis=2)
+    return sums if group is None else group.sum(sums)
 
 
 def _draw_by_kernels(
@@ -350,10 +379,17 @@ def _draw_by_kernels(
     )
 
 
-def _largest(values: jax.Array, group: Group | None) -> tuple[jax.Array, jax.Array]:
-    """Return the largest of values `[S, V]`, NaN if there is one, and where the first of them is.
+def _largest(
+    values: jax.Array, places: jax.Array, group: Group | None
+) -> tuple[jax.Array, jax.Array]:
+    """Return the largest of values `f32[S, N]`, NaN if there is one, and the least of its places.
 
     One reduction finds both, where a maximum and an argmax would be two.
+
+    Args:
+        values: of this device.
+        places: `i32[S, N]`, or `i32[1, N]` of all rows.
+        group: over which devices to look; None: this one.
     """
 
     def larger(x: tuple[jax.Array, ...], y: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -361,17 +397,12 @@ def _largest(values: jax.Array, group: Group | None) -> tuple[jax.Array, jax.Arr
         return tuple(lax.select(is_x, a, b) for a, b in zip(x, y, strict=True))
 
     least = np.float32(-np.inf), np.int32(0)
-    best, place = lax.reduce((values, _places(values, group)), least, larger, (1,))
+    places = jnp.broadcast_to(places, values.shape)
+    best, place = lax.reduce((values, places), least, larger, (1,))
     if group is not None:  # f32 has all integers up to 2**24
         found = group.gather(jnp.stack([best, place.astype(jnp.float32)]))
         best, place = lax.reduce((found[:, 0], found[:, 1].astype(jnp.int32)), least, larger, (0,))
     return best, place
-
-
-def _places(values: jax.Array, group: Group | None) -> jax.Array:
-    """Return the token ids of logits `[S, V]`."""
-    places = lax.broadcasted_iota(jnp.int32, values.shape, 1)
-    return places if group is None else places + group.index * values.shape[1]
 
 
 def _drop_negative(indices: jax.Array, size: int) -> jax.Array:

@@ -1,6 +1,8 @@
-"""What the kernels and plain XLA share when they sample: noise, and the numbers of floats."""
+"""What the kernels and plain XLA share when they sample: noise, weights, the numbers of floats."""
 
 from __future__ import annotations
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +10,9 @@ import numpy as np
 from jax import lax
 
 HALF = 1024  # tokens between two that share a call of `threefry`
-FARTHEST = 26.0  # depth of tokens that the deepest noise can't let arrive before the best one
+BLOCK = 2 * HALF  # tokens that race against other blocks as one
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_LOG2_E = np.float32(math.log2(math.e))
 _SUBNORMAL = 2**23 - 1  # floats above 0 that a device may flush to 0
 NUM_FLOATS = 0x7F800000 - _SUBNORMAL  # from 0 to infinity
 
@@ -41,30 +44,44 @@ def row_key(seeds: tuple[jax.Array, jax.Array, jax.Array], length: jax.Array) ->
     return threefry((seed, prompt), (index, length.astype(jnp.uint32)))
 
 
-def exponentials(key: Words, places: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return variates `f32[...]` as `exponential`, of tokens that are `HALF` apart.
+def block_waits(key: Words, blocks: jax.Array) -> jax.Array:
+    """Return an exponential variate `f32[...]` of mean 1 for each block `i32[...]` of a row."""
+    return _exponential(threefry(key, (blocks.astype(jnp.uint32), np.uint32(1)))[0])
+
+
+def token_waits(key: Words, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return such variates of tokens `i32[...]` and of those that are `HALF` after them.
 
     Args:
         key: from `row_key`.
-        places: `i32[...]`, i of tokens i // HALF * 2 * HALF + i % HALF and `HALF` after them.
+        tokens: of the first halves of blocks.
     """
-    first, second = threefry(key, (places.astype(jnp.uint32), jnp.zeros_like(places, jnp.uint32)))
+    first, second = threefry(key, (tokens.astype(jnp.uint32), np.uint32(0)))
     return _exponential(first), _exponential(second)
-
-
-def exponential(key: Words, tokens: jax.Array) -> jax.Array:
-    """Return an exponential variate `f32[...]` of mean 1 for each token `i32[...]`.
-
-    Two tokens share a call of `threefry`: those that are `HALF` apart in a piece of 2 * `HALF`.
-    """
-    first, second = exponentials(key, tokens // (2 * HALF) * HALF + tokens % HALF)
-    return jnp.where(tokens % (2 * HALF) < HALF, first, second)
 
 
 def _exponential(words: jax.Array) -> jax.Array:
     """Return -log(1 - u) of the u in (0, 1) that random words make; small ones are the finest."""
     u = (words.astype(jnp.float32) + 0.5) * np.float32(2**-32)
     return -jnp.log1p(-jnp.minimum(u, np.float32(1 - 2**-24)))
+
+
+def weigh(
+    gap: jax.Array, limit: jax.Array | None, temperature: jax.Array, min_p: jax.Array
+) -> jax.Array:
+    """Return the probability `f32[...]` of tokens over that of the best one, 0 if filtered out.
+
+    Args:
+        gap: `f32[...]`, how far their logits lie below the largest of the row.
+        limit: `f32[...]`, the gap from which on top_k and top_p drop tokens; None if none do.
+        temperature: `f32[...]`, above 0.
+        min_p: `f32[...]`, 0 = off.
+    """
+    temperature = divisor(temperature)
+    is_kept = gap <= -jnp.log(min_p) * temperature
+    if limit is not None:
+        is_kept &= gap < limit
+    return jnp.where(is_kept, jnp.exp2(gap * (-_LOG2_E / temperature)), 0.0)
 
 
 def divisor(temperature: jax.Array) -> jax.Array:

@@ -55,16 +55,24 @@ def sampling_implementations():
     return [name for name in implementations_here() if not name.startswith("mosaic")]
 
 
-def race(seeds, length, vocab_size):
-    """Exponential times of a row's tokens, f64, which its key makes."""
+def race(seeds, length, weights):
+    """The token that the key of a row draws of tokens with these weights, in f64."""
     seed, prompt, index = seeds
 
-    def words(key, count):
-        return np.asarray(threefry_2x32(jnp.asarray(key), jnp.asarray(count, jnp.uint32)))
+    def words(key, first, second):
+        """The two words of each count."""
+        count = np.concatenate([first, np.full(len(first), second)])
+        found = threefry_2x32(jnp.asarray(key), jnp.asarray(count, jnp.uint32))
+        return np.asarray(found).reshape(2, -1)
 
-    key = words(np.array([seed, prompt], np.uint32), [index, length])
-    places = np.arange(-(-vocab_size // 2048) * 1024)
-    both = words(key, np.concatenate([places, np.zeros_like(places)]))
-    # Tokens 0 to 1023 have the first word of a pair, 1024 to 2047 the second, and so on.
-    pairs = both.reshape(2, -1, 1024).swapaxes(0, 1).ravel()[:vocab_size]
-    return -np.log1p(-(pairs.astype(np.float64) + 0.5) / 2**32)
+    def waits(words):
+        return -np.log1p(-(words.astype(np.float64) + 0.5) / 2**32)
+
+    key = words(np.array([seed, prompt], np.uint32), [index], length).ravel()
+    blocks = np.zeros((-(-len(weights) // 2048), 2048))
+    blocks.ravel()[: len(weights)] = weights
+    with np.errstate(divide="ignore"):
+        # Of a block's two words the first counts. Those of a pair are for tokens 1024 apart.
+        block = np.argmin(waits(words(key, np.arange(len(blocks)), 1)[0]) / blocks.sum(axis=1))
+        pairs = words(key, block * 2048 + np.arange(1024), 0)
+        return block * 2048 + np.argmin(waits(pairs).ravel() / blocks[block])

@@ -1,6 +1,6 @@
-"""Sampling in two Pallas-Triton kernels: the search for top_k and top_p, and the draw.
+"""Sampling in three Pallas-Triton kernels: the search for top_k and top_p, weights, and the draw.
 
-Both look at a token's *gap*: how far its logit lies below the largest one of its row.
+All look at a token's *gap*: how far its logit lies below the largest one of its row.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.sampling_noise import (
-    FARTHEST,
+    BLOCK,
     HALF,
+    block_waits,
     divisor,
-    exponentials,
     float_of,
     number_of,
     row_key,
+    token_waits,
+    weigh,
 )
 from pallas_paged.kernels.triton.specs import whole
 
@@ -243,6 +245,30 @@ def search(
     return limit
 
 
+def weigh_kernel(
+    logits_ref,  # f32[S, V]
+    best_ref,  # f32[S]
+    limit_ref,  # f32[S] or None
+    temperature_ref,  # f32[S]
+    min_p_ref,  # f32[S]
+    sums_ref,  # f32[S, blocks]
+    *,
+    pieces: int,
+):
+    """One program: the weights of some blocks of a row, if it has a temperature."""
+    part, row = pl.program_id(0), pl.program_id(1)
+
+    @pl.when(temperature_ref[row] > 0)
+    def _():
+        blocks = [part * pieces + i for i in range(pieces)]
+        refs = logits_ref, best_ref, limit_ref, temperature_ref, min_p_ref
+        weights = [
+            _load_weights(refs, row, block * BLOCK + jnp.arange(BLOCK)) for block in blocks
+        ]
+        for block, some in zip(blocks, weights, strict=True):
+            plgpu.store(sums_ref.at[row, block], jnp.sum(some), mask=block < sums_ref.shape[1])
+
+
 def draw_kernel(
     logits_ref,  # f32[S, V]
     best_ref,  # f32[S]
@@ -251,49 +277,43 @@ def draw_kernel(
     min_p_ref,  # f32[S]
     seeds_ref,  # u32[S, 3]
     lens_ref,  # i32[S]
-    arrival_ref,  # f32[S, programs]
-    token_ref,  # i32[S, programs]
-    *,
-    pieces: int,
+    sums_ref,  # f32[S, blocks]
+    token_ref,  # i32[S]
 ):
-    """One program: which token of a part of a row arrives first, and when."""
-    row, part = pl.program_id(0), pl.program_id(1)
-    vocab_size = logits_ref.shape[1]
-    best, temperature = best_ref[row], temperature_ref[row]
-    rate = _LOG2_E / divisor(temperature)
-    deepest = jnp.minimum(-jnp.log(min_p_ref[row]), FARTHEST) * divisor(temperature)
-    limit = jnp.float32(jnp.inf) if limit_ref is None else limit_ref[row]
-    seeds = seeds_ref[row, 0], seeds_ref[row, 1], seeds_ref[row, 2]
-    key = row_key(seeds, lens_ref[row])
-    lanes = jnp.arange(HALF)
-    count = jnp.minimum(pl.cdiv(vocab_size, 2 * HALF) - part * pieces, pieces)
+    """One program: which block of a row arrives first, and which of its tokens does."""
+    row = pl.program_id(0)
+    num_blocks = sums_ref.shape[1]
 
-    def step(index, carry):
-        piece = part * pieces + index
-        tokens = [piece * (2 * HALF) + half * HALF + lanes for half in range(2)]
-        gaps = [
-            best - plgpu.load(logits_ref.at[row, one], mask=one < vocab_size, other=-jnp.inf)
-            for one in tokens
-        ]
-        is_kept = [(gap <= deepest) & (gap < limit) for gap in gaps]
+    @pl.when(temperature_ref[row] > 0)
+    def _():
+        seeds = seeds_ref[row, 0], seeds_ref[row, 1], seeds_ref[row, 2]
+        key = row_key(seeds, lens_ref[row])
+        refs = logits_ref, best_ref, limit_ref, temperature_ref, min_p_ref
+        blocks = jnp.arange(pl.next_power_of_2(num_blocks))
+        sums = plgpu.load(sums_ref.at[row, blocks], mask=blocks < num_blocks, other=0.0)
+        block = _first(block_waits(key, blocks) / sums, blocks)
+        block = jnp.minimum(block, num_blocks - 1)  # also where the logits are NaN
+        tokens = [block * BLOCK + half * HALF + jnp.arange(HALF) for half in range(2)]
+        first, second = (
+            wait / _load_weights(refs, row, some)
+            for wait, some in zip(token_waits(key, tokens[0]), tokens, strict=True)
+        )
+        token = jnp.where(second < first, tokens[1], tokens[0])
+        token_ref[row] = _first(jnp.minimum(first, second), token)
 
-        def race(arrival, token):
-            noise = exponentials(key, piece * HALF + lanes)
-            for gap, kept, one, wait in zip(gaps, is_kept, tokens, noise, strict=True):
-                new = jnp.where(kept, wait * jnp.exp2(gap * rate), jnp.inf)
-                token = jnp.where(new < arrival, one, token)
-                arrival = jnp.minimum(arrival, new)
-            return arrival, token
 
-        some = jnp.max((is_kept[0] | is_kept[1]).astype(jnp.int32)) > 0
-        return lax.cond(some, race, lambda *carry: carry, *carry)
+def _load_weights(refs: tuple, row: jax.Array, tokens: jax.Array) -> jax.Array:
+    logits_ref, best_ref, limit_ref, temperature_ref, min_p_ref = refs
+    is_token = tokens < logits_ref.shape[1]
+    logits = plgpu.load(logits_ref.at[row, tokens], mask=is_token, other=-jnp.inf)
+    limit = None if limit_ref is None else limit_ref[row]
+    return weigh(best_ref[row] - logits, limit, temperature_ref[row], min_p_ref[row])
 
-    start = jnp.full(HALF, jnp.inf), jnp.full(HALF, _NO_TOKEN)
-    count = jnp.where(temperature > 0, count, 0)
-    arrival, token = lax.fori_loop(0, count, step, start)
-    first = jnp.min(arrival)
-    arrival_ref[row, part] = first
-    token_ref[row, part] = jnp.min(jnp.where(arrival == first, token, _NO_TOKEN))
+
+def _first(arrivals: jax.Array, places: jax.Array) -> jax.Array:
+    """Return the first of the places at which the earliest arrival is."""
+    is_first = arrivals == jnp.min(arrivals)
+    return jnp.min(jnp.where(is_first, places, _NO_TOKEN))
 
 
 def draw(
@@ -306,25 +326,34 @@ def draw(
     lens: jax.Array,  # i32[S]
     *,
     interpret: bool,
-    num_programs: int = 512,
+    pieces: int = 1,
+    weigh_warps: int = 4,
     num_warps: int = 4,
 ) -> jax.Array:
     """Return the token `i32[S]` that each row with a temperature draws."""
     num_rows, vocab_size = logits.shape
-    num_pieces = pl.cdiv(vocab_size, 2 * HALF)
-    pieces = pl.cdiv(num_pieces, max(num_programs // num_rows, 1))
-    inputs = (logits, best, limit, temperature, min_p, seeds, lens)
-    shape = num_rows, pl.cdiv(num_pieces, pieces)
-    outputs = (result_shape(shape, jnp.float32), result_shape(shape, jnp.int32))
-    arrival, token = pl.pallas_call(
-        functools.partial(draw_kernel, pieces=pieces),
-        grid=shape,
+    num_blocks = pl.cdiv(vocab_size, BLOCK)
+    inputs = (logits, best, limit, temperature, min_p)
+    output = result_shape((num_rows, num_blocks), jnp.float32)
+    sums = pl.pallas_call(
+        functools.partial(weigh_kernel, pieces=pieces),
+        grid=(pl.cdiv(num_blocks, pieces), num_rows),
         in_specs=whole(inputs),
-        out_specs=whole(outputs),
-        out_shape=outputs,
+        out_specs=whole(output),
+        out_shape=output,
+        compiler_params=plgpu.CompilerParams(num_warps=weigh_warps, num_stages=1),
+        interpret=interpret,
+        name="sampling_weigh",
+    )(*inputs)
+    all_inputs = (*inputs, seeds, lens, sums)
+    output = result_shape((num_rows,), jnp.int32)
+    return pl.pallas_call(
+        draw_kernel,
+        grid=(num_rows,),
+        in_specs=whole(all_inputs),
+        out_specs=whole(output),
+        out_shape=output,
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
         name="sampling_draw",
-    )(*inputs)
-    first = jnp.min(arrival, axis=1, keepdims=True)
-    return jnp.min(jnp.where(arrival == first, token, _NO_TOKEN), axis=1)
+    )(*all_inputs)

@@ -26,6 +26,7 @@ from tests.support.marks import slow
 from tests.support.promotion import assert_is_strict, strict_promotion
 from tests.support.sampling_rows import (
     VOCAB,
+    compiled_implementations,
     metadata,
     race,
     sampling_implementations,
@@ -112,6 +113,39 @@ def test_draws_follow_the_filtered_distribution(values, by):
     assert not np.any(counts[expected == 0]), "a token that was filtered out was drawn"
     chi_square = np.sum((counts - expected) ** 2 / np.maximum(expected, 1))
     freedom = np.count_nonzero(expected) - 1
+    assert chi_square < freedom + 5 * np.sqrt(2 * freedom) + 5
+
+
+@pytest.mark.parametrize("implementation", compiled_implementations())
+@pytest.mark.parametrize("values", [{}, {"temperature": 2.0, "min_p": 0.02}], ids=str)
+@pytest.mark.parametrize(
+    ("vocab_size", "masses"),
+    [
+        (5000, {(0, 3): 0.2, (3, 2047): 0.2, (2047, 2049): 0.2, (4095, 4097): 0.1, (4999, 5000): 0.2}),
+        (5000, {(4096, 5000): 0.9, (4996, 4999): 0.1}),
+        (4096, {(0, 2048): 0.4, (2048, 2049): 0.4, (4000, 4096): 0.2}),
+    ],
+    ids=["edges of blocks", "the last block, of fewer tokens", "many tokens against few"],
+)
+def test_draws_of_many_tokens_follow_the_filtered_distribution(
+    vocab_size, masses, values, implementation
+):
+    """Where blocks of 2048 tokens race first; the tokens of a range share its mass."""
+    probs = np.full(vocab_size, 1e-7)
+    for (start, end), mass in masses.items():
+        probs[start:end] += mass / (end - start)
+    logits = np.log(probs).astype(np.float32)
+    tokens = draw({"implementation": implementation}, logits=logits, mode=PLAIN, **values)
+    expected = DRAWS * filtered_probs(logits, **values)
+    assert not np.any(expected[tokens] == 0), "a token that was filtered out was drawn"
+    likely = expected > 20
+    rest = np.arange(vocab_size) // 256 + 1  # unlikely neighbours count together
+    bins = np.where(likely, vocab_size + np.arange(vocab_size), rest)
+    found, wanted = (np.bincount(bins, x) for x in (np.bincount(tokens, None, vocab_size), expected))
+    some = wanted > 5
+    chi_square = np.sum((found - wanted)[some] ** 2 / wanted[some])
+    freedom = np.count_nonzero(some) - 1
+    assert freedom > 2
     assert chi_square < freedom + 5 * np.sqrt(2 * freedom) + 5
 
 
@@ -452,7 +486,7 @@ def test_a_mode_compiles_only_what_it_names():
         program = str(jax.make_jaxpr(run)(logits, metadata(2)))
         words = dict(
             draws=" log1p ",
-            filters=" reduce_sum",
+            filters=" bitcast_convert_type",
             processors=" scatter",
             penalties=" mul ",
         )

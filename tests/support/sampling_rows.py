@@ -55,6 +55,11 @@ def sampling_implementations():
     return [name for name in implementations_here() if not name.startswith("mosaic")]
 
 
+def compiled_implementations():
+    """Those of them that are fast enough for many rows of many tokens."""
+    return [name for name in sampling_implementations() if not name.endswith("_interpret")]
+
+
 def race(seeds, length, weights):
     """The token that the key of a row draws of tokens with these weights, in f64."""
     seed, prompt, index = seeds

@@ -317,7 +317,9 @@ def _draw(
         limit = find_limits(best - logits, *filters, mode.filters, *total)[:, None]
     seed, prompt, index = (metadata.seeds[:, i, None] for i in range(3))
     key = sampling_noise.row_key((seed, prompt, index), lens[:, None])
-    sums = _sum_blocks(sampling_noise.weigh(best - logits, limit, temperature, min_p), group)
+    sums = _sum_blocks(
+        sampling_noise.token_weights(best - logits, limit, temperature, min_p), group
+    )
     blocks = jnp.arange(sums.shape[1])[None]
     waits = sampling_noise.block_waits(key, blocks)
     block = _largest(-waits / sums, blocks, None)[1][:, None]
@@ -327,7 +329,7 @@ def _draw(
     mine = _drop_negative(mine, logits.shape[1])
     gap = best - jnp.take_along_axis(logits, mine, axis=1, mode="fill", fill_value=-jnp.inf)
     waits = jnp.concatenate(sampling_noise.token_waits(key, tokens[:, :HALF]), axis=1)
-    arrival = waits / sampling_noise.weigh(gap, limit, temperature, min_p)
+    arrival = waits / sampling_noise.token_weights(gap, limit, temperature, min_p)
     # That of the best token is finite, so that a token of the filters arrives first.
     return _largest(-arrival, tokens, group)[1]
 

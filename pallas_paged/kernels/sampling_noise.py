@@ -19,7 +19,7 @@ NUM_FLOATS = 0x7F800000 - _SUBNORMAL  # from 0 to infinity
 Words = tuple[jax.Array, jax.Array]
 
 
-def threefry(key: Words, count: Words) -> Words:
+def threefry(key: Words, count: tuple[jax.Array, jax.Array | np.uint32]) -> Words:
     """Return Threefry-2x32 of 20 rounds (Salmon et al., 2011), two random words `u32[...]`."""
     keys = (*key, key[0] ^ key[1] ^ np.uint32(0x1BD11BDA))
     x, y = count[0] + keys[0], count[1] + keys[1]
@@ -66,7 +66,7 @@ def _exponential(words: jax.Array) -> jax.Array:
     return -jnp.log1p(-jnp.minimum(u, np.float32(1 - 2**-24)))
 
 
-def weigh(
+def token_weights(
     gap: jax.Array, limit: jax.Array | None, temperature: jax.Array, min_p: jax.Array
 ) -> jax.Array:
     """Return the probability `f32[...]` of tokens over that of the best one, 0 if filtered out.

@@ -121,7 +121,10 @@ def test_draws_follow_the_filtered_distribution(values, by):
 @pytest.mark.parametrize(
     ("vocab_size", "masses"),
     [
-        (5000, {(0, 3): 0.2, (3, 2047): 0.2, (2047, 2049): 0.2, (4095, 4097): 0.1, (4999, 5000): 0.2}),
+        (
+            5000,
+            {(0, 3): 0.2, (3, 2047): 0.2, (2047, 2049): 0.2, (4095, 4097): 0.1, (4999, 5000): 0.2},
+        ),
         (5000, {(4096, 5000): 0.9, (4996, 4999): 0.1}),
         (4096, {(0, 2048): 0.4, (2048, 2049): 0.4, (4000, 4096): 0.2}),
     ],
@@ -141,7 +144,9 @@ def test_draws_of_many_tokens_follow_the_filtered_distribution(
     likely = expected > 20
     rest = np.arange(vocab_size) // 256 + 1  # unlikely neighbours count together
     bins = np.where(likely, vocab_size + np.arange(vocab_size), rest)
-    found, wanted = (np.bincount(bins, x) for x in (np.bincount(tokens, None, vocab_size), expected))
+    found, wanted = (
+        np.bincount(bins, x) for x in (np.bincount(tokens, None, vocab_size), expected)
+    )
     some = wanted > 5
     chi_square = np.sum((found - wanted)[some] ** 2 / wanted[some])
     freedom = np.count_nonzero(some) - 1

@@ -27,7 +27,7 @@ from pallas_paged.kernels.sampling_noise import (
     number_of,
     row_key,
     token_waits,
-    weigh,
+    token_weights,
 )
 from pallas_paged.kernels.triton.specs import whole
 
@@ -70,9 +70,14 @@ def search_kernel(
     rate = _LOG2_E / divisor(temperature)
     top_k, top_p = top_k_ref[row], top_p_ref[row]
     threads = jnp.arange(num_threads)
+    # Four neighbours a thread are one load, but lists need a token a thread.
+    lanes = jnp.arange(num_threads * math.gcd(num_loads, 4))
 
-    def load_row(step: jax.Array, stride: int = num_threads) -> list[jax.Array]:
-        index = [(step * num_loads + i) * stride + threads for i in range(num_loads)]
+    def load_row(
+        step: jax.Array, lanes: jax.Array = threads, stride: int = num_threads
+    ) -> list[jax.Array]:
+        count = num_loads * num_threads // lanes.size
+        index = [(step * count + i) * stride + lanes for i in range(count)]
         some = [
             plgpu.load(logits_ref.at[row, one], mask=one < vocab_size, other=-jnp.inf)
             for one in index
@@ -93,6 +98,7 @@ def search_kernel(
 
     def weigh(load: Load, num_steps: Any, pivots: list, scale: jax.Array) -> list:
         """Return the weights of all gaps below each pivot."""
+        num_lanes = jax.eval_shape(load, jnp.int32(0))[0].size
 
         def add(gaps, sums):
             for gap in gaps:
@@ -103,7 +109,7 @@ def search_kernel(
                 ]
             return sums
 
-        zeros = [jnp.zeros(num_threads, jnp.float32)] * len(pivots)
+        zeros = [jnp.zeros(num_lanes, jnp.float32)] * len(pivots)
         return [jnp.sum(one) for one in _stream(load, num_steps, add, zeros)]
 
     def keep(load: Load, num_steps: Any, low: jax.Array, high: jax.Array) -> tuple:
@@ -173,7 +179,8 @@ def search_kernel(
         pivots = [jnp.maximum(middle + widths[0] * x, 0.0) for x in _OFFSETS]
 
         num_steps = pl.cdiv(vocab_size, num_threads * num_loads)
-        *sums, total = weigh(load_row, num_steps, [*pivots, limit], scale)
+        load = functools.partial(load_row, lanes=lanes, stride=lanes.size)
+        *sums, total = weigh(load, num_steps, [*pivots, limit], scale)
         target = jnp.where(is_mass, top_p * total, top_k.astype(jnp.float32))
         low, high, below = narrow(start, [number_of(x) for x in pivots], sums, target)
 
@@ -262,9 +269,7 @@ def weigh_kernel(
     def _():
         blocks = [part * pieces + i for i in range(pieces)]
         refs = logits_ref, best_ref, limit_ref, temperature_ref, min_p_ref
-        weights = [
-            _load_weights(refs, row, block * BLOCK + jnp.arange(BLOCK)) for block in blocks
-        ]
+        weights = [_load_weights(refs, row, block * BLOCK + jnp.arange(BLOCK)) for block in blocks]
         for block, some in zip(blocks, weights, strict=True):
             plgpu.store(sums_ref.at[row, block], jnp.sum(some), mask=block < sums_ref.shape[1])
 
@@ -307,7 +312,7 @@ def _load_weights(refs: tuple, row: jax.Array, tokens: jax.Array) -> jax.Array:
     is_token = tokens < logits_ref.shape[1]
     logits = plgpu.load(logits_ref.at[row, tokens], mask=is_token, other=-jnp.inf)
     limit = None if limit_ref is None else limit_ref[row]
-    return weigh(best_ref[row] - logits, limit, temperature_ref[row], min_p_ref[row])
+    return token_weights(best_ref[row] - logits, limit, temperature_ref[row], min_p_ref[row])
 
 
 def _first(arrivals: jax.Array, places: jax.Array) -> jax.Array:

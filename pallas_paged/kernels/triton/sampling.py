@@ -70,14 +70,11 @@ def search_kernel(
     rate = _LOG2_E / divisor(temperature)
     top_k, top_p = top_k_ref[row], top_p_ref[row]
     threads = jnp.arange(num_threads)
-    # Four neighbours a thread are one load, but lists need a token a thread.
-    lanes = jnp.arange(num_threads * math.gcd(num_loads, 4))
 
-    def load_row(
-        step: jax.Array, lanes: jax.Array = threads, stride: int = num_threads
-    ) -> list[jax.Array]:
-        count = num_loads * num_threads // lanes.size
-        index = [(step * count + i) * stride + lanes for i in range(count)]
+    def load_row(step: jax.Array, width: int = num_threads, stride: int = 0) -> list[jax.Array]:
+        count = num_loads * num_threads // width
+        first = [(step * count + i) * (stride or width) for i in range(count)]
+        index = [one + jnp.arange(width) for one in first]
         some = [
             plgpu.load(logits_ref.at[row, one], mask=one < vocab_size, other=-jnp.inf)
             for one in index
@@ -96,9 +93,10 @@ def search_kernel(
 
         return load
 
-    def weigh(load: Load, num_steps: Any, pivots: list, scale: jax.Array) -> list:
-        """Return the weights of all gaps below each pivot."""
-        num_lanes = jax.eval_shape(load, jnp.int32(0))[0].size
+    def weigh(
+        load: Load, num_steps: Any, pivots: list, scale: jax.Array, width: int = num_threads
+    ) -> list:
+        """Return the weights of all gaps below each pivot; an array of the load has `width`."""
 
         def add(gaps, sums):
             for gap in gaps:
@@ -109,7 +107,7 @@ def search_kernel(
                 ]
             return sums
 
-        zeros = [jnp.zeros(num_lanes, jnp.float32)] * len(pivots)
+        zeros = [jnp.zeros(width, jnp.float32)] * len(pivots)
         return [jnp.sum(one) for one in _stream(load, num_steps, add, zeros)]
 
     def keep(load: Load, num_steps: Any, low: jax.Array, high: jax.Array) -> tuple:
@@ -179,8 +177,9 @@ def search_kernel(
         pivots = [jnp.maximum(middle + widths[0] * x, 0.0) for x in _OFFSETS]
 
         num_steps = pl.cdiv(vocab_size, num_threads * num_loads)
-        load = functools.partial(load_row, lanes=lanes, stride=lanes.size)
-        *sums, total = weigh(load, num_steps, [*pivots, limit], scale)
+        width = num_threads * math.gcd(num_loads, 4)  # four neighbours a thread are one load
+        load = functools.partial(load_row, width=width)
+        *sums, total = weigh(load, num_steps, [*pivots, limit], scale, width)
         target = jnp.where(is_mass, top_p * total, top_k.astype(jnp.float32))
         low, high, below = narrow(start, [number_of(x) for x in pivots], sums, target)
 

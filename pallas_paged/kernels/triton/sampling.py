@@ -258,19 +258,15 @@ def weigh_kernel(
     temperature_ref,  # f32[S]
     min_p_ref,  # f32[S]
     sums_ref,  # f32[S, blocks]
-    *,
-    pieces: int,
 ):
-    """One program: the weights of some blocks of a row, if it has a temperature."""
-    part, row = pl.program_id(0), pl.program_id(1)
+    """One program: the weight of a block of a row, if it has a temperature."""
+    block, row = pl.program_id(0), pl.program_id(1)
 
     @pl.when(temperature_ref[row] > 0)
     def _():
-        blocks = [part * pieces + i for i in range(pieces)]
         refs = logits_ref, best_ref, limit_ref, temperature_ref, min_p_ref
-        weights = [_load_weights(refs, row, block * BLOCK + jnp.arange(BLOCK)) for block in blocks]
-        for block, some in zip(blocks, weights, strict=True):
-            plgpu.store(sums_ref.at[row, block], jnp.sum(some), mask=block < sums_ref.shape[1])
+        tokens = block * BLOCK + jnp.arange(BLOCK)
+        sums_ref[row, block] = jnp.sum(_load_weights(refs, row, tokens))
 
 
 def draw_kernel(
@@ -330,8 +326,6 @@ def draw(
     lens: jax.Array,  # i32[S]
     *,
     interpret: bool,
-    pieces: int = 1,
-    weigh_warps: int = 4,
     num_warps: int = 4,
 ) -> jax.Array:
     """Return the token `i32[S]` that each row with a temperature draws."""
@@ -340,12 +334,12 @@ def draw(
     inputs = (logits, best, limit, temperature, min_p)
     output = result_shape((num_rows, num_blocks), jnp.float32)
     sums = pl.pallas_call(
-        functools.partial(weigh_kernel, pieces=pieces),
-        grid=(pl.cdiv(num_blocks, pieces), num_rows),
+        weigh_kernel,
+        grid=(num_blocks, num_rows),
         in_specs=whole(inputs),
         out_specs=whole(output),
         out_shape=output,
-        compiler_params=plgpu.CompilerParams(num_warps=weigh_warps, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
         name="sampling_weigh",
     )(*inputs)

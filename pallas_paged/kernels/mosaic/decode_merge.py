@@ -1,14 +1,17 @@
 """Merge of the partial states that the Mosaic decode kernel leaves, a Pallas Mosaic GPU kernel.
 
-A program unites the states of some query heads of one row. A thread holds the log-sum-exps of
-states as scalars and one or two elements of each output. Such a small kernel spends its time
+A program unites the states of some query heads of one row. Such a small kernel spends its time
 waiting, so a loop step starts all of its loads at once, and a row takes few steps.
+
+With few rows all threads share a head: a thread holds the log-sum-exps of its states as scalars and
+one or two elements of each output. With many rows each warp has a head of its own, or two warps
+have one. A thread then computes the weights of fewer heads, and it loads up to 16 bytes at once.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +45,24 @@ def vector_layout(size: int) -> Any:
     )
 
 
+def heads_layout(num_heads: int, head_dim: int) -> Any:
+    """Return how four warps hold the outputs `[num_heads, head_dim]` of two or four heads.
+
+    A warp has elements of one head. Where a head has fewer than its threads, threads share them.
+    """
+    tile = min(head_dim & -head_dim, 512 // num_heads)
+    of_warp = tile * num_heads // 4
+    of_thread = max(of_warp // 32, 1)
+    lanes = of_warp // of_thread
+    of_head = ((of_warp,),) if num_heads < 4 else ()
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((num_heads, tile), *of_head, (of_thread,))),
+        warp_dims=(-4, -3) if of_head else (-3,),
+        lane_dims=(-2,) if lanes == 32 else (plgpu.Replicated(32 // lanes), -2),
+        vector_dim=-1,
+    )
+
+
 def merge_partials(
     partials: Any,  # `ops.Partials`, or what has its attributes
     first: jax.Array,
@@ -50,20 +71,31 @@ def merge_partials(
     block_s: int,
     elements: Any,
     layout: Any,
+    num_heads: int = 1,
 ) -> list[ops.State]:
     """Unite the partial states `first .. first + num_partials - 1`.
 
     Args:
-        places: of each query head, the function from a partial state to its index in `lse`.
+        places: of each query head, or of `num_heads` neighbours, the function from a partial state
+            to its index in `lse`.
         block_s: partial states per loop step.
         elements: D of them as a `pl.ds`, which are loaded of each state.
-        layout: of D elements.
+        layout: of `D` elements; of `[num_heads, D]` where there are several heads.
+        num_heads: of each place.
 
     Returns:
-        A state (m f32[], l f32[], acc f32[D]) for each of `places`.
+        A state (m f32[], l f32[], acc f32[D]) for each of `places`; with several heads (m
+        f32[num_heads], l f32[num_heads], acc f32[num_heads, D]).
     """
+    heads = () if num_heads == 1 else (num_heads,)
     is_whole = partials.out.shape[-1] == elements.size
     of_state = () if is_whole else (elements,)
+
+    def where(exists, lse):
+        return jnp.where(jnp.broadcast_to(exists, lse.shape), lse, -jnp.inf)
+
+    def load_lse(index):
+        return ops.load(partials.lse.at[index], layout.reduce(1)) if heads else partials.lse[index]
 
     def merge_some(i, states):
         index = [i * block_s + j for j in range(block_s)]
@@ -71,7 +103,7 @@ def merge_partials(
         where = [first + jnp.minimum(j, num_partials - 1) for j in index]
         loaded = [
             (
-                [partials.lse[place(i)] for i in where],
+                [load_lse(place(i)) for i in where],
                 [ops.load(partials.out.at[(*place(i), *of_state)], layout) for i in where],
             )
             for place in places
@@ -81,27 +113,36 @@ def merge_partials(
 
     def unite(state, exists, lses, outs):
         m_i, l_i, acc = state
-        lses = [jnp.where(*x, -jnp.inf) * LOG2_E for x in zip(exists, lses, strict=True)]
+        lses = [where(*x) * LOG2_E for x in zip(exists, lses, strict=True)]
         m_new = functools.reduce(jnp.maximum, lses, m_i)
         alpha = jnp.exp2(m_i - m_new)
-        l_new, acc = l_i * alpha, acc * alpha
+        l_new, acc = l_i * alpha, scale(acc, alpha)
         for lse, out in zip(lses, outs, strict=True):
             w = jnp.exp2(lse - m_new)
-            l_new, acc = l_new + w, acc + w * out
+            l_new, acc = l_new + w, acc + scale(out, w)
         return m_new, l_new, acc
 
-    nothing = jnp.float32(-jnp.inf), jnp.float32(0.0), ops.full((elements.size,), 0.0, layout)
+    def all_heads(value):
+        return ops.full(heads, value, layout.reduce(1)) if heads else jnp.float32(value)
+
+    acc = ops.full((*heads, elements.size), 0.0, layout)
+    nothing = all_heads(-jnp.inf), all_heads(0.0), acc
     return lax.fori_loop(0, pl.cdiv(num_partials, block_s), merge_some, [nothing for _ in places])
+
+
+def scale(acc: jax.Array, factor: jax.Array) -> jax.Array:
+    """Return `acc` times the factor of its head or heads."""
+    return acc * (ops.bcast(factor, acc) if factor.ndim else factor)
 
 
 def finish(state: ops.State, sink: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Return `(out f32[D], lse)` of a state; a sink joins the denominator if any key was seen."""
     empty = state[1] == 0.0
     if sink is not None:
-        state = ops.join_sinks(state, sink, empty, operator.mul)
+        state = ops.join_sinks(state, sink, empty, scale)
     m_i, l_i, acc = state
     l_safe = jnp.where(empty, 1.0, l_i)
-    return acc * (1.0 / l_safe), jnp.where(empty, -jnp.inf, m_i * LN_2 + jnp.log(l_safe))
+    return scale(acc, 1.0 / l_safe), jnp.where(empty, -jnp.inf, m_i * LN_2 + jnp.log(l_safe))
 
 
 def merge_decode_kernel(
@@ -123,7 +164,9 @@ def merge_decode_kernel(
     num_tiles, heads = head_tiles
     group = o_ref.shape[1] * num_tiles // partials.out.shape[0]
     first, num_partials = plan.partials_of_row(row, unit_ends_ref)
-    q_heads = [lax.axis_index("heads") * block_h + i for i in range(block_h)]
+    # Heads that are neighbours in the partial states and in the result.
+    together = math.gcd(block_h, 4, group if num_tiles == 1 else heads)
+    q_heads = [lax.axis_index("heads") * block_h + i for i in range(0, block_h, together)]
     columns = [(lax.div(q_head, group), lax.rem(q_head, group)) for q_head in q_heads]
     if num_tiles > 1:
         columns = [(h * num_tiles + lax.div(n, heads), lax.rem(n, heads)) for h, n in columns]
@@ -132,15 +175,28 @@ def merge_decode_kernel(
     # it was complete when that kernel started.
     if overlap:
         ops.wait_for_previous_kernel(interpret=interpret)
-    sinks = [None if sinks_ref is None else sinks_ref[q_head] for q_head in q_heads]
     head_dim = o_ref.shape[-1]
-    places: list[Any] = [lambda i, h=h, n=n: (h, i, n) for h, n in columns]
     elements, layout = pl.ds(0, head_dim), vector_layout(head_dim)
-    states = merge_partials(partials, first, num_partials, places, block_s, elements, layout)
+    if together > 1:
+        q_heads = [pl.ds(q_head, together) for q_head in q_heads]
+        columns = [(h, pl.ds(n, together)) for h, n in columns]
+        layout = heads_layout(together, head_dim)
+    sinks = [None] * len(q_heads)
+    if sinks_ref is not None and together > 1:
+        sinks = [ops.load(sinks_ref.at[q_head], layout.reduce(1)) for q_head in q_heads]
+    elif sinks_ref is not None:
+        sinks = [sinks_ref[q_head] for q_head in q_heads]
+    places: list[Any] = [lambda i, h=h, n=n: (h, i, n) for h, n in columns]
+    states = merge_partials(
+        partials, first, num_partials, places, block_s, elements, layout, num_heads=together
+    )
     for q_head, state, sink in zip(q_heads, states, sinks, strict=True):
         out, lse = finish(state, sink)
         ops.store(o_ref.at[row, q_head], out.astype(o_ref.dtype))
-        lse_ref[row, q_head] = lse
+        if together > 1:
+            ops.store(lse_ref.at[row, q_head], lse)
+        else:
+            lse_ref[row, q_head] = lse
 
 
 def block_sizes(plan: DecodePlan, *, num_seqs: int, num_q_heads: int, span: int) -> tuple[int, int]:

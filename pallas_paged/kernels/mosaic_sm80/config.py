@@ -33,10 +33,15 @@ _LOOPS = (
     (1, 32, 2),
     (1, 32, 1),
 )
-_ONE_BYTE_LOOPS = ((3, 128, 2), (2, 128, 2))  # conversions want longer blocks
-# Of 64 keys, for each program of an SM: with fewer, the merge and a program's start cost more than
-# another program hides.
-_LEAST_BLOCKS = 16
+# Tried before those with one-byte pages: their conversions want long blocks. Where rows are short,
+# waits for their first blocks count for more, and a third program hides them.
+_ONE_BYTE_LOOPS = ((3, 128, 2), (2, 128, 2))
+_SHORT_ONE_BYTE_LOOPS = ((3, 128, 2), (3, 64, 3), (2, 128, 2))
+_SHORT_ROW = 2048  # tokens, at most
+# Blocks of 64 keys for each SM, above which it gets one, two or three programs: with fewer, the
+# merge and a program's start cost more than another program hides. Conversions are more to hide.
+_LEAST_BLOCKS = (0, 16, 32)
+_LEAST_ONE_BYTE_BLOCKS = (0, 6, 32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,9 +132,12 @@ def decode_config(
     group = num_q_heads // num_kv_heads
     tiles = num_kv_heads * -(-group // decode_rows(group, head_dim))
     blocks_per_sm = tiles * num_seqs * -(-max_kv_len // 64) / num_sms
-    loops = _ONE_BYTE_LOOPS + _LOOPS if itemsize == 1 else _LOOPS
+    loops, least_blocks = _LOOPS, _LEAST_BLOCKS
+    if itemsize == 1:
+        first = _SHORT_ONE_BYTE_LOOPS if max_kv_len <= _SHORT_ROW else _ONE_BYTE_LOOPS
+        loops, least_blocks = first + loops, _LEAST_ONE_BYTE_BLOCKS
     for programs_per_sm, block_k, num_stages in loops:
-        if blocks_per_sm <= (programs_per_sm - 1) * _LEAST_BLOCKS:
+        if blocks_per_sm <= least_blocks[programs_per_sm - 1]:
             continue
         config = MosaicSm80DecodeConfig(block_k=block_k, num_stages=num_stages, num_programs=1)
         needed = decode_shared_memory(config, group=group, head_dim=head_dim, itemsize=itemsize)

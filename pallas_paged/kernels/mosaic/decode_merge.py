@@ -3,9 +3,8 @@
 A program unites the states of some query heads of one row. Such a small kernel spends its time
 waiting, so a loop step starts all of its loads at once, and a row takes few steps.
 
-With few rows all threads share a head: a thread holds the log-sum-exps of its states as scalars and
-one or two elements of each output. With many rows each warp has a head of its own, or two warps
-have one. A thread then computes the weights of fewer heads, and it loads up to 16 bytes at once.
+With few rows all threads share a head. With many rows a program has more, and each warp a head of
+its own: a thread then computes the weights of fewer heads, and it loads up to 16 bytes at once.
 """
 
 from __future__ import annotations
@@ -29,26 +28,10 @@ from pallas_paged.kernels.mosaic import ops
 MAX_STATES_PER_STEP = 48  # that a loop step loads; each takes two registers
 
 
-def vector_layout(size: int) -> Any:
-    """Return how 128 threads hold a vector; where it has fewer elements, threads share them.
-
-    The vector consists of tiles of a power of two, 16 elements at least.
-    """
-    tile = size & -size
-    of_warp, of_thread = tile // 4, max(tile // 128, 1)
-    lanes = of_warp // of_thread
-    return plgpu.Layout.TILED(
-        plgpu.Tiling(((tile,), (of_warp,), (of_thread,))),
-        warp_dims=(-3,),
-        lane_dims=(-2,) if lanes == 32 else (plgpu.Replicated(32 // lanes), -2),
-        vector_dim=-1,
-    )
-
-
 def heads_layout(num_heads: int, head_dim: int) -> Any:
-    """Return how four warps hold the outputs `[num_heads, head_dim]` of two or four heads.
+    """Return how four warps hold the outputs `[num_heads, head_dim]` of one, two or four heads.
 
-    A warp has elements of one head. Where a head has fewer than its threads, threads share them.
+    A warp has elements of one head. Where these are fewer than its threads, threads share them.
     """
     tile = min(head_dim & -head_dim, 512 // num_heads)
     of_warp = tile * num_heads // 4
@@ -57,7 +40,7 @@ def heads_layout(num_heads: int, head_dim: int) -> Any:
     of_head = ((of_warp,),) if num_heads < 4 else ()
     return plgpu.Layout.TILED(
         plgpu.Tiling(((num_heads, tile), *of_head, (of_thread,))),
-        warp_dims=(-4, -3) if of_head else (-3,),
+        warp_dims=(-4, -3) if num_heads == 2 else (-3,),
         lane_dims=(-2,) if lanes == 32 else (plgpu.Replicated(32 // lanes), -2),
         vector_dim=-1,
     )
@@ -71,27 +54,26 @@ def merge_partials(
     block_s: int,
     elements: Any,
     layout: Any,
-    num_heads: int = 1,
+    *,
+    heads: tuple[int, ...] = (),
 ) -> list[ops.State]:
     """Unite the partial states `first .. first + num_partials - 1`.
 
     Args:
-        places: of each query head, or of `num_heads` neighbours, the function from a partial state
+        places: of each query head, or of each so many neighbours, the function from a partial state
             to its index in `lse`.
         block_s: partial states per loop step.
         elements: D of them as a `pl.ds`, which are loaded of each state.
-        layout: of `D` elements; of `[num_heads, D]` where there are several heads.
-        num_heads: of each place.
+        layout: of `[*heads, D]`.
+        heads: `(H,)` if a place has H heads, `()` if it has one without an axis.
 
     Returns:
-        A state (m f32[], l f32[], acc f32[D]) for each of `places`; with several heads (m
-        f32[num_heads], l f32[num_heads], acc f32[num_heads, D]).
+        A state (m f32`heads`, l f32`heads`, acc f32`[*heads, D]`) for each of `places`.
     """
-    heads = () if num_heads == 1 else (num_heads,)
     is_whole = partials.out.shape[-1] == elements.size
     of_state = () if is_whole else (elements,)
 
-    def where(exists, lse):
+    def masked(exists, lse):
         return jnp.where(jnp.broadcast_to(exists, lse.shape), lse, -jnp.inf)
 
     def load_lse(index):
@@ -113,7 +95,7 @@ def merge_partials(
 
     def unite(state, exists, lses, outs):
         m_i, l_i, acc = state
-        lses = [where(*x) * LOG2_E for x in zip(exists, lses, strict=True)]
+        lses = [masked(*x) * LOG2_E for x in zip(exists, lses, strict=True)]
         m_new = functools.reduce(jnp.maximum, lses, m_i)
         alpha = jnp.exp2(m_i - m_new)
         l_new, acc = l_i * alpha, scale(acc, alpha)
@@ -136,7 +118,7 @@ def scale(acc: jax.Array, factor: jax.Array) -> jax.Array:
 
 
 def finish(state: ops.State, sink: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Return `(out f32[D], lse)` of a state; a sink joins the denominator if any key was seen."""
+    """Return `(out f32[.., D], lse)` of a state; sinks join the denominators of heads with keys."""
     empty = state[1] == 0.0
     if sink is not None:
         state = ops.join_sinks(state, sink, empty, scale)
@@ -165,7 +147,7 @@ def merge_decode_kernel(
     group = o_ref.shape[1] * num_tiles // partials.out.shape[0]
     first, num_partials = plan.partials_of_row(row, unit_ends_ref)
     # Heads that are neighbours in the partial states and in the result.
-    together = math.gcd(block_h, 4, group if num_tiles == 1 else heads)
+    together = math.gcd(block_h, 4, group, heads if num_tiles > 1 else 0)
     q_heads = [lax.axis_index("heads") * block_h + i for i in range(0, block_h, together)]
     columns = [(lax.div(q_head, group), lax.rem(q_head, group)) for q_head in q_heads]
     if num_tiles > 1:
@@ -175,28 +157,23 @@ def merge_decode_kernel(
     # it was complete when that kernel started.
     if overlap:
         ops.wait_for_previous_kernel(interpret=interpret)
+    heads_of = [pl.ds(q_head, together) for q_head in q_heads]
     head_dim = o_ref.shape[-1]
-    elements, layout = pl.ds(0, head_dim), vector_layout(head_dim)
-    if together > 1:
-        q_heads = [pl.ds(q_head, together) for q_head in q_heads]
-        columns = [(h, pl.ds(n, together)) for h, n in columns]
-        layout = heads_layout(together, head_dim)
-    sinks = [None] * len(q_heads)
-    if sinks_ref is not None and together > 1:
-        sinks = [ops.load(sinks_ref.at[q_head], layout.reduce(1)) for q_head in q_heads]
-    elif sinks_ref is not None:
-        sinks = [sinks_ref[q_head] for q_head in q_heads]
-    places: list[Any] = [lambda i, h=h, n=n: (h, i, n) for h, n in columns]
-    states = merge_partials(
-        partials, first, num_partials, places, block_s, elements, layout, num_heads=together
+    layout = heads_layout(together, head_dim)
+    sinks = (
+        [None] * len(q_heads)
+        if sinks_ref is None
+        else [ops.load(sinks_ref.at[x], layout.reduce(1)) for x in heads_of]
     )
-    for q_head, state, sink in zip(q_heads, states, sinks, strict=True):
+    places: list[Any] = [lambda i, h=h, n=n: (h, i, pl.ds(n, together)) for h, n in columns]
+    elements = pl.ds(0, head_dim)
+    states = merge_partials(
+        partials, first, num_partials, places, block_s, elements, layout, heads=(together,)
+    )
+    for x, state, sink in zip(heads_of, states, sinks, strict=True):
         out, lse = finish(state, sink)
-        ops.store(o_ref.at[row, q_head], out.astype(o_ref.dtype))
-        if together > 1:
-            ops.store(lse_ref.at[row, q_head], lse)
-        else:
-            lse_ref[row, q_head] = lse
+        ops.store(o_ref.at[row, x], out.astype(o_ref.dtype))
+        ops.store(lse_ref.at[row, x], lse)
 
 
 def block_sizes(plan: DecodePlan, *, num_seqs: int, num_q_heads: int, span: int) -> tuple[int, int]:

@@ -132,11 +132,12 @@ def decode_config(
     group = num_q_heads // num_kv_heads
     tiles = num_kv_heads * -(-group // decode_rows(group, head_dim))
     blocks_per_sm = tiles * num_seqs * -(-max_kv_len // 64) / num_sms
-    loops, least_blocks = _LOOPS, _LEAST_BLOCKS
+    first: tuple[tuple[int, int, int], ...] = ()
+    least_blocks = _LEAST_BLOCKS
     if itemsize == 1:
         first = _SHORT_ONE_BYTE_LOOPS if max_kv_len <= _SHORT_ROW else _ONE_BYTE_LOOPS
-        loops, least_blocks = first + loops, _LEAST_ONE_BYTE_BLOCKS
-    for programs_per_sm, block_k, num_stages in loops:
+        least_blocks = _LEAST_ONE_BYTE_BLOCKS
+    for programs_per_sm, block_k, num_stages in first + _LOOPS:
         if blocks_per_sm <= least_blocks[programs_per_sm - 1]:
             continue
         config = MosaicSm80DecodeConfig(block_k=block_k, num_stages=num_stages, num_programs=1)

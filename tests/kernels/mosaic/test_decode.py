@@ -17,6 +17,7 @@ if jax.__version_info__ < (0, 11):
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.decode_plan import DecodePlan
 from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.kernels.mosaic import decode_merge
 from pallas_paged.kernels.mosaic.decode import MosaicDecodeConfig, paged_decode
 from pallas_paged.kernels.mosaic.decode_merge import (
     MAX_STATES_PER_STEP,
@@ -219,6 +220,47 @@ def test_merge_of_many_slots_in_several_steps(head_dim):
     expected = np.einsum("sh,shd->hd", weights[:-1], outs[0, :-1, :3]) / total[:, None]
     np.testing.assert_allclose(out[0], expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(lse[0], logits.max(axis=0) + np.log(total), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("group", "block_h", "num_tiles"), [(4, 8, 1), (8, 4, 1), (6, 4, 1), (3, 6, 1), (12, 8, 2)]
+)
+def test_merge_of_several_heads_by_one_program(monkeypatch, group, block_h, num_tiles):
+    rng = np.random.default_rng(group)
+    num_kv_heads, head_dim, num_programs, ends = 2, 32, 3, np.int32([4, 4, 9])
+    monkeypatch.setattr(decode_merge, "block_sizes", lambda *_, **__: (2, block_h))
+    plan, rows = plan_of(num_programs), range(len(ends))
+    shape = num_kv_heads * num_tiles, num_programs + len(ends), 16
+    lses = rng.standard_normal(shape).astype(np.float32)
+    outs = rng.standard_normal((*shape, head_dim)).astype(np.float32)
+    sinks = rng.standard_normal(num_kv_heads * group).astype(np.float32)
+    call = functools.partial(
+        merge_decode,
+        plan=plan,
+        num_q_heads=num_kv_heads * group,
+        head_dim=head_dim,
+        head_tiles=(num_tiles, group // num_tiles),
+        dtype=jnp.float32,
+        interpret=True,
+    )
+    out, lse = jax.jit(call)(Partials(out=outs, lse=lses), jnp.array(ends), sinks)
+
+    def of_heads(x):
+        """Return the states `[.., N, ..]` by query head and partial state."""
+        x = np.moveaxis(x[:, :, : group // num_tiles], 2, 1)
+        return x.reshape(num_kv_heads * group, *x.shape[2:]).astype(np.float64)
+
+    for row in rows:
+        first, count = map(int, plan.partials_of_row(jnp.int32(row), jnp.array(ends)))
+        states = slice(first, first + count)
+        if not count:
+            assert not out[row].any() and np.isneginf(lse[row]).all()
+            continue
+        weights = np.exp(of_heads(lses)[:, states])
+        total = weights.sum(axis=1) + np.exp(sinks)
+        expected = np.einsum("hs,hsd->hd", weights, of_heads(outs)[:, states]) / total[:, None]
+        np.testing.assert_allclose(out[row], expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(lse[row], np.log(total), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("num_q_heads", [1, 7, 32])

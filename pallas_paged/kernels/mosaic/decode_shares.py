@@ -61,18 +61,22 @@ def row_of_unit(unit: jax.Array, unit_ends_ref: Any) -> jax.Array:
 
 
 def for_each_work_item(
-    body: Callable[[WorkItem, jax.Array], jax.Array],
+    body: Callable[..., Any],
     seq_lens_ref: Any,  # i32[B]
     unit_ends_ref: Any,  # i32[B]
     *,
     plan: DecodePlan,
     program: jax.Array | None = None,
-) -> jax.Array:
-    """Call `body(item, kv_iter)` for every work item of the program; return the last `kv_iter`.
+    carry: Any = None,
+    with_next: bool = False,
+) -> Any:
+    """Call `body(item, carry)` for every work item of the program; return the last carry.
 
     Args:
-        body: returns `kv_iter` plus the blocks of the item. The first `kv_iter` is 0.
+        body: returns the next carry, such as the blocks of all items until then.
         program: its index; None for that of the grid.
+        carry: the first one; None for 0.
+        with_next: call `body(item, next_item, carry)`. The last item has a next one without blocks.
     """
     (num_seqs,) = seq_lens_ref.shape
     program = lax.axis_index("program") if program is None else program
@@ -82,9 +86,8 @@ def for_each_work_item(
         row = jnp.minimum(row, num_seqs - 1)
         return seq_lens_ref[row], unit_ends_ref[row]
 
-    def next_item(state):
-        row, unit, lengths, kv_iter = state
-        next_lengths = lengths_of(row + 1)  # loaded long before they are used
+    def item_of(row, unit, lengths):
+        """Return the item that begins at a unit, the unit after it and whether the row ends."""
         seq_len, row_end = lengths
         first_block, end_block = plan.row_blocks(seq_len)
         row_start = row_end - plan.num_units(end_block - first_block)
@@ -96,11 +99,27 @@ def for_each_work_item(
             hi=jnp.minimum(first_block + (next_unit - row_start) * plan.blocks_per_unit, end_block),
             partial=plan.partial_index(program=program, row=row, unit=unit),
         )
-        kv_iter = body(item, kv_iter)
-        ended = next_unit == row_end
-        lengths = jax.tree.map(functools.partial(jnp.where, ended), next_lengths, lengths)
-        return row + ended.astype(jnp.int32), next_unit, lengths, kv_iter
+        return item, next_unit, row_end
+
+    def next_item(state):
+        row, unit, lengths, carry = state
+        next_lengths = lengths_of(row + 1)  # loaded long before they are used
+        item, next_unit, row_end = item_of(row, unit, lengths)
+
+        def go_on():
+            ended = next_unit == row_end
+            chosen = jax.tree.map(functools.partial(jnp.where, ended), next_lengths, lengths)
+            return row + ended.astype(jnp.int32), next_unit, chosen
+
+        if not with_next:
+            carry = body(item, carry)
+            return *go_on(), carry
+        after = go_on()
+        following, _, _ = item_of(*after)
+        hi = jnp.where(next_unit < stop, following.hi, following.lo)
+        return *after, body(item, dataclasses.replace(following, hi=hi), carry)
 
     first_row = row_of_unit(start, unit_ends_ref)
-    state = first_row, start, lengths_of(first_row), jnp.int32(0)
+    carry = jnp.int32(0) if carry is None else carry
+    state = first_row, start, lengths_of(first_row), carry
     return lax.while_loop(lambda state: state[1] < stop, next_item, state)[-1]

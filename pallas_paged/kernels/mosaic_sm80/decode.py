@@ -40,7 +40,7 @@ from pallas_paged.kernels.mosaic_sm80.config import (
     decode_rows,
 )
 from pallas_paged.kernels.mosaic_sm80.pages import Blocks, Copier, Pages
-from pallas_paged.kernels.mosaic_sm80.ring import for_each_block
+from pallas_paged.kernels.mosaic_sm80.ring import Span, can_go_on, for_each_block
 from pallas_paged.kernels.powers_of_two import split_scales
 
 
@@ -126,7 +126,8 @@ def scratch_types(
 
 def attend(
     item: WorkItem,
-    kv_iter: jax.Array,
+    next_item: WorkItem,
+    carry: tuple[jax.Array, jax.Array],
     *,
     inputs: Inputs,
     scratch: Scratch,
@@ -134,8 +135,11 @@ def attend(
     heads: Heads,
     plan: DecodePlan,
     interpret: bool,
-) -> jax.Array:
-    """Attend to the K/V of a work item and leave its state."""
+) -> tuple[jax.Array, jax.Array]:
+    """Attend to the K/V of a work item and leave its state.
+
+    The carry has the number of blocks until now, and whether copies for the item are on their way.
+    """
     options, pages, blocks = plan.options, inputs.pages, scratch.blocks
     _, block_k, columns = blocks.k.shape
     tile = lax.axis_index("head_tile")
@@ -143,20 +147,25 @@ def attend(
     first_head = lax.rem(tile, heads.num_tiles) * heads.rows
     num_heads = jnp.minimum(heads.group - first_head, heads.rows)
     first_key = plan.first_key(item.seq_len)
-    copier = Copier(
-        pages=pages,
-        blocks=blocks,
-        row=item.row,
-        kv_head=kv_head,
-        first_key=first_key,
-        end_key=item.seq_len,
-        interpret=interpret,
-    )
+    place, started = carry
     layouts = ops.MmaLayouts(m_warps=heads.rows // 16)
     mma = functools.partial(ops.mma, interpret=interpret)
 
-    def copy_queries():
-        first = item.row * (heads.group * pages.num_kv_heads) + kv_head * heads.group + first_head
+    def span_of(item):
+        copier = Copier(
+            pages=pages,
+            blocks=blocks,
+            row=item.row,
+            kv_head=kv_head,
+            first_key=plan.first_key(item.seq_len),
+            end_key=item.seq_len,
+            interpret=interpret,
+        )
+        copy = functools.partial(copy_queries, item.row)
+        return Span(copier=copier, lo=item.lo, hi=item.hi, copy_queries=copy)
+
+    def copy_queries(row):
+        first = row * (heads.group * pages.num_kv_heads) + kv_head * heads.group + first_head
         to = scratch.q[0] if scratch.arrived is None else scratch.arrived
         plain = scratch.arrived is not None
         ops.copy_rows(inputs.q, to, first, num_heads, plain=plain, interpret=interpret)
@@ -242,10 +251,20 @@ def attend(
         acc = [mma(a * bcast(alpha, a), weights, v) for a, v in zip(acc, values, strict=True)]
         return q_scales, (m_new, l_new, acc)
 
+    span, following = span_of(item), span_of(next_item)
+    goes_on = can_go_on(span, following)
+
     @pl.when(item.lo < item.hi)
     def attend_blocks():
         _, (m_i, l_i, acc) = for_each_block(
-            copier, item.lo, item.hi, attend_block, start, copy_queries=copy_queries
+            span,
+            following,
+            attend_block,
+            start,
+            place=place,
+            started=started,
+            goes_on=goes_on,
+            queries_early=scratch.arrived is not None,
         )
         l_i = l_i.sum(axis=1)
         factor = 1.0 / l_i
@@ -259,7 +278,7 @@ def attend(
         ops.store_rows(partials.out.at[index], out, num_heads, layout, interpret=interpret)
         mosaic_ops.store(partials.lse.at[index], m_i * LN_2 + jnp.log(l_i))
 
-    return kv_iter + item.hi - item.lo
+    return place + item.hi - item.lo, goes_on
 
 
 def decode_kernel(
@@ -285,6 +304,8 @@ def decode_kernel(
         inputs.seq_lens,
         inputs.unit_ends,
         plan=plan,
+        carry=(jnp.int32(0), jnp.bool_(False)),
+        with_next=True,
     )
 
 

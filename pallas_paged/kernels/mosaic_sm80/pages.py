@@ -152,8 +152,28 @@ class Copier:
     def block_k(self) -> int:
         return self.blocks.k.shape[1]
 
-    def copy_table(self, block: jax.Array) -> None:
-        """Start the copy of the table entries of a block, for its later `copy_block`."""
+    @property
+    def num_stages(self) -> int:
+        return self.blocks.k.shape[0]
+
+    def where(self, condition: jax.Array, other: Copier) -> Copier:
+        """Return this copier where a condition holds, else `other` of the same program."""
+        first_key = self.first_key
+        if isinstance(first_key, jax.Array):
+            first_key = jnp.where(condition, first_key, other.first_key)
+        return dataclasses.replace(
+            self,
+            row=jnp.where(condition, self.row, other.row),
+            first_key=first_key,
+            end_key=jnp.where(condition, self.end_key, other.end_key),
+        )
+
+    def copy_table(self, block: jax.Array, place: jax.Array) -> None:
+        """Start the copy of the table entries of a block, for its later `copy_block`.
+
+        Args:
+            place: of the block among all that the program attends to.
+        """
         if self.interpret:
             return
         pages, num_slots = self.pages, self.blocks.tables.shape[0]
@@ -183,20 +203,20 @@ class Copier:
             self.blocks.tables,
             ops.scalars(
                 self.row,
-                lax.rem(block, num_slots),
+                lax.rem(place, num_slots),
                 block * block_k,
                 self.first_key,
                 self.end_key,
             ),
         )
 
-    def copy_block(self, block: jax.Array) -> None:
-        """Start the copies of a block and its scales to stage `block % num_stages`.
+    def copy_block(self, block: jax.Array, place: jax.Array) -> None:
+        """Start the copies of a block and its scales to stage `place % num_stages`.
 
         The block's entries of the table must have arrived.
         """
         if self.interpret:
-            self._copy_block_now(block)
+            self._copy_block_now(block, place)
             return
         pages, blocks, layout = self.pages, self.blocks, self.pages.layout
         num_stages, block_k, columns = blocks.k.shape
@@ -273,8 +293,8 @@ class Copier:
             scales,
             blocks.tables,
             ops.scalars(
-                lax.rem(block, num_stages),
-                lax.rem(block, num_slots),
+                lax.rem(place, num_stages),
+                lax.rem(place, num_slots),
                 block * block_k,
                 self.kv_head,
                 self.first_key,
@@ -282,10 +302,10 @@ class Copier:
             ),
         )
 
-    def _copy_block_now(self, block: jax.Array) -> None:
+    def _copy_block_now(self, block: jax.Array, place: jax.Array) -> None:
         pages, blocks, layout = self.pages, self.blocks, self.pages.layout
         num_stages, block_k, columns = blocks.k.shape
-        stage = lax.rem(block, num_stages)
+        stage = lax.rem(place, num_stages)
         page_size, head_dim = pages.page_size, pages.k.shape[-1]
         count = min(page_size, block_k)
         for i in range(0, block_k, count):

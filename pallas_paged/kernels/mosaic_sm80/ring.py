@@ -1,4 +1,4 @@
-"""The loop over the blocks of a sequence, with copies of later blocks on their way.
+"""The loop over the blocks of a row, with copies of later blocks on their way.
 
 All threads copy and all attend. `num_stages` blocks of K and V are in shared memory: one in use and
 the others arriving. A step waits until its block has arrived, starts the copies of the block that
@@ -6,14 +6,19 @@ takes the place of the last one, and hands its own to the caller.
 
 Copies of the table's entries start `num_stages - 1` steps before those of their block, or one step
 with one stage, which waits for its own copies.
+
+The last steps of a row start the copies of the next row's first blocks, so that a program waits for
+its first row only. A row of fewer blocks than that takes leaves it to the next row itself.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -21,53 +26,106 @@ from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.pages import Copier
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Span:
+    """Blocks of one row.
+
+    Attributes:
+        copier: of the row.
+        lo, hi: the blocks `[lo, hi)`.
+        copy_queries: starts the copies of the row's queries.
+    """
+
+    copier: Copier
+    lo: jax.Array
+    hi: jax.Array
+    copy_queries: Callable[[], None]
+
+
 def for_each_block(
-    copier: Copier,
-    lo: jax.Array,
-    hi: jax.Array,
+    span: Span,
+    following: Span,
     body: Callable[[jax.Array, jax.Array, Any], Any],
     carry: Callable[[], Any],
     *,
-    copy_queries: Callable[[], None] = lambda: None,
+    place: jax.Array,
+    started: jax.Array,
+    goes_on: jax.Array,
+    queries_early: bool,
 ) -> Any:
-    """Return the carry after `body(block, stage, carry)` for the blocks `[lo, hi)`.
+    """Return the carry after `body(block, stage, carry)` for the blocks of a span.
 
     Args:
-        copier: of the sequence. All its shared memory is free, and so is that of the queries.
+        span: at least one block.
+        following: what the program attends to next.
         body: attends to the block in that stage.
-        carry: returns the first carry, when the copies of `copy_queries` have arrived.
-        copy_queries: starts further copies.
+        carry: returns the first carry, when the queries have arrived. All threads see them.
+        place: of the first block among all that the program attends to.
+        started: whether the loop over the span before this one started the first copies.
+        goes_on: whether to start those of `following`, see `can_go_on`.
+        queries_early: `body` does not read where queries arrive.
     """
+    copier, lo, hi = span.copier, span.lo, span.hi
     interpret = copier.interpret
-    num_stages = copier.blocks.k.shape[0]
-    ahead = num_stages - 1
-    table_ahead = ahead + max(ahead, 1)
+    ahead, table_ahead = _ahead(copier)
 
     def copy(block, start):
-        @pl.when(block < hi)
-        def _():
-            start(block)
+        """Start a copy for a block, counted on from those of the span."""
+        own = block < hi
+        there = following.lo + block - hi
 
-    ops.barrier(interpret=interpret)  # threads may still read what the copies replace
-    copy_queries()
-    for i in range(table_ahead):
-        copy(lo + i, copier.copy_table)
-    ops.commit_copies(interpret=interpret)
-    ops.wait_for_copies(0, interpret=interpret)
-    for i in range(ahead):
-        copy(lo + i, copier.copy_block)
+        @pl.when(own | (goes_on & (there < following.hi)))
+        def _():
+            chosen = copier.where(own, following.copier)
+            start(chosen, jnp.where(own, block, there), place + block - lo)
+
+    def start_all():
+        ops.barrier(interpret=interpret)  # threads may still read what the copies replace
+        span.copy_queries()
+        for i in range(table_ahead):
+            copy(lo + i, Copier.copy_table)
         ops.commit_copies(interpret=interpret)
+        ops.wait_for_copies(0, interpret=interpret)
+        for i in range(ahead):
+            copy(lo + i, Copier.copy_block)
+            ops.commit_copies(interpret=interpret)
 
     def step(block, carry):
         if ahead:
             ops.wait_for_copies(ahead - 1, interpret=interpret)
         else:
             ops.barrier(interpret=interpret)
-        copy(block + ahead, copier.copy_block)
-        copy(block + table_ahead, copier.copy_table)
+        copy(block + ahead, Copier.copy_block)
+        copy(block + table_ahead, Copier.copy_table)
+        if queries_early:
+            pl.when(goes_on & (block + max(ahead, 1) == hi))(following.copy_queries)
         ops.commit_copies(interpret=interpret)  # empty at the end, so that the count is right
         if not ahead:
             ops.wait_for_copies(0, interpret=interpret)
-        return body(block, lax.rem(block, num_stages), carry)
+        return body(block, lax.rem(place + block - lo, copier.num_stages), carry)
 
-    return lax.fori_loop(lo, hi, step, carry())
+    pl.when(~started)(start_all)
+    # The queries are in the group of the first block, or in the newest one.
+    pending = max(ahead - 1, 0) if queries_early else 0
+    pl.when(started)(lambda: ops.wait_for_copies(pending, interpret=interpret))
+    carry = lax.fori_loop(lo, hi, step, carry())
+    if not queries_early:
+
+        @pl.when(goes_on)
+        def _():
+            following.copy_queries()
+            ops.commit_copies(interpret=interpret)
+
+    return carry
+
+
+def can_go_on(span: Span, following: Span) -> jax.Array:
+    """Return whether the loop over a span can start the first copies of the one after it."""
+    _, table_ahead = _ahead(span.copier)
+    return (span.hi - span.lo >= table_ahead) & (following.lo < following.hi)
+
+
+def _ahead(copier: Copier) -> tuple[int, int]:
+    """Return how many steps before its own a block's copies start, and those of its entries."""
+    ahead = copier.num_stages - 1
+    return ahead, ahead + max(ahead, 1)

@@ -79,6 +79,26 @@ def test_one_stage_and_more_than_blocks(num_stages):
     check(few_rows(pages_per_seq=9), config)
 
 
+# Two programs for two KV heads: one goes through all rows. Some rows are too short to start the
+# copies of the next one, and one has no tokens.
+ROWS_OF_ONE_PROGRAM = (260, 0, 200, 33, 40, 300, 129)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 150}], ids=str)
+def test_one_program_attends_to_row_after_row(num_stages, options):
+    config = MosaicSm80DecodeConfig(block_k=32, num_stages=num_stages, num_programs=2)
+    check(few_rows(seq_lens=ROWS_OF_ONE_PROGRAM, pages_per_seq=20), config, **options)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_one_program_attends_to_row_after_row_of_one_byte_pages(num_stages):
+    config = MosaicSm80DecodeConfig(block_k=32, num_stages=num_stages, num_programs=2)
+    case = few_rows(seq_lens=ROWS_OF_ONE_PROGRAM, pages_per_seq=20)
+    stored, meant = Quantized(case=case, kv_dtype="int8", per_tensor=False).make()
+    assert_close(decode(stored, config), meant, 1e-2)
+
+
 def every_option(num_q_heads):
     return dict(
         sm_scale=-0.3,

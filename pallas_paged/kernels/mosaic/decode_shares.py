@@ -87,7 +87,7 @@ def for_each_work_item(
         return seq_lens_ref[row], unit_ends_ref[row]
 
     def item_of(row, unit, lengths):
-        """Return the item that begins at a unit, where it ends on the line and where its row does."""
+        """Return the item that begins at a unit, and the units at which it and its row end."""
         seq_len, row_end = lengths
         first_block, end_block = plan.row_blocks(seq_len)
         row_start = row_end - plan.num_units(end_block - first_block)

@@ -33,11 +33,12 @@ _LOOPS = (
     (1, 32, 2),
     (1, 32, 1),
 )
-# Tried before those with one-byte pages: their conversions want long blocks. Where rows are short,
-# waits for their first blocks count for more, and a third program hides them.
+# Tried before those with one-byte pages: their conversions want long blocks. With many short rows
+# what a program does between two rows counts for more, and a third program hides it.
 _ONE_BYTE_LOOPS = ((3, 128, 2), (2, 128, 2))
 _SHORT_ONE_BYTE_LOOPS = ((3, 128, 2), (3, 64, 3), (2, 128, 2))
 _SHORT_ROW = 2048  # tokens, at most
+_MANY_BLOCKS = 128  # of 64 keys for each SM, at least
 # Blocks of 64 keys for each SM, above which it gets one, two or three programs: with fewer, the
 # merge and a program's start cost more than another program hides. Conversions are more to hide.
 _LEAST_BLOCKS = (0, 16, 32)
@@ -135,7 +136,8 @@ def decode_config(
     first: tuple[tuple[int, int, int], ...] = ()
     least_blocks = _LEAST_BLOCKS
     if itemsize == 1:
-        first = _SHORT_ONE_BYTE_LOOPS if max_kv_len <= _SHORT_ROW else _ONE_BYTE_LOOPS
+        many_short_rows = max_kv_len <= _SHORT_ROW and blocks_per_sm >= _MANY_BLOCKS
+        first = _SHORT_ONE_BYTE_LOOPS if many_short_rows else _ONE_BYTE_LOOPS
         least_blocks = _LEAST_ONE_BYTE_BLOCKS
     for programs_per_sm, block_k, num_stages in first + _LOOPS:
         if blocks_per_sm <= least_blocks[programs_per_sm - 1]:

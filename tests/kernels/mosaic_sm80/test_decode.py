@@ -16,7 +16,11 @@ from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic.ops import shared_memory_bytes
 from pallas_paged.kernels.mosaic_sm80 import ops
-from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80DecodeConfig, decode_shared_memory
+from pallas_paged.kernels.mosaic_sm80.config import (
+    MosaicSm80DecodeConfig,
+    decode_config,
+    decode_shared_memory,
+)
 from pallas_paged.kernels.mosaic_sm80.decode import paged_decode, scratch_types
 from tests.support.attention_calls import assert_close, assert_same_bits
 from tests.support.attention_cases import mosaic_case
@@ -172,6 +176,24 @@ def test_bits_depend_on_the_row_alone_under_a_split_size():
         return decode((q[rows], k_pages, v_pages, tables[rows], lens[rows]), SPLIT)
 
     assert_same_bits([x[-1:] for x in of([3, 2, 0])], of([0]))
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "max_kv_len", "block_k", "programs_per_sm"),
+    [
+        (1, 1024, 64, 1),
+        (8, 2048, 128, 2),
+        (64, 1024, 128, 2),
+        (64, 4096, 128, 2),
+        (256, 1024, 64, 3),
+    ],
+    ids=["short row", "few rows", "some short rows", "long rows", "many short rows"],
+)
+def test_config_of_one_byte_pages(num_seqs, max_kv_len, block_k, programs_per_sm):
+    sizes = dict(num_q_heads=32, num_kv_heads=8, head_dim=128, itemsize=1, num_sms=132)
+    config = decode_config(num_seqs=num_seqs, max_kv_len=max_kv_len, **sizes)
+    assert config.block_k == block_k
+    assert (programs_per_sm - 1) * 132 < config.num_programs <= programs_per_sm * 132
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 512])

@@ -44,9 +44,9 @@ class PagedAttend:
 
         Args:
             table: with pages for the new tokens.
-            slot_mapping: `i32[D + T]`, slots of the new tokens.
+            slot_mapping: `i32[T + D]`, slots of the new tokens.
             decode_rows: `i32[D]`, rows of the table with one new token each.
-            chunks: whose tokens follow, or None.
+            chunks: whose T tokens come before those of the rows, or None.
             num_kv_heads: of the model.
             implementation: of the attention.
             peers: of the devices of a mesh.
@@ -141,11 +141,14 @@ class PagedAttend:
             kv_layout=cache.kv_layout,
             implementation=self._implementation,
         )
-        num_decodes = self._decoding["seq_lens"].size
-        out = paged_attention(q[:num_decodes], **self._decoding, **options)
+        num_tokens = q.shape[0] - self._decoding["seq_lens"].size
+        out = paged_attention(q[num_tokens:], **self._decoding, **options)
         if self._prompts is not None:
-            chunk_out = ragged_paged_attention(q[num_decodes:], **self._prompts, **options)
-            out = jnp.concatenate([out, chunk_out])
+            # To the chunks the other queries are padding. To cut those off, and to join the
+            # outputs, would copy all of the chunks' tokens.
+            of_all = ragged_paged_attention(q, **self._prompts, **options)
+            places = num_tokens + jnp.arange(out.shape[0])
+            out = of_all.at[places].set(out, unique_indices=True, indices_are_sorted=True)
         return out, cache
 
 

@@ -144,7 +144,7 @@ class ModelRunner:
         mode = replace(mode, prompt_logprobs=max(wanted, default=-1))
         shape = self.buckets.fit(len(decodes), sum(len(chunk.token_ids) for chunk in chunks))
         output = self._run(decodes, chunks, shape, mode)
-        return InFlight(scheduled=scheduled, num_decodes=shape[0], output=output)
+        return InFlight(scheduled=scheduled, num_chunk_tokens=shape[1], output=output)
 
     def read(self, in_flight: InFlight) -> RunnerOutput:
         """Wait for a call, and note where the K/V of its sequences are.

@@ -18,12 +18,12 @@ class InFlight:
 
     Attributes:
         scheduled: what it computes.
-        num_decodes: rows of the batch before those of the chunks.
+        num_chunk_tokens: tokens of the batch in chunks, padded; behind them are the decoding rows.
         output: what it returns, on the device or on its way to the host.
     """
 
     scheduled: SchedulerOutput
-    num_decodes: int
+    num_chunk_tokens: int
     output: StepOutput
 
 
@@ -96,15 +96,16 @@ def read_output(in_flight: InFlight, output: StepOutput, page_size: int) -> Runn
     # Sequences that have ended meanwhile have no slot; none has another, because pages are
     # taken from a sequence only while nothing is in flight.
     for row, decode in enumerate(decodes):
-        sequence = decode.sequence
+        sequence, place = decode.sequence, in_flight.num_chunk_tokens + row
         if sequence.slot is None:
             continue
         if chunks:
-            count, new = add(sequence, sequence.slot, decode), pages[row : row + 1]
+            count = add(sequence, sequence.slot, decode)
+            new = pages[place : place + 1]
         else:
             count, new = add(sequence, row, decode), pages[row]
         sequence.store(new[:count], page_size)
-    start = in_flight.num_decodes
+    start = 0
     for chunk in chunks:
         end = start + len(chunk.token_ids)
         if chunk.sequence.slot is not None:
@@ -112,8 +113,7 @@ def read_output(in_flight: InFlight, output: StepOutput, page_size: int) -> Runn
             if chunk.is_last:
                 add(chunk.sequence, chunk.sequence.slot, None)
             if (targets := chunk.targets) is not None:
-                first = start - in_flight.num_decodes
-                place = slice(first, first + len(targets))
+                place = slice(start, start + len(targets))
                 most = chunk.sequence.request.params.prompt_logprobs or 0
                 found = _read_logprobs(output.prompt_logprobs, place, targets, most)
                 prompt_logprobs.append((chunk, found))

@@ -58,7 +58,7 @@ class StepOutput:
     Attributes:
         token_ids: `i32[K, R]`, sampled tokens; -1 if the logits were NaN or infinite, NOT_SAMPLED
             where the row did not take part in the step.
-        slot_mapping: pool slots of the new K/V: `i32[K, R]`, or `i32[D + T]` with chunks.
+        slot_mapping: pool slots of the new K/V: `i32[K, R]`, or `i32[T + D]` with chunks.
         valid: `bool[]`, of the state.
         num_free: `i32[]`, free pages after the call.
         logprobs: of `token_ids`, leaves `[K, R, ...]`, or None.
@@ -192,17 +192,17 @@ def _mixed(
     implementation: str | None,
     peers: Peers | None,
 ) -> tuple[EngineState, TokenCounts | None, StepOutput]:
-    """Run one step of decoding rows and chunks."""
+    """Run one step of chunks and, behind their T tokens, decoding rows."""
     slots, chunks = state.slots, batch.chunks
     assert chunks is not None
-    num_slots, num_decodes = state.table.max_seqs, batch.decode_slots.size
+    num_slots, num_tokens = state.table.max_seqs, chunks.token_ids.size
     table, rows, ok = _extend(state, batch, model.kv_cache_spec.sliding_window, batch.num_steps > 0)
     chunks = replace(chunks, slots=_served(chunks.slots, ok, num_slots))
     chunk_rows, chunk_positions = _chunk_positions(chunks, table)
-    token_rows = jnp.concatenate([rows, chunk_rows])
-    positions = jnp.concatenate([_seq_lens(table, rows) - 1, chunk_positions])
+    token_rows = jnp.concatenate([chunk_rows, rows])
+    positions = jnp.concatenate([chunk_positions, _seq_lens(table, rows) - 1])
     tokens = slots.last_token_ids.at[rows].get(mode="fill", fill_value=0)
-    tokens = jnp.concatenate([tokens, chunks.token_ids])
+    tokens = jnp.concatenate([chunks.token_ids, tokens])
     mapping = slot_mapping(table, token_rows, positions)
     attend = PagedAttend(
         table,
@@ -215,9 +215,9 @@ def _mixed(
     )
     hidden, layers = model(params, tokens, jnp.maximum(positions, 0), attend, state.pool.layers)
     # A slot decodes or has a chunk: its logits come from the last of its tokens.
-    ends = num_decodes + jnp.maximum(chunks.cu_q_lens[1:] - 1, 0)
-    last = jnp.zeros(num_slots, jnp.int32).at[rows].set(jnp.arange(num_decodes), mode="drop")
-    last = last.at[chunks.slots].set(ends, mode="drop")
+    ends = jnp.maximum(chunks.cu_q_lens[1:] - 1, 0)
+    last = jnp.zeros(num_slots, jnp.int32).at[chunks.slots].set(ends, mode="drop")
+    last = last.at[rows].set(num_tokens + jnp.arange(rows.size), mode="drop")
     sampled = jnp.zeros(num_slots, bool).at[rows].set(True, mode="drop")
     sampled = sampled.at[chunks.slots].set(chunks.is_last, mode="drop")
     all_slots = jnp.arange(num_slots, dtype=jnp.int32)
@@ -237,7 +237,7 @@ def _mixed(
         last = drawn if logprobs is None else logprobs.rank
         targets = jnp.where(jnp.any(last < NOT_SAMPLED), -1, chunks.targets)
         prompt_logprobs = _prompt_logprobs(
-            model, params, hidden[num_decodes:], targets, batch.mode.prompt_logprobs, peers
+            model, params, hidden[:num_tokens], targets, batch.mode.prompt_logprobs, peers
         )
     valid = state.valid & jnp.all(ok)
     state = EngineState(table=table, pool=KVPool(layers=layers), slots=slots, valid=valid)

@@ -31,8 +31,8 @@ def a_call(repeats, implementation=None):
     table = pp.create_page_table(num_pages=16, page_size=PAGE_SIZE, max_seqs=3, pages_per_seq=4)
     table, ok = pp.extend(table, i32(6, 3, CHUNK))
     assert ok.all()
-    rows = i32(0, 1, 2, 2, 2, 2, 2)
-    positions = i32(5, 2, *range(CHUNK))
+    rows = i32(2, 2, 2, 2, 2, 0, 1)
+    positions = i32(*range(CHUNK), 5, 2)
     chunks = ChunkBatch(
         token_ids=jnp.zeros(CHUNK, jnp.int32),
         cu_q_lens=i32(0, CHUNK, CHUNK, CHUNK),

@@ -9,7 +9,7 @@ import jax
 from jax.typing import ArrayLike
 
 from pallas_paged import dispatch
-from pallas_paged.checks import default_promotion
+from pallas_paged.checks import default_promotion, static_integer
 from pallas_paged.dispatch import Implementation
 from pallas_paged.jax_keywords import JaxKeywords, with_jax_keywords
 from pallas_paged.kernels.kv_layout import KVLayout
@@ -259,6 +259,7 @@ def ragged_paged_attention(
     implementation: Implementation | None = ...,
     config: RaggedConfig | MosaicRaggedConfig | MosaicSm80RaggedConfig | None = ...,
     fixed_split_size: int | None = ...,
+    expected_seqs: int | None = ...,
 ) -> jax.Array: ...
 
 
@@ -287,6 +288,7 @@ def ragged_paged_attention(
     implementation: Implementation | None = ...,
     config: RaggedConfig | MosaicRaggedConfig | MosaicSm80RaggedConfig | None = ...,
     fixed_split_size: int | None = ...,
+    expected_seqs: int | None = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -315,6 +317,7 @@ def ragged_paged_attention(
     implementation: Implementation | None = None,
     config: RaggedConfig | MosaicRaggedConfig | MosaicSm80RaggedConfig | None = None,
     fixed_split_size: int | None = None,
+    expected_seqs: int | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attend with any number of newest tokens per sequence to its K/V pages, read in place.
 
@@ -345,6 +348,8 @@ def ragged_paged_attention(
         config: `RaggedConfig`, `MosaicRaggedConfig` or `MosaicSm80RaggedConfig`, as in
             `paged_attention`.
         fixed_split_size: as in `paged_attention`; rows are split whose queries fit one tile.
+        expected_seqs: rows that are likely to have queries, where most of the B are empty: the
+            Mosaic kernel and its config are chosen as for so many. None means all. Static.
 
     Returns:
         out `[T, num_q_heads, head_dim]` in the dtype of `q`, or `(out, lse)` with the natural-log
@@ -391,6 +396,9 @@ def ragged_paged_attention(
         implementation=implementation,
         config=config,
         fixed_split_size=checked_fixed_split_size(fixed_split_size),
+        expected_seqs=(
+            None if expected_seqs is None else static_integer("expected_seqs", expected_seqs)
+        ),
         with_lse=return_lse,
     )
     return (out, lse) if return_lse else out

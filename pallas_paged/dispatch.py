@@ -124,6 +124,7 @@ class LocalCall:
     options: LogitOptions
     config: Any
     fixed_split_size: int | None
+    expected_seqs: int | None = None
     with_lse: bool
     names: tuple[str, ...]
     kv_layout: KVLayout
@@ -160,6 +161,7 @@ class LocalCall:
             with_lse=self.with_lse,
             config=self.config,
             fixed_split_size=self.fixed_split_size,
+            expected_seqs=self.expected_seqs,
         )
 
     def __call__(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -202,6 +204,7 @@ def attend(
     implementation: Implementation | None,
     config: Any = None,
     fixed_split_size: int | None = None,
+    expected_seqs: int | None = None,
     with_lse: bool = True,
 ) -> tuple[jax.Array, Any]:
     """Return `(out, lse)` of a call with checked arguments.
@@ -219,6 +222,7 @@ def attend(
         options=options,
         config=config,
         fixed_split_size=fixed_split_size,
+        expected_seqs=expected_seqs,
         with_lse=with_lse,
         names=tuple(name for name in _AXES if getattr(arrays, name) is not None),
         kv_layout=arrays.kv_layout,

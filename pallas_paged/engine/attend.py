@@ -22,6 +22,12 @@ _WRITES: dict[str | None, WriteImplementation] = {
 }
 
 
+# Tokens of an average chunk, few for one. The tables are of all slots, and most have no chunk: for
+# as many rows, attention would choose small tiles. Measured on an H200, 2026-11: 4096 tokens in 8
+# or 36 chunks then take half the time, and 256 chunks of 16 tokens 17% more.
+_EXPECTED_CHUNK = 64
+
+
 class PagedAttend:
     """Writes all new K/V, then decode rows and chunks attend, each by their own kernel.
 
@@ -146,7 +152,8 @@ class PagedAttend:
         if self._prompts is not None:
             # To the chunks the other queries are padding. To cut those off, and to join the
             # outputs, would copy all of the chunks' tokens.
-            of_all = ragged_paged_attention(q, **self._prompts, **options)
+            expected = max(1, num_tokens // _EXPECTED_CHUNK)
+            of_all = ragged_paged_attention(q, **self._prompts, expected_seqs=expected, **options)
             places = num_tokens + jnp.arange(out.shape[0])
             out = of_all.at[places].set(out, unique_indices=True, indices_are_sorted=True)
         return out, cache

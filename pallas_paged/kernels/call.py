@@ -168,6 +168,7 @@ class Call:
         with_lse: whether the caller wants the log-sum-exps.
         config: given by the caller, or None.
         fixed_split_size: given by the caller, or None. The config is then chosen for it.
+        expected_seqs: given by the caller, rows that are likely to have queries; None: all.
     """
 
     kernel: Kernel
@@ -184,6 +185,7 @@ class Call:
     with_lse: bool = True
     config: Any = None
     fixed_split_size: int | None = None
+    expected_seqs: int | None = None
 
     @classmethod
     def of(cls, kernel: Kernel, arrays: Arrays, **given: Any) -> Call:
@@ -215,8 +217,10 @@ class Call:
         depend on the batch, and so neither may the kernel that computes it.
         """
         num_seqs, num_tokens, max_kv_len = self.num_seqs, self.num_tokens, self.max_kv_len
+        expected_seqs = min(self.expected_seqs or num_seqs, num_seqs)
         if self.fixed_split_size is not None:
             num_seqs, num_tokens, max_kv_len = 64, 64 * 1024, 4096
+            expected_seqs = num_seqs
         sizes = {
             "num_q_heads": self.num_q_heads,
             "num_kv_heads": self.num_kv_heads,
@@ -227,7 +231,7 @@ class Call:
         }
         if self.kernel == "decode":
             return sizes | {"page_size": self.page_size}
-        return sizes | {"num_tokens": num_tokens}
+        return sizes | {"num_tokens": num_tokens, "expected_seqs": expected_seqs}
 
     def choose_config(self, heuristics: dict[Kernel, Callable[..., Config]]) -> Config:
         """Return the config given by the caller, or what the family's heuristic chooses."""

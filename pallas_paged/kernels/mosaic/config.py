@@ -168,12 +168,15 @@ def ragged_config(
     num_kv_heads: int,
     head_dim: int,
     max_kv_len: int,
-    num_seqs: int,
+    expected_seqs: int,
     num_sms: int,
     itemsize: int,
     **_: int,
 ) -> MosaicRaggedConfig:
-    """Return the heuristic config of a call with `num_tokens` queries, as `decode_config` does."""
+    """Return the heuristic config of a call with `num_tokens` queries, as `decode_config` does.
+
+    `expected_seqs` are the rows that are likely to have queries.
+    """
     # Measured on an H200, 2026-11: 128 rows and blocks of 32 KB; half as long a block costs 12%.
     wide, one_byte = head_dim > 128, itemsize == 1
     block_k = 64 if wide else 128
@@ -182,7 +185,7 @@ def ragged_config(
     # One consumer is enough where the queries of an average sequence fit its rows. With a
     # converter, two have no registers for products of 256 columns.
     rows = num_tokens * (num_q_heads // num_kv_heads)
-    one_consumer = rows <= _WGMMA_ROWS * num_seqs or (wide and one_byte)
+    one_consumer = rows <= _WGMMA_ROWS * expected_seqs or (wide and one_byte)
     return MosaicRaggedConfig(
         block_k=block_k,
         num_consumers=1 if one_consumer else 2,
@@ -217,7 +220,7 @@ def prefer_mosaic(kernel: Kernel, **sizes: int) -> bool:
     group = sizes["num_q_heads"] // sizes["num_kv_heads"]
     if kernel == "ragged":
         # A tile has 64 rows per warpgroup; with fewer rows most of the product is padding.
-        return sizes["num_tokens"] * group >= _WGMMA_ROWS * sizes["num_seqs"]
+        return sizes["num_tokens"] * group >= _WGMMA_ROWS * sizes["expected_seqs"]
     # Measured on an H200, 2026-11, by bench.decode: up to 5% faster where few KV heads of few rows
     # are long, 1% faster with 8 query heads or more per KV head; up to 8% slower elsewhere.
     if sizes["itemsize"] == 1:

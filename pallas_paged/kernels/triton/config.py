@@ -169,6 +169,7 @@ def ragged_config(
     num_seqs: int,
     itemsize: int,
     num_sms: int,
+    **_: int,
 ) -> RaggedConfig:
     """Return the heuristic config of a call with ragged queries, from static shapes only.
 
@@ -176,6 +177,7 @@ def ragged_config(
         num_tokens: packed query tokens.
         num_q_heads, num_kv_heads, head_dim, max_kv_len, num_seqs, itemsize, num_sms: as in
             `decode_config`.
+        _: sizes that other heuristics need.
     """
     group = num_q_heads // num_kv_heads
     padded = next_power_of_2(max(head_dim, 16))

@@ -1,13 +1,13 @@
 """Splits, norms, rotates and quantizes fused projections, and writes K/V: a Pallas-Triton kernel.
 
-A row is a head of a token: a query, a K or a V. Rows need nothing of one another, so a program
-takes the next `block_rows` of them, whatever they are, and stores each where it belongs.
+A program takes some queries of a KV head, or its K and V, of a few tokens that follow one another.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,93 +21,119 @@ from pallas_paged.kernels.write_arrays import WriteArrays
 from pallas_paged.quantization import quantize, scales_of
 
 # Of one warp: a thread then has 16 bytes of each half of a bf16 head of 64.
-_BLOCK_ROWS = 8
+_BLOCK_TOKENS = 8
+_BLOCK_QUERIES = 2  # heads of a program, which share the tokens' angles
 
 
 def rotate_and_write_kernel(
-    qkv_ref,  # [N, D], N = T * Hkv * (G + 2)
+    qkv_ref,  # [T, Hkv * (G + 2), D]
     slots_ref,  # i32[T]
     pool_refs,  # k_pages, v_pages [Hkv, P * S, D], and k_scales, v_scales f32[Hkv, P * S] or [1]
     rotation_refs,  # cos, sin f32[T, R / 2], or none
     norm_refs,  # of q and k, [D] or None
-    q_ref,  # [T * Hkv * G, D]
+    q_ref,  # [T, Hkv * G, D]
     *pages_refs,  # pool_refs without scales [1], in the same memory
     eps: float,
-    block_rows: int,
     interpret: bool,
 ):
-    """One program: `block_rows` heads."""
-    num_rows, head_dim = qkv_ref.shape
+    """One program: K and V of a KV head and `_BLOCK_TOKENS` tokens, or some of its queries."""
+    num_tokens, _, head_dim = qkv_ref.shape
     num_kv_heads, num_slots, _ = pages_refs[0].shape
-    dtype, group = qkv_ref.dtype, q_ref.shape[0] // (slots_ref.shape[0] * num_kv_heads)
-    row = pl.program_id(0) * block_rows + jnp.arange(block_rows)
-    kv_head, kind = lax.div(row, group + 2), lax.rem(row, group + 2)
-    token, head = lax.div(kv_head, num_kv_heads), lax.rem(kv_head, num_kv_heads)
-    is_row, is_q, is_v = row < num_rows, kind < group, kind == group + 1
-    slot = plgpu.load(slots_ref.at[token], mask=is_row, other=-1)
-    is_written = (slot >= 0) & (slot < num_slots)
+    dtype, group = qkv_ref.dtype, q_ref.shape[1] // num_kv_heads
+    num_parts = 1 + pl.cdiv(group, _BLOCK_QUERIES)
+    block, part = lax.div(pl.program_id(0), num_parts), lax.rem(pl.program_id(0), num_parts)
+    block, kv_head = lax.div(block, num_kv_heads), lax.rem(block, num_kv_heads)
+    token = block * _BLOCK_TOKENS + jnp.arange(_BLOCK_TOKENS)
+    is_token = token < num_tokens
 
     # Columns in parts: the two halves that are rotated, and those that are not.
     rotary = 2 * rotation_refs[0].shape[1] if rotation_refs else 0
     parts = _parts(head_dim, rotary)
-    masks = [is_row[:, None] & is_part[None, :] for _, is_part in parts]
-    x = [
-        plgpu.load(qkv_ref.at[row[:, None], columns[None, :]], mask=mask, other=0)
-        for (columns, _), mask in zip(parts, masks, strict=True)
-    ]
-    for ref, is_kind in zip(norm_refs, (is_q, kind == group), strict=True):
-        if ref is not None:
-            squares = [jnp.sum(jnp.square(one.astype(jnp.float32)), axis=1) for one in x]
-            total = functools.reduce(operator.add, squares)
-            scale = lax.rsqrt(total / head_dim + eps)[:, None]
-            for i, (columns, is_part) in enumerate(parts):
-                weight = plgpu.load(ref.at[columns], mask=is_part, other=0).astype(jnp.float32)
-                normed = (x[i].astype(jnp.float32) * scale * weight[None, :]).astype(dtype)
-                x[i] = jnp.where(is_kind[:, None], normed, x[i])
-    if rotation_refs:
+    masks = [is_token[:, None] & is_part[None, :] for _, is_part in parts]
+
+    def load(kind, is_there=True):
+        """Return the parts of heads of a kind: a query, K or V."""
+        head = kv_head * (group + 2) + kind
+        return [
+            plgpu.load(
+                qkv_ref.at[token[:, None], head, columns[None, :]], mask=mask & is_there, other=0
+            )
+            for (columns, _), mask in zip(parts, masks, strict=True)
+        ]
+
+    def rounded(x):
+        if interpret:  # XLA would leave out a conversion there and back
+            info = jnp.finfo(dtype)
+            x = lax.reduce_precision(x, info.nexp, info.nmant)
+        return x.astype(dtype)
+
+    def normed(x, ref):
+        if ref is None:
+            return x
+        squares = [jnp.sum(jnp.square(one.astype(jnp.float32)), axis=1) for one in x]
+        total = functools.reduce(operator.add, squares)
+        scale = lax.rsqrt(total / head_dim + eps)[:, None]
+        weights = (
+            plgpu.load(ref.at[columns], mask=is_part, other=0).astype(jnp.float32)
+            for columns, is_part in parts
+        )
+        return [
+            rounded(one.astype(jnp.float32) * scale * weight[None, :])
+            for one, weight in zip(x, weights, strict=True)
+        ]
+
+    def angles():
         place = token[:, None], jnp.arange(pl.next_power_of_2(rotary // 2))[None, :]
-        cos, sin = (plgpu.load(ref.at[place], mask=masks[0], other=0) for ref in rotation_refs)
+        return [plgpu.load(ref.at[place], mask=masks[0], other=0) for ref in rotation_refs]
+
+    def rotated(x, angles):
+        if not angles:
+            return x
+        cos, sin = angles
         first, second = (one.astype(jnp.float32) for one in x[:2])
         turned = [first * cos - second * sin, second * cos + first * sin]
-        for i, one in enumerate(turned):
-            x[i] = jnp.where(is_v[:, None], x[i], one.astype(dtype))
+        return [*map(rounded, turned), *x[2:]]
 
     def store(ref, rows, values, is_stored):
         # Rows that are not stored are out of range, or an interpreter would write what was there
         # before over the row that is.
-        rows = (*rows[:-1], jnp.where(is_stored, rows[-1], ref.shape[-2]))
         for (columns, _), mask, one in zip(parts, masks, values, strict=True):
-            place = (*(index[:, None] for index in rows), columns[None, :])
-            plgpu.store(ref.at[place], one.astype(ref.dtype), mask=mask & is_stored[:, None])
+            place = (*rows, columns[None, :])
+            plgpu.store(ref.at[place], one.astype(ref.dtype), mask=mask & is_stored)
 
-    store(q_ref, (kv_head * group + kind,), x, is_q)
-    pages, is_kv = pages_refs[:2], (kind == group, is_v)
-    if len(pool_refs) == 2:
-        for ref, is_kind in zip(pages, is_kv, strict=True):
-            store(ref, (head, slot), x, is_kind & is_written)
-        return
-    element = pages[0].dtype
-    round_half_to_even = jnp.round if interpret else _round  # Pallas lowers no rounding
-    if len(pages_refs) == 4:
-        # As integers: Triton finds the largest float, even beside a NaN.
-        bits = (lax.bitcast_convert_type(jnp.abs(one.astype(jnp.float32)), jnp.int32) for one in x)
-        largest = functools.reduce(jnp.maximum, (jnp.max(one, axis=1) for one in bits))
-        scale = scales_of(lax.bitcast_convert_type(largest, jnp.float32), element)
-        for ref, is_kind in zip(pages_refs[2:], is_kv, strict=True):
-            is_stored = is_kind & is_written
-            to = jnp.where(is_stored, slot, num_slots)
-            plgpu.store(ref.at[head, to], scale, mask=is_stored)
-    for i, (ref, is_kind) in enumerate(zip(pages, is_kv, strict=True)):
-        if len(pages_refs) == 2:
-            scale = jnp.broadcast_to(pool_refs[2 + i][0], (block_rows,))
-        small = [quantize(one, scale, element, round_half_to_even) for one in x]
-        store(ref, (head, slot), small, is_kind & is_written)
+    @pl.when(part > 0)
+    def _():
+        turns = angles()
+        for i in range(_BLOCK_QUERIES):
+            head = (part - 1) * _BLOCK_QUERIES + i
+            is_head = True if group % _BLOCK_QUERIES == 0 else head < group
+            x = rotated(normed(load(head, is_head), norm_refs[0]), turns)
+            to = jnp.where(is_token, token, num_tokens)[:, None]
+            store(q_ref, (to, kv_head * group + head), x, is_head)
+
+    @pl.when(part == 0)
+    def _():
+        slot = plgpu.load(slots_ref.at[token], mask=is_token, other=-1)
+        is_written = (slot >= 0) & (slot < num_slots)
+        to = jnp.where(is_written, slot, num_slots)
+        k = rotated(normed(load(group), norm_refs[1]), angles())
+        element, num_pools = pages_refs[0].dtype, len(pool_refs)
+        round_half_to_even = jnp.round if interpret else _round  # Pallas lowers no rounding
+        for i, x in enumerate((k, load(group + 1))):
+            if num_pools == 4:
+                if len(pages_refs) == 4:
+                    scale = _scale(x, element)
+                    plgpu.store(pages_refs[2 + i].at[kv_head, to], scale, mask=is_written)
+                else:
+                    scale = jnp.broadcast_to(pool_refs[2 + i][0], (_BLOCK_TOKENS,))
+                x = [quantize(one, scale, element, round_half_to_even) for one in x]
+            store(pages_refs[i], (kv_head, to[:, None]), x, is_written[:, None])
 
 
 def rotate_and_write(arrays: WriteArrays, *, eps: float, interpret: bool) -> tuple[jax.Array, ...]:
     """Return q `[T, Hkv, G, D]`, and the pages and, of tokens, the scales, in place."""
     num_tokens, num_kv_heads, kinds, head_dim = arrays.qkv.shape
-    qkv = arrays.qkv.reshape(-1, head_dim)
+    qkv = arrays.qkv.reshape(num_tokens, -1, head_dim)
     pool = [arrays.k_pages, arrays.v_pages]
     if arrays.k_scales is not None:
         pool += [arrays.k_scales, arrays.v_scales]
@@ -115,12 +141,11 @@ def rotate_and_write(arrays: WriteArrays, *, eps: float, interpret: bool) -> tup
     written = [x for x in flat if x.ndim > 1]
     rotation = [] if arrays.cos is None else [arrays.cos, arrays.sin]
     inputs = (qkv, arrays.slots, flat, rotation, [arrays.q_norm, arrays.k_norm])
-    q = result_shape((num_tokens * num_kv_heads * (kinds - 2), head_dim), qkv.dtype)
+    q = result_shape((num_tokens, num_kv_heads * (kinds - 2), head_dim), qkv.dtype)
+    num_parts = 1 + pl.cdiv(kinds - 2, _BLOCK_QUERIES)
     q, *written = pl.pallas_call(
-        functools.partial(
-            rotate_and_write_kernel, eps=eps, block_rows=_BLOCK_ROWS, interpret=interpret
-        ),
-        grid=(pl.cdiv(qkv.shape[0], _BLOCK_ROWS),),
+        functools.partial(rotate_and_write_kernel, eps=eps, interpret=interpret),
+        grid=(pl.cdiv(num_tokens, _BLOCK_TOKENS) * num_kv_heads * num_parts,),
         in_specs=whole(inputs),
         out_specs=whole([q, *written]),
         out_shape=[q, *(result_shape(x.shape, x.dtype) for x in written)],
@@ -131,6 +156,14 @@ def rotate_and_write(arrays: WriteArrays, *, eps: float, interpret: bool) -> tup
     )(*inputs)
     q = q.reshape(num_tokens, num_kv_heads, kinds - 2, head_dim)
     return q, *(x.reshape(old.shape) for x, old in zip(written, pool, strict=False))
+
+
+def _scale(x: list[jax.Array], element: Any) -> jax.Array:
+    """Return the scale of each row of `x`, whose columns are in parts."""
+    # As integers: Triton finds the largest float, even beside a NaN.
+    bits = (lax.bitcast_convert_type(jnp.abs(one.astype(jnp.float32)), jnp.int32) for one in x)
+    largest = functools.reduce(jnp.maximum, (jnp.max(one, axis=1) for one in bits))
+    return scales_of(lax.bitcast_convert_type(largest, jnp.float32), element)
 
 
 def _parts(head_dim: int, rotary: int) -> list[tuple[jax.Array, jax.Array]]:

@@ -28,7 +28,7 @@ DECODE_SIZES = dict(
     num_seqs=64,
     itemsize=2,
 )
-RAGGED_SIZES = {k: v for k, v in DECODE_SIZES.items() if k != "page_size"} | {"num_tokens": 4096}
+RAGGED_SIZES = DECODE_SIZES | {"num_tokens": 4096, "expected_seqs": 64}
 H200 = dict(num_sms=132)
 
 
@@ -153,7 +153,7 @@ def test_few_tokens_get_few_programs():
     ],
 )
 def test_mosaic_is_preferred_where_tiles_of_queries_fill(num_tokens, num_seqs, num_q_heads, wanted):
-    sizes = dict(num_tokens=num_tokens, num_seqs=num_seqs, num_q_heads=num_q_heads)
+    sizes = dict(num_tokens=num_tokens, expected_seqs=num_seqs, num_q_heads=num_q_heads)
     for itemsize in (1, 2):
         sizes["itemsize"] = itemsize
         assert prefer_mosaic("ragged", **RAGGED_SIZES | sizes) is wanted

@@ -110,7 +110,7 @@ def test_ragged(row):
         num_kv_heads=2,
         head_dim=row["head_dim"],
         max_kv_len=4096,
-        num_seqs=num_seqs,
+        expected_seqs=num_seqs,
         itemsize=1 if kv_dtype else 2,
         num_sms=132,
     )
@@ -150,7 +150,7 @@ def test_decode(row):
         head_dim=row["head_dim"],
         page_size=row["page_size"],
         max_kv_len=4096,
-        num_seqs=num_seqs,
+        expected_seqs=num_seqs,
         itemsize=2,
         num_sms=132,
     )

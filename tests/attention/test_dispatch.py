@@ -55,6 +55,8 @@ def jax_without_triton(monkeypatch):
     [
         (PREFILL, {}, "mosaic_gpu"),
         (PREFILL, {"num_tokens": 60}, "triton"),
+        (PREFILL, {"num_tokens": 60, "expected_seqs": 3}, "mosaic_gpu"),  # one row has none
+        (PREFILL, {"num_tokens": 60, "expected_seqs": 5}, "triton"),
         (PREFILL, {"dtype": jnp.dtype(jnp.float32)}, "triton"),
         (PREFILL, {"head_dim": 80}, "triton"),
         (PREFILL, {"page_size": 4}, "triton"),

@@ -236,6 +236,13 @@ class TestFixedSplitSize:
             function(*case.make(), fixed_split_size=64, config=config)
 
 
+@pytest.mark.parametrize("bad", [0, -1, 1.5, "1"])
+def test_expected_rows_are_a_positive_integer(bad):
+    case = RAGGED
+    with pytest.raises(ValueError, match=f"expected_seqs={bad!r} must be"):
+        pp.ragged_paged_attention(*case.make(), expected_seqs=bad)
+
+
 class TestKeywordsOfTheJaxOp:
     def test_mean_the_same(self):
         q, k_pages, v_pages, tables, lens = Case().make()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -98,7 +100,8 @@ def test_kv_heads_on_more_devices_than_have_queries_are_refused():
         attend.fused(jnp.ones((7, NUM_KV_HEADS, GROUP + 2, HEAD_DIM)), layer)
 
 
-def test_a_decode_step_for_cuda_writes_k_and_v_by_the_kernel(model):
+@pytest.mark.parametrize("num_tokens", [0, 16], ids=["decode", "mixed"])
+def test_a_step_for_cuda_writes_k_and_v_by_the_kernel_and_fits_a_graph(model, num_tokens):
     engine_model = pytest.importorskip("models.engine_model").engine_model
     model, params = engine_model(model)
     leaves, structure = jax.tree.flatten(params)
@@ -112,9 +115,23 @@ def test_a_decode_step_for_cuda_writes_k_and_v_by_the_kernel(model):
             valid=jnp.bool_(True),
         )
     )
-    rows = jax.ShapeDtypeStruct((2,), jnp.int32)
+
+    def integers(size):
+        return jax.ShapeDtypeStruct((size,), jnp.int32)
+
+    chunks = ChunkBatch(
+        token_ids=integers(num_tokens),
+        cu_q_lens=integers(3),
+        slots=integers(2),
+        is_last=jax.ShapeDtypeStruct((2,), bool),
+        targets=None,
+    )
     batch = Batch(
-        decode_slots=rows, num_steps=rows, chunks=None, mode=SamplingMode(), max_num_steps=1
+        decode_slots=integers(2),
+        num_steps=integers(2),
+        chunks=chunks if num_tokens else None,
+        mode=SamplingMode(draws=True),
+        max_num_steps=1,
     )
     step = make_step(model, structure, None)
     # Without its compile options, which only the outermost function may have.
@@ -122,3 +139,5 @@ def test_a_decode_step_for_cuda_writes_k_and_v_by_the_kernel(model):
     assert "rotate_and_write_kv" in text
     pages = f"tensor<{spec.num_kv_heads}x{8 * PAGE_SIZE}x{spec.head_dim}xf32>"
     assert f"}}) : ({pages}, " not in text  # as a scatter into them would end
+    # What no CUDA graph can hold, or what would wait for the host in one.
+    assert not re.findall(r"stablehlo\.(?:sort|while|case|if)\b|chlo.top_k|callback", text)

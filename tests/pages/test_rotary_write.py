@@ -55,7 +55,11 @@ class Case:
         options = {}
         if self.rotary:
             angles = rng.uniform(0, 7, (self.num_tokens, 1, self.rotary // 2))
-            options["rotation"] = jnp.float32(np.cos(angles)), jnp.float32(np.sin(angles))
+            # Of 8 bits: products are then exact, and sums of them the same if they are fused.
+            options["rotation"] = tuple(
+                jnp.asarray(x, jnp.bfloat16).astype(jnp.float32)
+                for x in (np.cos(angles), np.sin(angles))
+            )
         if self.norms:
             weights = 1 + rng.standard_normal((2, self.head_dim)) / 8
             q_norm, k_norm = jnp.asarray(weights, self.dtype)

@@ -96,12 +96,12 @@ def read_output(in_flight: InFlight, output: StepOutput, page_size: int) -> Runn
     # Sequences that have ended meanwhile have no slot; none has another, because pages are
     # taken from a sequence only while nothing is in flight.
     for row, decode in enumerate(decodes):
-        sequence, place = decode.sequence, in_flight.num_chunk_tokens + row
+        sequence, token = decode.sequence, in_flight.num_chunk_tokens + row
         if sequence.slot is None:
             continue
         if chunks:
             count = add(sequence, sequence.slot, decode)
-            new = pages[place : place + 1]
+            new = pages[token : token + 1]
         else:
             count, new = add(sequence, row, decode), pages[row]
         sequence.store(new[:count], page_size)

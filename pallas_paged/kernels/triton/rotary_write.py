@@ -20,9 +20,8 @@ from pallas_paged.kernels.triton.specs import whole
 from pallas_paged.kernels.write_arrays import WriteArrays
 from pallas_paged.quantization import quantize, scales_of
 
-# Of one warp: a thread then has 16 bytes of each half of a bf16 head of 64.
-_BLOCK_TOKENS = 8
 _BLOCK_QUERIES = 2  # heads of a program, which share the tokens' angles
+_NUM_WARPS = 1
 
 
 def rotate_and_write_kernel(
@@ -34,16 +33,17 @@ def rotate_and_write_kernel(
     q_ref,  # [T, Hkv * G, D]
     *pages_refs,  # pool_refs without scales [1], in the same memory
     eps: float,
+    block_tokens: int,
     interpret: bool,
 ):
-    """One program: K and V of a KV head and `_BLOCK_TOKENS` tokens, or some of its queries."""
+    """One program: K and V of a KV head and `block_tokens` tokens, or some of its queries."""
     num_tokens, _, head_dim = qkv_ref.shape
     num_kv_heads, num_slots, _ = pages_refs[0].shape
     dtype, group = qkv_ref.dtype, q_ref.shape[1] // num_kv_heads
     num_parts = 1 + pl.cdiv(group, _BLOCK_QUERIES)
     block, part = lax.div(pl.program_id(0), num_parts), lax.rem(pl.program_id(0), num_parts)
     block, kv_head = lax.div(block, num_kv_heads), lax.rem(block, num_kv_heads)
-    token = block * _BLOCK_TOKENS + jnp.arange(_BLOCK_TOKENS)
+    token = block * block_tokens + jnp.arange(block_tokens)
     is_token = token < num_tokens
 
     # Columns in parts: the two halves that are rotated, and those that are not.
@@ -102,7 +102,7 @@ def rotate_and_write_kernel(
             plgpu.store(ref.at[place], one.astype(ref.dtype), mask=mask & is_stored)
 
     @pl.when(part > 0)
-    def _():
+    def write_queries():
         turns = angles()
         for i in range(_BLOCK_QUERIES):
             head = (part - 1) * _BLOCK_QUERIES + i
@@ -112,7 +112,7 @@ def rotate_and_write_kernel(
             store(q_ref, (to, kv_head * group + head), x, is_head)
 
     @pl.when(part == 0)
-    def _():
+    def write_k_and_v():
         slot = plgpu.load(slots_ref.at[token], mask=is_token, other=-1)
         is_written = (slot >= 0) & (slot < num_slots)
         to = jnp.where(is_written, slot, num_slots)
@@ -125,7 +125,7 @@ def rotate_and_write_kernel(
                     scale = _scale(x, element)
                     plgpu.store(pages_refs[2 + i].at[kv_head, to], scale, mask=is_written)
                 else:
-                    scale = jnp.broadcast_to(pool_refs[2 + i][0], (_BLOCK_TOKENS,))
+                    scale = jnp.broadcast_to(pool_refs[2 + i][0], (block_tokens,))
                 x = [quantize(one, scale, element, round_half_to_even) for one in x]
             store(pages_refs[i], (kv_head, to[:, None]), x, is_written[:, None])
 
@@ -142,15 +142,19 @@ def rotate_and_write(arrays: WriteArrays, *, eps: float, interpret: bool) -> tup
     rotation = [] if arrays.cos is None else [arrays.cos, arrays.sin]
     inputs = (qkv, arrays.slots, flat, rotation, [arrays.q_norm, arrays.k_norm])
     q = result_shape((num_tokens, num_kv_heads * (kinds - 2), head_dim), qkv.dtype)
+    rotary = 0 if arrays.cos is None else 2 * arrays.cos.shape[1]
+    block_tokens = _block_tokens(head_dim, rotary)
     num_parts = 1 + pl.cdiv(kinds - 2, _BLOCK_QUERIES)
     q, *written = pl.pallas_call(
-        functools.partial(rotate_and_write_kernel, eps=eps, interpret=interpret),
-        grid=(pl.cdiv(num_tokens, _BLOCK_TOKENS) * num_kv_heads * num_parts,),
+        functools.partial(
+            rotate_and_write_kernel, eps=eps, block_tokens=block_tokens, interpret=interpret
+        ),
+        grid=(pl.cdiv(num_tokens, block_tokens) * num_kv_heads * num_parts,),
         in_specs=whole(inputs),
         out_specs=whole([q, *written]),
         out_shape=[q, *(result_shape(x.shape, x.dtype) for x in written)],
         input_output_aliases={2 + i: 1 + i for i in range(len(written))},
-        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=_NUM_WARPS, num_stages=1),
         interpret=interpret,
         name="rotate_and_write_kv",
     )(*inputs)
@@ -166,14 +170,29 @@ def _scale(x: list[jax.Array], element: Any) -> jax.Array:
     return scales_of(lax.bitcast_convert_type(largest, jnp.float32), element)
 
 
+def _widths(head_dim: int, rotary: int) -> list[int]:
+    """Return the columns of the two halves that are rotated, and of those that are not."""
+    widths = [rotary // 2] * 2 + [head_dim - rotary]
+    return [width for width in widths if width]
+
+
 def _parts(head_dim: int, rotary: int) -> list[tuple[jax.Array, jax.Array]]:
     """Return the columns of each part, as many as a power of two, and which of them are there."""
-    half = rotary // 2
-    parts = [(start, size) for start, size in ((0, half), (half, half)) if size]
-    if rotary < head_dim:
-        parts.append((rotary, head_dim - rotary))
-    lanes = [(start, size, jnp.arange(pl.next_power_of_2(size))) for start, size in parts]
-    return [(start + lane, lane < size) for start, size, lane in lanes]
+    parts, start = [], 0
+    for width in _widths(head_dim, rotary):
+        lane = jnp.arange(pl.next_power_of_2(width))
+        parts.append((start + lane, lane < width))
+        start += width
+    return parts
+
+
+def _block_tokens(head_dim: int, rotary: int) -> int:
+    """Return the tokens of a program.
+
+    A thread of its warp has 16 bytes of a part of bf16 elements where that has 64 columns or more,
+    or 32 with 8 tokens. With fewer bytes the sum of a norm would be added up in another order.
+    """
+    return 4 if min(_widths(head_dim, rotary)) > 32 else 8
 
 
 def _round(x: jax.Array) -> jax.Array:

@@ -33,7 +33,7 @@ BOUNDS = {
     r" ragged_plan$": (64, 0),
     r" rms_norm$| linear$": (40, 0),
     r" sampling_": (128, 0),
-    r" rotate_and_write_kv$": (168, 0),
+    r" rotate_and_write_kv$": (80, 0),
     r"": (255, 0),
 }
 

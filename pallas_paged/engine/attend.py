@@ -50,9 +50,9 @@ class PagedAttend:
 
         Args:
             table: with pages for the new tokens.
-            slot_mapping: `i32[T + D]`, slots of the new tokens.
+            slot_mapping: `i32[T]`, slots of the new tokens.
             decode_rows: `i32[D]`, rows of the table with one new token each.
-            chunks: whose T tokens come before those of the rows, or None.
+            chunks: whose tokens come before those of the rows, or None.
             num_kv_heads: of the model.
             implementation: of the attention.
             peers: of the devices of a mesh.
@@ -66,6 +66,7 @@ class PagedAttend:
         self._prompts = None
         if chunks is not None:
             self._prompts = cache_of(chunks.slots) | dict(cu_q_lens=chunks.cu_q_lens)
+            self._places = decode_places(decode_rows, slot_mapping.size, table.max_seqs)
         self._slot_mapping, self._num_kv_heads = slot_mapping, num_kv_heads
         self._implementation: Any = implementation
         self._peers = peers
@@ -147,16 +148,24 @@ class PagedAttend:
             kv_layout=cache.kv_layout,
             implementation=self._implementation,
         )
-        num_tokens = q.shape[0] - self._decoding["seq_lens"].size
-        out = paged_attention(q[num_tokens:], **self._decoding, **options)
+        num_tokens, num_decodes = q.shape[0], self._decoding["seq_lens"].size
+        out = paged_attention(q[num_tokens - num_decodes :], **self._decoding, **options)
         if self._prompts is not None:
             # To the chunks the other queries are padding. To cut those off, and to join the
             # outputs, would copy all of the chunks' tokens.
             expected = max(1, num_tokens // _EXPECTED_CHUNK)
             of_all = ragged_paged_attention(q, **self._prompts, expected_seqs=expected, **options)
-            places = num_tokens + jnp.arange(out.shape[0])
-            out = of_all.at[places].set(out, unique_indices=True, indices_are_sorted=True)
+            out = of_all.at[self._places].set(out, mode="drop", unique_indices=True)
         return out, cache
+
+
+def decode_places(rows: jax.Array, num_tokens: int, num_slots: int) -> jax.Array:
+    """Return where among T tokens those of D decoding rows are, `i32[D]`; out of range for padding.
+
+    They are the last D. Rows out of range are padding, and chunks may have tokens in their places.
+    """
+    places = num_tokens - rows.size + jnp.arange(rows.size, dtype=jnp.int32)
+    return jnp.where(rows < num_slots, places, places + rows.size)
 
 
 def _repeated(qkv: jax.Array, repeats: int) -> jax.Array:

@@ -25,7 +25,7 @@ class ChunkBatch:
     """The next tokens of slots that are not decoding, one slot after another.
 
     Attributes:
-        token_ids: `i32[T]`, padded at the end.
+        token_ids: `i32[T]`, padded at the end, with room for the tokens of the decoding slots.
         cu_q_lens: `i32[max_num_seqs + 1]`, rising from 0: where the tokens of each chunk begin and
             end.
         slots: `i32[max_num_seqs]`, padded with max_num_seqs.
@@ -47,7 +47,9 @@ class Batch:
     """What one call computes.
 
     Attributes:
-        decode_slots: `i32[D]`, slots that go on from their last token; padded with max_num_seqs.
+        decode_slots: `i32[D]`, slots that go on from their last token; padded with max_num_seqs,
+            at the end, or before chunks at the beginning. The last D of the T tokens are theirs;
+            where a slot is padding, that token is one of the chunks or padding.
         num_steps: `i32[D]`, most steps of each of those slots; 1 with chunks.
         chunks: None in a call that only decodes.
         mode: static, what the call can sample.
@@ -65,8 +67,8 @@ class Batch:
 class BatchBuckets:
     """The shapes that batches have, so that all of them can be compiled before they are needed.
 
-    A batch that only decodes has a power of two of slots. One with chunks has all slots and a power
-    of two of tokens in chunks; the number of chunks does not matter.
+    A batch that only decodes has a power of two of slots. One with chunks has all slots and room
+    for a power of two of tokens in chunks; the number of chunks does not matter.
     """
 
     max_num_seqs: int
@@ -98,17 +100,21 @@ def pack(
     *,
     shape: tuple[int, int],
     max_num_seqs: int,
+    max_num_batched_tokens: int,
     mode: SamplingMode,
     max_num_steps: int,
 ) -> Batch:
     """Pack a schedule into a batch, of one of the shapes of `BatchBuckets` that has room for it."""
-    num_decodes, num_tokens = shape
-    decoding = np.full(num_decodes, max_num_seqs, np.int32)
-    decoding[: len(decodes)] = [decode.sequence.running_slot for decode in decodes]
-    steps = np.zeros(num_decodes, np.int32)
-    steps[: len(decodes)] = [decode.num_tokens for decode in decodes]
+    num_slots, num_tokens = shape
+    first = num_slots - len(decodes) if num_tokens else 0
+    place = slice(first, first + len(decodes))
+    decoding = np.full(num_slots, max_num_seqs, np.int32)
+    decoding[place] = [decode.sequence.running_slot for decode in decodes]
+    steps = np.zeros(num_slots, np.int32)
+    steps[place] = [decode.num_tokens for decode in decodes]
     packed = None
     if num_tokens:
+        num_tokens = min(num_tokens + num_slots, max_num_batched_tokens)
         lens = [len(chunk.token_ids) for chunk in chunks]
         total, count = sum(lens), len(chunks)
         token_ids = np.zeros(num_tokens, np.int32)

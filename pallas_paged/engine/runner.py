@@ -144,7 +144,7 @@ class ModelRunner:
         mode = replace(mode, prompt_logprobs=max(wanted, default=-1))
         shape = self.buckets.fit(len(decodes), sum(len(chunk.token_ids) for chunk in chunks))
         output = self._run(decodes, chunks, shape, mode)
-        return InFlight(scheduled=scheduled, num_chunk_tokens=shape[1], output=output)
+        return InFlight(scheduled=scheduled, output=output)
 
     def read(self, in_flight: InFlight) -> RunnerOutput:
         """Wait for a call, and note where the K/V of its sequences are.
@@ -176,6 +176,7 @@ class ModelRunner:
             chunks,
             shape=shape,
             max_num_seqs=self._config.max_num_seqs,
+            max_num_batched_tokens=self._config.max_num_batched_tokens,
             mode=mode,
             max_num_steps=self._config.num_scheduler_steps,
         )

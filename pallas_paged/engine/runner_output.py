@@ -18,12 +18,10 @@ class InFlight:
 
     Attributes:
         scheduled: what it computes.
-        num_chunk_tokens: tokens of the batch in chunks, padded; behind them are the decoding rows.
         output: what it returns, on the device or on its way to the host.
     """
 
     scheduled: SchedulerOutput
-    num_chunk_tokens: int
     output: StepOutput
 
 
@@ -96,12 +94,11 @@ def read_output(in_flight: InFlight, output: StepOutput, page_size: int) -> Runn
     # Sequences that have ended meanwhile have no slot; none has another, because pages are
     # taken from a sequence only while nothing is in flight.
     for row, decode in enumerate(decodes):
-        sequence, token = decode.sequence, in_flight.num_chunk_tokens + row
+        sequence = decode.sequence
         if sequence.slot is None:
             continue
         if chunks:
-            count = add(sequence, sequence.slot, decode)
-            new = pages[token : token + 1]
+            count, new = add(sequence, sequence.slot, decode), [pages[row - len(decodes)]]
         else:
             count, new = add(sequence, row, decode), pages[row]
         sequence.store(new[:count], page_size)

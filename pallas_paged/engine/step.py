@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_paged.engine.attend import PagedAttend
+from pallas_paged.engine.attend import PagedAttend, decode_places
 from pallas_paged.engine.batch import Batch, ChunkBatch
 from pallas_paged.engine.logprobs import Logprobs, gather_logprobs
 from pallas_paged.engine.model import Model
@@ -58,7 +58,7 @@ class StepOutput:
     Attributes:
         token_ids: `i32[K, R]`, sampled tokens; -1 if the logits were NaN or infinite, NOT_SAMPLED
             where the row did not take part in the step.
-        slot_mapping: pool slots of the new K/V: `i32[K, R]`, or `i32[T + D]` with chunks.
+        slot_mapping: pool slots of the new K/V: `i32[K, R]`, or `i32[T]` with chunks.
         valid: `bool[]`, of the state.
         num_free: `i32[]`, free pages after the call.
         logprobs: of `token_ids`, leaves `[K, R, ...]`, or None.
@@ -192,17 +192,18 @@ def _mixed(
     implementation: str | None,
     peers: Peers | None,
 ) -> tuple[EngineState, TokenCounts | None, StepOutput]:
-    """Run one step of chunks and, behind their T tokens, decoding rows."""
+    """Run one step of chunks and, behind their tokens, decoding rows."""
     slots, chunks = state.slots, batch.chunks
     assert chunks is not None
     num_slots, num_tokens = state.table.max_seqs, chunks.token_ids.size
     table, rows, ok = _extend(state, batch, model.kv_cache_spec.sliding_window, batch.num_steps > 0)
     chunks = replace(chunks, slots=_served(chunks.slots, ok, num_slots))
-    chunk_rows, chunk_positions = _chunk_positions(chunks, table)
-    token_rows = jnp.concatenate([chunk_rows, rows])
-    positions = jnp.concatenate([chunk_positions, _seq_lens(table, rows) - 1])
+    places = decode_places(rows, num_tokens, num_slots)
+    token_rows, positions = _chunk_positions(chunks, table)
+    token_rows = token_rows.at[places].set(rows, mode="drop")
+    positions = positions.at[places].set(_seq_lens(table, rows) - 1, mode="drop")
     tokens = slots.last_token_ids.at[rows].get(mode="fill", fill_value=0)
-    tokens = jnp.concatenate([chunks.token_ids, tokens])
+    tokens = chunks.token_ids.at[places].set(tokens, mode="drop")
     mapping = slot_mapping(table, token_rows, positions)
     attend = PagedAttend(
         table,
@@ -217,7 +218,7 @@ def _mixed(
     # A slot decodes or has a chunk: its logits come from the last of its tokens.
     ends = jnp.maximum(chunks.cu_q_lens[1:] - 1, 0)
     last = jnp.zeros(num_slots, jnp.int32).at[chunks.slots].set(ends, mode="drop")
-    last = last.at[rows].set(num_tokens + jnp.arange(rows.size), mode="drop")
+    last = last.at[rows].set(places, mode="drop")
     sampled = jnp.zeros(num_slots, bool).at[rows].set(True, mode="drop")
     sampled = sampled.at[chunks.slots].set(chunks.is_last, mode="drop")
     all_slots = jnp.arange(num_slots, dtype=jnp.int32)
@@ -237,7 +238,7 @@ def _mixed(
         last = drawn if logprobs is None else logprobs.rank
         targets = jnp.where(jnp.any(last < NOT_SAMPLED), -1, chunks.targets)
         prompt_logprobs = _prompt_logprobs(
-            model, params, hidden[:num_tokens], targets, batch.mode.prompt_logprobs, peers
+            model, params, hidden, targets, batch.mode.prompt_logprobs, peers
         )
     valid = state.valid & jnp.all(ok)
     state = EngineState(table=table, pool=KVPool(layers=layers), slots=slots, valid=valid)

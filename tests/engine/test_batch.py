@@ -78,6 +78,7 @@ def packed(decodes, chunks, mode=DRAWS):
         chunks,
         shape=BUCKETS.fit(len(decodes), sum(len(chunk.token_ids) for chunk in chunks)),
         max_num_seqs=10,
+        max_num_batched_tokens=32,
         mode=mode,
         max_num_steps=4,
     )
@@ -99,12 +100,22 @@ CHUNKS = [
 def test_a_batch_with_chunks_runs_one_step():
     batch = packed([decode(4)], CHUNKS)
     chunks = batch.chunks
-    assert batch.decode_slots.tolist() == [4] + [10] * 9
+    assert batch.decode_slots.tolist() == [10] * 9 + [4]  # the last of the tokens is its own
     assert chunks.token_ids.tolist() == [7, 8, 9, 5] + [0] * 28
     assert chunks.slots.tolist() == [2, 0] + [10] * 8
     assert chunks.cu_q_lens.tolist() == [0, 3] + [4] * 9
     assert chunks.is_last.tolist() == [True] + [False] * 9
     assert chunks.targets is None and batch.max_num_steps == 1
+
+
+def test_decoding_slots_have_the_places_that_chunks_leave():
+    """The largest batch has no more tokens than may be scheduled, smaller ones room for all."""
+    batch = packed([decode(4), decode(7)], [chunk(0, [*range(1, 31)], True)])
+    assert batch.chunks.token_ids.tolist() == [*range(1, 31), 0, 0]
+    assert batch.decode_slots.tolist() == [10] * 8 + [4, 7]
+    sizes = dict(shape=(10, 16), max_num_seqs=10, max_num_batched_tokens=32)
+    batch = pack([], [], **sizes, mode=DRAWS, max_num_steps=1)
+    assert batch.chunks.token_ids.size == 16 + 10
 
 
 def test_targets_are_the_tokens_whose_logprobs_are_wanted():
@@ -113,6 +124,7 @@ def test_targets_are_the_tokens_whose_logprobs_are_wanted():
 
 
 def test_an_empty_batch_is_all_padding():
-    batch = pack([], [], shape=(10, 32), max_num_seqs=10, mode=SamplingMode(), max_num_steps=1)
+    sizes = dict(shape=(10, 32), max_num_seqs=10, max_num_batched_tokens=32)
+    batch = pack([], [], **sizes, mode=SamplingMode(), max_num_steps=1)
     assert set(batch.decode_slots) == set(batch.chunks.slots) == {10}
     assert not batch.chunks.cu_q_lens.any() and not batch.chunks.is_last.any()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pallas_paged.engine.batch import BatchBuckets, pack
@@ -31,6 +31,7 @@ def test_buckets_are_few(max_num_seqs, max_num_batched_tokens, decode_slots, chu
     assert sorted(buckets.all()) == sorted(wanted)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(st.integers(1, 80), st.integers(1, 700), st.data())
 def test_every_batch_gets_the_smallest_bucket_that_fits(max_num_seqs, more, data):
     most = max_num_seqs + more

@@ -159,7 +159,10 @@ def heuristic_config(kernel: Kernel, shape: Shape) -> Any:
         "num_seqs": len(shape.seq_lens),
         "itemsize": shape.itemsize,
     }
-    sizes |= {"num_tokens": sum(shape.q_lens)} if kernel.ragged else {"page_size": shape.page_size}
+    if kernel.ragged:
+        sizes |= {"num_tokens": sum(shape.q_lens), "expected_seqs": len(shape.seq_lens)}
+    else:
+        sizes["page_size"] = shape.page_size
     return kernel.heuristic(**sizes, num_sms=num_sms())
 
 

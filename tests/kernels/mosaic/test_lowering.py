@@ -150,7 +150,7 @@ def test_decode(row):
         head_dim=row["head_dim"],
         page_size=row["page_size"],
         max_kv_len=4096,
-        expected_seqs=num_seqs,
+        num_seqs=num_seqs,
         itemsize=2,
         num_sms=132,
     )

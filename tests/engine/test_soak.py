@@ -32,7 +32,7 @@ from tests.support.engine_calls import (
 from tests.support.marks import slow
 
 pytestmark = pytest.mark.usefixtures("exact_products")
-FEW_REQUESTS, MANY_REQUESTS = 120, 300 * int(os.environ.get("SOAK_SCALE", "1"))
+FEW_REQUESTS, MANY_REQUESTS = 120, round(300 * float(os.environ.get("SOAK_SCALE", "1")))
 NUM_PAGES = 9
 TRACKED = 32  # most requests at a time, waiting and running
 EOS_MODEL = replace(MODEL, eos_token_ids=(37,))

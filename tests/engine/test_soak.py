@@ -1,6 +1,6 @@
 """Random requests in tiny pools: every page is free in the end, every output is right.
 
-The slow runs take thousands of requests; SOAK_SCALE in the environment multiplies their number.
+Each slow run takes 300 requests; SOAK_SCALE in the environment multiplies their number.
 """
 
 from __future__ import annotations

@@ -348,8 +348,8 @@ def ragged_paged_attention(
         config: `RaggedConfig`, `MosaicRaggedConfig` or `MosaicSm80RaggedConfig`, as in
             `paged_attention`.
         fixed_split_size: as in `paged_attention`; rows are split whose queries fit one tile.
-        expected_seqs: rows that are likely to have queries, where most of the B are empty: the
-            Mosaic kernel and its config are chosen as for so many. None means all. Static.
+        expected_seqs: rows that are likely to have queries, where most of the B are empty. The
+            Mosaic kernel and its config are chosen for that number. None means all. Static.
 
     Returns:
         out `[T, num_q_heads, head_dim]` in the dtype of `q`, or `(out, lse)` with the natural-log

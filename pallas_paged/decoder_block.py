@@ -34,8 +34,8 @@ BlockImplementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 RowLinearNorm = Callable[..., tuple[jax.Array, jax.Array]]
 Config = DecoderBlockConfig | DecoderRowsConfig
 
-# Sizes of the residual with which a kernel is chosen for one row, and numbers of rows of a size. It
-# was measured to be faster at the ends, for Llamas of 1B and 8B on an H200: docs/tuning.md.
+# Sizes of the residual with which a kernel is chosen for one row, and numbers of rows by size. It
+# was faster in what was measured there, Llamas of 1B and 8B on an H200: docs/tuning.md.
 _FASTER_ONE_ROW = range(2048, 4097)
 _FASTER_ROWS = {2048: range(17, 65), 4096: range(33, 65)}
 

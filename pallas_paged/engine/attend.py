@@ -22,7 +22,7 @@ _WRITES: dict[str | None, WriteImplementation] = {
 }
 
 
-# Tokens of an average chunk, few for one. The tables are of all slots, and most have no chunk: for
+# Tokens of an average chunk, a low guess. The tables are of all slots, and most have no chunk: for
 # as many rows, attention would choose small tiles. Measured on an H200, 2026-11: 4096 tokens in 8
 # or 36 chunks then take half the time, and 256 chunks of 16 tokens 17% more.
 _EXPECTED_CHUNK = 64

@@ -60,8 +60,8 @@ def merge_partials(
     """Unite the partial states `first .. first + num_partials - 1`.
 
     Args:
-        places: of each query head, or of each so many neighbours, the function from a partial state
-            to its index in `lse`.
+        places: of each query head, or of each H neighbours, the function from a partial state to
+            its index in `lse`.
         block_s: partial states per loop step.
         elements: D of them as a `pl.ds`, which are loaded of each state.
         layout: of `[*heads, D]`.

@@ -10,7 +10,7 @@ import jax
 
 PARTS = ("products", "attention", "rest", "launches")
 _ATTENTION = ("paged_", "ragged_plan")  # parts of the names of the library's kernels
-_PRODUCTS = re.compile("gemm|gemv|nvjet|cutlass|splitk|linear", re.IGNORECASE)
+_PRODUCTS = re.compile("gemm|gemv|nvjet|cutlass|splitk|linear|between_attentions", re.IGNORECASE)
 # An instruction of a compiled program whose operation, as JAX names it, is a product.
 _PRODUCT_OF_HLO = re.compile(r'%([\w.\-]+) = .*op_name="[^"]*dot_general"')
 _INSTRUCTION = re.compile(r"%([\w.\-]+) = ")

@@ -6,7 +6,7 @@ import collections
 import functools
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ _PROFILED_STEPS = 20
 _PROFILED_CALLS = 2  # at least
 _PAUSE_S = 0.1  # longer than any call that is still in flight
 _GENERATE_PROMPT = 16  # tokens
+_DECODE = "paged_decode"  # part of the name of the kernel that each layer has once
 _GENERATE_RUNS = 3
 
 
@@ -105,7 +106,7 @@ def measure_step(
         "steps_per_call": steps / num_calls,
         "wall_us": seconds / steps * 1e6,
         **_limit(decoder, context, num_seqs, config.get("kv_cache_dtype")),
-        **_kernels(advance, held),
+        **_kernels(advance, held, decoder.config.num_layers),
     }
     if any(request.finished for request in requests):
         raise RuntimeError(f"{max_tokens=} is too small: a request finished within the timed steps")
@@ -188,7 +189,7 @@ def kernel_table(result: dict[str, Any], most: int) -> str:
     return table(rows)
 
 
-def _kernels(advance: Any, held: Any) -> dict[str, Any]:
+def _kernels(advance: Any, held: Any, num_layers: int) -> dict[str, Any]:
     """Kernels of a step by name, longest first; in order too, if each call is a step."""
     first = last = calls = 0
 
@@ -208,8 +209,8 @@ def _kernels(advance: Any, held: Any) -> dict[str, Any]:
         return {"kernels": None, "kernel_us": None, "reason": "no kernels: there is no GPU"}
     advance(0, 1)  # reads the last call that was recorded
     last = held()[0]
-    num_steps = int(last - first)
     counts = collections.Counter(name for name, _ in times)
+    num_steps = recorded_steps(counts, num_layers) or int(last - first)
     totals: dict[str, float] = collections.defaultdict(float)
     for name, us in times:
         totals[name] += us / num_steps
@@ -225,6 +226,19 @@ def _kernels(advance: Any, held: Any) -> dict[str, Any]:
         "parts_us": parts,
         "order": order,
     }
+
+
+def recorded_steps(counts: Mapping[str, int], num_layers: int) -> int:
+    """Return how many steps a profile has, by the decode kernel of each layer; 0 if it has none.
+
+    Of a loop in a CUDA graph CUPTI reports one iteration, so they may be fewer than the engine's.
+
+    Args:
+        counts: launches by the names of kernels.
+        num_layers: of the model.
+    """
+    names = [name for name in counts if _DECODE in name and "merge" not in name]
+    return sum(counts[name] for name in names) // num_layers
 
 
 def ordered(times: Sequence[profiler.Timed], num_runs: int) -> list[list[Any]] | None:

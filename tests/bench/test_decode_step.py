@@ -24,6 +24,12 @@ def test_kernels_in_order_have_median_times() -> None:
     assert step.ordered(times[:-1], 3) is None
 
 
+def test_steps_of_a_profile_are_counted_by_the_decode_kernel() -> None:
+    counts = {"paged_decode": 32, "paged_decode_merge": 30, "gemm": 160}
+    assert step.recorded_steps(counts, 16) == 2
+    assert step.recorded_steps({"gemm": 160}, 16) == 0
+
+
 def test_every_way_to_run_is_measured_on_the_cpu(tmp_path, capsys) -> None:
     path = tmp_path / "step.json"
     modes = ["--modes", "step", "sampled loop", "generate"]

@@ -6,7 +6,6 @@ on its own logits, parameters and length only, not on the other rows of its batc
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,15 +14,14 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import PartitionSpec
 
 from pallas_paged.engine.logprobs import check_logits
+from pallas_paged.engine.sampling_draw import draw, largest
 from pallas_paged.engine.sampling_filters import find_limits
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingParams
-from pallas_paged.kernels import sampling_noise
 from pallas_paged.kernels.call import Device
-from pallas_paged.kernels.sampling_noise import BLOCK, HALF
+from pallas_paged.kernels.sampling_noise import divisor, min_p_limit
 from pallas_paged.kernels.triton import implementation as triton
 from pallas_paged.peers import Group, Peers
 
@@ -271,23 +269,51 @@ def _sample(
     group: Group | None,
 ) -> jax.Array:
     """Return what `sample` does, of a device's part of the logits if there is a group."""
-    places = jnp.arange(logits.shape[1])[None]
-    if group is not None:
-        places += group.index * logits.shape[1]
-    best, tokens = _largest(logits, places, group)
     if mode.draws:
         metadata = jax.tree.map(jnp.asarray, metadata)
         if implementation is None:
             implementation = "xla" if why_no_kernels() else "triton"
-        if implementation == "xla":
-            drawn = _draw(logits, best, metadata, lens, mode, group)
-        elif reason := why_no_kernels() if implementation == "triton" else triton.why_not_jax():
-            raise NotImplementedError(f"{implementation=} {reason}")
-        else:
+        if implementation != "xla":
             interpret = implementation == "triton_interpret"
-            drawn = _draw_by_kernels(logits, best, metadata, lens, mode, interpret=interpret)
-        tokens = jnp.where(metadata.temperature > 0, drawn, tokens)
+            if reason := triton.why_not_jax() if interpret else why_no_kernels():
+                raise NotImplementedError(f"{implementation=} {reason}")
+            return _sample_by_kernels(logits, metadata, lens, mode, interpret=interpret)
+    places = jnp.arange(logits.shape[1])[None]
+    if group is not None:
+        places += group.index * logits.shape[1]
+    best, tokens = largest(logits, places, group)
+    if mode.draws:
+        temperature = metadata.temperature
+        limit = min_p_limit(metadata.min_p, temperature)
+        if mode.filters:
+            filters = metadata.top_k, metadata.top_p, divisor(temperature)
+            total = () if group is None else (group.sum,)
+            found = find_limits(best[:, None] - logits, *filters, mode.filters, *total)
+            limit = jnp.minimum(limit, found)
+        drawn = draw(logits, best, limit, temperature, metadata.seeds, lens, group)
+        tokens = jnp.where(temperature > 0, drawn, tokens)
     return jnp.where(jnp.isfinite(best), tokens, -1)
+
+
+def _sample_by_kernels(
+    logits: jax.Array,
+    metadata: SamplingMetadata,
+    lens: jax.Array,
+    mode: SamplingMode,
+    *,
+    interpret: bool,
+) -> jax.Array:
+    """Return what `sample` does, for a mode that draws."""
+    from pallas_paged.kernels.triton import sampling_draw
+    from pallas_paged.kernels.triton.sampling_search import search
+
+    temperature, limit = metadata.temperature, None
+    maxima, sums = sampling_draw.weigh(logits, temperature, interpret=interpret)
+    if mode.filters:
+        filters = metadata.top_k, metadata.top_p
+        limit = search(logits, maxima, temperature, *filters, interpret=interpret)
+    rows = limit, temperature, metadata.min_p, metadata.seeds, lens
+    return sampling_draw.draw(logits, maxima, sums, *rows, interpret=interpret)
 
 
 def why_no_kernels() -> str | None:
@@ -298,113 +324,6 @@ def why_no_kernels() -> str | None:
 def hash_prompt(tokens: Sequence[int]) -> int:
     """Return a 32-bit hash of a prompt's tokens, for `SamplingMetadata.seeds`."""
     return zlib.crc32(np.asarray(tokens, np.int32).tobytes())
-
-
-def _draw(
-    logits: jax.Array,
-    best: jax.Array,
-    metadata: SamplingMetadata,
-    lens: jax.Array,
-    mode: SamplingMode,
-    group: Group | None,
-) -> jax.Array:
-    """Return the token that each row with a temperature draws; the meaning of the kernels."""
-    best, temperature, min_p = (x[:, None] for x in (best, metadata.temperature, metadata.min_p))
-    limit = None
-    if mode.filters:
-        filters = metadata.top_k, metadata.top_p, sampling_noise.divisor(metadata.temperature)
-        total = () if group is None else (group.sum,)
-        limit = find_limits(best - logits, *filters, mode.filters, *total)[:, None]
-    seed, prompt, index = (metadata.seeds[:, i, None] for i in range(3))
-    key = sampling_noise.row_key((seed, prompt, index), lens[:, None])
-    sums = _sum_blocks(
-        sampling_noise.token_weights(best - logits, limit, temperature, min_p), group
-    )
-    blocks = jnp.arange(sums.shape[1])[None]
-    waits = sampling_noise.block_waits(key, blocks)
-    block = _largest(-waits / sums, blocks, None)[1][:, None]
-    tokens = block * BLOCK + jnp.arange(BLOCK)[None]
-    # Of this device's logits; the others have the rest of the block.
-    mine = tokens if group is None else tokens - group.index * logits.shape[1]
-    mine = _drop_negative(mine, logits.shape[1])
-    gap = best - jnp.take_along_axis(logits, mine, axis=1, mode="fill", fill_value=-jnp.inf)
-    waits = jnp.concatenate(sampling_noise.token_waits(key, tokens[:, :HALF]), axis=1)
-    arrival = waits / sampling_noise.token_weights(gap, limit, temperature, min_p)
-    # That of the best token is finite, so that a token of the filters arrives first.
-    return _largest(-arrival, tokens, group)[1]
-
-
-def _sum_blocks(weights: jax.Array, group: Group | None) -> jax.Array:
-    """Return the sums `f32[S, blocks]` of the weights `f32[S, V]` of each block of tokens.
-
-    A block may have tokens on two devices.
-    """
-    num_rows, size = weights.shape
-    part = math.gcd(size, BLOCK)
-    sums = jnp.sum(weights.reshape(num_rows, -1, part), axis=2)
-    parts = BLOCK // part
-    if group is None:
-        sums = jnp.pad(sums, ((0, 0), (0, -sums.shape[1] % parts)))
-    else:
-        whole = -(-sums.shape[1] * group.size // parts) * parts
-        places = jnp.arange(whole) - group.index * sums.shape[1]
-        sums = sums.at[:, _drop_negative(places, sums.shape[1])].get(mode="fill", fill_value=0)
-    sums = jnp.sum(sums.reshape(num_rows, -1, parts), axis=2)
-    return sums if group is None else group.sum(sums)
-
-
-def _draw_by_kernels(
-    logits: jax.Array,
-    best: jax.Array,
-    metadata: SamplingMetadata,
-    lens: jax.Array,
-    mode: SamplingMode,
-    *,
-    interpret: bool,
-) -> jax.Array:
-    """Return what `_draw` does."""
-    from pallas_paged.kernels.triton.sampling import draw, search
-
-    temperature, limit = metadata.temperature, None
-    if mode.filters:
-        filters = metadata.top_k, metadata.top_p
-        limit = search(logits, best, temperature, *filters, interpret=interpret)
-    return draw(
-        logits,
-        best,
-        limit,
-        temperature,
-        metadata.min_p,
-        metadata.seeds,
-        lens,
-        interpret=interpret,
-    )
-
-
-def _largest(
-    values: jax.Array, places: jax.Array, group: Group | None
-) -> tuple[jax.Array, jax.Array]:
-    """Return the largest of values `f32[S, N]`, NaN if there is one, and the least of its places.
-
-    One reduction finds both, where a maximum and an argmax would be two.
-
-    Args:
-        values: of this device.
-        places: `i32[S, N]`, or `i32[1, N]` of all rows.
-        group: over which devices to look; None: this one.
-    """
-
-    def larger(x: tuple[jax.Array, ...], y: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        is_x = (x[0] > y[0]) | (x[0] != x[0]) | ((x[0] == y[0]) & (x[1] < y[1]))  # NaN is largest
-        return tuple(lax.select(is_x, a, b) for a, b in zip(x, y, strict=True))
-
-    least = np.float32(-np.inf), np.int32(0)
-    places = jnp.broadcast_to(places, values.shape)
-    best, place = lax.reduce((values, places), least, larger, (1,))
-    if group is not None:  # f32 has all integers up to 2**24
-        found = group.gather(jnp.stack([best, place.astype(jnp.float32)]))
-        best, place = lax.reduce((found[:, 0], found[:, 1].astype(jnp.int32)), least, larger, (0,))
-    return best, place
 
 
 def _drop_negative(indices: jax.Array, size: int) -> jax.Array:

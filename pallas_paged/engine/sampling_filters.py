@@ -5,7 +5,7 @@ filter keeps the tokens up to some gap. The search weighs the tokens up to a few
 sums over the vocabulary, in as many passes as any floats need. So a step that filters can be
 captured in a CUDA graph, in which neither a sort nor a loop within the loop of steps would work,
 and a vocabulary that is cut over devices is not gathered. These passes define what the search
-kernel finds, `kernels/triton/sampling.py`, and run where that doesn't.
+kernel finds, `kernels/triton/sampling_search.py`, and run where that doesn't.
 """
 
 from __future__ import annotations

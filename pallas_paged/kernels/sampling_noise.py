@@ -67,21 +67,23 @@ def _exponential(words: jax.Array) -> jax.Array:
 
 
 def token_weights(
-    gap: jax.Array, limit: jax.Array | None, temperature: jax.Array, min_p: jax.Array
+    gap: jax.Array, temperature: jax.Array, limit: jax.Array | None = None
 ) -> jax.Array:
     """Return the probability `f32[...]` of tokens over that of the best one, 0 if filtered out.
 
     Args:
         gap: `f32[...]`, how far their logits lie below the largest of the row.
-        limit: `f32[...]`, the gap from which on top_k and top_p drop tokens; None if none do.
         temperature: `f32[...]`, above 0.
-        min_p: `f32[...]`, 0 = off.
+        limit: `f32[...]`, the gap from which on filters drop tokens; None if none do.
     """
-    temperature = divisor(temperature)
-    is_kept = gap <= -jnp.log(min_p) * temperature
-    if limit is not None:
-        is_kept &= gap < limit
-    return jnp.where(is_kept, jnp.exp2(gap * (-_LOG2_E / temperature)), 0.0)
+    weights = jnp.exp2(gap * (-_LOG2_E / divisor(temperature)))
+    return weights if limit is None else jnp.where(gap < limit, weights, 0.0)
+
+
+def min_p_limit(min_p: jax.Array, temperature: jax.Array) -> jax.Array:
+    """Return the gap `f32[...]` from which on min_p `f32[...]` drops tokens; infinite for 0."""
+    last = number_of(-jnp.log(min_p) * divisor(temperature))  # of the gaps that are kept
+    return float_of(jnp.minimum(last + 1, NUM_FLOATS))
 
 
 def divisor(temperature: jax.Array) -> jax.Array:

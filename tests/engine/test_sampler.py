@@ -491,7 +491,7 @@ def test_a_mode_compiles_only_what_it_names():
         program = str(jax.make_jaxpr(run)(logits, metadata(2)))
         words = dict(
             draws=" log1p ",
-            filters=" bitcast_convert_type",
+            filters=" exp ",
             processors=" scatter",
             penalties=" mul ",
         )

@@ -14,10 +14,10 @@ from pallas_paged.engine import sampling_filters
 from pallas_paged.engine.runner import modes_for
 from pallas_paged.engine.sampler import SamplingMode, sample
 from pallas_paged.engine.sampling_filters import find_limits, num_blocks
-from pallas_paged.kernels.triton import sampling as kernels
+from pallas_paged.kernels.triton.sampling_search import search
 from tests.support.marks import slow
 from tests.support.promotion import strict_promotion
-from tests.support.sampling_rows import metadata, sampling_implementations, take_rows
+from tests.support.sampling_rows import metadata, race, sampling_implementations, take_rows
 
 VOCAB, ROWS = 1536, 24
 FILTERS = SamplingMode(draws=True, filters=2)
@@ -37,7 +37,9 @@ def limits(logits, temperature, top_k, top_p, implementation):
     if implementation != "xla":
         interpret = implementation == "triton_interpret"
         sizes = dict(num_warps=2, num_loads=2) if interpret else {}
-        return kernels.search(logits, best, temperature, top_k, top_p, interpret=interpret, **sizes)
+        return search(
+            logits, best[:, None], temperature, top_k, top_p, interpret=interpret, **sizes
+        )
     gap = best[:, None] - logits
     return find_limits(gap, top_k, top_p, temperature, 2)
 
@@ -112,6 +114,24 @@ def test_rows_that_draw_among_greedy_ones_draw_what_they_draw_alone(num_some, im
         some = np.array([row])
         alone = jit_sample(logits[some], take_rows(some, rows), lens[some], FILTERS, **by)
         assert together[row] == alone
+
+
+@pytest.mark.parametrize("implementation", sampling_implementations())
+def test_blocks_that_lose_most_of_their_weight_race_with_what_is_left(implementation):
+    """Each of five blocks keeps one token of 2048, and a hundredth of its weight or less."""
+    rng = np.random.default_rng(0)
+    logits = np.full((5, 2048), -3.0, np.float32)
+    logits[np.arange(5), rng.integers(0, 2048, 5)] = rng.uniform(-1, 0, 5)
+    logits = logits.ravel()
+    rows, lens = metadata(ROWS, min_p=0.2), np.arange(ROWS)
+    mode = SamplingMode(draws=True)
+    tiled = np.tile(logits, (ROWS, 1))
+    tokens = jit_sample(tiled, rows, lens, mode, implementation=implementation)
+    weights = np.where(logits > -2, np.exp(logits.astype(np.float64)), 0)
+    seeds = np.asarray(rows.seeds)
+    wanted = [race(*row, weights) for row in zip(seeds, lens.astype(np.int32), strict=True)]
+    np.testing.assert_array_equal(tokens, wanted)
+    assert len(set(wanted)) == 5
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2049, *slow([3, 1000, 6007])])

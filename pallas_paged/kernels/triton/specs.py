@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
 
 def whole(tree: Any) -> Any:
@@ -24,3 +25,8 @@ def kv_head(x: Any, axis: int) -> pl.BlockSpec | None:
     return pl.BlockSpec(
         block, lambda h, *_: tuple(h if i == axis else 0 for i in range(len(block)))
     )
+
+
+def load_masked(ref: Any, row: jax.Array, places: jax.Array, other: float) -> jax.Array:
+    """Return these elements of a row of a ref `[rows, N]`; `other` where there is none."""
+    return plgpu.load(ref.at[row, places], mask=places < ref.shape[1], other=other)

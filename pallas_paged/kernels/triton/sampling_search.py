@@ -1,6 +1,6 @@
-"""Sampling in three Pallas-Triton kernels: the search for top_k and top_p, weights, and the draw.
+"""The search for top_k and top_p in a Pallas-Triton kernel.
 
-All look at a token's *gap*: how far its logit lies below the largest one of its row.
+It looks at a token's *gap*: how far its logit lies below the largest one of its row.
 """
 
 from __future__ import annotations
@@ -19,17 +19,11 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.sampling_noise import (
-    BLOCK,
-    HALF,
-    block_waits,
     divisor,
     float_of,
     number_of,
-    row_key,
-    token_waits,
-    token_weights,
 )
-from pallas_paged.kernels.triton.specs import whole
+from pallas_paged.kernels.triton.specs import load_masked, whole
 
 _LOG2_E = math.log2(math.e)
 _MOST_OCTAVES = 16  # below the upper bound, among which a round places its pivots
@@ -38,7 +32,6 @@ _STEPS = [(i + 1) / (_NUM_PIVOTS + 1) for i in range(_NUM_PIVOTS)]
 # Pivots for the row beside what a sample of it says, in units of the sample's first bracket.
 _OFFSETS = (-0.5, -0.15, 0.0, 0.15, 0.5, 1.5)
 _LIST_LOADS = 4  # elements of a thread's list that it reads at a time
-_NO_TOKEN = 2**31 - 1
 
 # The gaps of a step of a loop; infinity where there is none.
 Load = Callable[[jax.Array], list[jax.Array]]
@@ -46,7 +39,7 @@ Load = Callable[[jax.Array], list[jax.Array]]
 
 def search_kernel(
     logits_ref,  # f32[S, V]
-    best_ref,  # f32[S]
+    maxima_ref,  # f32[S, blocks]
     temperature_ref,  # f32[S]
     top_k_ref,  # i32[S]
     top_p_ref,  # f32[S]
@@ -65,7 +58,9 @@ def search_kernel(
     """
     row = pl.program_id(0)
     vocab_size = logits_ref.shape[1]
-    best, temperature = best_ref[row], temperature_ref[row]
+    blocks = jnp.arange(pl.next_power_of_2(maxima_ref.shape[1]))
+    best = jnp.max(load_masked(maxima_ref, row, blocks, -jnp.inf))
+    temperature = temperature_ref[row]
     draws = temperature > 0
     rate = _LOG2_E / divisor(temperature)
     top_k, top_p = top_k_ref[row], top_p_ref[row]
@@ -75,11 +70,7 @@ def search_kernel(
         count = num_loads * num_threads // width
         first = [(step * count + i) * (stride or width) for i in range(count)]
         index = [one + jnp.arange(width) for one in first]
-        some = [
-            plgpu.load(logits_ref.at[row, one], mask=one < vocab_size, other=-jnp.inf)
-            for one in index
-        ]
-        return [best - x for x in some]
+        return [best - load_masked(logits_ref, row, one, -jnp.inf) for one in index]
 
     def load_list(sizes: jax.Array) -> Load:
         def load(step: jax.Array) -> list[jax.Array]:
@@ -220,7 +211,7 @@ def _stream(load: Load, num_steps: Any, add: Callable[[Any, Any], Any], state: A
 
 def search(
     logits: jax.Array,  # f32[S, V]
-    best: jax.Array,  # f32[S]
+    maxima: jax.Array,  # f32[S, blocks]
     temperature: jax.Array,  # f32[S]
     top_k: jax.Array,  # i32[S]
     top_p: jax.Array,  # f32[S]
@@ -232,7 +223,7 @@ def search(
     """Return the gap `f32[S]` from which on top_k and then top_p drop tokens."""
     num_rows, vocab_size = logits.shape
     num_threads = 32 * num_warps
-    inputs = (logits, best, temperature, top_k, top_p)
+    inputs = (logits, maxima, temperature, top_k, top_p)
     outputs = (result_shape((num_rows,), jnp.float32), result_shape(logits.shape, jnp.float32))
     limit, _ = pl.pallas_call(
         functools.partial(
@@ -249,109 +240,3 @@ def search(
         name="sampling_search",
     )(*inputs)
     return limit
-
-
-def weigh_kernel(
-    logits_ref,  # f32[S, V]
-    best_ref,  # f32[S]
-    limit_ref,  # f32[S] or None
-    temperature_ref,  # f32[S]
-    min_p_ref,  # f32[S]
-    sums_ref,  # f32[S, blocks]
-):
-    """One program: the weight of a block of a row, if it has a temperature."""
-    block, row = pl.program_id(0), pl.program_id(1)
-
-    @pl.when(temperature_ref[row] > 0)
-    def _():
-        refs = logits_ref, best_ref, limit_ref, temperature_ref, min_p_ref
-        tokens = block * BLOCK + jnp.arange(BLOCK)
-        sums_ref[row, block] = jnp.sum(_load_weights(refs, row, tokens))
-
-
-def draw_kernel(
-    logits_ref,  # f32[S, V]
-    best_ref,  # f32[S]
-    limit_ref,  # f32[S] or None
-    temperature_ref,  # f32[S]
-    min_p_ref,  # f32[S]
-    seeds_ref,  # u32[S, 3]
-    lens_ref,  # i32[S]
-    sums_ref,  # f32[S, blocks]
-    token_ref,  # i32[S]
-):
-    """One program: which block of a row arrives first, and which of its tokens does."""
-    row = pl.program_id(0)
-    num_blocks = sums_ref.shape[1]
-
-    @pl.when(temperature_ref[row] > 0)
-    def _():
-        seeds = seeds_ref[row, 0], seeds_ref[row, 1], seeds_ref[row, 2]
-        key = row_key(seeds, lens_ref[row])
-        refs = logits_ref, best_ref, limit_ref, temperature_ref, min_p_ref
-        blocks = jnp.arange(pl.next_power_of_2(num_blocks))
-        sums = plgpu.load(sums_ref.at[row, blocks], mask=blocks < num_blocks, other=0.0)
-        block = _first(block_waits(key, blocks) / sums, blocks)
-        block = jnp.minimum(block, num_blocks - 1)  # also where the logits are NaN
-        tokens = [block * BLOCK + half * HALF + jnp.arange(HALF) for half in range(2)]
-        first, second = (
-            wait / _load_weights(refs, row, some)
-            for wait, some in zip(token_waits(key, tokens[0]), tokens, strict=True)
-        )
-        token = jnp.where(second < first, tokens[1], tokens[0])
-        token_ref[row] = _first(jnp.minimum(first, second), token)
-
-
-def _load_weights(refs: tuple, row: jax.Array, tokens: jax.Array) -> jax.Array:
-    logits_ref, best_ref, limit_ref, temperature_ref, min_p_ref = refs
-    is_token = tokens < logits_ref.shape[1]
-    logits = plgpu.load(logits_ref.at[row, tokens], mask=is_token, other=-jnp.inf)
-    limit = None if limit_ref is None else limit_ref[row]
-    return token_weights(best_ref[row] - logits, limit, temperature_ref[row], min_p_ref[row])
-
-
-def _first(arrivals: jax.Array, places: jax.Array) -> jax.Array:
-    """Return the first of the places at which the earliest arrival is."""
-    is_first = arrivals == jnp.min(arrivals)
-    return jnp.min(jnp.where(is_first, places, _NO_TOKEN))
-
-
-def draw(
-    logits: jax.Array,  # f32[S, V]
-    best: jax.Array,  # f32[S]
-    limit: jax.Array | None,  # f32[S]
-    temperature: jax.Array,  # f32[S]
-    min_p: jax.Array,  # f32[S]
-    seeds: jax.Array,  # u32[S, 3]
-    lens: jax.Array,  # i32[S]
-    *,
-    interpret: bool,
-    num_warps: int = 4,
-) -> jax.Array:
-    """Return the token `i32[S]` that each row with a temperature draws."""
-    num_rows, vocab_size = logits.shape
-    num_blocks = pl.cdiv(vocab_size, BLOCK)
-    inputs = (logits, best, limit, temperature, min_p)
-    output = result_shape((num_rows, num_blocks), jnp.float32)
-    sums = pl.pallas_call(
-        weigh_kernel,
-        grid=(num_blocks, num_rows),
-        in_specs=whole(inputs),
-        out_specs=whole(output),
-        out_shape=output,
-        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
-        interpret=interpret,
-        name="sampling_weigh",
-    )(*inputs)
-    all_inputs = (*inputs, seeds, lens, sums)
-    output = result_shape((num_rows,), jnp.int32)
-    return pl.pallas_call(
-        draw_kernel,
-        grid=(num_rows,),
-        in_specs=whole(all_inputs),
-        out_specs=whole(output),
-        out_shape=output,
-        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
-        interpret=interpret,
-        name="sampling_draw",
-    )(*all_inputs)

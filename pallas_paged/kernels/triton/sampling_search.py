@@ -150,29 +150,40 @@ def search_kernel(
         reach = (jnp.log(vocab_size / left) + 1) * divisor(temperature)
         reach = jnp.where(is_mass, jnp.minimum(limit, reach), limit)
         start = jnp.int32(0), number_of(reach), jnp.float32(0)
-        # A sample of the row, weighed twice, says about where the limit lies.
-        load = functools.partial(load_row, stride=vocab_size // num_loads)
-        part = num_threads * num_loads / vocab_size
-        low, high, _ = start
-        pivots = [jnp.where(is_mass, reach * x, 2.0 ** (8 * x - 2)) for x in _STEPS]
-        widths = []
-        for _ in range(2):
-            *sums, total = weigh(load, 1, [*pivots, limit], scale)
-            target = jnp.where(is_mass, top_p * total, top_k.astype(jnp.float32) * part)
-            numbers = [number_of(x) for x in pivots]
-            low, high, _ = narrow((low, high, jnp.float32(0)), numbers, sums, target)
-            first, last = float_of(low), float_of(high)
-            widths.append(jnp.where(last < jnp.inf, last - first, first))
-            pivots = [first + widths[-1] * x for x in _STEPS]
-        middle = first + widths[1] / 2
-        pivots = [jnp.maximum(middle + widths[0] * x, 0.0) for x in _OFFSETS]
-
         num_steps = pl.cdiv(vocab_size, num_threads * num_loads)
-        width = num_threads * math.gcd(num_loads, 4)  # four neighbours a thread are one load
-        load = functools.partial(load_row, width=width)
-        *sums, total = weigh(load, num_steps, [*pivots, limit], scale, width)
-        target = jnp.where(is_mass, top_p * total, top_k.astype(jnp.float32))
-        low, high, below = narrow(start, [number_of(x) for x in pivots], sums, target)
+
+        def bracket() -> tuple:
+            """Return the bracket that pivots leave, the weight below it, and the target."""
+            # A sample of the row, weighed twice, says about where the limit lies.
+            load = functools.partial(load_row, stride=vocab_size // num_loads)
+            part = num_threads * num_loads / vocab_size
+            low, high, _ = start
+            pivots = [jnp.where(is_mass, reach * x, 2.0 ** (8 * x - 2)) for x in _STEPS]
+            widths = []
+            for _ in range(2):
+                *sums, total = weigh(load, 1, [*pivots, limit], scale)
+                target = jnp.where(is_mass, top_p * total, top_k.astype(jnp.float32) * part)
+                numbers = [number_of(x) for x in pivots]
+                low, high, _ = narrow((low, high, jnp.float32(0)), numbers, sums, target)
+                first, last = float_of(low), float_of(high)
+                widths.append(jnp.where(last < jnp.inf, last - first, first))
+                pivots = [first + widths[-1] * x for x in _STEPS]
+            middle = first + widths[1] / 2
+            pivots = [jnp.maximum(middle + widths[0] * x, 0.0) for x in _OFFSETS]
+
+            width = num_threads * math.gcd(num_loads, 4)  # four neighbours a thread are one load
+            load = functools.partial(load_row, width=width)
+            *sums, total = weigh(load, num_steps, [*pivots, limit], scale, width)
+            target = jnp.where(is_mass, top_p * total, top_k.astype(jnp.float32))
+            return *narrow(start, [number_of(x) for x in pivots], sums, target), target
+
+        # What a small top_k has left is a short list already. A branch of Triton's must not return
+        # constants, but a loop may run once or never.
+        is_short = (limit < jnp.inf) & (top_k <= num_threads * _LIST_LOADS)
+        times = jnp.where(is_short, jnp.int32(0), jnp.int32(1))
+        low, high, below, target = lax.fori_loop(
+            jnp.int32(0), times, lambda *_: bracket(), (*start, jnp.float32(0))
+        )
 
         def goes_on(carry):
             low, high, _, num_steps, _ = carry
@@ -189,6 +200,12 @@ def search_kernel(
             return *keep(load, num_steps, low, high), below
 
         found = keep(load_row, num_steps, low, high)
+        *_, sizes, num_list_steps = found
+
+        def target_of_list() -> jax.Array:
+            return top_p * weigh(load_list(sizes), num_list_steps, [jnp.inf], scale)[0]
+
+        target = lax.cond(is_short, target_of_list, lambda: target)
         return float_of(lax.while_loop(goes_on, step, (*found, below))[1])
 
     def phase(index, limit):

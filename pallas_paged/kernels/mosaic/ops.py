@@ -156,15 +156,27 @@ def difference(x: jax.Array, y: jax.Array, layout: Any, *, interpret: bool) -> j
     return subtract(x, y)
 
 
-def scatter(ref: Any, indices: jax.Array, values: jax.Array, layout: Any) -> None:
+def scatter(
+    ref: Any, indices: jax.Array, values: jax.Array, layout: Any, *, interpret: bool
+) -> None:
     """Store 4-byte values to a ref to device memory, at these indices of its flat memory.
 
-    The interpreter can't run it.
-
     Args:
+        ref: of two axes.
         indices: i32`[n]`, in `layout`; nothing is stored at negative ones.
         values: `[n]`, in `layout`.
     """
+    if interpret:
+
+        @pl.loop(0, indices.shape[0])
+        def _(i):
+            index = indices[i]
+
+            @pl.when(index >= 0)
+            def _():
+                ref[index // ref.shape[1], index % ref.shape[1]] = values[i]
+
+        return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
     def store_each(_, ref, indices, values):

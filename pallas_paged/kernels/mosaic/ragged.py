@@ -288,10 +288,10 @@ class Program:
             options=self.options,
             interpret=self.interpret,
         )
-        buffers = scratch.store
         if self.converts:  # results take the place of the queries
-            buffers = dataclasses.replace(buffers, out=scratch.q[1].at[stage])
+            buffer = scratch.q[1].at[stage, wg]
         else:
+            buffer = scratch.out.at[wg]
             plgpu.barrier_arrive(scratch.q_free.at[stage])
 
         def finished(sinks):
@@ -301,7 +301,7 @@ class Program:
         @pl.when(work.partial < 0)
         def _():
             sinks = None if inputs.sinks is None else rows.per_head(inputs.sinks)
-            store_rows(outputs, buffers, wg, rows, *finished(sinks))
+            store_rows(outputs, buffer, rows, *finished(sinks), interpret=self.interpret)
 
         @pl.when(work.partial >= 0)
         def _():
@@ -358,7 +358,6 @@ def ragged_paged_attention(
         kv_dtype=arrays.k_pages.dtype,
         scaled_logits=scales is not None and scales.of_tokens,
         converted=converted,
-        with_lse=with_lse,
         interpret=interpret,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,10 @@ from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.ragged_tile import (
     Outputs,
     Rows,
-    StoreBuffers,
     TileShape,
     empty_state,
     finish,
+    store_buffer,
     store_rows,
 )
 from pallas_paged.kernels.mosaic.ragged_work import MergeDescriptor, unpack
@@ -29,7 +30,7 @@ def merge_ragged_kernel(
     merges_ref,  # i32[num_merges, 5]
     sinks_ref,  # f32[Hq] or None
     outputs: Outputs,
-    buffers: StoreBuffers,
+    buffer: Any,  # of `store_buffer`
     *,
     tile: TileShape,
     interpret: bool,
@@ -66,7 +67,7 @@ def merge_ragged_kernel(
 
         state = lax.fori_loop(0, split.num_items, merge_one, empty_state(partials.out.shape[-1]))
         sinks = None if sinks_ref is None else rows.per_head(sinks_ref)
-        store_rows(outputs, buffers, 0, rows, *finish(state, sinks))
+        store_rows(outputs, buffer.at[0], rows, *finish(state, sinks), interpret=interpret)
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -85,13 +86,11 @@ def merge_ragged(
     results = Outputs(
         out=jax.new_ref(out), partials=None, lse=None if lse is None else jax.new_ref(lse)
     )
-    buffers = StoreBuffers.types(
-        num_warpgroups=1, head_dim=out.shape[-1], dtype=out.dtype, with_lse=lse is not None
-    )
+    buffer = store_buffer(num_warpgroups=1, head_dim=out.shape[-1], dtype=out.dtype)
 
     def body(*refs):
         kernel = functools.partial(merge_ragged_kernel, *refs, tile=tile, interpret=interpret)
-        pl.run_scoped(kernel, buffers)
+        pl.run_scoped(kernel, buffer)
 
     head_tiles, _, num_warpgroups, *_ = partials.out.shape
     pl.kernel(

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.mosaic.config import MosaicRaggedConfig
 from pallas_paged.kernels.mosaic.ragged_converter import byte_ring, k_arrivals
-from pallas_paged.kernels.mosaic.ragged_tile import CHUNK, WG_ROWS, StoreBuffers, TileShape
+from pallas_paged.kernels.mosaic.ragged_tile import CHUNK, WG_ROWS, TileShape, store_buffer
 from pallas_paged.kernels.mosaic.ragged_work import DESCRIPTOR_WORDS, Mailbox, Work
 from pallas_paged.kernels.mosaic.ring import Pool, Ring, wgmma_transforms
 
@@ -54,7 +54,7 @@ class Inputs:
 class Scratch:
     """Refs in shared memory of a program, or their types."""
 
-    store: StoreBuffers  # with a converter, results take the place of queries, and lse none
+    out: Any  # [num_consumers, 64, width] of `store_buffer`; None with a converter
     mailbox: Mailbox
     q_free: Any  # barriers [num_q_stages], complete when consumers have used queries and mailbox
     q_full: Any  # barriers [num_q_stages], complete when queries and mailbox are there
@@ -75,7 +75,6 @@ def scratch_types(
     kv_dtype: Any = None,
     scaled_logits: bool = True,
     converted: Any = None,
-    with_lse: bool = True,
     interpret: bool = False,
 ) -> Scratch:
     """Return the types of the shared memory of a program.
@@ -90,15 +89,12 @@ def scratch_types(
     q: Any = plgpu.SMEM(
         (num_q_stages, num_consumers, WG_ROWS, head_dim), dtype, transforms=wgmma_transforms(dtype)
     )
-    store = StoreBuffers.types(
-        num_warpgroups=num_consumers, head_dim=head_dim, dtype=dtype, with_lse=with_lse
-    )
+    out = store_buffer(num_warpgroups=num_consumers, head_dim=head_dim, dtype=dtype)
     if convert:
-        out = plgpu.SMEM((num_q_stages, *store.out.shape), dtype)
+        results = plgpu.SMEM((num_q_stages, *out.shape), dtype)
         # Of one stage and consumer, queries and results have the same place and are never both in
         # use. The interpreter's search for races knows unions as a whole only.
-        q = (q, out) if interpret else plgpu.RefUnion(q, out)
-        store = dataclasses.replace(store, out=None, lse=store.lse if interpret else None)
+        q, out = (q, results) if interpret else plgpu.RefUnion(q, results), None
     ring = Ring.types(
         config,
         head_dim=head_dim,
@@ -115,7 +111,7 @@ def scratch_types(
         ring = dataclasses.replace(ring, k_full=full)
     takes_turns = num_consumers == 2 and (not convert or converted is not None)
     return Scratch(
-        store=store,
+        out=out,
         mailbox=Mailbox(buffer=plgpu.SMEM((num_q_stages + 1, DESCRIPTOR_WORDS), jnp.int32)),
         q_free=plgpu.Barrier(num_arrivals=num_consumers + convert, num_barriers=num_q_stages),
         q_full=plgpu.Barrier(num_arrivals=q_arrivals(tile), num_barriers=num_q_stages),

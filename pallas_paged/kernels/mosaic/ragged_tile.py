@@ -11,7 +11,9 @@ The rows of a tile lie head after head, and those of a head in chunks of 8 token
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -129,86 +131,75 @@ class Outputs:
     lse: Any  # f32[T, Hq], or None where it is not wanted
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class StoreBuffers:
-    """Refs in shared memory that results pass through, or their types."""
+def store_buffer(*, num_warpgroups: int, head_dim: int, dtype: Any) -> Any:
+    """Return the type of the shared memory `[warpgroups, 64, width]` that results pass through.
 
-    lse: Any  # f32[warpgroups, 64], or None where it is not wanted or needs no buffer
-    out: Any  # [warpgroups, 64, width], with the width that one copy stores
-
-    @classmethod
-    def types(
-        cls, *, num_warpgroups: int, head_dim: int, dtype: Any, with_lse: bool
-    ) -> StoreBuffers:
-        """Return the types of the refs."""
-        lse = plgpu.SMEM((num_warpgroups, WG_ROWS), jnp.float32) if with_lse else None
-        out = plgpu.SMEM((num_warpgroups, WG_ROWS, min(head_dim, 128)), dtype)
-        return cls(lse=lse, out=out)
+    One copy stores `width` elements of a row.
+    """
+    return plgpu.SMEM((num_warpgroups, WG_ROWS, min(head_dim, 128)), dtype)
 
 
 def store_rows(
     outputs: Outputs,
-    buffers: StoreBuffers,
-    buffer_index: Any,
+    buffer: Any,  # [64, width] in shared memory
     rows: Rows,
     out: jax.Array,  # f32[64, D]
     lse: jax.Array,  # f32[64]
+    *,
+    interpret: bool,
 ) -> None:
     """Store a warpgroup's rows to their own tokens and heads, and to no others."""
-    out_smem = buffers.out.at[buffer_index]
-    width = out_smem.shape[1]
-    if buffers.lse is not None:
-        buffers.lse[buffer_index] = lse
-    elif outputs.lse is not None:
-        scatter_lse(outputs.lse, rows, lse)
+    if outputs.lse is not None:
+        store_lse(outputs.lse, rows, lse, interpret=interpret)
+    width = buffer.shape[1]
+    # Rows of one head in one warpgroup, a power of two: one copy where all are the sequence's own.
+    run = math.gcd(rows.tile.num_tokens, WG_ROWS)
     for dim in range(0, out.shape[1], width):
         # Copies of earlier stores may still read the buffer.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        out_smem[...] = out[:, dim : dim + width].astype(out_smem.dtype)
+        buffer[...] = out[:, dim : dim + width].astype(buffer.dtype)
         plgpu.commit_smem()
 
-        @pl.loop(0, WG_ROWS // CHUNK)
-        def _(c, dim=dim):
-            local_head, token = rows.tile.place(rows.wg * WG_ROWS + c * CHUNK)
+        @pl.loop(0, WG_ROWS // run)
+        def _(i, dim=dim):
+            local_head, token = rows.tile.place(rows.wg * WG_ROWS + i * run)
             token += rows.offset
-            head = rows.first_head + local_head
-            # The first and last chunk of a sequence may hold tokens of others.
-            lo = jnp.clip(-token, 0, CHUNK)
-            hi = jnp.clip(rows.q_len - token, lo, CHUNK)
-            hi = jnp.where(local_head < rows.num_heads, hi, lo)
+            # The first and last tile of a sequence may hold tokens of others.
+            lo = jnp.clip(-token, 0, run)
+            hi = jnp.clip(rows.q_len - token, lo, run)
+            count = jnp.where(local_head < rows.num_heads, hi - lo, 0)
 
             def copy(first, num_rows):
-                start = rows.q_start + token + first
                 plgpu.copy_smem_to_gmem(
-                    out_smem.at[pl.ds(c * CHUNK + first, num_rows)],
-                    outputs.out.at[pl.ds(start, num_rows), head, pl.ds(dim, width)],
+                    buffer.at[pl.ds(i * run + first, num_rows)],
+                    outputs.out.at[
+                        pl.ds(rows.q_start + token + first, num_rows),
+                        rows.first_head + local_head,
+                        pl.ds(dim, width),
+                    ],
                     commit_group=False,
                 )
 
-            @pl.when(hi - lo == CHUNK)
+            @pl.when(count == run)
             def _():
-                copy(0, CHUNK)
+                copy(0, run)
 
-            @pl.when(hi - lo < CHUNK)
+            @pl.when(count < run)
             def _():
-                pl.loop(lo, hi)(lambda i: copy(i, 1))
-
-            if buffers.lse is not None and dim == 0:
-
-                @pl.loop(lo, hi)
-                def _(i):
-                    lse = buffers.lse[buffer_index, c * CHUNK + i]
-                    outputs.lse[rows.q_start + token + i, head] = lse
+                size = run // 2
+                while size:  # the bits of the count
+                    first = lo + (count & -2 * size)
+                    pl.when(count & size != 0)(functools.partial(copy, first, size))
+                    size //= 2
 
         plgpu.commit_smem_to_gmem_group()
 
 
-def scatter_lse(ref: Any, rows: Rows, lse: jax.Array) -> None:
+def store_lse(ref: Any, rows: Rows, lse: jax.Array, *, interpret: bool) -> None:
     """Store the log-sum-exps f32`[64]` of a warpgroup to `ref` f32`[T, Hq]` from its registers."""
     row = rows.wg * WG_ROWS + ops.iota((WG_ROWS,), 0, ops.WGMMA_ROW)
     head, token = rows.tile.place(row)
     token += rows.offset
     exists = (token >= 0) & (token < rows.q_len) & (head < rows.num_heads)
     index = (rows.q_start + token) * ref.shape[1] + rows.first_head + head
-    ops.scatter(ref, jnp.where(exists, index, -1), lse, ops.WGMMA_ROW)
+    ops.scatter(ref, jnp.where(exists, index, -1), lse, ops.WGMMA_ROW, interpret=interpret)

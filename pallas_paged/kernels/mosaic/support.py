@@ -115,7 +115,6 @@ def _why_not_config(call: Call) -> str | None:
         group=call.group,
         head_dim=call.head_dim,
         kv_dtype=call.kv_dtype,
-        with_lse=call.with_lse,
     )
     limit = shared_memory_limit(1)
     if needed > limit:
@@ -131,7 +130,6 @@ def shared_memory(
     group: int,
     head_dim: int,
     kv_dtype: Any = jnp.bfloat16,
-    with_lse: bool = True,
 ) -> int:
     """Return the bytes of shared memory that a program of the kernel needs. Imports Mosaic.
 
@@ -139,7 +137,6 @@ def shared_memory(
         group: query heads of a KV head.
         head_dim: of the queries, K and V.
         kv_dtype: of the pages; queries have 16-bit elements.
-        with_lse: whether a ragged call returns log-sum-exps.
     """
     from pallas_paged.kernels.mosaic import decode_scratch, ops, ragged
 
@@ -150,7 +147,7 @@ def shared_memory(
     if isinstance(config, MosaicDecodeConfig):
         params = decode_scratch.compiler_params(kv_dtype)
         return ops.shared_memory_bytes(decode_scratch.scratch_types(config, **sizes), params)
-    types = ragged.scratch_types(config, with_lse=with_lse, **sizes)
+    types = ragged.scratch_types(config, **sizes)
     return ops.shared_memory_bytes(types, ragged.COMPILER_PARAMS)
 
 

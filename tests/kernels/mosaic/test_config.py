@@ -85,14 +85,13 @@ def test_shared_memory_is_the_sum_of_the_tiles():
     # K, V; queries twice, probabilities; sums, barriers
     assert shared_memory(DECODE, group=4, **size) == (2 * 48 + 2 * 2 + 1 + 3) * kb
     assert shared_memory(DECODE, group=9, **size) == (2 * 48 + 2 * 4 + 2 + 3) * kb
-    # K, V; queries, out, lse; records, barriers
-    assert shared_memory(RAGGED, group=4, **size) == (2 * 64 + 64 + 32 + 1 + 2) * kb
-    # and with int8 pages bytes of K and V and scales of K; results take the place of queries, and
-    # log-sum-exps none
+    # K, V; queries, out; records, barriers
+    assert shared_memory(RAGGED, group=4, **size) == (2 * 64 + 64 + 32 + 2) * kb
+    # and with int8 pages bytes of K and V and scales of K; results take the place of queries
     one_byte = shared_memory(RAGGED, group=4, kv_dtype=np.dtype("int8"), **size)
     assert one_byte == (2 * 64 + 64 + 2 * 16 + 1 + 2) * kb
     one = dataclasses.replace(RAGGED, num_consumers=1, num_q_stages=1)
-    assert shared_memory(one, group=4, **size) == (2 * 64 + 16 + 16 + 1 + 2) * kb
+    assert shared_memory(one, group=4, **size) == (2 * 64 + 16 + 16 + 2) * kb
     assert [shared_memory_limit(n) for n in (1, 2)] == [227 * kb, 113 * kb]
 
 
@@ -118,12 +117,12 @@ class TestHeuristicsFit:
 
     def test_ragged(self, head_dim, group, num_kv_heads):
         heads = dict(num_q_heads=group * num_kv_heads, num_kv_heads=num_kv_heads)
-        for dtype, with_lse in itertools.product(("float16", "int8"), (False, True)):
+        for dtype in ("float16", "int8"):
             kv_dtype = np.dtype(dtype)
             new = dict(head_dim=head_dim, itemsize=kv_dtype.itemsize)
             config = ragged_config(**H200, **RAGGED_SIZES | heads | new)
             assert config.num_programs == 132
-            call = dict(group=group, head_dim=head_dim, kv_dtype=kv_dtype, with_lse=with_lse)
+            call = dict(group=group, head_dim=head_dim, kv_dtype=kv_dtype)
             assert shared_memory(config, **call) <= shared_memory_limit(1)
 
 

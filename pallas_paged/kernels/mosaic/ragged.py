@@ -80,6 +80,7 @@ class Program:
     inputs: Inputs
     outputs: Outputs
     scratch: Scratch
+    schedule: ScheduleBarrier
     options: LogitOptions
     config: MosaicRaggedConfig
     tile: TileShape
@@ -103,7 +104,9 @@ class Program:
         @pl.when(wg < config.num_consumers)
         def _():
             ops.set_max_registers(registers["consumer"], action="increase", interpret=interpret)
+            self.schedule.begin(wg)
             self.for_each_work_tile(functools.partial(self.consume, wg), jnp.int32(0))
+            self.schedule.end(wg)
             plgpu.wait_smem_to_gmem(0)
 
         if self.converts:
@@ -278,7 +281,7 @@ class Program:
             work,
             rows,
             kv_iter,
-            schedule=ScheduleBarrier(barrier=scratch.turn),
+            schedule=self.schedule,
             alibi_slopes=inputs.alibi_slopes,
             positions_ref=of_rows(inputs.work.positions),
             tree_words=of_rows(inputs.work.tree_words),
@@ -288,10 +291,9 @@ class Program:
             options=self.options,
             interpret=self.interpret,
         )
-        if self.converts:  # results take the place of the queries
-            buffer = scratch.q[1].at[stage, wg]
-        else:
-            buffer = scratch.out.at[wg]
+        # With a converter results take the place of the queries.
+        buffer = scratch.q[1].at[stage, wg] if self.converts else scratch.out.at[wg]
+        if not self.converts:
             plgpu.barrier_arrive(scratch.q_free.at[stage])
 
         def finished(sinks):
@@ -313,6 +315,7 @@ class Program:
         if self.converts:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(scratch.q_free.at[stage])
+        pl.when(wg == 0)(self.schedule.wait)
         return kv_iter + work.hi - work.lo
 
 
@@ -367,6 +370,7 @@ def ragged_paged_attention(
                 inputs=inputs,
                 outputs=outputs,
                 scratch=scratch,
+                schedule=ScheduleBarrier(barrier=scratch.turn),
                 options=options,
                 config=config,
                 tile=tile,

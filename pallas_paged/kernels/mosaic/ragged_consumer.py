@@ -23,6 +23,9 @@ from pallas_paged.kernels.mosaic.ring import Ring
 class ScheduleBarrier:
     """Ping-pong of two consumers: the softmax of one runs under the products of the other.
 
+    They are half a block apart: the second one arrives once before its first work tile, the first
+    one once after its last.
+
     Attributes:
         barrier: of two arrivals; None where consumers wait for no other.
     """
@@ -39,9 +42,13 @@ class ScheduleBarrier:
         if self.barrier is not None:
             plgpu.barrier_wait(self.barrier)
 
-    def sync(self) -> None:
-        """Arrive and wait."""
-        self.arrive()
+    def begin(self, wg: jax.Array) -> None:
+        """Begin with the work tiles of a program, as consumer `wg`."""
+        pl.when(wg == 1)(self.arrive)
+
+    def end(self, wg: jax.Array) -> None:
+        """End after the last one."""
+        pl.when(wg == 0)(self.arrive)
         self.wait()
 
 
@@ -63,6 +70,9 @@ def attend(
     interpret: bool,
 ) -> ops.State:
     """Return the state of a warpgroup's rows after the blocks of a work item.
+
+    It ends with an arrival at the schedule barrier. The first consumer waits after it has stored
+    its results, the second one here, at its next work item.
 
     Args:
         kv_iter: blocks that came through the ring before.
@@ -176,9 +186,7 @@ def attend(
     def _():
         plgpu.barrier_wait(ring.k_full.at[lax.rem(kv_iter, num_stages)])
 
-    # The second consumer starts, and the first one ends, with one more sync: so they are half a
-    # block apart.
-    pl.when(rows.wg == 1)(schedule.sync)
+    pl.when(rows.wg == 1)(schedule.wait)
     attend_full = functools.partial(attend_block, False)
     attend_masked = functools.partial(attend_block, True)
     state = empty_state(head_dim)
@@ -186,5 +194,7 @@ def attend(
         state = lax.fori_loop(lo, work.full_lo, attend_masked, state)
     state = lax.fori_loop(work.full_lo, work.full_hi, attend_full, state)
     state = lax.fori_loop(work.full_hi, hi, attend_masked, state)
-    pl.when(rows.wg == 0)(schedule.sync)
+    # The other consumer need not wait while this one stores its results, nor this one for its last
+    # softmax: the wait comes before the next work tile.
+    schedule.arrive()
     return state

@@ -35,9 +35,10 @@ RowLinearNorm = Callable[..., tuple[jax.Array, jax.Array]]
 Config = DecoderBlockConfig | DecoderRowsConfig
 
 # Sizes of the residual with which a kernel is chosen for one row, and numbers of rows by size. It
-# was faster in what was measured there, Llamas of 1B and 8B on an H200: docs/tuning.md.
+# was faster in what was measured there, Llamas of 1B and 8B and Qwen3 of 0.6B and 1.7B on an H200:
+# docs/tuning.md.
 _FASTER_ONE_ROW = range(2048, 4097)
-_FASTER_ROWS = {2048: range(17, 65), 4096: range(33, 65)}
+_FASTER_ROWS = {1024: range(65, 129), 2048: range(17, 129), 4096: range(33, 65)}
 
 
 @jax.tree_util.register_dataclass
@@ -99,9 +100,10 @@ def between_attentions(
         residual += swiglu(rms_norm(residual) @ gate_up.T) @ down.T
         out = rms_norm(residual) @ qkv.T + qkv_bias
 
-    For one row on a Hopper GPU, and in bf16 for 17 to 64 rows of 2048 and 33 to 64 of 4096, it is
-    one kernel, whose copies of weights hardly ever pause. Otherwise, and for gradients, it is
-    `linear` and `rms_norm`, one after another. For other rows up to 64 the kernel has to be named.
+    For one row on a Hopper GPU, and in bf16 for 65 to 128 rows of 1024, 17 to 128 of 2048 and 33 to
+    64 of 4096, it is one kernel, whose copies of weights hardly ever pause. Otherwise, and for
+    gradients, it is `linear` and `rms_norm`, one after another. For other rows up to 128 the kernel
+    has to be named.
     Results differ by rounding: sums are in f32, in another order. The bits of the kernels are the
     same each time.
 

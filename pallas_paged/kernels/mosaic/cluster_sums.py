@@ -47,6 +47,7 @@ def send_parts(
     part: int,
     cluster_size: int,
     num_rows: int,
+    group: Any,
 ) -> None:
     """Store each program's part of the features in its shared memory.
 
@@ -55,12 +56,14 @@ def send_parts(
         buffer: ref to shared memory with these transforms, the same in all programs.
         part: how many times 8 features each program gets. Parts are spread over those of `accs`.
         cluster_size: a power of 2.
-        num_rows: rows that are sent, at least.
+        num_rows: rows that there are.
+        group: i32, which 64 of the rows these are.
     """
-    count = len(accs)
 
-    @plgpu.inline_mgpu(arg_types=([ops.WGMMA] * count, plgpu.RefType(transforms)))
-    def send(_, accs, buffer):
+    @plgpu.inline_mgpu(
+        arg_types=([ops.WGMMA] * len(accs), plgpu.RefType(transforms), plgpu.Layout.WG_SPLAT)
+    )
+    def send(_, accs, buffer, group):
         from jax.experimental.mosaic.gpu import utils
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import arith, llvm, vector
@@ -70,6 +73,10 @@ def send_parts(
         thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
         start = llvm.ptrtoint(i32, utils.memref_ptr(buffer))
         start = arith.addi(start, arith.muli(thread, utils.c(16, i32)))
+        group = group.registers.item()
+        group_bytes = utils.c(cluster_size * part * _BLOCK_BYTES, i32)
+        start = arith.addi(start, arith.muli(group, group_bytes))
+        row = arith.addi(arith.muli(group, utils.c(128, i32)), thread)
         registers = np.concatenate([acc.registers.reshape(-1, 2) for acc in accs])
         # The buffer has the parts of one program after those of another.
         part_of_this = arith.andi(rank, utils.c(cluster_size - 1, i32))
@@ -90,20 +97,22 @@ def send_parts(
                     operands += [vector.extract(register, [], [j]) for j in range(2)]
         # Before the arrival at a barrier of the cluster.
         lines.append("fence.acq_rel.cluster; end: }")
-        utils.inline_ptx("\n".join(lines), start, thread, first, *operands, has_side_effects=True)
+        utils.inline_ptx("\n".join(lines), start, row, first, *operands, has_side_effects=True)
 
-    send(list(accs), buffer)
+    send(list(accs), buffer, group)
 
 
-def receive_sum(buffer: Any, transforms: Any, *, part: int, cluster_size: int) -> jax.Array:
+def receive_sum(
+    buffer: Any, transforms: Any, *, part: int, cluster_size: int, group: Any
+) -> jax.Array:
     """Return f32 `[64, 8 * part]`, the sum of what the programs have sent to this one."""
     num_features = 8 * part
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(transforms),),
+        arg_types=(plgpu.RefType(transforms), plgpu.Layout.WG_SPLAT),
         return_type=plgpu.ShapeDtypeStruct((64, num_features), jnp.float32, layout=ops.WGMMA),
     )
-    def receive(_, buffer):
+    def receive(_, buffer, group):
         from jax.experimental.mosaic import gpu as mgpu
         from jax.experimental.mosaic.gpu import utils
         from jaxlib.mlir import ir
@@ -113,27 +122,30 @@ def receive_sum(buffer: Any, transforms: Any, *, part: int, cluster_size: int) -
         thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
         start = llvm.ptrtoint(i32, utils.memref_ptr(buffer))
         start = arith.addi(start, arith.muli(thread, utils.c(16, i32)))
-        blocks = part
-        count = 4 * blocks * cluster_size
-        lines = []
-        for i in range(blocks * cluster_size):
-            names = ", ".join(f"${4 * i + j}" for j in range(4))
-            lines.append(f"ld.shared.v4.f32 {{{names}}}, [${count}+{i * _BLOCK_BYTES}];")
+        group_bytes = utils.c(cluster_size * part * _BLOCK_BYTES, i32)
+        start = arith.addi(start, arith.muli(group.registers.item(), group_bytes))
+        count = 4 * part
+        totals: list[Any] = []
+        for i_from in range(cluster_size):
+            lines = []
+            for i in range(part):
+                names = ", ".join(f"${4 * i + j}" for j in range(4))
+                at = (i_from * part + i) * _BLOCK_BYTES
+                lines.append(f"ld.shared.v4.f32 {{{names}}}, [${count}+{at}];")
+            loaded = utils.inline_ptx(
+                "\n".join(lines), start, result_types=[f32] * count, has_side_effects=True
+            )
+            totals = (
+                [arith.addf(x, y) for x, y in zip(totals, loaded, strict=True)]
+                if totals
+                else loaded
+            )
         # Copies may write here next.
-        lines.append("fence.proxy.async.shared::cta;")
-        loaded = utils.inline_ptx(
-            "\n".join(lines), start, result_types=[f32] * count, has_side_effects=True
-        )
+        utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
         layout = ops.WGMMA.to_mgpu()
-        registers = np.empty(2 * blocks, object)
-        for i in range(2 * blocks):
-            pair = []
-            for j in range(2):
-                n = 2 * i + j
-                total = loaded[n]
-                for i_from in range(1, cluster_size):
-                    total = arith.addf(total, loaded[4 * blocks * i_from + n])
-                pair.append(total)
+        registers = np.empty(2 * part, object)
+        for i in range(2 * part):
+            pair = totals[2 * i : 2 * i + 2]
             registers[i] = vector.from_elements(ir.VectorType.get((2,), f32), pair)
         return mgpu.FragmentedArray(
             _registers=registers.reshape(layout.registers_shape((64, num_features))),
@@ -141,4 +153,4 @@ def receive_sum(buffer: Any, transforms: Any, *, part: int, cluster_size: int) -
             _is_signed=None,
         )
 
-    return receive(buffer)
+    return receive(buffer, group)

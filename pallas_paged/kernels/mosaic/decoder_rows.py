@@ -1,4 +1,4 @@
-"""All products between two attentions of up to 64 rows, a persistent Pallas Mosaic kernel.
+"""All products between two attentions of up to 128 rows, a persistent Pallas Mosaic kernel.
 
     residual += attended o^T
     hidden = swiglu(norm(residual) gate_up^T)
@@ -6,25 +6,25 @@
     out = norm(residual) qkv^T
 
 As in `decoder_block.py`, which does one row, the kernel is one pipeline of copies of weights that
-hardly ever pauses, with one program per SM. A program is three warpgroups: one sends blocks of the
-weights through a ring, one sends the activations of the same columns through another, and one
-multiplies. Weights do not wait for activations: while programs wait for one another, their ring
+hardly ever pauses, with one program per SM. In a program a warpgroup sends blocks of the weights
+through a ring, one sends the activations of the same columns through another, and others multiply,
+64 rows each. Weights do not wait for activations: while programs wait for one another, their ring
 fills.
 
-The rows are the first operand of wgmma, which has 64 of them, and features the second. For o, down
+The rows are the first operand of wgmma, which has 64 of them, and features the second. Rows can be
+cut in two parts, with half of the programs each, which do not wait for one another. For o, down
 and q/k/v a cluster of programs has a tile of features, and each of its programs a part of the
 columns. They exchange partial sums through shared memory, so each program ends up with sums of its
 own features (`cluster_sums.py`). It makes the residual, the residual times the weight of the norm,
 and sums of squares. The root mean square of a row divides the next product, not its input.
 
-All programs wait for one another three times at counters (`arrivals.py`), so all must be on the
-device at once.
+All programs of a part wait for one another three times at counters (`arrivals.py`), so all must be
+on the device at once.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
 from typing import Any
 
 import jax
@@ -35,11 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.mosaic import ops
-from pallas_paged.kernels.mosaic.arrivals import (
-    arrive,
-    let_copies_see_stores,
-    wait_for_arrivals,
-)
+from pallas_paged.kernels.mosaic.arrivals import arrive, let_copies_see_stores, wait_for_arrivals
 from pallas_paged.kernels.mosaic.cluster_sums import (
     join_warps,
     meet_cluster,
@@ -50,21 +46,21 @@ from pallas_paged.kernels.mosaic.ring import wgmma_transforms
 from pallas_paged.kernels.mosaic.row_items import Product
 from pallas_paged.kernels.mosaic.row_refs import (
     COUNTERS,
-    SUMS,
     Inputs,
     Outputs,
     Scratch,
     scratch_types,
 )
+from pallas_paged.kernels.mosaic.row_squares import inverse_rms
 from pallas_paged.kernels.mosaic.row_store import load_rows, store_rows
 from pallas_paged.kernels.mosaic.rows_config import (
     BLOCK,
-    MAX_ROWS,
+    GROUP_ROWS,
     DecoderRowsConfig,
     part_groups,
 )
 
-# Counters, each in a line of its own.
+# Counters, each in a line of its own: the first of those of the parts and 64 rows.
 _MLP_X, _HIDDEN, _OUT_X = (32 * i for i in range(3))
 
 
@@ -77,12 +73,18 @@ def rows_kernel(
     config: DecoderRowsConfig,
     interpret: bool,
 ) -> None:
-    """Run one program: warpgroup 0 multiplies, 1 sends weights, 2 sends activations."""
+    """Run one program: the first warpgroups multiply, one sends weights, one activations."""
     cluster_size, num_programs = config.cluster_size, config.num_programs
-    cluster = lax.axis_index("cluster")
     rank = lax.axis_index("rank") if cluster_size > 1 else jnp.int32(0)
+    # Each part of the rows has clusters of its own.
+    part = lax.div(lax.axis_index("cluster"), config.num_clusters)
+    cluster = lax.rem(lax.axis_index("cluster"), config.num_clusters)
     program = cluster * cluster_size + rank
-    num_rows, size = inputs.residual.shape
+    num_rows, size = inputs.residual.shape[0] // config.num_parts, inputs.residual.shape[1]
+    rows = pl.ds(part * num_rows, num_rows)
+    num_consumers = config.num_consumers
+    group = lax.axis_index("wg")  # of 64 rows of the part, if this warpgroup multiplies
+    first_sum = (part * num_consumers + group) * (num_programs * GROUP_ROWS)
     dtype, transforms = scratch.x.dtype, wgmma_transforms(scratch.x.dtype)
     num_stages, num_x_stages = config.num_stages, config.num_x_stages
     product_of = functools.partial(Product, cluster=cluster, rank=rank, config=config)
@@ -100,7 +102,10 @@ def rows_kernel(
         return None, scratch.x_free
 
     def counter(first):
-        return inputs.counters.at[pl.ds(first, 1)]
+        return inputs.counters.at[pl.ds(first + 16 * part, 1)]
+
+    def store(ref, columns, values):
+        store_rows(ref.at[rows, columns], values, group=group, interpret=interpret)
 
     def send_weights(product, sent):
         def send(index, sent):
@@ -136,12 +141,14 @@ def rows_kernel(
             def _():
                 plgpu.barrier_wait(free.at[stage])
 
-            plgpu.copy_gmem_to_smem(
-                product.x.at[pl.ds(0, num_rows), pl.ds(first, BLOCK)],
-                scratch.x.at[stage, pl.ds(0, num_rows)],
-                scratch.x_full.at[stage],
-                collective_axes=axes,
-            )
+            for i in range(num_consumers):
+                count = min(num_rows - i * GROUP_ROWS, GROUP_ROWS)
+                plgpu.copy_gmem_to_smem(
+                    product.x.at[pl.ds(rows.start + i * GROUP_ROWS, count), pl.ds(first, BLOCK)],
+                    scratch.x.at[stage, i, pl.ds(0, count)],
+                    scratch.x_full.at[stage],
+                    collective_axes=axes,
+                )
             return jnp.int32(0)
 
         lax.fori_loop(0, count, send, jnp.int32(0))
@@ -154,31 +161,32 @@ def rows_kernel(
 
     def multiply_item(product, used):
         """Multiply an item; return how many stages of both rings were used, and the products."""
-        accs_of = range(product.tiles.num_accs)
         axes, x_free = sharing(product)
+        accs_of = range(product.tiles.num_accs)
 
-        def multiply_stage(_, carry):
+        def multiply_step(_, carry):
             used, x_used, *accs = carry
-            stage = lax.rem(used, num_stages)
+            stages = [lax.rem(used + acc, num_stages) for acc in accs_of]
             x_stages = [lax.rem(x_used + i, num_x_stages) for i in range(product.tiles.blocks)]
-            plgpu.barrier_wait(scratch.full.at[stage])
             terms = []
-            for block, x_stage in enumerate(x_stages):
-                plgpu.barrier_wait(scratch.x_full.at[x_stage])
-                for acc in accs_of:
-                    rows = pl.ds(product.rows_of(block, acc), product.acc_size)
-                    weights = scratch.weights.at[stage, rows].transpose((1, 0))
-                    terms.append((acc, lambda x=scratch.x.at[x_stage]: x, weights))
+            for acc, stage in enumerate(stages):
+                plgpu.barrier_wait(scratch.full.at[stage])
+                for block, x_stage in enumerate(x_stages):
+                    if acc == 0:
+                        plgpu.barrier_wait(scratch.x_full.at[x_stage])
+                    weights = scratch.weights.at[stage, product.rows_of(block)].transpose((1, 0))
+                    terms.append((acc, lambda x=scratch.x.at[x_stage, group]: x, weights))
             accs = ops.wgmma_many(accs, terms, overlap=True, interpret=interpret)
-            plgpu.barrier_arrive(scratch.free.at[stage])
+            for stage in stages:
+                plgpu.barrier_arrive(scratch.free.at[stage])
             if axes is not None:  # one warp arrives at the other programs
                 join_warps()
             for x_stage in x_stages:
                 plgpu.barrier_arrive(x_free.at[x_stage])
-            return used + 1, x_used + len(x_stages), *accs
+            return used + len(stages), x_used + len(x_stages), *accs
 
-        zeros = [ops.full((MAX_ROWS, product.acc_size), 0.0, ops.WGMMA) for _ in accs_of]
-        used, x_used, *accs = lax.fori_loop(0, product.num_stages, multiply_stage, (*used, *zeros))
+        zeros = [ops.full((GROUP_ROWS, product.tiles.acc_size), 0.0, ops.WGMMA) for _ in accs_of]
+        used, x_used, *accs = lax.fori_loop(0, product.num_steps, multiply_step, (*used, *zeros))
         return (used, x_used), accs
 
     def multiply(product, used, buffer):
@@ -186,7 +194,8 @@ def rows_kernel(
         used, accs = multiply_item(product, used)
         if cluster_size == 1:
             return used, accs[0]
-        how = dict(part=part_groups(product.tiles, cluster_size)[1], cluster_size=cluster_size)
+        _, width = part_groups(product.tiles, cluster_size)
+        how: Any = dict(part=width, cluster_size=cluster_size, group=group)
         meet_cluster(scratch.may_send)
         send_parts(accs, buffer, transforms, num_rows=num_rows, **how)
         meet_cluster(scratch.sent)
@@ -200,7 +209,8 @@ def rows_kernel(
         """
         own, _ = product.own()
         norm = ops.load(norm_ref.at[own], ops.WGMMA_COL)
-        return load_rows(residual_ref.at[:, own], interpret=interpret), norm
+        residual = load_rows(residual_ref.at[rows, own], group=group, interpret=interpret)
+        return residual, norm
 
     def add_product(product, used, loaded):
         """Add a product to the residual; return the next product's input, without scale."""
@@ -211,55 +221,43 @@ def rows_kernel(
         x = x.astype(dtype)
         x32 = x.astype(jnp.float32)
         scaled = x32 * ops.bcast(norm.astype(jnp.float32), x32, 1)
-        store_rows(outputs.x.at[:, own], scaled.astype(dtype), interpret=interpret)
-        rows = outputs.squares.at[pl.ds(program * MAX_ROWS, MAX_ROWS)]
+        store(outputs.x, own, scaled.astype(dtype))
+        sums = outputs.squares.at[pl.ds(first_sum + program * GROUP_ROWS, GROUP_ROWS)]
         squares = jnp.where(ops.iota(x32.shape, 1, ops.WGMMA) < num_own, x32 * x32, 0.0)
-        ops.store(rows, jnp.sum(squares, axis=1))
-        store_rows(outputs.residual.at[:, own], x, interpret=interpret)
+        ops.store(sums, jnp.sum(squares, axis=1))
+        store(outputs.residual, own, x)
         return used, scaled
 
     def load_scale():
-        """Return what the norm multiplies rows with."""
-        if num_programs == 1:
-            total = ops.load(outputs.squares, ops.WGMMA_ROW)
-        else:
-            layout = plgpu.Layout.WG_STRIDED((SUMS,), vec_size=2)
-            parts = [
-                ops.load(outputs.squares.at[pl.ds(i, SUMS)], layout)
-                for i in range(0, num_programs * MAX_ROWS, SUMS)
-            ]
-            scratch.sums[...] = functools.reduce(operator.add, parts)
-            plgpu.commit_smem()
-            rows = [
-                ops.load_shared(scratch.sums.at[pl.ds(i, MAX_ROWS)], ops.WGMMA_ROW)
-                for i in range(0, SUMS, MAX_ROWS)
-            ]
-            total = functools.reduce(operator.add, rows)
-        return lax.rsqrt(total / size + eps)
+        squares = outputs.squares.at[pl.ds(first_sum, num_programs * GROUP_ROWS)]
+        return inverse_rms(squares, scratch.sums, group=group, size=size, eps=eps)
 
     def make_hidden(used, scale):
         used, accs = multiply_item(gate_up, used)
-        factor = ops.bcast(scale, accs[0])
         # Rounded as separate products are.
-        gate, up = ((acc * factor).astype(dtype).astype(jnp.float32) for acc in accs)
+        accs = [(acc * ops.bcast(scale, acc)).astype(dtype).astype(jnp.float32) for acc in accs]
+        tile = gate_up.tiles.tile
+        if len(accs) == 1:
+            starts = (0, tile)
+            accs = [lax.slice(accs[0], (0, i), (GROUP_ROWS, i + tile)) for i in starts]
+        gate, up = accs
         hidden = (gate * (1.0 / (1.0 + jnp.exp(-gate))) * up).astype(dtype)
-        columns = pl.ds(gate_up.feature, hidden.shape[1])
-        store_rows(outputs.hidden.at[:, columns], hidden, interpret=interpret)
+        store(outputs.hidden, pl.ds(gate_up.feature, tile), hidden)
         return used
 
     def arrive_with(first):
-        arrive(counter(first), interpret=interpret)
+        arrive(counter(first + group), interpret=interpret)
         plgpu.barrier_arrive(scratch.ready)
 
     def wait(first):
         wait_for_arrivals(counter(first), num_programs, interpret=interpret)
 
-    @pl.when(lax.axis_index("wg") == 0)
+    @pl.when(group < num_consumers)
     def _multiply():
-        ops.set_max_registers(240, action="increase", interpret=interpret)
+        ops.set_max_registers(config.registers[0], action="increase", interpret=interpret)
         ops.wait_for_previous_kernel(interpret=interpret)
 
-        @pl.when(program == 0)
+        @pl.when((program == 0) & (part == 0) & (group == 0))
         def _():
             layout = plgpu.Layout.WG_STRIDED((COUNTERS,), vec_size=1)
             ops.store(inputs.next_counters, ops.full((COUNTERS,), 0, layout, jnp.int32))
@@ -267,23 +265,22 @@ def rows_kernel(
         used = jnp.int32(0), jnp.int32(0)
         used, _ = add_product(o, used, load_own(o, inputs.residual, inputs.mlp_norm))
         arrive_with(_MLP_X)
-        wait(_MLP_X)
+        wait(_MLP_X + group)
         used = make_hidden(used, load_scale())
         loaded = load_own(down, outputs.residual, inputs.out_norm)
         arrive_with(_HIDDEN)
         used, scaled = add_product(down, used, loaded)
         arrive_with(_OUT_X)
-        wait(_OUT_X)
+        wait(_OUT_X + group)
         scale = load_scale()
         if inputs.qkv is not None:
             _, scaled = multiply(products[3], used, scratch.weights)
         own, _ = products[-1].own()
-        out = (scaled * ops.bcast(scale, scaled)).astype(dtype)
-        store_rows(outputs.out.at[:, own], out, interpret=interpret)
+        store(outputs.out, own, (scaled * ops.bcast(scale, scaled)).astype(dtype))
 
-    @pl.when(lax.axis_index("wg") == 1)
+    @pl.when(group == num_consumers)
     def _send_weights():
-        ops.set_max_registers(40, action="decrease", interpret=interpret)
+        ops.set_max_registers(config.registers[1], action="decrease", interpret=interpret)
         sent = jnp.int32(0)
         for product in products:
             sent = send_weights(product, sent)
@@ -296,14 +293,15 @@ def rows_kernel(
         def _arrived(i):
             plgpu.barrier_wait(scratch.full.at[lax.rem(i, num_stages)])
 
-    @pl.when(lax.axis_index("wg") == 2)
+    @pl.when(group == num_consumers + 1)
     def _send_x():
-        ops.set_max_registers(40, action="decrease", interpret=interpret)
+        ops.set_max_registers(config.registers[1], action="decrease", interpret=interpret)
         ops.wait_for_previous_kernel(interpret=interpret)
         sent = send_x(o, jnp.int32(0))
         for product, first in zip(products[1:], (_MLP_X, _HIDDEN, _OUT_X), strict=False):
             plgpu.barrier_wait(scratch.ready)
-            wait(first)
+            for i in range(num_consumers):
+                wait(first + i)
             let_copies_see_stores(interpret=interpret)
             sent = send_x(product, sent)
 
@@ -332,7 +330,7 @@ def between_attentions(
     It is traced and lowered once for all layers with the same sizes.
 
     Args:
-        attended: bf16 `[R, A]`, with R a multiple of 8 up to 64.
+        attended: bf16 `[R, A]`, with R a multiple of 8 up to 128.
         residual: bf16 `[R, E]`.
         counters: of `new_counters`, or what the call before returned.
         o, gate_up, down, qkv: weights `[E, A]`, `[F, 2, E]`, `[E, F]` and `[N, E]` or None.
@@ -355,12 +353,13 @@ def between_attentions(
         counters=now,
         next_counters=after,
     )
+    num_sums = config.num_parts * config.num_consumers * config.num_programs
     outputs = Outputs(
         residual=result_shape((num_rows, size), dtype),
         out=result_shape((num_rows, out_size), dtype),
         x=result_shape((num_rows, size), dtype),
         hidden=result_shape((num_rows, gate_up.shape[0]), dtype),
-        squares=result_shape((config.num_programs * MAX_ROWS,), jnp.float32),
+        squares=result_shape((num_sums * GROUP_ROWS,), jnp.float32),
     )
     scratch = scratch_types(config, dtype)
     cluster: Any = {}
@@ -377,9 +376,9 @@ def between_attentions(
         ops.with_trees(body, inputs, outputs),
         out_type=tuple(jax.tree.leaves(outputs)),
         mesh=plgpu.Mesh(
-            grid=(config.num_clusters,),
+            grid=(config.num_parts * config.num_clusters,),
             grid_names=("cluster",),
-            num_threads=3,
+            num_threads=config.num_consumers + 2,
             thread_name="wg",
             **cluster,
         ),

@@ -38,13 +38,7 @@ class Product:
 
     @property
     def is_pair(self) -> bool:
-        """Whether the two accumulators are gate and up of the same features."""
-        return len(self.weight.shape) == 3
-
-    @property
-    def acc_size(self) -> int:
-        """Features of an accumulator."""
-        return self.tiles.tile if self.is_pair else self.tiles.tile // self.tiles.num_accs
+        return self.tiles.is_pair
 
     @property
     def num_columns(self) -> int:
@@ -63,6 +57,11 @@ class Product:
     @property
     def num_stages(self) -> int:
         """Stages of weights."""
+        return self.num_steps * self.tiles.num_accs
+
+    @property
+    def num_steps(self) -> int:
+        """How often there is a stage for each accumulator."""
         return self.num_blocks // self.tiles.blocks
 
     def _start(self, index: Any) -> Any:
@@ -88,25 +87,31 @@ class Product:
         of_tile = self._start(self.cluster + 1) - self.feature
         return pl.ds(self.feature + first, width * GROUP), jnp.minimum(after, of_tile) - first
 
-    def rows_of(self, block: int, acc: int) -> int:
-        """Return where in a stage the features of an accumulator start."""
-        return (block * self.tiles.num_accs + acc) * self.acc_size
+    def rows_of(self, block: int) -> Any:
+        """Return the rows of a stage that are a block of the features of the accumulator."""
+        return pl.ds(block * self.tiles.acc_size, self.tiles.acc_size)
 
     def copies(self, stage: Any) -> Iterator[tuple[Any, Any]]:
         """Yield the rows of a ring's stage and the refs to be copied there, `COPIES` in all."""
-        tile, blocks = self.tiles.tile, self.tiles.blocks
-        parts = COPIES // blocks
-        for block in range(blocks):
-            columns = pl.ds(self.first_column + (stage * blocks + block) * BLOCK, BLOCK)
+        tiles = self.tiles
+        step, acc = lax.div(stage, tiles.num_accs), lax.rem(stage, tiles.num_accs)
+        for block in range(tiles.blocks):
+            columns = pl.ds(self.first_column + (step * tiles.blocks + block) * BLOCK, BLOCK)
+            start, size = block * tiles.acc_size, tiles.acc_size
+            if self.is_pair and tiles.num_accs == 1:
+                for i in range(2):
+                    to = pl.ds(start + i * tiles.tile, tiles.tile)
+                    yield to, self.weight.at[pl.ds(self.feature, tiles.tile), i, columns]
+                continue
+            weight, feature = self.weight, self.feature
             if self.is_pair:
-                for acc in range(2):
-                    to = pl.ds(self.rows_of(block, acc), tile)
-                    yield to, self.weight.at[pl.ds(self.feature, tile), acc, columns]
+                weight = weight.at[:, acc]
             else:
-                size = tile // parts
-                for part in range(parts):
-                    to = pl.ds(block * tile + part * size, size)
-                    yield to, self.weight.at[pl.ds(self.feature + part * size, size), columns]
+                feature = feature + acc * size
+            half = size if tiles.blocks == COPIES else pl.cdiv(size, 2 * GROUP) * GROUP
+            for first in range(0, size, half):
+                rows = min(half, size - first)
+                yield pl.ds(start + first, rows), weight.at[pl.ds(feature + first, rows), columns]
 
 
 def _spread(index: Any, count: int, total: int, width: int) -> Any:

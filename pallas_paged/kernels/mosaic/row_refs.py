@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.mosaic.ring import wgmma_transforms
-from pallas_paged.kernels.mosaic.rows_config import BLOCK, COPIES, MAX_ROWS, DecoderRowsConfig
+from pallas_paged.kernels.mosaic.rows_config import BLOCK, COPIES, GROUP_ROWS, DecoderRowsConfig
 
 COUNTERS = 128  # 4, each in a line of its own
-SUMS = 4 * MAX_ROWS  # of squares, in shared memory
+SUMS = 4 * GROUP_ROWS  # of squares, in shared memory
 
 
 @jax.tree_util.register_dataclass
@@ -42,7 +42,7 @@ class Outputs:
     out: Any  # [R, N], or the norm [R, E]
     x: Any  # [R, E], the residual times the weight of a norm
     hidden: Any  # [R, F]
-    squares: Any  # f32[num_programs * 64], sums of a program's part of each row
+    squares: Any  # f32[num_parts * num_consumers * num_programs * 64], sums of each row
 
 
 @jax.tree_util.register_dataclass
@@ -51,8 +51,8 @@ class Scratch:
     """Refs in shared memory, or their types."""
 
     weights: Any  # [num_stages, stage_features, BLOCK]
-    x: Any  # [num_x_stages, 64, BLOCK]
-    sums: Any  # f32[SUMS]
+    x: Any  # [num_x_stages, num_consumers, 64, BLOCK]
+    sums: Any  # f32[num_consumers, SUMS]
     full: Any  # barriers [num_stages], complete when all copies have arrived
     free: Any  # barriers [num_stages], complete when they were used
     x_full: Any  # barriers [num_x_stages]
@@ -67,24 +67,27 @@ def scratch_types(config: DecoderRowsConfig, dtype: Any) -> Scratch:
     """Return the types of the refs in shared memory."""
     transforms = wgmma_transforms(dtype)
     num_stages, num_x_stages = config.num_stages, config.num_x_stages
-    x_barrier = plgpu.Barrier(num_barriers=num_x_stages)
+    consumers = config.num_consumers
+    x_barrier = plgpu.Barrier(num_arrivals=consumers, num_barriers=num_x_stages)
     in_cluster: Any = plgpu.Barrier()
     by_all: Any = x_barrier
     if config.cluster_size > 1:
-        in_cluster = plgpu.ClusterBarrier(collective_axes=("rank",))
-        by_all = plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=num_x_stages)
+        in_cluster = plgpu.ClusterBarrier(collective_axes=("rank",), num_arrivals=consumers)
+        by_all = plgpu.ClusterBarrier(
+            collective_axes=("rank",), num_arrivals=consumers, num_barriers=num_x_stages
+        )
     return Scratch(
         weights=plgpu.SMEM(
             (num_stages, config.stage_features, BLOCK), dtype, transforms=transforms
         ),
-        x=plgpu.SMEM((num_x_stages, MAX_ROWS, BLOCK), dtype, transforms=transforms),
-        sums=plgpu.SMEM((SUMS,), jnp.float32),
+        x=plgpu.SMEM((num_x_stages, consumers, GROUP_ROWS, BLOCK), dtype, transforms=transforms),
+        sums=plgpu.SMEM((consumers, SUMS), jnp.float32),
         full=plgpu.Barrier(num_arrivals=COPIES, num_barriers=num_stages),
-        free=plgpu.Barrier(num_barriers=num_stages),
+        free=plgpu.Barrier(num_arrivals=consumers, num_barriers=num_stages),
         x_full=x_barrier,
         x_free=x_barrier,
         x_free_by_all=by_all,
-        ready=plgpu.Barrier(),
+        ready=plgpu.Barrier(num_arrivals=consumers),
         may_send=in_cluster,
         sent=in_cluster,
     )

@@ -1,4 +1,4 @@
-"""The store of a product's first rows to device memory."""
+"""Stores and loads of 64 rows in device memory, of which some may not exist."""
 
 from __future__ import annotations
 
@@ -7,25 +7,32 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.mosaic import ops
 
 
-def store_rows(where: Any, values: jax.Array, *, interpret: bool) -> None:
-    """Store the first rows of a product.
+def store_rows(where: Any, values: jax.Array, *, group: Any, interpret: bool) -> None:
+    """Store those of 64 rows of a product that exist.
 
     Args:
-        where: ref `[R, n]` to device memory, at most 64 rows.
+        where: ref `[R, n]` to device memory.
         values: `[64, n]`, laid out as wgmma does; f32 or 16-bit elements.
+        group: i32, which 64 rows these are.
     """
     num_rows = where.shape[0]
     if interpret:
-        where[...] = values[:num_rows]
+        for i in range(0, 64, 8):
+
+            @pl.when(group * 64 + i < num_rows)
+            def _(i=i):
+                where[pl.ds(group * 64 + i, 8)] = values[i : i + 8]
+
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ops.WGMMA))
-    def store(_, where, values):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ops.WGMMA, plgpu.Layout.WG_SPLAT))
+    def store(_, where, values, group):
         from jax.experimental.mosaic.gpu import utils
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import arith, vector
@@ -38,6 +45,8 @@ def store_rows(where: Any, values: jax.Array, *, interpret: bool) -> None:
         warp, lane = (f(thread, utils.c(32, i32)) for f in (arith.divui, arith.remui))
         # A thread has two columns of rows `row` and `row + 8`, as do the three beside it.
         row = arith.addi(arith.muli(warp, utils.c(16, i32)), arith.divui(lane, utils.c(4, i32)))
+        first = arith.muli(group.registers.item(), utils.c(64, i32))
+        row = arith.addi(row, first)
         column = arith.muli(arith.remui(lane, utils.c(4, i32)), utils.c(2 * item_size, i32))
         start = arith.addi(
             arith.muli(arith.extui(i64, row), utils.c(row_bytes, i64)), arith.extui(i64, column)
@@ -52,7 +61,7 @@ def store_rows(where: Any, values: jax.Array, *, interpret: bool) -> None:
             operands += [vector.extract(pair, [], [i]) for i in range(words)]
         lines = ["{ .reg .pred p; .reg .b64 a;", "add.s64 a, $0, $1;"]
         for half in range(2):
-            if num_rows < 64:  # a branch, which costs less than predicates of all stores
+            if num_rows % 64:  # a branch, which costs less than predicates of all stores
                 lines.append(f"setp.ge.s32 p, $2, {num_rows - 8 * half}; @p bra end;")
             for i in range(len(registers)):
                 first = 3 + (2 * i + half) * words
@@ -69,23 +78,24 @@ def store_rows(where: Any, values: jax.Array, *, interpret: bool) -> None:
             has_side_effects=True,
         )
 
-    store(where, values)
+    store(where, values, group)
 
 
-def load_rows(where: Any, *, interpret: bool) -> jax.Array:
+def load_rows(where: Any, *, group: Any, interpret: bool) -> jax.Array:
     """Return 16-bit `[64, n]` as wgmma has results, from a ref `[R, n]` to device memory.
 
-    Rows from R on are zeros.
+    These are the 64 rows `group`; those from R on may be anything.
     """
     num_rows, num_columns = where.shape
     if interpret:
-        return jnp.pad(where[...], ((0, 64 - num_rows), (0, 0)))
+        starts = [jnp.minimum(group * 64 + i, num_rows - 8) for i in range(0, 64, 8)]
+        return jnp.concatenate([where[pl.ds(start, 8)] for start in starts])
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),),
+        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT),
         return_type=plgpu.ShapeDtypeStruct((64, num_columns), where.dtype, layout=ops.WGMMA),
     )
-    def load(_, where):
+    def load(_, where, group):
         from jax.experimental.mosaic import gpu as mgpu
         from jax.experimental.mosaic.gpu import utils
         from jaxlib.mlir import ir
@@ -97,6 +107,8 @@ def load_rows(where: Any, *, interpret: bool) -> jax.Array:
         thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
         warp, lane = (f(thread, utils.c(32, i32)) for f in (arith.divui, arith.remui))
         row = arith.addi(arith.muli(warp, utils.c(16, i32)), arith.divui(lane, utils.c(4, i32)))
+        first = arith.muli(group.registers.item(), utils.c(64, i32))
+        row = arith.addi(row, first)
         column = arith.muli(arith.remui(lane, utils.c(4, i32)), utils.c(4, i32))
         start = arith.addi(
             arith.muli(arith.extui(i64, row), utils.c(row_bytes, i64)), arith.extui(i64, column)
@@ -126,4 +138,4 @@ def load_rows(where: Any, *, interpret: bool) -> jax.Array:
             _is_signed=None,
         )
 
-    return load(where)
+    return load(where, group)

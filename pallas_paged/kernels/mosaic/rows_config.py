@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 
-MAX_ROWS = 64  # of wgmma's first operand
+GROUP_ROWS = 64  # of wgmma's first operand
+MAX_ROWS = 2 * GROUP_ROWS
 BLOCK = 64  # columns of a block
 COPIES = 2  # of weights for each stage
 GROUP = 8  # features, of which tiles have a number
-_MAX_TILE = 256
+# Features of a tile, and of an accumulator by the warpgroups that multiply: for their registers.
+_MAX_TILE = 304
+_MAX_ACC = {1: 256, 2: 192}
 _RING_BYTES = 224 * 1024  # of both rings
 _BYTES_IN_FLIGHT = 72 * 1024
 _MAX_STAGES = 16  # Mosaic takes 32 barriers at most
@@ -25,15 +28,22 @@ class ProductTiles:
         num_features: of the weight; pairs of gate and up.
         tile: features of a tile.
         count: of the tiles.
-        num_accs: accumulators for a tile; pairs have two.
+        is_pair: whether these are gate and up of the same features.
+        num_accs: accumulators for a tile, each with stages of its own.
         blocks: blocks of 64 columns of a stage.
     """
 
     num_features: int
     tile: int
     count: int
+    is_pair: bool
     num_accs: int
     blocks: int
+
+    @property
+    def acc_size(self) -> int:
+        """Features of an accumulator; gate, then up, if pairs have only one."""
+        return self.tile * (2 if self.is_pair else 1) // self.num_accs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +51,9 @@ class DecoderRowsConfig:
     """How the kernel runs. Results differ by rounding only.
 
     Attributes:
-        num_clusters: all of which are on the device at once, for programs wait for one another.
+        num_parts: equal parts of the rows, which have clusters of their own.
+        num_consumers: warpgroups that multiply, each 64 rows of a part.
+        num_clusters: of a part. All are on the device at once, for programs wait for one another.
         cluster_size: programs of a cluster, which share the columns of a product; a power of 2.
         o, gate_up, down, qkv: tiles of the products.
         stage_features: rows of a stage of weights, 64 columns each.
@@ -51,6 +63,8 @@ class DecoderRowsConfig:
         share_x: copies of the activations of gate and up go to all programs of a cluster.
     """
 
+    num_parts: int
+    num_consumers: int
     num_clusters: int
     cluster_size: int
     o: ProductTiles
@@ -64,7 +78,13 @@ class DecoderRowsConfig:
     share_x: bool
 
     @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a thread that multiplies, and of one that sends."""
+        return (240 if self.num_consumers == 1 else 216), 40
+
+    @property
     def num_programs(self) -> int:
+        """Programs of a part of the rows."""
         return self.num_clusters * self.cluster_size
 
 
@@ -78,37 +98,56 @@ def decoder_rows_config(
     num_clusters: int,
     cluster_size: int = 4,
     num_x_stages: int | None = None,
+    num_parts: int | None = None,
 ) -> DecoderRowsConfig | None:
     """Return the config for weights of these sizes, or None where the kernel can't do them.
 
     Args:
         size, attended_size, hidden_size, out_size: as in `decoder_block_config`.
-        num_rows: a multiple of 8.
-        num_clusters, cluster_size: as in `DecoderRowsConfig`.
-        num_x_stages: None: as many as sums need, and not less than 5.
+        num_rows: a multiple of 8 up to 128, and of 16 with two parts.
+        num_clusters: on the device at once.
+        cluster_size: as in `DecoderRowsConfig`.
+        num_x_stages: None: as many as sums need, and not less than 5, or 6 with two consumers.
+        num_parts: None: 2 for 128 rows of small models, for which 14 wide tiles that are read twice
+            are faster than 29 narrow ones.
     """
+    if num_parts is None:
+        num_parts = 2 if num_rows == MAX_ROWS and size <= 1024 and num_clusters > 1 else 1
+    num_rows //= num_parts
+    num_clusters //= num_parts
+    num_consumers = -(-num_rows // GROUP_ROWS)
     if any(n % (BLOCK * cluster_size) for n in (size, attended_size, hidden_size)):
         return None
+    max_acc = _MAX_ACC[num_consumers]
     o, down = (
-        _product_tiles(size, num_clusters, 1 if columns % (2 * BLOCK * cluster_size) else 2)
+        _product_tiles(
+            size, num_clusters, 1 if columns % (2 * BLOCK * cluster_size) else 2, max_acc
+        )
         for columns in (attended_size, hidden_size)
     )
-    qkv = _product_tiles(out_size or size, num_clusters, 1)
-    gate_up = _product_tiles(hidden_size, num_clusters * cluster_size, 1, is_pair=True)
+    qkv = _product_tiles(out_size or size, num_clusters, 1, max_acc)
+    gate_up = _product_tiles(hidden_size, num_clusters * cluster_size, 1, max_acc, is_pair=True)
     if o is None or down is None or qkv is None or gate_up is None:
         return None
-    if cluster_size > 1 and max(o.tile, down.tile, qkv.tile, 2 * gate_up.tile) > _MAX_TILE:
+    products = o, gate_up, down, qkv
+    if cluster_size > 1 and max(x.acc_size * x.num_accs for x in products) > _MAX_TILE:
         return None
-    stage_features = max(2 * gate_up.tile, *(x.tile * x.blocks for x in (o, down, qkv)))
+    stage_features = max(x.acc_size * x.blocks for x in products)
     # Sums use the activations' part of shared memory, and the last ones that of the weights.
     most = max(sum_bytes(x, cluster_size) for x in (o, down))
     needed = 0 if cluster_size == 1 else -(-most // 8192)
-    num_x_stages = num_x_stages or max(needed, 5)
+    num_x_stages = num_x_stages or max(needed, 4 + num_consumers)
     if needed > num_x_stages:
         return None
     stage_bytes = stage_features * BLOCK * 2
-    num_stages = min((_RING_BYTES - num_x_stages * 8192) // stage_bytes, _MAX_STAGES)
+    x_bytes = num_consumers * num_x_stages * 8192
+    num_stages = max(min((_RING_BYTES - x_bytes) // stage_bytes, _MAX_STAGES), 2)
+    last_sums = 0 if cluster_size == 1 else num_consumers * sum_bytes(qkv, cluster_size)
+    if last_sums > num_stages * stage_bytes:
+        return None
     return DecoderRowsConfig(
+        num_parts=num_parts,
+        num_consumers=num_consumers,
         num_clusters=num_clusters,
         cluster_size=cluster_size,
         o=o,
@@ -116,7 +155,7 @@ def decoder_rows_config(
         down=down,
         qkv=qkv,
         stage_features=stage_features,
-        num_stages=max(num_stages, 2),
+        num_stages=num_stages,
         num_x_stages=num_x_stages,
         num_in_flight=max(min(_BYTES_IN_FLIGHT // stage_bytes, num_stages), 1),
         share_x=cluster_size > 1 and num_rows % (8 * cluster_size) == 0,
@@ -139,21 +178,27 @@ def part_groups(tiles: ProductTiles, cluster_size: int) -> tuple[int, int]:
 
 
 def sum_bytes(tiles: ProductTiles, cluster_size: int) -> int:
-    """Return the shared memory in which a program gets sums of the others, 64 rows in f32."""
-    return part_groups(tiles, cluster_size)[1] * cluster_size * GROUP * MAX_ROWS * 4
+    """Return the shared memory in which a program gets sums of the others for 64 rows in f32."""
+    return part_groups(tiles, cluster_size)[1] * cluster_size * GROUP * GROUP_ROWS * 4
 
 
 def _product_tiles(
-    num_features: int, count: int, blocks: int, *, is_pair: bool = False
+    num_features: int, count: int, blocks: int, max_acc: int, *, is_pair: bool = False
 ) -> ProductTiles | None:
     """Return equal tiles of the features."""
     tile = -(-num_features // (GROUP * count)) * GROUP
-    # A weight of one block in a stage comes as two copies, a wide tile has two accumulators.
-    if not is_pair and (blocks == 1 or tile > 128):
+    if max_acc < 256 and blocks * tile > max_acc:
+        blocks = 1  # the ring then has room for more stages
+    if not is_pair and blocks == 1:  # a stage comes as two copies
         tile = -(-tile // (2 * GROUP)) * 2 * GROUP
-    num_accs = 2 if is_pair or (tile > 128 and count > 1) else 1
+    num_accs = 2 if count > 1 and tile * (2 if is_pair else 1) > max_acc else 1
     if num_features % GROUP or tile > num_features:
         return None
     return ProductTiles(
-        num_features=num_features, tile=tile, count=count, num_accs=num_accs, blocks=blocks
+        num_features=num_features,
+        tile=tile,
+        count=count,
+        is_pair=is_pair,
+        num_accs=num_accs,
+        blocks=blocks,
     )

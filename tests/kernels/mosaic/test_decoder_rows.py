@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +23,7 @@ from tests.support.devices import lower_for_cuda
 # Of attended, the residual, hidden and out.
 SMALL = (256, 512, 256, 128)
 LLAMAS = [(2048, 2048, 8192, 3072), (4096, 4096, 14336, 6144), (3072, 3072, 8192, 0)]
+QWEN = (2048, 1024, 3072, 4096)
 
 
 def sizes_of(attended: int, size: int, hidden: int, out: int) -> dict[str, int]:
@@ -48,7 +51,13 @@ def oracle(attended, x, w):
 
 @pytest.mark.parametrize(
     ("rows", "sizes", "num_x_stages"),
-    [(16, (512, 512, 256, 256), 4), (64, (256, 384, 384, 192), 8), (40, (256, 256, 256, 0), 2)],
+    [
+        (16, (512, 512, 256, 256), 4),
+        (64, (256, 384, 384, 192), 8),
+        (40, (256, 256, 256, 0), 2),
+        (128, (256, 256, 256, 256), 3),
+        (72, (256, 256, 384, 0), 6),
+    ],
 )
 def test_it_is_the_steps_in_numpy(rows, sizes, num_x_stages):
     shapes = shapes_of(*sizes)
@@ -77,7 +86,14 @@ def test_it_is_the_steps_in_numpy(rows, sizes, num_x_stages):
 
 
 @pytest.mark.parametrize(
-    ("rows", "sizes"), [*((64, sizes) for sizes in LLAMAS), (40, LLAMAS[1]), (8, SMALL)]
+    ("rows", "sizes"),
+    [
+        *((64, sizes) for sizes in LLAMAS),
+        *((128, sizes) for sizes in (QWEN, *LLAMAS)),
+        (72, QWEN),
+        (40, LLAMAS[1]),
+        (8, SMALL),
+    ],
 )
 def test_the_blocks_of_decoders_lower_for_a_gpu(rows, sizes):
     attended, size, _, out = sizes
@@ -98,7 +114,27 @@ def test_the_blocks_of_decoders_lower_for_a_gpu(rows, sizes):
     assert "stablehlo.pad" not in text and "stablehlo.transpose" not in text
 
 
-@pytest.mark.parametrize("sizes", LLAMAS)
+def test_two_parts_of_the_rows_are_the_same_as_one():
+    shapes = shapes_of(256, 256, 256, 128)
+    w = {name: draw(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
+    attended, x = draw(20, 32, 256), draw(21, 32, 256)
+
+    def run(num_parts):
+        config = decoder_rows_config(
+            **sizes_of(256, 256, 256, 128),
+            num_rows=32,
+            num_clusters=num_parts,
+            cluster_size=1,
+            num_parts=num_parts,
+        )
+        kernel = functools.partial(between_attentions, eps=1e-5, config=config, interpret=True)
+        return kernel(attended, x, new_counters(), **w)[:2]
+
+    for a, b in zip(run(1), run(2), strict=True):
+        np.testing.assert_array_equal(*(np.asarray(y, np.float32) for y in (a, b)))
+
+
+@pytest.mark.parametrize("sizes", [QWEN, *LLAMAS])
 @pytest.mark.parametrize(("clusters", "cluster_size"), [(30, 4), (33, 4), (66, 2)])
 def test_equal_tiles_and_parts_cover_all_features_and_each_is_owned_once(
     sizes, clusters, cluster_size
@@ -138,12 +174,25 @@ def test_clusters_fit_whatever_sms_the_processing_clusters_have():
 
 @pytest.mark.parametrize(
     ("rows", "size", "kernels"),
-    [(32, 4096, 0), (40, 4096, 1), (65, 4096, 0), (16, 2048, 0), (24, 2048, 1), (64, 2048, 1)],
+    [
+        (64, 1024, 0),
+        (65, 1024, 1),
+        (128, 1024, 1),
+        (129, 1024, 0),
+        (16, 2048, 0),
+        (24, 2048, 1),
+        (128, 2048, 1),
+        (129, 2048, 0),
+        (32, 4096, 0),
+        (40, 4096, 1),
+        (65, 4096, 0),
+    ],
 )
-def test_it_is_chosen_for_17_to_64_rows_of_2048_and_33_to_64_of_4096(rows, size, kernels):
-    shapes = shapes_of(*LLAMAS[size == 4096])
+def test_it_is_chosen_for_the_rows_of_each_size_for_which_it_is_faster(rows, size, kernels):
+    sizes = next(x for x in (QWEN, *LLAMAS) if x[1] == size)
+    shapes = shapes_of(*sizes)
     w = BlockWeights(**{k: jax.ShapeDtypeStruct(s, jnp.bfloat16) for k, s in shapes.items()})
-    attended = x = jax.ShapeDtypeStruct((rows, size), jnp.bfloat16)
+    attended, x = (jax.ShapeDtypeStruct((rows, n), jnp.bfloat16) for n in sizes[:2])
 
     def run(attended, x, w):
         return decoder_block.between_attentions(attended, Residual(x=x), w, eps=1e-5)[1]

@@ -232,13 +232,14 @@ def recorded_steps(counts: Mapping[str, int], num_layers: int) -> int:
     """Return how many steps a profile has, by the decode kernel of each layer; 0 if it has none.
 
     Of a loop in a CUDA graph CUPTI reports one iteration, so they may be fewer than the engine's.
+    The first may lack a kernel.
 
     Args:
         counts: launches by the names of kernels.
         num_layers: of the model.
     """
     names = [name for name in counts if _DECODE in name and "merge" not in name]
-    return sum(counts[name] for name in names) // num_layers
+    return round(sum(counts[name] for name in names) / num_layers)
 
 
 def ordered(times: Sequence[profiler.Timed], num_runs: int) -> list[list[Any]] | None:

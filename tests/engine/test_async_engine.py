@@ -24,6 +24,7 @@ from tests.support.engine_calls import (
     assert_nothing_is_left,
     greedy,
     make_engine,
+    sample_as,
     sampling,
     serve,
     steps_of,
@@ -98,7 +99,7 @@ def test_clients_that_leave_at_random_disturb_no_other_and_leave_no_page():
     choices += [greedy(beam_width=2, n=2), sampling(logprobs=2, prompt_logprobs=1)]
     jobs = [(prompt, params) for prompt in PROMPTS for params in choices]
     expected = {job: alone(list(job[0]), job[1]) for job in [(tuple(p), c) for p, c in jobs]}
-    inner = make_engine()
+    inner = sample_as(make_engine(), choices)
 
     async def client(engine, seed):
         rng = random.Random(seed)

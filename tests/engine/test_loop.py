@@ -25,6 +25,7 @@ from tests.support.engine_calls import (
     greedy,
     make_engine,
     run,
+    sample_as,
     sampling,
     serve,
     step,
@@ -59,7 +60,7 @@ def results(num_steps, *, num_pages, gap=0):
     engine = make_engine(
         model, weights(), NumberTokenizer(), num_pages=num_pages, num_scheduler_steps=32
     )
-    steps_of(engine, num_steps)
+    steps_of(sample_as(engine, LOAD), num_steps)
     requests, deltas = [], []
     for index, params in enumerate(LOAD):
         requests.append(engine.submit(PROMPTS[index % 5], params))

@@ -1,6 +1,7 @@
 """Random requests in tiny pools: every page is free in the end, every output is right.
 
-Each slow run takes 300 requests; SOAK_SCALE in the environment multiplies their number.
+Each slow run takes 300 requests; SOAK_SCALE in the environment multiplies their number. All steps
+of a short run can sample with any parameters; those of a slow one with what their requests need.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tests.support.engine_calls import (
     greedy,
     make_engine,
     run,
+    sample_as,
     sampling,
     serve,
     step,
@@ -84,7 +86,7 @@ def soak_engine(**sizes) -> Engine:
 def cases(oracle) -> dict[Case, list]:
     """Every case that fits into the pool, with its result alone, in single steps, uncached."""
     engine = soak_engine(enable_prefix_caching=False)
-    steps_of(engine, 1)
+    steps_of(sample_as(engine, PARAMS), 1)
     alone = {}
     for i, prompt in enumerate(PROMPTS):
         for j, params in enumerate(PARAMS):
@@ -175,6 +177,8 @@ def test_soak(cases, caching, watermark, steps, seed, num_requests):
     rng = np.random.default_rng([seed, caching, int(10 * watermark)])
     engine = soak_engine(enable_prefix_caching=caching, watermark=watermark)
     steps_of(engine, lambda: int(rng.choice(CHOICES[steps])))
+    if num_requests == FEW_REQUESTS:
+        sample_as(engine, PARAMS)
     num_ended = num_aborted = 0
     for one in storm(engine, cases, rng, num_requests):
         num_ended += 1

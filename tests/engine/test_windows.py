@@ -20,6 +20,7 @@ from tests.support.engine_calls import (
     tokens_of,
     weights,
 )
+from tests.support.marks import slow
 from tests.support.oracle import Oracle
 from tests.support.plain_model import PlainModel, greedy_tokens
 
@@ -35,9 +36,12 @@ def wanted(exact_products):
 
 
 @pytest.mark.parametrize(
-    ("num_pages", "max_num_seqs", "num_steps"), [(8, 1, 1), (8, 1, 8), (12, 2, 8), (20, 4, 8)]
+    ("num_pages", "max_num_seqs", "num_steps", "caching"),
+    [
+        *((8, 1, 1, False), (8, 1, 8, True), (12, 2, 8, False), (20, 4, 8, True)),
+        *slow([(8, 1, 1, True), (8, 1, 8, False), (12, 2, 8, True), (20, 4, 8, False)]),
+    ],
 )
-@pytest.mark.parametrize("caching", [False, True])
 def test_long_sequences_run_in_a_small_pool(wanted, num_pages, max_num_seqs, num_steps, caching):
     """The longest has 120 tokens, the smallest pool 32; the table is checked at each step."""
     sizes = dict(num_pages=num_pages, max_num_seqs=max_num_seqs, enable_prefix_caching=caching)

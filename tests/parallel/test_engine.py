@@ -24,6 +24,7 @@ from tests.support.engine_calls import (
     make_engine,
     reasons_of,
     run,
+    sample_as,
     sampling,
     serve,
     step,
@@ -69,7 +70,7 @@ def new_tokens() -> list[list[int]]:
 @pytest.mark.parametrize("num_devices", SIZES)
 def test_every_kind_of_request_gets_the_tokens_of_one_device(alone, num_devices):
     engine = mesh_engine(num_devices, num_pages=13, watermark=0.0)
-    steps_of(engine, 4)
+    steps_of(sample_as(engine, LOADS), 4)
     requests = serve(engine, PROMPTS, LOADS)
     assert [tokens_of([request]) for request in requests] == alone
     assert engine.stats().num_preemptions > 0

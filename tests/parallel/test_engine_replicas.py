@@ -18,6 +18,7 @@ from tests.support.engine_calls import (
     greedy,
     make_engine,
     run,
+    sample_as,
     sampling,
     serve,
     step,
@@ -61,8 +62,8 @@ def test_replicas_share_requests_and_give_the_tokens_of_one(alone, sizes):
 
 
 def test_samples_and_beams_of_a_request_stay_on_one_replica():
-    engine = replicated()
     load = [sampling(n=3), greedy(beam_width=3, max_tokens=6), sampling(best_of=2)]
+    engine = sample_as(replicated(), load)
     requests = submit(engine, PROMPTS[:3], load)
     while not engine.idle:
         step(engine)

@@ -15,6 +15,7 @@ from tests.support.engine_calls import (
     greedy,
     make_engine,
     run,
+    sample_as,
     sampling,
     serve,
     step,
@@ -59,7 +60,7 @@ CASES = [
 def alone() -> list[list[list[int]]]:
     """The tokens of every case alone, on one device, in single steps, uncached."""
     engine = make_engine(WIDE, weights(WIDE), NumberTokenizer(), enable_prefix_caching=False)
-    steps_of(engine, 1)
+    steps_of(sample_as(engine, PARAMS), 1)
     return [tokens_of(serve(engine, [prompt], params, check=False)) for prompt, params in CASES]
 
 
@@ -71,7 +72,7 @@ def test_random_requests_get_the_tokens_of_one_device(alone, tensor, data, steps
     sizes = dict(num_pages=NUM_PAGES, watermark=0.0, tensor_parallel=tensor, data_parallel=data)
     engine = make_engine(WIDE, weights(WIDE), NumberTokenizer(), **sizes)
     rng = np.random.default_rng([tensor, data])
-    steps_of(engine, lambda: int(rng.choice(steps)))
+    steps_of(sample_as(engine, PARAMS), lambda: int(rng.choice(steps)))
     copies = [weights(WIDE), jax.tree.map(np.asarray, weights(WIDE))]
     live, ended, deltas, aborted = {}, [], {}, set()
     num_left = NUM_REQUESTS

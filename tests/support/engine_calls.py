@@ -12,6 +12,7 @@ import numpy as np
 
 from pallas_paged.engine import Engine, EngineConfig, Request, RequestOutput, SamplingParams
 from pallas_paged.engine.kv_cache import pool_bytes
+from pallas_paged.engine.runner import _fit, modes_for
 from pallas_paged.kv_pool import KVPool
 from tests.support.plain_model import PlainModel
 
@@ -73,6 +74,15 @@ def steps_of(engine: Engine, num_steps: Any) -> None:
     get = num_steps if callable(num_steps) else lambda: num_steps
     for replica in engine.replicas:
         replica.core._num_steps = get
+
+
+def sample_as(engine: Engine, params: Iterable[SamplingParams]) -> Engine:
+    """Let every step be able to sample with all of these parameters: few programs compile."""
+    mode = max(modes_for(list(params)))
+    for replica in engine.replicas:
+        runner = replica.runner
+        runner._compiled = {shape: {_fit(mode, shape)} for shape in runner.buckets.all()}
+    return engine
 
 
 def run(engine: Engine, *, max_steps: int = 1000, check: bool = True) -> list[RequestOutput]:

@@ -52,6 +52,7 @@ def serve(engine: Any, calls: Any, new: Any) -> list[list[list[int]]]:
     loads = [calls.greedy(), calls.sampling(n=2, top_k=5, presence_penalty=1.0)]
     loads.append(calls.greedy(beam_width=2, max_tokens=6))
     engine.warmup([loads[0]])
+    calls.sample_as(engine, loads)
     found = [calls.tokens_of(calls.serve(engine, calls.PROMPTS, load)) for load in loads]
     engine.sleep()
     engine.wake()

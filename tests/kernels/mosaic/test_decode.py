@@ -29,6 +29,7 @@ from pallas_paged.kernels.mosaic.ops import Partials
 from tests.support.attention_calls import assert_close, assert_same_bits
 from tests.support.attention_cases import mosaic_case
 from tests.support.devices import lower_for_cuda
+from tests.support.marks import slow
 
 # Programs that have several rows, and rows that several programs share.
 CONFIG = MosaicDecodeConfig(block_k=64, num_stages=2, num_programs=6)
@@ -61,13 +62,14 @@ def check(case, config=CONFIG, **options):
     assert_close(decode(arrays, config, **options), arrays, case.tolerance, **options)
 
 
-@pytest.mark.parametrize("group", [1, 3, 4, 8, 16, 40, 67])
+@pytest.mark.parametrize("group", [1, 4, 40, *slow([3, 8, 16, 67])])
 def test_groups(group):
     check(mosaic_case(num_q_heads=2 * group, seq_lens=(130, 0, 64), pages_per_seq=9))
 
 
 @pytest.mark.parametrize(
-    ("page_size", "block_k"), [(1, 64), (4, 128), (8, 64), (16, 128), (128, 64), (256, 128)]
+    ("page_size", "block_k"),
+    [(8, 64), (256, 128), *slow([(1, 64), (4, 128), (16, 128), (128, 64)])],
 )
 def test_page_sizes(page_size, block_k):
     config = MosaicDecodeConfig(block_k=block_k, num_stages=2, num_programs=4)
@@ -133,7 +135,7 @@ def test_data_outside_a_row_changes_no_bit(options):
     assert_same_bits(decode(rows_of_256().make(), **options), clean)
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("page_size", [16, *slow([1, 4])])
 def test_keys_left_of_the_window_are_not_read(page_size):
     lens = (200, 130)
     arrays = rows_of_256(seq_lens=lens, page_size=page_size, pages_per_seq=256 // page_size).make()
@@ -302,7 +304,7 @@ def lower(heads, page_size, dtype, config=CONFIG, *, num_seqs=4, per_head=False,
     ("page_size", "dtype"), [(1, jnp.bfloat16), (8, jnp.bfloat16), (256, jnp.float16)]
 )
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-@pytest.mark.parametrize("group", [1, 5, 64, 130])
+@pytest.mark.parametrize("group", [1, 130, *slow([5, 64])])
 def test_lowers_for_cuda(group, head_dim, page_size, dtype):
     text = lower((2 * group, 2, head_dim), page_size, dtype)
     assert "paged_decode" in text and "paged_decode_merge" in text

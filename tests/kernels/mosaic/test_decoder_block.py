@@ -20,6 +20,7 @@ from pallas_paged.kernels.mosaic.config import DecoderBlockConfig, decoder_block
 from pallas_paged.kernels.mosaic.decoder_block import between_attentions, new_boards
 from tests.support.block_weights import draw, shapes_of
 from tests.support.devices import lower_for_cuda
+from tests.support.marks import slow
 
 
 def oracle(attended, x, w, dtype):
@@ -103,8 +104,13 @@ def states_of(rng, lens, *, by_kv_head, sinks):
     return states, np.concatenate(want)
 
 
-@pytest.mark.parametrize("by_kv_head", [False, True])
-@pytest.mark.parametrize(("lens", "with_sinks"), [(0, True), (1, False), (5, True), (50, False)])
+@pytest.mark.parametrize(
+    ("lens", "with_sinks", "by_kv_head"),
+    [
+        *((0, True, False), (1, False, True), (5, True, True), (50, False, False)),
+        *slow([(0, True, True), (1, False, False), (5, True, False), (50, False, True)]),
+    ],
+)
 def test_it_unites_the_states_of_attention(lens, with_sinks, by_kv_head):
     sizes = 512, 512, 256, 64
     rng = np.random.default_rng(lens)

@@ -19,6 +19,7 @@ from pallas_paged.kernels.mosaic.row_items import Product
 from pallas_paged.kernels.mosaic.rows_config import clusters_at_once, decoder_rows_config
 from tests.support.block_weights import draw, shapes_of
 from tests.support.devices import lower_for_cuda
+from tests.support.marks import slow
 
 # Of attended, the residual, hidden and out.
 SMALL = (256, 512, 256, 128)
@@ -53,10 +54,14 @@ def oracle(attended, x, w):
     ("rows", "sizes", "num_x_stages"),
     [
         (16, (512, 512, 256, 256), 4),
-        (64, (256, 384, 384, 192), 8),
-        (40, (256, 256, 256, 0), 2),
         (128, (256, 256, 256, 256), 3),
-        (72, (256, 256, 384, 0), 6),
+        *slow(
+            [
+                (64, (256, 384, 384, 192), 8),
+                (40, (256, 256, 256, 0), 2),
+                (72, (256, 256, 384, 0), 6),
+            ]
+        ),
     ],
 )
 def test_it_is_the_steps_in_numpy(rows, sizes, num_x_stages):

@@ -18,6 +18,7 @@ from pallas_paged.kernels.mosaic import config as mosaic_tuning
 from pallas_paged.kernels.mosaic import converted_rows
 from tests.support.devices import lower_for_cuda
 from tests.support.lowering import CUSTOM_CALL, named, options_of, pairwise
+from tests.support.marks import slow
 
 if jax.__version_info__ < (0, 11):
     pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
@@ -205,7 +206,7 @@ def test_a_step_writes_into_the_pool_that_was_donated(num_tokens):
     assert len(others) == 2 and all(line.lstrip().startswith("}) : ") for line in others)
 
 
-@pytest.mark.parametrize(("window", "alibi"), [(None, False), (100, False), (None, True)])
+@pytest.mark.parametrize(("window", "alibi"), [(100, False), *slow([(None, False), (None, True)])])
 def test_cascade(window, alibi):
     text = lower_for_cuda(
         partial(

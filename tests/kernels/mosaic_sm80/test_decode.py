@@ -24,6 +24,7 @@ from pallas_paged.kernels.mosaic_sm80.config import (
 from pallas_paged.kernels.mosaic_sm80.decode import paged_decode, scratch_types
 from tests.support.attention_calls import assert_close, assert_same_bits
 from tests.support.attention_cases import mosaic_case
+from tests.support.marks import slow
 from tests.support.page_layouts import call_in_layout
 from tests.support.quantized_cases import Quantized
 
@@ -88,14 +89,17 @@ def test_one_stage_and_more_than_blocks(num_stages):
 ROWS_OF_ONE_PROGRAM = (260, 0, 200, 33, 40, 300, 129)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 150}], ids=str)
+@pytest.mark.parametrize(
+    ("num_stages", "options"),
+    [(2, {}), (3, {"sliding_window": 150}), *slow([(1, {}), (2, {"sliding_window": 150})])],
+    ids=str,
+)
 def test_one_program_attends_to_row_after_row(num_stages, options):
     config = MosaicSm80DecodeConfig(block_k=32, num_stages=num_stages, num_programs=2)
     check(few_rows(seq_lens=ROWS_OF_ONE_PROGRAM, pages_per_seq=20), config, **options)
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("num_stages", [2, *slow([3])])
 def test_one_program_attends_to_row_after_row_of_one_byte_pages(num_stages):
     config = MosaicSm80DecodeConfig(block_k=32, num_stages=num_stages, num_programs=2)
     case = few_rows(seq_lens=ROWS_OF_ONE_PROGRAM, pages_per_seq=20)
@@ -143,9 +147,8 @@ def test_layouts(kv_layout):
     ("kv_dtype", "per_tensor", "dtype", "head_dim"),
     [
         ("int8", False, "bfloat16", 80),
-        ("int8", True, "float16", 128),
-        ("float8_e4m3fn", False, "float16", 64),
         ("float8_e4m3fn", True, "bfloat16", 64),
+        *slow([("int8", True, "float16", 128), ("float8_e4m3fn", False, "float16", 64)]),
     ],
 )
 def test_one_byte_pages(kv_dtype, per_tensor, dtype, head_dim):

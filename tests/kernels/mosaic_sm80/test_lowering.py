@@ -6,6 +6,7 @@ registers hold each matrix.
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import jax
@@ -15,6 +16,7 @@ import pytest
 
 import pallas_paged as pp
 from tests.support.devices import lower_for_cuda
+from tests.support.marks import slow
 
 if jax.__version_info__ < (0, 11):
     pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
@@ -22,6 +24,9 @@ if jax.__version_info__ < (0, 11):
 from jax.experimental.mosaic.gpu import utils
 
 ARCHITECTURES = [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)]
+KV_DTYPES = ["bfloat16", "int8", "float8_e4m3fn"]
+FEW = [(ARCHITECTURES[i], KV_DTYPES[i % 3]) for i in range(5)]
+CALLS = [*FEW, *slow(x for x in itertools.product(ARCHITECTURES, KV_DTYPES) if x not in FEW)]
 HOPPER_ONLY = (
     "wgmma",
     "nvvm.mbarrier",
@@ -33,7 +38,7 @@ HOPPER_ONLY = (
 NUM_PAGES = 1009  # no other size is 1009, so it marks the pool in the lowered text
 
 
-@pytest.fixture(params=ARCHITECTURES, ids=str)
+@pytest.fixture
 def architecture(request, monkeypatch):
     """Lowers for this architecture; without a GPU, Mosaic takes (9, 0)."""
     monkeypatch.setattr(utils, "_infer_arch", lambda: request.param)
@@ -78,10 +83,9 @@ def check(architecture, function, arrays, scales, **options):
 
 PER_HEAD = np.ones(8, np.float32)
 OPTIONS = dict(sliding_window=100, soft_cap=30.0, alibi_slopes=PER_HEAD, sinks=PER_HEAD)
-KV_DTYPES = ["bfloat16", "int8", "float8_e4m3fn"]
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize(("architecture", "kv_dtype"), CALLS, indirect=["architecture"], ids=str)
 def test_decode(architecture, kv_dtype):
     arrays, scales = shapes_of(128, kv_dtype, jnp.bfloat16, 4, 16, None)
     check(architecture, pp.paged_attention, arrays, scales, **OPTIONS)
@@ -95,7 +99,7 @@ def test_decode_head_dims(architecture, head_dim, kv_dtype):
     check(architecture, pp.paged_attention, arrays, scales, fixed_split_size=128)
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize(("architecture", "kv_dtype"), CALLS, indirect=["architecture"], ids=str)
 def test_ragged(architecture, kv_dtype):
     arrays, scales = shapes_of(128, kv_dtype, jnp.bfloat16, 4, 16, 203)
     check(architecture, pp.ragged_paged_attention, arrays, scales, **OPTIONS)

@@ -14,8 +14,7 @@ from tests.support.devices import lower_for_cuda
 from tests.support.sampling_rows import metadata
 
 
-@pytest.mark.parametrize("vocab_size", [12, 50257, 128256])
-@pytest.mark.parametrize("num_rows", [1, 64, 300])
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 50257), (64, 128256), (300, 12)])
 def test_a_draw_is_kernels_and_no_loop_of_xla(num_rows, vocab_size):
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), metadata(num_rows))
     logits = jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.float32)

@@ -8,10 +8,6 @@ across row borders (the balanced split of stream-K):
     |--|--|--|--|--||--|--||--|--|--|--|--|--|--|
     [ program 0  ][ program 1  ][ program 2  ]...
 
-Where all rows have as many blocks, a range is whole rows if no program then has much more to do.
-But where there are short programs, they have a sixteenth of a long line, and rows are split
-anyhow: they start when others end, which evens out how fast the multiprocessors are.
-
 A program leaves one partial state (out, lse) for each row in its range, at index `program + row`.
 From one state to the next on the line the program or the row increases, so all indices differ, and
 the partial states of one row are consecutive. The merge reads them back.
@@ -37,9 +33,6 @@ from pallas_paged.kernels.config_fields import programs_per_kv_head
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.prefix_sums import prefix_sums
 
-# Blocks of an even range from which on short programs pay.
-LONG_RANGE = 32
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodePlan:
@@ -49,18 +42,14 @@ class DecodePlan:
         options: of the logits; only the sliding window matters here.
         block_k: tokens of a block.
         fixed_split_size: tokens of a work unit, a multiple of `block_k`; None for one block.
-        num_seqs: rows.
-        num_programs: programs of each KV head that start together.
-        num_short_programs: programs of each KV head after them.
+        num_programs: programs of each KV head.
         num_partials: partial states for which there is room, per KV head.
     """
 
     options: LogitOptions
     block_k: int
     fixed_split_size: int | None
-    num_seqs: int
     num_programs: int
-    num_short_programs: int = 0
     num_partials: int
 
     @classmethod
@@ -72,27 +61,17 @@ class DecodePlan:
         num_seqs: int,
         num_kv_heads: int,
         max_kv_len: int,
-        with_short_programs: bool = False,
     ) -> DecodePlan:
-        """Return the plan of a call whose rows hold at most `max_kv_len` tokens.
-
-        Args:
-            with_short_programs: have them, if rows may be long enough.
-        """
+        """Return the plan of a call whose rows hold at most `max_kv_len` tokens."""
         num_programs = programs_per_kv_head(config.num_programs, num_kv_heads)
-        num_blocks = num_seqs * pl.cdiv(max_kv_len, config.block_k)
-        is_long = num_blocks >= LONG_RANGE * num_programs and config.fixed_split_size is None
-        num_short_programs = num_programs if with_short_programs and is_long else 0
-        num_partials = num_programs + num_short_programs + num_seqs
+        num_partials = num_programs + num_seqs
         if config.fixed_split_size is not None:
             num_partials = num_seqs * pl.cdiv(max_kv_len, config.fixed_split_size)
         return cls(
             options=options,
             block_k=config.block_k,
             fixed_split_size=config.fixed_split_size,
-            num_seqs=num_seqs,
             num_programs=num_programs,
-            num_short_programs=num_short_programs,
             num_partials=num_partials,
         )
 
@@ -123,39 +102,15 @@ class DecodePlan:
             first_block, end_block = self.row_blocks(seq_lens)
             return prefix_sums(self.num_units(end_block - first_block))
 
-    def _ranges(self, num_units: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the units of a range, those of a short one, and where the short ones begin."""
-        # Rounded up: no program has more than in the most even split, and one division finds the
-        # program of a unit.
-        even = pl.cdiv(num_units, self.num_programs)
-        if self.num_short_programs:
-            size = jnp.where(even < LONG_RANGE, even, even - even // 16)
-        elif self.num_seqs == 1:
-            size = even
-        else:
-            # Rows of equal length are not split if that gives a program at most 1/32 more. Other
-            # rows may seem equal by their sum: then ranges are only a little longer than needed.
-            of_row = jnp.maximum(lax.div(num_units, self.num_seqs), 1)
-            whole = pl.cdiv(even, of_row) * of_row
-            is_whole = (of_row * self.num_seqs == num_units) & (whole - even <= even // 32)
-            size = jnp.where(is_whole, whole, even)
-        size = jnp.maximum(size, 1)  # all rows may be empty
-        end = jnp.minimum(size * self.num_programs, num_units)
-        return size, jnp.maximum(pl.cdiv(num_units - end, max(self.num_short_programs, 1)), 1), end
-
     def units_of_program(
         self, program: jax.Array, num_units: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Return the units `[start, stop)` of a program, of `num_units` on the line."""
-        size, short_size, end = self._ranges(num_units)
-        start = program * size
-        stop = jnp.minimum(start + size, end)
-        if self.num_short_programs:
-            is_short = program >= self.num_programs
-            short_start = end + (program - self.num_programs) * short_size
-            start = jnp.where(is_short, short_start, start)
-            stop = jnp.where(is_short, jnp.minimum(short_start + short_size, num_units), stop)
-        return start, stop
+        # Rounded up: no program has more than in the most even split, and one division finds the
+        # program of a unit.
+        units_per_program = pl.cdiv(num_units, self.num_programs)
+        start = program * units_per_program
+        return start, jnp.minimum(start + units_per_program, num_units)
 
     def partial_index(self, *, program: jax.Array, row: jax.Array, unit: jax.Array) -> jax.Array:
         """Return where a program leaves the partial state of a row, which begins at `unit`."""
@@ -167,16 +122,12 @@ class DecodePlan:
         end = unit_ends_ref[row]
         start = jnp.where(row > 0, unit_ends_ref[jnp.maximum(row - 1, 0)], 0)
         if self.fixed_split_size is None:
-            size, short_size, short_start = self._ranges(unit_ends_ref[num_seqs - 1])
-
-            def program_of(unit: jax.Array) -> jax.Array:
-                program = lax.div(unit, size)
-                if not self.num_short_programs:
-                    return program
-                short = self.num_programs + lax.div(unit - short_start, short_size)
-                return jnp.where(unit < short_start, program, short)
-
-            first, last = program_of(start) + row, program_of(end - 1) + row
+            # At least 1: all rows may be empty.
+            units_per_program = jnp.maximum(
+                pl.cdiv(unit_ends_ref[num_seqs - 1], self.num_programs), 1
+            )
+            first = lax.div(start, units_per_program) + row
+            last = lax.div(end - 1, units_per_program) + row
         else:
             first, last = start, end - 1
         return first, jnp.where(start < end, last + 1 - first, 0)

@@ -91,7 +91,10 @@ ROWS_OF_ONE_PROGRAM = (260, 0, 200, 33, 40, 300, 129)
 
 @pytest.mark.parametrize(
     ("num_stages", "options"),
-    [(2, {}), (3, {"sliding_window": 150}), *slow([(1, {}), (2, {"sliding_window": 150})])],
+    [
+        *((2, {}), (3, {"sliding_window": 150})),
+        *slow([(1, {}), (3, {}), *((n, {"sliding_window": 150}) for n in (1, 2))]),
+    ],
     ids=str,
 )
 def test_one_program_attends_to_row_after_row(num_stages, options):

@@ -283,9 +283,13 @@ def join_sinks(
     `scale` returns acc times a factor of the shape of m and l.
     """
     m_i, l_i, acc = state
-    m_new = jnp.where(empty, 0.0, jnp.maximum(m_i, sinks * LOG2_E))
+    sinks = sinks * LOG2_E
+    m_new = jnp.where(empty, 0.0, jnp.maximum(m_i, sinks))
     alpha = jnp.exp2(m_i - m_new)
-    l_i = jnp.where(empty, 0.0, l_i * alpha + jnp.exp2(sinks * LOG2_E - m_new))
+    # Not exp2(sinks - m_new) where that is 1: the compiler unites the product with the difference,
+    # which then is the rounding of the product, not 0, and large for a large sink.
+    weights = jnp.where(sinks > m_i, 1.0, jnp.exp2(sinks - m_new))
+    l_i = jnp.where(empty, 0.0, l_i * alpha + weights)
     return m_new, l_i, scale(acc, alpha)
 
 

@@ -490,12 +490,12 @@ def test_a_mode_compiles_only_what_it_names():
 
         program = str(jax.make_jaxpr(run)(logits, metadata(2)))
         words = dict(
-            draws=" log1p ",
-            filters=" exp ",
-            processors=" scatter",
-            penalties=" mul ",
+            draws=[" log1p "],
+            filters=[" exp ", "sampling_search"],  # the second on a GPU
+            processors=[" scatter"],
+            penalties=[" mul "],
         )
-        return {name for name, word in words.items() if word in program}
+        return {name for name, some in words.items() if any(word in program for word in some)}
 
     assert step(GREEDY) == set()
     assert step(SamplingMode(processors=True)) == {"processors"}

@@ -8,6 +8,10 @@ across row borders (the balanced split of stream-K):
     |--|--|--|--|--||--|--||--|--|--|--|--|--|--|
     [ program 0  ][ program 1  ][ program 2  ]...
 
+A call may ask for ranges of whole rows, which it gets if all rows have as many blocks and no
+program then has much more to do. Or it may ask for short programs. They have a sixteenth of a long
+line, and start when others end, which evens out how fast the multiprocessors are.
+
 A program leaves one partial state (out, lse) for each row in its range, at index `program + row`.
 From one state to the next on the line the program or the row increases, so all indices differ, and
 the partial states of one row are consecutive. The merge reads them back.
@@ -33,6 +37,9 @@ from pallas_paged.kernels.config_fields import programs_per_kv_head
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.prefix_sums import prefix_sums
 
+# Blocks of an even range from which on short programs pay.
+LONG_RANGE = 32
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodePlan:
@@ -42,14 +49,20 @@ class DecodePlan:
         options: of the logits; only the sliding window matters here.
         block_k: tokens of a block.
         fixed_split_size: tokens of a work unit, a multiple of `block_k`; None for one block.
-        num_programs: programs of each KV head.
+        num_seqs: rows.
+        with_whole_rows: rows of equal length are not split if that costs little.
+        num_programs: programs of each KV head that start together.
+        num_short_programs: programs of each KV head after them.
         num_partials: partial states for which there is room, per KV head.
     """
 
     options: LogitOptions
     block_k: int
     fixed_split_size: int | None
+    num_seqs: int
+    with_whole_rows: bool = False
     num_programs: int
+    num_short_programs: int = 0
     num_partials: int
 
     @classmethod
@@ -61,17 +74,30 @@ class DecodePlan:
         num_seqs: int,
         num_kv_heads: int,
         max_kv_len: int,
+        with_whole_rows: bool = False,
+        with_short_programs: bool = False,
     ) -> DecodePlan:
-        """Return the plan of a call whose rows hold at most `max_kv_len` tokens."""
+        """Return the plan of a call whose rows hold at most `max_kv_len` tokens.
+
+        Args:
+            with_whole_rows: as the attribute. It does nothing where there are short programs.
+            with_short_programs: have them, if rows may be long enough.
+        """
         num_programs = programs_per_kv_head(config.num_programs, num_kv_heads)
-        num_partials = num_programs + num_seqs
+        num_blocks = num_seqs * pl.cdiv(max_kv_len, config.block_k)
+        is_long = num_blocks >= LONG_RANGE * num_programs and config.fixed_split_size is None
+        num_short_programs = num_programs if with_short_programs and is_long else 0
+        num_partials = num_programs + num_short_programs + num_seqs
         if config.fixed_split_size is not None:
             num_partials = num_seqs * pl.cdiv(max_kv_len, config.fixed_split_size)
         return cls(
             options=options,
             block_k=config.block_k,
             fixed_split_size=config.fixed_split_size,
+            num_seqs=num_seqs,
+            with_whole_rows=with_whole_rows and num_seqs > 1 and not num_short_programs,
             num_programs=num_programs,
+            num_short_programs=num_short_programs,
             num_partials=num_partials,
         )
 
@@ -102,15 +128,46 @@ class DecodePlan:
             first_block, end_block = self.row_blocks(seq_lens)
             return prefix_sums(self.num_units(end_block - first_block))
 
+    def _range_size(self, num_units: jax.Array) -> jax.Array:
+        """Return the units of a range, of which the last may have fewer."""
+        # Rounded up: no program has more than in the most even split, and one division finds the
+        # program of a unit.
+        even = pl.cdiv(num_units, self.num_programs)
+        if self.num_short_programs:
+            return jnp.where(even < LONG_RANGE, even, even - even // 16)
+        if not self.with_whole_rows:
+            return even
+        # Rows of equal length are not split if that gives a program at most 1/32 more. Other rows
+        # may seem equal by their sum: then ranges are only a little longer than needed.
+        of_row = jnp.maximum(lax.div(num_units, self.num_seqs), 1)
+        whole = pl.cdiv(even, of_row) * of_row
+        is_whole = (of_row * self.num_seqs == num_units) & (whole - even <= even // 32)
+        return jnp.where(is_whole, whole, even)
+
+    def _short_ranges(self, num_units: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return where the short ranges begin, and the units of one."""
+        start = jnp.minimum(self._range_size(num_units) * self.num_programs, num_units)
+        return start, jnp.maximum(pl.cdiv(num_units - start, self.num_short_programs), 1)
+
     def units_of_program(
         self, program: jax.Array, num_units: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Return the units `[start, stop)` of a program, of `num_units` on the line."""
-        # Rounded up: no program has more than in the most even split, and one division finds the
-        # program of a unit.
-        units_per_program = pl.cdiv(num_units, self.num_programs)
-        start = program * units_per_program
-        return start, jnp.minimum(start + units_per_program, num_units)
+        size = self._range_size(num_units)
+        start = program * size
+        if not self.num_short_programs:
+            return start, jnp.minimum(start + size, num_units)
+        end, short_size = self._short_ranges(num_units)
+        short_start = end + (program - self.num_programs) * short_size
+        is_short = program >= self.num_programs
+        return (
+            jnp.where(is_short, short_start, start),
+            jnp.where(
+                is_short,
+                jnp.minimum(short_start + short_size, num_units),
+                jnp.minimum(start + size, end),
+            ),
+        )
 
     def partial_index(self, *, program: jax.Array, row: jax.Array, unit: jax.Array) -> jax.Array:
         """Return where a program leaves the partial state of a row, which begins at `unit`."""
@@ -122,12 +179,18 @@ class DecodePlan:
         end = unit_ends_ref[row]
         start = jnp.where(row > 0, unit_ends_ref[jnp.maximum(row - 1, 0)], 0)
         if self.fixed_split_size is None:
-            # At least 1: all rows may be empty.
-            units_per_program = jnp.maximum(
-                pl.cdiv(unit_ends_ref[num_seqs - 1], self.num_programs), 1
-            )
-            first = lax.div(start, units_per_program) + row
-            last = lax.div(end - 1, units_per_program) + row
+            num_units = unit_ends_ref[num_seqs - 1]
+            size = jnp.maximum(self._range_size(num_units), 1)  # all rows may be empty
+
+            def program_of(unit: jax.Array) -> jax.Array:
+                program = lax.div(unit, size)
+                if not self.num_short_programs:
+                    return program
+                short_start, short_size = self._short_ranges(num_units)
+                short = self.num_programs + lax.div(unit - short_start, short_size)
+                return jnp.where(unit < short_start, program, short)
+
+            first, last = program_of(start) + row, program_of(end - 1) + row
         else:
             first, last = start, end - 1
         return first, jnp.where(start < end, last + 1 - first, 0)

@@ -21,6 +21,8 @@ class DecodeStates:
         out: f32`[partials, Hq, D]`, or `[Hkv * parts, partials, N, D]` where each part of the query
             heads of a KV head has N columns, of which the first are its heads.
         lse: f32, without the last axis of `out`, base e.
+        results: None, or the final out `[B, Hq, D]` and lse f32`[B, Hq]` of the rows that have one
+            partial state, which then is not in `out` and `lse`. Of one row there are none.
         unit_ends: i32`[B]`, from `DecodePlan.unit_ends`.
         sinks: f32`[Hq]`, logits that join the denominators of their heads, or None.
         plan: of the call.
@@ -33,6 +35,7 @@ class DecodeStates:
     lse: Any
     unit_ends: Any
     sinks: Any
+    results: Any = None
     plan: DecodePlan = dataclasses.field(metadata={"static": True})
     num_q_heads: int = dataclasses.field(metadata={"static": True})
     head_tiles: tuple[int, int] = dataclasses.field(default=(1, 0), metadata={"static": True})

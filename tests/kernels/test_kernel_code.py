@@ -19,7 +19,8 @@ OPTIONS = {
     "soft_cap": (2.0, [0, 0], [True, False]),
     "sliding_window": (20, [0, 0], [True, False]),
     "alibi_slopes": (PER_HEAD, [1, 0], [True, False]),
-    "sinks": (PER_HEAD, [0, 1], [False, True]),
+    # With them the merge has all rows. Without them it gets out and lse of those that are whole.
+    "sinks": (PER_HEAD, [0, 1 - 2], [True, True]),
 }
 # The ragged kernel also finishes the tiles that one program has alone, so it applies the sinks.
 RAGGED_OPTIONS = OPTIONS | {

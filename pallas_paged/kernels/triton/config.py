@@ -229,14 +229,21 @@ class MergeConfig:
 
 
 def decode_merge_config(
-    *, num_seqs: int, num_heads: int, head_dim: int, num_programs: int, fixed_split: bool
+    *,
+    num_seqs: int,
+    num_heads: int,
+    head_dim: int,
+    num_programs: int,
+    has_short: bool = False,
+    fixed_split: bool,
 ) -> MergeConfig:
     """Return the heuristic tile of the merge of rows, from static shapes only.
 
     Args:
         num_seqs: rows of the batch.
         num_heads, head_dim: of the queries.
-        num_programs: programs of each KV head.
+        num_programs: programs of each KV head that start together.
+        has_short: others follow, with short ranges.
         fixed_split: the order of the sums, and so the tile, must not depend on the batch.
     """
     head_dim = next_power_of_2(head_dim)
@@ -244,6 +251,10 @@ def decode_merge_config(
         return MergeConfig(block_s=8, block_h=1, block_d=min(head_dim, 128), num_warps=1)
     # A row of an even batch has about this many partial states; a longer row takes more loop steps.
     block_s = min(next_power_of_2(num_programs // num_seqs + 2), 128)
+    if has_short:
+        # Measured on an H200, 2026-11-23: a row in short ranges has more, but more programs than
+        # 4096 take longer to start than a few loop steps.
+        block_s = max(block_s, min(next_power_of_2(32768 // (num_seqs * num_heads)), 16))
     if num_seqs < 32:
         # A few rows have too few heads to fill a device, so head_dim is divided as well.
         block_h, block_d = 1, min(head_dim, 16 * next_power_of_2(num_seqs + 1))

@@ -1,7 +1,8 @@
 """Split-KV decode attention over paged K/V, a Pallas-Triton kernel and its specs.
 
 `decode_plan` describes how the blocks of all rows are divided among programs. A program holds all
-query heads of its KV head, so K/V are read once. `merge` unites the partial states.
+query heads of its KV head, so K/V are read once. It writes the results of rows that it has as a
+whole. `merge` unites the partial states of the others.
 
 Split-KV as in Flash-Decoding, balanced as in stream-K; see also FlashAttention (Dao 2022).
 """
@@ -41,16 +42,17 @@ def decode_kernel(
     unit_ends_ref,  # i32[B], from `DecodePlan.unit_ends`
     alibi_slopes_ref,  # f32[G] or None
     new_refs,  # of new tokens their slots, cosines and sines; or none
-    o_ref,  # f32[num_partials, G, D]
-    lse_ref,  # f32[num_partials, G]
+    outs_ref,  # f32[num_partials, G, D]
+    lses_ref,  # f32[num_partials, G]
+    result_refs,  # out [B, G, D] and lse f32[B, G] of the rows that are not split, or None
     *pages_refs,  # of new tokens, k_ref and v_ref to write
     plan: DecodePlan,
     page_size: int,
     operands: one_byte.Operands,
 ):
-    """One program: attend to its range of work units, and leave a partial state for each row."""
+    """One program: attend to its range of work units, and leave a state for each row."""
     options, block_k = plan.options, plan.block_k
-    num_seqs, group = q_refs[0].shape[0], o_ref.shape[1]
+    num_seqs, group = q_refs[0].shape[0], outs_ref.shape[1]
     new = NewTokens.of(q_refs[0], new_refs, pages_refs) if new_refs else None
     program = pl.program_id(1)
 
@@ -60,7 +62,7 @@ def decode_kernel(
     heads = jnp.arange(pl.next_power_of_2(max(group, 16)))[:, None]
     num_words = k_ref.shape[-1]
     words = jnp.arange(pl.next_power_of_2(max(num_words, 16)))[None, :]
-    dims = one_byte.elements(words, o_ref.shape[2] // num_words)
+    dims = one_byte.elements(words, outs_ref.shape[2] // num_words)
     head_mask, dim_mask = heads < group, words < num_words
     page_bits = page_size.bit_length() - 1
     start, stop = plan.units_of_program(program, unit_ends_ref[num_seqs - 1])
@@ -166,16 +168,27 @@ def decode_kernel(
 
         (m_i, l_i, acc), _ = lax.fori_loop(lo, hi, attend_block, (state, next_pages))
 
-        # An empty row inside the range ran no block; the merge does not read its partial state.
-        for d, a in zip(dims, acc, strict=True):
-            plgpu.store(
-                o_ref.at[partial[None, None], heads, d], a / l_i[:, None], mask=head_mask & dim_mask
-            )
-        plgpu.store(
-            lse_ref.at[partial[None], heads[:, 0]],
-            m_i * LN_2 + jnp.log(l_i),
-            mask=head_mask[:, 0],
-        )
+        # An empty row inside the range ran no block, and nothing reads its partial state.
+        outs, lse = [a / l_i[:, None] for a in acc], m_i * LN_2 + jnp.log(l_i)
+
+        def store(out_ref, lse_ref, index, is_on):
+            for d, out in zip(dims, outs, strict=True):
+                plgpu.store(
+                    out_ref.at[index[None, None], heads, d],
+                    out.astype(out_ref.dtype),
+                    mask=head_mask & dim_mask & is_on,
+                )
+            plgpu.store(lse_ref.at[index[None], heads[:, 0]], lse, mask=head_mask[:, 0] & is_on)
+
+        if result_refs is None:
+            store(outs_ref, lses_ref, partial, True)
+        else:
+            # Found from memory, not from lo and hi: those would stay in registers in the loop over
+            # blocks. Masks and not a branch, which takes 150 registers with some versions of JAX:
+            # beyond 128 only three programs fit on an SM.
+            _, num_partials = plan.partials_of_row(row, unit_ends_ref)
+            store(outs_ref, lses_ref, partial, num_partials != 1)
+            store(*result_refs, row, num_partials == 1)
         return carry
 
     if plan.fixed_split_size is None:
@@ -203,10 +216,31 @@ def merge_states(
         states.lse,
         states.unit_ends,
         states.sinks,
+        states.results,
         dtype=dtype,
         plan=states.plan,
         interpret=interpret,
     )
+
+
+def writes_results(plan: DecodePlan, sinks: jax.Array | None) -> bool:
+    """Return whether the kernel writes the results of rows that are not split.
+
+    Few rows are split, all of them, and only the merge knows sinks. With a fixed split size the
+    kernel must be the same for each number of rows.
+    """
+    if sinks is not None or plan.fixed_split_size is not None:
+        return False
+    # Measured on an H200, 2026-11-23: without need it costs 8 rows of 2048 tokens 1%.
+    return max(2, plan.num_programs // 2) <= plan.num_seqs
+
+
+def has_short_programs(arrays: Arrays) -> bool:
+    """Return whether short programs pay for a call of long rows."""
+    # Measured on an H200, 2026-11-23: they gain 0.5 to 2.5%, and cost 1% with one-byte pages and
+    # with 8 query heads for a KV head, where the merge then takes twice as long. The states of one
+    # row may go to another kernel than the merge, which is for fewer of them.
+    return arrays.num_seqs > 1 and arrays.k_pages.dtype.itemsize > 1 and arrays.group <= 4
 
 
 def decode_states(
@@ -235,6 +269,8 @@ def decode_states(
         num_seqs=num_seqs,
         num_kv_heads=num_kv_heads,
         max_kv_len=arrays.max_kv_len,
+        with_whole_rows=True,
+        with_short_programs=has_short_programs(arrays),
     )
     unit_ends = plan.unit_ends(arrays.seq_lens)
 
@@ -247,16 +283,24 @@ def decode_states(
     of_new = [] if new is None else [new.slots, new.cos, new.sin]
     kv, kv_specs = pages.operands_of(arrays)
     of_rows = [arrays.block_tables, arrays.seq_lens, unit_ends]
+    results = None
+    if writes_results(plan, arrays.sinks):
+        results = (
+            result_shape((num_seqs, num_kv_heads, group, head_dim), arrays.q.dtype),
+            result_shape((num_seqs, num_kv_heads, group), jnp.float32),
+        )
     out_shape = (
         result_shape((plan.num_partials, num_kv_heads, group, head_dim), jnp.float32),
         result_shape((plan.num_partials, num_kv_heads, group), jnp.float32),
+        results,
     )
+    num_outs = len(jax.tree.leaves(out_shape))
     slopes = arrays.alibi_slopes
     slopes = None if slopes is None else slopes.reshape(num_kv_heads, group)
     written = [] if new is None else [result_shape(x.shape, x.dtype) for x in kv[:2]]
-    outs, lses, *pages_written = pl.pallas_call(
+    outs, lses, results, *pages_written = pl.pallas_call(
         functools.partial(decode_kernel, plan=plan, page_size=arrays.page_size, operands=operands),
-        grid=(num_kv_heads, plan.num_programs),
+        grid=(num_kv_heads, plan.num_programs + plan.num_short_programs),
         in_specs=[
             [kv_head(x, 1) for x in qs],
             *kv_specs,
@@ -264,18 +308,25 @@ def decode_states(
             kv_head(slopes, 0),
             whole(of_new),
         ],
-        out_specs=[*(kv_head(x, 1) for x in out_shape), *kv_specs[: len(written)]],
+        out_specs=[
+            *jax.tree.map(lambda x: kv_head(x, 1), out_shape),
+            *kv_specs[: len(written)],
+        ],
         out_shape=[*out_shape, *written],
-        input_output_aliases={len(qs) + i: 2 + i for i in range(len(written))},
+        input_output_aliases={len(qs) + i: num_outs + i for i in range(len(written))},
         compiler_params=plgpu.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
         ),
         interpret=interpret,
         name="paged_decode",
     )(qs, *kv, *of_rows, slopes, of_new)
+    if results is not None:
+        out, lse = results
+        results = out.reshape(arrays.q.shape), lse.reshape(num_seqs, num_q_heads)
     states = DecodeStates(
         out=outs.reshape(plan.num_partials, num_q_heads, head_dim),
         lse=lses.reshape(plan.num_partials, num_q_heads),
+        results=results,
         unit_ends=unit_ends,
         sinks=arrays.sinks,
         plan=plan,

@@ -85,6 +85,7 @@ def merge_decode_kernel(
     lses_ref,  # f32[num_partials, Hq]
     unit_ends_ref,  # i32[B]
     sinks_ref,  # f32[Hq] or None
+    result_refs,  # o_ref and lse_ref with the rows that have one partial state; or None
     o_ref,  # [B, Hq, D]
     lse_ref,  # f32[B, Hq]
     *,
@@ -99,18 +100,25 @@ def merge_decode_kernel(
     heads = pl.program_id(1) * tile.block_h + jnp.arange(tile.block_h)
     dims = pl.program_id(2) * tile.block_d + jnp.arange(tile.block_d)
     head_mask = heads < num_heads
-    state = _merge_partials(outs_ref, lses_ref, first, num_partials, heads, dims, tile.block_s)
-    sinks = None
-    if sinks_ref is not None:
-        sinks = plgpu.load(sinks_ref.at[heads], mask=head_mask, other=0.0)
-    out, lse = finish(state, sinks)
-    plgpu.store(
-        o_ref.at[row[None, None], heads[:, None], dims[None, :]],
-        out.astype(o_ref.dtype),
-        mask=head_mask[:, None] & (dims < head_dim)[None, :],
-    )
-    # Programs that hold other elements of the head store the same lse, so no branch is needed.
-    plgpu.store(lse_ref.at[row[None], heads], lse, mask=head_mask)
+
+    def merge_row():
+        state = _merge_partials(outs_ref, lses_ref, first, num_partials, heads, dims, tile.block_s)
+        sinks = None
+        if sinks_ref is not None:
+            sinks = plgpu.load(sinks_ref.at[heads], mask=head_mask, other=0.0)
+        out, lse = finish(state, sinks)
+        plgpu.store(
+            o_ref.at[row[None, None], heads[:, None], dims[None, :]],
+            out.astype(o_ref.dtype),
+            mask=head_mask[:, None] & (dims < head_dim)[None, :],
+        )
+        # Programs that hold other elements of the head store the same lse: no branch is needed.
+        plgpu.store(lse_ref.at[row[None], heads], lse, mask=head_mask)
+
+    if result_refs is None:
+        merge_row()
+    else:
+        pl.when(num_partials != 1)(merge_row)
 
 
 def merge_decode(
@@ -118,6 +126,7 @@ def merge_decode(
     lses: jax.Array,  # f32[num_partials, Hq]
     unit_ends: jax.Array,  # i32[B]
     sinks: jax.Array | None,  # f32[Hq]
+    results: tuple[jax.Array, jax.Array] | None,  # as in `DecodeStates`
     *,
     dtype: jnp.dtype,
     plan: DecodePlan,
@@ -131,10 +140,12 @@ def merge_decode(
         num_heads=num_heads,
         head_dim=head_dim,
         num_programs=plan.num_programs,
+        has_short=plan.num_short_programs > 0,
         fixed_split=plan.fixed_split_size is not None,
     )
 
-    args = (outs, lses, unit_ends, sinks)
+    args = (outs, lses, unit_ends, sinks, results)
+    num_inputs = len(jax.tree.leaves(args))
     out_shape = (
         result_shape((num_seqs, num_heads, head_dim), dtype),
         result_shape((num_seqs, num_heads), jnp.float32),
@@ -145,6 +156,8 @@ def merge_decode(
         in_specs=list(whole(args)),
         out_specs=list(whole(out_shape)),
         out_shape=out_shape,
+        # Written in place: `results` already hold the rows that are not split.
+        input_output_aliases={} if results is None else {num_inputs - 2: 0, num_inputs - 1: 1},
         compiler_params=plgpu.CompilerParams(num_warps=tile.num_warps),
         interpret=interpret,
         name="paged_decode_merge",

@@ -192,6 +192,7 @@ def plan_of(num_programs, fixed_split_size=None):
         options=LogitOptions(sm_scale=1.0),
         block_k=64,
         fixed_split_size=fixed_split_size,
+        num_seqs=1,
         num_programs=num_programs,
         num_partials=0,
     )

@@ -78,6 +78,7 @@ def states_of(rng, lens, *, by_kv_head, sinks):
         options=LogitOptions(sm_scale=1.0),
         block_k=64,
         fixed_split_size=None,
+        num_seqs=1,
         num_programs=num_programs,
         num_partials=num_programs + 1,
     )

@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.kv_layout import PageLayout
 from pallas_paged.kernels.mosaic_sm80 import ops
+from pallas_paged.kernels.mosaic_sm80.emitter import CHUNK, Emitter, Tile
 
 TABLE_SLOTS = 2  # blocks of table entries in shared memory for each stage
 
@@ -182,7 +183,7 @@ class Copier:
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), (ops.SCALAR,) * 5))
         def copy(_, tables, slots, scalars):
-            m = ops.Emitter()
+            m = Emitter()
             row, slot, first, low, high = map(m.scalar, scalars)
             token = m.thread()
 
@@ -223,7 +224,7 @@ class Copier:
         item = jnp.dtype(blocks.k.dtype).itemsize
         page_bytes = ops.strides(layout.axes, pages.k)
         head_bytes = pages.k.shape[-1] * item
-        tile = ops.Tile(columns=columns, dtype=blocks.k.dtype)
+        tile = Tile(columns=columns, dtype=blocks.k.dtype)
         page_size, num_slots = pages.page_size, blocks.tables.shape[0]
         scales = []
         if pages.scales_by_token:
@@ -240,7 +241,7 @@ class Copier:
             )
         )
         def copy(_, pairs, scales, tables, scalars):
-            m = ops.Emitter()
+            m = Emitter()
             stage, slot, first, kv_head, low, high = map(m.scalar, scalars)
             slot_at = m.mul(slot, 4 * block_k)
 
@@ -271,7 +272,7 @@ class Copier:
                         real = seen if real is None else m.both(seen, real)
                     at = m.add(at, m.wide(column))
                     for source, block in bases:
-                        m.copy(m.add(block, shared), m.add(source, at), size=ops.CHUNK, real=real)
+                        m.copy(m.add(block, shared), m.add(source, at), size=CHUNK, real=real)
 
                 def copy_scale():
                     token = m.thread()

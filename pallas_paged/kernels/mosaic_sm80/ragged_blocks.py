@@ -23,6 +23,7 @@ from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.kv_layout import K, V
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import result_columns
+from pallas_paged.kernels.mosaic_sm80.emitter import CHUNK
 from pallas_paged.kernels.mosaic_sm80.pages import Pages
 from pallas_paged.kernels.mosaic_sm80.ragged_copies import (
     Places,
@@ -50,7 +51,7 @@ class Pool(Pages):
     def strides(self) -> dict[str, int]:
         """Chunks of 16 bytes from one page, token, head or half of a pair to the next."""
         strides = ops.strides(self.layout.axes, self.k)
-        return {letter: strides[letter] // ops.CHUNK for letter in strides if letter != "D"}
+        return {letter: strides[letter] // CHUNK for letter in strides if letter != "D"}
 
     @property
     def scale_strides(self) -> dict[str, int]:
@@ -216,7 +217,7 @@ class Stream:
         itemsize = jnp.dtype(pages.dtype).itemsize
         base = self.kv_head * strides["H"] + kv * strides.get("2", 0)
         if not isinstance(columns.start, int):
-            base += columns.start * itemsize // ops.CHUNK
+            base += columns.start * itemsize // CHUNK
 
         @pl.when(block < self.hi)
         def _():
@@ -225,7 +226,7 @@ class Stream:
                 pages,
                 _slot(places[0], block),
                 base,
-                unit=ops.CHUNK,
+                unit=CHUNK,
                 row_bytes=columns.size * itemsize,
                 interpret=self.interpret,
             )

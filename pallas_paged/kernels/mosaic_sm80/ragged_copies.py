@@ -19,7 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.mosaic_sm80 import ops
-from pallas_paged.kernels.mosaic_sm80.ops import CHUNK, SCALAR, WARPGROUP
+from pallas_paged.kernels.mosaic_sm80.emitter import CHUNK, WARPGROUP
+from pallas_paged.kernels.mosaic_sm80.ops import SCALAR
 from pallas_paged.kernels.mosaic_sm80.ragged_emitter import THREADS, ThreadEmitter
 
 

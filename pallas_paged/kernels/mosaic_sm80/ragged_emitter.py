@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.kernels.mosaic_sm80.ops import WARPGROUP, Emitter
+from pallas_paged.kernels.mosaic_sm80.emitter import WARPGROUP, Emitter
 
 # The layout of an array with one value a thread.
 THREADS = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)

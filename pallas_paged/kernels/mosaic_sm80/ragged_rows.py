@@ -20,7 +20,7 @@ from pallas_paged.kernels.logits import LN_2
 from pallas_paged.kernels.mosaic import ops as wgmma_ops
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import result_columns
-from pallas_paged.kernels.mosaic_sm80.ops import CHUNK
+from pallas_paged.kernels.mosaic_sm80.emitter import CHUNK
 from pallas_paged.kernels.mosaic_sm80.ragged_copies import share_chunks
 from pallas_paged.kernels.mosaic_sm80.ragged_emitter import ThreadEmitter
 

@@ -1,0 +1,219 @@
+"""The instructions of a thread: integer arithmetic, predicated loads, stores and copies."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+WARPGROUP = 128  # threads of a program
+CHUNK = 16  # bytes of one asynchronous copy
+
+
+def swizzle(columns: int, dtype: DTypeLike) -> int:
+    """Return the bytes of the widest swizzled rows that divide rows of so many elements.
+
+    Raises:
+        ValueError: none does.
+    """
+    size = columns * jnp.dtype(dtype).itemsize
+    for width in (128, 64, 32):
+        if size % width == 0:
+            return width
+    raise ValueError(f"{columns=} of {jnp.dtype(dtype).name} must be a multiple of 32 bytes")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tile:
+    """Rows in shared memory, of chunks of 16 bytes: swizzled in tiles of 8 rows, or plain.
+
+    Attributes:
+        columns: elements of a row.
+        dtype: of the elements.
+        plain: not swizzled.
+    """
+
+    columns: int
+    dtype: Any
+    plain: bool = False
+
+    @property
+    def row_bytes(self) -> int:
+        return self.columns * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def swizzle(self) -> int:
+        return swizzle(self.columns, self.dtype)
+
+
+class Emitter:
+    """Integer arithmetic and asynchronous copies inside `plgpu.inline_mgpu`.
+
+    Values are MLIR values or Python integers; those of 64 bits are offsets and addresses.
+    """
+
+    def __init__(self) -> None:
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, llvm, scf
+
+        self._ir: Any = ir
+        self._arith: Any = arith
+        self._llvm: Any = llvm
+        self._scf: Any = scf
+        self._utils: Any = utils
+        self._i32 = ir.IntegerType.get_signless(32)
+        self._i64 = ir.IntegerType.get_signless(64)
+
+    def constant(self, value: int) -> Any:
+        return self._utils.c(value, self._i32)
+
+    def scalar(self, x: Any) -> Any:
+        """Return the value of a scalar argument."""
+        return x.registers.item()
+
+    def thread(self) -> Any:
+        """Return the index of the thread in its warpgroup."""
+        return self._arith.remui(self._utils.thread_idx(), self.constant(WARPGROUP))
+
+    def _same(self, x: Any, y: Any) -> tuple[Any, Any]:
+        if isinstance(y, int):
+            y = self._utils.c(y, x.type)
+        return x, y
+
+    def add(self, x: Any, y: Any) -> Any:
+        return self._arith.addi(*self._same(x, y))
+
+    def sub(self, x: Any, y: Any) -> Any:
+        return self._arith.subi(*self._same(x, y))
+
+    def mul(self, x: Any, y: Any) -> Any:
+        return self._arith.muli(*self._same(x, y))
+
+    def div(self, x: Any, y: int) -> Any:
+        return self._arith.divui(*self._same(x, y))
+
+    def rem(self, x: Any, y: int) -> Any:
+        return self._arith.remui(*self._same(x, y))
+
+    def xor(self, x: Any, y: Any) -> Any:
+        return self._arith.xori(*self._same(x, y))
+
+    def both(self, x: Any, y: Any) -> Any:
+        return self._arith.andi(x, y)
+
+    def less(self, x: Any, y: Any) -> Any:
+        return self._arith.cmpi(self._arith.CmpIPredicate.slt, *self._same(x, y))
+
+    def at_least(self, x: Any, y: Any) -> Any:
+        return self._arith.cmpi(self._arith.CmpIPredicate.sge, *self._same(x, y))
+
+    def least(self, x: Any, y: Any) -> Any:
+        return self._arith.minsi(x, y)
+
+    def clip(self, x: Any, low: Any, high: Any) -> Any:
+        return self.least(self._arith.maxsi(x, low), high)
+
+    def wide(self, x: Any) -> Any:
+        """Return a value of 32 bits, which is not negative, with 64."""
+        return self._arith.extui(self._i64, x)
+
+    def address(self, ref: Any, offset: Any) -> Any:
+        """Return the address `offset` bytes into a ref: 32 bits in shared memory, else 64."""
+        pointer = self._utils.memref_ptr(ref)
+        return self.add(self._llvm.ptrtoint(offset.type, pointer), offset)
+
+    def load(self, address: Any) -> Any:
+        """Return 32 bits in shared memory."""
+        return self._utils.inline_ptx(
+            "ld.shared.b32 $0, [$1];", address, result_types=self._i32, has_side_effects=True
+        )
+
+    def copy(self, to: Any, source: Any, *, size: int, real: Any = None) -> None:
+        """Start a copy of `size` bytes to shared memory; those that are not `real` become 0."""
+        cache = "cg" if size == CHUNK else "ca"  # past the L1 cache, which takes 16 bytes only
+        instruction = f"cp.async.{cache}.shared.global [$0], [$1], {size}"
+        if real is None:
+            self._utils.inline_ptx(f"{instruction};", to, source, has_side_effects=True)
+            return
+        size_read = self._arith.select(real, self.constant(size), self.constant(0))
+        self._utils.inline_ptx(f"{instruction}, $2;", to, source, size_read, has_side_effects=True)
+
+    def of_index(self, x: Any) -> Any:
+        """Return an index of MLIR's own type as 32 bits."""
+        return self._arith.index_castui(self._i32, x)
+
+    def store(self, address: Any, vector: Any, *, where: Any) -> None:
+        """Store a vector of f32 to device memory."""
+        from jaxlib.mlir.dialects import vector as dialect
+
+        (length,) = self._ir.VectorType(vector.type).shape
+        places = (self._ir.DenseI64ArrayAttr.get([i]) for i in range(length))
+        values = [
+            dialect.extract(vector, dynamic_position=[], static_position=place) for place in places
+        ]
+        names = ", ".join(f"${i + 1}" for i in range(length))
+        self._utils.inline_ptx(
+            f"st.global.v{length}.f32 [$0], {{{names}}};", address, *values, predicate=where
+        )
+
+    def when(self, x: Any, limit: int, body: Any) -> None:
+        """Run `body` in threads where `x < limit`."""
+        if limit >= WARPGROUP:
+            body()
+            return
+        with self._ir.InsertionPoint(self._scf.IfOp(self.less(x, limit)).then_block):
+            body()
+            self._scf.yield_([])
+
+    def either(self, condition: Any, then: Any, otherwise: Any) -> None:
+        """Run `then` in threads where a condition holds, and `otherwise` in others."""
+        if_else = self._scf.IfOp(condition, has_else=True)
+        for block, body in ((if_else.then_block, then), (if_else.else_block, otherwise)):
+            with self._ir.InsertionPoint(block):
+                body()
+                self._scf.yield_([])
+
+    def for_each_chunk(
+        self, tile: Tile, rows: int, body: Any, load: Any = lambda row: None
+    ) -> None:
+        """Run `body(row, byte of the row, byte of the block, load(row))` for this thread's chunks.
+
+        All loads come first: none goes past a copy, which writes shared memory.
+        """
+        per_row = tile.row_bytes // CHUNK
+        thread, places = self.thread(), []
+        for start in range(0, rows * per_row, WARPGROUP):
+            # Where a step takes whole rows, the column does not depend on the step.
+            if WARPGROUP % per_row:
+                index = self.add(thread, start)
+                row, chunk = self.div(index, per_row), self.rem(index, per_row)
+            else:
+                row = self.add(self.div(thread, per_row), start // per_row)
+                chunk = self.rem(thread, per_row)
+            count = rows * per_row - start  # of threads that have a chunk
+            known = row if count >= WARPGROUP else self.least(row, self.constant(rows - 1))
+            places.append((count, row, chunk, load(known)))
+        for count, row, chunk, loaded in places:
+
+            def copy(row=row, chunk=chunk, loaded=loaded):
+                body(row, self.mul(chunk, CHUNK), self.byte_of(tile, row, chunk), loaded)
+
+            self.when(thread, count, copy)
+
+    def byte_of(self, tile: Tile, row: Any, chunk: Any) -> Any:
+        """Return where a chunk of a row lies in a block."""
+        if tile.plain:
+            return self.add(self.mul(row, tile.row_bytes), self.mul(chunk, CHUNK))
+        width = tile.swizzle
+        per_tile_row, in_tile = width // CHUNK, self.rem(row, 8)
+        # Swizzling: the bits of the row, in pieces of 128 bytes, flip those of the chunk.
+        flip = self.div(in_tile, 128 // width)
+        place = self.xor(self.rem(chunk, per_tile_row), flip)
+        tile_index = self.add(
+            self.mul(self.div(row, 8), tile.row_bytes // width), self.div(chunk, per_tile_row)
+        )
+        at = self.add(self.mul(tile_index, 8 * width), self.mul(in_tile, width))
+        return self.add(at, self.mul(place, CHUNK))

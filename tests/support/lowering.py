@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.support.marks import slow
+
 CUSTOM_CALL = re.compile(r"custom_call @mosaic_gpu\w*\((.*?)\)")
 
 
@@ -35,6 +37,15 @@ def pairwise(**levels: Sequence) -> list[dict[str, Any]]:
         rows.append(max(candidates, key=lambda row: len(pairs(row) & missing)))
         missing -= pairs(rows[-1])
     return rows
+
+
+def few_with_every_level(rows: Sequence[dict[str, Any]]) -> list:
+    """The rows for a test: a few that together have every level of every factor; slow ones."""
+    missing, few = {level for row in rows for level in row.items()}, []
+    while missing:
+        few.append(max(rows, key=lambda row: len(missing & row.items())))
+        missing -= few[-1].items()
+    return [*few, *slow(row for row in rows if row not in few)]
 
 
 def named(row: dict[str, Any]) -> str:

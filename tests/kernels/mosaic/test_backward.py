@@ -21,7 +21,7 @@ from tests.support.attention_calls import assert_same_bits
 from tests.support.attention_cases import mosaic_case
 from tests.support.attention_oracle import relative_error
 from tests.support.devices import lower_for_cuda
-from tests.support.lowering import named, pairwise
+from tests.support.lowering import few_with_every_level, named, pairwise
 from tests.support.marks import needs_triton, slow
 
 if reason := mosaic_support.why_not_jax():
@@ -159,7 +159,7 @@ LOWERED = pairwise(
 )
 
 
-@pytest.mark.parametrize("row", LOWERED, ids=named)
+@pytest.mark.parametrize("row", few_with_every_level(LOWERED), ids=named)
 def test_lowers_for_cuda(row):
     head_dim, layout = row["head_dim"], LAYOUTS[row["kv_layout"]]
 

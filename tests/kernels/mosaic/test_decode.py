@@ -29,13 +29,16 @@ from pallas_paged.kernels.mosaic.ops import Partials
 from tests.support.attention_calls import assert_close, assert_same_bits
 from tests.support.attention_cases import mosaic_case
 from tests.support.devices import lower_for_cuda
+from tests.support.lowering import few_with_every_level, named, pairwise
 from tests.support.marks import slow
 
 # Programs that have several rows, and rows that several programs share.
 CONFIG = MosaicDecodeConfig(block_k=64, num_stages=2, num_programs=6)
 SPLIT = MosaicDecodeConfig(block_k=64, num_stages=3, num_programs=4, fixed_split_size=128)
 BORDERS = (0, 1, 63, 64, 65, 128, 200)
-rows_of_256 = functools.partial(mosaic_case, seq_lens=BORDERS, pages_per_seq=16)
+rows_of_256 = functools.partial(
+    mosaic_case, num_q_heads=2, num_kv_heads=1, seq_lens=BORDERS, pages_per_seq=16
+)
 
 # The interpreter multiplies the poisoned values too.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -73,9 +76,7 @@ def test_groups(group):
 )
 def test_page_sizes(page_size, block_k):
     config = MosaicDecodeConfig(block_k=block_k, num_stages=2, num_programs=4)
-    check(
-        mosaic_case(page_size=page_size, seq_lens=BORDERS, pages_per_seq=256 // page_size), config
-    )
+    check(rows_of_256(page_size=page_size, pages_per_seq=256 // page_size), config)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_rows(seq_lens):
 
 
 # The newest key only; a window from the first key of a block on; one from within a block.
-@pytest.mark.parametrize("window", [1, 64, 73])
+@pytest.mark.parametrize("window", [1, 73, *slow([64])])
 def test_windows(window):
     check(rows_of_256(), sliding_window=window)
 
@@ -114,22 +115,26 @@ def every_option(num_q_heads):
     )
 
 
-@pytest.mark.parametrize("name", ["sm_scale", "alibi_slopes"])
+@pytest.mark.parametrize("name", ["alibi_slopes", *slow(["sm_scale"])])
 def test_option_alone(name):  # each changes how logits are computed
-    check(rows_of_256(), **{name: every_option(4)[name]})
+    check(rows_of_256(), **{name: every_option(2)[name]})
 
 
-@pytest.mark.parametrize("seq_lens", [BORDERS, (0, 0)], ids=["rows", "empty"])
+@pytest.mark.parametrize(
+    "seq_lens", [BORDERS, pytest.param((0, 0), marks=pytest.mark.slow)], ids=["rows", "empty"]
+)
 def test_splits(seq_lens):
     check(rows_of_256(seq_lens=seq_lens), SPLIT)
 
 
-@pytest.mark.parametrize("config", [CONFIG, SPLIT], ids=["shares", "splits"])
+@pytest.mark.parametrize("config", [SPLIT, *slow([CONFIG])], ids=["splits", "shares"])
 def test_options_together(config):
-    check(rows_of_256(num_q_heads=6), config, **every_option(6))
+    check(rows_of_256(num_q_heads=6, num_kv_heads=2), config, **every_option(6))
 
 
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 70}], ids=["all keys", "window"])
+@pytest.mark.parametrize(
+    "options", [{"sliding_window": 70}, *slow([{}])], ids=["window", "all keys"]
+)
 def test_data_outside_a_row_changes_no_bit(options):
     clean = decode(rows_of_256().make(poison=False), **options)
     assert_same_bits(decode(rows_of_256().make(), **options), clean)
@@ -165,8 +170,8 @@ def test_bits_depend_on_the_row_alone_under_a_split_size():
 
 @pytest.mark.parametrize(
     ("config", "page_size"),
-    [(CONFIG, 16), (SPLIT, 16), (CONFIG, 2)],
-    ids=["shares", "splits", "small pages"],
+    [(SPLIT, 16), (CONFIG, 2)],  # test_races.py has larger pages without splits
+    ids=["splits", "small pages"],
 )
 def test_no_races(config, page_size, capfd):
     sizes = dict(page_size=page_size, pages_per_seq=256 // page_size)
@@ -198,7 +203,7 @@ def plan_of(num_programs, fixed_split_size=None):
     )
 
 
-@pytest.mark.parametrize("head_dim", [64, 192, 256])
+@pytest.mark.parametrize("head_dim", [192, *slow([64, 256])])
 def test_merge_of_many_slots_in_several_steps(head_dim):
     rng = np.random.default_rng(head_dim)
     num_slots = 2 * MAX_STATES_PER_STEP + 5
@@ -226,7 +231,8 @@ def test_merge_of_many_slots_in_several_steps(head_dim):
 
 
 @pytest.mark.parametrize(
-    ("group", "block_h", "num_tiles"), [(4, 8, 1), (8, 4, 1), (6, 4, 1), (3, 6, 1), (12, 8, 2)]
+    ("group", "block_h", "num_tiles"),
+    [(4, 8, 1), (3, 6, 1), (12, 8, 2), *slow([(8, 4, 1), (6, 4, 1)])],
 )
 def test_merge_of_several_heads_by_one_program(monkeypatch, group, block_h, num_tiles):
     rng = np.random.default_rng(group)
@@ -301,18 +307,24 @@ def lower(heads, page_size, dtype, config=CONFIG, *, num_seqs=4, per_head=False,
     return lower_for_cuda(call, arrays).as_text()
 
 
-@pytest.mark.parametrize(
-    ("page_size", "dtype"), [(1, jnp.bfloat16), (8, jnp.bfloat16), (256, jnp.float16)]
+LOWERED = pairwise(
+    group=(1, 5, 64, 130),
+    head_dim=(64, 128, 192, 256),
+    page_size=(1, 8, 256),
+    dtype=("bfloat16", "float16"),
 )
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-@pytest.mark.parametrize("group", [1, 130, *slow([5, 64])])
-def test_lowers_for_cuda(group, head_dim, page_size, dtype):
-    text = lower((2 * group, 2, head_dim), page_size, dtype)
+
+
+@pytest.mark.parametrize("row", few_with_every_level(LOWERED), ids=named)
+def test_lowers_for_cuda(row):
+    heads = 2 * row["group"], 2, row["head_dim"]
+    text = lower(heads, row["page_size"], jnp.dtype(row["dtype"]))
     assert "paged_decode" in text and "paged_decode_merge" in text
 
 
-@pytest.mark.parametrize("fixed_split_size", [None, 256])
-@pytest.mark.parametrize("block_k", [64, 128])
+@pytest.mark.parametrize(
+    ("block_k", "fixed_split_size"), [(64, 256), (128, None), *slow([(64, None), (128, 256)])]
+)
 def test_lowers_for_cuda_with_every_option(block_k, fixed_split_size):
     config = MosaicDecodeConfig(
         block_k=block_k, num_stages=3, num_programs=132, fixed_split_size=fixed_split_size
@@ -322,6 +334,6 @@ def test_lowers_for_cuda_with_every_option(block_k, fixed_split_size):
     assert "paged_decode_merge" in lower(heads, 16, jnp.bfloat16, config, **options)
 
 
-@pytest.mark.parametrize("num_seqs", [1, 17, 300])
+@pytest.mark.parametrize("num_seqs", [1, 300, *slow([17])])
 def test_lowers_for_any_number_of_rows(num_seqs):
     assert "paged_decode_merge" in lower((32, 8, 64), 16, jnp.bfloat16, num_seqs=num_seqs)

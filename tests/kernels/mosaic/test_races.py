@@ -17,6 +17,7 @@ import pallas_paged as pp
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support.attention_cases import SharedPrefixes, mosaic_case
 from tests.support.attention_options import OPTIONS
+from tests.support.marks import slow
 
 if reason := mosaic_support.why_not_jax():
     pytest.skip(reason, allow_module_level=True)
@@ -92,6 +93,8 @@ CALLS = {
     "linear": partial(multiply, 320, 2048),
     "linear with SwiGLU": partial(multiply, 192, 2, 512),
 }
+# Kernels of which the others run more.
+MORE = ("decode", "ragged")
 
 
 @pytest.fixture
@@ -111,7 +114,7 @@ def has_race(capsys):
     return run
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [*(x for x in CALLS if x not in MORE), *slow(MORE)])
 def test_no_kernel_has_a_race(name, has_race):
     assert not has_race(CALLS[name])
 

@@ -92,8 +92,13 @@ def test_decode(architecture, kv_dtype):
 
 
 @pytest.mark.parametrize("architecture", [(8, 0)], indirect=True, ids=str)
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES[:2])
-@pytest.mark.parametrize("head_dim", [64, 80, 112, 192, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "kv_dtype"),
+    [
+        *zip((64, 80, 112, 192, 256), itertools.cycle(KV_DTYPES[:2]), strict=False),
+        *slow(zip((64, 80, 112, 192, 256), itertools.cycle(KV_DTYPES[1::-1]), strict=False)),
+    ],
+)
 def test_decode_head_dims(architecture, head_dim, kv_dtype):
     arrays, scales = shapes_of(head_dim, kv_dtype, jnp.bfloat16, 20, 1, None)
     check(architecture, pp.paged_attention, arrays, scales, fixed_split_size=128)

@@ -93,8 +93,8 @@ CALLS = {
     "linear": partial(multiply, 320, 2048),
     "linear with SwiGLU": partial(multiply, 192, 2, 512),
 }
-# Kernels of which the others run more.
-MORE = ("decode", "ragged")
+# What the others run too.
+MORE = ("decode", "ragged", "cascade")
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ group_of_5 = mosaic_case(
     ("case", "config", "options"),
     [
         (
-            rows(num_q_heads=8, num_kv_heads=2, seq_lens=(40, 100, 5, 17), q_lens=(40, 3, 0, 17)),
+            rows(num_kv_heads=2, seq_lens=(40, 100, 5, 17), q_lens=(40, 3, 0, 17)),
             {},
             {},
         ),
@@ -75,7 +75,7 @@ ALL = dict(
         (quantized("int8"), "HPND", {}, ALL),
         (
             quantized(
-                "float8_e4m3fn", num_q_heads=8, num_kv_heads=2, page_size=128, pages_per_seq=1
+                "float8_e4m3fn", num_kv_heads=2, page_size=128, pages_per_seq=1
             ),
             "NH2D",
             {},

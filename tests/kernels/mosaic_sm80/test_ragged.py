@@ -50,7 +50,7 @@ def call(arrays, config, **options):
     ("case", "config", "options"),
     [
         (
-            rows(num_q_heads=8, num_kv_heads=2, seq_lens=(40, 100, 5, 17), q_lens=(40, 3, 0, 17)),
+            rows(num_kv_heads=2, seq_lens=(40, 100, 5, 17), q_lens=(40, 3, 0, 17)),
             TWO,
             {},
         ),

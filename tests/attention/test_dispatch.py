@@ -321,8 +321,7 @@ class TestMosaicRuns:
         assert "attention_gradient_of_queries" in str(jax.make_jaxpr(jax.grad(total))(q))
 
     @needs_triton  # which has the others; without it those for Ampere have them
-    @pytest.mark.parametrize("return_lse", [False, True])
-    @pytest.mark.parametrize("head_dim", [32, 64])
+    @pytest.mark.parametrize(("head_dim", "return_lse"), [(32, False), (64, True)])
     def test_calls_that_it_supports_by_default(self, head_dim, return_lse):
         case = Case(head_dim=head_dim, dtype="bfloat16", q_lens=(64, 64, 64), seq_lens=(64, 64, 64))
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in case.make()]

@@ -17,7 +17,7 @@ from tests.support.marks import slow
 CASE = Case(head_dim=16)
 
 
-@pytest.mark.parametrize("window", [2**31 - 1, 2**40, *slow([2**31])])
+@pytest.mark.parametrize("window", [2**40, *slow([2**31 - 1, 2**31])])
 def test_a_window_of_any_size_sees_all_keys(window, implementation):
     case = dataclasses.replace(CASE, seq_lens=(3, 9), q_lens=(8, 9), pages_per_seq=2)
     case = case.on(implementation)

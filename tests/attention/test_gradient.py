@@ -147,16 +147,20 @@ def of_pages_that_rows_share():
 VARIANTS = {
     "window": (RAGGED.make(), dict(sliding_window=6)),
     "cap": (RAGGED.make(), dict(soft_cap=1.5, sm_scale=-0.7)),
-    "tree": (RAGGED.make(), dict(tree_mask=TREE, sliding_window=9)),
-    "not causal": (RAGGED.make(), dict(causal=False, sliding_window=5)),
-    "shared pages": (of_pages_that_rows_share(), {}),
+    "tree, head_dim 24": (
+        replace(RAGGED, head_dim=24).make(),
+        dict(tree_mask=TREE, sliding_window=9),
+    ),
+    "shared pages, not causal": (
+        of_pages_that_rows_share(),
+        dict(causal=False, sliding_window=5),
+    ),
     "pages of 2": (replace(RAGGED, page_size=2, pages_per_seq=20, num_q_heads=6).make(), {}),
     "pages of 64": (replace(RAGGED, page_size=64, pages_per_seq=2, num_kv_heads=4).make(), {}),
-    "head_dim 24": (replace(RAGGED, head_dim=24).make(), {}),
 }
 
 
-QUICK = ("tree", "shared pages")
+QUICK = ("tree, head_dim 24", "shared pages, not causal")
 
 
 @pytest.mark.parametrize("variant", [*QUICK, *slow(x for x in VARIANTS if x not in QUICK)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from functools import partial
 
 import jax
@@ -29,16 +30,27 @@ def attend(name, kv_layout, arrays, **options):
     return jax.jit(entry)(**call_in_layout(kv_layout, arrays), **options)
 
 
-@pytest.mark.parametrize("kv_layout", OTHERS)
-@pytest.mark.parametrize("name", CALLS)
+# Every layout and every entry, over pages of each kind.
+IN_TURN = [*zip(itertools.cycle(CALLS), OTHERS, strict=False)]
+OTHER_TURN = [x for x in itertools.product(CALLS, OTHERS) if x not in IN_TURN]
+
+
+@pytest.mark.parametrize(("name", "kv_layout"), [*IN_TURN, *slow(OTHER_TURN)])
 def test_pages_of_any_layout_give_the_same_bits(name, kv_layout, implementation):
     arrays = CALLS[name][1].on(implementation).make()
     got = attend(name, kv_layout, arrays, implementation=implementation)
     assert_same_bits(got, attend(name, "HPND", arrays, implementation=implementation))
 
 
-@pytest.mark.parametrize("kv_layout", ["HND", "NH2D", *slow(["NHD", "2NHD", "N2HD"])])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    ("name", "kv_layout"),
+    [
+        ("decode", "HND"),
+        ("ragged", "NH2D"),
+        *slow([("decode", "NH2D"), ("ragged", "HND")]),
+        *slow(itertools.product(CALLS, ["NHD", "2NHD", "N2HD"])),
+    ],
+)
 def test_all_options_together(name, kv_layout, implementation):
     names = [option for option in OPTIONS if name == "ragged" or option != "tree"]
     call, oracle = chosen_options(names, ragged=name == "ragged", implementation=implementation)
@@ -48,9 +60,9 @@ def test_all_options_together(name, kv_layout, implementation):
 
 
 @pytest.mark.parametrize("per_tensor", [False, *slow([True])])
-@pytest.mark.parametrize("kv_layout", OTHERS)
-@pytest.mark.parametrize(("name", "kv_dtype"), [("decode", "int8"), ("ragged", "float8_e4m3fn")])
-def test_quantized_pages(name, kv_dtype, kv_layout, per_tensor, implementation):
+@pytest.mark.parametrize(("name", "kv_layout"), [*OTHER_TURN, *slow(IN_TURN)])
+def test_quantized_pages(name, kv_layout, per_tensor, implementation):
+    kv_dtype = {"decode": "int8", "ragged": "float8_e4m3fn"}[name]
     case = dataclasses.replace(CALLS[name][1], dtype="bfloat16")
     arrays, meant = Quantized(case=case, kv_dtype=kv_dtype, per_tensor=per_tensor).make()
     got = attend(name, kv_layout, arrays, implementation=implementation)
@@ -70,7 +82,7 @@ def test_small_and_large_pages(name, page_size, kv_layout, implementation):
     assert_same_bits(got, attend(name, "HPND", arrays, implementation=implementation))
 
 
-@pytest.mark.parametrize("kv_layout", ["HND", "2NHD", "N2HD"])
+@pytest.mark.parametrize("kv_layout", ["2NHD", *slow(["HND", "N2HD"])])
 def test_shared_prefixes(kv_layout, implementation):
     shared = SharedPrefixes(
         case=CASE, seq_lens=(37, 29, 0, 61), prefix_lens=(24, 8), cu_group_sizes=(0, 2, 4)

@@ -56,7 +56,7 @@ def with_dead_rows(function, arrays, num_seqs):
 
 @pytest.mark.parametrize(("function", "case"), CALLS, ids=IDS)
 class TestNumSeqs:
-    @pytest.mark.parametrize("num_seqs", [2, 3, 5])
+    @pytest.mark.parametrize("num_seqs", [3, 5, *slow([2])])
     def test_rows_from_there_on_are_empty(self, function, case, num_seqs, implementation):
         case = case.on(implementation)
         arrays, meant = with_dead_rows(function, arrays_of(function, case), num_seqs)

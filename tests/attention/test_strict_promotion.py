@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import pallas_paged as pp
 from tests.support.attention_calls import assert_close, cascade, decode, ragged
 from tests.support.attention_cases import TOLERANCE, Case
 from tests.support.attention_options import OPTIONS
+from tests.support.marks import slow
 from tests.support.promotion import assert_is_strict, strict_promotion
 from tests.support.quantized_cases import Quantized
 
@@ -43,8 +45,19 @@ def test_the_rules_are_in_force():
         assert_is_strict()
 
 
-@pytest.mark.parametrize("pages", PAGES)
-@pytest.mark.parametrize("name", CALLS)
+QUICK = [
+    ("decode", "int8"),
+    ("decode, fixed splits", "of the queries' dtype"),
+    ("ragged", "int8 per layer"),
+    ("ragged, tree, fixed splits", "int8"),
+    ("cascade", "of the queries' dtype"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "pages"),
+    [*QUICK, *slow(x for x in itertools.product(CALLS, PAGES) if x not in QUICK)],
+)
 def test_attention(name, pages, implementation):
     function, case, options = CALLS[name]
     case = case.on(implementation)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from pallas_paged.kernels.ragged_plan_kernel import (
     plan_by_kernel,
     plan_types,
 )
+from tests.support.marks import slow
 
 SIZES = dict(num_seqs=11, num_tokens=120, max_kv_len=900, block_q=32, block_k=64, has_tree=False)
 PLAIN = LogitOptions(sm_scale=1.0)
@@ -43,8 +46,14 @@ def random_lens(shape, seed):
     return np.int32(seq_lens), np.int32(np.cumsum([0, *q_lens]))
 
 
-@pytest.mark.parametrize("options", [PLAIN, WINDOW], ids=["plain", "window"])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *zip(SHAPES, itertools.cycle([PLAIN, WINDOW]), strict=False),
+        *slow(zip(SHAPES, itertools.cycle([WINDOW, PLAIN]), strict=False)),
+    ],
+    ids=lambda x: x if isinstance(x, str) else f"window {x.sliding_window}",
+)
 def test_plan_of_the_kernel_is_that_of_its_definition(name, options):
     shape = shape_of(name, options=options)
     assert can_plan(shape)

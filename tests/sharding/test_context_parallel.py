@@ -18,6 +18,7 @@ from tests.support.attention_cases import Case, cumulated
 from tests.support.attention_oracle import attend, relative_error
 from tests.support.devices import H200
 from tests.support.kv_pools import copies_of, pool_bytes
+from tests.support.marks import slow
 from tests.support.page_tables import assert_same, extend, fork, free, i32
 from tests.support.quantized_cases import Quantized
 
@@ -216,10 +217,9 @@ def partial_module(mesh: Mesh):
     ("devices", "dtype", "kv_layout"),
     [
         ((4,), "float32", "HPND"),
-        ((2, 2), "int8", "HPND"),
         ((8,), "bfloat16", "HPND"),
         ((2, 2), "int8", "HND"),
-        ((2, 2), "float32", "NH2D"),
+        *slow([((2, 2), "int8", "HPND"), ((2, 2), "float32", "NH2D")]),
     ],
     ids=str,
 )

@@ -34,7 +34,7 @@ from tests.support.sampling_rows import (
 )
 
 LOGITS = np.random.default_rng(0).normal(0, 2, VOCAB).astype(np.float32)
-DRAWS = 4000
+DRAWS = 1000
 GREEDY = SamplingMode()
 PLAIN = SamplingMode(draws=True)
 FILTERS = SamplingMode(draws=True, filters=2)

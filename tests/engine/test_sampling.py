@@ -30,6 +30,7 @@ from tests.support.engine_calls import (
     tokens_of,
     weights,
 )
+from tests.support.marks import slow
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 NEW = 12
@@ -137,7 +138,7 @@ def assert_logprobs(entry, wanted, token, top):
         assert one.rank == 1 + np.sum(wanted > wanted[token_id])
 
 
-@pytest.mark.parametrize("top", [0, 3, 20])
+@pytest.mark.parametrize("top", [0, 20, *slow([3])])
 def test_logprobs_equal_the_dense_model(oracle, top):
     """They are of the raw logits, one entry for each token."""
     prompt = PROMPTS[1]
@@ -201,7 +202,7 @@ def processed_tokens(oracle, prompt, params: SamplingParams) -> list[int]:
     return out
 
 
-@pytest.mark.parametrize("num_pages", [16, 64])
+@pytest.mark.parametrize("num_pages", [16, *slow([64])])
 def test_processed_logits_equal_a_loop_over_the_dense_model(oracle, num_pages):
     """With all of them in one batch; in the small pool they are preempted and counted again."""
     engine = make_engine(replace(MODEL, eos_token_ids=(EOS,)), weights(), num_pages=num_pages)

@@ -380,8 +380,7 @@ def test_an_ended_sequence_leaves_no_trace():
     [
         *((pages, caching, 1, 60) for pages in (6, 9, 20) for caching in (False, True)),
         *((pages, caching, 9, 60) for pages in (6, 9, 20) for caching in (False, True)),
-        *slow((pages, True, 40, 1500) for pages in (6, 9, 20)),
-        *slow((pages, False, 40, 1500) for pages in (6, 9, 20)),
+        *slow((pages, caching, 40, 750) for pages in (6, 9, 20) for caching in (False, True)),
     ],
 )
 def test_random_requests(num_pages, caching, num_steps, num_requests):

@@ -16,6 +16,7 @@ from models.tokenizer import Tokenizer
 from pallas_paged.engine import Engine, EngineDeadError
 from tests.support.chat_folders import save_chat_folder
 from tests.support.commands import CONFIG, run_command, save_tiny_model
+from tests.support.marks import slow
 
 # Few shapes to compile, and the same ones in most tests.
 SIZES = ["--max-num-seqs", "4", "--max-num-batched-tokens", "32"]
@@ -262,7 +263,7 @@ def test_shared_prefixes_are_cached_unless_disabled(run):
     assert [results[index]["num_cached_tokens"] for index in range(5)] == [0] * 5
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", *slow(["int8"])])
 def test_the_cache_has_the_given_dtype_and_the_scales_of_the_checkpoint(
     run, tmp_path, checkpoint, kv_cache_dtype
 ):

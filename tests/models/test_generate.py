@@ -48,8 +48,7 @@ def reasons_of(outputs):
         {},
         {"num_scheduler_steps": 1},
         {"num_pages": 8},  # of the 25 that the prompts need: some are preempted
-        {"max_num_seqs": 2},
-        {"enable_prefix_caching": False},
+        *slow([{"max_num_seqs": 2}, {"enable_prefix_caching": False}]),
         *slow([{"max_num_batched_tokens": 9}, {"max_num_batched_tokens": 2048}, {"page_size": 1}]),
     ],
     ids=str,

@@ -20,6 +20,7 @@ from models.rope_scaling import (
 )
 from pallas_paged.engine import SamplingParams
 from tests.support.dense_oracle import CONFIG, tiny_model
+from tests.support.marks import slow
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 YARN = YarnRopeScaling(factor=4.0, original_max_position_embeddings=1024, attention_factor=1.14)
@@ -69,9 +70,8 @@ def test_a_prompt_of_3000_tokens_in_chunks_of_256_equals_one_row():
     ("scaling", "length"),
     [
         (DYNAMIC, 20),
-        (LONGROPE, 20),  # short sequences only
         (LONGROPE, 50),
-        (LinearRopeScaling(factor=3.0), 50),
+        *slow([(LONGROPE, 20), (LinearRopeScaling(factor=3.0), 50)]),  # 20: short sequences only
     ],
 )
 def test_sequences_of_the_engine_have_the_frequencies_of_their_lengths(scaling, length):

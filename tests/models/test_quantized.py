@@ -25,6 +25,7 @@ from tests.support.engine_calls import (
     serve,
     tokens_of,
 )
+from tests.support.marks import slow
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 ON_CPU = jax.default_backend() == "cpu"
@@ -52,7 +53,7 @@ def calibrated():
     return tiny_model(replace(CONFIG, **SCALES))
 
 
-@pytest.fixture(scope="module", params=ERRORS)
+@pytest.fixture(scope="module", params=["int8", "fp8 calibrated", *slow(["fp8"])])
 def quantized(request, model, calibrated):
     """A model, the dtype of its cache, and the largest error of its log-probabilities."""
     kv_cache_dtype, *brings_scales = request.param.split()

@@ -200,7 +200,7 @@ class Simulation:
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=75, deadline=None, derandomize=True)
 @given(trace=st.lists(steps, min_size=12, max_size=25))
 def test_random_traces_agree_with_the_oracle(page_size, trace):
     simulation = Simulation(page_size)

@@ -33,10 +33,9 @@ from tests.support.engine_calls import (
     tokens_of,
     weights,
 )
+from tests.support.marks import slow
 
 pytestmark = pytest.mark.usefixtures("exact_products")
-# On 8 devices each of the 4 KV heads is in the pool twice.
-SIZES = [2, 4, 8]
 # What requests may ask for: samples are forks, beams are forks too, filters sort.
 LOADS = [
     greedy(),
@@ -67,8 +66,9 @@ def new_tokens() -> list[list[int]]:
     return tokens_of(serve(make_engine(WIDE, NEW), PROMPTS, greedy()))
 
 
-@pytest.mark.parametrize("num_devices", SIZES)
+@pytest.mark.parametrize("num_devices", [8, *slow([2, 4])])
 def test_every_kind_of_request_gets_the_tokens_of_one_device(alone, num_devices):
+    """On 8 devices each of the 4 KV heads is in the pool twice."""
     engine = mesh_engine(num_devices, num_pages=13, watermark=0.0)
     steps_of(sample_as(engine, LOADS), 4)
     requests = serve(engine, PROMPTS, LOADS)
@@ -81,7 +81,7 @@ def test_every_kind_of_request_gets_the_tokens_of_one_device(alone, num_devices)
     assert_every_page_is_free(engine)
 
 
-@pytest.mark.parametrize("num_devices", [2, 8])
+@pytest.mark.parametrize("num_devices", [8, *slow([2])])
 def test_weights_and_pools_are_replaced_on_a_mesh(new_tokens, num_devices):
     engine = mesh_engine(num_devices)
     requests = submit(engine, PROMPTS, greedy())
@@ -100,7 +100,7 @@ def test_weights_and_pools_are_replaced_on_a_mesh(new_tokens, num_devices):
     assert_every_page_is_free(engine)
 
 
-@pytest.mark.parametrize("num_devices", [2, 8])
+@pytest.mark.parametrize("num_devices", [8, *slow([2])])
 def test_kernels_partition_themselves_in_the_step(alone, implementation, num_devices):
     engine = mesh_engine(num_devices, implementation=implementation)
     assert tokens_of(serve(engine, PROMPTS[:1], greedy(max_tokens=4)))[0] == alone[0][0][:4]
@@ -181,7 +181,7 @@ def test_a_step_gathers_neither_a_pool_nor_weights(num_devices, shape):
     assert memory.alias_size_in_bytes * num_devices > 2 * WIDE.num_layers * pages.size * 4
 
 
-@pytest.mark.parametrize("kv_cache_dtype", [None, "int8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", *slow([None])])
 def test_each_device_has_its_heads_of_the_pool_only(kv_cache_dtype):
     engine = mesh_engine(4, kv_cache_dtype=kv_cache_dtype)
     for leaf in jax.tree.leaves(engine.replicas[0].runner.executor.state.pool):

@@ -26,6 +26,7 @@ from tests.support.engine_calls import (
     tokens_of,
     weights,
 )
+from tests.support.marks import slow
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 SIZES = dict(data_parallel=2, tensor_parallel=2)
@@ -43,7 +44,7 @@ def alone() -> list[list[int]]:
     return tokens_of(serve(make_engine(WIDE, weights(WIDE)), PROMPTS, greedy()))
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 2), *slow([((3, 1),)])], ids=str)
 def test_replicas_share_requests_and_give_the_tokens_of_one(alone, sizes):
     engine = replicated(data_parallel=sizes[0], tensor_parallel=sizes[1])
     requests = submit(engine, PROMPTS, greedy())

@@ -23,6 +23,7 @@ from tests.support.engine_calls import (
     tokens_of,
     weights,
 )
+from tests.support.marks import slow
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 NUM_REQUESTS, NUM_PAGES = 36, 9
@@ -65,7 +66,9 @@ def alone() -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "data", "steps"), [(2, 1, [1]), (8, 1, [1, 2, 8]), (2, 2, [1, 2, 8])], ids=str
+    ("tensor", "data", "steps"),
+    [(2, 2, [1, 2, 8]), *slow([(2, 1, [1]), (8, 1, [1, 2, 8])])],
+    ids=str,
 )
 def test_random_requests_get_the_tokens_of_one_device(alone, tensor, data, steps):
     mesh(tensor * data)

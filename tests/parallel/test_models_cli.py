@@ -11,6 +11,7 @@ from models.generate import generate
 from pallas_paged.engine import SamplingParams
 from tests.support.commands import CONFIG, run_command, save_tiny_model
 from tests.support.devices import mesh
+from tests.support.marks import slow
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 PROMPTS = ("--prompt", "ROMEO:", "--prompt", "O", "--max-tokens", "9", "--temperature", "3")
@@ -34,9 +35,8 @@ def texts():
 @pytest.mark.parametrize(
     ("args", "num_devices"),
     [
-        (["--tensor-parallel", "2"], 2),  # one KV head, which is repeated
-        (["--data-parallel", "2"], 2),
-        (["--tensor-parallel", "2", "--data-parallel", "2"], 4),
+        (["--tensor-parallel", "2", "--data-parallel", "2"], 4),  # its one KV head is repeated
+        *slow([(["--tensor-parallel", "2"], 2), (["--data-parallel", "2"], 2)]),
     ],
 )
 def test_the_command_prints_the_same_texts_on_several_devices(run, args, num_devices, texts):

@@ -1,4 +1,4 @@
-"""One engine over two processes, each with four devices of a CPU."""
+"""One engine over two processes, each with two devices of a CPU."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from pallas_paged.engine.sampler import SamplingMode, TokenCounts, process_logit
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS
 from pallas_paged.peers import create_peers
 from tests.support.devices import mesh
+from tests.support.marks import slow
 from tests.support.sampling_rows import metadata
 
 ROWS, VOCAB = 12, 6144
@@ -61,7 +62,7 @@ def step_of(mode, num_devices):
     return jax.jit(step)
 
 
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("name", ["filters", "logprobs", "processors", *slow(["greedy", "draws"])])
 def test_devices_that_share_a_vocabulary_draw_the_same_tokens_and_send_few_bytes(name):
     devices, arrays = mesh(4), inputs()
     specs = (PartitionSpec(None, "tensor"),) * 2 + (PartitionSpec(),) * 2

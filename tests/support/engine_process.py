@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-NUM_PROCESSES, DEVICES_EACH = 2, 4
+NUM_PROCESSES, DEVICES_EACH = 2, 2
 SECONDS = 10  # after which jax.distributed ends processes whose peers are dead
 
 
@@ -48,13 +48,16 @@ def main(port: int, index: int, scenario: str) -> None:
 
 
 def serve(engine: Any, calls: Any, new: Any) -> list[list[list[int]]]:
-    """Tokens of several loads, one of them after a sleep and one of them with new weights."""
-    loads = [calls.greedy(), calls.sampling(n=2, top_k=5, presence_penalty=1.0)]
-    loads.append(calls.greedy(beam_width=2, max_tokens=6))
-    engine.warmup([loads[0]])
-    found = [calls.tokens_of(calls.serve(engine, calls.PROMPTS, loads[0]))]
+    """Tokens of several loads, one of them after a sleep and one of them with new weights.
+
+    All use the programs of the warm-up.
+    """
+    greedy = calls.greedy(max_tokens=8)
+    every = calls.sampling(max_tokens=8, n=2, top_k=5, presence_penalty=1.0, logprobs=1)
+    loads = [greedy, every, calls.greedy(beam_width=2, max_tokens=6)]
     calls.sample_as(engine, loads)
-    found += [calls.tokens_of(calls.serve(engine, calls.PROMPTS, load)) for load in loads[1:]]
+    engine.warmup([every])
+    found = [calls.tokens_of(calls.serve(engine, calls.PROMPTS, load)) for load in loads]
     engine.sleep()
     engine.wake()
     found.append(calls.tokens_of(calls.serve(engine, calls.PROMPTS, loads[0])))

@@ -46,6 +46,7 @@ CALLS = {call.name: call for call in kernel_calls() if call.name in NAMES}
 
 @pytest.mark.skipif(without_triton.is_hidden(), reason="Triton is hidden already")
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="two processes share the GPU's memory")
+@pytest.mark.slow
 def test_in_a_process_that_hides_triton():
     root = Path(__file__).parents[1]
     run = subprocess.run(

@@ -121,9 +121,15 @@ def test_gradients_have_the_layout_of_the_pages(kv_layout):
             np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [
+        ("decode", "int8"),
+        ("ragged", "float32"),
+        *slow([("decode", "float32"), ("ragged", "int8")]),
+    ],
+)
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
-@pytest.mark.parametrize("name", CALLS)
 def test_xla_makes_nothing_of_the_size_of_a_pool(name, kv_layout, kv_dtype):
     case = dataclasses.replace(CALLS[name][1], num_pages=4000)
     arrays, _ = Quantized(case=case, kv_dtype="int8").make()

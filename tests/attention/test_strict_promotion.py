@@ -73,7 +73,7 @@ def test_attention(name, pages, implementation):
         assert_close(actual, meant, TOLERANCE[arrays[0].dtype.name], **expected)
 
 
-@pytest.mark.parametrize("name", ["decode", "ragged", "cascade"])
+@pytest.mark.parametrize("name", ["ragged", "cascade", *slow(["decode"])])
 def test_rows_tables_and_scales_that_callers_have(name, implementation):
     function, case, options = CALLS[name]
     arrays = case.on(implementation).make()

@@ -78,7 +78,8 @@ def assert_same_as_one_device(call, arrays, results):
 
 
 @pytest.mark.parametrize(
-    ("name", "num_devices"), [("decode", 8), ("cascade", 2), *slow([("decode", 2), ("ragged", 8)])]
+    ("name", "num_devices"),
+    [("decode", 8), *slow([("cascade", 2), ("decode", 2), ("ragged", 8)])],
 )
 def test_each_device_attends_with_its_own_heads(implementation, name, num_devices):
     call, arrays = call_of(name, implementation, options={})

@@ -54,19 +54,25 @@ def call(arrays, config, **options):
             TWO,
             {},
         ),
-        (
+        pytest.param(
             rows(seq_lens=(70,), q_lens=(40,)),
             {"block_q": 256, "block_k": 64, "num_warpgroups": 2},
             {},
+            marks=pytest.mark.slow,
         ),
         (rows(seq_lens=(400,), q_lens=(9,)), {"num_programs": 8, **TWO}, {}),
         (rows(seq_lens=(400, 100), q_lens=(9, 3)), {"fixed_split_size": 128}, {}),
         (
             rows(seq_lens=(100, 180), q_lens=(40, 20)),
             {},
-            {"sliding_window": 30, "soft_cap": 5.0, "alibi_slopes": SLOPES},
+            {"sliding_window": 30, "soft_cap": 5.0, "alibi_slopes": SLOPES, "causal": False},
         ),
-        (small(seq_lens=(100, 20), q_lens=(30, 9)), {}, {"causal": False}),
+        pytest.param(
+            small(seq_lens=(100, 20), q_lens=(30, 9)),
+            {},
+            {"causal": False},
+            marks=pytest.mark.slow,
+        ),
         (
             mosaic_case(
                 num_q_heads=20, num_kv_heads=1, seq_lens=(70, 9), pages_per_seq=5, q_lens=(5, 3)

@@ -56,7 +56,7 @@ def mesh_engine(num_devices: int, model: Any = WIDE, **sizes) -> Engine:
 def alone() -> list[list[list[int]]]:
     """What PROMPTS get on one device for each of LOADS."""
     return [
-        tokens_of(serve(make_engine(WIDE, weights(WIDE)), [prompt], load)[0:1])
+        tokens_of(serve(sample_as(make_engine(WIDE, weights(WIDE)), LOADS), [prompt], load)[0:1])
         for prompt, load in zip(PROMPTS, LOADS, strict=True)
     ]
 

@@ -13,7 +13,7 @@ CHUNK = 16  # bytes of one asynchronous copy
 
 
 def swizzle(columns: int, dtype: DTypeLike) -> int:
-    """Return the bytes of the widest swizzled rows that divide rows of so many elements.
+    """Return the bytes of the widest swizzled rows that divide rows of `columns` elements.
 
     Raises:
         ValueError: none does.

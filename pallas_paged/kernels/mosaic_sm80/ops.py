@@ -111,7 +111,7 @@ def wait_for_copies(num_pending: int, *, interpret: bool) -> None:
 
 
 def transforms(columns: int, dtype: DTypeLike) -> tuple[Any, ...]:
-    """Return how rows of so many elements lie in shared memory, without bank conflicts."""
+    """Return how rows of `columns` elements lie in shared memory, without bank conflicts."""
     width = swizzle(columns, dtype)
     return (
         plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize)),

@@ -256,7 +256,7 @@ def _config(
         num_clusters = 1 if interpret else clusters_at_once(device.num_sms)
         sizes |= dict(num_clusters=num_clusters, cluster_size=1 if interpret else 4)
         config = decoder_rows_config(**sizes, num_rows=_padded(num_rows))
-        multiples = "256 (A, E and F) and 8 (N)"
+        multiples = "512 (A, E and F) and 8 (N)"
     if config is None:
         return None, f"needs sizes that are multiples of {multiples}, and fit"
     reason = support.why_not_jax() or (None if interpret else support.why_not_device(device))

@@ -263,15 +263,16 @@ def _block_arrays(num_rows: int) -> tuple[Any, ...]:
         return (rng.standard_normal(shape) / shape[-1] ** 0.5).astype(jnp.bfloat16)
 
     size, hidden_size = 512, 1024
+    attended_size = 256 if num_rows == 1 else 512  # clusters of 4 programs need multiples of 512
     weights = BlockWeights(
-        o=normal(size, 256),
+        o=normal(size, attended_size),
         mlp_norm=normal(size),
         gate_up=normal(hidden_size, 2, size),
         down=normal(size, hidden_size),
         out_norm=normal(size),
         qkv=normal(256, size),
     )
-    return normal(num_rows, 256), normal(num_rows, size), weights
+    return normal(num_rows, attended_size), normal(num_rows, size), weights
 
 
 def _attention_and_between(

@@ -55,6 +55,7 @@ from pallas_paged.kernels.mosaic.row_squares import inverse_rms
 from pallas_paged.kernels.mosaic.row_store import load_rows, store_rows
 from pallas_paged.kernels.mosaic.rows_config import (
     BLOCK,
+    BLOCKS,
     GROUP_ROWS,
     DecoderRowsConfig,
     part_groups,
@@ -162,20 +163,22 @@ def rows_kernel(
     def multiply_item(product, used):
         """Multiply an item; return how many stages of both rings were used, and the products."""
         axes, x_free = sharing(product)
-        accs_of = range(product.tiles.num_accs)
+        accs_of, acc_size = range(product.tiles.num_accs), product.tiles.acc_size
 
         def multiply_step(_, carry):
             used, x_used, *accs = carry
             stages = [lax.rem(used + acc, num_stages) for acc in accs_of]
-            x_stages = [lax.rem(x_used + i, num_x_stages) for i in range(product.tiles.blocks)]
+            x_stages = [lax.rem(x_used + i, num_x_stages) for i in range(BLOCKS)]
             terms = []
             for acc, stage in enumerate(stages):
                 plgpu.barrier_wait(scratch.full.at[stage])
                 for block, x_stage in enumerate(x_stages):
                     if acc == 0:
                         plgpu.barrier_wait(scratch.x_full.at[x_stage])
-                    weights = scratch.weights.at[stage, product.rows_of(block)].transpose((1, 0))
-                    terms.append((acc, lambda x=scratch.x.at[x_stage, group]: x, weights))
+                    columns = pl.ds(block * BLOCK, BLOCK)
+                    weights = scratch.weights.at[stage, pl.ds(0, acc_size), columns]
+                    x = scratch.x.at[x_stage, group]
+                    terms.append((acc, lambda x=x: x, weights.transpose((1, 0))))
             accs = ops.wgmma_many(accs, terms, overlap=True, interpret=interpret)
             for stage in stages:
                 plgpu.barrier_arrive(scratch.free.at[stage])
@@ -185,7 +188,7 @@ def rows_kernel(
                 plgpu.barrier_arrive(x_free.at[x_stage])
             return used + len(stages), x_used + len(x_stages), *accs
 
-        zeros = [ops.full((GROUP_ROWS, product.tiles.acc_size), 0.0, ops.WGMMA) for _ in accs_of]
+        zeros = [ops.full((GROUP_ROWS, acc_size), 0.0, ops.WGMMA) for _ in accs_of]
         used, x_used, *accs = lax.fori_loop(0, product.num_steps, multiply_step, (*used, *zeros))
         return (used, x_used), accs
 

@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 
 from pallas_paged.kernels.mosaic.rows_config import (
     BLOCK,
+    BLOCKS,
     COPIES,
     GROUP,
     DecoderRowsConfig,
@@ -62,7 +63,7 @@ class Product:
     @property
     def num_steps(self) -> int:
         """How often there is a stage for each accumulator."""
-        return self.num_blocks // self.tiles.blocks
+        return self.num_blocks // BLOCKS
 
     def _start(self, index: Any) -> Any:
         """Return the first feature of a tile, or of the one behind the last all features."""
@@ -87,31 +88,25 @@ class Product:
         of_tile = self._start(self.cluster + 1) - self.feature
         return pl.ds(self.feature + first, width * GROUP), jnp.minimum(after, of_tile) - first
 
-    def rows_of(self, block: int) -> Any:
-        """Return the rows of a stage that are a block of the features of the accumulator."""
-        return pl.ds(block * self.tiles.acc_size, self.tiles.acc_size)
-
     def copies(self, stage: Any) -> Iterator[tuple[Any, Any]]:
         """Yield the rows of a ring's stage and the refs to be copied there, `COPIES` in all."""
-        tiles = self.tiles
+        tiles, size = self.tiles, self.tiles.acc_size
         step, acc = lax.div(stage, tiles.num_accs), lax.rem(stage, tiles.num_accs)
-        for block in range(tiles.blocks):
-            columns = pl.ds(self.first_column + (step * tiles.blocks + block) * BLOCK, BLOCK)
-            start, size = block * tiles.acc_size, tiles.acc_size
-            if self.is_pair and tiles.num_accs == 1:
-                for i in range(2):
-                    to = pl.ds(start + i * tiles.tile, tiles.tile)
-                    yield to, self.weight.at[pl.ds(self.feature, tiles.tile), i, columns]
-                continue
-            weight, feature = self.weight, self.feature
-            if self.is_pair:
-                weight = weight.at[:, acc]
-            else:
-                feature = feature + acc * size
-            half = size if tiles.blocks == COPIES else pl.cdiv(size, 2 * GROUP) * GROUP
-            for first in range(0, size, half):
-                rows = min(half, size - first)
-                yield pl.ds(start + first, rows), weight.at[pl.ds(feature + first, rows), columns]
+        columns = pl.ds(self.first_column + step * (BLOCKS * BLOCK), BLOCKS * BLOCK)
+        if self.is_pair and tiles.num_accs == 1:
+            for i in range(COPIES):
+                to = pl.ds(i * tiles.tile, tiles.tile)
+                yield to, self.weight.at[pl.ds(self.feature, tiles.tile), i, columns]
+            return
+        weight, feature = self.weight, self.feature
+        if self.is_pair:
+            weight = weight.at[:, acc]
+        else:
+            feature = feature + acc * size
+        half = pl.cdiv(size, COPIES * GROUP) * GROUP
+        for first in range(0, size, half):
+            rows = min(half, size - first)
+            yield pl.ds(first, rows), weight.at[pl.ds(feature + first, rows), columns]
 
 
 def _spread(index: Any, count: int, total: int, width: int) -> Any:

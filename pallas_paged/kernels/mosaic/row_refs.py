@@ -10,7 +10,13 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.mosaic.ring import wgmma_transforms
-from pallas_paged.kernels.mosaic.rows_config import BLOCK, COPIES, GROUP_ROWS, DecoderRowsConfig
+from pallas_paged.kernels.mosaic.rows_config import (
+    BLOCK,
+    BLOCKS,
+    COPIES,
+    GROUP_ROWS,
+    DecoderRowsConfig,
+)
 
 COUNTERS = 128  # 4, each in a line of its own
 SUMS = 4 * GROUP_ROWS  # of squares, in shared memory
@@ -50,7 +56,7 @@ class Outputs:
 class Scratch:
     """Refs in shared memory, or their types."""
 
-    weights: Any  # [num_stages, stage_features, BLOCK]
+    weights: Any  # [num_stages, stage_features, BLOCKS * BLOCK]
     x: Any  # [num_x_stages, num_consumers, 64, BLOCK]
     sums: Any  # f32[num_consumers, SUMS]
     full: Any  # barriers [num_stages], complete when all copies have arrived
@@ -78,7 +84,7 @@ def scratch_types(config: DecoderRowsConfig, dtype: Any) -> Scratch:
         )
     return Scratch(
         weights=plgpu.SMEM(
-            (num_stages, config.stage_features, BLOCK), dtype, transforms=transforms
+            (num_stages, config.stage_features, BLOCKS * BLOCK), dtype, transforms=transforms
         ),
         x=plgpu.SMEM((num_x_stages, consumers, GROUP_ROWS, BLOCK), dtype, transforms=transforms),
         sums=plgpu.SMEM((consumers, SUMS), jnp.float32),

@@ -9,14 +9,15 @@ import dataclasses
 
 GROUP_ROWS = 64  # of wgmma's first operand
 MAX_ROWS = 2 * GROUP_ROWS
-BLOCK = 64  # columns of a block
+BLOCK = 64  # columns of a block of activations, and of wgmma's tiles
+BLOCKS = 2  # of columns for each stage of weights: copies of 256 bytes of a row are faster
 COPIES = 2  # of weights for each stage
 GROUP = 8  # features, of which tiles have a number
 # Features of a tile, and of an accumulator by the warpgroups that multiply: for their registers.
 _MAX_TILE = 304
-_MAX_ACC = {1: 256, 2: 192}
+_MAX_ACC = {1: 160, 2: 80}
 _RING_BYTES = 224 * 1024  # of both rings
-_BYTES_IN_FLIGHT = 72 * 1024
+_BYTES_IN_FLIGHT = 80 * 1024
 _MAX_STAGES = 16  # Mosaic takes 32 barriers at most
 
 
@@ -30,7 +31,6 @@ class ProductTiles:
         count: of the tiles.
         is_pair: whether these are gate and up of the same features.
         num_accs: accumulators for a tile, each with stages of its own.
-        blocks: blocks of 64 columns of a stage.
     """
 
     num_features: int
@@ -38,7 +38,6 @@ class ProductTiles:
     count: int
     is_pair: bool
     num_accs: int
-    blocks: int
 
     @property
     def acc_size(self) -> int:
@@ -56,7 +55,7 @@ class DecoderRowsConfig:
         num_clusters: of a part. All are on the device at once, for programs wait for one another.
         cluster_size: programs of a cluster, which share the columns of a product; a power of 2.
         o, gate_up, down, qkv: tiles of the products.
-        stage_features: rows of a stage of weights, 64 columns each.
+        stage_features: rows of a stage of weights, `BLOCKS * BLOCK` columns each.
         num_stages: of weights in shared memory.
         num_x_stages: blocks of activations there.
         num_in_flight: stages of weights on their way at once.
@@ -116,30 +115,25 @@ def decoder_rows_config(
     num_rows //= num_parts
     num_clusters //= num_parts
     num_consumers = -(-num_rows // GROUP_ROWS)
-    if any(n % (BLOCK * cluster_size) for n in (size, attended_size, hidden_size)):
+    if any(n % (BLOCKS * BLOCK * cluster_size) for n in (size, attended_size, hidden_size)):
         return None
     max_acc = _MAX_ACC[num_consumers]
-    o, down = (
-        _product_tiles(
-            size, num_clusters, 1 if columns % (2 * BLOCK * cluster_size) else 2, max_acc
-        )
-        for columns in (attended_size, hidden_size)
-    )
-    qkv = _product_tiles(out_size or size, num_clusters, 1, max_acc)
-    gate_up = _product_tiles(hidden_size, num_clusters * cluster_size, 1, max_acc, is_pair=True)
+    o = down = _product_tiles(size, num_clusters, max_acc)
+    qkv = _product_tiles(out_size or size, num_clusters, max_acc)
+    gate_up = _product_tiles(hidden_size, num_clusters * cluster_size, max_acc, is_pair=True)
     if o is None or down is None or qkv is None or gate_up is None:
         return None
     products = o, gate_up, down, qkv
     if cluster_size > 1 and max(x.acc_size * x.num_accs for x in products) > _MAX_TILE:
         return None
-    stage_features = max(x.acc_size * x.blocks for x in products)
+    stage_features = max(x.acc_size for x in products)
     # Sums use the activations' part of shared memory, and the last ones that of the weights.
     most = max(sum_bytes(x, cluster_size) for x in (o, down))
     needed = 0 if cluster_size == 1 else -(-most // 8192)
     num_x_stages = num_x_stages or max(needed, 4 + num_consumers)
     if needed > num_x_stages:
         return None
-    stage_bytes = stage_features * BLOCK * 2
+    stage_bytes = stage_features * BLOCKS * BLOCK * 2
     x_bytes = num_consumers * num_x_stages * 8192
     num_stages = max(min((_RING_BYTES - x_bytes) // stage_bytes, _MAX_STAGES), 2)
     last_sums = 0 if cluster_size == 1 else num_consumers * sum_bytes(qkv, cluster_size)
@@ -183,22 +177,17 @@ def sum_bytes(tiles: ProductTiles, cluster_size: int) -> int:
 
 
 def _product_tiles(
-    num_features: int, count: int, blocks: int, max_acc: int, *, is_pair: bool = False
+    num_features: int, count: int, max_acc: int, *, is_pair: bool = False
 ) -> ProductTiles | None:
     """Return equal tiles of the features."""
     tile = -(-num_features // (GROUP * count)) * GROUP
-    if max_acc < 256 and blocks * tile > max_acc:
-        blocks = 1  # the ring then has room for more stages
-    if not is_pair and blocks == 1:  # a stage comes as two copies
-        tile = -(-tile // (2 * GROUP)) * 2 * GROUP
     num_accs = 2 if count > 1 and tile * (2 if is_pair else 1) > max_acc else 1
+    if not is_pair and num_accs == 2:
+        tile = -(-tile // (2 * GROUP)) * 2 * GROUP
+    if not is_pair or num_accs == 2:
+        tile = max(tile, 2 * GROUP)  # a stage comes as two copies
     if num_features % GROUP or tile > num_features:
         return None
     return ProductTiles(
-        num_features=num_features,
-        tile=tile,
-        count=count,
-        is_pair=is_pair,
-        num_accs=num_accs,
-        blocks=blocks,
+        num_features=num_features, tile=tile, count=count, is_pair=is_pair, num_accs=num_accs
     )

@@ -22,7 +22,7 @@ from tests.support.devices import lower_for_cuda
 from tests.support.marks import slow
 
 # Of attended, the residual, hidden and out.
-SMALL = (256, 512, 256, 128)
+SMALL = (512, 512, 512, 128)
 LLAMAS = [(2048, 2048, 8192, 3072), (4096, 4096, 14336, 6144), (3072, 3072, 8192, 0)]
 QWEN = (2048, 1024, 3072, 4096)
 

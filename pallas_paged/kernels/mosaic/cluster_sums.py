@@ -39,6 +39,31 @@ def meet_cluster(barrier: Any) -> None:
     plgpu.barrier_wait(barrier)
 
 
+def sum_over_cluster(
+    accs: Sequence[jax.Array],
+    buffer: Any,
+    transforms: Any,
+    *,
+    may_send: Any,
+    sent: Any,
+    part: int,
+    cluster_size: int,
+    num_rows: int,
+    group: Any,
+) -> jax.Array:
+    """Return f32 `[64, 8 * part]`, the sum over the cluster of this program's part of the features.
+
+    Args:
+        may_send, sent: barriers of the cluster.
+        accs, buffer, transforms, part, cluster_size, num_rows, group: as in `send_parts`.
+    """
+    how: Any = dict(part=part, cluster_size=cluster_size, group=group)
+    meet_cluster(may_send)
+    send_parts(accs, buffer, transforms, num_rows=num_rows, **how)
+    meet_cluster(sent)
+    return receive_sum(buffer, transforms, **how)
+
+
 def send_parts(
     accs: Sequence[jax.Array],
     buffer: Any,

@@ -25,6 +25,7 @@ on the device at once.
 from __future__ import annotations
 
 import functools
+from collections import deque
 from typing import Any
 
 import jax
@@ -33,25 +34,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.arrivals import arrive, let_copies_see_stores, wait_for_arrivals
-from pallas_paged.kernels.mosaic.cluster_sums import (
-    join_warps,
-    meet_cluster,
-    receive_sum,
-    send_parts,
-)
+from pallas_paged.kernels.mosaic.cluster_sums import join_warps, sum_over_cluster
 from pallas_paged.kernels.mosaic.ring import wgmma_transforms
 from pallas_paged.kernels.mosaic.row_items import Product
 from pallas_paged.kernels.mosaic.row_refs import (
     COUNTERS,
+    SUMS,
     Inputs,
     Outputs,
     Scratch,
+    output_types,
     scratch_types,
 )
-from pallas_paged.kernels.mosaic.row_squares import inverse_rms
+from pallas_paged.kernels.mosaic.row_squares import inverse_rms, sum_squares
 from pallas_paged.kernels.mosaic.row_store import load_rows, store_rows
 from pallas_paged.kernels.mosaic.rows_config import (
     BLOCK,
@@ -61,6 +58,7 @@ from pallas_paged.kernels.mosaic.rows_config import (
     part_groups,
 )
 
+_LOADS = 10  # of squares that a thread has on their way while it sends
 # Counters, each in a line of its own: the first of those of the parts and 64 rows.
 _MLP_X, _HIDDEN, _OUT_X = (32 * i for i in range(3))
 
@@ -85,7 +83,6 @@ def rows_kernel(
     rows = pl.ds(part * num_rows, num_rows)
     num_consumers = config.num_consumers
     group = lax.axis_index("wg")  # of 64 rows of the part, if this warpgroup multiplies
-    first_sum = (part * num_consumers + group) * (num_programs * GROUP_ROWS)
     dtype, transforms = scratch.x.dtype, wgmma_transforms(scratch.x.dtype)
     num_stages, num_x_stages = config.num_stages, config.num_x_stages
     product_of = functools.partial(Product, cluster=cluster, rank=rank, config=config)
@@ -105,6 +102,10 @@ def rows_kernel(
     def counter(first):
         return inputs.counters.at[pl.ds(first + 16 * part, 1)]
 
+    def squares_of(group):
+        size = num_programs * GROUP_ROWS
+        return outputs.squares.at[pl.ds((part * num_consumers + group) * size, size)]
+
     def store(ref, columns, values):
         store_rows(ref.at[rows, columns], values, group=group, interpret=interpret)
 
@@ -122,16 +123,17 @@ def rows_kernel(
                 plgpu.barrier_wait(scratch.full.at[before])
 
             for to, where in product.copies(index):
-                plgpu.copy_gmem_to_smem(
-                    where, scratch.weights.at[stage, to], scratch.full.at[stage]
-                )
+                to_ref = scratch.weights.at[stage, to]
+                plgpu.copy_gmem_to_smem(where, to_ref, scratch.full.at[stage])
             return sent + 1
 
         return lax.fori_loop(0, product.num_stages, send, sent)
 
-    def send_x(product, sent):
+    def send_x(product, sent, squares=None):
+        """Send the activations of a product, and add up squares of rows meanwhile."""
         axes, free = sharing(product)
         count = product.num_blocks
+        at_once = min(count, num_x_stages)
 
         def send(index, _):
             first = product.first_column + index * BLOCK
@@ -152,9 +154,18 @@ def rows_kernel(
                 )
             return jnp.int32(0)
 
-        lax.fori_loop(0, count, send, jnp.int32(0))
+        lax.fori_loop(0, at_once, send, jnp.int32(0))
+        first = at_once
+        if squares is not None:
+            num_rounds = pl.cdiv(squares.shape[0], _LOADS * SUMS)
+            per_round = (count - at_once) // num_rounds
+            for _ in sum_squares(squares, scratch.sums.at[0], at_once=_LOADS):
+                lax.fori_loop(first, first + per_round, send, jnp.int32(0))
+                first += per_round
+            plgpu.barrier_arrive(scratch.summed)
+        lax.fori_loop(first, count, send, jnp.int32(0))
 
-        @pl.loop(jnp.maximum(count - num_x_stages, 0), count)
+        @pl.loop(count - at_once, count)
         def _drain(i):
             plgpu.barrier_wait(free.at[lax.rem(sent + i, num_x_stages)])
 
@@ -192,17 +203,21 @@ def rows_kernel(
         used, x_used, *accs = lax.fori_loop(0, product.num_steps, multiply_step, (*used, *zeros))
         return (used, x_used), accs
 
-    def multiply(product, used, buffer):
-        """Multiply; return the sums over the cluster for this program's features."""
-        used, accs = multiply_item(product, used)
+    def sum_products(product, accs, buffer):
+        """Return the sums over the cluster, which come through the buffer."""
         if cluster_size == 1:
-            return used, accs[0]
-        _, width = part_groups(product.tiles, cluster_size)
-        how: Any = dict(part=width, cluster_size=cluster_size, group=group)
-        meet_cluster(scratch.may_send)
-        send_parts(accs, buffer, transforms, num_rows=num_rows, **how)
-        meet_cluster(scratch.sent)
-        return used, receive_sum(buffer, transforms, **how)
+            return accs[0]
+        return sum_over_cluster(
+            accs,
+            buffer,
+            transforms,
+            may_send=scratch.may_send,
+            sent=scratch.sent,
+            part=part_groups(product.tiles, cluster_size)[1],
+            cluster_size=cluster_size,
+            num_rows=num_rows,
+            group=group,
+        )
 
     def load_own(product, residual_ref, norm_ref):
         """Return what is added to a product and what then multiplies it.
@@ -216,29 +231,34 @@ def rows_kernel(
         return residual, norm
 
     def add_product(product, used, loaded):
-        """Add a product to the residual; return the next product's input, without scale."""
+        """Add a product to the residual; return it and the next product's input, without scale."""
         residual, norm = loaded
         own, num_own = product.own()
-        used, total = multiply(product, used, scratch.x)
-        x = residual.astype(jnp.float32) + total.astype(dtype).astype(jnp.float32)
-        x = x.astype(dtype)
+        used, accs = multiply_item(product, used)
+        total = sum_products(product, accs, scratch.x)
+        x = (residual.astype(jnp.float32) + total.astype(dtype).astype(jnp.float32)).astype(dtype)
         x32 = x.astype(jnp.float32)
         scaled = x32 * ops.bcast(norm.astype(jnp.float32), x32, 1)
         store(outputs.x, own, scaled.astype(dtype))
-        sums = outputs.squares.at[pl.ds(first_sum + program * GROUP_ROWS, GROUP_ROWS)]
+        sums = squares_of(group).at[pl.ds(program * GROUP_ROWS, GROUP_ROWS)]
         squares = jnp.where(ops.iota(x32.shape, 1, ops.WGMMA) < num_own, x32 * x32, 0.0)
         ops.store(sums, jnp.sum(squares, axis=1))
-        store(outputs.residual, own, x)
-        return used, scaled
+        return used, x, scaled
 
-    def load_scale():
-        squares = outputs.squares.at[pl.ds(first_sum, num_programs * GROUP_ROWS)]
-        return inverse_rms(squares, scratch.sums, group=group, size=size, eps=eps)
+    def sum_own_squares():
+        return sum_squares(squares_of(group), scratch.sums.at[group], at_once=num_programs)
 
-    def make_hidden(used, scale):
+    def scale():
+        return inverse_rms(scratch.sums.at[group], size=size, eps=eps)
+
+    def make_hidden(used):
         used, accs = multiply_item(gate_up, used)
+        if num_consumers == 1:
+            plgpu.barrier_wait(scratch.summed)
+        else:
+            deque(sum_own_squares(), maxlen=0)
         # Rounded as separate products are.
-        accs = [(acc * ops.bcast(scale, acc)).astype(dtype).astype(jnp.float32) for acc in accs]
+        accs = [(acc * ops.bcast(scale(), acc)).astype(dtype).astype(jnp.float32) for acc in accs]
         tile = gate_up.tiles.tile
         if len(accs) == 1:
             starts = (0, tile)
@@ -252,9 +272,6 @@ def rows_kernel(
         arrive(counter(first + group), interpret=interpret)
         plgpu.barrier_arrive(scratch.ready)
 
-    def wait(first):
-        wait_for_arrivals(counter(first), num_programs, interpret=interpret)
-
     @pl.when(group < num_consumers)
     def _multiply():
         ops.set_max_registers(config.registers[0], action="increase", interpret=interpret)
@@ -266,20 +283,27 @@ def rows_kernel(
             ops.store(inputs.next_counters, ops.full((COUNTERS,), 0, layout, jnp.int32))
 
         used = jnp.int32(0), jnp.int32(0)
-        used, _ = add_product(o, used, load_own(o, inputs.residual, inputs.mlp_norm))
+        used, x, _ = add_product(o, used, load_own(o, inputs.residual, inputs.mlp_norm))
         arrive_with(_MLP_X)
-        wait(_MLP_X + group)
-        used = make_hidden(used, load_scale())
+        store(outputs.residual, o.own()[0], x)  # nobody waits for it
+        used = make_hidden(used)
         loaded = load_own(down, outputs.residual, inputs.out_norm)
         arrive_with(_HIDDEN)
-        used, scaled = add_product(down, used, loaded)
+        used, x, scaled = add_product(down, used, loaded)
         arrive_with(_OUT_X)
-        wait(_OUT_X + group)
-        scale = load_scale()
+        store(outputs.residual, down.own()[0], x)
+        if inputs.qkv is None:
+            wait_for_arrivals(counter(_OUT_X + group), num_programs, interpret=interpret)
+        else:
+            _, accs = multiply_item(products[3], used)
+        # This product is short: squares are loaded while its sums go to other programs.
+        summing = sum_own_squares()
+        next(summing)
         if inputs.qkv is not None:
-            _, scaled = multiply(products[3], used, scratch.weights)
-        own, _ = products[-1].own()
-        store(outputs.out, own, (scaled * ops.bcast(scale, scaled)).astype(dtype))
+            scaled = sum_products(products[3], accs, scratch.weights)
+        next(summing, None)
+        scaled = (scaled * ops.bcast(scale(), scaled)).astype(dtype)
+        store(outputs.out, products[-1].own()[0], scaled)
 
     @pl.when(group == num_consumers)
     def _send_weights():
@@ -304,9 +328,11 @@ def rows_kernel(
         for product, first in zip(products[1:], (_MLP_X, _HIDDEN, _OUT_X), strict=False):
             plgpu.barrier_wait(scratch.ready)
             for i in range(num_consumers):
-                wait(first + i)
+                wait_for_arrivals(counter(first + i), num_programs, interpret=interpret)
             let_copies_see_stores(interpret=interpret)
-            sent = send_x(product, sent)
+            # With two consumers activations are used too fast for this, and they do it themselves.
+            with_squares = product is gate_up and num_consumers == 1
+            sent = send_x(product, sent, squares_of(0) if with_squares else None)
 
         if inputs.qkv is None:
             plgpu.barrier_wait(scratch.ready)
@@ -341,8 +367,6 @@ def between_attentions(
         eps: of the norms.
         config: of one program if interpreted.
     """
-    (num_rows, size), dtype = residual.shape, residual.dtype
-    out_size = size if qkv is None else qkv.shape[0]
     now, after = map(jax.new_ref, counters)
     inputs = Inputs(
         attended=attended,
@@ -356,23 +380,13 @@ def between_attentions(
         counters=now,
         next_counters=after,
     )
-    num_sums = config.num_parts * config.num_consumers * config.num_programs
-    outputs = Outputs(
-        residual=result_shape((num_rows, size), dtype),
-        out=result_shape((num_rows, out_size), dtype),
-        x=result_shape((num_rows, size), dtype),
-        hidden=result_shape((num_rows, gate_up.shape[0]), dtype),
-        squares=result_shape((num_sums * GROUP_ROWS,), jnp.float32),
-    )
-    scratch = scratch_types(config, dtype)
-    cluster: Any = {}
-    if config.cluster_size > 1:
-        cluster = dict(cluster=(config.cluster_size,), cluster_names=("rank",))
+    outputs = output_types(inputs, config)
+    scratch = scratch_types(config, residual.dtype)
+    in_clusters: Any = dict(cluster=(config.cluster_size,), cluster_names=("rank",))
 
     def body(inputs, outputs):
-        def run(scratch):
-            rows_kernel(inputs, outputs, scratch, eps=eps, config=config, interpret=interpret)
-
+        run = functools.partial(rows_kernel, inputs, outputs)
+        run = functools.partial(run, eps=eps, config=config, interpret=interpret)
         pl.run_scoped(run, scratch, collective_axes="wg")
 
     results = pl.kernel(
@@ -383,7 +397,7 @@ def between_attentions(
             grid_names=("cluster",),
             num_threads=config.num_consumers + 2,
             thread_name="wg",
-            **cluster,
+            **(in_clusters if config.cluster_size > 1 else {}),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         name="between_attentions_of_rows",

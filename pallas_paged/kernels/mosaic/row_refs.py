@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.mosaic.ring import wgmma_transforms
 from pallas_paged.kernels.mosaic.rows_config import (
     BLOCK,
@@ -65,8 +66,23 @@ class Scratch:
     x_free: Any
     x_free_by_all: Any  # of the cluster, where its programs share copies
     ready: Any  # barrier, complete when this program has stored its part of the next activations
+    summed: Any  # barrier, complete when the sums of squares are there
     may_send: Any  # barriers of the cluster
     sent: Any
+
+
+def output_types(inputs: Inputs, config: DecoderRowsConfig) -> Outputs:
+    """Return the types of the results, in device memory."""
+    (num_rows, size), dtype = inputs.residual.shape, inputs.residual.dtype
+    num_sums = config.num_parts * config.num_consumers * config.num_programs
+    out_size = size if inputs.qkv is None else inputs.qkv.shape[0]
+    return Outputs(
+        residual=result_shape((num_rows, size), dtype),
+        out=result_shape((num_rows, out_size), dtype),
+        x=result_shape((num_rows, size), dtype),
+        hidden=result_shape((num_rows, inputs.gate_up.shape[0]), dtype),
+        squares=result_shape((num_sums * GROUP_ROWS,), jnp.float32),
+    )
 
 
 def scratch_types(config: DecoderRowsConfig, dtype: Any) -> Scratch:
@@ -94,6 +110,7 @@ def scratch_types(config: DecoderRowsConfig, dtype: Any) -> Scratch:
         x_free=x_barrier,
         x_free_by_all=by_all,
         ready=plgpu.Barrier(num_arrivals=consumers),
+        summed=plgpu.Barrier(),
         may_send=in_cluster,
         sent=in_cluster,
     )

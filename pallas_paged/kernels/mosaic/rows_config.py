@@ -13,11 +13,12 @@ BLOCK = 64  # columns of a block of activations, and of wgmma's tiles
 BLOCKS = 2  # of columns for each stage of weights: copies of 256 bytes of a row are faster
 COPIES = 2  # of weights for each stage
 GROUP = 8  # features, of which tiles have a number
-# Features of a tile, and of an accumulator by the warpgroups that multiply: for their registers.
+# Features of a tile, and of an accumulator, for registers. Those of accumulators are tried in turn.
 _MAX_TILE = 304
-_MAX_ACC = {1: 160, 2: 80}
+_MAX_ACCS = (160, 80)
 _RING_BYTES = 224 * 1024  # of both rings
 _BYTES_IN_FLIGHT = 80 * 1024
+_SMALL = 1024  # size of the residual
 _MAX_STAGES = 16  # Mosaic takes 32 barriers at most
 
 
@@ -79,7 +80,7 @@ class DecoderRowsConfig:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a thread that multiplies, and of one that sends."""
-        return (240 if self.num_consumers == 1 else 216), 40
+        return (240, 96) if self.num_consumers == 1 else (200, 56)
 
     @property
     def num_programs(self) -> int:
@@ -106,18 +107,46 @@ def decoder_rows_config(
         num_rows: a multiple of 8 up to 128, and of 16 with two parts.
         num_clusters: on the device at once.
         cluster_size: as in `DecoderRowsConfig`.
-        num_x_stages: None: as many as sums need, and not less than 5, or 6 with two consumers.
+        num_x_stages: None: as many as sums need, and not less than 5, or 6 with two consumers, or 8
+            for small models.
         num_parts: None: 2 for 128 rows of small models, for which 14 wide tiles that are read twice
             are faster than 29 narrow ones.
     """
     if num_parts is None:
-        num_parts = 2 if num_rows == MAX_ROWS and size <= 1024 and num_clusters > 1 else 1
-    num_rows //= num_parts
-    num_clusters //= num_parts
-    num_consumers = -(-num_rows // GROUP_ROWS)
+        num_parts = 2 if num_rows == MAX_ROWS and size <= _SMALL and num_clusters > 1 else 1
     if any(n % (BLOCKS * BLOCK * cluster_size) for n in (size, attended_size, hidden_size)):
         return None
-    max_acc = _MAX_ACC[num_consumers]
+    for max_acc in _MAX_ACCS:
+        config = _config(
+            size=size,
+            hidden_size=hidden_size,
+            out_size=out_size,
+            num_rows=num_rows // num_parts,
+            num_clusters=num_clusters // num_parts,
+            cluster_size=cluster_size,
+            num_x_stages=num_x_stages,
+            num_parts=num_parts,
+            max_acc=max_acc,
+        )
+        if config is not None:
+            return config
+    return None
+
+
+def _config(
+    *,
+    size: int,
+    hidden_size: int,
+    out_size: int,
+    num_rows: int,
+    num_clusters: int,
+    cluster_size: int,
+    num_x_stages: int | None,
+    num_parts: int,
+    max_acc: int,
+) -> DecoderRowsConfig | None:
+    """Return the config for rows and clusters of a part, or None where it does not fit."""
+    num_consumers = -(-num_rows // GROUP_ROWS)
     o = down = _product_tiles(size, num_clusters, max_acc)
     qkv = _product_tiles(out_size or size, num_clusters, max_acc)
     gate_up = _product_tiles(hidden_size, num_clusters * cluster_size, max_acc, is_pair=True)
@@ -130,7 +159,8 @@ def decoder_rows_config(
     # Sums use the activations' part of shared memory, and the last ones that of the weights.
     most = max(sum_bytes(x, cluster_size) for x in (o, down))
     needed = 0 if cluster_size == 1 else -(-most // 8192)
-    num_x_stages = num_x_stages or max(needed, 4 + num_consumers)
+    is_small = size <= _SMALL and num_consumers == 1
+    num_x_stages = num_x_stages or max(needed, 8 if is_small else 4 + num_consumers)
     if needed > num_x_stages:
         return None
     stage_bytes = stage_features * BLOCKS * BLOCK * 2

@@ -62,7 +62,8 @@ def in_background(call, *args, **options):
 def test_keys(tmp_path):
     with RunningServer(tmp_path, api_keys=("first", "second")) as server:
         for key in ("first", "second"):
-            client = httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {key}"})
+            headers = {"authorization": f"Bearer {key}"}
+            client = httpx.Client(base_url=server.url, headers=headers, timeout=60)
             assert client.post(TEXT, json=SHORT).status_code == 200
             assert client.get("/metrics").status_code == 200
         for header in ("", "Bearer", "Bearer firs", "Bearer first2", "Basic first", "first", "é"):
@@ -77,7 +78,7 @@ def test_keys(tmp_path):
 
 def test_large_bodies(tmp_path):
     with RunningServer(tmp_path, max_body_bytes=1000) as server:
-        client = httpx.Client(base_url=server.url)
+        client = httpx.Client(base_url=server.url, timeout=60)
         headers = {"content-type": "application/json"}
         for size in (1001, 3_000_000):
             error = error_of(client.post(TEXT, content=b" " * size, headers=headers), 413)

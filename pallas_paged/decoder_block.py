@@ -34,11 +34,12 @@ BlockImplementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 RowLinearNorm = Callable[..., tuple[jax.Array, jax.Array]]
 Config = DecoderBlockConfig | DecoderRowsConfig
 
-# Sizes of the residual with which a kernel is chosen for one row, and numbers of rows by size. It
-# was faster in what was measured there, Llamas of 1B and 8B and Qwen3 of 0.6B and 1.7B on an H200:
-# docs/tuning.md.
+# Sizes of the residual with which a kernel is chosen for one row and for several, and most rows by
+# the largest size. It was faster in what was measured there, Llamas of 1B, 3B and 8B and Qwen3 of
+# 0.6B, 1.7B and 4B on an H200: docs/tuning.md.
 _FASTER_ONE_ROW = range(2048, 4097)
-_FASTER_ROWS = {1024: range(65, 129), 2048: range(17, 129), 4096: range(33, 65)}
+_FASTER_ROWS = range(1024, 4097)
+_MOST_FASTER_ROWS = {3072: 128, 4096: 64}
 
 
 @jax.tree_util.register_dataclass
@@ -100,10 +101,10 @@ def between_attentions(
         residual += swiglu(rms_norm(residual) @ gate_up.T) @ down.T
         out = rms_norm(residual) @ qkv.T + qkv_bias
 
-    For one row on a Hopper GPU, and in bf16 for 65 to 128 rows of 1024, 17 to 128 of 2048 and 33 to
-    64 of 4096, it is one kernel, whose copies of weights hardly ever pause. Otherwise, and for
-    gradients, it is `linear` and `rms_norm`, one after another. For other rows up to 128 the kernel
-    has to be named.
+    On a Hopper GPU it is one kernel, whose copies of weights hardly ever pause, for one row of 2048
+    to 4096, and in bf16 for 2 to 128 rows of 1024 to 3072 and 2 to 64 of up to 4096. Otherwise, and
+    for gradients, it is `linear` and `rms_norm`, one after another. For other rows up to 128 the
+    kernel has to be named.
     Results differ by rounding: sums are in f32, in another order. The bits of the kernels are the
     same each time.
 
@@ -213,7 +214,8 @@ def _check_shapes(
 def _is_faster(num_rows: int, size: int) -> bool:
     if num_rows == 1:
         return size in _FASTER_ONE_ROW
-    return num_rows in _FASTER_ROWS.get(size, ())
+    most_rows = next((most for up_to, most in _MOST_FASTER_ROWS.items() if size <= up_to), 0)
+    return size in _FASTER_ROWS and num_rows <= most_rows
 
 
 def _config(

@@ -21,7 +21,7 @@ from tests.support.devices import implementations_here, lower_for_cuda, mesh
 from tests.support.kernel_calls import kernel_calls
 from tests.support.marks import needs_triton, slow
 
-A, E, F, N = 256, 512, 256, 128
+A, E, F, N = 512, 512, 512, 128
 KERNEL = "mosaic_gpu_interpret"
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="the Mosaic GPU kernels need JAX 0.11"
@@ -140,7 +140,7 @@ def test_weights_cut_over_devices_are_not_gathered():
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        (dict(down=jnp.ones((E, F + 1))), ValueError, r"weights.down.shape=\(512, 257\) must be"),
+        (dict(down=jnp.ones((E, F + 1))), ValueError, r"weights.down.shape=\(512, 513\) must be"),
         (dict(qkv_bias=jnp.ones(N)), NotImplementedError, "all in bfloat16 or all in float16"),
         (dict(o_bias=draw(0, E)), NotImplementedError, "has no biases"),
         (dict(qkv=draw(0, 65, E)), NotImplementedError, "multiples of"),

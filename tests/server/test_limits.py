@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from models.server import body, connection
+from pallas_paged.engine import SamplingParams
 from tests.support.servers import RunningServer, expected_text, small_engine, wait_until
 
 TEXT = "/v1/completions"
@@ -41,9 +42,9 @@ class Gate:
 
 
 @contextlib.contextmanager
-def held_server(folder, **config):
+def held_server(folder, engine=None, **config):
     """A server whose engine waits for `gate.open()`; it is opened at the end."""
-    engine = small_engine(folder)
+    engine = engine or small_engine(folder)
     gate = Gate(engine)
     with RunningServer(folder, engine=engine, **config) as server:
         try:
@@ -137,8 +138,14 @@ def test_connections_beyond_the_limit_are_refused(tmp_path):
         assert httpx.get(f"{server.url}/health").status_code == 200
 
 
+def compile_steps(engine, num_prompts):
+    engine.generate(["Short"] * num_prompts, SamplingParams(max_tokens=3), progress=False)
+
+
 def test_requests_that_take_too_long(tmp_path):
-    with held_server(tmp_path, request_timeout=0.2) as (server, gate):
+    engine = small_engine(tmp_path)
+    compile_steps(engine, 2)
+    with held_server(tmp_path, engine, request_timeout=0.2) as (server, gate):
         client = httpx.Client(base_url=server.url, timeout=60)
         whole = in_background(client.post, TEXT, json=SHORT)
         stream = in_background(client.post, TEXT, json=SHORT | {"stream": True})
@@ -152,10 +159,10 @@ def test_requests_that_take_too_long(tmp_path):
 
 def test_a_stream_that_takes_too_long_ends_with_an_error(tmp_path):
     engine = small_engine(tmp_path)
+    compile_steps(engine, 1)
     step = engine._step
     engine._step = lambda: (time.sleep(0.02), step())
     with RunningServer(tmp_path, engine=engine, request_timeout=1.0) as server:
-        httpx.post(server.url + TEXT, json=SHORT)  # compiles
         answer = httpx.post(server.url + TEXT, json=LONG | {"stream": True}, timeout=60)
         *events, error, done = answer.text.strip().split("\n\n")
         assert answer.status_code == 200 and done == "data: [DONE]"

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 
 from pallas_paged.checks import default_promotion
 from pallas_paged.kernels.call import Device
@@ -102,9 +103,9 @@ def between_attentions(
         out = rms_norm(residual) @ qkv.T + qkv_bias
 
     On a Hopper GPU it is one kernel, whose copies of weights hardly ever pause, for one row of 2048
-    to 4096, and in bf16 for 2 to 128 rows of 1024 to 3072 and 2 to 64 of up to 4096. Otherwise, and
-    for gradients, it is `linear` and `rms_norm`, one after another. For other rows up to 128 the
-    kernel has to be named.
+    to 4096, and in bf16 for 2 to 128 rows of 1024 to 3072 and 2 to 64 of up to 4096. Otherwise, for
+    gradients and under `vmap`, it is `linear` and `rms_norm`, one after another. For other rows up
+    to 128 the kernel has to be named.
     Results differ by rounding: sums are in f32, in another order. The bits of the kernels are the
     same each time.
 
@@ -303,23 +304,36 @@ def _kernel(
         rows = rows.reshape(num_rows, -1)
         return rows if padded == num_rows else jnp.pad(rows, ((0, padded - num_rows), (0, 0)))
 
-    with jax.enable_x64(False):
-        new_x, out, boards = run(
-            attended if isinstance(attended, DecodeStates) else matrix(attended),
-            matrix(x),
-            boards,
-            o=weights.o,
-            mlp_norm=weights.mlp_norm,
-            gate_up=weights.gate_up,
-            down=weights.down,
-            out_norm=weights.out_norm,
-            qkv=weights.qkv,
-            eps=eps,
-            config=config,
-            interpret=interpret,
-        )
-    new_x, out = (rows[:num_rows].reshape(*x.shape[:-1], -1) for rows in (new_x, out))
-    return new_x, out, boards
+    @custom_vmap
+    def call(attended: Any, x: jax.Array, weights: BlockWeights, boards: Any) -> Any:
+        with jax.enable_x64(False):
+            new_x, out, boards = run(
+                attended if isinstance(attended, DecodeStates) else matrix(attended),
+                matrix(x),
+                boards,
+                o=weights.o,
+                mlp_norm=weights.mlp_norm,
+                gate_up=weights.gate_up,
+                down=weights.down,
+                out_norm=weights.out_norm,
+                qkv=weights.qkv,
+                eps=eps,
+                config=config,
+                interpret=interpret,
+            )
+        new_x, out = (rows[:num_rows].reshape(*x.shape[:-1], -1) for rows in (new_x, out))
+        return new_x, out, boards
+
+    @call.def_vmap
+    def _(size: int, batched: Any, *args: Any) -> Any:
+        # The kernel would run once for each, one after another.
+        if isinstance(args[0], DecodeStates):
+            raise NotImplementedError("partial states of attention can't be under vmap")
+        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched[:3])
+        steps = jax.vmap(functools.partial(_steps, eps, None, None), axes, axis_size=size)
+        return (*steps(*args[:3]), args[3]), (True, True, batched[3])
+
+    return call(attended, x, weights, boards)
 
 
 def _kernel_fwd(

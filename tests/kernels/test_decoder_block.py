@@ -98,6 +98,27 @@ def test_the_kernel_gives_what_xla_gives_and_its_gradients(kernel, rows, last):
         assert np.abs(a - b).max() < 0.1 * np.abs(b).max()
 
 
+@needs_mosaic
+def test_under_vmap_it_is_the_separate_steps():
+    (attended, residual), w = inputs(3, 2), block_weights()
+
+    def results(implementation):
+        def run(attended, x, out_norm):
+            weights = dataclasses.replace(w, out_norm=out_norm)
+            stream = Residual(x=x)
+            for _ in range(2):
+                stream, out = between_attentions(
+                    attended, stream, weights, eps=1e-5, implementation=implementation
+                )
+            return stream.x, out
+
+        norms = jnp.stack([w.out_norm, w.mlp_norm, w.out_norm])
+        return jax.jit(jax.vmap(run))(attended, residual.x, norms)
+
+    for got, want in zip(results(KERNEL), results("xla"), strict=True):
+        assert (got == want).all()
+
+
 @needs_triton
 @pytest.mark.parametrize("kernel", [None, pytest.param(KERNEL, marks=needs_mosaic)])
 def test_partial_states_are_as_good_as_their_merge(kernel):

@@ -25,7 +25,6 @@ on the device at once.
 from __future__ import annotations
 
 import functools
-from collections import deque
 from typing import Any
 
 import jax
@@ -246,9 +245,10 @@ def rows_kernel(
         return used, x, scaled
 
     def sum_own_squares():
+        # Who sent the activations of this product has waited for the squares of all programs.
         return sum_squares(squares_of(group), scratch.sums.at[group], at_once=num_programs)
 
-    def scale():
+    def load_scale():
         return inverse_rms(scratch.sums.at[group], size=size, eps=eps)
 
     def make_hidden(used):
@@ -256,9 +256,11 @@ def rows_kernel(
         if num_consumers == 1:
             plgpu.barrier_wait(scratch.summed)
         else:
-            deque(sum_own_squares(), maxlen=0)
+            for _ in sum_own_squares():
+                pass
+        scale = load_scale()
         # Rounded as separate products are.
-        accs = [(acc * ops.bcast(scale(), acc)).astype(dtype).astype(jnp.float32) for acc in accs]
+        accs = [(acc * ops.bcast(scale, acc)).astype(dtype).astype(jnp.float32) for acc in accs]
         tile = gate_up.tiles.tile
         if len(accs) == 1:
             starts = (0, tile)
@@ -302,7 +304,7 @@ def rows_kernel(
         if inputs.qkv is not None:
             scaled = sum_products(products[3], accs, scratch.weights)
         next(summing, None)
-        scaled = (scaled * ops.bcast(scale(), scaled)).astype(dtype)
+        scaled = (scaled * ops.bcast(load_scale(), scaled)).astype(dtype)
         store(outputs.out, products[-1].own()[0], scaled)
 
     @pl.when(group == num_consumers)

@@ -35,12 +35,14 @@ BlockImplementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 RowLinearNorm = Callable[..., tuple[jax.Array, jax.Array]]
 Config = DecoderBlockConfig | DecoderRowsConfig
 
-# Sizes of the residual with which a kernel is chosen for one row and for several, and most rows by
-# the largest size. It was faster in what was measured there, Llamas of 1B, 3B and 8B and Qwen3 of
-# 0.6B, 1.7B and 4B on an H200: docs/tuning.md.
-_FASTER_ONE_ROW = range(2048, 4097)
-_FASTER_ROWS = range(1024, 4097)
-_MOST_FASTER_ROWS = {3072: 128, 4096: 64}
+# Sizes of the residual, and numbers of rows for which a kernel is chosen there. It was faster in
+# what was measured, Llamas of 1B, 3B and 8B and Qwen3 of 0.6B, 1.7B and 4B on an H200:
+# docs/tuning.md.
+_FASTER = (
+    (range(2048, 4097), range(1, 2)),
+    (range(1024, 3073), range(2, 129)),
+    (range(3073, 4097), range(2, 65)),
+)
 
 
 @jax.tree_util.register_dataclass
@@ -213,10 +215,7 @@ def _check_shapes(
 
 
 def _is_faster(num_rows: int, size: int) -> bool:
-    if num_rows == 1:
-        return size in _FASTER_ONE_ROW
-    most_rows = next((most for up_to, most in _MOST_FASTER_ROWS.items() if size <= up_to), 0)
-    return size in _FASTER_ROWS and num_rows <= most_rows
+    return any(size in sizes and num_rows in rows for sizes, rows in _FASTER)
 
 
 def _config(

@@ -139,7 +139,8 @@ def test_connections_beyond_the_limit_are_refused(tmp_path):
 
 
 def compile_steps(engine, num_prompts):
-    engine.generate(["Short"] * num_prompts, SamplingParams(max_tokens=3), progress=False)
+    greedy = SamplingParams(max_tokens=3, temperature=0.0)
+    engine.generate(["Short"] * num_prompts, greedy, progress=False)
 
 
 def test_requests_that_take_too_long(tmp_path):

@@ -20,21 +20,16 @@ from pallas_paged.kernels.mosaic import ops
 _BLOCK_BYTES = 2048  # of 8 features: 16 bytes of each thread
 
 
-def join_warps() -> None:
-    """Wait for the warps of this warpgroup."""
+def meet_cluster(barrier: Any) -> None:
+    """Wait for the other programs of the cluster."""
 
     @plgpu.inline_mgpu()
-    def join(_):
+    def join_warps(_):
         from jax.experimental.mosaic.gpu import utils
 
         utils.warpgroup_barrier()
 
-    join()
-
-
-def meet_cluster(barrier: Any) -> None:
-    """Wait for the other programs of the cluster."""
-    join_warps()
+    join_warps()  # one warp arrives at the others
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
 

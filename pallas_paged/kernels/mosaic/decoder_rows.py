@@ -1,4 +1,4 @@
-"""All products between two attentions of up to 128 rows, a persistent Pallas Mosaic kernel.
+"""All products between two attentions of up to 256 rows, a persistent Pallas Mosaic kernel.
 
     residual += attended o^T
     hidden = swiglu(norm(residual) gate_up^T)
@@ -35,7 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.arrivals import arrive, let_copies_see_stores, wait_for_arrivals
-from pallas_paged.kernels.mosaic.cluster_sums import join_warps, sum_over_cluster
+from pallas_paged.kernels.mosaic.cluster_sums import sum_over_cluster
 from pallas_paged.kernels.mosaic.ring import wgmma_transforms
 from pallas_paged.kernels.mosaic.row_items import Product
 from pallas_paged.kernels.mosaic.row_refs import (
@@ -92,12 +92,6 @@ def rows_kernel(
     if inputs.qkv is not None:
         products.append(product_of(weight=inputs.qkv, x=outputs.x, tiles=config.qkv))
 
-    def sharing(product):
-        """Return the axes of programs that share activations, and the barriers of free stages."""
-        if product.is_pair and config.share_x:
-            return "rank", scratch.x_free_by_all
-        return None, scratch.x_free
-
     def counter(first):
         return inputs.counters.at[pl.ds(first + 16 * part, 1)]
 
@@ -130,7 +124,6 @@ def rows_kernel(
 
     def send_x(product, sent, squares=None):
         """Send the activations of a product, and add up squares of rows meanwhile."""
-        axes, free = sharing(product)
         count = product.num_blocks
         at_once = min(count, num_x_stages)
 
@@ -141,7 +134,7 @@ def rows_kernel(
             # All have used the stages of the product before, or they would not have arrived.
             @pl.when(index >= num_x_stages)
             def _():
-                plgpu.barrier_wait(free.at[stage])
+                plgpu.barrier_wait(scratch.x_free.at[stage])
 
             for i in range(num_consumers):
                 count = min(num_rows - i * GROUP_ROWS, GROUP_ROWS)
@@ -149,7 +142,6 @@ def rows_kernel(
                     product.x.at[pl.ds(rows.start + i * GROUP_ROWS, count), pl.ds(first, BLOCK)],
                     scratch.x.at[stage, i, pl.ds(0, count)],
                     scratch.x_full.at[stage],
-                    collective_axes=axes,
                 )
             return jnp.int32(0)
 
@@ -166,13 +158,12 @@ def rows_kernel(
 
         @pl.loop(count - at_once, count)
         def _drain(i):
-            plgpu.barrier_wait(free.at[lax.rem(sent + i, num_x_stages)])
+            plgpu.barrier_wait(scratch.x_free.at[lax.rem(sent + i, num_x_stages)])
 
         return sent + count
 
     def multiply_item(product, used):
         """Multiply an item; return how many stages of both rings were used, and the products."""
-        axes, x_free = sharing(product)
         accs_of, acc_size = range(product.tiles.num_accs), product.tiles.acc_size
 
         def multiply_step(_, carry):
@@ -192,10 +183,8 @@ def rows_kernel(
             accs = ops.wgmma_many(accs, terms, overlap=True, interpret=interpret)
             for stage in stages:
                 plgpu.barrier_arrive(scratch.free.at[stage])
-            if axes is not None:  # one warp arrives at the other programs
-                join_warps()
             for x_stage in x_stages:
-                plgpu.barrier_arrive(x_free.at[x_stage])
+                plgpu.barrier_arrive(scratch.x_free.at[x_stage])
             return used + len(stages), x_used + len(x_stages), *accs
 
         zeros = [ops.full((GROUP_ROWS, acc_size), 0.0, ops.WGMMA) for _ in accs_of]
@@ -361,7 +350,7 @@ def between_attentions(
     It is traced and lowered once for all layers with the same sizes.
 
     Args:
-        attended: bf16 `[R, A]`, with R a multiple of 8 up to 128.
+        attended: bf16 `[R, A]`, with R a multiple of 8 up to 128, or of 16 up to 256.
         residual: bf16 `[R, E]`.
         counters: of `new_counters`, or what the call before returned.
         o, gate_up, down, qkv: weights `[E, A]`, `[F, 2, E]`, `[E, F]` and `[N, E]` or None.
@@ -386,10 +375,10 @@ def between_attentions(
     scratch = scratch_types(config, residual.dtype)
     in_clusters: Any = dict(cluster=(config.cluster_size,), cluster_names=("rank",))
 
+    run = functools.partial(rows_kernel, eps=eps, config=config, interpret=interpret)
+
     def body(inputs, outputs):
-        run = functools.partial(rows_kernel, inputs, outputs)
-        run = functools.partial(run, eps=eps, config=config, interpret=interpret)
-        pl.run_scoped(run, scratch, collective_axes="wg")
+        pl.run_scoped(functools.partial(run, inputs, outputs), scratch, collective_axes="wg")
 
     results = pl.kernel(
         ops.with_trees(body, inputs, outputs),

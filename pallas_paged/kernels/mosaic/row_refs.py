@@ -64,7 +64,6 @@ class Scratch:
     free: Any  # barriers [num_stages], complete when they were used
     x_full: Any  # barriers [num_x_stages]
     x_free: Any
-    x_free_by_all: Any  # of the cluster, where its programs share copies
     ready: Any  # barrier, complete when this program has stored its part of the next activations
     summed: Any  # barrier, complete when the sums of squares are there
     may_send: Any  # barriers of the cluster
@@ -92,12 +91,8 @@ def scratch_types(config: DecoderRowsConfig, dtype: Any) -> Scratch:
     consumers = config.num_consumers
     x_barrier = plgpu.Barrier(num_arrivals=consumers, num_barriers=num_x_stages)
     in_cluster: Any = plgpu.Barrier()
-    by_all: Any = x_barrier
     if config.cluster_size > 1:
         in_cluster = plgpu.ClusterBarrier(collective_axes=("rank",), num_arrivals=consumers)
-        by_all = plgpu.ClusterBarrier(
-            collective_axes=("rank",), num_arrivals=consumers, num_barriers=num_x_stages
-        )
     return Scratch(
         weights=plgpu.SMEM(
             (num_stages, config.stage_features, BLOCKS * BLOCK), dtype, transforms=transforms
@@ -108,7 +103,6 @@ def scratch_types(config: DecoderRowsConfig, dtype: Any) -> Scratch:
         free=plgpu.Barrier(num_arrivals=consumers, num_barriers=num_stages),
         x_full=x_barrier,
         x_free=x_barrier,
-        x_free_by_all=by_all,
         ready=plgpu.Barrier(num_arrivals=consumers),
         summed=plgpu.Barrier(),
         may_send=in_cluster,

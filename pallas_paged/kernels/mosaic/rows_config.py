@@ -60,7 +60,6 @@ class DecoderRowsConfig:
         num_stages: of weights in shared memory.
         num_x_stages: blocks of activations there.
         num_in_flight: stages of weights on their way at once.
-        share_x: copies of the activations of gate and up go to all programs of a cluster.
     """
 
     num_parts: int
@@ -75,7 +74,6 @@ class DecoderRowsConfig:
     num_stages: int
     num_x_stages: int
     num_in_flight: int
-    share_x: bool
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -182,7 +180,6 @@ def _config(
         num_stages=num_stages,
         num_x_stages=num_x_stages,
         num_in_flight=max(min(_BYTES_IN_FLIGHT // stage_bytes, num_stages), 1),
-        share_x=cluster_size > 1 and num_rows % (8 * cluster_size) == 0,
     )
 
 

@@ -22,6 +22,7 @@ from pallas_paged.kernels.mosaic.config import (
     decoder_block_config,
 )
 from pallas_paged.kernels.mosaic.rows_config import (
+    GROUP_ROWS,
     MAX_ROWS,
     DecoderRowsConfig,
     clusters_at_once,
@@ -40,8 +41,8 @@ Config = DecoderBlockConfig | DecoderRowsConfig
 # docs/tuning.md.
 _FASTER = (
     (range(2048, 4097), range(1, 2)),
-    (range(1024, 3073), range(2, 129)),
-    (range(3073, 4097), range(2, 65)),
+    (range(1024, 4097), range(2, 129)),
+    (range(1024, 1025), range(129, 257)),
 )
 
 
@@ -105,9 +106,9 @@ def between_attentions(
         out = rms_norm(residual) @ qkv.T + qkv_bias
 
     On a Hopper GPU it is one kernel, whose copies of weights hardly ever pause, for one row of 2048
-    to 4096, and in bf16 for 2 to 128 rows of 1024 to 3072 and 2 to 64 of up to 4096. Otherwise, for
-    gradients and under `vmap`, it is `linear` and `rms_norm`, one after another. For other rows up
-    to 128 the kernel has to be named.
+    to 4096, and in bf16 for 2 to 128 rows of 1024 to 4096 and for 129 to 256 of 1024. Otherwise,
+    for gradients and under `vmap`, it is `linear` and `rms_norm`, one after another. For other rows
+    up to 256 the kernel has to be named.
     Results differ by rounding: sums are in f32, in another order. The bits of the kernels are the
     same each time.
 
@@ -255,8 +256,8 @@ def _config(
         config = decoder_block_config(**sizes, num_programs=num_programs)
         multiples = "512 (E), 256 (A and F) and 64 (N)"
     else:
-        num_clusters = 1 if interpret else clusters_at_once(device.num_sms)
-        sizes |= dict(num_clusters=num_clusters, cluster_size=1 if interpret else 4)
+        clusters = (1, 1) if interpret else clusters_at_once(device.num_sms, num_rows)
+        sizes |= dict(zip(("num_clusters", "cluster_size"), clusters, strict=True))
         config = decoder_rows_config(**sizes, num_rows=_padded(num_rows))
         multiples = "512 (A, E and F) and 8 (N)"
     if config is None:
@@ -268,7 +269,8 @@ def _config(
 
 
 def _padded(num_rows: int) -> int:
-    return -(-num_rows // 8) * 8
+    multiple = 8 if num_rows <= GROUP_ROWS else 16  # of two parts
+    return -(-num_rows // multiple) * multiple
 
 
 def _new_boards(config: Config, weights: BlockWeights) -> tuple[jax.Array, jax.Array]:

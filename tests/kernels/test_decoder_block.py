@@ -174,8 +174,8 @@ def test_bad_arguments_are_named(change, error, match):
 
 
 def test_rows_and_names_are_checked():
-    (attended, residual), w = inputs(129), block_weights()
-    with pytest.raises(NotImplementedError, match="needs 1 to 128 rows, not 129"):
+    (attended, residual), w = inputs(257), block_weights()
+    with pytest.raises(NotImplementedError, match="needs 1 to 256 rows, not 257"):
         between_attentions(attended, residual, w, eps=1e-5, implementation=KERNEL)
     (attended, residual) = inputs(2, dtype=jnp.float16)
     with pytest.raises(NotImplementedError, match="needs bfloat16 for 2 rows"):

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 
 GROUP_ROWS = 64  # of wgmma's first operand
-MAX_ROWS = 2 * GROUP_ROWS
+_MAX_PART = 2 * GROUP_ROWS
+MAX_ROWS = 2 * _MAX_PART
 BLOCK = 64  # columns of a block of activations, and of wgmma's tiles
 BLOCKS = 2  # of columns for each stage of weights: copies of 256 bytes of a row are faster
 COPIES = 2  # of weights for each stage
@@ -94,7 +95,7 @@ def decoder_rows_config(
     out_size: int,
     num_rows: int,
     num_clusters: int,
-    cluster_size: int = 4,
+    cluster_size: int,
     num_x_stages: int | None = None,
     num_parts: int | None = None,
 ) -> DecoderRowsConfig | None:
@@ -102,16 +103,22 @@ def decoder_rows_config(
 
     Args:
         size, attended_size, hidden_size, out_size: as in `decoder_block_config`.
-        num_rows: a multiple of 8 up to 128, and of 16 with two parts.
-        num_clusters: on the device at once.
+        num_rows: a multiple of 8 up to 64, and of 16 up to 256.
+        num_clusters: on the device at once. The config has fewer where tiles are as large with
+            fewer, which then read less.
         cluster_size: as in `DecoderRowsConfig`.
         num_x_stages: None: as many as sums need, and not less than 5, or 6 with two consumers, or 8
             for small models.
-        num_parts: None: 2 for 128 rows of small models, for which 14 wide tiles that are read twice
-            are faster than 29 narrow ones.
+        num_parts: None: 2 for more than 128 rows, and for more than 64 of small models, for which
+            half as many tiles that are twice as wide are faster.
     """
     if num_parts is None:
-        num_parts = 2 if num_rows == MAX_ROWS and size <= _SMALL and num_clusters > 1 else 1
+        num_parts = 2 if num_rows > (GROUP_ROWS if size <= _SMALL else _MAX_PART) else 1
+    num_clusters = max(num_clusters // num_parts, 1)
+    if cluster_size > 1:
+        num_clusters = _fewest_clusters(
+            num_clusters, cluster_size, size, hidden_size, out_size or size
+        )
     if any(n % (BLOCKS * BLOCK * cluster_size) for n in (size, attended_size, hidden_size)):
         return None
     for max_acc in _MAX_ACCS:
@@ -120,7 +127,7 @@ def decoder_rows_config(
             hidden_size=hidden_size,
             out_size=out_size,
             num_rows=num_rows // num_parts,
-            num_clusters=num_clusters // num_parts,
+            num_clusters=num_clusters,
             cluster_size=cluster_size,
             num_x_stages=num_x_stages,
             num_parts=num_parts,
@@ -183,13 +190,31 @@ def _config(
     )
 
 
-def clusters_at_once(num_sms: int) -> int:
-    """Return how many clusters of 4 programs are on a Hopper GPU at once, at least, one on each SM.
+def _fewest_clusters(num_clusters: int, cluster_size: int, size: int, hidden: int, out: int) -> int:
+    """Return the fewest clusters whose tiles are as large as with these."""
 
-    A cluster is within one of 8 processing clusters, whose numbers of SMs are even and differ from
-    card to card: at most 2 of each are left. An H200 with 132 SMs had 30 clusters of 4, and not 33.
+    def groups(num_clusters: int) -> list[int]:
+        counts = (size, num_clusters), (out, num_clusters), (hidden, num_clusters * cluster_size)
+        return [-(-num_features // (GROUP * count)) for num_features, count in counts]
+
+    step = max(4 // cluster_size, 1)  # sums of squares of 4 programs are added up at a time
+    num_clusters -= num_clusters % step
+    while num_clusters > step and groups(num_clusters - step) == groups(num_clusters):
+        num_clusters -= step
+    return num_clusters
+
+
+def clusters_at_once(num_sms: int, num_rows: int) -> tuple[int, int]:
+    """Return how many clusters are on a Hopper GPU at once, at least, and the programs of each.
+
+    Smaller clusters exchange fewer sums, which take long with many rows. Each program has an SM. A
+    cluster is within one of 8 processing clusters, whose numbers of SMs are even and differ from
+    card to card: of clusters of 4, at most 2 SMs of each are left. An H200 with 132 SMs had 30 of
+    them, and not 33.
     """
-    return max((num_sms - 2 * 8) // 4, 1)
+    if num_rows > GROUP_ROWS:
+        return num_sms // 2, 2
+    return max((num_sms - 2 * 8) // 4, 1), 4
 
 
 def part_groups(tiles: ProductTiles, cluster_size: int) -> tuple[int, int]:

@@ -51,20 +51,21 @@ def oracle(attended, x, w):
 
 
 @pytest.mark.parametrize(
-    ("rows", "sizes", "num_x_stages"),
+    ("rows", "parts", "sizes", "num_x_stages"),
     [
-        (16, (512, 512, 256, 256), 4),
-        (128, (256, 256, 256, 256), 3),
+        (16, 1, (512, 512, 256, 256), 4),
+        (128, 1, (256, 256, 256, 256), 3),
         *slow(
             [
-                (64, (256, 384, 384, 192), 8),
-                (40, (256, 256, 256, 0), 2),
-                (72, (256, 256, 384, 0), 6),
+                (64, 1, (256, 384, 384, 192), 8),
+                (40, 1, (256, 256, 256, 0), 2),
+                (72, 1, (256, 256, 384, 0), 6),
+                (144, 2, (256, 256, 256, 256), 3),
             ]
         ),
     ],
 )
-def test_it_is_the_steps_in_numpy(rows, sizes, num_x_stages):
+def test_it_is_the_steps_in_numpy(rows, parts, sizes, num_x_stages):
     shapes = shapes_of(*sizes)
     if not sizes[-1]:
         del shapes["qkv"]
@@ -76,6 +77,7 @@ def test_it_is_the_steps_in_numpy(rows, sizes, num_x_stages):
         num_clusters=1,
         cluster_size=1,
         num_x_stages=num_x_stages,
+        num_parts=parts,
     )
     got = between_attentions(
         attended,
@@ -95,14 +97,17 @@ def test_it_is_the_steps_in_numpy(rows, sizes, num_x_stages):
     [
         *((64, sizes) for sizes in LLAMAS),
         *((128, sizes) for sizes in (QWEN, *LLAMAS)),
-        (72, QWEN),
+        *((rows, QWEN) for rows in (80, 256)),
         (40, LLAMAS[1]),
         (8, SMALL),
     ],
 )
 def test_the_blocks_of_decoders_lower_for_a_gpu(rows, sizes):
     attended, size, _, out = sizes
-    config = decoder_rows_config(**sizes_of(*sizes), num_rows=rows, num_clusters=29)
+    num_clusters, cluster_size = clusters_at_once(132, rows)
+    config = decoder_rows_config(
+        **sizes_of(*sizes), num_rows=rows, num_clusters=num_clusters, cluster_size=cluster_size
+    )
     shapes = shapes_of(*sizes)
     if not out:
         del shapes["qkv"]
@@ -149,7 +154,7 @@ def test_equal_tiles_and_parts_cover_all_features_and_each_is_owned_once(
     )
     for tiles in (config.o, config.down, config.qkv):
         owners = np.zeros(tiles.num_features, int)
-        for cluster, rank in np.ndindex(clusters, cluster_size):
+        for cluster, rank in np.ndindex(config.num_clusters, cluster_size):
             product = Product(
                 weight=np.empty((tiles.num_features, 1)),
                 x=None,
@@ -165,16 +170,24 @@ def test_equal_tiles_and_parts_cover_all_features_and_each_is_owned_once(
         assert (owners == 1).all()
 
 
+def test_of_as_large_tiles_it_has_the_fewest_clusters():
+    clusters = dict(num_rows=128, num_clusters=66, cluster_size=2)
+    assert decoder_rows_config(**sizes_of(*LLAMAS[0]), **clusters).num_clusters == 64
+    assert decoder_rows_config(**sizes_of(*QWEN), **clusters).num_clusters == 32  # of each part
+
+
 @pytest.mark.parametrize(
     "change", [dict(size=320), dict(hidden_size=8200), dict(out_size=100), dict(attended_size=2000)]
 )
 def test_sizes_that_do_not_fit_have_no_config(change):
     sizes = sizes_of(2048, 2048, 8192, 3072) | change
-    assert decoder_rows_config(**sizes, num_rows=64, num_clusters=29) is None
+    clusters = dict(num_clusters=29, cluster_size=4)
+    assert decoder_rows_config(**sizes, num_rows=64, **clusters) is None
 
 
 def test_clusters_fit_whatever_sms_the_processing_clusters_have():
-    assert [clusters_at_once(n) for n in (132, 114, 78)] == [29, 24, 15]
+    of_four, of_two = ([clusters_at_once(n, rows)[0] for n in (132, 114, 78)] for rows in (64, 72))
+    assert (of_four, of_two) == ([29, 24, 15], [66, 57, 39])
 
 
 @pytest.mark.parametrize(
@@ -182,11 +195,12 @@ def test_clusters_fit_whatever_sms_the_processing_clusters_have():
     [
         (2, 1024, 1),
         (128, 1024, 1),
-        (129, 1024, 0),
+        (256, 1024, 1),
+        (257, 1024, 0),
         (8, 512, 0),
         (2, 4096, 1),
-        (64, 4096, 1),
-        (65, 4096, 0),
+        (128, 4096, 1),
+        (129, 4096, 0),
     ],
 )
 def test_it_is_chosen_for_the_rows_of_each_size_for_which_it_is_faster(rows, size, kernels):

@@ -102,25 +102,30 @@ def rows_kernel(
     def store(ref, columns, values):
         store_rows(ref.at[rows, columns], values, group=group, interpret=interpret)
 
-    def send_weights(product, sent):
-        def send(index, sent):
+    def wait_for_weights(first, after):
+        @pl.loop(first, after)
+        def _wait(i):
+            plgpu.barrier_wait(scratch.full.at[lax.rem(i, num_stages)])
+
+    def send_weights(product, sent, arrived):
+        """Send the weights of a product; return how many stages were sent, and have arrived."""
+
+        def send(index, carry):
+            sent, arrived = carry
             stage = lax.rem(sent, num_stages)
 
             @pl.when(sent >= num_stages)
             def _():
                 plgpu.barrier_wait(scratch.free.at[stage])
 
-            @pl.when(sent >= config.num_in_flight)
-            def _():
-                before = lax.rem(sent - config.num_in_flight, num_stages)
-                plgpu.barrier_wait(scratch.full.at[before])
-
+            arrived_next = jnp.maximum(arrived, sent - product.num_in_flight + 1)
+            wait_for_weights(arrived, arrived_next)
             for to, where in product.copies(index):
                 to_ref = scratch.weights.at[stage, to]
                 plgpu.copy_gmem_to_smem(where, to_ref, scratch.full.at[stage])
-            return sent + 1
+            return sent + 1, arrived_next
 
-        return lax.fori_loop(0, product.num_stages, send, sent)
+        return lax.fori_loop(0, product.num_stages, send, (sent, arrived))
 
     def send_x(product, sent, squares=None):
         """Send the activations of a product, and add up squares of rows meanwhile."""
@@ -299,17 +304,15 @@ def rows_kernel(
     @pl.when(group == num_consumers)
     def _send_weights():
         ops.set_max_registers(config.registers[1], action="decrease", interpret=interpret)
-        sent = jnp.int32(0)
+        sent = arrived = jnp.int32(0)
         for product in products:
-            sent = send_weights(product, sent)
+            sent, arrived = send_weights(product, sent, arrived)
 
         @pl.loop(jnp.maximum(sent - num_stages, 0), sent)
         def _drain(i):
             plgpu.barrier_wait(scratch.free.at[lax.rem(i, num_stages)])
 
-        @pl.loop(jnp.maximum(sent - config.num_in_flight, 0), sent)
-        def _arrived(i):
-            plgpu.barrier_wait(scratch.full.at[lax.rem(i, num_stages)])
+        wait_for_weights(arrived, sent)
 
     @pl.when(group == num_consumers + 1)
     def _send_x():

@@ -18,6 +18,7 @@ from pallas_paged.kernels.mosaic.rows_config import (
     DecoderRowsConfig,
     ProductTiles,
     part_groups,
+    stages_in_flight,
 )
 
 
@@ -64,6 +65,14 @@ class Product:
     def num_steps(self) -> int:
         """How often there is a stage for each accumulator."""
         return self.num_blocks // BLOCKS
+
+    @property
+    def num_in_flight(self) -> int:
+        """Stages of weights on their way at once."""
+        config = self.config
+        if config.num_in_flight is not None:
+            return config.num_in_flight
+        return stages_in_flight(self.tiles.acc_size, config.num_stages)
 
     def _start(self, index: Any) -> Any:
         """Return the first feature of a tile, or of the one behind the last all features."""

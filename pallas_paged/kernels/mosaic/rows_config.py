@@ -60,7 +60,8 @@ class DecoderRowsConfig:
         stage_features: rows of a stage of weights, `BLOCKS * BLOCK` columns each.
         num_stages: of weights in shared memory.
         num_x_stages: blocks of activations there.
-        num_in_flight: stages of weights on their way at once.
+        num_in_flight: stages of weights on their way at once. None: as many as 80 KB of each product,
+            for narrow ones are smaller.
     """
 
     num_parts: int
@@ -74,7 +75,7 @@ class DecoderRowsConfig:
     stage_features: int
     num_stages: int
     num_x_stages: int
-    num_in_flight: int
+    num_in_flight: int | None
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -186,8 +187,16 @@ def _config(
         stage_features=stage_features,
         num_stages=num_stages,
         num_x_stages=num_x_stages,
-        num_in_flight=max(min(_BYTES_IN_FLIGHT // stage_bytes, num_stages), 1),
+        # More copies of narrow tiles are faster for small models and two consumers, and slower else.
+        num_in_flight=None
+        if size <= _SMALL or num_consumers > 1
+        else stages_in_flight(stage_features, num_stages),
     )
+
+
+def stages_in_flight(features: int, num_stages: int) -> int:
+    """Return how many stages of so many features are on their way at once."""
+    return max(min(_BYTES_IN_FLIGHT // (features * BLOCKS * BLOCK * 2), num_stages), 1)
 
 
 def _fewest_clusters(num_clusters: int, cluster_size: int, size: int, hidden: int, out: int) -> int:

@@ -9,8 +9,9 @@ across row borders (the balanced split of stream-K):
     [ program 0  ][ program 1  ][ program 2  ]...
 
 A call may ask for ranges of whole rows, which it gets if all rows have as many blocks and no
-program then has much more to do. Or it may ask for short programs. They have a sixteenth of a long
-line, and start when others end, which evens out how fast the multiprocessors are.
+program then has much more to do. And it may ask for short programs. They have a sixteenth of a long
+line, and start when others end, which evens out how fast the multiprocessors are. For long rows of
+equal length that is faster than whole rows.
 
 A program leaves one partial state (out, lse) for each row in its range, at index `program + row`.
 From one state to the next on the line the program or the row increases, so all indices differ, and
@@ -37,8 +38,8 @@ from pallas_paged.kernels.config_fields import programs_per_kv_head
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.prefix_sums import prefix_sums
 
-# Blocks of an even range from which on short programs pay.
-LONG_RANGE = 32
+# Blocks of an even range from which on short programs pay, and pay more than whole rows.
+LONG_RANGE, VERY_LONG_RANGE = 16, 48
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ class DecodePlan:
         """Return the plan of a call whose rows hold at most `max_kv_len` tokens.
 
         Args:
-            with_whole_rows: as the attribute. It does nothing where there are short programs.
+            with_whole_rows: as the attribute.
             with_short_programs: have them, if rows may be long enough.
         """
         num_programs = programs_per_kv_head(config.num_programs, num_kv_heads)
@@ -95,7 +96,7 @@ class DecodePlan:
             block_k=config.block_k,
             fixed_split_size=config.fixed_split_size,
             num_seqs=num_seqs,
-            with_whole_rows=with_whole_rows and num_seqs > 1 and not num_short_programs,
+            with_whole_rows=with_whole_rows and num_seqs > 1,
             num_programs=num_programs,
             num_short_programs=num_short_programs,
             num_partials=num_partials,
@@ -132,17 +133,19 @@ class DecodePlan:
         """Return the units of a range, of which the last may have fewer."""
         # Rounded up: no program has more than in the most even split, and one division finds the
         # program of a unit.
-        even = pl.cdiv(num_units, self.num_programs)
+        size = even = pl.cdiv(num_units, self.num_programs)
         if self.num_short_programs:
-            return jnp.where(even < LONG_RANGE, even, even - even // 16)
+            size = jnp.where(even < LONG_RANGE, even, even - even // 16)
         if not self.with_whole_rows:
-            return even
+            return size
         # Rows of equal length are not split if that gives a program at most 1/32 more. Other rows
         # may seem equal by their sum: then ranges are only a little longer than needed.
         of_row = jnp.maximum(lax.div(num_units, self.num_seqs), 1)
         whole = pl.cdiv(even, of_row) * of_row
         is_whole = (of_row * self.num_seqs == num_units) & (whole - even <= even // 32)
-        return jnp.where(is_whole, whole, even)
+        if self.num_short_programs:
+            is_whole &= even < VERY_LONG_RANGE
+        return jnp.where(is_whole, whole, size)
 
     def _short_ranges(self, num_units: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return where the short ranges begin, and the units of one."""

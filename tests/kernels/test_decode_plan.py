@@ -47,8 +47,14 @@ def states_of_rows(plan, ends):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"with_whole_rows": True}, {"with_short_programs": True}, {"fixed_split_size": 3 * BLOCK}],
-    ids=lambda options: "".join(options) or "even",
+    [
+        {},
+        {"with_whole_rows": True},
+        {"with_short_programs": True},
+        {"with_whole_rows": True, "with_short_programs": True},
+        {"fixed_split_size": 3 * BLOCK},
+    ],
+    ids=lambda options: "-".join(options) or "even",
 )
 @pytest.mark.parametrize("num_programs", [1, 5, 66])
 @pytest.mark.parametrize(
@@ -120,11 +126,24 @@ def test_short_programs_have_the_end_of_a_long_line():
     lengths = [len(units) for units in ranges_of(plan, jnp.int32(66 * 64 - 5))]
     assert lengths[:66] == [60] * 66
     assert set(lengths[66:-2]) == {4} and sum(lengths) == 66 * 64 - 5
-    for num_units in (66 * 31, 64 * 16):  # short lines
-        lengths = [len(units) for units in ranges_of(plan, jnp.int32(num_units))]
-        assert not any(lengths[66:]) and sum(lengths) == num_units
+    lengths = [len(units) for units in ranges_of(plan, jnp.int32(66 * 16))]
+    assert lengths == [15] * 66 + [1] * 66
+    lengths = [len(units) for units in ranges_of(plan, jnp.int32(66 * 15))]  # a short line
+    assert lengths == [15] * 66 + [0] * 66
+
+
+@pytest.mark.parametrize(
+    ("blocks", "is_whole"),
+    [(16, True), (32, True), (64, False), ([15, 16] * 32, False)],
+    ids=["16", "32", "64", "15-and-16"],
+)
+def test_equal_rows_that_are_not_long_are_whole_beside_short_programs(blocks, is_whole):
+    plan = plan_of(64, 66, with_whole_rows=True, with_short_programs=True)
+    ends = np.cumsum(np.broadcast_to(blocks, 64)).astype(np.int32)
+    assert all(len(states) == 1 for states in states_of_rows(plan, ends)) == is_whole
+    assert (max(map(len, ranges_of(plan, ends[-1])[66:])) == 0) == is_whole
 
 
 def test_without_long_rows_there_are_no_short_programs():
-    assert plan_of(10, 66, with_short_programs=True).num_short_programs == 0
-    assert plan_of(40, 66, 4 * BLOCK, with_short_programs=True).num_short_programs == 0
+    assert plan_of(5, 66, with_short_programs=True).num_short_programs == 0
+    assert plan_of(20, 66, 4 * BLOCK, with_short_programs=True).num_short_programs == 0

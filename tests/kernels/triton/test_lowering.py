@@ -155,6 +155,17 @@ def test_a_block_of_one_page_gets_fewer_warps():
     assert [config.num_warps for config in configs] == [4, 2, 4]
 
 
+@pytest.mark.parametrize(
+    ("num_seqs", "head_dim", "block_k"),
+    [(8, 64, 32), (9, 64, 128), (1, 64, 128), (8, 128, 64)],
+    ids=["few", "more", "one", "wide"],
+)
+def test_a_few_rows_of_narrow_heads_get_small_blocks(num_seqs, head_dim, block_k):
+    sizes = dict(num_q_heads=32, num_kv_heads=8, page_size=16, max_kv_len=4096, num_sms=132)
+    config = decode_config(**sizes, head_dim=head_dim, num_seqs=num_seqs, itemsize=2)
+    assert config.block_k == block_k and config.num_programs <= 8 * num_seqs * 4096 // block_k
+
+
 def test_few_tokens_get_few_programs():
     config = decode_config(
         num_q_heads=8,
@@ -197,7 +208,12 @@ def test_short_prompts_get_smaller_tiles(num_seqs, num_tokens, max_kv_len, head_
 
 @pytest.mark.parametrize(
     ("change", "block_k"),
-    [({}, 64), (dict(max_kv_len=8192), 128), (dict(num_seqs=2), 128), (dict(head_dim=256), 32)],
+    [
+        ({}, 64),
+        (dict(max_kv_len=8192), 128),
+        (dict(num_seqs=2, head_dim=32), 128),
+        (dict(head_dim=256), 32),
+    ],
 )
 def test_a_short_row_that_is_written_too_has_smaller_blocks(change, block_k):
     sizes = dict(num_q_heads=32, num_kv_heads=8, head_dim=64, page_size=64, max_kv_len=1216)

@@ -110,6 +110,7 @@ def test_without_a_mesh_nothing_is_added_up():
     np.testing.assert_array_equal(embed(np.array([1, 0]), weight, None), weight[[1, 0]])
 
 
+@pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("parts", [1, 2, 8])
 def test_the_parts_of_a_product_add_up_to_it(parts):
     x, weight = draw(0, 5, 64), draw(1, 24, 64)

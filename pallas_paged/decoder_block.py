@@ -22,6 +22,8 @@ from pallas_paged.kernels.mosaic.config import (
     decoder_block_config,
 )
 from pallas_paged.kernels.mosaic.rows_config import (
+    BLOCK,
+    BLOCKS,
     GROUP_ROWS,
     MAX_ROWS,
     DecoderRowsConfig,
@@ -259,7 +261,7 @@ def _config(
         clusters = (1, 1) if interpret else clusters_at_once(device.num_sms, num_rows)
         sizes |= dict(zip(("num_clusters", "cluster_size"), clusters, strict=True))
         config = decoder_rows_config(**sizes, num_rows=_padded(num_rows))
-        multiples = "512 (A, E and F) and 8 (N)"
+        multiples = f"{BLOCKS * BLOCK * clusters[1]} (A, E and F) and 8 (N)"
     if config is None:
         return None, f"needs sizes that are multiples of {multiples}, and fit"
     reason = support.why_not_jax() or (None if interpret else support.why_not_device(device))

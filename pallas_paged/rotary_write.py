@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 
 from pallas_paged.checks import as_array, checked_array, default_promotion, static_number
 from pallas_paged.kernels.call import Device
+from pallas_paged.kernels.kv_layout import AXIS_NAMES, LAYOUTS, KVLayout
 from pallas_paged.kernels.triton import implementation as triton
 from pallas_paged.kernels.write_arrays import WriteArrays
 from pallas_paged.kv_pool import LayerKV, write_kv
@@ -28,16 +29,11 @@ Rotation = tuple[ArrayLike, ArrayLike]
 _AXES: dict[str, Axes] = {
     "qkv": ("num_tokens", "num_kv_heads", "group_and_kv", "head_dim"),
     "slots": ("num_tokens",),
-    "k_pages": ("num_kv_heads", "num_pages", "page_size", "kv_head_dim"),
-    "v_pages": ("num_kv_heads", "num_pages", "page_size", "kv_head_dim"),
-    "k_scales": ("num_kv_heads", "num_pages", "page_size"),
-    "v_scales": ("num_kv_heads", "num_pages", "page_size"),
     "cos": ("num_tokens", "num_angles"),
     "sin": ("num_tokens", "num_angles"),
     "q_norm": ("head_dim",),
     "k_norm": ("head_dim",),
 }
-_POOL = ("k_pages", "v_pages", "k_scales", "v_scales")
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -126,10 +122,17 @@ def rotate_and_write_kv(
     if _choose(layer, implementation) == "xla" or not arrays.qkv.size:  # a grid of 0 is an error
         q, k, v = _split(arrays, eps)
         return q, write_kv(layer, k, v, arrays.slots)
-    names = tuple(name for name in _AXES if getattr(arrays, name) is not None)
-    local = LocalWrite(names=names, eps=eps, interpret=implementation == "triton_interpret")
+    fields = (field.name for field in dataclasses.fields(arrays) if field.name != "kv_layout")
+    names = tuple(name for name in fields if getattr(arrays, name) is not None)
+    local = LocalWrite(
+        names=names,
+        kv_layout=layer.kv_layout,
+        eps=eps,
+        interpret=implementation == "triton_interpret",
+    )
     q, *pool = _kernel(local)(*(getattr(arrays, name) for name in names))
-    written: dict[str, Any] = dict(zip(_POOL, pool, strict=False))
+    written: dict[str, Any] = dict(zip(arrays.written, pool, strict=True))
+    written["k_pages"] = arrays.layout.with_given_axes(written["k_pages"])
     return q.reshape(q.shape[0], -1, q.shape[-1]), dataclasses.replace(layer, **written)
 
 
@@ -139,16 +142,19 @@ class LocalWrite:
 
     Attributes:
         names: the fields of `WriteArrays` that it takes, in order.
+        kv_layout: of the pages.
         eps, interpret: as in `rotate_and_write`.
     """
 
     names: tuple[str, ...]
+    kv_layout: KVLayout
     eps: float
     interpret: bool
     one_device = False
 
     def arrays(self, arrays: tuple[jax.Array, ...]) -> WriteArrays:
-        return WriteArrays(**dict(zip(self.names, arrays, strict=True)))
+        fields: dict[str, Any] = dict(zip(self.names, arrays, strict=True))
+        return WriteArrays(**fields, kv_layout=self.kv_layout)
 
     def __call__(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         """Return q `[T, Hkv, G, D]`, the pages, and their scales if each token has its own."""
@@ -169,13 +175,18 @@ def _split(arrays: WriteArrays, eps: float) -> tuple[jax.Array, jax.Array, jax.A
 def _steps(arrays: WriteArrays, eps: float) -> tuple[Any, ...]:
     """Return what the kernel returns."""
     q, k, v = _split(arrays, eps)
-    layer = LayerKV(**{name: getattr(arrays, name) for name in _POOL})
+    layer = LayerKV(
+        k_pages=arrays.layout.with_given_axes(arrays.k_pages),
+        v_pages=arrays.v_pages,
+        k_scales=arrays.k_scales,
+        v_scales=arrays.v_scales,
+        kv_layout=arrays.kv_layout,
+    )
     layer = write_kv(layer, k, v, arrays.slots)
+    layer = dataclasses.replace(layer, k_pages=arrays.layout.with_all_axes(layer.k_pages))
     num_tokens, num_kv_heads, kinds, head_dim = arrays.qkv.shape
     q = q.reshape(num_tokens, num_kv_heads, kinds - 2, head_dim)
-    if layer.k_scales is None or layer.v_scales is None or not layer.k_scales.ndim:
-        return q, layer.k_pages, layer.v_pages
-    return q, layer.k_pages, layer.v_pages, layer.k_scales, layer.v_scales
+    return q, *(getattr(layer, name) for name in arrays.written)
 
 
 @functools.cache
@@ -183,15 +194,16 @@ def _kernel(local: LocalWrite) -> Any:
     """Return the kernel on each device, with the gradient of `_steps`."""
 
     def layout(arrays: WriteArrays) -> Layout:
-        axes = dict(_AXES)
-        of_tokens = arrays.k_scales is not None and arrays.k_scales.ndim > 0
-        if not of_tokens:
-            axes |= {"k_scales": (), "v_scales": ()}
+        axes = _AXES | {"k_scales": (), "v_scales": ()}
+        of_pages, of_scales = LAYOUTS[local.kv_layout].axes, LAYOUTS[local.kv_layout].scale_axes
+        for name in arrays.written:
+            letters = of_pages if name.endswith("pages") else of_scales
+            axes[name] = tuple(AXIS_NAMES[letter] for letter in letters)
         q = ("num_tokens", "num_kv_heads", "group", "head_dim")
         return Layout(
             names=local.names,
             inputs=tuple(axes[name] for name in local.names),
-            outputs=(q, *(axes[name] for name in _POOL[: 4 if of_tokens else 2])),
+            outputs=(q, *(axes[name] for name in arrays.written)),
             spread=("num_kv_heads",),
         )
 
@@ -228,8 +240,6 @@ def _choose(layer: LayerKV, implementation: Any) -> WriteImplementation:
 def _why_not(layer: LayerKV, *, interpret: bool) -> str | None:
     """Return why the kernel can't write the pages of this layer, or None."""
     pages = layer.k_pages
-    if layer.kv_layout != "HPND":
-        return f"needs kv_layout='HPND', not {layer.kv_layout!r}"
     if not interpret and (reason := triton.why_not_device(Device.here(), pages.dtype)):
         return reason
     if pages.dtype.itemsize == 1 and pages.size >= 2**31:  # Pallas would overflow its offsets
@@ -258,14 +268,18 @@ def checked_write(
         return write_kv(layer, new, new, slots)
 
     jax.eval_shape(write)  # raises where the layer is wrong, or qkv is not as its pages are
-    pool = {name: getattr(layer, name) for name in _POOL}
+    layer = jax.tree.map(jnp.asarray, layer)
     arrays = WriteArrays(
         qkv=qkv,
         slots=slots,
-        **{name: None if x is None else jnp.asarray(x) for name, x in pool.items()},
+        k_pages=layer.layout.with_all_axes(layer.k_pages),
+        v_pages=layer.v_pages,
+        k_scales=layer.k_scales,
+        v_scales=layer.v_scales,
+        kv_layout=layer.kv_layout,
         **_checked_rotation(rotation, num_tokens, head_dim),
     )
-    norms = {
+    norms: dict[str, Any] = {
         name: _checked_floats(name, norm)
         for name, norm in (("q_norm", q_norm), ("k_norm", k_norm))
         if norm is not None

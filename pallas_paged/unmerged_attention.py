@@ -94,7 +94,7 @@ def write_and_attend(
 
     Returns:
         None where there is no such kernel: it is that of Triton, with pages of the dtype of `qkv`
-        in the layout "HPND", and a rotation of all of head_dim, a power of two.
+        in two arrays, and a rotation of all of head_dim, a power of two.
 
     Raises:
         ValueError, NotImplementedError: as `paged_attention` and `rotate_and_write_kv`.
@@ -102,7 +102,7 @@ def write_and_attend(
     head_dim = qkv.shape[-1]
     is_power_of_2 = head_dim >= 16 and head_dim & (head_dim - 1) == 0
     rotates_all = rotation is not None and 2 * jnp.shape(rotation[0])[-1] == head_dim
-    if layer.kv_layout != "HPND" or layer.k_pages.dtype != qkv.dtype:
+    if layer.layout.one_array or layer.k_pages.dtype != qkv.dtype:
         return None
     if not (is_power_of_2 and rotates_all):
         return None

@@ -132,6 +132,20 @@ class PageLayout:
             pages, shape, out_sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec))
         )
 
+    def with_given_axes(self, pages: jax.Array) -> jax.Array:
+        """Return pages with all axes as the caller has them; nothing is copied."""
+        if not self.merged:
+            return pages
+        shape = self.shape(**dict(zip(self.axes, pages.shape, strict=True)))
+        sharding = jax.typeof(pages).sharding
+        if AxisType.Explicit not in sharding.mesh.axis_types:
+            return lax.reshape(pages, shape)
+        spec = [*sharding.spec, *[None] * (len(pages.shape) - len(sharding.spec))]
+        spec.pop(self.axes.index("2"))
+        return lax.reshape(
+            pages, shape, out_sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec))
+        )
+
     def index(self, kv: Any, **places: Any) -> tuple[Any, ...]:
         """Return the index of a box of K or of V in pages with all axes.
 

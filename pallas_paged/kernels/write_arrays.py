@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from pallas_paged.kernels.kv_layout import LAYOUTS, KVLayout, PageLayout
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class WriteArrays:
@@ -13,19 +15,32 @@ class WriteArrays:
     Attributes:
         qkv: `[T, Hkv, G + 2, D]`, of each KV head its G queries, its K and its V.
         slots: i32`[T]`.
-        k_pages, v_pages: `[Hkv, P, S, D]`.
-        k_scales, v_scales: f32`[Hkv, P, S]` or f32`[]`.
+        k_pages, v_pages: with all axes of the layout; `v_pages` is None where K and V share one.
+        k_scales, v_scales: f32 with the axes of the layout's scales, or f32`[]`.
         cos, sin: f32`[T, R / 2]`, with R up to D.
         q_norm, k_norm: `[D]`.
+        kv_layout: the order of the axes of the pages.
     """
 
     qkv: Any
     slots: Any
     k_pages: Any
-    v_pages: Any
+    v_pages: Any = None
     k_scales: Any = None
     v_scales: Any = None
     cos: Any = None
     sin: Any = None
     q_norm: Any = None
     k_norm: Any = None
+    kv_layout: KVLayout = "HPND"
+
+    @property
+    def layout(self) -> PageLayout:
+        return LAYOUTS[self.kv_layout]
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """The arrays that the call writes, by name: pages, and scales if each token has its own."""
+        names = ("k_pages", "v_pages", "k_scales", "v_scales")
+        arrays = ((name, getattr(self, name)) for name in names)
+        return {name: x for name, x in arrays if x is not None and x.ndim}

@@ -10,6 +10,7 @@ import pytest
 import pallas_paged as pp
 from pallas_paged.unmerged_attention import unmerged_attention, write_and_attend
 from tests.support.marks import needs_triton
+from tests.support.page_layouts import layer_in_layout
 
 PAGE_SIZE, NUM_PAGES, BLOCKS = 16, 24, 12
 needs_mosaic = pytest.mark.skipif(
@@ -53,25 +54,27 @@ def test_its_merge_is_attention_bit_for_bit(implementation, with_sinks):
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("lens", "head_dim", "options"),
+    ("lens", "head_dim", "kv_layout", "options"),
     [
-        ([0, 1], 64, {}),
-        ([64, 65], 64, {"sliding_window": 40}),
-        ([129, 33], 128, {"soft_cap": 20.0}),
-        ([192, 17], 32, {"alibi_slopes": jnp.linspace(-0.3, -0.1, 6)}),
+        ([0, 1], 64, "HPND", {}),
+        ([64, 65], 64, "NHD", {"sliding_window": 40}),
+        ([129, 33], 128, "HND", {"soft_cap": 20.0}),
+        ([192, 17], 32, "HPND", {"alibi_slopes": jnp.linspace(-0.3, -0.1, 6)}),
     ],
 )
-def test_the_newest_tokens_are_attended_to_and_written(lens, head_dim, options):
+def test_the_newest_tokens_are_attended_to_and_written(lens, head_dim, kv_layout, options):
     layer, qkv, slots, table, lens, rotation = a_call(lens, head_dim=head_dim)
     # Their slots may hold anything before.
     written = slots[slots >= 0]
     dirty = layer.k_pages.reshape(2, -1, head_dim).at[:, written].set(jnp.nan)
     layer = pp.LayerKV(k_pages=dirty.reshape(layer.k_pages.shape), v_pages=layer.v_pages)
+    layer = pp.LayerKV(**layer_in_layout(kv_layout, layer), kv_layout=kv_layout)
     how = dict(rotation=rotation, implementation="triton_interpret")
     attention, got = write_and_attend(layer, qkv, slots, table, lens, **how, **options)
     q, want = pp.rotate_and_write_kv(layer, qkv, slots, rotation=rotation, implementation="xla")
     pages = want.k_pages, want.v_pages
-    out = pp.paged_attention(q, *pages, table, lens, implementation="xla", **options)
+    options |= dict(implementation="xla", kv_layout=kv_layout)
+    out = pp.paged_attention(q, *pages, table, lens, **options)
     np.testing.assert_allclose(
         np.asarray(attention.merged(), np.float32),
         np.asarray(out.reshape(2, -1), np.float32),
@@ -100,5 +103,7 @@ def test_where_there_are_no_states_there_is_none():
     assert write_and_attend(layer, qkv, *at, rotation=None, **how) is None
     part = tuple(x[:, :8] for x in rotation)
     assert write_and_attend(layer, qkv, *at, rotation=part, **how) is None
+    one_array = pp.LayerKV(**layer_in_layout("2NHD", layer), kv_layout="2NHD")
+    assert write_and_attend(one_array, qkv, *at, rotation=rotation, **how) is None
     quantized = jax.tree.map(lambda x: x.astype(jnp.int8), layer)
     assert write_and_attend(quantized, qkv, *at, rotation=rotation, **how) is None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from pallas_paged.rotary_write import split_qkv
 from tests.support.devices import lower_for_cuda
 from tests.support.kv_pools import make_pool
 from tests.support.marks import needs_triton, slow
+from tests.support.page_layouts import OTHERS, layer_in_layout
 from tests.support.quantized_cases import LARGEST
 
 NUM_PAGES, PAGE_SIZE = 9, 4
@@ -95,7 +98,7 @@ def expected_heads(qkv, rotation=None, q_norm=None, k_norm=None, eps=1e-6):
 
 def same_bits(got, want):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        a, b = (np.atleast_1d(np.asarray(x)) for x in (a, b))
+        a, b = (np.ascontiguousarray(np.atleast_1d(x)) for x in (a, b))
         np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
 
 
@@ -151,6 +154,27 @@ def test_the_kernel_has_the_bits_of_the_steps_one_by_one(case):
     same_bits(steps, (q, pp.write_kv(arguments[0], k, v, arguments[2])))
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(norms=ON_CPU, dtype="bfloat16", kv_dtype="bfloat16"),
+        Case(dtype="bfloat16", kv_dtype="int8"),
+        Case(dtype="float16", kv_dtype="float8_e4m3fn", one_scale=True, head_dim=20, rotary=8),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kv_layout", OTHERS)
+def test_the_pages_have_the_same_bits_in_any_layout(kv_layout, case):
+    (layer, *rest), options = case.make()
+    want_q, want = write((layer, *rest), options, KERNEL)
+    moved = pp.LayerKV(**layer_in_layout(kv_layout, layer), kv_layout=kv_layout)
+    moved = jax.tree.map(jnp.asarray, moved)
+    q, got = write((moved, *rest), options, KERNEL)
+    assert got.kv_layout == kv_layout
+    want = pp.LayerKV(**layer_in_layout(kv_layout, want), kv_layout=kv_layout)
+    same_bits((q, got), (want_q, want))
+
+
 @pytest.mark.parametrize("kv_dtype", LARGEST)
 def test_tokens_that_are_zero_or_not_finite_are_quantized_as_write_kv_does(kv_dtype):
     (layer, qkv, slots), options = Case(kv_dtype=kv_dtype, rotary=0).make()
@@ -178,8 +202,11 @@ def test_a_v_that_is_not_finite_is_not_rotated():
     assert np.isfinite(written.k_pages).all()
 
 
-def test_gradients_are_those_of_the_steps_one_by_one():
+@pytest.mark.parametrize("kv_layout", ["HPND", "NH2D"])
+def test_gradients_are_those_of_the_steps_one_by_one(kv_layout):
     (layer, qkv, slots), options = Case(norms=True).make()
+    layer = pp.LayerKV(**layer_in_layout(kv_layout, layer), kv_layout=kv_layout)
+    layer = jax.tree.map(jnp.asarray, layer)
 
     def total(implementation, qkv, pages, rotation, q_norm, k_norm):
         new = dataclasses.replace(layer, k_pages=pages)
@@ -199,9 +226,16 @@ def test_gradients_are_those_of_the_steps_one_by_one():
 
 
 @needs_triton
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "float8_e4m3fn"])
-def test_the_kernel_for_cuda_writes_into_the_pages_it_is_given(kv_dtype):
+@pytest.mark.parametrize(
+    ("kv_dtype", "kv_layout"),
+    [
+        *itertools.product(["bfloat16", "int8", "float8_e4m3fn"], ["HPND"]),
+        *itertools.product(["int8"], OTHERS),
+    ],
+)
+def test_the_kernel_for_cuda_writes_into_the_pages_it_is_given(kv_dtype, kv_layout):
     (layer, qkv, slots), options = Case(dtype="bfloat16", kv_dtype=kv_dtype).make()
+    layer = pp.LayerKV(**layer_in_layout(kv_layout, layer), kv_layout=kv_layout)
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (layer, qkv, slots, options["rotation"])
     )
@@ -212,7 +246,7 @@ def test_the_kernel_for_cuda_writes_into_the_pages_it_is_given(kv_dtype):
     text = lower_for_cuda(call, *shapes, donate_argnums=0).as_text()
     (kernel,) = (line for line in text.splitlines() if "rotate_and_write_kv" in line)
     assert kernel.count("output_operand_alias<") == len(jax.tree.leaves(layer))
-    assert "scatter" not in text
+    assert not re.search("scatter|transpose", text)
 
 
 @pytest.mark.parametrize(

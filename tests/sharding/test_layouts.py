@@ -6,6 +6,7 @@ import itertools
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -115,6 +116,41 @@ def test_each_device_writes_and_copies_its_own_heads_in_place(kv_layout, dtype, 
     for name, x in layer_in_layout(kv_layout, want).items():
         if x is not None:
             np.testing.assert_array_equal(np.asarray(getattr(got.layers[0], name)), x)
+
+
+@pytest.mark.parametrize(("kv_layout", "dtype", "kind"), QUICK, ids=str)
+def test_each_device_rotates_and_writes_its_own_heads(kv_layout, dtype, kind):
+    on = mesh_of(kind)
+    kernel = "triton" if jax.default_backend() == "gpu" else "triton_interpret"
+    write = jax.jit(partial(pp.rotate_and_write_kv, implementation=kernel), donate_argnums=0)
+    rng = np.random.default_rng(0)
+    # Of 8 bits: products are then exact, and sums of them the same if they are fused.
+    qkv, cos, sin = (
+        rng.standard_normal(shape).astype(jnp.bfloat16).astype(np.float32)
+        for shape in [(6, 8, 5, 16), (6, 8), (6, 8)]
+    )
+    rotation, slots = (cos, sin), i32(0, 3, 9, 27, 28, -1)
+    plain = make_pool(**SIZES, num_layers=1, dtype=dtype).layers[0]
+    want_q, want = write(plain, qkv, slots, rotation=rotation)
+    pool = make_pool(
+        **SIZES, num_layers=1, dtype=dtype, kv_layout=kv_layout,
+        sharding=kv_pool_sharding(on, kv_layout=kv_layout),
+    )  # fmt: skip
+    whole = NamedSharding(on, P())
+    arguments = (
+        pool.layers[0],
+        jax.device_put(qkv, NamedSharding(on, P(None, "tensor"))),
+        jax.device_put(slots, whole),
+    )
+    compiled = write.lower(*arguments, rotation=jax.device_put(rotation, whole)).compile()
+    assert collectives(compiled) == []
+    q, got = compiled(*arguments, rotation=jax.device_put(rotation, whole))
+    np.testing.assert_array_equal(np.asarray(q), np.asarray(want_q))
+    for name, x in layer_in_layout(kv_layout, want).items():
+        if x is not None:
+            written = getattr(got, name)
+            assert {s.data.size for s in written.addressable_shards} == {x.size // on.size}
+            np.testing.assert_array_equal(np.asarray(written), x)
 
 
 @KINDS

@@ -8,6 +8,7 @@ starts from that key, and writes it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_paged.kernels.logits import LogitOptions, base2_logits
+from pallas_paged.kernels.triton.pages import row_index
 from pallas_paged.kernels.triton.softmax import State
 
 
@@ -26,7 +28,7 @@ class NewTokens:
         qkv: `[B, G + 2, D]`, with D a power of two.
         slots: i32`[B]`, where they go in the pages.
         cos, sin: f32`[B, D / 2]`.
-        k_pages, v_pages: `[P * S, D]`, to write.
+        k_pages, v_pages: `[P * S, D]` or `[P, S, D]`, to write.
     """
 
     qkv: Any
@@ -76,10 +78,13 @@ class NewTokens:
     ) -> None:
         """Write k and v if `is_last` and the slot exists."""
         slot = self.slots[row]
-        is_slot = is_last & (slot >= 0) & (slot < self.k_pages.shape[0])
+        *places, _ = self.k_pages.shape
+        is_slot = is_last & (slot >= 0) & (slot < math.prod(places))
         mask = jnp.broadcast_to(is_slot, dims.shape)
+        axes = "SD" if len(places) == 1 else "PND"
+        at = row_index(axes, slot[None, None], places[-1], D=dims)
         for ref, x in ((self.k_pages, k), (self.v_pages, v)):
-            plgpu.store(ref.at[slot[None, None], dims], x, mask=mask)
+            plgpu.store(ref.at[at], x, mask=mask)
 
 
 def state_of(

@@ -48,13 +48,34 @@ def _pages(pages: jax.Array, axes: str, kv: int) -> tuple[jax.Array, pl.BlockSpe
     return _of_kv_head(pages, axes, kv)
 
 
+def slot_axes(axes: str) -> str:
+    """Return axes of pages or scales with slots where pages and tokens are neighbours."""
+    return axes.replace("PN", _SLOTS)
+
+
+def with_slots(x: jax.Array, axes: str) -> jax.Array:
+    """Return pages or scales with these axes as an array with `slot_axes` of them."""
+    first, neighbours, _ = axes.partition("PN")
+    at = len(first)
+    return x.reshape(*x.shape[:at], -1, *x.shape[at + 2 :]) if neighbours else x
+
+
+def row_index(axes: str, slots: jax.Array, page_size: int, **places: Any) -> tuple[Any, ...]:
+    """Return the index of slots in pages or scales with these `slot_axes`.
+
+    Args:
+        places: the index of the axis of each other letter.
+    """
+    if _SLOTS in axes:
+        places[_SLOTS] = slots
+    else:
+        places |= {"P": lax.div(slots, page_size), "N": lax.rem(slots, page_size)}
+    return tuple(places[letter] for letter in axes)
+
+
 def _of_kv_head(x: jax.Array, axes: str, kv: int) -> tuple[jax.Array, pl.BlockSpec]:
     """Return pages or scales and the spec of one KV head, of K or of V."""
-    first, neighbours, _ = axes.partition("PN")
-    if neighbours:
-        at = len(first)
-        x = x.reshape(*x.shape[:at], -1, *x.shape[at + 2 :])
-        axes = axes.replace("PN", _SLOTS)
+    x, axes = with_slots(x, axes), slot_axes(axes)
     block = tuple(None if axis in "H2" else size for axis, size in zip(axes, x.shape, strict=True))
     return x, pl.BlockSpec(
         block, lambda h, *_: tuple({"H": h, "2": kv}.get(axis, 0) for axis in axes)

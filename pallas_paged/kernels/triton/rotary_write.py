@@ -16,29 +16,37 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_paged.kernels.call import result_shape
+from pallas_paged.kernels.kv_layout import K, V
+from pallas_paged.kernels.triton.pages import row_index, slot_axes, with_slots
 from pallas_paged.kernels.triton.specs import whole
 from pallas_paged.kernels.write_arrays import WriteArrays
 from pallas_paged.quantization import quantize, scales_of
 
 _BLOCK_QUERIES = 2  # heads of a program, which share the tokens' angles
 _NUM_WARPS = 1
+_PAGES = ("k_pages", "v_pages")
 
 
 def rotate_and_write_kernel(
     qkv_ref,  # [T, Hkv * (G + 2), D]
     slots_ref,  # i32[T]
-    pool_refs,  # k_pages, v_pages [Hkv, P * S, D], and k_scales, v_scales f32[Hkv, P * S] or [1]
+    _,  # the pages, to write
+    scale_refs,  # of K and of V, or none; f32[1] for the layer, or those of tokens, to write
     rotation_refs,  # cos, sin f32[T, R / 2], or none
     norm_refs,  # of q and k, [D] or None
     q_ref,  # [T, Hkv * G, D]
-    *pages_refs,  # pool_refs without scales [1], in the same memory
+    pages_refs,  # of K and of V, or of both; in the memory of the pages
+    token_scale_refs,  # in the memory of the scales of tokens, or none
+    axes: tuple[str, str],  # `slot_axes` of pages and of scales of tokens
+    page_size: int,
+    num_slots: int,
     eps: float,
     block_tokens: int,
     interpret: bool,
 ):
     """One program: K and V of a KV head and `block_tokens` tokens, or some of its queries."""
-    num_tokens, _, head_dim = qkv_ref.shape
-    num_kv_heads, num_slots, _ = pages_refs[0].shape
+    num_tokens, num_heads, head_dim = qkv_ref.shape
+    num_kv_heads = (num_heads - q_ref.shape[1]) // 2
     dtype, group = qkv_ref.dtype, q_ref.shape[1] // num_kv_heads
     num_parts = 1 + pl.cdiv(group, _BLOCK_QUERIES)
     block, part = lax.div(pl.program_id(0), num_parts), lax.rem(pl.program_id(0), num_parts)
@@ -94,12 +102,13 @@ def rotate_and_write_kernel(
         turned = [first * cos - second * sin, second * cos + first * sin]
         return [*map(rounded, turned), *x[2:]]
 
-    def store(ref, rows, values, is_stored):
+    def store(ref, place, values, is_stored):
+        """Store the parts of heads; in their place None stands for the columns."""
         # Rows that are not stored are out of range, or an interpreter would write what was there
         # before over the row that is.
         for (columns, _), mask, one in zip(parts, masks, values, strict=True):
-            place = (*rows, columns[None, :])
-            plgpu.store(ref.at[place], one.astype(ref.dtype), mask=mask & is_stored)
+            at = tuple(columns[None, :] if x is None else x for x in place)
+            plgpu.store(ref.at[at], one.astype(ref.dtype), mask=mask & is_stored)
 
     @pl.when(part > 0)
     def write_queries():
@@ -109,7 +118,7 @@ def rotate_and_write_kernel(
             is_head = True if group % _BLOCK_QUERIES == 0 else head < group
             x = rotated(normed(load(head, is_head), norm_refs[0]), turns)
             to = jnp.where(is_token, token, num_tokens)[:, None]
-            store(q_ref, (to, kv_head * group + head), x, is_head)
+            store(q_ref, (to, kv_head * group + head, None), x, is_head)
 
     @pl.when(part == 0)
     def write_k_and_v():
@@ -117,49 +126,63 @@ def rotate_and_write_kernel(
         is_written = (slot >= 0) & (slot < num_slots)
         to = jnp.where(is_written, slot, num_slots)
         k = rotated(normed(load(group), norm_refs[1]), angles())
-        element, num_pools = pages_refs[0].dtype, len(pool_refs)
+        element = pages_refs[0].dtype
         round_half_to_even = jnp.round if interpret else _round  # Pallas lowers no rounding
-        for i, x in enumerate((k, load(group + 1))):
-            if num_pools == 4:
-                if len(pages_refs) == 4:
+        of_pages, of_scales = axes
+        for kv, x in ((K, k), (V, load(group + 1))):
+            if scale_refs:
+                if token_scale_refs:
                     scale = _scale(x, element)
-                    plgpu.store(pages_refs[2 + i].at[kv_head, to], scale, mask=is_written)
+                    at = row_index(of_scales, to, page_size, H=kv_head)
+                    plgpu.store(token_scale_refs[kv].at[at], scale, mask=is_written)
                 else:
-                    scale = jnp.broadcast_to(pool_refs[2 + i][0], (block_tokens,))
+                    scale = jnp.broadcast_to(scale_refs[kv][0], (block_tokens,))
                 x = [quantize(one, scale, element, round_half_to_even) for one in x]
-            store(pages_refs[i], (kv_head, to[:, None]), x, is_written[:, None])
+            places = {"H": kv_head, "2": kv, "D": None}
+            place = row_index(of_pages, to[:, None], page_size, **places)
+            store(pages_refs[min(kv, len(pages_refs) - 1)], place, x, is_written[:, None])
 
 
 def rotate_and_write(arrays: WriteArrays, *, eps: float, interpret: bool) -> tuple[jax.Array, ...]:
-    """Return q `[T, Hkv, G, D]`, and the pages and, of tokens, the scales, in place."""
+    """Return q `[T, Hkv, G, D]`, and what is written, in place: see `WriteArrays.written`."""
     num_tokens, num_kv_heads, kinds, head_dim = arrays.qkv.shape
     qkv = arrays.qkv.reshape(num_tokens, -1, head_dim)
-    pool = [arrays.k_pages, arrays.v_pages]
-    if arrays.k_scales is not None:
-        pool += [arrays.k_scales, arrays.v_scales]
-    flat = [x.reshape(num_kv_heads, -1, *x.shape[3:]) if x.ndim else x[None] for x in pool]
-    written = [x for x in flat if x.ndim > 1]
+    layout, pool = arrays.layout, arrays.written
+    page_size, num_pages = (layout.size(arrays.k_pages.shape, x) for x in "NP")
+    pages = [with_slots(x, layout.axes) for name, x in pool.items() if name in _PAGES]
+    scales = [with_slots(x, layout.scale_axes) for name, x in pool.items() if name not in _PAGES]
+    written = pages, scales
+    if arrays.k_scales is not None and not scales:
+        scales = [arrays.k_scales[None], arrays.v_scales[None]]
     rotation = [] if arrays.cos is None else [arrays.cos, arrays.sin]
-    inputs = (qkv, arrays.slots, flat, rotation, [arrays.q_norm, arrays.k_norm])
+    inputs = (qkv, arrays.slots, pages, scales, rotation, [arrays.q_norm, arrays.k_norm])
     q = result_shape((num_tokens, num_kv_heads * (kinds - 2), head_dim), qkv.dtype)
     rotary = 0 if arrays.cos is None else 2 * arrays.cos.shape[1]
     block_tokens = _block_tokens(head_dim, rotary)
     num_parts = 1 + pl.cdiv(kinds - 2, _BLOCK_QUERIES)
+    out_shape = (q, *jax.tree.map(lambda x: result_shape(x.shape, x.dtype), written))
     q, *written = pl.pallas_call(
         functools.partial(
-            rotate_and_write_kernel, eps=eps, block_tokens=block_tokens, interpret=interpret
+            rotate_and_write_kernel,
+            axes=(slot_axes(layout.axes), slot_axes(layout.scale_axes)),
+            page_size=page_size,
+            num_slots=num_pages * page_size,
+            eps=eps,
+            block_tokens=block_tokens,
+            interpret=interpret,
         ),
         grid=(pl.cdiv(num_tokens, block_tokens) * num_kv_heads * num_parts,),
         in_specs=whole(inputs),
-        out_specs=whole([q, *written]),
-        out_shape=[q, *(result_shape(x.shape, x.dtype) for x in written)],
-        input_output_aliases={2 + i: 1 + i for i in range(len(written))},
+        out_specs=whole(out_shape),
+        out_shape=out_shape,
+        input_output_aliases={2 + i: 1 + i for i in range(len(pool))},
         compiler_params=plgpu.CompilerParams(num_warps=_NUM_WARPS, num_stages=1),
         interpret=interpret,
         name="rotate_and_write_kv",
     )(*inputs)
     q = q.reshape(num_tokens, num_kv_heads, kinds - 2, head_dim)
-    return q, *(x.reshape(old.shape) for x, old in zip(written, pool, strict=False))
+    new = jax.tree.leaves(written)
+    return q, *(x.reshape(old.shape) for x, old in zip(new, pool.values(), strict=True))
 
 
 def _scale(x: list[jax.Array], element: Any) -> jax.Array:

@@ -51,14 +51,18 @@ def in_layout(
     return k, v
 
 
-def measure_shape(shape: Shape, args: argparse.Namespace) -> dict:
-    """Measure one shape in each layout by each implementation."""
+def measure_layouts(
+    shape: Shape,
+    layouts: Sequence[KVLayout],
+    implementations: Sequence[str | None],
+    iterations: int,
+) -> dict[str, dict[str, dict]]:
+    """Return the results of a shape by layout and implementation."""
     case = make_case(shape)
-    families = [args.implementation] if args.implementation else ["triton", "mosaic_gpu"]
     ragged = max(shape.q_lens) > 1
     call: Callable[..., Any] = pp.ragged_paged_attention if ragged else pp.paged_attention
     results = {}
-    for kv_layout in args.layouts:  # one after another: each has a pool of its own
+    for kv_layout in layouts:  # one after another: each has a pool of its own
         pool = in_layout(kv_layout, case.k_pages, case.v_pages)
 
         def prepare(k_pages, v_pages, block_table, index, pool=pool):
@@ -69,12 +73,19 @@ def measure_shape(shape: Shape, args: argparse.Namespace) -> dict:
                 options = {"implementation": implementation, "kv_layout": kv_layout}
                 return call(q, *given, sm_scale=1.0, **options)
 
-            return [Variant(label=implementation, attend=attend, prepare=prepare)]
+            return [Variant(label=kv_layout, attend=attend, prepare=prepare)]
 
         finders: dict[str, Callable[[], list[Variant]]] = {
-            name: functools.partial(variants, name) for name in families
+            name or "default": functools.partial(variants, name) for name in implementations
         }
-        results[kv_layout] = compare(case, finders, args.iterations)
+        results[kv_layout] = compare(case, finders, iterations)
+    return results
+
+
+def measure_shape(shape: Shape, args: argparse.Namespace) -> dict:
+    """Measure one shape in each layout by each implementation."""
+    families = [args.implementation] if args.implementation else ["triton", "mosaic_gpu"]
+    results = measure_layouts(shape, args.layouts, families, args.iterations)
     return cli.describe(shape) | {"layouts": results}
 
 

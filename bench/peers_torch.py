@@ -27,12 +27,19 @@ from typing import Any
 
 import numpy as np
 
-import pallas_paged as pp
-from bench import cli, peers, profiler, report, timing
-from bench.measure import MAX_RELATIVE_ERROR, best, measure_all, reason
-from bench.shapes import SHAPES, TINY, Shape, make_case, select_shapes, uniform
+from bench import cli, profiler, report, timing
+from bench.layouts import measure_layouts
+from bench.measure import MAX_RELATIVE_ERROR, best, reason
+from bench.shapes import SHAPES, TINY, Shape, select_shapes, uniform
+from pallas_paged.kernels.kv_layout import KVLayout
 
-NAMES = {"ours": "pallas_paged", "flashinfer": "FlashInfer", "sdpa": "torch SDPA, dense K/V"}
+LAYOUTS: tuple[KVLayout, ...] = ("HPND", "NHD", "HND", "2NHD")  # the default, and those of peers
+NAMES = {
+    "ours": "pallas_paged",
+    "best_layout": "its best layout",
+    "flashinfer": "FlashInfer",
+    "sdpa": "torch SDPA, dense K/V",
+}
 PREFILLS = (
     uniform(4, 4096, q_len=4096, name="prefill 4x4096"),
     uniform(1, 8192, q_len=8192, name="prefill 1x8192"),
@@ -75,13 +82,17 @@ def sample(shape: Shape) -> list[tuple[int, int, int]]:
     return [(int(token), int(rows[token]), int(sees[token])) for token in tokens]
 
 
-def ours(shape: Shape, implementation: str | None, iterations: int) -> dict[str, Any]:
-    """The library's result; runs in a process without torch."""
-    call = pp.paged_attention if is_decode(shape) else pp.ragged_paged_attention
-    find = functools.partial(peers.ours, call, implementation)
-    result = measure_all(make_case(shape), find, iterations)
+def ours(shape: Shape, implementation: str | None, iterations: int) -> dict[str, dict[str, Any]]:
+    """The library's results with the default layout and with the best one, as peers have it.
+
+    It runs in a process without torch.
+    """
+    found = measure_layouts(shape, LAYOUTS, [implementation], iterations)
     gc.collect()
-    return result
+    results = [
+        result for by_implementation in found.values() for result in by_implementation.values()
+    ]
+    return {"ours": results[0], "best_layout": best(results)}
 
 
 class TorchCase:
@@ -290,7 +301,7 @@ def measure_shape(shape: Shape, args: argparse.Namespace, pool: ProcessPoolExecu
     if args.ours:
         try:
             job = pool.submit(ours, shape, args.implementation, args.iterations)
-            results["ours"] = job.result()
+            results |= job.result()
         except Exception as error:
             results["ours"] = {"status": "failed", "reason": reason(error)}
     case = TorchCase(shape)

@@ -36,7 +36,7 @@ from pallas_paged.kernels.kv_layout import KVLayout
 LAYOUTS: tuple[KVLayout, ...] = ("HPND", "NHD", "HND", "2NHD")  # the default, and those of peers
 NAMES = {
     "ours": "pallas_paged",
-    "best_layout": "its best layout",
+    "best_layout": "pallas_paged, best layout",
     "flashinfer": "FlashInfer",
     "sdpa": "torch SDPA, dense K/V",
 }

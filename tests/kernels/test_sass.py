@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_paged import paged_attention
+from pallas_paged.kernels.kv_layout import LAYOUTS
 from tests.support import sass
 
 ROOT = sass.cuda_root()
@@ -88,18 +89,26 @@ def test_compiles_within_bounds(one, compile_for):
 
 
 @pytest.mark.parametrize(
-    "num_q_heads, num_kv_heads, head_dim", [(32, 8, 128), (16, 8, 128), (32, 8, 64)]
+    "num_seqs, max_kv_len, num_q_heads, num_kv_heads, head_dim, kv_layout",
+    [
+        *(
+            (*rows, *heads, "HPND")
+            for rows in [(64, 2432), (64, 4096), (128, 2048), (256, 1024)]
+            for heads in [(32, 8, 128), (16, 8, 128), (32, 8, 64)]
+        ),
+        *((64, 4096, 32, 8, 128, kv_layout) for kv_layout in ("NHD", "HND")),
+    ],
 )
-@pytest.mark.parametrize("num_seqs, max_kv_len", [(64, 2432), (64, 4096), (128, 2048), (256, 1024)])
 def test_four_programs_of_triton_decode_fit_on_an_sm(
-    num_seqs, max_kv_len, num_q_heads, num_kv_heads, head_dim, compile_for
+    num_seqs, max_kv_len, num_q_heads, num_kv_heads, head_dim, kv_layout, compile_for
 ):
     """With one more register than 128 only three do, and 64x4096 takes 297 us instead of 248."""
     page_size = 16
-    pages = jax.ShapeDtypeStruct((num_kv_heads, 1009, page_size, head_dim), jnp.bfloat16)
+    shape = LAYOUTS[kv_layout].shape(H=num_kv_heads, P=1009, N=page_size, D=head_dim)
+    pages = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     usages = compile_for(
         sass.TARGETS["9.0"],
-        functools.partial(paged_attention, implementation="triton"),
+        functools.partial(paged_attention, implementation="triton", kv_layout=kv_layout),
         jax.ShapeDtypeStruct((num_seqs, num_q_heads, head_dim), jnp.bfloat16),
         pages,
         pages,

@@ -56,7 +56,7 @@ def measure_layouts(
     layouts: Sequence[KVLayout],
     implementations: Sequence[str | None],
     iterations: int,
-) -> dict[str, dict[str, dict]]:
+) -> dict[KVLayout, dict[str, dict]]:
     """Return the results of a shape by layout and implementation."""
     case = make_case(shape)
     ragged = max(shape.q_lens) > 1

@@ -297,7 +297,7 @@ def measure_shape(shape: Shape, args: argparse.Namespace, pool: ProcessPoolExecu
     import torch
 
     torch.cuda.empty_cache()  # JAX may need the memory of the previous shape
-    results = {}
+    results: dict[str, dict] = {}
     if args.ours:
         try:
             job = pool.submit(ours, shape, args.implementation, args.iterations)

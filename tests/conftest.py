@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
+import signal
+import tempfile
 from pathlib import Path
 
 from tests.support import without_triton  # isort: skip  # before JAX, which it may hide a part of
@@ -13,16 +14,37 @@ import jax
 import pytest
 
 from pallas_paged.kernels.mosaic import support as mosaic_support
+from tests.support.cpu_seconds import CpuSeconds
 from tests.support.devices import implementations_here
 
-COMPILATION_CACHE = Path(__file__).parents[1] / ".jax_cache"
 MAX_CACHE_BYTES = 2**30
+
+# `command &` of a script, nohup and cron start processes that ignore SIGINT, and so would every
+# process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def set_in_jax(name: str, value: object) -> None:
     """Sets an option of JAX here and, through the environment, in programs that tests start."""
     jax.config.update(name, value)
     os.environ[name.upper()] = str(value)
+
+
+def compilation_cache() -> str:
+    """Returns a folder for compiled programs: the user's, so that every checkout shares it.
+
+    Or one in the checkout, or a new one, where those before can't be written.
+    """
+    user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    for folder in Path(user, "pallas_paged", "tests"), Path(__file__).parents[1] / ".jax_cache":
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+            return str(folder)
+        except OSError:
+            continue
+    return tempfile.mkdtemp(prefix="pallas_paged_tests_")
 
 
 # Compiling takes most of the time, so programs are optimized little and kept for the next run.
@@ -32,8 +54,10 @@ if jax.__version_info__ < (0, 11):  # later ones have no such flag
 flags.append("--xla_force_host_platform_device_count=8")  # for the tests of meshes; of CPUs only
 os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
 if jax.config.jax_compilation_cache_dir is None:
-    set_in_jax("jax_compilation_cache_dir", str(COMPILATION_CACHE))
+    set_in_jax("jax_compilation_cache_dir", compilation_cache())
     set_in_jax("jax_persistent_cache_min_compile_time_secs", 0)
+    # XLA's own caches would be in the same folder, and its path a part of every key.
+    set_in_jax("jax_persistent_cache_enable_xla_caches", "none")
 # The processes of a run share the GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # The threads of an interpreted Mosaic kernel wait for one another in callbacks, each of which holds
@@ -51,17 +75,30 @@ if without_triton.is_hidden():
     ]
 
 
+def pytest_addoption(parser: pytest.Parser):
+    CpuSeconds.add_options(parser)
+
+
 def pytest_configure(config: pytest.Config):
-    if hasattr(config, "workerinput") or not COMPILATION_CACHE.exists():
-        return
-    # JAX never deletes an entry, and every change of the library adds some.
-    if sum(entry.stat().st_size for entry in os.scandir(COMPILATION_CACHE)) > MAX_CACHE_BYTES:
-        shutil.rmtree(COMPILATION_CACHE)
+    config.pluginmanager.register(CpuSeconds(config))
+    if not hasattr(config, "workerinput"):
+        delete_old_programs()
+
+
+def delete_old_programs() -> None:
+    """Deletes the older half of the compilation cache once it is too large; JAX deletes nothing."""
+    with os.scandir(jax.config.jax_compilation_cache_dir) as entries:
+        found = sorted(
+            (entry.stat().st_mtime, entry.stat().st_size, entry.path) for entry in entries
+        )
+    if sum(size for _, size, _ in found) > MAX_CACHE_BYTES:
+        for *_, path in found[: len(found) // 2]:
+            Path(path).unlink(missing_ok=True)  # a run beside this one may delete, too
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """For `-n auto`: a process per core; not more than fit into the memory of one GPU."""
-    return min(len(os.sched_getaffinity(0)), 8 if jax.default_backend() == "cpu" else 4)
+    """For `-n auto`: a process per core; not more than share one GPU well."""
+    return min(len(os.sched_getaffinity(0)), 16)
 
 
 @pytest.fixture(params=implementations_here())

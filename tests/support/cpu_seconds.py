@@ -1,0 +1,140 @@
+"""Counts the CPU seconds of a run, orders its files by those on record, and checks a budget."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+RECORD = Path(__file__).parents[1] / "cpu_seconds.json"
+MAX_SECONDS = 450.0  # of a run without slow tests, from an empty compilation cache
+MAX_TEST_SECONDS = 3.0
+
+
+def cpu_seconds() -> float:
+    """Returns the CPU time of this process and of those that it has waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def seconds_of_fixed_work() -> float:
+    """Returns the CPU seconds that Python takes to compile a module: how slow a machine is now."""
+    source = Path(json.__file__).with_name("decoder.py").read_text()
+    start = time.process_time()
+    for _ in range(200):
+        compile(source, "decoder.py", "exec")
+    return time.process_time() - start
+
+
+class CpuSeconds:
+    """A plugin of pytest, in the process that was started and in the workers of xdist.
+
+    Budgets are in seconds of the machine on record: those of another one are scaled by the time of
+    a fixed amount of work.
+    """
+
+    def __init__(self, config: pytest.Config):
+        self._config = config
+        self._worker = getattr(config, "workeroutput", None)
+        record = json.loads(RECORD.read_text()) if RECORD.exists() else {"files": {}}
+        self._recorded: dict[str, float] = record["files"]
+        self._recorded_work: float | None = record.get("fixed_work")
+        self._last = cpu_seconds()
+        self._tests: Counter[str] = Counter()
+        self._processes = 0.0  # seconds of the workers, their tests included
+        self._work: list[float] = []
+        self._lines: list[str] = []
+
+    @staticmethod
+    def add_options(parser: pytest.Parser) -> None:
+        group = parser.getgroup("CPU seconds")
+        group.addoption(
+            "--cpu-budget",
+            action="store_true",
+            help=f"fail if a test takes more than {MAX_TEST_SECONDS:g} CPU seconds, or the run more"
+            f" than {MAX_SECONDS:g}",
+        )
+        group.addoption(
+            "--record-cpu-seconds", action="store_true", help=f"write tests/{RECORD.name}"
+        )
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Costly files first, those not on record before all: xdist gives a worker one by one."""
+
+        def seconds(item: pytest.Item) -> float:
+            return self._recorded.get(item.nodeid.partition("::")[0], float("inf"))
+
+        items.sort(key=seconds, reverse=True)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self):
+        report = yield
+        now = cpu_seconds()
+        report.cpu_seconds, self._last = now - self._last, now
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._tests[report.nodeid] += report.cpu_seconds
+
+    def pytest_collection_finish(self) -> None:
+        self._last = cpu_seconds()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node) -> None:
+        output = getattr(node, "workeroutput", {})  # none of a worker that crashed
+        self._processes += output.get("cpu_seconds", 0.0)
+        self._work += [output["fixed_work"]] if output else []
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._worker is not None:
+            self._worker["cpu_seconds"] = cpu_seconds()
+            self._worker["fixed_work"] = seconds_of_fixed_work()
+        elif self._tests:
+            # Workers have ended, and are children; alone, a test's own children count.
+            own = time.process_time() if self._processes else cpu_seconds()
+            total = own + self._processes
+            work = min(self._work or [seconds_of_fixed_work()])
+            if self._config.getoption("record_cpu_seconds"):
+                self._write(work)
+            self._lines = [self._summary(total)]
+            if self._config.getoption("cpu_budget"):
+                failures = self._failures(total, (self._recorded_work or work) / work)
+                self._lines += failures
+                if failures and not session.exitstatus:
+                    session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter) -> None:
+        for line in self._lines:
+            terminalreporter.write_line(line)
+
+    def _summary(self, total: float) -> str:
+        folders: Counter[str] = Counter()
+        for name, seconds in self._tests.items():
+            folders[Path(name.partition("::")[0]).with_suffix("").parts[1]] += seconds
+        folders["start and collection"] = total - sum(folders.values())
+        parts = ", ".join(f"{folder} {seconds:.0f}" for folder, seconds in folders.most_common())
+        return f"CPU seconds: {total:.0f} ({parts})"
+
+    def _failures(self, total: float, scale: float) -> list[str]:
+        """What is above its budget, in the seconds of the machine on record."""
+        return [
+            f"error: {name} takes {seconds * scale:.1f} CPU seconds, more than {limit:g}"
+            for name, seconds, limit in [
+                ("the run", total, MAX_SECONDS),
+                *((name, seconds, MAX_TEST_SECONDS) for name, seconds in self._tests.most_common()),
+            ]
+            if seconds * scale > limit
+        ]
+
+    def _write(self, work: float) -> None:
+        files: Counter[str] = Counter()
+        for name, seconds in self._tests.items():
+            files[name.partition("::")[0]] += seconds
+        rounded = {name: round(seconds, 1) for name, seconds in sorted(files.items())}
+        record = {"fixed_work": round(work, 4), "files": rounded}
+        RECORD.write_text(json.dumps(record, indent=1) + "\n")

@@ -40,9 +40,9 @@ class CpuSeconds:
     def __init__(self, config: pytest.Config):
         self._config = config
         self._worker = getattr(config, "workeroutput", None)
-        record = json.loads(RECORD.read_text()) if RECORD.exists() else {"files": {}}
+        record = json.loads(RECORD.read_text())
         self._recorded: dict[str, float] = record["files"]
-        self._recorded_work: float | None = record.get("fixed_work")
+        self._recorded_work: float = record["fixed_work"]
         self._last = cpu_seconds()
         self._tests: Counter[str] = Counter()
         self._processes = 0.0  # seconds of the workers, their tests included
@@ -68,7 +68,8 @@ class CpuSeconds:
         def seconds(item: pytest.Item) -> float:
             return self._recorded.get(item.nodeid.partition("::")[0], float("inf"))
 
-        items.sort(key=seconds, reverse=True)
+        if self._worker is not None:
+            items.sort(key=seconds, reverse=True)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self):
@@ -103,7 +104,7 @@ class CpuSeconds:
                 self._write(work)
             self._lines = [self._summary(total)]
             if self._config.getoption("cpu_budget"):
-                failures = self._failures(total, (self._recorded_work or work) / work)
+                failures = self._failures(total, self._recorded_work / work)
                 self._lines += failures
                 if failures and not session.exitstatus:
                     session.exitstatus = pytest.ExitCode.TESTS_FAILED

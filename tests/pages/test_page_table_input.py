@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from tests.support.page_tables import extended, i32, make_table
+from tests.support.page_tables import i32, make_table
 
 
 @pytest.mark.parametrize(
@@ -89,12 +89,13 @@ def test_other_values_than_int32_arrays_are_named(name, call):
 
 
 def test_lists_are_accepted():
-    table, ok = jax.jit(lambda t: pp.extend(t, [1, 2, 0, 0]))(make_table())
-    assert np.all(ok)
-    table, _, ok = jax.jit(lambda t: pp.fork(t, [0], [2]))(table)
-    assert np.all(ok)
-    assert jax.jit(lambda t: pp.slot_mapping(t, [1], [1]))(table).tolist() == [5]
-    share = jax.jit(lambda t: pp.attach(pp.release(pp.retain(t, [0])[0], [0]), [3], [[0]]))
-    table, ok = share(extended([4, 0, 0, 0]))
-    assert np.all(ok)
-    assert int(jax.jit(lambda t: pp.free(t, [True, True, False, True]))(table).num_free) == 8
+    def use(table):
+        table, first = pp.extend(table, [4, 2, 0, 0])
+        table, _, second = pp.fork(table, [1], [2])
+        slots = pp.slot_mapping(table, [2], [1])
+        table, third = pp.attach(pp.release(pp.retain(table, [0])[0], [0]), [3], [[0]])
+        return pp.free(table, [True, True, False, True]), slots, (first, second, third)
+
+    table, slots, oks = jax.jit(use)(make_table())
+    assert all(ok.all() for ok in oks)
+    assert slots.tolist() == [9] and table.block_tables[:, 0].tolist() == [8, 8, 2, 8]

@@ -1,18 +1,16 @@
-"""Rows for tests of the sampler: their parameters, and how long their tokens take to arrive."""
+"""Rows for tests of the sampler: their parameters, and what they draw, in NumPy."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.extend.random import threefry_2x32
 
 from pallas_paged.engine.sampler import SamplingMetadata
 from tests.support.devices import implementations_here
 
 VOCAB = 12
+_BLOCK, _HALF = 2048, 1024
 
 
 def metadata(num_rows, **values):
@@ -36,18 +34,13 @@ def metadata(num_rows, **values):
     leaves = {}
     for name, value in (defaults | values).items():
         array = np.asarray(value, dtypes.get(name, np.float32))
-        leaves[name] = jnp.asarray(
-            np.broadcast_to(array, (num_rows,)) if array.ndim == 0 else array
-        )
+        leaves[name] = np.full(num_rows, array) if array.ndim == 0 else array
     return SamplingMetadata(**leaves)
 
 
 def take_rows(rows, tree):
     """Rows of a metadata or of counts."""
-    taken = jax.tree.map(lambda x: x[rows], tree)
-    if isinstance(tree, SamplingMetadata):
-        taken = replace(taken, seeds=tree.seeds[rows])
-    return taken
+    return type(tree)(**{one.name: getattr(tree, one.name)[rows] for one in fields(tree)})
 
 
 def sampling_implementations():
@@ -55,29 +48,71 @@ def sampling_implementations():
     return [name for name in implementations_here() if not name.startswith("mosaic")]
 
 
-def compiled_implementations():
-    """Those of them that are fast enough for many rows of many tokens."""
-    return [name for name in sampling_implementations() if not name.endswith("_interpret")]
+def deepest_kept(gap, temperature, top_k, top_p):
+    """The largest finite gap that top_k and then top_p keep, by sorting.
+
+    A gap is how far a logit lies below the best one. The second result is by how little top_p made
+    its decision: rounding may make another.
+    """
+    ordered = np.sort(gap[np.isfinite(gap)])
+    if 0 < top_k < len(ordered):
+        ordered = ordered[ordered <= ordered[top_k - 1]]
+    if top_p == 1:
+        return ordered[-1], 1.0
+    sums = np.cumsum(np.exp(-ordered.astype(np.float64) / temperature))
+    before = np.append(0, sums)[np.searchsorted(ordered, ordered)] / sums[-1]
+    return ordered[before < np.float32(top_p)][-1], np.min(abs(before - np.float32(top_p)))
+
+
+def filtered_weights(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """The probability of each token over that of the best one, in f64; 0 where it is filtered out.
+
+    The filters apply in this order. The second result is that of `deepest_kept`.
+    """
+    gap = logits.max() - logits
+    deepest, margin = deepest_kept(gap, temperature, top_k, top_p)
+    weights = np.exp(-gap.astype(np.float64) / temperature)
+    return np.where((gap <= deepest) & (weights >= np.float32(min_p)), weights, 0), margin
 
 
 def race(seeds, length, weights):
-    """The token that the key of a row draws of tokens with these weights, in f64."""
-    seed, prompt, index = seeds
+    """The token of these weights that arrives first, and by how much it leads, relatively.
 
-    def words(key, first, second):
-        """The two words of each count."""
-        count = np.concatenate([first, np.full(len(first), second)])
-        found = threefry_2x32(jnp.asarray(key), jnp.asarray(count, jnp.uint32))
-        return np.asarray(found).reshape(2, -1)
-
-    def waits(words):
-        return -np.log1p(-(words.astype(np.float64) + 0.5) / 2**32)
-
-    key = words(np.array([seed, prompt], np.uint32), [index], length).ravel()
-    blocks = np.zeros((-(-len(weights) // 2048), 2048))
+    Blocks of 2048 tokens race, then the tokens of the first one. The key of the times is made of
+    a row's seed, the hash of its prompt, the index of the sample, and the length.
+    """
+    seed, prompt, index = np.asarray(seeds, np.uint32)
+    key = _threefry((seed, prompt), (index, np.uint32(length)))
+    blocks = np.zeros((-(-len(weights) // _BLOCK), _BLOCK))
     blocks.ravel()[: len(weights)] = weights
+    # Of a block's two words the first counts. Those of a pair are for tokens 1024 apart.
+    numbers = np.arange(len(blocks), dtype=np.uint32)
+    block, lead = _first(_threefry(key, (numbers, np.uint32(1)))[0], blocks.sum(axis=1))
+    pairs = np.arange(min(len(weights), _HALF), dtype=np.uint32) + np.uint32(block * _BLOCK)
+    words = np.zeros((2, _HALF), np.uint32)
+    words[:, : len(pairs)] = _threefry(key, (pairs, np.uint32(0)))
+    token, lead_in_block = _first(words.ravel(), blocks[block])
+    return block * _BLOCK + token, min(lead, lead_in_block)
+
+
+def _first(words, weights):
+    """The first place, and by what share of its time the second one is later."""
     with np.errstate(divide="ignore"):
-        # Of a block's two words the first counts. Those of a pair are for tokens 1024 apart.
-        block = np.argmin(waits(words(key, np.arange(len(blocks)), 1)[0]) / blocks.sum(axis=1))
-        pairs = words(key, block * 2048 + np.arange(1024), 0)
-        return block * 2048 + np.argmin(waits(pairs).ravel() / blocks[block])
+        times = -np.log1p(-(words.astype(np.float64) + 0.5) / 2**32) / weights
+    first, second = np.partition(np.append(times, np.inf), 1)[:2]
+    return int(np.argmin(times)), second / first - 1
+
+
+def _threefry(key, count):
+    """Threefry-2x32 of 20 rounds: two random words of 32 bits."""
+    rotations = ((13, 15, 26, 6), (17, 29, 16, 24))
+    with np.errstate(over="ignore"):
+        keys = (*key, key[0] ^ key[1] ^ np.uint32(0x1BD11BDA))
+        x, y = count[0] + keys[0], count[1] + keys[1]
+        for group in range(5):
+            for rotation in rotations[group % 2]:
+                x = x + y
+                y = x ^ ((y << np.uint32(rotation)) | (y >> np.uint32(32 - rotation)))
+            x = x + keys[(group + 1) % 3]
+            y = y + (keys[(group + 2) % 3] + np.uint32(group + 1))
+    return x, y

@@ -64,6 +64,12 @@ def collectives(compiled: jax.stages.Compiled) -> list[str]:
     return [line.strip() for line in compiled.as_text().splitlines() if _COLLECTIVE.search(line)]
 
 
+def buffers(tree: Any) -> list[int]:
+    """Where each device has its part of each array."""
+    leaves = jax.tree.leaves(tree)
+    return [part.data.unsafe_buffer_pointer() for x in leaves for part in x.addressable_shards]
+
+
 def named(attention: Any, arrays: Iterable[Any]) -> dict[str, Any]:
     """The positional arguments of an entry, by name; scales may follow."""
     return dict(zip((*NAMES[attention], "k_scales", "v_scales"), arrays, strict=False))

@@ -96,8 +96,10 @@ def delete_old_programs() -> None:
             Path(path).unlink(missing_ok=True)  # a run beside this one may delete, too
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """For `-n auto`: a process per core; not more than share one GPU well."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None  # xdist takes that number
     return min(len(os.sched_getaffinity(0)), 16)
 
 

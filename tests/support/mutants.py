@@ -29,6 +29,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.support.cpu_seconds import RECORD
 
@@ -79,30 +80,13 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
     ),
 }
 
-_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
-_OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Add,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.Mult,
-    ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd,
-}
-_NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "minimum": "maximum"}
-_NAMES |= {"maximum": "minimum", "argmax": "argmin", "zeros": "ones", "ones": "zeros"}
+_PAIRS = [
+    *[(ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot)],
+    *[(ast.In, ast.NotIn), (ast.Add, ast.Sub), (ast.BitAnd, ast.BitOr), (ast.And, ast.Or)],
+    *[("min", "max"), ("any", "all"), ("minimum", "maximum"), ("argmin", "argmax")],
+]
+_OTHER: dict[Any, Any] = dict(_PAIRS) | {b: a for a, b in _PAIRS}
+_OTHER |= {ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult}
 
 
 @dataclass(frozen=True)
@@ -116,111 +100,69 @@ class Mutant:
     change: str
 
 
+def _change(node: Any) -> tuple[str, ast.AST] | None:
+    """Returns what to change at a node, in words, and the node in its place."""
+    match node:
+        case ast.BinOp(left=ast.JoinedStr()) | ast.BinOp(left=ast.Name(id="ArrayLike")):
+            return None  # of texts and of types
+        case ast.Compare(left=left, ops=[op, *ops], comparators=values) if type(op) in _OTHER:
+            new = _OTHER[type(op)]()
+            return type(new).__name__, ast.Compare(left, [new, *ops], values)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OTHER:
+            new = _OTHER[type(op)]()
+            return type(new).__name__, ast.BinOp(left, new, right)
+        case ast.BoolOp(op=op, values=values):
+            new = _OTHER[type(op)]()
+            return type(new).__name__, ast.BoolOp(new, values)
+        case ast.UnaryOp(operand=operand):
+            return "the operand alone", operand
+        case ast.IfExp(test=test, body=body, orelse=orelse):
+            return "branches swapped", ast.IfExp(test, orelse, body)
+        case ast.Constant(value=bool(value)):
+            return str(not value), ast.Constant(not value)
+        case ast.Constant(value=int(value) | float(value)):
+            return "+ 1", ast.Constant(value + 1)
+        case ast.Name(id=name, ctx=context) if name in _OTHER:
+            return _OTHER[name], ast.Name(_OTHER[name], context)
+        case ast.Attribute(value=value, attr=name, ctx=context) if name in _OTHER:
+            return _OTHER[name], ast.Attribute(value, _OTHER[name], context)
+        case ast.Expr(value=ast.Constant()):
+            return None  # a docstring
+        case ast.Assign(targets=[ast.Name() | ast.Tuple()]):
+            return None  # an error wherever the name is used
+        case (
+            ast.Expr() | ast.Assign() | ast.AugAssign() | ast.Raise() | ast.Continue() | ast.Break()
+        ):
+            return "left out", ast.Pass()
+    return None
+
+
 class _Change(ast.NodeTransformer):
-    """Counts the places to change, and changes one."""
+    """Finds the places to change, and changes the one of this number."""
 
     def __init__(self, number: int | None = None):
-        self.number = number
-        self.found: list[tuple[int, str]] = []
+        self._number = number
+        self.found: list[tuple[int, str]] = []  # lines and changes
 
-    def _take(self, node: ast.AST, change: str) -> bool:
-        self.found.append((node.lineno, change))  # type: ignore[attr-defined]
-        return len(self.found) - 1 == self.number
-
-    def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        new = _COMPARISONS.get(type(node.ops[0]))
-        if new is not None and self._take(node, f"{ast.unparse(node)}: {new.__name__}"):
-            return ast.Compare(node.left, [new(), *node.ops[1:]], node.comparators)
+    def visit(self, node: Any) -> Any:
+        if (change := _change(node)) is not None:
+            self.found.append((getattr(node, "lineno", 0), f"{ast.unparse(node)}: {change[0]}"))
+            if len(self.found) - 1 == self._number:
+                return change[1]
+        match node:
+            case ast.Raise() | ast.Assert() | ast.JoinedStr() | ast.arg():
+                return node  # texts and types
+            case ast.AnnAssign(value=value):
+                node.value = value and self.visit(value)
+                return node
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                node.args = self.generic_visit(node.args)
+                node.body = [self.visit(child) for child in node.body]
+                return node
+            case ast.ClassDef():
+                node.body = [self.visit(child) for child in node.body]
+                return node
         return self.generic_visit(node)
-
-    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        new = _OPERATORS.get(type(node.op))
-        text = isinstance(node.left, ast.JoinedStr) or (
-            isinstance(node.left, ast.Name) and node.left.id[0].isupper()  # a type
-        )
-        if (
-            new is not None
-            and not text
-            and self._take(node, f"{ast.unparse(node)}: {new.__name__}")
-        ):
-            return ast.BinOp(node.left, new(), node.right)
-        return self.generic_visit(node)
-
-    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
-        new = ast.Or if isinstance(node.op, ast.And) else ast.And
-        if self._take(node, f"{ast.unparse(node)}: {new.__name__}"):
-            return ast.BoolOp(new(), node.values)
-        return self.generic_visit(node)
-
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
-        if isinstance(node.op, ast.Not | ast.Invert | ast.USub) and self._take(
-            node, f"{ast.unparse(node)}: no {type(node.op).__name__}"
-        ):
-            return node.operand
-        return self.generic_visit(node)
-
-    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
-        if self._take(node, f"{ast.unparse(node)}: branches swapped"):
-            return ast.IfExp(node.test, node.orelse, node.body)
-        return self.generic_visit(node)
-
-    def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        if isinstance(node.value, bool):
-            if self._take(node, f"{node.value}: {not node.value}"):
-                return ast.Constant(not node.value)
-        elif isinstance(node.value, int | float) and self._take(node, f"{node.value}: + 1"):
-            return ast.Constant(node.value + 1)
-        return node
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        if node.id in _NAMES and self._take(node, f"{node.id}: {_NAMES[node.id]}"):
-            return ast.Name(_NAMES[node.id], node.ctx)
-        return node
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        if node.attr in _NAMES and self._take(node, f"{node.attr}: {_NAMES[node.attr]}"):
-            return ast.Attribute(node.value, _NAMES[node.attr], node.ctx)
-        return self.generic_visit(node)
-
-    def _statement(self, node: ast.stmt) -> ast.AST:
-        if self._take(node, f"{ast.unparse(node)}: left out"):
-            return ast.Pass()
-        return self.generic_visit(node)
-
-    def visit_Expr(self, node: ast.Expr) -> ast.AST:
-        return node if isinstance(node.value, ast.Constant) else self._statement(node)
-
-    def visit_Assign(self, node: ast.Assign) -> ast.AST:
-        is_state = not any(isinstance(target, ast.Name) for target in node.targets)
-        return self._statement(node) if is_state else self.generic_visit(node)
-
-    visit_AugAssign = visit_Continue = visit_Break = _statement
-
-    def visit_Raise(self, node: ast.Raise) -> ast.AST:
-        """An error that is not raised; its text is not changed."""
-        return ast.Pass() if self._take(node, f"{ast.unparse(node)}: left out") else node
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        if node.value is not None:
-            node.value = self.visit(node.value)
-        return node
-
-    def visit_Assert(self, node: ast.AST) -> ast.AST:
-        return node
-
-    visit_JoinedStr = visit_Assert  # texts
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        node.body = [self.visit(child) for child in node.body]
-        return node
-
-    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
-        node.body = [self.visit(child) for child in node.body]
-        node.args.defaults = [self.visit(value) for value in node.args.defaults]
-        node.args.kw_defaults = [value and self.visit(value) for value in node.args.kw_defaults]
-        return node
-
-    visit_AsyncFunctionDef = visit_FunctionDef
 
 
 def mutants(group: str) -> Iterator[Mutant]:

@@ -27,7 +27,12 @@ class _Call:
 
 
 class EngineCore:
-    """Keeps one call in flight while the host works on the one before."""
+    """Keeps one call in flight while the host works on the one before.
+
+    Attributes:
+        step_policy: returns the most decode steps of the next call; by default so many that the
+            call takes about `_CALL_SECONDS`.
+    """
 
     def __init__(
         self,
@@ -44,11 +49,17 @@ class EngineCore:
         self._calls: deque[_Call] = deque()
         self._last_read: float | None = None
         self._step_seconds = _CALL_SECONDS  # at most, of the newest call that only decoded
+        self.step_policy: Callable[[], int] = self._num_steps
 
     @property
     def in_flight(self) -> bool:
         """Whether a call has been dispatched and not read."""
         return bool(self._calls)
+
+    @property
+    def calls_in_flight(self) -> int:
+        """Number of calls that have been dispatched and not read."""
+        return len(self._calls)
 
     def dispatch(self) -> int:
         """Start the next call, if there is anything to do; return how many that were, 0 or 1."""
@@ -81,7 +92,7 @@ class EngineCore:
             return self._scheduler.schedule(
                 in_flight=bool(steps),
                 uncertain=max(steps, default=1) > 1,
-                num_steps=self._num_steps(),
+                num_steps=self.step_policy(),
             )
 
         while (scheduled := schedule()) is None:

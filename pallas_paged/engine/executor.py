@@ -183,8 +183,6 @@ class Executor:
         get a copy each, so a step's program and its key in JAX's compilation cache would depend on
         the timing.
         """
-        if any(batch.mode.penalties for batch in batches):
-            self._make_counts()
         # Compilers of several processes may wait for one another, so they go in the same order.
         threads = min(_COMPILE_THREADS, os.cpu_count() or 1)
         threads = 1 if self._placement.num_processes > 1 else threads
@@ -202,7 +200,7 @@ class Executor:
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:
         """Lower the step of a batch."""
-        counts = self._counts if batch.mode.penalties else None
+        counts = self._make_counts() if batch.mode.penalties else None
         return self._step.lower(self.weights.leaves, self.state, counts, batch, self._peers)  # type: ignore[attr-defined]
 
     def trace(self, batch: Batch) -> None:

@@ -34,6 +34,7 @@ class KVCacheManager:
         num_pages, page_size: of the page table.
         num_free: lower bound of the pages that are free when the next step runs.
         ledger: pages evicted less pages taken, so far.
+        update: what has been decided and the table has not done yet.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class KVCacheManager:
         self._cache = cache
         self._window = sliding_window
         self._spare_pages = max_num_seqs // page_size  # a step of all slots takes as many
-        self._update = TableUpdate()
+        self.update = TableUpdate()
 
     @property
     def num_evictable(self) -> int:
@@ -101,7 +102,7 @@ class KVCacheManager:
         if self._cache is not None and self.num_free < num_pages:
             # Some more than are missing, because each update of the table takes its time.
             evicted = self._cache.evict(num_pages - self.num_free + self._spare_pages)
-            self._update.released += evicted
+            self.update.released += evicted
             self.num_free += len(evicted)
             self.ledger += len(evicted)
         if self.num_free < num_pages:
@@ -136,12 +137,12 @@ class KVCacheManager:
 
         Pages to retain can wait while their row holds them, unless a window may free them.
         """
-        update = self._update
+        update = self.update
         return bool(update.freed or update.released or (update.retained and self._window))
 
     def take_update(self) -> TableUpdate:
         """Return what has been decided and the table has not done yet."""
-        update, self._update = self._update, TableUpdate()
+        update, self.update = self.update, TableUpdate()
         return update
 
     def lookup(self, sequence: Sequence) -> PrefixLease | None:
@@ -168,7 +169,7 @@ class KVCacheManager:
         """Free the slot and the pages of a sequence; others may still find those in the cache."""
         self.cache_full_pages(sequence)
         self.release(sequence.lease)
-        self._update.freed.append(sequence.running_slot)
+        self.update.freed.append(sequence.running_slot)
         sequence.slot = sequence.lease = None
         sequence.pages = []
         sequence.num_computed = sequence.num_stored = 0
@@ -190,7 +191,7 @@ class KVCacheManager:
             num_tokens = min(num_tokens, sequence.max_cached_tokens)
         pages = sequence.pages[: self.blocks(num_tokens)]
         tokens = sequence.token_ids[:num_tokens]
-        self._update.retained += self._cache.insert(
+        self.update.retained += self._cache.insert(
             sequence.lease, tokens, pages, blocks=sequence.block_hashes
         )
 
@@ -205,4 +206,4 @@ class KVCacheManager:
             self.release(sequence.lease)
             sequence.lease = None
         # Pages that running sequences hold are not free yet.
-        self._update.released += freed + self._cache.clear()
+        self.update.released += freed + self._cache.clear()

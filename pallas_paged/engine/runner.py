@@ -43,6 +43,8 @@ class ModelRunner:
     Attributes:
         buckets: shapes of the batches.
         executor: the state on the devices, and the calls on it.
+        compiled: the sampling modes of the steps of each shape so far. A step of another mode uses
+            the smallest of them that covers it, if any does.
     """
 
     def __init__(
@@ -77,19 +79,23 @@ class ModelRunner:
             max_len=max_len,
             followers=followers,
         )
-        self._compiled: dict[tuple[int, int], set[SamplingMode]] = {}
+        self.compiled: dict[tuple[int, int], set[SamplingMode]] = {}
         if config.implementation is not None or placement.mesh is not None:
-            self.executor.trace(self._pack([], [], self.buckets.all()[0], SamplingMode()))
+            self.executor.trace(self.empty_batch(self.buckets.all()[0], SamplingMode()))
 
     @property
     def num_compiled(self) -> int:
         """Number of steps compiled: shapes times sampling modes."""
-        return sum(map(len, self._compiled.values()))
+        return sum(map(len, self.compiled.values()))
 
     @property
     def table(self) -> PageTable:
         """The page table after all dispatched calls; the next call takes its buffers."""
         return self.executor.state.table
+
+    def empty_batch(self, shape: tuple[int, int], mode: SamplingMode) -> Batch:
+        """Return a batch that computes nothing."""
+        return self._pack([], [], shape, mode)
 
     def warmup(
         self,
@@ -104,10 +110,10 @@ class ModelRunner:
         """
         steps = list(
             dict.fromkeys(
-                (shape, _fit(mode, shape)) for shape in self.buckets.all() for mode in modes
+                (shape, fit_mode(mode, shape)) for shape in self.buckets.all() for mode in modes
             )
         )
-        self.executor.compile([self._pack([], [], *step) for step in steps], progress=progress)
+        self.executor.compile([self.empty_batch(*step) for step in steps], progress=progress)
         # Twice: a CUDA graph is made by the second execution.
         for shape, mode in steps * 2:
             self._run([], [], shape, mode)
@@ -159,7 +165,7 @@ class ModelRunner:
         self, decodes: list[Decode], chunks: list[Chunk], shape: tuple[int, int], mode: SamplingMode
     ) -> StepOutput:
         """Dispatch a batch."""
-        compiled = self._compiled.setdefault(shape, set())
+        compiled = self.compiled.setdefault(shape, set())
         if mode not in compiled:  # a larger one serves as well
             mode = min((x for x in compiled if x.covers(mode)), default=mode)
             compiled.add(mode)
@@ -273,7 +279,7 @@ def modes_for(params: Iterable[SamplingParams] | None) -> list[SamplingMode]:
     return sorted(modes | {replace(max(modes), prompt_logprobs=-1)})
 
 
-def _fit(mode: SamplingMode, shape: tuple[int, int]) -> SamplingMode:
+def fit_mode(mode: SamplingMode, shape: tuple[int, int]) -> SamplingMode:
     """Return the part of a mode that a batch of this shape can need."""
     return mode if shape[1] else replace(mode, prompt_logprobs=-1)
 

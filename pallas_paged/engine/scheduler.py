@@ -30,6 +30,7 @@ class Scheduler:
         waiting, running: sequences without and with a slot, in the order of service.
         pages: the pages of running sequences.
         num_preemptions: so far.
+        unused_slots: the last is the next to be used.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._max_num_batched_tokens = max_num_batched_tokens
         self._watermark = watermark
-        self._slots = list(range(max_num_seqs - 1, -1, -1))  # unused; the last is next
+        self.unused_slots = list(range(max_num_seqs - 1, -1, -1))
         self._exact = True  # pages.num_free is what the table says, and nothing is in flight
         self._blocked: tuple[int, int] | None = None  # what the head of the queue needed, and when
 
@@ -82,7 +83,7 @@ class Scheduler:
             the number of free pages must be known: read all reports, run the update, call `resync`
             with the number of free pages, and ask again. Pages may have been taken from sequences.
         """
-        if uncertain and self.waiting and self._slots:
+        if uncertain and self.waiting and self.unused_slots:
             return None
         resumed = [one for one in self.running if one.needs_last_token]
         decoding = [one for one in self.running if one.can_decode or one.needs_last_token]
@@ -132,7 +133,7 @@ class Scheduler:
 
         Without a slot for it, or if the parent has lost its pages, the child is computed by itself.
         """
-        if parent.slot is None or not self._slots:
+        if parent.slot is None or not self.unused_slots:
             self._enqueue([child])
             return
         self._start(child)
@@ -251,7 +252,7 @@ class Scheduler:
             self.pages.cache_full_pages(leader)
             for follower in followers:
                 follower.leader = None
-                if follower.slot is None and self._slots:
+                if follower.slot is None and self.unused_slots:
                     self._start(follower)
                 if follower.slot is None or not self.pages.allocate(num_copies):
                     if follower.slot is not None:
@@ -297,14 +298,14 @@ class Scheduler:
     def _schedule_waiting(self, budget: int, chunks: list[Chunk]) -> list[Attachment]:
         """Start waiting sequences; add their first chunks, and return the pages they attach."""
         attachments: list[Attachment] = []
-        while self.waiting and budget > 0 and self._slots:
+        while self.waiting and budget > 0 and self.unused_slots:
             sequence = self.waiting[0]
             if not self._find_pages(sequence):
                 break
             self.waiting.popleft()
             self._start(sequence)
             for follower in sequence.followers:
-                if self._slots:
+                if self.unused_slots:
                     self._start(follower)
             if sequence.lease is not None and sequence.lease.pages:
                 attachments.append((sequence.running_slot, sequence.lease.pages))
@@ -343,13 +344,13 @@ class Scheduler:
         return True
 
     def _start(self, sequence: Sequence) -> None:
-        sequence.slot = self._slots.pop()
+        sequence.slot = self.unused_slots.pop()
         sequence.num_starts += 1
         insort(self.running, sequence, key=lambda x: x.order)
 
     def _stop(self, sequence: Sequence) -> None:
         """Take the slot and the pages of a sequence."""
-        self._slots.append(sequence.running_slot)
+        self.unused_slots.append(sequence.running_slot)
         self.running.remove(sequence)
         self.pages.free(sequence)
         self._blocked = None

@@ -8,6 +8,11 @@ from tests.support.engine_calls import MODEL, PROMPTS, weights
 from tests.support.oracle import Oracle
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _one_precision(exact_products):
+    """All modules share compiled steps, whose precision is part of their key."""
+
+
 @pytest.fixture(scope="module")
 def oracle(exact_products):
     return Oracle(MODEL, weights())

@@ -124,7 +124,7 @@ def test_the_prefix_cache_returns_its_pages(greedy_tokens):
 
 
 def test_nothing_is_compiled_after_warmup(compilations):
-    engine = make_engine()
+    engine = make_engine(modes=None)
     engine.warmup()
     num_compiled = engine.stats().compilations
     assert num_compiled == 9 and engine.idle
@@ -179,7 +179,7 @@ def test_penalties_compile_nothing_after_warmup(compilations):
 
 
 def test_warmup_for_greedy_requests_compiles_less_and_needs_an_idle_engine():
-    engine = make_engine()
+    engine = make_engine(modes=None)
     engine.warmup([greedy()])
     assert engine.stats().compilations == 2
     engine.submit([1], greedy())

@@ -107,11 +107,11 @@ def test_calls_of_random_sizes_equal_single_steps(single, seed):
 
 def test_the_number_of_steps_follows_the_time_of_a_step():
     engine = make_engine(num_scheduler_steps=32)
-    assert engine.replicas[0].core._num_steps() == 1  # nothing is known
+    assert engine.replicas[0].core.step_policy() == 1  # nothing is known
     for seconds, num_steps in [(1.0, 1), (0.004, 2), (0.001, 10), (1e-9, 32), (0.0, 32)]:
         engine.replicas[0].core._step_seconds = seconds
-        assert engine.replicas[0].core._num_steps() == num_steps
-    assert make_engine(num_scheduler_steps=1).replicas[0].core._num_steps() == 1
+        assert engine.replicas[0].core.step_policy() == num_steps
+    assert make_engine(num_scheduler_steps=1).replicas[0].core.step_policy() == 1
 
 
 @pytest.mark.parametrize(("is_late", "most"), [(False, 1), (True, 8)])
@@ -158,7 +158,7 @@ def test_the_host_never_counts_on_more_pages_than_are_free(num_steps, monkeypatc
 
     def checked():
         read()
-        pending = len(engine.replicas[0].scheduler.pages._update.released)
+        pending = len(engine.replicas[0].scheduler.pages.update.released)
         num_reads.append(1)
         assert engine.replicas[0].scheduler.pages.num_free <= int(engine.table.num_free) + pending
 
@@ -266,7 +266,7 @@ def test_outputs_outlive_the_donated_state():
 @pytest.mark.parametrize("shape", [(4, 0), (4, 16)], ids=["decode", "mixed"])
 def test_a_compiled_step_copies_no_pool(shape):
     runner = make_engine(num_pages=MANY_PAGES).replicas[0].runner
-    batch = runner._pack([], [], shape, SamplingMode())
+    batch = runner.empty_batch(shape, SamplingMode())
     compiled = runner.executor.lower(batch).compile()
     assert_copies_no_pool(compiled, runner.executor.pool_shape)
     assert shape[1] or re.search(r"\bwhile\(", compiled.as_text())
@@ -277,8 +277,7 @@ def test_a_compiled_loop_holds_no_sort_no_branch_and_no_other_loop(mode):
     """A CUDA graph can't hold a sort, and a loop or branch in its loop would give wrong tokens."""
     model = replace(MODEL, vocab_size=640)
     runner = make_engine(model, max_num_seqs=16, max_num_batched_tokens=32).replicas[0].runner
-    runner.executor._make_counts()
-    batch = runner._pack([], [], (16, 0), mode)
+    batch = runner.empty_batch((16, 0), mode)
     lines = runner.executor.lower(batch).compile().as_text().lower().splitlines()
     breaks_graphs = re.compile(r"sort\(|topk|top_k\(|callback|conditional\(")
     assert not [line for line in lines if breaks_graphs.search(line)]
@@ -291,7 +290,7 @@ def test_a_compiled_loop_holds_no_sort_no_branch_and_no_other_loop(mode):
 def test_the_condition_of_a_compiled_loop_computes_something():
     """In a CUDA graph a loop waits for what its condition waits for, and for nothing without it."""
     runner = make_engine(max_num_seqs=16, max_num_batched_tokens=32).replicas[0].runner
-    batch = runner._pack([], [], (16, 0), SamplingMode())
+    batch = runner.empty_batch((16, 0), SamplingMode())
     text = runner.executor.lower(batch).compile().as_text()
     loops = re.findall(r"\bwhile\(.*condition=%?([\w.\-]+).*step", text)
     assert loops

@@ -1,4 +1,4 @@
-"""Engines of one model and one set of sizes, so that their steps compile once; runs that end."""
+"""Engines of one model and one set of sizes, which share compiled steps; runs that end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import numpy as np
 
 from pallas_paged.engine import Engine, EngineConfig, Request, RequestOutput, SamplingParams
 from pallas_paged.engine.kv_cache import pool_bytes
-from pallas_paged.engine.runner import _fit, modes_for
+from pallas_paged.engine.runner import fit_mode, modes_for
+from pallas_paged.engine.sampler import SamplingMode
 from pallas_paged.kv_pool import KVPool
 from tests.support.plain_model import PlainModel
 
@@ -22,6 +23,7 @@ MODEL = PlainModel(vocab_size=40, max_model_len=64)
 WIDE = replace(MODEL, num_heads=8, num_kv_heads=4)  # for up to 8 devices
 # Lengths on both sides of the borders of 4-token pages; the longest takes two steps.
 PROMPTS = [[1, 2, 3], [*range(4, 13)], [14, 15, 16, 17], [18], [*range(20, 38)]]
+# Every number of pages, slots, tokens or steps has programs of its own: change few of them.
 SIZES: dict[str, Any] = dict(
     num_pages=16,
     page_size=4,
@@ -30,6 +32,8 @@ SIZES: dict[str, Any] = dict(
     num_scheduler_steps=8,
     implementation="xla",
 )
+# A step of greedy requests is small; one that can sample with any parameters takes 2 s to compile.
+MODES = SamplingMode(), modes_for(None)[-1]
 
 
 class NumberTokenizer:
@@ -48,17 +52,31 @@ class NumberTokenizer:
 
 def weights(model: PlainModel = MODEL, seed: int = 1) -> dict[str, jax.Array]:
     """Random weights; greedy tokens of the default ones vary."""
-    return model.init(jax.random.key(seed))
+    return jax.device_put(model.init(seed))
 
 
 _WEIGHTS = {MODEL: weights()}
 
 
-def make_engine(model: Any = MODEL, params: Any = None, tokenizer: Any = None, **sizes) -> Engine:
-    """An engine of the usual sizes, except those given."""
+def make_engine(
+    model: Any = MODEL,
+    params: Any = None,
+    tokenizer: Any = None,
+    *,
+    modes: Iterable[SamplingMode] | None = MODES,
+    **sizes,
+) -> Engine:
+    """An engine of the usual sizes, except those given.
+
+    Its steps use `modes`, which serve all requests; None lets it choose the smallest for each step.
+    """
     if params is None:
         params = _WEIGHTS.setdefault(model, weights(model))
-    return Engine(model, params, EngineConfig(**(SIZES | sizes)), tokenizer)
+    engine = Engine(model, params, EngineConfig(**(SIZES | sizes)), tokenizer)
+    for replica in engine.replicas if modes else ():
+        for shape in replica.runner.buckets.all():
+            replica.runner.compiled[shape] = {fit_mode(mode, shape) for mode in modes}
+    return engine
 
 
 def greedy(**params) -> SamplingParams:
@@ -71,17 +89,13 @@ def sampling(**params) -> SamplingParams:
 
 def steps_of(engine: Engine, num_steps: Any) -> None:
     """Let calls that only decode run this many steps; a function is called each time."""
-    get = num_steps if callable(num_steps) else lambda: num_steps
     for replica in engine.replicas:
-        replica.core._num_steps = get
+        replica.core.step_policy = num_steps if callable(num_steps) else lambda: num_steps
 
 
 def sample_as(engine: Engine, params: Iterable[SamplingParams]) -> Engine:
-    """Let every step be able to sample with all of these parameters: few programs compile."""
-    mode = max(modes_for(list(params)))
-    for replica in engine.replicas:
-        runner = replica.runner
-        runner._compiled = {shape: {_fit(mode, shape)} for shape in runner.buckets.all()}
+    """Return the engine, whose steps can sample with any parameters."""
+    del params
     return engine
 
 
@@ -100,7 +114,7 @@ def step(engine: Engine, *, check: bool = True) -> list[RequestOutput]:
     """One step; then the invariants of the page table hold, and at most one call is in flight."""
     outputs = engine.step()
     for replica in engine.replicas:
-        assert len(replica.core._calls) <= 1, "more than one call is in flight"
+        assert replica.core.calls_in_flight <= 1, "more than one call is in flight"
     if check:
         engine.check()  # runs the update, which the host has counted on
         for replica in engine.replicas:
@@ -111,18 +125,17 @@ def step(engine: Engine, *, check: bool = True) -> list[RequestOutput]:
 def assert_nothing_is_left(engine: Engine) -> None:
     """Every page is free or cached, every slot is free, and no request is remembered."""
     engine.check()
-    assert not engine._outputs.groups and not engine._outputs._replicas
+    assert engine.idle
     for replica in engine.replicas:
         scheduler, cache, table = replica.scheduler, replica.cache, replica.runner.table
         num_cached = 0
         if cache is not None:
-            assert not cache._leases
             num_cached = len(cache)
-            assert cache.num_evictable == num_cached
+            assert cache.num_evictable == num_cached and cache.num_shared == 0
         assert int(table.num_free) + num_cached == engine.num_pages
         assert not np.any(np.asarray(table.seq_lens))
-        assert not (replica.core._calls or scheduler.waiting or scheduler.running)
-        assert sorted(scheduler._slots) == list(range(engine.config.max_num_seqs))
+        assert not (scheduler.waiting or scheduler.running)
+        assert sorted(scheduler.unused_slots) == list(range(engine.config.max_num_seqs))
         assert replica.load == 0
 
 

@@ -22,7 +22,7 @@ class Oracle:
         """Logits `f64[T, V]` after each token."""
         padded = np.zeros(self._max_len, np.int32)
         padded[: len(token_ids)] = token_ids
-        return np.asarray(self._logits(self._params, padded)[: len(token_ids)], np.float64)
+        return np.asarray(self._logits(self._params, padded), np.float64)[: len(token_ids)]
 
     def logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
         """Log-probabilities `f64[T, V]` of the token after each token."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from pallas_paged.engine import KVCacheSpec
@@ -35,18 +36,20 @@ class PlainModel:
             sliding_windows=(self.sliding_window,) * self.num_layers,
         )
 
-    def init(self, key):
-        """Return random weights, large enough that the tokens before matter."""
+    def init(self, seed):
+        """Return random NumPy weights of a seed or key; the tokens before matter much."""
+        if not isinstance(seed, int):
+            seed = jax.random.key_data(seed)
+        rng = np.random.default_rng(seed)
         size = self.num_heads * self.head_dim
         shapes = dict(qkv=(size, size + 2 * self.num_kv_heads * self.head_dim), out=(size, size))
         shapes |= dict(up=(size, 4 * size), down=(4 * size, size))
         shapes = {name: (self.num_layers, *shape) for name, shape in shapes.items()}
         shapes |= dict(embed=(self.vocab_size, size), head=(size, self.vocab_size))
-        weights = {}
-        for index, (name, shape) in enumerate(shapes.items()):
-            normal = jax.random.normal(jax.random.fold_in(key, index), shape)
-            weights[name] = (2 * normal / shape[-2] ** 0.5).astype(self.dtype)
-        return weights
+        return {
+            name: (2 * rng.standard_normal(shape) / shape[-2] ** 0.5).astype(jnp.dtype(self.dtype))
+            for name, shape in shapes.items()
+        }
 
     def param_specs(self, params):
         """Return how the weights are cut over devices, for `EngineConfig(tensor_parallel=N)`."""
@@ -105,8 +108,10 @@ def dense_logits(model, params, tokens, padding=0):
 def greedy_tokens(model, params, prompt, num_tokens):
     """Return the next tokens of a prompt; each comes from the whole text before it."""
     end = len(prompt) + num_tokens
-    tokens = jnp.zeros(model.max_model_len, jnp.int32).at[: len(prompt)].set(jnp.array(prompt))
-    return _append(model, params, tokens, len(prompt), end)[len(prompt) : end].tolist()
+    tokens = np.zeros(model.max_model_len, np.int32)
+    tokens[: len(prompt)] = prompt
+    tokens = _append(model, params, tokens, len(prompt), end)
+    return np.asarray(tokens)[len(prompt) : end].tolist()
 
 
 def _append(model, params, tokens, start, end):

@@ -196,13 +196,13 @@ class Host:
 
     def check_bound(self) -> None:
         """The host never counts on more pages than are free."""
-        pending = len(self.scheduler.pages._update.released)
+        pending = len(self.scheduler.pages.update.released)
         assert self.scheduler.pages.num_free <= self.table.num_free + pending
 
     def check(self) -> None:
         """Slots hold the tokens and the pages that the scheduler expects."""
         scheduler = self.scheduler
-        freed = set(scheduler.pages._update.freed)
+        freed = set(scheduler.pages.update.freed)
         for one in scheduler.running:
             if one.slot not in freed:
                 length = len(one.token_ids)
@@ -213,7 +213,7 @@ class Host:
                 num_full = one.num_stored // PAGE_SIZE
                 assert one.pages[:num_full] == self.table.pages[one.running_slot][:num_full]
         slots = [one.slot for one in scheduler.running]
-        assert sorted([*slots, *scheduler._slots]) == list(range(len(self.table.tokens)))
+        assert sorted([*slots, *scheduler.unused_slots]) == list(range(len(self.table.tokens)))
         for queue in (scheduler.running, scheduler.waiting):
             assert [one.order for one in queue] == sorted(one.order for one in queue)
         assert all(one.slot is None for one in scheduler.waiting)

@@ -8,18 +8,23 @@ import types
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import pallas_paged as pp
 from tests.support.attention_cases import TOLERANCE
-from tests.support.attention_oracle import relative_error
+from tests.support.attention_oracle import attend, relative_error
 from tests.support.plain_model import greedy_tokens
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXAMPLE = re.compile(r"```python\n(.*?)```\n(?:\n?```text\n(.*?)```\n)?", re.DOTALL)
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+README = text_of("README.md")
 
 
 def run_examples(text: str, names: dict, capsys) -> int:
@@ -42,23 +47,57 @@ def names(monkeypatch):
     return vars(module)
 
 
-def test_the_examples_print_what_stands_below_them(names, capsys):
-    text, _, _ = README.partition("## Serving a model")
-    assert run_examples(text, names, capsys) == 2
+def test_examples_of_the_attention_functions_equal_an_oracle(names, capsys):
+    assert run_examples(README.partition("## Serving a model")[0], names, capsys) == 2
     pp.check_page_table(names["table"])
-    check_attention_examples(names, capsys)
+    q, k, v, slots, cu_q_lens = (
+        np.asarray(names[name]) for name in ("q", "k", "v", "slots", "cu_q_lens")
+    )
+    before = [np.asarray(x) for x in names["cache"]]
+    num_free = int(names["table"].num_free)
+    assert_close(names["out"], attend(q, *before, cu_q_lens, sliding_window=64)[0])
+
+    assert run_examples(text_of("docs/attention.md"), names, capsys) == 0
     pp.check_page_table(names["table"])
+    after = [np.asarray(x) for x in names["cache"]]
+    assert int(names["smaller"].num_free) == num_free + 4  # one page of each row
+
+    def pages_of(tokens):
+        """The pages of a pool that was empty before the tokens were written."""
+        pages = np.zeros_like(before[0])
+        pages.reshape(len(pages), -1, q.shape[-1])[:, slots] = tokens.swapaxes(0, 1)
+        return pages
+
+    written = pages_of(k), pages_of(v)
+    exact, _ = attend(q, *written, *before[2:], cu_q_lens)
+    assert 0 < relative_error(names["rounded"], exact) <= 0.02
+    assert_close(names["out_of_parts"], attend(q, *written, *after[2:], cu_q_lens)[0])
+
+    trees = np.asarray(names["trees"])
+    assert_close(
+        names["verified"], attend(q[:12], *before, np.arange(0, 13, 3), tree_mask=trees)[0]
+    )
+    assert names["ok"].all() and (after[2][:3, :6] == after[2][0, :6]).all()
+    plain, _ = attend(q[:4], *after)
+    for name in ("cascaded", "invariant", "moved"):
+        assert_close(names[name], plain)
+    assert [x.shape for x in (names["of_q"], names["of_k"], names["of_v"])] == [
+        q.shape, k.shape, v.shape,
+    ]  # fmt: skip
 
 
-def test_the_serving_example_prints_what_stands_below_it(names, capsys):
+def assert_close(actual, expected):
+    assert relative_error(actual, expected) <= TOLERANCE["float32"]
+
+
+def test_example_of_serving_prints_the_stated_texts(names, capsys):
     assert run_examples(README.partition("## Serving a model")[2], names, capsys) == 1
     assert names["engine"].idle
 
 
 @pytest.mark.usefixtures("exact_products")
-def test_the_engine_examples_serve_a_plain_model_and_train_the_demo_model(names, capsys):
-    text = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
-    first, _, rest = text.partition("## A round of GRPO")
+def test_engine_examples_serve_a_plain_model_and_train_the_demo_model(names, capsys):
+    first, _, rest = text_of("docs/engine.md").partition("## A round of GRPO")
     assert run_examples(first, names, capsys) == 1
     model, params = names["model"], names["params"]
     for output in names["outputs"]:
@@ -69,11 +108,11 @@ def test_the_engine_examples_serve_a_plain_model_and_train_the_demo_model(names,
     rollouts, lens = names["rollouts"], names["rollouts"].lens
     assert rollouts.mask.sum() == lens.sum() > 0
     by_engine = {"sampled": rollouts.logprobs, "scored": names["old_logprobs"]}
-    by_loss = names["completion_logprobs"](names["old_params"], rollouts)
+    completion_logprobs = jax.jit(names["completion_logprobs"])
+    by_loss = completion_logprobs(names["old_params"], rollouts)
     for name, logprobs in by_engine.items():
         np.testing.assert_allclose(logprobs, by_loss, atol=1e-4, err_msg=name)
-    new = names["completion_logprobs"](names["params"], rollouts)
-    assert not np.allclose(new, by_loss, atol=1e-2)
+    assert not np.allclose(completion_logprobs(names["params"], rollouts), by_loss, atol=1e-2)
     assert names["mean_rewards"][-1] > names["mean_rewards"][0] + 0.1
     assert names["train_step"]._cache_size() == 1
 
@@ -95,55 +134,19 @@ def check_async_example(names):
     names["engine"].check()
 
 
-def test_the_example_of_a_chat_template_prints_what_stands_below_it(names, capsys):
-    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-    assert run_examples(text, names, capsys) == 1
+def test_example_of_a_chat_template_prints_the_stated_prompt(names, capsys):
+    assert run_examples(text_of("docs/models.md"), names, capsys) == 1
 
 
-def test_the_plain_model_of_the_docs_is_that_of_the_tests():
-    text = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
-    source = (ROOT / "tests" / "support" / "plain_model.py").read_text(encoding="utf-8")
-    model, _, dense = (code.strip() for code, _ in EXAMPLE.findall(text)[:3])
+def test_plain_model_of_the_docs_is_that_of_the_tests():
+    source = text_of("tests/support/plain_model.py")
+    model, _, dense = (code.strip() for code, _ in EXAMPLE.findall(text_of("docs/engine.md"))[:3])
     assert source.startswith(model + "\n") and "\n" + dense + "\n" in source
 
 
-def check_attention_examples(names, capsys):
-    """Run the examples of docs/attention.md, which continue README's, and check what they say."""
-    q, cache, cu_q_lens = names["q"], names["cache"], names["cu_q_lens"]
-    k, v, slots = (names[name] for name in ("k", "v", "slots"))
-    newest = cu_q_lens[1:] - 1
-    assert_close(names["out"][newest], pp.paged_attention(q[newest], *cache, sliding_window=64))
-    run_examples((ROOT / "docs" / "attention.md").read_text(encoding="utf-8"), names, capsys)
-
-    empty = jax.tree.map(jnp.zeros_like, names["layer"])
-    exact = pp.write_kv(empty, k, v, slots)
-    exact = pp.ragged_paged_attention(q, exact.k_pages, exact.v_pages, *cache[2:], cu_q_lens)
-    assert relative_error(names["rounded"], exact) <= 0.02
-
-    # The second guess does not see the first, which lies before it.
-    verified, cu_tree_lens = names["verified"], names["cu_tree_lens"]
-    first_guess = pp.paged_attention(q[1:12:3], *cache[:3], cache[3] - 1)
-    assert_close(verified[1::3], first_guess)
-    causal = pp.ragged_paged_attention(q[:12], *cache, cu_tree_lens)
-    assert relative_error(verified[2::3], causal[2::3]) > 0.01
-
-    shared = names["table"].block_tables
-    assert names["ok"].all() and (shared[:3, :6] == shared[0, :6]).all()
-    plain = pp.paged_attention(q[:4], *names["cache"])
-    for name in ("cascaded", "invariant", "moved"):
-        assert_close(names[name], plain)
-
-
-def assert_close(actual, expected):
-    assert relative_error(actual, expected) <= TOLERANCE["float32"]
-
-
-def test_the_quick_start_is_two_commands_that_show_progress():
+def test_readme_is_one_page_and_its_quick_start_two_commands_that_show_progress():
+    assert len(README.splitlines()) <= 150
     section = README.split("## Quick start")[1].split("\n## ")[0]
     run, test = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
     assert "-m models.generate --prompt" in run and "-m pytest" in test
     assert " -q" not in run + test
-
-
-def test_the_readme_is_one_page():
-    assert len(README.splitlines()) <= 150

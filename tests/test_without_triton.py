@@ -128,7 +128,7 @@ class TestHidden:
 
     def test_the_engine_serves(self):
         model, prompt = PlainModel(), [5, 2, 3, 7]
-        params = model.init(jax.random.key(0))
+        params = model.init(0)
         config = EngineConfig(num_pages=32, max_num_seqs=2, max_num_batched_tokens=16)
         engine = Engine(model, params, config=config)
         greedy = SamplingParams(max_tokens=6, temperature=0.0)

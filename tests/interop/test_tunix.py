@@ -37,7 +37,7 @@ class Actor(nnx.Module):
     """The plain model as Tunix calls models: whole padded sequences, with positions and a mask."""
 
     def __init__(self, seed: int = 0):
-        weights = MODEL.init(jax.random.key(seed))
+        weights = MODEL.init(seed)
         self.weights = nnx.Dict({name: nnx.Param(x) for name, x in weights.items()})
         self.config = types.SimpleNamespace(num_layers=2, num_kv_heads=2, head_dim=16)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +15,7 @@ from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.triton.config import DecodeConfig
 
 BLOCK = 16
+MAX_ROWS, MAX_PROGRAMS = 256, 132  # of all plans here, which so share a program
 
 
 def plan_of(num_seqs, num_programs, fixed_split_size=None, **more):
@@ -22,27 +26,52 @@ def plan_of(num_seqs, num_programs, fixed_split_size=None, **more):
         num_stages=1,
         fixed_split_size=fixed_split_size,
     )
-    return DecodePlan.of(
-        config,
-        LogitOptions(sm_scale=1.0),
-        num_seqs=num_seqs,
-        num_kv_heads=1,
-        max_kv_len=200 * BLOCK,
-        **more,
+    options = LogitOptions(sm_scale=1.0)
+    sizes = dict(num_seqs=num_seqs, num_kv_heads=1, max_kv_len=200 * BLOCK)
+    return DecodePlan.of(config, options, **sizes, **more)
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _divide(plan, num_programs, num_seqs, lens):
+    plan = dataclasses.replace(plan, num_programs=num_programs, num_seqs=num_seqs)
+    ends = plan.unit_ends(lens)
+    ranges = jax.vmap(plan.units_of_program, (0, None))(jnp.arange(MAX_PROGRAMS), ends[-1])
+    return ends, ranges, jax.vmap(plan.partials_of_row, (0, None))(jnp.arange(len(lens)), ends)
+
+
+def divide(plan, blocks):
+    """Where the units of rows of these numbers of blocks end, the ranges, and the states of rows.
+
+    A range is the units of a program; states are their indices, as the merge finds them.
+    """
+    lens = np.zeros(MAX_ROWS, np.int32)
+    lens[: len(blocks)] = np.array(blocks) * BLOCK
+    plain = dataclasses.replace(plan, num_programs=0, num_seqs=0, num_partials=0)
+    ends, ranges, states = jax.device_get(
+        _divide(plain, np.int32(plan.num_programs), np.int32(plan.num_seqs), lens)
+    )
+    assert not states[1][len(blocks) :].any()
+    ranges = np.transpose(ranges)[: plan.num_programs + plan.num_short_programs]
+    return (
+        ends[: len(blocks)],
+        [range(start, stop) for start, stop in ranges.tolist()],
+        [list(range(a, a + n)) for a, n in np.transpose(states)[: len(blocks)].tolist()],
     )
 
 
-def ranges_of(plan, num_units):
-    programs = jnp.arange(plan.num_programs + plan.num_short_programs)
-    ranges = jax.vmap(plan.units_of_program, (0, None))(programs, num_units)
-    return [range(start, stop) for start, stop in np.transpose(np.asarray(ranges)).tolist()]
-
-
-def states_of_rows(plan, ends):
-    """The indices of the partial states of each row, as the merge finds them."""
-    rows = jnp.arange(len(ends))
-    first, count = jax.vmap(plan.partials_of_row, (0, None))(rows, jnp.asarray(ends))
-    return [list(range(a, a + n)) for a, n in zip(first.tolist(), count.tolist(), strict=True)]
+RNG = np.random.default_rng(0)
+BATCHES = [
+    [0, 0, 0],
+    [1],
+    [7, 0, 1, 30, 0, 2, 0],
+    [4] * 16,
+    [8, 9, 7, 8],  # equal by their sum alone
+    [0, 5, 5, 5, 5, 0],
+    [64] * 64,
+    [2] * 200,
+    RNG.integers(0, 40, 100).tolist(),
+    RNG.integers(0, 90, 100).tolist(),
+]
 
 
 @pytest.mark.parametrize(
@@ -57,37 +86,25 @@ def states_of_rows(plan, ends):
     ids=lambda options: "-".join(options) or "even",
 )
 @pytest.mark.parametrize("num_programs", [1, 5, 66])
-@pytest.mark.parametrize(
-    "blocks",
-    [
-        [0, 0, 0],
-        [1],
-        [7, 0, 1, 30, 0, 2, 0],
-        [4] * 16,
-        [8, 9, 7, 8],  # equal by their sum alone
-        [0, 5, 5, 5, 5, 0],
-        [64] * 64,
-        [2] * 200,
-        np.random.default_rng(0).integers(0, 40, 100).tolist(),
-        np.random.default_rng(0).integers(0, 90, 100).tolist(),
-    ],
-    ids=lambda blocks: f"{len(blocks)}-rows-{sum(blocks)}-blocks",
-)
-def test_each_unit_has_one_program_and_the_merge_finds_all_states(blocks, num_programs, options):
-    plan = plan_of(len(blocks), num_programs, **options)
-    ends = np.asarray(plan.unit_ends(jnp.array(blocks, jnp.int32) * BLOCK))
-    ranges = ranges_of(plan, ends[-1])
-    assert [unit for units in ranges for unit in units] == list(range(ends[-1]))
-    left = {row: [] for row in range(len(blocks))}
-    for program, units in enumerate(ranges):
-        for unit in units:
-            row = int(np.searchsorted(ends, unit, side="right"))
-            index = int(plan.partial_index(program=program, row=row, unit=unit))
-            if index not in left[row]:
-                left[row].append(index)
-    assert states_of_rows(plan, ends) == list(left.values())
-    indices = [index for states in left.values() for index in states]
-    assert len(set(indices)) == len(indices) and max(indices, default=0) < plan.num_partials
+def test_each_unit_has_one_program_and_the_merge_finds_all_states(num_programs, options):
+    for blocks in BATCHES:
+        name = f"{len(blocks)} rows, {sum(blocks)} blocks"
+        plan = plan_of(len(blocks), num_programs, **options)
+        ends, ranges, states = divide(plan, blocks)
+        units_of_rows = -(-np.array(blocks) // 3) if plan.fixed_split_size else np.array(blocks)
+        np.testing.assert_array_equal(ends, np.cumsum(units_of_rows), name)
+        units = np.arange(ends[-1])
+        assert [unit for units in ranges for unit in units] == units.tolist(), name
+        if not options:
+            assert max(map(len, ranges)) == -(-len(units) // num_programs), name
+        program = np.repeat(np.arange(len(ranges)), [len(x) for x in ranges])
+        row = np.searchsorted(ends, units, side="right")
+        index = plan.partial_index(program=program, row=row, unit=units)
+        for i, found in enumerate(states):
+            assert found == list(dict.fromkeys(index[row == i].tolist())), (name, i)
+        indices = [index for found in states for index in found]
+        assert len(set(indices)) == len(indices), name
+        assert max(indices, default=0) < plan.num_partials, name
 
 
 @pytest.mark.parametrize(
@@ -104,32 +121,33 @@ def test_each_unit_has_one_program_and_the_merge_finds_all_states(blocks, num_pr
     ],
 )
 def test_equal_rows_are_not_split_where_that_costs_little(num_rows, blocks, num_programs, longest):
-    plan = plan_of(num_rows, num_programs, with_whole_rows=True)
-    ends = blocks * np.arange(1, num_rows + 1, dtype=np.int32)
-    assert max(map(len, ranges_of(plan, ends[-1]))) == longest
-    is_whole = [len(states) == 1 for states in states_of_rows(plan, ends)]
-    assert all(is_whole) == (longest % blocks == 0)
+    _, ranges, states = divide(
+        plan_of(num_rows, num_programs, with_whole_rows=True), [blocks] * num_rows
+    )
+    assert max(map(len, ranges)) == longest
+    assert all(len(x) == 1 for x in states) == (longest % blocks == 0)
 
 
 @pytest.mark.parametrize(
     ("with_whole_rows", "first"), [(True, 63), (False, 64)], ids=["unequal", "not asked for"]
 )
 def test_other_rows_have_even_ranges(with_whole_rows, first):
-    plan = plan_of(64, 66, with_whole_rows=with_whole_rows)
-    ends = np.cumsum([first] + [64] * 63).astype(np.int32)
-    assert max(map(len, ranges_of(plan, ends[-1]))) == 63 == -(-int(ends[-1]) // 66)
+    ends, ranges, _ = divide(plan_of(64, 66, with_whole_rows=with_whole_rows), [first] + [64] * 63)
+    assert max(map(len, ranges)) == 63 == -(-int(ends[-1]) // 66)
 
 
 def test_short_programs_have_the_end_of_a_long_line():
     plan = plan_of(64, 66, with_short_programs=True)
     assert plan.num_short_programs == 66
-    lengths = [len(units) for units in ranges_of(plan, jnp.int32(66 * 64 - 5))]
-    assert lengths[:66] == [60] * 66
-    assert set(lengths[66:-2]) == {4} and sum(lengths) == 66 * 64 - 5
-    lengths = [len(units) for units in ranges_of(plan, jnp.int32(66 * 16))]
-    assert lengths == [15] * 66 + [1] * 66
-    lengths = [len(units) for units in ranges_of(plan, jnp.int32(66 * 15))]  # a short line
-    assert lengths == [15] * 66 + [0] * 66
+
+    def lengths(num_units):
+        return [len(x) for x in divide(plan, [num_units])[1]]
+
+    found = lengths(66 * 64 - 5)
+    assert found[:66] == [60] * 66
+    assert set(found[66:-2]) == {4} and sum(found) == 66 * 64 - 5
+    assert lengths(66 * 16) == [15] * 66 + [1] * 66
+    assert lengths(66 * 15) == [15] * 66 + [0] * 66  # a short line
 
 
 @pytest.mark.parametrize(
@@ -139,9 +157,9 @@ def test_short_programs_have_the_end_of_a_long_line():
 )
 def test_equal_rows_that_are_not_long_are_whole_beside_short_programs(blocks, is_whole):
     plan = plan_of(64, 66, with_whole_rows=True, with_short_programs=True)
-    ends = np.cumsum(np.broadcast_to(blocks, 64)).astype(np.int32)
-    assert all(len(states) == 1 for states in states_of_rows(plan, ends)) == is_whole
-    assert (max(map(len, ranges_of(plan, ends[-1])[66:])) == 0) == is_whole
+    _, ranges, states = divide(plan, np.broadcast_to(blocks, 64))
+    assert all(len(x) == 1 for x in states) == is_whole
+    assert (max(map(len, ranges[66:])) == 0) == is_whole
 
 
 def test_without_long_rows_there_are_no_short_programs():

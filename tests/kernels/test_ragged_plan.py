@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.ragged_plan import PlanShape, make_plan
 from pallas_paged.prefix_sums import prefix_sums
+from tests.support.marks import slow
 
 BLOCK_K, TILE = 64, 32
 STATIC = ("num_tokens", "num_programs", "fixed_split_size", "window", "align")
@@ -35,9 +37,13 @@ Q_LENS = (0, 1, 7, 8, 9, 31, 32, 33, 70, 25)
 SEQ_LENS = (64, 65, 129, 8, 0, 128, 17, 97, 300, 233)
 
 
-@pytest.mark.parametrize("window", [None, 1, 150])
-@pytest.mark.parametrize("fixed_split_size", [None, 128])
-@pytest.mark.parametrize("align", [1, 8])
+COMBINATIONS = [*itertools.product([1, 8], [None, 128], [None, 1, 150])]
+FEW = [(1, None, None), (8, None, 150), (8, 128, None), (1, 128, 1), (1, None, 150)]
+
+
+@pytest.mark.parametrize(
+    ("align", "fixed_split_size", "window"), [*FEW, *slow(x for x in COMBINATIONS if x not in FEW)]
+)
 def test_pieces_hold_every_query_with_every_key_once(align, fixed_split_size, window):
     ends = np.cumsum((0, *Q_LENS)).astype(np.int32)
     num_tokens = int(ends[-1]) + 6  # the last 6 are padding
@@ -104,7 +110,7 @@ def test_splits_of_a_row_do_not_depend_on_where_it_begins():
         assert cuts(start) == expected
 
 
-@pytest.mark.parametrize("size", [1, 2048, 2049])
-def test_prefix_sums_below_and_above_the_block_size(size):
-    x = np.random.default_rng(size).integers(0, 9, (3, size), np.int32)
-    np.testing.assert_array_equal(prefix_sums(x), np.cumsum(x, axis=-1))
+def test_prefix_sums_below_and_above_the_block_size():
+    rows = [np.random.default_rng(n).integers(0, 9, (3, n), np.int32) for n in (1, 2048, 2049)]
+    for x, sums in zip(rows, jax.jit(lambda x: [*map(prefix_sums, x)])(rows), strict=True):
+        np.testing.assert_array_equal(sums, np.cumsum(x, axis=-1))

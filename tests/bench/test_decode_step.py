@@ -30,6 +30,34 @@ def test_steps_of_a_profile_are_counted_by_the_decode_kernel() -> None:
     assert step.recorded_steps({"gemm": 160}, 16) == 0
 
 
+def test_ways_to_run_differ_by_their_steps_and_their_sampling(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    """Without an engine: what each way asks of it, and what the tables show."""
+    asked = []
+
+    def measure(decoder, params, **sizes):
+        asked.append((len(params), params[0].temperature, sizes.get("num_scheduler_steps")))
+        found = {"num_seqs": len(params), "context": 20.0, "wall_us": 150.0, "kernel_us": None}
+        return found | {"limit_us": None, "kernels": None, "reason": f"no. {len(asked)}"}
+
+    for name in ("measure_step", "measure_generate"):
+        monkeypatch.setattr(decode_step, name, measure)
+    monkeypatch.setattr(decode_step, "_load", lambda name: None)
+    path = tmp_path / "step.json"
+    sizes = ["--num-scheduler-steps", "4", "--json", str(path)]
+    run = decode_step.main([*TINY, "--modes", "step", "sampled loop", "generate", *sizes])
+    assert json.loads(path.read_text()) == run
+    assert asked == [(2, 0.0, 1), (2, 0.8, 4), (2, 0.0, 4)]
+    out = capsys.readouterr().out
+    names = [row[:2] for row in rows(out)]
+    assert names[1:] == [["tiny, 2 x 20", way] for way in ("step", "sampled loop", "generate")]
+    assert "No kernel times: no. 1." in out
+    decode_step.main([*TINY, "--sampling"])
+    assert [one[1] for one in asked[3:]] == [0.0, 0.8, 1.0, 1.0, 0.0, 1.0]
+
+
+@pytest.mark.slow  # compiles the steps of three engines
 def test_every_way_to_run_is_measured_on_the_cpu(tmp_path, capsys) -> None:
     path = tmp_path / "step.json"
     modes = ["--modes", "step", "sampled loop", "generate"]

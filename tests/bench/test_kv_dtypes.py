@@ -9,6 +9,7 @@ import pytest
 from bench import decode, decode_report, kv_dtypes, prefill, prefill_report
 from bench.report import ONE_BYTE_TITLE
 from tests.bench.fakes import FAILED, META, by_column, ok
+from tests.support.marks import slow
 
 
 def record(base: str, name: str, num_bytes: int, **results: dict) -> dict:
@@ -70,7 +71,7 @@ def test_prefill_table() -> None:
 
 
 @pytest.mark.usefixtures("short_chains", "clock")
-@pytest.mark.parametrize("bench", [decode, prefill])
+@pytest.mark.parametrize("bench", [decode, *slow([prefill])])
 def test_tiny_run_without_bf16(bench, tmp_path, capsys) -> None:
     path = tmp_path / "bench.json"
     args = ["--shapes", "tiny", "--implementation", "xla", "--no-peers", "--iterations", "1"]

@@ -8,6 +8,7 @@ from bench import long_prompt
 from bench.serving.models import SHAPES
 
 
+@pytest.mark.slow  # compiles the steps of an engine
 def test_prompts_are_served_in_chunks_without_compiling(capsys):
     run = long_prompt.main(
         ["--shape", "tiny", "--lengths", "40", "--max-num-batched-tokens", "16", "--runs", "2"]

@@ -18,6 +18,7 @@ from bench.reference import reference_states
 from bench.shapes import TINY, make_case
 from tests.bench.fakes import FAILED, ok, wrong
 from tests.support.attention_oracle import attend, relative_error
+from tests.support.marks import slow
 
 pytestmark = pytest.mark.usefixtures("short_chains")
 
@@ -106,7 +107,7 @@ def test_wrong_and_failing_variants_have_reasons(cases) -> None:
 
 
 @pytest.mark.usefixtures("clock")
-@pytest.mark.parametrize("name", ONE_BYTE)
+@pytest.mark.parametrize("name", ["int8", *slow(["fp8"])])
 def test_variants_get_the_scales(cases, name) -> None:
     def twice(*args, k_scales, v_scales):
         return right(*args, k_scales=k_scales, v_scales=2 * v_scales)

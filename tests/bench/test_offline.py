@@ -24,6 +24,7 @@ def _offline(*more: str) -> list[str]:
     return ["--shape", "tiny", *sizes, "--max-num-batched-tokens", "16", "--runs", "1", *more]
 
 
+@pytest.mark.slow  # compiles the steps of an engine
 def test_offline_run_in_this_process(tmp_path, capsys) -> None:
     path = tmp_path / "offline.json"
     run = offline.main(_offline("--here", "--json", str(path)))
@@ -45,6 +46,7 @@ def test_offline_starts_cold_and_then_warm() -> None:
     assert cold["parts_s"]["imports"] > 0 < warm["parts_s"]["imports"]
 
 
+@pytest.mark.slow  # compiles the steps of an engine
 def test_trainer_run(tmp_path, capsys, exact_products) -> None:
     path = tmp_path / "trainer.json"
     args = ["--shape", "tiny", "--num-seqs", "2", "--prompt-len", "5", "--max-tokens", "6"]

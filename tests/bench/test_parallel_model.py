@@ -18,6 +18,7 @@ from bench.parallel_programs import compiled_collectives, read_collectives
 from bench.serving.models import SHAPES
 from models.decoder import Decoder
 from models.sharding import config_on, param_specs
+from tests.support.marks import slow
 
 on_cpus = pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads programs for CPUs")
 TINY = replace(SHAPES["tiny"].config, num_q_heads=8)
@@ -82,7 +83,7 @@ def test_collectives_span_the_hosts_of_their_devices(tensor, context, hosts):
 
 
 @on_cpus
-@pytest.mark.parametrize(("tensor", "context"), [(1, 1), (2, 1), (8, 1), (1, 4), (2, 2)])
+@pytest.mark.parametrize(("tensor", "context"), [(8, 1), (2, 2), *slow([(1, 1), (2, 1), (1, 4)])])
 def test_programs_have_the_collectives_of_the_paper(tensor, context):
     sizes = dict(num_seqs=3, length=100, tensor=tensor, context=context)
     paper = decode_step(TINY, itemsize=4, **sizes)
@@ -113,20 +114,20 @@ def test_collectives_are_read_from_the_text_of_programs():
 
 @on_cpus
 def test_the_bench_compares_paper_and_programs(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(parallel_programs, "_MESHES", ((1, 1), (2, 1), (1, 2), (16, 1)))
+    monkeypatch.setattr(parallel_programs, "_MESHES", ((1, 1), (2, 1), (16, 1)))
     path = tmp_path / "numbers.json"
     run = parallel_programs.main(
         ["--shapes", "tiny", "--rows", "2", "--length", "20", "--json", str(path)]
     )
     # 16 devices can't share four heads.
-    assert [one["as_compiled"] for one in run["results"]] == [True] * 3
+    assert [one["as_compiled"] for one in run["results"]] == [True] * 2
     assert json.loads(path.read_text())["results"] == run["results"]
-    one, two, _ = run["results"]
+    one, two = run["results"]
     assert one["limit_us"] == one["read_us"] and not one["collectives"]
     latency = 7 * 20.0  # five sums and two gathers
     assert np.isclose(two["with_latency_us"] - two["limit_us"], latency)
     printed, errors = capsys.readouterr()
-    assert printed.count("the same") == 3 and "num_q_heads=4" in errors
+    assert printed.count("the same") == 2 and "num_q_heads=4" in errors
 
 
 @pytest.mark.parametrize("wrong", [["--rows", "0"], ["--length", "0"], ["--shapes", "no"]])

@@ -14,6 +14,7 @@ import pytest
 from bench import peers_torch
 from bench.shapes import SHAPES, TINY, make_case
 from tests.bench.fakes import META, ok, wrong
+from tests.support.marks import slow
 
 TINY_PREFILL = dataclasses.replace(TINY, name="tiny prefill", q_lens=(3, 32, 1))
 
@@ -48,7 +49,7 @@ def test_sample_counts_the_keys_of_each_query() -> None:
 
 
 @pytest.mark.usefixtures("short_chains", "clock")
-@pytest.mark.parametrize("shape", [TINY, TINY_PREFILL], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", [TINY, *slow([TINY_PREFILL])], ids=lambda shape: shape.name)
 def test_missing_peers_have_reasons(shape, monkeypatch) -> None:
     def absent(case):
         raise ImportError("no such package\nmore")

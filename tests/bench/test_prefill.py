@@ -12,6 +12,7 @@ from bench.options import Options
 from bench.prefill_shapes import TINY
 from bench.shapes import make_case, uniform
 from tests.bench.fakes import FAILED, META, ok, ours, rows, wrong
+from tests.support.marks import slow
 
 pytestmark = pytest.mark.usefixtures("short_chains")
 
@@ -32,15 +33,20 @@ def run() -> dict:
     return run | {"summary": prefill_report.summarize(run)}
 
 
-OPTIONS = (
-    Options(),
-    Options(soft_cap=0.5),
-    Options(sliding_window=4),
-    Options(alibi=True),
-    Options(sinks=True),
-    Options(return_lse=True),
-    Options(fixed_split_size=64),
-)
+OPTIONS = [
+    Options(soft_cap=0.5, sliding_window=4, alibi=True, sinks=True, return_lse=True),
+    *slow(
+        [
+            Options(),
+            Options(soft_cap=0.5),
+            Options(sliding_window=4),
+            Options(alibi=True),
+            Options(sinks=True),
+            Options(return_lse=True),
+            Options(fixed_split_size=64),
+        ]
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +70,11 @@ def test_ours_is_right_and_without_the_option_wrong(options, outs_without_option
 @pytest.mark.parametrize(
     "shape",
     [
-        uniform(2, 32, **SIZES, q_len=32),
         uniform(2, 32, **SIZES, q_len=32, options=Options(sliding_window=5)),
         uniform(3, 19, **SIZES, q_len=4),  # its queries see all
+        *slow([uniform(2, 32, **SIZES, q_len=32)]),
     ],
-    ids=["prompts", "window", "chunks"],
+    ids=["window", "chunks", "prompts"],
 )
 @pytest.mark.usefixtures("clock")
 def test_dense_peer_attends_to_the_same_tokens(shape) -> None:
@@ -80,6 +86,7 @@ def test_dense_peer_attends_to_the_same_tokens(shape) -> None:
         assert result["num_flops"] == 4 * 4 * 16 * 3 * 4 * 19
 
 
+@pytest.mark.slow  # the interpreted kernel of JAX
 def test_mha_peer_attends_to_the_same_tokens() -> None:
     case = make_case(uniform(2, 128, **SIZES, q_len=128))
     peer = prefill_peers.jax_mha(case.shape, interpret=True)[0]

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from models.decoder import Decoder
 from models.engine_model import engine_model
 from pallas_paged.engine import Engine, EngineConfig
 from tests.bench.fakes import META, rows
+from tests.support.marks import slow
 
 TINY = SHAPES["tiny"]
 
@@ -31,15 +33,25 @@ def tiny() -> Decoder:
     return random_model(TINY)
 
 
-def test_sizes_of_the_models() -> None:
+@pytest.fixture
+def no_compiling(tiny, monkeypatch) -> None:
+    """Runs of `--seconds 0` take no step, and need no warm-up."""
+    monkeypatch.setattr(cli, "random_model", lambda shape: tiny)
+    monkeypatch.setattr(Engine, "warmup", lambda engine, params: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("1b", 1.236), *slow([("8b", 8.030), ("qwen3-0.6b", 0.596)])]
+)
+def test_sizes_of_the_models(name, billions) -> None:
     assert SHAPES["1b"].token_bytes() == 32 << 10 and SHAPES["8b"].token_bytes() == 128 << 10
-    for name, billions in {"1b": 1.236, "8b": 8.030, "qwen3-0.6b": 0.596}.items():
-        shape = SHAPES[name]
-        params = nnx.eval_shape(lambda s=shape: Decoder(s.config, dtype=s.dtype, rngs=nnx.Rngs(0)))
-        leaves = jax.tree.leaves(nnx.state(params, nnx.Param))
-        assert sum(leaf.size for leaf in leaves) / 1e9 == pytest.approx(billions, abs=1e-3)
-        assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.bfloat16)}
-        assert shape.kv_gib * (1 << 30) == 32 * shape.max_model_len * shape.token_bytes()
+    shape = SHAPES[name]
+    make = partial(Decoder, shape.config, dtype=shape.dtype)
+    params = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
+    leaves = jax.tree.leaves(nnx.state(params, nnx.Param))
+    assert sum(leaf.size for leaf in leaves) / 1e9 == pytest.approx(billions, abs=1e-3)
+    assert {leaf.dtype for leaf in leaves} == {jnp.dtype(jnp.bfloat16)}
+    assert shape.kv_gib * (1 << 30) == 32 * shape.max_model_len * shape.token_bytes()
 
 
 def test_weight_bytes_exclude_the_input_embeddings(tiny) -> None:
@@ -141,13 +153,14 @@ def test_tiny_run(tmp_path, capsys) -> None:
     assert files["markdown"].read_text() in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("no_compiling")
 def test_failure_of_a_system_is_reported_and_the_others_go_on(monkeypatch, capsys) -> None:
     def fail(*args, **kwargs):
         raise RuntimeError("no memory\nmore")
 
     monkeypatch.setattr(cli, "StaticBatch", fail)
     args = ["--shape", "tiny", "--systems", "static", "engine", "--requests", "2"]
-    run = cli.main([*args, "--max-num-seqs", "8", "--max-num-batched-tokens", "128"])
+    run = cli.main([*args, "--seconds", "0"])
     assert run["systems"]["engine"]["status"] == "ok"
     out = capsys.readouterr().out
     assert "static batch, contiguous cache: RuntimeError: no memory\n" in out
@@ -253,6 +266,7 @@ def test_missing_transformers_has_a_reason(monkeypatch) -> None:
     assert sender.result["status"] == "failed" and "torch" in sender.result["reason"]
 
 
+@pytest.mark.slow  # starts a process
 def test_process_that_dies_has_a_reason() -> None:
     result = _transformers(_Exit(), batch_size=1, max_len=64, seconds=1.0)
     assert result == {"status": "failed", "reason": "its process ended with 3"}
@@ -265,12 +279,12 @@ def test_token_bytes_include_scales() -> None:
         assert shape.token_bytes(name) == 2 * 2 * 2 * (16 + 4)
 
 
+@pytest.mark.usefixtures("no_compiling")
 def test_int8_pages_hold_more_tokens_in_the_same_memory(capsys, monkeypatch) -> None:
     steps: list[dict] = []
     monkeypatch.setattr(cli, "measure_step", lambda *args, **options: steps.append(options))
-    monkeypatch.setattr(Engine, "warmup", lambda engine, params: None)
     args = ["--shape", "tiny", "--systems", "engine", "--requests", "4", "--decode-step"]
-    args += ["--seconds", "0"]  # no step, hence no compilation
+    args += ["--seconds", "0"]
     run = cli.main([*args, "--kv-cache-dtype", "int8"])
     engine, budget = run["systems"]["engine"], TINY.kv_gib * 2**30
     assert engine["status"] == "ok" and engine["kv_dtype"] == steps[0]["kv_cache_dtype"] == "int8"
@@ -280,12 +294,11 @@ def test_int8_pages_hold_more_tokens_in_the_same_memory(capsys, monkeypatch) -> 
     assert f"| engine | int8 | {engine['capacity']} | 0 |" in capsys.readouterr().out
 
 
-def test_nano_vllms_trace_is_served_with_its_own_defaults() -> None:
+@pytest.mark.usefixtures("no_compiling")
+def test_nano_vllms_trace_has_its_own_defaults() -> None:
     sizes = ["--shape", "tiny", "--requests", "3", "--max-model-len", "24", "--kv-gib", "0.001"]
-    args = ["--trace", "nano", *sizes, "--max-num-seqs", "4", "--max-num-batched-tokens", "32"]
-    run = cli.main(args)
-    assert [*run["systems"]] == ["engine"]
-    assert run["systems"]["engine"]["num_finished"] == 3
+    run = cli.main(["--trace", "nano", *sizes, "--seconds", "0"])
+    assert [*run["systems"]] == ["engine"] and run["systems"]["engine"]["status"] == "ok"
     assert run["trace"]["last_arrival"] == 0.0 and run["trace"]["prompt_max"] <= 12
     assert cli.parse(["--trace", "nano"]).shape == "qwen3-0.6b"
     assert cli.parse(["--trace", "nano"]).max_num_batched_tokens == 4096

@@ -13,6 +13,7 @@ import pallas_paged as pp
 from bench import measure, tune
 from bench.kv_dtypes import with_dtype
 from bench.shapes import make_case, uniform
+from tests.support.marks import slow
 
 pytestmark = pytest.mark.usefixtures("short_chains")
 
@@ -119,7 +120,9 @@ def test_search_needs_a_right_heuristic(monkeypatch) -> None:
 
 
 @pytest.mark.usefixtures("clock")
-@pytest.mark.parametrize(("name", "kv_dtype"), [("decode", "fp8"), ("mosaic_ragged", "bf16")])
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"), [("mosaic_ragged", "bf16"), *slow([("decode", "fp8")])]
+)
 def test_tiny_run(name, kv_dtype, tmp_path, capsys, monkeypatch) -> None:
     kernel, configs = tune.KERNELS[name], set()
 

@@ -1,8 +1,7 @@
-"""Several decode steps in one call: equal to single steps, token for token."""
+"""Calls of several decode steps: how many they take, and the loop on the device."""
 
 from __future__ import annotations
 
-import itertools
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,199 +12,129 @@ import pytest
 
 from pallas_paged.engine.runner import modes_for
 from pallas_paged.engine.sampler import SamplingMode
-from pallas_paged.engine.scheduler_output import Decode
+from pallas_paged.engine.scheduler_output import Decode, SchedulerOutput
 from pallas_paged.engine.step import NOT_SAMPLED
 from tests.support.engine_calls import (
     MANY_PAGES,
     MODEL,
     PROMPTS,
-    NumberTokenizer,
     assert_copies_no_pool,
-    assert_deltas_add_up,
     greedy,
     make_engine,
     run,
-    sample_as,
-    sampling,
     serve,
     step,
     steps_of,
     submit,
-    weights,
 )
 from tests.support.marks import slow
 
-pytestmark = pytest.mark.usefixtures("exact_products")
-EOS = 37
-MODES = modes_for(None)[:-1]  # the last one is for steps with prompts
-LOAD = [
-    greedy(),
-    greedy(max_tokens=1),
-    greedy(max_tokens=33),
-    greedy(ignore_eos=True, max_tokens=20),
-    greedy(stop=" 1", max_tokens=20),
-    greedy(stop_token_ids=range(6), min_tokens=4, max_tokens=20),
-    greedy(presence_penalty=1.2, repetition_penalty=1.3, logprobs=0),
-    sampling(n=3),
-    sampling(top_k=7, top_p=0.9, logprobs=3),
-    sampling(min_p=0.1, temperature=2.0),
-    sampling(n=2, frequency_penalty=0.7, logprobs=0),
-    sampling(best_of=3, n=2, stop_token_ids=range(4)),
-    greedy(beam_width=2, max_tokens=6),
-    sampling(logit_bias={5: 3}, max_tokens=40, ignore_eos=True),
-]
+
+def watch_calls(engine, monkeypatch) -> list[SchedulerOutput]:
+    """A list that gets the schedule of every call that is dispatched."""
+    calls: list[SchedulerOutput] = []
+    runner = engine.replicas[0].runner
+    dispatch = runner.dispatch
+
+    def dispatch_and_note(scheduled):
+        if (in_flight := dispatch(scheduled)) is not None:
+            calls.append(scheduled)
+        return in_flight
+
+    monkeypatch.setattr(runner, "dispatch", dispatch_and_note)
+    return calls
 
 
-def results(num_steps, *, num_pages, gap=0):
-    """All completions of the load, one request of each parameters, and the engine."""
-    model = replace(MODEL, eos_token_ids=(EOS,))
-    engine = make_engine(
-        model, weights(), NumberTokenizer(), num_pages=num_pages, num_scheduler_steps=32
-    )
-    steps_of(sample_as(engine, LOAD), num_steps)
-    requests, deltas = [], []
-    for index, params in enumerate(LOAD):
-        requests.append(engine.submit(PROMPTS[index % 5], params))
-        for _ in range(gap):
-            deltas += step(engine)
-    deltas += run(engine)
-    assert_deltas_add_up(deltas, requests)
-    return [
-        [
-            (x.token_ids, x.text, x.finish_reason, x.stop_reason, top_tokens(x))
-            for x in request.outputs
-        ]
-        for request in requests
-    ], engine
-
-
-def top_tokens(output):
-    return [list(entry) for entry in output.logprobs or ()]
-
-
-@pytest.fixture(scope="module")
-def single(exact_products):
-    return results(1, num_pages=64)[0]
-
-
-@pytest.mark.parametrize(("num_steps", "num_pages"), [(2, 64), (7, 11), (32, 64)])
-def test_several_steps_equal_single_steps(single, num_steps, num_pages):
-    found, engine = results(num_steps, num_pages=num_pages)
-    assert found == single
-    stats = engine.stats()
-    assert (stats.num_preemptions > 0) == (num_pages == 11)
-    assert stats.num_calls < stats.num_steps
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_calls_of_random_sizes_equal_single_steps(single, seed):
-    """Requests arrive while calls of several steps are in flight."""
-    rng = np.random.default_rng(seed)
-    num_steps = lambda: int(rng.choice([1, 2, 5, 32]))  # noqa: E731
-    assert results(num_steps, num_pages=14, gap=1 + seed)[0] == single
-
-
-def test_the_number_of_steps_follows_the_time_of_a_step():
-    engine = make_engine(num_scheduler_steps=32)
-    assert engine.replicas[0].core.step_policy() == 1  # nothing is known
-    for seconds, num_steps in [(1.0, 1), (0.004, 2), (0.001, 10), (1e-9, 32), (0.0, 32)]:
-        engine.replicas[0].core._step_seconds = seconds
-        assert engine.replicas[0].core.step_policy() == num_steps
-    assert make_engine(num_scheduler_steps=1).replicas[0].core.step_policy() == 1
-
-
-@pytest.mark.parametrize(("is_late", "most"), [(False, 1), (True, 8)])
-def test_calls_grow_while_the_device_waits_for_the_host(is_late, most, monkeypatch):
-    seconds = itertools.count()
-    clock = SimpleNamespace(perf_counter=lambda: float(next(seconds)))
-    monkeypatch.setattr("pallas_paged.engine.core.time", clock)
-    monkeypatch.setattr(type(jax.numpy.zeros(1)), "is_ready", lambda self: is_late)
+@pytest.mark.parametrize(
+    ("seconds", "is_late", "sizes"),
+    [
+        (1.0, False, [1, 1, 1, 1, 1]),
+        (0.004, False, [1, 1, 1, 2, 2]),
+        (0.002, False, [1, 1, 1, 5, 5]),
+        (1e-9, False, [1, 1, 1, 8, 8]),  # num_scheduler_steps
+        (0.0, False, [1, 1, 1, 8, 8]),
+        (1.0, True, [1, 1, 1, 2, 4, 8, 8]),  # the device waited for the host
+    ],
+)
+def test_the_number_of_steps_follows_the_time_of_a_step(monkeypatch, seconds, is_late, sizes):
     engine = make_engine()
-    submit(engine, PROMPTS[:1], greedy(max_tokens=40))
-    sizes = set()
-    while not engine.idle:
-        step(engine, check=False)
-        sizes |= {x.in_flight.scheduled.num_steps for x in engine.replicas[0].core._calls}
-    assert max(sizes) == most
+    calls, read = watch_calls(engine, monkeypatch), []
+
+    def clock() -> float:
+        read.append(calls[len(read)].num_steps)
+        return seconds * sum(read)
+
+    monkeypatch.setattr("pallas_paged.engine.core.time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(type(engine.table.num_free), "is_ready", lambda self: is_late)
+    serve(engine, PROMPTS[:1], greedy(max_tokens=40), check=False)
+    assert [call.num_steps for call in calls][: len(sizes)] == sizes
 
 
 def test_rows_that_end_do_not_shorten_calls():
-    engine = make_engine(num_pages=64)
+    engine = make_engine()
     steps_of(engine, 8)
-    serve(engine, PROMPTS[:4], [greedy(max_tokens=n, ignore_eos=True) for n in (6, 8, 11, 18)])
+    serve(engine, PROMPTS[2:4] * 2, [greedy(max_tokens=n, ignore_eos=True) for n in (6, 8, 11, 18)])
     stats = engine.stats()
-    assert stats.num_calls <= 2 + 3  # of the prompts, and of 17 steps
+    assert stats.num_calls == 1 + 3 and stats.num_steps == 1 + 17
 
 
-def test_a_call_takes_one_step_while_a_request_waits_for_a_slot():
-    engine = make_engine(max_num_seqs=1)
+def test_a_call_takes_one_step_while_a_request_waits_for_a_slot(monkeypatch):
+    engine = make_engine()
     steps_of(engine, 8)
-    first, _ = submit(engine, PROMPTS[:2], greedy())
-    while not first.finished:
+    calls = watch_calls(engine, monkeypatch)
+    *_, last = submit(engine, PROMPTS[3:4] * 5, [greedy(max_tokens=n) for n in (9, 9, 9, 9, 20)])
+    while last.start_time is None:
         step(engine)
-        assert all(
-            call.in_flight.scheduled.num_steps == 1 for call in engine.replicas[0].core._calls
-        )
+        assert {call.num_steps for call in calls} == {1}
     run(engine)
+    assert max(call.num_steps for call in calls) == 8
 
 
-@pytest.mark.parametrize("num_steps", [1, 8])
-def test_the_host_never_counts_on_more_pages_than_are_free(num_steps, monkeypatch):
-    """At every read, with requests that end by surprise."""
-    engine = make_engine(replace(MODEL, eos_token_ids=(EOS, 1, 36)), weights())
-    steps_of(engine, num_steps)
-    read, num_reads = engine.replicas[0].core._read, []
-
-    def checked():
-        read()
-        pending = len(engine.replicas[0].scheduler.pages.update.released)
-        num_reads.append(1)
-        assert engine.replicas[0].scheduler.pages.num_free <= int(engine.table.num_free) + pending
-
-    monkeypatch.setattr(engine.replicas[0].core, "_read", checked)
-    serve(engine, PROMPTS * 3, [sampling(max_tokens=5 + i, seed=i) for i in range(15)])
-    assert len(num_reads) > 10
-
-
-def test_a_sequence_near_its_end_goes_on_beside_one_that_stops():
+def test_a_sequence_near_its_end_goes_on_beside_one_that_stops(oracle):
     """The call in flight ends early, so the second has more left than the host thought."""
-    engine = make_engine(num_pages=64, num_scheduler_steps=9)
-    steps_of(engine, 9)
-    wanted = serve(make_engine(), [PROMPTS[1]], greedy(max_tokens=6))[0].outputs[0].token_ids
+    engine = make_engine()
+    steps_of(engine, 8)
+    wanted = oracle.continue_(PROMPTS[1], 6)
     stop = wanted[2]
-    count = wanted.index(stop) + 1
-    load = [greedy(max_tokens=40), greedy(max_tokens=12), greedy(stop_token_ids=[stop])]
+    load = [greedy(max_tokens=24), greedy(max_tokens=11), greedy(stop_token_ids=[stop])]
     requests = submit(engine, [PROMPTS[0], PROMPTS[3], PROMPTS[1]], load)
     while not engine.idle:
         step(engine)
+        lens = np.asarray(engine.table.seq_lens)
         for one in engine.replicas[0].scheduler.running:
-            held = int(engine.table.seq_lens[one.slot])
-            assert held <= one.num_computed
-    assert [len(x.outputs[0].token_ids) for x in requests] == [40, 12, count]
+            assert lens[one.slot] <= one.num_computed
+    assert [len(x.outputs[0].token_ids) for x in requests] == [24, 11, wanted.index(stop) + 1]
 
 
-def started(num_pages: int, max_tokens: list[int]):
-    """An engine whose requests are prefilled, with nothing in flight."""
-    engine = make_engine(num_pages=num_pages)
+# On the device: calls that the scheduler would not make.
+
+
+def started(max_tokens: list[int], num_cached: int = 0):
+    """An engine whose requests are prefilled, with nothing in flight and cached pages."""
+    engine = make_engine()
     steps_of(engine, 1)
-    requests = submit(
-        engine, [[1, 2, 3, 4], [5, 6, 7, 8]], [greedy(max_tokens=n) for n in max_tokens]
-    )
+    if num_cached:
+        serve(engine, [[9] * 4 * num_cached], greedy(max_tokens=1))
+    prompts = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    requests = submit(engine, prompts, [greedy(max_tokens=n) for n in max_tokens])
     engine.step()
     engine.replicas[0].core.drain()
     return engine, requests
 
 
-def call(engine, num_steps, mode=SamplingMode()):  # noqa: B008
+def call(engine, num_steps):
     """Run decode steps on the device without the scheduler; return the tokens [K, R]."""
-    running = engine.replicas[0].scheduler.running
-    decodes = [Decode(sequence=one, num_tokens=num_steps) for one in running]
-    output = engine.replicas[0].runner._run(decodes, [], (4, 0), mode)
+    replica = engine.replicas[0]
+    decodes = [Decode(sequence=one, num_tokens=num_steps) for one in replica.scheduler.running]
+    scheduled = SchedulerOutput(
+        attachments=[], forks=[], decodes=decodes, resumed=[], chunks=[], num_steps=num_steps
+    )
+    output = replica.runner.dispatch(scheduled).output
     return np.asarray(output.token_ids), output
 
 
 def test_the_loop_runs_as_many_steps_as_asked(oracle):
-    engine, requests = started(16, [20, 20])
+    engine, requests = started([20, 20])
     tokens, output = call(engine, 5)
     assert tokens.shape == (8, 4) and bool(output.valid)
     for row, request in enumerate(requests):
@@ -217,7 +146,7 @@ def test_the_loop_runs_as_many_steps_as_asked(oracle):
 
 
 def test_the_loop_goes_on_without_a_row_that_has_ended(oracle):
-    engine, _ = started(16, [20, 4])
+    engine, _ = started([20, 4])
     tokens, _ = call(engine, 8)
     assert (tokens[:3, 1] >= 0).all() and (tokens[3:, 1] == NOT_SAMPLED).all()
     more, _ = call(engine, 8)
@@ -226,7 +155,7 @@ def test_the_loop_goes_on_without_a_row_that_has_ended(oracle):
 
 
 def test_the_loop_ends_with_the_last_row():
-    engine, _ = started(16, [5, 4])
+    engine, _ = started([5, 4])
     tokens, output = call(engine, 8)
     assert (tokens[:, :2] >= 0).sum(axis=0).tolist() == [4, 3]
     assert (np.asarray(output.slot_mapping)[4:] == 0).all()  # as before the loop
@@ -234,7 +163,7 @@ def test_the_loop_ends_with_the_last_row():
 
 def test_the_loop_ends_when_the_pages_do(oracle):
     """Each row holds one page; one of two has a page for its next token, for four steps."""
-    engine, _ = started(3, [8, 8])
+    engine, _ = started([8, 8], num_cached=13)
     tokens, output = call(engine, 8)
     served = tokens[0] >= 0
     assert served.sum() == 1 and (tokens[1:] == NOT_SAMPLED).all()
@@ -246,52 +175,56 @@ def test_the_loop_ends_when_the_pages_do(oracle):
 
 
 def test_any_number_of_steps_runs_in_one_compiled_call(compilations):
-    engine, _ = started(16, [20, 20])
-    call(engine, 2)
+    engine, _ = started([20, 20])
+    state = engine.replicas[0].runner.executor.state
+    _, output = call(engine, 2)
     del compilations[:]
     for num_steps in (3, 0, 1, 8):
         call(engine, num_steps)
     assert not compilations
+    # Outputs outlive the state, which is donated.
+    assert state.table.num_free.is_deleted() and bool(output.valid)
 
 
-def test_outputs_outlive_the_donated_state():
-    engine, _ = started(16, [20, 20])
-    state = engine.replicas[0].runner.executor.state
-    _, output = call(engine, 1)
-    call(engine, 1)
-    assert state.table.num_free.is_deleted() and not output.num_free.is_deleted()
-    assert bool(output.valid)
+# The compiled programs.
 
 
-@pytest.mark.parametrize("shape", [(4, 0), (4, 16)], ids=["decode", "mixed"])
-def test_a_compiled_step_copies_no_pool(shape):
-    runner = make_engine(num_pages=MANY_PAGES).replicas[0].runner
-    batch = runner.empty_batch(shape, SamplingMode())
-    compiled = runner.executor.lower(batch).compile()
-    assert_copies_no_pool(compiled, runner.executor.pool_shape)
-    assert shape[1] or re.search(r"\bwhile\(", compiled.as_text())
-
-
-@pytest.mark.parametrize("mode", [MODES[0], MODES[-1], *slow(MODES[1:-1])], ids=str)
-def test_a_compiled_loop_holds_no_sort_no_branch_and_no_other_loop(mode):
-    """A CUDA graph can't hold a sort, and a loop or branch in its loop would give wrong tokens."""
+@pytest.fixture(scope="module")
+def greedy_loop():
+    """A runner with a large pool, and its compiled loop."""
     model = replace(MODEL, vocab_size=640)
-    runner = make_engine(model, max_num_seqs=16, max_num_batched_tokens=32).replicas[0].runner
-    batch = runner.empty_batch((16, 0), mode)
-    lines = runner.executor.lower(batch).compile().as_text().lower().splitlines()
-    breaks_graphs = re.compile(r"sort\(|topk|top_k\(|callback|conditional\(")
-    assert not [line for line in lines if breaks_graphs.search(line)]
-    loops = [line for line in lines if re.search(r"\bwhile\(", line)]
-    if jax.default_backend() == "cpu":  # where, before JAX 0.11, scatters are loops
-        loops = [line for line in loops if "scatter" not in line]
-    assert len(loops) == 1
-
-
-def test_the_condition_of_a_compiled_loop_computes_something():
-    """In a CUDA graph a loop waits for what its condition waits for, and for nothing without it."""
-    runner = make_engine(max_num_seqs=16, max_num_batched_tokens=32).replicas[0].runner
+    sizes = dict(num_pages=MANY_PAGES, max_num_seqs=16, max_num_batched_tokens=32)
+    runner = make_engine(model, **sizes).replicas[0].runner
     batch = runner.empty_batch((16, 0), SamplingMode())
-    text = runner.executor.lower(batch).compile().as_text()
+    return runner, runner.executor.lower(batch).compile()
+
+
+def test_a_compiled_step_copies_no_pool(greedy_loop):
+    runner, loop = greedy_loop
+    assert_copies_no_pool(loop, runner.executor.pool_shape)
+    mixed = runner.executor.lower(runner.empty_batch((16, 32), SamplingMode())).compile()
+    assert_copies_no_pool(mixed, runner.executor.pool_shape)
+
+
+@pytest.mark.parametrize("mode", [*modes_for(None)[:-1:3], *slow(modes_for(None)[1:3])], ids=str)
+def test_a_loop_holds_no_sort_no_branch_and_no_other_loop(greedy_loop, mode):
+    """A CUDA graph can't hold a sort, and a loop or branch in its loop would give wrong tokens."""
+    runner, _ = greedy_loop
+    lowered = runner.executor.lower(runner.empty_batch((16, 0), mode))
+    if jax.default_backend() == "cpu":  # XLA makes loops of scatters there
+        text, loop = lowered.as_text(), r"stablehlo\.while"
+        breaks_graphs = r"stablehlo\.(?:sort|case|if)\b|chlo\.top_k|callback"
+    else:
+        text, loop = lowered.compile().as_text().lower(), r"\bwhile\("
+        breaks_graphs = r"sort\(|topk|top_k\(|callback|conditional\("
+    lines = text.splitlines()
+    assert not [line for line in lines if re.search(breaks_graphs, line)]
+    assert len([line for line in lines if re.search(loop, line)]) == 1
+
+
+def test_the_condition_of_a_compiled_loop_computes_something(greedy_loop):
+    """In a CUDA graph a loop waits for what its condition waits for, and for nothing without it."""
+    text = greedy_loop[1].as_text()
     loops = re.findall(r"\bwhile\(.*condition=%?([\w.\-]+).*step", text)
     assert loops
     for name in loops:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -27,32 +27,36 @@ from tests.support.engine_calls import (
     tokens_of,
     weights,
 )
-from tests.support.marks import slow
 from tests.support.oracle import Oracle
 
-pytestmark = pytest.mark.usefixtures("exact_products")
 NEW = weights(seed=2)
 
 
 @pytest.fixture(scope="module")
-def new_tokens(exact_products):
+def new_tokens():
     """Greedy tokens of PROMPTS under the new weights."""
     oracle = Oracle(MODEL, NEW)
     return [oracle.continue_(prompt, 14) for prompt in PROMPTS]
 
 
-def test_requests_after_an_update_run_on_the_new_weights(greedy_tokens, new_tokens, compilations):
+@pytest.mark.parametrize(
+    "form",
+    [lambda x: x, np.asarray, lambda x: jax.device_put(x, jax.devices()[0])],
+    ids=["device", "host", "committed"],
+)
+def test_requests_after_an_update_run_on_the_new_weights(
+    greedy_tokens, new_tokens, compilations, form
+):
+    """A trainer commits its arrays to a device; those of a checkpoint are of the host."""
     engine = make_engine()
     assert tokens_of(serve(engine, PROMPTS, greedy())) == greedy_tokens
-    num_compiled, computed = engine.stats().compilations, engine.stats().computed_tokens
-    del compilations[:]
-    engine.update_params(NEW)
-    assert tokens_of(serve(engine, PROMPTS, greedy())) == new_tokens
-    engine.update_params(weights())
-    assert tokens_of(serve(engine, PROMPTS, greedy())) == greedy_tokens
     stats = engine.stats()
-    assert not compilations and stats.compilations == num_compiled
-    assert stats.cached_tokens == 0 or stats.computed_tokens >= 2.5 * computed
+    del compilations[:]
+    engine.update_params(jax.tree.map(form, NEW))
+    assert tokens_of(serve(engine, PROMPTS, greedy())) == new_tokens
+    assert all(isinstance(leaf, jax.Array) for leaf in engine.replicas[0].weights.leaves)
+    assert not compilations and engine.stats().compilations == stats.compilations
+    assert engine.stats().computed_tokens >= 1.9 * stats.computed_tokens
     assert_every_page_is_free(engine)
 
 
@@ -75,24 +79,6 @@ def test_an_update_copies_no_array():
         for leaves in (engine.replicas[0].weights.leaves, NEW)
     )
     assert ours == theirs
-
-
-@pytest.mark.parametrize("form", [np.asarray, lambda x: jax.device_put(x, jax.devices()[0])])
-def test_an_update_compiles_nothing_wherever_the_arrays_are(form, new_tokens, compilations):
-    """A trainer commits its arrays to a device; those of a checkpoint are not."""
-    engine = make_engine()
-    engine.warmup([greedy()])
-    del compilations[:]
-    engine.update_params(jax.tree.map(form, NEW))
-    assert tokens_of(serve(engine, PROMPTS, greedy())) == new_tokens
-    assert not compilations
-
-
-def test_arrays_of_the_host_are_put_on_the_device_once(new_tokens):
-    engine = make_engine()
-    engine.update_params(jax.tree.map(np.asarray, NEW))
-    assert all(isinstance(leaf, jax.Array) for leaf in engine.replicas[0].weights.leaves)
-    assert tokens_of(serve(engine, PROMPTS[:1], greedy())) == new_tokens[:1]
 
 
 @pytest.mark.parametrize("reset", [True, False])
@@ -180,8 +166,8 @@ def test_a_stream_of_a_restarted_request_says_so():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: {**w, "qkv": w["qkv"][:, :, :-1]}, r"params\['qkv'\] is float32\(2, 64, 127\)"),
-        (lambda w: {**w, "up": w["up"].astype(jnp.bfloat16)}, r"params\['up'\] is bfloat16"),
+        (lambda w: {**w, "qkv": np.asarray(w["qkv"])[:, :, :-1]}, r"params\['qkv'\] is float32\(2, 64, 127\)"),
+        (lambda w: {**w, "up": np.asarray(w["up"]).astype(ml_dtypes.bfloat16)}, r"params\['up'\] is bfloat16"),
         (lambda w: {**w, "more": w["up"]}, "params have the structure"),
         (lambda w: list(w.values()), "params have the structure"),
         (lambda w: {**w, "up": None}, "params have the structure"),
@@ -211,9 +197,9 @@ def scores(oracle):
     return wanted
 
 
-@pytest.mark.parametrize("num_pages", [10, *slow([64])])
-def test_scores_equal_the_dense_model(scores, num_pages):
-    engine = make_engine(num_pages=num_pages)
+def test_scores_equal_the_dense_model(scores):
+    """Beside other requests, with a cold and a warm cache."""
+    engine = make_engine()
     others = submit(engine, PROMPTS, sampling(max_tokens=8))
     step(engine)
     found = engine.score(PROMPTS, COMPLETIONS)
@@ -221,22 +207,22 @@ def test_scores_equal_the_dense_model(scores, num_pages):
     np.testing.assert_allclose(found, scores, atol=1e-4)
     run(engine)
     assert all(request.finished for request in others)
-    np.testing.assert_allclose(engine.score(PROMPTS, COMPLETIONS), scores, atol=1e-4)  # warm cache
+    np.testing.assert_allclose(engine.score(PROMPTS, COMPLETIONS), scores, atol=1e-4)
     assert_every_page_is_free(engine)
 
 
 def test_scores_of_samples_share_the_prompt():
     """All but its last token; that one's logits are those of the first of the completion."""
-    engine = make_engine(num_pages=64)
-    prompt = PROMPTS[4]
+    engine = make_engine()
+    prompt = PROMPTS[4]  # 18 tokens, 16 of them in full pages
     engine.score([prompt], [[1]])
     computed = engine.stats().computed_tokens
     engine.score([prompt] * 3, [[2, 3], [4], [5, 6, 7]])
-    assert engine.stats().computed_tokens - computed <= 3 * 2 + 6
+    assert engine.stats().computed_tokens - computed == 3 * 2 + 6
 
 
 def test_scores_equal_the_logprobs_of_generation():
-    engine = make_engine(num_pages=64)
+    engine = make_engine()
     requests = serve(engine, PROMPTS, sampling(n=2, logprobs=0))
     rollouts = Rollouts.from_outputs([request.output() for request in requests])
     prompts = [PROMPTS[index] for index in rollouts.request_index]
@@ -263,10 +249,9 @@ def test_sequences_that_cannot_be_scored_are_refused(prompts, completions, messa
 
 
 @pytest.mark.parametrize("top", [0, 2, 20])
-@pytest.mark.parametrize("num_pages", [16, 64])
-def test_prompt_logprobs_equal_the_dense_model(oracle, greedy_tokens, top, num_pages):
+def test_prompt_logprobs_equal_the_dense_model(oracle, greedy_tokens, top):
     """In chunks of less than 16 tokens, with a cold and a warm cache, and preempted."""
-    engine = make_engine(num_pages=num_pages)
+    engine = make_engine()
     for _ in range(2):
         requests = submit(engine, PROMPTS[::-1], greedy(prompt_logprobs=top))
         serve(engine, PROMPTS, greedy())
@@ -281,7 +266,7 @@ def test_prompt_logprobs_equal_the_dense_model(oracle, greedy_tokens, top, num_p
                 for token_id, one in entry.items():
                     assert one.logprob == pytest.approx(logprobs[token_id], abs=1e-4)
                     assert one.rank == 1 + np.sum(logprobs > logprobs[token_id])
-    assert (engine.stats().num_preemptions > 0) == (num_pages == 16)
+    assert engine.stats().num_preemptions > 0
 
 
 def test_samples_report_the_logprobs_of_their_prompt_once(oracle):
@@ -332,14 +317,12 @@ def test_weights_may_be_replaced_while_the_engine_sleeps(new_tokens):
 
 def test_scores_of_what_was_generated_fit_a_pool_of_one_sequence():
     """A scored sequence holds no cached pages beside its own copies of them."""
-    engine = make_engine(num_pages=13, max_model_len=52)
-    (output,) = engine.generate([[1, 2, 3]], greedy(max_tokens=40, ignore_eos=True), progress=False)
-    scores = engine.score([[1, 2, 3]], [output.outputs[0].token_ids])
-    assert scores.shape == (1, 40)
-    full = make_engine(num_pages=4, max_model_len=64)
-    assert full.score([[1] * 3], [[2] * 13]).shape == (1, 13)
+    engine = make_engine()
+    (output,) = engine.generate([[1, 2, 3]], greedy(max_tokens=61), progress=False)
+    assert engine.score([[1, 2, 3]], [output.outputs[0].token_ids]).shape == (1, 61)
+    small = make_engine(num_pages=4, max_model_len=64)
     with pytest.raises(ValueError, match="17 tokens and max_tokens=0 are more than the 16 tokens"):
-        full.score([[1] * 3], [[2] * 14])
+        small.score([[1] * 3], [[2] * 14])
 
 
 def test_a_stream_leaves_the_outputs_of_other_requests_to_step():

@@ -24,6 +24,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
 import pallas_paged as pp
+from pallas_paged.kernels.kv_layout import LAYOUTS, KVLayout
 from tests.support.devices import lower_for_cuda
 
 GOLDENS = Path(__file__).parents[1] / "kernels" / "goldens" / f"programs-jax-{jax.__version__}.json"
@@ -41,18 +42,22 @@ TREE = {"tree_mask": np.ones((4, 40, 40), bool)}
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Program:
-    """A call, by its static sizes: 32 query heads over `num_kv_heads`."""
+    """A call, by its static sizes."""
 
     function: str
     implementation: str
     num_seqs: int = 4
     num_tokens: int = 0  # of ragged queries
     max_kv_len: int = 4096
+    num_q_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
+    num_pages: int = 1009  # no other size is 1009, so it marks the pool in the lowered text
     page_size: int = 16
     dtype: str = "bfloat16"
     kv_dtype: str | None = None
+    one_scale: bool = False
+    kv_layout: KVLayout = "HPND"
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -60,7 +65,7 @@ class Program:
         sizes = f"{self.num_seqs}x{self.max_kv_len}"
         if self.num_tokens:
             sizes += f" {self.num_tokens} tokens"
-        heads = f"32/{self.num_kv_heads}/{self.head_dim}/{self.page_size}"
+        heads = f"{self.num_q_heads}/{self.num_kv_heads}/{self.head_dim}/{self.page_size}"
         words = [self.implementation, self.function, sizes, heads, self.dtype, self.kv_dtype]
         return " ".join(w for w in (*words, *self.options) if w)
 
@@ -70,26 +75,33 @@ class Program:
         def of(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
-        kv_dtype = self.kv_dtype or self.dtype
-        pages = of(self.num_kv_heads, 1009, self.page_size, self.head_dim, dtype=kv_dtype)
+        layout = LAYOUTS[self.kv_layout]
+        shape = layout.shape(
+            H=self.num_kv_heads, P=self.num_pages, N=self.page_size, D=self.head_dim
+        )
+        pages = of(*shape, dtype=self.kv_dtype or self.dtype)
+        num_tokens = self.num_tokens or self.num_seqs
         arrays = dict(
-            q=of(self.num_tokens or self.num_seqs, 32, self.head_dim, dtype=self.dtype),
+            q=of(num_tokens, self.num_q_heads, self.head_dim, dtype=self.dtype),
             k_pages=pages,
-            v_pages=pages,
             block_tables=of(self.num_seqs, self.max_kv_len // self.page_size),
             seq_lens=of(self.num_seqs),
         )
+        if not layout.one_array:
+            arrays |= dict(v_pages=pages)
         if self.function == "ragged":
             arrays |= dict(cu_q_lens=of(self.num_seqs + 1))
         if self.function == "cascade":
             arrays |= dict(prefix_lens=of(2), cu_group_sizes=of(3))
         if self.kv_dtype:
-            scales = of(*pages.shape[:3], dtype="float32")
+            of_tokens = layout.scale_shape(layout.full_shape(shape))
+            scales = of(*() if self.one_scale else of_tokens, dtype="float32")
             arrays |= dict(k_scales=scales, v_scales=scales)
+        how = dict(implementation=self.implementation, kv_layout=self.kv_layout, **self.options)
         function = FUNCTIONS[self.function]
 
         def call(arrays: dict[str, jax.Array]) -> Any:
-            return function(**arrays, implementation=self.implementation, **self.options)
+            return function(**{"v_pages": None} | arrays, **how)
 
         return call, arrays
 
@@ -97,6 +109,9 @@ class Program:
         """The call lowered for CUDA."""
         call, arrays = self.call_and_shapes()
         return lower_for_cuda(call, arrays)
+
+    def text(self) -> str:
+        return self.lower().as_text()
 
     def digests(self) -> list[str]:
         """A digest for each kernel, in order."""

@@ -7,15 +7,16 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import pallas_paged as pp
 from pallas_paged.engine import EngineDeadError, SamplingParams
 from pallas_paged.engine.executor import Executor
-from pallas_paged.engine.state import TableArrays, fork, update_table
+from pallas_paged.engine.kv_cache_manager import TableUpdate
+from pallas_paged.engine.runner import modes_for
+from pallas_paged.engine.sampler import SamplingMode
+from pallas_paged.engine.state import TableArrays
+from pallas_paged.engine.stats import Counters
 from tests.support.engine_calls import (
     MODEL,
     PROMPTS,
@@ -34,8 +35,9 @@ from tests.support.engine_calls import (
     tokens_of,
     weights,
 )
+from tests.support.marks import slow
+from tests.support.oracle import Oracle
 
-pytestmark = pytest.mark.usefixtures("exact_products")
 NEW = 14
 
 
@@ -52,11 +54,12 @@ def test_requests_together_equal_the_oracle(greedy_tokens, caching):
     assert (stats.cached_tokens > 0) == caching
 
 
-def test_every_implementation_equals_the_oracle(greedy_tokens, implementation):
-    sizes = dict(max_num_seqs=2, max_num_batched_tokens=4)
-    engine = make_engine(implementation=implementation, **sizes)
+def test_every_implementation_equals_the_oracle(implementation):
+    model = replace(MODEL, num_layers=1)
+    engine = make_engine(model, implementation=implementation)
+    oracle = Oracle(model, weights(model))
     requests = serve(engine, PROMPTS[:2], greedy(max_tokens=3))
-    assert tokens_of(requests) == [tokens[:3] for tokens in greedy_tokens[:2]]
+    assert tokens_of(requests) == [oracle.continue_(prompt, 3) for prompt in PROMPTS[:2]]
 
 
 @pytest.mark.parametrize("gap", [1, 3])
@@ -123,15 +126,8 @@ def test_the_prefix_cache_returns_its_pages(greedy_tokens):
     assert_every_page_is_free(engine)
 
 
-def test_nothing_is_compiled_after_warmup(compilations):
-    engine = make_engine(modes=None)
-    engine.warmup()
-    num_compiled = engine.stats().compilations
-    assert num_compiled == 9 and engine.idle
-    jax.jit(lambda x: x + len(PROMPTS))(1)
-    assert compilations, "the test must notice a compilation"
-    del compilations[:]
-    load = [
+def mixed_load() -> list[SamplingParams]:
+    return [
         *(greedy(max_tokens=n) for n in (1, 5, NEW, NEW)),
         sampling(n=3, max_tokens=9),
         sampling(max_tokens=9, top_k=3, top_p=0.9, min_p=0.1),
@@ -141,14 +137,38 @@ def test_nothing_is_compiled_after_warmup(compilations):
         sampling(max_tokens=9, logit_bias={1: 2}, min_tokens=3),
         greedy(max_tokens=2, prompt_logprobs=2),
     ]
-    for params in load:
-        submit(engine, PROMPTS, params)
+
+
+@pytest.mark.parametrize(
+    ("params", "load", "num_compiled"),
+    [
+        ([greedy(presence_penalty=1)], [greedy(n=2, presence_penalty=1), *[greedy()] * 4], 2),
+        *slow([(None, mixed_load(), 9)]),  # 10 s
+    ],
+    ids=["penalties", "any"],
+)
+def test_nothing_is_compiled_after_warmup(compilations, params, load, num_compiled):
+    engine = make_engine(replace(MODEL, vocab_size=41), modes=None)  # that no other test compiles
+    engine.warmup(params)
+    assert engine.stats().compilations == num_compiled and engine.idle
+    assert compilations, "the test must notice a compilation"
+    del compilations[:]
+    for one in load:
+        submit(engine, PROMPTS, one)
         step(engine)
     engine.abort(engine.submit([1], greedy()))
     run(engine)
     stats = engine.stats()
     assert stats.num_preemptions > 0 and stats.cached_tokens > 0
     assert not compilations and stats.compilations == num_compiled
+
+
+def test_modes_for_any_request_cover_each_request():
+    modes = modes_for(None)
+    for params in mixed_load():
+        mode = SamplingMode.of(params)
+        assert any(one.covers(mode) for one in modes)
+        assert modes_for([params])[-1].covers(mode)
 
 
 def test_steps_are_lowered_in_order_one_after_another(monkeypatch):
@@ -167,15 +187,6 @@ def test_steps_are_lowered_in_order_one_after_another(monkeypatch):
     monkeypatch.setattr(Executor, "lower", lower)
     executor.compile(batches)
     assert events == [(kind, batch) for batch in batches for kind in ("begins", "ends")]
-
-
-def test_penalties_compile_nothing_after_warmup(compilations):
-    engine = make_engine(replace(MODEL, vocab_size=41))  # whose steps no other test has compiled
-    params = greedy(presence_penalty=1)
-    engine.warmup([params])
-    del compilations[:]
-    serve(engine, PROMPTS[:2], params)
-    assert not compilations
 
 
 def test_warmup_for_greedy_requests_compiles_less_and_needs_an_idle_engine():
@@ -199,11 +210,6 @@ def test_the_longest_sequence_may_use_the_whole_pool(oracle):
     assert tokens_of([request]) == [oracle.continue_([5], 63)]
 
 
-def test_the_last_token_needs_no_page(oracle):
-    engine = make_engine(num_pages=4, max_model_len=17)
-    assert tokens_of(serve(engine, [[5]], greedy(max_tokens=16))) == [oracle.continue_([5], 16)]
-
-
 def test_max_tokens_0_computes_only_the_prompt():
     engine = make_engine()
     (request,) = serve(engine, [PROMPTS[1]], greedy(max_tokens=0))
@@ -213,11 +219,11 @@ def test_max_tokens_0_computes_only_the_prompt():
     assert after.num_cached_tokens == 8
 
 
-@pytest.mark.parametrize(("watermark", "num_running"), [(0.0, 2), (0.25, 2), (0.5, 1)])
+@pytest.mark.parametrize(("watermark", "num_running"), [(0.0, 2), (11.9 / 16, 2), (12 / 16, 1)])
 def test_the_watermark_is_a_share_of_the_pool(watermark, num_running):
-    engine = make_engine(num_pages=8, watermark=watermark)
-    requests = [engine.submit([1] * length, greedy(max_tokens=1)) for length in (5, 9)]
-    engine.step()  # two pages; three more only if the watermark stays free
+    engine = make_engine(watermark=watermark)
+    requests = [engine.submit([1] * length, greedy(max_tokens=1)) for length in (9, 5)]
+    engine.step()  # three pages of 16; two more only if the watermark stays free
     assert engine.stats().num_running == num_running
     run(engine)
     assert all(request.finished for request in requests)
@@ -323,6 +329,13 @@ def test_stats_count_the_work():
     assert all(r.arrival_time < r.first_token_time < r.finish_time for r in requests)
 
 
+# Of `EngineStats`, what the counters do not count.
+NOT_COUNTED = (
+    *("num_waiting", "num_running", "num_preemptions", "compilations", "num_pages"),
+    *("kv_cache_dtype", "pool_bytes", "num_shared_pages"),
+)
+
+
 def fail(*_: object) -> None:
     raise RuntimeError("the device is gone")
 
@@ -365,6 +378,56 @@ def test_a_failed_step_ends_every_request_with_the_reason(monkeypatch, call):
     assert reasons_of(engine.stream(requests[0])) == ["error"]
 
 
+@pytest.mark.parametrize(
+    ("call", "valid"),
+    [
+        (dict(slots=[4], pages=[16]), True),  # padding
+        (dict(slots=[0], pages=[2]), False),  # a page that is free
+        (dict(retained=[2]), False),
+        (dict(src=[0, 4], dst=[1, 4]), True),  # an empty slot, and padding
+        (dict(src=[0, 4], dst=[0, 4]), False),
+    ],
+    ids=str,
+)
+def test_a_failed_fork_attach_or_retain_is_noted(call, valid):
+    def padded(name, padding, *shape):
+        array = np.full(shape, padding, np.int32)
+        array.flat[: len(call.get(name, []))] = call.get(name, [])
+        return array
+
+    executor = make_engine().replicas[0].runner.executor
+    if "src" in call:
+        executor.fork(padded("src", 4, 4), padded("dst", 4, 4))
+    else:
+        arrays = dict(retained=padded("retained", 16, 1024), released=padded("released", 16, 1024))
+        arrays |= dict(slots=padded("slots", 4, 16), pages=padded("pages", 16, 16, 16))
+        executor.update_table(TableArrays(**arrays, freed=np.zeros(4, bool)))
+    assert bool(executor.state.valid) == valid
+
+
+def test_more_pages_than_one_update_holds_take_several(monkeypatch):
+    """All are retained first; slots are freed once, and before any slot attaches pages."""
+    runner, calls = make_engine().replicas[0].runner, []
+    monkeypatch.setattr(runner.executor, "update_table", calls.append)
+    retained, released = [*range(3000, 5500)], [*range(6000, 8100)]
+    attachments = [(slot % 4, (100 + slot, 200 + slot)) for slot in range(20)]
+    runner.update_table(
+        TableUpdate(retained=retained, freed=[1, 3], released=released), attachments
+    )
+
+    def given(name, padding):
+        return [[x for x in getattr(one, name).flat if x != padding] for one in calls]
+
+    assert [one.retained.size + one.released.size for one in calls] == [2048] * 5
+    pieces = [retained[:1024], retained[1024:2048], retained[2048:], [], []]
+    assert given("retained", 16) == pieces
+    assert given("released", 16) == [[], [], released[:1024], released[1024:2048], released[2048:]]
+    assert [np.flatnonzero(one.freed).tolist() for one in calls] == [[], [], [1, 3], [], []]
+    assert given("slots", 4) == [[], [], [0, 1, 2, 3] * 4, [0, 1, 2, 3], []]
+    pages = [page for _, entry in attachments for page in entry]
+    assert given("pages", 16) == [[], [], pages[:32], pages[32:], []]
+
+
 def test_a_wrong_count_of_pages_on_the_host_is_an_error():
     """The host counts free pages itself; a wrong count must never give wrong tokens."""
     engine = make_engine()
@@ -376,59 +439,20 @@ def test_a_wrong_count_of_pages_on_the_host_is_an_error():
         run(engine, check=False)
 
 
-def test_a_failed_fork_or_attach_is_reported():
-    def state():
-        return (
-            make_engine(num_pages=4, max_num_seqs=3, max_model_len=8)
-            .replicas[0]
-            .runner.executor.state
-        )
-
-    assert fork(state(), np.int32([0, 3]), np.int32([1, 3])).valid  # an empty slot, and padding
-    assert not fork(state(), np.int32([0, 3]), np.int32([0, 3])).valid
-    nothing = dict(retained=np.int32([4]), freed=np.zeros(3, bool), released=np.int32([4]))
-    for slot, page, valid in [(3, 4, True), (0, 2, False)]:  # padding; a page that is free
-        arrays = TableArrays(**nothing, slots=np.int32([slot]), pages=np.int32([[page, 4]]))
-        table = pp.create_page_table(num_pages=4, page_size=4, max_seqs=3, pages_per_seq=2)
-        assert update_table(table, jnp.asarray(True), arrays)[1] == valid
-
-
-def test_pages_that_one_update_cannot_hold_take_several(oracle):
-    sizes = dict(num_pages=2048, page_size=1, max_num_seqs=20, max_num_batched_tokens=1280)
-    engine = make_engine(**sizes)
-    prompts = [[first, *range(40), *range(18)] for first in range(30)]
-    serve(engine, prompts, greedy(max_tokens=1), check=False)
-    longer = [[*prompt, 5] for prompt in prompts[:20]]
-    num_calls = engine.stats().num_calls
-    requests = serve(engine, longer, greedy(max_tokens=1), check=False)
-    assert {request.num_cached_tokens for request in requests} == {59}
-    assert engine.stats().num_calls == num_calls + 1
-    assert tokens_of(requests) == [oracle.continue_(prompt, 1) for prompt in longer]
-    assert_every_page_is_free(engine)
-
-
-def test_statistics_need_no_more_memory_after_more_requests():
-    """Only the newest times are kept, and no request after its end."""
-    engine = make_engine()
-    counters = engine.replicas[0].counters
-    bound = counters._ttft.maxlen
-    (request,) = serve(engine, [[1]], greedy(max_tokens=2))
-    for _ in range(bound + 5):
-        counters.count_request(replace(request, prompt_token_ids=[1]))
-    for times in (counters._ttft, counters._tpot, counters._latency):
-        assert len(times) == bound == times.maxlen
-    assert engine.stats().num_finished == bound + 6
-
-
-def test_times_are_those_of_each_request():
-    engine = make_engine()
-    (request,) = serve(engine, [[1]], greedy(max_tokens=4))
-    counters = engine.replicas[0].counters = type(engine.replicas[0].counters)()
-    counters.count_request(
-        replace(request, arrival_time=10.0, first_token_time=11.0, finish_time=17.0)
-    )
-    stats = engine.stats()
-    assert (stats.ttft_p50, stats.tpot_p50, stats.latency_p50) == (1.0, 2.0, 7.0)
+def test_percentiles_are_those_of_each_requests_times():
+    counters = Counters()
+    request = make_engine().submit([1])
+    request.outputs[0].token_ids += [1, 2, 3, 4]
+    for start in (10.0, 0.0):  # the longer latency first
+        times = dict(arrival_time=start, first_token_time=11.0, finish_time=17.0)
+        counters.count_request(replace(request, **times))
+    stats = counters.snapshot(**dict.fromkeys(NOT_COUNTED, 0))
+    assert (stats.ttft_p50, stats.tpot_p50, stats.latency_p50) == (6.0, 2.0, 12.0)
+    # Only the newest times are kept.
+    for _ in range(20_000):
+        counters.count_request(replace(request, **times | dict(finish_time=12.0)))
+    stats = counters.snapshot(**dict.fromkeys(NOT_COUNTED, 0))
+    assert stats.latency_p99 == 12.0 and stats.num_finished == 20_002
 
 
 def test_cached_pages_do_not_count_as_used():
@@ -456,36 +480,39 @@ def test_only_returned_tokens_of_beams_count_as_generated(beams):
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_smaller_priorities_are_served_first(greedy_tokens, waits):
-    """With one slot the order of the first tokens is that of priority, then of arrival."""
-    engine = make_engine(max_num_seqs=1, max_num_batched_tokens=4)
-    first = engine.submit(PROMPTS[4], greedy(max_tokens=3), priority=9)
+    """One after another, because each takes all slots; of equal priority in order of arrival."""
+    engine = make_engine()
+    first = engine.submit(PROMPTS[4], greedy(max_tokens=3, n=4), priority=9)
     if waits:
         step(engine)
     priorities = [2, -1, 0, 2, -1]
     others = [
-        engine.submit(prompt, greedy(max_tokens=2), priority=priority)
+        engine.submit(prompt, greedy(max_tokens=2, n=4), priority=priority)
         for prompt, priority in zip(PROMPTS, priorities, strict=True)
     ]
     run(engine)
     wanted = [others[i] for i in (1, 4, 2, 0, 3)]
     wanted.insert(0 if waits else 5, first)
     assert sorted([first, *others], key=lambda x: x.first_token_time) == wanted
-    assert tokens_of(others) == [tokens[:2] for tokens in greedy_tokens]
+    assert tokens_of(others) == [tokens[:2] for tokens in greedy_tokens for _ in range(4)]
 
 
-def test_the_last_by_priority_is_preempted(greedy_tokens):
-    engine = make_engine(num_pages=9, watermark=0)
-    low = engine.submit(PROMPTS[0], greedy(), priority=1)
+def test_the_last_by_priority_is_preempted(oracle):
+    engine = make_engine(watermark=0)
+    params = greedy(max_tokens=24)
+    low = engine.submit(PROMPTS[0], params, priority=1)
     step(engine)
-    high = [engine.submit(prompt, greedy()) for prompt in PROMPTS[1:3]]
+    high = [engine.submit(prompt, params) for prompt in PROMPTS[1:3]]
     run(engine)
     assert low.num_preemptions > 0 and high[0].num_preemptions == 0
-    assert tokens_of([low, *high]) == greedy_tokens[:3]
+    assert tokens_of([low, *high]) == [oracle.continue_(prompt, 24) for prompt in PROMPTS[:3]]
 
 
-def test_an_unread_engine_keeps_its_requests_and_pages_apart(greedy_tokens):
-    """Two engines of one model share compiled steps, and nothing else."""
-    one, two = make_engine(), make_engine()
+def test_two_engines_of_a_model_share_compiled_steps_and_nothing_else(greedy_tokens, compilations):
+    one = make_engine()
+    serve(one, PROMPTS[:1], greedy())
+    del compilations[:]
+    two = make_engine()
     a, b = one.submit(PROMPTS[0], greedy()), two.submit(PROMPTS[1], greedy())
     while not (one.idle and two.idle):
         for engine in (one, two):
@@ -493,25 +520,9 @@ def test_an_unread_engine_keeps_its_requests_and_pages_apart(greedy_tokens):
                 step(engine)
     assert tokens_of([a, b]) == greedy_tokens[:2]
     assert_nothing_is_left(one)
-    assert one.replicas[0].runner.executor._step is two.replicas[0].runner.executor._step
+    assert not compilations
 
 
 def test_default_parameters_are_those_of_vllm():
     request = make_engine().submit([1, 2])
     assert request.params == SamplingParams() and request.max_len == 64
-
-
-def test_a_waiting_request_starts_when_its_prefix_is_cached_meanwhile():
-    """Two prompts have seven pages in common; the pool has 13, of which one needs 13."""
-    engine = make_engine(num_pages=13, watermark=0.0)
-    steps_of(engine, 1)
-    prompt = list(range(1, 31))
-    engine.submit(prompt, greedy(max_tokens=20))
-    second = engine.submit([*prompt[:28], 33, 34, 35], greedy(max_tokens=3))
-    num_steps, first_token = 0, None
-    while not engine.idle:
-        step(engine)
-        num_steps += 1
-        if first_token is None and second.first_token_time is not None:
-            first_token = num_steps
-    assert first_token <= 4 and num_steps <= 22

@@ -167,8 +167,6 @@ def test_the_blocks_of_decoders_lower_for_a_gpu(sizes, splits, stages):
     )
     assert (config.o_splits, config.down_splits, config.num_stages) == (*splits, stages)
     shapes = shapes_of(*sizes)
-    if not out:
-        del shapes["qkv"]
     weights = {name: jax.ShapeDtypeStruct(s, jnp.bfloat16) for name, s in shapes.items()}
     rows = [jax.ShapeDtypeStruct((1, n), jnp.bfloat16) for n in (attended, size)]
     boards = jax.eval_shape(

@@ -67,8 +67,6 @@ def oracle(attended, x, w):
 )
 def test_it_is_the_steps_in_numpy(rows, parts, sizes, num_x_stages):
     shapes = shapes_of(*sizes)
-    if not sizes[-1]:
-        del shapes["qkv"]
     w = {name: draw(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
     attended, x = draw(20, rows, sizes[0]), draw(21, rows, sizes[1])
     config = decoder_rows_config(
@@ -103,14 +101,12 @@ def test_it_is_the_steps_in_numpy(rows, parts, sizes, num_x_stages):
     ],
 )
 def test_the_blocks_of_decoders_lower_for_a_gpu(rows, sizes):
-    attended, size, _, out = sizes
+    attended, size, *_ = sizes
     num_clusters, cluster_size = clusters_at_once(132, rows)
     config = decoder_rows_config(
         **sizes_of(*sizes), num_rows=rows, num_clusters=num_clusters, cluster_size=cluster_size
     )
     shapes = shapes_of(*sizes)
-    if not out:
-        del shapes["qkv"]
     weights = {name: jax.ShapeDtypeStruct(s, jnp.bfloat16) for name, s in shapes.items()}
     matrices = [jax.ShapeDtypeStruct((rows, n), jnp.bfloat16) for n in (attended, size)]
 

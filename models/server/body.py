@@ -10,9 +10,9 @@ from starlette.requests import Request
 
 from models.server.errors import APIError, bad_request
 
-_BODY_SECONDS = 30.0  # in which a body must arrive
+BODY_SECONDS = 30.0  # in which a body must arrive
 # Clients that send a body do not see an answer before its end, unless they expect one.
-_MAX_DISCARDED_BYTES = 64 << 20
+MAX_DISCARDED_BYTES = 64 << 20
 _KINDS: dict[type, str] = {
     bool: "a boolean",
     int: "an integer",
@@ -69,12 +69,12 @@ async def read_fields(request: Request, max_bytes: int) -> Fields:
     if content_type != "application/json":
         raise APIError(415, "the header Content-Type must be application/json")
     try:
-        async with asyncio.timeout(_BODY_SECONDS):
+        async with asyncio.timeout(BODY_SECONDS):
             body = await _read(request, max_bytes)
     except TimeoutError:
         raise APIError(
             408,
-            f"the body did not arrive in {_BODY_SECONDS:.0f} s",
+            f"the body did not arrive in {BODY_SECONDS:.0f} s",
             headers={"connection": "close"},
         ) from None
     try:
@@ -88,7 +88,7 @@ async def read_fields(request: Request, max_bytes: int) -> Fields:
 
 async def _read(request: Request, max_bytes: int) -> bytes:
     too_large = APIError(413, f"the body has more than {max_bytes} bytes")
-    most = max_bytes + _MAX_DISCARDED_BYTES
+    most = max_bytes + MAX_DISCARDED_BYTES
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > (max_bytes if "expect" in request.headers else most):
         raise too_large

@@ -14,7 +14,7 @@ from models.cli import add_engine_options, add_model_options
 from models.server.process import Signals, listen
 
 _API_KEY = "PALLAS_PAGED_API_KEY"
-_PACKAGES = ("httptools", "prometheus_client", "starlette", "uvicorn")
+PACKAGES = ("httptools", "prometheus_client", "starlette", "uvicorn")
 _EPILOG = """\
 output:
   One line on the standard output when requests are accepted, with the address. Progress and errors
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status; errors of its user are one line on stderr."""
     args = _parser().parse_args(argv)
     try:
-        if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
+        if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
             raise ValueError(f"{', '.join(missing)} not found: install the extra [server]")
         signals = Signals()
         bound = listen(args.host, args.port)

@@ -12,8 +12,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from models.server.errors import APIError
 
-_HEAD_SECONDS = 10.0  # in which the head of a request must arrive
-_MAX_HEAD_BYTES = 64 << 10
+HEAD_SECONDS = 10.0  # in which the head of a request must arrive
+MAX_HEAD_BYTES = 64 << 10
 
 
 def connection_class(
@@ -52,8 +52,8 @@ def connection_class(
             if self._head_timer is not None:
                 self._head_bytes += len(data)
             super().data_received(data)
-            if self._head_timer is not None and self._head_bytes > _MAX_HEAD_BYTES:
-                self._refuse(APIError(431, f"the head has more than {_MAX_HEAD_BYTES} bytes"))
+            if self._head_timer is not None and self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(APIError(431, f"the head has more than {MAX_HEAD_BYTES} bytes"))
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
@@ -71,7 +71,7 @@ def connection_class(
 
         def _await_head(self) -> None:
             self._head_bytes = 0
-            self._head_timer = self.loop.call_later(_HEAD_SECONDS, self.transport.abort)
+            self._head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
 
         def _end_head(self) -> None:
             if self._head_timer is not None:

@@ -21,7 +21,7 @@ Consume = Callable[[int, Prompt, RequestStream], Coroutine[Any, Any, None]]
 # The thread of the engine shares Python's interpreter with this one. So outputs wait until the work
 # for them, some 40 us each, is a fraction of the time.
 _SECONDS_PER_STREAM, _LEAST_PAUSE = 250e-6, 1e-3
-_GRACE_SECONDS = 5.0  # after its time a request can still send an error
+GRACE_SECONDS = 5.0  # after its time a request can still send an error
 
 
 class Generation:
@@ -131,7 +131,7 @@ class Generation:
         timer = loop.call_later(seconds, self._end, "timeout")
         # A client that does not read holds up the consumers.
         cut = self._http.scope["state"].get("cut", self._close)
-        cutter = loop.call_later(seconds + _GRACE_SECONDS, cut)
+        cutter = loop.call_later(seconds + GRACE_SECONDS, cut)
         try:
             consumers = [
                 consume(index, prompt, stream)

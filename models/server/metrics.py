@@ -13,7 +13,7 @@ from models.server.config import ServerConfig
 from pallas_paged.engine import AsyncEngine, EngineDeadError, EngineStats, Request
 
 PREFIX = "pallas_paged:"
-_ENGINE_SECONDS = 1.0  # in which the engine must answer; it does not while it compiles
+ENGINE_SECONDS = 1.0  # in which the engine must answer; it does not while it compiles
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKENS = tuple(2**n for n in range(0, 19, 2))
 _OUTCOMES = ("stop", "length", "abort", "timeout", "error")
@@ -121,7 +121,7 @@ class Metrics:
         """Ask the engine for its counters; a busy engine leaves those of the last time."""
         if self._refresh is None or self._refresh.done():
             self._refresh = asyncio.create_task(self._ask())
-        await asyncio.wait([self._refresh], timeout=_ENGINE_SECONDS)
+        await asyncio.wait([self._refresh], timeout=ENGINE_SECONDS)
 
     async def render(self) -> bytes:
         """Return the metrics in Prometheus' text format."""

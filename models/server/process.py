@@ -38,13 +38,16 @@ def listen(host: str, port: int) -> socket.socket:
 class Signals:
     """Ends the process at SIGINT or SIGTERM: at once, or while it serves after a shutdown.
 
-    A second signal ends it at once. Make it before other threads start, in the main thread.
+    A second signal ends it at once. A SIGINT that the parent has ignored stays ignored. Make it
+    before other threads start, in the main thread.
     """
 
     def __init__(self) -> None:
         """Block the signals, and start a thread that waits for them."""
         self._stop: Callable[[], object] | None = None
-        signals = {signal.SIGINT, signal.SIGTERM}
+        signals = {signal.SIGTERM}
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signals.add(signal.SIGINT)
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         threading.Thread(target=self._wait, args=(signals,), daemon=True).start()
 

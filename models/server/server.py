@@ -16,7 +16,7 @@ from models.server.process import Signals
 from models.server.service import Service
 
 _KEEP_ALIVE_SECONDS = 60  # more than proxies keep idle connections
-_CLOSE_SECONDS = 2.0  # in which aborted requests can still send an error
+CLOSE_SECONDS = 2.0  # in which aborted requests can still send an error
 
 
 class Server(uvicorn.Server):
@@ -57,7 +57,7 @@ class Server(uvicorn.Server):
         service.is_draining = self.should_exit = True
         await asyncio.sleep(service.config.drain_timeout)
         await service.engine.shutdown(drain=False)  # its requests get an error
-        await asyncio.sleep(_CLOSE_SECONDS)
+        await asyncio.sleep(CLOSE_SECONDS)
         for connection in [*self.server_state.connections]:
             connection.transport.abort()
 

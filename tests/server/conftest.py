@@ -1,4 +1,4 @@
-"""The server of the tests: one for each module."""
+"""The server that most tests share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _exact_products(exact_products):
     """The texts of a server are compared with those of the model alone."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(tmp_path_factory):
     from tests.support.servers import RunningServer
 
@@ -27,10 +27,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def client(server):
-    import httpx
-
-    with httpx.Client(base_url=server.url, timeout=60) as client:
-        yield client
+    return server.client
 
 
 @pytest.fixture(autouse=True)

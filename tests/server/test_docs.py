@@ -1,4 +1,4 @@
-"""The example of docs/server.md runs as it stands, but for the port."""
+"""docs/server.md: its example runs as it stands, but for the address and the name of the model."""
 
 from __future__ import annotations
 
@@ -8,29 +8,25 @@ from pathlib import Path
 import pytest
 
 from models.server.app import create_app
-from tests.support.servers import RunningServer
 
 DOCS = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
 
 
-def test_the_example_of_the_docs(tmp_path):
+def test_the_example_of_the_docs(server):
     pytest.importorskip("openai")
     (code,) = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
-    with RunningServer(tmp_path, model_name="shakespeare") as server:
-        names = {}
-        exec(code.replace("http://127.0.0.1:8000", server.url), names)
-        assert names["answer"].usage.completion_tokens == 60 and names["text"]
-        assert names["streamed"]
-        names["api"].close()
+    names = {}
+    code = code.replace("http://127.0.0.1:8000", server.url).replace('"shakespeare"', '"small"')
+    exec(code, names)
+    assert names["answer"].usage.completion_tokens == 60 and names["text"]
+    assert names["streamed"]
+    names["api"].close()
 
 
-def test_the_docs_name_every_metric(server):
+def test_the_docs_name_every_metric_and_endpoint(server):
     for name in server.metrics():
         name = re.sub(r"_(bucket|sum|count|created)$", "", name.partition("{")[0])
         assert name in DOCS
-
-
-def test_the_docs_name_every_endpoint(server):
     for route in create_app(server.service).routes:
         path = route.path.partition("/{")[0]
         assert f"`GET {path}`" in DOCS or f"`POST {path}`" in DOCS or path.startswith("/page"), path

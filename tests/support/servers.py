@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import json
 import re
+import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jax
 
 from models.chat import ChatTemplate
@@ -19,6 +24,7 @@ from models.server.server import Server
 from models.server.service import Service
 from models.tokenizer import Tokenizer, save_byte_tokenizer
 from pallas_paged.engine import Engine, EngineConfig
+from pallas_paged.engine.runner import fit_mode, modes_for
 from tests.support.plain_model import PlainModel, greedy_tokens
 
 MODEL = PlainModel(vocab_size=256, num_layers=1, max_model_len=256)
@@ -28,7 +34,11 @@ SIZES = EngineConfig(
 CHAT_TEMPLATE = """\
 {%- if tools %}[tools] {{ tools | tojson }}
 {% endif -%}
+{%- if documents %}[documents] {{ documents | tojson }}
+{% endif -%}
 {%- if style is defined %}[style] {{ style }}
+{% endif -%}
+{%- if reasoning_effort is defined %}[effort] {{ reasoning_effort }}
 {% endif -%}
 {%- for message in messages -%}
 {%- if message.role == "tool" %}{{ raise_exception("no tools here") }}{% endif -%}
@@ -38,39 +48,63 @@ CHAT_TEMPLATE = """\
 """
 
 
+def make_service(
+    folder: Path,
+    engine: Engine | None = None,
+    *,
+    has_texts: bool = True,
+    defaults: dict[str, Any] | None = None,
+    chat_defaults: dict[str, Any] | None = None,
+    **config: Any,
+) -> Service:
+    """Make a service; files of the tokenizer and the template go to a folder.
+
+    Args:
+        folder: gets the files, but keeps those that it has.
+        engine: of a model over bytes; None: a small one.
+        has_texts: whether there are a tokenizer and a chat template.
+        defaults, chat_defaults: of sampling.
+        config: fields of `ServerConfig`.
+    """
+    engine = small_engine(folder if has_texts else None) if engine is None else engine
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return Service(
+        engine,
+        ServerConfig(**{"model_name": "small", "drain_timeout": 30.0} | config),
+        vocab_size=MODEL.vocab_size,
+        tokenizer=Tokenizer(folder) if has_texts else None,
+        chat_template=ChatTemplate(folder) if has_texts else None,
+        sampling_defaults=defaults,
+        chat_defaults=chat_defaults,
+    )
+
+
 class RunningServer:
     """A server that runs from `with` to the end of the block; then every page must be free.
 
     Attributes:
         url: address.
+        bound: its socket.
+        client: of httpx, for this address.
         service: what it serves.
         server: the `Server`, in the loop of its thread.
     """
 
     def __init__(
-        self, folder: Path, *, engine: Engine | None = None, has_texts: bool = True, **config: Any
+        self,
+        folder: Path,
+        engine: Engine | None = None,
+        *,
+        access_log: bool = False,
+        **options: Any,
     ):
-        """Make the service; files of the tokenizer and the template go to a folder.
-
-        Args:
-            folder: gets the files.
-            engine: of a model over bytes; None: a small one.
-            has_texts: whether there are a tokenizer and a chat template.
-            config: fields of `ServerConfig`.
-        """
-        save_byte_tokenizer(folder, max_length=MODEL.max_model_len)
-        (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-        self._engine = small_engine(folder if has_texts else None) if engine is None else engine
-        self.service = Service(
-            self._engine,
-            ServerConfig(**{"model_name": "small", "drain_timeout": 30.0} | config),
-            vocab_size=MODEL.vocab_size,
-            tokenizer=Tokenizer(folder) if has_texts else None,
-            chat_template=ChatTemplate(folder) if has_texts else None,
-        )
-        self.server = Server(self.service)
-        self._bound = listen("127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._bound.getsockname()[1]}"
+        """Make the service; options are those of `make_service`."""
+        self._engine = small_engine(folder) if engine is None else engine
+        self.service = make_service(folder, self._engine, **options)
+        self.server = Server(self.service, access_log=access_log)
+        self.bound = listen("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self.bound.getsockname()[1]}"
+        self.client = httpx.Client(base_url=self.url, timeout=60, verify=False)
         self._thread = threading.Thread(target=self._run)
 
     def __enter__(self) -> RunningServer:
@@ -79,6 +113,7 @@ class RunningServer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.client.close()
         self.stop()
         self._thread.join(60)
         assert not self._thread.is_alive()
@@ -96,26 +131,56 @@ class RunningServer:
 
     def metrics(self) -> dict[str, float]:
         """Return the values of the metrics, by name and labels but that of the model."""
-        text = self.call(self.service.metrics.render()).decode()
-        lines = (line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
-        return {_short(name): float(value) for name, value in lines}
+        return metric_values(self.call(self.service.metrics.render()))
 
     def wait_until_idle(self) -> None:
         """Wait until no request runs or waits, and every page is free or only cached."""
 
         def is_idle() -> bool:
-            values = self.metrics()
+            values, admission = self.metrics(), self.service.admission
             names = ("num_requests_running", "num_requests_waiting", "num_used_pages")
-            return not any(values[name] for name in names) and not self.service.admission.num_seqs
+            numbers = [admission.num_seqs, admission.num_requests]
+            return not any([*numbers, *(values[name] for name in names)])
 
         wait_until(is_idle)
+
+    @contextlib.contextmanager
+    def connection(self, data: bytes) -> Iterator[socket.socket]:
+        """Open a connection, and send these bytes."""
+        with socket.create_connection(self.bound.getsockname(), timeout=30) as connection:
+            connection.sendall(data)
+            yield connection
+
+    def exchange(self, data: bytes) -> bytes:
+        """Send bytes over a connection that the server closes, and return all that comes back."""
+        received = b""
+        # It may have left some of the data unread.
+        with self.connection(data) as connection, contextlib.suppress(ConnectionResetError):
+            while piece := connection.recv(65536):
+                received += piece
+        return received
 
     def _run(self) -> None:
         async def serve() -> None:
             self._loop = asyncio.get_running_loop()
-            await self.server.serve(sockets=[self._bound])
+            await self.server.serve(sockets=[self.bound])
 
         asyncio.run(serve())
+
+
+def http_request(path: str, fields: Any = None, *headers: str) -> bytes:
+    """Return the bytes of a POST request with JSON, or of a GET request."""
+    body = b"" if fields is None else json.dumps(fields).encode()
+    lines = [f"{'GET' if fields is None else 'POST'} {path} HTTP/1.1", "host: x", *headers]
+    if fields is not None:
+        lines += ["content-type: application/json", f"content-length: {len(body)}"]
+    return "\r\n".join([*lines, "\r\n"]).encode() + body
+
+
+def metric_values(text: bytes) -> dict[str, float]:
+    """Return the values of metrics in Prometheus' format, as `RunningServer.metrics`."""
+    lines = [line.rsplit(" ", 1) for line in text.decode().splitlines() if line[0] != "#"]
+    return {_short(name): float(value) for name, value in lines}
 
 
 def _short(name: str) -> str:
@@ -126,14 +191,21 @@ def _short(name: str) -> str:
 
 @functools.cache
 def small_params() -> dict[str, jax.Array]:
-    return MODEL.init(jax.random.key(0))
+    return jax.device_put(MODEL.init(0))
 
 
 def small_engine(folder: Path | None) -> Engine:
-    """Make an engine whose tokenizer is in a folder; None: without one."""
-    if folder is not None:
+    """Make an engine whose tokenizer goes to a folder; None: without one.
+
+    Its steps serve requests with any parameters, so that all tests share two programs.
+    """
+    if folder is not None and not (folder / "tokenizer.json").exists():
         save_byte_tokenizer(folder, max_length=MODEL.max_model_len)
-    return Engine(MODEL, small_params(), SIZES, Tokenizer(folder) if folder is not None else None)
+    engine = Engine(MODEL, small_params(), SIZES, Tokenizer(folder) if folder is not None else None)
+    runner, mode = engine.replicas[0].runner, modes_for(None)[-1]
+    for shape in runner.buckets.all():
+        runner.compiled[shape] = {fit_mode(mode, shape)}
+    return engine
 
 
 @functools.cache

@@ -1,0 +1,186 @@
+"""Connections: their number, the time and the size of their heads, and what is not HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from models.server import connection
+from tests.support.servers import RunningServer, http_request, wait_until
+
+HEAD = b"GET / HTTP/1.1\r\nhost: x\r\n"
+
+
+class Transport(asyncio.Transport):
+    """A transport that keeps what is written."""
+
+    def __init__(self):
+        super().__init__({"peername": ("1.2.3.4", 5), "sockname": ("127.0.0.1", 80)})
+        self.written, self.closed, self.aborted = b"", False, False
+
+    def write(self, data):
+        self.written += data
+
+    def close(self):
+        self.closed = True
+
+    def abort(self):
+        self.aborted = True
+
+    def is_closing(self):
+        return self.closed or self.aborted
+
+    def pause_reading(self):
+        pass
+
+    def resume_reading(self):
+        pass
+
+
+class Connections:
+    """Connections of one server, in the running loop; `scopes` are those of its requests."""
+
+    def __init__(self, max_connections=9):
+        self.errors, self.scopes, self._state = [], [], ServerState()
+        self._config = uvicorn.Config(self._answer, interface="asgi3", ws="none", log_config=None)
+        self._class = connection.connection_class(max_connections, self.errors.append)
+
+    def open(self):
+        made = self._class(self._config, self._state, {})
+        made.connection_made(transport := Transport())
+        return made, transport
+
+    async def _answer(self, scope, receive, send):
+        self.scopes.append(scope)
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+
+async def settle():
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def error_of(transport):
+    head, _, body = transport.written.partition(b"\r\n\r\n")
+    lines = head.decode().split("\r\n")
+    assert lines[1:] == [
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        "connection: close",
+    ]
+    assert transport.closed
+    return lines[0], json.loads(body)["error"]["message"]
+
+
+def test_a_connection_beyond_the_limit_is_refused():
+    async def test():
+        connections = Connections(2)
+        (first, _), (_, second) = connections.open(), connections.open()
+        _, third = connections.open()
+        status, message = error_of(third)
+        assert status == "HTTP/1.1 503 Service Unavailable" and "2 connections" in message
+        assert not second.written and connections.errors == [503]
+        first.connection_lost(None)
+        connections.open()[0].connection_lost(None)
+        assert connections.errors == [503, 503]  # the refused one has not been lost yet
+
+    asyncio.run(test())
+
+
+def test_a_head_may_have_64_kib_in_each_request_of_a_connection():
+    async def test():
+        connections = Connections()
+        one, transport = connections.open()
+        room = connection.MAX_HEAD_BYTES - len(HEAD) - 3
+        for _ in range(2):
+            one.data_received(HEAD)
+            one.data_received(b"a: " + b"x" * room)  # the last byte that fits
+            assert not transport.written.endswith(b"}")
+            one.data_received(b"\r\n\r\n")
+            await settle()
+        assert transport.written.count(b"204") == 2 and not connections.errors
+
+        one.data_received(HEAD)
+        one.data_received(b"a: " + b"x" * connection.MAX_HEAD_BYTES)
+        assert b"431 Request Header Fields Too Large" in transport.written and transport.closed
+        fresh, transport = connections.open()
+        fresh.data_received(HEAD + b"a: " + b"x" * (room + 1))
+        assert "65536 bytes" in error_of(transport)[1] and connections.errors == [431, 431]
+
+    asyncio.run(test())
+
+
+def test_a_head_must_arrive_in_time(monkeypatch):
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.05)
+
+    async def test():
+        connections = Connections()
+        silent, partial, done, second, lost = (connections.open() for _ in range(5))
+        partial[0].data_received(HEAD)
+        done[0].data_received(HEAD + b"\r\n")  # then it may idle
+        second[0].data_received(HEAD + b"\r\n")
+        await settle()
+        second[0].data_received(HEAD)
+        lost[0].connection_lost(None)
+        await asyncio.sleep(0.15)
+        aborted = [one.aborted for _, one in (silent, partial, done, second, lost)]
+        assert aborted == [True, True, False, True, False]
+        assert connections.scopes[0]["state"]["cut"] == done[1].abort
+
+    asyncio.run(test())
+
+
+def test_what_is_not_http_gets_a_400():
+    async def test():
+        connections = Connections()
+        for data in (b"\x16\x03\x01 not HTTP\r\n\r\n", HEAD + b"content-length: x\r\n\r\n"):
+            one, transport = connections.open()
+            one.data_received(data)
+            status, message = error_of(transport)
+            assert status == "HTTP/1.1 400 Bad Request" and "Invalid HTTP" in message
+        assert connections.errors == [400, 400] and not connections.scopes
+
+    asyncio.run(test())
+
+
+def test_errors_of_connections_are_counted(server):
+    before = server.metrics().get('http_errors_total{status="400"}', 0)
+    assert b'"error"' in server.exchange(b"not HTTP\r\n\r\n")
+    assert server.metrics()['http_errors_total{status="400"}'] == before + 1
+
+
+def test_many_requests_in_one_connection(server):
+    body = {"prompt": "x", "max_tokens": 2, "temperature": 0}
+    last = http_request("/health", None, "connection: close")
+    received = server.exchange(http_request("/v1/completions", body) * 5 + last)
+    assert received.count(b"HTTP/1.1 200 OK") == 6 and b'{"status":"ok"}' in received
+
+
+def test_a_server_beyond_its_connections(tmp_path):
+    with RunningServer(tmp_path, max_connections=2) as server:
+        clients = [httpx.Client(base_url=server.url, verify=False) for _ in range(3)]
+        for client in clients[:2]:
+            assert client.get("/health").status_code == 200
+        assert clients[2].get("/health").status_code == 503
+        clients[0].close()
+        wait_until(lambda: len(server.server.server_state.connections) == 1)
+        assert server.client.get("/health").status_code == 200
+        clients[1].close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_address_of_a_client_is_that_of_its_connection(tmp_path, caplog, stream):
+    """Headers of a proxy, which any client can send, change nothing; the log has each request."""
+    with RunningServer(tmp_path, access_log=True) as server:
+        headers = {"x-forwarded-for": "9.9.9.9", "x-forwarded-proto": "https"}
+        body = {"prompt": "x", "max_tokens": 1, "stream": stream}
+        answer = server.client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200 and "server" not in answer.headers
+    (line,) = [one.getMessage() for one in caplog.records if one.name == "uvicorn.access"]
+    assert line.startswith("127.0.0.1:") and '"POST /v1/completions HTTP/1.1" 200' in line

@@ -1,0 +1,259 @@
+"""Fields of a request: what they become, and which are refused; without a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+
+import pytest
+from starlette.requests import Request
+
+from models.server import body
+from models.server.body import Fields, read_fields
+from models.server.call import field_of
+from models.server.chat_completions import parse_chat, take_conversation
+from models.server.completions import parse_completion
+from models.server.config import ServerConfig
+from models.server.errors import APIError
+from pallas_paged.engine import SamplingParams
+from tests.support.servers import make_service
+
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    defaults = {"temperature": 0.5, "stop": "D", "stop_token_ids": [7], "top_k": 3}
+    folder = tmp_path_factory.mktemp("fields")
+    return make_service(folder, defaults=defaults, chat_defaults={"stop": ["A", "B"]})
+
+
+def error_of(call, *args):
+    with pytest.raises(APIError) as raised:
+        call(*args)
+    error = raised.value.body["error"]
+    return raised.value.status, error["message"], error["param"]
+
+
+def test_fields_say_what_they_expect():
+    fields = Fields({"a": 1, "b": True, "c": None, "d": 1.5, "e": 0, "f": False}, path="in.")
+    assert fields.take("a", float) == 1 and fields.take("c", str, default="x") == "x"
+    assert fields.take("missing", dict) is None and fields.take("e", int, default=5) == 0
+    assert fields.take("f", bool, default=True) is False
+    message = "in.b must be an integer or a string"
+    assert error_of(fields.take, "b", int, str) == (400, message, "in.b")
+    assert error_of(fields.end) == (400, "unknown field in.d", "in.d")
+    assert fields.take("d") == 1.5 and fields.end() is None
+    kinds = {bool: "a boolean", float: "a number", list: "an array", dict: "an object"}
+    for kind, name in kinds.items():
+        assert error_of(Fields({"x": "y"}).take, "x", kind)[1] == f"x must be {name}"
+    assert error_of(Fields({"k" * 200: 1}).end)[1:] == ("unknown field " + "k" * 100, "k" * 100)
+    fields = Fields({"x": "other", "y": "", "z": None}, path="in.")
+    assert error_of(fields.refuse, "x", "") == (400, "in.x is not supported", "in.x")
+    assert fields.refuse("y", "a", "") is None and fields.refuse("z") is None
+    assert fields.end() is None
+
+
+def read(pieces, *, headers=(), content_type=b"application/json", max_bytes=10, wait=0.0):
+    """Read a body that comes in pieces, and take those from the list that are read."""
+
+    async def receive():
+        await asyncio.sleep(wait)
+        return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
+
+    headers = [(b"content-type", content_type), *headers]
+    request = Request({"type": "http", "method": "POST", "headers": headers}, receive)
+    fields = asyncio.run(read_fields(request, max_bytes))
+    fields.take("a")
+    fields.end()
+
+
+def test_bodies_must_be_small_timely_json(monkeypatch):
+    for kind in (b"application/json", b" Application/JSON ;charset=utf-8"):
+        read([b'{"a"', b": 123}"], content_type=kind)  # as many bytes as allowed
+    for kind in (b"", b"text/plain", b"application/json5"):
+        assert error_of(lambda kind=kind: read([], content_type=kind))[0] == 415
+    too_large = 413, "the body has more than 10 bytes", None
+    assert error_of(lambda: read([b'{"a":  123', b"}"])) == too_large
+    monkeypatch.setattr(body, "MAX_DISCARDED_BYTES", 5)
+    # Up to this many more bytes are read before the answer, which the client else does not see.
+    # Up to this many more bytes are read before the answer, which the client else does not see.
+    for pieces, num_left in (([7, 8], 0), ([7, 9, 1], 1)):
+        pieces = [b" " * size for size in pieces]
+        assert error_of(lambda pieces=pieces: read(pieces)) == too_large
+        assert len(pieces) == num_left
+    for length, extra in ((b"16", []), (b"11", [(b"expect", b"100-continue")])):
+        headers = [(b"content-length", length), *extra]
+        assert error_of(lambda headers=headers: read([], headers=headers)) == too_large
+    for length in (b"15", b"x"):
+        headers = [(b"content-length", length)]
+        assert error_of(lambda headers=headers: read([b" " * 11], headers=headers)) == too_large
+    read([b"{}"], headers=[(b"content-length", b"10"), (b"expect", b"100-continue")])
+    monkeypatch.setattr(body, "BODY_SECONDS", 0.05)
+    with pytest.raises(APIError, match="the body did not arrive in 0 s") as raised:
+        read([b"{", b"}"], wait=0.04)
+    assert (raised.value.status, raised.value.headers) == (408, {"connection": "close"})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(b"", b"{", b"[]", b"null", b'"x"', b'{"prompt": "\xff"}', b'{"prompt": "x"} x'),
+        *(b'{"a": NaN}', b'{"a": -Infinity}', b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"),
+    ],
+)
+def test_bodies_that_are_not_json_objects(text):
+    status, message, param = error_of(lambda: read([text], max_bytes=200_000))
+    assert (status, param) == (400, None) and "JSON" in message
+
+
+def parsed(parse, service, **fields):
+    fields = Fields({"messages": MESSAGES} | fields if parse is parse_chat else fields)
+    return parse(fields, service)
+
+
+def test_fields_become_parameters(service):
+    def completion(**fields):
+        return parsed(parse_completion, service, prompt="x", **fields).params
+
+    def chat(**fields):
+        return parsed(parse_chat, service, **fields).params
+
+    base = dict(temperature=0.5, top_k=3, stop="D", stop_token_ids=[7], max_tokens=16)
+    assert completion() == SamplingParams(**base)
+    names = dict(n=2, best_of=3, length_penalty=2.0, min_tokens=1, temperature=0.0, top_k=5)
+    names |= dict(top_p=0.5, min_p=0.25, presence_penalty=1.0, frequency_penalty=-1.0, seed=5)
+    names |= dict(repetition_penalty=1.5, ignore_eos=True, max_tokens=4, logprobs=2)
+    assert completion(**names) == SamplingParams(**base | names)
+    assert completion(seed=-3).seed == 2**32 - 3
+    assert completion(seed=2**32 + 1).seed == 1
+    assert completion(logit_bias={"5": 1}).logit_bias == ((5, 1),)
+    assert completion(echo=True, logprobs=3).prompt_logprobs == 3
+    assert completion(echo=True).prompt_logprobs is None
+    assert completion(stop="E", stop_token_ids=[8]) == SamplingParams(
+        **base | {"stop": ["D", "E"], "stop_token_ids": [7, 8]}
+    )
+    assert chat() == SamplingParams(stop=["A", "B"])
+    assert chat(stop=["C"], temperature=0.25).stop == ("A", "B", "C")
+    assert chat(max_tokens=5).max_tokens == chat(max_completion_tokens=5).max_tokens == 5
+    assert chat(max_tokens=5, max_completion_tokens=5).max_tokens == 5
+    assert chat(max_completion_tokens=0).max_tokens == 0
+    assert (chat().logprobs, chat(logprobs=True).logprobs) == (None, 0)
+    assert chat(logprobs=True, top_logprobs=20).logprobs == 20
+    assert chat(logprobs=False, top_logprobs=0).logprobs is None
+    # The largest that are allowed.
+    assert completion(n=128).n == completion(best_of=128).best_of == 128
+    assert len(completion(stop=["x" * 1000] * 16).stop) == 17
+
+
+def test_fields_become_calls(service):
+    call = parsed(parse_completion, service, prompt=["ab", [1, 2, 3], "c"])
+    assert (call.num_prompts, call.num_characters, call.priority) == (3, 3, 0)
+    assert [prompt.token_ids for prompt in call.encode()] == [[97, 98], [1, 2, 3], [99]]
+    assert [prompt.text for prompt in call.encode()] == ["", "", ""]
+    assert abs(time.perf_counter() - call.arrival) < 10
+    call = parsed(parse_completion, service, prompt=["ab", [65, 66]], echo=True, suffix="")
+    assert [prompt.text for prompt in call.encode()] == ["ab", "AB"]
+    assert parsed(parse_completion, service, prompt=[5, 6]).num_prompts == 1
+    largest = parsed(parse_completion, service, prompt="x", priority=-(2**31) + 1, stream=True)
+    assert largest.priority == -(2**31) + 1 and largest.stream and not largest.include_usage
+    options = {"include_usage": True, "include_obfuscation": False}
+    ignored = dict.fromkeys(("user", "metadata", "store", "service_tier", "safety_identifier"), 1)
+    ignored |= dict.fromkeys(("prompt_cache_key", "prompt_cache_retention"), "x")
+    chat = dict(parallel_tool_calls=True, modalities=["text"], response_format={"type": "text"})
+    call = parsed(parse_chat, service, stream=True, stream_options=options, **ignored, **chat)
+    assert call.stream and call.include_usage and call.num_prompts == 1
+    assert call.num_characters > len(str(MESSAGES))
+    assert bytes(call.encode()[0].token_ids) == b"[user] x\n[assistant] "
+    heads = [call.answer.head, parsed(parse_completion, service, prompt="x").answer.head]
+    for head, kind, prefix in zip(
+        heads, ("chat.completion", "text_completion"), ("chatcmpl-", "cmpl-"), strict=True
+    ):
+        assert head.pop("id").startswith(prefix) and abs(head.pop("created") - time.time()) < 60
+        assert head == {"object": kind, "model": "small", "system_fingerprint": None}
+    one, other = (parsed(parse_completion, service, prompt="x").answer.head for _ in range(2))
+    assert one["id"] != other["id"] and len(one["id"]) == len("cmpl-") + 32
+
+
+def test_fields_that_the_template_renders(service):
+    def rendered(**fields):
+        conversation = take_conversation(Fields({"messages": MESSAGES} | fields), service)
+        assert conversation.num_characters > sum(len(str(one)) for one in fields.values())
+        return bytes(conversation.encode(service)).decode()
+
+    end = "[user] x\n[assistant] "
+    tools = {"tools": [{"type": "function", "function": {"name": "add"}}]}
+    assert rendered(**tools).endswith(end) and '"add"' in rendered(**tools)
+    assert rendered(**tools, tool_choice="auto") == rendered(**tools)
+    assert rendered(**tools, tool_choice="none") == end
+    assert rendered(documents=[{"title": "T"}]).startswith('[documents] [{"title": "T"}]')
+    assert rendered(add_generation_prompt=False) == "[user] x\n"
+    assert rendered(reasoning_effort="low") == "[effort] low\n" + end
+    both = {"reasoning_effort": "high", "style": "old"}
+    expected = "[style] old\n[effort] high\n" + end
+    assert rendered(reasoning_effort="low", chat_template_kwargs=both) == expected
+
+
+def test_texts_have_special_tokens_but_rendered_ones_have_not(tmp_path):
+    """`tokenizer.json` may add some to each text, which a template writes itself."""
+    made = make_service(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    settings = json.loads(path.read_text())
+    single = [{"SpecialToken": {"id": "!", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    settings["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"!": {"id": "!", "ids": [33], "tokens": ["!"]}},
+    }
+    path.write_text(json.dumps(settings))
+    made = make_service(tmp_path)
+    assert bytes(made.encode_text("x")) == b"!x"
+    assert bytes(made.encode_text("x", add_special_tokens=False)) == b"x"
+    assert bytes(parsed(parse_completion, made, prompt="x").encode()[0].token_ids) == b"!x"
+    assert bytes(parsed(parse_chat, made).encode()[0].token_ids) == b"[user] x\n[assistant] "
+
+
+def test_long_texts_are_encoded_in_a_thread(service):
+    here = threading.get_ident()
+    for length, is_inline in ((4000, True), (4001, False)):
+        assert (asyncio.run(service.encode(threading.get_ident, length)) == here) == is_inline
+
+
+def test_errors_name_their_field():
+    for name in ("top_k", "stop", "max_tokens", "logprobs", "logit_bias", "seed", "best_of"):
+        assert field_of(f"{name}=5 must be less") == name
+    for message in ("prompt=5", "the seed", ""):
+        assert field_of(message) is None
+    error = APIError(400, "x" * 1001, param="\ud800").body["error"]
+    assert error["message"] == "x" * 1000 + " ..." and error["param"] == "\\ud800"
+    assert APIError(400, "x" * 1000).body["error"]["message"] == "x" * 1000
+    kinds = {400: ("invalid_request_error", None), 401: ("authentication_error", "invalid_api_key")}
+    kinds |= {429: ("rate_limit_error", "rate_limit_exceeded"), 500: ("server_error",) * 2}
+    kinds |= {404: ("invalid_request_error", "not_found"), 504: ("server_error", "timeout")}
+    kinds |= {503: ("server_error", "service_unavailable"), 418: ("invalid_request_error", None)}
+    kinds |= {408: ("invalid_request_error", "request_timeout")}
+    kinds |= {413: ("invalid_request_error", "request_too_large")}
+    for status, kind in kinds.items():
+        error = APIError(status, "m").body["error"]
+        assert (error["type"], error["code"], error["param"]) == (*kind, None)
+    assert APIError(404, "m", code="own").body["error"]["code"] == "own"
+
+
+def test_limits_of_a_server_have_bounds():
+    config = ServerConfig(model_name="x")
+    limits = dict(max_body_bytes=8 << 20, max_queue=1024, max_connections=4096, api_keys=())
+    limits |= dict(request_timeout=600, drain_timeout=30)
+    assert {name: getattr(config, name) for name in limits} == limits
+    least = dict(max_body_bytes=1, max_queue=0, max_connections=1)
+    least |= dict(request_timeout=0.0, drain_timeout=0.0)
+    ServerConfig(model_name="x", **least)
+    for name, value in least.items():
+        for bad in (value - 1, None, "5"):
+            with pytest.raises(ValueError, match=name):
+                ServerConfig(model_name="x", **{name: bad})
+    for bad in ({"model_name": ""}, {"api_keys": ("",)}, {"api_keys": ("a", "é")}):
+        with pytest.raises(ValueError, match="empty"):
+            ServerConfig(**{"model_name": "x"} | bad)

@@ -21,8 +21,6 @@ from tests.support.engine_calls import (
     weights,
 )
 
-pytestmark = pytest.mark.usefixtures("exact_products")
-
 
 def press_ctrl_c() -> None:
     os.kill(os.getpid(), signal.SIGINT)

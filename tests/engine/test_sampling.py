@@ -13,6 +13,7 @@ from pallas_paged.engine.detokenizer import IncrementalDetokenizer
 from pallas_paged.engine.outputs import TokenLogprobs
 from pallas_paged.engine.sampler import SamplingMode
 from pallas_paged.engine.sequence import Sequence
+from pallas_paged.engine.sequence_group import SequenceGroup
 from tests.support.beam_oracle import beam_search
 from tests.support.engine_calls import (
     MODEL,
@@ -96,13 +97,13 @@ def test_a_request_may_have_more_samples_than_slots(caching):
 
 @pytest.mark.parametrize(
     ("params", "most"),
-    [({"n": 4}, 10), ({"best_of": 9}, 16), ({"beam_width": 8}, 12), ({"n": 40}, 60)],
+    [({"n": 4}, 10), ({"best_of": 9}, 16), ({"beam_width": 8}, 12), ({"n": 20}, 30)],
 )
 def test_a_request_of_many_samples_does_not_block_those_behind_it(params, most):
     """A long request holds one of four slots."""
-    engine = make_engine(num_pages=64)
+    engine = make_engine()
     steps_of(engine, 1)
-    engine.submit([1, 2, 3], sampling(max_tokens=50))
+    engine.submit([1, 2, 3], sampling(max_tokens=37))
     step(engine)
     step(engine)
     engine.submit([4, 5], sampling(max_tokens=2, **params))
@@ -159,6 +160,7 @@ def test_logprobs_equal_the_dense_model(oracle, top):
         assert output.cumulative_logprob == pytest.approx(total, abs=1e-3)
 
 
+@pytest.mark.slow  # a vocabulary of its own has steps of its own
 def test_there_may_be_fewer_tokens_than_logprobs():
     model = replace(MODEL, vocab_size=12)
     (request,) = serve(make_engine(model), [[1, 2]], greedy(max_tokens=2, logprobs=20))
@@ -180,12 +182,11 @@ PROCESSORS = [
     dict(stop_token_ids=range(20)),
     dict(ignore_eos=True, min_tokens=4),
 ]
-EOS = 37
+EOS = 5
 
 
-def processed_tokens(oracle, prompt, params: SamplingParams) -> list[int]:
+def processed_tokens(oracle, prompt, params: SamplingParams, stops) -> list[int]:
     """Greedy tokens by a loop over the logits of the dense model."""
-    stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else (EOS,))}
     out: list[int] = []
     while len(out) < params.max_tokens and not (out and out[-1] in stops):
         logits = oracle.logits([*prompt, *out])[-1]
@@ -202,16 +203,20 @@ def processed_tokens(oracle, prompt, params: SamplingParams) -> list[int]:
     return out
 
 
-@pytest.mark.parametrize("num_pages", [16, *slow([64])])
-def test_processed_logits_equal_a_loop_over_the_dense_model(oracle, num_pages):
+@pytest.mark.parametrize(("num_pages", "eos"), [(16, ()), *slow([(64, ()), (16, (EOS,))])])
+def test_processed_logits_equal_a_loop_over_the_dense_model(oracle, num_pages, eos):
     """With all of them in one batch; in the small pool they are preempted and counted again."""
-    engine = make_engine(replace(MODEL, eos_token_ids=(EOS,)), weights(), num_pages=num_pages)
-    each = [greedy(**params) for params in PROCESSORS for _ in range(2)]
-    prompts = [PROMPTS[i % 4] for i in range(len(each))]
-    requests = serve(engine, prompts, each)
-    for prompt, request in zip(prompts, requests, strict=True):
-        assert tokens_of([request]) == [processed_tokens(oracle, prompt, request.params)]
-    assert len(set(map(tuple, tokens_of(requests)))) > 10
+    model = replace(MODEL, eos_token_ids=eos)  # with EOS it has compiled steps of its own
+    engine = make_engine(model, weights(), num_pages=num_pages)
+    load, wanted = [], []
+    for index, params in enumerate(one for one in PROCESSORS for _ in range(2)):
+        prompt, params = PROMPTS[index % 4], greedy(**params)
+        stops = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
+        wanted.append(processed_tokens(oracle, prompt, params, stops))
+        load.append((prompt, params if eos else replace(params, stop_token_ids=tuple(stops))))
+    requests = serve(engine, *zip(*load, strict=True))
+    assert tokens_of(requests) == wanted
+    assert len(set(map(tuple, wanted))) > 10
     assert (engine.stats().num_preemptions > 0) == (num_pages == 16)
 
 
@@ -242,9 +247,19 @@ def test_best_of_returns_those_with_the_highest_mean_logprob():
     assert last.finished
 
 
-@pytest.mark.parametrize("penalty", [0.0, 1.0])
-@pytest.mark.parametrize("stops", [(), (19, 2, 7, 30, 12)])
-@pytest.mark.parametrize("width", [2, 3])
+STOPS = (19, 2, 7, 30, 12)
+
+
+@pytest.mark.parametrize(
+    ("width", "stops", "penalty"),
+    [
+        (2, (), 1.0),
+        (3, STOPS, 1.0),
+        (3, (), 0.0),
+        (2, STOPS, 0.0),
+        *slow([(2, (), 0.0), (3, STOPS, 0.0), (3, (), 1.0), (2, STOPS, 1.0)]),
+    ],
+)
 def test_beam_search_equals_brute_force(oracle, width, stops, penalty):
     """Three searches and three sampling requests share slots and pages that suffice for one."""
     prompts = PROMPTS[:3]
@@ -307,33 +322,35 @@ def test_an_abort_ends_a_request_with_its_tokens_so_far(kind, num_steps):
         assert min(lengths) > 0
 
 
-class ByteTokenizer:
-    """A token is a byte of UTF-8."""
+class CharacterTokenizer:
+    """A token is a letter, or a byte of a longer character of UTF-8."""
+
+    BYTES = "abcdefghijklmnopqrstuvwxyz ,.!-é€🎭".encode()
 
     def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+        return [self.BYTES.index(byte) for byte in text.encode()]
 
     def decode(self, token_ids) -> str:
-        return bytes(token_ids).decode(errors="replace")
+        return bytes(self.BYTES[token_id] for token_id in token_ids).decode(errors="replace")
 
 
-BYTES = replace(MODEL, vocab_size=256)
+TOKENIZER = CharacterTokenizer()
 SPEAKING = SamplingParams(max_tokens=30, temperature=1.0, seed=5)
 
 
 @pytest.fixture(scope="module")
 def spoken() -> CompletionOutput:
-    """The byte model's completion of "hello"; many of its bytes are invalid UTF-8."""
-    (request,) = serve(make_engine(BYTES, None, ByteTokenizer()), ["hello"], SPEAKING)
+    """The model's completion of "hello"; some of its bytes are invalid UTF-8."""
+    (request,) = serve(make_engine(tokenizer=TOKENIZER), ["hello"], SPEAKING)
     (output,) = request.outputs
-    assert request.prompt == "hello" and request.prompt_token_ids == list(b"hello")
-    assert output.text == ByteTokenizer().decode(output.token_ids)
+    assert request.prompt == "hello" and request.prompt_token_ids == [7, 4, 11, 11, 14]
+    assert output.text == TOKENIZER.decode(output.token_ids)
     assert len(set(output.text)) > 10 and "\ufffd" in output.text
     return output
 
 
 def test_text_is_reported_as_soon_as_it_is_certain(spoken):
-    engine = make_engine(BYTES, None, ByteTokenizer())
+    engine = make_engine(tokenizer=TOKENIZER)
     beams = SamplingParams(max_tokens=20, beam_width=2, n=2)
     load = [SPEAKING, replace(SPEAKING, n=3), replace(SPEAKING, best_of=2), beams]
     requests = [engine.submit("hello", params) for params in load]
@@ -343,7 +360,7 @@ def test_text_is_reported_as_soon_as_it_is_certain(spoken):
     assert silent.outputs[0].text == "" and tokens_of([silent]) == [spoken.token_ids]
     for request in requests:
         for output in request.outputs:
-            assert output.text == ByteTokenizer().decode(output.token_ids)
+            assert output.text == TOKENIZER.decode(output.token_ids)
 
 
 @pytest.mark.parametrize("num_steps", [1, 8])
@@ -351,7 +368,7 @@ def test_a_stop_text_may_span_tokens(spoken, num_steps):
     start = len(spoken.text) // 2
     stop = spoken.text[start : start + 3]
     cut = spoken.text.index(stop)
-    engine = make_engine(BYTES, None, ByteTokenizer())
+    engine = make_engine(tokenizer=TOKENIZER)
     steps_of(engine, num_steps)
     request = engine.submit("hello", replace(SPEAKING, stop=["never said", stop]))
     deltas = run(engine)
@@ -363,10 +380,12 @@ def test_a_stop_text_may_span_tokens(spoken, num_steps):
 
 
 def test_a_stop_text_within_min_tokens_ends_nothing(spoken):
-    end = next(i for i in range(5, 20) if spoken.text[i] not in spoken.text[i + 1 :])
-    engine = make_engine(BYTES, None, ByteTokenizer())
-    for min_tokens, text in ((end, spoken.text[:end]), (end + 1, spoken.text)):
-        params = replace(SPEAKING, stop=spoken.text[end], min_tokens=min_tokens)
+    engine = make_engine(tokenizer=TOKENIZER)
+    letters = [TOKENIZER.decode([token_id]) for token_id in spoken.token_ids]
+    at = next(i for i in range(9, 20) if letters.count(letters[i]) == 1 and letters[i].isascii())
+    cut = spoken.text.index(letters[at])
+    for min_tokens, text in ((at, spoken.text[:cut]), (at + 1, spoken.text)):
+        params = replace(SPEAKING, stop=letters[at], min_tokens=min_tokens)
         (request,) = serve(engine, ["hello"], params)
         assert request.outputs[0].text == text
 
@@ -374,40 +393,53 @@ def test_a_stop_text_within_min_tokens_ends_nothing(spoken):
 def test_the_stop_token_has_no_text(spoken):
     stop = spoken.token_ids[10]
     at = spoken.token_ids.index(stop)
-    engine = make_engine(BYTES, None, ByteTokenizer())
+    engine = make_engine(tokenizer=TOKENIZER)
     (request,) = serve(engine, ["hello"], replace(SPEAKING, stop_token_ids=[stop]))
     (output,) = request.outputs
     assert output.token_ids == spoken.token_ids[: at + 1]
-    assert output.text == ByteTokenizer().decode(spoken.token_ids[:at])
+    assert output.text == TOKENIZER.decode(spoken.token_ids[:at])
 
 
 def test_the_beginning_of_a_stop_text_is_reported_at_the_end(spoken):
     params = replace(SPEAKING, stop=spoken.text[-2:] + "never said")
-    (request,) = serve(make_engine(BYTES, None, ByteTokenizer()), ["hello"], params)
+    (request,) = serve(make_engine(tokenizer=TOKENIZER), ["hello"], params)
     assert request.outputs[0].text == spoken.text and reasons_of([request]) == ["length"]
 
 
-def test_the_mean_logprob_is_over_all_tokens():
-    request = Request(
+def request_of(**params) -> Request:
+    """A request that no engine has."""
+    return Request(
         request_id="0",
-        number=0,
         prompt=None,
         prompt_token_ids=[1],
-        params=SamplingParams(best_of=1),
+        params=SamplingParams(**params),
         seed=0,
         priority=0,
         max_len=9,
     )
+
+
+@pytest.mark.parametrize(
+    ("params", "wanted"),
+    [({}, {5}), ({"stop_token_ids": [7]}, {5, 7}), ({"ignore_eos": True}, set())],
+)
+def test_stop_tokens_are_those_of_the_model_and_of_the_request(params, wanted):
+    group = SequenceGroup(request_of(n=2, **params), tokenizer=None, eos_token_ids=(5,))
+    assert [one.stop_token_ids for one in group.live] == [wanted, wanted]
+
+
+def test_the_mean_logprob_is_over_all_tokens():
+    request = request_of(best_of=1)
     one = Sequence(
         request=request,
         output=CompletionOutput(index=0),
         token_ids=[1],
         max_len=9,
         mode=SamplingMode(),
-        detokenizer=IncrementalDetokenizer(ByteTokenizer(), (), ["b"]),
+        detokenizer=IncrementalDetokenizer(TOKENIZER, (), ["b"]),
     )
-    assert one.append(ord("a"), TokenLogprobs(ord("a"), -1.0, 1, [], [])) is None
-    assert one.append(ord("b"), TokenLogprobs(ord("b"), -2.0, 1, [], [])) == "stop"
+    assert one.append(0, TokenLogprobs(0, -1.0, 1, [], [])) is None
+    assert one.append(1, TokenLogprobs(1, -2.0, 1, [], [])) == "stop"
     assert one.output.text == "a" and one.mean_logprob == -1.5
 
 

@@ -95,6 +95,7 @@ def test_equals_the_gradient_of_xla(case, options, shared):
     np.testing.assert_array_equal(np.asarray(found["k_pages"], np.float32)[unread], 0)
 
 
+@pytest.mark.slow
 def test_keys_left_of_the_window_are_not_read():
     case = dataclasses.replace(CASE, seq_lens=(190,), q_lens=(40,), num_tokens=40)
     arrays = arrays_of(case, shared=False)

@@ -54,9 +54,9 @@ def oracle(attended, x, w):
     ("rows", "parts", "sizes", "num_x_stages"),
     [
         (16, 1, (512, 512, 256, 256), 4),
-        (128, 1, (256, 256, 256, 256), 3),
         *slow(
             [
+                (128, 1, (256, 256, 256, 256), 3),
                 (64, 1, (256, 384, 384, 192), 8),
                 (40, 1, (256, 256, 256, 0), 2),
                 (72, 1, (256, 256, 384, 0), 6),
@@ -120,6 +120,7 @@ def test_the_blocks_of_decoders_lower_for_a_gpu(rows, sizes):
     assert "stablehlo.pad" not in text and "stablehlo.transpose" not in text
 
 
+@pytest.mark.slow
 def test_two_parts_of_the_rows_are_the_same_as_one():
     shapes = shapes_of(256, 256, 256, 128)
     w = {name: draw(i, *shape) for i, (name, shape) in enumerate(shapes.items())}

@@ -45,12 +45,16 @@ group_of_5 = mosaic_case(
             {},
         ),
         (rows(seq_lens=(400,), q_lens=(9,)), {"num_programs": 8}, {}),
-        (rows(seq_lens=(400, 100), q_lens=(9, 3)), {"fixed_split_size": 128}, {}),
         (rows(seq_lens=(100, 180), q_lens=(40, 20)), {"num_consumers": 1}, {"sliding_window": 30}),
-        (group_of_5, {}, {}),
         (group_of_20, {}, {"tree_mask": TREE, "sinks": SINKS}),
+        *slow(
+            [
+                (rows(seq_lens=(400, 100), q_lens=(9, 3)), {"fixed_split_size": 128}, {}),
+                (group_of_5, {}, {}),
+            ]
+        ),
     ],
-    ids=["mixed", "split", "split size", "window", "group of 5", "group of 20, tree, sinks"],
+    ids=["mixed", "split", "window", "group of 20, tree, sinks", "split size", "group of 5"],
 )
 def test_matches_the_oracle(case, config, options):
     config = pp.MosaicRaggedConfig(**{**CONFIG, **config})
@@ -81,9 +85,10 @@ ALL = dict(
             {},
             {},
         ),
-        (quantized("int8", per_tensor=True, dtype="float16"), "NHD", {"num_consumers": 1}, {}),
         *slow(
             [
+                (quantized("int8", per_tensor=True, dtype="float16"), "NHD", {"num_consumers": 1},
+                 {}),
                 (quantized("int8", dtype="float16", seq_lens=(400,), q_lens=(9,), pages_per_seq=26),
                  "HND", {"num_programs": 8}, {"causal": False}),
                 (quantized("float8_e4m3fn", dtype="float16"), "2NHD", {}, ALL),
@@ -112,8 +117,12 @@ def test_int8_and_fp8_pages_match_the_oracle(case, kv_layout, config, options):
     ("case", "kv_layout", "options"),
     [
         (quantized("int8"), "HPND", ALL),
-        (quantized("float8_e4m3fn", page_size=128, pages_per_seq=1), "NH2D", {}),
-        *slow([(quantized("int8", per_tensor=True, dtype="float16"), "NHD", {})]),
+        *slow(
+            [
+                (quantized("float8_e4m3fn", page_size=128, pages_per_seq=1), "NH2D", {}),
+                (quantized("int8", per_tensor=True, dtype="float16"), "NHD", {}),
+            ]
+        ),
     ],
     ids=["int8, all options", "fp8, K and V in one array", "one scale"],
 )
@@ -134,6 +143,7 @@ def test_rows_that_are_converted_before_match_the_oracle(case, kv_layout, option
     assert_close(actual, meant, case.case.tolerance, **options)
 
 
+@pytest.mark.slow
 def test_which_rows_are_converted_before_changes_no_bit(monkeypatch):
     case = quantized("int8", seq_lens=(150, 130, 30), q_lens=(20, 40, 7), pages_per_seq=10)
     arrays, _ = case.make()
@@ -150,6 +160,7 @@ def test_which_rows_are_converted_before_changes_no_bit(monkeypatch):
     assert_same_bits(results[2], results[0])
 
 
+@pytest.mark.slow
 def test_slots_outside_a_row_change_no_bit_of_int8_results():
     case = quantized("int8")
     options = dict(implementation="mosaic_gpu_interpret", config=pp.MosaicRaggedConfig(**CONFIG))
@@ -158,7 +169,7 @@ def test_slots_outside_a_row_change_no_bit_of_int8_results():
 
 
 def test_no_races_with_int8_pages(capfd):
-    case = quantized("int8", seq_lens=(150, 30), q_lens=(40, 7), pages_per_seq=10)
+    case = quantized("int8", seq_lens=(100, 30), q_lens=(9, 7), pages_per_seq=7)
     arrays, meant = case.make()
     config = pp.MosaicRaggedConfig(**CONFIG | {"num_programs": 2})
     jax.clear_caches()  # JAX's cache key does not hold the interpreter's parameters

@@ -4,58 +4,45 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from dataclasses import replace
 
-import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from models.checkpoint import save_checkpoint
 from models.decoder import Decoder
 from models.tokenizer import Tokenizer
-from pallas_paged.engine import Engine, EngineDeadError
+from pallas_paged.engine import CompletionOutput, Engine, EngineDeadError, Logprob, Request
 from tests.support.chat_folders import save_chat_folder
-from tests.support.commands import CONFIG, run_command, save_tiny_model
-from tests.support.marks import slow
-
-# Few shapes to compile, and the same ones in most tests.
-SIZES = ["--max-num-seqs", "4", "--max-num-batched-tokens", "32"]
-PAGES = ["--num-pages", "16"]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("checkpoint"))
+from tests.support.commands import CONFIG
 
 
 @pytest.fixture
-def run(checkpoint, capsys, tmp_path):
-    """Run the command on lines of a file: exit status, printed records by index, stderr."""
+def serve(run, tmp_path):
+    """Run the command on a file of lines or objects: exit status, records by index, stderr."""
 
-    def run(lines, *args, name="prompts.txt", pages=PAGES):
-        file = tmp_path / name
-        file.write_bytes(lines if isinstance(lines, bytes) else "\n".join(lines).encode())
-        args = ["--prompts-file", str(file), *SIZES, *pages, *args]
-        status, out, err = run_command(checkpoint, capsys, *args)
+    def serve(lines, *args):
+        name = "prompts.txt"
+        if not isinstance(lines, bytes):
+            if not all(isinstance(x, str) for x in lines):
+                name = "prompts.jsonl"
+                lines = [x if isinstance(x, str) else json.dumps(x) for x in lines]
+            lines = "\n".join(lines).encode()
+        (tmp_path / name).write_bytes(lines)
+        status, out, err = run("--prompts-file", str(tmp_path / name), *args)
         records = [json.loads(line, parse_constant=pytest.fail) for line in out.splitlines()]
         assert len({record["index"] for record in records}) == len(records)
         return status, {record["index"]: record for record in records}, err
 
-    return run
+    return serve
 
 
-@pytest.fixture
-def run_objects(run):
-    def run_objects(objects, *args):
-        lines = [x if isinstance(x, str) else json.dumps(x) for x in objects]
-        return run(lines, *args, name="prompts.jsonl")
-
-    return run_objects
-
-
-def test_each_prompt_gets_a_line_of_output(run):
+def test_each_prompt_gets_a_line_of_output(serve):
     lines = b"\xef\xbb\xbfone\x0cstill one\r\n\n  \n\xc3\xa9t\xc3\xa9 \ntwo\n"
-    status, results, err = run(lines, "--prompt", "zero", "--max-tokens", "9", pages=[])
+    status, results, err = serve(lines, "--prompt", "zero", "--max-tokens", "9")
     assert status == 0
     prompts = ["zero", "one\x0cstill one", "été ", "two"]
     assert [results[index]["prompt"] for index in range(4)] == prompts
@@ -75,21 +62,21 @@ def test_each_prompt_gets_a_line_of_output(run):
     assert pool.startswith("prefix cache hit rate 0.0%; pool of ")
 
 
-def test_without_a_seed_equal_prompts_differ_and_the_reported_seed_repeats_them(run):
+def test_without_a_seed_equal_prompts_differ_and_the_reported_seed_repeats_them(serve):
     args = ["--max-tokens", "12", "--temperature", "1"]
-    _, results, err = run(["ROMEO:", "ROMEO:"], *args)
+    _, results, err = serve(["ROMEO:", "ROMEO:"], *args)
     texts = [results[index]["outputs"][0]["token_ids"] for index in range(2)]
     assert texts[0] != texts[1]
     seed = results[0]["seed"]
     assert results[1]["seed"] == (seed + 1) % 2**32
     assert err.splitlines()[0].endswith(f"; seed {seed}")
-    _, again, _ = run(["ROMEO:", "ROMEO:"], *args, "--seed", str(seed))
+    _, again, _ = serve(["ROMEO:", "ROMEO:"], *args, "--seed", str(seed))
     assert [again[index]["outputs"][0]["token_ids"] for index in range(2)] == texts
-    _, other, _ = run(["ROMEO:", "ROMEO:"], *args)
+    _, other, _ = serve(["ROMEO:", "ROMEO:"], *args)
     assert other[0]["seed"] != seed
 
 
-def test_keys_of_an_object_override_the_options(run_objects):
+def test_keys_of_an_object_override_the_options(serve):
     objects = [
         {"prompt": "ROMEO:"},
         {"prompt": "ROMEO:", "max_tokens": 2, "n": 3, "temperature": 0, "logprobs": None},
@@ -99,7 +86,7 @@ def test_keys_of_an_object_override_the_options(run_objects):
         {"prompt": "ROMEO:", "beam_width": 2, "n": 2, "length_penalty": 0.5},
     ]
     args = ["--max-tokens", "5", "--seed", "7", "--logprobs", "2", "--temperature", "3"]
-    status, results, _ = run_objects(objects[:5], *args)
+    status, results, _ = serve(objects[:5], *args)
     assert status == 0
     first, greedy, other_seed, best, biased = (results[i]["outputs"] for i in range(5))
     assert [len(x["token_ids"]) for x in (*first, *greedy, *other_seed)] == [5, 2, 2, 2, 5]
@@ -115,15 +102,15 @@ def test_keys_of_an_object_override_the_options(run_objects):
     assert all({1, 2} <= {each["rank"] for each in entry.values()} for entry in entries)
     assert len(best) == 1 and len(best[0]["token_ids"]) == 5
 
-    status, results, _ = run_objects(objects[5:], "--temperature", "3")  # beams ignore it
+    status, results, _ = serve(objects[5:], "--temperature", "3")  # beams ignore it
     assert status == 0
     beams = results[0]["outputs"]
     assert beams[0]["token_ids"] != beams[1]["token_ids"]
     assert beams[0]["cumulative_logprob"] >= beams[1]["cumulative_logprob"]
 
 
-def test_messages_are_rendered_by_the_template_without_a_second_bos(run_objects, tmp_path):
-    save_tiny_model(tmp_path)
+def test_messages_are_rendered_by_the_template_without_a_second_bos(serve, checkpoint, tmp_path):
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     save_chat_folder(tmp_path, "headers")
     (tmp_path / "chat_template.jinja").write_text(
         "{{ bos }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
@@ -142,7 +129,7 @@ def test_messages_are_rendered_by_the_template_without_a_second_bos(run_objects,
         say | {"messages": []},
     ]
     args = ["--checkpoint", str(tmp_path), "--chat-template-kwargs", '{"mark": "?"}']
-    status, results, _ = run_objects(objects, *args)
+    status, results, _ = serve(objects, *args)
     assert status == 1
     assert [results[index]["prompt"] for index in (0, 1)] == ["user: hi?", "user: hi2!"]
     # Byte-level tokens, without the BOS that the tokenizer adds to texts.
@@ -158,32 +145,46 @@ def test_messages_are_rendered_by_the_template_without_a_second_bos(run_objects,
     ]
 
 
-def test_messages_for_a_checkpoint_without_a_template_are_refused(run_objects, checkpoint):
+def test_messages_for_a_checkpoint_without_a_template_are_refused(serve, checkpoint):
     objects = [{"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "x", "max_tokens": 1}]
-    status, results, _ = run_objects(objects)
+    status, results, _ = serve(objects)
     assert status == 1 and "outputs" in results[1]
     assert results[0]["error"].startswith(f"{checkpoint} has no chat template (chat_template.jinja")
 
 
-def test_sampling_defaults_of_the_checkpoint_are_overridden_by_options_and_keys(
-    run_objects, tmp_path, monkeypatch
+@pytest.fixture
+def submitted(monkeypatch):
+    """The parameters of all requests; the engine refuses them, so that nothing is computed."""
+    seen = []
+
+    def submit(engine, token_ids, params, *, priority):
+        seen.append(params)
+        raise ValueError("not today")
+
+    monkeypatch.setattr(Engine, "submit", submit)
+    return seen
+
+
+def test_without_max_tokens_a_completion_has_400_or_the_rest_of_the_context_or_the_pool(
+    serve, submitted
 ):
-    save_tiny_model(tmp_path)
+    serve(["x" * 14], "--num-pages", "3", "--max-model-len", "48")
+    serve(["x" * 14], "--max-model-len", "40")
+    serve(["x" * 14])
+    assert [params.max_tokens for params in submitted] == [3 * 16 - 14, 40 - 14, 64 - 14]
+    assert [params.temperature for params in submitted] == [0.8] * 3
+
+
+def test_sampling_defaults_of_the_checkpoint_are_overridden_by_options_and_keys(
+    serve, checkpoint, tmp_path, submitted
+):
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     defaults = {"temperature": 0.3, "top_k": 9, "top_p": 0.5, "repetition_penalty": 1.5}
     (tmp_path / "generation_config.json").write_text(json.dumps(defaults))
-    seen = []
-    submit = Engine.submit
-
-    def recording(engine, prompt, params, **options):
-        seen.append(params)
-        return submit(engine, prompt, params, **options)
-
-    monkeypatch.setattr(Engine, "submit", recording)
     one = {"prompt": "x", "max_tokens": 1}
     objects = [one, one | {"top_p": 0.7, "temperature": None}, one | {"beam_width": 2}]
-    status, _, err = run_objects(objects, "--checkpoint", str(tmp_path), "--top-k", "3")
-    assert status == 0
-    plain, own, beams = seen
+    _, _, err = serve(objects, "--checkpoint", str(tmp_path), "--top-k", "3")
+    plain, own, beams = submitted
     for params, top_p in ((plain, 0.5), (own, 0.7)):
         assert (params.temperature, params.top_k, params.top_p) == (0.3, 3, top_p)
         assert params.repetition_penalty == 1.5
@@ -192,20 +193,20 @@ def test_sampling_defaults_of_the_checkpoint_are_overridden_by_options_and_keys(
     assert err.startswith(f"defaults of the checkpoint: {printed}\n")
 
 
-def test_a_completion_ends_before_a_stop_text(run_objects):
+def test_completion_ends_before_a_stop_text(serve):
     whole = {"prompt": "ROMEO:", "temperature": 3, "seed": 5}
-    (text,) = (x["text"] for x in run_objects([whole])[1][0]["outputs"])
+    (text,) = (x["text"] for x in serve([whole])[1][0]["outputs"])
     pairs = itertools.pairwise(text[5:])
     stop = next(a + b for a, b in pairs if (a + b).isascii())
     objects = [whole, whole | {"stop": []}, whole | {"stop": stop}]
-    results = run_objects(objects, "--stop", stop)[1]
+    results = serve(objects, "--stop", stop)[1]
     cut, longer, own = (results[index]["outputs"][0] for index in range(3))
     assert longer["text"] == text
     assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", stop)
     assert cut["text"] == own["text"] == text[: text.index(stop)]
 
 
-def test_refused_prompts_get_an_error_and_the_others_run(run_objects):
+def test_refused_prompts_get_an_error_and_the_others_run(serve):
     refused = [
         ({"prompt": ""}, "the prompt is empty"),
         ({"prompt": []}, "the prompt is empty"),
@@ -236,7 +237,7 @@ def test_refused_prompts_get_an_error_and_the_others_run(run_objects):
         ("9" * 5000, "not JSON: "),
     ]
     objects = [{"prompt": "first"}, *(x for x, _ in refused), {"prompt": "last"}]
-    status, results, err = run_objects(objects)
+    status, results, err = serve(objects)
     assert status == 1
     for index, (_, reason) in enumerate(refused, 1):
         assert set(results[index]) == {"index", "error"}
@@ -245,55 +246,53 @@ def test_refused_prompts_get_an_error_and_the_others_run(run_objects):
         assert len(results[index]["outputs"][0]["token_ids"]) == 64 - len(prompt)
     assert err.startswith(f"2 of {len(objects)} prompts served in ")
 
-
-def test_a_file_of_refused_prompts_only(run):
-    status, results, err = run(b"\xff\xfe broken\n", "--prompt", "x" * 65)
+    status, results, err = serve(b"\xff\xfe broken\n", "--prompt", "x" * 65)
     assert status == 1 and err.startswith("0 of 2 prompts served in ")
     assert results[0]["error"].startswith("a prompt of 65 tokens and max_tokens=1 are more than")
     assert results[1]["error"] == "the prompt must be valid UTF-8"
 
 
-def test_shared_prefixes_are_cached_unless_disabled(run):
+def test_shared_prefixes_are_cached_unless_disabled(serve):
     lines = ["a prompt of more than a page"] * 5  # one more than there are slots
-    _, results, err = run(lines)
+    _, results, err = serve(lines, "--max-tokens", "2")
     cached = [results[index]["num_cached_tokens"] for index in range(5)]
     assert cached[0] == 0 and cached[4] == 16
     assert f"prefix cache hit rate {sum(cached) / (5 * 28):.1%}" in err
-    _, results, err = run(lines, "--no-enable-prefix-caching")
+    _, results, err = serve(lines, "--max-tokens", "2", "--no-enable-prefix-caching")
     assert [results[index]["num_cached_tokens"] for index in range(5)] == [0] * 5
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["fp8", *slow(["int8"])])
-def test_the_cache_has_the_given_dtype_and_the_scales_of_the_checkpoint(
-    run, tmp_path, checkpoint, kv_cache_dtype
+def test_cache_has_the_given_dtype_and_the_scales_of_the_checkpoint(
+    serve, checkpoint, tmp_path, submitted
 ):
+    with_scales = tmp_path / "scales"
     config = replace(CONFIG, k_scales=(0.01,), v_scales=(0.01,))
-    save_checkpoint(tmp_path, Decoder(config, rngs=nnx.Rngs(0)), config)
-    (tmp_path / "tokenizer.json").write_bytes((checkpoint / "tokenizer.json").read_bytes())
-    args = ["--kv-cache-dtype", kv_cache_dtype, "--max-tokens", "3", "--num-pages", "4096"]
-    dtype = {"int8": "int8", "fp8": "float8_e4m3fn"}[kv_cache_dtype]
+    save_checkpoint(with_scales, Decoder(config, rngs=nnx.Rngs(0)), config)
+    (with_scales / "tokenizer.json").write_bytes((checkpoint / "tokenizer.json").read_bytes())
     # Bytes of a token: K and V, and the scales of each, except with the checkpoint's for fp8.
-    for folder, size in ((checkpoint, 2 * 20), (tmp_path, 2 * 20 if dtype == "int8" else 2 * 16)):
-        status, _, err = run(["ROMEO:"], *args, "--checkpoint", str(folder), pages=[])
-        assert status == 0
+    for folder, option, dtype, size in (
+        (checkpoint, "int8", "int8", 2 * 20),
+        (with_scales, "int8", "int8", 2 * 20),
+        (checkpoint, "fp8", "float8_e4m3fn", 2 * 20),
+        (with_scales, "fp8", "float8_e4m3fn", 2 * 16),
+    ):
+        args = ["--kv-cache-dtype", option, "--num-pages", "4096", "--checkpoint", str(folder)]
+        _, _, err = serve(["ROMEO:"], *args)
         assert f"pool of 4096 pages, {4096 * 16 * size / 2**20:.2f} MiB of {dtype}" in err
 
 
-def test_a_small_pool_preempts_and_refuses_prompts_beyond_its_size(run):
-    args = ["--num-pages", "3", "--temperature", "0"]
-    prompts = ["x" * 14, "y" * 14, "z" * 48]
-    status, results, err = run(prompts, *args)
-    assert status == 1 and "pool of 3 pages" in err
-    assert results[2]["error"].startswith("a prompt of 48 tokens and max_tokens=1 are more than")
-    assert results[2]["error"].endswith("(max_model_len=48, num_pages=3)")
-    # By default a completion is as long as the pool allows.
-    assert len(results[0]["outputs"][0]["token_ids"]) == 3 * 16 - 14
-    assert results[1]["num_preemptions"] == 1
-    _, alone, _ = run(prompts[1:2], *args)
-    assert results[1]["outputs"] == alone[0]["outputs"]
+def test_small_pool_preempts_a_prompt_whose_tokens_stay_the_same(serve):
+    prompts = [letter * 14 for letter in "wxyz"]  # and completions: 16 of the 12 pages
+    status, results, err = serve(prompts, "--temperature", "0")
+    assert status == 0 and "at most 100.0% in use; " in err
+    assert [len(results[i]["outputs"][0]["token_ids"]) for i in range(4)] == [64 - 14] * 4
+    assert [results[i]["num_preemptions"] > 0 for i in range(4)] == [False, False, False, True]
+    assert f"{results[3]['num_preemptions']} preemptions" in err
+    _, alone, _ = serve(prompts[3:], "--temperature", "0")
+    assert results[3]["outputs"] == alone[0]["outputs"]
 
 
-def test_ctrl_c_keeps_the_finished_results(run, monkeypatch):
+def test_ctrl_c_keeps_the_finished_results(serve, monkeypatch):
     step = Engine.step
 
     def interrupted(engine):
@@ -306,8 +305,7 @@ def test_ctrl_c_keeps_the_finished_results(run, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Engine, "step", interrupted)
-    lines = [json.dumps(x) for x in ({"prompt": "long"}, {"prompt": "short", "max_tokens": 2})]
-    status, results, err = run(lines, name="prompts.jsonl")
+    status, results, err = serve([{"prompt": "long"}, {"prompt": "short", "max_tokens": 2}])
     assert status == 130 and list(results) == [1] and err == ""
 
 
@@ -319,7 +317,7 @@ def test_ctrl_c_keeps_the_finished_results(run, monkeypatch):
         ("a bug", TypeError, True),
     ],
 )
-def test_prompts_get_an_error_where_the_engine_dies(run, monkeypatch, message, cause, is_bug):
+def test_prompts_get_an_error_where_the_engine_dies(serve, monkeypatch, message, cause, is_bug):
     step = Engine.step
 
     def dying(engine):
@@ -328,19 +326,19 @@ def test_prompts_get_an_error_where_the_engine_dies(run, monkeypatch, message, c
         return step(engine)
 
     monkeypatch.setattr(Engine, "step", dying)
-    lines = [json.dumps({"prompt": "x", "max_tokens": n}) for n in (2, 40, 40)]
+    objects = [{"prompt": "x", "max_tokens": n} for n in (2, 40, 40)]
     if is_bug:
         with pytest.raises(EngineDeadError, match=message):
-            run(lines, name="prompts.jsonl")
+            serve(objects)
         return
-    status, results, _ = run(lines, name="prompts.jsonl")
+    status, results, _ = serve(objects)
     assert status == 1 and "outputs" in results[0]
     assert [results[index] for index in (1, 2)] == [
         {"index": index, "error": f"a step failed: {message}"} for index in (1, 2)
     ]
 
 
-def test_a_failed_completion_has_its_error_and_status_1(run, monkeypatch):
+def test_failed_completion_has_its_error_and_status_1(serve, monkeypatch):
     decode, calls = Tokenizer.decode, []
 
     def broken(self, token_ids):
@@ -350,29 +348,30 @@ def test_a_failed_completion_has_its_error_and_status_1(run, monkeypatch):
         return decode(self, token_ids)
 
     monkeypatch.setattr(Tokenizer, "decode", broken)
-    status, results, _ = run(["ROMEO:"], "--max-tokens", "6")
+    status, results, _ = serve(["ROMEO:"], "--max-tokens", "6")
     assert status == 1
     assert results[0]["outputs"][0]["finish_reason"] == "error"
     assert "decoder broke" in results[0]["error"]
 
 
-def test_logits_of_nan_are_an_error(run, tmp_path, checkpoint):
-    model = Decoder(CONFIG, rngs=nnx.Rngs(0))
-    model.embed_tokens.weight[...] *= jnp.nan
-    save_checkpoint(tmp_path, model, CONFIG)
-    (tmp_path / "tokenizer.json").write_bytes((checkpoint / "tokenizer.json").read_bytes())
-    status, results, _ = run(["x"], "--checkpoint", str(tmp_path))
+def test_logits_of_nan_are_an_error(serve, checkpoint, tmp_path):
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    name = "model.embed_tokens.weight"
+    save_file({**load_file(file), name: np.full((256, 32), np.nan, np.float32)}, file)
+    status, results, _ = serve(["x"], "--checkpoint", str(tmp_path))
     assert status == 1 and results[0]["error"]
     assert results[0]["outputs"][0]["finish_reason"] == "error"
 
 
-def test_infinite_log_probabilities_are_null(run, monkeypatch):
-    logits = Decoder.logits
-    masked = lambda self, hidden: logits(self, hidden).at[..., 128:].set(-jnp.inf)  # noqa: E731
-    monkeypatch.setattr(Decoder, "logits", masked)
-    line = json.dumps({"prompt": [200, 65], "max_tokens": 2, "prompt_logprobs": 0})
-    another = json.dumps({"prompt": [65, 200], "max_tokens": 2, "prompt_logprobs": 0})
-    status, results, _ = run([line, another], name="prompts.jsonl")
-    assert status == 0
-    assert results[1]["prompt_logprobs"][0] is None
-    assert results[1]["prompt_logprobs"][1]["200"]["logprob"] is None
+def test_infinite_log_probabilities_are_null(serve, monkeypatch):
+    entries = [None, {200: Logprob(logprob=-np.inf, rank=3), 65: Logprob(logprob=-0.5, rank=1)}]
+    monkeypatch.setattr(Request, "prompt_logprobs", property(lambda self: entries, lambda *_: None))
+    infinite = property(lambda self: -np.inf, lambda *_: None)
+    monkeypatch.setattr(CompletionOutput, "cumulative_logprob", infinite)
+    status, results, _ = serve([{"prompt": [65, 200], "max_tokens": 2}])
+    assert status == 0 and results[0]["outputs"][0]["cumulative_logprob"] is None
+    assert results[0]["prompt_logprobs"] == [
+        None,
+        {"200": {"logprob": None, "rank": 3}, "65": {"logprob": -0.5, "rank": 1}},
+    ]

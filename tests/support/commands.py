@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 from flax import nnx
@@ -14,6 +15,7 @@ from models.checkpoint import save_checkpoint
 from models.config import ModelConfig
 from models.decoder import Decoder
 from models.tokenizer import save_byte_tokenizer
+from tests.support.engine_calls import MODES, make_engine
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ModelConfig(
@@ -27,6 +29,11 @@ CONFIG = ModelConfig(
     max_position_embeddings=64,
     tie_word_embeddings=True,
 )
+# Every number of slots, tokens or pages has programs of its own. 4 whole contexts have 16 pages.
+SIZES = (
+    *("--max-num-seqs", "4", "--max-num-batched-tokens", "32"),
+    *("--num-pages", "12", "--max-model-len", "64"),
+)
 # Lines on stderr before the work and during it; others are the library's log and the summary.
 PHASES = ("importing JAX ...", "loading ", "compiling ")
 
@@ -35,6 +42,12 @@ def save_tiny_model(folder):
     save_checkpoint(folder, Decoder(CONFIG, rngs=nnx.Rngs(0)), CONFIG)
     save_byte_tokenizer(folder, max_length=CONFIG.max_position_embeddings)
     return folder
+
+
+def engine_for_any_request(model, weights, *, config, tokenizer=None):
+    """An engine whose steps serve any request: those of equal sizes share two programs."""
+    sizes = {field.name: getattr(config, field.name) for field in fields(config)}
+    return make_engine(model, weights, tokenizer, modes=MODES[1:], **sizes)
 
 
 def run_command(checkpoint, capsys, *args):
@@ -50,13 +63,14 @@ def without_phases(err):
     return "".join(line for line in lines if not line.startswith((*PHASES, "pallas_paged: ")))
 
 
-def start_command(*args, stdout=subprocess.PIPE, checkpoint=None):
-    """Start the command in a process of its own, with a pipe for stderr."""
-    command = [sys.executable, "-m", "models.generate", *map(str, args)]
-    if checkpoint is not None:
-        command += ["--checkpoint", str(checkpoint)]
-    # On the CPU: this process may hold the GPU's memory.
-    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+def start_command(*args, **streams):
+    """Start the command in a process of its own, with a pipe for stderr and, if not given, stdout.
+
+    It runs on the CPU: this process may hold the GPU's memory.
+    """
     return subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "models.generate", *map(str, args)],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "TERM": "dumb"},
+        **dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) | streams,
     )

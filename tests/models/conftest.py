@@ -1,0 +1,28 @@
+"""What the tests of commands share: a checkpoint, and steps that are compiled once."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.commands import SIZES, engine_for_any_request, run_command, save_tiny_model
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """A folder with a tiny model and a byte tokenizer, without a chat template."""
+    return save_tiny_model(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def shared_steps():
+    """Commands make engines whose steps serve any request: two programs for all of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        for command in ("cli_serve", "cli_chat"):
+            patch.setattr(f"models.{command}.Engine", engine_for_any_request)
+        yield
+
+
+@pytest.fixture
+def run(checkpoint, capsys, shared_steps):
+    """Run the command in this process: exit status, stdout, and stderr without phases."""
+    return lambda *args: run_command(checkpoint, capsys, *SIZES, *args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import replace
 from typing import Any
@@ -12,19 +13,21 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_paged.engine import Engine, EngineConfig
+from pallas_paged.engine import Engine, EngineConfig, SamplingParams
+from pallas_paged.engine.placement import placements
 from pallas_paged.engine.sampler import SamplingMode
-from tests.support.devices import mesh
+from tests.support.devices import implementations_here, mesh
 from tests.support.engine_calls import (
     MANY_PAGES,
+    MODEL,
+    MODES,
     PROMPTS,
+    SIZES,
     WIDE,
     assert_every_page_is_free,
     greedy,
     make_engine,
-    reasons_of,
     run,
-    sample_as,
     sampling,
     serve,
     step,
@@ -34,139 +37,179 @@ from tests.support.engine_calls import (
     weights,
 )
 from tests.support.marks import slow
+from tests.support.placement import buffers
 
 pytestmark = pytest.mark.usefixtures("exact_products")
+# Its KV head is in the pool of two devices twice.
+NARROW = replace(MODEL, num_kv_heads=1)
 # What requests may ask for: samples are forks, beams are forks too, filters sort.
 LOADS = [
-    greedy(),
+    greedy(prompt_logprobs=1),
     sampling(n=2, seed=3),
     greedy(beam_width=2, max_tokens=6),
     sampling(top_k=5, logprobs=2, seed=4),
     greedy(presence_penalty=1.0, repetition_penalty=1.2),
 ]
-NEW = weights(WIDE, seed=2)
+ANY, GREEDY = MODES[1:], MODES[:1]  # few programs for each mesh
+FEW_PAGES = dict(num_pages=13, watermark=0.0)
 
 
-def mesh_engine(num_devices: int, model: Any = WIDE, **sizes) -> Engine:
+def mesh_engine(num_devices: int = 2, model: Any = NARROW, params: Any = None, **sizes) -> Engine:
     mesh(num_devices)  # skips where there are fewer
-    return make_engine(model, weights(model), **dict(tensor_parallel=num_devices) | sizes)
+    sizes = FEW_PAGES | dict(tensor_parallel=num_devices, modes=ANY) | sizes
+    return make_engine(model, weights(model) if params is None else params, **sizes)
 
 
-@pytest.fixture(scope="module")
-def alone() -> list[list[list[int]]]:
-    """What PROMPTS get on one device for each of LOADS."""
-    return [
-        tokens_of(serve(sample_as(make_engine(WIDE, weights(WIDE)), LOADS), [prompt], load)[0:1])
-        for prompt, load in zip(PROMPTS, LOADS, strict=True)
-    ]
+def one_device(model: Any = NARROW, seed: int = 1) -> Engine:
+    """An engine with the same weights on one device; NARROW takes the programs of MODEL."""
+    params = weights(model, seed)
+    if model is NARROW:
+        q, k, v = np.split(np.asarray(params["qkv"]), [64, 80], axis=-1)
+        model, params = MODEL, params | {"qkv": np.concatenate([q, k, k, v, v], axis=-1)}
+    return make_engine(model, params)
 
 
-@pytest.fixture(scope="module")
-def new_tokens() -> list[list[int]]:
-    return tokens_of(serve(make_engine(WIDE, NEW), PROMPTS, greedy()))
+def results_of(request: Any) -> tuple[list, list]:
+    """Tokens, and log-probabilities of tokens and of the prompt."""
+    logprobs = [x for output in request.outputs for x in output.logprobs or ()]
+    logprobs += [x for x in request.prompt_logprobs or () if x is not None]
+    found = [sorted((token, x.rank, x.logprob) for token, x in one.items()) for one in logprobs]
+    return tokens_of([request]), [x for one in found for x in one]
 
 
-@pytest.mark.parametrize("num_devices", [8, *slow([2, 4])])
-def test_every_kind_of_request_gets_the_tokens_of_one_device(alone, num_devices):
-    """On 8 devices each of the 4 KV heads is in the pool twice."""
-    engine = mesh_engine(num_devices, num_pages=13, watermark=0.0)
-    steps_of(sample_as(engine, LOADS), 4)
+@functools.cache
+def results_alone(model: Any) -> list[tuple[list, list]]:
+    """What PROMPTS get on one device for LOADS, one after another."""
+    engine = one_device(model)
+    each = zip(PROMPTS, LOADS, strict=True)
+    return [results_of(serve(engine, [prompt], load)[0]) for prompt, load in each]
+
+
+@functools.cache
+def greedy_alone(seed: int = 1) -> list[list[int]]:
+    return tokens_of(serve(one_device(seed=seed), PROMPTS, greedy()))
+
+
+@pytest.mark.parametrize(
+    ("model", "num_devices"), [(NARROW, 2), *slow([(MODEL, 2), (MODEL, 4), (WIDE, 8)])]
+)
+def test_every_kind_of_request_gets_the_tokens_of_one_device(model, num_devices):
+    wanted = results_alone(model)
+    engine = mesh_engine(num_devices, model)
+    steps_of(engine, 4)
     requests = serve(engine, PROMPTS, LOADS)
-    assert [tokens_of([request]) for request in requests] == alone
     assert engine.stats().num_preemptions > 0
     for _ in range(2):
-        (request,) = serve(engine, PROMPTS[4:], LOADS[4])
-        assert tokens_of([request]) == alone[4]
-    assert request.num_cached_tokens > 0
+        requests += serve(engine, PROMPTS[4:], LOADS[4:])
+    assert requests[-1].num_cached_tokens == 16
+    for request, (tokens, logprobs) in zip(requests, [*wanted, *wanted[4:] * 2], strict=True):
+        found = results_of(request)
+        assert found[0] == tokens
+        assert bool(logprobs) == (request in (requests[0], requests[3]))
+        np.testing.assert_allclose(np.array(found[1]), np.array(logprobs), atol=1e-4)
     assert_every_page_is_free(engine)
 
 
-@pytest.mark.parametrize("num_devices", [8, *slow([2])])
-def test_weights_and_pools_are_replaced_on_a_mesh(new_tokens, num_devices):
-    engine = mesh_engine(num_devices)
+def test_weights_and_pools_are_replaced_on_a_mesh():
+    engine, new = mesh_engine(), weights(NARROW, seed=2)
     requests = submit(engine, PROMPTS, greedy())
     for _ in range(3):
         step(engine)
-    pool = jax.tree.leaves(engine.replicas[0].runner.executor.state.pool)
+    executor = engine.replicas[0].runner.executor
+    pool = jax.tree.leaves(executor.state.pool)
     engine.sleep()
     assert all(leaf.is_deleted() for leaf in pool)
-    engine.update_params(jax.tree.map(np.asarray, NEW), restart_running=True)
+    engine.update_params(jax.tree.map(np.asarray, new), restart_running=True)
     engine.wake()
+    assert [x.sharding for x in jax.tree.leaves(executor.state.pool)] == [x.sharding for x in pool]
     run(engine)
-    assert tokens_of(requests) == new_tokens
-    scores = engine.score(PROMPTS, new_tokens)
-    wanted = make_engine(WIDE, NEW).score(PROMPTS, new_tokens)
+    assert tokens_of(requests) == greedy_alone(2) != greedy_alone()
+    scores = engine.score(PROMPTS, greedy_alone(2))
+    wanted = one_device(seed=2).score(PROMPTS, greedy_alone(2))
     np.testing.assert_allclose(scores, wanted, atol=1e-4)
     assert_every_page_is_free(engine)
 
 
-@pytest.mark.parametrize("num_devices", [8, *slow([2])])
-def test_kernels_partition_themselves_in_the_step(alone, implementation, num_devices):
-    engine = mesh_engine(num_devices, implementation=implementation)
-    assert tokens_of(serve(engine, PROMPTS[:1], greedy(max_tokens=4)))[0] == alone[0][0][:4]
+def test_weights_are_copied_only_from_other_devices():
+    engine, new = mesh_engine(), weights(NARROW, seed=2)
+    old, leaves = engine.replicas[0].weights.leaves, engine.replicas[0].weights
+    placed = {
+        name: jax.device_put(leaf, NamedSharding(mesh(2), NARROW.param_specs(new)[name]))
+        for name, leaf in new.items()
+    }
+    engine.update_params(placed)
+    assert [buffers(x) for x in leaves.leaves] == [buffers(placed[name]) for name in sorted(placed)]
+    theirs = jax.sharding.Mesh(mesh(8).devices[2:].reshape(2, 3), ("fsdp", "x"))
+    sharding = NamedSharding(theirs, P("fsdp"))
+    engine.update_params({name: jax.device_put(leaf, sharding) for name, leaf in new.items()})
+    for ours, before, name in zip(leaves.leaves, old, sorted(new), strict=True):
+        assert ours.sharding == before.sharding
+        np.testing.assert_array_equal(ours, new[name])
+
+
+@pytest.mark.parametrize("num_devices", [2, *slow([8])])
+@pytest.mark.parametrize(
+    "implementation", [name for name in implementations_here() if name != "xla"]
+)
+def test_kernels_partition_themselves_in_the_step(implementation, num_devices):
+    model = MODEL if num_devices == 2 else WIDE
+    engine = mesh_engine(num_devices, model, implementation=implementation, modes=GREEDY)
+    if implementation.endswith("_interpret") and num_devices == 2:  # which is slow to compile
+        runner = engine.replicas[0].runner
+        for shape in runner.buckets.all():
+            text = runner.executor.lower(runner.empty_batch(shape, *GREEDY)).as_text()
+            calls = re.findall(r"call @(attention_\w+)\(", text)
+            kinds = 1 + (shape[1] > 0)  # decoding rows, and chunks
+            assert len(calls) == kinds * model.num_layers
+            assert text.count("CustomSPMDPartitioning") == kinds
+        return
+    found = tokens_of(serve(engine, PROMPTS[:1], greedy(max_tokens=4)))
+    assert found == tokens_of(serve(one_device(model), PROMPTS[:1], greedy(max_tokens=4)))
     assert_every_page_is_free(engine)
 
 
-def test_weights_that_are_where_they_belong_are_not_copied():
-    engine = mesh_engine(2)
-    params = {
-        name: jax.device_put(leaf, NamedSharding(mesh(2), WIDE.param_specs(NEW)[name]))
-        for name, leaf in NEW.items()
-    }
-    engine.update_params(params)
-    mine = dict(zip(sorted(params), engine.replicas[0].weights.leaves, strict=True))
-    for name, leaf in params.items():
-        ours, theirs = (
-            [shard.data.unsafe_buffer_pointer() for shard in one.addressable_shards]
-            for one in (mine[name], leaf)
-        )
-        assert ours == theirs, name
-
-
-def test_weights_on_other_devices_are_sent_to_those_of_the_engine(new_tokens):
-    engine = mesh_engine(2)
-    theirs = jax.sharding.Mesh(mesh(8).devices[2:].reshape(2, 3), ("fsdp", "x"))
-    sharding = NamedSharding(theirs, P("fsdp"))
-    engine.update_params({name: jax.device_put(leaf, sharding) for name, leaf in NEW.items()})
-    assert tokens_of(serve(engine, PROMPTS, greedy())) == new_tokens
-
-
 @pytest.mark.parametrize("cut", [False, True])
-def test_a_model_without_specs_keeps_the_shardings_of_its_weights(cut, alone):
-    two = mesh(2).devices
-
-    class NoSpecs(type(WIDE)):
+def test_a_model_without_specs_keeps_the_shardings_of_its_weights(cut):
+    class NoSpecs(type(MODEL)):
         param_specs = None
 
-    params = weights(WIDE)
+    params, devices = weights(MODEL), mesh(2).devices
     if cut:  # on the axis of a mesh of the caller
-        theirs = jax.sharding.Mesh(two, ("model",))
-        head = NamedSharding(theirs, P(None, "model"))
-        params = {name: jax.device_put(x, NamedSharding(theirs, P())) for name, x in params.items()}
-        params["head"] = jax.device_put(params["head"], head)
-    model = NoSpecs(**vars(WIDE))
-    engine = make_engine(model, params, tensor_parallel=2)
-    assert tokens_of(serve(engine, PROMPTS[:1], greedy())) == alone[0]
+        theirs = jax.sharding.Mesh(devices, ("model",))
+        specs = {name: P(None, "model") if name == "head" else P() for name in params}
+        params = jax.device_put(params, {k: NamedSharding(theirs, x) for k, x in specs.items()})
+    engine = mesh_engine(model=NoSpecs(**vars(MODEL)), params=params)
     leaves = dict(zip(sorted(params), engine.replicas[0].weights.leaves, strict=True))
-    assert leaves["head"].sharding.is_fully_replicated != cut
+    for name, leaf in leaves.items():
+        assert leaf.sharding.device_set == set(devices)
+        assert leaf.sharding.is_fully_replicated == (not cut or name != "head")
+        assert not cut or buffers(leaf) == buffers(params[name])
 
 
+@pytest.mark.slow  # a mesh of two processes has it in every run
 def test_nothing_compiles_after_the_warm_up_on_a_mesh(compilations):
-    engine = mesh_engine(2)
-    engine.warmup([greedy(), sampling(presence_penalty=1.0)])
+    """Of steps, page tables, forks, slots and counts of tokens."""
+    params = SamplingParams(
+        n=2, top_k=5, top_p=0.9, min_p=0.1, presence_penalty=1.0, logit_bias={1: 1.0},
+        logprobs=20, prompt_logprobs=20, max_tokens=3, seed=1,
+    )  # fmt: skip
+    engine = mesh_engine(modes=None)
+    engine.warmup([params])
+    assert engine.stats().compilations == 3
     del compilations[:]
-    serve(engine, PROMPTS, [greedy(), sampling(n=2, presence_penalty=1.0), *[greedy()] * 3])
-    assert not compilations
+    serve(engine, PROMPTS, [params, greedy(max_tokens=9), *[params] * 3])
+    assert not compilations and engine.stats().compilations == 3
 
 
-@pytest.mark.parametrize("num_devices", [2, 8])
+@pytest.mark.parametrize("num_devices", [2, *slow([8])])
 @pytest.mark.parametrize("shape", [(4, 0), (4, 16)], ids=["decode", "mixed"])
 def test_a_step_gathers_neither_a_pool_nor_weights(num_devices, shape):
     """Sums over the devices and what greedy sampling needs are all that it sends."""
-    engine = mesh_engine(num_devices, num_pages=MANY_PAGES // 4)
+    engine = mesh_engine(num_devices, WIDE, num_pages=MANY_PAGES // 4)
     runner = engine.replicas[0].runner
-    batch = runner._pack([], [], shape, SamplingMode())
-    compiled = runner.executor.lower(batch).compile()
+    pool = jax.tree.leaves(runner.executor.state.pool)
+    assert {x.addressable_shards[0].data.shape[0] for x in pool} == {max(4 // num_devices, 1)}
+    compiled = runner.executor.lower(runner.empty_batch(shape, SamplingMode())).compile()
     sent = r"= \(?(\w+)\[([\d,]*)\]\S* (?:all-gather|all-to-all|collective-permute)(?:-start)?\("
     sizes = [
         np.prod([int(size) for size in sizes.split(",") if size])
@@ -181,23 +224,29 @@ def test_a_step_gathers_neither_a_pool_nor_weights(num_devices, shape):
     assert memory.alias_size_in_bytes * num_devices > 2 * WIDE.num_layers * pages.size * 4
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", *slow([None])])
-def test_each_device_has_its_heads_of_the_pool_only(kv_cache_dtype):
-    engine = mesh_engine(4, kv_cache_dtype=kv_cache_dtype)
-    for leaf in jax.tree.leaves(engine.replicas[0].runner.executor.state.pool):
-        for shard in leaf.addressable_shards:
-            assert shard.data.shape == (1, *leaf.shape[1:])
-    serve(engine, PROMPTS, greedy())
-    assert_every_page_is_free(engine)
+def test_scales_of_pages_are_cut_with_their_heads():
+    engine = mesh_engine(model=MODEL, kv_cache_dtype="int8")
+    leaves = jax.tree.leaves(engine.replicas[0].runner.executor.state.pool)
+    assert len(leaves) == 4 * MODEL.num_layers
+    for leaf in leaves:
+        assert {x.data.shape for x in leaf.addressable_shards} == {(1, *leaf.shape[1:])}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_devices_serve_from_quantized_pages(kv_cache_dtype):
+    found, wanted = (
+        serve(make_engine(MODEL, kv_cache_dtype=kv_cache_dtype, **sizes), PROMPTS, greedy())
+        for sizes in (dict(tensor_parallel=mesh(2).size), {})
+    )
+    assert tokens_of(found) == tokens_of(wanted)
 
 
 def test_the_open_number_of_pages_counts_the_heads_of_one_device():
-    sizes = dict(num_pages=None, max_num_seqs=2**17, max_num_batched_tokens=2**18)
-    config = EngineConfig(page_size=16, **sizes)
     if jax.default_backend() != "cpu":
         pytest.skip("GPUs report their memory, which changes")
-    from pallas_paged.engine.placement import placements
-
+    sizes = dict(num_pages=None, max_num_seqs=2**17, max_num_batched_tokens=2**18)
+    config = EngineConfig(page_size=16, **sizes)
     one, _ = config.sizes(WIDE)
     for num_devices, ratio in [(2, 2), (4, 4), (8, 4)]:
         many = replace(config, tensor_parallel=num_devices)
@@ -205,72 +254,83 @@ def test_the_open_number_of_pages_counts_the_heads_of_one_device():
         assert found == ratio * one
 
 
-def test_sizes_that_do_not_fit_the_model_or_the_machine_are_refused():
+def test_replicas_have_devices_of_their_own_in_order():
+    mesh(6)
+    devices = jax.devices()[1:6]
+    found = placements(2, 2, devices)
+    assert [one.devices for one in found] == [(*devices[:2],), (*devices[2:4],)]
+    for one in found:
+        assert (*one.mesh.devices.flat,) == one.devices and one.mesh.axis_names == ("tensor",)
+        assert (one.num_devices, one.num_processes, one.local_devices) == (2, 1, [*one.devices])
+        assert one.pool.spec == P("tensor") and one.whole.spec == P()
+    assert [one.devices for one in placements(1, 2, None)] == [(x,) for x in jax.devices()[:2]]
+    (default,) = placements(1, 1, None)
+    assert (default.devices, default.mesh, default.pool) == ((jax.devices()[0],), None, None)
+    (given,) = placements(1, 1, devices)
+    assert (given.devices, given.mesh.size) == ((devices[0],), 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (dict(tensor_parallel=3), "tensor_parallel=3 must divide the model's num_kv_heads=4"),
+        (dict(tensor_parallel=4096), r"tensor_parallel=4096 \* data_parallel=1 must be at most"),
+        (dict(data_parallel=4096), r"tensor_parallel=1 \* data_parallel=4096 must be at most"),
+        (dict(tensor_parallel=2, devices=[0]), "must be at most 1, the number of devices"),
+        (dict(data_parallel=2, devices=[0, 0]), "devices=.* must all be different"),
+        (dict(data_parallel=0), "data_parallel=0 must be an integer"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_model_or_the_machine_are_refused(sizes, message):
     mesh(3)
-
-    def build(**sizes):
-        return make_engine(WIDE, weights(WIDE), **sizes)
-
-    with pytest.raises(
-        ValueError, match="tensor_parallel=3 must divide the model's num_kv_heads=4"
-    ):
-        build(tensor_parallel=3)
-    with pytest.raises(ValueError, match="tensor_parallel=16 \\* data_parallel=1 must be at most"):
-        build(tensor_parallel=16)
-    with pytest.raises(ValueError, match="must be at most 1, the number of devices"):
-        Engine(WIDE, weights(WIDE), EngineConfig(tensor_parallel=2), devices=jax.devices()[:1])
-    with pytest.raises(ValueError, match="data_parallel=0 must be an integer"):
-        EngineConfig(data_parallel=0)
-    with pytest.raises(ValueError, match=r"devices=.* must all be different"):
-        twice = jax.devices()[:1] * 2
-        Engine(WIDE, weights(WIDE), EngineConfig(tensor_parallel=2), devices=twice)
-
-    for spec, reason in [
-        (P("tensor", "data"), "must name no other axis"),
-        (P(None, None, "tensor"), "has more entries than an array of shape"),
-    ]:
-
-        class Odd(type(WIDE)):
-            def param_specs(self, params, spec=spec):
-                return super().param_specs(params) | dict(head=spec)
-
-        with pytest.raises(ValueError, match=rf"param_specs\['head'\]=.* {reason}"):
-            make_engine(Odd(**vars(WIDE)), weights(WIDE), tensor_parallel=2)
-    odd = replace(WIDE, vocab_size=41)
-    with pytest.raises(ValueError, match="cuts an axis of 41 elements into 2 parts"):
-        make_engine(odd, weights(odd), tensor_parallel=2)
+    sizes = SIZES | sizes
+    devices = [jax.devices()[index] for index in sizes.pop("devices", ())] or None
+    with pytest.raises(ValueError, match=message):
+        Engine(WIDE, weights(WIDE), EngineConfig(**sizes), devices=devices)
 
 
-def test_an_engine_uses_the_devices_that_it_is_given(alone):
+@pytest.mark.parametrize(
+    ("spec", "vocab_size", "message"),
+    [
+        (P("tensor", "data"), 40, r"\['head'\]=.* must name no other axis than \('tensor',\)"),
+        (P(None, None, "tensor"), 40, r"\['head'\]=.* has more entries than an array of shape"),
+        (P(None, "tensor"), 41, r"\['embed'\]=.* cuts an axis of 41 elements into 2 parts"),
+        ("tensor", 40, r"\['head'\]=tensor must be a PartitionSpec"),
+        (None, 40, "param_specs have the structure"),
+    ],
+)
+def test_specs_that_do_not_fit_the_weights_are_refused(spec, vocab_size, message):
+    class Odd(type(MODEL)):
+        def param_specs(self, params):
+            specs = super().param_specs(params) | dict(head=spec)
+            return specs if spec else {"head": P()}
+
+    with pytest.raises(ValueError, match=message):
+        mesh_engine(model=Odd(**vars(replace(MODEL, vocab_size=vocab_size))))
+
+
+def test_an_engine_uses_the_devices_that_it_is_given():
     mesh(4)
     devices = jax.devices()[2:4]
-    config = EngineConfig(**dict(num_pages=16, page_size=4, max_num_seqs=4, tensor_parallel=2))
-    config = replace(config, max_num_batched_tokens=16, implementation="xla")
-    engine = Engine(WIDE, weights(WIDE), config, devices=devices)
-    (output,) = engine.generate(PROMPTS[:1], greedy(), progress=False)
-    assert [output.outputs[0].token_ids] == alone[0]
-    leaves = jax.tree.leaves((engine.replicas[0].weights.leaves, engine.table))
-    assert all(leaf.sharding.device_set == set(devices) for leaf in leaves)
+    config = EngineConfig(**SIZES, tensor_parallel=2)
+    engine = Engine(MODEL, weights(MODEL), config, devices=devices)
+    for _ in range(2):
+        leaves = jax.tree.leaves((engine.replicas[0].weights.leaves, engine.table))
+        leaves += jax.tree.leaves(engine.replicas[0].runner.executor.state)
+        assert all(leaf.sharding.device_set == set(devices) for leaf in leaves)
+        engine.sleep()
+        engine.wake()
+        engine.update_params(weights(MODEL))
 
 
-def test_an_engine_of_one_device_takes_weights_from_any(alone):
+def test_an_engine_of_one_device_takes_weights_from_any():
     """Those of a trainer may be on a mesh; the engine stays on JAX's default device."""
-    engine = make_engine(WIDE, jax.device_put(weights(WIDE), mesh(2).devices[1]))
+    new = weights(MODEL, seed=2)
+    engine = make_engine(MODEL, jax.device_put(weights(MODEL), mesh(2).devices[1]))
     cut = NamedSharding(mesh(2), P(None, "tensor"))
+    wanted = tokens_of(serve(make_engine(MODEL, new), PROMPTS[:1], greedy()))
     for form in (lambda x: jax.device_put(x, cut), np.asarray):
-        engine.update_params(jax.tree.map(form, weights(WIDE)))
-        assert tokens_of(serve(engine, PROMPTS[:1], greedy())) == alone[0]
+        engine.update_params(jax.tree.map(form, new))
+        assert tokens_of(serve(engine, PROMPTS[:1], greedy())) == wanted
     leaves = jax.tree.leaves((engine.replicas[0].weights.leaves, engine.table))
     assert all(leaf.devices() == {jax.devices()[0]} for leaf in leaves)
-
-
-def test_a_closed_engine_frees_its_pools_and_ends_its_requests():
-    engine = make_engine()
-    requests = submit(engine, PROMPTS, greedy())
-    step(engine)
-    pool = jax.tree.leaves(engine.replicas[0].runner.executor.state.pool)
-    engine.close()
-    engine.close()
-    assert set(reasons_of(requests)) == {"abort"} and all(leaf.is_deleted() for leaf in pool)
-    with pytest.raises(RuntimeError, match="the engine is dead: it has been closed"):
-        engine.step()

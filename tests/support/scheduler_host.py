@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from pallas_paged import PrefixCache
 from pallas_paged.engine import CompletionOutput, Request, SamplingParams
@@ -15,14 +16,9 @@ from pallas_paged.engine.sequence import Sequence
 from tests.support.allocator_oracle import AllocatorOracle
 
 PAGE_SIZE = 4
-
-
-def make_scheduler(*, caching: bool = False, **sizes) -> Scheduler:
-    defaults = dict(
-        num_pages=16, page_size=PAGE_SIZE, max_num_seqs=4, max_num_batched_tokens=16, watermark=0
-    )
-    cache = PrefixCache(page_size=PAGE_SIZE) if caching else None
-    return Scheduler(**(defaults | sizes), cache=cache)
+SIZES: dict[str, Any] = dict(
+    num_pages=16, max_num_seqs=4, max_num_batched_tokens=16, watermark=0, sliding_window=None
+)
 
 
 def make_sequence(
@@ -73,21 +69,49 @@ class _Call:
 class Host:
     """Runs schedules on an allocator that refuses wrong ones, and reads results one call late.
 
-    A call of several steps ends early with the first row that ends, as on the device.
+    A call of several steps ends with the last row that ends, as on the device, or with the first,
+    for what may end a call earlier.
     """
 
     scheduler: Scheduler
     table: AllocatorOracle
-    num_steps: Callable[[], int] = lambda: 1
+    cache: PrefixCache | None
+    num_steps: Callable[[], int]
+    window: int | None
+    ends_early: bool = True
     calls: deque[_Call] = field(default_factory=deque)
     finished: set[int] = field(default_factory=set)  # slots that have ended on the device
+    prefixes: dict[int, list[int]] = field(default_factory=dict)  # of full pages, which have K/V
 
     @classmethod
-    def of(cls, scheduler: Scheduler, *, num_pages: int = 16, max_seqs: int = 4, **options) -> Host:
+    def of(
+        cls,
+        *sequences: Sequence,
+        caching: bool = False,
+        num_steps: int | Callable[[], int] = 1,
+        cache: PrefixCache | None = None,
+        ends_early: bool = True,
+        **sizes,
+    ) -> Host:
+        """A scheduler with these sequences in its queue; other sizes than those of SIZES."""
+        sizes = SIZES | sizes
+        if caching:
+            cache = PrefixCache(page_size=PAGE_SIZE)
         table = AllocatorOracle(
-            num_pages=num_pages, page_size=PAGE_SIZE, max_seqs=max_seqs, pages_per_seq=64
+            num_pages=sizes["num_pages"],
+            page_size=PAGE_SIZE,
+            max_seqs=sizes["max_num_seqs"],
+            pages_per_seq=64,
         )
-        return cls(scheduler, table, **options)
+        get = num_steps if callable(num_steps) else lambda: num_steps
+        scheduler = Scheduler(page_size=PAGE_SIZE, cache=cache, **sizes)
+        host = cls(scheduler, table, cache, get, sizes["sliding_window"], ends_early)
+        host.add(*sequences)
+        return host
+
+    def add(self, *sequences: Sequence) -> None:
+        for one in sequences:
+            self.scheduler.add(one)
 
     def update(self) -> None:
         update = self.scheduler.pages.take_update()
@@ -147,7 +171,14 @@ class Host:
                 new[one.running_slot] = [one.token_ids[-1] if given else token_at(one, length)]
             for one, tokens in chunks.items():
                 new[one.running_slot] = tokens
+            if self.window is not None:
+                first = [
+                    len(tokens) - self.window + 1 if added else 0
+                    for tokens, added in zip(self.table.tokens, new, strict=True)
+                ]
+                self.table.free_before(first, None if chunks else 1)
             assert all(self.table.extend(new, 10**6)), "the schedule needs more pages than are free"
+            self._check_prefixes()
             for one in [*active, *chunks]:
                 slot = one.running_slot
                 length = len(self.table.tokens[slot])
@@ -160,9 +191,21 @@ class Host:
                 sampled.setdefault(one, []).append(token)
                 if not one.is_beam and (length + 1 >= one.max_len or token in one.stop_token_ids):
                     self.finished.add(one.running_slot)
-            if any(one.running_slot in self.finished for one in active):
+            if self.ends_early and any(one.running_slot in self.finished for one in active):
                 break
         return _Call(scheduled, sampled, pages, self.table.num_free, self.scheduler.pages.ledger)
+
+    def _check_prefixes(self) -> None:
+        """A page that several rows hold, or one attaches, has the K/V of one whole prefix."""
+        for pages, tokens in zip(self.table.pages, self.table.tokens, strict=True):
+            for block, page in enumerate(pages[: len(tokens) // PAGE_SIZE]):
+                if page is not None:
+                    prefix = tokens[: (block + 1) * PAGE_SIZE]
+                    assert self.prefixes.setdefault(page, prefix) == prefix
+
+    def drain(self) -> None:
+        while self.calls:
+            self.read()
 
     def read(self) -> None:
         call = self.calls.popleft()
@@ -211,7 +254,10 @@ class Host:
                 assert held == known[: len(held)] and len(held) <= one.num_computed
                 assert self.calls or len(held) == one.num_computed == one.num_stored
                 num_full = one.num_stored // PAGE_SIZE
-                assert one.pages[:num_full] == self.table.pages[one.running_slot][:num_full]
+                for mine, page in zip(
+                    one.pages[:num_full], self.table.pages[one.running_slot], strict=False
+                ):
+                    assert page in (mine, None)  # None: before the window
         slots = [one.slot for one in scheduler.running]
         assert sorted([*slots, *scheduler.unused_slots]) == list(range(len(self.table.tokens)))
         for queue in (scheduler.running, scheduler.waiting):
@@ -229,8 +275,3 @@ class Host:
 def token_at(one: Sequence, position: int) -> int:
     """The token of a sequence at a position, the same under every schedule."""
     return 1000 + position + 100_000 * one.output.index
-
-
-def start(scheduler: Scheduler, *sequences: Sequence) -> None:
-    for one in sequences:
-        scheduler.add(one)

@@ -1,30 +1,31 @@
-"""The decoder on a mesh: its values, what its devices exchange, and how its weights get there."""
+"""The decoder and its command on several devices: values, exchanges, weights."""
 
 from __future__ import annotations
 
-import os
 import re
-import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models import checkpoint
 from models.checkpoint import load_checkpoint, save_checkpoint
 from models.config import ModelConfig
 from models.decoder import Decoder
 from models.engine_model import engine_model
+from models.generate import generate
 from models.sharding import config_on, repeat_kv_heads
-from tests.support.commands import ROOT
+from pallas_paged.engine import SamplingParams
+from tests.support.checkpoint_reads import recorded_reads
+from tests.support.commands import SIZES, run_command, save_tiny_model
+from tests.support.dense_oracle import CONFIG as TINY
+from tests.support.dense_oracle import DenseOracle, tiny_model
 from tests.support.devices import mesh
+from tests.support.marks import slow
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 GOLDENS = Path(__file__).parents[1] / "models" / "goldens"
@@ -47,12 +48,12 @@ COLLECTIVE = (
 )
 
 
-def random_decoder(config=CONFIG, dtype=jnp.float32):
+def random_decoder(config=CONFIG, dtype=np.float32):
     """A decoder without zeros or ones, so that no weight may be lost."""
-    graphdef, params = nnx.split(Decoder(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(params))))
-    noise = lambda x: (x + jax.random.normal(next(keys), x.shape) / 8).astype(dtype)  # noqa: E731
-    return nnx.merge(graphdef, jax.tree.map(noise, params))
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng(1)
+    draw = lambda x: (rng.standard_normal(x.shape) / 8 + (x.ndim == 1)).astype(dtype)  # noqa: E731
+    return nnx.merge(graphdef, jax.tree.map(draw, params))
 
 
 def step_of(model):
@@ -74,60 +75,69 @@ def put(model, params, num_devices):
     specs = model.param_specs(params)
     assert jax.tree.structure(specs) == jax.tree.structure(params)
     there = mesh(num_devices)
-    return jax.tree.map(
-        lambda x, spec: jax.device_put(x, NamedSharding(there, spec)), params, specs
-    )
+    return jax.device_put(params, jax.tree.map(lambda spec: NamedSharding(there, spec), specs))
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("num_devices", [2, 4, 8])
-def test_logits_equal_those_of_one_device_and_stay_where_they_are_computed(num_devices, tied):
-    decoder = random_decoder(replace(CONFIG, tie_word_embeddings=tied))
+@pytest.mark.parametrize(
+    ("num_devices", "num_kv_heads", "tied"),
+    [
+        (2, 1, True),  # the KV head is on both
+        (2, 2, False),
+        *slow([(2, 2, True), (4, 2, True), (4, 2, False), (8, 2, True), (8, 2, False)]),
+    ],
+)
+def test_logits_and_what_devices_exchange(num_devices, num_kv_heads, tied):
+    """Two sums of activations in a layer and one of embeddings; logits stay where they are."""
+    config = replace(CONFIG, num_kv_heads=num_kv_heads, tie_word_embeddings=tied)
+    decoder = random_decoder(config)
     model, params = engine_model(decoder)
-    expected = step_of(model)(params)
-    decoder = repeat_kv_heads(decoder, num_devices)
-    model, params = engine_model(decoder)
-    logits = step_of(model)(put(model, params, num_devices))
+    alone = step_of(model).lower(params).compile()
+    sizes = {x.size for x in jax.tree.leaves(params) if x.ndim > 1 and x.size > 1000}
+    copied = re.findall(r"= f32\[([\d,]+)\]\S* (?:copy|transpose)\(", alone.as_text())
+    assert not sizes & {np.prod([int(n) for n in shape.split(",")]) for shape in copied}
+    expected = alone(params)
+    model, params = engine_model(repeat_kv_heads(decoder, num_devices))
+    placed = put(model, params, num_devices)
+    compiled = step_of(model).lower(placed).compile()
+    found = re.findall(COLLECTIVE, compiled.as_text())
+    assert {kind for _, kind in found} == {"all-reduce"}
+    shapes = [re.sub(r"\{.*", "", shape) for shape, _ in found]
+    assert shapes == [f"f32[{len(TOKENS)},{CONFIG.hidden_size}]"] * (2 * CONFIG.num_layers + 1)
+    logits = compiled(placed)
     assert logits.sharding.spec == PartitionSpec(None, "tensor")
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_devices", [2, 8])
-def test_devices_exchange_two_sums_of_activations_in_a_layer_and_one_of_embeddings(num_devices):
-    decoder = repeat_kv_heads(random_decoder(), num_devices)
-    model, params = engine_model(decoder)
-    compiled = step_of(model).lower(put(model, params, num_devices)).compile()
-    found = [match.groups() for match in re.finditer(COLLECTIVE, compiled.as_text())]
-    shapes = [re.sub(r"\{.*", "", shape) for shape, _ in found]
-    assert {kind for _, kind in found} == {"all-reduce"}
-    assert shapes == [f"f32[{len(TOKENS)},{CONFIG.hidden_size}]"] * (2 * CONFIG.num_layers + 1)
-
-
-def test_a_step_copies_no_weight():
-    model, params = engine_model(random_decoder())
-    text = step_of(model).lower(params).compile().as_text()
-    sizes = {x.size for x in jax.tree.leaves(params) if x.ndim > 1 and x.size > 1000}
-    copied = re.findall(r"= f32\[([\d,]+)\]\S* (?:copy|transpose)\(", text)
-    assert not sizes & {np.prod([int(n) for n in shape.split(",")]) for shape in copied}
-
-
-@pytest.mark.parametrize("vocab_size", [63, 96])
-def test_a_vocabulary_that_64_does_not_divide_is_whole_on_every_device(vocab_size):
+@pytest.mark.parametrize(("vocab_size", "cut"), [(64, True), (63, False), (96, False)])
+def test_specs_of_the_weights(vocab_size, cut):
+    """A vocabulary that 64 does not divide is whole on every device."""
     model, params = engine_model(random_decoder(replace(CONFIG, vocab_size=vocab_size)))
-    expected = step_of(model)(params)
     specs = model.param_specs(params)
-    for name in ("embed_tokens", "lm_head"):
-        assert specs[name]["weight"].get_value() == PartitionSpec()
-    logits = step_of(model)(put(model, params, 2))
-    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
+    vocabulary = PartitionSpec("tensor") if cut else PartitionSpec()
+    rows, columns = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
+    found = {
+        tuple(map(str, path[-2:])): spec.get_value() for path, spec in nnx.to_flat_state(specs)
+    }
+    whole = {key: PartitionSpec() for key in found if "norm" in key[0]}
+    assert len(whole) == 5
+    assert found == whole | {
+        ("embed_tokens", "weight"): vocabulary,
+        ("lm_head", "weight"): vocabulary,
+        ("qkv_proj", "weight"): rows,
+        ("qkv_proj", "bias"): rows,
+        ("o_proj", "weight"): columns,
+        ("o_proj", "bias"): PartitionSpec(),
+        ("gate_up_proj", "weight"): rows,
+        ("down_proj", "weight"): columns,
+    }
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_devices", [4, *slow([8])])
 def test_repeated_kv_heads_are_the_same_model(num_devices):
     decoder = random_decoder()
+    assert repeat_kv_heads(decoder, 1) is repeat_kv_heads(decoder, 2) is decoder
     repeated = repeat_kv_heads(decoder, num_devices)
-    assert repeated.config == replace(CONFIG, num_kv_heads=max(2, num_devices))
-    assert (repeated is decoder) == (num_devices <= 2)
+    assert repeated.config == replace(CONFIG, num_kv_heads=num_devices)
     (model, params), (other, other_params) = map(engine_model, (decoder, repeated))
     logits = step_of(other)(other_params)
     np.testing.assert_allclose(logits, step_of(model)(params), rtol=1e-5, atol=1e-5)
@@ -160,10 +170,15 @@ def test_a_checkpoint_on_a_mesh_gives_the_greedy_tokens_of_transformers(name):
         greedy = golden["greedy_tokens"][0]
         tokens = np.concatenate([golden["input_ids"][0], greedy]).astype(np.int32)
     decoder, config = load_checkpoint(GOLDENS / name, mesh=mesh(2))
-    hidden, _ = decoder(tokens, np.arange(len(tokens)), causal_attend)
-    logits = np.asarray(decoder.logits(hidden))
-    np.testing.assert_array_equal(logits[-len(greedy) - 1 : -1].argmax(-1), greedy)
     assert config == decoder.config == config_on(load_checkpoint(GOLDENS / name)[1], 2)
+
+    @jax.jit
+    def logits(params):
+        loaded = nnx.merge(nnx.graphdef(decoder), params)
+        return loaded.logits(loaded(tokens, np.arange(len(tokens)), causal_attend)[0])
+
+    found = np.asarray(logits(nnx.state(decoder)))
+    np.testing.assert_array_equal(found[-len(greedy) - 1 : -1].argmax(-1), greedy)
 
 
 def causal_attend(q, k, v, cache, *, sliding_window):
@@ -174,11 +189,18 @@ def causal_attend(q, k, v, cache, *, sliding_window):
     return out[0], cache
 
 
-@pytest.mark.parametrize("num_devices", [2, 4, 8])
+@pytest.mark.parametrize("num_devices", [4, *slow([2, 8])])
 def test_a_checkpoint_read_onto_a_mesh_has_the_same_bits(tmp_path, num_devices):
-    save_checkpoint(tmp_path, random_decoder(LLAMA, jnp.bfloat16), LLAMA)
+    save_checkpoint(tmp_path, random_decoder(LLAMA, ml_dtypes.bfloat16), LLAMA)
     there = mesh(num_devices)
-    decoder, config = load_checkpoint(tmp_path, mesh=there)
+    with recorded_reads() as shares:
+        decoder, config = load_checkpoint(tmp_path, mesh=there)
+    for name, parts in shares.items():  # a device reads its own
+        if "norm" in name or name.endswith("o_proj.bias"):
+            assert parts == [1]
+        else:  # devices may have the same KV head
+            count = min(num_devices, 2) if "k_proj" in name or "v_proj" in name else num_devices
+            assert parts == [1 / count] * num_devices
     whole = repeat_kv_heads(load_checkpoint(tmp_path)[0], num_devices)
     model, expected = engine_model(whole)
     assert config == decoder.config == whole.config
@@ -205,48 +227,74 @@ def test_other_axes_of_a_mesh_have_copies(tmp_path):
         load_checkpoint(tmp_path, mesh=Mesh(devices, ("data", "x")))
 
 
-def test_only_the_parts_of_a_device_are_read(tmp_path, monkeypatch):
-    save_checkpoint(tmp_path, random_decoder(LLAMA), LLAMA)
-    read, sizes = checkpoint._Tensor.read, {}
-
-    def record(tensor, *index):
-        part = read(tensor, *index)
-        sizes.setdefault(tensor.name, []).append(part.size / np.prod(tensor.shape))
-        return part
-
-    monkeypatch.setattr(checkpoint._Tensor, "read", record)
-    load_checkpoint(tmp_path, mesh=mesh(4))
-    for name, shares in sizes.items():
-        if "norm" in name or name.endswith("o_proj.bias"):
-            assert shares == [1]
-        elif "k_proj" in name or "v_proj" in name:
-            assert shares == [1 / 2] * 4  # two devices have the same KV head
-        else:
-            assert shares == [1 / 4] * 4
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("checkpoint"))
 
 
-def test_each_of_two_processes_reads_what_its_devices_hold(tmp_path):
-    save_checkpoint(tmp_path, random_decoder(LLAMA), LLAMA)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    flags = "--xla_force_host_platform_device_count=2"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.support.load_process", port, number, str(tmp_path)],
-            cwd=ROOT,
-            env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in "01"
-    ]
-    try:
-        for process in processes:
-            out, err = process.communicate(timeout=120)
-            assert process.returncode == 0, err
-            assert 0.5 < float(out) < 0.6  # the norms are on all devices
-    finally:
-        for process in processes:
-            process.kill()
+@pytest.fixture
+def command(checkpoint, capsys):
+    prompts = ("--prompt", "ROMEO:", "--prompt", "O", "--max-tokens", "9", "--temperature", "3")
+    return lambda *args: run_command(checkpoint, capsys, *SIZES, *prompts, *args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("args", "num_devices"),
+    [
+        (["--tensor-parallel", "2"], 2),  # its one KV head is repeated
+        (["--data-parallel", "2"], 2),
+        (["--tensor-parallel", "2", "--data-parallel", "2"], 4),
+    ],
+)
+def test_the_command_prints_the_same_texts_on_several_devices(command, args, num_devices):
+    mesh(num_devices)
+    status, alone, _ = command("--seed", "3")
+    assert status == 0
+    status, out, err = command("--seed", "3", *args)
+    assert status == 0
+    assert sorted(out.split("===")) == sorted(alone.split("==="))  # as they end
+    assert f"; {num_devices} x {jax.devices()[0].device_kind}" in err
+
+
+def test_the_command_loads_the_weights_onto_the_devices_of_its_engine(command, monkeypatch):
+    there = mesh(2)
+
+    def engine(model, weights, *, config, tokenizer):
+        assert (config.tensor_parallel, config.data_parallel) == (2, 3)
+        assert model.config.num_kv_heads == 2
+        for x in jax.tree.leaves(weights):
+            assert x.sharding.mesh == there
+        raise KeyError("made")
+
+    monkeypatch.setattr("models.cli_serve.Engine", engine)
+    mesh(6)
+    with pytest.raises(KeyError, match="made"):
+        command("--tensor-parallel", "2", "--data-parallel", "3")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--tensor-parallel", "4096"], "tensor_parallel=4096 * data_parallel=1 must be at most"),
+        (["--data-parallel", "4096"], "tensor_parallel=1 * data_parallel=4096 must be at most"),
+        (["--tensor-parallel", "0"], "tensor_parallel=0 must be an integer"),
+        (["--tensor-parallel", "3"], "num_q_heads=2 must be a multiple of num_devices=3"),
+    ],
+)
+def test_devices_that_do_not_fit_are_an_error_in_one_line(command, args, message):
+    mesh(3)
+    status, out, err = command(*args)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"error: {message}") and err.count("\n") == 1
+
+
+def test_generate_repeats_kv_heads_for_the_devices():
+    mesh(2)
+    decoder = tiny_model(replace(TINY, num_kv_heads=1, num_layers=1))
+    prompts, oracle = [[1, 2, 3], [*range(4, 13)]], DenseOracle(decoder)
+    sizes = dict(num_pages=16, max_num_seqs=2, max_num_batched_tokens=16, tensor_parallel=2)
+    params = SamplingParams(max_tokens=6, temperature=0)
+    outputs = generate(decoder, prompts, params, implementation="xla", **sizes)
+    found = [output.outputs[0].token_ids for output in outputs]
+    assert found == [oracle.continue_(prompt, 6) for prompt in prompts]

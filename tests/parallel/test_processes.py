@@ -76,8 +76,7 @@ def pair(request, tmp_path_factory):
 
 
 def test_each_process_reads_the_part_of_a_checkpoint_that_its_device_holds(pair):
-    for found in pair[2]:
-        assert 0.5 < found["share"] < 0.52  # the norms are on all devices
+    assert [found["share"] for found in pair[2]] == [0.5, 0.5]  # of each weight but the norms
 
 
 def test_an_engine_over_two_processes_gives_the_tokens_of_one_device(pair):

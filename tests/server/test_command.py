@@ -36,16 +36,11 @@ def checkpoint(tmp_path_factory):
     return save_tiny_model(tmp_path_factory.mktemp("checkpoint"))
 
 
-class FakeSignals:
-    """In place of those of the process: `call` keeps what a signal would call."""
-
-    def call(self, stop):
-        self.stop = stop
-
-
 @pytest.fixture
 def signals(monkeypatch):
-    made = FakeSignals()
+    """In place of those of the process: `stop` is what a signal would call."""
+    made = SimpleNamespace()
+    made.call = lambda stop: setattr(made, "stop", stop)
     monkeypatch.setattr(command, "Signals", lambda: made)
     return made
 
@@ -63,40 +58,43 @@ def process_settings():
 
 @pytest.mark.usefixtures("process_settings")
 def test_the_command_serves_until_a_signal(checkpoint, capsys, signals, monkeypatch, caplog):
-    found = {}
+    found, ended = {}, threading.Event()
 
     def use():
         """Make requests as soon as the command has printed its line."""
         out = ""
-        while not out.endswith("\n"):
-            time.sleep(0.01)
+        while not out.endswith("\n") and not ended.wait(0.01):
             out += capsys.readouterr().out
-        found["line"], found["settings"] = out, sys.getswitchinterval()
-        found["files"] = resource.getrlimit(resource.RLIMIT_NOFILE)
         url, key = out.split()[0], {"authorization": "Bearer secret"}
-        found["status"] = httpx.get(f"{url}/v1/models").status_code
-        body = {"prompt": "x", "max_tokens": 3, "temperature": 0}
-        answer = httpx.post(f"{url}/v1/completions", json=body, headers=key, timeout=60)
-        found["tokens"] = answer.json()["usage"]["completion_tokens"]
-        found["model"] = httpx.get(f"{url}/v1/models", headers=key).json()["data"][0]
-        found["metrics"] = httpx.get(f"{url}/metrics", headers=key).text
-        signals.stop()
+        try:
+            found["line"], found["switch"] = out, sys.getswitchinterval()
+            found["files"] = resource.getrlimit(resource.RLIMIT_NOFILE)
+            found["status"] = httpx.get(f"{url}/v1/models").status_code
+            body = {"prompt": "x", "max_tokens": 1, "temperature": 0}
+            answer = httpx.post(f"{url}/v1/completions", json=body, headers=key, timeout=60)
+            found["tokens"] = answer.json()["usage"]["completion_tokens"]
+            found["model"] = httpx.get(f"{url}/v1/models", headers=key).json()["data"][0]
+            found["metrics"] = httpx.get(f"{url}/metrics", headers=key).text
+        finally:
+            signals.stop()
 
     monkeypatch.setenv("PALLAS_PAGED_API_KEY", "secret")
-    user = threading.Thread(target=use)
-    user.start()
+    (user := threading.Thread(target=use)).start()
     given = ["--checkpoint", str(checkpoint), "--port", "0", "--access-log", "--warmup", "none"]
-    with caplog.at_level("INFO"):
-        assert command.main([*given, *SIZES]) == 0
-    user.join()
+    try:
+        with caplog.at_level("INFO"):
+            assert command.main([*given, *SIZES]) == 0
+    finally:
+        ended.set()
+        user.join()
     assert re.fullmatch(
         rf"http://127\.0\.0\.1:\d+ serves {checkpoint.name}: {CONFIG.max_position_embeddings}"
         r" tokens of context, 2 sequences at a time, 8 pages of 16 tokens \(0 MiB\)\n",
         found["line"],
     )
-    assert (found["status"], found["tokens"]) == (401, 3)
+    assert (found["status"], found["tokens"]) == (401, 1)
     assert found["model"]["id"] == checkpoint.name and not found["model"]["has_chat_template"]
-    assert found["settings"] == 0.0005 and gc.get_freeze_count()
+    assert found["switch"] == 0.0005 and gc.get_freeze_count()
     assert found["files"][0] == found["files"][1]
     assert "requests_total" in found["metrics"] and "_created" not in found["metrics"]
     assert sum("HTTP/1.1" in record.getMessage() for record in caplog.records) >= 3
@@ -113,6 +111,8 @@ def test_errors_of_the_user_are_one_line(capsys, checkpoint, tmp_path, monkeypat
         status = command.main(["--port", str(port)])
         err = capsys.readouterr().err
     assert status == 2 and err.startswith("error: ") and f"127.0.0.1:{port}" in err
+    with listen("127.0.0.1", 0) as bound:  # at once again after an end
+        assert bound.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
     given = ["--checkpoint", str(checkpoint)]
     for args, words in (
         (["--checkpoint", str(tmp_path / "none")], "none"),
@@ -147,52 +147,32 @@ def test_errors_of_the_device_are_one_line_and_bugs_are_not(capsys, monkeypatch,
         run(capsys)
 
 
-def test_options_have_defaults(monkeypatch, signals):
-    calls = []
-    monkeypatch.setattr(command, "listen", lambda *address: address)
-    monkeypatch.setattr(start, "start", lambda *args: calls.append(args))
-    monkeypatch.setenv("PALLAS_PAGED_API_KEY", "of the environment")
-    options = ["--max-body-bytes", "5", "--max-queue", "6", "--max-connections", "7"]
-    options += ["--request-timeout", "8.5", "--drain-timeout", "9.5", "--warmup", "all"]
-    options += ["--api-key", "a", "--api-key", "b", "--host", "::1", "--port", "5"]
-    for given in ([], [*options, "--served-model-name", "m", "--access-log"]):
-        assert command.main(given) == 0
-    monkeypatch.delenv("PALLAS_PAGED_API_KEY")
-    assert command.main([]) == 0
-    names = ("max_body_bytes", "max_queue", "max_connections", "request_timeout", "drain_timeout")
-    names += ("warmup", "served_model_name", "access_log")
-    found = [[*(getattr(args, name) for name in names), *rest] for args, *rest in calls]
-    defaults = [8 << 20, 1024, 4096, 600, 30, "default", None, False]
-    address = "127.0.0.1", 8000
-    assert found == [
-        [*defaults, ("of the environment",), address, signals],
-        [5, 6, 7, 8.5, 9.5, "all", "m", True, ("a", "b"), ("::1", 5), signals],
-        [*defaults, (), address, signals],
-    ]
-
-
 def test_options_and_files_become_a_service(checkpoint, tmp_path, monkeypatch, signals, capsys):
     folder = shutil.copytree(checkpoint, tmp_path / "copy")
     (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.5}')
     template = tmp_path / "own.jinja"
     template.write_text("{{ messages[0].content }}")
-    served, warmed = [], []
+    addresses, served, warmed = [], [], []
     bound = SimpleNamespace(getsockname=lambda: ("::1", 80, 0, 0))
-    monkeypatch.setattr(command, "listen", lambda *_: bound)
+    monkeypatch.setattr(command, "listen", lambda *address: addresses.append(address) or bound)
     monkeypatch.setattr(start, "prepare_process", lambda: None)
     monkeypatch.setattr(start, "serve", lambda *args, **options: served.append((args, options)))
     monkeypatch.setattr(start.Engine, "warmup", lambda _, params, progress: warmed.append(params))
-    options = ["--max-queue", "6", "--served-model-name", "m", "--access-log", "--api-key", "a"]
-    options += ["--chat-template", str(template), "--max-model-len", "32"]
-    for warmup, more in (("default", []), ("all", options), ("none", options)):
-        given = ["--checkpoint", str(folder), *SIZES, "--warmup", warmup, *more]
-        assert command.main(given) == 0
-    greedy = SamplingParams(temperature=0.0)
-    assert warmed == [[SamplingParams(temperature=0.5), greedy], None]
+    limits = dict(max_body_bytes=5, max_queue=6, max_connections=7)
+    limits |= dict(request_timeout=8.5, drain_timeout=9.5)
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in limits.items()]
+    options += ["--api-key", "a", "--api-key", "b", "--host", "::1", "--port", "5", "--access-log"]
+    options += ["--served-model-name", "m", "--chat-template", str(template)]
+    options += ["--max-model-len", "32", "--warmup"]
+    monkeypatch.setenv("PALLAS_PAGED_API_KEY", "of the environment")
+    for more in ([], [*options, "all"], [*options, "none"]):
+        assert command.main(["--checkpoint", str(folder), *SIZES, *more]) == 0
+    assert addresses == [("127.0.0.1", 8000), ("::1", 5), ("::1", 5)]
+    assert warmed == [[SamplingParams(temperature=0.5), SamplingParams(temperature=0.0)], None]
     assert capsys.readouterr().err.count("compiled 0 programs in 0 s") == 2
     plain, own, _ = (args[0] for args, _ in served)
-    assert plain.config == ServerConfig(model_name="copy")
-    assert own.config == ServerConfig(model_name="m", max_queue=6, api_keys=("a",))
+    assert plain.config == ServerConfig(model_name="copy", api_keys=("of the environment",))
+    assert own.config == ServerConfig(model_name="m", api_keys=("a", "b"), **limits)
     assert (plain.max_model_len, own.max_model_len, own.vocab_size) == (64, 32, CONFIG.vocab_size)
     assert plain.chat_template is None and plain.has_tokenizer
     assert own.chat_template.render([{"role": "user", "content": "x"}]) == "x"
@@ -201,14 +181,6 @@ def test_options_and_files_become_a_service(checkpoint, tmp_path, monkeypatch, s
     for (args, rest), name in zip(served, ("copy: 64", "m: 32", "m: 32"), strict=True):
         assert (args[1:3], rest["access_log"]) == ((bound, signals), name[0] == "m")
         assert args[3].startswith(f"http://[::1]:80 serves {name} tokens of context, 2 sequences")
-
-
-def test_a_bound_socket_is_of_its_host_and_port():
-    with listen("127.0.0.1", 0) as bound:
-        assert bound.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
-        with pytest.raises(OSError, match="in use"):
-            bound.listen()
-            listen(*bound.getsockname())
 
 
 # Prints a line for each step; "serves" once `call` has been called.

@@ -11,7 +11,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from models.server import connection
-from tests.support.servers import RunningServer, http_request, wait_until
+from tests.support.servers import RunningServer, http_request, in_loop, wait_until
 
 HEAD = b"GET / HTTP/1.1\r\nhost: x\r\n"
 
@@ -78,75 +78,66 @@ def error_of(transport):
     return lines[0], json.loads(body)["error"]["message"]
 
 
-def test_a_connection_beyond_the_limit_is_refused():
-    async def test():
-        connections = Connections(2)
-        (first, _), (_, second) = connections.open(), connections.open()
-        _, third = connections.open()
-        status, message = error_of(third)
-        assert status == "HTTP/1.1 503 Service Unavailable" and "2 connections" in message
-        assert not second.written and connections.errors == [503]
-        first.connection_lost(None)
-        connections.open()[0].connection_lost(None)
-        assert connections.errors == [503, 503]  # the refused one has not been lost yet
-
-    asyncio.run(test())
+@in_loop
+async def test_a_connection_beyond_the_limit_is_refused():
+    connections = Connections(2)
+    (first, _), (_, second) = connections.open(), connections.open()
+    _, third = connections.open()
+    status, message = error_of(third)
+    assert status == "HTTP/1.1 503 Service Unavailable" and "2 connections" in message
+    assert not second.written and connections.errors == [503]
+    first.connection_lost(None)
+    connections.open()[0].connection_lost(None)
+    assert connections.errors == [503, 503]  # the refused one has not been lost yet
 
 
-def test_a_head_may_have_64_kib_in_each_request_of_a_connection():
-    async def test():
-        connections = Connections()
-        one, transport = connections.open()
-        room = connection.MAX_HEAD_BYTES - len(HEAD) - 3
-        for _ in range(2):
-            one.data_received(HEAD)
-            one.data_received(b"a: " + b"x" * room)  # the last byte that fits
-            assert not transport.written.endswith(b"}")
-            one.data_received(b"\r\n\r\n")
-            await settle()
-        assert transport.written.count(b"204") == 2 and not connections.errors
-
+@in_loop
+async def test_a_head_may_have_64_kib_in_each_request_of_a_connection():
+    connections = Connections()
+    one, transport = connections.open()
+    room = connection.MAX_HEAD_BYTES - len(HEAD) - 3
+    for _ in range(2):
         one.data_received(HEAD)
-        one.data_received(b"a: " + b"x" * connection.MAX_HEAD_BYTES)
-        assert b"431 Request Header Fields Too Large" in transport.written and transport.closed
-        fresh, transport = connections.open()
-        fresh.data_received(HEAD + b"a: " + b"x" * (room + 1))
-        assert "65536 bytes" in error_of(transport)[1] and connections.errors == [431, 431]
-
-    asyncio.run(test())
-
-
-def test_a_head_must_arrive_in_time(monkeypatch):
-    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.05)
-
-    async def test():
-        connections = Connections()
-        silent, partial, done, second, lost = (connections.open() for _ in range(5))
-        partial[0].data_received(HEAD)
-        done[0].data_received(HEAD + b"\r\n")  # then it may idle
-        second[0].data_received(HEAD + b"\r\n")
+        one.data_received(b"a: " + b"x" * room)  # the last byte that fits
+        assert not transport.written.endswith(b"}")
+        one.data_received(b"\r\n\r\n")
         await settle()
-        second[0].data_received(HEAD)
-        lost[0].connection_lost(None)
-        await asyncio.sleep(0.15)
-        aborted = [one.aborted for _, one in (silent, partial, done, second, lost)]
-        assert aborted == [True, True, False, True, False]
-        assert connections.scopes[0]["state"]["cut"] == done[1].abort
+    assert transport.written.count(b"204") == 2 and not connections.errors
 
-    asyncio.run(test())
+    one.data_received(HEAD)
+    one.data_received(b"a: " + b"x" * connection.MAX_HEAD_BYTES)
+    assert b"431 Request Header Fields Too Large" in transport.written and transport.closed
+    fresh, transport = connections.open()
+    fresh.data_received(HEAD + b"a: " + b"x" * (room + 1))
+    assert "65536 bytes" in error_of(transport)[1] and connections.errors == [431, 431]
 
 
-def test_what_is_not_http_gets_a_400():
-    async def test():
-        connections = Connections()
-        for data in (b"\x16\x03\x01 not HTTP\r\n\r\n", HEAD + b"content-length: x\r\n\r\n"):
-            one, transport = connections.open()
-            one.data_received(data)
-            status, message = error_of(transport)
-            assert status == "HTTP/1.1 400 Bad Request" and "Invalid HTTP" in message
-        assert connections.errors == [400, 400] and not connections.scopes
+@in_loop
+async def test_a_head_must_arrive_in_time(monkeypatch):
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.05)
+    connections = Connections()
+    silent, partial, done, second, lost = (connections.open() for _ in range(5))
+    partial[0].data_received(HEAD)
+    done[0].data_received(HEAD + b"\r\n")  # then it may idle
+    second[0].data_received(HEAD + b"\r\n")
+    await settle()
+    second[0].data_received(HEAD)
+    lost[0].connection_lost(None)
+    await asyncio.sleep(0.15)
+    aborted = [one.aborted for _, one in (silent, partial, done, second, lost)]
+    assert aborted == [True, True, False, True, False]
+    assert connections.scopes[0]["state"]["cut"] == done[1].abort
 
-    asyncio.run(test())
+
+@in_loop
+async def test_what_is_not_http_gets_a_400():
+    connections = Connections()
+    for data in (b"\x16\x03\x01 not HTTP\r\n\r\n", HEAD + b"content-length: x\r\n\r\n"):
+        one, transport = connections.open()
+        one.data_received(data)
+        status, message = error_of(transport)
+        assert status == "HTTP/1.1 400 Bad Request" and "Invalid HTTP" in message
+    assert connections.errors == [400, 400] and not connections.scopes
 
 
 def test_errors_of_connections_are_counted(server):

@@ -18,10 +18,9 @@ from models.server.generation import Generation
 from models.server.limits import Admission
 from models.server.metrics import Metrics
 from pallas_paged.engine import CompletionOutput, EngineDeadError, RequestOutput, SamplingParams
-from tests.support.servers import metric_values
+from tests.support.servers import in_loop, metric_values
 
 ARRIVAL = 1000.0
-OUTCOMES = ("stop", "length", "abort", "timeout", "error")
 
 
 def news(*completions, error=None):
@@ -30,18 +29,10 @@ def news(*completions, error=None):
         CompletionOutput(index=i, text="", token_ids=[7] * count, finish_reason=reason)
         for i, (count, reason) in enumerate(completions)
     ]
+    fields = dict(request_id="", prompt=None, prompt_token_ids=[1, 2, 3], prompt_logprobs=[None])
     finished = all(one.finish_reason for one in outputs)
-    return RequestOutput(
-        request_id="",
-        prompt=None,
-        prompt_token_ids=[1, 2, 3],
-        prompt_logprobs=[None],
-        outputs=outputs,
-        finished=finished,
-        num_cached_tokens=0,
-        seed=0,
-        error=error,
-    )
+    fields |= dict(outputs=outputs, finished=finished, num_cached_tokens=0, seed=0, error=error)
+    return RequestOutput(**fields)
 
 
 class Stream:
@@ -60,8 +51,6 @@ class Stream:
         for seconds, output in self._outputs:
             if seconds == "closed":
                 await self.closed.wait()
-            elif seconds == "never":
-                await asyncio.Event().wait()
             else:
                 self._clock.now += seconds
             if isinstance(output, Exception):
@@ -127,86 +116,68 @@ class Work:
         raise RuntimeError("there is no engine")
 
     async def values(self):
-        """The metrics that are not zero, without buckets; nothing is admitted any more."""
+        """Outcomes that are not zero, (count, sum) of histograms; nothing is admitted any more."""
         assert (self.service.admission.num_seqs, self.service.admission.num_requests) == (0, 0)
         values = metric_values(await self.metrics.render())
-        del values["engine_up"]
-        return {k: v for k, v in values.items() if v and "bucket" not in k and "created" not in k}
+        sums = {k.removesuffix("_sum"): v for k, v in values.items() if k.endswith("_sum") and v}
+        outcomes = {k[24:-2]: v for k, v in values.items() if "requests_total" in k and v}
+        return outcomes | {k: (values[k + "_count"], v) for k, v in sums.items()}
 
 
-def run(coroutine):
-    return asyncio.run(asyncio.wait_for(coroutine, 20))
-
-
-def test_a_whole_answer_and_its_metrics(monkeypatch):
-    async def test():
-        slow = [("closed", None), (2.0, news((2, "stop"), (3, "length")))]
-        fast = [(6.0, news((1, "stop"), (1, "stop")))]
-        work = Work(monkeypatch, slow, fast, n=2)
-        work.streams[1].request.first_token_time = None  # it has computed the prompt only
-        asyncio.get_running_loop().call_later(0.02, work.streams[0].close)
-        results = await work.generation.whole()
-        assert [len(prompt.token_ids) for prompt, _ in results] == work.submitted == [3, 4]
-        assert [len(output.outputs[0].token_ids) for _, output in results] == [2, 1]
-        assert results[0][0].logprobs == [None]
-        assert await work.values() == {
-            'requests_total{outcome="length"}': 1,
-            "time_to_first_token_seconds_count": 1,
-            "time_to_first_token_seconds_sum": 4.0,
-            "request_queue_time_seconds_count": 1,
-            "request_queue_time_seconds_sum": 0.5,
-            "request_prompt_tokens_count": 1,
-            "request_prompt_tokens_sum": 3,
-            "e2e_request_latency_seconds_count": 2,
-            "e2e_request_latency_seconds_sum": 6.0 + 8.0,
-            "request_generation_tokens_count": 2,
-            "request_generation_tokens_sum": 5 + 2,
-        }
-
-    run(test())
+@in_loop
+async def test_a_whole_answer_and_its_metrics(monkeypatch):
+    slow = [("closed", None), (2.0, news((2, "stop"), (3, "length")))]
+    fast = [(6.0, news((1, "stop"), (1, "stop")))]
+    work = Work(monkeypatch, slow, fast, n=2)
+    work.streams[1].request.first_token_time = None  # it has computed the prompt only
+    asyncio.get_running_loop().call_later(0.02, work.streams[0].close)
+    results = await work.generation.whole()
+    assert [len(prompt.token_ids) for prompt, _ in results] == work.submitted == [3, 4]
+    assert [len(output.outputs[0].token_ids) for _, output in results] == [2, 1]
+    assert results[0][0].logprobs == [None]
+    assert await work.values() == {
+        "length": 1,
+        "time_to_first_token_seconds": (1, 4.0),
+        "request_queue_time_seconds": (1, 0.5),
+        "request_prompt_tokens": (1, 3),
+        "e2e_request_latency_seconds": (2, 6.0 + 8.0),
+        "request_generation_tokens": (2, 5 + 2),
+    }
 
 
 @pytest.mark.parametrize("num_others", [3, 7])
-def test_a_streamed_answer_its_metrics_and_its_pauses(monkeypatch, num_others):
-    async def test():
-        outputs = [(2.5, news((1, None))), (0.5, news((4, None), (4, None)))]
-        outputs += [(1.0, news((0, "length"), (1, "stop")))]  # less than a token of each
-        work = Work(monkeypatch, outputs, n=2)
-        work.streams[0].request.start_time = None if num_others == 3 else ARRIVAL + 1.5
-        emitted = []
+@in_loop
+async def test_a_streamed_answer_its_metrics_and_its_pauses(monkeypatch, num_others):
+    outputs = [(2.5, news((1, None))), (0.5, news((4, None), (4, None)))]
+    outputs += [(1.0, news((0, "length"), (1, "stop")))]  # less than a token of each
+    work = Work(monkeypatch, outputs, n=2)
+    work.streams[0].request.start_time = None if num_others == 3 else ARRIVAL + 1.5
+    emitted = []
 
-        async def emit(index, prompt, output):
-            assert index == 0 and prompt.logprobs == [None]
-            assert work.service.admission.num_seqs == num_others + 2
-            emitted.append(sum(len(one.token_ids) for one in output.outputs))
+    async def emit(index, prompt, output):
+        assert index == 0 and prompt.logprobs == [None]
+        assert work.service.admission.num_seqs == num_others + 2
+        emitted.append(sum(len(one.token_ids) for one in output.outputs))
 
-        async def sleep(seconds):
-            work.slept.append(seconds)
+    async def sleep(seconds):
+        work.slept.append(seconds)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(asyncio, "sleep", sleep)
-            with ExitStack() as others:
-                for _ in range(num_others):
-                    others.enter_context(work.service.admission.admit(1))
-                await work.generation.deltas(emit)
-        # 250 us for each request, but not less than 1 ms, and not after the last output.
-        assert emitted == [1, 8, 1] and work.slept == ([2e-3] * 2 if num_others == 7 else [])
-        queued = {"request_queue_time_seconds_count": 1, "request_queue_time_seconds_sum": 0.5}
-        assert await work.values() == ({} if num_others == 3 else queued) | {
-            'requests_total{outcome="stop"}': 1,
-            "time_to_first_token_seconds_count": 1,
-            "time_to_first_token_seconds_sum": 2.5,
-            "inter_token_latency_seconds_count": 2,
-            "inter_token_latency_seconds_sum": 0.5 / 4 + 1.0,
-            "request_prompt_tokens_count": 1,
-            "request_prompt_tokens_sum": 3,
-            "e2e_request_latency_seconds_count": 1,
-            "e2e_request_latency_seconds_sum": 4.0,
-            "request_generation_tokens_count": 1,
-            "request_generation_tokens_sum": 10,
-        }
-
-    run(test())
+    with monkeypatch.context() as patch, ExitStack() as others:
+        patch.setattr(asyncio, "sleep", sleep)
+        for _ in range(num_others):
+            others.enter_context(work.service.admission.admit(1))
+        await work.generation.deltas(emit)
+    # 250 us for each request, but not less than 1 ms, and not after the last output.
+    assert emitted == [1, 8, 1] and work.slept == ([2e-3] * 2 if num_others == 7 else [])
+    queued = {"request_queue_time_seconds": (1, 0.5)}
+    assert await work.values() == ({} if num_others == 3 else queued) | {
+        "stop": 1,
+        "time_to_first_token_seconds": (1, 2.5),
+        "inter_token_latency_seconds": (2, 0.5 / 4 + 1.0),
+        "request_prompt_tokens": (1, 3),
+        "e2e_request_latency_seconds": (1, 4.0),
+        "request_generation_tokens": (1, 10),
+    }
 
 
 ABORTED = [("closed", news((0, "abort")))]
@@ -224,26 +195,23 @@ ABORTED = [("closed", news((0, "abort")))]
         ([(1, KeyError())], {}, KeyError, "abort"),
     ],
 )
-def test_ends_before_the_end(monkeypatch, stream, outputs, options, error, outcome):
+@in_loop
+async def test_ends_before_the_end(monkeypatch, stream, outputs, options, error, outcome):
     async def emit(*_):
         pass
 
-    async def test():
-        work = Work(monkeypatch, outputs, [("closed", news((0, "abort")))], **options)
-        one = work.generation
-        expected = APIError if isinstance(error, tuple) else error or ClientDisconnect
-        with pytest.raises(expected) as raised:
-            await (one.deltas(emit) if stream else one.whole())
-        if isinstance(error, tuple):
-            assert raised.value.status == error[0] and str(raised.value).startswith(error[1])
-            code = raised.value.body["error"]["code"]
-            assert code == ("engine_dead" if "dead" in error[1] else code)
-        assert (work.metrics.error is not None) == ("dead" in str(error))
-        assert all(stream.closed.is_set() for stream in work.streams)
-        counts = {k: v for k, v in (await work.values()).items() if "requests_total" in k}
-        assert counts == {f'requests_total{{outcome="{outcome}"}}': 1}
-
-    run(test())
+    work = Work(monkeypatch, outputs, [("closed", news((0, "abort")))], **options)
+    one = work.generation
+    expected = APIError if isinstance(error, tuple) else error or ClientDisconnect
+    with pytest.raises(expected) as raised:
+        await (one.deltas(emit) if stream else one.whole())
+    if isinstance(error, tuple):
+        assert raised.value.status == error[0] and str(raised.value).startswith(error[1])
+        code = raised.value.body["error"]["code"]
+        assert code == ("engine_dead" if "dead" in error[1] else code)
+    assert (work.metrics.error is not None) == ("dead" in str(error))
+    assert all(stream.closed.is_set() for stream in work.streams)
+    assert {k: v for k, v in (await work.values()).items() if isinstance(v, float)} == {outcome: 1}
 
 
 @pytest.mark.parametrize(
@@ -256,52 +224,45 @@ def test_ends_before_the_end(monkeypatch, stream, outputs, options, error, outco
         (RuntimeError("x"), {}, (503, "the server is shutting down", None, "service_unavailable")),
     ],
 )
-def test_a_refused_prompt_closes_those_before_it(monkeypatch, error, params, expected):
-    async def test():
-        work = Work(monkeypatch, ABORTED, error, **params)
-        with pytest.raises(APIError) as raised:
-            await work.generation.whole()
-        found, (status, message, param, code) = raised.value, expected
-        assert (found.status, found.body["error"]["param"]) == (status, param)
-        assert str(found).startswith(message) and found.body["error"]["code"] == code
-        assert work.streams[0].closed.is_set() or status == 500
-        assert found.headers == ({"connection": "close"} if status == 503 else {})
-        assert (work.metrics.error is error) == (status == 500)
-        assert await work.values() == {}  # the engine did not take it
-
-    run(test())
-
-
-def test_a_draining_server_takes_no_requests(monkeypatch):
-    async def test():
-        work = Work(monkeypatch, ABORTED)
-        work.service.is_draining = True
-        with pytest.raises(APIError, match="shutting down"):
-            await work.generation.whole()
-        assert not work.submitted
-
-    run(test())
-
-
-def test_a_slow_reader_is_cut_some_time_after_the_timeout(monkeypatch):
-    monkeypatch.setattr(generation, "GRACE_SECONDS", 0.2)
-
-    async def test():
-        real = time.monotonic
-        work = Work(monkeypatch, [(0, news((1, None))), *ABORTED], request_timeout=10.0)
-        work.now += 9.9  # that it has waited already
-        start = real()
-
-        async def emit(index, prompt, output):
-            await work.cuts.wait()  # the client reads no more
-
-        with pytest.raises(APIError) as raised:
-            await work.generation.deltas(emit)
-        assert raised.value.status == 504 and 0.28 < real() - start < 5
-        # One that ends in time is not cut later.
-        work = Work(monkeypatch, [(0, news((1, "stop")))], request_timeout=0.1)
+@in_loop
+async def test_a_refused_prompt_closes_those_before_it(monkeypatch, error, params, expected):
+    work = Work(monkeypatch, ABORTED, error, **params)
+    with pytest.raises(APIError) as raised:
         await work.generation.whole()
-        await asyncio.sleep(0.4)
-        assert not work.cuts.is_set()
+    found, (status, message, param, code) = raised.value, expected
+    assert (found.status, found.body["error"]["param"]) == (status, param)
+    assert str(found).startswith(message) and found.body["error"]["code"] == code
+    assert work.streams[0].closed.is_set() or status == 500
+    assert found.headers == ({"connection": "close"} if status == 503 else {})
+    assert (work.metrics.error is error) == (status == 500)
+    assert await work.values() == {}  # the engine did not take it
 
-    run(test())
+
+@in_loop
+async def test_a_draining_server_takes_no_requests(monkeypatch):
+    work = Work(monkeypatch, ABORTED)
+    work.service.is_draining = True
+    with pytest.raises(APIError, match="shutting down"):
+        await work.generation.whole()
+    assert not work.submitted
+
+
+@in_loop
+async def test_a_slow_reader_is_cut_some_time_after_the_timeout(monkeypatch):
+    monkeypatch.setattr(generation, "GRACE_SECONDS", 0.2)
+    real = time.monotonic
+    work = Work(monkeypatch, [(0, news((1, None))), *ABORTED], request_timeout=10.0)
+    work.now += 9.9  # that it has waited already
+    start = real()
+
+    async def emit(index, prompt, output):
+        await work.cuts.wait()  # the client reads no more
+
+    with pytest.raises(APIError) as raised:
+        await work.generation.deltas(emit)
+    assert raised.value.status == 504 and 0.28 < real() - start < 5
+    # One that ends in time is not cut later.
+    work = Work(monkeypatch, [(0, news((1, "stop")))], request_timeout=0.1)
+    await work.generation.whole()
+    await asyncio.sleep(0.4)
+    assert not work.cuts.is_set()

@@ -9,7 +9,7 @@ from models.server import metrics
 from models.server.config import ServerConfig
 from models.server.metrics import Metrics
 from pallas_paged.engine import EngineDeadError, EngineStats
-from tests.support.servers import MODEL, RunningServer, metric_values
+from tests.support.servers import MODEL, RunningServer, in_loop, metric_values
 
 SECONDS = "0.001 0.0025 0.005 0.01 0.025 0.05 0.1 0.25 0.5 1.0 2.5 5.0 10.0 30.0 60.0 300.0 +Inf"
 TOKENS = "1.0 4.0 16.0 64.0 256.0 1024.0 4096.0 16384.0 65536.0 262144.0 +Inf"
@@ -61,7 +61,8 @@ class FakeEngine:
         return self.answer if isinstance(self.answer, EngineStats) else await self.answer
 
 
-def test_counters_of_the_engine(monkeypatch):
+@in_loop
+async def test_counters_of_the_engine(monkeypatch):
     monkeypatch.setattr(metrics, "ENGINE_SECONDS", 0.05)
     engine = FakeEngine()
     one = Metrics(engine, ServerConfig(model_name="x"))
@@ -77,23 +78,20 @@ def test_counters_of_the_engine(monkeypatch):
         values = without_histograms(metric_values(await one.render()))
         return {k: v for k, v in values.items() if "created" not in k}
 
-    async def test():
-        engine.answer = busy = asyncio.get_running_loop().create_future()
-        assert (await found()).keys() >= {"engine_up"} and "num_free_pages" not in await found()
-        busy.set_result(some_stats(10))
-        await asyncio.sleep(0)
-        for start in (10, 50):
-            engine.answer = some_stats(start)
-            assert await found() == expected(engine.answer)
-        engine.answer = asyncio.get_running_loop().create_future()  # busy again: it compiles
-        assert await found() == await found() == expected(some_stats(50))
-        engine.answer.set_exception(RuntimeError("it has shut down"))
-        engine.answer = RuntimeError("it has shut down")
-        assert await found() == expected(some_stats(50)) and one.error is None
-        engine.answer = error = EngineDeadError("dead", OSError())
-        assert await found() == expected(some_stats(50), is_up=0.0) and one.error is error
-
-    asyncio.run(test())
+    engine.answer = busy = asyncio.get_running_loop().create_future()
+    assert (await found()).keys() >= {"engine_up"} and "num_free_pages" not in await found()
+    busy.set_result(some_stats(10))
+    await asyncio.sleep(0)
+    for start in (10, 50):
+        engine.answer = some_stats(start)
+        assert await found() == expected(engine.answer)
+    engine.answer = asyncio.get_running_loop().create_future()  # busy again: it compiles
+    assert await found() == await found() == expected(some_stats(50))
+    engine.answer.set_exception(RuntimeError("it has shut down"))
+    engine.answer = RuntimeError("it has shut down")
+    assert await found() == expected(some_stats(50)) and one.error is None
+    engine.answer = error = EngineDeadError("dead", OSError())
+    assert await found() == expected(some_stats(50), is_up=0.0) and one.error is error
 
 
 def test_buckets_of_the_histograms(server):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
+from tests.support import attention_calls
 from tests.support.attention_calls import assert_close, jitted
 from tests.support.attention_cases import Case, cumulated
 from tests.support.devices import implementations_here
@@ -82,6 +83,8 @@ def ragged_batch(rows, arrays, shorter=False, padding=0, **call) -> Iterator[tup
     lens = np.where(short, lens[rows] // 2, lens[rows]).astype(np.int32)
     q_lens = np.where(short, np.diff(cu)[rows] // 2, np.diff(cu)[rows])
     tokens = [cu[row] + np.arange(n) for row, n in zip(rows, q_lens, strict=True)]
+    # As many tokens in all, so that shorter rows share a program.
+    padding = padding + (np.diff(cu)[rows].sum() - q_lens.sum())
     packed = np.concatenate([q[np.concatenate(tokens)], np.full_like(q[:padding], np.nan)])
     cu = cumulated(q_lens)
     out, lse = map(np.asarray, ragged(packed, k_pages, v_pages, tables[rows], lens, cu, **call))
@@ -120,32 +123,51 @@ def same_bits(a, b) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def check_other_batches(kernel, case, call, **options):
+    """Rows have the same bits in another order, beside shorter rows and beside empty ones."""
+    batch, arrays, call = CALLS[kernel][0], case.make(), call | options
+    function = {"decode": decode, "ragged": ragged}[kernel]
+    assert_close(function(*arrays, **call), arrays, case.tolerance, **options)
+    expected = dict(batch(EVERYTHING, arrays, **call))
+    for row, state in batch(EVERYTHING[::-1], arrays, **call):
+        assert same_bits(state, expected[row]), row
+    for row, state in batch(EVERYTHING, arrays, shorter=True, **call):
+        assert row % 2 == 1 or same_bits(state, expected[row]), row
+    for row in EVERYTHING:
+        *rest, lens = arrays[:5]
+        lens = np.where(np.arange(len(lens)) == row, lens, 0)
+        for i, state in batch(EVERYTHING, (*rest, lens, *arrays[5:]), **call):
+            assert i != row or same_bits(state, expected[row]), row
+    return expected
+
+
 class TestBits:
-    @pytest.mark.parametrize("options", [{}, *slow([OPTIONS])], ids=["plain", "every option"])
-    def test_do_not_depend_on_the_rest_of_the_batch(self, kernel, case, call, options):
-        batch, arrays, call = CALLS[kernel][0], case.make(), call | options
-        expected = dict(batch(EVERYTHING, arrays, **call))
-        for row, state in batch(EVERYTHING[::-1], arrays, **call):
-            assert same_bits(state, expected[row]), row
-        for row, state in batch(EVERYTHING, arrays, shorter=True, **call):
-            assert row % 2 == 1 or same_bits(state, expected[row]), row
-        if options:
-            return
-        # Other shapes: a row alone; more than 32 rows, padding and a wider table at once.
-        ((_, alone),) = batch((0,), arrays, **call)
-        assert same_bits(alone, expected[0])
-        wide = replace(case, pages_per_seq=40).make()
-        for row, state in batch((2, 0, 0, 5, *EVERYTHING * 5), wide, padding=20, **call):
-            assert same_bits(state, expected[row]), row
+    def test_do_not_depend_on_the_rest_of_the_batch(self, kernel, case, call):
+        """Decoding also in another shape: more than 32 rows and a wider table at once."""
+        expected = check_other_batches(kernel, case, call)
+        if kernel == "decode":
+            wide = replace(case, pages_per_seq=40).make()
+            for row, state in decode_batch((2, 0, 0, 5, *EVERYTHING * 5), wide, padding=20, **call):
+                assert same_bits(state, expected[row]), row
+
+    @pytest.mark.slow
+    def test_do_not_depend_on_it_with_every_option(self, kernel, case, call):
+        check_other_batches(kernel, case, call, **OPTIONS)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "every option"])
     @pytest.mark.parametrize(
         ("rows", "pages_per_seq", "padding"),
-        [((0,), 17, 0), (EVERYTHING * 6, 17, 0), ((2, 0, 0, 5), 40, 0), ((2, 0, 0, 5), 17, 20)],
-        ids=["alone", "many rows", "wide table", "padding"],
+        [
+            ((0,), 17, 0),
+            (EVERYTHING * 6, 17, 0),
+            (EVERYTHING * 6, 40, 20),
+            ((2, 0, 0, 5), 40, 0),
+            ((2, 0, 0, 5), 17, 20),
+        ],
+        ids=["alone", "many rows", "all at once", "wide table", "padding"],
     )
-    def test_do_not_depend_on_one_size_alone(
+    def test_do_not_depend_on_its_shape(
         self, kernel, case, call, rows, pages_per_seq, padding, options
     ):
         batch, call = CALLS[kernel][0], call | options
@@ -154,22 +176,32 @@ class TestBits:
         for row, state in batch(rows, arrays, padding=padding, **call):
             assert same_bits(state, expected[row]), row
 
+    @pytest.mark.slow
+    def test_do_not_depend_on_it_without_a_config(self, kernel, case, implementation):
+        call = dict(implementation=implementation, fixed_split_size=64)
+        expected = check_other_batches(kernel, case, call)
+        ((_, alone),) = CALLS[kernel][0]((0,), case.make(), **call)
+        assert same_bits(alone, expected[0])
+
+    @pytest.mark.parametrize("kernel", ["decode", *slow(["ragged"])], indirect=True)
     def test_depend_on_the_batch_without_a_split_size(self, kernel, case, call):
-        batch, arrays = CALLS[kernel][0], case.make()
+        function = {"decode": attention_calls.decode, "ragged": attention_calls.ragged}[kernel]
         call["config"] = replace(call["config"], fixed_split_size=None)
-        expected = dict(batch(EVERYTHING, arrays, **call))
-        ((_, alone),) = batch((0,), arrays, **call)
-        assert not same_bits(alone, expected[0])
+        *rest, lens = case.make()[:5]
+        offsets = case.make()[5:]
+        together = function(*rest, lens, *offsets, **call)
+        alone = function(*rest, np.where(np.arange(len(lens)), 0, lens), *offsets, **call)
+        assert not same_bits(alone[0][0], together[0][0])
 
 
-def test_matches_the_oracle_with_a_split_size(kernel, case, call):
-    function, arrays = {"decode": decode, "ragged": ragged}[kernel], case.make()
-    for options in ({}, OPTIONS):
-        assert_close(function(*arrays, **call, **options), arrays, case.tolerance, **options)
-
-
-def test_the_entries_take_a_split_size_without_a_config(kernel, case, implementation):
-    batch, call = CALLS[kernel][0], dict(implementation=implementation, fixed_split_size=64)
-    expected = dict(batch(EVERYTHING, case.make(), **call))
-    ((_, alone),) = batch((0,), case.make(), **call)
-    assert same_bits(alone, expected[0])
+@pytest.mark.slow
+def test_bits_do_not_depend_on_the_batch_without_causality(implementation):
+    case = Case(
+        head_dim=64, dtype="bfloat16", page_size=16, seq_lens=(150, 9, 70), pages_per_seq=10,
+        q_lens=(70, 12, 1), num_tokens=90,
+    ).on(implementation)  # fmt: skip
+    q, k, v, tables, lens, cu = case.make()
+    options = dict(implementation=implementation, causal=False, fixed_split_size=64)
+    together = ragged(q, k, v, tables, lens, cu, **options)
+    alone = ragged(q[70:82], k, v, tables[1:2], lens[1:2], np.int32([0, 12]), **options)
+    assert same_bits(alone, [x[70:82] for x in together])

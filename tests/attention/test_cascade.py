@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from tests.support.attention_calls import assert_close, assert_same_bits, cascade, decode
+from tests.support.attention_calls import assert_close, cascade
 from tests.support.attention_cases import Case, SharedPrefixes
 from tests.support.attention_options import CASCADE_OPTIONS
-from tests.support.attention_oracle import relative_error
 from tests.support.marks import slow
 
 CASE = Case(head_dim=16, num_pages=48)
@@ -56,12 +55,7 @@ def test_equals_attention_over_each_row(groups, implementation):
     assert_close(actual, arrays[:5], groups.case.tolerance)
 
 
-WINDOWS_AND_ALL = ["a window that cuts the prefix", "all"]
-
-
-@pytest.mark.parametrize(
-    "name", [*WINDOWS_AND_ALL, *slow(x for x in CASCADE_OPTIONS if x not in WINDOWS_AND_ALL)]
-)
+@pytest.mark.parametrize("name", ["all", *slow(x for x in CASCADE_OPTIONS if x != "all")])
 def test_options(name, implementation):
     groups = GROUPS[2].on(implementation)
     arrays = groups.make()
@@ -81,31 +75,18 @@ def test_pages_left_of_every_window_are_not_read(implementation):
     poisoned = [pages.copy() for pages in (k_pages, v_pages)]
     for pages in poisoned:
         pages[:, tables[0, 0], :5] = np.nan  # row 1 sees from 5 on, row 0 from 13 on
-    options = dict(sliding_window=40, implementation=implementation)
-    expected = cascade(*arrays, **options)
-    assert_same_bits(cascade(q, *poisoned, tables, *rest, **options), expected)
+    actual = cascade(q, *poisoned, tables, *rest, sliding_window=40, implementation=implementation)
+    assert_close(actual, arrays[:5], case.tolerance, sliding_window=40)
 
 
-def test_equals_paged_attention(implementation):
-    groups = GROUPS[4].on(implementation)
-    arrays = groups.make()
-    out, lse = cascade(*arrays, implementation=implementation)
-    expected_out, expected_lse = decode(*arrays[:5], implementation=implementation)
-    assert relative_error(out, np.asarray(expected_out, np.float64)) <= groups.case.tolerance
-    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)
-
-
+@pytest.mark.slow  # `test_combinations.py` has other shapes by default
 @pytest.mark.parametrize(
     "case",
     [
         Case(num_q_heads=7, num_kv_heads=1, head_dim=80, dtype="bfloat16"),
         Case(page_size=1, pages_per_seq=64, dtype="float16"),
-        *slow(
-            [
-                Case(num_q_heads=6, head_dim=128, page_size=16, pages_per_seq=4, dtype="bfloat16"),
-                Case(num_q_heads=20, num_kv_heads=1, page_size=64, pages_per_seq=2),
-            ]
-        ),
+        Case(num_q_heads=6, head_dim=128, page_size=16, pages_per_seq=4, dtype="bfloat16"),
+        Case(num_q_heads=20, num_kv_heads=1, page_size=64, pages_per_seq=2),
     ],
     ids=str,
 )
@@ -138,7 +119,8 @@ def test_lengths_beyond_the_table_count_as_its_size(implementation):
 
 
 @pytest.mark.parametrize(
-    ("fixed_split_size", "window"), [(None, None), (32, 30), *slow([(None, 30), (32, None)])]
+    ("fixed_split_size", "window"),
+    [(32, 30), *slow([(None, None), (None, 30), (32, None)])],
 )
 def test_configs(fixed_split_size, window):
     arrays = GROUPS[1].make()
@@ -152,9 +134,9 @@ def test_configs(fixed_split_size, window):
     assert_close(actual, arrays[:5], 1e-5, sliding_window=window)
 
 
-def test_jitted_without_options_returns_out_alone():
+def test_returns_out_alone_by_default():
     arrays = GROUPS[1].make()
-    out = jax.jit(pp.cascade_attention)(*arrays)
+    out = jax.eval_shape(pp.cascade_attention, *arrays)
     assert out.shape == arrays[0].shape and out.dtype == arrays[0].dtype
 
 

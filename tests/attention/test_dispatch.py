@@ -131,6 +131,18 @@ def test_none_works_without_the_mosaic_lowering(monkeypatch):
 
 
 @pytest.mark.parametrize("call", [PREFILL, DECODE], ids=["ragged", "decode"])
+def test_a_fixed_split_size_makes_the_kernel_independent_of_the_batch(call):
+    """Its config follows from the sizes, and so do the bits of a row."""
+    batches = [
+        dict(num_seqs=n, num_tokens=7 * n, max_kv_len=16 * n, expected_seqs=n) for n in (1, 3, 500)
+    ]
+    sizes = [dataclasses.replace(call, **batch, fixed_split_size=64).sizes for batch in batches]
+    assert sizes[0] == sizes[1] == sizes[2]
+    others = [dataclasses.replace(call, **batch).sizes for batch in batches]
+    assert others[0] != others[1] != others[2]
+
+
+@pytest.mark.parametrize("call", [PREFILL, DECODE], ids=["ragged", "decode"])
 class TestConfig:
     @pytest.mark.parametrize("family", FAMILIES)
     def test_chooses_the_implementation_of_its_type(self, any_jax, call, family):

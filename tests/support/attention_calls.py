@@ -36,17 +36,26 @@ ragged = jitted(pp.ragged_paged_attention)
 cascade = jitted(pp.cascade_attention)
 
 
-def assert_close(actual, arrays, tolerance, **options):
-    """`actual` (out, lse) is near the oracle's, and exact for queries without keys."""
+def assert_close(actual, arrays, tolerance, *, name="", **options):
+    """`actual` (out, lse) is near the oracle's, and exact for queries without keys.
+
+    Args:
+        actual: of a call.
+        arrays: of the oracle's call.
+        tolerance: of out, relative to its norm.
+        name: of the call, for messages.
+        options: of the oracle.
+    """
     out, lse = actual
     expected_out, expected_lse = attend(*arrays, **options)
     assert out.dtype == arrays[0].dtype and lse.dtype == jnp.float32
     empty = np.isneginf(expected_lse)
-    np.testing.assert_array_equal(np.isneginf(lse), empty)
-    np.testing.assert_array_equal(np.asarray(out)[empty], 0)
+    np.testing.assert_array_equal(np.isneginf(lse), empty, err_msg=name)
+    np.testing.assert_array_equal(np.asarray(out)[empty], 0, err_msg=name)
     if not empty.all():
-        assert relative_error(out, expected_out) <= tolerance
-    np.testing.assert_allclose(np.asarray(lse)[~empty], expected_lse[~empty], rtol=1e-5, atol=1e-4)
+        assert relative_error(out, expected_out) <= tolerance, name
+    lse, expected_lse = np.asarray(lse)[~empty], expected_lse[~empty]
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-4, err_msg=name)
 
 
 def assert_same_bits(actual, expected):

@@ -17,6 +17,53 @@ def cumulated(q_lens: tuple[int, ...]) -> np.ndarray:
     return np.cumsum([0, *q_lens]).astype(np.int32)
 
 
+def _parts(arrays: tuple) -> tuple[list, list, list]:
+    """Copies of q, pages, tables and lengths of a call; of cu_q_lens, if any; of scales, if any."""
+    arrays = [np.array(x) for x in arrays]
+    num_offsets = len(arrays[5:]) % 2
+    return arrays[:5], arrays[5 : 5 + num_offsets], arrays[5 + num_offsets :]
+
+
+def of_first_rows(arrays: tuple, num_seqs: int) -> tuple[np.ndarray, ...]:
+    """The call with empty rows from num_seqs on."""
+    (*arrays, lens), offsets, scales = _parts(arrays)
+    lens[num_seqs:] = 0
+    return *arrays, lens, *(np.minimum(x, x[num_seqs]) for x in offsets), *scales
+
+
+def with_dead_rows(arrays: tuple, num_seqs: int) -> tuple[np.ndarray, ...]:
+    """The call with anything in the tables, lengths and offsets of rows from num_seqs on."""
+    (*arrays, tables, lens), offsets, scales = _parts(arrays)
+    dead = len(lens) - num_seqs
+    tables[num_seqs:] = np.resize(np.int32([-1, 2**31 - 1, -(2**31)]), dead)[:, None]
+    lens[num_seqs:] = np.resize(np.int32([2_000_000, -7, 63]), dead)
+    for x in offsets:
+        x[num_seqs + 1 :] = np.resize(np.int32([2_000_000, -3, 1]), dead)
+    return *arrays, tables, lens, *offsets, *scales
+
+
+def without_pages_left_of(
+    window: int, arrays: tuple, page_size: int, entry: int
+) -> tuple[np.ndarray, ...]:
+    """The call without the pages left of every query's window: they hold NaN, or 77 in int8.
+
+    Args:
+        window: the sliding window.
+        arrays: of `Case.make` or `Quantized.make`.
+        page_size: tokens of a page.
+        entry: what the tables hold for those pages.
+    """
+    (q, *pages, tables, lens), offsets, scales = _parts(arrays)
+    q_lens = np.diff(offsets[0]) if offsets else np.minimum(lens, 1)
+    num_left = (np.int64(lens) - q_lens + 1 - window) // page_size
+    for table, blocks in zip(tables, num_left, strict=True):
+        left = slice(0, max(int(blocks), 0))
+        for x in (*pages, *(x for x in scales if x.ndim)):
+            x[:, table[left]] = 77 if x.dtype == np.int8 else np.nan
+        table[left] = entry
+    return q, *pages, tables, lens, *offsets, *scales
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """Shapes, lengths and dtype of one call; `make` draws its arrays.

@@ -37,23 +37,20 @@ CASCADE_OPTIONS = {
 }
 
 
-def chosen_options(names, *, ragged: bool, implementation: str) -> tuple[dict, dict]:
-    """The keyword arguments that the named options are for a call, and for the oracle."""
-    options = {key: value for name in names for key, value in OPTIONS[name].items()}
-    fixed_split_size = options.pop("fixed_split_size", None)
+def config_of(implementation: str, *, ragged: bool, split: bool = False) -> object:
+    """A config of the smallest blocks and few programs; with `split` rows are split in any case."""
     if implementation.startswith("mosaic_gpu"):
         loop = dict(
-            block_k=64, num_programs=6, num_stages=2, fixed_split_size=fixed_split_size and 64
+            block_k=64, num_programs=6, num_stages=2, fixed_split_size=64 if split else None
         )
         decode_config, ragged_config = pp.MosaicDecodeConfig, pp.MosaicRaggedConfig
         tile = dict(num_consumers=2, num_programs=3)
     elif implementation.startswith("mosaic_sm80"):
-        loop = dict(block_k=32, num_programs=6, fixed_split_size=fixed_split_size)
+        loop = dict(block_k=32, num_programs=6, fixed_split_size=32 if split else None)
         decode_config = partial(pp.MosaicSm80DecodeConfig, num_stages=2)
         ragged_config, tile = pp.MosaicSm80RaggedConfig, dict(block_q=64, num_warpgroups=1)
     else:
-        loop = dict(LOOP, fixed_split_size=fixed_split_size)
+        loop = dict(LOOP, fixed_split_size=32 if split else None)
         decode_config, ragged_config = pp.DecodeConfig, pp.RaggedConfig
         tile = dict(block_q=16)
-    config = ragged_config(**loop | tile) if ragged else decode_config(**loop)
-    return dict(options, config=config, implementation=implementation), options
+    return ragged_config(**loop | tile) if ragged else decode_config(**loop)

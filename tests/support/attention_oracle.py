@@ -1,4 +1,4 @@
-"""Float64 NumPy attention over pages, query by query. It does not import the library."""
+"""Float64 NumPy attention over pages, row by row. It does not import the library."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def attend(
     q, k_pages, v_pages = (np.asarray(x).astype(np.float64) for x in (q, k_pages, v_pages))
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads, _, page_size, _ = k_pages.shape
+    group = num_q_heads // num_kv_heads
     scale = head_dim**-0.5 if sm_scale is None else sm_scale
     slopes = np.zeros(num_q_heads) if alibi_slopes is None else np.asarray(alibi_slopes, float)
     sinks = np.full(num_q_heads, -np.inf) if sinks is None else np.asarray(sinks, float)
@@ -32,47 +33,53 @@ def attend(
         cu_q_lens = np.arange(num_tokens + 1)
     out = np.zeros(q.shape)
     lse = np.full((num_tokens, num_q_heads), -np.inf)
-    for b, length in enumerate(seq_lens):
-        begin, end = cu_q_lens[b : b + 2]
+    for b, length in enumerate(map(int, seq_lens)):
+        begin, end = map(int, cu_q_lens[b : b + 2])
+        keys, i = np.arange(length), np.arange(end - begin)[:, None]
         before = length - (end - begin)  # keys older than the row's queries
-        tree = None if tree_mask is None else tree_mask[b]
-        for i in range(end - begin):
-            keys = [j for j in range(length) if _sees(i, j, before, sliding_window, tree, causal)]
-            if not keys:
-                continue
-            keys = np.array(keys)
-            pages, offsets = block_tables[b, keys // page_size], keys % page_size
-            for h in range(num_q_heads):
-                kv_head = h // (num_q_heads // num_kv_heads)
-                k, v = k_pages[kv_head, pages, offsets], v_pages[kv_head, pages, offsets]  # [K, D]
-                logits = k @ q[begin + i, h] * scale
-                if soft_cap is not None:
-                    logits = soft_cap * np.tanh(logits / soft_cap)
-                distances = keys - (before + i)
-                logits += slopes[h] * (distances if causal else -abs(distances))
-                peak = max(logits.max(), sinks[h])
-                weights = np.exp(logits - peak)
-                total = weights.sum() + np.exp(sinks[h] - peak)
-                out[begin + i, h] = weights @ v / total
-                lse[begin + i, h] = peak + np.log(total)
+        tree = None if tree_mask is None else np.asarray(tree_mask[b])
+        seen = _seen(i, keys, before, sliding_window, tree, causal)  # [Q, K]
+        if not seen.any():
+            continue
+        pages, offsets = block_tables[b, keys // page_size], keys % page_size
+        read = seen.any(axis=0)
+        pages = np.where(read, pages, 0)
+        k, v = (
+            np.repeat(np.where(read[:, None], x[:, pages, offsets], 0), group, axis=0)
+            for x in (k_pages, v_pages)
+        )  # [Hq, K, D]
+        logits = q[begin:end].swapaxes(0, 1) @ k.swapaxes(1, 2) * scale  # [Hq, Q, K]
+        if soft_cap is not None:
+            logits = soft_cap * np.tanh(logits / soft_cap)
+        distances = keys - (before + i)
+        logits += slopes[:, None, None] * (distances if causal else -abs(distances))
+        logits = np.where(seen, logits, -np.inf)[:, seen.any(axis=1)]
+        peak = np.maximum(logits.max(axis=-1), sinks[:, None])
+        weights = np.exp(logits - peak[..., None])
+        total = weights.sum(axis=-1) + np.exp(sinks[:, None] - peak)
+        where = begin + np.flatnonzero(seen.any(axis=1))
+        out[where] = (weights @ v / total[..., None]).swapaxes(0, 1)
+        lse[where] = (peak + np.log(total)).T
     return out, lse
 
 
-def _sees(
-    i: int,
-    key: int,
+def _seen(
+    i: np.ndarray,
+    keys: np.ndarray,
     before: int,
     sliding_window: int | None,
     tree: np.ndarray | None,
     causal: bool,
-) -> bool:
-    """Whether a row's i-th query sees a key; the row has `before` keys before its first query."""
-    if sliding_window is not None and key <= before + i - sliding_window:
-        return False
-    if tree is None:
-        return not causal or key <= before + i
-    newest = key - before
-    return newest < 0 or (i < len(tree) and newest < len(tree) and bool(tree[i, newest]))
+) -> np.ndarray:
+    """Which keys the i-th queries of a row see; the row has `before` keys older than them."""
+    newest = keys - before
+    if tree is not None:
+        size = len(tree)
+        known = (i < size) & (newest < size)
+        seen = (newest < 0) | known & tree[np.minimum(i, size - 1), np.clip(newest, 0, size - 1)]
+    else:
+        seen = (newest <= i) | (not causal)
+    return seen if sliding_window is None else seen & (newest > i - sliding_window)
 
 
 def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:

@@ -1,0 +1,181 @@
+"""Entries, dtypes, kinds of pages, shapes and options in combination, against float64 NumPy."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+import pallas_paged as pp
+from pallas_paged.kernels.mosaic import support as mosaic_support
+from tests.support.attention_calls import assert_close
+from tests.support.attention_cases import (
+    Case,
+    of_first_rows,
+    with_dead_rows,
+    without_pages_left_of,
+)
+from tests.support.attention_options import config_of
+from tests.support.lowering import named
+from tests.support.marks import slow
+from tests.support.page_layouts import LAYOUTS, call_in_layout
+from tests.support.quantized_cases import Quantized
+
+LEVELS = dict(
+    dtype=["float32", "bfloat16", "float16"],
+    pages=[None, "int8", "float8_e4m3fn", "int8 per layer", "float8_e4m3fn per layer"],
+    kv_layout=LAYOUTS,
+    # Groups of 1, 2, 3 and 7 heads, and of more than the 16 rows of a matrix unit.
+    heads=[(4, 2), (7, 1), (40, 1), (3, 3), (6, 2)],
+    head_dim=[16, 80, 128, 8, 320],
+    page_size=[8, 1, 16, 256],
+    sliding_window=[None, 1, 11, 2**40],
+    soft_cap=[None, 1.5, 1e3],
+    alibi=[False, True],
+    sinks=[False, True],
+    sm_scale=[None, -0.3],
+    small_blocks=[True, False],
+    split=[False, True],
+    dead_rows=[False, True],
+)
+ENTRIES = {
+    "decode": (pp.paged_attention, LEVELS),
+    # The masks of two sizes: less than some row's queries, and more than all.
+    "ragged": (pp.ragged_paged_attention, LEVELS | {"mask": ["causal", "none", 6, 30]}),
+    "cascade": (pp.cascade_attention, {k: v for k, v in LEVELS.items() if k != "split"}),
+}
+# Lengths and queries of rows that share a program: prompts, chunks, a few tokens, one, none, and
+# more queries than keys.
+BATCHES = [
+    dict(seq_lens=(137, 5, 0, 61, 64, 1), q_lens=(11, 5, 3, 2, 1, 0)),
+    dict(seq_lens=(40, 3, 150, 16, 9, 33), q_lens=(1, 7, 1, 16, 1, 4)),
+]
+GROUPS = dict(prefix_lens=np.int32([32, 0, 16]), cu_group_sizes=np.int32([0, 2, 3, 5]))
+LONGEST, NUM_TOKENS, NUM_SEQS = 160, 34, 4
+EXTREME_SINKS = np.float32([-np.inf, 1e30, -1e30, 14.0, 1e4])
+TABLE_ENTRIES = [-1, 2**31 - 1, -(2**31), 10**6]
+NUM_ROWS = 36
+# Rows of the default run, and seeds with which these have most pairs of levels, and of options.
+QUICK = {"decode": (7, 1684), "ragged": (7, 397), "cascade": (2, 2495)}
+
+
+def balanced(num_rows: int, seed: int, levels: dict) -> list[dict]:
+    """Rows in which every factor takes all of its levels, one after another in random order."""
+    rng = np.random.default_rng(seed)
+    columns = [
+        [values[i] for _ in range(num_rows) for i in rng.permutation(len(values))][:num_rows]
+        for values in levels.values()
+    ]
+    return [dict(zip(levels, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def rows_of_all_entries() -> list:
+    """The rows: the first of each entry by default, and on a GPU all."""
+    found = []
+    for entry, (_, levels) in ENTRIES.items():
+        quick, seed = QUICK[entry]
+        rows = [row | {"entry": entry} for row in balanced(NUM_ROWS, seed, levels)]
+        quick = len(rows) if jax.default_backend() == "gpu" else quick
+        found += [*rows[:quick], *slow(rows[quick:])]
+    return found
+
+
+def options_of(row: dict, implementation: str) -> tuple[dict, dict, dict]:
+    """(static options, arrays of options, options of the oracle) of a row."""
+    entry, num_q_heads = row["entry"], row["heads"][0]
+    names = ("sliding_window", "soft_cap", "sm_scale")
+    static = {name: row[name] for name in names if row[name] is not None}
+    arrays = {}
+    if row["alibi"]:
+        arrays["alibi_slopes"] = np.resize(np.float32([0.5, 0.25, 0.125, 0.0]), num_q_heads)
+    if row["sinks"]:
+        arrays["sinks"] = np.resize(np.float32([1.0, -3.0, 0.0, 8.0]), num_q_heads)
+    mask = row.get("mask", "causal")
+    if mask == "none":
+        static["causal"] = False
+    elif mask != "causal":
+        arrays["tree_mask"] = np.random.default_rng(mask).random((6, mask, mask)) < 0.5
+    oracle = static | arrays
+    if row["dead_rows"]:
+        static["q_scale"] = 0.5
+        oracle["sm_scale"] = 0.5 * static.get("sm_scale", row["head_dim"] ** -0.5)
+    if row["small_blocks"]:
+        config = partial(config_of, implementation, split=row.get("split", False))
+        static["config"] = config(ragged=entry == "ragged")
+        if entry == "cascade":
+            static["prefix_config"] = config(ragged=True)
+    elif row.get("split"):
+        static["fixed_split_size"] = 64
+    return static | {"implementation": implementation}, arrays, oracle
+
+
+def arrays_of(row: dict, batch: dict, implementation: str) -> tuple[Case, tuple, tuple]:
+    """(the case, its arrays, the same with dequantized pages)."""
+    page_size, (num_q_heads, num_kv_heads) = row["page_size"], row["heads"]
+    case = Case(
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=row["head_dim"],
+        page_size=page_size,
+        pages_per_seq=-(-LONGEST // page_size),
+        num_pages=3 + sum(-(-n // page_size) for n in BATCHES[0]["seq_lens"]),
+        dtype=row["dtype"],
+        num_tokens=NUM_TOKENS,
+        **batch if row["entry"] == "ragged" else dict(seq_lens=batch["seq_lens"]),
+    )
+    if row["entry"] != "ragged":
+        case = Case(**vars(case) | {"num_tokens": 0})
+    case = case.on(implementation)
+    if row["pages"] is None:
+        arrays = case.make()
+        return case, arrays, arrays
+    kv_dtype, *per_layer = row["pages"].split(" per ")
+    return case, *Quantized(case=case, kv_dtype=kv_dtype, per_tensor=bool(per_layer)).make()
+
+
+def check(row, implementation):
+    """Run the batches of a row, and then with extreme sinks."""
+    function, _ = ENTRIES[row["entry"]]
+    static, options, oracle = options_of(row, implementation)
+    call = jax.jit(partial(function, kv_layout=row["kv_layout"], return_lse=True, **static))
+    for i, batch in enumerate(BATCHES):
+        case, arrays, meant = arrays_of(row, batch, implementation)
+        if row["entry"] == "cascade":
+            for begin, end, prefix in zip((0, 2, 3), (2, 3, 5), (32, 0, 16), strict=True):
+                shared = min(prefix, *case.seq_lens[begin:end]) // case.page_size
+                arrays[3][begin:end, :shared] = arrays[3][begin, :shared]
+                meant[3][begin:end, :shared] = arrays[3][begin, :shared]
+        elif row["sliding_window"]:
+            entry = TABLE_ENTRIES[(row["head_dim"] + i) % len(TABLE_ENTRIES)]
+            arrays = without_pages_left_of(row["sliding_window"], arrays, case.page_size, entry)
+        if row["dead_rows"]:
+            arrays, meant = with_dead_rows(arrays, NUM_SEQS), of_first_rows(meant, NUM_SEQS)
+        given = call_in_layout(row["kv_layout"], arrays) | options
+        if row["dead_rows"]:
+            given |= dict(block_tables=given["block_tables"].reshape(-1), num_seqs=np.int32(4))
+        if row["entry"] == "cascade":
+            given |= GROUPS
+        assert_close(call(**given), meant, case.tolerance, name=f"batch {i}", **oracle)
+    if row["sinks"]:
+        sinks = np.resize(EXTREME_SINKS, len(options["sinks"]))
+        actual = call(**given | {"sinks": sinks})
+        name = "extreme sinks"
+        assert_close(actual, meant, case.tolerance, name=name, **oracle | {"sinks": sinks})
+
+
+@pytest.mark.parametrize("row", rows_of_all_entries(), ids=named)
+def test_matches_the_oracle(row, implementation):
+    """Memory that no query sees is poisoned: outside of the rows, and left of their windows."""
+    check(row, implementation)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(mosaic_support.why_not_jax() is not None, reason="needs JAX 0.11")
+@pytest.mark.parametrize("entry", ["decode", "ragged"])
+@pytest.mark.parametrize("index", range(3))
+def test_interpreted_mosaic_kernels_match_the_oracle(index, entry):
+    row = balanced(NUM_ROWS, QUICK[entry][1], ENTRIES[entry][1])[index]
+    row |= dict(entry=entry, heads=(4, 2), page_size=16, pages=None, sliding_window=30)
+    check(row, "mosaic_gpu_interpret")

@@ -18,6 +18,7 @@ from models.decoder import Decoder, dense_attend
 from models.engine_model import engine_model
 from pallas_paged.engine import Engine, EngineConfig, SamplingParams
 from tests.support.attention_oracle import relative_error
+from tests.support.dense_oracle import dense_logits, log_softmax, logits_of, positions_of
 from tests.support.marks import slow
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -45,23 +46,6 @@ def golden_of(name):
     with np.load(GOLDENS / name / "golden.npz") as golden:
         tokens = np.concatenate([golden["input_ids"], golden["greedy_tokens"]], axis=1)
         return tokens.astype(np.int32), golden["logits"], golden["greedy_tokens"]
-
-
-def positions_of(tokens):
-    return np.broadcast_to(np.arange(tokens.shape[-1], dtype=np.int32), tokens.shape)
-
-
-@partial(jax.jit, static_argnames="graphdef")
-def logits_of(params, tokens, graphdef):
-    model = nnx.merge(graphdef, params)
-    hidden, cache = model(tokens, positions_of(tokens), dense_attend())
-    assert cache is None
-    return model.logits(hidden)
-
-
-def dense_logits(model, tokens):
-    graphdef, params = nnx.split(model)
-    return np.asarray(logits_of(params, tokens, graphdef))
 
 
 def scaled_up(model):
@@ -98,9 +82,7 @@ def test_engine_gives_the_log_probabilities_and_greedy_tokens_of_transformers(na
     outputs = engine.generate(tokens[:, :num_known].tolist(), params, progress=False)
     assert [output.outputs[0].token_ids for output in outputs] == greedy.tolist()
 
-    expected = expected.astype(np.float64)
-    logprobs = expected - np.log(np.exp(expected).sum(-1, keepdims=True))
-    for output, row, wanted in zip(outputs, tokens, logprobs, strict=True):
+    for output, row, wanted in zip(outputs, tokens, log_softmax(expected), strict=True):
         entries = output.prompt_logprobs[1:]
         scores = [entry[token].logprob for entry, token in zip(entries, row[1:], strict=False)]
         own = wanted[np.arange(num_known - 1), row[1:num_known]]

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from models.config import ModelConfig
-from models.decoder import dense_attend
 from models.engine_model import engine_model
 from models.generate import generate
 from models.rope_scaling import (
@@ -19,7 +18,7 @@ from models.rope_scaling import (
     YarnRopeScaling,
 )
 from pallas_paged.engine import SamplingParams
-from tests.support.dense_oracle import CONFIG, tiny_model
+from tests.support.dense_oracle import CONFIG, dense_logits, log_softmax, tiny_model
 from tests.support.marks import slow
 
 pytestmark = pytest.mark.usefixtures("exact_products")
@@ -58,14 +57,7 @@ def assert_equals_dense(decoder, output):
     """Compare the log-probabilities of a completion with those of the whole text in one row."""
     (completion,) = output.outputs
     tokens = np.int32([output.prompt_token_ids + completion.token_ids[:-1]])
-
-    @jax.jit
-    def logprobs_of(tokens, positions):
-        hidden, _ = decoder(tokens, positions, dense_attend())
-        return jax.nn.log_softmax(decoder.logits(hidden[0]))
-
-    positions = np.arange(tokens.size, dtype=np.int32)[None]
-    expected = np.asarray(logprobs_of(tokens, positions))[len(output.prompt_token_ids) - 1 :]
+    expected = log_softmax(dense_logits(decoder, tokens)[0, len(output.prompt_token_ids) - 1 :])
     assert completion.token_ids == expected.argmax(-1).tolist()
     pairs = zip(completion.logprobs, completion.token_ids, strict=True)
     found = [entry[token].logprob for entry, token in pairs]

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from models.checkpoint import load_checkpoint, save_checkpoint
 from models.config import ModelConfig
-from models.decoder import dense_attend
 from models.rotary import inverse_frequencies, rotation
+from tests.support.dense_oracle import dense_logits
+from tests.support.marks import slow
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -25,6 +26,7 @@ LLAMA = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
 }
+pytestmark = pytest.mark.usefixtures("exact_products")
 GOLDENS = Path(__file__).parent / "goldens"
 CASES = json.loads((GOLDENS / "rotary.json").read_text())
 TINY = [name for name in CASES if not name.startswith("large")]
@@ -51,8 +53,8 @@ def test_frequencies_and_angles_equal_transformers(name, golden):
         # The last bits of powers of float32. transformers rounds a base that grows to float32, too.
         rtol = 5e-7 if name == "dynamic" else 1.3e-7
         np.testing.assert_allclose(inverse, golden[f"{name}.inv_freq.{length}"], rtol=rtol)
-        positions = jnp.arange(length)
-        cos, sin = rotation(positions, config, whole_rows=True)
+        positions = np.arange(length, dtype=np.int32)
+        cos, sin = (np.asarray(x) for x in rotation(positions, config, whole_rows=True))
         assert cos.shape == sin.shape == (length, 1, config.head_dim // 2)
         # The last bit of a low frequency, times the position. GPUs round cosines more coarsely.
         tolerance = (2e-6 if jax.default_backend() == "gpu" else 1e-6) + 5e-11 * length
@@ -62,32 +64,31 @@ def test_frequencies_and_angles_equal_transformers(name, golden):
             np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", TINY)
+# The decoder takes what `rotation` returns, and its rows may have frequencies of their own.
+OWN = ("dynamic", "longrope")
+
+
+@pytest.mark.parametrize("name", [*OWN, "llama3", *slow(sorted({*TINY} - {*OWN, "llama3"}))])
 def test_logits_equal_transformers(name, golden, tmp_path):
     config = json.loads((GOLDENS / "llama" / "config.json").read_text())
     del config["rope_parameters"]
-    for file in (GOLDENS / "llama").iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(GOLDENS / "llama", tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text(json.dumps(config | CASES[name]))
     model, _ = load_checkpoint(tmp_path)
     for length in LENGTHS[name]:
-        tokens = jnp.asarray(golden["tokens"][:, :length], jnp.int32)
-        positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-        with jax.default_matmul_precision("highest"):
-            hidden, _ = model(tokens, positions, dense_attend())
-            logits = model.logits(hidden[:, -4:])
-        expected = golden[f"{name}.logits.{length}"]
+        tokens = np.int32(golden["tokens"][:, :length])
+        logits, expected = dense_logits(model, tokens)[:, -4:], golden[f"{name}.logits.{length}"]
         assert np.abs(logits - expected).max() <= 2e-5 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_saved_config_is_read_back(name):
+def test_saved_config_is_read_back(name):
     config = config_of(name)
     written = json.loads(json.dumps(config.to_hugging_face()))
     assert ModelConfig.from_hugging_face(written) == config
 
 
-def test_a_saved_checkpoint_keeps_its_scaling(tmp_path):
+def test_saved_checkpoint_keeps_its_scaling(tmp_path):
     model, config = load_checkpoint(GOLDENS / "llama")
     scaling = config_of("longrope").rope_scaling
     config = dataclasses.replace(config, rope_scaling=scaling, max_position_embeddings=128)
@@ -95,7 +96,7 @@ def test_a_saved_checkpoint_keeps_its_scaling(tmp_path):
     assert load_checkpoint(tmp_path)[1] == config
 
 
-def test_the_scaling_that_was_added_to_a_file_of_transformers_5_wins():
+def test_scaling_that_was_added_to_a_file_of_transformers_5_wins():
     contents = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         "rope_scaling": {"type": "linear", "factor": 2.0},
@@ -120,13 +121,14 @@ def test_with_a_cache_frequencies_depend_on_the_context_only(name):
     config = config_of(name)
     for context in (32, 96):
         config = dataclasses.replace(config, max_position_embeddings=context)
-        cos, _ = rotation(jnp.arange(24), config)
+        cos, sin = (np.asarray(x)[:, 0] for x in rotation(np.arange(24, dtype=np.int32), config))
         expected = np.arange(24, dtype=np.float32)[:, None] * inverse_frequencies(config, context)
         factor = getattr(config.rope_scaling, "attention_factor", 1.0)
-        np.testing.assert_allclose(cos[:, 0], factor * np.cos(expected), atol=1e-6)
+        np.testing.assert_allclose(cos, factor * np.cos(expected), atol=1e-6)
+        np.testing.assert_allclose(sin, factor * np.sin(expected), atol=1e-6)
     # Rows that are whole sequences have the frequencies of their own lengths.
-    positions = jnp.stack([jnp.arange(40), jnp.arange(40) // 2])
-    cos, sin = rotation(positions, config, whole_rows=True)
+    positions = np.stack([np.arange(40), np.arange(40) // 2]).astype(np.int32)
+    cos, sin = (np.asarray(x) for x in rotation(positions, config, whole_rows=True))
     for row in (0, 1):
         alone = rotation(positions[row], config, whole_rows=True)
         np.testing.assert_array_equal((cos[row], sin[row]), alone)
@@ -169,7 +171,7 @@ def test_scalings_that_are_incomplete_or_out_of_range_are_refused(scaling, messa
         ModelConfig.from_hugging_face(LLAMA | {"head_dim": 4, "rope_scaling": scaling})
 
 
-def test_a_base_of_one_is_refused_with_yarn():
+def test_base_of_one_is_refused_with_yarn():
     scaling = {"type": "yarn", "factor": 2.0}
     with pytest.raises(ValueError, match=r"rope_theta=1\.0 must be above 1 for YaRN"):
         ModelConfig.from_hugging_face(LLAMA | {"rope_theta": 1.0, "rope_scaling": scaling})

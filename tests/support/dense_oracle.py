@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
+import numpy as np
 from flax import nnx
 
 from models.config import ModelConfig
-from models.decoder import Decoder
+from models.decoder import Decoder, dense_attend
 from models.engine_model import engine_model
 from tests.support.oracle import Oracle
 
@@ -26,6 +29,33 @@ def tiny_model(config: ModelConfig = CONFIG) -> Decoder:
     """A random decoder in f32, scaled up so that its logits are far apart."""
     graphdef, params = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
     return nnx.merge(graphdef, jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, params))
+
+
+def positions_of(tokens: np.ndarray) -> np.ndarray:
+    """Positions of tokens i32[..., T] that are whole sequences."""
+    return np.broadcast_to(np.arange(tokens.shape[-1], dtype=np.int32), tokens.shape)
+
+
+def dense_logits(model: Decoder, tokens: np.ndarray) -> np.ndarray:
+    """Logits f32[B, T, V] after each token i32[B, T], in rows without a cache."""
+    graphdef, params = nnx.split(model)
+    return np.asarray(logits_of(params, tokens, graphdef))
+
+
+@partial(jax.jit, static_argnames="graphdef")
+def logits_of(params: nnx.State, tokens: np.ndarray, graphdef: nnx.GraphDef) -> jax.Array:
+    """As `dense_logits`, with other weights than those of the model."""
+    model = nnx.merge(graphdef, params)
+    hidden, cache = model(tokens, positions_of(tokens), dense_attend())
+    assert cache is None
+    return model.logits(hidden)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """In float64."""
+    logits = np.asarray(logits, np.float64)
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
 
 class DenseOracle(Oracle):

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 
-import httpx
-import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
 from models.server import connection
-from tests.support.servers import RunningServer, http_request, in_loop, wait_until
+from tests.support.servers import RunningServer, http_request, in_loop
 
 HEAD = b"GET / HTTP/1.1\r\nhost: x\r\n"
 
@@ -34,12 +32,6 @@ class Transport(asyncio.Transport):
 
     def is_closing(self):
         return self.closed or self.aborted
-
-    def pause_reading(self):
-        pass
-
-    def resume_reading(self):
-        pass
 
 
 class Connections:
@@ -69,11 +61,8 @@ async def settle():
 def error_of(transport):
     head, _, body = transport.written.partition(b"\r\n\r\n")
     lines = head.decode().split("\r\n")
-    assert lines[1:] == [
-        "content-type: application/json",
-        f"content-length: {len(body)}",
-        "connection: close",
-    ]
+    length = f"content-length: {len(body)}"
+    assert lines[1:] == ["content-type: application/json", length, "connection: close"]
     assert transport.closed
     return lines[0], json.loads(body)["error"]["message"]
 
@@ -140,12 +129,6 @@ async def test_what_is_not_http_gets_a_400():
     assert connections.errors == [400, 400] and not connections.scopes
 
 
-def test_errors_of_connections_are_counted(server):
-    before = server.metrics().get('http_errors_total{status="400"}', 0)
-    assert b'"error"' in server.exchange(b"not HTTP\r\n\r\n")
-    assert server.metrics()['http_errors_total{status="400"}'] == before + 1
-
-
 def test_many_requests_in_one_connection(server):
     body = {"prompt": "x", "max_tokens": 2, "temperature": 0}
     last = http_request("/health", None, "connection: close")
@@ -153,25 +136,19 @@ def test_many_requests_in_one_connection(server):
     assert received.count(b"HTTP/1.1 200 OK") == 6 and b'{"status":"ok"}' in received
 
 
-def test_a_server_beyond_its_connections(tmp_path):
-    with RunningServer(tmp_path, max_connections=2) as server:
-        clients = [httpx.Client(base_url=server.url, verify=False) for _ in range(3)]
-        for client in clients[:2]:
-            assert client.get("/health").status_code == 200
-        assert clients[2].get("/health").status_code == 503
-        clients[0].close()
-        wait_until(lambda: len(server.server.server_state.connections) == 1)
+def test_errors_of_connections_are_counted(tmp_path):
+    with RunningServer(tmp_path, max_connections=1) as server:
+        assert server.exchange(b"not HTTP\r\n\r\n").startswith(b"HTTP/1.1 400 ")
         assert server.client.get("/health").status_code == 200
-        clients[1].close()
+        assert server.exchange(http_request("/health")).startswith(b"HTTP/1.1 503 ")
+        values = server.metrics()
+        assert [values[f'http_errors_total{{status="{one}"}}'] for one in (400, 503)] == [1, 1]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_address_of_a_client_is_that_of_its_connection(tmp_path, caplog, stream):
+def test_the_address_of_a_client_is_that_of_its_connection(tmp_path, caplog):
     """Headers of a proxy, which any client can send, change nothing; the log has each request."""
     with RunningServer(tmp_path, access_log=True) as server:
         headers = {"x-forwarded-for": "9.9.9.9", "x-forwarded-proto": "https"}
-        body = {"prompt": "x", "max_tokens": 1, "stream": stream}
-        answer = server.client.post("/v1/completions", json=body, headers=headers)
-        assert answer.status_code == 200 and "server" not in answer.headers
+        assert "server" not in server.client.get("/health", headers=headers).headers
     (line,) = [one.getMessage() for one in caplog.records if one.name == "uvicorn.access"]
-    assert line.startswith("127.0.0.1:") and '"POST /v1/completions HTTP/1.1" 200' in line
+    assert line.startswith("127.0.0.1:") and line.endswith('"GET /health HTTP/1.1" 200')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 Prefix = tuple[int, ...]
@@ -18,14 +19,17 @@ class PrefixOracle:
         self.released_at: dict[Prefix, int] = {}
         self.time = 0
 
-    def lookup(self, tokens: list[int]) -> list[Prefix]:
-        lease = []
-        for prefix in self.full_prefixes(tokens[:-1]):
-            if prefix not in self.pages:
-                break
-            lease.append(prefix)
+    def lookup(self, tokens: list[int], max_tokens: int | None) -> list[Prefix]:
+        lease = self.cached_prefixes(tokens[:-1][:max_tokens])
         self.leases.append(lease)
         return lease
+
+    def cached_prefixes(self, tokens: list[int]) -> list[Prefix]:
+        prefixes = self.full_prefixes(tokens)
+        return list(itertools.takewhile(self.pages.__contains__, prefixes))
+
+    def num_cached_pages(self, tokens: list[int]) -> int:
+        return len(self.cached_prefixes(tokens))
 
     def insert(self, lease: list[Prefix], tokens: list[int], pages: list[int]) -> list[int]:
         new = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from bench import shapes, timing
@@ -26,3 +28,18 @@ def clock(monkeypatch) -> None:
     monkeypatch.setattr(timing, "kernel_times", kernel_times)
     monkeypatch.setattr(timing, "floor_times", lambda size, **how: timing.Spread.of([1.0]))
     monkeypatch.setattr(timing, "wall_times", lambda compiled, args, *, iterations: [9.0])
+
+
+@pytest.fixture
+def dry_run(tmp_path, capsys):
+    """Runs a bench; returns its numbers and tables, which it writes to files and prints too."""
+
+    def run(bench, *args: str) -> tuple[dict, str]:
+        files = {name: tmp_path / name for name in ("json", "markdown")}
+        paths = [x for name, path in files.items() for x in (f"--{name}", str(path))]
+        found, tables = bench.main([*args, *paths]), files["markdown"].read_text()
+        assert json.loads(files["json"].read_text()) == json.loads(json.dumps(found))
+        assert tables in capsys.readouterr().out
+        return found, tables
+
+    return run

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from bench import decode, decode_step, offline, peers_torch, products, quality, trainer, tune
+from bench import (
+    decode,
+    decode_step,
+    long_prompt,
+    offline,
+    parallel_programs,
+    peers_torch,
+    products,
+    quality,
+    trainer,
+    tune,
+)
 from bench.serving import cli as serving
 
 _SHAPES = (["--shapes", "9x9"], ["--iterations", "0"], ["--json", "no/such/folder"])
@@ -34,6 +45,8 @@ _SERVING = ["--shape", "tiny"]
         (offline, ["--shape", "tiny", "--runs", "0"]),
         (trainer, ["--shape", "tiny", "--num-seqs", "0"]),
         (trainer, ["--json", "no/such/folder"]),
+        (long_prompt, ["--shape", "tiny", "--lengths", "999999"]),
+        *((parallel_programs, [f"--{name}", "0"]) for name in ("rows", "length", "shapes")),
         (products, ["--models", "none"]),
         (products, ["--rows", "0"]),
     ],

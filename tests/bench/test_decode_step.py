@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import jax
@@ -30,9 +29,7 @@ def test_steps_of_a_profile_are_counted_by_the_decode_kernel() -> None:
     assert step.recorded_steps({"gemm": 160}, 16) == 0
 
 
-def test_ways_to_run_differ_by_their_steps_and_their_sampling(
-    tmp_path, capsys, monkeypatch
-) -> None:
+def test_ways_to_run_differ_by_their_steps_and_their_sampling(dry_run, monkeypatch) -> None:
     """Without an engine: what each way asks of it, and what the tables show."""
     asked = []
 
@@ -44,25 +41,20 @@ def test_ways_to_run_differ_by_their_steps_and_their_sampling(
     for name in ("measure_step", "measure_generate"):
         monkeypatch.setattr(decode_step, name, measure)
     monkeypatch.setattr(decode_step, "_load", lambda name: None)
-    path = tmp_path / "step.json"
-    sizes = ["--num-scheduler-steps", "4", "--json", str(path)]
-    run = decode_step.main([*TINY, "--modes", "step", "sampled loop", "generate", *sizes])
-    assert json.loads(path.read_text()) == run
+    modes = ["--modes", "step", "sampled loop", "generate"]
+    _, tables = dry_run(decode_step, *TINY, *modes, "--num-scheduler-steps", "4")
     assert asked == [(2, 0.0, 1), (2, 0.8, 4), (2, 0.0, 4)]
-    out = capsys.readouterr().out
-    names = [row[:2] for row in rows(out)]
+    names = [row[:2] for row in rows(tables)]
     assert names[1:] == [["tiny, 2 x 20", way] for way in ("step", "sampled loop", "generate")]
-    assert "No kernel times: no. 1." in out
+    assert "No kernel times: no. 1." in tables
     decode_step.main([*TINY, "--sampling"])
     assert [one[1] for one in asked[3:]] == [0.0, 0.8, 1.0, 1.0, 0.0, 1.0]
 
 
 @pytest.mark.slow  # compiles the steps of three engines
-def test_every_way_to_run_is_measured_on_the_cpu(tmp_path, capsys) -> None:
-    path = tmp_path / "step.json"
+def test_every_way_to_run_is_measured_on_the_cpu(dry_run) -> None:
     modes = ["--modes", "step", "sampled loop", "generate"]
-    run = decode_step.main([*TINY, *modes, "--num-scheduler-steps", "4", "--json", str(path)])
-    assert json.loads(path.read_text()) == run
+    run, tables = dry_run(decode_step, *TINY, *modes, "--num-scheduler-steps", "4")
     single, several, generate = run["results"]
     assert single["steps_per_call"] == 1 < several["steps_per_call"] <= 4
     assert single["context"] > 16 and generate["context"] == 16 + 6
@@ -71,7 +63,7 @@ def test_every_way_to_run_is_measured_on_the_cpu(tmp_path, capsys) -> None:
     for result in run["results"]:
         assert result["num_seqs"] == 2 and (result["limit_us"] is not None) == on_gpu
     assert (single["kernels"] is not None) == on_gpu and generate["kernels"] is None
-    names = [row[1] for row in rows(capsys.readouterr().out)]
+    names = [row[1] for row in rows(tables)]
     assert names[1:] == ["step", "sampled loop", "generate"]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from bench import decode, decode_report, kv_dtypes, prefill, prefill_report
@@ -72,14 +70,12 @@ def test_prefill_table() -> None:
 
 @pytest.mark.usefixtures("short_chains", "clock")
 @pytest.mark.parametrize("bench", [decode, *slow([prefill])])
-def test_tiny_run_without_bf16(bench, tmp_path, capsys) -> None:
-    path = tmp_path / "bench.json"
+def test_tiny_run_without_bf16(bench, dry_run) -> None:
     args = ["--shapes", "tiny", "--implementation", "xla", "--no-peers", "--iterations", "1"]
-    bench.main([*args, "--kv-dtypes", "int8", "fp8", "--json", str(path)])
-    run = json.loads(path.read_text())
+    run, tables = dry_run(bench, *args, "--kv-dtypes", "int8", "fp8")
     assert run["shapes"] == [] and [x["name"] for x in run["one_byte"]] == ["tiny int8", "tiny fp8"]
     for found in run["one_byte"]:
         ours = found["results"]["ours"]
         assert found["base"] == "tiny" and ours["status"] == "ok" and ours["relative_l2"] < 5e-3
-    [row] = by_column(capsys.readouterr().out)
+    [row] = by_column(tables)
     assert row["int8 us"][0].startswith("4.0 [") and row["of bf16"] == ["-", "-"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 
@@ -123,7 +122,7 @@ def test_search_needs_a_right_heuristic(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("name", "kv_dtype"), [("mosaic_ragged", "bf16"), *slow([("decode", "fp8")])]
 )
-def test_tiny_run(name, kv_dtype, tmp_path, capsys, monkeypatch) -> None:
+def test_tiny_run(name, kv_dtype, dry_run, monkeypatch) -> None:
     kernel, configs = tune.KERNELS[name], set()
 
     def call(*args, config, **options):  # xla ignores the config
@@ -132,14 +131,12 @@ def test_tiny_run(name, kv_dtype, tmp_path, capsys, monkeypatch) -> None:
 
     monkeypatch.setitem(tune.KERNELS, name, dataclasses.replace(kernel, call=call))
     monkeypatch.setattr(tune, "_STEPS", ({"num_stages": 2},))
-    path = tmp_path / "tune.json"
     args = ["--kernel", name, "--shapes", "tiny", "--implementation", "xla", "--iterations", "1"]
-    run = tune.main([*args, "--kv-dtype", kv_dtype, "--seconds", "9", "--json", str(path)])
-    assert json.loads(path.read_text()) == run
+    run, tables = dry_run(tune, *args, "--kv-dtype", kv_dtype, "--seconds", "9")
     (found,) = run["shapes"]
     assert found["status"] == "ok" and found["us"] == found["heuristic_us"]
     assert len({config.num_stages for config in configs}) == len(configs) == 2
-    assert f"| {found['name']} | " in capsys.readouterr().out
+    assert f"| {found['name']} | " in tables
 
 
 def test_without_time_the_reason_is_given(capsys) -> None:

@@ -1,0 +1,165 @@
+"""Dry runs of benches that have no tests of their own: right results, and tables of them."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from bench import (
+    cascade,
+    layouts,
+    long_prompt,
+    offline,
+    parallel,
+    parallel_calls,
+    products,
+    trainer,
+)
+from bench.serving.models import SHAPES
+from bench.serving.requests import nano_vllm_trace
+from tests.bench.fakes import META, by_column, rows
+from tests.support.devices import implementations_here
+from tests.support.marks import slow
+
+CALLS = ["--shapes", "tiny", "--implementation", "xla", "--iterations", "2"]
+two_devices = pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
+
+
+@pytest.mark.usefixtures("short_chains", "clock")
+def test_cascade(dry_run) -> None:
+    run, tables = dry_run(cascade, *CALLS)
+    (shape,) = run["shapes"]
+    for result in shape["results"].values():
+        assert result["status"] == "ok" and result["relative_l2"] < 5e-3
+        assert result["kernel_us"]["median"] == pytest.approx(8 / shape["num_calls"])
+    [row] = by_column(tables)
+    assert row["floor"] == ["1.0"] and row["speedup"] == ["1.00"]
+
+
+@pytest.mark.usefixtures("short_chains", "clock")
+@pytest.mark.parametrize("names", [("HPND", "NH2D"), *slow([(layouts.LAYOUTS,)])], ids=" ".join)
+def test_layouts(names, dry_run) -> None:
+    run, tables = dry_run(layouts, *CALLS, "--layouts", *names)
+    (shape,) = run["shapes"]
+    assert list(shape["layouts"]) == list(names)
+    for results in shape["layouts"].values():
+        assert results["xla"]["status"] == "ok" and results["xla"]["relative_l2"] < 5e-3
+    [row] = by_column(tables)
+    assert all(row[name][0].endswith("1.000") for name in names)
+
+
+def test_products(dry_run, monkeypatch) -> None:
+    monkeypatch.setattr(products, "_BYTES_OF_A_RUN", 0)  # two products
+    args = ["--models", "tiny", "--rows", "1", "--iterations", "1", "--rate", "1"]
+    run, table = dry_run(products, *args)
+    assert [one["product"] for one in run["results"]] == list(products.MODELS["tiny"])
+    missing_here = "mosaic_gpu" not in implementations_here()
+    for one in run["results"]:
+        assert one["xla"]["us"]["median"] > 0
+        missing = one["mosaic_gpu"].get("reason", "")
+        assert missing.startswith("NotImplementedError: implementation=") == missing_here
+    limit = 192 * 256 * 2 / 1e3  # microseconds at 1 GB/s
+    assert f"| tiny | qkv | 1 | {limit:.1f} |" in table
+    assert ("Missing numbers: NotImplementedError" in table) == missing_here
+
+
+WAYS = {
+    "attention": [(1, "jit"), (2, "jit"), (2, "shard_map")],
+    "context": [(1, "one pool"), (2, "context")],
+    "sums": [(2, "default")],
+}
+TWO = ["--tiny", "--devices", "1", "2", "--iterations", "1"]
+
+
+@two_devices
+@pytest.mark.parametrize("part", ["context", *slow(["attention", "sums"])])
+def test_calls_on_one_device_and_on_two(part, dry_run, monkeypatch) -> None:
+    monkeypatch.setattr(parallel_calls, "SUMS", ((2, 32),))
+    run, tables = dry_run(parallel, *TWO, "--parts", part)
+    found = [(one["devices"], one["way"]) for one in run[part]]
+    assert found[: len(WAYS[part])] == WAYS[part]
+    head, *body = rows(tables)
+    assert len(body) == len(found) and head[1:3] == ["GPUs", "way"]
+    if part != "sums":
+        assert all(one["relative_l2"] < 1e-2 for one in run[part])
+
+
+@two_devices
+@pytest.mark.slow  # compiles the steps of engines
+def test_steps_and_serving_on_one_device_and_on_two() -> None:
+    sizes = ["--shapes", "tiny", "--serving-shape", "tiny", "--rows", "2", "--length", "16"]
+    sizes += ["--steps", "4", "--requests", "4", "--max-len", "16", "--kv-gib", "0.001"]
+    sizes += ["--max-num-batched-tokens", "32"]
+    run = parallel.main([*TWO, "--parts", "steps", "serving", *sizes])
+    assert [(one["model"], one["devices"]) for one in run["steps"]] == [("tiny", 1), ("tiny", 2)]
+    assert all(one["wall_us"] > 0 for one in run["steps"])
+    found = [(one["tensor_parallel"], one["data_parallel"]) for one in run["serving"]]
+    assert found == [(1, 1), (2, 1), (1, 2)]
+
+
+@pytest.mark.slow  # compiles the steps of an engine
+def test_long_prompts_are_served_in_chunks_without_compiling(dry_run) -> None:
+    sizes = ["--lengths", "40", "--max-num-batched-tokens", "16", "--runs", "2"]
+    run, tables = dry_run(long_prompt, "--shape", "tiny", *sizes)
+    [one] = run["results"]
+    assert len(one["seconds"]) == 2 and min(one["seconds"]) > 0
+    assert one["num_steps"] == 3 and one["compilations"] == 0
+    assert "| 40 | 3 |" in tables
+
+
+def test_operations_are_those_of_the_weights_and_of_the_keys_that_a_query_sees() -> None:
+    config = SHAPES["8b"].config
+    one, two = (long_prompt.prompt_flops(config, length) for length in (1, 2))
+    weights = 2 * 32 * (4096 * (48 * 128 + 4096) + 3 * 4096 * 14336)
+    assert one == {"weights": weights, "attention": 4 * 32 * 128 * 32}
+    assert two == {"weights": 2 * weights, "attention": 3 * one["attention"]}
+
+
+def test_workload_is_that_of_nano_vllm() -> None:
+    trace = nano_vllm_trace(256, min_len=100, max_len=1024, vocab_size=151936)
+    assert {100 <= len(one.prompt) <= 1024 for one in trace} == {True}
+    assert sum(one.num_tokens for one in trace) == 133966  # as nano-vllm reports
+    assert max(one.prompt.max() for one in trace) <= 10000
+    assert all(one.params.temperature == 0.6 and one.params.ignore_eos for one in trace)
+
+
+OFFLINE = ["--shape", "tiny", "--requests", "5", "--max-len", "12", "--max-num-seqs", "4"]
+OFFLINE += ["--kv-gib", "0.001", "--max-num-batched-tokens", "16", "--runs", "1"]
+
+
+@pytest.mark.slow  # compiles the steps of an engine
+def test_offline_run_in_this_process(dry_run) -> None:
+    run, tables = dry_run(offline, *OFFLINE, "--here")
+    found = run["starts"]["here"]
+    assert found["ready_s"] == pytest.approx(sum(found["parts_s"].values()))
+    (one,) = found["runs"]
+    assert one["compilations"] == 0 and one["num_calls"] <= one["num_steps"]
+    assert one["tokens_per_s"] == one["output_tokens"] / one["seconds"]
+    names = {row[0] for row in rows(tables)}
+    assert {"ready after s", "- warm-up", "compilations in the run"} <= names
+
+
+@pytest.mark.slow  # compiles the steps of an engine in two processes
+def test_offline_starts_cold_and_then_warm() -> None:
+    starts = offline.main(OFFLINE)["starts"]
+    cold, warm = starts["cold"], starts["warm"]
+    assert cold["from_cache"] == 0 < warm["from_cache"] == warm["compilations"]
+    assert cold["parts_s"]["imports"] > 0 < warm["parts_s"]["imports"]
+
+
+@pytest.mark.slow  # compiles the steps of an engine
+def test_trainer(dry_run, exact_products) -> None:
+    args = ["--shape", "tiny", "--num-seqs", "2", "--prompt-len", "5", "--max-tokens", "6"]
+    run, tables = dry_run(trainer, *args, "--max-num-batched-tokens", "16")
+    for one in run["results"]:
+        assert one["compilations"] == 0 or one["case"] == "score, the first time"
+    (score,) = (one for one in run["results"] if one["case"] == "score")
+    assert score["max_error"] < 1e-4 and score["num_tokens"] == 22
+    assert [row[0] for row in rows(tables)].count("generate after it") == 2
+
+
+def test_memory_of_a_trainer_run_in_mib() -> None:
+    one = {"case": "sleep", "ms": 2.0, "compilations": 0, "max_error": 1e-3, "mean_error": 1e-4}
+    one |= {"bytes_before": 3 << 20, "bytes_after": 1 << 20}
+    run = {"shape": "tiny", "num_seqs": 2, "weight_bytes": 1 << 20, "results": [one]}
+    assert "| sleep | 2.00 | - | 0 | 3 | 1 |" in trainer.markdown(run | {"meta": META})

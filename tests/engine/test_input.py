@@ -72,12 +72,6 @@ def test_a_prompt_is_a_text_a_list_or_an_array(prompt):
     assert output.prompt == (prompt if isinstance(prompt, str) else None)
 
 
-def test_a_text_that_is_not_unicode_is_refused():
-    engine = make_engine(tokenizer=NumberTokenizer())
-    with pytest.raises(ValueError, match="the prompt must be valid UTF-8"):
-        engine.submit("\ud800", greedy())
-
-
 @pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [
@@ -194,21 +188,24 @@ def test_an_id_of_two_unfinished_requests_is_refused():
     run(engine)
 
 
-@pytest.mark.parametrize("request_id", [7, ""])
-def test_an_id_is_a_text(request_id):
-    with pytest.raises(ValueError, match="request_id="):
-        make_engine().submit([1], greedy(), request_id=request_id)
-
-
-@pytest.mark.parametrize("priority", [1.5, "high", None])
-def test_a_priority_is_an_integer(priority):
-    with pytest.raises(ValueError, match="priority="):
-        make_engine().submit([1], greedy(), priority=priority)
-
-
-def test_parameters_that_are_no_sampling_params_are_refused():
-    with pytest.raises(ValueError, match=r"params=\{'n': 1\} must be SamplingParams"):
-        make_engine().submit([1], {"n": 1})
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"request_id": 7}, "request_id=7"),
+        ({"request_id": ""}, "request_id=''"),
+        ({"priority": 1.5}, "priority=1.5"),
+        ({"priority": "high"}, "priority='high'"),
+        ({"priority": None}, "priority=None"),
+        ({"params": {"n": 1}}, r"params=\{'n': 1\} must be SamplingParams"),
+        ({"prompt": "\ud800"}, "the prompt must be valid UTF-8"),
+    ],
+    ids=str,
+)
+def test_options_of_wrong_types_are_refused(options, message):
+    engine = make_engine(tokenizer=NumberTokenizer())
+    with pytest.raises(ValueError, match=message):
+        engine.submit(**(dict(prompt=[1], params=greedy()) | options))
+    assert engine.idle
 
 
 def test_the_default_engine_takes_the_sizes_of_its_model():

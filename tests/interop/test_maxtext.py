@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType
 
 from pallas_paged.interop import maxtext
+from tests.support.marks import slow
 from tests.support.rpa_cases import RpaCase, assert_equal_results, expected
 
 CASE = RpaCase(padding=0, dead_rows=0)
@@ -32,7 +33,9 @@ def attend(mesh, arrays, rest=(None, 1.0)):
     return jax.jit(call)(*arrays.values())
 
 
-@pytest.mark.parametrize("axes", [dict(data=1, model=1), dict(data=1, model=2), dict(tensor=2)])
+@pytest.mark.parametrize(
+    "axes", [dict(tensor=2), *slow([dict(data=1, model=1), dict(data=1, model=2)])]
+)
 def test_heads_over_devices(axes):
     arrays = CASE.make()
     sinks = np.float32([0.5, -1, 2, 0])

@@ -43,6 +43,12 @@ def unified_arguments():
     return [jnp.asarray(x) for x in (q, k, v, lens, table, offsets)]
 
 
+def reference_of(name):
+    """ejkernel's own function."""
+    specs = kernel_registry._registry[name]
+    return next(x for x in specs if not x.priority and x.platform == Platform.XLA).implementation
+
+
 def test_signatures_are_equal():
     """In names, order, kinds and defaults; annotations differ, of which ejkernel would warn."""
     for function in (ours.unified_attention, ours.ragged_page_attention_v3):
@@ -65,9 +71,7 @@ def test_the_registry_chooses_ours(registered):
 def test_unified_attention(options, registered):
     arrays = unified_arguments()
     actual = ops.unified_attention(*arrays, **options)
-    reference = kernel_registry._registry["unified_attention"]
-    theirs = next(x for x in reference if not x.priority and x.platform == Platform.XLA)
-    meant = np.float64(theirs.implementation(*arrays, **options))
+    meant = np.float64(reference_of("unified_attention")(*arrays, **options))
     assert relative_error(actual, meant) < 1e-5
 
 
@@ -76,9 +80,8 @@ def test_unified_attention_with_a_number_per_head(place, registered):
     arrays = [*unified_arguments(), None, None, None]
     arrays[place] = jnp.asarray(SLOPES)
     actual = ops.unified_attention(*arrays)
-    reference = kernel_registry._registry["unified_attention"]
-    theirs = next(x for x in reference if not x.priority and x.platform == Platform.XLA)
-    assert relative_error(actual, np.float64(theirs.implementation(*arrays))) < 1e-5
+    meant = np.float64(reference_of("unified_attention")(*arrays))
+    assert relative_error(actual, meant) < 1e-5
 
 
 def test_a_bias_is_refused(registered):
@@ -95,10 +98,8 @@ def test_ragged_page_attention_v3(registered):
     out, cache, _ = expected(arrays, sm_scale=0.1)
     cut = arrays["kv_cache"].reshape(*arrays["kv_cache"].shape[:2], 4, 1, 128)
     values = [jnp.asarray(x) for x in (arrays | dict(kv_cache=cut)).values()]
-    specs = kernel_registry._registry["ragged_page_attention_v3"]
-    theirs = next(x for x in specs if not x.priority and x.platform == Platform.XLA)
     actual, new = ops.ragged_page_attention_v3(*values, softmax_scale=0.1)
     assert relative_error(actual, out) < 1e-5
     np.testing.assert_array_equal(np.asarray(new).reshape(cache.shape), cache)
-    meant, _ = theirs.implementation(*values, softmax_scale=0.1)
+    meant, _ = reference_of("ragged_page_attention_v3")(*values, softmax_scale=0.1)
     assert relative_error(actual, np.float64(meant)) < 1e-5

@@ -28,9 +28,8 @@ from pallas_paged.interop.tunix import EngineRollout
 VOCAB = test_common.MockVocab()
 MODEL = PlainModel(vocab_size=VOCAB.GetPieceSize(), max_model_len=64)
 PROMPTS = ["input string", "hello world My name", "distributed training library", "hello"]
-CONFIG = base_rollout.RolloutConfig(
-    max_tokens_to_generate=10, max_prompt_length=16, temperature=0.0, kv_cache_size=64
-)
+LENGTHS = dict(max_tokens_to_generate=10, max_prompt_length=16)
+CONFIG = base_rollout.RolloutConfig(**LENGTHS, temperature=0.0, kv_cache_size=64)
 
 
 class Actor(nnx.Module):
@@ -38,7 +37,7 @@ class Actor(nnx.Module):
 
     def __init__(self, seed: int = 0):
         weights = MODEL.init(seed)
-        self.weights = nnx.Dict({name: nnx.Param(x) for name, x in weights.items()})
+        self.weights = nnx.Dict({name: nnx.Param(jnp.asarray(x)) for name, x in weights.items()})
         self.config = types.SimpleNamespace(num_layers=2, num_kv_heads=2, head_dim=16)
 
     def __call__(self, tokens, positions, cache=None, attention_mask=None, **_):
@@ -59,14 +58,15 @@ def weights_of(actor):
     return {name: x[...] for name, x in actor.weights.items()}
 
 
+SETUP = dict(
+    model=MODEL,
+    params_of=weights_of,
+    engine_config=EngineConfig(num_pages=64, max_num_seqs=4, max_num_batched_tokens=32),
+)
+
+
 def make_rollout(actor):
-    return EngineRollout(
-        rollout_actor=actor,
-        tokenizer=VOCAB,
-        model=MODEL,
-        params_of=weights_of,
-        engine_config=EngineConfig(num_pages=64, max_num_seqs=4, max_num_batched_tokens=32),
-    )
+    return EngineRollout(rollout_actor=actor, tokenizer=VOCAB, **SETUP)
 
 
 def token_ids(prompt):
@@ -114,9 +114,7 @@ def test_completions_and_scores():
 def test_sampling_repeats_with_its_seed_and_returns_logprobs():
     rollout = make_rollout(Actor())
     key = jax.random.key(3)
-    config = base_rollout.RolloutConfig(
-        max_tokens_to_generate=10, max_prompt_length=16, seed=key, return_logprobs=True
-    )
+    config = base_rollout.RolloutConfig(**LENGTHS, seed=key, return_logprobs=True)
     first, again = (rollout.generate(PROMPTS[:1] * 2, config) for _ in range(2))
     assert [x.tolist() for x in first.tokens] == [x.tolist() for x in again.tokens]
     assert first.tokens[0].tolist() != first.tokens[1].tolist()
@@ -144,19 +142,12 @@ def test_the_grpo_learner_trains_on_rollouts_of_the_engine(iterations):
         tokenizer=VOCAB,
         cluster_config=rl_cluster.ClusterConfig(
             role_to_mesh={role: mesh for role in roles},
-            rollout_engine=functools.partial(
-                EngineRollout,
-                model=MODEL,
-                params_of=weights_of,
-                engine_config=EngineConfig(num_pages=64, max_num_seqs=4, max_num_batched_tokens=32),
-            ),
+            rollout_engine=functools.partial(EngineRollout, **SETUP),
             offload_to_cpu=False,
             training_config=rl_cluster.RLTrainingConfig(
                 actor_optimizer=optax.sgd(1e-2), eval_every_n_steps=100, max_steps=4
             ),
-            rollout_config=base_rollout.RolloutConfig(
-                max_tokens_to_generate=10, max_prompt_length=16, kv_cache_size=64
-            ),
+            rollout_config=base_rollout.RolloutConfig(**LENGTHS, kv_cache_size=64),
         ),
     )
     learner = grpo_learner.GRPOLearner(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -161,8 +162,12 @@ def test_a_model_without_tokenizer_or_template(make):
         assert answer.status_code == 400 and words in answer.json()["error"]["message"]
 
 
-def test_the_queue_has_room_for_what_runs_and_waits(make):
-    assert make(max_queue=3)[0].admission.admit(8 + 3).__enter__() is None
+def test_the_queue_has_room_for_what_runs_and_waits(make, folder_and_engine, monkeypatch):
+    _, engine = folder_and_engine
+    monkeypatch.setattr(engine, "config", replace(engine.config, data_parallel=2))
+    queue = make(max_queue=3)[0].admission
+    with queue.admit(2 * 8 + 3), pytest.raises(APIError, match="queue is full"):
+        queue.admit(1).__enter__()
     admission = Admission(5)
     with admission.admit(2), admission.admit(3):
         assert (admission.num_seqs, admission.num_requests) == (5, 2)

@@ -9,8 +9,10 @@ import time
 
 import pytest
 from starlette.requests import Request
+from starlette.testclient import TestClient
 
 from models.server import body
+from models.server.app import create_app
 from models.server.body import Fields, read_fields
 from models.server.call import field_of
 from models.server.chat_completions import parse_chat, take_conversation
@@ -80,7 +82,7 @@ def test_bodies_must_be_small_timely_json(monkeypatch):
     monkeypatch.setattr(body, "MAX_DISCARDED_BYTES", 5)
     # Up to this many more bytes are read before the answer, which the client else does not see.
     # Up to this many more bytes are read before the answer, which the client else does not see.
-    for pieces, num_left in (([7, 8], 0), ([7, 9, 1], 1)):
+    for pieces, num_left in (([7, 8, 0], 0), ([7, 9, 1], 1)):
         pieces = [b" " * size for size in pieces]
         assert error_of(lambda pieces=pieces: read(pieces)) == too_large
         assert len(pieces) == num_left
@@ -214,6 +216,11 @@ def test_texts_have_special_tokens_but_rendered_ones_have_not(tmp_path):
     assert bytes(made.encode_text("x", add_special_tokens=False)) == b"x"
     assert bytes(parsed(parse_completion, made, prompt="x").encode()[0].token_ids) == b"!x"
     assert bytes(parsed(parse_chat, made).encode()[0].token_ids) == b"[user] x\n[assistant] "
+    client = TestClient(create_app(made))
+    for more, tokens in (({}, b"!x"), ({"add_special_tokens": False}, b"x")):
+        assert (
+            bytes(client.post("/tokenize", json={"prompt": "x"} | more).json()["tokens"]) == tokens
+        )
 
 
 def test_long_texts_are_encoded_in_a_thread(service):

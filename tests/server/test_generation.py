@@ -49,8 +49,9 @@ class Stream:
 
     async def __aiter__(self):
         for seconds, output in self._outputs:
-            if seconds == "closed":
+            if seconds in ("closed", "late"):
                 await self.closed.wait()
+                await asyncio.sleep(0.1 if seconds == "late" else 0)
             else:
                 self._clock.now += seconds
             if isinstance(output, Exception):
@@ -102,6 +103,7 @@ class Work:
     async def _receive(self):
         if (message := next(self._messages, None)) is None:
             await asyncio.Event().wait()
+        await asyncio.sleep(0.03 if message == "http.disconnect" else 0)
         return {"type": message}
 
     def submit(self, token_ids, params, *, priority):
@@ -180,7 +182,8 @@ async def test_a_streamed_answer_its_metrics_and_its_pauses(monkeypatch, num_oth
     }
 
 
-ABORTED = [("closed", news((0, "abort")))]
+ABORTED, LATE = ([(when, news((0, "abort")))] for when in ("closed", "late"))
+LEAVES = ["http.request", "http.disconnect"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -190,7 +193,8 @@ ABORTED = [("closed", news((0, "abort")))]
         ([(1, news((0, "error"), error="NaN"))], {}, (500, "the model failed: NaN"), "error"),
         ([(1, news((0, "abort")))], {}, (503, "the server is shutting down"), "error"),
         (ABORTED, {"request_timeout": 0}, (504, "the request took more than 0 s"), "timeout"),
-        (ABORTED, {"messages": ["http.request", "http.disconnect"]}, None, "abort"),
+        (ABORTED, {"messages": LEAVES}, None, "abort"),
+        (LATE, {"request_timeout": 0, "messages": LEAVES}, (504, "the request took"), "timeout"),
         ([(1, EngineDeadError("dead", OSError()))], {}, (500, "the engine is dead; "), "error"),
         ([(1, KeyError())], {}, KeyError, "abort"),
     ],
@@ -200,7 +204,7 @@ async def test_ends_before_the_end(monkeypatch, stream, outputs, options, error,
     async def emit(*_):
         pass
 
-    work = Work(monkeypatch, outputs, [("closed", news((0, "abort")))], **options)
+    work = Work(monkeypatch, outputs, ABORTED, **options)
     one = work.generation
     expected = APIError if isinstance(error, tuple) else error or ClientDisconnect
     with pytest.raises(expected) as raised:

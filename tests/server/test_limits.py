@@ -156,13 +156,15 @@ def test_a_shutdown_serves_what_it_has_accepted_and_refuses_more(tmp_path):
     with held_server(tmp_path) as (running, gate):
         accepted = in_background(running.client.post, TEXT, json=SHORT)
         wait_until(lambda: running.service.admission.num_seqs == 1)
-        with httpx.Client(base_url=running.url, verify=False) as idle:
-            assert idle.get("/health").status_code == 200
+        request = http_request(TEXT, SHORT, "connection: close")
+        with running.connection(request[:-5]) as late, running.connection(b"") as idle:
+            wait_until(lambda: len(running.server.server_state.tasks) == 2)
             for _ in range(2):  # the second one changes nothing
                 running.stop()
             wait_until(lambda: not running.server.servers[0].is_serving())
-            with pytest.raises(httpx.TransportError):
-                idle.post(TEXT, json=SHORT)
+            assert idle.recv(1) == b""
+            late.sendall(request[-5:])
+            assert late.recv(65536).startswith(b"HTTP/1.1 503 ")
         gate.set()
         assert accepted.result(60).json()["choices"][0]["text"] == expected_text("Short", 3)
 

@@ -53,9 +53,10 @@ def without_histograms(values):
 class FakeEngine:
     """Answers `stats` with what it has: counters, an error, or a future."""
 
-    answer = None
+    answer, num_calls = None, 0
 
     async def stats(self):
+        self.num_calls += 1
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer if isinstance(self.answer, EngineStats) else await self.answer
@@ -86,7 +87,9 @@ async def test_counters_of_the_engine(monkeypatch):
         engine.answer = some_stats(start)
         assert await found() == expected(engine.answer)
     engine.answer = asyncio.get_running_loop().create_future()  # busy again: it compiles
+    num_calls = engine.num_calls
     assert await found() == await found() == expected(some_stats(50))
+    assert engine.num_calls == num_calls + 1  # which the second one waits for, too
     engine.answer.set_exception(RuntimeError("it has shut down"))
     engine.answer = RuntimeError("it has shut down")
     assert await found() == expected(some_stats(50)) and one.error is None
@@ -109,15 +112,17 @@ def test_a_workload_by_value(tmp_path):
     """Prompts of which one is cached, whole and streamed answers, and refused requests."""
     with RunningServer(tmp_path) as server:
         prompt, options = "x" * 40, {"temperature": 0, "max_tokens": 6}
+        streamed = {"stream": True, "stream_options": {"include_usage": True}}
         for fields_ in (
             options | {"prompt": prompt, "n": 2},
-            options | {"prompt": [prompt + "y", "z"], "stream": True},
+            options | streamed | {"prompt": [prompt + "y", prompt + "z"]},
             {"prompt": "z", "logit_bias": {"65": 100}, "stop_token_ids": [65], "max_tokens": 1},
             {"prompt": "", "stream": True},
             {"prompt": "x" * 300},
         ):
             answer = server.client.post("/v1/completions", json=fields_)
             assert answer.status_code == (200 if fields_.get("max_tokens") else 400)
+            assert ('{"cached_tokens":64}' in answer.text) == ("stream_options" in fields_)
         server.wait_until_idle()
         assert server.client.get("/none").status_code == 404
         assert server.client.get("/metrics").headers["content-type"].startswith("text/plain")
@@ -127,7 +132,7 @@ def test_a_workload_by_value(tmp_path):
     assert values['requests_total{outcome="stop"}'] == 1
     assert values['http_errors_total{status="400"}'] == 2
     assert values['http_errors_total{status="404"}'] == 1
-    numbers = [40, 41, 1, 1], [12, 6, 6, 1]  # of each prompt: its tokens, and new ones
+    numbers = [40, 41, 41, 1], [12, 6, 6, 1]  # of each prompt: its tokens, and new ones
     for name, tokens in zip(("prompt", "generation"), numbers, strict=True):
         assert values[f"request_{name}_tokens_count"] == 4
         assert values[f"request_{name}_tokens_sum"] == sum(tokens)
@@ -135,9 +140,9 @@ def test_a_workload_by_value(tmp_path):
         for limit in (1, 16, 64):
             bucket = values[f'request_{name}_tokens_bucket{{le="{limit}.0"}}']
             assert bucket == sum(one <= limit for one in tokens)
-    assert values["prefix_cache_hits_total"] == 32  # two pages
+    assert values["prefix_cache_hits_total"] == 64  # two pages, twice
     # The model sees no last token of a completion, and the last of a prompt for each completion.
-    assert values["computed_tokens_total"] == sum(numbers[0]) - 32 + 1 + 2 * 5 + 2 * 5
+    assert values["computed_tokens_total"] == sum(numbers[0]) - 64 + 1 + 2 * 5 + 2 * 5
     for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
         assert values[f"{name}_seconds_count"] == 4 and 0 < values[f"{name}_seconds_sum"] < 60
     assert values["e2e_request_latency_seconds_sum"] > values["time_to_first_token_seconds_sum"]

@@ -117,7 +117,10 @@ def test_outputs_without_news_are_no_events(service):
     # The possible beginning of a stop text has log-probabilities, but no text yet.
     held = CompletionOutput(index=0, token_ids=[65], logprobs=[{65: Logprob(-1.0, 1)}])
     assert chat(logprobs=True).delta(0, prompt, held, is_first=False)["logprobs"]["content"]
-    assert text(logprobs=0).delta(0, prompt, held, is_first=False)["logprobs"]["tokens"] == ["A"]
+    both = text(logprobs=0)
+    logprobs = [both.delta(i, prompt, held, is_first=False)["logprobs"] for i in (0, 1, 0)]
+    assert [one["text_offset"] for one in logprobs] == [[0], [0], [1]]
+    assert logprobs[0]["tokens"] == ["A"]
 
 
 # Token 0 is special; 1 and 2 are the halves of "é".

@@ -92,36 +92,31 @@ def test_echo_repeats_the_prompt_with_its_logprobs(api, stream):
     assert scored.choices[0].logprobs.token_logprobs[1:] == pytest.approx(own[1:7], abs=1e-4)
 
 
-def test_logprobs_of_a_chat_streamed_and_whole(api):
-    options = dict(messages=MESSAGES, max_tokens=5, logprobs=True, top_logprobs=3, **GREEDY)
-    whole = api.chat.completions.create(**options).choices[0].logprobs.content
-    sampled = bytes(entry.bytes[0] for entry in whole).decode(errors="replace")
-    assert sampled == expected_text(RENDERED, 5)
-    for entry in whole:
+def test_a_chat_has_the_logprobs_of_its_tokens_and_ends_at_a_stop_text(api):
+    text = expected_text(RENDERED, 12)
+    options = dict(messages=MESSAGES, stop=[text[8:10]], logprobs=True, top_logprobs=3, **GREEDY)
+    whole = api.chat.completions.create(**options).choices[0]
+    assert whole.message.content == text[: text.index(text[8:10])]
+    assert (whole.finish_reason, whole.stop_reason) == ("stop", text[8:10])
+    entries = whole.logprobs.content
+    sampled = bytes(entry.bytes[0] for entry in entries).decode(errors="replace")
+    assert sampled == text[: len(sampled)] and len(sampled) >= len(whole.message.content)
+    for entry in entries:
         assert entry.logprob == max(top.logprob for top in entry.top_logprobs)
         assert len(entry.top_logprobs) == 3
     chunks = api.chat.completions.create(stream=True, **options)
     streamed = [entry for chunk in chunks for entry in chunk.choices[0].logprobs.content]
-    assert [entry.bytes for entry in streamed] == [entry.bytes for entry in whole]
+    assert [entry.bytes for entry in streamed] == [entry.bytes for entry in entries]
 
 
-def test_sampling_follows_the_fields(api):
-    options = dict(model="small", prompt="Once", max_tokens=16, n=2)
+def test_ranked_and_sampled_completions(api):
+    options = dict(model="small", prompt="Once", max_tokens=8, n=2)
     first, again, other = (api.completions.create(seed=s, **options) for s in (-3, 2**32 - 3, 4))
     texts = [[choice.text for choice in one.choices] for one in (first, again, other)]
     assert texts[0] == texts[1] != texts[2] and texts[0][0] != texts[0][1]
-
-    text = expected_text("Stop here", 30)
-    stop = text[8:10]
-    answer = api.completions.create(prompt="Stop here", max_tokens=30, stop=[stop], **GREEDY)
-    (choice,) = answer.choices
-    assert choice.text == text[: text.index(stop)] and choice.finish_reason == "stop"
-    assert choice.stop_reason == stop
-
-    extra = {"beam_width": 2, "return_token_ids": True}
-    beams = api.completions.create(extra_body=extra, **options).choices
-    assert beams[0].token_ids != beams[1].token_ids
-    assert len(api.completions.create(best_of=3, **options).choices) == 2
+    for extra in {"beam_width": 2}, {"best_of": 3}:
+        choices = api.completions.create(extra_body=extra, **options).choices
+        assert [choice.index for choice in choices] == [0, 1]
 
 
 def test_the_model_and_errors_have_the_client_s_classes(api):

@@ -163,6 +163,18 @@ def test_tokens_that_tie_with_the_last_kept_one_are_kept(implementation):
     np.testing.assert_array_equal(tokens, 1)  # of equal logits the lowest token is greedy
 
 
+@pytest.mark.parametrize("implementation", sampling_implementations())
+def test_the_next_float_below_the_last_kept_logit_is_dropped(implementation):
+    """The probability of the last one is min_p times that of the best."""
+    last = np.float32(np.log(2))
+    logits = np.full((40, WIDE), -np.inf, np.float32)
+    logits[:, [5, 2100, 4000]] = 0, -last, -np.nextafter(last, np.float32(1))
+    for values in ({"top_k": 2}, {"top_p": 0.7}, {"min_p": 0.5}):
+        rows, lens = metadata(40, **values), np.zeros(40, np.int32)
+        tokens = jit_sample(logits, rows, lens, FILTERS, implementation=implementation)
+        assert set(np.asarray(tokens)) == {5, 2100}, values
+
+
 def test_the_race_in_numpy_draws_tokens_by_their_probabilities():
     """So that kernels which draw its tokens do."""
     weights = np.zeros(2100)

@@ -60,6 +60,19 @@ def test_samples_do_not_depend_on_other_requests(greedy_tokens):
     assert engine.stats().num_preemptions > 0
 
 
+def test_the_time_of_the_first_token_is_that_of_its_step():
+    engine = make_engine()
+    steps_of(engine, 1)
+    request = engine.submit(PROMPTS[0], greedy())
+    while request.first_token_time is None:
+        assert not request.outputs[0].token_ids
+        step(engine)
+    first = request.first_token_time
+    assert len(request.outputs[0].token_ids) == 1
+    run(engine)
+    assert request.arrival_time < request.first_token_time == first < request.finish_time
+
+
 def test_requests_without_a_seed_draw_differently_and_report_it():
     requests = serve(make_engine(), [PROMPTS[0]] * 3, sampling(seed=None))
     requests += serve(make_engine(), [PROMPTS[0]] * 3, sampling(seed=None))
@@ -481,6 +494,6 @@ def test_nan_logits_end_requests_but_not_the_engine(greedy_tokens):
     assert set(reasons_of(requests)) == {"error"}
     assert all("NaN or infinite" in request.error for request in requests)
     assert [len(request.outputs) for request in requests] == [1, 2, 1, 1]
-    assert not any(tokens_of(requests))
+    assert not any(tokens_of(requests)) and engine.stats().generated_tokens == 0
     engine.update_params(weights())
     assert tokens_of(serve(engine, PROMPTS[:1], greedy())) == greedy_tokens[:1]

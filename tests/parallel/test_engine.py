@@ -38,25 +38,20 @@ from tests.support.engine_calls import (
 )
 from tests.support.marks import slow
 from tests.support.placement import buffers
+from tests.support.soak import soak_engine, storm
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 # Its KV head is in the pool of two devices twice.
 NARROW = replace(MODEL, num_kv_heads=1)
-# What requests may ask for: samples are forks, beams are forks too, filters sort.
-LOADS = [
-    greedy(prompt_logprobs=1),
-    sampling(n=2, seed=3),
-    greedy(beam_width=2, max_tokens=6),
-    sampling(top_k=5, logprobs=2, seed=4),
-    greedy(presence_penalty=1.0, repetition_penalty=1.2),
-]
-ANY, GREEDY = MODES[1:], MODES[:1]  # few programs for each mesh
+# A mesh has few programs. Filters are half of one; test_sampling.py has them on a mesh.
+GREEDY, ANY = ([mode] for mode in MODES)
+UNFILTERED = [replace(mode, filters=0) for mode in ANY]
 FEW_PAGES = dict(num_pages=13, watermark=0.0)
 
 
 def mesh_engine(num_devices: int = 2, model: Any = NARROW, params: Any = None, **sizes) -> Engine:
     mesh(num_devices)  # skips where there are fewer
-    sizes = FEW_PAGES | dict(tensor_parallel=num_devices, modes=ANY) | sizes
+    sizes = FEW_PAGES | dict(tensor_parallel=num_devices, modes=UNFILTERED) | sizes
     return make_engine(model, weights(model) if params is None else params, **sizes)
 
 
@@ -77,12 +72,15 @@ def results_of(request: Any) -> tuple[list, list]:
     return tokens_of([request]), [x for one in found for x in one]
 
 
-@functools.cache
-def results_alone(model: Any) -> list[tuple[list, list]]:
-    """What PROMPTS get on one device for LOADS, one after another."""
-    engine = one_device(model)
-    each = zip(PROMPTS, LOADS, strict=True)
-    return [results_of(serve(engine, [prompt], load)[0]) for prompt, load in each]
+def loads(top_k: int) -> list[SamplingParams]:
+    """What requests may ask for: samples and beams are forks."""
+    return [
+        greedy(prompt_logprobs=1),
+        sampling(n=2, seed=3),
+        greedy(beam_width=2, max_tokens=6),
+        sampling(top_k=top_k, logprobs=2, seed=4),
+        greedy(presence_penalty=1.0, repetition_penalty=1.2),
+    ]
 
 
 @functools.cache
@@ -91,16 +89,21 @@ def greedy_alone(seed: int = 1) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("model", "num_devices"), [(NARROW, 2), *slow([(MODEL, 2), (MODEL, 4), (WIDE, 8)])]
+    ("model", "num_devices", "top_k"),
+    [(NARROW, 2, 0), *slow([(NARROW, 2, 5), (MODEL, 2, 0), (MODEL, 4, 5), (WIDE, 8, 5)])],
 )
-def test_every_kind_of_request_gets_the_tokens_of_one_device(model, num_devices):
-    wanted = results_alone(model)
-    engine = mesh_engine(num_devices, model)
+def test_every_kind_of_request_gets_the_tokens_of_one_device(model, num_devices, top_k):
+    alone, each = one_device(model), loads(top_k)
+    wanted = [
+        results_of(serve(alone, [prompt], load)[0])
+        for prompt, load in zip(PROMPTS, each, strict=True)
+    ]
+    engine = mesh_engine(num_devices, model, modes=ANY if top_k else UNFILTERED)
     steps_of(engine, 4)
-    requests = serve(engine, PROMPTS, LOADS)
+    requests = serve(engine, PROMPTS, each)
     assert engine.stats().num_preemptions > 0
     for _ in range(2):
-        requests += serve(engine, PROMPTS[4:], LOADS[4:])
+        requests += serve(engine, PROMPTS[4:], each[4:])
     assert requests[-1].num_cached_tokens == 16
     for request, (tokens, logprobs) in zip(requests, [*wanted, *wanted[4:] * 2], strict=True):
         found = results_of(request)
@@ -240,6 +243,23 @@ def test_devices_serve_from_quantized_pages(kv_cache_dtype):
         for sizes in (dict(tensor_parallel=mesh(2).size), {})
     )
     assert tokens_of(found) == tokens_of(wanted)
+
+
+@pytest.mark.slow  # a storm on one device is in every run
+@pytest.mark.parametrize(
+    ("tensor", "data", "steps"), [(2, 2, [1, 2, 8]), (2, 1, [1]), (4, 2, [1, 2, 8])], ids=str
+)
+def test_requests_in_a_storm_get_what_they_get_alone(tensor, data, steps):
+    mesh(tensor * data)
+    rng = np.random.default_rng([tensor, data])
+    sizes = dict(tensor_parallel=tensor, data_parallel=data, watermark=0.0)
+    storm(
+        soak_engine(MODEL, **sizes),
+        MODEL,
+        rng,
+        num_requests=150,
+        num_steps=lambda: int(rng.choice(steps)),
+    )
 
 
 def test_the_open_number_of_pages_counts_the_heads_of_one_device():

@@ -36,6 +36,10 @@ TREE = np.random.default_rng(7).random((4, 5, 5)) < 0.5
 OPTIONS = dict(soft_cap=2.0, sliding_window=WINDOW, alibi_slopes=SLOPES, sinks=SINKS)
 ALL = ("q", "k_pages", "v_pages", "alibi_slopes", "sinks")
 
+KERNELS = [name for name in implementations_here() if name != "xla"]
+# XLA makes the gradient of a cascade from those of its parts.
+KERNELS_AND_SLOW_XLA = [*KERNELS, *slow(["xla"])]
+
 
 @pytest.fixture
 def kernels():
@@ -162,6 +166,7 @@ class TestEqualsFiniteDifferences:
         [(("q", "sinks"), dict(sliding_window=WINDOW, sinks=SINKS)), *slow([(ALL, OPTIONS)])],
         ids=["queries and sinks", "all"],
     )
+    @pytest.mark.parametrize("implementation", KERNELS_AND_SLOW_XLA)
     def test_of_a_cascade(self, wanted, options, implementation):
         arrays = SHARED.make()
         function = partial(pp.cascade_attention, implementation=implementation)
@@ -343,6 +348,7 @@ def test_kernels_have_no_gradient_of_the_gradient(kernels):
         jax.eval_shape(jax.grad(lambda q: jax.grad(loss)(q).sum()), q)
 
 
+@pytest.mark.parametrize("implementation", ["xla", *slow(KERNELS)])
 def test_in_tokens_that_are_written_to_the_pages(implementation):
     """The gradient of new tokens goes through `write_kv`; that of older ones is in the pages."""
     q, k_pages, v_pages, tables, lens, offsets = RAGGED.make()

@@ -198,10 +198,7 @@ def test_harmless_extras_are_ignored(tmp_path):
             {LAYER + "self_attn.q_norm.weight": np.zeros(4, np.float32)},
             r"unexpected tensor model\.layers\.0\.self_attn\.q_norm\.weight of shape \(4,\)",
         ),
-        (
-            {"model.norm.weight": np.zeros(8, np.int8)},
-            r"tensor model\.norm\.weight: expected one of .*'BF16'.*, found='I8'",
-        ),
+        ({"model.norm.weight": np.zeros(8, np.int8)}, r"tensor model\.norm\.weight: expected one"),
     ],
 )
 def test_wrong_tensors_are_refused_by_name(tmp_path, changes, message):
@@ -330,15 +327,9 @@ def test_eos_token_id_may_be_null_a_number_or_a_list(value, expected):
         ({"architectures": None}, "architecture=None is not supported; supported:.*Qwen3For"),
         ({"vocab_size": None}, "no vocab_size"),
         ({"hidden_size": 0}, "hidden_size=0 must be an integer in 1..16777216"),
-        (
-            {"num_hidden_layers": 10**9},
-            "num_hidden_layers=1000000000 must be an integer in 1..1024",
-        ),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 must be an integer in"),
         ({"vocab_size": 2**62}, "vocab_size=4611686018427387904 must be an integer in 1..16777216"),
-        (
-            {"hidden_size": 65, "num_attention_heads": 16},
-            "hidden_size=65 must be a multiple of num",
-        ),
+        ({"hidden_size": 65, "num_attention_heads": 16}, "hidden_size=65 must be a multiple of"),
         ({"num_key_value_heads": 3}, "num_q_heads=2 must be a multiple of num_kv_heads=3"),
         ({"head_dim": 5}, "head_dim=5 must be even"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported: 'silu'"),
@@ -362,10 +353,7 @@ def test_eos_token_id_may_be_null_a_number_or_a_list(value, expected):
         ({"rms_norm_eps": "x"}, "rms_norm_eps='x' must be a positive number"),
         ({"rms_norm_eps": None}, "rms_norm_eps=None must be a positive number"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be a positive number"),
-        (
-            {"max_position_embeddings": None},
-            "max_position_embeddings=None must be an integer in 1..",
-        ),
+        ({"max_position_embeddings": None}, "max_position_embeddings=None must be an integer in"),
         ({"eos_token_id": 2**40}, "eos_token_id=1099511627776 must be an integer in 0..2147483647"),
         ({"eos_token_id": [1, "x"]}, "eos_token_id='x' must be an integer in"),
         ({"eos_token_id": True}, "eos_token_id=True must be an integer in"),

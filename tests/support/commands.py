@@ -15,7 +15,9 @@ from models.checkpoint import save_checkpoint
 from models.config import ModelConfig
 from models.decoder import Decoder
 from models.tokenizer import save_byte_tokenizer
-from tests.support.engine_calls import MODES, make_engine
+from pallas_paged.engine.sampler import SamplingMode
+from pallas_paged.engine.sampling_params import MAX_LOGPROBS
+from tests.support.engine_calls import make_engine
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ModelConfig(
@@ -45,9 +47,13 @@ def save_tiny_model(folder):
 
 
 def engine_for_any_request(model, weights, *, config, tokenizer=None):
-    """An engine whose steps serve any request: those of equal sizes share two programs."""
+    """An engine whose steps serve what the tests ask for: those of equal sizes share two programs.
+
+    Filters and penalties are in `tests/engine`.
+    """
     sizes = {field.name: getattr(config, field.name) for field in fields(config)}
-    return make_engine(model, weights, tokenizer, modes=MODES[1:], **sizes)
+    mode = SamplingMode(draws=True, processors=True, logprobs=MAX_LOGPROBS)
+    return make_engine(model, weights, tokenizer, modes=[mode], **sizes)
 
 
 def run_command(checkpoint, capsys, *args):

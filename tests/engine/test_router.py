@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from pallas_paged.engine.router import Router
-from pallas_paged.prefix_cache import PrefixCache
+from pallas_paged.prefix_cache import PrefixCache, chained_hash
 
 PAGE_SIZE, NUM_PAGES = 4, 100
 PREFIX = list(range(1, 17))  # four pages
@@ -54,10 +54,16 @@ def test_a_request_goes_where_the_longest_prefix_is_cached():
     assert choose(router, replicas, [30, *PREFIX]) == 0
 
 
-@pytest.mark.parametrize(("num_cached", "chosen"), [(4, 0), (7, 0), (8, 1)])
-def test_a_prefix_shorter_than_two_pages_does_not_count(num_cached, chosen):
+@pytest.mark.parametrize("is_sent", [False, True])
+@pytest.mark.parametrize(("num_tokens", "chosen"), [(4, 0), (7, 0), (8, 1), (9, 1)])
+def test_a_prefix_shorter_than_two_pages_does_not_count(num_tokens, chosen, is_sent):
     router, replicas = router_of(0, 50)
-    cache(replicas[1], PREFIX[:num_cached])
+    if is_sent:
+        replicas[0].load = 100
+        assert choose(router, replicas, PREFIX[:num_tokens], 0) == 1
+        replicas[0].load = 0
+    else:
+        cache(replicas[1], PREFIX[:num_tokens])
     assert choose(router, replicas, [*PREFIX, 30]) == chosen
 
 
@@ -112,8 +118,11 @@ def test_without_a_prefix_cache_only_the_load_counts():
 
 def test_the_router_leaves_the_keys_of_pages_with_the_sequence():
     router, _ = router_of(0, 0)
-    one = sequence(PREFIX)
-    router.choose(one)
     blocks: list = []
-    PrefixCache(page_size=PAGE_SIZE).lookup([*PREFIX, 1], blocks)
-    assert one.block_hashes[: len(blocks)] == blocks and len(one.block_hashes) == 4
+    for start in range(0, 16, 4):
+        content = tuple(PREFIX[start : start + 4])
+        blocks.append((chained_hash(blocks[-1][0] if blocks else 0, content), content))
+    for tokens, num_pages in [(PREFIX, 4), ([*PREFIX, 1, 2, 3], 4), (PREFIX[:-1], 3), ([1], 0)]:
+        one = sequence(tokens)
+        router.choose(one)
+        assert one.block_hashes == blocks[:num_pages]

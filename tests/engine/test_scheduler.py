@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from pallas_paged.engine.kv_cache_manager import TableUpdate
 from pallas_paged.engine.scheduler_output import SchedulerOutput
 from pallas_paged.engine.sequence import Sequence
 from pallas_paged.prefix_cache import PrefixCache, chained_hash
@@ -42,6 +43,52 @@ def test_prompts_share_the_batched_tokens_in_the_order_of_arrival():
         (three, 0, 3, True),
     ]
     assert scheduled.chunks[0].token_ids == two.token_ids[3:8]
+
+
+def test_no_sequence_starts_without_tokens_left_for_it():
+    one, two = make_sequence(0, 6), make_sequence(1, 3)
+    host = Host.of(one, two, max_num_batched_tokens=6)
+    host.step()
+    assert (one.num_starts, two.num_starts) == (1, 0)
+    host.step()
+    assert two.num_starts == 1
+    host.run()
+
+
+def test_the_cache_is_not_asked_again_while_the_head_of_the_queue_cannot_start():
+    host = Host.of(
+        make_sequence(0, 8, new=12), make_sequence(1, 28, new=4), caching=True, num_pages=8
+    )
+    host.step()
+    before = host.cache.num_query_tokens
+    host.step()
+    assert host.cache.num_query_tokens == before
+    host.run()
+
+
+def test_an_eviction_takes_the_pages_of_a_step_of_all_slots_at_once():
+    host = Host.of(make_sequence(0, 32, new=1), caching=True, num_pages=8, max_num_seqs=8)
+    host.run()
+    assert host.scheduler.pages.num_evictable == 8
+    host.add(make_sequence(1, 4, new=1))
+    host.run()
+    assert host.scheduler.pages.num_evictable == 8 - 3 + 1  # one is missing, two are spare
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_pages"), [(0, 0), (1, 1), (8, 2), (9, 3), (28, 7), (99, 7)]
+)
+def test_a_sequence_with_a_window_holds_the_pages_of_a_chunk_and_of_the_window(
+    num_tokens, num_pages
+):
+    pages = Host.of(sliding_window=6).scheduler.pages  # 6 + 16 tokens, on a page more
+    assert pages.pages_of(num_tokens) == num_pages
+    assert Host.of().scheduler.pages.pages_of(num_tokens) == -(-num_tokens // 4)
+
+
+def test_an_update_is_true_if_there_is_anything_to_do():
+    assert not TableUpdate()
+    assert all(TableUpdate(**{name: [0]}) for name in ("retained", "freed", "released"))
 
 
 def test_calls_stay_within_the_batched_tokens():
@@ -254,6 +301,60 @@ def test_a_fork_is_kept_when_its_next_token_has_no_page():
     host.run()
 
 
+def test_a_follower_is_forked_if_a_slot_is_free_by_then():
+    first, leader = make_sequence(0, 2, new=1), make_sequence(1, 20, new=2)
+    others = with_followers(leader, 3)
+    host = Host.of(first, leader)
+    host.step()
+    assert [one.slot for one in others] == [2, 3, None] and leader.slot == 1
+    assert [pair for x in host.run() for pair in x.forks] == [(1, 2), (1, 3), (1, 0)]
+
+
+def branched(host: Host, parent: Sequence) -> Sequence:
+    """A beam that takes another token than the one that its parent takes."""
+    parent.token_ids.append(7)
+    child = with_followers(make_sequence(parent.request.number, 0, prompt=parent.token_ids), 1)[0]
+    child.request, child.leader, child.is_beam = parent.request, None, True
+    child.token_ids[-1] = 8
+    host.scheduler.branch(parent, child)
+    host.scheduler.resume(parent)
+    return child
+
+
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_a_branch_shares_the_full_pages_of_its_parent(is_preempted):
+    """A child whose parent has lost its pages is computed by itself, from those of the cache."""
+    parent = make_sequence(0, 7, new=20)
+    parent.is_beam = True
+    host = Host.of(parent, caching=True)
+    for token in (5, 6):
+        host.step()
+        host.drain()
+        parent.token_ids.append(token)
+        host.scheduler.resume(parent)
+    host.step()  # computes the ninth token
+    host.drain()
+    if is_preempted:
+        host.scheduler.preempt_all()
+        assert not host.scheduler.waiting  # its next token is not chosen
+    child = branched(host, parent)
+    scheduled = host.step()
+    forks, attachments = ([], [2, 2]) if is_preempted else ([(0, 1)], [])
+    assert scheduled.forks == forks
+    assert [len(pages) for _, pages in scheduled.attachments] == attachments
+    assert child.lease.num_tokens == 8 and host.cache.num_shared == 2
+    host.step()  # of the child, if it has just been forked
+    host.drain()
+    for one in (parent, child):
+        assert one.num_computed == one.num_stored == 10 and one.awaiting_choice
+    host.scheduler.preempt_all()
+    for one in (parent, child):
+        one.token_ids.append(9)
+        host.scheduler.resume(one)
+        assert not one.awaiting_choice
+    assert [*host.scheduler.waiting] == [parent, child]
+
+
 def test_a_request_with_more_samples_than_free_slots_blocks_no_other():
     host = Host.of(num_pages=64)
     first, leader, last = (make_sequence(number, 2, new=20) for number in range(3))
@@ -285,6 +386,13 @@ def test_calls_take_one_step_while_a_request_waits():
     host.add(one, two)
     while not one.finished:
         assert host.step().num_steps == 1
+    host.run()
+
+
+def test_a_call_takes_half_of_the_steps_until_the_pages_suffice():
+    """32 steps are 13 tokens of each sequence and 8 pages, 8 steps are 4 pages."""
+    host = Host.of(*(make_sequence(i, 4, new=14) for i in range(2)), num_pages=6, num_steps=32)
+    assert [host.step().num_steps for _ in range(2)] == [1, 8]
     host.run()
 
 
@@ -400,7 +508,7 @@ def test_random_requests(num_pages, hashing, num_steps, window, num_requests):
         if live and rng.random() < 0.2:
             host.end(live[rng.integers(len(live))], "abort")
         if rng.random() < 0.05:
-            host.scheduler.reset_prefix_cache()
+            host.reset_prefix_cache()
         if rng.random() < 0.03:
             host.drain()
             host.scheduler.preempt_all()
@@ -421,6 +529,6 @@ def test_random_requests(num_pages, hashing, num_steps, window, num_requests):
     assert num_pages > 9 or single or host.scheduler.num_preemptions > 5
     assert num_long > 5 or num_steps == 1
     assert not cache or cache.num_hit_tokens > 20
-    host.scheduler.reset_prefix_cache()
+    host.reset_prefix_cache()
     host.update()
     assert host.table.num_free == num_pages

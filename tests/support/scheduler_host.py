@@ -63,6 +63,7 @@ class _Call:
     pages: dict[Sequence, list[int]]  # one a token
     num_free: int
     ledger: int
+    num_frees: int
 
 
 @dataclass
@@ -81,6 +82,8 @@ class Host:
     ends_early: bool = True
     calls: deque[_Call] = field(default_factory=deque)
     finished: set[int] = field(default_factory=set)  # slots that have ended on the device
+    num_frees: int = 0
+    is_exact: bool = True  # the newest report knows of all slots that were freed
     prefixes: dict[int, list[int]] = field(default_factory=dict)  # of full pages, which have K/V
 
     @classmethod
@@ -116,6 +119,8 @@ class Host:
     def update(self) -> None:
         update = self.scheduler.pages.take_update()
         assert all(self.table.retain(update.retained))
+        self.num_frees += len(update.freed)
+        self.is_exact &= not update.freed
         self.table.free([slot in update.freed for slot in range(len(self.table.pages))])
         self.table.release(update.released)
 
@@ -133,7 +138,9 @@ class Host:
                 continue
             self.update()
             self.scheduler.resync(self.table.num_free)
-        self.update()
+            self.is_exact = True
+        if self.scheduler.pages.must_update or scheduled.attachments:
+            self.update()
         slots, pages = (
             zip(*scheduled.attachments, strict=True) if scheduled.attachments else ((), ())
         )
@@ -193,7 +200,14 @@ class Host:
                     self.finished.add(one.running_slot)
             if self.ends_early and any(one.running_slot in self.finished for one in active):
                 break
-        return _Call(scheduled, sampled, pages, self.table.num_free, self.scheduler.pages.ledger)
+        return _Call(
+            scheduled,
+            sampled,
+            pages,
+            self.table.num_free,
+            self.scheduler.pages.ledger,
+            self.num_frees,
+        )
 
     def _check_prefixes(self) -> None:
         """A page that several rows hold, or one attaches, has the K/V of one whole prefix."""
@@ -210,6 +224,7 @@ class Host:
     def read(self) -> None:
         call = self.calls.popleft()
         self.scheduler.pages.observe(call.num_free, call.ledger)
+        self.is_exact = call.num_frees == self.num_frees
         for one, pages in call.pages.items():
             if one.slot is not None:
                 one.store(pages, PAGE_SIZE)
@@ -237,10 +252,17 @@ class Host:
         one.output.finish_reason = reason
         self.scheduler.remove(one)
 
+    def reset_prefix_cache(self) -> None:
+        """Pages that rows hold are released, and not free yet."""
+        self.scheduler.reset_prefix_cache()
+        self.num_frees, self.is_exact = self.num_frees + 1, False
+
     def check_bound(self) -> None:
-        """The host never counts on more pages than are free."""
-        pending = len(self.scheduler.pages.update.released)
-        assert self.scheduler.pages.num_free <= self.table.num_free + pending
+        """The host never counts on more pages than are free, and on as many if it knows all."""
+        pages = self.scheduler.pages
+        counted, free = pages.num_free, self.table.num_free + len(pages.update.released)
+        assert counted <= free
+        assert self.calls or not self.is_exact or counted == free
 
     def check(self) -> None:
         """Slots hold the tokens and the pages that the scheduler expects."""

@@ -12,10 +12,11 @@ from jax.sharding import PartitionSpec as P
 from pallas_paged.kernels.mosaic.config import reduce_parts
 from pallas_paged.peers import create_peers, embed, partial_products, row_linear
 from tests.support.devices import mesh
+from tests.support.marks import slow
 from tests.support.placement import collectives
 from tests.support.repeats import repeat
 
-DEVICES = [2, 4, 8]
+DEVICES = [2, *slow([4, 8])]
 
 
 def draw(seed: int, *shape: int, dtype=jnp.float32) -> np.ndarray:

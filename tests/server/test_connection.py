@@ -68,7 +68,8 @@ def error_of(transport):
 
 
 @in_loop
-async def test_a_connection_beyond_the_limit_is_refused():
+async def test_a_connection_beyond_the_limit_is_refused(monkeypatch):
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.02)
     connections = Connections(2)
     (first, _), (_, second) = connections.open(), connections.open()
     _, third = connections.open()
@@ -78,6 +79,8 @@ async def test_a_connection_beyond_the_limit_is_refused():
     first.connection_lost(None)
     connections.open()[0].connection_lost(None)
     assert connections.errors == [503, 503]  # the refused one has not been lost yet
+    await asyncio.sleep(0.06)
+    assert second.aborted and not third.aborted  # which would cut its answer
 
 
 @in_loop

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import weakref
 from contextlib import ExitStack
 from types import SimpleNamespace
 
@@ -133,7 +135,13 @@ async def test_a_whole_answer_and_its_metrics(monkeypatch):
     work = Work(monkeypatch, slow, fast, n=2)
     work.streams[1].request.first_token_time = None  # it has computed the prompt only
     asyncio.get_running_loop().call_later(0.02, work.streams[0].close)
+    tasks, reference = asyncio.all_tasks(), weakref.ref(work.generation)
     results = await work.generation.whole()
+    del work.generation
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == tasks
+    gc.collect()
+    assert reference() is None  # no timer has it
     assert [len(prompt.token_ids) for prompt, _ in results] == work.submitted == [3, 4]
     assert [len(output.outputs[0].token_ids) for _, output in results] == [2, 1]
     assert results[0][0].logprobs == [None]
@@ -204,7 +212,7 @@ async def test_ends_before_the_end(monkeypatch, stream, outputs, options, error,
     async def emit(*_):
         pass
 
-    work = Work(monkeypatch, outputs, ABORTED, **options)
+    work = Work(monkeypatch, outputs, LATE if outputs is LATE else ABORTED, **options)
     one = work.generation
     expected = APIError if isinstance(error, tuple) else error or ClientDisconnect
     with pytest.raises(expected) as raised:

@@ -66,6 +66,15 @@ def test_the_cache_is_not_asked_again_while_the_head_of_the_queue_cannot_start()
     host.run()
 
 
+def test_a_request_starts_when_a_window_has_left_enough_pages():
+    """Only the report of a call says so: no sequence ends, and nothing is cached."""
+    first, second = make_sequence(0, 28, new=30), make_sequence(1, 16, new=2)
+    host = Host.of(first, second, num_pages=9, sliding_window=6)
+    starts = [(host.step(), second.num_starts)[1] for _ in range(6)]
+    assert starts[:2] == [0, 0] and starts[-1] == 1 and not first.finished
+    host.run()
+
+
 def test_an_eviction_takes_the_pages_of_a_step_of_all_slots_at_once():
     host = Host.of(make_sequence(0, 32, new=1), caching=True, num_pages=8, max_num_seqs=8)
     host.run()

@@ -93,12 +93,6 @@ def steps_of(engine: Engine, num_steps: Any) -> None:
         replica.core.step_policy = num_steps if callable(num_steps) else lambda: num_steps
 
 
-def sample_as(engine: Engine, params: Iterable[SamplingParams]) -> Engine:
-    """Return the engine, whose steps can sample with any parameters."""
-    del params
-    return engine
-
-
 def run(engine: Engine, *, max_steps: int = 1000, check: bool = True) -> list[RequestOutput]:
     """Step until the engine is idle and return all outputs; fail after `max_steps`."""
     outputs: list[RequestOutput] = []

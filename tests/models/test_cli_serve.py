@@ -154,11 +154,11 @@ def test_messages_for_a_checkpoint_without_a_template_are_refused(serve, checkpo
 
 @pytest.fixture
 def submitted(monkeypatch):
-    """The parameters of all requests; the engine refuses them, so that nothing is computed."""
+    """Parameters and priorities of requests; the engine refuses all, so that nothing runs."""
     seen = []
 
     def submit(engine, token_ids, params, *, priority):
-        seen.append(params)
+        seen.append((params, priority))
         raise ValueError("not today")
 
     monkeypatch.setattr(Engine, "submit", submit)
@@ -166,13 +166,22 @@ def submitted(monkeypatch):
 
 
 def test_without_max_tokens_a_completion_has_400_or_the_rest_of_the_context_or_the_pool(
-    serve, submitted
+    serve, checkpoint, tmp_path, submitted
 ):
-    serve(["x" * 14], "--num-pages", "3", "--max-model-len", "48")
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
+    long = ["--checkpoint", str(tmp_path), "--max-model-len", "1024"]
+    serve(["x" * 14], *long, "--num-pages", "64")
+    serve(["x" * 14], *long[:2], "--page-size", "8", "--max-model-len", "96")
     serve(["x" * 14], "--max-model-len", "40")
-    serve(["x" * 14])
-    assert [params.max_tokens for params in submitted] == [3 * 16 - 14, 40 - 14, 64 - 14]
-    assert [params.temperature for params in submitted] == [0.8] * 3
+    serve([{"prompt": "x" * 14, "priority": 3}, {"prompt": "y"}], "--seed", str(2**32 - 1))
+    params, priorities = zip(*submitted, strict=True)
+    rests = [12 * 8 - 14, 40 - 14, 64 - 14, 64 - 1]
+    assert [one.max_tokens for one in params] == [400, *rests]
+    assert [one.temperature for one in params] == [0.8] * 5
+    assert [one.seed for one in params[3:]] == [2**32 - 1, 0]
+    assert priorities == (0, 0, 0, 3, 0)
 
 
 def test_sampling_defaults_of_the_checkpoint_are_overridden_by_options_and_keys(
@@ -180,12 +189,16 @@ def test_sampling_defaults_of_the_checkpoint_are_overridden_by_options_and_keys(
 ):
     shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     defaults = {"temperature": 0.3, "top_k": 9, "top_p": 0.5, "repetition_penalty": 1.5}
-    (tmp_path / "generation_config.json").write_text(json.dumps(defaults))
+    stops = {"stop_strings": ["\n\n"]}  # of chats
+    (tmp_path / "generation_config.json").write_text(json.dumps(defaults | stops))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     one = {"prompt": "x", "max_tokens": 1}
     objects = [one, one | {"top_p": 0.7, "temperature": None}, one | {"beam_width": 2}]
+    objects += [{"messages": [{"role": "user", "content": "x"}]}]
     _, _, err = serve(objects, "--checkpoint", str(tmp_path), "--top-k", "3")
-    plain, own, beams = submitted
-    for params, top_p in ((plain, 0.5), (own, 0.7)):
+    plain, own, beams, chat = (params for params, _ in submitted)
+    assert plain.stop == own.stop == () and chat.stop == ("\n\n",)
+    for params, top_p in ((plain, 0.5), (own, 0.7), (chat, 0.5)):
         assert (params.temperature, params.top_k, params.top_p) == (0.3, 3, top_p)
         assert params.repetition_penalty == 1.5
     assert beams.repetition_penalty == 1.0

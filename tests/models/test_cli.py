@@ -77,12 +77,12 @@ def test_closed_pipe_ends_the_command_without_an_error_message(run, monkeypatch,
 
 
 def test_pool_too_small_for_the_prompt_is_an_error_that_names_the_size(checkpoint, capsys):
-    args = ("--prompt", "x" * 17, "--num-pages", "1", "--max-num-batched-tokens", "65")
-    status, out, err = run_command(checkpoint, capsys, *args)
+    args = ("--num-pages", "2", "--page-size", "8", "--max-num-batched-tokens", "65")
+    status, out, err = run_command(checkpoint, capsys, "--prompt", "x" * 17, *args)
     assert (status, out) == (1, "")
     assert err.startswith(
         "error: prompt 1: a prompt of 17 tokens and max_tokens=1 are more than the 16 tokens of"
-        " a sequence (max_model_len=16, num_pages=1)\n"
+        " a sequence (max_model_len=16, num_pages=2)\n"
     )
 
 

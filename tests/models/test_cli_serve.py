@@ -165,23 +165,21 @@ def submitted(monkeypatch):
     return seen
 
 
-def test_without_max_tokens_a_completion_has_400_or_the_rest_of_the_context_or_the_pool(
+def test_without_max_tokens_a_completion_has_400_or_the_rest_of_the_context(
     serve, checkpoint, tmp_path, submitted
 ):
     shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
-    long = ["--checkpoint", str(tmp_path), "--max-model-len", "1024"]
-    serve(["x" * 14], *long, "--num-pages", "64")
-    serve(["x" * 14], *long[:2], "--page-size", "8", "--max-model-len", "96")
+    long = ["--checkpoint", str(tmp_path), "--max-model-len", "1024", "--num-pages", "64"]
+    serve(["x" * 14], *long)
     serve(["x" * 14], "--max-model-len", "40")
     serve([{"prompt": "x" * 14, "priority": 3}, {"prompt": "y"}], "--seed", str(2**32 - 1))
     params, priorities = zip(*submitted, strict=True)
-    rests = [12 * 8 - 14, 40 - 14, 64 - 14, 64 - 1]
-    assert [one.max_tokens for one in params] == [400, *rests]
-    assert [one.temperature for one in params] == [0.8] * 5
-    assert [one.seed for one in params[3:]] == [2**32 - 1, 0]
-    assert priorities == (0, 0, 0, 3, 0)
+    assert [one.max_tokens for one in params] == [400, 40 - 14, 64 - 14, 64 - 1]
+    assert [one.temperature for one in params] == [0.8] * 4
+    assert [one.seed for one in params[2:]] == [2**32 - 1, 0]
+    assert priorities == (0, 0, 3, 0)
 
 
 def test_sampling_defaults_of_the_checkpoint_are_overridden_by_options_and_keys(

@@ -68,6 +68,22 @@ def cut(layout, sizes, on=MESH, **specs):
         (DECODE, {}, dict(q=P(None, ("a", "b")), k_pages=P("a")), "a", "a", ""),  # 4 KV heads each
         (DECODE, {"num_kv_heads": 2}, dict(q=P(None, ("a", "b")), k_pages=P("a")), "a", "ab", ""),
         (DECODE, {"num_kv_heads": 2}, dict(q=P(None, ("b", "a")), k_pages=P("a")), "a", "a", ""),
+        (
+            DECODE,
+            {"num_q_heads": 12, "num_kv_heads": 2},
+            dict(q=P(None, ("b", "c")), k_pages=P("a")),
+            "a",
+            "a",
+            "",
+        ),
+        (
+            DECODE,
+            {"num_kv_heads": 2},
+            dict(q=P(None, ("a", "b")), k_pages=P("a"), block_tables=P("b")),
+            "a",
+            "ab",
+            "",
+        ),
         (DECODE, {"num_kv_heads": 1}, dict(q=P(None, "b")), "", "b", ""),
         (DECODE, {"num_kv_heads": 1}, dict(q=P(None, "c")), "", "", ""),  # 3 devices, 16 heads
         (DECODE, {}, dict(q=P("b", "a"), k_pages=P("a")), "a", "a", "b"),
@@ -91,47 +107,55 @@ def test_the_pages_decide_which_axes_are_cut(layout, sizes, specs, heads, q_head
     assert set(found) == set(layout.spread)
 
 
-def test_every_device_has_the_kv_heads_of_its_query_heads():
-    """For random sizes and specs; and no device needs pages that it does not have."""
-    rng = np.random.default_rng(0)
-    on = AbstractMesh((2, 4, 2), ("a", "b", "c"))
+def random_call(rng, on):
+    """Sizes of a call, and specs of its arrays on a mesh."""
 
     def names(size):
         found = [str(x) for x in rng.permutation(on.axis_names)][: rng.integers(0, 4)]
         while size % math.prod(on.shape[name] for name in found):
             found.pop()
-        return found
+        return tuple(found)
 
-    def part(size, axes, device):
-        counts = [on.shape[name] for name in axes]
-        index = 0
-        for name, count in zip(axes, counts, strict=True):
-            index = index * count + device[name]
-        each = size // math.prod(counts)
-        return range(index * each, (index + 1) * each)
+    num_seqs, kv_heads = int(rng.choice([1, 4, 6, 16])), int(rng.choice([1, 2, 4, 8, 16]))
+    q_heads = kv_heads * int(rng.choice([1, 2, 4, 8]))
+    heads, wished = names(kv_heads), names(q_heads)
+    if rng.random() < 0.7:  # often cut as the pages, and further
+        wished = (*heads, *(x for x in wished if x not in heads))
+        while q_heads % math.prod(on.shape[name] for name in wished):
+            wished = wished[:-1]
+    rows = tuple(x for x in names(num_seqs) if x not in wished)
+    specs = dict(q=P(rows, wished), k_pages=P(heads), v_pages=P(heads))
+    specs |= dict(block_tables=P(names(num_seqs)), seq_lens=P(names(num_seqs)))
+    return dict(num_seqs=num_seqs, num_q_heads=q_heads, num_kv_heads=kv_heads), specs
 
+
+def part(size, axes, device, on):
+    """The elements that a device has of an axis of this size, cut over axes of the mesh."""
+    counts = [on.shape[name] for name in axes]
+    index = 0
+    for name, count in zip(axes, counts, strict=True):
+        index = index * count + device[name]
+    each = size // math.prod(counts)
+    return range(index * each, (index + 1) * each)
+
+
+def test_every_device_has_the_kv_heads_of_its_query_heads():
+    """For random calls; and no device needs pages that it does not have."""
+    rng, on = np.random.default_rng(0), AbstractMesh((2, 4, 2), ("a", "b", "c"))
     for _ in range(500):
-        kv_heads, group = int(rng.choice([1, 2, 4, 8, 16])), int(rng.choice([1, 2, 4, 8]))
-        sizes = dict(num_seqs=int(rng.choice([1, 4, 6, 16])), num_kv_heads=kv_heads)
-        q_heads = sizes["num_q_heads"] = kv_heads * group
-        heads, wished = names(kv_heads), names(q_heads)
-        if rng.random() < 0.7:  # often cut as the pages, and further
-            wished = heads + [x for x in wished if x not in heads]
-            while q_heads % math.prod(on.shape[name] for name in wished):
-                wished.pop()
-        rows = [x for x in names(sizes["num_seqs"]) if x not in wished]
-        specs = dict(q=P(tuple(rows), tuple(wished)), k_pages=P(tuple(heads)))
+        sizes, specs = random_call(rng, on)
         found = cut(DECODE, sizes, on, **specs)
-        assert found["num_kv_heads"] == tuple(heads), specs
+        num_seqs, q_heads, kv_heads = sizes.values()
+        assert P(found["num_kv_heads"]) == specs["k_pages"], specs
         used = [*found["num_q_heads"], *found["num_seqs"]]
         assert len(set(used)) == len(used), specs
-        assert sizes["num_seqs"] % math.prod(on.shape[x] for x in found["num_seqs"]) == 0, specs
+        assert num_seqs % math.prod(on.shape[x] for x in found["num_seqs"]) == 0, specs
         for device in itertools.product(*(range(size) for size in on.axis_sizes)):
             device = dict(zip(on.axis_names, device, strict=True))
-            mine = part(q_heads, found["num_q_heads"], device)
-            pages = part(kv_heads, found["num_kv_heads"], device)
+            mine = part(q_heads, found["num_q_heads"], device, on)
+            pages = part(kv_heads, found["num_kv_heads"], device, on)
             per_page = len(mine) / len(pages)
-            needed = [head // group for head in mine]
+            needed = [head * kv_heads // q_heads for head in mine]
             assert needed == [pages[int(i // per_page)] for i in range(len(mine))], (sizes, specs)
 
 
@@ -212,9 +236,9 @@ class Local:
         return lambda arrays: run(*(arrays[name] for name in POSITIONAL))[0]
 
 
-def arrays_of(num_kv_heads=8):
+def arrays_of(**sizes):
     rng = np.random.default_rng(0)
-    *shapes, tables, lens = shapes_of(num_kv_heads=num_kv_heads)
+    *shapes, tables, lens = shapes_of(**sizes)
     floats = [rng.integers(-9, 9, shape).astype(np.float32) for shape in shapes]  # exact sums
     integers = [rng.integers(0, 9, shape).astype(np.int32) for shape in (tables, lens)]
     return dict(zip(POSITIONAL, (*floats, *integers), strict=True))
@@ -243,7 +267,7 @@ AB = ("a", "b")
     ],
 )
 def test_devices_compute_with_their_parts_and_gather_no_pages(num_kv_heads, specs, result, kind):
-    local, arrays = Local(), arrays_of(num_kv_heads)
+    local, arrays = Local(), arrays_of(num_kv_heads=num_kv_heads)
     placed = place(arrays, mesh_2d(2, 2, names=("a", "b"), kind=kind), specs)
     compiled = jax.jit(local.divided()).lower(placed).compile()
     found = compiled(placed)
@@ -257,23 +281,11 @@ def test_devices_compute_with_their_parts_and_gather_no_pages(num_kv_heads, spec
 def test_any_layout_of_eight_devices():
     on, rng = mesh_2d(2, 2, 2, names=("a", "b", "c")), np.random.default_rng(0)
     for _ in range(60):
-        arrays = arrays_of(int(rng.choice([1, 2, 4, 8])))
-
-        def axes(most, rng=rng):
-            names = [str(x) for x in rng.permutation(on.axis_names)][: rng.integers(0, 4)]
-            return tuple(names[: int(math.log2(most))])
-
-        heads = axes(len(arrays["k_pages"]))
-        q_heads = axes(8)
-        if rng.random() < 0.7:
-            q_heads = (*heads, *(x for x in q_heads if x not in heads))
-        rows = tuple(x for x in axes(4) if x not in q_heads)
-        specs = dict(q=P(rows, q_heads), k_pages=P(heads), v_pages=P(heads))
-        specs |= dict(block_tables=P(axes(4)), seq_lens=P(axes(4)))
+        sizes, specs = random_call(rng, on)
+        arrays = arrays_of(**sizes)
         placed = place(arrays, on, specs)
         compiled = jax.jit(Local().divided()).lower(placed).compile()
-        wanted = expected(arrays)
-        np.testing.assert_array_equal(compiled(placed), wanted, err_msg=str(specs))
+        np.testing.assert_array_equal(compiled(placed), expected(arrays), err_msg=str(specs))
         assert not [line for line in collectives(compiled) if ",7,4," in line], specs
 
 

@@ -69,8 +69,9 @@ def test_the_largest_sizes_are_allowed():
     validate_pool_size(INT32_MAX - 1, 1)
     with pytest.raises(ValueError, match=r"page_size=1 \+ 1 must be at most"):
         validate_pool_size(INT32_MAX, 1)
-    for sizes in (dict(pages_per_seq=INT32_MAX // 256), dict(max_seqs=INT32_MAX // 4)):
-        sizes = dict(num_pages=8, page_size=256, max_seqs=4, pages_per_seq=4) | sizes
+    one = dict(num_pages=8, page_size=1, max_seqs=1, pages_per_seq=1)
+    for sizes in (dict(pages_per_seq=INT32_MAX), dict(max_seqs=INT32_MAX)):
+        sizes = one | sizes
         jax.eval_shape(lambda sizes=sizes: pp.create_page_table(**sizes))
 
 
@@ -239,6 +240,14 @@ def test_truncate_into_a_shared_page_replaces_it():
     assert np.all(ok)
     assert table.block_tables[:2].tolist() == [[0, 1, 8, 8], [0, 2, 8, 8]]
     assert (copies.src_pages[1], copies.dst_pages[1]) == (1, 2)
+    pp.check_page_table(table)
+
+
+def test_truncate_to_the_end_of_a_shared_page_needs_no_copy():
+    table, _, _ = fork(extended([12, 0, 0, 0]), i32(0), i32(1))
+    table, copies, ok = truncate(table, i32(12, 4, 0, 0))
+    assert np.all(ok) and np.all(copies.dst_pages == 8) and table.num_free == 5
+    assert table.block_tables[1].tolist() == [0, 8, 8, 8]
     pp.check_page_table(table)
 
 

@@ -23,8 +23,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-_SECONDS = 60.0  # that processes wait for one another to connect, or to take a message
-_GREETING_SECONDS = 1.0  # that process 0 waits for the first bytes of a connection
+CONNECT_SECONDS = 60.0  # that processes wait for one another to connect, or to take a message
+GREETING_SECONDS = 1.0  # that process 0 waits for the first bytes of a connection
 _POLL_SECONDS = 20e-6  # between two looks at whether the devices are ready
 _CHECK_SECONDS = 0.01  # between two looks at whether the other processes are there
 _KEY_BYTES = 32
@@ -172,7 +172,7 @@ def connect(engine: str) -> tuple[Followers | None, Leader | None]:
         return _accept(host), None
     message = _broadcast(b"")
     (port,), key = struct.unpack("<H", message[:2]), message[2:]
-    connection = socket.create_connection((host, port), timeout=_SECONDS)
+    connection = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
     connection.sendall(struct.pack("<I", jax.process_index()) + key)
     connection.settimeout(None)
     return None, Leader(connection)
@@ -185,7 +185,7 @@ def _accept(host: str) -> Followers:
     sockets: dict[int, socket.socket] = {}
     with socket.create_server(address, backlog=128) as server:
         _broadcast(struct.pack("<H", server.getsockname()[1]) + key)
-        end = time.monotonic() + _SECONDS
+        end = time.monotonic() + CONNECT_SECONDS
         while missing := {*range(1, jax.process_count())} - {*sockets}:
             server.settimeout(max(end - time.monotonic(), 0.001))
             try:
@@ -201,7 +201,7 @@ def _accept(host: str) -> Followers:
 
 def _greeting(connection: socket.socket, key: bytes) -> int | None:
     """Return the process of a new connection, or None for a stranger."""
-    connection.settimeout(_GREETING_SECONDS)
+    connection.settimeout(GREETING_SECONDS)
     try:
         with connection.makefile("rb") as file:
             greeting = file.read(4 + _KEY_BYTES)
@@ -209,7 +209,7 @@ def _greeting(connection: socket.socket, key: bytes) -> int | None:
         return None
     if not hmac.compare_digest(greeting[4:], key):
         return None
-    connection.settimeout(_SECONDS)
+    connection.settimeout(CONNECT_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return struct.unpack("<I", greeting[:4])[0]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import functools
 import gc
+import inspect
 import random
 import subprocess
 import sys
@@ -89,14 +91,46 @@ class Gate:
         return self._step()
 
     def let(self, num_steps=10**4):
-        self._passes.release(num_steps)
+        if num_steps:
+            self._passes.release(num_steps)
+
+
+def serving(*, gate: int | None = None, **options):
+    """Runs a test with an AsyncEngine, and the engine within; no page is left in the end.
+
+    `gate`: steps that the thread may do at first.
+    """
+
+    def decorate(test):
+        signature = inspect.signature(test)
+
+        def in_engine(**arguments):
+            inner = make_engine(**options)
+            given = dict(inner=inner, gate=None if gate is None else Gate(inner, gate))
+
+            async def main():
+                async with AsyncEngine(inner) as engine:
+                    all_ = given | arguments | dict(engine=engine)
+                    await test(**{name: all_[name] for name in signature.parameters})
+
+            run(main())
+            inner.wake()
+            assert_every_page_is_free(inner)
+
+        functools.update_wrapper(in_engine, test)
+        names = {"engine", "inner", "gate"}
+        others = [one for name, one in signature.parameters.items() if name not in names]
+        in_engine.__signature__ = signature.replace(parameters=others)
+        return in_engine
+
+    return decorate
 
 
 def test_clients_that_leave_at_random_disturb_no_other_and_leave_no_page():
     """Three event loops and three plain threads at once, on a pool too small for all of them."""
     choices = [greedy(), greedy(n=2), sampling(), sampling(n=3), sampling(best_of=3), greedy()]
     choices += [greedy(beam_width=2, n=2), sampling(logprobs=2, prompt_logprobs=1)]
-    jobs = [(prompt, params) for prompt in PROMPTS for params in choices]
+    jobs = [(PROMPTS[i % 5], choices[i % 8]) for i in range(20)]
     reference = make_engine()
     expected = {
         (tuple(prompt), params): tokens_of(serve(reference, [prompt], params, check=False))
@@ -171,51 +205,40 @@ def test_clients_that_leave_at_random_disturb_no_other_and_leave_no_page():
     assert_every_page_is_free(inner)
 
 
-def test_outputs_are_deltas_with_text_and_end_once():
-    async def main():
-        async with AsyncEngine(make_engine(tokenizer=NumberTokenizer())) as engine:
-            params = greedy(logprobs=1, seed=3)
-            outputs = [one async for one in engine.generate("1 2 3", params, request_id="mine")]
-        assert {one.request_id for one in outputs} == {"mine"}
-        assert [one.finished for one in outputs] == [False] * (len(outputs) - 1) + [True]
-        assert (outputs[0].prompt, outputs[0].prompt_token_ids) == ("1 2 3", [1, 2, 3])
-        parts = [part for one in outputs for part in one.outputs]
-        tokens = [token_id for part in parts for token_id in part.token_ids]
-        assert tokens == alone([1, 2, 3], greedy())[0]
-        assert "".join(part.text for part in parts) == NumberTokenizer().decode(tokens)
-        assert [next(iter(x)) for part in parts for x in part.logprobs] == tokens
-        assert parts[-1].finish_reason == "length" and outputs[-1].seed == 3
-
-    run(main())
+@serving(tokenizer=NumberTokenizer())
+async def test_outputs_are_deltas_with_text_and_end_once(engine):
+    params = greedy(logprobs=1, seed=3)
+    outputs = [one async for one in engine.generate("1 2 3", params, request_id="mine")]
+    assert {one.request_id for one in outputs} == {"mine"}
+    assert [one.finished for one in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert (outputs[0].prompt, outputs[0].prompt_token_ids) == ("1 2 3", [1, 2, 3])
+    parts = [part for one in outputs for part in one.outputs]
+    tokens = [token_id for part in parts for token_id in part.token_ids]
+    assert tokens == alone([1, 2, 3], greedy())[0]
+    assert "".join(part.text for part in parts) == NumberTokenizer().decode(tokens)
+    assert [next(iter(x)) for part in parts for x in part.logprobs] == tokens
+    assert parts[-1].finish_reason == "length" and outputs[-1].seed == 3
 
 
-def test_a_slow_consumer_gets_one_output_with_all_that_came_meanwhile():
-    async def main():
-        inner = make_engine()
-        async with AsyncEngine(inner) as engine:
-            slow = engine.submit([1, 2, 3], sampling(n=2))
-            await collect(engine.generate([4, 5], greedy(max_tokens=LONG)))
-            outputs = [one async for one in slow]
-            assert [one async for one in slow] == []
-        assert len(outputs) == 1 and outputs[0].finished
-        assert tokens_of(outputs) == alone([1, 2, 3], sampling(n=2))
-
-    run(main())
+@serving()
+async def test_a_slow_consumer_gets_one_output_with_all_that_came_meanwhile(engine):
+    slow = engine.submit([1, 2, 3], sampling(n=2))
+    await collect(engine.generate([4, 5], greedy(max_tokens=LONG)))
+    outputs = [one async for one in slow]
+    assert [one async for one in slow] == []
+    assert len(outputs) == 1 and outputs[0].finished
+    assert tokens_of(outputs) == alone([1, 2, 3], sampling(n=2))
 
 
-def test_a_whole_output_is_that_of_the_engine():
+@serving(tokenizer=NumberTokenizer())
+async def test_a_whole_output_is_that_of_the_engine(engine):
     params = greedy(n=2, logprobs=2, prompt_logprobs=1, stop_token_ids=[7])
-
-    async def main():
-        async with AsyncEngine(make_engine(tokenizer=NumberTokenizer())) as engine:
-            stream = engine.submit("1 2 3", params)
-            late = engine.submit("1 2 3", params)
-            output = await stream.whole()
-            await collect(engine.generate([4, 5], greedy(max_tokens=LONG)))
-            return output, await late.whole()
-
+    stream, late = engine.submit("1 2 3", params), engine.submit("1 2 3", params)
+    outputs = [await stream.whole()]
+    await collect(engine.generate([4, 5], greedy(max_tokens=LONG)))
+    outputs.append(await late.whole())
     expected = serve(make_engine(tokenizer=NumberTokenizer()), ["1 2 3"], params)[0]
-    for output in run(main()):
+    for output in outputs:
         assert output.finished and output.prompt_token_ids == [1, 2, 3]
         for mine, other in zip(output.outputs, expected.outputs, strict=True):
             assert (mine.text, mine.token_ids) == (other.text, other.token_ids)
@@ -223,158 +246,127 @@ def test_a_whole_output_is_that_of_the_engine():
             assert len(mine.logprobs) == len(mine.token_ids)
 
 
-def test_two_consumers_share_the_outputs_of_a_stream():
-    async def main():
-        async with AsyncEngine(make_engine()) as engine:
-            stream = engine.submit([1, 2, 3], greedy())
+@serving()
+async def test_two_consumers_share_the_outputs_of_a_stream(engine):
+    stream = engine.submit([1, 2, 3], greedy())
 
-            def consume():
-                return [token for one in stream for token in one.outputs[0].token_ids]
+    def consume():
+        return [token for one in stream for token in one.outputs[0].token_ids]
 
-            with ThreadPoolExecutor(2) as pool:
-                halves = [pool.submit(consume) for _ in range(2)]
-                tokens = [token for half in halves for token in half.result(WATCHDOG_SECONDS)]
-        assert sorted(tokens) == sorted(alone([1, 2, 3], greedy())[0])
-
-    run(main())
+    with ThreadPoolExecutor(2) as pool:
+        halves = [pool.submit(consume) for _ in range(2)]
+        tokens = [token for half in halves for token in half.result(WATCHDOG_SECONDS)]
+    assert sorted(tokens) == sorted(alone([1, 2, 3], greedy())[0])
 
 
 @pytest.mark.parametrize(
     ("way", "num_steps"),
     [*zip(WAYS, (0, 1, 2, 3), strict=True), *zip(WAYS, (5, 4, 1, 0), strict=True)],
 )
-def test_an_abort_after_any_number_of_steps_frees_the_pages(way, num_steps):
+@serving(gate=0)
+async def test_an_abort_after_any_number_of_steps_frees_the_pages(
+    engine, inner, gate, way, num_steps
+):
     """The prompt takes two steps. A fifth request waits for a slot, and is aborted in the queue."""
-    inner = make_engine()
-    gate = Gate(inner, num_steps)
-
-    async def main():
-        async with AsyncEngine(inner) as engine:
-            streams = [engine.submit(PROMPTS[4], greedy(max_tokens=LONG - 10)) for _ in range(5)]
-            await until(gate.held.is_set)
-            if way == "abort":
-                tasks = [asyncio.create_task(engine.abort(one.request_id)) for one in streams]
-                gate.let()
-                await asyncio.gather(*tasks)
-                for stream in streams:
-                    outputs = [one async for one in stream]
-                    assert outputs[-1].outputs[0].finish_reason == "abort" and outputs[-1].finished
-            elif way == "close":
-                for stream in streams:
-                    stream.close()
-                    stream.close()
-            elif way == "cancel":
-                tasks = [asyncio.create_task(collect(one)) for one in streams]
-                await asyncio.sleep(0.01)
-                for task in tasks:
-                    task.cancel()
-                assert all(
-                    isinstance(one, asyncio.CancelledError)
-                    for one in await asyncio.gather(*tasks, return_exceptions=True)
-                )
-            else:
-                streams = stream = None
-                gc.collect()
-            gate.let()
-            await until(lambda: inner.idle)
-            assert await collect(engine.generate([1, 2, 3], greedy())) == expected
-            assert (await engine.stats()).num_aborted == 5
-
-    expected = alone([1, 2, 3], greedy())
-    run(main())
-    assert_every_page_is_free(inner)
-
-
-def test_a_stream_that_is_left_before_its_request_is_submitted_is_aborted():
-    inner = make_engine()
-    gate = Gate(inner)
-
-    async def main():
-        async with AsyncEngine(inner) as engine:
-            first = engine.submit([1], greedy())
-            await until(gate.held.is_set)  # the thread takes no commands now
-            engine.submit([2], greedy()).close()
-            engine.generate([3], greedy())  # never iterated
-            gate.let()
-            assert len(await collect(first)) == 1
-            stats = await engine.stats()
-            assert (stats.num_finished, stats.num_aborted) == (1, 2)
-
-    run(main())
-    assert_nothing_is_left(inner)
-
-
-def test_an_abort_of_no_request_does_nothing():
-    async def main():
-        async with AsyncEngine(make_engine()) as engine:
-            await engine.abort("unknown")
-            stream = engine.submit([1], greedy(), request_id="1")
-            await collect(stream)
-            await engine.abort("1")
+    gate.let(num_steps)
+    streams = [engine.submit(PROMPTS[4], greedy(max_tokens=LONG - 10)) for _ in range(5)]
+    await until(gate.held.is_set)
+    if way == "abort":
+        tasks = [asyncio.create_task(engine.abort(one.request_id)) for one in streams]
+        gate.let()
+        await asyncio.gather(*tasks)
+        for stream in streams:
+            outputs = [one async for one in stream]
+            assert outputs[-1].outputs[0].finish_reason == "abort" and outputs[-1].finished
+    elif way == "close":
+        for stream in streams:
             stream.close()
-            assert (await engine.stats()).num_aborted == 0
-
-    run(main())
-
-
-def test_the_id_of_an_aborted_request_can_be_used_at_once():
-    inner = make_engine()
-    gate = Gate(inner, 2)
-
-    async def main():
-        async with AsyncEngine(inner) as engine:
-            for _ in range(3):
-                stream = engine.submit([1, 2, 3], greedy(max_tokens=LONG), request_id="same")
-                await until(gate.held.is_set)
-                aborting = asyncio.create_task(engine.abort("same"))
-                await asyncio.sleep(0)
-                gate.let(1)
-                await aborting
-                outputs = [one async for one in stream]
-                assert outputs[-1].outputs[0].finish_reason == "abort"
-            stream = engine.submit([1, 2, 3], greedy(), request_id="same")
-            gate.let()
-            assert await collect(stream) == alone([1, 2, 3], greedy())
-
-    run(main())
-    assert_nothing_is_left(inner)
+            stream.close()
+    elif way == "cancel":
+        tasks = [asyncio.create_task(collect(one)) for one in streams]
+        await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        assert all(
+            isinstance(one, asyncio.CancelledError)
+            for one in await asyncio.gather(*tasks, return_exceptions=True)
+        )
+    else:
+        streams = stream = None
+        gc.collect()
+    gate.let()
+    await until(lambda: inner.idle)
+    assert await collect(engine.generate([1, 2, 3], greedy())) == alone([1, 2, 3], greedy())
+    assert (await engine.stats()).num_aborted == 5
 
 
-def test_bad_requests_are_refused_at_the_call_and_others_go_on():
-    async def main():
-        async with AsyncEngine(make_engine()) as engine:
-            good = engine.submit([1, 2, 3], greedy(max_tokens=LONG), request_id="good")
-            refused = [
-                ("empty", dict(prompt=[])),
-                ("token id", dict(prompt=[40])),
-                ("tokenizer", dict(prompt="1")),
-                ("max_tokens", dict(prompt=[1], params=greedy(max_tokens=99))),
-                ("stop_token_ids", dict(prompt=[1], params=greedy(stop_token_ids=[40]))),
-                ("params", dict(prompt=[1], params={"n": 1})),
-                ("priority", dict(prompt=[1], priority="high")),
-                ("request_id", dict(prompt=[1], request_id=7)),
-                ("request_id='good'", dict(prompt=[1], request_id="good")),
-            ]
-            for words, arguments in refused:
-                for method in (engine.submit, engine.generate):
-                    with pytest.raises(ValueError, match=words):
-                        method(**arguments)
-            assert await collect(good) == alone([1, 2, 3], greedy(max_tokens=LONG))
-            again = engine.submit([1], greedy(max_tokens=1), request_id="good")
-            await collect(again)
-
-    run(main())
+@serving(gate=0)
+async def test_a_stream_that_is_left_before_its_request_is_submitted_is_aborted(engine, gate):
+    first = engine.submit([1], greedy())
+    await until(gate.held.is_set)  # the thread takes no commands now
+    engine.submit([2], greedy()).close()
+    engine.generate([3], greedy())  # never iterated
+    gate.let()
+    assert len(await collect(first)) == 1
+    stats = await engine.stats()
+    assert (stats.num_finished, stats.num_aborted) == (1, 2)
 
 
-def test_given_ids_and_numbers_do_not_collide():
-    async def main():
-        async with AsyncEngine(make_engine()) as engine:
-            given = [engine.submit([1], greedy(), request_id=str(n)) for n in range(3)]
-            streams = [*given, *(engine.submit([1], greedy()) for _ in range(3))]
-            assert len({stream.request_id for stream in streams}) == 6
-            await asyncio.gather(*map(collect, streams))
+@serving()
+async def test_an_abort_of_no_request_does_nothing(engine):
+    await engine.abort("unknown")
+    stream = engine.submit([1], greedy(), request_id="1")
+    await collect(stream)
+    await engine.abort("1")
+    stream.close()
+    assert (await engine.stats()).num_aborted == 0
 
-    run(main())
+
+@serving(gate=2)
+async def test_the_id_of_an_aborted_request_can_be_used_at_once(engine, gate):
+    for _ in range(3):
+        stream = engine.submit([1, 2, 3], greedy(max_tokens=LONG), request_id="same")
+        await until(gate.held.is_set)
+        aborting = asyncio.create_task(engine.abort("same"))
+        await asyncio.sleep(0)
+        gate.let(1)
+        await aborting
+        outputs = [one async for one in stream]
+        assert outputs[-1].outputs[0].finish_reason == "abort"
+    stream = engine.submit([1, 2, 3], greedy(), request_id="same")
+    gate.let()
+    assert await collect(stream) == alone([1, 2, 3], greedy())
+
+
+@serving()
+async def test_bad_requests_are_refused_at_the_call_and_others_go_on(engine):
+    good = engine.submit([1, 2, 3], greedy(max_tokens=LONG), request_id="good")
+    refused = [
+        ("empty", dict(prompt=[])),
+        ("token id", dict(prompt=[40])),
+        ("tokenizer", dict(prompt="1")),
+        ("max_tokens", dict(prompt=[1], params=greedy(max_tokens=99))),
+        ("stop_token_ids", dict(prompt=[1], params=greedy(stop_token_ids=[40]))),
+        ("params", dict(prompt=[1], params={"n": 1})),
+        ("priority", dict(prompt=[1], priority="high")),
+        ("request_id", dict(prompt=[1], request_id=7)),
+        ("request_id='good'", dict(prompt=[1], request_id="good")),
+    ]
+    for words, arguments in refused:
+        for method in (engine.submit, engine.generate):
+            with pytest.raises(ValueError, match=words):
+                method(**arguments)
+    assert await collect(good) == alone([1, 2, 3], greedy(max_tokens=LONG))
+    again = engine.submit([1], greedy(max_tokens=1), request_id="good")
+    await collect(again)
+
+
+@serving()
+async def test_given_ids_and_numbers_do_not_collide(engine):
+    given = [engine.submit([1], greedy(), request_id=str(n)) for n in range(3)]
+    streams = [*given, *(engine.submit([1], greedy()) for _ in range(3))]
+    assert len({stream.request_id for stream in streams}) == 6
+    await asyncio.gather(*map(collect, streams))
 
 
 def test_drain_serves_what_was_accepted_and_refuses_more():
@@ -479,226 +471,177 @@ def test_a_dead_engine_reaches_all_that_wait(caplog):
     assert "the device is lost" in caplog.text
 
 
-def test_an_error_of_the_tokenizer_ends_only_its_request():
-    tokenizer = NumberTokenizer()
-    inner = make_engine(tokenizer=tokenizer)
-    gate = Gate(inner, 1)
-
-    async def main():
-        async with AsyncEngine(inner) as engine:
-            outputs = engine.submit([1], greedy())
-            await until(gate.held.is_set)
-            tokenizer.broken = True
-            gate.let()
-            outputs = [one async for one in outputs]
-            assert outputs[-1].finished and "the tables are lost" in outputs[-1].error
-            assert outputs[-1].outputs[0].finish_reason == "error"
-            with pytest.raises(OSError, match="the tables are lost"):  # it begins with the prompt
-                await collect(engine.generate([1], greedy()))
-            assert await collect(engine.generate([1], greedy(detokenize=False))) == expected
-
-    expected = alone([1], greedy())
-    run(main())
+@serving(gate=1, tokenizer=(tokenizer := NumberTokenizer()))
+async def test_an_error_of_the_tokenizer_ends_only_its_request(engine, gate):
+    outputs = engine.submit([1], greedy())
+    await until(gate.held.is_set)
+    tokenizer.broken = True
+    gate.let()
+    outputs = [one async for one in outputs]
+    assert outputs[-1].finished and "the tables are lost" in outputs[-1].error
+    assert outputs[-1].outputs[0].finish_reason == "error"
+    with pytest.raises(OSError, match="the tables are lost"):  # it begins with the prompt
+        await collect(engine.generate([1], greedy()))
+    assert await collect(engine.generate([1], greedy(detokenize=False))) == alone([1], greedy())
 
 
-def test_a_closed_event_loop_aborts_its_requests_and_no_other():
-    inner = make_engine()
-    gate = Gate(inner, 3)
+@serving(gate=3)
+async def test_a_closed_event_loop_aborts_its_requests_and_no_other(engine, inner, gate):
+    other = asyncio.create_task(collect(engine.generate([1, 2, 3], greedy())))
 
-    async def main():
-        async with AsyncEngine(inner) as engine:
-            other = asyncio.create_task(collect(engine.generate([1, 2, 3], greedy())))
+    def open_and_close():
+        loop = asyncio.new_event_loop()
+        stream = engine.submit(PROMPTS[4], greedy(max_tokens=LONG - 10))
+        task = loop.create_task(collect(stream))
+        call = loop.create_task(engine.stats())
+        loop.run_until_complete(until(gate.held.is_set))
+        loop.close()
+        return task, call
 
-            def open_and_close():
-                loop = asyncio.new_event_loop()
-                stream = engine.submit(PROMPTS[4], greedy(max_tokens=LONG - 10))
-                task = loop.create_task(collect(stream))
-                call = loop.create_task(engine.stats())
-                loop.run_until_complete(until(gate.held.is_set))
-                loop.close()
-                return task, call
-
-            kept = await asyncio.to_thread(open_and_close)
-            gate.let()
-            assert await other == alone([1, 2, 3], greedy())
-            await until(lambda: inner.idle)
-            assert (await engine.stats()).num_aborted == 1
-            for task in kept:
-                task._log_destroy_pending = False
-
-    run(main())
-    assert_nothing_is_left(inner)
+    kept = await asyncio.to_thread(open_and_close)
+    gate.let()
+    assert await other == alone([1, 2, 3], greedy())
+    await until(lambda: inner.idle)
+    assert (await engine.stats()).num_aborted == 1
+    for task in kept:
+        task._log_destroy_pending = False
 
 
-def test_the_idle_thread_sleeps():
-    async def main():
-        async with AsyncEngine(make_engine()) as engine:
-            await collect(engine.generate([1], greedy()))
-            (thread,) = (one for one in threading.enumerate() if one.name == "engine")
-            clock = time.pthread_getcpuclockid(thread.ident)
-            before = time.clock_gettime(clock)
-            await asyncio.sleep(0.3)
-            assert time.clock_gettime(clock) - before < 0.01
-            await engine.sleep()
-            waiting = asyncio.create_task(collect(engine.generate([1], greedy())))
-            await asyncio.sleep(0.05)
-            before = time.clock_gettime(clock)
-            await asyncio.sleep(0.3)
-            assert time.clock_gettime(clock) - before < 0.01
-            await engine.wake()
-            await waiting
-
-    run(main())
+@serving()
+async def test_the_idle_thread_sleeps(engine):
+    await collect(engine.generate([1], greedy()))
+    (thread,) = (one for one in threading.enumerate() if one.name == "engine")
+    clock = time.pthread_getcpuclockid(thread.ident)
+    before = time.clock_gettime(clock)
+    await asyncio.sleep(0.3)
+    assert time.clock_gettime(clock) - before < 0.01
+    await engine.sleep()
+    waiting = asyncio.create_task(collect(engine.generate([1], greedy())))
+    await asyncio.sleep(0.05)
+    before = time.clock_gettime(clock)
+    await asyncio.sleep(0.3)
+    assert time.clock_gettime(clock) - before < 0.01
+    await engine.wake()
+    await waiting
 
 
-def test_new_weights_in_the_middle_restart_requests():
+@serving(gate=8)
+async def test_new_weights_in_the_middle_restart_requests(engine, inner, gate):
     """Outputs that a consumer has not read yet are not void for it."""
     new, params = weights(seed=2), greedy(max_tokens=30)
-    inner = make_engine()
+    (expected,) = tokens_of(serve(make_engine(params=new), [[1, 2, 3]], params))
     steps_of(inner, 1)
-    gate = Gate(inner, 8)
 
     async def whole(stream):
         return [one async for one in stream]
 
-    async def main():
-        async with AsyncEngine(inner) as engine:
-            read, unread = (engine.submit([1, 2, 3], params) for _ in range(2))
-            reading = asyncio.create_task(whole(read))
-            await until(gate.held.is_set)
-            await asyncio.sleep(0.05)
-            update = engine.update_params(new, restart_running=True)
-            updating = asyncio.create_task(update)
-            await asyncio.sleep(0)
-            gate.let()
-            await updating
-            outputs = await reading
-            assert [one.restarted for one in outputs].count(True) == 1
-            first = [one.restarted for one in outputs].index(True)
-            assert first > 0 and tokens_of(outputs[:first]) != []
-            assert [x for tokens in tokens_of(outputs[first:]) for x in tokens] == expected
-            outputs = await whole(unread)
-            assert not any(one.restarted for one in outputs)
-            assert [x for tokens in tokens_of(outputs) for x in tokens] == expected
-            assert await collect(engine.generate([1, 2, 3], params)) == [expected]
-            with pytest.raises(ValueError):
-                await engine.update_params({"embed": new["embed"]})
-
-    expected = tokens_of(serve(make_engine(params=new), [[1, 2, 3]], params))[0]
-    run(main())
-    assert_nothing_is_left(inner)
+    read, unread = (engine.submit([1, 2, 3], params) for _ in range(2))
+    reading = asyncio.create_task(whole(read))
+    await until(gate.held.is_set)
+    await asyncio.sleep(0.05)
+    update = engine.update_params(new, restart_running=True)
+    updating = asyncio.create_task(update)
+    await asyncio.sleep(0)
+    gate.let()
+    await updating
+    outputs = await reading
+    assert [one.restarted for one in outputs].count(True) == 1
+    first = [one.restarted for one in outputs].index(True)
+    assert first > 0 and tokens_of(outputs[:first]) != []
+    assert [x for tokens in tokens_of(outputs[first:]) for x in tokens] == expected
+    outputs = await whole(unread)
+    assert not any(one.restarted for one in outputs)
+    assert [x for tokens in tokens_of(outputs) for x in tokens] == expected
+    assert await collect(engine.generate([1, 2, 3], params)) == [expected]
+    with pytest.raises(ValueError):
+        await engine.update_params({"embed": new["embed"]})
 
 
 @pytest.mark.parametrize("drain", [True, False])
-def test_requests_wait_while_the_engine_sleeps(drain):
-    inner = make_engine()
-
-    async def main():
-        async with AsyncEngine(inner) as engine:
-            tasks = [asyncio.create_task(collect(engine.generate(p, greedy()))) for p in PROMPTS]
-            await asyncio.sleep(0.01)
-            await engine.sleep()
-            aborted = engine.submit([1, 2], greedy(), request_id="aborted")
-            await engine.abort("aborted")
-            assert [one.finished async for one in aborted] == [True]
-            await engine.wake()
-            assert await asyncio.gather(*tasks) == [alone(p, greedy()) for p in PROMPTS]
-            await engine.sleep()
-            last = engine.submit(PROMPTS[0], greedy())
-            await engine.shutdown(drain)
-            outputs = [one async for one in last]
-            assert outputs[-1].outputs[0].finish_reason == ("length" if drain else "abort")
-            assert inner.is_sleeping == (not drain)
-
-    run(main())
-    inner.wake()
-    assert_every_page_is_free(inner)
+@serving()
+async def test_requests_wait_while_the_engine_sleeps(engine, inner, drain):
+    tasks = [asyncio.create_task(collect(engine.generate(p, greedy()))) for p in PROMPTS]
+    await asyncio.sleep(0.01)
+    await engine.sleep()
+    aborted = engine.submit([1, 2], greedy(), request_id="aborted")
+    await engine.abort("aborted")
+    assert [one.finished async for one in aborted] == [True]
+    await engine.wake()
+    assert await asyncio.gather(*tasks) == [alone(p, greedy()) for p in PROMPTS]
+    await engine.sleep()
+    last = engine.submit(PROMPTS[0], greedy())
+    await engine.shutdown(drain)
+    outputs = [one async for one in last]
+    assert outputs[-1].outputs[0].finish_reason == ("length" if drain else "abort")
+    assert inner.is_sleeping == (not drain)
 
 
-def test_smaller_priorities_are_served_first():
-    inner = make_engine()
-    gate = Gate(inner)
+@serving(gate=0)
+async def test_smaller_priorities_are_served_first(engine, gate):
+    ended = []
 
-    async def main():
-        ended = []
+    async def client(engine, priority):
+        await collect(engine.generate([1, 2], greedy(n=4), priority=priority))  # all slots
+        ended.append(priority)
 
-        async def client(engine, priority):
-            await collect(engine.generate([1, 2], greedy(n=4), priority=priority))  # all slots
-            ended.append(priority)
-
-        async with AsyncEngine(inner) as engine:
-            blocker = asyncio.create_task(client(engine, -9))
-            await until(gate.held.is_set)
-            tasks = [asyncio.create_task(client(engine, n)) for n in (2, 0, 1, -1)]
-            await asyncio.sleep(0.01)
-            gate.let()
-            await asyncio.gather(blocker, *tasks)
-        assert ended == [-9, -1, 0, 1, 2]
-
-    run(main())
+    blocker = asyncio.create_task(client(engine, -9))
+    await until(gate.held.is_set)
+    tasks = [asyncio.create_task(client(engine, n)) for n in (2, 0, 1, -1)]
+    await asyncio.sleep(0.01)
+    gate.let()
+    await asyncio.gather(blocker, *tasks)
+    assert ended == [-9, -1, 0, 1, 2]
 
 
-def test_scores_come_beside_other_requests():
-    inner = make_engine()
+@serving()
+async def test_scores_come_beside_other_requests(engine, inner):
     prompts, completions = (
         PROMPTS * 2,
         [[5, 6, 7], [], [8], [9] * 10, [1, 2], [3], [], [4], [5], [6]],
     )
     expected = make_engine().score(prompts, completions)
-
-    async def main():
-        async with AsyncEngine(inner) as engine:
-            serving = asyncio.create_task(collect(engine.generate([1, 2, 3], greedy())))
-            scores = await engine.score(prompts, completions)
-            np.testing.assert_allclose(scores, expected, atol=1e-4)
-            assert scores.shape == expected.shape and scores.dtype == np.float32
-            assert await serving == alone([1, 2, 3], greedy())
-            assert (await engine.score([], [])).shape == (0, 0)
-            with pytest.raises(ValueError, match="as many"):
-                await engine.score([[1]], [])
-            with pytest.raises(ValueError, match="sequence 1"):
-                await engine.score([[1], [40]], [[1], [1]])
-            scoring = asyncio.create_task(engine.score(prompts * 10, completions * 10))
-            await asyncio.sleep(0.05)
-            scoring.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await scoring
-            await until(lambda: inner.idle)
-            scoring = asyncio.create_task(engine.score(prompts * 10, completions * 10))
-            await asyncio.sleep(0.05)
-            await engine.shutdown(drain=False)
-            with pytest.raises(RuntimeError, match="ended with 'abort'"):
-                await scoring
-
-    run(main())
-    assert_every_page_is_free(inner)
+    other = asyncio.create_task(collect(engine.generate([1, 2, 3], greedy())))
+    scores = await engine.score(prompts, completions)
+    np.testing.assert_allclose(scores, expected, atol=1e-4)
+    assert scores.shape == expected.shape and scores.dtype == np.float32
+    assert await other == alone([1, 2, 3], greedy())
+    assert (await engine.score([], [])).shape == (0, 0)
+    with pytest.raises(ValueError, match="as many"):
+        await engine.score([[1]], [])
+    with pytest.raises(ValueError, match="sequence 1"):
+        await engine.score([[1], [40]], [[1], [1]])
+    scoring = asyncio.create_task(engine.score(prompts * 10, completions * 10))
+    await asyncio.sleep(0.05)
+    scoring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scoring
+    await until(lambda: inner.idle)
+    scoring = asyncio.create_task(engine.score(prompts * 10, completions * 10))
+    await asyncio.sleep(0.05)
+    await engine.shutdown(drain=False)
+    with pytest.raises(RuntimeError, match="ended with 'abort'"):
+        await scoring
 
 
-def test_calls_run_in_order_and_their_errors_reach_the_caller():
-    inner = make_engine()
-    gate = Gate(inner, 1)
-
-    async def main():
-        async with AsyncEngine(inner) as engine:
-            await engine.warmup([greedy()])
-            compilations = (await engine.stats()).compilations
-            stream = engine.submit([1, 2, 3], greedy())
-            await until(gate.held.is_set)
-            warmup = asyncio.create_task(engine.warmup())
-            left = asyncio.create_task(engine.update_params("cancelled before it runs"))
-            stats = [asyncio.create_task(engine.stats())]
-            await asyncio.sleep(0.01)
-            left.cancel()
-            gate.let()
-            with pytest.raises(ValueError, match="idle"):
-                await warmup
-            await asyncio.gather(*stats)
-            assert await collect(stream) == alone([1, 2, 3], greedy())
-            await engine.reset_prefix_cache()
-            stats = await engine.stats()
-            assert (stats.num_finished, stats.compilations) == (1, compilations)
-
-    run(main())
+@serving(gate=1)
+async def test_calls_run_in_order_and_their_errors_reach_the_caller(engine, gate):
+    await engine.warmup([greedy()])
+    compilations = (await engine.stats()).compilations
+    stream = engine.submit([1, 2, 3], greedy())
+    await until(gate.held.is_set)
+    warmup = asyncio.create_task(engine.warmup())
+    left = asyncio.create_task(engine.update_params("cancelled before it runs"))
+    stats = [asyncio.create_task(engine.stats())]
+    await asyncio.sleep(0.01)
+    left.cancel()
+    gate.let()
+    with pytest.raises(ValueError, match="idle"):
+        await warmup
+    await asyncio.gather(*stats)
+    assert await collect(stream) == alone([1, 2, 3], greedy())
+    await engine.reset_prefix_cache()
+    stats = await engine.stats()
+    assert (stats.num_finished, stats.compilations) == (1, compilations)
 
 
 def test_a_program_that_does_not_shut_down_ends():

@@ -16,9 +16,13 @@ from tests.support.engine_calls import greedy, make_engine, serve, weights
 
 
 @pytest.fixture
-def pair():
-    ours, theirs = socket.socketpair()
-    followers, leader = Followers([ours]), Leader(theirs)
+def sockets():
+    return socket.socketpair()
+
+
+@pytest.fixture
+def pair(sockets):
+    followers, leader = Followers(sockets[:1]), Leader(sockets[1])
     yield followers, leader
     followers.close()
     leader.close()
@@ -76,9 +80,9 @@ def test_an_error_of_process_0_reaches_the_others(pair):
         leader.follow(Recorder())
 
 
-def test_the_end_of_process_0_is_an_error(pair):
-    followers, leader = pair
-    followers._hang_up()
+def test_the_end_of_process_0_is_an_error(pair, sockets):
+    _, leader = pair
+    sockets[0].close()
     with pytest.raises(RuntimeError, match="process 0 has ended without a close"):
         leader.follow(Recorder())
 
@@ -149,24 +153,32 @@ def test_only_processes_that_follow_may_call_follow():
     serve(engine, [[1]], greedy(max_tokens=1))
 
 
+def as_process_0_of(num_processes, monkeypatch, broadcast):
+    """Pretends that all processes make the same engine; `broadcast` sends what they need."""
+    monkeypatch.setattr(jax, "process_count", lambda: num_processes)
+    multihost = processes.multihost_utils
+    monkeypatch.setattr(multihost, "process_allgather", lambda x: np.stack([x] * num_processes))
+    monkeypatch.setattr(multihost, "broadcast_one_to_all", broadcast)
+
+
 @pytest.mark.parametrize("message", [None, b"", b"GET / HTTP/1.1\r\n\r\n", bytes(36)], ids=repr)
 def test_strangers_do_not_take_the_place_of_a_process(monkeypatch, message):
     """One is silent, one leaves, two send something else; then the process itself connects."""
-    monkeypatch.setattr(processes, "_GREETING_SECONDS", 0.2)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(processes, "GREETING_SECONDS", 0.2)
     sockets = []
 
-    def connect(greeting: bytes):  # port and key, which a stranger has not
-        port, key = int.from_bytes(greeting[:2], "little"), greeting[2:]
+    def connect(greeting: np.ndarray):  # port and key, which a stranger has not
+        port, key = int.from_bytes(bytes(greeting[:2]), "little"), bytes(greeting[2:])
         for sent in (message, b"\1\0\0\0" + key):
             sockets.append(socket.create_connection(("localhost", port)))
             if sent is not None:
                 sockets[-1].sendall(sent)
             if sent == b"":
                 sockets[-1].close()
+        return greeting
 
-    monkeypatch.setattr(processes, "_broadcast", connect)
-    followers = processes._accept("localhost")
+    as_process_0_of(2, monkeypatch, connect)
+    followers, _ = processes.connect("sizes")
     followers.send("wake")
     followers.send("release")
     executor = Recorder()
@@ -178,11 +190,10 @@ def test_strangers_do_not_take_the_place_of_a_process(monkeypatch, message):
 
 
 def test_process_0_names_the_processes_that_do_not_connect(monkeypatch):
-    monkeypatch.setattr(processes, "_SECONDS", 0.05)
-    monkeypatch.setattr(processes, "_broadcast", lambda _: b"")
-    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    monkeypatch.setattr(processes, "CONNECT_SECONDS", 0.05)
+    as_process_0_of(3, monkeypatch, lambda greeting: greeting)
     with pytest.raises(TimeoutError, match=r"the processes \[1, 2\] do not connect"):
-        processes._accept("localhost")
+        processes.connect("sizes")
 
 
 def test_processes_with_other_engines_are_refused(monkeypatch):

@@ -49,6 +49,9 @@ def test_streamed_text_equals_that_of_json_and_ends_before_a_stop_text(run):
     pairs = itertools.pairwise(text[5:])
     stop = next(a + b for a, b in pairs if (a + b).isascii())
     assert run(*args, "--stop", stop)[1] == f"ROMEO:{text[: text.index(stop)]}\n"
+    first, second = run(*args, "--n", "2")[1].split("=== prompt 1 of 1, completion ")[1:]
+    assert first == f"1 of 2 (length)\nROMEO:{text}\n\n"
+    assert second.startswith("2 of 2 (length)\nROMEO:") and text not in second
 
 
 def test_several_completions_are_printed_with_titles_beside_refusals_and_progress(run, monkeypatch):

@@ -95,15 +95,16 @@ def test_options_reach_the_template_and_the_engine(chat, prompts, tmp_path):
 
 
 def test_answer_may_take_the_rest_of_the_context_and_then_it_is_full(chat, prompts):
-    status, _, err = chat("x", "y" * 10, "/reset", "z" * 70, args=["--max-tokens", "999"])
+    lines = ["x", "y" * 10, "/reset", "z" * 59]
+    status, _, err = chat(*lines, args=["--max-tokens", "58"])  # 6 tokens are the first prompt's
     assert status == 0
     ((prompt, params),) = prompts
-    assert params.max_tokens == 64 - len(prompt)
+    assert params.max_tokens == 64 - len(prompt) == 58
     messages = [line for line in err.splitlines() if "context" in line][1:]
     assert messages[0] == "the context of 64 tokens is full: /reset begins a new one"
     assert messages[1].startswith("error: the conversation has ")
     assert messages[2] == (
-        "error: the conversation has 75 tokens, and the context 64: /reset begins a new one"
+        "error: the conversation has 64 tokens, and the context 64: /reset begins a new one"
     )
 
 

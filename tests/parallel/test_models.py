@@ -56,16 +56,20 @@ def random_decoder(config=CONFIG, dtype=np.float32):
     return nnx.merge(graphdef, jax.tree.map(draw, params))
 
 
+def causal_attend(q, k, v, cache, *, sliding_window):
+    window = None if sliding_window is None else (min(sliding_window, len(q)) - 1, 0)
+    out = jax.nn.dot_product_attention(
+        q[None], k[None], v[None], is_causal=True, local_window_size=window
+    )
+    return out[0], cache
+
+
 def step_of(model):
     """The logits of some tokens of a sequence, as a function of the weights."""
 
-    def attend(q, k, v, cache, *, sliding_window):
-        out = jax.nn.dot_product_attention(q[None], k[None], v[None], is_causal=True)
-        return out[0], cache
-
     def step(params):
         no_cache = (None,) * model.config.num_layers
-        hidden, _ = model(params, TOKENS, np.arange(len(TOKENS)), attend, no_cache)
+        hidden, _ = model(params, TOKENS, np.arange(len(TOKENS)), causal_attend, no_cache)
         return model.logits(params, hidden[np.array([3, 11, 22])])
 
     return jax.jit(step)
@@ -179,14 +183,6 @@ def test_a_checkpoint_on_a_mesh_gives_the_greedy_tokens_of_transformers(name):
 
     found = np.asarray(logits(nnx.state(decoder)))
     np.testing.assert_array_equal(found[-len(greedy) - 1 : -1].argmax(-1), greedy)
-
-
-def causal_attend(q, k, v, cache, *, sliding_window):
-    window = None if sliding_window is None else (min(sliding_window, len(q)) - 1, 0)
-    out = jax.nn.dot_product_attention(
-        q[None], k[None], v[None], is_causal=True, local_window_size=window
-    )
-    return out[0], cache
 
 
 @pytest.mark.parametrize("num_devices", [4, *slow([2, 8])])

@@ -16,6 +16,7 @@ import pallas_paged as pp
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support.attention_calls import assert_close
 from tests.support.attention_cases import Case, SharedPrefixes
+from tests.support.attention_options import config_of
 from tests.support.devices import H200, implementations_here, mesh
 from tests.support.marks import slow
 from tests.support.placement import (
@@ -48,23 +49,6 @@ OPTIONS = dict(alibi_slopes=SLOPES, sinks=4 * SLOPES, soft_cap=1.5, sliding_wind
 STATIC = ("soft_cap", "sliding_window", "sm_scale")
 KERNELS = [name for name in implementations_here() if name != "xla"]
 TREE = np.random.default_rng(7).random((4, 6, 6)) < 0.5
-
-
-def config_of(name, implementation):
-    """A config of the kernels of an implementation."""
-    loop = dict(block_k=64, num_programs=16, num_stages=2)
-    tile = dict(block_q=64, block_k=64, num_warpgroups=1, num_programs=16)
-    configs = {
-        "triton": (pp.DecodeConfig, pp.RaggedConfig, dict(num_warps=2, **loop), dict(block_q=16)),
-        "mosaic_gpu": (pp.MosaicDecodeConfig, pp.MosaicRaggedConfig, loop, dict(num_consumers=2)),
-    }
-    if implementation == "mosaic_sm80":
-        if name == "ragged":
-            return pp.MosaicSm80RaggedConfig(**tile)
-        return pp.MosaicSm80DecodeConfig(**loop)
-    family = implementation.removesuffix("_interpret")
-    decode, ragged, fields, of_ragged = configs.get(family, configs["triton"])
-    return decode(**fields) if name == "decode" else ragged(**fields, **of_ragged)
 
 
 class Call:
@@ -134,7 +118,11 @@ def test_each_device_attends_with_its_own_heads_and_every_option(implementation,
 )
 def test_rows_of_int8_pages_by_number_and_flat_tables(implementation, name, per_tensor, kind):
     """The last row is not one; a config divides the work for the heads of a device."""
-    static = {"fixed_split_size": 64} if per_tensor else {"config": config_of(name, implementation)}
+    static = (
+        {"fixed_split_size": 64}
+        if per_tensor
+        else {"config": config_of(implementation, ragged=False)}
+    )
     call = Call(name, implementation, options={}, per_tensor=per_tensor, **static)
     call.arrays["block_tables"] = call.arrays["block_tables"].reshape(-1)
     call.arrays["num_seqs"] = np.int32(3)
@@ -154,7 +142,7 @@ def test_cascade_of_xla():
     ("name", "option"), slow([("decode", "fixed_split_size"), ("ragged", "config")])
 )
 def test_work_is_divided_for_the_heads_of_a_device(implementation, name, option):
-    value = 64 if option == "fixed_split_size" else config_of(name, implementation)
+    value = 64 if option == "fixed_split_size" else config_of(implementation, ragged=True)
     Call(name, implementation, options={}, **{option: value}).check(mesh(2))
 
 

@@ -209,9 +209,11 @@ class TestNotArrays:
     @pytest.mark.parametrize("name", ["block_tables", "seq_lens"])
     def test_integers_beyond_int32_are_named(self, function, case, name):
         arrays = dict(zip(NAMES, arrays_of(case), strict=False))
-        arrays[name] = np.full(arrays[name].shape, 2**40).tolist()
-        with pytest.raises(ValueError, match=f"{name}=.* must hold integers of int32"):
-            function(**arrays)
+        for beyond in (2**31, -(2**31) - 1):
+            wrong = np.zeros(arrays[name].shape, np.int64)
+            wrong.flat[1] = beyond
+            with pytest.raises(ValueError, match=f"{name}=.* must hold integers of int32"):
+                function(**arrays | {name: wrong.tolist()})
 
 
 @pytest.mark.parametrize(

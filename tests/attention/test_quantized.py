@@ -233,6 +233,7 @@ BAD = [
     (lambda k, v: (k[:1], v), r"k_scales must be float32\[2, .*\], got float32\[1, "),
     (lambda k, v: (k, v.astype(np.float16)), "v_scales must be float32.*, got float16"),
     (lambda k, v: (k, v.astype(np.float64)), "v_scales must be float32.*, got float64"),
+    (lambda k, v: (np.float32(1), v), r"k_scales must be float32\[2, .*\], got float32\[\]"),
     (lambda k, v: (k, np.float32(1)), r"v_scales must be float32\[2, .*\], got float32\[\]"),
     (lambda k, v: (k[..., None], v), "k_scales must be float32"),
 ]

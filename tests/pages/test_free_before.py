@@ -96,13 +96,6 @@ def test_shared_and_retained_pages_lose_one_reference():
     pp.check_page_table(table)
 
 
-def test_page_dropped_by_all_its_rows_in_one_call_is_freed_once():
-    table, _, _ = fork(extended([9, 0, 0, 0]), i32(0, 0), i32(1, 3))
-    table = free_before(table, i32(9, 9, 0, 9), max_pages=2)
-    assert table.num_free == 8 - 3
-    pp.check_page_table(table)
-
-
 def test_row_goes_on_growing_and_is_freed():
     table, ok = extend(dropped_row(), i32(6, 0, 0, 0))
     assert np.all(ok)

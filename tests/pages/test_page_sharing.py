@@ -15,14 +15,12 @@ from tests.support.page_tables import (
     attach,
     extend,
     extended,
-    fork,
     free,
     i32,
     make_table,
     release,
     retain,
     slot_mapping,
-    truncate,
 )
 
 ALL_ROWS = np.ones(4, bool)
@@ -56,12 +54,6 @@ def test_release_of_the_last_reference_frees_once():
     table = release(table, i32(1))
     assert table.num_free == 8
     pp.check_page_table(table)
-
-
-def test_release_leaves_pages_that_rows_hold():
-    table, _ = retain(extended([4, 8, 0, 0]), i32(0, 2))
-    table = release(table, i32(0, 2))
-    assert_same(table, extended([4, 8, 0, 0]))
 
 
 def test_page_named_twice_has_two_references():
@@ -114,31 +106,6 @@ def test_attached_pages_are_shared_and_new_tokens_go_elsewhere():
     assert slots.tolist() == [8, 12]
     pp.check_page_table(table, retained=[0, 1])
     assert release(free(table, ALL_ROWS), i32(0, 1)).num_free == 8
-
-
-def test_attached_pages_outlive_their_release():
-    table, _ = attach(retained_prefix(), i32(3), i32([0, 1]))
-    table = release(table, i32(0, 1))
-    assert table.num_free == 6
-    pp.check_page_table(table)
-    assert free(table, ALL_ROWS).num_free == 8
-
-
-def test_truncate_into_an_attached_page_copies_it():
-    table, _ = attach(retained_prefix(), i32(1), i32([0, 1]))
-    table, copies, ok = truncate(table, i32(0, 7, 0, 0))
-    assert np.all(ok)
-    assert table.block_tables[1].tolist() == [0, 2, 8, 8]
-    assert (copies.src_pages[1], copies.dst_pages[1]) == (1, 2)
-    pp.check_page_table(table, retained=[0, 1])
-
-
-def test_fork_of_an_attached_row_shares_its_pages():
-    table, _ = attach(retained_prefix(), i32(1), i32([0, 1]))
-    table, copies, ok = fork(table, i32(1), i32(0))
-    assert np.all(ok) and copies.dst_pages.tolist() == [8]
-    assert table.ref_counts[:2].tolist() == [3, 3]
-    pp.check_page_table(table, retained=[0, 1])
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 if jax.__version_info__ < (0, 11):
     pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
 
-from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.decode_plan import DecodePlan
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import decode_merge
-from pallas_paged.kernels.mosaic.decode import MosaicDecodeConfig, paged_decode
+from pallas_paged.kernels.mosaic.decode import MosaicDecodeConfig
 from pallas_paged.kernels.mosaic.decode_merge import (
     MAX_STATES_PER_STEP,
     block_sizes,
@@ -26,11 +25,11 @@ from pallas_paged.kernels.mosaic.decode_merge import (
 )
 from pallas_paged.kernels.mosaic.decode_shares import row_of_unit
 from pallas_paged.kernels.mosaic.ops import Partials
-from tests.support.attention_calls import assert_close, assert_same_bits
+from tests.support.attention_calls import assert_close, assert_same_bits, decode
 from tests.support.attention_cases import mosaic_case
-from tests.support.devices import lower_for_cuda
 from tests.support.lowering import few_with_every_level, named, pairwise
 from tests.support.marks import slow
+from tests.support.programs import Program
 
 # Programs that have several rows, and rows that several programs share.
 CONFIG = MosaicDecodeConfig(block_k=64, num_stages=2, num_programs=6)
@@ -44,25 +43,13 @@ rows_of_256 = functools.partial(
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 
 
-@functools.partial(jax.jit, static_argnames=("options", "config"))
-def interpreted(arrays, slopes, sinks, options, config):
-    names = ("q", "k_pages", "v_pages", "block_tables", "seq_lens")
-    arrays = dict(zip(names, arrays, strict=True), alibi_slopes=slopes, sinks=sinks)
-    return paged_decode(Arrays(**arrays), options=options, config=config, interpret=True)
-
-
-def decode(
-    arrays, config=CONFIG, *, sm_scale=None, alibi_slopes=None, sinks=None, **options
-) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) of the interpreted kernels on the arrays of a case."""
-    sm_scale = arrays[0].shape[-1] ** -0.5 if sm_scale is None else sm_scale
-    options = LogitOptions(sm_scale=sm_scale, **options)
-    return interpreted(arrays, alibi_slopes, sinks, options, config)
+interpreted = functools.partial(decode, implementation="mosaic_gpu_interpret")
 
 
 def check(case, config=CONFIG, **options):
     arrays = case.make()
-    assert_close(decode(arrays, config, **options), arrays, case.tolerance, **options)
+    actual = interpreted(*arrays, config=config, **options)
+    assert_close(actual, arrays, case.tolerance, **options)
 
 
 @pytest.mark.parametrize("group", [40, *slow([1, 3, 4, 8, 16, 67])])
@@ -129,8 +116,9 @@ def test_options_together(config):
 
 @pytest.mark.parametrize("options", slow([{"sliding_window": 70}, {}]), ids=["window", "all keys"])
 def test_data_outside_a_row_changes_no_bit(options):
-    clean = decode(rows_of_256().make(poison=False), **options)
-    assert_same_bits(decode(rows_of_256().make(), **options), clean)
+    options |= dict(config=CONFIG)
+    clean = interpreted(*rows_of_256().make(poison=False), **options)
+    assert_same_bits(interpreted(*rows_of_256().make(), **options), clean)
 
 
 @pytest.mark.parametrize("page_size", [16, *slow([1, 4])])
@@ -143,20 +131,19 @@ def test_keys_left_of_the_window_are_not_read(page_size):
         pages, places = np.divmod(np.arange(left), page_size)
         k[:, tables[row, pages], places] = v[:, tables[row, pages], places] = np.nan
         others[row, : left // page_size] = np.iinfo(np.int32).max  # the interpreter refuses this
-    expected = decode(arrays, sliding_window=70)
-    assert_same_bits(decode((q, k, v, others, lens), sliding_window=70), expected)
+    options = dict(config=CONFIG, sliding_window=70)
+    assert_same_bits(interpreted(q, k, v, others, lens, **options), interpreted(*arrays, **options))
 
 
 def test_bits_depend_on_the_row_alone_under_a_split_size():
     arrays = rows_of_256(seq_lens=(250, 3, 0, 129)).make()
     q, k_pages, v_pages, tables, lens = arrays
 
-    def of(rows, config):
+    def of(rows):
         rows = np.array(rows)
-        return decode((q[rows], k_pages, v_pages, tables[rows], lens[rows]), config)
+        return interpreted(q[rows], k_pages, v_pages, tables[rows], lens[rows], config=SPLIT)
 
-    alone, together = of([0], SPLIT), of([3, 2, 0], SPLIT)
-    assert_same_bits([x[-1:] for x in together], alone)
+    assert_same_bits([x[-1:] for x in of([3, 2, 0])], of([0]))
 
 
 @pytest.mark.parametrize(
@@ -275,27 +262,12 @@ def test_block_sizes_of_the_merge(num_seqs, num_q_heads):
         assert split_size is None or block_s == 8
 
 
-def lower(heads, page_size, dtype, config=CONFIG, *, num_seqs=4, per_head=False, **options):
+def lower(num_q_heads, config=CONFIG, *, num_seqs=4, options=None, **sizes):
     """A decode call lowered for CUDA."""
-    num_q_heads, num_kv_heads, head_dim = heads
-    pages = jax.ShapeDtypeStruct((num_kv_heads, 100, page_size, head_dim), dtype)
-    values = jax.ShapeDtypeStruct((num_q_heads,), jnp.float32) if per_head else None
-    call = functools.partial(
-        paged_decode,
-        options=LogitOptions(sm_scale=0.1, **options),
-        config=config,
-        interpret=False,
-    )
-    arrays = Arrays(
-        q=jax.ShapeDtypeStruct((num_seqs, num_q_heads, head_dim), dtype),
-        k_pages=pages,
-        v_pages=pages,
-        block_tables=jax.ShapeDtypeStruct((num_seqs, 8), jnp.int32),
-        seq_lens=jax.ShapeDtypeStruct((num_seqs,), jnp.int32),
-        alibi_slopes=values,
-        sinks=values,
-    )
-    return lower_for_cuda(call, arrays).as_text()
+    sizes |= dict(num_q_heads=num_q_heads, num_seqs=num_seqs, max_kv_len=2048)
+    options = dict(config=config) | (options or {})
+    how = dict(function="decode", implementation="mosaic_gpu", num_pages=100)
+    return Program(**how, **sizes, options=options).text()
 
 
 LOWERED = pairwise(
@@ -308,8 +280,8 @@ LOWERED = pairwise(
 
 @pytest.mark.parametrize("row", few_with_every_level(LOWERED), ids=named)
 def test_lowers_for_cuda(row):
-    heads = 2 * row["group"], 2, row["head_dim"]
-    text = lower(heads, row["page_size"], jnp.dtype(row["dtype"]))
+    sizes = {name: row[name] for name in ("head_dim", "page_size", "dtype")}
+    text = lower(2 * row["group"], num_kv_heads=2, **sizes)
     assert "paged_decode" in text and "paged_decode_merge" in text
 
 
@@ -320,11 +292,10 @@ def test_lowers_for_cuda_with_every_option(block_k, fixed_split_size):
     config = MosaicDecodeConfig(
         block_k=block_k, num_stages=3, num_programs=132, fixed_split_size=fixed_split_size
     )
-    heads = (12, 2, 128)
-    options = dict(per_head=True, soft_cap=30.0, sliding_window=100)
-    assert "paged_decode_merge" in lower(heads, 16, jnp.bfloat16, config, **options)
+    text = lower(12, config, num_kv_heads=2, options=every_option(12))
+    assert "paged_decode_merge" in text
 
 
 @pytest.mark.parametrize("num_seqs", [1, 300, *slow([17])])
 def test_lowers_for_any_number_of_rows(num_seqs):
-    assert "paged_decode_merge" in lower((32, 8, 64), 16, jnp.bfloat16, num_seqs=num_seqs)
+    assert "paged_decode_merge" in lower(32, head_dim=64, num_seqs=num_seqs)

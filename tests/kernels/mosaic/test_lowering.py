@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +18,12 @@ from pallas_paged.kernels.mosaic import converted_rows
 from tests.support.devices import lower_for_cuda
 from tests.support.lowering import CUSTOM_CALL, few_with_every_level, named, options_of, pairwise
 from tests.support.marks import slow
+from tests.support.programs import Program
 
 if jax.__version_info__ < (0, 11):
     pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
 
-NUM_PAGES = 1009  # no other size is 1009, so it marks the pool in the lowered text
-
-
-def cache_shapes(num_seqs, num_kv_heads, head_dim, page_size, pages_per_seq, dtype):
-    """Shapes of k_pages, v_pages, block_tables, seq_lens."""
-    pages = jax.ShapeDtypeStruct((num_kv_heads, NUM_PAGES, page_size, head_dim), dtype)
-    table = jax.ShapeDtypeStruct((num_seqs, pages_per_seq), jnp.int32)
-    return pages, pages, table, jax.ShapeDtypeStruct((num_seqs,), jnp.int32)
+MARK = "x1009x"  # the pages of a pool
 
 
 def check_kernels(text: str, *names: str) -> None:
@@ -38,13 +31,13 @@ def check_kernels(text: str, *names: str) -> None:
     calls = CUSTOM_CALL.findall(text)
     assert len(calls) == len(names)
     assert all(name in text for name in names)
-    pool = [line for line in text.splitlines() if f"x{NUM_PAGES}x" in line]
+    pool = [line for line in text.splitlines() if MARK in line]
     # The kernels' entry is a function of its own.
     main, call, entry, *rest = pool
     kernels = [line for line in rest if CUSTOM_CALL.search(line)]
     constraints = [line for line in rest if line not in kernels]
     assert "func.func public @main" in main and "func.func private" in entry
-    assert "%arg0, %arg1, %arg2, %arg3" in call.split(" call ")[1]  # as they came
+    assert re.match(r"@\w+\(%arg\d+(, %arg\d+){3}", call.split(" call ")[1])  # as they came
     assert all(" = sdy.sharding_constraint " in line for line in constraints)  # of one device
     # The first kernel and, behind one that converts rows, the second.
     assert [CUSTOM_CALL.search(line)[1] for line in kernels] == calls[: len(calls) - 1]
@@ -59,11 +52,14 @@ def unconstrained(operands: str, lines: Sequence[str]) -> str:
     return ", ".join(constrained.get(name, name) for name in operands.split(", "))
 
 
-def with_scales(q, k_pages, v_pages, tables, lens, cu_q_lens, *scales, **options):
-    named = dict(zip(("k_scales", "v_scales"), scales, strict=False))
-    return pp.ragged_paged_attention(
-        q, k_pages, v_pages, tables, lens, cu_q_lens, **named, **options
-    )
+def lowered(function, row, config, **more):
+    """The text of a call with the levels of a row, on 2 KV heads."""
+    num_q_heads = 2 * row["group"]
+    names = ("head_dim", "page_size", "dtype")
+    options = dict(config=config, **options_of(row, num_q_heads)) | more.pop("options", {})
+    heads = dict(num_q_heads=num_q_heads, num_kv_heads=2)
+    sizes = {name: row[name] for name in names} | heads | more
+    return Program(function=function, implementation="mosaic_gpu", **sizes, options=options).text()
 
 
 OPTIONS = dict(
@@ -103,15 +99,14 @@ def test_pairwise_has_every_pair_of_levels():
 
 @pytest.mark.parametrize("row", few_with_every_level(RAGGED), ids=named)
 def test_ragged(row):
-    num_seqs, num_q_heads = 5, 2 * row["group"]
-    page_size, kv_dtype = row["page_size"], row["kv_dtype"]
+    num_q_heads, kv_dtype, num_tokens = 2 * row["group"], row["kv_dtype"], row["num_tokens"]
     config = mosaic_tuning.ragged_config(
-        num_tokens=row["num_tokens"],
+        num_tokens=num_tokens,
         num_q_heads=num_q_heads,
         num_kv_heads=2,
         head_dim=row["head_dim"],
         max_kv_len=4096,
-        expected_seqs=num_seqs,
+        expected_seqs=4,
         itemsize=1 if kv_dtype else 2,
         num_sms=132,
     )
@@ -119,22 +114,11 @@ def test_ragged(row):
     config = dataclasses.replace(
         config, num_consumers=num_consumers, fixed_split_size=row["fixed_split_size"]
     )
-    call = partial(
-        with_scales,
-        implementation="mosaic_gpu",
-        config=config,
-        tree_mask=np.ones((num_seqs, 40, 40), bool) if row["mask"] == "tree" else None,
-        causal=row["mask"] is not None,
-        **options_of(row, num_q_heads),
-    )
-    q = jax.ShapeDtypeStruct((row["num_tokens"], num_q_heads, row["head_dim"]), row["dtype"])
-    sizes = num_seqs, 2, row["head_dim"], page_size, 4096 // page_size
-    cache = cache_shapes(*sizes, kv_dtype or row["dtype"])
-    scale = jax.ShapeDtypeStruct(cache[0].shape[:-1] if row["sinks"] else (), jnp.float32)
-    cu_q_lens = jax.ShapeDtypeStruct((num_seqs + 1,), jnp.int32)
-    scales = [scale, scale] if kv_dtype else []
-    text = lower_for_cuda(call, q, *cache, cu_q_lens, *scales).as_text()
-    converted = kv_dtype and row["num_tokens"] * num_q_heads >= converted_rows.MIN_LOGITS // 4096
+    tree = np.ones((4, 40, 40), bool) if row["mask"] == "tree" else None
+    options = dict(tree_mask=tree, causal=row["mask"] is not None)
+    sizes = dict(num_tokens=num_tokens, kv_dtype=kv_dtype, one_scale=not row["sinks"])
+    text = lowered("ragged", row, config, options=options, **sizes)
+    converted = kv_dtype and num_tokens * num_q_heads >= converted_rows.MIN_LOGITS // 4096
     names = ["ragged_convert_rows"] if converted else []
     check_kernels(text, *names, "ragged_paged_attention", "ragged_paged_attention_merge")
     # The merge writes into the kernel's output in place, and into lse only if the call returns it.
@@ -155,16 +139,9 @@ def test_decode(row):
         itemsize=2,
         num_sms=132,
     )
-    call = partial(
-        pp.paged_attention,
-        implementation="mosaic_gpu",
-        config=dataclasses.replace(config, fixed_split_size=row["fixed_split_size"]),
-        **options_of(row, num_q_heads),
-    )
-    q = jax.ShapeDtypeStruct((num_seqs, num_q_heads, row["head_dim"]), row["dtype"])
-    page_size = row["page_size"]
-    cache = cache_shapes(num_seqs, 2, row["head_dim"], page_size, 4096 // page_size, row["dtype"])
-    check_kernels(lower_for_cuda(call, q, *cache).as_text(), "paged_decode", "paged_decode_merge")
+    config = dataclasses.replace(config, fixed_split_size=row["fixed_split_size"])
+    text = lowered("decode", row, config, num_seqs=num_seqs)
+    check_kernels(text, "paged_decode", "paged_decode_merge")
 
 
 @pytest.mark.parametrize("num_tokens", [None, 40], ids=["decode", "ragged"])
@@ -181,10 +158,14 @@ def test_a_step_writes_into_the_pool_that_was_donated(num_tokens):
             out = pp.ragged_paged_attention(q, *cache, cu_q_lens, implementation="mosaic_gpu")
         return out, k_pages, v_pages
 
+    pages = jax.ShapeDtypeStruct((2, 1009, 16, 128), jnp.bfloat16)
     text = lower_for_cuda(
         step,
         jax.ShapeDtypeStruct((count, 8, 128), jnp.bfloat16),
-        *cache_shapes(4, 2, 128, 16, 64, jnp.bfloat16),
+        pages,
+        pages,
+        jax.ShapeDtypeStruct((4, 64), jnp.int32),
+        jax.ShapeDtypeStruct((4,), jnp.int32),
         jax.ShapeDtypeStruct((count, 2, 128), jnp.bfloat16),
         jax.ShapeDtypeStruct((count,), jnp.int32),
         jax.ShapeDtypeStruct((5,), jnp.int32),
@@ -194,12 +175,12 @@ def test_a_step_writes_into_the_pool_that_was_donated(num_tokens):
     assert len(re.findall(r"tf.aliasing_output|jax.buffer_donor", text)) == 2
     kernel, _ = CUSTOM_CALL.findall(text)
     k_pages, v_pages = re.search(r"return \S+, (%\w+), (%\w+) :", text).groups()
-    (entry,) = (x for x in text.splitlines() if " call @" in x and f"x{NUM_PAGES}x" in x)
+    (entry,) = (x for x in text.splitlines() if " call @" in x and MARK in x)
     # The kernel reads the very arrays that are returned.
-    pool = [line for line in text.splitlines() if f"x{NUM_PAGES}x" in line]
+    pool = [line for line in text.splitlines() if MARK in line]
     assert f" {k_pages}, {v_pages}, " in entry and "%arg1, %arg2" in unconstrained(kernel, pool)
     # Beside views of the pool there is one scatter for K and one for V.
-    sizes = f"2x{NUM_PAGES}x16x128xbf16", f"2x{NUM_PAGES * 16}x128xbf16"
+    sizes = "2x1009x16x128xbf16", f"2x{1009 * 16}x128xbf16"
     lines = [line for line in text.splitlines() if any(size in line for size in sizes)]
     views = r"func.func| call @|stablehlo.reshape|sdy.sharding_constraint|custom_call|^ *return "
     others = [line for line in lines if not re.search(views, line)]
@@ -208,18 +189,10 @@ def test_a_step_writes_into_the_pool_that_was_donated(num_tokens):
 
 @pytest.mark.parametrize(("window", "alibi"), [(100, False), *slow([(None, False), (None, True)])])
 def test_cascade(window, alibi):
-    text = lower_for_cuda(
-        partial(
-            pp.cascade_attention,
-            implementation="mosaic_gpu",
-            alibi_slopes=np.ones(8, np.float32) if alibi else None,
-            sliding_window=window,
-        ),
-        jax.ShapeDtypeStruct((5, 8, 64), jnp.float16),
-        *cache_shapes(5, 2, 64, 16, 64, jnp.float16),
-        jax.ShapeDtypeStruct((2,), jnp.int32),
-        jax.ShapeDtypeStruct((3,), jnp.int32),
-    ).as_text()
+    options = dict(alibi_slopes=np.ones(8, np.float32) if alibi else None, sliding_window=window)
+    sizes = dict(num_seqs=5, num_q_heads=8, num_kv_heads=2, head_dim=64, dtype="float16")
+    how = dict(function="cascade", implementation="mosaic_gpu", options=options)
+    text = Program(**how, **sizes, max_kv_len=1024).text()
     assert len(CUSTOM_CALL.findall(text)) == 4
     for name in ("ragged_paged_attention_merge", "paged_decode_merge"):
         assert name in text

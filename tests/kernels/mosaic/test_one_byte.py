@@ -6,7 +6,6 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -15,10 +14,10 @@ import pallas_paged as pp
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support.attention_calls import assert_close, assert_same_bits, decode
 from tests.support.attention_cases import mosaic_case
-from tests.support.devices import lower_for_cuda
 from tests.support.lowering import CUSTOM_CALL, few_with_every_level, named, options_of, pairwise
 from tests.support.marks import slow
 from tests.support.page_layouts import call_in_layout
+from tests.support.programs import Program
 from tests.support.quantized_cases import Quantized
 
 if reason := mosaic_support.why_not_jax():
@@ -130,7 +129,7 @@ ROWS_TO_LOWER = pairwise(
     group=(1, 5, 8, 40),
     page_size=(1, 4, 8, 16, 256),
     kv_dtype=(INT8, FP8),
-    per_tensor=(False, True),
+    one_scale=(False, True),
     kv_layout=("HPND", "NHD", "2NHD"),
     block_k=(64, 128, 256),
     dtype=("bfloat16", "float16"),
@@ -147,20 +146,17 @@ LOWERED = [row for row in ROWS_TO_LOWER if row["head_dim"] < 256 or row["block_k
 
 @pytest.mark.parametrize("row", few_with_every_level(LOWERED), ids=named)
 def test_lowers_for_cuda(row):
-    num_q_heads, head_dim, page_size = 2 * row["group"], row["head_dim"], row["page_size"]
-    pool = pp.create_kv_pool(
-        num_layers=1, num_pages=20, num_kv_heads=2, page_size=page_size, head_dim=head_dim,
-        dtype=row["kv_dtype"], kv_layout=row["kv_layout"],
-    ).layers[0]  # fmt: skip
-    scales = (np.float32(1),) * 2 if row["per_tensor"] else (pool.k_scales, pool.v_scales)
-    call = functools.partial(
-        pp.paged_attention,
+    num_q_heads = 2 * row["group"]
+    config = pp.MosaicDecodeConfig(block_k=row["block_k"], num_stages=2, num_programs=132)
+    names = ("head_dim", "page_size", "dtype", "kv_dtype", "one_scale", "kv_layout")
+    text = Program(
+        function="decode",
         implementation="mosaic_gpu",
-        config=pp.MosaicDecodeConfig(block_k=row["block_k"], num_stages=2, num_programs=132),
-        kv_layout=row["kv_layout"],
-        **options_of(row, num_q_heads),
-    )
-    q = jax.ShapeDtypeStruct((3, num_q_heads, head_dim), row["dtype"])
-    rest = jax.ShapeDtypeStruct((3, 8), jnp.int32), jax.ShapeDtypeStruct((3,), jnp.int32)
-    text = lower_for_cuda(call, q, pool.k_pages, pool.v_pages, *rest, *scales).as_text()
+        num_q_heads=num_q_heads,
+        num_kv_heads=2,
+        num_pages=20,
+        max_kv_len=2048,
+        options=dict(config=config) | options_of(row, num_q_heads),
+        **{name: row[name] for name in names},
+    ).text()
     assert len(CUSTOM_CALL.findall(text)) == 2 and "paged_decode_merge" in text

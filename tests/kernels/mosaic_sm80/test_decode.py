@@ -12,8 +12,6 @@ if jax.__version_info__ < (0, 11):
     pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
 
 import pallas_paged as pp
-from pallas_paged.kernels.call import Arrays
-from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic.ops import shared_memory_bytes
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import (
@@ -21,8 +19,8 @@ from pallas_paged.kernels.mosaic_sm80.config import (
     decode_config,
     decode_shared_memory,
 )
-from pallas_paged.kernels.mosaic_sm80.decode import paged_decode, scratch_types
-from tests.support.attention_calls import assert_close, assert_same_bits
+from pallas_paged.kernels.mosaic_sm80.decode import scratch_types
+from tests.support.attention_calls import assert_close, assert_same_bits, decode
 from tests.support.attention_cases import mosaic_case
 from tests.support.marks import slow
 from tests.support.page_layouts import call_in_layout
@@ -41,25 +39,13 @@ few_rows = functools.partial(mosaic_case, seq_lens=(130, 0, 64))
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 
 
-@functools.partial(jax.jit, static_argnames=("options", "config"))
-def interpreted(arrays, slopes, sinks, options, config):
-    names = ("q", "k_pages", "v_pages", "block_tables", "seq_lens", "k_scales", "v_scales")
-    arrays = dict(zip(names, arrays, strict=False), alibi_slopes=slopes, sinks=sinks)
-    return paged_decode(Arrays(**arrays), options=options, config=config, interpret=True)
-
-
-def decode(
-    arrays, config=CONFIG, *, sm_scale=None, alibi_slopes=None, sinks=None, **options
-) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) of the interpreted kernels on the arrays of a case."""
-    sm_scale = arrays[0].shape[-1] ** -0.5 if sm_scale is None else sm_scale
-    options = LogitOptions(sm_scale=sm_scale, **options)
-    return interpreted(arrays, alibi_slopes, sinks, options, config)
+interpreted = functools.partial(decode, implementation="mosaic_sm80_interpret")
 
 
 def check(case, config=CONFIG, **options):
     arrays = case.make()
-    assert_close(decode(arrays, config, **options), arrays, case.tolerance, **options)
+    actual = interpreted(*arrays, config=config, **options)
+    assert_close(actual, arrays, case.tolerance, **options)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +97,7 @@ def test_one_program_attends_to_row_after_row_of_one_byte_pages(num_stages):
     config = MosaicSm80DecodeConfig(block_k=32, num_stages=num_stages, num_programs=1)
     case = rows_of_256(seq_lens=ROWS_OF_ONE_PROGRAM, pages_per_seq=20)
     stored, meant = Quantized(case=case, kv_dtype="int8", per_tensor=False).make()
-    assert_close(decode(stored, config), meant, 1e-2)
+    assert_close(interpreted(*stored, config=config), meant, 1e-2)
 
 
 def every_option(num_q_heads):
@@ -166,13 +152,14 @@ def test_layouts(kv_layout):
 def test_one_byte_pages(kv_dtype, per_tensor, dtype, head_dim):
     case = few_rows(pages_per_seq=9, dtype=dtype, head_dim=head_dim)
     stored, meant = Quantized(case=case, kv_dtype=kv_dtype, per_tensor=per_tensor).make()
-    assert_close(decode(stored), meant, 1e-2)
+    assert_close(interpreted(*stored, config=CONFIG), meant, 1e-2)
 
 
 @pytest.mark.slow
 def test_data_outside_a_row_changes_no_bit():
-    clean = decode(rows_of_256().make(poison=False), sliding_window=70)
-    assert_same_bits(decode(rows_of_256().make(), sliding_window=70), clean)
+    options = dict(config=CONFIG, sliding_window=70)
+    clean = interpreted(*rows_of_256().make(poison=False), **options)
+    assert_same_bits(interpreted(*rows_of_256().make(), **options), clean)
 
 
 def test_pages_left_of_the_window_are_not_read():
@@ -180,8 +167,9 @@ def test_pages_left_of_the_window_are_not_read():
     others = tables.copy()
     for row, left in enumerate(lens - 70):
         others[row, : left // 16] = np.iinfo(np.int32).max  # the interpreter refuses this
-    expected = decode(arrays, sliding_window=70)
-    assert_same_bits(decode((q, k, v, others, lens), sliding_window=70), expected)
+    options = dict(config=CONFIG, sliding_window=70)
+    expected = interpreted(*arrays, **options)
+    assert_same_bits(interpreted(q, k, v, others, lens, **options), expected)
 
 
 @pytest.mark.slow
@@ -190,7 +178,7 @@ def test_bits_depend_on_the_row_alone_under_a_split_size():
 
     def of(rows):
         rows = np.array(rows)
-        return decode((q[rows], k_pages, v_pages, tables[rows], lens[rows]), SPLIT)
+        return interpreted(q[rows], k_pages, v_pages, tables[rows], lens[rows], config=SPLIT)
 
     assert_same_bits([x[-1:] for x in of([3, 2, 0])], of([0]))
 

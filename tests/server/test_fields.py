@@ -32,9 +32,9 @@ def service(tmp_path_factory):
     return make_service(folder, defaults=defaults, chat_defaults={"stop": ["A", "B"]})
 
 
-def error_of(call, *args):
+def error_of(call, *args, **options):
     with pytest.raises(APIError) as raised:
-        call(*args)
+        call(*args, **options)
     error = raised.value.body["error"]
     return raised.value.status, error["message"], error["param"]
 
@@ -76,22 +76,21 @@ def test_bodies_must_be_small_timely_json(monkeypatch):
     for kind in (b"application/json", b" Application/JSON ;charset=utf-8"):
         read([b'{"a"', b": 123}"], content_type=kind)  # as many bytes as allowed
     for kind in (b"", b"text/plain", b"application/json5"):
-        assert error_of(lambda kind=kind: read([], content_type=kind))[0] == 415
+        assert error_of(read, [], content_type=kind)[0] == 415
     too_large = 413, "the body has more than 10 bytes", None
-    assert error_of(lambda: read([b'{"a":  123', b"}"])) == too_large
+    assert error_of(read, [b'{"a":  123', b"}"]) == too_large
     monkeypatch.setattr(body, "MAX_DISCARDED_BYTES", 5)
-    # Up to this many more bytes are read before the answer, which the client else does not see.
     # Up to this many more bytes are read before the answer, which the client else does not see.
     for pieces, num_left in (([7, 8, 0], 0), ([7, 9, 1], 1)):
         pieces = [b" " * size for size in pieces]
-        assert error_of(lambda pieces=pieces: read(pieces)) == too_large
+        assert error_of(read, pieces) == too_large
         assert len(pieces) == num_left
     for length, extra in ((b"16", []), (b"11", [(b"expect", b"100-continue")])):
         headers = [(b"content-length", length), *extra]
-        assert error_of(lambda headers=headers: read([], headers=headers)) == too_large
+        assert error_of(read, [], headers=headers) == too_large
     for length in (b"15", b"x"):
-        headers = [(b"content-length", length)]
-        assert error_of(lambda headers=headers: read([b" " * 11], headers=headers)) == too_large
+        length = [(b"content-length", length)]
+        assert error_of(read, [b" " * 11], headers=length) == too_large
     read([b"{}"], headers=[(b"content-length", b"10"), (b"expect", b"100-continue")])
     monkeypatch.setattr(body, "BODY_SECONDS", 0.05)
     with pytest.raises(APIError, match="the body did not arrive in 0 s") as raised:
@@ -107,7 +106,7 @@ def test_bodies_must_be_small_timely_json(monkeypatch):
     ],
 )
 def test_bodies_that_are_not_json_objects(text):
-    status, message, param = error_of(lambda: read([text], max_bytes=200_000))
+    status, message, param = error_of(read, [text], max_bytes=200_000)
     assert (status, param) == (400, None) and "JSON" in message
 
 

@@ -141,7 +141,7 @@ def test_leaving_a_stream_aborts_the_request(api, server):
 
 
 def test_many_clients_of_one_event_loop(server):
-    prompts = [f"Client {number}" for number in range(24)]
+    prompts = [f"Client {number}" for number in range(12)]
 
     async def all_texts():
         url = f"{server.url}/v1"

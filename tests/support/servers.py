@@ -105,7 +105,7 @@ class RunningServer:
         self.bound = listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.bound.getsockname()[1]}"
         self.client = httpx.Client(base_url=self.url, timeout=60, verify=False)
-        self._thread = threading.Thread(target=self._run)
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> RunningServer:
         self._thread.start()

@@ -366,6 +366,7 @@ def test_text_is_reported_as_soon_as_it_is_certain(spoken):
     engine = make_engine(tokenizer=TOKENIZER)
     beams = SamplingParams(max_tokens=20, beam_width=2, n=2)
     load = [SPEAKING, replace(SPEAKING, n=3), replace(SPEAKING, best_of=2), beams]
+    load.append(replace(beams, stop_token_ids=range(20)))
     requests = [engine.submit("hello", params) for params in load]
     silent = engine.submit("hello", replace(SPEAKING, detokenize=False))
     assert_deltas_add_up(run(engine), [*requests, silent])
@@ -373,7 +374,9 @@ def test_text_is_reported_as_soon_as_it_is_certain(spoken):
     assert silent.outputs[0].text == "" and tokens_of([silent]) == [spoken.token_ids]
     for request in requests:
         for output in request.outputs:
-            assert output.text == TOKENIZER.decode(output.token_ids)
+            end = -1 if output.finish_reason == "stop" else None  # a stop token has no text
+            assert output.text == TOKENIZER.decode(output.token_ids[:end])
+    assert "stop" in reasons_of(requests[-1:])
 
 
 @pytest.mark.parametrize("num_steps", [1, 8])

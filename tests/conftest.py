@@ -87,7 +87,9 @@ def pytest_configure(config: pytest.Config):
 
 def delete_old_programs() -> None:
     """Deletes the older half of the compilation cache once it is too large; JAX deletes nothing."""
-    with os.scandir(jax.config.jax_compilation_cache_dir) as entries:
+    folder = Path(jax.config.jax_compilation_cache_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with os.scandir(folder) as entries:
         found = sorted(
             (entry.stat().st_mtime, entry.stat().st_size, entry.path) for entry in entries
         )

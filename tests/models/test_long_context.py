@@ -114,6 +114,8 @@ def test_only_scalings_that_depend_on_the_length_make_another_model(scaling):
     shorter, same_params = engine_model(decoder, max_model_len=32)
     assert (shorter is not model) == (scaling is LONGROPE)
     assert shorter.max_model_len == (32 if scaling is LONGROPE else 64)
+    longest = 2 * 64 if scaling in (DYNAMIC, LINEAR) else 64
+    assert engine_model(decoder, max_model_len=200)[0].max_model_len == longest
     for one, other in zip(jax.tree.leaves(params), jax.tree.leaves(same_params), strict=True):
         assert one is other
     with pytest.raises(ValueError, match="max_model_len=0 must be an integer in 1"):

@@ -127,6 +127,12 @@ def test_with_a_cache_frequencies_depend_on_the_context_only(name):
         np.testing.assert_allclose(cos, factor * np.cos(expected), atol=1e-6)
         np.testing.assert_allclose(sin, factor * np.sin(expected), atol=1e-6)
     # Rows that are whole sequences have the frequencies of their own lengths.
+    original = config.rope_scaling.original_max_position_embeddings
+    for length in (original, original + 1):
+        positions = np.arange(length, dtype=np.int32)
+        cached = rotation(positions, dataclasses.replace(config, max_position_embeddings=length))
+        whole = rotation(positions, config, whole_rows=True)
+        np.testing.assert_allclose(np.stack(whole), np.stack(cached), atol=2e-6)
     positions = np.stack([np.arange(40), np.arange(40) // 2]).astype(np.int32)
     cos, sin = (np.asarray(x) for x in rotation(positions, config, whole_rows=True))
     for row in (0, 1):

@@ -161,8 +161,9 @@ def test_dtype_defaults_to_that_of_the_embeddings(tmp_path):
 
 def test_generation_config_decides_where_text_ends(tmp_path):
     save_random(tmp_path)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
-    assert load_checkpoint(tmp_path)[1].eos_token_ids == (7,)
+    for token in (7, 0):
+        (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {token}}}')
+        assert load_checkpoint(tmp_path)[1].eos_token_ids == (token,)
     (tmp_path / "generation_config.json").unlink()
     assert load_checkpoint(tmp_path)[1].eos_token_ids == (3, 5)
 
@@ -295,8 +296,11 @@ def test_missing_keys_take_the_defaults_of_transformers(
     assert (config.rope_theta, config.tie_word_embeddings, config.o_bias) == (10000.0, False, False)
     assert config.qkv_bias == (architecture == "Qwen2ForCausalLM")
     assert config.qk_norm == (architecture == "Qwen3ForCausalLM")
-    config = ModelConfig.from_hugging_face(contents | {"num_key_value_heads": None})
-    assert config.num_kv_heads == 64
+    assert config.rms_norm_eps == 1e-6
+    more = {"num_key_value_heads": None, "attention_bias": True}
+    config = ModelConfig.from_hugging_face(contents | more)
+    assert config.num_kv_heads == 64 and config.qkv_bias
+    assert config.o_bias == (architecture != "Qwen2ForCausalLM")  # whose biases are fixed
 
 
 def test_both_spellings_of_rope_agree():

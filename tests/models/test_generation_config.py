@@ -66,7 +66,7 @@ def test_answers_end_at_stop_texts_and_at_the_end_of_the_tokenizer(tmp_path, con
     defaults = chat_defaults(tmp_path, config, tokenizer, ChatTemplate(tmp_path))
     assert defaults == {"top_p": 0.5} | ends | stop
     # Tokens that the model ends at anyway, or does not have.
-    for known in (replace(config, eos_token_ids=(1, 257)), CONFIG):
+    for known in (replace(config, eos_token_ids=(1, 257)), replace(config, vocab_size=257)):
         defaults = chat_defaults(tmp_path, known, tokenizer, ChatTemplate(tmp_path))
         assert defaults == {"top_p": 0.5} | stop
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "unknown"}')

@@ -177,7 +177,9 @@ def test_scalings_that_are_incomplete_or_out_of_range_are_refused(scaling, messa
         ModelConfig.from_hugging_face(LLAMA | {"head_dim": 4, "rope_scaling": scaling})
 
 
-def test_base_of_one_is_refused_with_yarn():
-    scaling = {"type": "yarn", "factor": 2.0}
+def test_bases_and_heads_that_a_scaling_cannot_have_are_refused():
+    yarn, dynamic = ({"type": name, "factor": 2.0} for name in ("yarn", "dynamic"))
     with pytest.raises(ValueError, match=r"rope_theta=1\.0 must be above 1 for YaRN"):
-        ModelConfig.from_hugging_face(LLAMA | {"rope_theta": 1.0, "rope_scaling": scaling})
+        ModelConfig.from_hugging_face(LLAMA | {"rope_theta": 1.0, "rope_scaling": yarn})
+    with pytest.raises(ValueError, match="head_dim=2 must be above 2 for a dynamic"):
+        ModelConfig.from_hugging_face(LLAMA | {"head_dim": 2, "rope_scaling": dynamic})

@@ -402,6 +402,10 @@ SCALES = zeros(2, 4, 2)
             r"v_scales must be float32\[2, 4, 2\], got float32\[\]",
         ),
         (
+            dict(k_pages=INT8, v_pages=INT8, k_scales=np.float32(1), v_scales=SCALES),
+            r"k_scales must be float32\[2, 4, 2\], got float32\[\]",
+        ),
+        (
             dict(k_pages=INT8, v_pages=INT8, k_scales="ab", v_scales=SCALES),
             "k_scales='ab' must be an array",
         ),

@@ -126,85 +126,6 @@ def serving(*, gate: int | None = None, **options):
     return decorate
 
 
-def test_clients_that_leave_at_random_disturb_no_other_and_leave_no_page():
-    """Three event loops and three plain threads at once, on a pool too small for all of them."""
-    choices = [greedy(), greedy(n=2), sampling(), sampling(n=3), sampling(best_of=3), greedy()]
-    choices += [greedy(beam_width=2, n=2), sampling(logprobs=2, prompt_logprobs=1)]
-    jobs = [(PROMPTS[i % 5], choices[i % 8]) for i in range(20)]
-    reference = make_engine()
-    expected = {
-        (tuple(prompt), params): tokens_of(serve(reference, [prompt], params, check=False))
-        for prompt, params in jobs
-    }
-    inner = make_engine()
-
-    async def client(engine, seed):
-        rng = random.Random(seed)
-        await asyncio.sleep(rng.random() * 0.2)
-        prompt, params = rng.choice(jobs)
-        outputs = engine.generate(prompt, params, priority=rng.randrange(3))
-        way = rng.randrange(6)
-        if way == 0:  # leave the loop
-            count = rng.randrange(3)
-            async for _ in outputs:
-                if (count := count - 1) < 0:
-                    break
-        elif way == 1:  # be cancelled
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(collect(outputs), rng.random() * 0.1)
-        elif way == 2:  # close before or after the first output
-            if rng.random() < 0.5:
-                await anext(outputs)
-            await outputs.aclose()
-        elif way == 3:  # wait for the end
-            output = await engine.submit(prompt, params, priority=rng.randrange(3)).whole()
-            assert tokens_of([output]) == expected[tuple(prompt), params]
-            return 1
-        else:
-            if way == 4:  # be slow
-                await asyncio.sleep(0.05)
-            assert await collect(outputs) == expected[tuple(prompt), params]
-            return 1
-        return 0
-
-    async def clients(engine, seeds):
-        return sum(await asyncio.gather(*(client(engine, seed) for seed in seeds)))
-
-    def thread(engine, seed):
-        rng, num_served = random.Random(seed), 0
-        for _ in range(8):
-            prompt, params = rng.choice(jobs)
-            found = {}
-            for output in engine.submit(prompt, params):
-                if rng.random() < 0.1:
-                    break
-                for one in output.outputs:
-                    found.setdefault(one.index, []).extend(one.token_ids)
-            else:
-                num_served += 1
-                tokens = [found[index] for index in sorted(found)]
-                assert tokens == expected[tuple(prompt), params]
-        return num_served
-
-    async def main():
-        async with AsyncEngine(inner) as engine:
-            with ThreadPoolExecutor(5) as pool:
-                loop = asyncio.get_running_loop()
-                tasks = [loop.run_in_executor(pool, thread, engine, -seed) for seed in range(3)]
-                tasks += [
-                    loop.run_in_executor(pool, run, clients(engine, range(first, first + 12)))
-                    for first in (1000, 2000)
-                ]
-                return sum(await asyncio.gather(clients(engine, range(12)), *tasks))
-
-    num_served = run(main())
-    assert num_served > 15
-    stats = inner.stats()
-    assert stats.num_failed == stats.num_running == stats.num_waiting == 0
-    assert stats.num_finished >= num_served and stats.num_aborted > 0
-    assert_every_page_is_free(inner)
-
-
 @serving(tokenizer=NumberTokenizer())
 async def test_outputs_are_deltas_with_text_and_end_once(engine):
     params = greedy(logprobs=1, seed=3)
@@ -642,6 +563,85 @@ async def test_calls_run_in_order_and_their_errors_reach_the_caller(engine, gate
     await engine.reset_prefix_cache()
     stats = await engine.stats()
     assert (stats.num_finished, stats.compilations) == (1, compilations)
+
+
+def test_clients_that_leave_at_random_disturb_no_other_and_leave_no_page():
+    """Three event loops and three plain threads at once, on a pool too small for all of them."""
+    choices = [greedy(), greedy(n=2), sampling(), sampling(n=3), sampling(best_of=3), greedy()]
+    choices += [greedy(beam_width=2, n=2), sampling(logprobs=2, prompt_logprobs=1)]
+    jobs = [(PROMPTS[i % 5], choices[i % 8]) for i in range(20)]
+    reference = make_engine()
+    expected = {
+        (tuple(prompt), params): tokens_of(serve(reference, [prompt], params, check=False))
+        for prompt, params in jobs
+    }
+    inner = make_engine()
+
+    async def client(engine, seed):
+        rng = random.Random(seed)
+        await asyncio.sleep(rng.random() * 0.2)
+        prompt, params = rng.choice(jobs)
+        outputs = engine.generate(prompt, params, priority=rng.randrange(3))
+        way = rng.randrange(6)
+        if way == 0:  # leave the loop
+            count = rng.randrange(3)
+            async for _ in outputs:
+                if (count := count - 1) < 0:
+                    break
+        elif way == 1:  # be cancelled
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(collect(outputs), rng.random() * 0.1)
+        elif way == 2:  # close before or after the first output
+            if rng.random() < 0.5:
+                await anext(outputs)
+            await outputs.aclose()
+        elif way == 3:  # wait for the end
+            output = await engine.submit(prompt, params, priority=rng.randrange(3)).whole()
+            assert tokens_of([output]) == expected[tuple(prompt), params]
+            return 1
+        else:
+            if way == 4:  # be slow
+                await asyncio.sleep(0.05)
+            assert await collect(outputs) == expected[tuple(prompt), params]
+            return 1
+        return 0
+
+    async def clients(engine, seeds):
+        return sum(await asyncio.gather(*(client(engine, seed) for seed in seeds)))
+
+    def thread(engine, seed):
+        rng, num_served = random.Random(seed), 0
+        for _ in range(8):
+            prompt, params = rng.choice(jobs)
+            found = {}
+            for output in engine.submit(prompt, params):
+                if rng.random() < 0.1:
+                    break
+                for one in output.outputs:
+                    found.setdefault(one.index, []).extend(one.token_ids)
+            else:
+                num_served += 1
+                tokens = [found[index] for index in sorted(found)]
+                assert tokens == expected[tuple(prompt), params]
+        return num_served
+
+    async def main():
+        async with AsyncEngine(inner) as engine:
+            with ThreadPoolExecutor(5) as pool:
+                loop = asyncio.get_running_loop()
+                tasks = [loop.run_in_executor(pool, thread, engine, -seed) for seed in range(3)]
+                tasks += [
+                    loop.run_in_executor(pool, run, clients(engine, range(first, first + 12)))
+                    for first in (1000, 2000)
+                ]
+                return sum(await asyncio.gather(clients(engine, range(12)), *tasks))
+
+    num_served = run(main())
+    assert num_served > 15
+    stats = inner.stats()
+    assert stats.num_failed == stats.num_running == stats.num_waiting == 0
+    assert stats.num_finished >= num_served and stats.num_aborted > 0
+    assert_every_page_is_free(inner)
 
 
 def test_a_program_that_does_not_shut_down_ends():

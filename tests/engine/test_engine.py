@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -56,7 +58,7 @@ def test_requests_together_equal_the_oracle(greedy_tokens, caching):
 
 def test_every_implementation_equals_the_oracle(implementation):
     model = replace(MODEL, num_layers=1)
-    engine = make_engine(model, implementation=implementation)
+    engine = make_engine(model, implementation=implementation, num_scheduler_steps=1)
     oracle = Oracle(model, weights(model))
     requests = serve(engine, PROMPTS[:2], greedy(max_tokens=3))
     assert tokens_of(requests) == [oracle.continue_(prompt, 3) for prompt in PROMPTS[:2]]
@@ -521,6 +523,19 @@ def test_two_engines_of_a_model_share_compiled_steps_and_nothing_else(greedy_tok
     assert tokens_of([a, b]) == greedy_tokens[:2]
     assert_nothing_is_left(one)
     assert not compilations
+
+
+def test_an_engine_keeps_no_request_after_its_end():
+    engine = make_engine()
+    requests = submit(engine, PROMPTS, [greedy(), greedy(n=2), greedy(), sampling(), greedy()])
+    step(engine)
+    engine.abort(requests[2])
+    engine.update_params(weights(), restart_running=True)
+    run(engine)
+    remembered = [weakref.ref(request) for request in requests]
+    del requests[:]
+    gc.collect()
+    assert not any(one() for one in remembered)
 
 
 def test_default_parameters_are_those_of_vllm():

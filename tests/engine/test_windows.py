@@ -28,6 +28,17 @@ MODEL = PlainModel(vocab_size=40, max_model_len=256, sliding_window=6)
 PROMPTS = [[1, 2, 3], [*range(30)] * 2, [7] * 9]
 
 
+def test_a_sequence_holds_no_more_pages_than_its_window_needs():
+    engine = make_engine(MODEL)
+    request = engine.submit([1, 2, 3], greedy(max_tokens=250))
+    most = 0
+    while not engine.idle:
+        step(engine)
+        held = engine.num_pages - int(engine.table.num_free) - len(engine.replicas[0].cache.pages)
+        most = max(most, held)
+    assert 2 <= most <= 4 and len(request.outputs[0].token_ids) == 250
+
+
 @pytest.fixture(scope="module")
 def wanted():
     return [greedy_tokens(MODEL, weights(MODEL), prompt, 60) for prompt in PROMPTS]
@@ -51,17 +62,6 @@ def test_long_sequences_run_in_a_small_pool(wanted, num_steps, caching, sizes):
     requests = serve(engine, PROMPTS, [greedy(max_tokens=60, n=n) for n in (1, 3, 1)])
     assert tokens_of(requests) == [wanted[0], *[wanted[1]] * 3, wanted[2]]
     assert_every_page_is_free(engine)
-
-
-def test_a_sequence_holds_no_more_pages_than_its_window_needs():
-    engine = make_engine(MODEL)
-    request = engine.submit([1, 2, 3], greedy(max_tokens=250))
-    most = 0
-    while not engine.idle:
-        step(engine)
-        held = engine.num_pages - int(engine.table.num_free) - len(engine.replicas[0].cache.pages)
-        most = max(most, held)
-    assert 2 <= most <= 4 and len(request.outputs[0].token_ids) == 250
 
 
 def test_windows_work_beside_prefix_caching_preemption_and_aborts(wanted):

@@ -44,8 +44,7 @@ pytestmark = pytest.mark.usefixtures("exact_products")
 # Its KV head is in the pool of two devices twice.
 NARROW = replace(MODEL, num_kv_heads=1)
 # A mesh has few programs. Filters are half of one; test_sampling.py has them on a mesh.
-GREEDY, ANY = ([mode] for mode in MODES)
-UNFILTERED = [replace(mode, filters=0) for mode in ANY]
+GREEDY, UNFILTERED, ANY = MODES[:1], MODES[1:2], MODES[2:]
 FEW_PAGES = dict(num_pages=13, watermark=0.0)
 
 

@@ -107,7 +107,7 @@ def test_scaling_that_was_added_to_a_file_of_transformers_5_wins():
 
 @pytest.mark.parametrize(
     ("max_positions", "original", "expected"),
-    [(32768, 32768, 131072), (40960, 32768, 131072), (131072, 32768, 131072), (4096, None, 16384)],
+    [(40960, 32768, 131072), (131072, 32768, 131072), (200000, 32768, 200000), (4096, None, 16384)],
 )
 def test_yarn_extends_the_context(max_positions, original, expected):
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": original}

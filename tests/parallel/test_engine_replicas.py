@@ -100,21 +100,20 @@ def test_a_request_goes_where_its_prefix_is_cached():
         assert request.num_cached_tokens == 0
 
 
-def test_prefixes_that_were_sent_are_forgotten_with_the_caches():
+@pytest.mark.parametrize("forget", ["reset_prefix_cache", "sleep"])
+def test_prefixes_that_were_sent_are_forgotten_with_the_caches(forget):
     """A request may follow one that is not computed yet, but not one before the reset."""
-    engine = replicated()
-    prefix = [*range(1, 13)]
-    for forget in (engine.reset_prefix_cache, lambda: (engine.sleep(), engine.wake())):
-        submit(engine, [[*prefix, 5]], greedy(max_tokens=2))
-        loaded = [replica.load > 0 for replica in engine.replicas]
-        submit(engine, [[*prefix, 6]], greedy(max_tokens=2))
-        assert [replica.load > 0 for replica in engine.replicas] == loaded
-        run(engine)
-        forget()
-        other = engine.replicas[1 - loaded.index(True)]
-        submit(engine, [[30], [*prefix, 7]], greedy(max_tokens=2))
-        assert all(replica.load > 0 for replica in engine.replicas) and other.load
-        run(engine)
+    engine, prefix, params = replicated(), [*range(1, 13)], greedy(max_tokens=2)
+    loads = lambda: [replica.load > 0 for replica in engine.replicas]  # noqa: E731
+    submit(engine, [[*prefix, 5], [*prefix, 6]], params)
+    assert loads() == [True, False]
+    run(engine)
+    getattr(engine, forget)()
+    if forget == "sleep":
+        engine.wake()
+    submit(engine, [[30], [*prefix, 7]], params)
+    assert loads() == [True, True]
+    run(engine)
 
 
 def test_all_replicas_are_dispatched_before_one_is_read(monkeypatch):

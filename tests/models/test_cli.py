@@ -26,6 +26,7 @@ def test_ctrl_c_during_imports_ends_the_process_with_status_130():
     assert process.communicate(timeout=60) == ("", "") and process.returncode == 130
 
 
+@pytest.mark.smoke
 def test_one_completion_is_streamed_and_summed_up(run, monkeypatch, capsys):
     written, write = [], sys.stdout.write
     monkeypatch.setattr(sys.stdout, "write", lambda text: written.append(text) or write(text))

@@ -21,6 +21,7 @@ def api(server):
         yield api
 
 
+@pytest.mark.smoke
 def test_a_chat_whole_and_streamed(api):
     answer = api.chat.completions.create(messages=MESSAGES, max_tokens=12, **GREEDY)
     (choice,) = answer.choices

@@ -45,6 +45,7 @@ class CpuSeconds:
         self._recorded_work: float = record["fixed_work"]
         self._last = cpu_seconds()
         self._tests: Counter[str] = Counter()
+        self._budgets: dict[str, float] = {}
         self._processes = 0.0  # seconds of the workers, their tests included
         self._work: list[float] = []
         self._lines: list[str] = []
@@ -72,14 +73,17 @@ class CpuSeconds:
             items.sort(key=seconds, reverse=True)
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self):
+    def pytest_runtest_makereport(self, item: pytest.Item):
         report = yield
         now = cpu_seconds()
         report.cpu_seconds, self._last = now - self._last, now
+        marker = item.get_closest_marker("cpu_budget")
+        report.cpu_budget = marker.args[0] if marker else MAX_TEST_SECONDS
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._tests[report.nodeid] += report.cpu_seconds
+        self._budgets[report.nodeid] = report.cpu_budget
 
     def pytest_collection_finish(self) -> None:
         self._last = cpu_seconds()
@@ -127,7 +131,7 @@ class CpuSeconds:
             f"error: {name} takes {seconds * scale:.1f} CPU seconds, more than {limit:g}"
             for name, seconds, limit in [
                 ("the run", total, MAX_SECONDS),
-                *((name, seconds, MAX_TEST_SECONDS) for name, seconds in self._tests.most_common()),
+                *((name, x, self._budgets[name]) for name, x in self._tests.most_common()),
             ]
             if seconds * scale > limit
         ]

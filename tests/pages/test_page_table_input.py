@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from tests.support.page_tables import i32, make_table
+from tests.support.page_tables import INT32_MAX, INT32_MIN, i32, make_table
 
 
 @pytest.mark.parametrize(
@@ -92,10 +92,10 @@ def test_lists_are_accepted():
     def use(table):
         table, first = pp.extend(table, [4, 2, 0, 0])
         table, _, second = pp.fork(table, [1], [2])
-        slots = pp.slot_mapping(table, [2], [1])
+        slots = pp.slot_mapping(table, [2, INT32_MIN, INT32_MAX], [1, 0, 0])
         table, third = pp.attach(pp.release(pp.retain(table, [0])[0], [0]), [3], [[0]])
         return pp.free(table, [True, True, False, True]), slots, (first, second, third)
 
     table, slots, oks = jax.jit(use)(make_table())
     assert all(ok.all() for ok in oks)
-    assert slots.tolist() == [9] and table.block_tables[:, 0].tolist() == [8, 8, 2, 8]
+    assert slots.tolist() == [9, 32, 32] and table.block_tables[:, 0].tolist() == [8, 8, 2, 8]

@@ -441,6 +441,17 @@ def test_a_wrong_count_of_pages_on_the_host_is_an_error():
         run(engine, check=False)
 
 
+def test_the_time_of_the_first_token_stays():
+    engine = make_engine()
+    steps_of(engine, 1)
+    request = engine.submit(PROMPTS[0], greedy())
+    while request.first_token_time is None:
+        step(engine)
+    first = request.first_token_time
+    run(engine)
+    assert request.first_token_time == first < request.finish_time
+
+
 def test_percentiles_are_those_of_each_requests_times():
     counters = Counters()
     request = make_engine().submit([1])

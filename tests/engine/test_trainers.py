@@ -166,8 +166,14 @@ def test_a_stream_of_a_restarted_request_says_so():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: {**w, "qkv": np.asarray(w["qkv"])[:, :, :-1]}, r"params\['qkv'\] is float32\(2, 64, 127\)"),
-        (lambda w: {**w, "up": np.asarray(w["up"]).astype(ml_dtypes.bfloat16)}, r"params\['up'\] is bfloat16"),
+        (
+            lambda w: {**w, "qkv": np.asarray(w["qkv"])[:, :, :-1]},
+            r"params\['qkv'\] is float32\(2, 64, 127\)",
+        ),
+        (
+            lambda w: {**w, "up": np.asarray(w["up"]).astype(ml_dtypes.bfloat16)},
+            r"params\['up'\] is bfloat16",
+        ),
         (lambda w: {**w, "more": w["up"]}, "params have the structure"),
         (lambda w: list(w.values()), "params have the structure"),
         (lambda w: {**w, "up": None}, "params have the structure"),
@@ -303,6 +309,42 @@ def test_sleep_frees_the_pool_and_requests_go_on_after_wake(greedy_tokens, num_s
     assert tokens_of(requests) == tokens_of(wanted)
     assert tokens_of([late]) == greedy_tokens[1:2]
     assert reasons_of(requests) == reasons_of(wanted)
+
+
+def test_beams_go_on_after_a_sleep_between_any_two_steps():
+    params = greedy(beam_width=2, n=2, max_tokens=6)
+    wanted = tokens_of(serve(make_engine(), PROMPTS[4:], params))
+    for num_steps in range(1, 8):
+        engine = make_engine()
+        (request,) = submit(engine, PROMPTS[4:], params)
+        for _ in range(num_steps):
+            step(engine)
+        engine.sleep()
+        engine.wake()
+        run(engine)
+        assert tokens_of([request]) == wanted
+
+
+def test_a_request_whose_restart_fails_ends_and_others_go_on(new_tokens):
+    tokenizer = NumberTokenizer()
+    engine = make_engine(tokenizer=tokenizer)
+    failing, other = submit(engine, PROMPTS[:2], [greedy(), greedy(detokenize=False)])
+    step(engine)
+    tokenizer.broken = True
+    engine.update_params(NEW, restart_running=True)
+    deltas = run(engine)
+    assert failing.error == "OSError: the tables are lost" and reasons_of([failing]) == ["error"]
+    assert [x.finished for x in deltas if x.request_id == failing.request_id] == [True]
+    assert tokens_of([other]) == new_tokens[1:2] and engine.stats().num_failed == 1
+
+
+def test_generate_reports_no_restart_to_a_later_step(new_tokens):
+    engine = make_engine()
+    request = engine.submit(PROMPTS[0], greedy())
+    step(engine)
+    engine.update_params(NEW, restart_running=True)
+    assert next(engine.stream(request)).outputs  # drops what a step would have reported
+    assert not any(one.restarted for one in run(engine))
 
 
 def test_weights_may_be_replaced_while_the_engine_sleeps(new_tokens):

@@ -164,20 +164,25 @@ class KVCacheManager:
         follower.pages = leader.pages[: leader.num_computed // self.page_size]
         if leader.lease is not None:
             follower.lease = self.lookup(follower)
+            assert follower.lease is not None
+            if len(follower.lease.pages) < len(follower.pages):
+                # Both hold pages that the cache does not have. If one let it have them and ended,
+                # they would count as evictable, and would not be free.
+                leader.caches = follower.caches = False
 
     def free(self, sequence: Sequence) -> None:
         """Free the slot and the pages of a sequence; others may still find those in the cache."""
         self.cache_full_pages(sequence)
         self.release(sequence.lease)
         self.update.freed.append(sequence.running_slot)
-        sequence.slot = sequence.lease = None
+        sequence.slot, sequence.lease, sequence.caches = None, None, True
         sequence.pages = []
         sequence.num_computed = sequence.num_stored = 0
         sequence.decoding = False
 
     def cache_full_pages(self, sequence: Sequence) -> None:
         """Let other sequences find the full pages of a running one."""
-        if self._cache is None or sequence.lease is None:
+        if self._cache is None or sequence.lease is None or not sequence.caches:
             return
         if self._window is not None:
             # Its first pages may be free by now, or it could not hold them beside the later ones.

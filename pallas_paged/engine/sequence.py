@@ -38,6 +38,7 @@ class Sequence:
         decoding: whether its last token is on the device, so that it decodes without the host.
         awaiting_choice: whether beam search has yet to choose its next token.
         lease: of the prefix cache, while it is running.
+        caches: whether the prefix cache may take its pages.
         block_hashes: of its full pages, kept for the prefix cache.
         leader: the sequence from which it will be forked; until then it holds only its slot.
         followers: sequences that are forked from this one when all of its tokens but the last are
@@ -61,6 +62,7 @@ class Sequence:
     decoding: bool = False
     awaiting_choice: bool = False
     lease: PrefixLease | None = None
+    caches: bool = True
     block_hashes: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     leader: Sequence | None = None
     followers: list[Sequence] = field(default_factory=list)

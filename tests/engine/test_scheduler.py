@@ -364,6 +364,19 @@ def test_a_branch_shares_the_full_pages_of_its_parent(is_preempted):
     assert [*host.scheduler.waiting] == [parent, child]
 
 
+def test_pages_of_a_fork_that_a_leader_caches_at_its_end_are_not_counted_as_free():
+    """A leader with log-probabilities of its prompt caches nothing before it has a token."""
+    leader = make_sequence(0, 8, new=2)
+    leader.request.score_start = 1
+    (other,) = with_followers(leader, 1)
+    other.max_len = 28
+    host = Host.of(leader, caching=True, num_pages=10)
+    while not leader.finished:
+        host.step()
+    host.add(make_sequence(1, 16, new=12))
+    host.run()
+
+
 def test_a_request_with_more_samples_than_free_slots_blocks_no_other():
     host = Host.of(num_pages=64)
     first, leader, last = (make_sequence(number, 2, new=20) for number in range(3))
@@ -495,7 +508,7 @@ def test_random_requests(num_pages, hashing, num_steps, window, num_requests):
         num_steps=lambda: int(rng.integers(1, num_steps + 1)),
         ends_early=num_pages > 6,
     )
-    num_followers = [0] if hashing == "colliding" else [0, 0, 1, 3, 6]
+    num_followers = [0, 0, 1, 3, 6]
     each: list[Sequence] = []
     num_long = 0
     for number in range(num_requests):
@@ -505,6 +518,8 @@ def test_random_requests(num_pages, hashing, num_steps, window, num_requests):
         leader = make_sequence(
             number, 0, new=new, prompt=prompt, priority=int(rng.integers(0, 2)) * 2
         )
+        if rng.random() < 0.2:
+            leader.request.score_start = 1  # log-probabilities of the prompt
         group = [leader, *with_followers(leader, int(rng.choice(num_followers)))]
         for one in group:
             if rng.random() < 0.3:

@@ -130,6 +130,12 @@ def test_all_replicas_are_dispatched_before_one_is_read(monkeypatch):
     engine.step()
     assert log == [*[("dispatch", 0), ("dispatch", 1)] * 2, ("read", 0), ("read", 1)]
     run(engine)
+    (request,) = submit(engine, PROMPTS[:1], greedy())
+    engine.step()
+    engine.abort(request)
+    assert [replica.core.in_flight for replica in engine.replicas] == [True, False]
+    assert engine.replicas.in_flight and not engine.idle
+    run(engine)
 
 
 def test_weights_sleep_and_aborts_reach_every_replica(alone):

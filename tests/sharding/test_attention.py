@@ -121,7 +121,7 @@ def test_rows_of_int8_pages_by_number_and_flat_tables(implementation, name, per_
     static = (
         {"fixed_split_size": 64}
         if per_tensor
-        else {"config": config_of(implementation, ragged=False)}
+        else {"config": config_of(implementation, ragged=name == "ragged")}
     )
     call = Call(name, implementation, options={}, per_tensor=per_tensor, **static)
     call.arrays["block_tables"] = call.arrays["block_tables"].reshape(-1)

@@ -142,6 +142,23 @@ def test_a_fixed_split_size_makes_the_kernel_independent_of_the_batch(call):
     assert others[0] != others[1] != others[2]
 
 
+def test_no_more_rows_are_expected_than_there_are():
+    more = dataclasses.replace(PREFILL, expected_seqs=500)
+    fewer = dataclasses.replace(PREFILL, expected_seqs=3)
+    assert more.sizes == PREFILL.sizes == fewer.sizes | {"expected_seqs": 4}
+
+
+@needs_triton
+def test_triton_needs_pairs_of_one_byte_elements_and_a_gpu_that_converts_fp8():
+    call = dataclasses.replace(DECODE, device=A100, head_dim=66, kv_dtype=jnp.dtype(jnp.int8))
+    why_not = BACKENDS["triton"].why_not
+    assert why_not(call) is None
+    assert "needs an even head_dim" in why_not(dataclasses.replace(call, head_dim=67))
+    for capability, can in (("8.6", False), ("8.9", True), ("9.0", True), ("12.0", True)):
+        device = dataclasses.replace(A100, compute_capability=capability)
+        assert (why_not(dataclasses.replace(call, device=device, **FP8)) is None) == can
+
+
 @pytest.mark.parametrize("call", [PREFILL, DECODE], ids=["ragged", "decode"])
 class TestConfig:
     @pytest.mark.parametrize("family", FAMILIES)

@@ -242,7 +242,7 @@ def test_an_implementation_other_than_a_name_is_refused(function, case, implemen
 
 @BOTH
 class TestFixedSplitSize:
-    @pytest.mark.parametrize("bad", [0, -64, 63, 96, 1.5, "64", True, 2**31])
+    @pytest.mark.parametrize("bad", [0, -64, 63, 96, 1.5, "64", True, 2**30 + 64, 2**31])
     def test_is_a_multiple_of_64(self, function, case, bad):
         with pytest.raises(ValueError, match=f"fixed_split_size={bad!r} must be"):
             function(*arrays_of(case), fixed_split_size=bad)
@@ -341,6 +341,8 @@ def test_pages_that_are_not_of_the_layout_are_refused():
     refused("NHD", "v_pages=None must be an array", v_pages=None)
     refused("2NHD", r"must be \[num_pages, 2, page_size, num_kv_heads, head_dim\] with kv_layout=",
             k_pages=one, v_pages=None)  # fmt: skip
+    three = np.zeros((5, 3, 8, 2, 16), np.float32)
+    refused("2NHD", r"k_pages.shape=\(5, 3, 8, 2, 16\) must be", k_pages=three, v_pages=None)
     refused("NH2D", r"must be \[num_pages, page_size, 2 \* num_kv_heads, head_dim\]",
             k_pages=one[:, :, :3], v_pages=None)  # fmt: skip
     refused("N2HD", "num_q_heads=4 must be a multiple of num_kv_heads=3",

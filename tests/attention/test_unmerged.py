@@ -113,6 +113,8 @@ def test_where_there_are_no_states_there_is_none():
     assert write_and_attend(layer, qkv, *at, rotation=None, **how) is None
     part = tuple(x[:, :8] for x in rotation)
     assert write_and_attend(layer, qkv, *at, rotation=part, **how) is None
+    small, new, *_, turn = a_call([20], head_dim=8)
+    assert write_and_attend(small, new, *at, rotation=turn, **how) is None
     one_array = pp.LayerKV(**layer_in_layout("2NHD", layer), kv_layout="2NHD")
     assert write_and_attend(one_array, qkv, *at, rotation=rotation, **how) is None
     quantized = jax.tree.map(lambda x: x.astype(jnp.int8), layer)

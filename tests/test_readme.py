@@ -47,6 +47,7 @@ def names(monkeypatch):
     return vars(module)
 
 
+@pytest.mark.cpu_budget(9)  # all functions, one program each
 def test_examples_of_the_attention_functions_equal_an_oracle(names, capsys):
     assert run_examples(README.partition("## Serving a model")[0], names, capsys) == 2
     pp.check_page_table(names["table"])
@@ -90,12 +91,14 @@ def assert_close(actual, expected):
     assert relative_error(actual, expected) <= TOLERANCE["float32"]
 
 
+@pytest.mark.cpu_budget(5)  # an engine of the demo model
 def test_example_of_serving_prints_the_stated_texts(names, capsys):
     assert run_examples(README.partition("## Serving a model")[2], names, capsys) == 1
     assert names["engine"].idle
 
 
 @pytest.mark.usefixtures("exact_products")
+@pytest.mark.cpu_budget(14)  # serves and trains
 def test_engine_examples_serve_a_plain_model_and_train_the_demo_model(names, capsys):
     first, _, rest = text_of("docs/engine.md").partition("## A round of GRPO")
     assert run_examples(first, names, capsys) == 1

@@ -54,6 +54,7 @@ def test_strict_promotion_is_in_force():
 @pytest.mark.parametrize(
     ("function", "cases"), [(decode, DECODE), (ragged, MIXES)], ids=["decode", "ragged"]
 )
+@pytest.mark.smoke
 def test_matches_the_oracle(function, cases, implementation):
     """Logits of both sizes: with large ones `exp` would overflow without its maximum."""
     for case in cases:
@@ -194,6 +195,7 @@ def test_num_seqs_under_vmap():
             np.testing.assert_allclose(x[i], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.smoke
 def test_a_call_without_jit_takes_lists_of_integers():
     """On a CPU XLA has only some layouts of a bf16 product, unless it fuses the product."""
     q, k_pages, v_pages, tables, lens = arrays = replace(DECODE[1], dtype="bfloat16").make(

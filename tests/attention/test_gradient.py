@@ -356,6 +356,7 @@ def test_kernels_have_no_gradient_of_the_gradient(kernels):
 
 
 @pytest.mark.parametrize("implementation", ["xla", *slow(KERNELS)])
+@pytest.mark.smoke
 def test_in_tokens_that_are_written_to_the_pages(implementation):
     """The gradient of new tokens goes through `write_kv`; that of older ones is in the pages."""
     q, k_pages, v_pages, tables, lens, offsets = RAGGED.make()

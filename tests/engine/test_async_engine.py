@@ -127,6 +127,7 @@ def serving(*, gate: int | None = None, **options):
 
 
 @serving(tokenizer=NumberTokenizer())
+@pytest.mark.cpu_budget(7)  # compiles programs that later tests share
 async def test_outputs_are_deltas_with_text_and_end_once(engine):
     params = greedy(logprobs=1, seed=3)
     outputs = [one async for one in engine.generate("1 2 3", params, request_id="mine")]
@@ -644,6 +645,7 @@ def test_clients_that_leave_at_random_disturb_no_other_and_leave_no_page():
     assert_every_page_is_free(inner)
 
 
+@pytest.mark.cpu_budget(5)  # a process of its own
 def test_a_program_that_does_not_shut_down_ends():
     program = (
         "from pallas_paged.engine import AsyncEngine\n"

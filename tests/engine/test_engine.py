@@ -65,6 +65,7 @@ def test_every_implementation_equals_the_oracle(implementation):
 
 
 @pytest.mark.parametrize("gap", [1, 3])
+@pytest.mark.smoke
 def test_requests_one_after_another_equal_the_oracle(greedy_tokens, gap):
     engine = make_engine()
     requests, deltas = [], []
@@ -245,6 +246,7 @@ def test_the_next_call_is_dispatched_before_the_last_is_read(monkeypatch):
     assert engine.stats().num_steps == 4  # the last schedule was empty
 
 
+@pytest.mark.smoke
 def test_a_stop_token_ends_a_completion_and_is_its_last_token(greedy_tokens):
     """It is read one call late, and adds no token."""
     stop = greedy_tokens[1][5]

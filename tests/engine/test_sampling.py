@@ -43,6 +43,7 @@ def alone(prompt, params, **sizes) -> list[list[int]]:
     return tokens_of(serve(make_engine(**sizes), [prompt], params))
 
 
+@pytest.mark.cpu_budget(8)  # compiles programs that later tests share
 def test_samples_do_not_depend_on_other_requests(greedy_tokens):
     """Greedy and drawn requests, submitted step by step, in a pool with too few pages."""
     each = [greedy(max_tokens=NEW), *(sampling(**params) for params in FILTERS)]

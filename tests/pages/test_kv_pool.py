@@ -311,6 +311,7 @@ def test_nan_and_infinity_under_one_scale():
     np.testing.assert_array_equal(elements, [[np.nan, 448, -448]])
 
 
+@pytest.mark.smoke
 def test_a_layer_goes_through_jit_loops_and_donation():
     layer = jax.tree.map(np.zeros_like, random_layer("int8"))
     tokens = np.random.default_rng(0).standard_normal((8, 1, H, D)).astype(np.float32)

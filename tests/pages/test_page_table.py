@@ -75,6 +75,7 @@ def test_the_largest_sizes_are_allowed():
         jax.eval_shape(lambda sizes=sizes: pp.create_page_table(**sizes))
 
 
+@pytest.mark.smoke
 def test_extend_hands_out_pages_in_order():
     table, ok = extend(make_table(), i32(5, 0, 4, 1))
     assert np.all(ok)
@@ -147,6 +148,7 @@ def test_page_shared_by_freed_rows_returns_once():
         pp.check_page_table(freed)
 
 
+@pytest.mark.smoke
 def test_fork_shares_full_pages_and_copies_the_tail():
     table, copies, ok = fork(extended([6, 0, 0, 0]), i32(0, 0), i32(1, 3))
     assert np.all(ok)

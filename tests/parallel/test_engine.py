@@ -91,6 +91,7 @@ def greedy_alone(seed: int = 1) -> list[list[int]]:
     ("model", "num_devices", "top_k"),
     [(NARROW, 2, 0), *slow([(NARROW, 2, 5), (MODEL, 2, 0), (MODEL, 4, 5), (WIDE, 8, 5)])],
 )
+@pytest.mark.cpu_budget(8)  # compiles programs that later tests share
 def test_every_kind_of_request_gets_the_tokens_of_one_device(model, num_devices, top_k):
     alone, each = one_device(model), loads(top_k)
     wanted = [

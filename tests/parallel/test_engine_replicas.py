@@ -48,6 +48,7 @@ def alone() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), *slow([((2, 2),), ((3, 1),)])], ids=str)
+@pytest.mark.cpu_budget(8)  # each replica compiles its steps
 def test_replicas_share_requests_and_give_the_tokens_of_one(alone, sizes):
     engine = replicated(*sizes)
     requests = submit(engine, PROMPTS, greedy())

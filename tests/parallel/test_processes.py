@@ -75,6 +75,7 @@ def pair(request, tmp_path_factory):
             one.communicate()
 
 
+@pytest.mark.cpu_budget(12)  # two processes start and compile
 def test_each_process_reads_the_part_of_a_checkpoint_that_its_device_holds(pair):
     assert [found["share"] for found in pair[2]] == [0.5, 0.5]  # of each weight but the norms
 
@@ -93,6 +94,7 @@ def test_nothing_compiles_after_the_warm_up_in_two_processes(pair):
     assert pair[2][0]["compiled"] == 0
 
 
+@pytest.mark.cpu_budget(9)  # two processes end
 def test_when_a_process_dies_the_other_ends_with_an_error(pair):
     dead, _, _, (code, errors) = pair
     assert code != 0

@@ -67,6 +67,7 @@ def step_of(mode, num_devices):
 
 @pytest.mark.parametrize("num_devices", [2, *slow([4, 8])])
 @pytest.mark.parametrize("name", ["all", *slow(list(MODES)[:-1])])
+@pytest.mark.cpu_budget(6)  # all samplers in one program
 def test_devices_that_share_a_vocabulary_draw_the_same_and_send_few_bytes(name, num_devices):
     devices, arrays = mesh(num_devices), inputs()
     specs = (PartitionSpec(None, "tensor"),) * 2 + (PartitionSpec(),) * 2

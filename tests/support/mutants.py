@@ -194,7 +194,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader
 
 def files_of(tests: list[str]) -> list[str]:
     """Returns the files of these paths; those of a folder with the cheapest first."""
-    seconds = json.loads(RECORD.read_text())["files"]
+    seconds = json.loads(RECORD.read_text())
     files: list[str] = []
     for path in tests:
         inside = [str(x.relative_to(ROOT)) for x in (ROOT / path).rglob("test_*.py")]

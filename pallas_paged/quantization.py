@@ -104,7 +104,8 @@ def quantize(
     scales = scales[..., None]
     scaled = tokens.astype(jnp.float32) / jnp.where(scales > 0, scales, 1.0)
     scaled = jnp.where(scales > 0, scaled, 0.0)
-    scaled = jnp.clip(scaled, -LARGEST[dtype.name], LARGEST[dtype.name])  # NaN stays NaN
+    is_nan = jnp.isnan(scaled)  # Triton's bounds of a NaN are numbers
+    scaled = jnp.clip(scaled, -LARGEST[dtype.name], LARGEST[dtype.name])
     if dtype == jnp.int8:
-        scaled = jnp.where(jnp.isnan(scaled), 0.0, round_half_to_even(scaled))
-    return scaled.astype(dtype)
+        scaled = round_half_to_even(scaled)
+    return jnp.where(is_nan, 0.0 if dtype == jnp.int8 else jnp.nan, scaled).astype(dtype)

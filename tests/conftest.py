@@ -105,6 +105,16 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     return min(len(os.sched_getaffinity(0)), 16)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """On a GPU compiling takes most of the time even of one file: processes share its tests."""
+    if jax.default_backend() == "gpu" and config.getoption("dist") == "loadfile":
+        from xdist.scheduler import WorkStealingScheduling
+
+        return WorkStealingScheduling(config, log)
+    return None
+
+
 @pytest.fixture(params=implementations_here())
 def implementation(request: pytest.FixtureRequest) -> str:
     """Every implementation that tests run on this machine, one after another."""

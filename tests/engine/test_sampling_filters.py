@@ -54,11 +54,12 @@ def test_exactly_the_tokens_that_sorting_keeps_are_kept(implementation, seed):
     top_p = rng.choice([1, 0.01, 0.3, 0.9, 0.95, 0.999, 1 - 2**-24], count).astype(np.float32)
     with strict_promotion():
         found = np.asarray(limits(logits, temperature, top_k, top_p, implementation))
+    tolerance = 1e-6 if jax.default_backend() == "cpu" else 1e-5  # of f32 sums and exponentials
     num_close = 0
     for row in range(count):
         options = temperature[row], top_k[row], top_p[row]
         deepest, margin = deepest_kept(gap[row], *options)
-        if margin < 1e-6:
+        if margin < tolerance:
             num_close += 1
             continue
         one = gap[row][np.isfinite(gap[row])]  # others are never drawn

@@ -185,6 +185,7 @@ def test_prompts_equal_triton():
     np.testing.assert_allclose(actual[1], lse, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow  # it needs 9 GB of a GPU that the processes of a run share
 @pytest.mark.parametrize("q_lens", [None, (40, 17)], ids=["decode", "ragged"])
 def test_a_pool_of_more_than_2_31_elements(q_lens):
     case = mosaic_case(page_size=256, seq_lens=(300, 17), pages_per_seq=2, q_lens=q_lens)

@@ -32,7 +32,7 @@ def oracle(x, weight) -> np.ndarray:
         ((320, 2048), jnp.bfloat16, jnp.bfloat16, 0.016),  # the ring goes round, in every program
         ((128, 256), jnp.bfloat16, jnp.float32, 1e-5),
         ((64, 256), jnp.float16, jnp.float16, 0.002),
-        ((192, 2, 512), jnp.bfloat16, jnp.bfloat16, 0.03),
+        ((192, 2, 512), jnp.bfloat16, jnp.bfloat16, 0.05),
     ],
 )
 def test_the_product_is_that_of_numpy(shape, dtype, out_dtype, tolerance):

@@ -13,116 +13,98 @@ PAGE_SIZE, NUM_PAGES = 4, 100
 PREFIX = list(range(1, 17))  # four pages
 
 
-def router_of(*loads: int, caching: bool = True) -> tuple[Router, list]:
-    """A router over replicas with these loads and empty caches."""
-    replicas = [
-        SimpleNamespace(
-            load=load,
-            cache=PrefixCache(page_size=PAGE_SIZE) if caching else None,
-            num_pages=NUM_PAGES,
-        )
-        for load in loads
-    ]
-    return Router(replicas, PAGE_SIZE), replicas
+class Replicas:
+    """Replicas with these loads and empty caches, behind a router."""
 
+    def __init__(self, *loads: int, caching: bool = True):
+        self.each = [
+            SimpleNamespace(
+                load=load,
+                cache=PrefixCache(page_size=PAGE_SIZE) if caching else None,
+                num_pages=NUM_PAGES,
+            )
+            for load in loads
+        ]
+        self.router = Router(self.each, PAGE_SIZE)
 
-def sequence(token_ids: list[int], load: int = 100):
-    request = SimpleNamespace(load=load)
-    return SimpleNamespace(token_ids=token_ids, block_hashes=[], request=request)
+    def choose(self, token_ids: list[int], load: int = 100) -> int:
+        """The chosen replica, which then has the request's load."""
+        request = SimpleNamespace(load=load)
+        one = SimpleNamespace(token_ids=token_ids, block_hashes=[], request=request)
+        chosen = self.router.choose(one)
+        chosen.load += load
+        return self.each.index(chosen)
 
-
-def choose(router: Router, replicas: list, *args) -> int:
-    """The chosen replica, which then has the request's load."""
-    one = sequence(*args)
-    index = replicas.index(router.choose(one))
-    replicas[index].load += one.request.load
-    return index
-
-
-def cache(replica, token_ids: list[int], first_page: int = 0) -> None:
-    pages = range(first_page, first_page + len(token_ids) // PAGE_SIZE)
-    lease = replica.cache.lookup(token_ids)
-    replica.cache.insert(lease, token_ids, pages)
-    replica.cache.release(lease)
+    def cache(self, index: int, token_ids: list[int]) -> None:
+        cache = self.each[index].cache
+        lease = cache.lookup(token_ids)
+        cache.insert(lease, token_ids, range(len(token_ids) // PAGE_SIZE))
+        cache.release(lease)
 
 
 def test_a_request_goes_where_the_longest_prefix_is_cached():
-    router, replicas = router_of(0, 50, 50)
-    cache(replicas[1], PREFIX[:8])
-    cache(replicas[2], PREFIX)
-    assert choose(router, replicas, [*PREFIX, 30]) == 2
-    assert choose(router, replicas, [30, *PREFIX]) == 0
+    replicas = Replicas(0, 50, 50)
+    replicas.cache(1, PREFIX[:8])
+    replicas.cache(2, PREFIX)
+    assert replicas.choose([*PREFIX, 30]) == 2
+    assert replicas.choose([30, *PREFIX]) == 0
 
 
 @pytest.mark.parametrize("is_sent", [False, True])
 @pytest.mark.parametrize(("num_tokens", "chosen"), [(4, 0), (7, 0), (8, 1), (9, 1)])
 def test_a_prefix_shorter_than_two_pages_does_not_count(num_tokens, chosen, is_sent):
-    router, replicas = router_of(0, 50)
+    replicas = Replicas(100 * is_sent, 50)
     if is_sent:
-        replicas[0].load = 100
-        assert choose(router, replicas, PREFIX[:num_tokens], 0) == 1
-        replicas[0].load = 0
+        assert replicas.choose(PREFIX[:num_tokens], 0) == 1
+        replicas.each[0].load = 0
     else:
-        cache(replicas[1], PREFIX[:num_tokens])
-    assert choose(router, replicas, [*PREFIX, 30]) == chosen
+        replicas.cache(1, PREFIX[:num_tokens])
+    assert replicas.choose([*PREFIX, 30]) == chosen
 
 
-def test_requests_with_no_prefix_in_common_share_the_load_evenly():
-    router, replicas = router_of(0, 0, 0)
+@pytest.mark.parametrize("caching", [False, True])
+def test_requests_without_a_common_prefix_share_the_load_evenly(caching):
+    replicas = Replicas(0, 0, 0, caching=caching)
     for start in range(30):
-        choose(router, replicas, [start, *PREFIX], 100 + start % 3)
-    loads = [replica.load for replica in replicas]
+        replicas.choose([start, *PREFIX] if caching else PREFIX, 100 + start % 3)
+    loads = [replica.load for replica in replicas.each]
     assert max(loads) - min(loads) <= 102
 
 
-def test_requests_that_arrive_together_follow_their_prefix():
+def test_requests_follow_their_prefix_to_a_replica_until_it_is_four_requests_ahead():
     """Nothing is cached yet: the router remembers what it sent."""
-    router, replicas = router_of(0, 0)
-    first = [choose(router, replicas, [*PREFIX, own]) for own in range(3)]
-    second = [choose(router, replicas, [40, *PREFIX, own]) for own in range(3)]
-    assert len(set(first)) == len(set(second)) == 1 and first != second
-
-
-def test_a_prefix_of_all_requests_does_not_send_them_all_to_one_replica():
-    router, replicas = router_of(0, 0, 0)
-    chosen = [choose(router, replicas, [*PREFIX, own]) for own in range(90)]
+    replicas = Replicas(0, 0, 0)
+    chosen = [replicas.choose([*PREFIX, own]) for own in range(90)]
     counts = [chosen.count(index) for index in range(3)]
     assert max(counts) - min(counts) <= 4
     assert chosen[:4] == chosen[:1] * 4
 
 
-def test_a_busy_replica_is_left_to_its_requests():
-    router, replicas = router_of(1000, 1600)
-    cache(replicas[1], PREFIX)
-    assert choose(router, replicas, [*PREFIX, 30], 100) == 0  # over a quarter more, and four ahead
-    router, replicas = router_of(1000, 1250)
-    cache(replicas[1], PREFIX)
-    assert choose(router, replicas, [*PREFIX, 30], 10) == 1
+@pytest.mark.parametrize(("load", "size", "chosen"), [(1600, 100, 0), (1250, 10, 1)])
+def test_a_replica_more_than_a_quarter_and_four_requests_ahead_gets_no_more(load, size, chosen):
+    replicas = Replicas(1000, load)
+    replicas.cache(1, PREFIX)
+    assert replicas.choose([*PREFIX, 30], size) == chosen
 
 
-def test_what_was_sent_is_forgotten_with_the_caches_and_beyond_the_size_of_a_pool():
-    router, replicas = router_of(0, 0)
-    assert choose(router, replicas, PREFIX, 10) == 0
-    router.reset()
-    assert choose(router, replicas, PREFIX, 1) == 1
+def test_sent_prompts_are_forgotten_with_the_caches_and_beyond_the_size_of_a_pool():
+    replicas = Replicas(0, 0)
+    assert replicas.choose(PREFIX, 10) == 0
+    replicas.router.reset()
+    assert replicas.choose(PREFIX, 1) == 1
     longest = list(range(100, 100 + NUM_PAGES * PAGE_SIZE))
-    assert choose(router, replicas, longest, 100) == 1  # and forgets PREFIX
-    replicas[1].load = 20
-    assert choose(router, replicas, PREFIX, 10) == 0
+    assert replicas.choose(longest, 100) == 1  # and forgets PREFIX
+    replicas.each[1].load = 20
+    assert replicas.choose(PREFIX, 10) == 0
 
 
-def test_without_a_prefix_cache_only_the_load_counts():
-    router, replicas = router_of(10, 0, caching=False)
-    assert [choose(router, replicas, PREFIX, 8) for _ in range(4)] == [1, 1, 0, 1]
-
-
-def test_the_router_leaves_the_keys_of_pages_with_the_sequence():
-    router, _ = router_of(0, 0)
-    blocks: list = []
-    for start in range(0, 16, 4):
-        content = tuple(PREFIX[start : start + 4])
-        blocks.append((chained_hash(blocks[-1][0] if blocks else 0, content), content))
-    for tokens, num_pages in [(PREFIX, 4), ([*PREFIX, 1, 2, 3], 4), (PREFIX[:-1], 3), ([1], 0)]:
-        one = sequence(tokens)
-        router.choose(one)
-        assert one.block_hashes == blocks[:num_pages]
+@pytest.mark.parametrize(
+    ("tokens", "num_pages"), [(PREFIX, 4), ([*PREFIX, 1, 2, 3], 4), (PREFIX[:-1], 3), ([1], 0)]
+)
+def test_the_router_leaves_the_keys_of_pages_with_the_sequence(tokens, num_pages):
+    one = SimpleNamespace(token_ids=tokens, block_hashes=[], request=SimpleNamespace(load=1))
+    Replicas(0, 0).router.choose(one)
+    key = 0
+    for block, start in zip(one.block_hashes, range(0, 4 * num_pages, 4), strict=True):
+        key = chained_hash(key, tuple(PREFIX[start : start + 4]))
+        assert block == (key, tuple(PREFIX[start : start + 4]))

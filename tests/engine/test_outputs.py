@@ -1,4 +1,4 @@
-"""Outputs: finish reasons, defaults, log-probabilities; the engine's counters by value."""
+"""Outputs: finish reasons, log-probabilities, what is new; the engine's counters by value."""
 
 from __future__ import annotations
 
@@ -25,13 +25,6 @@ def test_finish_reasons_are_numbers_with_the_words_of_outputs():
     assert f"{FinishReason['STOP']}" == "stop"
 
 
-def test_completions_do_not_share_lists_and_compare_by_identity():
-    one, other = CompletionOutput(index=0), CompletionOutput(index=0)
-    one.token_ids.append(3)
-    assert other.token_ids == [] and other.finish_reason is None and one != other
-    assert CompletionOutput(index=1) != CompletionOutput(index=1)
-
-
 TOKENS = [
     TokenLogprobs(3, -2.0, 5, [7, 1], [-0.5, -1.0]),
     TokenLogprobs(7, -0.5, 1, [7, 2], [-0.5, -1.5]),
@@ -39,43 +32,44 @@ TOKENS = [
 ]
 
 
-def test_logprobs_of_a_completion_read_as_a_list_of_dicts():
+@pytest.fixture
+def logprobs():
+    sequence = LogprobSequence()
+    for token in TOKENS:
+        sequence.append(token)
+    return sequence
+
+
+def test_logprobs_of_a_completion_read_as_a_list_of_dicts(logprobs):
     wanted = [
         {3: Logprob(-2.0, 5), 7: Logprob(-0.5, 1), 1: Logprob(-1.0, 2)},
         {7: Logprob(-0.5, 1), 2: Logprob(-1.5, 2)},
         {2: Logprob(-0.25, 1), 7: Logprob(-3.0, 2)},
     ]
-    logprobs = LogprobSequence()
-    for token in TOKENS:
-        logprobs.append(token)
     assert logprobs == wanted and [*map(list, logprobs)] == [*map(list, wanted)]
     assert repr(logprobs) == repr(wanted) and len(logprobs) == 3
     assert [logprobs.token(index) for index in range(3)] == TOKENS
     assert logprobs[-1] == wanted[2] and logprobs[1:] == wanted[1:]
-    assert logprobs[::-2] == wanted[::-2]
-    parts = logprobs[:1]
-    parts.extend(logprobs[1:])
-    assert parts == logprobs and logprobs[3:] == LogprobSequence() == []
-    assert parts != wanted[:2] and parts != 3
+    assert logprobs[::-2] == wanted[::-2] and logprobs[3:] == LogprobSequence() == []
+    assert logprobs[:1] != wanted[:2] and logprobs != 3
     with pytest.raises(IndexError):
         logprobs[3]
 
 
-def test_what_is_new_of_a_completion_joins_to_the_whole():
-    logprobs = LogprobSequence()
-    for token in TOKENS:
-        logprobs.append(token)
+def test_new_parts_of_a_completion_join_to_the_completion(logprobs):
     ends = dict(cumulative_logprob=-2.75, finish_reason="stop", stop_reason="x")
-    whole = CompletionOutput(index=4, text="abcde", token_ids=[3, 7, 2], logprobs=logprobs, **ends)
-    new = whole.since(1, 2)
+    completion = CompletionOutput(
+        index=4, text="abcde", token_ids=[3, 7, 2], logprobs=logprobs, **ends
+    )
+    new = completion.since(1, 2)
     assert (new.index, new.text, new.token_ids) == (4, "cde", [7, 2])
     assert new.logprobs == logprobs[1:] and new.finish_reason == "stop" and new.stop_reason == "x"
     first = CompletionOutput(index=4, text="ab", token_ids=[3], logprobs=logprobs[:1])
     first.add(new)
-    assert vars(first) == vars(whole)
+    assert vars(first) == vars(completion)
 
 
-def ended(*outputs, first, finish, arrival=0.0, cached=0) -> Request:
+def ended(*outputs, first, finish, **values) -> Request:
     """A request whose outputs have these finish reasons and numbers of tokens."""
     request = Request(
         request_id="0",
@@ -85,16 +79,14 @@ def ended(*outputs, first, finish, arrival=0.0, cached=0) -> Request:
         seed=0,
         priority=0,
         max_len=9,
-        num_cached_tokens=cached,
-        arrival_time=arrival,
         first_token_time=first,
         finish_time=finish,
+        **(dict(arrival_time=0.0) | values),
     )
-    for index, (reason, num_tokens) in enumerate(outputs):
-        tokens = list(range(num_tokens))
-        request.outputs.append(
-            CompletionOutput(index=index, token_ids=tokens, finish_reason=reason)
-        )
+    request.outputs += [
+        CompletionOutput(index=index, token_ids=[0] * num_tokens, finish_reason=reason)
+        for index, (reason, num_tokens) in enumerate(outputs)
+    ]
     return request
 
 
@@ -102,35 +94,34 @@ NOW = dict(num_waiting=1, num_running=2, num_preemptions=3, compilations=4, num_
 NOW |= dict(kv_cache_dtype="int8", pool_bytes=5, num_shared_pages=6)
 
 
+def assert_stats(stats, **wanted):
+    assert {name: getattr(stats, name) for name in wanted} == pytest.approx(wanted)
+
+
 def test_requests_are_counted_by_how_they_ended_and_timed_by_their_tokens():
     counters = Counters(computed_tokens=7, generated_tokens=8, num_steps=9, num_calls=2)
     for request in (
-        ended(("length", 5), arrival=10.0, first=12.0, finish=20.0, cached=3),
+        ended(("length", 5), arrival_time=10.0, first=12.0, finish=20.0, num_cached_tokens=3),
         ended(("stop", 2), ("length", 3), first=4.0, finish=5.0),
         ended(("stop", 1), first=3.0, finish=3.0),  # one token takes no time after the first
         ended(("abort", 0), first=None, finish=9.0),
-        ended(("stop", 2), ("abort", 1), first=1.0, finish=3.0, cached=1),
+        ended(("stop", 2), ("abort", 1), first=1.0, finish=3.0, num_cached_tokens=1),
         ended(("abort", 0), ("error", 0), first=None, finish=9.0),
     ):
         counters.count_request(request)
     stats = counters.snapshot(**NOW)
-    assert {name: getattr(stats, name) for name in NOW} == NOW
-    assert (stats.num_finished, stats.num_aborted, stats.num_failed) == (3, 2, 1)
-    assert (stats.prompt_tokens, stats.cached_tokens) == (24, 4)
-    assert stats.cache_hit_rate == 4 / 24
-    assert (stats.computed_tokens, stats.generated_tokens) == (7, 8)
-    assert (stats.num_steps, stats.num_calls) == (9, 2)
+    assert_stats(stats, **NOW, num_finished=3, num_aborted=2, num_failed=1, num_calls=2)
+    assert_stats(stats, prompt_tokens=24, cached_tokens=4, cache_hit_rate=4 / 24, num_steps=9)
+    assert_stats(stats, computed_tokens=7, generated_tokens=8)
     # From arrival to the first token 1, 2, 3, 4 s; to the end 3, 3, 5, 10 s; a token 0.5, 2, 2 s.
-    assert stats.ttft_p50 == 2.5 and stats.ttft_p99 == pytest.approx(3.97)
-    assert stats.latency_p50 == 4.0 and stats.latency_p99 == pytest.approx(9.85)
-    assert stats.tpot_p50 == 2.0 and stats.tpot_p99 == 2.0
-    nothing = Counters().snapshot(**NOW)
-    assert nothing.cache_hit_rate == nothing.latency_p99 == nothing.pages_used == 0.0
+    assert_stats(stats, ttft_p50=2.5, ttft_p99=3.97, latency_p50=4.0, latency_p99=9.85)
+    assert_stats(stats, tpot_p50=2.0, tpot_p99=2.0)
+    assert_stats(Counters().snapshot(**NOW), cache_hit_rate=0, latency_p99=0, pages_used=0)
 
 
-def counters_of_pages(*calls) -> Counters:
+def counters_of_pages(*calls, **values) -> Counters:
     """Of calls with these free, cached and empty numbers, in a pool of 10 pages of 4 tokens."""
-    counters = Counters(num_free_pages=10)
+    counters = Counters(num_free_pages=10, **values)
     for free, cached, empty in calls:
         counters.count_pages(
             num_pages=10, num_free=free, num_cached=cached, num_empty=empty, page_size=4
@@ -139,25 +130,22 @@ def counters_of_pages(*calls) -> Counters:
 
 
 def test_pages_are_counted_in_the_mean_over_calls_that_hold_some():
-    counters = counters_of_pages((4, 2, 3), (1, 1, 8), (6, 2, 2), (7, 3, 0))
-    stats = counters.snapshot(**NOW)
-    assert (stats.num_free_pages, stats.num_cached_pages) == (7, 3)
-    assert stats.pages_used == pytest.approx((0.4 + 0.8 + 0.2) / 3)
-    assert stats.peak_pages_used == 0.8
-    assert stats.pool_utilization == pytest.approx((13 / 16 + 24 / 32 + 6 / 8) / 3)
+    stats = counters_of_pages((4, 2, 3), (1, 1, 8), (6, 2, 2), (7, 3, 0)).snapshot(**NOW)
+    assert_stats(stats, num_free_pages=7, num_cached_pages=3)
+    assert_stats(stats, pages_used=(0.4 + 0.8 + 0.2) / 3, peak_pages_used=0.8)
+    assert_stats(stats, pool_utilization=(13 / 16 + 24 / 32 + 6 / 8) / 3)
 
 
 def test_counters_of_replicas_add_up():
     """Means are over the calls of all replicas, percentiles over all their requests."""
-    one, other = counters_of_pages((4, 2, 3), (1, 1, 8)), counters_of_pages((8, 0, 4))
-    one.count_request(ended(("length", 3), first=1.0, finish=3.0, cached=2))
+    one = counters_of_pages((4, 2, 3), (1, 1, 8))
+    other = counters_of_pages((8, 0, 4), num_calls=3, num_steps=4)
+    one.count_request(ended(("length", 3), first=1.0, finish=3.0, num_cached_tokens=2))
     other.count_request(ended(("error", 3), first=3.0, finish=7.0))
-    other.num_calls, other.num_steps = 3, 4
     stats = Counters.sum([one, other]).snapshot(**NOW)
-    assert (stats.num_finished, stats.num_failed, stats.num_calls, stats.num_steps) == (1, 1, 3, 4)
-    assert (stats.prompt_tokens, stats.cached_tokens) == (8, 2)
-    assert (stats.num_free_pages, stats.num_cached_pages) == (9, 1)
-    assert stats.pages_used == pytest.approx((0.4 + 0.8 + 0.2) / 3) and stats.peak_pages_used == 0.8
-    assert stats.pool_utilization == pytest.approx((13 / 16 + 24 / 32 + 4 / 8) / 3)
-    assert (stats.ttft_p50, stats.tpot_p50, stats.latency_p50) == (2.0, 1.5, 5.0)
+    assert_stats(stats, num_finished=1, num_failed=1, num_calls=3, num_steps=4)
+    assert_stats(stats, prompt_tokens=8, cached_tokens=2, num_free_pages=9, num_cached_pages=1)
+    assert_stats(stats, pages_used=(0.4 + 0.8 + 0.2) / 3, peak_pages_used=0.8)
+    assert_stats(stats, pool_utilization=(13 / 16 + 24 / 32 + 4 / 8) / 3)
+    assert_stats(stats, ttft_p50=2.0, tpot_p50=1.5, latency_p50=5.0)
     assert Counters.sum([one]) is one

@@ -87,15 +87,17 @@ def test_a_replica_more_than_a_quarter_and_four_requests_ahead_gets_no_more(load
     assert replicas.choose([*PREFIX, 30], size) == chosen
 
 
-def test_sent_prompts_are_forgotten_with_the_caches_and_beyond_the_size_of_a_pool():
+def test_the_newest_sent_prompts_are_remembered_up_to_the_size_of_a_pool_or_a_reset():
     replicas = Replicas(0, 0)
     assert replicas.choose(PREFIX, 10) == 0
     replicas.router.reset()
-    assert replicas.choose(PREFIX, 1) == 1
-    longest = list(range(100, 100 + NUM_PAGES * PAGE_SIZE))
-    assert replicas.choose(longest, 100) == 1  # and forgets PREFIX
-    replicas.each[1].load = 20
-    assert replicas.choose(PREFIX, 10) == 0
+    assert replicas.choose(PREFIX, 5) == 1
+    fresh = iter(range(100, 2000))
+    for num_pages in (NUM_PAGES - 4, 4, NUM_PAGES):  # sent to replica 1 between the prefix
+        replicas.each[1].load = 5
+        assert replicas.choose([next(fresh) for _ in range(num_pages * PAGE_SIZE)], 10) == 1
+        replicas.each[1].load = 20
+        assert replicas.choose(PREFIX, 10) == (num_pages < NUM_PAGES)
 
 
 @pytest.mark.parametrize(

@@ -7,81 +7,75 @@ from itertools import product
 import numpy as np
 import pytest
 
-from pallas_paged.engine.kv_cache_manager import TableUpdate
 from pallas_paged.engine.scheduler_output import SchedulerOutput
 from pallas_paged.engine.sequence import Sequence
 from pallas_paged.prefix_cache import PrefixCache, chained_hash
 from tests.support.marks import slow
-from tests.support.scheduler_host import (
-    Host,
-    make_sequence,
-    token_at,
-    with_followers,
-)
+from tests.support.scheduler_host import Host, make_sequence, token_at, with_followers
 
-SEVERAL = dict(num_pages=64, num_steps=8)
 NOTHING = dict(attachments=[], forks=[], decodes=[], resumed=[], chunks=[], num_steps=1)
 
 
 def test_an_idle_scheduler_schedules_nothing():
-    assert Host.of().schedule() == SchedulerOutput(**NOTHING)
+    assert Host().schedule() == SchedulerOutput(**NOTHING)
 
 
 def test_prompts_share_the_batched_tokens_in_the_order_of_arrival():
-    host = Host.of(max_num_batched_tokens=10)
-    one, two, three = make_sequence(0, 7), make_sequence(1, 8), make_sequence(2, 3)
-    host.add(one, two, three)
-    chunks = host.step().chunks
-    assert [(x.sequence, len(x.token_ids), x.is_last) for x in chunks] == [
-        (one, 7, True),
-        (two, 3, False),
-    ]
-    scheduled = host.step()  # the first decodes before its first token is read
-    assert [decode.sequence for decode in scheduled.decodes] == [one]
-    assert [(x.sequence, x.start, len(x.token_ids), x.is_last) for x in scheduled.chunks] == [
-        (two, 3, 5, True),
-        (three, 0, 3, True),
-    ]
-    assert scheduled.chunks[0].token_ids == two.token_ids[3:8]
-
-
-def test_no_sequence_starts_without_tokens_left_for_it():
-    one, two = make_sequence(0, 6), make_sequence(1, 3)
-    host = Host.of(one, two, max_num_batched_tokens=6)
-    host.step()
-    assert (one.num_starts, two.num_starts) == (1, 0)
-    host.step()
-    assert two.num_starts == 1
+    one, two, three, four = each = [make_sequence(i, n) for i, n in enumerate((7, 8, 4, 3))]
+    host = Host(*each, max_num_batched_tokens=10)
+    for parts in ([(one, 7, True), (two, 3, False)], [(two, 5, True), (three, 4, True)]):
+        scheduled = host.step()
+        assert [(x.sequence, len(x.token_ids), x.is_last) for x in scheduled.chunks] == parts
+    # The first decodes before its first token is read.
+    assert [decode.sequence for decode in scheduled.decodes] == [one] and four.num_starts == 0
     host.run()
 
 
-def test_the_cache_is_not_asked_again_while_the_head_of_the_queue_cannot_start():
-    host = Host.of(
-        make_sequence(0, 8, new=12), make_sequence(1, 28, new=4), caching=True, num_pages=8
-    )
+def blocked(**options) -> tuple[Host, Sequence, Sequence]:
+    """A queue whose head finds too few pages beside a running sequence."""
+    first, large = make_sequence(0, 8, new=12), make_sequence(1, 28, new=4)
+    host = Host(first, large, num_pages=8, **options)
+    host.step()
+    return host, first, large
+
+
+def test_requests_wait_behind_one_without_pages_unless_their_priority_is_smaller():
+    host, first, large = blocked(caching=True)
+    small = make_sequence(2, 1, new=2)
+    host.add(small)
     host.step()
     before = host.cache.num_query_tokens
     host.step()
-    assert host.cache.num_query_tokens == before
+    assert host.cache.num_query_tokens == before  # the cache is not asked again
+    for _ in range(4):
+        host.step()
+    assert large.num_starts == small.num_starts == 0 and not first.finished
+    urgent = make_sequence(3, 1, new=2, priority=-1)
+    host.add(urgent)
+    host.step()
+    assert (urgent.num_starts, large.num_starts, small.num_starts) == (1, 0, 0)
+    host.run()
+    assert large.finished and small.finished
+
+
+def test_the_next_request_is_considered_when_the_head_of_the_queue_leaves():
+    host, _, large = blocked()
+    small = make_sequence(2, 1, new=2)
+    host.add(small)
+    host.step()
+    host.end(large, "abort")
+    host.step()
+    assert (large.num_starts, small.num_starts) == (0, 1)
     host.run()
 
 
 def test_a_request_starts_when_a_window_has_left_enough_pages():
     """Only the report of a call says so: no sequence ends, and nothing is cached."""
     first, second = make_sequence(0, 28, new=30), make_sequence(1, 16, new=2)
-    host = Host.of(first, second, num_pages=9, sliding_window=6)
+    host = Host(first, second, num_pages=9, sliding_window=6)
     starts = [(host.step(), second.num_starts)[1] for _ in range(6)]
     assert starts[:2] == [0, 0] and starts[-1] == 1 and not first.finished
     host.run()
-
-
-def test_an_eviction_takes_the_pages_of_a_step_of_all_slots_at_once():
-    host = Host.of(make_sequence(0, 32, new=1), caching=True, num_pages=8, max_num_seqs=8)
-    host.run()
-    assert host.scheduler.pages.num_evictable == 8
-    host.add(make_sequence(1, 4, new=1))
-    host.run()
-    assert host.scheduler.pages.num_evictable == 8 - 3 + 1  # one is missing, two are spare
 
 
 @pytest.mark.parametrize(
@@ -90,138 +84,55 @@ def test_an_eviction_takes_the_pages_of_a_step_of_all_slots_at_once():
 def test_a_sequence_with_a_window_holds_the_pages_of_a_chunk_and_of_the_window(
     num_tokens, num_pages
 ):
-    pages = Host.of(sliding_window=6).scheduler.pages  # 6 + 16 tokens, on a page more
+    pages = Host(sliding_window=6).scheduler.pages  # 6 + 16 tokens, on a page more
     assert pages.pages_of(num_tokens) == num_pages
-    assert Host.of().scheduler.pages.pages_of(num_tokens) == -(-num_tokens // 4)
+    assert Host().scheduler.pages.pages_of(num_tokens) == -(-num_tokens // 4)
 
 
-def test_an_update_is_true_if_there_is_anything_to_do():
-    assert not TableUpdate()
-    assert all(TableUpdate(**{name: [0]}) for name in ("retained", "freed", "released"))
-
-
-def test_calls_stay_within_the_batched_tokens():
-    host = Host.of(max_num_batched_tokens=6, num_pages=64)
-    host.add(*(make_sequence(number, 1 + number % 7) for number in range(12)))
-    sizes = [len(x.decodes) + sum(len(y.token_ids) for y in x.chunks) for x in host.run()]
-    assert max(sizes) == 6
-
-
-def test_a_sequence_stops_decoding_after_its_last_token():
-    host = Host.of()
-    one = make_sequence(0, 3, new=2)
-    host.add(one)
-    assert [len(x.decodes) for x in host.run()] == [0, 1, 0]  # the last call only reads results
-    assert one.token_ids[3:] == [1003, 1004] and one.output.finish_reason == "length"
-
-
-def test_no_request_overtakes_the_head_of_the_queue():
-    """A large prompt waits for pages; later small prompts would fit but wait behind it."""
-    host = Host.of(num_pages=8)
-    first, large = make_sequence(0, 8, new=12), make_sequence(1, 28, new=4)
-    small = make_sequence(2, 1, new=2)
-    host.add(first, large, small)
-    while not first.finished:
-        host.step()
-        assert large.num_starts == small.num_starts == 0 or first.finished
-    host.run()
-    assert large.finished and small.finished
-
-
-def test_a_request_with_a_smaller_priority_goes_before_the_head_of_the_queue():
-    host = Host.of(num_pages=8)
-    first, large = make_sequence(0, 8, new=12), make_sequence(1, 28, new=4)
-    urgent = make_sequence(2, 1, new=2, priority=-1)
-    host.add(first, large, urgent)
-    host.step()
-    assert urgent.num_starts == 1 and large.num_starts == 0
-    host.run()
-
-
-def test_a_stream_of_small_requests_does_not_starve_a_large_one():
-    host = Host.of(num_pages=8)
-    large = make_sequence(2, 24, new=8)
-    host.add(make_sequence(0, 4), make_sequence(1, 4), large)
-    for number in range(3, 60):
-        host.add(make_sequence(number, 2, new=4))
-        host.step()
-    assert large.finished
-
-
-@pytest.mark.parametrize(("watermark", "num_starts"), [(0, 1), (1, 1), (2, 0)])
+@pytest.mark.parametrize(("watermark", "num_starts"), [(0, 1), (1, 1), (2, 0), (4, 0)])
 def test_the_watermark_stays_free_when_requests_are_running(watermark, num_starts):
-    host = Host.of(num_pages=5, watermark=watermark)
-    first, second = make_sequence(0, 8), make_sequence(1, 8)
-    host.add(first, second)  # two pages each; one stays free
+    """Two pages each of five; one stays free. The first starts in any case."""
+    each = first, second = make_sequence(0, 8), make_sequence(1, 8)
+    host = Host(*each, num_pages=5, watermark=watermark)
     host.step()
     assert (first.num_starts, second.num_starts) == (1, num_starts)
 
 
-def test_the_watermark_does_not_apply_to_a_request_alone():
-    host = Host.of(num_pages=4, watermark=3)
-    one = make_sequence(0, 9, new=7)
-    host.add(one)
-    host.run()
-    assert one.finished
-
-
-def test_the_newest_is_preempted_and_recomputed():
-    host = Host.of(num_pages=6)
-    each = [make_sequence(number, 4, new=14) for number in range(3)]
-    host.add(*each)
+def test_the_newest_is_preempted_and_recomputed_before_later_requests():
+    each = [*(make_sequence(number, 4, new=14) for number in range(3)), make_sequence(3, 20, new=1)]
+    host = Host(*each, num_pages=6)
     while not host.scheduler.num_preemptions:
         host.step()
-    assert [one.num_starts for one in each] == [1, 1, 1] and [*host.scheduler.waiting] == each[2:]
+    assert [one.num_starts for one in each] == [1, 1, 1, 0]
+    assert [*host.scheduler.waiting] == each[2:]
     last = each[2]
     assert last.slot is None and last.pages == [] and len(last.token_ids) > 4
-    length = len(last.token_ids)
-    schedules = host.run()
+    tokens = last.token_ids[:]
+    chunks = [x for scheduled in host.run() for x in scheduled.chunks if x.sequence is last]
+    assert chunks[0].token_ids == tokens
     assert each[0].request.num_preemptions == 0 and last.request.num_preemptions >= 1
-    again = [x for scheduled in schedules for x in scheduled.chunks if x.sequence is last]
-    assert again[0].token_ids == last.token_ids[:length]
-    assert [one.token_ids[4:] for one in each] == [[1004 + i for i in range(14)]] * 3
+    assert [one.token_ids[4:] for one in each[:3]] == [[1004 + i for i in range(14)]] * 3
 
 
-def test_a_preempted_request_is_served_before_later_ones():
-    host = Host.of(num_pages=6)
-    each = [*(make_sequence(number, 4, new=14) for number in range(3)), make_sequence(3, 20, new=1)]
-    host.add(*each)
-    while not host.scheduler.num_preemptions:
-        host.step()
-    assert [*host.scheduler.waiting] == each[2:]
+def test_cached_pages_are_evicted_before_any_preemption_with_some_spare():
+    host = Host(make_sequence(0, 32, new=1), caching=True, num_pages=8, max_num_seqs=8)
     host.run()
-
-
-def test_the_next_request_is_considered_when_the_head_leaves():
-    host = Host.of(num_pages=8)
-    first, large = make_sequence(0, 8, new=12), make_sequence(1, 28, new=4)
-    small = make_sequence(2, 1, new=2)
-    host.add(first, large, small)
-    host.step()
-    host.end(large, "abort")
-    host.step()
-    assert (large.num_starts, small.num_starts) == (0, 1)
+    assert host.scheduler.pages.num_evictable == 8
+    host.add(make_sequence(1, 4, new=1))
     host.run()
-
-
-def test_cached_pages_are_evicted_before_any_preemption():
-    host = Host.of(num_pages=6, caching=True)
-    host.add(make_sequence(0, 12, new=1))
-    host.run()
-    assert host.scheduler.pages.num_evictable == 3
-    each = [make_sequence(1, 8, new=4), make_sequence(2, 8, new=4)]
+    assert host.scheduler.pages.num_evictable == 8 - 3 + 1  # one is missing, two are spare
+    each = [make_sequence(i, 8, new=4) for i in (2, 3)]
     host.add(*each)
     host.run()
     assert host.scheduler.num_preemptions == 0 and all(one.finished for one in each)
 
 
 def test_a_cached_prefix_is_attached_and_not_computed():
-    host = Host.of(caching=True)
     prompt = list(range(12))
-    host.add(make_sequence(0, 0, new=1, prompt=prompt))
+    host = Host(make_sequence(0, new=1, prompt=prompt), caching=True)
     host.run()
     prompts = [prompt, [*prompt, 50], [*prompt[:4], 99, *prompt[5:]]]
-    each = [make_sequence(1 + i, 0, prompt=one) for i, one in enumerate(prompts)]
+    each = [make_sequence(1 + i, prompt=one) for i, one in enumerate(prompts)]
     host.add(*each)
     scheduled = host.step()
     assert [len(pages) for _, pages in scheduled.attachments] == [2, 3, 1]
@@ -232,42 +143,34 @@ def test_a_cached_prefix_is_attached_and_not_computed():
 
 def test_a_request_starts_when_its_prefix_is_cached_meanwhile():
     """It was too large for the free pages while the pages of its prefix were not known."""
-    host = Host.of(num_pages=13, caching=True)
-    prompt = list(range(30))
-    first = make_sequence(0, 0, new=20, prompt=prompt)
-    second = make_sequence(1, 0, new=3, prompt=[*prompt[:28], 33, 34, 35])
-    host.add(first, second)
-    schedules = 0
-    while not second.num_starts:
+    first = make_sequence(0, new=20, prompt=range(30))
+    second = make_sequence(1, new=3, prompt=[*range(28), 33, 34, 35])
+    host = Host(first, second, num_pages=13, caching=True)
+    for _ in range(4):
         host.step()
-        schedules += 1
-    assert schedules <= 4
+    assert second.num_starts == 1
     host.run()
 
 
 @pytest.mark.parametrize("length", [1, 2, 4, 5, 7])
 @pytest.mark.parametrize("caching", [False, True])
 def test_followers_are_forked_and_the_prompt_is_computed_once(length, caching):
-    host = Host.of(caching=caching)
     leader = make_sequence(0, length)
-    others = with_followers(leader, 3)
-    host.add(leader)
-    schedules = host.run()
+    each = [leader, *with_followers(leader, 3)]
+    schedules = Host(leader, caching=caching).run()
     assert [pair for x in schedules for pair in x.forks] == [(0, 1), (0, 2), (0, 3)]
-    chunks = [chunk for x in schedules for chunk in x.chunks]
-    assert sum(len(chunk.token_ids) for chunk in chunks) == length - 1
+    assert sum(len(y.token_ids) for x in schedules for y in x.chunks) == length - 1
     resumed = [one for x in schedules for one in x.resumed]  # each decodes from its last token
-    assert sorted(one.order for one in resumed) == [one.order for one in (leader, *others)]
-    for one in (leader, *others):
+    assert sorted(one.order for one in resumed) == [one.order for one in each]
+    for one in each:
         assert one.token_ids[length:] == [token_at(one, length + i) for i in range(8)]
 
 
 def test_followers_without_a_page_for_their_copy_wait_and_attach():
     """Each follower needs a copy of the prompt's partial page, and no page is free."""
-    host = Host.of(num_pages=3, caching=True)
     leader = make_sequence(0, 10, new=2)
     (other,) = with_followers(leader, 1)
-    host.add(leader)
+    host = Host(leader, num_pages=3, caching=True)
     schedules = host.run()
     assert not any(x.forks for x in schedules)
     assert [len(pages) for x in schedules for _, pages in x.attachments] == [2]
@@ -277,10 +180,9 @@ def test_followers_without_a_page_for_their_copy_wait_and_attach():
 @pytest.mark.parametrize("caching", [False, True])
 def test_a_preempted_leader_keeps_its_followers(caching):
     """The prompt is computed in two chunks; between them its pages go to another sequence."""
-    host = Host.of(caching=caching, max_num_batched_tokens=6)
     first, leader = make_sequence(0, 2, new=14), make_sequence(1, 13, new=2)
     others = with_followers(leader, 2)
-    host.add(first, leader)
+    host = Host(first, leader, caching=caching, max_num_batched_tokens=6)
     host.step()
     host.step()
     assert leader.slot is not None and leader.num_to_prefill > 0
@@ -295,11 +197,9 @@ def test_a_preempted_leader_keeps_its_followers(caching):
 
 def test_a_fork_is_kept_when_its_next_token_has_no_page():
     """At a page border the fork itself needs no page, but the next token does."""
-    host = Host.of(num_pages=3)
-    leader, blocker = make_sequence(0, 5, new=2), make_sequence(1, 8, new=2)
+    leader, blocker = make_sequence(0, 5, new=2), make_sequence(1, 8, new=2, is_beam=True)
     (other,) = with_followers(leader, 1)
-    blocker.is_beam = True
-    host.add(leader, blocker)
+    host = Host(leader, blocker, num_pages=3)
     schedules = [host.step() for _ in range(3)]
     assert schedules[2] == SchedulerOutput(**NOTHING | {"forks": [(0, 1)]})
     while not (leader.finished and other.finished):
@@ -313,40 +213,36 @@ def test_a_fork_is_kept_when_its_next_token_has_no_page():
 def test_a_follower_is_forked_if_a_slot_is_free_by_then():
     first, leader = make_sequence(0, 2, new=1), make_sequence(1, 20, new=2)
     others = with_followers(leader, 3)
-    host = Host.of(first, leader)
+    host = Host(first, leader)
     host.step()
     assert [one.slot for one in others] == [2, 3, None] and leader.slot == 1
     assert [pair for x in host.run() for pair in x.forks] == [(1, 2), (1, 3), (1, 0)]
 
 
-def branched(host: Host, parent: Sequence) -> Sequence:
-    """A beam that takes another token than the one that its parent takes."""
-    parent.token_ids.append(7)
-    child = with_followers(make_sequence(parent.request.number, 0, prompt=parent.token_ids), 1)[0]
-    child.request, child.leader, child.is_beam = parent.request, None, True
-    child.token_ids[-1] = 8
-    host.scheduler.branch(parent, child)
-    host.scheduler.resume(parent)
-    return child
-
-
 @pytest.mark.parametrize("is_preempted", [False, True])
 def test_a_branch_shares_the_full_pages_of_its_parent(is_preempted):
     """A child whose parent has lost its pages is computed by itself, from those of the cache."""
-    parent = make_sequence(0, 7, new=20)
-    parent.is_beam = True
-    host = Host.of(parent, caching=True)
+    parent = make_sequence(0, 7, new=20, is_beam=True)
+    host = Host(parent, caching=True)
+
+    def choose(token: int) -> None:
+        parent.token_ids.append(token)
+        host.scheduler.resume(parent)
+
     for token in (5, 6):
         host.step()
         host.drain()
-        parent.token_ids.append(token)
-        host.scheduler.resume(parent)
+        choose(token)
     host.step()  # computes the ninth token
     host.drain()
     if is_preempted:
         host.scheduler.preempt_all()
         assert not host.scheduler.waiting  # its next token is not chosen
-    child = branched(host, parent)
+    (child,) = with_followers(parent, 1)  # becomes a beam that takes another token
+    parent.followers, child.leader, child.is_beam = [], None, True
+    child.token_ids = [*parent.token_ids, 8]
+    host.scheduler.branch(parent, child)
+    choose(7)
     scheduled = host.step()
     forks, attachments = ([], [2, 2]) if is_preempted else ([(0, 1)], [])
     assert scheduled.forks == forks
@@ -370,7 +266,7 @@ def test_pages_of_a_fork_that_a_leader_caches_at_its_end_are_not_counted_as_free
     leader.request.score_start = 1
     (other,) = with_followers(leader, 1)
     other.max_len = 28
-    host = Host.of(leader, caching=True, num_pages=10)
+    host = Host(leader, caching=True, num_pages=10)
     while not leader.finished:
         host.step()
     host.add(make_sequence(1, 16, new=12))
@@ -378,11 +274,9 @@ def test_pages_of_a_fork_that_a_leader_caches_at_its_end_are_not_counted_as_free
 
 
 def test_a_request_with_more_samples_than_free_slots_blocks_no_other():
-    host = Host.of(num_pages=64)
-    first, leader, last = (make_sequence(number, 2, new=20) for number in range(3))
+    first, leader, last = (make_sequence(i, 2, new=new) for i, new in enumerate((20, 20, 3)))
     others = with_followers(leader, 5)
-    last.max_len = 5
-    host.add(first)
+    host = Host(first, num_pages=64)
     host.step()
     host.add(leader, last)
     host.step()
@@ -391,45 +285,25 @@ def test_a_request_with_more_samples_than_free_slots_blocks_no_other():
     assert all(one.finished for one in (first, leader, last, *others))
 
 
-@pytest.mark.parametrize("num_running", [1, 4])
-@pytest.mark.parametrize("num_steps", [1, 7, 32])
+@pytest.mark.parametrize(("num_running", "num_steps"), [(1, 1), (1, 7), (4, 7), (4, 32)])
 def test_calls_that_only_decode_take_several_steps(num_running, num_steps):
-    host = Host.of(num_pages=64, num_steps=num_steps)
-    host.add(*(make_sequence(number, 4, new=20) for number in range(num_running)))
-    schedules = host.run()
-    decoding = [x for x in schedules if x.decodes]
+    each = [make_sequence(number, 4, new=20) for number in range(num_running)]
+    decoding = [x for x in Host(*each, num_pages=64, num_steps=num_steps).run() if x.decodes]
     assert max(x.num_steps for x in decoding) == num_steps
     assert len(decoding) <= -(-19 // num_steps) + num_running
 
 
-def test_calls_take_one_step_while_a_request_waits():
-    host = Host.of(num_pages=64, max_num_seqs=1, num_steps=8)
-    one, two = make_sequence(0, 4, new=9), make_sequence(1, 4, new=9)
-    host.add(one, two)
-    while not one.finished:
-        assert host.step().num_steps == 1
-    host.run()
-
-
 def test_a_call_takes_half_of_the_steps_until_the_pages_suffice():
     """32 steps are 13 tokens of each sequence and 8 pages, 8 steps are 4 pages."""
-    host = Host.of(*(make_sequence(i, 4, new=14) for i in range(2)), num_pages=6, num_steps=32)
+    host = Host(*(make_sequence(i, 4, new=14) for i in range(2)), num_pages=6, num_steps=32)
     assert [host.step().num_steps for _ in range(2)] == [1, 8]
     host.run()
 
 
-def test_calls_take_fewer_steps_where_the_pages_do_not_suffice():
-    host = Host.of(num_pages=5, num_steps=32)
-    host.add(make_sequence(0, 4, new=14), make_sequence(1, 4, new=6))
-    steps = {x.num_steps for x in host.run() if x.decodes}
-    assert len(steps) > 1 and host.scheduler.num_preemptions <= 1
-
-
 def test_a_call_that_ends_early_returns_the_pages_of_its_other_steps():
-    host = Host.of(num_pages=16, num_steps=32)
     long, short = make_sequence(0, 4, new=40), make_sequence(1, 4, new=40)
     short.stop_token_ids = {token_at(short, 9)}
-    host.add(long, short)
+    host = Host(long, short, num_steps=32)
     while not short.finished:
         host.step()
     host.drain()
@@ -441,34 +315,23 @@ def test_a_call_that_ends_early_returns_the_pages_of_its_other_steps():
     assert len(long.token_ids) == 44 and len(short.token_ids) == 10
 
 
-def test_no_sequence_computes_more_tokens_than_were_scheduled():
-    """The call in flight ends early, so the second sequence has more left than the host thinks."""
-    host = Host.of(num_pages=64, num_steps=9)
-    one, two, three = (make_sequence(i, 4, new=new) for i, new in enumerate((40, 12, 40)))
-    three.stop_token_ids = {token_at(three, 6)}
-    host.add(one, two, three)
-    host.run()
-
-
 @pytest.mark.parametrize("num_stops", [1, 2])
 def test_free_pages_are_never_overcounted_after_calls_that_end_early(num_stops):
     """Long sequences go on beside some that stop early, at all distances from a page border."""
     for stop, num_steps, length in product(range(1, 9), (2, 3, 4, 7, 9), range(4, 8)):
-        sizes = dict(num_pages=256, max_num_seqs=8, max_num_batched_tokens=60)
-        host = Host.of(**sizes, num_steps=num_steps)
-        host.add(*(make_sequence(number, length, new=60) for number in range(3)))
+        each = [make_sequence(number, length, new=60) for number in range(3)]
         for number in range(num_stops):
             one = make_sequence(10 + number, 4, new=60)
             one.stop_token_ids = {token_at(one, 4 + stop + number)}
-            host.add(one)
-        host.run()
+            each.append(one)
+        sizes = dict(num_pages=256, max_num_seqs=8, max_num_batched_tokens=60)
+        Host(*each, **sizes, num_steps=num_steps).run()
 
 
 def test_an_ended_sequence_leaves_no_trace():
-    host = Host.of(caching=True)
     waiting, running, leader = make_sequence(9, 4), make_sequence(0, 9), make_sequence(1, 9)
     others = with_followers(leader, 2)
-    host.add(running, leader, waiting)
+    host = Host(running, leader, waiting, caching=True)
     host.step()
     for one in (waiting, leader, running, *others):
         host.end(one, "abort")
@@ -485,42 +348,34 @@ HASHES = {
 }
 
 
+@pytest.mark.parametrize("hashing", HASHES)
+@pytest.mark.parametrize("num_pages", [6, 9, 20])
 @pytest.mark.parametrize(
-    ("num_pages", "hashing", "num_steps", "window", "num_requests"),
-    [
-        *((pages, hashing, 1, None, 60) for pages in (6, 9, 20) for hashing in HASHES),
-        *((pages, hashing, 9, None, 60) for pages in (6, 9, 20) for hashing in HASHES),
-        *((pages, hashing, 9, 3, 60) for pages in (6, 9, 20) for hashing in HASHES),
-        *slow((pages, hash_, 40, None, 750) for pages in (6, 9, 20) for hash_ in HASHES),
-    ],
+    ("num_steps", "window", "num_requests"),
+    [(1, None, 60), (9, None, 60), (9, 3, 60), *slow([(40, None, 750)])],
 )
 def test_random_requests(num_pages, hashing, num_steps, window, num_requests):
     """Arrivals, lengths, shared prefixes, samples, stops, priorities, aborts, emptied caches."""
     rng = np.random.default_rng([num_pages, num_steps])
     hash_page = HASHES[hashing]
-    cache = hash_page and PrefixCache(page_size=4, hash_page=hash_page)
-    host = Host.of(
+    host = Host(
         num_pages=num_pages,
-        cache=cache,
+        cache=hash_page and PrefixCache(page_size=4, hash_page=hash_page),
         max_num_batched_tokens=7,
-        watermark=1,
         sliding_window=window,
         num_steps=lambda: int(rng.integers(1, num_steps + 1)),
         ends_early=num_pages > 6,
     )
-    num_followers = [0, 0, 1, 3, 6]
     each: list[Sequence] = []
     num_long = 0
     for number in range(num_requests):
         length, new = int(rng.integers(1, 13)), int(rng.integers(1, 12))
         stem = [7] * int(rng.integers(0, length + 1))
         prompt = stem + rng.integers(0, 3, length - len(stem)).tolist()
-        leader = make_sequence(
-            number, 0, new=new, prompt=prompt, priority=int(rng.integers(0, 2)) * 2
-        )
+        leader = make_sequence(number, new=new, prompt=prompt, priority=2 * int(rng.integers(0, 2)))
         if rng.random() < 0.2:
             leader.request.score_start = 1  # log-probabilities of the prompt
-        group = [leader, *with_followers(leader, int(rng.choice(num_followers)))]
+        group = [leader, *with_followers(leader, int(rng.choice([0, 0, 1, 3, 6])))]
         for one in group:
             if rng.random() < 0.3:
                 one.stop_token_ids = {token_at(one, length + int(rng.integers(0, 11)))}
@@ -538,13 +393,12 @@ def test_random_requests(num_pages, hashing, num_steps, window, num_requests):
             host.scheduler.preempt_all()
     host.run()
     host.update()
-    assert all(one.finished for one in each)
     assert host.table.num_free + host.scheduler.pages.num_evictable == num_pages
     for one in each:
         length = len(one.request.prompt_token_ids)
         new = one.token_ids[length:]
         assert new == [token_at(one, length + i) for i in range(len(new))]
-        assert one.request.num_cached_tokens < length
+        assert one.finished and one.request.num_cached_tokens < length
         ended = new and new[-1] in one.stop_token_ids
         if one.output.finish_reason != "abort":
             assert (one.output.finish_reason == "stop") == bool(ended)
@@ -552,7 +406,7 @@ def test_random_requests(num_pages, hashing, num_steps, window, num_requests):
     single = window or hashing == "colliding"  # such need few pages
     assert num_pages > 9 or single or host.scheduler.num_preemptions > 5
     assert num_long > 5 or num_steps == 1
-    assert not cache or cache.num_hit_tokens > 20
+    assert not host.cache or host.cache.num_hit_tokens > 20
     host.reset_prefix_cache()
     host.update()
     assert host.table.num_free == num_pages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pallas_paged import PrefixCache
@@ -22,9 +22,10 @@ SIZES: dict[str, Any] = dict(
 
 
 def make_sequence(
-    number: int, length: int, *, new: int = 8, prompt=None, priority: int = 0
+    number: int, length: int = 0, *, new: int = 8, prompt=(), priority: int = 0, **values
 ) -> Sequence:
-    tokens = list(prompt) if prompt else [100 * number + i for i in range(length)]
+    """A sequence with a prompt, or with one of this length; values of its attributes."""
+    tokens = list(prompt) or [100 * number + i for i in range(length)]
     request = Request(
         request_id=str(number),
         number=number,
@@ -35,25 +36,29 @@ def make_sequence(
         priority=priority,
         max_len=len(tokens) + new,
     )
-    return _sequence(request, 0)
+    return _sequence(request, 0, **values)
 
 
-def _sequence(request: Request, index: int) -> Sequence:
+def _sequence(request: Request, index: int, **values) -> Sequence:
     return Sequence(
         request=request,
         output=CompletionOutput(index=index),
         token_ids=request.prompt_token_ids[:],
         max_len=request.max_len,
         mode=SamplingMode(),
+        **values,
     )
 
 
 def with_followers(leader: Sequence, count: int) -> list[Sequence]:
-    others = [_sequence(leader.request, index) for index in range(1, count + 1)]
-    for other in others:
-        other.leader = leader
-        leader.followers.append(other)
-    return others
+    """Add followers to a sequence, and return them."""
+    leader.followers += [_sequence(leader.request, i + 1, leader=leader) for i in range(count)]
+    return leader.followers[:]
+
+
+def token_at(one: Sequence, position: int) -> int:
+    """The token of a sequence at a position, the same under every schedule."""
+    return 1000 + position + 100_000 * one.output.index
 
 
 @dataclass
@@ -66,7 +71,6 @@ class _Call:
     num_frees: int
 
 
-@dataclass
 class Host:
     """Runs schedules on an allocator that refuses wrong ones, and reads results one call late.
 
@@ -74,43 +78,33 @@ class Host:
     for what may end a call earlier.
     """
 
-    scheduler: Scheduler
-    table: AllocatorOracle
-    cache: PrefixCache | None
-    num_steps: Callable[[], int]
-    window: int | None
-    ends_early: bool = True
-    calls: deque[_Call] = field(default_factory=deque)
-    finished: set[int] = field(default_factory=set)  # slots that have ended on the device
-    num_frees: int = 0
-    is_exact: bool = True  # the newest report knows of all slots that were freed
-    prefixes: dict[int, list[int]] = field(default_factory=dict)  # of full pages, which have K/V
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         *sequences: Sequence,
         caching: bool = False,
         num_steps: int | Callable[[], int] = 1,
         cache: PrefixCache | None = None,
         ends_early: bool = True,
         **sizes,
-    ) -> Host:
-        """A scheduler with these sequences in its queue; other sizes than those of SIZES."""
-        sizes = SIZES | sizes
-        if caching:
-            cache = PrefixCache(page_size=PAGE_SIZE)
-        table = AllocatorOracle(
-            num_pages=sizes["num_pages"],
+    ):
+        """Put these sequences into the queue of a scheduler with SIZES, except those given."""
+        self.sizes = SIZES | sizes
+        self.cache = PrefixCache(page_size=PAGE_SIZE) if caching else cache
+        self.scheduler = Scheduler(page_size=PAGE_SIZE, cache=self.cache, **self.sizes)
+        self.table = AllocatorOracle(
+            num_pages=self.sizes["num_pages"],
             page_size=PAGE_SIZE,
-            max_seqs=sizes["max_num_seqs"],
+            max_seqs=self.sizes["max_num_seqs"],
             pages_per_seq=64,
         )
-        get = num_steps if callable(num_steps) else lambda: num_steps
-        scheduler = Scheduler(page_size=PAGE_SIZE, cache=cache, **sizes)
-        host = cls(scheduler, table, cache, get, sizes["sliding_window"], ends_early)
-        host.add(*sequences)
-        return host
+        self.num_steps = num_steps if callable(num_steps) else lambda: num_steps
+        self.ends_early = ends_early
+        self.calls: deque[_Call] = deque()
+        self.finished: set[int] = set()  # slots that have ended on the device
+        self.num_frees = 0
+        self.is_exact = True  # the newest report knows of all slots that were freed
+        self.prefixes: dict[int, list[int]] = {}  # of full pages, which have K/V
+        self.add(*sequences)
 
     def add(self, *sequences: Sequence) -> None:
         for one in sequences:
@@ -139,14 +133,11 @@ class Host:
             self.update()
             self.scheduler.resync(self.table.num_free)
             self.is_exact = True
-        if self.scheduler.pages.must_update or scheduled.attachments:
+        attached, forks = scheduled.attachments, scheduled.forks
+        if self.scheduler.pages.must_update or attached:
             self.update()
-        slots, pages = (
-            zip(*scheduled.attachments, strict=True) if scheduled.attachments else ((), ())
-        )
-        assert all(self.table.attach(list(slots), [list(entry) for entry in pages]))
-        src, dst = [pair[0] for pair in scheduled.forks], [pair[1] for pair in scheduled.forks]
-        assert all(self.table.fork(src, dst))
+        assert all(self.table.attach([slot for slot, _ in attached], [[*x] for _, x in attached]))
+        assert all(self.table.fork([src for src, _ in forks], [dst for _, dst in forks]))
         dispatched = bool(scheduled.decodes or scheduled.chunks)
         if dispatched:
             self.calls.append(self._run(scheduled))
@@ -160,29 +151,30 @@ class Host:
         starting = [*scheduled.resumed, *(x.sequence for x in scheduled.chunks if x.is_last)]
         self.finished -= {one.running_slot for one in starting}
         chunks = {chunk.sequence: chunk.token_ids for chunk in scheduled.chunks}
-        decodes = [decode.sequence for decode in scheduled.decodes]
-        sampled: dict[Sequence, list[int]] = {one: [] for one in decodes}
-        pages: dict[Sequence, list[int]] = {one: [] for one in [*decodes, *chunks]}
-        assert scheduled.num_steps == 1 or not chunks
         limits = {x.sequence: x.num_tokens for x in scheduled.decodes}
+        for chunk in scheduled.chunks:
+            assert chunk.start == len(self.table.tokens[chunk.sequence.running_slot])
+        num_tokens = len(limits) + sum(map(len, chunks.values()))
+        assert num_tokens <= self.sizes["max_num_batched_tokens"] and all(chunks.values())
+        assert scheduled.num_steps == 1 or not (chunks or self.scheduler.waiting)
+        sampled: dict[Sequence, list[int]] = {one: [] for one in limits}
+        pages: dict[Sequence, list[int]] = {one: [] for one in [*limits, *chunks]}
         for step in range(scheduled.num_steps):
-            new = [[] for _ in self.table.tokens]
             active = [
                 one
-                for one in decodes
-                if step < limits[one] and one.running_slot not in self.finished
+                for one, limit in limits.items()
+                if step < limit and one.running_slot not in self.finished
             ]
+            new: list[list[int]] = [[] for _ in self.table.tokens]
             for one in active:
                 length = len(self.table.tokens[one.running_slot])
                 given = one in scheduled.resumed
                 new[one.running_slot] = [one.token_ids[-1] if given else token_at(one, length)]
             for one, tokens in chunks.items():
                 new[one.running_slot] = tokens
-            if self.window is not None:
-                first = [
-                    len(tokens) - self.window + 1 if added else 0
-                    for tokens, added in zip(self.table.tokens, new, strict=True)
-                ]
+            if (window := self.sizes["sliding_window"]) is not None:
+                rows = zip(self.table.tokens, new, strict=True)
+                first = [len(tokens) - window + 1 if added else 0 for tokens, added in rows]
                 self.table.free_before(first, None if chunks else 1)
             assert all(self.table.extend(new, 10**6)), "the schedule needs more pages than are free"
             self._check_prefixes()
@@ -191,8 +183,7 @@ class Host:
                 length = len(self.table.tokens[slot])
                 held = range(length - len(new[slot]), length)
                 pages[one] += [self.table.pages[slot][at // PAGE_SIZE] for at in held]
-            drawing = [*active, *(x.sequence for x in scheduled.chunks if x.is_last)]
-            for one in drawing:
+            for one in [*active, *(x.sequence for x in scheduled.chunks if x.is_last)]:
                 length = len(self.table.tokens[one.running_slot])
                 token = token_at(one, length)
                 sampled.setdefault(one, []).append(token)
@@ -200,14 +191,8 @@ class Host:
                     self.finished.add(one.running_slot)
             if self.ends_early and any(one.running_slot in self.finished for one in active):
                 break
-        return _Call(
-            scheduled,
-            sampled,
-            pages,
-            self.table.num_free,
-            self.scheduler.pages.ledger,
-            self.num_frees,
-        )
+        ledger = self.scheduler.pages.ledger
+        return _Call(scheduled, sampled, pages, self.table.num_free, ledger, self.num_frees)
 
     def _check_prefixes(self) -> None:
         """A page that several rows hold, or one attaches, has the K/V of one whole prefix."""
@@ -267,19 +252,17 @@ class Host:
     def check(self) -> None:
         """Slots hold the tokens and the pages that the scheduler expects."""
         scheduler = self.scheduler
-        freed = set(scheduler.pages.update.freed)
         for one in scheduler.running:
-            if one.slot not in freed:
-                length = len(one.token_ids)
-                known = [*one.token_ids, *(token_at(one, i) for i in range(length, one.max_len))]
-                held = self.table.tokens[one.running_slot]
-                assert held == known[: len(held)] and len(held) <= one.num_computed
-                assert self.calls or len(held) == one.num_computed == one.num_stored
-                num_full = one.num_stored // PAGE_SIZE
-                for mine, page in zip(
-                    one.pages[:num_full], self.table.pages[one.running_slot], strict=False
-                ):
-                    assert page in (mine, None)  # None: before the window
+            if one.slot in scheduler.pages.update.freed:
+                continue
+            length = len(one.token_ids)
+            known = [*one.token_ids, *(token_at(one, i) for i in range(length, one.max_len))]
+            held, pages = self.table.tokens[one.running_slot], self.table.pages[one.running_slot]
+            assert held == known[: len(held)] and len(held) <= one.num_computed
+            assert self.calls or len(held) == one.num_computed == one.num_stored
+            full = one.pages[: one.num_stored // PAGE_SIZE]
+            # None: before the window.
+            assert all(page in (mine, None) for mine, page in zip(full, pages, strict=False))
         slots = [one.slot for one in scheduler.running]
         assert sorted([*slots, *scheduler.unused_slots]) == list(range(len(self.table.tokens)))
         for queue in (scheduler.running, scheduler.waiting):
@@ -292,8 +275,3 @@ class Host:
             schedules.append(self.step())
             assert len(schedules) < max_steps
         return schedules
-
-
-def token_at(one: Sequence, position: int) -> int:
-    """The token of a sequence at a position, the same under every schedule."""
-    return 1000 + position + 100_000 * one.output.index

@@ -29,7 +29,7 @@ REFUSED = {  # by the rule that the last parameter breaks
     # The last is 0 in float32.
     "must be above 0 and at most 1": [dict(top_p=0.0), dict(top_p=1.5), dict(top_p=1e-60)],
     "must be at least 0 and below 1": [dict(min_p=-0.1), dict(min_p=1.0)],
-    "must be in -2..2": [dict(presence_penalty=2.5), dict(frequency_penalty=-3)],
+    "must be in -2..2": [dict(presence_penalty=2.5), dict(frequency_penalty=-2.1)],
     "must be above 0": [dict(repetition_penalty=0)],
     "must be in -10..10": [dict(length_penalty=11), dict(length_penalty=-11)],
     "must be a mapping of token ids to numbers": [dict(logit_bias=3), dict(logit_bias=[1])],

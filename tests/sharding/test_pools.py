@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_paged as pp
@@ -30,12 +30,16 @@ STORED = {
     "fp8 of one scale": dict(dtype="float8_e4m3fn", k_scales=[2**-6], v_scales=[2**-5]),
 }
 KINDS = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
-ROWS = pairwise(kv_layout=LAYOUTS, stored=list(STORED), kind=list(KINDS), cut=[True, False])
+ROWS = pairwise(kv_layout=LAYOUTS, stored=list(STORED), kind=list(KINDS), sharded=[True, False])
 SLOTS = np.int32([0, 3, 9, 27, 28, -1])
 CASE = Case(
     num_q_heads=16, num_kv_heads=8, head_dim=16, page_size=8, seq_lens=(13, 0, 5, 16),
     pages_per_seq=2, q_lens=(3, 0, 5, 1), num_tokens=10,
 )  # fmt: skip
+
+
+def on_mesh(kind):
+    return mesh_2d(several().size, names=("tensor",), kind=KINDS[kind])
 
 
 def pool_on(on, kv_layout, stored):
@@ -51,43 +55,58 @@ def assert_holds(layer, kv_layout, wanted):
             np.testing.assert_array_equal(getattr(layer, name), x, err_msg=name)
 
 
-def write_and_copy(pool, k, v, slots, copies):
-    layers = (pp.write_kv(pool.layers[0], k, v, slots),)
-    return pp.copy_pages(pp.KVPool(layers=layers), copies)
+def check_step(step, layer, arguments, stored, in_place=True):
+    """Every device does its part of a step that donates a layer, and gets what one device does.
+
+    Args:
+        step: from a layer and the arguments to the next layer, and to a result by heads or None.
+        layer: on a mesh.
+        arguments: arrays, each with its spec.
+        stored: a name of `STORED`.
+        in_place: whether the next layer has the memory of the layer.
+    """
+    on, kv_layout = layer.k_pages.sharding.mesh, layer.kv_layout
+    placed = [jax.device_put(x, NamedSharding(on, spec)) for x, spec in arguments]
+    compiled = jax.jit(step, donate_argnums=0).lower(layer, *placed).compile()
+    assert collectives(compiled) == []
+    pages = [x for x in jax.tree.leaves(layer) if x.ndim]
+    before, sizes = buffers(pages), [x.size // on.size for x in pages]
+    assert len(set(before)) == len(pages) * on.size  # so that all can be donated
+    layer, result = compiled(layer, *placed)
+    pages = [x for x in jax.tree.leaves(layer) if x.ndim]
+    assert not in_place or buffers(pages) == before
+    assert [x.addressable_shards[0].data.size for x in pages] == sizes
+    plain = make_pool(**SIZES, **STORED[stored]).layers[0]
+    wanted, wanted_result = jax.jit(step)(plain, *(x for x, _ in arguments))
+    assert_holds(layer, kv_layout, wanted)
+    if result is not None:
+        assert result.sharding.spec[:2] == (None, "tensor")
+        np.testing.assert_array_equal(result, wanted_result)
 
 
-on_one_device = jax.jit(write_and_copy)
+def write_and_copy(layer, k, v, slots, copies):
+    layers = (pp.write_kv(layer, k, v, slots),)
+    return pp.copy_pages(pp.KVPool(layers=layers), copies).layers[0], None
 
 
 @pytest.mark.parametrize("row", ROWS, ids=named)
 def test_each_device_creates_writes_and_copies_its_own_heads_in_place(row):
-    on = mesh_2d(several().size, names=("tensor",), kind=KINDS[row["kind"]])
+    on = on_mesh(row["kind"])
     pool = pool_on(on, row["kv_layout"], row["stored"])
-    pages = [x for x in jax.tree.leaves(pool) if x.ndim]
     for x in jax.tree.leaves(pool):
         assert x.sharding.device_set == set(on.devices.flat)
         assert {s.data.size for s in x.addressable_shards} == {x.size // on.size if x.ndim else 1}
-    before = buffers(pages)
-    assert len(set(before)) == len(pages) * on.size  # so that all can be donated
     plain = make_pool(**SIZES, **STORED[row["stored"]])
     assert_holds(pool.layers[0], row["kv_layout"], plain.layers[0])
-
     tokens = np.random.default_rng(0).standard_normal((2, 6, 8, 16), np.float32)
-    rest = SLOTS, copies_of(np.int32([0, 2, 99, 1]), np.int32([5, 0, 1, -1]))
-    spec = P(None, "tensor") if row["cut"] else P()
-    arguments = (
-        *jax.device_put(tuple(tokens), NamedSharding(on, spec)),
-        *jax.device_put(rest, page_table_sharding(on)),
-    )
-    compiled = jax.jit(write_and_copy, donate_argnums=0).lower(pool, *arguments).compile()
-    assert collectives(compiled) == []
-    found = compiled(pool, *arguments)
-    assert buffers([x for x in jax.tree.leaves(found) if x.ndim]) == before
-    assert_holds(found.layers[0], row["kv_layout"], on_one_device(plain, *tokens, *rest).layers[0])
+    copies = copies_of(np.int32([0, 2, 99, 1]), np.int32([5, 0, 1, -1]))
+    spec = P(None, "tensor") if row["sharded"] else P()
+    arguments = [*((x, spec) for x in tokens), (SLOTS, P()), (copies, P())]
+    check_step(write_and_copy, pool.layers[0], arguments, row["stored"])
 
 
-def write_call(stored, kv_layout):
-    """Arguments of `rotate_and_write_kv` behind the layer, and the specs of those that are cut."""
+def rotating(stored, implementation):
+    """A step of `rotate_and_write_kv`, and its arguments with their specs."""
     rng = np.random.default_rng(0)
     dtype = make_pool(**SIZES, **STORED["bfloat16"]).layers[0].k_pages.dtype
     # Numbers of 8 bits: their products are exact, and sums of them the same if they are fused.
@@ -95,10 +114,16 @@ def write_call(stored, kv_layout):
         rng.standard_normal(shape).astype(dtype).astype(np.float32)
         for shape in [(6, 8, 5, 16), 16, 16, (6, 8), (6, 8)]
     )
-    options = dict(rotation=tuple(rotation))
-    if stored != "int8":
-        options |= dict(q_norm=q_norm, k_norm=k_norm)
-    return qkv.astype(dtype), SLOTS, options
+    norms = {} if stored == "int8" else dict(q_norm=q_norm, k_norm=k_norm)
+
+    def step(layer, qkv, slots, options):
+        q, layer = pp.rotate_and_write_kv(
+            layer, qkv, slots, **options, implementation=implementation
+        )
+        return layer, q
+
+    options = dict(rotation=tuple(rotation), **norms)
+    return step, [(qkv.astype(dtype), P(None, "tensor")), (SLOTS, P()), (options, P())]
 
 
 @pytest.mark.parametrize(
@@ -114,91 +139,43 @@ def write_call(stored, kv_layout):
 )
 @pytest.mark.parametrize("implementation", ["kernel", *slow(["xla"])])
 def test_each_device_rotates_and_writes_its_own_heads(kv_layout, stored, kind, implementation):
-    on = mesh_2d(several().size, names=("tensor",), kind=KINDS[kind])
     if implementation == "kernel":
         implementation = "triton" if jax.default_backend() == "gpu" else "triton_interpret"
-    write = jax.jit(
-        partial(pp.rotate_and_write_kv, implementation=implementation), donate_argnums=0
-    )
-    qkv, slots, options = write_call(stored, kv_layout)
-    pool = pool_on(on, kv_layout, stored)
-    whole = page_table_sharding(on)
-    placed = (
-        pool.layers[0],
-        jax.device_put(qkv, NamedSharding(on, P(None, "tensor"))),
-        jax.device_put(slots, whole),
-    )
-    options = jax.device_put(options, whole)
-    compiled = write.lower(*placed, **options).compile()
-    assert collectives(compiled) == []
-    pages = [x for x in jax.tree.leaves(pool) if x.ndim]
-    before, sizes = buffers(pages), [x.size // on.size for x in pages]
-    q, layer = compiled(*placed, **options)
-    pages = [x for x in jax.tree.leaves(layer) if x.ndim]
-    if implementation != "triton_interpret":
-        assert buffers(pages) == before
-    assert [x.addressable_shards[0].data.size for x in pages] == sizes
-    assert q.sharding.spec[:2] == (None, "tensor")
-    plain = make_pool(**SIZES, **STORED[stored]).layers[0]
-    wanted_q, wanted = write(plain, qkv, slots, **jax.device_get(options))
-    np.testing.assert_array_equal(q, wanted_q)
-    assert_holds(layer, kv_layout, wanted)
+    layer = pool_on(on_mesh(kind), kv_layout, stored).layers[0]
+    step, arguments = rotating(stored, implementation)
+    check_step(step, layer, arguments, stored, in_place=implementation != "triton_interpret")
 
 
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
 def test_types_on_an_explicit_mesh_say_which_heads_a_device_has(kv_layout, stored):
     """What is written lies as the pool, and queries and results of attention lie with it."""
-    on = AbstractMesh((4,), ("tensor",), (AxisType.Explicit,))
-    pages = kv_pool_sharding(on, kv_layout=kv_layout)
-    heads = P(None, "tensor")
+    on = on_mesh("Explicit")
+    write, arguments = rotating(stored, "triton_interpret")
 
-    def of(x, sharding):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    def step(layer, *arguments):
+        layer, q = write(layer, *arguments)
+        tables, lens = np.zeros((6, 2), np.int32), np.full(6, 8, np.int32)
+        how = dict(implementation="triton_interpret", block_tables=tables, seq_lens=lens)
+        return layer, q, pp.paged_attention(q, **vars(layer), **how)
 
-    layer = make_pool(**SIZES, **STORED[stored], kv_layout=kv_layout).layers[0]
-    scales = NamedSharding(on, P(*[None] * layer.layout.scale_axes.index("H"), "tensor"))
-    shardings = {
-        name: (pages if "pages" in name else scales) if x.ndim else page_table_sharding(on)
-        for name, x in vars(layer).items()
-        if isinstance(x, jax.Array)
-    }
-    given = {name: of(getattr(layer, name), sharding) for name, sharding in shardings.items()}
-    qkv, slots, options = write_call(stored, kv_layout)
-    tables = np.zeros((6, 2), np.int32)
-
-    @partial(partial, jax.eval_shape)
-    def step(given, qkv):
-        how = dict(implementation="triton_interpret")
-        q, new = pp.rotate_and_write_kv(
-            pp.LayerKV(**given, kv_layout=kv_layout), qkv, slots, **options, **how
-        )
-        pages = {name: getattr(new, name) for name in ("k_pages", "v_pages", *given)}
-        lens = np.full(6, 8, np.int32)
-        return (
-            new,
-            q,
-            pp.paged_attention(
-                q, block_tables=tables, seq_lens=lens, kv_layout=kv_layout, **pages, **how
-            ),
-        )
-
-    layer, *results = step(given, of(qkv, NamedSharding(on, heads)))
-    for name, sharding in shardings.items():
-        assert getattr(layer, name).sharding.is_equivalent_to(sharding, layer.k_pages.ndim), name
+    given = pool_on(on, kv_layout, stored).layers[0]
+    placed = [jax.device_put(x, NamedSharding(on, spec)) for x, spec in arguments]
+    layer, *results = jax.eval_shape(step, given, *placed)
+    for new, old in zip(jax.tree.leaves(layer), jax.tree.leaves(given), strict=True):
+        assert new.sharding == jax.typeof(old).sharding
     assert [x.sharding.spec[:2] for x in results] == [(None, "tensor")] * 2
 
 
 def placed_call(kv_layout, arrays, on):
-    """The arrays of a call by name, queries and pages cut over their heads."""
+    """The arrays of a call by name, queries and pages sharded over their heads."""
     pages = kv_pool_sharding(on, kv_layout=kv_layout).spec
-    scales = P(None, None, "tensor") if kv_layout == "2NHD" else pages
     specs = {"q": P(None, "tensor"), "k_pages": pages, "v_pages": pages}
-    specs |= {"k_scales": scales, "v_scales": scales}
+    specs["k_scales"] = specs["v_scales"] = P(*pages[1:]) if kv_layout == "2NHD" else pages
+    call = call_in_layout(kv_layout, arrays)
     return {
-        name: jax.device_put(x, NamedSharding(on, specs.get(name, P())))
-        for name, x in call_in_layout(kv_layout, arrays).items()
-        if x is not None
+        name: x if x is None else jax.device_put(x, NamedSharding(on, specs.get(name, P())))
+        for name, x in call.items()
     }
 
 
@@ -217,10 +194,9 @@ def test_each_device_attends_with_its_own_heads(row, implementation):
     arrays = meant = case.make()
     if row["dtype"] == "int8":
         arrays, meant = Quantized(case=CASE, kv_dtype="int8").make()
-    on = mesh_2d(several().size, names=("tensor",), kind=KINDS[row["kind"]])
-    placed = placed_call(row["kv_layout"], arrays, on)
+    placed = placed_call(row["kv_layout"], arrays, on_mesh(row["kind"]))
     how = dict(kv_layout=row["kv_layout"], implementation=implementation, return_lse=True)
-    call = jax.jit(lambda arrays: pp.ragged_paged_attention(**{"v_pages": None} | arrays, **how))
+    call = jax.jit(lambda arrays: pp.ragged_paged_attention(**arrays, **how))
     compiled = call.lower(placed).compile()
     assert collectives(compiled) == []
     results = compiled(placed)
@@ -228,34 +204,22 @@ def test_each_device_attends_with_its_own_heads(row, implementation):
     assert_close(results, meant, 1e-2)
 
 
-def of_n2hd(implementation, on):
-    """A call of attention with K before V, and its arrays, which are whole on every device."""
-    arrays = CASE.on(implementation).make()
-    placed = jax.device_put(call_in_layout("N2HD", arrays), page_table_sharding(on))
-    how = dict(kv_layout="N2HD", implementation=implementation, return_lse=True)
-    return jax.jit(lambda arrays: pp.ragged_paged_attention(**arrays, **how)), placed, arrays
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_heads_of_k_before_heads_of_v_can_not_be_cut(kind):
+def test_heads_of_k_before_heads_of_v_can_be_replicated_but_not_sharded(kind):
     on = mesh_2d(2, names=("tensor",), kind=KINDS[kind])
-    cut = NamedSharding(on, P(None, None, "tensor"))
+    sharded = NamedSharding(on, P(None, None, "tensor"))
     message = "the first devices would hold K and the others V"
     with pytest.raises(ValueError, match=f"kv_layout='N2HD' must be another on a mesh: {message}"):
         kv_pool_sharding(on, kv_layout="N2HD")
     with pytest.raises(ValueError, match=f"kv_layout='N2HD' must not be cut: {message}"):
-        make_pool(**SIZES, kv_layout="N2HD", sharding=cut)
-    attend, placed, _ = of_n2hd("triton_interpret", on)
+        make_pool(**SIZES, kv_layout="N2HD", sharding=sharded)
+    arrays = replace(CASE, q_lens=None, num_tokens=0).make()
+    placed = jax.device_put(call_in_layout("N2HD", arrays), page_table_sharding(on))
+    how = dict(kv_layout="N2HD", implementation="triton_interpret", return_lse=True)
+    attention = jax.jit(lambda arrays: pp.paged_attention(**arrays, **how))
     with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=message):
-        attend(placed | {"k_pages": jax.device_put(placed["k_pages"], cut)})
-    if kind == "Explicit":  # whole, they may
-        assert jax.eval_shape(attend, placed)[0].sharding.spec == P(None, None, None)
-
-
-@pytest.mark.slow
-def test_a_pool_that_is_whole_on_every_device_may_have_any_layout(implementation):
-    attend, placed, arrays = of_n2hd(implementation, mesh(2))
-    assert_close(attend(placed), arrays, CASE.on(implementation).tolerance)
+        attention(placed | {"k_pages": jax.device_put(placed["k_pages"], sharded)})
+    assert_close(attention(placed), arrays, CASE.tolerance)
 
 
 def test_no_device_ever_has_all_of_a_pool():

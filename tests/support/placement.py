@@ -59,6 +59,16 @@ def place(
     return {name: jax.device_put(x, NamedSharding(on, spec(name, x))) for name, x in arrays.items()}
 
 
+def shapes_on(on: Any, arrays: Mapping[str, Any], specs: Mapping[str, P] = BY_HEADS) -> Any:
+    """Shapes, dtypes and shardings of named arrays on a mesh, which may be abstract."""
+    return {
+        name: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(on, specs.get(name, P()))
+        )
+        for name, x in arrays.items()
+    }
+
+
 def collectives(compiled: jax.stages.Compiled) -> list[str]:
     """The lines of a program in which devices exchange data."""
     return [line.strip() for line in compiled.as_text().splitlines() if _COLLECTIVE.search(line)]

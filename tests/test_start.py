@@ -34,6 +34,7 @@ def is_open_to_others(path: Path) -> bool:
     return all(x.stat().st_mode & 1 for x in [path, *path.parents] if x.is_dir())
 
 
+@pytest.mark.cpu_budget(8)  # a process of its own
 def test_suite_runs_in_the_background_without_input_and_without_a_home(tmp_path):
     """As `nohup python -m pytest <&- &` runs it: by another user, if root may become one."""
     options = {}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from tests.support.page_tables import extended, fork, i32, make_table, retain
+from tests.support.page_tables import extended, fork, free_before, i32, make_table, retain
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,10 @@ from tests.support.page_tables import extended, fork, i32, make_table, retain
         ("block_tables", (2, 3), 7, r"got page=7, seq_lens=0 at row 2, block 3"),
         ("block_tables", (0, 1), 0, r"hold a page twice, got page=0 at row 0"),
         ("block_tables", (3, 0), 0, r"ref_counts=2, entries=3, retained=0 at page 0"),
+        # Sentinels that `free_before` did not leave: a hole, a partial last page, a page not freed.
+        ("block_tables", (0, 1), 8, r"a block needs .* at row 0, block 1"),
+        ("block_tables", (3, 0), 8, r"a block needs .* at row 3, block 0"),
+        ("block_tables", (0, 0), 8, r"ref_counts=2, entries=1, retained=0 at page 0"),
         ("ref_counts", 5, 1, r"ref_counts=1, entries=0, retained=0 at page 5"),
         ("free_pages", 2, 8, r"free page must be in .*page=8 at free_pages entry 2"),
         ("free_pages", 2, 7, r"ref_counts=0, times_free=0 at page 5"),
@@ -51,37 +55,36 @@ def test_check_names_a_page_that_is_free_twice():
         pp.check_page_table(broken)
 
 
+def test_retained_pages_count_as_references():
+    table = free_before(extended([8, 4, 0, 0]), i32(4, 0, 0, 0))  # page 0 is dropped
+    table, _ = retain(table, i32(1, 2, 2))
+    for same in [(1, 2, 2), i32([2], [1], [2]), jax.device_put(i32(2, 2, 1))]:
+        pp.check_page_table(table, same)
+
+
+@pytest.mark.parametrize(
+    ("retained", "message"),
+    [
+        ((), "ref_counts=2, entries=1, retained=0 at page 0"),
+        ([0, 2], "ref_counts=3, entries=1, retained=1 at page 2"),
+        ([0, 2, 2, 3], "ref_counts=0, entries=0, retained=1 at page 3"),
+        ([0, -1], r"must be in \[0, .*page=-1 at retained entry 1"),
+        ([0, 8], r"must be in \[0, .*page=8 at retained entry 1"),
+        ([0.0], "retained must be integers, got float32"),
+        (None, "retained=None must be an array"),
+        ("0", "retained='0' must be an array"),
+        ([[0], [1, 2]], "retained=.* must be an array"),
+        ([2**40], r"retained=\[1099511627776\] must hold integers of int32"),
+    ],
+)
+def test_check_refuses_other_retained_pages(retained, message):
+    table, _ = retain(extended([8, 4, 0, 0]), i32(0, 2, 2))
+    with pytest.raises(ValueError, match=message):
+        pp.check_page_table(table, retained)
+
+
 def test_check_refuses_tracers():
     with pytest.raises(ValueError, match="on the host"):
         jax.jit(pp.check_page_table)(make_table())
-
-
-def test_retained_pages_count_as_references():
-    table = extended([8, 4, 0, 0])  # pages 0, 1 and 2
-    table, _ = retain(table, i32(0, 2, 2))
-    for same in [(0, 2, 2), i32([2], [0], [2]), jax.device_put(i32(2, 2, 0))]:
-        pp.check_page_table(table, same)
-    with pytest.raises(ValueError, match=r"ref_counts=2, entries=1, retained=0 at page 0"):
-        pp.check_page_table(table)
-    with pytest.raises(ValueError, match=r"ref_counts=3, entries=1, retained=1 at page 2"):
-        pp.check_page_table(table, retained=[0, 2])
-    with pytest.raises(ValueError, match=r"ref_counts=0, entries=0, retained=1 at page 3"):
-        pp.check_page_table(table, retained=[0, 2, 2, 3])
-
-
-@pytest.mark.parametrize("page", [-1, 8])
-def test_retained_pages_must_be_pages(page):
-    with pytest.raises(ValueError, match=rf"must be in \[0, .*page={page} at retained entry 1"):
-        pp.check_page_table(extended([4, 0, 0, 0]), retained=[0, page])
-
-
-def test_retained_pages_must_be_concrete_integers():
-    with pytest.raises(ValueError, match="retained must be integers, got float32"):
-        pp.check_page_table(make_table(), retained=[0.0])
-    for bad in (None, "0", [[0], [1, 2]], [10**400]):
-        with pytest.raises(ValueError, match=r"retained=.* must be an array"):
-            pp.check_page_table(make_table(), retained=bad)
-    with pytest.raises(ValueError, match=r"retained=\[1099511627776\] must hold integers of int32"):
-        pp.check_page_table(make_table(), retained=[2**40])
     with pytest.raises(ValueError, match="on the host"):
         jax.jit(lambda pages: pp.check_page_table(make_table(), pages))(i32(0))

@@ -1,4 +1,4 @@
-"""The page table: each rule of the contract, and facts about its compiled programs."""
+"""The page table: its sizes, the order of pages, slots, and facts about its compiled programs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from tests.support.page_tables import (
     extend,
     extended,
     fork,
-    free,
+    free_before,
     i32,
     jitted,
     make_table,
+    release,
+    retain,
     slot_mapping,
-    truncate,
 )
 from tests.support.promotion import assert_is_strict, strict_promotion
 
@@ -70,246 +71,89 @@ def test_the_largest_sizes_are_allowed():
     with pytest.raises(ValueError, match=r"page_size=1 \+ 1 must be at most"):
         validate_pool_size(INT32_MAX, 1)
     one = dict(num_pages=8, page_size=1, max_seqs=1, pages_per_seq=1)
-    for sizes in (dict(pages_per_seq=INT32_MAX), dict(max_seqs=INT32_MAX)):
-        sizes = one | sizes
+    for sizes in (one | dict(pages_per_seq=INT32_MAX), one | dict(max_seqs=INT32_MAX)):
         jax.eval_shape(lambda sizes=sizes: pp.create_page_table(**sizes))
 
 
 @pytest.mark.smoke
-def test_extend_hands_out_pages_in_order():
-    table, ok = extend(make_table(), i32(5, 0, 4, 1))
-    assert np.all(ok)
-    assert table.block_tables.tolist() == [[0, 1, 8, 8], [8] * 4, [2, 8, 8, 8], [3, 8, 8, 8]]
-    assert table.seq_lens.tolist() == [5, 0, 4, 1]
-    assert table.ref_counts.tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
-    assert table.num_free == 4
+def test_extend_and_fork_take_pages_in_order():
+    table, ok = extend(make_table(), i32(6, 0, 4, 0))
+    table, copies, forked = fork(table, i32(0, 0), i32(1, 3))
+    assert ok.all() and forked.all()
+    assert table.block_tables.tolist() == [[0, 1, 8, 8], [0, 3, 8, 8], [2, 8, 8, 8], [0, 4, 8, 8]]
+    assert table.seq_lens.tolist() == [6, 6, 4, 6]
+    assert (copies.src_pages.tolist(), copies.dst_pages.tolist()) == ([1, 1], [3, 4])
+    assert table.ref_counts.tolist() == [3, 1, 1, 1, 1, 0, 0, 0]
+    assert table.num_free == 3
     pp.check_page_table(table)
-
-
-def test_extend_serves_rows_until_the_first_that_does_not_fit():
-    table = extended([8, 8, 4, 1])  # 2 pages left
-    table, ok = extend(table, i32(4, 5, 1, 3))
-    # Row 1 needs 2 pages, 1 is left; row 2 comes after row 1; row 3 needs no page.
-    assert ok.tolist() == [True, False, False, True]
-    assert table.seq_lens.tolist() == [12, 8, 4, 4]
-    assert table.num_free == 1
-    pp.check_page_table(table)
-    table, ok = extend(table, i32(0, 4, 0, 0))
-    assert ok.all() and table.num_free == 0 and table.block_tables[1].tolist() == [2, 3, 7, 8]
-
-
-@pytest.mark.parametrize("odd", [-1, 17, INT32_MAX, INT32_MAX - 15, INT32_MIN])
-def test_invalid_requests_fail_alone_and_never_wrap(odd):
-    table = extended([16, 5, 1, 0])  # 1 page left
-    after, ok = extend(table, i32(odd, odd, odd, 4))
-    assert ok.tolist() == [False, False, False, True]
-    assert after.seq_lens.tolist() == [16, 5, 1, 4]
-    pp.check_page_table(after)
-
-
-def test_zero_tokens_are_ok_even_with_no_page_left():
-    table = extended([16, 8, 8, 0])
-    after, ok = extend(table, i32(0, 0, 0, 1))
-    assert ok.tolist() == [True, True, True, False]
-    assert_same(table, after)
 
 
 @pytest.mark.parametrize("bound", [1, 4, 5, 1000])
 def test_max_new_tokens_bounds_requests_and_not_results(bound):
     for held in range(5):
         table = extended([held, 0, 0, 0])
-        wanted = min(bound, 16 - held)
-        bounded, ok = extend(table, i32(wanted, 0, 0, 0), max_new_tokens=bound)
+        wanted = i32(min(bound, 16 - held), 0, 0, 0)
+        bounded, ok = extend(table, wanted, max_new_tokens=bound)
         assert np.all(ok)
-        assert_same(bounded, extend(table, i32(wanted, 0, 0, 0))[0])
-        pp.check_page_table(bounded)
-        if bound < 16:
-            after, ok = extend(table, i32(0, bound + 1, 0, 0), max_new_tokens=bound)
-            assert ok.tolist() == [True, False, True, True]
-            assert_same(table, after)
-
-
-def test_free_returns_pages_and_clears_rows():
-    table = free(extended([5, 3, 4, 0]), np.array([True, False, True, True]))
-    assert table.seq_lens.tolist() == [0, 3, 0, 0]
-    assert table.block_tables.tolist() == [[8] * 4, [2, 8, 8, 8], [8] * 4, [8] * 4]
-    assert table.num_free == 7
-    pp.check_page_table(table)
-
-
-def test_page_shared_by_freed_rows_returns_once():
-    table, _, ok = fork(extended([8, 0, 0, 0]), i32(0, 0), i32(1, 2))
-    assert np.all(ok)
-    assert table.ref_counts[:2].tolist() == [3, 3]
-    for rows, refs, num_free in [((0, 2), 1, 6), ((0, 1, 2), 0, 8)]:
-        freed = free(table, np.isin(np.arange(4), rows))
-        assert freed.ref_counts[:2].tolist() == [refs, refs]
-        assert freed.num_free == num_free
-        pp.check_page_table(freed)
-
-
-@pytest.mark.smoke
-def test_fork_shares_full_pages_and_copies_the_tail():
-    table, copies, ok = fork(extended([6, 0, 0, 0]), i32(0, 0), i32(1, 3))
-    assert np.all(ok)
-    assert table.block_tables.tolist() == [[0, 1, 8, 8], [0, 2, 8, 8], [8] * 4, [0, 3, 8, 8]]
-    assert table.seq_lens.tolist() == [6, 6, 0, 6]
-    assert copies.src_pages.tolist() == [1, 1]
-    assert copies.dst_pages.tolist() == [2, 3]
-    assert table.ref_counts.tolist() == [3, 1, 1, 1, 0, 0, 0, 0]
-    pp.check_page_table(table)
-
-
-@pytest.mark.parametrize("length", [0, 4, 16])
-def test_fork_without_a_tail_copies_nothing(length):
-    table, copies, ok = fork(extended([length, 0, 0, 0]), i32(0), i32(2))
-    assert ok.tolist() == [True]
-    assert copies.src_pages.tolist() == copies.dst_pages.tolist() == [8]
-    assert table.seq_lens[2] == length
-    assert table.block_tables[2].tolist() == table.block_tables[0].tolist()
-    pp.check_page_table(table)
-
-
-@pytest.mark.parametrize(
-    ("src", "dst", "expected"),
-    [
-        ([-1, 4, 0, 0], [1, 1, -1, 4], [False] * 4),  # padding
-        ([INT32_MIN, INT32_MAX], [1, 1], [False] * 2),
-        ([0], [3], [False]),  # dst holds tokens
-        ([0], [0], [False]),  # itself
-        ([0, 3], [1, 1], [True, False]),  # repeated dst
-        ([0, 1], [1, 2], [True, False]),  # src is filled by this call
-        ([1, 0], [2, 1], [False, True]),
-        ([4, 0], [1, 1], [False, True]),  # padding takes no row
-        ([4, 0], [0, 1], [False, True]),
-        ([1], [2], [True]),  # an empty row
-    ],
-)
-def test_fork_entries(src, dst, expected):
-    table = extended([6, 0, 0, 2])
-    after, copies, ok = fork(table, i32(*src), i32(*dst))
-    assert ok.tolist() == expected
-    pp.check_page_table(after)
-    for s, d, good, page in zip(src, dst, expected, copies.dst_pages.tolist(), strict=True):
-        if good:
-            assert after.seq_lens[d] == table.seq_lens[s]
-        else:
-            assert page == 8
-    if not any(expected):
+        assert_same(bounded, extend(table, wanted)[0])
+        after, ok = extend(table, i32(0, bound + 1, 0, 0), max_new_tokens=bound)
+        assert ok.tolist() == [True, False, True, True]
         assert_same(table, after)
 
 
-def test_fork_serves_entries_until_pages_run_out():
-    table = extended([5, 4, 0, 0, 0, 12], num_pages=8, max_seqs=6)  # 2 pages left
-    # Entry 1 repeats dst 2 and must not take a page from entry 2.
-    table, copies, ok = fork(table, i32(0, 0, 0, 0, 1), i32(2, 2, 3, 4, 5))
-    assert ok.tolist() == [True, False, True, False, False]
-    table, _, ok = fork(table, i32(1), i32(4))
-    assert ok.tolist() == [True], "a copy needs no page if there is no tail"
-    assert copies.src_pages.tolist() == [1, 8, 1, 8, 8]
-    assert table.seq_lens.tolist() == [5, 4, 5, 5, 4, 12]
-    pp.check_page_table(table)
-
-
-def test_truncate_releases_blocks_and_keeps_an_own_tail():
-    table, copies, ok = truncate(extended([9, 8, 3, 4]), i32(2, 4, 0, 4))
-    assert np.all(ok)
-    assert table.seq_lens.tolist() == [2, 4, 0, 4]
-    assert table.block_tables[:, 0].tolist() == [0, 3, 8, 6]
-    assert np.all(table.block_tables[:, 1:] == 8)
-    assert copies.src_pages.tolist() == copies.dst_pages.tolist() == [8] * 4
-    pp.check_page_table(table)
-
-
-def test_truncate_refuses_longer_and_negative():
-    table = extended([5, 4, 0, 7])
-    after, _, ok = truncate(table, i32(6, -1, INT32_MAX, INT32_MIN))
-    assert not np.any(ok)
-    assert_same(table, after)
-
-
-def test_truncate_to_the_same_length_changes_nothing():
-    table, _, _ = fork(extended([5, 4, 0, 0]), i32(0), i32(2))
-    after, copies, ok = truncate(table, table.seq_lens)
-    assert np.all(ok)
-    assert np.all(copies.dst_pages == 8)
-    assert_same(table, after)
-
-
-def test_truncate_into_a_shared_page_replaces_it():
-    table, _, _ = fork(extended([8, 0, 0, 0]), i32(0), i32(1))
-    table, copies, ok = truncate(table, i32(8, 6, 0, 0))
-    assert np.all(ok)
-    assert table.block_tables[:2].tolist() == [[0, 1, 8, 8], [0, 2, 8, 8]]
-    assert (copies.src_pages[1], copies.dst_pages[1]) == (1, 2)
-    pp.check_page_table(table)
-
-
-def test_truncate_to_the_end_of_a_shared_page_needs_no_copy():
-    table, _, _ = fork(extended([12, 0, 0, 0]), i32(0), i32(1))
-    table, copies, ok = truncate(table, i32(12, 4, 0, 0))
-    assert np.all(ok) and np.all(copies.dst_pages == 8) and table.num_free == 5
-    assert table.block_tables[1].tolist() == [0, 8, 8, 8]
-    pp.check_page_table(table)
-
-
-def test_sharers_truncated_together_get_a_free_page_each():
-    table, _, _ = fork(extended([8, 0, 16, 0]), i32(0), i32(1))  # 2 pages left
-    table, copies, ok = truncate(table, i32(5, 6, 16, 0))
-    assert np.all(ok)
-    assert copies.src_pages[:2].tolist() == [1, 1]
-    assert copies.dst_pages[:2].tolist() == [6, 7]
-    assert table.num_free == 1, "the shared page is free again"
-    pp.check_page_table(table)
-
-
-def test_truncate_cannot_use_pages_released_by_the_same_call():
-    table, _, _ = fork(extended([8, 0, 16, 4]), i32(0), i32(1))  # 1 page left
-    after, copies, ok = truncate(table, i32(6, 6, 0, 2))
-    assert ok.tolist() == [True, False, True, True]
-    assert after.seq_lens.tolist() == [6, 8, 0, 2]
-    assert copies.dst_pages.tolist() == [7, 8, 8, 8]
-    pp.check_page_table(after)
+def test_page_released_too_often_is_freed_once():
+    table, _ = retain(extended([4, 0, 0, 0]), i32(0))
+    table = release(table, i32(0, 0, 0))
+    assert table.num_free == 8 and table.ref_counts[0] == 0
 
 
 def test_slot_mapping():
-    table = extended([6, 0, 3, 2])
-    slots = slot_mapping(table, i32(0, 0, 0, 2, 2), i32(0, 3, 5, 0, 2))
-    assert slots.tolist() == [0, 3, 5, 8, 10]
-    assert slots.dtype == jnp.int32
-    rows = i32(0, 0, 1, -1, -4, 4, INT32_MAX, INT32_MIN, 2, 2, 2)
-    positions = i32(6, -1, 0, 0, 0, 0, 0, 0, INT32_MAX, INT32_MIN, 3)
+    table = free_before(extended([10, 0, 3, 2]), i32(8, 0, 0, 0))
+    assert slot_mapping(table, i32(0, 0, 2, 2), i32(8, 9, 0, 2)).tolist() == [8, 9, 12, 14]
+    # Dropped positions, then rows and positions outside the table.
+    rows = i32(0, 0, 0, 0, 1, -1, -4, 4, INT32_MAX, INT32_MIN, 2, 2, 2)
+    positions = i32(0, 7, 10, -1, 0, 0, 0, 0, 0, 0, INT32_MAX, INT32_MIN, 3)
     assert np.all(slot_mapping(table, rows, positions) == 32)
+
+
+def test_slots_of_the_largest_pool_do_not_overflow():
+    num_pages = 2**23 - 1
+    pages = np.zeros(num_pages, np.int32)
+    largest = pp.PageTable(
+        block_tables=i32([num_pages, num_pages - 1]), seq_lens=i32(512), num_free=i32(0)[0],
+        page_size=256, free_pages=pages, ref_counts=pages,
+    )  # fmt: skip
+    slots = slot_mapping(largest, i32(0, 0), i32(255, 511))
+    assert slots.tolist() == [num_pages * 256, num_pages * 256 - 1]
 
 
 def test_calls_without_entries_change_nothing():
     table = extended([4, 0, 0, 0])
     none = i32()
-    unchanged, slots, *counts = jitted(
-        lambda t: (
-            pp.release(
-                pp.attach(pp.retain(pp.fork(t, none, none)[0], none)[0], none, none[:, None])[0],
-                none,
-            ),
-            pp.slot_mapping(t, none, none),
-            pp.retain(t, none)[1],
-            pp.fork(t, none, none)[2],
-            pp.attach(t, none, none[:, None])[1],
-        )
-    )(table)
+
+    def call_all(table):
+        table, _, forked = pp.fork(table, none, none)
+        table, retained = pp.retain(table, none)
+        table, attached = pp.attach(table, none, none[:, None])
+        slots = pp.slot_mapping(table, none, none)
+        return pp.release(table, none), (forked, retained, attached, slots)
+
+    unchanged, results = jitted(call_all)(table)
     assert_same(unchanged, table)
-    assert {x.shape for x in (slots, *counts)} == {(0,)}
+    assert {x.shape for x in results} == {(0,)}
 
 
-def decode(table, active):
+def decode(table, active, window=None):
     """Reserves a token per step for the active rows until each has failed."""
 
     def step(carry):
         table, active = carry
         table, ok = pp.extend(table, active.astype(jnp.int32), max_new_tokens=1)
+        if window is not None:
+            table = pp.free_before(table, table.seq_lens - window + 1, max_pages=1)
         return table, active & ok
 
-    return jax.lax.while_loop(lambda carry: jnp.any(carry[1]), step, (table, active))
+    return jax.lax.while_loop(lambda carry: jnp.any(carry[1]), step, (table, active))[0]
 
 
 def writers(jaxpr, size):
@@ -332,12 +176,12 @@ OPERATIONS = {
     "fork": lambda t, n: pp.fork(t, n, n)[0],
     "truncate": lambda t, n: pp.truncate(t, n)[0],
     "retain": lambda t, n: pp.retain(t, n)[0],
-    "attach": lambda t, n: pp.attach(t, n, jnp.broadcast_to(n, (8, 8)))[0],
+    "attach": lambda t, n: pp.attach(t, n, jnp.broadcast_to(n, (n.size, n.size)))[0],
     "release": pp.release,
     "free_before": pp.free_before,
     "free_before of one": lambda t, n: pp.free_before(t, n, max_pages=1),
     "free": lambda t, n: pp.free(t, n > 0),
-    "decode": lambda t, n: decode(t, n > 0)[0],
+    "decode": lambda t, n: decode(t, n > 0),
 }
 
 
@@ -356,35 +200,38 @@ def test_operations_only_scatter_into_the_pool_and_in_place():
             table = operation(table, rows)
         return table
 
-    lowered = jax.jit(all_of_them, donate_argnums=0).lower(table, rows)
-    memory = lowered.compile().memory_analysis()
+    memory = jax.jit(all_of_them, donate_argnums=0).lower(table, rows).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= 2 * 4 * num_pages
     assert memory.temp_size_in_bytes < 4 * num_pages // 100
 
 
-def test_while_loop_ends_when_pages_run_out():
+def test_decode_loop_ends_when_pages_run_out():
     traced = jax.jit(chex.assert_max_traces(decode, n=1), donate_argnums=0)
-    for active, expected in [
-        ([True, True, True, False], [12, 12, 8, 0]),
-        ([True, False, False, False], [16, 0, 0, 0]),
-    ]:
-        table, _ = traced(make_table(), np.array(active))
+    for active, expected in [([1, 1, 1, 0], [12, 12, 8, 0]), ([1, 0, 0, 0], [16, 0, 0, 0])]:
+        table = traced(make_table(), np.array(active, bool))
         assert table.seq_lens.tolist() == expected
         pp.check_page_table(table)
 
 
+def test_decode_loop_with_a_window_needs_no_more_pages():
+    """A window of 5 tokens is in at most 3 pages of 4, the one with the next token included."""
+    table = make_table(num_pages=6, pages_per_seq=100)
+    loop = jax.jit(decode, static_argnums=2, donate_argnums=0)
+    table = loop(table, np.array([True, True, False, False]), 5)
+    assert table.seq_lens.tolist() == [400, 400, 0, 0], "until the rows are full"
+    assert table.num_free == 6 - 2 * 1
+    pp.check_page_table(table)
+
+
 def test_tables_stay_int32_under_x64():
-    def use_all(active):
-        table, _ = decode(
-            pp.create_page_table(num_pages=8, page_size=4, max_seqs=4, pages_per_seq=4), active
-        )
-        table, copies, _ = pp.fork(table, i32(0), i32(2))
-        table, _, _ = pp.truncate(table, i32(1, 2, 0, 0))
-        table, _ = pp.retain(table, i32(0))
-        table, _ = pp.attach(table, i32(3), i32([0, 8]))
-        table = pp.release(pp.free_before(table, i32(0, 0, 0, 4), max_pages=1), i32(0))
-        return pp.free(table, active), copies, pp.slot_mapping(table, i32(1), i32(1))
+    def use_all(rows):
+        table = pp.create_page_table(num_pages=8, page_size=4, max_seqs=4, pages_per_seq=4)
+        for operation in OPERATIONS.values():
+            table = operation(table, rows)
+        _, forked, _ = pp.fork(table, rows, rows)
+        _, truncated, _ = pp.truncate(table, rows)
+        return table, forked, truncated, pp.slot_mapping(table, rows, rows)
 
     with jax.enable_x64(True):
-        out = jax.eval_shape(use_all, np.array([True, True, False, False]))
+        out = jax.eval_shape(use_all, i32(1, 1, 0, 0))
     assert {leaf.dtype for leaf in jax.tree.leaves(out)} == {jnp.dtype(jnp.int32)}

@@ -1,10 +1,11 @@
-"""Ctrl-C in a step: the step is completed, and the engine goes on."""
+"""Ctrl-C in a call of the engine: the call is completed, and the engine goes on."""
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 
@@ -12,9 +13,9 @@ from pallas_paged.engine import EngineDeadError
 from pallas_paged.engine.interrupt import interrupts_held
 from tests.support.engine_calls import (
     PROMPTS,
+    assert_deltas_add_up,
     greedy,
     make_engine,
-    reasons_of,
     run,
     submit,
     tokens_of,
@@ -26,12 +27,10 @@ def press_ctrl_c() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.parametrize("method", ["read", "dispatch", "update_table"])
-@pytest.mark.parametrize("at", [1, 3])
-def test_an_interrupted_engine_goes_on(monkeypatch, greedy_tokens, method, at):
-    engine = make_engine()
-    requests = submit(engine, PROMPTS, greedy())
-    call, calls, interrupts = getattr(engine.replicas[0].runner, method), [], 0
+@contextmanager
+def ctrl_c_in(owner, method, at=1):
+    """Press Ctrl-C before the call of this number; yield a list that gets the calls."""
+    call, calls = getattr(owner, method), []
 
     def interrupted(*args):
         calls.append(args)
@@ -39,58 +38,77 @@ def test_an_interrupted_engine_goes_on(monkeypatch, greedy_tokens, method, at):
             press_ctrl_c()
         return call(*args)
 
-    monkeypatch.setattr(engine.replicas[0].runner, method, interrupted)
-    while not engine.idle:
-        try:
-            engine.step()
-            engine.check()
-        except KeyboardInterrupt:
-            interrupts += 1
-            assert len(calls) >= at, "the step is not complete"
-            assert engine.replicas[0].core.calls_in_flight <= 1, "the step is not complete"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, method, interrupted)
+        yield calls
+
+
+@pytest.mark.parametrize("method", ["read", "dispatch", "update_table"])
+@pytest.mark.parametrize("at", [1, 3])
+def test_an_interrupted_step_is_completed_and_its_outputs_are_in_the_next(
+    greedy_tokens, method, at
+):
+    engine = make_engine()
+    requests = submit(engine, PROMPTS, greedy())
+    deltas, interrupts = [], 0
+    with ctrl_c_in(engine.replicas[0].runner, method, at) as calls:
+        while not engine.idle:
+            try:
+                deltas += engine.step()
+                engine.check()
+            except KeyboardInterrupt:
+                interrupts += 1
+                assert len(calls) >= at and engine.replicas[0].core.calls_in_flight <= 1
     assert interrupts == 1
     assert tokens_of(requests) == greedy_tokens
+    assert_deltas_add_up(deltas, requests)
 
 
-def test_outputs_of_an_interrupted_step_are_in_the_next(monkeypatch):
+@pytest.mark.parametrize(
+    ("num_steps", "call", "interrupted", "num_aborted"),
+    [
+        (3, lambda x, _: x.generate(PROMPTS, greedy(), progress=False), "runner.read", 5),
+        (1, lambda x, _: x.sleep(), "runner.read", 0),
+        (3, lambda x, _: x.sleep(), "runner.update_table", 0),
+        (3, lambda x, _: x.update_params(weights()), "weights.put", 0),
+        (3, lambda x, request: x.abort(request), "scheduler.remove", 1),
+        (0, lambda x, request: x.abort(request), "scheduler.remove", 1),
+    ],
+    ids=["generate", "drain", "sleep", "update_params", "abort", "abort_waiting"],
+)
+def test_an_interrupted_call_is_complete_and_the_engine_goes_on(
+    greedy_tokens, num_steps, call, interrupted, num_aborted
+):
     engine = make_engine()
-    request = engine.submit(PROMPTS[0], greedy())
-    read = engine.replicas[0].runner.read
-    monkeypatch.setattr(engine.replicas[0].runner, "read", lambda x: (press_ctrl_c(), read(x))[1])
-    tokens = []
-    while not engine.idle:
-        try:
-            for delta in engine.step():
-                tokens += delta.outputs[0].token_ids
-        except KeyboardInterrupt:
-            continue
-    assert tokens == request.outputs[0].token_ids and len(tokens) == 14
-
-
-def test_an_interrupted_generate_leaves_the_engine_usable(monkeypatch, greedy_tokens):
-    engine = make_engine()
-    read = engine.replicas[0].runner.read
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.replicas[0].runner, "read", lambda x: (press_ctrl_c(), read(x))[1])
-        with pytest.raises(KeyboardInterrupt):
-            engine.generate(PROMPTS, greedy(), progress=False)
-    run(engine)
-    assert tokens_of(engine.generate(PROMPTS, greedy(), progress=False)) == greedy_tokens
-
-
-def test_an_interrupted_drain_leaves_the_engine_usable(monkeypatch, greedy_tokens):
-    engine = make_engine()
-    requests = submit(engine, PROMPTS[:2], greedy())
-    engine.step()
-    read = engine.replicas[0].runner.read
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.replicas[0].runner, "read", lambda x: (press_ctrl_c(), read(x))[1])
-        with pytest.raises(KeyboardInterrupt):
-            engine.sleep()
-    engine.sleep()
+    first, *others = submit(engine, PROMPTS, greedy(n=2))
+    for _ in range(num_steps):
+        engine.step()
+    owner, method = interrupted.split(".")
+    with (
+        ctrl_c_in(getattr(engine.replicas[0], owner), method),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        call(engine, first)
     engine.wake()
     run(engine)
-    assert tokens_of(requests) == greedy_tokens[:2]
+    assert first.finished and engine.stats().num_aborted == num_aborted
+    assert tokens_of(others) == [tokens for tokens in greedy_tokens[1:] for _ in range(2)]
+
+
+def test_a_second_ctrl_c_in_a_step_ends_the_engine(monkeypatch):
+    """The step is not completed, so later tokens would be wrong."""
+    engine = make_engine()
+    request = engine.submit([1, 2, 3], greedy(max_tokens=9))
+    for _ in range(2):
+        engine.step()
+    read_interrupted = lambda _: (press_ctrl_c(), press_ctrl_c())  # noqa: E731
+    monkeypatch.setattr(engine.replicas[0].runner, "read", read_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            engine.step()
+    assert request.outputs[0].finish_reason == "error"
+    with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
+        engine.step()
 
 
 def test_a_second_interrupt_is_raised_at_once():
@@ -112,86 +130,14 @@ def test_an_error_is_raised_before_a_held_interrupt():
 
 
 def test_handlers_of_others_and_other_threads_are_left_alone():
+    def handler_while_held():
+        with interrupts_held():
+            return signal.getsignal(signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(handler_while_held).result() is signal.default_int_handler
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with interrupts_held():
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert handler_while_held() is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
-    seen = []
-
-    def work():
-        with interrupts_held():
-            seen.append(signal.getsignal(signal.SIGINT))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [signal.default_int_handler]
-
-
-def test_a_second_ctrl_c_in_a_step_ends_the_engine(monkeypatch):
-    """The step is cut short, so later tokens would be wrong."""
-    engine = make_engine()
-    request = engine.submit([1, 2, 3], greedy(max_tokens=9))
-    for _ in range(2):
-        engine.step()
-    monkeypatch.setattr(
-        engine.replicas[0].runner, "read", lambda _: (press_ctrl_c(), press_ctrl_c())
-    )
-    with pytest.raises(KeyboardInterrupt):
-        while True:
-            engine.step()
-    assert request.outputs[0].finish_reason == "error"
-    with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
-        engine.step()
-
-
-def test_an_interrupted_generate_leaves_no_request(monkeypatch):
-    engine = make_engine()
-    other = engine.submit([1, 2, 3], greedy(max_tokens=9))
-    read = engine.replicas[0].runner.read
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.replicas[0].runner, "read", lambda x: (press_ctrl_c(), read(x))[1])
-        with pytest.raises(KeyboardInterrupt):
-            engine.generate(PROMPTS, greedy(max_tokens=9), progress=False)
-    run(engine)
-    assert other.outputs[0].finish_reason == "length"
-    assert engine.stats().num_aborted == len(PROMPTS)
-
-
-@pytest.mark.parametrize("call", ["sleep", "update_params"])
-def test_ctrl_c_between_steps_waits_for_the_end_of_the_call(monkeypatch, greedy_tokens, call):
-    engine = make_engine()
-    requests = submit(engine, PROMPTS, greedy())
-    for _ in range(3):
-        engine.step()
-    replica = engine.replicas[0]
-    owner, method = (
-        (replica.runner, "update_table") if call == "sleep" else (replica.weights, "put")
-    )
-    held = getattr(owner, method)
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, method, lambda *args: (press_ctrl_c(), held(*args))[1])
-        with pytest.raises(KeyboardInterrupt):
-            getattr(engine, call)(*([weights()] if call == "update_params" else []))
-    engine.wake()
-    run(engine)
-    assert tokens_of(requests) == greedy_tokens
-
-
-@pytest.mark.parametrize("num_steps", [0, 3])
-def test_an_interrupted_abort_is_complete(monkeypatch, greedy_tokens, num_steps):
-    engine = make_engine()
-    request, *others = submit(engine, PROMPTS, greedy(n=2))
-    for _ in range(num_steps):
-        engine.step()
-    scheduler, presses = engine.replicas[0].scheduler, [press_ctrl_c]
-    remove = scheduler.remove
-    with monkeypatch.context() as patch:
-        patch.setattr(scheduler, "remove", lambda x: (presses and presses.pop()(), remove(x)))
-        with pytest.raises(KeyboardInterrupt):
-            engine.abort(request)
-    assert request.finished and reasons_of([request]) == ["abort"] * 2
-    run(engine)
-    assert tokens_of(others) == [tokens for tokens in greedy_tokens[1:] for _ in range(2)]

@@ -17,7 +17,7 @@ from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support.attention_calls import assert_close
 from tests.support.attention_cases import Case, SharedPrefixes
 from tests.support.attention_options import config_of
-from tests.support.devices import H200, implementations_here, mesh
+from tests.support.devices import H200, mesh
 from tests.support.marks import slow
 from tests.support.placement import (
     BY_HEADS,
@@ -27,6 +27,7 @@ from tests.support.placement import (
     named,
     place,
     several,
+    shapes_on,
 )
 from tests.support.quantized_cases import Quantized
 
@@ -47,7 +48,6 @@ CALLS = {
 SLOPES = np.linspace(0, 0.5, 16, dtype=np.float32)
 OPTIONS = dict(alibi_slopes=SLOPES, sinks=4 * SLOPES, soft_cap=1.5, sliding_window=9, sm_scale=-0.7)
 STATIC = ("soft_cap", "sliding_window", "sm_scale")
-KERNELS = [name for name in implementations_here() if name != "xla"]
 TREE = np.random.default_rng(7).random((4, 6, 6)) < 0.5
 
 
@@ -59,21 +59,21 @@ class Call:
     ):
         """The oracle has the options, the entry alone what is static; per_tensor: int8 pages."""
         attention, case = CALLS[name]
-        case, options = case.on(implementation), dict(options)
+        case = case.on(implementation)
         if num_kv_heads != 8:
             case = replace(case, num_kv_heads=num_kv_heads)
-        if name == "ragged" and options:
-            options["tree_mask"] = TREE
-        self.tolerance = SMALL.on(implementation).tolerance
         if per_tensor is None:
+            self.tolerance = SMALL.on(implementation).tolerance
             arrays = case.make()
-            meant = arrays if name != "cascade" else arrays[:5]
+            self.meant = arrays[:5] if name == "cascade" else arrays
         else:
-            arrays, meant = Quantized(case=case, kv_dtype="int8", per_tensor=per_tensor).make()
             self.tolerance = 1e-2
-        self.meant, self.options = meant, dict(options)
-        static |= {key: options.pop(key) for key in STATIC if key in options}
-        self.arrays = named(attention, arrays) | options
+            quantized = Quantized(case=case, kv_dtype="int8", per_tensor=per_tensor)
+            arrays, self.meant = quantized.make()
+        self.options = options | ({"tree_mask": TREE} if name == "ragged" and options else {})
+        static |= {key: x for key, x in self.options.items() if key in STATIC}
+        rest = {key: x for key, x in self.options.items() if key not in STATIC}
+        self.arrays = named(attention, arrays) | rest
         self.entry = partial(attention, implementation=implementation, return_lse=True, **static)
 
     def __call__(self, arrays, **options):
@@ -118,11 +118,8 @@ def test_each_device_attends_with_its_own_heads_and_every_option(implementation,
 )
 def test_rows_of_int8_pages_by_number_and_flat_tables(implementation, name, per_tensor, kind):
     """The last row is not one; a config divides the work for the heads of a device."""
-    static = (
-        {"fixed_split_size": 64}
-        if per_tensor
-        else {"config": config_of(implementation, ragged=name == "ragged")}
-    )
+    config = config_of(implementation, ragged=name == "ragged")
+    static = {"fixed_split_size": 64} if per_tensor else {"config": config}
     call = Call(name, implementation, options={}, per_tensor=per_tensor, **static)
     call.arrays["block_tables"] = call.arrays["block_tables"].reshape(-1)
     call.arrays["num_seqs"] = np.int32(3)
@@ -138,14 +135,6 @@ def test_cascade_of_xla():
     Call("cascade", "xla").check(mesh_2d(2, names=("tensor",), kind=EXPLICIT))
 
 
-@pytest.mark.parametrize(
-    ("name", "option"), slow([("decode", "fixed_split_size"), ("ragged", "config")])
-)
-def test_work_is_divided_for_the_heads_of_a_device(implementation, name, option):
-    value = 64 if option == "fixed_split_size" else config_of(implementation, ragged=True)
-    Call(name, implementation, options={}, **{option: value}).check(mesh(2))
-
-
 @pytest.mark.parametrize("num_kv_heads", [2, *slow([1])])
 def test_devices_share_the_query_heads_of_one_kv_head(implementation, num_kv_heads):
     call = Call("decode", implementation, options={}, num_kv_heads=num_kv_heads)
@@ -155,10 +144,10 @@ def test_devices_share_the_query_heads_of_one_kv_head(implementation, num_kv_hea
     call.check(on, {"q": q, "k_pages": pages, "v_pages": pages}, moves=implementation == "xla")
 
 
-def test_queries_that_are_whole_are_cut_as_the_pages(implementation):
+def test_replicated_queries_are_sharded_as_the_pages(implementation):
     call = Call("decode", implementation, options={})
     placed = place(call.arrays, mesh(2), {"k_pages": P("tensor"), "v_pages": P("tensor")})
-    with jax.enable_x64(True):  # which is not to reach a device
+    with jax.enable_x64(True):  # must not reach a device
         compiled = jax.jit(call).lower(placed).compile()
     pool = f"[8,{call.arrays['k_pages'].shape[1]}"
     assert not [line for line in collectives(compiled) if pool in line]
@@ -176,7 +165,7 @@ def in_shard_map(call, arrays, on):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_shard_map_checks_types(implementation, name):
+def test_shard_map_checks_the_types_of_attention(implementation, name):
     if implementation == "triton_interpret":
         pytest.skip("JAX's interpreter indexes arrays of devices with constants")
     call = Call(name, implementation)
@@ -188,168 +177,106 @@ def test_shard_map_checks_types(implementation, name):
         call.assert_right(compiled(placed))
 
 
+DIFFERENTIATED = ("q", "k_pages", "v_pages", "sinks")
+
+
+def split(arrays):
+    """The arrays to differentiate, and the rest."""
+    given = {key: x for key, x in arrays.items() if key in DIFFERENTIATED}
+    return given, {key: x for key, x in arrays.items() if key not in DIFFERENTIATED}
+
+
+def gradient_of(call):
+    """The gradients of a loss of `out` and `lse` as a jitted function of `split` arrays."""
+
+    def loss(given, rest):
+        out, lse = call(given | rest)
+        return (out.astype(jnp.float32) ** 2).sum() + jnp.where(jnp.isneginf(lse), 0.0, lse).sum()
+
+    return jax.jit(jax.grad(loss))
+
+
 @pytest.mark.parametrize("family", ["triton", "mosaic_gpu"])
 @pytest.mark.parametrize(
     ("name", "explicit"),
     [
-        ("decode", False),
-        ("ragged", True),
-        ("cascade", False),
+        *[("decode", False), ("ragged", True), ("cascade", False)],
         *slow([("decode", True), ("ragged", False), ("cascade", True)]),
     ],
 )
 def test_kernels_lower_for_several_gpus(name, family, explicit):
     if family == "mosaic_gpu" and mosaic_support.why_not_jax():
         pytest.skip(mosaic_support.why_not_jax())
-    attention, case = CALLS[name]
-    case = replace(case if name != "cascade" else SMALL, head_dim=64, page_size=16, dtype="float16")
+    attention = CALLS[name][0]
+    case = replace(SMALL, head_dim=64, page_size=16, dtype="float16")
+    options = {"sinks": SLOPES, "alibi_slopes": SLOPES}
     if name == "ragged":  # with tiles of queries for the backward kernels of both families
         lens = dict(q_lens=(3, 0, 250, 5), seq_lens=(13, 0, 250, 16))
         case = replace(case, **lens, pages_per_seq=16, num_pages=40)
-    arrays = case.make()
+        del options["alibi_slopes"]  # Mosaic has no gradient of ragged calls with slopes
     if name == "cascade":
-        arrays = (*arrays, np.int32([8]), np.int32([0, 2]))
-    arrays = named(attention, arrays) | {"sinks": SLOPES}
-    if name != "ragged":  # whose gradient Mosaic has without slopes only
-        arrays["alibi_slopes"] = SLOPES
+        case = replace(SHARED, case=case)
     on = AbstractMesh((2,), ("tensor",), (EXPLICIT if explicit else AUTO,), abstract_device=H200)
-    shapes = {
-        key: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=NamedSharding(on, BY_HEADS.get(key, P()))
-        )
-        for key, x in arrays.items()
-    }
+    shapes = shapes_on(on, named(attention, case.make()) | options)
     call = partial(attention, implementation=family, return_lse=True)
     run = lambda arrays: call(**arrays)  # noqa: E731
     if not explicit:
-        run = in_shard_map(run, arrays, on)
-
-    def gradients(arrays):
-        rest = {key: x for key, x in arrays.items() if key not in ("q", "k_pages")}
-
-        def loss(q, k_pages):
-            return (run(rest | {"q": q, "k_pages": k_pages})[0] ** 2).sum()
-
-        return jax.grad(loss, argnums=(0, 1))(arrays["q"], arrays["k_pages"])
-
-    for function in (run, gradients):
+        run = in_shard_map(run, shapes, on)
+    for function, arguments in ((jax.jit(run), [shapes]), (gradient_of(run), split(shapes))):
         with jax.sharding.use_abstract_mesh(on):
-            lowered = jax.jit(function).trace(shapes).lower(lowering_platforms=("cuda",))
+            lowered = function.trace(*arguments).lower(lowering_platforms=("cuda",))
         assert "custom_call @CustomSPMDPartitioning" not in lowered.as_text()
     if name == "ragged":
         assert ("attention_gradient_of_pages" in lowered.as_text()) == (family == "mosaic_gpu")
 
 
-@pytest.mark.parametrize("implementation", [*KERNELS, *slow(["xla"])])
-def test_eager_calls_leave_the_results_on_their_devices(implementation):
-    call = Call("decode", implementation, options={})
-    results = call(place(call.arrays, mesh(2)))
-    assert [tuple(x.sharding.spec)[:2] for x in results] == [(None, "tensor")] * 2
-    call.assert_right(results)
-
-
-@pytest.mark.parametrize("own_pools", [True, *slow([False])], ids=["a pool for each", "one pool"])
-def test_vmap(implementation, own_pools):
-    call = Call("decode", implementation, options={})
-    mapped = [key for key in call.arrays if own_pools or not key.endswith("pages")]
-    batched = {
-        key: np.stack([x, np.roll(x, 1, axis=0)]) if key in mapped else x
-        for key, x in call.arrays.items()
-    }
-    each = jax.vmap(call, in_axes=({key: 0 if key in mapped else None for key in call.arrays},))
-    specs = {
-        key: P("data", *BY_HEADS.get(key, P())) if key in mapped else BY_HEADS.get(key, P())
-        for key in call.arrays
-    }
-    placed = place(batched, mesh_2d(2, 2, names=("data", "tensor")), specs)
-    compiled = jax.jit(each).lower(placed).compile()
-    assert collectives(compiled) == []
-    results = jax.tree.map(np.asarray, compiled(placed))
-    for index in range(2):
-        one = [x[index] if key in mapped else x for key, x in batched.items()]
-        assert_close([x[index] for x in results], one, call.tolerance)
-
-
-DIFFERENTIATED = ("q", "k_pages", "v_pages", "sinks")
-
-
-def gradient(call, arrays):
-    """The gradients of a loss of `out` and `lse`, and their program."""
-
-    def loss(given, rest):
-        out, lse = call(given | rest)
-        return (out.astype(jnp.float32) ** 2).sum() + jnp.where(jnp.isneginf(lse), 0.0, lse).sum()
-
-    given = {key: x for key, x in arrays.items() if key in DIFFERENTIATED}
-    rest = {key: x for key, x in arrays.items() if key not in DIFFERENTIATED}
-    compiled = jax.jit(jax.grad(loss)).lower(given, rest).compile()
-    return compiled(given, rest), compiled
+def without_nan(arrays):
+    """XLA reads what no row owns."""
+    return {key: np.nan_to_num(x, posinf=0, neginf=0) for key, x in arrays.items()}
 
 
 def assert_same_gradients(found, call):
-    """As those of XLA on one device, without the NaN that no row owns."""
-    arrays = {key: np.nan_to_num(x, posinf=0, neginf=0) for key, x in call.arrays.items()}
-    wanted, _ = gradient(partial(call, implementation="xla"), arrays)
+    """As those of XLA on one device."""
+    wanted = gradient_of(partial(call, implementation="xla"))(*split(without_nan(call.arrays)))
     for key in found:
         np.testing.assert_allclose(
             np.asarray(found[key]), np.asarray(wanted[key]), rtol=1e-4, atol=1e-5, err_msg=key
         )
 
 
-@pytest.mark.parametrize("kind", [EXPLICIT, *slow([AUTO])], ids=lambda kind: kind.name)
-def test_gradients_of_xla(kind):
-    call = Call("ragged", "xla", options={})
-    arrays = {key: np.nan_to_num(x, posinf=0, neginf=0) for key, x in call.arrays.items()}
-    found, _ = gradient(call, place(arrays, mesh_2d(2, names=("tensor",), kind=kind)))
+INTERPRETED = "triton_interpret"
+
+
+@pytest.mark.parametrize(
+    ("implementation", "name", "kind"),
+    [
+        ("xla", "ragged", EXPLICIT),
+        *slow([("xla", "ragged", AUTO), (INTERPRETED, "ragged", AUTO)]),
+        *slow([(INTERPRETED, "ragged", EXPLICIT), (INTERPRETED, "decode", AUTO)]),
+    ],
+    ids=str,
+)
+def test_gradients_are_sharded_as_their_arrays(implementation, name, kind):
+    call = Call(name, implementation, options={} if implementation == "xla" else OPTIONS)
+    arrays = without_nan(call.arrays) if implementation == "xla" else call.arrays
+    placed = split(place(arrays, mesh_2d(several().size, names=("tensor",), kind=kind)))
+    compiled = gradient_of(call).lower(*placed).compile()
+    found = compiled(*placed)
+    if implementation != "xla":
+        for key, x in found.items():
+            assert x.sharding.is_equivalent_to(placed[0][key].sharding, x.ndim)
+        assert not [line for line in collectives(compiled) if "all-gather" in line]
     assert_same_gradients(found, call)
 
 
 def test_gradients_of_pages_that_several_devices_read():
     """Devices have query heads of one KV head, and rows of their own."""
-    call = Call("decode", "triton_interpret", num_kv_heads=2)
+    call = Call("decode", INTERPRETED, num_kv_heads=2)
     on = mesh_2d(2, 2, 2, names=("rows", "kv", "copy"))
     heads = ("kv", "copy")
     specs = {"q": P("rows", heads), "k_pages": P("kv"), "v_pages": P("kv"), "sinks": P(heads)}
-    found, _ = gradient(call, place(call.arrays, on, specs | {"seq_lens": P("rows")}))
+    placed = place(call.arrays, on, specs | {"seq_lens": P("rows")})
+    found = gradient_of(call)(*split(placed))
     for key in ("k_pages", "v_pages"):
         assert found[key].sharding.is_equivalent_to(NamedSharding(on, P("kv")), 4)
     assert_same_gradients(found, call)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "kind"), [("ragged", AUTO), ("ragged", EXPLICIT), ("decode", AUTO)], ids=str
-)
-def test_gradients_of_the_kernels_lie_as_their_arrays(name, kind):
-    call = Call(name, "triton_interpret")
-    on = mesh_2d(several().size, names=("tensor",), kind=kind)
-    found, compiled = gradient(call, place(call.arrays, on))
-    for key, x in found.items():
-        assert x.sharding.is_equivalent_to(NamedSharding(on, BY_HEADS[key]), x.ndim)
-    assert not [line for line in collectives(compiled) if "all-gather" in line]
-    assert_same_gradients(found, call)
-
-
-@pytest.mark.slow
-def test_gradients_in_shard_map():
-    call = Call("decode", "triton_interpret", options={})
-    rows = {"q": P("data"), "block_tables": P("data"), "seq_lens": P("data")}
-    attend = jax.shard_map(
-        call, mesh=mesh_2d(2, names=("data",)),
-        in_specs=({key: rows.get(key, P()) for key in call.arrays},), out_specs=P("data"),
-        check_vma=False,
-    )  # fmt: skip
-    found, _ = gradient(attend, call.arrays)
-    assert_same_gradients(found, call)
-
-
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=lambda kind: kind.name)
-def test_pages_that_would_be_gathered_are_refused(kind):
-    call = Call("decode", "triton_interpret", options={})
-    pages = {key: call.arrays[key][:, :6] for key in ("k_pages", "v_pages")}
-    on = mesh_2d(2, names=("tensor",), kind=kind)
-    placed = place(call.arrays | pages, on, {"k_pages": P(None, "tensor")})
-    message = "k_pages is cut along num_pages over .'tensor',."
-    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=message) as caught:
-        jax.jit(call)(placed)
-    assert "cut pages and scales along the KV heads alone" in str(caught.value)

@@ -11,18 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_paged as pp
 from pallas_paged import context_parallel as cp
 from tests.support.attention_cases import Case, cumulated
 from tests.support.attention_oracle import attend, relative_error
-from tests.support.devices import H200, implementations_here
+from tests.support.devices import implementations_here
 from tests.support.kv_pools import copies_of, pool_bytes
 from tests.support.marks import slow
 from tests.support.page_layouts import layer_in_layout
 from tests.support.page_tables import assert_same, extend, fork, free, i32
+from tests.support.placement import mesh_2d
 from tests.support.quantized_cases import Quantized
 
 SINKS = np.float32([1.0, -3.0, 0.0, 8.0])
@@ -39,12 +40,7 @@ GQA = Case(head_dim=16, page_size=4, seq_lens=(37, 0, 3, 64), pages_per_seq=16, 
 
 
 def mesh_of(num_context: int, num_tensor: int = 1) -> Mesh:
-    """A mesh of axes "context" and "tensor"; skips the test where there are fewer devices."""
-    count, devices = num_context * num_tensor, jax.devices()
-    if len(devices) < count:
-        pytest.skip(f"needs {count} devices, and {len(devices)} are here")
-    devices = np.array(devices[:count]).reshape(num_context, num_tensor)
-    return Mesh(devices, (cp.CONTEXT_AXIS, "tensor"), axis_types=(AxisType.Auto,) * 2)
+    return mesh_2d(num_context, num_tensor, names=(cp.CONTEXT_AXIS, "tensor"))
 
 
 def in_place_order(num_pages: int, mesh: Mesh) -> np.ndarray:
@@ -70,37 +66,13 @@ def collect(pool, mesh: Mesh):
 
     def get(x):
         x = np.asarray(x)
-        if not x.ndim:
-            return x
-        places = np.argsort(in_place_order(x.shape[axis], mesh))
-        return x.take(places, axis)
+        return x.take(np.argsort(in_place_order(x.shape[axis], mesh)), axis) if x.ndim else x
 
     return jax.tree.map(get, pool)
 
 
-def decode(mesh, q, layer, tables, lens, **options):
-    @jax.jit
-    def run(q, layer, tables, lens):
-        page_size = layer.k_pages.shape[2]
-        pages = cp.local_pages(tables, lens, page_size=page_size, mesh=mesh)
-        return cp.paged_attention(q, layer, pages, mesh=mesh, **options)
-
-    return run(q, place(layer, mesh), tables, lens)
-
-
-def check_decoding(arrays, devices, *, meant=None, tolerance=2e-5, cut_heads=False, **options):
-    """A call on a mesh gives what the oracle does; rows without keys give zeros."""
-    q, k, v, tables, lens, *scales = arrays
-    layer = pp.LayerKV(k_pages=k, v_pages=v, **dict(zip(SCALES, scales, strict=False)))
-    how = dict(cut_heads=cut_heads) if cut_heads else {}
-    out = decode(mesh_of(*devices), q, layer, tables, lens, **how, **options)
-    if cut_heads:
-        assert out.addressable_shards[0].data.shape[1] * np.prod(devices) == q.shape[1]
-    options.pop("implementation", None)
-    expected, _ = attend(*(arrays[:5] if meant is None else meant), **options)
-    assert out.dtype == q.dtype
-    np.testing.assert_array_equal(np.asarray(out)[lens == 0], 0)
-    assert relative_error(out, expected) <= tolerance
+INT8 = Quantized(case=GQA, kv_dtype="int8", per_tensor=False)
+KERNELS = [name for name in implementations_here() if name != "xla"]
 
 
 @pytest.mark.parametrize(
@@ -109,29 +81,34 @@ def check_decoding(arrays, devices, *, meant=None, tolerance=2e-5, cut_heads=Fal
         (MQA, (2,), OPTIONS),
         (GQA, (2, 2), OPTIONS | CUT_HEADS),
         (replace(GQA, dtype="float16"), (2, 2), {"sinks": SINKS}),
+        (INT8, (2, 2), {}),
+        (replace(INT8, per_tensor=True), (2, 2), {}),
+        *((GQA.on(name), (2,), dict(sinks=SINKS, implementation=name)) for name in KERNELS),
         *slow([(MQA, (8,), OPTIONS), (GQA, (4, 2), OPTIONS), (MQA, (4,), OPTIONS | CUT_HEADS)]),
         *slow([(replace(GQA, dtype="bfloat16"), (2, 2), {})]),
     ],
     ids=lambda value: " and ".join(value) if isinstance(value, dict) else str(value),
 )
 def test_decoding_equals_the_oracle(case, devices, given):
+    quantized, mesh = isinstance(case, Quantized), mesh_of(*devices)
+    arrays, meant = case.make() if quantized else [case.make()] * 2
+    q, k, v, tables, lens, *scales = arrays
+    layer = pp.LayerKV(k_pages=k, v_pages=v, **dict(zip(SCALES, scales, strict=False)))
+
+    @jax.jit
+    def decode(q, layer, tables, lens):
+        pages = cp.local_pages(tables, lens, page_size=4, mesh=mesh)
+        return cp.paged_attention(q, layer, pages, mesh=mesh, **given)
+
+    out = decode(q, place(layer, mesh), tables, lens)
+    if "cut_heads" in given:
+        assert out.addressable_shards[0].data.shape[1] * mesh.size == q.shape[1]
+    options = {key: x for key, x in given.items() if key not in ("cut_heads", "implementation")}
+    expected, _ = attend(*meant[:5], **options)
+    assert out.dtype == q.dtype
+    np.testing.assert_array_equal(np.asarray(out)[lens == 0], 0)
     # Rounded on each device, and once more after the merge.
-    check_decoding(case.make(), devices, tolerance=2 * case.tolerance, **given)
-
-
-@pytest.mark.parametrize(
-    "implementation", [name for name in implementations_here() if name != "xla"]
-)
-def test_decoding_by_kernels(implementation):
-    case = GQA.on(implementation)
-    given = dict(sinks=SINKS, implementation=implementation)
-    check_decoding(case.make(), (2,), tolerance=2 * case.tolerance, **given)
-
-
-@pytest.mark.parametrize("per_tensor", [False, True])
-def test_decoding_from_int8_pages_equals_the_oracle(per_tensor):
-    arrays, meant = Quantized(case=GQA, kv_dtype="int8", per_tensor=per_tensor).make()
-    check_decoding(arrays, (2, 2), meant=meant)
+    assert relative_error(out, expected) <= 2 * (GQA if quantized else case).tolerance
 
 
 def test_each_device_lists_its_own_pages_in_order():
@@ -250,6 +227,8 @@ def test_pages_are_copied_between_all_devices(dtype):
     scales = {} if dtype == "bfloat16" else dict(k_scales=[0.5, 2.0], v_scales=[1.0, 3.0])
     pool = cp.create_kv_pool(mesh=mesh, **SIZES, dtype=dtype, **scales)
     alone = pp.create_kv_pool(**SIZES, dtype=dtype, **scales)
+    for x in jax.tree.leaves(pool):
+        assert x.is_fully_replicated if x.ndim < 3 else x.addressable_shards[0].data.shape[1] == 10
     slots = i32(*range(160), 160, -1, -(2**31), 2**31 - 1)  # the last are not in the pool
     kv = np.random.default_rng(0).standard_normal((2, 164, 2, 16), np.float32)
     write = partial(jax.jit(cp.write_kv, static_argnames="mesh"), mesh=mesh)
@@ -261,14 +240,6 @@ def test_pages_are_copied_between_all_devices(dtype):
     expected = jax.jit(pp.copy_pages)(alone, copies)
     bits = partial(jax.tree.map, lambda x: np.asarray(x).view(f"u{x.dtype.itemsize}"))
     assert_same(bits(collect(copied, mesh)), bits(expected))
-
-
-def test_a_pool_is_created_in_parts():
-    mesh = mesh_of(4, 2)
-    pool = cp.create_kv_pool(mesh=mesh, **SIZES, dtype="int8")
-    for x in jax.tree.leaves(pool):
-        assert x.sharding.spec == P("tensor", "context")
-        assert {part.data.shape[:2] for part in x.addressable_shards} == {(1, 10)}
 
 
 def collectives(compiled) -> list[str]:
@@ -312,29 +283,6 @@ def test_a_step_has_one_collective_a_layer_and_works_in_place(dtype, cut_heads, 
     for memory in (compiled.memory_analysis(), compiled_copy.memory_analysis()):
         assert memory.alias_size_in_bytes >= part
         assert memory.temp_size_in_bytes < part / num_layers / 8
-
-
-def test_a_million_tokens_on_two_hosts_of_eight_gpus_lower_for_cuda():
-    axis_types = (AxisType.Auto,) * 2
-    mesh = AbstractMesh((2, 8), (cp.CONTEXT_AXIS, "tensor"), axis_types, abstract_device=H200)
-
-    def attention(q, layer, tables, lens):
-        pages = cp.local_pages(tables, lens, page_size=16, mesh=mesh)
-        return cp.paged_attention(q, layer, pages, mesh=mesh, implementation="triton")
-
-    def of(dtype, *shape, spec=()):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
-
-    q = of(jnp.bfloat16, 1, 64, 128, spec=(None, "tensor"))
-    pages = of(jnp.bfloat16, 8, 65536, 16, 128, spec=("tensor", cp.CONTEXT_AXIS))
-    layer = pp.LayerKV(k_pages=pages, v_pages=pages)
-    with jax.sharding.use_abstract_mesh(mesh):
-        traced = jax.jit(attention).trace(q, layer, of(jnp.int32, 1, 65536), of(jnp.int32, 1))
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert re.findall(r'"?stablehlo\.(all_\w+|collective_\w+|reduce_scatter)', text) == [
-        "all_gather"
-    ]
-    assert "tensor<1x32768x16x128xbf16>" in text  # the pages of one GPU
 
 
 def test_the_functions_run_inside_shard_map():

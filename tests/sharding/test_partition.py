@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export, lax
+from jax import export
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -22,16 +22,13 @@ import pallas_paged as pp
 from pallas_paged import dispatch
 from pallas_paged.partition import KERNEL_CALLS, Layout, cut_of, on_each_device
 from tests.support.attention_cases import Case
-from tests.support.attention_oracle import attend, relative_error
 from tests.support.devices import H200_MESH, lower_for_cuda, mesh
 from tests.support.placement import (
     BY_HEADS,
     POSITIONAL,
-    buffers,
     collectives,
     mesh_2d,
     place,
-    several,
     shapes_on,
 )
 
@@ -322,24 +319,26 @@ def test_one_device_runs_the_call_itself():
         assert "CustomSPMDPartitioning" not in text, local
 
 
-def test_calls_run_eagerly_under_vmap_and_on_an_explicit_mesh_of_one_device():
+def test_calls_run_eagerly_and_on_an_explicit_mesh_of_one_device():
     found = Local().divided()(place(ARRAYS, mesh(2)))
     assert found.sharding.spec[:2] == (None, "tensor")
     np.testing.assert_array_equal(found, expected(ARRAYS))
-
     one = mesh_2d(1, names=("tensor",), kind=AxisType.Explicit)
     with jax.set_mesh(one):
         found = jax.jit(Local().divided())(place(ARRAYS, one))
     np.testing.assert_array_equal(found, expected(ARRAYS))
 
-    others = ARRAYS | {"q": ARRAYS["q"] + 1}
-    mapped = {"q": np.stack([ARRAYS["q"], others["q"]])}
-    axes = ({name: 0 if name == "q" else None for name in POSITIONAL},)
-    specs = BY_HEADS | {"q": P("data", None, "tensor")}
-    placed = place(ARRAYS | mapped, mesh_2d(2, 2, names=("data", "tensor")), specs)
+
+@pytest.mark.parametrize("mapped", [("q",), ("q", "k_pages", "v_pages", "seq_lens")], ids=str)
+def test_vmap_divides_calls_with_one_pool_or_a_pool_for_each(mapped):
+    both = [ARRAYS, ARRAYS | {name: ARRAYS[name] + 1 for name in mapped}]
+    batched = ARRAYS | {name: np.stack([one[name] for one in both]) for name in mapped}
+    specs = BY_HEADS | {name: P("data", *BY_HEADS.get(name, P())) for name in mapped}
+    placed = place(batched, mesh_2d(2, 2, names=("data", "tensor")), specs)
+    axes = ({name: 0 if name in mapped else None for name in POSITIONAL},)
     compiled = jax.jit(jax.vmap(Local().divided(), in_axes=axes)).lower(placed).compile()
     assert collectives(compiled) == []
-    np.testing.assert_array_equal(compiled(placed), [expected(ARRAYS), expected(others)])
+    np.testing.assert_array_equal(compiled(placed), [expected(one) for one in both])
 
 
 def test_a_divided_call_has_no_gradient_of_its_own():
@@ -365,37 +364,3 @@ def test_kernels_of_gpus_can_be_lowered_once(implementation):
 def test_a_function_for_one_device_can_be_exported():
     exported = export.export(jax.jit(Local().divided()))(ARRAYS)
     np.testing.assert_array_equal(exported.call(ARRAYS), expected(ARRAYS))
-
-
-def test_a_loop_of_steps_moves_nothing_and_copies_no_pool(implementation):
-    sizes = dict(num_q_heads=16, num_kv_heads=8, head_dim=16, page_size=4, pages_per_seq=4)
-    case, on = Case(**sizes, seq_lens=(13, 0, 5, 14)).on(implementation), several()
-    q, k_pages, v_pages, tables, lens = case.make(poison=False)
-    tokens = np.random.default_rng(0).standard_normal((2, 4, 8, case.head_dim)).astype(q.dtype)
-
-    def step(i, state):
-        layer, q = state
-        layer = pp.write_kv(layer, *tokens, jnp.arange(4, dtype=jnp.int32) * 4 + i)
-        pages = layer.k_pages, layer.v_pages
-        return layer, pp.paged_attention(q, *pages, tables, lens + i, implementation=implementation)
-
-    @partial(jax.jit, donate_argnums=0)
-    def loop(layer, q):
-        return lax.fori_loop(0, 3, step, (layer, q))
-
-    arrays = place(dict(q=q, k_pages=k_pages.copy(), v_pages=v_pages.copy()), on)
-    q_on, *pages = jax.tree.map(jnp.copy, list(arrays.values()))  # NumPy's memory can't be donated
-    layer = pp.LayerKV(k_pages=pages[0], v_pages=pages[1])
-    compiled = loop.lower(layer, q_on).compile()
-    assert collectives(compiled) == []
-    before = buffers(layer)
-    shape = ",".join(map(str, (8 // on.size, *k_pages.shape[1:])))
-    assert not re.findall(rf"= \w+\[{shape}\]\S* copy\(", compiled.as_text())
-    layer, out = compiled(layer, q_on)
-    assert buffers(layer) == before
-    for i in range(3):
-        k_pages[:, :4, i], v_pages[:, :4, i] = tokens.swapaxes(1, 2)
-        q = attend(q, k_pages, v_pages, tables, lens + i)[0].astype(q.dtype)
-    np.testing.assert_array_equal(np.asarray(layer.k_pages), k_pages)
-    np.testing.assert_array_equal(np.asarray(layer.v_pages), v_pages)
-    assert relative_error(out, q) <= 3 * case.tolerance

@@ -142,6 +142,12 @@ def test_bytes_of_unknown_characters_join_to_the_whole(byte_fallback, text, spec
     assert streamed(byte_fallback, token_ids[:cut], single(token_ids[cut:])) == rest
 
 
+@pytest.mark.parametrize("num_specials", [0, 40])
+def test_a_completion_continues_the_text_of_the_prompt(byte_fallback, num_specials):
+    prompt = [*byte_fallback.encode("a"), *[1] * num_specials]
+    assert streamed(byte_fallback, prompt, [byte_fallback.encode("b")]) == " b"
+
+
 def test_a_replacement_character_in_the_prompt_is_not_repeated(byte_fallback):
     prompt, ids = byte_fallback.encode("what\ufffd"), byte_fallback.encode("what\ufffd子a")
     assert streamed(byte_fallback, prompt, single(ids[len(prompt) :])) == "子a"

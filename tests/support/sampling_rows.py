@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import fields
 
 import numpy as np
+from jax.extend.random import threefry_2x32
 
 from pallas_paged.engine.sampler import SamplingMetadata
 from tests.support.devices import implementations_here
 
 VOCAB = 12
-_BLOCK, _HALF = 2048, 1024
+_BLOCK = 2048
 
 
 def metadata(num_rows, **values):
@@ -82,15 +83,13 @@ def race(seeds, length, weights):
     a row's seed, the hash of its prompt, the index of the sample, and the length.
     """
     seed, prompt, index = np.asarray(seeds, np.uint32)
-    key = _threefry((seed, prompt), (index, np.uint32(length)))
+    key = _threefry((seed, prompt), index, length)[:, 0]
     blocks = np.zeros((-(-len(weights) // _BLOCK), _BLOCK))
     blocks.ravel()[: len(weights)] = weights
     # Of a block's two words the first counts. Those of a pair are for tokens 1024 apart.
-    numbers = np.arange(len(blocks), dtype=np.uint32)
-    block, lead = _first(_threefry(key, (numbers, np.uint32(1)))[0], blocks.sum(axis=1))
-    pairs = np.arange(min(len(weights), _HALF), dtype=np.uint32) + np.uint32(block * _BLOCK)
-    words = np.zeros((2, _HALF), np.uint32)
-    words[:, : len(pairs)] = _threefry(key, (pairs, np.uint32(0)))
+    words = _threefry(key, np.arange(len(blocks)), 1)[0]
+    block, lead = _first(words, blocks.sum(axis=1))
+    words = _threefry(key, np.arange(_BLOCK // 2) + block * _BLOCK, 0)
     token, lead_in_block = _first(words.ravel(), blocks[block])
     return block * _BLOCK + token, min(lead, lead_in_block)
 
@@ -103,16 +102,8 @@ def _first(words, weights):
     return int(np.argmin(times)), second / first - 1
 
 
-def _threefry(key, count):
-    """Threefry-2x32 of 20 rounds: two random words of 32 bits."""
-    rotations = ((13, 15, 26, 6), (17, 29, 16, 24))
-    with np.errstate(over="ignore"):
-        keys = (*key, key[0] ^ key[1] ^ np.uint32(0x1BD11BDA))
-        x, y = count[0] + keys[0], count[1] + keys[1]
-        for group in range(5):
-            for rotation in rotations[group % 2]:
-                x = x + y
-                y = x ^ ((y << np.uint32(rotation)) | (y >> np.uint32(32 - rotation)))
-            x = x + keys[(group + 1) % 3]
-            y = y + (keys[(group + 2) % 3] + np.uint32(group + 1))
-    return x, y
+def _threefry(key, *counts):
+    """JAX's random bits: two words u32[2, N] of a key for these counts."""
+    counts = np.broadcast_arrays(*map(np.atleast_1d, counts))
+    words = threefry_2x32(tuple(key), np.concatenate(counts).astype(np.uint32))
+    return np.asarray(words).reshape(2, -1)

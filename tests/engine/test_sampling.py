@@ -11,7 +11,6 @@ import pytest
 from pallas_paged.engine import CompletionOutput, SamplingParams
 from tests.support.beam_oracle import beam_search
 from tests.support.engine_calls import (
-    MODEL,
     PROMPTS,
     NumberTokenizer,
     assert_deltas_add_up,
@@ -27,11 +26,11 @@ from tests.support.engine_calls import (
     tokens_of,
     weights,
 )
-from tests.support.marks import slow
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 NEW = 12
-FILTERS = [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}, {"temperature": 0.3}]
+# Of each only the most probable token is left.
+NARROW = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 0.999}, {"temperature": 1e-4}]
 
 
 def alone(prompt, params, **sizes) -> list[list[int]]:
@@ -40,21 +39,20 @@ def alone(prompt, params, **sizes) -> list[list[int]]:
 
 
 @pytest.mark.cpu_budget(8)  # compiles programs that later tests share
-def test_samples_do_not_depend_on_other_requests(greedy_tokens):
-    """Greedy and drawn requests, submitted step by step, in a pool with too few pages."""
-    each = [greedy(max_tokens=NEW), *(sampling(**params) for params in FILTERS)]
-    load = [(prompt, params) for params in each for prompt in PROMPTS[:4]]
-    wanted = [alone(prompt, params) for prompt, params in load]
-    assert wanted[:4] == [[tokens[:NEW]] for tokens in greedy_tokens[:4]]
-    assert len({tuple(tokens) for (tokens,) in wanted}) > 15
+def test_requests_that_leave_one_token_to_draw_equal_greedy_ones(greedy_tokens):
+    """Beside others that draw, in a pool with too few pages."""
     engine = make_engine()
-    requests = []
-    for prompt, params in load:
-        requests.append(engine.submit(prompt, params))
-        step(engine)
+    wanted, requests = [], []
+    for prompt, tokens in zip(PROMPTS[:4], greedy_tokens, strict=False):
+        for params in [sampling(), greedy(max_tokens=NEW), *(sampling(**one) for one in NARROW)]:
+            requests.append(engine.submit(prompt, params))
+            wanted.append(tokens[:NEW])
+            step(engine)
     run(engine)
-    assert [tokens_of([request]) for request in requests] == wanted
-    assert engine.stats().num_preemptions > 0
+    found = tokens_of(requests)
+    assert all(found[::6][i] != wanted[::6][i] for i in range(4))  # drawn
+    del found[::6], wanted[::6]
+    assert found == wanted and engine.stats().num_preemptions > 0
 
 
 def test_requests_without_a_seed_draw_differently_and_report_it():
@@ -78,20 +76,6 @@ def test_a_request_may_have_more_samples_than_slots(caching):
     assert tokens[:2] == alone(PROMPTS[1], sampling(n=2))
 
 
-def test_samples_may_end_at_different_times():
-    params = sampling(n=4, seed=6, stop_token_ids=range(6))
-    engine = make_engine()
-    request = engine.submit(PROMPTS[1], params)
-    assert_deltas_add_up(run(engine), [request])
-    lengths = {len(tokens) for tokens in tokens_of([request])}
-    assert len(lengths) > 1 and "stop" in reasons_of([request])
-    endless = alone(PROMPTS[1], replace(params, stop_token_ids=()))
-    for output, whole in zip(request.outputs, endless, strict=True):
-        assert output.token_ids == whole[: len(output.token_ids)]
-        assert (output.token_ids[-1] < 6) == (output.finish_reason == "stop")
-        assert not any(token < 6 for token in output.token_ids[:-1])
-
-
 def assert_logprobs(entry, wanted, token, top):
     """The token first, then the best `top`, with their ranks."""
     best = np.argsort(-wanted, kind="stable")[:top].tolist()
@@ -101,7 +85,7 @@ def assert_logprobs(entry, wanted, token, top):
         assert one.rank == 1 + np.sum(wanted > wanted[token_id])
 
 
-@pytest.mark.parametrize("top", [0, 20, *slow([3])])
+@pytest.mark.parametrize("top", [0, 20])
 def test_logprobs_equal_the_dense_model(oracle, top):
     """They are of the raw logits, one entry for each token."""
     prompt = PROMPTS[1]
@@ -131,15 +115,13 @@ PROCESSORS = [
     dict(logit_bias={3: 4.0, 36: -100, 1: 1.5}),
     dict(min_tokens=5, stop_token_ids=range(20)),
     dict(min_tokens=3, logit_bias={36: 3}, presence_penalty=2, repetition_penalty=1.2),
-    dict(min_tokens=12),
     dict(stop_token_ids=range(20)),
-    dict(ignore_eos=True, min_tokens=4),
 ]
-EOS = 5
 
 
-def processed_tokens(oracle, prompt, params: SamplingParams, stops) -> list[int]:
+def processed_tokens(oracle, prompt, params: SamplingParams) -> list[int]:
     """Greedy tokens by a loop over the logits of the dense model."""
+    stops = params.stop_token_ids
     out: list[int] = []
     while len(out) < params.max_tokens and not (out and out[-1] in stops):
         logits = oracle.logits([*prompt, *out])[-1]
@@ -156,21 +138,16 @@ def processed_tokens(oracle, prompt, params: SamplingParams, stops) -> list[int]
     return out
 
 
-@pytest.mark.parametrize(("num_pages", "eos"), [(16, ()), *slow([(64, ()), (16, (EOS,))])])
-def test_processed_logits_equal_a_loop_over_the_dense_model(oracle, num_pages, eos):
-    """With all of them in one batch; in the small pool they are preempted and counted again."""
-    model = replace(MODEL, eos_token_ids=eos)  # with EOS it has compiled steps of its own
-    engine = make_engine(model, weights(), num_pages=num_pages)
-    load, wanted = [], []
-    for index, params in enumerate(one for one in PROCESSORS for _ in range(2)):
-        prompt, params = PROMPTS[index % 4], greedy(**params)
-        stops = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
-        wanted.append(processed_tokens(oracle, prompt, params, stops))
-        load.append((prompt, params if eos else replace(params, stop_token_ids=tuple(stops))))
-    requests = serve(engine, *zip(*load, strict=True))
-    assert tokens_of(requests) == wanted
-    assert len(set(map(tuple, wanted))) > 10
-    assert (engine.stats().num_preemptions > 0) == (num_pages == 16)
+def test_processed_logits_equal_a_loop_over_the_dense_model(oracle):
+    """With all of them in one batch; they are preempted, and their tokens counted again."""
+    load = [
+        (PROMPTS[index % 4], greedy(**params))
+        for index, params in enumerate(one for one in PROCESSORS for _ in range(2))
+    ]
+    engine = make_engine()
+    found = tokens_of(serve(engine, *zip(*load, strict=True)))
+    assert found == [processed_tokens(oracle, *one) for one in load]
+    assert len(set(map(tuple, found))) > 10 and engine.stats().num_preemptions > 0
 
 
 def test_samples_with_penalties_equal_those_of_single_requests():
@@ -344,19 +321,11 @@ def test_a_failing_tokenizer_ends_only_requests_with_text(greedy_tokens):
     assert "the tables are lost" in sampled.error and "the tables are lost" in beams.error
     assert tokens_of([silent]) == greedy_tokens[:1]
     assert engine.stats().num_failed == 2
-    tokenizer.broken = False
-    assert tokens_of(serve(engine, [[1, 2, 3]], greedy())) == greedy_tokens[:1]
-
-
-def test_a_failed_submit_changes_nothing():
-    tokenizer = NumberTokenizer()
-    engine = make_engine(tokenizer=tokenizer)
-    tokenizer.broken = True
     with pytest.raises(OSError):
-        engine.submit("1 2 3", sampling())
+        engine.submit("1 2 3", greedy())
     tokenizer.broken = False
-    assert engine.idle and engine.submit([1], sampling(max_tokens=1)).number == 0
-    run(engine)
+    assert engine.idle and engine.submit([1], greedy()).number == 3  # the refused one has none
+    assert tokens_of(serve(engine, [[1, 2, 3]], greedy())) == greedy_tokens[:1]
 
 
 def test_nan_logits_end_requests_but_not_the_engine(greedy_tokens):

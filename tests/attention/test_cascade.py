@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -12,40 +11,26 @@ import pytest
 
 import pallas_paged as pp
 from tests.support.attention_calls import assert_close, cascade
-from tests.support.attention_cases import Case, SharedPrefixes
-from tests.support.attention_options import CASCADE_OPTIONS
+from tests.support.attention_cases import Case, SharedPrefixes, without_tokens_left_of
+from tests.support.attention_options import config_of
 from tests.support.marks import slow
 
 CASE = Case(head_dim=16, num_pages=48)
 SEQ_LENS = (37, 40, 64, 33, 50, 20, 45, 36)
-
-
-def of_8_rows(prefix_lens, cu_group_sizes, *, seq_lens=SEQ_LENS):
-    return SharedPrefixes(
-        case=CASE, seq_lens=seq_lens, prefix_lens=prefix_lens, cu_group_sizes=cu_group_sizes
-    )
-
-
 # All of these have the same shapes, so they share one compiled program.
 GROUPS = [
-    # one group of all rows
-    of_8_rows((32, 0, 0), (0, 8, 8, 8), seq_lens=(37, 40, 64, 33, 50, 32, 45, 36)),
-    # several groups
-    of_8_rows((32, 16, 40), (0, 3, 6, 8)),
-    # rows of no group, and a group without a prefix
-    of_8_rows((0, 16, 32), (0, 1, 3, 5)),
-    # empty rows, and a group of empty rows
-    of_8_rows((32, 24, 16), (0, 3, 6, 8), seq_lens=(37, 0, 40, 0, 0, 0, 45, 36)),
-    # prefixes longer than a row
-    of_8_rows((64, 16, 31), (0, 3, 6, 8), seq_lens=(37, 10, 64, 33, 7, 0, 45, 36)),
-    # prefixes that end within a page
-    of_8_rows((21, 7, 1), (0, 3, 6, 8), seq_lens=(37, 40, 64, 33, 50, 29, 45, 36)),
-    # rows that end with the prefix
-    of_8_rows((32, 8, 8), (0, 3, 6, 8), seq_lens=(32, 32, 64, 8, 8, 9, 1, 2)),
-    # groups of one row and of none
-    of_8_rows((32, 16, 40), (0, 1, 1, 2)),
+    SharedPrefixes(case=CASE, prefix_lens=prefixes, cu_group_sizes=ends, seq_lens=lens)
+    for prefixes, ends, lens in [
+        ((32, 0, 0), (0, 8, 8, 8), (37, 40, 64, 33, 50, 32, 45, 36)),  # one group of all rows
+        ((32, 16, 40), (0, 3, 6, 8), SEQ_LENS),  # several groups
+        ((0, 16, 32), (0, 1, 3, 5), SEQ_LENS),  # rows of no group, and a group without a prefix
+        ((32, 24, 16), (0, 3, 6, 8), (37, 0, 40, 0, 0, 0, 45, 36)),  # a group of empty rows
+        ((64, 16, 31), (0, 3, 6, 8), (37, 10, 64, 33, 7, 0, 45, 36)),  # longer than a row
+        ((21, 7, 1), (0, 3, 6, 8), (37, 40, 64, 33, 50, 29, 45, 36)),  # end within a page
+        ((32, 8, 8), (0, 3, 6, 8), (32, 32, 64, 8, 8, 9, 1, 2)),  # rows that end with the prefix
+        ((32, 16, 40), (0, 1, 1, 2), SEQ_LENS),  # groups of one row and of none
+    ]
 ]
-LOOP = dict(block_k=16, num_programs=6, num_warps=2, num_stages=2)  # 3 for each of 2 KV heads
 
 
 @pytest.mark.parametrize("groups", GROUPS, ids=str)
@@ -56,87 +41,40 @@ def test_equals_attention_over_each_row(groups, implementation):
     assert_close(actual, arrays[:5], groups.case.tolerance)
 
 
-def without_tokens_left_of(window, arrays):
-    """The call with NaN in the tokens that no row sees: a row, or its group, shares their pages."""
-    q, k_pages, v_pages, tables, lens, prefix_lens, cu_group_sizes = arrays
-    page_size, first = k_pages.shape[2], np.maximum(lens - window, 0)
-    for begin, end in itertools.pairwise(cu_group_sizes):
-        first[begin:end] = first[begin:end].min(initial=2**31 - 1)
-    k_pages, v_pages = k_pages.copy(), v_pages.copy()
-    for table, unseen in zip(tables, first, strict=True):
-        tokens = np.arange(unseen)
-        for pages in (k_pages, v_pages):
-            pages[:, table[tokens // page_size], tokens % page_size] = np.nan
-    return q, k_pages, v_pages, tables, lens, prefix_lens, cu_group_sizes
-
-
-@pytest.mark.parametrize("name", ["all", *slow(x for x in CASCADE_OPTIONS if x != "all")])
-def test_options(name, implementation):
+@pytest.mark.parametrize("window", [25, *slow([3, 21])])  # one ends within the suffix
+def test_options(window, implementation):
     """Tokens left of every window may hold NaN, also within a page that is read."""
-    options = CASCADE_OPTIONS[name]
+    slopes = np.float32([0.5, 0.25, 0.125, 0.0])
+    options = dict(sliding_window=window, soft_cap=1.5, sm_scale=0.7)
+    options |= dict(alibi_slopes=slopes, sinks=4 * slopes)
     for groups in (GROUPS[1], GROUPS[2]):
         groups = groups.on(implementation)
         arrays = groups.make()
-        window = options.get("sliding_window", 2**20)
-        actual = cascade(
-            *without_tokens_left_of(window, arrays), implementation=implementation, **options
-        )
+        left = without_tokens_left_of(window, arrays[:5], 8, -1, groups.cu_group_sizes)
+        given = *left, *arrays[5:]
+        actual = cascade(*given, implementation=implementation, **options)
         assert_close(actual, arrays[:5], groups.case.tolerance, name=str(groups), **options)
 
 
-@pytest.mark.slow  # `test_combinations.py` has other shapes by default
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(num_q_heads=7, num_kv_heads=1, head_dim=80, dtype="bfloat16"),
-        Case(page_size=1, pages_per_seq=64, dtype="float16"),
-        Case(num_q_heads=6, head_dim=128, page_size=16, pages_per_seq=4, dtype="bfloat16"),
-        Case(num_q_heads=20, num_kv_heads=1, page_size=64, pages_per_seq=2),
-    ],
-    ids=str,
-)
-def test_shapes_and_dtypes(case, implementation):
+def test_groups_are_clamped_to_rise_within_the_rows_and_lengths_to_the_table(implementation):
+    lens = np.int32([37, 64, 64, 33, 0, 20, 45, 36])
     groups = SharedPrefixes(
-        case=case, seq_lens=(70, 90, 64, 0), prefix_lens=(64, 0), cu_group_sizes=(0, 3, 4)
-    )
-    if case.page_size < 64:
-        groups = dataclasses.replace(groups, seq_lens=(37, 40, 30, 0), prefix_lens=(24, 8))
-    arrays = groups.make()
-    actual = cascade(*arrays, implementation=implementation)
-    assert_close(actual, arrays[:5], case.tolerance)
-
-
-def test_group_ends_are_clamped_to_rise_within_the_rows(implementation):
-    groups = of_8_rows((32, 16, 0), (0, 3, 3, 8)).on(implementation)
-    *arrays, _, _ = groups.make()
-    prefix_lens, cu_group_sizes = np.int32([32, 2**31 - 1, -5]), np.int32([2, 3, 1, 2**31 - 1])
-    actual = cascade(*arrays, prefix_lens, cu_group_sizes, implementation=implementation)
-    assert_close(actual, arrays, groups.case.tolerance)
-
-
-def test_lengths_beyond_the_table_count_as_its_size(implementation):
-    groups = GROUPS[4].on(implementation)
-    *arrays, lens, prefix_lens, cu_group_sizes = groups.make()
-    beyond = np.where(lens == 64, 2**31 - 1, np.where(lens == 0, -7, lens)).astype(np.int32)
-    groups_of = prefix_lens, cu_group_sizes
-    actual = cascade(*arrays, beyond, *groups_of, implementation=implementation)
+        case=CASE, prefix_lens=(32, 16, 0), cu_group_sizes=(0, 3, 3, 8), seq_lens=tuple(lens)
+    ).on(implementation)
+    *arrays, _, _, _ = groups.make()
+    beyond = np.int32([37, 2**31 - 1, 65, 33, -7, 20, 45, 36])
+    ends = np.int32([32, 2**31 - 1, -5]), np.int32([2, 3, 1, 2**31 - 1])
+    actual = cascade(*arrays, beyond, *ends, implementation=implementation)
     assert_close(actual, (*arrays, lens), groups.case.tolerance)
 
 
 @pytest.mark.slow  # `test_combinations.py` has configs by default, without fixed splits
-@pytest.mark.parametrize(
-    ("fixed_split_size", "window"), [(None, None), (None, 30), (32, None), (32, 30)]
-)
-def test_configs(fixed_split_size, window):
+def test_fixed_splits():
     arrays = GROUPS[1].make()
-    actual = cascade(
-        *arrays,
-        implementation="triton_interpret",
-        sliding_window=window,
-        config=pp.DecodeConfig(**LOOP, fixed_split_size=fixed_split_size),
-        prefix_config=pp.RaggedConfig(**LOOP, block_q=16, fixed_split_size=fixed_split_size),
-    )
-    assert_close(actual, arrays[:5], 1e-5, sliding_window=window)
+    configs = {name: replace(config, fixed_split_size=32) for name, config in TRITON.items()}
+    options = dict(sliding_window=30, implementation="triton_interpret")
+    actual = cascade(*arrays, **options, **configs)
+    assert_close(actual, arrays[:5], 1e-5, sliding_window=30)
 
 
 def test_returns_out_alone_by_default():
@@ -146,24 +84,26 @@ def test_returns_out_alone_by_default():
 
 
 @pytest.mark.parametrize(
-    ("prefix_lens", "cu_group_sizes", "message"),
+    ("changes", "message"),
     [
-        (np.zeros((3, 1), np.int32), np.zeros(4, np.int32), r"prefix_lens.shape=\(3, 1\)"),
-        (np.zeros(3, np.int32), np.zeros(3, np.int32), r"cu_group_sizes.shape=\(3,\)"),
-        (np.zeros(3, np.int64), np.zeros(4, np.int32), "prefix_lens.dtype=int64 must be int32"),
-        (np.zeros(3, np.int32), np.zeros(4, np.int16), "cu_group_sizes.dtype=int16 must be int32"),
+        ({"prefix_lens": np.zeros((3, 1), np.int32)}, r"prefix_lens.shape=\(3, 1\)"),
+        ({"prefix_lens": np.zeros(3, np.int64)}, "prefix_lens.dtype=int64 must be int32"),
+        ({"prefix_lens": None}, "^prefix_lens=.* must be an array"),
+        ({"cu_group_sizes": np.zeros(3, np.int32)}, r"cu_group_sizes.shape=\(3,\)"),
+        ({"cu_group_sizes": np.zeros(4, np.int16)}, "cu_group_sizes.dtype=int16 must be int32"),
+        ({"cu_group_sizes": "ab"}, "^cu_group_sizes=.* must be an array"),
     ],
 )
-def test_bad_groups_are_refused_by_name(prefix_lens, cu_group_sizes, message):
-    arrays = GROUPS[0].make()
+def test_bad_groups_are_refused_by_name(changes, message):
+    *arrays, prefix_lens, cu_group_sizes = GROUPS[0].make()
+    groups = dict(prefix_lens=prefix_lens, cu_group_sizes=cu_group_sizes) | changes
     with pytest.raises(ValueError, match=message):
-        pp.cascade_attention(*arrays[:5], prefix_lens, cu_group_sizes)
+        pp.cascade_attention(*arrays, **groups)
 
 
-MOSAIC_LOOP = dict(block_k=64, num_programs=3, num_stages=2)
-MOSAIC = dict(
-    config=pp.MosaicDecodeConfig(**MOSAIC_LOOP),
-    prefix_config=pp.MosaicRaggedConfig(**MOSAIC_LOOP, num_consumers=1),
+TRITON, MOSAIC = (
+    dict(config=config_of(family, ragged=False), prefix_config=config_of(family, ragged=True))
+    for family in ("triton", "mosaic_gpu")
 )
 
 
@@ -171,7 +111,7 @@ MOSAIC = dict(
 def test_configs_of_every_implementation_are_accepted_without_a_gpu():
     arrays = GROUPS[1].make()
     assert_close(cascade(*arrays, **MOSAIC), arrays[:5], 1e-5)
-    mixed = MOSAIC | dict(config=pp.DecodeConfig(**LOOP))
+    mixed = MOSAIC | dict(config=TRITON["config"])
     assert_close(cascade(*arrays, **mixed), arrays[:5], 1e-5)
     with pytest.raises(ValueError, match="must be a RaggedConfig for implementation='triton"):
         cascade(*arrays, **mixed, implementation="triton_interpret")
@@ -180,9 +120,9 @@ def test_configs_of_every_implementation_are_accepted_without_a_gpu():
 @pytest.mark.parametrize(
     ("name", "config"),
     [
-        ("config", pp.RaggedConfig(**LOOP, block_q=16)),
+        ("config", TRITON["prefix_config"]),
         ("config", MOSAIC["prefix_config"]),
-        ("prefix_config", pp.DecodeConfig(**LOOP)),
+        ("prefix_config", TRITON["config"]),
         ("prefix_config", MOSAIC["config"]),
     ],
 )

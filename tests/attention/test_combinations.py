@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from functools import partial
 
 import jax
@@ -10,12 +12,12 @@ import pytest
 
 import pallas_paged as pp
 from pallas_paged.kernels.mosaic import support as mosaic_support
-from tests.support.attention_calls import assert_close
+from tests.support.attention_calls import assert_close, assert_same_bits
 from tests.support.attention_cases import (
     Case,
     of_first_rows,
     with_dead_rows,
-    without_pages_left_of,
+    without_tokens_left_of,
 )
 from tests.support.attention_options import config_of
 from tests.support.lowering import named
@@ -52,13 +54,18 @@ BATCHES = [
     dict(seq_lens=(137, 5, 0, 61, 64, 1), q_lens=(11, 5, 3, 2, 1, 0)),
     dict(seq_lens=(40, 3, 150, 16, 9, 33), q_lens=(1, 7, 1, 16, 1, 4)),
 ]
-GROUPS = dict(prefix_lens=np.int32([32, 0, 16]), cu_group_sizes=np.int32([0, 2, 3, 5]))
-LONGEST, NUM_TOKENS, NUM_SEQS = 160, 34, 4
+PREFIX_LENS, GROUP_ENDS = (32, 0, 16), (0, 2, 3, 5)
+NUM_SEQS = 4  # beside dead rows
 EXTREME_SINKS = np.float32([-np.inf, 1e30, -1e30, 14.0, 1e4])
 TABLE_ENTRIES = [-1, 2**31 - 1, -(2**31), 10**6]
 NUM_ROWS = 36
 # Rows of the default run, and seeds with which these have most pairs of levels, and of options.
+# The slow rows have these in place of some.
+HEAD_DIMS = (16, 512, 80, 384, 128, 192, 8, 320, 160, 510)
 QUICK = {"decode": (7, 1684), "ragged": (6, 2073), "cascade": (2, 2495)}
+ON_GPU = jax.default_backend() == "gpu"
+# `RANDOM_ROWS=1000 python -m pytest -m slow -k random tests/attention` looks for errors on a GPU.
+NUM_RANDOM_ROWS = int(os.environ.get("RANDOM_ROWS", 100 if ON_GPU else 3))
 
 
 def balanced(num_rows: int, seed: int, levels: dict) -> list[dict]:
@@ -77,12 +84,48 @@ def rows_of_all_entries() -> list:
     for entry, (_, levels) in ENTRIES.items():
         quick, seed = QUICK[entry]
         rows = [row | {"entry": entry} for row in balanced(NUM_ROWS, seed, levels)]
-        quick = len(rows) if jax.default_backend() == "gpu" else quick
+        quick = len(rows) if ON_GPU else quick
+        for row, head_dim in zip(rows[QUICK[entry][0] :], itertools.cycle(HEAD_DIMS)):
+            row["head_dim"] = head_dim
         found += [*rows[:quick], *slow(rows[quick:])]
     return found
 
 
-def options_of(row: dict, implementation: str) -> tuple[dict, dict, dict]:
+def random_row(seed: int, longest: int) -> tuple[dict, list[dict]]:
+    """Returns a row of random levels and sizes, and batches with lengths up to `longest`."""
+    rng = np.random.default_rng(seed)
+
+    def one_of(*values):
+        return values[rng.integers(len(values))]
+
+    entry = one_of(*ENTRIES)
+    row = {name: one_of(*values) for name, values in ENTRIES[entry][1].items()}
+    num_kv_heads, group = one_of(1, 2, 3, 8), one_of(1, 2, 4, 5, 8, 16, 40, 70)
+    head_dim = one_of(16, 36, 64, 64, 72, 80, 96, 112, 128, 128, 192, 256, 320, 512)
+    page_size = 2 ** int(rng.integers(0, 9))
+    row |= dict(heads=(num_kv_heads * group, num_kv_heads), head_dim=head_dim, page_size=page_size)
+    # Bounds of the elements of K, and of the logits of a row.
+    longest = min(one_of(40, 300, longest), 2_000_000 // (num_kv_heads * head_dim))
+    most_queries = max(1, min(300, 4_000_000 // (longest * num_kv_heads * group)))
+    if row["sliding_window"]:
+        row["sliding_window"] = int(rng.integers(1, longest + 2))
+    num_seqs, batches = rng.integers(1, 9), []
+    for _ in BATCHES:
+        lens = [
+            one_of(0, 1, page_size, 64, 128, *rng.integers(longest, size=9))
+            for _ in range(num_seqs)
+        ]
+        q_lens = [one_of(0, 1, 4, length, *rng.integers(most_queries, size=2)) for length in lens]
+        batches.append(
+            dict(
+                seq_lens=tuple(int(min(length, longest)) for length in lens),
+                q_lens=tuple(int(min(length, most_queries)) for length in q_lens),
+            )
+        )
+    return row | {"entry": entry}, batches
+
+
+def options_of(row: dict, num_seqs: int, implementation: str) -> tuple[dict, dict, dict]:
     """(static options, arrays of options, options of the oracle) of a row."""
     entry, num_q_heads = row["entry"], row["heads"][0]
     names = ("sliding_window", "soft_cap", "sm_scale")
@@ -96,7 +139,7 @@ def options_of(row: dict, implementation: str) -> tuple[dict, dict, dict]:
     if mask == "none":
         static["causal"] = False
     elif mask != "causal":
-        arrays["tree_mask"] = np.random.default_rng(mask).random((6, mask, mask)) < 0.5
+        arrays["tree_mask"] = np.random.default_rng(mask).random((num_seqs, mask, mask)) < 0.5
     oracle = static | arrays
     if row["dead_rows"]:
         static["q_scale"] = 0.5
@@ -111,53 +154,58 @@ def options_of(row: dict, implementation: str) -> tuple[dict, dict, dict]:
     return static | {"implementation": implementation}, arrays, oracle
 
 
-def arrays_of(row: dict, batch: dict, implementation: str) -> tuple[Case, tuple, tuple]:
-    """(the case, its arrays, the same with dequantized pages)."""
+def cases_of(row: dict, batches: list[dict], implementation: str) -> list[Case | Quantized]:
+    """The cases of the batches; they have the same shapes, and so share a program."""
     page_size, (num_q_heads, num_kv_heads) = row["page_size"], row["heads"]
-    case = Case(
+    sizes = dict(
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         head_dim=row["head_dim"],
         page_size=page_size,
-        pages_per_seq=-(-LONGEST // page_size),
-        num_pages=3 + sum(-(-n // page_size) for n in BATCHES[0]["seq_lens"]),
+        pages_per_seq=1 + max(max(batch["seq_lens"]) for batch in batches) // page_size,
+        num_pages=3 + max(sum(-(-n // page_size) for n in x["seq_lens"]) for x in batches),
         dtype=row["dtype"],
-        num_tokens=NUM_TOKENS,
-        **batch if row["entry"] == "ragged" else dict(seq_lens=batch["seq_lens"]),
     )
-    if row["entry"] != "ragged":
-        case = Case(**vars(case) | {"num_tokens": 0})
-    case = case.on(implementation)
+    if row["entry"] == "ragged":
+        sizes["num_tokens"] = 4 + max(sum(batch["q_lens"]) for batch in batches)
+    else:
+        batches = [dict(seq_lens=batch["seq_lens"]) for batch in batches]
+    cases = [Case(**sizes, **batch).on(implementation) for batch in batches]
     if row["pages"] is None:
-        arrays = case.make()
-        return case, arrays, arrays
+        return cases
     kv_dtype, *per_layer = row["pages"].split(" per ")
-    return case, *Quantized(case=case, kv_dtype=kv_dtype, per_tensor=bool(per_layer)).make()
+    return [Quantized(case=x, kv_dtype=kv_dtype, per_tensor=bool(per_layer)) for x in cases]
 
 
-def check(row, implementation):
+def check(row, implementation, batches=BATCHES):
     """Run the batches of a row, and then with extreme sinks."""
     function, _ = ENTRIES[row["entry"]]
-    static, options, oracle = options_of(row, implementation)
+    num_seqs, page_size = len(batches[0]["seq_lens"]), row["page_size"]
+    static, options, oracle = options_of(row, num_seqs, implementation)
     call = jax.jit(partial(function, kv_layout=row["kv_layout"], return_lse=True, **static))
-    for i, batch in enumerate(BATCHES):
-        case, arrays, meant = arrays_of(row, batch, implementation)
+    ends, live = np.minimum(GROUP_ENDS, num_seqs).astype(np.int32), min(NUM_SEQS, num_seqs)
+    for i, case in enumerate(cases_of(row, batches, implementation)):
+        made = case.make()
+        arrays, meant = (made, made) if row["pages"] is None else made
+        case = getattr(case, "case", case)
         if row["entry"] == "cascade":
-            for begin, end, prefix in zip((0, 2, 3), (2, 3, 5), (32, 0, 16), strict=True):
-                shared = min(prefix, *case.seq_lens[begin:end]) // case.page_size
-                arrays[3][begin:end, :shared] = arrays[3][begin, :shared]
-                meant[3][begin:end, :shared] = arrays[3][begin, :shared]
+            for begin, end, prefix in zip(ends, ends[1:], PREFIX_LENS, strict=False):
+                shared = min([prefix, *case.seq_lens[begin:end]]) // page_size
+                arrays[3][begin:end, :shared] = arrays[3][begin : begin + 1, :shared]
+                meant[3][begin:end, :shared] = arrays[3][begin : begin + 1, :shared]
         elif row["sliding_window"]:
             entry = TABLE_ENTRIES[(row["head_dim"] + i) % len(TABLE_ENTRIES)]
-            arrays = without_pages_left_of(row["sliding_window"], arrays, case.page_size, entry)
+            arrays = without_tokens_left_of(row["sliding_window"], arrays, page_size, entry)
         if row["dead_rows"]:
-            arrays, meant = with_dead_rows(arrays, NUM_SEQS), of_first_rows(meant, NUM_SEQS)
+            arrays, meant = with_dead_rows(arrays, live), of_first_rows(meant, live)
         given = call_in_layout(row["kv_layout"], arrays) | options
         if row["dead_rows"]:
-            given |= dict(block_tables=given["block_tables"].reshape(-1), num_seqs=np.int32(4))
+            given |= dict(block_tables=given["block_tables"].reshape(-1), num_seqs=np.int32(live))
         if row["entry"] == "cascade":
-            given |= GROUPS
-        assert_close(call(**given), meant, case.tolerance, name=f"batch {i}", **oracle)
+            given |= dict(prefix_lens=np.int32(PREFIX_LENS), cu_group_sizes=ends)
+        actual = call(**given)
+        assert_close(actual, meant, case.tolerance, name=f"batch {i}", **oracle)
+        assert_same_bits(call(**given), actual)
     if row["sinks"]:
         sinks = np.resize(EXTREME_SINKS, len(options["sinks"]))
         actual = call(**given | {"sinks": sinks})
@@ -169,6 +217,13 @@ def check(row, implementation):
 def test_matches_the_oracle(row, implementation):
     """Memory that no query sees is poisoned: outside of the rows, and left of their windows."""
     check(row, implementation)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(NUM_RANDOM_ROWS))
+def test_random_rows_match_the_oracle(seed, implementation):
+    row, batches = random_row(seed, longest=1500 if ON_GPU else 60)
+    check(row, implementation, batches)
 
 
 @pytest.mark.slow

@@ -17,12 +17,12 @@ from tests.support.attention_cases import (
     SharedPrefixes,
     cumulated,
     mosaic_case,
-    without_pages_left_of,
+    without_tokens_left_of,
 )
 from tests.support.attention_oracle import attend
 from tests.support.devices import implementations_here
 from tests.support.marks import slow
-from tests.support.page_layouts import OTHERS, in_layout
+from tests.support.page_layouts import OTHERS, call_in_layout, in_layout
 from tests.support.quantized_cases import Quantized
 
 DECODE = Case(head_dim=8, seq_lens=(9, 0, 25, 1))
@@ -39,28 +39,21 @@ ALL = ("q", "k_pages", "v_pages", "alibi_slopes", "sinks")
 KERNELS = [name for name in implementations_here() if name != "xla"]
 # XLA makes the gradient of a cascade from those of its parts.
 KERNELS_AND_SLOW_XLA = [*KERNELS, *slow(["xla"])]
+TRITON = pytest.mark.parametrize("triton", [x for x in KERNELS if x.startswith("triton")])
+FAMILIES = pytest.mark.parametrize(
+    "family", [x for x in KERNELS if not x.startswith("mosaic_sm80")]
+)
 
 
-@pytest.fixture
-def kernels():
-    """The kernels of Triton, interpreted without a GPU."""
-    found = [name for name in implementations_here() if name.startswith("triton")]
-    return found[0] if found else pytest.skip("Triton is hidden")
-
-
-@pytest.fixture(params=["triton", "mosaic_gpu"])
-def family(request):
-    """The kernels of each family that runs here."""
-    names = [name for name in implementations_here() if name.startswith(request.param)]
-    if not names:
-        pytest.skip(f"{request.param} is not interpreted here")
-    return names[0]
+def loss_of_lse(out, lse, xp):
+    """A loss of the log-sum-exps alone."""
+    finite = xp.isfinite(lse)
+    return xp.where(finite, xp.sin(xp.where(finite, lse, 0.0)), 0.0).sum()
 
 
 def total(out, lse, xp):
     """A loss of both results."""
-    finite = xp.isfinite(lse)
-    return xp.sin(out).sum() + xp.where(finite, xp.sin(xp.where(finite, lse, 0.0)), 0.0).sum()
+    return xp.sin(out).sum() + loss_of_lse(out, lse, xp)
 
 
 def total_with_nan_cotangents(out, lse, xp):
@@ -68,21 +61,8 @@ def total_with_nan_cotangents(out, lse, xp):
     return total(out, lse, xp) if xp is np else xp.sin(out).sum() + xp.sin(lse).sum()
 
 
-def loss_of_lse(out, lse, xp):
-    """A loss of the log-sum-exps alone."""
-    return xp.where(xp.isfinite(lse), xp.where(xp.isfinite(lse), lse, 0.0), 0.0).sum()
-
-
-def call_by_name(arrays):
-    """The arrays of a call by the names of an entry's arguments."""
-    names = ["q", "k_pages", "v_pages", "block_tables", "seq_lens", "cu_q_lens"]
-    if len(arrays) == 7:
-        names[5:] = "prefix_lens", "cu_group_sizes"
-    return dict(zip(names, arrays, strict=False))
-
-
-def gradients_of_two_runs(function, given, wanted, loss=total, **options):
-    """Gradients in the `wanted` arguments of a call, by name, of two runs."""
+def gradients_of(function, given, wanted, loss=total, **options):
+    """Gradients in the `wanted` arguments of a call, by name; they have the same bits twice."""
     static = {k: v for k, v in options.items() if not isinstance(v, np.ndarray)}
     given = given | {k: v for k, v in options.items() if isinstance(v, np.ndarray)}
 
@@ -94,7 +74,9 @@ def gradients_of_two_runs(function, given, wanted, loss=total, **options):
 
     at = {name: given[name] for name in wanted}
     rest = {name: x for name, x in given.items() if name not in wanted}
-    return [jax.tree.map(np.asarray, gradient(at, rest)) for _ in range(2)]
+    found, again = (jax.tree.map(np.asarray, gradient(at, rest)) for _ in range(2))
+    assert_same_bits(found.values(), again.values())
+    return found
 
 
 def assert_near(actual, expected, tolerance=1e-5):
@@ -134,39 +116,37 @@ def assert_is_gradient_of_attention(gradients, arrays, loss=total, **options):
     assert_is_gradient(gradients, at, oracle)
 
 
-def of_pages_that_rows_share():
+def with_shared_pages(arrays):
     """The first row owns some of the tokens of a page of the third, at another place of its own."""
-    q, k_pages, v_pages, tables, lens, offsets = RAGGED.make()
-    tables[0, :2] = tables[2, [1, 0]]
-    return q, k_pages, v_pages, tables, lens, offsets
+    arrays[3][0, :2] = arrays[3][2, [1, 0]]
+    return arrays
+
+
+def call_of(arrays):
+    return call_in_layout("HPND", arrays)
 
 
 class TestEqualsFiniteDifferences:
     """In float64, over a poisoned pool."""
 
     def test_of_a_decoding_call(self, implementation):
-        """Pages left of the windows are dropped: no data there changes a bit of the gradient."""
+        """Tokens left of the windows are dropped: no data there changes the gradient."""
         arrays = DECODE.make()
-        dropped = without_pages_left_of(WINDOW, arrays, DECODE.page_size, -(2**31))
+        dropped = without_tokens_left_of(WINDOW, arrays, DECODE.page_size, -(2**31))
         assert np.isnan(dropped[1]).sum() > np.isnan(arrays[1]).sum()
-        wanted, call = ("q", "alibi_slopes", "sinks"), partial(gradients_of_two_runs, **OPTIONS)
         function = partial(pp.paged_attention, implementation=implementation)
-        got, again = call(function, call_by_name(dropped), wanted)
-        assert_same_bits(jax.tree.leaves(got), jax.tree.leaves(again))
-        assert_is_gradient_of_attention(got, arrays, **OPTIONS)
+        wanted = "q", "alibi_slopes", "sinks"
+        found = gradients_of(function, call_of(dropped), wanted, **OPTIONS)
+        assert_is_gradient_of_attention(found, arrays, **OPTIONS)
 
     def test_of_a_ragged_call(self, implementation):
         """With a tree mask, pages that rows share and a head_dim that is no power of two."""
-        case = replace(RAGGED, head_dim=24)
-        arrays = list(case.make())
-        arrays[3][0, :2] = arrays[3][2, [1, 0]]
+        arrays = with_shared_pages(replace(RAGGED, head_dim=24).make())
         options = OPTIONS | dict(tree_mask=TREE, sliding_window=9)
         function = partial(pp.ragged_paged_attention, implementation=implementation)
-        got, again = gradients_of_two_runs(
-            function, call_by_name(arrays), ALL, total_with_nan_cotangents, **options
-        )
-        assert_same_bits(jax.tree.leaves(got), jax.tree.leaves(again))
-        assert_is_gradient_of_attention(got, arrays, **options)
+        loss = total_with_nan_cotangents
+        found = gradients_of(function, call_of(arrays), ALL, loss, **options)
+        assert_is_gradient_of_attention(found, arrays, **options)
 
     @pytest.mark.parametrize(
         ("wanted", "options"),
@@ -175,100 +155,70 @@ class TestEqualsFiniteDifferences:
     )
     @pytest.mark.parametrize("implementation", KERNELS_AND_SLOW_XLA)
     def test_of_a_cascade(self, wanted, options, implementation):
-        arrays = SHARED.make()
+        *arrays, prefix_lens, cu_group_sizes = SHARED.make()
+        groups = dict(prefix_lens=prefix_lens, cu_group_sizes=cu_group_sizes)
         function = partial(pp.cascade_attention, implementation=implementation)
-        got, _ = gradients_of_two_runs(function, call_by_name(arrays), wanted, **options)
-        assert_is_gradient_of_attention(got, arrays[:5], **options)
+        found = gradients_of(function, call_of(arrays) | groups, wanted, **options)
+        assert_is_gradient_of_attention(found, arrays, **options)
 
     @pytest.mark.parametrize("kv_layout", ["NH2D", *slow(x for x in OTHERS if x != "NH2D")])
     def test_of_pages_in_other_layouts_that_all_queries_see(self, kv_layout, implementation):
         """The gradients of pages have their layout."""
-        arrays = of_pages_that_rows_share()
-        call = call_by_name(arrays)
-        call["k_pages"], call["v_pages"] = in_layout(kv_layout, *arrays[1:3])
+        arrays = with_shared_pages(RAGGED.make())
+        call = call_in_layout(kv_layout, arrays)
         wanted = ("k_pages",) if call["v_pages"] is None else ("k_pages", "v_pages")
-        function = partial(
-            pp.ragged_paged_attention, implementation=implementation, causal=False,
-            kv_layout=kv_layout,
-        )  # fmt: skip
-        got, _ = gradients_of_two_runs(function, call, wanted)
+        options = dict(implementation=implementation, causal=False, kv_layout=kv_layout)
+        found = gradients_of(partial(pp.ragged_paged_attention, **options), call, wanted)
         places = in_layout(kv_layout, *np.arange(2 * arrays[1].size).reshape(2, *arrays[1].shape))
         both = np.zeros((2, *arrays[1].shape))
         for name, place in zip(wanted, places, strict=False):
-            both.reshape(-1)[place] = got[name]
-        assert_is_gradient_of_attention(
-            dict(zip(ALL[1:3], both, strict=True)), arrays, causal=False
-        )
+            both.reshape(-1)[place] = found[name]
+        found = dict(zip(ALL[1:3], both, strict=True))
+        assert_is_gradient_of_attention(found, arrays, causal=False)
 
-    def test_of_the_log_sum_exps_alone(self, implementation):
-        arrays = DECODE.make()
-        function = partial(pp.paged_attention, implementation=implementation)
-        got, _ = gradients_of_two_runs(function, call_by_name(arrays), ("q",), loss_of_lse)
-        assert_is_gradient_of_attention(got, arrays, loss_of_lse)
+    @pytest.mark.parametrize(
+        ("case", "wanted", "loss", "options"),
+        [
+            (DECODE, ("q",), loss_of_lse, {}),
+            *slow(
+                (case, ALL[:3], total, options)
+                for case, options in (
+                    (RAGGED, dict(sliding_window=6)),
+                    (RAGGED, dict(soft_cap=1.5, sm_scale=-0.7)),
+                    (replace(RAGGED, page_size=2, pages_per_seq=20, num_q_heads=6), {}),
+                    (replace(RAGGED, page_size=64, pages_per_seq=2, num_kv_heads=4), {}),
+                    (DECODE, {}),
+                )
+            ),
+        ],
+        ids=["the log-sum-exps", "window", "cap", "pages of 2", "pages of 64", "plain decode"],
+    )
+    def test_of_one_option_alone(self, case, wanted, loss, options, implementation):
+        function = pp.ragged_paged_attention if case.q_lens else pp.paged_attention
+        function, arrays = partial(function, implementation=implementation), case.make()
+        found = gradients_of(function, call_of(arrays), wanted, loss, **options)
+        assert_is_gradient_of_attention(found, arrays, loss, **options)
 
 
-def test_a_prompt_in_bf16_has_the_gradient_of_xla(family):
-    case = mosaic_case(
-        num_q_heads=2, num_kv_heads=1, seq_lens=(150,), q_lens=(140,), num_tokens=144,
-        pages_per_seq=10,
-    )  # fmt: skip
-    arrays = case.make()
-    exact = [x.astype(np.float32) if x.dtype == jnp.bfloat16 else x for x in arrays]
+PROMPT = mosaic_case(
+    num_q_heads=2, num_kv_heads=1, seq_lens=(150,), q_lens=(140,), num_tokens=144, pages_per_seq=10
+)
+
+
+@pytest.mark.parametrize("case", [PROMPT, *slow([replace(PROMPT, dtype="float16")])], ids=str)
+@FAMILIES
+def test_a_prompt_in_16_bits_has_the_gradient_of_xla(family, case):
+    *floats, tables, lens, offsets = case.make()
+    exact = [x.astype(np.float32) for x in floats]
     call = partial(pp.ragged_paged_attention, sliding_window=70)
-    run = partial(gradients_of_two_runs, wanted=ALL[:3])
-    first, second = run(partial(call, implementation=family), call_by_name(arrays))
-    assert [x.dtype for x in first.values()] == [jnp.bfloat16] * 3
-    assert_same_bits(first.values(), second.values())
-    expected, _ = run(partial(call, implementation="xla"), call_by_name(exact))
-    assert_near(first, expected, 2e-2)
+    run = partial(gradients_of, wanted=ALL[:3])
+    found = run(partial(call, implementation=family), call_of((*floats, tables, lens, offsets)))
+    assert [x.dtype for x in found.values()] == [case.dtype] * 3
+    expected = run(partial(call, implementation="xla"), call_of((*exact, tables, lens, offsets)))
+    assert_near(found, expected, 2e-2)
 
 
-VARIANTS = {
-    "window": (RAGGED, dict(sliding_window=6)),
-    "cap": (RAGGED, dict(soft_cap=1.5, sm_scale=-0.7)),
-    "pages of 2": (replace(RAGGED, page_size=2, pages_per_seq=20, num_q_heads=6), {}),
-    "pages of 64": (replace(RAGGED, page_size=64, pages_per_seq=2, num_kv_heads=4), {}),
-    "plain decode": (DECODE, {}),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_each_option_alone_and_other_pages_agree_with_differences(variant, implementation):
-    case, options = VARIANTS[variant]
-    function = pp.ragged_paged_attention if case.q_lens else pp.paged_attention
-    function = partial(function, implementation=implementation)
-    arrays = case.make()
-    got, again = gradients_of_two_runs(function, call_by_name(arrays), ALL[:3], **options)
-    assert_same_bits(jax.tree.leaves(got), jax.tree.leaves(again))
-    assert_is_gradient_of_attention(got, arrays, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_kernels_agree_with_xla_in_16_bits(kernels, dtype):
-    arrays = replace(RAGGED, dtype=dtype).make()
-    function = pp.ragged_paged_attention
-    run = partial(gradients_of_two_runs, wanted=ALL[:3])
-    got, _ = run(partial(function, implementation=kernels), call_by_name(arrays))
-    assert [x.dtype for x in got.values()] == [dtype] * 3
-    exact = call_by_name([x.astype(np.float32) for x in arrays[:3]] + list(arrays[3:]))
-    assert_near(got, run(partial(function, implementation="xla"), exact)[0], 2e-2)
-
-
-@pytest.mark.parametrize("name", ["decode", *slow(["ragged"])])
-def test_the_forward_pass_has_the_same_bits(family, name):
-    function, case = {
-        "decode": (pp.paged_attention, DECODE),
-        "ragged": (pp.ragged_paged_attention, RAGGED),
-    }[name]
-    q, *rest = case.on(family).make()
-    call = partial(function, implementation=family, fixed_split_size=64)
-    alone = jax.jit(call)(q, *rest)
-    trained = jax.jit(lambda q, *rest: jax.vjp(lambda q: call(q, *rest), q)[0])(q, *rest)
-    assert_same_bits([alone], [trained])
-
-
+@FAMILIES
 def test_log_probabilities_of_a_rollout_have_the_bits_of_training(family):
     """A token's query comes alone beside another row, or with all others under a gradient."""
     length, fixed_split_size = 70, 128  # several tiles of queries; no row is split
@@ -301,40 +251,40 @@ def test_log_probabilities_of_a_rollout_have_the_bits_of_training(family):
         assert_same_bits([log_probabilities(out[0])], [log_probabilities(trained[token])])
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", *slow(["float8_e4m3fn"])])
 class TestOneBytePages:
+    @pytest.mark.parametrize("kv_dtype", ["int8", *slow(["float8_e4m3fn"])])
     def test_have_a_gradient_in_queries_and_sinks(self, kv_dtype, implementation):
         case = replace(RAGGED, q_lens=(4, 1, 5, 7))
         stored, meant = Quantized(case=case, kv_dtype=kv_dtype, v_size=1.0).make()
-        call = call_by_name(stored[:6]) | dict(
-            zip(("k_scales", "v_scales"), stored[6:], strict=True)
-        )
         function = partial(pp.ragged_paged_attention, implementation=implementation)
-        got, _ = gradients_of_two_runs(function, call, ("q", "sinks"), sinks=SINKS)
-        assert_is_gradient_of_attention(got, meant, sinks=SINKS)
+        found = gradients_of(function, call_of(stored), ("q", "sinks"), sinks=SINKS)
+        assert_is_gradient_of_attention(found, meant, sinks=SINKS)
 
-    @pytest.mark.parametrize("name", ["k_scales", "k_pages"])
-    def test_have_none_of_their_own(self, kernels, kv_dtype, name):
-        if (kv_dtype, name) == ("int8", "k_pages"):
-            pytest.skip("JAX has no gradient in integers")
-        stored, _ = Quantized(case=RAGGED, kv_dtype=kv_dtype).make()
-        given = call_by_name(stored[:6]) | dict(
-            zip(("k_scales", "v_scales"), stored[6:], strict=True)
-        )
+    @TRITON
+    @pytest.mark.parametrize(
+        ("kv_dtype", "name"),  # JAX has no gradient in integers
+        [
+            ("int8", "k_scales"),
+            *slow([("float8_e4m3fn", "k_scales"), ("float8_e4m3fn", "k_pages")]),
+        ],
+    )
+    def test_have_none_of_their_own(self, triton, kv_dtype, name):
+        given = call_of(Quantized(case=RAGGED, kv_dtype=kv_dtype).make()[0])
 
         def loss(x):
-            return pp.ragged_paged_attention(**given | {name: x}, implementation=kernels).sum()
+            return pp.ragged_paged_attention(**given | {name: x}, implementation=triton).sum()
 
         with pytest.raises(NotImplementedError, match="is not that of"):
             jax.eval_shape(jax.grad(loss), given[name])
 
 
+@TRITON
 @pytest.mark.slow
-def test_under_vmap(kernels):
+def test_under_vmap(triton):
     q, k_pages, v_pages, *rest = RAGGED.make()
 
     def gradient(q):
-        call = partial(pp.ragged_paged_attention, implementation=kernels)
+        call = partial(pp.ragged_paged_attention, implementation=triton)
         return jax.grad(lambda q, k: jnp.sin(call(q, k, v_pages, *rest)).sum(), argnums=(0, 1))(
             q, k_pages
         )
@@ -345,11 +295,12 @@ def test_under_vmap(kernels):
         assert_near(jax.tree.map(lambda x, i=i: x[i], mapped), jax.jit(gradient)(several[i]))
 
 
-def test_kernels_have_no_gradient_of_the_gradient(kernels):
+@TRITON
+def test_kernels_have_no_gradient_of_the_gradient(triton):
     q, *rest = DECODE.make()
 
     def loss(q):
-        return pp.paged_attention(q, *rest, implementation=kernels).sum()
+        return pp.paged_attention(q, *rest, implementation=triton).sum()
 
     with pytest.raises(NotImplementedError, match="no gradient itself; implementation='xla'"):
         jax.eval_shape(jax.grad(lambda q: jax.grad(loss)(q).sum()), q)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -42,25 +44,30 @@ def with_dead_rows(arrays: tuple, num_seqs: int) -> tuple[np.ndarray, ...]:
     return *arrays, tables, lens, *offsets, *scales
 
 
-def without_pages_left_of(
-    window: int, arrays: tuple, page_size: int, entry: int
+def without_tokens_left_of(
+    window: int, arrays: tuple, page_size: int, entry: int, groups: Iterable[int] = ()
 ) -> tuple[np.ndarray, ...]:
-    """The call without the pages left of every query's window: they hold NaN, or 77 in int8.
+    """The call without the tokens left of every query's window: they hold NaN, or 77 in int8.
 
     Args:
         window: the sliding window.
         arrays: of `Case.make` or `Quantized.make`.
         page_size: tokens of a page.
-        entry: what the tables hold for those pages.
+        entry: what the tables hold for pages of such tokens alone.
+        groups: where groups of rows begin and end, that share their pages.
     """
     (q, *pages, tables, lens), offsets, scales = _parts(arrays)
     q_lens = np.diff(offsets[0]) if offsets else np.minimum(lens, 1)
-    num_left = (np.int64(lens) - q_lens + 1 - window) // page_size
-    for table, blocks in zip(tables, num_left, strict=True):
-        left = slice(0, max(int(blocks), 0))
+    first = np.maximum(np.int64(lens) - q_lens + 1 - window, 0)
+    for begin, end in itertools.pairwise(groups):
+        first[begin:end] = first[begin:end].min(initial=2**31)
+    for table, count in zip(tables, first, strict=True):
+        tokens = np.arange(count)
+        where = (slice(None), table[tokens // page_size], tokens % page_size)
         for x in (*pages, *(x for x in scales if x.ndim)):
-            x[:, table[left]] = 77 if x.dtype == np.int8 else np.nan
-        table[left] = entry
+            x[where] = 77 if x.dtype == np.int8 else np.nan
+    for table, count in zip(tables, first, strict=True):
+        table[: count // page_size] = entry
     return q, *pages, tables, lens, *offsets, *scales
 
 

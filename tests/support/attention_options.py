@@ -23,19 +23,6 @@ OPTIONS = {
     "split": dict(fixed_split_size=32),
 }
 
-PER_HEAD = np.float32([0.5, 0.25, 0.125, 0.0])
-CASCADE_OPTIONS = {
-    "a window within the suffix": dict(sliding_window=3),
-    "a window that cuts the prefix": dict(sliding_window=21),
-    "cap": dict(soft_cap=1.5),
-    "alibi": dict(alibi_slopes=PER_HEAD),
-    "sinks": dict(sinks=4 * PER_HEAD),
-    "scale": dict(sm_scale=-0.7),
-    "all": dict(
-        sliding_window=25, soft_cap=1.5, alibi_slopes=PER_HEAD, sinks=4 * PER_HEAD, sm_scale=0.7
-    ),
-}
-
 
 def config_of(implementation: str, *, ragged: bool, split: bool = False) -> object:
     """A config of the smallest blocks and few programs; with `split` rows are split in any case."""

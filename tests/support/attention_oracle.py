@@ -37,8 +37,16 @@ def attend(
         begin, end = map(int, cu_q_lens[b : b + 2])
         keys, i = np.arange(length), np.arange(end - begin)[:, None]
         before = length - (end - begin)  # keys older than the row's queries
-        tree = None if tree_mask is None else np.asarray(tree_mask[b])
-        seen = _seen(i, keys, before, sliding_window, tree, causal)  # [Q, K]
+        newest = keys - before
+        if tree_mask is None:
+            seen = (newest <= i) | (not causal)  # [Q, K]
+        else:
+            tree, size = np.asarray(tree_mask[b]), len(tree_mask[b])
+            known = (i < size) & (newest < size)
+            known &= tree[np.minimum(i, size - 1), np.clip(newest, 0, size - 1)]
+            seen = (newest < 0) | known
+        if sliding_window is not None:
+            seen = seen & (newest > i - sliding_window)
         if not seen.any():
             continue
         pages, offsets = block_tables[b, keys // page_size], keys % page_size
@@ -61,25 +69,6 @@ def attend(
         out[where] = (weights @ v / total[..., None]).swapaxes(0, 1)
         lse[where] = (peak + np.log(total)).T
     return out, lse
-
-
-def _seen(
-    i: np.ndarray,
-    keys: np.ndarray,
-    before: int,
-    sliding_window: int | None,
-    tree: np.ndarray | None,
-    causal: bool,
-) -> np.ndarray:
-    """Which keys the i-th queries of a row see; the row has `before` keys older than them."""
-    newest = keys - before
-    if tree is not None:
-        size = len(tree)
-        known = (i < size) & (newest < size)
-        seen = (newest < 0) | known & tree[np.minimum(i, size - 1), np.clip(newest, 0, size - 1)]
-    else:
-        seen = (newest <= i) | (not causal)
-    return seen if sliding_window is None else seen & (newest > i - sliding_window)
 
 
 def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:

@@ -13,17 +13,18 @@ from bench import shapes, timing
 def short_chains():
     """Runs of 2 calls over 2 sets of pages: on a CPU no cache need be cold."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shapes, "_COLD_BYTES", 1)
-        patch.setattr(shapes, "_MIN_CALLS", 2)
+        patch.setattr(shapes.Shape, "num_sets", 2)
+        patch.setattr(shapes.Shape, "num_calls", 2)
         yield
 
 
 @pytest.fixture
 def clock(monkeypatch) -> None:
-    """Each run has one kernel of 8 microseconds and a wall time of 9; a read takes 1."""
+    """Runs take 8 microseconds in the median, in kernels `a`, `b`, `a`, and 9 by the wall."""
 
     def kernel_times(compiled, args, *, iterations):
-        return [[("a", 8.0)] for _ in range(iterations)]
+        middle = (iterations - 1) / 2
+        return [[("a", 5.0 + i - middle), ("b", 2.0), ("a", 1.0)] for i in range(iterations)]
 
     monkeypatch.setattr(timing, "kernel_times", kernel_times)
     monkeypatch.setattr(timing, "floor_times", lambda size, **how: timing.Spread.of([1.0]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 META = {"device": "a GPU", "jax": "0.0", "driver": "1", "date": "today", "command": "c"}
 TARGETS = {"triton": "__gpu$xla.gpu.triton", "mosaic": "mosaic_gpu_v2"}
 FAILED = {"status": "failed", "reason": "no"}
+WRONG = {"status": "wrong", "relative_l2": 0.5, "reason": "off"}
 
 
 def ok(us: float, *custom_calls: str, error: float = 2e-3, **more: object) -> dict:
@@ -12,11 +13,6 @@ def ok(us: float, *custom_calls: str, error: float = 2e-3, **more: object) -> di
     spread = {"median": us, "p10": us - 1, "p90": us + 1}
     result = {"status": "ok", "relative_l2": error, "custom_calls": list(custom_calls)}
     return result | {"kernel_us": spread, "wall_us": spread} | more
-
-
-def wrong(error: float = 0.5) -> dict:
-    """A result whose error is too large."""
-    return {"status": "wrong", "relative_l2": error, "reason": "off"}
 
 
 def ours(chosen: str, *, triton: float, mosaic: float) -> dict:
@@ -32,8 +28,8 @@ def rows(text: str) -> list[list[str]]:
 
 
 def by_column(text: str) -> list[dict[str, list[str]]]:
-    """Rows of the table in a Markdown text by column name; columns may share a name."""
-    head, *body = rows(text)
+    """The rows of the first table in a Markdown text by column; columns may share a name."""
+    head, *body = rows(next(x for x in text.split("\n\n") if x.lstrip().startswith("|")))
     return [
         {name: [row[i] for i, other in enumerate(head) if other == name] for name in head}
         for row in body

@@ -9,25 +9,25 @@ import re
 import pytest
 
 import pallas_paged as pp
-from bench import measure, tune
+from bench import tune
 from bench.kv_dtypes import with_dtype
-from bench.shapes import make_case, uniform
+from bench.shapes import uniform
+from tests.bench.fakes import FAILED, ok
 from tests.support.marks import slow
 
 pytestmark = pytest.mark.usefixtures("short_chains")
 
-DECODE = {"block_k": 64, "num_warps": 4, "num_stages": 2}
+SMS = 132  # of an H200
 
 
 @pytest.fixture
-def sms(monkeypatch) -> int:
-    """The number of SMs of an H200."""
-    monkeypatch.setattr(tune, "num_sms", lambda: 132)
-    return 132
+def on_an_h200(monkeypatch) -> None:
+    monkeypatch.setattr(tune, "num_sms", lambda: SMS)
 
 
+@pytest.mark.usefixtures("on_an_h200")
 @pytest.mark.parametrize("name", tune.KERNELS)
-def test_neighbours_are_other_configs_that_fit_on_an_sm(name, sms) -> None:
+def test_neighbours_are_other_configs_that_fit_on_an_sm(name) -> None:
     kernel = tune.KERNELS[name]
     for shape in kernel.shapes:
         config = tune.heuristic_config(kernel, shape)
@@ -35,24 +35,23 @@ def test_neighbours_are_other_configs_that_fit_on_an_sm(name, sms) -> None:
         assert near and config not in near and len(set(near)) == len(near)
         for other in near:
             assert type(other) is type(config)
-            assert kernel.fits(other, math.ceil(other.num_programs / sms), shape)
+            assert kernel.fits(other, math.ceil(other.num_programs / SMS), shape)
 
 
+@pytest.mark.usefixtures("on_an_h200")
 @pytest.mark.parametrize(
-    ("name", "config"),
+    ("name", "make", "sizes", "per_sm"),
     [
-        ("decode", pp.DecodeConfig(**DECODE | {"num_warps": 16}, num_programs=4 * 132)),
-        ("decode", pp.DecodeConfig(**DECODE | {"block_k": 128, "num_stages": 3}, num_programs=132)),
-        ("mosaic_decode", pp.MosaicDecodeConfig(block_k=64, num_stages=3, num_programs=2 * 132)),
-        (
-            "mosaic_sm80_decode",
-            pp.MosaicSm80DecodeConfig(block_k=64, num_stages=3, num_programs=2 * 132),
-        ),
+        ("decode", pp.DecodeConfig, {"num_warps": 16, "num_stages": 2}, 4),
+        ("decode", pp.DecodeConfig, {"block_k": 128, "num_warps": 4, "num_stages": 3}, 1),
+        ("mosaic_decode", pp.MosaicDecodeConfig, {"num_stages": 3}, 2),
+        ("mosaic_sm80_decode", pp.MosaicSm80DecodeConfig, {"num_stages": 3}, 2),
     ],
+    ids=["threads", "memory", "mosaic", "mosaic_sm80"],
 )
-def test_configs_too_large_for_an_sm_are_not_neighbours(name, config, sms) -> None:
+def test_configs_too_large_for_an_sm_are_not_neighbours(name, make, sizes, per_sm) -> None:
     kernel, shape = tune.KERNELS[name], uniform(4, 4096)
-    per_sm = config.num_programs // sms
+    config = make(**{"block_k": 64} | sizes, num_programs=per_sm * SMS)
     wide = dataclasses.replace(config, num_programs=2 * config.num_programs)
     assert kernel.fits(config, per_sm, shape) and not kernel.fits(wide, 2 * per_sm, shape)
     assert wide not in tune.neighbours(kernel, config, shape)
@@ -75,29 +74,29 @@ FASTEST = {
 }
 
 
-def _fake_times(name: str):
-    """Microseconds that depend on the config alone."""
+@pytest.fixture
+def search(monkeypatch):
+    """Searches for the config of a kernel whose time depends on the config alone."""
 
-    def times(case, variants, iterations):
-        found = []
-        for variant in variants:
-            fields = {k: int(re.search(rf"{k}=(\d+)", variant.label)[1]) for k in FASTEST[name]}
-            far = sum(10.0 * abs(fields[k] - n) / n for k, n in FASTEST[name].items())
-            found.append(None if fields.get("num_stages") == 1 else far + 1)
-        return found
+    def run(name: str, seconds: float = 60.0) -> dict:
+        def measure_all(case, find, iterations):
+            found = []
+            for variant in find():
+                fields = {k: int(re.search(rf"{k}=(\d+)", variant.label)[1]) for k in FASTEST[name]}
+                far = sum(10.0 * abs(fields[k] - n) / n for k, n in FASTEST[name].items())
+                found.append(FAILED if fields.get("num_stages") == 1 else ok(far + 1))
+            return {"variants": found}
 
-    return times
+        monkeypatch.setattr(tune, "measure_all", measure_all)
+        kernel = tune.KERNELS[name]
+        return tune.search(kernel, kernel.tiny, implementation="xla", seconds=seconds, iterations=1)
 
-
-def _search(name: str, seconds: float = 60.0) -> dict:
-    kernel = tune.KERNELS[name]
-    return tune.search(kernel, kernel.tiny, implementation="xla", seconds=seconds, iterations=1)
+    return run
 
 
 @pytest.mark.parametrize("name", tune.KERNELS)
-def test_search_steps_to_the_fastest_config(name, monkeypatch) -> None:
-    monkeypatch.setattr(tune, "_times", _fake_times(name))
-    found = _search(name)
+def test_search_steps_to_the_fastest_config(name, search) -> None:
+    found = search(name)
     assert found["config"] | FASTEST[name] == found["config"]
     assert found["us"] == 1.0 and found["heuristic_us"] > 1.0
     assert found["tried"][0]["config"] == found["heuristic"]
@@ -105,22 +104,15 @@ def test_search_steps_to_the_fastest_config(name, monkeypatch) -> None:
     assert len(set(configs)) == len(configs) > 5
 
 
-def test_search_ends_with_its_time(monkeypatch) -> None:
-    monkeypatch.setattr(tune, "_times", _fake_times("decode"))
-    kernel, found = tune.KERNELS["decode"], _search("decode", seconds=0.0)
+def test_search_ends_with_its_time(search) -> None:
+    kernel, found = tune.KERNELS["decode"], search("decode", seconds=0.0)
     near = tune.neighbours(kernel, pp.DecodeConfig(**found["heuristic"]), kernel.tiny)
     assert [entry["config"] for entry in found["tried"][1:]] == list(map(dataclasses.asdict, near))
 
 
-def test_search_needs_a_right_heuristic(monkeypatch) -> None:
-    monkeypatch.setattr(tune, "_times", lambda case, variants, iterations: [None] * len(variants))
-    with pytest.raises(RuntimeError, match="no right result"):
-        _search("decode")
-
-
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize(
-    ("name", "kv_dtype"), [("mosaic_ragged", "bf16"), *slow([("decode", "fp8")])]
+    ("name", "kv_dtype"), [("mosaic_ragged", "int8"), *slow([("decode", "fp8")])]
 )
 def test_tiny_run(name, kv_dtype, dry_run, monkeypatch) -> None:
     kernel, configs = tune.KERNELS[name], set()
@@ -129,25 +121,25 @@ def test_tiny_run(name, kv_dtype, dry_run, monkeypatch) -> None:
         configs.add(config)
         return kernel.call(*args, **options)
 
+    def one_neighbour(kernel, config, shape):
+        return [dataclasses.replace(config, num_stages=2 * config.num_stages)]
+
     monkeypatch.setitem(tune.KERNELS, name, dataclasses.replace(kernel, call=call))
-    monkeypatch.setattr(tune, "_STEPS", ({"num_stages": 2},))
+    monkeypatch.setattr(tune, "neighbours", one_neighbour)
     args = ["--kernel", name, "--shapes", "tiny", "--implementation", "xla", "--iterations", "1"]
     run, tables = dry_run(tune, *args, "--kv-dtype", kv_dtype, "--seconds", "9")
     (found,) = run["shapes"]
-    assert found["status"] == "ok" and found["us"] == found["heuristic_us"]
+    assert found["status"] == "ok" and found["us"] == found["heuristic_us"] == 4.0
     assert len({config.num_stages for config in configs}) == len(configs) == 2
-    assert f"| {found['name']} | " in tables
+    assert f"| {found['name']} | 4.0 | 4.0 | 1.00 |" in tables
 
 
-def test_without_time_the_reason_is_given(capsys) -> None:
-    run = tune.main(["--kernel", "decode", "--shapes", "tiny", "--seconds", "1e-9"])
-    assert run["shapes"] == [{"name": "tiny", "status": "failed", "reason": "no time left"}]
-    assert "no time left" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("clock")
-def test_variants_with_a_config_get_the_scales() -> None:
-    kernel = tune.KERNELS["ragged"]
-    shape = with_dtype(kernel.tiny, "int8")
-    variant = tune.variant(kernel, tune.heuristic_config(kernel, shape), "xla")
-    assert measure.measure_all(make_case(shape), lambda: [variant], 1)["status"] == "ok"
+@pytest.mark.parametrize(
+    ("seconds", "reason"), [("1e-9", "no time left"), ("9", "RuntimeError: DecodeConfig")]
+)
+def test_search_without_time_or_a_right_result_has_a_reason(seconds, reason, monkeypatch) -> None:
+    monkeypatch.setattr(tune, "measure_all", lambda *args: {"variants": [FAILED, FAILED]})
+    monkeypatch.setattr(tune, "neighbours", lambda kernel, config, shape: [config])
+    run = tune.main(["--kernel", "decode", "--shapes", "tiny", "--seconds", seconds])
+    [found] = run["shapes"]
+    assert found["status"] == "failed" and found["reason"].startswith(reason)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from dataclasses import replace
 from typing import Any
@@ -45,6 +44,7 @@ pytestmark = pytest.mark.usefixtures("exact_products")
 NARROW = replace(MODEL, num_kv_heads=1)
 # A mesh has few programs. Filters are half of one; test_sampling.py has them on a mesh.
 GREEDY, UNFILTERED, ANY = MODES[:1], MODES[1:2], MODES[2:]
+COMPILED = [name for name in implementations_here() if not name.endswith("_interpret")]
 FEW_PAGES = dict(num_pages=13, watermark=0.0)
 
 
@@ -82,11 +82,6 @@ def loads(top_k: int) -> list[SamplingParams]:
     ]
 
 
-@functools.cache
-def greedy_alone(seed: int = 1) -> list[list[int]]:
-    return tokens_of(serve(one_device(seed=seed), PROMPTS, greedy()))
-
-
 @pytest.mark.parametrize(
     ("model", "num_devices", "top_k"),
     [(NARROW, 2, 0), *slow([(NARROW, 2, 5), (MODEL, 2, 0), (MODEL, 4, 5), (WIDE, 8, 5)])],
@@ -113,41 +108,41 @@ def test_every_kind_of_request_gets_the_tokens_of_one_device(model, num_devices,
     assert_every_page_is_free(engine)
 
 
-def test_weights_and_pools_are_replaced_on_a_mesh():
-    engine, new = mesh_engine(), weights(NARROW, seed=2)
-    requests = submit(engine, PROMPTS, greedy())
-    for _ in range(3):
-        step(engine)
-    executor = engine.replicas[0].runner.executor
-    pool = jax.tree.leaves(executor.state.pool)
-    engine.sleep()
-    assert all(leaf.is_deleted() for leaf in pool)
-    engine.update_params(jax.tree.map(np.asarray, new), restart_running=True)
-    engine.wake()
-    assert [x.sharding for x in jax.tree.leaves(executor.state.pool)] == [x.sharding for x in pool]
-    run(engine)
-    assert tokens_of(requests) == greedy_alone(2) != greedy_alone()
-    scores = engine.score(PROMPTS, greedy_alone(2))
-    wanted = one_device(seed=2).score(PROMPTS, greedy_alone(2))
-    np.testing.assert_allclose(scores, wanted, atol=1e-4)
-    assert_every_page_is_free(engine)
-
-
-def test_weights_are_copied_only_from_other_devices():
-    engine, new = mesh_engine(), weights(NARROW, seed=2)
-    old, leaves = engine.replicas[0].weights.leaves, engine.replicas[0].weights
-    placed = {
-        name: jax.device_put(leaf, NamedSharding(mesh(2), NARROW.param_specs(new)[name]))
-        for name, leaf in new.items()
-    }
-    engine.update_params(placed)
-    assert [buffers(x) for x in leaves.leaves] == [buffers(placed[name]) for name in sorted(placed)]
+def test_weights_and_pools_are_replaced_where_they_are():
+    """On the devices that the engine is given; running requests begin anew."""
+    devices, config = mesh(4).devices[2:], EngineConfig(**SIZES, tensor_parallel=2)
+    engine = Engine(MODEL, weights(MODEL), config, devices=list(devices))
+    (replica,) = engine.replicas
+    arrays = lambda: (replica.weights.leaves, replica.runner.executor.state.pool)  # noqa: E731
+    for leaf in jax.tree.leaves((engine.table, replica.runner.executor.state, arrays())):
+        assert leaf.sharding.device_set == set(devices)
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(arrays())]
+    new = weights(MODEL, seed=2)
+    alone = make_engine(MODEL, new)
+    wanted = tokens_of(serve(alone, PROMPTS, greedy()))
+    on = replica.runner.executor.state.pool.layers[0].k_pages.sharding.mesh
+    specs = MODEL.param_specs(new)
+    placed = {name: jax.device_put(x, NamedSharding(on, specs[name])) for name, x in new.items()}
     theirs = jax.sharding.Mesh(mesh(8).devices[2:].reshape(2, 3), ("fsdp", "x"))
-    sharding = NamedSharding(theirs, P("fsdp"))
-    engine.update_params({name: jax.device_put(leaf, sharding) for name, leaf in new.items()})
-    for ours, before, name in zip(leaves.leaves, old, sorted(new), strict=True):
-        assert ours.sharding == before.sharding
-        np.testing.assert_array_equal(ours, new[name])
+    others = jax.device_put(new, NamedSharding(theirs, P("fsdp")))
+    for params in (placed, others, jax.tree.map(np.asarray, new)):
+        requests = submit(engine, PROMPTS, greedy())
+        step(engine)
+        pool = jax.tree.leaves(replica.runner.executor.state.pool)
+        engine.sleep()
+        assert all(leaf.is_deleted() for leaf in pool)
+        engine.update_params(params, restart_running=True)
+        engine.wake()
+        for leaf, sharding in zip(jax.tree.leaves(arrays()), shardings, strict=True):
+            assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+        for name, leaf in zip(sorted(new), replica.weights.leaves, strict=True):
+            assert params is not placed or buffers(leaf) == buffers(placed[name])  # not copied
+            np.testing.assert_array_equal(leaf, new[name])
+        run(engine)
+        assert tokens_of(requests) == wanted
+    scores = engine.score(PROMPTS, wanted)
+    np.testing.assert_allclose(scores, alone.score(PROMPTS, wanted), atol=1e-4)
+    assert_every_page_is_free(engine)
 
 
 @pytest.mark.parametrize("num_devices", [2, *slow([8])])
@@ -191,26 +186,13 @@ def test_a_model_without_specs_keeps_the_shardings_of_its_weights(where):
         assert not kept or buffers(leaf) == buffers(params[name])
 
 
-@pytest.mark.slow  # a mesh of two processes has it in every run
-def test_nothing_compiles_after_the_warm_up_on_a_mesh(compilations):
-    """Of steps, page tables, forks, slots and counts of tokens."""
-    params = SamplingParams(
-        n=2, top_k=5, top_p=0.9, min_p=0.1, presence_penalty=1.0, logit_bias={1: 1.0},
-        logprobs=20, prompt_logprobs=20, max_tokens=3, seed=1,
-    )  # fmt: skip
-    engine = mesh_engine(modes=None)
-    engine.warmup([params])
-    assert engine.stats().compilations == 3
-    del compilations[:]
-    serve(engine, PROMPTS, [params, greedy(max_tokens=9), *[params] * 3])
-    assert not compilations and engine.stats().compilations == 3
-
-
 @pytest.mark.parametrize("num_devices", [2, *slow([8])])
 @pytest.mark.parametrize("shape", [(4, 0), (4, 16)], ids=["decode", "mixed"])
-def test_a_step_gathers_neither_a_pool_nor_weights(num_devices, shape):
+@pytest.mark.parametrize("implementation", COMPILED)
+def test_a_step_gathers_neither_a_pool_nor_weights(num_devices, shape, implementation):
     """Sums over the devices and what greedy sampling needs are all that it sends."""
-    engine = mesh_engine(num_devices, WIDE, num_pages=MANY_PAGES // 4)
+    sizes = dict(num_pages=MANY_PAGES // 4, implementation=implementation)
+    engine = mesh_engine(num_devices, WIDE, **sizes)
     runner = engine.replicas[0].runner
     pool = jax.tree.leaves(runner.executor.state.pool)
     assert {x.addressable_shards[0].data.shape[0] for x in pool} == {max(4 // num_devices, 1)}
@@ -229,22 +211,14 @@ def test_a_step_gathers_neither_a_pool_nor_weights(num_devices, shape):
     assert memory.alias_size_in_bytes * num_devices > 2 * WIDE.num_layers * pages.size * 4
 
 
-def test_scales_of_pages_are_cut_with_their_heads():
-    engine = mesh_engine(model=MODEL, kv_cache_dtype="int8")
-    leaves = jax.tree.leaves(engine.replicas[0].runner.executor.state.pool)
-    assert len(leaves) == 4 * MODEL.num_layers
-    for leaf in leaves:
-        assert {x.data.shape for x in leaf.addressable_shards} == {(1, *leaf.shape[1:])}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_cache_dtype", slow(["int8", "fp8"]))
 def test_devices_serve_from_quantized_pages(kv_cache_dtype):
-    found, wanted = (
-        serve(make_engine(MODEL, kv_cache_dtype=kv_cache_dtype, **sizes), PROMPTS, greedy())
-        for sizes in (dict(tensor_parallel=mesh(2).size), {})
-    )
-    assert tokens_of(found) == tokens_of(wanted)
+    engine = mesh_engine(model=MODEL, kv_cache_dtype=kv_cache_dtype, modes=GREEDY)
+    for leaf in jax.tree.leaves(engine.replicas[0].runner.executor.state.pool):
+        assert {x.data.shape for x in leaf.addressable_shards} == {(1, *leaf.shape[1:])}
+    alone = make_engine(MODEL, kv_cache_dtype=kv_cache_dtype, modes=GREEDY)
+    found, wanted = (tokens_of(serve(one, PROMPTS, greedy())) for one in (engine, alone))
+    assert found == wanted
 
 
 @pytest.mark.slow  # a storm on one device is in every run
@@ -254,14 +228,8 @@ def test_devices_serve_from_quantized_pages(kv_cache_dtype):
 def test_requests_in_a_storm_get_what_they_get_alone(tensor, data, steps):
     mesh(tensor * data)
     rng = np.random.default_rng([tensor, data])
-    sizes = dict(tensor_parallel=tensor, data_parallel=data, watermark=0.0)
-    storm(
-        soak_engine(MODEL, **sizes),
-        MODEL,
-        rng,
-        num_requests=150,
-        num_steps=lambda: int(rng.choice(steps)),
-    )
+    engine = soak_engine(MODEL, tensor_parallel=tensor, data_parallel=data, watermark=0.0)
+    storm(engine, MODEL, rng, num_requests=150, num_steps=lambda: int(rng.choice(steps)))
 
 
 def test_the_open_number_of_pages_counts_the_heads_of_one_device():
@@ -329,20 +297,6 @@ def test_specs_that_do_not_fit_the_weights_are_refused(spec, vocab_size, message
 
     with pytest.raises(ValueError, match=message):
         mesh_engine(model=Odd(**vars(replace(MODEL, vocab_size=vocab_size))))
-
-
-def test_an_engine_uses_the_devices_that_it_is_given():
-    mesh(4)
-    devices = jax.devices()[2:4]
-    config = EngineConfig(**SIZES, tensor_parallel=2)
-    engine = Engine(MODEL, weights(MODEL), config, devices=devices)
-    for _ in range(2):
-        leaves = jax.tree.leaves((engine.replicas[0].weights.leaves, engine.table))
-        leaves += jax.tree.leaves(engine.replicas[0].runner.executor.state)
-        assert all(leaf.sharding.device_set == set(devices) for leaf in leaves)
-        engine.sleep()
-        engine.wake()
-        engine.update_params(weights(MODEL))
 
 
 def test_an_engine_of_one_device_takes_weights_from_any():

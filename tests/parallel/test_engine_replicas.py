@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import jax
 import numpy as np
 import pytest
 
-from pallas_paged.engine import AsyncEngine, Engine
+from pallas_paged.engine import Engine
 from pallas_paged.engine.runner import modes_for
 from tests.support.devices import mesh
 from tests.support.engine_calls import (
@@ -95,14 +93,10 @@ def test_a_request_goes_where_its_prefix_is_cached():
         (request,) = serve(engine, [[*prefix, 5]], greedy(max_tokens=2))
         assert request.num_cached_tokens == 12
     assert [replica.stats().cached_tokens for replica in engine.replicas] == [24, 24]
-    for forget in (engine.reset_prefix_cache, lambda: (engine.sleep(), engine.wake())):
-        forget()
-        (request,) = serve(engine, [[*prefixes[0], 5]], greedy(max_tokens=2))
-        assert request.num_cached_tokens == 0
 
 
 @pytest.mark.parametrize("forget", ["reset_prefix_cache", "sleep"])
-def test_prefixes_that_were_sent_are_forgotten_with_the_caches(forget):
+def test_replicas_and_their_router_forget_prefixes(forget):
     """A request may follow one that is not computed yet, but not one before the reset."""
     engine, prefix, params = replicated(), [*range(1, 13)], greedy(max_tokens=2)
     loads = lambda: [replica.load > 0 for replica in engine.replicas]  # noqa: E731
@@ -112,9 +106,10 @@ def test_prefixes_that_were_sent_are_forgotten_with_the_caches(forget):
     getattr(engine, forget)()
     if forget == "sleep":
         engine.wake()
-    submit(engine, [[30], [*prefix, 7]], params)
+    requests = submit(engine, [[30], [*prefix, 7]], params)
     assert loads() == [True, True]
     run(engine)
+    assert requests[1].num_cached_tokens == 0
 
 
 def test_all_replicas_are_dispatched_before_one_is_read(monkeypatch):
@@ -176,19 +171,6 @@ def test_nothing_compiles_after_the_warm_up_of_replicas(compilations):
     serve(engine, PROMPTS, [params, greedy(), *SAMPLES])
     assert not compilations
     assert engine.stats().compilations == 2 * len(engine.replicas[0].runner.buckets.all())
-
-
-def test_clients_share_replicas(alone):
-    async def main():
-        async with AsyncEngine(replicated()) as server:
-
-            async def tokens(prompt):
-                outputs = [output async for output in server.generate(prompt, greedy())]
-                return [x for output in outputs for x in output.outputs[0].token_ids]
-
-            return await asyncio.gather(*map(tokens, PROMPTS))
-
-    assert asyncio.run(main()) == alone
 
 
 @pytest.mark.parametrize("failing", [0, 1])

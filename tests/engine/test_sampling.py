@@ -40,19 +40,18 @@ def alone(prompt, params, **sizes) -> list[list[int]]:
 
 @pytest.mark.cpu_budget(8)  # compiles programs that later tests share
 def test_requests_that_leave_one_token_to_draw_equal_greedy_ones(greedy_tokens):
-    """Beside others that draw, in a pool with too few pages."""
+    """Beside others that draw."""
     engine = make_engine()
-    wanted, requests = [], []
+    each = [greedy(max_tokens=NEW), *(sampling(**one) for one in NARROW)]
+    others, requests, wanted = [], [], []
     for prompt, tokens in zip(PROMPTS[:4], greedy_tokens, strict=False):
-        for params in [sampling(), greedy(max_tokens=NEW), *(sampling(**one) for one in NARROW)]:
-            requests.append(engine.submit(prompt, params))
-            wanted.append(tokens[:NEW])
-            step(engine)
+        others.append(engine.submit(prompt, sampling()))
+        requests += submit(engine, [prompt] * len(each), each)
+        wanted += [tokens[:NEW]] * len(each)
+        step(engine)
     run(engine)
-    found = tokens_of(requests)
-    assert all(found[::6][i] != wanted[::6][i] for i in range(4))  # drawn
-    del found[::6], wanted[::6]
-    assert found == wanted and engine.stats().num_preemptions > 0
+    assert tokens_of(requests) == wanted
+    assert not any(tokens in wanted for tokens in tokens_of(others))
 
 
 def test_requests_without_a_seed_draw_differently_and_report_it():
@@ -69,8 +68,7 @@ def test_a_request_may_have_more_samples_than_slots(caching):
     """Sample i of n draws the same whatever n is."""
     engine = make_engine(enable_prefix_caching=caching)
     request = engine.submit(PROMPTS[1], sampling(n=11))
-    deltas = run(engine)
-    assert_deltas_add_up(deltas, [request])
+    assert_deltas_add_up(run(engine), [request])
     tokens = tokens_of([request])
     assert len(set(map(tuple, tokens))) == 11
     assert tokens[:2] == alone(PROMPTS[1], sampling(n=2))
@@ -139,23 +137,12 @@ def processed_tokens(oracle, prompt, params: SamplingParams) -> list[int]:
 
 
 def test_processed_logits_equal_a_loop_over_the_dense_model(oracle):
-    """With all of them in one batch; they are preempted, and their tokens counted again."""
-    load = [
-        (PROMPTS[index % 4], greedy(**params))
-        for index, params in enumerate(one for one in PROCESSORS for _ in range(2))
-    ]
+    """With all of them in one batch; forks, and those preempted, count their tokens again."""
+    load = [(PROMPTS[i % 4], greedy(n=2, **params)) for i, params in enumerate(PROCESSORS)]
     engine = make_engine()
     found = tokens_of(serve(engine, *zip(*load, strict=True)))
-    assert found == [processed_tokens(oracle, *one) for one in load]
-    assert len(set(map(tuple, found))) > 10 and engine.stats().num_preemptions > 0
-
-
-def test_samples_with_penalties_equal_those_of_single_requests():
-    """Forked samples begin with the counts of their prompt."""
-    params = sampling(n=3, presence_penalty=1.0, repetition_penalty=1.3)
-    load = [params, sampling(frequency_penalty=1.0), sampling(n=2, logit_bias={2: 3})]
-    wanted = [alone(PROMPTS[4], one) for one in load]
-    assert [tokens_of([x]) for x in serve(make_engine(), [PROMPTS[4]] * 3, load)] == wanted
+    assert found[::2] == found[1::2] == [processed_tokens(oracle, *one) for one in load]
+    assert len(set(map(tuple, found))) > 6 and engine.stats().num_preemptions > 0
 
 
 def test_best_of_returns_those_with_the_highest_mean_logprob():
@@ -164,9 +151,7 @@ def test_best_of_returns_those_with_the_highest_mean_logprob():
     drawn = engine.submit(prompt, replace(params, n=6, logprobs=0))
     best = engine.submit(prompt, replace(params, n=2, best_of=6))
     deltas = run(engine)
-    means = {
-        tuple(one.token_ids): one.cumulative_logprob / len(one.token_ids) for one in drawn.outputs
-    }
+    means = {tuple(x.token_ids): x.cumulative_logprob / len(x.token_ids) for x in drawn.outputs}
     assert len(means) == 6 and len({len(tokens) for tokens in means}) > 1
     wanted = sorted(means, key=means.__getitem__, reverse=True)[:2]
     assert [tuple(tokens) for tokens in tokens_of([best])] == wanted
@@ -183,25 +168,14 @@ STOPS = (19, 2, 7, 30, 12)
 @pytest.mark.parametrize(("width", "stops", "penalty"), [(2, (), 0.0), (3, STOPS, 1.0)])
 def test_beam_search_equals_brute_force(oracle, width, stops, penalty):
     """Three searches and three sampling requests share slots and pages that suffice for one."""
-    prompts = PROMPTS[:3]
     params = SamplingParams(
         max_tokens=6, beam_width=width, n=width, length_penalty=penalty, stop_token_ids=stops
     )
-    engine = make_engine()
-    requests = []
-    for prompt in prompts:
-        requests += [engine.submit(prompt, params), engine.submit(prompt, sampling(n=2))]
-    run(engine)
-    for prompt, request in zip(prompts, requests[::2], strict=True):
-        wanted = beam_search(
-            lambda tokens: oracle.logprobs(tokens)[-1],
-            prompt,
-            width=width,
-            n=width,
-            length=6,
-            stops=stops,
-            penalty=penalty,
-        )
+    options = dict(width=width, n=width, length=6, stops=stops, penalty=penalty)
+    load = [x for prompt in PROMPTS[:3] for x in ((prompt, params), (prompt, sampling(n=2)))]
+    requests = serve(make_engine(), *zip(*load, strict=True))
+    for prompt, request in zip(PROMPTS, requests[::2], strict=False):
+        wanted = beam_search(lambda tokens: oracle.logprobs(tokens)[-1], prompt, **options)
         assert tokens_of([request]) == [tokens for tokens, _ in wanted]
         sums = [output.cumulative_logprob for output in request.outputs]
         np.testing.assert_allclose(sums, [total for _, total in wanted], atol=1e-4)
@@ -225,17 +199,14 @@ def test_an_abort_ends_a_request_with_its_tokens_so_far(kind, num_steps):
     engine.abort(request.request_id)
     assert request.finished and set(reasons_of([request])) <= {"abort"}
     lengths = [len(tokens) for tokens in tokens_of([request])]
+    assert num_steps < STATES["decode"] or min(lengths) > 0
     engine.abort(request)  # a second abort changes nothing
     deltas += run(engine)
     assert [len(tokens) for tokens in tokens_of([request])] == lengths
     assert_deltas_add_up(deltas, [other, request])
-    engine.abort(request)
     engine.abort(other)
-    assert tokens_of([other]) == alone(PROMPTS[0], sampling())
-    assert reasons_of([other]) == ["length"]
+    assert tokens_of([other]) == alone(PROMPTS[0], sampling()) and reasons_of([other]) == ["length"]
     assert engine.stats().num_aborted == 1
-    if num_steps == STATES["decode"]:
-        assert min(lengths) > 0
 
 
 class CharacterTokenizer:

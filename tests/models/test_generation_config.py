@@ -13,15 +13,8 @@ from models.tokenizer import Tokenizer
 from tests.support.chat_folders import save_chat_folder
 from tests.support.commands import CONFIG
 
-QWEN = {
-    "do_sample": True,
-    "temperature": 0.7,
-    "top_k": 20,
-    "top_p": 0.8,
-    "repetition_penalty": 1.05,
-    "eos_token_id": [1, 2],
-    "max_length": 99,
-}
+QWEN = dict(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05)
+OTHERS = dict(do_sample=True, eos_token_id=[1, 2], max_length=99, stop_strings="x", min_p=None)
 
 
 def write(folder, contents):
@@ -34,13 +27,9 @@ def write(folder, contents):
     ("contents", "expected"),
     [
         ({}, {}),
-        ({"temperature": None, "stop_strings": "x"}, {}),
-        (QWEN, {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}),
+        (QWEN | OTHERS, QWEN),
+        (QWEN | {"do_sample": False}, QWEN | {"temperature": 0.0}),
         ({"temperature": 0.5, "min_p": 0.1}, {"temperature": 0.5, "min_p": 0.1}),
-        (
-            QWEN | {"do_sample": False},
-            {"temperature": 0.0, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05},
-        ),
     ],
 )
 def test_sampling_defaults_are_those_of_the_file(tmp_path, contents, expected):
@@ -59,19 +48,18 @@ def test_sampling_defaults_are_those_of_the_file(tmp_path, contents, expected):
 def test_answers_end_at_stop_texts_and_at_the_end_of_the_tokenizer(tmp_path, contents, stop):
     save_chat_folder(tmp_path, "turns")
     write(tmp_path, {"top_p": 0.5} | contents)
-    tokenizer = Tokenizer(tmp_path)
-    ends = {"stop_token_ids": [tokenizer.token_id("</s>")]}
-    assert ends["stop_token_ids"] == [257]
-    config = replace(CONFIG, vocab_size=300)
-    defaults = chat_defaults(tmp_path, config, tokenizer, ChatTemplate(tmp_path))
-    assert defaults == {"top_p": 0.5} | ends | stop
-    # Tokens that the model ends at anyway, or does not have.
-    for known in (replace(config, eos_token_ids=(1, 257)), replace(config, vocab_size=257)):
-        defaults = chat_defaults(tmp_path, known, tokenizer, ChatTemplate(tmp_path))
-        assert defaults == {"top_p": 0.5} | stop
+    tokenizer, config = Tokenizer(tmp_path), replace(CONFIG, vocab_size=300)
+
+    def defaults(**values):
+        values = replace(config, **values)
+        return chat_defaults(tmp_path, values, tokenizer, ChatTemplate(tmp_path))
+
+    assert tokenizer.token_id("</s>") == 257
+    assert defaults() == {"top_p": 0.5, "stop_token_ids": [257]} | stop
+    # A token that the model ends at anyway, or does not have.
+    assert defaults(eos_token_ids=(1, 257)) == defaults(vocab_size=257) == {"top_p": 0.5} | stop
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "unknown"}')
-    defaults = chat_defaults(tmp_path, config, tokenizer, ChatTemplate(tmp_path))
-    assert defaults == {"top_p": 0.5} | stop
+    assert defaults() == {"top_p": 0.5} | stop
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_paged.engine import AsyncEngine, Engine, EngineConfig, SamplingParams
+from pallas_paged.engine import AsyncEngine, Engine, EngineConfig
 from tests.support.engine_calls import (
     MODEL,
     PROMPTS,
@@ -21,46 +21,54 @@ from tests.support.engine_calls import (
 )
 from tests.support.plain_model import PlainModel
 
+NO_PROMPT = "a prompt must be a text or a list of token ids, not "
+
 
 @pytest.mark.parametrize(
-    ("prompt", "params", "message"),
+    ("options", "message"),
     [
-        ([], {}, "the prompt is empty"),
-        ([40], {}, r"=40 must be an integer in 0\.\.39"),
-        ([-1], {}, r"=-1 must be an integer in 0\.\.39"),
-        ([2**40], {}, r"=1099511627776 must be an integer in 0\.\.39"),
-        ([1.5], {}, r"=1\.5 must be an integer"),
-        ([True], {}, "=True must be an integer"),
-        (["1"], {}, "='1' must be an integer"),
-        ([[1]], {}, r"=\[1\] must be an integer"),
-        ("text", {}, "a prompt that is a text needs a tokenizer"),
-        (b"1", {}, "a prompt must be a text or a list of token ids, not b'1'"),
-        (3, {}, "a prompt must be a text or a list of token ids, not 3"),
-        (None, {}, "a prompt must be a text or a list of token ids, not None"),
-        ({1, 2}, {}, "a prompt must be a text or a list of token ids"),
-        ({1: 2}, {}, "a prompt must be a text or a list of token ids"),
-        (np.ones((2, 2), np.int32), {}, "a prompt must be a text or a list of token ids"),
-        ([1] * 51, {}, "a prompt of 51 tokens and max_tokens=14 are more than the 64 tokens"),
-        ([1] * 64, {"max_tokens": None}, "a prompt of 64 tokens leaves no room for more"),
-        ([1] * 30, {"beam_width": 2}, "30 tokens and max_tokens=14 are more than the 33 tokens"),
-        ([1], {"stop": ["a"]}, r"stop=\('a',\) needs a tokenizer"),
-        ([1], {"stop_token_ids": [40]}, r"stop_token_ids=40 must be an integer in 0\.\.39"),
-        ([1], {"logit_bias": {40: 1.0}}, r"logit_bias=40 must be an integer in 0\.\.39"),
+        (dict(prompt=[]), "the prompt is empty"),
+        (dict(prompt=[40]), r"=40 must be an integer in 0\.\.39"),
+        (dict(prompt=[-1]), r"=-1 must be an integer in 0\.\.39"),
+        (dict(prompt=[True]), "=True must be an integer"),
+        (dict(prompt=["1"]), "='1' must be an integer"),
+        (dict(prompt=[[1]]), r"=\[1\] must be an integer"),
+        (dict(prompt="text"), "a prompt that is a text needs a tokenizer"),
+        *((dict(prompt=prompt), NO_PROMPT) for prompt in (b"1", 3, None, {1, 2}, {1: 2})),
+        (dict(prompt=np.ones((2, 2), np.int32)), NO_PROMPT),
+        (dict(prompt=[1] * 51), "51 tokens and max_tokens=14 are more than the 64 tokens"),
+        (
+            dict(prompt=[1] * 64, params=greedy(max_tokens=None)),
+            "64 tokens leaves no room for more",
+        ),
+        (dict(prompt=[1] * 30, params=greedy(beam_width=2)), "are more than the 33 tokens"),
+        (dict(params=greedy(stop=["a"])), r"stop=\('a',\) needs a tokenizer"),
+        (
+            dict(params=greedy(stop_token_ids=[40])),
+            r"stop_token_ids=40 must be an integer in 0\.\.39",
+        ),
+        (dict(params=greedy(logit_bias={40: 1.0})), r"logit_bias=40 must be an integer in 0\.\.39"),
+        (dict(request_id="mine"), "request_id='mine' is that of another request"),
+        (dict(request_id=7), "request_id=7"),
+        (dict(request_id=""), "request_id=''"),
+        (dict(priority=1.5), "priority=1.5"),
+        (dict(priority=None), "priority=None"),
+        (dict(params={"n": 1}), r"params=\{'n': 1\} must be SamplingParams"),
     ],
 )
-def test_requests_that_can_never_run_are_refused_without_effect(
-    greedy_tokens, prompt, params, message
-):
+def test_bad_requests_are_refused_without_effect(greedy_tokens, options, message):
     engine = make_engine()
-    other = engine.submit(PROMPTS[0], greedy())
+    other = engine.submit(PROMPTS[0], greedy(), request_id="mine")
     before = engine.stats()
     with pytest.raises(ValueError, match=message):
-        engine.submit(prompt, replace(greedy(), **params))
+        engine.submit(**dict(prompt=[1], params=greedy()) | options)
     assert engine.stats() == before
     after = engine.submit(PROMPTS[1], greedy())
     assert after.number == other.number + 1
     run(engine)
     assert tokens_of([other, after]) == greedy_tokens[:2]
+    engine.submit([1], greedy(max_tokens=1), request_id="mine")  # free again
+    run(engine)
 
 
 @pytest.mark.parametrize("prompt", [(1, 2), range(1, 3), np.array([1, 2]), "1 2"], ids=str)
@@ -72,6 +80,17 @@ def test_a_prompt_is_a_text_a_list_or_an_array(prompt):
     assert output.prompt == (prompt if isinstance(prompt, str) else None)
 
 
+def test_a_prompt_has_no_surrogates():
+    with pytest.raises(ValueError, match="the prompt must be valid UTF-8"):
+        make_engine(tokenizer=NumberTokenizer()).submit("\ud800")
+
+
+def test_more_beams_than_half_the_vocabulary_are_refused():
+    engine = make_engine(replace(MODEL, vocab_size=7))
+    with pytest.raises(ValueError, match="beam_width=4 is more than half of vocab_size=7"):
+        engine.submit([1], greedy(max_tokens=1, beam_width=4))
+
+
 @pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [
@@ -81,18 +100,13 @@ def test_a_prompt_is_a_text_a_list_or_an_array(prompt):
         ([[1]], [None, greedy()], "2 params must be one, or one for each of 1"),
         ([[1]], ["greedy"], "prompt 0: params='greedy' must be SamplingParams"),
     ],
+    ids=str,
 )
 def test_generate_refuses_all_prompts_if_one_is_wrong(prompts, params, message):
     engine = make_engine()
     with pytest.raises(ValueError, match=message):
         engine.generate(prompts, params, progress=False)
-    run(engine)
-
-
-def test_more_beams_than_half_the_vocabulary_are_refused():
-    engine = make_engine(replace(MODEL, vocab_size=7))
-    with pytest.raises(ValueError, match="beam_width=4 is more than half of vocab_size=7"):
-        engine.submit([1], SamplingParams(max_tokens=1, beam_width=4))
+    assert engine.idle
 
 
 @pytest.mark.parametrize(
@@ -147,13 +161,6 @@ def test_an_engine_refuses_arguments_of_wrong_types(arguments, message):
         Engine(**(dict(model=MODEL, params=weights()) | arguments))
 
 
-def test_parameters_that_are_no_arrays_are_refused():
-    engine = make_engine()
-    for leaf, message in (("x", "'x' must be an array of numbers"), (None, "structure")):
-        with pytest.raises(ValueError, match=message):
-            engine.update_params(weights() | {"head": leaf})
-
-
 def test_an_async_engine_needs_an_engine():
     with pytest.raises(ValueError, match="engine=None must be an Engine"):
         AsyncEngine(None)
@@ -176,36 +183,6 @@ def test_requests_of_other_engines_and_unknown_ids_are_refused():
     with pytest.raises(ValueError, match="request='x' is not the id of a request"):
         engine.abort("x")
     run(other)
-
-
-def test_an_id_of_two_unfinished_requests_is_refused():
-    engine = make_engine()
-    engine.submit([1], greedy(), request_id="a")
-    with pytest.raises(ValueError, match="request_id='a'"):
-        engine.submit([2], greedy(), request_id="a")
-    run(engine)
-    engine.submit([2], greedy(), request_id="a")
-    run(engine)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"request_id": 7}, "request_id=7"),
-        ({"request_id": ""}, "request_id=''"),
-        ({"priority": 1.5}, "priority=1.5"),
-        ({"priority": "high"}, "priority='high'"),
-        ({"priority": None}, "priority=None"),
-        ({"params": {"n": 1}}, r"params=\{'n': 1\} must be SamplingParams"),
-        ({"prompt": "\ud800"}, "the prompt must be valid UTF-8"),
-    ],
-    ids=str,
-)
-def test_options_of_wrong_types_are_refused(options, message):
-    engine = make_engine(tokenizer=NumberTokenizer())
-    with pytest.raises(ValueError, match=message):
-        engine.submit(**(dict(prompt=[1], params=greedy()) | options))
-    assert engine.idle
 
 
 def test_the_default_engine_takes_the_sizes_of_its_model():

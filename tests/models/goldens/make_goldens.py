@@ -3,10 +3,11 @@
     python -m venv hf && hf/bin/pip install torch==2.13.0 transformers==5.23.0
     hf/bin/python tests/models/goldens/make_goldens.py
 
-The committed ones were made with these commands on the CPU in float32. Each folder holds a random
-model and golden.npz: input_ids `i64[B, T]`, logits `f32[B, T, V]`, and greedy_tokens `i64[B, 16]`,
-which follow the input_ids. `make_goldens.py FOLDER...` writes only NAME/golden.npz here, for
-byte-level checkpoints that exist already (`models/checkpoints/shakespeare`).
+The committed ones were made with these commands on the CPU in float32. Each folder has config.json;
+it gets a random model and golden.npz: input_ids `i64[B, T]`, logits `f32[B, T, V]`, and
+greedy_tokens `i64[B, 16]`, which follow the input_ids. `make_goldens.py FOLDER...` writes only
+NAME/golden.npz here, for byte-level checkpoints that exist already
+(`models/checkpoints/shakespeare`).
 """
 
 import sys
@@ -14,61 +15,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 GOLDENS = Path(__file__).parent
 NUM_GREEDY = 16
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-CONFIGS = {
-    # Grouped heads wider than hidden_size, an untied head, two files, and a context
-    # short enough for all three bands of the scaling to matter.
-    "llama": LlamaConfig(
-        **SIZES,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 500.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 32,
-        },
-    ),
-    # Biases on q, k and v; one key/value head.
-    "qwen2": Qwen2Config(
-        **SIZES,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-    ),
-    # Norms on q and k, and a tied head.
-    "qwen3": Qwen3Config(
-        **SIZES,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-    ),
-}
+# llama: grouped heads wider than hidden_size, an untied head, two files, and a context short enough
+# for all three bands of the scaling to matter. qwen2: biases on q, k and v; one key/value head.
+# qwen3: norms on q and k, and a tied head.
+NAMES = ("llama", "qwen2", "qwen3")
 
 
 def randomize(model: PreTrainedModel) -> None:
@@ -106,9 +60,9 @@ def main() -> None:
         write_golden(folder, torch.tensor([list(b"ROMEO:\nWhat light through yonder window")]))
     if len(sys.argv) > 1:
         return
-    for name, config in CONFIGS.items():
+    for name in NAMES:
         folder = GOLDENS / name
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
         randomize(model)
         model.save_pretrained(folder, max_shard_size="60KB" if name == "llama" else "1MB")
         generator = torch.Generator().manual_seed(1)

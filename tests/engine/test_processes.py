@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import jax
@@ -38,52 +39,41 @@ class Recorder:
         return lambda *args: self.calls.append((name, args))
 
 
-def test_calls_are_made_in_order_until_the_release(pair):
+def test_calls_of_any_size_are_made_in_order_until_the_release(pair):
+    """A second release is sent only after the other processes follow again."""
     followers, leader = pair
-    executor = Recorder()
-    followers.send("fork", (np.arange(2), np.arange(3)))
-    followers.send("wake")
-    followers.send("release")
-    followers.send("sleep")
-    assert leader.follow(executor)
-    assert [name for name, _ in executor.calls] == ["fork", "wake"]
-    np.testing.assert_array_equal(executor.calls[0][1][1], np.arange(3))
-    followers.close()
-    assert not leader.follow(executor)
-    assert executor.calls[-1] == ("sleep", ())
+    executor, arrays = Recorder(), (np.arange(2), np.arange(10**6))
+
+    def send():
+        for name, args in [("fork", arrays), ("release", ()), ("release", ()), ("sleep", ())]:
+            followers.send(name, args)
+        followers.rejoin()
+        followers.send("release")
+        followers.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(send)
+        returned = [(leader.follow(executor), len(executor.calls)) for _ in range(3)]
+        sending.result()
+    assert returned == [(True, 1), (True, 2), (False, 2)]
+    (_, received), (name, args) = executor.calls
+    assert (name, args) == ("sleep", ())
+    for array, wanted in zip(received, arrays, strict=True):
+        np.testing.assert_array_equal(array, wanted)
 
 
-def test_a_second_release_is_sent_only_after_the_others_follow_again(pair):
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        (lambda followers, _: followers.close(RuntimeError("no room")), "failed: no room"),
+        (lambda _, sockets: sockets[0].close(), "has ended without a close"),
+    ],
+    ids=["error", "death"],
+)
+def test_the_end_of_process_0_reaches_the_others(pair, sockets, end, message):
     followers, leader = pair
-    followers.send("release")
-    followers.send("release")
-    followers.rejoin()
-    followers.send("release")
-    followers.close()
-    assert [leader.follow(Recorder()) for _ in range(3)] == [True, True, False]
-
-
-def test_a_large_message_arrives_whole(pair):
-    followers, leader = pair
-    executor, array = Recorder(), np.arange(10**6)
-    sender = threading.Thread(target=lambda: [followers.send("step", (array,)), followers.close()])
-    sender.start()
-    assert not leader.follow(executor)
-    sender.join()
-    np.testing.assert_array_equal(executor.calls[0][1][0], array)
-
-
-def test_an_error_of_process_0_reaches_the_others(pair):
-    followers, leader = pair
-    followers.close(RuntimeError("out of memory"))
-    with pytest.raises(RuntimeError, match="process 0 failed: out of memory"):
-        leader.follow(Recorder())
-
-
-def test_the_end_of_process_0_is_an_error(pair, sockets):
-    _, leader = pair
-    sockets[0].close()
-    with pytest.raises(RuntimeError, match="process 0 has ended without a close"):
+    end(followers, sockets)
+    with pytest.raises(RuntimeError, match=f"process 0 {message}"):
         leader.follow(Recorder())
 
 
@@ -95,13 +85,6 @@ def test_process_0_waits_no_longer_for_devices_if_another_has_ended(pair, reason
     what = "failed: ValueError: no memory" if reason else "ended"
     with pytest.raises(RuntimeError, match=f"process 1 has {what}"):
         followers.wait([never])
-
-
-def test_a_message_to_a_process_that_has_ended_is_an_error(pair):
-    followers, leader = pair
-    leader.close()
-    with pytest.raises(RuntimeError, match="process 1 has ended"):
-        followers.send("wake")
 
 
 def test_the_others_hear_of_the_end_of_one_of_them():
@@ -121,36 +104,24 @@ def test_an_engine_sends_every_call_that_changes_its_state(pair):
     """Another engine that makes these calls has the same state."""
     followers, leader = pair
     engine, other = make_engine(), make_engine()
-    engine.replicas.followers = engine.replicas[0].runner.executor.followers = followers
+    executors = ours, theirs = [one.replicas[0].runner.executor for one in (engine, other)]
+    engine.replicas.followers = ours.followers = followers
     load = [greedy(), greedy(presence_penalty=1.0), greedy(n=1, beam_width=2, max_tokens=4)]
-    received: list[bool] = []
-
-    def follow():
-        received.append(leader.follow(other.replicas[0].runner.executor))
-
-    thread = threading.Thread(target=follow)
-    thread.start()
-    serve(engine, [[1, 2, 3], [4] * 9, [5, 6]], load)
-    engine.sleep()
-    engine.wake()
-    serve(engine, [[1, 2, 3, 4, 5]], greedy())
-    ours = engine.replicas[0].runner.executor.state
-    followers.send("release")
-    thread.join(60)
-    theirs = other.replicas[0].runner.executor.state
-    assert received == [True]
-    for name in ("block_tables", "seq_lens", "ref_counts", "num_free"):
-        left, right = (np.asarray(getattr(state.table, name)) for state in (ours, theirs))
-        np.testing.assert_array_equal(left, right, err_msg=name)
-    for left, right in zip(ours.pool.layers, theirs.pool.layers, strict=True):
-        np.testing.assert_array_equal(np.asarray(left.k_pages), np.asarray(right.k_pages))
+    with ThreadPoolExecutor(1) as pool:
+        following = pool.submit(leader.follow, theirs)
+        serve(engine, [[1, 2, 3], [4] * 9, [5, 6]], load)
+        engine.sleep()
+        engine.wake()
+        serve(engine, [[1, 2, 3, 4, 5]], greedy())
+        followers.send("release")
+        assert following.result(60)
+    states = [(one.state.table, one.state.pool) for one in executors]
+    jax.tree.map(np.testing.assert_array_equal, *states)
 
 
 def test_only_processes_that_follow_may_call_follow():
-    engine = make_engine()
     with pytest.raises(RuntimeError, match="follow"):
-        engine.follow()
-    serve(engine, [[1]], greedy(max_tokens=1))
+        make_engine().follow()
 
 
 def as_process_0_of(num_processes, monkeypatch, broadcast):

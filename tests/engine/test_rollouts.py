@@ -14,6 +14,7 @@ from pallas_paged.engine.outputs import (
     TokenLogprobs,
 )
 from pallas_paged.engine.rollouts import Rollouts
+from tests.support.promotion import strict_promotion
 
 
 def request_output(prompt, *completions):
@@ -34,12 +35,8 @@ def completion(token_ids, reason="stop", *, logprobs=True):
     entries = LogprobSequence()
     for token_id in token_ids:
         entries.append(TokenLogprobs(token_id, -token_id / 10, 2, [99], [0.0]))
-    return CompletionOutput(
-        index=0,
-        token_ids=token_ids,
-        finish_reason=reason,
-        logprobs=entries if logprobs else None,
-    )
+    entries = entries if logprobs else None
+    return CompletionOutput(index=0, token_ids=token_ids, finish_reason=reason, logprobs=entries)
 
 
 OUTPUTS = [
@@ -71,28 +68,29 @@ def test_sizes_may_be_given():
     assert rollouts.logprobs.shape == rollouts.mask.shape == (4, 5)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"max_prompt_len": 3, "max_tokens": 2}])
+@pytest.mark.parametrize("sizes", [(0, 0), (3, 2)])
 @pytest.mark.parametrize("outputs", [[], [request_output([1])]])
 def test_outputs_without_completions_give_empty_arrays(outputs, sizes):
-    rollouts = Rollouts.from_outputs(outputs, **sizes)
-    assert rollouts.mask.shape == (0, sizes.get("max_tokens", 0))
-    assert rollouts.prompt_token_ids.shape == (0, sizes.get("max_prompt_len", 0))
+    names = ("max_prompt_len", "max_tokens")
+    rollouts = Rollouts.from_outputs(outputs, **dict(zip(names, sizes, strict=True)))
+    assert rollouts.prompt_token_ids.shape == (0, sizes[0]) and rollouts.mask.shape == (0, sizes[1])
     assert rollouts.finish_reasons.shape == rollouts.request_index.shape == (0,)
+    assert Rollouts.from_outputs(outputs).mask.shape == (0, 0)
 
 
-def test_rollouts_are_a_pytree_with_or_without_logprobs():
-    for logprobs in (True, False):
-        outputs = [request_output([1], completion([2, 3], logprobs=logprobs))]
-        rollouts = Rollouts.from_outputs(outputs, max_tokens=3)
-        assert (rollouts.logprobs is not None) == logprobs
-        assert len(jax.tree.leaves(rollouts)) == 6 + logprobs
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_rollouts_are_a_pytree_with_or_without_logprobs(logprobs):
+    outputs = [request_output([1], completion([2, 3], logprobs=logprobs))]
+    rollouts = Rollouts.from_outputs(outputs, max_tokens=3)
+    assert (rollouts.logprobs is not None) == logprobs
+    assert len(jax.tree.leaves(rollouts)) == 6 + logprobs
+    with strict_promotion():
+        count = jax.jit(lambda rollouts: (rollouts.mask.sum(), rollouts.prompt_mask.sum()))
+        assert count(rollouts) == (2, 1)
 
-        @jax.jit
-        def count(rollouts):
-            return rollouts.mask.sum(), rollouts.prompt_mask.sum()
 
-        with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-            assert count(rollouts) == (2, 1)
+UNFINISHED = request_output([1], completion([2], None))
+PARTLY = request_output([1], completion([2]), completion([3], logprobs=False))
 
 
 @pytest.mark.parametrize(
@@ -102,16 +100,8 @@ def test_rollouts_are_a_pytree_with_or_without_logprobs():
         (OUTPUTS, {"max_tokens": 2}, "max_tokens=2 must be at least 3"),
         (OUTPUTS, {"max_tokens": -1}, "max_tokens=-1 must be an integer"),
         (OUTPUTS, {"pad_token_id": 1.5}, "pad_token_id=1.5 must be an integer"),
-        (
-            [request_output([1], completion([2], None))],
-            {},
-            "completion 0 of request 'a' has not finished",
-        ),
-        (
-            [request_output([1], completion([2]), completion([3], logprobs=False))],
-            {},
-            "logprobs must be in all completions or in none",
-        ),
+        ([UNFINISHED], {}, "completion 0 of request 'a' has not finished"),
+        ([PARTLY], {}, "logprobs must be in all completions or in none"),
     ],
 )
 def test_outputs_that_do_not_fit_are_refused(outputs, sizes, message):

@@ -1,12 +1,13 @@
-"""The serving bench as a whole, on a CPU: its counts, files and charts, but no speed."""
+"""The serving bench on a CPU: traces, records, baselines and whole runs, but no speed."""
 
 from __future__ import annotations
 
-import json
 import math
+import multiprocessing
 import os
 import sys
 from functools import partial
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +15,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from bench.serving import cli, report, transformers
+from bench.serving import batches, cli, report, static, transformers
+from bench.serving.batches import BatchTimes, serve_in_batches
 from bench.serving.compilations import Compilations
 from bench.serving.engine import serve
-from bench.serving.models import SHAPES, ServingShape, random_model, weight_bytes
-from bench.serving.requests import describe_trace, make_trace
+from bench.serving.models import SHAPES, random_model, weight_bytes
+from bench.serving.record import Record, Served, Usage
+from bench.serving.requests import TraceRequest, describe_trace, make_trace
+from bench.serving.static import StaticBatch
 from models.decoder import Decoder
 from models.engine_model import engine_model
 from pallas_paged.engine import Engine, EngineConfig
-from tests.bench.fakes import META, rows
+from tests.support.dense_oracle import CONFIG
 from tests.support.marks import slow
 
 TINY = SHAPES["tiny"]
@@ -40,11 +44,80 @@ def no_compiling(tiny, monkeypatch) -> None:
     monkeypatch.setattr(Engine, "warmup", lambda engine, params: None)
 
 
+def test_lengths_have_the_stated_means() -> None:
+    trace = make_trace(20_000, vocab_size=2, max_len=1 << 16)
+    found = describe_trace(trace)
+    assert found["prompt_mean"] == pytest.approx(161, rel=0.03)
+    assert found["output_mean"] == pytest.approx(338, rel=0.03)
+    assert np.std(np.log([one.num_tokens for one in trace])) == pytest.approx(0.8, rel=0.02)
+    clipped = make_trace(2000, vocab_size=2, max_len=2048)
+    found = describe_trace(clipped)
+    assert found["prompt_max"] == found["output_max"] == 1024
+    assert min(len(one.prompt) for one in clipped) == 4
+    quarter = describe_trace(make_trace(2000, vocab_size=2, max_len=512))
+    assert quarter["output_mean"] == pytest.approx(found["output_mean"] / 4, rel=0.05)
+
+
+def test_system_prompts_and_arrivals() -> None:
+    sizes = dict(vocab_size=1000, max_len=256, prefix_share=0.25, prefix_len=32, num_prefixes=3)
+    trace = make_trace(2000, rate=10.0, **sizes)
+    heads = [one.prompt[:32].tobytes() for one in trace if len(one.prompt) >= 32]
+    counts = sorted((heads.count(head) for head in set(heads)), reverse=True)
+    assert sum(counts[:3]) == pytest.approx(500, rel=0.15) and counts[2] > 100 and counts[3] == 1
+    assert max(len(one.prompt) for one in trace) <= 128
+    gaps = np.diff([0.0] + [one.arrival for one in trace])
+    assert (gaps >= 0).all() and gaps.mean() == pytest.approx(0.1, rel=0.1)
+    assert gaps.std() == pytest.approx(0.1, rel=0.15)  # of a Poisson process, as its mean
+    assert all(one.arrival == 0 for one in make_trace(5, **sizes))
+    again, other = (make_trace(2000, rate=10.0, seed=seed, **sizes) for seed in (0, 1))
+    assert all(np.array_equal(a.prompt, b.prompt) for a, b in zip(trace, again, strict=True))
+    assert not all(a.num_tokens == b.num_tokens for a, b in zip(trace, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_requests", 0),
+        ("rate", 0.0),
+        ("prefix_share", 1.5),
+        ("prefix_len", 29),
+        ("max_len", 7),
+        ("num_prefixes", 0),
+    ],
+)
+def test_invalid_traces(name, value) -> None:
+    with pytest.raises(ValueError, match=name):
+        make_trace(**{"num_requests": 1, "vocab_size": 9, "max_len": 64} | {name: value})
+
+
+def test_summary_of_a_record() -> None:
+    served = [
+        Served(arrival=1.0, first_token=2.0, finish=4.0, num_tokens=5),
+        Served(arrival=0.0, first_token=3.0, finish=3.0, num_tokens=1),
+    ]
+    usage = [
+        Usage(time=0.0, live=10, reserved=20, waits=True),
+        Usage(time=3.0, live=30, reserved=30, waits=False),
+        Usage(time=4.0, live=0, reserved=0, waits=False),
+    ]
+    record = Record(served=served, usage=usage, wall=8.0, num_tokens=12, capacity=40)
+    found = record.summarize()
+    assert found["tokens_per_s"] == 1.5 and found["requests_per_s"] == 0.25
+    assert found["ttft_s"]["p50"] == 2.0 and found["latencies"] == [3.0, 3.0]
+    assert found["tpot_s"] == {"p50": 0.5, "p99": 0.5}
+    # A half for three seconds, all of it for one; without reserved memory there is no share.
+    assert found["utilization"] == pytest.approx((3 * 0.5 + 1) / 4)
+    assert found["live_of_budget"] == pytest.approx((3 * 10 + 30) / 4 / 40)
+    assert found["live_of_budget_under_load"] == pytest.approx(10 / 40)
+    assert found["reserved_of_budget"] == pytest.approx((3 * 20 + 30) / 4 / 40)
+    nothing = Record(served=[], usage=[], wall=1.0, num_tokens=0, capacity=40).summarize()
+    assert nothing["latency_s"] is None and nothing["utilization"] is None
+
+
 @pytest.mark.parametrize(
     ("name", "billions"), [("1b", 1.236), *slow([("8b", 8.030), ("qwen3-0.6b", 0.596)])]
 )
 def test_sizes_of_the_models(name, billions) -> None:
-    assert SHAPES["1b"].token_bytes() == 32 << 10 and SHAPES["8b"].token_bytes() == 128 << 10
     shape = SHAPES[name]
     make = partial(Decoder, shape.config, dtype=shape.dtype)
     params = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
@@ -54,20 +127,21 @@ def test_sizes_of_the_models(name, billions) -> None:
     assert shape.kv_gib * (1 << 30) == 32 * shape.max_model_len * shape.token_bytes()
 
 
-def test_weight_bytes_exclude_the_input_embeddings(tiny) -> None:
+def test_bytes_of_a_model_and_of_its_tokens(tiny) -> None:
     first, second = (layer.mlp.down_proj.weight[...] for layer in tiny.layers)
     assert 0.005 < float(jnp.std(first)) < 0.02 and not jnp.any(first == second)
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(tiny)))
-    assert weight_bytes(tiny) == total - 256 * 64 * 4
+    assert weight_bytes(tiny) == total - 256 * 64 * 4  # without the input embeddings
+    found = [TINY.token_bytes(name) for name in (None, "int8", "fp8")]
+    assert found == [2 * 2 * 2 * 16 * 4, *[2 * 2 * 2 * (16 + 4)] * 2]
 
 
 def test_compilations_are_counted_inside_the_block_only() -> None:
     function = jax.jit(lambda x: 3 * x + 1)
     inputs = [np.ones(n, np.float32) for n in (3, 4, 5)]
     with Compilations() as compilations:
-        function(inputs[0])
-        function(inputs[0])
-        function(inputs[1])
+        for x in (inputs[0], inputs[0], inputs[1]):
+            function(x)
     function(inputs[2])
     assert compilations.count == 2
     (function,) = compilations.functions()
@@ -75,161 +149,103 @@ def test_compilations_are_counted_inside_the_block_only() -> None:
     assert min(function[f"{phase}_s"] for phase in ("trace", "lower", "compile")) > 0
 
 
-def _engine(model: Decoder) -> Engine:
+@pytest.fixture
+def engine(tiny) -> Engine:
     """An engine of the sizes of the tiny run, so that they share compiled programs."""
-    config = EngineConfig(
-        num_pages=64,
-        max_num_seqs=8,
-        max_model_len=TINY.max_model_len,
-        max_num_batched_tokens=128,
-    )
-    return Engine(*engine_model(model), config)
+    sizes = dict(num_pages=64, max_num_seqs=8, max_num_batched_tokens=128)
+    return Engine(*engine_model(tiny), EngineConfig(max_model_len=TINY.max_model_len, **sizes))
 
 
-def test_engine_serves_the_whole_trace(tiny) -> None:
+@pytest.fixture(params=["alone", "over HTTP"])
+def serve_trace(request, engine):
+    if request.param == "alone":
+        return partial(serve, engine)
+    pytest.importorskip("httptools", reason="needs the extra [server]")
+    from bench.serving.http import serve_over_http
+
+    return partial(serve_over_http, engine, vocab_size=256)
+
+
+def test_engine_serves_the_whole_trace(serve_trace, engine) -> None:
     trace = make_trace(12, vocab_size=256, max_len=64, rate=50.0)
-    record = serve(_engine(tiny), trace, seconds=60.0)
+    record = serve_trace(trace, seconds=60.0)
     assert [one.num_tokens for one in record.served] == [one.num_tokens for one in trace]
     assert record.num_tokens == sum(one.num_tokens for one in trace)
     assert record.wall >= trace[-1].arrival and record.capacity == 64 * 16
     for one in record.served:
         assert one.arrival <= one.first_token <= one.finish <= record.wall
-    assert record.usage and all(x.live <= x.reserved <= record.capacity for x in record.usage)
-    assert any(x.live > 0 for x in record.usage)
+    assert all(x.live <= x.reserved <= record.capacity for x in record.usage)
+    assert any(x.live > 0 for x in record.usage) == (serve_trace.func is serve)
 
 
-def test_engine_over_http_serves_the_whole_trace(tiny) -> None:
-    pytest.importorskip("httptools", reason="needs the extra [server]")
-    from bench.serving.http import serve_over_http
-
-    trace = make_trace(12, vocab_size=256, max_len=64, rate=50.0)
-    record = serve_over_http(_engine(tiny), trace, vocab_size=256, seconds=60.0)
-    assert [one.num_tokens for one in record.served] == [one.num_tokens for one in trace]
-    assert record.num_tokens == sum(one.num_tokens for one in trace)
-    for one in record.served:
-        assert one.arrival <= one.first_token <= one.finish <= record.wall
-    engine = _engine(tiny)
-    busy = make_trace(300, vocab_size=256, max_len=64)
-    record = serve_over_http(engine, busy, vocab_size=256, seconds=0.1)
-    assert len(record.served) < 300 and engine.idle
-
-
-def test_engine_stops_at_the_time_limit(tiny) -> None:
-    engine = _engine(tiny)
+def test_engine_stops_at_the_time_limit(serve_trace, engine) -> None:
     late = make_trace(2, vocab_size=256, max_len=64, rate=1e-6)
-    record = serve(engine, late, seconds=0.2)
+    record = serve_trace(late, seconds=0.2)
     assert not record.served and 0.2 <= record.wall < 5 and record.num_tokens == 0
-    busy = make_trace(300, vocab_size=256, max_len=64)
-    record = serve(engine, busy, seconds=0.1)
-    assert len(record.served) < 300 and record.num_tokens < sum(x.num_tokens for x in busy)
-    while not engine.idle:
-        engine.step()
-    assert engine.stats().num_aborted == 300 - len(record.served)
+    if serve_trace.func is serve:  # a server that has stopped does not start again
+        busy = make_trace(300, vocab_size=256, max_len=64)
+        record = serve(engine, busy, seconds=0.1)
+        assert len(record.served) < 300 and record.num_tokens < sum(x.num_tokens for x in busy)
+        while not engine.idle:
+            engine.step()
+        assert engine.stats().num_aborted == 300 - len(record.served)
+    assert engine.idle
 
 
 @pytest.mark.slow
-def test_tiny_run(tmp_path, capsys) -> None:
-    files = {name: tmp_path / f"bench.{name}" for name in ("json", "markdown")}
+def test_tiny_run(dry_run) -> None:
     names = ["engine", "engine_no_cache", "static"]
     args = ["--shape", "tiny", "--systems", *names, "--requests", "24", "--decode-step"]
     args += ["--max-num-seqs", "8", "--max-num-batched-tokens", "128", "--step-steps", "5"]
-    run = cli.main([*args, *(x for name in files for x in (f"--{name}", str(files[name])))])
-    saved = json.loads(files["json"].read_text())
-    assert list(saved["systems"]) == names and saved["meta"]["command"].startswith("python -m")
-    num_tokens = {result["num_tokens"] for result in saved["systems"].values()}
-    assert len(num_tokens) == 1 and num_tokens.pop() == pytest.approx(
-        24 * saved["trace"]["output_mean"]
-    )
-    for result in saved["systems"].values():
+    run, tables = dry_run(cli, *args)
+    assert list(run["systems"]) == names and run["meta"]["command"].startswith("python -m")
+    wanted = pytest.approx(24 * run["trace"]["output_mean"])
+    for result in run["systems"].values():
         assert result["status"] == "ok" and result["num_finished"] == 24
-        assert result["compilations"] == 0
-    cached, static = saved["systems"]["engine"], saved["systems"]["static"]
-    assert cached["cache_hit_rate"] > 0 == saved["systems"]["engine_no_cache"]["cache_hit_rate"]
-    assert static["utilization"] < 0.5 < cached["utilization"] < 1
-    step = saved["decode_step"]
+        assert result["num_tokens"] == wanted and result["compilations"] == 0
+    cached, uncached, static_batch = run["systems"].values()
+    assert cached["cache_hit_rate"] > 0 == uncached["cache_hit_rate"]
+    assert static_batch["utilization"] < 0.5 < cached["utilization"] < 1
+    step = run["decode_step"]
     assert step["wall_us"] > 0 and step["context"] > 256 and step["num_seqs"] == 4
     assert step["kv_bytes"] == 4 * step["context"] * TINY.token_bytes()
-    assert files["markdown"].read_text() == report.markdown(run)
-    assert files["markdown"].read_text() in capsys.readouterr().out
+    assert tables == report.markdown(run)
 
 
 @pytest.mark.usefixtures("no_compiling")
-def test_failure_of_a_system_is_reported_and_the_others_go_on(monkeypatch, capsys) -> None:
+def test_failure_of_a_system_is_reported_and_the_others_go_on(monkeypatch, dry_run) -> None:
     def fail(*args, **kwargs):
         raise RuntimeError("no memory\nmore")
 
     monkeypatch.setattr(cli, "StaticBatch", fail)
     args = ["--shape", "tiny", "--systems", "static", "engine", "--requests", "2"]
-    run = cli.main([*args, "--seconds", "0"])
+    run, tables = dry_run(cli, *args, "--seconds", "0")
     assert run["systems"]["engine"]["status"] == "ok"
-    out = capsys.readouterr().out
-    assert "static batch, contiguous cache: RuntimeError: no memory\n" in out
+    assert "static batch, contiguous cache: RuntimeError: no memory\n" in tables
 
 
-def _result(rate: float, **more: object) -> dict:
-    spread = {"p50": 0.5, "p99": 2.0}
-    result = {"status": "ok", "wall_s": 10.0, "num_finished": 8, "tokens_per_s": rate}
-    result |= {"requests_per_s": 0.8, "ttft_s": spread, "tpot_s": spread, "latency_s": spread}
-    usage = [{"time": float(i), "live": 10 * i, "reserved": 100} for i in range(5)]
-    memory = {
-        "utilization": 0.25,
-        "live_of_budget": None,
-        "live_of_budget_under_load": 0.5,
-        "usage": usage,
-        "capacity": 100,
-    }
-    return result | memory | {"latencies": [1.0, 2.0, 4.0]} | more
+@pytest.mark.usefixtures("no_compiling")
+def test_int8_pages_hold_more_tokens_in_the_same_memory(dry_run, monkeypatch) -> None:
+    steps: list[dict] = []
+    monkeypatch.setattr(cli, "measure_step", lambda *args, **options: steps.append(options))
+    args = ["--shape", "tiny", "--systems", "engine", "--requests", "4", "--decode-step"]
+    run, tables = dry_run(cli, *args, "--seconds", "0", "--kv-cache-dtype", "int8")
+    engine, budget = run["systems"]["engine"], TINY.kv_gib * 2**30
+    assert engine["status"] == "ok" and engine["kv_dtype"] == steps[0]["kv_cache_dtype"] == "int8"
+    assert run["sizes"]["capacity"] == budget // (8 * 16 * 4)  # with the model's f32
+    assert engine["capacity"] == budget // (8 * (16 + 4)) // 16 * 16
+    assert budget - 16 * 160 < engine["pool_bytes"] <= budget
+    assert f"| engine | int8 | {engine['capacity']} | 0 |" in tables
 
 
-@pytest.fixture
-def run() -> dict:
-    """Results that a GPU might have given."""
-    sizes = {"kv_gib": 2.0, "capacity": 65536, "max_len": 2048}
-    trace = make_trace(3, vocab_size=9, max_len=2048)
-    kernels = [{"name": f"k{i}", "us": 9.0 - i / 10, "launches": 16.0} for i in range(30)]
-    step = {"num_seqs": 64, "context": 2100.0, "wall_us": 2400.0, "kernel_us": 2200.0}
-    step |= {"kv_cache_dtype": "bfloat16", "limit_us": 2000.0}
-    return {
-        "meta": META,
-        "shape": "1b",
-        "sizes": sizes,
-        "trace": describe_trace(trace),
-        "systems": {
-            "transformers": {"status": "failed", "reason": "no torch"},
-            "static": _result(1000.0, compilations=0),
-            "engine": _result(2500.0, preemptions=7, cache_hit_rate=0.25, compilations=0),
-        },
-        "decode_step": step | {"kernels": kernels},
-    }
-
-
-def test_tables(run) -> None:
-    text = report.markdown(run)
-    lines, cells = text.splitlines(), rows(text)
-    by_name = {row[0]: dict(zip(cells[0], row, strict=True)) for row in cells[1:4]}
-    assert list(by_name) == [report.NAMES[name] for name in ("engine", "static", "transformers")]
-    engine = by_name["engine"]
-    assert engine["x static"] == "2.50" and engine["per token ms"] == "500.0 / 2000.0"
-    assert engine["memory utilisation"] == "25.0%" and engine["preemptions"] == "7"
-    assert by_name["transformers generate"]["tokens/s"] == "-"
-    assert "- transformers generate: no torch" in lines
-    assert "| 64 x 2100 | bfloat16 | 2400 | 2200 | 480 | 2000 | 1.20 | - | - | - | - |" in lines
-    assert "| 9.0 | 16 | k0 |" in lines and "| 6.6 | 16 | k24 |" in lines and "k25" not in text
-
-
-def test_chart(run, tmp_path) -> None:
-    pytest.importorskip("matplotlib")
-    report.plot(run, tmp_path / "bench.png")
-    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
-    run["systems"] = {"transformers": run["systems"]["transformers"]}
-    with pytest.raises(ValueError, match="nothing to plot"):
-        report.plot(run, tmp_path / "none.png")
-
-
-def test_invalid_trace_is_one_line() -> None:
-    with pytest.raises(SystemExit, match=r"^error: .*num_requests=0") as ended:
-        cli.main(["--shape", "tiny", "--requests", "0"])
-    assert "\n" not in str(ended.value)
+@pytest.mark.usefixtures("no_compiling")
+def test_nano_vllms_trace_has_its_own_defaults() -> None:
+    sizes = ["--shape", "tiny", "--requests", "3", "--max-model-len", "24", "--kv-gib", "0.001"]
+    run = cli.main(["--trace", "nano", *sizes, "--seconds", "0"])
+    assert [*run["systems"]] == ["engine"] and run["systems"]["engine"]["status"] == "ok"
+    assert run["trace"]["last_arrival"] == 0.0 and run["trace"]["prompt_max"] <= 12
+    args = cli.parse(["--trace", "nano"])
+    assert args.shape == "qwen3-0.6b" and args.max_num_batched_tokens == 4096
 
 
 class _Exit:
@@ -239,66 +255,112 @@ class _Exit:
         return os._exit, (3,)
 
 
-def _transformers(trace, **sizes) -> dict:
-    return transformers.run_transformers(TINY.config, "float32", trace, **sizes)
+run_transformers = partial(transformers.run_transformers, TINY.config, "float32", max_len=64)
 
 
 def test_transformers_runs_where_it_is_installed() -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     trace = make_trace(4, vocab_size=256, max_len=64)
-    result = _transformers(trace, batch_size=3, max_len=64, seconds=60.0)
+    result = run_transformers(trace, batch_size=3, seconds=60.0)
     assert result["status"] == "ok" and result["num_finished"] == 4
     assert result["num_tokens"] == sum(one.num_tokens for one in trace)
     assert 0.2 < result["utilization"] < 1
 
 
 def test_missing_transformers_has_a_reason(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
+    def process(target, args, daemon):
+        return mock.Mock(start=partial(target, *args))
+
+    here = mock.Mock(Pipe=multiprocessing.Pipe, Process=process)
+    monkeypatch.setattr(transformers.multiprocessing, "get_context", lambda kind: here)
     monkeypatch.setitem(sys.modules, "torch", None)
-
-    class Sender:
-        def send(self, result: dict) -> None:
-            self.result = result
-
-    sender = Sender()
-    transformers._work(sender, TINY.config, "float32", [], 1, 64, math.inf)
-    assert sender.result["status"] == "failed" and "torch" in sender.result["reason"]
+    result = run_transformers([], batch_size=1, seconds=1.0)
+    assert result["status"] == "failed" and "torch" in result["reason"]
 
 
 @pytest.mark.slow  # starts a process
 def test_process_that_dies_has_a_reason() -> None:
-    result = _transformers(_Exit(), batch_size=1, max_len=64, seconds=1.0)
+    result = run_transformers(_Exit(), batch_size=1, seconds=1.0)
     assert result == {"status": "failed", "reason": "its process ended with 3"}
 
 
-def test_token_bytes_include_scales() -> None:
-    shape = ServingShape(config=TINY.config, dtype=jnp.float16, kv_gib=1.0)
-    assert shape.token_bytes() == 2 * 2 * 2 * 16 * 2
-    for name in ("int8", "fp8"):
-        assert shape.token_bytes(name) == 2 * 2 * 2 * (16 + 4)
+def _requests(*sizes: tuple[float, int, int], vocab_size: int = 2) -> list[TraceRequest]:
+    """Requests of these arrivals, lengths of prompts and numbers of tokens."""
+    draw = partial(np.random.default_rng(0).integers, vocab_size, dtype=np.int32)
+    return [
+        TraceRequest(arrival=at, prompt=draw(size=length), num_tokens=count)
+        for at, length, count in sizes
+    ]
 
 
-@pytest.mark.usefixtures("no_compiling")
-def test_int8_pages_hold_more_tokens_in_the_same_memory(capsys, monkeypatch) -> None:
-    steps: list[dict] = []
-    monkeypatch.setattr(cli, "measure_step", lambda *args, **options: steps.append(options))
-    args = ["--shape", "tiny", "--systems", "engine", "--requests", "4", "--decode-step"]
-    args += ["--seconds", "0"]
-    run = cli.main([*args, "--kv-cache-dtype", "int8"])
-    engine, budget = run["systems"]["engine"], TINY.kv_gib * 2**30
-    assert engine["status"] == "ok" and engine["kv_dtype"] == steps[0]["kv_cache_dtype"] == "int8"
-    assert run["sizes"]["capacity"] == budget // (8 * 16 * 4)  # with the model's f32
-    assert engine["capacity"] == budget // (8 * (16 + 4)) // 16 * 16
-    assert budget - 16 * 160 < engine["pool_bytes"] <= budget
-    assert f"| engine | int8 | {engine['capacity']} | 0 |" in capsys.readouterr().out
+@pytest.mark.parametrize("grows", [False, True])
+def test_batches_take_arrived_requests_in_order(monkeypatch, grows) -> None:
+    now, sizes = 100.0, []
+
+    def wait(seconds):
+        nonlocal now
+        now += seconds
+
+    def run_batch(batch):
+        sizes.append((now - 100, len(batch)))
+        wait(5.0)
+        return BatchTimes(first_token=now - 4, finish=now, padded_len=20)
+
+    monkeypatch.setattr(batches.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(batches.time, "sleep", wait)
+    trace = _requests((1.0, 10, 4), (1.0, 20, 2), (1.0, 5, 1), (2.5, 5, 1), (90.0, 5, 1))
+    record = serve_in_batches(trace, run_batch, batch_size=2, max_len=32, seconds=50.0, grows=grows)
+    assert sizes == [(1.0, 2), (6.0, 2)] and record.num_tokens == 8
+    assert record.capacity == 64 and record.wall == 50.0
+    assert [one.first_token - one.arrival for one in record.served] == [1.0, 1.0, 6.0, 4.5]
+    assert [one.finish for one in record.served] == [6.0, 6.0, 11.0, 11.0]
+    live = [(sample.time, sample.live) for sample in record.usage]
+    assert live[:5] == [(2.0, 30), (3.0, 32), (4.0, 12), (5.0, 13), (6.0, 0)]
+    assert live[5:] == [(7.0, 10), (11.0, 0)]
+    reserved = [sample.reserved for sample in record.usage]
+    assert reserved[:5] == ([40, 42, 44, 46, 0] if grows else [64, 64, 64, 64, 0])
 
 
-@pytest.mark.usefixtures("no_compiling")
-def test_nano_vllms_trace_has_its_own_defaults() -> None:
-    sizes = ["--shape", "tiny", "--requests", "3", "--max-model-len", "24", "--kv-gib", "0.001"]
-    run = cli.main(["--trace", "nano", *sizes, "--seconds", "0"])
-    assert [*run["systems"]] == ["engine"] and run["systems"]["engine"]["status"] == "ok"
-    assert run["trace"]["last_arrival"] == 0.0 and run["trace"]["prompt_max"] <= 12
-    assert cli.parse(["--trace", "nano"]).shape == "qwen3-0.6b"
-    assert cli.parse(["--trace", "nano"]).max_num_batched_tokens == 4096
+def test_static_batch_tokens_equal_those_of_the_oracle(model, oracle, exact_products) -> None:
+    sizes = [(0, 1, 9), (0, 30, 14), (0, 17, 1), (0, 16, 5), (0, 31, 20), (0, 2, 3)]
+    trace = _requests(*sizes, vocab_size=CONFIG.vocab_size)
+    system = StaticBatch(model, batch_size=4, max_len=64)
+    system.warmup(trace)
+    found = [*system.run(trace[:4])[0], *system.run(trace[4:])[0]]  # the second reuses the cache
+    for one, tokens in zip(trace, found, strict=True):
+        assert tokens.tolist() == oracle.continue_(one.prompt, one.num_tokens)
+
+
+def test_static_batch_reports_times_and_compiles_in_warmup(model, compilations) -> None:
+    trace = make_trace(7, vocab_size=CONFIG.vocab_size, max_len=64)
+    system = StaticBatch(model, batch_size=3, max_len=64)
+    system.warmup(trace)
+    compilations.clear()
+    times = []
+
+    def run_batch(batch):
+        times.append(system.run(batch)[1])
+        return times[-1]
+
+    record = serve_in_batches(trace, run_batch, batch_size=3, max_len=64, seconds=math.inf)
+    assert len(record.served) == 7 and record.capacity == 3 * 64 and not compilations
+    ends = [x for one in times for x in (one.first_token, one.finish)]
+    assert sorted(ends) == ends and {one.padded_len for one in times} == {64}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"), [({"cudnn": 1.0}, "cudnn"), ({"cudnn": 3.0}, "xla"), ({}, "xla")]
+)
+def test_faster_attention_is_chosen(model, monkeypatch, seconds, chosen) -> None:
+    def run(batch):  # cuDNN fails where it has no time
+        finish = ({"xla": 2.0} | seconds)[system.implementation]
+        return [], BatchTimes(first_token=0.0, finish=finish, padded_len=64)
+
+    graphdef, params = nnx.split(model)
+    half = nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
+    system = StaticBatch(half, batch_size=2, max_len=64)
+    monkeypatch.setattr(system, "run", run)
+    monkeypatch.setattr(static.jax, "default_backend", lambda: "gpu")
+    system.warmup(make_trace(1, vocab_size=9, max_len=64))
+    assert system.implementation == chosen

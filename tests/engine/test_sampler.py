@@ -20,6 +20,7 @@ from pallas_paged.engine.sampler import (
     sample,
     set_token_counts,
 )
+from pallas_paged.engine.sampling_filters import num_blocks
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from tests.support.marks import slow
 from tests.support.promotion import assert_is_strict, strict_promotion
@@ -54,9 +55,10 @@ def test_the_rules_of_promotion_are_strict():
 
 def random_logits(rng):
     """Rows of several kinds, and one whose filters leave each block a token."""
-    x = rng.normal(size=(24, WIDE)) * np.repeat([0.1, 2, 8], 8)[:, None]
+    x = rng.normal(size=(24, WIDE)) * np.repeat([1e-6, 0.1, 2, 8], 6)[:, None]
     x[::4] = np.round(x[::4])  # ties
     x[1::4] = x[1::4].astype(ml_dtypes.bfloat16)
+    x[2::4] *= 10 ** rng.uniform(-9, 9, (6, WIDE))
     few = np.full((12, WIDE), -np.inf)
     few[:, rng.choice(WIDE, VOCAB, replace=False)] = rng.normal(0, 2, (12, VOCAB))
     even = np.full((4, WIDE), -3.0)
@@ -64,7 +66,7 @@ def random_logits(rng):
     return np.concatenate([x, few, even]).astype(np.float32)
 
 
-def random_rows(rng, num_rows, **values):
+def random_rows(rng, num_rows):
     """Every filter alone and together with the others, among greedy rows."""
     choices = dict(
         temperature=[0, 0.3, 1, 1, 2.5, 2e-38, 1e38],
@@ -74,8 +76,8 @@ def random_rows(rng, num_rows, **values):
     )
     drawn = {name: rng.choice(some, num_rows) for name, some in choices.items()}
     drawn["min_p"][-4:], drawn["temperature"][-4:] = 0.2, 1  # rows of even blocks
-    seeds = rng.integers(0, 3, (num_rows, 3))
-    return metadata(num_rows, **(drawn | {"seeds": seeds} | values))
+    seeds = rng.choice([0, 1, 5, 2**31 + 5], (num_rows, 3))
+    return metadata(num_rows, **drawn, seeds=seeds)
 
 
 def wanted_tokens(logits, rows, lens, mode):
@@ -94,13 +96,6 @@ def wanted_tokens(logits, rows, lens, mode):
             margin = min(10 * by_top_p, lead)
         found.append((token, margin < 1e-5))
     return found
-
-
-def assert_tokens(tokens, wanted, rows):
-    assert tokens.dtype == np.int32
-    assert sum(is_close for _, is_close in wanted) <= len(wanted) // 6  # of a top_p near 1
-    for row, (token, (one, is_close)) in enumerate(zip(tokens, wanted, strict=True)):
-        assert is_close or token == one, f"row {row}: {take_rows([row], rows)}"
 
 
 MODES = dict(greedy=GREEDY, plain=PLAIN, one_filter=replace(PLAIN, filters=1), filters=FILTERS)
@@ -122,28 +117,15 @@ def test_every_row_draws_the_token_that_arrives_first(mode, implementation, seed
     logits[6:8] = -np.inf
     wanted = wanted_tokens(logits, rows, lens, mode)
     assert len(set(wanted)) > 20 and sum(token == -1 for token, _ in wanted) == 7
-    tokens = jit_sample(logits, rows, lens, mode, implementation=implementation)
-    assert_tokens(np.asarray(tokens), wanted, rows)
+    tokens = np.asarray(jit_sample(logits, rows, lens, mode, implementation=implementation))
+    assert tokens.dtype == np.int32
+    assert sum(is_close for _, is_close in wanted) <= len(wanted) // 6  # of a top_p near 1
+    for row, (token, (one, is_close)) in enumerate(zip(tokens, wanted, strict=True)):
+        assert is_close or token == one, f"row {row}: {take_rows([row], rows)}"
     back = np.arange(len(logits))[::-1]
     turned = logits[back], take_rows(back, rows), lens[back]
     turned = jit_sample(*turned, mode, implementation=implementation)
     np.testing.assert_array_equal(turned[::-1], tokens)
-
-
-@pytest.mark.parametrize("implementation", sampling_implementations())
-def test_the_key_of_a_draw_has_all_parts_of_the_seed_and_the_length(implementation):
-    """One part differs at a time, also in its highest bit; two rows of the same key draw alike."""
-    seeds = np.full((40, 3), 5, np.uint32)
-    lens = np.full(40, 5, np.int32)
-    for part in range(3):
-        seeds[2 + 2 * part, part], seeds[3 + 2 * part, part] = 6, 2**31 + 5
-    lens[8:20] = np.arange(6, 18)
-    rows = metadata(40, seeds=seeds)
-    logits = np.tile(np.random.default_rng(2).normal(size=WIDE).astype(np.float32), (40, 1))
-    wanted = wanted_tokens(logits, rows, lens, PLAIN)
-    tokens = np.asarray(jit_sample(logits, rows, lens, PLAIN, implementation=implementation))
-    assert_tokens(tokens, wanted, rows)
-    assert len(set(tokens[:20])) == 19 and set(tokens[20:]) == {tokens[0]} == {tokens[1]}
 
 
 LAST = np.float32(np.log(2))  # has half of the best probability
@@ -179,12 +161,13 @@ def test_filters_keep_what_ties_with_the_last_kept_and_drop_the_next_float_below
     np.testing.assert_array_equal(np.unique(tokens), kept)
 
 
-def test_the_race_in_numpy_draws_tokens_by_their_probabilities():
-    """So that kernels which draw its tokens do."""
-    weights = np.zeros(2100)
+def test_tokens_are_drawn_by_their_probabilities():
+    weights = np.zeros(2100, np.float32)
     weights[[0, 3, 1023, 1024, 2047, 2048, 2099]] = probs = np.array([1, 2, 4, 3, 1, 3, 6]) / 20
-    seeds = np.random.default_rng(0).integers(0, 2**32, (1500, 3))
-    tokens = [race(each, index % 5, weights)[0] for index, each in enumerate(seeds)]
+    rows = metadata(1500, seeds=np.random.default_rng(0).integers(0, 2**32, (1500, 3)))
+    with np.errstate(divide="ignore"):
+        logits = np.tile(np.log(weights), (1500, 1))
+    tokens = jit_sample(logits, rows, np.zeros(1500, np.int32), PLAIN, implementation="xla")
     wanted = 1500 * probs
     found = np.bincount(tokens, minlength=2100)[weights > 0]
     assert sum(found) == 1500 and np.sum((found - wanted) ** 2 / wanted) < 6 + 5 * np.sqrt(12)
@@ -281,7 +264,8 @@ def test_added_output_tokens_are_counted_and_bad_ones_dropped():
 @pytest.mark.parametrize("sizes", [(1, 0), (11, 6), (3, 9)], ids=str)
 def test_token_counts_of_a_row_are_set_piece_by_piece(row, sizes):
     """Rows out of range change nothing."""
-    prompt, output = (np.random.default_rng(5).integers(0, VOCAB, size) for size in sizes)
+    rng = np.random.default_rng(5)
+    prompt, output = (rng.integers(0, VOCAB, size) for size in sizes)
     pieces = np.full((2, 12), -1, np.int32)
     pieces[0, : len(prompt)], pieces[1, : len(output)] = prompt, output
     dirty = TokenCounts(prompt=np.ones((3, VOCAB), bool), output=np.full((3, VOCAB), 7, np.int32))
@@ -294,6 +278,16 @@ def test_token_counts_of_a_row_are_set_piece_by_piece(row, sizes):
         wanted.prompt[1] = np.isin(np.arange(VOCAB), prompt)
         wanted.output[1] = np.bincount(output, minlength=VOCAB)
     jax.tree.map(np.testing.assert_array_equal, counts, wanted)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "wanted"),
+    [(128256, 256), (151936, 128), (50257, 29), (37, 37), (8, 8), (100003, 1), (50264, 8)],
+)
+def test_blocks_of_a_vocabulary_are_equal_and_can_be_shared_by_devices(vocab_size, wanted):
+    blocks = num_blocks(vocab_size)
+    assert blocks == wanted and vocab_size % blocks == 0
+    assert all(vocab_size % size or blocks % size == 0 for size in (2, 4, 8, 16))
 
 
 # Log-probabilities
@@ -323,12 +317,8 @@ def test_logprobs_and_ranks_equal_those_of_numpy():
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "size", "k"),
-    [
-        (6, 40, 20),
-        (2700, 400, 20),  # cut into blocks, and these again
-        *slow([(6, 1, 1), (6, 21, 20), (6, 4096, 5), (6, 4096, 20), (2700, 1000, 5)]),
-    ],
+    ("num_rows", "size", "k"),  # many rows are divided into blocks, and these again
+    [(6, 40, 20), (2700, 400, 20), *slow([(6, 1, 1), (6, 4096, 20), (2700, 1000, 5)])],
 )
 def test_the_best_tokens_are_those_of_a_stable_sort(num_rows, size, k):
     rng = np.random.default_rng(size)
@@ -405,7 +395,6 @@ def test_a_mode_compiles_only_what_it_names():
         assert {name for name, word in words.items() if word in program} == wanted, mode
 
 
-@pytest.mark.parametrize("shape", [((VOCAB,), np.float32), ((2, VOCAB), np.float16)], ids=str)
 @pytest.mark.parametrize(
     "call",
     [
@@ -415,9 +404,10 @@ def test_a_mode_compiles_only_what_it_names():
     ],
     ids=["sample", "process_logits", "gather_logprobs"],
 )
-def test_bad_logits_are_refused(call, shape):
-    with pytest.raises(ValueError, match=r"must be f32\[S, V\]"):
-        call(np.zeros(*shape), metadata(2), np.zeros(2, np.int32))
+def test_bad_logits_are_refused(call):
+    for shape, dtype in [((VOCAB,), np.float32), ((2, VOCAB), np.float16)]:
+        with pytest.raises(ValueError, match=r"must be f32\[S, V\]"):
+            call(np.zeros(shape, dtype), metadata(2), np.zeros(2, np.int32))
 
 
 def test_penalties_without_counts_are_refused():

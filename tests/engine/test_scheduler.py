@@ -31,40 +31,21 @@ def test_prompts_share_the_batched_tokens_in_the_order_of_arrival():
     host.run()
 
 
-def blocked(**options) -> tuple[Host, Sequence, Sequence]:
-    """A queue whose head finds too few pages beside a running sequence."""
-    first, large = make_sequence(0, 8, new=12), make_sequence(1, 28, new=4)
-    host = Host(first, large, num_pages=8, **options)
-    host.step()
-    return host, first, large
-
-
 def test_requests_wait_behind_one_without_pages_unless_their_priority_is_smaller():
-    host, first, large = blocked(caching=True)
+    first, large = make_sequence(0, 8, new=12), make_sequence(1, 28, new=4)
+    host = Host(first, large, num_pages=8, caching=True)
+    host.step()
     num_asked = host.cache.num_query_tokens
     host.step()
     assert host.cache.num_query_tokens == num_asked  # nothing new is cached
-    small = make_sequence(2, 1, new=2)
-    host.add(small)
+    urgent, small = make_sequence(2, 1, new=2, priority=-1), make_sequence(3, 1, new=2)
+    host.add(small, urgent)
     for _ in range(4):
         host.step()
-    assert large.num_starts == small.num_starts == 0 and not first.finished
-    urgent = make_sequence(3, 1, new=2, priority=-1)
-    host.add(urgent)
-    host.step()
     assert (urgent.num_starts, large.num_starts, small.num_starts) == (1, 0, 0)
-    host.run()
-    assert large.finished and small.finished
-
-
-def test_the_next_request_is_considered_when_the_head_of_the_queue_leaves():
-    host, _, large = blocked()
-    small = make_sequence(2, 1, new=2)
-    host.add(small)
-    host.step()
     host.end(large, "abort")
     host.step()
-    assert (large.num_starts, small.num_starts) == (0, 1)
+    assert small.num_starts == 1 and not first.finished
     host.run()
 
 
@@ -77,15 +58,11 @@ def test_a_request_starts_when_a_window_has_left_enough_pages():
     host.run()
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "num_pages"), [(0, 0), (1, 1), (8, 2), (9, 3), (28, 7), (99, 7)]
-)
-def test_a_sequence_with_a_window_holds_the_pages_of_a_chunk_and_of_the_window(
-    num_tokens, num_pages
-):
-    pages = Host(sliding_window=6).scheduler.pages  # 6 + 16 tokens, on a page more
-    assert pages.pages_of(num_tokens) == num_pages
-    assert Host().scheduler.pages.pages_of(num_tokens) == -(-num_tokens // 4)
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_sequence_holds_the_pages_of_its_tokens_or_of_a_chunk_and_its_window(window):
+    pages = Host(sliding_window=window).scheduler.pages
+    wanted = [0, 1, 2, 3, 7, 25 if window is None else 7]  # 6 + 16 tokens, on a page more
+    assert [pages.pages_of(num_tokens) for num_tokens in (0, 1, 8, 9, 28, 99)] == wanted
 
 
 @pytest.mark.parametrize(("watermark", "num_starts"), [(0, 1), (1, 1), (2, 0), (4, 0)])
@@ -165,35 +142,6 @@ def test_followers_are_forked_and_the_prompt_is_computed_once(length, caching):
         assert one.token_ids[length:] == [token_at(one, length + i) for i in range(8)]
 
 
-def test_followers_without_a_page_for_their_copy_wait_and_attach():
-    """Each follower needs a copy of the prompt's partial page, and no page is free."""
-    leader = make_sequence(0, 10, new=2)
-    (other,) = with_followers(leader, 1)
-    host = Host(leader, num_pages=3, caching=True)
-    schedules = host.run()
-    assert not any(x.forks for x in schedules)
-    assert [len(pages) for x in schedules for _, pages in x.attachments] == [2]
-    assert leader.finished and other.finished and host.scheduler.num_preemptions == 0
-
-
-@pytest.mark.parametrize("caching", [False, True])
-def test_a_preempted_leader_keeps_its_followers(caching):
-    """The prompt is computed in two chunks; between them its pages go to another sequence."""
-    first, leader = make_sequence(0, 2, new=14), make_sequence(1, 13, new=2)
-    others = with_followers(leader, 2)
-    host = Host(first, leader, caching=caching, max_num_batched_tokens=6)
-    host.step()
-    host.step()
-    assert leader.slot is not None and leader.num_to_prefill > 0
-    host.drain()
-    host.scheduler.preempt_all()
-    assert leader.followers == others and leader.num_starts == 1
-    schedules = host.run()
-    assert len([pair for x in schedules for pair in x.forks]) == 2
-    computed = [x for y in schedules for x in y.chunks if x.sequence.request is leader.request]
-    assert sum(len(x.token_ids) for x in computed) <= 12
-
-
 def test_a_fork_is_kept_when_its_next_token_has_no_page():
     """At a page border the fork itself needs no page, but the next token does."""
     leader, blocker = make_sequence(0, 5, new=2), make_sequence(1, 8, new=2, is_beam=True)
@@ -207,15 +155,6 @@ def test_a_fork_is_kept_when_its_next_token_has_no_page():
     blocker.is_beam = False
     host.scheduler.resume(blocker)
     host.run()
-
-
-def test_a_follower_is_forked_if_a_slot_is_free_by_then():
-    first, leader = make_sequence(0, 2, new=1), make_sequence(1, 20, new=2)
-    others = with_followers(leader, 3)
-    host = Host(first, leader)
-    host.step()
-    assert [one.slot for one in others] == [2, 3, None] and leader.slot == 1
-    assert [pair for x in host.run() for pair in x.forks] == [(1, 2), (1, 3), (1, 0)]
 
 
 @pytest.mark.parametrize("is_preempted", [False, True])
@@ -279,9 +218,10 @@ def test_a_request_with_more_samples_than_free_slots_blocks_no_other():
     host.step()
     host.add(leader, last)
     host.step()
-    assert leader.slot is not None and len(host.scheduler.running) == 4
-    host.run()
-    assert all(one.finished for one in (first, leader, last, *others))
+    assert leader.slot == 1 and [one.slot for one in others] == [2, 3, None, None, None]
+    schedules = host.run()
+    assert last.finished and [pair for x in schedules for pair in x.forks] == [(1, 2), (1, 3)]
+    assert all(one.finished for one in (first, leader, *others))
 
 
 @pytest.mark.parametrize(("num_running", "num_steps"), [(1, 1), (1, 7), (4, 7), (4, 32)])
@@ -297,21 +237,6 @@ def test_a_call_takes_half_of_the_steps_until_the_pages_suffice():
     host = Host(*(make_sequence(i, 4, new=14) for i in range(2)), num_pages=6, num_steps=32)
     assert [host.step().num_steps for _ in range(2)] == [1, 8]
     host.run()
-
-
-def test_a_call_that_ends_early_returns_the_pages_of_its_other_steps():
-    long, short = make_sequence(0, 4, new=40), make_sequence(1, 4, new=40)
-    short.stop_token_ids = {token_at(short, 9)}
-    host = Host(long, short, num_steps=32)
-    while not short.finished:
-        host.step()
-    host.drain()
-    host.update()
-    held = len(host.table.tokens[long.running_slot])
-    assert long.num_computed == long.num_stored == held < 44
-    assert host.scheduler.pages.num_free <= host.table.num_free == 16 - -(-held // 4)
-    host.run()
-    assert len(long.token_ids) == 44 and len(short.token_ids) == 10
 
 
 @pytest.mark.parametrize("num_stops", [1, 2])

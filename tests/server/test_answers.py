@@ -1,4 +1,4 @@
-"""The JSON of answers, whole and as events, and of log-probabilities."""
+"""The JSON of answers, at once and as events, and of log-probabilities."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from models.server.chat_completions import parse_chat
 from models.server.completions import parse_completion
 from models.server.logprobs import TextOffsets, chat_logprobs, completion_logprobs
 from pallas_paged.engine import CompletionOutput, Logprob
-from tests.support.servers import make_service
+from tests.support.servers import RunningServer, make_service, small_engine
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 # 10 tokens, so that no page of them is ever cached.
@@ -34,7 +34,7 @@ def usage(num_prompt, num_new):
     return numbers | {"prompt_tokens_details": {"cached_tokens": 0}}
 
 
-def test_a_whole_chat(client):
+def test_a_chat_at_once(client):
     answer = client.post(CHAT, json=MESSAGES | BIASED | {"stop_token_ids": [65]}).json()
     message = {"role": "assistant", "content": "", "refusal": None}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
@@ -43,7 +43,7 @@ def test_a_whole_chat(client):
     assert without_id(answer) == head | {"choices": [choice], "usage": usage(10, 1)}
 
 
-def test_a_whole_text(client):
+def test_a_text_at_once(client):
     answer = client.post(TEXT, json=BIASED | {"prompt": "é", "echo": True, "max_tokens": 2})
     assert answer.headers["content-type"] == "application/json"
     assert "éAA".encode() in answer.content
@@ -52,6 +52,13 @@ def test_a_whole_text(client):
     head = {"object": "text_completion", "model": "small", "system_fingerprint": None}
     expected = head | {"choices": [choice | {"stop_reason": None} | ids], "usage": usage(2, 2)}
     assert without_id(answer.json()) == expected
+
+
+def test_a_model_without_tokenizer_continues_token_ids(tmp_path):
+    with RunningServer(tmp_path, small_engine(None), has_texts=False) as server:
+        answer = server.client.post(TEXT, json=BIASED | {"prompt": [120], "max_tokens": 2})
+        (choice,) = answer.json()["choices"]
+        assert (choice["token_ids"], choice["text"]) == ([65, 65], "")
 
 
 @pytest.mark.parametrize("include_usage", [False, True])

@@ -25,9 +25,9 @@ from models.server.config import ServerConfig
 from models.server.process import listen
 from pallas_paged.engine import SamplingParams
 from tests.support.commands import CONFIG, save_tiny_model
-from tests.support.servers import http_request
 
 ROOT = Path(__file__).parents[2]
+PIPES = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 SIZES = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--implementation", "xla"]
 
 
@@ -200,64 +200,37 @@ time.sleep(20)
 @pytest.mark.parametrize("serves", [False, True])
 def test_signals_end_a_process_unless_its_parent_ignores_them(serves, is_ignored):
     """As with `command &` in a script or with nohup, which leave SIGINT ignored."""
-
     shell = "trap '' INT; exec \"$@\"" if is_ignored else 'exec "$@"'
-    with subprocess.Popen(
-        ["sh", "-c", shell, "sh", sys.executable, "-c", WAITER.format(serves=serves)],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    command = ["sh", "-c", shell, "sh", sys.executable, "-c", WAITER.format(serves=serves)]
+    with subprocess.Popen(command, cwd=ROOT, **PIPES) as process:
         for line in ["starts\n"] + ["serves\n"] * serves:
             assert process.stdout.readline() == line
-        signals = [signal.SIGINT, signal.SIGTERM]
-        for number in signals if is_ignored or serves else signals[:1]:
-            process.send_signal(number)
-            if is_ignored and number == signal.SIGINT:
-                time.sleep(0.2)
-                assert process.poll() is None
-            elif serves and number == (signal.SIGTERM if is_ignored else signal.SIGINT):
-                assert process.stdout.readline() == "stops\n"
-        if is_ignored and serves:
-            process.send_signal(signal.SIGTERM)
-        last = signal.SIGTERM if is_ignored or serves else signal.SIGINT
-        assert process.wait(20) == 128 + last
+        if is_ignored:
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+            assert process.poll() is None
+        first, second = (signal.SIGTERM,) * 2 if is_ignored else (signal.SIGINT, signal.SIGTERM)
+        process.send_signal(first)
+        if serves:
+            assert process.stdout.readline() == "stops\n"
+            process.send_signal(second)
+        assert process.wait(20) == 128 + (second if serves else first)
         assert process.stderr.read() == "shutting down ... (again: at once)\n" * serves
 
 
-def test_a_process_serves_what_it_has_accepted_and_exits_with_0(checkpoint):
+def test_a_process_serves_until_a_signal_and_exits_with_0(checkpoint):
     given = ["--checkpoint", str(checkpoint), "--port", "0", "--warmup", "none", *SIZES]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "models.server", *given],
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command, env = [sys.executable, "-m", "models.server", *given], {"JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | env, **PIPES)
     try:
         line = process.stdout.readline()
         assert line, process.stderr.read()
-        host, port = line.split()[0].removeprefix("http://").split(":")
-        request = http_request("/tokenize", {"prompt": "Hi"})
-        with socket.create_connection((host, int(port)), timeout=60) as connection:
-            connection.sendall(request[:-5])
-            assert httpx.get(f"http://{host}:{port}/health").status_code == 200  # it has the head
-            process.send_signal(signal.SIGTERM)
-            progress = process.stderr.readline()
-            while "shutting down" not in progress:
-                progress += process.stderr.readline()
-            connection.sendall(request[-5:])
-            answer = b""
-            while piece := connection.recv(65536):
-                answer += piece
-        assert answer.endswith(b'"tokens":[72,105]}')
+        answer = httpx.post(f"{line.split()[0]}/tokenize", json={"prompt": "Hi"})
+        assert answer.json()["tokens"] == [72, 105]
+        process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     finally:
         process.kill()
-        progress += process.communicate()[1]
-    assert progress.startswith("importing JAX ...\nloading ")
+        progress = process.communicate()[1]
+    assert progress.startswith("importing JAX ...\nloading ") and "shutting down" in progress
     assert "compiling" not in progress and "rror" not in progress

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -20,12 +22,13 @@ from pallas_paged.engine.sampler import (
     sample,
     set_token_counts,
 )
-from pallas_paged.engine.sampling_filters import num_blocks
+from pallas_paged.engine.sampling_filters import find_limits, num_blocks
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from tests.support.marks import slow
 from tests.support.promotion import assert_is_strict, strict_promotion
 from tests.support.sampling_rows import (
     VOCAB,
+    deepest_kept,
     filtered_weights,
     metadata,
     race,
@@ -126,6 +129,41 @@ def test_every_row_draws_the_token_that_arrives_first(mode, implementation, seed
     turned = logits[back], take_rows(back, rows), lens[back]
     turned = jit_sample(*turned, mode, implementation=implementation)
     np.testing.assert_array_equal(turned[::-1], tokens)
+
+
+@partial(jax.jit, static_argnames="implementation")
+def limits(logits, rows, implementation):
+    """The gap to the best token from which on tokens are dropped."""
+    best = jnp.max(logits, axis=1, keepdims=True)
+    if implementation == "xla":
+        return find_limits(best - logits, rows.top_k, rows.top_p, rows.temperature, 2)
+    from pallas_paged.kernels.triton.sampling_search import search
+
+    interpret = implementation == "triton_interpret"
+    sizes = dict(num_warps=2, num_loads=2) if interpret else {}
+    filters = rows.temperature, rows.top_k, rows.top_p
+    return search(logits, best, *filters, interpret=interpret, **sizes)
+
+
+@pytest.mark.parametrize("implementation", sampling_implementations())
+@pytest.mark.parametrize("seed", [0, *slow(range(1, 5))])
+def test_exactly_the_tokens_that_sorting_keeps_are_kept(implementation, seed):
+    """But for rows where rounding decides whether a token's predecessors sum to top_p."""
+    rng = np.random.default_rng(seed)
+    logits = np.concatenate([random_logits(rng) for _ in range(3)])[:, -1536:]
+    rows = random_rows(rng, len(logits))
+    rows = replace(rows, temperature=np.clip(rows.temperature, 0.5, 3))
+    found = np.asarray(limits(logits, rows, implementation))
+    num_close = 0
+    for row, gap in enumerate(logits.max(axis=1, keepdims=True) - logits):
+        options = rows.temperature[row], rows.top_k[row], rows.top_p[row]
+        deepest, margin = deepest_kept(gap, *options)
+        num_close += margin < 1e-5
+        if margin >= 1e-5:
+            gap = gap[np.isfinite(gap)]  # others are never drawn
+            message = f"row {row}, {options}"
+            np.testing.assert_array_equal(gap < found[row], gap <= deepest, message)
+    assert num_close <= len(logits) // 6
 
 
 LAST = np.float32(np.log(2))  # has half of the best probability

@@ -83,6 +83,7 @@ def test_the_newest_is_preempted_and_recomputed_before_later_requests():
     assert [*host.scheduler.waiting] == each[2:]
     last = each[2]
     assert last.slot is None and last.pages == [] and len(last.token_ids) > 4
+    assert host.scheduler.num_preemptions == last.request.num_preemptions == 1
     tokens = last.token_ids[:]
     chunks = [x for scheduled in host.run() for x in scheduled.chunks if x.sequence is last]
     assert chunks[0].token_ids == tokens

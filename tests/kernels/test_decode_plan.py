@@ -107,33 +107,34 @@ def test_each_unit_has_one_program_and_the_merge_finds_all_states(num_programs, 
         assert max(indices, default=0) < plan.num_partials, name
 
 
+WHOLE, SHORT = dict(with_whole_rows=True), dict(with_short_programs=True)
+
+
 @pytest.mark.parametrize(
-    ("num_rows", "blocks", "num_programs", "longest"),
+    ("blocks", "num_programs", "options", "longest"),
     [
-        (64, 64, 66, 64),  # a row each, where 63 blocks would be the even share
-        (128, 32, 66, 64),
-        (256, 16, 66, 64),
-        (64, 1024, 66, 1024),
-        (32, 32, 66, 16),  # half a row each: nothing to gain
-        (60, 64, 66, 59),  # a row would be 8% more than an even share
-        (1, 64, 66, 1),
-        (1, 64, 1, 64),
+        ([64] * 64, 66, WHOLE, 64),  # a row each, where 63 blocks would be the even share
+        ([32] * 128, 66, WHOLE, 64),
+        ([16] * 256, 66, WHOLE, 64),
+        ([1024] * 64, 66, WHOLE, 1024),
+        ([32] * 32, 66, WHOLE, 16),  # half a row each: nothing to gain
+        ([64] * 60, 66, WHOLE, 59),  # a row would be 8% more than an even share
+        ([64], 66, WHOLE, 1),
+        ([64], 1, WHOLE, 64),
+        ([63] + [64] * 63, 66, WHOLE, 63),
+        ([64] * 64, 66, {}, 63),
+        # Beside short programs, only rows that are not long.
+        ([16] * 64, 66, WHOLE | SHORT, 16),
+        ([32] * 64, 66, WHOLE | SHORT, 32),
+        ([64] * 64, 66, WHOLE | SHORT, 60),
+        ([15, 16] * 32, 66, WHOLE | SHORT, 15),
     ],
+    ids=lambda x: f"{len(x)} rows of {x[0]}" if isinstance(x, list) else None,
 )
-def test_equal_rows_are_not_split_where_that_costs_little(num_rows, blocks, num_programs, longest):
-    _, ranges, states = divide(
-        plan_of(num_rows, num_programs, with_whole_rows=True), [blocks] * num_rows
-    )
+def test_equal_rows_are_not_split_where_that_costs_little(blocks, num_programs, options, longest):
+    _, ranges, states = divide(plan_of(len(blocks), num_programs, **options), blocks)
     assert max(map(len, ranges)) == longest
-    assert all(len(x) == 1 for x in states) == (longest % blocks == 0)
-
-
-@pytest.mark.parametrize(
-    ("with_whole_rows", "first"), [(True, 63), (False, 64)], ids=["unequal", "not asked for"]
-)
-def test_other_rows_have_even_ranges(with_whole_rows, first):
-    ends, ranges, _ = divide(plan_of(64, 66, with_whole_rows=with_whole_rows), [first] + [64] * 63)
-    assert max(map(len, ranges)) == 63 == -(-int(ends[-1]) // 66)
+    assert all(len(x) == 1 for x in states) == (longest % max(blocks) == 0)
 
 
 def test_short_programs_have_the_end_of_a_long_line():
@@ -148,18 +149,6 @@ def test_short_programs_have_the_end_of_a_long_line():
     assert set(found[66:-2]) == {4} and sum(found) == 66 * 64 - 5
     assert lengths(66 * 16) == [15] * 66 + [1] * 66
     assert lengths(66 * 15) == [15] * 66 + [0] * 66  # a short line
-
-
-@pytest.mark.parametrize(
-    ("blocks", "is_whole"),
-    [(16, True), (32, True), (64, False), ([15, 16] * 32, False)],
-    ids=["16", "32", "64", "15-and-16"],
-)
-def test_equal_rows_that_are_not_long_are_whole_beside_short_programs(blocks, is_whole):
-    plan = plan_of(64, 66, with_whole_rows=True, with_short_programs=True)
-    _, ranges, states = divide(plan, np.broadcast_to(blocks, 64))
-    assert all(len(x) == 1 for x in states) == is_whole
-    assert (max(map(len, ranges[66:])) == 0) == is_whole
 
 
 def test_without_long_rows_there_are_no_short_programs():

@@ -44,6 +44,21 @@ def inputs(*rows: int, dtype=jnp.bfloat16) -> tuple[jax.Array, Residual]:
     return next(x), Residual(x=next(x))
 
 
+def largest_difference(a, b, of=np.std):
+    """The largest difference of two arrays, relative to the spread of the second."""
+    a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+    return np.abs(a - b).max() / of(b)
+
+
+def twice(attended, residual, w, implementation):
+    """Two calls in a row: the second has the boards of the first one, swapped."""
+    for _ in range(2):
+        residual, out = between_attentions(
+            attended, residual, w, eps=1e-5, implementation=implementation
+        )
+    return residual.x, out
+
+
 jitted_block = jax.jit(between_attentions, static_argnames=("eps", "implementation", "dropout"))
 
 
@@ -80,23 +95,16 @@ def test_the_kernel_gives_what_xla_gives_and_its_gradients(kernel, rows, last):
         w = dataclasses.replace(w, qkv=None)
 
     def loss(attended, x, w, implementation):
-        stream = dataclasses.replace(residual, x=x)
-        for _ in range(2):  # the second call has the boards of the first one, swapped
-            stream, out = between_attentions(
-                attended, stream, w, eps=1e-5, implementation=implementation
-            )
+        x, out = twice(attended, dataclasses.replace(residual, x=x), w, implementation)
         assert out.shape == (*rows, E if last else N) and out.dtype == jnp.bfloat16
-        return (out.astype(jnp.float32) ** 2).mean(), (stream.x, out)
+        return (out.astype(jnp.float32) ** 2).mean(), (x, out)
 
     gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True), static_argnums=3)
     both = [gradients(attended, residual.x, w, name) for name in (kernel, "xla")]
     ((_, got), got_grads), ((_, want), want_grads) = both
-    for a, b in zip(got, want, strict=True):
-        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
-        assert np.abs(a - b).max() < 0.06 * b.std()
+    assert max(map(largest_difference, got, want)) < 0.06
     for a, b in zip(*map(jax.tree.leaves, (got_grads, want_grads)), strict=True):
-        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
-        assert np.abs(a - b).max() < 0.1 * np.abs(b).max()
+        assert largest_difference(a, b, of=lambda x: np.abs(x).max()) < 0.1
 
 
 @needs_mosaic
@@ -106,12 +114,7 @@ def test_under_vmap_it_is_the_separate_steps():
     def results(implementation):
         def run(attended, x, out_norm):
             weights = dataclasses.replace(w, out_norm=out_norm)
-            stream = Residual(x=x)
-            for _ in range(2):
-                stream, out = between_attentions(
-                    attended, stream, weights, eps=1e-5, implementation=implementation
-                )
-            return stream.x, out
+            return twice(attended, Residual(x=x), weights, implementation)
 
         norms = np.stack([w.out_norm, w.mlp_norm, w.out_norm])
         return jax.jit(jax.vmap(run))(attended, residual.x, norms)
@@ -121,44 +124,52 @@ def test_under_vmap_it_is_the_separate_steps():
 
 
 @needs_triton
-@pytest.mark.parametrize("kernel", [None, pytest.param(KERNEL, marks=needs_mosaic)])
-def test_partial_states_are_as_good_as_their_merge(kernel):
+@pytest.mark.parametrize(
+    ("kernel", "attention", "seq_len", "with_sinks"),
+    [
+        (None, "triton_interpret", 100, False),
+        pytest.param(KERNEL, "triton_interpret", 100, False, marks=needs_mosaic),
+        pytest.param(KERNEL, "mosaic_gpu_interpret", 300, True, marks=needs_mosaic),
+        *(
+            pytest.param(KERNEL, attention, *row, marks=[needs_mosaic, pytest.mark.slow])
+            for attention in ("triton_interpret", "mosaic_gpu_interpret")
+            for row in ((0, True), (1, False), (500, False), (500, True))
+        ),
+    ],
+)
+def test_partial_states_are_as_good_as_their_merge(kernel, attention, seq_len, with_sinks):
     (_, residual), w = inputs(1), block_weights()
-    pages = draw(40, 2, 8, 16, 64, scale=1.0), draw(41, 2, 8, 16, 64, scale=1.0)
+    pages = draw(40, 2, 32, 16, 64, scale=1.0), draw(41, 2, 32, 16, 64, scale=1.0)
 
     def attend():
         return unmerged_attention(
             LayerKV(k_pages=pages[0], v_pages=pages[1]),
             draw(42, 1, A // 64, 64),
-            np.arange(8, dtype=np.int32)[None],
-            np.array([100], np.int32),
-            implementation="triton_interpret",
+            np.arange(32, dtype=np.int32)[None],
+            np.array([seq_len], np.int32),
+            sinks=np.linspace(-1, 3, A // 64, dtype=np.float32) if with_sinks else None,
+            implementation=attention,
         )
+
+    def run(x, attended):
+        how = dict(eps=1e-5, implementation=kernel)
+        stream, out = between_attentions(attended, Residual(x=x), w, **how)
+        return stream.x, out
 
     @jax.jit
     def both():
-        attention, how = attend(), dict(eps=1e-5, implementation=kernel)
-        return [between_attentions(x, residual, w, **how) for x in (attention, attention.merged())]
+        attended = attend()
+        return [run(residual.x, x) for x in (attended, attended.merged())]
 
-    got, want = both()
-    for a, b in zip((got[0].x, got[1]), (want[0].x, want[1]), strict=True):
-        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
-        assert np.abs(a - b).max() <= (0.01 * b.std() if kernel else 0.0)
+    for a, b in zip(*map(jax.tree.leaves, both()), strict=True):
+        assert largest_difference(a, b) <= (0.01 if kernel else 0.0)
     if kernel:
-        with pytest.raises(
-            NotImplementedError, match="partial states of attention have no gradient"
-        ):
-            jax.eval_shape(
-                jax.grad(
-                    lambda x: between_attentions(
-                        attend(), Residual(x=x), w, eps=1e-5, implementation=kernel
-                    )[1].sum()
-                ),
-                residual.x,
-            )
+        error = "partial states of attention have no gradient"
+        with pytest.raises(NotImplementedError, match=error):
+            jax.eval_shape(jax.grad(lambda x: run(x, attend())[1].sum()), residual.x)
 
 
-def test_weights_cut_over_devices_are_not_gathered():
+def test_weights_on_several_devices_are_refused():
     (attended, residual), w = inputs(1), block_weights()
     w = jax.device_put(w, NamedSharding(mesh(2), P()))
     with pytest.raises(NotImplementedError, match="needs arrays on one device"):
@@ -172,26 +183,22 @@ def test_weights_cut_over_devices_are_not_gathered():
         (dict(qkv_bias=np.ones(N)), NotImplementedError, "all in bfloat16 or all in float16"),
         (dict(o_bias=draw(0, E)), NotImplementedError, "has no biases"),
         (dict(qkv=draw(0, 65, E)), NotImplementedError, "multiples of"),
+        (dict(rows=257), NotImplementedError, "needs 1 to 256 rows, not 257"),
+        (dict(rows=2, dtype=jnp.float16), NotImplementedError, "needs bfloat16 for 2 rows"),
+        (dict(implementation="cuda"), ValueError, "implementation='cuda' must be"),
+        (dict(attended=draw(0, 2, A)), ValueError, "must have the rows of the residual"),
     ],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else None,
 )
 def test_bad_arguments_are_named(change, error, match):
-    (attended, residual), w = inputs(1), dataclasses.replace(block_weights(), **change)
+    def call(*, rows=1, dtype=jnp.bfloat16, attended=None, implementation=KERNEL, **weights):
+        usual, residual = inputs(rows, dtype=dtype)
+        attended = usual if attended is None else attended
+        w = dataclasses.replace(block_weights(dtype), **weights)
+        between_attentions(attended, residual, w, eps=1e-5, implementation=implementation)
+
     with pytest.raises(error, match=match):
-        between_attentions(attended, residual, w, eps=1e-5, implementation=KERNEL)
-
-
-def test_rows_and_names_are_checked():
-    (attended, residual), w = inputs(257), block_weights()
-    how = dict(eps=1e-5, implementation=KERNEL)
-    with pytest.raises(NotImplementedError, match="needs 1 to 256 rows, not 257"):
-        between_attentions(attended, residual, w, **how)
-    (attended, residual) = inputs(2, dtype=jnp.float16)
-    with pytest.raises(NotImplementedError, match="needs bfloat16 for 2 rows"):
-        between_attentions(attended, residual, block_weights(jnp.float16), **how)
-    with pytest.raises(ValueError, match="implementation='cuda' must be"):
-        between_attentions(attended, residual, w, eps=1e-5, implementation="cuda")
-    with pytest.raises(ValueError, match="must have the rows of the residual"):
-        between_attentions(attended[:1], residual, w, eps=1e-5)
+        call(**change)
 
 
 @needs_mosaic

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,16 +12,25 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_paged import linear as module
+from pallas_paged.kernels.mosaic import linear as kernels
 from pallas_paged.kernels.mosaic import support
 from pallas_paged.linear import linear
 from tests.support.block_weights import draw
-from tests.support.devices import implementations_here, mesh
+from tests.support.devices import implementations_here, lower_for_cuda, mesh
 
 KERNEL = "mosaic_gpu_interpret"
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="the Mosaic GPU kernels need JAX 0.11"
 )
+
+
+def oracle(x, weight, dtype):
+    """The product in NumPy, in f32, rounded where separate operations round."""
+    x, weight = np.asarray(x, np.float32), np.asarray(weight, np.float32)
+    if weight.ndim == 2:
+        return x @ weight.T
+    gate, up = ((x @ weight[:, i].T).astype(dtype).astype(np.float32) for i in range(2))
+    return gate / (1 + np.exp(-gate)) * up
 
 
 def test_without_a_gpu_it_is_the_dot_bit_for_bit():
@@ -32,14 +43,29 @@ def test_without_a_gpu_it_is_the_dot_bit_for_bit():
 
 
 def test_swiglu_is_of_the_products_with_gate_and_up():
-    x, weight = (
-        draw(0, 3, 256, scale=2.0, dtype=jnp.float32),
-        draw(1, 64, 2, 256, dtype=jnp.float32),
-    )
-    gate, up = (x @ weight[:, i].T for i in range(2))
+    x = draw(0, 3, 256, scale=2.0, dtype=jnp.float32)
+    weight = draw(1, 64, 2, 256, dtype=jnp.float32)
     with jax.default_matmul_precision("highest"):  # no TF32
         got = jax.jit(linear)(x, weight)
-    np.testing.assert_allclose(got, gate / (1 + np.exp(-gate)) * up, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(got, oracle(x, weight, np.float32), rtol=1e-4, atol=1e-4)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("shape", "dtype", "out_dtype", "tolerance"),
+    [
+        ((320, 2048), jnp.bfloat16, jnp.bfloat16, 0.016),  # the ring goes round, in every program
+        ((128, 256), jnp.bfloat16, jnp.float32, 1e-5),
+        ((64, 256), jnp.float16, jnp.float16, 0.002),
+        ((192, 2, 512), jnp.bfloat16, jnp.bfloat16, 0.05),
+    ],
+)
+def test_the_kernel_gives_the_product_of_numpy(shape, dtype, out_dtype, tolerance):
+    x, weight = draw(0, 1, shape[-1], dtype=dtype), draw(1, *shape, dtype=dtype)
+    out = kernels.linear(x, weight, out_dtype=out_dtype, num_programs=2, interpret=True)
+    want = oracle(x, weight, dtype)
+    assert out.shape == want.shape and out.dtype == out_dtype
+    assert np.abs(np.asarray(out, np.float32) - want).max() < tolerance * want.std()
 
 
 @needs_mosaic
@@ -58,6 +84,18 @@ def test_the_kernel_gives_what_xla_gives_and_its_gradients(kernel):
     assert all((a == b).all() for a, b in zip(got_grads, want_grads, strict=True))
 
 
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((128256, 2048), jnp.float32), ((8192, 2, 2048), jnp.bfloat16)]
+)
+def test_the_products_of_a_decoder_lower_for_a_gpu(shape, dtype):
+    run = partial(kernels.linear, out_dtype=dtype, num_programs=132, interpret=False)
+    shapes = [jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in ((1, shape[-1]), shape)]
+    text = lower_for_cuda(run, *shapes).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+    assert "stablehlo.pad" not in text and "stablehlo.transpose" not in text
+
+
 @pytest.mark.parametrize(
     ("num_rows", "shape", "is_kernel"),
     [
@@ -72,21 +110,27 @@ def test_the_kernel_runs_where_it_was_measured_to_be_faster(
     monkeypatch, any_jax, num_rows, shape, is_kernel
 ):
     monkeypatch.setattr(support, "why_not_device", lambda device: None)
-    monkeypatch.setattr(module, "_kernel", lambda *_: "kernel")
-    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((num_rows, shape[-1]), shape)]
     chosen = []
-    jax.eval_shape(lambda *arrays: chosen.append(linear(*arrays)), *shapes)
-    assert (chosen == ["kernel"]) == is_kernel
+
+    def record(x, weight, *, out_dtype, **_):
+        chosen.append("kernel")
+        return jnp.zeros((1, weight.shape[0]), out_dtype)
+
+    monkeypatch.setattr(kernels, "linear", record)
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((num_rows, shape[-1]), shape)]
+    jax.eval_shape(linear, *shapes)
+    assert bool(chosen) == is_kernel
 
 
-def test_a_weight_cut_over_devices_is_not_gathered(monkeypatch):
+def test_a_sharded_weight_is_not_gathered():
     devices = mesh(2)
-    monkeypatch.setattr(module, "_FASTER", {(128, 256, False)})
-    weight = jax.device_put(draw(1, 128, 256), NamedSharding(devices, P("tensor")))
-    x = jax.device_put(draw(0, 1, 256), NamedSharding(devices, P()))
+    x, weight = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(devices, spec))
+        for shape, spec in (((1, 2048), P()), ((8192, 2, 2048), P("tensor")))
+    )
     assert "all-gather" not in jax.jit(linear).lower(x, weight).compile().as_text()
     with pytest.raises(NotImplementedError, match="needs a weight on one device"):
-        jax.jit(linear, static_argnames="implementation")(x, weight, implementation=KERNEL)
+        jax.jit(partial(linear, implementation=KERNEL)).lower(x, weight)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The plan of ragged work: the queries of each tile, and the keys of each piece of a tile."""
+"""The plan of ragged work, its queries and keys piece by piece; by XLA, and by a kernel."""
 
 from __future__ import annotations
 
@@ -11,34 +11,33 @@ import pytest
 
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.ragged_plan import PlanShape, make_plan
+from pallas_paged.kernels.ragged_plan_kernel import (
+    can_plan,
+    packed_types,
+    plan_by_kernel,
+    plan_types,
+)
 from pallas_paged.prefix_sums import prefix_sums
 from tests.support.marks import slow
 
 BLOCK_K, TILE = 64, 32
 STATIC = ("num_tokens", "num_programs", "fixed_split_size", "window", "align")
+Q_LENS = (0, 1, 7, 8, 9, 31, 32, 33, 70, 25)
+SEQ_LENS = (64, 65, 129, 8, 0, 128, 17, 97, 300, 233)
+COMBINATIONS = [*itertools.product([1, 8], [None, 128], [None, 1, 150])]
+FEW = [(1, None, None), (8, None, 150), (8, 128, None), (1, 128, 1), (1, None, 150)]
 
 
 def shape_of(*, window=None, **sizes):
     """The sizes of a plan of tiles of 32 rows and blocks of 64 keys."""
-    return PlanShape(
-        block_q=TILE,
-        block_k=BLOCK_K,
-        options=LogitOptions(sm_scale=1.0, sliding_window=window),
-        **dict(group=1, max_kv_len=320, num_programs=40, has_tree=False) | sizes,
-    )
+    sizes = dict(group=1, max_kv_len=320, num_programs=40, has_tree=False) | sizes
+    options = LogitOptions(sm_scale=1.0, sliding_window=window)
+    return PlanShape(block_q=TILE, block_k=BLOCK_K, options=options, **sizes)
 
 
 @partial(jax.jit, static_argnames=STATIC)
 def plan_of(seq_lens, ends, **sizes):
     return make_plan(seq_lens, ends, None, shape_of(num_seqs=seq_lens.size, **sizes))
-
-
-Q_LENS = (0, 1, 7, 8, 9, 31, 32, 33, 70, 25)
-SEQ_LENS = (64, 65, 129, 8, 0, 128, 17, 97, 300, 233)
-
-
-COMBINATIONS = [*itertools.product([1, 8], [None, 128], [None, 1, 150])]
-FEW = [(1, None, None), (8, None, 150), (8, 128, None), (1, 128, 1), (1, None, 150)]
 
 
 @pytest.mark.parametrize(
@@ -52,14 +51,20 @@ def test_pieces_hold_every_query_with_every_key_once(align, fixed_split_size, wi
     plan = jax.device_get(plan)
     blocks = np.zeros((num_tokens, 5), int)  # how often a query got each block of keys
     stored = np.zeros(num_tokens, int)
-    slots = []
-    for i in np.flatnonzero(plan.items.q_len):
+    slots, merged = [], []
+
+    def piece_of(i):
+        """A piece and its queries, in its row and in the batch."""
         piece = {name: int(x[i]) for name, x in vars(plan.items).items()}
-        assert (piece["q_start"] + piece["offset"]) % align == 0
         mine = np.arange(max(piece["offset"], 0), min(piece["offset"] + TILE, piece["q_len"]))
-        blocks[piece["q_start"] + mine, piece["lo"] : piece["hi"]] += 1
+        return piece, mine, piece["q_start"] + mine
+
+    for i in np.flatnonzero(plan.items.q_len):
+        piece, mine, queries = piece_of(i)
+        assert (piece["q_start"] + piece["offset"]) % align == 0
+        blocks[queries, piece["lo"] : piece["hi"]] += 1
         if plan.partial[i] < 0:
-            stored[piece["q_start"] + mine] += 1
+            stored[queries] += 1
         else:
             slots.append(int(plan.partial[i]))
         # The first and the last query see every key of the blocks marked as full.
@@ -76,23 +81,17 @@ def test_pieces_hold_every_query_with_every_key_once(align, fixed_split_size, wi
     assert blocks.max() == 1
     # A slot is written once, and all slots of a tile are merged once into the tile's queries.
     assert len(set(slots)) == len(slots) and max(slots, default=0) < plan.num_partials
-    merged = []
-    for first, count in zip(plan.first_item, plan.num_items, strict=True):
+    for first, count in zip(plan.first_item.tolist(), plan.num_items.tolist(), strict=True):
         if count:
-            pieces = slice(int(first), int(first + count))
-            merged += np.asarray(plan.partial[pieces]).tolist()
-            q_start, offset, q_len = (
-                int(getattr(plan.items, name)[first]) for name in ("q_start", "offset", "q_len")
-            )
-            mine = np.arange(max(offset, 0), min(offset + TILE, q_len))
-            stored[q_start + mine] += 1
+            merged += plan.partial[first : first + count].tolist()
+            stored[piece_of(first)[2]] += 1
     assert sorted(merged) == sorted(slots)
     np.testing.assert_array_equal(stored, 1)
 
 
 def test_splits_of_a_row_do_not_depend_on_where_it_begins():
-    def cuts(start):
-        """Where the keys of each query of a row are cut; its window begins in several blocks."""
+    def splits(start):
+        """Where the keys of each query of a row end; its window begins in several blocks."""
         ends = np.int32([0, start, start + 30])
         options = dict(num_tokens=40, num_programs=4, fixed_split_size=128, window=150, align=8)
         plan = jax.device_get(plan_of(np.int32([70, 232]), ends, **options))
@@ -104,13 +103,96 @@ def test_splits_of_a_row_do_not_depend_on_where_it_begins():
                     found[query].add(hi)
         return found
 
-    expected = cuts(0)
+    expected = splits(0)
     assert expected[0] == {2, 4}
     for start in range(1, 10):
-        assert cuts(start) == expected
+        assert splits(start) == expected
 
 
 def test_prefix_sums_below_and_above_the_block_size():
     rows = [np.random.default_rng(n).integers(0, 9, (3, n), np.int32) for n in (1, 2048, 2049)]
     for x, sums in zip(rows, jax.jit(lambda x: [*map(prefix_sums, x)])(rows), strict=True):
         np.testing.assert_array_equal(sums, np.cumsum(x, axis=-1))
+
+
+OF_KERNEL = dict(num_seqs=11, num_tokens=120, max_kv_len=900, fixed_split_size=None)
+SHAPES = {
+    "heads in a tile": dict(group=4),
+    "a tree": dict(has_tree=True),
+    "few programs": dict(group=2, num_programs=3, num_tokens=9),
+    "one sequence": dict(group=2, num_programs=30, num_seqs=1),
+    "a fixed split": dict(fixed_split_size=128, align=8),
+    "aligned tiles": dict(num_programs=7, align=8),
+}
+FEW_OF_KERNEL = [("heads in a tile", None), ("a tree", 150), ("a fixed split", None)]
+ALL_OF_KERNEL = [*itertools.product(SHAPES, (None, 150))]
+
+
+def kernel_shape(name, **more):
+    return shape_of(**OF_KERNEL | SHAPES[name] | more)
+
+
+def random_lens(shape, seed):
+    """Lengths, with empty rows, rows without queries or with one, and tokens of no row."""
+    rng = np.random.default_rng(seed)
+    q_lens = rng.choice([0, 1, 1, 2, 8, 31, 70], shape.num_seqs)
+    while q_lens.sum() > shape.num_tokens:
+        q_lens[rng.integers(shape.num_seqs)] = 0
+    older = rng.integers(0, rng.choice([2, 100, shape.max_kv_len]), shape.num_seqs)
+    seq_lens = np.where(rng.random(shape.num_seqs) < 0.8, np.minimum(q_lens + older, 900), 0)
+    return np.int32(seq_lens), np.int32(np.cumsum([0, *q_lens]))
+
+
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [*FEW_OF_KERNEL, *slow(x for x in ALL_OF_KERNEL if x not in FEW_OF_KERNEL)],
+)
+def test_plan_of_the_kernel_is_that_of_its_definition(name, window):
+    shape = kernel_shape(name, window=window)
+    assert can_plan(shape)
+
+    @jax.jit
+    def both(*lens):
+        kernel = plan_by_kernel(*lens, plan_types(shape), shape, interpret=True)
+        return make_plan(*lens, None, shape), kernel
+
+    for seed in range(4):
+        expected, plan = jax.device_get(both(*random_lens(shape, seed)))
+        exists = expected.items.q_len > 0
+        for field, values in vars(expected.items).items():
+            actual = getattr(plan.items, field)
+            np.testing.assert_array_equal(actual[exists], values[exists], field)
+        assert not plan.items.q_len[~exists].any()  # and a program has no blocks to read there
+        np.testing.assert_array_equal(plan.items.lo[~exists], plan.items.hi[~exists])
+        for field in ("partial", "first_item", "num_items"):
+            np.testing.assert_array_equal(getattr(plan, field), getattr(expected, field), field)
+
+
+def test_packed_plan_of_the_kernel_is_that_of_its_definition():
+    pack = pytest.importorskip("pallas_paged.kernels.mosaic.ragged_work").pack
+    shape = kernel_shape("aligned tiles")
+
+    @jax.jit
+    def both(*lens):
+        types = packed_types(shape, 32)
+        kernel = plan_by_kernel(*lens, types, shape, count_factor=3, interpret=True)
+        return pack(make_plan(*lens, None, shape), 3), kernel
+
+    for seed in range(6):
+        expected, plan = jax.device_get(both(*random_lens(shape, seed)))
+        (count,) = expected.count
+        assert plan.count == count
+        words = np.s_[: count // 3, :11]
+        np.testing.assert_array_equal(plan.items[words], expected.items[words])
+        np.testing.assert_array_equal(plan.merges[:, 0], expected.merges[:, 0])
+        is_split = expected.merges[:, 0] > 0
+        np.testing.assert_array_equal(plan.merges[is_split], expected.merges[is_split])
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [dict(num_seqs=2000, num_tokens=2000), dict(num_tokens=1 << 19), dict(max_kv_len=1 << 28)],
+    ids=str,
+)
+def test_large_plans_are_left_to_xla(sizes):
+    assert not can_plan(kernel_shape("a tree", **sizes))

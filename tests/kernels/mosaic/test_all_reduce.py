@@ -20,46 +20,46 @@ from tests.support.devices import H200
 CAPACITY = 1 << 20
 
 
-def lowered(dtype, shape, num_devices, *others) -> str:
-    """The text of a program that adds up on each device; `others` are whole on every device."""
+def of(*sizes, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def mesh_of(num_devices):
     kinds = (AxisType.Auto,)
-    mesh = AbstractMesh((num_devices,), ("tensor",), kinds, abstract_device=H200)
+    return AbstractMesh((num_devices,), ("tensor",), kinds, abstract_device=H200)
 
-    def local(x, peers, memory, *others):
-        return all_reduce(x[0], peers.reshape(-1), memory, *others, capacity=CAPACITY)
 
-    cut, whole = P("tensor"), (P(),) * len(others)
-    specs = (cut,) * 3 + whole
-    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
-    shapes = (
-        jax.ShapeDtypeStruct((num_devices, *shape), dtype),
-        jax.ShapeDtypeStruct((num_devices, 2 * num_devices + 2), jnp.int32),
-        jax.ShapeDtypeStruct((num_devices, memory_bytes(num_devices, CAPACITY) // 4), jnp.int32),
-        *others,
-    )
+def lowered(mesh, run, *arrays) -> str:
     with jax.sharding.use_abstract_mesh(mesh):
-        return jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+        return jax.jit(run).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("num_devices", [2, 8])
 @pytest.mark.parametrize(
-    ("dtype", "shape"),
-    [(jnp.bfloat16, (1, 4096)), (jnp.bfloat16, (64, 5120)), (jnp.float32, (3, 2))],
+    "arrays",
+    [
+        (of(1, 4096),),
+        (of(64, 5120),),
+        (of(3, 2, dtype=jnp.float32),),
+        # The parts of a product, the residual and the weight of the norm.
+        (of(8, 64, 5120, dtype=jnp.float32), of(64, 5120), of(5120)),
+    ],
+    ids=lambda arrays: "x".join(map(str, arrays[0].shape)),
 )
-def test_it_is_one_kernel_and_no_collective_of_xla(dtype, shape, num_devices):
-    text = lowered(dtype, shape, num_devices)
-    assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 1
-    assert not re.search(r"all_reduce\"|all_gather\"|collective_permute", text)
+def test_it_is_one_kernel_and_no_collective_or_sum_of_xla(arrays, num_devices):
+    (x, *others), mesh = arrays, mesh_of(num_devices)
 
+    def local(x, peers, memory, *others):
+        return all_reduce(x[0], peers.reshape(-1), memory, *others, capacity=CAPACITY)
 
-@pytest.mark.parametrize("num_devices", [2, 8])
-def test_the_parts_of_a_product_are_added_up_in_the_kernel(num_devices):
-    residual = jax.ShapeDtypeStruct((64, 5120), jnp.bfloat16)
-    weight = jax.ShapeDtypeStruct((5120,), jnp.bfloat16)
-    text = lowered(jnp.float32, (8, 64, 5120), num_devices, residual, weight)
+    specs = *[P("tensor")] * 3, *[P()] * len(others)
+    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    peers = of(num_devices, 2 * num_devices + 2, dtype=jnp.int32)
+    memory = of(num_devices, memory_bytes(num_devices, CAPACITY) // 4, dtype=jnp.int32)
+    text = lowered(mesh, run, of(num_devices, *x.shape, dtype=x.dtype), peers, memory, *others)
     (call,) = re.findall(r"custom_call @mosaic_gpu.*", text)
-    assert call.endswith("(tensor<64x5120xbf16>, tensor<64x5120xbf16>)")
-    assert "stablehlo.reduce" not in text
+    assert not others or call.endswith("(tensor<64x5120xbf16>, tensor<64x5120xbf16>)")
+    assert not re.search(r"all_reduce\"|all_gather\"|collective_permute|stablehlo.reduce", text)
 
 
 def test_memory_holds_the_packets_of_two_calls_from_each_device():
@@ -69,21 +69,15 @@ def test_memory_holds_the_packets_of_two_calls_from_each_device():
 
 
 def test_the_product_of_a_decode_step_leaves_its_parts_to_the_kernel():
-    mesh = AbstractMesh((2,), ("tensor",), (AxisType.Auto,), abstract_device=H200)
-
-    def shape(*sizes, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(sizes, dtype)
-
+    mesh = mesh_of(2)
     peers = Peers(
-        addresses=shape(2, 6, dtype=jnp.int32),
-        memory=shape(2, memory_bytes(2, CAPACITY) // 4, dtype=jnp.int32),
+        addresses=of(2, 6, dtype=jnp.int32),
+        memory=of(2, memory_bytes(2, CAPACITY) // 4, dtype=jnp.int32),
         mesh=mesh,
         capacity=CAPACITY,
     )
-    args = shape(64, 4096), shape(1024, 4096), shape(64, 1024), shape(1024)
-    with jax.sharding.use_abstract_mesh(mesh):
-        run = jax.jit(lambda peers, *args: row_linear_norm(*args, 1e-5, peers))
-        text = run.trace(peers, *args).lower(lowering_platforms=("cuda",)).as_text()
+    args = of(64, 4096), of(1024, 4096), of(64, 1024), of(1024)
+    text = lowered(mesh, lambda peers, *args: row_linear_norm(*args, 1e-5, peers), peers, *args)
     assert len(re.findall(r"custom_call @mosaic_gpu", text)) == 1
     assert "tensor<4x64x1024xf32>" in text
     assert "stablehlo.reduce" not in text

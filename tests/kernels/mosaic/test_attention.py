@@ -60,16 +60,19 @@ SPLIT_DECODE = pp.MosaicDecodeConfig(
 SPLIT_RAGGED = pp.MosaicRaggedConfig(
     block_k=128, num_consumers=2, num_stages=2, num_programs=132, fixed_split_size=512
 )
-CALLS = [
-    (decode, DECODE, None),
-    (decode, LONG, None),
-    (decode, DECODE, SPLIT_DECODE),
-    (ragged, FEW, None),
-    (ragged, MANY, None),
-    (ragged, MANY, SPLIT_RAGGED),
-]
-IDS = ["decode", "long", "decode-split", "few", "many", "many-split"]
-every_call = pytest.mark.parametrize(("function", "case", "config"), CALLS, ids=IDS)
+CALLS = {
+    "decode": (decode, DECODE, None),
+    "long": (decode, LONG, None),
+    "decode-split": (decode, DECODE, SPLIT_DECODE),
+    "few": (ragged, FEW, None),
+    "many": (ragged, MANY, None),
+    "many-split": (ragged, MANY, SPLIT_RAGGED),
+    "each length": (ragged, one_of_each(), None),
+}
+every_call = pytest.mark.parametrize(
+    ("function", "case", "config"), CALLS.values(), ids=CALLS.keys()
+)
+options_or_none = pytest.mark.parametrize("options", [{}, EVERY_OPTION], ids=["plain", "options"])
 
 
 def assert_same_as_xla(actual, arrays, **options):
@@ -86,13 +89,7 @@ def assert_same_as_xla(actual, arrays, **options):
     np.testing.assert_allclose(np.asarray(actual[1])[~empty], lse[~empty], rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("options", [{}, EVERY_OPTION], ids=["plain", "every option"])
-def test_one_row_of_each_length(options):
-    arrays = one_of_each().make()
-    assert_same_as_xla(ragged(*arrays, **on_hopper, **options), arrays, **options)
-
-
-@pytest.mark.parametrize("options", [{}, EVERY_OPTION], ids=["plain", "every option"])
+@options_or_none
 @every_call
 def test_equals_xla(function, case, config, options):
     arrays = case.make()
@@ -102,13 +99,8 @@ def test_equals_xla(function, case, config, options):
 
 @pytest.mark.parametrize("size", [7, 64, 130])
 def test_trees(size):
-    case = mosaic_case(
-        num_q_heads=8,
-        seq_lens=(200, 90, 131),
-        pages_per_seq=13,
-        q_lens=(33, 90, 130),
-        num_tokens=260,
-    )
+    rows_of_q = dict(seq_lens=(200, 90, 131), q_lens=(33, 90, 130), num_tokens=260)
+    case = mosaic_case(num_q_heads=8, pages_per_seq=13, **rows_of_q)
     mask = np.random.default_rng(size).random((3, size, size)) < 0.5
     arrays = case.make()
     actual = ragged(*arrays, tree_mask=mask, **on_hopper)
@@ -116,18 +108,13 @@ def test_trees(size):
 
 
 @every_call
-def test_data_outside_a_row_changes_no_bit(function, case, config):
-    actual = function(*case.make(), config=config, **on_hopper)
-    clean = function(*case.make(poison=False), config=config, **on_hopper)
-    assert_same_bits(actual, clean)
-
-
-@every_call
-def test_the_order_of_pages_changes_no_bit(function, case, config):
-    first, second = (
-        function(*case.make(order=order), config=config, **on_hopper) for order in (0, 1)
+def test_neither_data_outside_a_row_nor_the_order_of_pages_changes_a_bit(function, case, config):
+    expected, *others = (
+        function(*case.make(**how), config=config, **on_hopper)
+        for how in ({}, dict(poison=False), dict(order=1))
     )
-    assert_same_bits(first, second)
+    for actual in others:
+        assert_same_bits(actual, expected)
 
 
 @jax.jit
@@ -136,25 +123,14 @@ def same_bits(a, b):
     return jnp.all(jnp.array([jnp.array_equal(x, y) for x, y in zip(a, b, strict=True)]))
 
 
-def repeat(call, count):
-    """Launches a call `count` times back to back and compares every result with the first."""
-    first = call()
-    same = [same_bits(call(), first) for _ in range(count)]
-    assert np.all(jax.device_get(same))
-
-
-@pytest.mark.parametrize("options", [{}, EVERY_OPTION], ids=["plain", "every option"])
+@options_or_none
 @every_call
-def test_the_same_bits_100_times(function, case, config, options):
+def test_1000_launches_give_the_same_bits(function, case, config, options):
     arrays = jax.device_put(case.make())
-    repeat(lambda: function(*arrays, config=config, **on_hopper, **options), 100)
-
-
-def test_1000_launches():
-    arrays = jax.device_put(one_of_each().make())
-    repeat(lambda: ragged(*arrays, **on_hopper), 1000)
-    arrays = jax.device_put(DECODE.make())
-    repeat(lambda: decode(*arrays, **on_hopper), 1000)
+    call = partial(function, *arrays, config=config, **on_hopper, **options)
+    first = call()
+    same = [same_bits(call(), first) for _ in range(1000)]  # back to back
+    assert np.all(jax.device_get(same))
 
 
 @pytest.mark.parametrize("options", [{}, dict(sliding_window=1030)], ids=["all keys", "window"])
@@ -163,14 +139,9 @@ def test_under_a_split_size_a_row_has_its_bits_wherever_it_begins(options):
     case = rows(q_lens=(30,), seq_lens=(3100,), pages_per_seq=200)
     q, k_pages, v_pages, tables, lens, _ = case.make()
     count = 9
-    arrays = (
-        np.concatenate([q] * count),
-        k_pages,
-        v_pages,
-        np.repeat(tables, count, axis=0),
-        np.repeat(lens, count),
-        cumulated([30] * count),
-    )
+    table, length = np.repeat(tables, count, axis=0), np.repeat(lens, count)
+    queries = np.concatenate([q] * count)
+    arrays = queries, k_pages, v_pages, table, length, cumulated([30] * count)
     out, lse = ragged(*arrays, config=SPLIT_RAGGED, **on_hopper, **options)
     alone = ragged(*case.make(), config=SPLIT_RAGGED, **on_hopper, **options)
     for state in zip(np.split(out, count), np.split(lse, count), strict=True):

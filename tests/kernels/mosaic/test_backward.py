@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernels of the backward pass: interpreted, and lowered for a Hopper GPU."""
+"""The Mosaic GPU kernels of the backward pass, interpreted where no Hopper GPU is."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ from pallas_paged.kernels.call import Arrays, Device
 from pallas_paged.kernels.kv_layout import LAYOUTS
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import support as mosaic_support
-from tests.support import without_triton
+from pallas_paged.kernels.triton import implementation as triton
 from tests.support.attention_calls import assert_same_bits
 from tests.support.attention_cases import mosaic_case
 from tests.support.attention_oracle import relative_error
-from tests.support.devices import lower_for_cuda
-from tests.support.lowering import few_with_every_level, named, pairwise
 from tests.support.marks import needs_triton, slow
 
 if reason := mosaic_support.why_not_jax():
     pytest.skip(reason, allow_module_level=True)
 
-from pallas_paged.kernels.mosaic import backward
+from pallas_paged.kernels.mosaic import backward, backward_keys
 
 # The interpreter multiplies the poisoned values too.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -124,15 +122,13 @@ def test_keys_left_of_the_window_are_not_read():
 
 @needs_triton
 @pytest.mark.parametrize("kv_layout", ["HPND", "NH2D"])
-def test_xla_sums_the_readers_of_a_page_as_the_triton_kernel_does(kv_layout):
-    from pallas_paged.kernels.triton import backward_pages as triton
-
-    layout, head_dim, longest = LAYOUTS[kv_layout], 8, 256
+def test_xla_sums_the_readers_of_a_page_as_the_triton_kernel_does(kv_layout, monkeypatch):
+    layout, longest = LAYOUTS[kv_layout], 256
     rng = np.random.default_rng(2)
-    shape = layout.full_shape(layout.shape(H=2, P=9, N=16, D=head_dim))
+    shape = layout.full_shape(layout.shape(H=2, P=9, N=16, D=64))
     pages = jnp.zeros(shape, jnp.bfloat16)
     arrays = Arrays(
-        q=jnp.zeros((40, 4, head_dim), jnp.bfloat16),
+        q=jnp.zeros((40, 4, 64), jnp.bfloat16),
         k_pages=pages,
         v_pages=None if layout.one_array else pages,
         block_tables=jnp.asarray(rng.integers(0, 9, (3, longest // 16)), jnp.int32),
@@ -140,53 +136,16 @@ def test_xla_sums_the_readers_of_a_page_as_the_triton_kernel_does(kv_layout):
         cu_q_lens=jnp.int32([0, 20, 20, 40]),
         kv_layout=kv_layout,
     )
-    of_keys = tuple(
-        jnp.asarray(rng.standard_normal((2, 3 * longest, head_dim)), jnp.float32) for _ in range(2)
-    )
+    of_keys = tuple(jnp.float32(rng.standard_normal((2, 2, 3 * longest, 64))))
+    monkeypatch.setattr(backward_keys, "keys_gradient", lambda *_, **__: of_keys)
     options = LogitOptions(sm_scale=1.0)
-    by_triton = triton.add_readers(arrays, of_keys, options=options, interpret=INTERPRET)
-    assert_same_bits(backward._add_readers(arrays, of_keys, options), by_triton)
 
+    def sums():
+        of_rows = jnp.zeros(arrays.q.shape[:2])
+        given = arrays, arrays.q, of_rows, of_rows, ("k_pages", "v_pages")
+        kernels = partial(backward.gradients, options=options, interpret=INTERPRET)
+        return jax.jit(lambda: kernels(*given))().values()
 
-LOWERED = pairwise(
-    head_dim=(64, 128),
-    group=(1, 3, 4),
-    page_size=(8, 16, 256),
-    dtype=("bfloat16", "float16"),
-    kv_layout=("HPND", "NH2D"),
-    causal=(True, False),
-    sliding_window=(None, 100),
-    soft_cap=(None, 30.0),
-)
-
-
-@pytest.mark.parametrize("row", few_with_every_level(LOWERED), ids=named)
-def test_lowers_for_cuda(row):
-    head_dim, layout = row["head_dim"], LAYOUTS[row["kv_layout"]]
-
-    def shape(*sizes, dtype=row["dtype"]):
-        return jax.ShapeDtypeStruct(sizes, dtype)
-
-    q = shape(500, 2 * row["group"], head_dim)
-    rows = shape(*q.shape[:2], dtype=jnp.float32)
-    pages = layout.full_shape(layout.shape(H=2, P=99, N=row["page_size"], D=head_dim))
-    pages = shape(*pages)
-    call = Arrays(
-        q=q,
-        k_pages=pages,
-        v_pages=None if layout.one_array else pages,
-        kv_layout=row["kv_layout"],
-        block_tables=shape(3, 40, dtype=jnp.int32),
-        seq_lens=shape(3, dtype=jnp.int32),
-        cu_q_lens=shape(4, dtype=jnp.int32),
-    )
-
-    def gradient(call, out, lse, d_out):
-        names = ("causal", "sliding_window", "soft_cap")
-        options = LogitOptions(sm_scale=0.1, **{name: row[name] for name in names})
-        kernels = partial(backward.gradients, options=options, interpret=False)
-        return attention_gradient(call, out, lse, d_out, None, names=NAMES, kernels=kernels)
-
-    text = lower_for_cuda(gradient, call, q, rows, q).as_text()
-    kernels = ["queries", "keys", *([] if without_triton.is_hidden() else ["pages"])]
-    assert all(f"attention_gradient_of_{kernel}" in text for kernel in kernels)
+    by_triton = sums()
+    monkeypatch.setattr(triton, "why_not_jax", lambda: "there is no Triton")
+    assert_same_bits(sums(), by_triton)

@@ -5,74 +5,71 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-import numpy as np
+import jax.numpy as jnp
 import pytest
 
 import pallas_paged as pp
-from pallas_paged.kernels.mosaic.config import (
-    decode_config,
-    prefer_mosaic,
-    ragged_config,
-)
+from pallas_paged.kernels.mosaic.config import decode_config, prefer_mosaic, ragged_config
+from pallas_paged.kernels.mosaic.ops import shared_memory_bytes
 from pallas_paged.kernels.mosaic.support import shared_memory, shared_memory_limit
+from pallas_paged.kernels.mosaic_sm80 import config as sm80
+from pallas_paged.kernels.mosaic_sm80 import decode as sm80_decode
+from pallas_paged.kernels.mosaic_sm80 import ops as sm80_ops
+from pallas_paged.kernels.mosaic_sm80 import ragged as sm80_ragged
 
 DECODE = pp.MosaicDecodeConfig(block_k=64, num_stages=3, num_programs=33)
 RAGGED = pp.MosaicRaggedConfig(block_k=128, num_consumers=2, num_stages=2, num_programs=132)
-BOTH = pytest.mark.parametrize("good", [DECODE, RAGGED], ids=["decode", "ragged"])
-DECODE_SIZES = dict(
-    num_q_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    page_size=16,
-    max_kv_len=4096,
-    num_seqs=64,
-    itemsize=2,
+SM80_DECODE = pp.MosaicSm80DecodeConfig(block_k=64, num_stages=2, num_programs=6)
+SM80_RAGGED = pp.MosaicSm80RaggedConfig(block_q=128, block_k=64, num_warpgroups=2, num_programs=132)
+SIZES = dict(
+    num_q_heads=32, num_kv_heads=8, head_dim=128, page_size=16, max_kv_len=4096, num_seqs=64,
+    itemsize=2, num_sms=132,
+)  # fmt: skip
+RAGGED_SIZES = SIZES | {"num_tokens": 4096, "expected_seqs": 64}
+LOOP = [
+    ({"block_k": 32}, r"block_k=32 must be an integer in \[64, 256\]"),
+    ({"block_k": 96}, "block_k=96 must be a multiple of 64"),
+    ({"block_k": 320}, "block_k=320"),
+    ({"block_k": 64.0}, "block_k=64.0 must be an integer"),
+    ({"num_stages": 1}, r"num_stages=1 must be an integer in \[2, 8\]"),
+    ({"num_stages": 9}, "num_stages=9"),
+    ({"num_stages": True}, "num_stages=True"),
+    ({"num_programs": 0}, "num_programs=0"),
+    ({"num_programs": 65536}, "num_programs=65536"),
+    ({"fixed_split_size": 192, "block_k": 128}, "fixed_split_size=192 must be a multiple of"),
+    ({"fixed_split_size": 32}, "fixed_split_size=32 must be an integer in"),
+    ({"fixed_split_size": 256.0}, "fixed_split_size=256.0"),
+]
+OF_TWO, OF_FOUR = (
+    [
+        ({name: value}, rf"{name}={value} must be an integer in \[1, {most}\]")
+        for name in names
+        for value in (0, most + 1, 1.0)
+    ]
+    for names, most in ((("num_consumers", "num_q_stages"), 2), (("num_pairs",), 4))
 )
-RAGGED_SIZES = DECODE_SIZES | {"num_tokens": 4096, "expected_seqs": 64}
-H200 = dict(num_sms=132)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("good", "change", "message"),
     [
-        ({"block_k": 32}, r"block_k=32 must be an integer in \[64, 256\]"),
-        ({"block_k": 96}, "block_k=96 must be a multiple of 64"),
-        ({"block_k": 320}, "block_k=320"),
-        ({"block_k": 64.0}, "block_k=64.0 must be an integer"),
-        ({"num_stages": 1}, r"num_stages=1 must be an integer in \[2, 8\]"),
-        ({"num_stages": 9}, "num_stages=9"),
-        ({"num_stages": True}, "num_stages=True"),
-        ({"num_programs": 0}, "num_programs=0"),
-        ({"num_programs": 65536}, "num_programs=65536"),
-        (
-            {"fixed_split_size": 192, "block_k": 128},
-            "fixed_split_size=192 must be a multiple of block_k=128",
-        ),
-        ({"fixed_split_size": 32}, "fixed_split_size=32 must be an integer in"),
-        ({"fixed_split_size": 256.0}, "fixed_split_size=256.0"),
+        *((DECODE, *row) for row in (*LOOP, *OF_FOUR)),
+        *((RAGGED, *row) for row in (*LOOP, *OF_TWO)),
+        (SM80_DECODE, {"block_k": 16}, r"block_k=16 must be a power of two in \[32, 128\]"),
+        (SM80_DECODE, {"num_stages": 0}, r"num_stages=0 must be an integer in \[1, 8\]"),
+        (SM80_RAGGED, {"block_q": 64}, r"block_q=64 must be a power of two in \[128, 256\]"),
+        (SM80_RAGGED, {"block_k": 8}, r"block_k=8 must be a power of two in \[16, 128\]"),
+        (SM80_RAGGED, {"num_warpgroups": 3}, r"num_warpgroups=3 must be an integer in \[1, 2\]"),
+        (SM80_RAGGED, {"fixed_split_size": 96}, "fixed_split_size=96 must be a multiple of"),
     ],
-    ids=str,
+    ids=lambda x: str(x) if isinstance(x, dict) else type(x).__name__,
 )
-@BOTH
 def test_a_config_is_validated_when_built(good, change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(good, **change)
 
 
-@pytest.mark.parametrize("value", [0, 5, 1.0])
-def test_pairs_are_one_to_four(value):
-    with pytest.raises(ValueError, match=rf"num_pairs={value} must be an integer in \[1, 4\]"):
-        dataclasses.replace(DECODE, num_pairs=value)
-
-
-@pytest.mark.parametrize("name", ["num_consumers", "num_q_stages"])
-@pytest.mark.parametrize("value", [0, 3, 1.0])
-def test_consumers_and_query_stages_are_one_or_two(name, value):
-    with pytest.raises(ValueError, match=rf"{name}={value} must be an integer in \[1, 2\]"):
-        dataclasses.replace(RAGGED, **{name: value})
-
-
-@BOTH
+@pytest.mark.parametrize("good", [DECODE, RAGGED], ids=["decode", "ragged"])
 def test_every_allowed_block_and_stage_count_is_accepted(good):
     for block_k, num_stages in itertools.product((64, 128, 192, 256), range(2, 9)):
         new = dict(block_k=block_k, num_stages=num_stages, fixed_split_size=2 * block_k)
@@ -88,56 +85,44 @@ def test_shared_memory_is_the_sum_of_the_tiles():
     # K, V; queries, out; records, barriers
     assert shared_memory(RAGGED, group=4, **size) == (2 * 64 + 64 + 32 + 2) * kb
     # and with int8 pages bytes of K and V and scales of K; results take the place of queries
-    one_byte = shared_memory(RAGGED, group=4, kv_dtype=np.dtype("int8"), **size)
+    one_byte = shared_memory(RAGGED, group=4, kv_dtype="int8", **size)
     assert one_byte == (2 * 64 + 64 + 2 * 16 + 1 + 2) * kb
     one = dataclasses.replace(RAGGED, num_consumers=1, num_q_stages=1)
     assert shared_memory(one, group=4, **size) == (2 * 64 + 16 + 16 + 2) * kb
     assert [shared_memory_limit(n) for n in (1, 2)] == [227 * kb, 113 * kb]
 
 
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("group", [1, 4, 8, 16, 17, 24, 32, 40, 64])
-@pytest.mark.parametrize("num_kv_heads", [1, 8])
-class TestHeuristicsFit:
-    def test_decode(self, head_dim, group, num_kv_heads):
-        heads = dict(num_q_heads=group * num_kv_heads, num_kv_heads=num_kv_heads)
-        sizes = DECODE_SIZES | heads | {"head_dim": head_dim}
-        config = decode_config(**H200, **sizes)
-        per_sm = -(-config.num_programs // 132)
-        needed = shared_memory(config, group=group, head_dim=head_dim)
-        assert needed <= shared_memory_limit(per_sm)
-
-    def test_decode_of_int8(self, head_dim, group, num_kv_heads):
-        heads = dict(num_q_heads=group * num_kv_heads, num_kv_heads=num_kv_heads)
-        sizes = DECODE_SIZES | heads | {"head_dim": head_dim, "itemsize": 1}
-        config = decode_config(**H200, **sizes)
-        needed = shared_memory(config, group=group, head_dim=head_dim, kv_dtype="int8")
-        blocks = -(-config.num_programs // config.num_pairs)
-        assert needed <= shared_memory_limit(-(-blocks // 132))
-
-    def test_ragged(self, head_dim, group, num_kv_heads):
-        heads = dict(num_q_heads=group * num_kv_heads, num_kv_heads=num_kv_heads)
-        for dtype in ("float16", "int8"):
-            kv_dtype = np.dtype(dtype)
-            new = dict(head_dim=head_dim, itemsize=kv_dtype.itemsize)
-            config = ragged_config(**H200, **RAGGED_SIZES | heads | new)
+def test_heuristic_configs_fit_into_shared_memory(head_dim, kv_dtype):
+    for group in (1, 4, 8, 16, 17, 24, 32, 40, 64):
+        kernel = dict(group=group, head_dim=head_dim, kv_dtype=kv_dtype)
+        for num_kv_heads in (1, 8):
+            call = dict(
+                num_q_heads=group * num_kv_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                itemsize=jnp.dtype(kv_dtype).itemsize,
+            )
+            config = decode_config(**SIZES | call)
+            blocks = -(-config.num_programs // config.num_pairs)
+            limit = shared_memory_limit(-(-blocks // 132))
+            assert shared_memory(config, **kernel) <= limit, call
+            config = ragged_config(**RAGGED_SIZES | call)
             assert config.num_programs == 132
-            call = dict(group=group, head_dim=head_dim, kv_dtype=kv_dtype)
-            assert shared_memory(config, **call) <= shared_memory_limit(1)
+            assert shared_memory(config, **kernel) <= shared_memory_limit(1), call
 
 
-@pytest.mark.parametrize("group", range(1, 65))
-def test_a_third_stage_is_used_where_it_fits(group):
-    sizes = DECODE_SIZES | dict(num_q_heads=8 * group, head_dim=256)
-    config = decode_config(**H200, **sizes)
-    three = dataclasses.replace(config, num_stages=3)
-    fits = shared_memory(three, group=group, head_dim=256) <= shared_memory_limit(1)
-    assert config.num_stages == (3 if fits else 2)
+def test_a_third_stage_is_used_where_it_fits():
+    for group in range(1, 65):
+        config = decode_config(**SIZES | dict(num_q_heads=8 * group, head_dim=256))
+        three = dataclasses.replace(config, num_stages=3)
+        fits = shared_memory(three, group=group, head_dim=256) <= shared_memory_limit(1)
+        assert config.num_stages == (3 if fits else 2), group
 
 
 def test_few_tokens_get_few_programs():
-    sizes = DECODE_SIZES | dict(num_seqs=2, max_kv_len=300, num_kv_heads=1, num_q_heads=4)
-    config = decode_config(**H200, **sizes)
+    config = decode_config(**dict(SIZES, num_seqs=2, max_kv_len=300, num_kv_heads=1))
     assert config.num_programs == 2 * -(-300 // config.block_k)
 
 
@@ -152,7 +137,54 @@ def test_few_tokens_get_few_programs():
     ],
 )
 def test_mosaic_is_preferred_where_tiles_of_queries_fill(num_tokens, num_seqs, num_q_heads, wanted):
-    sizes = dict(num_tokens=num_tokens, expected_seqs=num_seqs, num_q_heads=num_q_heads)
+    call = dict(SIZES, num_tokens=num_tokens, expected_seqs=num_seqs, num_q_heads=num_q_heads)
     for itemsize in (1, 2):
-        sizes["itemsize"] = itemsize
-        assert prefer_mosaic("ragged", **RAGGED_SIZES | sizes) is wanted
+        assert prefer_mosaic("ragged", **call | dict(itemsize=itemsize)) is wanted
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "max_kv_len", "block_k", "programs_per_sm"),
+    [
+        (1, 1024, 64, 1),
+        (8, 2048, 128, 2),
+        (64, 1024, 128, 2),
+        (64, 4096, 128, 2),
+        (256, 1024, 64, 3),
+    ],
+    ids=["short row", "few rows", "some short rows", "long rows", "many short rows"],
+)
+def test_sm80_config_of_one_byte_pages(num_seqs, max_kv_len, block_k, programs_per_sm):
+    sizes = dict(SIZES, num_seqs=num_seqs, max_kv_len=max_kv_len, itemsize=1)
+    config = sm80.decode_config(**sizes)
+    assert config.block_k == block_k
+    assert (programs_per_sm - 1) * 132 < config.num_programs <= programs_per_sm * 132
+
+
+def buffers_of(kernel, config, head_dim, kv_dtype, params, **group):
+    """The bytes of shared memory that a kernel for Ampere takes."""
+    types = dict(dtype="bfloat16", kv_dtype=kv_dtype, scales_by_token=kv_dtype == "int8")
+    found = kernel.scratch_types(config, head_dim=head_dim, **types, **group)
+    return shared_memory_bytes(found, params)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 512])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_sm80_decode_memory_is_that_of_the_buffers(head_dim, kv_dtype):
+    sizes = dict(head_dim=head_dim, itemsize=jnp.dtype(kv_dtype).itemsize)
+    for group in (4, 40):
+        call = SM80_DECODE, head_dim, kv_dtype, sm80_ops.COMPILER_PARAMS
+        needed = sm80.decode_shared_memory(SM80_DECODE, group=group, **sizes)
+        assert needed == buffers_of(sm80_decode, *call, group=group), group
+
+
+@pytest.mark.parametrize("num_tokens", [8, 4096])
+@pytest.mark.parametrize("most", [99 * 1024, 163 * 1024, 227 * 1024])
+def test_sm80_ragged_config_fits_into_shared_memory(most, num_tokens):
+    call = dict(SIZES, num_tokens=num_tokens, max_kv_len=8192, num_seqs=8, num_sms=108)
+    head_dims = [64, 80, 96, 112, 128, 192, 256, *([512] if most > 99 * 1024 else [])]
+    for head_dim, kv_dtype in itertools.product(head_dims, ("int8", "bfloat16")):
+        sizes = dict(head_dim=head_dim, itemsize=jnp.dtype(kv_dtype).itemsize)
+        config = sm80.ragged_config(**call | sizes, shared_memory=most)
+        needed = sm80.ragged_shared_memory(config, **sizes)
+        buffers = buffers_of(sm80_ragged, config, head_dim, kv_dtype, sm80_ragged.COMPILER_PARAMS)
+        assert buffers <= needed <= most, sizes

@@ -1,8 +1,8 @@
-"""The Mosaic kernel between two attentions: interpreted on a CPU, and lowered for a GPU."""
+"""The Mosaic kernels between two attentions, of one row and of several: interpreted and lowered."""
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,33 +12,55 @@ import pytest
 if jax.__version_info__ < (0, 11):
     pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
 
-from pallas_paged.kernels.decode_plan import DecodePlan
-from pallas_paged.kernels.decode_states import DecodeStates
-from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged import decoder_block as entry
+from pallas_paged.decoder_block import BlockWeights, Residual
+from pallas_paged.kernels.mosaic import decoder_block, decoder_rows
 from pallas_paged.kernels.mosaic.board import BLANK
 from pallas_paged.kernels.mosaic.config import DecoderBlockConfig, decoder_block_config
-from pallas_paged.kernels.mosaic.decoder_block import between_attentions, new_boards
+from pallas_paged.kernels.mosaic.decoder_block import new_boards
+from pallas_paged.kernels.mosaic.decoder_rows import new_counters
+from pallas_paged.kernels.mosaic.row_items import Product
+from pallas_paged.kernels.mosaic.rows_config import clusters_at_once, decoder_rows_config
 from tests.support.block_weights import draw, shapes_of
 from tests.support.devices import lower_for_cuda
 from tests.support.marks import slow
 
+# Of attended, the residual, hidden and out.
+SMALL = (512, 512, 512, 128)
+LLAMAS = [(2048, 2048, 8192, 3072), (4096, 4096, 14336, 6144), (3072, 3072, 8192, 0)]
+QWEN = (2048, 1024, 3072, 4096)
+LAST_OF_QWEN = (2048, 1024, 3072, 0)
+INTERPRETED = dict(eps=1e-5, interpret=True)
 
-def oracle(attended, x, w, dtype):
-    """The steps in NumPy, in f32, rounded where separate operations round."""
 
-    def rounded(x):
-        return x.astype(dtype).astype(np.float32)
+def sizes_of(attended: int, size: int, hidden: int, out: int) -> dict[str, int]:
+    return dict(size=size, attended_size=attended, hidden_size=hidden, out_size=out)
 
-    def norm(x, weight):
-        return rounded(x / np.sqrt((x * x).mean() + 1e-5) * weight)
 
-    attended, x = (np.asarray(a, np.float32)[0] for a in (attended, x))
-    w = {name: np.asarray(weight, np.float32) for name, weight in w.items()}
-    x = rounded(x + rounded(w["o"] @ attended))
-    normed = norm(x, w["mlp_norm"])
-    gate, up = (rounded(w["gate_up"][:, i] @ normed) for i in range(2))
-    x = rounded(x + rounded(w["down"] @ rounded(gate / (1 + np.exp(-gate)) * up)))
-    return x, w["qkv"] @ norm(x, w["out_norm"])
+def operands(rows, sizes, dtype=jnp.bfloat16):
+    """(attended, x, weights)"""
+    w = {name: draw(i, *s, dtype=dtype) for i, (name, s) in enumerate(shapes_of(*sizes).items())}
+    attended, x = (draw(20 + i, rows, sizes[i], dtype=dtype) for i in range(2))
+    return attended, x, {"qkv": None} | w
+
+
+@jax.jit
+def separate_steps(attended, x, w):
+    """The results of XLA."""
+    how = dict(eps=1e-5, implementation="xla")
+    stream, out = entry.between_attentions(attended, Residual(x=x), BlockWeights(**w), **how)
+    return stream.x, out
+
+
+def assert_near(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        assert (np.abs(a - b) < 0.02 * np.abs(b) + 0.05 * b.std()).all()
+
+
+def rows_config(rows, sizes, num_clusters=1, cluster_size=1, **more):
+    clusters = dict(num_rows=rows, num_clusters=num_clusters, cluster_size=cluster_size)
+    return decoder_rows_config(**sizes_of(*sizes), **clusters, **more)
 
 
 @pytest.mark.parametrize(
@@ -48,10 +70,9 @@ def oracle(attended, x, w, dtype):
         *slow([((4, 2), (2, 2), jnp.float16), ((1, 1), (6, 6), jnp.bfloat16)]),
     ],
 )
-def test_it_is_the_steps_in_numpy(splits, stages, dtype):
+def test_one_row_equals_the_separate_steps(splits, stages, dtype):
     sizes = 1024, 512, 1024, 192
-    w = {name: draw(i, *s, dtype=dtype) for i, (name, s) in enumerate(shapes_of(*sizes).items())}
-    attended, x = draw(20, 1, sizes[0], dtype=dtype), draw(21, 1, sizes[1], dtype=dtype)
+    attended, x, w = operands(1, sizes, dtype)
     config = DecoderBlockConfig(
         num_programs=1,
         o_splits=splits[0],
@@ -59,134 +80,166 @@ def test_it_is_the_steps_in_numpy(splits, stages, dtype):
         num_stages=stages[0],
         num_in_flight=stages[1],
     )
-    boards = new_boards(config, size=sizes[1], attended_size=sizes[0], hidden_size=sizes[2])
-    got_x, got, boards = between_attentions(
-        attended, x, boards, **w, eps=1e-5, config=config, interpret=True
-    )
-    want_x, want = oracle(attended, x, w, dtype)
-    for a, b in ((got_x, want_x), (got, want)):
-        assert np.abs(np.asarray(a[0], np.float32) - b).max() < 0.03 * b.std()
+    boards = new_boards(config, size=512, attended_size=1024, hidden_size=1024)
+    assert all((board == BLANK).all() for board in boards)
+    run = partial(decoder_block.between_attentions, config=config, **INTERPRETED)
+    *results, boards = run(attended, x, boards, **w)
+    assert_near(results, separate_steps(attended, x, w))
     # The next call has a clear board, and clears that of this one.
     posted = np.asarray(boards[1] != BLANK)
     assert (boards[0] == BLANK).all()
     assert posted[: -sizes[0]].all() and not posted[-sizes[0] :].any()
 
 
-def states_of(rng, lens, *, by_kv_head, sinks):
-    """States of 4 heads of 128 of one row, `lens` blocks of 6 programs; and the merged row."""
-    num_programs, num_heads, head_dim = 6, 4, 128
-    shape = (2, num_programs + 1, 8) if by_kv_head else (num_programs + 1, num_heads)
-    out, lse = (rng.standard_normal(s).astype(np.float32) for s in ((*shape, head_dim), shape))
-    plan = DecodePlan(
-        options=LogitOptions(sm_scale=1.0),
-        block_k=64,
-        fixed_split_size=None,
-        num_seqs=1,
-        num_programs=num_programs,
-        num_partials=num_programs + 1,
-    )
-    count = min(lens, -(-lens // max(1, -(-lens // num_programs))))
-    heads = [(slice(count), h) for h in range(num_heads)]
-    if by_kv_head:
-        heads = [(h // 2, slice(count), h % 2) for h in range(num_heads)]
-    want = []
-    written = np.zeros(shape, bool)
-    for h, place in enumerate(heads):
-        written[place] = True
-        logits = np.append(lse[place], sinks[h] if sinks is not None else -np.inf)
-        weights = np.exp(logits - logits.max()) if count else np.zeros(1)
-        want.append(weights[:-1] @ out[place] / (weights.sum() or 1.0))
-    out[~written] = lse[~written] = np.nan
-    states = DecodeStates(
-        out=jnp.asarray(out),
-        lse=jnp.asarray(lse),
-        unit_ends=jnp.array([lens], jnp.int32),
-        sinks=None if sinks is None else jnp.asarray(sinks),
-        plan=plan,
-        num_q_heads=num_heads,
-    )
-    return states, np.concatenate(want)
-
-
 @pytest.mark.parametrize(
-    ("lens", "with_sinks", "by_kv_head"),
+    ("rows", "parts", "sizes", "num_x_stages"),
     [
-        (5, True, True),
+        (16, 1, (512, 512, 256, 256), 4),
         *slow(
             [
-                (0, True, False),
-                (50, False, False),
-                (0, True, True),
-                (1, False, True),
-                (1, False, False),
-                (5, True, False),
-                (50, False, True),
+                (128, 1, (256, 256, 256, 256), 3),
+                (64, 1, (256, 384, 384, 192), 8),
+                (40, 1, (256, 256, 256, 0), 2),
+                (72, 1, (256, 256, 384, 0), 6),
+                (144, 2, (256, 256, 256, 256), 3),
             ]
         ),
     ],
 )
-def test_it_unites_the_states_of_attention(lens, with_sinks, by_kv_head):
-    sizes = 512, 512, 256, 64
-    rng = np.random.default_rng(lens)
-    sinks = rng.standard_normal(4).astype(np.float32) if with_sinks else None
-    states, row = states_of(rng, lens, by_kv_head=by_kv_head, sinks=sinks)
-    w = {name: draw(i, *s) for i, (name, s) in enumerate(shapes_of(*sizes).items())}
-    x = draw(21, 1, sizes[1])
-    config = DecoderBlockConfig(num_programs=1, o_splits=2)
-
-    def run(attended):
-        boards = new_boards(config, size=512, attended_size=512, hidden_size=256)
-        return between_attentions(attended, x, boards, **w, eps=1e-5, config=config, interpret=True)
-
-    got, want = run(states), run(jnp.asarray(row[None], jnp.bfloat16))
-    for a, b in zip(got[:2], want[:2], strict=True):
-        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
-        assert np.abs(a - b).max() <= 0.01 * b.std()
-    assert (got[2][1] != BLANK).all()
+def test_rows_equal_the_separate_steps(rows, parts, sizes, num_x_stages):
+    attended, x, w = operands(rows, sizes)
+    config = rows_config(rows, sizes, num_x_stages=num_x_stages, num_parts=parts)
+    run = partial(decoder_rows.between_attentions, config=config, **INTERPRETED)
+    *results, _ = run(attended, x, new_counters(), **w)
+    assert_near(results, separate_steps(attended, x, w))
 
 
-def test_the_first_call_has_boards_without_a_post():
-    config = DecoderBlockConfig(num_programs=1)
-    assert all(
-        (board == BLANK).all()
-        for board in new_boards(config, size=512, attended_size=256, hidden_size=256)
-    )
+@pytest.mark.slow
+def test_two_parts_of_the_rows_are_the_same_as_one():
+    sizes = 256, 256, 256, 128
+    attended, x, w = operands(32, sizes)
+
+    def run(parts):
+        config = rows_config(32, sizes, num_clusters=parts, num_parts=parts)
+        kernel = partial(decoder_rows.between_attentions, config=config, **INTERPRETED)
+        return kernel(attended, x, new_counters(), **w)[:2]
+
+    for a, b in zip(run(1), run(2), strict=True):
+        np.testing.assert_array_equal(*(np.asarray(y, np.float32) for y in (a, b)))
 
 
 @pytest.mark.parametrize(
-    ("sizes", "splits", "stages"),
+    ("rows", "sizes"),
     [
-        ((2048, 2048, 8192, 3072), (4, 4), 6),  # Llama 3.2 1B
-        ((4096, 4096, 14336, 6144), (2, 2), 6),  # Llama 3.1 8B
-        ((2048, 1024, 3072, 0), (8, 4), 6),  # Qwen3 0.6B, after the last layer
+        *((1, sizes) for sizes in (*LLAMAS[:2], LAST_OF_QWEN)),
+        *((64, sizes) for sizes in LLAMAS),
+        *((128, sizes) for sizes in (QWEN, *LLAMAS)),
+        *((rows, QWEN) for rows in (80, 256)),
+        (40, LLAMAS[1]),
+        (8, SMALL),
     ],
 )
-def test_the_blocks_of_decoders_lower_for_a_gpu(sizes, splits, stages):
-    attended, size, hidden, out = sizes
-    config = decoder_block_config(
-        size=size, attended_size=attended, hidden_size=hidden, out_size=out, num_programs=132
-    )
-    assert (config.o_splits, config.down_splits, config.num_stages) == (*splits, stages)
-    shapes = shapes_of(*sizes)
-    weights = {name: jax.ShapeDtypeStruct(s, jnp.bfloat16) for name, s in shapes.items()}
-    rows = [jax.ShapeDtypeStruct((1, n), jnp.bfloat16) for n in (attended, size)]
-    boards = jax.eval_shape(
-        functools.partial(new_boards, config, size=size, attended_size=attended, hidden_size=hidden)
-    )
-
-    def run(attended, x, boards, weights):
-        weights = {"qkv": None} | weights
-        return between_attentions(attended, x, boards, **weights, eps=1e-5, config=config)
-
-    text = lower_for_cuda(run, *rows, boards, weights).as_text()
+def test_the_blocks_of_decoders_lower_for_a_gpu(rows, sizes):
+    of = sizes_of(*sizes)
+    if rows == 1:
+        module, config = decoder_block, decoder_block_config(**of, num_programs=132)
+        state = partial(new_boards, config, **{k: n for k, n in of.items() if k != "out_size"})
+    else:
+        num_clusters, cluster_size = clusters_at_once(132, rows)
+        module, config = decoder_rows, rows_config(rows, sizes, num_clusters, cluster_size)
+        state = new_counters
+    run = partial(module.between_attentions, eps=1e-5, config=config)
+    weights = {k: jax.ShapeDtypeStruct(s, jnp.bfloat16) for k, s in shapes_of(*sizes).items()}
+    matrices = [jax.ShapeDtypeStruct((rows, n), jnp.bfloat16) for n in sizes[:2]]
+    text = lower_for_cuda(
+        lambda attended, x, state, weights: run(attended, x, state, **{"qkv": None} | weights),
+        *matrices, jax.eval_shape(state), weights,
+    ).as_text()  # fmt: skip
     assert text.count("custom_call @mosaic_gpu") == 1
     assert "stablehlo.pad" not in text and "stablehlo.transpose" not in text
 
 
 @pytest.mark.parametrize(
-    "change",
-    [dict(size=768), dict(hidden_size=8200), dict(out_size=100), dict(attended_size=65536)],
+    ("sizes", "splits"),
+    [(LLAMAS[0], (4, 4)), (LLAMAS[1], (2, 2)), (LAST_OF_QWEN, (8, 4))],
 )
-def test_sizes_that_do_not_fit_have_no_config(change):
-    sizes = dict(size=2048, attended_size=2048, hidden_size=8192, out_size=3072) | change
-    assert decoder_block_config(**sizes, num_programs=132) is None
+def test_one_row_has_the_splits_that_give_each_program_a_tile(sizes, splits):
+    config = decoder_block_config(**sizes_of(*sizes), num_programs=132)
+    assert (config.o_splits, config.down_splits, config.num_stages) == (*splits, 6)
+
+
+@pytest.mark.parametrize("sizes", [QWEN, *LLAMAS])
+@pytest.mark.parametrize(("clusters", "cluster_size"), [(30, 4), (33, 4), (66, 2)])
+def test_equal_tiles_and_parts_cover_all_features_and_each_is_owned_once(
+    sizes, clusters, cluster_size
+):
+    config = rows_config(64, sizes, clusters, cluster_size)
+    for tiles in (config.o, config.down, config.qkv):
+        owners = np.zeros(tiles.num_features, int)
+        for cluster, rank in np.ndindex(config.num_clusters, cluster_size):
+            product = Product(
+                weight=np.empty((tiles.num_features, 1)),
+                x=None,
+                tiles=tiles,
+                cluster=cluster,
+                rank=rank,
+                config=config,
+            )
+            own, count = product.own()
+            start, count = int(own.start), int(count)
+            assert 0 <= start <= tiles.num_features - own.size and count <= own.size
+            owners[start : start + max(count, 0)] += 1
+        assert (owners == 1).all()
+
+
+def test_the_fewest_clusters_are_used_that_allow_such_tiles():
+    # Of Qwen's each part has so many.
+    found = [rows_config(128, sizes, 66, 2).num_clusters for sizes in (LLAMAS[0], QWEN)]
+    assert found == [64, 32]
+
+
+BOTH = dict(hidden_size=8200), dict(out_size=100)
+
+
+@pytest.mark.parametrize(
+    ("rows", "change"),
+    [
+        *((1, x) for x in (*BOTH, dict(size=768), dict(attended_size=65536))),
+        *((64, x) for x in (*BOTH, dict(size=320), dict(attended_size=2000))),
+    ],
+    ids=str,
+)
+def test_sizes_that_do_not_fit_have_no_config(rows, change):
+    sizes = sizes_of(*LLAMAS[0]) | change
+    if rows == 1:
+        config = decoder_block_config(**sizes, num_programs=132)
+    else:
+        config = decoder_rows_config(**sizes, num_rows=rows, num_clusters=29, cluster_size=4)
+    assert config is None
+
+
+def test_clusters_fit_whatever_sms_the_processing_clusters_have():
+    of_four, of_two = ([clusters_at_once(n, rows)[0] for n in (132, 114, 78)] for rows in (64, 72))
+    assert (of_four, of_two) == ([29, 24, 15], [66, 57, 39])
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes", "kernels"),
+    [
+        *((rows, QWEN, 1) for rows in (2, 128, 256)),
+        (257, QWEN, 0),
+        (8, SMALL, 0),
+        *((rows, LLAMAS[1], 1) for rows in (2, 128)),
+        (129, LLAMAS[1], 0),
+    ],
+)
+def test_it_is_chosen_for_the_rows_of_each_size_for_which_it_is_faster(rows, sizes, kernels):
+    shapes = shapes_of(*sizes)
+    w = BlockWeights(**{k: jax.ShapeDtypeStruct(s, jnp.bfloat16) for k, s in shapes.items()})
+    attended, x = (jax.ShapeDtypeStruct((rows, n), jnp.bfloat16) for n in sizes[:2])
+
+    def run(attended, x, w):
+        return entry.between_attentions(attended, Residual(x=x), w, eps=1e-5)[1]
+
+    text = lower_for_cuda(run, attended, x, w).as_text()
+    assert text.count("custom_call @mosaic_gpu") == kernels

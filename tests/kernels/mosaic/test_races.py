@@ -15,9 +15,11 @@ import pytest
 
 import pallas_paged as pp
 from pallas_paged.kernels.mosaic import support as mosaic_support
+from tests.support.attention_calls import with_lse
 from tests.support.attention_cases import SharedPrefixes, mosaic_case
 from tests.support.attention_options import OPTIONS
 from tests.support.marks import slow
+from tests.support.quantized_cases import Quantized
 
 if reason := mosaic_support.why_not_jax():
     pytest.skip(reason, allow_module_level=True)
@@ -39,14 +41,19 @@ pytestmark = [
 
 # Several programs, of which some share a row; both stages of a ring are used again.
 DECODE = mosaic_case(seq_lens=(150, 0, 70), pages_per_seq=16, num_kv_heads=1)
-RAGGED = dataclasses.replace(DECODE, q_lens=(20, 0, 3), seq_lens=(150, 0, 70))
+SMALL_PAGES = dataclasses.replace(DECODE, page_size=2, pages_per_seq=128)
+RAGGED = dataclasses.replace(DECODE, q_lens=(20, 0, 3))
 PREFIXES = SharedPrefixes(
     case=DECODE, seq_lens=(150, 140, 70), prefix_lens=(64,), cu_group_sizes=(0, 3)
 )
-CONFIGS = {
-    "decode": pp.MosaicDecodeConfig(block_k=64, num_programs=3, num_stages=2),
-    "ragged": pp.MosaicRaggedConfig(block_k=64, num_programs=3, num_stages=2, num_consumers=2),
-}
+INT8, FP8 = (
+    Quantized(case=case, kv_dtype=kv_dtype)
+    for case, kv_dtype in ((RAGGED, "int8"), (DECODE, "float8_e4m3fn"))
+)
+LOOP = dict(block_k=64, num_programs=3, num_stages=2)
+DECODE_CONFIG = pp.MosaicDecodeConfig(**LOOP)
+RAGGED_CONFIG = pp.MosaicRaggedConfig(**LOOP, num_consumers=2)
+SPLIT_CONFIG = dataclasses.replace(DECODE_CONFIG, num_stages=3, fixed_split_size=128)
 SOME = {key: value for name in ("window", "alibi", "sinks") for key, value in OPTIONS[name].items()}
 
 
@@ -62,20 +69,13 @@ def detect_races(monkeypatch):
 
 
 def attend(function, case, **options):
-    return function(*case.make(), implementation="mosaic_gpu_interpret", **options)
+    arrays = case.make()[0] if isinstance(case, Quantized) else case.make()
+    return with_lse(function, *arrays, implementation="mosaic_gpu_interpret", **options)
 
 
-def attend_decode(**options):
-    return attend(pp.paged_attention, DECODE, config=CONFIGS["decode"], **options)
-
-
-def attend_ragged(**options):
-    return attend(pp.ragged_paged_attention, RAGGED, config=CONFIGS["ragged"], **options)
-
-
-def attend_cascade():
-    configs = dict(config=CONFIGS["decode"], prefix_config=CONFIGS["ragged"])
-    return attend(pp.cascade_attention, PREFIXES, **configs)
+decode = partial(attend, pp.paged_attention, config=DECODE_CONFIG)
+ragged = partial(attend, pp.ragged_paged_attention, config=RAGGED_CONFIG)
+cascade = partial(attend, pp.cascade_attention, config=DECODE_CONFIG, prefix_config=RAGGED_CONFIG)
 
 
 def multiply(*shape):
@@ -85,16 +85,21 @@ def multiply(*shape):
 
 FOUND = "RACE DETECTED"
 CALLS = {
-    "decode": attend_decode,
-    "decode with options": partial(attend_decode, **SOME),
-    "ragged": attend_ragged,
-    "ragged with options": partial(attend_ragged, **SOME),
-    "cascade": attend_cascade,
+    "decode with options": partial(decode, DECODE, **SOME),
+    "decode of small pages": partial(decode, SMALL_PAGES),
+    "decode of fp8": partial(decode, FP8),
+    "ragged with options": partial(ragged, RAGGED, **SOME),
+    "ragged of int8": partial(ragged, INT8),
     "linear": partial(multiply, 320, 2048),
     "linear with SwiGLU": partial(multiply, 192, 2, 512),
 }
 # What the others run too.
-MORE = ("decode", "ragged", "cascade")
+MORE = {
+    "decode": partial(decode, DECODE),
+    "decode with splits": partial(decode, DECODE, config=SPLIT_CONFIG),
+    "ragged": partial(ragged, RAGGED),
+    "cascade": partial(cascade, PREFIXES),
+}
 
 
 @pytest.fixture
@@ -114,16 +119,16 @@ def has_race(capsys):
     return run
 
 
-@pytest.mark.parametrize("name", [*(x for x in CALLS if x not in MORE), *slow(MORE)])
+@pytest.mark.parametrize("name", [*CALLS, *slow(MORE)])
 def test_no_kernel_has_a_race(name, has_race):
-    assert not has_race(CALLS[name])
+    assert not has_race((CALLS | MORE)[name])
 
 
 @pytest.mark.parametrize("name", ["decode", "linear"])  # no offset is read after a wait
 def test_a_kernel_that_does_not_wait_has_a_race(name, has_race, monkeypatch):
     monkeypatch.setattr(plgpu, "barrier_wait", lambda *_, **__: None)
     try:
-        assert has_race(CALLS[name])
+        assert has_race((CALLS | MORE)[name])
     except jax.errors.JaxRuntimeError as e:
         # In some orders of the threads the interpreter notices this first.
         assert "no threads observed" in str(e)

@@ -36,10 +36,8 @@ def decode(lens, num_programs, case=CASE, *, sinks=None, fixed_split_size=None, 
     made = dataclasses.replace(case, seq_lens=lens).make()
     names = ("q", "k_pages", "v_pages", "block_tables", "seq_lens")
     arrays = Arrays(**dict(zip(names, made, strict=True)), sinks=sinks)
-    config = pp.DecodeConfig(
-        block_k=16, num_programs=2 * num_programs, num_warps=4, num_stages=2,
-        fixed_split_size=fixed_split_size,
-    )  # fmt: skip
+    loop = dict(block_k=16, num_programs=2 * num_programs, num_warps=4, num_stages=2)
+    config = pp.DecodeConfig(**loop, fixed_split_size=fixed_split_size)
     options = LogitOptions(sm_scale=0.3, **options)
 
     def call(arrays):

@@ -92,8 +92,8 @@ def test_logprobs_equal_the_dense_model(oracle, top):
     others = [engine.submit(other, sampling()) for other in PROMPTS]
     requests = [engine.submit(prompt, one) for one in params]
     run(engine)
-    assert all(other.outputs[0].logprobs is None for other in others)
-    assert all(other.outputs[0].cumulative_logprob is None for other in others)
+    for (output,) in (other.outputs for other in others):
+        assert output.logprobs is None and output.cumulative_logprob is None
     for request in requests:
         (output,) = request.outputs
         wanted = oracle.logprobs([*prompt, *output.token_ids])[len(prompt) - 1 : -1]
@@ -182,31 +182,19 @@ def test_beam_search_equals_brute_force(oracle, width, stops, penalty):
         assert [output.index for output in request.outputs] == list(range(width))
 
 
-STATES = {"waiting": 0, "prefill": 1, "first token": 3, "decode": 7}
-KINDS = [{}, {"n": 3}, {"best_of": 3, "n": 2}, {"beam_width": 2, "n": 2}]
-
-
-@pytest.mark.parametrize("num_steps", STATES.values(), ids=STATES)
-@pytest.mark.parametrize("kind", KINDS, ids=["one", "n", "best_of", "beams"])
-def test_an_abort_ends_a_request_with_its_tokens_so_far(kind, num_steps):
+@pytest.mark.parametrize("kind", [{}, {"n": 3}, {"best_of": 3, "n": 2}, {"beam_width": 2}], ids=str)
+def test_an_abort_ends_a_request_with_its_tokens_so_far(kind):
     engine = make_engine()
     steps_of(engine, 1)
-    other = engine.submit(PROMPTS[0], sampling())
     request = engine.submit(PROMPTS[1] * 2, sampling(**kind))
-    deltas = []
-    for _ in range(num_steps):
-        deltas += step(engine)
+    for _ in range(7):
+        step(engine)
     engine.abort(request.request_id)
-    assert request.finished and set(reasons_of([request])) <= {"abort"}
-    lengths = [len(tokens) for tokens in tokens_of([request])]
-    assert num_steps < STATES["decode"] or min(lengths) > 0
+    tokens = [tokens[:] for tokens in tokens_of([request])]
+    assert request.finished and set(reasons_of([request])) == {"abort"} and all(tokens)
     engine.abort(request)  # a second abort changes nothing
-    deltas += run(engine)
-    assert [len(tokens) for tokens in tokens_of([request])] == lengths
-    assert_deltas_add_up(deltas, [other, request])
-    engine.abort(other)
-    assert tokens_of([other]) == alone(PROMPTS[0], sampling()) and reasons_of([other]) == ["length"]
-    assert engine.stats().num_aborted == 1
+    run(engine)
+    assert tokens_of([request]) == tokens and engine.stats().num_aborted == 1
 
 
 class CharacterTokenizer:

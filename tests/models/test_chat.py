@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import os
@@ -61,19 +60,11 @@ def test_prompts_equal_those_of_transformers(name, kind, folders):
         assert expected.count(tokenizer.token_id("<s>")) == (name != "turns")
 
 
-@pytest.mark.parametrize("title", CONVERSATIONS)
-def test_texts_in_parts_and_arguments_in_json_render_alike(title, folders):
-    parts = [dict(message, name=None) for message in CONVERSATIONS[title]]
-    for message in parts:
-        if text := message["content"]:
-            texts = (text[:3], text[3:])
-            message["content"] = [{"type": "text", "text": part} for part in texts]
-        if calls := message.get("tool_calls"):
-            (call,) = copy.deepcopy(calls)
-            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-            message["tool_calls"] = [call]
-    template = ChatTemplate(folders["turns"])
-    assert template.render(parts) == template.render(CONVERSATIONS[title])
+def test_texts_in_parts_are_joined_and_keys_of_null_are_left_out():
+    parts = [{"type": "text", "text": text} for text in ("He", "llo")]
+    message = {"role": "user", "content": parts, "name": None}
+    assert checked_messages([message]) == [{"role": "user", "content": "Hello"}]
+    assert message["content"] is parts  # the caller's
 
 
 def test_templates_are_found_where_transformers_finds_them(tmp_path):
@@ -164,11 +155,8 @@ def test_a_folder_without_a_template_for_the_messages_is_named(tmp_path):
         template.render([USER])
 
 
-CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
-
-
 def calls(*each) -> dict:
-    return {"role": "assistant", "tool_calls": list(each)}
+    return {"role": "assistant", "content": None, "tool_calls": list(each)}
 
 
 @pytest.mark.parametrize(
@@ -186,7 +174,7 @@ def calls(*each) -> dict:
         ([USER | {"content": ["x"]}], ".content[0]='x' must be a part of type 'text'"),
         ([USER | {"content": [{"type": "image_url"}]}], "} must be a part of type 'text'"),
         ([USER | {"content": [{"type": "text", "text": 1}]}], ".content[0].text=1 must be a text"),
-        ([CALL | {"tool_calls": "x"}], ".tool_calls='x' must be a list"),
+        ([calls() | {"tool_calls": "x"}], ".tool_calls='x' must be a list"),
         ([calls()], ".content=None must be a text"),
         ([calls({"function": {}})], ".tool_calls[0]={'function': {}} must have a function with a"),
         ([calls({"name": "f", "arguments": "{x"})], ": arguments='{x' must be a JSON object"),
@@ -212,11 +200,22 @@ def test_other_arguments_that_are_not_valid_are_named(tmp_path, options, message
         write(tmp_path, "x").render([USER], **options)
 
 
-def test_calls_without_arguments_have_an_empty_object():
-    for arguments in ({}, {"arguments": None}, {"arguments": ""}):
-        function, wanted = {"name": "f", **arguments}, {"name": "f", "arguments": {}}
-        (message,) = checked_messages([calls(function, {"function": function})])
-        assert message["tool_calls"] == [wanted, {"function": wanted}]
+@pytest.mark.parametrize(
+    ("given", "arguments"),
+    [
+        ({}, {}),
+        ({"arguments": None}, {}),
+        ({"arguments": ""}, {}),
+        ({"arguments": '{"a": 1}'}, {"a": 1}),
+    ],
+    ids=str,
+)
+def test_arguments_of_calls_become_objects(given, arguments):
+    function, wanted = {"name": "f", **given}, {"name": "f", "arguments": arguments}
+    given = calls(function, {"id": "x", "function": function})
+    assert checked_messages([given]) == [calls(wanted, {"id": "x", "function": wanted})]
+    del given["content"]
+    assert "content" not in checked_messages([given])[0]
 
 
 def test_the_templates_of_a_folder_render_as_in_transformers(tmp_path):

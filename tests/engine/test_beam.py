@@ -30,7 +30,6 @@ def make_request(**params) -> Request:
     params = SamplingParams(**params)
     return Request(
         request_id="0",
-        number=0,
         prompt=None,
         prompt_token_ids=PROMPT,
         params=params,

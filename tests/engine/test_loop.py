@@ -26,6 +26,7 @@ from tests.support.engine_calls import (
     step,
     steps_of,
     submit,
+    tokens_of,
 )
 from tests.support.marks import slow
 
@@ -95,36 +96,37 @@ def test_a_sequence_near_its_end_goes_on_beside_one_that_stops(oracle):
     engine = make_engine()
     steps_of(engine, 8)
     wanted = oracle.continue_(PROMPTS[1], 6)
-    stop = wanted[2]
-    load = [greedy(max_tokens=24), greedy(max_tokens=11), greedy(stop_token_ids=[stop])]
+    load = [greedy(max_tokens=24), greedy(max_tokens=11), greedy(stop_token_ids=[wanted[2]])]
     requests = submit(engine, [PROMPTS[0], PROMPTS[3], PROMPTS[1]], load)
     while not engine.idle:
         step(engine)
         lens = np.asarray(engine.table.seq_lens)
         for one in engine.replicas[0].scheduler.running:
             assert lens[one.slot] <= one.num_computed
-    assert [len(x.outputs[0].token_ids) for x in requests] == [24, 11, wanted.index(stop) + 1]
+    assert list(map(len, tokens_of(requests))) == [24, 11, wanted.index(wanted[2]) + 1]
 
 
 # On the device: calls that the scheduler would not make.
 
 
+PAIR = [[1, 2, 3, 4], [5, 6, 7, 8]]
+
+
 def started(max_tokens: list[int], num_cached: int = 0):
-    """An engine whose requests are prefilled, with nothing in flight and cached pages."""
+    """A replica whose requests of PAIR are prefilled, with nothing in flight and cached pages."""
     engine = make_engine()
     steps_of(engine, 1)
     if num_cached:
         serve(engine, [[9] * 4 * num_cached], greedy(max_tokens=1))
-    prompts = [[1, 2, 3, 4], [5, 6, 7, 8]]
-    requests = submit(engine, prompts, [greedy(max_tokens=n) for n in max_tokens])
+    submit(engine, PAIR, [greedy(max_tokens=n) for n in max_tokens])
     engine.step()
-    engine.replicas[0].core.drain()
-    return engine, requests
-
-
-def call(engine, num_steps):
-    """Run decode steps on the device without the scheduler; return the tokens [K, R]."""
     replica = engine.replicas[0]
+    replica.core.drain()
+    return replica
+
+
+def call(replica, num_steps):
+    """Run decode steps on the device without the scheduler; return the tokens [K, R]."""
     decodes = [Decode(sequence=one, num_tokens=num_steps) for one in replica.scheduler.running]
     scheduled = SchedulerOutput(
         attachments=[], forks=[], decodes=decodes, resumed=[], chunks=[], num_steps=num_steps
@@ -134,53 +136,44 @@ def call(engine, num_steps):
 
 
 def test_the_loop_runs_as_many_steps_as_asked(oracle):
-    engine, requests = started([20, 20])
-    tokens, output = call(engine, 5)
+    tokens, output = call(started([20, 20]), 5)
     assert tokens.shape == (8, 4) and bool(output.valid)
-    for row, request in enumerate(requests):
-        wanted = oracle.continue_(request.prompt_token_ids, 6)
-        assert request.outputs[0].token_ids == wanted[:1]
-        assert tokens[:5, row].tolist() == wanted[1:]
+    for row, prompt in enumerate(PAIR):
+        assert tokens[:5, row].tolist() == oracle.continue_(prompt, 6)[1:]
     assert (tokens[5:] == NOT_SAMPLED).all() and (tokens[:, 2:] == NOT_SAMPLED).all()
     assert int(output.num_free) == 16 - 2 * 3
 
 
-def test_the_loop_goes_on_without_a_row_that_has_ended(oracle):
-    engine, _ = started([20, 4])
-    tokens, _ = call(engine, 8)
-    assert (tokens[:3, 1] >= 0).all() and (tokens[3:, 1] == NOT_SAMPLED).all()
-    more, _ = call(engine, 8)
-    assert (more[:, 1] == NOT_SAMPLED).all()
-    assert [*tokens[:, 0], *more[:, 0]] == oracle.continue_([1, 2, 3, 4], 17)[1:]
-
-
-def test_the_loop_ends_with_the_last_row():
-    engine, _ = started([5, 4])
-    tokens, output = call(engine, 8)
-    assert (tokens[:, :2] >= 0).sum(axis=0).tolist() == [4, 3]
-    assert (np.asarray(output.slot_mapping)[4:] == 0).all()  # as before the loop
+def test_the_loop_goes_on_without_a_row_that_has_ended_and_ends_with_the_last(oracle):
+    replica = started([20, 4])
+    tokens = np.concatenate([call(replica, 8)[0], call(replica, 8)[0]])
+    assert tokens[:, 0].tolist() == oracle.continue_(PAIR[0], 17)[1:]
+    assert (tokens[:, 1] != NOT_SAMPLED).tolist() == [True] * 3 + [False] * 13
+    tokens, output = call(replica, 8)
+    assert (tokens[:, 0] != NOT_SAMPLED).tolist() == [True] * 3 + [False] * 5
+    assert (np.asarray(output.slot_mapping)[3:] == 0).all()  # as before the loop
 
 
 def test_the_loop_ends_when_the_pages_do(oracle):
     """Each row holds one page; one of two has a page for its next token, for four steps."""
-    engine, _ = started([8, 8], num_cached=13)
-    tokens, output = call(engine, 8)
-    served = tokens[0] >= 0
+    replica = started([8, 8], num_cached=13)
+    tokens, output = call(replica, 8)
+    served = tokens[0] != NOT_SAMPLED
     assert served.sum() == 1 and (tokens[1:] == NOT_SAMPLED).all()
     assert bool(output.valid) and int(output.num_free) == 0
     row = int(np.argmax(served))
-    prompt = [[1, 2, 3, 4], [5, 6, 7, 8]][row]
-    assert tokens[0, row] == oracle.continue_(prompt, 2)[1]
-    engine.check()
+    assert tokens[0, row] == oracle.continue_(PAIR[row], 2)[1]
+    replica.update_table()
+    replica.check()
 
 
 def test_any_number_of_steps_runs_in_one_compiled_call(compilations):
-    engine, _ = started([20, 20])
-    state = engine.replicas[0].runner.executor.state
-    _, output = call(engine, 2)
+    replica = started([20, 20])
+    state = replica.runner.executor.state
+    _, output = call(replica, 2)
     del compilations[:]
     for num_steps in (3, 0, 1, 8):
-        call(engine, num_steps)
+        call(replica, num_steps)
     assert not compilations
     # Outputs outlive the state, which is donated.
     assert state.table.num_free.is_deleted() and bool(output.valid)

@@ -31,8 +31,9 @@ LONGROPE = LongRopeScaling(
     attention_factor=1.2,
     original_max_position_embeddings=32,
 )
-# A sequence in the engine: the context of the file, and the one that is asked for.
-CONTEXTS = {LONGROPE: (128, None), DYNAMIC: (32, 60), LINEAR: (32, 60), YARN: (64, None)}
+# The context of the file, and the one that is asked for.
+LONGER = {"max_model_len": 60}
+CONTEXTS = {LONGROPE: (128, {}), DYNAMIC: (32, LONGER), LINEAR: (32, LONGER), YARN: (64, {})}
 
 
 def name_of(value) -> str:
@@ -44,24 +45,13 @@ def with_scaling(scaling) -> ModelConfig:
     return replace(CONFIG, max_position_embeddings=context, rope_scaling=scaling)
 
 
-def complete(decoder, length, num_tokens, **config):
+def complete(decoder, length, **config):
     """The output of a prompt of random tokens; it has log-probabilities."""
     prompt = np.random.default_rng(0).integers(0, 40, length).tolist()
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, logprobs=0)
-    config = dict(max_num_seqs=4, max_num_batched_tokens=32, implementation="xla") | config
-    (output,) = generate(decoder, [prompt], params, **config)
+    params = SamplingParams(temperature=0.0, max_tokens=5, logprobs=0)
+    sizes = dict(max_num_seqs=4, max_num_batched_tokens=32, implementation="xla")
+    (output,) = generate(decoder, [prompt], params, **sizes, **config)
     return output
-
-
-def assert_equals_dense(decoder, output):
-    """Compare the log-probabilities of a completion with those of the whole text in one row."""
-    (completion,) = output.outputs
-    tokens = np.int32([output.prompt_token_ids + completion.token_ids[:-1]])
-    expected = log_softmax(dense_logits(decoder, tokens)[0, len(output.prompt_token_ids) - 1 :])
-    assert completion.token_ids == expected.argmax(-1).tolist()
-    pairs = zip(completion.logprobs, completion.token_ids, strict=True)
-    found = [entry[token].logprob for entry, token in pairs]
-    np.testing.assert_allclose(found, expected.max(-1), atol=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -75,33 +65,28 @@ def assert_equals_dense(decoder, output):
 )
 def test_sequences_of_the_engine_have_the_frequencies_of_their_context(scaling, length):
     decoder = tiny_model(with_scaling(scaling))
-    _, longer = CONTEXTS[scaling]
-    output = complete(decoder, length, 5, **({"max_model_len": longer} if longer else {}))
+    output = complete(decoder, length, **CONTEXTS[scaling][1])
     # With a cache the length is that of the context; whole rows have their own.
     if scaling is DYNAMIC:
         decoder = tiny_model(replace(decoder.config, max_position_embeddings=60, rope_scaling=None))
         growth = (2 * 60 / 32 - 1) ** (16 / 14)
         decoder.config = replace(decoder.config, rope_theta=CONFIG.rope_theta * growth)
-    assert_equals_dense(decoder, output)
-
-
-@pytest.mark.slow
-def test_prompt_of_3000_tokens_in_chunks_of_256_equals_one_row():
-    scaling = replace(YARN, original_max_position_embeddings=1024)
-    config = replace(CONFIG, max_position_embeddings=4096, rope_scaling=scaling)
-    decoder = tiny_model(config)
-    output = complete(decoder, 3000, 3, max_num_batched_tokens=256, page_size=64)
-    assert output.outputs[0].finish_reason == "length"
-    assert_equals_dense(decoder, output)
+    (completion,) = output.outputs
+    tokens = np.int32([output.prompt_token_ids + completion.token_ids[:-1]])
+    expected = log_softmax(dense_logits(decoder, tokens)[0, length - 1 :])
+    assert completion.token_ids == expected.argmax(-1).tolist()
+    pairs = zip(completion.logprobs, completion.token_ids, strict=True)
+    found = [entry[token].logprob for entry, token in pairs]
+    np.testing.assert_allclose(found, expected.max(-1), atol=2e-3)
 
 
 @pytest.mark.parametrize("scaling", [DYNAMIC, LINEAR], ids=name_of)
 def test_scalings_of_files_without_the_longer_context_extend_it_where_it_is_asked_for(scaling):
     decoder = tiny_model(with_scaling(scaling))
     with pytest.raises(ValueError, match="more than the 32 tokens of a sequence"):
-        complete(decoder, 40, 4)
+        complete(decoder, 40)
     with pytest.raises(ValueError, match="max_model_len=65 must be at most the model's 64"):
-        complete(decoder, 40, 4, max_model_len=65)
+        complete(decoder, 40, max_model_len=65)
     assert engine_model(decoder, max_model_len=60)[0].max_model_len == 60
 
 

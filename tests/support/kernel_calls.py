@@ -34,53 +34,28 @@ from pallas_paged.rms_norm import rms_norm
 from pallas_paged.rotary_write import WriteImplementation, rotate_and_write_kv
 from pallas_paged.unmerged_attention import unmerged_attention, write_and_attend
 from tests.support.attention_cases import Case, SharedPrefixes
+from tests.support.placement import named
 from tests.support.quantized_cases import Quantized
 from tests.support.sampling_rows import metadata
 
-HEADS = 8
 DECODE = Case(
-    num_q_heads=HEADS, num_kv_heads=2, head_dim=128, page_size=16, seq_lens=(150, 0, 200, 1),
+    num_q_heads=8, num_kv_heads=2, head_dim=128, page_size=16, seq_lens=(150, 0, 200, 1),
     pages_per_seq=16, dtype="bfloat16",
 )  # fmt: skip
 RAGGED = dataclasses.replace(DECODE, q_lens=(100, 0, 70, 1), num_tokens=175)
 PREFIXES = SharedPrefixes(
     case=DECODE, seq_lens=(150, 140, 200, 160), prefix_lens=(128, 0), cu_group_sizes=(0, 3, 4)
 )
-CACHE = ("q", "k_pages", "v_pages", "block_tables", "seq_lens")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A function of attention, a case for it and the names of the case's arrays."""
-
-    function: Callable[..., Any]
-    case: Case | SharedPrefixes
-    fields: tuple[str, ...]
-
-
-ENTRIES = {
-    "decode": Entry(function=pp.paged_attention, case=DECODE, fields=CACHE),
-    "ragged": Entry(function=pp.ragged_paged_attention, case=RAGGED, fields=(*CACHE, "cu_q_lens")),
-    "cascade": Entry(
-        function=pp.cascade_attention,
-        case=PREFIXES,
-        fields=(*CACHE, "prefix_lens", "cu_group_sizes"),
-    ),
+ENTRIES: dict[str, tuple[Callable[..., Any], Case | SharedPrefixes]] = {
+    "decode": (pp.paged_attention, DECODE),
+    "ragged": (pp.ragged_paged_attention, RAGGED),
+    "cascade": (pp.cascade_attention, PREFIXES),
 }
 # Rows of one-byte pages are converted before the ragged kernel, if tables are as wide.
-WIDE = Entry(
-    function=pp.ragged_paged_attention,
-    case=dataclasses.replace(
-        RAGGED,
-        seq_lens=(300, 0, 200, 1),
-        q_lens=(300, 0, 200, 1),
-        num_tokens=1024,
-        pages_per_seq=512,
-    ),
-    fields=(*CACHE, "cu_q_lens"),
-)
+WIDE_LENS = dict(seq_lens=(300, 0, 200, 1), q_lens=(300, 0, 200, 1))
+WIDE = dataclasses.replace(RAGGED, **WIDE_LENS, num_tokens=1024, pages_per_seq=512)
 KV_DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
-PER_HEAD = np.linspace(0.0, 1.0, HEADS, dtype=np.float32)
+PER_HEAD = np.linspace(0.0, 1.0, 8, dtype=np.float32)
 OPTIONS: dict[str, Any] = dict(
     sliding_window=90, soft_cap=30.0, alibi_slopes=PER_HEAD, sinks=PER_HEAD
 )
@@ -90,21 +65,13 @@ TREE_MASK = np.random.default_rng(7).random((4, 6, 6)) < 0.5
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class KernelCall:
-    """A call on small arrays.
+    """A call of an implementation on small arrays."""
 
-    Attributes:
-        family: the implementation that it names, or None.
-        name: what it computes.
-        function: of the arrays and of `implementation`, which has an "xla" as well.
-        make: returns the arrays.
-        tolerance: for the largest error, relative to the largest value of a result.
-    """
-
-    family: str | None
+    family: str
     name: str
-    function: Callable[..., Any]
+    function: Callable[..., Any]  # of the arrays and of `implementation`, which may be "xla"
     make: Callable[[], tuple[Any, ...]]
-    tolerance: float = 0.02
+    tolerance: float = 0.02  # for the largest error, relative to the largest value of a result
 
     def __str__(self) -> str:
         return f"{self.family} {self.name}"
@@ -113,17 +80,9 @@ class KernelCall:
         """Return the results of the kernels."""
         return self.function(*arrays, implementation=self.family)
 
-    def reference(self, *arrays: Any) -> Any:
-        """Return the results of XLA."""
-        return self.function(*arrays, implementation="xla")
-
     def shapes(self) -> tuple[Any, ...]:
         """Return the shapes of the arrays."""
-
-        def of(x: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(jnp.shape(x), jnp.asarray(x).dtype)
-
-        return jax.tree.map(of, self.make())
+        return jax.eval_shape(lambda: jax.tree.map(jnp.asarray, self.make()))
 
 
 def kernel_calls() -> list[KernelCall]:
@@ -137,16 +96,17 @@ def kernel_calls() -> list[KernelCall]:
                     KernelCall(family=family, name=name, function=function, make=make, **more)
                 )
 
-    for name, entry in ENTRIES.items():
+    for name, (function, case) in ENTRIES.items():
         for kv_dtype in KV_DTYPES:
-            make = partial(_attention_arrays, entry, kv_dtype)
-            add(Implementation, f"{name} {kv_dtype}", partial(_attend, entry), make)
+            make = partial(_attention_arrays, function, case, kv_dtype)
+            add(Implementation, f"{name} {kv_dtype}", partial(_attend, function), make)
         options = OPTIONS | ({"tree_mask": TREE_MASK} if name == "ragged" else {})
-        make = partial(_attention_arrays, entry, DECODE.dtype)
-        add(Implementation, f"{name} with options", partial(_attend, entry, **options), make)
+        make = partial(_attention_arrays, function, case, DECODE.dtype)
+        add(Implementation, f"{name} with options", partial(_attend, function, **options), make)
     for kv_dtype in KV_DTYPES[1:]:
-        make = partial(_attention_arrays, WIDE, kv_dtype)
-        add(Literal["mosaic_gpu"], f"wide ragged {kv_dtype}", partial(_attend, WIDE), make)
+        ragged = pp.ragged_paged_attention
+        make = partial(_attention_arrays, ragged, WIDE, kv_dtype)
+        add(Literal["mosaic_gpu"], f"wide ragged {kv_dtype}", partial(_attend, ragged), make)
     add(Implementation, "gradient", _gradient, _gradient_arrays)
     for kv_dtype in KV_DTYPES:
         make = partial(_write_arrays, kv_dtype)
@@ -163,21 +123,22 @@ def kernel_calls() -> list[KernelCall]:
     return found
 
 
-def _attend(entry: Entry, arrays: dict[str, Any], **options: Any) -> Any:
-    return entry.function(**arrays, return_lse=True, **options)
+def _attend(function: Callable[..., Any], arrays: dict[str, Any], **options: Any) -> Any:
+    return function(**arrays, return_lse=True, **options)
 
 
-def _attention_arrays(entry: Entry, kv_dtype: str) -> tuple[dict[str, Any]]:
-    case, fields = entry.case, entry.fields
+def _attention_arrays(
+    function: Callable[..., Any], case: Case | SharedPrefixes, kv_dtype: str
+) -> tuple[dict[str, Any]]:
     if kv_dtype == DECODE.dtype:
-        return (dict(zip(fields, case.make(), strict=True)),)
+        return (named(function, case.make()),)
     rest: tuple[Any, ...] = ()
     if isinstance(case, SharedPrefixes):  # groups of one row, which need not share pages
         case = dataclasses.replace(case.case, seq_lens=case.seq_lens)
         rest = np.full(4, 128, np.int32), np.arange(5, dtype=np.int32)
     (*arrays, k_scales, v_scales), _ = Quantized(case=case, kv_dtype=kv_dtype).make()
     scales = dict(k_scales=k_scales, v_scales=v_scales)
-    return (dict(zip(fields, (*arrays, *rest), strict=True)) | scales,)
+    return (named(function, (*arrays, *rest)) | scales,)
 
 
 def _gradient(arrays: dict[str, Any], d_out: jax.Array, *, implementation: str) -> dict[str, Any]:
@@ -203,17 +164,16 @@ def _gradient(arrays: dict[str, Any], d_out: jax.Array, *, implementation: str) 
 
 
 def _gradient_arrays() -> tuple[Any, ...]:
-    (arrays,) = _attention_arrays(ENTRIES["ragged"], DECODE.dtype)
+    (arrays,) = _attention_arrays(*ENTRIES["ragged"], DECODE.dtype)
     d_out = np.random.default_rng(1).standard_normal(arrays["q"].shape)
     return arrays, d_out.astype(jnp.bfloat16)
 
 
 def _rotate_and_write(
-    layer: Any, qkv: Any, slots: Any, rotation: Any, norm: Any, *, implementation: Any
+    layer: Any, qkv: Any, slots: Any, rotation: Any, norm: Any, **how: Any
 ) -> Any:
-    norms = dict(q_norm=norm, k_norm=norm)
     return rotate_and_write_kv(
-        layer, qkv, slots, rotation=rotation, **norms, implementation=implementation
+        layer, qkv, slots, rotation=rotation, q_norm=norm, k_norm=norm, **how
     )
 
 
@@ -231,9 +191,8 @@ def _write_arrays(kv_dtype: str) -> tuple[Any, ...]:
     return layer, qkv, slots, (np.cos(angles), np.sin(angles)), norm
 
 
-def _sample(logits: Any, rows: Any, lens: Any, *, implementation: Any) -> jax.Array:
-    mode = SamplingMode(draws=True, filters=2)
-    return sample(logits, rows, lens, mode, implementation=implementation)
+def _sample(logits: Any, rows: Any, lens: Any, **how: Any) -> jax.Array:
+    return sample(logits, rows, lens, SamplingMode(draws=True, filters=2), **how)
 
 
 def _sampling_arrays() -> tuple[Any, ...]:
@@ -249,10 +208,9 @@ def _linear_arrays(sizes: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def _between_attentions(
-    attended: Any, x: Any, weights: BlockWeights, *, implementation: Any
+    attended: Any, x: Any, weights: BlockWeights, **how: Any
 ) -> tuple[jax.Array, jax.Array]:
-    options: dict[str, Any] = dict(eps=1e-5, implementation=implementation)
-    residual, out = between_attentions(attended, Residual(x=x), weights, **options)
+    residual, out = between_attentions(attended, Residual(x=x), weights, eps=1e-5, **how)
     return residual.x, out
 
 
@@ -288,22 +246,18 @@ def _attention_and_between(
 
 def _states_arrays() -> tuple[Any, ...]:
     case = dataclasses.replace(DECODE, num_q_heads=2, num_kv_heads=1, seq_lens=(150,))
-    arrays = dict(zip(CACHE, case.make(), strict=True))
     _, x, weights = _block_arrays(1)
-    return arrays, x, weights
+    return named(pp.paged_attention, case.make()), x, weights
 
 
 def _write_and_attend(
-    layer: Any, qkv: Any, slots: Any, table: Any, lens: Any, rotation: Any, *, implementation: Any
+    layer: Any, qkv: Any, slots: Any, table: Any, lens: Any, rotation: Any, **how: Any
 ) -> Any:
-    rows = slots, table, lens
-    how: dict[str, Any] = dict(rotation=rotation, implementation=implementation)
-    found = write_and_attend(layer, qkv, *rows, **how)
+    found = write_and_attend(layer, qkv, slots, table, lens, rotation=rotation, **how)
     if found is not None:
         return found[0].merged(), found[1]
-    q, layer = rotate_and_write_kv(layer, qkv, rows[0], **how)
-    pages = layer.k_pages, layer.v_pages
-    out = pp.paged_attention(q, *pages, *rows[1:], implementation=implementation)
+    q, layer = rotate_and_write_kv(layer, qkv, slots, rotation=rotation, **how)
+    out = pp.paged_attention(q, layer.k_pages, layer.v_pages, table, lens, **how)
     return out.reshape(len(qkv), -1), layer
 
 
@@ -316,8 +270,8 @@ def _decode_and_write_arrays() -> tuple[Any, ...]:
     slots = np.where(lens > 0, pages * DECODE.page_size + last % DECODE.page_size, -1)
     qkv = rng.standard_normal((len(lens), 2, 6, 128)).astype(jnp.bfloat16)
     angles = rng.standard_normal((len(lens), 64)).astype(np.float32)
-    finite = (jnp.where(jnp.isfinite(x), x, 0) for x in (jnp.asarray(k), jnp.asarray(v)))
-    layer = pp.LayerKV(**dict(zip(("k_pages", "v_pages"), finite, strict=True)))
+    k, v = (jnp.nan_to_num(x, posinf=0, neginf=0) for x in (k, v))
+    layer = pp.LayerKV(k_pages=k, v_pages=v)
     return layer, qkv, slots.astype(np.int32), table, lens, (np.cos(angles), np.sin(angles))
 
 

@@ -13,6 +13,21 @@ from pallas_paged.kernels.mosaic import ops
 SIZE = 128
 
 
+def _two_warpgroups(body, name: str, *barriers, interpret: bool = False):
+    """A kernel `f32[SIZE] -> f32[SIZE]` of two warpgroups with shared memory of that size."""
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((SIZE,), jnp.float32),
+        scratch_types=(plgpu.SMEM((SIZE,), jnp.float32), *barriers),
+        grid=(1,),
+        grid_names=("program",),
+        num_threads=2,
+        thread_name="wg",
+        kernel_name=name,
+        interpret=ops.interpreter(interpret),
+    )
+
+
 def copy_by_two(x: jax.Array, *, ordered: bool, interpret: bool) -> jax.Array:
     """Return `x` f32[SIZE]: one warpgroup writes it to shared memory, the other reads it there.
 
@@ -34,17 +49,7 @@ def copy_by_two(x: jax.Array, *, ordered: bool, interpret: bool) -> jax.Array:
                 plgpu.barrier_wait(written)
             out_ref[...] = shared[...]
 
-    return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((SIZE,), jnp.float32),
-        scratch_types=(plgpu.SMEM((SIZE,), jnp.float32), plgpu.Barrier()),
-        grid=(1,),
-        grid_names=("program",),
-        num_threads=2,
-        thread_name="wg",
-        kernel_name="copy_by_two",
-        interpret=ops.interpreter(interpret),
-    )(x)
+    return _two_warpgroups(body, "copy_by_two", plgpu.Barrier(), interpret=interpret)(x)
 
 
 def add_by_two(x: jax.Array) -> jax.Array:
@@ -67,13 +72,4 @@ def add_by_two(x: jax.Array) -> jax.Array:
 
         out_ref[...] = shared[...]
 
-    return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((SIZE,), jnp.float32),
-        scratch_types=(plgpu.SMEM((SIZE,), jnp.float32),),
-        grid=(1,),
-        grid_names=("program",),
-        num_threads=2,
-        thread_name="wg",
-        kernel_name="add_by_two",
-    )(x)
+    return _two_warpgroups(body, "add_by_two")(x)

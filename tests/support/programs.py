@@ -11,7 +11,8 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,10 +76,8 @@ class Program:
         def of(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
-        layout = LAYOUTS[self.kv_layout]
-        shape = layout.shape(
-            H=self.num_kv_heads, P=self.num_pages, N=self.page_size, D=self.head_dim
-        )
+        layout, head_dim = LAYOUTS[self.kv_layout], self.head_dim
+        shape = layout.shape(H=self.num_kv_heads, P=self.num_pages, N=self.page_size, D=head_dim)
         pages = of(*shape, dtype=self.kv_dtype or self.dtype)
         num_tokens = self.num_tokens or self.num_seqs
         arrays = dict(
@@ -107,23 +106,51 @@ class Program:
 
     def lower(self) -> jax.stages.Lowered:
         """The call lowered for CUDA."""
-        call, arrays = self.call_and_shapes()
-        return lower_for_cuda(call, arrays)
+        return lower_for_cuda(*self.call_and_shapes())
 
     def text(self) -> str:
         return self.lower().as_text()
 
     def digests(self) -> list[str]:
         """A digest for each kernel, in order."""
-        kernels: list[str] = []
+        texts = map(_kernel_text, kernel_configs(self.lower()))
+        return [hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts]
 
-        def visit(op: ir.Operation) -> ir.WalkResult:
-            if op.name == "stablehlo.custom_call" and "mhlo.backend_config" in op.attributes:
-                kernels.append(_kernel_text(ir.DictAttr(op.attributes["mhlo.backend_config"])))
-            return ir.WalkResult.ADVANCE
 
-        self.lower().compiler_ir().operation.walk(visit)
-        return [hashlib.sha256(text.encode()).hexdigest()[:16] for text in kernels]
+def operations(module: ir.Operation, name: str) -> list[ir.Operation]:
+    """The operations of a module whose name ends so, in order."""
+    found = []
+
+    def visit(op: ir.Operation) -> ir.WalkResult:
+        if op.name.endswith(name):
+            found.append(op)
+        return ir.WalkResult.ADVANCE
+
+    module.walk(visit)
+    return found
+
+
+def kernel_configs(lowered: jax.stages.Lowered) -> list[ir.DictAttr]:
+    """What a program gives to each of its Pallas kernels."""
+    calls = operations(lowered.compiler_ir().operation, "stablehlo.custom_call")
+    name = "mhlo.backend_config"
+    return [ir.DictAttr(op.attributes[name]) for op in calls if name in op.attributes]
+
+
+@contextmanager
+def parsed(module: ir.Attribute) -> Iterator[ir.Operation]:
+    """The module of a kernel."""
+    with mlir.make_ir_context() as context:
+        register_dialects(context)
+        yield ir.Module.parse(ir.StringAttr(module).value_bytes).operation
+
+
+def register_dialects(context: ir.Context) -> None:
+    from jax._src.lib import mosaic_gpu_dialect, triton
+
+    triton.dialect.register_dialect(context)
+    mosaic_gpu_dialect.register_dialect(context)
+    context.allow_unregistered_dialects = True
 
 
 def programs() -> list[Program]:
@@ -183,11 +210,9 @@ def _kernel_text(backend_config: ir.DictAttr) -> str:
     text = ""
     for attribute in backend_config:
         if attribute.name in ("ir", "module"):  # of Triton, of Mosaic
-            with mlir.make_ir_context() as context:
-                register_dialects(context)
-                module = ir.Module.parse(ir.StringAttr(attribute.attr).value_bytes)
-                PassManager.parse("builtin.module(canonicalize,cse)").run(module.operation)
-                text = module.operation.get_asm(enable_debug_info=False)
+            with parsed(attribute.attr) as module:
+                PassManager.parse("builtin.module(canonicalize,cse)").run(module)
+                text = module.get_asm(enable_debug_info=False)
         elif attribute.name not in ("kernel_hash", "name", "debug"):
             launch.append(f"{attribute.name}={attribute.attr}")
     # JAX 0.11 counts the kernels of the process in this name.
@@ -198,14 +223,6 @@ def _kernel_text(backend_config: ir.DictAttr) -> str:
     constants = sorted(line.strip() for line in lines if "arith.constant" in line)
     code = [line for line in lines if "arith.constant" not in line]
     return "\n".join([*sorted(launch), *constants, *code])
-
-
-def register_dialects(context: ir.Context) -> None:
-    from jax._src.lib import mosaic_gpu_dialect, triton
-
-    triton.dialect.register_dialect(context)
-    mosaic_gpu_dialect.register_dialect(context)
-    context.allow_unregistered_dialects = True
 
 
 if __name__ == "__main__":

@@ -23,13 +23,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 from tests.support.kernel_calls import KernelCall, kernel_calls
@@ -54,8 +54,6 @@ _FINDING = re.compile(r"^========= (?P<text>\S.*)")
 _NO_FINDING = re.compile(r"COMPUTE-SANITIZER|SUMMARY|^Target application|^Saved|^Copyright")
 _ACCESS = re.compile(r"^=========\s+.*\bat (?P<kernel>\w+)\S*\+0x\w+(?: in (?P<line>\S+))?")
 _PLACE = re.compile(r"0x[0-9a-f]+|\(\d+,\d+,\d+\)")
-
-
 # Cascades run the kernels of the other functions, with other sizes.
 LEFT_OUT = re.compile("cascade (?!bfloat16)")
 
@@ -65,18 +63,10 @@ Found = dict[tuple[str, str], tuple[str, list[str]]]
 
 @dataclasses.dataclass(kw_only=True)
 class Job:
-    """A process that compiles calls, or one of a tool that runs them.
-
-    Attributes:
-        command: of the process.
-        log: the file of its output; a process that is started again goes on in it.
-        tool: "" for none.
-        names: of the calls.
-        process: the newest one.
-    """
+    """A process that compiles calls, or one of a tool (not "") that runs them."""
 
     command: Sequence[str]
-    log: Path
+    log: Path  # of its output; a process that is started again goes on in it
     tool: str = ""
     names: Sequence[str]
     process: subprocess.Popen[bytes] = dataclasses.field(init=False)
@@ -86,60 +76,45 @@ class Job:
 
     def start(self) -> None:
         """Start the process."""
+        streams = {"stderr": subprocess.STDOUT, "env": os.environ | ENVIRONMENT}
         with self.log.open("ab") as output:
-            self.process = subprocess.Popen(
-                self.command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=os.environ | ENVIRONMENT,
-            )
+            self.process = subprocess.Popen(self.command, stdout=output, **streams)
 
     def goes_on(self) -> bool:
         """Return whether the process runs; one that failed is started again for its other calls."""
-        if self.process.poll() is None:
-            return True
-        if self.tool and self.process.returncode == FAILED:
+        status = self.process.poll()
+        again = bool(self.tool) and status == FAILED
+        if again:
             self.start()
-            return True
-        return False
+        return again or status is None
 
 
 def planted_calls() -> list[KernelCall]:
     """Calls with an error that a tool must find."""
-    make = partial(np.ones, 100, np.float32)
-    names_and_functions = {"planted read past the end": _read_past_the_end, "planted race": _race}
+    functions = {"planted read past the end": _read_past_the_end, "planted race": _race}
+    ones = (np.ones(100, np.float32),)
     return [
-        KernelCall(family="", name=name, function=function, make=lambda: (make(),))
-        for name, function in names_and_functions.items()
+        KernelCall(family="", name=name, function=function, make=lambda: ones)
+        for name, function in functions.items()
     ]
 
 
 def _read_past_the_end(x: jax.Array, *, implementation: str) -> jax.Array:
     """Copy by a Triton kernel that reads 28 elements past the end."""
-    del implementation
-    from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
 
     def body(x_ref, out_ref):
         out_ref[...] = plgpu.load(x_ref.at[jnp.arange(128)])
 
-    return pl.pallas_call(
-        body,
-        out_shape=jax.ShapeDtypeStruct((128,), jnp.float32),
-        compiler_params=plgpu.CompilerParams(num_warps=4),
-    )(x)
+    params = plgpu.CompilerParams(num_warps=4)
+    out = jax.ShapeDtypeStruct((128,), jnp.float32)
+    return pl.pallas_call(body, out_shape=out, compiler_params=params)(x)
 
 
 def _race(x: jax.Array, *, implementation: str) -> jax.Array:
-    del implementation
     from tests.support.planted_race import add_by_two
 
     return add_by_two(jnp.pad(x, (0, 28)))
-
-
-def program_of(folder: Path, name: str) -> Path:
-    """Return the file of a call's program."""
-    return folder / name.replace(" ", "_")
 
 
 def compile_calls(folder: Path, names: Sequence[str]) -> None:
@@ -152,17 +127,16 @@ def compile_calls(folder: Path, names: Sequence[str]) -> None:
         def run(*leaves: Any, call: KernelCall = call, tree: Any = tree) -> list[Any]:
             return jax.tree.leaves(call.run(*jax.tree.unflatten(tree, leaves)))
 
-        found: Any
         try:
             compiled = jax.jit(run).lower(*leaves).compile()
-            found = serialize(compiled), [np.asarray(x) for x in leaves]
+            found: Any = serialize(compiled), [np.asarray(x) for x in leaves]
         except NotImplementedError as e:
             found = f"refused: {e}"
         except Exception as e:  # the table says so
             found = f"failed: {_last_line(e)}"
         part = folder / f"part{os.getpid()}"
         part.write_bytes(pickle.dumps(found))
-        part.rename(program_of(folder, name))  # whole at once
+        part.rename(folder / name)  # whole at once
 
 
 def run_calls(folder: Path, tool: str, names: Sequence[str]) -> None:
@@ -170,7 +144,7 @@ def run_calls(folder: Path, tool: str, names: Sequence[str]) -> None:
     from jax.experimental.pallas import mosaic_gpu  # noqa: F401  XLA looks for its functions
 
     for name in names:
-        path = program_of(folder, name)
+        path = folder / name
         while not path.exists():
             time.sleep(0.05)
         try:
@@ -220,29 +194,20 @@ def parse(log: str) -> dict[str, tuple[str, list[str]]]:
     return found
 
 
-def find_sanitizer() -> str:
-    """Return the path of compute-sanitizer."""
-    places = sorted(Path("/usr/local").glob("cuda*/bin"), reverse=True)
-    found = shutil.which("compute-sanitizer") or next(
-        (str(p / "compute-sanitizer") for p in places if (p / "compute-sanitizer").exists()), None
-    )
-    if found is None:
-        raise FileNotFoundError("compute-sanitizer is neither on PATH nor in /usr/local/cuda*/bin")
-    return found
-
-
 def start_all(names: Sequence[str], tools: Sequence[str], folder: Path, parts: int) -> list[Job]:
     """Start what compiles, every tool on all calls, and every tool on what is planted for it.
 
     Args:
         parts: processes of each tool; three times as many compile.
     """
-    sanitizer = find_sanitizer()
+    places = [os.environ["PATH"], *map(str, sorted(Path("/usr/local").glob("cuda*/bin"))[::-1])]
+    sanitizer = shutil.which("compute-sanitizer", path=os.pathsep.join(places))
+    if sanitizer is None:
+        raise FileNotFoundError("compute-sanitizer is neither on PATH nor in /usr/local/cuda*/bin")
     programs = folder / "programs"
     programs.mkdir()
     python = [sys.executable, "-m", "tests.support.sanitizer", "--folder", str(programs)]
-    planted = [PLANTED[tool] for tool in tools if tool in PLANTED]
-    every = [*planted, *names]
+    every = [*(PLANTED[tool] for tool in tools if tool in PLANTED), *names]
     compiled = [every[i :: 3 * parts] for i in range(3 * parts)]
     jobs = [
         Job(command=[*python, "--compile", *part], log=folder / f"compile{i}.log", names=part)
@@ -251,8 +216,8 @@ def start_all(names: Sequence[str], tools: Sequence[str], folder: Path, parts: i
     ]
     for tool in tools:
         prefix = [sanitizer, "--tool", tool, *TOOLS[tool], *python, "--tools", tool, "--run"]
-        lists = [[PLANTED[tool]]] if tool in PLANTED else []
-        for i, part in enumerate([*lists, *[names] * parts]):
+        planted = [[PLANTED[tool]]] if tool in PLANTED else []
+        for i, part in enumerate([*planted, *[names] * parts]):
             log = folder / f"{tool}{i}.log"
             jobs.append(Job(command=[*prefix, *part], log=log, tool=tool, names=part))
     return jobs

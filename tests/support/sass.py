@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import jax
+import pytest
 from jax.experimental import topologies
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
-from jax.interpreters import mlir
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 from jaxlib.mlir import ir
 
@@ -30,7 +30,7 @@ from pallas_paged.dispatch import Implementation
 from pallas_paged.kernels.call import Device
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support.kernel_calls import kernel_calls
-from tests.support.programs import Program, register_dialects
+from tests.support.programs import Program, kernel_configs, operations, parsed
 
 # What XLA wants to know of a GPU. Only the compute capability, the number of SMs and the shared
 # memory change what it does here.
@@ -63,7 +63,7 @@ _REGISTERS = re.compile(r"Used (\d+) registers")
 _TRITON_SHARED = re.compile(r"kCustomKernel.*\] (\w+) grid: .* shared_memory: (\d+) bytes")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Target:
     """A GPU to compile for."""
 
@@ -73,20 +73,14 @@ class Target:
     shared_memory: int  # bytes of a program, at most
 
     @property
-    def arch(self) -> tuple[int, int]:
-        """The compute capability as numbers."""
-        major, minor = map(int, self.capability.split("."))
-        return major, minor
+    def arch(self) -> tuple[int, ...]:
+        return tuple(map(int, self.capability.split(".")))
 
     @property
     def device(self) -> Device:
         """The device that the library chooses for."""
-        return Device(
-            platform="gpu",
-            kind=self.kind,
-            num_sms=self.num_sms,
-            compute_capability=self.capability,
-        )
+        sizes = dict(num_sms=self.num_sms, compute_capability=self.capability)
+        return Device(platform="gpu", kind=self.kind, **sizes)
 
     @property
     def config(self) -> str:
@@ -98,14 +92,14 @@ class Target:
 
 
 TARGETS = {
-    target.capability: target
-    for target in (
-        Target(capability="8.0", kind="NVIDIA A100", num_sms=108, shared_memory=166912),
-        Target(capability="8.6", kind="NVIDIA A10", num_sms=72, shared_memory=101376),
-        Target(capability="8.9", kind="NVIDIA L4", num_sms=58, shared_memory=101376),
-        Target(capability="9.0", kind="NVIDIA H200", num_sms=132, shared_memory=232448),
-        Target(capability="10.0", kind="NVIDIA B200", num_sms=148, shared_memory=232448),
-        Target(capability="12.0", kind="NVIDIA RTX PRO 6000", num_sms=188, shared_memory=101376),
+    capability: Target(capability, kind, num_sms, shared_memory)
+    for capability, kind, num_sms, shared_memory in (
+        ("8.0", "NVIDIA A100", 108, 166912),
+        ("8.6", "NVIDIA A10", 72, 101376),
+        ("8.9", "NVIDIA L4", 58, 101376),
+        ("9.0", "NVIDIA H200", 132, 232448),
+        ("10.0", "NVIDIA B200", 148, 232448),
+        ("12.0", "NVIDIA RTX PRO 6000", 188, 101376),
     )
 }
 
@@ -160,9 +154,7 @@ def compiler(root: Path) -> Iterator[Callable[..., list[Usage]]]:
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
             )
             dump = folder / "dump"
-            with _traced_for(target):
-                traced = jax.jit(function).trace(*placed)
-                lowered = traced.lower(lowering_platforms=("cuda",))
+            lowered = _lower(target, function, placed)
             lowered.compile(
                 compiler_options={
                     "xla_gpu_cuda_data_dir": str(fake),
@@ -177,24 +169,20 @@ def compiler(root: Path) -> Iterator[Callable[..., list[Usage]]]:
                 path.unlink()
             return list(usages_of(log.read_text(), target, shared))
 
-        before = {name: os.environ.get(name) for name in ("PATH", "MOSAIC_GPU_CUDA_ROOT")}
-        settings = {
+        # A program from the cache would not be compiled; and the code is that of full optimization.
+        settings = {"jax_compilation_cache_dir": None, "jax_disable_most_optimizations": False}
+        before = {
             "jax_compilation_cache_dir": jax.config.jax_compilation_cache_dir,
             "jax_disable_most_optimizations": jax.config.read("jax_disable_most_optimizations"),
         }
-        # A program from the cache would not be compiled; and the code is that of full optimization.
-        _set({"jax_compilation_cache_dir": None, "jax_disable_most_optimizations": False})
-        os.environ["PATH"] = f"{fake}/bin:{before['PATH']}"
-        os.environ["MOSAIC_GPU_CUDA_ROOT"] = str(fake)
-        try:
-            yield compile_for
-        finally:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PATH", f"{fake}/bin", prepend=os.pathsep)
+            patch.setenv("MOSAIC_GPU_CUDA_ROOT", str(fake))
             _set(settings)
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+            try:
+                yield compile_for
+            finally:
+                _set(before)
 
 
 def _set(settings: dict[str, Any]) -> None:
@@ -206,61 +194,34 @@ def _set(settings: dict[str, Any]) -> None:
 def _mosaic_shared(lowered: jax.stages.Lowered) -> dict[str, str]:
     """The bytes of shared memory of each Mosaic kernel, which ptxas and XLA do not know."""
     found: dict[str, str] = {}
-
-    def visit(op: ir.Operation) -> ir.WalkResult:
-        if op.name == "stablehlo.custom_call" and "mhlo.backend_config" in op.attributes:
-            config = ir.DictAttr(op.attributes["mhlo.backend_config"])
-            if "module" in config:
-                with mlir.make_ir_context() as context:
-                    register_dialects(context)
-                    module = ir.Module.parse(ir.StringAttr(config["module"]).value_bytes)
-                    found.update(_launch_size(module.operation))
-        return ir.WalkResult.ADVANCE
-
-    lowered.compiler_ir().operation.walk(visit)
+    for config in kernel_configs(lowered):
+        if "module" not in config:
+            continue
+        with parsed(config["module"]) as module:
+            name = ir.StringAttr(module.attributes["sym_name"]).value
+            for op in operations(module, "gpu.launch"):
+                # Dependencies, 3 sizes each of the grid, the block and the cluster, then this one.
+                counts = list(ir.DenseI32ArrayAttr(op.attributes["operandSegmentSizes"]))
+                constant = op.operands[sum(counts[:10])].owner
+                found[name] = str(ir.IntegerAttr(constant.attributes["value"]).value)
     return found
 
 
-def _launch_size(module: ir.Operation) -> dict[str, str]:
-    """The name of a Mosaic kernel, and the shared memory that it is launched with."""
-    name, found = ir.StringAttr(module.attributes["sym_name"]).value, {}
-
-    def visit(op: ir.Operation) -> ir.WalkResult:
-        if op.name.endswith("gpu.launch"):
-            # Dependencies, 3 sizes each of the grid, the block and the cluster, then this one.
-            counts = list(ir.DenseI32ArrayAttr(op.attributes["operandSegmentSizes"]))
-            constant = op.operands[sum(counts[:10])].owner
-            found[name] = str(ir.IntegerAttr(constant.attributes["value"]).value)
-        return ir.WalkResult.ADVANCE
-
-    module.walk(visit)
-    return found
-
-
-@contextmanager
-def _traced_for(target: Target) -> Iterator[None]:
-    """Traces for a target, whatever this machine has."""
+def _lower(target: Target, function: Callable[..., Any], shapes: Any) -> jax.stages.Lowered:
+    """Lowers for a target, whatever this machine has."""
     abstract = AbstractDevice(device_kind=target.kind, platform="gpu", num_cores=target.num_sms)
-    here = Device.here
-    setattr(Device, "here", lambda: target.device)  # noqa: B010
-    utils = infer = None
-    if mosaic_support.why_not_jax() is None:
-        from jax.experimental.mosaic.gpu import utils
-
-        infer = utils._infer_arch
-        utils._infer_arch = lambda: target.arch  # it takes (9, 0) for a device that is abstract
-    try:
-        with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=abstract)):
-            yield
-    finally:
-        setattr(Device, "here", here)  # noqa: B010
-        if utils is not None:
-            utils._infer_arch = infer
+    mesh = AbstractMesh((1,), ("x",), abstract_device=abstract)
+    with pytest.MonkeyPatch.context() as patch, jax.sharding.use_abstract_mesh(mesh):
+        patch.setattr(Device, "here", lambda: target.device)
+        if mosaic_support.why_not_jax() is None:
+            # JAX takes (9, 0) for a device that is abstract.
+            patch.setattr("jax.experimental.mosaic.gpu.utils._infer_arch", lambda: target.arch)
+        return jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
 
 
 def usages_of(log: str, target: Target, shared: dict[str, str]) -> Iterator[Usage]:
     """What ptxas printed of each kernel."""
-    arch = "".join(map(str, target.arch))
+    arch = target.capability.replace(".", "")
     for part in log.split("ptxas info    : 0 bytes gmem")[1:]:
         entry, spills, registers = (x.search(part) for x in (_ENTRY, _SPILLS, _REGISTERS))
         if not (entry and spills and registers):
@@ -309,7 +270,7 @@ FOR_ALL_TARGETS = ("decode bfloat16", "decode int8", "ragged float8_e4m3fn", "ro
 MADE_OF_OTHERS = ("cascade int8", "cascade float8_e4m3fn", "cascade with options")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Compilation:
     """A call to compile for a target."""
 
@@ -328,16 +289,14 @@ def compilations() -> list[Compilation]:
     for target in TARGETS.values():
         all_kernels = target.capability == "9.0"
         found += [
-            Compilation(target=target, name=str(call), function=call.run, shapes=call.shapes())
+            Compilation(target, str(call), call.run, call.shapes())
             for call in kernel_calls()
             if (all_kernels and call.name not in MADE_OF_OTHERS)
             or (call.family == "triton" and call.name in FOR_ALL_TARGETS)
         ]
         for program in real_programs() if all_kernels else large_programs(target):
             function, shapes = program.call_and_shapes()
-            found.append(
-                Compilation(target=target, name=program.name, function=function, shapes=(shapes,))
-            )
+            found.append(Compilation(target, program.name, function, (shapes,)))
     return found
 
 

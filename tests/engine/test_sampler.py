@@ -221,70 +221,31 @@ def test_the_hash_of_a_prompt_depends_on_its_tokens_and_their_order():
 # Processors and penalties
 
 
-PARTS = [(x, y) for x in (False, True) for y in (False, True)]  # processors, penalties
+PENALTIES = dict(presence_penalty=1, frequency_penalty=1, repetition_penalty=2)
+PADDING = dict(min_lens=9, bias=np.ones((6, 2)), bias_token_ids=np.tile([-1, VOCAB], (6, 1)))
+PROCESSORS = PADDING | dict(bias_token_ids=np.tile([1, 2], (6, 1)), stop_token_ids=np.zeros((6, 1)))
 
 
-@jax.jit
-def processed(logits, rows, counts, lens):
-    """The logits by each of the modes of `PARTS`."""
-    return [
-        process_logits(
-            logits, rows, counts if y else None, lens, SamplingMode(processors=x, penalties=y)
-        )
-        for x, y in PARTS
-    ]
-
-
-def wanted_logits(logits, rows, counts, lens, processors, penalties):
-    """What `process_logits` returns, one row and one token at a time."""
-    out = logits.astype(np.float64)
-    for row in range(len(logits)):
-        if processors:
-            for token, bias in zip(rows.bias_token_ids[row], rows.bias[row], strict=True):
-                if 0 <= token < VOCAB:
-                    out[row, token] += bias
-            for token in rows.stop_token_ids[row]:
-                if token >= 0 and lens[row] < rows.min_lens[row]:
-                    out[row, token] = -np.inf
-        for token in range(VOCAB if penalties else 0):
-            count, factor = int(counts.output[row, token]), rows.repetition_penalty[row]
-            if counts.prompt[row, token] or count:
-                out[row, token] *= 1 / factor if out[row, token] > 0 else factor
-            out[row, token] -= rows.frequency_penalty[row] * count
-            out[row, token] -= rows.presence_penalty[row] * (count > 0)
-    return out
-
-
-def test_processed_logits_equal_those_of_numpy():
-    """Those of two rows that ask for nothing are unchanged, and a mode leaves out its part."""
-    num_rows = 42
-    rng = np.random.default_rng(4)
-    logits = rng.normal(0, 2, (num_rows, VOCAB)).astype(np.float32)
-    logits[:3, 3], logits[3], logits[41] = [np.nan, -np.inf, np.inf], 1, np.nan
-    lens = rng.integers(0, 6, num_rows).astype(np.int32)
-    values = dict(
-        presence_penalty=rng.uniform(-2, 2, num_rows),
-        frequency_penalty=rng.uniform(-2, 2, num_rows),
-        repetition_penalty=rng.uniform(0.3, 3, num_rows),
-        min_lens=rng.integers(0, 6, num_rows),
-        stop_token_ids=rng.integers(-1, VOCAB, (num_rows, 3)),
-        # -1 and VOCAB are padding.
-        bias_token_ids=np.stack([rng.permutation(VOCAB + 2)[:9] - 1 for _ in range(num_rows)]),
-        bias=rng.uniform(-100, 100, (num_rows, 9)),
-    )
-    for name, off in dict(presence_penalty=0, frequency_penalty=0, repetition_penalty=1).items():
-        values[name][40:] = off
-    values["min_lens"][40:], values["bias_token_ids"][40:] = 0, -1
-    rows = metadata(num_rows, **values)
-    counts = TokenCounts(
-        prompt=rng.random((num_rows, VOCAB)) < 0.4,
-        output=rng.poisson(0.7, (num_rows, VOCAB)).astype(np.int32),
-    )
-    for parts, got in zip(PARTS, processed(logits, rows, counts, lens), strict=True):
-        wanted = wanted_logits(logits, rows, counts, lens, *parts)
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5, err_msg=str(parts))
-        np.testing.assert_array_equal(got[40:], logits[40:], err_msg=str(parts))
-        assert got.dtype == np.float32
+@pytest.mark.parametrize(
+    ("parts", "values"),
+    [
+        (dict(processors=True, penalties=True), PADDING),
+        (dict(processors=True), PENALTIES),
+        (dict(penalties=True), PROCESSORS),
+        (dict(), PROCESSORS | PENALTIES),
+    ],
+    ids=["padding", "no penalties", "no processors", "neither"],
+)
+def test_padding_and_parts_that_a_mode_leaves_out_change_no_logits(parts, values):
+    """The formulas of the parts are tested in the engine, against a loop (test_sampling.py)."""
+    logits = np.random.default_rng(4).normal(0, 2, (6, VOCAB)).astype(np.float32)
+    logits[:3, 3], logits[3] = [np.nan, -np.inf, np.inf], np.nan
+    counts = TokenCounts(prompt=np.ones((6, VOCAB), bool), output=np.ones((6, VOCAB), np.int32))
+    rows, lens = metadata(6, **values), np.zeros(6, np.int32)
+    process = jax.jit(process_logits, static_argnames="mode")
+    got = process(logits, rows, counts, lens, mode=SamplingMode(**parts))
+    np.testing.assert_array_equal(got, logits)
+    assert got.dtype == np.float32
 
 
 def test_added_output_tokens_are_counted_and_bad_ones_dropped():
@@ -408,8 +369,19 @@ def test_a_join_covers_both_modes():
     assert not one.covers(replace(one, logprobs=MAX_LOGPROBS)) and one.covers(GREEDY)
 
 
-def program_of(mode):
-    """The text of a step that samples."""
+@pytest.mark.parametrize(
+    ("mode", "wanted"),
+    [
+        (GREEDY, set()),
+        (SamplingMode(processors=True), {"processors"}),
+        (SamplingMode(penalties=True), {"penalties"}),
+        (PLAIN, {"draws", "penalties"}),  # draws divide too
+        (FILTERS, {"draws", "filters", "penalties"}),
+    ],
+    ids=["greedy", "processors", "penalties", "plain", "filters"],
+)
+def test_a_mode_compiles_only_what_it_names(mode, wanted):
+    words = dict(draws=" log1p ", filters=" exp ", processors=" scatter", penalties=" div ")
     logits, lens = np.zeros((2, VOCAB), np.float32), np.zeros(2, np.int32)
     counts = TokenCounts(prompt=np.zeros((2, VOCAB), bool), output=np.zeros((2, VOCAB), np.int32))
 
@@ -417,38 +389,18 @@ def program_of(mode):
         logits = process_logits(logits, rows, counts, lens, mode)
         return sample(logits, rows, lens, mode, implementation="xla")
 
-    return str(jax.make_jaxpr(step)(logits, metadata(2), counts))
+    program = str(jax.make_jaxpr(step)(logits, metadata(2), counts))
+    assert {name for name, word in words.items() if word in program} == wanted
 
 
-def test_a_mode_compiles_only_what_it_names():
-    words = dict(draws=" log1p ", filters=" exp ", processors=" scatter", penalties=" div ")
-    for mode, wanted in {
-        GREEDY: set(),
-        SamplingMode(processors=True): {"processors"},
-        SamplingMode(penalties=True): {"penalties"},
-        PLAIN: {"draws", "penalties"},  # draws divide too
-        FILTERS: {"draws", "filters", "penalties"},
-    }.items():
-        program = program_of(mode)
-        assert {name for name, word in words.items() if word in program} == wanted, mode
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda logits, rows, lens: sample(logits, rows, lens, GREEDY),
-        lambda logits, rows, lens: process_logits(logits, rows, None, lens, GREEDY),
-        lambda logits, rows, lens: gather_logprobs(logits, lens, 0),
-    ],
-    ids=["sample", "process_logits", "gather_logprobs"],
-)
-def test_bad_logits_are_refused(call):
-    for shape, dtype in [((VOCAB,), np.float32), ((2, VOCAB), np.float16)]:
+def test_bad_logits_and_penalties_without_counts_are_refused():
+    rows, lens = metadata(2), np.zeros(2, np.int32)
+    for logits in (np.zeros(VOCAB, np.float32), np.zeros((2, VOCAB), np.float16)):
         with pytest.raises(ValueError, match=r"must be f32\[S, V\]"):
-            call(np.zeros(shape, dtype), metadata(2), np.zeros(2, np.int32))
-
-
-def test_penalties_without_counts_are_refused():
-    logits, lens = np.zeros((2, VOCAB), np.float32), np.zeros(2, np.int32)
+            sample(logits, rows, lens, GREEDY)
+        with pytest.raises(ValueError, match=r"must be f32\[S, V\]"):
+            process_logits(logits, rows, None, lens, GREEDY)
+        with pytest.raises(ValueError, match=r"must be f32\[S, V\]"):
+            gather_logprobs(logits, lens, 0)
     with pytest.raises(ValueError, match="counts=None"):
-        process_logits(logits, metadata(2), None, lens, SamplingMode(penalties=True))
+        process_logits(np.float32([[0], [0]]), rows, None, lens, SamplingMode(penalties=True))

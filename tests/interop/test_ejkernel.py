@@ -20,11 +20,14 @@ from pallas_paged.interop import ejkernel as ours  # noqa: E402
 
 CASE = Case(seq_lens=(17, 5, 1, 30), q_lens=(1, 5, 1, 13), pages_per_seq=5)
 SLOPES = np.float32([0.5, 0.25, 0.125, 0.06])
-OPTIONS = {
-    "plain": {},
-    "scale": dict(softmax_scale=0.3),
-    "window": dict(sliding_window=7),
-    "cap": dict(logits_soft_cap=2.0),
+# Options of attention, and the place among its arguments of a number per head.
+UNIFIED = {
+    "plain": ({}, None),
+    "scale": (dict(softmax_scale=0.3), None),
+    "window": (dict(sliding_window=7), None),
+    "cap": (dict(logits_soft_cap=2.0), None),
+    "alibi": ({}, 6),
+    "sinks": ({}, 8),
 }
 
 
@@ -67,20 +70,13 @@ def test_the_registry_chooses_ours(registered):
     kernel_registry.get("unified_attention", Platform.CUDA, Backend.GPU)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_unified_attention(options, registered):
-    arrays = unified_arguments()
+@pytest.mark.parametrize(("options", "place"), UNIFIED.values(), ids=UNIFIED)
+def test_unified_attention(options, place, registered):
+    arrays = [*unified_arguments(), None, None, None]
+    if place is not None:
+        arrays[place] = jnp.asarray(SLOPES)
     actual = ops.unified_attention(*arrays, **options)
     meant = np.float64(reference_of("unified_attention")(*arrays, **options))
-    assert relative_error(actual, meant) < 1e-5
-
-
-@pytest.mark.parametrize("place", [6, 8], ids=["alibi", "sinks"])
-def test_unified_attention_with_a_number_per_head(place, registered):
-    arrays = [*unified_arguments(), None, None, None]
-    arrays[place] = jnp.asarray(SLOPES)
-    actual = ops.unified_attention(*arrays)
-    meant = np.float64(reference_of("unified_attention")(*arrays))
     assert relative_error(actual, meant) < 1e-5
 
 

@@ -121,14 +121,6 @@ def test_sampling_repeats_with_its_seed_and_returns_logprobs():
     assert [len(x) for x in first.logprobs] == [len(x) for x in first.tokens]
 
 
-def test_new_weights_are_used():
-    actor, other = Actor(), Actor(1)
-    rollout = make_rollout(actor)
-    rollout.generate(PROMPTS, CONFIG)
-    rollout.update_params(nnx.state(other, nnx.Param), (nnx.Param,))
-    assert [x.tolist() for x in rollout.generate(PROMPTS, CONFIG).tokens] == greedy(other)
-
-
 @pytest.mark.parametrize("iterations", [1, 2])
 def test_the_grpo_learner_trains_on_rollouts_of_the_engine(iterations):
     """With two iterations the learner asks for log-probabilities of old weights too."""

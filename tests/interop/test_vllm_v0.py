@@ -32,12 +32,10 @@ def caches(dtype):
 
 
 def assert_same_bits(got, want):
-    assert (got is None) == (want is None)
-    if want is not None:
-        assert got.dtype == want.dtype and got.shape == want.shape
-        np.testing.assert_array_equal(
-            np.ascontiguousarray(got).view(np.uint8), np.ascontiguousarray(want).view(np.uint8)
-        )
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        a, b = (np.ascontiguousarray(x).view(np.uint8) for x in (a, b))
+        np.testing.assert_array_equal(a, b)
 
 
 DTYPES = ("float32", "bfloat16", "int8", "float16", "float8_e4m3fn")
@@ -51,12 +49,8 @@ PAIRS = [(layout, DTYPES[index % 3]) for index, layout in enumerate(LAYOUTS)]
 def test_converted_there_and_back_inside_jit(kv_layout, dtype):
     old, tokens = caches(dtype)
     pages = jax.jit(partial(from_vllm_v0, kv_layout=kv_layout))(*old)
-    for got, want in zip(pages, in_layout(kv_layout, *tokens), strict=True):
-        assert_same_bits(got, want)
-    for got, want in zip(
-        jax.jit(partial(to_vllm_v0, kv_layout=kv_layout))(*pages), old, strict=True
-    ):
-        assert_same_bits(got, want)
+    assert_same_bits(pages, in_layout(kv_layout, *tokens))
+    assert_same_bits(jax.jit(partial(to_vllm_v0, kv_layout=kv_layout))(*pages), old)
 
 
 def test_other_caches_are_refused():

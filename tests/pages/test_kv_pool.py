@@ -94,9 +94,7 @@ def test_scales_of_a_checkpoint(dtype):
         (dict(num_layers=0), "num_layers=0 must be a positive integer"),
         (dict(num_kv_heads=-2), "num_kv_heads=-2 must be a positive integer"),
         (dict(head_dim=1.0), r"head_dim=1.0 must be a positive integer"),
-        (dict(num_pages=0), "num_pages=0 must be a positive integer"),
         (dict(page_size=3), "page_size=3 must be a power of two from 1 to 256"),
-        (dict(num_pages=2**31), r"num_pages=2147483648 \* page_size=4 \+ 1 must be at most"),
         (dict(dtype="int16"), "dtype=int16 must be one of float32, bfloat16, float16, int8, floa"),
         (dict(dtype=None), "dtype=None must be one of float32"),
         (dict(dtype="nope"), "dtype='nope' must be one of float32"),
@@ -123,35 +121,36 @@ def test_create_refuses(changes, message):
 
 def written_by_numpy(layer, k, v, slots):
     """The layer with the tokens."""
+    held = (slots >= 0) & (slots < P * N)
+
+    def write(x, tokens):
+        flat = x.reshape(H, P * N, *x.shape[3:]).copy()
+        flat[:, slots[held]] = tokens[held].swapaxes(0, 1)
+        return flat.reshape(x.shape)
+
     new = {}
-    for name, x in (("k", k), ("v", v)):
+    for name, x in (("k", np.float32(k)), ("v", np.float32(v))):
         pages, scales = getattr(layer, f"{name}_pages"), getattr(layer, f"{name}_scales")
-        pages, dtype, x = pages.reshape(H, P * N, D).copy(), pages.dtype, np.float32(x)
-        new_scales = None
+        dtype = pages.dtype
         if scales is None:
             x = x.astype(dtype)
         elif np.ndim(scales):
-            scales = scales.reshape(H, P * N).copy()
-            x, new_scales = quantize(x, dtype.name)
+            x, of_tokens = quantize(x, dtype.name)
+            new[f"{name}_scales"] = write(scales, of_tokens)
         else:
             x = np.clip(x / scales, -LARGEST[dtype.name], LARGEST[dtype.name])
             x = (np.rint(x) if dtype == np.int8 else x).astype(dtype)
-        for token, slot in enumerate(slots):
-            if 0 <= slot < P * N:
-                pages[:, slot] = x[token]
-                if new_scales is not None:
-                    scales[:, slot] = new_scales[token]
-        new[f"{name}_pages"] = pages.reshape(H, P, N, D)
-        new[f"{name}_scales"] = scales if new_scales is None else scales.reshape(H, P, N)
+        new[f"{name}_pages"] = write(pages, x)
     return replace(layer, **new)
 
 
 def copied_by_numpy(layer, src, dst):
+    real = (src >= 0) & (src < P) & (dst >= 0) & (dst < P)
+
     def copied(x):
         after = np.array(x)
-        for a, b in zip(src, dst, strict=True):
-            if np.ndim(x) and 0 <= a < P and 0 <= b < P:
-                after[:, b] = x[:, a]
+        if after.ndim:
+            after[:, dst[real]] = x[:, src[real]]
         return after
 
     return jax.tree.map(copied, layer)
@@ -232,13 +231,13 @@ def test_writes_and_copies_equal_numpy_and_touch_nothing_else(kv_layout, stored,
 
 
 def written(rows, dtype, scale=None):
-    """Elements and scales of rows written as K of one head; 64 rows of 10 elements at most."""
-    padded = np.zeros((64, 1, 10), np.float32)
+    """Elements and scales of rows written as K of one head; 2 rows of 6 elements at most."""
+    padded = np.zeros((2, 1, 6), np.float32)
     padded[: len(rows), 0, : len(rows[0])] = rows
-    pages = np.zeros((1, 64, 1, 10), jnp.dtype(dtype))
-    scales = np.zeros((1, 64, 1), np.float32) if scale is None else np.float32(scale)
+    pages = np.zeros((1, 2, 1, 6), jnp.dtype(dtype))
+    scales = np.zeros((1, 2, 1), np.float32) if scale is None else np.float32(scale)
     layer = pp.LayerKV(k_pages=pages, v_pages=pages, k_scales=scales, v_scales=scales)
-    layer = jitted_write(layer, padded, padded, np.arange(64, dtype=np.int32))
+    layer = jitted_write(layer, padded, padded, i32(0, 1))
     elements = layer.k_pages[0, : len(rows), 0, : len(rows[0])].astype(np.float32)
     return elements, layer.k_scales.ravel()[: len(rows)]
 
@@ -257,16 +256,6 @@ def written(rows, dtype, scale=None):
 def test_ties_go_to_even_and_values_saturate(dtype, row, expected):
     elements, _ = written(np.float32([row]), dtype, scale=1)
     np.testing.assert_array_equal(elements, [expected])
-
-
-@BOTH
-def test_the_largest_element_has_the_largest_code(dtype):
-    rng = np.random.default_rng(1)
-    rows = rng.standard_normal((50, 8)).astype(np.float32) * 10 ** rng.uniform(-30, 30, (50, 1))
-    elements, scales = written(rows, dtype)
-    np.testing.assert_array_equal(abs(elements).max(axis=1), LARGEST[dtype])
-    largest = LARGEST[dtype] * scales.astype(np.float64)
-    np.testing.assert_allclose(largest, abs(rows).max(axis=1), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +342,7 @@ def zeros(*shape, dtype=np.float32):
     return np.zeros(shape, dtype)
 
 
-ONE, TWO = zeros(5, 4, 6, 8), zeros(5, 2, 4, 3, 8)
+ONE = zeros(5, 4, 6, 8)
 BYTES = dict.fromkeys(("k_pages", "v_pages"), zeros(2, 4, 2, 3, dtype=np.int8))
 SCALES = zeros(2, 4, 2)
 
@@ -383,9 +372,6 @@ SCALES = zeros(2, 4, 2)
         (BYTES | dict(k_scales="ab", v_scales=SCALES), "k_scales='ab' must be an array"),
         (dict(k_scales=SCALES, v_scales=SCALES), "must be None with pages of float32"),
         (dict(k_pages=ONE, v_pages=ONE, kv_layout="NH2D"), "layer.v_pages must be None with kv_la"),
-        (dict(k_pages=ONE[:, :, :3], v_pages=None, kv_layout="NHD"), "layer.v_pages=None must be"),
-        (dict(k_pages=ONE[:, :, :5], v_pages=None, kv_layout="N2HD"), r"be .*2 \* num_kv_heads"),
-        (dict(k_pages=TWO[:, :1], v_pages=None, kv_layout="2NHD"), r"must be \[num_pages, 2, page"),
         (dict(k_pages=ONE, v_pages=None, kv_layout="NHXD"), "kv_layout='NHXD' must be one of .*'N"),
     ],
 )
@@ -402,9 +388,8 @@ def test_write_kv_refuses(changes, message):
 def test_write_kv_takes_a_layer_only():
     layer, tokens = random_layer("float32"), zeros(1, H, D)
     for other in (pp.KVPool(layers=(layer,)), None, layer.k_pages):
-        with pytest.raises(
-            ValueError, match=f"^layer must be a LayerKV, got {type(other).__name__}"
-        ):
+        message = f"^layer must be a LayerKV, got {type(other).__name__}"
+        with pytest.raises(ValueError, match=message):
             pp.write_kv(other, tokens, tokens, i32(0))
 
 

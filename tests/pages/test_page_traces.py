@@ -92,15 +92,16 @@ class Simulation:
         expected = self.oracle.extend(new, MAX_NEW)
         self.table, ok = extend(self.table, i32(*counts), max_new_tokens=MAX_NEW)
         # Rows that failed write too; they do not hold these positions, so nothing may change.
-        rows = np.full(SIZES["max_seqs"] * (MAX_NEW + 1), -1, np.int32)
-        positions, values = np.zeros_like(rows), np.zeros(rows.shape, np.float32)
-        at = 0
-        for row, tokens in enumerate(new):
-            for offset, value in enumerate(tokens if isinstance(tokens, list) else []):
-                rows[at], positions[at], values[at] = row, lens[row] + offset, value
-                at += 1
+        tokens = [
+            (row, lens[row] + offset, value)
+            for row, values in enumerate(new)
+            if isinstance(values, list)
+            for offset, value in enumerate(values)
+        ]
+        tokens += [(-1, 0, 0)] * (SIZES["max_seqs"] * (MAX_NEW + 1) - len(tokens))
+        rows, positions, values = i32(*tokens).T
         slots = slot_mapping(self.table, rows, positions)
-        kv = values[:, None, None]
+        kv = np.float32(values)[:, None, None]
         self.pool = pp.KVPool(layers=(write_kv(self.pool.layers[0], kv, -kv, slots),))
         return ok, expected
 
@@ -194,15 +195,39 @@ class Simulation:
         assert int(self.table.num_free) == self.oracle.num_free
 
 
-@pytest.mark.parametrize("page_size", [4, *slow([1])])
-@settings(max_examples=75, deadline=None, derandomize=True)
-@given(trace=st.lists(steps, min_size=12, max_size=25))
-def test_random_traces_agree_with_the_oracle(page_size, trace):
+def run(page_size, trace):
     simulation = Simulation(page_size)
     for name, *arguments in trace:
         ok, expected = getattr(simulation, name)(*arguments)
         assert ok.tolist() == expected, name
         simulation.compare()
+    return simulation
+
+
+SCENARIOS = {
+    "rows after one that does not fit": [("extend", [8, 8, 4, 1]), ("extend", [4, 5, 1, 3])],
+    "pages released by the same call": [  # one is left for the tails of rows 0 and 1
+        *[("extend", [8, 0, 8, 4]), ("extend", [0, 0, 8, 0]), ("fork", [(0, 1), (-1, 0), (-1, 0)])],
+        ("truncate", [2, 2, 16, 2]),
+    ],
+    "attached pages that are named twice or after padding": [
+        *[("extend", [9, 0, 0, 0]), ("extend", [3, 0, 0, 0])],
+        ("attach", [(1, [(0, 1), (0, 0), (0, 1)]), (1, [(0, 0)]), (4, []), (2, [])]),
+        ("attach", [(1, [(0, 0), ("none", -1), (0, 1)]), (2, [(0, 1), (0, 0)])]),
+    ],
+}
+
+
+@pytest.mark.parametrize("trace", SCENARIOS.values(), ids=SCENARIOS)
+def test_scenarios_agree_with_the_oracle(trace):
+    run(4, trace)
+
+
+@pytest.mark.parametrize("page_size", [4, *slow([1])])
+@settings(max_examples=75, deadline=None, derandomize=True)
+@given(trace=st.lists(steps, min_size=12, max_size=25))
+def test_random_traces_agree_with_the_oracle(page_size, trace):
+    simulation = run(page_size, trace)
     simulation.free([True] * SIZES["max_seqs"])
     while simulation.retained:
         simulation.release(range(NUM_PAGES))

@@ -36,13 +36,10 @@ def padded(x: Any, *more: int) -> np.ndarray:
                   constant_values=-1)  # fmt: skip
 
 
-_create = functools.cache(
-    jitted(pp.create_page_table, ("num_pages", "page_size", "max_seqs", "pages_per_seq"))
-)
 extend = jitted(pp.extend, ["max_new_tokens"])
 free, truncate = jitted(pp.free), jitted(pp.truncate)
 free_before = jitted(pp.free_before, ["max_pages"])
-write_kv, copy_pages = jitted(pp.write_kv, ["kv_layout"]), jitted(pp.copy_pages, ["kv_layout"])
+write_kv, copy_pages = jitted(pp.write_kv), jitted(pp.copy_pages)
 _fork, _slot_mapping = jitted(pp.fork), jitted(pp.slot_mapping)
 _retain, _release, _attach = jitted(pp.retain), jitted(pp.release), jitted(pp.attach)
 
@@ -70,10 +67,12 @@ def attach(table, rows, pages):
     return table, ok[: len(rows)]
 
 
-def make_table(num_pages=8, page_size=4, max_seqs=4, pages_per_seq=4):
-    return _create(
-        num_pages=num_pages, page_size=page_size, max_seqs=max_seqs, pages_per_seq=pages_per_seq
-    )
+SIZES = dict(num_pages=8, page_size=4, max_seqs=4, pages_per_seq=4)
+_create = functools.cache(jitted(pp.create_page_table, SIZES))
+
+
+def make_table(**sizes):
+    return _create(**SIZES | sizes)
 
 
 def i32(*values):

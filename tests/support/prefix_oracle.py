@@ -28,9 +28,6 @@ class PrefixOracle:
         prefixes = self.full_prefixes(tokens)
         return list(itertools.takewhile(self.pages.__contains__, prefixes))
 
-    def num_cached_pages(self, tokens: list[int]) -> int:
-        return len(self.cached_prefixes(tokens))
-
     def insert(self, lease: list[Prefix], tokens: list[int], pages: list[int]) -> list[int]:
         new = []
         for prefix, page in list(zip(self.full_prefixes(tokens), pages, strict=False))[

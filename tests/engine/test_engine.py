@@ -22,7 +22,6 @@ from tests.support.engine_calls import (
     MODEL,
     PROMPTS,
     assert_deltas_add_up,
-    assert_every_page_is_free,
     assert_nothing_is_left,
     greedy,
     make_engine,
@@ -42,11 +41,13 @@ from tests.support.oracle import Oracle
 NEW = 14
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("caching", [False, True])
 def test_requests_together_equal_the_oracle(greedy_tokens, caching):
     """The first four need 20 pages, the pool has 16: some are preempted and recomputed."""
     engine = make_engine(enable_prefix_caching=caching)
-    requests = serve(engine, PROMPTS, greedy())
+    requests = submit(engine, PROMPTS, greedy())
+    assert_deltas_add_up(run(engine), requests)
     requests += serve(engine, PROMPTS[::-1], greedy())  # with the prefixes that are still cached
     assert tokens_of(requests) == greedy_tokens + greedy_tokens[::-1]
     assert set(reasons_of(requests)) == {"length"}
@@ -61,20 +62,6 @@ def test_every_implementation_equals_the_oracle(implementation):
     oracle = Oracle(model, weights(model))
     requests = serve(engine, PROMPTS[:2], greedy(max_tokens=3))
     assert tokens_of(requests) == [oracle.continue_(prompt, 3) for prompt in PROMPTS[:2]]
-
-
-@pytest.mark.parametrize("gap", [1, 3])
-@pytest.mark.smoke
-def test_requests_one_after_another_equal_the_oracle(greedy_tokens, gap):
-    engine = make_engine()
-    requests, deltas = [], []
-    for prompt in PROMPTS:
-        requests.append(engine.submit(prompt, greedy()))
-        for _ in range(gap):
-            deltas += step(engine)
-    deltas += run(engine)
-    assert tokens_of(requests) == greedy_tokens
-    assert_deltas_add_up(deltas, requests)
 
 
 @pytest.mark.parametrize(
@@ -96,32 +83,6 @@ def test_a_cached_prefix_is_not_computed_again(
     assert request.num_cached_tokens == num_cached
     assert engine.stats().computed_tokens - computed == second - num_cached + 3
     assert tokens_of([request]) == [oracle.continue_(text[:second], 4)]
-
-
-def test_a_running_request_shares_the_prompt_it_has_computed(greedy_tokens):
-    engine = make_engine()
-    steps_of(engine, 1)
-    first = engine.submit(PROMPTS[4], greedy())
-    for _ in range(4):
-        step(engine)
-    second = engine.submit(PROMPTS[4], greedy())
-    run(engine)
-    assert second.num_cached_tokens == 16
-    assert tokens_of([first, second]) == [greedy_tokens[4]] * 2
-
-
-def test_the_prefix_cache_returns_its_pages(greedy_tokens):
-    engine = make_engine()
-    serve(engine, PROMPTS, greedy())
-    assert engine.replicas[0].cache.num_evictable > 5
-    assert_every_page_is_free(engine)
-    for prompt in PROMPTS[:2]:
-        engine.submit(prompt, greedy())
-    step(engine)
-    engine.reset_prefix_cache()  # while requests run
-    run(engine)
-    assert tokens_of(serve(engine, PROMPTS[:2], greedy())) == greedy_tokens[:2]
-    assert_every_page_is_free(engine)
 
 
 def mixed_load() -> list[SamplingParams]:
@@ -192,15 +153,6 @@ def test_steps_are_lowered_in_order_one_after_another(monkeypatch):
 def test_the_longest_sequence_may_use_the_whole_pool(oracle):
     (request,) = serve(make_engine(), [[5]], greedy(max_tokens=None))
     assert tokens_of([request]) == [oracle.continue_([5], 63)]
-
-
-def test_max_tokens_0_computes_only_the_prompt():
-    engine = make_engine()
-    (request,) = serve(engine, [PROMPTS[1]], greedy(max_tokens=0))
-    assert tokens_of([request]) == [[]] and reasons_of([request]) == ["length"]
-    assert engine.stats().computed_tokens == len(PROMPTS[1])
-    (after,) = serve(engine, [PROMPTS[1]], greedy(max_tokens=1))
-    assert after.num_cached_tokens == 8
 
 
 @pytest.mark.parametrize(("watermark", "num_running"), [(0.0, 2), (11.9 / 16, 2), (12 / 16, 1)])
@@ -477,16 +429,17 @@ def test_the_last_by_priority_is_preempted(oracle):
 
 
 def test_two_engines_of_a_model_share_compiled_steps_and_nothing_else(greedy_tokens, compilations):
-    one = make_engine()
+    engines = one, two = make_engine(), make_engine()
     serve(one, PROMPTS[:1], greedy())
     del compilations[:]
-    two = make_engine()
-    a, b = one.submit(PROMPTS[0], greedy()), two.submit(PROMPTS[1], greedy())
+    requests = [
+        engine.submit(prompt, greedy()) for engine, prompt in zip(engines, PROMPTS, strict=False)
+    ]
     while not (one.idle and two.idle):
-        for engine in (one, two):
+        for engine in engines:
             if not engine.idle:
                 step(engine)
-    assert tokens_of([a, b]) == greedy_tokens[:2]
+    assert tokens_of(requests) == greedy_tokens[:2]
     assert_nothing_is_left(one)
     assert not compilations
 

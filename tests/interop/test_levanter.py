@@ -32,11 +32,8 @@ PROMPTS = ([5, 2, 9, 4, 1, 7, 7], [3, 1], [8, 8, 8, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1
 @pytest.fixture
 def theirs(monkeypatch):
     """Undoes `install` after the test, and drops the programs with it."""
-    for module, name in (
-        (attention, "ragged_paged_attention"),
-        (kv_cache, "kv_update_unified_prefix"),
-    ):
-        monkeypatch.setattr(module, name, getattr(module, name))
+    monkeypatch.setattr(attention, "ragged_paged_attention", attention.ragged_paged_attention)
+    monkeypatch.setattr(kv_cache, "kv_update_unified_prefix", kv_cache.kv_update_unified_prefix)
     yield
     jax.clear_caches()
 
@@ -82,15 +79,9 @@ def test_writing():
 
 
 def completions(model):
-    config = InferenceEngineConfig(
-        max_seq_len=64,
-        max_pages=64,
-        max_seqs=4,
-        page_size=8,
-        compute_dtype=jnp.float32,
-        max_queued_tokens=64,
-        max_seqs_in_prefill=4,
-    )
+    sizes = dict(max_seq_len=64, max_pages=64, max_seqs=4, page_size=8)
+    limits = dict(max_queued_tokens=64, max_seqs_in_prefill=4)
+    config = InferenceEngineConfig(**sizes, **limits, compute_dtype=jnp.float32)
     engine = InferenceEngine.from_model_with_config(model=model, tokenizer=None, config=config)
     requests = [
         Request(

@@ -8,25 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pallas_paged as pp
+from tests.support import page_tables
 from tests.support.allocator_oracle import AllocatorOracle
 from tests.support.marks import slow
-from tests.support.page_tables import (
-    INT32_MAX,
-    INT32_MIN,
-    attach,
-    copy_pages,
-    extend,
-    fork,
-    free,
-    free_before,
-    i32,
-    make_table,
-    release,
-    retain,
-    slot_mapping,
-    truncate,
-    write_kv,
-)
+from tests.support.page_tables import INT32_MAX, INT32_MIN, i32
 
 # Few pages, so that traces often run out of them; and the sizes of other tests, for their programs.
 SIZES = dict(num_pages=8, max_seqs=4, pages_per_seq=4)
@@ -73,7 +58,7 @@ class Simulation:
 
     def __init__(self, page_size):
         sizes = dict(**SIZES, page_size=page_size)
-        self.table = make_table(**sizes)
+        self.table = page_tables.make_table(**sizes)
         pages = np.zeros((1, SIZES["num_pages"], page_size, 1), np.float32)
         self.pool = pp.KVPool(layers=(pp.LayerKV(k_pages=pages, v_pages=pages),))
         self.oracle = AllocatorOracle(**sizes)
@@ -90,7 +75,7 @@ class Simulation:
             else:
                 new.append(count)
         expected = self.oracle.extend(new, MAX_NEW)
-        self.table, ok = extend(self.table, i32(*counts), max_new_tokens=MAX_NEW)
+        self.table, ok = page_tables.extend(self.table, i32(*counts), max_new_tokens=MAX_NEW)
         # Rows that failed write too; they do not hold these positions, so nothing may change.
         tokens = [
             (row, lens[row] + offset, value)
@@ -100,38 +85,38 @@ class Simulation:
         ]
         tokens += [(-1, 0, 0)] * (SIZES["max_seqs"] * (MAX_NEW + 1) - len(tokens))
         rows, positions, values = i32(*tokens).T
-        slots = slot_mapping(self.table, rows, positions)
+        slots = page_tables.slot_mapping(self.table, rows, positions)
         kv = np.float32(values)[:, None, None]
-        self.pool = pp.KVPool(layers=(write_kv(self.pool.layers[0], kv, -kv, slots),))
+        self.pool = pp.KVPool(layers=(page_tables.write_kv(self.pool.layers[0], kv, -kv, slots),))
         return ok, expected
 
     def fork(self, entries):
         src, dst = zip(*entries, strict=True)
-        self.table, copies, ok = fork(self.table, i32(*src), i32(*dst))
-        self.pool = copy_pages(self.pool, copies)
+        self.table, copies, ok = page_tables.fork(self.table, i32(*src), i32(*dst))
+        self.pool = page_tables.copy_pages(self.pool, copies)
         return ok, self.oracle.fork(list(src), list(dst))
 
     def truncate(self, deltas):
         lens = [len(tokens) for tokens in self.oracle.tokens]
         new_lens = [n - d if -1 <= d <= 6 else d for n, d in zip(lens, deltas, strict=True)]
-        self.table, copies, ok = truncate(self.table, i32(*new_lens))
-        self.pool = copy_pages(self.pool, copies)
+        self.table, copies, ok = page_tables.truncate(self.table, i32(*new_lens))
+        self.pool = page_tables.copy_pages(self.pool, copies)
         return ok, self.oracle.truncate(new_lens)
 
     def free(self, rows):
         self.oracle.free(rows)
-        self.table = free(self.table, np.array(rows))
+        self.table = page_tables.free(self.table, np.array(rows))
         return np.array(rows), rows
 
     def free_before(self, positions, max_pages):
         self.oracle.free_before(positions, max_pages)
-        self.table = free_before(self.table, i32(*positions), max_pages=max_pages)
+        self.table = page_tables.free_before(self.table, i32(*positions), max_pages=max_pages)
         return np.ones(0, bool), []
 
     def retain(self, choices):
         choices = choices + [("none", -1)] * (NUM_PAGES - len(choices))
         pages, names = zip(*map(self.page_and_name, choices), strict=True)
-        self.table, ok = retain(self.table, i32(*pages))
+        self.table, ok = page_tables.retain(self.table, i32(*pages))
         expected = self.oracle.retain(list(names))
         self.retained += [page for page, is_ok in zip(pages, expected, strict=True) if is_ok]
         return ok, expected
@@ -143,7 +128,7 @@ class Simulation:
         for page, _ in chosen:
             pages.append(page)
             self.retained.remove(page)
-        self.table = release(self.table, i32(*pages))
+        self.table = page_tables.release(self.table, i32(*pages))
         self.oracle.release([name for _, name in chosen])
         return np.ones(0, bool), []
 
@@ -157,7 +142,7 @@ class Simulation:
             chosen = [self.page_and_name(choice) for choice in choices]
             pages[entry, : len(chosen)] = [page for page, _ in chosen]
             names.append([name for _, name in chosen])
-        self.table, ok = attach(self.table, i32(*rows), pages)
+        self.table, ok = page_tables.attach(self.table, i32(*rows), pages)
         return ok, self.oracle.attach(rows, names)
 
     def page_and_name(self, choice):
@@ -206,12 +191,15 @@ def run(page_size, trace):
 
 SCENARIOS = {
     "rows after one that does not fit": [("extend", [8, 8, 4, 1]), ("extend", [4, 5, 1, 3])],
-    "pages released by the same call": [  # one is left for the tails of rows 0 and 1
-        *[("extend", [8, 0, 8, 4]), ("extend", [0, 0, 8, 0]), ("fork", [(0, 1), (-1, 0), (-1, 0)])],
-        ("truncate", [2, 2, 16, 2]),
+    "pages released by the same call": [
+        ("extend", [8, 0, 8, 4]),
+        ("extend", [0, 0, 8, 0]),
+        ("fork", [(0, 1), (-1, 0), (-1, 0)]),
+        ("truncate", [2, 2, 16, 2]),  # one page is left for the tails of rows 0 and 1
     ],
     "attached pages that are named twice or after padding": [
-        *[("extend", [9, 0, 0, 0]), ("extend", [3, 0, 0, 0])],
+        ("extend", [9, 0, 0, 0]),
+        ("extend", [3, 0, 0, 0]),
         ("attach", [(1, [(0, 1), (0, 0), (0, 1)]), (1, [(0, 0)]), (4, []), (2, [])]),
         ("attach", [(1, [(0, 0), ("none", -1), (0, 1)]), (2, [(0, 1), (0, 0)])]),
     ],

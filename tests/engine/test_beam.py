@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pallas_paged.engine import CompletionOutput, Request, SamplingParams
+from pallas_paged.engine import CompletionOutput, SamplingParams
 from pallas_paged.engine.beam import BeamSearch
 from pallas_paged.engine.outputs import TokenLogprobs
-from pallas_paged.engine.sampler import SamplingMode
 from pallas_paged.engine.sequence import Sequence
 from tests.support.beam_oracle import beam_search
+from tests.support.scheduler_host import make_sequence
 
 VOCAB = 9
 PROMPT = [1, 2]
@@ -26,34 +26,17 @@ def random_model(seed: int, sharpness: float):
     return logprobs
 
 
-def make_request(**params) -> Request:
-    params = SamplingParams(**params)
-    return Request(
-        request_id="0",
-        prompt=None,
-        prompt_token_ids=PROMPT,
-        params=params,
-        seed=0,
-        priority=0,
-        max_len=len(PROMPT) + (params.max_tokens or 7),
+def make_beam(length: int = 7, stops=(), **params) -> Sequence:
+    beam = make_sequence(
+        0, prompt=PROMPT, new=length, stop_token_ids=frozenset(stops), is_beam=True
     )
+    beam.request.params = SamplingParams(max_tokens=length, **params)
+    return beam
 
 
-def make_beam(request: Request, output: CompletionOutput, stops=()) -> Sequence:
-    return Sequence(
-        request=request,
-        output=output,
-        token_ids=[*PROMPT, *output.token_ids],
-        max_len=request.max_len,
-        mode=SamplingMode(),
-        stop_token_ids=frozenset(stops),
-        is_beam=True,
-    )
-
-
-def search(logprobs, request: Request, stops) -> list[CompletionOutput]:
+def search(logprobs, first: Sequence) -> list[CompletionOutput]:
     """Run the beams as the engine does."""
-    beams = BeamSearch(request=request, live=[make_beam(request, CompletionOutput(index=0), stops)])
+    beams = BeamSearch(request=first.request, live=[first])
     goes_on = True
     while goes_on:
         for beam in list(beams.live):
@@ -78,11 +61,11 @@ def test_every_search_equals_brute_force(width, penalty):
         stops = tuple(range(rng.integers(0, 5)))
         length = int(rng.integers(1, 7))
         logprobs = random_model(seed, float(rng.choice([0.3, 1.0, 3.0])))
-        request = make_request(max_tokens=length, beam_width=width, n=width, length_penalty=penalty)
+        first = make_beam(length, stops, beam_width=width, n=width, length_penalty=penalty)
         wanted = beam_search(
             logprobs, PROMPT, width=width, n=width, length=length, stops=stops, penalty=penalty
         )
-        got = search(logprobs, request, stops)
+        got = search(logprobs, first)
         assert [output.token_ids for output in got] == [tokens for tokens, _ in wanted]
         sums = [output.cumulative_logprob for output in got]
         np.testing.assert_allclose(sums, [total for _, total in wanted])
@@ -90,13 +73,11 @@ def test_every_search_equals_brute_force(width, penalty):
 
 
 def test_aborted_beams_are_ranked_by_their_score_so_far():
-    request = make_request(beam_width=3, n=2)
-    outputs = [
-        CompletionOutput(index=i, token_ids=[5] * length, cumulative_logprob=total)
-        for i, (length, total) in enumerate([(2, -4.0), (2, -1.0), (3, -3.0)])
-    ]
-    beams = [make_beam(request, output) for output in outputs]
-    search = BeamSearch(request=request, live=beams)
+    beams = [make_beam(beam_width=3, n=2) for _ in range(3)]
+    for beam, (length, total) in zip(beams, [(2, -4.0), (2, -1.0), (3, -3.0)], strict=True):
+        beam.output.token_ids += [5] * length
+        beam.output.cumulative_logprob = total
+    search = BeamSearch(request=beams[0].request, live=beams)
     for beam in beams:
         search.end(beam, "abort")
     best = search.ranked()

@@ -275,7 +275,7 @@ def test_a_failed_step_ends_every_request_with_the_reason(monkeypatch, call):
     while not finished.finished:
         engine.step()
     load = [{}, {"n": 2}, {"best_of": 2}, {"beam_width": 2}, {"n": 4}]
-    requests = [engine.submit(PROMPTS[1], greedy(max_tokens=24, **params)) for params in load]
+    requests = submit(engine, PROMPTS[1:2] * 5, [greedy(max_tokens=24, **one) for one in load])
     for _ in range(4):
         engine.step()
     monkeypatch.setattr(engine.replicas[0].runner, call, fail)
@@ -284,25 +284,17 @@ def test_a_failed_step_ends_every_request_with_the_reason(monkeypatch, call):
             engine.step()
     assert str(caught.value.__cause__) == "the device is gone"
     assert reasons_of([finished]) == ["length"] and finished.error is None
-    for request in requests:
-        assert request.finished and request.error == "the device is gone"
-        assert len(request.outputs) == request.params.n
-        assert set(reasons_of([request])) == {"error"}
+    assert [len(one.outputs) for one in requests] == [1, 2, 1, 1, 4]
+    assert {one.error for one in requests} == {"the device is gone"}
+    assert set(reasons_of(requests)) == {"error"} and all(one.finished for one in requests)
     stats = engine.stats()
     assert (stats.num_finished, stats.num_failed) == (1, 5)
-    for use in (
-        engine.step,
-        engine.check,
-        engine.warmup,
-        engine.sleep,
-        lambda: engine.update_params(weights()),
-        lambda: engine.submit([1], greedy()),
-        lambda: engine.abort(requests[0]),
-        lambda: engine.generate([[1]], greedy()),
-        lambda: engine.score([[1]], [[2]]),
+    for method, *arguments in (
+        *[["step"], ["check"], ["warmup"], ["sleep"], ["update_params", weights()]],
+        *[["submit", [1]], ["abort", requests[0]], ["generate", [[1]]], ["score", [[1]], [[2]]]],
     ):
         with pytest.raises(EngineDeadError, match="the engine is dead: the device is gone"):
-            use()
+            getattr(engine, method)(*arguments)
     assert reasons_of(engine.stream(requests[0])) == ["error"]
 
 

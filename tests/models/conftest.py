@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from tests.support.commands import SIZES, engine_for_any_request, run_command, save_tiny_model
@@ -11,6 +13,12 @@ from tests.support.commands import SIZES, engine_for_any_request, run_command, s
 def checkpoint(tmp_path_factory):
     """A folder with a tiny model and a byte tokenizer, without a chat template."""
     return save_tiny_model(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def copy(checkpoint, tmp_path):
+    """A copy of the checkpoint, to change."""
+    return shutil.copytree(checkpoint, tmp_path / "copy")
 
 
 @pytest.fixture(scope="module")

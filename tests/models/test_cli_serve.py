@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from models.checkpoint import save_checkpoint
-from models.decoder import Decoder
-from models.tokenizer import Tokenizer
 from pallas_paged.engine import CompletionOutput, Engine, EngineDeadError, Logprob, Request
 from tests.support.chat_folders import save_chat_folder
-from tests.support.commands import CONFIG
 
 
 @pytest.fixture
@@ -38,6 +30,15 @@ def serve(run, tmp_path):
         return status, {record["index"]: record for record in records}, err
 
     return serve
+
+
+def tokens_of(record):
+    return [completion["token_ids"] for completion in record["outputs"]]
+
+
+def edit_weights(folder, changes):
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | changes, file)
 
 
 def test_each_prompt_gets_a_line_of_output(serve):
@@ -63,17 +64,15 @@ def test_each_prompt_gets_a_line_of_output(serve):
 
 
 def test_without_a_seed_equal_prompts_differ_and_the_reported_seed_repeats_them(serve):
-    args = ["--max-tokens", "12", "--temperature", "1"]
-    _, results, err = serve(["ROMEO:", "ROMEO:"], *args)
-    texts = [results[index]["outputs"][0]["token_ids"] for index in range(2)]
-    assert texts[0] != texts[1]
+    lines, args = ["ROMEO:", "ROMEO:"], ["--max-tokens", "12", "--temperature", "1"]
+    _, results, err = serve(lines, *args)
+    assert tokens_of(results[0]) != tokens_of(results[1])
     seed = results[0]["seed"]
     assert results[1]["seed"] == (seed + 1) % 2**32
     assert err.splitlines()[0].endswith(f"; seed {seed}")
-    _, again, _ = serve(["ROMEO:", "ROMEO:"], *args, "--seed", str(seed))
-    assert [again[index]["outputs"][0]["token_ids"] for index in range(2)] == texts
-    _, other, _ = serve(["ROMEO:", "ROMEO:"], *args)
-    assert other[0]["seed"] != seed
+    _, again, _ = serve(lines, *args, "--seed", str(seed))
+    assert [tokens_of(again[index]) for index in (0, 1)] == [tokens_of(results[i]) for i in (0, 1)]
+    assert serve(lines, *args)[1][0]["seed"] != seed
 
 
 def test_keys_of_an_object_override_the_options(serve):
@@ -83,36 +82,33 @@ def test_keys_of_an_object_override_the_options(serve):
         {"prompt": list(b"ROMEO:"), "seed": 1, "priority": -1},
         {"prompt": "ROMEO:", "max_tokens": None, "best_of": 3},
         {"prompt": "ROMEO:", "logit_bias": {"65": 100}},
-        {"prompt": "ROMEO:", "beam_width": 2, "n": 2, "length_penalty": 0.5},
     ]
     args = ["--max-tokens", "5", "--seed", "7", "--logprobs", "2", "--temperature", "3"]
-    status, results, _ = serve(objects[:5], *args)
+    status, results, _ = serve(objects, *args)
     assert status == 0
-    first, greedy, other_seed, best, biased = (results[i]["outputs"] for i in range(5))
-    assert [len(x["token_ids"]) for x in (*first, *greedy, *other_seed)] == [5, 2, 2, 2, 5]
-    assert greedy[0]["token_ids"] == greedy[1]["token_ids"] == greedy[2]["token_ids"]
-    assert "cumulative_logprob" in greedy[0]
+    first, greedy, other_seed, best, biased = (tokens_of(results[index]) for index in range(5))
+    assert greedy == [greedy[0]] * 3 and len(greedy[0]) == 2
     assert results[2]["prompt"] == list(b"ROMEO:") and results[2]["seed"] == 1
-    assert first[0]["token_ids"] != other_seed[0]["token_ids"]
-    assert biased[0]["token_ids"] == [65] * 5
-    entries = first[0]["logprobs"]
-    sampled = [entry[str(t)] for entry, t in zip(entries, first[0]["token_ids"], strict=True)]
+    assert first != other_seed and biased == [[65] * 5]
+    assert [len(x) for x in (*first, *other_seed, *best)] == [5] * 3
+    assert "cumulative_logprob" in results[1]["outputs"][0]
+    (output,) = results[0]["outputs"]
+    sampled = [entry[str(x)] for entry, x in zip(output["logprobs"], *first, strict=True)]
     total = sum(entry["logprob"] for entry in sampled)
-    assert total == pytest.approx(first[0]["cumulative_logprob"], abs=1e-4)
-    assert all({1, 2} <= {each["rank"] for each in entry.values()} for entry in entries)
-    assert len(best) == 1 and len(best[0]["token_ids"]) == 5
+    assert total == pytest.approx(output["cumulative_logprob"], abs=1e-4)
+    for entry in output["logprobs"]:
+        assert {1, 2} <= {each["rank"] for each in entry.values()}
 
-    status, results, _ = serve(objects[5:], "--temperature", "3")  # beams ignore it
-    assert status == 0
-    beams = results[0]["outputs"]
-    assert beams[0]["token_ids"] != beams[1]["token_ids"]
-    assert beams[0]["cumulative_logprob"] >= beams[1]["cumulative_logprob"]
+    beams = {"prompt": "ROMEO:", "beam_width": 2, "n": 2, "length_penalty": 0.5}
+    status, results, _ = serve([beams], "--temperature", "3")  # beams ignore it
+    first, second = results[0]["outputs"]
+    assert status == 0 and first["token_ids"] != second["token_ids"]
+    assert first["cumulative_logprob"] >= second["cumulative_logprob"]
 
 
-def test_messages_are_rendered_by_the_template_without_a_second_bos(serve, checkpoint, tmp_path):
-    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
-    save_chat_folder(tmp_path, "headers")
-    (tmp_path / "chat_template.jinja").write_text(
+def test_messages_are_rendered_by_the_template_without_a_second_bos(serve, copy):
+    save_chat_folder(copy, "headers")
+    (copy / "chat_template.jinja").write_text(
         "{{ bos }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
         "{{ tools | length if tools else '' }}{{ mark }}"
     )
@@ -121,35 +117,24 @@ def test_messages_are_rendered_by_the_template_without_a_second_bos(serve, check
         say,
         say | {"tools": [{}, {}], "chat_template_kwargs": {"mark": "!"}},
         {"prompt": list(b"hi"), "max_tokens": 2},
-        {"messages": [{"role": "owner", "content": "hi"}]},
-        say | {"prompt": "x"},
-        {"prompt": "x", "tools": []},
-        say | {"chat_template_kwargs": []},
-        say | {"tools": {}},
-        say | {"messages": []},
     ]
-    args = ["--checkpoint", str(tmp_path), "--chat-template-kwargs", '{"mark": "?"}']
+    refused = [
+        ({"messages": [{"role": "owner", "content": "hi"}]}, "messages[0].role='owner' must be"),
+        (say | {"prompt": "x"}, "prompt and messages exclude each other"),
+        ({"prompt": "x", "tools": []}, "tools needs messages"),
+        (say | {"chat_template_kwargs": []}, "chat_template_kwargs=[] must be an object"),
+        (say | {"tools": {}}, "tools={} must be a list of objects"),
+    ]
+    objects += [one for one, _ in refused]
+    args = ["--checkpoint", str(copy), "--chat-template-kwargs", '{"mark": "?"}']
     status, results, _ = serve(objects, *args)
     assert status == 1
     assert [results[index]["prompt"] for index in (0, 1)] == ["user: hi?", "user: hi2!"]
     # Byte-level tokens, without the BOS that the tokenizer adds to texts.
     assert [results[index]["num_prompt_tokens"] for index in range(3)] == [9, 10, 2]
-    assert all(len(results[index]["outputs"][0]["token_ids"]) == 2 for index in range(3))
-    reasons = [results[index]["error"] for index in range(3, 9)]
-    assert reasons[0].startswith("messages[0].role='owner' must be one of system, developer")
-    assert reasons[1:3] == ["prompt and messages exclude each other", "tools needs messages"]
-    assert reasons[3] == "chat_template_kwargs=[] must be an object"
-    assert reasons[4:] == [
-        "tools={} must be a list of objects",
-        "messages=[] must be a list of messages, not empty",
-    ]
-
-
-def test_messages_for_a_checkpoint_without_a_template_are_refused(serve, checkpoint):
-    objects = [{"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "x", "max_tokens": 1}]
-    status, results, _ = serve(objects)
-    assert status == 1 and "outputs" in results[1]
-    assert results[0]["error"].startswith(f"{checkpoint} has no chat template (chat_template.jinja")
+    assert [len(*tokens_of(results[index])) for index in range(3)] == [2] * 3
+    for index, (_, reason) in enumerate(refused, 3):
+        assert results[index]["error"].startswith(reason)
 
 
 @pytest.fixture
@@ -165,13 +150,10 @@ def submitted(monkeypatch):
     return seen
 
 
-def test_without_max_tokens_a_completion_has_400_or_the_rest_of_the_context(
-    serve, checkpoint, tmp_path, submitted
-):
-    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
-    long = ["--checkpoint", str(tmp_path), "--max-model-len", "1024", "--num-pages", "64"]
+def test_without_max_tokens_a_completion_has_400_or_the_rest_of_the_context(serve, copy, submitted):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
+    long = ["--checkpoint", str(copy), "--max-model-len", "1024", "--num-pages", "64"]
     serve(["x" * 14], *long)
     serve(["x" * 14], "--max-model-len", "40")
     serve([{"prompt": "x" * 14, "priority": 3}, {"prompt": "y"}], "--seed", str(2**32 - 1))
@@ -183,61 +165,44 @@ def test_without_max_tokens_a_completion_has_400_or_the_rest_of_the_context(
 
 
 def test_sampling_defaults_of_the_checkpoint_are_overridden_by_options_and_keys(
-    serve, checkpoint, tmp_path, submitted
+    serve, copy, submitted
 ):
-    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     defaults = {"temperature": 0.3, "top_k": 9, "top_p": 0.5, "repetition_penalty": 1.5}
     stops = {"stop_strings": ["\n\n"]}  # of chats
-    (tmp_path / "generation_config.json").write_text(json.dumps(defaults | stops))
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    one = {"prompt": "x", "max_tokens": 1}
-    objects = [one, one | {"top_p": 0.7, "temperature": None}, one | {"beam_width": 2}]
-    objects += [{"messages": [{"role": "user", "content": "x"}]}]
-    _, _, err = serve(objects, "--checkpoint", str(tmp_path), "--top-k", "3")
-    plain, own, beams, chat = (params for params, _ in submitted)
-    assert plain.stop == own.stop == () and chat.stop == ("\n\n",)
-    for params, top_p in ((plain, 0.5), (own, 0.7), (chat, 0.5)):
-        assert (params.temperature, params.top_k, params.top_p) == (0.3, 3, top_p)
-        assert params.repetition_penalty == 1.5
-    assert beams.repetition_penalty == 1.0
+    (copy / "generation_config.json").write_text(json.dumps(defaults | stops))
+    (copy / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    one, chat = {"prompt": "x", "max_tokens": 1}, {"messages": [{"role": "user", "content": "x"}]}
+    objects = [one, one | {"top_p": 0.7, "temperature": None}, chat, one | {"beam_width": 2}]
+    _, _, err = serve(objects, "--checkpoint", str(copy), "--top-k", "3")
+    serve([one, one | {"stop": []}, one | {"stop": "y"}], "--stop", "x")
+    found = [params for params, _ in submitted]
+    assert [params.stop for params in found] == [(), (), ("\n\n",), (), ("x",), (), ("y",)]
+    assert [params.top_p for params in found[:3]] == [0.5, 0.7, 0.5]
+    for params in found[:3]:
+        assert (params.temperature, params.top_k, params.repetition_penalty) == (0.3, 3, 1.5)
+    assert found[3].repetition_penalty == 1.0
     printed = "temperature=0.3, top_k=9, top_p=0.5, repetition_penalty=1.5"
     assert err.startswith(f"defaults of the checkpoint: {printed}\n")
 
 
-def test_completion_ends_before_a_stop_text(serve):
-    whole = {"prompt": "ROMEO:", "temperature": 3, "seed": 5}
-    (text,) = (x["text"] for x in serve([whole])[1][0]["outputs"])
-    pairs = itertools.pairwise(text[5:])
-    stop = next(a + b for a, b in pairs if (a + b).isascii())
-    objects = [whole, whole | {"stop": []}, whole | {"stop": stop}]
-    results = serve(objects, "--stop", stop)[1]
-    cut, longer, own = (results[index]["outputs"][0] for index in range(3))
-    assert longer["text"] == text
-    assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", stop)
-    assert cut["text"] == own["text"] == text[: text.index(stop)]
-
-
-def test_refused_prompts_get_an_error_and_the_others_run(serve):
+def test_refused_prompts_get_an_error_and_the_others_run(serve, checkpoint):
     refused = [
         ({"prompt": ""}, "the prompt is empty"),
         ({"prompt": "x" * 64}, "a prompt of 64 tokens and max_tokens=1 are more than the 64"),
         ({"prompt": "x", "max_tokens": 64}, "a prompt of 1 tokens and max_tokens=64 are more"),
         ({"prompt": "x", "n": True}, "n=True must be an integer"),
-        ({"prompt": "x", "temperature": True}, "temperature=True must be a finite number"),
         ('{"prompt": "x", "min_p": NaN}', "min_p=nan must be a finite number"),
-        ({"prompt": "x", "stop_token_ids": ["x"]}, "stop_token_ids[0]='x' must be an integer"),
         ({"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias={'x': 1} must have token ids as"),
-        ({"prompt": "x", "beam_width": 2, "logprobs": 1}, "logprobs=1 is not possible with beam"),
         ({"prompt": "x", "priority": "high"}, "priority='high' must be an integer"),
         ({"prompt": "x", "best": 2}, "unknown key 'best'; there are prompt, messages, tools, "),
         ({"prompt": "\ud800"}, "the prompt must be valid UTF-8"),
         ({"prompt": [256]}, "token id of the prompt=256 must be an integer in 0..255"),
         ({"prompt": {"x": 1}}, "prompt={'x': 1} must be a text or a list of token ids"),
         ({"n": 1}, "prompt=None must be a text"),
+        ({"messages": [{"role": "user", "content": "x"}]}, f"{checkpoint} has no chat template"),
         ([1, 2], "[1, 2] must be a JSON object"),
         ('{"prompt": ', "not JSON: Expecting value"),
         ("[" * 100_000, "not JSON: "),
-        ("9" * 5000, "not JSON: "),
     ]
     objects = [{"prompt": "first"}, *(x for x, _ in refused), {"prompt": "last"}]
     status, results, err = serve(objects)
@@ -246,7 +211,7 @@ def test_refused_prompts_get_an_error_and_the_others_run(serve):
         assert set(results[index]) == {"index", "error"}
         assert results[index]["error"].startswith(reason)
     for index, prompt in (0, "first"), (len(objects) - 1, "last"):
-        assert len(results[index]["outputs"][0]["token_ids"]) == 64 - len(prompt)
+        assert len(*tokens_of(results[index])) == 64 - len(prompt)
     assert err.startswith(f"2 of {len(objects)} prompts served in ")
 
     status, results, err = serve(b"\xff\xfe broken\n", "--prompt", "x" * 65)
@@ -265,30 +230,25 @@ def test_shared_prefixes_are_cached_unless_disabled(serve):
     assert [results[index]["num_cached_tokens"] for index in range(5)] == [0] * 5
 
 
+@pytest.mark.parametrize(
+    ("option", "dtype", "token_bytes"),
+    [("int8", "int8", 2 * 20), ("fp8", "float8_e4m3fn", 2 * 16)],  # K and V, and scales in int8
+)
 def test_cache_has_the_given_dtype_and_the_scales_of_the_checkpoint(
-    serve, checkpoint, tmp_path, submitted
+    serve, copy, submitted, option, dtype, token_bytes
 ):
-    with_scales = tmp_path / "scales"
-    config = replace(CONFIG, k_scales=(0.01,), v_scales=(0.01,))
-    save_checkpoint(with_scales, Decoder(config, rngs=nnx.Rngs(0)), config)
-    (with_scales / "tokenizer.json").write_bytes((checkpoint / "tokenizer.json").read_bytes())
-    # Bytes of a token: K and V, and the scales of each, except with the checkpoint's for fp8.
-    for folder, option, dtype, size in (
-        (checkpoint, "int8", "int8", 2 * 20),
-        (with_scales, "int8", "int8", 2 * 20),
-        (checkpoint, "fp8", "float8_e4m3fn", 2 * 20),
-        (with_scales, "fp8", "float8_e4m3fn", 2 * 16),
-    ):
-        args = ["--kv-cache-dtype", option, "--num-pages", "4096", "--checkpoint", str(folder)]
-        _, _, err = serve(["ROMEO:"], *args)
-        assert f"pool of 4096 pages, {4096 * 16 * size / 2**20:.2f} MiB of {dtype}" in err
+    scale = np.array(0.01, np.float32)
+    edit_weights(copy, {f"model.layers.0.self_attn.{x}_scale": scale for x in "kv"})
+    args = ["--kv-cache-dtype", option, "--num-pages", "4096", "--checkpoint", str(copy)]
+    _, _, err = serve(["ROMEO:"], *args)
+    assert f"pool of 4096 pages, {4096 * 16 * token_bytes / 2**20:.2f} MiB of {dtype}" in err
 
 
 def test_small_pool_preempts_a_prompt_whose_tokens_stay_the_same(serve):
     prompts = [letter * 14 for letter in "wxyz"]  # and completions: 16 of the 12 pages
     status, results, err = serve(prompts, "--temperature", "0")
     assert status == 0 and "at most 100.0% in use; " in err
-    assert [len(results[i]["outputs"][0]["token_ids"]) for i in range(4)] == [64 - 14] * 4
+    assert [len(*tokens_of(results[i])) for i in range(4)] == [64 - 14] * 4
     assert [results[i]["num_preemptions"] > 0 for i in range(4)] == [False, False, False, True]
     assert f"{results[3]['num_preemptions']} preemptions" in err
     _, alone, _ = serve(prompts[3:], "--temperature", "0")
@@ -341,30 +301,14 @@ def test_prompts_get_an_error_where_the_engine_dies(serve, monkeypatch, message,
     ]
 
 
-def test_failed_completion_has_its_error_and_status_1(serve, monkeypatch):
-    decode, calls = Tokenizer.decode, []
-
-    def broken(self, token_ids):
-        calls.append(token_ids)
-        if len(calls) > 5:
-            raise RuntimeError("decoder broke")
-        return decode(self, token_ids)
-
-    monkeypatch.setattr(Tokenizer, "decode", broken)
-    status, results, _ = serve(["ROMEO:"], "--max-tokens", "6")
-    assert status == 1
-    assert results[0]["outputs"][0]["finish_reason"] == "error"
-    assert "decoder broke" in results[0]["error"]
-
-
-def test_logits_of_nan_are_an_error(serve, checkpoint, tmp_path):
-    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
-    file = tmp_path / "model.safetensors"
+def test_failed_completion_has_its_error_and_status_1(serve, run, copy):
     name = "model.embed_tokens.weight"
-    save_file({**load_file(file), name: np.full((256, 32), np.nan, np.float32)}, file)
-    status, results, _ = serve(["x"], "--checkpoint", str(tmp_path))
-    assert status == 1 and results[0]["error"]
-    assert results[0]["outputs"][0]["finish_reason"] == "error"
+    edit_weights(copy, {name: np.full((256, 32), np.nan, np.float32)})
+    args = ["--checkpoint", str(copy)]
+    status, results, _ = serve(["x"], *args)
+    assert status == 1 and results[0]["outputs"][0]["finish_reason"] == "error"
+    status, _, err = run("--prompt", "x", *args)
+    assert status == 1 and f"error: prompt 1: {results[0]['error']}\n" in err
 
 
 def test_infinite_log_probabilities_are_null(serve, monkeypatch):

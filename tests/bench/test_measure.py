@@ -12,7 +12,7 @@ import pytest
 
 import pallas_paged as pp
 from bench import cascade, measure, peers, report, timing
-from bench.kv_dtypes import ONE_BYTE, with_dtype
+from bench.kv_dtypes import with_dtype
 from bench.measure import Variant
 from bench.reference import reference_states
 from bench.shapes import TINY, make_case
@@ -20,12 +20,6 @@ from tests.bench.fakes import FAILED, WRONG, ok
 from tests.support.attention_oracle import attend, relative_error
 
 pytestmark = pytest.mark.usefixtures("short_chains")
-
-
-@pytest.fixture(scope="module")
-def cases(short_chains):
-    """The data of the tiny shape, by dtype of K/V."""
-    return {name: make_case(with_dtype(TINY, name)) for name in ("bf16", *ONE_BYTE)}
 
 
 @pytest.mark.parametrize("shape", [TINY, cascade.TINY], ids=["decode", "cascade"])
@@ -51,9 +45,8 @@ def test_sample_has_the_first_middle_and_last_query() -> None:
 
 
 @pytest.mark.parametrize(("name", "largest"), [("int8", 127), ("fp8", 448)])
-def test_quantized_pages_use_the_whole_range(cases, name, largest) -> None:
-    case = cases[name]
-    assert cases["bf16"].scales == {} and list(case.scales) == ["k_scales", "v_scales"]
+def test_quantized_pages_use_the_whole_range(name, largest) -> None:
+    case = make_case(with_dtype(TINY, name))
     for pages, scales in zip((case.k_pages, case.v_pages), case.scales.values(), strict=True):
         assert pages.dtype == case.shape.kv_dtype and scales.shape == pages.shape[:3]
         elements = np.asarray(pages, np.float32)
@@ -62,18 +55,16 @@ def test_quantized_pages_use_the_whole_range(cases, name, largest) -> None:
     assert not jnp.array_equal(case.k_pages, case.v_pages)
 
 
-@pytest.mark.parametrize("name", ["bf16", *ONE_BYTE])
-def test_reference_is_attention(cases, name) -> None:
-    case, table = cases[name], cases[name].tables[1]
-    scales = [np.asarray(x)[..., None] for x in case.scales.values()] or [1.0, 1.0]
-    pages = [np.asarray(x, np.float32).astype(np.float64) for x in (case.k_pages, case.v_pages)]
-    k, v = (x * scale for x, scale in zip(pages, scales, strict=True))
-    want, _ = attend(case.q, k, v, table, case.seq_lens, sm_scale=1.0)
-    arrays = case.q, case.k_pages, case.v_pages, table, case.seq_lens
-    assert relative_error(reference_states(*arrays, **case.scales)[0], want) < 1e-6
+def test_reference_is_attention() -> None:
+    """With scales the reference is compared with the library's, in the dry runs."""
+    case = make_case(TINY)
+    arrays = case.q, case.k_pages, case.v_pages, case.tables[1], case.seq_lens
+    exact = [np.asarray(x).astype(np.float64) for x in arrays[1:3]]
+    want, _ = attend(case.q, *exact, *arrays[3:], sm_scale=1.0)
+    assert relative_error(reference_states(*arrays)[0], want) < 1e-6
 
 
-def test_wrong_and_failing_variants_have_reasons(cases) -> None:
+def test_wrong_and_failing_variants_have_reasons() -> None:
     def constant(value):
         return lambda q, k, v, block_table, seq_lens: jnp.full_like(q, value) + q * 0
 
@@ -85,14 +76,14 @@ def test_wrong_and_failing_variants_have_reasons(cases) -> None:
         Variant(label="raises", attend=raises),
         Variant(label="off", attend=constant(0.1)),
     ]
-    result = measure.measure_all(cases["bf16"], lambda: variants, 1)
+    result = measure.measure_all(make_case(TINY), lambda: variants, 1)
     assert result["status"] == "wrong" and "kernel_us" not in result
     assert [found["status"] for found in result["variants"]] == ["wrong", "failed", "wrong"]
     assert result["variants"][1]["reason"] == "NotImplementedError: not here"
-    assert measure.measure_all(cases["bf16"], raises, 1)["status"] == "failed"
+    assert measure.measure_all(make_case(TINY), raises, 1)["status"] == "failed"
 
 
-def test_variants_get_the_scales(cases, monkeypatch) -> None:
+def test_variants_get_the_scales(monkeypatch) -> None:
     def twice(*args, k_scales, v_scales):
         return ours.attend(*args, k_scales=k_scales, v_scales=2 * v_scales)
 
@@ -101,7 +92,7 @@ def test_variants_get_the_scales(cases, monkeypatch) -> None:
 
     monkeypatch.setattr(timing, "kernel_times", no_times)
     monkeypatch.setattr(timing, "wall_times", lambda compiled, args, *, iterations: [6.0])
-    case = cases["int8"]
+    case = make_case(with_dtype(TINY, "int8"))
     [ours] = peers.ours(pp.paged_attention, "xla")
     jax_op = functools.partial(peers.jax_op(case.shape)[0].attend, interpret=True)
     variants = [ours, Variant(label="", attend=twice), Variant(label="", attend=jax_op)]
@@ -111,7 +102,7 @@ def test_variants_get_the_scales(cases, monkeypatch) -> None:
     assert found["kernel_us"] is None and found["reason"] == "RuntimeError: no CUPTI"
 
 
-def test_equal_programs_are_measured_once(cases, monkeypatch) -> None:
+def test_equal_programs_are_measured_once(monkeypatch) -> None:
     timed = []
 
     def kernel_times(compiled, args, *, iterations):
@@ -127,26 +118,19 @@ def test_equal_programs_are_measured_once(cases, monkeypatch) -> None:
         return lambda: [Variant(label=str(implementation), attend=attend)]
 
     finders = {"ours": find(None), "xla": find("xla"), "off": find("xla", 1.001)}
-    found = measure.compare(cases["bf16"], finders, 1)
+    found = measure.compare(make_case(TINY), finders, 1)
     assert [found[name]["variant"] for name in finders] == ["None", "xla", "xla"]
     assert len(timed) == (2 if jax.default_backend() == "cpu" else 3)
     assert found["off"]["relative_l2"] != found["xla"]["relative_l2"]
     assert report.chosen(found["xla"]) == "xla"
 
 
-@pytest.mark.parametrize(
-    ("result", "name"),
-    [
-        (ok(1.0, "mosaic_gpu_v2"), "mosaic"),
-        (ok(1.0, "__gpu$xla.gpu.triton"), "triton"),
-        (ok(1.0, "triton_kernel_call"), "triton"),
-        (ok(1.0, "cu_threefry2x32_ffi"), "xla"),
-        (FAILED, "-"),
-        (None, "-"),
-    ],
-)
-def test_custom_calls_name_the_implementation(result, name) -> None:
-    assert report.chosen(result) == name
+CALLS = {"mosaic_gpu_v2": "mosaic", "__gpu$xla.gpu.triton": "triton", "cu_threefry": "xla"}
+
+
+def test_custom_calls_name_the_implementation() -> None:
+    assert {call: report.chosen(ok(1.0, call)) for call in CALLS} == CALLS
+    assert report.chosen(None) == report.chosen(FAILED) == "-"
 
 
 def test_best_variant_is_the_fastest_right_one() -> None:

@@ -16,12 +16,10 @@ from bench import decode, measure, peers, peers_torch, prefill, prefill_peers, p
 from bench.kv_dtypes import ONE_BYTE, with_dtype
 from bench.options import Options
 from bench.shapes import OPTION_PAIRS, SHAPES, TINY, make_case, uniform
-from tests.support.marks import slow
 
 pytestmark = pytest.mark.usefixtures("short_chains")
 
 SIZES = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16, "page_size": 4}
-TINY_PREFILL = dataclasses.replace(TINY, name="tiny prefill", q_lens=(3, 32, 1))
 
 
 def test_implementations_and_peers_by_shape(monkeypatch) -> None:
@@ -89,13 +87,9 @@ def test_peers_refuse_unsupported_options(peer, name) -> None:
         peer(uniform(2, 32, **SIZES, q_len=32, options=Options(**{name: True})))
 
 
-def test_shapes_of_torch_are_decode_then_prefill() -> None:
+def test_shapes_and_pages_of_torch_are_those_of_ours() -> None:
     assert peers_torch.select([]) == [*SHAPES, *peers_torch.PREFILLS]
     assert peers_torch.select(["prefill"]) == list(peers_torch.PREFILLS)
-    assert peers_torch.select(["9x9"]) == []
-
-
-def test_pages_of_torch_are_those_of_make_case() -> None:
     for rows, table in zip(peers_torch.page_lists(TINY), make_case(TINY).tables, strict=True):
         for pages, row in zip(rows, table, strict=True):
             np.testing.assert_array_equal(pages, row[: len(pages)])
@@ -104,14 +98,13 @@ def test_pages_of_torch_are_those_of_make_case() -> None:
 
 def test_sample_of_torch_counts_the_keys_of_each_query() -> None:
     # Tokens 0 to 2 of row 0 see 3 to 5 keys, 3 to 34 of row 1 see 1 to 32, 35 of row 2 sees 17.
-    found = peers_torch.sample(TINY_PREFILL)
+    found = peers_torch.sample(dataclasses.replace(TINY, q_lens=(3, 32, 1)))
     assert found[0] == (3, 1, 1) and found[-1] == (34, 1, 32) and len(found) == 4
     assert peers_torch.sample(TINY) == [(0, 0, 5), (2, 2, 17), (1, 1, 32)]
 
 
 @pytest.mark.usefixtures("clock")
-@pytest.mark.parametrize("shape", [TINY, *slow([TINY_PREFILL])], ids=lambda shape: shape.name)
-def test_missing_peers_of_torch_have_reasons(shape, monkeypatch) -> None:
+def test_missing_peers_of_torch_have_reasons(monkeypatch) -> None:
     def absent(case):
         raise ImportError("no such package\nmore")
 
@@ -122,7 +115,7 @@ def test_missing_peers_of_torch_have_reasons(shape, monkeypatch) -> None:
     monkeypatch.setattr(peers_torch, "sdpa", lambda case: iter([("x", lambda: absent(case))]))
     args = argparse.Namespace(ours=True, implementation="xla", iterations=1)
     with ThreadPoolExecutor(1) as pool:
-        results = peers_torch.measure_shape(shape, args, pool)["results"]
+        results = peers_torch.measure_shape(TINY, args, pool)["results"]
     assert results["ours"]["status"] == "ok" and results["ours"]["relative_l2"] < 5e-3
     assert results["flashinfer"]["reason"] == "ImportError: no such package"
     assert results["sdpa"]["status"] == "failed" and results["sdpa"]["variants"]

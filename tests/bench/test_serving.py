@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import os
 import sys
 from functools import partial
 from unittest import mock
@@ -74,22 +73,6 @@ def test_system_prompts_and_arrivals() -> None:
     assert not all(a.num_tokens == b.num_tokens for a, b in zip(trace, other, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("num_requests", 0),
-        ("rate", 0.0),
-        ("prefix_share", 1.5),
-        ("prefix_len", 29),
-        ("max_len", 7),
-        ("num_prefixes", 0),
-    ],
-)
-def test_invalid_traces(name, value) -> None:
-    with pytest.raises(ValueError, match=name):
-        make_trace(**{"num_requests": 1, "vocab_size": 9, "max_len": 64} | {name: value})
-
-
 def test_summary_of_a_record() -> None:
     served = [
         Served(arrival=1.0, first_token=2.0, finish=4.0, num_tokens=5),
@@ -144,9 +127,8 @@ def test_compilations_are_counted_inside_the_block_only() -> None:
             function(x)
     function(inputs[2])
     assert compilations.count == 2
-    (function,) = compilations.functions()
-    assert function["count"] == 2 and function["name"] == "<lambda>"
-    assert min(function[f"{phase}_s"] for phase in ("trace", "lower", "compile")) > 0
+    (found,) = compilations.functions()
+    assert found.pop("name") == "<lambda>" and found["count"] == 2 and min(found.values()) > 0
 
 
 @pytest.fixture
@@ -189,7 +171,6 @@ def test_engine_stops_at_the_time_limit(serve_trace, engine) -> None:
         while not engine.idle:
             engine.step()
         assert engine.stats().num_aborted == 300 - len(record.served)
-    assert engine.idle
 
 
 @pytest.mark.slow
@@ -213,29 +194,22 @@ def test_tiny_run(dry_run) -> None:
 
 
 @pytest.mark.usefixtures("no_compiling")
-def test_failure_of_a_system_is_reported_and_the_others_go_on(monkeypatch, dry_run) -> None:
+def test_int8_pages_hold_more_tokens_and_a_failing_system_does_not_stop(dry_run, monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("no memory\nmore")
 
+    step = mock.Mock(return_value=None)
+    monkeypatch.setattr(cli, "measure_step", step)
     monkeypatch.setattr(cli, "StaticBatch", fail)
-    args = ["--shape", "tiny", "--systems", "static", "engine", "--requests", "2"]
-    run, tables = dry_run(cli, *args, "--seconds", "0")
-    assert run["systems"]["engine"]["status"] == "ok"
-    assert "static batch, contiguous cache: RuntimeError: no memory\n" in tables
-
-
-@pytest.mark.usefixtures("no_compiling")
-def test_int8_pages_hold_more_tokens_in_the_same_memory(dry_run, monkeypatch) -> None:
-    steps: list[dict] = []
-    monkeypatch.setattr(cli, "measure_step", lambda *args, **options: steps.append(options))
-    args = ["--shape", "tiny", "--systems", "engine", "--requests", "4", "--decode-step"]
+    args = ["--shape", "tiny", "--systems", "static", "engine", "--requests", "4", "--decode-step"]
     run, tables = dry_run(cli, *args, "--seconds", "0", "--kv-cache-dtype", "int8")
+    assert "static batch, contiguous cache: RuntimeError: no memory\n" in tables
     engine, budget = run["systems"]["engine"], TINY.kv_gib * 2**30
-    assert engine["status"] == "ok" and engine["kv_dtype"] == steps[0]["kv_cache_dtype"] == "int8"
+    assert engine["status"] == "ok" and engine["kv_dtype"] == "int8"
+    assert step.call_args.kwargs["kv_cache_dtype"] == "int8"
     assert run["sizes"]["capacity"] == budget // (8 * 16 * 4)  # with the model's f32
     assert engine["capacity"] == budget // (8 * (16 + 4)) // 16 * 16
     assert budget - 16 * 160 < engine["pool_bytes"] <= budget
-    assert f"| engine | int8 | {engine['capacity']} | 0 |" in tables
 
 
 @pytest.mark.usefixtures("no_compiling")
@@ -244,15 +218,7 @@ def test_nano_vllms_trace_has_its_own_defaults() -> None:
     run = cli.main(["--trace", "nano", *sizes, "--seconds", "0"])
     assert [*run["systems"]] == ["engine"] and run["systems"]["engine"]["status"] == "ok"
     assert run["trace"]["last_arrival"] == 0.0 and run["trace"]["prompt_max"] <= 12
-    args = cli.parse(["--trace", "nano"])
-    assert args.shape == "qwen3-0.6b" and args.max_num_batched_tokens == 4096
-
-
-class _Exit:
-    """End the process that unpickles this."""
-
-    def __reduce__(self):
-        return os._exit, (3,)
+    assert cli.parse(["--trace", "nano"]).max_num_batched_tokens == 4096
 
 
 run_transformers = partial(transformers.run_transformers, TINY.config, "float32", max_len=64)
@@ -277,12 +243,6 @@ def test_missing_transformers_has_a_reason(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     result = run_transformers([], batch_size=1, seconds=1.0)
     assert result["status"] == "failed" and "torch" in result["reason"]
-
-
-@pytest.mark.slow  # starts a process
-def test_process_that_dies_has_a_reason() -> None:
-    result = run_transformers(_Exit(), batch_size=1, seconds=1.0)
-    assert result == {"status": "failed", "reason": "its process ended with 3"}
 
 
 def _requests(*sizes: tuple[float, int, int], vocab_size: int = 2) -> list[TraceRequest]:

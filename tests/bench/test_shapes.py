@@ -9,7 +9,7 @@ import pytest
 
 from bench import cascade, decode, kv_dtypes, prefill_shapes
 from bench.options import Options
-from bench.shapes import OPTION_PAIRS, SHAPES, TINY, select_shapes, uniform
+from bench.shapes import OPTION_PAIRS, SHAPES, uniform
 
 GIB = 1 << 30
 L2_BYTES = 60e6  # of an H200
@@ -19,18 +19,14 @@ PARTS = re.compile(r"(\d+)x(\d+)(?: after (\d+))? (\d+)/(\d+)/(\d+)/(\d+)")
 
 @pytest.mark.parametrize("shapes", [SHAPES, prefill_shapes.SHAPES], ids=["decode", "prefill"])
 def test_shapes_have_the_sizes_of_their_names(shapes) -> None:
-    for shape in shapes:
+    for shape, parts in ((shape, PARTS.match(shape.name)) for shape in shapes):
         assert shape.num_calls >= 8 and shape.num_calls % shape.num_sets == 0
-        if parts := PARTS.match(shape.name):
+        if parts:  # not ragged
             num_seqs, tokens, older, *dims = (int(part or 0) for part in parts.groups())
             assert shape.seq_lens == (older + tokens,) * num_seqs
             assert shape.q_lens == (1 if shapes is SHAPES else tokens,) * num_seqs
-            got = shape.num_q_heads, shape.num_kv_heads, shape.head_dim, shape.page_size
-            assert got == tuple(dims)
-    ragged = SHAPES[-1].seq_lens
-    assert len(ragged) == 64 and min(ragged) >= 64 and max(ragged) < 16384
-    # Log-uniform: half of the rows are shorter than the geometric mean of the bounds.
-    assert 20 < sum(n < 1024 for n in ragged) < 44
+            sizes = shape.num_q_heads, shape.num_kv_heads, shape.head_dim, shape.page_size
+            assert sizes == tuple(dims)
 
 
 @pytest.mark.parametrize("shapes", [SHAPES, ONE_BYTE, cascade.SHAPES], ids=len)
@@ -61,12 +57,3 @@ def test_prefill_flops_count_the_pairs_that_the_masks_let_through(window) -> Non
     seen = (j <= i) & (i - j < (window or 99))
     assert shape.num_flops == 4 * 4 * 16 * 2 * seen.sum()
     assert shape.num_bytes == 2 * seen.any(axis=0).sum() * 2 * 2 * 16 * 2
-
-
-def test_shapes_are_selected_by_parts_of_their_names_and_by_dtype() -> None:
-    assert select_shapes([]) == list(SHAPES)
-    assert [s.name for s in select_shapes(["tiny", "1x1024"])] == ["1x1024 32/8/128/16", "tiny"]
-    assert select_shapes(["1x77"]) == []
-    assert kv_dtypes.with_dtype(TINY, "bf16") is TINY
-    [(shape, base)] = kv_dtypes.one_byte([TINY], ["fp8", "bf16"])
-    assert (shape.name, shape.kv_dtype, base) == ("tiny fp8", "float8_e4m3fn", "tiny")

@@ -5,23 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import os
 import re
-import signal
-import sys
-import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from pallas_paged import kernels
 from tests.support import sanitizer
 from tests.support.devices import H200_MESH
-from tests.support.kernel_calls import KernelCall, kernel_calls
+from tests.support.kernel_calls import kernel_calls
 from tests.support.marks import needs_triton
 from tests.support.repeats import largest_error, repeat
 
@@ -131,59 +126,3 @@ def test_a_finding_and_a_planted_error_that_is_missed_are_failures(finding, good
     assert sanitizer.report(found, names, tools) == good
     assert not sanitizer.report(found | {("racecheck", planted): ("ok", [])}, names, tools)
     assert "MISSED the planted race" in capsys.readouterr().out
-
-
-@pytest.fixture
-def no_compilation_cache():
-    name = "jax_enable_compilation_cache"
-    jax.config.update(name, False)
-    reset_cache()
-    yield
-    jax.config.update(name, True)
-    reset_cache()
-
-
-@pytest.mark.usefixtures("no_compilation_cache")
-def test_a_call_is_compiled_once_and_run_by_one_process_of_a_tool(tmp_path, monkeypatch, capsys):
-    def double(x, *, implementation):
-        if implementation == "refusing":
-            raise NotImplementedError("it needs a GPU")
-        return {"y": 2 * x}
-
-    made = (np.ones(4, jnp.bfloat16),)
-    calls = [
-        KernelCall(family=family, name="double", function=double, make=lambda: made)
-        for family in ("xla", "refusing")
-    ]
-    monkeypatch.setattr(sanitizer, "kernel_calls", lambda: calls)
-    names = [str(call) for call in calls]
-    sanitizer.compile_calls(tmp_path, names)
-    found = []
-    for tool in ("memcheck", "memcheck", "racecheck"):
-        sanitizer.run_calls(tmp_path, tool, names)
-        found.append(sanitizer.parse(capsys.readouterr().out))
-    every = {"xla double": ("ok", []), "refusing double": ("refused: it needs a GPU", [])}
-    assert found == [every, {}, every]
-
-
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs /proc")
-def test_the_program_under_a_tool_is_ended_too(tmp_path):
-    # The first process starts a second one in a session of its own, as a tool may do.
-    code = "import subprocess, sys; subprocess.Popen(sys.argv[1:], start_new_session=True).wait()"
-    sleep = [sys.executable, "-c", "import time; time.sleep(60)", str(tmp_path)]
-    command = [sys.executable, "-c", code, *sleep]
-    job = sanitizer.Job(command=command, log=tmp_path / "log", names=["a call"])
-
-    def num_processes():
-        count = 0
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            with contextlib.suppress(OSError):  # it ended meanwhile
-                count += os.fsencode(tmp_path) in path.read_bytes()
-        return count
-
-    while num_processes() < 2:
-        time.sleep(0.01)
-    assert sanitizer.collect([job], tmp_path, deadline=0.0) == {}
-    assert job.process.returncode == -signal.SIGKILL
-    while num_processes():
-        time.sleep(0.01)

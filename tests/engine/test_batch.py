@@ -44,59 +44,44 @@ def test_every_batch_gets_the_smallest_bucket_that_fits(max_num_seqs, more, data
     )
 
 
-DRAWS = SamplingMode(draws=True)
-
-
 def decode(slot, num_tokens=1):
     return Decode(sequence=SimpleNamespace(running_slot=slot), num_tokens=num_tokens)
 
 
-def chunk(slot, token_ids, is_last, *, targets=None):
-    """A chunk of a prompt; targets are the tokens after those of the chunk."""
+def chunk(slot, token_ids, *, targets=None):
+    """A last chunk of a prompt; targets are the tokens after those of the chunk."""
     request = SimpleNamespace(prompt_token_ids=[0, *(targets or [])])
     sequence = SimpleNamespace(
         running_slot=slot, request=request, max_cached_tokens=None if targets is None else 0
     )
-    return Chunk(sequence=sequence, start=0, token_ids=token_ids, is_last=is_last)
+    return Chunk(sequence=sequence, start=0, token_ids=token_ids, is_last=True)
 
 
-def packed(decodes, chunks, mode=DRAWS, shape=None):
+def packed(decodes, chunks, shape, **mode):
     """A batch of at most 10 sequences and 32 tokens; slot 10 is padding."""
-    sizes = dict(max_num_seqs=10, max_num_batched_tokens=32)
-    num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
-    shape = shape or BatchBuckets(**sizes).fit(len(decodes), num_tokens)
-    return pack(decodes, chunks, shape=shape, **sizes, mode=mode, max_num_steps=4)
+    sizes = dict(shape=shape, max_num_seqs=10, max_num_batched_tokens=32, max_num_steps=4)
+    return pack(decodes, chunks, mode=SamplingMode(**mode), **sizes)
 
 
-def test_a_batch_that_only_decodes():
-    batch = packed([decode(3, 3), decode(1, 2)], [])
-    assert batch.decode_slots.tolist() == [3, 1] + [10] * 6
-    assert batch.chunks is None and batch.mode == SamplingMode(draws=True)
-    assert batch.num_steps.tolist() == [3, 2] + [0] * 6 and batch.max_num_steps == 4
-
-
-CHUNKS = [chunk(2, [7, 8, 9], True, targets=[8, 9]), chunk(0, [5], False)]
-
-
-def test_a_batch_with_chunks_runs_one_step():
-    batch = packed([decode(4)], CHUNKS)
-    chunks = batch.chunks
-    assert batch.decode_slots.tolist() == [10] * 9 + [4]  # the last of the tokens is its own
-    assert chunks.token_ids.tolist() == [7, 8, 9, 5] + [0] * 28
-    assert chunks.slots.tolist() == [2, 0] + [10] * 8
-    assert chunks.cu_q_lens.tolist() == [0, 3] + [4] * 9
-    assert chunks.is_last.tolist() == [True] + [False] * 9
-    assert chunks.targets is None and batch.max_num_steps == 1
-    wanted = packed([], CHUNKS[::-1], mode=SamplingMode(prompt_logprobs=3)).chunks.targets
-    assert wanted.tolist() == [-1, 8, 9, -1] + [-1] * 28
-
-
-def test_decoding_slots_have_the_places_that_chunks_leave():
+def test_decoding_slots_come_first_or_have_the_places_that_chunks_leave():
     """The largest batch has no more tokens than may be scheduled, smaller ones room for all."""
-    batch = packed([decode(4), decode(7)], [chunk(0, [*range(1, 31)], True)])
-    assert batch.chunks.token_ids.tolist() == [*range(1, 31), 0, 0]
+    batch = packed([decode(3, 3), decode(1, 2)], [], (8, 0))
+    assert batch.decode_slots.tolist() == [3, 1] + [10] * 6
+    assert batch.num_steps.tolist() == [3, 2] + [0] * 6 and batch.max_num_steps == 4
+    batch = packed([decode(4), decode(7)], [chunk(0, [*range(1, 31)])], (10, 32))
+    assert batch.chunks.token_ids.tolist() == [*range(1, 31), 0, 0] and batch.max_num_steps == 1
     assert batch.decode_slots.tolist() == [10] * 8 + [4, 7]
-    empty = packed([], [], shape=(10, 16))
-    assert empty.chunks.token_ids.tolist() == [0] * (16 + 10)
+    empty = packed([], [], (10, 16))
+    assert empty.chunks.token_ids.tolist() == [0] * (16 + 10) and empty.chunks.targets is None
     assert set(empty.decode_slots) == set(empty.chunks.slots) == {10}
     assert not empty.chunks.cu_q_lens.any() and not empty.chunks.is_last.any()
+
+
+def test_chunks_are_packed_one_after_another_with_the_tokens_whose_logprobs_are_wanted():
+    chunks = [chunk(0, [5]), chunk(2, [7, 8, 9], targets=[8, 9])]
+    batch = packed([], chunks, (10, 32), prompt_logprobs=0).chunks
+    assert batch.token_ids.tolist() == [5, 7, 8, 9] + [0] * 28
+    assert batch.targets.tolist() == [-1, 8, 9, -1] + [-1] * 28
+    assert batch.slots.tolist() == [0, 2] + [10] * 8
+    assert batch.cu_q_lens.tolist() == [0, 1] + [4] * 9
+    assert batch.is_last.tolist() == [True] * 2 + [False] * 8

@@ -12,7 +12,7 @@ import pytest
 
 import pallas_paged as pp
 from tests.support.attention_calls import assert_close, assert_same_bits, cascade, decode, ragged
-from tests.support.attention_cases import Case, of_first_rows, with_dead_rows
+from tests.support.attention_cases import Case, enlarged, of_first_rows, with_dead_rows
 from tests.support.attention_oracle import attend, relative_error
 from tests.support.marks import needs_triton, slow
 from tests.support.page_layouts import LAYOUTS, call_in_layout
@@ -166,11 +166,9 @@ def test_num_seqs_under_vmap():
 @pytest.mark.smoke
 def test_a_call_without_jit_takes_lists_of_integers():
     """On a CPU XLA has only some layouts of a bf16 product, unless it fuses the product."""
-    q, k_pages, v_pages, tables, lens = arrays = replace(DECODE[1], dtype="bfloat16").make(
-        poison=False
-    )
-    lists = tables.tolist(), lens.tolist()
-    actual = pp.paged_attention(q, k_pages, v_pages, *lists, return_lse=True, implementation="xla")
+    arrays = replace(DECODE[1], dtype="bfloat16").make(poison=False)
+    lists = [x.tolist() for x in arrays[3:]]
+    actual = pp.paged_attention(*arrays[:3], *lists, return_lse=True, implementation="xla")
     assert_close(actual, arrays, 5e-3)
 
 
@@ -223,10 +221,8 @@ def test_a_sink_far_above_the_logits_leaves_f16_its_precision(sink, implementati
 def test_xla_makes_nothing_of_the_size_of_a_pool(function, kv_dtype, kv_layout):
     q_lens = (11, 5, 0) if function is pp.ragged_paged_attention else None
     case = Case(head_dim=16, num_pages=4000, q_lens=q_lens)
-    arrays = (
-        case.make() if kv_dtype == "float32" else Quantized(case=case, kv_dtype="int8").make()[0]
-    )
-    call = call_in_layout(kv_layout, arrays)
+    stored, _ = Quantized(case=case, kv_dtype="int8").make()
+    call = call_in_layout(kv_layout, stored if kv_dtype == "int8" else case.make())
     entry = partial(function, kv_layout=kv_layout, implementation="xla")
     memory = jax.jit(entry).lower(**call).compile().memory_analysis()
     assert memory.temp_size_in_bytes < call["k_pages"].nbytes // 4
@@ -253,17 +249,9 @@ def test_pools_of_more_than_2_31_elements(
     pages = call["k_pages"]
     num_pages = 3 * 2**30 // (pages.size // pages.shape[axis])
     first = num_pages - pages.shape[axis]
-
-    @jax.jit
-    def enlarge(x):
-        shape = (*x.shape[:axis], num_pages, *x.shape[axis + 1 :])
-        zeros = jax.numpy.zeros(shape, x.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(zeros, x, first, axis)
-
     for name in ("k_pages", "v_pages", "k_scales", "v_scales"):
         if call.get(name) is not None:
-            call[name] = enlarge(call[name])
-    assert call["k_pages"].size > 2**31
+            call[name] = enlarged(call[name], num_pages, axis)
     call["block_tables"] = call["block_tables"] + np.int32(first)
     attention = partial(function, kv_layout=kv_layout, implementation=implementation)
     actual = jax.jit(partial(attention, return_lse=True))(**call)
@@ -271,6 +259,7 @@ def test_pools_of_more_than_2_31_elements(
 
 
 LOOP = dict(num_warps=2, num_stages=2)
+SPLIT = LOOP | dict(fixed_split_size=64)
 
 
 @pytest.mark.parametrize(
@@ -279,20 +268,18 @@ LOOP = dict(num_warps=2, num_stages=2)
         (decode, pp.DecodeConfig(**LOOP, block_k=16, num_programs=200)),
         (ragged, pp.RaggedConfig(**LOOP, block_q=16, block_k=16, num_programs=60)),
         *slow(
-            (decode, pp.DecodeConfig(**LOOP, block_k=block_k, num_programs=2 * num_programs))
-            for block_k, num_programs in ((16, 1), (64, 2), (16, 3), (64, 5), (64, 100))
-        ),
-        *slow(
-            (ragged, pp.RaggedConfig(**LOOP, block_q=q, block_k=k, num_programs=2 * n,
-                                     fixed_split_size=split))
-            for q, k, n, split in (
-                (64, 16, 2, None), (16, 16, 5, 16), (64, 64, 1, 128),
-                (16, 16, 1, None), (16, 64, 7, None), (32, 16, 30, 32),
-            )
+            [
+                (decode, pp.DecodeConfig(**LOOP, block_k=16, num_programs=2)),
+                (decode, pp.DecodeConfig(**LOOP, block_k=64, num_programs=10)),
+                (ragged, pp.RaggedConfig(**SPLIT, block_q=16, block_k=16, num_programs=10)),
+                (ragged, pp.RaggedConfig(**SPLIT, block_q=64, block_k=64, num_programs=2)),
+                (ragged, pp.RaggedConfig(**LOOP, block_q=64, block_k=16, num_programs=4)),
+                (ragged, pp.RaggedConfig(**LOOP, block_q=16, block_k=64, num_programs=14)),
+            ]
         ),
     ],
     ids=lambda x: NAMES.get(x, x) if callable(x) else str(x),
-)  # fmt: skip
+)
 def test_every_split_matches_the_oracle(function, config):
     for case in DECODE[:2] if function is decode else (MIXES[1], MIXES[4]):
         actual = function(*case.make(), implementation="triton_interpret", config=config)

@@ -1,8 +1,4 @@
-"""With a fixed split size the bits of a row depend on that row alone.
-
-They do not depend on the other rows of the batch, on their lengths, number and order, nor on the
-width of the block tables. Without a fixed split size they do, so these tests can fail.
-"""
+"""With a fixed split size the bits of a row depend on that row alone; without one they do not."""
 
 from __future__ import annotations
 
@@ -45,14 +41,10 @@ EVERYTHING = tuple(range(6))  # rows of a batch, by their index in the case
 
 
 def results(rows, arrays, shorter=False, padding=0, **call) -> Iterator[tuple[int, tuple]]:
-    """Yields (index of the row in the case, its (out, lse)) for each row of a batch.
+    """Yields (index of the row in the case, its (out, lse)) for `rows` of a case, by their index.
 
-    Args:
-        rows: the rows of the batch, by their index in the case.
-        arrays: of the case.
-        shorter: give rows of odd index half of their tokens.
-        padding: empty rows at the end; in a ragged batch, query tokens of no row.
-        call: implementation, config and options.
+    With `shorter` rows of odd index have half of their tokens. `padding` is a number of empty rows
+    at the end; in a ragged batch, of query tokens of no row.
     """
     q, k_pages, v_pages, tables, lens, *offsets = arrays
     rows = np.array(rows if offsets else [*rows, *[EMPTY_ROW] * padding])

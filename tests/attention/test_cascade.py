@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -66,15 +65,6 @@ def test_groups_are_clamped_to_rise_within_the_rows_and_lengths_to_the_table(imp
     ends = np.int32([32, 2**31 - 1, -5]), np.int32([2, 3, 1, 2**31 - 1])
     actual = cascade(*arrays, beyond, *ends, implementation=implementation)
     assert_close(actual, (*arrays, lens), groups.case.tolerance)
-
-
-@pytest.mark.slow  # `test_combinations.py` has configs by default, without fixed splits
-def test_fixed_splits():
-    arrays = GROUPS[1].make()
-    configs = {name: replace(config, fixed_split_size=32) for name, config in TRITON.items()}
-    options = dict(sliding_window=30, implementation="triton_interpret")
-    actual = cascade(*arrays, **options, **configs)
-    assert_close(actual, arrays[:5], 1e-5, sliding_window=30)
 
 
 def test_returns_out_alone_by_default():

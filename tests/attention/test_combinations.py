@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from functools import partial
 
@@ -57,15 +56,20 @@ BATCHES = [
 PREFIX_LENS, GROUP_ENDS = (32, 0, 16), (0, 2, 3, 5)
 NUM_SEQS = 4  # beside dead rows
 EXTREME_SINKS = np.float32([-np.inf, 1e30, -1e30, 14.0, 1e4])
-TABLE_ENTRIES = [-1, 2**31 - 1, -(2**31), 10**6]
-NUM_ROWS = 36
-# Rows of the default run, and seeds with which these have most pairs of levels, and of options.
-# The slow rows have these in place of some.
-HEAD_DIMS = (16, 512, 80, 384, 128, 192, 8, 320, 160, 510)
-QUICK = {"decode": (7, 1684), "ragged": (6, 2073), "cascade": (2, 2495)}
 ON_GPU = jax.default_backend() == "gpu"
-# `RANDOM_ROWS=1000 python -m pytest -m slow -k random tests/attention` looks for errors on a GPU.
-NUM_RANDOM_ROWS = int(os.environ.get("RANDOM_ROWS", 100 if ON_GPU else 3))
+TABLE_ENTRIES = [-1, 2**31 - 1, -(2**31), 10**6]
+# Rows of the default run, and seeds with which these have most pairs of levels, and of options.
+QUICK = {"decode": (7, 1684), "ragged": (6, 2073), "cascade": (2, 2495)}
+# The other rows have more levels and random batches. `COMBINATIONS=1000 python -m pytest
+# tests/attention/test_combinations.py` looks for errors on a GPU.
+NUM_ROWS = int(os.environ.get("COMBINATIONS", 36))
+MORE_LEVELS = dict(
+    heads=[*LEVELS["heads"], (1, 1), (70, 1), (64, 8)],
+    head_dim=[*LEVELS["head_dim"], 36, 64, 112, 192, 256, 320, 384, 510, 512],
+    page_size=[*LEVELS["page_size"], 2, 64],
+    sliding_window=[*LEVELS["sliding_window"], 100],
+    split=[False, True],
+)
 
 
 def balanced(num_rows: int, seed: int, levels: dict) -> list[dict]:
@@ -78,51 +82,30 @@ def balanced(num_rows: int, seed: int, levels: dict) -> list[dict]:
     return [dict(zip(levels, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-def rows_of_all_entries() -> list:
-    """The rows: the first of each entry by default, and on a GPU all."""
+def random_batches(seed: int, row: dict) -> list[dict]:
+    """Batches for a row, within bounds of the elements of K and of the logits."""
+    rng, num_seqs = np.random.default_rng(seed), seed % 8 + 1
+    num_q_heads, num_kv_heads = row["heads"]
+    longest = min(1500 if ON_GPU else 150, 2_000_000 // (num_kv_heads * row["head_dim"]))
+    most_queries = min(300, 4_000_000 // (longest * num_q_heads))
+
+    def lengths(largest):
+        some = [0, 1, 4, 64, row["page_size"], *rng.integers(0, largest + 1, 9)]
+        return tuple(int(min(x, largest)) for x in rng.choice(some, num_seqs))
+
+    return [dict(seq_lens=lengths(longest), q_lens=lengths(most_queries)) for _ in BATCHES]
+
+
+def rows_of_all_entries() -> list[tuple[dict, list[dict]]]:
+    """The rows and their batches: the first of each entry by default, and on a GPU all."""
     found = []
     for entry, (_, levels) in ENTRIES.items():
-        quick, seed = QUICK[entry]
-        rows = [row | {"entry": entry} for row in balanced(NUM_ROWS, seed, levels)]
-        quick = len(rows) if ON_GPU else quick
-        for row, head_dim in zip(rows[QUICK[entry][0] :], itertools.cycle(HEAD_DIMS)):
-            row["head_dim"] = head_dim
-        found += [*rows[:quick], *slow(rows[quick:])]
+        count, seed = QUICK[entry]
+        found += [(row | {"entry": entry}, BATCHES) for row in balanced(36, seed, levels)[:count]]
+        rows = [row | {"entry": entry} for row in balanced(NUM_ROWS, seed, levels | MORE_LEVELS)]
+        others = [(row, random_batches(i, row)) for i, row in enumerate(rows)]
+        found += others if ON_GPU else slow(others)
     return found
-
-
-def random_row(seed: int, longest: int) -> tuple[dict, list[dict]]:
-    """Returns a row of random levels and sizes, and batches with lengths up to `longest`."""
-    rng = np.random.default_rng(seed)
-
-    def one_of(*values):
-        return values[rng.integers(len(values))]
-
-    entry = one_of(*ENTRIES)
-    row = {name: one_of(*values) for name, values in ENTRIES[entry][1].items()}
-    num_kv_heads, group = one_of(1, 2, 3, 8), one_of(1, 2, 4, 5, 8, 16, 40, 70)
-    head_dim = one_of(16, 36, 64, 64, 72, 80, 96, 112, 128, 128, 192, 256, 320, 512)
-    page_size = 2 ** int(rng.integers(0, 9))
-    row |= dict(heads=(num_kv_heads * group, num_kv_heads), head_dim=head_dim, page_size=page_size)
-    # Bounds of the elements of K, and of the logits of a row.
-    longest = min(one_of(40, 300, longest), 2_000_000 // (num_kv_heads * head_dim))
-    most_queries = max(1, min(300, 4_000_000 // (longest * num_kv_heads * group)))
-    if row["sliding_window"]:
-        row["sliding_window"] = int(rng.integers(1, longest + 2))
-    num_seqs, batches = rng.integers(1, 9), []
-    for _ in BATCHES:
-        lens = [
-            one_of(0, 1, page_size, 64, 128, *rng.integers(longest, size=9))
-            for _ in range(num_seqs)
-        ]
-        q_lens = [one_of(0, 1, 4, length, *rng.integers(most_queries, size=2)) for length in lens]
-        batches.append(
-            dict(
-                seq_lens=tuple(int(min(length, longest)) for length in lens),
-                q_lens=tuple(int(min(length, most_queries)) for length in q_lens),
-            )
-        )
-    return row | {"entry": entry}, batches
 
 
 def options_of(row: dict, num_seqs: int, implementation: str) -> tuple[dict, dict, dict]:
@@ -149,22 +132,19 @@ def options_of(row: dict, num_seqs: int, implementation: str) -> tuple[dict, dic
         static["config"] = config(ragged=entry == "ragged")
         if entry == "cascade":
             static["prefix_config"] = config(ragged=True)
-    elif row.get("split"):
+    elif row.get("split") and entry != "cascade":
         static["fixed_split_size"] = 64
     return static | {"implementation": implementation}, arrays, oracle
 
 
 def cases_of(row: dict, batches: list[dict], implementation: str) -> list[Case | Quantized]:
     """The cases of the batches; they have the same shapes, and so share a program."""
-    page_size, (num_q_heads, num_kv_heads) = row["page_size"], row["heads"]
-    sizes = dict(
-        num_q_heads=num_q_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=row["head_dim"],
-        page_size=page_size,
+    page_size = row["page_size"]
+    sizes = {name: row[name] for name in ("head_dim", "page_size", "dtype")}
+    sizes |= dict(zip(("num_q_heads", "num_kv_heads"), row["heads"], strict=True))
+    sizes |= dict(
         pages_per_seq=1 + max(max(batch["seq_lens"]) for batch in batches) // page_size,
         num_pages=3 + max(sum(-(-n // page_size) for n in x["seq_lens"]) for x in batches),
-        dtype=row["dtype"],
     )
     if row["entry"] == "ragged":
         sizes["num_tokens"] = 4 + max(sum(batch["q_lens"]) for batch in batches)
@@ -177,7 +157,7 @@ def cases_of(row: dict, batches: list[dict], implementation: str) -> list[Case |
     return [Quantized(case=x, kv_dtype=kv_dtype, per_tensor=bool(per_layer)) for x in cases]
 
 
-def check(row, implementation, batches=BATCHES):
+def check(row, batches, implementation):
     """Run the batches of a row, and then with extreme sinks."""
     function, _ = ENTRIES[row["entry"]]
     num_seqs, page_size = len(batches[0]["seq_lens"]), row["page_size"]
@@ -213,17 +193,12 @@ def check(row, implementation, batches=BATCHES):
         assert_close(actual, meant, case.tolerance, name=name, **oracle | {"sinks": sinks})
 
 
-@pytest.mark.parametrize("row", rows_of_all_entries(), ids=named)
-def test_matches_the_oracle(row, implementation):
+@pytest.mark.parametrize(
+    ("row", "batches"), rows_of_all_entries(), ids=lambda x: named(x) if isinstance(x, dict) else ""
+)
+def test_matches_the_oracle(row, batches, implementation):
     """Memory that no query sees is poisoned: outside of the rows, and left of their windows."""
-    check(row, implementation)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(NUM_RANDOM_ROWS))
-def test_random_rows_match_the_oracle(seed, implementation):
-    row, batches = random_row(seed, longest=1500 if ON_GPU else 60)
-    check(row, implementation, batches)
+    check(row, batches, implementation)
 
 
 @pytest.mark.slow
@@ -231,6 +206,6 @@ def test_random_rows_match_the_oracle(seed, implementation):
 @pytest.mark.parametrize("entry", ["decode", "ragged"])
 @pytest.mark.parametrize("index", range(3))
 def test_interpreted_mosaic_kernels_match_the_oracle(index, entry):
-    row = balanced(NUM_ROWS, QUICK[entry][1], ENTRIES[entry][1])[index]
+    row = balanced(36, QUICK[entry][1], ENTRIES[entry][1])[index]
     row |= dict(entry=entry, heads=(4, 2), page_size=16, pages=None, sliding_window=30)
-    check(row, "mosaic_gpu_interpret")
+    check(row, BATCHES, "mosaic_gpu_interpret")

@@ -6,6 +6,7 @@ import itertools
 import logging
 import sys
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,12 @@ import pytest
 
 import pallas_paged as pp
 from pallas_paged import dispatch
-from pallas_paged.dispatch import BACKENDS
+from pallas_paged.dispatch import BACKENDS, LocalCall
 from pallas_paged.kernels.call import Call
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support.attention_cases import Case
 from tests.support.attention_options import config_of
-from tests.support.devices import A100, CPU, lower_for_cuda
+from tests.support.devices import A100, CPU, HOPPER, lower_for_cuda
 from tests.support.marks import needs_triton
 from tests.support.static_calls import DECODE, PREFILL
 
@@ -95,24 +96,25 @@ def test_none_without_triton_takes_a_kernel_for_all_that_hopper_can_do(
             expected = "mosaic_gpu"
         else:
             expected = "mosaic_sm80"
-        given = replace(
-            call,
-            head_dim=head_dim,
-            page_size=page_size,
-            dtype=jnp.dtype(dtype),
-            kv_dtype=jnp.dtype(kv_dtype or dtype),
-            num_q_heads=2 * group,
-            num_kv_heads=2,
-            num_tokens=tokens,
-        )
+        sizes = dict(head_dim=head_dim, num_q_heads=2 * group, num_kv_heads=2, num_tokens=tokens)
+        dtypes_of_call = dict(dtype=jnp.dtype(dtype), kv_dtype=jnp.dtype(kv_dtype or dtype))
+        given = replace(call, **sizes, **dtypes_of_call, page_size=page_size)
         assert dispatch.best_implementation(given) == expected, given
 
 
 @BOTH
-def test_none_without_triton_takes_a_kernel_on_ampere(any_jax, jax_without_triton, call):
-    call = replace(call, device=A100)
-    assert dispatch.best_implementation(call) == "mosaic_sm80"
-    assert dispatch.best_implementation(replace(call, head_dim=36)) == "xla"
+@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "12.0", None])
+def test_none_without_triton_takes_a_kernel_for_all_that_fits_on_other_gpus(
+    any_jax, jax_without_triton, call, capability
+):
+    call, small_memory = replace(call, **gpu(capability), page_size=1), ("8.6", "8.9", "12.0")
+    head_dims = (36, 64, 80, 96, 112, 128, 192, 256, 512)
+    for head_dim, kv_dtype, group in itertools.product(head_dims, ("bfloat16", "int8"), (1, 8, 40)):
+        too_large = capability in small_memory and call.kernel == "ragged" and head_dim == 512
+        expected = "xla" if head_dim == 36 or too_large else "mosaic_sm80"
+        heads = dict(head_dim=head_dim, num_q_heads=2 * group, num_kv_heads=2)
+        given = replace(call, **heads, kv_dtype=jnp.dtype(kv_dtype))
+        assert dispatch.best_implementation(given) == expected, given
 
 
 @needs_triton
@@ -222,28 +224,6 @@ def test_triton_takes_one_byte_pages_of_any_even_head_dim_where_the_gpu_converts
         assert why_not(replace(DECODE, **gpu(capability) | FP8)) is None, capability
 
 
-@BOTH
-@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "9.0", "12.0", None])
-def test_mosaic_sm80_refuses_no_shape_that_fits_into_shared_memory(any_jax, call, capability):
-    for kv_dtype, head_dim, group in itertools.product(
-        ("bfloat16", "int8"), (64, 80, 96, 112, 128, 192, 256, 512), (1, 8, 40)
-    ):
-        given = replace(
-            call,
-            **gpu(capability),
-            kv_dtype=jnp.dtype(kv_dtype),
-            head_dim=head_dim,
-            num_q_heads=2 * group,
-            num_kv_heads=2,
-            page_size=1,
-        )
-        reason = BACKENDS["mosaic_sm80"].why_not(given)
-        if capability in ("8.6", "8.9", "12.0") and call is PREFILL and head_dim == 512:
-            assert "a program has 101376" in reason
-        else:
-            assert reason is None, given
-
-
 def test_hopper_gpus_are_known_by_capability_or_name():
     def is_hopper(kind, capability=None):
         device = gpu(capability, kind=f"NVIDIA {kind}")["device"]
@@ -273,38 +253,56 @@ class TestNamed:
         with pytest.raises(NotImplementedError, match="needs the Triton lowering of Pallas"):
             function(*case.make(), implementation="triton_interpret")
 
-    @needs_mosaic
     @needs_triton
-    def test_mosaic_has_the_gradient_of_triton_for_short_rows(self, function, case):
-        q, *rest = case.on("mosaic_gpu").make()
+    @pytest.mark.parametrize(
+        "name", ["triton_interpret", pytest.param("mosaic_gpu_interpret", marks=needs_mosaic)]
+    )
+    def test_has_the_gradient_of_triton_for_short_rows(self, function, case, name):
+        q, *rest = case.on(name).make()
 
         def total(q):
-            return function(q, *rest, implementation="mosaic_gpu_interpret").sum()
+            return function(q, *rest, implementation=name).sum()
 
         assert "attention_gradient_of_queries" in str(jax.make_jaxpr(jax.grad(total))(q))
 
 
-def lowered_for_hopper(function, case):
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in case.make()]
-    return lower_for_cuda(function, *shapes).as_text()
+@pytest.mark.parametrize("implementation", [None, *BACKENDS])
+def test_a_local_call_knows_where_it_runs(implementation):
+    on_hopper, on_ampere = (
+        LocalCall(
+            kernel="decode", implementation=implementation, device=device, options=None,
+            config=None, fixed_split_size=None, with_lse=True, names=(), kv_layout="HPND",
+        )
+        for device in (HOPPER, A100)
+    )  # fmt: skip
+    family = (implementation or "").removesuffix("_interpret")
+    assert on_hopper.interpret == ("_interpret" in (implementation or ""))
+    assert on_hopper.one_device == (on_hopper.interpret and family != "triton")
+    assert on_ampere.may_be_mosaic == (implementation == "mosaic_gpu_interpret")
+    assert on_hopper.may_be_mosaic == (family in ("", "mosaic_gpu"))
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["triton", "triton_interpret"])
+@BOTH
+def test_kernels_are_interpreted_where_the_name_says_so(call, name):
+    backend, interpret = BACKENDS[name], name == "triton_interpret"
+    functions = [backend.bind(call)]
+    if call is DECODE:
+        functions += backend.bind_states(call, writes=False)
+    assert [function.keywords["interpret"] for function in functions] == [interpret] * len(
+        functions
+    )
 
 
 @needs_mosaic
-class TestNoneOnHopper:
-    @needs_triton  # which takes the other calls
-    @pytest.mark.parametrize(("head_dim", "return_lse"), [(32, False), (64, True)])
-    def test_lowers_calls_that_mosaic_supports(self, head_dim, return_lse):
-        case = Case(head_dim=head_dim, dtype="bfloat16", q_lens=(64,) * 3, seq_lens=(64,) * 3)
-
-        def attend(*arrays):
-            return pp.ragged_paged_attention(*arrays, return_lse=return_lse)
-
-        assert ("@mosaic_gpu" in lowered_for_hopper(attend, case)) == (head_dim == 64)
-
-    @BOTH_FUNCTIONS
-    def test_lowers_any_head_dim_without_triton(self, jax_without_triton, function, case):
-        case = replace(case, head_dim=80, page_size=1, dtype="bfloat16", pages_per_seq=64)
-        assert "@mosaic_gpu" in lowered_for_hopper(function, case)
+@needs_triton  # which takes the other calls
+@pytest.mark.parametrize(("head_dim", "return_lse"), [(32, False), (64, True)])
+def test_none_lowers_the_calls_that_mosaic_supports_for_hopper(head_dim, return_lse):
+    case = Case(head_dim=head_dim, dtype="bfloat16", q_lens=(64,) * 3, seq_lens=(64,) * 3)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in case.make()]
+    attend = partial(pp.ragged_paged_attention, return_lse=return_lse)
+    assert ("@mosaic_gpu" in lower_for_cuda(attend, *shapes).as_text()) == (head_dim == 64)
 
 
 def test_the_choice_of_none_is_logged_once_for_each_kind_of_device(caplog):

@@ -37,8 +37,6 @@ OPTIONS = dict(soft_cap=2.0, sliding_window=WINDOW, alibi_slopes=SLOPES, sinks=S
 ALL = ("q", "k_pages", "v_pages", "alibi_slopes", "sinks")
 
 KERNELS = [name for name in implementations_here() if name != "xla"]
-# XLA makes the gradient of a cascade from those of its parts.
-KERNELS_AND_SLOW_XLA = [*KERNELS, *slow(["xla"])]
 TRITON = pytest.mark.parametrize("triton", [x for x in KERNELS if x.startswith("triton")])
 FAMILIES = pytest.mark.parametrize(
     "family", [x for x in KERNELS if not x.startswith("mosaic_sm80")]
@@ -86,14 +84,10 @@ def assert_near(actual, expected, tolerance=1e-5):
 
 
 def assert_is_gradient(gradients, at, oracle):
-    """The gradients are those of an oracle, by differences in float64 along random directions.
+    """The gradients, by name, are those of a function of the arguments `at`, also by name.
 
-    Data that no query sees has a gradient of 0, and may be NaN.
-
-    Args:
-        gradients: some arguments' gradients, by name.
-        at: the arguments, by name.
-        oracle: function of the arguments.
+    By differences in float64 along random directions. Data that no query sees has a gradient of 0,
+    and may be NaN.
     """
     rng = np.random.default_rng(0)
     for name, gradient in gradients.items():
@@ -153,7 +147,7 @@ class TestEqualsFiniteDifferences:
         [(("q", "sinks"), dict(sliding_window=WINDOW, sinks=SINKS)), *slow([(ALL, OPTIONS)])],
         ids=["queries and sinks", "all"],
     )
-    @pytest.mark.parametrize("implementation", KERNELS_AND_SLOW_XLA)
+    @pytest.mark.parametrize("implementation", [*KERNELS, *slow(["xla"])])
     def test_of_a_cascade(self, wanted, options, implementation):
         *arrays, prefix_lens, cu_group_sizes = SHARED.make()
         groups = dict(prefix_lens=prefix_lens, cu_group_sizes=cu_group_sizes)
@@ -183,17 +177,16 @@ class TestEqualsFiniteDifferences:
             *slow(
                 (case, ALL[:3], total, options)
                 for case, options in (
-                    (RAGGED, dict(sliding_window=6)),
-                    (RAGGED, dict(soft_cap=1.5, sm_scale=-0.7)),
+                    (RAGGED, dict(sliding_window=6, soft_cap=1.5, sm_scale=-0.7)),
                     (replace(RAGGED, page_size=2, pages_per_seq=20, num_q_heads=6), {}),
                     (replace(RAGGED, page_size=64, pages_per_seq=2, num_kv_heads=4), {}),
                     (DECODE, {}),
                 )
             ),
         ],
-        ids=["the log-sum-exps", "window", "cap", "pages of 2", "pages of 64", "plain decode"],
+        ids=["the log-sum-exps", "window and cap", "pages of 2", "pages of 64", "plain decode"],
     )
-    def test_of_one_option_alone(self, case, wanted, loss, options, implementation):
+    def test_of_few_options(self, case, wanted, loss, options, implementation):
         function = pp.ragged_paged_attention if case.q_lens else pp.paged_attention
         function, arrays = partial(function, implementation=implementation), case.make()
         found = gradients_of(function, call_of(arrays), wanted, loss, **options)
@@ -221,21 +214,19 @@ def test_a_prompt_in_16_bits_has_the_gradient_of_xla(family, case):
 @FAMILIES
 def test_log_probabilities_of_a_rollout_have_the_bits_of_training(family):
     """A token's query comes alone beside another row, or with all others under a gradient."""
-    length, fixed_split_size = 70, 128  # several tiles of queries; no row is split
+    length = 70  # several tiles of queries
     case = Case(
         head_dim=16, seq_lens=(length, 30), q_lens=(length, 3), pages_per_seq=16, num_tokens=80
     ).on(family)
     q, k_pages, v_pages, tables, _, _ = case.make()
-    size = q.shape[1] * q.shape[2]
-    to_logits = np.random.default_rng(0).standard_normal((size, 7)).astype(np.float32)
+    to_logits = np.random.default_rng(0).standard_normal((q[0].size, 7)).astype(np.float32)
 
     @jax.jit
     def log_probabilities(out):  # of one token: products of several may be rounded in another way
         return jax.nn.log_softmax(out.reshape(-1).astype(jnp.float32) @ to_logits)
 
-    call = partial(
-        pp.ragged_paged_attention, implementation=family, fixed_split_size=fixed_split_size
-    )
+    how = dict(implementation=family, fixed_split_size=128)  # no row is split
+    call = partial(pp.ragged_paged_attention, **how)
 
     @jax.jit
     def train(q):
@@ -263,10 +254,7 @@ class TestOneBytePages:
     @TRITON
     @pytest.mark.parametrize(
         ("kv_dtype", "name"),  # JAX has no gradient in integers
-        [
-            ("int8", "k_scales"),
-            *slow([("float8_e4m3fn", "k_scales"), ("float8_e4m3fn", "k_pages")]),
-        ],
+        [("int8", "k_scales"), *slow(("float8_e4m3fn", x) for x in ("k_scales", "k_pages"))],
     )
     def test_have_none_of_their_own(self, triton, kv_dtype, name):
         given = call_of(Quantized(case=RAGGED, kv_dtype=kv_dtype).make()[0])
@@ -283,16 +271,14 @@ class TestOneBytePages:
 def test_under_vmap(triton):
     q, k_pages, v_pages, *rest = RAGGED.make()
 
-    def gradient(q):
-        call = partial(pp.ragged_paged_attention, implementation=triton)
-        return jax.grad(lambda q, k: jnp.sin(call(q, k, v_pages, *rest)).sum(), argnums=(0, 1))(
-            q, k_pages
-        )
+    def loss(q, k_pages):
+        out = pp.ragged_paged_attention(q, k_pages, v_pages, *rest, implementation=triton)
+        return jnp.sin(out).sum()
 
-    several = np.stack([q, 2 * q])
-    mapped = jax.jit(jax.vmap(gradient))(several)
-    for i in range(2):
-        assert_near(jax.tree.map(lambda x, i=i: x[i], mapped), jax.jit(gradient)(several[i]))
+    gradient, several = jax.grad(loss, argnums=(0, 1)), np.stack([q, 2 * q])
+    mapped = jax.jit(jax.vmap(gradient, in_axes=(0, None)))(several, k_pages)
+    for i, q in enumerate(several):
+        assert_near([x[i] for x in mapped], jax.jit(gradient)(q, k_pages))
 
 
 @TRITON

@@ -1,7 +1,4 @@
-"""Attention over int8 and float8_e4m3fn pages, against float64 NumPy on the dequantized values.
-
-The calls have few shapes, so that they share programs. `test_combinations.py` has other ones.
-"""
+"""Attention over int8 and float8_e4m3fn pages, against float64 NumPy on the dequantized values."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ INT8, FP8 = "int8", "float8_e4m3fn"
 DTYPES = ("float32", "bfloat16", "float16")
 SMALL = Case(head_dim=16, seq_lens=(37, 5, 0, 61), num_pages=25)
 RAGGED = dataclasses.replace(SMALL, q_lens=(11, 5, 1, 2), num_tokens=20)
-ENTRIES = pytest.mark.parametrize("name", ["decode", "ragged"])
 CALLS = pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -34,7 +30,6 @@ CALLS = pytest.mark.parametrize(
         *slow([("ragged", "float32")]),
     ],
 )
-KINDS = [(INT8, False), *slow([(INT8, True), (FP8, False), (FP8, True)])]
 
 
 def call_of(name, dtype, implementation, **changes):
@@ -50,7 +45,9 @@ def call_of(name, dtype, implementation, **changes):
     return partial(ragged if name == "ragged" else decode, **options), case
 
 
-@pytest.mark.parametrize(("kv_dtype", "per_tensor"), KINDS)
+@pytest.mark.parametrize(
+    ("kv_dtype", "per_tensor"), [(INT8, False), *slow([(INT8, True), (FP8, False), (FP8, True)])]
+)
 @CALLS
 def test_matches_the_oracle(name, dtype, kv_dtype, per_tensor, implementation):
     """Bytes and scales outside of the rows change no bit; queries may have all sizes of bf16."""
@@ -65,7 +62,7 @@ def test_matches_the_oracle(name, dtype, kv_dtype, per_tensor, implementation):
     assert_same_bits(function(q, *quantized.make(poison=False)[0][1:]), actual)
 
 
-@ENTRIES
+@pytest.mark.parametrize("name", ["decode", "ragged"])
 def test_scales_of_all_sizes_leave_f16_its_precision(name, implementation):
     """One token has by far the largest V and almost no weight; the other V underflow in f16."""
     function, case = call_of(name, "float16", implementation, seq_lens=(37, 25, 40, 61))

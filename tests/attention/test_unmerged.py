@@ -23,21 +23,19 @@ KERNELS = [
 ]
 
 
-def a_call(lens, *, head_dim=64, num_kv_heads=2, group=3, dtype=jnp.bfloat16):
+def a_call(lens, head_dim=64):
     """Pages, the fused product of the newest tokens, their slots, the table and the lengths."""
-    rng = np.random.default_rng(sum(lens))
-    num_pages = len(lens) * BLOCKS
-    shape = (num_kv_heads, num_pages, PAGE_SIZE, head_dim)
-    k, v = (rng.standard_normal(shape).astype(dtype) for _ in range(2))
-    lens = np.array(lens, np.int32)
-    table = rng.permutation(num_pages).reshape(-1, BLOCKS).astype(np.int32)
+    rng, num_seqs, lens = np.random.default_rng(sum(lens)), len(lens), np.array(lens, np.int32)
+    shape = (2, num_seqs * BLOCKS, PAGE_SIZE, head_dim)
+    k, v = (rng.standard_normal(shape).astype(jnp.bfloat16) for _ in range(2))
+    table = rng.permutation(num_seqs * BLOCKS).reshape(-1, BLOCKS).astype(np.int32)
     last = np.maximum(lens - 1, 0)
-    slots = table[np.arange(len(lens)), last // PAGE_SIZE] * PAGE_SIZE + last % PAGE_SIZE
+    slots = table[np.arange(num_seqs), last // PAGE_SIZE] * PAGE_SIZE + last % PAGE_SIZE
     slots = np.where(lens > 0, slots, -1).astype(np.int32)
-    qkv = rng.standard_normal((len(lens), num_kv_heads, group + 2, head_dim))
-    angles = rng.uniform(0, 6, (len(lens), head_dim // 2)).astype(np.float32)
+    qkv = rng.standard_normal((num_seqs, 2, 3 + 2, head_dim)).astype(jnp.bfloat16)
+    angles = rng.uniform(0, 6, (num_seqs, head_dim // 2)).astype(np.float32)
     layer = pp.LayerKV(k_pages=k, v_pages=v)
-    return layer, qkv.astype(dtype), slots, table, lens, (np.cos(angles), np.sin(angles))
+    return layer, qkv, slots, table, lens, (np.cos(angles), np.sin(angles))
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
@@ -75,9 +73,7 @@ def test_the_newest_tokens_are_attended_to_and_written(lens, head_dim, kv_layout
         slots[-2:] = -1, layer.k_pages[0, ..., 0].size
     # Their slots may hold anything before.
     is_written = (slots >= 0) & (slots < layer.k_pages[0, ..., 0].size)
-    k_pages = layer.k_pages.copy()
-    k_pages.reshape(2, -1, head_dim)[:, slots[is_written]] = np.nan
-    layer = pp.LayerKV(k_pages=k_pages, v_pages=layer.v_pages)
+    layer.k_pages.reshape(2, -1, head_dim)[:, slots[is_written]] = np.nan
     layer = pp.LayerKV(**layer_in_layout(kv_layout, layer), kv_layout=kv_layout)
 
     @jax.jit
@@ -88,11 +84,10 @@ def test_the_newest_tokens_are_attended_to_and_written(lens, head_dim, kv_layout
 
     @jax.jit
     def wanted(layer, qkv, slots, table, lens):
-        q, layer = pp.rotate_and_write_kv(
-            layer, qkv, slots, rotation=rotation, implementation="xla"
-        )
-        pages, how = (layer.k_pages, layer.v_pages), dict(implementation="xla", **options)
-        return pp.paged_attention(q, *pages, table, lens, **how, kv_layout=kv_layout), layer
+        how = dict(implementation="xla")
+        q, layer = pp.rotate_and_write_kv(layer, qkv, slots, rotation=rotation, **how)
+        arrays = q, layer.k_pages, layer.v_pages, table, lens
+        return pp.paged_attention(*arrays, **how, **options, kv_layout=kv_layout), layer
 
     arrays = layer, qkv, slots, table, lens
     (out, got), (expected, layer) = ours(*arrays), wanted(*arrays)
@@ -105,17 +100,15 @@ def test_the_newest_tokens_are_attended_to_and_written(lens, head_dim, kv_layout
 
 @needs_triton
 def test_where_there_are_no_states_there_is_none():
-    layer, qkv, slots, table, lens, rotation = a_call([20])
-    q, at = qkv[:, :, :-2].reshape(1, 6, 64), (slots, table, lens)
-    assert unmerged_attention(layer, q, table, lens, implementation="xla") is None
+    layer, qkv, *at, rotation = a_call([20])
+    q, how = qkv[:, :, :-2].reshape(1, 6, 64), dict(implementation="triton_interpret")
+    assert unmerged_attention(layer, q, *at[1:], implementation="xla") is None
     assert write_and_attend(layer, qkv, *at, rotation=rotation, implementation="xla") is None
-    how = dict(implementation="triton_interpret")
-    assert write_and_attend(layer, qkv, *at, rotation=None, **how) is None
-    part = tuple(x[:, :8] for x in rotation)
-    assert write_and_attend(layer, qkv, *at, rotation=part, **how) is None
+    for other in (None, tuple(x[:, :8] for x in rotation)):
+        assert write_and_attend(layer, qkv, *at, rotation=other, **how) is None
     small, new, *_, turn = a_call([20], head_dim=8)
     assert write_and_attend(small, new, *at, rotation=turn, **how) is None
     one_array = pp.LayerKV(**layer_in_layout("2NHD", layer), kv_layout="2NHD")
-    assert write_and_attend(one_array, qkv, *at, rotation=rotation, **how) is None
     quantized = jax.tree.map(lambda x: x.astype(jnp.int8), layer)
-    assert write_and_attend(quantized, qkv, *at, rotation=rotation, **how) is None
+    for pages in (one_array, quantized):
+        assert write_and_attend(pages, qkv, *at, rotation=rotation, **how) is None

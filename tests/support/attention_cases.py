@@ -10,6 +10,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 1e-3}
 
@@ -49,12 +50,8 @@ def without_tokens_left_of(
 ) -> tuple[np.ndarray, ...]:
     """The call without the tokens left of every query's window: they hold NaN, or 77 in int8.
 
-    Args:
-        window: the sliding window.
-        arrays: of `Case.make` or `Quantized.make`.
-        page_size: tokens of a page.
-        entry: what the tables hold for pages of such tokens alone.
-        groups: where groups of rows begin and end, that share their pages.
+    The tables hold `entry` for pages of such tokens alone. The rows between two numbers of `groups`
+    share their pages.
     """
     (q, *pages, tables, lens), offsets, scales = _parts(arrays)
     q_lens = np.diff(offsets[0]) if offsets else np.minimum(lens, 1)
@@ -69,6 +66,14 @@ def without_tokens_left_of(
     for table, count in zip(tables, first, strict=True):
         table[: count // page_size] = entry
     return q, *pages, tables, lens, *offsets, *scales
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def enlarged(pages: jax.Array, num_pages: int, axis: int = 1) -> jax.Array:
+    """The pages as the last ones of an array of `num_pages`, on a device."""
+    shape = (*pages.shape[:axis], num_pages, *pages.shape[axis + 1 :])
+    first = num_pages - pages.shape[axis]
+    return lax.dynamic_update_slice_in_dim(jnp.zeros(shape, pages.dtype), pages, first, axis)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +117,9 @@ class Case:
     def make(self, *, seed: int = 0, poison: bool = True, order: int = 0) -> tuple[np.ndarray, ...]:
         """Returns q, k_pages, v_pages, block_tables, seq_lens and, if ragged, cu_q_lens.
 
-        Args:
-            seed: seed of the tokens' values.
-            poison: put NaN and infinities in the slots and pages that no row owns and in the
-                padding queries, and any int32 in the entries of the block tables that no row
-                needs; else zeros.
-            order: seed of the order of pages in the pool; the values do not depend on it.
+        With `poison` the slots and pages that no row owns and the padding queries hold NaN and
+        infinities, and the entries of the block tables that no row needs any int32; else zeros. The
+        values follow from `seed`, and the order of the pages in the pool from `order`.
         """
         lens = np.array(self.seq_lens, np.int32)
         num_seqs, size = len(lens), self.page_size
@@ -155,12 +157,8 @@ class Case:
         q, k_pages, v_pages, tables, *rest = arrays
         first = num_pages - k_pages.shape[1]
 
-        @jax.jit
-        def enlarge(pages):
-            shape = (pages.shape[0], num_pages, *pages.shape[2:])
-            return jnp.zeros(shape, pages.dtype).at[:, first:].set(pages)
-
-        return q, enlarge(k_pages), enlarge(v_pages), tables + np.int32(first), *rest
+        pages = (enlarged(x, num_pages) for x in (k_pages, v_pages))
+        return q, *pages, tables + np.int32(first), *rest
 
 
 # Cases of shapes that the Mosaic kernels take.

@@ -28,8 +28,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}
 @pytest.fixture(scope="module")
 def folder(checkpoint, tmp_path_factory):
     """The tiny model with a chat template."""
-    folder = tmp_path_factory.mktemp("chat")
-    shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
+    folder = shutil.copytree(checkpoint, tmp_path_factory.mktemp("chat") / "model")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
@@ -112,18 +111,18 @@ def test_message_that_the_template_refuses_is_left_out(chat, prompts, tmp_path):
     file = tmp_path / "strict.jinja"
     refusal = "{% if messages[-1].content == 'bad' %}{{ raise_exception('no') }}{% endif %}"
     file.write_text(refusal + TEMPLATE)
-    args = ["--chat-template", str(file), "--max-tokens", "1"]
-    status, _, err = chat("bad", "good", "\udcff", args=args)
+    given = ["--chat-template", str(file), "--max-tokens", "1"]
+    status, _, err = chat("bad", "good", "\udcff", args=given)
     assert status == 0 and [prompt for prompt, _ in prompts] == ["u:good\na:"]
     assert "error: the chat template refuses the messages: no\n" in err
     assert "error: the messages must be valid UTF-8\n" in err
 
 
-def test_sampling_defaults_of_the_checkpoint_are_used_and_printed(chat, prompts, folder, tmp_path):
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "generation_config.json").write_text('{"top_k": 7, "top_p": 0.5}')
-    args = ["--checkpoint", str(tmp_path), "--top-p", "0.9", "--max-tokens", "1"]
-    _, _, err = chat("x", args=args)
+def test_sampling_defaults_of_the_checkpoint_are_used_and_printed(chat, prompts, copy):
+    (copy / "chat_template.jinja").write_text(TEMPLATE)
+    (copy / "generation_config.json").write_text('{"top_k": 7, "top_p": 0.5}')
+    given = ["--checkpoint", str(copy), "--top-p", "0.9", "--max-tokens", "1"]
+    _, _, err = chat("x", args=given)
     assert "defaults of the checkpoint: top_k=7, top_p=0.5\n" in err
     ((_, params),) = prompts
     assert (params.top_k, params.top_p, params.temperature) == (7, 0.9, 0.0)
@@ -178,14 +177,14 @@ def test_ctrl_c_stops_an_answer_and_keeps_its_beginning(chat, prompts, monkeypat
 
 
 @pytest.mark.cpu_budget(8)  # a process of its own
-def test_ctrl_c_on_a_terminal_stops_the_answer_and_not_the_program(folder, tmp_path):
+def test_ctrl_c_on_a_terminal_stops_the_answer_and_not_the_program(copy):
     """In a process of its own, whose main thread waits for input or for the engine."""
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    config = json.loads((folder / "config.json").read_text())
+    (copy / "chat_template.jinja").write_text(TEMPLATE)
+    config = json.loads((copy / "config.json").read_text())
     config["max_position_embeddings"] = 2**13  # for an answer that takes minutes
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (copy / "config.json").write_text(json.dumps(config))
     main, child = pty.openpty()
-    args = ("--chat", "--checkpoint", tmp_path, "--max-num-batched-tokens", "32")
+    args = ("--chat", "--checkpoint", copy, "--max-num-batched-tokens", "32")
     streams = dict(stdin=child, stdout=child, stderr=child, start_new_session=True)
     process = start_command(*args, "--temperature", "0", **streams)
     os.close(child)

@@ -12,10 +12,15 @@ TEXT = "ROMEO:\n\tÀ bientôt, 子曰: “¿qué?” 🎭\x00  twice"
 
 
 @pytest.fixture(scope="module")
-def byte_level(tmp_path_factory):
+def byte_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bytes")
     save_byte_tokenizer(folder, max_length=64)
-    return Tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def byte_level(byte_folder):
+    return Tokenizer(byte_folder)
 
 
 @pytest.fixture(scope="module")
@@ -29,20 +34,13 @@ def sentencepiece(tmp_path_factory):
         models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True)
     )
     inner.add_special_tokens(["<unk>", "<s>", "</s>"])
-    inner.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    inner.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(content=" ", left=1, right=0),
-        ]
-    )
-    inner.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 1)]
-    )
+    prepend, mark = normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
+    inner.normalizer = normalizers.Sequence([prepend, mark])
+    strip = decoders.Strip(content=" ", left=1, right=0)
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+    inner.decoder = decoders.Sequence(parts)
+    bos = [("<s>", 1)]
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=bos)
     folder = tmp_path_factory.mktemp("sentencepiece")
     inner.save(str(folder / "tokenizer.json"))
     return Tokenizer(folder)
@@ -66,20 +64,16 @@ def test_bytes_of_single_tokens(byte_level, sentencepiece):
 
 def test_bos_is_added_and_left_out_of_the_text(sentencepiece):
     ids = sentencepiece.encode("ab b")
-    assert ids[0] == 1
-    assert [token_id for token_id in ids if sentencepiece.is_special(token_id)] == [1]
+    assert [token_id for token_id in ids if sentencepiece.is_special(token_id)] == [1] == ids[:1]
     assert sentencepiece.decode(ids) == "ab b"
-
-
-def test_special_tokens_in_the_text_are_not_added_again(sentencepiece):
-    plain = sentencepiece.encode("ab b", add_special_tokens=False)
-    assert [1, *plain] == sentencepiece.encode("ab b")
+    assert sentencepiece.encode("ab b", add_special_tokens=False) == ids[1:]
+    # Names of special tokens in a text are those tokens.
     assert sentencepiece.encode("<s>ab b", add_special_tokens=False).count(1) == 1
     assert sentencepiece.encode("<s>ab b").count(1) == 2
 
 
-def test_settings_of_a_training_run_do_not_change_a_prompt(byte_level, tmp_path):
-    inner = tokenizers.Tokenizer.from_str(byte_level._tokenizer.to_str())
+def test_settings_of_a_training_run_do_not_change_a_prompt(byte_folder, tmp_path):
+    inner = tokenizers.Tokenizer.from_file(str(byte_folder / "tokenizer.json"))
     inner.enable_truncation(4)
     inner.enable_padding(length=8)
     inner.save(str(tmp_path / "tokenizer.json"))

@@ -42,34 +42,29 @@ def gradient(implementation, num_q_heads, num_kv_heads, head_dim, options=None, 
         results = jax.tree.leaves(call(arrays | differentiated))
         return sum(x.astype(jnp.float32).sum() for x in results)
 
-    lowered = lower_for_cuda(jax.grad(loss, (0, 1)), differentiated, of_heads, arrays)
-    text = lowered.as_text()
+    arrays = differentiated, of_heads, arrays
+    text = lower_for_cuda(jax.grad(loss, (0, 1)), *arrays).as_text()
     return set(re.findall(r"attention_gradient_of_([a-z]+)", text)), text
 
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("num_q_heads", "num_kv_heads", "head_dim", "page_size", "dtype", "options"),
+    ("heads", "page_size", "dtype", "kv_dtype", "options"),
     [
-        (7, 1, 64, 256, "float16", {}),
-        (8, 8, 80, 1, "float32", {}),
-        (6, 2, 80, 16, "bfloat16", OPTIONS),
-        *slow((32, 8, head_dim, 16, "bfloat16", {}) for head_dim in (16, 128, 192, 256, 512)),
-        *slow([(6, 2, 80, 16, "float32", OPTIONS)]),
+        ((7, 1, 64), 256, "float16", None, {}),
+        ((8, 8, 80), 1, "float32", None, {}),
+        ((6, 2, 80), 16, "bfloat16", None, OPTIONS),
+        ((8, 2, 64), 16, "bfloat16", "int8", {}),
+        *slow(((32, 8, n), 16, "bfloat16", None, {}) for n in (16, 128, 192, 256, 512)),
+        *slow([((6, 2, 80), 16, "float32", None, OPTIONS)]),
+        *slow([((8, 2, 64), 16, "bfloat16", "float8_e4m3fn", {})]),
     ],
     ids=lambda x: "options" if x is OPTIONS else str(x),
 )
-def test_triton(num_q_heads, num_kv_heads, head_dim, page_size, dtype, options):
-    heads = num_q_heads, num_kv_heads, head_dim
-    kernels, _ = gradient("triton", *heads, options, page_size=page_size, dtype=dtype)
-    assert kernels == {"queries", "keys"}
-
-
-@needs_triton
-@pytest.mark.parametrize("kv_dtype", ["int8", *slow(["float8_e4m3fn"])])
-def test_triton_with_one_byte_pages_has_that_of_queries(kv_dtype):
-    kernels, _ = gradient("triton", 8, 2, 64, kv_dtype=kv_dtype)
-    assert kernels == {"queries"}
+def test_triton(heads, page_size, dtype, kv_dtype, options):
+    types = dict(dtype=dtype, kv_dtype=kv_dtype)
+    kernels, _ = gradient("triton", *heads, options, page_size=page_size, **types)
+    assert kernels == ({"queries"} if kv_dtype else {"queries", "keys"})
 
 
 HOPPER = pairwise(

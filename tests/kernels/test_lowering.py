@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxlib.mlir import ir
 
 import pallas_paged as pp
 from pallas_paged.kernels.kv_layout import LAYOUTS
-from pallas_paged.kernels.mosaic import config as hopper
 from pallas_paged.kernels.mosaic import support as hopper_support
 from tests.support.devices import lower_for_cuda
 from tests.support.lowering import CUSTOM_CALL, few_with_every_level, named, options_of, pairwise
 from tests.support.marks import needs_triton, slow
-from tests.support.programs import Program, register_dialects
+from tests.support.programs import Program, kernel_configs, parsed
 
 needs_mosaic = pytest.mark.skipif(
     hopper_support.why_not_jax() is not None, reason="the Mosaic GPU kernels need JAX 0.11"
 )
-FAMILIES = [
-    pytest.param("triton", marks=needs_triton),
-    pytest.param("mosaic_gpu", marks=needs_mosaic),
-]
 INT8, FP8 = "int8", "float8_e4m3fn"
 RAGGED = ("ragged_paged_attention", "ragged_paged_attention_merge")
 DECODE = ("paged_decode", "paged_decode_merge")
@@ -106,7 +98,6 @@ HOPPER_RAGGED = pairwise(
     head_dim=(64, 128, 256),
     page_size=(8, 16, 64, 256),
     dtype=("bfloat16", "float16"),
-    num_consumers=(1, 2),
     **OPTIONS,
 )
 HOPPER_DECODE = pairwise(
@@ -129,14 +120,6 @@ AMPERE = pairwise(
 )
 
 
-def test_pairwise_has_every_pair_of_levels():
-    rows = pairwise(a=(1, 2, 3), b=(1, 2, 3), c="xy")
-    for names in itertools.combinations("abc", 2):
-        met = {tuple(row[name] for name in names) for row in rows}
-        assert len(met) == (9 if names == ("a", "b") else 6)
-    assert len(rows) < 18
-
-
 @needs_triton
 @pytest.mark.parametrize("function", ["decode", "ragged"])
 @pytest.mark.parametrize("row", few_with_every_level(TRITON), ids=named)
@@ -154,8 +137,8 @@ def test_triton_cascade(row):
 @needs_mosaic
 @pytest.mark.parametrize("row", [HOPPER_RAGGED[0], *slow(HOPPER_RAGGED[8::8])], ids=named)
 def test_hopper_cascade(row):
-    row = row | dict(num_seqs=5, kv_dtype=None)
-    assert len(CUSTOM_CALL.findall(lowered("mosaic_gpu", "cascade", row))) == 4
+    text = lowered("mosaic_gpu", "cascade", row | dict(num_seqs=5, kv_dtype=None))
+    assert len(CUSTOM_CALL.findall(text)) == 4
 
 
 @needs_mosaic
@@ -163,25 +146,9 @@ def test_hopper_cascade(row):
 def test_hopper_ragged(row):
     from pallas_paged.kernels.mosaic import converted_rows
 
-    num_q_heads, itemsize = 2 * row["group"], 1 if row["kv_dtype"] else 2
-    config = hopper.ragged_config(
-        num_tokens=row["num_tokens"],
-        num_q_heads=num_q_heads,
-        num_kv_heads=2,
-        head_dim=row["head_dim"],
-        max_kv_len=4096,
-        expected_seqs=4,
-        itemsize=itemsize,
-        num_sms=132,
-    )
-    config = dataclasses.replace(
-        config,
-        num_consumers=1 if itemsize == 1 and row["head_dim"] == 256 else row["num_consumers"],
-        fixed_split_size=row["fixed_split_size"],
-    )
-    text = lowered("mosaic_gpu", "ragged", row | dict(max_kv_len=4096), config=config)
-    logits = row["num_tokens"] * num_q_heads * 4096
-    converts = itemsize == 1 and logits >= converted_rows.MIN_LOGITS
+    text = lowered("mosaic_gpu", "ragged", row | dict(max_kv_len=4096))
+    logits = row["num_tokens"] * 2 * row["group"] * 4096
+    converts = bool(row["kv_dtype"]) and logits >= converted_rows.MIN_LOGITS
     assert ("ragged_convert_rows" in text) == converts
     assert len(CUSTOM_CALL.findall(text)) == 2 + converts
     # The merge writes into the kernel's output in place, and into lse only if the call returns it.
@@ -189,30 +156,29 @@ def test_hopper_ragged(row):
     assert merge.count("output_operand_alias<") == 1 + row["return_lse"]
 
 
-def decode_config_of(row):
-    """The config of a row, {} for that of the heuristic, or None if it doesn't fit."""
+def config_of(row):
+    """The config of a row for Hopper's decode kernel; None for that of the heuristic."""
     if row["block_k"] is None:
-        return {}
+        return None
     split_size = row["fixed_split_size"]
-    config = pp.MosaicDecodeConfig(
-        block_k=row["block_k"], num_stages=2, num_programs=132, fixed_split_size=split_size
-    )
-    call = dict(
-        group=row["group"], head_dim=row["head_dim"], kv_dtype=row["kv_dtype"] or "bfloat16"
-    )
-    fits = hopper_support.shared_memory(config, **call) <= hopper_support.shared_memory_limit(1)
-    return dict(config=config) if fits else None
+    loop = dict(block_k=row["block_k"], num_stages=2, num_programs=132)
+    return pp.MosaicDecodeConfig(**loop, fixed_split_size=split_size)
+
+
+def fits(row):
+    config = config_of(row)
+    call = dict(group=row["group"], head_dim=row["head_dim"])
+    return config is None or hopper_support.shared_memory(
+        config, **call, kv_dtype=row["kv_dtype"] or row["dtype"]
+    ) <= hopper_support.shared_memory_limit(1)
 
 
 @needs_mosaic
-@pytest.mark.parametrize(
-    "row",
-    few_with_every_level([row for row in HOPPER_DECODE if decode_config_of(row) is not None]),
-    ids=named,
-)
+@pytest.mark.parametrize("row", few_with_every_level([*filter(fits, HOPPER_DECODE)]), ids=named)
 def test_hopper_decode(row):
-    text = lowered("mosaic_gpu", "decode", row, **decode_config_of(row))
-    assert len(CUSTOM_CALL.findall(text)) == 2
+    config = config_of(row)
+    options = {} if config is None else dict(config=config)
+    assert len(CUSTOM_CALL.findall(lowered("mosaic_gpu", "decode", row, **options))) == 2
 
 
 @needs_mosaic
@@ -230,9 +196,9 @@ def test_ampere(function, row, monkeypatch):
         assert not re.search(hopper_only, text)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_copy_of_a_pool_would_be_seen(family):
-    program = Program(function="decode", implementation=family)
+@needs_triton
+def test_a_copy_of_a_pool_would_be_seen():
+    program = Program(function="decode", implementation="triton")
     call, arrays = program.call_and_shapes()
 
     def transposed(arrays):
@@ -246,26 +212,21 @@ def test_a_copy_of_a_pool_would_be_seen(family):
 
 
 @needs_mosaic
-@pytest.mark.parametrize("num_tokens", [None, 40], ids=["decode", "ragged"])
-def test_a_step_writes_into_the_pool_that_was_donated(num_tokens):
-    count = num_tokens or 4
+@pytest.mark.parametrize(("function", "num_tokens"), [("decode", 0), ("ragged", 40)])
+def test_a_step_writes_into_the_pool_that_was_donated(function, num_tokens):
+    program = Program(function=function, implementation="mosaic_gpu", num_tokens=num_tokens)
+    call, arrays = program.call_and_shapes()
+    pool = {name: arrays.pop(name) for name in ("k_pages", "v_pages")}
 
-    def step(k_pages, v_pages, q, new, slots, *rest):
-        layer = pp.write_kv(pp.LayerKV(k_pages=k_pages, v_pages=v_pages), new, new, slots)
-        cache = layer.k_pages, layer.v_pages
-        attend = pp.paged_attention if num_tokens is None else pp.ragged_paged_attention
-        return attend(q, *cache, *rest, implementation="mosaic_gpu"), *cache
+    def step(pool, arrays, new, slots):
+        layer = pp.write_kv(pp.LayerKV(**pool), new, new, slots)
+        pool = dict(k_pages=layer.k_pages, v_pages=layer.v_pages)
+        return call(arrays | pool), *pool.values()
 
-    def of(*shape, dtype=jnp.int32):
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    program = Program(function="decode", implementation="mosaic_gpu", num_kv_heads=2)
-    pages = of(2, 1009, 16, 128, dtype=jnp.bfloat16)
-    q, new = (of(count, heads, 128, dtype=jnp.bfloat16) for heads in (8, 2))
-    rest = of(4, 64), of(4), *([of(5)] if num_tokens else [])
-    text = lower_for_cuda(
-        step, pages, pages, q, new, of(count), *rest, donate_argnums=(0, 1), keep_unused=True
-    ).as_text()
+    new = jax.ShapeDtypeStruct((num_tokens or 4, 8, 128), jnp.bfloat16)
+    slots = jax.ShapeDtypeStruct((num_tokens or 4,), jnp.int32)
+    donated = dict(donate_argnums=0, keep_unused=True)
+    text = lower_for_cuda(step, pool, arrays, new, slots, **donated).as_text()
     assert len(re.findall(r"tf.aliasing_output|jax.buffer_donor", text)) == 2
     # The kernel reads the very arrays that are returned.
     k_pages, v_pages = re.search(r"return \S+, (%\w+), (%\w+) :", text).groups()
@@ -274,26 +235,6 @@ def test_a_step_writes_into_the_pool_that_was_donated(num_tokens):
     # Beside views of the pool there is one scatter for K and one for V.
     others = pool_operations(text, program)
     assert len(others) == 2 and all(line.startswith("}) : ") for line in others)
-
-
-def attention_kernel(lowered):
-    """The Triton module of attention in a call, which may have a plan before it, as text."""
-    kernels = []
-
-    def visit(op):
-        if op.name == "stablehlo.custom_call" and "triton" in str(
-            op.attributes["call_target_name"]
-        ):
-            config = ir.DictAttr(op.attributes["mhlo.backend_config"])
-            if "plan" not in str(config["name"]):
-                kernels.append(config["ir"])
-        return ir.WalkResult.ADVANCE
-
-    lowered.compiler_ir().operation.walk(visit)
-    with ir.Context() as context:
-        register_dialects(context)
-        module = ir.Module.parse(ir.StringAttr(kernels[0]).value_bytes)
-        return module.operation.get_asm(enable_debug_info=False)
 
 
 @needs_triton
@@ -312,7 +253,10 @@ def test_offsets_reach_all_elements_of_a_large_pool(num_pages, kv_dtype, wide, f
     sizes = dict(num_pages=num_pages, kv_dtype=kv_dtype, max_kv_len=512)
     num_tokens = 40 if function == "ragged" else 0
     program = Program(function=function, implementation="triton", num_tokens=num_tokens, **sizes)
-    text = attention_kernel(program.lower())
+    # A ragged call has its plan before it.
+    config = next(x for x in kernel_configs(program.lower()) if "plan" not in str(x["name"]))
+    with parsed(config["ir"]) as module:
+        text = module.get_asm(enable_debug_info=False)
     if kv_dtype:
         assert "!tt.ptr<i16>" in text and "!tt.ptr<i8>" not in text  # offsets count 16-bit words
     assert ("i64" in text) == wide

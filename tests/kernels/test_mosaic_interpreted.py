@@ -16,7 +16,7 @@ from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support.attention_calls import STATIC, assert_close, assert_same_bits
-from tests.support.attention_cases import mosaic_case
+from tests.support.attention_cases import mosaic_case, without_tokens_left_of
 from tests.support.marks import slow
 from tests.support.page_layouts import OTHERS, call_in_layout
 from tests.support.quantized_cases import Quantized
@@ -89,16 +89,9 @@ def calls(family, options, *cases):
 
 
 def every_option(num_q_heads, **others):
-    return (
-        dict(
-            sm_scale=-0.3,
-            soft_cap=3.0,
-            sliding_window=100,
-            alibi_slopes=np.linspace(0.01, 0.3, num_q_heads, dtype=np.float32),
-            sinks=np.linspace(-1, 2, num_q_heads, dtype=np.float32),
-        )
-        | others
-    )
+    ranges = dict(alibi_slopes=(0.01, 0.3), sinks=(-1, 2))
+    per_head = {k: np.linspace(*x, num_q_heads, dtype=np.float32) for k, x in ranges.items()}
+    return dict(sm_scale=-0.3, soft_cap=3.0, sliding_window=100, **per_head) | others
 
 
 def quantized(kv_dtype, *, per_tensor=False, case=mosaic_case, **sizes):
@@ -240,7 +233,7 @@ def ampere_sizes(head_dim, page_size, dtype="bfloat16"):
         (HOPPER, LONG, dict(config=dict(num_programs=8))),
         (HOPPER, MANY, dict(config=ONE_CONSUMER, sliding_window=30)),
         (HOPPER, MIXED, dict(config=ONE_CONSUMER, kv_layout="HND")),
-        *((family, GROUP_OF_20, OF_20) for family in (HOPPER, AMPERE)),
+        *((family, GROUP_OF_20, OF_20) for family in CONFIGS),
         (HOPPER, bytes_of(INT8), dict(ALL, config=ONE_Q_STAGE)),
         (HOPPER, bytes_of(FP8, num_kv_heads=2, **LARGE_PAGES), dict(kv_layout="NH2D")),
         *calls(AMPERE, dict(config=TWO_WARPGROUPS), MIXED, ampere_bytes(INT8)),
@@ -251,7 +244,7 @@ def ampere_sizes(head_dim, page_size, dtype="bfloat16"):
     ],
     [
         *((family, TWO_LONG, dict(config=dict(fixed_split_size=128)))
-          for family in (HOPPER, AMPERE)),
+          for family in CONFIGS),
         (HOPPER, GROUP_OF_5, {}),
         *((HOPPER, MIXED, dict(config=ONE_CONSUMER, kv_layout=x)) for x in OTHERS),
         (HOPPER, bytes_of(INT8, per_tensor=True, dtype="float16"),
@@ -277,40 +270,34 @@ def test_ragged_matches_the_oracle(family, case, options):
     check(family, case, options)
 
 
-def without_keys_left_of(window, arrays, page_size):
-    """The call with NaN left of every query's window, and no page that holds only such keys."""
-    q, k_pages, v_pages, tables, lens, *rest = (np.array(x) for x in arrays)
-    q_lens = np.diff(rest[0]) if len(rest) % 2 else 1
-    for table, left in zip(tables, lens - q_lens + 1 - window, strict=True):
-        pages, places = np.divmod(np.arange(left), page_size)
-        if k_pages.dtype != np.int8:
-            k_pages[:, table[pages], places] = v_pages[:, table[pages], places] = np.nan
-        table[: left // page_size] = np.iinfo(np.int32).max  # the interpreter refuses this
-    return q, k_pages, v_pages, tables, lens, *rest
-
-
-one_head_left, bytes_left = (
-    partial(x, seq_lens=(200, 130)) for x in (one_head, partial(quantized, INT8, num_kv_heads=1))
-)
+LEFT = dict(seq_lens=(200, 130), num_kv_heads=1)
 WINDOW = dict(sliding_window=70)
 
 
 @each_call(
     [
-        *calls(HOPPER, WINDOW, one_head_left(), bytes_left(**pages_of(16))),
-        (AMPERE, one_head_left(), WINDOW),
+        *calls(
+            HOPPER,
+            WINDOW,
+            mosaic_case(**LEFT, **pages_of(16)),
+            quantized(INT8, **LEFT, **pages_of(16)),
+        ),
+        (AMPERE, mosaic_case(**LEFT, **pages_of(16)), WINDOW),
         *(
             (family, rows(seq_lens=(180,), q_lens=(9,)), dict(sliding_window=30))
-            for family in (HOPPER, AMPERE)
+            for family in CONFIGS
         ),
     ],
-    calls(
-        HOPPER, WINDOW, *(one_head_left(**pages_of(n)) for n in (1, 4)), bytes_left(**pages_of(2))
-    ),
+    [
+        *calls(HOPPER, WINDOW, *(mosaic_case(**LEFT, **pages_of(n)) for n in (1, 4))),
+        (HOPPER, quantized(INT8, **LEFT, **pages_of(2)), WINDOW),
+    ],
 )
 def test_keys_left_of_the_window_are_not_read(family, case, options):
     arrays, _ = arrays_of(case)
-    others = without_keys_left_of(options["sliding_window"], arrays, page_size=arrays[1].shape[2])
+    window, page_size = options["sliding_window"], arrays[1].shape[2]
+    # The interpreter refuses this entry.
+    others = without_tokens_left_of(window, arrays, page_size, entry=np.iinfo(np.int32).max)
     assert_same_bits(attend(family, others, **options), attend(family, arrays, **options))
 
 
@@ -369,8 +356,7 @@ def test_ampere_attends_to_keys_before_given_positions():
     arrays = Arrays(**made, q_positions=positions, alibi_slopes=jnp.float32([0.5, 0.1]))
     options = LogitOptions(sm_scale=0.1, sliding_window=40)
     kernel = partial(sm80_ragged.ragged_paged_attention, config=CONFIGS[AMPERE][1], interpret=True)
-    results = (
-        jax.jit(partial(f, options=options))(arrays) for f in (kernel, xla.ragged_paged_attention)
-    )
+    functions = (partial(f, options=options) for f in (kernel, xla.ragged_paged_attention))
+    results = (jax.jit(f)(arrays) for f in functions)
     for actual, expected in zip(*results, strict=True):
         np.testing.assert_allclose(np.float32(actual), np.float32(expected), atol=0.02)

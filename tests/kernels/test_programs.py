@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tests.support.marks import slow
 from tests.support.programs import GOLDENS, programs
 
 if not GOLDENS.exists():
@@ -15,17 +16,12 @@ ON_RECORD = json.loads(GOLDENS.read_text())
 FEW = {"decode 64x4096", "ragged 4x4096 512 tokens"}  # the default run
 
 
+COMPARED = [program for program in programs() if program.name in ON_RECORD]
+QUICK = [program for program in COMPARED if any(few in program.name for few in FEW)]
+
+
 @pytest.mark.parametrize(
-    "program",
-    [
-        pytest.param(
-            program,
-            id=program.name,
-            marks=[] if any(few in program.name for few in FEW) else pytest.mark.slow,
-        )
-        for program in programs()
-        if program.name in ON_RECORD
-    ],
+    "program", [*QUICK, *slow(x for x in COMPARED if x not in QUICK)], ids=lambda x: x.name
 )
 def test_kernels_lower_to_the_programs_on_record(program):
     assert program.digests() == ON_RECORD[program.name], (

@@ -143,6 +143,12 @@ def random_lens(shape, seed):
     return np.int32(seq_lens), np.int32(np.cumsum([0, *q_lens]))
 
 
+def plans_of(shape, *makers):
+    """The plans of each maker, for several lengths."""
+    every = jax.jit(lambda *lens: [make(*lens) for make in makers])
+    return [jax.device_get(every(*random_lens(shape, seed))) for seed in range(5)]
+
+
 @pytest.mark.parametrize(
     ("name", "window"),
     [*FEW_OF_KERNEL, *slow(x for x in ALL_OF_KERNEL if x not in FEW_OF_KERNEL)],
@@ -151,13 +157,11 @@ def test_plan_of_the_kernel_is_that_of_its_definition(name, window):
     shape = kernel_shape(name, window=window)
     assert can_plan(shape)
 
-    @jax.jit
-    def both(*lens):
-        kernel = plan_by_kernel(*lens, plan_types(shape), shape, interpret=True)
-        return make_plan(*lens, None, shape), kernel
-
-    for seed in range(4):
-        expected, plan = jax.device_get(both(*random_lens(shape, seed)))
+    for expected, plan in plans_of(
+        shape,
+        lambda *lens: make_plan(*lens, None, shape),
+        lambda *lens: plan_by_kernel(*lens, plan_types(shape), shape, interpret=True),
+    ):
         exists = expected.items.q_len > 0
         for field, values in vars(expected.items).items():
             actual = getattr(plan.items, field)
@@ -172,14 +176,12 @@ def test_packed_plan_of_the_kernel_is_that_of_its_definition():
     pack = pytest.importorskip("pallas_paged.kernels.mosaic.ragged_work").pack
     shape = kernel_shape("aligned tiles")
 
-    @jax.jit
-    def both(*lens):
-        types = packed_types(shape, 32)
-        kernel = plan_by_kernel(*lens, types, shape, count_factor=3, interpret=True)
-        return pack(make_plan(*lens, None, shape), 3), kernel
-
-    for seed in range(6):
-        expected, plan = jax.device_get(both(*random_lens(shape, seed)))
+    types = packed_types(shape, 32)
+    for expected, plan in plans_of(
+        shape,
+        lambda *lens: pack(make_plan(*lens, None, shape), 3),
+        lambda *lens: plan_by_kernel(*lens, types, shape, count_factor=3, interpret=True),
+    ):
         (count,) = expected.count
         assert plan.count == count
         words = np.s_[: count // 3, :11]
@@ -189,10 +191,9 @@ def test_packed_plan_of_the_kernel_is_that_of_its_definition():
         np.testing.assert_array_equal(plan.merges[is_split], expected.merges[is_split])
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [dict(num_seqs=2000, num_tokens=2000), dict(num_tokens=1 << 19), dict(max_kv_len=1 << 28)],
-    ids=str,
-)
+LARGE = dict(num_seqs=2000, num_tokens=2000), dict(num_tokens=1 << 19), dict(max_kv_len=1 << 28)
+
+
+@pytest.mark.parametrize("sizes", LARGE, ids=str)
 def test_large_plans_are_left_to_xla(sizes):
     assert not can_plan(kernel_shape("a tree", **sizes))

@@ -41,11 +41,8 @@ def one_of_each() -> Case:
     prefixes = rng.integers(0, 300, 200) * rng.integers(0, 2, 200)
     # Every third row has one token on its last page.
     prefixes[::3] += (1 - q_lens - prefixes)[::3] % 16
-    return rows(
-        q_lens=tuple(q_lens.tolist()),
-        seq_lens=tuple((q_lens + prefixes).tolist()),
-        pages_per_seq=33,
-    )
+    q_lens, seq_lens = (tuple(x.tolist()) for x in (q_lens, q_lens + prefixes))
+    return rows(q_lens=q_lens, seq_lens=seq_lens, pages_per_seq=33)
 
 
 LENGTHS = (0, 1, *up_to(3000, 30))
@@ -54,12 +51,9 @@ LONG = rows(seq_lens=(20_000,), pages_per_seq=1280)  # split among many programs
 FEW = rows(seq_lens=(9000, 700, 33), q_lens=(4, 40, 33), pages_per_seq=600)
 MANY = rows(seq_lens=LENGTHS, q_lens=(0, 1, *up_to(300, 30, seed=2)), pages_per_seq=200)
 PROMPTS = rows(seq_lens=(2048,) * 4, q_lens=(2048,) * 4, pages_per_seq=128)
-SPLIT_DECODE = pp.MosaicDecodeConfig(
-    block_k=64, num_stages=3, num_programs=264, fixed_split_size=512
-)
-SPLIT_RAGGED = pp.MosaicRaggedConfig(
-    block_k=128, num_consumers=2, num_stages=2, num_programs=132, fixed_split_size=512
-)
+SPLIT = dict(num_stages=2, fixed_split_size=512)
+SPLIT_DECODE = pp.MosaicDecodeConfig(block_k=64, num_programs=264, **SPLIT | dict(num_stages=3))
+SPLIT_RAGGED = pp.MosaicRaggedConfig(block_k=128, num_consumers=2, num_programs=132, **SPLIT)
 CALLS = {
     "decode": (decode, DECODE, None),
     "long": (decode, LONG, None),
@@ -69,9 +63,7 @@ CALLS = {
     "many-split": (ragged, MANY, SPLIT_RAGGED),
     "each length": (ragged, one_of_each(), None),
 }
-every_call = pytest.mark.parametrize(
-    ("function", "case", "config"), CALLS.values(), ids=CALLS.keys()
-)
+every_call = pytest.mark.parametrize("function, case, config", CALLS.values(), ids=[*CALLS])
 options_or_none = pytest.mark.parametrize("options", [{}, EVERY_OPTION], ids=["plain", "options"])
 
 

@@ -40,21 +40,18 @@ LOOP = [
     ({"fixed_split_size": 32}, "fixed_split_size=32 must be an integer in"),
     ({"fixed_split_size": 256.0}, "fixed_split_size=256.0"),
 ]
-OF_TWO, OF_FOUR = (
-    [
-        ({name: value}, rf"{name}={value} must be an integer in \[1, {most}\]")
-        for name in names
-        for value in (0, most + 1, 1.0)
-    ]
-    for names, most in ((("num_consumers", "num_q_stages"), 2), (("num_pairs",), 4))
-)
 
 
 @pytest.mark.parametrize(
     ("good", "change", "message"),
     [
-        *((DECODE, *row) for row in (*LOOP, *OF_FOUR)),
-        *((RAGGED, *row) for row in (*LOOP, *OF_TWO)),
+        *((good, *row) for good in (DECODE, RAGGED) for row in LOOP),
+        (DECODE, {"num_pairs": 0}, r"num_pairs=0 must be an integer in \[1, 4\]"),
+        (DECODE, {"num_pairs": 5}, "num_pairs=5"),
+        (RAGGED, {"num_consumers": 0}, r"num_consumers=0 must be an integer in \[1, 2\]"),
+        (RAGGED, {"num_consumers": 3}, "num_consumers=3"),
+        (RAGGED, {"num_q_stages": 0}, r"num_q_stages=0 must be an integer in \[1, 2\]"),
+        (RAGGED, {"num_q_stages": 3}, "num_q_stages=3"),
         (SM80_DECODE, {"block_k": 16}, r"block_k=16 must be a power of two in \[32, 128\]"),
         (SM80_DECODE, {"num_stages": 0}, r"num_stages=0 must be an integer in \[1, 8\]"),
         (SM80_RAGGED, {"block_q": 64}, r"block_q=64 must be a power of two in \[128, 256\]"),

@@ -93,8 +93,7 @@ CALLS = {
     "linear": partial(multiply, 320, 2048),
     "linear with SwiGLU": partial(multiply, 192, 2, 512),
 }
-# What the others run too.
-MORE = {
+MORE = {  # what the others run too
     "decode": partial(decode, DECODE),
     "decode with splits": partial(decode, DECODE, config=SPLIT_CONFIG),
     "ragged": partial(ragged, RAGGED),

@@ -20,7 +20,7 @@ pytestmark = needs_triton
 CASE = Case(pages_per_seq=17, head_dim=24, num_pages=77)
 SINKS = np.float32([1.0, -1.0, 0.5, 3.0])
 WINDOW = dict(sliding_window=40, soft_cap=5.0)
-# Lengths of 8 rows, for 4 programs of a KV head, and which rows are split, in blocks of 16 tokens.
+# Lengths of 8 rows for 4 programs of a KV head, and the rows that are split into blocks of 16.
 BATCHES = {
     "mixed": ((70, 5, 0, 130, 20, 0, 33, 0), (0, 0, 0, 1, 0, 0, 0, 0)),
     "equal, two of a program": ((30, 31, 17, 32, 30, 31, 17, 32), (0,) * 8),

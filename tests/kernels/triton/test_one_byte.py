@@ -20,8 +20,7 @@ def halves(x):
 
 
 def word(low, high):
-    bits = (x.astype(np.float16).view(np.uint16).astype(np.uint32) for x in (low, high))
-    low, high = bits
+    low, high = (x.astype(np.float16).view(np.uint16).astype(np.uint32) for x in (low, high))
     return low | high << 16
 
 
@@ -41,10 +40,8 @@ def prmt(a, b, selectors):
 
 def float8(x):
     """The two bytes of a 16-bit register as f16, as `cvt` converts them."""
-    low, high = (x >> shift & 0xFF for shift in (0, 8))
-    return word(
-        *(y.astype(np.uint8).view(jnp.float8_e4m3fn).astype(np.float16) for y in (low, high))
-    )
+    of_bytes = ((x >> shift & 0xFF).astype(np.uint8) for shift in (0, 8))
+    return word(*(y.view(jnp.float8_e4m3fn) for y in of_bytes))
 
 
 def run(asm, argument):

@@ -18,23 +18,18 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from pallas_paged import dispatch
 from pallas_paged.engine import Engine, EngineConfig, SamplingParams
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support import without_triton
 from tests.support.attention_cases import mosaic_case
 from tests.support.attention_oracle import relative_error
-from tests.support.devices import A100, CPU, lower_for_cuda
+from tests.support.devices import lower_for_cuda
 from tests.support.kernel_calls import kernel_calls
 from tests.support.marks import slow
 from tests.support.plain_model import PlainModel, greedy_tokens
-from tests.support.static_calls import DECODE, PREFILL
 
 hidden = pytest.mark.skipif(
     not without_triton.is_hidden(), reason="runs in a process that hides Triton"
-)
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="the Mosaic GPU kernels need JAX 0.11"
 )
 # One of each kernel that Triton has: what `None` does in its place.
 NAMES = {
@@ -48,11 +43,10 @@ CALLS = {call.name: call for call in kernel_calls() if call.name in NAMES}
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="two processes share the GPU's memory")
 @pytest.mark.slow
 def test_in_a_process_that_hides_triton():
-    root = Path(__file__).parents[1]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-n", "0", Path(__file__)],
         env=os.environ | {without_triton.VARIABLE: "1"},
-        cwd=root,
+        cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
     )
@@ -67,32 +61,6 @@ class TestHidden:
         with pytest.raises(ImportError, match="triton"):
             from jax.experimental.pallas import triton  # noqa: F401
 
-    @needs_mosaic
-    @pytest.mark.parametrize("call", [PREFILL, DECODE], ids=["ragged", "decode"])
-    def test_none_is_mosaic_on_a_hopper_gpu(self, call):
-        assert dispatch.best_implementation(call) == "mosaic_gpu"
-        small = dataclasses.replace(call, num_seqs=1, max_kv_len=256, num_tokens=1)
-        assert dispatch.best_implementation(small) == "mosaic_gpu"
-
-    @pytest.mark.parametrize("call", [PREFILL, DECODE], ids=["ragged", "decode"])
-    @pytest.mark.parametrize(
-        "changes",
-        [
-            {"device": A100},
-            {"device": CPU},
-            {"head_dim": 80},
-            {"page_size": 4},
-            {"dtype": jnp.dtype(jnp.float32), "kv_dtype": jnp.dtype(jnp.float32)},
-            {"kv_dtype": jnp.dtype(jnp.int8)},
-        ],
-        ids=str,
-    )
-    def test_none_can_do_every_call(self, call, changes):
-        call = dataclasses.replace(call, **changes)
-        chosen = dispatch.best_implementation(call)
-        assert not chosen.startswith("triton")
-        assert dispatch.BACKENDS[chosen].why_not(call) is None
-
     @pytest.mark.parametrize("name", sorted(CALLS))
     def test_none_lowers_for_a_hopper_gpu_without_triton(self, name):
         call = CALLS[name]
@@ -102,15 +70,9 @@ class TestHidden:
         if name in ("decode bfloat16", "ragged with options") and not mosaic_support.why_not_jax():
             assert "custom_call @mosaic_gpu" in text
 
-    @pytest.mark.parametrize("name", ["decode bfloat16", "rotary write int8", "sampling"])
-    @pytest.mark.parametrize("family", ["triton", "triton_interpret"])
-    def test_a_kernel_by_name_is_refused_with_the_reason(self, name, family):
-        call = dataclasses.replace(CALLS[name], family=family)
-        message = f"implementation='{family}' needs (the Triton lowering of Pallas|a GPU)"
-        with pytest.raises(NotImplementedError, match=message):
-            call.run(*call.make())
-
-    @needs_mosaic
+    @pytest.mark.skipif(
+        mosaic_support.why_not_jax() is not None, reason="the Mosaic GPU kernels need JAX 0.11"
+    )
     @pytest.mark.parametrize("num_queries", [3, *slow([130])])  # by XLA, by Mosaic
     def test_a_mosaic_call_has_a_gradient(self, num_queries):
         lens = dict(seq_lens=(num_queries + 9, 1), q_lens=(num_queries, 1), pages_per_seq=10)

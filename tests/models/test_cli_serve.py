@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from pallas_paged.engine import CompletionOutput, Engine, EngineDeadError, Logprob, Request
+from pallas_paged.engine import (
+    CompletionOutput,
+    Engine,
+    EngineDeadError,
+    Logprob,
+    Request,
+    SamplingParams,
+)
 from tests.support.chat_folders import save_chat_folder
 
 
@@ -75,37 +83,6 @@ def test_without_a_seed_equal_prompts_differ_and_the_reported_seed_repeats_them(
     assert serve(lines, *args)[1][0]["seed"] != seed
 
 
-def test_keys_of_an_object_override_the_options(serve):
-    objects = [
-        {"prompt": "ROMEO:"},
-        {"prompt": "ROMEO:", "max_tokens": 2, "n": 3, "temperature": 0, "logprobs": None},
-        {"prompt": list(b"ROMEO:"), "seed": 1, "priority": -1},
-        {"prompt": "ROMEO:", "max_tokens": None, "best_of": 3},
-        {"prompt": "ROMEO:", "logit_bias": {"65": 100}},
-    ]
-    args = ["--max-tokens", "5", "--seed", "7", "--logprobs", "2", "--temperature", "3"]
-    status, results, _ = serve(objects, *args)
-    assert status == 0
-    first, greedy, other_seed, best, biased = (tokens_of(results[index]) for index in range(5))
-    assert greedy == [greedy[0]] * 3 and len(greedy[0]) == 2
-    assert results[2]["prompt"] == list(b"ROMEO:") and results[2]["seed"] == 1
-    assert first != other_seed and biased == [[65] * 5]
-    assert [len(x) for x in (*first, *other_seed, *best)] == [5] * 3
-    assert "cumulative_logprob" in results[1]["outputs"][0]
-    (output,) = results[0]["outputs"]
-    sampled = [entry[str(x)] for entry, x in zip(output["logprobs"], *first, strict=True)]
-    total = sum(entry["logprob"] for entry in sampled)
-    assert total == pytest.approx(output["cumulative_logprob"], abs=1e-4)
-    for entry in output["logprobs"]:
-        assert {1, 2} <= {each["rank"] for each in entry.values()}
-
-    beams = {"prompt": "ROMEO:", "beam_width": 2, "n": 2, "length_penalty": 0.5}
-    status, results, _ = serve([beams], "--temperature", "3")  # beams ignore it
-    first, second = results[0]["outputs"]
-    assert status == 0 and first["token_ids"] != second["token_ids"]
-    assert first["cumulative_logprob"] >= second["cumulative_logprob"]
-
-
 def test_messages_are_rendered_by_the_template_without_a_second_bos(serve, copy):
     save_chat_folder(copy, "headers")
     (copy / "chat_template.jinja").write_text(
@@ -119,11 +96,9 @@ def test_messages_are_rendered_by_the_template_without_a_second_bos(serve, copy)
         {"prompt": list(b"hi"), "max_tokens": 2},
     ]
     refused = [
-        ({"messages": [{"role": "owner", "content": "hi"}]}, "messages[0].role='owner' must be"),
         (say | {"prompt": "x"}, "prompt and messages exclude each other"),
         ({"prompt": "x", "tools": []}, "tools needs messages"),
         (say | {"chat_template_kwargs": []}, "chat_template_kwargs=[] must be an object"),
-        (say | {"tools": {}}, "tools={} must be a list of objects"),
     ]
     objects += [one for one, _ in refused]
     args = ["--checkpoint", str(copy), "--chat-template-kwargs", '{"mark": "?"}']
@@ -148,6 +123,44 @@ def submitted(monkeypatch):
 
     monkeypatch.setattr(Engine, "submit", submit)
     return seen
+
+
+def test_keys_of_an_object_override_the_options(serve, submitted):
+    objects = [
+        {"prompt": "x"},
+        {"prompt": "x", "max_tokens": 2, "n": 3, "temperature": 0, "logprobs": None},
+        {"prompt": list(b"x"), "seed": 1, "priority": -1, "max_tokens": None, "best_of": 3},
+        {"prompt": "x", "logit_bias": {"65": 100}},
+    ]
+    options = dict(max_tokens=5, seed=7, logprobs=2, temperature=3.0)
+    args = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    assert serve(objects, *args)[0] == 1
+    params = SamplingParams(**options)
+    assert submitted == [
+        (params, 0),
+        (replace(params, max_tokens=2, n=3, temperature=0, seed=8), 0),
+        (replace(params, seed=1, best_of=3), -1),
+        (replace(params, seed=10, logit_bias={65: 100}), 0),
+    ]
+
+
+def test_records_have_log_probabilities_and_all_completions(serve):
+    objects = [
+        {"prompt": list(b"ROMEO:"), "logprobs": 2, "temperature": 3, "n": 2},
+        {"prompt": "ROMEO:", "beam_width": 2, "n": 2},
+    ]
+    status, results, _ = serve(objects, "--max-tokens", "5")
+    assert status == 0 and results[0]["prompt"] == list(b"ROMEO:")
+    for record in results.values():
+        first, second = record["outputs"]
+        assert first["token_ids"] != second["token_ids"] and second["index"] == 1
+    assert first["cumulative_logprob"] >= second["cumulative_logprob"]  # of beams
+    for output in results[0]["outputs"]:
+        entries = output["logprobs"]
+        sampled = [entry[str(x)] for entry, x in zip(entries, output["token_ids"], strict=True)]
+        total = sum(entry["logprob"] for entry in sampled)
+        assert total == pytest.approx(output["cumulative_logprob"], abs=1e-4)
+        assert all({1, 2} <= {each["rank"] for each in entry.values()} for entry in entries)
 
 
 def test_without_max_tokens_a_completion_has_400_or_the_rest_of_the_context(serve, copy, submitted):

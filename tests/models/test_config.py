@@ -37,9 +37,15 @@ FACTORS = {
 }
 LLAMA3 = {"rope_type": "llama3", **FACTORS}
 SCALING = Llama3RopeScaling(**FACTORS)
-LINEAR, YARN, LONGROPE = ({"type": x, "factor": 2.0} for x in ("linear", "yarn", "longrope"))
+LINEAR, DYNAMIC, YARN, LONGROPE = (
+    {"type": name, "factor": 2.0} for name in ("linear", "dynamic", "yarn", "longrope")
+)
 FLOAT8_CACHE = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False}
 ROTARY = json.loads((Path(__file__).parent / "goldens" / "rotary.json").read_text())
+
+
+def factors(short, long):
+    return {"short_factor": short, "long_factor": long}
 
 
 def read(**changes) -> ModelConfig:
@@ -184,12 +190,10 @@ def test_only_the_cache_may_be_quantized(quantization, accepted):
     ("changes", "message"),
     [
         ({"architectures": None}, "architecture=None is not supported; supported:.*Qwen3For"),
-        ({"architectures": 5}, "architecture=None is not supported"),
         ({"architectures": [["x"]]}, r"architecture=\['x'\] is not supported"),
         ({"vocab_size": None}, "no vocab_size"),
         ({"hidden_size": 0}, "hidden_size=0 must be an integer in 1..16777216"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 must be an integer in"),
-        ({"vocab_size": 2**62}, "vocab_size=4611686018427387904 must be an integer in 1..16777216"),
         ({"hidden_size": 65, "num_attention_heads": 16}, "hidden_size=65 must be a multiple of"),
         ({"num_key_value_heads": 3}, "num_q_heads=2 must be a multiple of num_kv_heads=3"),
         ({"head_dim": 5}, "head_dim=5 must be even"),
@@ -199,7 +203,6 @@ def test_only_the_cache_may_be_quantized(quantization, accepted):
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be a positive number"),
         ({"max_position_embeddings": None}, "max_position_embeddings=None must be an integer in"),
         ({"eos_token_id": 2**40}, "eos_token_id=1099511627776 must be an integer in 0..2147483647"),
-        ({"eos_token_id": [1, "x"]}, "eos_token_id='x' must be an integer in"),
         ({"eos_token_id": True}, "eos_token_id=True must be an integer in"),
         (MISTRAL | {"sliding_window": 0}, "sliding_window=0 must be an integer in 1.."),
         (QWEN2 | {"max_window_layers": None}, "max_window_layers=None must be an integer in 0.."),
@@ -211,43 +214,28 @@ def test_only_the_cache_may_be_quantized(quantization, accepted):
         ({"rope_theta": 0}, "rope_theta=0 must be a positive number"),
         ({"rope_theta": 10**400}, "rope_theta=1000*0 must be a positive number"),
         ({"rope_theta": 1.0, "rope_scaling": YARN}, r"rope_theta=1\.0 must be above 1 for YaRN"),
-        (
-            {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            "head_dim=2 must be above 2 for a dynamic",
-        ),
+        ({"head_dim": 2, "rope_scaling": DYNAMIC}, "head_dim=2 must be above 2 for a dynamic"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_parameters": {"full_attention": {}}}, "must be the parameters of one rotary"),
-        ({"rope_scaling": "x"}, "rope_scaling='x' must be the parameters of one rotary"),
         ({"rope_scaling": {"factor": 8.0}}, "rope_scaling={'factor': 8.0} has no rope_type"),
         *(
             ({"head_dim": 4, "rope_scaling": scaling}, message)
             for scaling, message in [
                 ({"rope_type": "mrope"}, "'mrope' is not supported; supported: default, linear,"),
                 ({"rope_type": "llama3"}, "rope_type='llama3' needs factor"),
-                (LLAMA3 | {"factor": None}, "rope_type='llama3' needs factor"),
                 (LLAMA3 | {"low_freq_factor": 4}, "low_freq_factor=4 must be less than"),
-                (
-                    LLAMA3 | {"original_max_position_embeddings": "x"},
-                    "original_max_position_embeddings='x' must be an integer in 1..",
-                ),
-                ({"type": "linear"}, "rope_type='linear' needs factor"),
+                (LLAMA3 | {"original_max_position_embeddings": "x"}, "='x' must be an integer in"),
                 (LINEAR | {"factor": 0}, "factor=0 must be a positive number"),
                 (LINEAR | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-                (LINEAR | {"type": "dynamic", "factor": "2"}, "factor='2' must be a positive"),
+                (DYNAMIC | {"factor": "2"}, "factor='2' must be a positive"),
                 (YARN | {"factor": True}, "factor=True must be a positive number"),
                 (YARN | {"beta_fast": 0.5}, r"beta_fast=0\.5 must be at least"),
                 (YARN | {"attention_factor": -1}, "attention_factor=-1 must be a positive"),
                 (YARN | {"mscale": "x", "mscale_all_dim": 1}, "mscale='x' must be a number"),
                 (LONGROPE, "rope_type='longrope' needs short_factor"),
-                (LONGROPE | {"short_factor": 1, "long_factor": [1]}, "short_factor=1 must be a"),
-                (
-                    LONGROPE | {"short_factor": [1, 1], "long_factor": [1]},
-                    "long_factor has 1 numbers, must have 2",
-                ),
-                (
-                    LONGROPE | {"short_factor": [1, 0], "long_factor": [1, 1]},
-                    r"short_factor\[1\]=0 must be a positive number",
-                ),
+                (LONGROPE | factors(1, [1]), "short_factor=1 must be a list of numbers"),
+                (LONGROPE | factors([1, 1], [1]), "long_factor has 1 numbers, must have 2"),
+                (LONGROPE | factors([1, 0], [1, 1]), r"short_factor\[1\]=0 must be a positive"),
             ]
         ),
     ],

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 
-from models.config import ModelConfig
 from models.engine_model import engine_model
 from models.generate import generate
 from models.rope_scaling import (
@@ -40,20 +39,6 @@ def name_of(value) -> str:
     return str(value) if isinstance(value, int) else type(value).__name__
 
 
-def with_scaling(scaling) -> ModelConfig:
-    context, _ = CONTEXTS[scaling]
-    return replace(CONFIG, max_position_embeddings=context, rope_scaling=scaling)
-
-
-def complete(decoder, length, **config):
-    """The output of a prompt of random tokens; it has log-probabilities."""
-    prompt = np.random.default_rng(0).integers(0, 40, length).tolist()
-    params = SamplingParams(temperature=0.0, max_tokens=5, logprobs=0)
-    sizes = dict(max_num_seqs=4, max_num_batched_tokens=32, implementation="xla")
-    (output,) = generate(decoder, [prompt], params, **sizes, **config)
-    return output
-
-
 @pytest.mark.parametrize(
     ("scaling", "length"),
     [
@@ -64,15 +49,19 @@ def complete(decoder, length, **config):
     ids=name_of,
 )
 def test_sequences_of_the_engine_have_the_frequencies_of_their_context(scaling, length):
-    decoder = tiny_model(with_scaling(scaling))
-    output = complete(decoder, length, **CONTEXTS[scaling][1])
+    context, asked = CONTEXTS[scaling]
+    decoder = tiny_model(replace(CONFIG, max_position_embeddings=context, rope_scaling=scaling))
+    prompt = np.random.default_rng(0).integers(0, 40, length).tolist()
+    params = SamplingParams(temperature=0.0, max_tokens=5, logprobs=0)
+    sizes = dict(max_num_seqs=4, max_num_batched_tokens=32, implementation="xla") | asked
+    (output,) = generate(decoder, [prompt], params, **sizes)
     # With a cache the length is that of the context; whole rows have their own.
     if scaling is DYNAMIC:
         decoder = tiny_model(replace(decoder.config, max_position_embeddings=60, rope_scaling=None))
         growth = (2 * 60 / 32 - 1) ** (16 / 14)
         decoder.config = replace(decoder.config, rope_theta=CONFIG.rope_theta * growth)
     (completion,) = output.outputs
-    tokens = np.int32([output.prompt_token_ids + completion.token_ids[:-1]])
+    tokens = np.int32([prompt + completion.token_ids[:-1]])
     expected = log_softmax(dense_logits(decoder, tokens)[0, length - 1 :])
     assert completion.token_ids == expected.argmax(-1).tolist()
     pairs = zip(completion.logprobs, completion.token_ids, strict=True)
@@ -80,21 +69,9 @@ def test_sequences_of_the_engine_have_the_frequencies_of_their_context(scaling, 
     np.testing.assert_allclose(found, expected.max(-1), atol=2e-3)
 
 
-@pytest.mark.parametrize("scaling", [DYNAMIC, LINEAR], ids=name_of)
-def test_scalings_of_files_without_the_longer_context_extend_it_where_it_is_asked_for(scaling):
-    decoder = tiny_model(with_scaling(scaling))
-    with pytest.raises(ValueError, match="more than the 32 tokens of a sequence"):
-        complete(decoder, 40)
-    with pytest.raises(ValueError, match="max_model_len=65 must be at most the model's 64"):
-        complete(decoder, 40, max_model_len=65)
-    assert engine_model(decoder, max_model_len=60)[0].max_model_len == 60
-
-
 @pytest.mark.parametrize("scaling", [YARN, DYNAMIC, LONGROPE, LINEAR, None], ids=name_of)
 def test_only_scalings_that_depend_on_the_length_make_another_model(scaling):
-    """And only those of a file that has not the context."""
-    config = replace(CONFIG, max_position_embeddings=64, rope_scaling=scaling)
-    decoder = tiny_model(config)
+    decoder = tiny_model(replace(CONFIG, rope_scaling=scaling))
     model, params = engine_model(decoder)
     shorter, same_params = engine_model(decoder, max_model_len=32)
     assert (shorter is not model) == (scaling is LONGROPE)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from models.engine_model import engine_model
-from pallas_paged.engine import KVCacheSpec, SamplingParams
+from pallas_paged.engine import SamplingParams
 from pallas_paged.engine.kv_cache import create_pool, page_bytes, pool_bytes, pool_dtype
 from pallas_paged.engine.sampler import SamplingMode
 from tests.support.dense_oracle import CONFIG, tiny_model
@@ -66,20 +66,20 @@ def test_logprobs_stay_near_those_of_an_unquantized_cache(oracle, quantized):
 
 
 @pytest.mark.parametrize(
-    ("config", "dtype", "token_bytes", "scale_shape"),
+    ("config", "kv_cache_dtype", "dtype", "token_bytes", "scale_shape"),
     [
-        (CONFIG, "float32", 16 * 4, None),
-        (CALIBRATED, "bfloat16", 16 * 2, None),
-        (CONFIG, "int8", 16 + 4, (2, 3, 4)),
-        (CALIBRATED, "int8", 16 + 4, (2, 3, 4)),
-        (CONFIG, "float8_e4m3fn", 16 + 4, (2, 3, 4)),
-        (CALIBRATED, "float8_e4m3fn", 16, ()),
+        (CONFIG, None, "float32", 16 * 4, None),
+        (CALIBRATED, "float32", "float32", 16 * 4, None),
+        (CALIBRATED, "int8", "int8", 16 + 4, (2, 3, 4)),
+        (CONFIG, "fp8", "float8_e4m3fn", 16 + 4, (2, 3, 4)),
+        (CALIBRATED, "fp8", "float8_e4m3fn", 16, ()),
     ],
 )
 def test_pool_has_scales_of_layers_or_of_tokens_and_counts_their_bytes(
-    config, dtype, token_bytes, scale_shape
+    config, kv_cache_dtype, dtype, token_bytes, scale_shape
 ):
     spec = engine_model(tiny_model(config))[0].kv_cache_spec
+    assert pool_dtype(spec, kv_cache_dtype) == jnp.dtype(dtype)
     pool = create_pool(spec, num_pages=3, page_size=4, dtype=dtype)
     for name, wanted in SCALES.items():
         scales = [getattr(layer, name) for layer in pool.layers]
@@ -90,20 +90,6 @@ def test_pool_has_scales_of_layers_or_of_tokens_and_counts_their_bytes(
     page = 2 * 2 * 2 * 4 * token_bytes  # of K and V, in all layers and heads
     assert page_bytes(spec, page_size=4, dtype=dtype) == page
     assert pool_bytes(pool) == held == 3 * page + (2 * 2 * 4 if scale_shape == () else 0)
-
-
-@pytest.mark.parametrize(
-    ("kv_cache_dtype", "own", "dtype"),
-    [
-        (None, "bfloat16", "bfloat16"),
-        ("float16", "float16", "float16"),
-        ("int8", "float16", "int8"),
-        ("fp8", "bfloat16", "float8_e4m3fn"),
-    ],
-)
-def test_pool_has_the_dtype_of_the_model_or_one_of_8_bits(kv_cache_dtype, own, dtype):
-    spec = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=16, dtype=own)
-    assert pool_dtype(spec, kv_cache_dtype) == jnp.dtype(dtype)
 
 
 @pytest.fixture(scope="module")

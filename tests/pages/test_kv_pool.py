@@ -79,12 +79,12 @@ def test_a_created_pool_is_zero_in_buffers_of_its_own(dtype, num_arrays):
 
 @BOTH
 def test_scales_of_a_checkpoint(dtype):
-    scales = dict(k_scales=[0.5, 2], v_scales=np.float32([3, 4]))
+    scales = dict(k_scales=[TINY, 2], v_scales=np.float32([3, 4]))
     created = jitted(lambda: create(dtype=dtype, **scales))()
     copied = copy_pages(created, pp.PageCopies(src_pages=i32(0), dst_pages=i32(1)))
     for pool in (created, copied):
         found = [x for layer in pool.layers for x in (layer.k_scales, layer.v_scales)]
-        assert [x.item() for x in found] == [0.5, 3, 2, 4]
+        assert [x.item() for x in found] == [TINY, 3, 2, 4]
         assert {(x.shape, x.dtype.name) for x in found} == {((), "float32")}
 
 
@@ -243,18 +243,19 @@ def written(rows, dtype, scale=None):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "row", "expected"),
+    ("dtype", "scale", "row", "expected"),
     [
-        ("int8", [0.5, 1.5, 2.5, -0.5, -1.5, 126.5], [0, 2, 2, 0, -2, 126]),
-        ("int8", [127.5, 1e30, -1e30, -128], [127, 127, -127, -127]),
-        ("int8", [np.nan, np.inf, -np.inf], [0, 127, -127]),
-        ("float8_e4m3fn", [17, 19, 21, 465, 480, 447], [16, 20, 20, 448, 448, 448]),
-        ("float8_e4m3fn", [1e30, -1e30, 2**-10, 2**-9 * 1.5], [448, -448, 0, 2**-8]),
-        ("float8_e4m3fn", [np.nan, np.inf, -np.inf], [np.nan, 448, -448]),
+        ("int8", 1, [0.5, 1.5, 2.5, -0.5, -1.5, 126.5], [0, 2, 2, 0, -2, 126]),
+        ("int8", 1, [127.5, 1e30, -1e30, -128], [127, 127, -127, -127]),
+        ("int8", 1, [np.nan, np.inf, -np.inf], [0, 127, -127]),
+        ("int8", 0, [1, -5], [0, 0]),
+        ("float8_e4m3fn", 1, [17, 19, 21, 465, 480, 447], [16, 20, 20, 448, 448, 448]),
+        ("float8_e4m3fn", 1, [1e30, -1e30, 2**-10, 2**-9 * 1.5], [448, -448, 0, 2**-8]),
+        ("float8_e4m3fn", 1, [np.nan, np.inf, -np.inf], [np.nan, 448, -448]),
     ],
 )
-def test_ties_go_to_even_and_values_saturate(dtype, row, expected):
-    elements, _ = written(np.float32([row]), dtype, scale=1)
+def test_ties_go_to_even_and_values_saturate(dtype, scale, row, expected):
+    elements, _ = written(np.float32([row]), dtype, scale=scale)
     np.testing.assert_array_equal(elements, [expected])
 
 
@@ -264,7 +265,7 @@ def test_ties_go_to_even_and_values_saturate(dtype, row, expected):
         ([0, -0.0], [0, 0], 0),
         ([TINY / 2, 0], [0, 0], 0),
         ([TINY / 300, -TINY / 300], [0, 0], 0),
-        ([TINY * 1.5, 0], [1, 0], TINY * 1.5),
+        ([TINY, 0], [1, 0], TINY),  # the least scale that is not 0
         ([0, 7e35], [0, 1], 7e35),
         ([1, np.nan], [0, 0], np.nan),
         ([1, np.inf], [0, 0], np.nan),
@@ -370,7 +371,7 @@ SCALES = zeros(2, 4, 2)
         (BYTES | dict(k_scales=SCALES, v_scales=np.float32(1)), r"v_scales must be .*32\[\]$"),
         (BYTES | dict(k_scales=np.float32(1), v_scales=SCALES), r"k_scales must be .*32\[\]$"),
         (BYTES | dict(k_scales="ab", v_scales=SCALES), "k_scales='ab' must be an array"),
-        (dict(k_scales=SCALES, v_scales=SCALES), "must be None with pages of float32"),
+        (dict(v_scales=SCALES), "k_scales and v_scales must be None with pages of float32"),
         (dict(k_pages=ONE, v_pages=ONE, kv_layout="NH2D"), "layer.v_pages must be None with kv_la"),
         (dict(k_pages=ONE, v_pages=None, kv_layout="NHXD"), "kv_layout='NHXD' must be one of .*'N"),
     ],

@@ -279,11 +279,11 @@ def gspmd(_):
 @pytest.mark.parametrize(("context", "scale"), [(jax.set_mesh, 3.0), (gspmd, 4.0)])
 def test_settings_of_the_caller_do_not_reach_a_device(context, scale):
     on = mesh(2)
-    placed = place(ARRAYS, on)
+    local, placed = Local(scale=scale), place(ARRAYS, on)
     with context(on):
-        compiled = compiled_on(Local(scale=scale), placed)
+        compiled = compiled_on(local, placed)
         found = compiled(placed)
-    assert collectives(compiled) == []
+    assert collectives(compiled) == [] and local.seen[-1] == (4, 8, 16)
     np.testing.assert_array_equal(found, expected(ARRAYS, scale))
 
 

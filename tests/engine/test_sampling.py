@@ -187,8 +187,8 @@ def test_an_abort_ends_a_request_with_its_tokens_so_far(kind):
     engine = make_engine()
     steps_of(engine, 1)
     request = engine.submit(PROMPTS[1] * 2, sampling(**kind))
-    for _ in range(7):
-        step(engine)
+    times = [(step(engine), request.first_token_time)[1] for _ in range(7)]
+    assert len({*times} - {None}) == 1  # that of the first token stays
     engine.abort(request.request_id)
     tokens = [tokens[:] for tokens in tokens_of([request])]
     assert request.finished and set(reasons_of([request])) == {"abort"} and all(tokens)

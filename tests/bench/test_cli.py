@@ -23,7 +23,7 @@ BAD = [
     (tune, "--kernel decode --seconds 0"),
     *((quality, args) for args in ("", "--text x", f"{TINY} --window 0", f"{TINY} --json no/x")),
     *((serving, f"{TINY} {args}") for args in ("--kv-gib 0.0001", "--requests 0", "--json no/x")),
-    (serving, f"{TINY} --transformers-requests 0"),
+    *((serving, f"{TINY} {args}") for args in ("--transformers-requests 0", "--prefix-share 2")),
     (decode_step, "--shapes tiny --rows 0"),
     *((offline, f"{TINY} {args}") for args in ("--kv-gib 0.0001", "--runs 0")),
     (trainer, f"{TINY} --num-seqs 0"),

@@ -42,7 +42,7 @@ def test_neighbours_are_other_configs_that_fit_on_an_sm(name) -> None:
 @pytest.mark.parametrize(
     ("name", "make", "sizes", "per_sm"),
     [
-        ("decode", pp.DecodeConfig, {"num_warps": 16, "num_stages": 2}, 4),
+        ("decode", pp.DecodeConfig, {"block_k": 32, "num_warps": 16, "num_stages": 2}, 4),
         ("decode", pp.DecodeConfig, {"block_k": 128, "num_warps": 4, "num_stages": 3}, 1),
         ("mosaic_decode", pp.MosaicDecodeConfig, {"num_stages": 3}, 2),
         ("mosaic_sm80_decode", pp.MosaicSm80DecodeConfig, {"num_stages": 3}, 2),

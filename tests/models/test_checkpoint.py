@@ -135,12 +135,6 @@ def test_saved_folder_has_the_names_and_shapes_of_llama(saved):
     np.testing.assert_array_equal(model.layers[1].mlp.gate_up_proj.weight[...], gate_up)
 
 
-def test_shards_equal_one_file(tmp_path):
-    sharded, config = load_checkpoint(GOLDENS / "llama")
-    save_checkpoint(tmp_path, sharded, config)
-    assert_same_weights(sharded, load_checkpoint(tmp_path)[0])
-
-
 def test_dtype_defaults_to_that_of_the_embeddings(folder):
     name = "model.embed_tokens.weight"
     embeddings = load_file(folder / "model.safetensors")[name]

@@ -106,6 +106,7 @@ def test_pool_too_small_for_the_prompt_is_an_error_that_names_the_size(checkpoin
             for option in ("prompt x", "prompts-file x", "json", "n 2", "best-of 2", "beam-width 2")
         ),
         ("--chat --logprobs 2", "--logprobs is not possible with --chat"),
+        ("--chat", " has no chat template, --chat needs one: give --chat-template FILE"),
         ("--chat --temperature -1", "temperature=-1.0 must be at least 0"),
         ("--chat --chat-template-kwargs x", "argument --chat-template-kwargs: 'x' must be a JSON"),
         ("--chat --chat-template /nowhere", "/nowhere: No such file or directory"),
@@ -115,7 +116,7 @@ def test_pool_too_small_for_the_prompt_is_an_error_that_names_the_size(checkpoin
 def test_bad_options_are_one_line_and_status_2(run, args, message):
     status, out, err = run(*args.split())
     assert (status, out) == (2, "")
-    assert err.startswith(f"error: {message}") and err.count("\n") == 1
+    assert err.startswith("error: ") and message in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])

@@ -83,14 +83,20 @@ def test_reset_begins_again_and_quit_ends(chat, prompts):
     assert "a new conversation\n" in err and "unknown command /unknown; /reset begins" in err
 
 
-def test_options_reach_the_template_and_the_engine(chat, prompts, tmp_path):
+def test_template_and_engine_get_the_options_and_the_defaults_of_the_checkpoint(
+    chat, prompts, copy, tmp_path
+):
+    (copy / "generation_config.json").write_text('{"top_k": 7, "top_p": 0.5}')
     file = tmp_path / "other.jinja"
     file.write_text("{{ mark }}" + TEMPLATE)
-    given = ["--chat-template", str(file), "--chat-template-kwargs", '{"mark": "!"}']
-    chat("x", args=[*given, "--max-tokens", "2", "--stop", "q", "--seed", "5"])
+    given = ["--checkpoint", str(copy), "--chat-template", str(file)]
+    given += ["--chat-template-kwargs", '{"mark": "!"}', "--top-p", "0.9"]
+    _, _, err = chat("x", args=[*given, "--max-tokens", "2", "--stop", "q", "--seed", "5"])
     ((prompt, params),) = prompts
     assert prompt == "!u:x\n!a:"
     assert (params.max_tokens, params.stop, params.seed) == (2, ("q",), 5)
+    assert (params.top_k, params.top_p, params.temperature) == (7, 0.9, 0.0)
+    assert "defaults of the checkpoint: top_k=7, top_p=0.5\n" in err
 
 
 def test_answer_may_take_the_rest_of_the_context_and_then_it_is_full(chat, prompts):
@@ -116,25 +122,6 @@ def test_message_that_the_template_refuses_is_left_out(chat, prompts, tmp_path):
     assert status == 0 and [prompt for prompt, _ in prompts] == ["u:good\na:"]
     assert "error: the chat template refuses the messages: no\n" in err
     assert "error: the messages must be valid UTF-8\n" in err
-
-
-def test_sampling_defaults_of_the_checkpoint_are_used_and_printed(chat, prompts, copy):
-    (copy / "chat_template.jinja").write_text(TEMPLATE)
-    (copy / "generation_config.json").write_text('{"top_k": 7, "top_p": 0.5}')
-    given = ["--checkpoint", str(copy), "--top-p", "0.9", "--max-tokens", "1"]
-    _, _, err = chat("x", args=given)
-    assert "defaults of the checkpoint: top_k=7, top_p=0.5\n" in err
-    ((_, params),) = prompts
-    assert (params.top_k, params.top_p, params.temperature) == (7, 0.9, 0.0)
-
-
-def test_checkpoint_without_a_template_is_one_line(chat, checkpoint):
-    status, out, err = chat("x", args=["--checkpoint", str(checkpoint)])
-    assert (status, out) == (2, "")
-    assert err == (
-        f"error: {checkpoint} has no chat template, --chat needs one: give --chat-template FILE, or"
-        " let --prompt TEXT continue a text\n"
-    )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from models.config import ModelConfig
-from models.rope_scaling import Llama3RopeScaling
+from models.rope_scaling import DynamicRopeScaling, Llama3RopeScaling
 from tests.support.dense_oracle import CONFIG
 
 LLAMA = {
@@ -53,19 +53,20 @@ def read(**changes) -> ModelConfig:
 
 
 @pytest.mark.parametrize(
-    "config",
+    "changes",
     [
-        replace(CONFIG, rope_theta=5e3, rms_norm_eps=1e-5, tie_word_embeddings=True),
-        replace(CONFIG, rope_scaling=SCALING, max_position_embeddings=128, eos_token_ids=(3, 5)),
-        replace(CONFIG, qkv_bias=True, o_bias=True),
-        *(
-            read(head_dim=128 if name.startswith("large") else 16, **ROTARY[name])
-            for name in ROTARY
-        ),
+        dict(rope_theta=5e3, rms_norm_eps=1e-5, tie_word_embeddings=True),
+        dict(rope_scaling=SCALING, max_position_embeddings=128, eos_token_ids=(3, 5)),
+        dict(qkv_bias=True, o_bias=True),
+        *ROTARY,
     ],
     ids=["tied", "scaled", "biased", *ROTARY],
 )
-def test_written_config_is_read_back(config):
+def test_written_config_is_read_back(changes):
+    if isinstance(changes, str):
+        config = read(head_dim=128 if changes.startswith("large") else 16, **ROTARY[changes])
+    else:
+        config = replace(CONFIG, **changes)
     assert ModelConfig.from_hugging_face(json.loads(json.dumps(config.to_hugging_face()))) == config
 
 
@@ -120,6 +121,10 @@ def test_missing_keys_take_the_defaults_of_transformers(
         ({"rope_parameters": {"rope_theta": 5e5, **LLAMA3}}, SCALING),
         ({"rope_theta": 5e5, "rope_scaling": None}, None),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, None),
+        (
+            {"rope_theta": 5e5, "max_position_embeddings": 32, "rope_scaling": DYNAMIC | FACTORS},
+            DynamicRopeScaling(factor=8.0, original_max_position_embeddings=32),
+        ),
         # Added by a user to a file of transformers 5: it wins.
         ({"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": LLAMA3}, SCALING),
     ],

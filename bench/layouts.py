@@ -20,7 +20,7 @@ from bench.measure import Variant, compare
 from bench.prefill_shapes import TINY
 from bench.report import kernel_us, number, ratio, reasons, table, time
 from bench.shapes import Shape, make_case, select_shapes, uniform
-from pallas_paged.kernels.kv_layout import KVLayout
+from pallas_paged.pages.layout import KVLayout
 
 LAYOUTS: tuple[KVLayout, ...] = get_args(KVLayout)
 SHAPES = (

@@ -24,7 +24,7 @@ from bench.serving.requests import nano_vllm_trace
 from bench.serving.step import measure_step
 from models.engine_model import engine_model
 from pallas_paged.engine import Engine, EngineConfig, SamplingParams
-from pallas_paged.sharding import TENSOR_AXIS
+from pallas_paged.pages.sharding import TENSOR_AXIS
 
 _PARTS = ("attention", "context", "sums", "steps", "serving")
 

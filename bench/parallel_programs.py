@@ -34,8 +34,8 @@ from models.config import ModelConfig
 from models.decoder import Decoder
 from models.engine_model import engine_model
 from models.sharding import config_on
-from pallas_paged import context_parallel as cp
-from pallas_paged.sharding import TENSOR_AXIS
+from pallas_paged.attention import context_parallel as cp
+from pallas_paged.pages.sharding import TENSOR_AXIS
 
 _PAGE_SIZE = 16
 _COMPILED_LAYERS = 2  # all are alike

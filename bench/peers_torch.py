@@ -31,7 +31,7 @@ from bench import cli, profiler, report, timing
 from bench.layouts import measure_layouts
 from bench.measure import MAX_RELATIVE_ERROR, best, reason
 from bench.shapes import SHAPES, TINY, Shape, select_shapes, uniform
-from pallas_paged.kernels.kv_layout import KVLayout
+from pallas_paged.pages.layout import KVLayout
 
 LAYOUTS: tuple[KVLayout, ...] = ("HPND", "NHD", "HND", "2NHD")  # the default, and those of peers
 NAMES = {

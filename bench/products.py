@@ -23,8 +23,8 @@ import numpy as np
 from bench import cli, timing
 from bench.measure import reason
 from bench.report import number, table
+from pallas_paged.decoder.linear import linear
 from pallas_paged.engine.step import GPU_OPTIONS
-from pallas_paged.linear import linear
 
 # N and K of the products of a layer, and of the logits. Those of gate and up are one, with SwiGLU.
 MODELS = {

@@ -22,9 +22,9 @@ from bench.measure import Variant, measure_all, reason
 from bench.options import PLAIN
 from bench.report import reasons, table
 from bench.shapes import Case, Shape, make_case, select_shapes
-from pallas_paged.kernels.mosaic import config as mosaic_config
-from pallas_paged.kernels.mosaic import support
 from pallas_paged.kernels.mosaic_sm80 import config as mosaic_sm80_config
+from pallas_paged.kernels.mosaic_sm90 import config as mosaic_config
+from pallas_paged.kernels.mosaic_sm90 import support
 from pallas_paged.kernels.triton import config as triton_config
 
 _SM_BYTES, _SM_THREADS = 228 << 10, 2048  # of Hopper

@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from models.config import ModelConfig, read_eos_token_ids
 from models.decoder import Decoder
 from models.sharding import config_on, param_spec
-from pallas_paged.sharding import TENSOR_AXIS
+from pallas_paged.pages.sharding import TENSOR_AXIS
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

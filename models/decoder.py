@@ -21,10 +21,10 @@ from jax.typing import DTypeLike
 import pallas_paged as pp
 from models.config import ModelConfig, is_vocab_cut
 from models.rotary import Rotation, rotation
-from pallas_paged.decoder_block import BlockWeights, Residual, between_attentions
-from pallas_paged.linear import linear
-from pallas_paged.rms_norm import rms_norm
-from pallas_paged.unmerged_attention import UnmergedAttention
+from pallas_paged.decoder.between_attentions import BlockWeights, Residual, between_attentions
+from pallas_paged.decoder.linear import linear
+from pallas_paged.decoder.rms_norm import rms_norm
+from pallas_paged.decoder.unmerged_attention import UnmergedAttention
 
 # Cache of one layer: its pages, or K and V [B, max_len, Hkv, D] of a contiguous cache.
 LayerCache = pp.LayerKV | tuple[jax.Array, jax.Array]

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from models.config import ModelConfig, is_vocab_cut
 from models.decoder import Decoder
-from pallas_paged.sharding import TENSOR_AXIS, kv_head_repeats
+from pallas_paged.pages.sharding import TENSOR_AXIS, kv_head_repeats
 
 # As in Megatron: the products before attention and before SwiGLU are cut by outputs, those after
 # them by inputs, so that devices add up their parts once after each. A bias that has no such axis

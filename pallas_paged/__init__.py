@@ -2,18 +2,20 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from pallas_paged.attention import paged_attention, ragged_paged_attention
-from pallas_paged.attention_states import merge_attention_states
-from pallas_paged.cascade import cascade_attention
-from pallas_paged.dispatch import Implementation
-from pallas_paged.kernels.kv_layout import KVLayout
-from pallas_paged.kernels.mosaic.config import MosaicDecodeConfig, MosaicRaggedConfig
+from pallas_paged.attention.cascade import cascade_attention
+from pallas_paged.attention.dispatch import Implementation
+from pallas_paged.attention.entries import paged_attention, ragged_paged_attention
+from pallas_paged.attention.states import merge_attention_states
+from pallas_paged.decoder.rotary_write import rotate_and_write_kv, split_qkv
 from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80DecodeConfig, MosaicSm80RaggedConfig
+from pallas_paged.kernels.mosaic_sm90.config import MosaicDecodeConfig, MosaicRaggedConfig
 from pallas_paged.kernels.triton.config import DecodeConfig, RaggedConfig
-from pallas_paged.kv_pool import KVPool, LayerKV, copy_pages, create_kv_pool, write_kv
-from pallas_paged.page_check import check_page_table
-from pallas_paged.page_sharing import attach, release, retain
-from pallas_paged.page_table import (
+from pallas_paged.pages.check import check_page_table
+from pallas_paged.pages.layout import KVLayout
+from pallas_paged.pages.pool import KVPool, LayerKV, copy_pages, create_kv_pool, write_kv
+from pallas_paged.pages.prefix_cache import PrefixCache, PrefixLease
+from pallas_paged.pages.sharing import attach, release, retain
+from pallas_paged.pages.table import (
     PageCopies,
     PageTable,
     create_page_table,
@@ -24,8 +26,6 @@ from pallas_paged.page_table import (
     slot_mapping,
     truncate,
 )
-from pallas_paged.prefix_cache import PrefixCache, PrefixLease
-from pallas_paged.rotary_write import rotate_and_write_kv, split_qkv
 
 try:
     __version__ = version("pallas-paged")

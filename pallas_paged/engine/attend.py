@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_paged.attention import paged_attention, ragged_paged_attention
+from pallas_paged.attention.entries import paged_attention, ragged_paged_attention
+from pallas_paged.decoder.peers import Peers, embed, row_linear, row_linear_norm
+from pallas_paged.decoder.rotary_write import Rotation, WriteImplementation, rotate_and_write_kv
+from pallas_paged.decoder.unmerged_attention import unmerged_attention, write_and_attend
 from pallas_paged.engine.batch import ChunkBatch
-from pallas_paged.kv_pool import LayerKV, write_kv
-from pallas_paged.page_table import PageTable
-from pallas_paged.peers import Peers, embed, row_linear, row_linear_norm
-from pallas_paged.rotary_write import Rotation, WriteImplementation, rotate_and_write_kv
-from pallas_paged.unmerged_attention import unmerged_attention, write_and_attend
+from pallas_paged.pages.pool import LayerKV, write_kv
+from pallas_paged.pages.table import PageTable
 
 # What writes K and V beside an attention that is named; the best for others.
 _WRITES: dict[str | None, WriteImplementation] = {

@@ -33,7 +33,7 @@ from pallas_paged.engine.sampling_params import SamplingParams
 from pallas_paged.engine.scoring import score_requests, scores_of
 from pallas_paged.engine.stats import EngineStats
 from pallas_paged.engine.tokenizer import Tokenizer
-from pallas_paged.page_table import PageTable
+from pallas_paged.pages.table import PageTable
 
 
 class Engine:

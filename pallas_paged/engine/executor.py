@@ -13,6 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import jax
 import numpy as np
 
+from pallas_paged.decoder.peers import create_peers
 from pallas_paged.engine.batch import Batch
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.input_batch import slot_states
@@ -33,9 +34,8 @@ from pallas_paged.engine.state import (
 )
 from pallas_paged.engine.step import StepOutput, make_step
 from pallas_paged.engine.weights import Weights
-from pallas_paged.kv_pool import KVPool
-from pallas_paged.page_table import create_page_table
-from pallas_paged.peers import create_peers
+from pallas_paged.pages.pool import KVPool
+from pallas_paged.pages.table import create_page_table
 
 _COMPILE_THREADS = 6
 P = ParamSpec("P")

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from pallas_paged.engine.placement import Placement
-from pallas_paged.kv_pool import KVPool, create_kv_pool
+from pallas_paged.pages.pool import KVPool, create_kv_pool
 
 KV_CACHE_DTYPES = {
     "int8": "int8",

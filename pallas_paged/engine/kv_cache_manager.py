@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pallas_paged.checks import INT32_MAX
 from pallas_paged.engine.scheduler_output import Decode
 from pallas_paged.engine.sequence import Sequence
-from pallas_paged.prefix_cache import PrefixCache, PrefixLease
+from pallas_paged.pages.prefix_cache import PrefixCache, PrefixLease
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from pallas_paged.peers import Group, Peers
+from pallas_paged.decoder.peers import Group, Peers
 
 _MAX_PAIRS = 2**24  # of values that are compared at a time
 _NO_TOKEN = 2**31 - 1

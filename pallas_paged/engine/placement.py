@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
-from pallas_paged.sharding import TENSOR_AXIS, kv_pool_sharding, page_table_sharding
+from pallas_paged.pages.sharding import TENSOR_AXIS, kv_pool_sharding, page_table_sharding
 
 
 @dataclass(frozen=True, kw_only=True)

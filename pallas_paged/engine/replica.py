@@ -17,8 +17,8 @@ from pallas_paged.engine.runner_output import RunnerOutput
 from pallas_paged.engine.scheduler import Scheduler
 from pallas_paged.engine.stats import Counters, EngineStats
 from pallas_paged.engine.weights import Weights
-from pallas_paged.page_check import check_page_table
-from pallas_paged.prefix_cache import PrefixCache
+from pallas_paged.pages.check import check_page_table
+from pallas_paged.pages.prefix_cache import PrefixCache
 
 
 class Replica:

@@ -7,7 +7,7 @@ from collections.abc import Sequence as List
 
 from pallas_paged.engine.replica import Replica
 from pallas_paged.engine.sequence import Sequence
-from pallas_paged.prefix_cache import Block, chained_hash
+from pallas_paged.pages.prefix_cache import Block, chained_hash
 
 _MIN_PAGES = 2  # a shorter prefix is computed sooner than it is worth a longer queue
 _MAX_RATIO = 1.25  # of a replica's load to the smallest one, ...

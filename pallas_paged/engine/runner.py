@@ -29,7 +29,7 @@ from pallas_paged.engine.sequence import Sequence
 from pallas_paged.engine.state import TableArrays
 from pallas_paged.engine.step import StepOutput
 from pallas_paged.engine.weights import Weights
-from pallas_paged.page_table import PageTable
+from pallas_paged.pages.table import PageTable
 
 _MAX_PAGES = 1024  # pages that one update retains or releases
 _MAX_ATTACHMENTS = 16  # slots that one update fills

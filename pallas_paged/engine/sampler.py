@@ -16,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from pallas_paged.decoder.peers import Group, Peers
+from pallas_paged.engine.kernels.sampling_noise import divisor, min_p_limit
 from pallas_paged.engine.logprobs import check_logits
 from pallas_paged.engine.sampling_draw import draw, largest
 from pallas_paged.engine.sampling_filters import find_limits
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from pallas_paged.kernels.call import Device
-from pallas_paged.kernels.sampling_noise import divisor, min_p_limit
 from pallas_paged.kernels.triton import implementation as triton
-from pallas_paged.peers import Group, Peers
 
 # How to sample; the kernels are for one GPU, the other two give their tokens on any device.
 SamplingImplementation = Literal["triton", "triton_interpret", "xla"]
@@ -304,8 +304,8 @@ def _sample_by_kernels(
     interpret: bool,
 ) -> jax.Array:
     """Return what `sample` does, for a mode that draws."""
-    from pallas_paged.kernels.triton import sampling_draw
-    from pallas_paged.kernels.triton.sampling_search import search
+    from pallas_paged.engine.kernels import sampling_draw
+    from pallas_paged.engine.kernels.sampling_search import search
 
     temperature, limit = metadata.temperature, None
     maxima, sums = sampling_draw.weigh(logits, temperature, interpret=interpret)

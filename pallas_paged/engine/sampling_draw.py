@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_paged.kernels.sampling_noise import (
+from pallas_paged.decoder.peers import Group
+from pallas_paged.engine.kernels.sampling_noise import (
     BLOCK,
     HALF,
     block_waits,
@@ -21,7 +22,6 @@ from pallas_paged.kernels.sampling_noise import (
     token_waits,
     token_weights,
 )
-from pallas_paged.peers import Group
 
 
 def draw(

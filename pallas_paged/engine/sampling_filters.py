@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_paged.kernels.sampling_noise import NUM_FLOATS, float_of, number_of
+from pallas_paged.engine.kernels.sampling_noise import NUM_FLOATS, float_of, number_of
 
 Total = Callable[[jax.Array], jax.Array]
 

@@ -14,7 +14,7 @@ from collections import deque
 from pallas_paged.engine.kv_cache_manager import KVCacheManager
 from pallas_paged.engine.scheduler_output import Attachment, Chunk, Decode, SchedulerOutput
 from pallas_paged.engine.sequence import Sequence
-from pallas_paged.prefix_cache import PrefixCache
+from pallas_paged.pages.prefix_cache import PrefixCache
 
 
 class Scheduler:

@@ -10,7 +10,7 @@ from pallas_paged.engine.detokenizer import IncrementalDetokenizer
 from pallas_paged.engine.outputs import CompletionOutput, FinishReasonName, TokenLogprobs
 from pallas_paged.engine.request import Request
 from pallas_paged.engine.sampler import SamplingMode
-from pallas_paged.prefix_cache import PrefixLease
+from pallas_paged.pages.prefix_cache import PrefixLease
 
 
 @dataclass(kw_only=True, eq=False)

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from pallas_paged.engine.batch import Array
 from pallas_paged.engine.placement import Shardings
 from pallas_paged.engine.sampler import SamplingMetadata
-from pallas_paged.kv_pool import KVPool, copy_pages
-from pallas_paged.page_sharing import attach, release, retain
-from pallas_paged.page_table import PageTable
-from pallas_paged.page_table import fork as fork_rows
-from pallas_paged.page_table import free as free_rows
+from pallas_paged.pages.pool import KVPool, copy_pages
+from pallas_paged.pages.sharing import attach, release, retain
+from pallas_paged.pages.table import PageTable
+from pallas_paged.pages.table import fork as fork_rows
+from pallas_paged.pages.table import free as free_rows
 
 
 @jax.tree_util.register_dataclass

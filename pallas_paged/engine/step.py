@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_paged.decoder.peers import Peers
 from pallas_paged.engine.attend import PagedAttend, decode_places
 from pallas_paged.engine.batch import Batch, ChunkBatch
 from pallas_paged.engine.logprobs import Logprobs, gather_logprobs
@@ -24,9 +25,8 @@ from pallas_paged.engine.sampler import (
     sample,
 )
 from pallas_paged.engine.state import EngineState, SlotStates
-from pallas_paged.kv_pool import KVPool
-from pallas_paged.page_table import PageTable, extend, free_before, slot_mapping
-from pallas_paged.peers import Peers
+from pallas_paged.pages.pool import KVPool
+from pallas_paged.pages.table import PageTable, extend, free_before, slot_mapping
 
 NOT_SAMPLED = -2  # in place of the token of a slot that did not take part in a step
 _LOGPROBS_BLOCK = 128  # prompt tokens whose logits are in memory at a time

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from pallas_paged.attention import ragged_paged_attention as attend
+from pallas_paged.attention.entries import ragged_paged_attention as attend
 from pallas_paged.interop import rpa
 
 

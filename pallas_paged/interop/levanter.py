@@ -7,8 +7,8 @@ from typing import Any, SupportsFloat
 import jax
 import jax.numpy as jnp
 
-from pallas_paged.attention import ragged_paged_attention as attend
-from pallas_paged.kv_pool import LayerKV, write_kv
+from pallas_paged.attention.entries import ragged_paged_attention as attend
+from pallas_paged.pages.pool import LayerKV, write_kv
 
 
 def install() -> None:

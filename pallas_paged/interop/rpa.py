@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from pallas_paged.attention import ragged_paged_attention as attend
+from pallas_paged.attention.dispatch import Implementation
+from pallas_paged.attention.entries import ragged_paged_attention as attend
 from pallas_paged.checks import (
     as_array,
     checked_array,
@@ -17,10 +18,9 @@ from pallas_paged.checks import (
     validate_pool_size,
     validate_positive,
 )
-from pallas_paged.dispatch import Implementation
 from pallas_paged.interop.rpa_cache import CacheSizes, checked_tables, new_slots
-from pallas_paged.kv_pool import LayerKV, write_kv
-from pallas_paged.quantization import is_quantized
+from pallas_paged.pages.pool import LayerKV, write_kv
+from pallas_paged.pages.quantization import is_quantized
 
 
 class Tuning(TypedDict, total=False):

@@ -18,7 +18,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from pallas_paged.checks import as_array
-from pallas_paged.kernels.kv_layout import K, KVLayout, V, checked_layout, checked_pages
+from pallas_paged.pages.layout import K, KVLayout, V, checked_layout, checked_pages
 
 _K_AXES, _V_AXES = "PHDNx", "PHDN"
 

@@ -15,7 +15,7 @@ import jax
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_paged.kernels.kv_layout import LAYOUTS, KVLayout, PageLayout
+from pallas_paged.pages.layout import LAYOUTS, KVLayout, PageLayout
 
 Kernel = Literal["decode", "ragged"]
 Config = TypeVar("Config")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from pallas_paged.kernels.kv_layout import LAYOUTS, KVLayout, PageLayout
+from pallas_paged.pages.layout import LAYOUTS, KVLayout, PageLayout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

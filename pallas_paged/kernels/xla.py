@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_paged.kernels.call import Arrays
-from pallas_paged.kernels.kv_layout import K
 from pallas_paged.kernels.logits import LogitOptions, natural_logits
 from pallas_paged.kernels.ragged_tiles import Tiles, make_tiles
+from pallas_paged.pages.layout import K
 
 
 def paged_decode(arrays: Arrays, *, options: LogitOptions) -> tuple[jax.Array, jax.Array]:

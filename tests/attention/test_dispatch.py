@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_paged as pp
-from pallas_paged import dispatch
-from pallas_paged.dispatch import BACKENDS, LocalCall
+from pallas_paged.attention import dispatch
+from pallas_paged.attention.dispatch import BACKENDS, LocalCall
 from pallas_paged.kernels.call import Call
-from pallas_paged.kernels.mosaic import support as mosaic_support
+from pallas_paged.kernels.mosaic_sm90 import support as mosaic_support
 from tests.support.attention_cases import Case
 from tests.support.attention_options import config_of
 from tests.support.devices import A100, CPU, HOPPER, lower_for_cuda

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from pallas_paged.unmerged_attention import unmerged_attention, write_and_attend
+from pallas_paged.decoder.unmerged_attention import unmerged_attention, write_and_attend
 from tests.support.marks import needs_triton, slow
 from tests.support.page_layouts import layer_in_layout
 

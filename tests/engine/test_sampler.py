@@ -137,7 +137,7 @@ def limits(logits, rows, implementation):
     best = jnp.max(logits, axis=1, keepdims=True)
     if implementation == "xla":
         return find_limits(best - logits, rows.top_k, rows.top_p, rows.temperature, 2)
-    from pallas_paged.kernels.triton.sampling_search import search
+    from pallas_paged.engine.kernels.sampling_search import search
 
     interpret = implementation == "triton_interpret"
     sizes = dict(num_warps=2, num_loads=2) if interpret else {}

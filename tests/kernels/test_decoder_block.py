@@ -12,11 +12,11 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_paged.decoder_block import BlockWeights, Residual, between_attentions
-from pallas_paged.kv_pool import LayerKV
-from pallas_paged.linear import linear
-from pallas_paged.rms_norm import rms_norm
-from pallas_paged.unmerged_attention import unmerged_attention
+from pallas_paged.decoder.between_attentions import BlockWeights, Residual, between_attentions
+from pallas_paged.decoder.linear import linear
+from pallas_paged.decoder.rms_norm import rms_norm
+from pallas_paged.decoder.unmerged_attention import unmerged_attention
+from pallas_paged.pages.pool import LayerKV
 from tests.support.block_weights import draw
 from tests.support.devices import implementations_here, lower_for_cuda, mesh
 from tests.support.kernel_calls import kernel_calls

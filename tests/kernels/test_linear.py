@@ -12,9 +12,9 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_paged.kernels.mosaic import linear as kernels
-from pallas_paged.kernels.mosaic import support
-from pallas_paged.linear import linear
+from pallas_paged.decoder.kernels import linear as kernels
+from pallas_paged.decoder.linear import linear
+from pallas_paged.kernels.mosaic_sm90 import support
 from tests.support.block_weights import draw
 from tests.support.devices import implementations_here, lower_for_cuda, mesh
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from pallas_paged.kernels.kv_layout import LAYOUTS
-from pallas_paged.kernels.mosaic import support as hopper_support
+from pallas_paged.kernels.mosaic_sm90 import support as hopper_support
+from pallas_paged.pages.layout import LAYOUTS
 from tests.support.devices import lower_for_cuda
 from tests.support.lowering import CUSTOM_CALL, few_with_every_level, named, options_of, pairwise
 from tests.support.marks import needs_triton, slow
@@ -144,7 +144,7 @@ def test_hopper_cascade(row):
 @needs_mosaic
 @pytest.mark.parametrize("row", few_with_every_level(HOPPER_RAGGED), ids=named)
 def test_hopper_ragged(row):
-    from pallas_paged.kernels.mosaic import converted_rows
+    from pallas_paged.kernels.mosaic_sm90 import converted_rows
 
     text = lowered("mosaic_gpu", "ragged", row | dict(max_kv_len=4096))
     logits = row["num_tokens"] * 2 * row["group"] * 4096

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_paged import paged_attention
-from pallas_paged.kernels.kv_layout import LAYOUTS
+from pallas_paged.pages.layout import LAYOUTS
 from tests.support import sass
 
 ROOT = sass.cuda_root()

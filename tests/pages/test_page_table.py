@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from pallas_paged.page_table import validate_pool_size
+from pallas_paged.pages.table import validate_pool_size
 from tests.support.page_tables import (
     INT32_MAX,
     INT32_MIN,

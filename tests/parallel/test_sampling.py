@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from pallas_paged.decoder.peers import create_peers
 from pallas_paged.engine.logprobs import gather_logprobs
 from pallas_paged.engine.sampler import SamplingMode, TokenCounts, process_logits, sample
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS
-from pallas_paged.peers import create_peers
 from tests.support.devices import mesh
 from tests.support.marks import slow
 from tests.support.sampling_rows import metadata

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_paged as pp
-from pallas_paged import context_parallel as cp
+from pallas_paged.attention import context_parallel as cp
 from tests.support.attention_cases import Case, cumulated
 from tests.support.attention_oracle import attend, relative_error
 from tests.support.devices import implementations_here

@@ -19,8 +19,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_paged as pp
-from pallas_paged import dispatch
-from pallas_paged.partition import KERNEL_CALLS, Layout, cut_of, on_each_device
+from pallas_paged.attention import dispatch
+from pallas_paged.attention.partition import KERNEL_CALLS, Layout, cut_of, on_each_device
 from tests.support.attention_cases import Case
 from tests.support.devices import H200_MESH, lower_for_cuda, mesh
 from tests.support.placement import (
@@ -158,7 +158,7 @@ def test_pages_that_would_be_gathered_are_refused(layout, specs, message):
     specs = [P(), *specs, *[P()] * (len(shapes) - len(specs) - 1)]
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         cut_of(layout, shapes, specs, MESH)
-    cure = "cut pages and scales along the KV heads alone, as pallas_paged.sharding.kv_pool_shard"
+    cure = "cut pages and scales along the KV heads alone, as pallas_paged.pages.sharding.kv_pool_shard"
     assert cure in str(caught.value) or "between" in message
 
 

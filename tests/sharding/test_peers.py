@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_paged.kernels.mosaic.config import reduce_parts
-from pallas_paged.peers import create_peers, embed, partial_products, row_linear
+from pallas_paged.decoder.peers import create_peers, embed, partial_products, row_linear
+from pallas_paged.kernels.mosaic_sm90.config import reduce_parts
 from tests.support.devices import mesh
 from tests.support.marks import slow
 from tests.support.placement import collectives

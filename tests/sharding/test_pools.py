@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_paged as pp
-from pallas_paged.sharding import kv_head_repeats, kv_pool_sharding, page_table_sharding
+from pallas_paged.pages.sharding import kv_head_repeats, kv_pool_sharding, page_table_sharding
 from tests.support.attention_calls import assert_close
 from tests.support.attention_cases import Case
 from tests.support.devices import mesh

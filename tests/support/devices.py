@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from pallas_paged.kernels.call import Device
-from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm80 import support as mosaic_sm80_support
+from pallas_paged.kernels.mosaic_sm90 import support as mosaic_support
 from pallas_paged.kernels.triton import implementation as triton
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)

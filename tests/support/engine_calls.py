@@ -14,7 +14,7 @@ from pallas_paged.engine import Engine, EngineConfig, Request, RequestOutput, Sa
 from pallas_paged.engine.kv_cache import pool_bytes
 from pallas_paged.engine.runner import fit_mode, modes_for
 from pallas_paged.engine.sampler import SamplingMode
-from pallas_paged.kv_pool import KVPool
+from pallas_paged.pages.pool import KVPool
 from tests.support.plain_model import PlainModel
 
 # A pool of this many pages is larger than any workspace of a step.

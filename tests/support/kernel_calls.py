@@ -17,22 +17,22 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_paged as pp
-from pallas_paged.decoder_block import (
+from pallas_paged.attention.dispatch import Implementation
+from pallas_paged.decoder.between_attentions import (
     BlockImplementation,
     BlockWeights,
     Residual,
     between_attentions,
 )
-from pallas_paged.dispatch import Implementation
+from pallas_paged.decoder.linear import LinearImplementation, linear
+from pallas_paged.decoder.rms_norm import rms_norm
+from pallas_paged.decoder.rotary_write import WriteImplementation, rotate_and_write_kv
+from pallas_paged.decoder.unmerged_attention import unmerged_attention, write_and_attend
 from pallas_paged.engine.sampler import SamplingImplementation, SamplingMode, sample
 from pallas_paged.kernels import xla
 from pallas_paged.kernels.backward import attention_gradient
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
-from pallas_paged.linear import LinearImplementation, linear
-from pallas_paged.rms_norm import rms_norm
-from pallas_paged.rotary_write import WriteImplementation, rotate_and_write_kv
-from pallas_paged.unmerged_attention import unmerged_attention, write_and_attend
 from tests.support.attention_cases import Case, SharedPrefixes
 from tests.support.placement import named
 from tests.support.quantized_cases import Quantized

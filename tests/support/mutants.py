@@ -40,19 +40,19 @@ TIMEOUT = 240  # seconds; an endless loop is an error that is found
 # The modules of a group, and the tests that must find their errors: quick ones first.
 GROUPS: dict[str, tuple[list[str], list[str]]] = {
     "page table": (
-        ["pallas_paged/page_table.py", "pallas_paged/page_sharing.py"],
+        ["pallas_paged/pages/table.py", "pallas_paged/pages/sharing.py"],
         ["tests/pages"],
     ),
     "quantization": (
-        ["pallas_paged/quantization.py"],
+        ["pallas_paged/pages/quantization.py"],
         ["tests/pages", "tests/attention/test_quantized.py"],
     ),
     "prefix cache": (
-        ["pallas_paged/prefix_cache.py"],
+        ["pallas_paged/pages/prefix_cache.py"],
         ["tests/pages/test_prefix_cache.py", "tests/engine/test_scheduler.py"],
     ),
     "dispatch": (
-        ["pallas_paged/dispatch.py"],
+        ["pallas_paged/attention/dispatch.py"],
         ["tests/attention/test_dispatch.py", "tests/attention/test_input.py"],
     ),
     "scheduler": (

@@ -25,7 +25,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
 import pallas_paged as pp
-from pallas_paged.kernels.kv_layout import LAYOUTS, KVLayout
+from pallas_paged.pages.layout import LAYOUTS, KVLayout
 from tests.support.devices import lower_for_cuda
 
 GOLDENS = Path(__file__).parents[1] / "kernels" / "goldens" / f"programs-jax-{jax.__version__}.json"

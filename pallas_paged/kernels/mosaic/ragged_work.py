@@ -22,8 +22,8 @@ from jax.experimental import pallas as pl
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
-from pallas_paged.kernels.mosaic.config import MosaicRaggedConfig
-from pallas_paged.kernels.mosaic.ragged_tile import CHUNK, WG_ROWS, TileShape
+from pallas_paged.kernels.mosaic_sm90.config import MosaicRaggedConfig
+from pallas_paged.kernels.mosaic_sm90.ragged_tile import CHUNK, WG_ROWS, TileShape
 from pallas_paged.kernels.ragged_plan import Plan, PlanShape, make_plan
 from pallas_paged.kernels.ragged_plan_kernel import (
     PackedPlan,

@@ -30,8 +30,8 @@ from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.decode_plan import DecodePlan
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits
 from pallas_paged.kernels.mosaic import ops as mosaic_ops
+from pallas_paged.kernels.mosaic.decode_items import WorkItem, for_each_work_item
 from pallas_paged.kernels.mosaic.decode_merge import merge_decode
-from pallas_paged.kernels.mosaic.decode_shares import WorkItem, for_each_work_item
 from pallas_paged.kernels.mosaic.ops import Partials, bcast, full, iota
 from pallas_paged.kernels.mosaic_sm80 import one_byte, ops
 from pallas_paged.kernels.mosaic_sm80.config import (

@@ -21,9 +21,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from pallas_paged.kernels.call import Arrays
-from pallas_paged.kernels.kv_layout import PageLayout
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.emitter import CHUNK, Emitter, Tile
+from pallas_paged.pages.layout import PageLayout
 
 TABLE_SLOTS = 2  # blocks of table entries in shared memory for each stage
 

@@ -20,7 +20,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.call import Arrays
-from pallas_paged.kernels.kv_layout import K, V
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import result_columns
 from pallas_paged.kernels.mosaic_sm80.emitter import CHUNK
@@ -35,6 +34,7 @@ from pallas_paged.kernels.mosaic_sm80.ragged_copies import (
     wait_for_own_copies,
 )
 from pallas_paged.kernels.mosaic_sm80.ragged_products import padded
+from pallas_paged.pages.layout import K, V
 
 
 @jax.tree_util.register_dataclass

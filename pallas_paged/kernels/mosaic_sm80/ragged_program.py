@@ -14,7 +14,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_paged.kernels.kv_layout import K, V
 from pallas_paged.kernels.logits import LogitOptions, base2_logits
 from pallas_paged.kernels.mosaic import ops as wgmma_ops
 from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, unpack, visible_in_tree
@@ -38,6 +37,7 @@ from pallas_paged.kernels.mosaic_sm80.ragged_rows import (
     store_rows,
 )
 from pallas_paged.kernels.powers_of_two import split_scales
+from pallas_paged.pages.layout import K, V
 
 _COLUMN = ROWS.reduce(0)
 _SLACK = 8.0  # by which a logit, base 2, may be larger than the maximum that is subtracted

@@ -12,13 +12,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_paged.kernels.call import Call, Device, Kernel
-from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm80.config import (
     decode_config,
     decode_shared_memory,
     ragged_config,
     ragged_shared_memory,
 )
+from pallas_paged.kernels.mosaic_sm90 import support as mosaic_support
 
 COPY_BYTES = 16  # of one asynchronous copy
 RAGGED_HEAD_DIM_STEP = 16  # elements of a product

@@ -26,7 +26,6 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_paged.kernels.backward_logits import recompute
 from pallas_paged.kernels.backward_plan import make_key_tiles
 from pallas_paged.kernels.call import Arrays, result_shape
-from pallas_paged.kernels.kv_layout import PageLayout
 from pallas_paged.kernels.logits import LogitOptions, dot
 from pallas_paged.kernels.triton import one_byte
 from pallas_paged.kernels.triton.backward_config import BackwardConfig
@@ -34,6 +33,7 @@ from pallas_paged.kernels.triton.backward_mask import seen
 from pallas_paged.kernels.triton.pages import Tokens, operands_of
 from pallas_paged.kernels.triton.softmax import exp2
 from pallas_paged.kernels.triton.specs import kv_head, whole
+from pallas_paged.pages.layout import PageLayout
 
 _NEVER = jnp.iinfo(jnp.int32).max
 

@@ -16,9 +16,9 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_paged.kernels.backward_plan import PageReaders
 from pallas_paged.kernels.call import Arrays, result_shape
-from pallas_paged.kernels.kv_layout import PageLayout
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.triton.specs import kv_head, whole
+from pallas_paged.pages.layout import PageLayout
 
 _TOKENS = 32  # of a program, at most
 

@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_paged.kernels.call import Arrays
-from pallas_paged.kernels.kv_layout import K, V
 from pallas_paged.kernels.triton.specs import whole
+from pallas_paged.pages.layout import K, V
 
 _SLOTS = "S"  # pages and tokens as one axis
 

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 if jax.__version_info__ < (0, 11):
     pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
 
-from pallas_paged.kernels.mosaic.all_reduce import all_reduce, memory_bytes
-from pallas_paged.peers import Peers, row_linear_norm
+from pallas_paged.decoder.kernels.all_reduce import all_reduce, memory_bytes
+from pallas_paged.decoder.peers import Peers, row_linear_norm
 from tests.support.devices import H200
 
 CAPACITY = 1 << 20

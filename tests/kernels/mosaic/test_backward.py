@@ -13,10 +13,10 @@ import pytest
 from pallas_paged.kernels import xla
 from pallas_paged.kernels.backward import attention_gradient
 from pallas_paged.kernels.call import Arrays, Device
-from pallas_paged.kernels.kv_layout import LAYOUTS
 from pallas_paged.kernels.logits import LogitOptions
-from pallas_paged.kernels.mosaic import support as mosaic_support
+from pallas_paged.kernels.mosaic_sm90 import support as mosaic_support
 from pallas_paged.kernels.triton import implementation as triton
+from pallas_paged.pages.layout import LAYOUTS
 from tests.support.attention_calls import assert_same_bits
 from tests.support.attention_cases import mosaic_case, without_tokens_left_of
 from tests.support.attention_oracle import relative_error
@@ -25,7 +25,7 @@ from tests.support.marks import needs_triton, slow
 if reason := mosaic_support.why_not_jax():
     pytest.skip(reason, allow_module_level=True)
 
-from pallas_paged.kernels.mosaic import backward, backward_keys
+from pallas_paged.kernels.mosaic_sm90 import backward, backward_keys
 
 # The interpreter multiplies the poisoned values too.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_paged as pp
-from pallas_paged.kernels.mosaic.config import decode_config, prefer_mosaic, ragged_config
 from pallas_paged.kernels.mosaic.ops import shared_memory_bytes
-from pallas_paged.kernels.mosaic.support import shared_memory, shared_memory_limit
 from pallas_paged.kernels.mosaic_sm80 import config as sm80
 from pallas_paged.kernels.mosaic_sm80 import decode as sm80_decode
 from pallas_paged.kernels.mosaic_sm80 import ops as sm80_ops
 from pallas_paged.kernels.mosaic_sm80 import ragged as sm80_ragged
+from pallas_paged.kernels.mosaic_sm90.config import decode_config, prefer_mosaic, ragged_config
+from pallas_paged.kernels.mosaic_sm90.support import shared_memory, shared_memory_limit
 
 DECODE = pp.MosaicDecodeConfig(block_k=64, num_stages=3, num_programs=33)
 RAGGED = pp.MosaicRaggedConfig(block_k=128, num_consumers=2, num_stages=2, num_programs=132)

@@ -16,8 +16,8 @@ if jax.__version_info__ < (0, 11):
 from pallas_paged.kernels.decode_plan import DecodePlan
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import decode_merge
+from pallas_paged.kernels.mosaic.decode_items import row_of_unit
 from pallas_paged.kernels.mosaic.decode_merge import MAX_STATES_PER_STEP, block_sizes, merge_decode
-from pallas_paged.kernels.mosaic.decode_shares import row_of_unit
 from pallas_paged.kernels.mosaic.ops import Partials
 from tests.support.marks import slow
 

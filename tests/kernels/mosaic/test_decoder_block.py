@@ -12,15 +12,16 @@ import pytest
 if jax.__version_info__ < (0, 11):
     pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
 
-from pallas_paged import decoder_block as entry
-from pallas_paged.decoder_block import BlockWeights, Residual
-from pallas_paged.kernels.mosaic import decoder_block, decoder_rows
-from pallas_paged.kernels.mosaic.board import BLANK
-from pallas_paged.kernels.mosaic.config import DecoderBlockConfig, decoder_block_config
-from pallas_paged.kernels.mosaic.decoder_block import new_boards
-from pallas_paged.kernels.mosaic.decoder_rows import new_counters
-from pallas_paged.kernels.mosaic.row_items import Product
-from pallas_paged.kernels.mosaic.rows_config import clusters_at_once, decoder_rows_config
+from pallas_paged.decoder import between_attentions as entry
+from pallas_paged.decoder.between_attentions import BlockWeights, Residual
+from pallas_paged.decoder.kernels import batch as decoder_rows
+from pallas_paged.decoder.kernels import one_row as decoder_block
+from pallas_paged.decoder.kernels.batch import new_counters
+from pallas_paged.decoder.kernels.batch_config import clusters_at_once, decoder_rows_config
+from pallas_paged.decoder.kernels.batch_tiles import Product
+from pallas_paged.decoder.kernels.one_row import new_boards
+from pallas_paged.decoder.kernels.one_row_board import BLANK
+from pallas_paged.kernels.mosaic_sm90.config import DecoderBlockConfig, decoder_block_config
 from tests.support.block_weights import draw, shapes_of
 from tests.support.devices import lower_for_cuda
 from tests.support.marks import slow

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_paged as pp
-from pallas_paged.kernels.mosaic import support as mosaic_support
+from pallas_paged.kernels.mosaic_sm90 import support as mosaic_support
 from tests.support.attention_calls import with_lse
 from tests.support.attention_cases import SharedPrefixes, mosaic_case
 from tests.support.attention_options import OPTIONS
@@ -29,8 +29,8 @@ from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
 )
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.decoder.kernels.linear import linear
 from pallas_paged.kernels.mosaic import ops
-from pallas_paged.kernels.mosaic.linear import linear
 from tests.support.planted_race import SIZE, copy_by_two
 
 pytestmark = [

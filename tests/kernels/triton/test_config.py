@@ -8,8 +8,8 @@ import itertools
 import jax.numpy as jnp
 import pytest
 
-from pallas_paged import dispatch
-from pallas_paged.dispatch import BACKENDS
+from pallas_paged.attention import dispatch
+from pallas_paged.attention.dispatch import BACKENDS
 from pallas_paged.kernels.triton import implementation as triton
 from pallas_paged.kernels.triton.backward_config import keys_config, queries_config
 from pallas_paged.kernels.triton.config import (

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_paged import rms_norm as entry
-from pallas_paged.kernels.triton.rms_norm import rms_norm
+from pallas_paged.decoder import rms_norm as entry
+from pallas_paged.decoder.kernels.rms_norm import rms_norm
 from tests.support.devices import lower_for_cuda
 
 

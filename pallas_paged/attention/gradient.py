@@ -1,0 +1,214 @@
+"""The gradient of attention that kernels compute, under `jax.grad`.
+
+The forward pass is the call that it is without a gradient, with its log-sum-exps: same kernel, same
+bits. The backward pass is one more call that is divided among devices, and is made by the kernels
+of one family, or by XLA where neither family can make it, as without the Triton lowering of Pallas.
+On a mesh a device has all rows and whole groups of query heads, so that no gradient is a sum over
+devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from pallas_paged.attention.partition import KV_HEADS, Q_HEADS, Layout, on_each_device
+from pallas_paged.checks import default_promotion
+from pallas_paged.kernels import xla
+from pallas_paged.kernels.backward import Kernels, attention_gradient
+from pallas_paged.kernels.call import Arrays, Device
+from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.kernels.mosaic_sm90 import support
+from pallas_paged.pages.layout import KVLayout
+
+_DIFFERENTIABLE = ("q", "k_pages", "v_pages", "alibi_slopes", "sinks")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalGradient:
+    """The gradient of a call on the arrays of one device.
+
+    It takes the arrays of the call, its `out` and `lse`, and their gradients.
+
+    Attributes:
+        names, kv_layout, device, options: of the call.
+        wanted: the arrays whose gradients are returned, in order.
+        interpret: whether kernels are interpreted.
+        by_mosaic: whether the Mosaic kernels make those gradients that they can make.
+        by_triton: whether the Triton kernels make the others; else XLA does.
+        with_d_lse: whether a gradient of `lse` is given.
+    """
+
+    names: tuple[str, ...]
+    wanted: tuple[str, ...]
+    kv_layout: KVLayout
+    device: Device
+    options: LogitOptions
+    interpret: bool
+    by_mosaic: bool
+    by_triton: bool
+    with_d_lse: bool
+
+    @property
+    def one_device(self) -> bool:
+        return self.interpret and self.by_mosaic  # which calls back into Python
+
+    def __call__(self, *given: jax.Array) -> tuple[jax.Array, ...]:
+        count = len(self.names)
+        fields: dict[str, Any] = dict(zip(self.names, given[:count], strict=True))
+        out, lse, d_out, *d_lse = given[count:]
+        with default_promotion(), jax.enable_x64(False):
+            arrays = Arrays(**fields, kv_layout=self.kv_layout)
+            kernels = self._kernels(arrays)
+            results = out, lse, d_out, d_lse[0] if d_lse else None
+            if kernels is None:
+                gradients = _xla_gradient(arrays, *results, names=self.wanted, options=self.options)
+            else:
+                gradients = attention_gradient(arrays, *results, names=self.wanted, kernels=kernels)
+        return tuple(gradients[name].astype(fields[name].dtype) for name in self.wanted)
+
+    def _kernels(self, arrays: Arrays) -> Kernels | None:
+        """Return what makes the gradients by the kernels of one family, or None."""
+        gradients: Callable[..., dict[str, jax.Array]]
+        if self.by_mosaic and support.why_no_gradient(arrays) is None:
+            from pallas_paged.kernels.mosaic_sm90 import backward as mosaic_backward
+
+            gradients = mosaic_backward.gradients
+        elif self.by_triton:
+            from pallas_paged.kernels.triton import backward
+
+            gradients = backward.gradients
+        else:
+            return None
+        return functools.partial(gradients, options=self.options, interpret=self.interpret)
+
+
+def _xla_gradient(
+    arrays: Arrays,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array | None,
+    *,
+    names: tuple[str, ...],
+    options: LogitOptions,
+) -> dict[str, jax.Array]:
+    """Return what `attention_gradient` does, by XLA."""
+    attend = xla.paged_decode if arrays.cu_q_lens is None else xla.ragged_paged_attention
+
+    def forward(given: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+        return attend(dataclasses.replace(arrays, **given), options=options)
+
+    _, pull_back = jax.vjp(forward, {name: getattr(arrays, name) for name in names})
+    if d_lse is None:
+        d_lse = jnp.zeros_like(lse)
+    # Queries without keys have no gradient, whatever the cotangent of their -inf is.
+    (gradients,) = pull_back((d_out.astype(out.dtype), jnp.where(jnp.isneginf(lse), 0.0, d_lse)))
+    return gradients
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Residuals:
+    """What the backward pass needs: all arrays of the call, its result, and what is asked for."""
+
+    given: tuple[jax.Array, ...]
+    out: jax.Array
+    lse: jax.Array
+    wanted: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+
+@functools.cache
+def with_gradient(
+    local: Any, layout: Layout, *, platform: str
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """Return `on_each_device(local, layout)` of a `LocalCall`, with a gradient.
+
+    The function raises NotImplementedError where it is differentiated and can't be.
+    """
+
+    def call(*given: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(on_each_device(local, layout, platform=platform)(*given))
+
+    def forward(*primals: Any) -> tuple[tuple[jax.Array, ...], _Residuals]:
+        given = tuple(primal.value for primal in primals)
+        wanted = tuple(n for n, p in zip(local.names, primals, strict=True) if p.perturbed)
+        arrays = Arrays(**dict(zip(local.names, given, strict=True)), kv_layout=local.kv_layout)
+        reason = _why_not(arrays, wanted)
+        if reason is not None:
+            raise NotImplementedError(f"the gradient of attention by GPU kernels {reason}")
+        axes = layout.outputs[0]
+        outputs = dataclasses.replace(layout, outputs=(axes, axes[:2]))
+        complete = dataclasses.replace(local, with_lse=True)
+        out, lse = on_each_device(complete, outputs, platform=platform)(*given)
+        result = (out, lse)[: len(layout.outputs)]
+        return result, _Residuals(given=given, out=out, lse=lse, wanted=wanted)
+
+    def backward(residuals: _Residuals, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        d_out, *d_lse = cotangents
+        given = dict(zip(local.names, residuals.given, strict=True))
+        arrays = Arrays(**given, kv_layout=local.kv_layout)
+        if isinstance(d_out, SymbolicZero):
+            d_out = jnp.zeros_like(residuals.out)
+        d_lse = [d for d in d_lse if not isinstance(d, SymbolicZero)]
+        gradient = LocalGradient(
+            names=local.names,
+            wanted=residuals.wanted,
+            kv_layout=local.kv_layout,
+            device=local.device,
+            options=local.options,
+            interpret=local.interpret,
+            by_mosaic=local.may_be_mosaic,
+            by_triton=local.triton_makes_gradients(arrays),
+            with_d_lse=bool(d_lse),
+        )
+        axes = dict(zip(local.names, layout.inputs, strict=True))
+        results = {"out": axes["q"], "lse": axes["q"][:2], "d_out": axes["q"]}
+        if d_lse:
+            results["d_lse"] = axes["q"][:2]
+        of_gradient = Layout(
+            names=(*local.names, *results),
+            inputs=(*layout.inputs, *results.values()),
+            outputs=tuple(axes[name] for name in residuals.wanted),
+            spread=(KV_HEADS, Q_HEADS),
+            divides_groups=False,
+        )
+        run = on_each_device(gradient, of_gradient, platform=platform)
+        found = run(*residuals.given, residuals.out, residuals.lse, d_out, *d_lse)
+        gradients = dict(zip(residuals.wanted, found, strict=True))
+        return tuple(
+            _like(gradients[name], x) if name in gradients else None
+            for name, x in zip(local.names, residuals.given, strict=True)
+        )
+
+    function: Any = jax.custom_vjp(call)
+    function.defvjp(forward, backward, symbolic_zeros=True)
+    return function
+
+
+def _why_not(arrays: Arrays, wanted: Sequence[str]) -> str | None:
+    """Return why the gradients of these arrays can't be had, or None."""
+    dtype = arrays.k_pages.dtype
+    if dtype.itemsize == 1 and ("k_pages" in wanted or "v_pages" in wanted):
+        return (
+            f"is not that of pages of {dtype.name}, which are rounded: differentiate q and sinks "
+            "alone, as with jax.lax.stop_gradient(pages)"
+        )
+    others = [name for name in wanted if name not in _DIFFERENTIABLE]
+    if others:
+        return f"is not that of {', '.join(others)}; implementation='xla' has it"
+    return None
+
+
+def _like(gradient: jax.Array, x: jax.Array) -> jax.Array:
+    """Return a gradient as a device of a `shard_map` has `x`: their sum where all have one `x`."""
+    kinds = [jax.typeof(y).manual_axis_type for y in (gradient, x)]
+    axes = kinds[0].varying - kinds[1].varying
+    return lax.psum(gradient, tuple(axes)) if axes else gradient

@@ -1,0 +1,365 @@
+"""What a decoder does between two attentions: products, norms, SwiGLU and residual sums."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from pallas_paged.checks import default_promotion
+from pallas_paged.decoder.kernels.batch_config import (
+    BLOCK,
+    BLOCKS,
+    GROUP_ROWS,
+    MAX_ROWS,
+    DecoderRowsConfig,
+    clusters_at_once,
+    decoder_rows_config,
+)
+from pallas_paged.decoder.linear import linear
+from pallas_paged.decoder.rms_norm import rms_norm
+from pallas_paged.decoder.unmerged_attention import UnmergedAttention
+from pallas_paged.kernels.call import Device
+from pallas_paged.kernels.decode_states import DecodeStates
+from pallas_paged.kernels.mosaic_sm90 import support
+from pallas_paged.kernels.mosaic_sm90.config import (
+    LINEAR_TILE,
+    DecoderBlockConfig,
+    decoder_block_config,
+)
+
+BlockImplementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
+RowLinearNorm = Callable[..., tuple[jax.Array, jax.Array]]
+Config = DecoderBlockConfig | DecoderRowsConfig
+
+# Sizes of the residual, and numbers of rows for which a kernel is chosen there. It was faster in
+# what was measured, Llamas of 1B, 3B and 8B and Qwen3 of 0.6B, 1.7B and 4B on an H200:
+# docs/tuning.md.
+_FASTER = (
+    (range(2048, 4097), range(1, 2)),
+    (range(1024, 4097), range(2, 129)),
+    (range(1024, 1025), range(129, 257)),
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class BlockWeights:
+    """Weights between the attention of a layer and that of the next.
+
+    Attributes:
+        o: `[E, A]`, of the product with the output of attention.
+        o_bias: `[E]` or None.
+        mlp_norm: `[E]`.
+        gate_up: `[F, 2, E]`, pairs of rows of gate and up.
+        down: `[E, F]`.
+        out_norm: `[E]`, the norm of the next layer, or the final one.
+        qkv: `[N, E]`, the product of the next layer, or None after the last.
+        qkv_bias: `[N]` or None.
+    """
+
+    o: jax.Array
+    mlp_norm: jax.Array
+    gate_up: jax.Array
+    down: jax.Array
+    out_norm: jax.Array
+    qkv: jax.Array | None = None
+    o_bias: jax.Array | None = None
+    qkv_bias: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Residual:
+    """The residual stream of a decoder, from layer to layer.
+
+    Attributes:
+        x: floating `[..., E]`.
+        boards: memory in which the programs of the kernel find one another's results, and that of
+            the next call; None before the first call. Calls with one row have other boards than
+            those with several.
+    """
+
+    x: jax.Array
+    boards: tuple[jax.Array, jax.Array] | None = None
+
+
+@default_promotion()
+def between_attentions(
+    attended: jax.Array | UnmergedAttention,
+    residual: Residual,
+    weights: BlockWeights,
+    *,
+    eps: float,
+    dropout: Callable[[jax.Array], jax.Array] | None = None,
+    row_linear_norm: RowLinearNorm | None = None,
+    implementation: BlockImplementation | None = None,
+) -> tuple[Residual, jax.Array]:
+    """Run what stands between the attention of a layer and that of the next.
+
+        residual += attended @ o.T + o_bias
+        residual += swiglu(rms_norm(residual) @ gate_up.T) @ down.T
+        out = rms_norm(residual) @ qkv.T + qkv_bias
+
+    On a Hopper GPU it is one kernel, whose copies of weights hardly ever pause, for one row of 2048
+    to 4096, and in bf16 for 2 to 128 rows of 1024 to 4096 and for 129 to 256 of 1024. Otherwise,
+    for gradients and under `vmap`, it is `linear` and `rms_norm`, one after another. For other rows
+    up to 256 the kernel has to be named.
+    Results differ by rounding: sums are in f32, in another order. The bits of the kernels are the
+    same each time.
+
+    Args:
+        attended: floating `[..., A]`, the output of attention; or its partial states, which the
+            kernel unites itself, without gradients.
+        residual: of these rows.
+        weights: of the two layers.
+        eps: of the norms.
+        dropout: applied to each branch before its sum, for training; None: nothing.
+        row_linear_norm: of `(x, weight, residual, norm, eps)`, makes `residual + x @ weight.T` and
+            its norm where several devices share the columns of `o` and `down`, as the engine's
+            `Attend` does. Not used with dropout, nor with a bias.
+        implementation: "mosaic_gpu", on a Hopper GPU; "mosaic_gpu_interpret", the same kernel on
+            any device; "xla", separate steps; or None for the fastest of those measured.
+
+    Returns:
+        The residual, and out `[..., N]`, or without `qkv` the norm `[..., E]`.
+
+    Raises:
+        ValueError: shapes do not fit, or there is no such implementation.
+        NotImplementedError: the implementation can't do this call; the message says why.
+    """
+    _check_shapes(attended, residual.x, weights)
+    names = get_args(BlockImplementation)
+    if implementation is not None and implementation not in names:
+        raise ValueError(f"{implementation=} must be None or one of {names}")
+    *rows, size = residual.x.shape
+    if implementation not in (None, "xla") or (
+        implementation is None and _is_faster(math.prod(rows), size)
+    ):
+        interpret = implementation == "mosaic_gpu_interpret"
+        config, reason = _config(attended, residual.x, weights, dropout, interpret=interpret)
+        if config is not None:
+            boards = residual.boards or _new_boards(config, weights)
+            given: jax.Array | DecodeStates
+            if not isinstance(attended, UnmergedAttention):
+                given = attended
+            elif isinstance(config, DecoderRowsConfig) or (
+                attended.states.head_dim % LINEAR_TILE  # of a head, that are united at a time
+            ):
+                given = attended.merged()
+            else:
+                given = attended.states
+            x, out, boards = _kernel(config, eps, interpret, given, residual.x, weights, boards)
+            return Residual(x=x, boards=boards), out
+        if implementation is not None:
+            raise NotImplementedError(f"{implementation=} {reason}")
+    if isinstance(attended, UnmergedAttention):
+        attended = attended.merged()
+    x, out = _steps(eps, dropout, row_linear_norm, attended, residual.x, weights)
+    return dataclasses.replace(residual, x=x), out
+
+
+def _steps(
+    eps: float,
+    dropout: Callable[[jax.Array], jax.Array] | None,
+    row_linear_norm: RowLinearNorm | None,
+    attended: jax.Array,
+    x: jax.Array,
+    weights: BlockWeights,
+) -> tuple[jax.Array, jax.Array]:
+    def add(branch: jax.Array, weight: jax.Array, bias: Any, x: jax.Array, norm: jax.Array) -> Any:
+        if row_linear_norm is not None and dropout is None and bias is None:
+            return row_linear_norm(branch, weight, x, norm, eps)
+        branch = _add_bias(linear(branch, weight), bias)
+        x = x + (branch if dropout is None else dropout(branch))
+        return x, rms_norm(x, norm, eps)
+
+    x, normed = add(attended, weights.o, weights.o_bias, x, weights.mlp_norm)
+    x, out = add(linear(normed, weights.gate_up), weights.down, None, x, weights.out_norm)
+    if weights.qkv is None:
+        return x, out
+    return x, _add_bias(linear(out, weights.qkv), weights.qkv_bias)
+
+
+def _add_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return x if bias is None else x + bias
+
+
+def _check_shapes(
+    attended: jax.Array | UnmergedAttention, x: jax.Array, weights: BlockWeights
+) -> None:
+    size, hidden_size = x.shape[-1], weights.gate_up.shape[0]
+    num_out = None if weights.qkv is None else weights.qkv.shape[0]
+    want = {
+        "o": (size, attended.shape[-1]),
+        "o_bias": (size,),
+        "mlp_norm": (size,),
+        "gate_up": (hidden_size, 2, size),
+        "down": (size, hidden_size),
+        "out_norm": (size,),
+        "qkv": (num_out, size),
+        "qkv_bias": (num_out,),
+    }
+    for name, shape in want.items():
+        weight = getattr(weights, name)
+        if weight is not None and weight.shape != shape:
+            raise ValueError(
+                f"weights.{name}.shape={weight.shape} must be {shape}, with {attended.shape=}, "
+                f"a residual of {x.shape} and {hidden_size} features of gate and up"
+            )
+    if attended.shape[:-1] != x.shape[:-1]:
+        raise ValueError(f"{attended.shape=} must have the rows of the residual {x.shape}")
+
+
+def _is_faster(num_rows: int, size: int) -> bool:
+    return any(size in sizes and num_rows in rows for sizes, rows in _FASTER)
+
+
+def _config(
+    attended: jax.Array | UnmergedAttention,
+    x: jax.Array,
+    weights: BlockWeights,
+    dropout: Any,
+    *,
+    interpret: bool,
+) -> tuple[Config | None, str | None]:
+    """Return the config of the kernel, or None and why it can't do a call."""
+    arrays = x, *jax.tree.leaves(weights)
+    dtypes = sorted({array.dtype.name for array in (attended, *arrays)})
+    if dtypes not in (["bfloat16"], ["float16"]):
+        return None, f"needs all in bfloat16 or all in float16, not {', '.join(dtypes)}"
+    if not 1 <= (num_rows := math.prod(x.shape[:-1])) <= MAX_ROWS:
+        return None, f"needs 1 to {MAX_ROWS} rows, not {num_rows}"
+    if num_rows > 1 and dtypes != ["bfloat16"]:
+        # The norm of a row divides its product, before which f16 could overflow.
+        return None, f"needs bfloat16 for {num_rows} rows, not float16"
+    if dropout is not None or weights.o_bias is not None or weights.qkv_bias is not None:
+        return None, "has no biases and no dropout"
+    if not isinstance(attended, UnmergedAttention):
+        arrays += (attended,)
+    if any(jax.typeof(array).sharding.mesh.size > 1 for array in arrays):
+        return None, "needs arrays on one device"
+    device = Device.here()
+    sizes: Any = dict(
+        size=x.shape[-1],
+        attended_size=attended.shape[-1],
+        hidden_size=weights.gate_up.shape[0],
+        out_size=0 if weights.qkv is None else weights.qkv.shape[0],
+    )
+    config: Config | None
+    if num_rows == 1:
+        num_programs = 1 if interpret else device.num_sms
+        config = decoder_block_config(**sizes, num_programs=num_programs)
+        multiples = "512 (E), 256 (A and F) and 64 (N)"
+    else:
+        clusters = (1, 1) if interpret else clusters_at_once(device.num_sms, num_rows)
+        sizes |= dict(zip(("num_clusters", "cluster_size"), clusters, strict=True))
+        config = decoder_rows_config(**sizes, num_rows=_padded(num_rows))
+        multiples = f"{BLOCKS * BLOCK * clusters[1]} (A, E and F) and 8 (N)"
+    if config is None:
+        return None, f"needs sizes that are multiples of {multiples}, and fit"
+    reason = support.why_not_jax() or (None if interpret else support.why_not_device(device))
+    if reason is not None:
+        return None, reason
+    return config, None
+
+
+def _padded(num_rows: int) -> int:
+    multiple = 8 if num_rows <= GROUP_ROWS else 16  # of two parts
+    return -(-num_rows // multiple) * multiple
+
+
+def _new_boards(config: Config, weights: BlockWeights) -> tuple[jax.Array, jax.Array]:
+    from pallas_paged.decoder.kernels import batch as decoder_rows
+    from pallas_paged.decoder.kernels import one_row as decoder_block
+
+    if isinstance(config, DecoderRowsConfig):
+        return decoder_rows.new_counters()
+    size, hidden_size = weights.down.shape
+    sizes = dict(size=size, attended_size=weights.o.shape[1], hidden_size=hidden_size)
+    return decoder_block.new_boards(config, **sizes)
+
+
+# JAX takes the references out of a custom VJP, but not out of a custom JVP.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _kernel(
+    config: Config,
+    eps: float,
+    interpret: bool,
+    attended: jax.Array | DecodeStates,
+    x: jax.Array,
+    weights: BlockWeights,
+    boards: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
+    from pallas_paged.decoder.kernels import batch as decoder_rows
+    from pallas_paged.decoder.kernels import one_row as decoder_block
+
+    run: Any = decoder_block.between_attentions
+    num_rows = padded = math.prod(x.shape[:-1])
+    if isinstance(config, DecoderRowsConfig):
+        run, padded = decoder_rows.between_attentions, _padded(num_rows)
+
+    def matrix(rows: jax.Array) -> jax.Array:
+        rows = rows.reshape(num_rows, -1)
+        return rows if padded == num_rows else jnp.pad(rows, ((0, padded - num_rows), (0, 0)))
+
+    @custom_vmap
+    def call(attended: Any, x: jax.Array, weights: BlockWeights, boards: Any) -> Any:
+        with jax.enable_x64(False):
+            new_x, out, boards = run(
+                attended if isinstance(attended, DecodeStates) else matrix(attended),
+                matrix(x),
+                boards,
+                o=weights.o,
+                mlp_norm=weights.mlp_norm,
+                gate_up=weights.gate_up,
+                down=weights.down,
+                out_norm=weights.out_norm,
+                qkv=weights.qkv,
+                eps=eps,
+                config=config,
+                interpret=interpret,
+            )
+        new_x, out = (rows[:num_rows].reshape(*x.shape[:-1], -1) for rows in (new_x, out))
+        return new_x, out, boards
+
+    @call.def_vmap
+    def _(size: int, batched: Any, *args: Any) -> Any:
+        # The kernel would run once for each, one after another.
+        if isinstance(args[0], DecodeStates):
+            raise NotImplementedError("partial states of attention can't be under vmap")
+        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched[:3])
+        steps = jax.vmap(functools.partial(_steps, eps, None, None), axes, axis_size=size)
+        return (*steps(*args[:3]), args[3]), (True, True, batched[3])
+
+    return call(attended, x, weights, boards)
+
+
+def _kernel_fwd(
+    config: Config,
+    eps: float,
+    interpret: bool,
+    attended: jax.Array | DecodeStates,
+    x: jax.Array,
+    weights: BlockWeights,
+    boards: tuple[jax.Array, jax.Array],
+) -> Any:
+    del config, interpret
+    if isinstance(attended, DecodeStates):
+        raise NotImplementedError("partial states of attention have no gradient")
+    (x, out), vjp = jax.vjp(functools.partial(_steps, eps, None, None), attended, x, weights)
+    return (x, out, boards), vjp
+
+
+def _kernel_bwd(config: Config, eps: float, interpret: bool, vjp: Any, cotangents: Any) -> Any:
+    del config, eps, interpret
+    return *vjp(cotangents[:2]), (None, None)
+
+
+_kernel.defvjp(_kernel_fwd, _kernel_bwd)

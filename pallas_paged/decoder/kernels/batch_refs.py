@@ -1,0 +1,110 @@
+"""Operands, results and shared memory of the kernel between two attentions of several rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_paged.decoder.kernels.batch_config import (
+    BLOCK,
+    BLOCKS,
+    COPIES,
+    GROUP_ROWS,
+    DecoderRowsConfig,
+)
+from pallas_paged.kernels.call import result_shape
+from pallas_paged.kernels.mosaic_sm90.ring import wgmma_transforms
+
+COUNTERS = 128  # 4, each in a line of its own
+SUMS = 4 * GROUP_ROWS  # of squares, in shared memory
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Inputs:
+    """Arrays or refs to device memory."""
+
+    attended: Any  # [R, A]
+    residual: Any  # [R, E]
+    o: Any  # [E, A]
+    mlp_norm: Any  # [E]
+    gate_up: Any  # [F, 2, E]
+    down: Any  # [E, F]
+    out_norm: Any  # [E]
+    qkv: Any  # [N, E], or None: out is the norm
+    counters: Any  # i32[COUNTERS], a ref
+    next_counters: Any  # of the next call, to be cleared
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Outputs:
+    """Refs to device memory, or their types. All but the first two are only for the kernel."""
+
+    residual: Any  # [R, E]
+    out: Any  # [R, N], or the norm [R, E]
+    x: Any  # [R, E], the residual times the weight of a norm
+    hidden: Any  # [R, F]
+    squares: Any  # f32[num_parts * num_consumers * num_programs * 64], sums of each row
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Scratch:
+    """Refs in shared memory, or their types."""
+
+    weights: Any  # [num_stages, stage_features, BLOCKS * BLOCK]
+    x: Any  # [num_x_stages, num_consumers, 64, BLOCK]
+    sums: Any  # f32[num_consumers, SUMS]
+    full: Any  # barriers [num_stages], complete when all copies have arrived
+    free: Any  # barriers [num_stages], complete when they were used
+    x_full: Any  # barriers [num_x_stages]
+    x_free: Any
+    ready: Any  # barrier, complete when this program has stored its part of the next activations
+    summed: Any  # barrier, complete when the sums of squares are there
+    may_send: Any  # barriers of the cluster
+    sent: Any
+
+
+def output_types(inputs: Inputs, config: DecoderRowsConfig) -> Outputs:
+    """Return the types of the results, in device memory."""
+    (num_rows, size), dtype = inputs.residual.shape, inputs.residual.dtype
+    num_sums = config.num_parts * config.num_consumers * config.num_programs
+    out_size = size if inputs.qkv is None else inputs.qkv.shape[0]
+    return Outputs(
+        residual=result_shape((num_rows, size), dtype),
+        out=result_shape((num_rows, out_size), dtype),
+        x=result_shape((num_rows, size), dtype),
+        hidden=result_shape((num_rows, inputs.gate_up.shape[0]), dtype),
+        squares=result_shape((num_sums * GROUP_ROWS,), jnp.float32),
+    )
+
+
+def scratch_types(config: DecoderRowsConfig, dtype: Any) -> Scratch:
+    """Return the types of the refs in shared memory."""
+    transforms = wgmma_transforms(dtype)
+    num_stages, num_x_stages = config.num_stages, config.num_x_stages
+    consumers = config.num_consumers
+    x_barrier = plgpu.Barrier(num_arrivals=consumers, num_barriers=num_x_stages)
+    in_cluster: Any = plgpu.Barrier()
+    if config.cluster_size > 1:
+        in_cluster = plgpu.ClusterBarrier(collective_axes=("rank",), num_arrivals=consumers)
+    return Scratch(
+        weights=plgpu.SMEM(
+            (num_stages, config.stage_features, BLOCKS * BLOCK), dtype, transforms=transforms
+        ),
+        x=plgpu.SMEM((num_x_stages, consumers, GROUP_ROWS, BLOCK), dtype, transforms=transforms),
+        sums=plgpu.SMEM((consumers, SUMS), jnp.float32),
+        full=plgpu.Barrier(num_arrivals=COPIES, num_barriers=num_stages),
+        free=plgpu.Barrier(num_arrivals=consumers, num_barriers=num_stages),
+        x_full=x_barrier,
+        x_free=x_barrier,
+        ready=plgpu.Barrier(num_arrivals=consumers),
+        summed=plgpu.Barrier(),
+        may_send=in_cluster,
+        sent=in_cluster,
+    )

@@ -1,0 +1,380 @@
+"""All products between two attentions of one row, a persistent Pallas Mosaic kernel for Hopper.
+
+    attended = merge of the states of attention, or given
+    residual += attended o^T
+    hidden = swiglu(norm(residual) gate_up^T)
+    residual += hidden down^T
+    out = norm(residual) qkv^T
+
+It takes as long as the weights take to be read, so the kernel is one pipeline of copies that hardly
+ever pauses. A program is two warpgroups, and there is one program per SM. The producer sends its
+blocks of all four weights through a ring in shared memory, one after the other. It does not wait
+for activations, which no weight depends on: while programs wait for one another, the ring fills.
+
+The consumer multiplies. A program has tiles of 64 features. Weights with few such tiles are split
+along K, too. Results go to a board in device memory (`board.py`): partial sums in f32, which each
+program adds up in the same order, so that results have the same bits each time.
+
+Two blocks of 32 KB per SM are on their way at once, no more: that is enough for the full rate of
+the memory, and what is posted and loaded would have to queue behind more.
+
+The programs wait for one another, so all must be on the device at once. They are: there are no more
+of them than SMs, each SM has room for one, and the programs of kernels before end without them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_paged.decoder.kernels.one_row_board import BLANK, post, wait_for_posts
+from pallas_paged.decoder.kernels.one_row_merge import merge_row
+from pallas_paged.decoder.kernels.one_row_product import multiply_by_row
+from pallas_paged.decoder.kernels.one_row_weights import HALF, Product
+from pallas_paged.kernels.call import result_shape
+from pallas_paged.kernels.decode_states import DecodeStates
+from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic_sm90.config import LINEAR_TILE as TILE
+from pallas_paged.kernels.mosaic_sm90.config import DecoderBlockConfig
+from pallas_paged.kernels.mosaic_sm90.ring import wgmma_transforms
+
+_CLEARED = 256  # elements of a board that a program clears at once
+_PADDING = 64  # elements that are read behind a row
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Inputs:
+    """Arrays or refs to device memory."""
+
+    attended: Any  # [1, A], or `DecodeStates` of one row
+    residual: Any  # [1, E]
+    o: Any  # [E, A]
+    mlp_norm: Any  # [E]
+    gate_up: Any  # [F, 2, E]
+    down: Any  # [E, F]
+    out_norm: Any  # [E]
+    qkv: Any  # [N, E], or None: out is the norm
+    board: Any  # i32[W], where programs find what others have computed: a ref
+    next_board: Any  # the board of the next call, to be cleared
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Outputs:
+    """Refs to device memory, or their types."""
+
+    residual: Any  # [1, E]
+    out: Any  # [1, N], or the norm [1, E]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Scratch:
+    """Refs in shared memory, or their types."""
+
+    weights: Any  # [num_stages, 2 * TILE, HALF], one half below the other
+    x: Any  # [columns of the longest part of a row + _PADDING]
+    residual: Any  # [E]
+    full: Any  # barriers [num_stages], complete when both halves have arrived
+    free: Any  # barriers [num_stages], complete when they were used
+
+
+def block_kernel(
+    inputs: Inputs,
+    outputs: Outputs,
+    scratch: Scratch,
+    *,
+    eps: float,
+    config: DecoderBlockConfig,
+    interpret: bool,
+) -> None:
+    """Run one program: warpgroup 0 multiplies, warpgroup 1 sends."""
+    program = lax.axis_index("program")
+    num_stages, size = scratch.weights.shape[0], scratch.residual.shape[0]
+    dtype, num_in_flight = scratch.x.dtype, config.num_in_flight
+    product_of = functools.partial(Product, num_programs=config.num_programs)
+    o = product_of(weight=inputs.o, num_splits=config.o_splits)
+    gate_up = product_of(weight=inputs.gate_up)
+    down = product_of(weight=inputs.down, num_splits=config.down_splits)
+    qkv = None if inputs.qkv is None else product_of(weight=inputs.qkv)
+    vector = plgpu.Layout.WG_STRIDED((size,), vec_size=4)
+
+    def send(product, sent):
+        def send_item(index, sent):
+            features, split = product.item(program, index)
+
+            def send_block(block, sent):
+                stage = lax.rem(sent, num_stages)
+
+                @pl.when(sent >= num_stages)
+                def _():
+                    plgpu.barrier_wait(scratch.free.at[stage])
+
+                @pl.when(sent >= num_in_flight)
+                def _():
+                    plgpu.barrier_wait(scratch.full.at[lax.rem(sent - num_in_flight, num_stages)])
+
+                for i, half in enumerate(product.halves(features, split, block)):
+                    plgpu.copy_gmem_to_smem(
+                        half,
+                        scratch.weights.at[stage, pl.ds(i * TILE, TILE)],
+                        scratch.full.at[stage],
+                    )
+                return sent + 1
+
+            return lax.fori_loop(0, product.num_blocks, send_block, sent)
+
+        return lax.fori_loop(0, product.num_items(program), send_item, sent)
+
+    def strided(num_elements):
+        return plgpu.Layout.WG_STRIDED((num_elements,), vec_size=_vec_size(num_elements))
+
+    def set_x(row):
+        """Store a row, or a part of it, to shared memory."""
+        scratch.x.at[pl.ds(0, row.shape[0])][...] = row.astype(dtype)
+        plgpu.commit_smem()
+
+    def multiply(product, used, *, load_x, store):
+        """Multiply a program's items; return how many stages were used before and now."""
+
+        def multiply_item(index, used):
+            features, split = product.item(program, index)
+            load_x(pl.ds(split * product.num_columns, product.num_columns))
+
+            def multiply_block(block, carry):
+                used, *accs = carry
+                stage = lax.rem(used, num_stages)
+                firsts = [block if product.is_pair else 2 * block + i for i in range(2)]
+                xs = [scratch.x.at[pl.ds(first * HALF, HALF)] for first in firsts]
+                halves = [scratch.weights.at[stage, pl.ds(i * TILE, TILE)] for i in range(2)]
+                plgpu.barrier_wait(scratch.full.at[stage])
+                accs = multiply_by_row(accs, halves, xs, interpret=interpret)
+                plgpu.barrier_arrive(scratch.free.at[stage])
+                return used + 1, *accs
+
+            zeros = [ops.full((TILE, 8), 0.0, ops.WGMMA) for _ in range(2)]
+            used, *accs = lax.fori_loop(0, product.num_blocks, multiply_block, (used, *zeros))
+            if not product.is_pair:
+                accs = [accs[0] + accs[1]]
+            is_x = ops.iota((TILE, 8), 1, ops.WGMMA) == 0
+            sums = [jnp.sum(jnp.where(is_x, acc, 0.0), axis=1) for acc in accs]
+            store(features, split, sums)
+            return used
+
+        return lax.fori_loop(0, product.num_items(program), multiply_item, used)
+
+    hidden_size = inputs.gate_up.shape[0]
+    o_start = hidden_size
+    down_start = o_start + config.o_splits * size
+    attended_start = down_start + config.down_splits * size
+
+    def post_part(start, features, split, sums):
+        post(inputs.board, start + split * size + features.start, sums[0], interpret=interpret)
+
+    def post_hidden(features, split, sums):
+        # Rounded as separate products are.
+        gate, up = (x.astype(dtype).astype(jnp.float32) for x in sums)
+        hidden = (gate * (1.0 / (1.0 + jnp.exp(-gate))) * up).astype(dtype).astype(jnp.float32)
+        post(inputs.board, features.start, hidden, interpret=interpret)
+
+    def wait_for_row(first, columns):
+        (row,) = wait_for_posts(
+            inputs.board,
+            [first + columns.start],
+            strided(columns.size),
+            columns.size,
+            interpret=interpret,
+        )
+        set_x(row)
+
+    def load_attended(columns):
+        if isinstance(inputs.attended, DecodeStates):
+            wait_for_row(attended_start, columns)
+        else:
+            set_x(ops.load(inputs.attended.at[0, columns], strided(columns.size)))
+
+    def store_out(features, split, sums):
+        ops.store(outputs.out.at[0, features], sums[0].astype(dtype))
+
+    def add_and_norm(residual, start, num_splits, weight):
+        """Add a product to the residual and norm it; return both, in shared memory too."""
+        starts = [start + split * size for split in range(num_splits)]
+        total, *parts = wait_for_posts(inputs.board, starts, vector, size, interpret=interpret)
+        for part in parts:
+            total = total + part
+        x = (residual.astype(jnp.float32) + total.astype(dtype).astype(jnp.float32)).astype(dtype)
+        x32 = x.astype(jnp.float32)
+        scale = lax.rsqrt(jnp.sum(x32 * x32) / size + eps)
+        normed = (x32 * scale * weight.astype(jnp.float32)).astype(dtype)
+        scratch.residual[...] = x
+        set_x(normed)
+        return x, normed
+
+    def clear(board):
+        """Clear a part of a board, of which each program has another one."""
+
+        @pl.loop(0, (board.shape[0] // _CLEARED - 1 - program) // config.num_programs + 1)
+        def _clear(i):
+            start = (program + i * config.num_programs) * _CLEARED
+            blank = ops.full((_CLEARED,), BLANK, strided(_CLEARED), jnp.int32)
+            ops.store(board.at[pl.ds(start, _CLEARED)], blank)
+
+    @pl.when(lax.axis_index("wg") == 0)
+    def _multiply():
+        if isinstance(inputs.attended, DecodeStates):
+            merge_row(
+                inputs.attended,
+                program=program,
+                num_programs=config.num_programs,
+                post=lambda start, values: post(
+                    inputs.board,
+                    attended_start + start,
+                    values.astype(dtype).astype(jnp.float32),
+                    interpret=interpret,
+                ),
+                interpret=interpret,
+            )
+        else:
+            ops.wait_for_previous_kernel(interpret=interpret)
+        clear(inputs.next_board)
+        used = multiply(o, 0, load_x=load_attended, store=functools.partial(post_part, o_start))
+        # Loaded ahead: then nothing waits for them after the posts.
+        residual, norm = ops.load(inputs.residual.at[0], vector), ops.load(inputs.mlp_norm, vector)
+        add_and_norm(residual, o_start, config.o_splits, norm)
+        used = multiply(gate_up, used, load_x=lambda columns: None, store=post_hidden)
+        used = multiply(
+            down,
+            used,
+            load_x=functools.partial(wait_for_row, 0),
+            store=functools.partial(post_part, down_start),
+        )
+        residual = plgpu.load(scratch.residual, layout=vector)
+        norm = ops.load(inputs.out_norm, vector)
+        residual, normed = add_and_norm(residual, down_start, config.down_splits, norm)
+
+        @pl.when(program == 0)
+        def _():
+            ops.store(outputs.residual.at[0], residual)
+            if qkv is None:
+                ops.store(outputs.out.at[0], normed)
+
+        if qkv is not None:
+            multiply(qkv, used, load_x=lambda columns: None, store=store_out)
+
+    @pl.when(lax.axis_index("wg") == 1)
+    def _send():
+        sent = jnp.int32(0)
+        for product in (o, gate_up, down, *(() if qkv is None else (qkv,))):
+            sent = send(product, sent)
+
+        @pl.loop(jnp.maximum(sent - num_stages, 0), sent)
+        def _drain(i):
+            plgpu.barrier_wait(scratch.free.at[lax.rem(i, num_stages)])
+
+        @pl.loop(jnp.maximum(sent - num_in_flight, 0), sent)
+        def _arrive(i):
+            plgpu.barrier_wait(scratch.full.at[lax.rem(i, num_stages)])
+
+
+def between_attentions(
+    attended: jax.Array | DecodeStates,
+    residual: jax.Array,
+    boards: tuple[jax.Array, jax.Array],
+    *,
+    o: jax.Array,
+    mlp_norm: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    out_norm: jax.Array,
+    qkv: jax.Array | None,
+    eps: float,
+    config: DecoderBlockConfig,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
+    """Return the residual, the next `qkv` or the norm, and the boards of the next call.
+
+    Args:
+        attended: `[1, A]` of 16-bit elements, or the states of one row, which are united here.
+        residual: `[1, E]`.
+        boards: of `new_boards`, or what the call before returned.
+        o, gate_up, down, qkv: weights `[E, A]`, `[F, 2, E]`, `[E, F]` and `[N, E]` or None.
+        mlp_norm, out_norm: weights `[E]`.
+        eps: of the norms.
+        config: of one program if interpreted.
+    """
+    (size, dtype), hidden_size = (residual.shape[1], residual.dtype), gate_up.shape[0]
+    board, next_board = map(jax.new_ref, boards)
+    inputs = Inputs(
+        attended=attended,
+        residual=residual,
+        o=o,
+        mlp_norm=mlp_norm,
+        gate_up=gate_up,
+        down=down,
+        out_norm=out_norm,
+        qkv=qkv,
+        board=board,
+        next_board=next_board,
+    )
+    outputs = Outputs(
+        residual=result_shape((1, size), dtype),
+        out=result_shape((1, size if qkv is None else qkv.shape[0]), dtype),
+    )
+    columns = max(size, o.shape[1] // config.o_splits, hidden_size // config.down_splits)
+    scratch = Scratch(
+        weights=plgpu.SMEM(
+            (config.num_stages, 2 * TILE, HALF), dtype, transforms=wgmma_transforms(dtype)
+        ),
+        x=plgpu.SMEM((columns + _PADDING,), dtype),
+        residual=plgpu.SMEM((size,), dtype),
+        full=plgpu.Barrier(num_arrivals=2, num_barriers=config.num_stages),
+        free=plgpu.Barrier(num_barriers=config.num_stages),
+    )
+
+    def body(inputs, outputs):
+        def run(scratch):
+            block_kernel(
+                inputs,
+                outputs,
+                scratch,
+                eps=eps,
+                config=config,
+                interpret=interpret,
+            )
+
+        pl.run_scoped(run, scratch, collective_axes="wg")
+
+    results = pl.kernel(
+        ops.with_trees(body, inputs, outputs),
+        out_type=tuple(jax.tree.leaves(outputs)),
+        mesh=plgpu.Mesh(
+            grid=(config.num_programs,), grid_names=("program",), num_threads=2, thread_name="wg"
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        name="between_attentions",
+        interpret=ops.interpreter(interpret),
+    )(*jax.tree.leaves(inputs))
+    outputs = jax.tree.unflatten(jax.tree.structure(outputs), results)
+    return outputs.residual, outputs.out, (jax.freeze(next_board), jax.freeze(board))
+
+
+def new_boards(
+    config: DecoderBlockConfig, *, size: int, attended_size: int, hidden_size: int
+) -> tuple[jax.Array, jax.Array]:
+    """Return two cleared boards, for the first of several calls with weights of these sizes."""
+    num_elements = hidden_size + (config.o_splits + config.down_splits) * size + attended_size
+    blank = jnp.full(num_elements, BLANK, jnp.int32)
+    return blank, blank
+
+
+def _vec_size(size: int) -> int:
+    """Return how many elements of a vector a thread takes at once."""
+    return 4 if size % 512 == 0 else 2

@@ -1,0 +1,106 @@
+"""The product of a matrix in shared memory with a row there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic_sm90.ring import wgmma_transforms
+
+
+def multiply_by_row(
+    accs: Sequence[jax.Array], weights: Sequence[Any], rows: Sequence[Any], *, interpret: bool
+) -> list[jax.Array]:
+    """Return `acc + weight @ row` for each accumulator [64, 8], in its first column.
+
+    wgmma wants 8 rows at least. It reads them in units of 8 elements, wherever its descriptor says
+    that the next one is: here each row begins 8 elements after the one before. So a vector in
+    shared memory is enough; the other columns are not of use and may hold anything.
+
+    Args:
+        weights: refs `[64, K]` to matrices of wgmma of 16-bit elements in shared memory.
+        rows: refs `[K]` to vectors there, with 56 more elements behind each.
+    """
+    if interpret:
+        return [
+            acc.at[:, 0].add(weight[...].astype(jnp.float32) @ row[...].astype(jnp.float32))
+            for acc, weight, row in zip(accs, weights, rows, strict=True)
+        ]
+    dtype = weights[0].dtype
+    count, num_columns = len(accs), weights[0].shape[1]
+    tile = 128 // dtype.itemsize
+    result = plgpu.ShapeDtypeStruct(accs[0].shape, jnp.float32, layout=ops.WGMMA)
+    matrix = plgpu.RefType(wgmma_transforms(dtype))
+
+    @plgpu.inline_mgpu(
+        arg_types=([ops.WGMMA] * count, [matrix] * count, [plgpu.RefType()] * count),
+        return_type=[result] * count,
+    )
+    def multiply(_, accs, weights, rows):
+        from jax.experimental.mosaic import gpu as mgpu
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, llvm, vector
+
+        i64, f32 = ir.IntegerType.get_signless(64), ir.F32Type.get()
+
+        def descriptor(ref, constant):
+            address = llvm.ptrtoint(i64, utils.memref_ptr(ref))
+            address = arith.shrui(arith.andi(address, utils.c(0x3FFFF, i64)), utils.c(4, i64))
+            return arith.ori(address, utils.c(constant, i64))
+
+        # Swizzled rows of 128 bytes, 8 rows of all tiles after the 8 before; and not swizzled.
+        groups = num_columns // tile * 1024 >> 4
+        of_weight = 1 << 62 | groups << 32 | 1 << 16
+        of_row = 1 << 32 | 1 << 16
+        args = []
+        for acc in accs:
+            for register in acc.registers.flat:
+                args += [vector.extract(register, [], [i]) for i in range(2)]
+        args += [descriptor(weight, of_weight) for weight in weights]
+        args += [descriptor(row, of_row) for row in rows]
+        n = 4 * count
+        kind = {"bfloat16": "bf16", "float16": "f16"}[dtype.name]
+        lines = ["{ .reg .b64 a, b;", "wgmma.fence.sync.aligned;"]
+        for k in range(0, num_columns, 16):
+            for i in range(count):
+                numbers = ", ".join(f"${4 * i + j}" for j in range(4))
+                step = k // tile * 64 + k % tile // 8
+                lines += [
+                    f"add.s64 a, ${2 * n + i}, {step};",
+                    f"add.s64 b, ${2 * n + count + i}, {k // 8};",
+                    f"wgmma.mma_async.sync.aligned.m64n8k16.f32.{kind}.{kind}"
+                    f" {{{numbers}}}, a, b, 1, 1, 1, 0, 0;",
+                ]
+        lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0; }"]
+        constraints = ["=f"] * n + [str(i) for i in range(n)] + ["l"] * (2 * count)
+        out = llvm.inline_asm(
+            llvm.StructType.get_literal([f32] * n),
+            args,
+            "\n".join(lines),
+            ",".join(constraints),
+            has_side_effects=True,
+        )
+        values = [llvm.extractvalue(f32, out, [i]) for i in range(n)]
+        results = []
+        for i, acc in enumerate(accs):
+            registers = np.empty(2, object)
+            for half in range(2):
+                pair = values[4 * i + 2 * half : 4 * i + 2 * half + 2]
+                registers[half] = vector.from_elements(ir.VectorType.get((2,), f32), pair)
+            results.append(
+                mgpu.FragmentedArray(
+                    _registers=registers.reshape(acc.registers.shape),
+                    _layout=acc.layout,
+                    _is_signed=None,
+                )
+            )
+        return results
+
+    return multiply(list(accs), list(weights), list(rows))

@@ -1,0 +1,299 @@
+"""Sums and gathers of small arrays over the devices of a mesh, as decode steps need them.
+
+XLA finds the collectives of a program from its shardings, and gives them to NCCL, which the host
+starts one by one. The functions here run in `shard_map` instead. On the GPUs of one process they
+are a kernel that writes into the memory of the other GPUs, see `kernels.mosaic.all_reduce`. So a
+loop of decode steps is one CUDA graph, as it is on one GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_paged.decoder.linear import linear
+from pallas_paged.decoder.rms_norm import rms_norm
+from pallas_paged.kernels.call import Device
+from pallas_paged.kernels.mosaic_sm90 import support
+
+_PACKET = 8  # bytes of data
+MAX_BYTES = 2 << 20  # of an array on two devices that the kernel adds up; NCCL does larger ones
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Peers:
+    """The memory of devices that write to one another.
+
+    Attributes:
+        addresses: `i32[N, 2 * N + 2]`, cut over the N devices: as `all_reduce` takes them.
+        memory: `i32[N, size]`, cut over the devices: where the others write.
+        mesh: of one axis.
+        capacity: bytes of the largest array that the memory is made for; 0: JAX's collectives do
+            all.
+    """
+
+    addresses: jax.Array
+    memory: jax.Array
+    mesh: Mesh = dataclasses.field(metadata={"static": True})
+    capacity: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def axis(self) -> str:
+        return self.mesh.axis_names[0]
+
+    def run(self, local: Callable[..., Any], specs: Sequence[Any], *arrays: Any) -> Any:
+        """Run `local` on each device's part of arrays, after a `Group` of the device.
+
+        Two sums must not run at the same time. So each sum of a program must depend on the ones
+        before, as those of layers that follow one another.
+
+        Args:
+            local: its results are whole on every device.
+            specs: how each array is cut.
+            arrays: or pytrees of them.
+        """
+        cut = PartitionSpec(self.axis)
+
+        def body(addresses: jax.Array, memory: jax.Array, *arrays: jax.Array) -> Any:
+            return local(Group(self.axis, self.capacity, addresses.reshape(-1), memory), *arrays)
+
+        run = jax.shard_map(
+            body,
+            mesh=self.mesh,
+            in_specs=(cut, cut, *specs),
+            out_specs=PartitionSpec(),
+            check_vma=False,  # which can't know that sums are alike
+        )
+        return run(self.addresses, self.memory, *arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The devices as one of them sees them in `Peers.run`; `Peers` has the attributes."""
+
+    axis: str
+    capacity: int
+    addresses: jax.Array
+    memory: jax.Array
+
+    @property
+    def index(self) -> jax.Array:
+        """The place of this device, `i32[]`."""
+        return self.addresses[-2]
+
+    @property
+    def size(self) -> int:
+        """How many devices there are."""
+        return int(self.addresses.size) // 2 - 1
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """Return the sum of `x` over the devices."""
+        rows = x
+        if x.ndim != 2 or not _packets(x):
+            rows = x.reshape(1, -1)
+            rows = jnp.pad(rows, ((0, 0), (0, -x.size % _PACKET)))
+        if self._why_not(rows) is not None:
+            return lax.psum(x, self.axis)
+        (out,) = self._kernel(rows)
+        return out.ravel()[: x.size].reshape(x.shape)
+
+    def add_and_norm(
+        self,
+        x: jax.Array,
+        residual: jax.Array,
+        weight: jax.Array,
+        eps: float,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return `residual` `[T, E]` plus the sum of `x`, and its RMS norm."""
+        kinds = {x.dtype, residual.dtype, weight.dtype}
+        if kinds == {jnp.dtype(jnp.bfloat16)} and self._why_not(x) is None:
+            out, normed = self._kernel(x, residual, weight, eps=eps)
+            return out, normed
+        out = residual + self.sum(x)
+        return out, rms_norm(out, weight, eps)
+
+    def linear_add_and_norm(
+        self,
+        x: jax.Array,
+        weight: jax.Array,
+        residual: jax.Array,
+        norm: jax.Array,
+        eps: float,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return `residual` plus the sum of `x @ weight.T`, and its RMS norm with weight `norm`.
+
+        Few rows keep a GPU busy only where programs divide the columns among them, and what they
+        made is added up: by the kernel that adds up over the devices, too.
+        """
+        from pallas_paged.kernels.mosaic_sm90.config import reduce_parts
+
+        kinds = {x.dtype, weight.dtype, residual.dtype, norm.dtype}
+        parts = reduce_parts(num_rows=x.shape[0], num_columns=x.shape[1])
+        if parts == 1 or kinds != {jnp.dtype(jnp.bfloat16)} or self._why_not(residual) is not None:
+            return self.add_and_norm(linear(x, weight), residual, norm, eps)
+        out, normed = self._kernel(partial_products(x, weight, parts), residual, norm, eps=eps)
+        return out, normed
+
+    def _why_not(self, x: jax.Array) -> str | None:
+        """Return why the kernel can't add up `x` `[rows, E]`, or None."""
+        from pallas_paged.kernels.mosaic_sm90.config import REDUCE_ROWS
+
+        if x.size * x.dtype.itemsize > self.capacity or x.shape[0] > REDUCE_ROWS:
+            return "is too large"
+        if x.dtype not in (jnp.bfloat16, jnp.float32):
+            return "has another dtype"
+        return None if _packets(x) else "has rows that are not made of packets"
+
+    def _kernel(self, *arrays: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
+        from pallas_paged.decoder.kernels.all_reduce import all_reduce
+
+        x, *others = arrays
+        with jax.enable_x64(False):
+            return all_reduce(
+                x, self.addresses, self.memory, *others, capacity=self.capacity, **options
+            )
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """Return the f32 `x` of all devices, `[N, ...]`."""
+        places = jnp.arange(self.size).reshape(-1, *[1] * x.ndim)
+        return self.sum(jnp.where(places == self.index, x, 0.0))
+
+
+def create_peers(mesh: Mesh) -> Peers:
+    """Return the memory for sums over a mesh of one axis; without the kernel where it can't run."""
+    size, capacity, num_bytes = mesh.size, 0, 4
+    if why_no_kernel(mesh) is None:
+        from pallas_paged.decoder.kernels.all_reduce import memory_bytes
+
+        capacity = MAX_BYTES // (size - 1)
+        num_bytes = memory_bytes(size, capacity)
+    cut = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
+    shape = size, num_bytes // 4
+    memory = jax.jit(lambda: jnp.zeros(shape, jnp.int32), out_shardings=cut)()
+    pointers = [0] * size
+    if capacity:
+        memory.block_until_ready()
+        parts = {shard.device: shard.data for shard in memory.addressable_shards}
+        pointers = [parts[device].unsafe_buffer_pointer() for device in mesh.devices.flat]
+    rows = np.array([[*pointers, rank] for rank in range(size)], np.uint64).view(np.int32)
+    addresses = jax.make_array_from_callback(rows.shape, cut, lambda index: rows[index])
+    return Peers(addresses=addresses, memory=memory, mesh=mesh, capacity=capacity)
+
+
+def why_no_kernel(mesh: Mesh) -> str | None:
+    """Return why the devices of a mesh can't add up by the kernel, or None."""
+    devices = mesh.devices.flatten().tolist()
+    if len(devices) == 1:
+        return "there is one device"
+    if {device.process_index for device in devices} != {jax.process_index()}:
+        return "devices of other processes have addresses of their own"
+    reason = support.why_not_jax() or support.why_not_device(Device.here())
+    if reason is not None:
+        return reason
+    return None if _can_access(devices) else "a GPU can't access the memory of another"
+
+
+def _can_access(devices: list[Any]) -> bool:
+    """Return whether each GPU can access the memory of all others, by the CUDA driver."""
+    try:
+        ask = ctypes.CDLL("libcuda.so.1").cuDeviceCanAccessPeer
+    except (OSError, AttributeError):
+        return False
+    found, ids = ctypes.c_int(), [device.local_hardware_id for device in devices]
+    return all(
+        ask(ctypes.byref(found), a, b) == 0 and found.value for a in ids for b in ids if a != b
+    )
+
+
+def row_linear(x: jax.Array, weight: jax.Array, peers: Peers | None) -> jax.Array:
+    """Return `x @ weight.T` of which each device has a part of the columns of both.
+
+    Args:
+        x: `[T, K]`, K cut over the devices.
+        weight: `[N, K]`, likewise.
+        peers: of the devices; None is for one device.
+
+    Returns:
+        `[T, N]`, whole on every device.
+    """
+    if peers is None:
+        return linear(x, weight)
+    cut = PartitionSpec(None, peers.axis)
+    return peers.run(lambda group, x, weight: group.sum(linear(x, weight)), (cut, cut), x, weight)
+
+
+def row_linear_norm(
+    x: jax.Array,
+    weight: jax.Array,
+    residual: jax.Array,
+    norm: jax.Array,
+    eps: float,
+    peers: Peers | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return `residual + row_linear(x, weight)`, and its RMS norm: `[T, N]` each.
+
+    Args:
+        x, weight, peers: as in `row_linear`.
+        residual: `[T, N]`, whole on every device.
+        norm: `[N]`, the weight of the norm.
+        eps: of the norm.
+    """
+    if peers is None:
+        out = residual + linear(x, weight)
+        return out, rms_norm(out, norm, eps)
+    cut, whole = PartitionSpec(None, peers.axis), PartitionSpec()
+
+    def local(group: Group, x: Any, weight: Any, residual: Any, norm: Any) -> Any:
+        return group.linear_add_and_norm(x, weight, residual, norm, eps)
+
+    return peers.run(local, (cut, cut, whole, whole), x, weight, residual, norm)
+
+
+def embed(token_ids: jax.Array, table: jax.Array, peers: Peers | None) -> jax.Array:
+    """Return `table[token_ids]` of a table of which each device has some rows.
+
+    Args:
+        token_ids: `i32[T]`, in range.
+        table: `[V, E]`, V cut over the devices.
+        peers: of the devices; None is for one device.
+
+    Returns:
+        `[T, E]`, whole on every device.
+    """
+    if peers is None:
+        return table[token_ids]
+
+    def local(group: Group, token_ids: jax.Array, table: jax.Array) -> jax.Array:
+        rows = token_ids - group.index * table.shape[0]
+        # Others have the rows that are not here.
+        rows = jnp.where(rows < 0, table.shape[0], rows)
+        return group.sum(table.at[rows].get(mode="fill", fill_value=0))
+
+    return peers.run(local, (PartitionSpec(), PartitionSpec(peers.axis)), token_ids, table)
+
+
+def partial_products(x: jax.Array, weight: jax.Array, parts: int) -> jax.Array:
+    """Return `x @ weight.T` as the sum over the first axis, f32 `[parts, T, N]`.
+
+    Args:
+        x: `[T, K]`.
+        weight: `[N, K]`.
+        parts: a divisor of K.
+    """
+    x, weight = (y.reshape(y.shape[0], parts, -1) for y in (x, weight))
+    dims = (((2,), (2,)), ((1,), (1,)))
+    return lax.dot_general(x, weight, dims, preferred_element_type=jnp.float32)
+
+
+def _packets(x: jax.Array) -> bool:
+    """Return whether the rows of `x` are made of whole packets."""
+    return x.shape[-1] * x.dtype.itemsize % _PACKET == 0

@@ -1,0 +1,320 @@
+"""From the product with a fused q/k/v weight to rotated queries and written pages, in one kernel.
+
+`split_qkv` and `write_kv` one after the other are what it computes, on any device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal, cast, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from pallas_paged.attention.partition import Axes, Layout, on_each_device
+from pallas_paged.checks import as_array, checked_array, default_promotion, static_number
+from pallas_paged.decoder.rms_norm import rms_norm
+from pallas_paged.kernels.call import Device
+from pallas_paged.kernels.triton import implementation as triton
+from pallas_paged.kernels.write_arrays import WriteArrays
+from pallas_paged.pages.layout import AXIS_NAMES, LAYOUTS, KVLayout
+from pallas_paged.pages.pool import LayerKV, write_kv
+
+WriteImplementation = Literal["triton", "triton_interpret", "xla"]
+Rotation = tuple[ArrayLike, ArrayLike]
+
+# As of attention's arrays: see dispatch.py. Those of a device's KV heads are its own.
+_AXES: dict[str, Axes] = {
+    "qkv": ("num_tokens", "num_kv_heads", "group_and_kv", "head_dim"),
+    "slots": ("num_tokens",),
+    "cos": ("num_tokens", "num_angles"),
+    "sin": ("num_tokens", "num_angles"),
+    "q_norm": ("head_dim",),
+    "k_norm": ("head_dim",),
+}
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Return x `[..., D]` with the pairs (i, i + R / 2) rotated by angles, in f32 (RoFormer).
+
+    Args:
+        x: floating `[..., D]`.
+        cos, sin: f32`[..., R / 2]`; elements from R on stay as they are.
+    """
+    half = cos.shape[-1]
+    first, second = (x[..., i : i + half].astype(jnp.float32) for i in (0, half))
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([*(t.astype(x.dtype) for t in turned), x[..., 2 * half :]], axis=-1)
+
+
+def split_qkv(
+    qkv: jax.Array,
+    *,
+    rotation: tuple[jax.Array, jax.Array] | None = None,
+    q_norm: jax.Array | None = None,
+    k_norm: jax.Array | None = None,
+    eps: float = 1e-6,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return queries and keys, normed and then rotated, and values.
+
+    Args:
+        qkv: floating `[..., Hkv, G + 2, D]`, of each KV head its G queries, its K and its V.
+        rotation: cosines and sines, f32`[..., 1, R / 2]`; None: positions are not in q and k.
+        q_norm, k_norm: weights `[D]` of an RMS norm of each head; None: there is none.
+        eps: of the norms.
+
+    Returns:
+        q `[..., Hkv * G, D]`, k and v `[..., Hkv, D]`.
+    """
+    *batch, num_kv_heads, kinds, head_dim = qkv.shape
+    q = qkv[..., :-2, :].reshape(*batch, num_kv_heads * (kinds - 2), head_dim)
+    k, v = qkv[..., -2, :], qkv[..., -1, :]
+    q = q if q_norm is None else rms_norm(q, q_norm, eps)
+    k = k if k_norm is None else rms_norm(k, k_norm, eps)
+    if rotation is not None:
+        q, k = rotate(q, *rotation), rotate(k, *rotation)
+    return q, k, v
+
+
+@default_promotion()
+def rotate_and_write_kv(
+    layer: LayerKV,
+    qkv: ArrayLike,
+    slots: ArrayLike,
+    *,
+    rotation: Rotation | None = None,
+    q_norm: ArrayLike | None = None,
+    k_norm: ArrayLike | None = None,
+    eps: float = 1e-6,
+    implementation: WriteImplementation | None = None,
+) -> tuple[jax.Array, LayerKV]:
+    """Norm and rotate q and k of new tokens, and write K and V into the pages of a layer.
+
+    All of it is one kernel on a GPU, in place where the pages are donated. Its gradients, and other
+    devices, take the steps one by one. They compute in f32 and round to the dtype of `qkv` after
+    the norm and after the rotation. K and V go into the pages as by `write_kv`.
+
+    Args:
+        layer: pages, and scales if they are int8 or fp8.
+        qkv: floating `[T, Hkv, G + 2, D]`, of each KV head its G queries, its K and its V, with
+            their biases: the product with a fused weight.
+        slots: i32`[T]` from `slot_mapping`. Slots outside [0, num_pages * page_size) are dropped;
+            what a slot holds that is named twice is undefined.
+        rotation: cosines and sines of the tokens' angles, f32`[T, R / 2]` or f32`[T, 1, R / 2]`.
+            They rotate the pairs (i, i + R / 2); elements from R on stay. None: no rotation.
+        q_norm: floating `[D]`, weight of an RMS norm of each query; None: no norm.
+        k_norm: floating `[D]`, of each key.
+        eps: of the norms.
+        implementation: "triton", on a GPU; "triton_interpret", the same kernel on any device;
+            "xla"; or None for the best.
+
+    Returns:
+        The queries `[T, Hkv * G, D]`, and the layer with the new tokens.
+
+    Raises:
+        ValueError: a shape or dtype is wrong, or quantized pages lack scales.
+        NotImplementedError: the implementation can't do this call; the message says why.
+    """
+    arrays = checked_write(layer, qkv, slots, rotation, q_norm, k_norm)
+    eps = static_number("eps", eps)
+    if _choose(layer, implementation) == "xla" or not arrays.qkv.size:  # a grid of 0 is an error
+        q, k, v = _split(arrays, eps)
+        return q, write_kv(layer, k, v, arrays.slots)
+    fields = (field.name for field in dataclasses.fields(arrays) if field.name != "kv_layout")
+    names = tuple(name for name in fields if getattr(arrays, name) is not None)
+    local = LocalWrite(
+        names=names,
+        kv_layout=layer.kv_layout,
+        eps=eps,
+        interpret=implementation == "triton_interpret",
+    )
+    q, *pool = _kernel(local)(*(getattr(arrays, name) for name in names))
+    written: dict[str, Any] = dict(zip(arrays.written, pool, strict=True))
+    written["k_pages"] = arrays.layout.with_given_axes(written["k_pages"])
+    return q.reshape(q.shape[0], -1, q.shape[-1]), dataclasses.replace(layer, **written)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalWrite:
+    """The kernel on the arrays of one device.
+
+    Attributes:
+        names: the fields of `WriteArrays` that it takes, in order.
+        kv_layout: of the pages.
+        eps, interpret: as in `rotate_and_write`.
+    """
+
+    names: tuple[str, ...]
+    kv_layout: KVLayout
+    eps: float
+    interpret: bool
+    one_device = False
+
+    def arrays(self, arrays: tuple[jax.Array, ...]) -> WriteArrays:
+        fields: dict[str, Any] = dict(zip(self.names, arrays, strict=True))
+        return WriteArrays(**fields, kv_layout=self.kv_layout)
+
+    def __call__(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        """Return q `[T, Hkv, G, D]`, the pages, and their scales if each token has its own."""
+        from pallas_paged.decoder.kernels.rotary_write import rotate_and_write
+
+        with default_promotion(), jax.enable_x64(False):
+            return rotate_and_write(self.arrays(arrays), eps=self.eps, interpret=self.interpret)
+
+
+def _split(arrays: WriteArrays, eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+    rotation = None
+    if arrays.cos is not None:
+        rotation = arrays.cos[:, None], arrays.sin[:, None]
+    norms = dict(q_norm=arrays.q_norm, k_norm=arrays.k_norm)
+    return split_qkv(arrays.qkv, rotation=rotation, **norms, eps=eps)
+
+
+def _steps(arrays: WriteArrays, eps: float) -> tuple[Any, ...]:
+    """Return what the kernel returns."""
+    q, k, v = _split(arrays, eps)
+    layer = LayerKV(
+        k_pages=arrays.layout.with_given_axes(arrays.k_pages),
+        v_pages=arrays.v_pages,
+        k_scales=arrays.k_scales,
+        v_scales=arrays.v_scales,
+        kv_layout=arrays.kv_layout,
+    )
+    layer = write_kv(layer, k, v, arrays.slots)
+    layer = dataclasses.replace(layer, k_pages=arrays.layout.with_all_axes(layer.k_pages))
+    num_tokens, num_kv_heads, kinds, head_dim = arrays.qkv.shape
+    q = q.reshape(num_tokens, num_kv_heads, kinds - 2, head_dim)
+    return q, *(getattr(layer, name) for name in arrays.written)
+
+
+@functools.cache
+def _kernel(local: LocalWrite) -> Any:
+    """Return the kernel on each device, with the gradient of `_steps`."""
+
+    def layout(arrays: WriteArrays) -> Layout:
+        axes = _AXES | {"k_scales": (), "v_scales": ()}
+        of_pages, of_scales = LAYOUTS[local.kv_layout].axes, LAYOUTS[local.kv_layout].scale_axes
+        for name in arrays.written:
+            letters = of_pages if name.endswith("pages") else of_scales
+            axes[name] = tuple(AXIS_NAMES[letter] for letter in letters)
+        q = ("num_tokens", "num_kv_heads", "group", "head_dim")
+        return Layout(
+            names=local.names,
+            inputs=tuple(axes[name] for name in local.names),
+            outputs=(q, *(axes[name] for name in arrays.written)),
+            spread=("num_kv_heads",),
+        )
+
+    @jax.custom_vjp
+    def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        platform = Device.here().platform
+        run = on_each_device(local, layout(local.arrays(arrays)), platform=platform)
+        return tuple(run(*arrays))
+
+    def forward(*arrays: jax.Array) -> tuple[Any, ...]:
+        return run(*arrays), arrays
+
+    def backward(arrays: tuple[jax.Array, ...], cotangents: Any) -> Any:
+        return jax.vjp(lambda *x: _steps(local.arrays(x), local.eps), *arrays)[1](cotangents)
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def _choose(layer: LayerKV, implementation: Any) -> WriteImplementation:
+    names = get_args(WriteImplementation)
+    if implementation is not None and implementation not in names:
+        raise ValueError(f"{implementation=} must be None or one of {names}")
+    if implementation == "xla":
+        return "xla"
+    reason = _why_not(layer, interpret=implementation == "triton_interpret")
+    if implementation is None:
+        return "triton" if reason is None else "xla"
+    if reason is not None:
+        raise NotImplementedError(f"{implementation=} {reason}")
+    return cast(WriteImplementation, implementation)
+
+
+def _why_not(layer: LayerKV, *, interpret: bool) -> str | None:
+    """Return why the kernel can't write the pages of this layer, or None."""
+    pages = layer.k_pages
+    if not interpret and (reason := triton.why_not_device(Device.here(), pages.dtype)):
+        return reason
+    if pages.dtype.itemsize == 1 and pages.size >= 2**31:  # Pallas would overflow its offsets
+        return f"needs fewer than 2**31 elements in one-byte pages of a layer, not {pages.size}"
+    return triton.why_not_jax()
+
+
+def checked_write(
+    layer: Any, qkv: Any, slots: Any, rotation: Any, q_norm: Any, k_norm: Any
+) -> WriteArrays:
+    """Return the arguments of `rotate_and_write_kv`, checked against each other.
+
+    Raises:
+        ValueError: as there.
+    """
+    qkv = _checked_floats("qkv", qkv)
+    if qkv.ndim != 4 or qkv.shape[2] < 3:
+        raise ValueError(
+            f"qkv must be [T, num_kv_heads, G + 2, head_dim], with G of 1 or more, got {qkv.shape}"
+        )
+    num_tokens, num_kv_heads, _, head_dim = qkv.shape
+    slots = checked_array("slots", slots, jnp.int32, (num_tokens,))
+
+    def write() -> LayerKV:
+        new = jnp.zeros((num_tokens, num_kv_heads, head_dim), qkv.dtype)
+        return write_kv(layer, new, new, slots)
+
+    jax.eval_shape(write)  # raises where the layer is wrong, or qkv is not as its pages are
+    layer = jax.tree.map(jnp.asarray, layer)
+    arrays = WriteArrays(
+        qkv=qkv,
+        slots=slots,
+        k_pages=layer.layout.with_all_axes(layer.k_pages),
+        v_pages=layer.v_pages,
+        k_scales=layer.k_scales,
+        v_scales=layer.v_scales,
+        kv_layout=layer.kv_layout,
+        **_checked_rotation(rotation, num_tokens, head_dim),
+    )
+    norms: dict[str, Any] = {
+        name: _checked_floats(name, norm)
+        for name, norm in (("q_norm", q_norm), ("k_norm", k_norm))
+        if norm is not None
+    }
+    for name, norm in norms.items():
+        if norm.shape != (head_dim,):
+            raise ValueError(f"{name} must be [{head_dim=}], got {norm.shape}")
+    return dataclasses.replace(arrays, **norms)
+
+
+def _checked_floats(name: str, value: Any) -> jax.Array:
+    x = as_array(name, value)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{name} must be floating, got {x.dtype}")
+    return jnp.asarray(x)
+
+
+def _checked_rotation(rotation: Any, num_tokens: int, head_dim: int) -> dict[str, jax.Array]:
+    """Return cos and sin as f32`[T, R / 2]`, or nothing."""
+    if rotation is None:
+        return {}
+    if not isinstance(rotation, tuple | list) or len(rotation) != 2:
+        raise ValueError(f"rotation must be None or (cos, sin), got {type(rotation).__name__}")
+    angles = {}
+    for name, value in zip(("cos", "sin"), rotation, strict=True):
+        x = as_array(f"rotation {name}", value)
+        half = x.shape[-1] if x.ndim else 0
+        of_tokens = x.shape in ((num_tokens, half), (num_tokens, 1, half))
+        if not of_tokens or not 0 < 2 * half <= head_dim or x.dtype != jnp.float32:
+            raise ValueError(
+                f"rotation {name} must be float32 [{num_tokens}, R / 2], with R from 2 to "
+                f"{head_dim=}, got {x.dtype}{x.shape}"
+            )
+        angles[name] = jnp.asarray(x).reshape(num_tokens, half)
+    if angles["cos"].shape != angles["sin"].shape:
+        shapes = tuple(x.shape for x in angles.values())
+        raise ValueError(f"rotation must be two arrays of one shape, got {shapes}")
+    return angles

@@ -1,0 +1,266 @@
+"""The gradients of keys and values, a Pallas Mosaic GPU kernel for Hopper.
+
+A program has 128 keys of a row, 64 for each of two consumer warpgroups. A producer streams the
+blocks of packed queries that see them, with the gradients of their results. Products are
+transposed, with keys on M, so the gradients stay in registers to the end:
+
+    S^T = K Q^T      dP^T = V dO^T      P^T = exp(S^T - lse)      dS^T = P^T (dP^T - delta)
+    dV += P^T dO     dK += dS^T Q
+
+It writes f32 sums for each key of each row; `backward` adds those of pages that rows share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_paged.kernels.backward_logits import recompute
+from pallas_paged.kernels.call import result_shape, varying_by_device
+from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic_sm90.backward_rows import Work
+from pallas_paged.kernels.mosaic_sm90.ring import Pool, wgmma_transforms
+from pallas_paged.pages.layout import K, V
+
+BLOCK_K = 128
+BLOCK_Q = 64
+_WG = 64  # keys of a consumer
+_CONSUMERS = 2
+_CONSUMER_REGISTERS = 240
+_PRODUCER_REGISTERS = 24
+COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Rows:
+    """Packed rows of queries: arrays, or refs to them."""
+
+    q: Any  # [Hkv, R, D]
+    d_out: Any  # [Hkv, R, D]
+    lse: Any  # f32[Hkv, R] in base 2
+    delta: Any  # f32[Hkv, R]
+
+    def send(self, scratch: Any, stage: Any, *, kv_head: Any, where: Any) -> None:
+        """Copy rows to a stage of shared memory, whose barrier `full` counts four arrivals."""
+        for field in dataclasses.fields(self):
+            source, target = getattr(self, field.name), getattr(scratch, field.name)
+            plgpu.copy_gmem_to_smem(
+                source.at[kv_head, where], target.at[stage], scratch.full.at[stage]
+            )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Inputs:
+    """Operands of the kernel, or refs to them."""
+
+    rows: Rows
+    pool: Pool
+    block_tables: Any  # i32[B, N]
+    work: Work
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Scratch:
+    """Refs in shared memory of a program, or their types."""
+
+    k: Any  # [128, D]
+    v: Any
+    q: Any  # [num_stages, 64, D]
+    d_out: Any
+    lse: Any  # f32[num_stages, 64]
+    delta: Any
+    kv_full: Any  # barrier
+    full: Any  # barriers [num_stages]
+    free: Any  # barriers [num_stages], complete when both consumers have used a block
+
+    @classmethod
+    def types(cls, *, num_stages: int, head_dim: int, page_size: int, dtype: Any) -> Scratch:
+        """Return the types of the refs."""
+        transforms = wgmma_transforms(dtype)
+        keys = plgpu.SMEM((BLOCK_K, head_dim), dtype, transforms=transforms)
+        queries = plgpu.SMEM((num_stages, BLOCK_Q, head_dim), dtype, transforms=transforms)
+        vector = plgpu.SMEM((num_stages, BLOCK_Q), jnp.float32)
+        copies = 2 * max(BLOCK_K // page_size, 1)
+        return cls(
+            k=keys, v=keys, q=queries, d_out=queries, lse=vector, delta=vector,
+            kv_full=plgpu.Barrier(num_arrivals=copies),
+            full=plgpu.Barrier(num_arrivals=4, num_barriers=num_stages),
+            free=plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=num_stages),
+        )  # fmt: skip
+
+
+def keys_kernel(
+    inputs: Inputs,
+    outputs: tuple[Any, Any],  # f32[Hkv, B * tiles_per_row * 128, D], gradients of K and of V
+    scratch: Scratch,
+    *,
+    group: int,
+    tiles_per_row: int,
+    options: LogitOptions,
+    interpret: bool,
+) -> None:
+    """One program: the gradients of one tile of keys."""
+    num_stages = scratch.q.shape[0]
+    head = lax.axis_index("kv_head")
+    tile = lax.axis_index("tile")
+    work = jax.tree.map(lambda ref: ref[tile], inputs.work)
+    wg = lax.axis_index("wg")
+    num_blocks = work.hi - work.lo
+
+    @pl.when(wg == _CONSUMERS)
+    def _():
+        ops.set_max_registers(_PRODUCER_REGISTERS, action="decrease", interpret=interpret)
+        _produce(inputs, scratch, work, head)
+
+    @pl.when(wg < _CONSUMERS)
+    def _():
+        ops.set_max_registers(_CONSUMER_REGISTERS, action="increase", interpret=interpret)
+        mine = pl.ds(wg * _WG, _WG)
+        k, v = scratch.k.at[mine], scratch.v.at[mine]
+        head_dim = k.shape[1]
+        zeros = ops.full((_WG, head_dim), 0.0, ops.WGMMA)
+
+        @pl.when(num_blocks > 0)
+        def _():
+            plgpu.barrier_wait(scratch.kv_full)
+
+        def add(masked, block, sums):
+            dk, dv = sums
+            now = block - work.lo
+            stage = lax.rem(now, num_stages)
+            q, d_out = scratch.q.at[stage], scratch.d_out.at[stage]
+            plgpu.barrier_wait(scratch.full.at[stage])
+            s, dp = two_products(k, q.transpose((1, 0)), v, d_out.transpose((1, 0)))
+            lse = plgpu.load(scratch.lse.at[stage], layout=ops.WGMMA_COL)
+            delta = plgpu.load(scratch.delta.at[stage], layout=ops.WGMMA_COL)
+            sees = None
+            if masked:
+                keys = work.first + wg * _WG + ops.iota((_WG, BLOCK_Q), 0, ops.WGMMA)
+                sees = keys < work.kv_len
+                # Mosaic finds no layout for values that nothing uses.
+                if options.causal or options.sliding_window is not None:
+                    row = block * BLOCK_Q + ops.iota((BLOCK_Q,), 0, ops.WGMMA_COL)
+                    positions = ops.bcast(work.before + row // group, s, 1)
+                    if options.causal:
+                        sees &= keys <= positions
+                    if options.sliding_window is not None:
+                        sees &= keys >= options.first_key(positions)
+            p, _, ds = recompute(
+                s, dp, ops.bcast(lse, s, 1), ops.bcast(delta, s, 1), sees, None, None,
+                options=options, exp2=jnp.exp2,
+            )  # fmt: skip
+            dv = ops.wgmma_accumulate(dv, p.astype(q.dtype), d_out, interpret=interpret)
+            dk = ops.wgmma_accumulate(dk, ds.astype(q.dtype), q, interpret=interpret)
+            plgpu.barrier_arrive(scratch.free.at[stage])
+            return dk, dv
+
+        add_masked, add_full = (functools.partial(add, masked) for masked in (True, False))
+        sums = lax.fori_loop(work.lo, work.full_lo, add_masked, (zeros, zeros))
+        sums = lax.fori_loop(work.full_lo, work.full_hi, add_full, sums)
+        dk, dv = lax.fori_loop(work.full_hi, work.hi, add_masked, sums)
+        first = work.seq * (tiles_per_row * BLOCK_K) + work.first + wg * _WG
+        for ref, d in zip(outputs, (dk * options.sm_scale, dv), strict=True):
+            ops.store(ref.at[head, pl.ds(pl.multiple_of(first, _WG), _WG)], d)
+
+
+def two_products(a: Any, b: Any, c: Any, d: Any) -> tuple[jax.Array, jax.Array]:
+    """Return f32 `a @ b` and `c @ d` of refs to shared memory, both started before the wait."""
+
+    def multiply(first, second):
+        plgpu.wgmma(first, a, b)
+        plgpu.wgmma(second, c, d)
+        return first[...], second[...]
+
+    types = (plgpu.ACC((x.shape[0], y.shape[1]), jnp.float32) for x, y in ((a, b), (c, d)))
+    return pl.run_scoped(multiply, *types)
+
+
+def _produce(inputs: Inputs, scratch: Scratch, work: Work, head: jax.Array) -> None:
+    """Send the tile of keys, then the blocks of queries."""
+    num_stages = scratch.q.shape[0]
+    page_size, rows = inputs.pool.page_size, inputs.rows
+    tokens = min(page_size, BLOCK_K)
+
+    @pl.when(work.hi > work.lo)
+    def _():
+        last_page = (work.kv_len - 1) // page_size
+        for i in range(0, BLOCK_K, tokens):
+            place = work.first + i
+            # Past the row's last page the table may hold anything: copy the last page again.
+            page = inputs.block_tables[work.seq, jnp.minimum(place // page_size, last_page)]
+            first = 0
+            if page_size > tokens:
+                first = pl.multiple_of(lax.rem(place, page_size), tokens)
+            for kv, ref in ((K, scratch.k), (V, scratch.v)):
+                box = inputs.pool.box(kv, page=page, tokens=pl.ds(first, tokens), kv_head=head)
+                plgpu.copy_gmem_to_smem(box, ref.at[pl.ds(i, tokens)], scratch.kv_full)
+
+    @pl.loop(work.lo, work.hi)
+    def _(block):
+        now = block - work.lo
+        stage = lax.rem(now, num_stages)
+
+        @pl.when(now >= num_stages)
+        def _():
+            plgpu.barrier_wait(scratch.free.at[stage])
+
+        where = pl.ds(pl.multiple_of(work.origin + block * BLOCK_Q, BLOCK_Q), BLOCK_Q)
+        rows.send(scratch, stage, kv_head=head, where=where)
+
+    @pl.loop(jnp.maximum(work.hi - num_stages, work.lo), work.hi)
+    def _(block):
+        plgpu.barrier_wait(scratch.free.at[lax.rem(block - work.lo, num_stages)])
+
+
+def keys_gradient(
+    inputs: Inputs,
+    *,
+    group: int,
+    tiles_per_row: int,
+    options: LogitOptions,
+    num_stages: int,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the gradients of K and V of each row, f32`[Hkv, B * tiles_per_row * 128, D]`."""
+    num_kv_heads, _, head_dim = inputs.rows.q.shape
+    num_tiles = inputs.work.seq.shape[0]
+    out = (
+        result_shape((num_kv_heads, num_tiles * BLOCK_K, head_dim), jnp.float32, varying=False),
+    ) * 2
+    kernel = functools.partial(
+        keys_kernel,
+        group=group,
+        tiles_per_row=tiles_per_row,
+        options=options,
+        interpret=interpret,
+    )
+    scratch: Any = Scratch.types(
+        num_stages=num_stages,
+        head_dim=head_dim,
+        page_size=inputs.pool.page_size,
+        dtype=inputs.rows.q.dtype,
+    )
+    of_k, of_v = plgpu.kernel(
+        ops.with_trees(kernel, inputs, out),
+        out_type=out,
+        scratch_types=(scratch,),
+        grid=(num_kv_heads, num_tiles),
+        grid_names=("kv_head", "tile"),
+        num_threads=_CONSUMERS + 1,
+        thread_name="wg",
+        compiler_params=COMPILER_PARAMS,
+        kernel_name="attention_gradient_of_keys",
+        interpret=ops.interpreter(interpret),
+    )(*jax.tree.leaves(inputs))
+    return varying_by_device(of_k), varying_by_device(of_v)

@@ -1,0 +1,404 @@
+"""Attention of ragged queries over paged K/V, a Pallas Mosaic GPU kernel for Hopper.
+
+The queries of a sequence are cut into tiles of some tokens times the query heads of one KV head. A
+program holds one tile at a time. A producer warpgroup streams the blocks of keys that the tile sees
+through a ring in shared memory, and each consumer warpgroup attends to them with 64 of its rows:
+
+    producer     k0 v0 k1 v1 k2 v2 ...                       (ring)
+    consumer 0   q.k0  softmax     p.v0 q.k1  softmax        rows  0 to  63
+    consumer 1         q.k0  softmax     p.v0 q.k1  ...      rows 64 to 127
+
+Consumers take turns at the tensor cores, so the softmax of one runs under the products of the
+other. The grid has as many programs as run at once. They take work tiles one after another, longest
+first (`ragged_work`), and the producer starts on the next one while the consumers finish.
+
+The rows of a tile lie head after head, in chunks of 8 tokens of one head (`ragged_tile`).
+`ragged_plan` orders the tiles and splits the keys of few or long ones; their partial states go to
+`ragged_merge`.
+
+FlashAttention-3 (Shah 2024), with the heads of a group packed into the tile and K/V from pages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_paged.kernels.call import Arrays, result_shape, varying_by_device
+from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic.ragged_work import (
+    TileScheduler,
+    WorkDescriptor,
+    WorkTile,
+    plan_work,
+    unpack,
+)
+from pallas_paged.kernels.mosaic_sm90.config import MosaicRaggedConfig
+from pallas_paged.kernels.mosaic_sm90.converted_rows import convert_rows
+from pallas_paged.kernels.mosaic_sm90.one_byte_scales import Scales
+from pallas_paged.kernels.mosaic_sm90.ragged_consumer import ScheduleBarrier, attend
+from pallas_paged.kernels.mosaic_sm90.ragged_converter import Converter, end_of_pages
+from pallas_paged.kernels.mosaic_sm90.ragged_merge import merge_ragged
+from pallas_paged.kernels.mosaic_sm90.ragged_operands import in_order, store_in_stored_order
+from pallas_paged.kernels.mosaic_sm90.ragged_scratch import (
+    Inputs,
+    Scratch,
+    q_arrivals,
+    scratch_types,
+)
+from pallas_paged.kernels.mosaic_sm90.ragged_tile import (
+    CHUNK,
+    WG_ROWS,
+    Outputs,
+    Rows,
+    TileShape,
+    finish,
+    store_rows,
+)
+from pallas_paged.kernels.mosaic_sm90.ring import Ring, drain, stream
+
+# Registers of a thread. Two consumers and a producer of 128 threads take 64512 of an SM's 65536;
+# with a converter they take all. That has fewer to give where there are two consumers.
+_REGISTERS = {"consumer": 232, "producer": 40}
+_REGISTERS_WITH_CONVERTER = {
+    1: {"consumer": 240, "producer": 40, "converter": 160},
+    2: {"consumer": 200, "producer": 32, "converter": 80},
+}
+
+# Any reduction would reserve scratch memory. None here goes across warps, and there is no room.
+COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """One program of the kernel, a producer and some consumers; `run` runs it."""
+
+    inputs: Inputs
+    outputs: Outputs
+    scratch: Scratch
+    schedule: ScheduleBarrier
+    options: LogitOptions
+    config: MosaicRaggedConfig
+    tile: TileShape
+    causal: bool  # whether a query sees no later key
+    interpret: bool
+
+    def run(self) -> None:
+        """Attend to the work tiles of the program."""
+        config, interpret = self.config, self.interpret
+        wg = lax.axis_index("wg")
+        registers = _REGISTERS
+        if self.converts:
+            registers = _REGISTERS_WITH_CONVERTER[config.num_consumers]
+
+        @pl.when(wg == config.num_consumers)
+        def _():
+            ops.set_max_registers(registers["producer"], action="decrease", interpret=interpret)
+            self.produce()
+            ops.let_next_kernel_start(interpret=interpret)
+
+        @pl.when(wg < config.num_consumers)
+        def _():
+            ops.set_max_registers(registers["consumer"], action="increase", interpret=interpret)
+            self.schedule.begin(wg)
+            self.for_each_work_tile(functools.partial(self.consume, wg), jnp.int32(0))
+            self.schedule.end(wg)
+            plgpu.wait_smem_to_gmem(0)
+
+        if self.converts:
+
+            @pl.when(wg == config.num_consumers + 1)
+            def _():
+                ops.set_max_registers(
+                    registers["converter"], action="decrease", interpret=interpret
+                )
+                iters = jnp.int32(0), jnp.int32(0)
+                drain(self.scratch.ring, self.for_each_work_tile(self.convert, iters)[0])
+
+    def for_each_work_tile(self, function: Callable[..., Any], iters: Any) -> Any:
+        """Call a function of stage, work id and counts of blocks, which returns the next counts."""
+
+        def do_next(state):
+            i, work_id, iters = state
+            iters = function(lax.rem(i, self.config.num_q_stages), work_id, iters)
+            return i + 1, self.receive(i + 1), iters
+
+        state = jnp.int32(0), self.receive(jnp.int32(0)), iters
+        return lax.while_loop(lambda state: state[1] >= 0, do_next, state)[2]
+
+    def unpack(self, work_id: jax.Array) -> WorkTile:
+        """Return the work tile with this id."""
+        return WorkTile.unpack(work_id, self.tile, self.inputs.pool.num_kv_heads)
+
+    def receive(self, i: jax.Array) -> jax.Array:
+        """Wait for work tile `i` of the program; return its work id, or -1 after the last."""
+        stage = lax.rem(i, self.config.num_q_stages)
+        plgpu.barrier_wait(self.scratch.q_full.at[stage])
+        return self.scratch.mailbox.work_ids[stage]
+
+    def free_stage(self, i: jax.Array) -> jax.Array:
+        """Return the stage of work tile `i`, once it is free."""
+        stage = lax.rem(i, self.config.num_q_stages)
+
+        @pl.when(i >= self.config.num_q_stages)
+        def _():
+            plgpu.barrier_wait(self.scratch.q_free.at[stage])
+
+        return stage
+
+    def produce(self) -> None:
+        """Send one work tile after another, until none is left; then send -1."""
+        scratch, num_q_stages = self.scratch, self.config.num_q_stages
+        scheduler = TileScheduler(
+            counter=self.inputs.counter,
+            mailbox=scratch.mailbox,
+            num_programs=self.config.num_programs,
+            interpret=self.interpret,
+        )
+
+        def produce_next(state):
+            i, work_id, kv_iter = state
+            kv_iter = self.send(self.free_stage(i), work_id, kv_iter)
+            return *scheduler.advance(i, work_id), kv_iter
+
+        program = lax.axis_index("program")
+        count = self.inputs.work.count[0]
+        state = jnp.int32(0), program, jnp.int32(0)
+        i, _, kv_iter = lax.while_loop(lambda state: state[1] < count, produce_next, state)
+        stage = self.free_stage(i)
+        scratch.mailbox.work_ids[stage] = -1
+        for _ in range(q_arrivals(self.tile)):
+            plgpu.barrier_arrive(scratch.q_full.at[stage])
+        drain(self.copied, kv_iter)
+
+        @pl.loop(jnp.maximum(i + 1 - num_q_stages, 0), i)
+        def wait_until_free(i):
+            plgpu.barrier_wait(scratch.q_free.at[lax.rem(i, num_q_stages)])
+
+    def send(self, stage: jax.Array, work_id: jax.Array, kv_iter: jax.Array) -> jax.Array:
+        """Send a work tile: its id, its descriptor, its queries, then the blocks of keys."""
+        inputs, scratch, tile = self.inputs, self.scratch, self.tile
+        work_tile = self.unpack(work_id)
+        work = unpack(WorkDescriptor, inputs.work.items, work_tile.item)
+        full = scratch.q_full.at[stage]
+        scratch.mailbox.work_ids[stage] = work_id
+        plgpu.barrier_arrive(full)
+        plgpu.copy_gmem_to_smem(
+            inputs.work.items.at[work_tile.item], scratch.mailbox.buffer.at[stage], full
+        )
+        for h in range(tile.num_heads):
+            head = work_tile.first_head + jnp.minimum(h, work_tile.num_heads - 1)
+            for first, num_rows in tile.runs(h):
+                token = work.q_start + work.offset + first - h * tile.num_tokens
+                plgpu.copy_gmem_to_smem(
+                    inputs.q.at[pl.ds(pl.multiple_of(token, CHUNK), num_rows), head],
+                    self.q.at[stage, first // WG_ROWS, pl.ds(first % WG_ROWS, num_rows)],
+                    full,
+                )
+        return stream(
+            self.copied,
+            inputs.pool,
+            work_tile.kv_head,
+            inputs.block_tables.at[work.row],
+            lo=work.lo,
+            hi=end_of_pages(work, inputs.converted),
+            kv_len=jnp.maximum(work.kv_len, 1),
+            first_key=None if self.options.sliding_window is None else work.first_key,
+            kv_iter=kv_iter,
+        )
+
+    @property
+    def converts(self) -> bool:
+        """Whether pages are int8 or fp8, and a converter stands behind the producer."""
+        return self.scratch.bytes is not None
+
+    @property
+    def q(self) -> Any:
+        """The stages of queries."""
+        return self.scratch.q[0] if self.converts else self.scratch.q
+
+    @property
+    def copied(self) -> Ring:
+        """The ring that the producer copies pages to."""
+        return self.scratch.bytes if self.converts else self.scratch.ring
+
+    @property
+    def logit_scales(self) -> Any:
+        """Scales of K: a ref to those of the blocks in the ring, one for all keys, or None."""
+        scales = self.inputs.scales
+        return scales.k[0] if self.converts and not scales.of_tokens else self.scratch.k_scales
+
+    def convert(self, stage: jax.Array, work_id: jax.Array, iters: Any) -> Any:
+        """Send the keys and values of a work tile to the consumers, in q's dtype."""
+        inputs, scratch = self.inputs, self.scratch
+        k_factor = self.options.only_factor(inputs.alibi_slopes)
+        converter = Converter(
+            source=scratch.bytes,
+            target=scratch.ring,
+            k_scales=scratch.k_scales,
+            k_factor=1.0 if k_factor is None else k_factor,
+            scales=inputs.scales,
+            converted=inputs.converted,
+            block_tables=inputs.block_tables,
+            page_size=inputs.pool.page_size,
+            interpret=self.interpret,
+        )
+        work = unpack(WorkDescriptor, scratch.mailbox.buffer, stage)
+        iters = converter.send(work, self.unpack(work_id).kv_head, *iters)
+        plgpu.barrier_arrive(scratch.q_free.at[stage])
+        return iters
+
+    def consume(
+        self, wg: jax.Array, stage: jax.Array, work_id: jax.Array, kv_iter: jax.Array
+    ) -> jax.Array:
+        """Attend to the keys of a work tile with 64 rows, and store their results."""
+        inputs, outputs, scratch = self.inputs, self.outputs, self.scratch
+        work_tile = self.unpack(work_id)
+        work = unpack(WorkDescriptor, scratch.mailbox.buffer, stage)
+        rows = Rows(
+            tile=self.tile,
+            wg=wg,
+            q_start=work.q_start,
+            q_len=work.q_len,
+            offset=work.offset,
+            first_head=work_tile.first_head,
+            num_heads=work_tile.num_heads,
+        )
+
+        def of_rows(ref):
+            return None if ref is None else ref.at[work_tile.item, wg]
+
+        q_smem = self.q.at[stage, wg]
+        if self.converts:
+            store_in_stored_order(q_smem, interpret=self.interpret)
+        state = attend(
+            q_smem,
+            scratch.ring,
+            work,
+            rows,
+            kv_iter,
+            schedule=self.schedule,
+            alibi_slopes=inputs.alibi_slopes,
+            positions_ref=of_rows(inputs.work.positions),
+            tree_words=of_rows(inputs.work.tree_words),
+            causal=self.causal,
+            values_are_zeroed=self.converts,
+            k_scales=self.logit_scales,
+            options=self.options,
+            interpret=self.interpret,
+        )
+        # With a converter results take the place of the queries.
+        buffer = scratch.q[1].at[stage, wg] if self.converts else scratch.out.at[wg]
+        if not self.converts:
+            plgpu.barrier_arrive(scratch.q_free.at[stage])
+
+        def finished(sinks):
+            out, lse = finish(state, sinks)
+            return in_order(out, interpret=self.interpret) if self.converts else out, lse
+
+        @pl.when(work.partial < 0)
+        def _():
+            sinks = None if inputs.sinks is None else rows.per_head(inputs.sinks)
+            store_rows(outputs, buffer, rows, *finished(sinks), interpret=self.interpret)
+
+        @pl.when(work.partial >= 0)
+        def _():
+            out, lse = finished(None)
+            index = (work_tile.head_tile, work.partial, wg)
+            ops.store(outputs.partials.out.at[index], out)
+            ops.store(outputs.partials.lse.at[index], lse)
+
+        if self.converts:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(scratch.q_free.at[stage])
+        pl.when(wg == 0)(self.schedule.wait)
+        return kv_iter + work.hi - work.lo
+
+
+def ragged_paged_attention(
+    arrays: Arrays,
+    *,
+    options: LogitOptions,
+    config: MosaicRaggedConfig,
+    with_lse: bool = True,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Attend with the newest tokens of each sequence; return `(out [T, Hq, D], lse f32[T, Hq])`.
+
+    With `arrays.q_positions` the queries stand there instead, and all keys are older. Without
+    `with_lse` the second result is None.
+    """
+    tile = TileShape.of(arrays.group, config.block_q)
+    with jax.named_scope("ragged_plan"):
+        work, merges, num_partials = plan_work(
+            arrays, options=options, config=config, tile=tile, interpret=interpret
+        )
+    scales, converted = Scales.of(arrays), None
+    if scales is not None:
+        converted = convert_rows(arrays, options=options, config=config, interpret=interpret)
+    inputs = Inputs.of(arrays, work, scales, converted)
+    head_tiles = arrays.num_kv_heads * tile.num_head_tiles
+    rows = (head_tiles, num_partials, config.num_consumers, WG_ROWS)
+    outputs = Outputs(
+        # The merge has references to these two.
+        out=result_shape(arrays.q.shape, arrays.q.dtype, varying=False),
+        partials=ops.Partials(
+            out=result_shape((*rows, arrays.head_dim), jnp.float32),
+            lse=result_shape(rows, jnp.float32),
+        ),
+        lse=(result_shape(arrays.q.shape[:2], jnp.float32, varying=False) if with_lse else None),
+    )
+    scratch = scratch_types(
+        config,
+        group=arrays.group,
+        head_dim=arrays.head_dim,
+        page_size=arrays.page_size,
+        dtype=arrays.q.dtype,
+        kv_dtype=arrays.k_pages.dtype,
+        scaled_logits=scales is not None and scales.of_tokens,
+        converted=converted,
+        interpret=interpret,
+    )
+
+    def body(inputs, outputs):
+        def run(scratch):
+            Program(
+                inputs=inputs,
+                outputs=outputs,
+                scratch=scratch,
+                schedule=ScheduleBarrier(barrier=scratch.turn),
+                options=options,
+                config=config,
+                tile=tile,
+                causal=(options.causal and arrays.q_positions is None and arrays.tree_mask is None),
+                interpret=interpret,
+            ).run()
+
+        pl.run_scoped(run, scratch, collective_axes="wg")
+
+    # plgpu.kernel takes no refs, and the counter is one.
+    results = pl.kernel(
+        ops.with_trees(body, inputs, outputs),
+        out_type=tuple(jax.tree.leaves(outputs)),
+        mesh=plgpu.Mesh(
+            grid=(config.num_programs,),
+            grid_names=("program",),
+            num_threads=config.num_consumers + (1 if scratch.bytes is None else 2),
+            thread_name="wg",
+        ),
+        compiler_params=COMPILER_PARAMS,
+        name="ragged_paged_attention",
+        interpret=ops.interpreter(interpret),
+    )(*jax.tree.leaves(inputs))
+    outputs = jax.tree.unflatten(jax.tree.structure(outputs), results)
+    out, lse = merge_ragged(outputs, merges, arrays.sinks, tile=tile, interpret=interpret)
+    return varying_by_device(out), None if lse is None else varying_by_device(lse)

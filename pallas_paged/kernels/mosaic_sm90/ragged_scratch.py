@@ -1,0 +1,132 @@
+"""Operands and shared memory of a program of the ragged kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_paged.kernels.call import Arrays
+from pallas_paged.kernels.mosaic.ragged_work import DESCRIPTOR_WORDS, Mailbox, Work
+from pallas_paged.kernels.mosaic_sm90.config import MosaicRaggedConfig
+from pallas_paged.kernels.mosaic_sm90.ragged_converter import byte_ring, k_arrivals
+from pallas_paged.kernels.mosaic_sm90.ragged_tile import CHUNK, WG_ROWS, TileShape, store_buffer
+from pallas_paged.kernels.mosaic_sm90.ring import Pool, Ring, wgmma_transforms
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Inputs:
+    """Operands of the kernel, or refs to them."""
+
+    q: Any  # [T, Hq, D], padded to whole chunks of tokens
+    pool: Pool
+    block_tables: Any  # i32[B, N]
+    work: Work
+    alibi_slopes: Any  # f32[Hq] or None
+    sinks: Any  # f32[Hq] or None
+    scales: Any  # Scales of int8 and fp8 pages; else None
+    converted: Any  # ConvertedRows, of int8 and fp8 pages; or None
+    counter: Any  # i32[1], a ref, of the tile scheduler
+
+    @classmethod
+    def of(cls, arrays: Arrays, work: Work, scales: Any, converted: Any) -> Self:
+        """Return the operands of a call."""
+        return cls(
+            # TMA copies chunks of 8 tokens.
+            q=jnp.pad(arrays.q, ((0, -arrays.q.shape[0] % CHUNK), (0, 0), (0, 0))),
+            pool=Pool.of(arrays),
+            block_tables=arrays.block_tables,
+            work=work,
+            alibi_slopes=arrays.alibi_slopes,
+            sinks=arrays.sinks,
+            scales=scales,
+            converted=converted,
+            counter=jax.new_ref(jnp.zeros(1, jnp.int32)),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Scratch:
+    """Refs in shared memory of a program, or their types."""
+
+    out: Any  # [num_consumers, 64, width] of `store_buffer`; None with a converter
+    mailbox: Mailbox
+    q_free: Any  # barriers [num_q_stages], complete when consumers have used queries and mailbox
+    q_full: Any  # barriers [num_q_stages], complete when queries and mailbox are there
+    q: Any  # [num_q_stages, num_consumers, 64, D]; with a converter a union with results
+    ring: Ring
+    bytes: Any  # Ring of int8 and fp8 pages, from which the converter fills the other one; or None
+    k_scales: Any  # f32[num_stages, block_k] beside `ring`; None where logits have no scales
+    turn: Any  # barrier of the two consumers; None for one, and if all blocks have to be converted
+
+
+def scratch_types(
+    config: MosaicRaggedConfig,
+    *,
+    group: int,
+    head_dim: int,
+    page_size: int,
+    dtype: Any,
+    kv_dtype: Any = None,
+    scaled_logits: bool = True,
+    converted: Any = None,
+    interpret: bool = False,
+) -> Scratch:
+    """Return the types of the shared memory of a program.
+
+    Args:
+        scaled_logits: whether each token has a scale of its own, if pages are int8 or fp8.
+        converted: `ConvertedRows` of the call, or None.
+    """
+    num_consumers, num_q_stages = config.num_consumers, config.num_q_stages
+    tile = TileShape.of(group, config.block_q)
+    convert = kv_dtype is not None and kv_dtype != dtype
+    q: Any = plgpu.SMEM(
+        (num_q_stages, num_consumers, WG_ROWS, head_dim), dtype, transforms=wgmma_transforms(dtype)
+    )
+    out = store_buffer(num_warpgroups=num_consumers, head_dim=head_dim, dtype=dtype)
+    if convert:
+        results = plgpu.SMEM((num_q_stages, *out.shape), dtype)
+        # Of one stage and consumer, queries and results have the same place and are never both in
+        # use. The interpreter's search for races knows unions as a whole only.
+        q, out = (q, results) if interpret else plgpu.RefUnion(q, results), None
+    ring = Ring.types(
+        config,
+        head_dim=head_dim,
+        page_size=config.block_k if convert else page_size,  # the converter copies whole blocks
+        dtype=dtype,
+        num_consumers=num_consumers,
+    )
+    k_scales = None
+    if convert and scaled_logits:
+        k_scales = plgpu.SMEM((config.num_stages, config.block_k), jnp.float32)
+    if convert:
+        arrivals = k_arrivals(k_scales, converted)
+        full = plgpu.Barrier(num_arrivals=arrivals, num_barriers=config.num_stages)
+        ring = dataclasses.replace(ring, k_full=full)
+    takes_turns = num_consumers == 2 and (not convert or converted is not None)
+    return Scratch(
+        out=out,
+        mailbox=Mailbox(buffer=plgpu.SMEM((num_q_stages + 1, DESCRIPTOR_WORDS), jnp.int32)),
+        q_free=plgpu.Barrier(num_arrivals=num_consumers + convert, num_barriers=num_q_stages),
+        q_full=plgpu.Barrier(num_arrivals=q_arrivals(tile), num_barriers=num_q_stages),
+        q=q,
+        ring=ring,
+        bytes=(
+            byte_ring(config, head_dim=head_dim, page_size=page_size, dtype=kv_dtype)
+            if convert
+            else None
+        ),
+        k_scales=k_scales,
+        turn=plgpu.Barrier(num_arrivals=2) if takes_turns else None,
+    )
+
+
+def q_arrivals(tile: TileShape) -> int:
+    """Return the arrivals that fill a stage of queries: work id, descriptor, copies of q."""
+    return 2 + sum(len(tile.runs(h)) for h in range(tile.num_heads))

@@ -1,0 +1,200 @@
+"""The pipeline of K/V blocks through shared memory that every Mosaic kernel reads.
+
+A program is one producer warpgroup and one or two consumer warpgroups. The producer starts copies
+by the tensor memory accelerator (TMA): pages of K and V, found in the block table, go to the stages
+of a ring. Consumers wait until a stage is full, use it and mark it free:
+
+    pages in device memory     ring in shared memory         consumers
+    [7] [2] [9] [4] ...   -->  | k0 v0 | k1 v1 | ... |  -->  q.k, softmax, p.v
+              copy               full >        < free
+
+K and V of a stage have their own barriers, so q.k starts while V is still on its way.
+
+Both sides count the blocks of K/V from the start of the program, across its work items, so the
+ring does not run empty between two items. That count is `kv_iter`; block `kv_iter` is in stage
+`kv_iter % num_stages`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_paged.kernels.call import Arrays
+from pallas_paged.pages.layout import K, PageLayout, V
+
+MIN_TMA_TOKENS = 8  # of a page: rows of a swizzled tile in shared memory
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Ring:
+    """Refs of a ring, or their types."""
+
+    k: Any  # [num_stages, block_k, head_dim] in shared memory
+    v: Any
+    k_full: Any  # barriers [num_stages], complete when all pages of a block have arrived
+    v_full: Any
+    k_free: Any  # barriers [num_stages], complete when all consumers have used a block
+    v_free: Any
+    scales: Any = None  # f32[2, num_stages, block_k] of the tokens' K and V, see `stream`
+    pair: Any = None  # of `num_pairs`, whose rings are these stages one after another; None if 1
+    num_pairs: int = dataclasses.field(default=1, metadata={"static": True})
+
+    @property
+    def num_stages(self) -> int:
+        return self.k.shape[0] // self.num_pairs
+
+    def stage_of(self, kv_iter: jax.Array) -> jax.Array:
+        """Return the stage of a block."""
+        stage = lax.rem(kv_iter, self.num_stages)
+        return stage if self.pair is None else self.pair * self.num_stages + stage
+
+    @classmethod
+    def types(
+        cls, config: Any, *, head_dim: int, page_size: int, dtype: Any, num_consumers: int
+    ) -> Ring:
+        """Return the types of the refs."""
+        num_stages, block_k = config.num_stages, config.block_k
+        shape = (num_stages, block_k, head_dim)
+        block = plgpu.SMEM(shape, dtype, transforms=wgmma_transforms(dtype))
+        num_copies = max(block_k // page_size, 1) if page_size >= MIN_TMA_TOKENS else 1
+        full = plgpu.Barrier(num_arrivals=num_copies, num_barriers=num_stages)
+        free = plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_stages)
+        return cls(k=block, v=block, k_full=full, v_full=full, k_free=free, v_free=free)
+
+
+def wgmma_transforms(dtype: Any) -> tuple[Any, ...]:
+    """Return how wgmma reads a matrix in shared memory: in swizzled rows of 128 bytes."""
+    return (
+        plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)),
+        plgpu.SwizzleTransform(128),
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Pool:
+    """Refs to the pages of K and of V, with all axes of their layout, or the arrays."""
+
+    k: Any
+    v: Any
+    layout: PageLayout = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, arrays: Arrays) -> Pool:
+        """Return the pages of a call."""
+        k, v = arrays.kv_pages
+        return cls(k=k, v=v, layout=arrays.layout)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.layout.size(self.k.shape, "H")
+
+    @property
+    def page_size(self) -> int:
+        return self.layout.size(self.k.shape, "N")
+
+    def box(self, kv: int, *, page: Any, tokens: Any, kv_head: Any) -> Any:
+        """Return the ref to some tokens `[N, D]` of a page, K or V of one KV head."""
+        return (self.k, self.v)[kv].at[self.layout.index(kv, P=page, N=tokens, H=kv_head)]
+
+
+def page_to_read(page: jax.Array, first_page: jax.Array | None, last_page: jax.Array) -> jax.Array:
+    """Return a page of a sequence, or in place of one that no query sees the nearest other one.
+
+    Entries of the block table past the sequence's last page and left of its window may hold
+    anything, so a page that is needed is copied again. The consumer masks its tokens.
+
+    Args:
+        first_page: None for 0.
+    """
+    if first_page is not None:
+        page = jnp.maximum(page, first_page)
+    return jnp.minimum(page, last_page)
+
+
+def stream(
+    ring: Ring,
+    pool: Pool,
+    kv_head: jax.Array,
+    block_table: Any,  # i32[N], of one sequence
+    *,
+    lo: jax.Array,
+    hi: jax.Array,
+    kv_len: jax.Array,
+    kv_iter: jax.Array,
+    first_key: jax.Array | None = None,
+    scales: Any = None,
+) -> jax.Array:
+    """Send the blocks `[lo, hi)` of a sequence of `kv_len` tokens through the ring.
+
+    Args:
+        first_key: the first key that any query sees, or None for all.
+        kv_iter: blocks that the producer has sent before.
+        scales: a `ScaleSender`, or None. The scales of a block are one more arrival at `k_full`,
+            and their stage is free when that of V is.
+
+    Returns:
+        `kv_iter + hi - lo`.
+    """
+    num_stages, block_k = ring.num_stages, ring.k.shape[1]
+    page_size = pool.page_size
+    tokens_per_copy = min(page_size, block_k)
+    first_page = None if first_key is None else first_key // page_size
+    last_page = (kv_len - 1) // page_size
+
+    def pages_of(block):
+        return tuple(
+            block_table[page_to_read((block * block_k + i) // page_size, first_page, last_page)]
+            for i in range(0, block_k, tokens_per_copy)
+        )
+
+    def send(block, carry):
+        kv_iter, pages, loaded = carry
+        stage = ring.stage_of(kv_iter)
+        # The table is read one block ahead, so the copies need not wait for it.
+        next_block = jnp.minimum(block + 1, hi - 1)
+        next_pages = pages_of(next_block)
+        for kv, blocks, full, free in (
+            (K, ring.k, ring.k_full, ring.k_free),
+            (V, ring.v, ring.v_full, ring.v_free),
+        ):
+
+            @pl.when(kv_iter >= num_stages)
+            def _(free=free):
+                plgpu.barrier_wait(free.at[stage])
+
+            for i, page in enumerate(pages):
+                first = lax.rem(block * block_k, page_size) if page_size > tokens_per_copy else 0
+                tokens = pl.ds(first, tokens_per_copy)
+                plgpu.copy_gmem_to_smem(
+                    pool.box(kv, page=page, tokens=tokens, kv_head=kv_head),
+                    blocks.at[stage, pl.ds(i * tokens_per_copy, tokens_per_copy)],
+                    full.at[stage],
+                )
+        if scales is not None:
+            scales.store(loaded, stage)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(ring.k_full.at[stage])
+            loaded = scales.load(next_block)
+        return kv_iter + 1, next_pages, loaded
+
+    loaded = None if scales is None else scales.load(lo)
+    kv_iter, *_ = lax.fori_loop(lo, hi, send, (kv_iter, pages_of(lo), loaded))
+    return kv_iter
+
+
+def drain(ring: Ring, kv_iter: jax.Array) -> None:
+    """Wait until the consumers have used all of the `kv_iter` blocks that were sent."""
+
+    @pl.loop(jnp.maximum(kv_iter - ring.num_stages, 0), kv_iter)
+    def _(sent):
+        for free in (ring.k_free, ring.v_free):
+            plgpu.barrier_wait(free.at[ring.stage_of(sent)])

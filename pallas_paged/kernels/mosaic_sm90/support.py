@@ -1,0 +1,157 @@
+"""What the Mosaic kernels can't do, and what fits into shared memory.
+
+Importing this module does not import Mosaic; `shared_memory` does.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_paged.kernels.call import Arrays, Call, Device
+from pallas_paged.kernels.mosaic_sm90.config import MosaicDecodeConfig, MosaicRaggedConfig
+
+HEAD_DIMS = (64, 128, 256)  # of 512, two blocks of 64 tokens of K and V would take 256 KB
+DECODE_HEAD_DIMS = (64, 128, 192, 256)  # wgmma makes 64 of the output's elements at a time
+GRADIENT_HEAD_DIMS = (64, 128)
+MIN_PAGE_SIZE = 8  # rows of a swizzled tile in shared memory
+# Shared memory of a Hopper SM. A program costs 1 KB more than it asks for.
+_SM_BYTES = 228 * 1024
+_BYTES_OF_A_PROGRAM = 1024
+_HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
+
+
+def why_not_jax() -> str | None:
+    """Return why the kernels can't be built with this JAX, or None."""
+    reason = (
+        "needs the Mosaic GPU lowering of Pallas as in JAX 0.11, which this JAX "
+        f"({jax.__version__}) lacks"
+    )
+    try:
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+    except ImportError as e:
+        return f"{reason}: {e}"
+    try:
+        inspect.signature(plgpu.load).bind(None)  # 0.10 has the function, but needs an index
+    except TypeError:
+        return reason
+    return None
+
+
+def why_not_device(device: Device) -> str | None:
+    """Return why the kernels can't run on a device, or None."""
+    if device.compute_capability is None:
+        hopper = bool(_HOPPER.search(device.kind))
+    else:
+        hopper = device.compute_capability == "9.0"
+    if device.platform == "gpu" and hopper:
+        return None
+    found = f"the platform is {device.platform!r}"
+    if device.platform == "gpu":
+        found = f"the GPU is a {device.kind!r}"
+    return (
+        f"needs a Hopper GPU, but {found}; 'mosaic_gpu_interpret' runs the same kernels on any "
+        "device"
+    )
+
+
+def why_not_call(call: Call) -> str | None:
+    """Return why the kernels can't do a call on any device, or None. Its config may need Mosaic."""
+    if call.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"needs bfloat16 or float16, not {call.dtype.name}"
+    one_byte = call.kv_dtype in (jnp.int8, jnp.float8_e4m3fn)
+    if call.kv_dtype != call.dtype and not one_byte:
+        return f"needs pages of q's dtype {call.dtype.name}, not of {call.kv_dtype.name}"
+    head_dims = DECODE_HEAD_DIMS if call.kernel == "decode" else HEAD_DIMS
+    if call.head_dim not in head_dims:
+        return f"needs a head_dim of {head_dims}, not {call.head_dim}"
+    if call.page_size < MIN_PAGE_SIZE and call.kernel != "decode":
+        return f"needs a page_size of at least {MIN_PAGE_SIZE}, not {call.page_size}"
+    return None if call.config is None else _why_not_config(call)  # a chosen config fits
+
+
+def why_no_gradient(arrays: Arrays) -> str | None:
+    """Return why the kernels should leave the gradient of a call to those of Triton, or None."""
+    reason = why_not_jax()
+    if reason is not None:
+        return reason
+    dtype, head_dim = arrays.q.dtype, arrays.head_dim
+    if dtype not in (jnp.bfloat16, jnp.float16) or arrays.k_pages.dtype != dtype:
+        return "needs bfloat16 or float16, of q and of pages"
+    if head_dim not in GRADIENT_HEAD_DIMS or arrays.page_size < MIN_PAGE_SIZE:
+        return f"needs a head_dim of {GRADIENT_HEAD_DIMS} and pages of {MIN_PAGE_SIZE} tokens"
+    options = (arrays.alibi_slopes, arrays.tree_mask, arrays.q_positions)
+    if any(x is not None for x in options):
+        return "has no ALiBi, tree masks and cascades"
+    if arrays.q.shape[0] * arrays.group < 128 * arrays.num_seqs:
+        return "has tiles of 128 query rows, and an average sequence has fewer"
+    num_pages = arrays.layout.size(arrays.k_pages.shape, "P")
+    if arrays.block_tables.size > 2 * num_pages:
+        return "has f32 sums for each entry of the block tables, and there are few pages"
+    return None
+
+
+def _why_not_config(call: Call) -> str | None:
+    config, page_size = call.config, call.page_size
+    block_k = config.block_k
+    if block_k % page_size and page_size % block_k:
+        return f"needs a {block_k=} that is a multiple or a divisor of {page_size=}"
+    if call.kernel == "decode" and config.num_pairs > 1 and call.kv_dtype.itemsize > 1:
+        return f"takes num_pairs={config.num_pairs} with int8 and fp8 pages only"
+    converts = call.kernel == "ragged" and call.kv_dtype.itemsize == 1
+    # With four warpgroups a thread starts with 128 registers, and 256 columns of a product would
+    # take all of them.
+    if converts and config.num_consumers > 1 and max(block_k, call.head_dim) > 192:
+        return (
+            f"needs a block_k and a head_dim of at most 192 with pages of {call.kv_dtype.name} "
+            f"and num_consumers=2, not {block_k=} and head_dim={call.head_dim}"
+        )
+    needed = shared_memory(
+        config,
+        group=call.group,
+        head_dim=call.head_dim,
+        kv_dtype=call.kv_dtype,
+    )
+    limit = shared_memory_limit(1)
+    if needed > limit:
+        return (
+            f"can't run {config}: it needs {needed} bytes of shared memory; a program has {limit}"
+        )
+    return None
+
+
+def shared_memory(
+    config: MosaicDecodeConfig | MosaicRaggedConfig,
+    *,
+    group: int,
+    head_dim: int,
+    kv_dtype: Any = jnp.bfloat16,
+) -> int:
+    """Return the bytes of shared memory that a program of the kernel needs. Imports Mosaic.
+
+    Args:
+        group: query heads of a KV head.
+        head_dim: of the queries, K and V.
+        kv_dtype: of the pages; queries have 16-bit elements.
+    """
+    from pallas_paged.kernels.mosaic import ops
+    from pallas_paged.kernels.mosaic_sm90 import decode_scratch, ragged
+
+    one_byte = jnp.dtype(kv_dtype).itemsize == 1
+    # The page size changes only how often a barrier is arrived at.
+    sizes: Any = {"group": group, "head_dim": head_dim, "page_size": config.block_k}
+    sizes |= {"dtype": jnp.bfloat16, "kv_dtype": kv_dtype if one_byte else jnp.bfloat16}
+    if isinstance(config, MosaicDecodeConfig):
+        params = decode_scratch.compiler_params(kv_dtype)
+        return ops.shared_memory_bytes(decode_scratch.scratch_types(config, **sizes), params)
+    types = ragged.scratch_types(config, **sizes)
+    return ops.shared_memory_bytes(types, ragged.COMPILER_PARAMS)
+
+
+def shared_memory_limit(programs_per_sm: int) -> int:
+    """Return the bytes that each of `programs_per_sm` programs on an SM can have."""
+    return _SM_BYTES // programs_per_sm - _BYTES_OF_A_PROGRAM

@@ -1,0 +1,390 @@
+"""The arrays that hold K/V: create a pool, write tokens, copy pages.
+
+Each layer has its own arrays: slices of one stacked [num_layers, ...] array would be copied in
+every step of a compiled loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
+
+from pallas_paged.checks import (
+    as_array,
+    checked_array,
+    checked_dtype,
+    default_promotion,
+    validate_pool_size,
+    validate_positive,
+)
+from pallas_paged.pages.layout import NOT_CUT, KVLayout, PageLayout, checked_layout, checked_pages
+from pallas_paged.pages.quantization import (
+    LARGEST,
+    checked_layer_scales,
+    checked_scales,
+    quantize,
+    token_scales,
+)
+from pallas_paged.pages.scatter import set_pages, set_tokens, take_pages
+from pallas_paged.pages.sharding import check_pool_sharding, head_axes
+from pallas_paged.pages.table import PageCopies
+
+POOL_DTYPES = ("float32", "bfloat16", "float16", *LARGEST)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerKV:
+    """The pages of one layer.
+
+    Attributes:
+        k_pages: `[num_kv_heads, num_pages, page_size, head_dim]`, or as `kv_layout` says.
+        v_pages: same shape and dtype; None where `k_pages` hold K and V.
+        k_scales: of int8 and float8_e4m3fn pages, the dequantization scales (value = element *
+            scale): f32`[num_kv_heads, num_pages, page_size]`, one for each token and head, in the
+            order of axes of `kv_layout`, or f32`[]`, one for the layer. Else None.
+        v_scales: like `k_scales`.
+        kv_layout: the order of the axes of the pages, as in `paged_attention`. Static.
+    """
+
+    k_pages: jax.Array
+    v_pages: jax.Array | None = None
+    k_scales: jax.Array | None = None
+    v_scales: jax.Array | None = None
+    kv_layout: KVLayout = field(default="HPND", metadata={"static": True})
+
+    @property
+    def layout(self) -> PageLayout:
+        return checked_layout(self.kv_layout)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self._size("H")
+
+    @property
+    def num_pages(self) -> int:
+        return self._size("P")
+
+    @property
+    def page_size(self) -> int:
+        return self._size("N")
+
+    def _size(self, letter: str) -> int:
+        return self.layout.size(self.layout.full_shape(self.k_pages.shape), letter)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KVPool:
+    """The pages of all layers. The `PageTable` says which row owns which page.
+
+    Attributes:
+        layers: one `LayerKV` per layer, all of the same shapes and dtypes.
+    """
+
+    layers: tuple[LayerKV, ...]
+
+
+def create_kv_pool(
+    *,
+    num_layers: int,
+    num_pages: int,
+    num_kv_heads: int,
+    page_size: int,
+    head_dim: int,
+    dtype: DTypeLike,
+    k_scales: Sequence[float] | None = None,
+    v_scales: Sequence[float] | None = None,
+    kv_layout: KVLayout = "HPND",
+    sharding: NamedSharding | None = None,
+) -> KVPool:
+    """Return a pool of zeros; int8 and fp8 pages have scales of 0, or the scales given.
+
+    Args:
+        num_layers: layers, each with its own arrays.
+        num_pages: pages per layer, as in the page table.
+        num_kv_heads: K/V heads.
+        page_size: tokens per page, a power of two from 1 to 256.
+        head_dim: elements per head.
+        dtype: float32, bfloat16, float16, int8 or float8_e4m3fn. The last two take a float32 scale
+            for each token and head besides, one for K and one for V.
+        k_scales: with int8 and fp8 pages, one positive number per layer, as calibrated checkpoints
+            have them. They replace the scales of tokens, and `write_kv` leaves them as they are.
+        v_scales: like `k_scales`.
+        kv_layout: the order of the axes of the pages, as in `paged_attention`.
+        sharding: how the KV heads are cut over the devices of a mesh, from `kv_pool_sharding` for
+            the same layout. Each device creates its own heads, so the pool may be larger than any
+            one of them. In a program of several processes all of them call. None means one device.
+
+    Raises:
+        ValueError: a size is not a positive integer, the page size, number of slots or dtype is
+            not allowed, the scales are not two lists of num_layers positive finite numbers, or the
+            sharding cuts another axis than the heads or does not divide them.
+    """
+    validate_pool_size(num_pages, page_size)
+    validate_positive(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    element = checked_dtype(dtype, POOL_DTYPES)
+    quantized = element.name in LARGEST
+    if not quantized and (k_scales is not None or v_scales is not None):
+        raise ValueError(f"k_scales and v_scales must be None with pages of {element}")
+    if (k_scales is None) != (v_scales is None):
+        raise ValueError("k_scales and v_scales must be given both, or neither")
+    layout = checked_layout(kv_layout)
+    shape = layout.shape(H=num_kv_heads, P=num_pages, N=page_size, D=head_dim)
+    scale_shape = layout.scale_shape(layout.full_shape(shape))
+    layer_scales: list[Iterable[float | None]] = [
+        [None] * num_layers if given is None else checked_layer_scales(name, given, num_layers)
+        for name, given in (("k_scales", k_scales), ("v_scales", v_scales))
+    ]
+
+    def scale(given: float | None) -> jax.Array | None:
+        if given is not None:
+            return jnp.float32(given)
+        return jnp.zeros(scale_shape, jnp.float32) if quantized else None
+
+    def create() -> KVPool:
+        return KVPool(
+            layers=tuple(
+                LayerKV(
+                    k_pages=jnp.zeros(shape, element),
+                    v_pages=None if layout.one_array else jnp.zeros(shape, element),
+                    k_scales=scale(k_scale),
+                    v_scales=scale(v_scale),
+                    kv_layout=layout.name,
+                )
+                for k_scale, v_scale in zip(*layer_scales, strict=True)
+            )
+        )
+
+    if sharding is None:
+        return create()
+    check_pool_sharding(sharding, layout, num_kv_heads)
+    cut = head_axes(sharding.spec, layout)
+    shardings = jax.tree.map(
+        lambda spec: NamedSharding(sharding.mesh, spec), pool_specs(jax.eval_shape(create), cut)
+    )
+    return jax.jit(create, out_shardings=shardings)()
+
+
+def pool_specs(pool: Any, heads: Any, pages: Any = None) -> Any:
+    """Return the specs of a pool or a layer, cut over these axes of a mesh.
+
+    Args:
+        pool: a `KVPool`, a `LayerKV` or their shapes.
+        heads, pages: mesh axes over which the KV heads and the pages are cut, or None.
+
+    Raises:
+        ValueError: the heads of the layout can't be cut.
+    """
+
+    def of_layer(layer: LayerKV) -> LayerKV:
+        def spec(x: Any, axes: str) -> Any:
+            if x is None:
+                return None
+            last = max(axes.index("H"), axes.index("P")) if x.ndim else -1
+            return PartitionSpec(*({"H": heads, "P": pages}.get(a) for a in axes[: last + 1]))
+
+        layout = layer.layout
+        if heads and layout.merged == "2H":
+            raise ValueError(f"pages with kv_layout={layout.name!r} must not be cut: {NOT_CUT}")
+        return replace(
+            layer,
+            k_pages=spec(layer.k_pages, layout.given_axes),
+            v_pages=spec(layer.v_pages, layout.given_axes),
+            k_scales=spec(layer.k_scales, layout.scale_axes),
+            v_scales=spec(layer.v_scales, layout.scale_axes),
+        )
+
+    return jax.tree.map(of_layer, pool, is_leaf=lambda x: isinstance(x, LayerKV))
+
+
+@default_promotion()
+def write_kv(
+    layer: LayerKV,
+    k: ArrayLike,
+    v: ArrayLike,
+    slots: ArrayLike,
+    *,
+    kv_layout: KVLayout | None = None,
+) -> LayerKV:
+    """Write the K/V of new tokens into the pages of a layer, in place where those are donated.
+
+    Into int8 and fp8 pages a token of a head goes as `round(x / scale)`, ties to even, saturated at
+    127 (int8) or 448 (float8_e4m3fn). Its scale, max|x| over that, is written too, one for K and
+    one for V. Tokens so small that the scale is no normal float32 become zeros, with a scale of 0.
+    A token with NaN or infinity in it has a scale of NaN, and so is NaN as a whole. Under one scale
+    for the layer, infinities saturate, and NaN stays NaN in float8_e4m3fn but becomes 0 in int8.
+
+    Args:
+        layer: pages, and scales if they are int8 or fp8.
+        k: floating `[T, num_kv_heads, head_dim]`, cast or quantized to the dtype of the pages.
+        v: floating, the same shape.
+        slots: i32`[T]` from `slot_mapping`. Slots outside [0, num_pages * page_size) are dropped;
+            what a slot holds that is named twice is undefined.
+        kv_layout: the order of the axes of the pages, where `layer` does not name it; None means
+            that of `layer`.
+
+    Returns:
+        The layer with the new tokens.
+
+    Raises:
+        ValueError: `layer` is not a LayerKV, a shape or dtype is wrong, or quantized pages lack
+            scales.
+    """
+    if not isinstance(layer, LayerKV):
+        raise ValueError(f"layer must be a LayerKV, got {type(layer).__name__}")
+    layer = _with_layout(layer, kv_layout)
+    layout = layer.layout
+    pages = checked_pages(layout, layer.k_pages, layer.v_pages, prefix="layer.")
+    k_pages, v_pages = pages[0], pages[-1]
+    if k_pages.dtype.name not in POOL_DTYPES:
+        allowed = ", ".join(POOL_DTYPES)
+        raise ValueError(f"k_pages.dtype={k_pages.dtype.name} must be one of {allowed}")
+    alike = v_pages.shape == k_pages.shape and v_pages.dtype == k_pages.dtype
+    if k_pages.ndim != len(layout.given_axes) or not alike:
+        raise ValueError(
+            f"k_pages and v_pages must be {layout.shape_rule}, alike, "
+            f"got {k_pages.dtype}{k_pages.shape} and {v_pages.dtype}{v_pages.shape}"
+        )
+    shape_of_pages = layout.full_shape(k_pages.shape)
+    tokens = {name: as_array(name, x) for name, x in (("k", k), ("v", v))}
+    for name, x in tokens.items():
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"{name} must be floating, got {x.dtype}")
+    num_kv_heads, head_dim = (layout.size(shape_of_pages, x) for x in "HD")
+    shape = tokens["k"].shape
+    if len(shape) != 3 or shape[1:] != (num_kv_heads, head_dim) or tokens["v"].shape != shape:
+        raise ValueError(
+            f"k and v must be [T, {num_kv_heads=}, {head_dim=}] like the pages, "
+            f"got {shape} and {tokens['v'].shape}"
+        )
+    slots = checked_array("slots", slots, jnp.int32, (shape[0],))
+    scales = checked_scales(
+        k_pages, layer.k_scales, layer.v_scales, layout.scale_shape(shape_of_pages)
+    )
+    given = [jnp.asarray(x) for x in pages]
+    layer = LayerKV(
+        **dict(zip(("k_pages", "v_pages"), given, strict=False)),
+        **dict(zip(("k_scales", "v_scales"), scales, strict=False)),
+        kv_layout=layout.name,
+    )
+    return _on_each_device(
+        _write, layer, (jnp.asarray(tokens["k"]), jnp.asarray(tokens["v"])), (slots,)
+    )
+
+
+def _with_layout(layer: LayerKV, kv_layout: Any) -> LayerKV:
+    """Return the layer with the layout that a caller names beside it.
+
+    Raises:
+        ValueError: there is no such layout, or the layer names another.
+    """
+    checked_layout(layer.kv_layout)
+    if kv_layout is None:
+        return layer
+    if layer.kv_layout not in ("HPND", checked_layout(kv_layout).name):
+        raise ValueError(f"{kv_layout=} must be that of the layer, {layer.kv_layout!r}")
+    return replace(layer, kv_layout=kv_layout)
+
+
+@default_promotion()
+def copy_pages(pool: KVPool, copies: PageCopies, *, kv_layout: KVLayout | None = None) -> KVPool:
+    """Copy pages within every layer as `fork` and `truncate` ask, in place if pool is donated.
+
+    All pages are read before any is written.
+
+    Args:
+        pool: the pool.
+        copies: pages to copy; an entry with a source or destination outside the pool is dropped.
+        kv_layout: as in `write_kv`.
+
+    Raises:
+        ValueError: `pool` is not a KVPool, a dtype is wrong, or the shapes of the copies differ.
+    """
+    src, dst = checked_copies(pool, copies)
+
+    def copy(layer: LayerKV, src: jax.Array, dst: jax.Array) -> LayerKV:
+        axis = layer.layout.page_axis
+
+        def of(x: jax.Array) -> jax.Array:
+            if not x.ndim:  # a scale of the whole layer
+                return x
+            num_pages = x.shape[axis]
+            to = jnp.where((src >= 0) & (src < num_pages), dst, num_pages)
+            # The barrier keeps XLA from fusing the gather into the scatter: one kernel that reads
+            # and writes the pool can't work in place, and copies all of it.
+            return set_pages(x, axis, to, lax.optimization_barrier(take_pages(x, axis, src)))
+
+        return jax.tree.map(of, layer)
+
+    layers = (jax.tree.map(jnp.asarray, _with_layout(layer, kv_layout)) for layer in pool.layers)
+    return KVPool(layers=tuple(_on_each_device(copy, x, (), (src, dst)) for x in layers))
+
+
+def checked_copies(pool: Any, copies: PageCopies) -> tuple[jax.Array, jax.Array]:
+    """Return the pages `(src, dst)` i32`[n]` of copies in a pool, checked."""
+    if not isinstance(pool, KVPool):
+        raise ValueError(f"pool must be a KVPool, got {type(pool).__name__}")
+    shape = as_array("copies.src_pages", copies.src_pages).shape
+    src = checked_array("copies.src_pages", copies.src_pages, jnp.int32, shape).ravel()
+    dst = checked_array("copies.dst_pages", copies.dst_pages, jnp.int32, shape).ravel()
+    return src, dst
+
+
+def _on_each_device(
+    function: Callable[..., LayerKV],
+    layer: LayerKV,
+    tokens: tuple[jax.Array, ...],
+    integers: tuple[jax.Array, ...],
+) -> LayerKV:
+    """Return `function(layer, *tokens, *integers)`, on an explicit mesh by each device for itself.
+
+    On other meshes XLA divides the work over the KV heads.
+
+    Args:
+        tokens: `[T, num_kv_heads, head_dim]`.
+    """
+    sharding = jax.typeof(layer.k_pages).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return function(layer, *tokens, *integers)
+    heads = head_axes(sharding.spec, layer.layout)
+    specs, by_heads = pool_specs(layer, heads), PartitionSpec(None, heads)
+    in_specs = (specs, *[by_heads] * len(tokens), *[PartitionSpec()] * len(integers))
+    given = jax.tree.map(
+        lambda x, spec: jax.reshard(x, NamedSharding(sharding.mesh, spec)),
+        (layer, *tokens, *integers),
+        in_specs,
+    )
+    return jax.shard_map(function, mesh=sharding.mesh, in_specs=in_specs, out_specs=specs)(*given)
+
+
+def _write(layer: LayerKV, k: jax.Array, v: jax.Array, slots: jax.Array) -> LayerKV:
+    """Return the layer with the tokens `[T, num_kv_heads, head_dim]`."""
+    layout, dtype = layer.layout, layer.k_pages.dtype
+    k_scales, v_scales = layer.k_scales, layer.v_scales
+    if k_scales is None or v_scales is None:
+        k, v = k.astype(dtype), v.astype(dtype)
+    elif not k_scales.ndim:
+        k, v = quantize(k, k_scales, dtype), quantize(v, v_scales, dtype)
+    else:
+        new = token_scales(k, dtype), token_scales(v, dtype)  # [T, num_kv_heads]
+        k, v = quantize(k, new[0], dtype), quantize(v, new[1], dtype)
+        k_scales = set_tokens(k_scales, layout.scale_axes, slots, new[0])
+        v_scales = set_tokens(v_scales, layout.scale_axes, slots, new[1])
+    k_pages, v_pages = layer.k_pages, layer.v_pages
+    if v_pages is not None:
+        k_pages = set_tokens(k_pages, layout.axes, slots, k)
+        v_pages = set_tokens(v_pages, layout.axes, slots, v)
+    else:
+        both = jnp.stack([k, v], axis=2 if layout.merged == "H2" else 1)
+        if layout.merged:
+            both = both.reshape(both.shape[0], -1, both.shape[-1])
+        k_pages = set_tokens(k_pages, layout.given_axes, slots, both)
+    return replace(layer, k_pages=k_pages, v_pages=v_pages, k_scales=k_scales, v_scales=v_scales)

@@ -1,0 +1,84 @@
+"""Pools and page tables on a mesh: which axis is cut, and over which devices.
+
+The pages of a pool are cut over their KV heads. Page tables, slots and batches are whole on every
+device, since they are integers and few. Attention, `write_kv` and `copy_pages` then run on each
+device's heads, under plain `jit`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from pallas_paged.checks import validate_positive
+from pallas_paged.pages.layout import NOT_CUT, KVLayout, PageLayout, checked_layout
+
+TENSOR_AXIS = "tensor"  # the mesh axis over which heads are cut
+
+
+def kv_pool_sharding(
+    mesh: Mesh | AbstractMesh, axis: str = TENSOR_AXIS, *, kv_layout: KVLayout = "HPND"
+) -> NamedSharding:
+    """Return the sharding of K/V pages: KV heads are cut over `axis`.
+
+    For `create_kv_pool`, and for any array with KV heads on the same axis, such as scales of tokens
+    in all layouts but `"2NHD"`. Other axes of the mesh hold copies.
+
+    Raises:
+        ValueError: the mesh has no such axis, or the layout can't be cut.
+    """
+    if axis not in mesh.axis_names:
+        raise ValueError(f"{axis=} must be one of the mesh's axes {mesh.axis_names}")
+    layout = checked_layout(kv_layout)
+    if layout.merged == "2H":
+        raise ValueError(f"{kv_layout=} must be another on a mesh: {NOT_CUT}")
+    return NamedSharding(mesh, PartitionSpec(*[None] * layout.head_axis, axis))
+
+
+def page_table_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
+    """Return the sharding of a `PageTable`, of slots and of batches: whole on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def kv_head_repeats(*, num_q_heads: int, num_kv_heads: int, num_devices: int) -> int:
+    """Return how often a pool holds each KV head, so that every device has as many heads.
+
+    1 where the devices divide the KV heads. Where there are more devices than KV heads, a pool of
+    `num_kv_heads * repeats` heads has one on each device; `jnp.repeat(x, repeats, axis=1)` makes
+    the K and V `[T, num_kv_heads * repeats, head_dim]` that are written to it.
+
+    Raises:
+        ValueError: a number is not a positive integer, the devices do not divide the query heads,
+            or neither divide the KV heads nor are a multiple of them.
+    """
+    validate_positive(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, num_devices=num_devices)
+    if num_q_heads % num_kv_heads:
+        raise ValueError(f"{num_q_heads=} must be a multiple of {num_kv_heads=}")
+    if num_q_heads % num_devices:
+        raise ValueError(f"{num_q_heads=} must be a multiple of {num_devices=}")
+    if num_kv_heads % num_devices and num_devices % num_kv_heads:
+        raise ValueError(f"{num_devices=} must divide {num_kv_heads=} or be a multiple of it")
+    return max(1, num_devices // num_kv_heads)
+
+
+def head_axes(spec: PartitionSpec, layout: PageLayout) -> Any:
+    """Return the mesh axes over which the spec of a layout's pages cuts their KV heads."""
+    return spec[layout.head_axis] if len(spec) > layout.head_axis else None
+
+
+def check_pool_sharding(sharding: Any, layout: PageLayout, num_kv_heads: int) -> None:
+    """Raise ValueError unless the sharding cuts the KV heads of pages of a layout evenly."""
+    if not isinstance(sharding, NamedSharding) or any(
+        cut and axis != layout.head_axis for axis, cut in enumerate(sharding.spec)
+    ):
+        raise ValueError(f"{sharding=} must be a NamedSharding that cuts the KV heads alone")
+    axes = head_axes(sharding.spec, layout)
+    names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+    num_parts = math.prod(sharding.mesh.shape[name] for name in names)
+    if num_kv_heads % num_parts:
+        raise ValueError(
+            f"{num_kv_heads=} must be a multiple of the {num_parts} devices of mesh axis {axes!r}; "
+            "a pool can hold every KV head several times, see pallas_paged.pages.sharding.kv_head_repeats"
+        )

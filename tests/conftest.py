@@ -13,7 +13,7 @@ from tests.support import without_triton  # isort: skip  # before JAX, which it 
 import jax
 import pytest
 
-from pallas_paged.kernels.mosaic_sm90 import support as mosaic_support
+from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support.cpu_seconds import CpuSeconds
 from tests.support.devices import implementations_here
 

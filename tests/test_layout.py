@@ -38,6 +38,25 @@ def test_imports_make_no_circle(package):
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError with the circle
 
 
+ROOMS = ["checks", "pages", "kernels", "attention", "decoder", "engine", "interop"]  # lowest first
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_from_lower_rooms_only(room):
+    higher = {f"pallas_paged.{name}" for name in ROOMS[ROOMS.index(room) + 1 :]}
+    package = ROOT / "pallas_paged"
+    for path in [package / f"{room}.py", *(package / room).rglob("*.py")]:
+        if path.exists():
+            upward = {name for name in imports_of(path) if ".".join(name.split(".")[:2]) in higher}
+            assert not upward, path
+
+
+def test_every_module_of_the_library_is_in_a_room():
+    paths = (ROOT / "pallas_paged").iterdir()
+    names = {path.stem for path in paths if path.is_dir() or path.suffix == ".py"}
+    assert names - {"__init__", "__pycache__"} == {*ROOMS}
+
+
 def test_no_test_module_imports_another_or_conftest():
     for path in (ROOT / "tests").rglob("*.py"):
         for name in imports_of(path):

@@ -19,7 +19,7 @@ import pytest
 
 import pallas_paged as pp
 from pallas_paged.engine import Engine, EngineConfig, SamplingParams
-from pallas_paged.kernels.mosaic_sm90 import support as mosaic_support
+from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support import without_triton
 from tests.support.attention_cases import mosaic_case
 from tests.support.attention_oracle import relative_error

@@ -1,0 +1,1 @@
+"""Attention over pages: entries, their options, dispatch to kernels, gradients, meshes."""

@@ -287,7 +287,8 @@ def cut_of(
 
 def _check_pool(layout: Layout, given: Mapping[str, Mapping[str, tuple[str, ...]]]) -> None:
     cure = (
-        "cut pages and scales along the KV heads alone, as pallas_paged.pages.sharding.kv_pool_sharding "
+        "cut pages and scales along the KV heads alone, as "
+        "pallas_paged.pages.sharding.kv_pool_sharding "
         "does, or call attention in jax.shard_map"
     )
     for name in _POOL:

@@ -1,0 +1,1 @@
+"""What a decoder's layer needs around attention."""

@@ -27,6 +27,7 @@ from pallas_paged.decoder.rms_norm import rms_norm
 from pallas_paged.decoder.unmerged_attention import UnmergedAttention
 from pallas_paged.kernels.call import Device
 from pallas_paged.kernels.decode_states import DecodeStates
+from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm90 import support
 from pallas_paged.kernels.mosaic_sm90.config import (
     LINEAR_TILE,
@@ -264,7 +265,7 @@ def _config(
         multiples = f"{BLOCKS * BLOCK * clusters[1]} (A, E and F) and 8 (N)"
     if config is None:
         return None, f"needs sizes that are multiples of {multiples}, and fit"
-    reason = support.why_not_jax() or (None if interpret else support.why_not_device(device))
+    reason = mosaic_support.why_not_jax() or (None if interpret else support.why_not_device(device))
     if reason is not None:
         return None, reason
     return config, None

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from pallas_paged.checks import default_promotion
 from pallas_paged.kernels.call import Device
+from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm90 import support
 from pallas_paged.kernels.mosaic_sm90.config import LINEAR_BLOCK_K, LINEAR_TILE
 
@@ -91,7 +92,9 @@ def _why_not(x: jax.Array, weight: jax.Array, *, interpret: bool) -> str | None:
     if jax.typeof(weight).sharding.mesh.size > 1:
         # XLA knows nothing of the kernel: it would gather the weight.
         return "needs a weight on one device"
-    return support.why_not_jax() or (None if interpret else support.why_not_device(Device.here()))
+    return mosaic_support.why_not_jax() or (
+        None if interpret else support.why_not_device(Device.here())
+    )
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_paged.decoder.linear import linear
 from pallas_paged.decoder.rms_norm import rms_norm
 from pallas_paged.kernels.call import Device
+from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm90 import support
 
 _PACKET = 8  # bytes of data
@@ -196,7 +197,7 @@ def why_no_kernel(mesh: Mesh) -> str | None:
         return "there is one device"
     if {device.process_index for device in devices} != {jax.process_index()}:
         return "devices of other processes have addresses of their own"
-    reason = support.why_not_jax() or support.why_not_device(Device.here())
+    reason = mosaic_support.why_not_jax() or support.why_not_device(Device.here())
     if reason is not None:
         return reason
     return None if _can_access(devices) else "a GPU can't access the memory of another"

@@ -36,7 +36,7 @@ from jax.experimental import pallas as pl
 
 from pallas_paged.kernels.config_fields import programs_per_kv_head
 from pallas_paged.kernels.logits import LogitOptions
-from pallas_paged.prefix_sums import prefix_sums
+from pallas_paged.pages.prefix_sums import prefix_sums
 
 # Blocks of an even range from which on short programs pay, and pay more than whole rows.
 LONG_RANGE, VERY_LONG_RANGE = 16, 48

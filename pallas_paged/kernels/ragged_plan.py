@@ -17,7 +17,7 @@ from jax import lax
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.ragged_tiles import Tiles, cdiv, div, make_tiles, num_tiles
-from pallas_paged.prefix_sums import prefix_sums
+from pallas_paged.pages.prefix_sums import prefix_sums
 
 # Cost of one more work item of a tile, in blocks: a partial state is written and read again.
 _SPLIT_COST = 2.0

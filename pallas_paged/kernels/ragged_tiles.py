@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_paged.kernels.logits import LogitOptions
-from pallas_paged.prefix_sums import prefix_sums
+from pallas_paged.pages.prefix_sums import prefix_sums
 
 
 def div(a: jax.Array, b: Any) -> jax.Array:

@@ -1,0 +1,1 @@
+"""The page table, the KV pool, and what refers to their pages."""

@@ -80,5 +80,6 @@ def check_pool_sharding(sharding: Any, layout: PageLayout, num_kv_heads: int) ->
     if num_kv_heads % num_parts:
         raise ValueError(
             f"{num_kv_heads=} must be a multiple of the {num_parts} devices of mesh axis {axes!r}; "
-            "a pool can hold every KV head several times, see pallas_paged.pages.sharding.kv_head_repeats"
+            "a pool can hold every KV head several times, see "
+            "pallas_paged.pages.sharding.kv_head_repeats"
         )

@@ -11,7 +11,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from pallas_paged.prefix_sums import prefix_sums
+from pallas_paged.pages.prefix_sums import prefix_sums
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from pallas_paged.kernels.mosaic_sm90 import support as mosaic_support
+from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support.attention_calls import assert_close, assert_same_bits
 from tests.support.attention_cases import (
     Case,

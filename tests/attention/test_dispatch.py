@@ -16,7 +16,8 @@ import pallas_paged as pp
 from pallas_paged.attention import dispatch
 from pallas_paged.attention.dispatch import BACKENDS, LocalCall
 from pallas_paged.kernels.call import Call
-from pallas_paged.kernels.mosaic_sm90 import support as mosaic_support
+from pallas_paged.kernels.mosaic import support as mosaic_support
+from pallas_paged.kernels.mosaic_sm90 import support as sm90_support
 from tests.support.attention_cases import Case
 from tests.support.attention_options import config_of
 from tests.support.devices import A100, CPU, HOPPER, lower_for_cuda
@@ -227,7 +228,7 @@ def test_triton_takes_one_byte_pages_of_any_even_head_dim_where_the_gpu_converts
 def test_hopper_gpus_are_known_by_capability_or_name():
     def is_hopper(kind, capability=None):
         device = gpu(capability, kind=f"NVIDIA {kind}")["device"]
-        return mosaic_support.why_not_device(device) is None
+        return sm90_support.why_not_device(device) is None
 
     hopper = ["H200", "H100 80GB HBM3", "H20", "H800", "GH200 480GB"]
     others = ["A100", "B200", "GB200", "H2000", "L4"]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_paged.kernels.mosaic_sm90 import support as mosaic_support
+from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support.devices import lower_for_cuda
 from tests.support.lowering import CUSTOM_CALL, few_with_every_level, named, pairwise
 from tests.support.marks import needs_triton, slow

@@ -13,22 +13,33 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_paged import kernels
+import pallas_paged
 from tests.support import sanitizer
 from tests.support.devices import H200_MESH
 from tests.support.kernel_calls import kernel_calls
 from tests.support.marks import needs_triton
 from tests.support.repeats import largest_error, repeat
 
-ROOT = Path(kernels.__file__).parent
+ROOT = Path(pallas_paged.__file__).parent
 NAME = re.compile(r'^ +(?:kernel_)?name="([a-z_]{4,})",$', re.MULTILINE)
-# Of a module that has kernels, the family whose calls run them, where it is not that of its folder.
-FAMILIES = {"mosaic": "mosaic_gpu", "triton/backward_pages.py": "mosaic_gpu"}
-NOT_ALONE = ("mosaic/all_reduce.py",)  # which needs several GPUs
+# The family whose calls run the kernels of a folder, or of a module.
+FAMILIES = {
+    "kernels/mosaic": "mosaic_gpu",
+    "kernels/mosaic_sm80": "mosaic_sm80",
+    "kernels/mosaic_sm90": "mosaic_gpu",
+    "kernels/triton": "triton",
+    "kernels/triton/backward_pages.py": "mosaic_gpu",
+    "decoder/kernels": "mosaic_gpu",
+    "decoder/kernels/rms_norm.py": "triton",
+    "decoder/kernels/rotary_write.py": "triton",
+    "engine/kernels": "triton",
+}
+NOT_ALONE = ("decoder/kernels/all_reduce.py",)  # which needs several GPUs
 MODULES = [
     name
-    for path in sorted(ROOT.rglob("*.py"))
-    if path.parent != ROOT and NAME.search(path.read_text())
+    for folder in FAMILIES
+    for path in sorted((ROOT / folder).glob("*.py"))
+    if NAME.search(path.read_text())
     if (name := str(path.relative_to(ROOT))) not in NOT_ALONE
 ]
 LOG = """========= COMPUTE-SANITIZER
@@ -78,7 +89,7 @@ def names_of_calls(family):
 def test_every_kernel_is_run(module):
     if jax.__version_info__ < (0, 11):
         pytest.skip("later JAX traces the kernels of every family")
-    family = FAMILIES.get(module) or FAMILIES.get(module.split("/")[0], module.split("/")[0])
+    family = FAMILIES.get(module) or FAMILIES[module.rpartition("/")[0]]
     for name in NAME.findall((ROOT / module).read_text()):
         assert name in names_of_calls(family)
 

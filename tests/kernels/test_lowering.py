@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from pallas_paged.kernels.mosaic_sm90 import support as hopper_support
+from pallas_paged.kernels.mosaic import support as mosaic_support
+from pallas_paged.kernels.mosaic_sm90 import support as sm90_support
 from pallas_paged.pages.layout import LAYOUTS
 from tests.support.devices import lower_for_cuda
 from tests.support.lowering import CUSTOM_CALL, few_with_every_level, named, options_of, pairwise
@@ -18,7 +19,7 @@ from tests.support.marks import needs_triton, slow
 from tests.support.programs import Program, kernel_configs, parsed
 
 needs_mosaic = pytest.mark.skipif(
-    hopper_support.why_not_jax() is not None, reason="the Mosaic GPU kernels need JAX 0.11"
+    mosaic_support.why_not_jax() is not None, reason="the Mosaic GPU kernels need JAX 0.11"
 )
 INT8, FP8 = "int8", "float8_e4m3fn"
 RAGGED = ("ragged_paged_attention", "ragged_paged_attention_merge")
@@ -168,9 +169,9 @@ def config_of(row):
 def fits(row):
     config = config_of(row)
     call = dict(group=row["group"], head_dim=row["head_dim"])
-    return config is None or hopper_support.shared_memory(
+    return config is None or sm90_support.shared_memory(
         config, **call, kv_dtype=row["kv_dtype"] or row["dtype"]
-    ) <= hopper_support.shared_memory_limit(1)
+    ) <= sm90_support.shared_memory_limit(1)
 
 
 @needs_mosaic

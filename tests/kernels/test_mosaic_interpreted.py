@@ -14,7 +14,7 @@ import pallas_paged as pp
 from pallas_paged.kernels import xla
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
-from pallas_paged.kernels.mosaic_sm90 import support as mosaic_support
+from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support.attention_calls import STATIC, assert_close, assert_same_bits
 from tests.support.attention_cases import mosaic_case, without_tokens_left_of
 from tests.support.marks import slow

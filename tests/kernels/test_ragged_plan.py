@@ -17,7 +17,7 @@ from pallas_paged.kernels.ragged_plan_kernel import (
     plan_by_kernel,
     plan_types,
 )
-from pallas_paged.prefix_sums import prefix_sums
+from pallas_paged.pages.prefix_sums import prefix_sums
 from tests.support.marks import slow
 
 BLOCK_K, TILE = 64, 32

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pallas_paged as pp
+from pallas_paged.pages.prefix_cache import chained_hash
 from tests.support.prefix_oracle import PrefixOracle
 
 
@@ -204,7 +205,7 @@ def always_collide(parent, tokens):
     return 7
 
 
-@pytest.mark.parametrize("hash_page", [pp.prefix_cache.chained_hash, often_collide, always_collide])
+@pytest.mark.parametrize("hash_page", [chained_hash, often_collide, always_collide])
 @pytest.mark.parametrize("page_size", [1, 3])
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(trace=st.lists(steps, min_size=5, max_size=40), keeps_blocks=st.booleans())

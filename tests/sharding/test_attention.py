@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_paged as pp
-from pallas_paged.kernels.mosaic_sm90 import support as mosaic_support
+from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support.attention_calls import assert_close
 from tests.support.attention_cases import Case, SharedPrefixes
 from tests.support.attention_options import config_of

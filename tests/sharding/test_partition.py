@@ -158,7 +158,7 @@ def test_pages_that_would_be_gathered_are_refused(layout, specs, message):
     specs = [P(), *specs, *[P()] * (len(shapes) - len(specs) - 1)]
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         cut_of(layout, shapes, specs, MESH)
-    cure = "cut pages and scales along the KV heads alone, as pallas_paged.pages.sharding.kv_pool_shard"
+    cure = "along the KV heads alone, as pallas_paged.pages.sharding.kv_pool_sharding does"
     assert cure in str(caught.value) or "between" in message
 
 

@@ -10,8 +10,9 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from pallas_paged.kernels.call import Device
-from pallas_paged.kernels.mosaic_sm80 import support as mosaic_sm80_support
-from pallas_paged.kernels.mosaic_sm90 import support as mosaic_support
+from pallas_paged.kernels.mosaic import support as mosaic_support
+from pallas_paged.kernels.mosaic_sm80 import support as sm80_support
+from pallas_paged.kernels.mosaic_sm90 import support as sm90_support
 from pallas_paged.kernels.triton import implementation as triton
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
@@ -33,12 +34,12 @@ def implementations_here() -> list[str]:
     found = ["xla"]
     if triton.why_not_jax() is None:
         found.append("triton" if on_gpu else "triton_interpret")
-    mosaic = {"mosaic_gpu": mosaic_support, "mosaic_sm80": mosaic_sm80_support}
+    mosaic = {"mosaic_gpu": sm90_support, "mosaic_sm80": sm80_support}
     device = Device.here()
     return found + [
         name
         for name, support in mosaic.items()
-        if (support.why_not_jax() or support.why_not_device(device)) is None
+        if (mosaic_support.why_not_jax() or support.why_not_device(device)) is None
     ]
 
 

@@ -153,7 +153,7 @@ def _gradient(arrays: dict[str, Any], d_out: jax.Array, *, implementation: str) 
     (out, lse), of_xla = jax.vjp(forward, exact)
     if implementation == "xla":
         return of_xla((d_out.astype(jnp.float32), jnp.zeros_like(lse)))[0]
-    package = {"mosaic_gpu": "mosaic"}.get(implementation, implementation)
+    package = {"mosaic_gpu": "mosaic_sm90"}.get(implementation, implementation)
     try:
         backward = importlib.import_module(f"pallas_paged.kernels.{package}.backward")
     except ImportError as e:

@@ -28,7 +28,7 @@ from jaxlib.mlir import ir
 
 from pallas_paged.attention.dispatch import Implementation
 from pallas_paged.kernels.call import Device
-from pallas_paged.kernels.mosaic_sm90 import support as mosaic_support
+from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support.kernel_calls import kernel_calls
 from tests.support.programs import Program, kernel_configs, operations, parsed
 

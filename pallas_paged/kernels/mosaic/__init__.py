@@ -1,0 +1,1 @@
+"""What the Mosaic kernels of all GPUs share."""

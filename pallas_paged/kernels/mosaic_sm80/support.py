@@ -18,7 +18,6 @@ from pallas_paged.kernels.mosaic_sm80.config import (
     ragged_config,
     ragged_shared_memory,
 )
-from pallas_paged.kernels.mosaic_sm90 import support as mosaic_support
 
 COPY_BYTES = 16  # of one asynchronous copy
 RAGGED_HEAD_DIM_STEP = 16  # elements of a product
@@ -26,11 +25,6 @@ RAGGED_HEAD_DIM_STEP = 16  # elements of a product
 # than 8.6.
 _SHARED_MEMORY = {"8.0": 163, "8.7": 163, "9.0": 227, "10.0": 227, "10.3": 227}
 _SHARED_MEMORY_OF_OTHERS = 99
-
-
-def why_not_jax() -> str | None:
-    """Return why the kernels can't be built with this JAX, or None."""
-    return mosaic_support.why_not_jax()
 
 
 def why_not_device(device: Device) -> str | None:

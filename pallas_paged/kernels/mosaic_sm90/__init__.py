@@ -1,0 +1,1 @@
+"""Kernels for Hopper GPUs by the Mosaic GPU lowering of Pallas."""

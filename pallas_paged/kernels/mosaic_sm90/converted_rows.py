@@ -30,7 +30,7 @@ from pallas_paged.kernels.mosaic_sm90.config import MosaicRaggedConfig
 from pallas_paged.kernels.mosaic_sm90.one_byte_scales import Scales
 from pallas_paged.kernels.mosaic_sm90.ring import Pool, Ring
 from pallas_paged.pages.layout import K, V
-from pallas_paged.prefix_sums import prefix_sums
+from pallas_paged.pages.prefix_sums import prefix_sums
 
 # A row is converted if its queries fill more tiles. The copies of a block are written and read
 # again, and the converter's time for it is saved once per tile.

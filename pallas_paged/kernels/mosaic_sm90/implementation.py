@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pallas_paged.kernels.call import Call, Kernel
+from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm90 import support
 from pallas_paged.kernels.mosaic_sm90.config import (
     MosaicDecodeConfig,
@@ -20,7 +21,7 @@ CONFIGS: dict[Kernel, type] = {"decode": MosaicDecodeConfig, "ragged": MosaicRag
 
 def why_not(call: Call) -> str | None:
     """Return why the kernels can't do a call, interpreted or not; None if they can."""
-    return support.why_not_jax() or support.why_not_call(call)
+    return mosaic_support.why_not_jax() or support.why_not_call(call)
 
 
 def why_not_here(call: Call) -> str | None:

@@ -35,13 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.kernels.call import Arrays, result_shape, varying_by_device
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
-from pallas_paged.kernels.mosaic.ragged_work import (
-    TileScheduler,
-    WorkDescriptor,
-    WorkTile,
-    plan_work,
-    unpack,
-)
+from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, unpack
 from pallas_paged.kernels.mosaic_sm90.config import MosaicRaggedConfig
 from pallas_paged.kernels.mosaic_sm90.converted_rows import convert_rows
 from pallas_paged.kernels.mosaic_sm90.one_byte_scales import Scales
@@ -65,6 +59,7 @@ from pallas_paged.kernels.mosaic_sm90.ragged_tile import (
     store_rows,
 )
 from pallas_paged.kernels.mosaic_sm90.ring import Ring, drain, stream
+from pallas_paged.kernels.mosaic_sm90.tile_scheduler import TileScheduler, WorkTile, plan_work
 
 # Registers of a thread. Two consumers and a producer of 128 threads take 64512 of an SM's 65536;
 # with a converter they take all. That has fewer to give where there are two consumers.

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.call import Arrays
-from pallas_paged.kernels.mosaic.ragged_work import DESCRIPTOR_WORDS, Mailbox, Work
+from pallas_paged.kernels.mosaic.ragged_work import DESCRIPTOR_WORDS
 from pallas_paged.kernels.mosaic_sm90.config import MosaicRaggedConfig
 from pallas_paged.kernels.mosaic_sm90.ragged_converter import byte_ring, k_arrivals
 from pallas_paged.kernels.mosaic_sm90.ragged_tile import CHUNK, WG_ROWS, TileShape, store_buffer
 from pallas_paged.kernels.mosaic_sm90.ring import Pool, Ring, wgmma_transforms
+from pallas_paged.kernels.mosaic_sm90.tile_scheduler import Mailbox, Work
 
 
 @jax.tree_util.register_dataclass

@@ -5,14 +5,13 @@ Importing this module does not import Mosaic; `shared_memory` does.
 
 from __future__ import annotations
 
-import inspect
 import re
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from pallas_paged.kernels.call import Arrays, Call, Device
+from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm90.config import MosaicDecodeConfig, MosaicRaggedConfig
 
 HEAD_DIMS = (64, 128, 256)  # of 512, two blocks of 64 tokens of K and V would take 256 KB
@@ -23,23 +22,6 @@ MIN_PAGE_SIZE = 8  # rows of a swizzled tile in shared memory
 _SM_BYTES = 228 * 1024
 _BYTES_OF_A_PROGRAM = 1024
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
-
-
-def why_not_jax() -> str | None:
-    """Return why the kernels can't be built with this JAX, or None."""
-    reason = (
-        "needs the Mosaic GPU lowering of Pallas as in JAX 0.11, which this JAX "
-        f"({jax.__version__}) lacks"
-    )
-    try:
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-    except ImportError as e:
-        return f"{reason}: {e}"
-    try:
-        inspect.signature(plgpu.load).bind(None)  # 0.10 has the function, but needs an index
-    except TypeError:
-        return reason
-    return None
 
 
 def why_not_device(device: Device) -> str | None:
@@ -76,7 +58,7 @@ def why_not_call(call: Call) -> str | None:
 
 def why_no_gradient(arrays: Arrays) -> str | None:
     """Return why the kernels should leave the gradient of a call to those of Triton, or None."""
-    reason = why_not_jax()
+    reason = mosaic_support.why_not_jax()
     if reason is not None:
         return reason
     dtype, head_dim = arrays.q.dtype, arrays.head_dim

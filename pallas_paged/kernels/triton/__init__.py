@@ -1,0 +1,1 @@
+"""Kernels by the Triton lowering of Pallas."""

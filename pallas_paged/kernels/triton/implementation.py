@@ -44,7 +44,6 @@ def why_not_here(call: Call) -> str | None:
 def why_not_jax() -> str | None:
     """Return why the kernels can't be built with this JAX, or None."""
     try:
-        from pallas_paged.decoder.kernels import rotary_write  # noqa: F401
         from pallas_paged.kernels.triton import decode, ragged  # noqa: F401
     except ImportError as e:
         return f"needs the Triton lowering of Pallas, which this JAX ({jax.__version__}) lacks: {e}"

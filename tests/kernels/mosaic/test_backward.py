@@ -14,7 +14,8 @@ from pallas_paged.kernels import xla
 from pallas_paged.kernels.backward import attention_gradient
 from pallas_paged.kernels.call import Arrays, Device
 from pallas_paged.kernels.logits import LogitOptions
-from pallas_paged.kernels.mosaic_sm90 import support as mosaic_support
+from pallas_paged.kernels.mosaic import support as mosaic_support
+from pallas_paged.kernels.mosaic_sm90 import support as sm90_support
 from pallas_paged.kernels.triton import implementation as triton
 from pallas_paged.pages.layout import LAYOUTS
 from tests.support.attention_calls import assert_same_bits
@@ -31,7 +32,7 @@ from pallas_paged.kernels.mosaic_sm90 import backward, backward_keys
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 
 # Compiled where a Hopper GPU is, else interpreted.
-INTERPRET = mosaic_support.why_not_device(Device.here()) is not None
+INTERPRET = sm90_support.why_not_device(Device.here()) is not None
 NAMES = ("q", "k_pages", "v_pages")
 FIELDS = (*NAMES, "block_tables", "seq_lens", "cu_q_lens")
 CASE = mosaic_case(

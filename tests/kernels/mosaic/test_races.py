@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_paged as pp
-from pallas_paged.kernels.mosaic_sm90 import support as mosaic_support
+from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support.attention_calls import with_lse
 from tests.support.attention_cases import SharedPrefixes, mosaic_case
 from tests.support.attention_options import OPTIONS

@@ -53,7 +53,11 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "dispatch": (
         ["pallas_paged/attention/dispatch.py"],
-        ["tests/attention/test_dispatch.py", "tests/attention/test_input.py"],
+        [
+            *["tests/attention/test_dispatch.py", "tests/attention/test_input.py"],
+            *["tests/attention", "tests/sharding/test_partition.py"],
+            "tests/sharding/test_attention.py",
+        ],
     ),
     "scheduler": (
         ["pallas_paged/engine/scheduler.py", "pallas_paged/engine/kv_cache_manager.py"],

@@ -68,11 +68,7 @@ if jax.default_backend() == "cpu":
 
 
 if without_triton.is_hidden():
-    collect_ignore = [
-        "kernels/triton",
-        "kernels/test_kernel_code.py",
-        "engine/test_sampling_filters.py",
-    ]
+    collect_ignore = ["kernels/triton"]
 
 
 def pytest_addoption(parser: pytest.Parser):

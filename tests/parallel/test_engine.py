@@ -108,6 +108,7 @@ def test_every_kind_of_request_gets_the_tokens_of_one_device(model, num_devices,
     assert_every_page_is_free(engine)
 
 
+@pytest.mark.cpu_budget(8)  # compiles on two meshes
 def test_weights_and_pools_are_replaced_where_they_are():
     """On the devices that the engine is given; running requests begin anew."""
     devices, config = mesh(4).devices[2:], EngineConfig(**SIZES, tensor_parallel=2)

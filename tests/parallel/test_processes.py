@@ -80,6 +80,7 @@ def test_each_process_reads_the_part_of_a_checkpoint_that_its_device_holds(pair)
     assert [found["share"] for found in pair[2]] == [0.5, 0.5]  # of each weight but the norms
 
 
+@pytest.mark.cpu_budget(9)  # compiles the steps of one device
 def test_an_engine_over_two_processes_gives_the_tokens_of_one_device(pair):
     _, every, (found, followed), _ = pair
     engine, compiled = engine_calls.make_engine(), []

@@ -218,6 +218,7 @@ def test_signals_end_a_process_unless_its_parent_ignores_them(serves, is_ignored
         assert process.stderr.read() == "shutting down ... (again: at once)\n" * serves
 
 
+@pytest.mark.cpu_budget(8)  # a process of its own
 def test_a_process_serves_until_a_signal_and_exits_with_0(checkpoint):
     given = ["--checkpoint", str(checkpoint), "--port", "0", "--warmup", "none", *SIZES]
     command, env = [sys.executable, "-m", "models.server", *given], {"JAX_PLATFORMS": "cpu"}

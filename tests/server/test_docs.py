@@ -12,6 +12,7 @@ from models.server.app import create_app
 DOCS = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.cpu_budget(8)  # OpenAI's client, and 60 tokens
 def test_the_example_of_the_docs(server):
     pytest.importorskip("openai")
     (code,) = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)

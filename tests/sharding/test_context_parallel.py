@@ -187,6 +187,7 @@ def partial_module(mesh: Mesh):
     return SimpleNamespace(**found, ragged_paged_attention=attend)
 
 
+@pytest.mark.cpu_budget(8)  # compiles a loop on four devices and on one
 @pytest.mark.parametrize(
     ("devices", "dtype", "kv_layout"),
     [

@@ -55,7 +55,7 @@ def in_event_loop(test):
 
 
 class Gate:
-    """Holds the engine's thread before a step, until it lets so many steps pass."""
+    """Holds the engine's thread before each step, until `let` allows some."""
 
     def __init__(self, engine):
         self._step, self._passes = engine.replicas.step, threading.Semaphore(0)

@@ -89,5 +89,5 @@ def test_hopper(row):
     sizes = {name: row[name] for name in ("page_size", "dtype", "kv_layout")}
     heads = 2 * row["group"], 2, row["head_dim"]
     kernels, text = gradient("mosaic_gpu", *heads, options, **sizes)
-    assert kernels == {"queries", "keys", "pages"}  # of which Triton has that of pages
+    assert kernels == {"queries", "keys", "pages"}  # that of pages is Triton's
     assert len(CUSTOM_CALL.findall(text)) == 4  # and two of the forward pass

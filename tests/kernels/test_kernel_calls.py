@@ -24,6 +24,7 @@ ROOT = Path(pallas_paged.__file__).parent
 NAME = re.compile(r'^ +(?:kernel_)?name="([a-z_]{4,})",$', re.MULTILINE)
 # The family whose calls run the kernels of a folder, or of a module.
 FAMILIES = {
+    "kernels": "triton",
     "kernels/mosaic": "mosaic_gpu",
     "kernels/mosaic_sm80": "mosaic_sm80",
     "kernels/mosaic_sm90": "mosaic_gpu",
@@ -37,8 +38,7 @@ FAMILIES = {
 NOT_ALONE = ("decoder/kernels/all_reduce.py",)  # which needs several GPUs
 MODULES = [
     name
-    for folder in FAMILIES
-    for path in sorted((ROOT / folder).glob("*.py"))
+    for path in sorted(ROOT.rglob("*.py"))
     if NAME.search(path.read_text())
     if (name := str(path.relative_to(ROOT))) not in NOT_ALONE
 ]

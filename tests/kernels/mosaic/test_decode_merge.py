@@ -53,7 +53,7 @@ ROWS = [4, 4, 9]  # where the units of three rows end; one row has none
         *slow([(8, 1, 32, 4, 3, ROWS), (6, 1, 32, 4, 3, ROWS)]),
     ],
 )
-def test_merge_unites_the_states_of_each_row(
+def test_the_states_of_each_row_are_merged(
     monkeypatch, group, num_tiles, head_dim, block_h, num_programs, ends
 ):
     if block_h is not None:

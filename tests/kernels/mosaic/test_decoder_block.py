@@ -53,10 +53,10 @@ def separate_steps(attended, x, w):
     return stream.x, out
 
 
-def assert_near(actual, expected):
+def assert_near(actual, expected, *, rtol=0.02, stds=0.05):
     for a, b in zip(actual, expected, strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
-        assert (np.abs(a - b) < 0.02 * np.abs(b) + 0.05 * b.std()).all()
+        assert (np.abs(a - b) < rtol * np.abs(b) + stds * b.std()).all()
 
 
 def rows_config(rows, sizes, num_clusters=1, cluster_size=1, **more):
@@ -85,7 +85,7 @@ def test_one_row_equals_the_separate_steps(splits, stages, dtype):
     assert all((board == BLANK).all() for board in boards)
     run = partial(decoder_block.between_attentions, config=config, **INTERPRETED)
     *results, boards = run(attended, x, boards, **w)
-    assert_near(results, separate_steps(attended, x, w))
+    assert_near(results, separate_steps(attended, x, w), rtol=0, stds=0.03)
     # The next call has a clear board, and clears that of this one.
     posted = np.asarray(boards[1] != BLANK)
     assert (boards[0] == BLANK).all()
@@ -180,7 +180,6 @@ def test_equal_tiles_and_parts_cover_all_features_and_each_is_owned_once(
 
 
 def test_the_fewest_clusters_are_used_that_allow_such_tiles():
-    # Of Qwen's each part has so many.
     found = [rows_config(128, sizes, 66, 2).num_clusters for sizes in (LLAMAS[0], QWEN)]
     assert found == [64, 32]
 

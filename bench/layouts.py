@@ -84,7 +84,7 @@ def measure_layouts(
 
 def measure_shape(shape: Shape, args: argparse.Namespace) -> dict:
     """Measure one shape in each layout by each implementation."""
-    families = [args.implementation] if args.implementation else ["triton", "mosaic_gpu"]
+    families = [args.implementation] if args.implementation else ["triton", "mosaic_sm90"]
     results = measure_layouts(shape, args.layouts, families, args.iterations)
     return cli.describe(shape) | {"layouts": results}
 

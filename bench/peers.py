@@ -23,7 +23,7 @@ def implementations(only: str | None, shape: Shape) -> dict[str, str | None]:
     """
     if only or shape.itemsize == 1:
         return {"ours": only}
-    return {"ours": None, "triton": "triton", "mosaic": "mosaic_gpu"}
+    return {"ours": None, "triton": "triton", "mosaic": "mosaic_sm90"}
 
 
 def ours(

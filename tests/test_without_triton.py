@@ -84,7 +84,7 @@ class TestHidden:
             return jnp.sin(out.astype(jnp.float32)).sum()
 
         at = q, k_pages, v_pages
-        kernels, reference = (jax.grad(loss)(at, name) for name in ("mosaic_gpu_interpret", "xla"))
+        kernels, reference = (jax.grad(loss)(at, name) for name in ("mosaic_sm90_interpret", "xla"))
         for got, want in zip(kernels, reference, strict=True):
             assert relative_error(got, np.asarray(want, np.float64)) < 0.01
 

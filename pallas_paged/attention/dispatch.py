@@ -29,8 +29,8 @@ from pallas_paged.pages.layout import AXIS_NAMES, LAYOUTS, KVLayout
 Implementation = Literal[
     "triton",
     "triton_interpret",
-    "mosaic_gpu",
-    "mosaic_gpu_interpret",
+    "mosaic_sm90",
+    "mosaic_sm90_interpret",
     "mosaic_sm80",
     "mosaic_sm80_interpret",
     "xla",
@@ -84,7 +84,7 @@ def _bind_xla(call: Call) -> Callable[..., Any]:
 
 BACKENDS = {
     **_gpu_backends("triton", triton),
-    **_gpu_backends("mosaic_gpu", mosaic),
+    **_gpu_backends("mosaic_sm90", mosaic),
     **_gpu_backends("mosaic_sm80", mosaic_sm80),
     "xla": Backend(configs={}, why_not=lambda call: None, bind=_bind_xla),
 }
@@ -132,7 +132,7 @@ class LocalCall:
     @property
     def one_device(self) -> bool:
         # Mosaic's interpreter calls back into Python.
-        return self.implementation in ("mosaic_gpu_interpret", "mosaic_sm80_interpret")
+        return self.implementation in ("mosaic_sm90_interpret", "mosaic_sm80_interpret")
 
     @property
     def interpret(self) -> bool:
@@ -143,9 +143,9 @@ class LocalCall:
     def may_be_mosaic(self) -> bool:
         """Whether the call may be one of the Mosaic kernels."""
         if self.interpret:
-            return self.implementation == "mosaic_gpu_interpret"
+            return self.implementation == "mosaic_sm90_interpret"
         hopper = mosaic.support.why_not_device(self.device) is None
-        return hopper and self.implementation in (None, "mosaic_gpu")
+        return hopper and self.implementation in (None, "mosaic_sm90")
 
     def triton_makes_gradients(self, arrays: Arrays) -> bool:
         """Return whether the Triton kernels can make the gradients."""
@@ -340,12 +340,12 @@ def best_implementation(call: Call) -> Implementation:
     """Return what `implementation=None` means: the fastest that can do the call on its device."""
     if call.device.platform != "gpu":
         return "xla"
-    names: list[Implementation] = ["triton", "mosaic_gpu", "mosaic_sm80", "xla"]
+    names: list[Implementation] = ["triton", "mosaic_sm90", "mosaic_sm80", "xla"]
     if call.config is not None:  # its type is the choice
         kind = type(call.config)
         return next(name for name in names if BACKENDS[name].configs.get(call.kernel) is kind)
     if prefer_mosaic(call.kernel, **call.sizes):
-        names = ["mosaic_gpu", "triton", "mosaic_sm80", "xla"]
+        names = ["mosaic_sm90", "triton", "mosaic_sm80", "xla"]
     return next(name for name in names if BACKENDS[name].why_not(call) is None)
 
 

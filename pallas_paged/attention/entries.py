@@ -168,10 +168,10 @@ def paged_attention(
             Each is read in place. One array is given as `k_pages`. Its scales are two arrays all
             the same. Static.
         return_lse: also return the log-sum-exp of the logits. Static.
-        implementation: `"triton"`, `"mosaic_gpu"` and `"mosaic_sm80"`, kernels for GPUs; the same
+        implementation: `"triton"`, `"mosaic_sm90"` and `"mosaic_sm80"`, kernels for GPUs; the same
             with `"_interpret"` at the end, interpreted on any device, slowly; `"xla"`, for any
             device; or None for the fastest that can do the call on the device, which is
-            `"xla"` without a GPU. A named implementation never falls back. `"mosaic_gpu"` needs a
+            `"xla"` without a GPU. A named implementation never falls back. `"mosaic_sm90"` needs a
             Hopper GPU, JAX 0.11, q and pages of bf16 or f16, head_dim 64, 128 or 256, pages of 8
             tokens or more and at most 64 query heads per KV head. `"mosaic_sm80"` needs compute
             capability 8.0, JAX 0.11, q of bf16 or f16, and rows of K and V of whole 16 bytes.
@@ -343,7 +343,7 @@ def ragged_paged_attention(
             newest token j (of q_len) where `tree_mask[b, i, j]`, in place of causality; it sees all
             older keys. Positions, for the window and for ALiBi, stay those of the slots. Queries
             past max_q see only the older keys.
-        kv_layout, return_lse, implementation: as in `paged_attention`; `"mosaic_gpu"` takes any
+        kv_layout, return_lse, implementation: as in `paged_attention`; `"mosaic_sm90"` takes any
             number of query heads per KV head.
         config: `RaggedConfig`, `MosaicRaggedConfig` or `MosaicSm80RaggedConfig`, as in
             `paged_attention`.

@@ -35,7 +35,7 @@ from pallas_paged.kernels.mosaic_sm90.config import (
     decoder_block_config,
 )
 
-BlockImplementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
+BlockImplementation = Literal["mosaic_sm90", "mosaic_sm90_interpret", "xla"]
 RowLinearNorm = Callable[..., tuple[jax.Array, jax.Array]]
 Config = DecoderBlockConfig | DecoderRowsConfig
 
@@ -125,7 +125,7 @@ def between_attentions(
         row_linear_norm: of `(x, weight, residual, norm, eps)`, makes `residual + x @ weight.T` and
             its norm where several devices share the columns of `o` and `down`, as the engine's
             `Attend` does. Not used with dropout, nor with a bias.
-        implementation: "mosaic_gpu", on a Hopper GPU; "mosaic_gpu_interpret", the same kernel on
+        implementation: "mosaic_sm90", on a Hopper GPU; "mosaic_sm90_interpret", the same kernel on
             any device; "xla", separate steps; or None for the fastest of those measured.
 
     Returns:
@@ -143,7 +143,7 @@ def between_attentions(
     if implementation not in (None, "xla") or (
         implementation is None and _is_faster(math.prod(rows), size)
     ):
-        interpret = implementation == "mosaic_gpu_interpret"
+        interpret = implementation == "mosaic_sm90_interpret"
         config, reason = _config(attended, residual.x, weights, dropout, interpret=interpret)
         if config is not None:
             boards = residual.boards or _new_boards(config, weights)

@@ -17,7 +17,7 @@ from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm90 import support
 from pallas_paged.kernels.mosaic_sm90.config import LINEAR_BLOCK_K, LINEAR_TILE
 
-LinearImplementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
+LinearImplementation = Literal["mosaic_sm90", "mosaic_sm90_interpret", "xla"]
 
 # (N, K, whether with SwiGLU) of products of one row that the kernel does faster than XLA. Measured
 # on an H200, see docs/tuning.md; XLA was faster with more rows, and with smaller or larger weights.
@@ -41,7 +41,7 @@ def linear(
         x: floating `[..., K]`.
         weight: `[N, K]`, or of gate and up `[N, 2, K]`.
         preferred_element_type: dtype of the product; None: that of x and weight.
-        implementation: "mosaic_gpu", on a Hopper GPU; "mosaic_gpu_interpret", the same kernel on
+        implementation: "mosaic_sm90", on a Hopper GPU; "mosaic_sm90_interpret", the same kernel on
             any device; "xla"; or None for the fastest.
 
     Returns:
@@ -60,7 +60,7 @@ def linear(
     sizes = weight.shape[0], in_size, weight.ndim == 3
     if implementation == "xla" or (implementation is None and sizes not in _FASTER):
         return _product(preferred_element_type, x, weight)
-    interpret = implementation == "mosaic_gpu_interpret"
+    interpret = implementation == "mosaic_sm90_interpret"
     reason = _why_not(x, weight, interpret=interpret)
     if reason is None:
         return _kernel(preferred_element_type, interpret, x, weight)

@@ -93,7 +93,7 @@ def test_bad_groups_are_refused_by_name(changes, message):
 
 TRITON, MOSAIC = (
     dict(config=config_of(family, ragged=False), prefix_config=config_of(family, ragged=True))
-    for family in ("triton", "mosaic_gpu")
+    for family in ("triton", "mosaic_sm90")
 )
 
 

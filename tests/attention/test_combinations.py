@@ -208,4 +208,4 @@ def test_matches_the_oracle(row, batches, implementation):
 def test_interpreted_mosaic_kernels_match_the_oracle(index, entry):
     row = balanced(36, QUICK[entry][1], ENTRIES[entry][1])[index]
     row |= dict(entry=entry, heads=(4, 2), page_size=16, pages=None, sliding_window=30)
-    check(row, BATCHES, "mosaic_gpu_interpret")
+    check(row, BATCHES, "mosaic_sm90_interpret")

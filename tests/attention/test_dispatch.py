@@ -34,9 +34,9 @@ CONFIGS = {
     family: {
         kernel: config_of(family, ragged=kernel == "ragged") for kernel in ("decode", "ragged")
     }
-    for family in ("triton", "mosaic_gpu", "mosaic_sm80")
+    for family in ("triton", "mosaic_sm90", "mosaic_sm80")
 }
-MOSAIC, SM80 = CONFIGS["mosaic_gpu"], CONFIGS["mosaic_sm80"]
+MOSAIC, SM80 = CONFIGS["mosaic_sm90"], CONFIGS["mosaic_sm80"]
 F32 = {"dtype": jnp.dtype(jnp.float32)}
 F16_PAGES, INT8, FP8 = (
     {"kv_dtype": jnp.dtype(dtype)} for dtype in ("float16", "int8", "float8_e4m3fn")
@@ -58,16 +58,16 @@ def jax_without_triton(monkeypatch):
 @pytest.mark.parametrize(
     ("call", "changes", "chosen"),
     [
-        (PREFILL, {}, "mosaic_gpu"),
+        (PREFILL, {}, "mosaic_sm90"),
         (PREFILL, {"num_tokens": 60}, "triton"),
-        (PREFILL, {"num_tokens": 60, "expected_seqs": 3}, "mosaic_gpu"),  # one row has none
+        (PREFILL, {"num_tokens": 60, "expected_seqs": 3}, "mosaic_sm90"),  # one row has none
         (PREFILL, {"num_tokens": 60, "expected_seqs": 5}, "triton"),
         (PREFILL, F32, "triton"),
         (PREFILL, {"head_dim": 80}, "triton"),
         (PREFILL, {"page_size": 4}, "triton"),
         (PREFILL, {"device": A100}, "triton"),
         (PREFILL, {"device": CPU}, "xla"),
-        (DECODE, {}, "mosaic_gpu"),
+        (DECODE, {}, "mosaic_sm90"),
         (DECODE, {"num_seqs": 500}, "triton"),
         (DECODE, {"device": A100}, "triton"),
         (DECODE, {"device": A100} | FP8, "mosaic_sm80"),  # Triton converts no fp8 there
@@ -94,7 +94,7 @@ def test_none_without_triton_takes_a_kernel_for_all_that_hopper_can_do(
         if dtype == "float32" or head_dim == 36:  # the matrix unit has TF32, which is not f32
             expected = "xla"
         elif head_dim in wgmma and (call is DECODE or page_size >= 8):
-            expected = "mosaic_gpu"
+            expected = "mosaic_sm90"
         else:
             expected = "mosaic_sm80"
         sizes = dict(head_dim=head_dim, num_q_heads=2 * group, num_kv_heads=2, num_tokens=tokens)
@@ -153,7 +153,7 @@ class TestConfig:
 
     def test_of_an_implementation_that_cannot_run_is_refused(self, any_jax, call):
         call = replace(call, device=A100, config=MOSAIC[call.kernel])
-        with pytest.raises(NotImplementedError, match="'mosaic_gpu' needs a Hopper GPU"):
+        with pytest.raises(NotImplementedError, match="'mosaic_sm90' needs a Hopper GPU"):
             dispatch.resolve(call, None)
 
     @pytest.mark.parametrize("implementation", [None, *BACKENDS])
@@ -188,22 +188,23 @@ SHARED_MEMORY = "Config.* needs {}[0-9]+ bytes of shared memory; a program has {
         ("mosaic_sm80", DECODE, gpu("7.5"), "compute capability 8.0, not 7.5"),
         ("mosaic_sm80", DECODE, gpu("8.6") | {"config": replace(SM80["decode"], block_k=128)},
          SHARED_MEMORY.format(1, 101376)),
-        ("mosaic_gpu", PREFILL, F32, "bfloat16 or float16, not float32"),
-        ("mosaic_gpu", DECODE, F16_PAGES, "pages of q's dtype bfloat16, not of float16"),
-        ("mosaic_gpu", DECODE, {"head_dim": 96}, r"a head_dim of \(64, 128, 192, 256\), not 96"),
-        ("mosaic_gpu", PREFILL, {"head_dim": 512}, r"a head_dim of \(64, 128, 256\), not 512"),
-        ("mosaic_gpu", PREFILL, {"page_size": 4}, "a page_size of at least 8, not 4"),
-        ("mosaic_gpu", DECODE, {"config": replace(MOSAIC["decode"], block_k=192), "page_size": 128},
+        ("mosaic_sm90", PREFILL, F32, "bfloat16 or float16, not float32"),
+        ("mosaic_sm90", DECODE, F16_PAGES, "pages of q's dtype bfloat16, not of float16"),
+        ("mosaic_sm90", DECODE, {"head_dim": 96}, r"a head_dim of \(64, 128, 192, 256\), not 96"),
+        ("mosaic_sm90", PREFILL, {"head_dim": 512}, r"a head_dim of \(64, 128, 256\), not 512"),
+        ("mosaic_sm90", PREFILL, {"page_size": 4}, "a page_size of at least 8, not 4"),
+        ("mosaic_sm90", DECODE,
+         {"config": replace(MOSAIC["decode"], block_k=192), "page_size": 128},
          "block_k=192 that is a multiple or a divisor of page_size=128"),
-        ("mosaic_gpu", DECODE, {"config": replace(MOSAIC["decode"], num_pairs=2)},
+        ("mosaic_sm90", DECODE, {"config": replace(MOSAIC["decode"], num_pairs=2)},
          "num_pairs=2 with int8 and fp8 pages only"),
-        ("mosaic_gpu", DECODE, {"config": replace(MOSAIC["decode"], block_k=128, num_stages=4)},
+        ("mosaic_sm90", DECODE, {"config": replace(MOSAIC["decode"], block_k=128, num_stages=4)},
          SHARED_MEMORY.format(2, 232448)),
-        ("mosaic_gpu", PREFILL,
+        ("mosaic_sm90", PREFILL,
          {"config": replace(MOSAIC["ragged"], num_q_stages=2), "head_dim": 256},
          SHARED_MEMORY.format(2, 232448)),
-        ("mosaic_gpu", PREFILL, {"device": A100}, "a Hopper GPU, but .*NVIDIA A100"),
-        ("mosaic_gpu", PREFILL, {"device": CPU}, "a Hopper GPU, but .*'cpu'"),
+        ("mosaic_sm90", PREFILL, {"device": A100}, "a Hopper GPU, but .*NVIDIA A100"),
+        ("mosaic_sm90", PREFILL, {"device": CPU}, "a Hopper GPU, but .*'cpu'"),
     ],
     ids=lambda x: x.kernel if isinstance(x, Call) else x if isinstance(x, str) else "",
 )  # fmt: skip
@@ -248,7 +249,7 @@ class TestNamed:
         monkeypatch.setitem(sys.modules, "jax.experimental.pallas.mosaic_gpu", None)
         monkeypatch.delattr("jax.experimental.pallas.mosaic_gpu", raising=False)
         with pytest.raises(NotImplementedError, match="needs the Mosaic GPU lowering of Pallas"):
-            function(*case.make(), implementation="mosaic_gpu_interpret")
+            function(*case.make(), implementation="mosaic_sm90_interpret")
 
     def test_without_the_lowering_of_triton_is_refused(self, function, case, jax_without_triton):
         with pytest.raises(NotImplementedError, match="needs the Triton lowering of Pallas"):
@@ -256,7 +257,7 @@ class TestNamed:
 
     @needs_triton
     @pytest.mark.parametrize(
-        "name", ["triton_interpret", pytest.param("mosaic_gpu_interpret", marks=needs_mosaic)]
+        "name", ["triton_interpret", pytest.param("mosaic_sm90_interpret", marks=needs_mosaic)]
     )
     def test_has_the_gradient_of_triton_for_short_rows(self, function, case, name):
         q, *rest = case.on(name).make()
@@ -279,8 +280,8 @@ def test_a_local_call_knows_where_it_runs(implementation):
     family = (implementation or "").removesuffix("_interpret")
     assert on_hopper.interpret == ("_interpret" in (implementation or ""))
     assert on_hopper.one_device == (on_hopper.interpret and family != "triton")
-    assert on_ampere.may_be_mosaic == (implementation == "mosaic_gpu_interpret")
-    assert on_hopper.may_be_mosaic == (family in ("", "mosaic_gpu"))
+    assert on_ampere.may_be_mosaic == (implementation == "mosaic_sm90_interpret")
+    assert on_hopper.may_be_mosaic == (family in ("", "mosaic_sm90"))
 
 
 @needs_triton

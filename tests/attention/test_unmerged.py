@@ -19,7 +19,7 @@ needs_mosaic = pytest.mark.skipif(
 )
 KERNELS = [
     pytest.param("triton_interpret", marks=needs_triton),
-    pytest.param("mosaic_gpu_interpret", marks=needs_mosaic),
+    pytest.param("mosaic_sm90_interpret", marks=needs_mosaic),
 ]
 
 

@@ -40,7 +40,7 @@ def test_implementations_and_peers_by_shape(monkeypatch) -> None:
         assert found(with_dtype(TINY, name)) == ["ours", "jax_op"]
         tiny = with_dtype(prefill_shapes.TINY, name)
         assert prefill.measure_shape(tiny, args)["results"] == ["ours"]
-    assert peers.implementations(None, TINY)["mosaic"] == "mosaic_gpu"
+    assert peers.implementations(None, TINY)["mosaic"] == "mosaic_sm90"
     assert peers.implementations("xla", TINY) == {"ours": "xla"}
 
 

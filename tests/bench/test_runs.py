@@ -89,10 +89,10 @@ def test_products(dry_run, monkeypatch) -> None:
     monkeypatch.setitem(products.MODELS, "tiny", {"qkv": (192, 256)})
     args = ["--models", "tiny", "--rows", "1", "--iterations", "1", "--rate", "1"]
     run, table = dry_run(products, *args)
-    missing_here = "mosaic_gpu" not in implementations_here()
+    missing_here = "mosaic_sm90" not in implementations_here()
     [one] = run["results"]
     assert one["product"] == "qkv" and one["xla"]["us"]["median"] > 0
-    missing = one["mosaic_gpu"].get("reason", "")
+    missing = one["mosaic_sm90"].get("reason", "")
     assert missing.startswith("NotImplementedError: implementation=") == missing_here
     limit = 192 * 256 * 2 / 1e3  # microseconds at 1 GB/s
     assert f"| tiny | qkv | 1 | {limit:.1f} |" in table

@@ -23,7 +23,7 @@ from tests.support.kernel_calls import kernel_calls
 from tests.support.marks import needs_triton, slow
 
 A, E, F, N = 512, 512, 512, 128
-KERNEL = "mosaic_gpu_interpret"
+KERNEL = "mosaic_sm90_interpret"
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="the Mosaic GPU kernels need JAX 0.11"
 )
@@ -85,7 +85,7 @@ def test_dropout_is_of_both_branches():
 
 
 @needs_mosaic
-@pytest.mark.parametrize("kernel", [KERNEL, *({"mosaic_gpu"} & {*implementations_here()})])
+@pytest.mark.parametrize("kernel", [KERNEL, *({"mosaic_sm90"} & {*implementations_here()})])
 @pytest.mark.parametrize(
     ("rows", "last"), [((1,), True), ((2, 5), False), *slow([((1,), False), ((9,), True)])]
 )
@@ -129,10 +129,10 @@ def test_under_vmap_it_is_the_separate_steps():
     [
         (None, "triton_interpret", 100, False),
         pytest.param(KERNEL, "triton_interpret", 100, False, marks=needs_mosaic),
-        pytest.param(KERNEL, "mosaic_gpu_interpret", 300, True, marks=needs_mosaic),
+        pytest.param(KERNEL, "mosaic_sm90_interpret", 300, True, marks=needs_mosaic),
         *(
             pytest.param(KERNEL, attention, *row, marks=[needs_mosaic, pytest.mark.slow])
-            for attention in ("triton_interpret", "mosaic_gpu_interpret")
+            for attention in ("triton_interpret", "mosaic_sm90_interpret")
             for row in ((0, True), (1, False), (500, False), (500, True))
         ),
     ],

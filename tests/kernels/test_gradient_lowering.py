@@ -88,6 +88,6 @@ def test_hopper(row):
     options = {name: row[name] for name in ("causal", "sliding_window", "soft_cap")}
     sizes = {name: row[name] for name in ("page_size", "dtype", "kv_layout")}
     heads = 2 * row["group"], 2, row["head_dim"]
-    kernels, text = gradient("mosaic_gpu", *heads, options, **sizes)
+    kernels, text = gradient("mosaic_sm90", *heads, options, **sizes)
     assert kernels == {"queries", "keys", "pages"}  # that of pages is Triton's
     assert len(CUSTOM_CALL.findall(text)) == 4  # and two of the forward pass

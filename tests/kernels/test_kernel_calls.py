@@ -25,12 +25,12 @@ NAME = re.compile(r'^ +(?:kernel_)?name="([a-z_]{4,})",$', re.MULTILINE)
 # The family whose calls run the kernels of a folder, or of a module.
 FAMILIES = {
     "kernels": "triton",
-    "kernels/mosaic": "mosaic_gpu",
+    "kernels/mosaic": "mosaic_sm90",
     "kernels/mosaic_sm80": "mosaic_sm80",
-    "kernels/mosaic_sm90": "mosaic_gpu",
+    "kernels/mosaic_sm90": "mosaic_sm90",
     "kernels/triton": "triton",
-    "kernels/triton/backward_pages.py": "mosaic_gpu",
-    "decoder/kernels": "mosaic_gpu",
+    "kernels/triton/backward_pages.py": "mosaic_sm90",
+    "decoder/kernels": "mosaic_sm90",
     "decoder/kernels/rms_norm.py": "triton",
     "decoder/kernels/rotary_write.py": "triton",
     "engine/kernels": "triton",
@@ -45,7 +45,7 @@ MODULES = [
 LOG = """========= COMPUTE-SANITIZER
 BEGIN triton ragged
 END triton ragged: refused: it needs a GPU
-BEGIN mosaic_gpu decode
+BEGIN mosaic_sm90 decode
 ========= Error: Potential WAW hazard detected at __shared__ 0x482 in block (0,0,0) :
 =========     Write Thread (32,0,0) at paged_decode_kernel+0x2a0 in decode.py:9
 =========     Write Thread (160,0,0) at paged_decode_kernel+0x320 in decode.py:11
@@ -125,7 +125,7 @@ def test_findings_are_read_call_by_call():
     finding = f"Error: Potential WAW hazard detected at __shared__ .. in block .. : {places}"
     assert sanitizer.parse(LOG) == {
         "triton ragged": ("refused: it needs a GPU", []),
-        "mosaic_gpu decode": ("not finished", [finding]),
+        "mosaic_sm90 decode": ("not finished", [finding]),
     }
 
 

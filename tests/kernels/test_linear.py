@@ -18,7 +18,7 @@ from pallas_paged.kernels.mosaic_sm90 import support
 from tests.support.block_weights import draw
 from tests.support.devices import implementations_here, lower_for_cuda, mesh
 
-KERNEL = "mosaic_gpu_interpret"
+KERNEL = "mosaic_sm90_interpret"
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="the Mosaic GPU kernels need JAX 0.11"
 )
@@ -43,7 +43,7 @@ def test_swiglu_is_of_the_products_with_gate_and_up():
 
 
 @needs_mosaic
-@pytest.mark.parametrize("kernel", [KERNEL, *({"mosaic_gpu"} & {*implementations_here()})])
+@pytest.mark.parametrize("kernel", [KERNEL, *({"mosaic_sm90"} & {*implementations_here()})])
 @pytest.mark.parametrize(
     ("shape", "dtype", "out_dtype", "tolerance"),
     [

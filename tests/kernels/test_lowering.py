@@ -138,7 +138,7 @@ def test_triton_cascade(row):
 @needs_mosaic
 @pytest.mark.parametrize("row", [HOPPER_RAGGED[0], *slow(HOPPER_RAGGED[8::8])], ids=named)
 def test_hopper_cascade(row):
-    text = lowered("mosaic_gpu", "cascade", row | dict(num_seqs=5, kv_dtype=None))
+    text = lowered("mosaic_sm90", "cascade", row | dict(num_seqs=5, kv_dtype=None))
     assert len(CUSTOM_CALL.findall(text)) == 4
 
 
@@ -147,7 +147,7 @@ def test_hopper_cascade(row):
 def test_hopper_ragged(row):
     from pallas_paged.kernels.mosaic_sm90 import converted_rows
 
-    text = lowered("mosaic_gpu", "ragged", row | dict(max_kv_len=4096))
+    text = lowered("mosaic_sm90", "ragged", row | dict(max_kv_len=4096))
     logits = row["num_tokens"] * 2 * row["group"] * 4096
     converts = bool(row["kv_dtype"]) and logits >= converted_rows.MIN_LOGITS
     assert ("ragged_convert_rows" in text) == converts
@@ -179,7 +179,7 @@ def fits(row):
 def test_hopper_decode(row):
     config = config_of(row)
     options = {} if config is None else dict(config=config)
-    assert len(CUSTOM_CALL.findall(lowered("mosaic_gpu", "decode", row, **options))) == 2
+    assert len(CUSTOM_CALL.findall(lowered("mosaic_sm90", "decode", row, **options))) == 2
 
 
 @needs_mosaic
@@ -215,7 +215,7 @@ def test_a_copy_of_a_pool_would_be_seen():
 @needs_mosaic
 @pytest.mark.parametrize(("function", "num_tokens"), [("decode", 0), ("ragged", 40)])
 def test_a_step_writes_into_the_pool_that_was_donated(function, num_tokens):
-    program = Program(function=function, implementation="mosaic_gpu", num_tokens=num_tokens)
+    program = Program(function=function, implementation="mosaic_sm90", num_tokens=num_tokens)
     call, arrays = program.call_and_shapes()
     pool = {name: arrays.pop(name) for name in ("k_pages", "v_pages")}
 

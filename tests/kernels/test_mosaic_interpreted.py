@@ -30,7 +30,7 @@ from pallas_paged.kernels.mosaic_sm90 import converted_rows
 # The interpreter multiplies the poisoned values too.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 
-HOPPER, AMPERE = "mosaic_gpu", "mosaic_sm80"
+HOPPER, AMPERE = "mosaic_sm90", "mosaic_sm80"
 INT8, FP8 = "int8", "float8_e4m3fn"
 # Programs that have several rows, and rows that several programs share.
 CONFIGS = {

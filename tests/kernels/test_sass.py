@@ -27,11 +27,11 @@ BOUNDS = {
     r"triton ragged with options.* ragged_paged_attention$": (255, 6500),
     r"triton ragged .* ragged_paged_attention$": (255, 1400),
     r"triton gradient attention_gradient_of_keys$": (255, 320),
-    r"mosaic_gpu ragged with options ragged_paged_attention$": (168, 1000),
-    r"mosaic_gpu ragged .*32/8/256.* ragged_paged_attention$": (168, 300),
-    r"mosaic_gpu (ragged|wide ragged|cascade) .* ragged_paged_attention$": (232, 100),
-    r"mosaic_gpu gradient attention_gradient_of_keys$": (168, 60),
-    r"mosaic_gpu .* paged_decode$": (160, 8),
+    r"mosaic_sm90 ragged with options ragged_paged_attention$": (168, 1000),
+    r"mosaic_sm90 ragged .*32/8/256.* ragged_paged_attention$": (168, 300),
+    r"mosaic_sm90 (ragged|wide ragged|cascade) .* ragged_paged_attention$": (232, 100),
+    r"mosaic_sm90 gradient attention_gradient_of_keys$": (168, 60),
+    r"mosaic_sm90 .* paged_decode$": (160, 8),
     r"mosaic_sm80 .* (paged_decode|ragged_paged_attention)$": (255, 800),
     r" paged_decode_merge$": (100, 0),
     r" ragged_plan$": (64, 0),
@@ -61,7 +61,7 @@ SLOW = re.compile(
             r"9.0 .* (1x8192|64x4096 192 tokens|64x4096 32/8/512/16) ",
             r"9.0 .* 4096 tokens \S*/(64|256|512)/16 ",
             r"9.0 .* 4096 tokens .* float8_e4m3fn$",
-            r"9.0 mosaic_gpu ragged .* 4096 tokens .* int8$",
+            r"9.0 mosaic_sm90 ragged .* 4096 tokens .* int8$",
         )
     )
 )

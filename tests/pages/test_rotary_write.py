@@ -227,7 +227,7 @@ def ones(*shape, dtype=np.float32):
         (dict(q_norm=ones(8)), r"q_norm must be \[head_dim=16\], got \(8,\)"),
         (dict(k_norm=ones(16, dtype=np.int8)), "k_norm must be floating, got int8"),
         (dict(eps="1"), "eps='1' must be a number"),
-        (dict(implementation="mosaic_gpu"), "implementation='mosaic_gpu' must be None or one of"),
+        (dict(implementation="mosaic_sm90"), "implementation='mosaic_sm90' must be None or one of"),
     ],
     ids=lambda x: None,
 )

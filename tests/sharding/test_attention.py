@@ -196,7 +196,7 @@ def gradient_of(call):
     return jax.jit(jax.grad(loss))
 
 
-@pytest.mark.parametrize("family", ["triton", "mosaic_gpu"])
+@pytest.mark.parametrize("family", ["triton", "mosaic_sm90"])
 @pytest.mark.parametrize(
     ("name", "explicit"),
     [
@@ -205,7 +205,7 @@ def gradient_of(call):
     ],
 )
 def test_kernels_lower_for_several_gpus(name, family, explicit):
-    if family == "mosaic_gpu" and mosaic_support.why_not_jax():
+    if family == "mosaic_sm90" and mosaic_support.why_not_jax():
         pytest.skip(mosaic_support.why_not_jax())
     attention = CALLS[name][0]
     case = replace(SMALL, head_dim=64, page_size=16, dtype="float16")
@@ -227,7 +227,7 @@ def test_kernels_lower_for_several_gpus(name, family, explicit):
             lowered = function.trace(*arguments).lower(lowering_platforms=("cuda",))
         assert "custom_call @CustomSPMDPartitioning" not in lowered.as_text()
     if name == "ragged":
-        assert ("attention_gradient_of_pages" in lowered.as_text()) == (family == "mosaic_gpu")
+        assert ("attention_gradient_of_pages" in lowered.as_text()) == (family == "mosaic_sm90")
 
 
 def without_nan(arrays):

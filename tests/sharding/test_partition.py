@@ -346,7 +346,7 @@ def test_a_divided_call_has_no_gradient_of_its_own():
         jax.eval_shape(jax.grad(lambda x: Local().divided()(x).sum(), allow_int=True), ARRAYS)
 
 
-@pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
+@pytest.mark.parametrize("implementation", ["triton", "mosaic_sm90"])
 def test_kernels_of_gpus_can_be_lowered_once(implementation):
     case = Case(num_q_heads=16, num_kv_heads=8, head_dim=64, page_size=8, dtype="float16")
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in case.make(poison=False)]

@@ -26,7 +26,7 @@ OPTIONS = {
 
 def config_of(implementation: str, *, ragged: bool, split: bool = False) -> object:
     """A config of the smallest blocks and few programs; with `split` rows are split in any case."""
-    if implementation.startswith("mosaic_gpu"):
+    if implementation.startswith("mosaic_sm90"):
         loop = dict(
             block_k=64, num_programs=6, num_stages=2, fixed_split_size=64 if split else None
         )

@@ -34,7 +34,7 @@ def implementations_here() -> list[str]:
     found = ["xla"]
     if triton.why_not_jax() is None:
         found.append("triton" if on_gpu else "triton_interpret")
-    mosaic = {"mosaic_gpu": sm90_support, "mosaic_sm80": sm80_support}
+    mosaic = {"mosaic_sm90": sm90_support, "mosaic_sm80": sm80_support}
     device = Device.here()
     return found + [
         name

@@ -106,7 +106,7 @@ def kernel_calls() -> list[KernelCall]:
     for kv_dtype in KV_DTYPES[1:]:
         ragged = pp.ragged_paged_attention
         make = partial(_attention_arrays, ragged, WIDE, kv_dtype)
-        add(Literal["mosaic_gpu"], f"wide ragged {kv_dtype}", partial(_attend, ragged), make)
+        add(Literal["mosaic_sm90"], f"wide ragged {kv_dtype}", partial(_attend, ragged), make)
     add(Implementation, "gradient", _gradient, _gradient_arrays)
     for kv_dtype in KV_DTYPES:
         make = partial(_write_arrays, kv_dtype)
@@ -153,9 +153,8 @@ def _gradient(arrays: dict[str, Any], d_out: jax.Array, *, implementation: str) 
     (out, lse), of_xla = jax.vjp(forward, exact)
     if implementation == "xla":
         return of_xla((d_out.astype(jnp.float32), jnp.zeros_like(lse)))[0]
-    package = {"mosaic_gpu": "mosaic_sm90"}.get(implementation, implementation)
     try:
-        backward = importlib.import_module(f"pallas_paged.kernels.{package}.backward")
+        backward = importlib.import_module(f"pallas_paged.kernels.{implementation}.backward")
     except ImportError as e:
         raise NotImplementedError(f"{implementation} has no gradient: {e}") from e
     kernels = partial(backward.gradients, options=options, interpret=False)

@@ -156,7 +156,7 @@ def register_dialects(context: ir.Context) -> None:
 def programs() -> list[Program]:
     """Decoding, ragged queries, options, head sizes, page sizes and dtypes in all families."""
     found = []
-    for family in ("triton", "mosaic_gpu"):
+    for family in ("triton", "mosaic_sm90"):
 
         def add(function: str, family: str = family, **sizes: Any) -> None:
             found.append(Program(function=function, implementation=family, **sizes))

@@ -36,7 +36,7 @@ def why_not_device(device: Device) -> str | None:
     if device.platform == "gpu":
         found = f"the GPU is a {device.kind!r}"
     return (
-        f"needs a Hopper GPU, but {found}; 'mosaic_gpu_interpret' runs the same kernels on any "
+        f"needs a Hopper GPU, but {found}; 'mosaic_sm90_interpret' runs the same kernels on any "
         "device"
     )
 

@@ -15,10 +15,10 @@ from tests.support.attention_cases import Case, cumulated, mosaic_case
 from tests.support.attention_oracle import relative_error
 from tests.support.devices import implementations_here
 
-if "mosaic_gpu" not in implementations_here():
+if "mosaic_sm90" not in implementations_here():
     pytest.skip("needs a Hopper GPU and JAX 0.11", allow_module_level=True)
 
-on_hopper = dict(implementation="mosaic_gpu")
+on_hopper = dict(implementation="mosaic_sm90")
 EVERY_OPTION = dict(
     sm_scale=0.1,
     soft_cap=20.0,

@@ -70,7 +70,7 @@ def detect_races(monkeypatch):
 
 def attend(function, case, **options):
     arrays = case.make()[0] if isinstance(case, Quantized) else case.make()
-    return with_lse(function, *arrays, implementation="mosaic_gpu_interpret", **options)
+    return with_lse(function, *arrays, implementation="mosaic_sm90_interpret", **options)
 
 
 decode = partial(attend, pp.paged_attention, config=DECODE_CONFIG)

@@ -151,5 +151,5 @@ def test_configs_of_the_gradient_fit_into_shared_memory(head_dim):
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
 def test_triton_decodes_quantized_pages_on_hopper_although_mosaic_can(kv_dtype, any_jax):
     call = dataclasses.replace(DECODE, kv_dtype=jnp.dtype(kv_dtype))
-    assert BACKENDS["mosaic_gpu"].why_not(call) is None
+    assert BACKENDS["mosaic_sm90"].why_not(call) is None
     assert dispatch.best_implementation(call) == "triton"

@@ -42,9 +42,9 @@ TINY = Shape(
 )
 
 
-def _paged_attention(q, k, v, block_table, seq_lens, prefix_lens, cu_group_sizes, **options):
+def _paged_attention(q, layer, block_table, seq_lens, prefix_lens, cu_group_sizes, **options):
     """Read the prefix again for each sequence."""
-    return pp.paged_attention(q, k, v, block_table, seq_lens, **options)
+    return pp.paged_attention(q, layer, block_table, seq_lens, **options)
 
 
 def measure_shape(shape: Shape, args: argparse.Namespace) -> dict:

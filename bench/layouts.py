@@ -46,8 +46,6 @@ def in_layout(
             return jnp.stack([k, v], axis=1), None
         case "NH2D":
             return jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[3]), None
-        case "N2HD":
-            return jnp.concatenate([k, v], axis=2), None
     return k, v
 
 
@@ -69,9 +67,9 @@ def measure_layouts(
             return (*pool, block_table)  # all sets of pages are of one pool
 
         def variants(implementation, prepare=prepare, kv_layout=kv_layout):
-            def attend(q, *given):
-                options = {"implementation": implementation, "kv_layout": kv_layout}
-                return call(q, *given, sm_scale=1.0, **options)
+            def attend(q, k_pages, v_pages, *rest):
+                layer = pp.LayerKV(k_pages, v_pages, kv_layout=kv_layout)
+                return call(q, layer, *rest, sm_scale=1.0, implementation=implementation)
 
             return [Variant(label=kv_layout, attend=attend, prepare=prepare)]
 

@@ -27,7 +27,6 @@ _NUM_CALLS = 8  # in a row, like the layers of a model
 # K/V of each call are many times the L2, so that one set of pages is enough.
 ATTENTION = (uniform(64, 4096), uniform(256, 1024), uniform(16, 32768), uniform(1, 131072))
 CONTEXT = (uniform(1, 2**20), uniform(1, 2**20, num_kv_heads=1), uniform(8, 2**17))
-_attention = functools.partial(pp.paged_attention, sm_scale=1.0)  # q of the bench is scaled
 TINY = Shape(name="tiny", seq_lens=(70, 9), num_q_heads=8, num_kv_heads=8, head_dim=16)
 
 # (q, k_pages, v_pages, block_tables or LocalPages, seq_lens) -> out
@@ -45,6 +44,11 @@ _SUMS: dict[str, dict[str, Any]] = {
 }
 
 
+def _attention(q: Any, k: Any, v: Any, tables: Any, lens: Any) -> jax.Array:
+    layer = pp.LayerKV(k, v, kv_layout="HPND")
+    return pp.paged_attention(q, layer, tables, lens, sm_scale=1.0)  # q of the bench is scaled
+
+
 def measure_attention(shape: Shape, counts: Sequence[int], iterations: int) -> Iterator[dict]:
     """Measure a call with KV heads cut over devices: by plain `jit`, and by `shard_map`.
 
@@ -53,7 +57,8 @@ def measure_attention(shape: Shape, counts: Sequence[int], iterations: int) -> I
     case = _one_set(shape)
     for count in counts:
         mesh = make_mesh(count, TENSOR_AXIS)
-        heads, pages = NamedSharding(mesh, P(None, TENSOR_AXIS)), kv_pool_sharding(mesh)
+        heads = NamedSharding(mesh, P(None, TENSOR_AXIS))
+        pages = kv_pool_sharding(mesh, kv_layout="HPND")
         whole = NamedSharding(mesh, P())
         specs = (heads.spec, pages.spec, pages.spec, P(), P())
         by_shard_map = jax.shard_map(_attention, mesh=mesh, in_specs=specs, out_specs=heads.spec)
@@ -88,7 +93,7 @@ def measure_context(shape: Shape, counts: Sequence[int], iterations: int) -> Ite
         )(whole(case.tables[0]), lens)
 
         def attend(q: Any, k: Any, v: Any, pages: Any, lens: Any, mesh: Mesh = mesh) -> jax.Array:
-            layer = pp.LayerKV(k_pages=k, v_pages=v)
+            layer = pp.LayerKV(k, v, kv_layout="HPND")
             return context_parallel.paged_attention(q, layer, pages, mesh=mesh, sm_scale=1.0)
 
         args = (whole(case.q), spread(case.k_pages), spread(case.v_pages), pages, lens)
@@ -107,7 +112,9 @@ def measure_sums(
         if count == 1:
             continue
         mesh = make_mesh(count, TENSOR_AXIS)
-        x = jax.device_put(jnp.ones((count, *sizes), jnp.bfloat16), kv_pool_sharding(mesh))
+        x = jax.device_put(
+            jnp.ones((count, *sizes), jnp.bfloat16), NamedSharding(mesh, P(TENSOR_AXIS))
+        )
         for way, options in _SUMS.items():
             if not _is_gpu():
                 options = {}

@@ -78,8 +78,8 @@ def compiled_collectives(
     weights = jax.tree_util.tree_map_with_path(weight, params, model.param_specs(params))
     width = -(-length // _PAGE_SIZE)
     num_pages = -(-num_seqs * width // context) * context
-    pages_shape = (config.num_kv_heads, num_pages, _PAGE_SIZE, config.head_dim)
-    pages = of(jnp.float32, pages_shape, P(TENSOR_AXIS, cp.CONTEXT_AXIS))
+    pages_shape = (num_pages, _PAGE_SIZE, config.num_kv_heads, config.head_dim)
+    pages = of(jnp.float32, pages_shape, P(cp.CONTEXT_AXIS, None, TENSOR_AXIS))
     layers = (pp.LayerKV(k_pages=pages, v_pages=pages),) * config.num_layers
     integers = [of(jnp.int32, shape, P()) for shape in [(num_seqs,)] * 3 + [(num_seqs, width)]]
 
@@ -89,9 +89,9 @@ def compiled_collectives(
         def attend(q: Any, k: Any, v: Any, layer: Any, *, sliding_window: int | None) -> Any:
             if context > 1:
                 layer = cp.write_kv(layer, k, v, slots, mesh=mesh)
-                return cp.paged_attention(q, layer, local, mesh=mesh, cut_heads=True), layer
+                return cp.paged_attention(q, layer, local, mesh=mesh, shard_heads=True), layer
             layer = pp.write_kv(layer, k, v, slots)
-            return pp.paged_attention(q, layer.k_pages, layer.v_pages, tables, lens), layer
+            return pp.paged_attention(q, layer, tables, lens), layer
 
         hidden, layers = model(weights, tokens, lens - 1, attend, layers)
         return jnp.argmax(model.logits(weights, hidden), axis=-1), layers

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import pallas_paged as pp
 from bench.measure import Variant
 from bench.options import PLAIN, Options
 from bench.shapes import Shape
@@ -31,11 +32,11 @@ def ours(
 ) -> list[Variant]:
     """An attention function of the library, called as a user calls it."""
 
-    def attend(q, *args, **scales):
+    def attend(q, k_pages, v_pages, *args, **scales):
         return call(
             q,
+            pp.LayerKV(k_pages, v_pages, **scales, kv_layout="HPND"),
             *args,
-            **scales,
             sm_scale=1.0,
             implementation=implementation,
             **options.arguments(q.shape[1]),

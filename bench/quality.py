@@ -51,11 +51,8 @@ def paged_attend(slots: jax.Array, *rows: jax.Array, implementation: str | None)
         cache = pp.write_kv(cache, k.astype(dtype), v.astype(dtype), slots)
         out = pp.ragged_paged_attention(
             q.astype(dtype),
-            cache.k_pages,
-            cache.v_pages,
+            cache,
             *rows,
-            k_scales=cache.k_scales,
-            v_scales=cache.v_scales,
             sliding_window=sliding_window,
             implementation=implementation,
         )

@@ -258,7 +258,7 @@ def make_case(shape: Shape, *, seed: int = 0) -> Case:
     if shape.itemsize == 1:
         layer = _quantized(keys[1], keys[2], dims, shape.kv_dtype)
     else:
-        layer = pp.LayerKV(k_pages=_normal(keys[1], dims), v_pages=_normal(keys[2], dims))
+        layer = pp.LayerKV(_normal(keys[1], dims), _normal(keys[2], dims), kv_layout="HPND")
     scales = {"k_scales": layer.k_scales, "v_scales": layer.v_scales}
     return Case(
         shape=shape,
@@ -290,6 +290,7 @@ def _quantized(
         page_size=page_size,
         head_dim=head_dim,
         dtype=dtype,
+        kv_layout="HPND",
     )
     slots = jnp.arange(num_pages * page_size, dtype=jnp.int32)
     k, v = (_normal(key, (len(slots), num_kv_heads, head_dim)) for key in (k_key, v_key))

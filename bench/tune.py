@@ -17,7 +17,7 @@ import jax
 from jax.experimental import pallas as pl
 
 import pallas_paged as pp
-from bench import cli, kv_dtypes, prefill_shapes, shapes, timing
+from bench import cli, kv_dtypes, peers, prefill_shapes, shapes, timing
 from bench.measure import Variant, measure_all, reason
 from bench.options import PLAIN
 from bench.report import reasons, table
@@ -186,10 +186,9 @@ def neighbours(kernel: Kernel, config: Any, shape: Shape) -> list[Any]:
 
 def variant(kernel: Kernel, config: Any, implementation: str | None) -> Variant:
     """The call with a config."""
-    attend = functools.partial(
-        kernel.call, sm_scale=1.0, implementation=implementation, config=config
-    )
-    return Variant(label=str(config), attend=attend)
+    call = functools.partial(kernel.call, config=config)
+    [variant] = peers.ours(call, implementation)
+    return dataclasses.replace(variant, label=str(config))
 
 
 def _times(case: Case, variants: list[Variant], iterations: int) -> list[float | None]:

@@ -3,16 +3,17 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from pallas_paged.attention.cascade import cascade_attention
-from pallas_paged.attention.dispatch import Implementation
 from pallas_paged.attention.entries import paged_attention, ragged_paged_attention
+from pallas_paged.attention.options import Implementation
 from pallas_paged.attention.states import merge_attention_states
 from pallas_paged.decoder.rotary_write import rotate_and_write_kv, split_qkv
 from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80DecodeConfig, MosaicSm80RaggedConfig
 from pallas_paged.kernels.mosaic_sm90.config import MosaicDecodeConfig, MosaicRaggedConfig
 from pallas_paged.kernels.triton.config import DecodeConfig, RaggedConfig
 from pallas_paged.pages.check import check_page_table
+from pallas_paged.pages.layer import LayerKV
 from pallas_paged.pages.layout import KVLayout
-from pallas_paged.pages.pool import KVPool, LayerKV, copy_pages, create_kv_pool, write_kv
+from pallas_paged.pages.pool import KVPool, copy_pages, create_kv_pool, write_kv
 from pallas_paged.pages.prefix_cache import PrefixCache, PrefixLease
 from pallas_paged.pages.sharing import attach, release, retain
 from pallas_paged.pages.table import (

@@ -17,10 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import pallas_paged as pp
 from pallas_paged.engine import Engine, EngineConfig, SamplingParams
 from pallas_paged.kernels.mosaic import support as mosaic_support
-from tests.support import without_triton
+from tests.support import raw, without_triton
 from tests.support.attention_cases import mosaic_case
 from tests.support.attention_oracle import relative_error
 from tests.support.devices import lower_for_cuda
@@ -80,7 +79,7 @@ class TestHidden:
         q, k_pages, v_pages, *rest = (jnp.asarray(x) for x in case.make())
 
         def loss(differentiated, implementation):
-            out = pp.ragged_paged_attention(*differentiated, *rest, implementation=implementation)
+            out = raw.ragged_paged_attention(*differentiated, *rest, implementation=implementation)
             return jnp.sin(out.astype(jnp.float32)).sum()
 
         at = q, k_pages, v_pages

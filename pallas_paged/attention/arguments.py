@@ -4,78 +4,69 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_paged.checks import (
-    INT32_MAX,
-    as_array,
-    static_integer,
-    static_number,
-    validate_page_size,
-)
+from pallas_paged.checks import INT32_MAX, as_array
 from pallas_paged.kernels.call import Arrays
-from pallas_paged.kernels.logits import LogitOptions
-from pallas_paged.pages.layout import PageLayout, checked_layout, checked_pages
-from pallas_paged.pages.quantization import LARGEST, checked_scales, is_quantized
+from pallas_paged.pages.layer import LayerKV, checked_layer
+from pallas_paged.pages.quantization import LARGEST, is_quantized
 
 _LARGEST_HEAD_DIM = 512
-_LEAST_CAP = 1e-30  # logits are divided by it
-_SPLIT_MULTIPLE = 64  # every kernel has a block size that divides it
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def checked_arrays(
-    *,
     q: Any,
-    k_pages: Any,
-    v_pages: Any,
+    layer: Any,
     block_tables: Any,
     seq_lens: Any,
-    k_scales: Any,
-    v_scales: Any,
-    alibi_slopes: Any,
-    sinks: Any,
-    kv_layout: Any,
-    one_query_a_row: bool,
+    options: Mapping[str, Any],
+    *,
+    cu_q_lens: Any = None,
 ) -> Arrays:
-    """Return the arrays that every entry takes, checked against each other.
+    """Return the arrays of a call, checked against each other.
 
     Args:
-        q, k_pages, v_pages, block_tables, seq_lens, k_scales, v_scales, alibi_slopes, sinks: as the
-            entries take them.
-        kv_layout: the order of the axes of pages and scales.
-        one_query_a_row: q is `[B, Hq, D]`; else `[T, Hq, D]` with any T.
+        q, layer, block_tables, seq_lens: as the entries take them.
+        options: `alibi_slopes`, `sinks`, `tree_mask` and `num_seqs` are taken from there.
+        cu_q_lens: of ragged calls; None means one query for each sequence.
 
     Raises:
         ValueError: a shape, dtype or head count breaks a rule of `paged_attention`.
     """
-    layout = checked_layout(kv_layout)
-    pages = checked_pages(layout, k_pages, v_pages)
+    layer = checked_layer(layer)
+    layout, pages = layer.layout, layer.pages
     arrays: dict[str, Any] = dict(q=q, block_tables=block_tables, seq_lens=seq_lens)
     arrays = {name: as_array(name, x) for name, x in arrays.items()}
-    arrays["block_tables"] = _by_rows(arrays["block_tables"], arrays["seq_lens"])
-    _check_queries(arrays["q"], "B" if one_query_a_row else "T")
-    shape = _check_pages(layout, pages, **arrays)
-    if one_query_a_row and arrays["q"].shape[:1] != arrays["seq_lens"].shape:
+    arrays["block_tables"] = _by_sequences(arrays["block_tables"], arrays["seq_lens"])
+    _check_queries(arrays["q"], "B" if cu_q_lens is None else "T")
+    _check_pages(layer, **arrays)
+    if cu_q_lens is None and arrays["q"].shape[:1] != arrays["seq_lens"].shape:
         raise ValueError(
             f"q.shape={arrays['q'].shape} and seq_lens.shape={arrays['seq_lens'].shape} must have "
             "the same batch size"
         )
-    scales = checked_scales(pages[0], k_scales, v_scales, layout.scale_shape(shape))
-    num_q_heads = arrays["q"].shape[1]
+    num_q_heads, num_seqs = arrays["q"].shape[1], arrays["seq_lens"].shape[0]
     k, *v = (layout.with_all_axes(jnp.asarray(x)) for x in pages)
-    return Arrays(
+    found = Arrays(
         **{name: jnp.asarray(x) for name, x in arrays.items()},
         k_pages=k,
         v_pages=v[0] if v else None,
         kv_layout=layout.name,
-        alibi_slopes=_checked_per_head("alibi_slopes", alibi_slopes, num_q_heads),
-        sinks=_checked_per_head("sinks", sinks, num_q_heads),
-        **dict(zip(("k_scales", "v_scales"), scales, strict=False)),
+        alibi_slopes=_checked_per_head("alibi_slopes", options.get("alibi_slopes"), num_q_heads),
+        sinks=_checked_per_head("sinks", options.get("sinks"), num_q_heads),
+        tree_mask=_checked_tree_mask(options.get("tree_mask"), num_seqs),
+        k_scales=None if layer.k_scales is None else jnp.asarray(layer.k_scales),
+        v_scales=None if layer.v_scales is None else jnp.asarray(layer.v_scales),
     )
+    if cu_q_lens is not None:
+        offsets = checked_offsets("cu_q_lens", cu_q_lens, num_seqs)
+        found = dataclasses.replace(found, cu_q_lens=offsets)
+    return _mask_from(found, options.get("num_seqs"))
 
 
 def _check_queries(q: Any, first_axis: str) -> None:
@@ -85,33 +76,25 @@ def _check_queries(q: Any, first_axis: str) -> None:
         raise ValueError(f"q.dtype={q.dtype.name} must be float32, bfloat16 or float16")
 
 
-def _check_pages(
-    layout: PageLayout, pages: tuple[Any, ...], q: Any, block_tables: Any, seq_lens: Any
-) -> tuple[int, ...]:
-    """Return the shape of the pages with all axes of the layout."""
-    k_pages, v_pages = pages[0], pages[-1]
-    shape = layout.full_shape(k_pages.shape)
-    if k_pages.shape != v_pages.shape:
-        raise ValueError(f"k_pages.shape={k_pages.shape} must equal v_pages.shape={v_pages.shape}")
-    if 0 in (*q.shape, *k_pages.shape):
-        raise ValueError(f"q.shape={q.shape} and k_pages.shape={k_pages.shape} must not hold a 0")
+def _check_pages(layer: LayerKV, q: Any, block_tables: Any, seq_lens: Any) -> None:
+    if 0 in (*q.shape, *layer.k_pages.shape):
+        raise ValueError(
+            f"q.shape={q.shape} and k_pages.shape={layer.k_pages.shape} must not hold a 0"
+        )
     _, num_q_heads, head_dim = q.shape
-    num_kv_heads, num_pages, page_size, kv_head_dim = (layout.size(shape, x) for x in "HPND")
-    if kv_head_dim != head_dim:
-        raise ValueError(f"{head_dim=} of q must equal {kv_head_dim=} of the pages")
+    num_kv_heads, num_pages, page_size = layer.num_kv_heads, layer.num_pages, layer.page_size
+    rule = f"the pages are {layer.layout.shape_rule} with kv_layout={layer.kv_layout!r}"
+    if layer.head_dim != head_dim:
+        raise ValueError(f"{head_dim=} of q must equal head_dim={layer.head_dim}: {rule}")
     if head_dim > _LARGEST_HEAD_DIM:
         raise ValueError(f"{head_dim=} must be at most {_LARGEST_HEAD_DIM}")
     if num_q_heads % num_kv_heads:
-        raise ValueError(f"{num_q_heads=} must be a multiple of {num_kv_heads=}")
-    validate_page_size(page_size)
-    for name, x in (("k_pages", k_pages), ("v_pages", v_pages)):
-        if x.dtype != q.dtype and not is_quantized(x):
-            raise ValueError(
-                f"{name}.dtype={x.dtype.name} must equal q.dtype={q.dtype.name}, or be one of"
-                f" {', '.join(LARGEST)}"
-            )
-    if k_pages.dtype != v_pages.dtype:
-        raise ValueError(f"k_pages.dtype={k_pages.dtype} must equal v_pages.dtype={v_pages.dtype}")
+        raise ValueError(f"{num_q_heads=} must be a multiple of {num_kv_heads=}: {rule}")
+    if layer.k_pages.dtype != q.dtype and not is_quantized(layer.k_pages):
+        raise ValueError(
+            f"k_pages.dtype={layer.k_pages.dtype.name} must equal q.dtype={q.dtype.name}, or be one"
+            f" of {', '.join(LARGEST)}"
+        )
     if num_pages * page_size > INT32_MAX:
         raise ValueError(f"{num_pages=} * {page_size=} must be at most {INT32_MAX}")
     if seq_lens.ndim != 1 or not seq_lens.shape[0]:
@@ -126,10 +109,9 @@ def _check_pages(
     if pages_per_seq * page_size > INT32_MAX:
         raise ValueError(f"{pages_per_seq=} * {page_size=} must be at most {INT32_MAX}")
     check_int32(block_tables=block_tables, seq_lens=seq_lens)
-    return shape
 
 
-def _by_rows(block_tables: Any, seq_lens: Any) -> Any:
+def _by_sequences(block_tables: Any, seq_lens: Any) -> Any:
     """Return flat tables `[B * N]` as `[B, N]`; other shapes as they are, checked elsewhere."""
     num_seqs, size = seq_lens.size, block_tables.size
     flat = block_tables.ndim == 1 and num_seqs and size and size % num_seqs == 0
@@ -168,7 +150,7 @@ def checked_offsets(name: str, offsets: Any, count: int) -> jax.Array:
     return jnp.asarray(array)
 
 
-def checked_tree_mask(tree_mask: Any, num_seqs: int) -> jax.Array | None:
+def _checked_tree_mask(tree_mask: Any, num_seqs: int) -> jax.Array | None:
     """Return `tree_mask` bool`[B, max_q, max_q]`, or None."""
     if tree_mask is None:
         return None
@@ -192,11 +174,8 @@ def checked_prefix_lens(prefix_lens: Any) -> jax.Array:
     return jnp.asarray(array)
 
 
-def of_first_rows(arrays: Arrays, num_seqs: Any) -> Arrays:
-    """Return `arrays` with rows from `num_seqs` i32`[]` on empty, whatever they hold.
-
-    `num_seqs` may be None, for all rows.
-    """
+def _mask_from(arrays: Arrays, num_seqs: Any) -> Arrays:
+    """Return `arrays` with sequences from `num_seqs` i32`[]` on empty; None changes nothing."""
     if num_seqs is None:
         return arrays
     count = as_array("num_seqs", num_seqs)
@@ -206,49 +185,9 @@ def of_first_rows(arrays: Arrays, num_seqs: Any) -> Arrays:
     arrays = dataclasses.replace(arrays, seq_lens=jnp.where(rows < count, arrays.seq_lens, 0))
     if arrays.cu_q_lens is None:
         return arrays
-    # Offsets are made to rise later, so that those rows begin and end where the last row ends.
+    # Offsets are made to rise later, so those sequences begin and end where the last one ends.
     ends = jnp.arange(arrays.num_seqs + 1, dtype=jnp.int32)
     return dataclasses.replace(arrays, cu_q_lens=jnp.where(ends <= count, arrays.cu_q_lens, 0))
-
-
-def check_causal(causal: Any, *, has_tree: bool) -> None:
-    """Raise ValueError unless `causal` is a bool, and True beside a tree mask."""
-    if not isinstance(causal, bool):
-        raise ValueError(f"{causal=} must be True or False")
-    if has_tree and not causal:
-        raise ValueError(f"{causal=} excludes a tree_mask, which stands in place of causality")
-
-
-def logit_options(
-    head_dim: int,
-    *,
-    sm_scale: Any = None,
-    soft_cap: Any = None,
-    sliding_window: Any = None,
-    q_scale: Any = None,
-    causal: bool = True,
-) -> LogitOptions:
-    """Return the static options of the logits, checked."""
-    scale = head_dim**-0.5 if sm_scale is None else static_number("sm_scale", sm_scale)
-    if q_scale is not None:
-        scale = static_number("sm_scale * q_scale", scale * static_number("q_scale", q_scale))
-    cap = None if soft_cap is None else static_number("soft_cap", soft_cap)
-    if cap is not None and cap < _LEAST_CAP:
-        raise ValueError(f"{soft_cap=} must be positive, and at least {_LEAST_CAP:g}")
-    window = None if sliding_window is None else static_integer("sliding_window", sliding_window)
-    return LogitOptions(sm_scale=scale, soft_cap=cap, sliding_window=window, causal=causal)
-
-
-def checked_fixed_split_size(value: Any) -> int | None:
-    """Return a fixed split size, a positive multiple of 64 up to 2**30, or None."""
-    if value is None:
-        return None
-    size = static_integer("fixed_split_size", value)
-    if size % _SPLIT_MULTIPLE or size > 2**30:
-        raise ValueError(
-            f"fixed_split_size={value!r} must be a multiple of {_SPLIT_MULTIPLE}, at most 2**30"
-        )
-    return size
 
 
 def check_states(outs: Any, lses: Any) -> None:

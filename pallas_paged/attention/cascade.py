@@ -1,9 +1,9 @@
-"""Decode attention of rows that share the pages of a prefix: the prefix is read once for all."""
+"""Decode attention of sequences that share the pages of a prefix, which is read once for all."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, SupportsFloat, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,148 +14,84 @@ from pallas_paged.attention.arguments import (
     checked_arrays,
     checked_offsets,
     checked_prefix_lens,
-    logit_options,
-    of_first_rows,
 )
-from pallas_paged.attention.dispatch import Implementation
+from pallas_paged.attention.options import AttentionOptions, check_names, static_options
 from pallas_paged.checks import INT32_MAX, default_promotion
 from pallas_paged.kernels import xla
-from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80DecodeConfig, MosaicSm80RaggedConfig
-from pallas_paged.kernels.mosaic_sm90.config import MosaicDecodeConfig, MosaicRaggedConfig
-from pallas_paged.kernels.triton.config import DecodeConfig, RaggedConfig
-from pallas_paged.pages.layout import KVLayout
+from pallas_paged.pages.layer import LayerKV
 
 
 @overload
 def cascade_attention(
     q: ArrayLike,
-    k_pages: ArrayLike,
-    v_pages: ArrayLike | None,
+    layer: LayerKV,
     block_tables: ArrayLike,
     seq_lens: ArrayLike,
     prefix_lens: ArrayLike,
     cu_group_sizes: ArrayLike,
     *,
-    k_scales: ArrayLike | None = ...,
-    v_scales: ArrayLike | None = ...,
-    num_seqs: ArrayLike | None = ...,
-    sm_scale: SupportsFloat | None = ...,
-    q_scale: SupportsFloat | None = ...,
-    soft_cap: SupportsFloat | None = ...,
-    sliding_window: int | None = ...,
-    alibi_slopes: ArrayLike | None = ...,
-    sinks: ArrayLike | None = ...,
-    kv_layout: KVLayout = ...,
     return_lse: Literal[False] = ...,
-    implementation: Implementation | None = ...,
-    config: DecodeConfig | MosaicDecodeConfig | MosaicSm80DecodeConfig | None = ...,
-    prefix_config: RaggedConfig | MosaicRaggedConfig | MosaicSm80RaggedConfig | None = ...,
+    **options: Unpack[AttentionOptions],
 ) -> jax.Array: ...
 
 
 @overload
 def cascade_attention(
     q: ArrayLike,
-    k_pages: ArrayLike,
-    v_pages: ArrayLike | None,
+    layer: LayerKV,
     block_tables: ArrayLike,
     seq_lens: ArrayLike,
     prefix_lens: ArrayLike,
     cu_group_sizes: ArrayLike,
     *,
-    k_scales: ArrayLike | None = ...,
-    v_scales: ArrayLike | None = ...,
-    num_seqs: ArrayLike | None = ...,
-    sm_scale: SupportsFloat | None = ...,
-    q_scale: SupportsFloat | None = ...,
-    soft_cap: SupportsFloat | None = ...,
-    sliding_window: int | None = ...,
-    alibi_slopes: ArrayLike | None = ...,
-    sinks: ArrayLike | None = ...,
-    kv_layout: KVLayout = ...,
     return_lse: Literal[True],
-    implementation: Implementation | None = ...,
-    config: DecodeConfig | MosaicDecodeConfig | MosaicSm80DecodeConfig | None = ...,
-    prefix_config: RaggedConfig | MosaicRaggedConfig | MosaicSm80RaggedConfig | None = ...,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
 @default_promotion()
 def cascade_attention(
     q: ArrayLike,
-    k_pages: ArrayLike,
-    v_pages: ArrayLike | None,
+    layer: LayerKV,
     block_tables: ArrayLike,
     seq_lens: ArrayLike,
     prefix_lens: ArrayLike,
     cu_group_sizes: ArrayLike,
     *,
-    k_scales: ArrayLike | None = None,
-    v_scales: ArrayLike | None = None,
-    num_seqs: ArrayLike | None = None,
-    sm_scale: SupportsFloat | None = None,
-    q_scale: SupportsFloat | None = None,
-    soft_cap: SupportsFloat | None = None,
-    sliding_window: int | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    sinks: ArrayLike | None = None,
-    kv_layout: KVLayout = "HPND",
     return_lse: bool = False,
-    implementation: Implementation | None = None,
-    config: DecodeConfig | MosaicDecodeConfig | MosaicSm80DecodeConfig | None = None,
-    prefix_config: RaggedConfig | MosaicRaggedConfig | MosaicSm80RaggedConfig | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Compute `paged_attention` of rows in groups that share their first pages, read once a group.
+    **options: Unpack[AttentionOptions],
+) -> Any:
+    """Compute `paged_attention` of sequences in groups that share pages, read once for a group.
 
     The result is that of `paged_attention` on the same arguments, up to rounding. It is faster
-    where many rows share a long prefix, such as a system prompt: all queries of a group attend to
-    the prefix together, each row attends to the rest of its own tokens, and the two are merged.
+    where many sequences share a long prefix, such as a system prompt: all queries of a group attend
+    to the prefix together, each sequence attends to the rest of its own tokens, and the two are
+    merged.
 
     Args:
-        q, k_pages, v_pages, block_tables, seq_lens: as in `paged_attention`. The tables of a
-            group's rows begin with the same pages.
-        prefix_lens: i32`[num_groups]`, tokens that the rows of a group share. They are rounded down
-            to full pages and clipped to the shortest non-empty row of the group.
-        cu_group_sizes: i32`[num_groups + 1]`, rising from 0: group g is the rows from
-            `cu_group_sizes[g]` to `cu_group_sizes[g + 1]`. Rows from the last value on are in no
-            group.
-        k_scales, v_scales, num_seqs, sm_scale, q_scale, soft_cap, sliding_window, alibi_slopes,
-            sinks, kv_layout, return_lse, implementation: as in `paged_attention`.
-        config: as in `paged_attention`, for the rows' own tokens.
-        prefix_config: as `config` of `ragged_paged_attention`, for the prefixes.
+        q, layer, block_tables, seq_lens, return_lse: as in `paged_attention`. The tables of a
+            group's sequences begin with the same pages.
+        prefix_lens: i32`[num_groups]`, tokens that the sequences of a group share. They are rounded
+            down to full pages and clipped to the shortest non-empty sequence of the group.
+        cu_group_sizes: i32`[num_groups + 1]`, rising from 0: group g is the sequences from
+            `cu_group_sizes[g]` to `cu_group_sizes[g + 1]`. Sequences from the last value on are in
+            no group.
+        **options: of `AttentionOptions`, without `fixed_split_size`. `config` is for the sequences'
+            own tokens.
 
     Returns:
         As `paged_attention`.
 
     Raises:
-        ValueError: a shape, dtype, head count or option breaks a rule above.
-        NotImplementedError: as in `paged_attention`.
+        ValueError, NotImplementedError, TypeError: as `paged_attention`.
 
     Source: Ye et al., "Cascade Inference", 2024; Juravsky et al., "Hydragen", 2024.
     """
-    arrays = checked_arrays(
-        q=q,
-        k_pages=k_pages,
-        v_pages=v_pages,
-        block_tables=block_tables,
-        seq_lens=seq_lens,
-        k_scales=k_scales,
-        v_scales=v_scales,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        kv_layout=kv_layout,
-        one_query_a_row=True,
-    )
+    check_names("cascade_attention", options, AttentionOptions, "fixed_split_size")
+    arrays = checked_arrays(q, layer, block_tables, seq_lens, options)
+    how = static_options(arrays.head_dim, options)
     shared = checked_prefix_lens(prefix_lens)
     group_offsets = checked_offsets("cu_group_sizes", cu_group_sizes, shared.shape[0])
-    arrays = of_first_rows(arrays, num_seqs)
-    options = logit_options(
-        arrays.head_dim,
-        sm_scale=sm_scale,
-        q_scale=q_scale,
-        soft_cap=soft_cap,
-        sliding_window=sliding_window,
-    )
 
     page_size, tables = arrays.page_size, arrays.block_tables
     pages_per_seq = tables.shape[1]
@@ -180,16 +116,12 @@ def cascade_attention(
             cu_q_lens=group_offsets,
             q_positions=positions,
         ),
-        options=options,
-        implementation=implementation,
-        config=prefix_config,
+        dataclasses.replace(how, config=None),
     )
     own_out, own_lse = dispatch.attend(
         "decode",
         dataclasses.replace(without_sinks, block_tables=own_tables, seq_lens=lens - own_prefix),
-        options=options,
-        implementation=implementation,
-        config=config,
+        how,
     )
     prefix_lse = jnp.where(lens[:, None] > 0, prefix_lse, -jnp.inf)
     out, lse = xla.merge_states(

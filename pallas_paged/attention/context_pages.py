@@ -27,13 +27,14 @@ from pallas_paged.checks import (
     validate_positive,
 )
 from pallas_paged.pages import pool as kv_pool
+from pallas_paged.pages.layer import LayerKV, checked_layer
 from pallas_paged.pages.layout import KVLayout
-from pallas_paged.pages.pool import KVPool, LayerKV, checked_copies
+from pallas_paged.pages.pool import KVPool, checked_copies
 from pallas_paged.pages.scatter import set_pages, take_pages
 from pallas_paged.pages.sharding import TENSOR_AXIS
 from pallas_paged.pages.table import PageCopies
 
-CONTEXT_AXIS = "context"  # the mesh axis over which pages are cut
+CONTEXT_AXIS = "context"  # the mesh axis that shards pages
 
 
 @jax.tree_util.register_dataclass
@@ -62,7 +63,7 @@ def create_kv_pool(
     dtype: DTypeLike,
     k_scales: Any = None,
     v_scales: Any = None,
-    kv_layout: KVLayout = "HPND",
+    kv_layout: KVLayout = "NHD",
 ) -> KVPool:
     """Return a pool of zeros whose pages each device creates for itself.
 
@@ -163,8 +164,7 @@ def write_kv(
     Raises:
         ValueError: as `pallas_paged.write_kv`, or the mesh has no axis "context".
     """
-    if not isinstance(layer, LayerKV):
-        raise ValueError(f"layer must be a LayerKV, got {type(layer).__name__}")
+    layer = checked_layer(layer)
     slots = checked_array("slots", slots, jnp.int32, as_array("slots", slots).shape)
 
     def write(layer: LayerKV, k: jax.Array, v: jax.Array, slots: jax.Array) -> LayerKV:

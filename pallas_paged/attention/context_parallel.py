@@ -9,11 +9,10 @@ of those that they replace, and take a `mesh` besides:
         layer = context_parallel.write_kv(layer, k, v, slots, mesh=mesh)
         out = context_parallel.paged_attention(q, layer, pages, mesh=mesh)
 
-The mesh has an axis "context", and may have an axis "tensor", over which heads are cut. Page p of
+The mesh has an axis "context", and may have an axis "tensor", which shards heads. Page p of
 the page table lies on device `p % n` of the n devices of "context", and is its local page `p // n`.
-The pages of a pool are `[num_kv_heads, num_pages, ...]` with the page axis cut over "context", so
-each device holds its local pages in order. The page table, slots and tokens are whole on every
-device.
+The page axis of a pool is sharded over "context", so each device holds its local pages in order.
+The page table, slots and tokens are replicated.
 
 Call the functions under `jax.jit`, or inside a `jax.shard_map` over all axes of the mesh. There the
 arrays are the device's parts, and `mesh` is not needed.
@@ -23,7 +22,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, SupportsFloat
+from collections.abc import Mapping
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from pallas_paged.attention import dispatch
-from pallas_paged.attention.arguments import checked_arrays, checked_offsets, logit_options
+from pallas_paged.attention.arguments import checked_arrays
 from pallas_paged.attention.context_pages import (
     CONTEXT_AXIS,
     LocalPages,
@@ -45,16 +45,17 @@ from pallas_paged.attention.context_pages import (
     pool_specs,
     write_kv,
 )
-from pallas_paged.attention.dispatch import Implementation
+from pallas_paged.attention.options import (
+    AttentionOptions,
+    RaggedAttentionOptions,
+    check_names,
+    static_options,
+)
 from pallas_paged.checks import INT32_MAX, as_array, default_promotion
 from pallas_paged.kernels import xla
 from pallas_paged.kernels.call import Arrays
-from pallas_paged.kernels.logits import LogitOptions
-from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80DecodeConfig, MosaicSm80RaggedConfig
-from pallas_paged.kernels.mosaic_sm90.config import MosaicDecodeConfig, MosaicRaggedConfig
-from pallas_paged.kernels.triton.config import DecodeConfig, RaggedConfig
 from pallas_paged.pages import pool as kv_pool
-from pallas_paged.pages.pool import LayerKV
+from pallas_paged.pages.layer import LayerKV, checked_layer
 from pallas_paged.pages.sharding import TENSOR_AXIS
 
 __all__ = [
@@ -68,6 +69,17 @@ __all__ = [
     "write_kv",
 ]
 
+# A device does not know the positions of its keys, nor how other devices split theirs.
+_REFUSED = (
+    "num_seqs",
+    "sliding_window",
+    "alibi_slopes",
+    "fixed_split_size",
+    "causal",
+    "tree_mask",
+    "expected_seqs",
+)
+
 
 @default_promotion()
 def paged_attention(
@@ -76,12 +88,8 @@ def paged_attention(
     pages: LocalPages,
     *,
     mesh: Mesh | None = None,
-    sm_scale: SupportsFloat | None = None,
-    soft_cap: SupportsFloat | None = None,
-    sinks: ArrayLike | None = None,
-    cut_heads: bool = False,
-    implementation: Implementation | None = None,
-    config: DecodeConfig | MosaicDecodeConfig | MosaicSm80DecodeConfig | None = None,
+    shard_heads: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> jax.Array:
     """Attend with one query token per sequence; each device reads its own pages.
 
@@ -91,44 +99,44 @@ def paged_attention(
     positions of its keys.
 
     Args:
-        q: `[B, num_q_heads, head_dim]`, whole on every device of "context".
+        q: `[B, num_q_heads, head_dim]`, replicated over "context".
         layer: a layer of a pool from `create_kv_pool`.
         pages: from `local_pages`, for all tokens of the rows.
         mesh: the pool's.
-        cut_heads: leave each device of "context" its share of the heads, for an output projection
-            that is cut alike, over "tensor" and then "context". An all-to-all then moves the n-th
-            part of what the all-gather would. The devices must divide the query heads.
-        sm_scale, soft_cap, sinks, implementation, config: as in `pallas_paged.paged_attention`. The
-            config is for the calls of the single devices.
+        shard_heads: shard the heads of the result over "tensor" and then "context", for an output
+            projection that is sharded alike. An all-to-all then moves the n-th part of what the
+            all-gather would. The devices must divide the query heads.
+        **options: `sm_scale`, `soft_cap`, `sinks`, `implementation`, `interpret` and `config` of
+            `AttentionOptions`. The config is for the calls of the single devices.
 
     Returns:
-        As `pallas_paged.paged_attention`; whole on every device of "context", or its heads cut.
+        As `pallas_paged.paged_attention`; replicated over "context", or its heads sharded.
 
     Raises:
         ValueError: as `pallas_paged.paged_attention`, or the mesh has no axis "context".
         NotImplementedError: as `pallas_paged.paged_attention`; also where it is differentiated.
 
-    Source: states merged over devices as in Shyam et al., "Tree Attention", 2024; heads left cut as
-    in Bhatia et al., "Helix Parallelism", 2025.
+    Source: states merged over devices as in Shyam et al., "Tree Attention", 2024; heads left
+    sharded as in Bhatia et al., "Helix Parallelism", 2025.
     """
+    check_names("context_parallel.paged_attention", options, AttentionOptions, *_REFUSED)
     _check_types(layer, pages)
+    sinks = options.get("sinks")
 
     def attend(
         q: jax.Array, layer: LayerKV, pages: LocalPages, sinks: jax.Array | None
     ) -> jax.Array:
-        arrays = _checked(q, layer, pages, sinks, one_query_a_row=True)
+        arrays = _checked(q, layer, pages, sinks)
         state = dispatch.attend(
             "decode",
             dataclasses.replace(arrays, sinks=None),  # they join once, in the merge
-            options=_options(arrays, sm_scale, soft_cap),
-            implementation=implementation,
-            config=config,
+            static_options(arrays.head_dim, options),
         )
-        return _merge(_exchange(*state, cut_heads), arrays.sinks)
+        return _merge(_exchange(*state, shard_heads), arrays.sinks)
 
     heads, sinks_spec = mesh_spec(mesh, None, TENSOR_AXIS), mesh_spec(mesh, TENSOR_AXIS)
     in_specs = (heads, pool_specs(mesh, layer), P(CONTEXT_AXIS), sinks_spec)
-    out_spec = mesh_spec(mesh, None, (TENSOR_AXIS, CONTEXT_AXIS)) if cut_heads else heads
+    out_spec = mesh_spec(mesh, None, (TENSOR_AXIS, CONTEXT_AXIS)) if shard_heads else heads
     return on_devices(attend, mesh, in_specs, out_spec)(
         as_array("q", q), layer, pages, None if sinks is None else as_array("sinks", sinks)
     )
@@ -137,19 +145,15 @@ def paged_attention(
 @default_promotion()
 def ragged_paged_attention(
     q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
     layer: LayerKV,
     pages: LocalPages,
     cu_q_lens: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
     *,
     mesh: Mesh | None = None,
-    sm_scale: SupportsFloat | None = None,
-    soft_cap: SupportsFloat | None = None,
-    sinks: ArrayLike | None = None,
-    cut_heads: bool = False,
-    implementation: Implementation | None = None,
-    config: RaggedConfig | MosaicRaggedConfig | MosaicSm80RaggedConfig | None = None,
+    shard_heads: bool = False,
+    **options: Unpack[RaggedAttentionOptions],
 ) -> jax.Array:
     """Attend with any number of newest tokens per sequence: prompts, or chunks of them.
 
@@ -159,24 +163,25 @@ def ragged_paged_attention(
     of all T tokens, so a chunk of some thousand tokens is better than a long prompt at once.
 
     Args:
-        q: `[T, num_q_heads, head_dim]`, whole on every device of "context".
-        k, v: `[T, num_kv_heads, head_dim]`, the K/V of the same tokens, as `write_kv` takes them.
-            Quantized pages make the same numbers of them here.
+        q: `[T, num_q_heads, head_dim]`, replicated over "context".
         layer: a layer of a pool from `create_kv_pool`, with or without the new tokens.
         pages: from `local_pages`, for the tokens before the queries: `seq_lens - q_lens`.
         cu_q_lens: i32`[B + 1]`, as in `pallas_paged.ragged_paged_attention`.
-        mesh, sm_scale, soft_cap, sinks, cut_heads, implementation, config: as in
-            `paged_attention`.
+        k, v: `[T, num_kv_heads, head_dim]`, the K/V of the same tokens, as `write_kv` takes them.
+            Quantized pages make the same numbers of them here.
+        mesh, shard_heads, **options: as in `paged_attention`.
 
     Returns:
-        As `pallas_paged.ragged_paged_attention`; whole on every device of "context", or its heads
-        cut.
+        As `pallas_paged.ragged_paged_attention`; replicated over "context", or its heads sharded.
 
     Raises:
         ValueError: as `pallas_paged.ragged_paged_attention`, or the mesh has no axis "context".
         NotImplementedError: as `paged_attention`.
     """
+    function, allowed = "context_parallel.ragged_paged_attention", RaggedAttentionOptions
+    check_names(function, options, allowed, *_REFUSED)
     _check_types(layer, pages)
+    sinks = options.get("sinks")
     tokens = {name: as_array(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
     shapes = {name: tuple(x.shape) for name, x in tokens.items()}
     if any(len(shape) != 3 or shape[0] != shapes["q"][0] for shape in shapes.values()):
@@ -191,28 +196,20 @@ def ragged_paged_attention(
         cu_q_lens: jax.Array,
         sinks: jax.Array | None,
     ) -> jax.Array:
-        arrays = _checked(q, layer, pages, sinks, one_query_a_row=False)
-        arrays = dataclasses.replace(
-            arrays, cu_q_lens=checked_offsets("cu_q_lens", cu_q_lens, arrays.num_seqs)
-        )
-        attend_to = functools.partial(
-            dispatch.attend,
-            "ragged",
-            options=_options(arrays, sm_scale, soft_cap),
-            implementation=implementation,
-            config=config,
-        )
+        arrays = _checked(q, layer, pages, sinks, cu_q_lens)
+        how = static_options(arrays.head_dim, options)
+        attend_to = functools.partial(dispatch.attend, "ragged", how=how)
         without_sinks = dataclasses.replace(arrays, sinks=None)  # they join once, in the merge
         all_older = jnp.full(q.shape[0], INT32_MAX, jnp.int32)
         older = attend_to(dataclasses.replace(without_sinks, q_positions=all_older))
         newest = attend_to(
             dataclasses.replace(without_sinks, **_pages_of_new(k, v, layer, arrays.cu_q_lens))
         )
-        return _merge(_exchange(*older, cut_heads), arrays.sinks, newest)
+        return _merge(_exchange(*older, shard_heads), arrays.sinks, newest)
 
     heads, sinks_spec = mesh_spec(mesh, None, TENSOR_AXIS), mesh_spec(mesh, TENSOR_AXIS)
     in_specs = (heads, heads, heads, pool_specs(mesh, layer), P(CONTEXT_AXIS), P(), sinks_spec)
-    out_spec = mesh_spec(mesh, None, (TENSOR_AXIS, CONTEXT_AXIS)) if cut_heads else heads
+    out_spec = mesh_spec(mesh, None, (TENSOR_AXIS, CONTEXT_AXIS)) if shard_heads else heads
     return on_devices(attend, mesh, in_specs, out_spec)(
         *tokens.values(),
         layer,
@@ -223,8 +220,7 @@ def ragged_paged_attention(
 
 
 def _check_types(layer: Any, pages: Any) -> None:
-    if not isinstance(layer, LayerKV):
-        raise ValueError(f"layer must be a LayerKV, got {type(layer).__name__}")
+    checked_layer(layer)
     if not isinstance(pages, LocalPages):
         raise ValueError(f"pages must be LocalPages, got {type(pages).__name__}")
 
@@ -234,23 +230,12 @@ def _checked(
     layer: LayerKV,
     pages: LocalPages,
     sinks: jax.Array | None,
-    *,
-    one_query_a_row: bool,
+    cu_q_lens: jax.Array | None = None,
 ) -> Arrays:
     """Return the arrays of a device's call, checked."""
-    return checked_arrays(
-        q=q,
-        **vars(layer),
-        block_tables=pages.block_tables[0],
-        seq_lens=pages.seq_lens[0],
-        alibi_slopes=None,
-        sinks=sinks,
-        one_query_a_row=one_query_a_row,
-    )
-
-
-def _options(arrays: Arrays, sm_scale: Any, soft_cap: Any) -> LogitOptions:
-    return logit_options(arrays.head_dim, sm_scale=sm_scale, soft_cap=soft_cap)
+    tables, lens = pages.block_tables[0], pages.seq_lens[0]
+    options: Mapping[str, Any] = {"sinks": sinks}
+    return checked_arrays(q, layer, tables, lens, options, cu_q_lens=cu_q_lens)
 
 
 def _pages_of_new(
@@ -275,27 +260,29 @@ def _pages_of_new(
     starts = jnp.append(first_page * page_size - offsets[:-1], num_pages * page_size)
     new = kv_pool.write_kv(jax.tree.map(empty, layer), k, v, starts[rows] + tokens)
     return dict(
-        vars(new),
         k_pages=layout.with_all_axes(new.k_pages),
+        v_pages=new.v_pages,
+        k_scales=new.k_scales,
+        v_scales=new.v_scales,
         block_tables=first_page[:, None] + jnp.arange(width, dtype=jnp.int32),
         seq_lens=offsets[1:] - offsets[:-1],
     )
 
 
-def _exchange(out: jax.Array, lse: jax.Array, cut_heads: bool) -> tuple[jax.Array, jax.Array]:
+def _exchange(out: jax.Array, lse: jax.Array, shard_heads: bool) -> tuple[jax.Array, jax.Array]:
     """Return the states of all devices on a new first axis, of all heads or of the device's share.
 
     Args:
         out: `[T, num_q_heads, D]` of this device.
         lse: f32`[T, num_q_heads]`.
-        cut_heads: as in `paged_attention`.
+        shard_heads: as in `paged_attention`.
     """
     (_, num_heads, head_dim), words_of_lse = out.shape, 4 // out.dtype.itemsize
     word = jnp.dtype(f"uint{8 * out.dtype.itemsize}")
     num_devices = lax.axis_size(CONTEXT_AXIS)
-    if cut_heads and num_heads % num_devices:
+    if shard_heads and num_heads % num_devices:
         raise ValueError(
-            f"{cut_heads=} needs query heads, here {num_heads}, that {num_devices=} divide"
+            f"{shard_heads=} needs query heads, here {num_heads}, that {num_devices=} divide"
         )
 
     @jax.custom_vjp  # the derivative of bits would be zeros
@@ -303,7 +290,7 @@ def _exchange(out: jax.Array, lse: jax.Array, cut_heads: bool) -> tuple[jax.Arra
         # As integers in one array, for one collective: the small ones of decoding cost the same.
         lse_words = lax.bitcast_convert_type(lse, word).reshape(*lse.shape, words_of_lse)
         words = jnp.concatenate([lax.bitcast_convert_type(out, word), lse_words], axis=-1)
-        if cut_heads:
+        if shard_heads:
             words = lax.all_to_all(
                 words[None], CONTEXT_AXIS, split_axis=2, concat_axis=0, tiled=True
             )

@@ -5,93 +5,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_paged.attention.gradient import with_gradient
+from pallas_paged.attention.options import Implementation, StaticOptions
 from pallas_paged.attention.partition import Axes, Layout, explicit_mesh, on_explicit_mesh
 from pallas_paged.checks import default_promotion
 from pallas_paged.kernels import xla
-from pallas_paged.kernels.call import Arrays, Call, Device, Kernel
+from pallas_paged.kernels.call import Arrays, Call, Kernel
 from pallas_paged.kernels.decode_states import DecodeStates
-from pallas_paged.kernels.logits import LogitOptions
-from pallas_paged.kernels.mosaic_sm80 import implementation as mosaic_sm80
-from pallas_paged.kernels.mosaic_sm90 import implementation as mosaic
+from pallas_paged.kernels.device import Device
+from pallas_paged.kernels.families import FAMILIES
 from pallas_paged.kernels.mosaic_sm90.config import prefer_mosaic
-from pallas_paged.kernels.triton import implementation as triton
 from pallas_paged.kernels.write_arrays import WriteArrays
 from pallas_paged.pages.layout import AXIS_NAMES, LAYOUTS, KVLayout
 
-Implementation = Literal[
-    "triton",
-    "triton_interpret",
-    "mosaic_sm90",
-    "mosaic_sm90_interpret",
-    "mosaic_sm80",
-    "mosaic_sm80_interpret",
-    "xla",
-]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Backend:
-    """What runs under the name of an implementation.
-
-    Attributes:
-        configs: type of the config of each kernel; empty if it has none.
-        why_not: returns why it can't do a call, to follow its name, or None.
-        bind: returns the function that does a call which it can do.
-        bind_states: returns the function that makes the `DecodeStates` of a call, and their merge;
-            it or its result is None if it has none.
-    """
-
-    configs: Mapping[Kernel, type]
-    why_not: Callable[[Call], str | None]
-    bind: Callable[[Call], Callable[..., Any]]
-    bind_states: Callable[..., tuple[Callable[..., Any], Callable[..., Any]] | None] | None = None
-
-
-def _gpu_backends(name: str, family: Any) -> dict[str, Backend]:
-    """Return a family of kernels as it runs on a GPU, and interpreted on any device."""
-    return {
-        name: Backend(
-            configs=family.CONFIGS,
-            why_not=family.why_not_here,
-            bind=functools.partial(family.bind, interpret=False),
-            bind_states=_bind_states(family, interpret=False),
-        ),
-        f"{name}_interpret": Backend(
-            configs=family.CONFIGS,
-            why_not=family.why_not,
-            bind=functools.partial(family.bind, interpret=True),
-            bind_states=_bind_states(family, interpret=True),
-        ),
-    }
-
-
-def _bind_states(family: Any, *, interpret: bool) -> Callable[..., Any] | None:
-    bind = getattr(family, "bind_states", None)
-    return None if bind is None else functools.partial(bind, interpret=interpret)
-
-
-def _bind_xla(call: Call) -> Callable[..., Any]:
-    return xla.paged_decode if call.kernel == "decode" else xla.ragged_paged_attention
-
-
-BACKENDS = {
-    **_gpu_backends("triton", triton),
-    **_gpu_backends("mosaic_sm90", mosaic),
-    **_gpu_backends("mosaic_sm80", mosaic_sm80),
-    "xla": Backend(configs={}, why_not=lambda call: None, bind=_bind_xla),
-}
-
-
-# Axes with one name belong together, and XLA makes those whole of which a device has no part. The
-# pages have a head_dim of their own: they may not be moved, even where queries may.
+# Axes with one name belong together, and XLA replicates the others. The pages have a head_dim of
+# their own: they may not be moved, even where queries may.
 _AXES: dict[str, Axes] = {
     "q": ("num_seqs", "num_q_heads", "head_dim"),
     "k_pages": (),  # these four depend on the layout of the pages
@@ -115,16 +50,13 @@ class LocalCall:
     Attributes:
         names: the fields of `Arrays` that it takes, in order.
         kv_layout: as in `Arrays`.
+        how: the options of the call.
         Others: as in `attend` and `Call`.
     """
 
     kernel: Kernel
-    implementation: Implementation | None
+    how: StaticOptions
     device: Device
-    options: LogitOptions
-    config: Any
-    fixed_split_size: int | None
-    expected_seqs: int | None = None
     with_lse: bool
     names: tuple[str, ...]
     kv_layout: KVLayout
@@ -132,37 +64,21 @@ class LocalCall:
     @property
     def one_device(self) -> bool:
         # Mosaic's interpreter calls back into Python.
-        return self.implementation in ("mosaic_sm90_interpret", "mosaic_sm80_interpret")
+        return self.how.interpret and self.how.implementation != "triton"
 
-    @property
-    def interpret(self) -> bool:
-        """Whether kernels are interpreted."""
-        return self.implementation is not None and self.implementation.endswith("_interpret")
-
-    @property
-    def may_be_mosaic(self) -> bool:
-        """Whether the call may be one of the Mosaic kernels."""
-        if self.interpret:
-            return self.implementation == "mosaic_sm90_interpret"
-        hopper = mosaic.support.why_not_device(self.device) is None
-        return hopper and self.implementation in (None, "mosaic_sm90")
-
-    def triton_makes_gradients(self, arrays: Arrays) -> bool:
-        """Return whether the Triton kernels can make the gradients."""
-        why_not = triton.why_not if self.interpret else triton.why_not_here
-        return why_not(self.describe(arrays)) is None
+    def gradient_families(self, arrays: Arrays) -> tuple[str, ...]:
+        """Return the families whose kernels may make gradients of the call, the first best."""
+        named, call = self.how.implementation, self.describe(arrays)
+        sm90, triton = FAMILIES["mosaic_sm90"], FAMILIES["triton"]
+        is_hopper = self.how.interpret or sm90.why_not_device(self.device) is None
+        found = [sm90] if is_hopper and named in (None, sm90.name) else []
+        if triton.why_not(call) is None:
+            found.append(triton)
+        return tuple(family.name for family in found)
 
     def describe(self, arrays: Arrays) -> Call:
         """Return the description of the call with these arrays."""
-        return Call.of(
-            self.kernel,
-            arrays,
-            device=self.device,
-            with_lse=self.with_lse,
-            config=self.config,
-            fixed_split_size=self.fixed_split_size,
-            expected_seqs=self.expected_seqs,
-        )
+        return _call(self.kernel, arrays, self.how, self.device, with_lse=self.with_lse)
 
     def __call__(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         """Return `(out, lse)`, or `(out,)` without `with_lse`."""
@@ -170,9 +86,24 @@ class LocalCall:
         # XLA's partitioner calls it in a thread of its own, which has no settings of the caller's.
         with default_promotion(), jax.enable_x64(False):
             given = Arrays(**fields, kv_layout=self.kv_layout)
-            run = resolve(self.describe(given), self.implementation)
-            out, lse = run(given, options=self.options)
+            run = resolve(self.describe(given), self.how.implementation)
+            out, lse = run(given, options=self.how.logits)
         return (out, lse) if self.with_lse else (out,)
+
+
+def _call(
+    kernel: Kernel, arrays: Arrays, how: StaticOptions, device: Device, *, with_lse: bool = True
+) -> Call:
+    return Call.of(
+        kernel,
+        arrays,
+        device=device,
+        with_lse=with_lse,
+        interpret=how.interpret,
+        config=how.config,
+        fixed_split_size=how.fixed_split_size,
+        expected_seqs=how.expected_seqs,
+    )
 
 
 @functools.cache
@@ -186,7 +117,7 @@ def _layout(
         axes |= {"k_scales": scales, "v_scales": scales}
     if kernel == "ragged":
         axes["q"] = ("num_tokens", *axes["q"][1:])
-    # Of ragged calls any row may own any token.
+    # In ragged calls any sequence may own any token.
     rows = ("num_seqs",) if kernel == "decode" else ()
     return Layout(
         names=names,
@@ -197,15 +128,7 @@ def _layout(
 
 
 def attend(
-    kernel: Kernel,
-    arrays: Arrays,
-    *,
-    options: LogitOptions,
-    implementation: Implementation | None,
-    config: Any = None,
-    fixed_split_size: int | None = None,
-    expected_seqs: int | None = None,
-    with_lse: bool = True,
+    kernel: Kernel, arrays: Arrays, how: StaticOptions, *, with_lse: bool = True
 ) -> tuple[jax.Array, Any]:
     """Return `(out, lse)` of a call with checked arguments.
 
@@ -217,18 +140,14 @@ def attend(
     """
     local = LocalCall(
         kernel=kernel,
-        implementation=implementation,
+        how=how,
         device=Device.here(),
-        options=options,
-        config=config,
-        fixed_split_size=fixed_split_size,
-        expected_seqs=expected_seqs,
         with_lse=with_lse,
         names=tuple(name for name in _AXES if getattr(arrays, name) is not None),
         kv_layout=arrays.kv_layout,
     )
     call = local.describe(arrays)
-    chosen = choose(call, implementation)
+    chosen = choose(call, how.implementation)
     # The kernels count in i32 whatever the integers of the caller are.
     with jax.enable_x64(False):
         arrays = dataclasses.replace(arrays, seq_lens=jnp.clip(arrays.seq_lens, 0, call.max_kv_len))
@@ -249,19 +168,15 @@ def attend(
 
 
 def decode_states(
-    arrays: Arrays,
-    *,
-    options: LogitOptions,
-    implementation: Implementation | None,
-    new: WriteArrays | None = None,
+    arrays: Arrays, how: StaticOptions, *, new: WriteArrays | None = None
 ) -> tuple[tuple[Any, ...], Callable[[DecodeStates], tuple[jax.Array, jax.Array]]] | None:
     """Return the partial states of a call of checked arrays of one device, and their merge.
 
     They have no gradient.
 
     Args:
-        arrays, options, implementation: as in `attend`.
-        new: the newest tokens of the rows, if the kernel is to write them.
+        arrays, how: as in `attend`.
+        new: the newest tokens of the sequences, if the kernel is to write them.
 
     Returns:
         The states, behind them the pages of K and V with `new`; and the merge. None if the
@@ -270,17 +185,17 @@ def decode_states(
     Raises:
         ValueError, NotImplementedError: as `choose`.
     """
-    call = Call.of("decode", arrays, device=Device.here())
-    bind_states = BACKENDS[choose(call, implementation)].bind_states
-    bound = None if bind_states is None else bind_states(call, writes=new is not None)
+    call = _call("decode", arrays, how, Device.here())
+    family = FAMILIES.get(choose(call, how.implementation))
+    bound = None if family is None else family.bind_states(call, writes=new is not None)
     if bound is None:
         return None
     states, merge = bound
     with jax.enable_x64(False):
         arrays = dataclasses.replace(arrays, seq_lens=jnp.clip(arrays.seq_lens, 0, call.max_kv_len))
         if new is None:
-            return (states(arrays, options=options),), merge
-        return states(arrays, options=options, new=new), merge
+            return (states(arrays, options=how.logits),), merge
+        return states(arrays, options=how.logits, new=new), merge
 
 
 def rising_offsets(offsets: jax.Array, count: int) -> jax.Array:
@@ -294,25 +209,26 @@ def resolve(call: Call, implementation: Implementation | None) -> Callable[..., 
     Raises:
         ValueError, NotImplementedError: as `choose`.
     """
-    return BACKENDS[choose(call, implementation)].bind(call)
+    family = FAMILIES.get(choose(call, implementation))
+    if family is not None:
+        return family.bind(call)
+    return xla.paged_decode if call.kernel == "decode" else xla.ragged_paged_attention
 
 
 def choose(call: Call, implementation: Implementation | None) -> Implementation:
     """Return the implementation of a call: the one that is named, or the best for None.
 
     Raises:
-        ValueError: there is no such implementation, or it takes no config of this type.
+        ValueError: it takes no config of this type.
         NotImplementedError: the implementation can't do the call; the message says why.
     """
-    names = get_args(Implementation)
-    named = isinstance(implementation, str) and implementation in names
-    if implementation is not None and not named:
-        raise ValueError(f"{implementation=} must be None or one of {names}")
     _check_config(call, implementation)
     if implementation is None:
         implementation = best_implementation(call)
-        _log(implementation, call.device.kind)
-    reason = BACKENDS[implementation].why_not(call)
+        _log(implementation, call.device)
+    if implementation == "xla":
+        return implementation
+    reason = FAMILIES[implementation].why_not(call)
     if reason is not None:
         raise NotImplementedError(f"{implementation=} {reason}")
     return implementation
@@ -327,9 +243,8 @@ def _check_config(call: Call, implementation: Implementation | None) -> None:
             f"fixed_split_size of config={call.config} instead"
         )
     # xla has no configs and ignores any given one, so a model tuned for a GPU also runs on a CPU.
-    named = [] if implementation is None else [BACKENDS[implementation]]
-    takers = [backend for backend in named if backend.configs] or BACKENDS.values()
-    types = tuple(dict.fromkeys(b.configs[call.kernel] for b in takers if b.configs))
+    named = [FAMILIES[implementation]] if implementation in FAMILIES else FAMILIES.values()
+    types = tuple(family.configs[call.kernel] for family in named)
     if not isinstance(call.config, types):
         allowed = " or ".join(t.__name__ for t in types)
         place = "" if implementation is None else f" for {implementation=}"
@@ -340,15 +255,23 @@ def best_implementation(call: Call) -> Implementation:
     """Return what `implementation=None` means: the fastest that can do the call on its device."""
     if call.device.platform != "gpu":
         return "xla"
-    names: list[Implementation] = ["triton", "mosaic_sm90", "mosaic_sm80", "xla"]
+    names: list[Implementation] = ["triton", "mosaic_sm90", "mosaic_sm80"]
     if call.config is not None:  # its type is the choice
         kind = type(call.config)
-        return next(name for name in names if BACKENDS[name].configs.get(call.kernel) is kind)
+        return next(name for name in names if FAMILIES[name].configs[call.kernel] is kind)
     if prefer_mosaic(call.kernel, **call.sizes):
-        names = ["mosaic_sm90", "triton", "mosaic_sm80", "xla"]
-    return next(name for name in names if BACKENDS[name].why_not(call) is None)
+        names = ["mosaic_sm90", "triton", "mosaic_sm80"]
+    return next((name for name in names if FAMILIES[name].why_not(call) is None), "xla")
 
 
-@functools.cache  # so that it is logged once
-def _log(implementation: str, device_kind: str) -> None:
-    logging.getLogger("pallas_paged").info("implementation=%r on %s", implementation, device_kind)
+@functools.cache  # so that each is logged once
+def _log(implementation: str, device: Device) -> None:
+    logger = logging.getLogger("pallas_paged")
+    logger.info("implementation=%r on %s", implementation, device.kind)
+    reason = FAMILIES["mosaic_sm90"].why_not_jax() if device.is_hopper else None
+    if reason is not None:
+        logger.warning(
+            "no kernel for Hopper runs on this %s: that %s. JAX 0.11 needs Python 3.12.",
+            device.kind,
+            reason,
+        )

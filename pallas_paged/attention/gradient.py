@@ -23,9 +23,10 @@ from pallas_paged.attention.partition import KV_HEADS, Q_HEADS, Layout, on_each_
 from pallas_paged.checks import default_promotion
 from pallas_paged.kernels import xla
 from pallas_paged.kernels.backward import Kernels, attention_gradient
-from pallas_paged.kernels.call import Arrays, Device
+from pallas_paged.kernels.call import Arrays
+from pallas_paged.kernels.device import Device
+from pallas_paged.kernels.families import FAMILIES
 from pallas_paged.kernels.logits import LogitOptions
-from pallas_paged.kernels.mosaic_sm90 import support
 from pallas_paged.pages.layout import KVLayout
 
 _DIFFERENTIABLE = ("q", "k_pages", "v_pages", "alibi_slopes", "sinks")
@@ -41,8 +42,8 @@ class LocalGradient:
         names, kv_layout, device, options: of the call.
         wanted: the arrays whose gradients are returned, in order.
         interpret: whether kernels are interpreted.
-        by_mosaic: whether the Mosaic kernels make those gradients that they can make.
-        by_triton: whether the Triton kernels make the others; else XLA does.
+        families: names of the families whose kernels may make them; the first that can does, and
+            XLA if none can.
         with_d_lse: whether a gradient of `lse` is given.
     """
 
@@ -52,13 +53,12 @@ class LocalGradient:
     device: Device
     options: LogitOptions
     interpret: bool
-    by_mosaic: bool
-    by_triton: bool
+    families: tuple[str, ...]
     with_d_lse: bool
 
     @property
     def one_device(self) -> bool:
-        return self.interpret and self.by_mosaic  # which calls back into Python
+        return self.interpret and "mosaic_sm90" in self.families  # which calls back into Python
 
     def __call__(self, *given: jax.Array) -> tuple[jax.Array, ...]:
         count = len(self.names)
@@ -76,18 +76,12 @@ class LocalGradient:
 
     def _kernels(self, arrays: Arrays) -> Kernels | None:
         """Return what makes the gradients by the kernels of one family, or None."""
-        gradients: Callable[..., dict[str, jax.Array]]
-        if self.by_mosaic and support.why_no_gradient(arrays) is None:
-            from pallas_paged.kernels.mosaic_sm90 import backward as mosaic_backward
-
-            gradients = mosaic_backward.gradients
-        elif self.by_triton:
-            from pallas_paged.kernels.triton import backward
-
-            gradients = backward.gradients
-        else:
-            return None
-        return functools.partial(gradients, options=self.options, interpret=self.interpret)
+        for family in (FAMILIES[name] for name in self.families):
+            if family.why_no_gradient(arrays) is None:
+                return functools.partial(
+                    family.gradients(), options=self.options, interpret=self.interpret
+                )
+        return None
 
 
 def _xla_gradient(
@@ -163,10 +157,9 @@ def with_gradient(
             wanted=residuals.wanted,
             kv_layout=local.kv_layout,
             device=local.device,
-            options=local.options,
-            interpret=local.interpret,
-            by_mosaic=local.may_be_mosaic,
-            by_triton=local.triton_makes_gradients(arrays),
+            options=local.how.logits,
+            interpret=local.how.interpret,
+            families=local.gradient_families(arrays),
             with_d_lse=bool(d_lse),
         )
         axes = dict(zip(local.names, layout.inputs, strict=True))

@@ -25,7 +25,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from pallas_paged.pages.layout import AXIS_NAMES, NOT_CUT
+from pallas_paged.pages.layout import AXIS_NAMES
 
 Axes = tuple[str, ...]  # of an array; those of one name belong together
 Cut = Mapping[str, tuple[str, ...]]  # the mesh axes over which each axis is cut
@@ -294,7 +294,7 @@ def _check_pool(layout: Layout, given: Mapping[str, Mapping[str, tuple[str, ...]
     for name in _POOL:
         for axis, names in given.get(name, {}).items():
             if names and axis == AXIS_NAMES["2"]:
-                raise ValueError(f"{name} is cut between K and V over {names}: {NOT_CUT}")
+                raise ValueError(f"{name} is sharded between K and V over {names}: {cure}")
             if names and axis not in layout.spread:
                 raise ValueError(
                     f"{name} is cut along {axis} over {names} of the mesh, so that a device would "

@@ -25,8 +25,8 @@ from pallas_paged.decoder.kernels.batch_config import (
 from pallas_paged.decoder.linear import linear
 from pallas_paged.decoder.rms_norm import rms_norm
 from pallas_paged.decoder.unmerged_attention import UnmergedAttention
-from pallas_paged.kernels.call import Device
 from pallas_paged.kernels.decode_states import DecodeStates
+from pallas_paged.kernels.device import Device
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm90 import support
 from pallas_paged.kernels.mosaic_sm90.config import (

@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_paged.checks import default_promotion
-from pallas_paged.kernels.call import Device
+from pallas_paged.kernels.device import Device
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm90 import support
 from pallas_paged.kernels.mosaic_sm90.config import LINEAR_BLOCK_K, LINEAR_TILE

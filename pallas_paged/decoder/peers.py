@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_paged.decoder.linear import linear
 from pallas_paged.decoder.rms_norm import rms_norm
-from pallas_paged.kernels.call import Device
+from pallas_paged.kernels.device import Device
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm90 import support
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_paged.attention.partition import explicit_mesh
-from pallas_paged.kernels.call import Device
-from pallas_paged.kernels.triton import implementation as triton
+from pallas_paged.kernels.device import Device
+from pallas_paged.kernels.triton.family import TRITON
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -28,7 +28,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     # decode step of Llama 3.2 1B on an H200, which has 33 norms.
     if math.prod(x.shape[:-1]) != 1 or explicit_mesh([x, weight]) is not None:
         return _steps(x, weight, eps)
-    reason = triton.why_not_device(Device.here(), x.dtype) or triton.why_not_jax()
+    reason = TRITON.why_not_device(Device.here()) or TRITON.why_not_jax()
     return _kernel(eps, x, weight) if reason is None else _steps(x, weight, eps)
 
 

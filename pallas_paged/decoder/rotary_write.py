@@ -16,13 +16,14 @@ from jax.typing import ArrayLike
 from pallas_paged.attention.partition import Axes, Layout, on_each_device
 from pallas_paged.checks import as_array, checked_array, default_promotion, static_number
 from pallas_paged.decoder.rms_norm import rms_norm
-from pallas_paged.kernels.call import Device
-from pallas_paged.kernels.triton import implementation as triton
+from pallas_paged.kernels.device import Device
+from pallas_paged.kernels.triton.family import TRITON
 from pallas_paged.kernels.write_arrays import WriteArrays
+from pallas_paged.pages.layer import LayerKV
 from pallas_paged.pages.layout import AXIS_NAMES, LAYOUTS, KVLayout
-from pallas_paged.pages.pool import LayerKV, write_kv
+from pallas_paged.pages.pool import write_kv
 
-WriteImplementation = Literal["triton", "triton_interpret", "xla"]
+WriteImplementation = Literal["triton", "xla"]
 Rotation = tuple[ArrayLike, ArrayLike]
 
 # As of attention's arrays: see dispatch.py. Those of a device's KV heads are its own.
@@ -89,6 +90,7 @@ def rotate_and_write_kv(
     k_norm: ArrayLike | None = None,
     eps: float = 1e-6,
     implementation: WriteImplementation | None = None,
+    interpret: bool = False,
 ) -> tuple[jax.Array, LayerKV]:
     """Norm and rotate q and k of new tokens, and write K and V into the pages of a layer.
 
@@ -107,8 +109,8 @@ def rotate_and_write_kv(
         q_norm: floating `[D]`, weight of an RMS norm of each query; None: no norm.
         k_norm: floating `[D]`, of each key.
         eps: of the norms.
-        implementation: "triton", on a GPU; "triton_interpret", the same kernel on any device;
-            "xla"; or None for the best.
+        implementation: `"triton"`, a kernel on a GPU; `"xla"`; or None for the best. Static.
+        interpret: run the kernel of `"triton"` interpreted, on any device. Static.
 
     Returns:
         The queries `[T, Hkv * G, D]`, and the layer with the new tokens.
@@ -119,7 +121,8 @@ def rotate_and_write_kv(
     """
     arrays = checked_write(layer, qkv, slots, rotation, q_norm, k_norm)
     eps = static_number("eps", eps)
-    if _choose(layer, implementation) == "xla" or not arrays.qkv.size:  # a grid of 0 is an error
+    chosen = _choose(layer, implementation, interpret)
+    if chosen == "xla" or not arrays.qkv.size:  # a grid of 0 is an error
         q, k, v = _split(arrays, eps)
         return q, write_kv(layer, k, v, arrays.slots)
     fields = (field.name for field in dataclasses.fields(arrays) if field.name != "kv_layout")
@@ -128,7 +131,7 @@ def rotate_and_write_kv(
         names=names,
         kv_layout=layer.kv_layout,
         eps=eps,
-        interpret=implementation == "triton_interpret",
+        interpret=interpret,
     )
     q, *pool = _kernel(local)(*(getattr(arrays, name) for name in names))
     written: dict[str, Any] = dict(zip(arrays.written, pool, strict=True))
@@ -183,10 +186,11 @@ def _steps(arrays: WriteArrays, eps: float) -> tuple[Any, ...]:
         kv_layout=arrays.kv_layout,
     )
     layer = write_kv(layer, k, v, arrays.slots)
-    layer = dataclasses.replace(layer, k_pages=arrays.layout.with_all_axes(layer.k_pages))
+    written = {name: getattr(layer, name) for name in arrays.written}
+    written["k_pages"] = arrays.layout.with_all_axes(layer.k_pages)
     num_tokens, num_kv_heads, kinds, head_dim = arrays.qkv.shape
     q = q.reshape(num_tokens, num_kv_heads, kinds - 2, head_dim)
-    return q, *(getattr(layer, name) for name in arrays.written)
+    return q, *written.values()
 
 
 @functools.cache
@@ -223,13 +227,15 @@ def _kernel(local: LocalWrite) -> Any:
     return run
 
 
-def _choose(layer: LayerKV, implementation: Any) -> WriteImplementation:
+def _choose(layer: LayerKV, implementation: Any, interpret: bool) -> WriteImplementation:
     names = get_args(WriteImplementation)
     if implementation is not None and implementation not in names:
         raise ValueError(f"{implementation=} must be None or one of {names}")
     if implementation == "xla":
         return "xla"
-    reason = _why_not(layer, interpret=implementation == "triton_interpret")
+    if interpret and implementation is None:
+        raise ValueError(f"{interpret=} needs a family of kernels, not {implementation=}")
+    reason = _why_not(layer, interpret=interpret)
     if implementation is None:
         return "triton" if reason is None else "xla"
     if reason is not None:
@@ -240,11 +246,12 @@ def _choose(layer: LayerKV, implementation: Any) -> WriteImplementation:
 def _why_not(layer: LayerKV, *, interpret: bool) -> str | None:
     """Return why the kernel can't write the pages of this layer, or None."""
     pages = layer.k_pages
-    if not interpret and (reason := triton.why_not_device(Device.here(), pages.dtype)):
+    fp8 = pages.dtype == jnp.float8_e4m3fn  # which older GPUs can't convert
+    if not interpret and (reason := Device.here().why_not(least="8.9" if fp8 else None)):
         return reason
     if pages.dtype.itemsize == 1 and pages.size >= 2**31:  # Pallas would overflow its offsets
         return f"needs fewer than 2**31 elements in one-byte pages of a layer, not {pages.size}"
-    return triton.why_not_jax()
+    return TRITON.why_not_jax()
 
 
 def checked_write(

@@ -1,21 +1,24 @@
-"""Attention of decoding rows whose partial states the kernel after it unites."""
+"""Decode attention that leaves its split-KV partials for the next kernel to merge."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 
 from pallas_paged.attention import dispatch
-from pallas_paged.attention.arguments import checked_arrays, logit_options
+from pallas_paged.attention.arguments import checked_arrays
+from pallas_paged.attention.options import AttentionOptions, check_names, static_options
 from pallas_paged.checks import default_promotion
 from pallas_paged.decoder.rotary_write import Rotation, checked_write
 from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.write_arrays import WriteArrays
-from pallas_paged.pages.pool import LayerKV
+from pallas_paged.pages.layer import LayerKV
+
+_REFUSED = ("num_seqs", "config", "fixed_split_size")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,7 +37,7 @@ class UnmergedAttention:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """That of the merged output, `[B, Hq * D]`."""
+        """The shape of the merged output, `[B, Hq * D]`."""
         return self.states.unit_ends.shape[0], self.states.num_q_heads * self.states.head_dim
 
     @default_promotion()
@@ -46,59 +49,58 @@ class UnmergedAttention:
 
 @default_promotion()
 def unmerged_attention(
-    layer: LayerKV,
     q: jax.Array,
+    layer: LayerKV,
     block_tables: jax.Array,
     seq_lens: jax.Array,
-    *,
-    implementation: Any = None,
-    **options: Any,
+    **options: Unpack[AttentionOptions],
 ) -> UnmergedAttention | None:
-    """Do the same as `paged_attention`, without the merge.
+    """Compute `paged_attention` up to the merge of its partial states.
 
     Args:
-        layer: the pages.
-        q, block_tables, seq_lens, implementation: as in `paged_attention`.
-        **options: `sm_scale`, `soft_cap`, `sliding_window`, `alibi_slopes` and `sinks`, as there.
+        q, layer, block_tables, seq_lens: as in `paged_attention`.
+        **options: of `AttentionOptions`, without `num_seqs`, `config` and `fixed_split_size`.
 
     Returns:
         None where the implementation has no partial states, and on a mesh.
 
     Raises:
-        ValueError, NotImplementedError: as `paged_attention`.
+        ValueError, NotImplementedError, TypeError: as `paged_attention`.
     """
-    found = _states(layer, q, block_tables, seq_lens, implementation, None, **options)
+    check_names("unmerged_attention", options, AttentionOptions, *_REFUSED)
+    found = _states(q, layer, block_tables, seq_lens, options)
     return None if found is None else found[0]
 
 
 @default_promotion()
 def write_and_attend(
-    layer: LayerKV,
     qkv: jax.Array,
-    slots: jax.Array,
+    layer: LayerKV,
     block_tables: jax.Array,
     seq_lens: jax.Array,
+    slots: jax.Array,
     *,
     rotation: Rotation | None,
-    implementation: Any = None,
-    **options: Any,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[UnmergedAttention, LayerKV] | None:
     """Do the same as `rotate_and_write_kv` and then `unmerged_attention`, in one kernel.
 
-    The newest key of each row comes from `qkv`, and goes to its slot. A row of no tokens has none.
+    The newest key of each sequence comes from `qkv`, and goes to its slot. Empty sequences write
+    nothing.
 
     Args:
-        layer, qkv, slots, rotation: as in `rotate_and_write_kv`, with one token for each row.
-        block_tables, seq_lens, implementation: as in `paged_attention`.
+        qkv, layer, slots, rotation: as in `rotate_and_write_kv`, with one token for each sequence.
+        block_tables, seq_lens: as in `paged_attention`.
         **options: as in `unmerged_attention`.
 
     Returns:
-        None where there is no such kernel: it is that of Triton, with pages of the dtype of `qkv`
-        in two arrays, and a rotation of all of head_dim, a power of two.
+        None where there is no such kernel. Triton has one, for pages of the dtype of `qkv` in two
+        arrays and a rotation of all of head_dim, a power of two.
 
     Raises:
         ValueError, NotImplementedError: as `paged_attention` and `rotate_and_write_kv`.
     """
+    check_names("write_and_attend", options, AttentionOptions, *_REFUSED)
     head_dim = qkv.shape[-1]
     is_power_of_2 = head_dim >= 16 and head_dim & (head_dim - 1) == 0
     rotates_all = rotation is not None and 2 * jnp.shape(rotation[0])[-1] == head_dim
@@ -107,8 +109,8 @@ def write_and_attend(
     if not (is_power_of_2 and rotates_all):
         return None
     new = checked_write(layer, qkv, slots, rotation, None, None)
-    q = qkv[:, :, :-2].reshape(qkv.shape[0], -1, head_dim)  # of which only the shape counts
-    found = _states(layer, q, block_tables, seq_lens, implementation, new, **options)
+    q = qkv[:, :, :-2].reshape(qkv.shape[0], -1, head_dim)  # only its shape is used
+    found = _states(q, layer, block_tables, seq_lens, options, new)
     if found is None:
         return None
     attention, k_pages, v_pages = found
@@ -116,35 +118,18 @@ def write_and_attend(
 
 
 def _states(
-    layer: LayerKV,
     q: jax.Array,
+    layer: LayerKV,
     block_tables: jax.Array,
     seq_lens: jax.Array,
-    implementation: Any,
-    new: WriteArrays | None,
-    *,
-    alibi_slopes: jax.Array | None = None,
-    sinks: jax.Array | None = None,
-    **options: Any,
+    options: Mapping[str, Any],
+    new: WriteArrays | None = None,
 ) -> tuple[Any, ...] | None:
     """Return the unmerged attention and, with `new`, the pages."""
-    arrays = checked_arrays(
-        q=q,
-        **vars(layer),
-        block_tables=block_tables,
-        seq_lens=seq_lens,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        one_query_a_row=True,
-    )
+    arrays = checked_arrays(q, layer, block_tables, seq_lens, options)
     if any(jax.typeof(x).sharding.mesh.size > 1 for x in jax.tree.leaves(arrays)):
         return None
-    found = dispatch.decode_states(
-        arrays,
-        options=logit_options(arrays.head_dim, **options),
-        implementation=implementation,
-        new=new,
-    )
+    found = dispatch.decode_states(arrays, static_options(arrays.head_dim, options), new=new)
     if found is None:
         return None
     (states, *pages), merge = found

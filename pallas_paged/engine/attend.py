@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_paged.attention.entries import paged_attention, ragged_paged_attention
 from pallas_paged.decoder.peers import Peers, embed, row_linear, row_linear_norm
-from pallas_paged.decoder.rotary_write import Rotation, WriteImplementation, rotate_and_write_kv
+from pallas_paged.decoder.rotary_write import Rotation, rotate_and_write_kv
 from pallas_paged.decoder.unmerged_attention import unmerged_attention, write_and_attend
 from pallas_paged.engine.batch import ChunkBatch
-from pallas_paged.pages.pool import LayerKV, write_kv
+from pallas_paged.pages.layer import LayerKV
+from pallas_paged.pages.pool import write_kv
 from pallas_paged.pages.table import PageTable
 
-# What writes K and V beside an attention that is named; the best for others.
-_WRITES: dict[str | None, WriteImplementation] = {
-    "xla": "xla",
-    "triton_interpret": "triton_interpret",
-}
+
+class AttentionKernels(NamedTuple):
+    """Which kernels attend, as in `AttentionOptions`."""
+
+    implementation: str | None = None
+    interpret: bool = False
+
+    @property
+    def attention(self) -> dict[str, Any]:
+        """The options of attention."""
+        return self._asdict()
+
+    @property
+    def writes(self) -> dict[str, Any]:
+        """The options of `rotate_and_write_kv`: of the same family where it writes, or the best."""
+        if self.implementation == "xla" or (self.implementation == "triton" and self.interpret):
+            return self._asdict()
+        return {}
 
 
 # Tokens of an average chunk, a low guess. The tables are of all slots, and most have no chunk: for
@@ -43,7 +57,7 @@ class PagedAttend:
         chunks: ChunkBatch | None,
         *,
         num_kv_heads: int,
-        implementation: str | None,
+        kernels: AttentionKernels,
         peers: Peers | None = None,
     ):
         """Gather what all layers share.
@@ -54,7 +68,7 @@ class PagedAttend:
             decode_rows: `i32[D]`, rows of the table with one new token each.
             chunks: whose tokens come before those of the rows, or None.
             num_kv_heads: of the model.
-            implementation: of the attention.
+            kernels: of the attention.
             peers: of the devices of a mesh.
         """
 
@@ -68,7 +82,7 @@ class PagedAttend:
             self._prompts = cache_of(chunks.slots) | dict(cu_q_lens=chunks.cu_q_lens)
             self._places = decode_places(decode_rows, slot_mapping.size, table.max_seqs)
         self._slot_mapping, self._num_kv_heads = slot_mapping, num_kv_heads
-        self._implementation: Any = implementation
+        self._kernels = kernels
         self._peers = peers
 
     def __call__(
@@ -96,8 +110,8 @@ class PagedAttend:
             qkv = _repeated(qkv, repeats)
         is_plain = q_norm is None and k_norm is None
         if unmerged and is_plain and self._has_states:
-            how = self._decoding | dict(rotation=rotation, implementation=self._implementation)
-            found = write_and_attend(cache, qkv, self._slot_mapping, **how, **options)
+            how = self._decoding | dict(rotation=rotation) | self._kernels.attention
+            found = write_and_attend(qkv, cache, slots=self._slot_mapping, **how, **options)
             if found is not None:
                 return found
         q, cache = rotate_and_write_kv(
@@ -108,11 +122,11 @@ class PagedAttend:
             q_norm=q_norm,
             k_norm=k_norm,
             eps=eps,
-            implementation=_WRITES.get(self._implementation),
+            **self._kernels.writes,
         )
         if unmerged and self._has_states:
-            how = self._decoding | dict(implementation=self._implementation)
-            attention = unmerged_attention(cache, q, **how, **options)
+            how = self._decoding | self._kernels.attention
+            attention = unmerged_attention(q, cache, **how, **options)
             if attention is not None:
                 return attention, cache
         return self._attend(q, cache, **options)
@@ -140,21 +154,15 @@ class PagedAttend:
         return repeats if num_kv_heads == self._num_kv_heads else 1
 
     def _attend(self, q: jax.Array, cache: LayerKV, **options: Any) -> tuple[jax.Array, LayerKV]:
-        options |= dict(
-            k_pages=cache.k_pages,
-            v_pages=cache.v_pages,
-            k_scales=cache.k_scales,
-            v_scales=cache.v_scales,
-            kv_layout=cache.kv_layout,
-            implementation=self._implementation,
-        )
+        options |= self._kernels.attention
         num_tokens, num_decodes = q.shape[0], self._decoding["seq_lens"].size
-        out = paged_attention(q[num_tokens - num_decodes :], **self._decoding, **options)
+        out = paged_attention(q[num_tokens - num_decodes :], cache, **self._decoding, **options)
         if self._prompts is not None:
             # To the chunks the other queries are padding. To cut those off, and to join the
             # outputs, would copy all of the chunks' tokens.
             expected = max(1, num_tokens // _EXPECTED_CHUNK)
-            of_all = ragged_paged_attention(q, **self._prompts, expected_seqs=expected, **options)
+            how = self._prompts | dict(expected_seqs=expected)
+            of_all = ragged_paged_attention(q, cache, **how, **options)
             out = of_all.at[self._places].set(out, mode="drop", unique_indices=True)
         return out, cache
 

@@ -30,7 +30,7 @@ class EngineConfig:
         watermark: share of the pool that must be left over when a sequence starts beside others.
         enable_prefix_caching: whether requests reuse the pages of earlier ones with equal prefixes.
         kv_cache_dtype: "int8", "fp8", or None for the dtype of the model.
-        implementation: of the attention, as in `paged_attention`.
+        implementation, interpret: of the attention, as in `paged_attention`.
         tensor_parallel: devices over which the heads and the weights of each replica are cut. It
             must divide the model's KV heads or be a multiple of them, and divide its query heads.
         data_parallel: replicas, each with its own devices, weights, pool and prefix cache. All
@@ -51,6 +51,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     kv_cache_dtype: str | None = None
     implementation: str | None = None
+    interpret: bool = False
     tensor_parallel: int = 1
     data_parallel: int = 1
 

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from pallas_paged.decoder.peers import create_peers
+from pallas_paged.engine.attend import AttentionKernels
 from pallas_paged.engine.batch import Batch
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.input_batch import slot_states
@@ -101,7 +102,12 @@ class Executor:
         self.pool_shape = jax.eval_shape(lambda: self.state.pool)
         self._counts: TokenCounts | None = None
         shardings = None if placement.mesh is None else Shardings.of(self.state)
-        self._step = make_step(model, weights.structure, config.implementation, shardings)
+        self._step = make_step(
+            model,
+            weights.structure,
+            AttentionKernels(config.implementation, config.interpret),
+            shardings,
+        )
         mesh = placement.mesh
         self._peers = None if mesh is None or mesh.size == 1 else create_peers(mesh)
         self._update_table, self._set_slots = update_table, set_slots

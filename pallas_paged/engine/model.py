@@ -8,7 +8,7 @@ import jax
 from jax.typing import ArrayLike
 
 from pallas_paged.engine.kv_cache import KVCacheSpec
-from pallas_paged.pages.pool import LayerKV
+from pallas_paged.pages.layer import LayerKV
 
 
 class Attend(Protocol):

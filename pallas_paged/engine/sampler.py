@@ -22,11 +22,11 @@ from pallas_paged.engine.logprobs import check_logits
 from pallas_paged.engine.sampling_draw import draw, largest
 from pallas_paged.engine.sampling_filters import find_limits
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingParams
-from pallas_paged.kernels.call import Device
-from pallas_paged.kernels.triton import implementation as triton
+from pallas_paged.kernels.device import Device
+from pallas_paged.kernels.triton.family import TRITON
 
 # How to sample; the kernels are for one GPU, the other two give their tokens on any device.
-SamplingImplementation = Literal["triton", "triton_interpret", "xla"]
+SamplingImplementation = Literal["triton", "xla"]
 Array = Any  # a NumPy array on the host, a JAX array in a jitted step
 
 
@@ -222,6 +222,7 @@ def sample(
     mode: SamplingMode,
     *,
     implementation: SamplingImplementation | None = None,
+    interpret: bool = False,
     peers: Peers | None = None,
 ) -> jax.Array:
     """Choose the next token of each row.
@@ -237,8 +238,9 @@ def sample(
         metadata: of the S rows.
         lens: `i32[S]`, tokens of each row before the one that it draws.
         mode: static.
-        implementation: static; `"triton"` and `"triton_interpret"` are kernels that need all of a
-            row on one device, `"xla"` may have the vocabulary cut over devices. None chooses.
+        implementation: `"triton"`, kernels that need all logits of a row on one device; `"xla"`,
+            where the vocabulary may be sharded; None chooses. Static.
+        interpret: run the kernels of `"triton"` interpreted, on any device. Static.
         peers: of these devices.
 
     Returns:
@@ -253,11 +255,11 @@ def sample(
         cut, whole = PartitionSpec(None, peers.axis), PartitionSpec()
 
         def local(group: Group, logits: jax.Array, metadata: Any, lens: jax.Array) -> jax.Array:
-            return _sample(logits, metadata, lens, mode, "xla", group)
+            return _sample(logits, metadata, lens, mode, "xla", False, group)
 
         tokens: jax.Array = peers.run(local, (cut, whole, whole), logits, metadata, lens)
         return tokens
-    return _sample(logits, metadata, lens, mode, implementation, None)
+    return _sample(logits, metadata, lens, mode, implementation, interpret, None)
 
 
 def _sample(
@@ -266,6 +268,7 @@ def _sample(
     lens: jax.Array,
     mode: SamplingMode,
     implementation: SamplingImplementation | None,
+    interpret: bool,
     group: Group | None,
 ) -> jax.Array:
     """Return what `sample` does, of a device's part of the logits if there is a group."""
@@ -274,8 +277,7 @@ def _sample(
         if implementation is None:
             implementation = "xla" if why_no_kernels() else "triton"
         if implementation != "xla":
-            interpret = implementation == "triton_interpret"
-            if reason := triton.why_not_jax() if interpret else why_no_kernels():
+            if reason := TRITON.why_not_jax() if interpret else why_no_kernels():
                 raise NotImplementedError(f"{implementation=} {reason}")
             return _sample_by_kernels(logits, metadata, lens, mode, interpret=interpret)
     places = jnp.arange(logits.shape[1])[None]
@@ -318,7 +320,7 @@ def _sample_by_kernels(
 
 def why_no_kernels() -> str | None:
     """Return why the device that is traced for can't sample by kernels; None if it can."""
-    return triton.why_not_device(Device.here(), jnp.float32) or triton.why_not_jax()
+    return TRITON.why_not_device(Device.here()) or TRITON.why_not_jax()
 
 
 def hash_prompt(tokens: Sequence[int]) -> int:

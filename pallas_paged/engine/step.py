@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_paged.decoder.peers import Peers
-from pallas_paged.engine.attend import PagedAttend, decode_places
+from pallas_paged.engine.attend import AttentionKernels, PagedAttend, decode_places
 from pallas_paged.engine.batch import Batch, ChunkBatch
 from pallas_paged.engine.logprobs import Logprobs, gather_logprobs
 from pallas_paged.engine.model import Model
@@ -81,7 +81,7 @@ Step = Callable[..., tuple[EngineState, TokenCounts | None, StepOutput]]
 def make_step(
     model: Model,
     structure: jax.tree_util.PyTreeDef,
-    implementation: str | None,
+    kernels: AttentionKernels,
     shardings: Shardings | None = None,
 ) -> Step:
     """Return the jitted step of a model; engines of equal models share it, and what it compiled.
@@ -90,7 +90,7 @@ def make_step(
         model: the model.
         structure: of its parameters, whose leaves the step takes: to flatten modules in every call
             would take longer than a small model's step.
-        implementation: of the attention.
+        kernels: of the attention.
         shardings: of the state, on a mesh. What is not of the state, nor a parameter, every device
             has as a whole.
 
@@ -107,7 +107,7 @@ def make_step(
     ) -> tuple[EngineState, TokenCounts | None, StepOutput]:
         params = jax.tree.unflatten(structure, leaves)
         run = _decode if batch.chunks is None else _mixed
-        return run(model, params, state, counts, batch, implementation, peers)
+        return run(model, params, state, counts, batch, kernels, peers)
 
     options: dict[str, Any] = {}
     if shardings is not None:
@@ -126,7 +126,7 @@ def _decode(
     state: EngineState,
     counts: TokenCounts | None,
     batch: Batch,
-    implementation: str | None,
+    kernels: AttentionKernels,
     peers: Peers | None,
 ) -> tuple[EngineState, TokenCounts | None, StepOutput]:
     """Run up to `num_steps` steps of each row; stop early if all have ended or one has no page."""
@@ -147,7 +147,7 @@ def _decode(
             rows,
             None,
             num_kv_heads=spec.num_kv_heads,
-            implementation=implementation,
+            kernels=kernels,
             peers=peers,
         )
         tokens = slots.last_token_ids.at[rows].get(mode="fill", fill_value=0)
@@ -189,7 +189,7 @@ def _mixed(
     state: EngineState,
     counts: TokenCounts | None,
     batch: Batch,
-    implementation: str | None,
+    kernels: AttentionKernels,
     peers: Peers | None,
 ) -> tuple[EngineState, TokenCounts | None, StepOutput]:
     """Run one step of chunks and, behind their tokens, decoding rows."""
@@ -211,7 +211,7 @@ def _mixed(
         rows,
         chunks,
         num_kv_heads=model.kv_cache_spec.num_kv_heads,
-        implementation=implementation,
+        kernels=kernels,
         peers=peers,
     )
     hidden, layers = model(params, tokens, jnp.maximum(positions, 0), attend, state.pool.layers)

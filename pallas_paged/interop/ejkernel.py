@@ -8,6 +8,7 @@ import jax
 
 from pallas_paged.attention.entries import ragged_paged_attention as attend
 from pallas_paged.interop import rpa
+from pallas_paged.pages.layer import LayerKV
 
 
 def register(priority: int = 100) -> None:
@@ -70,8 +71,7 @@ def unified_attention(
     del qq_bias, seq_threshold_3d, num_par_softmax_segments, block_dim, num_warps, num_stages
     return attend(
         queries,
-        key_cache,
-        value_cache,
+        LayerKV(key_cache, value_cache),
         block_tables,
         kv_lens,
         query_start_loc,
@@ -81,7 +81,6 @@ def unified_attention(
         alibi_slopes=alibi_slopes,
         sinks=softmax_aux,
         causal=causal,
-        kv_layout="NHD",
     )
 
 

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_paged.attention.entries import ragged_paged_attention as attend
-from pallas_paged.pages.pool import LayerKV, write_kv
+from pallas_paged.pages.layer import LayerKV
+from pallas_paged.pages.pool import write_kv
 
 
 def install() -> None:
@@ -55,15 +56,13 @@ def ragged_paged_attention(
     pages = kv_pages.array
     out = attend(
         flat.astype(pages.dtype),
-        pages,
-        None,
+        LayerKV(pages, kv_layout="NH2D"),
         page_indices.array,
         kv_lens.array,
         getattr(cu_q_lens, "array", cu_q_lens),
         num_seqs=jnp.reshape(num_seqs, ()),
         sm_scale=sm_scale,
         soft_cap=soft_cap,
-        kv_layout="NH2D",
     )
     out = out.astype(flat.dtype).reshape(ordered.array.shape)
     return hax.named(out, ordered.axes).rearrange(q.axes)
@@ -93,5 +92,5 @@ def kv_update_unified_prefix(
     num_pages, page_size, _, _ = kv_pages.shape
     valid = (jnp.arange(t_pages.shape[0]) < K) & (t_pages >= 0) & (t_pages < num_pages)
     slots = jnp.where(valid, t_pages * page_size + t_slots, -1)
-    layer = LayerKV(k_pages=kv_pages, v_pages=None, kv_layout="NH2D")
+    layer = LayerKV(kv_pages, kv_layout="NH2D")
     return write_kv(layer, new_k, new_v, slots.astype(jnp.int32)).k_pages

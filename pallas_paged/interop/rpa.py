@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from pallas_paged.attention.dispatch import Implementation
 from pallas_paged.attention.entries import ragged_paged_attention as attend
+from pallas_paged.attention.options import Implementation
 from pallas_paged.checks import (
     as_array,
     checked_array,
@@ -19,7 +19,8 @@ from pallas_paged.checks import (
     validate_positive,
 )
 from pallas_paged.interop.rpa_cache import CacheSizes, checked_tables, new_slots
-from pallas_paged.pages.pool import LayerKV, write_kv
+from pallas_paged.pages.layer import LayerKV
+from pallas_paged.pages.pool import write_kv
 from pallas_paged.pages.quantization import is_quantized
 
 
@@ -88,6 +89,7 @@ def ragged_paged_attention(
     out_dtype: DTypeLike | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
+    interpret: bool = False,
     **tuning: Unpack[Tuning],
 ) -> tuple[jax.Array, ...]:
     """Write the K/V of new tokens into a cache and attend with their queries to it.
@@ -127,7 +129,7 @@ def ragged_paged_attention(
         skip_kv_update: True is another way to say `update_kv_cache=False`.
         out_dtype: dtype of the result; None means that of `queries`.
         return_lse: also return the log-sum-exp of the logits.
-        implementation: as in `pallas_paged.ragged_paged_attention`.
+        implementation, interpret: as in `pallas_paged.ragged_paged_attention`.
         **tuning: keywords of `Tuning`, not used.
 
     Returns:
@@ -157,31 +159,24 @@ def ragged_paged_attention(
     pages = cache.reshape(sizes.pages_shape)
     quantized = is_quantized(cache)
     if update_kv_cache and not skip_kv_update:
-        factors = []
+        k_scale_of_new = v_scale_of_new = None
         if quantized:
             # Keys that come quantized are elements of the cache already: their scale is 1.
-            factors = [
+            k_scale_of_new, v_scale_of_new = (
                 jnp.float32(1 if x.dtype == cache.dtype else factor)
                 for x, factor in ((k, k_factor), (v, v_factor))
-            ]
+            )
             k, v = k.astype(jnp.float32), v.astype(jnp.float32)
-        layer = LayerKV(
-            k_pages=pages,
-            v_pages=None,
-            kv_layout="NH2D",
-            **dict(zip(("k_scales", "v_scales"), factors, strict=False)),
-        )
+        layer = LayerKV(pages, None, k_scale_of_new, v_scale_of_new, kv_layout="NH2D")
         slots = new_slots(sizes, lens, tables, offsets, num_seqs)
         pages = write_kv(layer, sizes.padded(k), sizes.padded(v), slots).k_pages
     scale = static_number("sm_scale", sm_scale)
-    options: dict[str, Any] = dict(sm_scale=scale * k_factor, return_lse=return_lse)
-    if quantized:
-        scales = dict(k_scales=jnp.float32(k_factor), v_scales=jnp.float32(v_factor))
-        options |= dict(sm_scale=scale, **scales)
-    result: Any = attend(
+    scales = dict(k_scales=jnp.float32(k_factor), v_scales=jnp.float32(v_factor))
+    layer = LayerKV(pages, None, kv_layout="NH2D", **(scales if quantized else {}))
+    with_either_result: Any = attend
+    result = with_either_result(
         sizes.padded(q if quantized else q.astype(cache.dtype)),
-        pages,
-        None,
+        layer,
         tables,
         lens,
         offsets,
@@ -190,9 +185,10 @@ def ragged_paged_attention(
         soft_cap=soft_cap,
         sinks=sizes.padded_heads(attention_sink if sinks is None else sinks),
         causal=use_causal_mask,
-        kv_layout="NH2D",
+        return_lse=return_lse,
         implementation=implementation,
-        **options,
+        interpret=interpret,
+        sm_scale=scale if quantized else scale * k_factor,
     )
     out, *lse = result if return_lse else (result,)
     out = out[:, : sizes.num_q_heads, : sizes.head_dim]

@@ -1,7 +1,6 @@
 """One call of attention: its arrays and its static description.
 
-Each kernel family chooses by a `Call` whether it can do a call (`implementation.why_not`) and
-which function does it (`implementation.bind`).
+A `Family` says for a `Call` whether its kernels can do it, and which function does it.
 """
 
 from __future__ import annotations
@@ -15,14 +14,11 @@ import jax
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_paged.kernels.device import Device
 from pallas_paged.pages.layout import LAYOUTS, KVLayout, PageLayout
 
 Kernel = Literal["decode", "ragged"]
 Config = TypeVar("Config")
-
-# Interpreted kernels have no GPU to ask. A wave this small still has ranges of work that cover
-# several rows and rows that are split.
-_INTERPRETED_SMS = 4
 
 
 @jax.tree_util.register_dataclass
@@ -123,39 +119,6 @@ def varying_by_device(x: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Device:
-    """The properties of a device that choose an implementation and a config.
-
-    Attributes:
-        platform, kind: as JAX names them.
-        num_sms: streaming multiprocessors; a small number where kernels are interpreted.
-        compute_capability: such as "9.0"; None where there is none or JAX does not know it.
-    """
-
-    platform: str
-    kind: str
-    num_sms: int
-    compute_capability: str | None
-
-    @classmethod
-    def here(cls) -> Device:
-        """Return the device that is traced for."""
-        device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-        if device is None:
-            device = getattr(jax.config, "jax_default_device", None) or jax.local_devices()[0]
-            if isinstance(device, str):
-                device = jax.local_devices(backend=device)[0]
-        # An abstract device calls it num_cores, a CUDA device core_count; others have neither.
-        num_sms = getattr(device, "core_count", None) or getattr(device, "num_cores", None)
-        return cls(
-            platform=device.platform,
-            kind=device.device_kind,
-            num_sms=num_sms if device.platform == "gpu" and num_sms else _INTERPRETED_SMS,
-            compute_capability=getattr(device, "compute_capability", None),
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
     """Static description of one attention call.
 
@@ -166,6 +129,7 @@ class Call:
         num_tokens: query tokens.
         num_seqs, num_q_heads, num_kv_heads, head_dim, page_size, max_kv_len: as in `Arrays`.
         with_lse: whether the caller wants the log-sum-exps.
+        interpret: whether kernels are interpreted, on any device.
         config: given by the caller, or None.
         fixed_split_size: given by the caller, or None. The config is then chosen for it.
         expected_seqs: given by the caller, rows that are likely to have queries; None: all.
@@ -183,6 +147,7 @@ class Call:
     page_size: int
     max_kv_len: int
     with_lse: bool = True
+    interpret: bool = False
     config: Any = None
     fixed_split_size: int | None = None
     expected_seqs: int | None = None

@@ -13,12 +13,8 @@ import jax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from pallas_paged.checks import as_array
-
-KVLayout = Literal["HPND", "NHD", "HND", "2NHD", "NH2D", "N2HD"]
+KVLayout = Literal["NHD", "HND", "HPND", "2NHD", "NH2D"]
 K, V = 0, 1  # places on axis "2"
-
-NOT_CUT = "the first devices would hold K and the others V, so they would need those of one another"
 
 AXIS_NAMES = {
     "P": "num_pages",
@@ -100,8 +96,7 @@ class PageLayout:
         if self.merged:
             axis = self.head_axis
             heads, odd = divmod(shape[axis], 2)
-            pair = (2, heads) if self.merged == "2H" else (heads, 2)
-            shape = (*shape[:axis], *pair, *shape[axis + 1 :])
+            shape = (*shape[:axis], heads, 2, *shape[axis + 1 :])
             if odd:
                 raise ValueError(wrong)
         if self.one_array and self.size(shape, "2") != 2:
@@ -113,11 +108,7 @@ class PageLayout:
         return tuple(self.size(shape, letter) for letter in self.scale_axes)
 
     def with_all_axes(self, pages: jax.Array) -> jax.Array:
-        """Return the caller's pages with an axis for each letter; nothing is copied.
-
-        Raises:
-            ValueError: they are cut between K and V.
-        """
+        """Return the caller's pages with an axis for each letter; nothing is copied."""
         if not self.merged:
             return pages
         shape = self.full_shape(pages.shape)
@@ -125,9 +116,7 @@ class PageLayout:
         if AxisType.Explicit not in sharding.mesh.axis_types:
             return lax.reshape(pages, shape)
         spec = [*sharding.spec, *[None] * (len(pages.shape) - len(sharding.spec))]
-        if self.merged == "2H" and spec[self.head_axis]:
-            raise ValueError(f"k_pages must not be cut with kv_layout={self.name!r}: {NOT_CUT}")
-        spec.insert(self.head_axis + (self.merged == "H2"), None)
+        spec.insert(self.head_axis + 1, None)
         return lax.reshape(
             pages, shape, out_sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec))
         )
@@ -151,7 +140,7 @@ class PageLayout:
 
         Args:
             kv: `K` or `V`.
-            places: index of the axis of each letter; axes that are left out are whole.
+            places: index of the axis of each letter; other axes are taken in full.
         """
         places = {"2": kv} | places
         return tuple(places.get(letter, slice(None)) for letter in self.axes)
@@ -160,12 +149,11 @@ class PageLayout:
 LAYOUTS: dict[str, PageLayout] = {
     layout.name: layout
     for layout in (
-        PageLayout(name="HPND", axes="HPND"),
         PageLayout(name="NHD", axes="PNHD"),
         PageLayout(name="HND", axes="PHND"),
+        PageLayout(name="HPND", axes="HPND"),
         PageLayout(name="2NHD", axes="P2NHD"),
         PageLayout(name="NH2D", axes="PNH2D", merged="H2"),
-        PageLayout(name="N2HD", axes="PN2HD", merged="2H"),
     )
 }
 
@@ -179,23 +167,3 @@ def checked_layout(kv_layout: Any) -> PageLayout:
     if not isinstance(kv_layout, str) or kv_layout not in LAYOUTS:
         raise ValueError(f"{kv_layout=} must be one of {get_args(KVLayout)}")
     return LAYOUTS[kv_layout]
-
-
-def checked_pages(
-    layout: PageLayout, k_pages: Any, v_pages: Any, *, prefix: str = ""
-) -> tuple[Any, ...]:
-    """Return the arrays of pages of a layout: K and V, or the one that holds both.
-
-    Args:
-        prefix: of the names of the arguments in messages.
-
-    Raises:
-        ValueError: one is missing, or there is one too many.
-    """
-    if layout.one_array and v_pages is not None:
-        raise ValueError(
-            f"{prefix}v_pages must be None with kv_layout={layout.name!r}, whose {prefix}k_pages"
-            " hold K and V"
-        )
-    pages = {"k_pages": k_pages} if layout.one_array else {"k_pages": k_pages, "v_pages": v_pages}
-    return tuple(as_array(prefix + name, x) for name, x in pages.items())

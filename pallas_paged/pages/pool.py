@@ -7,7 +7,7 @@ every step of a compiled loop.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,60 +24,17 @@ from pallas_paged.checks import (
     validate_pool_size,
     validate_positive,
 )
-from pallas_paged.pages.layout import NOT_CUT, KVLayout, PageLayout, checked_layout, checked_pages
+from pallas_paged.pages.layer import POOL_DTYPES, LayerKV, checked_layer, unchecked_layer
+from pallas_paged.pages.layout import KVLayout, checked_layout
 from pallas_paged.pages.quantization import (
     LARGEST,
     checked_layer_scales,
-    checked_scales,
     quantize,
     token_scales,
 )
 from pallas_paged.pages.scatter import set_pages, set_tokens, take_pages
 from pallas_paged.pages.sharding import check_pool_sharding, head_axes
 from pallas_paged.pages.table import PageCopies
-
-POOL_DTYPES = ("float32", "bfloat16", "float16", *LARGEST)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LayerKV:
-    """The pages of one layer.
-
-    Attributes:
-        k_pages: `[num_kv_heads, num_pages, page_size, head_dim]`, or as `kv_layout` says.
-        v_pages: same shape and dtype; None where `k_pages` hold K and V.
-        k_scales: of int8 and float8_e4m3fn pages, the dequantization scales (value = element *
-            scale): f32`[num_kv_heads, num_pages, page_size]`, one for each token and head, in the
-            order of axes of `kv_layout`, or f32`[]`, one for the layer. Else None.
-        v_scales: like `k_scales`.
-        kv_layout: the order of the axes of the pages, as in `paged_attention`. Static.
-    """
-
-    k_pages: jax.Array
-    v_pages: jax.Array | None = None
-    k_scales: jax.Array | None = None
-    v_scales: jax.Array | None = None
-    kv_layout: KVLayout = field(default="HPND", metadata={"static": True})
-
-    @property
-    def layout(self) -> PageLayout:
-        return checked_layout(self.kv_layout)
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self._size("H")
-
-    @property
-    def num_pages(self) -> int:
-        return self._size("P")
-
-    @property
-    def page_size(self) -> int:
-        return self._size("N")
-
-    def _size(self, letter: str) -> int:
-        return self.layout.size(self.layout.full_shape(self.k_pages.shape), letter)
 
 
 @jax.tree_util.register_dataclass
@@ -102,7 +59,7 @@ def create_kv_pool(
     dtype: DTypeLike,
     k_scales: Sequence[float] | None = None,
     v_scales: Sequence[float] | None = None,
-    kv_layout: KVLayout = "HPND",
+    kv_layout: KVLayout = "NHD",
     sharding: NamedSharding | None = None,
 ) -> KVPool:
     """Return a pool of zeros; int8 and fp8 pages have scales of 0, or the scales given.
@@ -118,15 +75,15 @@ def create_kv_pool(
         k_scales: with int8 and fp8 pages, one positive number per layer, as calibrated checkpoints
             have them. They replace the scales of tokens, and `write_kv` leaves them as they are.
         v_scales: like `k_scales`.
-        kv_layout: the order of the axes of the pages, as in `paged_attention`.
-        sharding: how the KV heads are cut over the devices of a mesh, from `kv_pool_sharding` for
+        kv_layout: the order of the axes of the pages, as in `LayerKV`.
+        sharding: how the KV heads are sharded over a mesh, from `kv_pool_sharding` for
             the same layout. Each device creates its own heads, so the pool may be larger than any
             one of them. In a program of several processes all of them call. None means one device.
 
     Raises:
         ValueError: a size is not a positive integer, the page size, number of slots or dtype is
             not allowed, the scales are not two lists of num_layers positive finite numbers, or the
-            sharding cuts another axis than the heads or does not divide them.
+            sharding shards another axis than the heads or does not divide them.
     """
     validate_pool_size(num_pages, page_size)
     validate_positive(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
@@ -166,22 +123,17 @@ def create_kv_pool(
     if sharding is None:
         return create()
     check_pool_sharding(sharding, layout, num_kv_heads)
-    cut = head_axes(sharding.spec, layout)
-    shardings = jax.tree.map(
-        lambda spec: NamedSharding(sharding.mesh, spec), pool_specs(jax.eval_shape(create), cut)
-    )
+    specs = pool_specs(jax.eval_shape(create), head_axes(sharding.spec, layout))
+    shardings = jax.tree.map(lambda spec: NamedSharding(sharding.mesh, spec), specs)
     return jax.jit(create, out_shardings=shardings)()
 
 
 def pool_specs(pool: Any, heads: Any, pages: Any = None) -> Any:
-    """Return the specs of a pool or a layer, cut over these axes of a mesh.
+    """Return the specs of a pool or a layer that is sharded over these axes of a mesh.
 
     Args:
         pool: a `KVPool`, a `LayerKV` or their shapes.
-        heads, pages: mesh axes over which the KV heads and the pages are cut, or None.
-
-    Raises:
-        ValueError: the heads of the layout can't be cut.
+        heads, pages: mesh axes that shard the KV heads and the pages, or None.
     """
 
     def of_layer(layer: LayerKV) -> LayerKV:
@@ -192,28 +144,15 @@ def pool_specs(pool: Any, heads: Any, pages: Any = None) -> Any:
             return PartitionSpec(*({"H": heads, "P": pages}.get(a) for a in axes[: last + 1]))
 
         layout = layer.layout
-        if heads and layout.merged == "2H":
-            raise ValueError(f"pages with kv_layout={layout.name!r} must not be cut: {NOT_CUT}")
-        return replace(
-            layer,
-            k_pages=spec(layer.k_pages, layout.given_axes),
-            v_pages=spec(layer.v_pages, layout.given_axes),
-            k_scales=spec(layer.k_scales, layout.scale_axes),
-            v_scales=spec(layer.v_scales, layout.scale_axes),
-        )
+        of_pages = (spec(x, layout.given_axes) for x in (layer.k_pages, layer.v_pages))
+        of_scales = (spec(x, layout.scale_axes) for x in (layer.k_scales, layer.v_scales))
+        return unchecked_layer(layout.name, (*of_pages, *of_scales))
 
     return jax.tree.map(of_layer, pool, is_leaf=lambda x: isinstance(x, LayerKV))
 
 
 @default_promotion()
-def write_kv(
-    layer: LayerKV,
-    k: ArrayLike,
-    v: ArrayLike,
-    slots: ArrayLike,
-    *,
-    kv_layout: KVLayout | None = None,
-) -> LayerKV:
+def write_kv(layer: LayerKV, k: ArrayLike, v: ArrayLike, slots: ArrayLike) -> LayerKV:
     """Write the K/V of new tokens into the pages of a layer, in place where those are donated.
 
     Into int8 and fp8 pages a token of a head goes as `round(x / scale)`, ties to even, saturated at
@@ -227,9 +166,7 @@ def write_kv(
         k: floating `[T, num_kv_heads, head_dim]`, cast or quantized to the dtype of the pages.
         v: floating, the same shape.
         slots: i32`[T]` from `slot_mapping`. Slots outside [0, num_pages * page_size) are dropped;
-            what a slot holds that is named twice is undefined.
-        kv_layout: the order of the axes of the pages, where `layer` does not name it; None means
-            that of `layer`.
+            a slot that is named twice holds anything.
 
     Returns:
         The layer with the new tokens.
@@ -238,27 +175,12 @@ def write_kv(
         ValueError: `layer` is not a LayerKV, a shape or dtype is wrong, or quantized pages lack
             scales.
     """
-    if not isinstance(layer, LayerKV):
-        raise ValueError(f"layer must be a LayerKV, got {type(layer).__name__}")
-    layer = _with_layout(layer, kv_layout)
-    layout = layer.layout
-    pages = checked_pages(layout, layer.k_pages, layer.v_pages, prefix="layer.")
-    k_pages, v_pages = pages[0], pages[-1]
-    if k_pages.dtype.name not in POOL_DTYPES:
-        allowed = ", ".join(POOL_DTYPES)
-        raise ValueError(f"k_pages.dtype={k_pages.dtype.name} must be one of {allowed}")
-    alike = v_pages.shape == k_pages.shape and v_pages.dtype == k_pages.dtype
-    if k_pages.ndim != len(layout.given_axes) or not alike:
-        raise ValueError(
-            f"k_pages and v_pages must be {layout.shape_rule}, alike, "
-            f"got {k_pages.dtype}{k_pages.shape} and {v_pages.dtype}{v_pages.shape}"
-        )
-    shape_of_pages = layout.full_shape(k_pages.shape)
+    layer = checked_layer(layer)
     tokens = {name: as_array(name, x) for name, x in (("k", k), ("v", v))}
     for name, x in tokens.items():
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"{name} must be floating, got {x.dtype}")
-    num_kv_heads, head_dim = (layout.size(shape_of_pages, x) for x in "HD")
+    num_kv_heads, head_dim = layer.num_kv_heads, layer.head_dim
     shape = tokens["k"].shape
     if len(shape) != 3 or shape[1:] != (num_kv_heads, head_dim) or tokens["v"].shape != shape:
         raise ValueError(
@@ -266,36 +188,12 @@ def write_kv(
             f"got {shape} and {tokens['v'].shape}"
         )
     slots = checked_array("slots", slots, jnp.int32, (shape[0],))
-    scales = checked_scales(
-        k_pages, layer.k_scales, layer.v_scales, layout.scale_shape(shape_of_pages)
-    )
-    given = [jnp.asarray(x) for x in pages]
-    layer = LayerKV(
-        **dict(zip(("k_pages", "v_pages"), given, strict=False)),
-        **dict(zip(("k_scales", "v_scales"), scales, strict=False)),
-        kv_layout=layout.name,
-    )
-    return _on_each_device(
-        _write, layer, (jnp.asarray(tokens["k"]), jnp.asarray(tokens["v"])), (slots,)
-    )
-
-
-def _with_layout(layer: LayerKV, kv_layout: Any) -> LayerKV:
-    """Return the layer with the layout that a caller names beside it.
-
-    Raises:
-        ValueError: there is no such layout, or the layer names another.
-    """
-    checked_layout(layer.kv_layout)
-    if kv_layout is None:
-        return layer
-    if layer.kv_layout not in ("HPND", checked_layout(kv_layout).name):
-        raise ValueError(f"{kv_layout=} must be that of the layer, {layer.kv_layout!r}")
-    return replace(layer, kv_layout=kv_layout)
+    layer, *given = jax.tree.map(jnp.asarray, (layer, tokens["k"], tokens["v"]))
+    return _on_each_device(_write, layer, tuple(given), (slots,))
 
 
 @default_promotion()
-def copy_pages(pool: KVPool, copies: PageCopies, *, kv_layout: KVLayout | None = None) -> KVPool:
+def copy_pages(pool: KVPool, copies: PageCopies) -> KVPool:
     """Copy pages within every layer as `fork` and `truncate` ask, in place if pool is donated.
 
     All pages are read before any is written.
@@ -303,7 +201,6 @@ def copy_pages(pool: KVPool, copies: PageCopies, *, kv_layout: KVLayout | None =
     Args:
         pool: the pool.
         copies: pages to copy; an entry with a source or destination outside the pool is dropped.
-        kv_layout: as in `write_kv`.
 
     Raises:
         ValueError: `pool` is not a KVPool, a dtype is wrong, or the shapes of the copies differ.
@@ -324,14 +221,15 @@ def copy_pages(pool: KVPool, copies: PageCopies, *, kv_layout: KVLayout | None =
 
         return jax.tree.map(of, layer)
 
-    layers = (jax.tree.map(jnp.asarray, _with_layout(layer, kv_layout)) for layer in pool.layers)
+    layers = (jax.tree.map(jnp.asarray, checked_layer(layer)) for layer in pool.layers)
     return KVPool(layers=tuple(_on_each_device(copy, x, (), (src, dst)) for x in layers))
 
 
-def checked_copies(pool: Any, copies: PageCopies) -> tuple[jax.Array, jax.Array]:
+def checked_copies(pool: Any, copies: Any) -> tuple[jax.Array, jax.Array]:
     """Return the pages `(src, dst)` i32`[n]` of copies in a pool, checked."""
-    if not isinstance(pool, KVPool):
-        raise ValueError(f"pool must be a KVPool, got {type(pool).__name__}")
+    for name, value, kind in (("pool", pool, KVPool), ("copies", copies, PageCopies)):
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
     shape = as_array("copies.src_pages", copies.src_pages).shape
     src = checked_array("copies.src_pages", copies.src_pages, jnp.int32, shape).ravel()
     dst = checked_array("copies.dst_pages", copies.dst_pages, jnp.int32, shape).ravel()
@@ -383,7 +281,7 @@ def _write(layer: LayerKV, k: jax.Array, v: jax.Array, slots: jax.Array) -> Laye
         k_pages = set_tokens(k_pages, layout.axes, slots, k)
         v_pages = set_tokens(v_pages, layout.axes, slots, v)
     else:
-        both = jnp.stack([k, v], axis=2 if layout.merged == "H2" else 1)
+        both = jnp.stack([k, v], axis=2 if layout.merged else 1)
         if layout.merged:
             both = both.reshape(both.shape[0], -1, both.shape[-1])
         k_pages = set_tokens(k_pages, layout.given_axes, slots, both)

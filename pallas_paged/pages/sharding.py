@@ -13,13 +13,13 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from pallas_paged.checks import validate_positive
-from pallas_paged.pages.layout import NOT_CUT, KVLayout, PageLayout, checked_layout
+from pallas_paged.pages.layout import KVLayout, PageLayout, checked_layout
 
 TENSOR_AXIS = "tensor"  # the mesh axis over which heads are cut
 
 
 def kv_pool_sharding(
-    mesh: Mesh | AbstractMesh, axis: str = TENSOR_AXIS, *, kv_layout: KVLayout = "HPND"
+    mesh: Mesh | AbstractMesh, axis: str = TENSOR_AXIS, *, kv_layout: KVLayout = "NHD"
 ) -> NamedSharding:
     """Return the sharding of K/V pages: KV heads are cut over `axis`.
 
@@ -27,14 +27,12 @@ def kv_pool_sharding(
     in all layouts but `"2NHD"`. Other axes of the mesh hold copies.
 
     Raises:
-        ValueError: the mesh has no such axis, or the layout can't be cut.
+        ValueError: the mesh has no such axis.
     """
     if axis not in mesh.axis_names:
         raise ValueError(f"{axis=} must be one of the mesh's axes {mesh.axis_names}")
-    layout = checked_layout(kv_layout)
-    if layout.merged == "2H":
-        raise ValueError(f"{kv_layout=} must be another on a mesh: {NOT_CUT}")
-    return NamedSharding(mesh, PartitionSpec(*[None] * layout.head_axis, axis))
+    head_axis = checked_layout(kv_layout).head_axis
+    return NamedSharding(mesh, PartitionSpec(*[None] * head_axis, axis))
 
 
 def page_table_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:

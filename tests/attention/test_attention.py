@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
+from tests.support import raw
 from tests.support.attention_calls import assert_close, assert_same_bits, cascade, decode, ragged
 from tests.support.attention_cases import Case, enlarged, of_first_rows, with_dead_rows
 from tests.support.attention_oracle import attend, relative_error
-from tests.support.marks import needs_triton, slow
+from tests.support.kv_pools import make_pool
+from tests.support.marks import slow
 from tests.support.page_layouts import LAYOUTS, call_in_layout
 from tests.support.page_tables import copy_pages, extend, extended, fork, slot_mapping, write_kv
 from tests.support.promotion import assert_is_strict
@@ -168,13 +170,13 @@ def test_a_call_without_jit_takes_lists_of_integers():
     """On a CPU XLA has only some layouts of a bf16 product, unless it fuses the product."""
     arrays = replace(DECODE[1], dtype="bfloat16").make(poison=False)
     lists = [x.tolist() for x in arrays[3:]]
-    actual = pp.paged_attention(*arrays[:3], *lists, return_lse=True, implementation="xla")
+    actual = raw.paged_attention(*arrays[:3], *lists, return_lse=True, implementation="xla")
     assert_close(actual, arrays, 5e-3)
 
 
 @pytest.mark.parametrize(
     ("function", "case"),
-    [(pp.paged_attention, DECODE[1]), (pp.ragged_paged_attention, MIXES[4])],
+    [(raw.paged_attention, DECODE[1]), (raw.ragged_paged_attention, MIXES[4])],
     ids=["decode", "ragged"],
 )
 def test_returns_out_alone_by_default(function, case):
@@ -212,14 +214,14 @@ def test_a_sink_far_above_the_logits_leaves_f16_its_precision(sink, implementati
 @pytest.mark.parametrize(
     ("function", "kv_dtype", "kv_layout"),
     [
-        *zip(itertools.cycle([pp.paged_attention]), itertools.cycle(["int8", "float32"]), LAYOUTS),
-        (pp.ragged_paged_attention, "int8", "NH2D"),
-        (pp.ragged_paged_attention, "float32", "HND"),
-        *slow(itertools.product([pp.ragged_paged_attention], ["int8", "float32"], LAYOUTS)),
+        *zip(itertools.cycle([raw.paged_attention]), itertools.cycle(["int8", "float32"]), LAYOUTS),
+        (raw.ragged_paged_attention, "int8", "NH2D"),
+        (raw.ragged_paged_attention, "float32", "HND"),
+        *slow(itertools.product([raw.ragged_paged_attention], ["int8", "float32"], LAYOUTS)),
     ],
 )
 def test_xla_makes_nothing_of_the_size_of_a_pool(function, kv_dtype, kv_layout):
-    q_lens = (11, 5, 0) if function is pp.ragged_paged_attention else None
+    q_lens = (11, 5, 0) if function is raw.ragged_paged_attention else None
     case = Case(head_dim=16, num_pages=4000, q_lens=q_lens)
     stored, _ = Quantized(case=case, kv_dtype="int8").make()
     call = call_in_layout(kv_layout, stored if kv_dtype == "int8" else case.make())
@@ -232,7 +234,7 @@ def test_xla_makes_nothing_of_the_size_of_a_pool(function, kv_dtype, kv_layout):
 @pytest.mark.parametrize(("kv_layout", "axis"), [("HPND", 1), ("2NHD", 0)])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", *slow(["int8"])])
 @pytest.mark.parametrize(
-    ("function", "q_lens"), [(pp.paged_attention, None), (pp.ragged_paged_attention, (40, 17, 0))]
+    ("function", "q_lens"), [(raw.paged_attention, None), (raw.ragged_paged_attention, (40, 17, 0))]
 )
 def test_pools_of_more_than_2_31_elements(
     function, q_lens, kv_dtype, kv_layout, axis, implementation
@@ -290,8 +292,8 @@ def test_every_split_matches_the_oracle(function, config):
 @pytest.mark.parametrize(
     ("function", "case", "name", "most"),
     [
-        (pp.paged_attention, DECODE[0], "block_prefix_sums", 1.0),
-        (pp.ragged_paged_attention, Case(q_lens=(3, 1, 2)), "ragged_plan", 1.2),
+        (raw.paged_attention, DECODE[0], "block_prefix_sums", 1.0),
+        (raw.ragged_paged_attention, Case(q_lens=(3, 1, 2)), "ragged_plan", 1.2),
     ],
 )
 def test_the_plan_is_made_once_for_all_layers(function, case, name, most):
@@ -305,17 +307,6 @@ def test_the_plan_is_made_once_for_all_layers(function, case, name, most):
         return jax.jit(layers).lower(*case.make()).compile().as_text().count(name)
 
     assert 0 < count(2) <= most * count(1)
-
-
-@needs_triton
-def test_equals_jaxs_own_op_on_scaled_queries():
-    theirs = pytest.importorskip("jax.experimental.pallas.ops.gpu.paged_attention")
-    case = Case(head_dim=64)
-    q, *rest = case.make(poison=False)
-    q = q * np.float32(case.head_dim**-0.5)
-    expected = theirs.paged_attention(q, *rest, k_splits=2, interpret=True)
-    ours = jax.jit(partial(pp.paged_attention, sm_scale=1.0))(q, *rest)
-    assert relative_error(ours, np.asarray(expected, np.float64)) <= 1e-3  # theirs may use TF32
 
 
 class TestMerge:
@@ -374,9 +365,7 @@ def test_decode_after_fork_sees_the_shared_tokens_and_those_of_the_row(implement
     tokens = np.random.default_rng(0).standard_normal((2, 13, 2, case.head_dim)).astype(q.dtype)
     sizes = dict(num_pages=case.num_pages, page_size=case.page_size)
     table = extended((11, *[0] * 5), **sizes, max_seqs=6, pages_per_seq=case.pages_per_seq)
-    pool = pp.create_kv_pool(
-        **sizes, num_layers=1, num_kv_heads=2, head_dim=case.head_dim, dtype=q.dtype
-    )
+    pool = make_pool(**sizes, num_layers=1, head_dim=case.head_dim, dtype=q.dtype)
 
     def write(pool, rows, positions, which):
         slots = slot_mapping(table, np.int32(rows), np.int32(positions))

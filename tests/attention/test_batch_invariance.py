@@ -10,8 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-import pallas_paged as pp
-from tests.support import attention_calls
+from tests.support import attention_calls, raw
 from tests.support.attention_calls import assert_close, jitted
 from tests.support.attention_cases import Case, cumulated
 from tests.support.attention_options import config_of
@@ -22,8 +21,8 @@ from tests.support.marks import slow
 OPTIONS_OF_XLA = {}
 if jax.default_backend() == "cpu" and jax.__version_info__ < (0, 11):
     OPTIONS_OF_XLA["xla_cpu_use_fusion_emitters"] = True
-decode = jitted(pp.paged_attention, OPTIONS_OF_XLA)
-ragged = jitted(pp.ragged_paged_attention, OPTIONS_OF_XLA)
+decode = jitted(raw.paged_attention, OPTIONS_OF_XLA)
+ragged = jitted(raw.ragged_paged_attention, OPTIONS_OF_XLA)
 
 OPTIONS = dict(
     soft_cap=3.0,

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-import pallas_paged as pp
+from tests.support import raw
 from tests.support.attention_calls import assert_close, cascade
 from tests.support.attention_cases import Case, SharedPrefixes, without_tokens_left_of
 from tests.support.attention_options import config_of
@@ -69,7 +69,7 @@ def test_groups_are_clamped_to_rise_within_the_rows_and_lengths_to_the_table(imp
 
 def test_returns_out_alone_by_default():
     arrays = GROUPS[1].make()
-    out = jax.eval_shape(pp.cascade_attention, *arrays)
+    out = jax.eval_shape(raw.cascade_attention, *arrays)
     assert out.shape == arrays[0].shape and out.dtype == arrays[0].dtype
 
 
@@ -88,35 +88,15 @@ def test_bad_groups_are_refused_by_name(changes, message):
     *arrays, prefix_lens, cu_group_sizes = GROUPS[0].make()
     groups = dict(prefix_lens=prefix_lens, cu_group_sizes=cu_group_sizes) | changes
     with pytest.raises(ValueError, match=message):
-        pp.cascade_attention(*arrays, **groups)
+        raw.cascade_attention(*arrays, **groups)
 
 
-TRITON, MOSAIC = (
-    dict(config=config_of(family, ragged=False), prefix_config=config_of(family, ragged=True))
-    for family in ("triton", "mosaic_sm90")
-)
-
-
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="configs choose the implementation")
-def test_configs_of_every_implementation_are_accepted_without_a_gpu():
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a config chooses the implementation")
+@pytest.mark.parametrize("family", ["triton", "mosaic_sm90"])
+def test_a_config_is_for_the_tokens_behind_the_prefix(family):
     arrays = GROUPS[1].make()
-    assert_close(cascade(*arrays, **MOSAIC), arrays[:5], 1e-5)
-    mixed = MOSAIC | dict(config=TRITON["config"])
-    assert_close(cascade(*arrays, **mixed), arrays[:5], 1e-5)
-    with pytest.raises(ValueError, match="must be a RaggedConfig for implementation='triton"):
-        cascade(*arrays, **mixed, implementation="triton_interpret")
-
-
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [
-        ("config", TRITON["prefix_config"]),
-        ("config", MOSAIC["prefix_config"]),
-        ("prefix_config", TRITON["config"]),
-        ("prefix_config", MOSAIC["config"]),
-    ],
-)
-def test_a_config_of_the_other_kernel_is_refused(name, config):
-    wanted = "DecodeConfig" if name == "config" else "RaggedConfig"
-    with pytest.raises(ValueError, match=f"must be a {wanted} or Mosaic{wanted}"):
-        jax.eval_shape(partial(pp.cascade_attention, **{name: config}), *GROUPS[0].make())
+    assert_close(cascade(*arrays, config=config_of(family, ragged=False)), arrays[:5], 1e-5)
+    with pytest.raises(ValueError, match="must be a DecodeConfig or MosaicDecodeConfig"):
+        jax.eval_shape(
+            partial(raw.cascade_attention, config=config_of(family, ragged=True)), *arrays
+        )

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-import pallas_paged as pp
 from pallas_paged.kernels.mosaic import support as mosaic_support
+from tests.support import raw
 from tests.support.attention_calls import assert_close, assert_same_bits
 from tests.support.attention_cases import (
     Case,
@@ -42,10 +42,10 @@ LEVELS = dict(
     dead_rows=[False, True],
 )
 ENTRIES = {
-    "decode": (pp.paged_attention, LEVELS),
+    "decode": (raw.paged_attention, LEVELS),
     # The masks of two sizes: less than some row's queries, and more than all.
-    "ragged": (pp.ragged_paged_attention, LEVELS | {"mask": ["causal", "none", 6, 30]}),
-    "cascade": (pp.cascade_attention, {k: v for k, v in LEVELS.items() if k != "split"}),
+    "ragged": (raw.ragged_paged_attention, LEVELS | {"mask": ["causal", "none", 6, 30]}),
+    "cascade": (raw.cascade_attention, {k: v for k, v in LEVELS.items() if k != "split"}),
 }
 # Lengths and queries of rows that share a program: prompts, chunks, a few tokens, one, none, and
 # more queries than keys.
@@ -124,14 +124,10 @@ def options_of(row: dict, num_seqs: int, implementation: str) -> tuple[dict, dic
     elif mask != "causal":
         arrays["tree_mask"] = np.random.default_rng(mask).random((num_seqs, mask, mask)) < 0.5
     oracle = static | arrays
-    if row["dead_rows"]:
-        static["q_scale"] = 0.5
-        oracle["sm_scale"] = 0.5 * static.get("sm_scale", row["head_dim"] ** -0.5)
     if row["small_blocks"]:
-        config = partial(config_of, implementation, split=row.get("split", False))
-        static["config"] = config(ragged=entry == "ragged")
-        if entry == "cascade":
-            static["prefix_config"] = config(ragged=True)
+        static["config"] = config_of(
+            implementation, ragged=entry == "ragged", split=row.get("split", False)
+        )
     elif row.get("split") and entry != "cascade":
         static["fixed_split_size"] = 64
     return static | {"implementation": implementation}, arrays, oracle

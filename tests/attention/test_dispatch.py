@@ -12,19 +12,23 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import pallas_paged as pp
 from pallas_paged.attention import dispatch
-from pallas_paged.attention.dispatch import BACKENDS, LocalCall
-from pallas_paged.kernels.call import Call
+from pallas_paged.attention.dispatch import LocalCall
+from pallas_paged.attention.options import StaticOptions
+from pallas_paged.kernels.call import Arrays, Call
+from pallas_paged.kernels.families import FAMILIES
+from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm90 import support as sm90_support
+from tests.support import raw
 from tests.support.attention_cases import Case
 from tests.support.attention_options import config_of
 from tests.support.devices import A100, CPU, HOPPER, lower_for_cuda
 from tests.support.marks import needs_triton
+from tests.support.placement import named
 from tests.support.static_calls import DECODE, PREFILL
 
-FUNCTIONS = [(pp.paged_attention, Case()), (pp.ragged_paged_attention, Case(q_lens=(4, 1, 2)))]
+FUNCTIONS = [(raw.paged_attention, Case()), (raw.ragged_paged_attention, Case(q_lens=(4, 1, 2)))]
 BOTH_FUNCTIONS = pytest.mark.parametrize(("function", "case"), FUNCTIONS, ids=["decode", "ragged"])
 BOTH = pytest.mark.parametrize("call", [PREFILL, DECODE], ids=["ragged", "decode"])
 needs_mosaic = pytest.mark.skipif(
@@ -156,10 +160,9 @@ class TestConfig:
         with pytest.raises(NotImplementedError, match="'mosaic_sm90' needs a Hopper GPU"):
             dispatch.resolve(call, None)
 
-    @pytest.mark.parametrize("implementation", [None, *BACKENDS])
+    @pytest.mark.parametrize("implementation", [None, *FAMILIES])
     def test_of_another_type_is_refused(self, any_jax, call, implementation):
-        family = (implementation or "").removesuffix("_interpret")
-        families = [family] if family in CONFIGS else CONFIGS
+        families = [implementation] if implementation else CONFIGS
         wanted = [CONFIGS[family][call.kernel] for family in families]
         names = " or ".join(type(config).__name__ for config in wanted)
         for config in (config for pair in CONFIGS.values() for config in pair.values()):
@@ -177,14 +180,14 @@ SHARED_MEMORY = "Config.* needs {}[0-9]+ bytes of shared memory; a program has {
     [
         *(pytest.param("triton", *row, marks=needs_triton) for row in (
             (DECODE, {"head_dim": 67} | INT8, "an even head_dim with pages of int8, not 67"),
-            (PREFILL, gpu("8.6") | FP8, "capability 8.9 with pages of float8_e4m3fn, not 8.6"),
-            (DECODE, {"device": CPU}, "a GPU, but the device has the platform 'cpu'"),
+            (PREFILL, gpu("8.6") | FP8, "capability 8.9, not 8.6, with pages of float8_e4m3fn"),
+            (DECODE, {"device": CPU}, "a GPU, but the platform is 'cpu': interpret=True runs"),
         )),
         ("mosaic_sm80", PREFILL, F32, "bfloat16 or float16, not float32"),
         ("mosaic_sm80", DECODE, F16_PAGES, "int8 or float8_e4m3fn, not of float16"),
         ("mosaic_sm80", DECODE, {"head_dim": 68}, "a multiple of 8 with pages of bf.*, not 68"),
         ("mosaic_sm80", DECODE, {"head_dim": 72} | FP8, "a multiple of 16 with pages of float8_"),
-        ("mosaic_sm80", DECODE, {"device": CPU}, "a GPU, but the device has the platform 'cpu'"),
+        ("mosaic_sm80", DECODE, {"device": CPU}, "a GPU, but the platform is 'cpu': interpret="),
         ("mosaic_sm80", DECODE, gpu("7.5"), "compute capability 8.0, not 7.5"),
         ("mosaic_sm80", DECODE, gpu("8.6") | {"config": replace(SM80["decode"], block_k=128)},
          SHARED_MEMORY.format(1, 101376)),
@@ -214,13 +217,13 @@ def test_calls_that_an_implementation_cannot_do_are_refused(
     call = replace(call, **changes)
     with pytest.raises(NotImplementedError, match=rf"'{implementation}' .*{reason}"):
         dispatch.resolve(call, implementation)
-    interpreted = BACKENDS[f"{implementation}_interpret"].why_not(call)
+    interpreted = FAMILIES[implementation].why_not(replace(call, interpret=True))
     assert (interpreted is None) == ("device" in changes and "config" not in changes)
 
 
 @needs_triton
 def test_triton_takes_one_byte_pages_of_any_even_head_dim_where_the_gpu_converts_them():
-    why_not = BACKENDS["triton"].why_not
+    why_not = FAMILIES["triton"].why_not
     assert why_not(replace(DECODE, **gpu("8.0") | INT8, head_dim=66)) is None
     for capability in ("8.9", "9.0", "12.0"):
         assert why_not(replace(DECODE, **gpu(capability) | FP8)) is None, capability
@@ -268,33 +271,42 @@ class TestNamed:
         assert "attention_gradient_of_queries" in str(jax.make_jaxpr(jax.grad(total))(q))
 
 
-@pytest.mark.parametrize("implementation", [None, *BACKENDS])
-def test_a_local_call_knows_where_it_runs(implementation):
+@needs_triton
+@pytest.mark.parametrize("interpret", [False, True])
+@pytest.mark.parametrize("implementation", [None, *FAMILIES, "xla"])
+def test_the_families_of_a_gradient_follow_from_the_device_and_the_name(
+    any_jax, implementation, interpret
+):
+    if interpret and implementation in (None, "xla"):
+        pytest.skip("has no kernels to interpret")
+    how = StaticOptions(
+        logits=LogitOptions(sm_scale=1.0), implementation=implementation, interpret=interpret
+    )
+    arrays = Arrays(**{
+        name: jnp.asarray(x)
+        for name, x in named(raw.ragged_paged_attention, FUNCTIONS[1][1].make()).items()
+    })  # fmt: skip
     on_hopper, on_ampere = (
         LocalCall(
-            kernel="decode", implementation=implementation, device=device, options=None,
-            config=None, fixed_split_size=None, with_lse=True, names=(), kv_layout="HPND",
+            kernel="ragged", how=how, device=device, with_lse=True, names=(), kv_layout="HPND"
         )
         for device in (HOPPER, A100)
-    )  # fmt: skip
-    family = (implementation or "").removesuffix("_interpret")
-    assert on_hopper.interpret == ("_interpret" in (implementation or ""))
-    assert on_hopper.one_device == (on_hopper.interpret and family != "triton")
-    assert on_ampere.may_be_mosaic == (implementation == "mosaic_sm90_interpret")
-    assert on_hopper.may_be_mosaic == (family in ("", "mosaic_sm90"))
+    )
+    assert on_hopper.one_device == (interpret and implementation != "triton")
+    by_sm90 = ("mosaic_sm90",) * (implementation in (None, "mosaic_sm90"))
+    assert on_hopper.gradient_families(arrays) == (*by_sm90, "triton")
+    assert on_ampere.gradient_families(arrays) == (*by_sm90 * interpret, "triton")
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["triton", "triton_interpret"])
+@pytest.mark.parametrize("interpret", [False, True])
 @BOTH
-def test_kernels_are_interpreted_where_the_name_says_so(call, name):
-    backend, interpret = BACKENDS[name], name == "triton_interpret"
-    functions = [backend.bind(call)]
-    if call is DECODE:
-        functions += backend.bind_states(call, writes=False)
-    assert [function.keywords["interpret"] for function in functions] == [interpret] * len(
-        functions
-    )
+def test_kernels_are_interpreted_on_request(call, interpret):
+    family, call = FAMILIES["triton"], replace(call, interpret=interpret)
+    functions = [family.bind(call)]
+    if call.kernel == "decode":
+        functions += family.bind_states(call, writes=False)
+    assert all(function.keywords["interpret"] is interpret for function in functions)
 
 
 @needs_mosaic
@@ -303,7 +315,7 @@ def test_kernels_are_interpreted_where_the_name_says_so(call, name):
 def test_none_lowers_the_calls_that_mosaic_supports_for_hopper(head_dim, return_lse):
     case = Case(head_dim=head_dim, dtype="bfloat16", q_lens=(64,) * 3, seq_lens=(64,) * 3)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in case.make()]
-    attend = partial(pp.ragged_paged_attention, return_lse=return_lse)
+    attend = partial(raw.ragged_paged_attention, return_lse=return_lse)
     assert ("@mosaic_gpu" in lower_for_cuda(attend, *shapes).as_text()) == (head_dim == 64)
 
 

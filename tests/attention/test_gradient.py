@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
+from tests.support import raw
 from tests.support.attention_calls import assert_same_bits
 from tests.support.attention_cases import (
     Case,
@@ -128,7 +129,7 @@ class TestEqualsFiniteDifferences:
         arrays = DECODE.make()
         dropped = without_tokens_left_of(WINDOW, arrays, DECODE.page_size, -(2**31))
         assert np.isnan(dropped[1]).sum() > np.isnan(arrays[1]).sum()
-        function = partial(pp.paged_attention, implementation=implementation)
+        function = partial(raw.paged_attention, implementation=implementation)
         wanted = "q", "alibi_slopes", "sinks"
         found = gradients_of(function, call_of(dropped), wanted, **OPTIONS)
         assert_is_gradient_of_attention(found, arrays, **OPTIONS)
@@ -137,7 +138,7 @@ class TestEqualsFiniteDifferences:
         """With a tree mask, pages that rows share and a head_dim that is no power of two."""
         arrays = with_shared_pages(replace(RAGGED, head_dim=24).make())
         options = OPTIONS | dict(tree_mask=TREE, sliding_window=9)
-        function = partial(pp.ragged_paged_attention, implementation=implementation)
+        function = partial(raw.ragged_paged_attention, implementation=implementation)
         loss = total_with_nan_cotangents
         found = gradients_of(function, call_of(arrays), ALL, loss, **options)
         assert_is_gradient_of_attention(found, arrays, **options)
@@ -151,7 +152,7 @@ class TestEqualsFiniteDifferences:
     def test_of_a_cascade(self, wanted, options, implementation):
         *arrays, prefix_lens, cu_group_sizes = SHARED.make()
         groups = dict(prefix_lens=prefix_lens, cu_group_sizes=cu_group_sizes)
-        function = partial(pp.cascade_attention, implementation=implementation)
+        function = partial(raw.cascade_attention, implementation=implementation)
         found = gradients_of(function, call_of(arrays) | groups, wanted, **options)
         assert_is_gradient_of_attention(found, arrays, **options)
 
@@ -162,7 +163,7 @@ class TestEqualsFiniteDifferences:
         call = call_in_layout(kv_layout, arrays)
         wanted = ("k_pages",) if call["v_pages"] is None else ("k_pages", "v_pages")
         options = dict(implementation=implementation, causal=False, kv_layout=kv_layout)
-        found = gradients_of(partial(pp.ragged_paged_attention, **options), call, wanted)
+        found = gradients_of(partial(raw.ragged_paged_attention, **options), call, wanted)
         places = in_layout(kv_layout, *np.arange(2 * arrays[1].size).reshape(2, *arrays[1].shape))
         both = np.zeros((2, *arrays[1].shape))
         for name, place in zip(wanted, places, strict=False):
@@ -187,7 +188,7 @@ class TestEqualsFiniteDifferences:
         ids=["the log-sum-exps", "window and cap", "pages of 2", "pages of 64", "plain decode"],
     )
     def test_of_few_options(self, case, wanted, loss, options, implementation):
-        function = pp.ragged_paged_attention if case.q_lens else pp.paged_attention
+        function = raw.ragged_paged_attention if case.q_lens else raw.paged_attention
         function, arrays = partial(function, implementation=implementation), case.make()
         found = gradients_of(function, call_of(arrays), wanted, loss, **options)
         assert_is_gradient_of_attention(found, arrays, loss, **options)
@@ -203,7 +204,7 @@ PROMPT = mosaic_case(
 def test_a_prompt_in_16_bits_has_the_gradient_of_xla(family, case):
     *floats, tables, lens, offsets = case.make()
     exact = [x.astype(np.float32) for x in floats]
-    call = partial(pp.ragged_paged_attention, sliding_window=70)
+    call = partial(raw.ragged_paged_attention, sliding_window=70)
     run = partial(gradients_of, wanted=ALL[:3])
     found = run(partial(call, implementation=family), call_of((*floats, tables, lens, offsets)))
     assert [x.dtype for x in found.values()] == [case.dtype] * 3
@@ -226,7 +227,7 @@ def test_log_probabilities_of_a_rollout_have_the_bits_of_training(family):
         return jax.nn.log_softmax(out.reshape(-1).astype(jnp.float32) @ to_logits)
 
     how = dict(implementation=family, fixed_split_size=128)  # no row is split
-    call = partial(pp.ragged_paged_attention, **how)
+    call = partial(raw.ragged_paged_attention, **how)
 
     @jax.jit
     def train(q):
@@ -247,7 +248,7 @@ class TestOneBytePages:
     def test_have_a_gradient_in_queries_and_sinks(self, kv_dtype, implementation):
         case = replace(RAGGED, q_lens=(4, 1, 5, 7))
         stored, meant = Quantized(case=case, kv_dtype=kv_dtype, v_size=1.0).make()
-        function = partial(pp.ragged_paged_attention, implementation=implementation)
+        function = partial(raw.ragged_paged_attention, implementation=implementation)
         found = gradients_of(function, call_of(stored), ("q", "sinks"), sinks=SINKS)
         assert_is_gradient_of_attention(found, meant, sinks=SINKS)
 
@@ -260,7 +261,7 @@ class TestOneBytePages:
         given = call_of(Quantized(case=RAGGED, kv_dtype=kv_dtype).make()[0])
 
         def loss(x):
-            return pp.ragged_paged_attention(**given | {name: x}, implementation=triton).sum()
+            return raw.ragged_paged_attention(**given | {name: x}, implementation=triton).sum()
 
         with pytest.raises(NotImplementedError, match="is not that of"):
             jax.eval_shape(jax.grad(loss), given[name])
@@ -272,7 +273,7 @@ def test_under_vmap(triton):
     q, k_pages, v_pages, *rest = RAGGED.make()
 
     def loss(q, k_pages):
-        out = pp.ragged_paged_attention(q, k_pages, v_pages, *rest, implementation=triton)
+        out = raw.ragged_paged_attention(q, k_pages, v_pages, *rest, implementation=triton)
         return jnp.sin(out).sum()
 
     gradient, several = jax.grad(loss, argnums=(0, 1)), np.stack([q, 2 * q])
@@ -286,7 +287,7 @@ def test_kernels_have_no_gradient_of_the_gradient(triton):
     q, *rest = DECODE.make()
 
     def loss(q):
-        return pp.paged_attention(q, *rest, implementation=triton).sum()
+        return raw.paged_attention(q, *rest, implementation=triton).sum()
 
     with pytest.raises(NotImplementedError, match="no gradient itself; implementation='xla'"):
         jax.eval_shape(jax.grad(lambda q: jax.grad(loss)(q).sum()), q)
@@ -308,9 +309,9 @@ def test_in_tokens_that_are_written_to_the_pages(implementation):
     @jax.jit
     @jax.grad
     def gradient(at):
-        layer = pp.LayerKV(k_pages=at["k_pages"], v_pages=v_pages)
+        layer = pp.LayerKV(at["k_pages"], v_pages, kv_layout="HPND")
         layer = pp.write_kv(layer, at["new_k"], at["new_v"], slots)
-        out = pp.ragged_paged_attention(
+        out = raw.ragged_paged_attention(
             q, layer.k_pages, layer.v_pages, *rest, implementation=implementation
         )
         return jnp.sin(out).sum()

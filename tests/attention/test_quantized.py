@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
+from tests.support import raw
 from tests.support.attention_calls import assert_close, assert_same_bits, decode, ragged
 from tests.support.attention_cases import Case
 from tests.support.attention_oracle import attend, relative_error
+from tests.support.kv_pools import make_pool
 from tests.support.marks import slow
 from tests.support.page_tables import write_kv
 from tests.support.quantized_cases import Quantized
@@ -160,7 +162,7 @@ def test_quantization_by_write_kv_costs_little(kv_dtype, error, implementation):
     k_pages *= np.linspace(0.1, 3, case.page_size, dtype=np.float32)[:, None]
     num_kv_heads, num_pages, page_size, head_dim = k_pages.shape
     sizes = dict(num_pages=num_pages, page_size=page_size, head_dim=head_dim)
-    pool = pp.create_kv_pool(num_layers=1, num_kv_heads=num_kv_heads, dtype=kv_dtype, **sizes)
+    pool = make_pool(num_layers=1, num_kv_heads=num_kv_heads, dtype=kv_dtype, **sizes)
     k, v = (x.reshape(num_kv_heads, -1, head_dim).swapaxes(0, 1) for x in (k_pages, v_pages))
     layer = write_kv(pool.layers[0], k, v, np.arange(len(k), dtype=np.int32))
     q = q.astype(jnp.dtype(case.dtype))
@@ -201,9 +203,9 @@ BAD = [
 @pytest.mark.parametrize(
     ("function", "case", "groups"),
     [
-        (pp.paged_attention, SMALL, ()),
-        (pp.ragged_paged_attention, RAGGED, ()),
-        (pp.cascade_attention, SMALL, (np.int32([8]), np.int32([0, 2]))),
+        (raw.paged_attention, SMALL, ()),
+        (raw.ragged_paged_attention, RAGGED, ()),
+        (raw.cascade_attention, SMALL, (np.int32([8]), np.int32([0, 2]))),
     ],
     ids=["decode", "ragged", "cascade"],
 )
@@ -218,11 +220,11 @@ def test_scales_of_unquantized_pages_are_refused():
     message = "k_scales and v_scales must be None with pages of float32"
     for scales in ({"k_scales": np.ones((2, 8, 8), "f4")}, {"v_scales": np.float32(1)}):
         with pytest.raises(ValueError, match=message):
-            pp.paged_attention(*SMALL.make(), **scales)
+            raw.paged_attention(*SMALL.make(), **scales)
 
 
 def test_k_and_v_of_two_dtypes_are_refused():
     q, k_pages, v_pages, *rest = Quantized(case=SMALL, kv_dtype=INT8).make()[0]
-    message = "k_pages.dtype=int8 must equal v_pages.dtype=float8_e4m3"
+    message = "int8.* and v_pages float8_e4m3fn.* must have one shape and dtype"
     with pytest.raises(ValueError, match=message):
-        pp.paged_attention(q, k_pages, v_pages.astype(jnp.float8_e4m3fn), *rest)
+        raw.paged_attention(q, k_pages, v_pages.astype(jnp.float8_e4m3fn), *rest)

@@ -9,6 +9,7 @@ import pytest
 
 import pallas_paged as pp
 from pallas_paged.decoder.unmerged_attention import unmerged_attention, write_and_attend
+from tests.support import raw
 from tests.support.marks import needs_triton, slow
 from tests.support.page_layouts import layer_in_layout
 
@@ -34,7 +35,7 @@ def a_call(lens, head_dim=64):
     slots = np.where(lens > 0, slots, -1).astype(np.int32)
     qkv = rng.standard_normal((num_seqs, 2, 3 + 2, head_dim)).astype(jnp.bfloat16)
     angles = rng.uniform(0, 6, (num_seqs, head_dim // 2)).astype(np.float32)
-    layer = pp.LayerKV(k_pages=k, v_pages=v)
+    layer = pp.LayerKV(k, v, kv_layout="HPND")
     return layer, qkv, slots, table, lens, (np.cos(angles), np.sin(angles))
 
 
@@ -45,12 +46,13 @@ def test_its_merge_is_attention_bit_for_bit(implementation, with_sinks):
     q = qkv[:, :, :-2].reshape(1, 6, 64)
     sinks = np.linspace(-1, 3, 6, dtype=np.float32) if with_sinks else None
     how = dict(sinks=sinks, implementation=implementation, sliding_window=100)
+    options = how | raw.by(implementation)
 
     @jax.jit
     def both(layer, q, table, lens):
-        attention = unmerged_attention(layer, q, table, lens, **how)
+        attention = unmerged_attention(q, layer, table, lens, **options)
         assert attention.shape == (1, 6 * 64) and attention.dtype == jnp.bfloat16
-        out = pp.paged_attention(q, layer.k_pages, layer.v_pages, table, lens, **how)
+        out = raw.paged_attention(q, layer.k_pages, layer.v_pages, table, lens, **how)
         return attention.merged(), out
 
     merged, out = map(np.asarray, both(layer, q, table, lens))
@@ -77,17 +79,16 @@ def test_the_newest_tokens_are_attended_to_and_written(lens, head_dim, kv_layout
     layer = pp.LayerKV(**layer_in_layout(kv_layout, layer), kv_layout=kv_layout)
 
     @jax.jit
-    def ours(*arrays):
-        how = dict(rotation=rotation, implementation="triton_interpret")
-        attention, got = write_and_attend(*arrays, **how, **options)
+    def ours(layer, qkv, slots, table, lens):
+        how = dict(rotation=rotation, implementation="triton", interpret=True)
+        attention, got = write_and_attend(qkv, layer, table, lens, slots, **how, **options)
         return attention.merged(), got
 
     @jax.jit
     def wanted(layer, qkv, slots, table, lens):
         how = dict(implementation="xla")
         q, layer = pp.rotate_and_write_kv(layer, qkv, slots, rotation=rotation, **how)
-        arrays = q, layer.k_pages, layer.v_pages, table, lens
-        return pp.paged_attention(*arrays, **how, **options, kv_layout=kv_layout), layer
+        return pp.paged_attention(q, layer, table, lens, **how, **options), layer
 
     arrays = layer, qkv, slots, table, lens
     (out, got), (expected, layer) = ours(*arrays), wanted(*arrays)
@@ -99,16 +100,17 @@ def test_the_newest_tokens_are_attended_to_and_written(lens, head_dim, kv_layout
 
 
 @needs_triton
-def test_where_there_are_no_states_there_is_none():
-    layer, qkv, *at, rotation = a_call([20])
-    q, how = qkv[:, :, :-2].reshape(1, 6, 64), dict(implementation="triton_interpret")
-    assert unmerged_attention(layer, q, *at[1:], implementation="xla") is None
-    assert write_and_attend(layer, qkv, *at, rotation=rotation, implementation="xla") is None
+def test_unmerged_attention_is_none_without_partial_states():
+    layer, qkv, slots, table, lens, rotation = a_call([20])
+    q, how = qkv[:, :, :-2].reshape(1, 6, 64), dict(implementation="triton", interpret=True)
+    at = table, lens, slots
+    assert unmerged_attention(q, layer, table, lens, implementation="xla") is None
+    assert write_and_attend(qkv, layer, *at, rotation=rotation, implementation="xla") is None
     for other in (None, tuple(x[:, :8] for x in rotation)):
-        assert write_and_attend(layer, qkv, *at, rotation=other, **how) is None
+        assert write_and_attend(qkv, layer, *at, rotation=other, **how) is None
     small, new, *_, turn = a_call([20], head_dim=8)
-    assert write_and_attend(small, new, *at, rotation=turn, **how) is None
+    assert write_and_attend(new, small, *at, rotation=turn, **how) is None
     one_array = pp.LayerKV(**layer_in_layout("2NHD", layer), kv_layout="2NHD")
     quantized = jax.tree.map(lambda x: x.astype(jnp.int8), layer)
     for pages in (one_array, quantized):
-        assert write_and_attend(pages, qkv, *at, rotation=rotation, **how) is None
+        assert write_and_attend(qkv, pages, *at, rotation=rotation, **how) is None

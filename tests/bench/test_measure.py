@@ -17,6 +17,7 @@ from bench.measure import Variant
 from bench.reference import reference_states
 from bench.shapes import TINY, make_case
 from tests.bench.fakes import FAILED, WRONG, ok
+from tests.support import raw
 from tests.support.attention_oracle import attend, relative_error
 
 pytestmark = pytest.mark.usefixtures("short_chains")
@@ -113,7 +114,7 @@ def test_equal_programs_are_measured_once(monkeypatch) -> None:
 
     def find(implementation, sm_scale=1.0):
         def attend(*args):
-            return pp.paged_attention(*args, sm_scale=sm_scale, implementation=implementation)
+            return raw.paged_attention(*args, sm_scale=sm_scale, implementation=implementation)
 
         return lambda: [Variant(label=str(implementation), attend=attend)]
 

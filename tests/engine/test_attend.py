@@ -12,10 +12,11 @@ import pytest
 import pallas_paged as pp
 from pallas_paged.decoder.rotary_write import split_qkv
 from pallas_paged.decoder.unmerged_attention import UnmergedAttention
-from pallas_paged.engine.attend import PagedAttend
+from pallas_paged.engine.attend import AttentionKernels, PagedAttend
 from pallas_paged.engine.batch import ChunkBatch
 from pallas_paged.engine.sampler import SamplingMode
 from pallas_paged.engine.step import make_step
+from tests.support import raw
 from tests.support.devices import lower_for_cuda
 from tests.support.engine_calls import make_engine
 from tests.support.kv_pools import make_pool
@@ -47,7 +48,7 @@ def a_call(repeats=1, implementation=None, *, is_alone=False):
         i32(0) if is_alone else i32(0, 1),
         chunks,
         num_kv_heads=NUM_KV_HEADS,
-        implementation=implementation,
+        kernels=AttentionKernels(**raw.by(implementation)),
     )
     pool = make_pool(1, 16, NUM_KV_HEADS * repeats, PAGE_SIZE, HEAD_DIM)
     rng = np.random.default_rng(0)
@@ -102,11 +103,11 @@ def test_a_step_for_cuda_writes_k_and_v_by_the_kernel_and_fits_a_graph(model, nu
     weights, state = runner.executor.weights, runner.executor.state
     shapes = jax.eval_shape(lambda: (weights.leaves, state, None, batch))
     # Without its compile options, which only the outermost function may have.
-    step = make_step(model, weights.structure, None).__wrapped__
+    step = make_step(model, weights.structure, AttentionKernels()).__wrapped__
     text = lower_for_cuda(step, *shapes).as_text()
     assert "rotate_and_write_kv" in text
     spec = model.kv_cache_spec
-    pages = f"tensor<{spec.num_kv_heads}x{8 * PAGE_SIZE}x{spec.head_dim}xf32>"
+    pages = f"tensor<{8 * PAGE_SIZE}x{spec.num_kv_heads}x{spec.head_dim}xf32>"
     assert f"}}) : ({pages}, " not in text  # as a scatter into them would end
     # What no CUDA graph can hold, or what would wait for the host in one.
     assert not re.findall(r"stablehlo\.(?:sort|while|case|if)\b|chlo.top_k|callback", text)

@@ -18,6 +18,7 @@ from pallas_paged.engine.kv_cache_manager import TableUpdate
 from pallas_paged.engine.runner import modes_for
 from pallas_paged.engine.sampler import SamplingMode
 from pallas_paged.engine.state import TableArrays
+from tests.support import raw
 from tests.support.engine_calls import (
     MODEL,
     PROMPTS,
@@ -58,7 +59,7 @@ def test_requests_together_equal_the_oracle(greedy_tokens, caching):
 
 def test_every_implementation_equals_the_oracle(implementation):
     model = replace(MODEL, num_layers=1)
-    engine = make_engine(model, implementation=implementation, num_scheduler_steps=1)
+    engine = make_engine(model, **raw.by(implementation), num_scheduler_steps=1)
     oracle = Oracle(model, weights(model))
     requests = serve(engine, PROMPTS[:2], greedy(max_tokens=3))
     assert tokens_of(requests) == [oracle.continue_(prompt, 3) for prompt in PROMPTS[:2]]

@@ -24,6 +24,7 @@ from pallas_paged.engine.sampler import (
 )
 from pallas_paged.engine.sampling_filters import find_limits, num_blocks
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from tests.support import raw
 from tests.support.marks import slow
 from tests.support.promotion import assert_is_strict, strict_promotion
 from tests.support.sampling_rows import (
@@ -40,7 +41,7 @@ WIDE = 4120  # three blocks of 2048 tokens, the last one short
 GREEDY = SamplingMode()
 PLAIN = SamplingMode(draws=True)
 FILTERS = SamplingMode(draws=True, filters=2)
-jit_sample = jax.jit(sample, static_argnames=("mode", "implementation"))
+jit_sample = jax.jit(sample, static_argnames=("mode", "implementation", "interpret"))
 
 
 @pytest.fixture(autouse=True)
@@ -120,14 +121,14 @@ def test_every_row_draws_the_token_that_arrives_first(mode, implementation, seed
     logits[6:8] = -np.inf
     wanted = wanted_tokens(logits, rows, lens, mode)
     assert len(set(wanted)) > 20 and sum(token == -1 for token, _ in wanted) == 7
-    tokens = np.asarray(jit_sample(logits, rows, lens, mode, implementation=implementation))
+    tokens = np.asarray(jit_sample(logits, rows, lens, mode, **raw.by(implementation)))
     assert tokens.dtype == np.int32
     assert sum(is_close for _, is_close in wanted) <= len(wanted) // 6  # of a top_p near 1
     for row, (token, (one, is_close)) in enumerate(zip(tokens, wanted, strict=True)):
         assert is_close or token == one, f"row {row}: {take_rows([row], rows)}"
     back = np.arange(len(logits))[::-1]
     turned = logits[back], take_rows(back, rows), lens[back]
-    turned = jit_sample(*turned, mode, implementation=implementation)
+    turned = jit_sample(*turned, mode, **raw.by(implementation))
     np.testing.assert_array_equal(turned[::-1], tokens)
 
 
@@ -195,7 +196,7 @@ def test_filters_keep_what_ties_with_the_last_kept_and_drop_the_next_float_below
     logits = np.full((40, WIDE), others, np.float32)
     logits[:, [*few]] = [*few.values()]
     rows, lens = metadata(40, **values), np.zeros(40, np.int32)
-    tokens = jit_sample(logits, rows, lens, FILTERS, implementation=implementation)
+    tokens = jit_sample(logits, rows, lens, FILTERS, **raw.by(implementation))
     np.testing.assert_array_equal(np.unique(tokens), kept)
 
 

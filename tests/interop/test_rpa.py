@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_paged.interop import get_kv_cache_shape, ragged_paged_attention
+from tests.support import raw
 from tests.support.devices import lower_for_cuda
 from tests.support.marks import slow
 from tests.support.promotion import strict_promotion
@@ -45,7 +46,7 @@ def call(arrays, **options):
 )
 def test_equals_the_oracle(dtype, options, implementation):
     arrays = dataclasses.replace(CASE, dtype=dtype).make()
-    results = call(arrays, **options, return_lse=True, implementation=implementation)
+    results = call(arrays, **options, return_lse=True, **raw.by(implementation))
     assert results[0].dtype == dtype
     assert_equal_results(results, expected(arrays, **options), TOLERANCE[dtype])
     assert not np.asarray(results[0])[sum(CASE.q_lens) :].any()
@@ -75,7 +76,7 @@ def test_caches_of_other_shapes(shape):
 def test_one_byte_keys_go_as_they_are_into_the_cache(kv_dtype, implementation):
     case = dataclasses.replace(CASE, dtype="bfloat16", kv_dtype=kv_dtype)
     arrays, scales = case.make(), dict(k_scale=0.25, v_scale=2.0)
-    results = call(arrays, **scales, implementation=implementation)
+    results = call(arrays, **scales, **raw.by(implementation))
     assert results[0].dtype == "bfloat16"
     assert_equal_results(results, expected(arrays, **scales), TOLERANCE["bfloat16"])
 

@@ -16,7 +16,7 @@ from pallas_paged.decoder.between_attentions import BlockWeights, Residual, betw
 from pallas_paged.decoder.linear import linear
 from pallas_paged.decoder.rms_norm import rms_norm
 from pallas_paged.decoder.unmerged_attention import unmerged_attention
-from pallas_paged.pages.pool import LayerKV
+from pallas_paged.pages.layer import LayerKV
 from tests.support.block_weights import draw
 from tests.support.devices import implementations_here, lower_for_cuda, mesh
 from tests.support.kernel_calls import kernel_calls
@@ -143,7 +143,7 @@ def test_partial_states_are_as_good_as_their_merge(kernel, attention, seq_len, w
 
     def attend():
         return unmerged_attention(
-            LayerKV(k_pages=pages[0], v_pages=pages[1]),
+            LayerKV(pages[0], pages[1], kv_layout="HPND"),
             draw(42, 1, A // 64, 64),
             np.arange(32, dtype=np.int32)[None],
             np.array([seq_len], np.int32),

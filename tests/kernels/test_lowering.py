@@ -220,7 +220,7 @@ def test_a_step_writes_into_the_pool_that_was_donated(function, num_tokens):
     pool = {name: arrays.pop(name) for name in ("k_pages", "v_pages")}
 
     def step(pool, arrays, new, slots):
-        layer = pp.write_kv(pp.LayerKV(**pool), new, new, slots)
+        layer = pp.write_kv(pp.LayerKV(**pool, kv_layout="HPND"), new, new, slots)
         pool = dict(k_pages=layer.k_pages, v_pages=layer.v_pages)
         return call(arrays | pool), *pool.values()
 

@@ -15,6 +15,7 @@ from pallas_paged.kernels import xla
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import support as mosaic_support
+from tests.support import raw
 from tests.support.attention_calls import STATIC, assert_close, assert_same_bits
 from tests.support.attention_cases import mosaic_case, without_tokens_left_of
 from tests.support.marks import slow
@@ -45,9 +46,9 @@ CONFIGS = {
 }
 
 
-@partial(jax.jit, static_argnames=(*STATIC, "kv_layout"))
+@partial(jax.jit, static_argnames=STATIC)
 def compiled(arrays, **options):
-    entry = pp.ragged_paged_attention if "cu_q_lens" in arrays else pp.paged_attention
+    entry = raw.ragged_paged_attention if "cu_q_lens" in arrays else raw.paged_attention
     return entry(**arrays, return_lse=True, **options)
 
 
@@ -134,7 +135,7 @@ def one_program(num_stages, **options):
         ),
         (HOPPER, borders(), dict(sliding_window=1)),  # the newest key only
         (HOPPER, two_kv_heads, every_option(6, config=SPLIT)),
-        (HOPPER, few(), dict(kv_layout="N2HD")),
+        (HOPPER, few(), dict(kv_layout="2NHD")),
         *calls(HOPPER, dict(kv_layout="NH2D"), large_pages, few_bytes(INT8)),
         (HOPPER, few_bytes(FP8, head_dim=192, **pages_of(8)), BLOCKS_OF_128),
         (HOPPER, few_bytes(FP8), every_option(4)),
@@ -253,7 +254,7 @@ def ampere_sizes(head_dim, page_size, dtype="bfloat16"):
          dict(kv_layout="HND", config=dict(num_programs=8, num_q_stages=1), causal=False)),
         (HOPPER, bytes_of(FP8, dtype="float16"), dict(ALL, kv_layout="2NHD", config=ONE_Q_STAGE)),
         (HOPPER, bytes_of(FP8, per_tensor=True),
-         dict(kv_layout="N2HD", config=ONE_Q_STAGE, tree_mask=TREE)),
+         dict(kv_layout="NHD", config=ONE_Q_STAGE, tree_mask=TREE)),
         (AMPERE, rows(seq_lens=(70,), q_lens=(40,)),
          dict(config=dict(block_q=256, block_k=64, num_warpgroups=2))),
         (AMPERE, two_heads(seq_lens=(100, 20), q_lens=(30, 9)), dict(causal=False)),

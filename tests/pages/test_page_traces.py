@@ -60,7 +60,7 @@ class Simulation:
         sizes = dict(**SIZES, page_size=page_size)
         self.table = page_tables.make_table(**sizes)
         pages = np.zeros((1, SIZES["num_pages"], page_size, 1), np.float32)
-        self.pool = pp.KVPool(layers=(pp.LayerKV(k_pages=pages, v_pages=pages),))
+        self.pool = pp.KVPool(layers=(pp.LayerKV(pages, pages, kv_layout="HPND"),))
         self.oracle = AllocatorOracle(**sizes)
         self.retained = []  # pages, in the order of the oracle's names
         self.num_written = 0

@@ -54,7 +54,8 @@ def arrays_of(pool):
 
 
 def make_pool(num_pages, kv_dtype):
-    return pp.create_kv_pool(num_layers=1, num_pages=num_pages, dtype=kv_dtype, **SIZES)
+    sizes = dict(SIZES, num_layers=1, num_pages=num_pages)
+    return pp.create_kv_pool(dtype=kv_dtype, kv_layout="HPND", **sizes)
 
 
 def places_in(num_pages):

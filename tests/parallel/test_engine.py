@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_paged.engine import Engine, EngineConfig, SamplingParams
 from pallas_paged.engine.placement import placements
 from pallas_paged.engine.sampler import SamplingMode
+from tests.support import raw
 from tests.support.devices import implementations_here, mesh
 from tests.support.engine_calls import (
     MANY_PAGES,
@@ -152,7 +153,7 @@ def test_weights_and_pools_are_replaced_where_they_are():
 )
 def test_kernels_partition_themselves_in_the_step(implementation, num_devices):
     model = MODEL if num_devices == 2 else WIDE
-    engine = mesh_engine(num_devices, model, implementation=implementation, modes=GREEDY)
+    engine = mesh_engine(num_devices, model, **raw.by(implementation), modes=GREEDY)
     if implementation.endswith("_interpret") and num_devices == 2:  # which is slow to compile
         runner = engine.replicas[0].runner
         for shape in runner.buckets.all():

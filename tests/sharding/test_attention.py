@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import pallas_paged as pp
 from pallas_paged.kernels.mosaic import support as mosaic_support
+from tests.support import raw
 from tests.support.attention_calls import assert_close
 from tests.support.attention_cases import Case, SharedPrefixes
 from tests.support.attention_options import config_of
@@ -41,9 +41,9 @@ SHARED = SharedPrefixes(
     case=SMALL, seq_lens=(13, 9, 5, 16), prefix_lens=(8,), cu_group_sizes=(0, 2)
 )
 CALLS = {
-    "decode": (pp.paged_attention, SMALL),
-    "ragged": (pp.ragged_paged_attention, RAGGED),
-    "cascade": (pp.cascade_attention, SHARED),
+    "decode": (raw.paged_attention, SMALL),
+    "ragged": (raw.ragged_paged_attention, RAGGED),
+    "cascade": (raw.cascade_attention, SHARED),
 }
 SLOPES = np.linspace(0, 0.5, 16, dtype=np.float32)
 OPTIONS = dict(alibi_slopes=SLOPES, sinks=4 * SLOPES, soft_cap=1.5, sliding_window=9, sm_scale=-0.7)

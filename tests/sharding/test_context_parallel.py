@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_paged as pp
 from pallas_paged.attention import context_parallel as cp
+from tests.support import raw
 from tests.support.attention_cases import Case, cumulated
 from tests.support.attention_oracle import attend, relative_error
 from tests.support.devices import implementations_here
@@ -29,7 +30,7 @@ from tests.support.quantized_cases import Quantized
 SINKS = np.float32([1.0, -3.0, 0.0, 8.0])
 SCALES = ("k_scales", "v_scales")
 OPTIONS = dict(sinks=SINKS, soft_cap=1.5, sm_scale=-0.7)
-CUT_HEADS = dict(cut_heads=True)
+SHARD_HEADS = dict(shard_heads=True)
 SIZES = dict(num_layers=2, num_pages=40, num_kv_heads=2, page_size=4, head_dim=16)
 # An empty row, a row of one page, rows on all devices; table entries and slots of no row are junk.
 MQA = Case(
@@ -79,12 +80,12 @@ KERNELS = [name for name in implementations_here() if name != "xla"]
     ("case", "devices", "given"),
     [
         (MQA, (2,), OPTIONS),
-        (GQA, (2, 2), OPTIONS | CUT_HEADS),
+        (GQA, (2, 2), OPTIONS | SHARD_HEADS),
         (replace(GQA, dtype="float16"), (2, 2), {"sinks": SINKS}),
         (INT8, (2, 2), {}),
         (replace(INT8, per_tensor=True), (2, 2), {}),
         *((GQA.on(name), (2,), dict(sinks=SINKS, implementation=name)) for name in KERNELS),
-        *slow([(MQA, (8,), OPTIONS), (GQA, (4, 2), OPTIONS), (MQA, (4,), OPTIONS | CUT_HEADS)]),
+        *slow([(MQA, (8,), OPTIONS), (GQA, (4, 2), OPTIONS), (MQA, (4,), OPTIONS | SHARD_HEADS)]),
         *slow([(replace(GQA, dtype="bfloat16"), (2, 2), {})]),
     ],
     ids=lambda value: " and ".join(value) if isinstance(value, dict) else str(value),
@@ -93,17 +94,18 @@ def test_decoding_equals_the_oracle(case, devices, given):
     quantized, mesh = isinstance(case, Quantized), mesh_of(*devices)
     arrays, meant = case.make() if quantized else [case.make()] * 2
     q, k, v, tables, lens, *scales = arrays
-    layer = pp.LayerKV(k_pages=k, v_pages=v, **dict(zip(SCALES, scales, strict=False)))
+    layer = pp.LayerKV(k, v, *scales, kv_layout="HPND")
 
     @jax.jit
     def decode(q, layer, tables, lens):
         pages = cp.local_pages(tables, lens, page_size=4, mesh=mesh)
-        return cp.paged_attention(q, layer, pages, mesh=mesh, **given)
+        how = raw.by(given["implementation"]) if "implementation" in given else {}
+        return cp.paged_attention(q, layer, pages, mesh=mesh, **given | how)
 
     out = decode(q, place(layer, mesh), tables, lens)
-    if "cut_heads" in given:
+    if "shard_heads" in given:
         assert out.addressable_shards[0].data.shape[1] * mesh.size == q.shape[1]
-    options = {key: x for key, x in given.items() if key not in ("cut_heads", "implementation")}
+    options = {key: x for key, x in given.items() if key not in ("shard_heads", "implementation")}
     expected, _ = attend(*meant[:5], **options)
     assert out.dtype == q.dtype
     np.testing.assert_array_equal(np.asarray(out)[lens == 0], 0)
@@ -152,12 +154,11 @@ class Model:
             k, v = k + index, v - index
             layer = on.write_kv(layer, k, v, slots)
             if on is pp:
-                arrays = (layer.k_pages, layer.v_pages, table.block_tables, table.seq_lens)
-                scales = dict(k_scales=layer.k_scales, v_scales=layer.v_scales)
-                out = pp.ragged_paged_attention(q, *arrays, cu_q_lens, sinks=SINKS, **scales)
+                at = table.block_tables, table.seq_lens
+                out = pp.ragged_paged_attention(q, layer, *at, cu_q_lens, sinks=SINKS)
             else:
                 pages = on.local_pages(table.block_tables, older, page_size=4)
-                out = on.ragged_paged_attention(q, k, v, layer, pages, cu_q_lens, sinks=SINKS)
+                out = on.ragged_paged_attention(q, layer, pages, cu_q_lens, k, v, sinks=SINKS)
             layers.append(layer)
             outs.append(out)
         return pp.KVPool(layers=tuple(layers)), jnp.stack(outs)
@@ -183,7 +184,7 @@ def partial_module(mesh: Mesh):
     """The functions of `context_parallel` on a mesh."""
     names = ("create_kv_pool", "local_pages", "copy_pages", "write_kv")
     found = {name: partial(getattr(cp, name), mesh=mesh) for name in names}
-    attend = partial(cp.ragged_paged_attention, mesh=mesh, cut_heads=mesh.shape["tensor"] > 1)
+    attend = partial(cp.ragged_paged_attention, mesh=mesh, shard_heads=mesh.shape["tensor"] > 1)
     return SimpleNamespace(**found, ragged_paged_attention=attend)
 
 
@@ -226,8 +227,8 @@ def test_prompts_chunks_forks_and_tokens_equal_one_device(devices, dtype, kv_lay
 def test_pages_are_copied_between_all_devices(dtype):
     mesh = mesh_of(4)
     scales = {} if dtype == "bfloat16" else dict(k_scales=[0.5, 2.0], v_scales=[1.0, 3.0])
-    pool = cp.create_kv_pool(mesh=mesh, **SIZES, dtype=dtype, **scales)
-    alone = pp.create_kv_pool(**SIZES, dtype=dtype, **scales)
+    pool = cp.create_kv_pool(mesh=mesh, **SIZES, dtype=dtype, kv_layout="HPND", **scales)
+    alone = pp.create_kv_pool(**SIZES, dtype=dtype, kv_layout="HPND", **scales)
     for x in jax.tree.leaves(pool):
         assert x.is_fully_replicated if x.ndim < 3 else x.addressable_shards[0].data.shape[1] == 10
     slots = i32(*range(160), 160, -1, -(2**31), 2**31 - 1)  # the last are not in the pool
@@ -249,10 +250,10 @@ def collectives(compiled) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "cut_heads", "kind"),
+    ("dtype", "shard_heads", "kind"),
     [("float32", False, "all-gather"), ("int8", True, "all-to-all")],
 )
-def test_a_step_has_one_collective_a_layer_and_works_in_place(dtype, cut_heads, kind):
+def test_a_step_has_one_collective_a_layer_and_works_in_place(dtype, shard_heads, kind):
     mesh = mesh_of(2, 2)
     # Large, so that a copy of a pool would be seen beside the rest.
     sizes = SIZES | dict(num_pages=16384)
@@ -264,7 +265,7 @@ def test_a_step_has_one_collective_a_layer_and_works_in_place(dtype, cut_heads, 
         layers, outs = [], []
         for layer in pool.layers:
             layer = cp.write_kv(layer, k, v, slots, mesh=mesh)
-            outs.append(cp.paged_attention(q, layer, pages, mesh=mesh, cut_heads=cut_heads))
+            outs.append(cp.paged_attention(q, layer, pages, mesh=mesh, shard_heads=shard_heads))
             layers.append(layer)
         return pp.KVPool(layers=tuple(layers)), outs
 
@@ -275,7 +276,7 @@ def test_a_step_has_one_collective_a_layer_and_works_in_place(dtype, cut_heads, 
     integers = of(jnp.int32, 4, 16), of(jnp.int32, 4), of(jnp.int32, 4)
     compiled = jax.jit(step, donate_argnums=0).lower(pool, q, kv, kv, *integers).compile()
     assert collectives(compiled) == [kind] * num_layers
-    shape = "[2,4,1,17]" if cut_heads else "[2,4,2,17]"  # with log-sum-exps, of two devices
+    shape = "[2,4,1,17]" if shard_heads else "[2,4,2,17]"  # with log-sum-exps, of two devices
     assert f"u32{shape}" in compiled.as_text()
     copies = copies_of(*[i32(0, 1, 2, 3)] * 2)
     copy = jax.jit(partial(cp.copy_pages, mesh=mesh), donate_argnums=0)
@@ -296,7 +297,7 @@ def test_the_functions_run_inside_shard_map():
 
     heads, pages = P(None, "tensor"), P("tensor", cp.CONTEXT_AXIS)
     specs = dict(in_specs=(heads, pages, heads, P(), P(), P()), out_specs=heads, check_vma=False)
-    layer, new = place(pp.LayerKV(k_pages=k, v_pages=v), mesh), np.zeros((1, 2, 16), np.float32)
+    layer, new = place(pp.LayerKV(k, v, kv_layout="HPND"), mesh), np.zeros((1, 2, 16), np.float32)
     run = jax.jit(jax.shard_map(step, mesh=mesh, **specs))
     out = run(q, layer, new, i32(160), tables, lens)
     assert relative_error(out, attend(q, k, v, tables, lens)[0]) <= 1e-5
@@ -304,9 +305,9 @@ def test_the_functions_run_inside_shard_map():
 
 def test_bad_input_is_refused():
     mesh, (q, k, v, tables, lens) = mesh_of(4, 2), GQA.make()
-    layer = pp.LayerKV(k_pages=k, v_pages=v)
+    layer = pp.LayerKV(k, v, kv_layout="HPND")
     pages = cp.LocalPages(block_tables=np.stack([tables] * 4), seq_lens=np.stack([lens] * 4))
-    attention = jax.jit(partial(cp.paged_attention, mesh=mesh), static_argnames="cut_heads")
+    attention = jax.jit(partial(cp.paged_attention, mesh=mesh), static_argnames="shard_heads")
     ragged = jax.jit(partial(cp.ragged_paged_attention, mesh=mesh))
     create = partial(cp.create_kv_pool, mesh=mesh, dtype="float32", **SIZES)
     on, token = dict(mesh=mesh), k[:, 0, :1]
@@ -322,11 +323,11 @@ def test_bad_input_is_refused():
         "pages must be LocalPages, got ": lambda: attention(q, layer, tables),
         "layer must be a LayerKV, got tuple": lambda: attention(q, (layer,), pages),
         "of the same T, got {'q': (4, 4, 16), 'k': (3,": lambda: ragged(
-            q, q[:3, :2], q[:3, :2], layer, pages, i32(0, 4)
+            q, layer, pages, i32(0, 4), q[:3, :2], q[:3, :2]
         ),
         "sinks": lambda: attention(q, layer, pages, sinks=SINKS[:2]),
-        "cut_heads=True needs query heads, here 2,": lambda: attention(
-            q, layer, pages, cut_heads=True
+        "shard_heads=True needs query heads, here 2,": lambda: attention(
+            q, layer, pages, shard_heads=True
         ),
     }.items():
         with pytest.raises(ValueError, match=re.escape(message)):

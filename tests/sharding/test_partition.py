@@ -18,9 +18,9 @@ from jax import export
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import pallas_paged as pp
 from pallas_paged.attention import dispatch
 from pallas_paged.attention.partition import KERNEL_CALLS, Layout, cut_of, on_each_device
+from tests.support import raw
 from tests.support.attention_cases import Case
 from tests.support.devices import H200_MESH, lower_for_cuda, mesh
 from tests.support.placement import (
@@ -147,7 +147,7 @@ HEADS = P(None, "a")
         ),
         (DECODE, [P("a"), P()], "v_pages is cut along num_kv_heads over ()"),
         (DECODE, [P(), P("a")], "v_pages is cut along num_kv_heads over ('a',)"),
-        (FUSED, [P(None, "a"), P(), P()], "k_pages is cut between K and V over ('a',): the first"),
+        (FUSED, [P(None, "a"), P(), P()], "k_pages is sharded between K and V over ('a',): cut"),
         (FUSED, [P(), P(), P("a")], "v_scales is cut along num_pages over ('a',)"),
         (FUSED, [P(None, None, "a"), HEADS, P()], "v_scales is cut along num_kv_heads over ()"),
         (FUSED, [P(), HEADS, P()], "k_scales is cut along num_kv_heads over ('a',)"),
@@ -259,7 +259,7 @@ def test_layers_share_one_lowering_for_the_sizes_of_a_device():
 def test_the_implementation_is_chosen_by_the_sizes_of_a_device():
     on = AbstractMesh((2, 4), ("data", "tensor"), (AxisType.Explicit,) * 2)
     shapes = shapes_on(on, ARRAYS, BY_HEADS | {"q": P("data", "tensor")})
-    attention = partial(pp.paged_attention, implementation="xla", sm_scale=0.123)
+    attention = partial(raw.paged_attention, implementation="xla", sm_scale=0.123)
     with mock.patch.object(dispatch, "resolve", wraps=dispatch.resolve) as resolve:
         out = jax.eval_shape(lambda arrays: attention(**arrays), shapes)
     call, _ = resolve.call_args.args
@@ -303,7 +303,7 @@ def test_programs_are_cached_by_what_devices_do():
     assert "CustomSPMDPartitioning" in first and text_of(Same().divided()) == first
     texts = [first, text_of(Same(scale=3.0).divided())]
     for options in ({}, dict(sm_scale=0.5), dict(sliding_window=5), dict(fixed_split_size=64)):
-        call = partial(pp.paged_attention, implementation="triton_interpret", **options)
+        call = partial(raw.paged_attention, implementation="triton_interpret", **options)
         texts.append(text_of(lambda arrays, call=call: call(**arrays)))
     assert len({re.search(r"attention_[0-9a-f]{12}", text)[0] for text in texts}) == len(texts)
 
@@ -350,7 +350,7 @@ def test_a_divided_call_has_no_gradient_of_its_own():
 def test_kernels_of_gpus_can_be_lowered_once(implementation):
     case = Case(num_q_heads=16, num_kv_heads=8, head_dim=64, page_size=8, dtype="float16")
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in case.make(poison=False)]
-    call = jax.jit(partial(pp.paged_attention, implementation=implementation))
+    call = jax.jit(partial(raw.paged_attention, implementation=implementation))
     lower = export.export(call, platforms=("cuda",), disabled_checks=KERNEL_CALLS)
     try:
         with jax.sharding.use_abstract_mesh(H200_MESH):

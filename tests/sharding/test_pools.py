@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import jax
 import numpy as np
 import pytest
@@ -11,7 +9,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_paged as pp
-from pallas_paged.pages.sharding import kv_head_repeats, kv_pool_sharding, page_table_sharding
+from pallas_paged.pages.sharding import kv_head_repeats, kv_pool_sharding
+from tests.support import raw
 from tests.support.attention_calls import assert_close
 from tests.support.attention_cases import Case
 from tests.support.devices import mesh
@@ -117,9 +116,8 @@ def rotating(stored, implementation):
     norms = {} if stored == "int8" else dict(q_norm=q_norm, k_norm=k_norm)
 
     def step(layer, qkv, slots, options):
-        q, layer = pp.rotate_and_write_kv(
-            layer, qkv, slots, **options, implementation=implementation
-        )
+        how = options | raw.by(implementation)
+        q, layer = pp.rotate_and_write_kv(layer, qkv, slots, **how)
         return layer, q
 
     options = dict(rotation=tuple(rotation), **norms)
@@ -157,7 +155,7 @@ def test_types_on_an_explicit_mesh_say_which_heads_a_device_has(kv_layout, store
         layer, q = write(layer, *arguments)
         tables, lens = np.zeros((6, 2), np.int32), np.full(6, 8, np.int32)
         how = dict(implementation="triton_interpret", block_tables=tables, seq_lens=lens)
-        return layer, q, pp.paged_attention(q, **vars(layer), **how)
+        return layer, q, raw.paged_attention(q, **vars(layer), **how)
 
     given = pool_on(on, kv_layout, stored).layers[0]
     placed = [jax.device_put(x, NamedSharding(on, spec)) for x, spec in arguments]
@@ -196,7 +194,7 @@ def test_each_device_attends_with_its_own_heads(row, implementation):
         arrays, meant = Quantized(case=CASE, kv_dtype="int8").make()
     placed = placed_call(row["kv_layout"], arrays, on_mesh(row["kind"]))
     how = dict(kv_layout=row["kv_layout"], implementation=implementation, return_lse=True)
-    call = jax.jit(lambda arrays: pp.ragged_paged_attention(**arrays, **how))
+    call = jax.jit(lambda arrays: raw.ragged_paged_attention(**arrays, **how))
     compiled = call.lower(placed).compile()
     assert collectives(compiled) == []
     results = compiled(placed)
@@ -204,26 +202,8 @@ def test_each_device_attends_with_its_own_heads(row, implementation):
     assert_close(results, meant, 1e-2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_heads_of_k_before_heads_of_v_can_be_replicated_but_not_sharded(kind):
-    on = mesh_2d(2, names=("tensor",), kind=KINDS[kind])
-    sharded = NamedSharding(on, P(None, None, "tensor"))
-    message = "the first devices would hold K and the others V"
-    with pytest.raises(ValueError, match=f"kv_layout='N2HD' must be another on a mesh: {message}"):
-        kv_pool_sharding(on, kv_layout="N2HD")
-    with pytest.raises(ValueError, match=f"kv_layout='N2HD' must not be cut: {message}"):
-        make_pool(**SIZES, kv_layout="N2HD", sharding=sharded)
-    arrays = replace(CASE, q_lens=None, num_tokens=0).make()
-    placed = jax.device_put(call_in_layout("N2HD", arrays), page_table_sharding(on))
-    how = dict(kv_layout="N2HD", implementation="triton_interpret", return_lse=True)
-    attention = jax.jit(lambda arrays: pp.paged_attention(**arrays, **how))
-    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=message):
-        attention(placed | {"k_pages": jax.device_put(placed["k_pages"], sharded)})
-    assert_close(attention(placed), arrays, CASE.tolerance)
-
-
 def test_no_device_ever_has_all_of_a_pool():
-    sharding = kv_pool_sharding(mesh(4))
+    sharding = kv_pool_sharding(mesh(4), kv_layout="HPND")
     created = jax.jit(lambda: make_pool(**SIZES), out_shardings=sharding).lower().compile()
     memory = created.memory_analysis()
     assert memory.output_size_in_bytes <= pool_bytes(make_pool(**SIZES)) // 4 + 64
@@ -233,7 +213,7 @@ def test_no_device_ever_has_all_of_a_pool():
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_axes_of_a_mesh_have_copies_of_a_pool(kind):
     on = mesh_2d(2, 2, names=("kv", "copy"), kind=KINDS[kind])
-    pool = make_pool(**SIZES, sharding=kv_pool_sharding(on, "kv"))
+    pool = make_pool(**SIZES, sharding=kv_pool_sharding(on, "kv", kv_layout="HPND"))
     for x in jax.tree.leaves(pool):
         assert [s.data.shape for s in x.addressable_shards] == [(4, 7, 4, 16)] * 4
         assert [s.index[0].start for s in x.addressable_shards] == [0, 0, 4, 4]

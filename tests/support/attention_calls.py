@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import pallas_paged as pp
+from tests.support import raw
 from tests.support.attention_oracle import attend, relative_error
 
 STATIC = (
-    "sm_scale", "soft_cap", "sliding_window", "implementation", "config", "prefix_config",
-    "fixed_split_size", "q_scale", "causal",
+    "sm_scale", "soft_cap", "sliding_window", "implementation", "config", "fixed_split_size",
+    "causal", "kv_layout",
 )  # fmt: skip
-NUM_ARRAYS = {pp.paged_attention: 5, pp.ragged_paged_attention: 6, pp.cascade_attention: 7}
+NUM_ARRAYS = {raw.paged_attention: 5, raw.ragged_paged_attention: 6, raw.cascade_attention: 7}
 
 
 def with_lse(attention, *arrays, **options):
@@ -31,9 +31,9 @@ def jitted(attention, compiler_options=None):
     return jax.jit(function, static_argnames=STATIC, compiler_options=compiler_options)
 
 
-decode = jitted(pp.paged_attention)
-ragged = jitted(pp.ragged_paged_attention)
-cascade = jitted(pp.cascade_attention)
+decode = jitted(raw.paged_attention)
+ragged = jitted(raw.ragged_paged_attention)
+cascade = jitted(raw.cascade_attention)
 
 
 def assert_close(actual, arrays, tolerance, *, name="", **options):

@@ -9,11 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
-from pallas_paged.kernels.call import Device
-from pallas_paged.kernels.mosaic import support as mosaic_support
-from pallas_paged.kernels.mosaic_sm80 import support as sm80_support
-from pallas_paged.kernels.mosaic_sm90 import support as sm90_support
-from pallas_paged.kernels.triton import implementation as triton
+from pallas_paged.kernels.device import Device
+from pallas_paged.kernels.families import FAMILIES
 
 H200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
 H200_MESH = AbstractMesh((1,), ("x",), abstract_device=H200)
@@ -30,17 +27,13 @@ def implementations_here() -> list[str]:
     The interpreted Mosaic kernels are left out: they are too slow for most tests. A function,
     because asking for the backend starts it, and conftest.py must set XLA's flags before.
     """
-    on_gpu = jax.default_backend() == "gpu"
-    found = ["xla"]
-    if triton.why_not_jax() is None:
-        found.append("triton" if on_gpu else "triton_interpret")
-    mosaic = {"mosaic_sm90": sm90_support, "mosaic_sm80": sm80_support}
-    device = Device.here()
-    return found + [
-        name
-        for name, support in mosaic.items()
-        if (mosaic_support.why_not_jax() or support.why_not_device(device)) is None
-    ]
+    device, found = Device.here(), ["xla"]
+    for name, family in FAMILIES.items():
+        if family.why_not_jax() is None and family.why_not_device(device) is None:
+            found.append(name)
+        elif name == "triton" and family.why_not_jax() is None:
+            found.append("triton_interpret")
+    return found
 
 
 def mesh(num_devices: int) -> Mesh:

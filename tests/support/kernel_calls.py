@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_paged as pp
-from pallas_paged.attention.dispatch import Implementation
+from pallas_paged.attention.options import Implementation
 from pallas_paged.decoder.between_attentions import (
     BlockImplementation,
     BlockWeights,
@@ -33,6 +33,7 @@ from pallas_paged.kernels import xla
 from pallas_paged.kernels.backward import attention_gradient
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
+from tests.support import raw
 from tests.support.attention_cases import Case, SharedPrefixes
 from tests.support.placement import named
 from tests.support.quantized_cases import Quantized
@@ -47,9 +48,9 @@ PREFIXES = SharedPrefixes(
     case=DECODE, seq_lens=(150, 140, 200, 160), prefix_lens=(128, 0), cu_group_sizes=(0, 3, 4)
 )
 ENTRIES: dict[str, tuple[Callable[..., Any], Case | SharedPrefixes]] = {
-    "decode": (pp.paged_attention, DECODE),
-    "ragged": (pp.ragged_paged_attention, RAGGED),
-    "cascade": (pp.cascade_attention, PREFIXES),
+    "decode": (raw.paged_attention, DECODE),
+    "ragged": (raw.ragged_paged_attention, RAGGED),
+    "cascade": (raw.cascade_attention, PREFIXES),
 }
 # Rows of one-byte pages are converted before the ragged kernel, if tables are as wide.
 WIDE_LENS = dict(seq_lens=(300, 0, 200, 1), q_lens=(300, 0, 200, 1))
@@ -104,7 +105,7 @@ def kernel_calls() -> list[KernelCall]:
         make = partial(_attention_arrays, function, case, DECODE.dtype)
         add(Implementation, f"{name} with options", partial(_attend, function, **options), make)
     for kv_dtype in KV_DTYPES[1:]:
-        ragged = pp.ragged_paged_attention
+        ragged = raw.ragged_paged_attention
         make = partial(_attention_arrays, ragged, WIDE, kv_dtype)
         add(Literal["mosaic_sm90"], f"wide ragged {kv_dtype}", partial(_attend, ragged), make)
     add(Implementation, "gradient", _gradient, _gradient_arrays)
@@ -185,7 +186,7 @@ def _write_arrays(kv_dtype: str) -> tuple[Any, ...]:
     angles = rng.standard_normal((num_tokens, head_dim // 2)).astype(np.float32)
     pages = jnp.zeros(pages_shape, kv_dtype)
     scales = None if kv_dtype == "bfloat16" else jnp.zeros(pages_shape[:3])
-    layer = pp.LayerKV(k_pages=pages, v_pages=pages, k_scales=scales, v_scales=scales)
+    layer = pp.LayerKV(pages, pages, scales, scales, kv_layout="HPND")
     norm = rng.standard_normal(head_dim).astype(jnp.bfloat16)
     return layer, qkv, slots, (np.cos(angles), np.sin(angles)), norm
 
@@ -235,28 +236,29 @@ def _block_arrays(num_rows: int) -> tuple[Any, ...]:
 def _attention_and_between(
     arrays: dict[str, Any], x: Any, weights: BlockWeights, *, implementation: Any
 ) -> tuple[jax.Array, jax.Array]:
-    layer = pp.LayerKV(k_pages=arrays["k_pages"], v_pages=arrays["v_pages"])
-    rows = (arrays[name] for name in ("q", "block_tables", "seq_lens"))
-    attended: Any = unmerged_attention(layer, *rows, implementation=implementation)
+    layer = pp.LayerKV(arrays["k_pages"], arrays["v_pages"], kv_layout="HPND")
+    q, *rows = (arrays[name] for name in ("q", "block_tables", "seq_lens"))
+    attended: Any = unmerged_attention(q, layer, *rows, **raw.by(implementation))
     if attended is None:
-        attended = pp.paged_attention(**arrays, implementation=implementation).reshape(1, -1)
+        attended = raw.paged_attention(**arrays, implementation=implementation).reshape(1, -1)
     return _between_attentions(attended, x, weights, implementation=implementation)
 
 
 def _states_arrays() -> tuple[Any, ...]:
     case = dataclasses.replace(DECODE, num_q_heads=2, num_kv_heads=1, seq_lens=(150,))
     _, x, weights = _block_arrays(1)
-    return named(pp.paged_attention, case.make()), x, weights
+    return named(raw.paged_attention, case.make()), x, weights
 
 
 def _write_and_attend(
     layer: Any, qkv: Any, slots: Any, table: Any, lens: Any, rotation: Any, **how: Any
 ) -> Any:
-    found = write_and_attend(layer, qkv, slots, table, lens, rotation=rotation, **how)
+    options = raw.by(how["implementation"])
+    found = write_and_attend(qkv, layer, table, lens, slots, rotation=rotation, **options)
     if found is not None:
         return found[0].merged(), found[1]
     q, layer = rotate_and_write_kv(layer, qkv, slots, rotation=rotation, **how)
-    out = pp.paged_attention(q, layer.k_pages, layer.v_pages, table, lens, **how)
+    out = pp.paged_attention(q, layer, table, lens, **options)
     return out.reshape(len(qkv), -1), layer
 
 
@@ -270,7 +272,7 @@ def _decode_and_write_arrays() -> tuple[Any, ...]:
     qkv = rng.standard_normal((len(lens), 2, 6, 128)).astype(jnp.bfloat16)
     angles = rng.standard_normal((len(lens), 64)).astype(np.float32)
     k, v = (jnp.nan_to_num(x, posinf=0, neginf=0) for x in (k, v))
-    layer = pp.LayerKV(k_pages=k, v_pages=v)
+    layer = pp.LayerKV(k, v, kv_layout="HPND")
     return layer, qkv, slots.astype(np.int32), table, lens, (np.cos(angles), np.sin(angles))
 
 

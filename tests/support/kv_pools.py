@@ -9,7 +9,14 @@ import pallas_paged as pp
 
 
 def make_pool(
-    num_layers=2, num_pages=4, num_kv_heads=2, page_size=2, head_dim=3, dtype=jnp.float32, **scales
+    num_layers=2,
+    num_pages=4,
+    num_kv_heads=2,
+    page_size=2,
+    head_dim=3,
+    dtype=jnp.float32,
+    kv_layout="HPND",
+    **more,
 ):
     return pp.create_kv_pool(
         num_layers=num_layers,
@@ -18,7 +25,8 @@ def make_pool(
         page_size=page_size,
         head_dim=head_dim,
         dtype=dtype,
-        **scales,
+        kv_layout=kv_layout,
+        **more,
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-LAYOUTS = ["HPND", "NHD", "HND", "2NHD", "NH2D", "N2HD"]
+LAYOUTS = ["HPND", "NHD", "HND", "2NHD", "NH2D"]
 OTHERS = LAYOUTS[1:]
 _ORDERS = {"HPND": (0, 1, 2), "HND": (1, 0, 2)}  # of heads, pages, tokens; else pages come first
 
@@ -25,7 +25,7 @@ def in_layout(kv_layout: str, k_pages: Any, v_pages: Any) -> tuple[Any, Any]:
         return np.stack([k, v], axis=1), None
     if kv_layout == "NH2D":
         return np.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[3]), None
-    return (np.concatenate([k, v], axis=2), None) if kv_layout == "N2HD" else (k, v)
+    return k, v
 
 
 def call_in_layout(kv_layout: str, arrays: tuple) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def call_in_layout(kv_layout: str, arrays: tuple) -> dict[str, Any]:
 
 
 def layer_in_layout(kv_layout: str, layer: Any) -> dict[str, Any]:
-    """The fields of a layer of the default layout, in another one."""
+    """The fields of a layer in `"HPND"`, in another layout."""
     k_pages, v_pages = in_layout(kv_layout, layer.k_pages, layer.v_pages)
     scales = {
         name: x if x is None or not x.ndim else of_heads(x, kv_layout)

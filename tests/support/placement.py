@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import pallas_paged as pp
+from tests.support import raw
 from tests.support.devices import mesh
 
 _COLLECTIVE = re.compile(
@@ -19,9 +19,9 @@ _COLLECTIVE = re.compile(
 )
 POSITIONAL = ("q", "k_pages", "v_pages", "block_tables", "seq_lens")
 NAMES = {
-    pp.paged_attention: POSITIONAL,
-    pp.ragged_paged_attention: (*POSITIONAL, "cu_q_lens"),
-    pp.cascade_attention: (*POSITIONAL, "prefix_lens", "cu_group_sizes"),
+    raw.paged_attention: POSITIONAL,
+    raw.ragged_paged_attention: (*POSITIONAL, "cu_q_lens"),
+    raw.cascade_attention: (*POSITIONAL, "prefix_lens", "cu_group_sizes"),
 }
 # Along heads; everything else is whole.
 BY_HEADS = {

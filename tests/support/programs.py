@@ -24,15 +24,15 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
-import pallas_paged as pp
 from pallas_paged.pages.layout import LAYOUTS, KVLayout
+from tests.support import raw
 from tests.support.devices import lower_for_cuda
 
 GOLDENS = Path(__file__).parents[1] / "kernels" / "goldens" / f"programs-jax-{jax.__version__}.json"
 FUNCTIONS = {
-    "decode": pp.paged_attention,
-    "ragged": pp.ragged_paged_attention,
-    "cascade": pp.cascade_attention,
+    "decode": raw.paged_attention,
+    "ragged": raw.ragged_paged_attention,
+    "cascade": raw.cascade_attention,
 }
 PER_HEAD = np.ones(32, np.float32)
 OPTIONS: dict[str, Any] = dict(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import pytest
@@ -26,8 +26,8 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
 from jaxlib.mlir import ir
 
-from pallas_paged.attention.dispatch import Implementation
-from pallas_paged.kernels.call import Device
+from pallas_paged.kernels.device import Device
+from pallas_paged.kernels.families import FAMILIES
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support.kernel_calls import kernel_calls
 from tests.support.programs import Program, kernel_configs, operations, parsed
@@ -239,9 +239,7 @@ def usages_of(log: str, target: Target, shared: dict[str, str]) -> Iterator[Usag
 def real_programs() -> list[Program]:
     """Attention calls of real sizes, which get larger tiles than small ones do."""
     found = []
-    for family in get_args(Implementation):
-        if family == "xla" or family.endswith("_interpret"):
-            continue
+    for family in FAMILIES:
         add = partial(Program, implementation=family)
         for head_dim in (64, 128, 256):
             found.append(add(function="decode", num_seqs=64, head_dim=head_dim))

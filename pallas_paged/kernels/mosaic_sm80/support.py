@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_paged.kernels.call import Call, Device, Kernel
+from pallas_paged.kernels.call import Call, Kernel
 from pallas_paged.kernels.mosaic_sm80.config import (
     decode_config,
     decode_shared_memory,
@@ -21,23 +21,6 @@ from pallas_paged.kernels.mosaic_sm80.config import (
 
 COPY_BYTES = 16  # of one asynchronous copy
 RAGGED_HEAD_DIM_STEP = 16  # elements of a product
-# Bytes of shared memory that a program can have, by compute capability; later ones have no less
-# than 8.6.
-_SHARED_MEMORY = {"8.0": 163, "8.7": 163, "9.0": 227, "10.0": 227, "10.3": 227}
-_SHARED_MEMORY_OF_OTHERS = 99
-
-
-def why_not_device(device: Device) -> str | None:
-    """Return why the kernels can't run on a device, or None."""
-    if device.platform != "gpu":
-        return (
-            f"needs a GPU, but the device has the platform {device.platform!r}; "
-            "'mosaic_sm80_interpret' runs the same kernels there"
-        )
-    capability = device.compute_capability
-    if capability is not None and tuple(map(int, capability.split("."))) < (8, 0):
-        return f"needs compute capability 8.0, not {capability}"
-    return None
 
 
 def why_not_call(call: Call) -> str | None:
@@ -75,7 +58,7 @@ def why_not_call(call: Call) -> str | None:
         needed = decode_shared_memory(config, **sizes)
     else:
         needed = ragged_shared_memory(config, **sizes)
-    limit = shared_memory_limit(call.device)
+    limit = call.device.shared_memory
     if needed > limit:
         return (
             f"can't run {config}: it needs {needed} bytes of shared memory; a program has {limit}"
@@ -85,15 +68,9 @@ def why_not_call(call: Call) -> str | None:
 
 def config_of(call: Call) -> Any:
     """Return the config given by the caller, or what the heuristic chooses for the device."""
-    memory = shared_memory_limit(call.device)
+    memory = call.device.shared_memory
     heuristics: dict[Kernel, Callable[..., Any]] = {
         "decode": functools.partial(decode_config, shared_memory=memory),
         "ragged": functools.partial(ragged_config, shared_memory=memory),
     }
     return call.choose_config(heuristics)
-
-
-def shared_memory_limit(device: Device) -> int:
-    """Return the bytes of shared memory that a program can have; where unknown, those of Hopper."""
-    capability = device.compute_capability or "9.0"
-    return _SHARED_MEMORY.get(capability, _SHARED_MEMORY_OF_OTHERS) * 1024

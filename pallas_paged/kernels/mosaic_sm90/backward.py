@@ -16,7 +16,7 @@ from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic_sm90 import backward_keys, backward_queries
 from pallas_paged.kernels.mosaic_sm90.backward_rows import PackedRows, work_of_keys, work_of_queries
 from pallas_paged.kernels.mosaic_sm90.ring import Pool
-from pallas_paged.kernels.triton import implementation as triton
+from pallas_paged.kernels.triton.family import TRITON
 
 
 def gradients(
@@ -72,7 +72,7 @@ def gradients(
             num_stages=num_stages or (4 if narrow else 2),
             interpret=interpret,
         )
-        if triton.why_not_jax() is None:
+        if TRITON.why_not_jax() is None:
             from pallas_paged.kernels.triton.backward_pages import add_readers
 
             pages = add_readers(arrays, of_keys, options=options, interpret=interpret)

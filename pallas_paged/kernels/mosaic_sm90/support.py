@@ -5,12 +5,12 @@ Importing this module does not import Mosaic; `shared_memory` does.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_paged.kernels.call import Arrays, Call, Device
+from pallas_paged.kernels.call import Arrays, Call
+from pallas_paged.kernels.device import INTERPRET_INSTEAD, Device
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm90.config import MosaicDecodeConfig, MosaicRaggedConfig
 
@@ -21,24 +21,15 @@ MIN_PAGE_SIZE = 8  # rows of a swizzled tile in shared memory
 # Shared memory of a Hopper SM. A program costs 1 KB more than it asks for.
 _SM_BYTES = 228 * 1024
 _BYTES_OF_A_PROGRAM = 1024
-_HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 
 
 def why_not_device(device: Device) -> str | None:
     """Return why the kernels can't run on a device, or None."""
-    if device.compute_capability is None:
-        hopper = bool(_HOPPER.search(device.kind))
-    else:
-        hopper = device.compute_capability == "9.0"
-    if device.platform == "gpu" and hopper:
+    if device.is_hopper:
         return None
-    found = f"the platform is {device.platform!r}"
-    if device.platform == "gpu":
-        found = f"the GPU is a {device.kind!r}"
-    return (
-        f"needs a Hopper GPU, but {found}; 'mosaic_sm90_interpret' runs the same kernels on any "
-        "device"
-    )
+    is_gpu = device.platform == "gpu"
+    found = f"the GPU is a {device.kind!r}" if is_gpu else f"the platform is {device.platform!r}"
+    return f"needs a Hopper GPU, but {found}: {INTERPRET_INSTEAD}"
 
 
 def why_not_call(call: Call) -> str | None:

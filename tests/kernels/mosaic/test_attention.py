@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
+from tests.support import raw
 from tests.support.attention_calls import assert_close, assert_same_bits, decode, ragged
 from tests.support.attention_cases import Case, cumulated, mosaic_case
 from tests.support.attention_oracle import relative_error
@@ -165,7 +166,7 @@ def test_many_calls_in_one_program(function, case, config, scan):
     """As in a model, where XLA puts the calls in CUDA graphs."""
     q, *cache = jax.device_put(case.make())
     attend = partial(
-        pp.paged_attention if function is decode else pp.ragged_paged_attention,
+        raw.paged_attention if function is decode else raw.ragged_paged_attention,
         config=config,
         **on_hopper,
     )
@@ -191,7 +192,9 @@ def test_both_kernels_beside_each_other():
 
     @jax.jit
     def both(one, other):
-        return pp.paged_attention(*one, **on_hopper), pp.ragged_paged_attention(*other, **on_hopper)
+        return raw.paged_attention(*one, **on_hopper), raw.ragged_paged_attention(
+            *other, **on_hopper
+        )
 
     expected = decode(*one, **on_hopper)[0], ragged(*other, **on_hopper)[0]
     for _ in range(20):

@@ -12,11 +12,12 @@ import pytest
 
 from pallas_paged.kernels import xla
 from pallas_paged.kernels.backward import attention_gradient
-from pallas_paged.kernels.call import Arrays, Device
+from pallas_paged.kernels.call import Arrays
+from pallas_paged.kernels.device import Device
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm90 import support as sm90_support
-from pallas_paged.kernels.triton import implementation as triton
+from pallas_paged.kernels.triton.family import TRITON
 from pallas_paged.pages.layout import LAYOUTS
 from tests.support.attention_calls import assert_same_bits
 from tests.support.attention_cases import mosaic_case, without_tokens_left_of
@@ -122,5 +123,5 @@ def test_xla_sums_the_readers_of_a_page_as_the_triton_kernel_does(kv_layout, mon
         return jax.jit(lambda: kernels(*given))().values()
 
     by_triton = sums()
-    monkeypatch.setattr(triton, "why_not_jax", lambda: "there is no Triton")
+    monkeypatch.setattr(TRITON, "why_not_jax", lambda: "there is no Triton")
     assert_same_bits(sums(), by_triton)

@@ -15,6 +15,7 @@ import pytest
 
 import pallas_paged as pp
 from pallas_paged.kernels.mosaic import support as mosaic_support
+from tests.support import raw
 from tests.support.attention_calls import with_lse
 from tests.support.attention_cases import SharedPrefixes, mosaic_case
 from tests.support.attention_options import OPTIONS
@@ -73,9 +74,9 @@ def attend(function, case, **options):
     return with_lse(function, *arrays, implementation="mosaic_sm90_interpret", **options)
 
 
-decode = partial(attend, pp.paged_attention, config=DECODE_CONFIG)
-ragged = partial(attend, pp.ragged_paged_attention, config=RAGGED_CONFIG)
-cascade = partial(attend, pp.cascade_attention, config=DECODE_CONFIG, prefix_config=RAGGED_CONFIG)
+decode = partial(attend, raw.paged_attention, config=DECODE_CONFIG)
+ragged = partial(attend, raw.ragged_paged_attention, config=RAGGED_CONFIG)
+cascade = partial(attend, raw.cascade_attention, config=DECODE_CONFIG)
 
 
 def multiply(*shape):

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_paged.attention import dispatch
-from pallas_paged.attention.dispatch import BACKENDS
-from pallas_paged.kernels.triton import implementation as triton
+from pallas_paged.kernels.families import FAMILIES
 from pallas_paged.kernels.triton.backward_config import keys_config, queries_config
 from pallas_paged.kernels.triton.config import (
     decode_config,
@@ -133,7 +132,7 @@ def test_tiles_of_queries_fit_into_the_shared_memory_of_the_device(
     device = dataclasses.replace(A100, compute_capability=capability)
     types = dict(dtype=jnp.dtype(dtype), kv_dtype=jnp.dtype(dtype))
     call = dataclasses.replace(PREFILL, device=device, head_dim=head_dim, **types)
-    assert triton.bind(call, interpret=False).keywords["config"].block_q == block_q
+    assert FAMILIES["triton"].bind(call).keywords["config"].block_q == block_q
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256, 512])
@@ -151,5 +150,5 @@ def test_configs_of_the_gradient_fit_into_shared_memory(head_dim):
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
 def test_triton_decodes_quantized_pages_on_hopper_although_mosaic_can(kv_dtype, any_jax):
     call = dataclasses.replace(DECODE, kv_dtype=jnp.dtype(kv_dtype))
-    assert BACKENDS["mosaic_sm90"].why_not(call) is None
+    assert FAMILIES["mosaic_sm90"].why_not(call) is None
     assert dispatch.best_implementation(call) == "triton"

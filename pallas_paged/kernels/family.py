@@ -1,0 +1,66 @@
+"""A family of attention kernels: what it can do, and the functions that do it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from pallas_paged.kernels.call import Arrays, Call, Kernel
+from pallas_paged.kernels.device import Device
+
+
+class Family:
+    """Kernels that share a compiler and a generation of GPUs.
+
+    A reason, as the methods return it, follows the name of the family in an error. Importing a
+    family imports no kernels: `bind` does.
+
+    Attributes:
+        name: as `implementation` names it.
+        configs: the type of the config of each kernel; empty if it has none.
+    """
+
+    name: ClassVar[str]
+    configs: ClassVar[Mapping[Kernel, type]] = {}
+
+    def why_not(self, call: Call) -> str | None:
+        """Return why the kernels can't do a call on its device, or None."""
+        reason = None if call.interpret else self.why_not_device(call.device)
+        return reason or self.why_not_jax() or self.why_not_call(call)
+
+    def why_not_device(self, device: Device) -> str | None:
+        """Return why the kernels can't run on a device, or None."""
+        return None
+
+    def why_not_jax(self) -> str | None:
+        """Return why the kernels can't be built with this JAX, or None."""
+        return None
+
+    def why_not_call(self, call: Call) -> str | None:
+        """Return why the kernels can't do a call on a device that they run on, or None."""
+        return None
+
+    def why_no_gradient(self, arrays: Arrays) -> str | None:
+        """Return why the kernels should not make the gradient of a call, or None."""
+        return "has no gradient"
+
+    def bind(self, call: Call) -> Callable[..., Any]:
+        """Return the function of `Arrays` and `options` that does a call."""
+        raise NotImplementedError
+
+    def bind_states(
+        self, call: Call, *, writes: bool
+    ) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+        """Return the function that makes the partial states of a decode call, and their merge.
+
+        Args:
+            writes: whether the kernel is to write the newest tokens as well.
+
+        Returns:
+            None if the kernels can't.
+        """
+        return None
+
+    def gradients(self) -> Callable[..., Any]:
+        """Return the function that makes gradients, see `backward.attention_gradient`."""
+        raise NotImplementedError

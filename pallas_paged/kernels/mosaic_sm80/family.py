@@ -1,0 +1,42 @@
+"""The family of Mosaic kernels for Ampere and later."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from pallas_paged.kernels.call import Call, Kernel
+from pallas_paged.kernels.device import Device
+from pallas_paged.kernels.family import Family
+from pallas_paged.kernels.mosaic import support as mosaic_support
+from pallas_paged.kernels.mosaic_sm80 import support
+from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80DecodeConfig, MosaicSm80RaggedConfig
+
+
+class _MosaicSm80(Family):
+    name = "mosaic_sm80"
+    configs: ClassVar[Mapping[Kernel, type]] = {
+        "decode": MosaicSm80DecodeConfig,
+        "ragged": MosaicSm80RaggedConfig,
+    }
+
+    def why_not_device(self, device: Device) -> str | None:
+        return device.why_not(least="8.0")
+
+    def why_not_jax(self) -> str | None:
+        return mosaic_support.why_not_jax()
+
+    def why_not_call(self, call: Call) -> str | None:
+        return support.why_not_call(call)
+
+    def bind(self, call: Call) -> Callable[..., Any]:
+        from pallas_paged.kernels.mosaic_sm80 import decode, ragged
+
+        static: dict[str, Any] = dict(config=support.config_of(call), interpret=call.interpret)
+        if call.kernel == "decode":
+            return functools.partial(decode.paged_decode, **static)
+        return functools.partial(ragged.ragged_paged_attention, with_lse=call.with_lse, **static)
+
+
+MOSAIC_SM80 = _MosaicSm80()

@@ -1,0 +1,95 @@
+"""The family of kernels by Pallas' Triton lowering."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from pallas_paged.kernels.call import Arrays, Call, Kernel
+from pallas_paged.kernels.device import Device
+from pallas_paged.kernels.family import Family
+from pallas_paged.kernels.triton.config import (
+    DecodeConfig,
+    RaggedConfig,
+    decode_config,
+    next_power_of_2,
+    ragged_config,
+    writing_decode_config,
+)
+
+_HEURISTICS: dict[Kernel, Callable[..., Any]] = {"decode": decode_config, "ragged": ragged_config}
+
+
+class _Triton(Family):
+    name = "triton"
+    configs: ClassVar[Mapping[Kernel, type]] = {"decode": DecodeConfig, "ragged": RaggedConfig}
+
+    def why_not_device(self, device: Device) -> str | None:
+        return device.why_not()
+
+    def why_not_jax(self) -> str | None:
+        try:
+            from pallas_paged.kernels.triton import decode, ragged  # noqa: F401
+        except ImportError as e:
+            return (
+                "needs the Triton lowering of Pallas, which this JAX "
+                f"({jax.__version__}) lacks: {e}"
+            )
+        return None
+
+    def why_not_call(self, call: Call) -> str | None:
+        fp8 = call.kv_dtype == jnp.float8_e4m3fn
+        if fp8 and not call.interpret and (reason := call.device.why_not(least="8.9")):
+            return f"{reason}, with pages of {call.kv_dtype.name}"  # PTX lacks the conversion
+        if call.kv_dtype.itemsize == 1 and call.head_dim % 2:
+            return f"needs an even head_dim with pages of {call.kv_dtype.name}, not {call.head_dim}"
+        return None
+
+    def why_no_gradient(self, arrays: Arrays) -> str | None:
+        return None
+
+    def bind(self, call: Call) -> Callable[..., Any]:
+        from pallas_paged.kernels.triton import decode, ragged
+
+        config = call.choose_config(_HEURISTICS)
+        if call.kernel == "ragged" and call.config is None and not call.interpret:
+            config = _that_fits(config, call)
+        function = decode.paged_decode if call.kernel == "decode" else ragged.ragged_paged_attention
+        return functools.partial(function, config=config, interpret=call.interpret)
+
+    def bind_states(
+        self, call: Call, *, writes: bool
+    ) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        from pallas_paged.kernels.triton import decode
+
+        config = call.choose_config(_HEURISTICS)
+        if writes:
+            config = writing_decode_config(config, num_sms=call.device.num_sms, **call.sizes)
+        return (
+            functools.partial(decode.decode_states, config=config, interpret=call.interpret),
+            functools.partial(decode.merge_states, dtype=call.dtype, interpret=call.interpret),
+        )
+
+    def gradients(self) -> Callable[..., Any]:
+        from pallas_paged.kernels.triton import backward
+
+        return backward.gradients
+
+
+TRITON = _Triton()
+
+
+def _that_fits(config: RaggedConfig, call: Call) -> RaggedConfig:
+    """Return a config with as many query rows in a tile as fit into the device's shared memory."""
+    limit, unlimited = call.device.shared_memory, 227 * 1024  # the compiler fits what Hopper has
+    row_bytes = next_power_of_2(call.head_dim) * call.dtype.itemsize
+    block_q = config.block_q
+    # The tile of queries, and what the compiler keeps of K and V and of the weights: measured.
+    while limit < unlimited and block_q > 16 and (block_q + 3 * config.block_k) * row_bytes > limit:
+        block_q //= 2
+    return dataclasses.replace(config, block_q=block_q)

@@ -1,0 +1,45 @@
+"""The entries of attention over raw arrays, in the order of axes of JAX's op unless one is named.
+
+Oracles and cases have arrays; a layer wraps them here. A name of an implementation may end in
+"_interpret".
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+import pallas_paged as pp
+
+
+def by(implementation: Any) -> dict[str, Any]:
+    """The options that choose an implementation."""
+    if not isinstance(implementation, str) or not implementation.endswith("_interpret"):
+        return dict(implementation=implementation)
+    return dict(implementation=implementation.removesuffix("_interpret"), interpret=True)
+
+
+def _with_layer(entry: Any) -> Any:
+    @wraps(entry, assigned=("__name__",))
+    def attend(
+        q: Any,
+        k_pages: Any,
+        v_pages: Any,
+        *arrays: Any,
+        k_scales: Any = None,
+        v_scales: Any = None,
+        kv_layout: Any = "HPND",
+        **options: Any,
+    ) -> Any:
+        layer = pp.LayerKV(k_pages, v_pages, k_scales, v_scales, kv_layout=kv_layout)
+        if "implementation" in options:
+            options |= by(options["implementation"])
+        return entry(q, layer, *arrays, **options)
+
+    del attend.__wrapped__  # its signature is not that of the entry
+    return attend
+
+
+paged_attention = _with_layer(pp.paged_attention)
+ragged_paged_attention = _with_layer(pp.ragged_paged_attention)
+cascade_attention = _with_layer(pp.cascade_attention)

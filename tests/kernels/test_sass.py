@@ -21,7 +21,7 @@ if jax.__version_info__ < (0, 11):
 
 # The registers of a thread and the bytes that it may spill, by a pattern of the target, the call
 # and the kernel; the first that is found counts. They are a little above what ptxas 13.5 needs, see
-# docs/kernels.md. A kernel that is not here may spill nothing.
+# bench/notes/compilers.md. A kernel that is not here may spill nothing.
 BOUNDS = {
     # 128 rows and 4 warps are 128 f32 of accumulators a thread, and faster than fewer.
     r"triton ragged with options.* ragged_paged_attention$": (255, 6500),

@@ -4,7 +4,12 @@ from importlib.metadata import PackageNotFoundError, version
 
 from pallas_paged.attention.cascade import cascade_attention
 from pallas_paged.attention.entries import paged_attention, ragged_paged_attention
-from pallas_paged.attention.options import Implementation
+from pallas_paged.attention.kv_cache import PagedKVCache
+from pallas_paged.attention.options import (
+    AttentionOptions,
+    Implementation,
+    RaggedAttentionOptions,
+)
 from pallas_paged.attention.states import merge_attention_states
 from pallas_paged.decoder.rotary_write import rotate_and_write_kv, split_qkv
 from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80DecodeConfig, MosaicSm80RaggedConfig
@@ -34,6 +39,7 @@ except PackageNotFoundError:  # a checkout on sys.path that is not installed
     __version__ = "0+unknown"
 
 __all__ = [
+    "AttentionOptions",
     "DecodeConfig",
     "Implementation",
     "KVLayout",
@@ -45,8 +51,10 @@ __all__ = [
     "MosaicSm80RaggedConfig",
     "PageCopies",
     "PageTable",
+    "PagedKVCache",
     "PrefixCache",
     "PrefixLease",
+    "RaggedAttentionOptions",
     "RaggedConfig",
     "__version__",
     "attach",

@@ -1,0 +1,146 @@
+"""`PagedKVCache` against the functions beneath it, and against the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_paged as pp
+from pallas_paged.pages.sharding import kv_pool_sharding
+from tests.support.attention_cases import cumulated
+from tests.support.attention_oracle import relative_error
+from tests.support.devices import mesh
+
+B, H, G, D, LAYERS = 3, 2, 2, 16, 2
+SIZES = dict(
+    num_layers=LAYERS, num_pages=12, page_size=4, max_seqs=B, pages_per_seq=6, num_kv_heads=H,
+    head_dim=D, dtype="float32",
+)  # fmt: skip
+create = partial(pp.PagedKVCache.create, **SIZES)
+
+
+class Texts:
+    """Random K/V of each token of sequences, kept apart, and attention over them in NumPy."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(0)
+        self.kv = [np.zeros((2, LAYERS, 0, H, D)) for _ in range(B)]
+
+    def grow(self, q_lens):
+        """Draw q, k and v of new tokens, one sequence after another."""
+        new = [self.rng.standard_normal((2, LAYERS, n, H, D)) for n in q_lens]
+        self.kv = [np.concatenate(x, axis=2) for x in zip(self.kv, new, strict=True)]
+        k, v = np.concatenate(new, axis=2).astype(np.float32)
+        return self.rng.standard_normal((sum(q_lens), H * G, D)).astype(np.float32), k, v
+
+    def attend(self, layer, q, q_lens):
+        found, first = [], 0
+        for (keys, values), count in zip(self.kv, q_lens, strict=True):
+            for i in range(count):
+                seen = keys.shape[1] - count + i + 1
+                for h in range(H * G):
+                    k, v = (x[layer, :seen, h // G] for x in (keys, values))
+                    weights = np.exp(k @ q[first + i, h] * D**-0.5)
+                    found.append(weights @ v / weights.sum())
+            first += count
+        return np.reshape(found, q.shape)
+
+
+@jax.jit(donate_argnums=0)
+def step(cache, q, k, v, cu_q_lens=None):
+    """All layers of a step: the cache, and the outputs."""
+    outs = []
+    for layer in range(LAYERS):
+        cache = cache.write(layer, k[layer], v[layer], cu_q_lens)
+        outs.append(cache.attend(layer, q, cu_q_lens))
+    return cache, outs
+
+
+def feed(cache, texts, q_lens):
+    """Give sequences new tokens, and check attention in every layer."""
+    cache, ok = jax.jit(pp.PagedKVCache.extend)(cache, np.int32(q_lens))
+    assert ok.all()
+    ragged = q_lens != (1,) * B
+    q, k, v = texts.grow(q_lens)
+    cache, outs = step(cache, q, k, v, cumulated(q_lens) if ragged else None)
+    for layer, out in enumerate(outs):
+        assert relative_error(out, texts.attend(layer, q, q_lens)) <= 1e-5
+    return cache
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "2NHD"])
+def test_prompts_tokens_forks_and_truncations_equal_numpy(kv_layout):
+    cache, texts = create(kv_layout=kv_layout), Texts()
+    cache = feed(cache, texts, (6, 0, 3))
+    cache, ok = cache.fork([0], [1])
+    assert ok.all()
+    texts.kv[1] = texts.kv[0]
+    for q_lens in ((1, 1, 1), (1, 1, 1), (2, 3, 1)):
+        cache = feed(cache, texts, q_lens)
+    cache, ok = cache.truncate(np.int32([5, 11, 2]))
+    assert ok.all()
+    texts.kv = [x[:, :, :n] for x, n in zip(texts.kv, (5, 11, 2), strict=True)]
+    cache = cache.free(np.array([False, False, True]))
+    texts.kv[2] = texts.kv[2][:, :, :0]
+    cache = feed(cache, texts, (1, 1, 1))
+    np.testing.assert_array_equal(cache.seq_lens, [6, 12, 1])
+    pp.check_page_table(cache.table)
+
+
+def test_a_sequence_without_new_tokens_keeps_what_it_has():
+    cache, ok = create().extend(np.array([True, False, True]))
+    assert ok.all()
+    ones = np.ones((B, H, D), np.float32)
+    cache = cache.write(0, ones, ones)
+    cache, ok = cache.extend(np.int32([1, 1, 30]))  # more than pages_per_seq
+    np.testing.assert_array_equal(ok, [True, True, False])
+    np.testing.assert_array_equal(cache.num_new_tokens, [1, 1, 0])
+    written = cache.write(0, 7 * ones, 7 * ones).pool.layers[0].k_pages
+    where = cache.table.block_tables[:, 0]
+    np.testing.assert_array_equal(np.asarray(written)[where, :2, 0, 0], [[1, 7], [7, 0], [1, 0]])
+    # After another verb there is nothing to write.
+    assert not cache.free(np.zeros(B, bool)).num_new_tokens.any()
+
+
+def test_it_is_a_carry_of_loops():
+    def body(cache, x):
+        cache, ok = cache.extend(jnp.ones(B, jnp.int32))
+        cache = cache.write(0, x, x)
+        return cache, (cache.attend(0, jnp.concatenate([x, x], axis=1), sm_scale=0.5), ok)
+
+    xs = np.random.default_rng(0).standard_normal((5, B, H, D)).astype(np.float32)
+    cache, (outs, ok) = jax.jit(lambda cache: jax.lax.scan(body, cache, xs))(create())
+    assert ok.all() and (cache.seq_lens == 5).all() and outs.shape == (5, B, H * G, D)
+
+    def until(cache):
+        return jax.lax.while_loop(lambda c: c.seq_lens[0] < 5, lambda c: body(c, xs[0])[0], cache)
+
+    assert (jax.jit(until)(create()).seq_lens == 5).all()
+
+
+def test_on_a_mesh_heads_are_sharded_and_the_table_is_replicated():
+    sharding = kv_pool_sharding(mesh(2))
+    cache, texts = create(sharding=sharding), Texts()
+    assert cache.table.seq_lens.sharding.is_fully_replicated
+    cache = feed(cache, texts, (3, 1, 2))
+    pages = cache.pool.layers[0].k_pages
+    assert pages.addressable_shards[0].data.shape[2] == H // 2
+
+
+def test_bad_arguments_are_refused():
+    cache, x = create(), np.zeros((B, H, D), np.float32)
+    with pytest.raises(ValueError, match=r"cu_q_lens must be int32\[4\]"):
+        cache.write(0, x, x, np.zeros(2, np.int32))
+    with pytest.raises(ValueError, match="k and v must be"):
+        cache.write(0, x[:, :1], x)
+    with pytest.raises(TypeError, match="did you mean 'sm_scale'"):
+        cache.attend(0, x, scale=1.0)
+    with pytest.raises(ValueError, match="num_new_tokens must be int32"):
+        cache.extend(np.zeros(B))
+    with pytest.raises(IndexError):
+        replace(cache, pool=pp.KVPool(layers=())).attend(0, x)

@@ -102,6 +102,12 @@ def check_integer(name: str, value: Any, least: int, most: int = INT32_MAX) -> N
         raise ValueError(f"{name}={value!r} must be an integer in {least}..{most}")
 
 
+def check_flag(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False")
+
+
 def check_has(name: str, value: Any, *attributes: str) -> None:
     """Raise ValueError unless `value` has these attributes."""
     missing = [attribute for attribute in attributes if not hasattr(value, attribute)]
@@ -125,8 +131,8 @@ def static_number(name: str, value: Any) -> float:
     """
     if isinstance(value, jax.core.Tracer):
         raise ValueError(f"{name} must be a static number, got a traced value")
-    complex_number = isinstance(value, complex | np.complexfloating)
-    if isinstance(value, str | bool) or complex_number or not hasattr(value, "__float__"):
+    is_other = isinstance(value, str | bool | np.bool_ | complex | np.complexfloating)
+    if is_other or not hasattr(value, "__float__"):
         raise ValueError(f"{name}={value!r} must be a number")
     if np.ndim(value):
         raise ValueError(f"{name}={value!r} must be a number")

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_paged.checks import INT32_MAX, as_array
 from pallas_paged.kernels.call import Arrays
@@ -42,6 +43,7 @@ def checked_arrays(
     layout, pages = layer.layout, layer.pages
     arrays: dict[str, Any] = dict(q=q, block_tables=block_tables, seq_lens=seq_lens)
     arrays = {name: as_array(name, x) for name, x in arrays.items()}
+    _refuse_symbolic_sizes(dict(arrays, pages=pages[0]), is_ragged=cu_q_lens is not None)
     arrays["block_tables"] = _by_sequences(arrays["block_tables"], arrays["seq_lens"])
     _check_queries(arrays["q"], "B" if cu_q_lens is None else "T")
     _check_pages(layer, **arrays)
@@ -67,6 +69,17 @@ def checked_arrays(
         offsets = checked_offsets("cu_q_lens", cu_q_lens, num_seqs)
         found = dataclasses.replace(found, cu_q_lens=offsets)
     return _mask_from(found, options.get("num_seqs"))
+
+
+def _refuse_symbolic_sizes(arrays: dict[str, Any], *, is_ragged: bool) -> None:
+    """Raise NotImplementedError where a size is symbolic that must be a number."""
+    for name, x in arrays.items():
+        free_axes = 0 if is_ragged or name == "pages" else 1  # the sequences of decoding
+        if not all(isinstance(size, int | np.integer) for size in x.shape[free_axes:]):
+            raise NotImplementedError(
+                f"{name}.shape={x.shape} must be numbers: of symbolic sizes, attention takes the "
+                "sequences of paged_attention alone"
+            )
 
 
 def _check_queries(q: Any, first_axis: str) -> None:

@@ -16,7 +16,7 @@ from pallas_paged.attention.arguments import (
     checked_prefix_lens,
 )
 from pallas_paged.attention.options import AttentionOptions, check_names, static_options
-from pallas_paged.checks import INT32_MAX, default_promotion
+from pallas_paged.checks import INT32_MAX, check_flag, default_promotion
 from pallas_paged.kernels import xla
 from pallas_paged.pages.layer import LayerKV
 
@@ -88,6 +88,7 @@ def cascade_attention(
     Source: Ye et al., "Cascade Inference", 2024; Juravsky et al., "Hydragen", 2024.
     """
     check_names("cascade_attention", options, AttentionOptions, "fixed_split_size")
+    check_flag("return_lse", return_lse)
     arrays = checked_arrays(q, layer, block_tables, seq_lens, options)
     how = static_options(arrays.head_dim, options)
     shared = checked_prefix_lens(prefix_lens)

@@ -148,8 +148,9 @@ def attend(
     )
     call = local.describe(arrays)
     chosen = choose(call, how.implementation)
+    name = "paged_attention" if kernel == "decode" else "ragged_paged_attention"
     # The kernels count in i32 whatever the integers of the caller are.
-    with jax.enable_x64(False):
+    with jax.named_scope(name), jax.enable_x64(False):
         arrays = dataclasses.replace(arrays, seq_lens=jnp.clip(arrays.seq_lens, 0, call.max_kv_len))
         if kernel == "ragged":
             cu_q_lens = rising_offsets(arrays.cu_q_lens, call.num_tokens)
@@ -223,6 +224,12 @@ def choose(call: Call, implementation: Implementation | None) -> Implementation:
         NotImplementedError: the implementation can't do the call; the message says why.
     """
     _check_config(call, implementation)
+    if not isinstance(call.num_seqs, int):  # a symbolic size of jax.export
+        if implementation in (None, "xla"):
+            return "xla"
+        raise NotImplementedError(
+            f"{implementation=} needs sizes that are numbers, not num_seqs={call.num_seqs}"
+        )
     if implementation is None:
         implementation = best_implementation(call)
         _log(implementation, call.device)

@@ -15,7 +15,7 @@ from pallas_paged.attention.options import (
     check_names,
     static_options,
 )
-from pallas_paged.checks import default_promotion
+from pallas_paged.checks import check_flag, default_promotion
 from pallas_paged.pages.layer import LayerKV
 
 
@@ -101,6 +101,7 @@ def paged_attention(
     PagedAttention", SOSP 2023; split-KV as in Flash-Decoding, balanced over the lengths.
     """
     check_names("paged_attention", options, AttentionOptions)
+    check_flag("return_lse", return_lse)
     arrays = checked_arrays(q, layer, block_tables, seq_lens, options)
     how = static_options(arrays.head_dim, options)
     out, lse = dispatch.attend("decode", arrays, how)
@@ -174,6 +175,7 @@ def ragged_paged_attention(
     "FlashInfer", 2025; tree masks as in Miao et al., "SpecInfer", 2024.
     """
     check_names("ragged_paged_attention", options, RaggedAttentionOptions)
+    check_flag("return_lse", return_lse)
     arrays = checked_arrays(q, layer, block_tables, seq_lens, options, cu_q_lens=cu_q_lens)
     how = static_options(arrays.head_dim, options)
     out, lse = dispatch.attend("ragged", arrays, how, with_lse=return_lse)

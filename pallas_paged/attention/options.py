@@ -9,7 +9,7 @@ from typing import Any, Literal, SupportsFloat, TypedDict, cast, get_args
 
 from jax.typing import ArrayLike
 
-from pallas_paged.checks import static_integer, static_number
+from pallas_paged.checks import check_flag, static_integer, static_number
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80DecodeConfig, MosaicSm80RaggedConfig
 from pallas_paged.kernels.mosaic_sm90.config import MosaicDecodeConfig, MosaicRaggedConfig
@@ -163,8 +163,7 @@ def static_options(head_dim: int, options: Mapping[str, Any]) -> StaticOptions:
         not isinstance(implementation, str) or implementation not in names
     ):
         raise ValueError(f"{implementation=} must be None or one of {names}")
-    if not isinstance(interpret, bool):
-        raise ValueError(f"{interpret=} must be True or False")
+    check_flag("interpret", interpret)
     if interpret and implementation in (None, "xla"):
         raise ValueError(f"{interpret=} needs a family of kernels, not {implementation=}")
     expected_seqs = options.get("expected_seqs")
@@ -189,8 +188,7 @@ def _logit_options(head_dim: int, options: Mapping[str, Any]) -> LogitOptions:
         raise ValueError(f"{soft_cap=} must be from {_CAPS[0]:g} to {_CAPS[1]:g}")
     if window is not None:
         window = static_integer("sliding_window", window)
-    if not isinstance(causal, bool):
-        raise ValueError(f"{causal=} must be True or False")
+    check_flag("causal", causal)
     if not causal and options.get("tree_mask") is not None:
         raise ValueError(f"{causal=} excludes a tree_mask, which replaces causality")
     return LogitOptions(sm_scale=scale, soft_cap=cap, sliding_window=window, causal=causal)

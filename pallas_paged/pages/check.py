@@ -6,9 +6,10 @@ import jax
 import numpy as np
 
 from pallas_paged.checks import as_array
-from pallas_paged.pages.table import Integers, PageTable
+from pallas_paged.pages.table import Integers, PageTable, on_table
 
 
+@on_table
 def check_page_table(table: PageTable, retained: Integers = ()) -> None:
     """Check every invariant of a concrete table, on the host.
 

@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from pallas_paged.checks import validate_positive
+from pallas_paged.checks import check_integer, validate_positive
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -140,10 +141,11 @@ class PrefixCache:
             max_tokens: the most tokens to find; None for all but the last.
 
         Raises:
-            ValueError: `max_tokens` is negative.
+            ValueError: `max_tokens` is no integer of 0 or more.
         """
-        if max_tokens is not None and max_tokens < 0:
-            raise ValueError(f"{max_tokens=} must not be negative")
+        tokens = _as_list(tokens)
+        if max_tokens is not None:
+            check_integer("max_tokens", max_tokens, 0)
         limit = len(tokens) - 1
         limit = limit if max_tokens is None else min(limit, max_tokens)
         entries: list[_Entry] = []
@@ -199,10 +201,11 @@ class PrefixCache:
 
         Raises:
             ValueError: the lease is not held, the tokens are not those that it holds, there are
-                more pages than tokens need, or a page is cached for another prefix. Nothing is
-                changed.
+                more pages than tokens need, or a new page is no integer of 0 or more, named twice
+                or cached for another prefix. Nothing is changed.
         """
         self._require_held(lease)
+        tokens, pages = _as_list(tokens), _as_list(pages)
         if len(pages) > -(-len(tokens) // self._page_size):
             raise ValueError(
                 f"{len(tokens)} tokens in pages of {self._page_size} fill fewer than the "
@@ -224,8 +227,11 @@ class PrefixCache:
             key, content = self._block(tokens, block, parent, blocks)
             entry = self._by_key.get(key) or new_by_key.get(key)
             if entry is None:
+                check_integer(f"pages[{block}]", pages[block], 0)
                 page = int(pages[block])
-                if page in self._by_page or page in new_by_page:
+                if page in new_by_page:
+                    raise ValueError(f"{page=} must be named once")
+                if page in self._by_page:
                     raise ValueError(f"{page=} is cached for another prefix")
                 entry = _Entry(key=key, parent=parent, tokens=content, page=page)
                 new_by_key[key] = new_by_page[page] = entry
@@ -261,10 +267,9 @@ class PrefixCache:
             The dropped pages: `release` them in the table.
 
         Raises:
-            ValueError: `num_pages` is negative.
+            ValueError: `num_pages` is no integer of 0 or more.
         """
-        if num_pages < 0:
-            raise ValueError(f"{num_pages=} must not be negative")
+        check_integer("num_pages", num_pages, 0)
         pages = []
         for _ in range(min(num_pages, len(self._unused))):
             page, entry = self._unused.popitem(last=False)
@@ -301,6 +306,11 @@ class PrefixCache:
     def _require_held(self, lease: PrefixLease) -> None:
         if lease not in self._leases:
             raise ValueError(f"{lease} must be of this cache and not yet released")
+
+
+def _as_list(numbers: Any) -> Any:
+    """Return an array of NumPy or JAX as a list; other sequences as they are."""
+    return numbers.tolist() if hasattr(numbers, "tolist") else numbers
 
 
 def _follows(entry: _Entry, parent: _Entry, tokens: tuple[int, ...]) -> bool:

@@ -10,12 +10,12 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from pallas_paged.checks import as_array, checked_array, default_promotion
+from pallas_paged.checks import as_array, checked_array
 from pallas_paged.pages.stack import release_pages
-from pallas_paged.pages.table import Integers, PageTable, can_fill
+from pallas_paged.pages.table import Integers, PageTable, can_fill, on_table
 
 
-@default_promotion()
+@on_table
 def retain(table: PageTable, pages: Integers) -> tuple[PageTable, jax.Array]:
     """Add one reference to each page, for a holder other than a row, such as a prefix cache.
 
@@ -34,7 +34,7 @@ def retain(table: PageTable, pages: Integers) -> tuple[PageTable, jax.Array]:
     return replace(table, ref_counts=table.ref_counts.at[retained].add(1, mode="drop")), ok
 
 
-@default_promotion()
+@on_table
 def release(table: PageTable, pages: Integers) -> PageTable:
     """Remove references that `retain` added; pages without other references are free again.
 
@@ -49,7 +49,7 @@ def release(table: PageTable, pages: Integers) -> PageTable:
     return release_pages(table, jnp.where(_is_live(table, pages), pages, table.num_pages))
 
 
-@default_promotion()
+@on_table
 def attach(table: PageTable, rows: Integers, pages: Integers) -> tuple[PageTable, jax.Array]:
     """Attach full pages that are held already, such as a cached prefix, to empty rows.
 

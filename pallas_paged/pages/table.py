@@ -10,8 +10,10 @@ The sentinel for "no page" is `num_pages`, which gathers fill and scatters drop;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Concatenate, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +29,8 @@ from pallas_paged.checks import (
 from pallas_paged.pages.stack import PageStack, release_pages, take_pages
 
 Integers = ArrayLike | Sequence[int]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @jax.tree_util.register_dataclass
@@ -57,6 +61,21 @@ class PageTable(PageStack):
     @property
     def pages_per_seq(self) -> int:
         return self.block_tables.shape[1]
+
+
+def on_table(
+    function: Callable[Concatenate[PageTable, P], T],
+) -> Callable[Concatenate[PageTable, P], T]:
+    """Return a function of a table that runs under `default_promotion` and takes a table only."""
+
+    @functools.wraps(function)
+    def checked(table: PageTable, *args: P.args, **kwargs: P.kwargs) -> T:
+        if not isinstance(table, PageTable):
+            raise ValueError(f"table must be a PageTable, got {type(table).__name__}")
+        with default_promotion():
+            return function(table, *args, **kwargs)
+
+    return checked
 
 
 @jax.tree_util.register_dataclass
@@ -106,7 +125,7 @@ def create_page_table(
     )
 
 
-@default_promotion()
+@on_table
 def extend(
     table: PageTable, num_new_tokens: Integers, *, max_new_tokens: int | None = None
 ) -> tuple[PageTable, jax.Array]:
@@ -153,7 +172,7 @@ def extend(
     return table, ok
 
 
-@default_promotion()
+@on_table
 def free(table: PageTable, rows: Integers) -> PageTable:
     """Empty rows; pages without other references are free again.
 
@@ -165,7 +184,7 @@ def free(table: PageTable, rows: Integers) -> PageTable:
     return _release_blocks(table, jnp.broadcast_to(rows[:, None], table.block_tables.shape))
 
 
-@default_promotion()
+@on_table
 def free_before(
     table: PageTable, positions: Integers, *, max_pages: int | None = None
 ) -> PageTable:
@@ -205,7 +224,7 @@ def free_before(
     return replace(table, block_tables=pages.set(table.num_pages, mode="drop"))
 
 
-@default_promotion()
+@on_table
 def fork(table: PageTable, src: Integers, dst: Integers) -> tuple[PageTable, PageCopies, jax.Array]:
     """Fill empty rows `dst` as rows `src`: full pages are shared, a partial last page is copied.
 
@@ -252,7 +271,7 @@ def fork(table: PageTable, src: Integers, dst: Integers) -> tuple[PageTable, Pag
     return table, copies, ok
 
 
-@default_promotion()
+@on_table
 def truncate(table: PageTable, new_lens: Integers) -> tuple[PageTable, PageCopies, jax.Array]:
     """Shorten rows to their first `new_lens` tokens.
 
@@ -296,7 +315,7 @@ def truncate(table: PageTable, new_lens: Integers) -> tuple[PageTable, PageCopie
     return table, copies, ok
 
 
-@default_promotion()
+@on_table
 def slot_mapping(table: PageTable, rows: Integers, positions: Integers) -> jax.Array:
     """Return the pool slot, page * page_size + offset, of each token.
 

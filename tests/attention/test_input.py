@@ -103,6 +103,8 @@ BAD_ARGUMENTS = [
     *(({"soft_cap": x}, f"soft_cap={x} must be from 1e-30") for x in (0, -2.0, 1e-38)),
     ({"soft_cap": 1e37}, r"soft_cap=1e\+37 must be from .* to 1e\+36"),
     *(({"interpret": x}, "interpret=.* must be True or False") for x in (1, None, "no")),
+    *(({"return_lse": x}, "return_lse=.* must be True or False") for x in ("no", 1)),
+    ({"sliding_window": np.True_}, "sliding_window=.* must be a number"),
     ({"interpret": True}, "interpret=True needs a family of kernels, not implementation=None"),
     ({"interpret": True, "implementation": "xla"}, "needs a family of kernels, not .*'xla'"),
     ({"sliding_window": 0}, "sliding_window=0 must be an integer that is at least 1"),
@@ -227,6 +229,34 @@ def test_an_unknown_keyword_is_refused_with_the_name_that_is_meant(entry, name, 
     arrays = [None] * 6
     with pytest.raises(TypeError, match=f"{entry.__name__}.*{name!r}.*{message}"):
         entry(*arrays[: NUM_POSITIONAL[entry]], **{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("function", "symbolic", "how", "message"),
+    [
+        (raw.paged_attention, ("q", "block_tables", "seq_lens"), {"implementation": "xla"}, None),
+        (raw.paged_attention, ("q", "block_tables", "seq_lens"),
+         {"implementation": "triton_interpret"}, "needs sizes that are numbers, not num_seqs=b"),
+        (raw.paged_attention, ("k_pages", "v_pages"), {}, "pages.shape=.* must be numbers"),
+        (raw.ragged_paged_attention, ("q",), {}, "q.shape=.* must be numbers"),
+    ],
+    ids=["xla", "kernel", "pages", "ragged"],
+)  # fmt: skip
+def test_of_symbolic_sizes_only_the_sequences_of_decoding_are_taken(
+    function, symbolic, how, message
+):
+    [size] = jax.export.symbolic_shape("b")
+    call = RAGGED if function is raw.ragged_paged_attention else DECODE
+    shapes = {
+        name: jax.ShapeDtypeStruct((size, *x.shape[1:]) if name in symbolic else x.shape, x.dtype)
+        for name, x in call.items()
+    }
+    export = jax.export.export(jax.jit(partial(function, **how)))
+    if message is None:
+        assert export(**shapes).in_avals[0].shape[0] == size
+    else:
+        with pytest.raises(NotImplementedError, match=message):
+            export(**shapes)
 
 
 def test_pages_without_a_layer_are_refused():

@@ -277,6 +277,16 @@ def test_arrays_of_another_type_or_shape_are_refused(name, call, wanted):
 
 
 @pytest.mark.parametrize(
+    "call",
+    [pp.extend, pp.free, pp.free_before, pp.fork, pp.truncate, pp.slot_mapping, pp.attach,
+     pp.retain, pp.release, pp.check_page_table],
+)  # fmt: skip
+def test_verbs_take_a_table_only(call):
+    with pytest.raises(ValueError, match="table must be a PageTable, got NoneType"):
+        call(None, [1])
+
+
+@pytest.mark.parametrize(
     ("value", "rule"),
     [
         ("1234", "='1234' must be an array"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -62,7 +63,7 @@ def test_pages_in_blocks_are_not_hashed_again(counted):
 
 def test_insert_fills_blocks_with_the_pages_of_the_lease():
     cache, blocks = filled(), []
-    lease = cache.lookup(np.arange(9, dtype=np.int32))
+    lease = cache.lookup(jnp.arange(9))
     new = cache.insert(lease, np.arange(16, dtype=np.int32), np.arange(4, dtype=np.int32), blocks)
     assert new == [3] and type(new[0]) is int
     assert cache.lookup(list(range(17)), blocks).num_tokens == 16
@@ -73,10 +74,14 @@ def test_numbers_out_of_range_are_refused():
     cache = filled()
     with pytest.raises(ValueError, match="page_size=0 must be a positive integer"):
         pp.PrefixCache(page_size=0)
-    with pytest.raises(ValueError, match="max_tokens=-1 must not be negative"):
+    with pytest.raises(ValueError, match="max_tokens=-1 must be an integer in 0"):
         cache.lookup([1, 2], max_tokens=-1)
-    with pytest.raises(ValueError, match="num_pages=-1 must not be negative"):
+    with pytest.raises(ValueError, match=r"max_tokens=1.5 must be an integer"):
+        cache.lookup([1, 2], max_tokens=1.5)
+    with pytest.raises(ValueError, match="num_pages=-1 must be an integer in 0"):
         cache.evict(-1)
+    with pytest.raises(ValueError, match="num_pages='2' must be an integer"):
+        cache.evict("2")
     assert (cache.num_query_tokens, len(cache)) == (12, 3)
 
 
@@ -90,7 +95,11 @@ def test_numbers_out_of_range_are_refused():
         ([], [], r"page 1 of the sequence has \(\)"),
         (range(20), [0, 1, 7, 8, 30], r"page=30 is cached for another prefix"),
         (range(20), [0, 1, 7, 8, 1], r"page=1 is cached"),
-        (range(20), [0, 1, 7, 8, 7], r"page=7 is cached"),
+        (range(20), [0, 1, 7, 8, 7], r"page=7 must be named once"),
+        *(
+            (range(20), [0, 1, x, 8], rf"pages\[2\]={x!r} must be an integer in 0")
+            for x in (0.5, "1", -1, 2**40)
+        ),
     ],
 )
 def test_insert_refuses_and_changes_nothing(tokens, pages, message):

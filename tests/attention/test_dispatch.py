@@ -20,7 +20,7 @@ from pallas_paged.kernels.families import FAMILIES
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm90 import support as sm90_support
-from tests.support import raw
+from tests.support import implementations, raw
 from tests.support.attention_cases import Case
 from tests.support.attention_options import config_of
 from tests.support.devices import A100, CPU, HOPPER, lower_for_cuda
@@ -182,6 +182,8 @@ SHARED_MEMORY = "Config.* needs {}[0-9]+ bytes of shared memory; a program has {
             (DECODE, {"head_dim": 67} | INT8, "an even head_dim with pages of int8, not 67"),
             (PREFILL, gpu("8.6") | FP8, "capability 8.9, not 8.6, with pages of float8_e4m3fn"),
             (DECODE, {"device": CPU}, "a GPU, but the platform is 'cpu': interpret=True runs"),
+            (DECODE, {"head_dim": 512, "num_q_heads": 130, "num_kv_heads": 2},
+             "262144 bytes of shared memory to decode 65 query heads .* has 232448"),
         )),
         ("mosaic_sm80", PREFILL, F32, "bfloat16 or float16, not float32"),
         ("mosaic_sm80", DECODE, F16_PAGES, "int8 or float8_e4m3fn, not of float16"),
@@ -218,7 +220,8 @@ def test_calls_that_an_implementation_cannot_do_are_refused(
     with pytest.raises(NotImplementedError, match=rf"'{implementation}' .*{reason}"):
         dispatch.resolve(call, implementation)
     interpreted = FAMILIES[implementation].why_not(replace(call, interpret=True))
-    assert (interpreted is None) == ("device" in changes and "config" not in changes)
+    of_the_device = ("device" in changes and "config" not in changes) or "to decode" in reason
+    assert (interpreted is None) == of_the_device
 
 
 @needs_triton
@@ -330,3 +333,8 @@ def test_the_choice_of_none_is_logged_once_for_each_kind_of_device(caplog):
         f"implementation={dispatch.best_implementation(first)!r} on GPU 1",
         "implementation='xla' on GPU 2",
     ]
+
+
+def test_the_table_of_the_docs_is_what_the_families_can_do():
+    text = implementations.PAGE.read_text(encoding="utf-8")
+    assert implementations.with_table(text) == text, "run python -m tests.support.implementations"

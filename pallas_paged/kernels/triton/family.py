@@ -48,6 +48,15 @@ class _Triton(Family):
             return f"{reason}, with pages of {call.kv_dtype.name}"  # PTX lacks the conversion
         if call.kv_dtype.itemsize == 1 and call.head_dim % 2:
             return f"needs an even head_dim with pages of {call.kv_dtype.name}, not {call.head_dim}"
+        # The f32 sums of a program of decoding pass through shared memory: measured, 256 KB for 128
+        # rows of 512 elements.
+        rows, limit = next_power_of_2(max(call.group, 16)), call.device.shared_memory
+        needed = rows * next_power_of_2(call.head_dim) * 4
+        if call.kernel == "decode" and not call.interpret and needed > limit:
+            return (
+                f"needs {needed} bytes of shared memory to decode {call.group} query heads per KV "
+                f"head with head_dim={call.head_dim}; a program has {limit}"
+            )
         return None
 
     def why_no_gradient(self, arrays: Arrays) -> str | None:

@@ -22,7 +22,6 @@ from pallas_paged.decoder.kernels.batch_config import (
     clusters_at_once,
     decoder_rows_config,
 )
-from pallas_paged.decoder.linear import linear
 from pallas_paged.decoder.rms_norm import rms_norm
 from pallas_paged.decoder.unmerged_attention import UnmergedAttention
 from pallas_paged.kernels.call import Device
@@ -110,7 +109,7 @@ def between_attentions(
 
     On a Hopper GPU it is one kernel, whose copies of weights hardly ever pause, for one row of 2048
     to 4096, and in bf16 for 2 to 128 rows of 1024 to 4096 and for 129 to 256 of 1024. Otherwise,
-    for gradients and under `vmap`, it is `linear` and `rms_norm`, one after another. For other rows
+    for gradients and under `vmap`, XLA runs the steps one after another. For other rows
     up to 256 the kernel has to be named.
     Results differ by rounding: sums are in f32, in another order. The bits of the kernels are the
     same each time.
@@ -177,15 +176,22 @@ def _steps(
     def add(branch: jax.Array, weight: jax.Array, bias: Any, x: jax.Array, norm: jax.Array) -> Any:
         if row_linear_norm is not None and dropout is None and bias is None:
             return row_linear_norm(branch, weight, x, norm, eps)
-        branch = _add_bias(linear(branch, weight), bias)
+        branch = _add_bias(branch @ weight.T, bias)
         x = x + (branch if dropout is None else dropout(branch))
         return x, rms_norm(x, norm, eps)
 
     x, normed = add(attended, weights.o, weights.o_bias, x, weights.mlp_norm)
-    x, out = add(linear(normed, weights.gate_up), weights.down, None, x, weights.out_norm)
+    x, out = add(_swiglu(normed, weights.gate_up), weights.down, None, x, weights.out_norm)
     if weights.qkv is None:
         return x, out
-    return x, _add_bias(linear(out, weights.qkv), weights.qkv_bias)
+    return x, _add_bias(out @ weights.qkv.T, weights.qkv_bias)
+
+
+def _swiglu(x: jax.Array, gate_up: jax.Array) -> jax.Array:
+    # As one matrix: XLA would transpose, hence copy, a weight that has several output axes.
+    out = x @ gate_up.reshape(-1, gate_up.shape[-1]).T
+    out = out.reshape(*out.shape[:-1], -1, 2)
+    return jax.nn.silu(out[..., 0]) * out[..., 1]
 
 
 def _add_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:

@@ -19,7 +19,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_paged.decoder.linear import linear
 from pallas_paged.decoder.rms_norm import rms_norm
 from pallas_paged.kernels.call import Device
 from pallas_paged.kernels.mosaic import support as mosaic_support
@@ -140,7 +139,7 @@ class Group:
         kinds = {x.dtype, weight.dtype, residual.dtype, norm.dtype}
         parts = reduce_parts(num_rows=x.shape[0], num_columns=x.shape[1])
         if parts == 1 or kinds != {jnp.dtype(jnp.bfloat16)} or self._why_not(residual) is not None:
-            return self.add_and_norm(linear(x, weight), residual, norm, eps)
+            return self.add_and_norm(x @ weight.T, residual, norm, eps)
         out, normed = self._kernel(partial_products(x, weight, parts), residual, norm, eps=eps)
         return out, normed
 
@@ -227,9 +226,9 @@ def row_linear(x: jax.Array, weight: jax.Array, peers: Peers | None) -> jax.Arra
         `[T, N]`, whole on every device.
     """
     if peers is None:
-        return linear(x, weight)
+        return x @ weight.T
     cut = PartitionSpec(None, peers.axis)
-    return peers.run(lambda group, x, weight: group.sum(linear(x, weight)), (cut, cut), x, weight)
+    return peers.run(lambda group, x, weight: group.sum(x @ weight.T), (cut, cut), x, weight)
 
 
 def row_linear_norm(
@@ -249,7 +248,7 @@ def row_linear_norm(
         eps: of the norm.
     """
     if peers is None:
-        out = residual + linear(x, weight)
+        out = residual + x @ weight.T
         return out, rms_norm(out, norm, eps)
     cut, whole = PartitionSpec(None, peers.axis), PartitionSpec()
 

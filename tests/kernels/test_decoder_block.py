@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_paged.decoder.between_attentions import BlockWeights, Residual, between_attentions
-from pallas_paged.decoder.linear import linear
 from pallas_paged.decoder.rms_norm import rms_norm
 from pallas_paged.decoder.unmerged_attention import unmerged_attention
 from pallas_paged.pages.pool import LayerKV
@@ -67,10 +66,11 @@ def test_without_a_gpu_it_is_the_separate_steps_bit_for_bit():
     w = dataclasses.replace(w, o_bias=draw(30, E), qkv_bias=draw(31, N))
 
     def steps(attended, residual, w):
-        x = residual.x + (linear(attended, w.o) + w.o_bias)
-        x += linear(linear(rms_norm(x, w.mlp_norm, 1e-5), w.gate_up), w.down)
+        x = residual.x + (attended @ w.o.T + w.o_bias)
+        gate_up = rms_norm(x, w.mlp_norm, 1e-5) @ w.gate_up.reshape(-1, E).T
+        x += (jax.nn.silu(gate_up[..., ::2]) * gate_up[..., 1::2]) @ w.down.T
         normed = rms_norm(x, w.out_norm, 1e-5)
-        return x, normed if w.qkv is None else linear(normed, w.qkv) + w.qkv_bias
+        return x, normed if w.qkv is None else normed @ w.qkv.T + w.qkv_bias
 
     for weights in (w, dataclasses.replace(w, qkv=None, qkv_bias=None)):
         got, out = jitted_block(attended, residual, weights, eps=1e-5)

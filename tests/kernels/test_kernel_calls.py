@@ -31,7 +31,6 @@ FAMILIES = {
     "kernels/triton": "triton",
     "kernels/triton/backward_pages.py": "mosaic_gpu",
     "decoder/kernels": "mosaic_gpu",
-    "decoder/kernels/rms_norm.py": "triton",
     "decoder/kernels/rotary_write.py": "triton",
     "engine/kernels": "triton",
 }

@@ -12,7 +12,8 @@ from jax.experimental import pallas as pl
 
 from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.mosaic import ops
-from pallas_paged.kernels.mosaic.decode_merge import block_sizes, finish, merge_partials
+from pallas_paged.kernels.mosaic.decode_merge import block_sizes, merge_partials
+from pallas_paged.kernels.mosaic.softmax_state import finish
 from pallas_paged.kernels.mosaic_sm90.config import LINEAR_TILE as PIECE
 
 

@@ -22,8 +22,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.decode_plan import DecodePlan
-from pallas_paged.kernels.logits import LN_2, LOG2_E
+from pallas_paged.kernels.logits import LOG2_E
 from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic.softmax_state import State, finish, scale
 
 MAX_STATES_PER_STEP = 48  # that a loop step loads; each takes two registers
 
@@ -56,7 +57,7 @@ def merge_partials(
     layout: Any,
     *,
     heads: tuple[int, ...] = (),
-) -> list[ops.State]:
+) -> list[State]:
     """Unite the partial states `first .. first + num_partials - 1`.
 
     Args:
@@ -110,21 +111,6 @@ def merge_partials(
     acc = ops.full((*heads, elements.size), 0.0, layout)
     nothing = all_heads(-jnp.inf), all_heads(0.0), acc
     return lax.fori_loop(0, pl.cdiv(num_partials, block_s), merge_some, [nothing for _ in places])
-
-
-def scale(acc: jax.Array, factor: jax.Array) -> jax.Array:
-    """Return `acc` times the factor of its head or heads."""
-    return acc * (ops.bcast(factor, acc) if factor.ndim else factor)
-
-
-def finish(state: ops.State, sink: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Return `(out f32[.., D], lse)` of a state; sinks join the denominators of heads with keys."""
-    empty = state[1] == 0.0
-    if sink is not None:
-        state = ops.join_sinks(state, sink, empty, scale)
-    m_i, l_i, acc = state
-    l_safe = jnp.where(empty, 1.0, l_i)
-    return scale(acc, 1.0 / l_safe), jnp.where(empty, -jnp.inf, m_i * LN_2 + jnp.log(l_safe))
 
 
 def merge_decode_kernel(

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.kernels.logits import LOG2_E, dot
+from pallas_paged.kernels.logits import dot
 
 # How the registers of a warpgroup hold a matrix of wgmma, its transpose, one value per row and one
 # value per column.
@@ -26,8 +26,6 @@ WGMMA = plgpu.Layout.WGMMA
 WGMMA_TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
 WGMMA_ROW = WGMMA.reduce(1)
 WGMMA_COL = WGMMA.reduce(0)
-
-State = tuple[jax.Array, jax.Array, jax.Array]  # of an online softmax, base 2: m, l, acc
 
 
 @jax.tree_util.register_dataclass
@@ -270,27 +268,6 @@ def wgmma_many(
             plgpu.wgmma(refs[i], make(), b)
 
     return list(pl.run_state(multiply)(tuple(plgpu.ACC.init(x) for x in accs)))
-
-
-def join_sinks(
-    state: State,
-    sinks: jax.Array,
-    empty: jax.Array,
-    scale: Callable[[Any, jax.Array], Any],
-) -> State:
-    """Return a state after sinks (logits, base e) joined its denominator, except where `empty`.
-
-    `scale` returns acc times a factor of the shape of m and l.
-    """
-    m_i, l_i, acc = state
-    sinks = sinks * LOG2_E
-    m_new = jnp.where(empty, 0.0, jnp.maximum(m_i, sinks))
-    alpha = jnp.exp2(m_i - m_new)
-    # Not exp2(sinks - m_new) where that is 1: the compiler unites the product with the difference,
-    # which then is the rounding of the product, not 0, and large for a large sink.
-    weights = jnp.where(sinks > m_i, 1.0, jnp.exp2(sinks - m_new))
-    l_i = jnp.where(empty, 0.0, l_i * alpha + weights)
-    return m_new, l_i, scale(acc, alpha)
 
 
 def set_max_registers(n: int, *, action: Literal["increase", "decrease"], interpret: bool) -> None:

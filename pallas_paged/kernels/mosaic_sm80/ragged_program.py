@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from pallas_paged.kernels.logits import LogitOptions, base2_logits
 from pallas_paged.kernels.mosaic import ops as wgmma_ops
 from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, unpack, visible_in_tree
+from pallas_paged.kernels.mosaic.softmax_state import State, empty_state, finish
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80RaggedConfig, result_columns
 from pallas_paged.kernels.mosaic_sm80.ragged_blocks import Buffers, Pool, Stream
@@ -32,8 +33,6 @@ from pallas_paged.kernels.mosaic_sm80.ragged_rows import (
     ROWS,
     Rows,
     columns_of_part,
-    empty_state,
-    finish,
     store_rows,
 )
 from pallas_paged.kernels.powers_of_two import split_scales
@@ -183,7 +182,7 @@ class Program:
                 wgmma_ops.store(outputs.partials.out.at[(*index, columns)], out)
                 wgmma_ops.store(outputs.partials.lse.at[index], lse)
 
-    def attend(self, work: WorkDescriptor, rows: Rows, columns: Any) -> wgmma_ops.State:
+    def attend(self, work: WorkDescriptor, rows: Rows, columns: Any) -> State:
         """Return the state of the rows and of columns of V after the blocks of a work item."""
         inputs, scratch, config, options = self.inputs, self.scratch, self.config, self.options
         head_dim, block_k = inputs.q.shape[-1], config.block_k

@@ -16,7 +16,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.kernels.logits import LN_2
 from pallas_paged.kernels.mosaic import ops as wgmma_ops
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import result_columns
@@ -90,28 +89,6 @@ def columns_of_part(part: Any, head_dim: int) -> Any:
     parts, count = result_columns(head_dim)
     first = 0 if parts == 1 else jnp.minimum(part * count, head_dim - count)
     return pl.ds(first, count)
-
-
-def empty_state(num_rows: int, num_columns: int) -> wgmma_ops.State:
-    """Return the state of rows that have seen no key: m f32`[R]`, l f32`[R]`, acc."""
-    return (
-        wgmma_ops.full((num_rows,), -jnp.inf, ROW),
-        wgmma_ops.full((num_rows,), 0.0, ROW),
-        wgmma_ops.full((num_rows, num_columns), 0.0, ROWS),
-    )
-
-
-def finish(state: wgmma_ops.State, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Return `(out f32[R, D], lse f32[R])` of a state; sinks join in where a row saw any key."""
-    empty = state[1] == 0.0
-    if sinks is not None:
-        state = wgmma_ops.join_sinks(
-            state, sinks, empty, lambda acc, x: acc * wgmma_ops.bcast(x, acc)
-        )
-    m_i, l_i, acc = state
-    l_safe = jnp.where(empty, 1.0, l_i)
-    lse = jnp.where(empty, -jnp.inf, m_i * LN_2 + jnp.log(l_safe))
-    return acc * wgmma_ops.bcast(1.0 / l_safe, acc), lse
 
 
 def store_rows(

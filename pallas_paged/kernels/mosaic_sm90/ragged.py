@@ -36,6 +36,7 @@ from pallas_paged.kernels.call import Arrays, result_shape, varying_by_device
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, unpack
+from pallas_paged.kernels.mosaic.softmax_state import finish
 from pallas_paged.kernels.mosaic_sm90.config import MosaicRaggedConfig
 from pallas_paged.kernels.mosaic_sm90.converted_rows import convert_rows
 from pallas_paged.kernels.mosaic_sm90.one_byte_scales import Scales
@@ -55,7 +56,6 @@ from pallas_paged.kernels.mosaic_sm90.ragged_tile import (
     Outputs,
     Rows,
     TileShape,
-    finish,
     store_rows,
 )
 from pallas_paged.kernels.mosaic_sm90.ring import Ring, drain, stream

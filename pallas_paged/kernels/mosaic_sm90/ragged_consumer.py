@@ -15,7 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.kernels.logits import LogitOptions, base2_logits
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, visible_in_tree
-from pallas_paged.kernels.mosaic_sm90.ragged_tile import WG_ROWS, Rows, empty_state
+from pallas_paged.kernels.mosaic.softmax_state import State, empty_state
+from pallas_paged.kernels.mosaic_sm90.ragged_tile import WG_ROWS, Rows
 from pallas_paged.kernels.mosaic_sm90.ring import Ring
 
 
@@ -68,7 +69,7 @@ def attend(
     k_scales: Any,  # f32[num_stages, block_k] times `only_factor`, f32[] or None
     options: LogitOptions,
     interpret: bool,
-) -> ops.State:
+) -> State:
     """Return the state of a warpgroup's rows after the blocks of a work item.
 
     It ends with an arrival at the schedule barrier. The first consumer waits after it has stored
@@ -189,7 +190,7 @@ def attend(
     pl.when(rows.wg == 1)(schedule.wait)
     attend_full = functools.partial(attend_block, False)
     attend_masked = functools.partial(attend_block, True)
-    state = empty_state(head_dim)
+    state = empty_state(WG_ROWS, head_dim)
     if options.sliding_window is not None:
         state = lax.fori_loop(lo, work.full_lo, attend_masked, state)
     state = lax.fori_loop(work.full_lo, work.full_hi, attend_full, state)

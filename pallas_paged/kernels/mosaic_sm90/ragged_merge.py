@@ -14,12 +14,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.kernels.logits import LOG2_E
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.ragged_work import MergeDescriptor, unpack
+from pallas_paged.kernels.mosaic.softmax_state import empty_state, finish, merge_partial
 from pallas_paged.kernels.mosaic_sm90.ragged_tile import (
+    WG_ROWS,
     Outputs,
     Rows,
     TileShape,
-    empty_state,
-    finish,
     store_buffer,
     store_rows,
 )
@@ -55,17 +55,13 @@ def merge_ragged_kernel(
     @pl.when(split.num_items > 0)
     def _():
         def merge_one(i, state):
-            m_i, l_i, acc = state
             index = (head_tile, split.partial + i, wg)
             lse = ops.load(partials.lse.at[index], ops.WGMMA_ROW) * LOG2_E
             out = ops.load(partials.out.at[index], ops.WGMMA)
-            m_new = jnp.maximum(m_i, lse)
-            m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)  # rows that have seen no key yet
-            less = ops.difference(lse, m_safe, ops.WGMMA_ROW, interpret=interpret)
-            alpha, w = jnp.exp2(m_i - m_safe), jnp.exp2(less)
-            return m_new, l_i * alpha + w, acc * ops.bcast(alpha, acc) + out * ops.bcast(w, out)
+            return merge_partial(state, lse, out, interpret=interpret)
 
-        state = lax.fori_loop(0, split.num_items, merge_one, empty_state(partials.out.shape[-1]))
+        empty = empty_state(WG_ROWS, partials.out.shape[-1])
+        state = lax.fori_loop(0, split.num_items, merge_one, empty)
         sinks = None if sinks_ref is None else rows.per_head(sinks_ref)
         store_rows(outputs, buffer.at[0], rows, *finish(state, sinks), interpret=interpret)
         plgpu.wait_smem_to_gmem(0)

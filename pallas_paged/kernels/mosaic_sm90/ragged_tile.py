@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.kernels.logits import LN_2
 from pallas_paged.kernels.mosaic import ops
 
 WG_ROWS = 64  # rows of a warpgroup: those of one wgmma
@@ -99,26 +98,6 @@ class Rows:
             value = ref[self.first_head + jnp.minimum(h, self.num_heads - 1)]
             values = jnp.where(head == h, value, values)
         return values
-
-
-def empty_state(head_dim: int) -> ops.State:
-    """Return the state of 64 rows that have seen no key: m f32`[64]`, l f32`[64]`, acc."""
-    return (
-        ops.full((WG_ROWS,), -jnp.inf, ops.WGMMA_ROW),
-        ops.full((WG_ROWS,), 0.0, ops.WGMMA_ROW),
-        ops.full((WG_ROWS, head_dim), 0.0, ops.WGMMA),
-    )
-
-
-def finish(state: ops.State, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Return `(out f32[64, D], lse f32[64])` of a state; sinks join in where a row saw any key."""
-    empty = state[1] == 0.0
-    if sinks is not None:
-        state = ops.join_sinks(state, sinks, empty, lambda acc, x: acc * ops.bcast(x, acc))
-    m_i, l_i, acc = state
-    l_safe = jnp.where(empty, 1.0, l_i)
-    lse = jnp.where(empty, -jnp.inf, m_i * LN_2 + jnp.log(l_safe))
-    return acc * ops.bcast(1.0 / l_safe, acc), lse
 
 
 @jax.tree_util.register_dataclass

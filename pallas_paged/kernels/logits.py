@@ -1,9 +1,12 @@
-"""From q.k to the logits of a softmax: scale, soft cap, ALiBi and sliding window."""
+"""From q.k to the logits of a softmax: scale, soft cap, ALiBi and the mask of visible keys."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -44,6 +47,39 @@ class LogitOptions:
         subtraction of the maximum, whose rounding error overflows `exp2` with huge queries.
         """
         return self.sm_scale * LOG2_E if self.soft_cap is None and slopes is None else None
+
+
+def visible(
+    keys: jax.Array,  # i32[...], positions of keys
+    positions: Any,  # i32, positions of queries, used by a sliding window only
+    options: LogitOptions,
+    *,
+    end: Any = None,
+    last: Any = None,
+    tree: Callable[[], jax.Array] | None = None,
+    bcast: Callable[[Any], Any] = lambda x: x,
+) -> jax.Array:
+    """Return which keys each query sees: the one mask of all kernels.
+
+    Args:
+        end: i32, tokens of the sequence: no query sees a key from there on. None where `last` is
+            less, or the caller masks those keys.
+        last: i32, the last key that each query sees, which is its position if it is causal; None
+            where queries see later keys too, or the tree mask decides.
+        tree: loads the tree mask as bool, like `keys`; it lets through all keys older than the
+            tree.
+        bcast: broadcasts values of queries to the shape of `keys`, where NumPy's rules do not.
+    """
+    masks = []
+    if end is not None:
+        masks.append(keys < end)
+    if last is not None:
+        masks.append(keys <= bcast(last))
+    if tree is not None:
+        masks.append(tree())
+    if options.sliding_window is not None:
+        masks.append(keys >= bcast(options.first_key(positions)))
+    return functools.reduce(operator.and_, masks) if masks else jnp.full(keys.shape, True)
 
 
 def natural_logits(

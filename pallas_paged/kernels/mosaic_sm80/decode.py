@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.decode_plan import DecodePlan
-from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits
+from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, visible
 from pallas_paged.kernels.mosaic import ops as mosaic_ops
 from pallas_paged.kernels.mosaic.decode_items import WorkItem, for_each_work_item
 from pallas_paged.kernels.mosaic.decode_merge import merge_decode
@@ -230,10 +230,8 @@ def attend(
             s, factor = s * factor + bcast(exponents, s, 1), 1.0
 
         def masked(s):
-            visible = keys < item.seq_len
-            if options.sliding_window is not None:
-                visible &= keys >= first_key
-            return jnp.where(visible, s, -jnp.inf)
+            sees = visible(keys, item.seq_len - 1, options, end=item.seq_len)
+            return jnp.where(sees, s, -jnp.inf)
 
         is_whole = (block * block_k >= first_key) & ((block + 1) * block_k <= item.seq_len)
         s = lax.cond(is_whole, lambda s: s, masked, s)

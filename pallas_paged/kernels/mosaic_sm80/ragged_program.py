@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_paged.kernels.logits import LogitOptions, base2_logits
+from pallas_paged.kernels.logits import LogitOptions, base2_logits, visible
 from pallas_paged.kernels.mosaic import ops as wgmma_ops
 from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, unpack, visible_in_tree
 from pallas_paged.kernels.mosaic.softmax_state import State, empty_state, finish
@@ -239,14 +239,17 @@ class Program:
         only_factor = None if inputs.pool.k_scales is None else options.only_factor(slopes)
         k_factor = 1.0 if only_factor is None else only_factor
 
-        def visible(block, keys):
+        def mask(block, keys):
             """Return which keys of a block each query sees."""
-            seen = keys <= wgmma_ops.bcast(last_seen, keys)
-            if tree_words is not None:
-                seen &= visible_in_tree(tree_words, block * block_k, before, keys)
-            if options.sliding_window is not None:
-                seen &= keys >= wgmma_ops.bcast(options.first_key(positions), keys)
-            return seen
+            tree = functools.partial(visible_in_tree, tree_words, block * block_k, before, keys)
+            return visible(
+                keys,
+                positions,
+                options,
+                last=last_seen,
+                tree=None if tree_words is None else tree,
+                bcast=functools.partial(wgmma_ops.bcast, like=keys),
+            )
 
         def of_tokens(kv, block, like, factor=1.0):
             scales = wgmma_ops.load(stream.scales(kv, block), _COLUMN) * factor
@@ -282,7 +285,7 @@ class Program:
                 exponents, v_scales, inverses = split_scales(v_scales)
                 s, factor = s * factor + exponents, 1.0
             if masked:
-                s = jnp.where(visible(block, keys), s, -jnp.inf)
+                s = jnp.where(mask(block, keys), s, -jnp.inf)
             m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
             # A maximum that is less than 2 ** 8 too small does no harm, and acc stays as it is.
             m_new = jnp.where(m_new > m_i + _SLACK, m_new, m_i)

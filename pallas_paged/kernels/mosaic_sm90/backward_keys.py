@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.backward_logits import recompute
 from pallas_paged.kernels.call import result_shape, varying_by_device
-from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.kernels.logits import LogitOptions, visible
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic_sm90.backward_rows import Work
 from pallas_paged.kernels.mosaic_sm90.ring import Pool, wgmma_transforms
@@ -147,15 +147,13 @@ def keys_kernel(
             sees = None
             if masked:
                 keys = work.first + wg * _WG + ops.iota((_WG, BLOCK_Q), 0, ops.WGMMA)
-                sees = keys < work.kv_len
+                positions = None
                 # Mosaic finds no layout for values that nothing uses.
                 if options.causal or options.sliding_window is not None:
                     row = block * BLOCK_Q + ops.iota((BLOCK_Q,), 0, ops.WGMMA_COL)
                     positions = ops.bcast(work.before + row // group, s, 1)
-                    if options.causal:
-                        sees &= keys <= positions
-                    if options.sliding_window is not None:
-                        sees &= keys >= options.first_key(positions)
+                last = positions if options.causal else None
+                sees = visible(keys, positions, options, end=work.kv_len, last=last)
             p, _, ds = recompute(
                 s, dp, ops.bcast(lse, s, 1), ops.bcast(delta, s, 1), sees, None, None,
                 options=options, exp2=jnp.exp2,

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.backward_logits import recompute
 from pallas_paged.kernels.call import result_shape, varying_by_device
-from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.kernels.logits import LogitOptions, visible
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic_sm90.backward_keys import COMPILER_PARAMS, Inputs, two_products
 from pallas_paged.kernels.mosaic_sm90.backward_rows import ROWS
@@ -158,11 +158,9 @@ def queries_kernel(
             sees = None
             if masked:
                 keys = block * block_k + ops.iota((_WG, block_k), 1, ops.WGMMA)
-                sees = keys < work.kv_len
-                if options.causal:
-                    sees &= keys <= ops.bcast(positions, s)
-                if options.sliding_window is not None:
-                    sees &= keys >= options.first_key(ops.bcast(positions, s))
+                rows = None if positions is None else ops.bcast(positions, s)
+                last = rows if options.causal else None
+                sees = visible(keys, rows, options, end=work.kv_len, last=last)
             _, _, ds = recompute(
                 s, dp, ops.bcast(lse, s), ops.bcast(delta, s), sees, None, None,
                 options=options, exp2=jnp.exp2,

@@ -35,7 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.decode_plan import DecodePlan
 from pallas_paged.kernels.decode_states import DecodeStates
-from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits
+from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, visible
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.decode_items import WorkItem, for_each_work_item
 from pallas_paged.kernels.mosaic.decode_merge import merge_decode
@@ -130,10 +130,9 @@ def attend(
     num_columns = queries.q.shape[0]
     window_start = plan.first_key(item.seq_len)
 
-    def visible(block, shape):
+    def mask(block, shape):
         keys = block * block_k + ops.iota(shape, 0, ops.WGMMA)
-        mask = keys < item.seq_len
-        return mask if options.sliding_window is None else mask & (keys >= window_start)
+        return visible(keys, item.seq_len - 1, options, end=item.seq_len)
 
     def attend_block(block, state):
         m_i, l_i, acc = state
@@ -147,7 +146,7 @@ def attend(
         s, factor = base2_logits(
             s, options, None if slopes is None else ops.bcast(slopes, s, 1), distances
         )
-        s = jnp.where(visible(block, s.shape), s, -jnp.inf)
+        s = jnp.where(mask(block, s.shape), s, -jnp.inf)
         m_new = jnp.maximum(m_i, s.max(axis=0) * factor)
         alpha = jnp.exp2(m_i - m_new)
         p = jnp.exp2(s * factor - ops.bcast(m_new, s, 1))
@@ -163,7 +162,7 @@ def attend(
             for i in range(0, head_dim, 64):  # a part at a time takes few registers
                 v_ref = ring.v.at[stage, :, pl.ds(i, 64)]
                 v = plgpu.load(v_ref, layout=ops.WGMMA)
-                v_ref[...] = jnp.where(visible(block, v.shape), v, jnp.zeros_like(v))
+                v_ref[...] = jnp.where(mask(block, v.shape), v, jnp.zeros_like(v))
 
         plgpu.commit_smem()
         acc = ops.wgmma_accumulate(

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.decode_plan import DecodePlan
-from pallas_paged.kernels.logits import LN_2, base2_logits
+from pallas_paged.kernels.logits import LN_2, base2_logits, visible
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.decode_items import WorkItem
 from pallas_paged.kernels.mosaic_sm90 import one_byte, one_byte_warpgroup
@@ -105,10 +105,7 @@ def attend(
             s *= ops.bcast(q_scales, s, 1)
         keys = block * block_k + part.start + ops.iota(s.shape, 0, ops.WGMMA)
         s, factor = base2_logits(s, options, slopes, keys - (item.seq_len - 1))
-        mask = keys < item.seq_len
-        if options.sliding_window is not None:
-            mask &= keys >= window_start
-        return s * factor, mask
+        return s * factor, visible(keys, item.seq_len - 1, options, end=item.seq_len)
 
     def scales_of(kv, part, stage):
         return plgpu.load(ring.scales.at[kv, stage, part], layout=ops.WGMMA_ROW)

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.kernels.logits import LogitOptions, base2_logits
+from pallas_paged.kernels.logits import LogitOptions, base2_logits, visible
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, visible_in_tree
 from pallas_paged.kernels.mosaic.softmax_state import State, empty_state
@@ -94,14 +94,17 @@ def attend(
 
     only_factor = None if k_scales is None else options.only_factor(slopes)
 
-    def visible(block, keys):
+    def mask(block, keys):
         """Return which keys of a block each query sees."""
-        seen = keys <= ops.bcast(last_seen, keys)
-        if tree_words is not None:
-            seen &= visible_in_tree(tree_words, block * block_k, before, keys)
-        if options.sliding_window is not None:
-            seen &= keys >= ops.bcast(options.first_key(positions), keys)
-        return seen
+        tree = functools.partial(visible_in_tree, tree_words, block * block_k, before, keys)
+        return visible(
+            keys,
+            positions,
+            options,
+            last=last_seen,
+            tree=None if tree_words is None else tree,
+            bcast=functools.partial(ops.bcast, like=keys),
+        )
 
     def zero_unreadable(block, stage):
         """Zero V where the tile must not read it: it may be NaN, and 0 * NaN is NaN."""
@@ -150,7 +153,7 @@ def attend(
                 s, options, ops.bcast(slopes, s), keys - ops.bcast(positions, s)
             )
         if masked:
-            s = jnp.where(visible(block, keys), s, -jnp.inf)
+            s = jnp.where(mask(block, keys), s, -jnp.inf)
         m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
         m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new
         alpha = jnp.exp2(m_i - m_safe)

@@ -29,9 +29,8 @@ from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.logits import LogitOptions, dot
 from pallas_paged.kernels.triton import one_byte
 from pallas_paged.kernels.triton.backward_config import BackwardConfig
-from pallas_paged.kernels.triton.backward_mask import seen
 from pallas_paged.kernels.triton.pages import Tokens, operands_of
-from pallas_paged.kernels.triton.softmax import exp2
+from pallas_paged.kernels.triton.softmax import exp2, mask
 from pallas_paged.kernels.triton.specs import kv_head, whole
 from pallas_paged.pages.layout import PageLayout
 
@@ -153,15 +152,15 @@ def keys_kernel(
             do = plgpu.load(do_ref.at[q_row[:, None], q_head[:, None], q_dims])
             sees = None
             if masked:
-                sees = mine[:, None] & seen(
-                    token[None, :],
-                    positions[None, :],
+                sees = mine[:, None] & mask(
                     keys[:, None],
+                    positions[None, :],
+                    token[None, :],
                     before,
                     row=row,
                     tree_mask_ref=tree_mask_ref,
                     options=options,
-                    all_older=q_positions_ref is not None,
+                    causal=options.causal and q_positions_ref is None,
                 )
             p, _, ds = recompute(
                 dot(k, q.T), dot(v, do.T), lse, delta, sees, slopes,

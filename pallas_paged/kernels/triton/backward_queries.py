@@ -21,9 +21,8 @@ from pallas_paged.kernels.logits import LogitOptions, dot, signed_distances
 from pallas_paged.kernels.ragged_tiles import Tiles, make_tiles
 from pallas_paged.kernels.triton import one_byte
 from pallas_paged.kernels.triton.backward_config import BackwardConfig
-from pallas_paged.kernels.triton.backward_mask import seen
 from pallas_paged.kernels.triton.pages import Tokens, operands_of
-from pallas_paged.kernels.triton.softmax import exp2
+from pallas_paged.kernels.triton.softmax import exp2, mask
 from pallas_paged.kernels.triton.specs import kv_head, whole
 
 
@@ -105,15 +104,16 @@ def queries_kernel(
             s, dp = s * k_scales[None, :], dp * v_scales[None, :]
         sees = None
         if masked:
-            sees = (keys < kv_len)[None, :] & seen(
-                token[:, None],
-                positions[:, None],
+            sees = mask(
                 keys[None, :],
+                positions[:, None],
+                token[:, None],
                 before,
                 row=row,
                 tree_mask_ref=tree_mask_ref,
                 options=options,
-                all_older=q_positions_ref is not None,
+                causal=options.causal and q_positions_ref is None,
+                end=kv_len,
             )
         distances = keys[None, :] - positions[:, None]
         _, d_logits, ds = recompute(

@@ -22,7 +22,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.decode_plan import DecodePlan
 from pallas_paged.kernels.decode_states import DecodeStates
-from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot
+from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot, visible
 from pallas_paged.kernels.triton import merge, new_token, one_byte, pages, softmax
 from pallas_paged.kernels.triton.config import DecodeConfig
 from pallas_paged.kernels.triton.new_token import NewTokens
@@ -97,7 +97,6 @@ def decode_kernel(
             lo = first_block + (item - row_start) * plan.blocks_per_unit
             hi = jnp.minimum(lo + plan.blocks_per_unit, end_block)
         partial = plan.partial_index(program=program, row=row, unit=item)
-        first_key = plan.first_key(seq_len)
 
         def positions_of(block):
             """Return the positions of a block's keys, and which of them the query sees."""
@@ -105,10 +104,7 @@ def decode_kernel(
             num_keys = seq_len if new is None else seq_len - 1
             # The loads are masked, not only the logits: slots that the row does not own may hold
             # NaN. Masking every block, not just a row's last, measured no slower.
-            valid = positions < num_keys
-            if options.sliding_window is not None:
-                valid &= positions >= first_key
-            return positions, valid
+            return positions, visible(positions, seq_len - 1, options, end=num_keys)
 
         def pages_of(block):
             positions, valid = positions_of(block)

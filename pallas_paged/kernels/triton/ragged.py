@@ -97,26 +97,6 @@ def ragged_kernel(
     if alibi_slopes_ref is not None:
         slopes = plgpu.load(alibi_slopes_ref.at[head])[:, None]
 
-    def visible(keys):
-        """Return which of the keys that the row owns each query sees."""
-        if tree_mask_ref is not None:
-            newest = keys - (kv_len - q_len)  # place among the row's newest tokens
-            size = tree_mask_ref.shape[1]
-            known = (token < size)[:, None] & (newest >= 0)[None, :] & (newest < size)[None, :]
-            allowed = plgpu.load(
-                tree_mask_ref.at[row[None, None], token[:, None], newest[None, :]],
-                mask=known,
-                other=0,
-            )
-            seen = (newest < 0)[None, :] | (allowed != 0)
-        elif q_positions_ref is None and options.causal:
-            seen = keys[None, :] <= positions[:, None]
-        else:
-            seen = jnp.full((block_q, block_k), True)
-        if options.sliding_window is not None:
-            seen &= keys[None, :] >= options.first_key(positions)[:, None]
-        return seen
-
     def readable_keys(block):
         # Slots and table entries of keys that the tile must not read may hold anything. Such a key
         # is replaced by one that it may read: the logit is masked, and 0 times that value is 0.
@@ -152,7 +132,18 @@ def ragged_kernel(
             s *= tokens.load_scales(k_scales_ref)[None, :]
         s, factor = base2_logits(s, options, slopes, distances, q_scales)  # [block_q, block_k]
         if masked:
-            s = jnp.where((keys < kv_len)[None, :] & visible(keys), s, -jnp.inf)
+            sees = softmax.mask(
+                keys[None, :],
+                positions[:, None],
+                token[:, None],
+                kv_len - q_len,
+                row=row,
+                tree_mask_ref=tree_mask_ref,
+                options=options,
+                causal=options.causal and q_positions_ref is None,
+                end=kv_len,
+            )
+            s = jnp.where(sees, s, -jnp.inf)
         state = softmax.attend(
             state,
             s,

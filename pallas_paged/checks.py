@@ -1,4 +1,4 @@
-"""Checks of arguments that page storage and attention share, and the numeric rules they run under.
+"""Checks of arguments, the numeric rules the library runs under, and its pytrees.
 
 Bad input raises ValueError with the argument's name, its value and the rule that it breaks.
 """
@@ -6,10 +6,11 @@ Bad input raises ValueError with the argument's name, its value and the rule tha
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import reprlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,23 @@ from jax.typing import DTypeLike
 INT32_MAX = 2**31 - 1  # slots, positions and offsets are int32
 MAX_PAGE_SIZE = 256
 _F32_BOUND = 1e38  # a number below it stays finite in float32 when multiplied by log2(e)
+
+_T = TypeVar("_T")
+
+
+@dataclass_transform(
+    frozen_default=True,
+    kw_only_default=True,
+    eq_default=False,
+    field_specifiers=(dataclasses.field,),
+)
+def pytree(cls: type[_T]) -> type[_T]:
+    """Make a class a frozen dataclass that is a JAX pytree of its fields; decorator.
+
+    Its instances are equal only to themselves: comparing arrays gives arrays.
+    """
+    made = dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
+    return jax.tree_util.register_dataclass(made)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_paged.attention.partition import KV_HEADS, Q_HEADS, Layout, on_each_device
-from pallas_paged.checks import default_promotion
+from pallas_paged.checks import default_promotion, pytree
 from pallas_paged.kernels import xla
 from pallas_paged.kernels.backward import Kernels, attention_gradient
 from pallas_paged.kernels.call import Arrays, Device
@@ -114,8 +114,7 @@ def _xla_gradient(
     return gradients
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class _Residuals:
     """What the backward pass needs: all arrays of the call, its result, and what is asked for."""
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from pallas_paged.checks import default_promotion
+from pallas_paged.checks import default_promotion, pytree
 from pallas_paged.decoder.kernels.batch_config import (
     BLOCK,
     BLOCKS,
@@ -48,8 +48,7 @@ _FASTER = (
 )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class BlockWeights:
     """Weights between the attention of a layer and that of the next.
 
@@ -74,8 +73,7 @@ class BlockWeights:
     qkv_bias: jax.Array | None = None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Residual:
     """The residual stream of a decoder, from layer to layer.
 

@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pallas_paged.checks import pytree
 from pallas_paged.decoder.rms_norm import rms_norm
 from pallas_paged.kernels.call import Device
 from pallas_paged.kernels.mosaic import support as mosaic_support
@@ -28,8 +29,7 @@ _PACKET = 8  # bytes of data
 MAX_BYTES = 2 << 20  # of an array on two devices that the kernel adds up; NCCL does larger ones
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Peers:
     """The memory of devices that write to one another.
 

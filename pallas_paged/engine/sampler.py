@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from pallas_paged.checks import pytree
 from pallas_paged.decoder.peers import Group, Peers
 from pallas_paged.engine.kernels.sampling_noise import divisor, min_p_limit
 from pallas_paged.engine.logprobs import check_logits
@@ -30,8 +31,7 @@ SamplingImplementation = Literal["triton", "triton_interpret", "xla"]
 Array = Any  # a NumPy array on the host, a JAX array in a jitted step
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class SamplingMetadata:
     """Sampling parameters of S rows, which `SamplingParams` has checked.
 
@@ -111,8 +111,7 @@ class SamplingMode:
         return self | other == self
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class TokenCounts:
     """The tokens that penalties look at, of S rows.
 

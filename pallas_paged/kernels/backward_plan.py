@@ -7,18 +7,16 @@ in memory. The plan is computed on the device with static shapes, as that of the
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class PageReaders:
     """The entries of the block tables through which some query may see a page: its readers.
 
@@ -55,8 +53,7 @@ class PageReaders:
         )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class KeyTiles:
     """Blocks of `block_k` keys of a row, and the readers of each page.
 

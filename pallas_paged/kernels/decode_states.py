@@ -6,14 +6,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax import lax
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.decode_plan import DecodePlan
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class DecodeStates:
     """Partial states of a decode call, each normalised: arrays, or refs to them.
 

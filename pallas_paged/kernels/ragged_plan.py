@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.ragged_tiles import Tiles, cdiv, div, make_tiles, num_tiles
@@ -31,8 +32,7 @@ def candidates(num_programs: int) -> list[float]:
     return [float(np.float32(2.0**i / num_programs)) for i in _SHARES] + [0.0]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Plan:
     """Work items, one for each program, and what the merge unites.
 
@@ -153,8 +153,7 @@ def make_plan(
     return split_tiles(tiles, shape)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Split:
     """How the keys of each tile are split into work items, i32 but for the last.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.pages.prefix_sums import prefix_sums
 
@@ -24,8 +24,7 @@ def cdiv(a: jax.Array, b: Any) -> jax.Array:
     return div(a + (b - 1), b)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Tiles:
     """Packed query rows (token after token, within a token head after head), cut into tiles.
 

@@ -11,7 +11,7 @@ The sentinel for "no page" is `num_pages`, which gathers fill and scatters drop;
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from pallas_paged.checks import (
     INT32_MAX,
     checked_array,
     default_promotion,
+    pytree,
     validate_pool_size,
     validate_positive,
 )
@@ -29,8 +30,7 @@ from pallas_paged.pages.stack import PageStack, release_pages, take_pages
 Integers = ArrayLike | Sequence[int]
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class PageTable(PageStack):
     """Pages of every row, their reference counts and the stack of free pages.
 
@@ -59,8 +59,7 @@ class PageTable(PageStack):
         return self.block_tables.shape[1]
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class PageCopies:
     """Pages that `copy_pages` must copy before anything is written; sentinel entries are dropped.
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.checks import pytree
 from pallas_paged.decoder.kernels.batch_config import (
     BLOCK,
     BLOCKS,
@@ -23,8 +22,7 @@ COUNTERS = 128  # 4, each in a line of its own
 SUMS = 4 * GROUP_ROWS  # of squares, in shared memory
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Inputs:
     """Arrays or refs to device memory."""
 
@@ -40,8 +38,7 @@ class Inputs:
     next_counters: Any  # of the next call, to be cleared
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Outputs:
     """Refs to device memory, or their types. All but the first two are only for the kernel."""
 
@@ -52,8 +49,7 @@ class Outputs:
     squares: Any  # f32[num_parts * num_consumers * num_programs * 64], sums of each row
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Scratch:
     """Refs in shared memory, or their types."""
 

@@ -24,7 +24,6 @@ of them than SMs, each SM has room for one, and the programs of kernels before e
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -34,6 +33,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.checks import pytree
 from pallas_paged.decoder.kernels.one_row_board import BLANK, post, wait_for_posts
 from pallas_paged.decoder.kernels.one_row_merge import merge_row
 from pallas_paged.decoder.kernels.one_row_product import multiply_by_row
@@ -49,8 +49,7 @@ _CLEARED = 256  # elements of a board that a program clears at once
 _PADDING = 64  # elements that are read behind a row
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Inputs:
     """Arrays or refs to device memory."""
 
@@ -66,8 +65,7 @@ class Inputs:
     next_board: Any  # the board of the next call, to be cleared
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Outputs:
     """Refs to device memory, or their types."""
 
@@ -75,8 +73,7 @@ class Outputs:
     out: Any  # [1, N], or the norm [1, E]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Scratch:
     """Refs in shared memory, or their types."""
 

@@ -6,7 +6,6 @@ on `interpret`.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -18,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.logits import dot
 
 # How the registers of a warpgroup hold a matrix of wgmma, its transpose, one value per row and one
@@ -28,8 +28,7 @@ WGMMA_ROW = WGMMA.reduce(1)
 WGMMA_COL = WGMMA.reduce(0)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Partials:
     """Partial states of attention, each normalised: arrays, refs or types."""
 

@@ -26,6 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.decode_plan import DecodePlan
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, visible
@@ -44,8 +45,7 @@ from pallas_paged.kernels.mosaic_sm80.ring import Span, can_go_on, for_each_bloc
 from pallas_paged.kernels.powers_of_two import split_scales
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Inputs:
     """Operands of the kernel, or refs to them.
 
@@ -65,8 +65,7 @@ class Inputs:
     q_dtype: Any = dataclasses.field(metadata={"static": True})
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Scratch:
     """Refs in shared memory, or their types."""
 

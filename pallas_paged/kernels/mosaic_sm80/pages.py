@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.emitter import CHUNK, Emitter, Tile
@@ -28,8 +29,7 @@ from pallas_paged.pages.layout import PageLayout
 TABLE_SLOTS = 2  # blocks of table entries in shared memory for each stage
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Pages:
     """The pages of K and V and their scales, with all axes of their layout: arrays or refs.
 
@@ -85,8 +85,7 @@ class Pages:
         return self.k_scales is not None and self.k_scales.shape != (1,)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Blocks:
     """Refs to blocks in shared memory, or their types.
 

@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.backward_logits import recompute
 from pallas_paged.kernels.call import result_shape, varying_by_device
 from pallas_paged.kernels.logits import LogitOptions, visible
@@ -40,8 +41,7 @@ class Blocks:
     num_stages: int
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Scratch:
     """Refs in shared memory of a program, or their types."""
 

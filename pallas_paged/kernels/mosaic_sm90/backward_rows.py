@@ -13,6 +13,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
 
@@ -23,8 +24,7 @@ def _cdiv(a, b):
     return (a + b - 1) // b
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class PackedRows:
     """Where the packed rows of each sequence are, R rows in all.
 
@@ -78,8 +78,7 @@ class PackedRows:
         return found.reshape(num_tokens, -1, head_dim)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Work:
     """A tile of queries and its blocks of keys, or a tile of keys and its blocks of queries.
 

@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
@@ -44,8 +45,7 @@ _PROGRAMS = 8  # of the kernel, for each program of the attention kernel
 _NONE = -(2**30)  # first block of a row that is not converted
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class ConvertedRows:
     """Converted rows of a call, or refs to them.
 
@@ -110,8 +110,7 @@ class ConvertedRows:
         return kv_iter + hi - lo
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class _Blocks:
     """The blocks to convert, or refs to them.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.mosaic_sm90 import one_byte
 from pallas_paged.kernels.mosaic_sm90.config import MosaicDecodeConfig
 from pallas_paged.kernels.mosaic_sm90.ring import Ring, wgmma_transforms
@@ -25,8 +25,7 @@ def compiler_params(kv_dtype: Any) -> plgpu.CompilerParams:
     return plgpu.CompilerParams(approx_math=True)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Queries:
     """Refs in shared memory for the queries of one work item, or their types.
 

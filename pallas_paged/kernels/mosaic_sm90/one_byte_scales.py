@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.mosaic_sm90.ring import page_to_read
 from pallas_paged.pages.layout import PageLayout
@@ -22,8 +23,7 @@ from pallas_paged.pages.layout import PageLayout
 _THREADS = 128  # of a warpgroup
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Scales:
     """Refs to the scales of K and of V, or the arrays.
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.mosaic.ragged_work import DESCRIPTOR_WORDS
 from pallas_paged.kernels.mosaic_sm90.config import MosaicRaggedConfig
@@ -18,8 +19,7 @@ from pallas_paged.kernels.mosaic_sm90.ring import Pool, Ring, wgmma_transforms
 from pallas_paged.kernels.mosaic_sm90.tile_scheduler import Mailbox, Work
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Inputs:
     """Operands of the kernel, or refs to them."""
 
@@ -50,8 +50,7 @@ class Inputs:
         )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Scratch:
     """Refs in shared memory of a program, or their types."""
 

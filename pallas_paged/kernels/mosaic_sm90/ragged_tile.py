@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.mosaic import ops
 
 WG_ROWS = 64  # rows of a warpgroup: those of one wgmma
@@ -100,8 +101,7 @@ class Rows:
         return values
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Outputs:
     """What the ragged kernel and its merge write: arrays, refs or types."""
 

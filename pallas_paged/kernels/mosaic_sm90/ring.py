@@ -26,14 +26,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.pages.layout import K, PageLayout, V
 
 MIN_TMA_TOKENS = 8  # of a page: rows of a swizzled tile in shared memory
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Ring:
     """Refs of a ring, or their types."""
 
@@ -78,8 +78,7 @@ def wgmma_transforms(dtype: Any) -> tuple[Any, ...]:
     )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Pool:
     """Refs to the pages of K and of V, with all axes of their layout, or the arrays."""
 

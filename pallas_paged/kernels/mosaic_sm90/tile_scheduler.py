@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
@@ -33,8 +34,7 @@ from pallas_paged.kernels.mosaic_sm90.ragged_tile import CHUNK, WG_ROWS, TileSha
 from pallas_paged.kernels.ragged_plan import PlanShape
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Work:
     """The work of a call, or refs to it.
 
@@ -127,8 +127,7 @@ class WorkTile:
         )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Mailbox:
     """What a producer tells the consumers of its program, in shared memory, or its type.
 

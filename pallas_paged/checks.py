@@ -113,11 +113,14 @@ def validate_pool_size(num_pages: int, page_size: int) -> None:
         raise ValueError(f"{num_pages=} * {page_size=} + 1 must be at most {INT32_MAX}")
 
 
-def check_integer(name: str, value: Any, least: int, most: int = INT32_MAX) -> None:
-    """Raise ValueError unless `value` is an integer in `least`..`most`."""
+def check_integer(
+    name: str, value: Any, least: int, most: int = INT32_MAX, *, power_of_2: bool = False
+) -> None:
+    """Raise ValueError unless `value` is an integer, or a power of two, in `least`..`most`."""
+    rule = "a power of two" if power_of_2 else "an integer"
     is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not is_integer or not least <= value <= most:
-        raise ValueError(f"{name}={value!r} must be an integer in {least}..{most}")
+    if not is_integer or not least <= value <= most or (power_of_2 and value & (value - 1)):
+        raise ValueError(f"{name}={value!r} must be {rule} in {least}..{most}")
 
 
 def check_has(name: str, value: Any, *attributes: str) -> None:
@@ -181,3 +184,16 @@ def checked_dtype(dtype: Any, allowed: Sequence[str]) -> jnp.dtype:
         name = repr(dtype) if element is None else element.name
         raise ValueError(f"dtype={name} must be one of {', '.join(allowed)}")
     return element
+
+
+def check_num_programs(num_programs: int) -> None:
+    """Raise ValueError unless `num_programs` is an integer that CUDA takes as a grid size."""
+    check_integer("num_programs", num_programs, 1, 65535)
+
+
+def check_fixed_split_size(fixed_split_size: int | None, block_k: int) -> None:
+    """Raise ValueError unless `fixed_split_size` is None or a multiple of `block_k`."""
+    if fixed_split_size is not None:
+        check_integer("fixed_split_size", fixed_split_size, block_k, 2**30)
+        if fixed_split_size % block_k:
+            raise ValueError(f"{fixed_split_size=} must be a multiple of {block_k=}")

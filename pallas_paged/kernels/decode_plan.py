@@ -34,12 +34,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_paged.kernels.config_fields import programs_per_kv_head
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.pages.prefix_sums import prefix_sums
 
 # Blocks of an even range from which on short programs pay, and pay more than whole rows.
 LONG_RANGE, VERY_LONG_RANGE = 16, 48
+
+
+def programs_per_kv_head(num_programs: int, num_kv_heads: int) -> int:
+    """Return how many of the device's `num_programs` work on one KV head, at least one."""
+    return max(1, num_programs // num_kv_heads)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

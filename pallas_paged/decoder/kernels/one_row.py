@@ -36,8 +36,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.checks import pytree
 from pallas_paged.decoder.kernels.one_row_board import BLANK, post, wait_for_posts
 from pallas_paged.decoder.kernels.one_row_merge import merge_row
-from pallas_paged.decoder.kernels.one_row_product import multiply_by_row
-from pallas_paged.decoder.kernels.one_row_weights import HALF, Product
+from pallas_paged.decoder.kernels.one_row_product import HALF, Product, multiply_by_row
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.mosaic import ops

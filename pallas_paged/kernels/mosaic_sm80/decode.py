@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.decode_plan import DecodePlan
-from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, visible
+from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, split_scales, visible
 from pallas_paged.kernels.mosaic import ops as mosaic_ops
 from pallas_paged.kernels.mosaic.decode_items import WorkItem, for_each_work_item
 from pallas_paged.kernels.mosaic.decode_merge import merge_decode
@@ -42,7 +42,6 @@ from pallas_paged.kernels.mosaic_sm80.config import (
 )
 from pallas_paged.kernels.mosaic_sm80.pages import Blocks, Copier, Pages
 from pallas_paged.kernels.mosaic_sm80.ring import Span, can_go_on, for_each_block
-from pallas_paged.kernels.powers_of_two import split_scales
 
 
 @pytree

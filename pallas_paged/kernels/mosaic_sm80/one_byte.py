@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.kernels.logits import exponents_of, power_of_2
 from pallas_paged.kernels.mosaic_sm80.ops import MmaLayouts
-from pallas_paged.kernels.powers_of_two import exponents_of, power_of_2
 
 
 def load_queries(

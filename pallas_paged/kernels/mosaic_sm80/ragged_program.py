@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from pallas_paged.checks import pytree
-from pallas_paged.kernels.logits import LogitOptions, base2_logits, visible
+from pallas_paged.kernels.logits import LogitOptions, base2_logits, split_scales, visible
 from pallas_paged.kernels.mosaic import ops as wgmma_ops
 from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, unpack, visible_in_tree
 from pallas_paged.kernels.mosaic.softmax_state import State, empty_state, finish
@@ -35,7 +35,6 @@ from pallas_paged.kernels.mosaic_sm80.ragged_rows import (
     columns_of_part,
     store_rows,
 )
-from pallas_paged.kernels.powers_of_two import split_scales
 from pallas_paged.pages.layout import K, V
 
 _COLUMN = ROWS.reduce(0)

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.checks import pytree
-from pallas_paged.kernels.backward_logits import recompute
+from pallas_paged.kernels.backward import recompute
 from pallas_paged.kernels.call import result_shape, varying_by_device
 from pallas_paged.kernels.logits import LogitOptions, visible
 from pallas_paged.kernels.mosaic import ops

@@ -19,13 +19,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.decode_plan import DecodePlan
-from pallas_paged.kernels.logits import LN_2, base2_logits, visible
+from pallas_paged.kernels.logits import (
+    LN_2,
+    base2_logits,
+    exponents_of,
+    power_of_2,
+    split_scales,
+    visible,
+)
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.decode_items import WorkItem
 from pallas_paged.kernels.mosaic_sm90 import one_byte, one_byte_warpgroup
 from pallas_paged.kernels.mosaic_sm90.one_byte_scales import Scales
 from pallas_paged.kernels.mosaic_sm90.ring import Ring
-from pallas_paged.kernels.powers_of_two import exponents_of, power_of_2, split_scales
 
 _PART_K, _PART_D = 64, 128  # tokens and elements of head_dim of a part of K or V
 

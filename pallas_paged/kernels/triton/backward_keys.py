@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_paged.kernels.backward_logits import recompute
+from pallas_paged.kernels.backward import recompute
 from pallas_paged.kernels.backward_plan import make_key_tiles
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.logits import LogitOptions, dot

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_paged.kernels.backward_logits import recompute
+from pallas_paged.kernels.backward import recompute
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.logits import LogitOptions, dot, signed_distances
 from pallas_paged.kernels.ragged_tiles import Tiles, make_tiles

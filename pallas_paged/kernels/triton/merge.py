@@ -11,8 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_paged.kernels.call import result_shape
-from pallas_paged.kernels.config_fields import programs_per_kv_head
-from pallas_paged.kernels.decode_plan import DecodePlan
+from pallas_paged.kernels.decode_plan import DecodePlan, programs_per_kv_head
 from pallas_paged.kernels.ragged_plan import Plan
 from pallas_paged.kernels.triton.config import (
     MergeConfig,

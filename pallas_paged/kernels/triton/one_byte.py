@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_paged.kernels.powers_of_two import exponents_of, power_of_2
+from pallas_paged.kernels.logits import exponents_of, power_of_2
 
 
 def zero(ref: Any) -> float:

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_paged.kernels.logits import LogitOptions, dot, visible
-from pallas_paged.kernels.powers_of_two import split_scales
+from pallas_paged.kernels.logits import LogitOptions, dot, split_scales, visible
 from pallas_paged.kernels.triton.one_byte import Operands
 
 # f32 of R query rows: the largest base-2 logit `[R]`, the sum `[R]`, and the weighted sum of the

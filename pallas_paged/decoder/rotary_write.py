@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from pallas_paged.attention.partition import Axes, Layout, on_each_device
+from pallas_paged.attention.partition import Axes, ShardingRule, on_each_device
 from pallas_paged.checks import as_array, checked_array, default_promotion, static_number
 from pallas_paged.decoder.rms_norm import rms_norm
 from pallas_paged.kernels.call import Device
@@ -193,24 +193,24 @@ def _steps(arrays: WriteArrays, eps: float) -> tuple[Any, ...]:
 def _kernel(local: LocalWrite) -> Any:
     """Return the kernel on each device, with the gradient of `_steps`."""
 
-    def layout(arrays: WriteArrays) -> Layout:
+    def rule(arrays: WriteArrays) -> ShardingRule:
         axes = _AXES | {"k_scales": (), "v_scales": ()}
         of_pages, of_scales = LAYOUTS[local.kv_layout].axes, LAYOUTS[local.kv_layout].scale_axes
         for name in arrays.written:
             letters = of_pages if name.endswith("pages") else of_scales
             axes[name] = tuple(AXIS_NAMES[letter] for letter in letters)
         q = ("num_tokens", "num_kv_heads", "group", "head_dim")
-        return Layout(
+        return ShardingRule(
             names=local.names,
             inputs=tuple(axes[name] for name in local.names),
             outputs=(q, *(axes[name] for name in arrays.written)),
-            spread=("num_kv_heads",),
+            shardable_axes=("num_kv_heads",),
         )
 
     @jax.custom_vjp
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         platform = Device.here().platform
-        run = on_each_device(local, layout(local.arrays(arrays)), platform=platform)
+        run = on_each_device(local, rule(local.arrays(arrays)), platform=platform)
         return tuple(run(*arrays))
 
     def forward(*arrays: jax.Array) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Attention of decoding rows whose partial states the kernel after it unites."""
+"""Decode attention that leaves its split-KV partial states for the next kernel to merge."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class UnmergedAttention:
     """The output of `paged_attention` before its last kernel, without gradients.
 
     Attributes:
-        states: from the decode kernel.
-        merge: returns `(out [B, Hq, D], lse f32[B, Hq])` of them.
-        dtype: of the output.
+        states: partial states from the decode kernel.
+        merge: merges them into `(out [B, Hq, D], lse f32[B, Hq])`.
+        dtype: dtype of the output.
     """
 
     states: DecodeStates
@@ -34,7 +34,7 @@ class UnmergedAttention:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """That of the merged output, `[B, Hq * D]`."""
+        """Shape of the merged output, `[B, Hq * D]`."""
         return self.states.unit_ends.shape[0], self.states.num_q_heads * self.states.head_dim
 
     @default_promotion()
@@ -54,7 +54,7 @@ def unmerged_attention(
     implementation: Any = None,
     **options: Any,
 ) -> UnmergedAttention | None:
-    """Do the same as `paged_attention`, without the merge.
+    """Run `paged_attention` without its merge.
 
     Args:
         layer: the pages.
@@ -62,7 +62,7 @@ def unmerged_attention(
         **options: `sm_scale`, `soft_cap`, `sliding_window`, `alibi_slopes` and `sinks`, as there.
 
     Returns:
-        None where the implementation has no partial states, and on a mesh.
+        The partial states; None where the implementation has none, and on a mesh.
 
     Raises:
         ValueError, NotImplementedError: as `paged_attention`.
@@ -83,9 +83,10 @@ def write_and_attend(
     implementation: Any = None,
     **options: Any,
 ) -> tuple[UnmergedAttention, LayerKV] | None:
-    """Do the same as `rotate_and_write_kv` and then `unmerged_attention`, in one kernel.
+    """Run `rotate_and_write_kv` and then `unmerged_attention`, in one kernel.
 
-    The newest key of each row comes from `qkv`, and goes to its slot. A row of no tokens has none.
+    The newest key of each row comes from `qkv` and is written to its slot. Empty rows write
+    nothing.
 
     Args:
         layer, qkv, slots, rotation: as in `rotate_and_write_kv`, with one token for each row.
@@ -93,8 +94,9 @@ def write_and_attend(
         **options: as in `unmerged_attention`.
 
     Returns:
-        None where there is no such kernel: it is that of Triton, with pages of the dtype of `qkv`
-        in two arrays, and a rotation of all of head_dim, a power of two.
+        The partial states and the layer with the new tokens; None where there is no such kernel.
+        Triton has one, for pages in two arrays of the dtype of `qkv`, and a rotation of all of
+        head_dim, a power of two.
 
     Raises:
         ValueError, NotImplementedError: as `paged_attention` and `rotate_and_write_kv`.
@@ -107,7 +109,7 @@ def write_and_attend(
     if not (is_power_of_2 and rotates_all):
         return None
     new = checked_write(layer, qkv, slots, rotation, None, None)
-    q = qkv[:, :, :-2].reshape(qkv.shape[0], -1, head_dim)  # of which only the shape counts
+    q = qkv[:, :, :-2].reshape(qkv.shape[0], -1, head_dim)  # only its shape is used
     found = _states(layer, q, block_tables, seq_lens, implementation, new, **options)
     if found is None:
         return None

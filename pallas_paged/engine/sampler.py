@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from pallas_paged.checks import pytree
-from pallas_paged.decoder.peers import Group, Peers
+from pallas_paged.decoder.peers import DevicePeers, Peers
 from pallas_paged.engine.kernels.sampling_noise import divisor, min_p_limit
 from pallas_paged.engine.logprobs import check_logits
 from pallas_paged.engine.sampling_draw import draw, largest
@@ -251,7 +251,9 @@ def sample(
     if peers is not None and logits.shape[1] % peers.mesh.size == 0:
         cut, whole = PartitionSpec(None, peers.axis), PartitionSpec()
 
-        def local(group: Group, logits: jax.Array, metadata: Any, lens: jax.Array) -> jax.Array:
+        def local(
+            group: DevicePeers, logits: jax.Array, metadata: Any, lens: jax.Array
+        ) -> jax.Array:
             return _sample(logits, metadata, lens, mode, "xla", group)
 
         tokens: jax.Array = peers.run(local, (cut, whole, whole), logits, metadata, lens)
@@ -265,7 +267,7 @@ def _sample(
     lens: jax.Array,
     mode: SamplingMode,
     implementation: SamplingImplementation | None,
-    group: Group | None,
+    group: DevicePeers | None,
 ) -> jax.Array:
     """Return what `sample` does, of a device's part of the logits if there is a group."""
     if mode.draws:

@@ -50,7 +50,7 @@ def largest_difference(a, b, of=np.std):
 
 
 def twice(attended, residual, w, implementation):
-    """Two calls in a row: the second has the boards of the first one, swapped."""
+    """Two calls in a row: the second has the mailboxes of the first one, swapped."""
     for _ in range(2):
         residual, out = between_attentions(
             attended, residual, w, eps=1e-5, implementation=implementation
@@ -180,7 +180,7 @@ def test_weights_on_several_devices_are_refused():
     ("change", "error", "match"),
     [
         (dict(down=np.ones((E, F + 1))), ValueError, r"weights.down.shape=\(512, 513\) must be"),
-        (dict(qkv_bias=np.ones(N)), NotImplementedError, "all in bfloat16 or all in float16"),
+        (dict(qkv_bias=np.ones(N)), NotImplementedError, "one dtype for all arrays"),
         (dict(o_bias=draw(0, E)), NotImplementedError, "has no biases"),
         (dict(qkv=draw(0, 65, E)), NotImplementedError, "multiples of"),
         (dict(rows=257), NotImplementedError, "needs 1 to 256 rows, not 257"),

@@ -1,8 +1,8 @@
-"""Sums over the programs of a cluster, through the shared memory of one another.
+"""Sums over the programs of a cluster, through distributed shared memory.
 
 Each program of a cluster has a product of the same features over its part of the columns. It sends
-one part of the features to each of the others. They add what they get in the order of the
-programs, so results have the same bits each time.
+one part of the features to each of the others. Parts are added in the order of the programs, so
+results have the same bits each time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pallas_paged.kernels.mosaic import ops
 _BLOCK_BYTES = 2048  # of 8 features: 16 bytes of each thread
 
 
-def meet_cluster(barrier: Any) -> None:
+def _meet_cluster(barrier: Any) -> None:
     """Wait for the other programs of the cluster."""
 
     @plgpu.inline_mgpu()
@@ -50,16 +50,16 @@ def sum_over_cluster(
 
     Args:
         may_send, sent: barriers of the cluster.
-        accs, buffer, transforms, part, cluster_size, num_rows, group: as in `send_parts`.
+        accs, buffer, transforms, part, cluster_size, num_rows, group: as in `_send_parts`.
     """
     how: Any = dict(part=part, cluster_size=cluster_size, group=group)
-    meet_cluster(may_send)
-    send_parts(accs, buffer, transforms, num_rows=num_rows, **how)
-    meet_cluster(sent)
-    return receive_sum(buffer, transforms, **how)
+    _meet_cluster(may_send)
+    _send_parts(accs, buffer, transforms, num_rows=num_rows, **how)
+    _meet_cluster(sent)
+    return _receive_sum(buffer, transforms, **how)
 
 
-def send_parts(
+def _send_parts(
     accs: Sequence[jax.Array],
     buffer: Any,
     transforms: Any,
@@ -122,7 +122,7 @@ def send_parts(
     send(list(accs), buffer, group)
 
 
-def receive_sum(
+def _receive_sum(
     buffer: Any, transforms: Any, *, part: int, cluster_size: int, group: Any
 ) -> jax.Array:
     """Return f32 `[64, 8 * part]`, the sum of what the programs have sent to this one."""

@@ -1,7 +1,6 @@
 """Operations of the Mosaic kernels, and what JAX's interpreter does in their place.
 
-Only this module, `board.py`, `row_product.py` and the tile scheduler of the ragged kernel branch
-on `interpret`.
+Modules with their own PTX branch on `interpret` as well.
 """
 
 from __future__ import annotations

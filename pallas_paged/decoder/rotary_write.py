@@ -124,7 +124,7 @@ def rotate_and_write_kv(
         return q, write_kv(layer, k, v, arrays.slots)
     fields = (field.name for field in dataclasses.fields(arrays) if field.name != "kv_layout")
     names = tuple(name for name in fields if getattr(arrays, name) is not None)
-    local = LocalWrite(
+    local = _LocalWrite(
         names=names,
         kv_layout=layer.kv_layout,
         eps=eps,
@@ -137,7 +137,7 @@ def rotate_and_write_kv(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalWrite:
+class _LocalWrite:
     """The kernel on the arrays of one device.
 
     Attributes:
@@ -190,7 +190,7 @@ def _steps(arrays: WriteArrays, eps: float) -> tuple[Any, ...]:
 
 
 @functools.cache
-def _kernel(local: LocalWrite) -> Any:
+def _kernel(local: _LocalWrite) -> Any:
     """Return the kernel on each device, with the gradient of `_steps`."""
 
     def rule(arrays: WriteArrays) -> ShardingRule:

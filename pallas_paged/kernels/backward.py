@@ -39,7 +39,7 @@ def attention_gradient(
         out, lse: its result.
         d_out, d_lse: the gradients of the result.
         names: some of "q", "k_pages", "v_pages", "alibi_slopes" and "sinks".
-        kernels: make all gradients but that of the sinks.
+        kernels: make all gradients but the gradient of the sinks.
     """
     if arrays.cu_q_lens is None:  # decoding: a query a row
         offsets = jnp.arange(arrays.num_seqs + 1, dtype=jnp.int32)

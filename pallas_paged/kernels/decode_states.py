@@ -18,7 +18,7 @@ class DecodeStates:
 
     Attributes:
         out: f32`[partials, Hq, D]`, or `[Hkv * parts, partials, N, D]` where each part of the query
-            heads of a KV head has N columns, of which the first are its heads.
+            heads of a KV head has N columns; its heads are the first.
         lse: f32, without the last axis of `out`, base e.
         results: None, or the final out `[B, Hq, D]` and lse f32`[B, Hq]` of the rows that have one
             partial state, which then is not in `out` and `lse`. Of one row there are none.

@@ -60,7 +60,7 @@ _LOADS = 10  # loads of squares of a thread that are in flight while it sends
 _MLP_X, _HIDDEN, _OUT_X = (32 * i for i in range(3))
 
 
-def rows_kernel(
+def _rows_kernel(
     inputs: Inputs,
     outputs: Outputs,
     scratch: Scratch,
@@ -326,9 +326,9 @@ def rows_kernel(
             for i in range(num_consumers):
                 wait_for_all(counter(first + i))
             grid_barrier.fence_async_copies(interpret=interpret)
-            # With two consumers activations are used too fast for this, and they do it themselves.
-            with_squares = product is gate_up and num_consumers == 1
-            sent = send_x(product, sent, squares_of(0) if with_squares else None)
+            # Two consumers use activations too fast for this, and sum squares themselves.
+            squares = squares_of(0) if product is gate_up and num_consumers == 1 else None
+            sent = send_x(product, sent, squares)
         if inputs.qkv is None:
             plgpu.barrier_wait(scratch.ready)
 
@@ -378,7 +378,7 @@ def between_attentions(
     outputs = output_types(inputs, config)
     scratch = scratch_types(config, residual.dtype)
     in_clusters: Any = dict(cluster=(config.cluster_size,), cluster_names=("rank",))
-    run = functools.partial(rows_kernel, eps=eps, config=config, interpret=interpret)
+    run = functools.partial(_rows_kernel, eps=eps, config=config, interpret=interpret)
 
     def body(inputs, outputs):
         pl.run_scoped(functools.partial(run, inputs, outputs), scratch, collective_axes="wg")

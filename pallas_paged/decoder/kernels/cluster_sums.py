@@ -74,7 +74,8 @@ def _send_parts(
     Args:
         accs: f32 `[64, n]` as wgmma has them, whose features are one after another.
         buffer: ref to shared memory with these transforms, the same in all programs.
-        part: how many times 8 features each program gets. Parts are spread over those of `accs`.
+        part: features that each program gets, in units of 8. Parts are spread over the
+            features of `accs`.
         cluster_size: a power of 2.
         num_rows: rows that there are.
         group: i32, which 64 of the rows these are.

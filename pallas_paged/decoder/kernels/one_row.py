@@ -83,7 +83,7 @@ class Scratch:
     free: Any  # barriers [num_stages], complete when they were used
 
 
-def block_kernel(
+def _block_kernel(
     inputs: Inputs,
     outputs: Outputs,
     scratch: Scratch,
@@ -337,7 +337,7 @@ def between_attentions(
 
     def body(inputs, outputs):
         def run(scratch):
-            block_kernel(
+            _block_kernel(
                 inputs,
                 outputs,
                 scratch,

@@ -17,12 +17,12 @@ from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic_sm90.config import LINEAR_TILE as TILE
 from pallas_paged.kernels.mosaic_sm90.ring import wgmma_transforms
 
-HALF = 128  # columns of a half of a stage: a whole block is 32 KB
+HALF = 128  # columns of a half of a stage: both halves of a block are 32 KB
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Product:
-    """Which blocks of a weight the programs have, in which order.
+    """A weight as work items, and their blocks, for each program.
 
     A work item is a tile of features and one part of the columns; a program has every
     `num_programs`-th item.

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.triton.pages import row_index, slot_axes, with_slots
-from pallas_paged.kernels.triton.specs import whole
+from pallas_paged.kernels.triton.specs import full_specs
 from pallas_paged.kernels.write_arrays import WriteArrays
 from pallas_paged.pages.layout import K, V
 from pallas_paged.pages.quantization import quantize, scales_of
@@ -27,7 +27,7 @@ _NUM_WARPS = 1
 _PAGES = ("k_pages", "v_pages")
 
 
-def rotate_and_write_kernel(
+def _rotate_and_write_kernel(
     qkv_ref,  # [T, Hkv * (G + 2), D]
     slots_ref,  # i32[T]
     _,  # the pages, to write
@@ -163,7 +163,7 @@ def rotate_and_write(arrays: WriteArrays, *, eps: float, interpret: bool) -> tup
     out_shape = (q, *jax.tree.map(lambda x: result_shape(x.shape, x.dtype), written))
     q, *written = pl.pallas_call(
         functools.partial(
-            rotate_and_write_kernel,
+            _rotate_and_write_kernel,
             axes=(slot_axes(layout.axes), slot_axes(layout.scale_axes)),
             page_size=page_size,
             num_slots=num_pages * page_size,
@@ -172,8 +172,8 @@ def rotate_and_write(arrays: WriteArrays, *, eps: float, interpret: bool) -> tup
             interpret=interpret,
         ),
         grid=(pl.cdiv(num_tokens, block_tokens) * num_kv_heads * num_parts,),
-        in_specs=whole(inputs),
-        out_specs=whole(out_shape),
+        in_specs=full_specs(inputs),
+        out_specs=full_specs(out_shape),
         out_shape=out_shape,
         input_output_aliases={2 + i: 1 + i for i in range(len(pool))},
         compiler_params=plgpu.CompilerParams(num_warps=_NUM_WARPS, num_stages=1),

@@ -1,4 +1,4 @@
-"""Operations of the Mosaic kernels, and what JAX's interpreter does in their place.
+"""Operations of the Mosaic kernels, and their equivalents in JAX's interpreter.
 
 Modules with their own PTX branch on `interpret` as well.
 """
@@ -194,7 +194,7 @@ def scatter(
 
 def store(ref: Any, value: jax.Array) -> None:
     """Store to device memory, parts of a cache line included."""
-    if hasattr(plgpu, "store"):  # since JAX 0.12, where `ref[...] =` takes whole cache lines only
+    if hasattr(plgpu, "store"):  # since JAX 0.12, where `ref[...] =` takes full cache lines only
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
@@ -289,8 +289,8 @@ def wait_for_previous_kernel(*, interpret: bool) -> None:
 def atomic_increment(counter: Any, old: Any) -> None:
     """Add 1 to `counter` i32[1] in device memory and store its old value to `old` i32[1], shared.
 
-    A whole warpgroup calls this, and all of its threads see the old value afterwards. The
-    interpreter can't run it.
+    All threads of a warpgroup call this, and see the old value afterwards. The interpreter can't
+    run it.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))

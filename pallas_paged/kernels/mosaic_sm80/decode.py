@@ -2,7 +2,7 @@
 
 `DecodePlan` divides the keys of the batch among the programs. A program is one warpgroup. It copies
 the blocks of its work items to shared memory, attends to each (`ring`), and leaves partial states,
-which `decode_merge` of the Hopper kernels unites.
+which `mosaic.decode_merge` merges.
 
 The query heads of a KV head, padded to a multiple of 16, are the rows of both products. The four
 warps divide the keys of S and the columns of O, so the maximum of a row goes across warps, and P
@@ -41,7 +41,7 @@ from pallas_paged.kernels.mosaic_sm80.config import (
     decode_rows,
 )
 from pallas_paged.kernels.mosaic_sm80.pages import Blocks, Copier, Pages
-from pallas_paged.kernels.mosaic_sm80.ring import Span, can_go_on, for_each_block
+from pallas_paged.kernels.mosaic_sm80.ring import Span, can_prefetch, for_each_block
 
 
 @pytree
@@ -76,7 +76,7 @@ class Scratch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heads:
-    """Which query heads a program has.
+    """The query heads of a program.
 
     Attributes:
         group: query heads of a KV head.
@@ -222,7 +222,7 @@ def attend(
             )
         significands = inverses = None
         if blocks.v_scales is not None:
-            # The maximum is that of the weights, since f16 has a small range.
+            # The maximum is taken over the weights, since f16 has a small range.
             v_scales = ops.load(blocks.v_scales.at[stage], layouts.col)
             exponents, significands, inverses = split_scales(v_scales)
             s, factor = s * factor + bcast(exponents, s, 1), 1.0
@@ -248,7 +248,7 @@ def attend(
         return q_scales, (m_new, l_new, acc)
 
     span, following = span_of(item), span_of(next_item)
-    goes_on = can_go_on(span, following)
+    prefetch_next = can_prefetch(span, following)
 
     @pl.when(item.lo < item.hi)
     def attend_blocks():
@@ -259,8 +259,8 @@ def attend(
             start,
             place=place,
             started=started,
-            goes_on=goes_on,
-            queries_early=scratch.arrived is not None,
+            prefetch_next=prefetch_next,
+            queries_prefetched=scratch.arrived is not None,
         )
         l_i = l_i.sum(axis=1)
         factor = 1.0 / l_i
@@ -274,10 +274,10 @@ def attend(
         ops.store_rows(partials.out.at[index], out, num_heads, layout, interpret=interpret)
         mosaic_ops.store(partials.lse.at[index], m_i * LN_2 + jnp.log(l_i))
 
-    return place + item.hi - item.lo, goes_on
+    return place + item.hi - item.lo, prefetch_next
 
 
-def decode_kernel(
+def _decode_kernel(
     inputs: Inputs,
     partials: Partials,  # [Hkv, partials, head tiles * R, ..]
     scratch: Scratch,
@@ -335,7 +335,7 @@ def paged_decode(
         out=result_shape((*states, columns), jnp.float32),
         lse=result_shape(states, jnp.float32),
     )
-    kernel = functools.partial(decode_kernel, plan=plan, heads=heads, interpret=interpret)
+    kernel = functools.partial(_decode_kernel, plan=plan, heads=heads, interpret=interpret)
 
     def body(*refs):
         pl.run_scoped(lambda scratch: kernel(*refs, scratch), scratch)

@@ -1,9 +1,9 @@
 """Attention of ragged queries over paged K/V for Ampere and later, a Pallas Mosaic GPU kernel.
 
 The query rows of a sequence, token after token and within a token head after head of one KV head's
-group, are cut into tiles. A program of four warps attends one work item of `ragged_plan`: a tile
-and blocks of keys. A warp has 16 of every 64 rows. With 128 rows that is 16 twice, which share the
-fragments of K and V that the warp reads from shared memory:
+group, are divided into tiles. A program of four warps attends one work item of `ragged_plan`, a
+tile and blocks of keys. A warp has 16 of every 64 rows. With 128 rows that is 16 twice, which share
+the fragments of K and V that the warp reads from shared memory:
 
     blocks of keys     k0 v0 k1 v1 ...        cp.async of rows, from pages that may be anywhere
     each warp          q.k0 softmax p.v0 q.k1 softmax p.v1 ...         mma.sync, ldmatrix

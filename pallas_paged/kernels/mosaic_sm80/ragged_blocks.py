@@ -60,7 +60,7 @@ class Pool(Pages):
 
     @property
     def places(self) -> list[Places]:
-        """How `find_keys` finds rows and, behind them, scales."""
+        """Strides by which `find_keys` finds rows and, behind them, scales."""
         all_strides = [self.strides] + ([self.scale_strides] if self.scales_by_token else [])
         return [
             Places(page_size=self.page_size, page=strides["P"], token=strides["N"])
@@ -239,7 +239,7 @@ class Stream:
                     )
 
     def _convert(self, kv: int, block: Any) -> None:
-        """Wait for the thread's own copies, and convert those of K or of V of a block."""
+        """Wait for the thread's own copies, and convert the K or the V of a block."""
         buffers = self.buffers
         wait_for_own_copies(interpret=self.interpret)
         raw, to = (buffers.raw_k, buffers.k) if kv == K else (buffers.raw_v, buffers.v)

@@ -26,7 +26,7 @@ from pallas_paged.kernels.mosaic_sm80.ragged_emitter import THREADS, ThreadEmitt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where the tokens of a sequence are: multipliers of page and of place on the page.
+    """Strides of the tokens of a sequence: multipliers of page and of place on the page.
 
     Attributes:
         page_size: tokens of a page, a power of two.
@@ -108,7 +108,7 @@ def program_barrier(num_warpgroups: int) -> None:
 
     @plgpu.inline_mgpu()
     def sync(_):
-        # Barriers 0 to 2 are those of the compiler.
+        # The compiler uses barriers 0 to 2.
         ThreadEmitter().effect(f"bar.sync 7, {num_warpgroups * WARPGROUP};")
 
     sync()

@@ -66,7 +66,7 @@ class Inputs:
 
 @pytree
 class Outputs:
-    """What the kernel writes: arrays, refs or types."""
+    """Results of the kernel: arrays, refs or types."""
 
     out: Any  # [T * Hq, D]
     partials: wgmma_ops.Partials  # [Hkv, partials, R, ..]
@@ -296,7 +296,7 @@ class Program:
             if by_token:
                 p = p * v_scales
             p = p.astype(scratch.q.dtype)
-            # The whole softmax stays before the barrier.
+            # All of the softmax stays before the barrier.
             acc, l_new, m_new, alpha, p = lax.optimization_barrier((acc, l_new, m_new, alpha, p))
             self.turn(1 - self.wg)
             acc = multiply_pv(acc, alpha, p, stream.v(block), interpret=self.interpret)

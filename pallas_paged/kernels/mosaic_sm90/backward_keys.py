@@ -7,7 +7,7 @@ transposed, with keys on M, so the gradients stay in registers to the end:
     S^T = K Q^T      dP^T = V dO^T      P^T = exp(S^T - lse)      dS^T = P^T (dP^T - delta)
     dV += P^T dO     dK += dS^T Q
 
-It writes f32 sums for each key of each row; `backward` adds those of pages that rows share.
+It writes f32 sums for each key of each row; `backward` adds the sums of pages that rows share.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Scratch:
         )  # fmt: skip
 
 
-def keys_kernel(
+def _keys_kernel(
     inputs: Inputs,
     outputs: tuple[Any, Any],  # f32[Hkv, B * tiles_per_row * 128, D], gradients of K and of V
     scratch: Scratch,
@@ -235,7 +235,7 @@ def keys_gradient(
         result_shape((num_kv_heads, num_tiles * BLOCK_K, head_dim), jnp.float32, varying=False),
     ) * 2
     kernel = functools.partial(
-        keys_kernel,
+        _keys_kernel,
         group=group,
         tiles_per_row=tiles_per_row,
         options=options,

@@ -69,7 +69,7 @@ class Scratch:
         )  # fmt: skip
 
 
-def queries_kernel(
+def _queries_kernel(
     inputs: Inputs,
     output: Any,  # [Hkv, R, D]
     scratch: Scratch,
@@ -191,7 +191,7 @@ def queries_gradient(
     scratch: Any = Scratch.types(
         blocks, head_dim=head_dim, page_size=inputs.pool.page_size, dtype=q.dtype
     )
-    kernel = functools.partial(queries_kernel, group=group, options=options, interpret=interpret)
+    kernel = functools.partial(_queries_kernel, group=group, options=options, interpret=interpret)
     result = plgpu.kernel(
         ops.with_trees(kernel, inputs, out),
         out_type=out,

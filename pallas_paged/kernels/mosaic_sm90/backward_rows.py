@@ -26,7 +26,7 @@ def _cdiv(a, b):
 
 @pytree
 class PackedRows:
-    """Where the packed rows of each sequence are, R rows in all.
+    """Places of the packed rows of each sequence, R rows in all.
 
     Attributes:
         start: i32`[B + 1]`, the first row of each sequence, a multiple of `ROWS`.
@@ -90,8 +90,8 @@ class Work:
         kv_len: keys of the sequence; 0 where there is no tile.
         before: keys older than all queries of the sequence; -1 or less if they are fewer.
         origin: the first packed row of the sequence.
-        lo, hi: the blocks of which some pairs of query and key are visible.
-        full_lo, full_hi: those of which all are.
+        lo, hi: the blocks with a visible pair of query and key.
+        full_lo, full_hi: the blocks with no invisible pair.
     """
 
     seq: jax.Array

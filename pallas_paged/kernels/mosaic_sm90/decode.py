@@ -2,7 +2,7 @@
 
 `DecodePlan` divides the keys of the batch among the programs. A program is two warpgroups that walk
 the same work items. The producer sends the queries and the K/V of each item to shared memory
-(`ring`), the consumer attends and leaves partial states, and `decode_merge` unites them.
+(`ring`), the consumer attends and leaves partial states, and `decode_merge` merges them.
 
 wgmma takes 64 rows at a time, and a KV head has fewer query heads than that. So tokens are the
 rows, and the query heads, padded to N, a multiple of 8, are the columns:
@@ -54,7 +54,7 @@ from pallas_paged.kernels.mosaic_sm90.ring import Ring, drain, stream
 from pallas_paged.kernels.mosaic_sm90.row_copies import RowCopies, needs_row_copies, stream_rows
 
 
-def produce(
+def _produce(
     item: WorkItem,
     kv_iter: jax.Array,
     *,
@@ -196,7 +196,7 @@ def attend(
     return kv_iter + item.hi - item.lo
 
 
-def decode_kernel(
+def _decode_kernel(
     inputs: Inputs,
     partials: ops.Partials,  # [Hkv * parts of a group, partials, N, ..]
     queries: Queries,
@@ -271,7 +271,7 @@ def decode_kernel(
         if num_tiles > 1:
             first_head += lax.rem(part, num_tiles) * heads
         send = functools.partial(
-            produce,
+            _produce,
             inputs=inputs,
             queries=queries,
             ring=ring,
@@ -350,7 +350,7 @@ def decode_states(
         lse=result_shape(columns, jnp.float32),
     )
     kernel = functools.partial(
-        decode_kernel,
+        _decode_kernel,
         plan=plan,
         group=group,
         kv_dtype=arrays.k_pages.dtype,

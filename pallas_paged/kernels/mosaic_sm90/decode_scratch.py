@@ -1,4 +1,4 @@
-"""The shared memory of a program of the Mosaic decode kernel, and how a group of heads is cut."""
+"""Shared memory of a program of the Hopper decode kernel, and its tiles of query heads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Queries:
     """Refs in shared memory for the queries of one work item, or their types.
 
     A copy into swizzled rows, which wgmma needs, can begin at every 8th head only. So queries
-    arrive in plain rows, and the consumer moves them. Then those of the next item may arrive.
+    arrive in plain rows, and the consumer moves them. Then the queries of the next item may arrive.
     """
 
     arrived: Any  # [N, D], plain
@@ -41,7 +41,7 @@ class Queries:
     reduced: Any = None  # f32[4, N] of `one_byte.reduce_columns`, with int8 and fp8 pages
 
     def of(self, pair: Any) -> Queries:
-        """Return those of one pair of warpgroups, of refs with an axis of pairs."""
+        """Return the refs of one pair of warpgroups, from refs with an axis of pairs."""
         return jax.tree.map(lambda ref: ref.at[pair], self)
 
 
@@ -90,7 +90,7 @@ def scratch_types(
 
 
 def head_tiles(group: int) -> tuple[int, int]:
-    """Return how many parts the query heads of a KV head are cut into, and the heads of a part.
+    """Return the number of parts of the query heads of a KV head, and the heads of a part.
 
     Each part reads K/V again, and the registers hold one of at most 64 heads.
     """

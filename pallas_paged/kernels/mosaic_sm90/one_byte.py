@@ -28,8 +28,8 @@ from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic_sm90.config import MosaicDecodeConfig
 from pallas_paged.kernels.mosaic_sm90.ring import Pool, Ring
 
-# Pallas would surround every store with barriers. The kernel has those that it needs: P is written
-# after all warps met in `reduce_columns`, and read after `commit_smem`.
+# Pallas would surround every store with barriers. The kernel has the barriers that it needs: P is
+# written after all warps met in `reduce_columns`, and read after `commit_smem`.
 COMPILER_PARAMS = plgpu.CompilerParams(
     approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
 )
@@ -83,7 +83,7 @@ def _word_bytes(head_dim: int) -> int:
     return 4 if head_dim % 128 == 0 else 2
 
 
-def words_layout(head_dim: int) -> Any:
+def _words_layout(head_dim: int) -> Any:
     """Return how threads hold V `[T, D]`: words of neighbours along head_dim."""
     size = _word_bytes(head_dim)
     return plgpu.Layout.TILED(
@@ -95,7 +95,7 @@ def words_layout(head_dim: int) -> Any:
 
 
 def _out_layout(head_dim: int) -> Any:
-    """Return how threads hold the output `[D, N]`, in the order of `words_layout`."""
+    """Return how threads hold the output `[D, N]`, in the order of `_words_layout`."""
     size = _word_bytes(head_dim)
     return plgpu.Layout.TILED(
         plgpu.Tiling(((32 * size, 8), (8 * size, 8), (size, 2), (size, 1))),
@@ -186,7 +186,7 @@ def values(ref: Any, kv_dtype: Any, *, interpret: bool) -> jax.Array:
     num_tokens, head_dim = ref.shape
     if interpret:
         return to_f16(ref[...], kv_dtype).T
-    layout, size = words_layout(head_dim), _word_bytes(head_dim)
+    layout, size = _words_layout(head_dim), _word_bytes(head_dim)
     load: Any = plgpu.load
     x = load(ref, layout=layout)
     convert = _VALUES_TO_F16[jnp.dtype(kv_dtype).name]

@@ -1,7 +1,7 @@
 """The scales of int8 and fp8 K/V in the Mosaic decode kernel, on their way to shared memory.
 
 The scales of the tokens of a page are 4 bytes each, and in most layouts not neighbours, so TMA
-can't copy them. Each thread of the producer loads those of one token of the next block into
+can't copy them. Each thread of the producer loads the scales of one token of the next block into
 registers while the copies of K and V are on their way, and stores them when a stage is free.
 """
 

@@ -1,4 +1,4 @@
-"""What a warpgroup of the Mosaic kernels over int8 and fp8 K/V does with shared memory itself."""
+"""Warpgroup reductions and stores through shared memory, for decoding int8 and fp8 K/V."""
 
 from __future__ import annotations
 

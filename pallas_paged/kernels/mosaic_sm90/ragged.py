@@ -1,8 +1,9 @@
 """Attention of ragged queries over paged K/V, a Pallas Mosaic GPU kernel for Hopper.
 
-The queries of a sequence are cut into tiles of some tokens times the query heads of one KV head. A
-program holds one tile at a time. A producer warpgroup streams the blocks of keys that the tile sees
-through a ring in shared memory, and each consumer warpgroup attends to them with 64 of its rows:
+The queries of a sequence are divided into tiles of some tokens times the query heads of one KV
+head. A program holds one tile at a time. A producer warpgroup streams the blocks of keys that the
+tile sees through a ring in shared memory, and each consumer warpgroup attends to them with 64 of
+its rows:
 
     producer     k0 v0 k1 v1 k2 v2 ...                       (ring)
     consumer 0   q.k0  softmax     p.v0 q.k1  softmax        rows  0 to  63
@@ -74,7 +75,7 @@ COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Program:
+class _Program:
     """One program of the kernel, a producer and some consumers; `run` runs it."""
 
     inputs: Inputs
@@ -228,7 +229,7 @@ class Program:
 
     @property
     def logit_scales(self) -> Any:
-        """Scales of K: a ref to those of the blocks in the ring, one for all keys, or None."""
+        """Scales of K: a ref to the scales of the blocks in the ring, one for all keys, or None."""
         scales = self.inputs.scales
         return scales.k[0] if self.converts and not scales.of_tokens else self.scratch.k_scales
 
@@ -366,7 +367,7 @@ def ragged_paged_attention(
 
     def body(inputs, outputs):
         def run(scratch):
-            Program(
+            _Program(
                 inputs=inputs,
                 outputs=outputs,
                 scratch=scratch,

@@ -1,4 +1,4 @@
-"""What a consumer warpgroup of the ragged kernel does with a work tile."""
+"""Attention of a consumer warpgroup of the ragged kernel to a work tile."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def attend(
             p = jnp.exp2(ops.difference(s, maxima, ops.WGMMA, interpret=interpret))
         l_new = l_i * alpha + p.sum(axis=1)
         acc = acc * ops.bcast(alpha, acc)
-        # The whole softmax stays before the arrival below; this order keeps the tensor cores busy.
+        # All of the softmax stays before the arrival below; this order keeps the tensor cores busy.
         acc, l_new, m_new, p = lax.optimization_barrier((acc, l_new, m_new, p.astype(ring.v.dtype)))
         if masked and not values_are_zeroed:
             # The first consumer zeroes for both, before the other one may read the values.

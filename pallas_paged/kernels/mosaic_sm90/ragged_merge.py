@@ -25,7 +25,7 @@ from pallas_paged.kernels.mosaic_sm90.ragged_tile import (
 )
 
 
-def merge_ragged_kernel(
+def _merge_ragged_kernel(
     partials: ops.Partials,  # [head tiles, partials, warpgroups, 64, ..]
     merges_ref,  # i32[num_merges, 5]
     sinks_ref,  # f32[Hq] or None
@@ -75,7 +75,7 @@ def merge_ragged(
     tile: TileShape,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the final `(out, lse)` of a call: those of `outputs`, with the rows of split tiles."""
+    """Return the final `(out, lse)` of a call: `outputs` with the rows of split tiles."""
     partials, out, lse = outputs.partials, outputs.out, outputs.lse
     inputs = partials, merges, sinks
     # Written in place: the rows of other tiles are there already.
@@ -85,7 +85,7 @@ def merge_ragged(
     buffer = store_buffer(num_warpgroups=1, head_dim=out.shape[-1], dtype=out.dtype)
 
     def body(*refs):
-        kernel = functools.partial(merge_ragged_kernel, *refs, tile=tile, interpret=interpret)
+        kernel = functools.partial(_merge_ragged_kernel, *refs, tile=tile, interpret=interpret)
         pl.run_scoped(kernel, buffer)
 
     head_tiles, _, num_warpgroups, *_ = partials.out.shape

@@ -1,7 +1,7 @@
 """One-byte K/V in registers as 16-bit operands of the ragged kernel, by PTX.
 
 A thread loads four bytes of a row at a time (the layout `BYTES`). As 16-bit numbers these are two
-registers, which one instruction stores to shared memory together with those of other threads, if
+registers, which one instruction stores to shared memory together with other threads' registers, if
 they count as neighbours in two 8-column tiles of `ops.WGMMA`. So of 16 columns, the stored order is
 
     0 1   4 5   8 9   12 13   2 3   6 7   10 11   14 15

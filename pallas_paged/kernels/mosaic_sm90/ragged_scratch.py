@@ -23,7 +23,7 @@ from pallas_paged.kernels.mosaic_sm90.tile_scheduler import Mailbox, Work
 class Inputs:
     """Operands of the kernel, or refs to them."""
 
-    q: Any  # [T, Hq, D], padded to whole chunks of tokens
+    q: Any  # [T, Hq, D], padded to a multiple of a chunk of tokens
     pool: Pool
     block_tables: Any  # i32[B, N]
     work: Work
@@ -92,13 +92,13 @@ def scratch_types(
     out = store_buffer(num_warpgroups=num_consumers, head_dim=head_dim, dtype=dtype)
     if convert:
         results = plgpu.SMEM((num_q_stages, *out.shape), dtype)
-        # Of one stage and consumer, queries and results have the same place and are never both in
-        # use. The interpreter's search for races knows unions as a whole only.
+        # Queries and results of one stage and consumer have the same place and are never both in
+        # use. To the interpreter's search for races a union is one buffer.
         q, out = (q, results) if interpret else plgpu.RefUnion(q, results), None
     ring = Ring.types(
         config,
         head_dim=head_dim,
-        page_size=config.block_k if convert else page_size,  # the converter copies whole blocks
+        page_size=config.block_k if convert else page_size,  # the converter copies full blocks
         dtype=dtype,
         num_consumers=num_consumers,
     )

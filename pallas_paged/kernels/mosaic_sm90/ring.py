@@ -138,7 +138,7 @@ def stream(
         first_key: the first key that any query sees, or None for all.
         kv_iter: blocks that the producer has sent before.
         scales: a `ScaleSender`, or None. The scales of a block are one more arrival at `k_full`,
-            and their stage is free when that of V is.
+            and their stage is free when V's stage is.
 
     Returns:
         `kv_iter + hi - lo`.

@@ -170,7 +170,7 @@ class RowCopies:
                     arith.muli(in_tile, c(swizzle)),
                     arith.muli(place, c(_PIECE)),
                 )
-                # Blocks begin at whole pages.
+                # Blocks begin where pages begin.
                 token = arith.muli(arith.remui(row, c(page_size)), c(stride["N"]))
                 source = arith.addi(token, arith.muli(column, c(_PIECE)))
                 utils.inline_ptx(

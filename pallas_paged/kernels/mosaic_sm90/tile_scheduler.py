@@ -87,12 +87,12 @@ def plan_work(
         positions = arrays.q_positions[jnp.clip(packed, 0, len(arrays.q) - 1)]
     if arrays.tree_mask is not None:
         token = of_items("offset") + place  # within the sequence
-        tree_words = pack_tree_mask(arrays.tree_mask, of_items("row"), token)
+        tree_words = _pack_tree_mask(arrays.tree_mask, of_items("row"), token)
     work = Work(items=plan.items, count=plan.count, positions=positions, tree_words=tree_words)
     return work, plan.merges, shape.num_partials
 
 
-def pack_tree_mask(tree_mask: jax.Array, row: jax.Array, token: jax.Array) -> jax.Array:
+def _pack_tree_mask(tree_mask: jax.Array, row: jax.Array, token: jax.Array) -> jax.Array:
     """Return `Work.tree_words` for these tokens of these sequences."""
     size, words = tree_mask.shape[-1], tree_bits(tree_mask)
     known = (token >= 0) & (token < size)
@@ -129,7 +129,7 @@ class WorkTile:
 
 @pytree
 class Mailbox:
-    """What a producer tells the consumers of its program, in shared memory, or its type.
+    """Work items from the producer for the consumers of its program, in shared memory, or the type.
 
     Every buffer in shared memory takes 1 KB or more, and with the largest configs there is room for
     one. So descriptors, work ids and the result of the atomic addition share it.

@@ -31,13 +31,13 @@ from pallas_paged.kernels.triton import one_byte
 from pallas_paged.kernels.triton.backward_config import BackwardConfig
 from pallas_paged.kernels.triton.pages import Tokens, operands_of
 from pallas_paged.kernels.triton.softmax import exp2, mask
-from pallas_paged.kernels.triton.specs import kv_head, whole
+from pallas_paged.kernels.triton.specs import full_specs, kv_head
 from pallas_paged.pages.layout import PageLayout
 
 _NEVER = jnp.iinfo(jnp.int32).max
 
 
-def keys_kernel(
+def _keys_kernel(
     q_ref,  # [T, G, D]
     do_ref,  # [T, G, D]
     lse_ref,  # f32[T, G] in base 2
@@ -228,7 +228,7 @@ def keys_gradient(
     first_zeros = len(jax.tree.leaves(inputs)) - len(zeros)
     return pl.pallas_call(
         functools.partial(
-            keys_kernel,
+            _keys_kernel,
             options=options,
             page_size=arrays.page_size,
             layout=arrays.layout,
@@ -241,12 +241,12 @@ def keys_gradient(
         in_specs=[
             *(kv_head(x, 1) for x in (q, do, lse, delta)),
             *kv_specs[:2],
-            *whole(of_rows),
+            *full_specs(of_rows),
             kv_head(slopes, 0),
-            whole(tree),
-            whole(zeros),
+            full_specs(tree),
+            full_specs(zeros),
         ],
-        out_specs=whole(zeros),
+        out_specs=full_specs(zeros),
         out_shape=[result_shape(x.shape, x.dtype) for x in pages],
         input_output_aliases={first_zeros + i: i for i in range(len(zeros))},
         compiler_params=plgpu.CompilerParams(

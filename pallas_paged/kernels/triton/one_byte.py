@@ -36,7 +36,7 @@ def elements(words: jax.Array, num_tiles: int) -> list[jax.Array]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Operands:
-    """How loaded queries, keys and values become operands of the matrix unit.
+    """Conversion of loaded queries, keys and values to operands of the matrix unit.
 
     Attributes:
         dtype, kv_dtype: of the queries and of the pages.

@@ -1,9 +1,9 @@
 """Attention of ragged queries over paged K/V, a Pallas-Triton kernel and its specs.
 
 The query rows of a sequence, token after token and within a token head after head of one KV head's
-group, are cut into tiles, so that a few tokens fill the matrix unit and K/V are read once for all
-heads of the group. Prompts, chunks of prompts, speculated tokens and single tokens may be mixed. A
-tile visits the blocks of keys that any of its queries sees:
+group, are divided into tiles, so that a few tokens fill the matrix unit and K/V are read once for
+all heads of the group. Prompts, chunks of prompts, speculated tokens and single tokens may be
+mixed. A tile visits the blocks of keys that any of its queries sees:
 
     keys       |--|--|--|--|--|--|      full blocks: no masks
     tile 0     |##|#/|                  blocks at the diagonal, at the edge of a
@@ -11,8 +11,8 @@ tile visits the blocks of keys that any of its queries sees:
     tile 2     |##|##|##|##|##|#/|
 
 Where tiles are few, or one is much longer than the others, `ragged_plan` splits their keys into
-several work items. The programs of a split tile leave partial states (out, lse), which `merge`
-unites. The others write their result at once.
+several work items. The programs of a split tile leave partial states (out, lse) for `merge`.
+The others write their result at once.
 
 FlashAttention-2 (Dao 2023), with the heads of a group packed into the tile as in FlashInfer.
 """
@@ -36,10 +36,10 @@ from pallas_paged.kernels.ragged_plan_kernel import can_plan, plan_by_kernel, pl
 from pallas_paged.kernels.triton import merge, one_byte, pages, softmax
 from pallas_paged.kernels.triton.config import RaggedConfig
 from pallas_paged.kernels.triton.pages import Tokens
-from pallas_paged.kernels.triton.specs import kv_head, whole
+from pallas_paged.kernels.triton.specs import full_specs, kv_head
 
 
-def ragged_kernel(
+def _ragged_kernel(
     q_refs,  # of arrays [T, G, ..] from `Operands.split` or `pack`
     q_scales_ref,  # f32[T, G], factors of the rows of q, or None
     k_ref,  # [P * S, D] or [P, S, D], of int8 and fp8 elements words [.., D / 2]
@@ -234,7 +234,7 @@ def ragged_paged_attention(
     )
     out, lse, outs, lses = pl.pallas_call(
         functools.partial(
-            ragged_kernel,
+            _ragged_kernel,
             options=options,
             page_size=arrays.page_size,
             operands=operands,
@@ -245,9 +245,9 @@ def ragged_paged_attention(
             [kv_head(x, 1) for x in qs],
             kv_head(q_scales, 1),
             *kv_specs,
-            *whole(of_rows),
+            *full_specs(of_rows),
             *(kv_head(x, 0) for x in of_heads),
-            whole(tree),
+            full_specs(tree),
         ],
         out_specs=[kv_head(x, axis) for x, axis in zip(out_shape, (1, 1, 0, 0), strict=True)],
         out_shape=out_shape,

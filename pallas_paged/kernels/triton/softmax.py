@@ -75,7 +75,7 @@ def attend(
     m_i, l_i, acc = state
     column = factor if isinstance(factor, float) else factor[:, None]
     # A weight is the probability times the scale of its value. f16 has a small range, so there
-    # the maximum is that of the weights: the scales' powers of two go to the exponent.
+    # the maximum is taken over the weights: the scales' powers of two go to the exponent.
     significands, inverses = v_scales, None
     if v_scales is not None and operands.in_f16:
         exponents, significands, inverses = split_scales(v_scales)

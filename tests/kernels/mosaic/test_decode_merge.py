@@ -16,7 +16,7 @@ if jax.__version_info__ < (0, 11):
 from pallas_paged.kernels.decode_plan import DecodePlan
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import decode_merge
-from pallas_paged.kernels.mosaic.decode_items import row_of_unit
+from pallas_paged.kernels.mosaic.decode_items import _row_of_unit
 from pallas_paged.kernels.mosaic.decode_merge import MAX_STATES_PER_STEP, block_sizes, merge_decode
 from pallas_paged.kernels.mosaic.ops import Partials
 from tests.support.marks import slow
@@ -27,7 +27,7 @@ def test_the_row_of_a_unit(num_seqs):
     ends = np.cumsum(np.random.default_rng(num_seqs).integers(0, 3, num_seqs)).astype(np.int32)
     ends[-1] += 1
     units = np.arange(ends[-1], dtype=np.int32)
-    rows = jax.jit(jax.vmap(row_of_unit, in_axes=(0, None)))(units, ends)
+    rows = jax.jit(jax.vmap(_row_of_unit, in_axes=(0, None)))(units, ends)
     np.testing.assert_array_equal(rows, np.searchsorted(ends, units, side="right"))
 
 

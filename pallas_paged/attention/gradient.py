@@ -75,7 +75,7 @@ class _LocalGradient:
         return tuple(gradients[name].astype(fields[name].dtype) for name in self.wanted)
 
     def _kernels(self, arrays: Arrays) -> Kernels | None:
-        """Return what makes the gradients by the kernels of one family, or None."""
+        """Return the function that computes gradients by the kernels of a family, or None."""
         gradients: Callable[..., dict[str, jax.Array]]
         if self.by_mosaic and support.why_no_gradient(arrays) is None:
             from pallas_paged.kernels.mosaic_sm90 import backward as mosaic_backward
@@ -100,7 +100,7 @@ def _xla_gradient(
     names: tuple[str, ...],
     options: LogitOptions,
 ) -> dict[str, jax.Array]:
-    """Return what `attention_gradient` does, by XLA."""
+    """Return the gradients of `attention_gradient`, by XLA."""
     attend = xla.paged_decode if arrays.cu_q_lens is None else xla.ragged_paged_attention
 
     def forward(given: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
@@ -116,7 +116,7 @@ def _xla_gradient(
 
 @pytree
 class _Residuals:
-    """What the backward pass needs: all arrays of the call, its result, and what is asked for."""
+    """Residuals of the backward pass: arrays of the call, its result, and the wanted gradients."""
 
     given: tuple[jax.Array, ...]
     out: jax.Array

@@ -180,8 +180,8 @@ def _build(local: Any, rule: ShardingRule, platform: str) -> Callable[..., Any]:
 
     function.defvjp(forward, lambda *_: None)
     # In a jit of its own, so that the layers of a model share the trace; and since outside of jit
-    # the partitioner would never see it. Programs are cached by their text, which does not say what
-    # `local` does: its digest stands in the name.
+    # the partitioner would never see it. Programs are cached by their text, which `local` may
+    # not be a part of: its digest is in the name.
     function.__name__ = f"attention_{_digest(local)}"
     return jax.jit(function)
 

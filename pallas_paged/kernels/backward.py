@@ -72,7 +72,7 @@ def recompute(
     options: LogitOptions,
     exp2: Callable[[jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return f32 `p`, the gradients of the logits, and those of `s * sm_scale`.
+    """Return f32 `p`, the gradients of the logits, and the gradients of `s * sm_scale`.
 
     With the logits x of a query and its log-sum-exp, `p = exp(x - lse)` needs no maximum. From the
     gradient `do` of the output, `dp = do.v` and `delta = do.out - d_lse`, the gradient of a logit

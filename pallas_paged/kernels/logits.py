@@ -41,7 +41,7 @@ class LogitOptions:
         return jnp.maximum(positions, before) - before
 
     def only_factor(self, slopes: Any) -> float | None:
-        """Return the factor that makes base-2 logits of q.k, or None where that is not all.
+        """Return the factor that makes base-2 logits of q.k, or None where there is more to do.
 
         Kernels with scales of keys take both in one product: then no product is fused with the
         subtraction of the maximum, whose rounding error overflows `exp2` with huge queries.
@@ -90,7 +90,7 @@ def natural_logits(
 ) -> jax.Array:
     """Return logits before masks: `soft_cap(s * sm_scale) + slopes * distances`.
 
-    Without causality distances count as `-abs(distances)`.
+    If not causal, it uses `-abs(distances)`.
     """
     s = s * options.sm_scale
     if options.soft_cap is not None:

@@ -99,7 +99,7 @@ def test_the_newest_tokens_are_attended_to_and_written(lens, head_dim, kv_layout
 
 
 @needs_triton
-def test_where_there_are_no_states_there_is_none():
+def test_unmerged_returns_none_without_partials():
     layer, qkv, *at, rotation = a_call([20])
     q, how = qkv[:, :, :-2].reshape(1, 6, 64), dict(implementation="triton_interpret")
     assert unmerged_attention(layer, q, *at[1:], implementation="xla") is None

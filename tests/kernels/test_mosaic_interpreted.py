@@ -316,7 +316,7 @@ def test_bits_depend_on_the_row_alone_under_a_split_size(family):
 def converts_rows(monkeypatch):
     """Lets small calls convert rows before the kernel runs."""
     monkeypatch.setattr(converted_rows, "_MIN_TILES", 1)
-    monkeypatch.setattr(converted_rows, "MIN_LOGITS", 1)
+    monkeypatch.setattr(converted_rows, "_MIN_LOGITS", 1)
     jax.clear_caches()  # the key of the cache does not hold the constants
     yield
     jax.clear_caches()

@@ -85,7 +85,7 @@ def test_gather_keeps_nan_and_infinity_where_they_are(num_devices):
 
 @pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("num_devices", DEVICES)
-def test_products_and_embeddings_of_cut_weights_move_no_weight(num_devices):
+def test_products_and_embeddings_of_sharded_weights_move_no_weight(num_devices):
     on = mesh(num_devices)
     peers = create_peers(on)
     x, weight, table = draw(2, 5, 64), draw(3, 24, 64), draw(4, 48, 16)

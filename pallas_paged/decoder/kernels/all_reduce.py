@@ -90,7 +90,7 @@ class _Code:
 
     @property
     def groups(self) -> Iterator[range]:
-        """Rounds whose packets a thread waits for at once."""
+        """Rounds of packets that a thread waits for at once."""
         size = max(_MAX_PACKETS // self.num_devices, 1)
         for first in range(0, len(self.rounds), size):
             yield self.rounds[first : first + size]
@@ -143,7 +143,7 @@ class _Code:
                 yield f"setp.lt.u32 valid, column{i}, {self.packets};"
                 yield self.at(name, f"{index}{i}")
                 words = f"{{{name}0_{i}, {name}1_{i}}}"
-                # Volatile, so that the assembler keeps these before what must wait.
+                # Volatile, so that the assembler keeps these before the waits.
                 yield f"@valid ld.volatile.global.v2.b32 {words}, [address];"
 
     @property
@@ -181,7 +181,7 @@ class _Code:
         yield "add.s64 received, received, own;"
 
     def at(self, name: str, index: str) -> str:
-        """Set `address` to that of the data of a packet."""
+        """Set `address` to the address of a packet's data."""
         base = self.ref(name)
         return f"mul.wide.u32 offset, {index}, {_DATA_BYTES}; add.s64 address, {base}, offset;"
 

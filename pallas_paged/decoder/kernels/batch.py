@@ -13,11 +13,10 @@ activations: while programs wait for one another, their ring fills.
 Rows are the first operand of wgmma, 64 at a time, and features the second. Rows can be divided in
 two parts, with half of the programs each, which do not wait for one another. For o, down and q/k/v
 a cluster of programs has a tile of features, and each of its programs a part of the columns. They
-exchange partial sums through shared memory (`cluster_sums`), so each program ends up with the sums
-of its own features. It makes the residual, the residual times the weight of the norm, and sums of
-squares. The root mean square of a row divides the next product, not its input.
-All programs of a part wait for one another three times (`grid_barrier`), so all must be on the
-device at once.
+exchange partial sums (`cluster_sums`), so each program ends up with the sums of its own features.
+It makes the residual, the residual times the weight of the norm, and sums of squares. The root mean
+square of a row divides the next product, not its input. All programs of a part wait for one another
+three times (`grid_barrier`), so all must be on the device at once.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ from pallas_paged.decoder.kernels.batch_config import (
 from pallas_paged.decoder.kernels.batch_refs import (
     COUNTERS,
     SUMS,
-    Inputs,
-    Outputs,
-    Scratch,
+    BatchInputs,
+    BatchOutputs,
+    BatchScratch,
     output_types,
     scratch_types,
 )
@@ -61,9 +60,9 @@ _MLP_X, _HIDDEN, _OUT_X = (32 * i for i in range(3))
 
 
 def _rows_kernel(
-    inputs: Inputs,
-    outputs: Outputs,
-    scratch: Scratch,
+    inputs: BatchInputs,
+    outputs: BatchOutputs,
+    scratch: BatchScratch,
     *,
     eps: float,
     config: DecoderBatchConfig,
@@ -363,7 +362,7 @@ def between_attentions(
         config: the config; of one program if interpreted.
     """
     now, after = map(jax.new_ref, counters)
-    inputs = Inputs(
+    inputs = BatchInputs(
         attended=attended,
         residual=residual,
         o=o,

@@ -62,8 +62,8 @@ class DecoderBatchConfig:
             each.
         num_stages: of weights in shared memory.
         num_x_stages: blocks of activations there.
-        num_in_flight: stages of weights on their way at once, or None: as many of each product as
-            make 80 KB, for its stages may be smaller.
+        num_in_flight: stages of weights in flight at once; None: 80 KB of each product, whose
+            stages may be smaller.
     """
 
     num_parts: int
@@ -107,11 +107,11 @@ def decoder_batch_config(
     Args:
         size, attended_size, hidden_size, out_size: as in `decoder_block_config`.
         num_rows: a multiple of 8 up to 64, and of 16 up to 256.
-        num_clusters: on the device at once. The config has fewer where tiles are as large with
-            fewer, which then read less.
+        num_clusters: clusters on the device at once. The config has fewer if tiles then have the
+            same size, since they read less.
         cluster_size: as in `DecoderBatchConfig`.
-        num_x_stages: None: as many as sums need, and not less than 5, or 6 with two consumers, or 8
-            for small models.
+        num_x_stages: None: enough for sums, and at least 5, or 6 with two consumers, or 8 for small
+            models.
         num_parts: None: 2 for more than 128 rows, and for more than 64 of small models, for which
             half as many tiles that are twice as wide are faster.
     """

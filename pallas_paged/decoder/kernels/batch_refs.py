@@ -24,7 +24,7 @@ SUMS = 4 * GROUP_ROWS  # of squares, in shared memory
 
 
 @pytree
-class Inputs:
+class BatchInputs:
     """Arrays or refs to device memory."""
 
     attended: Any  # [R, A]
@@ -40,7 +40,7 @@ class Inputs:
 
 
 @pytree
-class Outputs:
+class BatchOutputs:
     """Refs to device memory, or their types. The kernel alone uses all but the first two."""
 
     residual: Any  # [R, E]
@@ -51,7 +51,7 @@ class Outputs:
 
 
 @pytree
-class Scratch:
+class BatchScratch:
     """Refs in shared memory, or their types."""
 
     weights: Any  # [num_stages, stage_features, BLOCKS_PER_STAGE * COLUMNS_PER_BLOCK]
@@ -67,12 +67,12 @@ class Scratch:
     sent: Any
 
 
-def output_types(inputs: Inputs, config: DecoderBatchConfig) -> Outputs:
+def output_types(inputs: BatchInputs, config: DecoderBatchConfig) -> BatchOutputs:
     """Return the types of the results, in device memory."""
     (num_rows, size), dtype = inputs.residual.shape, inputs.residual.dtype
     num_sums = config.num_parts * config.num_consumers * config.num_programs
     out_size = size if inputs.qkv is None else inputs.qkv.shape[0]
-    return Outputs(
+    return BatchOutputs(
         residual=result_shape((num_rows, size), dtype),
         out=result_shape((num_rows, out_size), dtype),
         x=result_shape((num_rows, size), dtype),
@@ -81,7 +81,7 @@ def output_types(inputs: Inputs, config: DecoderBatchConfig) -> Outputs:
     )
 
 
-def scratch_types(config: DecoderBatchConfig, dtype: Any) -> Scratch:
+def scratch_types(config: DecoderBatchConfig, dtype: Any) -> BatchScratch:
     """Return the types of the refs in shared memory."""
     transforms = wgmma_transforms(dtype)
     num_stages, num_x_stages = config.num_stages, config.num_x_stages
@@ -90,7 +90,7 @@ def scratch_types(config: DecoderBatchConfig, dtype: Any) -> Scratch:
     in_cluster: Any = plgpu.Barrier()
     if config.cluster_size > 1:
         in_cluster = plgpu.ClusterBarrier(collective_axes=("rank",), num_arrivals=consumers)
-    return Scratch(
+    return BatchScratch(
         weights=plgpu.SMEM(
             (num_stages, config.stage_features, BLOCKS_PER_STAGE * COLUMNS_PER_BLOCK),
             dtype,

@@ -72,7 +72,7 @@ def _send_parts(
     """Store each program's part of the features in its shared memory.
 
     Args:
-        accs: f32 `[64, n]` as wgmma has them, whose features are one after another.
+        accs: f32 `[64, n]` in the layout of wgmma, with consecutive features.
         buffer: ref to shared memory with these transforms, the same in all programs.
         part: features that each program gets, in units of 8. Parts are spread over the
             features of `accs`.
@@ -126,7 +126,7 @@ def _send_parts(
 def _receive_sum(
     buffer: Any, transforms: Any, *, part: int, cluster_size: int, group: Any
 ) -> jax.Array:
-    """Return f32 `[64, 8 * part]`, the sum of what the programs have sent to this one."""
+    """Return f32 `[64, 8 * part]`, the sum of the parts that programs sent to this one."""
     num_features = 8 * part
 
     @plgpu.inline_mgpu(

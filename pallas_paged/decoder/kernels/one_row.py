@@ -49,7 +49,7 @@ _PADDING = 64  # elements that are read behind a row
 
 
 @pytree
-class Inputs:
+class OneRowInputs:
     """Arrays or refs to device memory."""
 
     attended: Any  # [1, A], or `DecodeStates` of one row
@@ -65,7 +65,7 @@ class Inputs:
 
 
 @pytree
-class Outputs:
+class OneRowOutputs:
     """Refs to device memory, or their types."""
 
     residual: Any  # [1, E]
@@ -73,7 +73,7 @@ class Outputs:
 
 
 @pytree
-class Scratch:
+class OneRowScratch:
     """Refs in shared memory, or their types."""
 
     weights: Any  # [num_stages, 2 * TILE, HALF], one half below the other
@@ -84,9 +84,9 @@ class Scratch:
 
 
 def _block_kernel(
-    inputs: Inputs,
-    outputs: Outputs,
-    scratch: Scratch,
+    inputs: OneRowInputs,
+    outputs: OneRowOutputs,
+    scratch: OneRowScratch,
     *,
     eps: float,
     config: DecoderBlockConfig,
@@ -308,7 +308,7 @@ def between_attentions(
     """
     (size, dtype), hidden_size = (residual.shape[1], residual.dtype), gate_up.shape[0]
     mailbox, next_mailbox = map(jax.new_ref, mailboxes)
-    inputs = Inputs(
+    inputs = OneRowInputs(
         attended=attended,
         residual=residual,
         o=o,
@@ -320,12 +320,12 @@ def between_attentions(
         mailbox=mailbox,
         next_mailbox=next_mailbox,
     )
-    outputs = Outputs(
+    outputs = OneRowOutputs(
         residual=result_shape((1, size), dtype),
         out=result_shape((1, size if qkv is None else qkv.shape[0]), dtype),
     )
     columns = max(size, o.shape[1] // config.o_splits, hidden_size // config.down_splits)
-    scratch = Scratch(
+    scratch = OneRowScratch(
         weights=plgpu.SMEM(
             (config.num_stages, 2 * TILE, HALF), dtype, transforms=wgmma_transforms(dtype)
         ),

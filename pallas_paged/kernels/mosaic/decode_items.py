@@ -23,7 +23,7 @@ _SEARCH_WAYS = 16  # parts into which a step of the search for a row divides the
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkItem:
-    """Blocks of one row that a program attends to, and where their result goes.
+    """Blocks of one row that a program attends to, and the index of their partial state.
 
     Attributes:
         row, seq_len: index of the row, and its tokens.

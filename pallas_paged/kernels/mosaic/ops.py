@@ -206,7 +206,7 @@ def wgmma(a: Any, b: Any) -> jax.Array:
 
 
 def wgmma_beside(a: Any, b: Any, overlap: Callable[[], Any]) -> tuple[jax.Array, Any]:
-    """Return f32 `a @ b` of refs to shared memory, and what `overlap` loads before its end."""
+    """Return f32 `a @ b` of refs to shared memory, and the loads of `overlap` during it."""
 
     def multiply(acc_ref):
         plgpu.wgmma(acc_ref, a, b)
@@ -251,8 +251,8 @@ def wgmma_many(
 
     Args:
         accs: f32 accumulators.
-        products: the index in `accs`, what makes operand A in registers or shared memory, and
-            operand B in shared memory.
+        products: the index in `accs`, a function that returns operand A in registers or shared
+            memory, and operand B in shared memory.
         overlap: make an operand while the products before it run, which takes more registers.
     """
     if interpret or not overlap:

@@ -1,4 +1,4 @@
-"""State of an online softmax in the Mosaic kernels, in base 2: how it begins, merges and ends."""
+"""State of an online softmax in the Mosaic kernels, in base 2: its start, merge and end."""
 
 from __future__ import annotations
 

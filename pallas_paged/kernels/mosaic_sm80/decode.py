@@ -45,7 +45,7 @@ from pallas_paged.kernels.mosaic_sm80.ring import Span, can_prefetch, for_each_b
 
 
 @pytree
-class Inputs:
+class DecodeInputs:
     """Operands of the kernel, or refs to them.
 
     Attributes:
@@ -65,7 +65,7 @@ class Inputs:
 
 
 @pytree
-class Scratch:
+class DecodeScratch:
     """Refs in shared memory, or their types."""
 
     arrived: Any  # i32[R, W]: q as pairs, with one-byte pages; else None
@@ -102,13 +102,13 @@ def scratch_types(
     dtype: Any,
     kv_dtype: Any,
     scales_by_token: bool,
-) -> Scratch:
+) -> DecodeScratch:
     """Return the types of the shared memory of a program."""
     rows = decode_rows(group, head_dim)
     columns = decode_columns(head_dim, jnp.dtype(kv_dtype).itemsize)
     one = jnp.dtype(kv_dtype).itemsize == 1
     operand = jnp.float16 if one else dtype
-    return Scratch(
+    return DecodeScratch(
         arrived=plgpu.SMEM((rows, columns), jnp.int32) if one else None,
         q=[ops.swizzled((rows, columns), operand)] * (2 if one else 1),
         p=ops.swizzled((rows, config.block_k), operand),
@@ -127,8 +127,8 @@ def attend(
     next_item: WorkItem,
     carry: tuple[jax.Array, jax.Array],
     *,
-    inputs: Inputs,
-    scratch: Scratch,
+    inputs: DecodeInputs,
+    scratch: DecodeScratch,
     partials: Partials,  # [Hkv, partials, head tiles * R, ..]
     heads: Heads,
     plan: DecodePlan,
@@ -278,9 +278,9 @@ def attend(
 
 
 def _decode_kernel(
-    inputs: Inputs,
+    inputs: DecodeInputs,
     partials: Partials,  # [Hkv, partials, head tiles * R, ..]
-    scratch: Scratch,
+    scratch: DecodeScratch,
     *,
     plan: DecodePlan,
     heads: Heads,
@@ -364,7 +364,7 @@ def paged_decode(
     )
 
 
-def _inputs(arrays: Arrays, plan: DecodePlan, heads: Heads) -> Inputs:
+def _inputs(arrays: Arrays, plan: DecodePlan, heads: Heads) -> DecodeInputs:
     num_kv_heads, group = arrays.num_kv_heads, arrays.group
 
     def tiled(x):
@@ -378,7 +378,7 @@ def _inputs(arrays: Arrays, plan: DecodePlan, heads: Heads) -> Inputs:
     if arrays.k_pages.dtype.itemsize == 1:  # XLA sees a bitcast, so nothing is copied
         q = lax.bitcast_convert_type(q.reshape(len(q), -1, 2), jnp.int32)
     slopes = arrays.alibi_slopes
-    return Inputs(
+    return DecodeInputs(
         q=q,
         q_dtype=arrays.q.dtype,
         pages=Pages.of(arrays),

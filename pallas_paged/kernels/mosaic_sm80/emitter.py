@@ -204,7 +204,7 @@ class Emitter:
             self.when(thread, count, copy)
 
     def byte_of(self, tile: Tile, row: Any, chunk: Any) -> Any:
-        """Return where a chunk of a row lies in a block."""
+        """Return the place of a chunk of a row in a block."""
         if tile.plain:
             return self.add(self.mul(row, tile.row_bytes), self.mul(chunk, CHUNK))
         width = tile.swizzle

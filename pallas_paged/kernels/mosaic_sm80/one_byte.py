@@ -140,7 +140,7 @@ def interleave(
 
 
 def _interleaved(m_warps: int) -> Any:
-    """Return how accumulators lie with twice as many columns: four of a thread, not two."""
+    """Return the layout of accumulators with twice the columns: four of a thread, not two."""
     from jax.experimental.mosaic.gpu import fragmented_array as fa
 
     layout = fa.TiledLayout(

@@ -1,4 +1,4 @@
-"""Operations of the kernels for Ampere and later, and what JAX's interpreter does in their place.
+"""Operations of the kernels for Ampere and later, and their equivalents in JAX's interpreter.
 
 Only this module branches on `interpret`. The interpreter can't run inline PTX and `plgpu.mma`.
 """
@@ -111,7 +111,7 @@ def wait_for_copies(num_pending: int, *, interpret: bool) -> None:
 
 
 def transforms(columns: int, dtype: DTypeLike) -> tuple[Any, ...]:
-    """Return how rows of `columns` elements lie in shared memory, without bank conflicts."""
+    """Return the layout of rows of `columns` elements in shared memory, without bank conflicts."""
     width = swizzle(columns, dtype)
     return (
         plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize)),

@@ -2,7 +2,7 @@
 
 A block is `block_k` tokens of one KV head. cp.async copies 16 bytes a thread, so the rows of a
 block may come from anywhere: pages have any size and any layout. Rows that no query sees arrive as
-zeros, and so do columns past head_dim; what lies there in device memory is not read.
+zeros, and so do columns past head_dim; these are not read from device memory.
 
 The block table takes the same way. Entries are copied to shared memory long before the rows that
 they point at, so no thread waits for one.
@@ -187,7 +187,7 @@ class Copier:
             token = m.thread()
 
             def copy_entry():
-                # Entries of pages that no query sees may lie outside the table.
+                # Entries of pages that no query sees may be outside the table.
                 key = m.clip(m.add(first, token), low, m.sub(high, 1))
                 entry = m.add(m.mul(m.wide(row), pages_per_seq), m.wide(m.div(key, page_size)))
                 m.copy(

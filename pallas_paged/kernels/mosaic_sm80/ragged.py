@@ -34,7 +34,12 @@ from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80RaggedConfig, result_columns
 from pallas_paged.kernels.mosaic_sm80.ragged_blocks import Pool
 from pallas_paged.kernels.mosaic_sm80.ragged_merge import merge_ragged
-from pallas_paged.kernels.mosaic_sm80.ragged_program import Inputs, Outputs, Program, scratch_types
+from pallas_paged.kernels.mosaic_sm80.ragged_program import (
+    Program,
+    RaggedInputs,
+    RaggedOutputs,
+    scratch_types,
+)
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import repeat_heads, repeat_tokens
 from pallas_paged.kernels.ragged_plan import PlanShape
 
@@ -53,8 +58,8 @@ def ragged_paged_attention(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Attend with the newest tokens of each sequence; return `(out [T, Hq, D], lse f32[T, Hq])`.
 
-    With `arrays.q_positions` the queries stand there instead, and all keys are older. Without
-    `with_lse` the second result is None.
+    `arrays.q_positions` are the positions of the queries, if given; all keys are older then.
+    Without `with_lse` the second result is None.
     """
     num_tokens, num_q_heads, head_dim = arrays.q.shape
     num_kv_heads, group, block_q = arrays.num_kv_heads, arrays.group, config.block_q
@@ -74,7 +79,7 @@ def ragged_paged_attention(
     if arrays.tree_mask is not None:
         words = jnp.moveaxis(tree_bits(arrays.tree_mask), -1, 1)  # [B, words, M]
         tree_words = repeat_tokens(words, group, block_q, axis=2)
-    inputs = Inputs(
+    inputs = RaggedInputs(
         q=arrays.q.reshape(num_tokens * num_q_heads, head_dim),
         pool=Pool.of(arrays),
         items=plan.items,
@@ -85,7 +90,7 @@ def ragged_paged_attention(
     )
     partials = (num_kv_heads, shape.num_partials, block_q)
     lse_type = result_shape((num_tokens * num_q_heads,), jnp.float32, varying=False)
-    outputs = Outputs(
+    outputs = RaggedOutputs(
         # The merge has references to these two.
         out=result_shape(inputs.q.shape, arrays.q.dtype, varying=False),
         partials=wgmma_ops.Partials(

@@ -1,8 +1,8 @@
 """Copies between device memory and shared memory for the ragged kernel, row by row.
 
-The keys of a block lie on pages that are anywhere, so each thread copies chunks of 16 bytes of rows
-(`cp.async`) whose places it finds in shared memory. Rows of one-byte K and V become 16-bit rows
-after their arrival: a thread converts the chunks that it copied itself, so it need not wait for
+The keys of a block are on pages anywhere in memory, so each thread copies chunks of 16 bytes of
+rows (`cp.async`), and finds their places in shared memory. Rows of one-byte K and V become 16-bit
+rows after their arrival: a thread converts the chunks that it copied, so it need not wait for
 others.
 """
 

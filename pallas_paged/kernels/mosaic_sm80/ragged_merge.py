@@ -20,7 +20,7 @@ from pallas_paged.kernels.mosaic_sm80.ragged_products import padded
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import (
     ROW,
     ROWS,
-    Rows,
+    RaggedRows,
     columns_of_part,
     store_rows,
 )
@@ -58,7 +58,7 @@ def merge_ragged(
             tile, part = lax.div(tile, num_parts), lax.rem(tile, num_parts)
         columns = columns_of_part(part, head_dim)
         split = unpack(MergeDescriptor, merges_ref, merge)
-        rows = Rows(
+        rows = RaggedRows(
             count=_ROWS,
             group=group,
             num_q_heads=group * num_kv_heads,

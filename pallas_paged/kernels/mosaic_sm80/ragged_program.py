@@ -31,7 +31,7 @@ from pallas_paged.kernels.mosaic_sm80.ragged_copies import (
 from pallas_paged.kernels.mosaic_sm80.ragged_products import multiply_pv, multiply_qk, padded
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import (
     ROWS,
-    Rows,
+    RaggedRows,
     columns_of_part,
     store_rows,
 )
@@ -42,7 +42,7 @@ _SLACK = 8.0  # by which a logit, base 2, may be larger than the maximum that is
 
 
 @pytree
-class Inputs:
+class RaggedInputs:
     """Operands of the kernel, or refs to them.
 
     Attributes:
@@ -65,7 +65,7 @@ class Inputs:
 
 
 @pytree
-class Outputs:
+class RaggedOutputs:
     """Results of the kernel: arrays, refs or types."""
 
     out: Any  # [T * Hq, D]
@@ -74,7 +74,7 @@ class Outputs:
 
 
 @pytree
-class Scratch:
+class RaggedScratch:
     """Refs in shared memory of a program, or their types."""
 
     q: Any  # [warpgroups, R, D + pad], then the results
@@ -92,13 +92,13 @@ def scratch_types(
     scales_by_token: bool,
     interpret: bool = False,
     **_: Any,
-) -> Scratch:
+) -> RaggedScratch:
     """Return the types of the shared memory of a program."""
     rows = config.num_warpgroups, config.rows_per_warpgroup
     turns: Any = None
     if config.num_warpgroups == 2:
         turns = plgpu.Barrier(num_arrivals=2) if interpret else plgpu.SMEM((2,), jnp.int32)
-    return Scratch(
+    return RaggedScratch(
         q=plgpu.SMEM((*rows, padded(head_dim, dtype)), dtype),
         rows=plgpu.SMEM(rows, jnp.int32),
         buffers=Buffers.types(
@@ -116,9 +116,9 @@ def scratch_types(
 class Program:
     """One program of the kernel; `run` runs it."""
 
-    inputs: Inputs
-    outputs: Outputs
-    scratch: Scratch
+    inputs: RaggedInputs
+    outputs: RaggedOutputs
+    scratch: RaggedScratch
     options: LogitOptions
     config: MosaicSm80RaggedConfig
     group: int
@@ -143,7 +143,7 @@ class Program:
         columns = columns_of_part(part, head_dim)
         kv_head = lax.rem(program, num_kv_heads)
         work = unpack(WorkDescriptor, inputs.items, lax.div(program, num_kv_heads))
-        rows = Rows(
+        rows = RaggedRows(
             count=self.config.rows_per_warpgroup,
             group=self.group,
             num_q_heads=self.group * num_kv_heads,
@@ -178,7 +178,7 @@ class Program:
                 wgmma_ops.store(outputs.partials.out.at[(*index, columns)], out)
                 wgmma_ops.store(outputs.partials.lse.at[index], lse)
 
-    def attend(self, work: WorkDescriptor, rows: Rows, columns: Any) -> State:
+    def attend(self, work: WorkDescriptor, rows: RaggedRows, columns: Any) -> State:
         """Return the state of the rows and of columns of V after the blocks of a work item."""
         inputs, scratch, config, options = self.inputs, self.scratch, self.config, self.options
         head_dim, block_k = inputs.q.shape[-1], config.block_k

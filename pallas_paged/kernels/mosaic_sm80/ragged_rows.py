@@ -1,6 +1,6 @@
-"""Rows of a tile of ragged queries: where they are, what they add to logits, how they are stored.
+"""Rows of a tile of ragged queries: their places, their values in logits, and their stores.
 
-The rows lie token after token, and within a token head after head of one KV head's group.
+The rows are token after token, and within a token head after head of one KV head's group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROW, ROWS = wgmma_ops.WGMMA_ROW, wgmma_ops.WGMMA
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rows:
+class RaggedRows:
     """Place of some rows of a tile among all queries.
 
     Attributes:
@@ -95,7 +95,7 @@ def store_rows(
     out_ref: Any,  # [T * Hq, columns], of rows of head_dim
     lse_ref: Any,  # f32[T * Hq] or None
     buffer: Any,  # [R, at least columns + pad] in shared memory
-    rows: Any,  # i32[R] in shared memory, from `Rows.index`
+    rows: Any,  # i32[R] in shared memory, from `RaggedRows.index`
     out: jax.Array,  # f32[R, columns]
     lse: jax.Array,  # f32[R]
     *,
@@ -104,7 +104,7 @@ def store_rows(
 ) -> None:
     """Store rows to their own tokens and heads, and to no others.
 
-    All threads must have used what the buffer held. `rows` may just have been written.
+    All threads must be done with the buffer. `rows` may just have been written.
     """
     out = out.astype(buffer.dtype)
     if interpret:

@@ -57,7 +57,7 @@ def for_each_block(
 
     Args:
         span: at least one block.
-        following: what the program attends to next.
+        following: the next span of the program.
         body: attends to the block in that stage.
         carry: returns the first carry, when the queries have arrived. All threads see them.
         place: of the first block among all that the program attends to.
@@ -80,7 +80,7 @@ def for_each_block(
             start(chosen, jnp.where(own, block, there), place + block - lo)
 
     def start_all():
-        ops.barrier(interpret=interpret)  # threads may still read what the copies replace
+        ops.barrier(interpret=interpret)  # threads may still read the old data
         span.copy_queries()
         for i in range(table_ahead):
             copy(lo + i, Copier.copy_table)

@@ -41,7 +41,7 @@ COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes
 
 
 @pytree
-class Rows:
+class QueryRows:
     """Packed rows of queries: arrays, or refs to them."""
 
     q: Any  # [Hkv, R, D]
@@ -59,17 +59,17 @@ class Rows:
 
 
 @pytree
-class Inputs:
+class BackwardInputs:
     """Operands of the kernel, or refs to them."""
 
-    rows: Rows
+    rows: QueryRows
     pool: Pool
     block_tables: Any  # i32[B, N]
     work: Work
 
 
 @pytree
-class Scratch:
+class KeysScratch:
     """Refs in shared memory of a program, or their types."""
 
     k: Any  # [128, D]
@@ -83,7 +83,7 @@ class Scratch:
     free: Any  # barriers [num_stages], complete when both consumers have used a block
 
     @classmethod
-    def types(cls, *, num_stages: int, head_dim: int, page_size: int, dtype: Any) -> Scratch:
+    def types(cls, *, num_stages: int, head_dim: int, page_size: int, dtype: Any) -> KeysScratch:
         """Return the types of the refs."""
         transforms = wgmma_transforms(dtype)
         keys = plgpu.SMEM((BLOCK_K, head_dim), dtype, transforms=transforms)
@@ -99,9 +99,9 @@ class Scratch:
 
 
 def _keys_kernel(
-    inputs: Inputs,
+    inputs: BackwardInputs,
     outputs: tuple[Any, Any],  # f32[Hkv, B * tiles_per_row * 128, D], gradients of K and of V
-    scratch: Scratch,
+    scratch: KeysScratch,
     *,
     group: int,
     tiles_per_row: int,
@@ -182,7 +182,7 @@ def two_products(a: Any, b: Any, c: Any, d: Any) -> tuple[jax.Array, jax.Array]:
     return pl.run_scoped(multiply, *types)
 
 
-def _produce(inputs: Inputs, scratch: Scratch, work: Work, head: jax.Array) -> None:
+def _produce(inputs: BackwardInputs, scratch: KeysScratch, work: Work, head: jax.Array) -> None:
     """Send the tile of keys, then the blocks of queries."""
     num_stages = scratch.q.shape[0]
     page_size, rows = inputs.pool.page_size, inputs.rows
@@ -220,7 +220,7 @@ def _produce(inputs: Inputs, scratch: Scratch, work: Work, head: jax.Array) -> N
 
 
 def keys_gradient(
-    inputs: Inputs,
+    inputs: BackwardInputs,
     *,
     group: int,
     tiles_per_row: int,
@@ -241,7 +241,7 @@ def keys_gradient(
         options=options,
         interpret=interpret,
     )
-    scratch: Any = Scratch.types(
+    scratch: Any = KeysScratch.types(
         num_stages=num_stages,
         head_dim=head_dim,
         page_size=inputs.pool.page_size,

@@ -23,7 +23,11 @@ from pallas_paged.kernels.backward import recompute
 from pallas_paged.kernels.call import result_shape, varying_by_device
 from pallas_paged.kernels.logits import LogitOptions, visible
 from pallas_paged.kernels.mosaic import ops
-from pallas_paged.kernels.mosaic_sm90.backward_keys import COMPILER_PARAMS, Inputs, two_products
+from pallas_paged.kernels.mosaic_sm90.backward_keys import (
+    COMPILER_PARAMS,
+    BackwardInputs,
+    two_products,
+)
 from pallas_paged.kernels.mosaic_sm90.backward_rows import ROWS
 from pallas_paged.kernels.mosaic_sm90.ring import Ring, drain, stream, wgmma_transforms
 
@@ -42,7 +46,7 @@ class Blocks:
 
 
 @pytree
-class Scratch:
+class QueriesScratch:
     """Refs in shared memory of a program, or their types."""
 
     q: Any  # [2, 64, D]
@@ -54,7 +58,7 @@ class Scratch:
     both: Any  # barrier of the two consumers
 
     @classmethod
-    def types(cls, blocks: Blocks, *, head_dim: int, page_size: int, dtype: Any) -> Scratch:
+    def types(cls, blocks: Blocks, *, head_dim: int, page_size: int, dtype: Any) -> QueriesScratch:
         """Return the types of the refs."""
         rows = plgpu.SMEM((_CONSUMERS, _WG, head_dim), dtype, transforms=wgmma_transforms(dtype))
         vector = plgpu.SMEM((_CONSUMERS, _WG), jnp.float32)
@@ -70,9 +74,9 @@ class Scratch:
 
 
 def _queries_kernel(
-    inputs: Inputs,
+    inputs: BackwardInputs,
     output: Any,  # [Hkv, R, D]
-    scratch: Scratch,
+    scratch: QueriesScratch,
     *,
     group: int,
     options: LogitOptions,
@@ -182,13 +186,13 @@ def _queries_kernel(
 
 
 def queries_gradient(
-    inputs: Inputs, *, group: int, options: LogitOptions, blocks: Blocks, interpret: bool
+    inputs: BackwardInputs, *, group: int, options: LogitOptions, blocks: Blocks, interpret: bool
 ) -> jax.Array:
     """Return the gradient of the packed rows of queries `[Hkv, R, D]`."""
     q = inputs.rows.q
     num_kv_heads, num_rows, head_dim = q.shape
     out = result_shape(q.shape, q.dtype, varying=False)
-    scratch: Any = Scratch.types(
+    scratch: Any = QueriesScratch.types(
         blocks, head_dim=head_dim, page_size=inputs.pool.page_size, dtype=q.dtype
     )
     kernel = functools.partial(_queries_kernel, group=group, options=options, interpret=interpret)

@@ -37,7 +37,7 @@ from pallas_paged.pages.prefix_sums import prefix_sums
 # again, and the converter's time for it is saved once per tile.
 _MIN_TILES = 4
 # A call is left to the converter if it has fewer: one more kernel takes as long as it saves.
-MIN_LOGITS = 2**26
+_MIN_LOGITS = 2**26
 # Of a scratch pool, in device memory: 131072 tokens of 8 KV heads of 128.
 _MOST_BYTES = 2**29
 
@@ -126,7 +126,7 @@ class _Blocks:
 def _num_blocks(arrays: Arrays, config: MosaicRaggedConfig) -> int:
     """Return the blocks for which the scratch pool of a call has room; 0 for no pool."""
     num_tokens, num_q_heads, _ = arrays.q.shape
-    if num_tokens * num_q_heads * arrays.max_kv_len < MIN_LOGITS:
+    if num_tokens * num_q_heads * arrays.max_kv_len < _MIN_LOGITS:
         return 0
     num_rows = min(arrays.num_seqs, num_tokens // (_few_queries(arrays, config) + 1))
     bytes_of_block = 4 * arrays.num_kv_heads * config.block_k * arrays.head_dim

@@ -41,7 +41,7 @@ from pallas_paged.kernels.mosaic.decode_items import WorkItem, for_each_work_ite
 from pallas_paged.kernels.mosaic.decode_merge import merge_decode
 from pallas_paged.kernels.mosaic_sm90 import decode_one_byte, one_byte
 from pallas_paged.kernels.mosaic_sm90.config import MosaicDecodeConfig
-from pallas_paged.kernels.mosaic_sm90.decode_inputs import Inputs
+from pallas_paged.kernels.mosaic_sm90.decode_inputs import DecodeInputs
 from pallas_paged.kernels.mosaic_sm90.decode_scratch import (
     Queries,
     compiler_params,
@@ -58,7 +58,7 @@ def _produce(
     item: WorkItem,
     kv_iter: jax.Array,
     *,
-    inputs: Inputs,
+    inputs: DecodeInputs,
     queries: Queries,
     ring: Ring,
     kv_head: jax.Array,
@@ -197,7 +197,7 @@ def attend(
 
 
 def _decode_kernel(
-    inputs: Inputs,
+    inputs: DecodeInputs,
     partials: ops.Partials,  # [Hkv * parts of a group, partials, N, ..]
     queries: Queries,
     ring: Ring,
@@ -207,7 +207,7 @@ def _decode_kernel(
     kv_dtype: Any,
     interpret: bool,
 ) -> None:
-    """Run one program: warpgroup 0 attends, warpgroup 1 sends what it attends to."""
+    """Run one program: warpgroup 0 attends, warpgroup 1 sends its queries and K/V."""
 
     def role():
         return lax.axis_index("wg")
@@ -327,7 +327,7 @@ def decode_states(
         num_kv_heads=num_parts,
         max_kv_len=arrays.max_kv_len,
     )
-    inputs = Inputs.of(arrays, plan)
+    inputs = DecodeInputs.of(arrays, plan)
     scratch: Any = scratch_types(
         config,
         group=group,

@@ -16,7 +16,7 @@ from pallas_paged.kernels.mosaic_sm90.ring import Pool
 
 
 @pytree
-class Inputs:
+class DecodeInputs:
     """Operands of the kernel, or refs to them."""
 
     q: Any  # [B * Hq, D]

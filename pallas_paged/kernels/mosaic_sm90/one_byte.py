@@ -74,7 +74,7 @@ def swizzle_bytes(head_dim: int) -> int:
 
 
 def swizzled(head_dim: int) -> tuple[Any, ...]:
-    """Return how rows of bytes lie in shared memory."""
+    """Return the layout of rows of bytes in shared memory."""
     size = swizzle_bytes(head_dim)
     return plgpu.TilingTransform((8, size)), plgpu.SwizzleTransform(size)
 
@@ -84,7 +84,7 @@ def _word_bytes(head_dim: int) -> int:
 
 
 def _words_layout(head_dim: int) -> Any:
-    """Return how threads hold V `[T, D]`: words of neighbours along head_dim."""
+    """Return the layout of V `[T, D]` in registers: words of neighbours along head_dim."""
     size = _word_bytes(head_dim)
     return plgpu.Layout.TILED(
         plgpu.Tiling(((16, 32 * size), (8, 8 * size), (2, size))),
@@ -95,7 +95,7 @@ def _words_layout(head_dim: int) -> Any:
 
 
 def _out_layout(head_dim: int) -> Any:
-    """Return how threads hold the output `[D, N]`, in the order of `_words_layout`."""
+    """Return the layout of the output `[D, N]` in registers, in the order of `_words_layout`."""
     size = _word_bytes(head_dim)
     return plgpu.Layout.TILED(
         plgpu.Tiling(((32 * size, 8), (8 * size, 8), (size, 2), (size, 1))),

@@ -70,7 +70,7 @@ class ScaleSender:
     interpret: bool
 
     def load(self, block: jax.Array) -> Any:
-        """Start to load the scales of a block; return what `store` takes."""
+        """Start to load the scales of a block; return the argument of `store`."""
         if self.interpret:
             return block
         block_k = self.stages.shape[-1]

@@ -16,7 +16,7 @@ from pallas_paged.kernels.logits import LogitOptions, base2_logits, visible
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, visible_in_tree
 from pallas_paged.kernels.mosaic.softmax_state import State, empty_state
-from pallas_paged.kernels.mosaic_sm90.ragged_tile import WG_ROWS, Rows
+from pallas_paged.kernels.mosaic_sm90.ragged_tile import WG_ROWS, TileRows
 from pallas_paged.kernels.mosaic_sm90.ring import Ring
 
 
@@ -39,7 +39,7 @@ class ScheduleBarrier:
             plgpu.barrier_arrive(self.barrier)
 
     def wait(self) -> None:
-        """Wait until the other consumer has arrived as often."""
+        """Wait until the other consumer has arrived the same number of times."""
         if self.barrier is not None:
             plgpu.barrier_wait(self.barrier)
 
@@ -57,7 +57,7 @@ def attend(
     q_smem: Any,  # [64, D]
     ring: Ring,
     work: WorkDescriptor,
-    rows: Rows,
+    rows: TileRows,
     kv_iter: jax.Array,
     *,
     schedule: ScheduleBarrier,

@@ -1,6 +1,6 @@
 """The converter of the ragged kernel: a warpgroup that makes 16-bit K/V of int8 and fp8 pages.
 
-It stands between the producer and the consumers, who then read a ring as they do without it:
+It is between the producer and the consumers, which read a ring as they do without it:
 
     producer      bytes of pages            a ring of bytes, one block of K and one of V
     converter     element * scale           rounded once, to q's dtype

@@ -17,8 +17,8 @@ from pallas_paged.kernels.mosaic.ragged_work import MergeDescriptor, unpack
 from pallas_paged.kernels.mosaic.softmax_state import empty_state, finish, merge_partial
 from pallas_paged.kernels.mosaic_sm90.ragged_tile import (
     WG_ROWS,
-    Outputs,
-    Rows,
+    RaggedOutputs,
+    TileRows,
     TileShape,
     store_buffer,
     store_rows,
@@ -29,7 +29,7 @@ def _merge_ragged_kernel(
     partials: ops.Partials,  # [head tiles, partials, warpgroups, 64, ..]
     merges_ref,  # i32[num_merges, 5]
     sinks_ref,  # f32[Hq] or None
-    outputs: Outputs,
+    outputs: RaggedOutputs,
     buffer: Any,  # of `store_buffer`
     *,
     tile: TileShape,
@@ -42,7 +42,7 @@ def _merge_ragged_kernel(
     ops.wait_for_previous_kernel(interpret=interpret)
     split = unpack(MergeDescriptor, merges_ref, merge)
     first = lax.rem(head_tile, tile.num_head_tiles) * tile.num_heads
-    rows = Rows(
+    rows = TileRows(
         tile=tile,
         wg=wg,
         q_start=split.q_start,
@@ -68,7 +68,7 @@ def _merge_ragged_kernel(
 
 
 def merge_ragged(
-    outputs: Outputs,
+    outputs: RaggedOutputs,
     merges: jax.Array,  # i32[num_merges, 5], packed descriptors
     sinks: jax.Array | None,  # f32[Hq]
     *,
@@ -79,7 +79,7 @@ def merge_ragged(
     partials, out, lse = outputs.partials, outputs.out, outputs.lse
     inputs = partials, merges, sinks
     # Written in place: the rows of other tiles are there already.
-    results = Outputs(
+    results = RaggedOutputs(
         out=jax.new_ref(out), partials=None, lse=None if lse is None else jax.new_ref(lse)
     )
     buffer = store_buffer(num_warpgroups=1, head_dim=out.shape[-1], dtype=out.dtype)

@@ -20,7 +20,7 @@ from pallas_paged.kernels.mosaic_sm90.tile_scheduler import Mailbox, Work
 
 
 @pytree
-class Inputs:
+class RaggedInputs:
     """Operands of the kernel, or refs to them."""
 
     q: Any  # [T, Hq, D], padded to a multiple of a chunk of tokens
@@ -51,7 +51,7 @@ class Inputs:
 
 
 @pytree
-class Scratch:
+class RaggedScratch:
     """Refs in shared memory of a program, or their types."""
 
     out: Any  # [num_consumers, 64, width] of `store_buffer`; None with a converter
@@ -76,7 +76,7 @@ def scratch_types(
     scaled_logits: bool = True,
     converted: Any = None,
     interpret: bool = False,
-) -> Scratch:
+) -> RaggedScratch:
     """Return the types of the shared memory of a program.
 
     Args:
@@ -110,7 +110,7 @@ def scratch_types(
         full = plgpu.Barrier(num_arrivals=arrivals, num_barriers=config.num_stages)
         ring = dataclasses.replace(ring, k_full=full)
     takes_turns = num_consumers == 2 and (not convert or converted is not None)
-    return Scratch(
+    return RaggedScratch(
         out=out,
         mailbox=Mailbox(buffer=plgpu.SMEM((num_q_stages + 1, DESCRIPTOR_WORDS), jnp.int32)),
         q_free=plgpu.Barrier(num_arrivals=num_consumers + convert, num_barriers=num_q_stages),

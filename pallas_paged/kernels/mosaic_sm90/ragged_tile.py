@@ -70,7 +70,7 @@ class TileShape:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rows:
+class TileRows:
     """Place of a warpgroup's rows among all queries.
 
     Attributes:
@@ -102,7 +102,7 @@ class Rows:
 
 
 @pytree
-class Outputs:
+class RaggedOutputs:
     """Results of the ragged kernel and its merge: arrays, refs or types."""
 
     out: Any  # [T, Hq, D]
@@ -119,9 +119,9 @@ def store_buffer(*, num_warpgroups: int, head_dim: int, dtype: Any) -> Any:
 
 
 def store_rows(
-    outputs: Outputs,
+    outputs: RaggedOutputs,
     buffer: Any,  # [64, width] in shared memory
-    rows: Rows,
+    rows: TileRows,
     out: jax.Array,  # f32[64, D]
     lse: jax.Array,  # f32[64]
     *,
@@ -174,7 +174,7 @@ def store_rows(
         plgpu.commit_smem_to_gmem_group()
 
 
-def _store_lse(ref: Any, rows: Rows, lse: jax.Array, *, interpret: bool) -> None:
+def _store_lse(ref: Any, rows: TileRows, lse: jax.Array, *, interpret: bool) -> None:
     """Store the log-sum-exps f32`[64]` of a warpgroup to `ref` f32`[T, Hq]` from its registers."""
     row = rows.wg * WG_ROWS + ops.iota((WG_ROWS,), 0, ops.WGMMA_ROW)
     head, token = rows.tile.place(row)

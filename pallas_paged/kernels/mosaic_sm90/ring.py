@@ -71,7 +71,7 @@ class Ring:
 
 
 def wgmma_transforms(dtype: Any) -> tuple[Any, ...]:
-    """Return how wgmma reads a matrix in shared memory: in swizzled rows of 128 bytes."""
+    """Return the transforms of wgmma operands in shared memory: swizzled rows of 128 bytes."""
     return (
         plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)),
         plgpu.SwizzleTransform(128),

@@ -1,4 +1,4 @@
-"""The work of a ragged call on Hopper, and which program does what of it.
+"""Work items of a ragged call on Hopper, and their schedule over programs.
 
 `ragged_plan` makes work items: tiles of query tokens with blocks of keys. Each becomes a packed
 descriptor. Rows of a tile that need more get their own arrays: positions, and the bits of a tree

@@ -51,7 +51,7 @@ def _keys_kernel(
     q_positions_ref,  # i32[T] or None
     alibi_slopes_ref,  # f32[G] or None
     tree_mask_ref,  # i8[B, M, M] or None
-    zeros_refs,  # what dk and dv lie in
+    zeros_refs,  # aliased with dk and dv
     *d_refs,  # one or two arrays like the pages
     options: LogitOptions,
     page_size: int,
@@ -79,7 +79,7 @@ def _keys_kernel(
     in_table = block < pages_per_seq
     first = plgpu.load(plan.first.at[entry], mask=in_table, other=0)
     end = plgpu.load(plan.end.at[entry], mask=in_table, other=0)
-    leads = first < end  # keys whose gradients this tile makes
+    leads = first < end  # keys that get their gradients from this tile
     page = plgpu.load(block_tables_ref.at[entry], mask=leads, other=0)
 
     def index(kv, page):
@@ -184,7 +184,7 @@ def _keys_kernel(
         add_row,
         (first, zeros, zeros),
     )
-    # The interpreter writes lanes that are off too, what was there: past the end, not to page 0.
+    # The interpreter writes old values in lanes that are off, too: past the end, not to page 0.
     num_pages = layout.size(d_refs[0].shape, "P")
     page = jnp.where(leads, page, num_pages)
     for kv, d in enumerate((dk * options.sm_scale, dv)):

@@ -25,7 +25,7 @@ from pallas_paged.kernels.logits import exponents_of, power_of_2
 
 
 def zero(ref: Any) -> float:
-    """Return what a masked load of words or of floats gives where it is off."""
+    """Return the value of masked loads of words or of floats where they are off."""
     return 0.0 if jnp.issubdtype(ref.dtype, jnp.floating) else 0
 
 

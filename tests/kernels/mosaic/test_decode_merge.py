@@ -17,7 +17,7 @@ from pallas_paged.kernels.decode_plan import DecodePlan
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import decode_merge
 from pallas_paged.kernels.mosaic.decode_items import _row_of_unit
-from pallas_paged.kernels.mosaic.decode_merge import MAX_STATES_PER_STEP, block_sizes, merge_decode
+from pallas_paged.kernels.mosaic.decode_merge import _MAX_STATES_PER_STEP, block_sizes, merge_decode
 from pallas_paged.kernels.mosaic.ops import Partials
 from tests.support.marks import slow
 
@@ -37,7 +37,7 @@ def plan_of(num_programs, fixed_split_size=None):
     return DecodePlan(options=options, block_k=64, fixed_split_size=fixed_split_size, **sizes)
 
 
-MANY = 2 * MAX_STATES_PER_STEP + 4  # states of a row, which take several steps
+MANY = 2 * _MAX_STATES_PER_STEP + 4  # states of a row, which take several steps
 ROWS = [4, 4, 9]  # where the units of three rows end; one row has none
 
 
@@ -105,5 +105,5 @@ def test_block_sizes_of_the_merge(num_seqs, num_q_heads):
         span = num_programs // num_seqs + 1
         block_s, block_h = block_sizes(plan_of(num_programs, split_size), span=span, **sizes)
         assert num_q_heads % block_h == 0
-        assert block_s * block_h <= MAX_STATES_PER_STEP
+        assert block_s * block_h <= _MAX_STATES_PER_STEP
         assert split_size is None or block_s == 8

@@ -22,7 +22,6 @@ import pallas_paged as pp
 from models.config import ModelConfig, is_vocab_cut
 from models.rotary import Rotation, rotation
 from pallas_paged.decoder.between_attentions import BlockWeights, Residual, between_attentions
-from pallas_paged.decoder.linear import linear
 from pallas_paged.decoder.rms_norm import rms_norm
 from pallas_paged.decoder.unmerged_attention import UnmergedAttention
 
@@ -212,7 +211,7 @@ class DecoderLayer(nnx.Module):
     def qkv(self, x: jax.Array) -> jax.Array:
         """Norm the residual [..., E] and multiply, for the attention of the first layer."""
         proj = self.self_attn.qkv_proj
-        out = linear(self.input_layernorm(x), proj.matrix)
+        out = self.input_layernorm(x) @ proj.matrix.T
         return out if proj.vector is None else out + proj.vector
 
     def __call__(
@@ -333,7 +332,7 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Scores of the next token: hidden [..., E] to f32[..., V]."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return linear(hidden, head.weight[...], preferred_element_type=jnp.float32)
+        return jnp.matmul(hidden, head.weight[...].T, preferred_element_type=jnp.float32)
 
 
 def dense_attend() -> Attend:

@@ -1,4 +1,4 @@
-"""Checks of arguments that page storage and attention share, and the numeric rules they run under.
+"""Checks of arguments, the numeric rules the library runs under, and its pytrees.
 
 Bad input raises ValueError with the argument's name, its value and the rule that it breaks.
 """
@@ -6,10 +6,11 @@ Bad input raises ValueError with the argument's name, its value and the rule tha
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import reprlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,23 @@ from jax.typing import DTypeLike
 INT32_MAX = 2**31 - 1  # slots, positions and offsets are int32
 MAX_PAGE_SIZE = 256
 _F32_BOUND = 1e38  # a number below it stays finite in float32 when multiplied by log2(e)
+
+_T = TypeVar("_T")
+
+
+@dataclass_transform(
+    frozen_default=True,
+    kw_only_default=True,
+    eq_default=False,
+    field_specifiers=(dataclasses.field,),
+)
+def pytree(cls: type[_T]) -> type[_T]:
+    """Make a class a frozen dataclass that is a JAX pytree of its fields; decorator.
+
+    Its instances are equal only to themselves: comparing arrays gives arrays.
+    """
+    made = dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
+    return jax.tree_util.register_dataclass(made)
 
 
 @contextlib.contextmanager
@@ -95,11 +113,14 @@ def validate_pool_size(num_pages: int, page_size: int) -> None:
         raise ValueError(f"{num_pages=} * {page_size=} + 1 must be at most {INT32_MAX}")
 
 
-def check_integer(name: str, value: Any, least: int, most: int = INT32_MAX) -> None:
-    """Raise ValueError unless `value` is an integer in `least`..`most`."""
+def check_integer(
+    name: str, value: Any, least: int, most: int = INT32_MAX, *, power_of_2: bool = False
+) -> None:
+    """Raise ValueError unless `value` is an integer, or a power of two, in `least`..`most`."""
+    rule = "a power of two" if power_of_2 else "an integer"
     is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not is_integer or not least <= value <= most:
-        raise ValueError(f"{name}={value!r} must be an integer in {least}..{most}")
+    if not is_integer or not least <= value <= most or (power_of_2 and value & (value - 1)):
+        raise ValueError(f"{name}={value!r} must be {rule} in {least}..{most}")
 
 
 def check_flag(name: str, value: Any) -> None:
@@ -169,3 +190,16 @@ def checked_dtype(dtype: Any, allowed: Sequence[str]) -> jnp.dtype:
         name = repr(dtype) if element is None else element.name
         raise ValueError(f"dtype={name} must be one of {', '.join(allowed)}")
     return element
+
+
+def check_num_programs(num_programs: int) -> None:
+    """Raise ValueError unless `num_programs` is an integer that CUDA takes as a grid size."""
+    check_integer("num_programs", num_programs, 1, 65535)
+
+
+def check_fixed_split_size(fixed_split_size: int | None, block_k: int) -> None:
+    """Raise ValueError unless `fixed_split_size` is None or a multiple of `block_k`."""
+    if fixed_split_size is not None:
+        check_integer("fixed_split_size", fixed_split_size, block_k, 2**30)
+        if fixed_split_size % block_k:
+            raise ValueError(f"{fixed_split_size=} must be a multiple of {block_k=}")

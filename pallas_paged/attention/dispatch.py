@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_paged.attention.gradient import with_gradient
 from pallas_paged.attention.options import Implementation, StaticOptions
-from pallas_paged.attention.partition import Axes, Layout, explicit_mesh, on_explicit_mesh
+from pallas_paged.attention.partition import Axes, ShardingRule, explicit_mesh, on_explicit_mesh
 from pallas_paged.checks import default_promotion
 from pallas_paged.kernels import xla
 from pallas_paged.kernels.call import Arrays, Call, Kernel
@@ -109,7 +109,7 @@ def _call(
 @functools.cache
 def _layout(
     kernel: Kernel, kv_layout: KVLayout, names: tuple[str, ...], scalars: bool, with_lse: bool
-) -> Layout:
+) -> ShardingRule:
     layout = LAYOUTS[kv_layout]
     pages, scales = (tuple(AXIS_NAMES[x] for x in y) for y in (layout.axes, layout.scale_axes))
     axes = _AXES | {"k_pages": pages, "v_pages": pages}
@@ -119,11 +119,11 @@ def _layout(
         axes["q"] = ("num_tokens", *axes["q"][1:])
     # In ragged calls any sequence may own any token.
     rows = ("num_seqs",) if kernel == "decode" else ()
-    return Layout(
+    return ShardingRule(
         names=names,
         inputs=tuple(axes[name] for name in names),
         outputs=(axes["q"], axes["q"][:2])[: 1 + with_lse],
-        spread=("num_kv_heads", "num_q_heads", *rows),
+        shardable_axes=("num_kv_heads", "num_q_heads", *rows),
     )
 
 

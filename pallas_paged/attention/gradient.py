@@ -3,8 +3,8 @@
 The forward pass is the call that it is without a gradient, with its log-sum-exps: same kernel, same
 bits. The backward pass is one more call that is divided among devices, and is made by the kernels
 of one family, or by XLA where neither family can make it, as without the Triton lowering of Pallas.
-On a mesh a device has all rows and whole groups of query heads, so that no gradient is a sum over
-devices.
+On a mesh sequences are replicated and all query heads of a KV head are on one device, so that no
+gradient is a sum over devices.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_paged.attention.partition import KV_HEADS, Q_HEADS, Layout, on_each_device
-from pallas_paged.checks import default_promotion
+from pallas_paged.attention.partition import KV_HEADS, Q_HEADS, ShardingRule, on_each_device
+from pallas_paged.checks import default_promotion, pytree
 from pallas_paged.kernels import xla
 from pallas_paged.kernels.backward import Kernels, attention_gradient
 from pallas_paged.kernels.call import Arrays
@@ -33,7 +33,7 @@ _DIFFERENTIABLE = ("q", "k_pages", "v_pages", "alibi_slopes", "sinks")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalGradient:
+class _LocalGradient:
     """The gradient of a call on the arrays of one device.
 
     It takes the arrays of the call, its `out` and `lse`, and their gradients.
@@ -75,7 +75,7 @@ class LocalGradient:
         return tuple(gradients[name].astype(fields[name].dtype) for name in self.wanted)
 
     def _kernels(self, arrays: Arrays) -> Kernels | None:
-        """Return what makes the gradients by the kernels of one family, or None."""
+        """Return the function that computes gradients by the kernels of a family, or None."""
         for family in (FAMILIES[name] for name in self.families):
             if family.why_no_gradient(arrays) is None:
                 return functools.partial(
@@ -94,7 +94,7 @@ def _xla_gradient(
     names: tuple[str, ...],
     options: LogitOptions,
 ) -> dict[str, jax.Array]:
-    """Return what `attention_gradient` does, by XLA."""
+    """Return the gradients of `attention_gradient`, by XLA."""
     attend = xla.paged_decode if arrays.cu_q_lens is None else xla.ragged_paged_attention
 
     def forward(given: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
@@ -108,10 +108,9 @@ def _xla_gradient(
     return gradients
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class _Residuals:
-    """What the backward pass needs: all arrays of the call, its result, and what is asked for."""
+    """Residuals of the backward pass: arrays of the call, its result, and the wanted gradients."""
 
     given: tuple[jax.Array, ...]
     out: jax.Array
@@ -121,15 +120,15 @@ class _Residuals:
 
 @functools.cache
 def with_gradient(
-    local: Any, layout: Layout, *, platform: str
+    local: Any, rule: ShardingRule, *, platform: str
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """Return `on_each_device(local, layout)` of a `LocalCall`, with a gradient.
+    """Return `on_each_device(local, rule)` of a `LocalCall`, with a gradient.
 
     The function raises NotImplementedError where it is differentiated and can't be.
     """
 
     def call(*given: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(on_each_device(local, layout, platform=platform)(*given))
+        return tuple(on_each_device(local, rule, platform=platform)(*given))
 
     def forward(*primals: Any) -> tuple[tuple[jax.Array, ...], _Residuals]:
         given = tuple(primal.value for primal in primals)
@@ -138,11 +137,11 @@ def with_gradient(
         reason = _why_not(arrays, wanted)
         if reason is not None:
             raise NotImplementedError(f"the gradient of attention by GPU kernels {reason}")
-        axes = layout.outputs[0]
-        outputs = dataclasses.replace(layout, outputs=(axes, axes[:2]))
+        axes = rule.outputs[0]
+        outputs = dataclasses.replace(rule, outputs=(axes, axes[:2]))
         complete = dataclasses.replace(local, with_lse=True)
         out, lse = on_each_device(complete, outputs, platform=platform)(*given)
-        result = (out, lse)[: len(layout.outputs)]
+        result = (out, lse)[: len(rule.outputs)]
         return result, _Residuals(given=given, out=out, lse=lse, wanted=wanted)
 
     def backward(residuals: _Residuals, cotangents: Sequence[Any]) -> tuple[Any, ...]:
@@ -152,7 +151,7 @@ def with_gradient(
         if isinstance(d_out, SymbolicZero):
             d_out = jnp.zeros_like(residuals.out)
         d_lse = [d for d in d_lse if not isinstance(d, SymbolicZero)]
-        gradient = LocalGradient(
+        gradient = _LocalGradient(
             names=local.names,
             wanted=residuals.wanted,
             kv_layout=local.kv_layout,
@@ -162,18 +161,18 @@ def with_gradient(
             families=local.gradient_families(arrays),
             with_d_lse=bool(d_lse),
         )
-        axes = dict(zip(local.names, layout.inputs, strict=True))
+        axes = dict(zip(local.names, rule.inputs, strict=True))
         results = {"out": axes["q"], "lse": axes["q"][:2], "d_out": axes["q"]}
         if d_lse:
             results["d_lse"] = axes["q"][:2]
-        of_gradient = Layout(
+        gradient_rule = ShardingRule(
             names=(*local.names, *results),
-            inputs=(*layout.inputs, *results.values()),
+            inputs=(*rule.inputs, *results.values()),
             outputs=tuple(axes[name] for name in residuals.wanted),
-            spread=(KV_HEADS, Q_HEADS),
+            shardable_axes=(KV_HEADS, Q_HEADS),
             divides_groups=False,
         )
-        run = on_each_device(gradient, of_gradient, platform=platform)
+        run = on_each_device(gradient, gradient_rule, platform=platform)
         found = run(*residuals.given, residuals.out, residuals.lse, d_out, *d_lse)
         gradients = dict(zip(residuals.wanted, found, strict=True))
         return tuple(

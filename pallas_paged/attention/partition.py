@@ -1,12 +1,12 @@
 """Runs attention on each device's heads and rows, under `jit` and any mesh.
 
-XLA's partitioner knows nothing of a Pallas kernel: it would gather the K/V pages of all devices.
-Under Auto axes attention is therefore custom partitioned: the partitioner asks here how the arrays
-are to be cut, given the shardings that it found. Under Explicit axes those are in the types, and
-`shard_map` divides the call. In `shard_map` the arrays are a device's own already.
+XLA's partitioner can't look into a Pallas kernel: it would gather the K/V pages of all devices.
+Under Auto axes attention is therefore custom partitioned: the partitioner asks here for the
+sharding of each array, given the shardings it found. Under Explicit axes those are in the types,
+and `shard_map` divides the call. In `shard_map` the arrays are a device's own already.
 
-The sharding of the pages decides, since they must not move: query heads are cut as their KV heads,
-and further where a device has one KV head. Other arrays are small, and follow.
+The sharding of the pages decides, since they must not move: query heads are sharded like their KV
+heads, and further where a device has one KV head. Other arrays are small, and follow.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from pallas_paged.pages.layout import AXIS_NAMES
 
-Axes = tuple[str, ...]  # of an array; those of one name belong together
-Cut = Mapping[str, tuple[str, ...]]  # the mesh axes over which each axis is cut
+Axes = tuple[str, ...]  # names of an array's axes; axes of one name are sharded alike
+AxisSharding = Mapping[str, tuple[str, ...]]  # the mesh axes that shard each axis, by its name
 
 KV_HEADS, Q_HEADS = "num_kv_heads", "num_q_heads"
 _POOL = ("k_pages", "v_pages", "k_scales", "v_scales")
@@ -40,45 +40,45 @@ KERNEL_CALLS = [
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How the axes of a call's arrays belong together.
+class ShardingRule:
+    """Which axes of a call's arrays may be sharded, and which are the same axis.
 
     Attributes:
-        names: of the arguments.
+        names: names of the arguments.
         inputs: their axes.
         outputs: the axes of the results.
-        spread: axes of which a device may do a part; it needs all of the others.
-        divides_groups: whether a device may do some of the query heads of one KV head.
+        shardable_axes: axes that may be sharded; all others are replicated.
+        divides_groups: whether the query heads of one KV head may be on several devices.
     """
 
     names: tuple[str, ...]
     inputs: tuple[Axes, ...]
     outputs: tuple[Axes, ...]
-    spread: tuple[str, ...]
+    shardable_axes: tuple[str, ...]
     divides_groups: bool = True
 
     @property
-    def rule(self) -> str:
-        """The layout as Shardy's rule."""
+    def shardy(self) -> str:
+        """The rule in Shardy's notation."""
         ins, outs = (", ".join(map(" ".join, words)) for words in (self.inputs, self.outputs))
         return f"{ins} -> {outs}"
 
     @property
-    def whole(self) -> tuple[str, ...]:
-        """Axes that Shardy makes whole. Not those of the pool alone: it would gather the pool."""
+    def replicated_axes(self) -> tuple[str, ...]:
+        """Axes that Shardy replicates, without the pool's own: it would gather the pool."""
         arrays = zip(self.names, self.inputs, strict=True)
         moved = dict.fromkeys(a for name, axes in arrays if name not in _POOL for a in axes)
-        return tuple(axis for axis in moved if axis not in self.spread)
+        return tuple(axis for axis in moved if axis not in self.shardable_axes)
 
-    def batched(self, axis: str, in_batched: Sequence[bool]) -> Layout:
-        """Return the layout under `vmap`: `axis` first, in each input where `in_batched`."""
+    def batched(self, axis: str, in_batched: Sequence[bool]) -> ShardingRule:
+        """Return the rule under `vmap`: `axis` first, in each input where `in_batched`."""
         return dataclasses.replace(
             self,
             inputs=tuple(
                 (axis, *a) if b else a for a, b in zip(self.inputs, in_batched, strict=True)
             ),
             outputs=tuple((axis, *a) for a in self.outputs),
-            spread=(*self.spread, axis),
+            shardable_axes=(*self.shardable_axes, axis),
         )
 
 
@@ -91,50 +91,51 @@ def explicit_mesh(arrays: Sequence[jax.Array]) -> AbstractMesh | None:
 def on_explicit_mesh(
     mesh: AbstractMesh,
     local: Callable[..., tuple[jax.Array, ...]],
-    layout: Layout,
+    rule: ShardingRule,
     arrays: Sequence[jax.Array],
 ) -> tuple[jax.Array, ...]:
     """Run `local` on each device's part of arrays on their explicit mesh.
 
     Raises:
-        ValueError: as `cut_of`.
+        ValueError: pages or scales are sharded along another axis than the KV heads, or not alike.
     """
     specs = [jax.typeof(x).sharding.spec for x in arrays]
-    cut = cut_of(layout, [x.shape for x in arrays], specs, mesh)
+    sharding = _axis_sharding(rule, [x.shape for x in arrays], specs, mesh)
     ins, outs = (
-        tuple(_spec(cut, axes) for axes in words) for words in (layout.inputs, layout.outputs)
+        tuple(_spec(sharding, axes) for axes in words) for words in (rule.inputs, rule.outputs)
     )
     moved = (jax.reshard(x, NamedSharding(mesh, s)) for x, s in zip(arrays, ins, strict=True))
-    # Results are alike along the axes that the specs leave out, which JAX can't know.
+    # Results are replicated over the mesh axes that their specs leave out, which JAX can't check.
     run = jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
     return run(*moved)
 
 
 def on_each_device(
-    local: Callable[..., tuple[jax.Array, ...]], layout: Layout, *, platform: str
+    local: Callable[..., tuple[jax.Array, ...]], rule: ShardingRule, *, platform: str
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """Return a jitted function that runs `local` on each device's part of its arrays.
 
     Args:
         local: a function that is hashable, with a `repr` of its own. Its attribute `one_device` is
             whether it can't be divided: JAX orders callbacks into Python on one device only.
-        layout: of the arrays.
-        platform: of the devices, as JAX names it.
+        rule: the sharding rule of its arrays.
+        platform: the platform of the devices, as JAX names it.
 
-    Where K/V pages or their scales are cut along another axis than the KV heads, or not alike, the
-    function raises ValueError, and where it is differentiated itself, NotImplementedError.
+    Where K/V pages or their scales are sharded along another axis than the KV heads, or not alike,
+    the function raises ValueError, and where it is differentiated itself, NotImplementedError.
     """
-    return _build(local, layout, "cuda" if platform == "gpu" else platform)
+    return _build(local, rule, "cuda" if platform == "gpu" else platform)
 
 
 @functools.cache
-def _build(local: Any, layout: Layout, platform: str) -> Callable[..., Any]:
+def _build(local: Any, rule: ShardingRule, platform: str) -> Callable[..., Any]:
     def partition(mesh: Mesh, args: Sequence[Any], _: Any) -> tuple[Any, ...]:
         mesh = _mesh_of(args)
-        cut = cut_of(layout, [x.shape for x in args], [x.sharding.spec for x in args], mesh)
+        specs = [x.sharding.spec for x in args]
+        sharding = _axis_sharding(rule, [x.shape for x in args], specs, mesh)
         ins, outs = (
-            tuple(NamedSharding(mesh, _spec(cut, axes)) for axes in words)
-            for words in (layout.inputs, layout.outputs)
+            tuple(NamedSharding(mesh, _spec(sharding, axes)) for axes in words)
+            for words in (rule.inputs, rule.outputs)
         )
         return mesh, functools.partial(_run_lowered, local, platform), outs, ins
 
@@ -142,10 +143,10 @@ def _build(local: Any, layout: Layout, platform: str) -> Callable[..., Any]:
     partitioned: Any = custom_partitioning(lambda *args: jitted(*args))
     partitioned.def_partition(
         partition,
-        # Of the partitioner before Shardy.
+        # For the partitioner before Shardy.
         infer_sharding_from_operands=lambda *args: partition(*args)[2],
-        sharding_rule=layout.rule,
-        need_replication_factors=layout.whole,
+        sharding_rule=rule.shardy,
+        need_replication_factors=rule.replicated_axes,
     )
 
     @custom_vmap
@@ -155,8 +156,8 @@ def _build(local: Any, layout: Layout, platform: str) -> Callable[..., Any]:
     @batchable.def_vmap
     def _(size: int, in_batched: Sequence[bool], *args: jax.Array) -> Any:
         mapped = _Mapped(local=local, in_batched=tuple(in_batched))
-        axis = f"vmap_{len(layout.spread)}"
-        out = _build(mapped, layout.batched(axis, in_batched), platform)(*args)
+        axis = f"vmap_{len(rule.shardable_axes)}"
+        out = _build(mapped, rule.batched(axis, in_batched), platform)(*args)
         return out, (True,) * len(out)
 
     def call(*args: jax.Array) -> Any:
@@ -164,7 +165,7 @@ def _build(local: Any, layout: Layout, platform: str) -> Callable[..., Any]:
         if here.manual_axes:  # also where others are not, which custom partitioning can't compile
             return local(*args)
         if mesh is not None:
-            return on_explicit_mesh(mesh, local, layout, args)
+            return on_explicit_mesh(mesh, local, rule, args)
         # On one device it is lowered as `local` itself, unless that device is abstract.
         one_device = local.one_device or (here.size == 1 and not here.empty)
         return local(*args) if one_device else batchable(*args)
@@ -179,8 +180,8 @@ def _build(local: Any, layout: Layout, platform: str) -> Callable[..., Any]:
 
     function.defvjp(forward, lambda *_: None)
     # In a jit of its own, so that the layers of a model share the trace; and since outside of jit
-    # the partitioner would never see it. Programs are cached by their text, in which there is else
-    # nothing of what `local` does: its digest stands in the name.
+    # the partitioner would never see it. Programs are cached by their text, which `local` may
+    # not be a part of: its digest is in the name.
     function.__name__ = f"attention_{_digest(local)}"
     return jax.jit(function)
 
@@ -212,16 +213,20 @@ def _lowered(local: Any, platform: str, *shapes: jax.ShapeDtypeStruct) -> export
 
 @functools.cache
 def _digest(local: Any) -> str:
-    """Return what tells `local` from others: its static arguments and the library's code."""
+    """Return a digest of the static arguments of `local` and of the library's code."""
     return hashlib.sha256(f"{_code()} {local}".encode()).hexdigest()[:12]
 
 
 @functools.cache
 def _code() -> str:
-    package = Path(__file__).parent
-    code = ("*.py", "kernels/**/*.py", "kernels/*.json")
-    files = [file for pattern in code for file in sorted(package.glob(pattern))]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return hashlib.sha256(b"".join(file.read_bytes() for file in _code_files())).hexdigest()
+
+
+def _code_files() -> list[Path]:
+    """Return the files whose code can be in a program."""
+    package = Path(__file__).parents[1]
+    rooms = ("attention", "decoder", "kernels", "pages")
+    return [file for room in rooms for file in sorted((package / room).rglob("*.py"))]
 
 
 def _mesh_of(args: Sequence[Any]) -> Mesh:
@@ -230,27 +235,27 @@ def _mesh_of(args: Sequence[Any]) -> Mesh:
     return args[0].sharding.mesh
 
 
-def cut_of(
-    layout: Layout,
+def _axis_sharding(
+    rule: ShardingRule,
     shapes: Sequence[tuple[int, ...]],
     specs: Sequence[PartitionSpec],
     mesh: Any,
-) -> Cut:
-    """Return the axes of the mesh over which each axis is cut of which a device may do a part.
+) -> AxisSharding:
+    """Return the mesh axes that shard each shardable axis.
 
     Raises:
-        ValueError: K/V pages or their scales are cut along another axis than the KV heads, or
+        ValueError: K/V pages or their scales are sharded along another axis than the KV heads, or
             not alike.
     """
     sizes: dict[str, int] = {}
     given: dict[str, dict[str, tuple[str, ...]]] = {}
-    for name, axes, shape, spec in zip(layout.names, layout.inputs, shapes, specs, strict=True):
+    for name, axes, shape, spec in zip(rule.names, rule.inputs, shapes, specs, strict=True):
         sizes.update(zip(axes, shape, strict=True))
         padded = (*spec, *[None] * (len(axes) - len(spec)))
         given[name] = dict(zip(axes, map(_mesh_axes, padded), strict=True))
-    _check_pool(layout, given)
+    _check_pool(rule, given)
 
-    cut: dict[str, tuple[str, ...]] = {}
+    sharding: dict[str, tuple[str, ...]] = {}
     used: set[str] = set()
 
     def parts(names: Sequence[str]) -> int:
@@ -260,34 +265,32 @@ def cut_of(
         return tuple(name for name in names if name not in used)
 
     def take(axis: str, names: Sequence[str]) -> None:
-        cut[axis] = unused(names) if sizes[axis] % parts(unused(names)) == 0 else ()
-        used.update(cut[axis])
+        sharding[axis] = unused(names) if sizes[axis] % parts(unused(names)) == 0 else ()
+        used.update(sharding[axis])
 
     for axis, names in given["k_pages"].items():
-        if axis in layout.spread:
+        if axis in rule.shardable_axes:
             take(axis, names)
-    if Q_HEADS in layout.spread:
-        # Queries are cut within the group of a KV head only where a device has no other head.
-        heads, names = cut[KV_HEADS], given["q"][Q_HEADS]
+    if Q_HEADS in rule.shardable_axes:
+        # The query heads of a KV head are on several devices only where these have no other.
+        heads, names = sharding[KV_HEADS], given["q"][Q_HEADS]
         within = heads + unused(names[len(heads) :])
         alone = parts(heads) == sizes[KV_HEADS] and sizes[Q_HEADS] % parts(within) == 0
-        alone &= layout.divides_groups
-        cut[Q_HEADS] = within if alone and names[: len(heads)] == heads else heads
-        used.update(cut[Q_HEADS])
-    for axis in layout.spread:
-        if axis not in cut:
+        alone &= rule.divides_groups
+        sharding[Q_HEADS] = within if alone and names[: len(heads)] == heads else heads
+        used.update(sharding[Q_HEADS])
+    for axis in rule.shardable_axes:
+        if axis not in sharding:
             wishes = (
-                given[name].get(axis)
-                for name in dict.fromkeys(("q", *layout.names))
-                if name in given
+                given[name].get(axis) for name in dict.fromkeys(("q", *rule.names)) if name in given
             )
             take(axis, next(filter(None, wishes), ()))
-    return cut
+    return sharding
 
 
-def _check_pool(layout: Layout, given: Mapping[str, Mapping[str, tuple[str, ...]]]) -> None:
+def _check_pool(rule: ShardingRule, given: Mapping[str, Mapping[str, tuple[str, ...]]]) -> None:
     cure = (
-        "cut pages and scales along the KV heads alone, as "
+        "shard pages and scales along the KV heads alone, as "
         "pallas_paged.pages.sharding.kv_pool_sharding "
         "does, or call attention in jax.shard_map"
     )
@@ -295,15 +298,15 @@ def _check_pool(layout: Layout, given: Mapping[str, Mapping[str, tuple[str, ...]
         for axis, names in given.get(name, {}).items():
             if names and axis == AXIS_NAMES["2"]:
                 raise ValueError(f"{name} is sharded between K and V over {names}: {cure}")
-            if names and axis not in layout.spread:
+            if names and axis not in rule.shardable_axes:
                 raise ValueError(
-                    f"{name} is cut along {axis} over {names} of the mesh, so that a device would "
-                    f"need the pages of others: {cure}"
+                    f"{name} is sharded along {axis} over {names} of the mesh, so that a device "
+                    f"would need the pages of others: {cure}"
                 )
             wanted = given["k_pages"].get(axis, names)
             if names != wanted:
                 raise ValueError(
-                    f"{name} is cut along {axis} over {names} of the mesh, and k_pages over "
+                    f"{name} is sharded along {axis} over {names} of the mesh, and k_pages over "
                     f"{wanted}: {cure}"
                 )
 
@@ -313,5 +316,5 @@ def _mesh_axes(entry: Any) -> tuple[str, ...]:
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
-def _spec(cut: Cut, axes: Axes) -> PartitionSpec:
-    return PartitionSpec(*(cut.get(axis) or None for axis in axes))
+def _spec(sharding: AxisSharding, axes: Axes) -> PartitionSpec:
+    return PartitionSpec(*(sharding.get(axis) or None for axis in axes))

@@ -1,1 +1,1 @@
-"""What a decoder's layer needs around attention."""
+"""Layers of a decoder around attention."""

@@ -1,4 +1,4 @@
-"""What a decoder does between two attentions: products, norms, SwiGLU and residual sums."""
+"""The layers of a decoder between two attentions: products, norms, SwiGLU and residual sums."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from pallas_paged.checks import default_promotion
+from pallas_paged.checks import default_promotion, pytree
 from pallas_paged.decoder.kernels.batch_config import (
-    BLOCK,
-    BLOCKS,
+    BLOCKS_PER_STAGE,
+    COLUMNS_PER_BLOCK,
     GROUP_ROWS,
     MAX_ROWS,
-    DecoderRowsConfig,
+    DecoderBatchConfig,
     clusters_at_once,
-    decoder_rows_config,
+    decoder_batch_config,
 )
-from pallas_paged.decoder.linear import linear
 from pallas_paged.decoder.rms_norm import rms_norm
 from pallas_paged.decoder.unmerged_attention import UnmergedAttention
 from pallas_paged.kernels.decode_states import DecodeStates
@@ -35,9 +34,9 @@ from pallas_paged.kernels.mosaic_sm90.config import (
     decoder_block_config,
 )
 
-BlockImplementation = Literal["mosaic_sm90", "mosaic_sm90_interpret", "xla"]
+BlockImplementation = Literal["mosaic_sm90", "xla"]
 RowLinearNorm = Callable[..., tuple[jax.Array, jax.Array]]
-Config = DecoderBlockConfig | DecoderRowsConfig
+Config = DecoderBlockConfig | DecoderBatchConfig
 
 # Sizes of the residual, and numbers of rows for which a kernel is chosen there. It was faster in
 # what was measured, Llamas of 1B, 3B and 8B and Qwen3 of 0.6B, 1.7B and 4B on an H200:
@@ -49,19 +48,18 @@ _FASTER = (
 )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class BlockWeights:
-    """Weights between the attention of a layer and that of the next.
+    """Weights from the output projection of a layer to the QKV projection of the next.
 
     Attributes:
-        o: `[E, A]`, of the product with the output of attention.
+        o: `[E, A]`, the output projection.
         o_bias: `[E]` or None.
         mlp_norm: `[E]`.
         gate_up: `[F, 2, E]`, pairs of rows of gate and up.
         down: `[E, F]`.
         out_norm: `[E]`, the norm of the next layer, or the final one.
-        qkv: `[N, E]`, the product of the next layer, or None after the last.
+        qkv: `[N, E]`, the QKV projection of the next layer, or None after the last.
         qkv_bias: `[N]` or None.
     """
 
@@ -75,20 +73,19 @@ class BlockWeights:
     qkv_bias: jax.Array | None = None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Residual:
     """The residual stream of a decoder, from layer to layer.
 
     Attributes:
         x: floating `[..., E]`.
-        boards: memory in which the programs of the kernel find one another's results, and that of
-            the next call; None before the first call. Calls with one row have other boards than
-            those with several.
+        mailboxes: memory for the partial results that the programs of the kernel exchange, for
+            this call and for the next; None before the first call. Calls with one row have other
+            mailboxes than calls with several.
     """
 
     x: jax.Array
-    boards: tuple[jax.Array, jax.Array] | None = None
+    mailboxes: tuple[jax.Array, jax.Array] | None = None
 
 
 @default_promotion()
@@ -101,32 +98,33 @@ def between_attentions(
     dropout: Callable[[jax.Array], jax.Array] | None = None,
     row_linear_norm: RowLinearNorm | None = None,
     implementation: BlockImplementation | None = None,
+    interpret: bool = False,
 ) -> tuple[Residual, jax.Array]:
-    """Run what stands between the attention of a layer and that of the next.
+    """Run the output projection, the MLP and the next layer's QKV projection.
 
         residual += attended @ o.T + o_bias
         residual += swiglu(rms_norm(residual) @ gate_up.T) @ down.T
         out = rms_norm(residual) @ qkv.T + qkv_bias
 
-    On a Hopper GPU it is one kernel, whose copies of weights hardly ever pause, for one row of 2048
-    to 4096, and in bf16 for 2 to 128 rows of 1024 to 4096 and for 129 to 256 of 1024. Otherwise,
-    for gradients and under `vmap`, it is `linear` and `rms_norm`, one after another. For other rows
-    up to 256 the kernel has to be named.
-    Results differ by rounding: sums are in f32, in another order. The bits of the kernels are the
-    same each time.
+    On a Hopper GPU it is one persistent kernel that streams all weights, for one row of 2048 to
+    4096 elements, and in bf16 for 2 to 128 rows of 1024 to 4096 and for 129 to 256 rows of 1024.
+    With other sizes, up to 256 rows, it runs only if `implementation` names it. Otherwise, for
+    gradients and under `vmap`, XLA runs the steps one after another. Results differ by rounding:
+    sums are in f32, in another order. The bits of the kernels are the same each time.
 
     Args:
         attended: floating `[..., A]`, the output of attention; or its partial states, which the
-            kernel unites itself, without gradients.
-        residual: of these rows.
-        weights: of the two layers.
-        eps: of the norms.
+            kernel merges itself, without gradients.
+        residual: the residual stream of these rows.
+        weights: the weights of the two layers.
+        eps: epsilon of the norms.
         dropout: applied to each branch before its sum, for training; None: nothing.
-        row_linear_norm: of `(x, weight, residual, norm, eps)`, makes `residual + x @ weight.T` and
-            its norm where several devices share the columns of `o` and `down`, as the engine's
-            `Attend` does. Not used with dropout, nor with a bias.
-        implementation: "mosaic_sm90", on a Hopper GPU; "mosaic_sm90_interpret", the same kernel on
-            any device; "xla", separate steps; or None for the fastest of those measured.
+        row_linear_norm: function of `(x, weight, residual, norm, eps)` that returns
+            `residual + x @ weight.T` and its norm where the columns of `o` and `down` are sharded,
+            as the engine's `Attend` does. Not used with dropout, nor with a bias.
+        implementation: `"mosaic_sm90"`, on a Hopper GPU; `"xla"`, separate steps; or None for the
+            fastest of those measured.
+        interpret: run the kernel of `"mosaic_sm90"` interpreted, on any device.
 
     Returns:
         The residual, and out `[..., N]`, or without `qkv` the norm `[..., E]`.
@@ -143,21 +141,22 @@ def between_attentions(
     if implementation not in (None, "xla") or (
         implementation is None and _is_faster(math.prod(rows), size)
     ):
-        interpret = implementation == "mosaic_sm90_interpret"
         config, reason = _config(attended, residual.x, weights, dropout, interpret=interpret)
         if config is not None:
-            boards = residual.boards or _new_boards(config, weights)
+            mailboxes = residual.mailboxes or _new_mailboxes(config, weights)
             given: jax.Array | DecodeStates
             if not isinstance(attended, UnmergedAttention):
                 given = attended
-            elif isinstance(config, DecoderRowsConfig) or (
-                attended.states.head_dim % LINEAR_TILE  # of a head, that are united at a time
+            elif isinstance(config, DecoderBatchConfig) or (
+                attended.states.head_dim % LINEAR_TILE  # the kernel merges tiles of one head
             ):
                 given = attended.merged()
             else:
                 given = attended.states
-            x, out, boards = _kernel(config, eps, interpret, given, residual.x, weights, boards)
-            return Residual(x=x, boards=boards), out
+            x, out, mailboxes = _kernel(
+                config, eps, interpret, given, residual.x, weights, mailboxes
+            )
+            return Residual(x=x, mailboxes=mailboxes), out
         if implementation is not None:
             raise NotImplementedError(f"{implementation=} {reason}")
     if isinstance(attended, UnmergedAttention):
@@ -177,15 +176,22 @@ def _steps(
     def add(branch: jax.Array, weight: jax.Array, bias: Any, x: jax.Array, norm: jax.Array) -> Any:
         if row_linear_norm is not None and dropout is None and bias is None:
             return row_linear_norm(branch, weight, x, norm, eps)
-        branch = _add_bias(linear(branch, weight), bias)
+        branch = _add_bias(branch @ weight.T, bias)
         x = x + (branch if dropout is None else dropout(branch))
         return x, rms_norm(x, norm, eps)
 
     x, normed = add(attended, weights.o, weights.o_bias, x, weights.mlp_norm)
-    x, out = add(linear(normed, weights.gate_up), weights.down, None, x, weights.out_norm)
+    x, out = add(_swiglu(normed, weights.gate_up), weights.down, None, x, weights.out_norm)
     if weights.qkv is None:
         return x, out
-    return x, _add_bias(linear(out, weights.qkv), weights.qkv_bias)
+    return x, _add_bias(out @ weights.qkv.T, weights.qkv_bias)
+
+
+def _swiglu(x: jax.Array, gate_up: jax.Array) -> jax.Array:
+    # As one matrix: XLA would transpose, hence copy, a weight that has several output axes.
+    out = x @ gate_up.reshape(-1, gate_up.shape[-1]).T
+    out = out.reshape(*out.shape[:-1], -1, 2)
+    return jax.nn.silu(out[..., 0]) * out[..., 1]
 
 
 def _add_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -230,15 +236,15 @@ def _config(
     *,
     interpret: bool,
 ) -> tuple[Config | None, str | None]:
-    """Return the config of the kernel, or None and why it can't do a call."""
+    """Return the config of the kernel, or None and the reason why it can't do a call."""
     arrays = x, *jax.tree.leaves(weights)
     dtypes = sorted({array.dtype.name for array in (attended, *arrays)})
     if dtypes not in (["bfloat16"], ["float16"]):
-        return None, f"needs all in bfloat16 or all in float16, not {', '.join(dtypes)}"
+        return None, f"needs one dtype for all arrays, bfloat16 or float16, not {', '.join(dtypes)}"
     if not 1 <= (num_rows := math.prod(x.shape[:-1])) <= MAX_ROWS:
         return None, f"needs 1 to {MAX_ROWS} rows, not {num_rows}"
     if num_rows > 1 and dtypes != ["bfloat16"]:
-        # The norm of a row divides its product, before which f16 could overflow.
+        # The norm divides the row after its product, which could overflow in f16.
         return None, f"needs bfloat16 for {num_rows} rows, not float16"
     if dropout is not None or weights.o_bias is not None or weights.qkv_bias is not None:
         return None, "has no biases and no dropout"
@@ -261,8 +267,8 @@ def _config(
     else:
         clusters = (1, 1) if interpret else clusters_at_once(device.num_sms, num_rows)
         sizes |= dict(zip(("num_clusters", "cluster_size"), clusters, strict=True))
-        config = decoder_rows_config(**sizes, num_rows=_padded(num_rows))
-        multiples = f"{BLOCKS * BLOCK * clusters[1]} (A, E and F) and 8 (N)"
+        config = decoder_batch_config(**sizes, num_rows=_padded(num_rows))
+        multiples = f"{BLOCKS_PER_STAGE * COLUMNS_PER_BLOCK * clusters[1]} (A, E and F) and 8 (N)"
     if config is None:
         return None, f"needs sizes that are multiples of {multiples}, and fit"
     reason = mosaic_support.why_not_jax() or (None if interpret else support.why_not_device(device))
@@ -276,15 +282,14 @@ def _padded(num_rows: int) -> int:
     return -(-num_rows // multiple) * multiple
 
 
-def _new_boards(config: Config, weights: BlockWeights) -> tuple[jax.Array, jax.Array]:
-    from pallas_paged.decoder.kernels import batch as decoder_rows
-    from pallas_paged.decoder.kernels import one_row as decoder_block
+def _new_mailboxes(config: Config, weights: BlockWeights) -> tuple[jax.Array, jax.Array]:
+    from pallas_paged.decoder.kernels import batch_refs, one_row
 
-    if isinstance(config, DecoderRowsConfig):
-        return decoder_rows.new_counters()
+    if isinstance(config, DecoderBatchConfig):
+        return batch_refs.new_counters()
     size, hidden_size = weights.down.shape
     sizes = dict(size=size, attended_size=weights.o.shape[1], hidden_size=hidden_size)
-    return decoder_block.new_boards(config, **sizes)
+    return one_row.new_mailboxes(config, **sizes)
 
 
 # JAX takes the references out of a custom VJP, but not out of a custom JVP.
@@ -296,27 +301,26 @@ def _kernel(
     attended: jax.Array | DecodeStates,
     x: jax.Array,
     weights: BlockWeights,
-    boards: tuple[jax.Array, jax.Array],
+    mailboxes: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
-    from pallas_paged.decoder.kernels import batch as decoder_rows
-    from pallas_paged.decoder.kernels import one_row as decoder_block
+    from pallas_paged.decoder.kernels import batch, one_row
 
-    run: Any = decoder_block.between_attentions
+    run: Any = one_row.between_attentions
     num_rows = padded = math.prod(x.shape[:-1])
-    if isinstance(config, DecoderRowsConfig):
-        run, padded = decoder_rows.between_attentions, _padded(num_rows)
+    if isinstance(config, DecoderBatchConfig):
+        run, padded = batch.between_attentions, _padded(num_rows)
 
     def matrix(rows: jax.Array) -> jax.Array:
         rows = rows.reshape(num_rows, -1)
         return rows if padded == num_rows else jnp.pad(rows, ((0, padded - num_rows), (0, 0)))
 
     @custom_vmap
-    def call(attended: Any, x: jax.Array, weights: BlockWeights, boards: Any) -> Any:
+    def call(attended: Any, x: jax.Array, weights: BlockWeights, mailboxes: Any) -> Any:
         with jax.enable_x64(False):
-            new_x, out, boards = run(
+            new_x, out, mailboxes = run(
                 attended if isinstance(attended, DecodeStates) else matrix(attended),
                 matrix(x),
-                boards,
+                mailboxes,
                 o=weights.o,
                 mlp_norm=weights.mlp_norm,
                 gate_up=weights.gate_up,
@@ -328,7 +332,7 @@ def _kernel(
                 interpret=interpret,
             )
         new_x, out = (rows[:num_rows].reshape(*x.shape[:-1], -1) for rows in (new_x, out))
-        return new_x, out, boards
+        return new_x, out, mailboxes
 
     @call.def_vmap
     def _(size: int, batched: Any, *args: Any) -> Any:
@@ -339,7 +343,7 @@ def _kernel(
         steps = jax.vmap(functools.partial(_steps, eps, None, None), axes, axis_size=size)
         return (*steps(*args[:3]), args[3]), (True, True, batched[3])
 
-    return call(attended, x, weights, boards)
+    return call(attended, x, weights, mailboxes)
 
 
 def _kernel_fwd(
@@ -349,13 +353,13 @@ def _kernel_fwd(
     attended: jax.Array | DecodeStates,
     x: jax.Array,
     weights: BlockWeights,
-    boards: tuple[jax.Array, jax.Array],
+    mailboxes: tuple[jax.Array, jax.Array],
 ) -> Any:
     del config, interpret
     if isinstance(attended, DecodeStates):
         raise NotImplementedError("partial states of attention have no gradient")
     (x, out), vjp = jax.vjp(functools.partial(_steps, eps, None, None), attended, x, weights)
-    return (x, out, boards), vjp
+    return (x, out, mailboxes), vjp
 
 
 def _kernel_bwd(config: Config, eps: float, interpret: bool, vjp: Any, cotangents: Any) -> Any:

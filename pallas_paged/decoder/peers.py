@@ -1,9 +1,9 @@
-"""Sums and gathers of small arrays over the devices of a mesh, as decode steps need them.
+"""Low-latency all-reduce over NVLink, and the layers that use it, for decode steps on a mesh.
 
 XLA finds the collectives of a program from its shardings, and gives them to NCCL, which the host
 starts one by one. The functions here run in `shard_map` instead. On the GPUs of one process they
-are a kernel that writes into the memory of the other GPUs, see `kernels.mosaic.all_reduce`. So a
-loop of decode steps is one CUDA graph, as it is on one GPU.
+are a kernel that writes into the memory of the other GPUs, see `decoder.kernels.all_reduce`. So
+a loop of decode steps is one CUDA graph, as it is on one GPU.
 """
 
 from __future__ import annotations
@@ -19,27 +19,26 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_paged.decoder.linear import linear
+from pallas_paged.checks import pytree
 from pallas_paged.decoder.rms_norm import rms_norm
 from pallas_paged.kernels.device import Device
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm90 import support
 
 _PACKET = 8  # bytes of data
-MAX_BYTES = 2 << 20  # of an array on two devices that the kernel adds up; NCCL does larger ones
+# The largest array on two devices that the kernel adds up; NCCL is faster with larger ones.
+_MAX_BYTES = 2 << 20
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Peers:
     """The memory of devices that write to one another.
 
     Attributes:
-        addresses: `i32[N, 2 * N + 2]`, cut over the N devices: as `all_reduce` takes them.
-        memory: `i32[N, size]`, cut over the devices: where the others write.
-        mesh: of one axis.
-        capacity: bytes of the largest array that the memory is made for; 0: JAX's collectives do
-            all.
+        addresses: `i32[N, 2 * N + 2]`, sharded over the N devices, from `create_peers`.
+        memory: `i32[N, size]`, sharded over the devices: where the others write.
+        mesh: the mesh, of one axis.
+        capacity: bytes of the largest array that the kernel adds up; 0: it adds up none.
     """
 
     addresses: jax.Array
@@ -52,34 +51,36 @@ class Peers:
         return self.mesh.axis_names[0]
 
     def run(self, local: Callable[..., Any], specs: Sequence[Any], *arrays: Any) -> Any:
-        """Run `local` on each device's part of arrays, after a `Group` of the device.
+        """Run `local` on each device's part of arrays, after its `DevicePeers`.
 
-        Two sums must not run at the same time. So each sum of a program must depend on the ones
-        before, as those of layers that follow one another.
+        Two sums must not run at the same time: each sum of a program must depend on the sums
+        before it, as in layers that follow one another.
 
         Args:
-            local: its results are whole on every device.
-            specs: how each array is cut.
-            arrays: or pytrees of them.
+            local: the function; its results must be replicated.
+            specs: the sharding of each array.
+            arrays: arrays or pytrees of them.
         """
-        cut = PartitionSpec(self.axis)
+        sharded = PartitionSpec(self.axis)
 
         def body(addresses: jax.Array, memory: jax.Array, *arrays: jax.Array) -> Any:
-            return local(Group(self.axis, self.capacity, addresses.reshape(-1), memory), *arrays)
+            return local(
+                DevicePeers(self.axis, self.capacity, addresses.reshape(-1), memory), *arrays
+            )
 
         run = jax.shard_map(
             body,
             mesh=self.mesh,
-            in_specs=(cut, cut, *specs),
+            in_specs=(sharded, sharded, *specs),
             out_specs=PartitionSpec(),
-            check_vma=False,  # which can't know that sums are alike
+            check_vma=False,  # which can't know that sums are replicated
         )
         return run(self.addresses, self.memory, *arrays)
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
-    """The devices as one of them sees them in `Peers.run`; `Peers` has the attributes."""
+class DevicePeers:
+    """`Peers` as one device has them inside of `Peers.run`, with the same attributes."""
 
     axis: str
     capacity: int
@@ -88,12 +89,12 @@ class Group:
 
     @property
     def index(self) -> jax.Array:
-        """The place of this device, `i32[]`."""
+        """Index of this device, `i32[]`."""
         return self.addresses[-2]
 
     @property
     def size(self) -> int:
-        """How many devices there are."""
+        """Number of devices."""
         return int(self.addresses.size) // 2 - 1
 
     def sum(self, x: jax.Array) -> jax.Array:
@@ -132,16 +133,16 @@ class Group:
     ) -> tuple[jax.Array, jax.Array]:
         """Return `residual` plus the sum of `x @ weight.T`, and its RMS norm with weight `norm`.
 
-        Few rows keep a GPU busy only where programs divide the columns among them, and what they
-        made is added up: by the kernel that adds up over the devices, too.
+        Few rows keep a GPU busy only where programs divide the columns among them (split K). The
+        kernel that adds up over the devices adds up their partial products, too.
         """
         from pallas_paged.kernels.mosaic_sm90.config import reduce_parts
 
         kinds = {x.dtype, weight.dtype, residual.dtype, norm.dtype}
         parts = reduce_parts(num_rows=x.shape[0], num_columns=x.shape[1])
         if parts == 1 or kinds != {jnp.dtype(jnp.bfloat16)} or self._why_not(residual) is not None:
-            return self.add_and_norm(linear(x, weight), residual, norm, eps)
-        out, normed = self._kernel(partial_products(x, weight, parts), residual, norm, eps=eps)
+            return self.add_and_norm(x @ weight.T, residual, norm, eps)
+        out, normed = self._kernel(_partial_products(x, weight, parts), residual, norm, eps=eps)
         return out, normed
 
     def _why_not(self, x: jax.Array) -> str | None:
@@ -152,7 +153,7 @@ class Group:
             return "is too large"
         if x.dtype not in (jnp.bfloat16, jnp.float32):
             return "has another dtype"
-        return None if _packets(x) else "has rows that are not made of packets"
+        return None if _packets(x) else f"needs row bytes divisible by {_PACKET}"
 
     def _kernel(self, *arrays: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
         from pallas_paged.decoder.kernels.all_reduce import all_reduce
@@ -170,27 +171,27 @@ class Group:
 
 
 def create_peers(mesh: Mesh) -> Peers:
-    """Return the memory for sums over a mesh of one axis; without the kernel where it can't run."""
+    """Return the memory for sums over a mesh of one axis; its capacity is 0 without a kernel."""
     size, capacity, num_bytes = mesh.size, 0, 4
-    if why_no_kernel(mesh) is None:
+    if _why_no_kernel(mesh) is None:
         from pallas_paged.decoder.kernels.all_reduce import memory_bytes
 
-        capacity = MAX_BYTES // (size - 1)
+        capacity = _MAX_BYTES // (size - 1)
         num_bytes = memory_bytes(size, capacity)
-    cut = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
+    sharded = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
     shape = size, num_bytes // 4
-    memory = jax.jit(lambda: jnp.zeros(shape, jnp.int32), out_shardings=cut)()
+    memory = jax.jit(lambda: jnp.zeros(shape, jnp.int32), out_shardings=sharded)()
     pointers = [0] * size
     if capacity:
         memory.block_until_ready()
         parts = {shard.device: shard.data for shard in memory.addressable_shards}
         pointers = [parts[device].unsafe_buffer_pointer() for device in mesh.devices.flat]
     rows = np.array([[*pointers, rank] for rank in range(size)], np.uint64).view(np.int32)
-    addresses = jax.make_array_from_callback(rows.shape, cut, lambda index: rows[index])
+    addresses = jax.make_array_from_callback(rows.shape, sharded, lambda index: rows[index])
     return Peers(addresses=addresses, memory=memory, mesh=mesh, capacity=capacity)
 
 
-def why_no_kernel(mesh: Mesh) -> str | None:
+def _why_no_kernel(mesh: Mesh) -> str | None:
     """Return why the devices of a mesh can't add up by the kernel, or None."""
     devices = mesh.devices.flatten().tolist()
     if len(devices) == 1:
@@ -216,20 +217,20 @@ def _can_access(devices: list[Any]) -> bool:
 
 
 def row_linear(x: jax.Array, weight: jax.Array, peers: Peers | None) -> jax.Array:
-    """Return `x @ weight.T` of which each device has a part of the columns of both.
+    """Return row-parallel `x @ weight.T`: K is sharded.
 
     Args:
-        x: `[T, K]`, K cut over the devices.
+        x: `[T, K]`, K sharded over the devices.
         weight: `[N, K]`, likewise.
-        peers: of the devices; None is for one device.
+        peers: the devices; None: there is one.
 
     Returns:
-        `[T, N]`, whole on every device.
+        `[T, N]`, replicated.
     """
     if peers is None:
-        return linear(x, weight)
-    cut = PartitionSpec(None, peers.axis)
-    return peers.run(lambda group, x, weight: group.sum(linear(x, weight)), (cut, cut), x, weight)
+        return x @ weight.T
+    columns = PartitionSpec(None, peers.axis)
+    return peers.run(lambda here, x, weight: here.sum(x @ weight.T), (columns, columns), x, weight)
 
 
 def row_linear_norm(
@@ -244,45 +245,46 @@ def row_linear_norm(
 
     Args:
         x, weight, peers: as in `row_linear`.
-        residual: `[T, N]`, whole on every device.
+        residual: `[T, N]`, replicated.
         norm: `[N]`, the weight of the norm.
-        eps: of the norm.
+        eps: epsilon of the norm.
     """
     if peers is None:
-        out = residual + linear(x, weight)
+        out = residual + x @ weight.T
         return out, rms_norm(out, norm, eps)
-    cut, whole = PartitionSpec(None, peers.axis), PartitionSpec()
+    columns, replicated = PartitionSpec(None, peers.axis), PartitionSpec()
+    specs = columns, columns, replicated, replicated
 
-    def local(group: Group, x: Any, weight: Any, residual: Any, norm: Any) -> Any:
-        return group.linear_add_and_norm(x, weight, residual, norm, eps)
+    def local(here: DevicePeers, x: Any, weight: Any, residual: Any, norm: Any) -> Any:
+        return here.linear_add_and_norm(x, weight, residual, norm, eps)
 
-    return peers.run(local, (cut, cut, whole, whole), x, weight, residual, norm)
+    return peers.run(local, specs, x, weight, residual, norm)
 
 
 def embed(token_ids: jax.Array, table: jax.Array, peers: Peers | None) -> jax.Array:
-    """Return `table[token_ids]` of a table of which each device has some rows.
+    """Return `table[token_ids]` of a table whose rows are sharded.
 
     Args:
         token_ids: `i32[T]`, in range.
-        table: `[V, E]`, V cut over the devices.
-        peers: of the devices; None is for one device.
+        table: `[V, E]`, V sharded over the devices.
+        peers: the devices; None: there is one.
 
     Returns:
-        `[T, E]`, whole on every device.
+        `[T, E]`, replicated.
     """
     if peers is None:
         return table[token_ids]
 
-    def local(group: Group, token_ids: jax.Array, table: jax.Array) -> jax.Array:
-        rows = token_ids - group.index * table.shape[0]
+    def local(here: DevicePeers, token_ids: jax.Array, table: jax.Array) -> jax.Array:
+        rows = token_ids - here.index * table.shape[0]
         # Others have the rows that are not here.
         rows = jnp.where(rows < 0, table.shape[0], rows)
-        return group.sum(table.at[rows].get(mode="fill", fill_value=0))
+        return here.sum(table.at[rows].get(mode="fill", fill_value=0))
 
     return peers.run(local, (PartitionSpec(), PartitionSpec(peers.axis)), token_ids, table)
 
 
-def partial_products(x: jax.Array, weight: jax.Array, parts: int) -> jax.Array:
+def _partial_products(x: jax.Array, weight: jax.Array, parts: int) -> jax.Array:
     """Return `x @ weight.T` as the sum over the first axis, f32 `[parts, T, N]`.
 
     Args:
@@ -296,5 +298,5 @@ def partial_products(x: jax.Array, weight: jax.Array, parts: int) -> jax.Array:
 
 
 def _packets(x: jax.Array) -> bool:
-    """Return whether the rows of `x` are made of whole packets."""
+    """Return whether the bytes of a row of `x` are a multiple of a packet's."""
     return x.shape[-1] * x.dtype.itemsize % _PACKET == 0

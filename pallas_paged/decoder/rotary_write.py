@@ -1,6 +1,6 @@
 """From the product with a fused q/k/v weight to rotated queries and written pages, in one kernel.
 
-`split_qkv` and `write_kv` one after the other are what it computes, on any device.
+It computes the same as `split_qkv` and then `write_kv`, on any device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from pallas_paged.attention.partition import Axes, Layout, on_each_device
+from pallas_paged.attention.partition import Axes, ShardingRule, on_each_device
 from pallas_paged.checks import as_array, checked_array, default_promotion, static_number
 from pallas_paged.decoder.rms_norm import rms_norm
 from pallas_paged.kernels.device import Device
@@ -26,7 +26,7 @@ from pallas_paged.pages.pool import write_kv
 WriteImplementation = Literal["triton", "xla"]
 Rotation = tuple[ArrayLike, ArrayLike]
 
-# As of attention's arrays: see dispatch.py. Those of a device's KV heads are its own.
+# Names of the axes, as in attention/dispatch.py.
 _AXES: dict[str, Axes] = {
     "qkv": ("num_tokens", "num_kv_heads", "group_and_kv", "head_dim"),
     "slots": ("num_tokens",),
@@ -61,10 +61,10 @@ def split_qkv(
     """Return queries and keys, normed and then rotated, and values.
 
     Args:
-        qkv: floating `[..., Hkv, G + 2, D]`, of each KV head its G queries, its K and its V.
-        rotation: cosines and sines, f32`[..., 1, R / 2]`; None: positions are not in q and k.
-        q_norm, k_norm: weights `[D]` of an RMS norm of each head; None: there is none.
-        eps: of the norms.
+        qkv: floating `[..., Hkv, G + 2, D]`, the G queries, K and V of each KV head.
+        rotation: cosines and sines, f32`[..., 1, R / 2]`; None: no rotation.
+        q_norm, k_norm: weights `[D]` of an RMS norm of each head; None: no norm.
+        eps: epsilon of the norms.
 
     Returns:
         q `[..., Hkv * G, D]`, k and v `[..., Hkv, D]`.
@@ -94,21 +94,21 @@ def rotate_and_write_kv(
 ) -> tuple[jax.Array, LayerKV]:
     """Norm and rotate q and k of new tokens, and write K and V into the pages of a layer.
 
-    All of it is one kernel on a GPU, in place where the pages are donated. Its gradients, and other
-    devices, take the steps one by one. They compute in f32 and round to the dtype of `qkv` after
-    the norm and after the rotation. K and V go into the pages as by `write_kv`.
+    On a GPU it is one kernel, in place where the pages are donated. Gradients and other devices
+    take the steps one by one. Both compute in f32 and round to the dtype of `qkv` after the norm
+    and after the rotation. K and V go into the pages as by `write_kv`.
 
     Args:
         layer: pages, and scales if they are int8 or fp8.
-        qkv: floating `[T, Hkv, G + 2, D]`, of each KV head its G queries, its K and its V, with
-            their biases: the product with a fused weight.
+        qkv: floating `[T, Hkv, G + 2, D]`, the product with a fused weight, biases included: the G
+            queries, K and V of each KV head.
         slots: i32`[T]` from `slot_mapping`. Slots outside [0, num_pages * page_size) are dropped;
-            what a slot holds that is named twice is undefined.
+            a slot that is named twice gets undefined values.
         rotation: cosines and sines of the tokens' angles, f32`[T, R / 2]` or f32`[T, 1, R / 2]`.
             They rotate the pairs (i, i + R / 2); elements from R on stay. None: no rotation.
         q_norm: floating `[D]`, weight of an RMS norm of each query; None: no norm.
-        k_norm: floating `[D]`, of each key.
-        eps: of the norms.
+        k_norm: floating `[D]`, the same for each key.
+        eps: epsilon of the norms.
         implementation: `"triton"`, a kernel on a GPU; `"xla"`; or None for the best. Static.
         interpret: run the kernel of `"triton"` interpreted, on any device. Static.
 
@@ -127,7 +127,7 @@ def rotate_and_write_kv(
         return q, write_kv(layer, k, v, arrays.slots)
     fields = (field.name for field in dataclasses.fields(arrays) if field.name != "kv_layout")
     names = tuple(name for name in fields if getattr(arrays, name) is not None)
-    local = LocalWrite(
+    local = _LocalWrite(
         names=names,
         kv_layout=layer.kv_layout,
         eps=eps,
@@ -140,12 +140,12 @@ def rotate_and_write_kv(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalWrite:
+class _LocalWrite:
     """The kernel on the arrays of one device.
 
     Attributes:
         names: the fields of `WriteArrays` that it takes, in order.
-        kv_layout: of the pages.
+        kv_layout: layout of the pages.
         eps, interpret: as in `rotate_and_write`.
     """
 
@@ -176,7 +176,7 @@ def _split(arrays: WriteArrays, eps: float) -> tuple[jax.Array, jax.Array, jax.A
 
 
 def _steps(arrays: WriteArrays, eps: float) -> tuple[Any, ...]:
-    """Return what the kernel returns."""
+    """Return the results of the kernel, by separate steps."""
     q, k, v = _split(arrays, eps)
     layer = LayerKV(
         k_pages=arrays.layout.with_given_axes(arrays.k_pages),
@@ -194,27 +194,27 @@ def _steps(arrays: WriteArrays, eps: float) -> tuple[Any, ...]:
 
 
 @functools.cache
-def _kernel(local: LocalWrite) -> Any:
+def _kernel(local: _LocalWrite) -> Any:
     """Return the kernel on each device, with the gradient of `_steps`."""
 
-    def layout(arrays: WriteArrays) -> Layout:
+    def rule(arrays: WriteArrays) -> ShardingRule:
         axes = _AXES | {"k_scales": (), "v_scales": ()}
         of_pages, of_scales = LAYOUTS[local.kv_layout].axes, LAYOUTS[local.kv_layout].scale_axes
         for name in arrays.written:
             letters = of_pages if name.endswith("pages") else of_scales
             axes[name] = tuple(AXIS_NAMES[letter] for letter in letters)
         q = ("num_tokens", "num_kv_heads", "group", "head_dim")
-        return Layout(
+        return ShardingRule(
             names=local.names,
             inputs=tuple(axes[name] for name in local.names),
             outputs=(q, *(axes[name] for name in arrays.written)),
-            spread=("num_kv_heads",),
+            shardable_axes=("num_kv_heads",),
         )
 
     @jax.custom_vjp
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         platform = Device.here().platform
-        run = on_each_device(local, layout(local.arrays(arrays)), platform=platform)
+        run = on_each_device(local, rule(local.arrays(arrays)), platform=platform)
         return tuple(run(*arrays))
 
     def forward(*arrays: jax.Array) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Decode attention that leaves its split-KV partials for the next kernel to merge."""
+"""Decode attention that leaves its split-KV partial states for the next kernel to merge."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class UnmergedAttention:
     """The output of `paged_attention` before its last kernel, without gradients.
 
     Attributes:
-        states: from the decode kernel.
-        merge: returns `(out [B, Hq, D], lse f32[B, Hq])` of them.
-        dtype: of the output.
+        states: partial states from the decode kernel.
+        merge: merges them into `(out [B, Hq, D], lse f32[B, Hq])`.
+        dtype: dtype of the output.
     """
 
     states: DecodeStates
@@ -37,7 +37,7 @@ class UnmergedAttention:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the merged output, `[B, Hq * D]`."""
+        """Shape of the merged output, `[B, Hq * D]`."""
         return self.states.unit_ends.shape[0], self.states.num_q_heads * self.states.head_dim
 
     @default_promotion()
@@ -55,14 +55,14 @@ def unmerged_attention(
     seq_lens: jax.Array,
     **options: Unpack[AttentionOptions],
 ) -> UnmergedAttention | None:
-    """Compute `paged_attention` up to the merge of its partial states.
+    """Run `paged_attention` without its merge.
 
     Args:
         q, layer, block_tables, seq_lens: as in `paged_attention`.
         **options: of `AttentionOptions`, without `num_seqs`, `config` and `fixed_split_size`.
 
     Returns:
-        None where the implementation has no partial states, and on a mesh.
+        The partial states; None where the implementation has none, and on a mesh.
 
     Raises:
         ValueError, NotImplementedError, TypeError: as `paged_attention`.
@@ -83,10 +83,10 @@ def write_and_attend(
     rotation: Rotation | None,
     **options: Unpack[AttentionOptions],
 ) -> tuple[UnmergedAttention, LayerKV] | None:
-    """Do the same as `rotate_and_write_kv` and then `unmerged_attention`, in one kernel.
+    """Run `rotate_and_write_kv` and then `unmerged_attention`, in one kernel.
 
-    The newest key of each sequence comes from `qkv`, and goes to its slot. Empty sequences write
-    nothing.
+    The newest key of each sequence comes from `qkv` and is written to its slot. Empty sequences
+    write nothing.
 
     Args:
         qkv, layer, slots, rotation: as in `rotate_and_write_kv`, with one token for each sequence.
@@ -94,8 +94,9 @@ def write_and_attend(
         **options: as in `unmerged_attention`.
 
     Returns:
-        None where there is no such kernel. Triton has one, for pages of the dtype of `qkv` in two
-        arrays and a rotation of all of head_dim, a power of two.
+        The partial states and the layer with the new tokens; None where there is no such kernel.
+        Triton has one, for pages in two arrays of the dtype of `qkv`, and a rotation of all of
+        head_dim, a power of two.
 
     Raises:
         ValueError, NotImplementedError: as `paged_attention` and `rotate_and_write_kv`.

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-import jax
 import numpy as np
 
+from pallas_paged.checks import pytree
 from pallas_paged.engine.sampler import SamplingMode
 from pallas_paged.engine.scheduler_output import Chunk, Decode
 
@@ -19,8 +19,7 @@ _MIN_TOKENS = 128  # fewer take as long, because a step reads all weights
 Array = Any  # of NumPy on the host, of JAX in the compiled step
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class ChunkBatch:
     """The next tokens of slots that are not decoding, one slot after another.
 
@@ -41,8 +40,7 @@ class ChunkBatch:
     targets: Array | None
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Batch:
     """What one call computes.
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from pallas_paged.decoder.peers import Group, Peers
+from pallas_paged.checks import pytree
+from pallas_paged.decoder.peers import DevicePeers, Peers
 
 _MAX_PAIRS = 2**24  # of values that are compared at a time
 _NO_TOKEN = 2**31 - 1
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Logprobs:
     """Log-probabilities of S tokens and of the k best tokens in their place.
 
@@ -59,7 +58,7 @@ def gather_logprobs(
 
 
 def _gather_logprobs(
-    group: Group | None, logits: jax.Array, token_ids: jax.Array, num_logprobs: int
+    group: DevicePeers | None, logits: jax.Array, token_ids: jax.Array, num_logprobs: int
 ) -> Logprobs:
     """Return what `gather_logprobs` does, of a device's part of the logits if there is a group."""
     size = logits.shape[1]

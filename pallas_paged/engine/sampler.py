@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from pallas_paged.decoder.peers import Group, Peers
+from pallas_paged.checks import pytree
+from pallas_paged.decoder.peers import DevicePeers, Peers
 from pallas_paged.engine.kernels.sampling_noise import divisor, min_p_limit
 from pallas_paged.engine.logprobs import check_logits
 from pallas_paged.engine.sampling_draw import draw, largest
@@ -30,8 +31,7 @@ SamplingImplementation = Literal["triton", "xla"]
 Array = Any  # a NumPy array on the host, a JAX array in a jitted step
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class SamplingMetadata:
     """Sampling parameters of S rows, which `SamplingParams` has checked.
 
@@ -111,8 +111,7 @@ class SamplingMode:
         return self | other == self
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class TokenCounts:
     """The tokens that penalties look at, of S rows.
 
@@ -254,7 +253,9 @@ def sample(
     if peers is not None and logits.shape[1] % peers.mesh.size == 0:
         cut, whole = PartitionSpec(None, peers.axis), PartitionSpec()
 
-        def local(group: Group, logits: jax.Array, metadata: Any, lens: jax.Array) -> jax.Array:
+        def local(
+            group: DevicePeers, logits: jax.Array, metadata: Any, lens: jax.Array
+        ) -> jax.Array:
             return _sample(logits, metadata, lens, mode, "xla", False, group)
 
         tokens: jax.Array = peers.run(local, (cut, whole, whole), logits, metadata, lens)
@@ -269,7 +270,7 @@ def _sample(
     mode: SamplingMode,
     implementation: SamplingImplementation | None,
     interpret: bool,
-    group: Group | None,
+    group: DevicePeers | None,
 ) -> jax.Array:
     """Return what `sample` does, of a device's part of the logits if there is a group."""
     if mode.draws:

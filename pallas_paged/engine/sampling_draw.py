@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_paged.decoder.peers import Group
+from pallas_paged.decoder.peers import DevicePeers
 from pallas_paged.engine.kernels.sampling_noise import (
     BLOCK,
     HALF,
@@ -31,7 +31,7 @@ def draw(
     temperature: jax.Array,
     seeds: jax.Array,
     lens: jax.Array,
-    group: Group | None,
+    group: DevicePeers | None,
 ) -> jax.Array:
     """Return the token `i32[S]` that each row draws; what a greedy row draws means nothing.
 
@@ -61,7 +61,7 @@ def draw(
     return largest(-arrival, tokens, group)[1]
 
 
-def _sum_blocks(weights: jax.Array, group: Group | None) -> jax.Array:
+def _sum_blocks(weights: jax.Array, group: DevicePeers | None) -> jax.Array:
     """Return the sums `f32[S, blocks]` of the weights `f32[S, V]` of each block of tokens.
 
     A block may have tokens on two devices.
@@ -82,7 +82,7 @@ def _sum_blocks(weights: jax.Array, group: Group | None) -> jax.Array:
 
 
 def largest(
-    values: jax.Array, places: jax.Array, group: Group | None
+    values: jax.Array, places: jax.Array, group: DevicePeers | None
 ) -> tuple[jax.Array, jax.Array]:
     """Return the largest of values `f32[S, N]`, NaN if there is one, and the least of its places.
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from inspect import unwrap
 
 import jax
 import jax.numpy as jnp
 
+from pallas_paged.checks import pytree
 from pallas_paged.engine.batch import Array
 from pallas_paged.engine.placement import Shardings
 from pallas_paged.engine.sampler import SamplingMetadata
@@ -20,8 +21,7 @@ from pallas_paged.pages.table import fork as fork_rows
 from pallas_paged.pages.table import free as free_rows
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class SlotStates:
     """What each of S slots needs beside its pages; a slot is a row of the page table.
 
@@ -38,8 +38,7 @@ class SlotStates:
     sampling: SamplingMetadata
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class EngineState:
     """All slots of an engine.
 
@@ -56,8 +55,7 @@ class EngineState:
     valid: jax.Array
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class TableArrays:
     """What `update_table` does, in arrays of fixed shapes.
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_paged.checks import pytree
 from pallas_paged.decoder.peers import Peers
 from pallas_paged.engine.attend import AttentionKernels, PagedAttend, decode_places
 from pallas_paged.engine.batch import Batch, ChunkBatch
@@ -47,8 +48,7 @@ if jax.__version_info__ >= (0, 11):
     _MESH_OPTIONS["xla_gpu_experimental_use_collective_kernels"] = ""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class StepOutput:
     """What the host reads of a call.
 

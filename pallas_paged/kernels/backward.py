@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_paged.kernels.call import Arrays
-from pallas_paged.kernels.logits import LOG2_E
+from pallas_paged.kernels.logits import LOG2_E, LogitOptions, base2_logits
 
 # The gradients of the fields of `Arrays` that are named, from `(arrays, d_out, lse, delta, names)`:
 # d_out [T, Hq, D], lse f32[T, Hq] in base 2, inf where nothing is seen, and delta f32[T, Hq].
@@ -38,7 +39,7 @@ def attention_gradient(
         out, lse: its result.
         d_out, d_lse: the gradients of the result.
         names: some of "q", "k_pages", "v_pages", "alibi_slopes" and "sinks".
-        kernels: make all gradients but that of the sinks.
+        kernels: make all gradients but the gradient of the sinks.
     """
     if arrays.cu_q_lens is None:  # decoding: a query a row
         offsets = jnp.arange(arrays.num_seqs + 1, dtype=jnp.int32)
@@ -57,3 +58,38 @@ def attention_gradient(
         p = jnp.exp(arrays.sinks - jnp.where(empty, jnp.inf, lse))
         gradients["sinks"] = -jnp.sum(p * delta, axis=0)
     return gradients
+
+
+def recompute(
+    s: jax.Array,  # f32[..] q.k
+    dp: jax.Array,  # f32[..] do.v
+    lse: jax.Array,  # f32, broadcasts: base-2 log-sum-exp; inf where nothing is seen
+    delta: jax.Array,  # f32, broadcasts
+    sees: jax.Array | None,  # bool[..], None for all
+    slopes: jax.Array | None,
+    distances: Any,  # i32, not used without slopes
+    *,
+    options: LogitOptions,
+    exp2: Callable[[jax.Array], jax.Array],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return f32 `p`, the gradients of the logits, and the gradients of `s * sm_scale`.
+
+    With the logits x of a query and its log-sum-exp, `p = exp(x - lse)` needs no maximum. From the
+    gradient `do` of the output, `dp = do.v` and `delta = do.out - d_lse`, the gradient of a logit
+    is `p * (dp - delta)` (Dao 2023). Sinks are in `lse` and in `out`, and change nothing else.
+    """
+    x, factor = base2_logits(s, options, slopes, distances)
+    if sees is not None:
+        x = jnp.where(sees, x, -jnp.inf)
+    p = exp2(x * factor - lse)
+    d_logits = p * (dp - delta)
+    if sees is not None:  # keys that are not seen may hold NaN
+        d_logits = jnp.where(sees, d_logits, 0.0)
+    if options.soft_cap is None:
+        return p, d_logits, d_logits
+    capped, factor = base2_logits(s, options, None, distances)
+    tanh = capped * (factor / (options.soft_cap * LOG2_E))
+    d_scaled = d_logits * (1.0 - tanh * tanh)
+    if sees is not None:
+        d_scaled = jnp.where(sees, d_scaled, 0.0)
+    return p, d_logits, d_scaled

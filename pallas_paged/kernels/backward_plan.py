@@ -1,24 +1,22 @@
-"""Which program of the backward pass sums the gradients of which pages, over which rows.
+"""Plan of the K/V gradient: one program per page sums over all rows that read it.
 
-Several rows may own a page, as where they share a prefix. The gradient of its keys is a sum over
-all of them, and one program makes it in a fixed order: same inputs, same bits, and no partial sums
-in memory. The plan is computed on the device with static shapes, as that of the forward pass is.
+Rows that share a prefix read the same pages. One program sums the gradient of a page over all of
+them in a fixed order: same inputs, same bits, and no partial sums in memory. The plan is computed
+on the device with static shapes, like the plan of the forward pass.
 """
 
 from __future__ import annotations
-
-import dataclasses
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class PageReaders:
     """The entries of the block tables through which some query may see a page: its readers.
 
@@ -55,8 +53,7 @@ class PageReaders:
         )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class KeyTiles:
     """Blocks of `block_k` keys of a row, and the readers of each page.
 

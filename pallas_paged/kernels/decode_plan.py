@@ -1,17 +1,17 @@
-"""How split-KV decoding divides the keys of a batch among programs, for every GPU kernel family.
+"""Plan of split-KV decoding: the keys of a batch, divided among programs of any GPU kernel family.
 
-The keys of each row are cut into blocks of `block_k` tokens. The blocks of all rows lie end to end
-on one line of work units, and each program of a KV head takes the next equal range of that line,
-across row borders (the balanced split of stream-K):
+The keys of each row are divided into blocks of `block_k` tokens. The blocks of all rows form one
+line of work units, and each program of a KV head takes the next equal range of that line, across
+row borders (the balanced split of stream-K):
 
     row 0           row 1   row 2 ...
     |--|--|--|--|--||--|--||--|--|--|--|--|--|--|
     [ program 0  ][ program 1  ][ program 2  ]...
 
-A call may ask for ranges of whole rows, which it gets if all rows have as many blocks and no
-program then has much more to do. And it may ask for short programs. They have a sixteenth of a long
-line, and start when others end, which evens out how fast the multiprocessors are. For long rows of
-equal length that is faster than whole rows.
+A call may ask for ranges of unsplit rows. It gets them if all rows have the same number of blocks
+and no program then has much more to do. And it may ask for short programs, which share a sixteenth
+of a long line and start when others end: that evens out the speeds of the multiprocessors. For long
+rows of equal length it is faster than unsplit rows.
 
 A program leaves one partial state (out, lse) for each row in its range, at index `program + row`.
 From one state to the next on the line the program or the row increases, so all indices differ, and
@@ -34,12 +34,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_paged.kernels.config_fields import programs_per_kv_head
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.pages.prefix_sums import prefix_sums
 
-# Blocks of an even range from which on short programs pay, and pay more than whole rows.
-LONG_RANGE, VERY_LONG_RANGE = 16, 48
+# Least blocks of an even range for which short programs pay, and pay more than unsplit rows.
+_LONG_RANGE, _VERY_LONG_RANGE = 16, 48
+
+
+def programs_per_kv_head(num_programs: int, num_kv_heads: int) -> int:
+    """Return how many of the device's `num_programs` work on one KV head, at least one."""
+    return max(1, num_programs // num_kv_heads)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,7 +90,7 @@ class DecodePlan:
         """
         num_programs = programs_per_kv_head(config.num_programs, num_kv_heads)
         num_blocks = num_seqs * pl.cdiv(max_kv_len, config.block_k)
-        is_long = num_blocks >= LONG_RANGE * num_programs and config.fixed_split_size is None
+        is_long = num_blocks >= _LONG_RANGE * num_programs and config.fixed_split_size is None
         num_short_programs = num_programs if with_short_programs and is_long else 0
         num_partials = num_programs + num_short_programs + num_seqs
         if config.fixed_split_size is not None:
@@ -130,22 +134,22 @@ class DecodePlan:
             return prefix_sums(self.num_units(end_block - first_block))
 
     def _range_size(self, num_units: jax.Array) -> jax.Array:
-        """Return the units of a range, of which the last may have fewer."""
+        """Return the units of a range; the last range may have fewer."""
         # Rounded up: no program has more than in the most even split, and one division finds the
         # program of a unit.
         size = even = pl.cdiv(num_units, self.num_programs)
         if self.num_short_programs:
-            size = jnp.where(even < LONG_RANGE, even, even - even // 16)
+            size = jnp.where(even < _LONG_RANGE, even, even - even // 16)
         if not self.with_whole_rows:
             return size
         # Rows of equal length are not split if that gives a program at most 1/32 more. Other rows
         # may seem equal by their sum: then ranges are only a little longer than needed.
         of_row = jnp.maximum(lax.div(num_units, self.num_seqs), 1)
-        whole = pl.cdiv(even, of_row) * of_row
-        is_whole = (of_row * self.num_seqs == num_units) & (whole - even <= even // 32)
+        unsplit = pl.cdiv(even, of_row) * of_row
+        pays = (of_row * self.num_seqs == num_units) & (unsplit - even <= even // 32)
         if self.num_short_programs:
-            is_whole &= even < VERY_LONG_RANGE
-        return jnp.where(is_whole, whole, size)
+            pays &= even < _VERY_LONG_RANGE
+        return jnp.where(pays, unsplit, size)
 
     def _short_ranges(self, num_units: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return where the short ranges begin, and the units of one."""

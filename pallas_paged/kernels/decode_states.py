@@ -6,20 +6,19 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax import lax
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.decode_plan import DecodePlan
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class DecodeStates:
     """Partial states of a decode call, each normalised: arrays, or refs to them.
 
     Attributes:
         out: f32`[partials, Hq, D]`, or `[Hkv * parts, partials, N, D]` where each part of the query
-            heads of a KV head has N columns, of which the first are its heads.
+            heads of a KV head has N columns; its heads are the first.
         lse: f32, without the last axis of `out`, base e.
         results: None, or the final out `[B, Hq, D]` and lse f32`[B, Hq]` of the rows that have one
             partial state, which then is not in `out` and `lse`. Of one row there are none.

@@ -1,9 +1,12 @@
-"""From q.k to the logits of a softmax: scale, soft cap, ALiBi and sliding window."""
+"""From q.k to the logits of a softmax: scale, soft cap, ALiBi and the mask of visible keys."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,12 +41,45 @@ class LogitOptions:
         return jnp.maximum(positions, before) - before
 
     def only_factor(self, slopes: Any) -> float | None:
-        """Return the factor that makes base-2 logits of q.k, or None where that is not all.
+        """Return the factor that makes base-2 logits of q.k, or None where there is more to do.
 
         Kernels with scales of keys take both in one product: then no product is fused with the
         subtraction of the maximum, whose rounding error overflows `exp2` with huge queries.
         """
         return self.sm_scale * LOG2_E if self.soft_cap is None and slopes is None else None
+
+
+def visible(
+    keys: jax.Array,  # i32[...], positions of keys
+    positions: Any,  # i32, positions of queries, used by a sliding window only
+    options: LogitOptions,
+    *,
+    end: Any = None,
+    last: Any = None,
+    tree: Callable[[], jax.Array] | None = None,
+    bcast: Callable[[Any], Any] = lambda x: x,
+) -> jax.Array:
+    """Return which keys each query sees: the one mask of all kernels.
+
+    Args:
+        end: i32, tokens of the sequence: no query sees a key from there on. None where `last` is
+            less, or the caller masks those keys.
+        last: i32, the last key that each query sees, which is its position if it is causal; None
+            where queries see later keys too, or the tree mask decides.
+        tree: loads the tree mask as bool, like `keys`; it lets through all keys older than the
+            tree.
+        bcast: broadcasts values of queries to the shape of `keys`, where NumPy's rules do not.
+    """
+    masks = []
+    if end is not None:
+        masks.append(keys < end)
+    if last is not None:
+        masks.append(keys <= bcast(last))
+    if tree is not None:
+        masks.append(tree())
+    if options.sliding_window is not None:
+        masks.append(keys >= bcast(options.first_key(positions)))
+    return functools.reduce(operator.and_, masks) if masks else jnp.full(keys.shape, True)
 
 
 def natural_logits(
@@ -54,7 +90,7 @@ def natural_logits(
 ) -> jax.Array:
     """Return logits before masks: `soft_cap(s * sm_scale) + slopes * distances`.
 
-    Without causality distances count as `-abs(distances)`.
+    If not causal, it uses `-abs(distances)`.
     """
     s = s * options.sm_scale
     if options.soft_cap is not None:
@@ -108,3 +144,26 @@ def dot(a: jax.Array, b: jax.Array) -> jax.Array:
     """Return the product in the input dtype with f32 accumulation; f32 does not become TF32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def exponents_of(x: jax.Array) -> jax.Array:
+    """Return the exponents, i32, of x >= 0."""
+    return (lax.bitcast_convert_type(x, jnp.int32) >> 23) - 127
+
+
+def power_of_2(exponents: jax.Array) -> jax.Array:
+    """Return 2 ** exponents, f32, of i32 in [-126, 127]."""
+    return lax.bitcast_convert_type((exponents + 127) << 23, jnp.float32)
+
+
+def split_scales(scales: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return f32 `(exponents, significands, 2 ** -exponents)` of scales.
+
+    `scales = significands * 2 ** exponents`. Significands are in [1, 2), except for scales below
+    2 ** -64, whose exponent is -64, and for those of 2 ** 127 and more, infinite or NaN, whose
+    exponent is 0.
+    """
+    exponents = jnp.maximum(exponents_of(jnp.abs(scales)), -64)
+    exponents = jnp.where(exponents < 127, exponents, 0)
+    inverses = power_of_2(-exponents)
+    return exponents.astype(jnp.float32), scales * inverses, inverses

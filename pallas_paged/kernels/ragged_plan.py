@@ -1,4 +1,4 @@
-"""How the keys of the tiles of a ragged call are split into work items.
+"""Plan of a ragged call: the keys of its tiles, split into work items.
 
 The GPU kernels share this plan. It is computed on the device, from the lengths of the moment, with
 static shapes: one compiled program serves all lengths.
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.ragged_tiles import Tiles, cdiv, div, make_tiles, num_tiles
@@ -31,10 +32,9 @@ def candidates(num_programs: int) -> list[float]:
     return [float(np.float32(2.0**i / num_programs)) for i in _SHARES] + [0.0]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Plan:
-    """Work items, one for each program, and what the merge unites.
+    """Work items, one for each program, and the split tiles that the merge merges.
 
     A work item is a tile with all of its blocks of keys or, where the tile is split, with some of
     them. The items of a split tile are consecutive, and so are their partial states.
@@ -150,13 +150,12 @@ def make_plan(
         has_tree=shape.has_tree,
         align=shape.align,
     )
-    return split_tiles(tiles, shape)
+    return _split_tiles(tiles, shape)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Split:
-    """How the keys of each tile are split into work items, i32 but for the last.
+    """Splits of the keys of each tile into work items, i32 but for the last.
 
     Attributes:
         step: blocks of a work item.
@@ -193,7 +192,7 @@ class Split:
             alone = tiles.q_len <= shape.block_q // shape.group
             fixed = shape.fixed_split_size // shape.block_k
             step = jnp.where(alone, fixed, jnp.maximum(tiles.hi, 1))
-            # Cut at multiples of the split size from key 0, not from the first key that the tile
+            # Split at multiples of the split size from key 0, not from the first key that the tile
             # sees, which depends on the other queries in the tile.
             first = div(tiles.lo, step)
             counts, origin = cdiv(tiles.hi, step) - first, first * step
@@ -206,7 +205,7 @@ class Split:
         return cls(step=step, count=counts, origin=origin, has_partials=has_partials)
 
 
-def split_tiles(tiles: Tiles, shape: PlanShape) -> Plan:
+def _split_tiles(tiles: Tiles, shape: PlanShape) -> Plan:
     """Return the plan of a call with these tiles."""
     num_tiles, num_merges = shape.num_tiles, shape.num_merges
     tiles = lax.optimization_barrier(tiles)  # else XLA computes them again for every candidate

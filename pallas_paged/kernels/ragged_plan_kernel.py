@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.ragged_plan import Plan, PlanShape, Split, candidates, item_of
 from pallas_paged.kernels.ragged_tiles import Tiles, count_tiles, tile_of
@@ -38,8 +39,7 @@ def can_plan(shape: PlanShape) -> bool:
     return few and shape.max_kv_len < 2**31 // pl.next_power_of_2(shape.num_seqs)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class _Scratch:
     """Refs to device memory that the program writes and reads again, or their types."""
 
@@ -66,8 +66,7 @@ class _Scratch:
         )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class PackedPlan:
     """A plan with a row of device memory for each work item and each split tile.
 

@@ -1,8 +1,7 @@
-"""Which tiles of queries a ragged call has, in which order, and which keys each sees."""
+"""Tiles of the queries of a ragged call, in order, with the keys that each sees."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.pages.prefix_sums import prefix_sums
 
@@ -24,14 +24,13 @@ def cdiv(a: jax.Array, b: Any) -> jax.Array:
     return div(a + (b - 1), b)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Tiles:
-    """Packed query rows (token after token, within a token head after head), cut into tiles.
+    """Packed query rows (token after token, within a token head after head), divided into tiles.
 
     A tile holds queries of one sequence. Sequences with the most keys come first, and within one
     the tiles that see the most: the last to start are the shortest. Tokens past the last sequence
-    are cut up like one more sequence, without keys. Entries past the last tile have `q_len = 0`.
+    are treated as one more sequence, without keys. Entries past the last tile have `q_len = 0`.
 
     Attributes (all i32`[num_tiles]`):
         row: index of the sequence; 0 for padding tiles.

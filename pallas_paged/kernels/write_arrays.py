@@ -10,7 +10,7 @@ from pallas_paged.pages.layout import LAYOUTS, KVLayout, PageLayout
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class WriteArrays:
-    """The arrays of a call, checked; those that a call goes without are None.
+    """The arrays of a call, checked; arrays that a call goes without are None.
 
     Attributes:
         qkv: `[T, Hkv, G + 2, D]`, of each KV head its G queries, its K and its V.

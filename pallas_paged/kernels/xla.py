@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_paged.kernels.call import Arrays
-from pallas_paged.kernels.logits import LogitOptions, natural_logits
+from pallas_paged.kernels.logits import LogitOptions, natural_logits, visible
 from pallas_paged.kernels.ragged_tiles import Tiles, make_tiles
 from pallas_paged.pages.layout import K
 
@@ -18,7 +18,7 @@ def paged_decode(arrays: Arrays, *, options: LogitOptions) -> tuple[jax.Array, j
     """Return attention of one query token per row: `(out [B, Hq, D], lse f32[B, Hq])`."""
     keys = jnp.arange(arrays.max_kv_len)
     positions = arrays.seq_lens[:, None] - 1
-    seen = (keys < arrays.seq_lens[:, None]) & (keys >= options.first_key(positions))
+    seen = visible(keys, positions, options, end=arrays.seq_lens[:, None])
     out, lse = _attend(
         arrays,
         arrays.q[:, None],
@@ -57,14 +57,21 @@ def ragged_paged_attention(arrays: Arrays, *, options: LogitOptions) -> tuple[ja
         positions = before + tokens
         if q_positions is not None:
             positions = q_positions.at[q_tokens].get(mode="clip")
-        seen = (tokens < tile.q_len)[:, None] & (keys < tile.kv_len)
-        seen &= keys >= options.first_key(positions)[:, None]
-        if tree_mask is not None:
+
+        def in_tree(tree_mask: jax.Array) -> jax.Array:
             places = keys - before
             allowed = tree_mask[tile.row].at[tokens[:, None], places]
-            seen &= (places < 0) | allowed.get(mode="fill", fill_value=False)
-        elif q_positions is None and options.causal:
-            seen &= keys <= positions[:, None]
+            return (places < 0) | allowed.get(mode="fill", fill_value=False)
+
+        causal = options.causal and q_positions is None and tree_mask is None
+        seen = (tokens < tile.q_len)[:, None] & visible(
+            keys,
+            positions[:, None],
+            options,
+            end=tile.kv_len,
+            last=positions[:, None] if causal else None,
+            tree=None if tree_mask is None else functools.partial(in_tree, tree_mask),
+        )
         out, lse = _attend(
             arrays,
             q.at[q_tokens].get(mode="clip")[None],

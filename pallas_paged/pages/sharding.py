@@ -1,8 +1,7 @@
-"""Pools and page tables on a mesh: which axis is cut, and over which devices.
+"""Shardings of pools and page tables on a mesh.
 
-The pages of a pool are cut over their KV heads. Page tables, slots and batches are whole on every
-device, since they are integers and few. Attention, `write_kv` and `copy_pages` then run on each
-device's heads, under plain `jit`.
+Pages are sharded over KV heads. Page tables, slots and batches, which are small, are replicated.
+Attention, `write_kv` and `copy_pages` then run on each device's heads, under plain `jit`.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from pallas_paged.checks import validate_positive
 from pallas_paged.pages.layout import KVLayout, PageLayout, checked_layout
 
-TENSOR_AXIS = "tensor"  # the mesh axis over which heads are cut
+TENSOR_AXIS = "tensor"  # the mesh axis that shards heads
 
 
 def kv_pool_sharding(
     mesh: Mesh | AbstractMesh, axis: str = TENSOR_AXIS, *, kv_layout: KVLayout = "NHD"
 ) -> NamedSharding:
-    """Return the sharding of K/V pages: KV heads are cut over `axis`.
+    """Return the sharding of K/V pages over KV heads, along the mesh axis `axis`.
 
     For `create_kv_pool`, and for any array with KV heads on the same axis, such as scales of tokens
-    in all layouts but `"2NHD"`. Other axes of the mesh hold copies.
+    in all layouts but `"2NHD"`. Pages are replicated over other axes of the mesh.
 
     Raises:
         ValueError: the mesh has no such axis.
@@ -36,7 +35,7 @@ def kv_pool_sharding(
 
 
 def page_table_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """Return the sharding of a `PageTable`, of slots and of batches: whole on every device."""
+    """Return the sharding of a `PageTable`, of slots and of batches: replicated."""
     return NamedSharding(mesh, PartitionSpec())
 
 
@@ -62,16 +61,16 @@ def kv_head_repeats(*, num_q_heads: int, num_kv_heads: int, num_devices: int) ->
 
 
 def head_axes(spec: PartitionSpec, layout: PageLayout) -> Any:
-    """Return the mesh axes over which the spec of a layout's pages cuts their KV heads."""
+    """Return the mesh axes that shard KV heads in a spec of a layout's pages."""
     return spec[layout.head_axis] if len(spec) > layout.head_axis else None
 
 
 def check_pool_sharding(sharding: Any, layout: PageLayout, num_kv_heads: int) -> None:
-    """Raise ValueError unless the sharding cuts the KV heads of pages of a layout evenly."""
+    """Raise ValueError unless a sharding divides the KV heads of pages of a layout evenly."""
     if not isinstance(sharding, NamedSharding) or any(
-        cut and axis != layout.head_axis for axis, cut in enumerate(sharding.spec)
+        names and axis != layout.head_axis for axis, names in enumerate(sharding.spec)
     ):
-        raise ValueError(f"{sharding=} must be a NamedSharding that cuts the KV heads alone")
+        raise ValueError(f"{sharding=} must be a NamedSharding of the KV heads alone")
     axes = head_axes(sharding.spec, layout)
     names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
     num_parts = math.prod(sharding.mesh.shape[name] for name in names)

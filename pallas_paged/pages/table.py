@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Concatenate, ParamSpec, TypeVar
 
 import jax
@@ -23,6 +23,7 @@ from pallas_paged.checks import (
     INT32_MAX,
     checked_array,
     default_promotion,
+    pytree,
     validate_pool_size,
     validate_positive,
 )
@@ -33,8 +34,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class PageTable(PageStack):
     """Pages of every row, their reference counts and the stack of free pages.
 
@@ -78,8 +78,7 @@ def on_table(
     return checked
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class PageCopies:
     """Pages that `copy_pages` must copy before anything is written; sentinel entries are dropped.
 

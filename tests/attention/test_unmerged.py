@@ -100,7 +100,7 @@ def test_the_newest_tokens_are_attended_to_and_written(lens, head_dim, kv_layout
 
 
 @needs_triton
-def test_unmerged_attention_is_none_without_partial_states():
+def test_unmerged_returns_none_without_partials():
     layer, qkv, slots, table, lens, rotation = a_call([20])
     q, how = qkv[:, :, :-2].reshape(1, 6, 64), dict(implementation="triton", interpret=True)
     at = table, lens, slots

@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_paged.decoder.between_attentions import BlockWeights, Residual, between_attentions
-from pallas_paged.decoder.linear import linear
 from pallas_paged.decoder.rms_norm import rms_norm
 from pallas_paged.decoder.unmerged_attention import unmerged_attention
 from pallas_paged.pages.layer import LayerKV
+from tests.support import raw
 from tests.support.block_weights import draw
 from tests.support.devices import implementations_here, lower_for_cuda, mesh
 from tests.support.kernel_calls import kernel_calls
@@ -51,15 +51,16 @@ def largest_difference(a, b, of=np.std):
 
 
 def twice(attended, residual, w, implementation):
-    """Two calls in a row: the second has the boards of the first one, swapped."""
+    """Two calls in a row: the second has the mailboxes of the first one, swapped."""
     for _ in range(2):
         residual, out = between_attentions(
-            attended, residual, w, eps=1e-5, implementation=implementation
+            attended, residual, w, eps=1e-5, **raw.by(implementation)
         )
     return residual.x, out
 
 
-jitted_block = jax.jit(between_attentions, static_argnames=("eps", "implementation", "dropout"))
+STATIC = ("eps", "implementation", "interpret", "dropout")
+jitted_block = jax.jit(between_attentions, static_argnames=STATIC)
 
 
 def test_without_a_gpu_it_is_the_separate_steps_bit_for_bit():
@@ -67,10 +68,11 @@ def test_without_a_gpu_it_is_the_separate_steps_bit_for_bit():
     w = dataclasses.replace(w, o_bias=draw(30, E), qkv_bias=draw(31, N))
 
     def steps(attended, residual, w):
-        x = residual.x + (linear(attended, w.o) + w.o_bias)
-        x += linear(linear(rms_norm(x, w.mlp_norm, 1e-5), w.gate_up), w.down)
+        x = residual.x + (attended @ w.o.T + w.o_bias)
+        gate_up = rms_norm(x, w.mlp_norm, 1e-5) @ w.gate_up.reshape(-1, E).T
+        x += (jax.nn.silu(gate_up[..., ::2]) * gate_up[..., 1::2]) @ w.down.T
         normed = rms_norm(x, w.out_norm, 1e-5)
-        return x, normed if w.qkv is None else linear(normed, w.qkv) + w.qkv_bias
+        return x, normed if w.qkv is None else normed @ w.qkv.T + w.qkv_bias
 
     for weights in (w, dataclasses.replace(w, qkv=None, qkv_bias=None)):
         got, out = jitted_block(attended, residual, weights, eps=1e-5)
@@ -143,16 +145,16 @@ def test_partial_states_are_as_good_as_their_merge(kernel, attention, seq_len, w
 
     def attend():
         return unmerged_attention(
-            LayerKV(pages[0], pages[1], kv_layout="HPND"),
             draw(42, 1, A // 64, 64),
+            LayerKV(pages[0], pages[1], kv_layout="HPND"),
             np.arange(32, dtype=np.int32)[None],
             np.array([seq_len], np.int32),
             sinks=np.linspace(-1, 3, A // 64, dtype=np.float32) if with_sinks else None,
-            implementation=attention,
+            **raw.by(attention),
         )
 
     def run(x, attended):
-        how = dict(eps=1e-5, implementation=kernel)
+        how = dict(eps=1e-5, **raw.by(kernel))
         stream, out = between_attentions(attended, Residual(x=x), w, **how)
         return stream.x, out
 
@@ -173,14 +175,14 @@ def test_weights_on_several_devices_are_refused():
     (attended, residual), w = inputs(1), block_weights()
     w = jax.device_put(w, NamedSharding(mesh(2), P()))
     with pytest.raises(NotImplementedError, match="needs arrays on one device"):
-        jitted_block(attended, residual, w, eps=1e-5, implementation=KERNEL)
+        jitted_block(attended, residual, w, eps=1e-5, **raw.by(KERNEL))
 
 
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
         (dict(down=np.ones((E, F + 1))), ValueError, r"weights.down.shape=\(512, 513\) must be"),
-        (dict(qkv_bias=np.ones(N)), NotImplementedError, "all in bfloat16 or all in float16"),
+        (dict(qkv_bias=np.ones(N)), NotImplementedError, "one dtype for all arrays"),
         (dict(o_bias=draw(0, E)), NotImplementedError, "has no biases"),
         (dict(qkv=draw(0, 65, E)), NotImplementedError, "multiples of"),
         (dict(rows=257), NotImplementedError, "needs 1 to 256 rows, not 257"),
@@ -195,7 +197,7 @@ def test_bad_arguments_are_named(change, error, match):
         usual, residual = inputs(rows, dtype=dtype)
         attended = usual if attended is None else attended
         w = dataclasses.replace(block_weights(dtype), **weights)
-        between_attentions(attended, residual, w, eps=1e-5, implementation=implementation)
+        between_attentions(attended, residual, w, eps=1e-5, **raw.by(implementation))
 
     with pytest.raises(error, match=match):
         call(**change)

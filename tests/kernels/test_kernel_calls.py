@@ -31,7 +31,6 @@ FAMILIES = {
     "kernels/triton": "triton",
     "kernels/triton/backward_pages.py": "mosaic_sm90",
     "decoder/kernels": "mosaic_sm90",
-    "decoder/kernels/rms_norm.py": "triton",
     "decoder/kernels/rotary_write.py": "triton",
     "engine/kernels": "triton",
 }

@@ -35,7 +35,6 @@ BOUNDS = {
     r"mosaic_sm80 .* (paged_decode|ragged_paged_attention)$": (255, 800),
     r" paged_decode_merge$": (100, 0),
     r" ragged_plan$": (64, 0),
-    r" rms_norm$| linear$": (40, 0),
     r" sampling_": (128, 0),
     r" rotate_and_write_kv$": (80, 0),
     r"": (255, 0),
@@ -121,11 +120,11 @@ def test_four_programs_of_triton_decode_fit_on_an_sm(
 
 def test_what_ptxas_prints_is_read():
     log = """ptxas info    : 0 bytes gmem
-ptxas info    : Compiling entry function 'linear_mosaic_gpu_kernel' for 'sm_90a'
-ptxas info    : Function properties for linear_mosaic_gpu_kernel
+ptxas info    : Compiling entry function 'paged_decode_mosaic_gpu_kernel' for 'sm_90a'
+ptxas info    : Function properties for paged_decode_mosaic_gpu_kernel
     16 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads
 ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem
 """
-    (usage,) = sass.usages_of(log, sass.TARGETS["9.0"], {"linear": "2048"})
-    wanted = sass.Usage(kernel="linear", registers=168, spills=12, shared_memory=2048)
+    (usage,) = sass.usages_of(log, sass.TARGETS["9.0"], {"paged_decode": "2048"})
+    wanted = sass.Usage(kernel="paged_decode", registers=168, spills=12, shared_memory=2048)
     assert usage == wanted and sass.kernels_of([usage]) == [wanted]

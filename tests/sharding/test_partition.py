@@ -19,7 +19,13 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_paged.attention import dispatch
-from pallas_paged.attention.partition import KERNEL_CALLS, Layout, cut_of, on_each_device
+from pallas_paged.attention.partition import (
+    KERNEL_CALLS,
+    ShardingRule,
+    _axis_sharding,
+    _code_files,
+    on_each_device,
+)
 from tests.support import raw
 from tests.support.attention_cases import Case
 from tests.support.devices import H200_MESH, lower_for_cuda, mesh
@@ -35,14 +41,14 @@ from tests.support.placement import (
 PAGES = ("num_kv_heads", "num_pages", "page_size", "kv_head_dim")
 Q = ("num_seqs", "num_q_heads", "head_dim")
 AXES = ("num_kv_heads", "num_q_heads", "num_seqs")
-DECODE = Layout(
+DECODE = ShardingRule(
     names=POSITIONAL,
     inputs=(Q, PAGES, PAGES, ("num_seqs", "pages_per_seq"), ("num_seqs",)),
     outputs=(Q,),
-    spread=AXES,
+    shardable_axes=AXES,
 )
-GRADIENT = replace(DECODE, spread=AXES[:2], divides_groups=False)
-WRITE = replace(DECODE, spread=AXES[:1])
+GRADIENT = replace(DECODE, shardable_axes=AXES[:2], divides_groups=False)
+WRITE = replace(DECODE, shardable_axes=AXES[:1])
 MESH = AbstractMesh((2, 2, 3), ("a", "b", "c"))
 
 
@@ -51,14 +57,16 @@ def shapes_of(num_seqs=4, num_q_heads=16, num_kv_heads=8):
     return [(num_seqs, num_q_heads, 16), pages, pages, (num_seqs, 2), (num_seqs,)]
 
 
-def sharded_axes(layout, sizes, on=MESH, **specs):
+def sharded_axes(rule, sizes, on=MESH, **specs):
     """The mesh axes of each axis for arrays with these specs, others replicated; V is as K."""
     specs.setdefault("v_pages", specs.get("k_pages", P()))
-    return cut_of(layout, shapes_of(**sizes), [specs.get(name, P()) for name in POSITIONAL], on)
+    return _axis_sharding(
+        rule, shapes_of(**sizes), [specs.get(name, P()) for name in POSITIONAL], on
+    )
 
 
 @pytest.mark.parametrize(
-    ("layout", "sizes", "q", "k_pages", "rest", "expected"),
+    ("rule", "sizes", "q", "k_pages", "rest", "expected"),
     [
         (DECODE, {}, P(None, "a"), P("a"), {}, "a a -"),
         (DECODE, {}, P(), P("a"), {}, "a a -"),  # queries follow the pages
@@ -85,11 +93,11 @@ def sharded_axes(layout, sizes, on=MESH, **specs):
         (WRITE, {}, P("b", "a"), P("a"), {}, "a"),
     ],
 )
-def test_the_pages_decide_which_axes_are_sharded(layout, sizes, q, k_pages, rest, expected):
+def test_the_pages_decide_which_axes_are_sharded(rule, sizes, q, k_pages, rest, expected):
     names = {"tables": "block_tables", "lens": "seq_lens"}
     specs = {names[key]: P(*spec) for key, spec in rest.items()}
-    found = sharded_axes(layout, sizes, q=q, k_pages=k_pages, **specs)
-    assert " ".join("".join(found[axis]) or "-" for axis in layout.spread) == expected
+    found = sharded_axes(rule, sizes, q=q, k_pages=k_pages, **specs)
+    assert " ".join("".join(found[axis]) or "-" for axis in rule.shardable_axes) == expected
 
 
 def test_every_device_has_the_kv_heads_of_its_query_heads():
@@ -123,59 +131,64 @@ def test_every_device_has_the_kv_heads_of_its_query_heads():
 
 
 # K and V of 2NHD are one array, whose scales are another.
-FUSED = Layout(
+FUSED = ShardingRule(
     names=("q", "k_pages", "k_scales", "v_scales"),
     inputs=(Q, ("num_pages", "k_and_v", "num_kv_heads"), *[("num_pages", "num_kv_heads")] * 2),
     outputs=(Q,),
-    spread=AXES[:2],
+    shardable_axes=AXES[:2],
 )
 FUSED_SHAPES = [(4, 16, 8), (7, 2, 8), (7, 8), (7, 8)]
 HEADS = P(None, "a")
 
 
 @pytest.mark.parametrize(
-    ("layout", "specs", "message"),
+    ("rule", "specs", "message"),
     [
-        (DECODE, [P(None, "a"), P()], "k_pages is cut along num_pages over ('a',)"),
-        (DECODE, [P(("a", "b"), "c"), P()], "k_pages is cut along num_pages over ('c',)"),
-        (DECODE, [P(), P(None, None, "b")], "v_pages is cut along page_size over ('b',)"),
-        (DECODE, [P(*[None] * 3, "a"), P()], "k_pages is cut along kv_head_dim over ('a',)"),
+        (DECODE, [P(None, "a"), P()], "k_pages is sharded along num_pages over ('a',)"),
+        (DECODE, [P(("a", "b"), "c"), P()], "k_pages is sharded along num_pages over ('c',)"),
+        (DECODE, [P(), P(None, None, "b")], "v_pages is sharded along page_size over ('b',)"),
+        (DECODE, [P(*[None] * 3, "a"), P()], "k_pages is sharded along kv_head_dim over ('a',)"),
         (
             DECODE,
             [P("a"), P("b")],
-            "v_pages is cut along num_kv_heads over ('b',) of the mesh, and k_pages over ('a',)",
+            "v_pages is sharded along num_kv_heads over ('b',) of the mesh, and k_pages over ('a'",
         ),
-        (DECODE, [P("a"), P()], "v_pages is cut along num_kv_heads over ()"),
-        (DECODE, [P(), P("a")], "v_pages is cut along num_kv_heads over ('a',)"),
-        (FUSED, [P(None, "a"), P(), P()], "k_pages is sharded between K and V over ('a',): cut"),
-        (FUSED, [P(), P(), P("a")], "v_scales is cut along num_pages over ('a',)"),
-        (FUSED, [P(None, None, "a"), HEADS, P()], "v_scales is cut along num_kv_heads over ()"),
-        (FUSED, [P(), HEADS, P()], "k_scales is cut along num_kv_heads over ('a',)"),
+        (DECODE, [P("a"), P()], "v_pages is sharded along num_kv_heads over ()"),
+        (DECODE, [P(), P("a")], "v_pages is sharded along num_kv_heads over ('a',)"),
+        (
+            FUSED,
+            [P(None, "a"), P(), P()],
+            "k_pages is sharded between K and V over ('a',): shard",
+        ),
+        (FUSED, [P(), P(), P("a")], "v_scales is sharded along num_pages over ('a',)"),
+        (FUSED, [P(None, None, "a"), HEADS, P()], "v_scales is sharded along num_kv_heads over ()"),
+        (FUSED, [P(), HEADS, P()], "k_scales is sharded along num_kv_heads over ('a',)"),
     ],
 )
-def test_pages_that_would_be_gathered_are_refused(layout, specs, message):
-    shapes = shapes_of() if layout is DECODE else FUSED_SHAPES
+def test_pages_that_would_be_gathered_are_refused(rule, specs, message):
+    shapes = shapes_of() if rule is DECODE else FUSED_SHAPES
     specs = [P(), *specs, *[P()] * (len(shapes) - len(specs) - 1)]
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        cut_of(layout, shapes, specs, MESH)
+        _axis_sharding(rule, shapes, specs, MESH)
     cure = "along the KV heads alone, as pallas_paged.pages.sharding.kv_pool_sharding does"
     assert cure in str(caught.value) or "between" in message
 
 
 def test_scales_and_pages_of_k_and_v_are_sharded_alike():
-    found = cut_of(FUSED, FUSED_SHAPES, [P(), P(None, None, "a"), HEADS, HEADS], MESH)
+    found = _axis_sharding(FUSED, FUSED_SHAPES, [P(), P(None, None, "a"), HEADS, HEADS], MESH)
     assert found == {"num_kv_heads": ("a",), "num_q_heads": ("a",)}
 
 
-def test_a_layout_as_a_rule_of_the_partitioner():
-    """It replicates what no device has a part of, but not the axes of the pool."""
+def test_a_rule_in_shardys_notation():
+    """It replicates axes that may not be sharded, but not those of the pool."""
     q, pages, tables = (" ".join(axes) for axes in DECODE.inputs[:1] + DECODE.inputs[2:4])
-    assert DECODE.rule == f"{q}, {pages}, {pages}, {tables}, num_seqs -> {q}"
-    assert DECODE.whole == ("head_dim", "pages_per_seq")
-    assert WRITE.whole == ("num_seqs", "num_q_heads", "head_dim", "pages_per_seq")
+    assert DECODE.shardy == f"{q}, {pages}, {pages}, {tables}, num_seqs -> {q}"
+    assert DECODE.replicated_axes == ("head_dim", "pages_per_seq")
+    assert WRITE.replicated_axes == ("num_seqs", "num_q_heads", "head_dim", "pages_per_seq")
     batched = DECODE.batched("x", [True, False, False, True, False])
     assert [axes[0] == "x" for axes in batched.inputs] == [True, False, False, True, False]
-    assert (batched.outputs, batched.spread) == ((("x", *Q),), (*DECODE.spread, "x"))
+    assert batched.outputs == (("x", *Q),)
+    assert batched.shardable_axes == (*DECODE.shardable_axes, "x")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,8 +204,8 @@ class Local:
         heads = jnp.repeat(k[:, 1, 2] + 3 * v[:, 2, 1], q.shape[1] // k.shape[0], axis=0)
         return (q * heads * self.scale + (tables[:, 1] + 10 * lens)[:, None, None],)
 
-    def divided(self, layout=DECODE):
-        run = on_each_device(self, layout, platform=jax.default_backend())
+    def divided(self, rule=DECODE):
+        run = on_each_device(self, rule, platform=jax.default_backend())
         return lambda arrays: run(*(arrays[name] for name in POSITIONAL))[0]
 
 
@@ -239,6 +252,12 @@ def test_devices_compute_with_their_parts_and_gather_no_pages(
     if result is not None:
         assert found.sharding.is_equivalent_to(NamedSharding(found.sharding.mesh, result), 3)
     assert not [line for line in collectives(compiled) if ",7,4," in line]
+
+
+def test_the_name_of_a_program_depends_on_the_code_of_kernels():
+    """Programs are cached by their text, in which kernels are not."""
+    names = {"/".join(path.parts[-2:]) for path in _code_files()}
+    assert {"kernels/xla.py", "triton/decode.py", "attention/dispatch.py", "pages/pool.py"} <= names
 
 
 def test_layers_share_one_lowering_for_the_sizes_of_a_device():

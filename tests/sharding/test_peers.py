@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_paged.decoder.peers import create_peers, embed, partial_products, row_linear
+from pallas_paged.decoder.peers import _partial_products, create_peers, embed, row_linear
 from pallas_paged.kernels.mosaic_sm90.config import reduce_parts
 from tests.support.devices import mesh
 from tests.support.marks import slow
@@ -85,7 +85,7 @@ def test_gather_keeps_nan_and_infinity_where_they_are(num_devices):
 
 @pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("num_devices", DEVICES)
-def test_products_and_embeddings_of_cut_weights_move_no_weight(num_devices):
+def test_products_and_embeddings_of_sharded_weights_move_no_weight(num_devices):
     on = mesh(num_devices)
     peers = create_peers(on)
     x, weight, table = draw(2, 5, 64), draw(3, 24, 64), draw(4, 48, 16)
@@ -115,7 +115,7 @@ def test_without_a_mesh_nothing_is_added_up():
 @pytest.mark.parametrize("parts", [1, 2, 8])
 def test_the_parts_of_a_product_add_up_to_it(parts):
     x, weight = draw(0, 5, 64), draw(1, 24, 64)
-    found = partial_products(jnp.asarray(x), jnp.asarray(weight), parts)
+    found = _partial_products(jnp.asarray(x), jnp.asarray(weight), parts)
     assert (found.shape, found.dtype) == ((parts, 5, 24), jnp.float32)
     np.testing.assert_allclose(np.asarray(found).sum(0), x @ weight.T, rtol=1e-4, atol=1e-4)
 

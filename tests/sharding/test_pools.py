@@ -225,7 +225,7 @@ def test_shardings_that_a_pool_can_not_have_are_refused():
     with pytest.raises(ValueError, match=r"num_kv_heads=2 must be a multiple of the 4 devices"):
         make_pool(num_kv_heads=2, sharding=sharding)
     for wrong in (NamedSharding(on, P(None, "a")), P("a"), jax.devices()[0]):
-        with pytest.raises(ValueError, match="must be a NamedSharding that cuts the KV heads"):
+        with pytest.raises(ValueError, match="must be a NamedSharding of the KV heads"):
             make_pool(num_kv_heads=4, sharding=wrong)
     with pytest.raises(ValueError, match=r"axis='tensor' must be one of .*'a', 'b'"):
         kv_pool_sharding(on)

@@ -24,8 +24,6 @@ from pallas_paged.decoder.between_attentions import (
     Residual,
     between_attentions,
 )
-from pallas_paged.decoder.linear import LinearImplementation, linear
-from pallas_paged.decoder.rms_norm import rms_norm
 from pallas_paged.decoder.rotary_write import WriteImplementation, rotate_and_write_kv
 from pallas_paged.decoder.unmerged_attention import unmerged_attention, write_and_attend
 from pallas_paged.engine.sampler import SamplingImplementation, SamplingMode, sample
@@ -113,9 +111,6 @@ def kernel_calls() -> list[KernelCall]:
         make = partial(_write_arrays, kv_dtype)
         add(WriteImplementation, f"rotary write {kv_dtype}", _rotate_and_write, make)
     add(SamplingImplementation, "sampling", _sample, _sampling_arrays, tolerance=0)
-    for name, sizes in {"linear": (320, 1024), "linear with SwiGLU": (192, 2, 1024)}.items():
-        add(LinearImplementation, name, linear, partial(_linear_arrays, sizes))
-    add(Literal["triton"], "RMS norm", _norm, partial(_linear_arrays, (2048,)))
     for rows, name in {1: "between attentions", 12: "between attentions, 12 rows"}.items():
         make = partial(_block_arrays, rows)
         add(BlockImplementation, name, _between_attentions, make)
@@ -201,12 +196,6 @@ def _sampling_arrays() -> tuple[Any, ...]:
     return logits, rows, np.arange(3, dtype=np.int32)
 
 
-def _linear_arrays(sizes: tuple[int, ...]) -> tuple[Any, ...]:
-    rng = np.random.default_rng(4)
-    x = rng.standard_normal((1, sizes[-1])).astype(jnp.bfloat16)
-    return x, rng.standard_normal(sizes).astype(jnp.bfloat16)
-
-
 def _between_attentions(
     attended: Any, x: Any, weights: BlockWeights, **how: Any
 ) -> tuple[jax.Array, jax.Array]:
@@ -274,9 +263,3 @@ def _decode_and_write_arrays() -> tuple[Any, ...]:
     k, v = (jnp.nan_to_num(x, posinf=0, neginf=0) for x in (k, v))
     layer = pp.LayerKV(k, v, kv_layout="HPND")
     return layer, qkv, slots.astype(np.int32), table, lens, (np.cos(angles), np.sin(angles))
-
-
-def _norm(x: jax.Array, weight: jax.Array, *, implementation: str) -> jax.Array:
-    if implementation == "xla":  # which several rows are
-        return rms_norm(jnp.concatenate([x, x]), weight, 1e-5)[:1]
-    return rms_norm(x, weight, 1e-5)

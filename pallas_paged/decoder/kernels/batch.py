@@ -5,21 +5,18 @@
     residual += hidden down^T
     out = norm(residual) qkv^T
 
-As in `decoder_block.py`, which does one row, the kernel is one pipeline of copies of weights that
-hardly ever pauses, with one program per SM. In a program a warpgroup sends blocks of the weights
-through a ring, one sends the activations of the same columns through another, and others multiply,
-64 rows each. Weights do not wait for activations: while programs wait for one another, their ring
-fills.
+Like `one_row`, the kernel is one pipeline of copies of weights, with one program per SM. In a
+program one warpgroup sends blocks of the weights through a ring, one sends the activations of the
+same columns through another, and others multiply, 64 rows each. Weights do not wait for
+activations: while programs wait for one another, their ring fills.
 
-The rows are the first operand of wgmma, which has 64 of them, and features the second. Rows can be
-cut in two parts, with half of the programs each, which do not wait for one another. For o, down
-and q/k/v a cluster of programs has a tile of features, and each of its programs a part of the
-columns. They exchange partial sums through shared memory, so each program ends up with sums of its
-own features (`cluster_sums.py`). It makes the residual, the residual times the weight of the norm,
-and sums of squares. The root mean square of a row divides the next product, not its input.
-
-All programs of a part wait for one another three times at counters (`arrivals.py`), so all must be
-on the device at once.
+Rows are the first operand of wgmma, 64 at a time, and features the second. Rows can be divided in
+two parts, with half of the programs each, which do not wait for one another. For o, down and q/k/v
+a cluster of programs has a tile of features, and each of its programs a part of the columns. They
+exchange partial sums (`cluster_sums`), so each program ends up with the sums of its own features.
+It makes the residual, the residual times the weight of the norm, and sums of squares. The root mean
+square of a row divides the next product, not its input. All programs of a part wait for one another
+three times (`grid_barrier`), so all must be on the device at once.
 """
 
 from __future__ import annotations
@@ -33,19 +30,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.decoder.kernels import grid_barrier
 from pallas_paged.decoder.kernels.batch_config import (
-    BLOCK,
-    BLOCKS,
+    BLOCKS_PER_STAGE,
+    COLUMNS_PER_BLOCK,
     GROUP_ROWS,
-    DecoderRowsConfig,
+    DecoderBatchConfig,
     part_groups,
 )
 from pallas_paged.decoder.kernels.batch_refs import (
     COUNTERS,
     SUMS,
-    Inputs,
-    Outputs,
-    Scratch,
+    BatchInputs,
+    BatchOutputs,
+    BatchScratch,
     output_types,
     scratch_types,
 )
@@ -53,32 +51,26 @@ from pallas_paged.decoder.kernels.batch_rms import inverse_rms, sum_squares
 from pallas_paged.decoder.kernels.batch_store import load_rows, store_rows
 from pallas_paged.decoder.kernels.batch_tiles import Product
 from pallas_paged.decoder.kernels.cluster_sums import sum_over_cluster
-from pallas_paged.decoder.kernels.grid_barrier import (
-    arrive,
-    let_copies_see_stores,
-    wait_for_arrivals,
-)
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic_sm90.ring import wgmma_transforms
 
-_LOADS = 10  # of squares that a thread has on their way while it sends
-# Counters, each in a line of its own: the first of those of the parts and 64 rows.
+_LOADS = 10  # loads of squares of a thread that are in flight while it sends
+# Counters of the first part and its first 64 rows, each in its own cache line.
 _MLP_X, _HIDDEN, _OUT_X = (32 * i for i in range(3))
 
 
-def rows_kernel(
-    inputs: Inputs,
-    outputs: Outputs,
-    scratch: Scratch,
+def _rows_kernel(
+    inputs: BatchInputs,
+    outputs: BatchOutputs,
+    scratch: BatchScratch,
     *,
     eps: float,
-    config: DecoderRowsConfig,
+    config: DecoderBatchConfig,
     interpret: bool,
 ) -> None:
     """Run one program: the first warpgroups multiply, one sends weights, one activations."""
     cluster_size, num_programs = config.cluster_size, config.num_programs
     rank = lax.axis_index("rank") if cluster_size > 1 else jnp.int32(0)
-    # Each part of the rows has clusters of its own.
     part = lax.div(lax.axis_index("cluster"), config.num_clusters)
     cluster = lax.rem(lax.axis_index("cluster"), config.num_clusters)
     program = cluster * cluster_size + rank
@@ -96,6 +88,10 @@ def rows_kernel(
     if inputs.qkv is not None:
         products.append(product_of(weight=inputs.qkv, x=outputs.x, tiles=config.qkv))
 
+    wait_for_all = functools.partial(
+        grid_barrier.wait_for_arrivals, count=num_programs, interpret=interpret
+    )
+
     def counter(first):
         return inputs.counters.at[pl.ds(first + 16 * part, 1)]
 
@@ -112,7 +108,7 @@ def rows_kernel(
             plgpu.barrier_wait(scratch.full.at[lax.rem(i, num_stages)])
 
     def send_weights(product, sent, arrived):
-        """Send the weights of a product; return how many stages were sent, and have arrived."""
+        """Send the weights of a product; return the number of stages sent and arrived."""
 
         def send(index, carry):
             sent, arrived = carry
@@ -137,7 +133,7 @@ def rows_kernel(
         at_once = min(count, num_x_stages)
 
         def send(index, _):
-            first = product.first_column + index * BLOCK
+            first = product.first_column + index * COLUMNS_PER_BLOCK
             stage = lax.rem(sent + index, num_x_stages)
 
             # All have used the stages of the product before, or they would not have arrived.
@@ -148,7 +144,9 @@ def rows_kernel(
             for i in range(num_consumers):
                 count = min(num_rows - i * GROUP_ROWS, GROUP_ROWS)
                 plgpu.copy_gmem_to_smem(
-                    product.x.at[pl.ds(rows.start + i * GROUP_ROWS, count), pl.ds(first, BLOCK)],
+                    product.x.at[
+                        pl.ds(rows.start + i * GROUP_ROWS, count), pl.ds(first, COLUMNS_PER_BLOCK)
+                    ],
                     scratch.x.at[stage, i, pl.ds(0, count)],
                     scratch.x_full.at[stage],
                 )
@@ -172,20 +170,20 @@ def rows_kernel(
         return sent + count
 
     def multiply_item(product, used):
-        """Multiply an item; return how many stages of both rings were used, and the products."""
+        """Multiply an item; return the number of stages used of both rings, and the products."""
         accs_of, acc_size = range(product.tiles.num_accs), product.tiles.acc_size
 
         def multiply_step(_, carry):
             used, x_used, *accs = carry
             stages = [lax.rem(used + acc, num_stages) for acc in accs_of]
-            x_stages = [lax.rem(x_used + i, num_x_stages) for i in range(BLOCKS)]
+            x_stages = [lax.rem(x_used + i, num_x_stages) for i in range(BLOCKS_PER_STAGE)]
             terms = []
             for acc, stage in enumerate(stages):
                 plgpu.barrier_wait(scratch.full.at[stage])
                 for block, x_stage in enumerate(x_stages):
                     if acc == 0:
                         plgpu.barrier_wait(scratch.x_full.at[x_stage])
-                    columns = pl.ds(block * BLOCK, BLOCK)
+                    columns = pl.ds(block * COLUMNS_PER_BLOCK, COLUMNS_PER_BLOCK)
                     weights = scratch.weights.at[stage, pl.ds(0, acc_size), columns]
                     x = scratch.x.at[x_stage, group]
                     terms.append((acc, lambda x=x: x, weights.transpose((1, 0))))
@@ -217,10 +215,10 @@ def rows_kernel(
         )
 
     def load_own(product, residual_ref, norm_ref):
-        """Return what is added to a product and what then multiplies it.
+        """Return the residual and the weight of the norm, loaded before the product needs them.
 
-        They are loaded ahead, so nothing waits for them after the product. Another program may have
-        the same features, and stores the next residual when all have arrived at the counter before.
+        Another program may have the same features: it stores the next residual when all have
+        arrived at the counter before.
         """
         own, _ = product.own()
         norm = ops.load(norm_ref.at[own], ops.WGMMA_COL)
@@ -228,7 +226,7 @@ def rows_kernel(
         return residual, norm
 
     def add_product(product, used, loaded):
-        """Add a product to the residual; return it and the next product's input, without scale."""
+        """Add a product to the residual; return it and the next product's unscaled input."""
         residual, norm = loaded
         own, num_own = product.own()
         used, accs = multiply_item(product, used)
@@ -243,11 +241,10 @@ def rows_kernel(
         return used, x, scaled
 
     def sum_own_squares():
-        # Who sent the activations of this product has waited for the squares of all programs.
+        # The sender of this product's activations has waited for the squares of all programs.
         return sum_squares(squares_of(group), scratch.sums.at[group], at_once=num_programs)
 
-    def load_scale():
-        return inverse_rms(scratch.sums.at[group], size=size, eps=eps)
+    load_scale = functools.partial(inverse_rms, scratch.sums.at[group], size=size, eps=eps)
 
     def make_hidden(used):
         used, accs = multiply_item(gate_up, used)
@@ -269,7 +266,7 @@ def rows_kernel(
         return used
 
     def arrive_with(first):
-        arrive(counter(first + group), interpret=interpret)
+        grid_barrier.arrive(counter(first + group), interpret=interpret)
         plgpu.barrier_arrive(scratch.ready)
 
     @pl.when(group < num_consumers)
@@ -285,7 +282,7 @@ def rows_kernel(
         used = jnp.int32(0), jnp.int32(0)
         used, x, _ = add_product(o, used, load_own(o, inputs.residual, inputs.mlp_norm))
         arrive_with(_MLP_X)
-        store(outputs.residual, o.own()[0], x)  # nobody waits for it
+        store(outputs.residual, o.own()[0], x)  # no program waits for it
         used = make_hidden(used)
         loaded = load_own(down, outputs.residual, inputs.out_norm)
         arrive_with(_HIDDEN)
@@ -293,7 +290,7 @@ def rows_kernel(
         arrive_with(_OUT_X)
         store(outputs.residual, down.own()[0], x)
         if inputs.qkv is None:
-            wait_for_arrivals(counter(_OUT_X + group), num_programs, interpret=interpret)
+            wait_for_all(counter(_OUT_X + group))
         else:
             _, accs = multiply_item(products[3], used)
         # This product is short: squares are loaded while its sums go to other programs.
@@ -326,12 +323,11 @@ def rows_kernel(
         for product, first in zip(products[1:], (_MLP_X, _HIDDEN, _OUT_X), strict=False):
             plgpu.barrier_wait(scratch.ready)
             for i in range(num_consumers):
-                wait_for_arrivals(counter(first + i), num_programs, interpret=interpret)
-            let_copies_see_stores(interpret=interpret)
-            # With two consumers activations are used too fast for this, and they do it themselves.
-            with_squares = product is gate_up and num_consumers == 1
-            sent = send_x(product, sent, squares_of(0) if with_squares else None)
-
+                wait_for_all(counter(first + i))
+            grid_barrier.fence_async_copies(interpret=interpret)
+            # Two consumers use activations too fast for this, and sum squares themselves.
+            squares = squares_of(0) if product is gate_up and num_consumers == 1 else None
+            sent = send_x(product, sent, squares)
         if inputs.qkv is None:
             plgpu.barrier_wait(scratch.ready)
 
@@ -349,7 +345,7 @@ def between_attentions(
     out_norm: jax.Array,
     qkv: jax.Array | None,
     eps: float,
-    config: DecoderRowsConfig,
+    config: DecoderBatchConfig,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
     """Return the residual, the next `qkv` or the norm, and the counters of the next call.
@@ -359,14 +355,14 @@ def between_attentions(
     Args:
         attended: bf16 `[R, A]`, with R a multiple of 8 up to 128, or of 16 up to 256.
         residual: bf16 `[R, E]`.
-        counters: of `new_counters`, or what the call before returned.
+        counters: from `new_counters` or from the call before.
         o, gate_up, down, qkv: weights `[E, A]`, `[F, 2, E]`, `[E, F]` and `[N, E]` or None.
         mlp_norm, out_norm: weights `[E]`.
-        eps: of the norms.
-        config: of one program if interpreted.
+        eps: epsilon of the norms.
+        config: the config; of one program if interpreted.
     """
     now, after = map(jax.new_ref, counters)
-    inputs = Inputs(
+    inputs = BatchInputs(
         attended=attended,
         residual=residual,
         o=o,
@@ -381,8 +377,7 @@ def between_attentions(
     outputs = output_types(inputs, config)
     scratch = scratch_types(config, residual.dtype)
     in_clusters: Any = dict(cluster=(config.cluster_size,), cluster_names=("rank",))
-
-    run = functools.partial(rows_kernel, eps=eps, config=config, interpret=interpret)
+    run = functools.partial(_rows_kernel, eps=eps, config=config, interpret=interpret)
 
     def body(inputs, outputs):
         pl.run_scoped(functools.partial(run, inputs, outputs), scratch, collective_axes="wg")
@@ -403,9 +398,3 @@ def between_attentions(
     )(*jax.tree.leaves(inputs))
     outputs = jax.tree.unflatten(jax.tree.structure(outputs), results)
     return outputs.residual, outputs.out, (jax.freeze(after), jax.freeze(now))
-
-
-def new_counters() -> tuple[jax.Array, jax.Array]:
-    """Return two sets of cleared counters, for the first of several calls."""
-    clear = jnp.zeros(COUNTERS, jnp.int32)
-    return clear, clear

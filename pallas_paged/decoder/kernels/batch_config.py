@@ -1,4 +1,4 @@
-"""Configs of the Mosaic kernel between two attentions of several rows.
+"""Config of the Mosaic kernel between two attentions of several rows.
 
 Importing this module does not import Mosaic.
 """
@@ -10,10 +10,10 @@ import dataclasses
 GROUP_ROWS = 64  # of wgmma's first operand
 _MAX_PART = 2 * GROUP_ROWS
 MAX_ROWS = 2 * _MAX_PART
-BLOCK = 64  # columns of a block of activations, and of wgmma's tiles
-BLOCKS = 2  # of columns for each stage of weights: copies of 256 bytes of a row are faster
-COPIES = 2  # of weights for each stage
-GROUP = 8  # features, of which tiles have a number
+COLUMNS_PER_BLOCK = 64  # of activations, as in wgmma's tiles
+BLOCKS_PER_STAGE = 2  # of weights: copies of 256 bytes of a row are faster
+COPIES_PER_STAGE = 2  # of weights
+FEATURE_MULTIPLE = 8  # the features of a tile are a multiple
 # Features of a tile, and of an accumulator, for registers. Those of accumulators are tried in turn.
 _MAX_TILE = 304
 _MAX_ACCS = (160, 80)
@@ -25,13 +25,13 @@ _MAX_STAGES = 16  # Mosaic takes 32 barriers at most
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProductTiles:
-    """How the features of a product are cut into equal tiles, which overlap.
+    """Division of the features of a product into equal tiles, which overlap.
 
     Attributes:
-        num_features: of the weight; pairs of gate and up.
+        num_features: features of the weight; pairs of gate and up.
         tile: features of a tile.
-        count: of the tiles.
-        is_pair: whether these are gate and up of the same features.
+        count: number of tiles.
+        is_pair: whether the weight is gate and up of the same features.
         num_accs: accumulators for a tile, each with stages of its own.
     """
 
@@ -48,20 +48,22 @@ class ProductTiles:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderRowsConfig:
-    """How the kernel runs. Results differ by rounding only.
+class DecoderBatchConfig:
+    """Sizes of tiles, rings and clusters. Results of other configs differ by rounding only.
 
     Attributes:
-        num_parts: equal parts of the rows, which have clusters of their own.
+        num_parts: equal parts of the rows, each with its own clusters.
         num_consumers: warpgroups that multiply, each 64 rows of a part.
-        num_clusters: of a part. All are on the device at once, for programs wait for one another.
+        num_clusters: clusters of a part. All must be on the device at once: programs wait for one
+            another.
         cluster_size: programs of a cluster, which share the columns of a product; a power of 2.
         o, gate_up, down, qkv: tiles of the products.
-        stage_features: rows of a stage of weights, `BLOCKS * BLOCK` columns each.
+        stage_features: rows of a stage of weights, `BLOCKS_PER_STAGE * COLUMNS_PER_BLOCK` columns
+            each.
         num_stages: of weights in shared memory.
         num_x_stages: blocks of activations there.
-        num_in_flight: stages of weights on their way at once, or None: as many of each product as
-            make 80 KB, for its stages may be smaller.
+        num_in_flight: stages of weights in flight at once; None: 80 KB of each product, whose
+            stages may be smaller.
     """
 
     num_parts: int
@@ -88,7 +90,7 @@ class DecoderRowsConfig:
         return self.num_clusters * self.cluster_size
 
 
-def decoder_rows_config(
+def decoder_batch_config(
     *,
     size: int,
     attended_size: int,
@@ -99,17 +101,17 @@ def decoder_rows_config(
     cluster_size: int,
     num_x_stages: int | None = None,
     num_parts: int | None = None,
-) -> DecoderRowsConfig | None:
+) -> DecoderBatchConfig | None:
     """Return the config for weights of these sizes, or None where the kernel can't do them.
 
     Args:
         size, attended_size, hidden_size, out_size: as in `decoder_block_config`.
         num_rows: a multiple of 8 up to 64, and of 16 up to 256.
-        num_clusters: on the device at once. The config has fewer where tiles are as large with
-            fewer, which then read less.
-        cluster_size: as in `DecoderRowsConfig`.
-        num_x_stages: None: as many as sums need, and not less than 5, or 6 with two consumers, or 8
-            for small models.
+        num_clusters: clusters on the device at once. The config has fewer if tiles then have the
+            same size, since they read less.
+        cluster_size: as in `DecoderBatchConfig`.
+        num_x_stages: None: enough for sums, and at least 5, or 6 with two consumers, or 8 for small
+            models.
         num_parts: None: 2 for more than 128 rows, and for more than 64 of small models, for which
             half as many tiles that are twice as wide are faster.
     """
@@ -120,7 +122,10 @@ def decoder_rows_config(
         num_clusters = _fewest_clusters(
             num_clusters, cluster_size, size, hidden_size, out_size or size
         )
-    if any(n % (BLOCKS * BLOCK * cluster_size) for n in (size, attended_size, hidden_size)):
+    if any(
+        n % (BLOCKS_PER_STAGE * COLUMNS_PER_BLOCK * cluster_size)
+        for n in (size, attended_size, hidden_size)
+    ):
         return None
     for max_acc in _MAX_ACCS:
         config = _config(
@@ -150,7 +155,7 @@ def _config(
     num_x_stages: int | None,
     num_parts: int,
     max_acc: int,
-) -> DecoderRowsConfig | None:
+) -> DecoderBatchConfig | None:
     """Return the config for rows and clusters of a part, or None where it does not fit."""
     num_consumers = -(-num_rows // GROUP_ROWS)
     o = down = _product_tiles(size, num_clusters, max_acc)
@@ -163,21 +168,21 @@ def _config(
         return None
     stage_features = max(x.acc_size for x in products)
     # Sums use the activations' part of shared memory, and the last ones that of the weights.
-    most = max(sum_bytes(x, cluster_size) for x in (o, down))
+    most = max(_sum_bytes(x, cluster_size) for x in (o, down))
     needed = 0 if cluster_size == 1 else -(-most // 8192)
     is_small = size <= _SMALL and num_consumers == 1
     num_x_stages = num_x_stages or max(needed, 8 if is_small else 4 + num_consumers)
     if needed > num_x_stages:
         return None
-    stage_bytes = stage_features * BLOCKS * BLOCK * 2
+    stage_bytes = stage_features * BLOCKS_PER_STAGE * COLUMNS_PER_BLOCK * 2
     x_bytes = num_consumers * num_x_stages * 8192
     num_stages = max(min((_RING_BYTES - x_bytes) // stage_bytes, _MAX_STAGES), 2)
     # Measured on an H200, 2026-11-23: more copies of narrow tiles make others up to 1.4% slower.
     fills_flight = size <= _SMALL or num_consumers > 1
-    last_sums = 0 if cluster_size == 1 else num_consumers * sum_bytes(qkv, cluster_size)
+    last_sums = 0 if cluster_size == 1 else num_consumers * _sum_bytes(qkv, cluster_size)
     if last_sums > num_stages * stage_bytes:
         return None
-    return DecoderRowsConfig(
+    return DecoderBatchConfig(
         num_parts=num_parts,
         num_consumers=num_consumers,
         num_clusters=num_clusters,
@@ -194,16 +199,19 @@ def _config(
 
 
 def stages_in_flight(features: int, num_stages: int) -> int:
-    """Return how many stages of so many features are on their way at once."""
-    return max(min(_BYTES_IN_FLIGHT // (features * BLOCKS * BLOCK * 2), num_stages), 1)
+    """Return the number of stages of this size that are in flight at once."""
+    return max(
+        min(_BYTES_IN_FLIGHT // (features * BLOCKS_PER_STAGE * COLUMNS_PER_BLOCK * 2), num_stages),
+        1,
+    )
 
 
 def _fewest_clusters(num_clusters: int, cluster_size: int, size: int, hidden: int, out: int) -> int:
-    """Return the fewest clusters whose tiles are as large as with these."""
+    """Return the smallest cluster count with the same tile size."""
 
     def groups(num_clusters: int) -> list[int]:
         counts = (size, num_clusters), (out, num_clusters), (hidden, num_clusters * cluster_size)
-        return [-(-num_features // (GROUP * count)) for num_features, count in counts]
+        return [-(-num_features // (FEATURE_MULTIPLE * count)) for num_features, count in counts]
 
     step = max(4 // cluster_size, 1)  # sums of squares of 4 programs are added up at a time
     num_clusters -= num_clusters % step
@@ -213,7 +221,7 @@ def _fewest_clusters(num_clusters: int, cluster_size: int, size: int, hidden: in
 
 
 def clusters_at_once(num_sms: int, num_rows: int) -> tuple[int, int]:
-    """Return how many clusters are on a Hopper GPU at once, at least, and the programs of each.
+    """Return the least number of clusters on a Hopper GPU at once, and the programs of each.
 
     Smaller clusters exchange fewer sums, which take long with many rows. Each program has an SM. A
     cluster is within one of 8 processing clusters, whose numbers of SMs are even and differ from
@@ -227,26 +235,26 @@ def clusters_at_once(num_sms: int, num_rows: int) -> tuple[int, int]:
 
 def part_groups(tiles: ProductTiles, cluster_size: int) -> tuple[int, int]:
     """Return the groups of 8 features of a tile, and of the part of each program of a cluster."""
-    groups = tiles.tile // GROUP
+    groups = tiles.tile // FEATURE_MULTIPLE
     return groups, -(-groups // cluster_size)
 
 
-def sum_bytes(tiles: ProductTiles, cluster_size: int) -> int:
-    """Return the shared memory in which a program gets sums of the others for 64 rows in f32."""
-    return part_groups(tiles, cluster_size)[1] * cluster_size * GROUP * GROUP_ROWS * 4
+def _sum_bytes(tiles: ProductTiles, cluster_size: int) -> int:
+    """Return the bytes of the receive buffer per 64 rows."""
+    return part_groups(tiles, cluster_size)[1] * cluster_size * FEATURE_MULTIPLE * GROUP_ROWS * 4
 
 
 def _product_tiles(
     num_features: int, count: int, max_acc: int, *, is_pair: bool = False
 ) -> ProductTiles | None:
     """Return equal tiles of the features."""
-    tile = -(-num_features // (GROUP * count)) * GROUP
+    tile = -(-num_features // (FEATURE_MULTIPLE * count)) * FEATURE_MULTIPLE
     num_accs = 2 if count > 1 and tile * (2 if is_pair else 1) > max_acc else 1
     if not is_pair and num_accs == 2:
-        tile = -(-tile // (2 * GROUP)) * 2 * GROUP
+        tile = -(-tile // (2 * FEATURE_MULTIPLE)) * 2 * FEATURE_MULTIPLE
     if not is_pair or num_accs == 2:
-        tile = max(tile, 2 * GROUP)  # a stage comes as two copies
-    if num_features % GROUP or tile > num_features:
+        tile = max(tile, 2 * FEATURE_MULTIPLE)  # a stage comes as two copies
+    if num_features % FEATURE_MULTIPLE or tile > num_features:
         return None
     return ProductTiles(
         num_features=num_features, tile=tile, count=count, is_pair=is_pair, num_accs=num_accs

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.checks import pytree
 from pallas_paged.decoder.kernels.batch_config import (
-    BLOCK,
-    BLOCKS,
-    COPIES,
+    BLOCKS_PER_STAGE,
+    COLUMNS_PER_BLOCK,
+    COPIES_PER_STAGE,
     GROUP_ROWS,
-    DecoderRowsConfig,
+    DecoderBatchConfig,
 )
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.mosaic_sm90.ring import wgmma_transforms
 
-COUNTERS = 128  # 4, each in a line of its own
+COUNTERS = 128  # elements: 4 counters, each in its own cache line
 SUMS = 4 * GROUP_ROWS  # of squares, in shared memory
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Inputs:
+@pytree
+class BatchInputs:
     """Arrays or refs to device memory."""
 
     attended: Any  # [R, A]
@@ -40,10 +39,9 @@ class Inputs:
     next_counters: Any  # of the next call, to be cleared
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Outputs:
-    """Refs to device memory, or their types. All but the first two are only for the kernel."""
+@pytree
+class BatchOutputs:
+    """Refs to device memory, or their types. The kernel alone uses all but the first two."""
 
     residual: Any  # [R, E]
     out: Any  # [R, N], or the norm [R, E]
@@ -52,13 +50,12 @@ class Outputs:
     squares: Any  # f32[num_parts * num_consumers * num_programs * 64], sums of each row
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Scratch:
+@pytree
+class BatchScratch:
     """Refs in shared memory, or their types."""
 
-    weights: Any  # [num_stages, stage_features, BLOCKS * BLOCK]
-    x: Any  # [num_x_stages, num_consumers, 64, BLOCK]
+    weights: Any  # [num_stages, stage_features, BLOCKS_PER_STAGE * COLUMNS_PER_BLOCK]
+    x: Any  # [num_x_stages, num_consumers, 64, COLUMNS_PER_BLOCK]
     sums: Any  # f32[num_consumers, SUMS]
     full: Any  # barriers [num_stages], complete when all copies have arrived
     free: Any  # barriers [num_stages], complete when they were used
@@ -70,12 +67,12 @@ class Scratch:
     sent: Any
 
 
-def output_types(inputs: Inputs, config: DecoderRowsConfig) -> Outputs:
+def output_types(inputs: BatchInputs, config: DecoderBatchConfig) -> BatchOutputs:
     """Return the types of the results, in device memory."""
     (num_rows, size), dtype = inputs.residual.shape, inputs.residual.dtype
     num_sums = config.num_parts * config.num_consumers * config.num_programs
     out_size = size if inputs.qkv is None else inputs.qkv.shape[0]
-    return Outputs(
+    return BatchOutputs(
         residual=result_shape((num_rows, size), dtype),
         out=result_shape((num_rows, out_size), dtype),
         x=result_shape((num_rows, size), dtype),
@@ -84,7 +81,7 @@ def output_types(inputs: Inputs, config: DecoderRowsConfig) -> Outputs:
     )
 
 
-def scratch_types(config: DecoderRowsConfig, dtype: Any) -> Scratch:
+def scratch_types(config: DecoderBatchConfig, dtype: Any) -> BatchScratch:
     """Return the types of the refs in shared memory."""
     transforms = wgmma_transforms(dtype)
     num_stages, num_x_stages = config.num_stages, config.num_x_stages
@@ -93,13 +90,17 @@ def scratch_types(config: DecoderRowsConfig, dtype: Any) -> Scratch:
     in_cluster: Any = plgpu.Barrier()
     if config.cluster_size > 1:
         in_cluster = plgpu.ClusterBarrier(collective_axes=("rank",), num_arrivals=consumers)
-    return Scratch(
+    return BatchScratch(
         weights=plgpu.SMEM(
-            (num_stages, config.stage_features, BLOCKS * BLOCK), dtype, transforms=transforms
+            (num_stages, config.stage_features, BLOCKS_PER_STAGE * COLUMNS_PER_BLOCK),
+            dtype,
+            transforms=transforms,
         ),
-        x=plgpu.SMEM((num_x_stages, consumers, GROUP_ROWS, BLOCK), dtype, transforms=transforms),
+        x=plgpu.SMEM(
+            (num_x_stages, consumers, GROUP_ROWS, COLUMNS_PER_BLOCK), dtype, transforms=transforms
+        ),
         sums=plgpu.SMEM((consumers, SUMS), jnp.float32),
-        full=plgpu.Barrier(num_arrivals=COPIES, num_barriers=num_stages),
+        full=plgpu.Barrier(num_arrivals=COPIES_PER_STAGE, num_barriers=num_stages),
         free=plgpu.Barrier(num_arrivals=consumers, num_barriers=num_stages),
         x_full=x_barrier,
         x_free=x_barrier,
@@ -108,3 +109,9 @@ def scratch_types(config: DecoderRowsConfig, dtype: Any) -> Scratch:
         may_send=in_cluster,
         sent=in_cluster,
     )
+
+
+def new_counters() -> tuple[jax.Array, jax.Array]:
+    """Return two sets of cleared counters, for the first of several calls."""
+    clear = jnp.zeros(COUNTERS, jnp.int32)
+    return clear, clear

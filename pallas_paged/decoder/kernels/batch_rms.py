@@ -1,4 +1,4 @@
-"""The root mean squares of rows, from sums of all programs."""
+"""Root mean squares of rows, from sums of squares of all programs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pallas_paged.kernels.mosaic import ops
 def sum_squares(squares: Any, sums: Any, *, at_once: int) -> Iterator[None]:
     """Add up the sums of all programs into 4 for each of 64 rows, in shared memory.
 
-    This is a generator: whenever it yields, loads are on their way, which it then waits for.
+    This is a generator: whenever it yields, loads are in flight.
 
     Args:
         squares: ref f32 `[n]` to device memory, 64 sums of each program.
@@ -47,7 +47,7 @@ def sum_squares(squares: Any, sums: Any, *, at_once: int) -> Iterator[None]:
 
 
 def inverse_rms(sums: Any, *, size: int, eps: float) -> jax.Array:
-    """Return f32 `[64]`, what a norm multiplies 64 rows with, one value per row of wgmma.
+    """Return the inverse root mean squares f32`[64]` of 64 rows, one value per row of wgmma.
 
     Args:
         sums: ref f32 `[SUMS]` to shared memory, of `sum_squares`.

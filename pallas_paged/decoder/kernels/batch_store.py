@@ -1,4 +1,4 @@
-"""Stores and loads of 64 rows in device memory, of which some may not exist."""
+"""Masked loads and stores of tiles of 64 rows in device memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pallas_paged.kernels.mosaic import ops
 
 
 def store_rows(where: Any, values: jax.Array, *, group: Any, interpret: bool) -> None:
-    """Store those of 64 rows of a product that exist.
+    """Store a tile of 64 rows of a product, without rows past the end.
 
     Args:
         where: ref `[R, n]` to device memory.
         values: `[64, n]`, laid out as wgmma does; f32 or 16-bit elements.
-        group: i32, which 64 rows these are.
+        group: i32, index of the tile.
     """
     num_rows = where.shape[0]
     if interpret:
@@ -82,9 +82,9 @@ def store_rows(where: Any, values: jax.Array, *, group: Any, interpret: bool) ->
 
 
 def load_rows(where: Any, *, group: Any, interpret: bool) -> jax.Array:
-    """Return 16-bit `[64, n]` as wgmma has results, from a ref `[R, n]` to device memory.
+    """Return the tile of 64 rows with index `group` of a ref `[R, n]` to device memory.
 
-    These are the 64 rows `group`; those from R on may be anything.
+    It is 16-bit `[64, n]` in the layout of wgmma's results; rows from R on may hold anything.
     """
     num_rows, num_columns = where.shape
     if interpret:

@@ -1,4 +1,4 @@
-"""Which blocks of a weight and of activations a program of the kernel of several rows has."""
+"""A program's blocks of weights and activations in the kernel of several rows."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_paged.decoder.kernels.batch_config import (
-    BLOCK,
-    BLOCKS,
-    COPIES,
-    GROUP,
-    DecoderRowsConfig,
+    BLOCKS_PER_STAGE,
+    COLUMNS_PER_BLOCK,
+    COPIES_PER_STAGE,
+    FEATURE_MULTIPLE,
+    DecoderBatchConfig,
     ProductTiles,
     part_groups,
     stages_in_flight,
@@ -26,7 +26,7 @@ from pallas_paged.decoder.kernels.batch_config import (
 class Product:
     """A program's part of a product.
 
-    Gate and up are cut by features only. Of other weights a cluster has a tile of features, and
+    Gate and up are divided by features only. Of other weights a cluster has a tile of features, and
     each of its programs a part of the columns; then each has the sums of a part of the features.
     Tiles and parts are equally large, so they may overlap.
     """
@@ -36,7 +36,7 @@ class Product:
     tiles: ProductTiles
     cluster: Any
     rank: Any  # in the cluster
-    config: DecoderRowsConfig
+    config: DecoderBatchConfig
 
     @property
     def is_pair(self) -> bool:
@@ -54,7 +54,7 @@ class Product:
     @property
     def num_blocks(self) -> int:
         """Blocks of activations."""
-        return self.num_columns // BLOCK
+        return self.num_columns // COLUMNS_PER_BLOCK
 
     @property
     def num_stages(self) -> int:
@@ -63,12 +63,12 @@ class Product:
 
     @property
     def num_steps(self) -> int:
-        """How often there is a stage for each accumulator."""
-        return self.num_blocks // BLOCKS
+        """Number of stages for each accumulator."""
+        return self.num_blocks // BLOCKS_PER_STAGE
 
     @property
     def num_in_flight(self) -> int:
-        """Stages of weights on their way at once."""
+        """Stages of weights in flight at once."""
         config = self.config
         if config.num_in_flight is not None:
             return config.num_in_flight
@@ -77,8 +77,10 @@ class Product:
     def _start(self, index: Any) -> Any:
         """Return the first feature of a tile, or of the one behind the last all features."""
         tiles = self.tiles
-        groups = tiles.num_features // GROUP
-        return _spread(index, tiles.count, groups, tiles.tile // GROUP) * GROUP
+        groups = tiles.num_features // FEATURE_MULTIPLE
+        return (
+            _spread(index, tiles.count, groups, tiles.tile // FEATURE_MULTIPLE) * FEATURE_MULTIPLE
+        )
 
     @property
     def feature(self) -> Any:
@@ -88,22 +90,27 @@ class Product:
         return self._start(self.cluster)
 
     def own(self) -> tuple[Any, Any]:
-        """Return the features whose sums this program has, and how many no other one has too."""
+        """Return the features whose sums this program has, and the number no other program has."""
         groups, width = part_groups(self.tiles, self.config.cluster_size)
         first, after = (
-            _spread(self.rank + i, self.config.cluster_size, groups, width) * GROUP
+            _spread(self.rank + i, self.config.cluster_size, groups, width) * FEATURE_MULTIPLE
             for i in range(2)
         )
         of_tile = self._start(self.cluster + 1) - self.feature
-        return pl.ds(self.feature + first, width * GROUP), jnp.minimum(after, of_tile) - first
+        return pl.ds(self.feature + first, width * FEATURE_MULTIPLE), jnp.minimum(
+            after, of_tile
+        ) - first
 
     def copies(self, stage: Any) -> Iterator[tuple[Any, Any]]:
-        """Yield the rows of a ring's stage and the refs to be copied there, `COPIES` in all."""
+        """Yield rows of a ring's stage and the ref to copy there, `COPIES_PER_STAGE` times."""
         tiles, size = self.tiles, self.tiles.acc_size
         step, acc = lax.div(stage, tiles.num_accs), lax.rem(stage, tiles.num_accs)
-        columns = pl.ds(self.first_column + step * (BLOCKS * BLOCK), BLOCKS * BLOCK)
+        columns = pl.ds(
+            self.first_column + step * (BLOCKS_PER_STAGE * COLUMNS_PER_BLOCK),
+            BLOCKS_PER_STAGE * COLUMNS_PER_BLOCK,
+        )
         if self.is_pair and tiles.num_accs == 1:
-            for i in range(COPIES):
+            for i in range(COPIES_PER_STAGE):
                 to = pl.ds(i * tiles.tile, tiles.tile)
                 yield to, self.weight.at[pl.ds(self.feature, tiles.tile), i, columns]
             return
@@ -112,7 +119,7 @@ class Product:
             weight = weight.at[:, acc]
         else:
             feature = feature + acc * size
-        half = pl.cdiv(size, COPIES * GROUP) * GROUP
+        half = pl.cdiv(size, COPIES_PER_STAGE * FEATURE_MULTIPLE) * FEATURE_MULTIPLE
         for first in range(0, size, half):
             rows = min(half, size - first)
             yield pl.ds(first, rows), weight.at[pl.ds(feature + first, rows), columns]

@@ -1,8 +1,8 @@
-"""Sums over the programs of a cluster, through the shared memory of one another.
+"""Sums over the programs of a cluster, through distributed shared memory.
 
 Each program of a cluster has a product of the same features over its part of the columns. It sends
-one part of the features to each of the others. They add what they get in the order of the
-programs, so results have the same bits each time.
+one part of the features to each of the others. Parts are added in the order of the programs, so
+results have the same bits each time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pallas_paged.kernels.mosaic import ops
 _BLOCK_BYTES = 2048  # of 8 features: 16 bytes of each thread
 
 
-def meet_cluster(barrier: Any) -> None:
+def _meet_cluster(barrier: Any) -> None:
     """Wait for the other programs of the cluster."""
 
     @plgpu.inline_mgpu()
@@ -50,16 +50,16 @@ def sum_over_cluster(
 
     Args:
         may_send, sent: barriers of the cluster.
-        accs, buffer, transforms, part, cluster_size, num_rows, group: as in `send_parts`.
+        accs, buffer, transforms, part, cluster_size, num_rows, group: as in `_send_parts`.
     """
     how: Any = dict(part=part, cluster_size=cluster_size, group=group)
-    meet_cluster(may_send)
-    send_parts(accs, buffer, transforms, num_rows=num_rows, **how)
-    meet_cluster(sent)
-    return receive_sum(buffer, transforms, **how)
+    _meet_cluster(may_send)
+    _send_parts(accs, buffer, transforms, num_rows=num_rows, **how)
+    _meet_cluster(sent)
+    return _receive_sum(buffer, transforms, **how)
 
 
-def send_parts(
+def _send_parts(
     accs: Sequence[jax.Array],
     buffer: Any,
     transforms: Any,
@@ -72,9 +72,10 @@ def send_parts(
     """Store each program's part of the features in its shared memory.
 
     Args:
-        accs: f32 `[64, n]` as wgmma has them, whose features are one after another.
+        accs: f32 `[64, n]` in the layout of wgmma, with consecutive features.
         buffer: ref to shared memory with these transforms, the same in all programs.
-        part: how many times 8 features each program gets. Parts are spread over those of `accs`.
+        part: features that each program gets, in units of 8. Parts are spread over the
+            features of `accs`.
         cluster_size: a power of 2.
         num_rows: rows that there are.
         group: i32, which 64 of the rows these are.
@@ -122,10 +123,10 @@ def send_parts(
     send(list(accs), buffer, group)
 
 
-def receive_sum(
+def _receive_sum(
     buffer: Any, transforms: Any, *, part: int, cluster_size: int, group: Any
 ) -> jax.Array:
-    """Return f32 `[64, 8 * part]`, the sum of what the programs have sent to this one."""
+    """Return f32 `[64, 8 * part]`, the sum of the parts that programs sent to this one."""
     num_features = 8 * part
 
     @plgpu.inline_mgpu(

@@ -1,7 +1,7 @@
-"""Counters in device memory, by which the programs of a kernel wait for one another.
+"""A barrier of all programs of a kernel, by counters in device memory.
 
-What a program has stored before it arrives can be read by those that waited for it, by loads and by
-copies of the tensor memory accelerator.
+Programs that have waited see all stores from before an arrival, by loads and by copies of the
+tensor memory accelerator.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def arrive(counter: Any, *, interpret: bool) -> None:
 
 
 def wait_for_arrivals(counter: Any, count: int, *, interpret: bool) -> None:
-    """Wait until a counter i32[1] is `count`; a whole warpgroup calls this."""
+    """Wait until a counter i32[1] is `count`; all threads of a warpgroup call this."""
     if interpret:
         return
 
@@ -56,13 +56,13 @@ def wait_for_arrivals(counter: Any, count: int, *, interpret: bool) -> None:
                 has_side_effects=True,
             )
         utils.warpgroup_barrier()
-        see_copies(utils)
+        _fence(utils)
 
     wait(counter)
 
 
-def let_copies_see_stores(*, interpret: bool) -> None:
-    """Order copies that this warpgroup starts after the stores that it knows of."""
+def fence_async_copies(*, interpret: bool) -> None:
+    """Fence the async proxy: later TMA copies of this warpgroup see earlier stores."""
     if interpret:
         return
 
@@ -70,10 +70,10 @@ def let_copies_see_stores(*, interpret: bool) -> None:
     def fence(_):
         from jax.experimental.mosaic.gpu import utils
 
-        see_copies(utils)
+        _fence(utils)
 
     fence()
 
 
-def see_copies(utils: Any) -> None:
+def _fence(utils: Any) -> None:
     utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)

@@ -6,17 +6,17 @@
     residual += hidden down^T
     out = norm(residual) qkv^T
 
-It takes as long as the weights take to be read, so the kernel is one pipeline of copies that hardly
-ever pauses. A program is two warpgroups, and there is one program per SM. The producer sends its
-blocks of all four weights through a ring in shared memory, one after the other. It does not wait
-for activations, which no weight depends on: while programs wait for one another, the ring fills.
+It takes as long as the weights take to be read, so the kernel is one pipeline of copies that is
+hardly ever empty. A program is two warpgroups, and there is one program per SM. The producer sends
+its blocks of all four weights through a ring in shared memory, one after the other. It does not
+wait for activations: while programs wait for one another, the ring fills.
 
 The consumer multiplies. A program has tiles of 64 features. Weights with few such tiles are split
-along K, too. Results go to a board in device memory (`board.py`): partial sums in f32, which each
-program adds up in the same order, so that results have the same bits each time.
+along K, too. Results go to a mailbox in device memory: partial sums in f32, which each program adds
+up in the same order, so that results have the same bits each time.
 
 Two blocks of 32 KB per SM are on their way at once, no more: that is enough for the full rate of
-the memory, and what is posted and loaded would have to queue behind more.
+the memory, and published results would have to queue behind more.
 
 The programs wait for one another, so all must be on the device at once. They are: there are no more
 of them than SMs, each SM has room for one, and the programs of kernels before end without them.
@@ -24,7 +24,6 @@ of them than SMs, each SM has room for one, and the programs of kernels before e
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -34,10 +33,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.decoder.kernels.one_row_board import BLANK, post, wait_for_posts
+from pallas_paged.checks import pytree
+from pallas_paged.decoder.kernels.one_row_mailbox import EMPTY, publish, wait_for_mail
 from pallas_paged.decoder.kernels.one_row_merge import merge_row
-from pallas_paged.decoder.kernels.one_row_product import multiply_by_row
-from pallas_paged.decoder.kernels.one_row_weights import HALF, Product
+from pallas_paged.decoder.kernels.one_row_product import HALF, Product, multiply_by_row
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.mosaic import ops
@@ -45,13 +44,12 @@ from pallas_paged.kernels.mosaic_sm90.config import LINEAR_TILE as TILE
 from pallas_paged.kernels.mosaic_sm90.config import DecoderBlockConfig
 from pallas_paged.kernels.mosaic_sm90.ring import wgmma_transforms
 
-_CLEARED = 256  # elements of a board that a program clears at once
+_CLEARED = 256  # elements of a mailbox that a program clears at once
 _PADDING = 64  # elements that are read behind a row
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Inputs:
+@pytree
+class OneRowInputs:
     """Arrays or refs to device memory."""
 
     attended: Any  # [1, A], or `DecodeStates` of one row
@@ -62,22 +60,20 @@ class Inputs:
     down: Any  # [E, F]
     out_norm: Any  # [E]
     qkv: Any  # [N, E], or None: out is the norm
-    board: Any  # i32[W], where programs find what others have computed: a ref
-    next_board: Any  # the board of the next call, to be cleared
+    mailbox: Any  # i32[W], a ref: results of other programs
+    next_mailbox: Any  # the mailbox of the next call, to be cleared
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Outputs:
+@pytree
+class OneRowOutputs:
     """Refs to device memory, or their types."""
 
     residual: Any  # [1, E]
     out: Any  # [1, N], or the norm [1, E]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Scratch:
+@pytree
+class OneRowScratch:
     """Refs in shared memory, or their types."""
 
     weights: Any  # [num_stages, 2 * TILE, HALF], one half below the other
@@ -87,10 +83,10 @@ class Scratch:
     free: Any  # barriers [num_stages], complete when they were used
 
 
-def block_kernel(
-    inputs: Inputs,
-    outputs: Outputs,
-    scratch: Scratch,
+def _block_kernel(
+    inputs: OneRowInputs,
+    outputs: OneRowOutputs,
+    scratch: OneRowScratch,
     *,
     eps: float,
     config: DecoderBlockConfig,
@@ -176,18 +172,18 @@ def block_kernel(
     down_start = o_start + config.o_splits * size
     attended_start = down_start + config.down_splits * size
 
-    def post_part(start, features, split, sums):
-        post(inputs.board, start + split * size + features.start, sums[0], interpret=interpret)
+    def publish_part(start, features, split, sums):
+        publish(inputs.mailbox, start + split * size + features.start, sums[0], interpret=interpret)
 
-    def post_hidden(features, split, sums):
+    def publish_hidden(features, split, sums):
         # Rounded as separate products are.
         gate, up = (x.astype(dtype).astype(jnp.float32) for x in sums)
         hidden = (gate * (1.0 / (1.0 + jnp.exp(-gate))) * up).astype(dtype).astype(jnp.float32)
-        post(inputs.board, features.start, hidden, interpret=interpret)
+        publish(inputs.mailbox, features.start, hidden, interpret=interpret)
 
     def wait_for_row(first, columns):
-        (row,) = wait_for_posts(
-            inputs.board,
+        (row,) = wait_for_mail(
+            inputs.mailbox,
             [first + columns.start],
             strided(columns.size),
             columns.size,
@@ -207,7 +203,7 @@ def block_kernel(
     def add_and_norm(residual, start, num_splits, weight):
         """Add a product to the residual and norm it; return both, in shared memory too."""
         starts = [start + split * size for split in range(num_splits)]
-        total, *parts = wait_for_posts(inputs.board, starts, vector, size, interpret=interpret)
+        total, *parts = wait_for_mail(inputs.mailbox, starts, vector, size, interpret=interpret)
         for part in parts:
             total = total + part
         x = (residual.astype(jnp.float32) + total.astype(dtype).astype(jnp.float32)).astype(dtype)
@@ -218,14 +214,14 @@ def block_kernel(
         set_x(normed)
         return x, normed
 
-    def clear(board):
-        """Clear a part of a board, of which each program has another one."""
+    def clear(mailbox):
+        """Clear this program's part of a mailbox."""
 
-        @pl.loop(0, (board.shape[0] // _CLEARED - 1 - program) // config.num_programs + 1)
+        @pl.loop(0, (mailbox.shape[0] // _CLEARED - 1 - program) // config.num_programs + 1)
         def _clear(i):
             start = (program + i * config.num_programs) * _CLEARED
-            blank = ops.full((_CLEARED,), BLANK, strided(_CLEARED), jnp.int32)
-            ops.store(board.at[pl.ds(start, _CLEARED)], blank)
+            empty = ops.full((_CLEARED,), EMPTY, strided(_CLEARED), jnp.int32)
+            ops.store(mailbox.at[pl.ds(start, _CLEARED)], empty)
 
     @pl.when(lax.axis_index("wg") == 0)
     def _multiply():
@@ -234,8 +230,8 @@ def block_kernel(
                 inputs.attended,
                 program=program,
                 num_programs=config.num_programs,
-                post=lambda start, values: post(
-                    inputs.board,
+                publish=lambda start, values: publish(
+                    inputs.mailbox,
                     attended_start + start,
                     values.astype(dtype).astype(jnp.float32),
                     interpret=interpret,
@@ -244,17 +240,17 @@ def block_kernel(
             )
         else:
             ops.wait_for_previous_kernel(interpret=interpret)
-        clear(inputs.next_board)
-        used = multiply(o, 0, load_x=load_attended, store=functools.partial(post_part, o_start))
-        # Loaded ahead: then nothing waits for them after the posts.
+        clear(inputs.next_mailbox)
+        used = multiply(o, 0, load_x=load_attended, store=functools.partial(publish_part, o_start))
+        # Loaded before the results of other programs: then nothing waits for them after these.
         residual, norm = ops.load(inputs.residual.at[0], vector), ops.load(inputs.mlp_norm, vector)
         add_and_norm(residual, o_start, config.o_splits, norm)
-        used = multiply(gate_up, used, load_x=lambda columns: None, store=post_hidden)
+        used = multiply(gate_up, used, load_x=lambda columns: None, store=publish_hidden)
         used = multiply(
             down,
             used,
             load_x=functools.partial(wait_for_row, 0),
-            store=functools.partial(post_part, down_start),
+            store=functools.partial(publish_part, down_start),
         )
         residual = plgpu.load(scratch.residual, layout=vector)
         norm = ops.load(inputs.out_norm, vector)
@@ -287,7 +283,7 @@ def block_kernel(
 def between_attentions(
     attended: jax.Array | DecodeStates,
     residual: jax.Array,
-    boards: tuple[jax.Array, jax.Array],
+    mailboxes: tuple[jax.Array, jax.Array],
     *,
     o: jax.Array,
     mlp_norm: jax.Array,
@@ -299,20 +295,20 @@ def between_attentions(
     config: DecoderBlockConfig,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
-    """Return the residual, the next `qkv` or the norm, and the boards of the next call.
+    """Return the residual, the next `qkv` or the norm, and the mailboxes of the next call.
 
     Args:
-        attended: `[1, A]` of 16-bit elements, or the states of one row, which are united here.
+        attended: `[1, A]` of 16-bit elements, or the states of one row, which are merged here.
         residual: `[1, E]`.
-        boards: of `new_boards`, or what the call before returned.
+        mailboxes: from `new_mailboxes` or from the call before.
         o, gate_up, down, qkv: weights `[E, A]`, `[F, 2, E]`, `[E, F]` and `[N, E]` or None.
         mlp_norm, out_norm: weights `[E]`.
-        eps: of the norms.
-        config: of one program if interpreted.
+        eps: epsilon of the norms.
+        config: the config; of one program if interpreted.
     """
     (size, dtype), hidden_size = (residual.shape[1], residual.dtype), gate_up.shape[0]
-    board, next_board = map(jax.new_ref, boards)
-    inputs = Inputs(
+    mailbox, next_mailbox = map(jax.new_ref, mailboxes)
+    inputs = OneRowInputs(
         attended=attended,
         residual=residual,
         o=o,
@@ -321,15 +317,15 @@ def between_attentions(
         down=down,
         out_norm=out_norm,
         qkv=qkv,
-        board=board,
-        next_board=next_board,
+        mailbox=mailbox,
+        next_mailbox=next_mailbox,
     )
-    outputs = Outputs(
+    outputs = OneRowOutputs(
         residual=result_shape((1, size), dtype),
         out=result_shape((1, size if qkv is None else qkv.shape[0]), dtype),
     )
     columns = max(size, o.shape[1] // config.o_splits, hidden_size // config.down_splits)
-    scratch = Scratch(
+    scratch = OneRowScratch(
         weights=plgpu.SMEM(
             (config.num_stages, 2 * TILE, HALF), dtype, transforms=wgmma_transforms(dtype)
         ),
@@ -341,7 +337,7 @@ def between_attentions(
 
     def body(inputs, outputs):
         def run(scratch):
-            block_kernel(
+            _block_kernel(
                 inputs,
                 outputs,
                 scratch,
@@ -363,16 +359,16 @@ def between_attentions(
         interpret=ops.interpreter(interpret),
     )(*jax.tree.leaves(inputs))
     outputs = jax.tree.unflatten(jax.tree.structure(outputs), results)
-    return outputs.residual, outputs.out, (jax.freeze(next_board), jax.freeze(board))
+    return outputs.residual, outputs.out, (jax.freeze(next_mailbox), jax.freeze(mailbox))
 
 
-def new_boards(
+def new_mailboxes(
     config: DecoderBlockConfig, *, size: int, attended_size: int, hidden_size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return two cleared boards, for the first of several calls with weights of these sizes."""
+    """Return two cleared mailboxes, for the first of several calls with weights of these sizes."""
     num_elements = hidden_size + (config.o_splits + config.down_splits) * size + attended_size
-    blank = jnp.full(num_elements, BLANK, jnp.int32)
-    return blank, blank
+    empty = jnp.full(num_elements, EMPTY, jnp.int32)
+    return empty, empty
 
 
 def _vec_size(size: int) -> int:

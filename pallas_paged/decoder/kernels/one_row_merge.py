@@ -1,4 +1,4 @@
-"""The merge of the states of one row, divided among the programs of the kernel that needs it."""
+"""Merge of the attention states of one row, divided among the programs of the one-row kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from jax.experimental import pallas as pl
 
 from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.mosaic import ops
-from pallas_paged.kernels.mosaic.decode_merge import block_sizes, finish, merge_partials
+from pallas_paged.kernels.mosaic.decode_merge import block_sizes, merge_partials
+from pallas_paged.kernels.mosaic.softmax_state import finish
 from pallas_paged.kernels.mosaic_sm90.config import LINEAR_TILE as PIECE
 
 
@@ -21,15 +22,15 @@ def merge_row(
     *,
     program: Any,
     num_programs: int,
-    post: Callable[[Any, jax.Array], None],
+    publish: Callable[[Any, jax.Array], None],
     interpret: bool,
 ) -> None:
-    """Wait for the states of attention and unite those of this program's part of the row.
+    """Wait for the states of attention and merge this program's part of the row.
 
-    A piece of 64 elements, of one head, is as many as the rows of wgmma, which hold them.
+    A piece is 64 elements of one head, one for each row of wgmma.
 
     Args:
-        post: takes the first element of a piece of `[Hq * D]`, and its values f32`[64]`.
+        publish: function of the first element of a piece of `[Hq * D]` and its values f32`[64]`.
     """
     plan, head_dim = states.plan, states.head_dim
     # Known before the states are: the kernel that makes them reads it, too.
@@ -48,4 +49,4 @@ def merge_row(
         places = [states.place_of(head)]
         (state,) = merge_partials(states, first, count, places, block_s, elements, ops.WGMMA_ROW)
         sink = None if states.sinks is None else states.sinks[head]
-        post(start, finish(state, sink)[0])
+        publish(start, finish(state, sink)[0])

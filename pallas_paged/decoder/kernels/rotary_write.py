@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.triton.pages import row_index, slot_axes, with_slots
-from pallas_paged.kernels.triton.specs import whole
+from pallas_paged.kernels.triton.specs import full_specs
 from pallas_paged.kernels.write_arrays import WriteArrays
 from pallas_paged.pages.layout import K, V
 from pallas_paged.pages.quantization import quantize, scales_of
@@ -27,7 +27,7 @@ _NUM_WARPS = 1
 _PAGES = ("k_pages", "v_pages")
 
 
-def rotate_and_write_kernel(
+def _rotate_and_write_kernel(
     qkv_ref,  # [T, Hkv * (G + 2), D]
     slots_ref,  # i32[T]
     _,  # the pages, to write
@@ -104,7 +104,7 @@ def rotate_and_write_kernel(
 
     def store(ref, place, values, is_stored):
         """Store the parts of heads; in their place None stands for the columns."""
-        # Rows that are not stored are out of range, or an interpreter would write what was there
+        # Rows that are not stored are out of range, or an interpreter would write old values
         # before over the row that is.
         for (columns, _), mask, one in zip(parts, masks, values, strict=True):
             at = tuple(columns[None, :] if x is None else x for x in place)
@@ -144,7 +144,7 @@ def rotate_and_write_kernel(
 
 
 def rotate_and_write(arrays: WriteArrays, *, eps: float, interpret: bool) -> tuple[jax.Array, ...]:
-    """Return q `[T, Hkv, G, D]`, and what is written, in place: see `WriteArrays.written`."""
+    """Return q `[T, Hkv, G, D]` and the arrays of `WriteArrays.written`, written in place."""
     num_tokens, num_kv_heads, kinds, head_dim = arrays.qkv.shape
     qkv = arrays.qkv.reshape(num_tokens, -1, head_dim)
     layout, pool = arrays.layout, arrays.written
@@ -163,7 +163,7 @@ def rotate_and_write(arrays: WriteArrays, *, eps: float, interpret: bool) -> tup
     out_shape = (q, *jax.tree.map(lambda x: result_shape(x.shape, x.dtype), written))
     q, *written = pl.pallas_call(
         functools.partial(
-            rotate_and_write_kernel,
+            _rotate_and_write_kernel,
             axes=(slot_axes(layout.axes), slot_axes(layout.scale_axes)),
             page_size=page_size,
             num_slots=num_pages * page_size,
@@ -172,8 +172,8 @@ def rotate_and_write(arrays: WriteArrays, *, eps: float, interpret: bool) -> tup
             interpret=interpret,
         ),
         grid=(pl.cdiv(num_tokens, block_tokens) * num_kv_heads * num_parts,),
-        in_specs=whole(inputs),
-        out_specs=whole(out_shape),
+        in_specs=full_specs(inputs),
+        out_specs=full_specs(out_shape),
         out_shape=out_shape,
         input_output_aliases={2 + i: 1 + i for i in range(len(pool))},
         compiler_params=plgpu.CompilerParams(num_warps=_NUM_WARPS, num_stages=1),
@@ -186,7 +186,7 @@ def rotate_and_write(arrays: WriteArrays, *, eps: float, interpret: bool) -> tup
 
 
 def _scale(x: list[jax.Array], element: Any) -> jax.Array:
-    """Return the scale of each row of `x`, whose columns are in parts."""
+    """Return the scale of each row of `x`, a list of column parts."""
     # As integers: Triton finds the largest float, even beside a NaN.
     bits = (lax.bitcast_convert_type(jnp.abs(one.astype(jnp.float32)), jnp.int32) for one in x)
     largest = functools.reduce(jnp.maximum, (jnp.max(one, axis=1) for one in bits))
@@ -194,13 +194,13 @@ def _scale(x: list[jax.Array], element: Any) -> jax.Array:
 
 
 def _widths(head_dim: int, rotary: int) -> list[int]:
-    """Return the columns of the two halves that are rotated, and of those that are not."""
+    """Return the columns of the two rotated halves and of the rest."""
     widths = [rotary // 2] * 2 + [head_dim - rotary]
     return [width for width in widths if width]
 
 
 def _parts(head_dim: int, rotary: int) -> list[tuple[jax.Array, jax.Array]]:
-    """Return the columns of each part, as many as a power of two, and which of them are there."""
+    """Return the columns of each part, padded to a power of two, and the mask of real ones."""
     parts, start = [], 0
     for width in _widths(head_dim, rotary):
         lane = jnp.arange(pl.next_power_of_2(width))

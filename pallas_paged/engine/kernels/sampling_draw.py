@@ -21,7 +21,7 @@ from pallas_paged.engine.kernels.sampling_noise import (
     token_weights,
 )
 from pallas_paged.kernels.call import result_shape
-from pallas_paged.kernels.triton.specs import load_masked, whole
+from pallas_paged.kernels.triton.specs import full_specs, load_masked
 
 _LEAST = np.finfo(np.float32).min
 _NO_TOKEN = 2**31 - 1
@@ -60,8 +60,8 @@ def weigh(
     maxima, sums = pl.pallas_call(
         weigh_kernel,
         grid=(num_blocks, num_rows),
-        in_specs=whole(inputs),
-        out_specs=whole(outputs),
+        in_specs=full_specs(inputs),
+        out_specs=full_specs(outputs),
         out_shape=outputs,
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,
@@ -174,8 +174,8 @@ def draw(
     return pl.pallas_call(
         functools.partial(draw_kernel, num_lanes=num_lanes),
         grid=lens.shape,
-        in_specs=whole(inputs),
-        out_specs=whole(output),
+        in_specs=full_specs(inputs),
+        out_specs=full_specs(output),
         out_shape=output,
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,

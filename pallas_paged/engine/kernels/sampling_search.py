@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_paged.engine.kernels.sampling_noise import divisor, float_of, number_of
 from pallas_paged.kernels.call import result_shape
-from pallas_paged.kernels.triton.specs import load_masked, whole
+from pallas_paged.kernels.triton.specs import full_specs, load_masked
 
 _LOG2_E = math.log2(math.e)
 _MOST_OCTAVES = 16  # below the upper bound, among which a round places its pivots
@@ -245,8 +245,8 @@ def search(
             num_loads=min(num_loads, pl.cdiv(vocab_size, num_threads)),
         ),
         grid=(num_rows,),
-        in_specs=whole(inputs),
-        out_specs=whole(outputs),
+        in_specs=full_specs(inputs),
+        out_specs=full_specs(outputs),
         out_shape=outputs,
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
         interpret=interpret,

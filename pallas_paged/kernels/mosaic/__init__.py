@@ -1,1 +1,1 @@
-"""What the Mosaic kernels of all GPUs share."""
+"""Parts that the Mosaic kernels of all GPUs share."""

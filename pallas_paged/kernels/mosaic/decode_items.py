@@ -23,7 +23,7 @@ _SEARCH_WAYS = 16  # parts into which a step of the search for a row divides the
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkItem:
-    """Blocks of one row that a program attends to, and where their result goes.
+    """Blocks of one row that a program attends to, and the index of their partial state.
 
     Attributes:
         row, seq_len: index of the row, and its tokens.
@@ -38,7 +38,7 @@ class WorkItem:
     partial: jax.Array
 
 
-def row_of_unit(unit: jax.Array, unit_ends_ref: Any) -> jax.Array:
+def _row_of_unit(unit: jax.Array, unit_ends_ref: Any) -> jax.Array:
     """Return the row that a work unit belongs to: the number of rows that end at or before it.
 
     Every load that depends on another load is a wait, so a step of the search loads the ends of
@@ -74,7 +74,7 @@ def for_each_work_item(
 
     Args:
         body: returns the next carry, such as the blocks of all items until then.
-        program: its index; None for that of the grid.
+        program: its index; None: its index in the grid.
         carry: the first one; None for 0.
         with_next: call `body(item, next_item, carry)`. The last item has a next one without blocks.
     """
@@ -119,7 +119,7 @@ def for_each_work_item(
         hi = jnp.where(next_unit < stop, following.hi, following.lo)
         return *after, body(item, dataclasses.replace(following, hi=hi), carry)
 
-    first_row = row_of_unit(start, unit_ends_ref)
+    first_row = _row_of_unit(start, unit_ends_ref)
     carry = jnp.int32(0) if carry is None else carry
     state = first_row, start, lengths_of(first_row), carry
     return lax.while_loop(lambda state: state[1] < stop, next_item, state)[-1]

@@ -1,6 +1,6 @@
-"""Merge of the partial states that the Mosaic decode kernel leaves, a Pallas Mosaic GPU kernel.
+"""Merge of the partial states of the Mosaic decode kernels, a Pallas Mosaic GPU kernel.
 
-A program unites the states of some query heads of one row. Such a small kernel spends its time
+A program merges the states of some query heads of one row. Such a small kernel spends its time
 waiting, so a loop step starts all of its loads at once, and a row takes few steps.
 
 With few rows all threads share a head. With many rows a program has more, and each warp a head of
@@ -22,14 +22,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.decode_plan import DecodePlan
-from pallas_paged.kernels.logits import LN_2, LOG2_E
+from pallas_paged.kernels.logits import LOG2_E
 from pallas_paged.kernels.mosaic import ops
+from pallas_paged.kernels.mosaic.softmax_state import State, finish, scale
 
-MAX_STATES_PER_STEP = 48  # that a loop step loads; each takes two registers
+_MAX_STATES_PER_STEP = 48  # each takes two registers
 
 
-def heads_layout(num_heads: int, head_dim: int) -> Any:
-    """Return how four warps hold the outputs `[num_heads, head_dim]` of one, two or four heads.
+def _heads_layout(num_heads: int, head_dim: int) -> Any:
+    """Return the layout of outputs `[num_heads, head_dim]` of one, two or four heads on four warps.
 
     A warp has elements of one head. Where these are fewer than its threads, threads share them.
     """
@@ -47,7 +48,7 @@ def heads_layout(num_heads: int, head_dim: int) -> Any:
 
 
 def merge_partials(
-    partials: Any,  # `ops.Partials`, or what has its attributes
+    partials: Any,  # `ops.Partials`, or an object with its attributes
     first: jax.Array,
     num_partials: jax.Array,
     places: list[Callable[[Any], tuple[Any, ...]]],
@@ -56,8 +57,8 @@ def merge_partials(
     layout: Any,
     *,
     heads: tuple[int, ...] = (),
-) -> list[ops.State]:
-    """Unite the partial states `first .. first + num_partials - 1`.
+) -> list[State]:
+    """Merge the partial states `first .. first + num_partials - 1`.
 
     Args:
         places: of each query head, or of each H neighbours, the function from a partial state to
@@ -70,8 +71,7 @@ def merge_partials(
     Returns:
         A state (m f32`heads`, l f32`heads`, acc f32`[*heads, D]`) for each of `places`.
     """
-    is_whole = partials.out.shape[-1] == elements.size
-    of_state = () if is_whole else (elements,)
+    of_state = () if partials.out.shape[-1] == elements.size else (elements,)
 
     def masked(exists, lse):
         return jnp.where(jnp.broadcast_to(exists, lse.shape), lse, -jnp.inf)
@@ -91,9 +91,9 @@ def merge_partials(
             for place in places
         ]
         exists = [j < num_partials for j in index]
-        return [unite(x, exists, *y) for x, y in zip(states, loaded, strict=True)]
+        return [merge(x, exists, *y) for x, y in zip(states, loaded, strict=True)]
 
-    def unite(state, exists, lses, outs):
+    def merge(state, exists, lses, outs):
         m_i, l_i, acc = state
         lses = [masked(*x) * LOG2_E for x in zip(exists, lses, strict=True)]
         m_new = functools.reduce(jnp.maximum, lses, m_i)
@@ -112,22 +112,7 @@ def merge_partials(
     return lax.fori_loop(0, pl.cdiv(num_partials, block_s), merge_some, [nothing for _ in places])
 
 
-def scale(acc: jax.Array, factor: jax.Array) -> jax.Array:
-    """Return `acc` times the factor of its head or heads."""
-    return acc * (ops.bcast(factor, acc) if factor.ndim else factor)
-
-
-def finish(state: ops.State, sink: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Return `(out f32[.., D], lse)` of a state; sinks join the denominators of heads with keys."""
-    empty = state[1] == 0.0
-    if sink is not None:
-        state = ops.join_sinks(state, sink, empty, scale)
-    m_i, l_i, acc = state
-    l_safe = jnp.where(empty, 1.0, l_i)
-    return scale(acc, 1.0 / l_safe), jnp.where(empty, -jnp.inf, m_i * LN_2 + jnp.log(l_safe))
-
-
-def merge_decode_kernel(
+def _merge_decode_kernel(
     partials: ops.Partials,  # [Hkv, partials, N, ..]
     unit_ends_ref,  # i32[B]
     sinks_ref,  # f32[Hq] or None
@@ -159,7 +144,7 @@ def merge_decode_kernel(
         ops.wait_for_previous_kernel(interpret=interpret)
     heads_of = [pl.ds(q_head, together) for q_head in q_heads]
     head_dim = o_ref.shape[-1]
-    layout = heads_layout(together, head_dim)
+    layout = _heads_layout(together, head_dim)
     sinks = (
         [None] * len(q_heads)
         if sinks_ref is None
@@ -185,13 +170,13 @@ def block_sizes(plan: DecodePlan, *, num_seqs: int, num_q_heads: int, span: int)
     # Under a fixed split size the order of the sums must not depend on the batch.
     block_s = 8
     if plan.fixed_split_size is None:
-        block_s = pl.cdiv(span, pl.cdiv(span, MAX_STATES_PER_STEP))
+        block_s = pl.cdiv(span, pl.cdiv(span, _MAX_STATES_PER_STEP))
     block_h = 1
     # A program takes longer to start than to merge a head, so with many rows it gets several.
     while (
         num_q_heads % (2 * block_h) == 0
         and num_seqs * num_q_heads > 512 * block_h
-        and 2 * block_h * block_s <= MAX_STATES_PER_STEP
+        and 2 * block_h * block_s <= _MAX_STATES_PER_STEP
     ):
         block_h *= 2
     return block_s, block_h
@@ -214,10 +199,10 @@ def merge_decode(
     """Return the final `(out dtype[B, Hq, D], lse f32[B, Hq])` of a decode call.
 
     Args:
-        partials: those of the decode kernel. The first columns of a KV head are its query heads.
+        partials: from the decode kernel. The first columns of a KV head are its query heads.
         unit_ends: from `DecodePlan.unit_ends`.
         sinks: logits of the attention sinks, or None.
-        head_dim: D, at most that of the partials.
+        head_dim: D, at most the head_dim of the partials.
         head_tiles: parts of the query heads of a KV head, each like a KV head of its own in
             `partials`, and the heads of a part, which matter if there are several.
         span: as in `block_sizes`; None for the programs of an even share, and one more.
@@ -232,7 +217,7 @@ def merge_decode(
         result_shape((num_seqs, num_q_heads), jnp.float32),
     )
     kernel = functools.partial(
-        merge_decode_kernel,
+        _merge_decode_kernel,
         plan=plan,
         head_tiles=head_tiles,
         block_s=block_s,

@@ -1,12 +1,10 @@
-"""Operations of the Mosaic kernels, and what JAX's interpreter does in their place.
+"""Operations of the Mosaic kernels, and their equivalents in JAX's interpreter.
 
-Only this module, `board.py`, `row_product.py` and the tile scheduler of the ragged kernel branch
-on `interpret`.
+Modules with their own PTX branch on `interpret` as well.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -18,7 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.kernels.logits import LOG2_E, dot
+from pallas_paged.checks import pytree
+from pallas_paged.kernels.logits import dot
 
 # How the registers of a warpgroup hold a matrix of wgmma, its transpose, one value per row and one
 # value per column.
@@ -27,11 +26,8 @@ WGMMA_TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
 WGMMA_ROW = WGMMA.reduce(1)
 WGMMA_COL = WGMMA.reduce(0)
 
-State = tuple[jax.Array, jax.Array, jax.Array]  # of an online softmax, base 2: m, l, acc
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Partials:
     """Partial states of attention, each normalised: arrays, refs or types."""
 
@@ -198,7 +194,7 @@ def scatter(
 
 def store(ref: Any, value: jax.Array) -> None:
     """Store to device memory, parts of a cache line included."""
-    if hasattr(plgpu, "store"):  # since JAX 0.12, where `ref[...] =` takes whole cache lines only
+    if hasattr(plgpu, "store"):  # since JAX 0.12, where `ref[...] =` takes full cache lines only
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
@@ -210,7 +206,7 @@ def wgmma(a: Any, b: Any) -> jax.Array:
 
 
 def wgmma_beside(a: Any, b: Any, overlap: Callable[[], Any]) -> tuple[jax.Array, Any]:
-    """Return f32 `a @ b` of refs to shared memory, and what `overlap` loads before its end."""
+    """Return f32 `a @ b` of refs to shared memory, and the loads of `overlap` during it."""
 
     def multiply(acc_ref):
         plgpu.wgmma(acc_ref, a, b)
@@ -255,8 +251,8 @@ def wgmma_many(
 
     Args:
         accs: f32 accumulators.
-        products: the index in `accs`, what makes operand A in registers or shared memory, and
-            operand B in shared memory.
+        products: the index in `accs`, a function that returns operand A in registers or shared
+            memory, and operand B in shared memory.
         overlap: make an operand while the products before it run, which takes more registers.
     """
     if interpret or not overlap:
@@ -270,27 +266,6 @@ def wgmma_many(
             plgpu.wgmma(refs[i], make(), b)
 
     return list(pl.run_state(multiply)(tuple(plgpu.ACC.init(x) for x in accs)))
-
-
-def join_sinks(
-    state: State,
-    sinks: jax.Array,
-    empty: jax.Array,
-    scale: Callable[[Any, jax.Array], Any],
-) -> State:
-    """Return a state after sinks (logits, base e) joined its denominator, except where `empty`.
-
-    `scale` returns acc times a factor of the shape of m and l.
-    """
-    m_i, l_i, acc = state
-    sinks = sinks * LOG2_E
-    m_new = jnp.where(empty, 0.0, jnp.maximum(m_i, sinks))
-    alpha = jnp.exp2(m_i - m_new)
-    # Not exp2(sinks - m_new) where that is 1: the compiler unites the product with the difference,
-    # which then is the rounding of the product, not 0, and large for a large sink.
-    weights = jnp.where(sinks > m_i, 1.0, jnp.exp2(sinks - m_new))
-    l_i = jnp.where(empty, 0.0, l_i * alpha + weights)
-    return m_new, l_i, scale(acc, alpha)
 
 
 def set_max_registers(n: int, *, action: Literal["increase", "decrease"], interpret: bool) -> None:
@@ -314,8 +289,8 @@ def wait_for_previous_kernel(*, interpret: bool) -> None:
 def atomic_increment(counter: Any, old: Any) -> None:
     """Add 1 to `counter` i32[1] in device memory and store its old value to `old` i32[1], shared.
 
-    A whole warpgroup calls this, and all of its threads see the old value afterwards. The
-    interpreter can't run it.
+    All threads of a warpgroup call this, and see the old value afterwards. The interpreter can't
+    run it.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))

@@ -35,13 +35,13 @@ class MergeDescriptor:
     """A split tile: scalars, `q_start`, `q_len` and `offset` as in `Tiles`."""
 
     num_items: Any  # work items of the tile; 0 past the last split tile
-    partial: Any  # index of the first partial state; those of a tile are consecutive
+    partial: Any  # index of the tile's first partial state; the others follow
     q_start: Any
     q_len: Any
     offset: Any
 
 
-Descriptor = TypeVar("Descriptor", WorkDescriptor, MergeDescriptor)
+_Descriptor = TypeVar("_Descriptor", WorkDescriptor, MergeDescriptor)
 
 
 def fields_of(kind: type) -> list[str]:
@@ -49,12 +49,12 @@ def fields_of(kind: type) -> list[str]:
     return [field.name for field in dataclasses.fields(kind)]
 
 
-def unpack(kind: type[Descriptor], ref: Any, index: Any) -> Descriptor:
+def unpack(kind: type[_Descriptor], ref: Any, index: Any) -> _Descriptor:
     """Load the descriptor of a work item or of a split tile."""
     return kind(**{name: ref[index, i] for i, name in enumerate(fields_of(kind))})
 
 
-def pack(plan: Plan, head_tiles: int, *, words: int = DESCRIPTOR_WORDS) -> PackedPlan:
+def _pack(plan: Plan, head_tiles: int, *, words: int = DESCRIPTOR_WORDS) -> PackedPlan:
     """Return the descriptors of a plan, packed to `words` i32, and the count of work tiles."""
     *of_tile, _ = names = fields_of(WorkDescriptor)
     work = jnp.stack([*(getattr(plan.items, name) for name in of_tile), plan.partial], axis=1)
@@ -74,12 +74,12 @@ def packed_plan(
     words: int = DESCRIPTOR_WORDS,
     interpret: bool,
 ) -> PackedPlan:
-    """Return the plan of a call as `pack` does, made by a kernel where there is one."""
+    """Return the plan of a call as `_pack` does, made by a kernel where there is one."""
     lens = arrays.seq_lens, arrays.cu_q_lens
     if arrays.q_positions is None and can_plan(shape) and not interpret:
         types = packed_types(shape, words)
         return plan_by_kernel(*lens, types, shape, count_factor=head_tiles, interpret=False)
-    return pack(make_plan(*lens, arrays.q_positions, shape), head_tiles, words=words)
+    return _pack(make_plan(*lens, arrays.q_positions, shape), head_tiles, words=words)
 
 
 def tree_bits(tree_mask: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from pallas_paged.kernels.config_fields import (
+from pallas_paged.checks import (
     check_fixed_split_size,
     check_integer,
     check_num_programs,

@@ -2,7 +2,7 @@
 
 `DecodePlan` divides the keys of the batch among the programs. A program is one warpgroup. It copies
 the blocks of its work items to shared memory, attends to each (`ring`), and leaves partial states,
-which `decode_merge` of the Hopper kernels unites.
+which `mosaic.decode_merge` merges.
 
 The query heads of a KV head, padded to a multiple of 16, are the rows of both products. The four
 warps divide the keys of S and the columns of O, so the maximum of a row goes across warps, and P
@@ -26,9 +26,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.decode_plan import DecodePlan
-from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits
+from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, split_scales, visible
 from pallas_paged.kernels.mosaic import ops as mosaic_ops
 from pallas_paged.kernels.mosaic.decode_items import WorkItem, for_each_work_item
 from pallas_paged.kernels.mosaic.decode_merge import merge_decode
@@ -40,13 +41,11 @@ from pallas_paged.kernels.mosaic_sm80.config import (
     decode_rows,
 )
 from pallas_paged.kernels.mosaic_sm80.pages import Blocks, Copier, Pages
-from pallas_paged.kernels.mosaic_sm80.ring import Span, can_go_on, for_each_block
-from pallas_paged.kernels.powers_of_two import split_scales
+from pallas_paged.kernels.mosaic_sm80.ring import Span, can_prefetch, for_each_block
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Inputs:
+@pytree
+class DecodeInputs:
     """Operands of the kernel, or refs to them.
 
     Attributes:
@@ -65,9 +64,8 @@ class Inputs:
     q_dtype: Any = dataclasses.field(metadata={"static": True})
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Scratch:
+@pytree
+class DecodeScratch:
     """Refs in shared memory, or their types."""
 
     arrived: Any  # i32[R, W]: q as pairs, with one-byte pages; else None
@@ -78,7 +76,7 @@ class Scratch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heads:
-    """Which query heads a program has.
+    """The query heads of a program.
 
     Attributes:
         group: query heads of a KV head.
@@ -104,13 +102,13 @@ def scratch_types(
     dtype: Any,
     kv_dtype: Any,
     scales_by_token: bool,
-) -> Scratch:
+) -> DecodeScratch:
     """Return the types of the shared memory of a program."""
     rows = decode_rows(group, head_dim)
     columns = decode_columns(head_dim, jnp.dtype(kv_dtype).itemsize)
     one = jnp.dtype(kv_dtype).itemsize == 1
     operand = jnp.float16 if one else dtype
-    return Scratch(
+    return DecodeScratch(
         arrived=plgpu.SMEM((rows, columns), jnp.int32) if one else None,
         q=[ops.swizzled((rows, columns), operand)] * (2 if one else 1),
         p=ops.swizzled((rows, config.block_k), operand),
@@ -129,8 +127,8 @@ def attend(
     next_item: WorkItem,
     carry: tuple[jax.Array, jax.Array],
     *,
-    inputs: Inputs,
-    scratch: Scratch,
+    inputs: DecodeInputs,
+    scratch: DecodeScratch,
     partials: Partials,  # [Hkv, partials, head tiles * R, ..]
     heads: Heads,
     plan: DecodePlan,
@@ -224,16 +222,14 @@ def attend(
             )
         significands = inverses = None
         if blocks.v_scales is not None:
-            # The maximum is that of the weights, since f16 has a small range.
+            # The maximum is taken over the weights, since f16 has a small range.
             v_scales = ops.load(blocks.v_scales.at[stage], layouts.col)
             exponents, significands, inverses = split_scales(v_scales)
             s, factor = s * factor + bcast(exponents, s, 1), 1.0
 
         def masked(s):
-            visible = keys < item.seq_len
-            if options.sliding_window is not None:
-                visible &= keys >= first_key
-            return jnp.where(visible, s, -jnp.inf)
+            sees = visible(keys, item.seq_len - 1, options, end=item.seq_len)
+            return jnp.where(sees, s, -jnp.inf)
 
         is_whole = (block * block_k >= first_key) & ((block + 1) * block_k <= item.seq_len)
         s = lax.cond(is_whole, lambda s: s, masked, s)
@@ -252,7 +248,7 @@ def attend(
         return q_scales, (m_new, l_new, acc)
 
     span, following = span_of(item), span_of(next_item)
-    goes_on = can_go_on(span, following)
+    prefetch_next = can_prefetch(span, following)
 
     @pl.when(item.lo < item.hi)
     def attend_blocks():
@@ -263,8 +259,8 @@ def attend(
             start,
             place=place,
             started=started,
-            goes_on=goes_on,
-            queries_early=scratch.arrived is not None,
+            prefetch_next=prefetch_next,
+            queries_prefetched=scratch.arrived is not None,
         )
         l_i = l_i.sum(axis=1)
         factor = 1.0 / l_i
@@ -278,13 +274,13 @@ def attend(
         ops.store_rows(partials.out.at[index], out, num_heads, layout, interpret=interpret)
         mosaic_ops.store(partials.lse.at[index], m_i * LN_2 + jnp.log(l_i))
 
-    return place + item.hi - item.lo, goes_on
+    return place + item.hi - item.lo, prefetch_next
 
 
-def decode_kernel(
-    inputs: Inputs,
+def _decode_kernel(
+    inputs: DecodeInputs,
     partials: Partials,  # [Hkv, partials, head tiles * R, ..]
-    scratch: Scratch,
+    scratch: DecodeScratch,
     *,
     plan: DecodePlan,
     heads: Heads,
@@ -339,7 +335,7 @@ def paged_decode(
         out=result_shape((*states, columns), jnp.float32),
         lse=result_shape(states, jnp.float32),
     )
-    kernel = functools.partial(decode_kernel, plan=plan, heads=heads, interpret=interpret)
+    kernel = functools.partial(_decode_kernel, plan=plan, heads=heads, interpret=interpret)
 
     def body(*refs):
         pl.run_scoped(lambda scratch: kernel(*refs, scratch), scratch)
@@ -368,7 +364,7 @@ def paged_decode(
     )
 
 
-def _inputs(arrays: Arrays, plan: DecodePlan, heads: Heads) -> Inputs:
+def _inputs(arrays: Arrays, plan: DecodePlan, heads: Heads) -> DecodeInputs:
     num_kv_heads, group = arrays.num_kv_heads, arrays.group
 
     def tiled(x):
@@ -382,7 +378,7 @@ def _inputs(arrays: Arrays, plan: DecodePlan, heads: Heads) -> Inputs:
     if arrays.k_pages.dtype.itemsize == 1:  # XLA sees a bitcast, so nothing is copied
         q = lax.bitcast_convert_type(q.reshape(len(q), -1, 2), jnp.int32)
     slopes = arrays.alibi_slopes
-    return Inputs(
+    return DecodeInputs(
         q=q,
         q_dtype=arrays.q.dtype,
         pages=Pages.of(arrays),

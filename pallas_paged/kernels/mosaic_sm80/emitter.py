@@ -51,7 +51,7 @@ class Tile:
 class Emitter:
     """Integer arithmetic and asynchronous copies inside `plgpu.inline_mgpu`.
 
-    Values are MLIR values or Python integers; those of 64 bits are offsets and addresses.
+    Values are MLIR values or Python integers; 64-bit values are offsets and addresses.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class Emitter:
         )
 
     def copy(self, to: Any, source: Any, *, size: int, real: Any = None) -> None:
-        """Start a copy of `size` bytes to shared memory; those that are not `real` become 0."""
+        """Start a copy of `size` bytes to shared memory; without `real` they become 0."""
         cache = "cg" if size == CHUNK else "ca"  # past the L1 cache, which takes 16 bytes only
         instruction = f"cp.async.{cache}.shared.global [$0], [$1], {size}"
         if real is None:
@@ -186,7 +186,7 @@ class Emitter:
         per_row = tile.row_bytes // CHUNK
         thread, places = self.thread(), []
         for start in range(0, rows * per_row, WARPGROUP):
-            # Where a step takes whole rows, the column does not depend on the step.
+            # Where a step takes full rows, the column does not depend on the step.
             if WARPGROUP % per_row:
                 index = self.add(thread, start)
                 row, chunk = self.div(index, per_row), self.rem(index, per_row)
@@ -204,12 +204,12 @@ class Emitter:
             self.when(thread, count, copy)
 
     def byte_of(self, tile: Tile, row: Any, chunk: Any) -> Any:
-        """Return where a chunk of a row lies in a block."""
+        """Return the place of a chunk of a row in a block."""
         if tile.plain:
             return self.add(self.mul(row, tile.row_bytes), self.mul(chunk, CHUNK))
         width = tile.swizzle
         per_tile_row, in_tile = width // CHUNK, self.rem(row, 8)
-        # Swizzling: the bits of the row, in pieces of 128 bytes, flip those of the chunk.
+        # Swizzling: in pieces of 128 bytes, bits of the row flip bits of the chunk.
         flip = self.div(in_tile, 128 // width)
         place = self.xor(self.rem(chunk, per_tile_row), flip)
         tile_index = self.add(

@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.kernels.logits import exponents_of, power_of_2
 from pallas_paged.kernels.mosaic_sm80.ops import MmaLayouts
-from pallas_paged.kernels.powers_of_two import exponents_of, power_of_2
 
 
 def load_queries(
@@ -140,7 +140,7 @@ def interleave(
 
 
 def _interleaved(m_warps: int) -> Any:
-    """Return how accumulators lie with twice as many columns: four of a thread, not two."""
+    """Return the layout of accumulators with twice the columns: four of a thread, not two."""
     from jax.experimental.mosaic.gpu import fragmented_array as fa
 
     layout = fa.TiledLayout(

@@ -1,4 +1,4 @@
-"""Operations of the kernels for Ampere and later, and what JAX's interpreter does in their place.
+"""Operations of the kernels for Ampere and later, and their equivalents in JAX's interpreter.
 
 Only this module branches on `interpret`. The interpreter can't run inline PTX and `plgpu.mma`.
 """
@@ -25,7 +25,7 @@ COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MmaLayouts:
-    """How a warpgroup holds the matrices of `acc += lhs @ rhs` by mma.sync on 16-bit elements.
+    """Layouts of the matrices of `acc += lhs @ rhs` by mma.sync on 16-bit elements.
 
     Attributes:
         m_warps: warps along the rows, 16 rows each; `4 // m_warps` divide the columns, 8 each. JAX
@@ -111,7 +111,7 @@ def wait_for_copies(num_pending: int, *, interpret: bool) -> None:
 
 
 def transforms(columns: int, dtype: DTypeLike) -> tuple[Any, ...]:
-    """Return how rows of `columns` elements lie in shared memory, without bank conflicts."""
+    """Return the layout of rows of `columns` elements in shared memory, without bank conflicts."""
     width = swizzle(columns, dtype)
     return (
         plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize)),
@@ -143,7 +143,7 @@ def copy_rows(
 ) -> None:
     """Start the copy of rows `[first, first + count)` of a matrix to shared memory.
 
-    Rows of `to` from `count` on become 0, and so do columns past those of the matrix.
+    Rows of `to` from `count` on become 0, and so do columns past the matrix's.
 
     Args:
         plain: `to` is not swizzled.

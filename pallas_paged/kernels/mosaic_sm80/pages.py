@@ -2,7 +2,7 @@
 
 A block is `block_k` tokens of one KV head. cp.async copies 16 bytes a thread, so the rows of a
 block may come from anywhere: pages have any size and any layout. Rows that no query sees arrive as
-zeros, and so do columns past head_dim; what lies there in device memory is not read.
+zeros, and so do columns past head_dim; these are not read from device memory.
 
 The block table takes the same way. Entries are copied to shared memory long before the rows that
 they point at, so no thread waits for one.
@@ -20,16 +20,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.emitter import CHUNK, Emitter, Tile
 from pallas_paged.pages.layout import PageLayout
 
-TABLE_SLOTS = 2  # blocks of table entries in shared memory for each stage
+_TABLE_SLOTS = 2  # blocks of table entries in shared memory for each stage
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Pages:
     """The pages of K and V and their scales, with all axes of their layout: arrays or refs.
 
@@ -85,8 +85,7 @@ class Pages:
         return self.k_scales is not None and self.k_scales.shape != (1,)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Blocks:
     """Refs to blocks in shared memory, or their types.
 
@@ -115,7 +114,7 @@ class Blocks:
         """Return the types of the refs.
 
         Args:
-            columns: elements of a row, at least those of the pages.
+            columns: elements of a row, at least head_dim.
             dtype: of the elements; of one-byte pages i16.
         """
         block = ops.swizzled((num_stages, block_k, columns), dtype)
@@ -123,7 +122,7 @@ class Blocks:
         return cls(
             k=block,
             v=block,
-            tables=plgpu.SMEM((TABLE_SLOTS * num_stages, block_k), jnp.int32),
+            tables=plgpu.SMEM((_TABLE_SLOTS * num_stages, block_k), jnp.int32),
             k_scales=scales,
             v_scales=scales,
         )
@@ -188,7 +187,7 @@ class Copier:
             token = m.thread()
 
             def copy_entry():
-                # Entries of pages that no query sees may lie outside the table.
+                # Entries of pages that no query sees may be outside the table.
                 key = m.clip(m.add(first, token), low, m.sub(high, 1))
                 entry = m.add(m.mul(m.wide(row), pages_per_seq), m.wide(m.div(key, page_size)))
                 m.copy(
@@ -255,8 +254,8 @@ class Copier:
                 at = m.add(at, m.mul(m.wide(m.rem(key, page_size)), strides["N"]))
                 return at, m.both(m.at_least(key, low), m.less(key, high))
 
-            # Most blocks are seen as a whole, and are copied by fewer instructions.
-            whole = m.both(m.at_least(first, low), m.less(m.add(first, block_k - 1), high))
+            # In most blocks every key is seen; fewer instructions copy them.
+            all_seen = m.both(m.at_least(first, low), m.less(m.add(first, block_k - 1), high))
             bases = []
             for kv, (source, block) in enumerate(pairs):
                 at_head = m.mul(m.wide(kv_head), page_bytes["H"])
@@ -264,11 +263,11 @@ class Copier:
                 at_stage = m.mul(stage, block_k * columns * item)
                 bases.append((m.address(source, at_head), m.address(block, at_stage)))
 
-            def copy_all(whole):
+            def copy_all(all_seen):
                 def copy_chunk(token, column, shared, page):
                     at, seen = place_of(token, page, page_bytes)
                     real = m.less(column, head_bytes) if head_bytes < tile.row_bytes else None
-                    if not whole:
+                    if not all_seen:
                         real = seen if real is None else m.both(seen, real)
                     at = m.add(at, m.wide(column))
                     for source, block in bases:
@@ -279,7 +278,7 @@ class Copier:
                     at, seen = place_of(token, page_of(token), of_scales)
                     at = m.add(at, m.mul(m.wide(kv_head), of_scales["H"]))
                     to = m.mul(m.add(m.mul(stage, block_k), token), 4)
-                    real = None if whole else seen
+                    real = None if all_seen else seen
                     for source, block in scales:
                         m.copy(m.address(block, to), m.address(source, at), size=4, real=real)
 
@@ -287,7 +286,7 @@ class Copier:
                 if scales:
                     m.when(m.thread(), block_k, copy_scale)
 
-            m.either(whole, lambda: copy_all(True), lambda: copy_all(False))
+            m.either(all_seen, lambda: copy_all(True), lambda: copy_all(False))
 
         copy(
             ((pages.k, blocks.k), (pages.v, blocks.v)),

@@ -1,9 +1,9 @@
 """Attention of ragged queries over paged K/V for Ampere and later, a Pallas Mosaic GPU kernel.
 
 The query rows of a sequence, token after token and within a token head after head of one KV head's
-group, are cut into tiles. A program of four warps attends one work item of `ragged_plan`: a tile
-and blocks of keys. A warp has 16 of every 64 rows. With 128 rows that is 16 twice, which share the
-fragments of K and V that the warp reads from shared memory:
+group, are divided into tiles. A program of four warps attends one work item of `ragged_plan`, a
+tile and blocks of keys. A warp has 16 of every 64 rows. With 128 rows that is 16 twice, which share
+the fragments of K and V that the warp reads from shared memory:
 
     blocks of keys     k0 v0 k1 v1 ...        cp.async of rows, from pages that may be anywhere
     each warp          q.k0 softmax p.v0 q.k1 softmax p.v1 ...         mma.sync, ldmatrix
@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.call import Arrays, result_shape, varying_by_device
-from pallas_paged.kernels.config_fields import programs_per_kv_head
+from pallas_paged.kernels.decode_plan import programs_per_kv_head
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops as wgmma_ops
 from pallas_paged.kernels.mosaic.ragged_work import packed_plan, tree_bits
@@ -34,7 +34,12 @@ from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80RaggedConfig, result_columns
 from pallas_paged.kernels.mosaic_sm80.ragged_blocks import Pool
 from pallas_paged.kernels.mosaic_sm80.ragged_merge import merge_ragged
-from pallas_paged.kernels.mosaic_sm80.ragged_program import Inputs, Outputs, Program, scratch_types
+from pallas_paged.kernels.mosaic_sm80.ragged_program import (
+    Program,
+    RaggedInputs,
+    RaggedOutputs,
+    scratch_types,
+)
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import repeat_heads, repeat_tokens
 from pallas_paged.kernels.ragged_plan import PlanShape
 
@@ -53,8 +58,8 @@ def ragged_paged_attention(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Attend with the newest tokens of each sequence; return `(out [T, Hq, D], lse f32[T, Hq])`.
 
-    With `arrays.q_positions` the queries stand there instead, and all keys are older. Without
-    `with_lse` the second result is None.
+    `arrays.q_positions` are the positions of the queries, if given; all keys are older then.
+    Without `with_lse` the second result is None.
     """
     num_tokens, num_q_heads, head_dim = arrays.q.shape
     num_kv_heads, group, block_q = arrays.num_kv_heads, arrays.group, config.block_q
@@ -74,7 +79,7 @@ def ragged_paged_attention(
     if arrays.tree_mask is not None:
         words = jnp.moveaxis(tree_bits(arrays.tree_mask), -1, 1)  # [B, words, M]
         tree_words = repeat_tokens(words, group, block_q, axis=2)
-    inputs = Inputs(
+    inputs = RaggedInputs(
         q=arrays.q.reshape(num_tokens * num_q_heads, head_dim),
         pool=Pool.of(arrays),
         items=plan.items,
@@ -85,7 +90,7 @@ def ragged_paged_attention(
     )
     partials = (num_kv_heads, shape.num_partials, block_q)
     lse_type = result_shape((num_tokens * num_q_heads,), jnp.float32, varying=False)
-    outputs = Outputs(
+    outputs = RaggedOutputs(
         # The merge has references to these two.
         out=result_shape(inputs.q.shape, arrays.q.dtype, varying=False),
         partials=wgmma_ops.Partials(

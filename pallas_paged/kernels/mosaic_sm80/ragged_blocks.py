@@ -13,12 +13,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Self
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import result_columns
@@ -37,8 +37,7 @@ from pallas_paged.kernels.mosaic_sm80.ragged_products import padded
 from pallas_paged.pages.layout import K, V
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Pool(Pages):
     """The pages of a call as they are; `find_keys` counts their bytes."""
 
@@ -61,7 +60,7 @@ class Pool(Pages):
 
     @property
     def places(self) -> list[Places]:
-        """How `find_keys` finds rows and, behind them, scales."""
+        """Strides by which `find_keys` finds rows and, behind them, scales."""
         all_strides = [self.strides] + ([self.scale_strides] if self.scales_by_token else [])
         return [
             Places(page_size=self.page_size, page=strides["P"], token=strides["N"])
@@ -69,8 +68,7 @@ class Pool(Pages):
         ]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Buffers:
     """Refs to shared memory, or their types.
 
@@ -241,7 +239,7 @@ class Stream:
                     )
 
     def _convert(self, kv: int, block: Any) -> None:
-        """Wait for the thread's own copies, and convert those of K or of V of a block."""
+        """Wait for the thread's own copies, and convert the K or the V of a block."""
         buffers = self.buffers
         wait_for_own_copies(interpret=self.interpret)
         raw, to = (buffers.raw_k, buffers.k) if kv == K else (buffers.raw_v, buffers.v)

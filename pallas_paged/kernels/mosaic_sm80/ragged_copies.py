@@ -1,8 +1,8 @@
 """Copies between device memory and shared memory for the ragged kernel, row by row.
 
-The keys of a block lie on pages that are anywhere, so each thread copies chunks of 16 bytes of rows
-(`cp.async`) whose places it finds in shared memory. Rows of one-byte K and V become 16-bit rows
-after their arrival: a thread converts the chunks that it copied itself, so it need not wait for
+The keys of a block are on pages anywhere in memory, so each thread copies chunks of 16 bytes of
+rows (`cp.async`), and finds their places in shared memory. Rows of one-byte K and V become 16-bit
+rows after their arrival: a thread converts the chunks that it copied, so it need not wait for
 others.
 """
 
@@ -26,7 +26,7 @@ from pallas_paged.kernels.mosaic_sm80.ragged_emitter import THREADS, ThreadEmitt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where the tokens of a sequence are: multipliers of page and of place on the page.
+    """Strides of the tokens of a sequence: multipliers of page and of place on the page.
 
     Attributes:
         page_size: tokens of a page, a power of two.
@@ -108,7 +108,7 @@ def program_barrier(num_warpgroups: int) -> None:
 
     @plgpu.inline_mgpu()
     def sync(_):
-        # Barriers 0 to 2 are those of the compiler.
+        # The compiler uses barriers 0 to 2.
         ThreadEmitter().effect(f"bar.sync 7, {num_warpgroups * WARPGROUP};")
 
     sync()

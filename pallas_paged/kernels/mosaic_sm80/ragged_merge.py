@@ -13,16 +13,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.kernels.logits import LOG2_E
 from pallas_paged.kernels.mosaic import ops as wgmma_ops
 from pallas_paged.kernels.mosaic.ragged_work import MergeDescriptor, unpack
+from pallas_paged.kernels.mosaic.softmax_state import empty_state, finish, merge_partial
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import result_columns
 from pallas_paged.kernels.mosaic_sm80.ragged_products import padded
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import (
     ROW,
     ROWS,
-    Rows,
+    RaggedRows,
     columns_of_part,
-    empty_state,
-    finish,
     store_rows,
 )
 
@@ -59,7 +58,7 @@ def merge_ragged(
             tile, part = lax.div(tile, num_parts), lax.rem(tile, num_parts)
         columns = columns_of_part(part, head_dim)
         split = unpack(MergeDescriptor, merges_ref, merge)
-        rows = Rows(
+        rows = RaggedRows(
             count=_ROWS,
             group=group,
             num_q_heads=group * num_kv_heads,
@@ -72,16 +71,10 @@ def merge_ragged(
         @pl.when(split.num_items > 0)
         def _():
             def merge_one(i, state):
-                m_i, l_i, acc = state
                 index = (kv_head, split.partial + i, pl.ds(tile * _ROWS, _ROWS))
                 lse = wgmma_ops.load(partials.lse.at[index], ROW) * LOG2_E
                 out = wgmma_ops.load(partials.out.at[(*index, columns)], ROWS)
-                m_new = jnp.maximum(m_i, lse)
-                m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)  # rows that have seen no key yet
-                less = wgmma_ops.difference(lse, m_safe, ROW, interpret=interpret)
-                alpha, w = jnp.exp2(m_i - m_safe), jnp.exp2(less)
-                acc = acc * wgmma_ops.bcast(alpha, acc) + out * wgmma_ops.bcast(w, out)
-                return m_new, l_i * alpha + w, acc
+                return merge_partial(state, lse, out, interpret=interpret)
 
             state = lax.fori_loop(0, split.num_items, merge_one, empty_state(_ROWS, num_columns))
             row_index[...] = rows.index()

@@ -114,7 +114,7 @@ class _Warp:
         return self._address(ref, row, emit.div(lane, 16))
 
     def rows_of_keys(self, ref: Any) -> Any:
-        """Return the address from which a lane loads right operands that lie transposed."""
+        """Return the address from which a lane loads right operands that are stored transposed."""
         emit = self.emit
         lane = emit.rem(emit.thread(), 32)
         row = emit.add(emit.rem(lane, 8), emit.mul(emit.div(lane, 16), 8))

@@ -7,16 +7,17 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from pallas_paged.kernels.logits import LogitOptions, base2_logits
+from pallas_paged.checks import pytree
+from pallas_paged.kernels.logits import LogitOptions, base2_logits, split_scales, visible
 from pallas_paged.kernels.mosaic import ops as wgmma_ops
 from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, unpack, visible_in_tree
+from pallas_paged.kernels.mosaic.softmax_state import State, empty_state, finish
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80RaggedConfig, result_columns
 from pallas_paged.kernels.mosaic_sm80.ragged_blocks import Buffers, Pool, Stream
@@ -30,22 +31,18 @@ from pallas_paged.kernels.mosaic_sm80.ragged_copies import (
 from pallas_paged.kernels.mosaic_sm80.ragged_products import multiply_pv, multiply_qk, padded
 from pallas_paged.kernels.mosaic_sm80.ragged_rows import (
     ROWS,
-    Rows,
+    RaggedRows,
     columns_of_part,
-    empty_state,
-    finish,
     store_rows,
 )
-from pallas_paged.kernels.powers_of_two import split_scales
 from pallas_paged.pages.layout import K, V
 
 _COLUMN = ROWS.reduce(0)
 _SLACK = 8.0  # by which a logit, base 2, may be larger than the maximum that is subtracted
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Inputs:
+@pytree
+class RaggedInputs:
     """Operands of the kernel, or refs to them.
 
     Attributes:
@@ -67,19 +64,17 @@ class Inputs:
     tree_words: Any
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Outputs:
-    """What the kernel writes: arrays, refs or types."""
+@pytree
+class RaggedOutputs:
+    """Results of the kernel: arrays, refs or types."""
 
     out: Any  # [T * Hq, D]
     partials: wgmma_ops.Partials  # [Hkv, partials, R, ..]
     lse: Any  # f32[T * Hq], or None where it is not wanted
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Scratch:
+@pytree
+class RaggedScratch:
     """Refs in shared memory of a program, or their types."""
 
     q: Any  # [warpgroups, R, D + pad], then the results
@@ -97,13 +92,13 @@ def scratch_types(
     scales_by_token: bool,
     interpret: bool = False,
     **_: Any,
-) -> Scratch:
+) -> RaggedScratch:
     """Return the types of the shared memory of a program."""
     rows = config.num_warpgroups, config.rows_per_warpgroup
     turns: Any = None
     if config.num_warpgroups == 2:
         turns = plgpu.Barrier(num_arrivals=2) if interpret else plgpu.SMEM((2,), jnp.int32)
-    return Scratch(
+    return RaggedScratch(
         q=plgpu.SMEM((*rows, padded(head_dim, dtype)), dtype),
         rows=plgpu.SMEM(rows, jnp.int32),
         buffers=Buffers.types(
@@ -121,9 +116,9 @@ def scratch_types(
 class Program:
     """One program of the kernel; `run` runs it."""
 
-    inputs: Inputs
-    outputs: Outputs
-    scratch: Scratch
+    inputs: RaggedInputs
+    outputs: RaggedOutputs
+    scratch: RaggedScratch
     options: LogitOptions
     config: MosaicSm80RaggedConfig
     group: int
@@ -148,7 +143,7 @@ class Program:
         columns = columns_of_part(part, head_dim)
         kv_head = lax.rem(program, num_kv_heads)
         work = unpack(WorkDescriptor, inputs.items, lax.div(program, num_kv_heads))
-        rows = Rows(
+        rows = RaggedRows(
             count=self.config.rows_per_warpgroup,
             group=self.group,
             num_q_heads=self.group * num_kv_heads,
@@ -183,7 +178,7 @@ class Program:
                 wgmma_ops.store(outputs.partials.out.at[(*index, columns)], out)
                 wgmma_ops.store(outputs.partials.lse.at[index], lse)
 
-    def attend(self, work: WorkDescriptor, rows: Rows, columns: Any) -> wgmma_ops.State:
+    def attend(self, work: WorkDescriptor, rows: RaggedRows, columns: Any) -> State:
         """Return the state of the rows and of columns of V after the blocks of a work item."""
         inputs, scratch, config, options = self.inputs, self.scratch, self.config, self.options
         head_dim, block_k = inputs.q.shape[-1], config.block_k
@@ -240,14 +235,17 @@ class Program:
         only_factor = None if inputs.pool.k_scales is None else options.only_factor(slopes)
         k_factor = 1.0 if only_factor is None else only_factor
 
-        def visible(block, keys):
+        def mask(block, keys):
             """Return which keys of a block each query sees."""
-            seen = keys <= wgmma_ops.bcast(last_seen, keys)
-            if tree_words is not None:
-                seen &= visible_in_tree(tree_words, block * block_k, before, keys)
-            if options.sliding_window is not None:
-                seen &= keys >= wgmma_ops.bcast(options.first_key(positions), keys)
-            return seen
+            tree = functools.partial(visible_in_tree, tree_words, block * block_k, before, keys)
+            return visible(
+                keys,
+                positions,
+                options,
+                last=last_seen,
+                tree=None if tree_words is None else tree,
+                bcast=functools.partial(wgmma_ops.bcast, like=keys),
+            )
 
         def of_tokens(kv, block, like, factor=1.0):
             scales = wgmma_ops.load(stream.scales(kv, block), _COLUMN) * factor
@@ -283,7 +281,7 @@ class Program:
                 exponents, v_scales, inverses = split_scales(v_scales)
                 s, factor = s * factor + exponents, 1.0
             if masked:
-                s = jnp.where(visible(block, keys), s, -jnp.inf)
+                s = jnp.where(mask(block, keys), s, -jnp.inf)
             m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
             # A maximum that is less than 2 ** 8 too small does no harm, and acc stays as it is.
             m_new = jnp.where(m_new > m_i + _SLACK, m_new, m_i)
@@ -298,7 +296,7 @@ class Program:
             if by_token:
                 p = p * v_scales
             p = p.astype(scratch.q.dtype)
-            # The whole softmax stays before the barrier.
+            # All of the softmax stays before the barrier.
             acc, l_new, m_new, alpha, p = lax.optimization_barrier((acc, l_new, m_new, alpha, p))
             self.turn(1 - self.wg)
             acc = multiply_pv(acc, alpha, p, stream.v(block), interpret=self.interpret)

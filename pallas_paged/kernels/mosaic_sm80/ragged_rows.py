@@ -1,6 +1,6 @@
-"""Rows of a tile of ragged queries: where they are, what they add to logits, how they are stored.
+"""Rows of a tile of ragged queries: their places, their values in logits, and their stores.
 
-The rows lie token after token, and within a token head after head of one KV head's group.
+The rows are token after token, and within a token head after head of one KV head's group.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.kernels.logits import LN_2
 from pallas_paged.kernels.mosaic import ops as wgmma_ops
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import result_columns
@@ -28,7 +27,7 @@ ROW, ROWS = wgmma_ops.WGMMA_ROW, wgmma_ops.WGMMA
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rows:
+class RaggedRows:
     """Place of some rows of a tile among all queries.
 
     Attributes:
@@ -92,33 +91,11 @@ def columns_of_part(part: Any, head_dim: int) -> Any:
     return pl.ds(first, count)
 
 
-def empty_state(num_rows: int, num_columns: int) -> wgmma_ops.State:
-    """Return the state of rows that have seen no key: m f32`[R]`, l f32`[R]`, acc."""
-    return (
-        wgmma_ops.full((num_rows,), -jnp.inf, ROW),
-        wgmma_ops.full((num_rows,), 0.0, ROW),
-        wgmma_ops.full((num_rows, num_columns), 0.0, ROWS),
-    )
-
-
-def finish(state: wgmma_ops.State, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Return `(out f32[R, D], lse f32[R])` of a state; sinks join in where a row saw any key."""
-    empty = state[1] == 0.0
-    if sinks is not None:
-        state = wgmma_ops.join_sinks(
-            state, sinks, empty, lambda acc, x: acc * wgmma_ops.bcast(x, acc)
-        )
-    m_i, l_i, acc = state
-    l_safe = jnp.where(empty, 1.0, l_i)
-    lse = jnp.where(empty, -jnp.inf, m_i * LN_2 + jnp.log(l_safe))
-    return acc * wgmma_ops.bcast(1.0 / l_safe, acc), lse
-
-
 def store_rows(
     out_ref: Any,  # [T * Hq, columns], of rows of head_dim
     lse_ref: Any,  # f32[T * Hq] or None
     buffer: Any,  # [R, at least columns + pad] in shared memory
-    rows: Any,  # i32[R] in shared memory, from `Rows.index`
+    rows: Any,  # i32[R] in shared memory, from `RaggedRows.index`
     out: jax.Array,  # f32[R, columns]
     lse: jax.Array,  # f32[R]
     *,
@@ -127,7 +104,7 @@ def store_rows(
 ) -> None:
     """Store rows to their own tokens and heads, and to no others.
 
-    All threads must have used what the buffer held. `rows` may just have been written.
+    All threads must be done with the buffer. `rows` may just have been written.
     """
     out = out.astype(buffer.dtype)
     if interpret:

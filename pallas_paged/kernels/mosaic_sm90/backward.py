@@ -34,13 +34,13 @@ def gradients(
     """Return the gradients of the fields `names`, as `kernels.backward` wants them.
 
     Args:
-        blocks: of the kernel of queries; None for what fits head_dim.
-        num_stages: of the kernel of keys; None for what fits head_dim.
+        blocks: blocks of the kernel of queries; None: by head_dim.
+        num_stages: stages of the kernel of keys; None: by head_dim.
     """
     num_kv_heads, group = arrays.num_kv_heads, arrays.group
     narrow = arrays.head_dim <= 64
     rows = PackedRows.of(arrays)
-    packed = backward_keys.Rows(
+    packed = backward_keys.QueryRows(
         q=rows.pack(arrays.q, num_kv_heads),
         d_out=rows.pack(d_out, num_kv_heads),
         lse=rows.pack(lse, num_kv_heads, jnp.inf),
@@ -48,7 +48,7 @@ def gradients(
     )
 
     def inputs(work):
-        return backward_keys.Inputs(
+        return backward_keys.BackwardInputs(
             rows=packed, pool=Pool.of(arrays), block_tables=arrays.block_tables, work=work
         )
 
@@ -85,7 +85,7 @@ def gradients(
 def _add_readers(
     arrays: Arrays, of_keys: tuple[jax.Array, jax.Array], options: LogitOptions
 ) -> list[jax.Array]:
-    """Return what the Triton kernel `add_readers` does: the same sums in the same order."""
+    """Return the sums of the Triton kernel `add_readers`, in the same order, by XLA."""
     layout, page_size = arrays.layout, arrays.page_size
     readers = PageReaders.of(arrays, options)
     blocks = [  # [Hkv, B, pages_per_seq and more, N, D]

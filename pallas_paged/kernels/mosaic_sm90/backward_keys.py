@@ -7,7 +7,7 @@ transposed, with keys on M, so the gradients stay in registers to the end:
     S^T = K Q^T      dP^T = V dO^T      P^T = exp(S^T - lse)      dS^T = P^T (dP^T - delta)
     dV += P^T dO     dK += dS^T Q
 
-It writes f32 sums for each key of each row; `backward` adds those of pages that rows share.
+It writes f32 sums for each key of each row; `backward` adds the sums of pages that rows share.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.kernels.backward_logits import recompute
+from pallas_paged.checks import pytree
+from pallas_paged.kernels.backward import recompute
 from pallas_paged.kernels.call import result_shape, varying_by_device
-from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.kernels.logits import LogitOptions, visible
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic_sm90.backward_rows import Work
 from pallas_paged.kernels.mosaic_sm90.ring import Pool, wgmma_transforms
@@ -39,9 +40,8 @@ _PRODUCER_REGISTERS = 24
 COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Rows:
+@pytree
+class QueryRows:
     """Packed rows of queries: arrays, or refs to them."""
 
     q: Any  # [Hkv, R, D]
@@ -58,20 +58,18 @@ class Rows:
             )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Inputs:
+@pytree
+class BackwardInputs:
     """Operands of the kernel, or refs to them."""
 
-    rows: Rows
+    rows: QueryRows
     pool: Pool
     block_tables: Any  # i32[B, N]
     work: Work
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Scratch:
+@pytree
+class KeysScratch:
     """Refs in shared memory of a program, or their types."""
 
     k: Any  # [128, D]
@@ -85,7 +83,7 @@ class Scratch:
     free: Any  # barriers [num_stages], complete when both consumers have used a block
 
     @classmethod
-    def types(cls, *, num_stages: int, head_dim: int, page_size: int, dtype: Any) -> Scratch:
+    def types(cls, *, num_stages: int, head_dim: int, page_size: int, dtype: Any) -> KeysScratch:
         """Return the types of the refs."""
         transforms = wgmma_transforms(dtype)
         keys = plgpu.SMEM((BLOCK_K, head_dim), dtype, transforms=transforms)
@@ -100,10 +98,10 @@ class Scratch:
         )  # fmt: skip
 
 
-def keys_kernel(
-    inputs: Inputs,
+def _keys_kernel(
+    inputs: BackwardInputs,
     outputs: tuple[Any, Any],  # f32[Hkv, B * tiles_per_row * 128, D], gradients of K and of V
-    scratch: Scratch,
+    scratch: KeysScratch,
     *,
     group: int,
     tiles_per_row: int,
@@ -147,15 +145,13 @@ def keys_kernel(
             sees = None
             if masked:
                 keys = work.first + wg * _WG + ops.iota((_WG, BLOCK_Q), 0, ops.WGMMA)
-                sees = keys < work.kv_len
+                positions = None
                 # Mosaic finds no layout for values that nothing uses.
                 if options.causal or options.sliding_window is not None:
                     row = block * BLOCK_Q + ops.iota((BLOCK_Q,), 0, ops.WGMMA_COL)
                     positions = ops.bcast(work.before + row // group, s, 1)
-                    if options.causal:
-                        sees &= keys <= positions
-                    if options.sliding_window is not None:
-                        sees &= keys >= options.first_key(positions)
+                last = positions if options.causal else None
+                sees = visible(keys, positions, options, end=work.kv_len, last=last)
             p, _, ds = recompute(
                 s, dp, ops.bcast(lse, s, 1), ops.bcast(delta, s, 1), sees, None, None,
                 options=options, exp2=jnp.exp2,
@@ -186,7 +182,7 @@ def two_products(a: Any, b: Any, c: Any, d: Any) -> tuple[jax.Array, jax.Array]:
     return pl.run_scoped(multiply, *types)
 
 
-def _produce(inputs: Inputs, scratch: Scratch, work: Work, head: jax.Array) -> None:
+def _produce(inputs: BackwardInputs, scratch: KeysScratch, work: Work, head: jax.Array) -> None:
     """Send the tile of keys, then the blocks of queries."""
     num_stages = scratch.q.shape[0]
     page_size, rows = inputs.pool.page_size, inputs.rows
@@ -224,7 +220,7 @@ def _produce(inputs: Inputs, scratch: Scratch, work: Work, head: jax.Array) -> N
 
 
 def keys_gradient(
-    inputs: Inputs,
+    inputs: BackwardInputs,
     *,
     group: int,
     tiles_per_row: int,
@@ -239,13 +235,13 @@ def keys_gradient(
         result_shape((num_kv_heads, num_tiles * BLOCK_K, head_dim), jnp.float32, varying=False),
     ) * 2
     kernel = functools.partial(
-        keys_kernel,
+        _keys_kernel,
         group=group,
         tiles_per_row=tiles_per_row,
         options=options,
         interpret=interpret,
     )
-    scratch: Any = Scratch.types(
+    scratch: Any = KeysScratch.types(
         num_stages=num_stages,
         head_dim=head_dim,
         page_size=inputs.pool.page_size,

@@ -18,11 +18,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.kernels.backward_logits import recompute
+from pallas_paged.checks import pytree
+from pallas_paged.kernels.backward import recompute
 from pallas_paged.kernels.call import result_shape, varying_by_device
-from pallas_paged.kernels.logits import LogitOptions
+from pallas_paged.kernels.logits import LogitOptions, visible
 from pallas_paged.kernels.mosaic import ops
-from pallas_paged.kernels.mosaic_sm90.backward_keys import COMPILER_PARAMS, Inputs, two_products
+from pallas_paged.kernels.mosaic_sm90.backward_keys import (
+    COMPILER_PARAMS,
+    BackwardInputs,
+    two_products,
+)
 from pallas_paged.kernels.mosaic_sm90.backward_rows import ROWS
 from pallas_paged.kernels.mosaic_sm90.ring import Ring, drain, stream, wgmma_transforms
 
@@ -40,9 +45,8 @@ class Blocks:
     num_stages: int
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Scratch:
+@pytree
+class QueriesScratch:
     """Refs in shared memory of a program, or their types."""
 
     q: Any  # [2, 64, D]
@@ -54,7 +58,7 @@ class Scratch:
     both: Any  # barrier of the two consumers
 
     @classmethod
-    def types(cls, blocks: Blocks, *, head_dim: int, page_size: int, dtype: Any) -> Scratch:
+    def types(cls, blocks: Blocks, *, head_dim: int, page_size: int, dtype: Any) -> QueriesScratch:
         """Return the types of the refs."""
         rows = plgpu.SMEM((_CONSUMERS, _WG, head_dim), dtype, transforms=wgmma_transforms(dtype))
         vector = plgpu.SMEM((_CONSUMERS, _WG), jnp.float32)
@@ -69,10 +73,10 @@ class Scratch:
         )  # fmt: skip
 
 
-def queries_kernel(
-    inputs: Inputs,
+def _queries_kernel(
+    inputs: BackwardInputs,
     output: Any,  # [Hkv, R, D]
-    scratch: Scratch,
+    scratch: QueriesScratch,
     *,
     group: int,
     options: LogitOptions,
@@ -158,11 +162,9 @@ def queries_kernel(
             sees = None
             if masked:
                 keys = block * block_k + ops.iota((_WG, block_k), 1, ops.WGMMA)
-                sees = keys < work.kv_len
-                if options.causal:
-                    sees &= keys <= ops.bcast(positions, s)
-                if options.sliding_window is not None:
-                    sees &= keys >= options.first_key(ops.bcast(positions, s))
+                rows = None if positions is None else ops.bcast(positions, s)
+                last = rows if options.causal else None
+                sees = visible(keys, rows, options, end=work.kv_len, last=last)
             _, _, ds = recompute(
                 s, dp, ops.bcast(lse, s), ops.bcast(delta, s), sees, None, None,
                 options=options, exp2=jnp.exp2,
@@ -184,16 +186,16 @@ def queries_kernel(
 
 
 def queries_gradient(
-    inputs: Inputs, *, group: int, options: LogitOptions, blocks: Blocks, interpret: bool
+    inputs: BackwardInputs, *, group: int, options: LogitOptions, blocks: Blocks, interpret: bool
 ) -> jax.Array:
     """Return the gradient of the packed rows of queries `[Hkv, R, D]`."""
     q = inputs.rows.q
     num_kv_heads, num_rows, head_dim = q.shape
     out = result_shape(q.shape, q.dtype, varying=False)
-    scratch: Any = Scratch.types(
+    scratch: Any = QueriesScratch.types(
         blocks, head_dim=head_dim, page_size=inputs.pool.page_size, dtype=q.dtype
     )
-    kernel = functools.partial(queries_kernel, group=group, options=options, interpret=interpret)
+    kernel = functools.partial(_queries_kernel, group=group, options=options, interpret=interpret)
     result = plgpu.kernel(
         ops.with_trees(kernel, inputs, out),
         out_type=out,

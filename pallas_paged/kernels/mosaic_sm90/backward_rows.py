@@ -13,6 +13,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
 
@@ -23,10 +24,9 @@ def _cdiv(a, b):
     return (a + b - 1) // b
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class PackedRows:
-    """Where the packed rows of each sequence are, R rows in all.
+    """Places of the packed rows of each sequence, R rows in all.
 
     Attributes:
         start: i32`[B + 1]`, the first row of each sequence, a multiple of `ROWS`.
@@ -78,8 +78,7 @@ class PackedRows:
         return found.reshape(num_tokens, -1, head_dim)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Work:
     """A tile of queries and its blocks of keys, or a tile of keys and its blocks of queries.
 
@@ -91,8 +90,8 @@ class Work:
         kv_len: keys of the sequence; 0 where there is no tile.
         before: keys older than all queries of the sequence; -1 or less if they are fewer.
         origin: the first packed row of the sequence.
-        lo, hi: the blocks of which some pairs of query and key are visible.
-        full_lo, full_hi: those of which all are.
+        lo, hi: the blocks with a visible pair of query and key.
+        full_lo, full_hi: the blocks with no invisible pair.
     """
 
     seq: jax.Array

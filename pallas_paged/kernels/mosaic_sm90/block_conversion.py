@@ -176,7 +176,7 @@ class BlockConversion:
         convert(*given, *scalars)
 
     def convert_interpreted(self, out: Any, k_scales: Any) -> None:
-        """Do the same with operations that the interpreter knows; columns keep their order."""
+        """Convert by operations that the interpreter has; columns keep their order."""
         page_size, (block_k, _) = self.pool.page_size, out.shape
 
         @pl.loop(0, block_k)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from pallas_paged.kernels.call import Kernel
-from pallas_paged.kernels.config_fields import (
+from pallas_paged.checks import (
     check_fixed_split_size,
     check_integer,
     check_num_programs,
 )
+from pallas_paged.kernels.call import Kernel
 
 REDUCE_ROWS = 256  # at most, of a sum over devices
 _LEAST_COLUMNS = 512  # of a part of a product

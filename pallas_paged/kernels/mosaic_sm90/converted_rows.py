@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
@@ -34,18 +35,17 @@ from pallas_paged.pages.prefix_sums import prefix_sums
 
 # A row is converted if its queries fill more tiles. The copies of a block are written and read
 # again, and the converter's time for it is saved once per tile.
-MIN_TILES = 4
+_MIN_TILES = 4
 # A call is left to the converter if it has fewer: one more kernel takes as long as it saves.
-MIN_LOGITS = 2**26
+_MIN_LOGITS = 2**26
 # Of a scratch pool, in device memory: 131072 tokens of 8 KV heads of 128.
-MOST_BYTES = 2**29
+_MOST_BYTES = 2**29
 
 _PROGRAMS = 8  # of the kernel, for each program of the attention kernel
 _NONE = -(2**30)  # first block of a row that is not converted
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class ConvertedRows:
     """Converted rows of a call, or refs to them.
 
@@ -110,8 +110,7 @@ class ConvertedRows:
         return kv_iter + hi - lo
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class _Blocks:
     """The blocks to convert, or refs to them.
 
@@ -124,26 +123,26 @@ class _Blocks:
     count: Any
 
 
-def num_blocks(arrays: Arrays, config: MosaicRaggedConfig) -> int:
+def _num_blocks(arrays: Arrays, config: MosaicRaggedConfig) -> int:
     """Return the blocks for which the scratch pool of a call has room; 0 for no pool."""
     num_tokens, num_q_heads, _ = arrays.q.shape
-    if num_tokens * num_q_heads * arrays.max_kv_len < MIN_LOGITS:
+    if num_tokens * num_q_heads * arrays.max_kv_len < _MIN_LOGITS:
         return 0
     num_rows = min(arrays.num_seqs, num_tokens // (_few_queries(arrays, config) + 1))
     bytes_of_block = 4 * arrays.num_kv_heads * config.block_k * arrays.head_dim
-    return min(num_rows * -(-arrays.max_kv_len // config.block_k), MOST_BYTES // bytes_of_block)
+    return min(num_rows * -(-arrays.max_kv_len // config.block_k), _MOST_BYTES // bytes_of_block)
 
 
 def _few_queries(arrays: Arrays, config: MosaicRaggedConfig) -> int:
     """Return the most query tokens of a row that is left to the converter."""
-    return MIN_TILES * config.block_q // arrays.group
+    return _MIN_TILES * config.block_q // arrays.group
 
 
 def convert_rows(
     arrays: Arrays, *, options: LogitOptions, config: MosaicRaggedConfig, interpret: bool
 ) -> ConvertedRows | None:
     """Return the converted rows of a call with int8 or fp8 pages, None where no row can be one."""
-    room = num_blocks(arrays, config)
+    room = _num_blocks(arrays, config)
     if not room:
         return None
     with jax.named_scope("ragged_plan"):

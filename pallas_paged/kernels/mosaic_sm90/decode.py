@@ -2,7 +2,7 @@
 
 `DecodePlan` divides the keys of the batch among the programs. A program is two warpgroups that walk
 the same work items. The producer sends the queries and the K/V of each item to shared memory
-(`ring`), the consumer attends and leaves partial states, and `decode_merge` unites them.
+(`ring`), the consumer attends and leaves partial states, and `decode_merge` merges them.
 
 wgmma takes 64 rows at a time, and a KV head has fewer query heads than that. So tokens are the
 rows, and the query heads, padded to N, a multiple of 8, are the columns:
@@ -35,13 +35,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.decode_plan import DecodePlan
 from pallas_paged.kernels.decode_states import DecodeStates
-from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits
+from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, visible
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.decode_items import WorkItem, for_each_work_item
 from pallas_paged.kernels.mosaic.decode_merge import merge_decode
 from pallas_paged.kernels.mosaic_sm90 import decode_one_byte, one_byte
 from pallas_paged.kernels.mosaic_sm90.config import MosaicDecodeConfig
-from pallas_paged.kernels.mosaic_sm90.decode_inputs import Inputs
+from pallas_paged.kernels.mosaic_sm90.decode_inputs import DecodeInputs
 from pallas_paged.kernels.mosaic_sm90.decode_scratch import (
     Queries,
     compiler_params,
@@ -54,11 +54,11 @@ from pallas_paged.kernels.mosaic_sm90.ring import Ring, drain, stream
 from pallas_paged.kernels.mosaic_sm90.row_copies import RowCopies, needs_row_copies, stream_rows
 
 
-def produce(
+def _produce(
     item: WorkItem,
     kv_iter: jax.Array,
     *,
-    inputs: Inputs,
+    inputs: DecodeInputs,
     queries: Queries,
     ring: Ring,
     kv_head: jax.Array,
@@ -130,10 +130,9 @@ def attend(
     num_columns = queries.q.shape[0]
     window_start = plan.first_key(item.seq_len)
 
-    def visible(block, shape):
+    def mask(block, shape):
         keys = block * block_k + ops.iota(shape, 0, ops.WGMMA)
-        mask = keys < item.seq_len
-        return mask if options.sliding_window is None else mask & (keys >= window_start)
+        return visible(keys, item.seq_len - 1, options, end=item.seq_len)
 
     def attend_block(block, state):
         m_i, l_i, acc = state
@@ -147,7 +146,7 @@ def attend(
         s, factor = base2_logits(
             s, options, None if slopes is None else ops.bcast(slopes, s, 1), distances
         )
-        s = jnp.where(visible(block, s.shape), s, -jnp.inf)
+        s = jnp.where(mask(block, s.shape), s, -jnp.inf)
         m_new = jnp.maximum(m_i, s.max(axis=0) * factor)
         alpha = jnp.exp2(m_i - m_new)
         p = jnp.exp2(s * factor - ops.bcast(m_new, s, 1))
@@ -163,7 +162,7 @@ def attend(
             for i in range(0, head_dim, 64):  # a part at a time takes few registers
                 v_ref = ring.v.at[stage, :, pl.ds(i, 64)]
                 v = plgpu.load(v_ref, layout=ops.WGMMA)
-                v_ref[...] = jnp.where(visible(block, v.shape), v, jnp.zeros_like(v))
+                v_ref[...] = jnp.where(mask(block, v.shape), v, jnp.zeros_like(v))
 
         plgpu.commit_smem()
         acc = ops.wgmma_accumulate(
@@ -197,8 +196,8 @@ def attend(
     return kv_iter + item.hi - item.lo
 
 
-def decode_kernel(
-    inputs: Inputs,
+def _decode_kernel(
+    inputs: DecodeInputs,
     partials: ops.Partials,  # [Hkv * parts of a group, partials, N, ..]
     queries: Queries,
     ring: Ring,
@@ -208,7 +207,7 @@ def decode_kernel(
     kv_dtype: Any,
     interpret: bool,
 ) -> None:
-    """Run one program: warpgroup 0 attends, warpgroup 1 sends what it attends to."""
+    """Run one program: warpgroup 0 attends, warpgroup 1 sends its queries and K/V."""
 
     def role():
         return lax.axis_index("wg")
@@ -272,7 +271,7 @@ def decode_kernel(
         if num_tiles > 1:
             first_head += lax.rem(part, num_tiles) * heads
         send = functools.partial(
-            produce,
+            _produce,
             inputs=inputs,
             queries=queries,
             ring=ring,
@@ -328,7 +327,7 @@ def decode_states(
         num_kv_heads=num_parts,
         max_kv_len=arrays.max_kv_len,
     )
-    inputs = Inputs.of(arrays, plan)
+    inputs = DecodeInputs.of(arrays, plan)
     scratch: Any = scratch_types(
         config,
         group=group,
@@ -351,7 +350,7 @@ def decode_states(
         lse=result_shape(columns, jnp.float32),
     )
     kernel = functools.partial(
-        decode_kernel,
+        _decode_kernel,
         plan=plan,
         group=group,
         kv_dtype=arrays.k_pages.dtype,

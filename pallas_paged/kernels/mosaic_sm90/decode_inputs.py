@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Self
 
-import jax
 import jax.numpy as jnp
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.decode_plan import DecodePlan
 from pallas_paged.kernels.mosaic_sm90 import one_byte
@@ -16,9 +15,8 @@ from pallas_paged.kernels.mosaic_sm90.one_byte_scales import Scales
 from pallas_paged.kernels.mosaic_sm90.ring import Pool
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Inputs:
+@pytree
+class DecodeInputs:
     """Operands of the kernel, or refs to them."""
 
     q: Any  # [B * Hq, D]

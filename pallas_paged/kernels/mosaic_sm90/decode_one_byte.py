@@ -1,6 +1,6 @@
 """The consumer of the Mosaic decode kernel over int8 and fp8 K/V.
 
-The products are those of `decode`, with K and V^T in registers:
+The products are the same as in `decode`, with K and V^T in registers:
 
     S^T [block_k, N] = K [block_k, D] Q^T [D, N]            softmax over the rows
     O^T [D, N]      += V^T [D, block_k] P^T [block_k, N]
@@ -19,18 +19,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.decode_plan import DecodePlan
-from pallas_paged.kernels.logits import LN_2, base2_logits
+from pallas_paged.kernels.logits import (
+    LN_2,
+    base2_logits,
+    exponents_of,
+    power_of_2,
+    split_scales,
+    visible,
+)
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.decode_items import WorkItem
 from pallas_paged.kernels.mosaic_sm90 import one_byte, one_byte_warpgroup
 from pallas_paged.kernels.mosaic_sm90.one_byte_scales import Scales
 from pallas_paged.kernels.mosaic_sm90.ring import Ring
-from pallas_paged.kernels.powers_of_two import exponents_of, power_of_2, split_scales
 
 _PART_K, _PART_D = 64, 128  # tokens and elements of head_dim of a part of K or V
 
 
-def move_queries(
+def _move_queries(
     queries: Any, kv_dtype: Any, reduce: Callable[..., jax.Array], *, interpret: bool
 ) -> jax.Array | None:
     """Move the queries that arrived to swizzled f16; return f32`[N]` that multiplies them, or None.
@@ -105,10 +111,7 @@ def attend(
             s *= ops.bcast(q_scales, s, 1)
         keys = block * block_k + part.start + ops.iota(s.shape, 0, ops.WGMMA)
         s, factor = base2_logits(s, options, slopes, keys - (item.seq_len - 1))
-        mask = keys < item.seq_len
-        if options.sliding_window is not None:
-            mask &= keys >= window_start
-        return s * factor, mask
+        return s * factor, visible(keys, item.seq_len - 1, options, end=item.seq_len)
 
     def scales_of(kv, part, stage):
         return plgpu.load(ring.scales.at[kv, stage, part], layout=ops.WGMMA_ROW)
@@ -123,7 +126,7 @@ def attend(
         ]
         plgpu.barrier_arrive(ring.k_free.at[stage])
         if scales.of_tokens:
-            # The maximum is that of the weights, probabilities times the scales of their values.
+            # The maximum is taken over the weights, probabilities times the scales of their values.
             # The scales' powers of two go to the exponent.
             split = [split_scales(scales_of(1, part, stage)) for part in parts]
             found = [
@@ -175,7 +178,7 @@ def attend(
     @pl.when(item.lo < item.hi)
     def _():
         plgpu.barrier_wait(queries.full)
-        q_scales = move_queries(queries, kv_dtype, reduce, interpret=interpret)
+        q_scales = _move_queries(queries, kv_dtype, reduce, interpret=interpret)
         plgpu.barrier_arrive(queries.free)
         if not scales.of_tokens:
             k_scale = ops.full((num_columns,), 1.0, ops.WGMMA_COL) * scales.k[0]

@@ -1,8 +1,7 @@
-"""The shared memory of a program of the Mosaic decode kernel, and how a group of heads is cut."""
+"""Shared memory of a program of the Hopper decode kernel, and its tiles of query heads."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.mosaic_sm90 import one_byte
 from pallas_paged.kernels.mosaic_sm90.config import MosaicDecodeConfig
 from pallas_paged.kernels.mosaic_sm90.ring import Ring, wgmma_transforms
@@ -25,13 +25,12 @@ def compiler_params(kv_dtype: Any) -> plgpu.CompilerParams:
     return plgpu.CompilerParams(approx_math=True)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Queries:
     """Refs in shared memory for the queries of one work item, or their types.
 
     A copy into swizzled rows, which wgmma needs, can begin at every 8th head only. So queries
-    arrive in plain rows, and the consumer moves them. Then those of the next item may arrive.
+    arrive in plain rows, and the consumer moves them. Then the queries of the next item may arrive.
     """
 
     arrived: Any  # [N, D], plain
@@ -42,7 +41,7 @@ class Queries:
     reduced: Any = None  # f32[4, N] of `one_byte.reduce_columns`, with int8 and fp8 pages
 
     def of(self, pair: Any) -> Queries:
-        """Return those of one pair of warpgroups, of refs with an axis of pairs."""
+        """Return the refs of one pair of warpgroups, from refs with an axis of pairs."""
         return jax.tree.map(lambda ref: ref.at[pair], self)
 
 
@@ -91,7 +90,7 @@ def scratch_types(
 
 
 def head_tiles(group: int) -> tuple[int, int]:
-    """Return how many parts the query heads of a KV head are cut into, and the heads of a part.
+    """Return the number of parts of the query heads of a KV head, and the heads of a part.
 
     Each part reads K/V again, and the registers hold one of at most 64 heads.
     """

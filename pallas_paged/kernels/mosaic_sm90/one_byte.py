@@ -28,8 +28,8 @@ from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic_sm90.config import MosaicDecodeConfig
 from pallas_paged.kernels.mosaic_sm90.ring import Pool, Ring
 
-# Pallas would surround every store with barriers. The kernel has those that it needs: P is written
-# after all warps met in `reduce_columns`, and read after `commit_smem`.
+# Pallas would surround every store with barriers. The kernel has the barriers that it needs: P is
+# written after all warps met in `reduce_columns`, and read after `commit_smem`.
 COMPILER_PARAMS = plgpu.CompilerParams(
     approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
 )
@@ -74,7 +74,7 @@ def swizzle_bytes(head_dim: int) -> int:
 
 
 def swizzled(head_dim: int) -> tuple[Any, ...]:
-    """Return how rows of bytes lie in shared memory."""
+    """Return the layout of rows of bytes in shared memory."""
     size = swizzle_bytes(head_dim)
     return plgpu.TilingTransform((8, size)), plgpu.SwizzleTransform(size)
 
@@ -83,8 +83,8 @@ def _word_bytes(head_dim: int) -> int:
     return 4 if head_dim % 128 == 0 else 2
 
 
-def words_layout(head_dim: int) -> Any:
-    """Return how threads hold V `[T, D]`: words of neighbours along head_dim."""
+def _words_layout(head_dim: int) -> Any:
+    """Return the layout of V `[T, D]` in registers: words of neighbours along head_dim."""
     size = _word_bytes(head_dim)
     return plgpu.Layout.TILED(
         plgpu.Tiling(((16, 32 * size), (8, 8 * size), (2, size))),
@@ -95,7 +95,7 @@ def words_layout(head_dim: int) -> Any:
 
 
 def _out_layout(head_dim: int) -> Any:
-    """Return how threads hold the output `[D, N]`, in the order of `words_layout`."""
+    """Return the layout of the output `[D, N]` in registers, in the order of `_words_layout`."""
     size = _word_bytes(head_dim)
     return plgpu.Layout.TILED(
         plgpu.Tiling(((32 * size, 8), (8 * size, 8), (size, 2), (size, 1))),
@@ -186,7 +186,7 @@ def values(ref: Any, kv_dtype: Any, *, interpret: bool) -> jax.Array:
     num_tokens, head_dim = ref.shape
     if interpret:
         return to_f16(ref[...], kv_dtype).T
-    layout, size = words_layout(head_dim), _word_bytes(head_dim)
+    layout, size = _words_layout(head_dim), _word_bytes(head_dim)
     load: Any = plgpu.load
     x = load(ref, layout=layout)
     convert = _VALUES_TO_F16[jnp.dtype(kv_dtype).name]

@@ -1,7 +1,7 @@
 """The scales of int8 and fp8 K/V in the Mosaic decode kernel, on their way to shared memory.
 
 The scales of the tokens of a page are 4 bytes each, and in most layouts not neighbours, so TMA
-can't copy them. Each thread of the producer loads those of one token of the next block into
+can't copy them. Each thread of the producer loads the scales of one token of the next block into
 registers while the copies of K and V are on their way, and stores them when a stage is free.
 """
 
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.mosaic_sm90.ring import page_to_read
 from pallas_paged.pages.layout import PageLayout
@@ -22,8 +23,7 @@ from pallas_paged.pages.layout import PageLayout
 _THREADS = 128  # of a warpgroup
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Scales:
     """Refs to the scales of K and of V, or the arrays.
 
@@ -70,7 +70,7 @@ class ScaleSender:
     interpret: bool
 
     def load(self, block: jax.Array) -> Any:
-        """Start to load the scales of a block; return what `store` takes."""
+        """Start to load the scales of a block; return the argument of `store`."""
         if self.interpret:
             return block
         block_k = self.stages.shape[-1]

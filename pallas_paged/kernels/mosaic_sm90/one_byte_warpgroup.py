@@ -1,4 +1,4 @@
-"""What a warpgroup of the Mosaic kernels over int8 and fp8 K/V does with shared memory itself."""
+"""Warpgroup reductions and stores through shared memory, for decoding int8 and fp8 K/V."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def zero_other_rows(ref: Any, lo: jax.Array, hi: jax.Array, *, interpret: bool) 
         def c(x):
             return arith.constant(i32, x)
 
-        # A row lies in pieces of `size` bytes, in tiles of 8 rows. The swizzle keeps to the piece.
+        # A row has pieces of `size` bytes, in tiles of 8 rows. The swizzle keeps to the piece.
         thread = arith.remui(utils.thread_idx(), c(128))
         stores = " ".join(
             f"@p st.shared.v4.b32 [at + {tile * 8 * size + i}], {{z, z, z, z}};"

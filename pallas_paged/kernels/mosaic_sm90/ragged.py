@@ -1,8 +1,9 @@
 """Attention of ragged queries over paged K/V, a Pallas Mosaic GPU kernel for Hopper.
 
-The queries of a sequence are cut into tiles of some tokens times the query heads of one KV head. A
-program holds one tile at a time. A producer warpgroup streams the blocks of keys that the tile sees
-through a ring in shared memory, and each consumer warpgroup attends to them with 64 of its rows:
+The queries of a sequence are divided into tiles of some tokens times the query heads of one KV
+head. A program holds one tile at a time. A producer warpgroup streams the blocks of keys that the
+tile sees through a ring in shared memory, and each consumer warpgroup attends to them with 64 of
+its rows:
 
     producer     k0 v0 k1 v1 k2 v2 ...                       (ring)
     consumer 0   q.k0  softmax     p.v0 q.k1  softmax        rows  0 to  63
@@ -12,7 +13,7 @@ Consumers take turns at the tensor cores, so the softmax of one runs under the p
 other. The grid has as many programs as run at once. They take work tiles one after another, longest
 first (`ragged_work`), and the producer starts on the next one while the consumers finish.
 
-The rows of a tile lie head after head, in chunks of 8 tokens of one head (`ragged_tile`).
+The rows of a tile are head after head, in chunks of 8 tokens of one head (`ragged_tile`).
 `ragged_plan` orders the tiles and splits the keys of few or long ones; their partial states go to
 `ragged_merge`.
 
@@ -36,26 +37,26 @@ from pallas_paged.kernels.call import Arrays, result_shape, varying_by_device
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, unpack
+from pallas_paged.kernels.mosaic.softmax_state import finish
 from pallas_paged.kernels.mosaic_sm90.config import MosaicRaggedConfig
 from pallas_paged.kernels.mosaic_sm90.converted_rows import convert_rows
 from pallas_paged.kernels.mosaic_sm90.one_byte_scales import Scales
 from pallas_paged.kernels.mosaic_sm90.ragged_consumer import ScheduleBarrier, attend
 from pallas_paged.kernels.mosaic_sm90.ragged_converter import Converter, end_of_pages
 from pallas_paged.kernels.mosaic_sm90.ragged_merge import merge_ragged
-from pallas_paged.kernels.mosaic_sm90.ragged_operands import in_order, store_in_stored_order
+from pallas_paged.kernels.mosaic_sm90.ragged_operands import store_permuted, unpermute_columns
 from pallas_paged.kernels.mosaic_sm90.ragged_scratch import (
-    Inputs,
-    Scratch,
+    RaggedInputs,
+    RaggedScratch,
     q_arrivals,
     scratch_types,
 )
 from pallas_paged.kernels.mosaic_sm90.ragged_tile import (
     CHUNK,
     WG_ROWS,
-    Outputs,
-    Rows,
+    RaggedOutputs,
+    TileRows,
     TileShape,
-    finish,
     store_rows,
 )
 from pallas_paged.kernels.mosaic_sm90.ring import Ring, drain, stream
@@ -74,12 +75,12 @@ COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Program:
+class _Program:
     """One program of the kernel, a producer and some consumers; `run` runs it."""
 
-    inputs: Inputs
-    outputs: Outputs
-    scratch: Scratch
+    inputs: RaggedInputs
+    outputs: RaggedOutputs
+    scratch: RaggedScratch
     schedule: ScheduleBarrier
     options: LogitOptions
     config: MosaicRaggedConfig
@@ -213,7 +214,7 @@ class Program:
 
     @property
     def converts(self) -> bool:
-        """Whether pages are int8 or fp8, and a converter stands behind the producer."""
+        """Whether pages are int8 or fp8, and a converter follows the producer."""
         return self.scratch.bytes is not None
 
     @property
@@ -228,7 +229,7 @@ class Program:
 
     @property
     def logit_scales(self) -> Any:
-        """Scales of K: a ref to those of the blocks in the ring, one for all keys, or None."""
+        """Scales of K: a ref to the scales of the blocks in the ring, one for all keys, or None."""
         scales = self.inputs.scales
         return scales.k[0] if self.converts and not scales.of_tokens else self.scratch.k_scales
 
@@ -259,7 +260,7 @@ class Program:
         inputs, outputs, scratch = self.inputs, self.outputs, self.scratch
         work_tile = self.unpack(work_id)
         work = unpack(WorkDescriptor, scratch.mailbox.buffer, stage)
-        rows = Rows(
+        rows = TileRows(
             tile=self.tile,
             wg=wg,
             q_start=work.q_start,
@@ -274,7 +275,7 @@ class Program:
 
         q_smem = self.q.at[stage, wg]
         if self.converts:
-            store_in_stored_order(q_smem, interpret=self.interpret)
+            store_permuted(q_smem, interpret=self.interpret)
         state = attend(
             q_smem,
             scratch.ring,
@@ -298,7 +299,7 @@ class Program:
 
         def finished(sinks):
             out, lse = finish(state, sinks)
-            return in_order(out, interpret=self.interpret) if self.converts else out, lse
+            return unpermute_columns(out, interpret=self.interpret) if self.converts else out, lse
 
         @pl.when(work.partial < 0)
         def _():
@@ -329,8 +330,8 @@ def ragged_paged_attention(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Attend with the newest tokens of each sequence; return `(out [T, Hq, D], lse f32[T, Hq])`.
 
-    With `arrays.q_positions` the queries stand there instead, and all keys are older. Without
-    `with_lse` the second result is None.
+    `arrays.q_positions` are the positions of the queries, if given; all keys are older then.
+    Without `with_lse` the second result is None.
     """
     tile = TileShape.of(arrays.group, config.block_q)
     with jax.named_scope("ragged_plan"):
@@ -340,10 +341,10 @@ def ragged_paged_attention(
     scales, converted = Scales.of(arrays), None
     if scales is not None:
         converted = convert_rows(arrays, options=options, config=config, interpret=interpret)
-    inputs = Inputs.of(arrays, work, scales, converted)
+    inputs = RaggedInputs.of(arrays, work, scales, converted)
     head_tiles = arrays.num_kv_heads * tile.num_head_tiles
     rows = (head_tiles, num_partials, config.num_consumers, WG_ROWS)
-    outputs = Outputs(
+    outputs = RaggedOutputs(
         # The merge has references to these two.
         out=result_shape(arrays.q.shape, arrays.q.dtype, varying=False),
         partials=ops.Partials(
@@ -366,7 +367,7 @@ def ragged_paged_attention(
 
     def body(inputs, outputs):
         def run(scratch):
-            Program(
+            _Program(
                 inputs=inputs,
                 outputs=outputs,
                 scratch=scratch,

@@ -1,4 +1,4 @@
-"""What a consumer warpgroup of the ragged kernel does with a work tile."""
+"""Attention of a consumer warpgroup of the ragged kernel to a work tile."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.kernels.logits import LogitOptions, base2_logits
+from pallas_paged.kernels.logits import LogitOptions, base2_logits, visible
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, visible_in_tree
-from pallas_paged.kernels.mosaic_sm90.ragged_tile import WG_ROWS, Rows, empty_state
+from pallas_paged.kernels.mosaic.softmax_state import State, empty_state
+from pallas_paged.kernels.mosaic_sm90.ragged_tile import WG_ROWS, TileRows
 from pallas_paged.kernels.mosaic_sm90.ring import Ring
 
 
@@ -38,7 +39,7 @@ class ScheduleBarrier:
             plgpu.barrier_arrive(self.barrier)
 
     def wait(self) -> None:
-        """Wait until the other consumer has arrived as often."""
+        """Wait until the other consumer has arrived the same number of times."""
         if self.barrier is not None:
             plgpu.barrier_wait(self.barrier)
 
@@ -56,7 +57,7 @@ def attend(
     q_smem: Any,  # [64, D]
     ring: Ring,
     work: WorkDescriptor,
-    rows: Rows,
+    rows: TileRows,
     kv_iter: jax.Array,
     *,
     schedule: ScheduleBarrier,
@@ -68,7 +69,7 @@ def attend(
     k_scales: Any,  # f32[num_stages, block_k] times `only_factor`, f32[] or None
     options: LogitOptions,
     interpret: bool,
-) -> ops.State:
+) -> State:
     """Return the state of a warpgroup's rows after the blocks of a work item.
 
     It ends with an arrival at the schedule barrier. The first consumer waits after it has stored
@@ -93,14 +94,17 @@ def attend(
 
     only_factor = None if k_scales is None else options.only_factor(slopes)
 
-    def visible(block, keys):
+    def mask(block, keys):
         """Return which keys of a block each query sees."""
-        seen = keys <= ops.bcast(last_seen, keys)
-        if tree_words is not None:
-            seen &= visible_in_tree(tree_words, block * block_k, before, keys)
-        if options.sliding_window is not None:
-            seen &= keys >= ops.bcast(options.first_key(positions), keys)
-        return seen
+        tree = functools.partial(visible_in_tree, tree_words, block * block_k, before, keys)
+        return visible(
+            keys,
+            positions,
+            options,
+            last=last_seen,
+            tree=None if tree_words is None else tree,
+            bcast=functools.partial(ops.bcast, like=keys),
+        )
 
     def zero_unreadable(block, stage):
         """Zero V where the tile must not read it: it may be NaN, and 0 * NaN is NaN."""
@@ -149,7 +153,7 @@ def attend(
                 s, options, ops.bcast(slopes, s), keys - ops.bcast(positions, s)
             )
         if masked:
-            s = jnp.where(visible(block, keys), s, -jnp.inf)
+            s = jnp.where(mask(block, keys), s, -jnp.inf)
         m_new = jnp.maximum(m_i, s.max(axis=1) * factor)
         m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new) if masked else m_new
         alpha = jnp.exp2(m_i - m_safe)
@@ -160,7 +164,7 @@ def attend(
             p = jnp.exp2(ops.difference(s, maxima, ops.WGMMA, interpret=interpret))
         l_new = l_i * alpha + p.sum(axis=1)
         acc = acc * ops.bcast(alpha, acc)
-        # The whole softmax stays before the arrival below; this order keeps the tensor cores busy.
+        # All of the softmax stays before the arrival below; this order keeps the tensor cores busy.
         acc, l_new, m_new, p = lax.optimization_barrier((acc, l_new, m_new, p.astype(ring.v.dtype)))
         if masked and not values_are_zeroed:
             # The first consumer zeroes for both, before the other one may read the values.
@@ -189,7 +193,7 @@ def attend(
     pl.when(rows.wg == 1)(schedule.wait)
     attend_full = functools.partial(attend_block, False)
     attend_masked = functools.partial(attend_block, True)
-    state = empty_state(head_dim)
+    state = empty_state(WG_ROWS, head_dim)
     if options.sliding_window is not None:
         state = lax.fori_loop(lo, work.full_lo, attend_masked, state)
     state = lax.fori_loop(work.full_lo, work.full_hi, attend_full, state)

@@ -1,6 +1,6 @@
 """The converter of the ragged kernel: a warpgroup that makes 16-bit K/V of int8 and fp8 pages.
 
-It stands between the producer and the consumers, who then read a ring as they do without it:
+It is between the producer and the consumers, which read a ring as they do without it:
 
     producer      bytes of pages            a ring of bytes, one block of K and one of V
     converter     element * scale           rounded once, to q's dtype
@@ -31,7 +31,7 @@ from pallas_paged.kernels.mosaic_sm90.one_byte_scales import Scales
 from pallas_paged.kernels.mosaic_sm90.ragged_operands import BYTES, BYTES_ROW, converted
 from pallas_paged.kernels.mosaic_sm90.ring import Ring
 
-NUM_STAGES = 1  # blocks of bytes of K and of V; the 16-bit blocks behind them are stages too
+_NUM_STAGES = 1  # blocks of bytes of K and of V; the 16-bit blocks behind them are stages too
 _ROWS = 64  # tokens that are converted at a time
 
 
@@ -39,13 +39,13 @@ def byte_ring(config: MosaicRaggedConfig, *, head_dim: int, page_size: int, dtyp
     """Return the types of the ring of bytes."""
     width = min(head_dim, 128)
     block = plgpu.SMEM(
-        (NUM_STAGES, config.block_k, head_dim),
+        (_NUM_STAGES, config.block_k, head_dim),
         dtype,
         transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width)),
     )
     num_copies = max(config.block_k // page_size, 1)
-    full = plgpu.Barrier(num_arrivals=num_copies, num_barriers=NUM_STAGES)
-    free = plgpu.Barrier(num_arrivals=1, num_barriers=NUM_STAGES)
+    full = plgpu.Barrier(num_arrivals=num_copies, num_barriers=_NUM_STAGES)
+    free = plgpu.Barrier(num_arrivals=1, num_barriers=_NUM_STAGES)
     return Ring(k=block, v=block, k_full=full, v_full=full, k_free=free, v_free=free)
 
 
@@ -63,14 +63,14 @@ def k_arrivals(k_scales: Any, converted: Any) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Converter:
-    """Converts the blocks of a work item, or copies those that are converted.
+    """Converts the blocks of a work item, or copies blocks that are converted.
 
     Attributes:
         source: the ring of bytes.
         target: the ring of q's dtype. One arrival completes a block of V, `k_arrivals` one of K.
         k_scales: f32[num_stages, block_k] in shared memory: the scales of K in `target`, times
             `k_factor`. None where all tokens have one scale.
-        converted: rows that were converted before, of which `source` has no blocks, or None.
+        converted: rows that were converted before and have no blocks in `source`, or None.
         block_tables: ref to i32`[B, N]`.
         page_size: tokens of a page.
         interpret: the kernel is interpreted.
@@ -93,7 +93,7 @@ class Converter:
 
         Args:
             kv_iter: blocks that were sent before.
-            taken: those of them that came from `source`.
+            taken: the blocks from `source` before.
         """
         hi = end_of_pages(work, self.converted)
         self.convert(work, kv_head, hi, kv_iter, taken)
@@ -171,7 +171,7 @@ class Converter:
 
     def load(self, blocks: Any, full: Any, free: Any, now: jax.Array) -> list[jax.Array]:
         """Return block number `now` of the ring of bytes, 64 tokens at a time; free its stage."""
-        stage = lax.rem(now, NUM_STAGES)
+        stage = lax.rem(now, _NUM_STAGES)
         plgpu.barrier_wait(full.at[stage])
         parts = [
             ops.load_shared(blocks.at[stage, pl.ds(first, _ROWS)], BYTES)
@@ -209,7 +209,7 @@ class Converter:
                 v_ref[...] = jnp.where(readable, v, jnp.zeros_like(v))
 
     def tokens(self, work: WorkDescriptor, block: jax.Array) -> list[jax.Array]:
-        """Return the tokens of a block, or in place of those that may not be read some that may."""
+        """Return readable tokens of a block; they stand in for tokens that may not be read."""
         block_k = self.target.k.shape[1]
         return [
             jnp.clip(

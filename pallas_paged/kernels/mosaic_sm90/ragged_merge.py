@@ -14,22 +14,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.kernels.logits import LOG2_E
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.ragged_work import MergeDescriptor, unpack
+from pallas_paged.kernels.mosaic.softmax_state import empty_state, finish, merge_partial
 from pallas_paged.kernels.mosaic_sm90.ragged_tile import (
-    Outputs,
-    Rows,
+    WG_ROWS,
+    RaggedOutputs,
+    TileRows,
     TileShape,
-    empty_state,
-    finish,
     store_buffer,
     store_rows,
 )
 
 
-def merge_ragged_kernel(
+def _merge_ragged_kernel(
     partials: ops.Partials,  # [head tiles, partials, warpgroups, 64, ..]
     merges_ref,  # i32[num_merges, 5]
     sinks_ref,  # f32[Hq] or None
-    outputs: Outputs,
+    outputs: RaggedOutputs,
     buffer: Any,  # of `store_buffer`
     *,
     tile: TileShape,
@@ -42,7 +42,7 @@ def merge_ragged_kernel(
     ops.wait_for_previous_kernel(interpret=interpret)
     split = unpack(MergeDescriptor, merges_ref, merge)
     first = lax.rem(head_tile, tile.num_head_tiles) * tile.num_heads
-    rows = Rows(
+    rows = TileRows(
         tile=tile,
         wg=wg,
         q_start=split.q_start,
@@ -55,41 +55,37 @@ def merge_ragged_kernel(
     @pl.when(split.num_items > 0)
     def _():
         def merge_one(i, state):
-            m_i, l_i, acc = state
             index = (head_tile, split.partial + i, wg)
             lse = ops.load(partials.lse.at[index], ops.WGMMA_ROW) * LOG2_E
             out = ops.load(partials.out.at[index], ops.WGMMA)
-            m_new = jnp.maximum(m_i, lse)
-            m_safe = jnp.where(m_new == -jnp.inf, 0.0, m_new)  # rows that have seen no key yet
-            less = ops.difference(lse, m_safe, ops.WGMMA_ROW, interpret=interpret)
-            alpha, w = jnp.exp2(m_i - m_safe), jnp.exp2(less)
-            return m_new, l_i * alpha + w, acc * ops.bcast(alpha, acc) + out * ops.bcast(w, out)
+            return merge_partial(state, lse, out, interpret=interpret)
 
-        state = lax.fori_loop(0, split.num_items, merge_one, empty_state(partials.out.shape[-1]))
+        empty = empty_state(WG_ROWS, partials.out.shape[-1])
+        state = lax.fori_loop(0, split.num_items, merge_one, empty)
         sinks = None if sinks_ref is None else rows.per_head(sinks_ref)
         store_rows(outputs, buffer.at[0], rows, *finish(state, sinks), interpret=interpret)
         plgpu.wait_smem_to_gmem(0)
 
 
 def merge_ragged(
-    outputs: Outputs,
+    outputs: RaggedOutputs,
     merges: jax.Array,  # i32[num_merges, 5], packed descriptors
     sinks: jax.Array | None,  # f32[Hq]
     *,
     tile: TileShape,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the final `(out, lse)` of a call: those of `outputs`, with the rows of split tiles."""
+    """Return the final `(out, lse)` of a call: `outputs` with the rows of split tiles."""
     partials, out, lse = outputs.partials, outputs.out, outputs.lse
     inputs = partials, merges, sinks
     # Written in place: the rows of other tiles are there already.
-    results = Outputs(
+    results = RaggedOutputs(
         out=jax.new_ref(out), partials=None, lse=None if lse is None else jax.new_ref(lse)
     )
     buffer = store_buffer(num_warpgroups=1, head_dim=out.shape[-1], dtype=out.dtype)
 
     def body(*refs):
-        kernel = functools.partial(merge_ragged_kernel, *refs, tile=tile, interpret=interpret)
+        kernel = functools.partial(_merge_ragged_kernel, *refs, tile=tile, interpret=interpret)
         pl.run_scoped(kernel, buffer)
 
     head_tiles, _, num_warpgroups, *_ = partials.out.shape

@@ -1,13 +1,13 @@
 """One-byte K/V in registers as 16-bit operands of the ragged kernel, by PTX.
 
 A thread loads four bytes of a row at a time (the layout `BYTES`). As 16-bit numbers these are two
-registers, which one instruction stores to shared memory together with those of other threads, if
+registers, which one instruction stores to shared memory together with other threads' registers, if
 they count as neighbours in two 8-column tiles of `ops.WGMMA`. So of 16 columns, the stored order is
 
     0 1   4 5   8 9   12 13   2 3   6 7   10 11   14 15
 
-K, V and the queries have it all, and the results are put right in registers:
-`store_in_stored_order`, `in_order`. Neither moves a value from a thread to another. Interpreted
+K, V and the queries all have it (`store_permuted`), and the results get their own order back
+in registers (`unpermute_columns`). Neither moves a value from a thread to another. Interpreted
 kernels keep the order.
 """
 
@@ -27,7 +27,7 @@ BYTES = plgpu.Layout.WGMMA_8BIT
 BYTES_ROW = BYTES.reduce(1)
 
 
-def store_in_stored_order(ref: Any, *, interpret: bool) -> None:
+def store_permuted(ref: Any, *, interpret: bool) -> None:
     """Bring the columns of a ref to 16-bit `[64, D]` in shared memory into stored order."""
 
     def halves(registers, utils):
@@ -38,8 +38,8 @@ def store_in_stored_order(ref: Any, *, interpret: bool) -> None:
         plgpu.commit_smem()
 
 
-def in_order(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """Return `[64, D]` of layout `ops.WGMMA`, whose columns are in stored order, in their order."""
+def unpermute_columns(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """Undo the stored column order of `[64, D]` in layout `ops.WGMMA`."""
 
     def joined(registers, utils):
         return [utils.vector_concat([a, b]) for a, b in registers.reshape(-1, 2)]

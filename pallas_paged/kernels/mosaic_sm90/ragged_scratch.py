@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.mosaic.ragged_work import DESCRIPTOR_WORDS
 from pallas_paged.kernels.mosaic_sm90.config import MosaicRaggedConfig
@@ -18,12 +19,11 @@ from pallas_paged.kernels.mosaic_sm90.ring import Pool, Ring, wgmma_transforms
 from pallas_paged.kernels.mosaic_sm90.tile_scheduler import Mailbox, Work
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Inputs:
+@pytree
+class RaggedInputs:
     """Operands of the kernel, or refs to them."""
 
-    q: Any  # [T, Hq, D], padded to whole chunks of tokens
+    q: Any  # [T, Hq, D], padded to a multiple of a chunk of tokens
     pool: Pool
     block_tables: Any  # i32[B, N]
     work: Work
@@ -50,9 +50,8 @@ class Inputs:
         )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Scratch:
+@pytree
+class RaggedScratch:
     """Refs in shared memory of a program, or their types."""
 
     out: Any  # [num_consumers, 64, width] of `store_buffer`; None with a converter
@@ -77,7 +76,7 @@ def scratch_types(
     scaled_logits: bool = True,
     converted: Any = None,
     interpret: bool = False,
-) -> Scratch:
+) -> RaggedScratch:
     """Return the types of the shared memory of a program.
 
     Args:
@@ -93,13 +92,13 @@ def scratch_types(
     out = store_buffer(num_warpgroups=num_consumers, head_dim=head_dim, dtype=dtype)
     if convert:
         results = plgpu.SMEM((num_q_stages, *out.shape), dtype)
-        # Of one stage and consumer, queries and results have the same place and are never both in
-        # use. The interpreter's search for races knows unions as a whole only.
+        # Queries and results of one stage and consumer have the same place and are never both in
+        # use. To the interpreter's search for races a union is one buffer.
         q, out = (q, results) if interpret else plgpu.RefUnion(q, results), None
     ring = Ring.types(
         config,
         head_dim=head_dim,
-        page_size=config.block_k if convert else page_size,  # the converter copies whole blocks
+        page_size=config.block_k if convert else page_size,  # the converter copies full blocks
         dtype=dtype,
         num_consumers=num_consumers,
     )
@@ -111,7 +110,7 @@ def scratch_types(
         full = plgpu.Barrier(num_arrivals=arrivals, num_barriers=config.num_stages)
         ring = dataclasses.replace(ring, k_full=full)
     takes_turns = num_consumers == 2 and (not convert or converted is not None)
-    return Scratch(
+    return RaggedScratch(
         out=out,
         mailbox=Mailbox(buffer=plgpu.SMEM((num_q_stages + 1, DESCRIPTOR_WORDS), jnp.int32)),
         q_free=plgpu.Barrier(num_arrivals=num_consumers + convert, num_barriers=num_q_stages),

@@ -1,6 +1,6 @@
-"""A tile of ragged queries in the Mosaic kernels: which rows it has, and how they are stored.
+"""A tile of ragged queries in the Hopper kernels: its rows, and their loads and stores.
 
-The rows of a tile lie head after head, and those of a head in chunks of 8 tokens:
+The rows of a tile are head after head, and the rows of a head in chunks of 8 tokens:
 
     row   0 ..  7   head 0, tokens  0 ..  7        64 rows to a warpgroup; with 4 heads
     row   8 .. 15   head 0, tokens  8 .. 15        to a KV head a tile of 128 rows
@@ -21,16 +21,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.kernels.logits import LN_2
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.mosaic import ops
 
-WG_ROWS = 64  # rows of a warpgroup: those of one wgmma
+WG_ROWS = 64  # rows of a warpgroup: one wgmma
 CHUNK = 8  # tokens of one head: a swizzle pattern spans 8 rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TileShape:
-    """How the rows of a tile are divided among heads and tokens.
+    """Division of the rows of a tile among heads and tokens.
 
     Attributes:
         group: query heads of a KV head.
@@ -46,7 +46,7 @@ class TileShape:
 
     @classmethod
     def of(cls, group: int, num_rows: int) -> TileShape:
-        """Return the tile of `num_rows` rows with a whole group, or a head for each chunk."""
+        """Return the tile of `num_rows` rows: with all heads of a group, or a chunk of each."""
         num_chunks = num_rows // CHUNK
         num_heads = min(group, num_chunks)
         return cls(
@@ -57,10 +57,10 @@ class TileShape:
         )
 
     def runs(self, head: int) -> list[tuple[int, int]]:
-        """Return `(first row, rows)` of a head, cut where rows of another warpgroup begin."""
+        """Return `(first row, rows)` of each warpgroup's rows of a head."""
         start, stop = head * self.num_tokens, (head + 1) * self.num_tokens
-        cuts = [start, *range((start // WG_ROWS + 1) * WG_ROWS, stop, WG_ROWS), stop]
-        return [(a, b - a) for a, b in itertools.pairwise(cuts)]
+        bounds = [start, *range((start // WG_ROWS + 1) * WG_ROWS, stop, WG_ROWS), stop]
+        return [(a, b - a) for a, b in itertools.pairwise(bounds)]
 
     def place(self, row: Any) -> tuple[Any, Any]:
         """Return `(head, token)` of a row within the tile, both from 0."""
@@ -70,7 +70,7 @@ class TileShape:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rows:
+class TileRows:
     """Place of a warpgroup's rows among all queries.
 
     Attributes:
@@ -101,30 +101,9 @@ class Rows:
         return values
 
 
-def empty_state(head_dim: int) -> ops.State:
-    """Return the state of 64 rows that have seen no key: m f32`[64]`, l f32`[64]`, acc."""
-    return (
-        ops.full((WG_ROWS,), -jnp.inf, ops.WGMMA_ROW),
-        ops.full((WG_ROWS,), 0.0, ops.WGMMA_ROW),
-        ops.full((WG_ROWS, head_dim), 0.0, ops.WGMMA),
-    )
-
-
-def finish(state: ops.State, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Return `(out f32[64, D], lse f32[64])` of a state; sinks join in where a row saw any key."""
-    empty = state[1] == 0.0
-    if sinks is not None:
-        state = ops.join_sinks(state, sinks, empty, lambda acc, x: acc * ops.bcast(x, acc))
-    m_i, l_i, acc = state
-    l_safe = jnp.where(empty, 1.0, l_i)
-    lse = jnp.where(empty, -jnp.inf, m_i * LN_2 + jnp.log(l_safe))
-    return acc * ops.bcast(1.0 / l_safe, acc), lse
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Outputs:
-    """What the ragged kernel and its merge write: arrays, refs or types."""
+@pytree
+class RaggedOutputs:
+    """Results of the ragged kernel and its merge: arrays, refs or types."""
 
     out: Any  # [T, Hq, D]
     partials: Any  # Partials [head tiles, partials, warpgroups, 64, ..]; None in the merge
@@ -140,9 +119,9 @@ def store_buffer(*, num_warpgroups: int, head_dim: int, dtype: Any) -> Any:
 
 
 def store_rows(
-    outputs: Outputs,
+    outputs: RaggedOutputs,
     buffer: Any,  # [64, width] in shared memory
-    rows: Rows,
+    rows: TileRows,
     out: jax.Array,  # f32[64, D]
     lse: jax.Array,  # f32[64]
     *,
@@ -150,7 +129,7 @@ def store_rows(
 ) -> None:
     """Store a warpgroup's rows to their own tokens and heads, and to no others."""
     if outputs.lse is not None:
-        store_lse(outputs.lse, rows, lse, interpret=interpret)
+        _store_lse(outputs.lse, rows, lse, interpret=interpret)
     width = buffer.shape[1]
     # Rows of one head in one warpgroup, a power of two: one copy where all are the sequence's own.
     run = math.gcd(rows.tile.num_tokens, WG_ROWS)
@@ -195,7 +174,7 @@ def store_rows(
         plgpu.commit_smem_to_gmem_group()
 
 
-def store_lse(ref: Any, rows: Rows, lse: jax.Array, *, interpret: bool) -> None:
+def _store_lse(ref: Any, rows: TileRows, lse: jax.Array, *, interpret: bool) -> None:
     """Store the log-sum-exps f32`[64]` of a warpgroup to `ref` f32`[T, Hq]` from its registers."""
     row = rows.wg * WG_ROWS + ops.iota((WG_ROWS,), 0, ops.WGMMA_ROW)
     head, token = rows.tile.place(row)

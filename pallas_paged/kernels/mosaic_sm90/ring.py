@@ -26,14 +26,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.pages.layout import K, PageLayout, V
 
 MIN_TMA_TOKENS = 8  # of a page: rows of a swizzled tile in shared memory
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Ring:
     """Refs of a ring, or their types."""
 
@@ -71,15 +71,14 @@ class Ring:
 
 
 def wgmma_transforms(dtype: Any) -> tuple[Any, ...]:
-    """Return how wgmma reads a matrix in shared memory: in swizzled rows of 128 bytes."""
+    """Return the transforms of wgmma operands in shared memory: swizzled rows of 128 bytes."""
     return (
         plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)),
         plgpu.SwizzleTransform(128),
     )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Pool:
     """Refs to the pages of K and of V, with all axes of their layout, or the arrays."""
 
@@ -139,7 +138,7 @@ def stream(
         first_key: the first key that any query sees, or None for all.
         kv_iter: blocks that the producer has sent before.
         scales: a `ScaleSender`, or None. The scales of a block are one more arrival at `k_full`,
-            and their stage is free when that of V is.
+            and their stage is free when V's stage is.
 
     Returns:
         `kv_iter + hi - lo`.

@@ -25,7 +25,7 @@ _PIECE = 16  # bytes of a copy
 
 
 def needs_row_copies(page_size: int) -> bool:
-    """Return whether pages are smaller than what TMA copies."""
+    """Return whether pages are too small for TMA."""
     return page_size < MIN_TMA_TOKENS
 
 
@@ -58,7 +58,7 @@ class RowCopies:
         return self.ring.k.shape[1] * self.row_bytes // (_PIECE * _THREADS)
 
     def pages_of(self, block: jax.Array) -> Any:
-        """Return what `start` takes: the pages of a thread's pieces."""
+        """Return the argument of `start`: the pages of a thread's pieces."""
         if self.interpret:
             return block
         layout = plgpu.Layout.WG_STRIDED((_THREADS * self.num_pieces,), 1)
@@ -170,7 +170,7 @@ class RowCopies:
                     arith.muli(in_tile, c(swizzle)),
                     arith.muli(place, c(_PIECE)),
                 )
-                # Blocks begin at whole pages.
+                # Blocks begin where pages begin.
                 token = arith.muli(arith.remui(row, c(page_size)), c(stride["N"]))
                 source = arith.addi(token, arith.muli(column, c(_PIECE)))
                 utils.inline_ptx(

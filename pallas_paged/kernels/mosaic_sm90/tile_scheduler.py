@@ -1,4 +1,4 @@
-"""The work of a ragged call on Hopper, and which program does what of it.
+"""Work items of a ragged call on Hopper, and their schedule over programs.
 
 `ragged_plan` makes work items: tiles of query tokens with blocks of keys. Each becomes a packed
 descriptor. Rows of a tile that need more get their own arrays: positions, and the bits of a tree
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
@@ -33,8 +34,7 @@ from pallas_paged.kernels.mosaic_sm90.ragged_tile import CHUNK, WG_ROWS, TileSha
 from pallas_paged.kernels.ragged_plan import PlanShape
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Work:
     """The work of a call, or refs to it.
 
@@ -87,12 +87,12 @@ def plan_work(
         positions = arrays.q_positions[jnp.clip(packed, 0, len(arrays.q) - 1)]
     if arrays.tree_mask is not None:
         token = of_items("offset") + place  # within the sequence
-        tree_words = pack_tree_mask(arrays.tree_mask, of_items("row"), token)
+        tree_words = _pack_tree_mask(arrays.tree_mask, of_items("row"), token)
     work = Work(items=plan.items, count=plan.count, positions=positions, tree_words=tree_words)
     return work, plan.merges, shape.num_partials
 
 
-def pack_tree_mask(tree_mask: jax.Array, row: jax.Array, token: jax.Array) -> jax.Array:
+def _pack_tree_mask(tree_mask: jax.Array, row: jax.Array, token: jax.Array) -> jax.Array:
     """Return `Work.tree_words` for these tokens of these sequences."""
     size, words = tree_mask.shape[-1], tree_bits(tree_mask)
     known = (token >= 0) & (token < size)
@@ -127,10 +127,9 @@ class WorkTile:
         )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@pytree
 class Mailbox:
-    """What a producer tells the consumers of its program, in shared memory, or its type.
+    """Work items from the producer for the consumers of its program, in shared memory, or the type.
 
     Every buffer in shared memory takes 1 KB or more, and with the largest configs there is room for
     one. So descriptors, work ids and the result of the atomic addition share it.

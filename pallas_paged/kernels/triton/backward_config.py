@@ -9,7 +9,7 @@ from jax.experimental.pallas import next_power_of_2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardConfig:
-    """How one kernel of the backward pass runs; every size is a power of two.
+    """Config of one kernel of the backward pass; every size is a power of two.
 
     Attributes:
         block_q: query rows of a tile, as in `RaggedConfig`.

@@ -23,22 +23,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_paged.kernels.backward_logits import recompute
+from pallas_paged.kernels.backward import recompute
 from pallas_paged.kernels.backward_plan import make_key_tiles
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.logits import LogitOptions, dot
 from pallas_paged.kernels.triton import one_byte
 from pallas_paged.kernels.triton.backward_config import BackwardConfig
-from pallas_paged.kernels.triton.backward_mask import seen
 from pallas_paged.kernels.triton.pages import Tokens, operands_of
-from pallas_paged.kernels.triton.softmax import exp2
-from pallas_paged.kernels.triton.specs import kv_head, whole
+from pallas_paged.kernels.triton.softmax import exp2, mask
+from pallas_paged.kernels.triton.specs import full_specs, kv_head
 from pallas_paged.pages.layout import PageLayout
 
 _NEVER = jnp.iinfo(jnp.int32).max
 
 
-def keys_kernel(
+def _keys_kernel(
     q_ref,  # [T, G, D]
     do_ref,  # [T, G, D]
     lse_ref,  # f32[T, G] in base 2
@@ -52,7 +51,7 @@ def keys_kernel(
     q_positions_ref,  # i32[T] or None
     alibi_slopes_ref,  # f32[G] or None
     tree_mask_ref,  # i8[B, M, M] or None
-    zeros_refs,  # what dk and dv lie in
+    zeros_refs,  # aliased with dk and dv
     *d_refs,  # one or two arrays like the pages
     options: LogitOptions,
     page_size: int,
@@ -80,7 +79,7 @@ def keys_kernel(
     in_table = block < pages_per_seq
     first = plgpu.load(plan.first.at[entry], mask=in_table, other=0)
     end = plgpu.load(plan.end.at[entry], mask=in_table, other=0)
-    leads = first < end  # keys whose gradients this tile makes
+    leads = first < end  # keys that get their gradients from this tile
     page = plgpu.load(block_tables_ref.at[entry], mask=leads, other=0)
 
     def index(kv, page):
@@ -153,15 +152,15 @@ def keys_kernel(
             do = plgpu.load(do_ref.at[q_row[:, None], q_head[:, None], q_dims])
             sees = None
             if masked:
-                sees = mine[:, None] & seen(
-                    token[None, :],
-                    positions[None, :],
+                sees = mine[:, None] & mask(
                     keys[:, None],
+                    positions[None, :],
+                    token[None, :],
                     before,
                     row=row,
                     tree_mask_ref=tree_mask_ref,
                     options=options,
-                    all_older=q_positions_ref is not None,
+                    causal=options.causal and q_positions_ref is None,
                 )
             p, _, ds = recompute(
                 dot(k, q.T), dot(v, do.T), lse, delta, sees, slopes,
@@ -185,7 +184,7 @@ def keys_kernel(
         add_row,
         (first, zeros, zeros),
     )
-    # The interpreter writes lanes that are off too, what was there: past the end, not to page 0.
+    # The interpreter writes old values in lanes that are off, too: past the end, not to page 0.
     num_pages = layout.size(d_refs[0].shape, "P")
     page = jnp.where(leads, page, num_pages)
     for kv, d in enumerate((dk * options.sm_scale, dv)):
@@ -229,7 +228,7 @@ def keys_gradient(
     first_zeros = len(jax.tree.leaves(inputs)) - len(zeros)
     return pl.pallas_call(
         functools.partial(
-            keys_kernel,
+            _keys_kernel,
             options=options,
             page_size=arrays.page_size,
             layout=arrays.layout,
@@ -242,12 +241,12 @@ def keys_gradient(
         in_specs=[
             *(kv_head(x, 1) for x in (q, do, lse, delta)),
             *kv_specs[:2],
-            *whole(of_rows),
+            *full_specs(of_rows),
             kv_head(slopes, 0),
-            whole(tree),
-            whole(zeros),
+            full_specs(tree),
+            full_specs(zeros),
         ],
-        out_specs=whole(zeros),
+        out_specs=full_specs(zeros),
         out_shape=[result_shape(x.shape, x.dtype) for x in pages],
         input_output_aliases={first_zeros + i: i for i in range(len(zeros))},
         compiler_params=plgpu.CompilerParams(

@@ -17,13 +17,13 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_paged.kernels.backward_plan import PageReaders
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.logits import LogitOptions
-from pallas_paged.kernels.triton.specs import kv_head, whole
+from pallas_paged.kernels.triton.specs import full_specs, kv_head
 from pallas_paged.pages.layout import PageLayout
 
 _TOKENS = 32  # of a program, at most
 
 
-def pages_kernel(
+def _pages_kernel(
     k_ref,  # f32[B * keys_per_row, D]
     v_ref,  # like k_ref
     readers: PageReaders,  # of refs
@@ -73,13 +73,13 @@ def add_readers(
     pages = [x for x in (arrays.k_pages, arrays.v_pages) if x is not None]
     return pl.pallas_call(
         functools.partial(
-            pages_kernel,
+            _pages_kernel,
             page_size=page_size,
             keys_per_row=of_keys[0].shape[1] // arrays.num_seqs,
             layout=arrays.layout,
         ),
         grid=(num_kv_heads, readers.first.size, pl.cdiv(page_size, _TOKENS)),
-        in_specs=[*(kv_head(x, 0) for x in of_keys), whole(readers)],
+        in_specs=[*(kv_head(x, 0) for x in of_keys), full_specs(readers)],
         out_specs=[pl.BlockSpec(x.shape, lambda *_, n=x.ndim: (0,) * n) for x in pages],
         out_shape=[result_shape(x.shape, x.dtype) for x in pages],
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),

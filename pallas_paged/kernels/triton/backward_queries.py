@@ -15,19 +15,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_paged.kernels.backward_logits import recompute
+from pallas_paged.kernels.backward import recompute
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.logits import LogitOptions, dot, signed_distances
 from pallas_paged.kernels.ragged_tiles import Tiles, make_tiles
 from pallas_paged.kernels.triton import one_byte
 from pallas_paged.kernels.triton.backward_config import BackwardConfig
-from pallas_paged.kernels.triton.backward_mask import seen
 from pallas_paged.kernels.triton.pages import Tokens, operands_of
-from pallas_paged.kernels.triton.softmax import exp2
-from pallas_paged.kernels.triton.specs import kv_head, whole
+from pallas_paged.kernels.triton.softmax import exp2, mask
+from pallas_paged.kernels.triton.specs import full_specs, kv_head
 
 
-def queries_kernel(
+def _queries_kernel(
     q_refs,  # of arrays [T, G, W] from `Operands.split`
     do_refs,  # like q_refs
     lse_ref,  # f32[T, G] in base 2
@@ -105,15 +104,16 @@ def queries_kernel(
             s, dp = s * k_scales[None, :], dp * v_scales[None, :]
         sees = None
         if masked:
-            sees = (keys < kv_len)[None, :] & seen(
-                token[:, None],
-                positions[:, None],
+            sees = mask(
                 keys[None, :],
+                positions[:, None],
+                token[:, None],
                 before,
                 row=row,
                 tree_mask_ref=tree_mask_ref,
                 options=options,
-                all_older=q_positions_ref is not None,
+                causal=options.causal and q_positions_ref is None,
+                end=kv_len,
             )
         distances = keys[None, :] - positions[:, None]
         _, d_logits, ds = recompute(
@@ -186,7 +186,7 @@ def queries_gradient(
     out_shape = [result_shape(x.shape, x.dtype) for x in qs], d_slopes
     dq, d_slopes = pl.pallas_call(
         functools.partial(
-            queries_kernel,
+            _queries_kernel,
             options=options,
             page_size=arrays.page_size,
             operands=operands,
@@ -199,11 +199,11 @@ def queries_gradient(
             kv_head(lse, 1),
             kv_head(delta, 1),
             *kv_specs,
-            whole(arrays.block_tables),
-            whole(tiles),
-            whole(arrays.q_positions),
+            full_specs(arrays.block_tables),
+            full_specs(tiles),
+            full_specs(arrays.q_positions),
             kv_head(slopes, 0),
-            whole(tree),
+            full_specs(tree),
         ],
         out_specs=([kv_head(x, 1) for x in out_shape[0]], kv_head(d_slopes, 1)),
         out_shape=out_shape,

@@ -1,8 +1,8 @@
 """Split-KV decode attention over paged K/V, a Pallas-Triton kernel and its specs.
 
 `decode_plan` describes how the blocks of all rows are divided among programs. A program holds all
-query heads of its KV head, so K/V are read once. It writes the results of rows that it has as a
-whole. `merge` unites the partial states of the others.
+query heads of its KV head, so K/V are read once. It writes the results of unsplit rows.
+`merge` merges the partial states of the others.
 
 Split-KV as in Flash-Decoding, balanced as in stream-K; see also FlashAttention (Dao 2022).
 """
@@ -22,16 +22,16 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.decode_plan import DecodePlan
 from pallas_paged.kernels.decode_states import DecodeStates
-from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot
+from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot, visible
 from pallas_paged.kernels.triton import merge, new_token, one_byte, pages, softmax
 from pallas_paged.kernels.triton.config import DecodeConfig
 from pallas_paged.kernels.triton.new_token import NewTokens
 from pallas_paged.kernels.triton.pages import Tokens
-from pallas_paged.kernels.triton.specs import kv_head, whole
+from pallas_paged.kernels.triton.specs import full_specs, kv_head
 from pallas_paged.kernels.write_arrays import WriteArrays
 
 
-def decode_kernel(
+def _decode_kernel(
     q_refs,  # of arrays [B, G, ..] from `Operands.pack`; or with new tokens [B, G + 2, D]
     k_ref,  # [P * S, D] or [P, S, D], of int8 and fp8 elements words [.., D / 2]
     v_ref,  # like k_ref
@@ -97,7 +97,6 @@ def decode_kernel(
             lo = first_block + (item - row_start) * plan.blocks_per_unit
             hi = jnp.minimum(lo + plan.blocks_per_unit, end_block)
         partial = plan.partial_index(program=program, row=row, unit=item)
-        first_key = plan.first_key(seq_len)
 
         def positions_of(block):
             """Return the positions of a block's keys, and which of them the query sees."""
@@ -105,10 +104,7 @@ def decode_kernel(
             num_keys = seq_len if new is None else seq_len - 1
             # The loads are masked, not only the logits: slots that the row does not own may hold
             # NaN. Masking every block, not just a row's last, measured no slower.
-            valid = positions < num_keys
-            if options.sliding_window is not None:
-                valid &= positions >= first_key
-            return positions, valid
+            return positions, visible(positions, seq_len - 1, options, end=num_keys)
 
         def pages_of(block):
             positions, valid = positions_of(block)
@@ -223,7 +219,7 @@ def merge_states(
     )
 
 
-def writes_results(plan: DecodePlan, sinks: jax.Array | None) -> bool:
+def _writes_results(plan: DecodePlan, sinks: jax.Array | None) -> bool:
     """Return whether the kernel writes the results of rows that are not split.
 
     Few rows are split, all of them, and only the merge knows sinks. With a fixed split size the
@@ -235,7 +231,7 @@ def writes_results(plan: DecodePlan, sinks: jax.Array | None) -> bool:
     return max(2, plan.num_programs // 2) <= plan.num_seqs
 
 
-def has_short_programs(arrays: Arrays) -> bool:
+def _has_short_programs(arrays: Arrays) -> bool:
     """Return whether short programs pay for a call of long rows."""
     # Measured on an H200, 2026-11-23: they gain 0.5 to 2.5%, and cost 1% with one-byte pages and
     # with 8 query heads for a KV head, where the merge then takes twice as long. The states of one
@@ -270,7 +266,7 @@ def decode_states(
         num_kv_heads=num_kv_heads,
         max_kv_len=arrays.max_kv_len,
         with_whole_rows=True,
-        with_short_programs=has_short_programs(arrays),
+        with_short_programs=_has_short_programs(arrays),
     )
     unit_ends = plan.unit_ends(arrays.seq_lens)
 
@@ -284,7 +280,7 @@ def decode_states(
     kv, kv_specs = pages.operands_of(arrays)
     of_rows = [arrays.block_tables, arrays.seq_lens, unit_ends]
     results = None
-    if writes_results(plan, arrays.sinks):
+    if _writes_results(plan, arrays.sinks):
         results = (
             result_shape((num_seqs, num_kv_heads, group, head_dim), arrays.q.dtype),
             result_shape((num_seqs, num_kv_heads, group), jnp.float32),
@@ -299,14 +295,14 @@ def decode_states(
     slopes = None if slopes is None else slopes.reshape(num_kv_heads, group)
     written = [] if new is None else [result_shape(x.shape, x.dtype) for x in kv[:2]]
     outs, lses, results, *pages_written = pl.pallas_call(
-        functools.partial(decode_kernel, plan=plan, page_size=arrays.page_size, operands=operands),
+        functools.partial(_decode_kernel, plan=plan, page_size=arrays.page_size, operands=operands),
         grid=(num_kv_heads, plan.num_programs + plan.num_short_programs),
         in_specs=[
             [kv_head(x, 1) for x in qs],
             *kv_specs,
-            *whole(of_rows),
+            *full_specs(of_rows),
             kv_head(slopes, 0),
-            whole(of_new),
+            full_specs(of_new),
         ],
         out_specs=[
             *jax.tree.map(lambda x: kv_head(x, 1), out_shape),

@@ -11,8 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_paged.kernels.call import result_shape
-from pallas_paged.kernels.config_fields import programs_per_kv_head
-from pallas_paged.kernels.decode_plan import DecodePlan
+from pallas_paged.kernels.decode_plan import DecodePlan, programs_per_kv_head
 from pallas_paged.kernels.ragged_plan import Plan
 from pallas_paged.kernels.triton.config import (
     MergeConfig,
@@ -20,7 +19,7 @@ from pallas_paged.kernels.triton.config import (
     decode_merge_config,
     ragged_merge_config,
 )
-from pallas_paged.kernels.triton.specs import kv_head, whole
+from pallas_paged.kernels.triton.specs import full_specs, kv_head
 
 State = tuple[jax.Array, jax.Array, jax.Array]  # m f32[R], l f32[R], acc f32[R, D]
 
@@ -34,7 +33,7 @@ def _merge_partials(
     dims: jax.Array,  # i32[block_d]
     block_s: int,
 ) -> State:
-    """Unite `num_partials` states from `first` on, `block_s` of them per loop step."""
+    """Merge `num_partials` states from `first` on, `block_s` of them per loop step."""
     _, num_rows, head_dim = outs_ref.shape
     row_mask = rows < num_rows
     mask = row_mask[:, None] & (dims < head_dim)[None, :]
@@ -80,7 +79,7 @@ def finish(state: State, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]
     return acc / l_safe[:, None], jnp.where(empty, -jnp.inf, m_i + jnp.log(l_safe))
 
 
-def merge_decode_kernel(
+def _merge_decode_kernel(
     outs_ref,  # f32[num_partials, Hq, D]
     lses_ref,  # f32[num_partials, Hq]
     unit_ends_ref,  # i32[B]
@@ -92,7 +91,7 @@ def merge_decode_kernel(
     plan: DecodePlan,
     tile: MergeConfig,
 ):
-    """One program: unite the partial states of some heads and elements of one row."""
+    """One program: merge the partial states of some heads and elements of one row."""
     row = pl.program_id(0)
     _, num_heads, head_dim = o_ref.shape
     first, num_partials = plan.partials_of_row(row, unit_ends_ref)
@@ -151,10 +150,10 @@ def merge_decode(
         result_shape((num_seqs, num_heads), jnp.float32),
     )
     return pl.pallas_call(
-        functools.partial(merge_decode_kernel, plan=plan, tile=tile),
+        functools.partial(_merge_decode_kernel, plan=plan, tile=tile),
         grid=(num_seqs, pl.cdiv(num_heads, tile.block_h), pl.cdiv(head_dim, tile.block_d)),
-        in_specs=list(whole(args)),
-        out_specs=list(whole(out_shape)),
+        in_specs=list(full_specs(args)),
+        out_specs=list(full_specs(out_shape)),
         out_shape=out_shape,
         # Written in place: `results` already hold the rows that are not split.
         input_output_aliases={} if results is None else {num_inputs - 2: 0, num_inputs - 1: 1},
@@ -164,7 +163,7 @@ def merge_decode(
     )(*args)
 
 
-def merge_ragged_kernel(
+def _merge_ragged_kernel(
     outs_ref,  # f32[num_partials, block_q, D]
     lses_ref,  # f32[num_partials, block_q]
     plan: Plan,  # of refs
@@ -177,7 +176,7 @@ def merge_ragged_kernel(
     config: RaggedConfig,
     tile: MergeConfig,
 ):
-    """One program: unite the partial states of some query rows and elements of one split tile."""
+    """One program: merge the partial states of some query rows and elements of one split tile."""
     _, group, head_dim = o_ref.shape
     item = plan.first_item[pl.program_id(1)]
     num_partials = plan.num_items[pl.program_id(1)]
@@ -227,7 +226,7 @@ def merge_ragged(
     args = (outs, lses, plan, sinks, out, lse)
     num_inputs = len(jax.tree.leaves(args))
     return pl.pallas_call(
-        functools.partial(merge_ragged_kernel, config=config, tile=tile),
+        functools.partial(_merge_ragged_kernel, config=config, tile=tile),
         grid=(
             num_kv_heads,
             num_merges,
@@ -237,7 +236,7 @@ def merge_ragged(
         in_specs=[
             kv_head(outs, 0),
             kv_head(lses, 0),
-            whole(plan),
+            full_specs(plan),
             kv_head(sinks, 0),
             *specs,
         ],

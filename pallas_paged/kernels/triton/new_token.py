@@ -40,7 +40,7 @@ class NewTokens:
 
     @classmethod
     def of(cls, qkv: Any, rest: Any, pages: Any) -> NewTokens:
-        """Return those of refs to qkv, to slots, cos and sin, and to the pages."""
+        """Return the new tokens from refs to qkv, to slots, cos and sin, and to the pages."""
         slots, cos, sin = rest
         return cls(qkv=qkv, slots=slots, cos=cos, sin=sin, k_pages=pages[0], v_pages=pages[1])
 

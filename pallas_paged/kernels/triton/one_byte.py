@@ -21,11 +21,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_paged.kernels.powers_of_two import exponents_of, power_of_2
+from pallas_paged.kernels.logits import exponents_of, power_of_2
 
 
 def zero(ref: Any) -> float:
-    """Return what a masked load of words or of floats gives where it is off."""
+    """Return the value of masked loads of words or of floats where they are off."""
     return 0.0 if jnp.issubdtype(ref.dtype, jnp.floating) else 0
 
 
@@ -36,7 +36,7 @@ def elements(words: jax.Array, num_tiles: int) -> list[jax.Array]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Operands:
-    """How loaded queries, keys and values become operands of the matrix unit.
+    """Conversion of loaded queries, keys and values to operands of the matrix unit.
 
     Attributes:
         dtype, kv_dtype: of the queries and of the pages.

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_paged.kernels.call import Arrays
-from pallas_paged.kernels.triton.specs import whole
+from pallas_paged.kernels.triton.specs import full_specs
 from pallas_paged.pages.layout import K, V
 
 _SLOTS = "S"  # pages and tokens as one axis
@@ -26,7 +26,7 @@ def operands_of(arrays: Arrays) -> tuple[list[Any], list[Any]]:
     """Return K, V and the scales of both, as a kernel gets them, and their block specs.
 
     The first axis of the grid must be the KV heads. Nothing is copied. Int8 and fp8 pages are words
-    i16`[.., D / 2]`; scales of a whole layer are f32`[1]`, and without scales there is None.
+    i16`[.., D / 2]`; one scale for a layer is f32`[1]`, and None stands for no scales.
     """
     layout = arrays.layout
     found: list[tuple[Any, Any]] = [
@@ -38,7 +38,7 @@ def operands_of(arrays: Arrays) -> tuple[list[Any], list[Any]]:
         elif scales.ndim:
             found.append(_of_kv_head(scales, layout.scale_axes, K))
         else:
-            found.append((scales.reshape(1), whole(scales.reshape(1))))
+            found.append((scales.reshape(1), full_specs(scales.reshape(1))))
     return [x for x, _ in found], [spec for _, spec in found]
 
 
@@ -84,7 +84,7 @@ def _of_kv_head(x: jax.Array, axes: str, kv: int) -> tuple[jax.Array, pl.BlockSp
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Tokens:
-    """Where the tokens of a block of keys are.
+    """Places of the tokens of a block of keys.
 
     Attributes:
         pages: i32`[K]` their pages, and their places there.

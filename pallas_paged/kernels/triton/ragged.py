@@ -1,9 +1,9 @@
 """Attention of ragged queries over paged K/V, a Pallas-Triton kernel and its specs.
 
 The query rows of a sequence, token after token and within a token head after head of one KV head's
-group, are cut into tiles, so that a few tokens fill the matrix unit and K/V are read once for all
-heads of the group. Prompts, chunks of prompts, speculated tokens and single tokens may be mixed. A
-tile visits the blocks of keys that any of its queries sees:
+group, are divided into tiles, so that a few tokens fill the matrix unit and K/V are read once for
+all heads of the group. Prompts, chunks of prompts, speculated tokens and single tokens may be
+mixed. A tile visits the blocks of keys that any of its queries sees:
 
     keys       |--|--|--|--|--|--|      full blocks: no masks
     tile 0     |##|#/|                  blocks at the diagonal, at the edge of a
@@ -11,8 +11,8 @@ tile visits the blocks of keys that any of its queries sees:
     tile 2     |##|##|##|##|##|#/|
 
 Where tiles are few, or one is much longer than the others, `ragged_plan` splits their keys into
-several work items. The programs of a split tile leave partial states (out, lse), which `merge`
-unites. The others write their result at once.
+several work items. The programs of a split tile leave partial states (out, lse) for `merge`.
+The others write their result at once.
 
 FlashAttention-2 (Dao 2023), with the heads of a group packed into the tile as in FlashInfer.
 """
@@ -29,17 +29,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_paged.kernels.call import Arrays, result_shape
-from pallas_paged.kernels.config_fields import programs_per_kv_head
+from pallas_paged.kernels.decode_plan import programs_per_kv_head
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, dot
 from pallas_paged.kernels.ragged_plan import Plan, PlanShape, make_plan
 from pallas_paged.kernels.ragged_plan_kernel import can_plan, plan_by_kernel, plan_types
 from pallas_paged.kernels.triton import merge, one_byte, pages, softmax
 from pallas_paged.kernels.triton.config import RaggedConfig
 from pallas_paged.kernels.triton.pages import Tokens
-from pallas_paged.kernels.triton.specs import kv_head, whole
+from pallas_paged.kernels.triton.specs import full_specs, kv_head
 
 
-def ragged_kernel(
+def _ragged_kernel(
     q_refs,  # of arrays [T, G, ..] from `Operands.split` or `pack`
     q_scales_ref,  # f32[T, G], factors of the rows of q, or None
     k_ref,  # [P * S, D] or [P, S, D], of int8 and fp8 elements words [.., D / 2]
@@ -97,26 +97,6 @@ def ragged_kernel(
     if alibi_slopes_ref is not None:
         slopes = plgpu.load(alibi_slopes_ref.at[head])[:, None]
 
-    def visible(keys):
-        """Return which of the keys that the row owns each query sees."""
-        if tree_mask_ref is not None:
-            newest = keys - (kv_len - q_len)  # place among the row's newest tokens
-            size = tree_mask_ref.shape[1]
-            known = (token < size)[:, None] & (newest >= 0)[None, :] & (newest < size)[None, :]
-            allowed = plgpu.load(
-                tree_mask_ref.at[row[None, None], token[:, None], newest[None, :]],
-                mask=known,
-                other=0,
-            )
-            seen = (newest < 0)[None, :] | (allowed != 0)
-        elif q_positions_ref is None and options.causal:
-            seen = keys[None, :] <= positions[:, None]
-        else:
-            seen = jnp.full((block_q, block_k), True)
-        if options.sliding_window is not None:
-            seen &= keys[None, :] >= options.first_key(positions)[:, None]
-        return seen
-
     def readable_keys(block):
         # Slots and table entries of keys that the tile must not read may hold anything. Such a key
         # is replaced by one that it may read: the logit is masked, and 0 times that value is 0.
@@ -152,7 +132,18 @@ def ragged_kernel(
             s *= tokens.load_scales(k_scales_ref)[None, :]
         s, factor = base2_logits(s, options, slopes, distances, q_scales)  # [block_q, block_k]
         if masked:
-            s = jnp.where((keys < kv_len)[None, :] & visible(keys), s, -jnp.inf)
+            sees = softmax.mask(
+                keys[None, :],
+                positions[:, None],
+                token[:, None],
+                kv_len - q_len,
+                row=row,
+                tree_mask_ref=tree_mask_ref,
+                options=options,
+                causal=options.causal and q_positions_ref is None,
+                end=kv_len,
+            )
+            s = jnp.where(sees, s, -jnp.inf)
         state = softmax.attend(
             state,
             s,
@@ -243,7 +234,7 @@ def ragged_paged_attention(
     )
     out, lse, outs, lses = pl.pallas_call(
         functools.partial(
-            ragged_kernel,
+            _ragged_kernel,
             options=options,
             page_size=arrays.page_size,
             operands=operands,
@@ -254,9 +245,9 @@ def ragged_paged_attention(
             [kv_head(x, 1) for x in qs],
             kv_head(q_scales, 1),
             *kv_specs,
-            *whole(of_rows),
+            *full_specs(of_rows),
             *(kv_head(x, 0) for x in of_heads),
-            whole(tree),
+            full_specs(tree),
         ],
         out_specs=[kv_head(x, axis) for x, axis in zip(out_shape, (1, 1, 0, 0), strict=True)],
         out_shape=out_shape,

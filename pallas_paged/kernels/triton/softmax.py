@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_paged.kernels.logits import dot
-from pallas_paged.kernels.powers_of_two import split_scales
+from pallas_paged.kernels.logits import LogitOptions, dot, split_scales, visible
 from pallas_paged.kernels.triton.one_byte import Operands
 
 # f32 of R query rows: the largest base-2 logit `[R]`, the sum `[R]`, and the weighted sum of the
@@ -24,6 +23,36 @@ def empty(num_rows: int, width: int, num_tiles: int) -> State:
         jnp.full((num_rows,), -jnp.inf, jnp.float32),
         jnp.zeros((num_rows,), jnp.float32),
         [jnp.zeros((num_rows, width), jnp.float32) for _ in range(num_tiles)],
+    )
+
+
+def mask(
+    keys: jax.Array,  # i32[1, K] or [K, 1]
+    positions: jax.Array,  # i32[R, 1] or [1, R], of the queries
+    tokens: jax.Array,  # i32, like positions: places among the newest tokens of the row
+    before: jax.Array,  # i32[], keys older than the row's newest tokens
+    *,
+    row: jax.Array,
+    tree_mask_ref: Any,  # i8[B, M, M] or None
+    options: LogitOptions,
+    causal: bool,
+    end: Any = None,
+) -> jax.Array:
+    """Return which keys each query sees, without those from `end` on, by `logits.visible`."""
+
+    def in_tree():
+        newest, size = keys - before, tree_mask_ref.shape[1]
+        known = (tokens < size) & (newest >= 0) & (newest < size)
+        allowed = plgpu.load(tree_mask_ref.at[row[None, None], tokens, newest], mask=known, other=0)
+        return (newest < 0) | (allowed != 0)
+
+    return visible(
+        keys,
+        positions,
+        options,
+        end=end,
+        last=positions if causal and tree_mask_ref is None else None,
+        tree=None if tree_mask_ref is None else in_tree,
     )
 
 
@@ -46,7 +75,7 @@ def attend(
     m_i, l_i, acc = state
     column = factor if isinstance(factor, float) else factor[:, None]
     # A weight is the probability times the scale of its value. f16 has a small range, so there
-    # the maximum is that of the weights: the scales' powers of two go to the exponent.
+    # the maximum is taken over the weights: the scales' powers of two go to the exponent.
     significands, inverses = v_scales, None
     if v_scales is not None and operands.in_f16:
         exponents, significands, inverses = split_scales(v_scales)

@@ -9,8 +9,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 
-def whole(tree: Any) -> Any:
-    """Return specs that give every program all of every array, or shape, of a pytree."""
+def full_specs(tree: Any) -> Any:
+    """Return specs that give each program every array, or shape, of a pytree in full."""
     return jax.tree.map(lambda x: pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape)), tree)
 
 

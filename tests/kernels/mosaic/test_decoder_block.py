@@ -14,13 +14,12 @@ if jax.__version_info__ < (0, 11):
 
 from pallas_paged.decoder import between_attentions as entry
 from pallas_paged.decoder.between_attentions import BlockWeights, Residual
-from pallas_paged.decoder.kernels import batch as decoder_rows
-from pallas_paged.decoder.kernels import one_row as decoder_block
-from pallas_paged.decoder.kernels.batch import new_counters
-from pallas_paged.decoder.kernels.batch_config import clusters_at_once, decoder_rows_config
+from pallas_paged.decoder.kernels import batch, one_row
+from pallas_paged.decoder.kernels.batch_config import clusters_at_once, decoder_batch_config
+from pallas_paged.decoder.kernels.batch_refs import new_counters
 from pallas_paged.decoder.kernels.batch_tiles import Product
-from pallas_paged.decoder.kernels.one_row import new_boards
-from pallas_paged.decoder.kernels.one_row_board import BLANK
+from pallas_paged.decoder.kernels.one_row import new_mailboxes
+from pallas_paged.decoder.kernels.one_row_mailbox import EMPTY
 from pallas_paged.kernels.mosaic_sm90.config import DecoderBlockConfig, decoder_block_config
 from tests.support.block_weights import draw, shapes_of
 from tests.support.devices import lower_for_cuda
@@ -59,9 +58,9 @@ def assert_near(actual, expected, *, rtol=0.02, stds=0.05):
         assert (np.abs(a - b) < rtol * np.abs(b) + stds * b.std()).all()
 
 
-def rows_config(rows, sizes, num_clusters=1, cluster_size=1, **more):
+def batch_config(rows, sizes, num_clusters=1, cluster_size=1, **more):
     clusters = dict(num_rows=rows, num_clusters=num_clusters, cluster_size=cluster_size)
-    return decoder_rows_config(**sizes_of(*sizes), **clusters, **more)
+    return decoder_batch_config(**sizes_of(*sizes), **clusters, **more)
 
 
 @pytest.mark.parametrize(
@@ -81,15 +80,15 @@ def test_one_row_equals_the_separate_steps(splits, stages, dtype):
         num_stages=stages[0],
         num_in_flight=stages[1],
     )
-    boards = new_boards(config, size=512, attended_size=1024, hidden_size=1024)
-    assert all((board == BLANK).all() for board in boards)
-    run = partial(decoder_block.between_attentions, config=config, **INTERPRETED)
-    *results, boards = run(attended, x, boards, **w)
+    mailboxes = new_mailboxes(config, size=512, attended_size=1024, hidden_size=1024)
+    assert all((mailbox == EMPTY).all() for mailbox in mailboxes)
+    run = partial(one_row.between_attentions, config=config, **INTERPRETED)
+    *results, mailboxes = run(attended, x, mailboxes, **w)
     assert_near(results, separate_steps(attended, x, w), rtol=0, stds=0.03)
-    # The next call has a clear board, and clears that of this one.
-    posted = np.asarray(boards[1] != BLANK)
-    assert (boards[0] == BLANK).all()
-    assert posted[: -sizes[0]].all() and not posted[-sizes[0] :].any()
+    # The next call has a clear mailbox, and clears that of this one.
+    published = np.asarray(mailboxes[1] != EMPTY)
+    assert (mailboxes[0] == EMPTY).all()
+    assert published[: -sizes[0]].all() and not published[-sizes[0] :].any()
 
 
 @pytest.mark.parametrize(
@@ -109,8 +108,8 @@ def test_one_row_equals_the_separate_steps(splits, stages, dtype):
 )
 def test_rows_equal_the_separate_steps(rows, parts, sizes, num_x_stages):
     attended, x, w = operands(rows, sizes)
-    config = rows_config(rows, sizes, num_x_stages=num_x_stages, num_parts=parts)
-    run = partial(decoder_rows.between_attentions, config=config, **INTERPRETED)
+    config = batch_config(rows, sizes, num_x_stages=num_x_stages, num_parts=parts)
+    run = partial(batch.between_attentions, config=config, **INTERPRETED)
     *results, _ = run(attended, x, new_counters(), **w)
     assert_near(results, separate_steps(attended, x, w))
 
@@ -129,11 +128,11 @@ def test_rows_equal_the_separate_steps(rows, parts, sizes, num_x_stages):
 def test_the_blocks_of_decoders_lower_for_a_gpu(rows, sizes):
     of = sizes_of(*sizes)
     if rows == 1:
-        module, config = decoder_block, decoder_block_config(**of, num_programs=132)
-        state = partial(new_boards, config, **{k: n for k, n in of.items() if k != "out_size"})
+        module, config = one_row, decoder_block_config(**of, num_programs=132)
+        state = partial(new_mailboxes, config, **{k: n for k, n in of.items() if k != "out_size"})
     else:
         num_clusters, cluster_size = clusters_at_once(132, rows)
-        module, config = decoder_rows, rows_config(rows, sizes, num_clusters, cluster_size)
+        module, config = batch, batch_config(rows, sizes, num_clusters, cluster_size)
         state = new_counters
     run = partial(module.between_attentions, eps=1e-5, config=config)
     weights = {k: jax.ShapeDtypeStruct(s, jnp.bfloat16) for k, s in shapes_of(*sizes).items()}
@@ -160,7 +159,7 @@ def test_one_row_has_the_splits_that_give_each_program_a_tile():
 def test_equal_tiles_and_parts_cover_all_features_and_each_is_owned_once(
     sizes, clusters, cluster_size
 ):
-    config = rows_config(64, sizes, clusters, cluster_size)
+    config = batch_config(64, sizes, clusters, cluster_size)
     for tiles in (config.o, config.down, config.qkv):
         owners = np.zeros(tiles.num_features, int)
         for cluster, rank in np.ndindex(config.num_clusters, cluster_size):
@@ -180,7 +179,7 @@ def test_equal_tiles_and_parts_cover_all_features_and_each_is_owned_once(
 
 
 def test_the_fewest_clusters_are_used_that_allow_such_tiles():
-    found = [rows_config(128, sizes, 66, 2).num_clusters for sizes in (LLAMAS[0], QWEN)]
+    found = [batch_config(128, sizes, 66, 2).num_clusters for sizes in (LLAMAS[0], QWEN)]
     assert found == [64, 32]
 
 
@@ -200,7 +199,7 @@ def test_sizes_that_do_not_fit_have_no_config(rows, change):
     if rows == 1:
         config = decoder_block_config(**sizes, num_programs=132)
     else:
-        config = decoder_rows_config(**sizes, num_rows=rows, num_clusters=29, cluster_size=4)
+        config = decoder_batch_config(**sizes, num_rows=rows, num_clusters=29, cluster_size=4)
     assert config is None
 
 

@@ -1,9 +1,9 @@
-"""A board in device memory, where the programs of a kernel post results for one another.
+"""A mailbox in device memory, where programs of a kernel publish results for one another.
 
-A place of a board is blank until its program posts a number there, once. Those that need it load
-until they find one. So an arrival is no message of its own: a barrier of all programs takes three
-trips to the L2 cache (the stores arrive, the count goes up, the count is seen), and then the loads
-take one more.
+The flag is in the data: an element is `EMPTY` until its program publishes a number there, once.
+Programs that need it load until they find one. That takes one trip to the L2 cache, where a barrier
+of all programs takes three (the stores arrive, the count goes up, the count is seen) and the loads
+one more.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.mosaic import ops
 
-BLANK = -1  # where a program has not yet posted anything: as f32 a NaN that `post` avoids
+EMPTY = -1  # not yet published: as f32 a NaN that `publish` avoids
 
 
-def post(board: Any, start: Any, values: jax.Array, *, interpret: bool) -> None:
-    """Post 64 sums of wgmma, f32 with one value per row, on a board i32[W] in device memory.
+def publish(mailbox: Any, start: Any, values: jax.Array, *, interpret: bool) -> None:
+    """Publish 64 sums of wgmma, f32 with one value per row, in a mailbox i32[W] in device memory.
 
-    Other programs of the kernel read them with `wait_for_posts`.
+    Other programs of the kernel read them with `wait_for_mail`.
     """
-    # Arithmetic does not make the NaN that is a blank, but inputs may hold it.
+    # Arithmetic does not make the NaN that means empty, but inputs may hold it.
     values = jnp.where(values == values, values, jnp.full_like(values, jnp.nan))
-    where = board.at[pl.ds(start, values.shape[0])]
+    where = mailbox.at[pl.ds(start, values.shape[0])]
     if interpret:
         where[...] = lax.bitcast_convert_type(values, jnp.int32)
         return
@@ -61,18 +61,18 @@ def post(board: Any, start: Any, values: jax.Array, *, interpret: bool) -> None:
     store(where, values)
 
 
-def wait_for_posts(
-    board: Any, starts: Sequence[Any], layout: Any, size: int, *, interpret: bool
+def wait_for_mail(
+    mailbox: Any, starts: Sequence[Any], layout: Any, size: int, *, interpret: bool
 ) -> list[jax.Array]:
-    """Wait for posts on a board; return f32`[size]` from each start on.
+    """Wait until a mailbox has these elements; return f32`[size]` from each start on.
 
-    All are loaded again until there is no blank among them: an arrival needs no message of its own,
-    and no order of memory operations but that of each element.
+    All are loaded again until none is empty: this needs no flag beside the data, and no order
+    among memory operations but that of each element.
 
     Args:
-        layout: `WG_STRIDED`, of the results.
+        layout: layout of the results, `WG_STRIDED`.
     """
-    wheres = [board.at[pl.ds(start, size)] for start in starts]
+    wheres = [mailbox.at[pl.ds(start, size)] for start in starts]
     if interpret:
         return [lax.bitcast_convert_type(where[...], jnp.float32) for where in wheres]
     vec_size = layout.to_mgpu().vec_size
@@ -104,8 +104,8 @@ def wait_for_posts(
             base, at = count + n // per_array, n % per_array * 128 * 4
             names = ", ".join(f"${n + i}" for i in range(vec_size))
             lines.append(f"ld.relaxed.gpu.global.v{vec_size}.b32 {{{names}}}, [${base}+{at}];")
-        lines.append(f"setp.eq.b32 p, $0, {BLANK};")
-        lines += [f"setp.eq.or.b32 p, ${n}, {BLANK}, p;" for n in range(1, count)]
+        lines.append(f"setp.eq.b32 p, $0, {EMPTY};")
+        lines += [f"setp.eq.or.b32 p, ${n}, {EMPTY}, p;" for n in range(1, count)]
         lines.append("@p bra again; }")
         out = llvm.inline_asm(
             llvm.StructType.get_literal([f32] * count),

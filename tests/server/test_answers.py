@@ -117,10 +117,8 @@ def test_outputs_without_news_are_no_events(service):
     assert echo.delta(0, prompt, nothing, is_first=True)["text"] == "p"
     later = echo.delta(0, prompt, news[0], is_first=False)
     assert later["text"] == "t" and "prompt_token_ids" not in later
-    assert (
-        not {"token_ids", "prompt_token_ids"}
-        & text().delta(0, prompt, news[0], is_first=True).keys()
-    )
+    plain = text().delta(0, prompt, news[0], is_first=True)
+    assert not {"token_ids", "prompt_token_ids"} & plain.keys()
     # The possible beginning of a stop text has log-probabilities, but no text yet.
     held = CompletionOutput(index=0, token_ids=[65], logprobs=[{65: Logprob(-1.0, 1)}])
     assert chat(logprobs=True).delta(0, prompt, held, is_first=False)["logprobs"]["content"]

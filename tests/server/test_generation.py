@@ -251,15 +251,6 @@ async def test_a_refused_prompt_closes_those_before_it(monkeypatch, error, param
 
 
 @in_loop
-async def test_a_draining_server_takes_no_requests(monkeypatch):
-    work = Work(monkeypatch, ABORTED)
-    work.service.is_draining = True
-    with pytest.raises(APIError, match="shutting down"):
-        await work.generation.whole()
-    assert not work.submitted
-
-
-@in_loop
 async def test_a_slow_reader_is_cut_some_time_after_the_timeout(monkeypatch):
     monkeypatch.setattr(generation, "GRACE_SECONDS", 0.2)
     real = time.monotonic

@@ -51,10 +51,9 @@ def decode(slot, num_tokens=1):
 def chunk(slot, token_ids, *, targets=None):
     """A last chunk of a prompt; targets are the tokens after those of the chunk."""
     request = SimpleNamespace(prompt_token_ids=[0, *(targets or [])])
-    sequence = SimpleNamespace(
-        running_slot=slot, request=request, max_cached_tokens=None if targets is None else 0
-    )
-    return Chunk(sequence=sequence, start=0, token_ids=token_ids, is_last=True)
+    limit = None if targets is None else 0
+    one = SimpleNamespace(running_slot=slot, request=request, max_cached_tokens=limit)
+    return Chunk(sequence=one, start=0, token_ids=token_ids, is_last=True)
 
 
 def packed(decodes, chunks, shape, **mode):

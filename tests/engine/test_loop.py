@@ -128,9 +128,8 @@ def started(max_tokens: list[int], num_cached: int = 0):
 def call(replica, num_steps):
     """Run decode steps on the device without the scheduler; return the tokens [K, R]."""
     decodes = [Decode(sequence=one, num_tokens=num_steps) for one in replica.scheduler.running]
-    scheduled = SchedulerOutput(
-        attachments=[], forks=[], decodes=decodes, resumed=[], chunks=[], num_steps=num_steps
-    )
+    nothing = dict(attachments=[], forks=[], resumed=[], chunks=[])
+    scheduled = SchedulerOutput(**nothing, decodes=decodes, num_steps=num_steps)
     output = replica.runner.dispatch(scheduled).output
     return np.asarray(output.token_ids), output
 

@@ -57,10 +57,8 @@ def test_logprobs_of_a_completion_read_as_a_list_of_dicts(logprobs):
 
 
 def test_new_parts_of_a_completion_join_to_the_completion(logprobs):
-    ends = dict(cumulative_logprob=-2.75, finish_reason="stop", stop_reason="x")
-    completion = CompletionOutput(
-        index=4, text="abcde", token_ids=[3, 7, 2], logprobs=logprobs, **ends
-    )
+    more = dict(cumulative_logprob=-2.75, finish_reason="stop", stop_reason="x", logprobs=logprobs)
+    completion = CompletionOutput(index=4, text="abcde", token_ids=[3, 7, 2], **more)
     new = completion.since(1, 2)
     assert (new.index, new.text, new.token_ids) == (4, "cde", [7, 2])
     assert new.logprobs == logprobs[1:] and new.finish_reason == "stop" and new.stop_reason == "x"
@@ -128,9 +126,8 @@ def counters_of_pages(*calls, **values) -> Counters:
     """Of calls with these free, cached and empty numbers, in a pool of 10 pages of 4 tokens."""
     counters = Counters(num_free_pages=10, **values)
     for free, cached, empty in calls:
-        counters.count_pages(
-            num_pages=10, num_free=free, num_cached=cached, num_empty=empty, page_size=4
-        )
+        pages = dict(num_free=free, num_cached=cached, num_empty=empty)
+        counters.count_pages(num_pages=10, page_size=4, **pages)
     return counters
 
 

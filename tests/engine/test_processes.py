@@ -168,9 +168,8 @@ def test_process_0_names_the_processes_that_do_not_connect(monkeypatch):
 
 
 def test_processes_with_other_engines_are_refused(monkeypatch):
-    monkeypatch.setattr(
-        processes.multihost_utils, "process_allgather", lambda x: np.stack([x, x, x[::-1]])
-    )
+    gathered = lambda x: np.stack([x, x, x[::-1]])  # noqa: E731
+    monkeypatch.setattr(processes.multihost_utils, "process_allgather", gathered)
     with pytest.raises(ValueError, match=r"the processes \[2\] make another engine"):
         processes.connect("sizes")
 

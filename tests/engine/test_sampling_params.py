@@ -52,13 +52,12 @@ REFUSED = {  # by the rule that the last parameter breaks
 }
 
 
-@pytest.mark.parametrize(
-    ("rule", "params"), [(rule, one) for rule, each in REFUSED.items() for one in each], ids=str
-)
-def test_bad_parameters_are_refused_by_name_and_rule(rule, params):
-    *_, name = params
-    with pytest.raises(ValueError, match=rf"^{name}\b.*{re.escape(rule)}"):
-        SamplingParams(**params)
+@pytest.mark.parametrize("rule", REFUSED)
+def test_bad_parameters_are_refused_by_name_and_rule(rule):
+    for params in REFUSED[rule]:
+        *_, name = params
+        with pytest.raises(ValueError, match=rf"^{name}\b.*{re.escape(rule)}"):
+            SamplingParams(**params)
 
 
 def test_limits_of_the_ranges_are_allowed():
@@ -79,9 +78,8 @@ def test_sequences_and_mappings_are_stored_hashable():
     )
     assert params.stop == ("a",) and params.stop_token_ids == (1, 2) and params.top_k == 0
     assert params.logit_bias == ((3, -2.5), (7, 1.0))
-    same = SamplingParams(
-        stop="a", stop_token_ids=(1, 2), logit_bias=params.logit_bias, max_tokens=3
-    )
+    given = dict(stop="a", stop_token_ids=(1, 2), logit_bias=params.logit_bias, max_tokens=3)
+    same = SamplingParams(**given)
     assert params == same and hash(params) == hash(same)
     assert replace(params, n=2).logit_bias == params.logit_bias
     default = SamplingParams()

@@ -9,7 +9,8 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from models.server import connection
-from tests.support.servers import RunningServer, http_request, in_loop
+from tests.support.event_loops import in_loop
+from tests.support.servers import RunningServer, http_request
 
 HEAD = b"GET / HTTP/1.1\r\nhost: x\r\n"
 

@@ -20,7 +20,8 @@ from models.server.generation import Generation
 from models.server.limits import Admission
 from models.server.metrics import Metrics
 from pallas_paged.engine import CompletionOutput, EngineDeadError, RequestOutput, SamplingParams
-from tests.support.servers import in_loop, metric_values
+from tests.support.event_loops import in_loop
+from tests.support.servers import metric_values
 
 ARRIVAL = 1000.0
 

@@ -10,7 +10,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -222,16 +222,6 @@ def check_idle(engine: Engine) -> None:
     assert (stats.num_running, stats.num_waiting) == (0, 0)
     table = engine.table
     assert int(table.num_free) + stats.num_cached_pages == stats.num_pages
-
-
-def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Let a test that is a coroutine run in an event loop."""
-
-    @functools.wraps(test)
-    def run(*args: Any, **options: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **options), 60))
-
-    return run
 
 
 def wait_until(condition: Any, seconds: float = 60.0) -> None:

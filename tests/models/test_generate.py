@@ -113,9 +113,8 @@ def test_model_of_the_engine_has_the_sizes_windows_scales_and_ends_of_the_decode
     given = dict(sliding_windows=(3, None), k_scales=(1.0, 2.0), v_scales=(3.0, 4.0))
     config = replace(CONFIG, eos_token_ids=(3, 5), **given)
     model, _ = engine_model(Decoder(config, dtype="bfloat16", rngs=nnx.Rngs(0)))
-    assert model.kv_cache_spec == KVCacheSpec(
-        num_layers=2, num_kv_heads=2, head_dim=16, dtype="bfloat16", **given
-    )
+    sizes = dict(num_layers=2, num_kv_heads=2, head_dim=16)
+    assert model.kv_cache_spec == KVCacheSpec(**sizes, dtype="bfloat16", **given)
     assert (model.vocab_size, model.max_model_len, model.eos_token_ids) == (40, 64, (3, 5))
 
 

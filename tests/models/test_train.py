@@ -107,12 +107,8 @@ def test_windows_predict_each_byte_once(num_bytes):
 def test_padding_does_not_count():
     graphdef, state = train_module.create_train_state(CONFIG)
     text = np.frombuffer(TEXT[:49], np.uint8)  # 3 windows
-    few, many = (
-        validation_loss(
-            state.params, *split_windows(text, 16, n), graphdef=graphdef, dtype="float32"
-        )
-        for n in (3, 8)
-    )
+    how = dict(graphdef=graphdef, dtype="float32")
+    few, many = (validation_loss(state.params, *split_windows(text, 16, n), **how) for n in (3, 8))
     np.testing.assert_allclose(few, many, rtol=1e-6)
 
 

@@ -150,9 +150,8 @@ def compiler(root: Path) -> Iterator[Callable[..., list[Usage]]]:
                 "", platform="cuda", target_config=target.config, topology="1x1x1"
             )
             sharding = SingleDeviceSharding(topology.devices[0])
-            placed = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
-            )
+            shape = partial(jax.ShapeDtypeStruct, sharding=sharding)
+            placed = jax.tree.map(lambda x: shape(x.shape, x.dtype), shapes)
             dump = folder / "dump"
             lowered = _lower(target, function, placed)
             lowered.compile(
@@ -243,16 +242,14 @@ def real_programs() -> list[Program]:
         if family == "xla" or family.endswith("_interpret"):
             continue
         add = partial(Program, implementation=family)
-        for head_dim in (64, 128, 256):
-            found.append(add(function="decode", num_seqs=64, head_dim=head_dim))
-            found.append(add(function="ragged", num_tokens=4096, head_dim=head_dim))
-        found.append(add(function="ragged", num_seqs=64, num_tokens=192))
+        decode = partial(add, function="decode", num_seqs=64)
+        ragged = partial(add, function="ragged", num_tokens=4096)
+        for head_dim in (64, 128, 256, *[512] * (family == "mosaic_sm80")):
+            found += decode(head_dim=head_dim), ragged(head_dim=head_dim)
+        found.append(ragged(num_seqs=64, num_tokens=192))
         if family == "mosaic_sm80":  # other numbers of programs, blocks and columns than above
-            found.append(add(function="decode", num_seqs=1, max_kv_len=8192))
-            found.append(add(function="decode", num_seqs=64, head_dim=512))
-            found.append(add(function="ragged", num_tokens=4096, head_dim=512))
-        for kv_dtype in ("int8", "float8_e4m3fn"):
-            found.append(add(function="ragged", num_tokens=4096, kv_dtype=kv_dtype))
+            found.append(decode(num_seqs=1, max_kv_len=8192))
+        found += [ragged(kv_dtype=kv_dtype) for kv_dtype in ("int8", "float8_e4m3fn")]
     return found
 
 

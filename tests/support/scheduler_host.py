@@ -160,11 +160,8 @@ class Host:
         sampled: dict[Sequence, list[int]] = {one: [] for one in limits}
         pages: dict[Sequence, list[int]] = {one: [] for one in [*limits, *chunks]}
         for step in range(scheduled.num_steps):
-            active = [
-                one
-                for one, limit in limits.items()
-                if step < limit and one.running_slot not in self.finished
-            ]
+            goes_on = (one for one, limit in limits.items() if step < limit)
+            active = [one for one in goes_on if one.running_slot not in self.finished]
             new: list[list[int]] = [[] for _ in self.table.tokens]
             for one in active:
                 length = len(self.table.tokens[one.running_slot])

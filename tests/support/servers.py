@@ -57,14 +57,9 @@ def make_service(
     chat_defaults: dict[str, Any] | None = None,
     **config: Any,
 ) -> Service:
-    """Make a service; files of the tokenizer and the template go to a folder.
+    """Make a service of an engine, or of a small one, with fields of its `ServerConfig`.
 
-    Args:
-        folder: gets the files, but keeps those that it has.
-        engine: of a model over bytes; None: a small one.
-        has_texts: whether there are a tokenizer and a chat template.
-        defaults, chat_defaults: of sampling.
-        config: fields of `ServerConfig`.
+    Files of the tokenizer and the template go to a folder, which keeps those that it has.
     """
     engine = small_engine(folder if has_texts else None) if engine is None else engine
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
@@ -82,23 +77,10 @@ def make_service(
 class RunningServer:
     """A server that runs from `with` to the end of the block; then every page must be free.
 
-    Attributes:
-        url: address.
-        bound: its socket.
-        client: of httpx, for this address.
-        service: what it serves.
-        server: the `Server`, in the loop of its thread.
+    It has a client for its url, and a service; options are those of `make_service`.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        engine: Engine | None = None,
-        *,
-        access_log: bool = False,
-        **options: Any,
-    ):
-        """Make the service; options are those of `make_service`."""
+    def __init__(self, folder: Path, engine: Engine | None = None, *, access_log=False, **options):
         self._engine = small_engine(folder) if engine is None else engine
         self.service = make_service(folder, self._engine, **options)
         self.server = Server(self.service, access_log=access_log)

@@ -140,11 +140,7 @@ HEADS = P(None, "a")
         (DECODE, [P(("a", "b"), "c"), P()], "k_pages is cut along num_pages over ('c',)"),
         (DECODE, [P(), P(None, None, "b")], "v_pages is cut along page_size over ('b',)"),
         (DECODE, [P(*[None] * 3, "a"), P()], "k_pages is cut along kv_head_dim over ('a',)"),
-        (
-            DECODE,
-            [P("a"), P("b")],
-            "v_pages is cut along num_kv_heads over ('b',) of the mesh, and k_pages over ('a',)",
-        ),
+        (DECODE, [P("a"), P("b")], "over ('b',) of the mesh, and k_pages over ('a',)"),
         (DECODE, [P("a"), P()], "v_pages is cut along num_kv_heads over ()"),
         (DECODE, [P(), P("a")], "v_pages is cut along num_kv_heads over ('a',)"),
         (FUSED, [P(None, "a"), P(), P()], "k_pages is cut between K and V over ('a',): the first"),

@@ -171,7 +171,6 @@ def exact_products():
 
 @pytest.fixture
 def compilations():
-    """A list with an entry for every compilation so far."""
     seen: list[str] = []
 
     def listen(event: str, duration: float, **_: object) -> None:
@@ -186,7 +185,6 @@ def compilations():
 # The imports are in the fixtures: tests of the library alone run without Flax.
 @pytest.fixture(scope="module")
 def model():
-    """A tiny decoder."""
     from tests.support.dense_oracle import tiny_model
 
     return tiny_model()

@@ -28,7 +28,6 @@ README = text_of("README.md")
 
 
 def run_examples(text: str, names: dict, capsys) -> int:
-    """Run the examples of a document in order; return how many had output to compare."""
     compared = 0
     for code, output in EXAMPLE.findall(text):
         exec(compile(code, "example", "exec", dont_inherit=True), names)

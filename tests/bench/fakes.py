@@ -9,7 +9,6 @@ WRONG = {"status": "wrong", "relative_l2": 0.5, "reason": "off"}
 
 
 def ok(us: float, *custom_calls: str, error: float = 2e-3, **more: object) -> dict:
-    """A right result of `us` microseconds."""
     spread = {"median": us, "p10": us - 1, "p90": us + 1}
     result = {"status": "ok", "relative_l2": error, "custom_calls": list(custom_calls)}
     return result | {"kernel_us": spread, "wall_us": spread} | more

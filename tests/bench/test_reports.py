@@ -26,7 +26,6 @@ GOLDENS = Path(__file__).parent / "goldens"
 
 
 def record(name: str, num_bytes: int, num_flops: int = 10**9, **results: dict) -> dict:
-    """The record of one shape."""
     return {"name": name, "num_bytes": num_bytes, "num_flops": num_flops, "results": results}
 
 
@@ -150,7 +149,6 @@ def test_summaries_and_tables_are_those_on_record(name, request) -> None:
 
 
 def rounded(x):
-    """The numbers of a result to six digits."""
     if isinstance(x, dict):
         return {key: rounded(value) for key, value in x.items()}
     return float(f"{x:.6g}") if isinstance(x, float) else x

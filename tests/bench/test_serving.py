@@ -246,7 +246,6 @@ def test_missing_transformers_has_a_reason(monkeypatch) -> None:
 
 
 def _requests(*sizes: tuple[float, int, int], vocab_size: int = 2) -> list[TraceRequest]:
-    """Requests of these arrivals, lengths of prompts and numbers of tokens."""
     draw = partial(np.random.default_rng(0).integers, vocab_size, dtype=np.int32)
     return [
         TraceRequest(arrival=at, prompt=draw(size=length), num_tokens=count)

@@ -34,7 +34,6 @@ def make_beam(length: int = 7, stops=(), **params) -> Sequence:
 
 
 def search(logprobs, first: Sequence) -> list[CompletionOutput]:
-    """Run the beams as the engine does."""
     beams = BeamSearch(request=first.request, live=[first])
     goes_on = True
     while goes_on:

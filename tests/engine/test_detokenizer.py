@@ -24,8 +24,6 @@ SPECIAL = "<special>"  # has no text
 
 
 class LibraryTokenizer:
-    """Meets the engine's Protocol with a tokenizer of the `tokenizers` library."""
-
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         self.inner = inner
 
@@ -67,7 +65,6 @@ def byte_fallback():
 
 
 def streamed(tokenizer, prompt: Sequence[int], pieces) -> str:
-    """Return the text of a completion that arrives in these pieces."""
     detokenizer = IncrementalDetokenizer(tokenizer, prompt)
     texts = [detokenizer.push(piece) for piece in pieces]
     texts.append(detokenizer.finish())

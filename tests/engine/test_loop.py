@@ -32,7 +32,6 @@ from tests.support.marks import slow
 
 
 def watch_calls(engine, monkeypatch) -> list[SchedulerOutput]:
-    """A list that gets the schedule of every call that is dispatched."""
     calls: list[SchedulerOutput] = []
     runner = engine.replicas[0].runner
     dispatch = runner.dispatch
@@ -183,7 +182,6 @@ def test_any_number_of_steps_runs_in_one_compiled_call(compilations):
 
 @pytest.fixture(scope="module")
 def greedy_loop():
-    """A runner with a large pool, and its compiled loop."""
     model = replace(MODEL, vocab_size=640)
     sizes = dict(num_pages=MANY_PAGES, max_num_seqs=16, max_num_batched_tokens=32)
     runner = make_engine(model, **sizes).replicas[0].runner

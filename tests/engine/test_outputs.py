@@ -68,7 +68,6 @@ def test_new_parts_of_a_completion_join_to_the_completion(logprobs):
 
 
 def ended(*outputs, first, finish, **values) -> Request:
-    """A request whose outputs have these finish reasons and numbers of tokens."""
     request = Request(
         request_id="0",
         prompt=None,

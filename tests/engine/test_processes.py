@@ -30,8 +30,6 @@ def pair(sockets):
 
 
 class Recorder:
-    """An executor that notes its calls."""
-
     def __init__(self):
         self.calls: list = []
 
@@ -101,7 +99,6 @@ def test_the_others_hear_of_the_end_of_one_of_them():
 
 
 def test_an_engine_sends_every_call_that_changes_its_state(pair):
-    """Another engine that makes these calls has the same state."""
     followers, leader = pair
     engine, other = make_engine(), make_engine()
     executors = ours, theirs = [one.replicas[0].runner.executor for one in (engine, other)]

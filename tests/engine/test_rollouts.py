@@ -31,7 +31,6 @@ def request_output(prompt, *completions):
 
 
 def completion(token_ids, reason="stop", *, logprobs=True):
-    """A completion whose log-probabilities are -token / 10; an alternative comes second."""
     entries = LogprobSequence()
     for token_id in token_ids:
         entries.append(TokenLogprobs(token_id, -token_id / 10, 2, [99], [0.0]))

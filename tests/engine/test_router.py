@@ -28,7 +28,6 @@ class Replicas:
         self.router = Router(self.each, PAGE_SIZE)
 
     def choose(self, token_ids: list[int], load: int = 100) -> int:
-        """The chosen replica, which then has the request's load."""
         request = SimpleNamespace(load=load)
         one = SimpleNamespace(token_ids=token_ids, block_hashes=[], request=request)
         chosen = self.router.choose(one)

@@ -34,13 +34,11 @@ NARROW = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 0.999}, {"temperature": 1e-4}
 
 
 def alone(prompt, params, **sizes) -> list[list[int]]:
-    """Tokens of one request in an engine of its own."""
     return tokens_of(serve(make_engine(**sizes), [prompt], params))
 
 
 @pytest.mark.cpu_budget(8)  # compiles programs that later tests share
 def test_requests_that_leave_one_token_to_draw_equal_greedy_ones(greedy_tokens):
-    """Beside others that draw."""
     engine = make_engine()
     each = [greedy(max_tokens=NEW), *(sampling(**one) for one in NARROW)]
     others, requests, wanted = [], [], []
@@ -75,7 +73,6 @@ def test_a_request_may_have_more_samples_than_slots(caching):
 
 
 def assert_logprobs(entry, wanted, token, top):
-    """The token first, then the best `top`, with their ranks."""
     best = np.argsort(-wanted, kind="stable")[:top].tolist()
     assert list(entry) == [token, *(x for x in best if x != token)]
     for token_id, one in entry.items():

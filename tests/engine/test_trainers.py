@@ -34,7 +34,6 @@ NEW = weights(seed=2)
 
 @pytest.fixture(scope="module")
 def new_tokens():
-    """Greedy tokens of PROMPTS under the new weights."""
     oracle = Oracle(MODEL, NEW)
     return [oracle.continue_(prompt, 14) for prompt in PROMPTS]
 
@@ -181,7 +180,6 @@ def scores(oracle):
 
 
 def test_scores_equal_the_dense_model(scores):
-    """Beside other requests, with a cold and a warm cache."""
     engine = make_engine()
     others = submit(engine, PROMPTS, sampling(max_tokens=8))
     step(engine)

@@ -47,7 +47,6 @@ def unified_arguments():
 
 
 def reference_of(name):
-    """ejkernel's own function."""
     specs = kernel_registry._registry[name]
     return next(x for x in specs if not x.priority and x.platform == Platform.XLA).implementation
 

@@ -17,7 +17,6 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def copy(checkpoint, tmp_path):
-    """A copy of the checkpoint, to change."""
     return shutil.copytree(checkpoint, tmp_path / "copy")
 
 
@@ -32,5 +31,4 @@ def shared_steps():
 
 @pytest.fixture
 def run(checkpoint, capsys, shared_steps):
-    """Run the command in this process: exit status, stdout, and stderr without phases."""
     return lambda *args: run_command(checkpoint, capsys, *SIZES, *args)

@@ -35,7 +35,6 @@ def render(template, messages, **options):
 
 
 def write(folder, template=None, **config):
-    """Write a template, or the settings of a tokenizer."""
     folder.mkdir(exist_ok=True)
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)

@@ -53,7 +53,6 @@ K_SCALE = LAYER + "self_attn.k_scale"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder and its model."""
     folder, model = tmp_path_factory.mktemp("saved"), tiny_model(CONFIG)
     save_checkpoint(folder, model, CONFIG)
     return folder, model
@@ -61,7 +60,6 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def folder(saved, tmp_path):
-    """A copy of the folder."""
     return shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
 
 

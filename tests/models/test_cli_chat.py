@@ -27,7 +27,6 @@ TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}
 
 @pytest.fixture(scope="module")
 def folder(checkpoint, tmp_path_factory):
-    """The tiny model with a chat template."""
     folder = shutil.copytree(checkpoint, tmp_path_factory.mktemp("chat") / "model")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
@@ -35,7 +34,6 @@ def folder(checkpoint, tmp_path_factory):
 
 @pytest.fixture
 def prompts(monkeypatch):
-    """The prompts of all turns, as the engine gets them."""
     seen = []
     submit = AsyncEngine.submit
 

@@ -43,7 +43,6 @@ def engine_of(decoder, **sizes):
 
 @pytest.fixture(scope="module", params=["int8", "fp8 calibrated", *slow(["fp8"])])
 def quantized(request, model):
-    """A model, the dtype of its cache, and the largest error of its log-probabilities."""
     kv_cache_dtype, *brings_scales = request.param.split()
     decoder = tiny_model(CALIBRATED) if brings_scales else model
     return decoder, kv_cache_dtype, ERRORS[request.param]

@@ -36,7 +36,6 @@ def create(num_layers=2, dtype="float32", **more):
 
 
 def options_of(stored, num_layers=2):
-    """Keywords of `create_kv_pool`."""
     scales = STORED[stored].get("scales", ())
     lists = zip(("k_scales", "v_scales"), ([x] * num_layers for x in scales), strict=False)
     return dict(dtype=STORED[stored]["dtype"], num_layers=num_layers, **dict(lists))
@@ -121,7 +120,6 @@ def test_create_refuses(changes, message):
 
 
 def written_by_numpy(layer, k, v, slots):
-    """The layer with the tokens."""
     held = (slots >= 0) & (slots < P * N)
 
     def write(x, tokens):

@@ -143,7 +143,6 @@ class Simulation:
         return ok, self.oracle.attach(rows, names)
 
     def page_and_name(self, choice):
-        """The chosen page, and its name for the oracle."""
         kind, index = choice
         if kind == "retained" and index < len(self.retained):
             return self.retained[index], self.oracle.retained[index]

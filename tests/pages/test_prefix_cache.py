@@ -165,7 +165,6 @@ class Simulation:
                 assert self.cache.num_cached_pages(blocks) == len(cached)
 
     def restart(self, index):
-        """Ends a sequence and starts it again, as after preemption."""
         if self.sequences:
             _, _, tokens, _, blocks = self.sequences[index % len(self.sequences)]
             self.end(index)

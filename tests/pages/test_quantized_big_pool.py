@@ -33,7 +33,6 @@ copy = jax.jit(pp.copy_pages, donate_argnums=0)
 
 @partial(jax.jit, donate_argnums=0)
 def write(pool, k, v, slots):
-    """The pool with tokens in its only layer."""
     return pp.KVPool(layers=(pp.write_kv(pool.layers[0], k, v, slots),))
 
 

@@ -40,7 +40,6 @@ class Case:
     one_scale: bool = False
 
     def make(self):
-        """Return (layer, qkv, slots) and the options."""
         rng = np.random.default_rng(0)
         shape = self.num_kv_heads, NUM_PAGES, PAGE_SIZE, self.head_dim
         names, pages = ("k_pages", "v_pages"), np.ones(shape, jnp.dtype(self.kv_dtype))

@@ -64,7 +64,6 @@ def one_device(model: Any = NARROW, seed: int = 1) -> Engine:
 
 
 def results_of(request: Any) -> tuple[list, list]:
-    """Tokens, and log-probabilities of tokens and of the prompt."""
     logprobs = [x for output in request.outputs for x in output.logprobs or ()]
     logprobs += [x for x in request.prompt_logprobs or () if x is not None]
     found = [sorted((token, x.rank, x.logprob) for token, x in one.items()) for one in logprobs]

@@ -65,8 +65,6 @@ def causal_attend(q, k, v, cache, *, sliding_window):
 
 
 def step_of(model):
-    """The logits of some tokens of a sequence, as a function of the weights."""
-
     def step(params):
         no_cache = (None,) * model.config.num_layers
         hidden, _ = model(params, TOKENS, np.arange(len(TOKENS)), causal_attend, no_cache)

@@ -27,8 +27,6 @@ def folder_and_engine(tmp_path_factory):
 
 @pytest.fixture
 def make(folder_and_engine):
-    """Make a service and a client of its app."""
-
     def make(**options):
         service = make_service(*folder_and_engine, **options)
         return service, TestClient(app.create_app(service), raise_server_exceptions=False)

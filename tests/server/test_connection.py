@@ -16,8 +16,6 @@ HEAD = b"GET / HTTP/1.1\r\nhost: x\r\n"
 
 
 class Transport(asyncio.Transport):
-    """A transport that keeps what is written."""
-
     def __init__(self):
         super().__init__({"peername": ("1.2.3.4", 5), "sockname": ("127.0.0.1", 80)})
         self.written, self.closed, self.aborted = b"", False, False

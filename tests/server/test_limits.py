@@ -44,7 +44,6 @@ def slowed(engine, wait):
 
 @contextlib.contextmanager
 def held_server(folder, **config):
-    """A server whose engine waits for an event, which is set at the end."""
     gate = threading.Event()
     engine = slowed(small_engine(folder), lambda: gate.wait(60))
     with RunningServer(folder, engine, **config) as running:

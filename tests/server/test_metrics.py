@@ -42,7 +42,6 @@ ENGINE = {
 
 
 def some_stats(start):
-    """Counters that all differ."""
     values = {field.name: start + i for i, field in enumerate(fields(EngineStats))}
     return EngineStats(**values | {"num_pages": 400})
 

@@ -159,7 +159,6 @@ class Model:
         return pp.KVPool(layers=tuple(layers)), jnp.stack(outs)
 
     def feed(self, q_lens, seed: int):
-        """Write and attend with new tokens of each row."""
         self.table, ok = extend(self.table, i32(*q_lens))
         assert np.all(ok)
         rng = np.random.default_rng(seed)
@@ -176,7 +175,6 @@ class Model:
 
 
 def partial_module(mesh: Mesh):
-    """The functions of `context_parallel` on a mesh."""
     names = ("create_kv_pool", "local_pages", "copy_pages", "write_kv")
     found = {name: partial(getattr(cp, name), mesh=mesh) for name in names}
     attend = partial(cp.ragged_paged_attention, mesh=mesh, cut_heads=mesh.shape["tensor"] > 1)

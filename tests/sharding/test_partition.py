@@ -266,7 +266,6 @@ def test_the_implementation_is_chosen_by_the_sizes_of_a_device():
 
 @contextlib.contextmanager
 def gspmd(_):
-    """The partitioner that JAX had before Shardy."""
     jax.config.update("jax_use_shardy_partitioner", False)
     yield
     jax.config.update("jax_use_shardy_partitioner", True)

@@ -36,7 +36,6 @@ def alone(prompt: Any, params: Any) -> list[list[int]]:
 
 
 def merged(outputs: Sequence[RequestOutput]) -> list[list[int]]:
-    """The tokens of all completions of a request, from deltas that end once."""
     found: dict[int, list[int]] = {}
     for output in outputs:
         found = {} if output.restarted else found

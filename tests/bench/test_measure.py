@@ -128,12 +128,9 @@ def test_equal_programs_are_measured_once(monkeypatch) -> None:
 CALLS = {"mosaic_gpu_v2": "mosaic", "__gpu$xla.gpu.triton": "triton", "cu_threefry": "xla"}
 
 
-def test_custom_calls_name_the_implementation() -> None:
+def test_results_name_their_implementation_and_the_best_is_the_fastest_right_one() -> None:
     assert {call: report.chosen(ok(1.0, call)) for call in CALLS} == CALLS
     assert report.chosen(None) == report.chosen(FAILED) == "-"
-
-
-def test_best_variant_is_the_fastest_right_one() -> None:
     slow, fast = ok(9), ok(5) | {"kernel_us": None}
     assert measure.best([FAILED, WRONG, slow, fast]) is fast
     assert measure.best([FAILED, WRONG]) is WRONG

@@ -43,7 +43,7 @@ def no_compiling(tiny, monkeypatch) -> None:
     monkeypatch.setattr(Engine, "warmup", lambda engine, params: None)
 
 
-def test_lengths_have_the_stated_means() -> None:
+def test_traces_have_the_stated_lengths_system_prompts_and_arrivals() -> None:
     trace = make_trace(20_000, vocab_size=2, max_len=1 << 16)
     found = describe_trace(trace)
     assert found["prompt_mean"] == pytest.approx(161, rel=0.03)
@@ -55,9 +55,6 @@ def test_lengths_have_the_stated_means() -> None:
     assert min(len(one.prompt) for one in clipped) == 4
     quarter = describe_trace(make_trace(2000, vocab_size=2, max_len=512))
     assert quarter["output_mean"] == pytest.approx(found["output_mean"] / 4, rel=0.05)
-
-
-def test_system_prompts_and_arrivals() -> None:
     sizes = dict(vocab_size=1000, max_len=256, prefix_share=0.25, prefix_len=32, num_prefixes=3)
     trace = make_trace(2000, rate=10.0, **sizes)
     heads = [one.prompt[:32].tobytes() for one in trace if len(one.prompt) >= 32]

@@ -244,7 +244,7 @@ def test_generate_serves_all_beside_other_requests(greedy_tokens, capsys):
     assert engine.stats().num_finished == 1 + len(PROMPTS)
 
 
-def test_stats_count_the_work():
+def test_stats_count_the_work_and_the_pages_of_running_requests():
     engine = make_engine(enable_prefix_caching=False)
     requests = serve(engine, PROMPTS[:3], greedy())  # 15 pages
     stats, lens = engine.stats(), [len(request.prompt_token_ids) for request in requests]
@@ -259,6 +259,19 @@ def test_stats_count_the_work():
     assert 0 < stats.ttft_p50 <= stats.ttft_p99 <= stats.latency_p99
     assert 0 < stats.tpot_p50 <= stats.tpot_p99
     assert all(r.arrival_time < r.first_token_time < r.finish_time for r in requests)
+    engine = make_engine()
+    serve(engine, [[1]], greedy(max_tokens=1))
+    stats = engine.stats()
+    assert stats.pages_used == stats.peak_pages_used == 1 / stats.num_pages
+    assert stats.pool_utilization == 1 / engine.config.page_size
+    serve(engine, [[1] * 8], greedy(max_tokens=1))
+    serve(engine, [[2]], greedy(max_tokens=2))  # beside two cached pages
+    stats = engine.stats()
+    assert stats.num_cached_pages == 2 and stats.peak_pages_used <= 2 / stats.num_pages
+    before = stats.generated_tokens
+    (request,) = serve(engine, [[1, 2, 3]], greedy(max_tokens=5, beam_width=3, n=2))
+    # Of beams only tokens that are returned count as generated.
+    assert engine.stats().generated_tokens - before == sum(map(len, tokens_of([request])))
 
 
 def fail(*_: object) -> None:
@@ -353,22 +366,6 @@ def test_a_wrong_count_of_pages_on_the_host_is_an_error():
     engine.replicas[0].scheduler.pages.observe = lambda *_: None
     with pytest.raises(EngineDeadError, match="lacks pages or slots"):
         run(engine, check=False)
-
-
-def test_used_pages_are_those_of_running_requests_with_their_tokens():
-    engine = make_engine()
-    serve(engine, [[1]], greedy(max_tokens=1))
-    stats = engine.stats()
-    assert stats.pages_used == stats.peak_pages_used == 1 / stats.num_pages
-    assert stats.pool_utilization == 1 / engine.config.page_size
-    serve(engine, [[1] * 8], greedy(max_tokens=1))
-    serve(engine, [[2]], greedy(max_tokens=2))  # beside two cached pages
-    stats = engine.stats()
-    assert stats.num_cached_pages == 2 and stats.peak_pages_used <= 2 / stats.num_pages
-    before = stats.generated_tokens
-    (request,) = serve(engine, [[1, 2, 3]], greedy(max_tokens=5, beam_width=3, n=2))
-    # Of beams only tokens that are returned count as generated.
-    assert engine.stats().generated_tokens - before == sum(map(len, tokens_of([request])))
 
 
 def test_percentiles_are_those_of_the_newest_requests():

@@ -76,12 +76,6 @@ def test_a_prompt_is_a_text_a_list_or_an_array():
         engine.submit("\ud800")
 
 
-def test_more_beams_than_half_the_vocabulary_are_refused():
-    engine = make_engine(replace(MODEL, vocab_size=7))
-    with pytest.raises(ValueError, match="beam_width=4 is more than half of vocab_size=7"):
-        engine.submit([1], greedy(max_tokens=1, beam_width=4))
-
-
 @pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [
@@ -156,7 +150,7 @@ def test_an_implementation_that_cannot_run_here_is_refused_at_creation():
         make_engine(implementation="triton")
 
 
-def test_requests_of_other_engines_and_unknown_ids_are_refused():
+def test_requests_of_other_engines_unknown_ids_and_too_many_beams_are_refused():
     engine, other = make_engine(), make_engine()
     request = other.submit([1, 2], greedy(max_tokens=1))
     for use in (engine.abort, lambda x: next(engine.stream(x))):
@@ -168,6 +162,9 @@ def test_requests_of_other_engines_and_unknown_ids_are_refused():
             with pytest.raises(ValueError, match=message):
                 use(one)
     run(other)
+    engine = make_engine(replace(MODEL, vocab_size=7))
+    with pytest.raises(ValueError, match="beam_width=4 is more than half of vocab_size=7"):
+        engine.submit([1], greedy(max_tokens=1, beam_width=4))
 
 
 def test_the_default_engine_takes_the_sizes_of_its_model():

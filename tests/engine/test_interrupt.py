@@ -111,7 +111,7 @@ def test_a_second_ctrl_c_in_a_step_ends_the_engine(monkeypatch):
         engine.step()
 
 
-def test_a_second_interrupt_is_raised_at_once():
+def test_a_second_interrupt_and_an_error_are_raised_before_a_held_one():
     reached = []
     with pytest.raises(KeyboardInterrupt), interrupts_held():
         press_ctrl_c()
@@ -120,9 +120,6 @@ def test_a_second_interrupt_is_raised_at_once():
         reached.append(2)
     assert reached == [1]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_an_error_is_raised_before_a_held_interrupt():
     with pytest.raises(ValueError, match="first"), interrupts_held():
         press_ctrl_c()
         raise ValueError("first")

@@ -70,15 +70,12 @@ def test_the_number_of_steps_follows_the_time_of_a_step(monkeypatch, seconds, is
     assert [call.num_steps for call in calls][: len(sizes)] == sizes
 
 
-def test_rows_that_end_do_not_shorten_calls():
+def test_rows_that_end_do_not_shorten_calls_but_a_request_that_waits_for_a_slot_does(monkeypatch):
     engine = make_engine()
     steps_of(engine, 8)
     serve(engine, PROMPTS[2:4] * 2, [greedy(max_tokens=n, ignore_eos=True) for n in (6, 8, 11, 18)])
     stats = engine.stats()
     assert stats.num_calls == 1 + 3 and stats.num_steps == 1 + 17
-
-
-def test_a_call_takes_one_step_while_a_request_waits_for_a_slot(monkeypatch):
     engine = make_engine()
     steps_of(engine, 8)
     calls = watch_calls(engine, monkeypatch)
@@ -133,16 +130,13 @@ def call(replica, num_steps):
     return np.asarray(output.token_ids), output
 
 
-def test_the_loop_runs_as_many_steps_as_asked(oracle):
+def test_the_loop_runs_as_many_steps_as_asked_or_until_its_last_row_has_ended(oracle):
     tokens, output = call(started([20, 20]), 5)
     assert tokens.shape == (8, 4) and bool(output.valid)
     for row, prompt in enumerate(PAIR):
         assert tokens[:5, row].tolist() == oracle.continue_(prompt, 6)[1:]
     assert (tokens[5:] == NOT_SAMPLED).all() and (tokens[:, 2:] == NOT_SAMPLED).all()
     assert int(output.num_free) == 16 - 2 * 3
-
-
-def test_the_loop_goes_on_without_a_row_that_has_ended_and_ends_with_the_last(oracle):
     replica = started([20, 4])
     tokens = np.concatenate([call(replica, 8)[0], call(replica, 8)[0]])
     assert tokens[:, 0].tolist() == oracle.continue_(PAIR[0], 17)[1:]
@@ -189,11 +183,19 @@ def greedy_loop():
     return runner, runner.executor.lower(batch).compile()
 
 
-def test_a_compiled_step_copies_no_pool(greedy_loop):
+def test_a_compiled_step_copies_no_pool_and_the_condition_of_its_loop_computes(greedy_loop):
     runner, loop = greedy_loop
     assert_copies_no_pool(loop, runner.executor.pool_shape)
     mixed = runner.executor.lower(runner.empty_batch((16, 32), SamplingMode())).compile()
     assert_copies_no_pool(mixed, runner.executor.pool_shape)
+    # In a CUDA graph a loop waits for what its condition waits for, and for nothing without it.
+    text = greedy_loop[1].as_text()
+    loops = re.findall(r"\bwhile\(.*condition=%?([\w.\-]+).*step", text)
+    assert loops
+    for name in loops:
+        (condition,) = re.findall(rf"\n%?{re.escape(name)} \(.*?\n}}", text, re.DOTALL)
+        (root,) = re.findall(r"ROOT .*", condition)
+        assert "get-tuple-element(" not in root
 
 
 @pytest.mark.parametrize("mode", [*modes_for(None)[:-1:3], *slow(modes_for(None)[1:3])], ids=str)
@@ -210,14 +212,3 @@ def test_a_loop_holds_no_sort_no_branch_and_no_other_loop(greedy_loop, mode):
     lines = text.splitlines()
     assert not [line for line in lines if re.search(breaks_graphs, line)]
     assert len([line for line in lines if re.search(loop, line)]) == 1
-
-
-def test_the_condition_of_a_compiled_loop_computes_something(greedy_loop):
-    """In a CUDA graph a loop waits for what its condition waits for, and for nothing without it."""
-    text = greedy_loop[1].as_text()
-    loops = re.findall(r"\bwhile\(.*condition=%?([\w.\-]+).*step", text)
-    assert loops
-    for name in loops:
-        (condition,) = re.findall(rf"\n%?{re.escape(name)} \(.*?\n}}", text, re.DOTALL)
-        (root,) = re.findall(r"ROOT .*", condition)
-        assert "get-tuple-element(" not in root

@@ -115,12 +115,6 @@ def test_requests_are_counted_by_how_they_ended_and_timed_by_their_tokens():
     assert_stats(stats, tpot_p50=2.0, tpot_p99=2.0)
 
 
-def test_counters_begin_at_zero():
-    stats = Counters().snapshot(**NOW)
-    assert not any(value for name, value in vars(stats).items() if name not in NOW)
-    assert stats.cache_hit_rate == 0
-
-
 def counters_of_pages(*calls, **values) -> Counters:
     """Of calls with these free, cached and empty numbers, in a pool of 10 pages of 4 tokens."""
     counters = Counters(num_free_pages=10, **values)
@@ -130,11 +124,14 @@ def counters_of_pages(*calls, **values) -> Counters:
     return counters
 
 
-def test_pages_are_counted_in_the_mean_over_calls_that_hold_some():
+def test_counters_begin_at_zero_and_pages_are_means_over_calls_that_hold_some():
     stats = counters_of_pages((4, 2, 3), (1, 1, 8), (6, 2, 2), (7, 3, 0)).snapshot(**NOW)
     assert_stats(stats, num_free_pages=7, num_cached_pages=3)
     assert_stats(stats, pages_used=(0.4 + 0.8 + 0.2) / 3, peak_pages_used=0.8)
     assert_stats(stats, pool_utilization=(13 / 16 + 24 / 32 + 6 / 8) / 3)
+    stats = Counters().snapshot(**NOW)
+    assert not any(value for name, value in vars(stats).items() if name not in NOW)
+    assert stats.cache_hit_rate == 0
 
 
 def test_counters_of_replicas_add_up():

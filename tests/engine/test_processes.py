@@ -116,11 +116,6 @@ def test_an_engine_sends_every_call_that_changes_its_state(pair):
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
-def test_only_processes_that_follow_may_call_follow():
-    with pytest.raises(RuntimeError, match="follow"):
-        make_engine().follow()
-
-
 def as_process_0_of(num_processes, monkeypatch, broadcast):
     """Pretends that all processes make the same engine; `broadcast` sends what they need."""
     monkeypatch.setattr(jax, "process_count", lambda: num_processes)
@@ -157,18 +152,17 @@ def test_strangers_do_not_take_the_place_of_a_process(monkeypatch, message):
     followers.close()
 
 
-def test_process_0_names_the_processes_that_do_not_connect(monkeypatch):
+def test_processes_that_do_not_connect_make_other_engines_or_do_not_follow_are_refused(monkeypatch):
     monkeypatch.setattr(processes, "CONNECT_SECONDS", 0.05)
     as_process_0_of(3, monkeypatch, lambda greeting: greeting)
     with pytest.raises(TimeoutError, match=r"the processes \[1, 2\] do not connect"):
         processes.connect("sizes")
-
-
-def test_processes_with_other_engines_are_refused(monkeypatch):
     gathered = lambda x: np.stack([x, x, x[::-1]])  # noqa: E731
     monkeypatch.setattr(processes.multihost_utils, "process_allgather", gathered)
     with pytest.raises(ValueError, match=r"the processes \[2\] make another engine"):
         processes.connect("sizes")
+    with pytest.raises(RuntimeError, match="follow"):
+        make_engine().follow()
 
 
 def test_an_update_that_fails_in_process_0_after_the_others_have_theirs_ends_the_engine(pair):

@@ -16,11 +16,7 @@ from tests.support.scheduler_host import Host, make_sequence, token_at, with_fol
 NOTHING = dict(attachments=[], forks=[], decodes=[], resumed=[], chunks=[], num_steps=1)
 
 
-def test_an_idle_scheduler_schedules_nothing():
-    assert Host().schedule() == SchedulerOutput(**NOTHING)
-
-
-def test_prompts_share_the_batched_tokens_in_the_order_of_arrival():
+def test_prompts_share_the_batched_tokens_in_order_and_an_idle_scheduler_has_none():
     one, two, three, four = each = [make_sequence(i, n) for i, n in enumerate((7, 8, 4, 3))]
     host = Host(*each, max_num_batched_tokens=10)
     for parts in ([(one, 7, True), (two, 3, False)], [(two, 5, True), (three, 4, True)]):
@@ -29,6 +25,7 @@ def test_prompts_share_the_batched_tokens_in_the_order_of_arrival():
     # The first decodes before its first token is read.
     assert [decode.sequence for decode in scheduled.decodes] == [one] and four.num_starts == 0
     host.run()
+    assert Host().schedule() == SchedulerOutput(**NOTHING)
 
 
 def test_requests_wait_behind_one_without_pages_unless_their_priority_is_smaller():
@@ -104,7 +101,7 @@ def test_cached_pages_are_evicted_before_any_preemption_with_some_spare():
     assert host.scheduler.num_preemptions == 0 and all(one.finished for one in each)
 
 
-def test_a_cached_prefix_is_attached_and_not_computed():
+def test_a_cached_prefix_is_attached_and_not_computed_also_one_that_is_cached_meanwhile():
     prompt = list(range(12))
     host = Host(make_sequence(0, new=1, prompt=prompt), caching=True)
     host.run()
@@ -116,10 +113,7 @@ def test_a_cached_prefix_is_attached_and_not_computed():
     # The last page of a fully cached prompt is computed again, for its last query.
     assert [len(chunk.token_ids) for chunk in scheduled.chunks] == [4, 1, 8]
     assert [one.request.num_cached_tokens for one in each] == [8, 12, 4]
-
-
-def test_a_request_starts_when_its_prefix_is_cached_meanwhile():
-    """It was too large for the free pages while the pages of its prefix were not known."""
+    # It was too large for the free pages while the pages of its prefix were not known.
     first = make_sequence(0, new=20, prompt=range(30))
     second = make_sequence(1, new=3, prompt=[*range(28), 33, 34, 35])
     host = Host(first, second, num_pages=13, caching=True)

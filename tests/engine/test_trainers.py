@@ -192,7 +192,7 @@ def test_scores_equal_the_dense_model(scores):
     assert_every_page_is_free(engine)
 
 
-def test_scores_of_samples_share_the_prompt():
+def test_scores_share_the_prompt_and_fit_a_pool_of_one_sequence():
     """All but its last token; that one's logits are those of the first of the completion."""
     engine = make_engine()
     prompt = PROMPTS[4]  # 18 tokens, 16 of them in full pages
@@ -200,6 +200,13 @@ def test_scores_of_samples_share_the_prompt():
     computed = engine.stats().computed_tokens
     engine.score([prompt] * 3, [[2, 3], [4], [5, 6, 7]])
     assert engine.stats().computed_tokens - computed == 3 * 2 + 6
+    # A scored sequence holds no cached pages beside its own copies of them.
+    engine = make_engine()
+    (output,) = engine.generate([[1, 2, 3]], greedy(max_tokens=61), progress=False)
+    assert engine.score([[1, 2, 3]], [output.outputs[0].token_ids]).shape == (1, 61)
+    small = make_engine(num_pages=4, max_model_len=64)
+    with pytest.raises(ValueError, match="17 tokens and max_tokens=0 are more than the 16 tokens"):
+        small.score([[1] * 3], [[2] * 14])
 
 
 @pytest.mark.parametrize(
@@ -284,13 +291,3 @@ def test_a_request_whose_restart_fails_ends_and_others_go_on(new_tokens):
     assert failing.error == "the tables are lost" and reasons_of([failing]) == ["error"]
     assert [x.finished for x in deltas if x.request_id == failing.request_id] == [True]
     assert tokens_of([other]) == new_tokens[1:2] and engine.stats().num_failed == 1
-
-
-def test_scores_of_what_was_generated_fit_a_pool_of_one_sequence():
-    """A scored sequence holds no cached pages beside its own copies of them."""
-    engine = make_engine()
-    (output,) = engine.generate([[1, 2, 3]], greedy(max_tokens=61), progress=False)
-    assert engine.score([[1, 2, 3]], [output.outputs[0].token_ids]).shape == (1, 61)
-    small = make_engine(num_pages=4, max_model_len=64)
-    with pytest.raises(ValueError, match="17 tokens and max_tokens=0 are more than the 16 tokens"):
-        small.score([[1] * 3], [[2] * 14])

@@ -28,7 +28,7 @@ MODEL = PlainModel(vocab_size=40, max_model_len=256, sliding_window=6)
 PROMPTS = [[1, 2, 3], [*range(30)] * 2, [7] * 9]
 
 
-def test_a_sequence_holds_no_more_pages_than_its_window_needs():
+def test_a_sequence_holds_no_more_pages_than_its_window_needs_nor_does_a_long_prompt():
     engine = make_engine(MODEL)
     request = engine.submit([1, 2, 3], greedy(max_tokens=250))
     most = 0
@@ -37,6 +37,11 @@ def test_a_sequence_holds_no_more_pages_than_its_window_needs():
         held = engine.num_pages - int(engine.table.num_free) - len(engine.replicas[0].cache.pages)
         most = max(most, held)
     assert 2 <= most <= 4 and len(request.outputs[0].token_ids) == 250
+    engine = make_engine(MODEL)
+    (request,) = serve(engine, [[1] * 250], greedy(max_tokens=None))
+    assert len(request.outputs[0].token_ids) == 6
+    with pytest.raises(ValueError, match="more than the 256 tokens"):
+        engine.submit([1] * 250, greedy(max_tokens=7))
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +93,6 @@ def test_scores_of_long_sequences_equal_the_dense_model():
         wanted = oracle.logprobs(tokens)[4:-1]
         np.testing.assert_allclose(row, wanted[range(115), tokens[5:]], atol=1e-4)
     assert_every_page_is_free(engine)
-
-
-def test_a_prompt_may_be_much_longer_than_the_pool():
-    engine = make_engine(MODEL)
-    (request,) = serve(engine, [[1] * 250], greedy(max_tokens=None))
-    assert len(request.outputs[0].token_ids) == 6
-    with pytest.raises(ValueError, match="more than the 256 tokens"):
-        engine.submit([1] * 250, greedy(max_tokens=7))
 
 
 @pytest.mark.parametrize("num_pages", slow([7, 9, 12]))

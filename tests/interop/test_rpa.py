@@ -91,12 +91,15 @@ def test_keys_are_quantized_by_the_scales():
     assert_equal_results(results, expected(arrays, **scales), TOLERANCE["bfloat16"])
 
 
-def test_queries_are_rounded_to_the_dtype_of_the_cache():
+def test_queries_are_rounded_to_the_dtype_of_a_cache_of_the_stated_shape():
     arrays = dataclasses.replace(CASE, kv_dtype="bfloat16").make()
     with strict_promotion():
         results = call(arrays)
     assert results[0].dtype == np.float32
     assert_equal_results(results, expected(arrays), TOLERANCE["bfloat16"])
+    assert get_kv_cache_shape(100, 16, 3, 80, jnp.bfloat16) == (100, 16, 3, 2, 80)
+    with pytest.raises(ValueError, match="page_size=12 must be a power of two"):
+        get_kv_cache_shape(100, 12, 3, 80, jnp.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -161,12 +164,6 @@ def test_on_a_gpu_one_scatter_writes_the_cache_and_all_else_views_it(elements, k
     ]
     others = [line for line in large if not VIEWS.search(line)]
     assert len(others) == 1 and others[0].lstrip().startswith("})"), others  # the scatter's end
-
-
-def test_the_shape_of_a_cache():
-    assert get_kv_cache_shape(100, 16, 3, 80, jnp.bfloat16) == (100, 16, 3, 2, 80)
-    with pytest.raises(ValueError, match="page_size=12 must be a power of two"):
-        get_kv_cache_shape(100, 12, 3, 80, jnp.bfloat16)
 
 
 @pytest.mark.parametrize(

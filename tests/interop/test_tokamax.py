@@ -55,15 +55,12 @@ def test_equals_the_reference(rows, options):
         assert relative_error(ours[2][finite], np.float64(theirs[2][finite])) < tolerance
 
 
-def test_the_signatures_are_equal():
+def test_keywords_are_those_of_tokamax_but_for_groups():
     """Every keyword of theirs is accepted with its default."""
     import inspect
 
     parameters = inspect.signature(api.ragged_paged_attention).parameters.values()
     defaults = {x.name: x.default for x in parameters if x.default is not x.empty}
     ragged_paged_attention(*arguments("chunks", jnp.float32), **defaults)
-
-
-def test_what_is_refused():
     with pytest.raises(ValueError, match="cp_group_size=2 must be None"):
         ragged_paged_attention(*arguments("chunks", jnp.float32), cp_group_size=2)

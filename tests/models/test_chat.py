@@ -95,15 +95,12 @@ def test_special_tokens_may_be_texts_or_objects(tmp_path):
     assert template.render([USER], variables={"bos_token": "B", "self": 5}) == "B</s><i>"
 
 
-def test_a_message_of_the_developer_is_a_system_message_unless_the_template_knows_it(tmp_path):
+def test_templates_see_system_messages_for_those_of_a_developer_and_none_for_empty_tools(tmp_path):
     messages = [{"role": "developer", "content": "x"}]
     assert write(tmp_path, "{{ messages[0].role }}").render(messages) == "system"
     template = "{% if messages[0].role == 'developer' %}yes{% endif %}"
     assert write(tmp_path, template).render(messages) == "yes"
     assert messages[0]["role"] == "developer"  # the caller's
-
-
-def test_a_template_sees_no_tools_where_the_list_is_empty(tmp_path):
     template = write(tmp_path, "{{ tools is none }} {{ documents is none }}")
     assert template.render([USER], tools=[], documents=None) == "True True"
     assert template.render([USER], tools=[{}], documents=[{"text": "x"}]) == "False False"

@@ -126,16 +126,15 @@ def test_saved_folder_has_the_names_and_shapes_of_llama(saved):
     np.testing.assert_array_equal(model.layers[1].mlp.gate_up_proj.weight[...], gate_up)
 
 
-def test_dtype_defaults_to_that_of_the_embeddings(folder):
+def test_the_dtype_is_that_of_the_embeddings_and_generation_config_says_where_text_ends(
+    folder,
+):
     name = "model.embed_tokens.weight"
     embeddings = load_file(folder / "model.safetensors")[name]
     edit(folder, {name: embeddings.astype(ml_dtypes.bfloat16)})
     for dtype, expected in ((None, jnp.bfloat16), (jnp.float32, jnp.float32)):
         model, _ = load_checkpoint(folder, dtype=dtype)
         assert {x.dtype for x in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(expected)}
-
-
-def test_generation_config_decides_where_text_ends(folder):
     for token in (7, 0):
         (folder / "generation_config.json").write_text(f'{{"eos_token_id": {token}}}')
         assert load_checkpoint(folder)[1].eos_token_ids == (token,)

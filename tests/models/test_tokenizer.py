@@ -34,16 +34,13 @@ def llama2(tmp_path_factory):
     return Tokenizer(folder)
 
 
-def test_byte_ids_are_the_bytes(byte_level):
+def test_byte_ids_are_the_bytes_and_single_tokens_have_bytes(byte_level, llama2):
     assert byte_level.vocab_size == 256
     assert byte_level.encode(TEXT) == list(TEXT.encode())
     assert byte_level.decode(list(TEXT.encode())) == TEXT
     assert byte_level.encode("") == []
     for byte in range(256):
         assert byte_level.decode([byte]) == bytes([byte]).decode(errors="replace")
-
-
-def test_bytes_of_single_tokens(byte_level, llama2):
     assert b"".join(byte_level.token_bytes(byte) for byte in range(256)) == bytes(range(256))
     assert byte_level.token_bytes(256) == b""
     tokens = llama2.encode("ab \u00c0")

@@ -92,16 +92,13 @@ def test_max_new_tokens_bounds_requests_and_not_results(bound):
         assert_same(table, after)
 
 
-def test_slot_mapping():
+def test_slots_of_rows_and_positions_outside_are_none_and_the_largest_do_not_overflow():
     table = free_before(extended([10, 0, 3, 2]), i32(8, 0, 0, 0))
     assert slot_mapping(table, i32(0, 0, 2, 2), i32(8, 9, 0, 2)).tolist() == [8, 9, 12, 14]
     # Dropped positions, then rows and positions outside the table.
     rows = i32(0, 0, 0, 0, 1, -1, -4, 4, INT32_MAX, INT32_MIN, 2, 2, 2)
     positions = i32(0, 7, 10, -1, 0, 0, 0, 0, 0, 0, INT32_MAX, INT32_MIN, 3)
     assert np.all(slot_mapping(table, rows, positions) == 32)
-
-
-def test_slots_of_the_largest_pool_do_not_overflow():
     num_pages = 2**23 - 1
     pages = np.zeros(num_pages, np.int32)
     largest = pp.PageTable(
@@ -195,16 +192,13 @@ def test_operations_only_scatter_into_the_pool_and_in_place():
     assert memory.temp_size_in_bytes < 4 * num_pages // 100
 
 
-def test_decode_loop_ends_when_pages_run_out():
+def test_a_decode_loop_ends_when_pages_run_out_but_not_with_a_window():
     traced = jax.jit(chex.assert_max_traces(decode, n=1), donate_argnums=0)
     for active, expected in [([1, 1, 1, 0], [12, 12, 8, 0]), ([1, 0, 0, 0], [16, 0, 0, 0])]:
         table = traced(make_table(), np.array(active, bool))
         assert table.seq_lens.tolist() == expected
         pp.check_page_table(table)
-
-
-def test_decode_loop_with_a_window_needs_no_more_pages():
-    """A window of 5 tokens is in at most 3 pages of 4, the one with the next token included."""
+    # A window of 5 tokens is in at most 3 pages of 4, the one with the next token included.
     table = make_table(num_pages=6, pages_per_seq=100)
     loop = jax.jit(decode, static_argnums=2, donate_argnums=0)
     table = loop(table, np.array([True, True, False, False]), 5)

@@ -34,16 +34,13 @@ def usage(num_prompt, num_new):
     return numbers | {"prompt_tokens_details": {"cached_tokens": 0}}
 
 
-def test_a_chat_at_once(client):
+def test_a_chat_and_a_text_at_once(client):
     answer = client.post(CHAT, json=MESSAGES | BIASED | {"stop_token_ids": [65]}).json()
     message = {"role": "assistant", "content": "", "refusal": None}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
     choice |= {"stop_reason": 65, "token_ids": [65]}
     head = {"object": "chat.completion", "model": "small", "system_fingerprint": None}
     assert without_id(answer) == head | {"choices": [choice], "usage": usage(10, 1)}
-
-
-def test_a_text_at_once(client):
     answer = client.post(TEXT, json=BIASED | {"prompt": "é", "echo": True, "max_tokens": 2})
     assert answer.headers["content-type"] == "application/json"
     assert "éAA".encode() in answer.content

@@ -50,9 +50,8 @@ def names(monkeypatch):
 def test_examples_of_the_attention_functions_equal_an_oracle(names, capsys):
     assert run_examples(README.partition("## Serving a model")[0], names, capsys) == 2
     pp.check_page_table(names["table"])
-    q, k, v, slots, cu_q_lens = (
-        np.asarray(names[name]) for name in ("q", "k", "v", "slots", "cu_q_lens")
-    )
+    given = (names[name] for name in ("q", "k", "v", "slots", "cu_q_lens"))
+    q, k, v, slots, cu_q_lens = map(np.asarray, given)
     before = [np.asarray(x) for x in names["cache"]]
     num_free = int(names["table"].num_free)
     assert_close(names["out"], attend(q, *before, cu_q_lens, sliding_window=64)[0])

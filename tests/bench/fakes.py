@@ -29,7 +29,5 @@ def rows(text: str) -> list[list[str]]:
 def by_column(text: str) -> list[dict[str, list[str]]]:
     """The rows of the first table in a Markdown text by column; columns may share a name."""
     head, *body = rows(next(x for x in text.split("\n\n") if x.lstrip().startswith("|")))
-    return [
-        {name: [row[i] for i, other in enumerate(head) if other == name] for name in head}
-        for row in body
-    ]
+    places = {name: [i for i, other in enumerate(head) if other == name] for name in head}
+    return [{name: [row[i] for i in places[name]] for name in head} for row in body]

@@ -91,12 +91,9 @@ def serving_run(step_run) -> dict:
     usage = [Usage(time=float(i), live=10 * i, reserved=100, waits=False) for i in range(5)]
     served = [Served(arrival=0.0, first_token=0.5, finish=4.5, num_tokens=9)] * 8
     extra = {"compilations": 0, "preemptions": 7, "cache_hit_rate": 0.25}
-    systems = {
-        name: Record(
-            served=served, usage=usage, wall=5.0, num_tokens=count, capacity=100, extra=extra
-        ).summarize()
-        for name, count in (("static", 1000), ("engine", 2500))
-    }
+    same = dict(served=served, usage=usage, wall=5.0, capacity=100, extra=extra)
+    counts = {"static": 1000, "engine": 2500}
+    systems = {k: Record(**same, num_tokens=count).summarize() for k, count in counts.items()}
     return {
         "meta": META,
         "shape": "1b",

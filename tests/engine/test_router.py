@@ -99,13 +99,11 @@ def test_the_newest_sent_prompts_are_remembered_up_to_the_size_of_a_pool_or_a_re
         assert replicas.choose(PREFIX, 10) == (num_pages < NUM_PAGES)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "num_pages"), [(PREFIX, 4), ([*PREFIX, 1, 2, 3], 4), (PREFIX[:-1], 3), ([1], 0)]
-)
-def test_the_router_leaves_the_keys_of_pages_with_the_sequence(tokens, num_pages):
+@pytest.mark.parametrize("tokens", [PREFIX, [*PREFIX, 1, 2, 3], PREFIX[:-1], [1]], ids=len)
+def test_the_router_leaves_the_keys_of_full_pages_with_the_sequence(tokens):
     one = SimpleNamespace(token_ids=tokens, block_hashes=[], request=SimpleNamespace(load=1))
     Replicas(0, 0).router.choose(one)
-    key = 0
-    for block, start in zip(one.block_hashes, range(0, 4 * num_pages, 4), strict=True):
-        key = chained_hash(key, tuple(PREFIX[start : start + 4]))
-        assert block == (key, tuple(PREFIX[start : start + 4]))
+    key, ends = 0, range(4, len(tokens) + 1, 4)
+    for block, end in zip(one.block_hashes, ends, strict=True):
+        key = chained_hash(key, tuple(PREFIX[end - 4 : end]))
+        assert block == (key, tuple(PREFIX[end - 4 : end]))

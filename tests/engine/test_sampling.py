@@ -14,6 +14,7 @@ from tests.support.engine_calls import (
     PROMPTS,
     NumberTokenizer,
     assert_deltas_add_up,
+    assert_logprobs,
     greedy,
     make_engine,
     reasons_of,
@@ -70,14 +71,6 @@ def test_a_request_may_have_more_samples_than_slots(caching):
     tokens = tokens_of([request])
     assert len(set(map(tuple, tokens))) == 11
     assert tokens[:2] == alone(PROMPTS[1], sampling(n=2))
-
-
-def assert_logprobs(entry, wanted, token, top):
-    best = np.argsort(-wanted, kind="stable")[:top].tolist()
-    assert list(entry) == [token, *(x for x in best if x != token)]
-    for token_id, one in entry.items():
-        assert one.logprob == pytest.approx(wanted[token_id], abs=1e-4)
-        assert one.rank == 1 + np.sum(wanted > wanted[token_id])
 
 
 @pytest.mark.parametrize("top", [0, 20])
@@ -165,9 +158,8 @@ STOPS = (19, 2, 7, 30, 12)
 @pytest.mark.parametrize(("width", "stops", "penalty"), [(2, (), 0.0), (3, STOPS, 1.0)])
 def test_beam_search_equals_brute_force(oracle, width, stops, penalty):
     """Three searches and three sampling requests share slots and pages that suffice for one."""
-    params = SamplingParams(
-        max_tokens=6, beam_width=width, n=width, length_penalty=penalty, stop_token_ids=stops
-    )
+    params = SamplingParams(max_tokens=6, beam_width=width, n=width, stop_token_ids=stops)
+    params = replace(params, length_penalty=penalty)
     options = dict(width=width, n=width, length=6, stops=stops, penalty=penalty)
     load = [x for prompt in PROMPTS[:3] for x in ((prompt, params), (prompt, sampling(n=2)))]
     requests = serve(make_engine(), *zip(*load, strict=True))

@@ -33,9 +33,10 @@ def attend(mesh, arrays, rest=(None, 1.0)):
     return jax.jit(call)(*arrays.values())
 
 
-@pytest.mark.parametrize(
-    "axes", [dict(tensor=2), *slow([dict(data=1, model=1), dict(data=1, model=2)])]
-)
+SLOW = slow([dict(data=1, model=1), dict(data=1, model=2)])
+
+
+@pytest.mark.parametrize("axes", [dict(tensor=2), *SLOW])
 def test_heads_over_devices(axes):
     arrays = CASE.make()
     sinks = np.float32([0.5, -1, 2, 0])

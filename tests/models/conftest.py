@@ -6,13 +6,7 @@ import shutil
 
 import pytest
 
-from tests.support.commands import SIZES, engine_for_any_request, run_command, save_tiny_model
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory):
-    """A folder with a tiny model and a byte tokenizer, without a chat template."""
-    return save_tiny_model(tmp_path_factory.mktemp("checkpoint"))
+from tests.support.commands import SIZES, engine_for_any_request, run_command
 
 
 @pytest.fixture

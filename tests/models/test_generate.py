@@ -58,16 +58,6 @@ def test_greedy_completions_equal_those_of_a_dense_model_with_windows(windowed, 
     assert output.outputs[0].token_ids == dense.continue_(prompt, 48 - 30)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("windows", [(), (3, 5)], ids=str)
-def test_completions_in_an_engine_of_default_sizes_equal_the_dense_ones(windows):
-    model = tiny_model(replace(CONFIG, sliding_windows=windows))
-    dense = DenseOracle(model)
-    sizes = dict(num_pages=None, max_num_seqs=8, max_model_len=None, max_num_batched_tokens=2048)
-    wanted = [dense.continue_(prompt, NEW) for prompt in PROMPTS]
-    assert tokens_of(generate(model, PROMPTS, **sizes)) == wanted
-
-
 def test_texts_are_encoded_once_and_come_out_as_texts(windowed, tmp_path, monkeypatch):
     save_byte_tokenizer(tmp_path, max_length=64)
     prompts, tokenizer, encoded = ["one", "two, three"], Tokenizer(tmp_path), []

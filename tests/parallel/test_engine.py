@@ -88,10 +88,8 @@ def loads(top_k: int) -> list[SamplingParams]:
 @pytest.mark.cpu_budget(8)  # compiles programs that later tests share
 def test_every_kind_of_request_gets_the_tokens_of_one_device(model, num_devices, top_k):
     alone, each = one_device(model), loads(top_k)
-    wanted = [
-        results_of(serve(alone, [prompt], load)[0])
-        for prompt, load in zip(PROMPTS, each, strict=True)
-    ]
+    pairs = zip(PROMPTS, each, strict=True)
+    wanted = [results_of(serve(alone, [prompt], load)[0]) for prompt, load in pairs]
     engine = mesh_engine(num_devices, model, modes=ANY if top_k else UNFILTERED)
     steps_of(engine, 4)
     requests = serve(engine, PROMPTS, each)
@@ -146,9 +144,7 @@ def test_weights_and_pools_are_replaced_where_they_are():
 
 
 @pytest.mark.parametrize("num_devices", [2, *slow([8])])
-@pytest.mark.parametrize(
-    "implementation", [name for name in implementations_here() if name != "xla"]
-)
+@pytest.mark.parametrize("implementation", [x for x in implementations_here() if x != "xla"])
 def test_kernels_partition_themselves_in_the_step(implementation, num_devices):
     model = MODEL if num_devices == 2 else WIDE
     engine = mesh_engine(num_devices, model, implementation=implementation, modes=GREEDY)

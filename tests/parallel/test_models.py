@@ -21,7 +21,7 @@ from models.generate import generate
 from models.sharding import config_on, repeat_kv_heads
 from pallas_paged.engine import SamplingParams
 from tests.support.checkpoint_reads import recorded_reads
-from tests.support.commands import SIZES, run_command, save_tiny_model
+from tests.support.commands import SIZES, run_command
 from tests.support.dense_oracle import CONFIG as TINY
 from tests.support.dense_oracle import DenseOracle, tiny_model
 from tests.support.devices import mesh
@@ -200,27 +200,10 @@ def test_other_axes_of_a_mesh_have_copies(tmp_path):
         load_checkpoint(tmp_path, mesh=Mesh(devices, ("data", "x")))
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("checkpoint"))
-
-
 @pytest.fixture
 def command(checkpoint, capsys):
     prompts = ("--prompt", "ROMEO:", "--prompt", "O", "--max-tokens", "9", "--temperature", "3")
     return lambda *args: run_command(checkpoint, capsys, *SIZES, *prompts, *args)
-
-
-@pytest.mark.slow
-def test_the_command_prints_the_same_texts_on_several_devices(command):
-    mesh(4)
-    (status, alone, _), (status_4, texts, err) = (
-        command("--seed", "3", *args)
-        for args in ([], ["--tensor-parallel", "2", "--data-parallel", "2"])
-    )
-    assert status == status_4 == 0
-    assert sorted(texts.split("===")) == sorted(alone.split("==="))  # as they end
-    assert f"; 4 x {jax.devices()[0].device_kind}" in err
 
 
 def test_the_command_loads_the_weights_onto_the_devices_of_its_engine(command, monkeypatch):

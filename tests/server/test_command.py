@@ -24,16 +24,11 @@ from models.server import command, start
 from models.server.config import ServerConfig
 from models.server.process import listen
 from pallas_paged.engine import SamplingParams
-from tests.support.commands import CONFIG, save_tiny_model
+from tests.support.commands import CONFIG
 
 ROOT = Path(__file__).parents[2]
 PIPES = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 SIZES = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--implementation", "xla"]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture

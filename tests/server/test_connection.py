@@ -131,13 +131,6 @@ async def test_what_is_not_http_gets_a_400():
     assert connections.errors == [400, 400] and not connections.scopes
 
 
-def test_many_requests_in_one_connection(server):
-    body = {"prompt": "x", "max_tokens": 2, "temperature": 0}
-    last = http_request("/health", None, "connection: close")
-    received = server.exchange(http_request("/v1/completions", body) * 5 + last)
-    assert received.count(b"HTTP/1.1 200 OK") == 6 and b'{"status":"ok"}' in received
-
-
 def test_errors_of_connections_are_counted(tmp_path):
     with RunningServer(tmp_path, max_connections=1) as server:
         assert server.exchange(b"not HTTP\r\n\r\n").startswith(b"HTTP/1.1 400 ")

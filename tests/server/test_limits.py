@@ -140,9 +140,11 @@ def test_a_client_that_never_reads_is_disconnected_when_its_time_is_up(tmp_path,
         for one, option in ((client, socket.SO_RCVBUF), (running.bound, socket.SO_SNDBUF)):
             one.setsockopt(socket.SOL_SOCKET, option, 4096)
         client.connect(running.bound.getsockname())
+        start = time.monotonic()
         client.sendall(http_request(TEXT, fields))
         wait_until(lambda: running.service.admission.num_seqs == 8)
         wait_until(lambda: not running.server.server_state.connections)
+        assert time.monotonic() - start > 3.1  # it had time to read an error
         running.wait_until_idle()
         # The connection ends before the answer does.
         data = b""

@@ -50,17 +50,6 @@ async def test_outputs_add_up_to_those_of_the_engine_at_once_late_or_whole(engin
     assert [one async for one in late] == []
 
 
-@in_loop
-async def test_two_consumers_share_the_outputs_of_a_stream(engine):
-    stream = engine.submit([1, 2, 3], greedy())
-
-    def consume():
-        return [token for one in stream for token in one.outputs[0].token_ids]
-
-    first, second = await asyncio.gather(*[asyncio.to_thread(consume) for _ in range(2)])
-    assert sorted(first + second) == sorted(alone([1, 2, 3], greedy())[0])
-
-
 @pytest.mark.parametrize(
     ("way", "num_steps"),
     [*zip(WAYS, (0, 1, 2, 3), strict=True), *zip(WAYS, (5, 4, 1, 0), strict=True)],
@@ -107,21 +96,6 @@ async def test_a_stream_that_is_left_before_its_request_is_submitted_is_aborted(
     await collect(first)
     stats = await engine.stats()
     assert (stats.num_finished, stats.num_aborted) == (1, 2)
-
-
-@in_loop
-async def test_the_id_of_an_aborted_request_can_be_used_at_once(engine, gate):
-    gate.let(2)
-    stream = engine.submit([1, 2, 3], greedy(max_tokens=LONG), request_id="same")
-    await until(gate.held.is_set)
-    aborting = asyncio.create_task(engine.abort("same"))
-    await asyncio.sleep(0)
-    gate.let(1)
-    await aborting
-    again = engine.submit([1, 2, 3], greedy(), request_id="same")
-    gate.let()
-    assert await collect(again) == alone([1, 2, 3], greedy())
-    assert reasons_of([await stream.whole()]) == ["abort"]
 
 
 @in_loop

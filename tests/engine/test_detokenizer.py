@@ -187,16 +187,6 @@ def test_text_ends_before_the_first_stop_text_and_is_never_late(text, stop, min_
     assert shown + detokenizer.finish() == text
 
 
-def test_beginnings_of_characters_and_of_stop_texts_are_held_back():
-    detokenizer = IncrementalDetokenizer(ByteTokenizer(), b"say: ", ["END", "\n\n"])
-    pushed = [b"hello E", b"N", b"JOY \n", b"\xc3", b"\xa9", b"", b"xEND of it", b"more"]
-    texts = ["hello ", "", "ENJOY ", "", "\né", "", "x", ""]
-    assert [detokenizer.push(piece) for piece in pushed] == texts
-    assert detokenizer.stop_reason == "END" and detokenizer.finish() == ""
-    assert detokenizer.text == "hello ENJOY \néx"
-    assert detokenizer.num_tokens == len("hello ENJOY \néxEND".encode())
-
-
 def test_one_token_may_complete_several_stop_texts():
     class Words:
         def decode(self, token_ids):

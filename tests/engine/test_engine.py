@@ -150,11 +150,6 @@ def test_steps_are_lowered_in_order_one_after_another(monkeypatch):
     assert events == [(kind, batch) for batch in batches for kind in ("begins", "ends")]
 
 
-def test_the_longest_sequence_may_use_the_whole_pool(oracle):
-    (request,) = serve(make_engine(), [[5]], greedy(max_tokens=None))
-    assert tokens_of([request]) == [oracle.continue_([5], 63)]
-
-
 @pytest.mark.parametrize(("watermark", "num_running"), [(0.0, 2), (11.9 / 16, 2), (12 / 16, 1)])
 def test_the_watermark_is_a_share_of_the_pool(watermark, num_running):
     engine = make_engine(watermark=watermark)

@@ -26,7 +26,6 @@ from tests.support.engine_calls import (
     step,
     steps_of,
     submit,
-    tokens_of,
 )
 from tests.support.marks import slow
 
@@ -85,21 +84,6 @@ def test_rows_that_end_do_not_shorten_calls_but_a_request_that_waits_for_a_slot_
         assert {call.num_steps for call in calls} == {1}
     run(engine)
     assert max(call.num_steps for call in calls) == 8
-
-
-def test_a_sequence_near_its_end_goes_on_beside_one_that_stops(oracle):
-    """The call in flight ends early, so the second has more left than the host thought."""
-    engine = make_engine()
-    steps_of(engine, 8)
-    wanted = oracle.continue_(PROMPTS[1], 6)
-    load = [greedy(max_tokens=24), greedy(max_tokens=11), greedy(stop_token_ids=[wanted[2]])]
-    requests = submit(engine, [PROMPTS[0], PROMPTS[3], PROMPTS[1]], load)
-    while not engine.idle:
-        step(engine)
-        lens = np.asarray(engine.table.seq_lens)
-        for one in engine.replicas[0].scheduler.running:
-            assert lens[one.slot] <= one.num_computed
-    assert list(map(len, tokens_of(requests))) == [24, 11, wanted.index(wanted[2]) + 1]
 
 
 # On the device: calls that the scheduler would not make.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import numpy as np
 import pytest
 
@@ -193,19 +191,6 @@ def test_a_branch_shares_the_full_pages_of_its_parent(is_preempted):
     assert [*host.scheduler.waiting] == [parent, child]
 
 
-def test_pages_of_a_fork_that_a_leader_caches_at_its_end_are_not_counted_as_free():
-    """A leader with log-probabilities of its prompt caches nothing before it has a token."""
-    leader = make_sequence(0, 8, new=2)
-    leader.request.score_start = 1
-    (other,) = with_followers(leader, 1)
-    other.max_len = 28
-    host = Host(leader, caching=True, num_pages=10)
-    while not leader.finished:
-        host.step()
-    host.add(make_sequence(1, 16, new=12))
-    host.run()
-
-
 def test_a_request_with_more_samples_than_free_slots_blocks_no_other():
     first, leader, last = (make_sequence(i, 2, new=new) for i, new in enumerate((20, 20, 3)))
     others = with_followers(leader, 5)
@@ -232,32 +217,6 @@ def test_a_call_takes_half_of_the_steps_until_the_pages_suffice():
     host = Host(*(make_sequence(i, 4, new=14) for i in range(2)), num_pages=6, num_steps=32)
     assert [host.step().num_steps for _ in range(2)] == [1, 8]
     host.run()
-
-
-@pytest.mark.parametrize("num_stops", [1, 2])
-def test_free_pages_are_never_overcounted_after_calls_that_end_early(num_stops):
-    """Long sequences go on beside some that stop early, at all distances from a page border."""
-    for stop, num_steps, length in product(range(1, 9), (2, 3, 4, 7, 9), range(4, 8)):
-        each = [make_sequence(number, length, new=60) for number in range(3)]
-        for number in range(num_stops):
-            one = make_sequence(10 + number, 4, new=60)
-            one.stop_token_ids = {token_at(one, 4 + stop + number)}
-            each.append(one)
-        sizes = dict(num_pages=256, max_num_seqs=8, max_num_batched_tokens=60)
-        Host(*each, **sizes, num_steps=num_steps).run()
-
-
-def test_an_ended_sequence_leaves_no_trace():
-    waiting, running, leader = make_sequence(9, 4), make_sequence(0, 9), make_sequence(1, 9)
-    others = with_followers(leader, 2)
-    host = Host(running, leader, waiting, caching=True)
-    host.step()
-    for one in (waiting, leader, running, *others):
-        host.end(one, "abort")
-    host.run()
-    host.update()
-    assert not host.scheduler.waiting and not host.scheduler.running
-    assert host.table.num_free + host.scheduler.pages.num_evictable == 16
 
 
 HASHES = {"uncached": None, "hashed": chained_hash}

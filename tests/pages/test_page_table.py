@@ -79,19 +79,6 @@ def test_extend_and_fork_take_pages_in_order():
     pp.check_page_table(table)
 
 
-@pytest.mark.parametrize("bound", [1, 4, 5, 1000])
-def test_max_new_tokens_bounds_requests_and_not_results(bound):
-    for held in range(5):
-        table = extended([held, 0, 0, 0])
-        wanted = i32(min(bound, 16 - held), 0, 0, 0)
-        bounded, ok = extend(table, wanted, max_new_tokens=bound)
-        assert np.all(ok)
-        assert_same(bounded, extend(table, wanted)[0])
-        after, ok = extend(table, i32(0, bound + 1, 0, 0), max_new_tokens=bound)
-        assert ok.tolist() == [True, False, True, True]
-        assert_same(table, after)
-
-
 def test_slots_of_rows_and_positions_outside_are_none_and_the_largest_do_not_overflow():
     table = free_before(extended([10, 0, 3, 2]), i32(8, 0, 0, 0))
     assert slot_mapping(table, i32(0, 0, 2, 2), i32(8, 9, 0, 2)).tolist() == [8, 9, 12, 14]
@@ -262,12 +249,8 @@ def test_arrays_of_another_type_or_shape_are_refused(name, call, wanted):
     ("value", "rule"),
     [
         ("1234", "='1234' must be an array"),
-        (["a"] * 4, "=['a', 'a', 'a', 'a'] must be an array"),
-        ([[1, 2], [3]], "=[[1, 2], [3]] must be an array"),
         ([[0.5]] * 4, " must be int32[4], got float32[4, 1]"),
-        (1.5, " must be int32[4], got float32[]"),
         (np.ones(4, np.int64), " must be int32[4], got int64[4]"),
-        ([2**40, 0], "=[1099511627776, 0] must hold integers of int32"),
         ([-(2**31) - 1], "=[-2147483649] must hold integers of int32"),
         (2**31, "=2147483648 must hold integers of int32"),
         ([10**400], "=[1"),

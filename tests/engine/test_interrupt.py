@@ -84,10 +84,8 @@ def test_an_interrupted_call_is_complete_and_the_engine_goes_on(
     for _ in range(num_steps):
         engine.step()
     owner, method = interrupted.split(".")
-    with (
-        ctrl_c_in(getattr(engine.replicas[0], owner), method),
-        pytest.raises(KeyboardInterrupt),
-    ):
+    owner = getattr(engine.replicas[0], owner)
+    with ctrl_c_in(owner, method), pytest.raises(KeyboardInterrupt):
         call(engine, first)
     engine.wake()
     run(engine)

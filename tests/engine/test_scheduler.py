@@ -204,16 +204,13 @@ def test_a_request_with_more_samples_than_free_slots_blocks_no_other():
     assert all(one.finished for one in (first, leader, *others))
 
 
-@pytest.mark.parametrize(("num_running", "num_steps"), [(1, 1), (1, 7), (4, 7), (4, 32)])
-def test_calls_that_only_decode_take_several_steps(num_running, num_steps):
-    each = [make_sequence(number, 4, new=20) for number in range(num_running)]
-    decoding = [x for x in Host(*each, num_pages=64, num_steps=num_steps).run() if x.decodes]
-    assert max(x.num_steps for x in decoding) == num_steps
-    assert len(decoding) <= -(-19 // num_steps) + num_running
-
-
-def test_a_call_takes_half_of_the_steps_until_the_pages_suffice():
-    """32 steps are 13 tokens of each sequence and 8 pages, 8 steps are 4 pages."""
+def test_calls_that_only_decode_take_several_steps_or_half_of_them_until_the_pages_suffice():
+    for num_running, num_steps in ((1, 1), (1, 7), (4, 7), (4, 32)):
+        each = [make_sequence(number, 4, new=20) for number in range(num_running)]
+        decoding = [x for x in Host(*each, num_pages=64, num_steps=num_steps).run() if x.decodes]
+        assert max(x.num_steps for x in decoding) == num_steps
+        assert len(decoding) <= -(-19 // num_steps) + num_running
+    # 32 steps are 13 tokens of each sequence and 8 pages, 8 steps are 4 pages.
     host = Host(*(make_sequence(i, 4, new=14) for i in range(2)), num_pages=6, num_steps=32)
     assert [host.step().num_steps for _ in range(2)] == [1, 8]
     host.run()

@@ -103,8 +103,7 @@ def run(capsys, *args):
 def test_errors_of_the_user_are_one_line(capsys, checkpoint, tmp_path, monkeypatch, signals):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        status = command.main(["--port", str(port)])
-        err = capsys.readouterr().err
+        status, err = run(capsys, "--port", str(port))
     assert status == 2 and err.startswith("error: ") and f"127.0.0.1:{port}" in err
     with listen("127.0.0.1", 0) as bound:  # at once again after an end
         assert bound.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)

@@ -131,19 +131,15 @@ async def test_what_is_not_http_gets_a_400():
     assert connections.errors == [400, 400] and not connections.scopes
 
 
-def test_errors_of_connections_are_counted(tmp_path):
-    with RunningServer(tmp_path, max_connections=1) as server:
+def test_errors_of_connections_are_counted_and_requests_logged_with_their_address(tmp_path, caplog):
+    """Headers of a proxy, which any client can send, change nothing."""
+    with RunningServer(tmp_path, max_connections=1, access_log=True) as server:
         assert server.exchange(b"not HTTP\r\n\r\n").startswith(b"HTTP/1.1 400 ")
-        assert server.client.get("/health").status_code == 200
+        headers = {"x-forwarded-for": "9.9.9.9", "x-forwarded-proto": "https"}
+        answer = server.client.get("/health", headers=headers)
+        assert answer.status_code == 200 and "server" not in answer.headers
         assert server.exchange(http_request("/health")).startswith(b"HTTP/1.1 503 ")
         values = server.metrics()
         assert [values[f'http_errors_total{{status="{one}"}}'] for one in (400, 503)] == [1, 1]
-
-
-def test_the_address_of_a_client_is_that_of_its_connection(tmp_path, caplog):
-    """Headers of a proxy, which any client can send, change nothing; the log has each request."""
-    with RunningServer(tmp_path, access_log=True) as server:
-        headers = {"x-forwarded-for": "9.9.9.9", "x-forwarded-proto": "https"}
-        assert "server" not in server.client.get("/health", headers=headers).headers
     (line,) = [one.getMessage() for one in caplog.records if one.name == "uvicorn.access"]
     assert line.startswith("127.0.0.1:") and line.endswith('"GET /health HTTP/1.1" 200')

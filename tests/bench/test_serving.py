@@ -304,11 +304,9 @@ def test_static_batch_reports_times_and_compiles_in_warmup(model, compilations) 
     assert sorted(ends) == ends and {one.padded_len for one in times} == {64}
 
 
-@pytest.mark.parametrize(
-    ("seconds", "chosen"), [({"cudnn": 1.0}, "cudnn"), ({"cudnn": 3.0}, "xla"), ({}, "xla")]
-)
-def test_faster_attention_is_chosen(model, monkeypatch, seconds, chosen) -> None:
-    lengths = []
+@pytest.mark.parametrize("seconds", [{"cudnn": 1.0}, {"cudnn": 3.0}, {}], ids=str)
+def test_faster_attention_is_chosen(model, monkeypatch, seconds) -> None:
+    lengths, chosen = [], "cudnn" if seconds == {"cudnn": 1.0} else "xla"
 
     def run(batch):  # cuDNN fails where it has no time
         lengths.append(len(batch[0].prompt))

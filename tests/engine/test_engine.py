@@ -365,11 +365,8 @@ def test_a_wrong_count_of_pages_on_the_host_is_an_error():
 
 def test_percentiles_are_those_of_the_newest_requests():
     engine = make_engine()
-    request = engine.submit([1])
-    old, new = (
-        replace(request, arrival_time=0.0, first_token_time=1.0, finish_time=seconds)
-        for seconds in (17.0, 12.0)
-    )
+    request = replace(engine.submit([1]), arrival_time=0.0, first_token_time=1.0)
+    old, new = (replace(request, finish_time=seconds) for seconds in (17.0, 12.0))
     for one in [old] * 5_000 + [new] * 10_000:
         engine.replicas[0].counters.count_request(one)
     assert engine.stats().latency_p99 == 12.0

@@ -17,14 +17,9 @@ class Replicas:
     """Replicas with these loads and empty caches, behind a router."""
 
     def __init__(self, *loads: int, caching: bool = True):
-        self.each = [
-            SimpleNamespace(
-                load=load,
-                cache=PrefixCache(page_size=PAGE_SIZE) if caching else None,
-                num_pages=NUM_PAGES,
-            )
-            for load in loads
-        ]
+        self.each = [SimpleNamespace(load=x, cache=None, num_pages=NUM_PAGES) for x in loads]
+        for replica in self.each if caching else ():
+            replica.cache = PrefixCache(page_size=PAGE_SIZE)
         self.router = Router(self.each, PAGE_SIZE)
 
     def choose(self, token_ids: list[int], load: int = 100) -> int:

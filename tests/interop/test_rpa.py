@@ -114,11 +114,9 @@ def test_queries_are_rounded_to_the_dtype_of_a_cache_of_the_stated_shape():
     ids=lambda options: " ".join(options),
 )
 def test_options_of_other_names_or_without_effect_make_the_same_program(options, same):
-    arrays = CASE.make()
-    one, other = (
-        str(jax.make_jaxpr(partial(ragged_paged_attention, **each))(*arrays.values()))
-        for each in (options, same)
-    )
+    arrays = CASE.make().values()
+    calls = [partial(ragged_paged_attention, **each) for each in (options, same)]
+    one, other = (str(jax.make_jaxpr(call)(*arrays)) for call in calls)
     assert one == other
 
 

@@ -146,19 +146,18 @@ def test_full_disk_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == f"importing JAX ...\n{message}"
 
 
-@pytest.mark.parametrize(
-    ("error", "status"), [(KeyboardInterrupt(), 130), (RuntimeError("RESOURCE_EXHAUSTED: 1"), 2)]
-)
 def test_interrupts_and_a_lack_of_memory_have_a_status_and_other_errors_are_raised(
-    error, status, monkeypatch, capsys
+    monkeypatch, capsys
 ):
     def serve(*_):
         raise error
 
     monkeypatch.setattr(cli_serve, "serve", serve)
-    assert cli.main(["--prompt", "x"]) == status
-    message = "error: RESOURCE_EXHAUSTED: 1\n" if status == 2 else ""
-    assert capsys.readouterr().err == f"importing JAX ...\n{message}"
+    memory = RuntimeError("RESOURCE_EXHAUSTED: 1")
+    for error, status in ((KeyboardInterrupt(), 130), (memory, 2)):  # noqa: B007
+        assert cli.main(["--prompt", "x"]) == status
+        message = "error: RESOURCE_EXHAUSTED: 1\n" if status == 2 else ""
+        assert capsys.readouterr().err == f"importing JAX ...\n{message}"
     error = RuntimeError("a bug")
     with pytest.raises(RuntimeError, match="a bug"):
         cli.main(["--prompt", "x"])

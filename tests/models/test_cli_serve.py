@@ -321,7 +321,5 @@ def test_infinite_log_probabilities_are_null(serve, monkeypatch):
     monkeypatch.setattr(CompletionOutput, "cumulative_logprob", infinite)
     status, results, _ = serve([{"prompt": [65, 200], "max_tokens": 2}])
     assert status == 0 and results[0]["outputs"][0]["cumulative_logprob"] is None
-    assert results[0]["prompt_logprobs"] == [
-        None,
-        {"200": {"logprob": None, "rank": 3}, "65": {"logprob": -0.5, "rank": 1}},
-    ]
+    infinite, finite = {"logprob": None, "rank": 3}, {"logprob": -0.5, "rank": 1}
+    assert results[0]["prompt_logprobs"] == [None, {"200": infinite, "65": finite}]

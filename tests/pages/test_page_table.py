@@ -161,9 +161,8 @@ OPERATIONS = {
 
 def test_operations_only_scatter_into_the_pool_and_in_place():
     num_pages = 1_000_003
-    table = jax.eval_shape(
-        lambda: pp.create_page_table(num_pages=num_pages, page_size=4, max_seqs=8, pages_per_seq=16)
-    )
+    sizes = dict(num_pages=num_pages, page_size=4, max_seqs=8, pages_per_seq=16)
+    table = jax.eval_shape(lambda: pp.create_page_table(**sizes))
     rows = jax.ShapeDtypeStruct((8,), jnp.int32)
     for name, operation in OPERATIONS.items():
         names = writers(jax.jit(operation).trace(table, rows).jaxpr.jaxpr, num_pages)

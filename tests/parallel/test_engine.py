@@ -194,10 +194,8 @@ def test_a_step_gathers_neither_a_pool_nor_weights(num_devices, shape, implement
     assert {x.addressable_shards[0].data.shape[0] for x in pool} == {max(4 // num_devices, 1)}
     compiled = runner.executor.lower(runner.empty_batch(shape, SamplingMode())).compile()
     sent = r"= \(?(\w+)\[([\d,]*)\]\S* (?:all-gather|all-to-all|collective-permute)(?:-start)?\("
-    sizes = [
-        np.prod([int(size) for size in sizes.split(",") if size])
-        for _, sizes in re.findall(sent, compiled.as_text())
-    ]
+    shapes = [shape.split(",") for _, shape in re.findall(sent, compiled.as_text())]
+    sizes = [np.prod([int(size) for size in shape if size]) for shape in shapes]
     num_tokens = shape[0] + shape[1]
     weight = (WIDE.num_heads * WIDE.head_dim) ** 2  # of a layer's output projection, the smallest
     assert max(sizes, default=0) <= num_tokens * (WIDE.num_heads + 8) * WIDE.head_dim < weight

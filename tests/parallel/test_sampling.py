@@ -34,10 +34,8 @@ MODES["all"] = replace(MODES["processors"], filters=2, logprobs=MAX_LOGPROBS)
 def inputs():
     rng = np.random.default_rng(0)
     logits = np.round(16 * rng.normal(size=(ROWS, VOCAB))).astype(np.float32) / 8  # with ties
-    counts = TokenCounts(
-        prompt=rng.random((ROWS, VOCAB)) < 0.1,
-        output=rng.poisson(0.1, (ROWS, VOCAB)).astype(np.int32),
-    )
+    prompt = rng.random((ROWS, VOCAB)) < 0.1
+    counts = TokenCounts(prompt=prompt, output=rng.poisson(0.1, (ROWS, VOCAB)).astype(np.int32))
     rows = metadata(
         ROWS,
         temperature=rng.choice([0, 0.5, 1, 1], ROWS),

@@ -136,9 +136,8 @@ def test_fields_become_parameters(service):
     assert completion(logit_bias={"5": 1}).logit_bias == ((5, 1),)
     assert completion(echo=True, logprobs=3).prompt_logprobs == 3
     assert completion(echo=True).prompt_logprobs is None
-    assert completion(stop="E", stop_token_ids=[8]) == SamplingParams(
-        **base | {"stop": ["D", "E"], "stop_token_ids": [7, 8]}
-    )
+    both = base | {"stop": ["D", "E"], "stop_token_ids": [7, 8]}
+    assert completion(stop="E", stop_token_ids=[8]) == SamplingParams(**both)
     assert chat() == SamplingParams(stop=["A", "B"])
     assert chat(stop=["C"], temperature=0.25).stop == ("A", "B", "C")
     assert chat(max_tokens=5).max_tokens == chat(max_completion_tokens=5).max_tokens == 5
@@ -171,9 +170,10 @@ def test_fields_become_calls(service):
     assert call.stream and call.include_usage and call.num_prompts == 1
     assert call.num_characters > len(str(MESSAGES))
     assert bytes(call.encode()[0].token_ids) == b"[user] x\n[assistant] "
-    heads = [call.answer.head, parsed(parse_completion, service, prompt="x").answer.head]
-    for head, kind, prefix in zip(
-        heads, ("chat.completion", "text_completion"), ("chatcmpl-", "cmpl-"), strict=True
+    text = parsed(parse_completion, service, prompt="x")
+    for head, kind, prefix in (
+        (call.answer.head, "chat.completion", "chatcmpl-"),
+        (text.answer.head, "text_completion", "cmpl-"),
     ):
         assert head.pop("id").startswith(prefix) and abs(head.pop("created") - time.time()) < 60
         assert head == {"object": kind, "model": "small", "system_fingerprint": None}

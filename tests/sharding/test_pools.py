@@ -166,9 +166,9 @@ def placed_call(kv_layout, arrays, on):
     specs = {"q": P(None, "tensor"), "k_pages": pages, "v_pages": pages}
     specs["k_scales"] = specs["v_scales"] = P(*pages[1:]) if kv_layout == "2NHD" else pages
     call = call_in_layout(kv_layout, arrays)
+    shardings = {name: NamedSharding(on, specs.get(name, P())) for name in call}
     return {
-        name: x if x is None else jax.device_put(x, NamedSharding(on, specs.get(name, P())))
-        for name, x in call.items()
+        name: x if x is None else jax.device_put(x, shardings[name]) for name, x in call.items()
     }
 
 

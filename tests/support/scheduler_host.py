@@ -16,9 +16,8 @@ from pallas_paged.engine.sequence import Sequence
 from tests.support.allocator_oracle import AllocatorOracle
 
 PAGE_SIZE = 4
-SIZES: dict[str, Any] = dict(
-    num_pages=16, max_num_seqs=4, max_num_batched_tokens=16, watermark=0, sliding_window=None
-)
+SIZES: dict[str, Any] = dict(num_pages=16, max_num_seqs=4, max_num_batched_tokens=16)
+SIZES |= dict(watermark=0, sliding_window=None)
 
 
 def make_sequence(

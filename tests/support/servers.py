@@ -28,9 +28,8 @@ from pallas_paged.engine.runner import fit_mode, modes_for
 from tests.support.plain_model import PlainModel, greedy_tokens
 
 MODEL = PlainModel(vocab_size=256, num_layers=1, max_model_len=256)
-SIZES = EngineConfig(
-    num_pages=64, page_size=16, max_num_seqs=8, max_num_batched_tokens=64, num_scheduler_steps=4
-)
+_STEPS = dict(max_num_seqs=8, max_num_batched_tokens=64, num_scheduler_steps=4)
+SIZES = EngineConfig(num_pages=64, page_size=16, **_STEPS)
 CHAT_TEMPLATE = """\
 {%- if tools %}[tools] {{ tools | tojson }}
 {% endif -%}

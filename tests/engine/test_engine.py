@@ -17,7 +17,6 @@ from pallas_paged.engine.executor import Executor
 from pallas_paged.engine.kv_cache_manager import TableUpdate
 from pallas_paged.engine.runner import modes_for
 from pallas_paged.engine.sampler import SamplingMode
-from pallas_paged.engine.state import TableArrays
 from tests.support.engine_calls import (
     MODEL,
     PROMPTS,
@@ -303,33 +302,6 @@ def test_a_failed_step_ends_every_request_with_the_reason(monkeypatch, call):
     assert reasons_of(engine.stream(requests[0])) == ["error"]
 
 
-@pytest.mark.parametrize(
-    ("call", "valid"),
-    [
-        (dict(slots=[4], pages=[16]), True),  # padding
-        (dict(slots=[0], pages=[2]), False),  # a page that is free
-        (dict(retained=[2]), False),
-        (dict(src=[0, 4], dst=[1, 4]), True),  # an empty slot, and padding
-        (dict(src=[0, 4], dst=[0, 4]), False),
-    ],
-    ids=str,
-)
-def test_a_failed_fork_attach_or_retain_is_noted(call, valid):
-    def padded(name, padding, *shape):
-        array = np.full(shape, padding, np.int32)
-        array.flat[: len(call.get(name, []))] = call.get(name, [])
-        return array
-
-    executor = make_engine().replicas[0].runner.executor
-    if "src" in call:
-        executor.fork(padded("src", 4, 4), padded("dst", 4, 4))
-    else:
-        arrays = dict(retained=padded("retained", 16, 1024), released=padded("released", 16, 1024))
-        arrays |= dict(slots=padded("slots", 4, 16), pages=padded("pages", 16, 16, 16))
-        executor.update_table(TableArrays(**arrays, freed=np.zeros(4, bool)))
-    assert bool(executor.state.valid) == valid
-
-
 def test_more_pages_than_one_update_holds_take_several(monkeypatch):
     """All are retained first; slots are freed once, and before any slot attaches pages."""
     runner, calls = make_engine().replicas[0].runner, []
@@ -361,15 +333,6 @@ def test_a_wrong_count_of_pages_on_the_host_is_an_error():
     engine.replicas[0].scheduler.pages.observe = lambda *_: None
     with pytest.raises(EngineDeadError, match="lacks pages or slots"):
         run(engine, check=False)
-
-
-def test_percentiles_are_those_of_the_newest_requests():
-    engine = make_engine()
-    request = replace(engine.submit([1]), arrival_time=0.0, first_token_time=1.0)
-    old, new = (replace(request, finish_time=seconds) for seconds in (17.0, 12.0))
-    for one in [old] * 5_000 + [new] * 10_000:
-        engine.replicas[0].counters.count_request(one)
-    assert engine.stats().latency_p99 == 12.0
 
 
 @pytest.mark.parametrize("waits", [False, True])

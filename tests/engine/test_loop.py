@@ -13,6 +13,7 @@ import pytest
 from pallas_paged.engine.runner import modes_for
 from pallas_paged.engine.sampler import SamplingMode
 from pallas_paged.engine.scheduler_output import Decode, SchedulerOutput
+from pallas_paged.engine.state import TableArrays
 from pallas_paged.engine.step import NOT_SAMPLED
 from tests.support.engine_calls import (
     MANY_PAGES,
@@ -153,6 +154,33 @@ def test_any_number_of_steps_runs_in_one_compiled_call(compilations):
     assert not compilations
     # Outputs outlive the state, which is donated.
     assert state.table.num_free.is_deleted() and bool(output.valid)
+
+
+@pytest.mark.parametrize(
+    ("call", "valid"),
+    [
+        (dict(slots=[4], pages=[16]), True),  # padding
+        (dict(slots=[0], pages=[2]), False),  # a page that is free
+        (dict(retained=[2]), False),
+        (dict(src=[0, 4], dst=[1, 4]), True),  # an empty slot, and padding
+        (dict(src=[0, 4], dst=[0, 4]), False),
+    ],
+    ids=str,
+)
+def test_a_failed_fork_attach_or_retain_is_noted(call, valid):
+    def padded(name, padding, *shape):
+        array = np.full(shape, padding, np.int32)
+        array.flat[: len(call.get(name, []))] = call.get(name, [])
+        return array
+
+    executor = make_engine().replicas[0].runner.executor
+    if "src" in call:
+        executor.fork(padded("src", 4, 4), padded("dst", 4, 4))
+    else:
+        arrays = dict(retained=padded("retained", 16, 1024), released=padded("released", 16, 1024))
+        arrays |= dict(slots=padded("slots", 4, 16), pages=padded("pages", 16, 16, 16))
+        executor.update_table(TableArrays(**arrays, freed=np.zeros(4, bool)))
+    assert bool(executor.state.valid) == valid
 
 
 # The compiled programs.

@@ -147,3 +147,11 @@ def test_counters_of_replicas_add_up():
     assert_stats(stats, pool_utilization=(13 / 16 + 24 / 32 + 4 / 8) / 3)
     assert_stats(stats, ttft_p50=2.0, tpot_p50=1.5, latency_p50=5.0)
     assert Counters.sum([one]) is one
+
+
+def test_percentiles_are_those_of_the_newest_requests():
+    counters = Counters()
+    for request in [ended(("length", 1), first=1.0, finish=x) for x in (17.0, 12.0)]:
+        for _ in range(10_000):
+            counters.count_request(request)
+    assert counters.snapshot(**NOW).latency_p99 == 12.0

@@ -104,10 +104,16 @@ def test_search_steps_to_the_fastest_config(name, search) -> None:
     assert len(set(configs)) == len(configs) > 5
 
 
-def test_search_ends_with_its_time(search) -> None:
+def test_a_search_ends_with_its_time_and_without_a_result_has_a_reason(search, monkeypatch) -> None:
     kernel, found = tune.KERNELS["decode"], search("decode", seconds=0.0)
     near = tune.neighbours(kernel, pp.DecodeConfig(**found["heuristic"]), kernel.tiny)
     assert [entry["config"] for entry in found["tried"][1:]] == list(map(dataclasses.asdict, near))
+    monkeypatch.setattr(tune, "measure_all", lambda *args: {"variants": [FAILED, FAILED]})
+    monkeypatch.setattr(tune, "neighbours", lambda kernel, config, shape: [config])
+    for seconds, reason in (("1e-9", "no time left"), ("9", "RuntimeError: DecodeConfig")):
+        run = tune.main(["--kernel", "decode", "--shapes", "tiny", "--seconds", seconds])
+        [found] = run["shapes"]
+        assert found["status"] == "failed" and found["reason"].startswith(reason)
 
 
 @pytest.mark.usefixtures("clock")
@@ -131,12 +137,3 @@ def test_tiny_run(name, dry_run, monkeypatch) -> None:
     assert found["status"] == "ok" and found["us"] == found["heuristic_us"] == 4.0
     assert len({config.num_stages for config in configs}) == len(configs) == 2
     assert f"| {found['name']} | 4.0 | 4.0 | 1.00 |" in tables
-
-
-def test_search_without_time_or_a_right_result_has_a_reason(monkeypatch) -> None:
-    monkeypatch.setattr(tune, "measure_all", lambda *args: {"variants": [FAILED, FAILED]})
-    monkeypatch.setattr(tune, "neighbours", lambda kernel, config, shape: [config])
-    for seconds, reason in (("1e-9", "no time left"), ("9", "RuntimeError: DecodeConfig")):
-        run = tune.main(["--kernel", "decode", "--shapes", "tiny", "--seconds", seconds])
-        [found] = run["shapes"]
-        assert found["status"] == "failed" and found["reason"].startswith(reason)

@@ -36,12 +36,18 @@ class Replicas:
         cache.release(lease)
 
 
-def test_a_request_goes_where_the_longest_prefix_is_cached():
+def test_requests_follow_their_prefix_until_a_replica_is_four_requests_ahead():
     replicas = Replicas(0, 50, 50)
     replicas.cache(1, PREFIX[:8])
     replicas.cache(2, PREFIX)
     assert replicas.choose([*PREFIX, 30]) == 2
     assert replicas.choose([30, *PREFIX]) == 0
+    # Nothing is cached yet: the router remembers what it sent.
+    replicas = Replicas(0, 0, 0)
+    chosen = [replicas.choose([*PREFIX, own]) for own in range(90)]
+    counts = [chosen.count(index) for index in range(3)]
+    assert max(counts) - min(counts) <= 4
+    assert chosen[:4] == chosen[:1] * 4
 
 
 @pytest.mark.parametrize("is_sent", [False, True])
@@ -63,15 +69,6 @@ def test_requests_without_a_common_prefix_share_the_load_evenly(caching):
         replicas.choose([start, *PREFIX] if caching else PREFIX, 100 + start % 3)
     loads = [replica.load for replica in replicas.each]
     assert max(loads) - min(loads) <= 102
-
-
-def test_requests_follow_their_prefix_to_a_replica_until_it_is_four_requests_ahead():
-    """Nothing is cached yet: the router remembers what it sent."""
-    replicas = Replicas(0, 0, 0)
-    chosen = [replicas.choose([*PREFIX, own]) for own in range(90)]
-    counts = [chosen.count(index) for index in range(3)]
-    assert max(counts) - min(counts) <= 4
-    assert chosen[:4] == chosen[:1] * 4
 
 
 @pytest.mark.parametrize(("load", "size", "chosen"), [(1600, 100, 0), (1250, 10, 1)])

@@ -89,7 +89,7 @@ def test_bad_arguments_are_refused(model, prompts, config, message):
         generate(model, prompts, **config)
 
 
-def test_models_of_equal_sizes_are_one_model_and_others_are_not(model):
+def test_models_of_equal_sizes_are_one_model_with_the_sizes_and_windows_of_the_decoder(model):
     ours, params = engine_model(model)
     other, other_params = engine_model(Decoder(CONFIG, rngs=nnx.Rngs(1)))
     assert other is ours and hash(other) == hash(ours)
@@ -97,9 +97,6 @@ def test_models_of_equal_sizes_are_one_model_and_others_are_not(model):
     half = Decoder(CONFIG, dtype="bfloat16", rngs=nnx.Rngs(0))
     with_eos = Decoder(replace(CONFIG, eos_token_ids=(3,)), rngs=nnx.Rngs(0))
     assert len({ours, engine_model(half)[0], engine_model(with_eos)[0]}) == 3
-
-
-def test_model_of_the_engine_has_the_sizes_windows_scales_and_ends_of_the_decoder():
     given = dict(sliding_windows=(3, None), k_scales=(1.0, 2.0), v_scales=(3.0, 4.0))
     config = replace(CONFIG, eos_token_ids=(3, 5), **given)
     model, _ = engine_model(Decoder(config, dtype="bfloat16", rngs=nnx.Rngs(0)))

@@ -351,16 +351,13 @@ def test_write_kv_refuses(changes, message):
         pp.write_kv(pp.LayerKV(**layer), **call)
 
 
-def test_write_kv_takes_a_layer_only_and_writes_no_tokens():
+def test_write_kv_takes_a_layer_only_and_copy_pages_a_pool_with_copies_of_int32():
     layer, tokens = random_layer("float32"), zeros(1, H, D)
     for other in (pp.KVPool(layers=(layer,)), None, layer.k_pages):
         message = f"^layer must be a LayerKV, got {type(other).__name__}"
         with pytest.raises(ValueError, match=message):
             pp.write_kv(other, tokens, tokens, i32(0))
     assert_same(jitted_write(layer, tokens[:0], tokens[:0], i32()), layer)
-
-
-def test_copy_pages_refuses():
     pool = pp.KVPool(layers=(random_layer("float32"),))
     good = pp.PageCopies(src_pages=i32(0), dst_pages=i32(1))
     for name in ("src_pages", "dst_pages"):

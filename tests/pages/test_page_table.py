@@ -27,13 +27,19 @@ from tests.support.page_tables import (
 )
 
 
-def test_created_table_is_empty_and_sound():
+def test_a_created_table_is_empty_and_may_have_the_largest_sizes():
     table = make_table(num_pages=5, page_size=2, max_seqs=3, pages_per_seq=2)
     pp.check_page_table(table)
     assert (table.num_pages, table.max_seqs, table.pages_per_seq) == (5, 3, 2)
     assert table.num_free == 5 and np.all(table.block_tables == 5)
     assert table.free_pages.tolist() == [4, 3, 2, 1, 0]
     assert [leaf.dtype for leaf in jax.tree.leaves(table)] == [jnp.int32] * 5
+    validate_pool_size(INT32_MAX - 1, 1)
+    with pytest.raises(ValueError, match=r"page_size=1 \+ 1 must be at most"):
+        validate_pool_size(INT32_MAX, 1)
+    one = dict(num_pages=8, page_size=1, max_seqs=1, pages_per_seq=1)
+    for sizes in (one | dict(pages_per_seq=INT32_MAX), one | dict(max_seqs=INT32_MAX)):
+        jax.eval_shape(lambda sizes=sizes: pp.create_page_table(**sizes))
 
 
 @pytest.mark.parametrize(
@@ -55,15 +61,6 @@ def test_create_refuses(sizes, message):
     sizes = dict(num_pages=8, page_size=4, max_seqs=4, pages_per_seq=4) | sizes
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda: pp.create_page_table(**sizes))
-
-
-def test_the_largest_sizes_are_allowed():
-    validate_pool_size(INT32_MAX - 1, 1)
-    with pytest.raises(ValueError, match=r"page_size=1 \+ 1 must be at most"):
-        validate_pool_size(INT32_MAX, 1)
-    one = dict(num_pages=8, page_size=1, max_seqs=1, pages_per_seq=1)
-    for sizes in (one | dict(pages_per_seq=INT32_MAX), one | dict(max_seqs=INT32_MAX)):
-        jax.eval_shape(lambda sizes=sizes: pp.create_page_table(**sizes))
 
 
 @pytest.mark.smoke

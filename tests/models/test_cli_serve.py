@@ -241,18 +241,14 @@ def test_shared_prefixes_are_cached_unless_disabled(serve):
     assert (cached[0][0], cached[0][4]) == (0, 16) and cached[1] == [0] * 5
 
 
-@pytest.mark.parametrize(
-    ("option", "dtype", "token_bytes"),
-    [("int8", "int8", 2 * 20), ("fp8", "float8_e4m3fn", 2 * 16)],  # K and V, and scales in int8
-)
-def test_cache_has_the_given_dtype_and_the_scales_of_the_checkpoint(
-    serve, copy, submitted, option, dtype, token_bytes
-):
+def test_cache_has_the_given_dtype_and_the_scales_of_the_checkpoint(serve, copy, submitted):
     scale = np.array(0.01, np.float32)
     edit_weights(copy, {f"model.layers.0.self_attn.{x}_scale": scale for x in "kv"})
-    args = ["--kv-cache-dtype", option, "--num-pages", "4096", "--checkpoint", str(copy)]
-    _, _, err = serve(["ROMEO:"], *args)
-    assert f"pool of 4096 pages, {4096 * 16 * token_bytes / 2**20:.2f} MiB of {dtype}" in err
+    args = ["--num-pages", "4096", "--checkpoint", str(copy), "--kv-cache-dtype"]
+    # Bytes of K and V of a token, and of scales in int8.
+    for option, dtype, size in (("int8", "int8", 2 * 20), ("fp8", "float8_e4m3fn", 2 * 16)):
+        _, _, err = serve(["ROMEO:"], *args, option)
+        assert f"pool of 4096 pages, {4096 * 16 * size / 2**20:.2f} MiB of {dtype}" in err
 
 
 def test_preemptions_in_a_small_pool_are_reported(serve):

@@ -54,13 +54,13 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "answer first": _says("a", roles="assistant"),
 }
 CONVERSATIONS["thought beside"][1]["reasoning_content"] = "\nlong\n"
+_VARIABLES = dict(enable_thinking=False, tools_first=False, date="1 Jan", stop_after=1)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tools": {"tools": TOOLS},
     "no answer": {"add_generation_prompt": False},
+    "variables": {"tools": TOOLS} | _VARIABLES,
 }
-OPTIONS["variables"] = dict(tools_first=False, date="1 Jan", stop_after=1)
-OPTIONS["variables"] |= dict(tools=TOOLS, enable_thinking=False)
 
 
 def save_chat_folder(folder: Path, name: str) -> None:

@@ -146,9 +146,8 @@ def compiler(root: Path) -> Iterator[Callable[..., list[Usage]]]:
 
         def compile_for(target: Target, function: Callable[..., Any], *shapes: Any) -> list[Usage]:
             log.write_text("")
-            topology = topologies.get_topology_desc(
-                "", platform="cuda", target_config=target.config, topology="1x1x1"
-            )
+            one = dict(target_config=target.config, topology="1x1x1")
+            topology = topologies.get_topology_desc("", platform="cuda", **one)
             sharding = SingleDeviceSharding(topology.devices[0])
             shape = partial(jax.ShapeDtypeStruct, sharding=sharding)
             placed = jax.tree.map(lambda x: shape(x.shape, x.dtype), shapes)

@@ -86,9 +86,7 @@ def delete_old_programs() -> None:
     folder = Path(jax.config.jax_compilation_cache_dir)
     folder.mkdir(parents=True, exist_ok=True)
     with os.scandir(folder) as entries:
-        found = sorted(
-            (entry.stat().st_mtime, entry.stat().st_size, entry.path) for entry in entries
-        )
+        found = sorted((x.stat().st_mtime, x.stat().st_size, x.path) for x in entries)
     if sum(size for _, size, _ in found) > MAX_CACHE_BYTES:
         for *_, path in found[: len(found) // 2]:
             Path(path).unlink(missing_ok=True)  # a run beside this one may delete, too
@@ -171,7 +169,6 @@ def exact_products():
 
 @pytest.fixture
 def compilations():
-    """A list with an entry for every compilation so far."""
     seen: list[str] = []
 
     def listen(event: str, duration: float, **_: object) -> None:
@@ -186,10 +183,17 @@ def compilations():
 # The imports are in the fixtures: tests of the library alone run without Flax.
 @pytest.fixture(scope="module")
 def model():
-    """A tiny decoder."""
     from tests.support.dense_oracle import tiny_model
 
     return tiny_model()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """A folder with a tiny model and a byte tokenizer, without a chat template."""
+    from tests.support.commands import save_tiny_model
+
+    return save_tiny_model(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,6 @@ README = text_of("README.md")
 
 
 def run_examples(text: str, names: dict, capsys) -> int:
-    """Run the examples of a document in order; return how many had output to compare."""
     compared = 0
     for code, output in EXAMPLE.findall(text):
         exec(compile(code, "example", "exec", dont_inherit=True), names)
@@ -51,9 +50,8 @@ def names(monkeypatch):
 def test_examples_of_the_attention_functions_equal_an_oracle(names, capsys):
     assert run_examples(README.partition("## Serving a model")[0], names, capsys) == 2
     pp.check_page_table(names["table"])
-    q, k, v, slots, cu_q_lens = (
-        np.asarray(names[name]) for name in ("q", "k", "v", "slots", "cu_q_lens")
-    )
+    given = (names[name] for name in ("q", "k", "v", "slots", "cu_q_lens"))
+    q, k, v, slots, cu_q_lens = map(np.asarray, given)
     before = arrays_of(names["layer"], names["table"])
     num_free = int(names["table"].num_free)
     assert_close(names["out"], attend(q, *before, cu_q_lens, sliding_window=64)[0])

@@ -9,7 +9,6 @@ WRONG = {"status": "wrong", "relative_l2": 0.5, "reason": "off"}
 
 
 def ok(us: float, *custom_calls: str, error: float = 2e-3, **more: object) -> dict:
-    """A right result of `us` microseconds."""
     spread = {"median": us, "p10": us - 1, "p90": us + 1}
     result = {"status": "ok", "relative_l2": error, "custom_calls": list(custom_calls)}
     return result | {"kernel_us": spread, "wall_us": spread} | more
@@ -30,7 +29,5 @@ def rows(text: str) -> list[list[str]]:
 def by_column(text: str) -> list[dict[str, list[str]]]:
     """The rows of the first table in a Markdown text by column; columns may share a name."""
     head, *body = rows(next(x for x in text.split("\n\n") if x.lstrip().startswith("|")))
-    return [
-        {name: [row[i] for i, other in enumerate(head) if other == name] for name in head}
-        for row in body
-    ]
+    places = {name: [i for i, other in enumerate(head) if other == name] for name in head}
+    return [{name: [row[i] for i in places[name]] for name in head} for row in body]

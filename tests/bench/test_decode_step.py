@@ -16,15 +16,12 @@ TINY = ["--shapes", "tiny", "--rows", "2", "--length", "16", "--steps", "4"]
 MODES = ["--modes", "step", "sampled loop", "generate", "--num-scheduler-steps", "4"]
 
 
-def test_kernels_in_order_have_median_times() -> None:
+def test_kernels_of_a_profile_have_median_times_and_their_steps_are_counted() -> None:
     runs = [[("a", 2.0), ("b", 3.0), ("a", 4.0)], [("a", 9.0), ("a", 5.0), ("b", 4.0)]]
     runs.append([("b", 9.0), ("a", 3.0), ("a", 4.0)])
     times = [one for run in runs for one in run]
     assert step.ordered(times, 3) == [["a", 3.0], ["b", 4.0], ["a", 4.0]]
     assert step.ordered(times[:-1], 3) is None
-
-
-def test_steps_of_a_profile_are_counted_by_the_decode_kernel() -> None:
     counts = {"paged_decode": 31, "paged_decode_merge": 32, "gemm": 160}
     assert step.recorded_steps(counts, 16) == 2
     assert step.recorded_steps({"gemm": 160}, 16) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +28,8 @@ TINY = replace(SHAPES["tiny"].config, num_q_heads=8)
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_on_paper_are_those_of_the_decoder(tensor, tied):
     config = replace(TINY, qkv_bias=True, o_bias=True, qk_norm=True, tie_word_embeddings=tied)
-    decoder = nnx.eval_shape(
-        lambda: Decoder(config_on(config, tensor), dtype=jnp.float32, rngs=nnx.Rngs(0))
-    )
-    params = nnx.state(decoder)
+    make = partial(Decoder, config_on(config, tensor), dtype=jnp.float32)
+    params = nnx.state(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
     if not tied:  # a step reads a few vectors of these
         del params["embed_tokens"]
     num_bytes = 0

@@ -87,16 +87,13 @@ def test_peers_refuse_unsupported_options(peer, name) -> None:
         peer(uniform(2, 32, **SIZES, q_len=32, options=Options(**{name: True})))
 
 
-def test_shapes_and_pages_of_torch_are_those_of_ours() -> None:
+def test_shapes_pages_and_samples_of_torch_are_those_of_ours() -> None:
     assert peers_torch.select([]) == [*SHAPES, *peers_torch.PREFILLS]
     assert peers_torch.select(["prefill"]) == list(peers_torch.PREFILLS)
     for rows, table in zip(peers_torch.page_lists(TINY), make_case(TINY).tables, strict=True):
         for pages, row in zip(rows, table, strict=True):
             np.testing.assert_array_equal(pages, row[: len(pages)])
         assert [len(pages) for pages in rows] == [2, 8, 5]
-
-
-def test_sample_of_torch_counts_the_keys_of_each_query() -> None:
     # Tokens 0 to 2 of row 0 see 3 to 5 keys, 3 to 34 of row 1 see 1 to 32, 35 of row 2 sees 17.
     found = peers_torch.sample(dataclasses.replace(TINY, q_lens=(3, 32, 1)))
     assert found[0] == (3, 1, 1) and found[-1] == (34, 1, 32) and len(found) == 4
@@ -104,7 +101,7 @@ def test_sample_of_torch_counts_the_keys_of_each_query() -> None:
 
 
 @pytest.mark.usefixtures("clock")
-def test_missing_peers_of_torch_have_reasons(monkeypatch) -> None:
+def test_missing_peers_of_torch_have_reasons_and_missing_torch_is_one_line(monkeypatch) -> None:
     def absent(case):
         raise ImportError("no such package\nmore")
 
@@ -119,9 +116,6 @@ def test_missing_peers_of_torch_have_reasons(monkeypatch) -> None:
     assert results["ours"]["status"] == "ok" and results["ours"]["relative_l2"] < 5e-3
     assert results["flashinfer"]["reason"] == "ImportError: no such package"
     assert results["sdpa"]["status"] == "failed" and results["sdpa"]["variants"]
-
-
-def test_missing_torch_is_one_line(monkeypatch) -> None:
     monkeypatch.setattr(peers_torch.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"^error: bench\.peers_torch needs torch[^\n]*$"):
         peers_torch.main(["--shapes", "tiny"])

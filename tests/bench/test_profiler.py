@@ -37,14 +37,11 @@ def test_kernels_of_a_profile_by_start_time() -> None:
     assert found == [("cumsum", 2.0, 3.0), ("decode", 6.0, 10.0), ("merge", 8.5, 12.0)]
 
 
-def test_overlapping_time_counts_once() -> None:
+def test_overlapping_time_counts_once_and_runs_must_be_equal() -> None:
     kernels = [("a", 0.0, 4.0), ("b", 3.0, 6.0), ("c", 8.0, 9.0), ("d", 8.5, 8.75)]
     want = [("a", 4.0), ("b", 2.0), ("c", 1.0), ("d", 0.0)]
     later = [(name, start + 100, end + 100) for name, start, end in kernels]
     assert profiler.own_times([*later, *kernels[::-1]]) == want * 2
-
-
-def test_split_runs_needs_equal_runs() -> None:
     times = [("a", 4.0), ("b", 2.0), ("b", 3.0), ("a", 1.0)]  # two streams: the order may vary
     assert profiler.split_runs(times, 2) == [times[:2], times[2:]]
     for kernels in ([], times[:3], [*times[:2], ("a", 1.0), ("a", 2.0)]):

@@ -43,7 +43,7 @@ def no_compiling(tiny, monkeypatch) -> None:
     monkeypatch.setattr(Engine, "warmup", lambda engine, params: None)
 
 
-def test_lengths_have_the_stated_means() -> None:
+def test_traces_have_the_stated_lengths_system_prompts_and_arrivals() -> None:
     trace = make_trace(20_000, vocab_size=2, max_len=1 << 16)
     found = describe_trace(trace)
     assert found["prompt_mean"] == pytest.approx(161, rel=0.03)
@@ -55,9 +55,6 @@ def test_lengths_have_the_stated_means() -> None:
     assert min(len(one.prompt) for one in clipped) == 4
     quarter = describe_trace(make_trace(2000, vocab_size=2, max_len=512))
     assert quarter["output_mean"] == pytest.approx(found["output_mean"] / 4, rel=0.05)
-
-
-def test_system_prompts_and_arrivals() -> None:
     sizes = dict(vocab_size=1000, max_len=256, prefix_share=0.25, prefix_len=32, num_prefixes=3)
     trace = make_trace(2000, rate=10.0, **sizes)
     heads = [one.prompt[:32].tobytes() for one in trace if len(one.prompt) >= 32]
@@ -97,11 +94,12 @@ def test_summary_of_a_record() -> None:
     assert nothing["latency_s"] is None and nothing["utilization"] is None
 
 
-@pytest.mark.parametrize(
-    ("name", "billions"), [("1b", 1.236), *slow([("8b", 8.030), ("qwen3-0.6b", 0.596)])]
-)
-def test_sizes_of_the_models(name, billions) -> None:
-    shape = SHAPES[name]
+BILLIONS = {"1b": 1.236, "8b": 8.030, "qwen3-0.6b": 0.596}
+
+
+@pytest.mark.parametrize("name", ["1b", *slow(["8b", "qwen3-0.6b"])])
+def test_sizes_of_the_models(name) -> None:
+    shape, billions = SHAPES[name], BILLIONS[name]
     make = partial(Decoder, shape.config, dtype=shape.dtype)
     params = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
     leaves = jax.tree.leaves(nnx.state(params, nnx.Param))
@@ -246,12 +244,9 @@ def test_missing_transformers_has_a_reason(monkeypatch) -> None:
 
 
 def _requests(*sizes: tuple[float, int, int], vocab_size: int = 2) -> list[TraceRequest]:
-    """Requests of these arrivals, lengths of prompts and numbers of tokens."""
     draw = partial(np.random.default_rng(0).integers, vocab_size, dtype=np.int32)
-    return [
-        TraceRequest(arrival=at, prompt=draw(size=length), num_tokens=count)
-        for at, length, count in sizes
-    ]
+    one = lambda at, size, n: TraceRequest(arrival=at, prompt=draw(size=size), num_tokens=n)  # noqa: E731
+    return [one(*size) for size in sizes]
 
 
 @pytest.mark.parametrize("grows", [False, True])
@@ -309,11 +304,9 @@ def test_static_batch_reports_times_and_compiles_in_warmup(model, compilations) 
     assert sorted(ends) == ends and {one.padded_len for one in times} == {64}
 
 
-@pytest.mark.parametrize(
-    ("seconds", "chosen"), [({"cudnn": 1.0}, "cudnn"), ({"cudnn": 3.0}, "xla"), ({}, "xla")]
-)
-def test_faster_attention_is_chosen(model, monkeypatch, seconds, chosen) -> None:
-    lengths = []
+@pytest.mark.parametrize("seconds", [{"cudnn": 1.0}, {"cudnn": 3.0}, {}], ids=str)
+def test_faster_attention_is_chosen(model, monkeypatch, seconds) -> None:
+    lengths, chosen = [], "cudnn" if seconds == {"cudnn": 1.0} else "xla"
 
     def run(batch):  # cuDNN fails where it has no time
         lengths.append(len(batch[0].prompt))

@@ -104,18 +104,23 @@ def test_search_steps_to_the_fastest_config(name, search) -> None:
     assert len(set(configs)) == len(configs) > 5
 
 
-def test_search_ends_with_its_time(search) -> None:
+def test_a_search_ends_with_its_time_and_without_a_result_has_a_reason(search, monkeypatch) -> None:
     kernel, found = tune.KERNELS["decode"], search("decode", seconds=0.0)
     near = tune.neighbours(kernel, pp.DecodeConfig(**found["heuristic"]), kernel.tiny)
     assert [entry["config"] for entry in found["tried"][1:]] == list(map(dataclasses.asdict, near))
+    monkeypatch.setattr(tune, "measure_all", lambda *args: {"variants": [FAILED, FAILED]})
+    monkeypatch.setattr(tune, "neighbours", lambda kernel, config, shape: [config])
+    for seconds, reason in (("1e-9", "no time left"), ("9", "RuntimeError: DecodeConfig")):
+        run = tune.main(["--kernel", "decode", "--shapes", "tiny", "--seconds", seconds])
+        [found] = run["shapes"]
+        assert found["status"] == "failed" and found["reason"].startswith(reason)
 
 
 @pytest.mark.usefixtures("clock")
-@pytest.mark.parametrize(
-    ("name", "kv_dtype"), [("mosaic_ragged", "int8"), *slow([("decode", "fp8")])]
-)
-def test_tiny_run(name, kv_dtype, dry_run, monkeypatch) -> None:
+@pytest.mark.parametrize("name", ["mosaic_ragged", *slow(["decode"])])
+def test_tiny_run(name, dry_run, monkeypatch) -> None:
     kernel, configs = tune.KERNELS[name], set()
+    kv_dtype = "fp8" if name == "decode" else "int8"
 
     def call(*args, config, **options):  # xla ignores the config
         configs.add(config)
@@ -132,14 +137,3 @@ def test_tiny_run(name, kv_dtype, dry_run, monkeypatch) -> None:
     assert found["status"] == "ok" and found["us"] == found["heuristic_us"] == 4.0
     assert len({config.num_stages for config in configs}) == len(configs) == 2
     assert f"| {found['name']} | 4.0 | 4.0 | 1.00 |" in tables
-
-
-@pytest.mark.parametrize(
-    ("seconds", "reason"), [("1e-9", "no time left"), ("9", "RuntimeError: DecodeConfig")]
-)
-def test_search_without_time_or_a_right_result_has_a_reason(seconds, reason, monkeypatch) -> None:
-    monkeypatch.setattr(tune, "measure_all", lambda *args: {"variants": [FAILED, FAILED]})
-    monkeypatch.setattr(tune, "neighbours", lambda kernel, config, shape: [config])
-    run = tune.main(["--kernel", "decode", "--shapes", "tiny", "--seconds", seconds])
-    [found] = run["shapes"]
-    assert found["status"] == "failed" and found["reason"].startswith(reason)

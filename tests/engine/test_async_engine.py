@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
-import functools
 import gc
 import random
-import subprocess
-import sys
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from pallas_paged.engine import AsyncEngine, EngineDeadError
+from tests.support.async_calls import alone, collect, merged
 from tests.support.engine_calls import (
     PROMPTS,
     NumberTokenizer,
     assert_deltas_add_up,
-    assert_every_page_is_free,
     greedy,
     make_engine,
     reasons_of,
@@ -32,107 +25,15 @@ from tests.support.engine_calls import (
     tokens_of,
     weights,
 )
+from tests.support.event_loops import in_loop, run, until
 from tests.support.soak import result
 
-WATCHDOG_SECONDS = 120
 LONG = 50  # tokens that take many steps
 WAYS = ("abort", "close", "cancel", "drop")
 
 
-def run(coroutine):
-    """Run a coroutine in a new event loop, within a time limit."""
-    return asyncio.run(asyncio.wait_for(coroutine, WATCHDOG_SECONDS))
-
-
-def in_event_loop(test):
-    """Makes a test of a coroutine."""
-
-    @functools.wraps(test)
-    def run_test(**fixtures):
-        run(test(**fixtures))
-
-    return run_test
-
-
-class Gate:
-    """Holds the engine's thread before each step, until `let` allows some."""
-
-    def __init__(self, engine):
-        self._step, self._passes = engine.replicas.step, threading.Semaphore(0)
-        self.held = threading.Event()  # the thread is at the gate
-        engine.replicas.step = self._held_step
-
-    def _held_step(self):
-        if not self._passes.acquire(blocking=False):
-            self.held.set()
-            self._passes.acquire()
-            self.held.clear()
-        return self._step()
-
-    def let(self, num_steps=10**4):
-        if num_steps:
-            self._passes.release(num_steps)
-
-
-@pytest.fixture(autouse=True)
-def _watchdog():
-    """End the process with the stacks of all threads if a test hangs."""
-    faulthandler.dump_traceback_later(2 * WATCHDOG_SECONDS, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
-
-
-@pytest.fixture
-def inner():
-    """The engine within; no page is left in the end."""
-    inner = make_engine(tokenizer=NumberTokenizer())
-    yield inner
-    inner.wake()
-    assert_every_page_is_free(inner)
-
-
-@pytest.fixture
-def engine(inner):
-    engine = AsyncEngine(inner)
-    engine.start()
-    yield engine
-    run(engine.shutdown())
-
-
-@pytest.fixture
-def gate(inner):
-    gate = Gate(inner)
-    yield gate
-    gate.let()
-
-
-def alone(prompt, params):
-    """The tokens of all completions of a request that has the engine for itself."""
-    return tokens_of(serve(make_engine(), [prompt], params, check=False))
-
-
-def merged(outputs):
-    """The tokens of all completions of a request, from deltas that end once."""
-    found = {}
-    for output in outputs:
-        found = {} if output.restarted else found
-        for one in output.outputs:
-            found.setdefault(one.index, []).extend(one.token_ids)
-    assert [one.finished for one in outputs] == [False] * (len(outputs) - 1) + [True]
-    return [found[index] for index in sorted(found)]
-
-
-async def collect(outputs):
-    return merged([one async for one in outputs])
-
-
-async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.001)
-
-
 @pytest.mark.cpu_budget(7)  # compiles programs that later tests share
-@in_event_loop
+@in_loop
 async def test_outputs_add_up_to_those_of_the_engine_at_once_late_or_whole(engine):
     params = sampling(n=2, logprobs=2, prompt_logprobs=1, stop_token_ids=[7])
     (expected,) = serve(make_engine(tokenizer=NumberTokenizer()), ["1 2 3"], params)
@@ -149,22 +50,8 @@ async def test_outputs_add_up_to_those_of_the_engine_at_once_late_or_whole(engin
     assert [one async for one in late] == []
 
 
-@in_event_loop
-async def test_two_consumers_share_the_outputs_of_a_stream(engine):
-    stream = engine.submit([1, 2, 3], greedy())
-
-    def consume():
-        return [token for one in stream for token in one.outputs[0].token_ids]
-
-    first, second = await asyncio.gather(*[asyncio.to_thread(consume) for _ in range(2)])
-    assert sorted(first + second) == sorted(alone([1, 2, 3], greedy())[0])
-
-
-@pytest.mark.parametrize(
-    ("way", "num_steps"),
-    [*zip(WAYS, (0, 1, 2, 3), strict=True), *zip(WAYS, (5, 4, 1, 0), strict=True)],
-)
-@in_event_loop
+@pytest.mark.parametrize(("way", "num_steps"), [*zip(WAYS * 2, (0, 1, 2, 3, 5, 4, 1, 0))])  # noqa: B905
+@in_loop
 async def test_an_abort_after_any_number_of_steps_frees_the_pages(
     engine, inner, gate, way, num_steps
 ):
@@ -196,7 +83,7 @@ async def test_an_abort_after_any_number_of_steps_frees_the_pages(
     assert (await engine.stats()).num_aborted == 5
 
 
-@in_event_loop
+@in_loop
 async def test_a_stream_that_is_left_before_its_request_is_submitted_is_aborted(engine, gate):
     first = engine.submit([1], greedy())
     await until(gate.held.is_set)  # the thread takes no commands now
@@ -208,22 +95,7 @@ async def test_a_stream_that_is_left_before_its_request_is_submitted_is_aborted(
     assert (stats.num_finished, stats.num_aborted) == (1, 2)
 
 
-@in_event_loop
-async def test_the_id_of_an_aborted_request_can_be_used_at_once(engine, gate):
-    gate.let(2)
-    stream = engine.submit([1, 2, 3], greedy(max_tokens=LONG), request_id="same")
-    await until(gate.held.is_set)
-    aborting = asyncio.create_task(engine.abort("same"))
-    await asyncio.sleep(0)
-    gate.let(1)
-    await aborting
-    again = engine.submit([1, 2, 3], greedy(), request_id="same")
-    gate.let()
-    assert await collect(again) == alone([1, 2, 3], greedy())
-    assert reasons_of([await stream.whole()]) == ["abort"]
-
-
-@in_event_loop
+@in_loop
 async def test_bad_requests_are_refused_at_the_call_and_others_have_ids_of_their_own(engine):
     given = [engine.submit([1], greedy(), request_id=f"async-{n}") for n in range(3)]
     streams = [*given, *(engine.submit([1], greedy()) for _ in range(3))]
@@ -242,145 +114,15 @@ async def test_bad_requests_are_refused_at_the_call_and_others_have_ids_of_their
     assert (stats.num_finished, stats.num_aborted) == (7, 0)
 
 
-@in_event_loop
-async def test_drain_serves_what_was_accepted_and_refuses_more(inner, gate):
-    expected = [alone(prompt, greedy()) for prompt in PROMPTS]
-    engine = AsyncEngine(inner)
-    gate.let(2)
-    with pytest.raises(RuntimeError, match="not running"):
-        engine.submit([1])
-    await engine.shutdown()  # does nothing before the start
-    engine.start()
-    with pytest.raises(RuntimeError, match="started"):
-        engine.start()
-    tasks = [asyncio.create_task(collect(engine.generate(p, greedy()))) for p in PROMPTS]
-    await until(gate.held.is_set)
-    end = asyncio.create_task(engine.shutdown())
-    await asyncio.sleep(0)
-    with pytest.raises(RuntimeError, match="shutting down"):
-        engine.generate([1])
-    with pytest.raises(RuntimeError, match="shutting down"):
-        await engine.score([[1]], [[2]])
-    gate.let()
-    await end
-    assert await asyncio.gather(*tasks) == expected
-    with pytest.raises(RuntimeError, match="not running"):
-        await engine.stats()
-    async with engine:  # it can start again
-        assert await collect(engine.generate(PROMPTS[0], greedy())) == expected[0]
-
-
-@pytest.mark.parametrize("ends_in_error", [False, True])
-@in_event_loop
-async def test_shutdown_without_drain_aborts_all(inner, gate, ends_in_error):
-    gate.let(4)
-    with contextlib.suppress(ZeroDivisionError):
-        async with AsyncEngine(inner) as engine:
-            streams = [engine.submit(prompt, greedy()) for prompt in PROMPTS * 2]
-            await until(gate.held.is_set)
-            if ends_in_error:
-                asyncio.get_running_loop().call_later(0.05, gate.let)
-                raise ZeroDivisionError
-            ends = []
-            for drain in (True, False):
-                ends.append(asyncio.create_task(engine.shutdown(drain)))
-                await asyncio.sleep(0)
-            gate.let()
-            await asyncio.gather(*ends)
-    assert reasons_of([await one.whole() for one in streams]) == ["abort"] * len(streams)
-    assert inner.stats().num_aborted == len(streams)
-
-
-@in_event_loop
-async def test_a_dead_engine_reaches_all_that_wait(caplog):
-    inner = make_engine()
-    gate = Gate(inner)
-    gate.let(4)
-
-    def read(*_):
-        raise OSError("the device is lost")
-
-    async with AsyncEngine(inner) as engine:
-        streams = [engine.submit(prompt, greedy(max_tokens=LONG)) for prompt in [[1], [2], [3]]]
-        waiting = collect(streams[0]), streams[1].whole(), asyncio.to_thread(list, streams[2])
-        tasks = [asyncio.create_task(one) for one in waiting]
-        await until(gate.held.is_set)
-        inner.replicas[0].runner.read = read
-        late = [engine.score([[1, 2]], [[3]]), engine.update_params(None), engine.stats()]
-        tasks += [asyncio.create_task(one) for one in late]
-        await asyncio.sleep(0.05)
-        gate.let()
-        errors = await asyncio.gather(*tasks, return_exceptions=True)
-        for error in errors:
-            assert isinstance(error, EngineDeadError) and isinstance(error.__cause__, OSError)
-        assert len({id(error) for error in errors}) == len(errors)
-        for call in (engine.submit, engine.generate):
-            with pytest.raises(EngineDeadError, match="lost"):
-                call([1])
-        for call in (engine.stats(), engine.sleep(), engine.score([[1]], [[2]])):
-            with pytest.raises(EngineDeadError, match="lost"):
-                await call
-    with pytest.raises(EngineDeadError, match="lost"):
-        engine.start()
-    assert "the device is lost" in caplog.text
-
-
-@in_event_loop
-async def test_an_error_of_the_tokenizer_ends_only_its_request(engine, gate, monkeypatch):
-    gate.let(1)
-    stream = engine.submit([1], greedy())
-    await until(gate.held.is_set)
+@in_loop
+async def test_an_error_of_the_tokenizer_ends_only_its_request(engine, monkeypatch):
     monkeypatch.setattr(NumberTokenizer, "broken", True)
-    gate.let()
-    output = await stream.whole()
-    assert reasons_of([output]) == ["error"] and "the tables are lost" in output.error
     with pytest.raises(OSError, match="the tables are lost"):  # it begins with the prompt
         await collect(engine.generate([1], greedy()))
     assert await collect(engine.generate([1], greedy(detokenize=False))) == alone([1], greedy())
 
 
-@in_event_loop
-async def test_a_closed_event_loop_aborts_its_requests_and_no_other(engine, inner, gate):
-    gate.let(3)
-    other = asyncio.create_task(collect(engine.generate([1, 2, 3], greedy())))
-
-    def open_and_close():
-        loop = asyncio.new_event_loop()
-        stream = engine.submit(PROMPTS[4], greedy(max_tokens=LONG - 10))
-        tasks = [loop.create_task(one) for one in (collect(stream), engine.stats())]
-        loop.run_until_complete(until(gate.held.is_set))
-        loop.close()
-        return tasks
-
-    kept = await asyncio.to_thread(open_and_close)
-    gate.let()
-    assert await other == alone([1, 2, 3], greedy())
-    await until(lambda: inner.idle)
-    assert (await engine.stats()).num_aborted == 1
-    for task in kept:
-        task._log_destroy_pending = False
-
-
-@in_event_loop
-async def test_the_idle_thread_sleeps(engine):
-    async def cpu_seconds():
-        before = time.clock_gettime(clock)
-        await asyncio.sleep(0.3)
-        return time.clock_gettime(clock) - before
-
-    await collect(engine.generate([1], greedy()))
-    (thread,) = (one for one in threading.enumerate() if one.name == "engine")
-    clock = time.pthread_getcpuclockid(thread.ident)
-    assert await cpu_seconds() < 0.01
-    await engine.sleep()
-    waiting = asyncio.create_task(collect(engine.generate([1], greedy())))
-    await asyncio.sleep(0.05)
-    assert await cpu_seconds() < 0.01
-    await engine.wake()
-    await waiting
-
-
-@in_event_loop
+@in_loop
 async def test_new_weights_restart_requests_whose_unread_outputs_are_not_void(engine, inner, gate):
     new, params = weights(seed=2), greedy(max_tokens=30)
     expected = tokens_of(serve(make_engine(params=new), [[1, 2, 3]], params))
@@ -406,25 +148,7 @@ async def test_new_weights_restart_requests_whose_unread_outputs_are_not_void(en
         await engine.update_params({"embed": new["embed"]})
 
 
-@pytest.mark.parametrize("drain", [True, False])
-@in_event_loop
-async def test_requests_wait_while_the_engine_sleeps(engine, inner, drain):
-    tasks = [asyncio.create_task(collect(engine.generate(p, greedy()))) for p in PROMPTS]
-    await asyncio.sleep(0.01)
-    await engine.sleep()
-    aborted = engine.submit([1, 2], greedy(), request_id="aborted")
-    await engine.abort("aborted")
-    assert [one.finished async for one in aborted] == [True]
-    await engine.wake()
-    assert await asyncio.gather(*tasks) == [alone(p, greedy()) for p in PROMPTS]
-    await engine.sleep()
-    last = engine.submit(PROMPTS[0], greedy())
-    await engine.shutdown(drain)
-    assert reasons_of([await last.whole()]) == ["length" if drain else "abort"]
-    assert inner.is_sleeping == (not drain)
-
-
-@in_event_loop
+@in_loop
 async def test_scores_come_beside_other_requests(engine, inner):
     prompts = PROMPTS * 2
     completions = [[5, 6, 7], [], [8], [9] * 10, [1, 2], [3], [], [4], [5], [6]]
@@ -449,27 +173,6 @@ async def test_scores_come_beside_other_requests(engine, inner):
     await engine.shutdown(drain=False)
     with pytest.raises(RuntimeError, match="ended with 'abort'"):
         await scoring
-
-
-@in_event_loop
-async def test_calls_run_in_order_and_their_errors_reach_the_caller(engine, gate):
-    await engine.warmup([greedy()])
-    compilations = (await engine.stats()).compilations
-    gate.let(1)
-    stream = engine.submit([1, 2, 3], greedy())
-    await until(gate.held.is_set)
-    warmup = asyncio.create_task(engine.warmup())
-    left = asyncio.create_task(engine.update_params("cancelled before it runs"))
-    await asyncio.sleep(0.01)
-    left.cancel()
-    gate.let()
-    with pytest.raises(ValueError, match="idle"):
-        await warmup
-    assert await collect(stream) == alone([1, 2, 3], greedy())
-    await engine.reset_prefix_cache()
-    stats = await engine.stats()
-    assert (stats.num_finished, stats.num_cached_pages) == (1, 0)
-    assert stats.compilations == compilations
 
 
 def test_clients_that_leave_at_random_disturb_no_other(engine, inner):
@@ -512,19 +215,3 @@ def test_clients_that_leave_at_random_disturb_no_other(engine, inner):
     stats = run(engine.stats())
     assert stats.num_failed == stats.num_running == stats.num_waiting == 0
     assert stats.num_finished >= len(served) and stats.num_aborted > 0
-
-
-@pytest.mark.cpu_budget(5)  # a process of its own
-def test_a_program_that_does_not_shut_down_ends():
-    program = (
-        "from pallas_paged.engine import AsyncEngine\n"
-        "from tests.support.engine_calls import greedy, make_engine\n"
-        "engine = AsyncEngine(make_engine())\n"
-        "engine.start()\n"
-        "stream = engine.submit([1, 2, 3], greedy(max_tokens=50))\n"
-        "print(len(next(iter(stream)).outputs))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=WATCHDOG_SECONDS
-    )
-    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr

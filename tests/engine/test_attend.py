@@ -94,11 +94,8 @@ def test_kv_heads_on_more_devices_than_have_queries_are_refused():
 def test_a_step_for_cuda_writes_k_and_v_by_the_kernel_and_fits_a_graph(model, num_tokens):
     engine_model = pytest.importorskip("models.engine_model").engine_model
     model, params = engine_model(model)
-    runner = (
-        make_engine(model, params, num_pages=8, num_scheduler_steps=1, modes=None)
-        .replicas[0]
-        .runner
-    )
+    engine = make_engine(model, params, num_pages=8, num_scheduler_steps=1, modes=None)
+    runner = engine.replicas[0].runner
     batch = runner.empty_batch((4, num_tokens), SamplingMode(draws=True))
     weights, state = runner.executor.weights, runner.executor.state
     shapes = jax.eval_shape(lambda: (weights.leaves, state, None, batch))

@@ -51,10 +51,9 @@ def decode(slot, num_tokens=1):
 def chunk(slot, token_ids, *, targets=None):
     """A last chunk of a prompt; targets are the tokens after those of the chunk."""
     request = SimpleNamespace(prompt_token_ids=[0, *(targets or [])])
-    sequence = SimpleNamespace(
-        running_slot=slot, request=request, max_cached_tokens=None if targets is None else 0
-    )
-    return Chunk(sequence=sequence, start=0, token_ids=token_ids, is_last=True)
+    limit = None if targets is None else 0
+    one = SimpleNamespace(running_slot=slot, request=request, max_cached_tokens=limit)
+    return Chunk(sequence=one, start=0, token_ids=token_ids, is_last=True)
 
 
 def packed(decodes, chunks, shape, **mode):
@@ -63,7 +62,7 @@ def packed(decodes, chunks, shape, **mode):
     return pack(decodes, chunks, mode=SamplingMode(**mode), **sizes)
 
 
-def test_decoding_slots_come_first_or_have_the_places_that_chunks_leave():
+def test_decoding_slots_have_the_places_that_chunks_leave_which_are_packed_in_order():
     """The largest batch has no more tokens than may be scheduled, smaller ones room for all."""
     batch = packed([decode(3, 3), decode(1, 2)], [], (8, 0))
     assert batch.decode_slots.tolist() == [3, 1] + [10] * 6
@@ -75,9 +74,6 @@ def test_decoding_slots_come_first_or_have_the_places_that_chunks_leave():
     assert empty.chunks.token_ids.tolist() == [0] * (16 + 10) and empty.chunks.targets is None
     assert set(empty.decode_slots) == set(empty.chunks.slots) == {10}
     assert not empty.chunks.cu_q_lens.any() and not empty.chunks.is_last.any()
-
-
-def test_chunks_are_packed_one_after_another_with_the_tokens_whose_logprobs_are_wanted():
     chunks = [chunk(0, [5]), chunk(2, [7, 8, 9], targets=[8, 9])]
     batch = packed([], chunks, (10, 32), prompt_logprobs=0).chunks
     assert batch.token_ids.tolist() == [5, 7, 8, 9] + [0] * 28

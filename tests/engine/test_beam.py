@@ -27,15 +27,13 @@ def random_model(seed: int, sharpness: float):
 
 
 def make_beam(length: int = 7, stops=(), **params) -> Sequence:
-    beam = make_sequence(
-        0, prompt=PROMPT, new=length, stop_token_ids=frozenset(stops), is_beam=True
-    )
+    more = dict(stop_token_ids=frozenset(stops), is_beam=True)
+    beam = make_sequence(0, prompt=PROMPT, new=length, **more)
     beam.request.params = SamplingParams(max_tokens=length, **params)
     return beam
 
 
 def search(logprobs, first: Sequence) -> list[CompletionOutput]:
-    """Run the beams as the engine does."""
     beams = BeamSearch(request=first.request, live=[first])
     goes_on = True
     while goes_on:
@@ -62,10 +60,8 @@ def test_every_search_equals_brute_force(width, penalty):
         length = int(rng.integers(1, 7))
         logprobs = random_model(seed, float(rng.choice([0.3, 1.0, 3.0])))
         first = make_beam(length, stops, beam_width=width, n=width, length_penalty=penalty)
-        wanted = beam_search(
-            logprobs, PROMPT, width=width, n=width, length=length, stops=stops, penalty=penalty
-        )
-        got = search(logprobs, first)
+        options = dict(width=width, n=width, length=length, stops=stops, penalty=penalty)
+        wanted, got = beam_search(logprobs, PROMPT, **options), search(logprobs, first)
         assert [output.token_ids for output in got] == [tokens for tokens, _ in wanted]
         sums = [output.cumulative_logprob for output in got]
         np.testing.assert_allclose(sums, [total for _, total in wanted])

@@ -37,17 +37,11 @@ NO_PROMPT = "a prompt must be a text or a list of token ids, not "
         *((dict(prompt=prompt), NO_PROMPT) for prompt in (b"1", 3, None, {1, 2}, {1: 2})),
         (dict(prompt=np.ones((2, 2), np.int32)), NO_PROMPT),
         (dict(prompt=[1] * 51), "51 tokens and max_tokens=14 are more than the 64 tokens"),
-        (
-            dict(prompt=[1] * 64, params=greedy(max_tokens=None)),
-            "64 tokens leaves no room for more",
-        ),
+        (dict(prompt=[1] * 64, params=greedy(max_tokens=None)), "64 tokens leaves no room for mo"),
         (dict(prompt=[1] * 30, params=greedy(beam_width=2)), "are more than the 33 tokens"),
         (dict(params=greedy(stop=["a"])), r"stop=\('a',\) needs a tokenizer"),
-        (
-            dict(params=greedy(stop_token_ids=[40])),
-            r"stop_token_ids=40 must be an integer in 0\.\.39",
-        ),
-        (dict(params=greedy(logit_bias={40: 1.0})), r"logit_bias=40 must be an integer in 0\.\.39"),
+        (dict(params=greedy(stop_token_ids=[40])), "stop_token_ids=40 must be an integer in 0.."),
+        (dict(params=greedy(logit_bias={40: 1.0})), "logit_bias=40 must be an integer in 0.."),
         (dict(request_id="mine"), "request_id='mine' is that of another request"),
         (dict(request_id=7), "request_id=7"),
         (dict(request_id=""), "request_id=''"),
@@ -71,24 +65,15 @@ def test_bad_requests_are_refused_without_effect(greedy_tokens, options, message
     run(engine)
 
 
-@pytest.mark.parametrize("prompt", [(1, 2), range(1, 3), np.array([1, 2]), "1 2"], ids=str)
-def test_a_prompt_is_a_text_a_list_or_an_array(prompt):
-    engine = make_engine(tokenizer=NumberTokenizer())
-    (output,) = engine.generate([prompt], greedy(max_tokens=1), progress=False)
-    assert output.prompt_token_ids == [1, 2]
-    assert all(type(token_id) is int for token_id in output.prompt_token_ids)
-    assert output.prompt == (prompt if isinstance(prompt, str) else None)
-
-
-def test_a_prompt_has_no_surrogates():
+def test_a_prompt_is_a_text_a_list_or_an_array():
+    engine, prompts = make_engine(tokenizer=NumberTokenizer()), ["1 2", (1, 2), range(1, 3)]
+    prompts.append(np.array([1, 2]))
+    outputs = engine.generate(prompts, greedy(max_tokens=1), progress=False)
+    assert [output.prompt_token_ids for output in outputs] == [[1, 2]] * 4
+    assert {type(token_id) for output in outputs for token_id in output.prompt_token_ids} == {int}
+    assert [output.prompt for output in outputs] == ["1 2", None, None, None]
     with pytest.raises(ValueError, match="the prompt must be valid UTF-8"):
-        make_engine(tokenizer=NumberTokenizer()).submit("\ud800")
-
-
-def test_more_beams_than_half_the_vocabulary_are_refused():
-    engine = make_engine(replace(MODEL, vocab_size=7))
-    with pytest.raises(ValueError, match="beam_width=4 is more than half of vocab_size=7"):
-        engine.submit([1], greedy(max_tokens=1, beam_width=4))
+        engine.submit("\ud800")
 
 
 @pytest.mark.parametrize(
@@ -165,7 +150,7 @@ def test_an_implementation_that_cannot_run_here_is_refused_at_creation():
         make_engine(implementation="triton")
 
 
-def test_requests_of_other_engines_and_unknown_ids_are_refused():
+def test_requests_of_other_engines_unknown_ids_and_too_many_beams_are_refused():
     engine, other = make_engine(), make_engine()
     request = other.submit([1, 2], greedy(max_tokens=1))
     for use in (engine.abort, lambda x: next(engine.stream(x))):
@@ -177,6 +162,9 @@ def test_requests_of_other_engines_and_unknown_ids_are_refused():
             with pytest.raises(ValueError, match=message):
                 use(one)
     run(other)
+    engine = make_engine(replace(MODEL, vocab_size=7))
+    with pytest.raises(ValueError, match="beam_width=4 is more than half of vocab_size=7"):
+        engine.submit([1], greedy(max_tokens=1, beam_width=4))
 
 
 def test_the_default_engine_takes_the_sizes_of_its_model():

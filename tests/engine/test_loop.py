@@ -13,6 +13,7 @@ import pytest
 from pallas_paged.engine.runner import modes_for
 from pallas_paged.engine.sampler import SamplingMode
 from pallas_paged.engine.scheduler_output import Decode, SchedulerOutput
+from pallas_paged.engine.state import TableArrays
 from pallas_paged.engine.step import NOT_SAMPLED
 from tests.support.engine_calls import (
     MANY_PAGES,
@@ -26,13 +27,11 @@ from tests.support.engine_calls import (
     step,
     steps_of,
     submit,
-    tokens_of,
 )
 from tests.support.marks import slow
 
 
 def watch_calls(engine, monkeypatch) -> list[SchedulerOutput]:
-    """A list that gets the schedule of every call that is dispatched."""
     calls: list[SchedulerOutput] = []
     runner = engine.replicas[0].runner
     dispatch = runner.dispatch
@@ -71,15 +70,12 @@ def test_the_number_of_steps_follows_the_time_of_a_step(monkeypatch, seconds, is
     assert [call.num_steps for call in calls][: len(sizes)] == sizes
 
 
-def test_rows_that_end_do_not_shorten_calls():
+def test_rows_that_end_do_not_shorten_calls_but_a_request_that_waits_for_a_slot_does(monkeypatch):
     engine = make_engine()
     steps_of(engine, 8)
     serve(engine, PROMPTS[2:4] * 2, [greedy(max_tokens=n, ignore_eos=True) for n in (6, 8, 11, 18)])
     stats = engine.stats()
     assert stats.num_calls == 1 + 3 and stats.num_steps == 1 + 17
-
-
-def test_a_call_takes_one_step_while_a_request_waits_for_a_slot(monkeypatch):
     engine = make_engine()
     steps_of(engine, 8)
     calls = watch_calls(engine, monkeypatch)
@@ -89,21 +85,6 @@ def test_a_call_takes_one_step_while_a_request_waits_for_a_slot(monkeypatch):
         assert {call.num_steps for call in calls} == {1}
     run(engine)
     assert max(call.num_steps for call in calls) == 8
-
-
-def test_a_sequence_near_its_end_goes_on_beside_one_that_stops(oracle):
-    """The call in flight ends early, so the second has more left than the host thought."""
-    engine = make_engine()
-    steps_of(engine, 8)
-    wanted = oracle.continue_(PROMPTS[1], 6)
-    load = [greedy(max_tokens=24), greedy(max_tokens=11), greedy(stop_token_ids=[wanted[2]])]
-    requests = submit(engine, [PROMPTS[0], PROMPTS[3], PROMPTS[1]], load)
-    while not engine.idle:
-        step(engine)
-        lens = np.asarray(engine.table.seq_lens)
-        for one in engine.replicas[0].scheduler.running:
-            assert lens[one.slot] <= one.num_computed
-    assert list(map(len, tokens_of(requests))) == [24, 11, wanted.index(wanted[2]) + 1]
 
 
 # On the device: calls that the scheduler would not make.
@@ -128,23 +109,19 @@ def started(max_tokens: list[int], num_cached: int = 0):
 def call(replica, num_steps):
     """Run decode steps on the device without the scheduler; return the tokens [K, R]."""
     decodes = [Decode(sequence=one, num_tokens=num_steps) for one in replica.scheduler.running]
-    scheduled = SchedulerOutput(
-        attachments=[], forks=[], decodes=decodes, resumed=[], chunks=[], num_steps=num_steps
-    )
+    nothing = dict(attachments=[], forks=[], resumed=[], chunks=[])
+    scheduled = SchedulerOutput(**nothing, decodes=decodes, num_steps=num_steps)
     output = replica.runner.dispatch(scheduled).output
     return np.asarray(output.token_ids), output
 
 
-def test_the_loop_runs_as_many_steps_as_asked(oracle):
+def test_the_loop_runs_as_many_steps_as_asked_or_until_its_last_row_has_ended(oracle):
     tokens, output = call(started([20, 20]), 5)
     assert tokens.shape == (8, 4) and bool(output.valid)
     for row, prompt in enumerate(PAIR):
         assert tokens[:5, row].tolist() == oracle.continue_(prompt, 6)[1:]
     assert (tokens[5:] == NOT_SAMPLED).all() and (tokens[:, 2:] == NOT_SAMPLED).all()
     assert int(output.num_free) == 16 - 2 * 3
-
-
-def test_the_loop_goes_on_without_a_row_that_has_ended_and_ends_with_the_last(oracle):
     replica = started([20, 4])
     tokens = np.concatenate([call(replica, 8)[0], call(replica, 8)[0]])
     assert tokens[:, 0].tolist() == oracle.continue_(PAIR[0], 17)[1:]
@@ -179,12 +156,38 @@ def test_any_number_of_steps_runs_in_one_compiled_call(compilations):
     assert state.table.num_free.is_deleted() and bool(output.valid)
 
 
+@pytest.mark.parametrize(
+    ("call", "valid"),
+    [
+        (dict(slots=[4], pages=[16]), True),  # padding
+        (dict(slots=[0], pages=[2]), False),  # a page that is free
+        (dict(retained=[2]), False),
+        (dict(src=[0, 4], dst=[1, 4]), True),  # an empty slot, and padding
+        (dict(src=[0, 4], dst=[0, 4]), False),
+    ],
+    ids=str,
+)
+def test_a_failed_fork_attach_or_retain_is_noted(call, valid):
+    def padded(name, padding, *shape):
+        array = np.full(shape, padding, np.int32)
+        array.flat[: len(call.get(name, []))] = call.get(name, [])
+        return array
+
+    executor = make_engine().replicas[0].runner.executor
+    if "src" in call:
+        executor.fork(padded("src", 4, 4), padded("dst", 4, 4))
+    else:
+        arrays = dict(retained=padded("retained", 16, 1024), released=padded("released", 16, 1024))
+        arrays |= dict(slots=padded("slots", 4, 16), pages=padded("pages", 16, 16, 16))
+        executor.update_table(TableArrays(**arrays, freed=np.zeros(4, bool)))
+    assert bool(executor.state.valid) == valid
+
+
 # The compiled programs.
 
 
 @pytest.fixture(scope="module")
 def greedy_loop():
-    """A runner with a large pool, and its compiled loop."""
     model = replace(MODEL, vocab_size=640)
     sizes = dict(num_pages=MANY_PAGES, max_num_seqs=16, max_num_batched_tokens=32)
     runner = make_engine(model, **sizes).replicas[0].runner
@@ -192,11 +195,19 @@ def greedy_loop():
     return runner, runner.executor.lower(batch).compile()
 
 
-def test_a_compiled_step_copies_no_pool(greedy_loop):
+def test_a_compiled_step_copies_no_pool_and_the_condition_of_its_loop_computes(greedy_loop):
     runner, loop = greedy_loop
     assert_copies_no_pool(loop, runner.executor.pool_shape)
     mixed = runner.executor.lower(runner.empty_batch((16, 32), SamplingMode())).compile()
     assert_copies_no_pool(mixed, runner.executor.pool_shape)
+    # In a CUDA graph a loop waits for what its condition waits for, and for nothing without it.
+    text = greedy_loop[1].as_text()
+    loops = re.findall(r"\bwhile\(.*condition=%?([\w.\-]+).*step", text)
+    assert loops
+    for name in loops:
+        (condition,) = re.findall(rf"\n%?{re.escape(name)} \(.*?\n}}", text, re.DOTALL)
+        (root,) = re.findall(r"ROOT .*", condition)
+        assert "get-tuple-element(" not in root
 
 
 @pytest.mark.parametrize("mode", [*modes_for(None)[:-1:3], *slow(modes_for(None)[1:3])], ids=str)
@@ -213,14 +224,3 @@ def test_a_loop_holds_no_sort_no_branch_and_no_other_loop(greedy_loop, mode):
     lines = text.splitlines()
     assert not [line for line in lines if re.search(breaks_graphs, line)]
     assert len([line for line in lines if re.search(loop, line)]) == 1
-
-
-def test_the_condition_of_a_compiled_loop_computes_something(greedy_loop):
-    """In a CUDA graph a loop waits for what its condition waits for, and for nothing without it."""
-    text = greedy_loop[1].as_text()
-    loops = re.findall(r"\bwhile\(.*condition=%?([\w.\-]+).*step", text)
-    assert loops
-    for name in loops:
-        (condition,) = re.findall(rf"\n%?{re.escape(name)} \(.*?\n}}", text, re.DOTALL)
-        (root,) = re.findall(r"ROOT .*", condition)
-        assert "get-tuple-element(" not in root

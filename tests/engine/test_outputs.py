@@ -57,10 +57,8 @@ def test_logprobs_of_a_completion_read_as_a_list_of_dicts(logprobs):
 
 
 def test_new_parts_of_a_completion_join_to_the_completion(logprobs):
-    ends = dict(cumulative_logprob=-2.75, finish_reason="stop", stop_reason="x")
-    completion = CompletionOutput(
-        index=4, text="abcde", token_ids=[3, 7, 2], logprobs=logprobs, **ends
-    )
+    more = dict(cumulative_logprob=-2.75, finish_reason="stop", stop_reason="x", logprobs=logprobs)
+    completion = CompletionOutput(index=4, text="abcde", token_ids=[3, 7, 2], **more)
     new = completion.since(1, 2)
     assert (new.index, new.text, new.token_ids) == (4, "cde", [7, 2])
     assert new.logprobs == logprobs[1:] and new.finish_reason == "stop" and new.stop_reason == "x"
@@ -70,7 +68,6 @@ def test_new_parts_of_a_completion_join_to_the_completion(logprobs):
 
 
 def ended(*outputs, first, finish, **values) -> Request:
-    """A request whose outputs have these finish reasons and numbers of tokens."""
     request = Request(
         request_id="0",
         prompt=None,
@@ -118,27 +115,23 @@ def test_requests_are_counted_by_how_they_ended_and_timed_by_their_tokens():
     assert_stats(stats, tpot_p50=2.0, tpot_p99=2.0)
 
 
-def test_counters_begin_at_zero():
-    stats = Counters().snapshot(**NOW)
-    assert not any(value for name, value in vars(stats).items() if name not in NOW)
-    assert stats.cache_hit_rate == 0
-
-
 def counters_of_pages(*calls, **values) -> Counters:
     """Of calls with these free, cached and empty numbers, in a pool of 10 pages of 4 tokens."""
     counters = Counters(num_free_pages=10, **values)
     for free, cached, empty in calls:
-        counters.count_pages(
-            num_pages=10, num_free=free, num_cached=cached, num_empty=empty, page_size=4
-        )
+        pages = dict(num_free=free, num_cached=cached, num_empty=empty)
+        counters.count_pages(num_pages=10, page_size=4, **pages)
     return counters
 
 
-def test_pages_are_counted_in_the_mean_over_calls_that_hold_some():
+def test_counters_begin_at_zero_and_pages_are_means_over_calls_that_hold_some():
     stats = counters_of_pages((4, 2, 3), (1, 1, 8), (6, 2, 2), (7, 3, 0)).snapshot(**NOW)
     assert_stats(stats, num_free_pages=7, num_cached_pages=3)
     assert_stats(stats, pages_used=(0.4 + 0.8 + 0.2) / 3, peak_pages_used=0.8)
     assert_stats(stats, pool_utilization=(13 / 16 + 24 / 32 + 6 / 8) / 3)
+    stats = Counters().snapshot(**NOW)
+    assert not any(value for name, value in vars(stats).items() if name not in NOW)
+    assert stats.cache_hit_rate == 0
 
 
 def test_counters_of_replicas_add_up():
@@ -154,3 +147,11 @@ def test_counters_of_replicas_add_up():
     assert_stats(stats, pool_utilization=(13 / 16 + 24 / 32 + 4 / 8) / 3)
     assert_stats(stats, ttft_p50=2.0, tpot_p50=1.5, latency_p50=5.0)
     assert Counters.sum([one]) is one
+
+
+def test_percentiles_are_those_of_the_newest_requests():
+    counters = Counters()
+    for request in [ended(("length", 1), first=1.0, finish=x) for x in (17.0, 12.0)]:
+        for _ in range(10_000):
+            counters.count_request(request)
+    assert counters.snapshot(**NOW).latency_p99 == 12.0

@@ -30,8 +30,6 @@ def pair(sockets):
 
 
 class Recorder:
-    """An executor that notes its calls."""
-
     def __init__(self):
         self.calls: list = []
 
@@ -101,7 +99,6 @@ def test_the_others_hear_of_the_end_of_one_of_them():
 
 
 def test_an_engine_sends_every_call_that_changes_its_state(pair):
-    """Another engine that makes these calls has the same state."""
     followers, leader = pair
     engine, other = make_engine(), make_engine()
     executors = ours, theirs = [one.replicas[0].runner.executor for one in (engine, other)]
@@ -117,11 +114,6 @@ def test_an_engine_sends_every_call_that_changes_its_state(pair):
         assert following.result(60)
     states = [(one.state.table, one.state.pool) for one in executors]
     jax.tree.map(np.testing.assert_array_equal, *states)
-
-
-def test_only_processes_that_follow_may_call_follow():
-    with pytest.raises(RuntimeError, match="follow"):
-        make_engine().follow()
 
 
 def as_process_0_of(num_processes, monkeypatch, broadcast):
@@ -160,19 +152,17 @@ def test_strangers_do_not_take_the_place_of_a_process(monkeypatch, message):
     followers.close()
 
 
-def test_process_0_names_the_processes_that_do_not_connect(monkeypatch):
+def test_processes_that_do_not_connect_make_other_engines_or_do_not_follow_are_refused(monkeypatch):
     monkeypatch.setattr(processes, "CONNECT_SECONDS", 0.05)
     as_process_0_of(3, monkeypatch, lambda greeting: greeting)
     with pytest.raises(TimeoutError, match=r"the processes \[1, 2\] do not connect"):
         processes.connect("sizes")
-
-
-def test_processes_with_other_engines_are_refused(monkeypatch):
-    monkeypatch.setattr(
-        processes.multihost_utils, "process_allgather", lambda x: np.stack([x, x, x[::-1]])
-    )
+    gathered = lambda x: np.stack([x, x, x[::-1]])  # noqa: E731
+    monkeypatch.setattr(processes.multihost_utils, "process_allgather", gathered)
     with pytest.raises(ValueError, match=r"the processes \[2\] make another engine"):
         processes.connect("sizes")
+    with pytest.raises(RuntimeError, match="follow"):
+        make_engine().follow()
 
 
 def test_an_update_that_fails_in_process_0_after_the_others_have_theirs_ends_the_engine(pair):

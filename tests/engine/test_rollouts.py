@@ -31,7 +31,6 @@ def request_output(prompt, *completions):
 
 
 def completion(token_ids, reason="stop", *, logprobs=True):
-    """A completion whose log-probabilities are -token / 10; an alternative comes second."""
     entries = LogprobSequence()
     for token_id in token_ids:
         entries.append(TokenLogprobs(token_id, -token_id / 10, 2, [99], [0.0]))
@@ -45,7 +44,7 @@ OUTPUTS = [
 ]
 
 
-def test_prompts_are_padded_left_and_completions_right():
+def test_prompts_are_padded_left_and_completions_right_to_sizes_that_may_be_given():
     rollouts = Rollouts.from_outputs(OUTPUTS, pad_token_id=-1)
     assert rollouts.prompt_token_ids.tolist() == [[1, 2, 3], [1, 2, 3], [-1, -1, 7], [-1, -1, 7]]
     assert rollouts.token_ids.tolist() == [[4, 5, -1], [6, -1, -1], [-1, -1, -1], [8, 9, 10]]
@@ -59,9 +58,6 @@ def test_prompts_are_padded_left_and_completions_right():
     assert {x.dtype.name for x in jax.tree.leaves(rollouts)} == {"int32", "float32"}
     np.testing.assert_array_equal(rollouts.mask, rollouts.token_ids != -1)
     np.testing.assert_array_equal(rollouts.prompt_mask, rollouts.prompt_token_ids != -1)
-
-
-def test_sizes_may_be_given():
     rollouts = Rollouts.from_outputs(OUTPUTS, max_prompt_len=4, max_tokens=5)
     assert rollouts.prompt_token_ids[3].tolist() == [0, 0, 0, 7]
     assert rollouts.token_ids[3].tolist() == [8, 9, 10, 0, 0]

@@ -14,6 +14,7 @@ from tests.support.engine_calls import (
     PROMPTS,
     NumberTokenizer,
     assert_deltas_add_up,
+    assert_logprobs,
     greedy,
     make_engine,
     reasons_of,
@@ -34,13 +35,11 @@ NARROW = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 0.999}, {"temperature": 1e-4}
 
 
 def alone(prompt, params, **sizes) -> list[list[int]]:
-    """Tokens of one request in an engine of its own."""
     return tokens_of(serve(make_engine(**sizes), [prompt], params))
 
 
 @pytest.mark.cpu_budget(8)  # compiles programs that later tests share
 def test_requests_that_leave_one_token_to_draw_equal_greedy_ones(greedy_tokens):
-    """Beside others that draw."""
     engine = make_engine()
     each = [greedy(max_tokens=NEW), *(sampling(**one) for one in NARROW)]
     others, requests, wanted = [], [], []
@@ -72,15 +71,6 @@ def test_a_request_may_have_more_samples_than_slots(caching):
     tokens = tokens_of([request])
     assert len(set(map(tuple, tokens))) == 11
     assert tokens[:2] == alone(PROMPTS[1], sampling(n=2))
-
-
-def assert_logprobs(entry, wanted, token, top):
-    """The token first, then the best `top`, with their ranks."""
-    best = np.argsort(-wanted, kind="stable")[:top].tolist()
-    assert list(entry) == [token, *(x for x in best if x != token)]
-    for token_id, one in entry.items():
-        assert one.logprob == pytest.approx(wanted[token_id], abs=1e-4)
-        assert one.rank == 1 + np.sum(wanted > wanted[token_id])
 
 
 @pytest.mark.parametrize("top", [0, 20])
@@ -168,9 +158,8 @@ STOPS = (19, 2, 7, 30, 12)
 @pytest.mark.parametrize(("width", "stops", "penalty"), [(2, (), 0.0), (3, STOPS, 1.0)])
 def test_beam_search_equals_brute_force(oracle, width, stops, penalty):
     """Three searches and three sampling requests share slots and pages that suffice for one."""
-    params = SamplingParams(
-        max_tokens=6, beam_width=width, n=width, length_penalty=penalty, stop_token_ids=stops
-    )
+    params = SamplingParams(max_tokens=6, beam_width=width, n=width, stop_token_ids=stops)
+    params = replace(params, length_penalty=penalty)
     options = dict(width=width, n=width, length=6, stops=stops, penalty=penalty)
     load = [x for prompt in PROMPTS[:3] for x in ((prompt, params), (prompt, sampling(n=2)))]
     requests = serve(make_engine(), *zip(*load, strict=True))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import numpy as np
 import pytest
 
@@ -16,11 +14,7 @@ from tests.support.scheduler_host import Host, make_sequence, token_at, with_fol
 NOTHING = dict(attachments=[], forks=[], decodes=[], resumed=[], chunks=[], num_steps=1)
 
 
-def test_an_idle_scheduler_schedules_nothing():
-    assert Host().schedule() == SchedulerOutput(**NOTHING)
-
-
-def test_prompts_share_the_batched_tokens_in_the_order_of_arrival():
+def test_prompts_share_the_batched_tokens_in_order_and_an_idle_scheduler_has_none():
     one, two, three, four = each = [make_sequence(i, n) for i, n in enumerate((7, 8, 4, 3))]
     host = Host(*each, max_num_batched_tokens=10)
     for parts in ([(one, 7, True), (two, 3, False)], [(two, 5, True), (three, 4, True)]):
@@ -29,6 +23,7 @@ def test_prompts_share_the_batched_tokens_in_the_order_of_arrival():
     # The first decodes before its first token is read.
     assert [decode.sequence for decode in scheduled.decodes] == [one] and four.num_starts == 0
     host.run()
+    assert Host().schedule() == SchedulerOutput(**NOTHING)
 
 
 def test_requests_wait_behind_one_without_pages_unless_their_priority_is_smaller():
@@ -104,7 +99,7 @@ def test_cached_pages_are_evicted_before_any_preemption_with_some_spare():
     assert host.scheduler.num_preemptions == 0 and all(one.finished for one in each)
 
 
-def test_a_cached_prefix_is_attached_and_not_computed():
+def test_a_cached_prefix_is_attached_and_not_computed_also_one_that_is_cached_meanwhile():
     prompt = list(range(12))
     host = Host(make_sequence(0, new=1, prompt=prompt), caching=True)
     host.run()
@@ -116,10 +111,7 @@ def test_a_cached_prefix_is_attached_and_not_computed():
     # The last page of a fully cached prompt is computed again, for its last query.
     assert [len(chunk.token_ids) for chunk in scheduled.chunks] == [4, 1, 8]
     assert [one.request.num_cached_tokens for one in each] == [8, 12, 4]
-
-
-def test_a_request_starts_when_its_prefix_is_cached_meanwhile():
-    """It was too large for the free pages while the pages of its prefix were not known."""
+    # It was too large for the free pages while the pages of its prefix were not known.
     first = make_sequence(0, new=20, prompt=range(30))
     second = make_sequence(1, new=3, prompt=[*range(28), 33, 34, 35])
     host = Host(first, second, num_pages=13, caching=True)
@@ -199,19 +191,6 @@ def test_a_branch_shares_the_full_pages_of_its_parent(is_preempted):
     assert [*host.scheduler.waiting] == [parent, child]
 
 
-def test_pages_of_a_fork_that_a_leader_caches_at_its_end_are_not_counted_as_free():
-    """A leader with log-probabilities of its prompt caches nothing before it has a token."""
-    leader = make_sequence(0, 8, new=2)
-    leader.request.score_start = 1
-    (other,) = with_followers(leader, 1)
-    other.max_len = 28
-    host = Host(leader, caching=True, num_pages=10)
-    while not leader.finished:
-        host.step()
-    host.add(make_sequence(1, 16, new=12))
-    host.run()
-
-
 def test_a_request_with_more_samples_than_free_slots_blocks_no_other():
     first, leader, last = (make_sequence(i, 2, new=new) for i, new in enumerate((20, 20, 3)))
     others = with_followers(leader, 5)
@@ -225,52 +204,20 @@ def test_a_request_with_more_samples_than_free_slots_blocks_no_other():
     assert all(one.finished for one in (first, leader, *others))
 
 
-@pytest.mark.parametrize(("num_running", "num_steps"), [(1, 1), (1, 7), (4, 7), (4, 32)])
-def test_calls_that_only_decode_take_several_steps(num_running, num_steps):
-    each = [make_sequence(number, 4, new=20) for number in range(num_running)]
-    decoding = [x for x in Host(*each, num_pages=64, num_steps=num_steps).run() if x.decodes]
-    assert max(x.num_steps for x in decoding) == num_steps
-    assert len(decoding) <= -(-19 // num_steps) + num_running
-
-
-def test_a_call_takes_half_of_the_steps_until_the_pages_suffice():
-    """32 steps are 13 tokens of each sequence and 8 pages, 8 steps are 4 pages."""
+def test_calls_that_only_decode_take_several_steps_or_half_of_them_until_the_pages_suffice():
+    for num_running, num_steps in ((1, 1), (1, 7), (4, 7), (4, 32)):
+        each = [make_sequence(number, 4, new=20) for number in range(num_running)]
+        decoding = [x for x in Host(*each, num_pages=64, num_steps=num_steps).run() if x.decodes]
+        assert max(x.num_steps for x in decoding) == num_steps
+        assert len(decoding) <= -(-19 // num_steps) + num_running
+    # 32 steps are 13 tokens of each sequence and 8 pages, 8 steps are 4 pages.
     host = Host(*(make_sequence(i, 4, new=14) for i in range(2)), num_pages=6, num_steps=32)
     assert [host.step().num_steps for _ in range(2)] == [1, 8]
     host.run()
 
 
-@pytest.mark.parametrize("num_stops", [1, 2])
-def test_free_pages_are_never_overcounted_after_calls_that_end_early(num_stops):
-    """Long sequences go on beside some that stop early, at all distances from a page border."""
-    for stop, num_steps, length in product(range(1, 9), (2, 3, 4, 7, 9), range(4, 8)):
-        each = [make_sequence(number, length, new=60) for number in range(3)]
-        for number in range(num_stops):
-            one = make_sequence(10 + number, 4, new=60)
-            one.stop_token_ids = {token_at(one, 4 + stop + number)}
-            each.append(one)
-        sizes = dict(num_pages=256, max_num_seqs=8, max_num_batched_tokens=60)
-        Host(*each, **sizes, num_steps=num_steps).run()
-
-
-def test_an_ended_sequence_leaves_no_trace():
-    waiting, running, leader = make_sequence(9, 4), make_sequence(0, 9), make_sequence(1, 9)
-    others = with_followers(leader, 2)
-    host = Host(running, leader, waiting, caching=True)
-    host.step()
-    for one in (waiting, leader, running, *others):
-        host.end(one, "abort")
-    host.run()
-    host.update()
-    assert not host.scheduler.waiting and not host.scheduler.running
-    assert host.table.num_free + host.scheduler.pages.num_evictable == 16
-
-
-HASHES = {
-    "uncached": None,
-    "hashed": chained_hash,
-    "colliding": lambda parent, tokens: (parent + sum(tokens)) % 5,
-}
+HASHES = {"uncached": None, "hashed": chained_hash}
+HASHES["colliding"] = lambda parent, tokens: (parent + sum(tokens)) % 5
 
 
 @pytest.mark.parametrize("hashing", HASHES)

@@ -5,23 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.support.engine_calls import MODEL, serve, steps_of, tokens_of
+from tests.support.engine_calls import MODEL
 from tests.support.marks import slow
-from tests.support.soak import CASES, PARAMS, PROMPTS, result, result_alone, soak_engine, storm
+from tests.support.soak import soak_engine, storm
 
 ONE, EIGHT, ANY = [1], [8], [1, 1, 2, 3, 8]
-
-
-@pytest.mark.parametrize("index", range(len(PARAMS)))
-def test_several_steps_and_a_cache_change_no_result(oracle, index):
-    engine = soak_engine(MODEL)
-    steps_of(engine, 8)
-    for case in CASES:
-        if case[1] == index:
-            (request,) = serve(engine, [PROMPTS[case[0]]], PARAMS[index])
-            assert result(request) == result_alone(MODEL, case)
-            if index == 3:  # 33 greedy tokens
-                assert tokens_of([request]) == [oracle.continue_(PROMPTS[case[0]], 33)]
 
 
 @pytest.mark.parametrize(

@@ -45,15 +45,12 @@ def test_attention(dtype, soft_cap):
     pages = np.stack([k, v], 1).reshape(4, *k.shape[1:])
     table = np.where(np.arange(5) * 8 < lens[:, None], table, INVALID)
     table = np.pad(table, ((0, 2), (0, 0)), constant_values=-1).astype(np.int32)
-    lens, offsets = (
-        np.pad(x, (0, 2), constant_values=INVALID).astype(np.int32) for x in (lens, offsets)
-    )
+    lens, offsets = (np.pad(x, (0, 2), constant_values=INVALID) for x in (lens, offsets))
     axes = ("position", "kv_head", "q_heads_per_group", "head_size")
+    of_pages, pages = ("page", "slot", "kv_head", "head_size"), np.moveaxis(pages, 0, 2)
     arguments = (
         hax.named(jnp.asarray(q, dtype).reshape(len(q), 2, 2, -1), axes),
-        hax.named(
-            jnp.asarray(np.moveaxis(pages, 0, 2), dtype), ("page", "slot", "kv_head", "head_size")
-        ),
+        hax.named(jnp.asarray(pages, dtype), of_pages),
         hax.named(jnp.asarray(lens), "seq"),
         hax.named(jnp.asarray(table), ("seq", "page")),
         hax.named(jnp.asarray(offsets), "seq"),

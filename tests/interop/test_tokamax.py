@@ -13,11 +13,8 @@ api = pytest.importorskip("tokamax._src.ops.batched_rpa.api")
 
 from pallas_paged.interop.tokamax import ragged_paged_attention  # noqa: E402
 
-ROWS = {
-    "chunks": ([8, 8], [0, 2, 4], 4),
-    "decode and prefill": ([8, 4], [0, 1, 5], 5),
-    "padding": ([16, 9], [0, 3, 5], 8),
-}
+ROWS = {"chunks": ([8, 8], [0, 2, 4], 4), "decode and prefill": ([8, 4], [0, 1, 5], 5)}
+ROWS["padding"] = [16, 9], [0, 3, 5], 8
 OPTIONS = {
     "plain": {},
     "scale": dict(sm_scale=0.125),
@@ -31,10 +28,8 @@ OPTIONS = {
 def arguments(rows, dtype):
     lens, offsets, tokens = ROWS[rows]
     keys = jax.random.split(jax.random.key(0), 4)
-    q, k, v = (
-        jax.random.normal(key, (tokens, heads, 64), dtype)
-        for key, heads in zip(keys, (4, 2, 2), strict=False)
-    )
+    heads = zip(keys, (4, 2, 2), strict=False)
+    q, k, v = (jax.random.normal(key, (tokens, n, 64), dtype) for key, n in heads)
     cache = jnp.pad(jax.random.normal(keys[3], (8, 8, 4, 64), dtype), ((0, 0),) * 3 + ((0, 64),))
     integers = (lens, [0, 1, 2, 3], offsets, [1, 2, 2])
     return q, k, v, cache, *(jnp.array(x, jnp.int32) for x in integers)
@@ -55,15 +50,12 @@ def test_equals_the_reference(rows, options):
         assert relative_error(ours[2][finite], np.float64(theirs[2][finite])) < tolerance
 
 
-def test_the_signatures_are_equal():
+def test_keywords_are_those_of_tokamax_but_for_groups():
     """Every keyword of theirs is accepted with its default."""
     import inspect
 
     parameters = inspect.signature(api.ragged_paged_attention).parameters.values()
     defaults = {x.name: x.default for x in parameters if x.default is not x.empty}
     ragged_paged_attention(*arguments("chunks", jnp.float32), **defaults)
-
-
-def test_what_is_refused():
     with pytest.raises(ValueError, match="cp_group_size=2 must be None"):
         ragged_paged_attention(*arguments("chunks", jnp.float32), cp_group_size=2)

@@ -37,9 +37,8 @@ def kernel():
     if spec is None:
         pytest.skip("could not import 'tpu_inference'")
     before = dict(sys.modules)
-    package, logger, utils = (
-        types.ModuleType(f"tpu_inference{name}") for name in ("", ".logger", ".utils")
-    )
+    names = ("tpu_inference", "tpu_inference.logger", "tpu_inference.utils")
+    package, logger, utils = map(types.ModuleType, names)
     package.__path__ = spec.submodule_search_locations
     logger.init_logger = logging.getLogger
     utils.get_device_name = lambda *_, **__: "TPU v6e"
@@ -56,9 +55,8 @@ def kernel():
     [("float32", 64, 2, 1e-5), ("bfloat16", 128, 3, 2e-2)],
 )
 def test_equals_the_reference(dtype, head_dim, num_kv_heads, tolerance, options, kernel):
-    case = dataclasses.replace(
-        CASE, dtype=dtype, head_dim=head_dim, num_kv_heads=num_kv_heads, num_q_heads=6
-    )
+    sizes = dict(head_dim=head_dim, num_kv_heads=num_kv_heads, num_q_heads=6)
+    case = dataclasses.replace(CASE, dtype=dtype, **sizes)
     arrays = case.make()
     pages = arrays["kv_cache"]
     shape = kernel.get_kv_cache_shape(*pages.shape[:2], num_kv_heads, head_dim, dtype)

@@ -6,18 +6,11 @@ import shutil
 
 import pytest
 
-from tests.support.commands import SIZES, engine_for_any_request, run_command, save_tiny_model
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory):
-    """A folder with a tiny model and a byte tokenizer, without a chat template."""
-    return save_tiny_model(tmp_path_factory.mktemp("checkpoint"))
+from tests.support.commands import SIZES, engine_for_any_request, run_command
 
 
 @pytest.fixture
 def copy(checkpoint, tmp_path):
-    """A copy of the checkpoint, to change."""
     return shutil.copytree(checkpoint, tmp_path / "copy")
 
 
@@ -32,5 +25,4 @@ def shared_steps():
 
 @pytest.fixture
 def run(checkpoint, capsys, shared_steps):
-    """Run the command in this process: exit status, stdout, and stderr without phases."""
     return lambda *args: run_command(checkpoint, capsys, *SIZES, *args)

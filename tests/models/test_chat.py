@@ -35,7 +35,6 @@ def render(template, messages, **options):
 
 
 def write(folder, template=None, **config):
-    """Write a template, or the settings of a tokenizer."""
     folder.mkdir(exist_ok=True)
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
@@ -96,15 +95,12 @@ def test_special_tokens_may_be_texts_or_objects(tmp_path):
     assert template.render([USER], variables={"bos_token": "B", "self": 5}) == "B</s><i>"
 
 
-def test_a_message_of_the_developer_is_a_system_message_unless_the_template_knows_it(tmp_path):
+def test_templates_see_system_messages_for_those_of_a_developer_and_none_for_empty_tools(tmp_path):
     messages = [{"role": "developer", "content": "x"}]
     assert write(tmp_path, "{{ messages[0].role }}").render(messages) == "system"
     template = "{% if messages[0].role == 'developer' %}yes{% endif %}"
     assert write(tmp_path, template).render(messages) == "yes"
     assert messages[0]["role"] == "developer"  # the caller's
-
-
-def test_a_template_sees_no_tools_where_the_list_is_empty(tmp_path):
     template = write(tmp_path, "{{ tools is none }} {{ documents is none }}")
     assert template.render([USER], tools=[], documents=None) == "True True"
     assert template.render([USER], tools=[{}], documents=[{"text": "x"}]) == "False False"
@@ -200,18 +196,10 @@ def test_other_arguments_that_are_not_valid_are_named(tmp_path, options, message
         write(tmp_path, "x").render([USER], **options)
 
 
-@pytest.mark.parametrize(
-    ("given", "arguments"),
-    [
-        ({}, {}),
-        ({"arguments": None}, {}),
-        ({"arguments": ""}, {}),
-        ({"arguments": '{"a": 1}'}, {"a": 1}),
-    ],
-    ids=str,
-)
-def test_arguments_of_calls_become_objects(given, arguments):
-    function, wanted = {"name": "f", **given}, {"name": "f", "arguments": arguments}
+@pytest.mark.parametrize("text", ["absent", None, "", '{"a": 1}'])
+def test_arguments_of_calls_become_objects(text):
+    function = {"name": "f"} | ({} if text == "absent" else {"arguments": text})
+    wanted = {"name": "f", "arguments": {"a": 1} if text and "{" in text else {}}
     given = calls(function, {"id": "x", "function": function})
     assert checked_messages([given]) == [calls(wanted, {"id": "x", "function": wanted})]
     del given["content"]

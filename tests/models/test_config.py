@@ -12,29 +12,16 @@ from models.config import ModelConfig
 from models.rope_scaling import DynamicRopeScaling, Llama3RopeScaling
 from tests.support.dense_oracle import CONFIG
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 12,
-    "hidden_size": 8,
-    "intermediate_size": 10,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
-MISTRAL = {"architectures": ["MistralForCausalLM"]}
-QWEN2 = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "use_sliding_window": True,
-    "sliding_window": 32,
-    "max_window_layers": 1,
-}
+SIZES = dict(vocab_size=12, hidden_size=8, intermediate_size=10, num_hidden_layers=1)
+HEADS = dict(num_attention_heads=2, num_key_value_heads=2)
+LLAMA, MISTRAL, QWEN2 = (
+    {"architectures": [f"{name}ForCausalLM"]} for name in ("Llama", "Mistral", "Qwen2")
+)
+LLAMA |= SIZES | HEADS
+QWEN2 |= dict(use_sliding_window=True, sliding_window=32, max_window_layers=1)
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
-FACTORS = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+FACTORS = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+FACTORS |= dict(original_max_position_embeddings=64)
 LLAMA3 = {"rope_type": "llama3", **FACTORS}
 SCALING = Llama3RopeScaling(**FACTORS)
 LINEAR, DYNAMIC, YARN, LONGROPE = (
@@ -70,12 +57,10 @@ def test_written_config_is_read_back(changes):
     assert ModelConfig.from_hugging_face(json.loads(json.dumps(config.to_hugging_face()))) == config
 
 
-@pytest.mark.parametrize(
-    "changes", [{"qk_norm": True}, {"qkv_bias": True}, {"sliding_windows": (5, None)}], ids=str
-)
-def test_decoders_that_llama_cannot_express_are_not_written(changes):
-    with pytest.raises(ValueError, match="cannot be saved as LlamaForCausalLM"):
-        replace(CONFIG, **changes).to_hugging_face()
+def test_decoders_that_llama_cannot_express_are_not_written():
+    for changes in ({"qk_norm": True}, {"qkv_bias": True}, {"sliding_windows": (5, None)}):
+        with pytest.raises(ValueError, match="cannot be saved as LlamaForCausalLM"):
+            replace(CONFIG, **changes).to_hugging_face()
 
 
 @pytest.mark.parametrize(
@@ -92,23 +77,19 @@ def test_missing_keys_take_the_defaults_of_transformers(
 ):
     contents = LLAMA | dict(architectures=[architecture], hidden_size=128, num_attention_heads=64)
     del contents["num_key_value_heads"]
-    config = ModelConfig.from_hugging_face(contents)
     sizes = dict(vocab_size=12, hidden_size=128, intermediate_size=10, num_layers=1, num_q_heads=64)
-    assert config == ModelConfig(
+    sizes |= dict(num_kv_heads=num_kv_heads, head_dim=head_dim, eos_token_ids=eos_token_ids)
+    assert ModelConfig.from_hugging_face(contents) == ModelConfig(
         **sizes,
         max_position_embeddings=max_positions,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        eos_token_ids=eos_token_ids,
         rms_norm_eps=1e-6,
         rope_theta=10000.0,
         qkv_bias=architecture == "Qwen2ForCausalLM",
         qk_norm=architecture == "Qwen3ForCausalLM",
         sliding_windows=(4096,) if architecture == "MistralForCausalLM" else (),
     )
-    config = ModelConfig.from_hugging_face(
-        contents | {"num_key_value_heads": None, "attention_bias": True}
-    )
+    contents |= {"num_key_value_heads": None, "attention_bias": True}
+    config = ModelConfig.from_hugging_face(contents)
     assert config.num_kv_heads == 64 and config.qkv_bias
     assert config.o_bias == (architecture != "Qwen2ForCausalLM")  # whose biases are fixed
 
@@ -144,9 +125,9 @@ def test_yarn_extends_the_context(max_positions, original, expected):
     assert config.max_position_embeddings == expected
 
 
-@pytest.mark.parametrize(("value", "expected"), [(None, ()), (2, (2,)), ([2, 9], (2, 9))])
-def test_eos_token_id_may_be_null_a_number_or_a_list(value, expected):
-    assert read(eos_token_id=value).eos_token_ids == expected
+def test_eos_token_id_may_be_null_a_number_or_a_list():
+    for value, expected in ((None, ()), (2, (2,)), ([2, 9], (2, 9))):
+        assert read(eos_token_id=value).eos_token_ids == expected
 
 
 @pytest.mark.parametrize(

@@ -58,16 +58,6 @@ def test_greedy_completions_equal_those_of_a_dense_model_with_windows(windowed, 
     assert output.outputs[0].token_ids == dense.continue_(prompt, 48 - 30)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("windows", [(), (3, 5)], ids=str)
-def test_completions_in_an_engine_of_default_sizes_equal_the_dense_ones(windows):
-    model = tiny_model(replace(CONFIG, sliding_windows=windows))
-    dense = DenseOracle(model)
-    sizes = dict(num_pages=None, max_num_seqs=8, max_model_len=None, max_num_batched_tokens=2048)
-    wanted = [dense.continue_(prompt, NEW) for prompt in PROMPTS]
-    assert tokens_of(generate(model, PROMPTS, **sizes)) == wanted
-
-
 def test_texts_are_encoded_once_and_come_out_as_texts(windowed, tmp_path, monkeypatch):
     save_byte_tokenizer(tmp_path, max_length=64)
     prompts, tokenizer, encoded = ["one", "two, three"], Tokenizer(tmp_path), []
@@ -99,7 +89,7 @@ def test_bad_arguments_are_refused(model, prompts, config, message):
         generate(model, prompts, **config)
 
 
-def test_models_of_equal_sizes_are_one_model_and_others_are_not(model):
+def test_models_of_equal_sizes_are_one_model_with_the_sizes_and_windows_of_the_decoder(model):
     ours, params = engine_model(model)
     other, other_params = engine_model(Decoder(CONFIG, rngs=nnx.Rngs(1)))
     assert other is ours and hash(other) == hash(ours)
@@ -107,15 +97,11 @@ def test_models_of_equal_sizes_are_one_model_and_others_are_not(model):
     half = Decoder(CONFIG, dtype="bfloat16", rngs=nnx.Rngs(0))
     with_eos = Decoder(replace(CONFIG, eos_token_ids=(3,)), rngs=nnx.Rngs(0))
     assert len({ours, engine_model(half)[0], engine_model(with_eos)[0]}) == 3
-
-
-def test_model_of_the_engine_has_the_sizes_windows_scales_and_ends_of_the_decoder():
     given = dict(sliding_windows=(3, None), k_scales=(1.0, 2.0), v_scales=(3.0, 4.0))
     config = replace(CONFIG, eos_token_ids=(3, 5), **given)
     model, _ = engine_model(Decoder(config, dtype="bfloat16", rngs=nnx.Rngs(0)))
-    assert model.kv_cache_spec == KVCacheSpec(
-        num_layers=2, num_kv_heads=2, head_dim=16, dtype="bfloat16", **given
-    )
+    sizes = dict(num_layers=2, num_kv_heads=2, head_dim=16)
+    assert model.kv_cache_spec == KVCacheSpec(**sizes, dtype="bfloat16", **given)
     assert (model.vocab_size, model.max_model_len, model.eos_token_ids) == (40, 64, (3, 5))
 
 

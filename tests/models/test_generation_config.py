@@ -37,17 +37,11 @@ def test_sampling_defaults_are_those_of_the_file(tmp_path, contents, expected):
     assert sampling_defaults(write(tmp_path, contents)) == expected
 
 
-@pytest.mark.parametrize(
-    ("contents", "stop"),
-    [
-        ({}, {}),
-        ({"stop_strings": ["x", "y"]}, {"stop": ["x", "y"]}),
-        ({"chat_stop_strings": "z"}, {"stop": "z"}),
-    ],
-)
-def test_answers_end_at_stop_texts_and_at_the_end_of_the_tokenizer(tmp_path, contents, stop):
+@pytest.mark.parametrize("name", ["", "stop_strings", "chat_stop_strings"])
+def test_answers_end_at_stop_texts_and_at_the_end_of_the_tokenizer(tmp_path, name):
     save_chat_folder(tmp_path, "turns")
-    write(tmp_path, {"top_p": 0.5} | contents)
+    write(tmp_path, {"top_p": 0.5} | ({name: ["x", "y"]} if name else {}))
+    stop = {"stop": ["x", "y"]} if name else {}
     tokenizer, config = Tokenizer(tmp_path), replace(CONFIG, vocab_size=300)
 
     def defaults(**values):

@@ -43,7 +43,6 @@ def engine_of(decoder, **sizes):
 
 @pytest.fixture(scope="module", params=["int8", "fp8 calibrated", *slow(["fp8"])])
 def quantized(request, model):
-    """A model, the dtype of its cache, and the largest error of its log-probabilities."""
     kv_cache_dtype, *brings_scales = request.param.split()
     decoder = tiny_model(CALIBRATED) if brings_scales else model
     return decoder, kv_cache_dtype, ERRORS[request.param]
@@ -98,11 +97,6 @@ def alone(quantized):
     model, kv_cache_dtype, _ = quantized
     engine = engine_of(model, kv_cache_dtype=kv_cache_dtype, enable_prefix_caching=False)
     return [tokens_of(serve(engine, [prompt], GREEDY))[0] for prompt in PROMPTS]
-
-
-def test_most_tokens_equal_those_of_an_unquantized_cache(alone, oracle):
-    exact = [oracle.continue_(prompt, NEW) for prompt in PROMPTS]
-    assert np.mean(np.equal(alone, exact)) > 0.6
 
 
 def test_tokens_do_not_depend_on_other_requests(quantized, alone):

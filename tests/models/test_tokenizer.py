@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models, normalizers, processors
+from tokenizers.processors import TemplateProcessing
 
 from models.tokenizer import Tokenizer, save_byte_tokenizer
+from tests.support.word_tokenizers import sentencepiece
 
 TEXT = "ROMEO:\n\tÀ bientôt, 子曰: “¿qué?” 🎭\x00  twice"
 
@@ -24,52 +25,36 @@ def byte_level(byte_folder):
 
 
 @pytest.fixture(scope="module")
-def sentencepiece(tmp_path_factory):
-    """Like Llama 2's: an underscore marks words, unknown characters are bytes, a BOS is first."""
-    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    words += ["▁", "a", "b", "▁a", "▁b", "ab", "▁ab"]
-    merges = [("▁", "a"), ("▁", "b"), ("a", "b"), ("▁a", "b")]
-    vocab = {word: index for index, word in enumerate(words)}
-    inner = tokenizers.Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True)
-    )
-    inner.add_special_tokens(["<unk>", "<s>", "</s>"])
-    prepend, mark = normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
-    inner.normalizer = normalizers.Sequence([prepend, mark])
-    strip = decoders.Strip(content=" ", left=1, right=0)
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
-    inner.decoder = decoders.Sequence(parts)
-    bos = [("<s>", 1)]
-    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=bos)
-    folder = tmp_path_factory.mktemp("sentencepiece")
+def llama2(tmp_path_factory):
+    """A BOS is first."""
+    inner, bos = sentencepiece("<s>", "</s>"), [("<s>", 1)]
+    inner.post_processor = TemplateProcessing(single="<s> $A", special_tokens=bos)
+    folder = tmp_path_factory.mktemp("llama2")
     inner.save(str(folder / "tokenizer.json"))
     return Tokenizer(folder)
 
 
-def test_byte_ids_are_the_bytes(byte_level):
+def test_byte_ids_are_the_bytes_and_single_tokens_have_bytes(byte_level, llama2):
     assert byte_level.vocab_size == 256
     assert byte_level.encode(TEXT) == list(TEXT.encode())
     assert byte_level.decode(list(TEXT.encode())) == TEXT
     assert byte_level.encode("") == []
     for byte in range(256):
         assert byte_level.decode([byte]) == bytes([byte]).decode(errors="replace")
-
-
-def test_bytes_of_single_tokens(byte_level, sentencepiece):
     assert b"".join(byte_level.token_bytes(byte) for byte in range(256)) == bytes(range(256))
     assert byte_level.token_bytes(256) == b""
-    tokens = sentencepiece.encode("ab \u00c0")
-    assert b"".join(map(sentencepiece.token_bytes, tokens)) == "<s> ab \u00c0".encode()
+    tokens = llama2.encode("ab \u00c0")
+    assert b"".join(map(llama2.token_bytes, tokens)) == "<s> ab \u00c0".encode()
 
 
-def test_bos_is_added_and_left_out_of_the_text(sentencepiece):
-    ids = sentencepiece.encode("ab b")
-    assert [token_id for token_id in ids if sentencepiece.is_special(token_id)] == [1] == ids[:1]
-    assert sentencepiece.decode(ids) == "ab b"
-    assert sentencepiece.encode("ab b", add_special_tokens=False) == ids[1:]
+def test_bos_is_added_and_left_out_of_the_text(llama2):
+    ids = llama2.encode("ab b")
+    assert [token_id for token_id in ids if llama2.is_special(token_id)] == [1] == ids[:1]
+    assert llama2.decode(ids) == "ab b"
+    assert llama2.encode("ab b", add_special_tokens=False) == ids[1:]
     # Names of special tokens in a text are those tokens.
-    assert sentencepiece.encode("<s>ab b", add_special_tokens=False).count(1) == 1
-    assert sentencepiece.encode("<s>ab b").count(1) == 2
+    assert llama2.encode("<s>ab b", add_special_tokens=False).count(1) == 1
+    assert llama2.encode("<s>ab b").count(1) == 2
 
 
 def test_settings_of_a_training_run_do_not_change_a_prompt(byte_folder, tmp_path):

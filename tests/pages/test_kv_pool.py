@@ -12,6 +12,7 @@ import pytest
 
 import pallas_paged as pp
 from tests.support.kv_pools import pool_bytes
+from tests.support.lowering import few_with_every_level, named, pairwise
 from tests.support.marks import slow
 from tests.support.page_layouts import LAYOUTS, layer_in_layout
 from tests.support.page_tables import INT32_MAX, INT32_MIN, assert_same, copy_pages, i32, jitted
@@ -36,7 +37,6 @@ def create(num_layers=2, dtype="float32", **more):
 
 
 def options_of(stored, num_layers=2):
-    """Keywords of `create_kv_pool`."""
     scales = STORED[stored].get("scales", ())
     lists = zip(("k_scales", "v_scales"), ([x] * num_layers for x in scales), strict=False)
     return dict(dtype=STORED[stored]["dtype"], num_layers=num_layers, **dict(lists))
@@ -121,7 +121,6 @@ def test_create_refuses(changes, message):
 
 
 def written_by_numpy(layer, k, v, slots):
-    """The layer with the tokens."""
     held = (slots >= 0) & (slots < P * N)
 
     def write(x, tokens):
@@ -181,36 +180,14 @@ def write_and_copy(layer, k, v, slots, copies):
     return layer, pp.copy_pages(pp.KVPool(layers=(layer, layer)), copies)
 
 
-WRITTEN = [
-    ("HPND", "float32", "float32"),
-    ("HPND", "int8", "bfloat16"),
-    ("HPND", "float8_e4m3fn", "float16"),
-    ("HPND", "int8 of one scale", "float32"),
-    ("HPND", "bfloat16", "float32"),
-    ("NHD", "float16", "float32"),
-    ("NHD", "int8", "float32"),
-    ("HND", "float32", "bfloat16"),
-    ("HND", "float8_e4m3fn", "float32"),
-    ("2NHD", "int8", "float16"),
-    ("2NHD", "bfloat16", "bfloat16"),
-    ("NH2D", "float8_e4m3fn of one scale", "bfloat16"),
-    ("NH2D", "int8", "float32"),
-    ("NH2D", "float16", "float16"),
-]
+TOKENS = ["float32", "bfloat16", "float16"]
+WRITTEN = pairwise(kv_layout=["HPND"], stored=[*STORED], tokens=TOKENS[:1])
+OTHERS = pairwise(kv_layout=LAYOUTS, stored=[*STORED], tokens=TOKENS)
 
 
-@pytest.mark.parametrize(
-    ("kv_layout", "stored", "tokens_dtype"),
-    [
-        *WRITTEN,
-        *slow(
-            x
-            for x in itertools.product(LAYOUTS, STORED, ["float32", "bfloat16", "float16"])
-            if x not in WRITTEN
-        ),
-    ],
-)
-def test_writes_and_copies_equal_numpy_and_touch_nothing_else(kv_layout, stored, tokens_dtype):
+@pytest.mark.parametrize("row", [*WRITTEN, *few_with_every_level(OTHERS)], ids=named)
+def test_writes_and_copies_equal_numpy_and_touch_nothing_else(row):
+    kv_layout, stored, tokens_dtype = row.values()
     plain = random_layer(**STORED[stored])
     layer = pp.LayerKV(**layer_in_layout(kv_layout, plain), kv_layout=kv_layout)
     rng = np.random.default_rng(1)
@@ -286,20 +263,14 @@ BIG = dict(num_pages=4096, num_kv_heads=2, page_size=16, head_dim=64)
 
 @pytest.mark.smoke
 def test_a_layer_goes_through_jit_loops_and_donation_in_place():
-    def write(layer, tokens, i):
-        token = jnp.asarray(tokens)[i]
-        return pp.write_kv(layer, token, -token, i[None])
-
     def scan_and_loop(layer, tokens):
-        slots = np.arange(4, dtype=np.int32)
-        layer, _ = jax.lax.scan(lambda layer, i: (write(layer, tokens, i), None), layer, slots)
-
-        def step(carry):
+        def step(carry, _=None):
             layer, i = carry
-            return write(layer, tokens, i), i + 1
+            token = jnp.asarray(tokens)[i]
+            return (pp.write_kv(layer, token, -token, i[None]), i + 1), None
 
-        carry = layer, jnp.int32(4)
-        return jax.lax.while_loop(lambda carry: carry[1] < 8, step, carry)[0]
+        carry, _ = jax.lax.scan(step, (layer, jnp.int32(0)), length=4)
+        return jax.lax.while_loop(lambda x: x[1] < 8, lambda x: step(x)[0], carry)[0]
 
     run = jax.jit(scan_and_loop, donate_argnums=0)
     layer = jax.tree.map(np.zeros_like, random_layer("int8"))
@@ -315,11 +286,6 @@ def test_a_layer_goes_through_jit_loops_and_donation_in_place():
     [big] = jax.eval_shape(lambda: create(1, "int8", **BIG)).layers
     lowered = run.lower(big, jax.ShapeDtypeStruct((8, 1, 2, 64), jnp.float32))
     assert lowered.compile().memory_analysis().temp_size_in_bytes < pool_bytes(big) // 100
-
-
-def test_no_tokens_are_written():
-    layer, none = random_layer("float32"), np.zeros((0, H, D), np.float32)
-    assert_same(jitted_write(layer, none, none, i32()), layer)
 
 
 def test_a_layer_is_checked_when_it_is_made_and_when_it_is_used():
@@ -395,15 +361,13 @@ def test_write_kv_refuses(changes, message):
         pp.write_kv(pp.LayerKV(**layer), **call)
 
 
-def test_write_kv_takes_a_layer_only():
+def test_write_kv_takes_a_layer_only_and_copy_pages_a_pool_with_copies_of_int32():
     layer, tokens = random_layer("float32"), zeros(1, H, D)
     for other in (pp.KVPool(layers=(layer,)), None, layer.k_pages):
         message = f"^layer must be a LayerKV, got {type(other).__name__}"
         with pytest.raises(ValueError, match=message):
             pp.write_kv(other, tokens, tokens, i32(0))
-
-
-def test_copy_pages_refuses():
+    assert_same(jitted_write(layer, tokens[:0], tokens[:0], i32()), layer)
     pool = pp.KVPool(layers=(random_layer("float32"),))
     good = pp.PageCopies(src_pages=i32(0), dst_pages=i32(1))
     for name in ("src_pages", "dst_pages"):

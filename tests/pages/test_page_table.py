@@ -25,23 +25,21 @@ from tests.support.page_tables import (
     retain,
     slot_mapping,
 )
-from tests.support.promotion import assert_is_strict, strict_promotion
 
 
-def test_the_functions_here_run_under_strict_promotion():
-    with strict_promotion():
-        assert_is_strict()
-    with pytest.raises(ValueError, match="promotion"):
-        jitted(lambda x, y: x + y)(np.float32([1]), i32(1))
-
-
-def test_created_table_is_empty_and_sound():
+def test_a_created_table_is_empty_and_may_have_the_largest_sizes():
     table = make_table(num_pages=5, page_size=2, max_seqs=3, pages_per_seq=2)
     pp.check_page_table(table)
     assert (table.num_pages, table.max_seqs, table.pages_per_seq) == (5, 3, 2)
     assert table.num_free == 5 and np.all(table.block_tables == 5)
     assert table.free_pages.tolist() == [4, 3, 2, 1, 0]
     assert [leaf.dtype for leaf in jax.tree.leaves(table)] == [jnp.int32] * 5
+    validate_pool_size(INT32_MAX - 1, 1)
+    with pytest.raises(ValueError, match=r"page_size=1 \+ 1 must be at most"):
+        validate_pool_size(INT32_MAX, 1)
+    one = dict(num_pages=8, page_size=1, max_seqs=1, pages_per_seq=1)
+    for sizes in (one | dict(pages_per_seq=INT32_MAX), one | dict(max_seqs=INT32_MAX)):
+        jax.eval_shape(lambda sizes=sizes: pp.create_page_table(**sizes))
 
 
 @pytest.mark.parametrize(
@@ -65,15 +63,6 @@ def test_create_refuses(sizes, message):
         jax.eval_shape(lambda: pp.create_page_table(**sizes))
 
 
-def test_the_largest_sizes_are_allowed():
-    validate_pool_size(INT32_MAX - 1, 1)
-    with pytest.raises(ValueError, match=r"page_size=1 \+ 1 must be at most"):
-        validate_pool_size(INT32_MAX, 1)
-    one = dict(num_pages=8, page_size=1, max_seqs=1, pages_per_seq=1)
-    for sizes in (one | dict(pages_per_seq=INT32_MAX), one | dict(max_seqs=INT32_MAX)):
-        jax.eval_shape(lambda sizes=sizes: pp.create_page_table(**sizes))
-
-
 @pytest.mark.smoke
 def test_extend_and_fork_take_pages_in_order():
     table, ok = extend(make_table(), i32(6, 0, 4, 0))
@@ -87,35 +76,13 @@ def test_extend_and_fork_take_pages_in_order():
     pp.check_page_table(table)
 
 
-@pytest.mark.parametrize("bound", [1, 4, 5, 1000])
-def test_max_new_tokens_bounds_requests_and_not_results(bound):
-    for held in range(5):
-        table = extended([held, 0, 0, 0])
-        wanted = i32(min(bound, 16 - held), 0, 0, 0)
-        bounded, ok = extend(table, wanted, max_new_tokens=bound)
-        assert np.all(ok)
-        assert_same(bounded, extend(table, wanted)[0])
-        after, ok = extend(table, i32(0, bound + 1, 0, 0), max_new_tokens=bound)
-        assert ok.tolist() == [True, False, True, True]
-        assert_same(table, after)
-
-
-def test_page_released_too_often_is_freed_once():
-    table, _ = retain(extended([4, 0, 0, 0]), i32(0))
-    table = release(table, i32(0, 0, 0))
-    assert table.num_free == 8 and table.ref_counts[0] == 0
-
-
-def test_slot_mapping():
+def test_slots_of_rows_and_positions_outside_are_none_and_the_largest_do_not_overflow():
     table = free_before(extended([10, 0, 3, 2]), i32(8, 0, 0, 0))
     assert slot_mapping(table, i32(0, 0, 2, 2), i32(8, 9, 0, 2)).tolist() == [8, 9, 12, 14]
     # Dropped positions, then rows and positions outside the table.
     rows = i32(0, 0, 0, 0, 1, -1, -4, 4, INT32_MAX, INT32_MIN, 2, 2, 2)
     positions = i32(0, 7, 10, -1, 0, 0, 0, 0, 0, 0, INT32_MAX, INT32_MIN, 3)
     assert np.all(slot_mapping(table, rows, positions) == 32)
-
-
-def test_slots_of_the_largest_pool_do_not_overflow():
     num_pages = 2**23 - 1
     pages = np.zeros(num_pages, np.int32)
     largest = pp.PageTable(
@@ -127,9 +94,11 @@ def test_slots_of_the_largest_pool_do_not_overflow():
 
 
 @pytest.mark.parametrize("none", [i32(), []], ids=["arrays", "lists"])
-def test_calls_without_entries_change_nothing(none):
+def test_calls_without_entries_change_nothing_and_pages_are_freed_once(none):
     """A prefix cache answers with empty lists, which have no integer dtype."""
     table = extended([4, 0, 0, 0])
+    released = release(retain(table, i32(0))[0], i32(0, 0, 0))
+    assert released.num_free == 8 and released.ref_counts[0] == 0  # once, and not too often
 
     def call_all(table):
         table, _, forked = pp.fork(table, none, none)
@@ -189,9 +158,8 @@ OPERATIONS = {
 
 def test_operations_only_scatter_into_the_pool_and_in_place():
     num_pages = 1_000_003
-    table = jax.eval_shape(
-        lambda: pp.create_page_table(num_pages=num_pages, page_size=4, max_seqs=8, pages_per_seq=16)
-    )
+    sizes = dict(num_pages=num_pages, page_size=4, max_seqs=8, pages_per_seq=16)
+    table = jax.eval_shape(lambda: pp.create_page_table(**sizes))
     rows = jax.ShapeDtypeStruct((8,), jnp.int32)
     for name, operation in OPERATIONS.items():
         names = writers(jax.jit(operation).trace(table, rows).jaxpr.jaxpr, num_pages)
@@ -207,16 +175,13 @@ def test_operations_only_scatter_into_the_pool_and_in_place():
     assert memory.temp_size_in_bytes < 4 * num_pages // 100
 
 
-def test_decode_loop_ends_when_pages_run_out():
+def test_a_decode_loop_ends_when_pages_run_out_but_not_with_a_window():
     traced = jax.jit(chex.assert_max_traces(decode, n=1), donate_argnums=0)
     for active, expected in [([1, 1, 1, 0], [12, 12, 8, 0]), ([1, 0, 0, 0], [16, 0, 0, 0])]:
         table = traced(make_table(), np.array(active, bool))
         assert table.seq_lens.tolist() == expected
         pp.check_page_table(table)
-
-
-def test_decode_loop_with_a_window_needs_no_more_pages():
-    """A window of 5 tokens is in at most 3 pages of 4, the one with the next token included."""
+    # A window of 5 tokens is in at most 3 pages of 4, the one with the next token included.
     table = make_table(num_pages=6, pages_per_seq=100)
     loop = jax.jit(decode, static_argnums=2, donate_argnums=0)
     table = loop(table, np.array([True, True, False, False]), 5)
@@ -290,12 +255,8 @@ def test_verbs_take_a_table_only(call):
     ("value", "rule"),
     [
         ("1234", "='1234' must be an array"),
-        (["a"] * 4, "=['a', 'a', 'a', 'a'] must be an array"),
-        ([[1, 2], [3]], "=[[1, 2], [3]] must be an array"),
         ([[0.5]] * 4, " must be int32[4], got float32[4, 1]"),
-        (1.5, " must be int32[4], got float32[]"),
         (np.ones(4, np.int64), " must be int32[4], got int64[4]"),
-        ([2**40, 0], "=[1099511627776, 0] must hold integers of int32"),
         ([-(2**31) - 1], "=[-2147483649] must hold integers of int32"),
         (2**31, "=2147483648 must hold integers of int32"),
         ([10**400], "=[1"),
@@ -305,13 +266,11 @@ def test_other_values_than_int32_arrays_are_named(value, rule):
     assert_refused(f"num_new_tokens{rule}", pp.extend, value)
 
 
-@pytest.mark.parametrize(
-    ("call", "name"), [(pp.extend, "max_new_tokens"), (pp.free_before, "max_pages")]
-)
 @pytest.mark.parametrize("bound", [0, -1, 2.0, True])
-def test_bounds_of_the_work_must_be_positive_integers(call, name, bound):
-    message = f"{name}={bound} must be a positive integer"
-    assert_refused(message, call, i32(0, 0, 0, 0), **{name: bound})
+def test_bounds_of_the_work_must_be_positive_integers(bound):
+    for call, name in ((pp.extend, "max_new_tokens"), (pp.free_before, "max_pages")):
+        message = f"{name}={bound} must be a positive integer"
+        assert_refused(message, call, i32(0, 0, 0, 0), **{name: bound})
 
 
 def test_lists_are_accepted():

@@ -30,6 +30,7 @@ prefix = st.builds(lambda row, last: [(row, b) for b in range(last + 1)], row, b
 held_pages = st.lists(retained, max_size=3, unique=True)
 page_lists = st.lists(some_page, max_size=MAX_ATTACHED) | held_pages | prefix
 attachment = st.tuples(row_or_not | st.just("empty"), page_lists)
+few_pages = st.sampled_from([None, 1, 2])
 
 
 def per_row(values):
@@ -42,11 +43,7 @@ steps = st.one_of(
     st.tuples(st.just("fork"), pairs),
     st.tuples(st.just("truncate"), per_row(st.integers(-1, 6) | odd)),
     st.tuples(st.just("free"), per_row(st.sampled_from([False, False, True]))),
-    st.tuples(
-        st.just("free_before"),
-        per_row(st.integers(0, 17) | odd),
-        st.sampled_from([None, 1, 2]),
-    ),
+    st.tuples(st.just("free_before"), per_row(st.integers(0, 17) | odd), few_pages),
     st.tuples(st.just("retain"), prefix | st.lists(some_page, max_size=NUM_PAGES)),
     st.tuples(st.just("release"), st.lists(st.integers(0, 6), max_size=NUM_PAGES, unique=True)),
     st.tuples(st.just("attach"), st.lists(attachment, max_size=NUM_ATTACHED)),
@@ -146,7 +143,6 @@ class Simulation:
         return ok, self.oracle.attach(rows, names)
 
     def page_and_name(self, choice):
-        """The chosen page, and its name for the oracle."""
         kind, index = choice
         if kind == "retained" and index < len(self.retained):
             return self.retained[index], self.oracle.retained[index]

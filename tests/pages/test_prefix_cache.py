@@ -26,11 +26,7 @@ def filled(tokens=range(12)):
 def counted():
     """A cache, and the tokens of all pages that it has hashed."""
     calls = []
-
-    def hash_page(parent, tokens):
-        calls.append(tokens)
-        return hash((parent, tokens))
-
+    hash_page = lambda parent, tokens: calls.append(tokens) or hash((parent, tokens))  # noqa: E731
     return pp.PrefixCache(page_size=4, hash_page=hash_page), calls
 
 
@@ -113,12 +109,10 @@ def test_insert_refuses_and_changes_nothing(tokens, pages, message):
     assert cache.insert(lease, list(range(12)), [0, 1, 7]) == [7]
 
 
-def test_lease_ends_once():
+def test_a_lease_ends_once_and_numbers_out_of_range_are_refused():
     cache = filled()
     lease = cache.lookup(list(range(9)))
-    with pytest.raises(
-        ValueError, match=r"PrefixLease\(pages=\(0, 1\), num_tokens=8\) must be of this"
-    ):
+    with pytest.raises(ValueError, match=r"PrefixLease\(pages=\(0, 1\), num_tokens=8\) must be of"):
         filled().release(lease)
     cache.release(lease)
     with pytest.raises(ValueError, match="not yet released"):
@@ -126,6 +120,14 @@ def test_lease_ends_once():
     with pytest.raises(ValueError, match="not yet released"):
         cache.insert(lease, list(range(12)), [0, 1, 2])
     assert cache.num_evictable == 3
+    cache = filled()
+    with pytest.raises(ValueError, match="page_size=0 must be a positive integer"):
+        pp.PrefixCache(page_size=0)
+    with pytest.raises(ValueError, match="max_tokens=-1 must not be negative"):
+        cache.lookup([1, 2], max_tokens=-1)
+    with pytest.raises(ValueError, match="num_pages=-1 must not be negative"):
+        cache.evict(-1)
+    assert (cache.num_query_tokens, len(cache)) == (12, 3)
 
 
 tokens_of = st.lists(st.integers(0, 1), max_size=9)
@@ -176,12 +178,10 @@ class Simulation:
             assert new == self.oracle.insert(expected, tokens, given)
             self.num_inserted_pages += len(new)
             if blocks:
-                assert self.cache.num_cached_pages(blocks) == len(
-                    self.oracle.cached_prefixes(tokens)
-                )
+                cached = self.oracle.cached_prefixes(tokens)
+                assert self.cache.num_cached_pages(blocks) == len(cached)
 
     def restart(self, index):
-        """Ends a sequence and starts it again, as after preemption."""
         if self.sequences:
             _, _, tokens, _, blocks = self.sequences[index % len(self.sequences)]
             self.end(index)
@@ -206,20 +206,19 @@ class Simulation:
         assert self.cache.num_inserted_pages == self.num_inserted_pages
 
 
-def often_collide(parent, tokens):
-    return (3 * parent + sum(tokens)) % 4
+HASHES = {
+    "good": chained_hash,
+    "often collides": lambda parent, tokens: (3 * parent + sum(tokens)) % 4,
+    "always collides": lambda parent, tokens: 7,
+}
 
 
-def always_collide(parent, tokens):
-    return 7
-
-
-@pytest.mark.parametrize("hash_page", [chained_hash, often_collide, always_collide])
+@pytest.mark.parametrize("name", HASHES)
 @pytest.mark.parametrize("page_size", [1, 3])
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(trace=st.lists(steps, min_size=5, max_size=40), keeps_blocks=st.booleans())
-def test_random_traces_agree_with_the_oracle(page_size, hash_page, trace, keeps_blocks):
-    simulation = Simulation(page_size, hash_page, keeps_blocks)
+def test_random_traces_agree_with_the_oracle(page_size, name, trace, keeps_blocks):
+    simulation = Simulation(page_size, HASHES[name], keeps_blocks)
     for name, *arguments in trace:
         getattr(simulation, name)(*arguments)
         simulation.compare()

@@ -65,7 +65,6 @@ def one_device(model: Any = NARROW, seed: int = 1) -> Engine:
 
 
 def results_of(request: Any) -> tuple[list, list]:
-    """Tokens, and log-probabilities of tokens and of the prompt."""
     logprobs = [x for output in request.outputs for x in output.logprobs or ()]
     logprobs += [x for x in request.prompt_logprobs or () if x is not None]
     found = [sorted((token, x.rank, x.logprob) for token, x in one.items()) for one in logprobs]
@@ -90,10 +89,8 @@ def loads(top_k: int) -> list[SamplingParams]:
 @pytest.mark.cpu_budget(8)  # compiles programs that later tests share
 def test_every_kind_of_request_gets_the_tokens_of_one_device(model, num_devices, top_k):
     alone, each = one_device(model), loads(top_k)
-    wanted = [
-        results_of(serve(alone, [prompt], load)[0])
-        for prompt, load in zip(PROMPTS, each, strict=True)
-    ]
+    pairs = zip(PROMPTS, each, strict=True)
+    wanted = [results_of(serve(alone, [prompt], load)[0]) for prompt, load in pairs]
     engine = mesh_engine(num_devices, model, modes=ANY if top_k else UNFILTERED)
     steps_of(engine, 4)
     requests = serve(engine, PROMPTS, each)
@@ -148,9 +145,7 @@ def test_weights_and_pools_are_replaced_where_they_are():
 
 
 @pytest.mark.parametrize("num_devices", [2, *slow([8])])
-@pytest.mark.parametrize(
-    "implementation", [name for name in implementations_here() if name != "xla"]
-)
+@pytest.mark.parametrize("implementation", [x for x in implementations_here() if x != "xla"])
 def test_kernels_partition_themselves_in_the_step(implementation, num_devices):
     model = MODEL if num_devices == 2 else WIDE
     engine = mesh_engine(num_devices, model, **raw.by(implementation), modes=GREEDY)
@@ -200,10 +195,8 @@ def test_a_step_gathers_neither_a_pool_nor_weights(num_devices, shape, implement
     assert {x.addressable_shards[0].data.shape[0] for x in pool} == {max(4 // num_devices, 1)}
     compiled = runner.executor.lower(runner.empty_batch(shape, SamplingMode())).compile()
     sent = r"= \(?(\w+)\[([\d,]*)\]\S* (?:all-gather|all-to-all|collective-permute)(?:-start)?\("
-    sizes = [
-        np.prod([int(size) for size in sizes.split(",") if size])
-        for _, sizes in re.findall(sent, compiled.as_text())
-    ]
+    shapes = [shape.split(",") for _, shape in re.findall(sent, compiled.as_text())]
+    sizes = [np.prod([int(size) for size in shape if size]) for shape in shapes]
     num_tokens = shape[0] + shape[1]
     weight = (WIDE.num_heads * WIDE.head_dim) ** 2  # of a layer's output projection, the smallest
     assert max(sizes, default=0) <= num_tokens * (WIDE.num_heads + 8) * WIDE.head_dim < weight

@@ -21,7 +21,7 @@ from models.generate import generate
 from models.sharding import config_on, repeat_kv_heads
 from pallas_paged.engine import SamplingParams
 from tests.support.checkpoint_reads import recorded_reads
-from tests.support.commands import SIZES, run_command, save_tiny_model
+from tests.support.commands import SIZES, run_command
 from tests.support.dense_oracle import CONFIG as TINY
 from tests.support.dense_oracle import DenseOracle, tiny_model
 from tests.support.devices import mesh
@@ -43,9 +43,7 @@ CONFIG = ModelConfig(
 )
 LLAMA = replace(CONFIG, qk_norm=False)  # which can be saved
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 23).astype(np.int32)
-COLLECTIVE = (
-    r"= (\S+) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\("
-)
+COLLECTIVE = r"= (\S+) (all-\w+|reduce-scatter|collective-\w+)(?:-start)?\("
 
 
 def random_decoder(config=CONFIG, dtype=np.float32):
@@ -58,15 +56,11 @@ def random_decoder(config=CONFIG, dtype=np.float32):
 
 def causal_attend(q, k, v, cache, *, sliding_window):
     window = None if sliding_window is None else (min(sliding_window, len(q)) - 1, 0)
-    out = jax.nn.dot_product_attention(
-        q[None], k[None], v[None], is_causal=True, local_window_size=window
-    )
-    return out[0], cache
+    how = dict(is_causal=True, local_window_size=window)
+    return jax.nn.dot_product_attention(q[None], k[None], v[None], **how)[0], cache
 
 
 def step_of(model):
-    """The logits of some tokens of a sequence, as a function of the weights."""
-
     def step(params):
         no_cache = (None,) * model.config.num_layers
         hidden, _ = model(params, TOKENS, np.arange(len(TOKENS)), causal_attend, no_cache)
@@ -118,10 +112,8 @@ def test_specs_of_the_weights(vocab_size, sharded):
     model, params = engine_model(random_decoder(replace(CONFIG, vocab_size=vocab_size)))
     vocabulary = PartitionSpec("tensor") if sharded else PartitionSpec()
     rows, columns = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
-    found = {
-        ".".join(map(str, path[-2:])): spec.get_value()
-        for path, spec in nnx.to_flat_state(model.param_specs(params))
-    }
+    specs = nnx.to_flat_state(model.param_specs(params))
+    found = {".".join(map(str, path[-2:])): spec.get_value() for path, spec in specs}
     norms = {key: PartitionSpec() for key in found if "norm" in key}
     assert len(norms) == 5
     assert found == norms | {
@@ -137,7 +129,7 @@ def test_specs_of_the_weights(vocab_size, sharded):
 
 
 @pytest.mark.parametrize("num_devices", [4, *slow([8])])
-def test_repeated_kv_heads_are_the_same_model(num_devices):
+def test_repeated_kv_heads_are_the_same_model_and_an_mlp_must_be_divisible(num_devices):
     decoder = random_decoder()
     assert repeat_kv_heads(decoder, 1) is repeat_kv_heads(decoder, 2) is decoder
     repeated = repeat_kv_heads(decoder, num_devices)
@@ -152,9 +144,6 @@ def test_repeated_kv_heads_are_the_same_model(num_devices):
         return engine_model(repeat_kv_heads(nnx.merge(model.graphdef, params), num_devices))[1]
 
     jax.tree.map(np.testing.assert_array_equal, repeat(params), other_params)
-
-
-def test_an_mlp_that_devices_can_not_share_is_refused():
     with pytest.raises(ValueError, match="intermediate_size=30 must be a multiple of num_devices"):
         repeat_kv_heads(random_decoder(replace(CONFIG, intermediate_size=30)), 4)
 
@@ -205,27 +194,10 @@ def test_other_axes_of_a_mesh_have_copies(tmp_path):
         load_checkpoint(tmp_path, mesh=Mesh(devices, ("data", "x")))
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("checkpoint"))
-
-
 @pytest.fixture
 def command(checkpoint, capsys):
     prompts = ("--prompt", "ROMEO:", "--prompt", "O", "--max-tokens", "9", "--temperature", "3")
     return lambda *args: run_command(checkpoint, capsys, *SIZES, *prompts, *args)
-
-
-@pytest.mark.slow
-def test_the_command_prints_the_same_texts_on_several_devices(command):
-    mesh(4)
-    (status, alone, _), (status_4, texts, err) = (
-        command("--seed", "3", *args)
-        for args in ([], ["--tensor-parallel", "2", "--data-parallel", "2"])
-    )
-    assert status == status_4 == 0
-    assert sorted(texts.split("===")) == sorted(alone.split("==="))  # as they end
-    assert f"; 4 x {jax.devices()[0].device_kind}" in err
 
 
 def test_the_command_loads_the_weights_onto_the_devices_of_its_engine(command, monkeypatch):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pallas_paged.decoder.peers import create_peers
 from pallas_paged.engine.logprobs import gather_logprobs
@@ -25,19 +27,15 @@ MODES = {
     "filters": SamplingMode(draws=True, filters=2),
     "logprobs": SamplingMode(logprobs=MAX_LOGPROBS),
     "processors": SamplingMode(draws=True, penalties=True, processors=True, logprobs=0),
-    "all": SamplingMode(
-        draws=True, filters=2, penalties=True, processors=True, logprobs=MAX_LOGPROBS
-    ),
 }
+MODES["all"] = replace(MODES["processors"], filters=2, logprobs=MAX_LOGPROBS)
 
 
 def inputs():
     rng = np.random.default_rng(0)
     logits = np.round(16 * rng.normal(size=(ROWS, VOCAB))).astype(np.float32) / 8  # with ties
-    counts = TokenCounts(
-        prompt=rng.random((ROWS, VOCAB)) < 0.1,
-        output=rng.poisson(0.1, (ROWS, VOCAB)).astype(np.int32),
-    )
+    prompt = rng.random((ROWS, VOCAB)) < 0.1
+    counts = TokenCounts(prompt=prompt, output=rng.poisson(0.1, (ROWS, VOCAB)).astype(np.int32))
     rows = metadata(
         ROWS,
         temperature=rng.choice([0, 0.5, 1, 1], ROWS),
@@ -70,19 +68,14 @@ def step_of(mode, num_devices):
 @pytest.mark.cpu_budget(6)  # all samplers in one program
 def test_devices_that_share_a_vocabulary_draw_the_same_and_send_few_bytes(name, num_devices):
     devices, arrays = mesh(num_devices), inputs()
-    specs = (PartitionSpec(None, "tensor"),) * 2 + (PartitionSpec(),) * 2
-    cut = [
-        jax.device_put(one, NamedSharding(devices, spec))
-        for one, spec in zip(arrays, specs, strict=True)
-    ]
+    of_logits, of_rows = (NamedSharding(devices, P(*spec)) for spec in ((None, "tensor"), ()))
+    sharded = jax.device_put(arrays, (of_logits, of_logits, of_rows, of_rows))
     step = step_of(MODES[name], num_devices)
-    compiled = step.lower(*cut).compile()
-    found, wanted = compiled(*cut), step_of(MODES[name], 1)(*arrays)
+    compiled = step.lower(*sharded).compile()
+    found, wanted = compiled(*sharded), step_of(MODES[name], 1)(*arrays)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), found, wanted)
-    program = compiled.as_text()
-    sent = re.findall(
-        r"= (\S+|\(.*?\)) (?:all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", program
-    )
+    sends = r"= (\S+|\(.*?\)) (?:all-\w+|collective-\w+|reduce-scatter)(?:-start)?\("
+    sent = re.findall(sends, compiled.as_text())
     sizes = [
         math.prod(map(int, filter(None, shape.split(","))))
         for shapes in sent

@@ -34,16 +34,13 @@ def usage(num_prompt, num_new):
     return numbers | {"prompt_tokens_details": {"cached_tokens": 0}}
 
 
-def test_a_chat_at_once(client):
+def test_a_chat_and_a_text_at_once(client):
     answer = client.post(CHAT, json=MESSAGES | BIASED | {"stop_token_ids": [65]}).json()
     message = {"role": "assistant", "content": "", "refusal": None}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
     choice |= {"stop_reason": 65, "token_ids": [65]}
     head = {"object": "chat.completion", "model": "small", "system_fingerprint": None}
     assert without_id(answer) == head | {"choices": [choice], "usage": usage(10, 1)}
-
-
-def test_a_text_at_once(client):
     answer = client.post(TEXT, json=BIASED | {"prompt": "é", "echo": True, "max_tokens": 2})
     assert answer.headers["content-type"] == "application/json"
     assert "éAA".encode() in answer.content
@@ -117,10 +114,8 @@ def test_outputs_without_news_are_no_events(service):
     assert echo.delta(0, prompt, nothing, is_first=True)["text"] == "p"
     later = echo.delta(0, prompt, news[0], is_first=False)
     assert later["text"] == "t" and "prompt_token_ids" not in later
-    assert (
-        not {"token_ids", "prompt_token_ids"}
-        & text().delta(0, prompt, news[0], is_first=True).keys()
-    )
+    plain = text().delta(0, prompt, news[0], is_first=True)
+    assert not {"token_ids", "prompt_token_ids"} & plain.keys()
     # The possible beginning of a stop text has log-probabilities, but no text yet.
     held = CompletionOutput(index=0, token_ids=[65], logprobs=[{65: Logprob(-1.0, 1)}])
     assert chat(logprobs=True).delta(0, prompt, held, is_first=False)["logprobs"]["content"]

@@ -6,8 +6,6 @@ import json
 
 import pytest
 
-from tests.support.servers import expected_text
-
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 JSON = {"content-type": "application/json"}
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -18,9 +16,7 @@ OF_TEXTS = [
     ({"prompt": []}, "prompt must be", "prompt"),
     ({"prompt": [[]]}, "the prompt is empty", None),
     ({"prompt": ["x", 5]}, "prompt must be", "prompt"),
-    ({"prompt": [True]}, "prompt must be", "prompt"),
     ({"prompt": [256]}, "prompt must have token ids in 0..255, not 256", "prompt"),
-    ({"prompt": [[1, -1]]}, "token ids in 0..255, not -1", "prompt"),
     ({"prompt": [[1, True]]}, "token ids in 0..255, not True", "prompt"),
     ({"prompt": [10**400]}, "token ids in 0..255, not 1", "prompt"),
     ({"prompt": "\ud800"}, "valid Unicode", None),
@@ -29,7 +25,6 @@ OF_TEXTS = [
     ({"max_tokens": -1}, "max_tokens=-1", "max_tokens"),
     ({"max_tokens": 1.5}, "max_tokens must be an integer", "max_tokens"),
     ({"temperature": "hot"}, "temperature='hot'", "temperature"),
-    ({"temperature": True}, "temperature=True", "temperature"),
     ({"n": 129}, "n=129 must be at most 128", "n"),
     ({"best_of": 129}, "best_of=129 must be at most 128", "best_of"),
     ({"best_of": 1, "n": 2}, "best_of=1", "best_of"),
@@ -104,19 +99,6 @@ def test_bad_fields(client, path, valid, rows):
         body = json.dumps(valid | {"max_tokens": 2} | fields)
         answer = client.post(path, content=body, headers=JSON)
         assert (check_error(answer, 400, words)["param"]) == param, fields
-
-
-def test_a_prompt_beyond_the_context_has_the_code_of_openai(client):
-    for path, fields in ((TEXT, {"prompt": "x" * 256}), (CHAT, {"messages": MESSAGES})):
-        answer = client.post(path, json=fields | {"max_tokens": 255})
-        assert check_error(answer, 400, "256")["code"] == "context_length_exceeded"
-
-
-def test_null_is_as_good_as_no_field(client):
-    names = ["stop", "n", "seed", "logprobs", "stream", "stream_options", "user", "suffix", "echo"]
-    fields = {"prompt": "x", "max_tokens": 4, "temperature": 0} | dict.fromkeys(names)
-    answer = client.post(TEXT, json=fields).json()
-    assert answer["choices"][0]["text"] == expected_text("x", 4)
 
 
 def test_other_paths_methods_models_and_types(client, server):

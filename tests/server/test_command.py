@@ -24,16 +24,11 @@ from models.server import command, start
 from models.server.config import ServerConfig
 from models.server.process import listen
 from pallas_paged.engine import SamplingParams
-from tests.support.commands import CONFIG, save_tiny_model
+from tests.support.commands import CONFIG
 
 ROOT = Path(__file__).parents[2]
 PIPES = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 SIZES = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--implementation", "xla"]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture
@@ -108,8 +103,7 @@ def run(capsys, *args):
 def test_errors_of_the_user_are_one_line(capsys, checkpoint, tmp_path, monkeypatch, signals):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        status = command.main(["--port", str(port)])
-        err = capsys.readouterr().err
+        status, err = run(capsys, "--port", str(port))
     assert status == 2 and err.startswith("error: ") and f"127.0.0.1:{port}" in err
     with listen("127.0.0.1", 0) as bound:  # at once again after an end
         assert bound.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 
 import pytest
+import tokenizers
 from starlette.requests import Request
 from starlette.testclient import TestClient
+from tokenizers.processors import TemplateProcessing
 
 from models.server import body
 from models.server.app import create_app
@@ -124,6 +125,8 @@ def test_fields_become_parameters(service):
 
     base = dict(temperature=0.5, top_k=3, stop="D", stop_token_ids=[7], max_tokens=16)
     assert completion() == SamplingParams(**base)
+    names = ("stop", "n", "seed", "logprobs", "stream", "stream_options", "user", "suffix", "echo")
+    assert completion(**dict.fromkeys(names)) == SamplingParams(**base)  # of null
     names = dict(n=2, best_of=3, length_penalty=2.0, min_tokens=1, temperature=0.0, top_k=5)
     names |= dict(top_p=0.5, min_p=0.25, presence_penalty=1.0, frequency_penalty=-1.0, seed=5)
     names |= dict(repetition_penalty=1.5, ignore_eos=True, max_tokens=4, logprobs=2)
@@ -133,9 +136,8 @@ def test_fields_become_parameters(service):
     assert completion(logit_bias={"5": 1}).logit_bias == ((5, 1),)
     assert completion(echo=True, logprobs=3).prompt_logprobs == 3
     assert completion(echo=True).prompt_logprobs is None
-    assert completion(stop="E", stop_token_ids=[8]) == SamplingParams(
-        **base | {"stop": ["D", "E"], "stop_token_ids": [7, 8]}
-    )
+    both = base | {"stop": ["D", "E"], "stop_token_ids": [7, 8]}
+    assert completion(stop="E", stop_token_ids=[8]) == SamplingParams(**both)
     assert chat() == SamplingParams(stop=["A", "B"])
     assert chat(stop=["C"], temperature=0.25).stop == ("A", "B", "C")
     assert chat(max_tokens=5).max_tokens == chat(max_completion_tokens=5).max_tokens == 5
@@ -168,9 +170,10 @@ def test_fields_become_calls(service):
     assert call.stream and call.include_usage and call.num_prompts == 1
     assert call.num_characters > len(str(MESSAGES))
     assert bytes(call.encode()[0].token_ids) == b"[user] x\n[assistant] "
-    heads = [call.answer.head, parsed(parse_completion, service, prompt="x").answer.head]
-    for head, kind, prefix in zip(
-        heads, ("chat.completion", "text_completion"), ("chatcmpl-", "cmpl-"), strict=True
+    text = parsed(parse_completion, service, prompt="x")
+    for head, kind, prefix in (
+        (call.answer.head, "chat.completion", "chatcmpl-"),
+        (text.answer.head, "text_completion", "cmpl-"),
     ):
         assert head.pop("id").startswith(prefix) and abs(head.pop("created") - time.time()) < 60
         assert head == {"object": kind, "model": "small", "system_fingerprint": None}
@@ -199,17 +202,11 @@ def test_fields_that_the_template_renders(service):
 
 def test_texts_have_special_tokens_but_rendered_ones_have_not(tmp_path):
     """`tokenizer.json` may add some to each text, which a template writes itself."""
-    made = make_service(tmp_path)
+    make_service(tmp_path)
     path = tmp_path / "tokenizer.json"
-    settings = json.loads(path.read_text())
-    single = [{"SpecialToken": {"id": "!", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    settings["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": single,
-        "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {"!": {"id": "!", "ids": [33], "tokens": ["!"]}},
-    }
-    path.write_text(json.dumps(settings))
+    inner = tokenizers.Tokenizer.from_file(str(path))
+    inner.post_processor = TemplateProcessing(single="! $A", special_tokens=[("!", 33)])
+    inner.save(str(path))
     made = make_service(tmp_path)
     assert bytes(made.encode_text("x")) == b"!x"
     assert bytes(made.encode_text("x", add_special_tokens=False)) == b"x"
@@ -217,9 +214,8 @@ def test_texts_have_special_tokens_but_rendered_ones_have_not(tmp_path):
     assert bytes(parsed(parse_chat, made).encode()[0].token_ids) == b"[user] x\n[assistant] "
     client = TestClient(create_app(made))
     for more, tokens in (({}, b"!x"), ({"add_special_tokens": False}, b"x")):
-        assert (
-            bytes(client.post("/tokenize", json={"prompt": "x"} | more).json()["tokens"]) == tokens
-        )
+        answer = client.post("/tokenize", json={"prompt": "x"} | more)
+        assert bytes(answer.json()["tokens"]) == tokens
 
 
 def test_long_texts_are_encoded_in_a_thread(service):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
 import weakref
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -20,7 +19,8 @@ from models.server.generation import Generation
 from models.server.limits import Admission
 from models.server.metrics import Metrics
 from pallas_paged.engine import CompletionOutput, EngineDeadError, RequestOutput, SamplingParams
-from tests.support.servers import in_loop, metric_values
+from tests.support.event_loops import in_loop
+from tests.support.servers import metric_values
 
 ARRIVAL = 1000.0
 
@@ -248,33 +248,3 @@ async def test_a_refused_prompt_closes_those_before_it(monkeypatch, error, param
     assert found.headers == ({"connection": "close"} if status == 503 else {})
     assert (work.metrics.error is error) == (status == 500)
     assert await work.values() == {}  # the engine did not take it
-
-
-@in_loop
-async def test_a_draining_server_takes_no_requests(monkeypatch):
-    work = Work(monkeypatch, ABORTED)
-    work.service.is_draining = True
-    with pytest.raises(APIError, match="shutting down"):
-        await work.generation.whole()
-    assert not work.submitted
-
-
-@in_loop
-async def test_a_slow_reader_is_cut_some_time_after_the_timeout(monkeypatch):
-    monkeypatch.setattr(generation, "GRACE_SECONDS", 0.2)
-    real = time.monotonic
-    work = Work(monkeypatch, [(0, news((1, None))), *ABORTED], request_timeout=10.0)
-    work.now += 9.9  # that it has waited already
-    start = real()
-
-    async def emit(index, prompt, output):
-        await work.cuts.wait()  # the client reads no more
-
-    with pytest.raises(APIError) as raised:
-        await work.generation.deltas(emit)
-    assert raised.value.status == 504 and 0.28 < real() - start < 5
-    # One that ends in time is not cut later.
-    work = Work(monkeypatch, [(0, news((1, "stop")))], request_timeout=0.1)
-    await work.generation.whole()
-    await asyncio.sleep(0.4)
-    assert not work.cuts.is_set()

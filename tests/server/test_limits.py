@@ -44,7 +44,6 @@ def slowed(engine, wait):
 
 @contextlib.contextmanager
 def held_server(folder, **config):
-    """A server whose engine waits for an event, which is set at the end."""
     gate = threading.Event()
     engine = slowed(small_engine(folder), lambda: gate.wait(60))
     with RunningServer(folder, engine, **config) as running:
@@ -141,9 +140,11 @@ def test_a_client_that_never_reads_is_disconnected_when_its_time_is_up(tmp_path,
         for one, option in ((client, socket.SO_RCVBUF), (running.bound, socket.SO_SNDBUF)):
             one.setsockopt(socket.SOL_SOCKET, option, 4096)
         client.connect(running.bound.getsockname())
+        start = time.monotonic()
         client.sendall(http_request(TEXT, fields))
         wait_until(lambda: running.service.admission.num_seqs == 8)
         wait_until(lambda: not running.server.server_state.connections)
+        assert time.monotonic() - start > 3.1  # it had time to read an error
         running.wait_until_idle()
         # The connection ends before the answer does.
         data = b""

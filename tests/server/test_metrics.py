@@ -9,7 +9,8 @@ from models.server import metrics
 from models.server.config import ServerConfig
 from models.server.metrics import Metrics
 from pallas_paged.engine import EngineDeadError, EngineStats
-from tests.support.servers import MODEL, RunningServer, in_loop, metric_values
+from tests.support.event_loops import in_loop
+from tests.support.servers import MODEL, RunningServer, metric_values
 
 SECONDS = "0.001 0.0025 0.005 0.01 0.025 0.05 0.1 0.25 0.5 1.0 2.5 5.0 10.0 30.0 60.0 300.0 +Inf"
 TOKENS = "1.0 4.0 16.0 64.0 256.0 1024.0 4096.0 16384.0 65536.0 262144.0 +Inf"
@@ -41,7 +42,6 @@ ENGINE = {
 
 
 def some_stats(start):
-    """Counters that all differ."""
     values = {field.name: start + i for i, field in enumerate(fields(EngineStats))}
     return EngineStats(**values | {"num_pages": 400})
 

@@ -9,9 +9,8 @@ import pytest
 from tests.support.servers import RunningServer, expected_text
 
 sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
+FOUND = filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome")))
+CHROMIUM = next(FOUND, None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 
 
@@ -88,10 +87,8 @@ def test_texts_are_never_html(page):
 
 
 def test_errors_are_shown(page):
-    page.route(
-        "**/v1/chat/completions",
-        lambda route: route.fulfill(body='data: {"error": {"message": "too late"}}\n\n'),
-    )
+    body = 'data: {"error": {"message": "too late"}}\n\n'
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body))
     send(page, "Hi")
     sync_api.expect(page.get_by_role("alert")).to_have_text("too late")
     assert answers(page) == []

@@ -148,11 +148,7 @@ HEADS = P(None, "a")
         (DECODE, [P(("a", "b"), "c"), P()], "k_pages is sharded along num_pages over ('c',)"),
         (DECODE, [P(), P(None, None, "b")], "v_pages is sharded along page_size over ('b',)"),
         (DECODE, [P(*[None] * 3, "a"), P()], "k_pages is sharded along kv_head_dim over ('a',)"),
-        (
-            DECODE,
-            [P("a"), P("b")],
-            "v_pages is sharded along num_kv_heads over ('b',) of the mesh, and k_pages over ('a'",
-        ),
+        (DECODE, [P("a"), P("b")], "over ('b',) of the mesh, and k_pages over ('a',)"),
         (DECODE, [P("a"), P()], "v_pages is sharded along num_kv_heads over ()"),
         (DECODE, [P(), P("a")], "v_pages is sharded along num_kv_heads over ('a',)"),
         (
@@ -174,12 +170,7 @@ def test_pages_that_would_be_gathered_are_refused(rule, specs, message):
     assert cure in str(caught.value) or "between" in message
 
 
-def test_scales_and_pages_of_k_and_v_are_sharded_alike():
-    found = _axis_sharding(FUSED, FUSED_SHAPES, [P(), P(None, None, "a"), HEADS, HEADS], MESH)
-    assert found == {"num_kv_heads": ("a",), "num_q_heads": ("a",)}
-
-
-def test_a_rule_in_shardys_notation():
+def test_a_rule_in_shardys_notation_shards_scales_as_pages():
     """It replicates axes that may not be sharded, but not those of the pool."""
     q, pages, tables = (" ".join(axes) for axes in DECODE.inputs[:1] + DECODE.inputs[2:4])
     assert DECODE.shardy == f"{q}, {pages}, {pages}, {tables}, num_seqs -> {q}"
@@ -189,6 +180,8 @@ def test_a_rule_in_shardys_notation():
     assert [axes[0] == "x" for axes in batched.inputs] == [True, False, False, True, False]
     assert batched.outputs == (("x", *Q),)
     assert batched.shardable_axes == (*DECODE.shardable_axes, "x")
+    found = _axis_sharding(FUSED, FUSED_SHAPES, [P(), P(None, None, "a"), HEADS, HEADS], MESH)
+    assert found == {"num_kv_heads": ("a",), "num_q_heads": ("a",)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +282,6 @@ def test_the_implementation_is_chosen_by_the_sizes_of_a_device():
 
 @contextlib.contextmanager
 def gspmd(_):
-    """The partitioner that JAX had before Shardy."""
     jax.config.update("jax_use_shardy_partitioner", False)
     yield
     jax.config.update("jax_use_shardy_partitioner", True)
@@ -327,7 +319,7 @@ def test_programs_are_cached_by_what_devices_do():
     assert len({re.search(r"attention_[0-9a-f]{12}", text)[0] for text in texts}) == len(texts)
 
 
-def test_one_device_runs_the_call_itself():
+def test_one_device_runs_the_call_itself_which_can_be_exported():
     for local, num_devices, arrays in [
         (Local(scale=5.0), 2, ARRAYS),  # which are on one device
         (Local(scale=6.0, one_device=True), 2, place(ARRAYS, mesh(2))),
@@ -336,9 +328,11 @@ def test_one_device_runs_the_call_itself():
         with contextlib.nullcontext() if num_devices > 1 else jax.set_mesh(mesh(1)):
             text = jax.jit(local.divided()).lower(arrays).as_text()
         assert "CustomSPMDPartitioning" not in text, local
+    exported = export.export(jax.jit(Local().divided()))(ARRAYS)
+    np.testing.assert_array_equal(exported.call(ARRAYS), expected(ARRAYS))
 
 
-def test_calls_run_eagerly_and_on_an_explicit_mesh_of_one_device():
+def test_calls_run_eagerly_and_on_a_mesh_of_one_device_and_have_no_gradient():
     found = Local().divided()(place(ARRAYS, mesh(2)))
     assert found.sharding.spec[:2] == (None, "tensor")
     np.testing.assert_array_equal(found, expected(ARRAYS))
@@ -346,6 +340,8 @@ def test_calls_run_eagerly_and_on_an_explicit_mesh_of_one_device():
     with jax.set_mesh(one):
         found = jax.jit(Local().divided())(place(ARRAYS, one))
     np.testing.assert_array_equal(found, expected(ARRAYS))
+    with pytest.raises(NotImplementedError, match="has no gradient itself"):
+        jax.eval_shape(jax.grad(lambda x: Local().divided()(x).sum(), allow_int=True), ARRAYS)
 
 
 @pytest.mark.parametrize("mapped", [("q",), ("q", "k_pages", "v_pages", "seq_lens")], ids=str)
@@ -358,11 +354,6 @@ def test_vmap_divides_calls_with_one_pool_or_a_pool_for_each(mapped):
     compiled = jax.jit(jax.vmap(Local().divided(), in_axes=axes)).lower(placed).compile()
     assert collectives(compiled) == []
     np.testing.assert_array_equal(compiled(placed), [expected(one) for one in both])
-
-
-def test_a_divided_call_has_no_gradient_of_its_own():
-    with pytest.raises(NotImplementedError, match="has no gradient itself"):
-        jax.eval_shape(jax.grad(lambda x: Local().divided()(x).sum(), allow_int=True), ARRAYS)
 
 
 @pytest.mark.parametrize("implementation", ["triton", "mosaic_sm90"])
@@ -378,8 +369,3 @@ def test_kernels_of_gpus_can_be_lowered_once(implementation):
         pytest.skip(str(e))
     text = lower_for_cuda(lowered.call, *shapes).as_text()
     assert text.count("custom_call") >= 2  # attention and its merge
-
-
-def test_a_function_for_one_device_can_be_exported():
-    exported = export.export(jax.jit(Local().divided()))(ARRAYS)
-    np.testing.assert_array_equal(exported.call(ARRAYS), expected(ARRAYS))

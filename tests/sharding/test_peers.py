@@ -23,38 +23,36 @@ def draw(seed: int, *shape: int, dtype=jnp.float32) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
+def total(x, peers):
+    return peers.run(lambda group, x: group.sum(x[0]), (P("tensor"),), x)
+
+
+def assert_sum(found, parts):
+    wanted, found = parts.astype(np.float64).sum(axis=0), np.asarray(found, np.float64)
+    tolerance = 1e-5 if parts.dtype == np.float32 else 2e-2
+    np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=8 * tolerance)
+
+
 @pytest.mark.parametrize("num_devices", DEVICES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 4096), (3, 4), (70, 256)])
 def test_sums_are_the_same_on_every_device_and_in_every_call(num_devices, dtype, shape):
-    peers = create_peers(mesh(num_devices))
+    peers, bits = create_peers(mesh(num_devices)), set()
     parts = draw(0, num_devices, *shape, dtype=dtype)
-    run = jax.jit(lambda x, peers: peers.run(lambda g, x: g.sum(x[0]), (P("tensor"),), x))
-    expected = parts.astype(np.float64).sum(axis=0)
-    tolerance = 1e-5 if dtype == jnp.float32 else 2e-2
-    bits = set()
+    run = jax.jit(total)
     for _ in range(5):
         for shard in run(jnp.asarray(parts), peers).addressable_shards:
-            np.testing.assert_allclose(
-                np.asarray(shard.data, np.float64), expected, rtol=tolerance, atol=8 * tolerance
-            )
+            assert_sum(shard.data, parts)
             bits.add(np.asarray(shard.data).tobytes())
     assert len(bits) == 1
 
 
 @pytest.mark.slow
 def test_many_sums_in_a_loop_have_the_same_bits():
-    peers = create_peers(mesh(2))
-
-    def total(x, peers):
-        return peers.run(lambda group, x: group.sum(x[0]), (P("tensor"),), x)
-
-    parts = draw(2, 2, 64, 2048, dtype=jnp.bfloat16)
+    peers, parts = create_peers(mesh(2)), draw(2, 2, 64, 2048, dtype=jnp.bfloat16)
     found, others = repeat(total, (parts, peers), 1000 if jax.default_backend() == "gpu" else 10)
     assert others == 0
-    np.testing.assert_allclose(
-        np.asarray(found, np.float64), parts.astype(np.float64).sum(0), rtol=2e-2, atol=2e-2
-    )
+    assert_sum(found, parts)
 
 
 @pytest.mark.parametrize("num_devices", DEVICES)
@@ -105,19 +103,14 @@ def test_products_and_embeddings_of_sharded_weights_move_no_weight(num_devices):
 
 
 @pytest.mark.usefixtures("exact_products")
-def test_without_a_mesh_nothing_is_added_up():
+def test_products_on_one_device_need_no_sum_but_that_of_their_parts():
     x, weight = draw(2, 5, 64), draw(3, 24, 64)
     np.testing.assert_allclose(row_linear(x, weight, None), x @ weight.T, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(embed(np.array([1, 0]), weight, None), weight[[1, 0]])
-
-
-@pytest.mark.usefixtures("exact_products")
-@pytest.mark.parametrize("parts", [1, 2, 8])
-def test_the_parts_of_a_product_add_up_to_it(parts):
-    x, weight = draw(0, 5, 64), draw(1, 24, 64)
-    found = _partial_products(jnp.asarray(x), jnp.asarray(weight), parts)
-    assert (found.shape, found.dtype) == ((parts, 5, 24), jnp.float32)
-    np.testing.assert_allclose(np.asarray(found).sum(0), x @ weight.T, rtol=1e-4, atol=1e-4)
+    for parts in (1, 2, 8):
+        found = _partial_products(jnp.asarray(x), jnp.asarray(weight), parts)
+        assert (found.shape, found.dtype) == ((parts, 5, 24), jnp.float32)
+        np.testing.assert_allclose(np.asarray(found).sum(0), x @ weight.T, rtol=1e-4, atol=1e-4)
 
 
 def test_parts_of_products_have_columns_enough():

@@ -37,14 +37,9 @@ cascade = jitted(raw.cascade_attention)
 
 
 def assert_close(actual, arrays, tolerance, *, name="", **options):
-    """`actual` (out, lse) is near the oracle's, and exact for queries without keys.
+    """(out, lse) of a call are near the oracle's, and exact for queries without keys.
 
-    Args:
-        actual: of a call.
-        arrays: of the oracle's call.
-        tolerance: of out, relative to its norm.
-        name: of the call, for messages.
-        options: of the oracle.
+    The tolerance is that of out, relative to its norm; the name is for messages.
     """
     out, lse = actual
     expected_out, expected_lse = attend(*arrays, **options)

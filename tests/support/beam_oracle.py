@@ -32,10 +32,8 @@ def beam_search(
     while True:
         every = []
         for tokens, total in live:
-            every += [
-                (total + value, tokens, token)
-                for token, value in enumerate(logprobs([*prompt, *tokens]))
-            ]
+            values = enumerate(logprobs([*prompt, *tokens]))
+            every += [(total + value, tokens, token) for token, value in values]
         every.sort(key=lambda x: -x[0])
         live = []
         for rank, (total, tokens, token) in enumerate(every):

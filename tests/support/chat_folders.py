@@ -17,20 +17,13 @@ from models.tokenizer import save_byte_tokenizer
 TEMPLATES = Path(__file__).parents[1] / "models" / "goldens" / "chat"
 NAMES = ("headers", "turns", "brackets")
 SPECIAL_TOKENS = ("<s>", "</s>", "<|head|>", "<|end|>", "<|turn|>")
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "Weather of a <city> & more: é",
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-                "required": ["city"],
-            },
-        },
-    }
-]
+_PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+}
+_WEATHER = {"name": "weather", "description": "Weather of a <city> & more: é"}
+TOOLS = [{"type": "function", "function": _WEATHER | {"parameters": _PARAMETERS}}]
 
 
 def _calls(content: str | None) -> dict[str, Any]:
@@ -45,6 +38,7 @@ def _says(*texts: str, roles: str = "user assistant") -> list[dict[str, Any]]:
 
 
 _RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "name": "weather", "content": '{"t": 21}'}
+_ANSWERED = _says("Warm.", "ok", roles="assistant user")
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "question": _says('Hi <b> & "x" é 子 🎭'),
     "system": _says("Be brief.", "  Hello \n", roles="system user"),
@@ -55,27 +49,17 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     ],
     "thought beside": [*_says("q"), *_says("x", roles="assistant")],
     "call": [*_says("w?"), _calls(""), _RESULT],
-    "call answered": [
-        *_says("w?"),
-        _calls(None),
-        _RESULT,
-        *_says("Warm.", "ok", roles="assistant user"),
-    ],
+    "call answered": [*_says("w?"), _calls(None), _RESULT, *_ANSWERED],
     "two questions": _says("a", "b", roles="user"),
     "answer first": _says("a", roles="assistant"),
 }
 CONVERSATIONS["thought beside"][1]["reasoning_content"] = "\nlong\n"
+_VARIABLES = dict(enable_thinking=False, tools_first=False, date="1 Jan", stop_after=1)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tools": {"tools": TOOLS},
     "no answer": {"add_generation_prompt": False},
-    "variables": {
-        "tools": TOOLS,
-        "enable_thinking": False,
-        "tools_first": False,
-        "date": "1 Jan",
-        "stop_after": 1,
-    },
+    "variables": {"tools": TOOLS} | _VARIABLES,
 }
 
 

@@ -32,10 +32,7 @@ CONFIG = ModelConfig(
     tie_word_embeddings=True,
 )
 # Every number of slots, tokens or pages has programs of its own. 4 whole contexts have 16 pages.
-SIZES = (
-    *("--max-num-seqs", "4", "--max-num-batched-tokens", "32"),
-    *("--num-pages", "12", "--max-model-len", "64"),
-)
+SIZES = ["--max-num-seqs=4", "--max-num-batched-tokens=32", "--num-pages=12", "--max-model-len=64"]
 # Lines on stderr before the work and during it; others are the library's log and the summary.
 PHASES = ("importing JAX ...", "loading ", "compiling ")
 
@@ -60,13 +57,9 @@ def run_command(checkpoint, capsys, *args):
     """Run the command in this process; return exit status, stdout, and stderr without phases."""
     status = cli.main(["--checkpoint", str(checkpoint), "--implementation", "xla", *args])
     out, err = capsys.readouterr()
-    return status, out, without_phases(err)
-
-
-def without_phases(err):
-    """Return the lines of stderr that do not report what starts now."""
     lines = err.splitlines(keepends=True)
-    return "".join(line for line in lines if not line.startswith((*PHASES, "pallas_paged: ")))
+    kept = (line for line in lines if not line.startswith((*PHASES, "pallas_paged: ")))
+    return status, out, "".join(kept)
 
 
 def start_command(*args, **streams):

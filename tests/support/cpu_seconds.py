@@ -60,9 +60,8 @@ class CpuSeconds:
             help=f"fail if a test takes more than {MAX_TEST_SECONDS:g} CPU seconds, or the run more"
             f" than {MAX_SECONDS:g}",
         )
-        group.addoption(
-            "--record-cpu-seconds", action="store_true", help=f"write tests/{RECORD.name}"
-        )
+        record = dict(action="store_true", help=f"write tests/{RECORD.name}")
+        group.addoption("--record-cpu-seconds", **record)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Costly files first, those not on record before all: xdist gives a worker one by one."""

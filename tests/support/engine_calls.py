@@ -195,6 +195,15 @@ def assert_deltas_add_up(deltas: Iterable[RequestOutput], requests: Iterable[Req
     assert not found, "outputs of unknown requests"
 
 
+def assert_logprobs(entry: Any, wanted: np.ndarray, token: int, top: int) -> None:
+    """An entry has the token first, then the best `top`, with their ranks."""
+    best = np.argsort(-wanted, kind="stable")[:top].tolist()
+    assert list(entry) == [token, *(x for x in best if x != token)]
+    for token_id, one in entry.items():
+        assert abs(one.logprob - wanted[token_id]) <= 1e-4
+        assert one.rank == 1 + np.sum(wanted > wanted[token_id])
+
+
 def assert_copies_no_pool(compiled: Any, pool: KVPool) -> None:
     """A compiled step updates a pool of `MANY_PAGES` pages in place."""
     memory = compiled.memory_analysis()

@@ -36,16 +36,16 @@ from tests.support.cpu_seconds import RECORD
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "tests" / "mutants.md"
 TIMEOUT = 240  # seconds; an endless loop is an error that is found
+_PAGES = "tests/pages"
+# Imported once for all children.
+_IMPORTED = ["jax.numpy", "flax.nnx", "hypothesis", "openai", "uvicorn", "starlette.applications"]
 
 # The modules of a group, and the tests that must find their errors: quick ones first.
 GROUPS: dict[str, tuple[list[str], list[str]]] = {
-    "page table": (
-        ["pallas_paged/pages/table.py", "pallas_paged/pages/sharing.py"],
-        ["tests/pages"],
-    ),
+    "page table": (["pallas_paged/pages/table.py", "pallas_paged/pages/sharing.py"], [_PAGES]),
     "quantization": (
         ["pallas_paged/pages/quantization.py"],
-        ["tests/pages", "tests/attention/test_quantized.py"],
+        [_PAGES, "tests/attention/test_quantized.py"],
     ),
     "prefix cache": (
         ["pallas_paged/pages/prefix_cache.py"],
@@ -76,10 +76,7 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
         ["tests/engine/test_sampler.py", "tests/engine/test_sampling.py", "tests/engine"],
     ),
     "server": (
-        [
-            f"models/server/{path.name}"
-            for path in sorted((ROOT / "models/server").glob("[a-z]*.py"))
-        ],
+        sorted(str(x.relative_to(ROOT)) for x in ROOT.glob("models/server/[a-z]*.py")),
         ["tests/server"],
     ),
 }
@@ -311,15 +308,8 @@ def main() -> None:
     args = parser.parse_args()
     os.chdir(ROOT)
     os.environ["JAX_PLATFORMS"] = "cpu"
-    for name in (
-        "jax.numpy",
-        "flax.nnx",
-        "hypothesis",
-        "openai",
-        "uvicorn",
-        "starlette.applications",
-    ):
-        importlib.import_module(name)  # once for all children
+    for name in _IMPORTED:
+        importlib.import_module(name)
     groups = [args.group] if args.group else list(GROUPS)
     for group in groups:
         _, status = os.waitpid(start(None, GROUPS[group][1]), 0)

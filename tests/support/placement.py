@@ -24,15 +24,10 @@ NAMES = {
     raw.cascade_attention: (*POSITIONAL, "prefix_lens", "cu_group_sizes"),
 }
 # Along heads; everything else is whole.
-BY_HEADS = {
-    "q": P(None, "tensor"),
-    **{name: P("tensor") for name in ("k_pages", "v_pages", "alibi_slopes", "sinks")},
-}
+BY_HEADS = dict.fromkeys(("k_pages", "v_pages", "alibi_slopes", "sinks"), P("tensor"))
+BY_HEADS["q"] = P(None, "tensor")
 # Rows too, of a mesh with another axis.
-BY_ROWS = BY_HEADS | {
-    "q": P("data", "tensor"),
-    **{name: P("data") for name in ("block_tables", "seq_lens")},
-}
+BY_ROWS = BY_HEADS | dict(q=P("data", "tensor"), block_tables=P("data"), seq_lens=P("data"))
 
 
 def mesh_2d(*shape: int, names: tuple[str, ...], kind: AxisType = AxisType.Auto) -> Mesh:
@@ -61,12 +56,11 @@ def place(
 
 def shapes_on(on: Any, arrays: Mapping[str, Any], specs: Mapping[str, P] = BY_HEADS) -> Any:
     """Shapes, dtypes and shardings of named arrays on a mesh, which may be abstract."""
-    return {
-        name: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=NamedSharding(on, specs.get(name, P()))
-        )
-        for name, x in arrays.items()
-    }
+
+    def shape(x: Any, spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(on, spec))
+
+    return {name: shape(x, specs.get(name, P())) for name, x in arrays.items()}
 
 
 def collectives(compiled: jax.stages.Compiled) -> list[str]:

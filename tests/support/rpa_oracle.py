@@ -25,9 +25,8 @@ def attend(
     update_kv_cache: bool = True,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns float64 (out [T, Hq, D], cache, lse [T, Hq]) with the new K/V in the cache."""
-    queries, keys, values, cache = (
-        np.array(x).astype(np.float64) for x in (queries, keys, values, cache)
-    )
+    given = queries, keys, values, cache
+    queries, keys, values, cache = (np.array(x).astype(np.float64) for x in given)
     num_tokens, num_q_heads, _ = queries.shape
     group = num_q_heads // keys.shape[1]
     page_size = cache.shape[1]

@@ -34,11 +34,8 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 
 from tests.support.kernel_calls import KernelCall, kernel_calls
 
-TOOLS = {
-    "memcheck": ["--report-api-errors", "no"],
-    "synccheck": [],
-    "racecheck": ["--racecheck-report", "all"],
-}
+TOOLS = {"memcheck": ["--report-api-errors", "no"], "synccheck": []}
+TOOLS["racecheck"] = ["--racecheck-report", "all"]
 # memcheck knows the size of each array of this allocator, and blocks of 2 MB or more of the others;
 # kernels are launched one by one, not as a graph; and what comes from a cache can't be serialized.
 ENVIRONMENT = {

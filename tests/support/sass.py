@@ -146,13 +146,11 @@ def compiler(root: Path) -> Iterator[Callable[..., list[Usage]]]:
 
         def compile_for(target: Target, function: Callable[..., Any], *shapes: Any) -> list[Usage]:
             log.write_text("")
-            topology = topologies.get_topology_desc(
-                "", platform="cuda", target_config=target.config, topology="1x1x1"
-            )
+            one = dict(target_config=target.config, topology="1x1x1")
+            topology = topologies.get_topology_desc("", platform="cuda", **one)
             sharding = SingleDeviceSharding(topology.devices[0])
-            placed = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
-            )
+            shape = partial(jax.ShapeDtypeStruct, sharding=sharding)
+            placed = jax.tree.map(lambda x: shape(x.shape, x.dtype), shapes)
             dump = folder / "dump"
             lowered = _lower(target, function, placed)
             lowered.compile(
@@ -241,16 +239,14 @@ def real_programs() -> list[Program]:
     found = []
     for family in FAMILIES:
         add = partial(Program, implementation=family)
-        for head_dim in (64, 128, 256):
-            found.append(add(function="decode", num_seqs=64, head_dim=head_dim))
-            found.append(add(function="ragged", num_tokens=4096, head_dim=head_dim))
-        found.append(add(function="ragged", num_seqs=64, num_tokens=192))
+        decode = partial(add, function="decode", num_seqs=64)
+        ragged = partial(add, function="ragged", num_tokens=4096)
+        for head_dim in (64, 128, 256, *[512] * (family == "mosaic_sm80")):
+            found += decode(head_dim=head_dim), ragged(head_dim=head_dim)
+        found.append(ragged(num_seqs=64, num_tokens=192))
         if family == "mosaic_sm80":  # other numbers of programs, blocks and columns than above
-            found.append(add(function="decode", num_seqs=1, max_kv_len=8192))
-            found.append(add(function="decode", num_seqs=64, head_dim=512))
-            found.append(add(function="ragged", num_tokens=4096, head_dim=512))
-        for kv_dtype in ("int8", "float8_e4m3fn"):
-            found.append(add(function="ragged", num_tokens=4096, kv_dtype=kv_dtype))
+            found.append(decode(num_seqs=1, max_kv_len=8192))
+        found += [ragged(kv_dtype=kv_dtype) for kv_dtype in ("int8", "float8_e4m3fn")]
     return found
 
 

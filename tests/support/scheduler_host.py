@@ -16,9 +16,8 @@ from pallas_paged.engine.sequence import Sequence
 from tests.support.allocator_oracle import AllocatorOracle
 
 PAGE_SIZE = 4
-SIZES: dict[str, Any] = dict(
-    num_pages=16, max_num_seqs=4, max_num_batched_tokens=16, watermark=0, sliding_window=None
-)
+SIZES: dict[str, Any] = dict(num_pages=16, max_num_seqs=4, max_num_batched_tokens=16)
+SIZES |= dict(watermark=0, sliding_window=None)
 
 
 def make_sequence(
@@ -160,11 +159,8 @@ class Host:
         sampled: dict[Sequence, list[int]] = {one: [] for one in limits}
         pages: dict[Sequence, list[int]] = {one: [] for one in [*limits, *chunks]}
         for step in range(scheduled.num_steps):
-            active = [
-                one
-                for one, limit in limits.items()
-                if step < limit and one.running_slot not in self.finished
-            ]
+            goes_on = (one for one, limit in limits.items() if step < limit)
+            active = [one for one in goes_on if one.running_slot not in self.finished]
             new: list[list[int]] = [[] for _ in self.table.tokens]
             for one in active:
                 length = len(self.table.tokens[one.running_slot])

@@ -10,7 +10,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,8 @@ from pallas_paged.engine.runner import fit_mode, modes_for
 from tests.support.plain_model import PlainModel, greedy_tokens
 
 MODEL = PlainModel(vocab_size=256, num_layers=1, max_model_len=256)
-SIZES = EngineConfig(
-    num_pages=64, page_size=16, max_num_seqs=8, max_num_batched_tokens=64, num_scheduler_steps=4
-)
+_STEPS = dict(max_num_seqs=8, max_num_batched_tokens=64, num_scheduler_steps=4)
+SIZES = EngineConfig(num_pages=64, page_size=16, **_STEPS)
 CHAT_TEMPLATE = """\
 {%- if tools %}[tools] {{ tools | tojson }}
 {% endif -%}
@@ -57,14 +56,9 @@ def make_service(
     chat_defaults: dict[str, Any] | None = None,
     **config: Any,
 ) -> Service:
-    """Make a service; files of the tokenizer and the template go to a folder.
+    """Make a service of an engine, or of a small one, with fields of its `ServerConfig`.
 
-    Args:
-        folder: gets the files, but keeps those that it has.
-        engine: of a model over bytes; None: a small one.
-        has_texts: whether there are a tokenizer and a chat template.
-        defaults, chat_defaults: of sampling.
-        config: fields of `ServerConfig`.
+    Files of the tokenizer and the template go to a folder, which keeps those that it has.
     """
     engine = small_engine(folder if has_texts else None) if engine is None else engine
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
@@ -82,23 +76,10 @@ def make_service(
 class RunningServer:
     """A server that runs from `with` to the end of the block; then every page must be free.
 
-    Attributes:
-        url: address.
-        bound: its socket.
-        client: of httpx, for this address.
-        service: what it serves.
-        server: the `Server`, in the loop of its thread.
+    It has a client for its url, and a service; options are those of `make_service`.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        engine: Engine | None = None,
-        *,
-        access_log: bool = False,
-        **options: Any,
-    ):
-        """Make the service; options are those of `make_service`."""
+    def __init__(self, folder: Path, engine: Engine | None = None, *, access_log=False, **options):
         self._engine = small_engine(folder) if engine is None else engine
         self.service = make_service(folder, self._engine, **options)
         self.server = Server(self.service, access_log=access_log)
@@ -222,16 +203,6 @@ def check_idle(engine: Engine) -> None:
     assert (stats.num_running, stats.num_waiting) == (0, 0)
     table = engine.table
     assert int(table.num_free) + stats.num_cached_pages == stats.num_pages
-
-
-def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Let a test that is a coroutine run in an event loop."""
-
-    @functools.wraps(test)
-    def run(*args: Any, **options: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **options), 60))
-
-    return run
 
 
 def wait_until(condition: Any, seconds: float = 60.0) -> None:

@@ -136,9 +136,8 @@ def storm(
                 engine.abort(one.request)
         elif event < 0.07:
             restart, reset = bool(rng.integers(2)), bool(rng.integers(2))
-            engine.update_params(
-                copies[rng.integers(2)], reset_prefix_cache=reset, restart_running=restart
-            )
+            how = dict(reset_prefix_cache=reset, restart_running=restart)
+            engine.update_params(copies[rng.integers(2)], **how)
             for one in live.values():
                 one.restarted |= restart and not one.request.finished
         elif event < 0.08:

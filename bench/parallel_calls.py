@@ -50,7 +50,7 @@ def _attention(q: Any, k: Any, v: Any, tables: Any, lens: Any) -> jax.Array:
 
 
 def measure_attention(shape: Shape, counts: Sequence[int], iterations: int) -> Iterator[dict]:
-    """Measure a call with KV heads cut over devices: by plain `jit`, and by `shard_map`.
+    """Measure a call with KV heads sharded over devices: by plain `jit`, and by `shard_map`.
 
     A chain of calls is one CUDA graph, as the layers of an engine's step are.
     """
@@ -59,15 +59,15 @@ def measure_attention(shape: Shape, counts: Sequence[int], iterations: int) -> I
         mesh = make_mesh(count, TENSOR_AXIS)
         heads = NamedSharding(mesh, P(None, TENSOR_AXIS))
         pages = kv_pool_sharding(mesh, kv_layout="HPND")
-        whole = NamedSharding(mesh, P())
+        replicated = NamedSharding(mesh, P())
         specs = (heads.spec, pages.spec, pages.spec, P(), P())
         by_shard_map = jax.shard_map(_attention, mesh=mesh, in_specs=specs, out_specs=heads.spec)
         args = (
             jax.device_put(case.q, heads),
             jax.device_put(case.k_pages, pages),
             jax.device_put(case.v_pages, pages),
-            jax.device_put(case.tables[0], whole),
-            jax.device_put(case.seq_lens, whole),
+            jax.device_put(case.tables[0], replicated),
+            jax.device_put(case.seq_lens, replicated),
         )
         for way, attend in (("jit", _attention), ("shard_map", by_shard_map)):
             if count > 1 or way == "jit":
@@ -76,7 +76,7 @@ def measure_attention(shape: Shape, counts: Sequence[int], iterations: int) -> I
 
 
 def measure_context(shape: Shape, counts: Sequence[int], iterations: int) -> Iterator[dict]:
-    """Measure a call with the pages of each row cut over devices."""
+    """Measure a call with the pages of each row sharded over devices."""
     case = _one_set(shape)
     for count in counts:
         if count == 1:
@@ -86,17 +86,17 @@ def measure_context(shape: Shape, counts: Sequence[int], iterations: int) -> Ite
             continue
         mesh = make_mesh(count, CONTEXT_AXIS)
         spread = _spread_pages(count, NamedSharding(mesh, P(None, CONTEXT_AXIS)))
-        whole = functools.partial(jax.device_put, device=NamedSharding(mesh, P()))
-        lens = whole(case.seq_lens)
+        replicated = functools.partial(jax.device_put, device=NamedSharding(mesh, P()))
+        lens = replicated(case.seq_lens)
         pages = jax.jit(
             functools.partial(context_parallel.local_pages, page_size=shape.page_size, mesh=mesh)
-        )(whole(case.tables[0]), lens)
+        )(replicated(case.tables[0]), lens)
 
         def attend(q: Any, k: Any, v: Any, pages: Any, lens: Any, mesh: Mesh = mesh) -> jax.Array:
             layer = pp.LayerKV(k, v, kv_layout="HPND")
             return context_parallel.paged_attention(q, layer, pages, mesh=mesh, sm_scale=1.0)
 
-        args = (whole(case.q), spread(case.k_pages), spread(case.v_pages), pages, lens)
+        args = (replicated(case.q), spread(case.k_pages), spread(case.v_pages), pages, lens)
         yield {"way": "context", "devices": count} | _measure(case, attend, args, iterations)
 
 

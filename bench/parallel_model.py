@@ -99,9 +99,9 @@ def decode_step(
 ) -> DecodeStep:
     """Return what a greedy decode step of a model reads and sends on `tensor * context` devices.
 
-    Heads are cut over `tensor` devices, which repeat KV heads if there are fewer, and the pages of
-    each row over `context` devices. q, k and v are computed by all devices of `context`, and the
-    other weights are cut over all devices (`cut_heads` of `context_parallel.paged_attention`).
+    Heads are sharded over `tensor` devices, which repeat KV heads if there are fewer, and the pages
+    of each row over `context` devices. All devices of `context` compute q, k and v, and the other
+    weights are sharded over all devices (`shard_heads` of `context_parallel.paged_attention`).
 
     Args:
         config: the model's sizes.

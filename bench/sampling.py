@@ -91,7 +91,7 @@ def sorted_logprobs(logits: jax.Array, token_ids: jax.Array, num_logprobs: int) 
 
 
 def make_metadata(first: SamplingParams, rest: SamplingParams, num_rows: int) -> SamplingMetadata:
-    """The parameters of rows, of which the first differs."""
+    """The parameters of rows; the first differs."""
     params = [first, *[rest] * (num_rows - 1)]
 
     def each(name: str, dtype: Any = np.float32) -> jax.Array:

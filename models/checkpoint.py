@@ -44,14 +44,14 @@ def load_checkpoint(
 ) -> tuple[Decoder, ModelConfig]:
     """Read a decoder from a folder in Hugging Face format.
 
-    The host holds one parameter at a time. Of a parameter that is cut, each process reads only
+    The host holds one parameter at a time. Of a sharded parameter each process reads only
     what its devices hold.
 
     Args:
         folder: has config.json, model.safetensors or model.safetensors.index.json with its
             shards, and optionally generation_config.json, whose eos_token_id wins.
         dtype: of the parameters; None: the dtype in which the embeddings are stored.
-        mesh: devices that share the decoder, along its axis "tensor"; `param_specs` has the cuts.
+        mesh: devices that share the decoder, along its axis "tensor"; `param_specs` has the specs.
             None: JAX's default device.
 
     Returns:

@@ -320,6 +320,6 @@ def _read_sliding_windows(
     return tuple(window if sliding else None for sliding in windowed) if any(windowed) else ()
 
 
-def is_vocab_cut(vocab_size: int) -> bool:
+def is_vocab_sharded(vocab_size: int) -> bool:
     """Return whether devices share the rows of the embeddings, or each has all of them."""
     return vocab_size % _VOCAB_MULTIPLE == 0

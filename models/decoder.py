@@ -19,7 +19,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 import pallas_paged as pp
-from models.config import ModelConfig, is_vocab_cut
+from models.config import ModelConfig, is_vocab_sharded
 from models.rotary import Rotation, rotation
 from pallas_paged.decoder.between_attentions import BlockWeights, Residual, between_attentions
 from pallas_paged.decoder.rms_norm import rms_norm
@@ -66,7 +66,7 @@ class FusedAttend(Attend, Protocol):
     ) -> tuple[jax.Array | UnmergedAttention, LayerCache | None]:
         """As the call with what `split_qkv` returns: qkv [..., Hkv, Hq / Hkv + 2, D].
 
-        If unmerged, out may be what `between_attentions` unites.
+        If unmerged, out may be what `between_attentions` merges.
         """
 
 
@@ -80,7 +80,7 @@ class ParallelAttend(Attend, Protocol):
     def row_linear_norm(
         self, x: jax.Array, weight: jax.Array, residual: jax.Array, norm: jax.Array, eps: float
     ) -> tuple[jax.Array, jax.Array]:
-        """residual + x @ weight.T, of which each device has a part of the columns; its RMS norm."""
+        """residual + x @ weight.T, whose columns are sharded; and its RMS norm."""
 
 
 def identity(x: jax.Array) -> jax.Array:
@@ -312,7 +312,7 @@ class Decoder(nnx.Module):
             # instead of 1.2 seconds. Dropout draws anew in each layer, so it must be traced anew.
             run = jax.jit(run, static_argnums=0)
         embed: Callable[[jax.Array], jax.Array] = self.embed_tokens
-        if isinstance(attend, ParallelAttend) and is_vocab_cut(self.config.vocab_size):
+        if isinstance(attend, ParallelAttend) and is_vocab_sharded(self.config.vocab_size):
             embed = partial(attend.embed, table=self.embed_tokens.weight[...])
         residual = Residual(x=dropout(embed(tokens)))  # [..., E]
         out = self.layers[0].qkv(residual.x)

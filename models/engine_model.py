@@ -13,8 +13,8 @@ from flax import nnx
 from models.config import ModelConfig
 from models.decoder import Decoder
 from models.sharding import param_specs
+from pallas_paged import LayerKV
 from pallas_paged.engine import Attend, EngineConfig, KVCacheSpec, SamplingParams
-from pallas_paged.pages.layer import LayerKV
 
 
 @dataclass(frozen=True, kw_only=True)

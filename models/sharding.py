@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from models.config import ModelConfig, is_vocab_cut
+from models.config import ModelConfig, is_vocab_sharded
 from models.decoder import Decoder
 from pallas_paged.pages.sharding import TENSOR_AXIS, kv_head_repeats
 
-# As in Megatron: the products before attention and before SwiGLU are cut by outputs, those after
-# them by inputs, so that devices add up their parts once after each. A bias that has no such axis
-# is added after the sum, and whole on every device, as are the norms.
-_CUT_AXES = {
+# As in Megatron: the products before attention and SwiGLU are sharded by outputs, the others by
+# inputs, so that devices add up their parts once after each. A bias that has no such axis
+# is added after the sum, and replicated, as are the norms.
+_SHARDED_AXES = {
     "embed_tokens": 0,
     "lm_head": 0,
     "qkv_proj": 0,  # KV heads, each with its query heads
@@ -27,10 +27,10 @@ _CUT_AXES = {
 
 
 def param_spec(path: tuple[Any, ...], shape: tuple[int, ...]) -> PartitionSpec:
-    """Return how a parameter is cut, by its path in the decoder."""
+    """Return how a parameter is sharded, by its path in the decoder."""
     module = path[-2]
-    axis = _CUT_AXES.get(module)
-    if module in ("embed_tokens", "lm_head") and not is_vocab_cut(shape[0]):
+    axis = _SHARDED_AXES.get(module)
+    if module in ("embed_tokens", "lm_head") and not is_vocab_sharded(shape[0]):
         axis = None
     if axis is None or axis >= len(shape):
         return PartitionSpec()
@@ -40,8 +40,8 @@ def param_spec(path: tuple[Any, ...], shape: tuple[int, ...]) -> PartitionSpec:
 def param_specs(params: nnx.State) -> Any:
     """Return the specs of a decoder's parameters over the axis "tensor", in their structure.
 
-    A vocabulary that is not a multiple of 64 may not be divisible: its embeddings are then whole
-    on every device.
+    A vocabulary that is not a multiple of 64 may not be divisible: its embeddings are then
+    replicated.
     """
     specs = [
         (path, param.replace(param_spec(path, param.shape)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,22 @@ def test_no_test_module_imports_another_or_conftest():
         for name in imports_of(path):
             shared = not name.startswith("tests.") or name.startswith("tests.support.")
             assert shared or not ({"conftest"} & set(name.split(".")) or ".test_" in name), path
+
+
+def test_users_are_told_of_public_names_only():
+    """A public name is in the `__all__` of its module: what documents, examples and models use."""
+    users = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.py")]
+    code = "".join(path.read_text(encoding="utf-8") for path in users)
+    models = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("models/**/*.py"))
+    pattern = re.compile(r"^from (pallas_paged[\w.]*) import (\([^)]*\)|.*)$", re.MULTILINE)
+    for module, names in pattern.findall(code + models):
+        if module.startswith(("pallas_paged.checks", "pallas_paged.engine.")):  # of models
+            continue
+        path = ROOT.joinpath(*module.split("."))
+        source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        public = re.search(r"__all__ = \[(.*?)\]", source.read_text(encoding="utf-8"), re.DOTALL)
+        for name in re.findall(r"(?:^|[(,\s])(\w+)(?: as \w+)?", names.partition("#")[0]):
+            is_module = (path / f"{name}.py").exists()
+            assert name == "as" or is_module or f'"{name}"' in (public[1] if public else ""), (
+                f"{name} of {module}"
+            )

@@ -34,13 +34,15 @@ from pallas_paged.kernels.mosaic_sm90.config import (
     decoder_block_config,
 )
 
+__all__ = ["BlockWeights", "Residual", "between_attentions"]
+
 BlockImplementation = Literal["mosaic_sm90", "xla"]
 RowLinearNorm = Callable[..., tuple[jax.Array, jax.Array]]
 Config = DecoderBlockConfig | DecoderBatchConfig
 
 # Sizes of the residual, and numbers of rows for which a kernel is chosen there. It was faster in
 # what was measured, Llamas of 1B, 3B and 8B and Qwen3 of 0.6B, 1.7B and 4B on an H200:
-# docs/tuning.md.
+# bench/notes/decoder.md.
 _FASTER = (
     (range(2048, 4097), range(1, 2)),
     (range(1024, 4097), range(2, 129)),

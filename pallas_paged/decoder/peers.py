@@ -25,6 +25,8 @@ from pallas_paged.kernels.device import Device
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm90 import support
 
+__all__ = ["Peers", "create_peers", "embed", "row_linear", "row_linear_norm"]
+
 _PACKET = 8  # bytes of data
 # The largest array on two devices that the kernel adds up; NCCL is faster with larger ones.
 _MAX_BYTES = 2 << 20

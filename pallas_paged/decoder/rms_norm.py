@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+__all__ = ["rms_norm"]
+
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Return x over the root of its mean square along the last axis, times `weight`, in f32.

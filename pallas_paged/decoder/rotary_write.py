@@ -23,6 +23,8 @@ from pallas_paged.pages.layer import LayerKV
 from pallas_paged.pages.layout import AXIS_NAMES, LAYOUTS, KVLayout
 from pallas_paged.pages.pool import write_kv
 
+__all__ = ["rotate", "rotate_and_write_kv", "split_qkv"]
+
 WriteImplementation = Literal["triton", "xla"]
 Rotation = tuple[ArrayLike, ArrayLike]
 

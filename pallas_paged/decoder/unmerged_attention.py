@@ -18,6 +18,8 @@ from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.write_arrays import WriteArrays
 from pallas_paged.pages.layer import LayerKV
 
+__all__ = ["UnmergedAttention", "unmerged_attention", "write_and_attend"]
+
 _REFUSED = ("num_seqs", "config", "fixed_split_size")
 
 

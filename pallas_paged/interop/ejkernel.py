@@ -10,6 +10,8 @@ from pallas_paged.attention.entries import ragged_paged_attention as attend
 from pallas_paged.interop import rpa
 from pallas_paged.pages.layer import LayerKV
 
+__all__ = ["ragged_page_attention_v3", "register", "unified_attention"]
+
 
 def register(priority: int = 100) -> None:
     """Register the functions of this module, on GPUs and in place of ejkernel's `xla` elsewhere.

@@ -10,6 +10,8 @@ from pallas_paged.attention.entries import paged_attention as attend
 from pallas_paged.checks import as_array
 from pallas_paged.pages.layer import LayerKV
 
+__all__ = ["paged_attention"]
+
 
 def paged_attention(
     q: ArrayLike,

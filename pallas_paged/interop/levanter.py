@@ -11,6 +11,8 @@ from pallas_paged.attention.entries import ragged_paged_attention as attend
 from pallas_paged.pages.layer import LayerKV
 from pallas_paged.pages.pool import write_kv
 
+__all__ = ["install", "kv_update_unified_prefix", "ragged_paged_attention"]
+
 
 def install() -> None:
     """Make Levanter attend and write its pages by this library, in all models and its engine.

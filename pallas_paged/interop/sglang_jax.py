@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from pallas_paged.checks import validate_positive
 from pallas_paged.interop import rpa
 
+__all__ = ["install", "ragged_paged_attention"]
+
 
 def install(max_pages_per_seq: int) -> None:
     """Make the backend `fa` of sglang-jax attend by this library.

@@ -8,6 +8,8 @@ import jax
 
 from pallas_paged.interop import rpa
 
+__all__ = ["ragged_paged_attention"]
+
 
 def ragged_paged_attention(
     queries: jax.Array,

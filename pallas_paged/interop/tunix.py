@@ -14,6 +14,8 @@ from tunix.rl.rollout import base_rollout
 
 from pallas_paged.engine import Engine, EngineConfig, Model, Rollouts, SamplingParams
 
+__all__ = ["EngineRollout", "parameters"]
+
 
 def parameters(actor: nnx.Module) -> Any:
     """Return the parameters of a module, as `nnx.state(actor, nnx.Param)`."""

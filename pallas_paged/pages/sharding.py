@@ -14,6 +14,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from pallas_paged.checks import validate_positive
 from pallas_paged.pages.layout import KVLayout, PageLayout, checked_layout
 
+__all__ = ["TENSOR_AXIS", "kv_head_repeats", "kv_pool_sharding", "page_table_sharding"]
+
 TENSOR_AXIS = "tensor"  # the mesh axis that shards heads
 
 

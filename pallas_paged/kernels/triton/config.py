@@ -105,7 +105,7 @@ def decode_config(
     """
     # Measured on an H200 (132 SMs, 228 KB of shared memory each), 2026-11: with 16 KB tiles of K
     # and of V in two stages four programs fit on an SM, and that beat fewer programs with deeper
-    # pipelines on nearly every shape (docs/tuning.md). One wave: a fifth program costs 20%.
+    # pipelines on nearly every shape (bench/notes/decode.md). One wave: a fifth program costs 20%.
     group = next_power_of_2(max(num_q_heads // num_kv_heads, 16))
     # int8 and fp8 tiles have as many tokens as two-byte ones, but are loaded one stage earlier.
     row_bytes = next_power_of_2(head_dim) * max(itemsize, 2)
@@ -119,7 +119,8 @@ def decode_config(
     # A program with a block or two is all latency; more warps and a shorter pipeline help.
     short = num_blocks <= 2 * (programs_per_sm * num_sms // num_kv_heads)
     # Where a block is a page the kernel takes more registers, and with 4 warps only three programs
-    # fit on an SM. int8 and fp8 tiles of longer ranges are faster with 2 warps (docs/tuning.md).
+    # fit on an SM. int8 and fp8 tiles of longer ranges are faster with 2 warps: see
+    # bench/notes/one_byte.md.
     wide = block_k >= 64 and block_k != page_size and (itemsize > 1 or group == 32 or short)
     num_warps = min(max(4 if wide else 2, least), 8)
     if num_warps == 8:

@@ -10,7 +10,6 @@ from bench import (
     long_prompt,
     offline,
     parallel_programs,
-    products,
     quality,
     trainer,
     tune,
@@ -29,7 +28,6 @@ BAD = [
     (trainer, f"{TINY} --num-seqs 0"),
     (long_prompt, f"{TINY} --lengths 999999"),
     *((parallel_programs, args) for args in ("--rows 0", "--length 0")),
-    (products, "--rows 0"),
 ]
 
 

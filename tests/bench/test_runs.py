@@ -14,12 +14,10 @@ from bench import (
     parallel,
     parallel_calls,
     prefill,
-    products,
     trainer,
 )
 from bench.serving.requests import nano_vllm_trace
 from tests.bench.fakes import by_column, rows
-from tests.support.devices import implementations_here
 from tests.support.marks import slow
 
 CALLS = ["--shapes", "tiny", "--implementation", "xla", "--iterations", "3"]
@@ -83,20 +81,6 @@ def test_layouts(names, dry_run) -> None:
         assert results["xla"]["status"] == "ok" and results["xla"]["relative_l2"] < 5e-3
     [row] = by_column(tables)
     assert all(row[name][0].endswith("1.000") for name in names)
-
-
-def test_products(dry_run, monkeypatch) -> None:
-    monkeypatch.setitem(products.MODELS, "tiny", {"qkv": (192, 256)})
-    args = ["--models", "tiny", "--rows", "1", "--iterations", "1", "--rate", "1"]
-    run, table = dry_run(products, *args)
-    missing_here = "mosaic_sm90" not in implementations_here()
-    [one] = run["results"]
-    assert one["product"] == "qkv" and one["xla"]["us"]["median"] > 0
-    missing = one["mosaic_sm90"].get("reason", "")
-    assert missing.startswith("NotImplementedError: implementation=") == missing_here
-    limit = 192 * 256 * 2 / 1e3  # microseconds at 1 GB/s
-    assert f"| tiny | qkv | 1 | {limit:.1f} |" in table
-    assert ("Missing numbers: NotImplementedError" in table) == missing_here
 
 
 WAYS = {

@@ -192,7 +192,7 @@ def test_a_step_gathers_neither_a_pool_nor_weights(num_devices, shape, implement
     engine = mesh_engine(num_devices, WIDE, **sizes)
     runner = engine.replicas[0].runner
     pool = jax.tree.leaves(runner.executor.state.pool)
-    assert {x.addressable_shards[0].data.shape[0] for x in pool} == {max(4 // num_devices, 1)}
+    assert {x.addressable_shards[0].data.shape[2] for x in pool} == {max(4 // num_devices, 1)}
     compiled = runner.executor.lower(runner.empty_batch(shape, SamplingMode())).compile()
     sent = r"= \(?(\w+)\[([\d,]*)\]\S* (?:all-gather|all-to-all|collective-permute)(?:-start)?\("
     shapes = [shape.split(",") for _, shape in re.findall(sent, compiled.as_text())]
@@ -210,7 +210,9 @@ def test_a_step_gathers_neither_a_pool_nor_weights(num_devices, shape, implement
 def test_devices_serve_from_quantized_pages(kv_cache_dtype):
     engine = mesh_engine(model=MODEL, kv_cache_dtype=kv_cache_dtype, modes=GREEDY)
     for leaf in jax.tree.leaves(engine.replicas[0].runner.executor.state.pool):
-        assert {x.data.shape for x in leaf.addressable_shards} == {(1, *leaf.shape[1:])}
+        assert {x.data.shape for x in leaf.addressable_shards} == {
+            (*leaf.shape[:2], 1, *leaf.shape[3:])
+        }
     alone = make_engine(MODEL, kv_cache_dtype=kv_cache_dtype, modes=GREEDY)
     found, wanted = (tokens_of(serve(one, PROMPTS, greedy())) for one in (engine, alone))
     assert found == wanted
@@ -247,7 +249,7 @@ def test_replicas_have_devices_of_their_own_in_order():
     for one in found:
         assert (*one.mesh.devices.flat,) == one.devices and one.mesh.axis_names == ("tensor",)
         assert (one.num_devices, one.num_processes, one.local_devices) == (2, 1, [*one.devices])
-        assert one.pool.spec == P("tensor") and one.whole.spec == P()
+        assert one.pool.spec == P(None, None, "tensor") and one.whole.spec == P()
     assert [one.devices for one in placements(1, 2, None)] == [(x,) for x in jax.devices()[:2]]
     (default,) = placements(1, 1, None)
     assert (default.devices, default.mesh, default.pool) == ((jax.devices()[0],), None, None)

@@ -12,6 +12,7 @@ from pallas_paged.decoder.unmerged_attention import unmerged_attention, write_an
 from tests.support import raw
 from tests.support.marks import needs_triton, slow
 from tests.support.page_layouts import layer_in_layout
+from tests.support.promotion import strict_promotion
 
 PAGE_SIZE, BLOCKS = 16, 12
 SLOPES = np.linspace(0.1, 0.3, 6, dtype=np.float32)
@@ -22,6 +23,12 @@ KERNELS = [
     pytest.param("triton_interpret", marks=needs_triton),
     pytest.param("mosaic_sm90_interpret", marks=needs_mosaic),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _strict_promotion():
+    with strict_promotion():
+        yield
 
 
 def a_call(lens, head_dim=64):

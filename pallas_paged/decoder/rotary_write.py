@@ -70,7 +70,16 @@ def split_qkv(
 
     Returns:
         q `[..., Hkv * G, D]`, k and v `[..., Hkv, D]`.
+
+    Raises:
+        ValueError: `qkv` is not floating or has another shape.
     """
+    qkv = _checked_floats("qkv", qkv)
+    if qkv.ndim < 3 or qkv.shape[-2] < 3:
+        raise ValueError(
+            "qkv must be [..., num_kv_heads, G + 2, head_dim], with G of 1 or more, got "
+            f"{qkv.shape}"
+        )
     *batch, num_kv_heads, kinds, head_dim = qkv.shape
     q = qkv[..., :-2, :].reshape(*batch, num_kv_heads * (kinds - 2), head_dim)
     k, v = qkv[..., -2, :], qkv[..., -1, :]
@@ -123,6 +132,8 @@ def rotate_and_write_kv(
     """
     arrays = checked_write(layer, qkv, slots, rotation, q_norm, k_norm)
     eps = static_number("eps", eps)
+    if eps < 0:
+        raise ValueError(f"{eps=} must be at least 0")
     chosen = _choose(layer, implementation, interpret)
     if chosen == "xla" or not arrays.qkv.size:  # a grid of 0 is an error
         q, k, v = _split(arrays, eps)

@@ -231,6 +231,8 @@ def ones(*shape, dtype=np.float32):
         (dict(k_norm=ones(16, dtype=np.int8)), "k_norm must be floating, got int8"),
         (dict(eps="1"), "eps='1' must be a number"),
         (dict(implementation="mosaic_sm90"), "implementation='mosaic_sm90' must be None or one of"),
+        (dict(interpret=True), "interpret=True needs a family of kernels, not implementation=None"),
+        (dict(eps=-9.0), "eps=-9.0 must be at least 0"),
     ],
     ids=lambda x: None,
 )
@@ -239,6 +241,16 @@ def test_bad_input_is_refused(change, message):
     call = dict(layer=layer, qkv=qkv, slots=slots) | options | change
     with pytest.raises(ValueError, match=message):
         pp.rotate_and_write_kv(**call)
+
+
+def test_a_product_of_another_shape_is_not_split():
+    for qkv in (np.zeros((5, 2, 2, 8), np.float32), np.zeros((4, 8), np.float32)):
+        with pytest.raises(
+            ValueError, match=r"qkv must be \[..., num_kv_heads, G \+ 2, head_dim\]"
+        ):
+            pp.split_qkv(qkv)
+    with pytest.raises(ValueError, match="qkv must be floating, got int32"):
+        pp.split_qkv(np.zeros((5, 2, 3, 8), np.int32))
 
 
 @pytest.mark.skipif(not ON_CPU, reason="the kernel runs here")

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_paged import paged_attention
 from pallas_paged.pages.layout import LAYOUTS
-from tests.support import sass
+from tests.support import raw, sass
 
 ROOT = sass.cuda_root()
 if ROOT is None:
@@ -107,7 +106,7 @@ def test_four_programs_of_triton_decode_fit_on_an_sm(
     pages = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     usages = compile_for(
         sass.TARGETS["9.0"],
-        functools.partial(paged_attention, implementation="triton", kv_layout=kv_layout),
+        functools.partial(raw.paged_attention, implementation="triton", kv_layout=kv_layout),
         jax.ShapeDtypeStruct((num_seqs, num_q_heads, head_dim), jnp.bfloat16),
         pages,
         pages,

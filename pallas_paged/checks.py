@@ -129,6 +129,13 @@ def check_flag(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r} must be True or False")
 
 
+def check_interpret(interpret: Any, implementation: str | None) -> None:
+    """Raise ValueError unless `interpret` is a bool, and False without a family of kernels."""
+    check_flag("interpret", interpret)
+    if interpret and implementation in (None, "xla"):
+        raise ValueError(f"{interpret=} needs a family of kernels, not {implementation=}")
+
+
 def check_has(name: str, value: Any, *attributes: str) -> None:
     """Raise ValueError unless `value` has these attributes."""
     missing = [attribute for attribute in attributes if not hasattr(value, attribute)]

@@ -43,7 +43,7 @@ def checked_arrays(
     layout, pages = layer.layout, layer.pages
     arrays: dict[str, Any] = dict(q=q, block_tables=block_tables, seq_lens=seq_lens)
     arrays = {name: as_array(name, x) for name, x in arrays.items()}
-    _refuse_symbolic_sizes(dict(arrays, pages=pages[0]), is_ragged=cu_q_lens is not None)
+    _refuse_symbolic_sizes(dict(arrays, k_pages=pages[0]), is_ragged=cu_q_lens is not None)
     arrays["block_tables"] = _by_sequences(arrays["block_tables"], arrays["seq_lens"])
     _check_queries(arrays["q"], "B" if cu_q_lens is None else "T")
     _check_pages(layer, **arrays)
@@ -74,7 +74,7 @@ def checked_arrays(
 def _refuse_symbolic_sizes(arrays: dict[str, Any], *, is_ragged: bool) -> None:
     """Raise NotImplementedError where a size is symbolic that must be a number."""
     for name, x in arrays.items():
-        free_axes = 0 if is_ragged or name == "pages" else 1  # the sequences of decoding
+        free_axes = 0 if is_ragged or name == "k_pages" else 1  # the sequences of decoding
         if not all(isinstance(size, int | np.integer) for size in x.shape[free_axes:]):
             raise NotImplementedError(
                 f"{name}.shape={x.shape} must be numbers: of symbolic sizes, attention takes the "

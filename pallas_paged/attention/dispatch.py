@@ -107,7 +107,7 @@ def _call(
 
 
 @functools.cache
-def _layout(
+def _sharding_rule(
     kernel: Kernel, kv_layout: KVLayout, names: tuple[str, ...], scalars: bool, with_lse: bool
 ) -> ShardingRule:
     layout = LAYOUTS[kv_layout]
@@ -156,13 +156,13 @@ def attend(
             cu_q_lens = rising_offsets(arrays.cu_q_lens, call.num_tokens)
             arrays = dataclasses.replace(arrays, cu_q_lens=cu_q_lens)
         scalars = arrays.k_scales is not None and not arrays.k_scales.ndim
-        layout = _layout(kernel, arrays.kv_layout, local.names, scalars, with_lse)
+        rule = _sharding_rule(kernel, arrays.kv_layout, local.names, scalars, with_lse)
         given = [getattr(arrays, name) for name in local.names]
         mesh = explicit_mesh(given)
         if chosen != "xla":
-            out, *lse = with_gradient(local, layout, platform=local.device.platform)(*given)
+            out, *lse = with_gradient(local, rule, platform=local.device.platform)(*given)
         elif mesh is not None:
-            out, *lse = on_explicit_mesh(mesh, local, layout, given)
+            out, *lse = on_explicit_mesh(mesh, local, rule, given)
         else:  # XLA partitions it
             out, *lse = local(*given)
     return out, lse[0] if lse else None

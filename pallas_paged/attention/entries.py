@@ -15,7 +15,7 @@ from pallas_paged.attention.options import (
     check_names,
     static_options,
 )
-from pallas_paged.checks import check_flag, default_promotion
+from pallas_paged.checks import as_array, check_flag, default_promotion
 from pallas_paged.pages.layer import LayerKV
 
 
@@ -176,7 +176,8 @@ def ragged_paged_attention(
     """
     check_names("ragged_paged_attention", options, RaggedAttentionOptions)
     check_flag("return_lse", return_lse)
-    arrays = checked_arrays(q, layer, block_tables, seq_lens, options, cu_q_lens=cu_q_lens)
+    offsets = as_array("cu_q_lens", cu_q_lens)
+    arrays = checked_arrays(q, layer, block_tables, seq_lens, options, cu_q_lens=offsets)
     how = static_options(arrays.head_dim, options)
     out, lse = dispatch.attend("ragged", arrays, how, with_lse=return_lse)
     return (out, lse) if return_lse else out

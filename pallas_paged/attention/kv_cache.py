@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from pallas_paged.attention.entries import paged_attention, ragged_paged_attention
 from pallas_paged.attention.options import RaggedAttentionOptions
-from pallas_paged.checks import as_array, checked_array, default_promotion
+from pallas_paged.checks import INT32_MAX, as_array, checked_array, default_promotion
 from pallas_paged.pages import table as page_table
 from pallas_paged.pages.layout import KVLayout
 from pallas_paged.pages.pool import KVPool, copy_pages, create_kv_pool, write_kv
@@ -124,30 +124,33 @@ class PagedKVCache:
     ) -> PagedKVCache:
         """Write the K/V of the tokens of the last `extend` into a layer.
 
-        Nothing is written for sequences without new tokens.
+        Older tokens stay as they are, so sequences without new tokens keep all that they have.
 
         Args:
             layer: index of the layer. Static.
             k: floating `[max_seqs, num_kv_heads, head_dim]`, one token for each sequence, or with
                 `cu_q_lens` `[T, num_kv_heads, head_dim]`, the tokens of one sequence after another.
             v: the same shape.
-            cu_q_lens: i32`[max_seqs + 1]`, as in `ragged_paged_attention`. A sequence must have as
-                many tokens there as the last `extend` added, or none.
+            cu_q_lens: i32`[max_seqs + 1]`, as in `ragged_paged_attention`. Tokens before
+                those that the last `extend` added are dropped.
 
         Raises:
             ValueError: as `write_kv`.
         """
         max_seqs, lens = self.table.max_seqs, self.table.seq_lens
-        num_tokens = as_array("k", k).shape[0] if as_array("k", k).ndim else 0
-        tokens = jnp.arange(num_tokens, dtype=jnp.int32)
+        shape = as_array("k", k).shape
+        tokens = jnp.arange(shape[0] if shape else 0, dtype=jnp.int32)
         if cu_q_lens is None:
-            seqs, positions = tokens, lens.at[tokens].get(mode="fill", fill_value=0) - 1
+            if tokens.shape != lens.shape:
+                raise ValueError(f"k.shape={shape} must begin with {max_seqs=} without cu_q_lens")
+            seqs, positions = tokens, lens - 1
         else:
             offsets = checked_array("cu_q_lens", cu_q_lens, jnp.int32, (max_seqs + 1,))
             seqs = jnp.searchsorted(offsets[1:], tokens, side="right").astype(jnp.int32)
             ends = (lens - offsets[1:]).at[seqs].get(mode="fill", fill_value=0)
             positions = ends + tokens
-        is_new = self.num_new_tokens.at[seqs].get(mode="fill", fill_value=0) > 0
+        first_new = (lens - self.num_new_tokens).at[seqs].get(mode="fill", fill_value=INT32_MAX)
+        is_new = positions >= first_new
         slots = page_table.slot_mapping(self.table, seqs, jnp.where(is_new, positions, -1))
         layers = list(self.pool.layers)
         layers[layer] = write_kv(layers[layer], k, v, slots)

@@ -9,7 +9,7 @@ from typing import Any, Literal, SupportsFloat, TypedDict, cast, get_args
 
 from jax.typing import ArrayLike
 
-from pallas_paged.checks import check_flag, static_integer, static_number
+from pallas_paged.checks import check_flag, check_interpret, static_integer, static_number
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80DecodeConfig, MosaicSm80RaggedConfig
 from pallas_paged.kernels.mosaic_sm90.config import MosaicDecodeConfig, MosaicRaggedConfig
@@ -163,9 +163,7 @@ def static_options(head_dim: int, options: Mapping[str, Any]) -> StaticOptions:
         not isinstance(implementation, str) or implementation not in names
     ):
         raise ValueError(f"{implementation=} must be None or one of {names}")
-    check_flag("interpret", interpret)
-    if interpret and implementation in (None, "xla"):
-        raise ValueError(f"{interpret=} needs a family of kernels, not {implementation=}")
+    check_interpret(interpret, implementation)
     expected_seqs = options.get("expected_seqs")
     if expected_seqs is not None:
         expected_seqs = static_integer("expected_seqs", expected_seqs)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from pallas_paged.checks import default_promotion, pytree
+from pallas_paged.checks import check_interpret, default_promotion, pytree
 from pallas_paged.decoder.kernels.batch_config import (
     BLOCKS_PER_STAGE,
     COLUMNS_PER_BLOCK,
@@ -139,6 +139,7 @@ def between_attentions(
     names = get_args(BlockImplementation)
     if implementation is not None and implementation not in names:
         raise ValueError(f"{implementation=} must be None or one of {names}")
+    check_interpret(interpret, implementation)
     *rows, size = residual.x.shape
     if implementation not in (None, "xla") or (
         implementation is None and _is_faster(math.prod(rows), size)

@@ -14,7 +14,13 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from pallas_paged.attention.partition import Axes, ShardingRule, on_each_device
-from pallas_paged.checks import as_array, checked_array, default_promotion, static_number
+from pallas_paged.checks import (
+    as_array,
+    check_interpret,
+    checked_array,
+    default_promotion,
+    static_number,
+)
 from pallas_paged.decoder.rms_norm import rms_norm
 from pallas_paged.kernels.device import Device
 from pallas_paged.kernels.triton.family import TRITON
@@ -244,10 +250,9 @@ def _choose(layer: LayerKV, implementation: Any, interpret: bool) -> WriteImplem
     names = get_args(WriteImplementation)
     if implementation is not None and implementation not in names:
         raise ValueError(f"{implementation=} must be None or one of {names}")
+    check_interpret(interpret, implementation)
     if implementation == "xla":
         return "xla"
-    if interpret and implementation is None:
-        raise ValueError(f"{interpret=} needs a family of kernels, not {implementation=}")
     reason = _why_not(layer, interpret=interpret)
     if implementation is None:
         return "triton" if reason is None else "xla"

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from pallas_paged.checks import pytree
+from pallas_paged.checks import check_interpret, pytree
 from pallas_paged.decoder.peers import DevicePeers, Peers
 from pallas_paged.engine.kernels.sampling_noise import divisor, min_p_limit
 from pallas_paged.engine.logprobs import check_logits
@@ -250,6 +250,7 @@ def sample(
         NotImplementedError: the kernels can't run here; the message says why.
     """
     check_logits(logits)
+    check_interpret(interpret, implementation)
     if peers is not None and logits.shape[1] % peers.mesh.size == 0:
         cut, whole = PartitionSpec(None, peers.axis), PartitionSpec()
 

@@ -338,3 +338,12 @@ def test_the_choice_of_none_is_logged_once_for_each_kind_of_device(caplog):
 def test_the_table_of_the_docs_is_what_the_families_can_do():
     text = implementations.PAGE.read_text(encoding="utf-8")
     assert implementations.with_table(text) == text, "run python -m tests.support.implementations"
+
+
+def test_a_hopper_gpu_without_mosaic_is_warned_of_once(caplog, monkeypatch):
+    monkeypatch.setattr(mosaic_support, "why_not_jax", lambda: "needs JAX 0.11")
+    call = replace(DECODE, device=replace(HOPPER, kind="a Hopper GPU of this test"))
+    for _ in range(2):
+        dispatch.resolve(call, None)
+    [warning] = (x for x in caplog.records if x.levelno == logging.WARNING)
+    assert "needs JAX 0.11. JAX 0.11 needs Python 3.12" in warning.getMessage()

@@ -155,7 +155,7 @@ TREE = np.ones((3, 4, 4), bool)
         ({"cu_q_lens": lambda x: x[:-1]}, r"cu_q_lens.shape=\(3,\) must be \(4,\): 0, then .* 3 "),
         ({"cu_q_lens": lambda x: x[:, None]}, r"cu_q_lens.shape=\(4, 1\)"),
         ({"cu_q_lens": to(np.int64)}, "cu_q_lens.dtype=int64 must be int32"),
-        ({"cu_q_lens": "a"}, "^cu_q_lens=.* must be an array"),
+        ({"cu_q_lens": None}, "^cu_q_lens=.* must be an array"),
         *(({"expected_seqs": n}, f"expected_seqs={n!r} must be") for n in (0, -1, 1.5, "1")),
         *(({"causal": x}, "must be True or False") for x in (None, 0, np.bool_(False), "no")),
         ({"causal": False, "tree_mask": TREE}, "causal=False excludes a tree_mask"),

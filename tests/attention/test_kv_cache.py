@@ -107,6 +107,16 @@ def test_a_sequence_without_new_tokens_keeps_what_it_has():
     assert not cache.free(np.zeros(B, bool)).num_new_tokens.any()
 
 
+def test_more_tokens_than_the_last_extend_added_write_over_no_older_one():
+    cache, _ = create().extend(np.int32([2, 0, 0]))
+    ones = np.ones((2, H, D), np.float32)
+    cache = cache.write(0, ones, ones, np.int32([0, 2, 2, 2]))
+    cache, _ = cache.extend(np.int32([1, 0, 0]))
+    written = cache.write(0, 7 * ones, 7 * ones, np.int32([0, 2, 2, 2])).pool.layers[0].k_pages
+    page = cache.table.block_tables[0, 0]
+    np.testing.assert_array_equal(np.asarray(written)[page, :, 0, 0], [1, 1, 7, 0])
+
+
 def test_it_is_a_carry_of_loops():
     def body(cache, x):
         cache, ok = cache.extend(jnp.ones(B, jnp.int32))
@@ -136,6 +146,8 @@ def test_bad_arguments_are_refused():
     cache, x = create(), np.zeros((B, H, D), np.float32)
     with pytest.raises(ValueError, match=r"cu_q_lens must be int32\[4\]"):
         cache.write(0, x, x, np.zeros(2, np.int32))
+    with pytest.raises(ValueError, match=r"k.shape=\(2, 2, 16\) must begin with max_seqs=3"):
+        cache.write(0, x[:2], x[:2])
     with pytest.raises(ValueError, match="k and v must be"):
         cache.write(0, x[:, :1], x)
     with pytest.raises(TypeError, match="did you mean 'sm_scale'"):

@@ -106,7 +106,7 @@ def serving_run(step_run) -> dict:
 
 @pytest.fixture
 def torch_run() -> dict:
-    """A decode shape, of which bytes count, and a prompt, of which operations do."""
+    """A decode shape, whose limit is bytes, and a prompt, whose limit is operations."""
     results = {"ours": ok(4.0), "flashinfer": ok(6.0, variant="x"), "sdpa": WRONG}
     shapes = [
         record("8x8", 2_000_000, 1, **results) | {"decode": True},

@@ -293,9 +293,7 @@ def test_a_layer_is_checked_when_it_is_made_and_when_it_is_used():
     layer = pp.LayerKV(pages, pages)
     assert layer.kv_layout == "NHD" and (layer.num_pages, layer.page_size) == (4, 8)
     assert (layer.num_kv_heads, layer.head_dim) == (2, 16)
-    with pytest.raises(
-        ValueError, match=r"page_size=3 must .*k_pages.shape=\(4, 3, 2, 16\) is \[nu"
-    ):
+    with pytest.raises(ValueError, match=r"page_size=3 must .*shape=\(4, 3, 2, 16\) is \[nu"):
         pp.LayerKV(pages[:, :3], pages[:, :3])
     rebuilt = jax.tree.map(lambda x: x[:, :3], layer)  # may hold anything, such as shardings
     with pytest.raises(ValueError, match="page_size=3 must be a power of two"):
@@ -314,21 +312,12 @@ SCALES = zeros(2, 4, 2)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (dict(k_pages=zeros(4, 2, 3)), r"k_pages.shape=\(4, 2, 3\) must be \[num_kv_heads, "),
+        (dict(v_pages=zeros(2, 4, 4, 3)), r"v_pages float32\[2, 4, 4, 3\] must have one shape"),
+        (dict(v_pages=zeros(2, 4, 2, 3, dtype=np.float16)), r"32\[.*float16\[2, 4, 2, 3\] must"),
         (
-            dict(k_pages=zeros(4, 2, 3)),
-            r"k_pages.shape=\(4, 2, 3\) must be \[num_kv_heads, .*'HPND'",
-        ),
-        (
-            dict(v_pages=zeros(2, 4, 4, 3)),
-            r"v_pages float32\[2, 4, 4, 3\] must have one shape and dtype",
-        ),
-        (
-            dict(v_pages=zeros(2, 4, 2, 3, dtype=np.float16)),
-            r"k_pages float32\[.*v_pages float16\[2, 4, 2, 3\] must",
-        ),
-        (
-            dict.fromkeys(("k_pages", "v_pages"), zeros(2, 4, 2, 3, dtype=np.int16)),
-            r"k_pages.dtype=int16 must be one of fl",
+            dict.fromkeys(BYTES, zeros(2, 4, 2, 3, dtype=np.int16)),
+            "k_pages.dtype=int16 must be",
         ),
         (dict(k=zeros(5, 2, 3, dtype=np.int32)), r"^k must be floating, got int32"),
         (dict(k=zeros(5, 3, 3)), r"num_kv_heads=2, head_dim=3\].*\(5, 3, 3\)"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, TypeVar
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_paged.kernels.call import Arrays
+from pallas_paged.kernels.logits import LogitOptions, visible
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.ragged_plan import Plan, PlanShape, make_plan
 from pallas_paged.kernels.ragged_plan_kernel import (
@@ -92,7 +94,38 @@ def tree_bits(tree_mask: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(words, jnp.int32)
 
 
-def visible_in_tree(words_ref: Any, first_key: Any, before: Any, keys: jax.Array) -> jax.Array:
+def visible_in_block(
+    keys: jax.Array,
+    positions: jax.Array,
+    options: LogitOptions,
+    *,
+    first_key: Any,
+    last: jax.Array,
+    before: Any,
+    tree_words: Any,
+) -> jax.Array:
+    """Return which keys of a block each query row of a warpgroup sees.
+
+    Args:
+        keys: i32`[64, block_k]`, their positions.
+        positions: i32`[64]`, of the queries.
+        first_key: the first of `keys`.
+        last: i32`[64]`, the last key that each query sees.
+        before: keys older than all queries of the sequence.
+        tree_words: `Work.tree_words` of the warpgroup, or None.
+    """
+    tree = functools.partial(_visible_in_tree, tree_words, first_key, before, keys)
+    return visible(
+        keys,
+        positions,
+        options,
+        last=last,
+        tree=None if tree_words is None else tree,
+        bcast=functools.partial(ops.bcast, like=keys),
+    )
+
+
+def _visible_in_tree(words_ref: Any, first_key: Any, before: Any, keys: jax.Array) -> jax.Array:
     """Return which keys each row sees under its tree mask.
 
     Args:

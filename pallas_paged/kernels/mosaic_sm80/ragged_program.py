@@ -14,9 +14,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from pallas_paged.checks import pytree
-from pallas_paged.kernels.logits import LogitOptions, base2_logits, split_scales, visible
+from pallas_paged.kernels.logits import LogitOptions, base2_logits, split_scales
 from pallas_paged.kernels.mosaic import ops as wgmma_ops
-from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, unpack, visible_in_tree
+from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, unpack, visible_in_block
 from pallas_paged.kernels.mosaic.softmax_state import State, empty_state, finish
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80RaggedConfig, result_columns
@@ -237,14 +237,14 @@ class Program:
 
         def mask(block, keys):
             """Return which keys of a block each query sees."""
-            tree = functools.partial(visible_in_tree, tree_words, block * block_k, before, keys)
-            return visible(
+            return visible_in_block(
                 keys,
                 positions,
                 options,
+                first_key=block * block_k,
                 last=last_seen,
-                tree=None if tree_words is None else tree,
-                bcast=functools.partial(wgmma_ops.bcast, like=keys),
+                before=before,
+                tree_words=tree_words,
             )
 
         def of_tokens(kv, block, like, factor=1.0):

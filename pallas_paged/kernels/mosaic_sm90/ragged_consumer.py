@@ -12,9 +12,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.kernels.logits import LogitOptions, base2_logits, visible
+from pallas_paged.kernels.logits import LogitOptions, base2_logits
 from pallas_paged.kernels.mosaic import ops
-from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, visible_in_tree
+from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, visible_in_block
 from pallas_paged.kernels.mosaic.softmax_state import State, empty_state
 from pallas_paged.kernels.mosaic_sm90.ragged_tile import WG_ROWS, TileRows
 from pallas_paged.kernels.mosaic_sm90.ring import Ring
@@ -96,14 +96,14 @@ def attend(
 
     def mask(block, keys):
         """Return which keys of a block each query sees."""
-        tree = functools.partial(visible_in_tree, tree_words, block * block_k, before, keys)
-        return visible(
+        return visible_in_block(
             keys,
             positions,
             options,
+            first_key=block * block_k,
             last=last_seen,
-            tree=None if tree_words is None else tree,
-            bcast=functools.partial(ops.bcast, like=keys),
+            before=before,
+            tree_words=tree_words,
         )
 
     def zero_unreadable(block, stage):

@@ -44,7 +44,7 @@ MODULES = [
 LOG = """========= COMPUTE-SANITIZER
 BEGIN triton ragged
 END triton ragged: refused: it needs a GPU
-BEGIN mosaic_sm90 decode
+BEGIN mosaic_sm80 decode
 ========= Error: Potential WAW hazard detected at __shared__ 0x482 in block (0,0,0) :
 =========     Write Thread (32,0,0) at paged_decode_kernel+0x2a0 in decode.py:9
 =========     Write Thread (160,0,0) at paged_decode_kernel+0x320 in decode.py:11
@@ -124,7 +124,7 @@ def test_findings_are_read_call_by_call():
     finding = f"Error: Potential WAW hazard detected at __shared__ .. in block .. : {places}"
     assert sanitizer.parse(LOG) == {
         "triton ragged": ("refused: it needs a GPU", []),
-        "mosaic_sm90 decode": ("not finished", [finding]),
+        "mosaic_sm80 decode": ("not finished", [finding]),
     }
 
 

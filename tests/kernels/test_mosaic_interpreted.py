@@ -34,15 +34,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 HOPPER, AMPERE = "mosaic_sm90", "mosaic_sm80"
 INT8, FP8 = "int8", "float8_e4m3fn"
 # Programs that have several rows, and rows that several programs share.
+DECODE = pp.MosaicSm80DecodeConfig(block_k=64, num_stages=2, num_programs=6)
 CONFIGS = {
-    HOPPER: (
-        pp.MosaicDecodeConfig(block_k=64, num_stages=2, num_programs=6),
-        pp.MosaicRaggedConfig(block_k=64, num_consumers=2, num_stages=2, num_programs=3),
-    ),
-    AMPERE: (
-        pp.MosaicSm80DecodeConfig(block_k=64, num_stages=2, num_programs=6),
-        pp.MosaicSm80RaggedConfig(block_q=64, block_k=32, num_warpgroups=1, num_programs=3),
-    ),
+    HOPPER: pp.MosaicSm90RaggedConfig(block_k=64, num_consumers=2, num_stages=2, num_programs=3),
+    AMPERE: pp.MosaicSm80RaggedConfig(block_q=64, block_k=32, num_warpgroups=1, num_programs=3),
 }
 
 
@@ -55,7 +50,8 @@ def compiled(arrays, **options):
 def attend(family, arrays, *, config=None, kv_layout="HPND", **options):
     """(out, lse) of a decode or a ragged call, with changes of the family's config above."""
     arrays = call_in_layout(kv_layout, arrays)
-    config = dataclasses.replace(CONFIGS[family]["cu_q_lens" in arrays], **config or {})
+    start = CONFIGS[family] if "cu_q_lens" in arrays else DECODE
+    config = dataclasses.replace(start, **config or {})
     how = dict(implementation=f"{family}_interpret", config=config, kv_layout=kv_layout)
     return compiled(arrays, **how, **options)
 
@@ -126,60 +122,24 @@ def one_program(num_stages, **options):
 
 @each_call(
     [
-        *calls(
-            HOPPER, {},
-            few(num_q_heads=80),
-            few(head_dim=256, dtype="float16"),
-            borders(**pages_of(8)),
-            one_head(seq_lens=(0, 1, 70) * 13),
-        ),
-        (HOPPER, borders(), dict(sliding_window=1)),  # the newest key only
-        (HOPPER, two_kv_heads, every_option(6, config=SPLIT)),
-        (HOPPER, few(), dict(kv_layout="2NHD")),
-        *calls(HOPPER, dict(kv_layout="NH2D"), large_pages, few_bytes(INT8)),
-        (HOPPER, few_bytes(FP8, head_dim=192, **pages_of(8)), BLOCKS_OF_128),
-        (HOPPER, few_bytes(FP8), every_option(4)),
         # Two tiles of 32 rows.
         *calls(AMPERE, {}, few_of_one_head(num_q_heads=40), few_bytes(INT8, head_dim=80)),
         (AMPERE, few(**pages_of(2)), BLOCKS_OF_32),
         (AMPERE, few(head_dim=80, dtype="float16"), SPLIT_OF_32),
         (AMPERE, two_kv_heads, every_option(6, **SPLIT_OF_32)),
+        (AMPERE, borders(), dict(sliding_window=1)),  # the newest key only
         (AMPERE, few(), dict(kv_layout="NH2D")),
+        (AMPERE, few_bytes(FP8), every_option(4)),
         (AMPERE, ROW_AFTER_ROW, one_program(3, sliding_window=150)),
         (AMPERE, ROW_AFTER_ROW_OF_INT8, one_program(2)),
+        (AMPERE, one_head(seq_lens=(0, 1, 70) * 13), {}),
     ],
     [
-        *calls(
-            HOPPER, {},
-            *(few(num_q_heads=2 * group) for group in (1, 3, 4, 8, 16, 67)),
-            *(few(head_dim=n) for n in (192, 256)),
-            few(head_dim=128, dtype="float16"),
-            *(borders(**pages_of(n)) for n in (1, 128)),
-            *(one_head(seq_lens=lens, pages_per_seq=64) for lens in ((0, 0), (1024,))),
-            *(few_bytes(INT8, **x) for x in ({}, dict(per_tensor=True), F16)),
-            *(few_bytes(FP8, **x) for x in ({}, F16, F16 | dict(per_tensor=True))),
-        ),
-        *calls(
-            HOPPER, BLOCKS_OF_128,
-            *(borders(**pages_of(n)) for n in (4, 16, 256)),
-            *(few_bytes(FP8, head_dim=n, **pages_of(8)) for n in (128, 256)),
-            *(few_bytes(INT8, **pages_of(n)) for n in (2, 8, 128, 256)),
-        ),
-        # From the first key of a block on, and from within a block.
-        *((HOPPER, borders(), dict(sliding_window=n)) for n in (64, 73)),
-        (HOPPER, borders(), dict(alibi_slopes=np.float32([0.01, 0.3]))),
-        (HOPPER, borders(), dict(sm_scale=-0.3)),
-        *calls(HOPPER, dict(config=SPLIT), borders(), borders(seq_lens=(0, 0))),
-        (HOPPER, two_kv_heads, every_option(6)),
-        (HOPPER, few_bytes(INT8), every_option(4)),
-        *(
-            (HOPPER, case, dict(kv_layout=kv_layout))
-            for case in (few(), large_pages, few_bytes(INT8)) for kv_layout in OTHERS
-        ),
         # A tile of 16 rows, and one of 32.
         *calls(
             AMPERE, {},
             *(few_of_one_head(num_q_heads=n) for n in (1, 20)),
+            *(one_head(seq_lens=lens, pages_per_seq=64) for lens in ((0, 0), (1024,))),
             few_bytes(FP8, per_tensor=True),
             few_bytes(INT8, per_tensor=True, dtype="float16", head_dim=128),
             few_bytes(FP8, dtype="float16"),
@@ -187,11 +147,16 @@ def one_program(num_stages, **options):
         ),
         (AMPERE, few(**pages_of(1)), BLOCKS_OF_32),
         (AMPERE, few(**pages_of(256)), BLOCKS_OF_128),
+        (AMPERE, few_bytes(INT8, head_dim=256, **pages_of(8)), BLOCKS_OF_128),
         *calls(AMPERE, SPLIT_OF_32, few(head_dim=192), few(head_dim=128, dtype="float16")),
         *((AMPERE, few(), dict(config=dict(block_k=32, num_stages=n))) for n in (1, 4)),
-        *((AMPERE, borders(), dict(sliding_window=n)) for n in (1, 64, 73)),
+        *((AMPERE, borders(), dict(sliding_window=n)) for n in (64, 73)),
+        (AMPERE, borders(), dict(alibi_slopes=np.float32([0.01, 0.3]))),
         (AMPERE, two_kv_heads, every_option(6)),
-        (AMPERE, few(), dict(kv_layout="NHD")),
+        *(
+            (AMPERE, case, dict(kv_layout=kv_layout))
+            for case in (few(), large_pages, few_bytes(INT8)) for kv_layout in OTHERS
+        ),
         *((AMPERE, ROW_AFTER_ROW, one_program(n)) for n in (1, 2, 3)),
         *((AMPERE, ROW_AFTER_ROW, one_program(n, sliding_window=150)) for n in (1, 2)),
         (AMPERE, ROW_AFTER_ROW_OF_INT8, one_program(3)),
@@ -278,20 +243,19 @@ WINDOW = dict(sliding_window=70)
 @each_call(
     [
         *calls(
-            HOPPER,
+            AMPERE,
             WINDOW,
             mosaic_case(**LEFT, **pages_of(16)),
             quantized(INT8, **LEFT, **pages_of(16)),
         ),
-        (AMPERE, mosaic_case(**LEFT, **pages_of(16)), WINDOW),
         *(
             (family, rows(seq_lens=(180,), q_lens=(9,)), dict(sliding_window=30))
             for family in CONFIGS
         ),
     ],
     [
-        *calls(HOPPER, WINDOW, *(mosaic_case(**LEFT, **pages_of(n)) for n in (1, 4))),
-        (HOPPER, quantized(INT8, **LEFT, **pages_of(2)), WINDOW),
+        *calls(AMPERE, WINDOW, *(mosaic_case(**LEFT, **pages_of(n)) for n in (1, 4))),
+        (AMPERE, quantized(INT8, **LEFT, **pages_of(2)), WINDOW),
     ],
 )
 def test_keys_left_of_the_window_are_not_read(family, case, options):
@@ -302,13 +266,12 @@ def test_keys_left_of_the_window_are_not_read(family, case, options):
     assert_same_bits(attend(family, others, **options), attend(family, arrays, **options))
 
 
-@pytest.mark.parametrize("family", [HOPPER, *slow([AMPERE])])
-def test_bits_depend_on_the_row_alone_under_a_split_size(family):
+def test_bits_depend_on_the_row_alone_under_a_split_size():
     q, k_pages, v_pages, tables, lens = one_head(seq_lens=(250, 3, 0, 129)).make()
 
     def of(rows):
         rows = np.array(rows)
-        return attend(family, (q[rows], k_pages, v_pages, tables[rows], lens[rows]), config=SPLIT)
+        return attend(AMPERE, (q[rows], k_pages, v_pages, tables[rows], lens[rows]), config=SPLIT)
 
     assert_same_bits([x[-1:] for x in of([3, 2, 0])], of([0]))
 
@@ -356,7 +319,7 @@ def test_ampere_attends_to_keys_before_given_positions():
     positions = 70 + jnp.arange(made["q"].shape[0]) % 7
     arrays = Arrays(**made, q_positions=positions, alibi_slopes=jnp.float32([0.5, 0.1]))
     options = LogitOptions(sm_scale=0.1, sliding_window=40)
-    kernel = partial(sm80_ragged.ragged_paged_attention, config=CONFIGS[AMPERE][1], interpret=True)
+    kernel = partial(sm80_ragged.ragged_paged_attention, config=CONFIGS[AMPERE], interpret=True)
     functions = (partial(f, options=options) for f in (kernel, xla.ragged_paged_attention))
     results = (jax.jit(f)(arrays) for f in functions)
     for actual, expected in zip(*results, strict=True):

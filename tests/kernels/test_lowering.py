@@ -12,7 +12,6 @@ import pytest
 import pallas_paged as pp
 from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.pages.layout import LAYOUTS
-from tests.support import devices
 from tests.support.devices import lower_for_cuda
 from tests.support.lowering import CUSTOM_CALL, few_with_every_level, named, options_of, pairwise
 from tests.support.marks import needs_triton, slow
@@ -157,8 +156,6 @@ def test_ampere(function, row, monkeypatch):
 
     # Without a GPU, Mosaic takes (9, 0).
     monkeypatch.setattr(utils, "_infer_arch", lambda: row["architecture"])
-    if row["architecture"] != (9, 0):  # only Hopper lets the merge start early
-        monkeypatch.setattr(devices, "H200_MESH", devices.mesh_of("NVIDIA A100"))
     text = lowered("mosaic_sm80", function, row)
     assert len(CUSTOM_CALL.findall(text)) == 2
     if row["architecture"] < (9, 0):  # from there on, Mosaic begins every kernel so

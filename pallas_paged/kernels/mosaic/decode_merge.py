@@ -120,7 +120,6 @@ def _merge_decode_kernel(
     *,
     block_s: int,
     block_h: int,
-    overlap: bool,
     interpret: bool,
 ) -> None:
     """Run one program: the final results of `block_h` query heads of a row."""
@@ -132,10 +131,6 @@ def _merge_decode_kernel(
     q_heads = [lax.axis_index("heads") * block_h + i for i in range(0, block_h, together)]
     columns = [(lax.div(q_head, group), lax.rem(q_head, group)) for q_head in q_heads]
 
-    # The reads above are safe before the wait: the kernel before this one reads the same array, so
-    # it was complete when that kernel started.
-    if overlap:
-        ops.wait_for_previous_kernel(interpret=interpret)
     heads_of = [pl.ds(q_head, together) for q_head in q_heads]
     layout = _heads_layout(together, states.head_dim)
     sinks = (
@@ -176,14 +171,9 @@ def block_sizes(plan: DecodePlan, *, num_seqs: int, num_q_heads: int, span: int)
 
 
 def merge_decode(
-    states: DecodeStates, *, dtype: Any, overlap: bool, interpret: bool
+    states: DecodeStates, *, dtype: Any, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the final `(out dtype[B, Hq, D], lse f32[B, Hq])` of a decode call.
-
-    Args:
-        states: from the decode kernel.
-        overlap: the decode kernel lets this one start early, as only Hopper and later can.
-    """
+    """Return the final `(out dtype[B, Hq, D], lse f32[B, Hq])` of a decode call."""
     num_seqs, num_q_heads = states.unit_ends.shape[0], states.num_q_heads
     # A row begins and ends within the shares of programs: there are enough to matter.
     span = states.plan.num_programs // num_seqs + 2 * (num_seqs > 1)
@@ -198,7 +188,6 @@ def merge_decode(
         _merge_decode_kernel,
         block_s=block_s,
         block_h=block_h,
-        overlap=overlap,
         interpret=interpret,
     )
     return plgpu.kernel(

@@ -285,12 +285,9 @@ def _decode_kernel(
     *,
     plan: DecodePlan,
     heads: Heads,
-    overlap: bool,
     interpret: bool,
 ) -> None:
     """Run one program: attend to its range of work units for a tile of query heads."""
-    if overlap:
-        mosaic_ops.let_next_kernel_start(interpret=interpret)
     for_each_work_item(
         functools.partial(
             attend,
@@ -313,17 +310,11 @@ def paged_decode(
     *,
     options: LogitOptions,
     config: MosaicSm80DecodeConfig,
-    overlap: bool,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend with one query token per row; return `(out [B, Hq, D], lse f32[B, Hq])`.
-
-    Args:
-        overlap: let the merge start early, as only Hopper and later can.
-    """
-    how: Any = dict(overlap=overlap, interpret=interpret)
-    states = decode_states(arrays, options=options, config=config, **how)
-    return merge_decode(states, dtype=arrays.q.dtype, **how)
+    """Attend with one query token per row; return `(out [B, Hq, D], lse f32[B, Hq])`."""
+    states = decode_states(arrays, options=options, config=config, interpret=interpret)
+    return merge_decode(states, dtype=arrays.q.dtype, interpret=interpret)
 
 
 def decode_states(
@@ -331,7 +322,6 @@ def decode_states(
     *,
     options: LogitOptions,
     config: MosaicSm80DecodeConfig,
-    overlap: bool,
     interpret: bool,
 ) -> DecodeStates:
     """Attend with one query token per row, without the merge."""
@@ -361,9 +351,7 @@ def decode_states(
         out=result_shape((*states, columns), jnp.float32),
         lse=result_shape(states, jnp.float32),
     )
-    kernel = functools.partial(
-        _decode_kernel, plan=plan, heads=heads, overlap=overlap, interpret=interpret
-    )
+    kernel = functools.partial(_decode_kernel, plan=plan, heads=heads, interpret=interpret)
 
     def body(*refs):
         pl.run_scoped(lambda scratch: kernel(*refs, scratch), scratch)

@@ -35,7 +35,7 @@ class MosaicSm80(Family):
 
         static: dict[str, Any] = dict(config=support.config_of(call), interpret=call.interpret)
         if call.kernel == "decode":
-            return functools.partial(decode.paged_decode, overlap=call.device.is_hopper, **static)
+            return functools.partial(decode.paged_decode, **static)
         return functools.partial(ragged.ragged_paged_attention, with_lse=call.with_lse, **static)
 
     def bind_states(
@@ -45,10 +45,10 @@ class MosaicSm80(Family):
 
         if writes:
             return None
-        static: dict[str, Any] = dict(overlap=call.device.is_hopper, interpret=call.interpret)
+        config = support.config_of(call)
         return (
-            functools.partial(decode.decode_states, config=support.config_of(call), **static),
-            functools.partial(decode.merge_decode, dtype=call.dtype, **static),
+            functools.partial(decode.decode_states, config=config, interpret=call.interpret),
+            functools.partial(decode.merge_decode, dtype=call.dtype, interpret=call.interpret),
         )
 
 

@@ -80,7 +80,7 @@ def test_the_states_of_each_row_are_merged(
         num_q_heads=num_q_heads,
         head_dim=head_dim,
     )
-    call = functools.partial(merge_decode, dtype=jnp.float32, overlap=False, interpret=True)
+    call = functools.partial(merge_decode, dtype=jnp.float32, interpret=True)
     out, lse = jax.jit(call)(given)
     # By query head.
     lses, outs = (

@@ -94,7 +94,7 @@ def _mosaic_sm90_fits(config: Any, programs: int, shape: Shape) -> bool:
     needed = support.shared_memory(
         config, group=group, head_dim=shape.head_dim, kv_dtype=shape.kv_dtype
     )
-    return needed <= support.shared_memory_limit(programs)
+    return programs * (needed + 1024) <= _SM_BYTES
 
 
 def _mosaic_sm80_fits(config: Any, programs: int, shape: Shape) -> bool:
@@ -102,12 +102,12 @@ def _mosaic_sm80_fits(config: Any, programs: int, shape: Shape) -> bool:
     if isinstance(config, pp.MosaicSm80DecodeConfig):
         group = shape.num_q_heads // shape.num_kv_heads
         needed = sm80_config.decode_shared_memory(config, group=group, **sizes)
-        return needed <= support.shared_memory_limit(programs)
+        return programs * (needed + 1024) <= _SM_BYTES
     # A thread has registers for 64 rows of a large head_dim, and takes up to 255 of them.
     if config.rows_per_warpgroup > 64 and shape.head_dim > 128:
         return False
     needed = sm80_config.ragged_shared_memory(config, **sizes)
-    return config.num_warpgroups * programs <= 2 and needed <= support.shared_memory_limit(programs)
+    return config.num_warpgroups * programs <= 2 and programs * (needed + 1024) <= _SM_BYTES
 
 
 _DECODE = Kernel(

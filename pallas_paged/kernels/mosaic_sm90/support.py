@@ -17,9 +17,6 @@ from pallas_paged.kernels.mosaic_sm90.config import MosaicSm90RaggedConfig
 HEAD_DIMS = (64, 128, 256)  # of 512, two blocks of 64 tokens of K and V would take 256 KB
 GRADIENT_HEAD_DIMS = (64, 128)
 MIN_PAGE_SIZE = 8  # rows of a swizzled tile in shared memory
-# Shared memory of a Hopper SM. A program costs 1 KB more than it asks for.
-_SM_BYTES = 228 * 1024
-_BYTES_OF_A_PROGRAM = 1024
 
 
 def why_not_device(device: Device) -> str | None:
@@ -85,7 +82,7 @@ def _why_not_config(call: Call) -> str | None:
         head_dim=call.head_dim,
         kv_dtype=call.kv_dtype,
     )
-    limit = shared_memory_limit(1)
+    limit = call.device.shared_memory
     if needed > limit:
         return (
             f"can't run {config}: it needs {needed} bytes of shared memory; a program has {limit}"
@@ -116,8 +113,3 @@ def shared_memory(
     sizes |= {"dtype": jnp.bfloat16, "kv_dtype": kv_dtype if one_byte else jnp.bfloat16}
     types = ragged.scratch_types(config, **sizes)
     return ops.shared_memory_bytes(types, ragged.COMPILER_PARAMS)
-
-
-def shared_memory_limit(programs_per_sm: int) -> int:
-    """Return the bytes that each of `programs_per_sm` programs on an SM can have."""
-    return _SM_BYTES // programs_per_sm - _BYTES_OF_A_PROGRAM

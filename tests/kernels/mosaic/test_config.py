@@ -120,17 +120,18 @@ def test_sm90_is_preferred_where_tiles_of_queries_fill(num_tokens, num_seqs, num
         ({"head_dim": 256}, True),
         ({"head_dim": 64}, False),
         ({"head_dim": 512}, False),
-        ({"num_seqs": 1, "max_kv_len": 1024}, True),
+        ({"num_seqs": 1, "max_kv_len": 8192}, False),
+        ({"num_seqs": 8, "max_kv_len": 2048}, True),
         ({"max_kv_len": 1024}, False),
         ({"max_kv_len": 2048}, True),
         ({"max_kv_len": 2048, "itemsize": 1}, False),
-        ({"num_seqs": 8, "max_kv_len": 2048, "itemsize": 1}, True),
+        ({"num_seqs": 8, "max_kv_len": 2048, "itemsize": 1}, False),
         ({"itemsize": 1}, True),
         ({"itemsize": 1, "read_gbps": 4400}, False),
     ],
     ids=str,
 )
-def test_sm80_decodes_but_for_small_heads_and_many_short_rows(changes, wanted):
+def test_sm80_decodes_but_for_small_heads_short_calls_and_many_short_rows(changes, wanted):
     assert sm80.prefer_decode(**SIZES | dict(read_gbps=2950) | changes) is wanted
 
 

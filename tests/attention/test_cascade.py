@@ -1,7 +1,5 @@
 """Attention over prefixes that rows share: the same as over each row's own pages."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

@@ -1,7 +1,5 @@
 """The implementation of a call by device, shape, config and JAX, and the reasons of refusals."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import sys

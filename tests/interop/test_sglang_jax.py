@@ -1,7 +1,5 @@
 """sglang-jax's reference against the function that takes the place of its kernel."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

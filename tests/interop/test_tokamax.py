@@ -1,7 +1,5 @@
 """tokamax's reference against ours, on shapes of tokamax's own test cases."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

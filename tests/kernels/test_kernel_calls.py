@@ -1,7 +1,5 @@
 """The calls that tools look at run every kernel, on a GPU with equal bits; the sanitizer's tool."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """The plan of ragged work, its queries and keys piece by piece; by XLA, and by a kernel."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Attention under plain jit on a mesh: devices attend with their own heads and move nothing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Small KV pools."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

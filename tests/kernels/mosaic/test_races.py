@@ -4,8 +4,6 @@ A race is a read and a write, or two writes, of shared or device memory that no 
 interpreter compares vector clocks, so it finds a race in whatever order the threads ran.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The PTX that converts int8 and fp8 K/V to f16, run by NumPy: a check that needs no GPU."""
 
-from __future__ import annotations
-
 import re
 
 import jax.numpy as jnp

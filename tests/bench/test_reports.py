@@ -7,14 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import (
-    decode_report,
-    decode_step,
-    kv_dtypes,
-    peers_torch,
-    prefill_report,
-    quality,
-)
+from bench import decode_report, decode_step, kv_dtypes, peers_torch, prefill_report, quality
 from bench.serving import gap
 from bench.serving import report as serving_report
 from bench.serving.record import Record, Served, Usage

@@ -223,7 +223,7 @@ WINDOW = dict(sliding_window=70)
             (family, rows(seq_lens=(180,), q_lens=(9,)), dict(sliding_window=30))
             for family in CONFIGS
         ),
-    ],
+    ]
 )
 def test_keys_left_of_the_window_are_not_read(family, case, options):
     arrays, _ = arrays_of(case)

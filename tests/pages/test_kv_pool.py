@@ -313,10 +313,7 @@ SCALES = zeros(2, 4, 2)
         (dict(k_pages=zeros(4, 2, 3)), r"k_pages.shape=\(4, 2, 3\) must be \[num_kv_heads, "),
         (dict(v_pages=zeros(2, 4, 4, 3)), r"v_pages float32\[2, 4, 4, 3\] must have one shape"),
         (dict(v_pages=zeros(2, 4, 2, 3, dtype=np.float16)), r"32\[.*float16\[2, 4, 2, 3\] must"),
-        (
-            dict.fromkeys(BYTES, zeros(2, 4, 2, 3, dtype=np.int16)),
-            "k_pages.dtype=int16 must be",
-        ),
+        (dict.fromkeys(BYTES, zeros(2, 4, 2, 3, dtype=np.int16)), "k_pages.dtype=int16 must be"),
         (dict(k=zeros(5, 2, 3, dtype=np.int32)), r"^k must be floating, got int32"),
         (dict(k=zeros(5, 3, 3)), r"num_kv_heads=2, head_dim=3\].*\(5, 3, 3\)"),
         (dict(k=zeros(5, 6)), r"k and v must be .* got \(5, 6\)"),

@@ -155,14 +155,6 @@ class Case:
         arrays = (q.astype(dtype), k_pages, v_pages, tables, lens)
         return arrays if self.q_lens is None else (*arrays, cumulated(self.q_lens))
 
-    def in_a_large_pool(self, arrays: tuple[np.ndarray, ...], num_pages: int) -> tuple:
-        """The call of `arrays` on a device pool of `num_pages`; the case's pages are its last."""
-        q, k_pages, v_pages, tables, *rest = arrays
-        first = num_pages - k_pages.shape[1]
-
-        pages = (enlarged(x, num_pages) for x in (k_pages, v_pages))
-        return q, *pages, tables + np.int32(first), *rest
-
 
 # Cases of shapes that the Mosaic kernels take.
 mosaic_case = partial(Case, head_dim=64, page_size=16, dtype="bfloat16")

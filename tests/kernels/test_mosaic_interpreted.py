@@ -26,8 +26,11 @@ if reason := mosaic_support.why_not_jax():
 from pallas_paged.kernels.mosaic_sm80 import ragged as sm80_ragged
 from pallas_paged.kernels.mosaic_sm90 import converted_rows
 
-# The interpreter multiplies the poisoned values too.
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+pytestmark = [
+    # The interpreter multiplies the poisoned values too.
+    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
+    pytest.mark.skipif(jax.default_backend() == "gpu", reason="the compiled kernels run there"),
+]
 
 HOPPER, AMPERE = "mosaic_sm90", "mosaic_sm80"
 INT8, FP8 = "int8", "float8_e4m3fn"

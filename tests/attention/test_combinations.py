@@ -21,7 +21,7 @@ from tests.support.attention_cases import (
     with_dead_rows,
     without_tokens_left_of,
 )
-from tests.support.attention_options import config_of
+from tests.support.attention_configs import config_of
 from tests.support.lowering import named
 from tests.support.marks import slow
 from tests.support.page_layouts import LAYOUTS, call_in_layout

@@ -11,7 +11,7 @@ import pytest
 import pallas_paged as pp
 from tests.support import raw
 from tests.support.attention_cases import Case
-from tests.support.attention_options import config_of
+from tests.support.attention_configs import config_of
 from tests.support.page_layouts import call_in_layout
 
 

@@ -9,6 +9,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import pallas_paged as pp
@@ -16,7 +17,6 @@ from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support import raw
 from tests.support.attention_calls import with_lse
 from tests.support.attention_cases import SharedPrefixes, mosaic_case
-from tests.support.attention_options import OPTIONS
 from tests.support.marks import slow
 from tests.support.quantized_cases import Quantized
 
@@ -52,7 +52,11 @@ LOOP = dict(block_k=64, num_programs=3, num_stages=2)
 DECODE_CONFIG = pp.MosaicDecodeConfig(**LOOP)
 RAGGED_CONFIG = pp.MosaicRaggedConfig(**LOOP, num_consumers=2)
 SPLIT_CONFIG = dataclasses.replace(DECODE_CONFIG, num_stages=3, fixed_split_size=128)
-SOME = {key: value for name in ("window", "alibi", "sinks") for key, value in OPTIONS[name].items()}
+SOME = dict(
+    sliding_window=11,
+    alibi_slopes=np.float32([0.5, 0.25, 0.125, 0.0]),
+    sinks=np.float32([1.0, -3.0, 0.0, 8.0]),
+)
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import sys
 import types
 from typing import Any
@@ -12,9 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_paged.engine import EngineConfig
 from pallas_paged.interop import levanter, sglang_jax, tokamax
 from tests.support.attention_cases import Case
 from tests.support.attention_oracle import attend, relative_error
+from tests.support.engine_calls import MODEL, SIZES, NumberTokenizer, weights
+from tests.support.oracle import Oracle
 from tests.support.rpa_cases import RpaCase, assert_equal_results, expected
 
 RPA = RpaCase(padding=0, dead_rows=0)
@@ -126,3 +130,85 @@ def test_install_replaces_the_functions_of_levanter_and_of_sglang_jax(monkeypatc
     installed = backend.ragged_paged_attention_v3
     assert installed.func is sglang_jax.ragged_paged_attention
     assert installed.keywords == dict(max_pages_per_seq=4)
+
+
+class Tokenizer(NumberTokenizer):
+    """Texts begin with token 1, end with 7 and are padded with 0."""
+
+    def bos_id(self):
+        return 1
+
+    def eos_id(self):
+        return 7
+
+    def pad_id(self):
+        return 0
+
+    def dedup_bos_ids(self, token_ids):
+        return token_ids[1:] if token_ids[:2] == [1, 1] else token_ids
+
+
+@pytest.fixture
+def rollout(monkeypatch):
+    """Tunix's rollout worker of a model with random weights."""
+    nnx = pytest.importorskip("flax.nnx")
+    stand_in(monkeypatch, "tunix.generate.tokenizer_adapter", TokenizerAdapter=Tokenizer)
+    base = types.SimpleNamespace(BaseRollout=object, RolloutOutput=types.SimpleNamespace)
+    base.RolloutConfig = types.SimpleNamespace
+    stand_in(monkeypatch, "tunix.rl.rollout", base_rollout=base)
+    name = "pallas_paged.interop.tunix"
+    rollout = importlib.import_module(name).EngineRollout(
+        rollout_actor=nnx.Dict(tree=nnx.Dict(jax.tree.map(nnx.Param, weights(seed=1)))),
+        tokenizer=Tokenizer(),
+        model=MODEL,
+        params_of=lambda actor: {key: x[...] for key, x in actor.tree.items()},
+        engine_config=EngineConfig(**SIZES),
+    )
+    yield rollout
+    rollout.close()
+    del sys.modules[name]
+
+
+def rollout_config(**options):
+    options = dict(temperature=0.0, top_p=None, top_k=None, eos_tokens=None, seed=None) | options
+    lengths = dict(max_tokens_to_generate=10, max_prompt_length=6)
+    return types.SimpleNamespace(**dict(return_logprobs=False) | lengths | options)
+
+
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.cpu_budget(8)  # an engine of its own
+def test_tunix_gets_completions_with_their_stop_token_and_scores_by_the_current_weights(rollout):
+    texts, prompts = ["1 2 3", "30", "4 5 6 8 9 10"], [[1, 2, 3], [1, 30], [1, 4, 5, 6, 8, 9, 10]]
+    stopped = 0
+    for seed in (1, 2, 3):
+        for name, x in weights(seed=seed).items():  # as a trainer does
+            rollout.model().tree[name][...] = x
+        oracle = Oracle(MODEL, weights(seed=seed))
+        output = rollout.generate(texts, rollout_config())
+        found = [x.tolist() for x in output.tokens]
+        for prompt, tokens in zip(prompts, found, strict=True):
+            wanted = oracle.continue_(prompt, 10)
+            assert tokens == wanted[: wanted.index(7) + 1 if 7 in wanted else 10]
+            stopped += len(tokens) < 10
+        assert output.text == [Tokenizer().decode(tokens) for tokens in found]
+        padded = [[0] * (7 - len(prompt)) + prompt for prompt in prompts]
+        assert output.left_padded_prompt_tokens.tolist() == padded
+        completions = np.zeros((3, 12), np.int32)
+        for row, tokens in zip(completions, found, strict=True):
+            row[: len(tokens)] = tokens
+        scores = rollout.get_per_token_logps(np.int32(padded), completions)
+        for row, prompt, tokens in zip(np.asarray(scores), prompts, found, strict=True):
+            logprobs = oracle.logprobs(prompt + tokens)[len(prompt) - 1 : -1]
+            wanted = logprobs[np.arange(len(tokens)), tokens]
+            np.testing.assert_allclose(row[: len(tokens)], wanted, atol=1e-4)
+            assert not row[len(tokens) :].any()
+    assert stopped
+
+
+@pytest.mark.cpu_budget(5)  # an engine of its own
+def test_tunix_gets_the_same_samples_of_a_seed_and_their_log_probabilities(rollout):
+    config = rollout_config(temperature=1.0, seed=jax.random.key(3), return_logprobs=True)
+    first, again = (rollout.generate(["2 3"] * 2, config) for _ in range(2))
+    assert [x.tolist() for x in first.tokens] == [x.tolist() for x in again.tokens]
+    assert first.tokens[0].tolist() != first.tokens[1].tolist()
+    assert [len(x) for x in first.logprobs] == [len(x) for x in first.tokens]

@@ -94,7 +94,7 @@ def test_bad_groups_are_refused_by_name(changes, message):
 def test_a_config_is_for_the_tokens_behind_the_prefix(family):
     arrays = GROUPS[1].make()
     assert_close(cascade(*arrays, config=config_of(family, ragged=False)), arrays[:5], 1e-5)
-    with pytest.raises(ValueError, match="must be a DecodeConfig or MosaicDecodeConfig"):
+    with pytest.raises(ValueError, match="must be a DecodeConfig or MosaicSm80DecodeConfig"):
         jax.eval_shape(
             partial(raw.cascade_attention, config=config_of(family, ragged=True)), *arrays
         )

@@ -40,8 +40,7 @@ def test_neighbours_are_other_configs_that_fit_on_an_sm(name) -> None:
 FASTEST = {
     "decode": {"num_warps": 8, "num_stages": 3},
     "ragged": {"num_warps": 8, "num_stages": 3},
-    "mosaic_decode": {"block_k": 64, "num_stages": 4},
-    "mosaic_ragged": {"num_consumers": 1, "num_stages": 3},
+    "mosaic_sm90_ragged": {"num_consumers": 1, "num_stages": 3},
     "mosaic_sm80_decode": {"block_k": 32, "num_stages": 4},
     "mosaic_sm80_ragged": {"block_q": 128, "block_k": 32},
 }
@@ -90,7 +89,7 @@ def test_a_search_ends_with_its_time_and_without_a_result_has_a_reason(search, m
 
 
 @pytest.mark.usefixtures("clock")
-@pytest.mark.parametrize("name", ["mosaic_ragged", *slow(["decode"])])
+@pytest.mark.parametrize("name", ["mosaic_sm90_ragged", *slow(["decode"])])
 def test_tiny_run(name, dry_run, monkeypatch) -> None:
     kernel, configs = tune.KERNELS[name], set()
     kv_dtype = "fp8" if name == "decode" else "int8"

@@ -12,8 +12,15 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from pallas_paged.kernels.device import Device
 from pallas_paged.kernels.families import FAMILIES
 
-H200 = AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=132)
-H200_MESH = AbstractMesh((1,), ("x",), abstract_device=H200)
+
+def mesh_of(device_kind: str) -> AbstractMesh:
+    """A mesh of one GPU of this kind with 132 SMs, to compile for."""
+    device = AbstractDevice(device_kind=device_kind, platform="gpu", num_cores=132)
+    return AbstractMesh((1,), ("x",), abstract_device=device)
+
+
+H200_MESH = mesh_of("NVIDIA H200")
+H200 = H200_MESH.abstract_device
 
 CPU = Device(platform="cpu", kind="cpu", num_sms=4, compute_capability=None)
 HOPPER = Device(platform="gpu", kind="a Hopper GPU", num_sms=132, compute_capability="9.0")

@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.decode_plan import DecodePlan
+from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, split_scales, visible
 from pallas_paged.kernels.mosaic import ops as mosaic_ops
 from pallas_paged.kernels.mosaic.decode_items import WorkItem, for_each_work_item
@@ -284,9 +285,12 @@ def _decode_kernel(
     *,
     plan: DecodePlan,
     heads: Heads,
+    overlap: bool,
     interpret: bool,
 ) -> None:
     """Run one program: attend to its range of work units for a tile of query heads."""
+    if overlap:
+        mosaic_ops.let_next_kernel_start(interpret=interpret)
     for_each_work_item(
         functools.partial(
             attend,
@@ -301,14 +305,36 @@ def _decode_kernel(
         inputs.unit_ends,
         plan=plan,
         carry=(jnp.int32(0), jnp.bool_(False)),
-        with_next=True,
     )
 
 
 def paged_decode(
-    arrays: Arrays, *, options: LogitOptions, config: MosaicSm80DecodeConfig, interpret: bool
+    arrays: Arrays,
+    *,
+    options: LogitOptions,
+    config: MosaicSm80DecodeConfig,
+    overlap: bool,
+    interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend with one query token per row; return `(out [B, Hq, D], lse f32[B, Hq])`."""
+    """Attend with one query token per row; return `(out [B, Hq, D], lse f32[B, Hq])`.
+
+    Args:
+        overlap: let the merge start early, as only Hopper and later can.
+    """
+    how: Any = dict(overlap=overlap, interpret=interpret)
+    states = decode_states(arrays, options=options, config=config, **how)
+    return merge_decode(states, dtype=arrays.q.dtype, **how)
+
+
+def decode_states(
+    arrays: Arrays,
+    *,
+    options: LogitOptions,
+    config: MosaicSm80DecodeConfig,
+    overlap: bool,
+    interpret: bool,
+) -> DecodeStates:
+    """Attend with one query token per row, without the merge."""
     num_kv_heads, head_dim = arrays.num_kv_heads, arrays.head_dim
     kv_dtype = arrays.k_pages.dtype
     rows = decode_rows(arrays.group, head_dim)
@@ -335,7 +361,9 @@ def paged_decode(
         out=result_shape((*states, columns), jnp.float32),
         lse=result_shape(states, jnp.float32),
     )
-    kernel = functools.partial(_decode_kernel, plan=plan, heads=heads, interpret=interpret)
+    kernel = functools.partial(
+        _decode_kernel, plan=plan, heads=heads, overlap=overlap, interpret=interpret
+    )
 
     def body(*refs):
         pl.run_scoped(lambda scratch: kernel(*refs, scratch), scratch)
@@ -349,18 +377,14 @@ def paged_decode(
         kernel_name="paged_decode",
         interpret=mosaic_ops.interpreter(interpret),
     )(*jax.tree.leaves(inputs))
-    return merge_decode(
-        Partials(out=out, lse=lse),
-        inputs.unit_ends,
-        arrays.sinks,
+    return DecodeStates(
+        out=out,
+        lse=lse,
+        unit_ends=inputs.unit_ends,
+        sinks=arrays.sinks,
         plan=plan,
         num_q_heads=arrays.num_q_heads,
         head_dim=head_dim,
-        dtype=arrays.q.dtype,
-        # A row begins and ends within the shares of programs: there are enough to matter.
-        span=plan.num_programs // arrays.num_seqs + 2 * (arrays.num_seqs > 1),
-        overlap=False,
-        interpret=interpret,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from pallas_paged.kernels.call import Call, Kernel
@@ -14,9 +14,9 @@ from pallas_paged.kernels.mosaic_sm80 import support
 from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80DecodeConfig, MosaicSm80RaggedConfig
 
 
-class _MosaicSm80(Family):
+class MosaicSm80(Family):
     name = "mosaic_sm80"
-    configs: ClassVar[Mapping[Kernel, type]] = {
+    configs: ClassVar[dict[Kernel, type]] = {
         "decode": MosaicSm80DecodeConfig,
         "ragged": MosaicSm80RaggedConfig,
     }
@@ -35,8 +35,21 @@ class _MosaicSm80(Family):
 
         static: dict[str, Any] = dict(config=support.config_of(call), interpret=call.interpret)
         if call.kernel == "decode":
-            return functools.partial(decode.paged_decode, **static)
+            return functools.partial(decode.paged_decode, overlap=call.device.is_hopper, **static)
         return functools.partial(ragged.ragged_paged_attention, with_lse=call.with_lse, **static)
 
+    def bind_states(
+        self, call: Call, *, writes: bool
+    ) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+        from pallas_paged.kernels.mosaic_sm80 import decode
 
-MOSAIC_SM80 = _MosaicSm80()
+        if writes:
+            return None
+        static: dict[str, Any] = dict(overlap=call.device.is_hopper, interpret=call.interpret)
+        return (
+            functools.partial(decode.decode_states, config=support.config_of(call), **static),
+            functools.partial(decode.merge_decode, dtype=call.dtype, **static),
+        )
+
+
+MOSAIC_SM80 = MosaicSm80()

@@ -53,8 +53,8 @@ FEW = rows(seq_lens=(9000, 700, 33), q_lens=(4, 40, 33), pages_per_seq=600)
 MANY = rows(seq_lens=LENGTHS, q_lens=(0, 1, *up_to(300, 30, seed=2)), pages_per_seq=200)
 PROMPTS = rows(seq_lens=(2048,) * 4, q_lens=(2048,) * 4, pages_per_seq=128)
 SPLIT = dict(num_stages=2, fixed_split_size=512)
-SPLIT_DECODE = pp.MosaicDecodeConfig(block_k=64, num_programs=264, **SPLIT | dict(num_stages=3))
-SPLIT_RAGGED = pp.MosaicRaggedConfig(block_k=128, num_consumers=2, num_programs=132, **SPLIT)
+SPLIT_DECODE = pp.MosaicSm80DecodeConfig(block_k=64, num_programs=264, **SPLIT)
+SPLIT_RAGGED = pp.MosaicSm90RaggedConfig(block_k=128, num_consumers=2, num_programs=132, **SPLIT)
 CALLS = {
     "decode": (decode, DECODE, None),
     "long": (decode, LONG, None),

@@ -1,7 +1,5 @@
 """Attention over prefixes that rows share: the same as over each row's own pages."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax
@@ -11,7 +9,7 @@ import pytest
 from tests.support import raw
 from tests.support.attention_calls import assert_close, cascade
 from tests.support.attention_cases import Case, SharedPrefixes, without_tokens_left_of
-from tests.support.attention_options import config_of
+from tests.support.attention_configs import config_of
 from tests.support.marks import slow
 
 CASE = Case(head_dim=16, num_pages=48)

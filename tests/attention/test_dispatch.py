@@ -1,7 +1,5 @@
 """The implementation of a call by device, shape, config and JAX, and the reasons of refusals."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import sys
@@ -22,7 +20,7 @@ from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm90 import support as sm90_support
 from tests.support import implementations, raw
 from tests.support.attention_cases import Case
-from tests.support.attention_options import config_of
+from tests.support.attention_configs import config_of
 from tests.support.devices import A100, CPU, HOPPER, lower_for_cuda
 from tests.support.marks import needs_triton
 from tests.support.placement import named

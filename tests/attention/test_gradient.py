@@ -1,7 +1,5 @@
 """Gradients of attention: right, the same bits in every run, or refused with the reason."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

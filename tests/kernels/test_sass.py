@@ -1,7 +1,5 @@
 """Every kernel compiles to machine code, within bounds of registers and spills, without a GPU."""
 
-from __future__ import annotations
-
 import functools
 import re
 

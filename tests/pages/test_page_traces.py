@@ -1,7 +1,5 @@
 """Random traces of table and pool together, against the allocator oracle."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Sampling where devices share a vocabulary: the same tokens, and few bytes sent."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

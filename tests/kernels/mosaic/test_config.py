@@ -1,7 +1,5 @@
 """Configs of the Mosaic kernels: valid values, shared memory, heuristics."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -4,13 +4,12 @@ A race is a read and a write, or two writes, of shared or device memory that no 
 interpreter compares vector clocks, so it finds a race in whatever order the threads ran.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import pallas_paged as pp
@@ -18,7 +17,6 @@ from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support import raw
 from tests.support.attention_calls import with_lse
 from tests.support.attention_cases import SharedPrefixes, mosaic_case
-from tests.support.attention_options import OPTIONS
 from tests.support.marks import slow
 from tests.support.quantized_cases import Quantized
 
@@ -48,7 +46,11 @@ PREFIXES = SharedPrefixes(
 INT8, FP8 = (Quantized(case=RAGGED, kv_dtype=x) for x in ("int8", "float8_e4m3fn"))
 CONFIG = pp.MosaicSm90RaggedConfig(block_k=64, num_programs=3, num_stages=2, num_consumers=2)
 SPLIT_CONFIG = dataclasses.replace(CONFIG, fixed_split_size=128)
-SOME = {key: value for name in ("window", "alibi", "sinks") for key, value in OPTIONS[name].items()}
+SOME = dict(
+    sliding_window=11,
+    alibi_slopes=np.float32([0.5, 0.25, 0.125, 0.0]),
+    sinks=np.float32([1.0, -3.0, 0.0, 8.0]),
+)
 
 
 @pytest.fixture(autouse=True)

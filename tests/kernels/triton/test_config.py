@@ -1,7 +1,5 @@
 """Configs that are chosen for the Triton kernels, and the calls that Triton is chosen for."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -1,27 +1,12 @@
-"""Options of attention, each small enough to change every result of the small cases."""
+"""Configs of attention, for small cases."""
 
 from __future__ import annotations
 
 from functools import partial
 
-import numpy as np
-
 import pallas_paged as pp
 
-SLOPES = np.float32([0.5, 0.25, 0.125, 0.0])
-SINKS = np.float32([1.0, -3.0, 0.0, 8.0])
-# Random, so that some queries see none of the newest tokens; smaller than a row's queries.
-TREE_MASK = np.random.default_rng(7).random((4, 6, 6)) < 0.5
 LOOP = dict(block_k=16, num_programs=6, num_warps=2, num_stages=2)  # 3 for each of 2 KV heads
-OPTIONS = {
-    "window": dict(sliding_window=11),
-    "cap": dict(soft_cap=1.5),
-    "alibi": dict(alibi_slopes=SLOPES),
-    "sinks": dict(sinks=SINKS),
-    "scale": dict(sm_scale=-0.7),
-    "tree": dict(tree_mask=TREE_MASK),
-    "split": dict(fixed_split_size=32),
-}
 
 
 def config_of(implementation: str, *, ragged: bool, split: bool = False) -> object:

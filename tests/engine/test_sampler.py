@@ -245,6 +245,17 @@ def test_padding_and_parts_that_a_mode_leaves_out_change_no_logits(parts, values
     assert got.dtype == np.float32
 
 
+def test_rows_that_are_shorter_than_their_least_length_cannot_draw_a_stop_token():
+    logits = np.random.default_rng(9).normal(size=(3, VOCAB)).astype(np.float32)
+    rows = metadata(3, min_lens=9, stop_token_ids=np.tile([2, 5, -1], (3, 1)))
+    process = jax.jit(process_logits, static_argnames="mode")
+    lens, mode = np.int32([8, 9, 10]), SamplingMode(processors=True)
+    got = process(logits, rows, None, lens, mode=mode)
+    wanted = logits.copy()
+    wanted[0, [2, 5]] = -np.inf
+    np.testing.assert_array_equal(got, wanted)
+
+
 def test_added_output_tokens_are_counted_and_bad_ones_dropped():
     counts = jax.jit(create_token_counts, static_argnums=(0, 1))(3, VOCAB)
     rows, tokens = np.int32([0, 2, 2, 3, -1, 1, 1, 0]), np.int32([5, 1, 1, 1, 1, -1, VOCAB, 0])

@@ -163,6 +163,16 @@ def test_exactly_the_tokens_that_sorting_keeps_are_kept(implementation, seed):
     assert num_close <= len(logits) // 6
 
 
+@pytest.mark.parametrize("implementation", sampling_implementations())
+def test_a_limit_is_the_next_float_above_the_last_kept_gap(implementation):
+    last = np.float32(10 ** np.random.default_rng(3).uniform(-30, 30, 48))
+    above = np.nextafter(last, np.float32(np.inf))
+    logits = np.repeat(-above[:, None], 1536, axis=1)
+    logits[:, 700], logits[:, 1400] = 0, -last
+    found = limits(logits, metadata(48, top_k=2), implementation)
+    np.testing.assert_array_equal(found, above)
+
+
 LAST = np.float32(np.log(2))  # has half of the best probability
 TIED = [1, 2047, 2048, 4119]
 FEW = {

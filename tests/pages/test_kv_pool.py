@@ -256,6 +256,16 @@ def test_scales_of_extreme_tokens(dtype, row, elements, scale):
     np.testing.assert_allclose(scales, [scale, 1], rtol=1e-6)
 
 
+def test_tokens_of_zeros_are_written_without_a_nan_on_the_way():
+    """So that `jax_debug_nans`, which looks at every value, can be on."""
+    pages, scales = np.zeros((1, 2, 1, 6), np.int8), np.zeros((1, 2, 1), np.float32)
+    layer = pp.LayerKV(pages, pages, scales, scales, kv_layout="HPND")
+    zeros = np.zeros((2, 1, 6), np.float32)
+    with jax.debug_nans(True):
+        layer = pp.write_kv(layer, zeros, zeros, i32(0, 1))
+    np.testing.assert_array_equal(layer.k_pages, pages)
+
+
 BIG = dict(num_pages=4096, num_kv_heads=2, page_size=16, head_dim=64)
 
 

@@ -191,6 +191,11 @@ SCENARIOS = {
         ("fork", [(0, 1), (-1, 0), (-1, 0)]),
         ("truncate", [2, 2, 16, 2]),  # one page is left for the tails of rows 0 and 1
     ],
+    "forks of rows with one token in the last page, or none": [
+        ("extend", [5, 4, 0, 0]),
+        ("fork", [(0, 2), (1, 3), (-1, 0)]),
+        ("extend", [2, 1, 1, 1]),
+    ],
     "attached pages that are named twice or after padding": [
         ("extend", [9, 0, 0, 0]),
         ("extend", [3, 0, 0, 0]),

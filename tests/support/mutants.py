@@ -56,7 +56,7 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
         [
             *["tests/attention/test_dispatch.py", "tests/attention/test_input.py"],
             *["tests/attention", "tests/sharding/test_partition.py"],
-            "tests/sharding/test_attention.py",
+            *["tests/sharding/test_attention.py", "tests/decoder/test_unmerged_attention.py"],
         ],
     ),
     "scheduler": (
@@ -73,7 +73,10 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
             "pallas_paged/engine/sampling_draw.py",
             "pallas_paged/engine/sampling_filters.py",
         ],
-        ["tests/engine/test_sampler.py", "tests/engine/test_sampling.py", "tests/engine"],
+        [
+            *["tests/engine/test_sampler.py", "tests/parallel/test_sampling.py"],
+            *["tests/engine/test_sampling.py", "tests/engine"],
+        ],
     ),
     "server": (
         sorted(str(x.relative_to(ROOT)) for x in ROOT.glob("models/server/[a-z]*.py")),

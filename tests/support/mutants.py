@@ -55,8 +55,8 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
         ["pallas_paged/attention/dispatch.py"],
         [
             *["tests/attention/test_dispatch.py", "tests/attention/test_input.py"],
-            *["tests/attention", "tests/sharding/test_partition.py"],
-            *["tests/sharding/test_attention.py", "tests/decoder/test_unmerged_attention.py"],
+            *["tests/decoder/test_unmerged_attention.py", "tests/attention"],
+            *["tests/sharding/test_partition.py", "tests/sharding/test_attention.py"],
         ],
     ),
     "scheduler": (

@@ -8,8 +8,8 @@ import jax
 
 from pallas_paged.checks import check_has, check_integer
 from pallas_paged.engine.config import EngineConfig
-from pallas_paged.engine.input_processor import check_lists
-from pallas_paged.engine.kv_cache import KVCacheSpec
+from pallas_paged.engine.device.kv_cache import KVCacheSpec
+from pallas_paged.engine.requests.input_processor import check_lists
 
 _OF_MODEL = "vocab_size", "max_model_len", "eos_token_ids", "kv_cache_spec", "logits", "__call__"
 

@@ -19,18 +19,18 @@ import numpy as np
 
 from pallas_paged.engine.arguments import check_arguments
 from pallas_paged.engine.config import EngineConfig
+from pallas_paged.engine.device.runner import modes_for
 from pallas_paged.engine.errors import EngineDeadError
-from pallas_paged.engine.input_processor import InputProcessor
 from pallas_paged.engine.interrupt import interrupts_held
 from pallas_paged.engine.model import Model
-from pallas_paged.engine.output_processor import OutputProcessor
 from pallas_paged.engine.outputs import RequestOutput
 from pallas_paged.engine.progress import progress_bar
-from pallas_paged.engine.replicas import Replicas
-from pallas_paged.engine.request import Request, UnreadOutputs
-from pallas_paged.engine.runner import modes_for
+from pallas_paged.engine.replica.replicas import Replicas
+from pallas_paged.engine.requests.input_processor import InputProcessor
+from pallas_paged.engine.requests.output_processor import OutputProcessor
+from pallas_paged.engine.requests.request import Request, UnreadOutputs
+from pallas_paged.engine.requests.scoring import score_requests, scores_of
 from pallas_paged.engine.sampling_params import SamplingParams
-from pallas_paged.engine.scoring import score_requests, scores_of
 from pallas_paged.engine.stats import EngineStats
 from pallas_paged.engine.tokenizer import Tokenizer
 from pallas_paged.pages.table import PageTable

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import jax
 from jax.typing import ArrayLike
 
-from pallas_paged.engine.kv_cache import KVCacheSpec
+from pallas_paged.engine.device.kv_cache import KVCacheSpec
 from pallas_paged.pages.layer import LayerKV
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_paged.engine.request import Request
+from pallas_paged.engine.requests.request import Request
 
 _NUM_TIMES = 10_000  # newest requests that percentiles cover
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from pallas_paged.engine import CompletionOutput, SamplingParams
-from pallas_paged.engine.beam import BeamSearch
 from pallas_paged.engine.outputs import TokenLogprobs
-from pallas_paged.engine.sequence import Sequence
+from pallas_paged.engine.requests.beam import BeamSearch
+from pallas_paged.engine.requests.sequence import Sequence
 from tests.support.beam_oracle import beam_search
 from tests.support.scheduler_host import make_sequence
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from pallas_paged.engine.detokenizer import IncrementalDetokenizer
+from pallas_paged.engine.requests.detokenizer import IncrementalDetokenizer
 from tests.support.word_tokenizers import sentencepiece
 
 FEW = settings(deadline=None, max_examples=80, derandomize=True)

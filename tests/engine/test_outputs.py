@@ -14,7 +14,7 @@ from pallas_paged.engine.outputs import (
     LogprobSequence,
     TokenLogprobs,
 )
-from pallas_paged.engine.request import Request
+from pallas_paged.engine.requests.request import Request
 from pallas_paged.engine.sampling_params import SamplingParams
 from pallas_paged.engine.stats import Counters
 

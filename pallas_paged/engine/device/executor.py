@@ -1,0 +1,247 @@
+"""The state of a replica on its devices, and the jitted calls that change it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+
+from pallas_paged.decoder.peers import create_peers
+from pallas_paged.engine.config import EngineConfig
+from pallas_paged.engine.device.attend import AttentionKernels
+from pallas_paged.engine.device.batch import Batch
+from pallas_paged.engine.device.input_batch import slot_states
+from pallas_paged.engine.device.kv_cache import create_pool, pool_dtype
+from pallas_paged.engine.device.placement import Placement, Shardings, jit_whole
+from pallas_paged.engine.device.state import (
+    EngineState,
+    SlotStates,
+    TableArrays,
+    fork,
+    fork_on,
+    set_slots,
+    update_table,
+)
+from pallas_paged.engine.device.step import StepOutput, make_step
+from pallas_paged.engine.device.weights import Weights
+from pallas_paged.engine.interrupt import interrupts_held
+from pallas_paged.engine.model import Model
+from pallas_paged.engine.replica.processes import Followers
+from pallas_paged.engine.sampling.sampler import TokenCounts, create_token_counts, set_token_counts
+from pallas_paged.pages.pool import KVPool
+from pallas_paged.pages.table import create_page_table
+
+_COMPILE_THREADS = 6
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _followed(
+    method: Callable[Concatenate[Executor, P], R],
+) -> Callable[Concatenate[Executor, P], R]:
+    """Let the other processes make the same call; positional arguments are sent to them."""
+
+    @wraps(method)
+    def call(self: Executor, *args: P.args, **options: P.kwargs) -> R:
+        if self.followers is None:
+            return method(self, *args, **options)
+        with interrupts_held():  # all make the call, or none
+            self.followers.send(method.__name__, args)
+            return method(self, *args, **options)
+
+    return call
+
+
+class Executor:
+    """Holds the state of a replica on its devices, and makes the calls on it.
+
+    Arguments are NumPy arrays of few fixed shapes. In a program of several processes the executor
+    of process 0 sends each call to the others, so that all make the same calls in the same order.
+
+    Attributes:
+        state: after all dispatched calls; the next one takes its buffers.
+        weights: the parameters.
+        pool_shape: shapes and dtypes of the pool.
+        followers: the other processes; None if this is the only one, or follows itself.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        weights: Weights,
+        config: EngineConfig,
+        placement: Placement,
+        *,
+        num_pages: int,
+        max_len: int,
+        followers: Followers | None = None,
+    ):
+        """Create the state on the devices; sizes as in `ModelRunner`."""
+        self.weights, self.followers = weights, followers
+        self._model, self._config, self._placement = model, config, placement
+        self._num_pages = num_pages
+        table = create_page_table(
+            num_pages=num_pages,
+            page_size=config.page_size,
+            max_seqs=config.max_num_seqs,
+            pages_per_seq=-(-max_len // config.page_size),
+        )
+        self.state = EngineState(
+            table=placement.put(table),
+            pool=self._create_pool(),
+            slots=placement.put(slot_states(config.max_num_seqs, len(model.eos_token_ids))),
+            valid=placement.put(np.bool_(True)),
+        )
+        self.pool_shape = jax.eval_shape(lambda: self.state.pool)
+        self._counts: TokenCounts | None = None
+        shardings = None if placement.mesh is None else Shardings.of(self.state)
+        self._step = make_step(
+            model,
+            weights.structure,
+            AttentionKernels(config.implementation, config.interpret),
+            shardings,
+        )
+        mesh = placement.mesh
+        self._peers = None if mesh is None or mesh.size == 1 else create_peers(mesh)
+        self._update_table, self._set_slots = update_table, set_slots
+        self._count_tokens = _count_tokens
+        self._fork: Callable[..., EngineState] = fork
+        if shardings is not None:
+            whole = shardings.whole
+            self._update_table = jit_whole(update_table, whole, 2)
+            self._fork = fork_on(shardings)
+            self._set_slots = jit_whole(set_slots, whole, 1)
+            self._count_tokens = jit_whole(set_token_counts, whole, 1)
+
+    @property
+    def num_free(self) -> int:
+        """Free pages after all dispatched calls, for which it waits."""
+        return int(self.read(self.state.table.num_free))
+
+    @_followed
+    def step(self, batch: Batch) -> StepOutput:
+        """Dispatch a batch."""
+        counts = self._make_counts() if batch.mode.penalties else None
+        self.state, counts, output = self._step(
+            self.weights.leaves, self.state, counts, batch, self._peers
+        )
+        if counts is not None:
+            self._counts = counts
+        return output
+
+    @_followed
+    def update_table(self, arrays: TableArrays) -> None:
+        """Change the page table, as `state.update_table`."""
+        table, valid = self._update_table(self.state.table, self.state.valid, arrays)
+        self.state = replace(self.state, table=table, valid=valid)
+
+    @_followed
+    def fork(self, src: np.ndarray, dst: np.ndarray) -> None:
+        """Fork slots, as `state.fork`."""
+        self.state = self._fork(self.state, src, dst)
+
+    @_followed
+    def set_slots(self, indices: np.ndarray, values: SlotStates) -> None:
+        """Set slots, as `state.set_slots`."""
+        slots = self._set_slots(self.state.slots, indices, values)
+        self.state = replace(self.state, slots=slots)
+
+    @_followed
+    def count_tokens(
+        self,
+        slot: np.int32,
+        prompt_token_ids: np.ndarray,
+        output_token_ids: np.ndarray,
+        first: np.bool_,
+    ) -> None:
+        """Count tokens for penalties, as `sampler.set_token_counts`."""
+        counts = self._make_counts()
+        self._counts = self._count_tokens(counts, slot, prompt_token_ids, output_token_ids, first)
+
+    @_followed
+    def sleep(self) -> None:
+        """Free the memory of the pool."""
+        for leaf in jax.tree.leaves((self.state.pool, self._counts)):
+            leaf.delete()
+        self._counts = None
+
+    @_followed
+    def wake(self) -> None:
+        """Allocate the pool again."""
+        self.state = replace(self.state, pool=self._create_pool())
+
+    @_followed
+    def compile(
+        self,
+        batches: Sequence[Batch],
+        progress: Callable[[Iterable[Any], int], Iterable[Any]] = lambda steps, _: steps,
+    ) -> None:
+        """Compile the steps of batches, in threads.
+
+        They are lowered in order, one after another. Threads that trace a function of both at once
+        get a copy each, so a step's program and its key in JAX's compilation cache would depend on
+        the timing.
+        """
+        # Compilers of several processes may wait for one another, so they go in the same order.
+        threads = min(_COMPILE_THREADS, os.cpu_count() or 1)
+        threads = 1 if self._placement.num_processes > 1 else threads
+        remaining, lowering = iter(batches), threading.Lock()
+
+        def compile_next(_: Batch) -> None:
+            with lowering:
+                lowered = self.lower(next(remaining))
+            lowered.compile()
+
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in progress(pool.map(compile_next, batches), len(batches)):
+                if self.followers is not None:
+                    self.followers.check()
+
+    def lower(self, batch: Batch) -> jax.stages.Lowered:
+        """Lower the step of a batch."""
+        counts = self._make_counts() if batch.mode.penalties else None
+        return self._step.lower(self.weights.leaves, self.state, counts, batch, self._peers)  # type: ignore[attr-defined]
+
+    def trace(self, batch: Batch) -> None:
+        """Trace the step of a batch, so that a model that it can't run fails now."""
+        jax.eval_shape(self._step, self.weights.leaves, self.state, None, batch, self._peers)
+
+    def read(self, arrays: Any) -> Any:
+        """Wait for arrays of the device, and return them as NumPy arrays."""
+        if self.followers is not None:
+            self.followers.wait(arrays)
+        return jax.device_get(arrays)
+
+    def wait(self) -> None:
+        """Wait for all dispatched calls."""
+        if self.followers is not None:
+            self.followers.wait(self.state)
+        jax.block_until_ready(self.state)
+
+    def _create_pool(self) -> KVPool:
+        config, placement = self._config, self._placement
+        pool = create_pool(
+            self._model.kv_cache_spec.on_devices(placement.num_devices),
+            num_pages=self._num_pages,
+            page_size=config.page_size,
+            dtype=pool_dtype(self._model.kv_cache_spec, config.kv_cache_dtype),
+            sharding=placement.pool,
+        )
+        return placement.put(pool) if placement.mesh is None else pool
+
+    def _make_counts(self) -> TokenCounts:
+        if self._counts is None:
+            whole = self._placement.whole
+            make = jax.jit(create_token_counts, static_argnums=(0, 1), out_shardings=whole)
+            self._counts = make(self._config.max_num_seqs, self._model.vocab_size)
+        return self._counts
+
+
+_count_tokens = jax.jit(set_token_counts, donate_argnums=0)

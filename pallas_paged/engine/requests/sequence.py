@@ -1,0 +1,163 @@
+"""One sequence: its tokens, and how far they are computed and read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from pallas_paged.engine.outputs import CompletionOutput, FinishReasonName, TokenLogprobs
+from pallas_paged.engine.requests.detokenizer import IncrementalDetokenizer
+from pallas_paged.engine.requests.request import Request
+from pallas_paged.engine.sampling.sampler import SamplingMode
+from pallas_paged.pages.prefix_cache import PrefixLease
+
+
+@dataclass(kw_only=True, eq=False)
+class Sequence:
+    """One completion of a request, at most one slot of the batch.
+
+    Counts of tokens are upper bounds while a call of several steps is in flight: a row may end, or
+    the pages run out, before the last of them. `KVCacheManager.rewind` corrects them.
+
+    Attributes:
+        request: the request that it belongs to.
+        output: the part that the user sees.
+        token_ids: prompt and new tokens that the host has read.
+        max_len: tokens at which it ends.
+        mode: what its sampling needs.
+        stop_token_ids: tokens that end it, as the last of its tokens, without text.
+        detokenizer: None if no text is wanted.
+        is_beam: whether the host chooses its tokens, by beam search.
+        slot: row of the page table, while it is running.
+        num_computed: tokens whose K/V are in the pages once all dispatched steps have run.
+        num_stored: of those, tokens of steps that the host has read, so that their pages are known.
+        num_pending: tokens that dispatched steps sample and the host has not read.
+        pages: of its first `num_stored` tokens.
+        num_starts: times that it was given a slot; more than 1 after a preemption.
+        decoding: whether its last token is on the device, so that it decodes without the host.
+        awaiting_choice: whether beam search has yet to choose its next token.
+        lease: of the prefix cache, while it is running.
+        caches: whether the prefix cache may take its pages.
+        block_hashes: of its full pages, kept for the prefix cache.
+        leader: the sequence from which it will be forked; until then it holds only its slot.
+        followers: sequences that are forked from this one when all of its tokens but the last are
+            computed. Those without a slot then go to the waiting queue.
+    """
+
+    request: Request
+    output: CompletionOutput
+    token_ids: list[int]
+    max_len: int
+    mode: SamplingMode
+    stop_token_ids: Collection[int] = ()
+    detokenizer: IncrementalDetokenizer | None = None
+    is_beam: bool = False
+    slot: int | None = None
+    num_computed: int = 0
+    num_stored: int = 0
+    num_pending: int = 0
+    pages: list[int] = field(default_factory=list)
+    num_starts: int = 0
+    decoding: bool = False
+    awaiting_choice: bool = False
+    lease: PrefixLease | None = None
+    caches: bool = True
+    block_hashes: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    leader: Sequence | None = None
+    followers: list[Sequence] = field(default_factory=list)
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """By priority, then by arrival; the smallest is served first and preempted last."""
+        return self.request.priority, self.request.number, self.output.index
+
+    @property
+    def running_slot(self) -> int:
+        """Its slot, which it must have."""
+        if self.slot is None:
+            raise RuntimeError(f"sequence {self.order} has no slot")
+        return self.slot
+
+    @property
+    def finished(self) -> bool:
+        return self.output.finish_reason is not None
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of its new tokens; -inf if there are none."""
+        count = len(self.output.token_ids)
+        return (self.output.cumulative_logprob or 0.0) / count if count else -math.inf
+
+    @property
+    def max_cached_tokens(self) -> int | None:
+        """Most tokens to take from the prefix cache; None is all.
+
+        Log-probabilities of the prompt are computed with its tokens, so those are not taken.
+        """
+        start = self.request.score_start
+        if start is None or self.output.index > 0 or self.output.token_ids:
+            return None
+        return start - 1
+
+    @property
+    def num_to_decode(self) -> int:
+        """Tokens that it may still sample, beside those that are pending."""
+        return self.max_len - len(self.token_ids) - self.num_pending
+
+    @property
+    def can_decode(self) -> bool:
+        return self.decoding and self.num_to_decode > 0
+
+    @property
+    def needs_last_token(self) -> bool:
+        """Whether only the last token is left to compute, and the host must send it."""
+        waits = self.decoding or self.leader is not None or bool(self.followers)
+        return not waits and len(self.token_ids) - self.num_computed == 1
+
+    @property
+    def num_to_prefill(self) -> int:
+        """Known tokens to compute in chunks; a leader stops where it is to be forked."""
+        if self.decoding or self.leader is not None:
+            return 0
+        return len(self.token_ids) - bool(self.followers) - self.num_computed
+
+    def store(self, pages: list[int], page_size: int) -> None:
+        """Note the pages, one a token, that hold its next tokens."""
+        first = self.num_stored
+        self.num_stored += len(pages)
+        for block in range(len(self.pages), -(-self.num_stored // page_size)):
+            self.pages.append(pages[max(block * page_size - first, 0)])
+
+    def append(
+        self, token_id: int, logprobs: TokenLogprobs | None = None
+    ) -> FinishReasonName | None:
+        """Take the next token; return the finish reason if it ends the sequence.
+
+        Args:
+            token_id: -1 if the model's logits were NaN or infinite.
+            logprobs: of the token, and of as many of the most probable as the request asks for.
+        """
+        request, params, output = self.request, self.request.params, self.output
+        if token_id < 0:
+            request.error = "the model returned NaN or infinite logits"
+            return "error"
+        self.token_ids.append(token_id)
+        output.token_ids.append(token_id)
+        if logprobs is not None:
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs.logprob
+            if output.logprobs is not None:
+                output.logprobs.append(logprobs)
+        if token_id in self.stop_token_ids:
+            if token_id in (params.stop_token_ids or ()):
+                output.stop_reason = token_id
+            return "stop"
+        if self.detokenizer is not None:
+            try:
+                output.text += self.detokenizer.push([token_id])
+            except Exception as error:  # one text must not end other requests
+                return request.fail(error)
+            if self.detokenizer.stop_reason is not None:
+                output.stop_reason = self.detokenizer.stop_reason
+                return "stop"
+        return "length" if len(self.token_ids) >= self.max_len else None

@@ -1,0 +1,214 @@
+"""The pages of running sequences, as far as the host knows them: free, taken, cached, to be freed.
+
+The device's page table is the truth. The host knows the newest report and what it has scheduled
+since, so its number of free pages is a lower bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from pallas_paged.checks import INT32_MAX
+from pallas_paged.engine.requests.sequence import Sequence
+from pallas_paged.engine.schedule.scheduler_output import Decode
+from pallas_paged.pages.prefix_cache import PrefixCache, PrefixLease
+
+
+@dataclass(kw_only=True)
+class TableUpdate:
+    """What the page table must do before a step: retain pages, free slots, release pages."""
+
+    retained: list[int] = field(default_factory=list)
+    freed: list[int] = field(default_factory=list)
+    released: list[int] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.retained or self.freed or self.released)
+
+
+class KVCacheManager:
+    """Counts pages, and finds, fills and evicts those of the prefix cache.
+
+    Attributes:
+        num_pages, page_size: of the page table.
+        num_free: lower bound of the pages that are free when the next step runs.
+        ledger: pages evicted less pages taken, so far.
+        update: what has been decided and the table has not done yet.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        cache: PrefixCache | None,
+        sliding_window: int | None,
+    ):
+        """Start with all pages free; arguments as in `Scheduler`."""
+        self.num_pages, self.page_size = num_pages, page_size
+        self.num_free = num_pages
+        self.ledger = 0
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._cache = cache
+        self._window = sliding_window
+        self._spare_pages = max_num_seqs // page_size  # a step of all slots takes as many
+        self.update = TableUpdate()
+
+    @property
+    def num_evictable(self) -> int:
+        """Cached pages that no sequence uses."""
+        return self._cache.num_evictable if self._cache is not None else 0
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` can have."""
+        return self.num_free + self.num_evictable
+
+    @property
+    def num_inserted(self) -> int:
+        """Pages that were ever cached; while it stays the same, `lookup` finds no more."""
+        return self._cache.num_inserted_pages if self._cache is not None else 0
+
+    def blocks(self, num_tokens: int) -> int:
+        """Pages of this many tokens."""
+        return -(-num_tokens // self.page_size)
+
+    def pages_of(self, num_tokens: int) -> int:
+        """Pages that a sequence holds at a time until its tokens are computed."""
+        if self._window is None:
+            return self.blocks(num_tokens)
+        # The pages of a chunk and of the window before it, and a partial one at either end.
+        most = self.blocks(self._window + self._max_num_batched_tokens) + 1
+        return min(self.blocks(num_tokens), most)
+
+    def num_new_pages(self, sequence: Sequence, num_tokens: int) -> int:
+        """Pages that a sequence needs for more tokens."""
+        start = sequence.num_computed
+        return self.blocks(start + num_tokens) - self.blocks(start)
+
+    def num_partial(self, sequence: Sequence) -> int:
+        """Whether the last page of a sequence is partial, so that a fork copies it: 1 or 0."""
+        return int(sequence.num_computed % self.page_size > 0)
+
+    def room(self, sequence: Sequence) -> int:
+        """Tokens that a sequence can compute with all pages that are available."""
+        return -sequence.num_computed % self.page_size + self.num_available * self.page_size
+
+    def allocate(self, num_pages: int) -> bool:
+        """Allocate pages that are free, after evicting as many cached ones as are missing."""
+        if self._cache is not None and self.num_free < num_pages:
+            # Some more than are missing, because each update of the table takes its time.
+            evicted = self._cache.evict(num_pages - self.num_free + self._spare_pages)
+            self.update.released += evicted
+            self.num_free += len(evicted)
+            self.ledger += len(evicted)
+        if self.num_free < num_pages:
+            return False
+        self.num_free -= num_pages
+        self.ledger -= num_pages
+        return True
+
+    def observe(self, num_free: int, ledger: int) -> None:
+        """Note a report: the free pages after a call, and `ledger` after its schedule."""
+        self.num_free = num_free + self.ledger - ledger
+
+    def rewind(self, decode: Decode, num_tokens: int) -> None:
+        """Note that a call computed fewer tokens of a running sequence than were scheduled.
+
+        Args:
+            decode: what was scheduled; its tokens are not pending any more.
+            num_tokens: tokens that were computed.
+        """
+        sequence = decode.sequence
+        sequence.num_computed -= decode.num_tokens - num_tokens
+        # Pages of what calls in flight compute were counted from a later token. Those calls report
+        # what is free after them, so the ledger, which is for later calls, stays as it is.
+        later, start = sequence.num_pending, sequence.num_computed - sequence.num_pending
+        end = start + decode.num_tokens - num_tokens
+        counted = self.blocks(end + later) - self.blocks(end)
+        self.num_free += counted - (self.blocks(start + later) - self.blocks(start))
+
+    @property
+    def must_update(self) -> bool:
+        """Whether the table must do the update before the next step.
+
+        Pages to retain can wait while their row holds them, unless a window may free them.
+        """
+        update = self.update
+        return bool(update.freed or update.released or (update.retained and self._window))
+
+    def take_update(self) -> TableUpdate:
+        """Return what has been decided and the table has not done yet."""
+        update, self.update = self.update, TableUpdate()
+        return update
+
+    def lookup(self, sequence: Sequence) -> PrefixLease | None:
+        """Find the cached pages that a sequence can begin with, and hold them."""
+        if self._cache is None:
+            return None
+        return self._cache.lookup(
+            sequence.token_ids, sequence.block_hashes, max_tokens=sequence.max_cached_tokens
+        )
+
+    def release(self, lease: PrefixLease | None) -> None:
+        """Let go of cached pages."""
+        if self._cache is not None and lease is not None:
+            self._cache.release(lease)
+
+    def fork(self, leader: Sequence, follower: Sequence) -> None:
+        """Note that a sequence becomes like another; it gets a copy of the partial page."""
+        follower.num_computed = follower.num_stored = leader.num_computed
+        follower.pages = leader.pages[: leader.num_computed // self.page_size]
+        if leader.lease is not None:
+            follower.lease = self.lookup(follower)
+            assert follower.lease is not None
+            if len(follower.lease.pages) < len(follower.pages):
+                # Both hold pages that the cache does not have. If one let it have them and ended,
+                # they would count as evictable, and would not be free.
+                leader.caches = follower.caches = False
+
+    def free(self, sequence: Sequence) -> None:
+        """Free the slot and the pages of a sequence; others may still find those in the cache."""
+        self.cache_full_pages(sequence)
+        self.release(sequence.lease)
+        self.update.freed.append(sequence.running_slot)
+        sequence.slot, sequence.lease, sequence.caches = None, None, True
+        sequence.pages = []
+        sequence.num_computed = sequence.num_stored = 0
+        sequence.decoding = False
+
+    def cache_full_pages(self, sequence: Sequence) -> None:
+        """Let other sequences find the full pages of a running one."""
+        if self._cache is None or sequence.lease is None or not sequence.caches:
+            return
+        if self._window is not None:
+            # Its first pages may be free by now, or it could not hold them beside the later ones.
+            most = self.pages_of(INT32_MAX) + self.blocks(self._window)
+            if sequence.num_computed > self._window or self.num_pages < most:
+                return
+        # A stop text may have ended it before the last tokens that were computed.
+        num_tokens = min(sequence.num_stored, len(sequence.token_ids))
+        if sequence.max_cached_tokens is not None:
+            # It would hold what others have cached beside pages of its own, which it must compute.
+            num_tokens = min(num_tokens, sequence.max_cached_tokens)
+        pages = sequence.pages[: self.blocks(num_tokens)]
+        tokens = sequence.token_ids[:num_tokens]
+        self.update.retained += self._cache.insert(
+            sequence.lease, tokens, pages, blocks=sequence.block_hashes
+        )
+
+    def reset_prefix_cache(self, running: Iterable[Sequence]) -> None:
+        """Empty the prefix cache; running sequences keep their pages, which stay uncached."""
+        if self._cache is None:
+            return
+        freed = self._cache.clear()
+        self.num_free += len(freed)
+        self.ledger += len(freed)
+        for sequence in running:
+            self.release(sequence.lease)
+            sequence.lease = None
+        # Pages that running sequences hold are not free yet.
+        self.update.released += freed + self._cache.clear()

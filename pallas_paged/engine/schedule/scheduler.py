@@ -1,0 +1,356 @@
+"""The scheduler: which sequences run in the next step, in which slots, on which pages.
+
+Host side and integers only. The device's page table is the truth. The host knows the newest
+report and what it has scheduled since, so `num_free` is a lower bound. Where that is not enough,
+`schedule` asks for the exact number before it takes pages from a sequence.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections import deque
+
+from pallas_paged.engine.requests.sequence import Sequence
+from pallas_paged.engine.schedule.kv_cache_manager import KVCacheManager
+from pallas_paged.engine.schedule.scheduler_output import Attachment, Chunk, Decode, SchedulerOutput
+from pallas_paged.pages.prefix_cache import PrefixCache
+
+
+class Scheduler:
+    """Decides, step by step, which sequences have slots and what they compute.
+
+    Decoding sequences come first, one token each. The rest of the batched tokens goes to sequences
+    with known tokens to compute, and then to the waiting queue, by priority and arrival. A sequence
+    starts when the pages of all its tokens are available and a watermark of pages is left over.
+    When a running one finds no page, cached pages that no sequence uses go first; then the last
+    sequence in the order gives up its pages and waits again, to be computed anew with its tokens.
+
+    Attributes:
+        waiting, running: sequences without and with a slot, in the order of service.
+        pages: the pages of running sequences.
+        num_preemptions: so far.
+        unused_slots: the last is the next to be used.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        watermark: int,
+        cache: PrefixCache | None,
+        sliding_window: int | None = None,
+    ):
+        """Start with all pages free; sizes as in `EngineConfig`.
+
+        Args:
+            watermark: pages that must be left over when a sequence starts beside others.
+            cache: None computes every prompt in full.
+            sliding_window: tokens after which pages are freed from the left, or None.
+        """
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.pages = KVCacheManager(
+            num_pages=num_pages,
+            page_size=page_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            cache=cache,
+            sliding_window=sliding_window,
+        )
+        self.num_preemptions = 0
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._watermark = watermark
+        self.unused_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._exact = True  # pages.num_free is what the table says, and nothing is in flight
+        self._blocked: tuple[int, int] | None = None  # what the head of the queue needed, and when
+
+    def schedule(
+        self, *, in_flight: bool, uncertain: bool = False, num_steps: int = 1
+    ) -> SchedulerOutput | None:
+        """Schedule the next call, and count on its being run.
+
+        Args:
+            in_flight: whether reports of dispatched calls are yet to be observed.
+            uncertain: whether one of those is a call of several steps, which may do fewer.
+            num_steps: most steps of a call that only decodes, while no sequence waits.
+
+        Returns:
+            The schedule. It may be empty: there is nothing to do, or it waits for a report. None if
+            the number of free pages must be known: read all reports, run the update, call `resync`
+            with the number of free pages, and ask again. Pages may have been taken from sequences.
+        """
+        if uncertain and self.waiting and self.unused_slots:
+            return None
+        resumed = [one for one in self.running if one.needs_last_token]
+        decoding = [one for one in self.running if one.can_decode or one.needs_last_token]
+        num_steps = self._take_decode_pages(decoding, resumed, num_steps)
+        if not num_steps:
+            self._preempt()
+            return None
+        forks = self._fork()
+        budget = self._max_num_batched_tokens - len(decoding)
+        chunks = self._schedule_running(budget)
+        budget -= sum(len(chunk.token_ids) for chunk in chunks)
+        num_running = len(self.running)
+        attachments = self._schedule_waiting(budget, chunks)
+        started = len(self.running) > num_running
+        goes_on = in_flight or decoding or forks or chunks or started
+        if not goes_on and (self.running or self.waiting):
+            self._preempt()
+            return None
+        self._exact = False
+        decodes = []
+        for one in decoding:
+            count = self._num_tokens(one, num_steps)
+            one.num_computed += count
+            one.num_pending += count
+            decodes.append(Decode(sequence=one, num_tokens=count))
+        for one in resumed:
+            one.decoding = not one.is_beam
+        return SchedulerOutput(
+            attachments=attachments,
+            forks=forks,
+            decodes=decodes,
+            resumed=resumed,
+            chunks=chunks,
+            num_steps=num_steps,
+        )
+
+    def resync(self, num_free: int) -> None:
+        """Note the free pages, with nothing in flight and no update left."""
+        self.pages.num_free, self._exact = num_free, True
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a new sequence, with its followers, into the waiting queue."""
+        self._enqueue([sequence])
+
+    def branch(self, parent: Sequence, child: Sequence) -> None:
+        """Start a sequence that has all tokens but the last in common with one that is computed.
+
+        Without a slot for it, or if the parent has lost its pages, the child is computed by itself.
+        """
+        if parent.slot is None or not self.unused_slots:
+            self._enqueue([child])
+            return
+        self._start(child)
+        child.leader = parent
+        parent.followers.append(child)
+
+    def resume(self, sequence: Sequence) -> None:
+        """Let a sequence go on whose next token has been chosen."""
+        sequence.awaiting_choice = False
+        if sequence.slot is None:
+            self._enqueue([sequence])
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out for good, with or without a slot."""
+        self._detach(sequence)
+        if sequence.slot is not None:
+            self._stop(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+            self._blocked = None
+
+    def preempt_all(self) -> None:
+        """Take all slots and pages, with nothing in flight; the sequences wait to be recomputed."""
+        while self.running:
+            self._preempt_last()
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache; running sequences keep their pages, which stay uncached."""
+        self.pages.reset_prefix_cache(self.running)
+        self._blocked = None
+
+    def _take_decode_pages(
+        self, decoding: list[Sequence], resumed: list[Sequence], num_steps: int
+    ) -> int:
+        """Take the pages of as many steps as there are pages for; return that number, or 0."""
+        single = self.waiting or resumed or any(x.is_beam for x in decoding)
+        if single or any(one.num_to_prefill or one.followers for one in self.running):
+            num_steps = 1
+        while num_steps:
+            needed = (
+                self.pages.num_new_pages(one, self._num_tokens(one, num_steps)) for one in decoding
+            )
+            if self.pages.allocate(sum(needed)):
+                return num_steps
+            num_steps //= 2
+        return 0
+
+    def _num_tokens(self, sequence: Sequence, num_steps: int) -> int:
+        """Tokens that a decoding sequence computes in a call."""
+        return min(num_steps, sequence.num_to_decode) if sequence.decoding else 1
+
+    def _preempt(self) -> None:
+        """Take the pages of the last sequence, once it is certain that they are needed."""
+        if not self._exact:
+            return
+        if not self.running:
+            raise RuntimeError(
+                f"{self.pages.num_free} pages are free and {self.pages.num_evictable} evictable, "
+                f"too few for a sequence of {len(self.waiting[0].token_ids)} tokens"
+            )
+        self._preempt_last()
+
+    def _preempt_last(self) -> None:
+        """Take the slot of the last sequence; one that waits for its leader loses it as well."""
+        victim = self.running[-1]
+        leader = victim.leader or victim
+        for one in [leader, *leader.followers]:
+            if one.slot is None:
+                continue
+            if one.num_computed:
+                one.request.num_preemptions += 1
+                self.num_preemptions += 1
+            self._stop(one)
+        if not leader.awaiting_choice:
+            self._enqueue([leader])
+
+    def _detach(self, sequence: Sequence) -> None:
+        """Take a sequence out of its group of forks; the first follower becomes the leader."""
+        if sequence.leader is not None:
+            sequence.leader.followers.remove(sequence)
+            sequence.leader = None
+        followers, sequence.followers = sequence.followers, []
+        if not followers:
+            return
+        leader, *rest = sorted(followers, key=lambda one: one.slot is None)
+        leader.leader, leader.followers = None, rest
+        for follower in rest:
+            follower.leader = leader
+        if leader.slot is None:
+            self._enqueue([leader])
+
+    def _enqueue(self, sequences: list[Sequence]) -> None:
+        if not sequences:
+            return
+        waiting = [*self.waiting]
+        for one in sequences:
+            insort(waiting, one, key=lambda x: x.order)
+        self.waiting = deque(waiting)
+        self._blocked = None
+
+    def _fork(self) -> list[tuple[int, int]]:
+        """Fork the followers of sequences that are computed up to their last token.
+
+        Those without a slot, or without a page for a copy of the partial one, go to the waiting
+        queue and will attach the full pages.
+        """
+        forks: list[tuple[int, int]] = []
+        late: list[Sequence] = []
+        for leader in [*self.running]:
+            if not leader.followers or leader.num_to_prefill:
+                continue
+            if leader.num_stored < leader.num_computed:
+                continue
+            followers, leader.followers = leader.followers, []
+            num_copies = self.pages.num_partial(leader)
+            self.pages.cache_full_pages(leader)
+            for follower in followers:
+                follower.leader = None
+                if follower.slot is None and self.unused_slots:
+                    self._start(follower)
+                if follower.slot is None or not self.pages.allocate(num_copies):
+                    if follower.slot is not None:
+                        self._stop(follower)
+                    late.append(follower)
+                    continue
+                forks.append((leader.running_slot, follower.slot))
+                self.pages.fork(leader, follower)
+        self._enqueue(late)
+        return forks
+
+    def _schedule_running(self, budget: int) -> list[Chunk]:
+        """Chunks of running sequences."""
+        chunks: list[Chunk] = []
+        for one in self.running:
+            if one.needs_last_token:
+                continue  # decodes, from the next step on if it has just been forked
+            if one.num_to_prefill > 0 and budget > 0:
+                chunk = self._chunk(one, budget)
+                if chunk is not None:
+                    chunks.append(chunk)
+                    budget -= len(chunk.token_ids)
+        return chunks
+
+    def _chunk(self, sequence: Sequence, budget: int) -> Chunk | None:
+        """As many tokens of a sequence as there are budget and pages for, if any."""
+        start = sequence.num_computed
+        size = min(sequence.num_to_prefill, budget, self.pages.room(sequence))
+        if size < 1:
+            return None
+        self.pages.allocate(self.pages.num_new_pages(sequence, size))
+        sequence.num_computed += size
+        is_last = sequence.num_computed == len(sequence.token_ids)
+        sequence.num_pending += is_last
+        sequence.decoding = is_last and not sequence.is_beam
+        return Chunk(
+            sequence=sequence,
+            start=start,
+            token_ids=sequence.token_ids[start : start + size],
+            is_last=is_last,
+        )
+
+    def _schedule_waiting(self, budget: int, chunks: list[Chunk]) -> list[Attachment]:
+        """Start waiting sequences; add their first chunks, and return the pages they attach."""
+        attachments: list[Attachment] = []
+        while self.waiting and budget > 0 and self.unused_slots:
+            sequence = self.waiting[0]
+            if not self._find_pages(sequence):
+                break
+            self.waiting.popleft()
+            self._start(sequence)
+            for follower in sequence.followers:
+                if self.unused_slots:
+                    self._start(follower)
+            if sequence.lease is not None and sequence.lease.pages:
+                attachments.append((sequence.running_slot, sequence.lease.pages))
+                sequence.num_computed = sequence.num_stored = sequence.lease.num_tokens
+                sequence.pages = list(sequence.lease.pages)
+            if sequence.num_starts == 1 and sequence.output.index == 0:
+                sequence.request.num_cached_tokens = sequence.num_computed
+                sequence.request.start_time = time.perf_counter()
+            if sequence.num_to_prefill > 0:
+                chunk = self._chunk(sequence, budget)
+                if chunk is not None:  # with a window, pages may come free only as it goes on
+                    chunks.append(chunk)
+                    budget -= len(chunk.token_ids)
+        return attachments
+
+    def _find_pages(self, sequence: Sequence) -> bool:
+        """Return whether a sequence can start; it then has its lease."""
+        reserved = sum(self.pages.num_new_pages(one, one.num_to_prefill) for one in self.running)
+        available = self.pages.num_available - reserved
+        version = self.pages.num_inserted
+        if self.running and self._blocked is not None:
+            needed, seen = self._blocked
+            if available < needed and seen == version:
+                return False  # as when it was last looked at
+        lease = self.pages.lookup(sequence)
+        needed = self.pages.pages_of(len(sequence.token_ids))
+        needed -= len(lease.pages) if lease is not None else 0
+        needed += self._watermark if self.running else 0
+        # What the lease holds can no longer be evicted.
+        if needed > self.pages.num_available - reserved:
+            self.pages.release(lease)
+            self._blocked = needed, version
+            return False
+        self._blocked = None
+        sequence.lease = lease
+        return True
+
+    def _start(self, sequence: Sequence) -> None:
+        sequence.slot = self.unused_slots.pop()
+        sequence.num_starts += 1
+        insort(self.running, sequence, key=lambda x: x.order)
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Take the slot and the pages of a sequence."""
+        self.unused_slots.append(sequence.running_slot)
+        self.running.remove(sequence)
+        self.pages.free(sequence)
+        self._blocked = None

@@ -17,17 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from pallas_paged.engine.engine import Engine
-from pallas_paged.engine.errors import EngineDeadError
+from pallas_paged.engine.engine import Engine, EngineDeadError
 from pallas_paged.engine.outputs import RequestOutput
-from pallas_paged.engine.requests.request import Request
-from pallas_paged.engine.requests.request_stream import (
+from pallas_paged.engine.requests.input_processor import score_requests, scores_of
+from pallas_paged.engine.requests.request import (
     Event,
     OutputCollector,
+    Request,
     RequestStream,
     Waiter,
 )
-from pallas_paged.engine.requests.scoring import score_requests, scores_of
 from pallas_paged.engine.sampling_params import SamplingParams
 from pallas_paged.engine.stats import EngineStats
 

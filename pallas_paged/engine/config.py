@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pallas_paged.checks import check_integer, check_number
-from pallas_paged.engine.device.kv_cache import KV_CACHE_DTYPES, pages_that_fit, pool_dtype
 from pallas_paged.engine.device.placement import Placement
+from pallas_paged.engine.device.pool import KV_CACHE_DTYPES, pages_that_fit, pool_dtype
 from pallas_paged.engine.model import Model
 
 

@@ -9,7 +9,7 @@ read. Continuous batching is from Orca (Yu et al., OSDI 2022), chunked prefill f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,23 +17,39 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_paged.engine.arguments import check_arguments
+from pallas_paged.checks import check_has
 from pallas_paged.engine.config import EngineConfig
+from pallas_paged.engine.device.executor import interrupts_held
 from pallas_paged.engine.device.runner import modes_for
-from pallas_paged.engine.errors import EngineDeadError
-from pallas_paged.engine.interrupt import interrupts_held
-from pallas_paged.engine.model import Model
+from pallas_paged.engine.model import Model, check_model
 from pallas_paged.engine.outputs import RequestOutput
-from pallas_paged.engine.progress import progress_bar
 from pallas_paged.engine.replica.replicas import Replicas
-from pallas_paged.engine.requests.input_processor import InputProcessor
+from pallas_paged.engine.requests.detokenizer import Tokenizer
+from pallas_paged.engine.requests.input_processor import InputProcessor, score_requests, scores_of
 from pallas_paged.engine.requests.output_processor import OutputProcessor
 from pallas_paged.engine.requests.request import Request, UnreadOutputs
-from pallas_paged.engine.requests.scoring import score_requests, scores_of
 from pallas_paged.engine.sampling_params import SamplingParams
 from pallas_paged.engine.stats import EngineStats
-from pallas_paged.engine.tokenizer import Tokenizer
 from pallas_paged.pages.table import PageTable
+
+
+class EngineDeadError(RuntimeError):
+    """A step failed and took the engine's state with it; the cause is what failed."""
+
+    def __init__(self, what: str, cause: BaseException):
+        super().__init__(f"{what}: {str(cause) or type(cause).__name__}")
+        self.__cause__ = cause
+
+
+def progress_bar(steps: Iterable[Any], total: int, unit: str, show: bool) -> Iterable[Any]:
+    """Show a bar on stderr as the steps are taken, where that is a terminal and tqdm is there."""
+    if not show:
+        return steps
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return steps
+    return tqdm(steps, total=total, unit=unit, disable=None)
 
 
 class Engine:
@@ -67,7 +83,11 @@ class Engine:
         Raises:
             ValueError: an argument has a wrong type, or does not fit the model or the devices.
         """
-        check_arguments(model, config, tokenizer, devices)
+        check_model(model)
+        if not isinstance(config, EngineConfig | None):
+            raise ValueError(f"{config=} must be an EngineConfig")
+        if tokenizer is not None:
+            check_has("tokenizer", tokenizer, "encode", "decode")
         self.config = config = config or EngineConfig()
         self._outputs = OutputProcessor(
             lambda leader: self.replicas.choose(leader), tokenizer, model.eos_token_ids
@@ -75,7 +95,9 @@ class Engine:
         self.replicas = Replicas(model, params, config, devices, self._outputs.process_outputs)
         self.num_pages, self.max_model_len = self.replicas.num_pages, self.replicas.max_model_len
         pages = self.replicas[0].scheduler.pages
-        self._inputs = InputProcessor(model, tokenizer, pages, max_model_len=self.max_model_len)
+        self._inputs = InputProcessor(
+            tokenizer, pages, vocab_size=model.vocab_size, max_model_len=self.max_model_len
+        )
         self.is_sleeping = False
         self._error: BaseException | None = None
 

@@ -13,8 +13,8 @@ import pytest
 from pallas_paged.engine.device.runner import modes_for
 from pallas_paged.engine.device.state import TableArrays
 from pallas_paged.engine.device.step import NOT_SAMPLED
-from pallas_paged.engine.sampling.sampler import SamplingMode
-from pallas_paged.engine.schedule.scheduler_output import Decode, SchedulerOutput
+from pallas_paged.engine.sampling_params import SamplingMode
+from pallas_paged.engine.schedule.calls import Decode, SchedulerOutput
 from tests.support.engine_calls import (
     MANY_PAGES,
     MODEL,
@@ -65,7 +65,7 @@ def test_the_number_of_steps_follows_the_time_of_a_step(monkeypatch, seconds, is
         return seconds * sum(read)
 
     monkeypatch.setattr(
-        "pallas_paged.engine.replica.core.time", SimpleNamespace(perf_counter=clock)
+        "pallas_paged.engine.replica.replica.time", SimpleNamespace(perf_counter=clock)
     )
     monkeypatch.setattr(type(engine.table.num_free), "is_ready", lambda self: is_late)
     serve(engine, PROMPTS[:1], greedy(max_tokens=40), check=False)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pallas_paged.engine.replica.router import Router
+from pallas_paged.engine.replica.replicas import Router
 from pallas_paged.pages.prefix_cache import PrefixCache, chained_hash
 
 PAGE_SIZE, NUM_PAGES = 4, 100

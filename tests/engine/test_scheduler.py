@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_paged.engine.requests.sequence import Sequence
-from pallas_paged.engine.schedule.scheduler_output import SchedulerOutput
+from pallas_paged.engine.schedule.calls import SchedulerOutput
 from pallas_paged.pages.prefix_cache import PrefixCache, chained_hash
 from tests.support.marks import slow
 from tests.support.scheduler_host import Host, make_sequence, token_at, with_followers

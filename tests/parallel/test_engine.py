@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_paged.engine import Engine, EngineConfig, SamplingParams
 from pallas_paged.engine.device.placement import placements
-from pallas_paged.engine.sampling.sampler import SamplingMode
+from pallas_paged.engine.sampling_params import SamplingMode
 from tests.support import raw
 from tests.support.devices import implementations_here, mesh
 from tests.support.engine_calls import (

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from pallas_paged.engine import Engine, EngineConfig, Request, RequestOutput, SamplingParams
-from pallas_paged.engine.device.kv_cache import pool_bytes
+from pallas_paged.engine.device.pool import pool_bytes
 from pallas_paged.engine.device.runner import fit_mode, modes_for
-from pallas_paged.engine.sampling.sampler import SamplingMode
+from pallas_paged.engine.sampling_params import SamplingMode
 from pallas_paged.pages.pool import KVPool
 from tests.support.plain_model import PlainModel
 

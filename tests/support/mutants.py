@@ -77,8 +77,7 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
     "sampler": (
         [
             f"{_ENGINE}/sampling/sampler.py",
-            f"{_ENGINE}/sampling/draw.py",
-            f"{_ENGINE}/sampling/filters.py",
+            f"{_ENGINE}/sampling/passes.py",
         ],
         ["tests/engine/test_sampler.py", "tests/engine/test_sampling.py", "tests/engine"],
     ),

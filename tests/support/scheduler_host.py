@@ -10,9 +10,9 @@ from typing import Any
 from pallas_paged import PrefixCache
 from pallas_paged.engine import CompletionOutput, Request, SamplingParams
 from pallas_paged.engine.requests.sequence import Sequence
-from pallas_paged.engine.sampling.sampler import SamplingMode
+from pallas_paged.engine.sampling_params import SamplingMode
+from pallas_paged.engine.schedule.calls import Decode, SchedulerOutput
 from pallas_paged.engine.schedule.scheduler import Scheduler
-from pallas_paged.engine.schedule.scheduler_output import Decode, SchedulerOutput
 from tests.support.allocator_oracle import AllocatorOracle
 
 PAGE_SIZE = 4

@@ -11,7 +11,7 @@ from pallas_paged.attention.entries import paged_attention, ragged_paged_attenti
 from pallas_paged.decoder.peers import Peers, embed, row_linear, row_linear_norm
 from pallas_paged.decoder.rotary_write import Rotation, rotate_and_write_kv
 from pallas_paged.decoder.unmerged_attention import unmerged_attention, write_and_attend
-from pallas_paged.engine.device.batch import ChunkBatch
+from pallas_paged.engine.device.state import ChunkBatch
 from pallas_paged.pages.layer import LayerKV
 from pallas_paged.pages.pool import write_kv
 from pallas_paged.pages.table import PageTable

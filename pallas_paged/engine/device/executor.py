@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
+from types import FrameType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
@@ -16,27 +19,52 @@ import numpy as np
 from pallas_paged.decoder.peers import create_peers
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.device.attend import AttentionKernels
-from pallas_paged.engine.device.batch import Batch
-from pallas_paged.engine.device.input_batch import slot_states
-from pallas_paged.engine.device.kv_cache import create_pool, pool_dtype
-from pallas_paged.engine.device.placement import Placement, Shardings, jit_whole
+from pallas_paged.engine.device.placement import Placement, Shardings, Weights, jit_whole
+from pallas_paged.engine.device.pool import create_pool, pool_dtype
 from pallas_paged.engine.device.state import (
+    Batch,
     EngineState,
     SlotStates,
     TableArrays,
     fork,
     fork_on,
     set_slots,
+    slot_states,
     update_table,
 )
 from pallas_paged.engine.device.step import StepOutput, make_step
-from pallas_paged.engine.device.weights import Weights
-from pallas_paged.engine.interrupt import interrupts_held
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.replica.processes import Followers
 from pallas_paged.engine.sampling.sampler import TokenCounts, create_token_counts, set_token_counts
 from pallas_paged.pages.pool import KVPool
 from pallas_paged.pages.table import create_page_table
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Raise the KeyboardInterrupt of a Ctrl-C in this block at its end; a second one at once.
+
+    Only Python's own handler of SIGINT is replaced, and only in the main thread, where it runs.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    pending: list[tuple[int, FrameType | None]] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if pending:
+            signal.default_int_handler(number, frame)
+        pending.append((number, frame))
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if pending:
+        raise KeyboardInterrupt
+
 
 _COMPILE_THREADS = 6
 P = ParamSpec("P")

@@ -13,19 +13,18 @@ import jax.numpy as jnp
 from pallas_paged.checks import pytree
 from pallas_paged.decoder.peers import Peers
 from pallas_paged.engine.device.attend import AttentionKernels, PagedAttend, decode_places
-from pallas_paged.engine.device.batch import Batch, ChunkBatch
 from pallas_paged.engine.device.placement import Shardings
-from pallas_paged.engine.device.state import EngineState, SlotStates
+from pallas_paged.engine.device.state import Batch, ChunkBatch, EngineState, SlotStates
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.sampling.logprobs import Logprobs, gather_logprobs
 from pallas_paged.engine.sampling.sampler import (
     SamplingImplementation,
-    SamplingMode,
     TokenCounts,
     add_output_tokens,
     process_logits,
     sample,
 )
+from pallas_paged.engine.sampling_params import SamplingMode
 from pallas_paged.pages.pool import KVPool
 from pallas_paged.pages.table import PageTable, extend, free_before, slot_mapping
 

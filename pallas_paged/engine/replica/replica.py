@@ -1,24 +1,178 @@
-"""A replica: the devices that compute together, with their pool and the schedule of it."""
+"""A replica: the devices that compute together, their pool, and the loop of calls on them."""
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
 from pallas_paged.engine.config import EngineConfig
-from pallas_paged.engine.device.kv_cache import pool_bytes
-from pallas_paged.engine.device.placement import Placement
-from pallas_paged.engine.device.runner import ModelRunner
-from pallas_paged.engine.device.runner_output import RunnerOutput
-from pallas_paged.engine.device.weights import Weights
+from pallas_paged.engine.device.placement import Placement, Weights
+from pallas_paged.engine.device.pool import pool_bytes
+from pallas_paged.engine.device.runner import InFlight, ModelRunner
 from pallas_paged.engine.model import Model
-from pallas_paged.engine.replica.core import EngineCore
 from pallas_paged.engine.replica.processes import Followers
+from pallas_paged.engine.schedule.calls import RunnerOutput, SchedulerOutput
 from pallas_paged.engine.schedule.scheduler import Scheduler
 from pallas_paged.engine.stats import Counters, EngineStats
 from pallas_paged.pages.check import check_page_table
 from pallas_paged.pages.prefix_cache import PrefixCache
+
+_CALL_SECONDS = 0.01  # of a call of several steps: how long a new request may have to wait for it
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """A call in flight, with the host's counts after its schedule."""
+
+    in_flight: InFlight
+    ledger: int
+    num_cached: int
+    num_empty: int
+
+
+class EngineCore:
+    """Keeps one call in flight while the host works on the one before.
+
+    Attributes:
+        step_policy: returns the most decode steps of the next call; by default so many that the
+            call takes about `_CALL_SECONDS`.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        counters: Counters,
+        process_outputs: Callable[[RunnerOutput, float], None],
+        num_scheduler_steps: int,
+    ):
+        """Start idle; `process_outputs` gets the output of each call, and the time of its read."""
+        self._scheduler, self._runner, self._counters = scheduler, runner, counters
+        self._process_outputs = process_outputs
+        self._num_scheduler_steps = num_scheduler_steps
+        self._calls: deque[_Call] = deque()
+        self._last_read: float | None = None
+        self._step_seconds = _CALL_SECONDS  # at most, of the newest call that only decoded
+        self.step_policy: Callable[[], int] = self._num_steps
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a call has been dispatched and not read."""
+        return bool(self._calls)
+
+    @property
+    def calls_in_flight(self) -> int:
+        """Number of calls that have been dispatched and not read."""
+        return len(self._calls)
+
+    def dispatch(self) -> int:
+        """Start the next call, if there is anything to do; return how many that were, 0 or 1."""
+        return self._dispatch(self._schedule())
+
+    def finish_step(self, dispatched: int) -> None:
+        """Read the call before, given what `dispatch` returned."""
+        busy = self._scheduler.waiting or self._scheduler.running
+        while len(self._calls) > (dispatched if busy else 0):
+            self._read()
+            busy = self._scheduler.waiting or self._scheduler.running
+        if not busy:
+            pages, counters = self._scheduler.pages, self._counters
+            self._runner.update_table(pages.take_update(), [])
+            counters.num_cached_pages = pages.num_evictable
+            counters.num_free_pages = pages.num_pages - pages.num_evictable
+
+    def drain(self) -> None:
+        """Read all calls in flight."""
+        while self._calls:
+            self._read()
+
+    def discard(self) -> None:
+        """Forget the calls in flight, because their state is lost."""
+        self._calls.clear()
+
+    def _schedule(self) -> SchedulerOutput:
+        def schedule() -> SchedulerOutput | None:
+            steps = [call.in_flight.scheduled.num_steps for call in self._calls]
+            return self._scheduler.schedule(
+                in_flight=bool(steps),
+                uncertain=max(steps, default=1) > 1,
+                num_steps=self.step_policy(),
+            )
+
+        while (scheduled := schedule()) is None:
+            # The host waits for once, to know how many pages are free.
+            if self._calls:
+                self._read()
+                continue
+            self._runner.update_table(self._scheduler.pages.take_update(), [])
+            self._scheduler.resync(self._runner.executor.num_free)
+        return scheduled
+
+    def _num_steps(self) -> int:
+        """Most decode steps of the next call, by the time that a step took."""
+        steps = round(_CALL_SECONDS / max(self._step_seconds, 1e-6))
+        return max(1, min(steps, self._num_scheduler_steps))
+
+    def _dispatch(self, scheduled: SchedulerOutput) -> int:
+        """Start a call; return how many that were, 0 or 1."""
+        if self._scheduler.pages.must_update or scheduled.attachments:
+            self._runner.update_table(self._scheduler.pages.take_update(), scheduled.attachments)
+        in_flight = self._runner.dispatch(scheduled)
+        if in_flight is None:
+            return 0
+        pages, running = self._scheduler.pages, self._scheduler.running
+        self._calls.append(
+            _Call(
+                in_flight=in_flight,
+                ledger=pages.ledger,
+                num_cached=pages.num_evictable,
+                num_empty=sum(-one.num_computed % pages.page_size for one in running),
+            )
+        )
+        self._counters.num_calls += 1
+        return 1
+
+    def _read(self) -> None:
+        """Wait for the oldest call in flight, and take what it has computed."""
+        call = self._calls.popleft()
+        is_late = call.in_flight.output.num_free.is_ready()  # type: ignore[attr-defined]
+        output = self._runner.read(call.in_flight)
+        now = time.perf_counter()
+        scheduled, pages, counters = call.in_flight.scheduled, self._scheduler.pages, self._counters
+        pages.observe(output.num_free, call.ledger)
+        counters.count_pages(
+            num_pages=pages.num_pages,
+            num_free=output.num_free,
+            num_cached=call.num_cached,
+            num_empty=call.num_empty,
+            page_size=pages.page_size,
+        )
+        for sampled in output.sampled:
+            decode, num_tokens = sampled.decode, len(sampled.token_ids)
+            if decode is None:
+                sampled.sequence.num_pending -= 1
+                continue
+            sampled.sequence.num_pending -= decode.num_tokens
+            counters.computed_tokens += num_tokens
+            if num_tokens < decode.num_tokens:
+                pages.rewind(decode, num_tokens)
+        num_steps = max((len(one.token_ids) for one in output.sampled), default=1) or 1
+        counters.num_steps += num_steps
+        counters.computed_tokens += sum(len(chunk.token_ids) for chunk in scheduled.chunks)
+        for chunk in scheduled.chunks:
+            if chunk.sequence.slot is not None:
+                pages.cache_full_pages(chunk.sequence)
+        if not scheduled.chunks and self._last_read is not None:
+            # Calls are read one after another, so this is the time of the device. If the device was
+            # done before, it is the host's, which takes about as long for a call of more steps.
+            seconds = (now - self._last_read) / num_steps
+            self._step_seconds = min(self._step_seconds, seconds) / 2 if is_late else seconds
+        self._last_read = now
+        self._process_outputs(output, now)
 
 
 class Replica:

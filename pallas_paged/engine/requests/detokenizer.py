@@ -1,16 +1,27 @@
-"""Text of a completion, decoded as its tokens arrive and ended by stop texts."""
+"""What the engine needs of a tokenizer, and the text of a completion as its tokens arrive."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from pallas_paged.engine.tokenizer import Tokenizer
+from typing import Protocol
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MAX_HELD = 3  # a character has at most 4 bytes, so the last 3 tokens or replacements may change
 # Tokens of the prompt that are context, and tokens without a clean point after which all but the
 # newest half and those without text are dropped. Half of it is more than a character's bytes.
 _MAX_CONTEXT = 16
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    def encode(self, text: str, /) -> Sequence[int]:
+        """Return the token ids of a prompt, with the special tokens that begin it."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], /) -> str:
+        """Return the text of token ids, special tokens left out, broken UTF-8 as U+FFFD."""
+        ...
 
 
 class IncrementalDetokenizer:

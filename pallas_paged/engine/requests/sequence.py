@@ -6,10 +6,14 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from pallas_paged.engine.outputs import CompletionOutput, FinishReasonName, TokenLogprobs
+from pallas_paged.engine.outputs import (
+    CompletionOutput,
+    FinishReasonName,
+    TokenLogprobs,
+)
 from pallas_paged.engine.requests.detokenizer import IncrementalDetokenizer
 from pallas_paged.engine.requests.request import Request
-from pallas_paged.engine.sampling.sampler import SamplingMode
+from pallas_paged.engine.sampling_params import SamplingMode
 from pallas_paged.pages.prefix_cache import PrefixLease
 
 

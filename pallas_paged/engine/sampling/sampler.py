@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -18,11 +17,9 @@ from jax.sharding import PartitionSpec
 
 from pallas_paged.checks import check_interpret, pytree
 from pallas_paged.decoder.peers import DevicePeers, Peers
-from pallas_paged.engine.sampling.draw import draw, largest
-from pallas_paged.engine.sampling.filters import find_limits
-from pallas_paged.engine.sampling.kernels.sampling_noise import divisor, min_p_limit
 from pallas_paged.engine.sampling.logprobs import check_logits
-from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from pallas_paged.engine.sampling.passes import divisor, draw, find_limits, largest, min_p_limit
+from pallas_paged.engine.sampling_params import SamplingMode
 from pallas_paged.kernels.device import Device
 from pallas_paged.kernels.triton.family import TRITON
 
@@ -62,53 +59,6 @@ class SamplingMetadata:
     stop_token_ids: Array
     bias_token_ids: Array
     bias: Array
-
-
-@dataclass(frozen=True, kw_only=True, order=True)
-class SamplingMode:
-    """What a compiled step can sample; hashable, for a static argument.
-
-    A parameter that the mode leaves out is ignored, and costs nothing in the compiled program. The
-    costliest parts come first, so that the smallest of several modes is the cheapest.
-
-    Attributes:
-        prompt_logprobs: as `logprobs`, of the tokens of prompts.
-        penalties: rows may have penalties.
-        filters: 0 = none, 1 = rows may have a top_k or a top_p, 2 = or both. Kernels take as long
-            for 1 as for 2.
-        logprobs: -1 = none, 0 = those of the tokens, `MAX_LOGPROBS` = those of the best tokens too.
-        processors: rows may have a logit_bias or min_tokens.
-        draws: rows may have a temperature, and a min_p.
-    """
-
-    prompt_logprobs: int = -1
-    penalties: bool = False
-    filters: int = 0
-    logprobs: int = -1
-    processors: bool = False
-    draws: bool = False
-
-    @classmethod
-    def of(cls, params: SamplingParams) -> SamplingMode:
-        """Return the smallest mode that serves these parameters."""
-        ranked, prompt = params.beam_width or params.logprobs, params.prompt_logprobs
-        penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
-        return cls(
-            prompt_logprobs=-1 if prompt is None else MAX_LOGPROBS * (prompt > 0),
-            penalties=penalties != (0, 0, 1),
-            filters=0 if params.greedy else (params.top_k > 0) + (params.top_p < 1),
-            logprobs=MAX_LOGPROBS if ranked else 0 if params.needs_logprobs else -1,
-            processors=bool(params.logit_bias or params.min_tokens),
-            draws=not params.greedy,
-        )
-
-    def __or__(self, other: SamplingMode) -> SamplingMode:
-        """Return the smallest mode that covers both."""
-        return SamplingMode(**{name: max(x, vars(other)[name]) for name, x in vars(self).items()})
-
-    def covers(self, other: SamplingMode) -> bool:
-        """Return whether a step of this mode serves all that one of the other mode serves."""
-        return self | other == self
 
 
 @pytree
@@ -308,16 +258,16 @@ def _sample_by_kernels(
     interpret: bool,
 ) -> jax.Array:
     """Return what `sample` does, for a mode that draws."""
-    from pallas_paged.engine.sampling.kernels import sampling_draw
-    from pallas_paged.engine.sampling.kernels.sampling_search import search
+    from pallas_paged.engine.sampling import draw_kernel
+    from pallas_paged.engine.sampling.search_kernel import search
 
     temperature, limit = metadata.temperature, None
-    maxima, sums = sampling_draw.weigh(logits, temperature, interpret=interpret)
+    maxima, sums = draw_kernel.weigh(logits, temperature, interpret=interpret)
     if mode.filters:
         filters = metadata.top_k, metadata.top_p
         limit = search(logits, maxima, temperature, *filters, interpret=interpret)
     rows = limit, temperature, metadata.min_p, metadata.seeds, lens
-    return sampling_draw.draw(logits, maxima, sums, *rows, interpret=interpret)
+    return draw_kernel.draw(logits, maxima, sums, *rows, interpret=interpret)
 
 
 def why_no_kernels() -> str | None:

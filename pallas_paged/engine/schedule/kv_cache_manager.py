@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from pallas_paged.checks import INT32_MAX
 from pallas_paged.engine.requests.sequence import Sequence
-from pallas_paged.engine.schedule.scheduler_output import Decode
+from pallas_paged.engine.schedule.calls import Decode
 from pallas_paged.pages.prefix_cache import PrefixCache, PrefixLease
 
 

@@ -12,8 +12,8 @@ from bisect import insort
 from collections import deque
 
 from pallas_paged.engine.requests.sequence import Sequence
+from pallas_paged.engine.schedule.calls import Attachment, Chunk, Decode, SchedulerOutput
 from pallas_paged.engine.schedule.kv_cache_manager import KVCacheManager
-from pallas_paged.engine.schedule.scheduler_output import Attachment, Chunk, Decode, SchedulerOutput
 from pallas_paged.pages.prefix_cache import PrefixCache
 
 

@@ -1,9 +1,9 @@
-"""The KV cache of a model: its sizes for each token, its pool, and how large that may be."""
+"""The pool of K/V pages of a model: its dtype, its bytes, and how large it may be."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from pallas_paged.engine.device.placement import Placement
+from pallas_paged.engine.model import KVCacheSpec
 from pallas_paged.pages.pool import KVPool, create_kv_pool
 
 KV_CACHE_DTYPES = {
@@ -24,52 +25,6 @@ KV_CACHE_DTYPES = {
     "float32": "float32",
 }
 _HOST_POOL_BYTES = 2**30  # largest pool where the device does not report its memory, as on CPUs
-
-
-@dataclass(frozen=True, kw_only=True)
-class KVCacheSpec:
-    """What a model stores for each token.
-
-    Attributes:
-        num_layers: layers with K and V.
-        num_kv_heads: K/V heads of a layer.
-        head_dim: elements of a head.
-        dtype: of K and V as the model computes them.
-        sliding_windows: for each layer, how many tokens a query sees, itself included; None for a
-            layer without a window, or for all layers. Where every layer has a window, the engine
-            frees the pages left of the largest.
-        k_scales, v_scales: for each layer, the scale of a checkpoint that was calibrated for fp8,
-            or None.
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: DTypeLike
-    sliding_windows: tuple[int | None, ...] | None = None
-    k_scales: tuple[float, ...] | None = None
-    v_scales: tuple[float, ...] | None = None
-
-    @property
-    def sliding_window(self) -> int | None:
-        """Tokens that the layer with the largest window sees; None if a layer sees all."""
-        windows = [window for window in self.sliding_windows or () if window is not None]
-        return max(windows) if len(windows) == self.num_layers else None
-
-    def on_devices(self, num_devices: int) -> KVCacheSpec:
-        """Return the spec of a pool that is cut over devices: each has as many heads.
-
-        Where there are fewer heads than devices, the pool holds each head several times.
-
-        Raises:
-            ValueError: neither the heads nor the devices are a multiple of the other.
-        """
-        if self.num_kv_heads % num_devices and num_devices % self.num_kv_heads:
-            raise ValueError(
-                f"tensor_parallel={num_devices} must divide the model's "
-                f"num_kv_heads={self.num_kv_heads}, or be a multiple of it"
-            )
-        return replace(self, num_kv_heads=max(self.num_kv_heads, num_devices))
 
 
 def pool_dtype(spec: KVCacheSpec, kv_cache_dtype: str | None) -> jnp.dtype:

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_paged.engine.sampling.kernels.sampling_noise import divisor, float_of, number_of
+from pallas_paged.engine.sampling.passes import divisor, float_of, number_of
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.triton.specs import full_specs, load_masked
 

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_paged.engine.sampling.kernels.sampling_noise import (
+from pallas_paged.engine.sampling.passes import (
     BLOCK,
     HALF,
     block_waits,

@@ -1,9 +1,10 @@
-"""What the scheduler decides: one call of the device."""
+"""One call of the device: what the scheduler decides, and what the call has computed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pallas_paged.engine.outputs import LogprobSequence
 from pallas_paged.engine.requests.sequence import Sequence
 
 Attachment = tuple[int, tuple[int, ...]]  # a slot, and the cached pages that it begins with
@@ -66,3 +67,35 @@ class SchedulerOutput:
     resumed: list[Sequence]
     chunks: list[Chunk]
     num_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """Tokens that a call sampled for one sequence.
+
+    Attributes:
+        sequence: the sequence, which has a slot.
+        token_ids: the tokens, in order; -1 for bad logits.
+        logprobs: of each, or None.
+        decode: what was scheduled; None for a chunk.
+    """
+
+    sequence: Sequence
+    token_ids: list[int]
+    logprobs: LogprobSequence | None
+    decode: Decode | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerOutput:
+    """What a call has computed.
+
+    Attributes:
+        num_free: free pages after it.
+        sampled: sequences with their new tokens.
+        prompt_logprobs: chunks, with the log-probabilities of the tokens after each of theirs.
+    """
+
+    num_free: int
+    sampled: list[Sampled]
+    prompt_logprobs: list[tuple[Chunk, LogprobSequence]]

@@ -72,10 +72,10 @@ def results_of(request: Any) -> tuple[list, list]:
 
 
 def loads(top_k: int) -> list[SamplingParams]:
-    """What requests may ask for: samples and beams are forks."""
+    """What requests may ask for: samples are forks."""
     return [
         greedy(prompt_logprobs=1),
-        sampling(n=2, seed=3),
+        sampling(n=3, seed=3),
         greedy(beam_width=2, max_tokens=6),
         sampling(top_k=top_k, logprobs=2, seed=4),
         greedy(presence_penalty=1.0, repetition_penalty=1.2),

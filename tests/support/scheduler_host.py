@@ -183,7 +183,7 @@ class Host:
                 length = len(self.table.tokens[one.running_slot])
                 token = token_at(one, length)
                 sampled.setdefault(one, []).append(token)
-                if not one.is_beam and (length + 1 >= one.max_len or token in one.stop_token_ids):
+                if length + 1 >= one.max_len or token in one.stop_token_ids:
                     self.finished.add(one.running_slot)
             if self.ends_early and any(one.running_slot in self.finished for one in active):
                 break
@@ -222,9 +222,8 @@ class Host:
         one.num_pending -= decode.num_tokens if decode is not None else 1
         if decode is not None and one.slot is not None and len(token_ids) < decode.num_tokens:
             self.scheduler.pages.rewind(decode, len(token_ids))
-        one.awaiting_choice = one.is_beam
         for token_id in token_ids:
-            if one.finished or one.is_beam:
+            if one.finished:
                 return
             if (reason := one.append(token_id)) is not None:
                 self.end(one, reason)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_paged.checks import INT32_MAX, pytree
+from pallas_paged.checks import pytree
 from pallas_paged.engine.device.placement import Shardings
 from pallas_paged.engine.requests.sequence import Sequence
 from pallas_paged.engine.sampling.sampler import SamplingMetadata, hash_prompt
@@ -306,7 +306,7 @@ def set_slot(values: SlotStates, entry: int, one: Sequence, last_token_id: int) 
     request, params, sampling = one.request, one.request.params, values.sampling
     values.last_token_ids[entry] = last_token_id
     values.finished[entry] = False
-    values.max_lens[entry] = INT32_MAX if one.is_beam else one.max_len
+    values.max_lens[entry] = one.max_len
     if not params.greedy:
         prompt = hash_prompt(request.prompt_token_ids)
         sampling.seeds[entry] = request.seed, prompt, one.output.index
@@ -314,9 +314,8 @@ def set_slot(values: SlotStates, entry: int, one: Sequence, last_token_id: int) 
     for name in _FIELDS:
         getattr(sampling, name)[entry] = getattr(params, name)
     sampling.min_lens[entry] = len(request.prompt_token_ids) + params.min_tokens
-    if not one.is_beam:
-        stops = list(one.stop_token_ids)
-        sampling.stop_token_ids[entry, : len(stops)] = stops
+    stops = list(one.stop_token_ids)
+    sampling.stop_token_ids[entry, : len(stops)] = stops
     if bias := dict(params.logit_bias or ()):
         sampling.bias_token_ids[entry, : len(bias)] = [*bias]
         sampling.bias[entry, : len(bias)] = [*bias.values()]

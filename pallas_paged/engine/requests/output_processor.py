@@ -2,146 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from weakref import WeakValueDictionary
 
 from pallas_paged.engine.outputs import (
     CompletionOutput,
     FinishReasonName,
-    LogprobSequence,
     RequestOutput,
-    TokenLogprobs,
 )
 from pallas_paged.engine.replica.replica import Replica
-from pallas_paged.engine.requests.beam import Advance, BeamSearch
-from pallas_paged.engine.requests.detokenizer import IncrementalDetokenizer, Tokenizer
+from pallas_paged.engine.requests.beam_search import BeamSearch
+from pallas_paged.engine.requests.detokenizer import Tokenizer
 from pallas_paged.engine.requests.request import Request
-from pallas_paged.engine.requests.sequence import Sequence
-from pallas_paged.engine.sampling_params import SamplingMode
+from pallas_paged.engine.requests.sequence import Sequence, SequenceGroup
 from pallas_paged.engine.schedule.calls import RunnerOutput, Sampled
-
-
-class SequenceGroup:
-    """The sequences of a request.
-
-    Attributes:
-        request: its outputs are filled as they grow or, where they are ranked, at the end.
-        live: sequences that have not ended; the first is the leader of the others.
-    """
-
-    def __init__(
-        self, request: Request, *, tokenizer: Tokenizer | None, eos_token_ids: tuple[int, ...]
-    ):
-        """Make the sequences that the request starts with.
-
-        Args:
-            request: new.
-            tokenizer: None if there is no text.
-            eos_token_ids: of the model.
-        """
-        self.request = request
-        self.live: list[Sequence] = []
-        params = request.params
-        self._tokenizer = tokenizer if params.detokenize else None
-        self._stop_token_ids = frozenset(
-            (*(() if params.ignore_eos else eos_token_ids), *(params.stop_token_ids or ()))
-        )
-        self.start()
-
-    @property
-    def ranks(self) -> bool:
-        """Whether the completions are chosen at the end."""
-        return self._search is not None or bool(self._drawn)
-
-    def start(self) -> None:
-        """Begin from the prompt; sequences from before are void."""
-        request, params = self.request, self.request.params
-        is_beam = params.beam_width is not None
-        mode = SamplingMode.of(params)
-        self.live = [
-            Sequence(
-                request=request,
-                output=CompletionOutput(
-                    index=index, logprobs=None if params.logprobs is None else LogprobSequence()
-                ),
-                token_ids=list(request.prompt_token_ids),
-                max_len=request.max_len,
-                mode=mode,
-                stop_token_ids=self._stop_token_ids,
-                detokenizer=None if is_beam else self._detokenizer(),
-                is_beam=is_beam,
-            )
-            for index in range(1 if is_beam else params.num_seqs)
-        ]
-        leader, *followers = self.live
-        leader.followers = followers
-        for follower in followers:
-            follower.leader = leader
-        self._search = BeamSearch(request=request, live=[leader]) if is_beam else None
-        self._drawn = [*self.live] if params.best_of is not None else []
-        request.outputs = [] if self.ranks else [sequence.output for sequence in self.live]
-
-    def advance(self, beam: Sequence, candidates: TokenLogprobs) -> Advance | None:
-        """Report the candidates of a beam; once all beams have reported, return how they go on."""
-        assert self._search is not None
-        advance = self._search.report(beam, candidates)
-        if advance is not None:
-            for ended in advance.ended:
-                self.live.remove(ended)
-            self.live += [child for _, child in advance.branches]
-        return advance
-
-    def finish(self, sequence: Sequence, reason: FinishReasonName) -> None:
-        """End a live sequence."""
-        self.live.remove(sequence)
-        try:
-            if sequence.detokenizer is not None:
-                sequence.output.text += sequence.detokenizer.finish()
-        except Exception as error:
-            reason = self.request.fail(error)
-        sequence.output.finish_reason = reason
-        if self._search is not None:
-            self._search.end(sequence, reason)
-
-    def finish_request(self) -> None:
-        """End the request, none of whose sequences is live, and choose what it returns."""
-        request = self.request
-        if self._search is not None:
-            request.outputs = self._search.ranked()
-            for output in request.outputs:
-                self._detokenize(output)
-        elif self._drawn:
-            ranked = sorted(self._drawn, key=lambda one: one.mean_logprob, reverse=True)
-            request.outputs = [one.output for one in ranked[: request.params.n]]
-            for index, output in enumerate(request.outputs):
-                output.index = index
-        request.finish_time = time.perf_counter()
-
-    def fail(self, error: BaseException) -> None:
-        """End all sequences as they stand, with an error."""
-        self.request.error = str(error) or type(error).__name__
-        for sequence in [*self.live]:
-            sequence.detokenizer = None  # text that it holds back is lost
-            self.finish(sequence, "error")
-
-    def _detokenizer(self) -> IncrementalDetokenizer | None:
-        if self._tokenizer is None:
-            return None
-        prompt, params = self.request.prompt_token_ids, self.request.params
-        return IncrementalDetokenizer(
-            self._tokenizer, prompt, params.stop or (), min_tokens=params.min_tokens
-        )
-
-    def _detokenize(self, output: CompletionOutput) -> None:
-        try:
-            if (detokenizer := self._detokenizer()) is not None:
-                token_ids = output.token_ids
-                if output.finish_reason == "stop":
-                    token_ids = token_ids[:-1]
-                output.text = detokenizer.push(token_ids) + detokenizer.finish()
-        except Exception as error:
-            output.finish_reason = self.request.fail(error)
 
 
 class OutputProcessor:
@@ -173,17 +47,18 @@ class OutputProcessor:
         """Whether no request is unfinished and no output is left to take."""
         return not (self.groups or self._changed)
 
-    def add(self, requests: Iterable[Request]) -> None:
+    def add(self, requests: list[Request]) -> None:
         """Accept new requests: number them, and put their sequences into the waiting queue.
 
         Raises:
             ValueError: the id of a request is in use.
         """
+        kinds = [BeamSearch if one.params.beam_width else SequenceGroup for one in requests]
         groups = [
-            SequenceGroup(request, tokenizer=self._tokenizer, eos_token_ids=self._eos_token_ids)
-            for request in requests
+            kind(request, self._tokenizer, self._eos_token_ids)
+            for kind, request in zip(kinds, requests, strict=True)
         ]
-        for group in groups:
+        for group, (first,) in [(group, group.start()) for group in groups]:
             request, request_id = group.request, group.request.request_id
             other = self.requests.get(request_id)
             if other is not None and not other.finished:
@@ -195,9 +70,9 @@ class OutputProcessor:
             request.number, request.request_id = self._num_requests, request_id
             self.groups[request], self.requests[request_id] = group, request
             self._num_requests += 1
-            replica = self._replicas[request] = self._choose(group.live[0])
+            replica = self._replicas[request] = self._choose(first)
             replica.load += request.load
-            replica.scheduler.add(group.live[0])
+            replica.scheduler.add(first)
 
     def find(self, request: Request | str) -> Request:
         """Return a request, given itself or its id.
@@ -238,15 +113,15 @@ class OutputProcessor:
             for sequence in live:
                 scheduler.remove(sequence)
             try:
-                group.start()
+                started = group.start()
             except Exception as error:  # of the tokenizer
                 group.fail(error)
                 self._finish_request(group)
                 continue
             changed.clear()
-            request.first_token_time = None
             self._restarted.add(request)
-            scheduler.add(group.live[0])
+            for one in started:
+                scheduler.add(one)
 
     def fail_all(self, error: BaseException) -> None:
         """End all requests with an error."""
@@ -275,57 +150,33 @@ class OutputProcessor:
             self._restarted.discard(request)
 
     def _process(self, sampled: Sampled, now: float) -> None:
-        """Give a sequence its next tokens, or a beam its candidates."""
+        """Give a sequence its next tokens."""
         sequence, token_ids, logprobs = sampled.sequence, sampled.token_ids, sampled.logprobs
         request = sequence.request
         if not token_ids:
             return
         request.first_token_time = request.first_token_time or now
-        group = self.groups[request]
-        if sequence.is_beam:
-            assert logprobs is not None
-            self._advance(group, token_ids[0], sequence, logprobs.token(0))
-            return
-        self._mark_changed(group, sequence)
+        self._mark_changed(self.groups[request], sequence)
         if len(sequence.token_ids) >= sequence.max_len:  # only the prompt was wanted
             self._finish(sequence, "length")
             return
         counters = self._replicas[request].counters
         for index, token_id in enumerate(token_ids):
             reason = sequence.append(token_id, logprobs.token(index) if logprobs else None)
-            counters.generated_tokens += token_id >= 0
+            if not request.params.beam_width:
+                counters.generated_tokens += token_id >= 0
             if reason is not None:
                 self._finish(sequence, reason)
                 return
 
-    def _advance(
-        self, group: SequenceGroup, token_id: int, beam: Sequence, logprobs: TokenLogprobs
-    ) -> None:
-        if token_id < 0:
-            group.request.error = "the model returned NaN or infinite logits"
-            for live in [*group.live]:
-                self._finish(live, "error")
-            return
-        advance = group.advance(beam, logprobs)
-        if advance is None:
-            return
-        scheduler = self._replicas[group.request].scheduler
-        for ended in advance.ended:
-            scheduler.remove(ended)
-        for parent, child in advance.branches:
-            scheduler.branch(parent, child)
-        for chosen, token in advance.chosen:
-            chosen.token_ids.append(token)
-            scheduler.resume(chosen)
-        if not group.live:
-            self._finish_request(group)
-
     def _finish(self, sequence: Sequence, reason: FinishReasonName) -> None:
         """End a sequence, and its request with the last of them."""
-        group = self.groups[sequence.request]
+        group, scheduler = self.groups[sequence.request], self._replicas[sequence.request].scheduler
         self._mark_changed(group, sequence)
-        group.finish(sequence, reason)
-        self._replicas[sequence.request].scheduler.remove(sequence)
+        started = group.finish(sequence, reason)
+        scheduler.remove(sequence)
+        for one in started:
+            scheduler.add(one)
         if not group.live:
             self._finish_request(group)
 

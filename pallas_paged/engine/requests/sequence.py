@@ -1,17 +1,19 @@
-"""One sequence: its tokens, and how far they are computed and read."""
+"""The sequences of a request: their tokens, and how far they are computed and read."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from pallas_paged.engine.outputs import (
     CompletionOutput,
     FinishReasonName,
+    LogprobSequence,
     TokenLogprobs,
 )
-from pallas_paged.engine.requests.detokenizer import IncrementalDetokenizer
+from pallas_paged.engine.requests.detokenizer import IncrementalDetokenizer, Tokenizer
 from pallas_paged.engine.requests.request import Request
 from pallas_paged.engine.sampling_params import SamplingMode
 from pallas_paged.pages.prefix_cache import PrefixLease
@@ -32,7 +34,6 @@ class Sequence:
         mode: what its sampling needs.
         stop_token_ids: tokens that end it, as the last of its tokens, without text.
         detokenizer: None if no text is wanted.
-        is_beam: whether the host chooses its tokens, by beam search.
         slot: row of the page table, while it is running.
         num_computed: tokens whose K/V are in the pages once all dispatched steps have run.
         num_stored: of those, tokens of steps that the host has read, so that their pages are known.
@@ -40,7 +41,6 @@ class Sequence:
         pages: of its first `num_stored` tokens.
         num_starts: times that it was given a slot; more than 1 after a preemption.
         decoding: whether its last token is on the device, so that it decodes without the host.
-        awaiting_choice: whether beam search has yet to choose its next token.
         lease: of the prefix cache, while it is running.
         caches: whether the prefix cache may take its pages.
         block_hashes: of its full pages, kept for the prefix cache.
@@ -56,7 +56,6 @@ class Sequence:
     mode: SamplingMode
     stop_token_ids: Collection[int] = ()
     detokenizer: IncrementalDetokenizer | None = None
-    is_beam: bool = False
     slot: int | None = None
     num_computed: int = 0
     num_stored: int = 0
@@ -64,7 +63,6 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     num_starts: int = 0
     decoding: bool = False
-    awaiting_choice: bool = False
     lease: PrefixLease | None = None
     caches: bool = True
     block_hashes: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
@@ -165,3 +163,97 @@ class Sequence:
                 output.stop_reason = self.detokenizer.stop_reason
                 return "stop"
         return "length" if len(self.token_ids) >= self.max_len else None
+
+
+class SequenceGroup:
+    """The sequences of a request: how they begin and end, and which are returned.
+
+    Attributes:
+        request: its outputs are filled as they grow or, where they are ranked, at the end.
+        live: sequences that have not ended.
+        ranks: whether the completions are chosen at the end.
+    """
+
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer | None, eos_token_ids: tuple[int, ...]
+    ):
+        """Take a new request.
+
+        Args:
+            request: to be started.
+            tokenizer: None if there is no text.
+            eos_token_ids: of the model.
+        """
+        self.request = request
+        self.live: list[Sequence] = []
+        params = request.params
+        self.ranks = params.best_of is not None
+        self._tokenizer = tokenizer if params.detokenize else None
+        self._stop_token_ids = frozenset(
+            (*(() if params.ignore_eos else eos_token_ids), *(params.stop_token_ids or ()))
+        )
+        self._mode = SamplingMode.of(params)
+
+    def start(self) -> list[Sequence]:
+        """Begin from the prompt, and return what to schedule; sequences from before are void."""
+        request, params = self.request, self.request.params
+        self._drawn = [
+            Sequence(
+                request=request,
+                output=CompletionOutput(
+                    index=index, logprobs=None if params.logprobs is None else LogprobSequence()
+                ),
+                token_ids=list(request.prompt_token_ids),
+                max_len=request.max_len,
+                mode=self._mode,
+                stop_token_ids=self._stop_token_ids,
+                detokenizer=self._detokenizer(),
+            )
+            for index in range(params.num_seqs)
+        ]
+        leader, *followers = self.live = [*self._drawn]
+        leader.followers = followers
+        for follower in followers:
+            follower.leader = leader
+        request.start_time = request.first_token_time = None
+        request.outputs = [] if self.ranks else [sequence.output for sequence in self.live]
+        return [leader]
+
+    def finish(self, sequence: Sequence, reason: FinishReasonName) -> list[Sequence]:
+        """End a live sequence; return those that begin now."""
+        self.live.remove(sequence)
+        try:
+            if sequence.detokenizer is not None:
+                sequence.output.text += sequence.detokenizer.finish()
+        except Exception as error:
+            reason = self.request.fail(error)
+        sequence.output.finish_reason = reason
+        return []
+
+    def finish_request(self) -> None:
+        """End the request, none of whose sequences is live, and choose what it returns."""
+        if self.ranks:
+            self.request.outputs = self._ranked()[: self.request.params.n]
+            for index, output in enumerate(self.request.outputs):
+                output.index = index
+        self.request.finish_time = time.perf_counter()
+
+    def fail(self, error: BaseException) -> None:
+        """End all sequences as they stand, with an error."""
+        self.request.error = str(error) or type(error).__name__
+        for sequence in [*self.live]:
+            sequence.detokenizer = None  # text that it holds back is lost
+            self.finish(sequence, "error")
+
+    def _ranked(self) -> list[CompletionOutput]:
+        """Return all completions, the best first."""
+        ranked = sorted(self._drawn, key=lambda one: one.mean_logprob, reverse=True)
+        return [one.output for one in ranked]
+
+    def _detokenizer(self) -> IncrementalDetokenizer | None:
+        if self._tokenizer is None:
+            return None
+        prompt, params = self.request.prompt_token_ids, self.request.params
+        return IncrementalDetokenizer(
+            self._tokenizer, prompt, params.stop or (), min_tokens=params.min_tokens
+        )

@@ -110,7 +110,7 @@ class Scheduler:
             one.num_pending += count
             decodes.append(Decode(sequence=one, num_tokens=count))
         for one in resumed:
-            one.decoding = not one.is_beam
+            one.decoding = True
         return SchedulerOutput(
             attachments=attachments,
             forks=forks,
@@ -127,24 +127,6 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Put a new sequence, with its followers, into the waiting queue."""
         self._enqueue([sequence])
-
-    def branch(self, parent: Sequence, child: Sequence) -> None:
-        """Start a sequence that has all tokens but the last in common with one that is computed.
-
-        Without a slot for it, or if the parent has lost its pages, the child is computed by itself.
-        """
-        if parent.slot is None or not self.unused_slots:
-            self._enqueue([child])
-            return
-        self._start(child)
-        child.leader = parent
-        parent.followers.append(child)
-
-    def resume(self, sequence: Sequence) -> None:
-        """Let a sequence go on whose next token has been chosen."""
-        sequence.awaiting_choice = False
-        if sequence.slot is None:
-            self._enqueue([sequence])
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out for good, with or without a slot."""
@@ -169,7 +151,7 @@ class Scheduler:
         self, decoding: list[Sequence], resumed: list[Sequence], num_steps: int
     ) -> int:
         """Take the pages of as many steps as there are pages for; return that number, or 0."""
-        single = self.waiting or resumed or any(x.is_beam for x in decoding)
+        single = self.waiting or resumed
         if single or any(one.num_to_prefill or one.followers for one in self.running):
             num_steps = 1
         while num_steps:
@@ -207,8 +189,7 @@ class Scheduler:
                 one.request.num_preemptions += 1
                 self.num_preemptions += 1
             self._stop(one)
-        if not leader.awaiting_choice:
-            self._enqueue([leader])
+        self._enqueue([leader])
 
     def _detach(self, sequence: Sequence) -> None:
         """Take a sequence out of its group of forks; the first follower becomes the leader."""
@@ -287,7 +268,7 @@ class Scheduler:
         sequence.num_computed += size
         is_last = sequence.num_computed == len(sequence.token_ids)
         sequence.num_pending += is_last
-        sequence.decoding = is_last and not sequence.is_beam
+        sequence.decoding = is_last
         return Chunk(
             sequence=sequence,
             start=start,
@@ -311,9 +292,10 @@ class Scheduler:
                 attachments.append((sequence.running_slot, sequence.lease.pages))
                 sequence.num_computed = sequence.num_stored = sequence.lease.num_tokens
                 sequence.pages = list(sequence.lease.pages)
-            if sequence.num_starts == 1 and sequence.output.index == 0:
-                sequence.request.num_cached_tokens = sequence.num_computed
-                sequence.request.start_time = time.perf_counter()
+            request = sequence.request
+            if request.start_time is None:
+                request.num_cached_tokens = sequence.num_computed
+                request.start_time = time.perf_counter()
             if sequence.num_to_prefill > 0:
                 chunk = self._chunk(sequence, budget)
                 if chunk is not None:  # with a window, pages may come free only as it goes on

@@ -287,7 +287,7 @@ class AsyncEngine:
     def _add(self, collectors: Sequence[OutputCollector]) -> None:
         for collector in collectors:
             try:
-                self._engine._outputs.add([collector.request])
+                self._engine.replicas.add(collector.request)
             except Exception as error:  # of the tokenizer, for example
                 del self._collectors[collector.request.request_id]
                 self._wake([(collector, collector.put(None, error))])
@@ -295,7 +295,7 @@ class AsyncEngine:
     def _publish(self) -> None:
         """Give the collectors what is new."""
         woken = []
-        for output in self._engine._outputs.take_outputs():
+        for output in self._engine.replicas.take_outputs():
             if (collector := self._collectors.get(output.request_id)) is not None:
                 woken.append((collector, collector.put(output)))
                 if output.finished:

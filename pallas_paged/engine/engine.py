@@ -26,7 +26,6 @@ from pallas_paged.engine.outputs import RequestOutput
 from pallas_paged.engine.replica.replicas import Replicas
 from pallas_paged.engine.requests.detokenizer import Tokenizer
 from pallas_paged.engine.requests.input_processor import InputProcessor, score_requests, scores_of
-from pallas_paged.engine.requests.output_processor import OutputProcessor
 from pallas_paged.engine.requests.request import Request, UnreadOutputs
 from pallas_paged.engine.sampling_params import SamplingParams
 from pallas_paged.engine.stats import EngineStats
@@ -89,10 +88,7 @@ class Engine:
         if tokenizer is not None:
             check_has("tokenizer", tokenizer, "encode", "decode")
         self.config = config = config or EngineConfig()
-        self._outputs = OutputProcessor(
-            lambda leader: self.replicas.choose(leader), tokenizer, model.eos_token_ids
-        )
-        self.replicas = Replicas(model, params, config, devices, self._outputs.process_outputs)
+        self.replicas = Replicas(model, params, config, devices, tokenizer)
         self.num_pages, self.max_model_len = self.replicas.num_pages, self.replicas.max_model_len
         pages = self.replicas[0].scheduler.pages
         self._inputs = InputProcessor(
@@ -109,7 +105,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether no request is unfinished and no output is left to return."""
-        return self._outputs.idle and not self.replicas.in_flight
+        return self.replicas.idle
 
     def submit(
         self,
@@ -133,7 +129,7 @@ class Engine:
         self._check_alive()
         request = self._inputs.request(prompt, params, request_id=request_id, priority=priority)
         with interrupts_held():
-            self._outputs.add([request])
+            self.replicas.add(request)
         return request
 
     def step(self) -> list[RequestOutput]:
@@ -148,14 +144,14 @@ class Engine:
             RuntimeError: the engine sleeps.
         """
         self._step()
-        return self._outputs.take_outputs()
+        return self.replicas.take_outputs()
 
     def stream(self, request: Request) -> Iterator[RequestOutput]:
         """Step until a request is finished; yield what is new of it, from its beginning on.
 
         Other requests go on meanwhile. Closing the iterator before its end aborts the request.
         """
-        self._outputs.find(request)
+        self.replicas.find(request)
         unread = UnreadOutputs(request)
         try:
             while True:
@@ -166,7 +162,7 @@ class Engine:
                     return
                 if not request.finished:
                     self._step()
-                    self._outputs.drop_outputs([request])
+                    self.replicas.drop_outputs([request])
         finally:
             if not request.finished and self._error is None:
                 self.abort(request)
@@ -181,10 +177,9 @@ class Engine:
             ValueError: it is not a request of this engine.
         """
         self._check_alive()
-        request = self._outputs.find(request)
-        if request in self._outputs.groups:
-            with interrupts_held():
-                self._outputs.abort(request)
+        request = self.replicas.find(request)
+        with interrupts_held():
+            self.replicas.abort(request)
 
     def generate(
         self,
@@ -259,7 +254,7 @@ class Engine:
         with self._dead_on_error(if_apart=True):
             self.replicas.update_params(params)
             if restart_running:
-                self._outputs.restart()
+                self.replicas.restart()
             if reset_prefix_cache:
                 self.replicas.reset_prefix_cache()
 
@@ -355,8 +350,7 @@ class Engine:
         self._check_alive()
         with self._dead_on_error():
             self.replicas.drain()
-            for request in [*self._outputs.groups]:
-                self._outputs.abort(request)
+            self.replicas.abort_all()
             self.sleep()
             self._error = RuntimeError("it has been closed")
             self.replicas.close()
@@ -365,22 +359,23 @@ class Engine:
         """Add requests and step until they are finished; outputs of others wait for `step`."""
 
         def ends() -> Iterator[Request]:
-            running = requests
+            running = {*requests}
             while running:
                 self._step()
-                self._outputs.drop_outputs(running)
-                yield from [request for request in running if request.finished]
-                running = [request for request in running if not request.finished]
+                finished = self.replicas.drop_outputs(running)
+                running.difference_update(finished)
+                yield from finished
 
         try:
             with interrupts_held():
-                self._outputs.add(requests)
+                for request in requests:
+                    self.replicas.add(request)
             for _ in progress_bar(ends(), len(requests), "request", progress):
                 pass
         except BaseException:  # Ctrl-C
-            for request in requests:
-                if request in self._outputs.groups:
-                    self.abort(request)
+            with interrupts_held():
+                for request in requests:
+                    self.replicas.abort(request)
             raise
 
     def _step(self) -> None:
@@ -409,7 +404,6 @@ class Engine:
 
     def _die(self, error: BaseException) -> None:
         self._error = error
-        self._outputs.fail_all(error)
         self.replicas.fail(error)
 
     def _check_awake(self) -> None:

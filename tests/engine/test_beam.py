@@ -37,11 +37,11 @@ def answer(search: BeamSearch, one: Sequence, scores: np.ndarray) -> list[Sequen
     best = np.argsort(-scores).tolist()
     ranked = TokenLogprobs(best[0], float(scores.max()), 1, best, scores[best].tolist())
     assert one.append(best[0], ranked) == "length"
-    return search.finish(one, "length")
+    return [x for (x,) in search.finish(one, "length")]
 
 
 def complete(logprobs, search: BeamSearch) -> list[CompletionOutput]:
-    asked = search.start()
+    asked = [x for (x,) in search.start()]
     while asked:
         assert search.live == asked and len(asked) <= search.request.params.beam_width
         asked = [x for one in asked for x in answer(search, one, logprobs(one.token_ids))]
@@ -69,7 +69,7 @@ def test_every_search_equals_brute_force(width, penalty):
 @pytest.mark.parametrize("num_answered", [0, 2])
 def test_aborted_beams_are_ranked_by_their_score_so_far(num_answered):
     search = make_search(beam_width=3, n=2)
-    (first,) = search.start()
+    ((first,),) = search.start()
     beams = answer(search, first, np.array([-9.0, -4.0, -9.0, -1.0, -9.0, -3.0]))
     assert [one.token_ids[len(PROMPT) :] for one in beams] == [[3], [5], [1]]
     for one in beams[:num_answered]:

@@ -58,7 +58,7 @@ def test_an_interrupted_step_is_completed_and_its_outputs_are_in_the_next(
                 engine.check()
             except KeyboardInterrupt:
                 interrupts += 1
-                assert len(calls) >= at and engine.replicas[0].core.calls_in_flight <= 1
+                assert len(calls) >= at and engine.replicas[0].calls_in_flight <= 1
     assert interrupts == 1
     assert tokens_of(requests) == greedy_tokens
     assert_deltas_add_up(deltas, requests)

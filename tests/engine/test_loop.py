@@ -104,7 +104,7 @@ def started(max_tokens: list[int], num_cached: int = 0):
     submit(engine, PAIR, [greedy(max_tokens=n) for n in max_tokens])
     engine.step()
     replica = engine.replicas[0]
-    replica.core.drain()
+    replica.drain()
     return replica
 
 

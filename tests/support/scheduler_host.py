@@ -11,7 +11,7 @@ from pallas_paged import PrefixCache
 from pallas_paged.engine import CompletionOutput, Request, SamplingParams
 from pallas_paged.engine.requests.sequence import Sequence
 from pallas_paged.engine.sampling_params import SamplingMode
-from pallas_paged.engine.schedule.calls import Decode, SchedulerOutput
+from pallas_paged.engine.schedule.calls import RunnerOutput, SchedulerOutput, SequenceOutput
 from pallas_paged.engine.schedule.scheduler import Scheduler
 from tests.support.allocator_oracle import AllocatorOracle
 
@@ -107,7 +107,7 @@ class Host:
 
     def add(self, *sequences: Sequence) -> None:
         for one in sequences:
-            self.scheduler.add(one)
+            self.scheduler.add([one, *one.followers])
 
     def update(self) -> None:
         update = self.scheduler.pages.take_update()
@@ -204,29 +204,24 @@ class Host:
 
     def read(self) -> None:
         call = self.calls.popleft()
-        self.scheduler.pages.observe(call.num_free, call.ledger)
         self.is_exact = call.num_frees == self.num_frees
-        for one, pages in call.pages.items():
-            if one.slot is not None:
-                one.store(pages, PAGE_SIZE)
-        for decode in call.scheduled.decodes:
-            self._take(decode.sequence, call.sampled[decode.sequence], decode)
-        for chunk in call.scheduled.chunks:
-            if chunk.is_last:
-                self._take(chunk.sequence, call.sampled[chunk.sequence], None)
-            if chunk.sequence.slot is not None:
-                self.scheduler.pages.cache_full_pages(chunk.sequence)
+        outputs = [
+            SequenceOutput(
+                scheduled=one,
+                pages=call.pages[one.sequence],
+                token_ids=call.sampled.get(one.sequence, []),
+            )
+            for one in [*call.scheduled.decodes, *call.scheduled.chunks]
+            if one.sequence.slot is not None
+        ]
+        output = RunnerOutput(num_free=call.num_free, sequences=outputs)
+        self.scheduler.update(output, call.ledger)
+        for one in outputs:
+            for token_id in one.token_ids:
+                if (reason := one.scheduled.sequence.append(token_id)) is not None:
+                    self.end(one.scheduled.sequence, reason)
+                    break
         self.check_bound()
-
-    def _take(self, one: Sequence, token_ids: list[int], decode: Decode | None) -> None:
-        one.num_pending -= decode.num_tokens if decode is not None else 1
-        if decode is not None and one.slot is not None and len(token_ids) < decode.num_tokens:
-            self.scheduler.pages.rewind(decode, len(token_ids))
-        for token_id in token_ids:
-            if one.finished:
-                return
-            if (reason := one.append(token_id)) is not None:
-                self.end(one, reason)
 
     def end(self, one: Sequence, reason: str) -> None:
         one.output.finish_reason = reason

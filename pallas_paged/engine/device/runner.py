@@ -36,8 +36,8 @@ from pallas_paged.engine.schedule.calls import (
     Chunk,
     Decode,
     RunnerOutput,
-    Sampled,
     SchedulerOutput,
+    SequenceOutput,
 )
 from pallas_paged.engine.schedule.kv_cache_manager import TableUpdate
 from pallas_paged.pages.table import PageTable
@@ -164,7 +164,7 @@ class ModelRunner:
         return InFlight(scheduled=scheduled, output=output)
 
     def read(self, in_flight: InFlight) -> RunnerOutput:
-        """Wait for a call, and note where the K/V of its sequences are.
+        """Wait for a call.
 
         Raises:
             RuntimeError: the page table did not have what the host counted on.
@@ -320,7 +320,7 @@ class InFlight:
 
 
 def read_output(in_flight: InFlight, output: StepOutput, page_size: int) -> RunnerOutput:
-    """Read what a call returned, and note where the K/V of its sequences are.
+    """Return what a call has computed, sequence by sequence.
 
     Args:
         in_flight: the call.
@@ -337,49 +337,54 @@ def read_output(in_flight: InFlight, output: StepOutput, page_size: int) -> Runn
     tokens: list[list[int]] = output.token_ids[:num_steps].T.tolist()  # of each row
     mapping = output.slot_mapping if chunks else output.slot_mapping[:num_steps]
     pages = (mapping // page_size).T.tolist()
-    sampled: list[Sampled] = []
-    prompt_logprobs: list[tuple[Chunk, LogprobSequence]] = []
+    sequences: list[SequenceOutput] = []
 
-    def add(sequence: Sequence, row: int, decode: Decode | None) -> int:
+    def sampled(sequence: Sequence, row: int) -> tuple[list[int], LogprobSequence | None]:
         token_ids = tokens[row]
         if token_ids[-1] == NOT_SAMPLED:
             token_ids = token_ids[: token_ids.index(NOT_SAMPLED)]
-        logprobs, num_logprobs = None, sequence.request.params.num_logprobs
-        if num_logprobs is not None:
-            place = slice(len(token_ids)), row
-            logprobs = _read_logprobs(output.logprobs, place, token_ids, num_logprobs)
-        sampled.append(
-            Sampled(sequence=sequence, token_ids=token_ids, logprobs=logprobs, decode=decode)
-        )
-        return len(token_ids)
+        if (num_logprobs := sequence.request.params.num_logprobs) is None:
+            return token_ids, None
+        place = slice(len(token_ids)), row
+        return token_ids, _read_logprobs(output.logprobs, place, token_ids, num_logprobs)
 
     # Sequences that have ended meanwhile have no slot; none has another, because pages are
     # taken from a sequence only while nothing is in flight.
     for row, decode in enumerate(decodes):
-        sequence = decode.sequence
-        if sequence.slot is None:
+        if (slot := decode.sequence.slot) is None:
             continue
-        if chunks:
-            count, new = add(sequence, sequence.slot, decode), [pages[row - len(decodes)]]
-        else:
-            count, new = add(sequence, row, decode), pages[row]
-        sequence.store(new[:count], page_size)
+        new = [pages[row - len(decodes)]] if chunks else pages[row]
+        token_ids, logprobs = sampled(decode.sequence, slot if chunks else row)
+        sequences.append(
+            SequenceOutput(
+                scheduled=decode,
+                pages=new[: len(token_ids)],
+                token_ids=token_ids,
+                logprobs=logprobs,
+            )
+        )
     start = 0
     for chunk in chunks:
         end = start + len(chunk.token_ids)
-        if chunk.sequence.slot is not None:
-            chunk.sequence.store(pages[start:end], page_size)
-            if chunk.is_last:
-                add(chunk.sequence, chunk.sequence.slot, None)
+        sequence = chunk.sequence
+        if sequence.slot is not None:
+            prompt_logprobs = None
             if (targets := chunk.targets) is not None:
                 place = slice(start, start + len(targets))
-                most = chunk.sequence.request.params.prompt_logprobs or 0
-                found = _read_logprobs(output.prompt_logprobs, place, targets, most)
-                prompt_logprobs.append((chunk, found))
+                most = sequence.request.params.prompt_logprobs or 0
+                prompt_logprobs = _read_logprobs(output.prompt_logprobs, place, targets, most)
+            token_ids, logprobs = sampled(sequence, sequence.slot) if chunk.is_last else ([], None)
+            sequences.append(
+                SequenceOutput(
+                    scheduled=chunk,
+                    pages=pages[start:end],
+                    token_ids=token_ids,
+                    logprobs=logprobs,
+                    prompt_logprobs=prompt_logprobs,
+                )
+            )
         start = end
-    return RunnerOutput(
-        num_free=int(output.num_free), sampled=sampled, prompt_logprobs=prompt_logprobs
-    )
+    return RunnerOutput(num_free=int(output.num_free), sequences=sequences)
 
 
 def _read_logprobs(

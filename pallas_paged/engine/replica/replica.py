@@ -15,7 +15,10 @@ from pallas_paged.engine.device.pool import pool_bytes
 from pallas_paged.engine.device.runner import InFlight, ModelRunner
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.replica.processes import Followers
-from pallas_paged.engine.schedule.calls import RunnerOutput, SchedulerOutput
+from pallas_paged.engine.requests.detokenizer import Tokenizer
+from pallas_paged.engine.requests.output_processor import OutputProcessor
+from pallas_paged.engine.requests.request import Request
+from pallas_paged.engine.schedule.calls import Decode, RunnerOutput, SchedulerOutput
 from pallas_paged.engine.schedule.scheduler import Scheduler
 from pallas_paged.engine.stats import Counters, EngineStats
 from pallas_paged.pages.check import check_page_table
@@ -34,156 +37,19 @@ class _Call:
     num_empty: int
 
 
-class EngineCore:
-    """Keeps one call in flight while the host works on the one before.
-
-    Attributes:
-        step_policy: returns the most decode steps of the next call; by default so many that the
-            call takes about `_CALL_SECONDS`.
-    """
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        runner: ModelRunner,
-        counters: Counters,
-        process_outputs: Callable[[RunnerOutput, float], None],
-        num_scheduler_steps: int,
-    ):
-        """Start idle; `process_outputs` gets the output of each call, and the time of its read."""
-        self._scheduler, self._runner, self._counters = scheduler, runner, counters
-        self._process_outputs = process_outputs
-        self._num_scheduler_steps = num_scheduler_steps
-        self._calls: deque[_Call] = deque()
-        self._last_read: float | None = None
-        self._step_seconds = _CALL_SECONDS  # at most, of the newest call that only decoded
-        self.step_policy: Callable[[], int] = self._num_steps
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether a call has been dispatched and not read."""
-        return bool(self._calls)
-
-    @property
-    def calls_in_flight(self) -> int:
-        """Number of calls that have been dispatched and not read."""
-        return len(self._calls)
-
-    def dispatch(self) -> int:
-        """Start the next call, if there is anything to do; return how many that were, 0 or 1."""
-        return self._dispatch(self._schedule())
-
-    def finish_step(self, dispatched: int) -> None:
-        """Read the call before, given what `dispatch` returned."""
-        busy = self._scheduler.waiting or self._scheduler.running
-        while len(self._calls) > (dispatched if busy else 0):
-            self._read()
-            busy = self._scheduler.waiting or self._scheduler.running
-        if not busy:
-            pages, counters = self._scheduler.pages, self._counters
-            self._runner.update_table(pages.take_update(), [])
-            counters.num_cached_pages = pages.num_evictable
-            counters.num_free_pages = pages.num_pages - pages.num_evictable
-
-    def drain(self) -> None:
-        """Read all calls in flight."""
-        while self._calls:
-            self._read()
-
-    def discard(self) -> None:
-        """Forget the calls in flight, because their state is lost."""
-        self._calls.clear()
-
-    def _schedule(self) -> SchedulerOutput:
-        def schedule() -> SchedulerOutput | None:
-            steps = [call.in_flight.scheduled.num_steps for call in self._calls]
-            return self._scheduler.schedule(
-                in_flight=bool(steps),
-                uncertain=max(steps, default=1) > 1,
-                num_steps=self.step_policy(),
-            )
-
-        while (scheduled := schedule()) is None:
-            # The host waits for once, to know how many pages are free.
-            if self._calls:
-                self._read()
-                continue
-            self._runner.update_table(self._scheduler.pages.take_update(), [])
-            self._scheduler.resync(self._runner.executor.num_free)
-        return scheduled
-
-    def _num_steps(self) -> int:
-        """Most decode steps of the next call, by the time that a step took."""
-        steps = round(_CALL_SECONDS / max(self._step_seconds, 1e-6))
-        return max(1, min(steps, self._num_scheduler_steps))
-
-    def _dispatch(self, scheduled: SchedulerOutput) -> int:
-        """Start a call; return how many that were, 0 or 1."""
-        if self._scheduler.pages.must_update or scheduled.attachments:
-            self._runner.update_table(self._scheduler.pages.take_update(), scheduled.attachments)
-        in_flight = self._runner.dispatch(scheduled)
-        if in_flight is None:
-            return 0
-        pages, running = self._scheduler.pages, self._scheduler.running
-        self._calls.append(
-            _Call(
-                in_flight=in_flight,
-                ledger=pages.ledger,
-                num_cached=pages.num_evictable,
-                num_empty=sum(-one.num_computed % pages.page_size for one in running),
-            )
-        )
-        self._counters.num_calls += 1
-        return 1
-
-    def _read(self) -> None:
-        """Wait for the oldest call in flight, and take what it has computed."""
-        call = self._calls.popleft()
-        is_late = call.in_flight.output.num_free.is_ready()  # type: ignore[attr-defined]
-        output = self._runner.read(call.in_flight)
-        now = time.perf_counter()
-        scheduled, pages, counters = call.in_flight.scheduled, self._scheduler.pages, self._counters
-        pages.observe(output.num_free, call.ledger)
-        counters.count_pages(
-            num_pages=pages.num_pages,
-            num_free=output.num_free,
-            num_cached=call.num_cached,
-            num_empty=call.num_empty,
-            page_size=pages.page_size,
-        )
-        for sampled in output.sampled:
-            decode, num_tokens = sampled.decode, len(sampled.token_ids)
-            if decode is None:
-                sampled.sequence.num_pending -= 1
-                continue
-            sampled.sequence.num_pending -= decode.num_tokens
-            counters.computed_tokens += num_tokens
-            if num_tokens < decode.num_tokens:
-                pages.rewind(decode, num_tokens)
-        num_steps = max((len(one.token_ids) for one in output.sampled), default=1) or 1
-        counters.num_steps += num_steps
-        counters.computed_tokens += sum(len(chunk.token_ids) for chunk in scheduled.chunks)
-        for chunk in scheduled.chunks:
-            if chunk.sequence.slot is not None:
-                pages.cache_full_pages(chunk.sequence)
-        if not scheduled.chunks and self._last_read is not None:
-            # Calls are read one after another, so this is the time of the device. If the device was
-            # done before, it is the host's, which takes about as long for a call of more steps.
-            seconds = (now - self._last_read) / num_steps
-            self._step_seconds = min(self._step_seconds, seconds) / 2 if is_late else seconds
-        self._last_read = now
-        self._process_outputs(output, now)
-
-
 class Replica:
     """Serves some of an engine's requests on devices, a pool and a prefix cache of its own.
 
+    It keeps one call in flight while the host works on the one before.
+
     Attributes:
-        scheduler, runner, core: what runs on the devices, how, and the loop of both.
+        scheduler, runner, outputs: what a call computes, the call, and what comes of it.
+        weights: on the devices.
         cache: None computes every prompt in full.
         counters: of its requests and calls.
-        load: tokens that its unfinished requests may have in all.
         num_pages: of its pool.
+        step_policy: returns the most decode steps of the next call; by default so many that the
+            call takes about `_CALL_SECONDS`.
     """
 
     def __init__(
@@ -192,7 +58,7 @@ class Replica:
         weights: Weights,
         config: EngineConfig,
         placement: Placement,
-        process_outputs: Callable[[RunnerOutput, float], None],
+        tokenizer: Tokenizer | None,
         *,
         num_pages: int,
         max_len: int,
@@ -201,14 +67,13 @@ class Replica:
         """Create the pool.
 
         Args:
-            model, config: of the engine.
+            model, config, tokenizer: of the engine.
             weights: on the devices of `placement`.
             placement: the devices.
-            process_outputs: gets the output of each call, and the time of its read.
             num_pages, max_len: sizes that the config may leave open.
             followers: the other processes of this replica.
         """
-        self.weights = weights
+        self.weights, self.num_pages = weights, num_pages
         self.runner = ModelRunner(
             model,
             weights,
@@ -230,14 +95,66 @@ class Replica:
             sliding_window=model.kv_cache_spec.sliding_window,
         )
         self.counters = Counters(num_free_pages=num_pages)
-        self.core = EngineCore(
-            self.scheduler,
-            self.runner,
-            self.counters,
-            process_outputs,
-            config.num_scheduler_steps,
-        )
-        self.num_pages, self.load = num_pages, 0
+        self.outputs = OutputProcessor(tokenizer, model.eos_token_ids, self.counters)
+        self._num_scheduler_steps = config.num_scheduler_steps
+        self._calls: deque[_Call] = deque()
+        self._last_read: float | None = None
+        self._step_seconds = _CALL_SECONDS  # at most, of the newest call that only decoded
+        self.step_policy: Callable[[], int] = self._num_steps
+
+    @property
+    def load(self) -> int:
+        """Tokens that its unfinished requests may have in all."""
+        return self.outputs.load
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a call has been dispatched and not read."""
+        return bool(self._calls)
+
+    @property
+    def calls_in_flight(self) -> int:
+        """Number of calls that have been dispatched and not read."""
+        return len(self._calls)
+
+    def add(self, request: Request) -> None:
+        """Put the sequences of a request into the waiting queue."""
+        self.outputs.add(request)
+        self._reschedule()
+
+    def abort(self, request: Request) -> None:
+        """End an unfinished request as it stands."""
+        self.outputs.abort(request)
+        self._reschedule()
+
+    def restart(self) -> None:
+        """Begin all unfinished requests again from their prompts, with nothing in flight."""
+        self.outputs.restart()
+        self._reschedule()
+
+    def dispatch(self) -> int:
+        """Start the next call, if there is anything to do; return how many that were, 0 or 1."""
+        return self._dispatch(self._schedule())
+
+    def finish_step(self, dispatched: int) -> None:
+        """Read the call before, given what `dispatch` returned."""
+        busy = self.scheduler.waiting or self.scheduler.running
+        while len(self._calls) > (dispatched if busy else 0):
+            self._read()
+            busy = self.scheduler.waiting or self.scheduler.running
+        if not busy:
+            self.update_table()
+            self._count_idle_pages()
+
+    def drain(self) -> None:
+        """Read all calls in flight."""
+        while self._calls:
+            self._read()
+
+    def fail(self, error: BaseException) -> None:
+        """End all requests, and forget the calls in flight, because their state is lost."""
+        self.outputs.fail_all(error)
+        self._calls.clear()
 
     def sleep(self) -> None:
         """Free the pool's memory, with nothing in flight; sequences wait to be recomputed."""
@@ -285,3 +202,87 @@ class Replica:
         if not self.scheduler.running:
             self.counters.num_cached_pages = num_cached = self.scheduler.pages.num_evictable
             self.counters.num_free_pages = self.num_pages - num_cached
+
+    def _schedule(self) -> SchedulerOutput:
+        def schedule() -> SchedulerOutput | None:
+            steps = [call.in_flight.scheduled.num_steps for call in self._calls]
+            return self.scheduler.schedule(
+                in_flight=bool(steps),
+                uncertain=max(steps, default=1) > 1,
+                num_steps=self.step_policy(),
+            )
+
+        while (scheduled := schedule()) is None:
+            # The host waits for once, to know how many pages are free.
+            if self._calls:
+                self._read()
+                continue
+            self.update_table()
+            self.scheduler.resync(self.runner.executor.num_free)
+        return scheduled
+
+    def _num_steps(self) -> int:
+        """Most decode steps of the next call, by the time that a step took."""
+        steps = round(_CALL_SECONDS / max(self._step_seconds, 1e-6))
+        return max(1, min(steps, self._num_scheduler_steps))
+
+    def _dispatch(self, scheduled: SchedulerOutput) -> int:
+        """Start a call; return how many that were, 0 or 1."""
+        pages, running = self.scheduler.pages, self.scheduler.running
+        if pages.must_update or scheduled.attachments:
+            self.runner.update_table(pages.take_update(), scheduled.attachments)
+        in_flight = self.runner.dispatch(scheduled)
+        if in_flight is None:
+            return 0
+        self._calls.append(
+            _Call(
+                in_flight=in_flight,
+                ledger=pages.ledger,
+                num_cached=pages.num_evictable,
+                num_empty=sum(-one.num_computed % pages.page_size for one in running),
+            )
+        )
+        self.counters.num_calls += 1
+        return 1
+
+    def _read(self) -> None:
+        """Wait for the oldest call in flight, and take what it has computed."""
+        call = self._calls.popleft()
+        is_late = call.in_flight.output.num_free.is_ready()  # type: ignore[attr-defined]
+        output = self.runner.read(call.in_flight)
+        now = time.perf_counter()
+        self.scheduler.update(output, call.ledger)
+        self._count(call, output, now, is_late)
+        self.outputs.process(output, now)
+        self._reschedule()
+
+    def _reschedule(self) -> None:
+        """Tell the scheduler which sequences have ended and which begin."""
+        ended, started = self.outputs.take_changes()
+        for sequence in ended:
+            self.scheduler.remove(sequence)
+        for sequences in started:
+            self.scheduler.add(sequences)
+
+    def _count(self, call: _Call, output: RunnerOutput, now: float, is_late: bool) -> None:
+        """Count what a call has computed, and how long its steps took."""
+        counters, chunks = self.counters, call.in_flight.scheduled.chunks
+        counters.count_pages(
+            num_pages=self.num_pages,
+            num_free=output.num_free,
+            num_cached=call.num_cached,
+            num_empty=call.num_empty,
+            page_size=self.scheduler.pages.page_size,
+        )
+        num_steps = max((len(one.token_ids) for one in output.sequences), default=1) or 1
+        counters.num_steps += num_steps
+        counters.computed_tokens += sum(len(chunk.token_ids) for chunk in chunks)
+        counters.computed_tokens += sum(
+            len(one.token_ids) for one in output.sequences if isinstance(one.scheduled, Decode)
+        )
+        if not chunks and self._last_read is not None:
+            # Calls are read one after another, so this is the time of the device. If the device was
+            # done before, it is the host's, which takes about as long for a call of more steps.
+            seconds = (now - self._last_read) / num_steps
+            self._step_seconds = min(self._step_seconds, seconds) / 2 if is_late else seconds
+        self._last_read = now

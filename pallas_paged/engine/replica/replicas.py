@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import jax
 
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.device.placement import Weights, placements, shapes_of
 from pallas_paged.engine.model import Model
+from pallas_paged.engine.outputs import RequestOutput
 from pallas_paged.engine.replica.processes import Followers, Leader, connect
 from pallas_paged.engine.replica.replica import Replica
-from pallas_paged.engine.requests.sequence import Sequence as TokenSequence
+from pallas_paged.engine.requests.detokenizer import Tokenizer
+from pallas_paged.engine.requests.request import Request
 from pallas_paged.engine.sampling_params import SamplingMode
-from pallas_paged.engine.schedule.calls import RunnerOutput
 from pallas_paged.engine.stats import EngineStats
 from pallas_paged.pages.prefix_cache import Block, chained_hash
 
@@ -39,16 +41,16 @@ class Router:
         # Of each replica, the keys of full pages of prompts that it was sent, the newest last.
         self._sent: list[OrderedDict[int, None]] = [OrderedDict() for _ in replicas]
 
-    def choose(self, leader: TokenSequence) -> Replica:
-        """Return the replica for the request of a new sequence, and count on its being sent."""
+    def choose(self, request: Request) -> Replica:
+        """Return the replica for a new request, and count on its being sent."""
         if len(self._replicas) == 1:
             return self._replicas[0]
         loads = [replica.load for replica in self._replicas]
         least = min(loads)
         chosen = loads.index(least)
         if self._replicas[0].cache is not None:
-            blocks = _blocks(leader, self._page_size)
-            most = max(_MAX_RATIO * least, least + _MAX_REQUESTS * leader.request.load)
+            blocks = _blocks(request, self._page_size)
+            most = max(_MAX_RATIO * least, least + _MAX_REQUESTS * request.load)
             found = [
                 self._num_pages(index, blocks) if load <= most else 0
                 for index, load in enumerate(loads)
@@ -82,9 +84,9 @@ class Router:
             sent.popitem(last=False)
 
 
-def _blocks(sequence: TokenSequence, page_size: int) -> list[Block]:
-    """Return the full pages of a sequence, which keeps them for the prefix cache."""
-    blocks, tokens = sequence.block_hashes, sequence.token_ids
+def _blocks(request: Request, page_size: int) -> list[Block]:
+    """Return the full pages of a prompt; the request keeps them for the prefix cache."""
+    blocks, tokens = request.block_hashes, request.prompt_token_ids
     for start in range(len(blocks) * page_size, len(tokens) - page_size + 1, page_size):
         content = tuple(tokens[start : start + page_size])
         blocks.append((chained_hash(blocks[-1][0] if blocks else 0, content), content))
@@ -107,13 +109,12 @@ class Replicas:
         params: Any,
         config: EngineConfig,
         devices: Sequence[jax.Device] | None,
-        process_outputs: Callable[[RunnerOutput, float], None],
+        tokenizer: Tokenizer | None,
     ):
         """Put the parameters on the devices of each replica, and create the pools in what is left.
 
         Args:
-            model, params, config, devices: as in `Engine`.
-            process_outputs: gets the output of each call, and the time of its read.
+            model, params, config, devices, tokenizer: as in `Engine`.
 
         Raises:
             ValueError: a size is out of range for this model, or for the devices.
@@ -136,7 +137,7 @@ class Replicas:
                 one,
                 config,
                 place,
-                process_outputs,
+                tokenizer,
                 num_pages=self.num_pages,
                 max_len=self.max_model_len,
                 followers=self.followers,
@@ -144,6 +145,8 @@ class Replicas:
             for one, place in zip(weights, places, strict=True)
         ]
         self._router = Router(self._all, config.page_size)
+        self._by_id: WeakValueDictionary[str, Request] = WeakValueDictionary()
+        self._num_requests = 0
 
     def __len__(self) -> int:
         return len(self._all)
@@ -155,25 +158,80 @@ class Replicas:
         return iter(self._all)
 
     @property
-    def in_flight(self) -> bool:
-        """Whether a call has been dispatched and not read."""
-        return any(replica.core.in_flight for replica in self._all)
+    def idle(self) -> bool:
+        """Whether no request is unfinished, no output is left to take, and no call to read."""
+        return all(one.outputs.idle and not one.in_flight for one in self._all)
 
-    def choose(self, leader: TokenSequence) -> Replica:
-        """Return the replica for the request of a new sequence."""
-        return self._router.choose(leader)
+    def add(self, request: Request) -> None:
+        """Number a new request, and give it to a replica for good.
+
+        Raises:
+            ValueError: its id is in use. Exceptions of the tokenizer pass through.
+        """
+        request_id = request.request_id
+        other = self._by_id.get(request_id)
+        if other is not None and not other.finished:
+            raise ValueError(f"{request_id=} is that of another request")
+        if not request_id:
+            request_id = str(self._num_requests)
+            while request_id in self._by_id:
+                request_id += "-"
+        request.number, request.request_id = self._num_requests, request_id
+        self._router.choose(request).add(request)
+        self._by_id[request_id] = request
+        self._num_requests += 1
+
+    def find(self, request: Request | str) -> Request:
+        """Return a request, given itself or its id.
+
+        Raises:
+            ValueError: it is not a request of this engine.
+        """
+        if isinstance(request, str):
+            if (found := self._by_id.get(request)) is None:
+                raise ValueError(f"{request=} is not the id of a request")
+            request = found
+        if not isinstance(request, Request):
+            raise ValueError(f"{request=} must be a Request or its id")
+        if not request.finished and self._serving(request) is None:
+            raise ValueError(f"request {request.request_id!r} is of another engine")
+        return request
+
+    def abort(self, request: Request) -> None:
+        """End a request as it stands; one that is not served stays as it is."""
+        if (replica := self._serving(request)) is not None:
+            replica.abort(request)
+
+    def abort_all(self) -> None:
+        """End all requests as they stand."""
+        for replica in self._all:
+            for request in [*replica.outputs.groups]:
+                replica.abort(request)
+
+    def restart(self) -> None:
+        """Begin all unfinished requests again from their prompts, with nothing in flight."""
+        for replica in self._all:
+            replica.restart()
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """Return what is new of each request since the last time."""
+        return [output for replica in self._all for output in replica.outputs.take_outputs()]
+
+    def drop_outputs(self, requests: Container[Request]) -> list[Request]:
+        """Report nothing new of these requests; return those that have finished meanwhile."""
+        return [one for replica in self._all for one in replica.outputs.drop_outputs(requests)]
 
     def step(self) -> None:
         """Dispatch the next call of each replica, and read the one before."""
         # All devices have work before the host waits for any.
-        dispatched = [replica.core.dispatch() for replica in self._all]
+        dispatched = [replica.dispatch() for replica in self._all]
         for replica, num_calls in zip(self._all, dispatched, strict=True):
-            replica.core.finish_step(num_calls)
+            replica.finish_step(num_calls)
 
     def drain(self) -> None:
         """Read all calls in flight."""
         for replica in self._all:
-            replica.core.drain()
+            replica.drain()
 
     def check_params(self, params: Any) -> None:
         """Raise ValueError if other parameters differ in structure, shapes or dtypes."""
@@ -250,9 +308,9 @@ class Replicas:
         return self.leader.follow(self._all[0].runner.executor)
 
     def fail(self, error: BaseException) -> None:
-        """Forget the calls in flight, because their state is lost, also in other processes."""
+        """End all requests and the calls in flight, also in other processes."""
         for replica in self._all:
-            replica.core.discard()
+            replica.fail(error)
         if self.followers is not None:
             self.followers.close(error)
         if self.leader is not None:
@@ -264,3 +322,7 @@ class Replicas:
             self.followers.close()
         if self.leader is not None:
             self.leader.close()
+
+    def _serving(self, request: Request) -> Replica | None:
+        """Return the replica that has an unfinished request."""
+        return next((one for one in self._all if request in one.outputs.groups), None)

@@ -17,7 +17,7 @@ class BeamSearch(SequenceGroup):
     the maximum length.
     """
 
-    def start(self) -> list[Sequence]:
+    def start(self) -> list[list[Sequence]]:
         self.ranks = True
         request = self.request
         request.outputs, request.start_time, request.first_token_time = [], None, None
@@ -25,7 +25,7 @@ class BeamSearch(SequenceGroup):
         self._reason: FinishReasonName | None = None  # of an end before the search is over
         return self._ask([CompletionOutput(index=0)])
 
-    def finish(self, sequence: Sequence, reason: FinishReasonName) -> list[Sequence]:
+    def finish(self, sequence: Sequence, reason: FinishReasonName) -> list[list[Sequence]]:
         self.live.remove(sequence)
         if reason != "length":  # which it has with its token
             self._reason = reason
@@ -43,7 +43,7 @@ class BeamSearch(SequenceGroup):
         for output in self.request.outputs:
             self._detokenize(output)
 
-    def _ask(self, beams: list[CompletionOutput]) -> list[Sequence]:
+    def _ask(self, beams: list[CompletionOutput]) -> list[list[Sequence]]:
         """Return a sequence for the next token of each beam."""
         prompt = self.request.prompt_token_ids
         self._beams = {
@@ -51,13 +51,14 @@ class BeamSearch(SequenceGroup):
                 request=self.request,
                 output=CompletionOutput(index=index, logprobs=LogprobSequence()),
                 token_ids=[*prompt, *beam.token_ids],
+                block_hashes=list(self.request.block_hashes),
                 max_len=len(prompt) + len(beam.token_ids) + 1,
                 mode=self._mode,
             ): beam
             for index, beam in enumerate(beams)
         }
         self.live = [*self._beams]
-        return [*self._beams]
+        return [[one] for one in self._beams]
 
     def _best_continuations(self) -> list[CompletionOutput]:
         """Return the beams that go on, the best first; finish those that end."""

@@ -11,6 +11,7 @@ from typing import Literal
 
 from pallas_paged.engine.outputs import CompletionOutput, FinishReasonName, Logprob, RequestOutput
 from pallas_paged.engine.sampling_params import SamplingParams
+from pallas_paged.pages.prefix_cache import Block
 
 Event = threading.Event | asyncio.Event
 Waiter = tuple[asyncio.AbstractEventLoop | None, Event]
@@ -35,6 +36,7 @@ class Request:
         prompt_logprobs: for each token of the prompt, None where it was not computed (the first);
             None if they were not asked for.
         error: what went wrong, where a finish reason is "error".
+        block_hashes: of full pages of the prompt, where the router has needed them.
         num_cached_tokens: prompt tokens that the prefix cache had when the request first started.
         num_preemptions: times that a sequence of it lost its pages.
         arrival_time, start_time, first_token_time, finish_time: when it was submitted, first got a
@@ -53,6 +55,7 @@ class Request:
     outputs: list[CompletionOutput] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
+    block_hashes: list[Block] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     arrival_time: float = field(default_factory=time.perf_counter)

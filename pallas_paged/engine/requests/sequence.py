@@ -16,17 +16,18 @@ from pallas_paged.engine.outputs import (
 from pallas_paged.engine.requests.detokenizer import IncrementalDetokenizer, Tokenizer
 from pallas_paged.engine.requests.request import Request
 from pallas_paged.engine.sampling_params import SamplingMode
-from pallas_paged.pages.prefix_cache import PrefixLease
+from pallas_paged.pages.prefix_cache import Block, PrefixLease
 
 
 @dataclass(kw_only=True, eq=False)
 class Sequence:
     """One completion of a request, at most one slot of the batch.
 
-    Counts of tokens are upper bounds while a call of several steps is in flight: a row may end, or
-    the pages run out, before the last of them. `KVCacheManager.rewind` corrects them.
+    A field is written by its owner only. Counts of tokens are upper bounds while a call of several
+    steps is in flight: a row may end, or the pages run out, before the last of them.
+    `Scheduler.update` corrects them.
 
-    Attributes:
+    Attributes, of `requests/`:
         request: the request that it belongs to.
         output: the part that the user sees.
         token_ids: prompt and new tokens that the host has read.
@@ -34,19 +35,21 @@ class Sequence:
         mode: what its sampling needs.
         stop_token_ids: tokens that end it, as the last of its tokens, without text.
         detokenizer: None if no text is wanted.
+    Attributes, of `Scheduler`:
         slot: row of the page table, while it is running.
-        num_computed: tokens whose K/V are in the pages once all dispatched steps have run.
-        num_stored: of those, tokens of steps that the host has read, so that their pages are known.
-        num_pending: tokens that dispatched steps sample and the host has not read.
-        pages: of its first `num_stored` tokens.
         num_starts: times that it was given a slot; more than 1 after a preemption.
+        num_computed: tokens whose K/V are in the pages once all dispatched steps have run.
+        num_pending: tokens that dispatched steps sample and the host has not read.
         decoding: whether its last token is on the device, so that it decodes without the host.
-        lease: of the prefix cache, while it is running.
-        caches: whether the prefix cache may take its pages.
-        block_hashes: of its full pages, kept for the prefix cache.
         leader: the sequence from which it will be forked; until then it holds only its slot.
         followers: sequences that are forked from this one when all of its tokens but the last are
             computed. Those without a slot then go to the waiting queue.
+    Attributes, of `KVCacheManager`:
+        num_stored: tokens of steps that the host has read, so that their pages are known.
+        pages: of its first `num_stored` tokens.
+        lease: of the prefix cache, while it is running.
+        caches: whether the prefix cache may take its pages.
+        block_hashes: of its full pages, kept for the prefix cache.
     """
 
     request: Request
@@ -57,17 +60,17 @@ class Sequence:
     stop_token_ids: Collection[int] = ()
     detokenizer: IncrementalDetokenizer | None = None
     slot: int | None = None
-    num_computed: int = 0
-    num_stored: int = 0
-    num_pending: int = 0
-    pages: list[int] = field(default_factory=list)
     num_starts: int = 0
+    num_computed: int = 0
+    num_pending: int = 0
     decoding: bool = False
-    lease: PrefixLease | None = None
-    caches: bool = True
-    block_hashes: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     leader: Sequence | None = None
     followers: list[Sequence] = field(default_factory=list)
+    num_stored: int = 0
+    pages: list[int] = field(default_factory=list)
+    lease: PrefixLease | None = None
+    caches: bool = True
+    block_hashes: list[Block] = field(default_factory=list)
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -123,13 +126,6 @@ class Sequence:
         if self.decoding or self.leader is not None:
             return 0
         return len(self.token_ids) - bool(self.followers) - self.num_computed
-
-    def store(self, pages: list[int], page_size: int) -> None:
-        """Note the pages, one a token, that hold its next tokens."""
-        first = self.num_stored
-        self.num_stored += len(pages)
-        for block in range(len(self.pages), -(-self.num_stored // page_size)):
-            self.pages.append(pages[max(block * page_size - first, 0)])
 
     def append(
         self, token_id: int, logprobs: TokenLogprobs | None = None
@@ -194,8 +190,12 @@ class SequenceGroup:
         )
         self._mode = SamplingMode.of(params)
 
-    def start(self) -> list[Sequence]:
-        """Begin from the prompt, and return what to schedule; sequences from before are void."""
+    def start(self) -> list[list[Sequence]]:
+        """Begin from the prompt; sequences from before are void.
+
+        Returns:
+            Sequences to schedule; those of one list have the same tokens.
+        """
         request, params = self.request, self.request.params
         self._drawn = [
             Sequence(
@@ -204,6 +204,7 @@ class SequenceGroup:
                     index=index, logprobs=None if params.logprobs is None else LogprobSequence()
                 ),
                 token_ids=list(request.prompt_token_ids),
+                block_hashes=list(request.block_hashes),
                 max_len=request.max_len,
                 mode=self._mode,
                 stop_token_ids=self._stop_token_ids,
@@ -211,16 +212,13 @@ class SequenceGroup:
             )
             for index in range(params.num_seqs)
         ]
-        leader, *followers = self.live = [*self._drawn]
-        leader.followers = followers
-        for follower in followers:
-            follower.leader = leader
+        self.live = [*self._drawn]
         request.start_time = request.first_token_time = None
         request.outputs = [] if self.ranks else [sequence.output for sequence in self.live]
-        return [leader]
+        return [[*self._drawn]]
 
-    def finish(self, sequence: Sequence, reason: FinishReasonName) -> list[Sequence]:
-        """End a live sequence; return those that begin now."""
+    def finish(self, sequence: Sequence, reason: FinishReasonName) -> list[list[Sequence]]:
+        """End a live sequence; return those that begin now, as `start` does."""
         self.live.remove(sequence)
         try:
             if sequence.detokenizer is not None:

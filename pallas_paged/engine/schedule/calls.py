@@ -70,20 +70,22 @@ class SchedulerOutput:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampled:
-    """Tokens that a call sampled for one sequence.
+class SequenceOutput:
+    """What a call has computed of one sequence, which has a slot.
 
     Attributes:
-        sequence: the sequence, which has a slot.
-        token_ids: the tokens, in order; -1 for bad logits.
+        scheduled: what was scheduled.
+        pages: of the pool, one for each token whose K/V the call has written.
+        token_ids: that it sampled, in order; -1 for bad logits.
         logprobs: of each, or None.
-        decode: what was scheduled; None for a chunk.
+        prompt_logprobs: of the tokens after each of a chunk, or None.
     """
 
-    sequence: Sequence
+    scheduled: Decode | Chunk
+    pages: list[int]
     token_ids: list[int]
-    logprobs: LogprobSequence | None
-    decode: Decode | None
+    logprobs: LogprobSequence | None = None
+    prompt_logprobs: LogprobSequence | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +94,8 @@ class RunnerOutput:
 
     Attributes:
         num_free: free pages after it.
-        sampled: sequences with their new tokens.
-        prompt_logprobs: chunks, with the log-probabilities of the tokens after each of theirs.
+        sequences: those that have not ended meanwhile.
     """
 
     num_free: int
-    sampled: list[Sampled]
-    prompt_logprobs: list[tuple[Chunk, LogprobSequence]]
+    sequences: list[SequenceOutput]

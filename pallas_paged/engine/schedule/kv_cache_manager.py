@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from pallas_paged.checks import INT32_MAX
 from pallas_paged.engine.requests.sequence import Sequence
-from pallas_paged.engine.schedule.calls import Decode
 from pallas_paged.pages.prefix_cache import PrefixCache, PrefixLease
 
 
@@ -115,21 +114,24 @@ class KVCacheManager:
         """Note a report: the free pages after a call, and `ledger` after its schedule."""
         self.num_free = num_free + self.ledger - ledger
 
-    def rewind(self, decode: Decode, num_tokens: int) -> None:
-        """Note that a call computed fewer tokens of a running sequence than were scheduled.
+    def rewind(self, sequence: Sequence, num_tokens: int) -> None:
+        """Note that a call did not compute this many of a running sequence's tokens.
 
-        Args:
-            decode: what was scheduled; its tokens are not pending any more.
-            num_tokens: tokens that were computed.
+        The sequence counts without them already, and with what calls in flight compute.
         """
-        sequence = decode.sequence
-        sequence.num_computed -= decode.num_tokens - num_tokens
         # Pages of what calls in flight compute were counted from a later token. Those calls report
         # what is free after them, so the ledger, which is for later calls, stays as it is.
         later, start = sequence.num_pending, sequence.num_computed - sequence.num_pending
-        end = start + decode.num_tokens - num_tokens
+        end = start + num_tokens
         counted = self.blocks(end + later) - self.blocks(end)
         self.num_free += counted - (self.blocks(start + later) - self.blocks(start))
+
+    def store(self, sequence: Sequence, pages: list[int]) -> None:
+        """Note the pages, one a token, that hold the next tokens of a sequence."""
+        first, size = sequence.num_stored, self.page_size
+        sequence.num_stored += len(pages)
+        for block in range(len(sequence.pages), self.blocks(sequence.num_stored)):
+            sequence.pages.append(pages[max(block * size - first, 0)])
 
     @property
     def must_update(self) -> bool:
@@ -153,6 +155,12 @@ class KVCacheManager:
             sequence.token_ids, sequence.block_hashes, max_tokens=sequence.max_cached_tokens
         )
 
+    def attach(self, sequence: Sequence, lease: PrefixLease | None) -> None:
+        """Let a sequence begin with the pages of a lease."""
+        sequence.lease = lease
+        if lease is not None:
+            sequence.pages, sequence.num_stored = list(lease.pages), lease.num_tokens
+
     def release(self, lease: PrefixLease | None) -> None:
         """Let go of cached pages."""
         if self._cache is not None and lease is not None:
@@ -160,7 +168,7 @@ class KVCacheManager:
 
     def fork(self, leader: Sequence, follower: Sequence) -> None:
         """Note that a sequence becomes like another; it gets a copy of the partial page."""
-        follower.num_computed = follower.num_stored = leader.num_computed
+        follower.num_stored = leader.num_computed
         follower.pages = leader.pages[: leader.num_computed // self.page_size]
         if leader.lease is not None:
             follower.lease = self.lookup(follower)
@@ -175,10 +183,8 @@ class KVCacheManager:
         self.cache_full_pages(sequence)
         self.release(sequence.lease)
         self.update.freed.append(sequence.running_slot)
-        sequence.slot, sequence.lease, sequence.caches = None, None, True
-        sequence.pages = []
-        sequence.num_computed = sequence.num_stored = 0
-        sequence.decoding = False
+        sequence.lease, sequence.caches = None, True
+        sequence.pages, sequence.num_stored = [], 0
 
     def cache_full_pages(self, sequence: Sequence) -> None:
         """Let other sequences find the full pages of a running one."""

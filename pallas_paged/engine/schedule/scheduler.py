@@ -12,7 +12,13 @@ from bisect import insort
 from collections import deque
 
 from pallas_paged.engine.requests.sequence import Sequence
-from pallas_paged.engine.schedule.calls import Attachment, Chunk, Decode, SchedulerOutput
+from pallas_paged.engine.schedule.calls import (
+    Attachment,
+    Chunk,
+    Decode,
+    RunnerOutput,
+    SchedulerOutput,
+)
 from pallas_paged.engine.schedule.kv_cache_manager import KVCacheManager
 from pallas_paged.pages.prefix_cache import PrefixCache
 
@@ -124,9 +130,35 @@ class Scheduler:
         """Note the free pages, with nothing in flight and no update left."""
         self.pages.num_free, self._exact = num_free, True
 
-    def add(self, sequence: Sequence) -> None:
-        """Put a new sequence, with its followers, into the waiting queue."""
-        self._enqueue([sequence])
+    def update(self, output: RunnerOutput, ledger: int) -> None:
+        """Note what a call has computed, and where.
+
+        Args:
+            output: of the call.
+            ledger: `pages.ledger` after its schedule.
+        """
+        self.pages.observe(output.num_free, ledger)
+        for one in output.sequences:
+            scheduled, sequence = one.scheduled, one.scheduled.sequence
+            self.pages.store(sequence, one.pages)
+            if isinstance(scheduled, Chunk):
+                sequence.num_pending -= scheduled.is_last
+                self.pages.cache_full_pages(sequence)
+                continue
+            sequence.num_pending -= scheduled.num_tokens
+            if missing := scheduled.num_tokens - len(one.token_ids):
+                sequence.num_computed -= missing
+                self.pages.rewind(sequence, missing)
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """Put new sequences of the same tokens into the waiting queue.
+
+        The first computes the tokens, and the others are forked from it.
+        """
+        leader, *leader.followers = sequences
+        for follower in leader.followers:
+            follower.leader = leader
+        self._enqueue([leader])
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out for good, with or without a slot."""
@@ -207,13 +239,12 @@ class Scheduler:
             self._enqueue([leader])
 
     def _enqueue(self, sequences: list[Sequence]) -> None:
-        if not sequences:
-            return
-        waiting = [*self.waiting]
         for one in sequences:
-            insort(waiting, one, key=lambda x: x.order)
-        self.waiting = deque(waiting)
-        self._blocked = None
+            if self.waiting and one.order < self.waiting[-1].order:
+                insort(self.waiting, one, key=lambda x: x.order)
+            else:
+                self.waiting.append(one)
+            self._blocked = None
 
     def _fork(self) -> list[tuple[int, int]]:
         """Fork the followers of sequences that are computed up to their last token.
@@ -241,6 +272,7 @@ class Scheduler:
                     late.append(follower)
                     continue
                 forks.append((leader.running_slot, follower.slot))
+                follower.num_computed = leader.num_computed
                 self.pages.fork(leader, follower)
         self._enqueue(late)
         return forks
@@ -288,10 +320,9 @@ class Scheduler:
             for follower in sequence.followers:
                 if self.unused_slots:
                     self._start(follower)
-            if sequence.lease is not None and sequence.lease.pages:
-                attachments.append((sequence.running_slot, sequence.lease.pages))
-                sequence.num_computed = sequence.num_stored = sequence.lease.num_tokens
-                sequence.pages = list(sequence.lease.pages)
+            sequence.num_computed = sequence.num_stored
+            if sequence.pages:
+                attachments.append((sequence.running_slot, tuple(sequence.pages)))
             request = sequence.request
             if request.start_time is None:
                 request.num_cached_tokens = sequence.num_computed
@@ -304,7 +335,7 @@ class Scheduler:
         return attachments
 
     def _find_pages(self, sequence: Sequence) -> bool:
-        """Return whether a sequence can start; it then has its lease."""
+        """Return whether a sequence can start; it then has its cached pages."""
         reserved = sum(self.pages.num_new_pages(one, one.num_to_prefill) for one in self.running)
         available = self.pages.num_available - reserved
         version = self.pages.num_inserted
@@ -322,7 +353,7 @@ class Scheduler:
             self._blocked = needed, version
             return False
         self._blocked = None
-        sequence.lease = lease
+        self.pages.attach(sequence, lease)
         return True
 
     def _start(self, sequence: Sequence) -> None:
@@ -332,7 +363,8 @@ class Scheduler:
 
     def _stop(self, sequence: Sequence) -> None:
         """Take the slot and the pages of a sequence."""
+        self.pages.free(sequence)
         self.unused_slots.append(sequence.running_slot)
         self.running.remove(sequence)
-        self.pages.free(sequence)
+        sequence.slot, sequence.num_computed, sequence.decoding = None, 0, False
         self._blocked = None

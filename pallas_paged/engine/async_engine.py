@@ -249,6 +249,8 @@ class AsyncEngine:
                 # Commands that come meanwhile wait for the next turn: they must not starve steps.
                 for _ in range(self._commands.qsize() or (0 if self._can_step() else 1)):
                     _run(*self._commands.get())
+                if engine._error is not None:  # of a command, which has told its caller only
+                    raise engine._error
                 if self._can_step():
                     engine._step()
                     self._publish()

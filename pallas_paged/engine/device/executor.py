@@ -248,10 +248,11 @@ class Executor:
         return jax.device_get(arrays)
 
     def wait(self) -> None:
-        """Wait for all dispatched calls."""
+        """Wait for all dispatched calls; also asleep, without the pool."""
+        arrays = self.state.table, self.state.slots
         if self.followers is not None:
-            self.followers.wait(self.state)
-        jax.block_until_ready(self.state)
+            self.followers.wait(arrays)
+        jax.block_until_ready(arrays)
 
     def _create_pool(self) -> KVPool:
         config, placement = self._config, self._placement

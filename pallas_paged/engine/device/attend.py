@@ -12,6 +12,7 @@ from pallas_paged.decoder.peers import Peers, embed, row_linear, row_linear_norm
 from pallas_paged.decoder.rotary_write import Rotation, rotate_and_write_kv
 from pallas_paged.decoder.unmerged_attention import unmerged_attention, write_and_attend
 from pallas_paged.engine.device.state import ChunkBatch
+from pallas_paged.engine.model import Model
 from pallas_paged.pages.layer import LayerKV
 from pallas_paged.pages.pool import write_kv
 from pallas_paged.pages.table import PageTable
@@ -84,10 +85,12 @@ class PagedAttend:
         self._slot_mapping, self._num_kv_heads = slot_mapping, num_kv_heads
         self._kernels = kernels
         self._peers = peers
+        self._seen: list[jax.Array] = []  # pages that a call has taken or returned
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerKV, **options: Any
     ) -> tuple[jax.Array, LayerKV]:
+        self._check_once(cache)
         repeats = self._repeats(cache, k.shape[1])
         if repeats > 1:
             k, v = jnp.repeat(k, repeats, axis=1), jnp.repeat(v, repeats, axis=1)
@@ -105,6 +108,7 @@ class PagedAttend:
         unmerged: bool = False,
         **options: Any,
     ) -> tuple[Any, LayerKV]:
+        self._check_once(cache)
         repeats = self._repeats(cache, qkv.shape[1])
         if repeats > 1:
             qkv = _repeated(qkv, repeats)
@@ -148,12 +152,20 @@ class PagedAttend:
         is_alone = self._prompts is None and self._peers is None
         return is_alone and self._decoding["seq_lens"].size == 1
 
+    def _check_once(self, cache: LayerKV) -> None:
+        """Refuse pages that a call has had already, while a model is traced."""
+        traced = isinstance(cache.k_pages, jax.core.Tracer)
+        if traced and any(cache.k_pages is pages for pages in self._seen):
+            raise ValueError("the model must call `attend` once for each layer, with its own cache")
+        self._seen.append(cache.k_pages)
+
     def _repeats(self, cache: LayerKV, num_kv_heads: int) -> int:
         """Return how often the pool has each head; the model may have repeated them itself."""
         repeats = cache.num_kv_heads // self._num_kv_heads
         return repeats if num_kv_heads == self._num_kv_heads else 1
 
     def _attend(self, q: jax.Array, cache: LayerKV, **options: Any) -> tuple[jax.Array, LayerKV]:
+        self._seen.append(cache.k_pages)
         options |= self._kernels.attention
         num_tokens, num_decodes = q.shape[0], self._decoding["seq_lens"].size
         out = paged_attention(q[num_tokens - num_decodes :], cache, **self._decoding, **options)
@@ -165,6 +177,47 @@ class PagedAttend:
             of_all = ragged_paged_attention(q, cache, **how, **options)
             out = of_all.at[self._places].set(out, mode="drop", unique_indices=True)
         return out, cache
+
+
+def hidden_of(
+    model: Model,
+    params: Any,
+    tokens: jax.Array,
+    positions: jax.Array,
+    attend: PagedAttend,
+    cache: tuple[LayerKV, ...],
+) -> tuple[jax.Array, tuple[LayerKV, ...]]:
+    """Run a model on new tokens; arguments and results are those of `Model`.
+
+    Raises:
+        ValueError: while tracing: the hidden states are not `[T, E]`, or the cache is not what
+            `attend` returned for each layer.
+    """
+    hidden, layers = model(params, tokens, positions, attend, cache)
+    if hidden.ndim != 2 or len(hidden) != len(tokens):
+        raise ValueError(f"the model's hidden states must be [T={len(tokens)}, E]: {hidden.shape=}")
+    if len(layers) != len(cache):
+        raise ValueError(f"the model's cache must have {len(cache)} layers, not {len(layers)}")
+    for index, (new, old) in enumerate(zip(layers, cache, strict=True)):
+        if not isinstance(new, LayerKV) or new.k_pages is old.k_pages:
+            raise ValueError(f"layer {index} of the model's cache must be what `attend` returned")
+    return hidden, tuple(layers)
+
+
+def logits_of(model: Model, params: Any, hidden: jax.Array) -> jax.Array:
+    """Return the logits `f32[S, vocab_size]` of hidden states `[S, E]`.
+
+    Raises:
+        ValueError: while tracing: the model's are others.
+    """
+    logits = model.logits(params, hidden)
+    wanted = len(hidden), model.vocab_size
+    if logits.shape != wanted or logits.dtype != jnp.float32:
+        raise ValueError(
+            f"the model's logits must be f32{[*wanted]}, as of model.vocab_size, not "
+            f"{logits.dtype}{[*logits.shape]}"
+        )
+    return logits
 
 
 def decode_places(rows: jax.Array, num_tokens: int, num_slots: int) -> jax.Array:

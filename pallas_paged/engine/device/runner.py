@@ -170,7 +170,7 @@ class ModelRunner:
             RuntimeError: the page table did not have what the host counted on.
         """
         output = self.executor.read(in_flight.output)
-        return read_output(in_flight, output, self._config.page_size)
+        return _read_output(in_flight, output, self._config.page_size)
 
     def _run(
         self, decodes: list[Decode], chunks: list[Chunk], shape: tuple[int, int], mode: SamplingMode
@@ -319,7 +319,7 @@ class InFlight:
     output: StepOutput
 
 
-def read_output(in_flight: InFlight, output: StepOutput, page_size: int) -> RunnerOutput:
+def _read_output(in_flight: InFlight, output: StepOutput, page_size: int) -> RunnerOutput:
     """Return what a call has computed, sequence by sequence.
 
     Args:
@@ -374,15 +374,14 @@ def read_output(in_flight: InFlight, output: StepOutput, page_size: int) -> Runn
                 most = sequence.request.params.prompt_logprobs or 0
                 prompt_logprobs = _read_logprobs(output.prompt_logprobs, place, targets, most)
             token_ids, logprobs = sampled(sequence, sequence.slot) if chunk.is_last else ([], None)
-            sequences.append(
-                SequenceOutput(
-                    scheduled=chunk,
-                    pages=pages[start:end],
-                    token_ids=token_ids,
-                    logprobs=logprobs,
-                    prompt_logprobs=prompt_logprobs,
-                )
+            one = SequenceOutput(
+                scheduled=chunk,
+                pages=pages[start:end],
+                token_ids=token_ids,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
             )
+            sequences.append(one)
         start = end
     return RunnerOutput(num_free=int(output.num_free), sequences=sequences)
 

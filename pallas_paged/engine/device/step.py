@@ -12,7 +12,13 @@ import jax.numpy as jnp
 
 from pallas_paged.checks import pytree
 from pallas_paged.decoder.peers import Peers
-from pallas_paged.engine.device.attend import AttentionKernels, PagedAttend, decode_places
+from pallas_paged.engine.device.attend import (
+    AttentionKernels,
+    PagedAttend,
+    decode_places,
+    hidden_of,
+    logits_of,
+)
 from pallas_paged.engine.device.placement import Shardings
 from pallas_paged.engine.device.state import Batch, ChunkBatch, EngineState, SlotStates
 from pallas_paged.engine.model import Model
@@ -150,8 +156,9 @@ def _decode(
             peers=peers,
         )
         tokens = slots.last_token_ids.at[rows].get(mode="fill", fill_value=0)
-        hidden, layers = model(params, tokens, jnp.maximum(lens - 1, 0), attend, state.pool.layers)
-        logits = model.logits(params, hidden)
+        places = jnp.maximum(lens - 1, 0)
+        hidden, layers = hidden_of(model, params, tokens, places, attend, state.pool.layers)
+        logits = logits_of(model, params, hidden)
         drawn, slots, counts, logprobs = _sample(
             logits, slots, counts, batch.decode_slots, rows, lens, batch.mode, peers
         )
@@ -213,7 +220,8 @@ def _mixed(
         kernels=kernels,
         peers=peers,
     )
-    hidden, layers = model(params, tokens, jnp.maximum(positions, 0), attend, state.pool.layers)
+    positions = jnp.maximum(positions, 0)
+    hidden, layers = hidden_of(model, params, tokens, positions, attend, state.pool.layers)
     # A slot decodes or has a chunk: its logits come from the last of its tokens.
     ends = jnp.maximum(chunks.cu_q_lens[1:] - 1, 0)
     last = jnp.zeros(num_slots, jnp.int32).at[chunks.slots].set(ends, mode="drop")
@@ -222,7 +230,7 @@ def _mixed(
     sampled = sampled.at[chunks.slots].set(chunks.is_last, mode="drop")
     all_slots = jnp.arange(num_slots, dtype=jnp.int32)
     drawn, slots, counts, logprobs = _sample(
-        model.logits(params, hidden[last]),
+        logits_of(model, params, hidden[last]),
         slots,
         counts,
         all_slots,
@@ -327,7 +335,7 @@ def _prompt_logprobs(
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, block, hidden.shape[-1])
     targets = jnp.pad(jnp.maximum(targets, 0), (0, padding)).reshape(-1, block)
     found = jax.lax.map(
-        lambda x: gather_logprobs(model.logits(params, x[0]), x[1], num_logprobs, peers),
+        lambda x: gather_logprobs(logits_of(model, params, x[0]), x[1], num_logprobs, peers),
         (hidden, targets),
     )
     return jax.tree.map(lambda x: x.reshape(num_tokens + padding, *x.shape[2:])[:num_tokens], found)

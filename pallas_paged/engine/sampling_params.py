@@ -222,7 +222,7 @@ class SamplingParams:
 def _as_tuple(name: str, values: object) -> tuple[Any, ...]:
     if values is None:
         return ()
-    if not isinstance(values, Iterable):
+    if not isinstance(values, Iterable) or isinstance(values, Mapping):
         raise ValueError(f"{name}={values!r} must be a list")
     return tuple(values)
 

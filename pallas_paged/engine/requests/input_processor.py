@@ -184,6 +184,8 @@ def score_requests(
     requests: list[Request | None] = []
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         try:
+            if isinstance(prompt, str) or isinstance(completion, str):
+                raise ValueError("prompts and completions must be token ids, not texts")
             start, end = inputs.token_ids(prompt), inputs.token_ids(completion, empty=True)
             request = inputs.request(start + end, _PARAMS, score_start=len(start)) if end else None
         except ValueError as error:

@@ -73,7 +73,7 @@ def test_requests_and_schedule_import_no_jax():
 # Who writes the fields of a sequence; each has one owner.
 OWNERS = {
     "requests/sequence.py": "request output token_ids max_len mode stop_token_ids detokenizer",
-    "schedule/scheduler.py": "slot num_starts num_computed num_pending decoding leader followers",
+    "schedule/scheduler.py": "slot num_starts num_computed num_pending decoding fork_source forks",
     "schedule/kv_cache_manager.py": "num_stored pages lease caches block_hashes",
 }
 MUTATORS = {"append", "extend", "insert", "remove", "pop", "clear", "sort"}

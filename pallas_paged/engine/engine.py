@@ -9,9 +9,8 @@ read. Continuous batching is from Orca (Yu et al., OSDI 2022), chunked prefill f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ import numpy as np
 
 from pallas_paged.checks import check_has
 from pallas_paged.engine.config import EngineConfig
-from pallas_paged.engine.device.executor import interrupts_held
+from pallas_paged.engine.device.executor import interrupts_held, progress_bar
 from pallas_paged.engine.device.runner import modes_for
 from pallas_paged.engine.model import Model, check_model
 from pallas_paged.engine.outputs import RequestOutput
@@ -38,17 +37,6 @@ class EngineDeadError(RuntimeError):
     def __init__(self, what: str, cause: BaseException):
         super().__init__(f"{what}: {str(cause) or type(cause).__name__}")
         self.__cause__ = cause
-
-
-def progress_bar(steps: Iterable[Any], total: int, unit: str, show: bool) -> Iterable[Any]:
-    """Show a bar on stderr as the steps are taken, where that is a terminal and tqdm is there."""
-    if not show:
-        return steps
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return steps
-    return tqdm(steps, total=total, unit=unit, disable=None)
 
 
 class Engine:
@@ -249,9 +237,9 @@ class Engine:
         self._check_error()
         if self.replicas.leader is None:  # otherwise process 0 has new ones already
             self.replicas.check_params(params)
-        with self._dead_on_error():
+        with self._fatal():
             self.replicas.drain()
-        with self._dead_on_error(if_apart=True):
+        with self._fatal(only_if_multi_process=True):
             self.replicas.update_params(params)
             if restart_running:
                 self.replicas.restart()
@@ -268,7 +256,7 @@ class Engine:
         """Free the pool's memory. Unfinished requests wait, and are recomputed after `wake`."""
         self._check_alive()
         if not self.is_sleeping:
-            with self._dead_on_error():
+            with self._fatal():
                 self.replicas.drain()
                 self.replicas.sleep()
                 self.is_sleeping = True
@@ -277,7 +265,7 @@ class Engine:
         """Allocate the pool again after `sleep`."""
         self._check_alive()
         if self.is_sleeping:
-            with self._dead_on_error(if_apart=True):
+            with self._fatal(only_if_multi_process=True):
                 self.replicas.wake()
                 self.is_sleeping = False
 
@@ -296,8 +284,7 @@ class Engine:
         self._check_alive()
         if not self.idle or self.is_sleeping:
             raise ValueError("warmup must run while the engine is awake and idle")
-        bar = partial(progress_bar, unit="compilation", show=progress)
-        self.replicas.warmup(modes_for(params), bar)
+        self.replicas.warmup(modes_for(params), progress)
 
     def stats(self) -> EngineStats:
         """Return the counters of the engine so far; `replicas[i].stats()` has those of one."""
@@ -306,7 +293,7 @@ class Engine:
     def check(self) -> None:
         """Wait for the devices; raise ValueError if an invariant of a page table is broken."""
         self._check_alive()
-        with self._dead_on_error():
+        with self._fatal():
             self.replicas.update_tables()
         self.replicas.check()
 
@@ -339,7 +326,7 @@ class Engine:
     def release(self) -> None:
         """Let the other processes return from `follow`, to train on all devices, for example."""
         self._check_alive()
-        with self._dead_on_error():
+        with self._fatal():
             self.replicas.drain()
             self.replicas.release()
 
@@ -348,7 +335,7 @@ class Engine:
         if self._error is not None:
             return
         self._check_alive()
-        with self._dead_on_error():
+        with self._fatal():
             self.replicas.drain()
             self.replicas.abort_all()
             self.sleep()
@@ -380,16 +367,16 @@ class Engine:
 
     def _step(self) -> None:
         self._check_awake()
-        with self._dead_on_error():
+        with self._fatal():
             self.replicas.step()
 
     @contextmanager
-    def _dead_on_error(self, *, if_apart: bool = False) -> Iterator[None]:
+    def _fatal(self, *, only_if_multi_process: bool = False) -> Iterator[None]:
         """Hold back Ctrl-C in this block; end everything if it fails, with the state lost.
 
-        `if_apart`: only if there are other processes, whose state is then another one.
+        `only_if_multi_process`: only if there are other processes, whose state is then another one.
         """
-        completed = if_apart and self.replicas.num_processes == 1
+        completed = only_if_multi_process and self.replicas.num_processes == 1
         try:
             with interrupts_held():
                 yield

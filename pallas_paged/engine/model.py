@@ -43,7 +43,7 @@ class KVCacheSpec:
         return max(windows) if len(windows) == self.num_layers else None
 
     def on_devices(self, num_devices: int) -> KVCacheSpec:
-        """Return the spec of a pool that is cut over devices: each has as many heads.
+        """Return the spec of a pool that is sharded over devices: each has as many heads.
 
         Where there are fewer heads than devices, the pool holds each head several times.
 
@@ -121,18 +121,18 @@ class Attend(Protocol):
         """
 
     def row_linear(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-        """Return `x @ weight.T` of which each device has a part of the columns of both.
+        """Return `x @ weight.T` of which each device has a shard of the columns of both.
 
         On one device it is the product. On several GPUs a kernel adds up the parts, where XLA would
         ask NCCL, which is slower in a decode step. Such sums must depend on one another, as those
         of layers do that follow one another: two of them must not run at the same time.
 
         Args:
-            x: `[T, K]`, K cut over the axis "tensor".
+            x: `[T, K]`, K sharded over the axis "tensor".
             weight: `[N, K]`, likewise.
 
         Returns:
-            `[T, N]`, whole on every device.
+            `[T, N]`, replicated.
         """
 
     def row_linear_norm(
@@ -148,9 +148,9 @@ class Attend(Protocol):
         """
 
     def embed(self, token_ids: jax.Array, table: jax.Array) -> jax.Array:
-        """Return the rows `[T, E]` of a table `[V, E]`, V cut over the axis "tensor".
+        """Return the rows `[T, E]` of a table `[V, E]`, V sharded over the axis "tensor".
 
-        As in `row_linear`, a kernel adds up, and the result is whole on every device.
+        As in `row_linear`, a kernel adds up, and the result is replicated.
         """
 
 
@@ -162,8 +162,8 @@ class Model(Protocol):
 
     For several devices a model may have `param_specs(params)`, a function that returns a
     PartitionSpec over the axis "tensor" for each leaf, in the structure of the parameters. Without
-    it, parameters that are on the devices of the replica stay as they are cut, and others are
-    copied to each device.
+    it, parameters that are on the devices of the replica stay sharded as they are, and others are
+    replicated.
 
     Attributes:
         vocab_size: number of token ids.

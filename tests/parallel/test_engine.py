@@ -249,7 +249,7 @@ def test_replicas_have_devices_of_their_own_in_order():
     for one in found:
         assert (*one.mesh.devices.flat,) == one.devices and one.mesh.axis_names == ("tensor",)
         assert (one.num_devices, one.num_processes, one.local_devices) == (2, 1, [*one.devices])
-        assert one.pool.spec == P(None, None, "tensor") and one.whole.spec == P()
+        assert one.pool.spec == P(None, None, "tensor") and one.replicated.spec == P()
     assert [one.devices for one in placements(1, 2, None)] == [(x,) for x in jax.devices()[:2]]
     (default,) = placements(1, 1, None)
     assert (default.devices, default.mesh, default.pool) == ((jax.devices()[0],), None, None)
@@ -281,7 +281,7 @@ def test_sizes_that_do_not_fit_the_model_or_the_machine_are_refused(sizes, messa
     [
         (P("tensor", "data"), 40, r"\['head'\]=.* must name no other axis than \('tensor',\)"),
         (P(None, None, "tensor"), 40, r"\['head'\]=.* has more entries than an array of shape"),
-        (P(None, "tensor"), 41, r"\['embed'\]=.* cuts an axis of 41 elements into 2 parts"),
+        (P(None, "tensor"), 41, r"\['embed'\]=.* shards an axis of 41 elements into 2 parts"),
         ("tensor", 40, r"\['head'\]=tensor must be a PartitionSpec"),
         (None, 40, "param_specs have the structure"),
     ],

@@ -49,10 +49,10 @@ def _sequence(request: Request, index: int, **values) -> Sequence:
     )
 
 
-def with_followers(leader: Sequence, count: int) -> list[Sequence]:
-    """Add followers to a sequence, and return them."""
-    leader.followers += [_sequence(leader.request, i + 1, leader=leader) for i in range(count)]
-    return leader.followers[:]
+def with_forks(source: Sequence, count: int) -> list[Sequence]:
+    """Add forks to a sequence, and return them."""
+    source.forks += [_sequence(source.request, i + 1, fork_source=source) for i in range(count)]
+    return source.forks[:]
 
 
 def token_at(one: Sequence, position: int) -> int:
@@ -66,7 +66,7 @@ class _Call:
     sampled: dict[Sequence, list[int]]  # a row that had ended before samples nothing
     pages: dict[Sequence, list[int]]  # one a token
     num_free: int
-    ledger: int
+    page_balance: int
     num_frees: int
 
 
@@ -107,7 +107,7 @@ class Host:
 
     def add(self, *sequences: Sequence) -> None:
         for one in sequences:
-            self.scheduler.add([one, *one.followers])
+            self.scheduler.add([one, *one.forks])
 
     def update(self) -> None:
         update = self.scheduler.pages.take_update()
@@ -120,7 +120,9 @@ class Host:
     def schedule(self) -> SchedulerOutput | None:
         steps = [call.scheduled.num_steps for call in self.calls]
         return self.scheduler.schedule(
-            in_flight=bool(steps), uncertain=max(steps, default=1) > 1, num_steps=self.num_steps()
+            in_flight=bool(steps),
+            may_end_early=max(steps, default=1) > 1,
+            num_steps=self.num_steps(),
         )
 
     def step(self) -> SchedulerOutput:
@@ -187,8 +189,8 @@ class Host:
                     self.finished.add(one.running_slot)
             if self.ends_early and any(one.running_slot in self.finished for one in active):
                 break
-        ledger = self.scheduler.pages.ledger
-        return _Call(scheduled, sampled, pages, self.table.num_free, ledger, self.num_frees)
+        page_balance = self.scheduler.pages.page_balance
+        return _Call(scheduled, sampled, pages, self.table.num_free, page_balance, self.num_frees)
 
     def _check_prefixes(self) -> None:
         """A page that several rows hold, or one attaches, has the K/V of one whole prefix."""
@@ -215,7 +217,7 @@ class Host:
             if one.sequence.slot is not None
         ]
         output = RunnerOutput(num_free=call.num_free, sequences=outputs)
-        self.scheduler.update(output, call.ledger)
+        self.scheduler.update(output, call.page_balance)
         for one in outputs:
             for token_id in one.token_ids:
                 if (reason := one.scheduled.sequence.append(token_id)) is not None:

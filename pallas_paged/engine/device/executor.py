@@ -19,7 +19,7 @@ import numpy as np
 from pallas_paged.decoder.peers import create_peers
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.device.attend import AttentionKernels
-from pallas_paged.engine.device.placement import Placement, Shardings, Weights, jit_whole
+from pallas_paged.engine.device.placement import Placement, Shardings, Weights, jit_replicated
 from pallas_paged.engine.device.pool import create_pool, pool_dtype
 from pallas_paged.engine.device.state import (
     Batch,
@@ -69,6 +69,17 @@ def interrupts_held() -> Iterator[None]:
 _COMPILE_THREADS = 6
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def progress_bar(steps: Iterable[Any], total: int, unit: str, show: bool) -> Iterable[Any]:
+    """Show a bar on stderr as the steps are taken, where that is a terminal and tqdm is there."""
+    if not show:
+        return steps
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return steps
+    return tqdm(steps, total=total, unit=unit, disable=None)
 
 
 def _followed(
@@ -142,11 +153,11 @@ class Executor:
         self._count_tokens = _count_tokens
         self._fork: Callable[..., EngineState] = fork
         if shardings is not None:
-            whole = shardings.whole
-            self._update_table = jit_whole(update_table, whole, 2)
+            replicated = shardings.replicated
+            self._update_table = jit_replicated(update_table, replicated, 2)
             self._fork = fork_on(shardings)
-            self._set_slots = jit_whole(set_slots, whole, 1)
-            self._count_tokens = jit_whole(set_token_counts, whole, 1)
+            self._set_slots = jit_replicated(set_slots, replicated, 1)
+            self._count_tokens = jit_replicated(set_token_counts, replicated, 1)
 
     @property
     def num_free(self) -> int:
@@ -206,12 +217,8 @@ class Executor:
         self.state = replace(self.state, pool=self._create_pool())
 
     @_followed
-    def compile(
-        self,
-        batches: Sequence[Batch],
-        progress: Callable[[Iterable[Any], int], Iterable[Any]] = lambda steps, _: steps,
-    ) -> None:
-        """Compile the steps of batches, in threads.
+    def compile(self, batches: Sequence[Batch], progress: bool = False) -> None:
+        """Compile the steps of batches, in threads; show a bar on stderr if `progress`.
 
         They are lowered in order, one after another. Threads that trace a function of both at once
         get a copy each, so a step's program and its key in JAX's compilation cache would depend on
@@ -228,7 +235,8 @@ class Executor:
             lowered.compile()
 
         with ThreadPoolExecutor(threads) as pool:
-            for _ in progress(pool.map(compile_next, batches), len(batches)):
+            done = pool.map(compile_next, batches)
+            for _ in progress_bar(done, len(batches), "compilation", progress):
                 if self.followers is not None:
                     self.followers.check()
 
@@ -267,8 +275,8 @@ class Executor:
 
     def _make_counts(self) -> TokenCounts:
         if self._counts is None:
-            whole = self._placement.whole
-            make = jax.jit(create_token_counts, static_argnums=(0, 1), out_shardings=whole)
+            shardings = self._placement.replicated
+            make = jax.jit(create_token_counts, static_argnums=(0, 1), out_shardings=shardings)
             self._counts = make(self._config.max_num_seqs, self._model.vocab_size)
         return self._counts
 

@@ -69,15 +69,15 @@ class Placement:
         return None if self.mesh is None else kv_pool_sharding(self.mesh)
 
     @property
-    def whole(self) -> Sharding:
-        """The sharding of what every device has as a whole."""
+    def replicated(self) -> Sharding:
+        """The sharding of what is replicated on every device."""
         if self.mesh is None:
             return SingleDeviceSharding(self.devices[0])
         return page_table_sharding(self.mesh)
 
     def put(self, tree: Any) -> Any:
-        """Return a pytree of arrays as a whole on every device."""
-        return jax.tree.map(lambda x: put(x, self.whole), tree)
+        """Return a pytree of arrays, replicated on every device."""
+        return jax.tree.map(lambda x: put(x, self.replicated), tree)
 
 
 def placements(
@@ -142,7 +142,7 @@ class Shardings:
         return jax.tree.unflatten(self.structure, self.leaves)
 
     @property
-    def whole(self) -> NamedSharding:
+    def replicated(self) -> NamedSharding:
         return page_table_sharding(self.leaves[0].mesh)
 
 
@@ -164,8 +164,8 @@ def put(x: Any, sharding: Sharding) -> jax.Array:
 
 
 @lru_cache(maxsize=64)
-def jit_whole(function: Callable[..., Any], sharding: NamedSharding, donated: int) -> Any:
-    """Return a jitted function of arrays that every device has as a whole.
+def jit_replicated(function: Callable[..., Any], sharding: NamedSharding, donated: int) -> Any:
+    """Return a jitted function of arrays that are replicated on every device.
 
     Args:
         function: takes positional arguments; a jitted one is jitted anew.
@@ -181,7 +181,7 @@ def jit_whole(function: Callable[..., Any], sharding: NamedSharding, donated: in
 
 
 class Weights:
-    """Puts parameters onto the devices of a replica, as the model wants them cut.
+    """Puts parameters onto the devices of a replica, sharded as the model wants it.
 
     Attributes:
         structure: of the pytree.
@@ -252,7 +252,7 @@ def _shardings(model: Model, params: Any, placement: Placement) -> list[Sharding
     """Return where each leaf of the parameters belongs."""
     paths, structure = jax.tree_util.tree_flatten_with_path(params)
     if placement.mesh is None:
-        return [placement.whole] * len(paths)
+        return [placement.replicated] * len(paths)
     specs_of = getattr(model, "param_specs", None)
     if specs_of is None:
         return [_own_sharding(leaf, placement) for _, leaf in paths]
@@ -271,7 +271,7 @@ def _shardings(model: Model, params: Any, placement: Placement) -> list[Sharding
                 raise ValueError(f"{name} must name no other axis than {placement.mesh.axis_names}")
             parts = math.prod(placement.mesh.shape[name] for name in names)
             if size % parts:
-                raise ValueError(f"{name} cuts an axis of {size} elements into {parts} parts")
+                raise ValueError(f"{name} shards an axis of {size} elements into {parts} parts")
     return [NamedSharding(placement.mesh, spec) for spec in specs]
 
 
@@ -284,4 +284,4 @@ def _own_sharding(leaf: Any, placement: Placement) -> Sharding:
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, NamedSharding) and (*sharding.mesh.devices.flat,) == placement.devices:
         return sharding
-    return placement.whole
+    return placement.replicated

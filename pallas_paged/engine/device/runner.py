@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import zip_longest
@@ -108,17 +108,8 @@ class ModelRunner:
         """Return a batch that computes nothing."""
         return self._pack([], [], shape, mode)
 
-    def warmup(
-        self,
-        modes: list[SamplingMode],
-        progress: Callable[[Iterable[Any], int], Iterable[Any]] = lambda steps, _: steps,
-    ) -> None:
-        """Compile the steps of every shape in these modes, in threads, and run each on nothing.
-
-        Args:
-            modes: what to compile.
-            progress: wraps the compiled steps, given their number, to show how far it has come.
-        """
+    def warmup(self, modes: list[SamplingMode], progress: bool = False) -> None:
+        """Compile the steps of every shape in these modes, in threads, and run each on nothing."""
         steps = list(
             dict.fromkeys(
                 (shape, fit_mode(mode, shape)) for shape in self.buckets.all() for mode in modes

@@ -243,10 +243,10 @@ def fork(state: EngineState, src: jax.Array, dst: jax.Array) -> EngineState:
 @lru_cache(maxsize=16)
 def fork_on(shardings: Shardings) -> Callable[[EngineState, Array, Array], EngineState]:
     """Return `fork` for a state with these shardings."""
-    whole, state = shardings.whole, shardings.tree
+    replicated, state = shardings.replicated, shardings.tree
     return jax.jit(
         unwrap(fork),
-        in_shardings=(state, whole, whole),
+        in_shardings=(state, replicated, replicated),
         out_shardings=state,
         donate_argnums=0,
     )

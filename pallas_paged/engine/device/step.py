@@ -96,8 +96,8 @@ def make_step(
         structure: of its parameters, whose leaves the step takes: to flatten modules in every call
             would take longer than a small model's step.
         kernels: of the attention.
-        shardings: of the state, on a mesh. What is not of the state, nor a parameter, every device
-            has as a whole.
+        shardings: of the state, on a mesh. What is not of the state, nor a parameter, is
+            replicated.
 
     Returns:
         The step. State and counts are donated; counts are used if the batch's mode has penalties.
@@ -111,16 +111,16 @@ def make_step(
         peers: Peers | None = None,
     ) -> tuple[EngineState, TokenCounts | None, StepOutput]:
         params = jax.tree.unflatten(structure, leaves)
-        run = _decode if batch.chunks is None else _mixed
+        run = _decode if batch.chunks is None else _prefill_and_decode
         return run(model, params, state, counts, batch, kernels, peers)
 
     options: dict[str, Any] = {}
     if shardings is not None:
-        state_shardings, whole = shardings.tree, shardings.whole
-        options["in_shardings"] = (None, state_shardings, whole, whole, None)
-        options["out_shardings"] = (state_shardings, whole, whole)
+        state_shardings, replicated = shardings.tree, shardings.replicated
+        options["in_shardings"] = (None, state_shardings, replicated, replicated, None)
+        options["out_shardings"] = (state_shardings, replicated, replicated)
     if jax.default_backend() == "gpu":
-        is_alone = shardings is None or shardings.whole.mesh.size == 1
+        is_alone = shardings is None or shardings.replicated.mesh.size == 1
         options["compiler_options"] = GPU_OPTIONS if is_alone else _MESH_OPTIONS
     return jax.jit(step, donate_argnames=("state", "counts"), **options)
 
@@ -189,7 +189,7 @@ def _decode(
     return state, counts, _output(state, tokens, mapping, logprobs, None)
 
 
-def _mixed(
+def _prefill_and_decode(
     model: Model,
     params: Any,
     state: EngineState,
@@ -203,7 +203,7 @@ def _mixed(
     assert chunks is not None
     num_slots, num_tokens = state.table.max_seqs, chunks.token_ids.size
     table, rows, ok = _extend(state, batch, model.kv_cache_spec.sliding_window, batch.num_steps > 0)
-    chunks = replace(chunks, slots=_served(chunks.slots, ok, num_slots))
+    chunks = replace(chunks, slots=_rows_with_pages(chunks.slots, ok, num_slots))
     places = decode_places(rows, num_tokens, num_slots)
     token_rows, positions = _chunk_positions(chunks, table)
     token_rows = token_rows.at[places].set(rows, mode="drop")
@@ -273,16 +273,16 @@ def _sample(
         sampled: `i32[R]`, the same, or out of range for rows that do not sample.
         lens: `i32[R]`, tokens of the rows.
         mode: of the batch.
-        peers: of the devices over which the vocabulary is cut.
+        peers: of the devices over which the vocabulary is sharded.
     """
     metadata = jax.tree.map(lambda x: x.at[indices].get(mode="clip"), slots.sampling)
     is_sampled = sampled < slots.finished.size
     temperature = jnp.where(is_sampled, metadata.temperature, 0.0)  # greedy rows cost the least
     metadata = replace(metadata, temperature=temperature)
-    mine = None
+    row_counts = None
     if mode.penalties and counts is not None:
-        mine = jax.tree.map(lambda x: x.at[indices].get(mode="clip"), counts)
-    processed = process_logits(logits, metadata, mine, lens, mode)
+        row_counts = jax.tree.map(lambda x: x.at[indices].get(mode="clip"), counts)
+    processed = process_logits(logits, metadata, row_counts, lens, mode)
     # The kernels need all of a row on one device.
     by: SamplingImplementation | None = None if peers is None else "xla"
     drawn = sample(processed, metadata, lens, mode, implementation=by, peers=peers)
@@ -361,10 +361,10 @@ def _extend(
         table = free_before(table, first, max_pages=1 if chunks is None else None)
     most = 1 if chunks is None else chunks.token_ids.size
     table, ok = extend(table, num_new, max_new_tokens=most)
-    return table, _served(rows, ok, num_slots), ok
+    return table, _rows_with_pages(rows, ok, num_slots), ok
 
 
-def _served(rows: jax.Array, ok: jax.Array, num_slots: int) -> jax.Array:
+def _rows_with_pages(rows: jax.Array, ok: jax.Array, num_slots: int) -> jax.Array:
     return jnp.where(ok.at[rows].get(mode="fill", fill_value=False), rows, num_slots)
 
 

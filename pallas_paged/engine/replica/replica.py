@@ -32,9 +32,9 @@ class _Call:
     """A call in flight, with the host's counts after its schedule."""
 
     in_flight: InFlight
-    ledger: int
+    page_balance: int
     num_cached: int
-    num_empty: int
+    num_unused_slots: int
 
 
 class Replica:
@@ -208,7 +208,7 @@ class Replica:
             steps = [call.in_flight.scheduled.num_steps for call in self._calls]
             return self.scheduler.schedule(
                 in_flight=bool(steps),
-                uncertain=max(steps, default=1) > 1,
+                may_end_early=max(steps, default=1) > 1,
                 num_steps=self.step_policy(),
             )
 
@@ -237,9 +237,9 @@ class Replica:
         self._calls.append(
             _Call(
                 in_flight=in_flight,
-                ledger=pages.ledger,
+                page_balance=pages.page_balance,
                 num_cached=pages.num_evictable,
-                num_empty=sum(-one.num_computed % pages.page_size for one in running),
+                num_unused_slots=sum(-one.num_computed % pages.page_size for one in running),
             )
         )
         self.counters.num_calls += 1
@@ -251,7 +251,7 @@ class Replica:
         is_late = call.in_flight.output.num_free.is_ready()  # type: ignore[attr-defined]
         output = self.runner.read(call.in_flight)
         now = time.perf_counter()
-        self.scheduler.update(output, call.ledger)
+        self.scheduler.update(output, call.page_balance)
         self._count(call, output, now, is_late)
         self.outputs.process(output, now)
         self._reschedule()
@@ -271,7 +271,7 @@ class Replica:
             num_pages=self.num_pages,
             num_free=output.num_free,
             num_cached=call.num_cached,
-            num_empty=call.num_empty,
+            num_unused_slots=call.num_unused_slots,
             page_size=self.scheduler.pages.page_size,
         )
         num_steps = max((len(one.token_ids) for one in output.sequences), default=1) or 1

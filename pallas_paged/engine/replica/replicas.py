@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -269,11 +269,7 @@ class Replicas:
         for replica in self._all:
             replica.runner.executor.wake()
 
-    def warmup(
-        self,
-        modes: list[SamplingMode],
-        progress: Callable[[Iterable[Any], int], Iterable[Any]],
-    ) -> None:
+    def warmup(self, modes: list[SamplingMode], progress: bool) -> None:
         """Compile for each replica, one after another: later ones find more in JAX's caches."""
         for replica in self._all:
             replica.runner.warmup(modes, progress)

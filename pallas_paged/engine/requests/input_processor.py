@@ -137,7 +137,7 @@ class InputProcessor:
         limit = self._max_model_len
         pages = self._pages
         last = int(params.max_tokens != 0)  # the last new token has no K/V
-        if pages.pages_of(limit - last) * beams > pages.num_pages:
+        if pages.max_pages_held(limit - last) * beams > pages.num_pages:
             limit = min(limit, pages.num_pages // beams * pages.page_size + last)
         sizes = f"(max_model_len={self._max_model_len}, num_pages={pages.num_pages})"
         max_tokens = params.max_tokens

@@ -41,8 +41,8 @@ class Sequence:
         num_computed: tokens whose K/V are in the pages once all dispatched steps have run.
         num_pending: tokens that dispatched steps sample and the host has not read.
         decoding: whether its last token is on the device, so that it decodes without the host.
-        leader: the sequence from which it will be forked; until then it holds only its slot.
-        followers: sequences that are forked from this one when all of its tokens but the last are
+        fork_source: the sequence from which it will be forked; until then it holds only its slot.
+        forks: sequences that are forked from this one when all of its tokens but the last are
             computed. Those without a slot then go to the waiting queue.
     Attributes, of `KVCacheManager`:
         num_stored: tokens of steps that the host has read, so that their pages are known.
@@ -64,8 +64,8 @@ class Sequence:
     num_computed: int = 0
     num_pending: int = 0
     decoding: bool = False
-    leader: Sequence | None = None
-    followers: list[Sequence] = field(default_factory=list)
+    fork_source: Sequence | None = None
+    forks: list[Sequence] = field(default_factory=list)
     num_stored: int = 0
     pages: list[int] = field(default_factory=list)
     lease: PrefixLease | None = None
@@ -117,15 +117,15 @@ class Sequence:
     @property
     def needs_last_token(self) -> bool:
         """Whether only the last token is left to compute, and the host must send it."""
-        waits = self.decoding or self.leader is not None or bool(self.followers)
+        waits = self.decoding or self.fork_source is not None or bool(self.forks)
         return not waits and len(self.token_ids) - self.num_computed == 1
 
     @property
     def num_to_prefill(self) -> int:
-        """Known tokens to compute in chunks; a leader stops where it is to be forked."""
-        if self.decoding or self.leader is not None:
+        """Known tokens to compute in chunks; a source stops where it is to be forked."""
+        if self.decoding or self.fork_source is not None:
             return 0
-        return len(self.token_ids) - bool(self.followers) - self.num_computed
+        return len(self.token_ids) - bool(self.forks) - self.num_computed
 
     def append(
         self, token_id: int, logprobs: TokenLogprobs | None = None

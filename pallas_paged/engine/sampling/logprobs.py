@@ -42,7 +42,7 @@ def gather_logprobs(
         logits: `f32[S, V]` as the model gave them, before processors, temperature and filters.
         token_ids: `i32[S]`; what is returned for -1 means nothing.
         num_logprobs: static, how many of the best; a small vocabulary gives no more than it has.
-        peers: of the devices over which the vocabulary is cut.
+        peers: of the devices over which the vocabulary is sharded.
 
     Raises:
         ValueError: the logits are not `f32[S, V]`.
@@ -51,9 +51,9 @@ def gather_logprobs(
     num_logprobs = min(num_logprobs, logits.shape[1])
     if peers is None or logits.shape[1] % peers.mesh.size:
         return _gather_logprobs(None, logits, token_ids, num_logprobs)
-    cut, whole = PartitionSpec(None, peers.axis), PartitionSpec()
+    sharded, replicated = PartitionSpec(None, peers.axis), PartitionSpec()
     local = partial(_gather_logprobs, num_logprobs=num_logprobs)
-    logprobs: Logprobs = peers.run(local, (cut, whole), logits, token_ids)
+    logprobs: Logprobs = peers.run(local, (sharded, replicated), logits, token_ids)
     return logprobs
 
 

@@ -116,7 +116,7 @@ Total = Callable[[jax.Array], jax.Array]
 
 _NUM_PIVOTS = 8  # gaps that one pass over the logits measures
 _MAX_BLOCKS = 256  # pieces of a row that are summed side by side
-_MAX_SHARDS = 16  # devices over which a row may be cut without a copy to cut it into blocks
+_MAX_SHARDS = 16  # devices over which a row may be sharded without a copy to cut it into blocks
 _NUM_PASSES = math.ceil(math.log(NUM_FLOATS, _NUM_PIVOTS + 1))
 
 
@@ -224,7 +224,7 @@ def draw(
         temperature: `f32[S]`.
         seeds: `u32[S, 3]`, of `SamplingMetadata`.
         lens: `i32[S]`, tokens of each row before the one that it draws.
-        group: the devices over which the vocabulary is cut; None: it is not cut.
+        group: the devices over which the vocabulary is sharded; None: it is not.
     """
     best, limit, temperature = (x[:, None] for x in (best, limit, temperature))
     seed, prompt, index = (seeds[:, i, None] for i in range(3))

@@ -202,14 +202,16 @@ def sample(
     check_logits(logits)
     check_interpret(interpret, implementation)
     if peers is not None and logits.shape[1] % peers.mesh.size == 0:
-        cut, whole = PartitionSpec(None, peers.axis), PartitionSpec()
+        sharded, replicated = PartitionSpec(None, peers.axis), PartitionSpec()
 
         def local(
             group: DevicePeers, logits: jax.Array, metadata: Any, lens: jax.Array
         ) -> jax.Array:
             return _sample(logits, metadata, lens, mode, "xla", False, group)
 
-        tokens: jax.Array = peers.run(local, (cut, whole, whole), logits, metadata, lens)
+        tokens: jax.Array = peers.run(
+            local, (sharded, replicated, replicated), logits, metadata, lens
+        )
         return tokens
     return _sample(logits, metadata, lens, mode, implementation, interpret, None)
 
@@ -227,9 +229,9 @@ def _sample(
     if mode.draws:
         metadata = jax.tree.map(jnp.asarray, metadata)
         if implementation is None:
-            implementation = "xla" if why_no_kernels() else "triton"
+            implementation = "xla" if kernel_refusal() else "triton"
         if implementation != "xla":
-            if reason := TRITON.why_not_jax() if interpret else why_no_kernels():
+            if reason := TRITON.why_not_jax() if interpret else kernel_refusal():
                 raise NotImplementedError(f"{implementation=} {reason}")
             return _sample_by_kernels(logits, metadata, lens, mode, interpret=interpret)
     places = jnp.arange(logits.shape[1])[None]
@@ -270,7 +272,7 @@ def _sample_by_kernels(
     return draw_kernel.draw(logits, maxima, sums, *rows, interpret=interpret)
 
 
-def why_no_kernels() -> str | None:
+def kernel_refusal() -> str | None:
     """Return why the device that is traced for can't sample by kernels; None if it can."""
     return TRITON.why_not_device(Device.here()) or TRITON.why_not_jax()
 

@@ -32,7 +32,7 @@ class KVCacheManager:
     Attributes:
         num_pages, page_size: of the page table.
         num_free: lower bound of the pages that are free when the next step runs.
-        ledger: pages evicted less pages taken, so far.
+        page_balance: pages evicted less pages taken, so far.
         update: what has been decided and the table has not done yet.
     """
 
@@ -49,7 +49,7 @@ class KVCacheManager:
         """Start with all pages free; arguments as in `Scheduler`."""
         self.num_pages, self.page_size = num_pages, page_size
         self.num_free = num_pages
-        self.ledger = 0
+        self.page_balance = 0
         self._max_num_batched_tokens = max_num_batched_tokens
         self._cache = cache
         self._window = sliding_window
@@ -71,28 +71,28 @@ class KVCacheManager:
         """Pages that were ever cached; while it stays the same, `lookup` finds no more."""
         return self._cache.num_inserted_pages if self._cache is not None else 0
 
-    def blocks(self, num_tokens: int) -> int:
+    def pages_for(self, num_tokens: int) -> int:
         """Pages of this many tokens."""
         return -(-num_tokens // self.page_size)
 
-    def pages_of(self, num_tokens: int) -> int:
+    def max_pages_held(self, num_tokens: int) -> int:
         """Pages that a sequence holds at a time until its tokens are computed."""
         if self._window is None:
-            return self.blocks(num_tokens)
+            return self.pages_for(num_tokens)
         # The pages of a chunk and of the window before it, and a partial one at either end.
-        most = self.blocks(self._window + self._max_num_batched_tokens) + 1
-        return min(self.blocks(num_tokens), most)
+        most = self.pages_for(self._window + self._max_num_batched_tokens) + 1
+        return min(self.pages_for(num_tokens), most)
 
     def num_new_pages(self, sequence: Sequence, num_tokens: int) -> int:
         """Pages that a sequence needs for more tokens."""
         start = sequence.num_computed
-        return self.blocks(start + num_tokens) - self.blocks(start)
+        return self.pages_for(start + num_tokens) - self.pages_for(start)
 
-    def num_partial(self, sequence: Sequence) -> int:
+    def num_copied_by_fork(self, sequence: Sequence) -> int:
         """Whether the last page of a sequence is partial, so that a fork copies it: 1 or 0."""
         return int(sequence.num_computed % self.page_size > 0)
 
-    def room(self, sequence: Sequence) -> int:
+    def tokens_that_fit(self, sequence: Sequence) -> int:
         """Tokens that a sequence can compute with all pages that are available."""
         return -sequence.num_computed % self.page_size + self.num_available * self.page_size
 
@@ -103,16 +103,16 @@ class KVCacheManager:
             evicted = self._cache.evict(num_pages - self.num_free + self._spare_pages)
             self.update.released += evicted
             self.num_free += len(evicted)
-            self.ledger += len(evicted)
+            self.page_balance += len(evicted)
         if self.num_free < num_pages:
             return False
         self.num_free -= num_pages
-        self.ledger -= num_pages
+        self.page_balance -= num_pages
         return True
 
-    def observe(self, num_free: int, ledger: int) -> None:
-        """Note a report: the free pages after a call, and `ledger` after its schedule."""
-        self.num_free = num_free + self.ledger - ledger
+    def observe(self, num_free: int, page_balance: int) -> None:
+        """Note a report: the free pages after a call, and `page_balance` after its schedule."""
+        self.num_free = num_free + self.page_balance - page_balance
 
     def rewind(self, sequence: Sequence, num_tokens: int) -> None:
         """Note that a call did not compute this many of a running sequence's tokens.
@@ -120,17 +120,17 @@ class KVCacheManager:
         The sequence counts without them already, and with what calls in flight compute.
         """
         # Pages of what calls in flight compute were counted from a later token. Those calls report
-        # what is free after them, so the ledger, which is for later calls, stays as it is.
+        # what is free after them, so the page_balance, which is for later calls, stays as it is.
         later, start = sequence.num_pending, sequence.num_computed - sequence.num_pending
         end = start + num_tokens
-        counted = self.blocks(end + later) - self.blocks(end)
-        self.num_free += counted - (self.blocks(start + later) - self.blocks(start))
+        counted = self.pages_for(end + later) - self.pages_for(end)
+        self.num_free += counted - (self.pages_for(start + later) - self.pages_for(start))
 
     def store(self, sequence: Sequence, pages: list[int]) -> None:
         """Note the pages, one a token, that hold the next tokens of a sequence."""
         first, size = sequence.num_stored, self.page_size
         sequence.num_stored += len(pages)
-        for block in range(len(sequence.pages), self.blocks(sequence.num_stored)):
+        for block in range(len(sequence.pages), self.pages_for(sequence.num_stored)):
             sequence.pages.append(pages[max(block * size - first, 0)])
 
     @property
@@ -166,17 +166,17 @@ class KVCacheManager:
         if self._cache is not None and lease is not None:
             self._cache.release(lease)
 
-    def fork(self, leader: Sequence, follower: Sequence) -> None:
+    def fork(self, source: Sequence, fork: Sequence) -> None:
         """Note that a sequence becomes like another; it gets a copy of the partial page."""
-        follower.num_stored = leader.num_computed
-        follower.pages = leader.pages[: leader.num_computed // self.page_size]
-        if leader.lease is not None:
-            follower.lease = self.lookup(follower)
-            assert follower.lease is not None
-            if len(follower.lease.pages) < len(follower.pages):
+        fork.num_stored = source.num_computed
+        fork.pages = source.pages[: source.num_computed // self.page_size]
+        if source.lease is not None:
+            fork.lease = self.lookup(fork)
+            assert fork.lease is not None
+            if len(fork.lease.pages) < len(fork.pages):
                 # Both hold pages that the cache does not have. If one let it have them and ended,
                 # they would count as evictable, and would not be free.
-                leader.caches = follower.caches = False
+                source.caches = fork.caches = False
 
     def free(self, sequence: Sequence) -> None:
         """Free the slot and the pages of a sequence; others may still find those in the cache."""
@@ -192,7 +192,7 @@ class KVCacheManager:
             return
         if self._window is not None:
             # Its first pages may be free by now, or it could not hold them beside the later ones.
-            most = self.pages_of(INT32_MAX) + self.blocks(self._window)
+            most = self.max_pages_held(INT32_MAX) + self.pages_for(self._window)
             if sequence.num_computed > self._window or self.num_pages < most:
                 return
         # A stop text may have ended it before the last tokens that were computed.
@@ -200,7 +200,7 @@ class KVCacheManager:
         if sequence.max_cached_tokens is not None:
             # It would hold what others have cached beside pages of its own, which it must compute.
             num_tokens = min(num_tokens, sequence.max_cached_tokens)
-        pages = sequence.pages[: self.blocks(num_tokens)]
+        pages = sequence.pages[: self.pages_for(num_tokens)]
         tokens = sequence.token_ids[:num_tokens]
         self.update.retained += self._cache.insert(
             sequence.lease, tokens, pages, blocks=sequence.block_hashes
@@ -212,7 +212,7 @@ class KVCacheManager:
             return
         freed = self._cache.clear()
         self.num_free += len(freed)
-        self.ledger += len(freed)
+        self.page_balance += len(freed)
         for sequence in running:
             self.release(sequence.lease)
             sequence.lease = None

@@ -75,13 +75,13 @@ class Scheduler:
         self._blocked: tuple[int, int] | None = None  # what the head of the queue needed, and when
 
     def schedule(
-        self, *, in_flight: bool, uncertain: bool = False, num_steps: int = 1
+        self, *, in_flight: bool, may_end_early: bool = False, num_steps: int = 1
     ) -> SchedulerOutput | None:
         """Schedule the next call, and count on its being run.
 
         Args:
             in_flight: whether reports of dispatched calls are yet to be observed.
-            uncertain: whether one of those is a call of several steps, which may do fewer.
+            may_end_early: whether one of those is a call of several steps, which may do fewer.
             num_steps: most steps of a call that only decodes, while no sequence waits.
 
         Returns:
@@ -89,7 +89,7 @@ class Scheduler:
             the number of free pages must be known: read all reports, run the update, call `resync`
             with the number of free pages, and ask again. Pages may have been taken from sequences.
         """
-        if uncertain and self.waiting and self.unused_slots:
+        if may_end_early and self.waiting and self.unused_slots:
             return None
         resumed = [one for one in self.running if one.needs_last_token]
         decoding = [one for one in self.running if one.can_decode or one.needs_last_token]
@@ -130,14 +130,14 @@ class Scheduler:
         """Note the free pages, with nothing in flight and no update left."""
         self.pages.num_free, self._exact = num_free, True
 
-    def update(self, output: RunnerOutput, ledger: int) -> None:
+    def update(self, output: RunnerOutput, page_balance: int) -> None:
         """Note what a call has computed, and where.
 
         Args:
             output: of the call.
-            ledger: `pages.ledger` after its schedule.
+            page_balance: `pages.page_balance` after its schedule.
         """
-        self.pages.observe(output.num_free, ledger)
+        self.pages.observe(output.num_free, page_balance)
         for one in output.sequences:
             scheduled, sequence = one.scheduled, one.scheduled.sequence
             self.pages.store(sequence, one.pages)
@@ -155,10 +155,10 @@ class Scheduler:
 
         The first computes the tokens, and the others are forked from it.
         """
-        leader, *leader.followers = sequences
-        for follower in leader.followers:
-            follower.leader = leader
-        self._enqueue([leader])
+        source, *source.forks = sequences
+        for fork in source.forks:
+            fork.fork_source = source
+        self._enqueue([source])
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out for good, with or without a slot."""
@@ -184,7 +184,7 @@ class Scheduler:
     ) -> int:
         """Take the pages of as many steps as there are pages for; return that number, or 0."""
         single = self.waiting or resumed
-        if single or any(one.num_to_prefill or one.followers for one in self.running):
+        if single or any(one.num_to_prefill or one.forks for one in self.running):
             num_steps = 1
         while num_steps:
             needed = (
@@ -211,32 +211,32 @@ class Scheduler:
         self._preempt_last()
 
     def _preempt_last(self) -> None:
-        """Take the slot of the last sequence; one that waits for its leader loses it as well."""
+        """Take the slot of the last sequence; one that waits for its source loses it as well."""
         victim = self.running[-1]
-        leader = victim.leader or victim
-        for one in [leader, *leader.followers]:
+        source = victim.fork_source or victim
+        for one in [source, *source.forks]:
             if one.slot is None:
                 continue
             if one.num_computed:
                 one.request.num_preemptions += 1
                 self.num_preemptions += 1
             self._stop(one)
-        self._enqueue([leader])
+        self._enqueue([source])
 
     def _detach(self, sequence: Sequence) -> None:
-        """Take a sequence out of its group of forks; the first follower becomes the leader."""
-        if sequence.leader is not None:
-            sequence.leader.followers.remove(sequence)
-            sequence.leader = None
-        followers, sequence.followers = sequence.followers, []
-        if not followers:
+        """Take a sequence out of its group of forks; the first fork becomes the source."""
+        if sequence.fork_source is not None:
+            sequence.fork_source.forks.remove(sequence)
+            sequence.fork_source = None
+        forks, sequence.forks = sequence.forks, []
+        if not forks:
             return
-        leader, *rest = sorted(followers, key=lambda one: one.slot is None)
-        leader.leader, leader.followers = None, rest
-        for follower in rest:
-            follower.leader = leader
-        if leader.slot is None:
-            self._enqueue([leader])
+        source, *rest = sorted(forks, key=lambda one: one.slot is None)
+        source.fork_source, source.forks = None, rest
+        for fork in rest:
+            fork.fork_source = source
+        if source.slot is None:
+            self._enqueue([source])
 
     def _enqueue(self, sequences: list[Sequence]) -> None:
         for one in sequences:
@@ -247,35 +247,35 @@ class Scheduler:
             self._blocked = None
 
     def _fork(self) -> list[tuple[int, int]]:
-        """Fork the followers of sequences that are computed up to their last token.
+        """Fork sequences that are computed up to their last token.
 
         Those without a slot, or without a page for a copy of the partial one, go to the waiting
         queue and will attach the full pages.
         """
-        forks: list[tuple[int, int]] = []
+        pairs: list[tuple[int, int]] = []
         late: list[Sequence] = []
-        for leader in [*self.running]:
-            if not leader.followers or leader.num_to_prefill:
+        for source in [*self.running]:
+            if not source.forks or source.num_to_prefill:
                 continue
-            if leader.num_stored < leader.num_computed:
+            if source.num_stored < source.num_computed:
                 continue
-            followers, leader.followers = leader.followers, []
-            num_copies = self.pages.num_partial(leader)
-            self.pages.cache_full_pages(leader)
-            for follower in followers:
-                follower.leader = None
-                if follower.slot is None and self.unused_slots:
-                    self._start(follower)
-                if follower.slot is None or not self.pages.allocate(num_copies):
-                    if follower.slot is not None:
-                        self._stop(follower)
-                    late.append(follower)
+            forks, source.forks = source.forks, []
+            num_copies = self.pages.num_copied_by_fork(source)
+            self.pages.cache_full_pages(source)
+            for fork in forks:
+                fork.fork_source = None
+                if fork.slot is None and self.unused_slots:
+                    self._start(fork)
+                if fork.slot is None or not self.pages.allocate(num_copies):
+                    if fork.slot is not None:
+                        self._stop(fork)
+                    late.append(fork)
                     continue
-                forks.append((leader.running_slot, follower.slot))
-                follower.num_computed = leader.num_computed
-                self.pages.fork(leader, follower)
+                pairs.append((source.running_slot, fork.slot))
+                fork.num_computed = source.num_computed
+                self.pages.fork(source, fork)
         self._enqueue(late)
-        return forks
+        return pairs
 
     def _schedule_running(self, budget: int) -> list[Chunk]:
         """Chunks of running sequences."""
@@ -293,7 +293,7 @@ class Scheduler:
     def _chunk(self, sequence: Sequence, budget: int) -> Chunk | None:
         """As many tokens of a sequence as there are budget and pages for, if any."""
         start = sequence.num_computed
-        size = min(sequence.num_to_prefill, budget, self.pages.room(sequence))
+        size = min(sequence.num_to_prefill, budget, self.pages.tokens_that_fit(sequence))
         if size < 1:
             return None
         self.pages.allocate(self.pages.num_new_pages(sequence, size))
@@ -317,9 +317,9 @@ class Scheduler:
                 break
             self.waiting.popleft()
             self._start(sequence)
-            for follower in sequence.followers:
+            for fork in sequence.forks:
                 if self.unused_slots:
-                    self._start(follower)
+                    self._start(fork)
             sequence.num_computed = sequence.num_stored
             if sequence.pages:
                 attachments.append((sequence.running_slot, tuple(sequence.pages)))
@@ -344,7 +344,7 @@ class Scheduler:
             if available < needed and seen == version:
                 return False  # as when it was last looked at
         lease = self.pages.lookup(sequence)
-        needed = self.pages.pages_of(len(sequence.token_ids))
+        needed = self.pages.max_pages_held(len(sequence.token_ids))
         needed -= len(lease.pages) if lease is not None else 0
         needed += self._watermark if self.running else 0
         # What the lease holds can no longer be evicted.

@@ -70,6 +70,18 @@ def test_requests_and_schedule_import_no_jax():
                 todo.append(module)
 
 
+@pytest.mark.parametrize("index", range(4))
+def test_a_room_of_the_engine_imports_no_higher_one(index):
+    rooms = [("requests", "schedule"), ("sampling",), ("device",), ("replica",)]  # lowest first
+    higher = {f"pallas_paged.engine.{name}" for some in rooms[index + 1 :] for name in some}
+    for path in (
+        x for name in rooms[index] for x in (ROOT / "pallas_paged/engine" / name).iterdir()
+    ):
+        if path.suffix == ".py":
+            upward = {x for x in imports_of(path) if ".".join(x.split(".")[:3]) in higher}
+            assert not upward, path
+
+
 # Who writes the fields of a sequence; each has one owner.
 OWNERS = {
     "requests/sequence.py": "request output token_ids max_len mode stop_token_ids detokenizer",

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from pallas_paged.engine import EngineDeadError
-from pallas_paged.engine.replica import processes
-from pallas_paged.engine.replica.processes import Followers, Leader
+from pallas_paged.engine.device import processes
+from pallas_paged.engine.device.processes import Followers, Leader
 from tests.support.engine_calls import greedy, make_engine, serve, weights
 
 

@@ -21,6 +21,7 @@ from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.device.attend import AttentionKernels
 from pallas_paged.engine.device.placement import Placement, Shardings, Weights, jit_replicated
 from pallas_paged.engine.device.pool import create_pool, pool_dtype
+from pallas_paged.engine.device.processes import Followers
 from pallas_paged.engine.device.state import (
     Batch,
     EngineState,
@@ -34,7 +35,6 @@ from pallas_paged.engine.device.state import (
 )
 from pallas_paged.engine.device.step import StepOutput, make_step
 from pallas_paged.engine.model import Model
-from pallas_paged.engine.replica.processes import Followers
 from pallas_paged.engine.sampling.sampler import TokenCounts, create_token_counts, set_token_counts
 from pallas_paged.pages.pool import KVPool
 from pallas_paged.pages.table import create_page_table

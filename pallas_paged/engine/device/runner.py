@@ -15,6 +15,7 @@ import numpy as np
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.device.executor import Executor
 from pallas_paged.engine.device.placement import Placement, Weights
+from pallas_paged.engine.device.processes import Followers
 from pallas_paged.engine.device.state import (
     Batch,
     BatchBuckets,
@@ -26,7 +27,6 @@ from pallas_paged.engine.device.state import (
 from pallas_paged.engine.device.step import NOT_SAMPLED, StepOutput
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.outputs import LogprobSequence
-from pallas_paged.engine.replica.processes import Followers
 from pallas_paged.engine.requests.input_processor import check_lists
 from pallas_paged.engine.requests.sequence import Sequence
 from pallas_paged.engine.sampling.logprobs import Logprobs

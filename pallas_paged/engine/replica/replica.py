@@ -12,9 +12,9 @@ import numpy as np
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.device.placement import Placement, Weights
 from pallas_paged.engine.device.pool import pool_bytes
+from pallas_paged.engine.device.processes import Followers
 from pallas_paged.engine.device.runner import InFlight, ModelRunner
 from pallas_paged.engine.model import Model
-from pallas_paged.engine.replica.processes import Followers
 from pallas_paged.engine.requests.detokenizer import Tokenizer
 from pallas_paged.engine.requests.output_processor import OutputProcessor
 from pallas_paged.engine.requests.request import Request

@@ -11,9 +11,9 @@ import jax
 
 from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.device.placement import Weights, placements, shapes_of
+from pallas_paged.engine.device.processes import Followers, Leader, connect
 from pallas_paged.engine.model import Model
 from pallas_paged.engine.outputs import RequestOutput
-from pallas_paged.engine.replica.processes import Followers, Leader, connect
 from pallas_paged.engine.replica.replica import Replica
 from pallas_paged.engine.requests.detokenizer import Tokenizer
 from pallas_paged.engine.requests.request import Request

@@ -113,9 +113,9 @@ class _StreamDecoder:
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
         if text.endswith(_REPLACEMENT):
-            if len(self._window) - self._context <= _MAX_HELD:
-                return ""
-            certain = max(len(text.rstrip(_REPLACEMENT)), len(text) - _MAX_HELD)
+            certain = len(text.rstrip(_REPLACEMENT))
+            if len(self._window) - self._context > _MAX_HELD:
+                certain = max(certain, len(text) - _MAX_HELD)
             piece = text[self._emitted : certain]
             self._emitted = max(self._emitted, certain)
             self._shorten(text)

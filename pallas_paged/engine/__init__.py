@@ -2,7 +2,8 @@
 
 from pallas_paged.engine.async_engine import AsyncEngine
 from pallas_paged.engine.config import EngineConfig
-from pallas_paged.engine.engine import Engine, EngineDeadError
+from pallas_paged.engine.device.executor import EngineDeadError
+from pallas_paged.engine.engine import Engine
 from pallas_paged.engine.model import Attend, KVCacheSpec, Model
 from pallas_paged.engine.outputs import (
     CompletionOutput,

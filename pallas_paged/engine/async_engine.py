@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from pallas_paged.engine.engine import Engine, EngineDeadError
+from pallas_paged.engine.device.executor import EngineDeadError
+from pallas_paged.engine.engine import Engine
 from pallas_paged.engine.outputs import RequestOutput
 from pallas_paged.engine.requests.input_processor import score_requests, scores_of
 from pallas_paged.engine.requests.request import (

@@ -18,7 +18,7 @@ import numpy as np
 
 from pallas_paged.checks import check_has
 from pallas_paged.engine.config import EngineConfig
-from pallas_paged.engine.device.executor import interrupts_held, progress_bar
+from pallas_paged.engine.device.executor import EngineDeadError, interrupts_held, progress_bar
 from pallas_paged.engine.device.runner import modes_for
 from pallas_paged.engine.model import Model, check_model
 from pallas_paged.engine.outputs import RequestOutput
@@ -29,14 +29,6 @@ from pallas_paged.engine.requests.request import Request, UnreadOutputs
 from pallas_paged.engine.sampling_params import SamplingParams
 from pallas_paged.engine.stats import EngineStats
 from pallas_paged.pages.table import PageTable
-
-
-class EngineDeadError(RuntimeError):
-    """A step failed and took the engine's state with it; the cause is what failed."""
-
-    def __init__(self, what: str, cause: BaseException):
-        super().__init__(f"{what}: {str(cause) or type(cause).__name__}")
-        self.__cause__ = cause
 
 
 class Engine:

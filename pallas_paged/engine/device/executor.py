@@ -40,6 +40,14 @@ from pallas_paged.pages.pool import KVPool
 from pallas_paged.pages.table import create_page_table
 
 
+class EngineDeadError(RuntimeError):
+    """A step failed and took the engine's state with it; the cause is what failed."""
+
+    def __init__(self, what: str, cause: BaseException):
+        super().__init__(f"{what}: {str(cause) or type(cause).__name__}")
+        self.__cause__ = cause
+
+
 @contextmanager
 def interrupts_held() -> Iterator[None]:
     """Raise the KeyboardInterrupt of a Ctrl-C in this block at its end; a second one at once.

@@ -25,17 +25,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor
-from pallas_paged.kernels.mosaic_sm90.config import MosaicRaggedConfig
+from pallas_paged.kernels.mosaic_sm90.config import MosaicSm90RaggedConfig
 from pallas_paged.kernels.mosaic_sm90.converted_rows import ConvertedRows
-from pallas_paged.kernels.mosaic_sm90.one_byte_scales import Scales
 from pallas_paged.kernels.mosaic_sm90.ragged_operands import BYTES, BYTES_ROW, converted
-from pallas_paged.kernels.mosaic_sm90.ring import Ring
+from pallas_paged.kernels.mosaic_sm90.ring import Ring, Scales
 
 _NUM_STAGES = 1  # blocks of bytes of K and of V; the 16-bit blocks behind them are stages too
 _ROWS = 64  # tokens that are converted at a time
 
 
-def byte_ring(config: MosaicRaggedConfig, *, head_dim: int, page_size: int, dtype: Any) -> Ring:
+def byte_ring(config: MosaicSm90RaggedConfig, *, head_dim: int, page_size: int, dtype: Any) -> Ring:
     """Return the types of the ring of bytes."""
     width = min(head_dim, 128)
     block = plgpu.SMEM(

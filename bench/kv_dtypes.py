@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from bench.shapes import Shape
-from pallas_paged.engine.kv_cache import KV_CACHE_DTYPES
+from pallas_paged.engine.device.pool import KV_CACHE_DTYPES
 
 ONE_BYTE = ("int8", "fp8")
 NAMES = {"bf16": "bfloat16"} | {name: KV_CACHE_DTYPES[name] for name in ONE_BYTE}

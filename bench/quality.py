@@ -27,7 +27,7 @@ from models.decoder import Attend, Decoder
 from models.engine_model import EngineModel
 from models.tokenizer import Tokenizer
 from models.train import split_windows
-from pallas_paged.engine.kv_cache import create_pool
+from pallas_paged.engine.device.pool import create_pool
 
 # The first is the baseline of the others; the second shows the effect of rounding alone.
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"} | {

@@ -26,18 +26,17 @@ from jax import lax
 from bench import cli, timing
 from bench.measure import reason
 from bench.report import number, table
-from pallas_paged.engine.logprobs import Logprobs, gather_logprobs
-from pallas_paged.engine.sampler import (
+from pallas_paged.engine.device.step import GPU_OPTIONS
+from pallas_paged.engine.sampling.logprobs import Logprobs, gather_logprobs
+from pallas_paged.engine.sampling.sampler import (
     SamplingImplementation,
     SamplingMetadata,
-    SamplingMode,
     TokenCounts,
     add_output_tokens,
     process_logits,
     sample,
 )
-from pallas_paged.engine.sampling_params import SamplingParams
-from pallas_paged.engine.step import GPU_OPTIONS
+from pallas_paged.engine.sampling_params import SamplingMode, SamplingParams
 
 _NUM_SETS = 2  # arrays of logits among which the calls rotate
 _NUM_LOOPS = 16  # times that a run visits all of them

@@ -35,7 +35,7 @@ from pallas_paged.engine import (
     RequestOutput,
     SamplingParams,
 )
-from pallas_paged.engine.placement import placements
+from pallas_paged.engine.device.placement import placements
 
 
 def serve(args: argparse.Namespace, lines: Sequence[str]) -> bool:

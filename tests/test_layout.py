@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import graphlib
 import re
 from pathlib import Path
 
 import pytest
+
+from pallas_paged.engine.requests.sequence import Sequence
 
 ROOT = Path(__file__).parents[1]
 
@@ -50,6 +53,65 @@ def test_a_room_imports_from_lower_rooms_only(room):
         if path.exists():
             upward = {name for name in imports_of(path) if ".".join(name.split(".")[:2]) in higher}
             assert not upward, path
+
+
+def test_requests_and_schedule_import_no_jax():
+    """The host's part of the engine: integers, texts and NumPy."""
+    paths = {name_of(path): path for path in (ROOT / "pallas_paged/engine").rglob("*.py")}
+    rooms = "pallas_paged.engine.requests.", "pallas_paged.engine.schedule."
+    todo = [name for name in paths if name.startswith(rooms)]
+    assert {name.split(".")[2] for name in todo} == {"requests", "schedule"}
+    seen = {*todo}
+    for name in todo:
+        for found in imports_of(paths[name]):
+            assert found.split(".")[0] not in ("jax", "jaxlib"), f"{name} imports {found}"
+            if (module := found.rpartition(".")[0]) in paths and module not in seen:
+                seen.add(module)
+                todo.append(module)
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_a_room_of_the_engine_imports_no_higher_one(index):
+    rooms = [("requests", "schedule"), ("sampling",), ("device",), ("replica",)]  # lowest first
+    higher = {f"pallas_paged.engine.{name}" for some in rooms[index + 1 :] for name in some}
+    for path in (
+        x for name in rooms[index] for x in (ROOT / "pallas_paged/engine" / name).iterdir()
+    ):
+        if path.suffix == ".py":
+            upward = {x for x in imports_of(path) if ".".join(x.split(".")[:3]) in higher}
+            assert not upward, path
+
+
+# Who writes the fields of a sequence; each has one owner.
+OWNERS = {
+    "requests/sequence.py": "request output token_ids max_len mode stop_token_ids detokenizer",
+    "schedule/scheduler.py": "slot num_starts num_computed num_pending decoding fork_source forks",
+    "schedule/kv_cache_manager.py": "num_stored pages lease caches block_hashes",
+}
+MUTATORS = {"append", "extend", "insert", "remove", "pop", "clear", "sort"}
+
+
+def fields_written_by(path: Path) -> set[str]:
+    """Attributes of other objects than `self` that a file assigns to, or changes as lists."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        written = node if isinstance(getattr(node, "ctx", None), ast.Store | ast.Del) else None
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            written = node.func.value if node.func.attr in MUTATORS else None
+        if isinstance(written, ast.Attribute) and getattr(written.value, "id", "") != "self":
+            found.add(written.attr)
+    return found
+
+
+def test_fields_of_a_sequence_are_written_by_their_owner_only():
+    engine = ROOT / "pallas_paged/engine"
+    written = {str(x.relative_to(engine)): fields_written_by(x) for x in engine.rglob("*.py")}
+    fields = {name: owner for owner, names in OWNERS.items() for name in names.split()}
+    assert {*fields} == {field.name for field in dataclasses.fields(Sequence)}
+    for path, names in written.items():
+        for name in names & fields.keys():
+            assert fields[name] == path, f"{path} writes {name}"
+    assert {"slot", "num_computed", "num_pending"} <= written["schedule/scheduler.py"]
 
 
 def test_every_module_of_the_library_is_in_a_room():

@@ -16,7 +16,7 @@ from models.decoder import Decoder, DecoderLayer
 from models.rope_scaling import Llama3RopeScaling
 from models.sharding import config_on, param_specs
 from pallas_paged.engine import KVCacheSpec
-from pallas_paged.engine.kv_cache import page_bytes, pool_dtype
+from pallas_paged.engine.device.pool import page_bytes, pool_dtype
 
 
 @dataclass(frozen=True, kw_only=True)

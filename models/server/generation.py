@@ -13,7 +13,7 @@ from models.server.call import Call, Prompt, field_of
 from models.server.errors import APIError
 from models.server.service import Service
 from pallas_paged.engine import EngineDeadError, RequestOutput
-from pallas_paged.engine.request_stream import RequestStream
+from pallas_paged.engine.requests.request import RequestStream
 
 # Takes the number of a prompt, the prompt, and its next output.
 Emit = Callable[[int, Prompt, RequestOutput], Awaitable[None]]

@@ -2,10 +2,9 @@
 
 from pallas_paged.engine.async_engine import AsyncEngine
 from pallas_paged.engine.config import EngineConfig
+from pallas_paged.engine.device.executor import EngineDeadError
 from pallas_paged.engine.engine import Engine
-from pallas_paged.engine.errors import EngineDeadError
-from pallas_paged.engine.kv_cache import KVCacheSpec
-from pallas_paged.engine.model import Attend, Model
+from pallas_paged.engine.model import Attend, KVCacheSpec, Model
 from pallas_paged.engine.outputs import (
     CompletionOutput,
     FinishReason,
@@ -13,11 +12,11 @@ from pallas_paged.engine.outputs import (
     LogprobSequence,
     RequestOutput,
 )
-from pallas_paged.engine.request import Request
+from pallas_paged.engine.requests.detokenizer import Tokenizer
+from pallas_paged.engine.requests.request import Request
 from pallas_paged.engine.rollouts import Rollouts
 from pallas_paged.engine.sampling_params import SamplingParams
 from pallas_paged.engine.stats import EngineStats
-from pallas_paged.engine.tokenizer import Tokenizer
 
 __all__ = [
     "AsyncEngine",

@@ -17,13 +17,18 @@ from typing import Any
 
 import numpy as np
 
+from pallas_paged.engine.device.executor import EngineDeadError
 from pallas_paged.engine.engine import Engine
-from pallas_paged.engine.errors import EngineDeadError
 from pallas_paged.engine.outputs import RequestOutput
-from pallas_paged.engine.request import Request
-from pallas_paged.engine.request_stream import Event, OutputCollector, RequestStream, Waiter
+from pallas_paged.engine.requests.input_processor import score_requests, scores_of
+from pallas_paged.engine.requests.request import (
+    Event,
+    OutputCollector,
+    Request,
+    RequestStream,
+    Waiter,
+)
 from pallas_paged.engine.sampling_params import SamplingParams
-from pallas_paged.engine.scoring import score_requests, scores_of
 from pallas_paged.engine.stats import EngineStats
 
 
@@ -245,6 +250,8 @@ class AsyncEngine:
                 # Commands that come meanwhile wait for the next turn: they must not starve steps.
                 for _ in range(self._commands.qsize() or (0 if self._can_step() else 1)):
                     _run(*self._commands.get())
+                if engine._error is not None:  # of a command, which has told its caller only
+                    raise engine._error
                 if self._can_step():
                     engine._step()
                     self._publish()
@@ -283,7 +290,7 @@ class AsyncEngine:
     def _add(self, collectors: Sequence[OutputCollector]) -> None:
         for collector in collectors:
             try:
-                self._engine._outputs.add([collector.request])
+                self._engine.replicas.add(collector.request)
             except Exception as error:  # of the tokenizer, for example
                 del self._collectors[collector.request.request_id]
                 self._wake([(collector, collector.put(None, error))])
@@ -291,7 +298,7 @@ class AsyncEngine:
     def _publish(self) -> None:
         """Give the collectors what is new."""
         woken = []
-        for output in self._engine._outputs.take_outputs():
+        for output in self._engine.replicas.take_outputs():
             if (collector := self._collectors.get(output.request_id)) is not None:
                 woken.append((collector, collector.put(output)))
                 if output.finished:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pallas_paged.checks import check_integer, check_number
-from pallas_paged.engine.kv_cache import KV_CACHE_DTYPES, pages_that_fit, pool_dtype
+from pallas_paged.engine.device.placement import Placement
+from pallas_paged.engine.device.pool import KV_CACHE_DTYPES, pages_that_fit, pool_dtype
 from pallas_paged.engine.model import Model
-from pallas_paged.engine.placement import Placement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,9 @@ class EngineConfig:
         enable_prefix_caching: whether requests reuse the pages of earlier ones with equal prefixes.
         kv_cache_dtype: "int8", "fp8", or None for the dtype of the model.
         implementation, interpret: of the attention, as in `paged_attention`.
-        tensor_parallel: devices over which the heads and the weights of each replica are cut. It
-            must divide the model's KV heads or be a multiple of them, and divide its query heads.
+        tensor_parallel: devices over which the heads and the weights of each replica are sharded.
+            It must divide the model's KV heads or be a multiple of them, and divide its query
+            heads.
         data_parallel: replicas, each with its own devices, weights, pool and prefix cache. All
             sizes above are those of one replica.
 

@@ -11,28 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from pallas_paged.engine.arguments import check_arguments
+from pallas_paged.checks import check_has
 from pallas_paged.engine.config import EngineConfig
-from pallas_paged.engine.errors import EngineDeadError
-from pallas_paged.engine.input_processor import InputProcessor
-from pallas_paged.engine.interrupt import interrupts_held
-from pallas_paged.engine.model import Model
-from pallas_paged.engine.output_processor import OutputProcessor
+from pallas_paged.engine.device.executor import EngineDeadError, interrupts_held, progress_bar
+from pallas_paged.engine.device.runner import modes_for
+from pallas_paged.engine.model import Model, check_model
 from pallas_paged.engine.outputs import RequestOutput
-from pallas_paged.engine.progress import progress_bar
-from pallas_paged.engine.replicas import Replicas
-from pallas_paged.engine.request import Request, UnreadOutputs
-from pallas_paged.engine.runner import modes_for
+from pallas_paged.engine.replica.replicas import Replicas
+from pallas_paged.engine.requests.detokenizer import Tokenizer
+from pallas_paged.engine.requests.input_processor import InputProcessor, score_requests, scores_of
+from pallas_paged.engine.requests.request import Request, UnreadOutputs
 from pallas_paged.engine.sampling_params import SamplingParams
-from pallas_paged.engine.scoring import score_requests, scores_of
 from pallas_paged.engine.stats import EngineStats
-from pallas_paged.engine.tokenizer import Tokenizer
 from pallas_paged.pages.table import PageTable
 
 
@@ -67,15 +62,18 @@ class Engine:
         Raises:
             ValueError: an argument has a wrong type, or does not fit the model or the devices.
         """
-        check_arguments(model, config, tokenizer, devices)
+        check_model(model)
+        if not isinstance(config, EngineConfig | None):
+            raise ValueError(f"{config=} must be an EngineConfig")
+        if tokenizer is not None:
+            check_has("tokenizer", tokenizer, "encode", "decode")
         self.config = config = config or EngineConfig()
-        self._outputs = OutputProcessor(
-            lambda leader: self.replicas.choose(leader), tokenizer, model.eos_token_ids
-        )
-        self.replicas = Replicas(model, params, config, devices, self._outputs.process_outputs)
+        self.replicas = Replicas(model, params, config, devices, tokenizer)
         self.num_pages, self.max_model_len = self.replicas.num_pages, self.replicas.max_model_len
         pages = self.replicas[0].scheduler.pages
-        self._inputs = InputProcessor(model, tokenizer, pages, max_model_len=self.max_model_len)
+        self._inputs = InputProcessor(
+            tokenizer, pages, vocab_size=model.vocab_size, max_model_len=self.max_model_len
+        )
         self.is_sleeping = False
         self._error: BaseException | None = None
 
@@ -87,7 +85,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether no request is unfinished and no output is left to return."""
-        return self._outputs.idle and not self.replicas.in_flight
+        return self.replicas.idle
 
     def submit(
         self,
@@ -111,7 +109,7 @@ class Engine:
         self._check_alive()
         request = self._inputs.request(prompt, params, request_id=request_id, priority=priority)
         with interrupts_held():
-            self._outputs.add([request])
+            self.replicas.add(request)
         return request
 
     def step(self) -> list[RequestOutput]:
@@ -126,14 +124,14 @@ class Engine:
             RuntimeError: the engine sleeps.
         """
         self._step()
-        return self._outputs.take_outputs()
+        return self.replicas.take_outputs()
 
     def stream(self, request: Request) -> Iterator[RequestOutput]:
         """Step until a request is finished; yield what is new of it, from its beginning on.
 
         Other requests go on meanwhile. Closing the iterator before its end aborts the request.
         """
-        self._outputs.find(request)
+        self.replicas.find(request)
         unread = UnreadOutputs(request)
         try:
             while True:
@@ -144,7 +142,7 @@ class Engine:
                     return
                 if not request.finished:
                     self._step()
-                    self._outputs.drop_outputs([request])
+                    self.replicas.drop_outputs([request])
         finally:
             if not request.finished and self._error is None:
                 self.abort(request)
@@ -159,10 +157,9 @@ class Engine:
             ValueError: it is not a request of this engine.
         """
         self._check_alive()
-        request = self._outputs.find(request)
-        if request in self._outputs.groups:
-            with interrupts_held():
-                self._outputs.abort(request)
+        request = self.replicas.find(request)
+        with interrupts_held():
+            self.replicas.abort(request)
 
     def generate(
         self,
@@ -232,12 +229,12 @@ class Engine:
         self._check_error()
         if self.replicas.leader is None:  # otherwise process 0 has new ones already
             self.replicas.check_params(params)
-        with self._dead_on_error():
+        with self._fatal():
             self.replicas.drain()
-        with self._dead_on_error(if_apart=True):
+        with self._fatal(only_if_multi_process=True):
             self.replicas.update_params(params)
             if restart_running:
-                self._outputs.restart()
+                self.replicas.restart()
             if reset_prefix_cache:
                 self.replicas.reset_prefix_cache()
 
@@ -251,7 +248,7 @@ class Engine:
         """Free the pool's memory. Unfinished requests wait, and are recomputed after `wake`."""
         self._check_alive()
         if not self.is_sleeping:
-            with self._dead_on_error():
+            with self._fatal():
                 self.replicas.drain()
                 self.replicas.sleep()
                 self.is_sleeping = True
@@ -260,7 +257,7 @@ class Engine:
         """Allocate the pool again after `sleep`."""
         self._check_alive()
         if self.is_sleeping:
-            with self._dead_on_error(if_apart=True):
+            with self._fatal(only_if_multi_process=True):
                 self.replicas.wake()
                 self.is_sleeping = False
 
@@ -279,8 +276,7 @@ class Engine:
         self._check_alive()
         if not self.idle or self.is_sleeping:
             raise ValueError("warmup must run while the engine is awake and idle")
-        bar = partial(progress_bar, unit="compilation", show=progress)
-        self.replicas.warmup(modes_for(params), bar)
+        self.replicas.warmup(modes_for(params), progress)
 
     def stats(self) -> EngineStats:
         """Return the counters of the engine so far; `replicas[i].stats()` has those of one."""
@@ -289,7 +285,7 @@ class Engine:
     def check(self) -> None:
         """Wait for the devices; raise ValueError if an invariant of a page table is broken."""
         self._check_alive()
-        with self._dead_on_error():
+        with self._fatal():
             self.replicas.update_tables()
         self.replicas.check()
 
@@ -322,7 +318,7 @@ class Engine:
     def release(self) -> None:
         """Let the other processes return from `follow`, to train on all devices, for example."""
         self._check_alive()
-        with self._dead_on_error():
+        with self._fatal():
             self.replicas.drain()
             self.replicas.release()
 
@@ -331,10 +327,9 @@ class Engine:
         if self._error is not None:
             return
         self._check_alive()
-        with self._dead_on_error():
+        with self._fatal():
             self.replicas.drain()
-            for request in [*self._outputs.groups]:
-                self._outputs.abort(request)
+            self.replicas.abort_all()
             self.sleep()
             self._error = RuntimeError("it has been closed")
             self.replicas.close()
@@ -343,36 +338,37 @@ class Engine:
         """Add requests and step until they are finished; outputs of others wait for `step`."""
 
         def ends() -> Iterator[Request]:
-            running = requests
+            running = {*requests}
             while running:
                 self._step()
-                self._outputs.drop_outputs(running)
-                yield from [request for request in running if request.finished]
-                running = [request for request in running if not request.finished]
+                finished = self.replicas.drop_outputs(running)
+                running.difference_update(finished)
+                yield from finished
 
         try:
             with interrupts_held():
-                self._outputs.add(requests)
+                for request in requests:
+                    self.replicas.add(request)
             for _ in progress_bar(ends(), len(requests), "request", progress):
                 pass
         except BaseException:  # Ctrl-C
-            for request in requests:
-                if request in self._outputs.groups:
-                    self.abort(request)
+            with interrupts_held():
+                for request in requests:
+                    self.replicas.abort(request)
             raise
 
     def _step(self) -> None:
         self._check_awake()
-        with self._dead_on_error():
+        with self._fatal():
             self.replicas.step()
 
     @contextmanager
-    def _dead_on_error(self, *, if_apart: bool = False) -> Iterator[None]:
+    def _fatal(self, *, only_if_multi_process: bool = False) -> Iterator[None]:
         """Hold back Ctrl-C in this block; end everything if it fails, with the state lost.
 
-        `if_apart`: only if there are other processes, whose state is then another one.
+        `only_if_multi_process`: only if there are other processes, whose state is then another one.
         """
-        completed = if_apart and self.replicas.num_processes == 1
+        completed = only_if_multi_process and self.replicas.num_processes == 1
         try:
             with interrupts_held():
                 yield
@@ -387,7 +383,6 @@ class Engine:
 
     def _die(self, error: BaseException) -> None:
         self._error = error
-        self._outputs.fail_all(error)
         self.replicas.fail(error)
 
     def _check_awake(self) -> None:

@@ -2,13 +2,60 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
-from pallas_paged.engine.kv_cache import KVCacheSpec
+from pallas_paged.checks import check_has, check_integer
 from pallas_paged.pages.layer import LayerKV
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheSpec:
+    """What a model stores for each token.
+
+    Attributes:
+        num_layers: layers with K and V.
+        num_kv_heads: K/V heads of a layer.
+        head_dim: elements of a head.
+        dtype: of K and V as the model computes them.
+        sliding_windows: for each layer, how many tokens a query sees, itself included; None for a
+            layer without a window, or for all layers. Where every layer has a window, the engine
+            frees the pages left of the largest.
+        k_scales, v_scales: for each layer, the scale of a checkpoint that was calibrated for fp8,
+            or None.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: DTypeLike
+    sliding_windows: tuple[int | None, ...] | None = None
+    k_scales: tuple[float, ...] | None = None
+    v_scales: tuple[float, ...] | None = None
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Tokens that the layer with the largest window sees; None if a layer sees all."""
+        windows = [window for window in self.sliding_windows or () if window is not None]
+        return max(windows) if len(windows) == self.num_layers else None
+
+    def on_devices(self, num_devices: int) -> KVCacheSpec:
+        """Return the spec of a pool that is sharded over devices: each has as many heads.
+
+        Where there are fewer heads than devices, the pool holds each head several times.
+
+        Raises:
+            ValueError: neither the heads nor the devices are a multiple of the other.
+        """
+        if self.num_kv_heads % num_devices and num_devices % self.num_kv_heads:
+            raise ValueError(
+                f"tensor_parallel={num_devices} must divide the model's "
+                f"num_kv_heads={self.num_kv_heads}, or be a multiple of it"
+            )
+        return replace(self, num_kv_heads=max(self.num_kv_heads, num_devices))
 
 
 class Attend(Protocol):
@@ -74,18 +121,18 @@ class Attend(Protocol):
         """
 
     def row_linear(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-        """Return `x @ weight.T` of which each device has a part of the columns of both.
+        """Return `x @ weight.T` of which each device has a shard of the columns of both.
 
         On one device it is the product. On several GPUs a kernel adds up the parts, where XLA would
         ask NCCL, which is slower in a decode step. Such sums must depend on one another, as those
         of layers do that follow one another: two of them must not run at the same time.
 
         Args:
-            x: `[T, K]`, K cut over the axis "tensor".
+            x: `[T, K]`, K sharded over the axis "tensor".
             weight: `[N, K]`, likewise.
 
         Returns:
-            `[T, N]`, whole on every device.
+            `[T, N]`, replicated.
         """
 
     def row_linear_norm(
@@ -101,9 +148,9 @@ class Attend(Protocol):
         """
 
     def embed(self, token_ids: jax.Array, table: jax.Array) -> jax.Array:
-        """Return the rows `[T, E]` of a table `[V, E]`, V cut over the axis "tensor".
+        """Return the rows `[T, E]` of a table `[V, E]`, V sharded over the axis "tensor".
 
-        As in `row_linear`, a kernel adds up, and the result is whole on every device.
+        As in `row_linear`, a kernel adds up, and the result is replicated.
         """
 
 
@@ -115,8 +162,8 @@ class Model(Protocol):
 
     For several devices a model may have `param_specs(params)`, a function that returns a
     PartitionSpec over the axis "tensor" for each leaf, in the structure of the parameters. Without
-    it, parameters that are on the devices of the replica stay as they are cut, and others are
-    copied to each device.
+    it, parameters that are on the devices of the replica stay sharded as they are, and others are
+    replicated.
 
     Attributes:
         vocab_size: number of token ids.
@@ -158,3 +205,21 @@ class Model(Protocol):
 
     def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
         """Map hidden states `[..., E]` to scores of the next token, `f32[..., vocab_size]`."""
+
+
+_OF_MODEL = "vocab_size", "max_model_len", "eos_token_ids", "kv_cache_spec", "logits", "__call__"
+
+
+def check_model(model: Any) -> None:
+    """Raise ValueError if an object is not what `Model` describes."""
+    check_has("model", model, *_OF_MODEL)
+    if type(model).__hash__ is None:
+        raise ValueError(f"{model=} must be hashable")
+    if not isinstance(model.kv_cache_spec, KVCacheSpec):
+        raise ValueError(f"{model.kv_cache_spec=} must be a KVCacheSpec")
+    check_integer("model.vocab_size", model.vocab_size, 1)
+    check_integer("model.max_model_len", model.max_model_len, 1)
+    if not isinstance(model.eos_token_ids, tuple):
+        raise ValueError(f"{model.eos_token_ids=} must be a tuple")
+    for token_id in model.eos_token_ids:
+        check_integer("token id of model.eos_token_ids", token_id, 0)

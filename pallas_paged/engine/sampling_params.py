@@ -1,4 +1,4 @@
-"""Sampling parameters of a request."""
+"""Sampling parameters of a request, and what of them a compiled step can do."""
 
 from __future__ import annotations
 
@@ -225,6 +225,53 @@ class SamplingParams:
 def _as_tuple(name: str, values: object) -> tuple[Any, ...]:
     if values is None:
         return ()
-    if not isinstance(values, Iterable):
+    if not isinstance(values, Iterable) or isinstance(values, Mapping):
         raise ValueError(f"{name}={values!r} must be a list")
     return tuple(values)
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class SamplingMode:
+    """What a compiled step can sample; hashable, for a static argument.
+
+    A parameter that the mode leaves out is ignored, and costs nothing in the compiled program. The
+    costliest parts come first, so that the smallest of several modes is the cheapest.
+
+    Attributes:
+        prompt_logprobs: as `logprobs`, of the tokens of prompts.
+        penalties: rows may have penalties.
+        filters: 0 = none, 1 = rows may have a top_k or a top_p, 2 = or both. Kernels take as long
+            for 1 as for 2.
+        logprobs: -1 = none, 0 = those of the tokens, `MAX_LOGPROBS` = those of the best tokens too.
+        processors: rows may have a logit_bias or min_tokens.
+        draws: rows may have a temperature, and a min_p.
+    """
+
+    prompt_logprobs: int = -1
+    penalties: bool = False
+    filters: int = 0
+    logprobs: int = -1
+    processors: bool = False
+    draws: bool = False
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> SamplingMode:
+        """Return the smallest mode that serves these parameters."""
+        ranked, prompt = params.beam_width or params.logprobs, params.prompt_logprobs
+        penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+        return cls(
+            prompt_logprobs=-1 if prompt is None else MAX_LOGPROBS * (prompt > 0),
+            penalties=penalties != (0, 0, 1),
+            filters=0 if params.greedy else (params.top_k > 0) + (params.top_p < 1),
+            logprobs=MAX_LOGPROBS if ranked else 0 if params.needs_logprobs else -1,
+            processors=bool(params.logit_bias or params.min_tokens),
+            draws=not params.greedy,
+        )
+
+    def __or__(self, other: SamplingMode) -> SamplingMode:
+        """Return the smallest mode that covers both."""
+        return SamplingMode(**{name: max(x, vars(other)[name]) for name, x in vars(self).items()})
+
+    def covers(self, other: SamplingMode) -> bool:
+        """Return whether a step of this mode serves all that one of the other mode serves."""
+        return self | other == self

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_paged.engine.request import Request
+from pallas_paged.engine.requests.request import Request
 
 _NUM_TIMES = 10_000  # newest requests that percentiles cover
 
@@ -126,9 +126,15 @@ class Counters:
             self._tpot.append((finish - first) / (num_tokens - 1))
 
     def count_pages(
-        self, *, num_pages: int, num_free: int, num_cached: int, num_empty: int, page_size: int
+        self,
+        *,
+        num_pages: int,
+        num_free: int,
+        num_cached: int,
+        num_unused_slots: int,
+        page_size: int,
     ) -> None:
-        """Count the pages after a call; num_empty are slots of pages that hold no token."""
+        """Count the pages after a call; num_unused_slots are slots of pages that hold no token."""
         self.num_free_pages, self.num_cached_pages = num_free, num_cached
         held = num_pages - num_free - num_cached
         if held <= 0:
@@ -136,7 +142,7 @@ class Counters:
         self._num_seen += 1
         self._used += held / num_pages
         self._peak_used = max(self._peak_used, held / num_pages)
-        self._utilization += 1 - num_empty / (held * page_size)
+        self._utilization += 1 - num_unused_slots / (held * page_size)
 
     @classmethod
     def sum(cls, many: Sequence[Counters]) -> Counters:

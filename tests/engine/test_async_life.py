@@ -13,7 +13,7 @@ import pytest
 
 from pallas_paged.engine import AsyncEngine, EngineDeadError
 from tests.support.async_calls import Gate, alone, collect
-from tests.support.engine_calls import PROMPTS, greedy, make_engine, reasons_of
+from tests.support.engine_calls import PROMPTS, greedy, make_engine, reasons_of, weights
 from tests.support.event_loops import SECONDS, in_loop, until
 
 LONG = 50  # tokens that take many steps
@@ -100,6 +100,30 @@ async def test_a_dead_engine_reaches_all_that_wait(caplog):
                 await call
     with pytest.raises(EngineDeadError, match="lost"):
         engine.start()
+    assert "the device is lost" in caplog.text
+
+
+@pytest.mark.parametrize("call", ["sleep", "update_params"])
+@pytest.mark.usefixtures("watchdog")
+@in_loop
+async def test_an_engine_that_dies_between_steps_reaches_all_that_wait(call, caplog):
+    inner = make_engine()
+    gate = Gate(inner)
+    gate.let(2)
+
+    def drain():
+        raise OSError("the device is lost")
+
+    async with AsyncEngine(inner) as engine:
+        reading = asyncio.create_task(engine.submit([1], greedy(max_tokens=LONG)).whole())
+        await until(gate.held.is_set)
+        inner.replicas.drain = drain
+        args = [weights()] if call == "update_params" else []
+        dying = asyncio.create_task(getattr(engine, call)(*args))
+        await asyncio.sleep(0.05)
+        gate.let(1)
+        for error in await asyncio.gather(reading, dying, return_exceptions=True):
+            assert isinstance(error, EngineDeadError) and isinstance(error.__cause__, OSError)
     assert "the device is lost" in caplog.text
 
 

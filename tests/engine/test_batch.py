@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pallas_paged.engine.batch import BatchBuckets, pack
-from pallas_paged.engine.sampler import SamplingMode
-from pallas_paged.engine.scheduler_output import Chunk, Decode
+from pallas_paged.engine.device.state import BatchBuckets, pack
+from pallas_paged.engine.sampling_params import SamplingMode
+from pallas_paged.engine.schedule.calls import Chunk, Decode
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from pallas_paged.engine.detokenizer import IncrementalDetokenizer
+from pallas_paged.engine.requests.detokenizer import IncrementalDetokenizer
 from tests.support.word_tokenizers import sentencepiece
 
 FEW = settings(deadline=None, max_examples=80, derandomize=True)
@@ -210,3 +210,15 @@ def test_one_token_may_complete_several_stop_texts():
     detokenizer = IncrementalDetokenizer(Words(), (), ["cd", "bcd", "bc"])
     assert detokenizer.push([1, 0, 1]) == "yxa"
     assert detokenizer.stop_reason == "bc" and detokenizer.num_tokens == 2
+
+
+def test_a_stop_text_is_found_in_a_token_that_ends_within_a_character():
+    class Pieces:
+        def decode(self, token_ids):
+            return b"".join([b"ar", b"bc", b"a\xe2\x82", b"bb"][x] for x in token_ids).decode(
+                errors="replace"
+            )
+
+    detokenizer = IncrementalDetokenizer(Pieces(), (), ["ca"])
+    assert [detokenizer.push([x]) for x in range(4)] == ["ar", "b", "", ""]
+    assert detokenizer.stop_reason == "ca" and detokenizer.num_tokens == 3

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from pallas_paged.engine import EngineDeadError, SamplingParams
-from pallas_paged.engine.executor import Executor
-from pallas_paged.engine.kv_cache_manager import TableUpdate
-from pallas_paged.engine.runner import modes_for
-from pallas_paged.engine.sampler import SamplingMode
+from pallas_paged.engine.device.executor import Executor
+from pallas_paged.engine.device.runner import modes_for
+from pallas_paged.engine.sampling_params import SamplingMode
+from pallas_paged.engine.schedule.kv_cache_manager import TableUpdate
 from tests.support import raw
 from tests.support.engine_calls import (
     MODEL,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -171,3 +172,46 @@ def test_the_default_engine_takes_the_sizes_of_its_model():
     engine = Engine(MODEL, weights(), EngineConfig())
     assert engine.max_model_len == 64
     assert engine.num_pages == 64 * 64 // 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrongModel(PlainModel):
+    """Does one thing otherwise than `Model` says."""
+
+    fault: str = ""
+
+    def __call__(self, params, tokens, positions, attend, cache):
+        def attend_twice(q, k, v, layer, **options):
+            _, new = attend(q, k, v, layer, **options)
+            return attend(q, k, v, layer if self.fault == "attend twice" else new, **options)
+
+        twice = attend_twice if "twice" in self.fault else attend
+        hidden, layers = super().__call__(params, tokens, positions, twice, cache)
+        layers = {"old layer": (layers[0], cache[1]), "few layers": layers[:1]}.get(
+            self.fault, layers
+        )
+        return hidden[:1] if self.fault == "few tokens" else hidden, layers
+
+    def logits(self, params, hidden):
+        logits = super().logits(params, hidden)
+        if self.fault == "padded vocabulary":
+            return jnp.pad(logits, ((0, 0), (0, 8)))
+        return logits.astype(jnp.bfloat16) if self.fault == "bf16" else logits
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("few tokens", r"hidden states must be \[T=16, E\]: hidden.shape=\(1, 64\)"),
+        ("old layer", "layer 1 of the model's cache must be what `attend` returned"),
+        ("few layers", "must have 2 layers, not 1"),
+        ("attend twice", "call `attend` once for each layer"),
+        ("attend twice, one after the other", "call `attend` once for each layer"),
+        ("padded vocabulary", r"must be f32\[4, 40\].* not float32\[4, 48\]"),
+        ("bf16", r"must be f32\[4, 40\].* not bfloat16\[4, 40\]"),
+    ],
+)
+def test_a_model_that_breaks_the_protocol_is_refused(fault, message):
+    model = WrongModel(vocab_size=40, max_model_len=64, fault=fault)
+    with pytest.raises(ValueError, match=message):
+        make_engine(model, weights())

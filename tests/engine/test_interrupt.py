@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from pallas_paged.engine import EngineDeadError
-from pallas_paged.engine.interrupt import interrupts_held
+from pallas_paged.engine.device.executor import interrupts_held
 from tests.support.engine_calls import (
     PROMPTS,
     assert_deltas_add_up,
@@ -58,7 +58,7 @@ def test_an_interrupted_step_is_completed_and_its_outputs_are_in_the_next(
                 engine.check()
             except KeyboardInterrupt:
                 interrupts += 1
-                assert len(calls) >= at and engine.replicas[0].core.calls_in_flight <= 1
+                assert len(calls) >= at and engine.replicas[0].calls_in_flight <= 1
     assert interrupts == 1
     assert tokens_of(requests) == greedy_tokens
     assert_deltas_add_up(deltas, requests)

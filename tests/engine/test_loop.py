@@ -10,11 +10,11 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_paged.engine.runner import modes_for
-from pallas_paged.engine.sampler import SamplingMode
-from pallas_paged.engine.scheduler_output import Decode, SchedulerOutput
-from pallas_paged.engine.state import TableArrays
-from pallas_paged.engine.step import NOT_SAMPLED
+from pallas_paged.engine.device.runner import modes_for
+from pallas_paged.engine.device.state import TableArrays
+from pallas_paged.engine.device.step import NOT_SAMPLED
+from pallas_paged.engine.sampling_params import SamplingMode
+from pallas_paged.engine.schedule.calls import Decode, SchedulerOutput
 from tests.support.engine_calls import (
     MANY_PAGES,
     MODEL,
@@ -64,7 +64,9 @@ def test_the_number_of_steps_follows_the_time_of_a_step(monkeypatch, seconds, is
         read.append(calls[len(read)].num_steps)
         return seconds * sum(read)
 
-    monkeypatch.setattr("pallas_paged.engine.core.time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(
+        "pallas_paged.engine.replica.replica.time", SimpleNamespace(perf_counter=clock)
+    )
     monkeypatch.setattr(type(engine.table.num_free), "is_ready", lambda self: is_late)
     serve(engine, PROMPTS[:1], greedy(max_tokens=40), check=False)
     assert [call.num_steps for call in calls][: len(sizes)] == sizes
@@ -102,7 +104,7 @@ def started(max_tokens: list[int], num_cached: int = 0):
     submit(engine, PAIR, [greedy(max_tokens=n) for n in max_tokens])
     engine.step()
     replica = engine.replicas[0]
-    replica.core.drain()
+    replica.drain()
     return replica
 
 

@@ -14,7 +14,7 @@ from pallas_paged.engine.outputs import (
     LogprobSequence,
     TokenLogprobs,
 )
-from pallas_paged.engine.request import Request
+from pallas_paged.engine.requests.request import Request
 from pallas_paged.engine.sampling_params import SamplingParams
 from pallas_paged.engine.stats import Counters
 
@@ -119,7 +119,7 @@ def counters_of_pages(*calls, **values) -> Counters:
     """Of calls with these free, cached and empty numbers, in a pool of 10 pages of 4 tokens."""
     counters = Counters(num_free_pages=10, **values)
     for free, cached, empty in calls:
-        pages = dict(num_free=free, num_cached=cached, num_empty=empty)
+        pages = dict(num_free=free, num_cached=cached, num_unused_slots=empty)
         counters.count_pages(num_pages=10, page_size=4, **pages)
     return counters
 

@@ -11,8 +11,9 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_paged.engine import EngineDeadError, processes
-from pallas_paged.engine.processes import Followers, Leader
+from pallas_paged.engine import EngineDeadError
+from pallas_paged.engine.device import processes
+from pallas_paged.engine.device.processes import Followers, Leader
 from tests.support.engine_calls import greedy, make_engine, serve, weights
 
 

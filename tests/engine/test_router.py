@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pallas_paged.engine.router import Router
+from pallas_paged.engine.replica.replicas import Router
 from pallas_paged.pages.prefix_cache import PrefixCache, chained_hash
 
 PAGE_SIZE, NUM_PAGES = 4, 100
@@ -23,9 +23,8 @@ class Replicas:
         self.router = Router(self.each, PAGE_SIZE)
 
     def choose(self, token_ids: list[int], load: int = 100) -> int:
-        request = SimpleNamespace(load=load)
-        one = SimpleNamespace(token_ids=token_ids, block_hashes=[], request=request)
-        chosen = self.router.choose(one)
+        request = SimpleNamespace(prompt_token_ids=token_ids, block_hashes=[], load=load)
+        chosen = self.router.choose(request)
         chosen.load += load
         return self.each.index(chosen)
 
@@ -92,10 +91,10 @@ def test_the_newest_sent_prompts_are_remembered_up_to_the_size_of_a_pool_or_a_re
 
 
 @pytest.mark.parametrize("tokens", [PREFIX, [*PREFIX, 1, 2, 3], PREFIX[:-1], [1]], ids=len)
-def test_the_router_leaves_the_keys_of_full_pages_with_the_sequence(tokens):
-    one = SimpleNamespace(token_ids=tokens, block_hashes=[], request=SimpleNamespace(load=1))
-    Replicas(0, 0).router.choose(one)
+def test_the_router_leaves_the_keys_of_full_pages_with_the_request(tokens):
+    request = SimpleNamespace(prompt_token_ids=tokens, block_hashes=[], load=1)
+    Replicas(0, 0).router.choose(request)
     key, ends = 0, range(4, len(tokens) + 1, 4)
-    for block, end in zip(one.block_hashes, ends, strict=True):
+    for block, end in zip(request.block_hashes, ends, strict=True):
         key = chained_hash(key, tuple(PREFIX[end - 4 : end]))
         assert block == (key, tuple(PREFIX[end - 4 : end]))

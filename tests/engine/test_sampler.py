@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_paged.engine.logprobs import gather_logprobs, top_tokens
-from pallas_paged.engine.sampler import (
-    SamplingMode,
+from pallas_paged.engine.sampling.logprobs import gather_logprobs, top_tokens
+from pallas_paged.engine.sampling.passes import find_limits, num_blocks
+from pallas_paged.engine.sampling.sampler import (
     TokenCounts,
     add_output_tokens,
     create_token_counts,
@@ -22,8 +22,7 @@ from pallas_paged.engine.sampler import (
     sample,
     set_token_counts,
 )
-from pallas_paged.engine.sampling_filters import find_limits, num_blocks
-from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingMode, SamplingParams
 from tests.support import raw
 from tests.support.marks import slow
 from tests.support.promotion import strict_promotion
@@ -134,7 +133,7 @@ def limits(logits, rows, implementation):
     best = jnp.max(logits, axis=1, keepdims=True)
     if implementation == "xla":
         return find_limits(best - logits, rows.top_k, rows.top_p, rows.temperature, 2)
-    from pallas_paged.engine.kernels.sampling_search import search
+    from pallas_paged.engine.sampling.search_kernel import search
 
     interpret = implementation == "triton_interpret"
     sizes = dict(num_warps=2, num_loads=2) if interpret else {}

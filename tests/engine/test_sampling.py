@@ -293,3 +293,16 @@ def test_nan_logits_end_requests_but_not_the_engine(greedy_tokens):
     assert not any(tokens_of(requests)) and engine.stats().generated_tokens == 0
     engine.update_params(weights())
     assert tokens_of(serve(engine, PROMPTS[:1], greedy())) == greedy_tokens[:1]
+
+
+def test_nan_logits_amid_a_beam_search_end_it_as_it_stands(greedy_tokens):
+    engine = make_engine()
+    request = engine.submit(PROMPTS[0], greedy(beam_width=3, n=3))
+    for _ in range(6):
+        engine.step()
+    engine.update_params(jax.tree.map(lambda x: x * np.nan, weights()))
+    run(engine)
+    assert reasons_of([request]) == ["error"] * 3 and "NaN or infinite" in request.error
+    assert all(tokens_of([request]))
+    engine.update_params(weights())
+    assert tokens_of(serve(engine, PROMPTS[:1], greedy())) == greedy_tokens[:1]

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_paged.engine.sampler import SamplingMode, sample
+from pallas_paged.engine.sampling.sampler import sample
+from pallas_paged.engine.sampling_params import SamplingMode
 from tests.support.devices import lower_for_cuda
 from tests.support.marks import slow
 from tests.support.sampling_rows import metadata

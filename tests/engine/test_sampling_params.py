@@ -36,7 +36,7 @@ REFUSED = {  # by the rule that the last parameter breaks
     "must be in -100..100": [dict(logit_bias={5: 101})],
     "has 301 tokens, must have at most 300": [dict(logit_bias=dict.fromkeys(range(301), 1))],
     "must be a text or texts that are not empty": [dict(stop=x) for x in ("", ["a", ""], b"a")],
-    "must be a list": [dict(stop=3), dict(stop_token_ids=5)],
+    "must be a list": [dict(stop=3), dict(stop={"a": 1}), dict(stop_token_ids=5)],
     "needs detokenize=True": [dict(detokenize=False, stop="a")],
     "has 65 tokens, must have at most 64": [dict(stop_token_ids=range(65))],
     "must be a bool": [dict(ignore_eos=1), dict(detokenize=None)],

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pallas_paged.engine.scheduler_output import SchedulerOutput
-from pallas_paged.engine.sequence import Sequence
+from pallas_paged.engine.requests.sequence import Sequence
+from pallas_paged.engine.schedule.calls import SchedulerOutput
 from pallas_paged.pages.prefix_cache import PrefixCache, chained_hash
 from tests.support.marks import slow
-from tests.support.scheduler_host import Host, make_sequence, token_at, with_followers
+from tests.support.scheduler_host import Host, make_sequence, token_at, with_forks
 
 NOTHING = dict(attachments=[], forks=[], decodes=[], resumed=[], chunks=[], num_steps=1)
 
@@ -64,7 +64,7 @@ def test_a_new_scheduler_refuses_a_sequence_for_which_it_has_too_few_pages():
 def test_a_sequence_holds_the_pages_of_its_tokens_or_of_a_chunk_and_its_window(window):
     pages = Host(sliding_window=window).scheduler.pages
     wanted = [0, 1, 2, 3, 7, 25 if window is None else 7]  # 6 + 16 tokens, on a page more
-    assert [pages.pages_of(num_tokens) for num_tokens in (0, 1, 8, 9, 28, 99)] == wanted
+    assert [pages.max_pages_held(num_tokens) for num_tokens in (0, 1, 8, 9, 28, 99)] == wanted
 
 
 @pytest.mark.parametrize(("watermark", "num_starts"), [(0, 1), (1, 1), (2, 0), (4, 0)])
@@ -130,10 +130,10 @@ def test_a_cached_prefix_is_attached_and_not_computed_also_one_that_is_cached_me
 
 @pytest.mark.parametrize("length", [1, 2, 4, 5, 7])
 @pytest.mark.parametrize("caching", [False, True])
-def test_followers_are_forked_and_the_prompt_is_computed_once(length, caching):
-    leader = make_sequence(0, length)
-    each = [leader, *with_followers(leader, 3)]
-    schedules = Host(leader, caching=caching).run()
+def test_samples_are_forked_and_the_prompt_is_computed_once(length, caching):
+    source = make_sequence(0, length)
+    each = [source, *with_forks(source, 3)]
+    schedules = Host(source, caching=caching).run()
     assert [pair for x in schedules for pair in x.forks] == [(0, 1), (0, 2), (0, 3)]
     assert sum(len(y.token_ids) for x in schedules for y in x.chunks) == length - 1
     resumed = [one for x in schedules for one in x.resumed]  # each decodes from its last token
@@ -142,12 +142,12 @@ def test_followers_are_forked_and_the_prompt_is_computed_once(length, caching):
         assert one.token_ids[length:] == [token_at(one, length + i) for i in range(8)]
 
 
-def test_a_leader_that_waits_within_its_prompt_is_forked_behind_it():
+def test_a_sequence_that_waits_within_its_prompt_is_forked_behind_it():
     """Four samples of another request decode meanwhile, and leave no token for its next chunk."""
-    other, leader = make_sequence(0, 3, new=6), make_sequence(1, 24, new=2)
-    group = [leader, *with_followers(leader, 1)]
-    with_followers(other, 3)
-    schedules = Host(other, leader, max_num_batched_tokens=4, max_num_seqs=6).run()
+    other, source = make_sequence(0, 3, new=6), make_sequence(1, 24, new=2)
+    group = [source, *with_forks(source, 1)]
+    with_forks(other, 3)
+    schedules = Host(other, source, max_num_batched_tokens=4, max_num_seqs=6).run()
     sizes = [sum(len(y.token_ids) for y in x.chunks if y.sequence in group) for x in schedules]
     assert sizes[:3] == [2, 4, 4] and not any(sizes[3:9]) and sum(sizes) == 23
     assert [place for place, x in enumerate(schedules) if (4, 5) in x.forks] == [14]
@@ -155,71 +155,26 @@ def test_a_leader_that_waits_within_its_prompt_is_forked_behind_it():
 
 def test_a_fork_is_kept_when_its_next_token_has_no_page():
     """At a page border the fork itself needs no page, but the next token does."""
-    leader, blocker = make_sequence(0, 5, new=2), make_sequence(1, 8, new=2, is_beam=True)
-    (other,) = with_followers(leader, 1)
-    host = Host(leader, blocker, num_pages=3)
+    source, blocker = make_sequence(0, 5, new=2), make_sequence(1, 7, new=2)
+    (other,) = with_forks(source, 1)
+    host = Host(source, blocker, num_pages=3)
     schedules = [host.step() for _ in range(3)]
     assert schedules[2] == SchedulerOutput(**NOTHING | {"forks": [(0, 1)]})
-    while not (leader.finished and other.finished):
-        host.step()
-    assert blocker.awaiting_choice and blocker.slot is None  # preempted, its token not chosen
-    blocker.is_beam = False
-    host.scheduler.resume(blocker)
     host.run()
-
-
-@pytest.mark.parametrize("is_preempted", [False, True])
-def test_a_branch_shares_the_full_pages_of_its_parent(is_preempted):
-    """A child whose parent has lost its pages is computed by itself, from those of the cache."""
-    parent = make_sequence(0, 7, new=20, is_beam=True)
-    host = Host(parent, caching=True)
-
-    def choose(token: int) -> None:
-        parent.token_ids.append(token)
-        host.scheduler.resume(parent)
-
-    for token in (5, 6):
-        host.step()
-        host.drain()
-        choose(token)
-    host.step()  # computes the ninth token
-    host.drain()
-    if is_preempted:
-        host.scheduler.preempt_all()
-        assert not host.scheduler.waiting  # its next token is not chosen
-    (child,) = with_followers(parent, 1)  # becomes a beam that takes another token
-    parent.followers, child.leader, child.is_beam = [], None, True
-    child.token_ids = [*parent.token_ids, 8]
-    host.scheduler.branch(parent, child)
-    choose(7)
-    scheduled = host.step()
-    forks, attachments = ([], [2, 2]) if is_preempted else ([(0, 1)], [])
-    assert scheduled.forks == forks
-    assert [len(pages) for _, pages in scheduled.attachments] == attachments
-    assert child.lease.num_tokens == 8 and host.cache.num_shared == 2
-    host.step()  # of the child, if it has just been forked
-    host.drain()
-    for one in (parent, child):
-        assert one.num_computed == one.num_stored == 10 and one.awaiting_choice
-    host.scheduler.preempt_all()
-    for one in (parent, child):
-        one.token_ids.append(9)
-        host.scheduler.resume(one)
-        assert not one.awaiting_choice
-    assert [*host.scheduler.waiting] == [parent, child]
+    assert source.finished and other.finished and not host.scheduler.num_preemptions
 
 
 def test_a_request_with_more_samples_than_free_slots_blocks_no_other():
-    first, leader, last = (make_sequence(i, 2, new=new) for i, new in enumerate((20, 20, 3)))
-    others = with_followers(leader, 5)
+    first, source, last = (make_sequence(i, 2, new=new) for i, new in enumerate((20, 20, 3)))
+    others = with_forks(source, 5)
     host = Host(first, num_pages=64)
     host.step()
-    host.add(leader, last)
+    host.add(source, last)
     host.step()
-    assert leader.slot == 1 and [one.slot for one in others] == [2, 3, None, None, None]
+    assert source.slot == 1 and [one.slot for one in others] == [2, 3, None, None, None]
     schedules = host.run()
     assert last.finished and [pair for x in schedules for pair in x.forks] == [(1, 2), (1, 3)]
-    assert all(one.finished for one in (first, leader, *others))
+    assert all(one.finished for one in (first, source, *others))
 
 
 def test_calls_that_only_decode_take_several_steps_or_half_of_them_until_the_pages_suffice():
@@ -262,15 +217,15 @@ def test_random_requests(num_pages, hashing, num_steps, window, num_requests):
         length, new = int(rng.integers(1, 13)), int(rng.integers(1, 12))
         stem = [7] * int(rng.integers(0, length + 1))
         prompt = stem + rng.integers(0, 3, length - len(stem)).tolist()
-        leader = make_sequence(number, new=new, prompt=prompt, priority=2 * int(rng.integers(0, 2)))
+        source = make_sequence(number, new=new, prompt=prompt, priority=2 * int(rng.integers(0, 2)))
         if rng.random() < 0.2:
-            leader.request.score_start = 1  # log-probabilities of the prompt
-        group = [leader, *with_followers(leader, int(rng.choice([0, 0, 1, 3, 6])))]
+            source.request.score_start = 1  # log-probabilities of the prompt
+        group = [source, *with_forks(source, int(rng.choice([0, 0, 1, 3, 6])))]
         for one in group:
             if rng.random() < 0.3:
                 one.stop_token_ids = {token_at(one, length + int(rng.integers(0, 11)))}
         each += group
-        host.add(leader)
+        host.add(source)
         for _ in range(int(rng.integers(0, 20))):
             num_long += host.step().num_steps > 1
         live = [one for one in each if not one.finished]

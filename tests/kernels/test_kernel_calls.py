@@ -29,7 +29,7 @@ FAMILIES = {
     "kernels/triton/backward_pages.py": "mosaic_sm90",
     "decoder/kernels": "mosaic_sm90",
     "decoder/kernels/rotary_write.py": "triton",
-    "engine/kernels": "triton",
+    "engine/sampling": "triton",
 }
 NOT_ALONE = ("decoder/kernels/all_reduce.py",)  # which needs several GPUs
 MODULES = [

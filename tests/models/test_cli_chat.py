@@ -19,7 +19,7 @@ from models.generation_config import chat_defaults
 from models.tokenizer import Tokenizer
 from pallas_paged.engine import EngineDeadError
 from pallas_paged.engine.async_engine import AsyncEngine
-from pallas_paged.engine.request_stream import RequestStream
+from pallas_paged.engine.requests.request import RequestStream
 from tests.support.commands import CONFIG, ROOT, start_command
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{{ mark }}a:"

@@ -11,8 +11,8 @@ import pytest
 
 from models.engine_model import engine_model
 from pallas_paged.engine import SamplingParams
-from pallas_paged.engine.kv_cache import create_pool, page_bytes, pool_bytes, pool_dtype
-from pallas_paged.engine.sampler import SamplingMode
+from pallas_paged.engine.device.pool import create_pool, page_bytes, pool_bytes, pool_dtype
+from pallas_paged.engine.sampling_params import SamplingMode
 from tests.support.dense_oracle import CONFIG, tiny_model
 from tests.support.engine_calls import (
     MANY_PAGES,

@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_paged.engine import Engine, EngineConfig, SamplingParams
-from pallas_paged.engine.placement import placements
-from pallas_paged.engine.sampler import SamplingMode
+from pallas_paged.engine.device.placement import placements
+from pallas_paged.engine.sampling_params import SamplingMode
 from tests.support import raw
 from tests.support.devices import implementations_here, mesh
 from tests.support.engine_calls import (
@@ -72,10 +72,10 @@ def results_of(request: Any) -> tuple[list, list]:
 
 
 def loads(top_k: int) -> list[SamplingParams]:
-    """What requests may ask for: samples and beams are forks."""
+    """What requests may ask for: samples are forks."""
     return [
         greedy(prompt_logprobs=1),
-        sampling(n=2, seed=3),
+        sampling(n=3, seed=3),
         greedy(beam_width=2, max_tokens=6),
         sampling(top_k=top_k, logprobs=2, seed=4),
         greedy(presence_penalty=1.0, repetition_penalty=1.2),
@@ -249,7 +249,7 @@ def test_replicas_have_devices_of_their_own_in_order():
     for one in found:
         assert (*one.mesh.devices.flat,) == one.devices and one.mesh.axis_names == ("tensor",)
         assert (one.num_devices, one.num_processes, one.local_devices) == (2, 1, [*one.devices])
-        assert one.pool.spec == P(None, None, "tensor") and one.whole.spec == P()
+        assert one.pool.spec == P(None, None, "tensor") and one.replicated.spec == P()
     assert [one.devices for one in placements(1, 2, None)] == [(x,) for x in jax.devices()[:2]]
     (default,) = placements(1, 1, None)
     assert (default.devices, default.mesh, default.pool) == ((jax.devices()[0],), None, None)
@@ -281,7 +281,7 @@ def test_sizes_that_do_not_fit_the_model_or_the_machine_are_refused(sizes, messa
     [
         (P("tensor", "data"), 40, r"\['head'\]=.* must name no other axis than \('tensor',\)"),
         (P(None, None, "tensor"), 40, r"\['head'\]=.* has more entries than an array of shape"),
-        (P(None, "tensor"), 41, r"\['embed'\]=.* cuts an axis of 41 elements into 2 parts"),
+        (P(None, "tensor"), 41, r"\['embed'\]=.* shards an axis of 41 elements into 2 parts"),
         ("tensor", 40, r"\['head'\]=tensor must be a PartitionSpec"),
         (None, 40, "param_specs have the structure"),
     ],

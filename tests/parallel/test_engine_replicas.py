@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from pallas_paged.engine import Engine
-from pallas_paged.engine.runner import modes_for
+from pallas_paged.engine.device.runner import modes_for
 from tests.support.devices import mesh
 from tests.support.engine_calls import (
     MODEL,
@@ -127,8 +127,8 @@ def test_all_replicas_are_dispatched_before_one_is_read(monkeypatch):
     (request,) = submit(engine, PROMPTS[:1], greedy())
     engine.step()
     engine.abort(request)
-    assert [replica.core.in_flight for replica in engine.replicas] == [True, False]
-    assert engine.replicas.in_flight and not engine.idle
+    assert [replica.in_flight for replica in engine.replicas] == [True, False]
+    assert not engine.idle
     run(engine)
 
 
@@ -178,7 +178,7 @@ def test_a_failure_of_one_replica_ends_the_engine(monkeypatch, failing):
     with pytest.raises(RuntimeError, match="a step failed: the device is gone"):
         run(engine, check=False)
     assert all(request.finished for request in requests)
-    assert not any(replica.core.in_flight for replica in engine.replicas)
+    assert not any(replica.in_flight for replica in engine.replicas)
 
 
 def test_a_closed_engine_frees_its_pools_and_ends_its_requests():

@@ -11,9 +11,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_paged.decoder.peers import create_peers
-from pallas_paged.engine.logprobs import gather_logprobs
-from pallas_paged.engine.sampler import SamplingMode, TokenCounts, process_logits, sample
-from pallas_paged.engine.sampling_params import MAX_LOGPROBS
+from pallas_paged.engine.sampling.logprobs import gather_logprobs
+from pallas_paged.engine.sampling.sampler import TokenCounts, process_logits, sample
+from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingMode
 from tests.support.devices import mesh
 from tests.support.marks import slow
 from tests.support.sampling_rows import metadata

@@ -13,8 +13,7 @@ from models.checkpoint import save_checkpoint
 from models.config import ModelConfig
 from models.decoder import Decoder
 from models.tokenizer import save_byte_tokenizer
-from pallas_paged.engine.sampler import SamplingMode
-from pallas_paged.engine.sampling_params import MAX_LOGPROBS
+from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingMode
 from tests.support.engine_calls import make_engine
 
 ROOT = Path(__file__).parents[2]

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from pallas_paged.engine import Engine, EngineConfig, Request, RequestOutput, SamplingParams
-from pallas_paged.engine.kv_cache import pool_bytes
-from pallas_paged.engine.runner import fit_mode, modes_for
-from pallas_paged.engine.sampler import SamplingMode
+from pallas_paged.engine.device.pool import pool_bytes
+from pallas_paged.engine.device.runner import fit_mode, modes_for
+from pallas_paged.engine.sampling_params import SamplingMode
 from pallas_paged.pages.pool import KVPool
 from tests.support.plain_model import PlainModel
 
@@ -92,7 +92,7 @@ def sampling(**params) -> SamplingParams:
 def steps_of(engine: Engine, num_steps: Any) -> None:
     """Let calls that only decode run this many steps; a function is called each time."""
     for replica in engine.replicas:
-        replica.core.step_policy = num_steps if callable(num_steps) else lambda: num_steps
+        replica.step_policy = num_steps if callable(num_steps) else lambda: num_steps
 
 
 def run(engine: Engine, *, max_steps: int = 1000, check: bool = True) -> list[RequestOutput]:
@@ -110,7 +110,7 @@ def step(engine: Engine, *, check: bool = True) -> list[RequestOutput]:
     """One step; then the invariants of the page table hold, and at most one call is in flight."""
     outputs = engine.step()
     for replica in engine.replicas:
-        assert replica.core.calls_in_flight <= 1, "more than one call is in flight"
+        assert replica.calls_in_flight <= 1, "more than one call is in flight"
     if check:
         engine.check()  # runs the update, which the host has counted on
         for replica in engine.replicas:

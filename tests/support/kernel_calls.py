@@ -26,7 +26,8 @@ from pallas_paged.decoder.between_attentions import (
 )
 from pallas_paged.decoder.rotary_write import WriteImplementation, rotate_and_write_kv
 from pallas_paged.decoder.unmerged_attention import unmerged_attention, write_and_attend
-from pallas_paged.engine.sampler import SamplingImplementation, SamplingMode, sample
+from pallas_paged.engine.sampling.sampler import SamplingImplementation, sample
+from pallas_paged.engine.sampling_params import SamplingMode
 from pallas_paged.kernels import xla
 from pallas_paged.kernels.backward import attention_gradient
 from pallas_paged.kernels.call import Arrays

@@ -37,6 +37,7 @@ ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "tests" / "mutants.md"
 TIMEOUT = 240  # seconds; an endless loop is an error that is found
 _PAGES = "tests/pages"
+_ENGINE = "pallas_paged/engine"
 # Imported once for all children.
 _IMPORTED = ["jax.numpy", "flax.nnx", "hypothesis", "openai", "uvicorn", "starlette.applications"]
 
@@ -60,18 +61,23 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
         ],
     ),
     "scheduler": (
-        ["pallas_paged/engine/scheduler.py", "pallas_paged/engine/kv_cache_manager.py"],
+        [
+            f"{_ENGINE}/schedule/scheduler.py",
+            f"{_ENGINE}/schedule/kv_cache_manager.py",
+        ],
         ["tests/engine/test_scheduler.py", "tests/engine/test_engine.py", "tests/engine"],
     ),
     "output processor": (
-        ["pallas_paged/engine/output_processor.py", "pallas_paged/engine/detokenizer.py"],
+        [
+            f"{_ENGINE}/requests/output_processor.py",
+            f"{_ENGINE}/requests/detokenizer.py",
+        ],
         ["tests/engine/test_detokenizer.py", "tests/engine"],
     ),
     "sampler": (
         [
-            "pallas_paged/engine/sampler.py",
-            "pallas_paged/engine/sampling_draw.py",
-            "pallas_paged/engine/sampling_filters.py",
+            f"{_ENGINE}/sampling/sampler.py",
+            f"{_ENGINE}/sampling/passes.py",
         ],
         [
             *["tests/engine/test_sampler.py", "tests/parallel/test_sampling.py"],

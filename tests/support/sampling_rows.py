@@ -5,7 +5,7 @@ from dataclasses import fields
 import numpy as np
 from jax.extend.random import threefry_2x32
 
-from pallas_paged.engine.sampler import SamplingMetadata
+from pallas_paged.engine.sampling.sampler import SamplingMetadata
 from tests.support.devices import implementations_here
 
 VOCAB = 12

@@ -9,10 +9,10 @@ from typing import Any
 
 from pallas_paged import PrefixCache
 from pallas_paged.engine import CompletionOutput, Request, SamplingParams
-from pallas_paged.engine.sampler import SamplingMode
-from pallas_paged.engine.scheduler import Scheduler
-from pallas_paged.engine.scheduler_output import Decode, SchedulerOutput
-from pallas_paged.engine.sequence import Sequence
+from pallas_paged.engine.requests.sequence import Sequence
+from pallas_paged.engine.sampling_params import SamplingMode
+from pallas_paged.engine.schedule.calls import RunnerOutput, SchedulerOutput, SequenceOutput
+from pallas_paged.engine.schedule.scheduler import Scheduler
 from tests.support.allocator_oracle import AllocatorOracle
 
 PAGE_SIZE = 4
@@ -49,10 +49,10 @@ def _sequence(request: Request, index: int, **values) -> Sequence:
     )
 
 
-def with_followers(leader: Sequence, count: int) -> list[Sequence]:
-    """Add followers to a sequence, and return them."""
-    leader.followers += [_sequence(leader.request, i + 1, leader=leader) for i in range(count)]
-    return leader.followers[:]
+def with_forks(source: Sequence, count: int) -> list[Sequence]:
+    """Add forks to a sequence, and return them."""
+    source.forks += [_sequence(source.request, i + 1, fork_source=source) for i in range(count)]
+    return source.forks[:]
 
 
 def token_at(one: Sequence, position: int) -> int:
@@ -66,7 +66,7 @@ class _Call:
     sampled: dict[Sequence, list[int]]  # a row that had ended before samples nothing
     pages: dict[Sequence, list[int]]  # one a token
     num_free: int
-    ledger: int
+    page_balance: int
     num_frees: int
 
 
@@ -107,7 +107,7 @@ class Host:
 
     def add(self, *sequences: Sequence) -> None:
         for one in sequences:
-            self.scheduler.add(one)
+            self.scheduler.add([one, *one.forks])
 
     def update(self) -> None:
         update = self.scheduler.pages.take_update()
@@ -120,7 +120,9 @@ class Host:
     def schedule(self) -> SchedulerOutput | None:
         steps = [call.scheduled.num_steps for call in self.calls]
         return self.scheduler.schedule(
-            in_flight=bool(steps), uncertain=max(steps, default=1) > 1, num_steps=self.num_steps()
+            in_flight=bool(steps),
+            may_end_early=max(steps, default=1) > 1,
+            num_steps=self.num_steps(),
         )
 
     def step(self) -> SchedulerOutput:
@@ -183,12 +185,12 @@ class Host:
                 length = len(self.table.tokens[one.running_slot])
                 token = token_at(one, length)
                 sampled.setdefault(one, []).append(token)
-                if not one.is_beam and (length + 1 >= one.max_len or token in one.stop_token_ids):
+                if length + 1 >= one.max_len or token in one.stop_token_ids:
                     self.finished.add(one.running_slot)
             if self.ends_early and any(one.running_slot in self.finished for one in active):
                 break
-        ledger = self.scheduler.pages.ledger
-        return _Call(scheduled, sampled, pages, self.table.num_free, ledger, self.num_frees)
+        page_balance = self.scheduler.pages.page_balance
+        return _Call(scheduled, sampled, pages, self.table.num_free, page_balance, self.num_frees)
 
     def _check_prefixes(self) -> None:
         """A page that several rows hold, or one attaches, has the K/V of one whole prefix."""
@@ -204,30 +206,24 @@ class Host:
 
     def read(self) -> None:
         call = self.calls.popleft()
-        self.scheduler.pages.observe(call.num_free, call.ledger)
         self.is_exact = call.num_frees == self.num_frees
-        for one, pages in call.pages.items():
-            if one.slot is not None:
-                one.store(pages, PAGE_SIZE)
-        for decode in call.scheduled.decodes:
-            self._take(decode.sequence, call.sampled[decode.sequence], decode)
-        for chunk in call.scheduled.chunks:
-            if chunk.is_last:
-                self._take(chunk.sequence, call.sampled[chunk.sequence], None)
-            if chunk.sequence.slot is not None:
-                self.scheduler.pages.cache_full_pages(chunk.sequence)
+        outputs = [
+            SequenceOutput(
+                scheduled=one,
+                pages=call.pages[one.sequence],
+                token_ids=call.sampled.get(one.sequence, []),
+            )
+            for one in [*call.scheduled.decodes, *call.scheduled.chunks]
+            if one.sequence.slot is not None
+        ]
+        output = RunnerOutput(num_free=call.num_free, sequences=outputs)
+        self.scheduler.update(output, call.page_balance)
+        for one in outputs:
+            for token_id in one.token_ids:
+                if (reason := one.scheduled.sequence.append(token_id)) is not None:
+                    self.end(one.scheduled.sequence, reason)
+                    break
         self.check_bound()
-
-    def _take(self, one: Sequence, token_ids: list[int], decode: Decode | None) -> None:
-        one.num_pending -= decode.num_tokens if decode is not None else 1
-        if decode is not None and one.slot is not None and len(token_ids) < decode.num_tokens:
-            self.scheduler.pages.rewind(decode, len(token_ids))
-        one.awaiting_choice = one.is_beam
-        for token_id in token_ids:
-            if one.finished or one.is_beam:
-                return
-            if (reason := one.append(token_id)) is not None:
-                self.end(one, reason)
 
     def end(self, one: Sequence, reason: str) -> None:
         one.output.finish_reason = reason

@@ -24,7 +24,7 @@ from models.server.server import Server
 from models.server.service import Service
 from models.tokenizer import Tokenizer, save_byte_tokenizer
 from pallas_paged.engine import Engine, EngineConfig
-from pallas_paged.engine.runner import fit_mode, modes_for
+from pallas_paged.engine.device.runner import fit_mode, modes_for
 from tests.support.plain_model import PlainModel, greedy_tokens
 
 MODEL = PlainModel(vocab_size=256, num_layers=1, max_model_len=256)

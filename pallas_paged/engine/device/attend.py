@@ -1,0 +1,245 @@
+"""Attention of one call of the engine, as its model calls it for each layer."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_paged.attention.entries import paged_attention, ragged_paged_attention
+from pallas_paged.decoder.peers import Peers, embed, row_linear, row_linear_norm
+from pallas_paged.decoder.rotary_write import Rotation, rotate_and_write_kv
+from pallas_paged.decoder.unmerged_attention import unmerged_attention, write_and_attend
+from pallas_paged.engine.device.state import ChunkBatch
+from pallas_paged.engine.model import Model
+from pallas_paged.pages.layer import LayerKV
+from pallas_paged.pages.pool import write_kv
+from pallas_paged.pages.table import PageTable
+
+
+class AttentionKernels(NamedTuple):
+    """Which kernels attend, as in `AttentionOptions`."""
+
+    implementation: str | None = None
+    interpret: bool = False
+
+    @property
+    def attention(self) -> dict[str, Any]:
+        """The options of attention."""
+        return self._asdict()
+
+    @property
+    def writes(self) -> dict[str, Any]:
+        """The options of `rotate_and_write_kv`: of the same family where it writes, or the best."""
+        if self.implementation == "xla" or (self.implementation == "triton" and self.interpret):
+            return self._asdict()
+        return {}
+
+
+# Tokens of an average chunk, a low guess. The tables are of all slots, and most have no chunk: for
+# as many rows, attention would choose small tiles. Measured on an H200, 2026-11: 4096 tokens in 8
+# or 36 chunks then take half the time, and 256 chunks of 16 tokens 17% more.
+_EXPECTED_CHUNK = 64
+
+
+class PagedAttend:
+    """Writes all new K/V, then decode rows and chunks attend, each by their own kernel.
+
+    Where the pool holds each of the model's KV heads several times, so are they written. Meets the
+    protocol `Attend`, which describes the calls.
+    """
+
+    def __init__(
+        self,
+        table: PageTable,
+        slot_mapping: jax.Array,
+        decode_rows: jax.Array,
+        chunks: ChunkBatch | None,
+        *,
+        num_kv_heads: int,
+        kernels: AttentionKernels,
+        peers: Peers | None = None,
+    ):
+        """Gather what all layers share.
+
+        Args:
+            table: with pages for the new tokens.
+            slot_mapping: `i32[T]`, slots of the new tokens.
+            decode_rows: `i32[D]`, rows of the table with one new token each.
+            chunks: whose tokens come before those of the rows, or None.
+            num_kv_heads: of the model.
+            kernels: of the attention.
+            peers: of the devices of a mesh.
+        """
+
+        def cache_of(rows: jax.Array) -> dict[str, Any]:
+            lens = table.seq_lens.at[rows].get(mode="fill", fill_value=0)
+            return dict(block_tables=table.block_tables.at[rows].get(mode="clip"), seq_lens=lens)
+
+        self._decoding = cache_of(decode_rows)
+        self._prompts = None
+        if chunks is not None:
+            self._prompts = cache_of(chunks.slots) | dict(cu_q_lens=chunks.cu_q_lens)
+            self._places = decode_places(decode_rows, slot_mapping.size, table.max_seqs)
+        self._slot_mapping, self._num_kv_heads = slot_mapping, num_kv_heads
+        self._kernels = kernels
+        self._peers = peers
+        self._seen: list[jax.Array] = []  # pages that a call has taken or returned
+
+    def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerKV, **options: Any
+    ) -> tuple[jax.Array, LayerKV]:
+        self._check_once(cache)
+        repeats = self._repeats(cache, k.shape[1])
+        if repeats > 1:
+            k, v = jnp.repeat(k, repeats, axis=1), jnp.repeat(v, repeats, axis=1)
+        return self._attend(q, write_kv(cache, k, v, self._slot_mapping), **options)
+
+    def fused(
+        self,
+        qkv: jax.Array,
+        cache: LayerKV,
+        *,
+        rotation: Rotation | None = None,
+        q_norm: jax.Array | None = None,
+        k_norm: jax.Array | None = None,
+        eps: float = 1e-6,
+        unmerged: bool = False,
+        **options: Any,
+    ) -> tuple[Any, LayerKV]:
+        self._check_once(cache)
+        repeats = self._repeats(cache, qkv.shape[1])
+        if repeats > 1:
+            qkv = _repeated(qkv, repeats)
+        is_plain = q_norm is None and k_norm is None
+        if unmerged and is_plain and self._has_states:
+            how = self._decoding | dict(rotation=rotation) | self._kernels.attention
+            found = write_and_attend(qkv, cache, slots=self._slot_mapping, **how, **options)
+            if found is not None:
+                return found
+        q, cache = rotate_and_write_kv(
+            cache,
+            qkv,
+            self._slot_mapping,
+            rotation=rotation,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=eps,
+            **self._kernels.writes,
+        )
+        if unmerged and self._has_states:
+            how = self._decoding | self._kernels.attention
+            attention = unmerged_attention(q, cache, **how, **options)
+            if attention is not None:
+                return attention, cache
+        return self._attend(q, cache, **options)
+
+    def row_linear(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        return row_linear(x, weight, self._peers)
+
+    def row_linear_norm(
+        self, x: jax.Array, weight: jax.Array, residual: jax.Array, norm: jax.Array, eps: float
+    ) -> tuple[jax.Array, jax.Array]:
+        return row_linear_norm(x, weight, residual, norm, eps, self._peers)
+
+    def embed(self, token_ids: jax.Array, table: jax.Array) -> jax.Array:
+        return embed(token_ids, table, self._peers)
+
+    @property
+    def _has_states(self) -> bool:
+        """Whether a call is one row of one device, whose partial states are of use."""
+        is_alone = self._prompts is None and self._peers is None
+        return is_alone and self._decoding["seq_lens"].size == 1
+
+    def _check_once(self, cache: LayerKV) -> None:
+        """Refuse pages that a call has had already, while a model is traced."""
+        traced = isinstance(cache.k_pages, jax.core.Tracer)
+        if traced and any(cache.k_pages is pages for pages in self._seen):
+            raise ValueError("the model must call `attend` once for each layer, with its own cache")
+        self._seen.append(cache.k_pages)
+
+    def _repeats(self, cache: LayerKV, num_kv_heads: int) -> int:
+        """Return how often the pool has each head; the model may have repeated them itself."""
+        repeats = cache.num_kv_heads // self._num_kv_heads
+        return repeats if num_kv_heads == self._num_kv_heads else 1
+
+    def _attend(self, q: jax.Array, cache: LayerKV, **options: Any) -> tuple[jax.Array, LayerKV]:
+        self._seen.append(cache.k_pages)
+        options |= self._kernels.attention
+        num_tokens, num_decodes = q.shape[0], self._decoding["seq_lens"].size
+        out = paged_attention(q[num_tokens - num_decodes :], cache, **self._decoding, **options)
+        if self._prompts is not None:
+            # To the chunks the other queries are padding. To cut those off, and to join the
+            # outputs, would copy all of the chunks' tokens.
+            expected = max(1, num_tokens // _EXPECTED_CHUNK)
+            how = self._prompts | dict(expected_seqs=expected)
+            of_all = ragged_paged_attention(q, cache, **how, **options)
+            out = of_all.at[self._places].set(out, mode="drop", unique_indices=True)
+        return out, cache
+
+
+def hidden_of(
+    model: Model,
+    params: Any,
+    tokens: jax.Array,
+    positions: jax.Array,
+    attend: PagedAttend,
+    cache: tuple[LayerKV, ...],
+) -> tuple[jax.Array, tuple[LayerKV, ...]]:
+    """Run a model on new tokens; arguments and results are those of `Model`.
+
+    Raises:
+        ValueError: while tracing: the hidden states are not `[T, E]`, or the cache is not what
+            `attend` returned for each layer.
+    """
+    hidden, layers = model(params, tokens, positions, attend, cache)
+    if hidden.ndim != 2 or len(hidden) != len(tokens):
+        raise ValueError(f"the model's hidden states must be [T={len(tokens)}, E]: {hidden.shape=}")
+    if len(layers) != len(cache):
+        raise ValueError(f"the model's cache must have {len(cache)} layers, not {len(layers)}")
+    for index, (new, old) in enumerate(zip(layers, cache, strict=True)):
+        if not isinstance(new, LayerKV) or new.k_pages is old.k_pages:
+            raise ValueError(f"layer {index} of the model's cache must be what `attend` returned")
+    return hidden, tuple(layers)
+
+
+def logits_of(model: Model, params: Any, hidden: jax.Array) -> jax.Array:
+    """Return the logits `f32[S, vocab_size]` of hidden states `[S, E]`.
+
+    Raises:
+        ValueError: while tracing: the model's are others.
+    """
+    logits = model.logits(params, hidden)
+    wanted = len(hidden), model.vocab_size
+    if logits.shape != wanted or logits.dtype != jnp.float32:
+        raise ValueError(
+            f"the model's logits must be f32{[*wanted]}, as of model.vocab_size, not "
+            f"{logits.dtype}{[*logits.shape]}"
+        )
+    return logits
+
+
+def decode_places(rows: jax.Array, num_tokens: int, num_slots: int) -> jax.Array:
+    """Return where among T tokens those of D decoding rows are, `i32[D]`; out of range for padding.
+
+    They are the last D. Rows out of range are padding, and chunks may have tokens in their places.
+    """
+    places = num_tokens - rows.size + jnp.arange(rows.size, dtype=jnp.int32)
+    return jnp.where(rows < num_slots, places, places + rows.size)
+
+
+def _repeated(qkv: jax.Array, repeats: int) -> jax.Array:
+    """Return `qkv [T, Hkv, G + 2, D]` as `[T, Hkv * repeats, G / repeats + 2, D]`.
+
+    Each KV head stands there `repeats` times, with a part of its queries each time.
+    """
+    num_tokens, num_kv_heads, kinds, head_dim = qkv.shape
+    if (kinds - 2) % repeats:
+        raise ValueError(
+            f"each KV head must have a multiple of {repeats} query heads to be on as many devices, "
+            f"not {kinds - 2}"
+        )
+    heads = num_kv_heads * repeats
+    q = qkv[:, :, :-2].reshape(num_tokens, heads, (kinds - 2) // repeats, head_dim)
+    return jnp.concatenate([q, jnp.repeat(qkv[:, :, -2:], repeats, axis=1)], axis=2)

@@ -1,0 +1,292 @@
+"""The state of a replica on its devices, and the jitted calls that change it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import wraps
+from types import FrameType
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+
+from pallas_paged.decoder.peers import create_peers
+from pallas_paged.engine.config import EngineConfig
+from pallas_paged.engine.device.attend import AttentionKernels
+from pallas_paged.engine.device.placement import Placement, Shardings, Weights, jit_replicated
+from pallas_paged.engine.device.pool import create_pool, pool_dtype
+from pallas_paged.engine.device.processes import Followers
+from pallas_paged.engine.device.state import (
+    Batch,
+    EngineState,
+    SlotStates,
+    TableArrays,
+    fork,
+    fork_on,
+    set_slots,
+    slot_states,
+    update_table,
+)
+from pallas_paged.engine.device.step import StepOutput, make_step
+from pallas_paged.engine.model import Model
+from pallas_paged.engine.sampling.sampler import TokenCounts, create_token_counts, set_token_counts
+from pallas_paged.pages.pool import KVPool
+from pallas_paged.pages.table import create_page_table
+
+
+class EngineDeadError(RuntimeError):
+    """A step failed and took the engine's state with it; the cause is what failed."""
+
+    def __init__(self, what: str, cause: BaseException):
+        super().__init__(f"{what}: {str(cause) or type(cause).__name__}")
+        self.__cause__ = cause
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Raise the KeyboardInterrupt of a Ctrl-C in this block at its end; a second one at once.
+
+    Only Python's own handler of SIGINT is replaced, and only in the main thread, where it runs.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    pending: list[tuple[int, FrameType | None]] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if pending:
+            signal.default_int_handler(number, frame)
+        pending.append((number, frame))
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if pending:
+        raise KeyboardInterrupt
+
+
+_COMPILE_THREADS = 6
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def progress_bar(steps: Iterable[Any], total: int, unit: str, show: bool) -> Iterable[Any]:
+    """Show a bar on stderr as the steps are taken, where that is a terminal and tqdm is there."""
+    if not show:
+        return steps
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return steps
+    return tqdm(steps, total=total, unit=unit, disable=None)
+
+
+def _followed(
+    method: Callable[Concatenate[Executor, P], R],
+) -> Callable[Concatenate[Executor, P], R]:
+    """Let the other processes make the same call; positional arguments are sent to them."""
+
+    @wraps(method)
+    def call(self: Executor, *args: P.args, **options: P.kwargs) -> R:
+        if self.followers is None:
+            return method(self, *args, **options)
+        with interrupts_held():  # all make the call, or none
+            self.followers.send(method.__name__, args)
+            return method(self, *args, **options)
+
+    return call
+
+
+class Executor:
+    """Holds the state of a replica on its devices, and makes the calls on it.
+
+    Arguments are NumPy arrays of few fixed shapes. In a program of several processes the executor
+    of process 0 sends each call to the others, so that all make the same calls in the same order.
+
+    Attributes:
+        state: after all dispatched calls; the next one takes its buffers.
+        weights: the parameters.
+        pool_shape: shapes and dtypes of the pool.
+        followers: the other processes; None if this is the only one, or follows itself.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        weights: Weights,
+        config: EngineConfig,
+        placement: Placement,
+        *,
+        num_pages: int,
+        max_len: int,
+        followers: Followers | None = None,
+    ):
+        """Create the state on the devices; sizes as in `ModelRunner`."""
+        self.weights, self.followers = weights, followers
+        self._model, self._config, self._placement = model, config, placement
+        self._num_pages = num_pages
+        table = create_page_table(
+            num_pages=num_pages,
+            page_size=config.page_size,
+            max_seqs=config.max_num_seqs,
+            pages_per_seq=-(-max_len // config.page_size),
+        )
+        self.state = EngineState(
+            table=placement.put(table),
+            pool=self._create_pool(),
+            slots=placement.put(slot_states(config.max_num_seqs, len(model.eos_token_ids))),
+            valid=placement.put(np.bool_(True)),
+        )
+        self.pool_shape = jax.eval_shape(lambda: self.state.pool)
+        self._counts: TokenCounts | None = None
+        shardings = None if placement.mesh is None else Shardings.of(self.state)
+        self._step = make_step(
+            model,
+            weights.structure,
+            AttentionKernels(config.implementation, config.interpret),
+            shardings,
+        )
+        mesh = placement.mesh
+        self._peers = None if mesh is None or mesh.size == 1 else create_peers(mesh)
+        self._update_table, self._set_slots = update_table, set_slots
+        self._count_tokens = _count_tokens
+        self._fork: Callable[..., EngineState] = fork
+        if shardings is not None:
+            replicated = shardings.replicated
+            self._update_table = jit_replicated(update_table, replicated, 2)
+            self._fork = fork_on(shardings)
+            self._set_slots = jit_replicated(set_slots, replicated, 1)
+            self._count_tokens = jit_replicated(set_token_counts, replicated, 1)
+
+    @property
+    def num_free(self) -> int:
+        """Free pages after all dispatched calls, for which it waits."""
+        return int(self.read(self.state.table.num_free))
+
+    @_followed
+    def step(self, batch: Batch) -> StepOutput:
+        """Dispatch a batch."""
+        counts = self._make_counts() if batch.mode.penalties else None
+        self.state, counts, output = self._step(
+            self.weights.leaves, self.state, counts, batch, self._peers
+        )
+        if counts is not None:
+            self._counts = counts
+        return output
+
+    @_followed
+    def update_table(self, arrays: TableArrays) -> None:
+        """Change the page table, as `state.update_table`."""
+        table, valid = self._update_table(self.state.table, self.state.valid, arrays)
+        self.state = replace(self.state, table=table, valid=valid)
+
+    @_followed
+    def fork(self, src: np.ndarray, dst: np.ndarray) -> None:
+        """Fork slots, as `state.fork`."""
+        self.state = self._fork(self.state, src, dst)
+
+    @_followed
+    def set_slots(self, indices: np.ndarray, values: SlotStates) -> None:
+        """Set slots, as `state.set_slots`."""
+        slots = self._set_slots(self.state.slots, indices, values)
+        self.state = replace(self.state, slots=slots)
+
+    @_followed
+    def count_tokens(
+        self,
+        slot: np.int32,
+        prompt_token_ids: np.ndarray,
+        output_token_ids: np.ndarray,
+        first: np.bool_,
+    ) -> None:
+        """Count tokens for penalties, as `sampler.set_token_counts`."""
+        counts = self._make_counts()
+        self._counts = self._count_tokens(counts, slot, prompt_token_ids, output_token_ids, first)
+
+    @_followed
+    def sleep(self) -> None:
+        """Free the memory of the pool."""
+        for leaf in jax.tree.leaves((self.state.pool, self._counts)):
+            leaf.delete()
+        self._counts = None
+
+    @_followed
+    def wake(self) -> None:
+        """Allocate the pool again."""
+        self.state = replace(self.state, pool=self._create_pool())
+
+    @_followed
+    def compile(self, batches: Sequence[Batch], progress: bool = False) -> None:
+        """Compile the steps of batches, in threads; show a bar on stderr if `progress`.
+
+        They are lowered in order, one after another. Threads that trace a function of both at once
+        get a copy each, so a step's program and its key in JAX's compilation cache would depend on
+        the timing.
+        """
+        # Compilers of several processes may wait for one another, so they go in the same order.
+        threads = min(_COMPILE_THREADS, os.cpu_count() or 1)
+        threads = 1 if self._placement.num_processes > 1 else threads
+        remaining, lowering = iter(batches), threading.Lock()
+
+        def compile_next(_: Batch) -> None:
+            with lowering:
+                lowered = self.lower(next(remaining))
+            lowered.compile()
+
+        with ThreadPoolExecutor(threads) as pool:
+            done = pool.map(compile_next, batches)
+            for _ in progress_bar(done, len(batches), "compilation", progress):
+                if self.followers is not None:
+                    self.followers.check()
+
+    def lower(self, batch: Batch) -> jax.stages.Lowered:
+        """Lower the step of a batch."""
+        counts = self._make_counts() if batch.mode.penalties else None
+        return self._step.lower(self.weights.leaves, self.state, counts, batch, self._peers)  # type: ignore[attr-defined]
+
+    def trace(self, batch: Batch) -> None:
+        """Trace the step of a batch, so that a model that it can't run fails now."""
+        jax.eval_shape(self._step, self.weights.leaves, self.state, None, batch, self._peers)
+
+    def read(self, arrays: Any) -> Any:
+        """Wait for arrays of the device, and return them as NumPy arrays."""
+        if self.followers is not None:
+            self.followers.wait(arrays)
+        return jax.device_get(arrays)
+
+    def wait(self) -> None:
+        """Wait for all dispatched calls; also asleep, without the pool."""
+        arrays = self.state.table, self.state.slots
+        if self.followers is not None:
+            self.followers.wait(arrays)
+        jax.block_until_ready(arrays)
+
+    def _create_pool(self) -> KVPool:
+        config, placement = self._config, self._placement
+        pool = create_pool(
+            self._model.kv_cache_spec.on_devices(placement.num_devices),
+            num_pages=self._num_pages,
+            page_size=config.page_size,
+            dtype=pool_dtype(self._model.kv_cache_spec, config.kv_cache_dtype),
+            sharding=placement.pool,
+        )
+        return placement.put(pool) if placement.mesh is None else pool
+
+    def _make_counts(self) -> TokenCounts:
+        if self._counts is None:
+            shardings = self._placement.replicated
+            make = jax.jit(create_token_counts, static_argnums=(0, 1), out_shardings=shardings)
+            self._counts = make(self._config.max_num_seqs, self._model.vocab_size)
+        return self._counts
+
+
+_count_tokens = jax.jit(set_token_counts, donate_argnums=0)

@@ -1,0 +1,391 @@
+"""The model runner: packs scheduled calls for the executor and reads back their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import zip_longest
+from operator import or_
+from typing import Any
+
+import jax
+import numpy as np
+
+from pallas_paged.engine.config import EngineConfig
+from pallas_paged.engine.device.executor import Executor
+from pallas_paged.engine.device.placement import Placement, Weights
+from pallas_paged.engine.device.processes import Followers
+from pallas_paged.engine.device.state import (
+    Batch,
+    BatchBuckets,
+    TableArrays,
+    pack,
+    set_slot,
+    slot_states,
+)
+from pallas_paged.engine.device.step import NOT_SAMPLED, StepOutput
+from pallas_paged.engine.model import Model
+from pallas_paged.engine.outputs import LogprobSequence
+from pallas_paged.engine.requests.input_processor import check_lists
+from pallas_paged.engine.requests.sequence import Sequence
+from pallas_paged.engine.sampling.logprobs import Logprobs
+from pallas_paged.engine.sampling_params import MAX_LOGPROBS, SamplingMode, SamplingParams
+from pallas_paged.engine.schedule.calls import (
+    Attachment,
+    Chunk,
+    Decode,
+    RunnerOutput,
+    SchedulerOutput,
+    SequenceOutput,
+)
+from pallas_paged.engine.schedule.kv_cache_manager import TableUpdate
+from pallas_paged.pages.table import PageTable
+
+_MAX_PAGES = 1024  # pages that one update retains or releases
+_MAX_ATTACHMENTS = 16  # slots that one update fills
+_MAX_SET = 16  # slots that one call sets
+_COUNTED_TOKENS = 1024  # tokens that one call counts for penalties
+
+
+class ModelRunner:
+    """Packs what is scheduled for the executor, and unpacks what it has computed.
+
+    Attributes:
+        buckets: shapes of the batches.
+        executor: the state on the devices, and the calls on it.
+        compiled: the sampling modes of the steps of each shape so far. A step of another mode uses
+            the smallest of them that covers it, if any does.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        weights: Weights,
+        config: EngineConfig,
+        placement: Placement,
+        *,
+        num_pages: int,
+        max_len: int,
+        followers: Followers | None = None,
+    ):
+        """Create the state.
+
+        Args:
+            model, weights, config, placement: of the replica.
+            num_pages, max_len: sizes that the config may leave open.
+            followers: the other processes of this replica.
+        """
+        self.buckets = BatchBuckets(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        self._model, self._config = model, config
+        self.executor = Executor(
+            model,
+            weights,
+            config,
+            placement,
+            num_pages=num_pages,
+            max_len=max_len,
+            followers=followers,
+        )
+        self.compiled: dict[tuple[int, int], set[SamplingMode]] = {}
+        if config.implementation is not None or placement.mesh is not None:
+            self.executor.trace(self.empty_batch(self.buckets.all()[0], SamplingMode()))
+
+    @property
+    def num_compiled(self) -> int:
+        """Number of steps compiled: shapes times sampling modes."""
+        return sum(map(len, self.compiled.values()))
+
+    @property
+    def table(self) -> PageTable:
+        """The page table after all dispatched calls; the next call takes its buffers."""
+        return self.executor.state.table
+
+    def empty_batch(self, shape: tuple[int, int], mode: SamplingMode) -> Batch:
+        """Return a batch that computes nothing."""
+        return self._pack([], [], shape, mode)
+
+    def warmup(self, modes: list[SamplingMode], progress: bool = False) -> None:
+        """Compile the steps of every shape in these modes, in threads, and run each on nothing."""
+        steps = list(
+            dict.fromkeys(
+                (shape, fit_mode(mode, shape)) for shape in self.buckets.all() for mode in modes
+            )
+        )
+        self.executor.compile([self.empty_batch(*step) for step in steps], progress=progress)
+        # Twice: a CUDA graph is made by the second execution.
+        for shape, mode in steps * 2:
+            self._run([], [], shape, mode)
+        self._update(TableUpdate(), [])
+        self._fork([])
+        self._set_slots([], [])
+        if any(mode.penalties for mode in modes):
+            self._count_tokens(self._config.max_num_seqs, [0], [])  # a slot that is not there
+        self.executor.wait()
+
+    def update_table(self, update: TableUpdate, attachments: list[Attachment]) -> None:
+        """Apply what the scheduler has decided to the page table."""
+        if update or attachments:
+            self._update(update, attachments)
+
+    def dispatch(self, scheduled: SchedulerOutput) -> InFlight | None:
+        """Start a call; return None if there is nothing to compute."""
+        if scheduled.forks:
+            self._fork(scheduled.forks)
+        decodes, chunks = scheduled.decodes, scheduled.chunks
+        if not decodes and not chunks:
+            return None
+        starting = [*scheduled.resumed, *(chunk.sequence for chunk in chunks if chunk.is_last)]
+        for some in _split(starting, _MAX_SET) if starting else []:
+            self._set_slots(some, scheduled.resumed)
+        for one in starting:
+            if one.mode.penalties:
+                num_prompt = len(one.request.prompt_token_ids)
+                prompt, new = one.token_ids[:num_prompt], one.token_ids[num_prompt:]
+                self._count_tokens(one.running_slot, prompt, new)
+        sequences = [x.sequence for x in decodes] + [x.sequence for x in chunks]
+        mode = reduce(or_, {one.mode for one in sequences})
+        wanted = (x.sequence.mode.prompt_logprobs for x in chunks if x.targets is not None)
+        mode = replace(mode, prompt_logprobs=max(wanted, default=-1))
+        shape = self.buckets.fit(len(decodes), sum(len(chunk.token_ids) for chunk in chunks))
+        output = self._run(decodes, chunks, shape, mode)
+        return InFlight(scheduled=scheduled, output=output)
+
+    def read(self, in_flight: InFlight) -> RunnerOutput:
+        """Wait for a call.
+
+        Raises:
+            RuntimeError: the page table did not have what the host counted on.
+        """
+        output = self.executor.read(in_flight.output)
+        return _read_output(in_flight, output, self._config.page_size)
+
+    def _run(
+        self, decodes: list[Decode], chunks: list[Chunk], shape: tuple[int, int], mode: SamplingMode
+    ) -> StepOutput:
+        """Dispatch a batch."""
+        compiled = self.compiled.setdefault(shape, set())
+        if mode not in compiled:  # a larger one serves as well
+            mode = min((x for x in compiled if x.covers(mode)), default=mode)
+            compiled.add(mode)
+        output = self.executor.step(self._pack(decodes, chunks, shape, mode))
+        for leaf in jax.tree.leaves(output):
+            leaf.copy_to_host_async()
+        return output
+
+    def _pack(
+        self, decodes: list[Decode], chunks: list[Chunk], shape: tuple[int, int], mode: SamplingMode
+    ) -> Batch:
+        return pack(
+            decodes,
+            chunks,
+            shape=shape,
+            max_num_seqs=self._config.max_num_seqs,
+            max_num_batched_tokens=self._config.max_num_batched_tokens,
+            mode=mode,
+            max_num_steps=self._config.num_scheduler_steps,
+        )
+
+    def _set_slots(self, starting: list[Sequence], resumed: list[Sequence]) -> None:
+        """Set the slots of sequences that begin to sample; resumed ones also need their token."""
+        values = slot_states(_MAX_SET, len(self._model.eos_token_ids))
+        for entry, one in enumerate(starting):
+            set_slot(values, entry, one, one.token_ids[-1] if one in resumed else -1)
+        slots = [one.running_slot for one in starting]
+        self.executor.set_slots(_padded(slots, _MAX_SET, self._config.max_num_seqs), values)
+
+    def _count_tokens(
+        self, slot: int, prompt_token_ids: list[int], output_token_ids: list[int]
+    ) -> None:
+        for first in range(0, max(len(prompt_token_ids), len(output_token_ids)), _COUNTED_TOKENS):
+            piece = slice(first, first + _COUNTED_TOKENS)
+            self.executor.count_tokens(
+                np.int32(slot),
+                _padded(prompt_token_ids[piece], _COUNTED_TOKENS, -1),
+                _padded(output_token_ids[piece], _COUNTED_TOKENS, -1),
+                np.bool_(first == 0),
+            )
+
+    def _update(self, update: TableUpdate, attachments: list[Attachment]) -> None:
+        """Retain all, then free, release and attach, in as few calls of one shape as possible."""
+        *earlier, retained = _split(update.retained, _MAX_PAGES)
+        for pages in earlier:
+            self._change(pages, [], [], [])
+        freed = update.freed
+        released = _split(update.released, _MAX_PAGES)
+        attached = _split(attachments, _MAX_ATTACHMENTS)
+        for pages, entries in zip_longest(released, attached):
+            self._change(retained, freed, pages or [], entries or [])
+            retained, freed = [], []
+
+    def _change(
+        self,
+        retained: list[int],
+        freed: list[int],
+        released: list[int],
+        attachments: list[Attachment],
+    ) -> None:
+        table = self.table
+        is_freed = np.zeros(table.max_seqs, bool)
+        is_freed[freed] = True
+        pages = np.full((_MAX_ATTACHMENTS, table.pages_per_seq), table.num_pages, np.int32)
+        for entry, (_, attached) in enumerate(attachments):
+            pages[entry, : len(attached)] = attached
+        slots = [slot for slot, _ in attachments]
+        self.executor.update_table(
+            TableArrays(
+                retained=_padded(retained, _MAX_PAGES, table.num_pages),
+                freed=is_freed,
+                released=_padded(released, _MAX_PAGES, table.num_pages),
+                slots=_padded(slots, _MAX_ATTACHMENTS, table.max_seqs),
+                pages=pages,
+            )
+        )
+
+    def _fork(self, forks: list[tuple[int, int]]) -> None:
+        num_slots = self._config.max_num_seqs
+        src, dst = (_padded([x[i] for x in forks], num_slots, num_slots) for i in (0, 1))
+        self.executor.fork(src, dst)
+
+
+def modes_for(params: Iterable[SamplingParams] | None) -> list[SamplingMode]:
+    """Return the sampling modes to compile for requests with these parameters.
+
+    Steps that are greedy, that only draw, or that filter have modes of their own, because filters,
+    penalties and log-probabilities cost time in every row. None is for any request.
+    """
+    if params is None:
+        full = SamplingMode(
+            draws=True,
+            filters=2,
+            processors=True,
+            penalties=True,
+            logprobs=MAX_LOGPROBS,
+        )
+        return [
+            SamplingMode(),
+            SamplingMode(draws=True),
+            SamplingMode(draws=True, filters=2),
+            full,
+            replace(full, prompt_logprobs=MAX_LOGPROBS),
+        ]
+    check_lists(params=params)
+    for one in params:
+        if not isinstance(one, SamplingParams):
+            raise ValueError(f"params has {one!r}, which must be SamplingParams")
+    modes = {SamplingMode.of(one) for one in params}
+    modes.add(reduce(or_, modes, SamplingMode()))
+    return sorted(modes | {replace(max(modes), prompt_logprobs=-1)})
+
+
+def fit_mode(mode: SamplingMode, shape: tuple[int, int]) -> SamplingMode:
+    """Return the part of a mode that a batch of this shape can need."""
+    return mode if shape[1] else replace(mode, prompt_logprobs=-1)
+
+
+def _split(entries: list[Any], size: int) -> list[list[Any]]:
+    """Entries in as many pieces as calls take, at least one."""
+    return [entries[start : start + size] for start in range(0, max(len(entries), 1), size)]
+
+
+def _padded(values: list[int], size: int, padding: int) -> np.ndarray:
+    padded = np.full(size, padding, np.int32)
+    padded[: len(values)] = values
+    return padded
+
+
+@dataclass(frozen=True, kw_only=True)
+class InFlight:
+    """A call that is dispatched and not read.
+
+    Attributes:
+        scheduled: what it computes.
+        output: what it returns, on the device or on its way to the host.
+    """
+
+    scheduled: SchedulerOutput
+    output: StepOutput
+
+
+def _read_output(in_flight: InFlight, output: StepOutput, page_size: int) -> RunnerOutput:
+    """Return what a call has computed, sequence by sequence.
+
+    Args:
+        in_flight: the call.
+        output: what it returned, as NumPy arrays.
+        page_size: of the page table.
+
+    Raises:
+        RuntimeError: the page table did not have what the host counted on.
+    """
+    if not output.valid:
+        raise RuntimeError("the page table lacks pages or slots that the scheduler counts on")
+    decodes, chunks = in_flight.scheduled.decodes, in_flight.scheduled.chunks
+    num_steps = in_flight.scheduled.num_steps
+    tokens: list[list[int]] = output.token_ids[:num_steps].T.tolist()  # of each row
+    mapping = output.slot_mapping if chunks else output.slot_mapping[:num_steps]
+    pages = (mapping // page_size).T.tolist()
+    sequences: list[SequenceOutput] = []
+
+    def sampled(sequence: Sequence, row: int) -> tuple[list[int], LogprobSequence | None]:
+        token_ids = tokens[row]
+        if token_ids[-1] == NOT_SAMPLED:
+            token_ids = token_ids[: token_ids.index(NOT_SAMPLED)]
+        if (num_logprobs := sequence.request.params.num_logprobs) is None:
+            return token_ids, None
+        place = slice(len(token_ids)), row
+        return token_ids, _read_logprobs(output.logprobs, place, token_ids, num_logprobs)
+
+    # Sequences that have ended meanwhile have no slot; none has another, because pages are
+    # taken from a sequence only while nothing is in flight.
+    for row, decode in enumerate(decodes):
+        if (slot := decode.sequence.slot) is None:
+            continue
+        new = [pages[row - len(decodes)]] if chunks else pages[row]
+        token_ids, logprobs = sampled(decode.sequence, slot if chunks else row)
+        sequences.append(
+            SequenceOutput(
+                scheduled=decode,
+                pages=new[: len(token_ids)],
+                token_ids=token_ids,
+                logprobs=logprobs,
+            )
+        )
+    start = 0
+    for chunk in chunks:
+        end = start + len(chunk.token_ids)
+        sequence = chunk.sequence
+        if sequence.slot is not None:
+            prompt_logprobs = None
+            if (targets := chunk.targets) is not None:
+                place = slice(start, start + len(targets))
+                most = sequence.request.params.prompt_logprobs or 0
+                prompt_logprobs = _read_logprobs(output.prompt_logprobs, place, targets, most)
+            token_ids, logprobs = sampled(sequence, sequence.slot) if chunk.is_last else ([], None)
+            one = SequenceOutput(
+                scheduled=chunk,
+                pages=pages[start:end],
+                token_ids=token_ids,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+            )
+            sequences.append(one)
+        start = end
+    return RunnerOutput(num_free=int(output.num_free), sequences=sequences)
+
+
+def _read_logprobs(
+    logprobs: Logprobs | None, place: Any, token_ids: list[int], num_logprobs: int
+) -> LogprobSequence:
+    """Return what arrays have of tokens at a place, with this number of the most probable."""
+    assert logprobs is not None
+    return LogprobSequence(
+        token_ids,
+        logprobs.logprob[place].tolist(),
+        logprobs.rank[place].tolist(),
+        logprobs.top_token_ids[place][:, :num_logprobs].ravel().tolist(),
+        logprobs.top_logprobs[place][:, :num_logprobs].ravel().tolist(),
+    )

@@ -1,0 +1,381 @@
+"""The jitted call of the engine: a step of decoding slots and chunks, or several decode steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_paged.checks import pytree
+from pallas_paged.decoder.peers import Peers
+from pallas_paged.engine.device.attend import (
+    AttentionKernels,
+    PagedAttend,
+    decode_places,
+    hidden_of,
+    logits_of,
+)
+from pallas_paged.engine.device.placement import Shardings
+from pallas_paged.engine.device.state import Batch, ChunkBatch, EngineState, SlotStates
+from pallas_paged.engine.model import Model
+from pallas_paged.engine.sampling.logprobs import Logprobs, gather_logprobs
+from pallas_paged.engine.sampling.sampler import (
+    SamplingImplementation,
+    TokenCounts,
+    add_output_tokens,
+    process_logits,
+    sample,
+)
+from pallas_paged.engine.sampling_params import SamplingMode
+from pallas_paged.pages.pool import KVPool
+from pallas_paged.pages.table import PageTable, extend, free_before, slot_mapping
+
+NOT_SAMPLED = -2  # in place of the token of a slot that did not take part in a step
+_LOGPROBS_BLOCK = 128  # prompt tokens whose logits are in memory at a time
+# Everything that a step needs in one CUDA graph, a loop of steps included: launched one by one, its
+# kernels wait for the host. Kernels that do not depend on one another run side by side, such as the
+# writes of K and V and the rotation of q: 3% of a decode step.
+_KERNELS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"
+GPU_OPTIONS = {
+    "xla_gpu_enable_command_buffer": f"{_KERNELS},CONDITIONAL,WHILE",
+    "xla_gpu_graph_min_graph_size": 1,
+    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+}
+# On a mesh too the loop is one graph, where `Peers` adds up by its kernel. What NCCL sends can't be
+# in a graph; pieces of few kernels between are faster without one. NCCL is faster than XLA's own
+# kernels for sums (docs/parallel.md); JAX 0.10 has NCCL only.
+_MESH_OPTIONS = {k: v for k, v in GPU_OPTIONS.items() if k != "xla_gpu_graph_min_graph_size"}
+if jax.__version_info__ >= (0, 11):
+    _MESH_OPTIONS["xla_gpu_experimental_use_collective_kernels"] = ""
+
+
+@pytree
+class StepOutput:
+    """What the host reads of a call.
+
+    A call that only decodes has R = the batch's D rows and K = its `max_num_steps`. One with chunks
+    has R = all slots and K = 1.
+
+    Attributes:
+        token_ids: `i32[K, R]`, sampled tokens; -1 if the logits were NaN or infinite, NOT_SAMPLED
+            where the row did not take part in the step.
+        slot_mapping: pool slots of the new K/V: `i32[K, R]`, or `i32[T]` with chunks.
+        valid: `bool[]`, of the state.
+        num_free: `i32[]`, free pages after the call.
+        logprobs: of `token_ids`, leaves `[K, R, ...]`, or None.
+        prompt_logprobs: of the chunks' targets, leaves `[T, ...]`, or None.
+    """
+
+    token_ids: jax.Array
+    slot_mapping: jax.Array
+    valid: jax.Array
+    num_free: jax.Array
+    logprobs: Logprobs | None
+    prompt_logprobs: Logprobs | None
+
+
+# (leaves of the parameters, state, counts, batch, peers) -> (state, counts, output)
+Step = Callable[..., tuple[EngineState, TokenCounts | None, StepOutput]]
+
+
+@lru_cache(maxsize=16)
+def make_step(
+    model: Model,
+    structure: jax.tree_util.PyTreeDef,
+    kernels: AttentionKernels,
+    shardings: Shardings | None = None,
+) -> Step:
+    """Return the jitted step of a model; engines of equal models share it, and what it compiled.
+
+    Args:
+        model: the model.
+        structure: of its parameters, whose leaves the step takes: to flatten modules in every call
+            would take longer than a small model's step.
+        kernels: of the attention.
+        shardings: of the state, on a mesh. What is not of the state, nor a parameter, is
+            replicated.
+
+    Returns:
+        The step. State and counts are donated; counts are used if the batch's mode has penalties.
+    """
+
+    def step(
+        leaves: tuple[jax.Array, ...],
+        state: EngineState,
+        counts: TokenCounts | None,
+        batch: Batch,
+        peers: Peers | None = None,
+    ) -> tuple[EngineState, TokenCounts | None, StepOutput]:
+        params = jax.tree.unflatten(structure, leaves)
+        run = _decode if batch.chunks is None else _prefill_and_decode
+        return run(model, params, state, counts, batch, kernels, peers)
+
+    options: dict[str, Any] = {}
+    if shardings is not None:
+        state_shardings, replicated = shardings.tree, shardings.replicated
+        options["in_shardings"] = (None, state_shardings, replicated, replicated, None)
+        options["out_shardings"] = (state_shardings, replicated, replicated)
+    if jax.default_backend() == "gpu":
+        is_alone = shardings is None or shardings.replicated.mesh.size == 1
+        options["compiler_options"] = GPU_OPTIONS if is_alone else _MESH_OPTIONS
+    return jax.jit(step, donate_argnames=("state", "counts"), **options)
+
+
+def _decode(
+    model: Model,
+    params: Any,
+    state: EngineState,
+    counts: TokenCounts | None,
+    batch: Batch,
+    kernels: AttentionKernels,
+    peers: Peers | None,
+) -> tuple[EngineState, TokenCounts | None, StepOutput]:
+    """Run up to `num_steps` steps of each row; stop early if all have ended or one has no page."""
+    spec = model.kv_cache_spec
+    window = spec.sliding_window
+    shape = batch.max_num_steps, batch.decode_slots.size
+
+    def step(
+        index: jax.Array, state: EngineState, counts: TokenCounts | None
+    ) -> tuple[EngineState, TokenCounts | None, tuple[Any, ...], jax.Array]:
+        slots = state.slots
+        table, rows, ok = _extend(state, batch, window, index < batch.num_steps)
+        lens = _seq_lens(table, rows)
+        mapping = slot_mapping(table, rows, lens - 1)
+        attend = PagedAttend(
+            table,
+            mapping,
+            rows,
+            None,
+            num_kv_heads=spec.num_kv_heads,
+            kernels=kernels,
+            peers=peers,
+        )
+        tokens = slots.last_token_ids.at[rows].get(mode="fill", fill_value=0)
+        places = jnp.maximum(lens - 1, 0)
+        hidden, layers = hidden_of(model, params, tokens, places, attend, state.pool.layers)
+        logits = logits_of(model, params, hidden)
+        drawn, slots, counts, logprobs = _sample(
+            logits, slots, counts, batch.decode_slots, rows, lens, batch.mode, peers
+        )
+        goes_on = ~slots.finished.at[rows].get(mode="fill", fill_value=True)
+        goes_on &= index + 1 < batch.num_steps
+        state = replace(state, table=table, pool=KVPool(layers=layers), slots=slots)
+        return state, counts, (drawn, mapping, logprobs), jnp.all(ok) & jnp.any(goes_on)
+
+    def body(carry: Any) -> Any:
+        index, state, counts, outputs, _ = carry
+        state, counts, new, goes_on = step(index, state, counts)
+        outputs = jax.tree.map(lambda all_, one: all_.at[index].set(one), outputs, new)
+        return index + 1, state, counts, outputs, goes_on
+
+    index, most = jnp.int32(0), jnp.max(batch.num_steps)
+    if batch.max_num_steps == 1:
+        state, counts, outputs, _ = step(index, state, counts)
+        tokens, mapping, logprobs = jax.tree.map(lambda x: x[None], outputs)
+        return state, counts, _output(state, tokens, mapping, logprobs, None)
+    one = jax.eval_shape(step, index, state, counts)[2]
+    outputs = jax.tree.map(lambda x: jnp.zeros((shape[0], *x.shape), x.dtype), one)
+    outputs = (jnp.full(shape, NOT_SAMPLED, jnp.int32), *outputs[1:])
+    carry = (index, state, counts, outputs, jnp.bool_(True))
+    # The condition computes something, although the body says all: in a CUDA graph XLA orders a
+    # loop by the kernels of its condition, and without one it starts before its inputs are there.
+    carry = jax.lax.while_loop(lambda c: (c[0] < most) & c[4], body, carry)
+    _, state, counts, (tokens, mapping, logprobs), _ = carry
+    return state, counts, _output(state, tokens, mapping, logprobs, None)
+
+
+def _prefill_and_decode(
+    model: Model,
+    params: Any,
+    state: EngineState,
+    counts: TokenCounts | None,
+    batch: Batch,
+    kernels: AttentionKernels,
+    peers: Peers | None,
+) -> tuple[EngineState, TokenCounts | None, StepOutput]:
+    """Run one step of chunks and, behind their tokens, decoding rows."""
+    slots, chunks = state.slots, batch.chunks
+    assert chunks is not None
+    num_slots, num_tokens = state.table.max_seqs, chunks.token_ids.size
+    table, rows, ok = _extend(state, batch, model.kv_cache_spec.sliding_window, batch.num_steps > 0)
+    chunks = replace(chunks, slots=_rows_with_pages(chunks.slots, ok, num_slots))
+    places = decode_places(rows, num_tokens, num_slots)
+    token_rows, positions = _chunk_positions(chunks, table)
+    token_rows = token_rows.at[places].set(rows, mode="drop")
+    positions = positions.at[places].set(_seq_lens(table, rows) - 1, mode="drop")
+    tokens = slots.last_token_ids.at[rows].get(mode="fill", fill_value=0)
+    tokens = chunks.token_ids.at[places].set(tokens, mode="drop")
+    mapping = slot_mapping(table, token_rows, positions)
+    attend = PagedAttend(
+        table,
+        mapping,
+        rows,
+        chunks,
+        num_kv_heads=model.kv_cache_spec.num_kv_heads,
+        kernels=kernels,
+        peers=peers,
+    )
+    positions = jnp.maximum(positions, 0)
+    hidden, layers = hidden_of(model, params, tokens, positions, attend, state.pool.layers)
+    # A slot decodes or has a chunk: its logits come from the last of its tokens.
+    ends = jnp.maximum(chunks.cu_q_lens[1:] - 1, 0)
+    last = jnp.zeros(num_slots, jnp.int32).at[chunks.slots].set(ends, mode="drop")
+    last = last.at[rows].set(places, mode="drop")
+    sampled = jnp.zeros(num_slots, bool).at[rows].set(True, mode="drop")
+    sampled = sampled.at[chunks.slots].set(chunks.is_last, mode="drop")
+    all_slots = jnp.arange(num_slots, dtype=jnp.int32)
+    drawn, slots, counts, logprobs = _sample(
+        logits_of(model, params, hidden[last]),
+        slots,
+        counts,
+        all_slots,
+        jnp.where(sampled, all_slots, num_slots),
+        table.seq_lens,
+        batch.mode,
+        peers,
+    )
+    prompt_logprobs = None
+    if chunks.targets is not None:
+        # Devices add up one thing at a time: this, after what they have added up for the samples.
+        last = drawn if logprobs is None else logprobs.rank
+        targets = jnp.where(jnp.any(last < NOT_SAMPLED), -1, chunks.targets)
+        prompt_logprobs = _prompt_logprobs(
+            model, params, hidden, targets, batch.mode.prompt_logprobs, peers
+        )
+    valid = state.valid & jnp.all(ok)
+    state = EngineState(table=table, pool=KVPool(layers=layers), slots=slots, valid=valid)
+    one = jax.tree.map(lambda x: x[None], logprobs)
+    return state, counts, _output(state, drawn[None], mapping, one, prompt_logprobs)
+
+
+def _sample(
+    logits: jax.Array,
+    slots: SlotStates,
+    counts: TokenCounts | None,
+    indices: jax.Array,
+    sampled: jax.Array,
+    lens: jax.Array,
+    mode: SamplingMode,
+    peers: Peers | None,
+) -> tuple[jax.Array, SlotStates, TokenCounts | None, Logprobs | None]:
+    """Draw the next tokens of R rows, and end the slots that have all of theirs.
+
+    Args:
+        logits: `f32[R, V]`
+        slots: all slots.
+        counts: of all slots, or None.
+        indices: `i32[R]`, slots of the rows.
+        sampled: `i32[R]`, the same, or out of range for rows that do not sample.
+        lens: `i32[R]`, tokens of the rows.
+        mode: of the batch.
+        peers: of the devices over which the vocabulary is sharded.
+    """
+    metadata = jax.tree.map(lambda x: x.at[indices].get(mode="clip"), slots.sampling)
+    is_sampled = sampled < slots.finished.size
+    temperature = jnp.where(is_sampled, metadata.temperature, 0.0)  # greedy rows cost the least
+    metadata = replace(metadata, temperature=temperature)
+    row_counts = None
+    if mode.penalties and counts is not None:
+        row_counts = jax.tree.map(lambda x: x.at[indices].get(mode="clip"), counts)
+    processed = process_logits(logits, metadata, row_counts, lens, mode)
+    # The kernels need all of a row on one device.
+    by: SamplingImplementation | None = None if peers is None else "xla"
+    drawn = sample(processed, metadata, lens, mode, implementation=by, peers=peers)
+    if mode.penalties and counts is not None:
+        counts = add_output_tokens(counts, sampled, drawn)
+    logprobs = None
+    if mode.logprobs >= 0:
+        token_ids = jnp.maximum(drawn, 0)
+        logprobs = gather_logprobs(logits, token_ids, mode.logprobs, peers)
+    stops = jnp.any(drawn[:, None] == metadata.stop_token_ids, axis=1)
+    ended = (drawn < 0) | stops
+    ended |= lens + 1 >= slots.max_lens.at[indices].get(mode="clip")
+    slots = replace(
+        slots,
+        last_token_ids=slots.last_token_ids.at[sampled].set(jnp.maximum(drawn, 0), mode="drop"),
+        finished=slots.finished.at[sampled].set(ended, mode="drop"),
+    )
+    return jnp.where(is_sampled, drawn, NOT_SAMPLED), slots, counts, logprobs
+
+
+def _output(
+    state: EngineState,
+    token_ids: jax.Array,
+    mapping: jax.Array,
+    logprobs: Logprobs | None,
+    prompt_logprobs: Logprobs | None,
+) -> StepOutput:
+    return StepOutput(
+        token_ids=token_ids,
+        slot_mapping=mapping,
+        valid=jnp.copy(state.valid),  # buffers of their own: the state's are donated on
+        num_free=jnp.copy(state.table.num_free),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _prompt_logprobs(
+    model: Model,
+    params: Any,
+    hidden: jax.Array,
+    targets: jax.Array,
+    num_logprobs: int,
+    peers: Peers | None,
+) -> Logprobs:
+    """Log-probabilities of the token after each of T, in blocks: logits of all are too large."""
+    num_tokens = targets.size
+    block = min(_LOGPROBS_BLOCK, num_tokens)
+    padding = -num_tokens % block
+    hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, block, hidden.shape[-1])
+    targets = jnp.pad(jnp.maximum(targets, 0), (0, padding)).reshape(-1, block)
+    found = jax.lax.map(
+        lambda x: gather_logprobs(logits_of(model, params, x[0]), x[1], num_logprobs, peers),
+        (hidden, targets),
+    )
+    return jax.tree.map(lambda x: x.reshape(num_tokens + padding, *x.shape[2:])[:num_tokens], found)
+
+
+def _extend(
+    state: EngineState, batch: Batch, window: int | None, active: jax.Array
+) -> tuple[PageTable, jax.Array, jax.Array]:
+    """Take pages for the next token of active rows `bool[D]` and for the chunks.
+
+    Returns:
+        The table; slots of the rows that compute, `i32[D]`, out of range for the others; and
+        whether each slot has its pages, `bool[S]`.
+    """
+    table, chunks, num_slots = state.table, batch.chunks, state.table.max_seqs
+    active &= ~state.slots.finished.at[batch.decode_slots].get(mode="fill", fill_value=True)
+    rows = jnp.where(active, batch.decode_slots, num_slots)
+    num_new = jnp.any(rows == jnp.arange(num_slots)[:, None], axis=1).astype(jnp.int32)
+    if chunks is not None:
+        num_new = num_new.at[chunks.slots].set(jnp.diff(chunks.cu_q_lens), mode="drop")
+    if window is not None:  # pages that neither the new tokens nor later ones see
+        first = jnp.where(num_new > 0, table.seq_lens - window + 1, 0)
+        table = free_before(table, first, max_pages=1 if chunks is None else None)
+    most = 1 if chunks is None else chunks.token_ids.size
+    table, ok = extend(table, num_new, max_new_tokens=most)
+    return table, _rows_with_pages(rows, ok, num_slots), ok
+
+
+def _rows_with_pages(rows: jax.Array, ok: jax.Array, num_slots: int) -> jax.Array:
+    return jnp.where(ok.at[rows].get(mode="fill", fill_value=False), rows, num_slots)
+
+
+def _seq_lens(table: PageTable, rows: jax.Array) -> jax.Array:
+    return table.seq_lens.at[rows].get(mode="fill", fill_value=0)
+
+
+def _chunk_positions(chunks: ChunkBatch, table: PageTable) -> tuple[jax.Array, jax.Array]:
+    """Row and position of each token of the chunks; the row of padding is max_num_seqs."""
+    place = jnp.arange(chunks.token_ids.size, dtype=jnp.int32)
+    chunk = jnp.searchsorted(chunks.cu_q_lens[1:], place, side="right", method="compare_all")
+    ends = _seq_lens(table, chunks.slots) - chunks.cu_q_lens[1:]
+    rows = chunks.slots.at[chunk].get(mode="fill", fill_value=table.max_seqs)
+    return rows, place + ends.at[chunk].get(mode="fill", fill_value=0)

@@ -1,0 +1,288 @@
+"""A replica: the devices that compute together, their pool, and the loop of calls on them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from pallas_paged.engine.config import EngineConfig
+from pallas_paged.engine.device.placement import Placement, Weights
+from pallas_paged.engine.device.pool import pool_bytes
+from pallas_paged.engine.device.processes import Followers
+from pallas_paged.engine.device.runner import InFlight, ModelRunner
+from pallas_paged.engine.model import Model
+from pallas_paged.engine.requests.detokenizer import Tokenizer
+from pallas_paged.engine.requests.output_processor import OutputProcessor
+from pallas_paged.engine.requests.request import Request
+from pallas_paged.engine.schedule.calls import Decode, RunnerOutput, SchedulerOutput
+from pallas_paged.engine.schedule.scheduler import Scheduler
+from pallas_paged.engine.stats import Counters, EngineStats
+from pallas_paged.pages.check import check_page_table
+from pallas_paged.pages.prefix_cache import PrefixCache
+
+_CALL_SECONDS = 0.01  # of a call of several steps: how long a new request may have to wait for it
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """A call in flight, with the host's counts after its schedule."""
+
+    in_flight: InFlight
+    page_balance: int
+    num_cached: int
+    num_unused_slots: int
+
+
+class Replica:
+    """Serves some of an engine's requests on devices, a pool and a prefix cache of its own.
+
+    It keeps one call in flight while the host works on the one before.
+
+    Attributes:
+        scheduler, runner, outputs: what a call computes, the call, and what comes of it.
+        weights: on the devices.
+        cache: None computes every prompt in full.
+        counters: of its requests and calls.
+        num_pages: of its pool.
+        step_policy: returns the most decode steps of the next call; by default so many that the
+            call takes about `_CALL_SECONDS`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        weights: Weights,
+        config: EngineConfig,
+        placement: Placement,
+        tokenizer: Tokenizer | None,
+        *,
+        num_pages: int,
+        max_len: int,
+        followers: Followers | None = None,
+    ):
+        """Create the pool.
+
+        Args:
+            model, config, tokenizer: of the engine.
+            weights: on the devices of `placement`.
+            placement: the devices.
+            num_pages, max_len: sizes that the config may leave open.
+            followers: the other processes of this replica.
+        """
+        self.weights, self.num_pages = weights, num_pages
+        self.runner = ModelRunner(
+            model,
+            weights,
+            config,
+            placement,
+            num_pages=num_pages,
+            max_len=max_len,
+            followers=followers,
+        )
+        page_size, caching = config.page_size, config.enable_prefix_caching
+        self.cache = PrefixCache(page_size=page_size) if caching else None
+        self.scheduler = Scheduler(
+            num_pages=num_pages,
+            page_size=page_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            watermark=int(config.watermark * num_pages),
+            cache=self.cache,
+            sliding_window=model.kv_cache_spec.sliding_window,
+        )
+        self.counters = Counters(num_free_pages=num_pages)
+        self.outputs = OutputProcessor(tokenizer, model.eos_token_ids, self.counters)
+        self._num_scheduler_steps = config.num_scheduler_steps
+        self._calls: deque[_Call] = deque()
+        self._last_read: float | None = None
+        self._step_seconds = _CALL_SECONDS  # at most, of the newest call that only decoded
+        self.step_policy: Callable[[], int] = self._num_steps
+
+    @property
+    def load(self) -> int:
+        """Tokens that its unfinished requests may have in all."""
+        return self.outputs.load
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a call has been dispatched and not read."""
+        return bool(self._calls)
+
+    @property
+    def calls_in_flight(self) -> int:
+        """Number of calls that have been dispatched and not read."""
+        return len(self._calls)
+
+    def add(self, request: Request) -> None:
+        """Put the sequences of a request into the waiting queue."""
+        self.outputs.add(request)
+        self._reschedule()
+
+    def abort(self, request: Request) -> None:
+        """End an unfinished request as it stands."""
+        self.outputs.abort(request)
+        self._reschedule()
+
+    def restart(self) -> None:
+        """Begin all unfinished requests again from their prompts, with nothing in flight."""
+        self.outputs.restart()
+        self._reschedule()
+
+    def dispatch(self) -> int:
+        """Start the next call, if there is anything to do; return how many that were, 0 or 1."""
+        return self._dispatch(self._schedule())
+
+    def finish_step(self, dispatched: int) -> None:
+        """Read the call before, given what `dispatch` returned."""
+        busy = self.scheduler.waiting or self.scheduler.running
+        while len(self._calls) > (dispatched if busy else 0):
+            self._read()
+            busy = self.scheduler.waiting or self.scheduler.running
+        if not busy:
+            self.update_table()
+            self._count_idle_pages()
+
+    def drain(self) -> None:
+        """Read all calls in flight."""
+        while self._calls:
+            self._read()
+
+    def fail(self, error: BaseException) -> None:
+        """End all requests, and forget the calls in flight, because their state is lost."""
+        self.outputs.fail_all(error)
+        self._calls.clear()
+
+    def sleep(self) -> None:
+        """Free the pool's memory, with nothing in flight; sequences wait to be recomputed."""
+        self.scheduler.preempt_all()
+        self.scheduler.reset_prefix_cache()
+        self.update_table()
+        self.scheduler.resync(self.num_pages)
+        self.runner.executor.sleep()
+
+    def check(self) -> None:
+        """Wait for the devices; raise ValueError if an invariant of the page table is broken."""
+        cached = self.cache.pages if self.cache is not None else ()
+        self.runner.executor.wait()
+        check_page_table(self.runner.table, retained=np.asarray(cached, np.int32))
+
+    def update_table(self) -> None:
+        """Let the page table do what has been decided."""
+        self.runner.update_table(self.scheduler.pages.take_update(), [])
+
+    def stats(self) -> EngineStats:
+        """Return the counters so far."""
+        return self.stats_with(())
+
+    def stats_with(self, others: Iterable[Replica]) -> EngineStats:
+        """Return the counters of this replica and others together."""
+        replicas = [self, *others]
+        for replica in replicas:
+            replica._count_idle_pages()
+        pools = [replica.runner.executor.pool_shape for replica in replicas]
+        return Counters.sum([replica.counters for replica in replicas]).snapshot(
+            num_waiting=sum(len(replica.scheduler.waiting) for replica in replicas),
+            num_running=sum(len(replica.scheduler.running) for replica in replicas),
+            num_preemptions=sum(replica.scheduler.num_preemptions for replica in replicas),
+            compilations=sum(replica.runner.num_compiled for replica in replicas),
+            num_pages=sum(replica.num_pages for replica in replicas),
+            num_shared_pages=sum(
+                replica.cache.num_shared for replica in replicas if replica.cache is not None
+            ),
+            kv_cache_dtype=pools[0].layers[0].k_pages.dtype.name,
+            pool_bytes=sum(map(pool_bytes, pools)),
+        )
+
+    def _count_idle_pages(self) -> None:
+        """Count the pages anew where nothing runs: the newest report may be older than an abort."""
+        if not self.scheduler.running:
+            self.counters.num_cached_pages = num_cached = self.scheduler.pages.num_evictable
+            self.counters.num_free_pages = self.num_pages - num_cached
+
+    def _schedule(self) -> SchedulerOutput:
+        def schedule() -> SchedulerOutput | None:
+            steps = [call.in_flight.scheduled.num_steps for call in self._calls]
+            return self.scheduler.schedule(
+                in_flight=bool(steps),
+                may_end_early=max(steps, default=1) > 1,
+                num_steps=self.step_policy(),
+            )
+
+        while (scheduled := schedule()) is None:
+            # The host waits for once, to know how many pages are free.
+            if self._calls:
+                self._read()
+                continue
+            self.update_table()
+            self.scheduler.resync(self.runner.executor.num_free)
+        return scheduled
+
+    def _num_steps(self) -> int:
+        """Most decode steps of the next call, by the time that a step took."""
+        steps = round(_CALL_SECONDS / max(self._step_seconds, 1e-6))
+        return max(1, min(steps, self._num_scheduler_steps))
+
+    def _dispatch(self, scheduled: SchedulerOutput) -> int:
+        """Start a call; return how many that were, 0 or 1."""
+        pages, running = self.scheduler.pages, self.scheduler.running
+        if pages.must_update or scheduled.attachments:
+            self.runner.update_table(pages.take_update(), scheduled.attachments)
+        in_flight = self.runner.dispatch(scheduled)
+        if in_flight is None:
+            return 0
+        self._calls.append(
+            _Call(
+                in_flight=in_flight,
+                page_balance=pages.page_balance,
+                num_cached=pages.num_evictable,
+                num_unused_slots=sum(-one.num_computed % pages.page_size for one in running),
+            )
+        )
+        self.counters.num_calls += 1
+        return 1
+
+    def _read(self) -> None:
+        """Wait for the oldest call in flight, and take what it has computed."""
+        call = self._calls.popleft()
+        is_late = call.in_flight.output.num_free.is_ready()  # type: ignore[attr-defined]
+        output = self.runner.read(call.in_flight)
+        now = time.perf_counter()
+        self.scheduler.update(output, call.page_balance)
+        self._count(call, output, now, is_late)
+        self.outputs.process(output, now)
+        self._reschedule()
+
+    def _reschedule(self) -> None:
+        """Tell the scheduler which sequences have ended and which begin."""
+        ended, started = self.outputs.take_changes()
+        for sequence in ended:
+            self.scheduler.remove(sequence)
+        for sequences in started:
+            self.scheduler.add(sequences)
+
+    def _count(self, call: _Call, output: RunnerOutput, now: float, is_late: bool) -> None:
+        """Count what a call has computed, and how long its steps took."""
+        counters, chunks = self.counters, call.in_flight.scheduled.chunks
+        counters.count_pages(
+            num_pages=self.num_pages,
+            num_free=output.num_free,
+            num_cached=call.num_cached,
+            num_unused_slots=call.num_unused_slots,
+            page_size=self.scheduler.pages.page_size,
+        )
+        num_steps = max((len(one.token_ids) for one in output.sequences), default=1) or 1
+        counters.num_steps += num_steps
+        counters.computed_tokens += sum(len(chunk.token_ids) for chunk in chunks)
+        counters.computed_tokens += sum(
+            len(one.token_ids) for one in output.sequences if isinstance(one.scheduled, Decode)
+        )
+        if not chunks and self._last_read is not None:
+            # Calls are read one after another, so this is the time of the device. If the device was
+            # done before, it is the host's, which takes about as long for a call of more steps.
+            seconds = (now - self._last_read) / num_steps
+            self._step_seconds = min(self._step_seconds, seconds) / 2 if is_late else seconds
+        self._last_read = now

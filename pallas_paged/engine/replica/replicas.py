@@ -1,0 +1,324 @@
+"""The replicas of an engine as one, and which of them serves a request."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Container, Iterator, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import jax
+
+from pallas_paged.engine.config import EngineConfig
+from pallas_paged.engine.device.placement import Weights, placements, shapes_of
+from pallas_paged.engine.device.processes import Followers, Leader, connect
+from pallas_paged.engine.model import Model
+from pallas_paged.engine.outputs import RequestOutput
+from pallas_paged.engine.replica.replica import Replica
+from pallas_paged.engine.requests.detokenizer import Tokenizer
+from pallas_paged.engine.requests.request import Request
+from pallas_paged.engine.sampling_params import SamplingMode
+from pallas_paged.engine.stats import EngineStats
+from pallas_paged.pages.prefix_cache import Block, chained_hash
+
+_MIN_PAGES = 2  # a shorter prefix is computed sooner than it is worth a longer queue
+_MAX_RATIO = 1.25  # of a replica's load to the smallest one, ...
+_MAX_REQUESTS = 4  # ... or how many requests like this one it may have beyond that
+
+
+class Router:
+    """Chooses replicas.
+
+    The load of a replica is the tokens that its unfinished requests may have in all. A request
+    goes to the replica with the longest prefix of it: in its prefix cache, or in a prompt that it
+    was sent before, which may not be computed yet. Replicas that are both a quarter and four such
+    requests ahead of the least loaded one do not count. If no other has a prefix of two pages, the
+    request goes to the least loaded one, which then computes the prefix as well.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], page_size: int):
+        self._replicas, self._page_size = replicas, page_size
+        # Of each replica, the keys of full pages of prompts that it was sent, the newest last.
+        self._sent: list[OrderedDict[int, None]] = [OrderedDict() for _ in replicas]
+
+    def choose(self, request: Request) -> Replica:
+        """Return the replica for a new request, and count on its being sent."""
+        if len(self._replicas) == 1:
+            return self._replicas[0]
+        loads = [replica.load for replica in self._replicas]
+        least = min(loads)
+        chosen = loads.index(least)
+        if self._replicas[0].cache is not None:
+            blocks = _blocks(request, self._page_size)
+            most = max(_MAX_RATIO * least, least + _MAX_REQUESTS * request.load)
+            found = [
+                self._num_pages(index, blocks) if load <= most else 0
+                for index, load in enumerate(loads)
+            ]
+            longest = max(found)
+            if longest >= _MIN_PAGES:
+                chosen = min(range(len(loads)), key=lambda i: (-found[i], loads[i]))
+            self._note(chosen, blocks)
+        return self._replicas[chosen]
+
+    def reset(self) -> None:
+        """Forget what was sent, with the prefix caches."""
+        for sent in self._sent:
+            sent.clear()
+
+    def _num_pages(self, index: int, blocks: Sequence[Block]) -> int:
+        """Pages of a prefix that a replica has, or is about to compute."""
+        cache, sent = self._replicas[index].cache, self._sent[index]
+        assert cache is not None
+        count = cache.num_cached_pages(blocks)
+        while count < len(blocks) and blocks[count][0] in sent:
+            count += 1
+        return count
+
+    def _note(self, index: int, blocks: Sequence[Block]) -> None:
+        sent = self._sent[index]
+        for key, _ in blocks:
+            sent.pop(key, None)
+            sent[key] = None
+        while len(sent) > self._replicas[index].num_pages:
+            sent.popitem(last=False)
+
+
+def _blocks(request: Request, page_size: int) -> list[Block]:
+    """Return the full pages of a prompt; the request keeps them for the prefix cache."""
+    blocks, tokens = request.block_hashes, request.prompt_token_ids
+    for start in range(len(blocks) * page_size, len(tokens) - page_size + 1, page_size):
+        content = tuple(tokens[start : start + page_size])
+        blocks.append((chained_hash(blocks[-1][0] if blocks else 0, content), content))
+    return blocks
+
+
+class Replicas:
+    """What an engine does with all of its replicas; iterate over them, or index one.
+
+    Attributes:
+        followers: the other processes; None if there are none, or this is one of them.
+        leader: process 0, if this is another one of several.
+        num_processes: of the engine.
+        num_pages, max_model_len: of each replica.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        params: Any,
+        config: EngineConfig,
+        devices: Sequence[jax.Device] | None,
+        tokenizer: Tokenizer | None,
+    ):
+        """Put the parameters on the devices of each replica, and create the pools in what is left.
+
+        Args:
+            model, params, config, devices, tokenizer: as in `Engine`.
+
+        Raises:
+            ValueError: a size is out of range for this model, or for the devices.
+        """
+        places = placements(config.tensor_parallel, config.data_parallel, devices)
+        model.kv_cache_spec.on_devices(config.tensor_parallel)
+        self.followers: Followers | None = None
+        self.leader: Leader | None = None
+        self.num_processes = places[0].num_processes
+        if self.num_processes > 1:
+            sizes = model.vocab_size, model.max_model_len, model.eos_token_ids, model.kv_cache_spec
+            self.followers, self.leader = connect(repr((config, sizes, shapes_of(params))))
+        weights = [Weights(model, params, place) for place in places]
+        if places[0].mesh is not None:
+            jax.block_until_ready([one.leaves for one in weights])
+        self.num_pages, self.max_model_len = config.sizes(model, places)
+        self._all = [
+            Replica(
+                model,
+                one,
+                config,
+                place,
+                tokenizer,
+                num_pages=self.num_pages,
+                max_len=self.max_model_len,
+                followers=self.followers,
+            )
+            for one, place in zip(weights, places, strict=True)
+        ]
+        self._router = Router(self._all, config.page_size)
+        self._by_id: WeakValueDictionary[str, Request] = WeakValueDictionary()
+        self._num_requests = 0
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __getitem__(self, index: int) -> Replica:
+        return self._all[index]
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self._all)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is unfinished, no output is left to take, and no call to read."""
+        return all(one.outputs.idle and not one.in_flight for one in self._all)
+
+    def add(self, request: Request) -> None:
+        """Number a new request, and give it to a replica for good.
+
+        Raises:
+            ValueError: its id is in use. Exceptions of the tokenizer pass through.
+        """
+        request_id = request.request_id
+        other = self._by_id.get(request_id)
+        if other is not None and not other.finished:
+            raise ValueError(f"{request_id=} is that of another request")
+        if not request_id:
+            request_id = str(self._num_requests)
+            while request_id in self._by_id:
+                request_id += "-"
+        request.number, request.request_id = self._num_requests, request_id
+        self._router.choose(request).add(request)
+        self._by_id[request_id] = request
+        self._num_requests += 1
+
+    def find(self, request: Request | str) -> Request:
+        """Return a request, given itself or its id.
+
+        Raises:
+            ValueError: it is not a request of this engine.
+        """
+        if isinstance(request, str):
+            if (found := self._by_id.get(request)) is None:
+                raise ValueError(f"{request=} is not the id of a request")
+            request = found
+        if not isinstance(request, Request):
+            raise ValueError(f"{request=} must be a Request or its id")
+        if not request.finished and self._serving(request) is None:
+            raise ValueError(f"request {request.request_id!r} is of another engine")
+        return request
+
+    def abort(self, request: Request) -> None:
+        """End a request as it stands; one that is not served stays as it is."""
+        if (replica := self._serving(request)) is not None:
+            replica.abort(request)
+
+    def abort_all(self) -> None:
+        """End all requests as they stand."""
+        for replica in self._all:
+            for request in [*replica.outputs.groups]:
+                replica.abort(request)
+
+    def restart(self) -> None:
+        """Begin all unfinished requests again from their prompts, with nothing in flight."""
+        for replica in self._all:
+            replica.restart()
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """Return what is new of each request since the last time."""
+        return [output for replica in self._all for output in replica.outputs.take_outputs()]
+
+    def drop_outputs(self, requests: Container[Request]) -> list[Request]:
+        """Report nothing new of these requests; return those that have finished meanwhile."""
+        return [one for replica in self._all for one in replica.outputs.drop_outputs(requests)]
+
+    def step(self) -> None:
+        """Dispatch the next call of each replica, and read the one before."""
+        # All devices have work before the host waits for any.
+        dispatched = [replica.dispatch() for replica in self._all]
+        for replica, num_calls in zip(self._all, dispatched, strict=True):
+            replica.finish_step(num_calls)
+
+    def drain(self) -> None:
+        """Read all calls in flight."""
+        for replica in self._all:
+            replica.drain()
+
+    def check_params(self, params: Any) -> None:
+        """Raise ValueError if other parameters differ in structure, shapes or dtypes."""
+        self._all[0].weights.check(params)
+
+    def update_params(self, params: Any) -> None:
+        """Use other parameters from the next call on. Arrays on the devices are not copied.
+
+        Raises:
+            ValueError: structure, shapes or dtypes differ; nothing has changed.
+        """
+        self.check_params(params)
+        if self.followers is not None:
+            self.followers.send("release")
+        leaves = [replica.weights.put(params) for replica in self._all]
+        for replica, new in zip(self._all, leaves, strict=True):
+            replica.weights.leaves = new
+        if self.followers is not None:
+            self.followers.rejoin()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        for replica in self._all:
+            replica.scheduler.reset_prefix_cache()
+        self._router.reset()
+
+    def sleep(self) -> None:
+        """Free the pools, with nothing in flight."""
+        for replica in self._all:
+            replica.sleep()
+        self._router.reset()
+
+    def wake(self) -> None:
+        """Allocate the pools again."""
+        for replica in self._all:
+            replica.runner.executor.wake()
+
+    def warmup(self, modes: list[SamplingMode], progress: bool) -> None:
+        """Compile for each replica, one after another: later ones find more in JAX's caches."""
+        for replica in self._all:
+            replica.runner.warmup(modes, progress)
+
+    def update_tables(self) -> None:
+        """Let the page tables do what has been decided."""
+        for replica in self._all:
+            replica.update_table()
+
+    def check(self) -> None:
+        """Wait for the devices; raise ValueError if an invariant of a page table is broken."""
+        for replica in self._all:
+            replica.check()
+
+    def stats(self) -> EngineStats:
+        """Return the counters of all replicas together."""
+        return self._all[0].stats_with(self._all[1:])
+
+    def release(self) -> None:
+        """Let the other processes return from `follow`."""
+        if self.followers is not None:
+            self.followers.send("release")
+
+    def follow(self) -> bool:
+        """Make the calls of process 0; return False when it has closed the engine.
+
+        Raises:
+            RuntimeError: this is process 0 or the only one; or process 0 has failed or ended.
+        """
+        if self.leader is None:
+            raise RuntimeError("follow() is for the other processes than process 0 of an engine")
+        return self.leader.follow(self._all[0].runner.executor)
+
+    def fail(self, error: BaseException) -> None:
+        """End all requests and the calls in flight, also in other processes."""
+        for replica in self._all:
+            replica.fail(error)
+        if self.followers is not None:
+            self.followers.close(error)
+        if self.leader is not None:
+            self.leader.fail(error)
+
+    def close(self) -> None:
+        """End the connections to other processes; `follow` returns False there."""
+        if self.followers is not None:
+            self.followers.close()
+        if self.leader is not None:
+            self.leader.close()
+
+    def _serving(self, request: Request) -> Replica | None:
+        """Return the replica that has an unfinished request."""
+        return next((one for one in self._all if request in one.outputs.groups), None)

@@ -1,0 +1,219 @@
+"""Prompts and parameters to requests, checked against the model and the pool; scores from them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+import numpy as np
+
+from pallas_paged.checks import check_integer
+from pallas_paged.engine.requests.detokenizer import Tokenizer
+from pallas_paged.engine.requests.request import Request
+from pallas_paged.engine.sampling_params import SamplingParams
+from pallas_paged.engine.schedule.kv_cache_manager import KVCacheManager
+
+
+class InputProcessor:
+    """Makes requests; keeps no state, so that any thread may call it."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        pages: KVCacheManager,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+    ):
+        self._vocab_size, self._tokenizer = vocab_size, tokenizer
+        self._pages, self._max_model_len = pages, max_model_len
+
+    def request(
+        self,
+        prompt: object,
+        params: SamplingParams | None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        score_start: int | None = None,
+    ) -> Request:
+        """Make a request; the engine gives it a number, and an id if it has none.
+
+        Args:
+            prompt, params, request_id, priority: as in `Engine.submit`.
+            score_start: as in `Request`.
+
+        Raises:
+            ValueError: the request can never be served.
+        """
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"{params=} must be SamplingParams")
+        if request_id is not None and (not isinstance(request_id, str) or not request_id):
+            raise ValueError(f"{request_id=} must be a str that is not empty")
+        check_integer("priority", priority, -(2**31))
+        token_ids = self.token_ids(prompt)
+        if score_start is None and params.prompt_logprobs is not None:
+            score_start = 1
+        return Request(
+            request_id=request_id or "",
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=token_ids,
+            params=params,
+            seed=secrets.randbits(32) if params.seed is None else params.seed,
+            priority=priority,
+            max_len=self._max_len(len(token_ids), params),
+            score_start=score_start,
+            prompt_logprobs=None if score_start is None else [None] * len(token_ids),
+        )
+
+    def requests(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[Request]:
+        """Make a request for each prompt; arguments as in `Engine.generate`.
+
+        Raises:
+            ValueError: a prompt or its parameters can't be served; the message has its index.
+        """
+        check_lists(prompts=prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        check_lists(params=params)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(params)} params must be one, or one for each of {len(prompts)}")
+        requests = []
+        for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                requests.append(self.request(prompt, one))
+            except ValueError as error:
+                raise ValueError(f"prompt {index}: {error}") from error
+        return requests
+
+    def token_ids(self, prompt: object, *, empty: bool = False) -> list[int]:
+        """Return the token ids of a prompt.
+
+        Args:
+            prompt: a text or token ids.
+            empty: whether it may be empty.
+
+        Raises:
+            ValueError: it is neither, or a token is not in the vocabulary.
+        """
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise ValueError("a prompt that is a text needs a tokenizer")
+            if any("\ud800" <= character <= "\udfff" for character in prompt):
+                raise ValueError("the prompt must be valid UTF-8; it has surrogates")
+            prompt = list(self._tokenizer.encode(prompt))
+        if hasattr(prompt, "dtype") and getattr(prompt, "ndim", None) == 1:
+            prompt = np.asarray(prompt).tolist()
+        if not isinstance(prompt, list | tuple | range):
+            raise ValueError(f"a prompt must be a text or a list of token ids, not {prompt!r:.80}")
+        last = self._vocab_size - 1
+        for token_id in prompt:
+            if type(token_id) is not int or not 0 <= token_id <= last:
+                check_integer("token id of the prompt", token_id, 0, last)
+        if not prompt and not empty:
+            raise ValueError("the prompt is empty")
+        return [int(token_id) for token_id in prompt]
+
+    def _max_len(self, length: int, params: SamplingParams) -> int:
+        """Return the tokens at which sequences of a request end; refuse what can't be served."""
+        if params.stop and self._tokenizer is None:
+            raise ValueError(f"stop={params.stop!r} needs a tokenizer; stop_token_ids does not")
+        for name, ids in (
+            ("stop_token_ids", params.stop_token_ids or ()),
+            ("logit_bias", dict(params.logit_bias or ())),
+        ):
+            for token_id in ids:
+                check_integer(f"token id of {name}", token_id, 0, self._vocab_size - 1)
+        beams = params.beam_width or 1
+        if 2 * beams > max(self._vocab_size, 2):
+            raise ValueError(
+                f"beam_width={beams} is more than half of vocab_size={self._vocab_size}"
+            )
+        limit = self._max_model_len
+        pages = self._pages
+        last = int(params.max_tokens != 0)  # the last new token has no K/V
+        if pages.max_pages_held(limit - last) * beams > pages.num_pages:
+            limit = min(limit, pages.num_pages // beams * pages.page_size + last)
+        sizes = f"(max_model_len={self._max_model_len}, num_pages={pages.num_pages})"
+        max_tokens = params.max_tokens
+        if max_tokens is None:
+            if length >= limit:
+                raise ValueError(
+                    f"a prompt of {length} tokens leaves no room for more: a sequence has at most "
+                    f"{limit} tokens {sizes}"
+                )
+            return limit
+        if length + max_tokens > limit:
+            raise ValueError(
+                f"a prompt of {length} tokens and {max_tokens=} are more than the {limit} tokens "
+                f"of a sequence {sizes}"
+            )
+        return length + max_tokens
+
+
+def check_lists(**values: object) -> None:
+    """Raise ValueError for values that are not lists or arrays."""
+    for name, value in values.items():
+        if isinstance(value, str | bytes) or not isinstance(value, Sequence | np.ndarray):
+            raise ValueError(f"{name}={value!r:.80} must be a list")
+
+
+_PARAMS = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0, detokenize=False)
+
+
+def score_requests(
+    inputs: InputProcessor,
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+) -> list[Request | None]:
+    """Return a request for each completion, None for an empty one; as in `Engine.score`.
+
+    Raises:
+        ValueError: the lists differ in length, or a sequence can't be served.
+    """
+    check_lists(prompts=prompts, completions=completions)
+    if len(prompts) != len(completions):
+        raise ValueError(
+            f"{len(prompts)} prompts must have as many completions, not {len(completions)}"
+        )
+    requests: list[Request | None] = []
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        try:
+            if isinstance(prompt, str) or isinstance(completion, str):
+                raise ValueError("prompts and completions must be token ids, not texts")
+            start, end = inputs.token_ids(prompt), inputs.token_ids(completion, empty=True)
+            request = inputs.request(start + end, _PARAMS, score_start=len(start)) if end else None
+        except ValueError as error:
+            raise ValueError(f"sequence {row}: {error}") from error
+        requests.append(request)
+    return requests
+
+
+def scores_of(requests: Sequence[Request | None]) -> np.ndarray:
+    """Return `f32[B, T]` once all requests are finished, padded on the right with 0.
+
+    Raises:
+        RuntimeError: a request was aborted, or the model's logits were NaN or infinite.
+    """
+    rows: list[list[float]] = []
+    for request in requests:
+        rows.append([])
+        if request is None:
+            continue
+        tokens = list(zip(request.prompt_token_ids, request.prompt_logprobs or (), strict=True))
+        for token_id, logprobs in tokens[request.score_start :]:
+            if logprobs is None:
+                reason = request.outputs[0].finish_reason
+                raise RuntimeError(
+                    f"sequence {len(rows) - 1} has no scores: it ended with {reason!r}"
+                )
+            rows[-1].append(logprobs[token_id].logprob)
+    scores = np.zeros((len(rows), max(map(len, rows), default=0)), np.float32)
+    for row, values in zip(scores, rows, strict=True):
+        row[: len(values)] = values
+    return scores

@@ -1,0 +1,232 @@
+"""A request as its user sees it, and the stream of its outputs to a client in another thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from pallas_paged.engine.outputs import CompletionOutput, FinishReasonName, Logprob, RequestOutput
+from pallas_paged.engine.sampling_params import SamplingParams
+from pallas_paged.pages.prefix_cache import Block
+
+Event = threading.Event | asyncio.Event
+Waiter = tuple[asyncio.AbstractEventLoop | None, Event]
+
+
+@dataclass(kw_only=True, eq=False)
+class Request:
+    """A prompt that the engine serves; its outputs grow as the engine steps.
+
+    Attributes:
+        request_id: as submitted, or the number of the request.
+        prompt: text of the prompt, if it was submitted as text.
+        prompt_token_ids: token ids of the prompt.
+        params: as submitted.
+        seed: that of `params`, or the one that was drawn.
+        priority: smaller values are served first.
+        max_len: tokens at which a sequence ends, prompt included.
+        score_start: of a scored prompt, the index of the first token whose log-probability is
+            wanted; None if none is.
+        number: how many requests the engine accepted before.
+        outputs: completions; those of `best_of` and beams once they are ranked, at the end.
+        prompt_logprobs: for each token of the prompt, None where it was not computed (the first);
+            None if they were not asked for.
+        error: what went wrong, where a finish reason is "error".
+        block_hashes: of full pages of the prompt, where the router has needed them.
+        num_cached_tokens: prompt tokens that the prefix cache had when the request first started.
+        num_preemptions: times that a sequence of it lost its pages.
+        arrival_time, start_time, first_token_time, finish_time: when it was submitted, first got a
+            slot, had its first token, and ended; of `time.perf_counter`, in seconds, or None.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    priority: int
+    max_len: int
+    score_start: int | None = None
+    number: int = -1
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    error: str | None = None
+    block_hashes: list[Block] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    arrival_time: float = field(default_factory=time.perf_counter)
+    start_time: float | None = None
+    first_token_time: float | None = None
+    finish_time: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_time is not None
+
+    @property
+    def load(self) -> int:
+        """Tokens that its sequences may have in all."""
+        return self.max_len * self.params.num_seqs
+
+    def fail(self, error: Exception) -> Literal["error"]:
+        """Note an error, of the tokenizer for example, and return its finish reason."""
+        self.error = f"{type(error).__name__}: {error}"
+        return "error"
+
+    def output(
+        self, outputs: Sequence[CompletionOutput] | None = None, *, restarted: bool = False
+    ) -> RequestOutput:
+        """Return the state of the request.
+
+        Args:
+            outputs: what to report of the completions; None reports all of them so far.
+            restarted: whether earlier outputs are void.
+        """
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=self.prompt_logprobs,
+            outputs=list(self.outputs if outputs is None else outputs),
+            finished=self.finished,
+            num_cached_tokens=self.num_cached_tokens,
+            seed=self.seed,
+            error=self.error,
+            restarted=restarted,
+        )
+
+
+class UnreadOutputs:
+    """What one reader has not seen of a request's outputs."""
+
+    def __init__(self, request: Request):
+        self._request = request
+        self._seen: dict[CompletionOutput, tuple[int, int, FinishReasonName | None]] = {}
+
+    def take(self) -> RequestOutput | None:
+        """Return what is new since the last time; None if nothing is, and it has not finished."""
+        request, seen = self._request, self._seen
+        now = {x: (len(x.token_ids), len(x.text), x.finish_reason) for x in request.outputs}
+        before = {output: seen.get(output, (0, 0, None)) for output in now}
+        new = [x.since(*before[x][:2]) for x in now if now[x] != before[x]]
+        if not (new or request.finished):
+            return None
+        self._seen = now
+        return request.output(new, restarted=not seen.keys() <= now.keys())
+
+
+class OutputCollector:
+    """Takes outputs from the engine's thread, and merges those that a consumer has not taken yet.
+
+    Attributes:
+        request: the request.
+        closed: whether nothing more will come.
+        drained: whether the consumer has taken the last output.
+        takes_whole: whether the consumer wants one output, with all of the request.
+    """
+
+    def __init__(self, request: Request):
+        self.request = request
+        self.closed = self.drained = self.takes_whole = False
+        self._lock = threading.Lock()
+        self._output: RequestOutput | None = None
+        self._error: BaseException | None = None
+        self._has_taken = False
+        self._waiters: list[Waiter] = []
+
+    def put(self, output: RequestOutput | None, error: BaseException | None = None) -> list[Waiter]:
+        """Add an output, or an error to raise after the outputs; return the waiters to wake."""
+        with self._lock:
+            if self.takes_whole and output is not None:
+                if not output.finished:
+                    return []
+                self._output = self.request.output()
+            elif output is not None:
+                output = self._output.add(output) if self._output is not None else output
+                if output.restarted and not self._has_taken:  # nothing is void
+                    output = replace(output, restarted=False)
+                self._output = output
+            self._error, self.closed = error, output is None or output.finished
+            waiters, self._waiters = self._waiters, []
+        return waiters
+
+    def take(self, waiter: Waiter) -> RequestOutput | None:
+        """Return what is new, or None: the event of the waiter will be set, in its loop."""
+        with self._lock:
+            output = None if self.takes_whole and not self.closed else self._output
+            if output is not None:
+                self._output = None
+                self._has_taken, self.drained = True, output.finished
+            elif self._error is not None:
+                raise self._error
+            elif self.closed:  # another consumer has taken the last output
+                waiter[1].set()
+            else:
+                self._waiters.append(waiter)
+        return output
+
+
+class RequestStream:
+    """The outputs of one request, each what is new since the last one.
+
+    Leaving a loop over it before the end aborts the request, and so does dropping the stream. The
+    engine does not wait for a slow consumer, whose next output then has more.
+
+    Attributes:
+        request: the request, whose fields change as the engine steps.
+        request_id: as submitted, or the number that was taken.
+    """
+
+    def __init__(self, collector: OutputCollector, abort: Callable[[], object]):
+        self.request, self.request_id = collector.request, collector.request.request_id
+        self._collector, self._abort = collector, abort
+
+    def close(self) -> None:
+        """Abort the request if it is not finished; do not wait for it."""
+        if not self._collector.closed:
+            self._abort()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        """Yield the outputs; wait for them, so not in an event loop.
+
+        Raises:
+            EngineDeadError: the engine died before the request was finished.
+        """
+        try:
+            while not self._collector.drained:
+                event = threading.Event()
+                if (output := self._collector.take((None, event))) is None:
+                    event.wait()
+                else:
+                    yield output
+        finally:
+            self.close()
+
+    async def whole(self) -> RequestOutput:
+        """Wait for the end and return the whole request, in any event loop; wakes up only once.
+
+        To be called before anything else of the stream is read; errors as in `__iter__`.
+        """
+        self._collector.takes_whole = True
+        outputs = [output async for output in self]
+        return outputs[-1]
+
+    async def __aiter__(self) -> AsyncGenerator[RequestOutput]:
+        """Yield the outputs, in any event loop; errors as in `__iter__`."""
+        loop = asyncio.get_running_loop()
+        try:
+            while not self._collector.drained:
+                event = asyncio.Event()
+                if (output := self._collector.take((loop, event))) is None:
+                    await event.wait()
+                else:
+                    yield output
+        finally:
+            self.close()

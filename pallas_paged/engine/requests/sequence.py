@@ -1,0 +1,257 @@
+"""The sequences of a request: their tokens, and how far they are computed and read."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from pallas_paged.engine.outputs import (
+    CompletionOutput,
+    FinishReasonName,
+    LogprobSequence,
+    TokenLogprobs,
+)
+from pallas_paged.engine.requests.detokenizer import IncrementalDetokenizer, Tokenizer
+from pallas_paged.engine.requests.request import Request
+from pallas_paged.engine.sampling_params import SamplingMode
+from pallas_paged.pages.prefix_cache import Block, PrefixLease
+
+
+@dataclass(kw_only=True, eq=False)
+class Sequence:
+    """One completion of a request, at most one slot of the batch.
+
+    A field is written by its owner only. Counts of tokens are upper bounds while a call of several
+    steps is in flight: a row may end, or the pages run out, before the last of them.
+    `Scheduler.update` corrects them.
+
+    Attributes, of `requests/`:
+        request: the request that it belongs to.
+        output: the part that the user sees.
+        token_ids: prompt and new tokens that the host has read.
+        max_len: tokens at which it ends.
+        mode: what its sampling needs.
+        stop_token_ids: tokens that end it, as the last of its tokens, without text.
+        detokenizer: None if no text is wanted.
+    Attributes, of `Scheduler`:
+        slot: row of the page table, while it is running.
+        num_starts: times that it was given a slot; more than 1 after a preemption.
+        num_computed: tokens whose K/V are in the pages once all dispatched steps have run.
+        num_pending: tokens that dispatched steps sample and the host has not read.
+        decoding: whether its last token is on the device, so that it decodes without the host.
+        fork_source: the sequence from which it will be forked; until then it holds only its slot.
+        forks: sequences that are forked from this one when all of its tokens but the last are
+            computed. Those without a slot then go to the waiting queue.
+    Attributes, of `KVCacheManager`:
+        num_stored: tokens of steps that the host has read, so that their pages are known.
+        pages: of its first `num_stored` tokens.
+        lease: of the prefix cache, while it is running.
+        caches: whether the prefix cache may take its pages.
+        block_hashes: of its full pages, kept for the prefix cache.
+    """
+
+    request: Request
+    output: CompletionOutput
+    token_ids: list[int]
+    max_len: int
+    mode: SamplingMode
+    stop_token_ids: Collection[int] = ()
+    detokenizer: IncrementalDetokenizer | None = None
+    slot: int | None = None
+    num_starts: int = 0
+    num_computed: int = 0
+    num_pending: int = 0
+    decoding: bool = False
+    fork_source: Sequence | None = None
+    forks: list[Sequence] = field(default_factory=list)
+    num_stored: int = 0
+    pages: list[int] = field(default_factory=list)
+    lease: PrefixLease | None = None
+    caches: bool = True
+    block_hashes: list[Block] = field(default_factory=list)
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """By priority, then by arrival; the smallest is served first and preempted last."""
+        return self.request.priority, self.request.number, self.output.index
+
+    @property
+    def running_slot(self) -> int:
+        """Its slot, which it must have."""
+        if self.slot is None:
+            raise RuntimeError(f"sequence {self.order} has no slot")
+        return self.slot
+
+    @property
+    def finished(self) -> bool:
+        return self.output.finish_reason is not None
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of its new tokens; -inf if there are none."""
+        count = len(self.output.token_ids)
+        return (self.output.cumulative_logprob or 0.0) / count if count else -math.inf
+
+    @property
+    def max_cached_tokens(self) -> int | None:
+        """Most tokens to take from the prefix cache; None is all.
+
+        Log-probabilities of the prompt are computed with its tokens, so those are not taken.
+        """
+        start = self.request.score_start
+        if start is None or self.output.index > 0 or self.output.token_ids:
+            return None
+        return start - 1
+
+    @property
+    def num_to_decode(self) -> int:
+        """Tokens that it may still sample, beside those that are pending."""
+        return self.max_len - len(self.token_ids) - self.num_pending
+
+    @property
+    def can_decode(self) -> bool:
+        return self.decoding and self.num_to_decode > 0
+
+    @property
+    def needs_last_token(self) -> bool:
+        """Whether only the last token is left to compute, and the host must send it."""
+        waits = self.decoding or self.fork_source is not None or bool(self.forks)
+        return not waits and len(self.token_ids) - self.num_computed == 1
+
+    @property
+    def num_to_prefill(self) -> int:
+        """Known tokens to compute in chunks; a source stops where it is to be forked."""
+        if self.decoding or self.fork_source is not None:
+            return 0
+        return len(self.token_ids) - bool(self.forks) - self.num_computed
+
+    def append(
+        self, token_id: int, logprobs: TokenLogprobs | None = None
+    ) -> FinishReasonName | None:
+        """Take the next token; return the finish reason if it ends the sequence.
+
+        Args:
+            token_id: -1 if the model's logits were NaN or infinite.
+            logprobs: of the token, and of as many of the most probable as the request asks for.
+        """
+        request, params, output = self.request, self.request.params, self.output
+        if token_id < 0:
+            request.error = "the model returned NaN or infinite logits"
+            return "error"
+        self.token_ids.append(token_id)
+        output.token_ids.append(token_id)
+        if logprobs is not None:
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs.logprob
+            if output.logprobs is not None:
+                output.logprobs.append(logprobs)
+        if token_id in self.stop_token_ids:
+            if token_id in (params.stop_token_ids or ()):
+                output.stop_reason = token_id
+            return "stop"
+        if self.detokenizer is not None:
+            try:
+                output.text += self.detokenizer.push([token_id])
+            except Exception as error:  # one text must not end other requests
+                return request.fail(error)
+            if self.detokenizer.stop_reason is not None:
+                output.stop_reason = self.detokenizer.stop_reason
+                return "stop"
+        return "length" if len(self.token_ids) >= self.max_len else None
+
+
+class SequenceGroup:
+    """The sequences of a request: how they begin and end, and which are returned.
+
+    Attributes:
+        request: its outputs are filled as they grow or, where they are ranked, at the end.
+        live: sequences that have not ended.
+        ranks: whether the completions are chosen at the end.
+    """
+
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer | None, eos_token_ids: tuple[int, ...]
+    ):
+        """Take a new request.
+
+        Args:
+            request: to be started.
+            tokenizer: None if there is no text.
+            eos_token_ids: of the model.
+        """
+        self.request = request
+        self.live: list[Sequence] = []
+        params = request.params
+        self.ranks = params.best_of is not None
+        self._tokenizer = tokenizer if params.detokenize else None
+        self._stop_token_ids = frozenset(
+            (*(() if params.ignore_eos else eos_token_ids), *(params.stop_token_ids or ()))
+        )
+        self._mode = SamplingMode.of(params)
+
+    def start(self) -> list[list[Sequence]]:
+        """Begin from the prompt; sequences from before are void.
+
+        Returns:
+            Sequences to schedule; those of one list have the same tokens.
+        """
+        request, params = self.request, self.request.params
+        self._drawn = [
+            Sequence(
+                request=request,
+                output=CompletionOutput(
+                    index=index, logprobs=None if params.logprobs is None else LogprobSequence()
+                ),
+                token_ids=list(request.prompt_token_ids),
+                block_hashes=list(request.block_hashes),
+                max_len=request.max_len,
+                mode=self._mode,
+                stop_token_ids=self._stop_token_ids,
+                detokenizer=self._detokenizer(),
+            )
+            for index in range(params.num_seqs)
+        ]
+        self.live = [*self._drawn]
+        request.start_time = request.first_token_time = None
+        request.outputs = [] if self.ranks else [sequence.output for sequence in self.live]
+        return [[*self._drawn]]
+
+    def finish(self, sequence: Sequence, reason: FinishReasonName) -> list[list[Sequence]]:
+        """End a live sequence; return those that begin now, as `start` does."""
+        self.live.remove(sequence)
+        try:
+            if sequence.detokenizer is not None:
+                sequence.output.text += sequence.detokenizer.finish()
+        except Exception as error:
+            reason = self.request.fail(error)
+        sequence.output.finish_reason = reason
+        return []
+
+    def finish_request(self) -> None:
+        """End the request, none of whose sequences is live, and choose what it returns."""
+        if self.ranks:
+            self.request.outputs = self._ranked()[: self.request.params.n]
+            for index, output in enumerate(self.request.outputs):
+                output.index = index
+        self.request.finish_time = time.perf_counter()
+
+    def fail(self, error: BaseException) -> None:
+        """End all sequences as they stand, with an error."""
+        self.request.error = str(error) or type(error).__name__
+        for sequence in [*self.live]:
+            sequence.detokenizer = None  # text that it holds back is lost
+            self.finish(sequence, "error")
+
+    def _ranked(self) -> list[CompletionOutput]:
+        """Return all completions, the best first."""
+        ranked = sorted(self._drawn, key=lambda one: one.mean_logprob, reverse=True)
+        return [one.output for one in ranked]
+
+    def _detokenizer(self) -> IncrementalDetokenizer | None:
+        if self._tokenizer is None:
+            return None
+        prompt, params = self.request.prompt_token_ids, self.request.params
+        return IncrementalDetokenizer(
+            self._tokenizer, prompt, params.stop or (), min_tokens=params.min_tokens
+        )

@@ -1,0 +1,101 @@
+"""One call of the device: what the scheduler decides, and what the call has computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pallas_paged.engine.outputs import LogprobSequence
+from pallas_paged.engine.requests.sequence import Sequence
+
+Attachment = tuple[int, tuple[int, ...]]  # a slot, and the cached pages that it begins with
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """The next known tokens of a sequence that is not decoding.
+
+    Attributes:
+        sequence: the sequence.
+        start: index of the first token.
+        token_ids: the tokens.
+        is_last: whether its last known token is among them, so that the next one is sampled.
+    """
+
+    sequence: Sequence
+    start: int
+    token_ids: list[int]
+    is_last: bool
+
+    @property
+    def targets(self) -> list[int] | None:
+        """The prompt tokens after each of these, if their log-probabilities are wanted."""
+        if self.sequence.max_cached_tokens is None:
+            return None
+        first = self.start + 1
+        return self.sequence.request.prompt_token_ids[first : first + len(self.token_ids)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decode:
+    """Tokens of a sequence that goes on from its last one.
+
+    Attributes:
+        sequence: the sequence.
+        num_tokens: how many it computes, at most; it samples as many.
+    """
+
+    sequence: Sequence
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerOutput:
+    """What one call runs: first slots attach cached pages, then slots are forked, then the batch.
+
+    Attributes:
+        attachments: slots and the pages that they begin with.
+        forks: slots, and empty slots that become like them.
+        decodes: sequences that go on from their last token.
+        resumed: of those, the ones whose last token the host must send.
+        chunks: tokens of sequences that have more to compute than their last one.
+        num_steps: steps of this call; 1 if there are chunks.
+    """
+
+    attachments: list[Attachment]
+    forks: list[tuple[int, int]]
+    decodes: list[Decode]
+    resumed: list[Sequence]
+    chunks: list[Chunk]
+    num_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceOutput:
+    """What a call has computed of one sequence, which has a slot.
+
+    Attributes:
+        scheduled: what was scheduled.
+        pages: of the pool, one for each token whose K/V the call has written.
+        token_ids: that it sampled, in order; -1 for bad logits.
+        logprobs: of each, or None.
+        prompt_logprobs: of the tokens after each of a chunk, or None.
+    """
+
+    scheduled: Decode | Chunk
+    pages: list[int]
+    token_ids: list[int]
+    logprobs: LogprobSequence | None = None
+    prompt_logprobs: LogprobSequence | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerOutput:
+    """What a call has computed.
+
+    Attributes:
+        num_free: free pages after it.
+        sequences: those that have not ended meanwhile.
+    """
+
+    num_free: int
+    sequences: list[SequenceOutput]

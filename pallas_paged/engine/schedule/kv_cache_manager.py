@@ -1,0 +1,220 @@
+"""The pages of running sequences, as far as the host knows them: free, taken, cached, to be freed.
+
+The device's page table is the truth. The host knows the newest report and what it has scheduled
+since, so its number of free pages is a lower bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from pallas_paged.checks import INT32_MAX
+from pallas_paged.engine.requests.sequence import Sequence
+from pallas_paged.pages.prefix_cache import PrefixCache, PrefixLease
+
+
+@dataclass(kw_only=True)
+class TableUpdate:
+    """What the page table must do before a step: retain pages, free slots, release pages."""
+
+    retained: list[int] = field(default_factory=list)
+    freed: list[int] = field(default_factory=list)
+    released: list[int] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.retained or self.freed or self.released)
+
+
+class KVCacheManager:
+    """Counts pages, and finds, fills and evicts those of the prefix cache.
+
+    Attributes:
+        num_pages, page_size: of the page table.
+        num_free: lower bound of the pages that are free when the next step runs.
+        page_balance: pages evicted less pages taken, so far.
+        update: what has been decided and the table has not done yet.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        cache: PrefixCache | None,
+        sliding_window: int | None,
+    ):
+        """Start with all pages free; arguments as in `Scheduler`."""
+        self.num_pages, self.page_size = num_pages, page_size
+        self.num_free = num_pages
+        self.page_balance = 0
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._cache = cache
+        self._window = sliding_window
+        self._spare_pages = max_num_seqs // page_size  # a step of all slots takes as many
+        self.update = TableUpdate()
+
+    @property
+    def num_evictable(self) -> int:
+        """Cached pages that no sequence uses."""
+        return self._cache.num_evictable if self._cache is not None else 0
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` can have."""
+        return self.num_free + self.num_evictable
+
+    @property
+    def num_inserted(self) -> int:
+        """Pages that were ever cached; while it stays the same, `lookup` finds no more."""
+        return self._cache.num_inserted_pages if self._cache is not None else 0
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages of this many tokens."""
+        return -(-num_tokens // self.page_size)
+
+    def max_pages_held(self, num_tokens: int) -> int:
+        """Pages that a sequence holds at a time until its tokens are computed."""
+        if self._window is None:
+            return self.pages_for(num_tokens)
+        # The pages of a chunk and of the window before it, and a partial one at either end.
+        most = self.pages_for(self._window + self._max_num_batched_tokens) + 1
+        return min(self.pages_for(num_tokens), most)
+
+    def num_new_pages(self, sequence: Sequence, num_tokens: int) -> int:
+        """Pages that a sequence needs for more tokens."""
+        start = sequence.num_computed
+        return self.pages_for(start + num_tokens) - self.pages_for(start)
+
+    def num_copied_by_fork(self, sequence: Sequence) -> int:
+        """Whether the last page of a sequence is partial, so that a fork copies it: 1 or 0."""
+        return int(sequence.num_computed % self.page_size > 0)
+
+    def tokens_that_fit(self, sequence: Sequence) -> int:
+        """Tokens that a sequence can compute with all pages that are available."""
+        return -sequence.num_computed % self.page_size + self.num_available * self.page_size
+
+    def allocate(self, num_pages: int) -> bool:
+        """Allocate pages that are free, after evicting as many cached ones as are missing."""
+        if self._cache is not None and self.num_free < num_pages:
+            # Some more than are missing, because each update of the table takes its time.
+            evicted = self._cache.evict(num_pages - self.num_free + self._spare_pages)
+            self.update.released += evicted
+            self.num_free += len(evicted)
+            self.page_balance += len(evicted)
+        if self.num_free < num_pages:
+            return False
+        self.num_free -= num_pages
+        self.page_balance -= num_pages
+        return True
+
+    def observe(self, num_free: int, page_balance: int) -> None:
+        """Note a report: the free pages after a call, and `page_balance` after its schedule."""
+        self.num_free = num_free + self.page_balance - page_balance
+
+    def rewind(self, sequence: Sequence, num_tokens: int) -> None:
+        """Note that a call did not compute this many of a running sequence's tokens.
+
+        The sequence counts without them already, and with what calls in flight compute.
+        """
+        # Pages of what calls in flight compute were counted from a later token. Those calls report
+        # what is free after them, so the page_balance, which is for later calls, stays as it is.
+        later, start = sequence.num_pending, sequence.num_computed - sequence.num_pending
+        end = start + num_tokens
+        counted = self.pages_for(end + later) - self.pages_for(end)
+        self.num_free += counted - (self.pages_for(start + later) - self.pages_for(start))
+
+    def store(self, sequence: Sequence, pages: list[int]) -> None:
+        """Note the pages, one a token, that hold the next tokens of a sequence."""
+        first, size = sequence.num_stored, self.page_size
+        sequence.num_stored += len(pages)
+        for block in range(len(sequence.pages), self.pages_for(sequence.num_stored)):
+            sequence.pages.append(pages[max(block * size - first, 0)])
+
+    @property
+    def must_update(self) -> bool:
+        """Whether the table must do the update before the next step.
+
+        Pages to retain can wait while their row holds them, unless a window may free them.
+        """
+        update = self.update
+        return bool(update.freed or update.released or (update.retained and self._window))
+
+    def take_update(self) -> TableUpdate:
+        """Return what has been decided and the table has not done yet."""
+        update, self.update = self.update, TableUpdate()
+        return update
+
+    def lookup(self, sequence: Sequence) -> PrefixLease | None:
+        """Find the cached pages that a sequence can begin with, and hold them."""
+        if self._cache is None:
+            return None
+        return self._cache.lookup(
+            sequence.token_ids, sequence.block_hashes, max_tokens=sequence.max_cached_tokens
+        )
+
+    def attach(self, sequence: Sequence, lease: PrefixLease | None) -> None:
+        """Let a sequence begin with the pages of a lease."""
+        sequence.lease = lease
+        if lease is not None:
+            sequence.pages, sequence.num_stored = list(lease.pages), lease.num_tokens
+
+    def release(self, lease: PrefixLease | None) -> None:
+        """Let go of cached pages."""
+        if self._cache is not None and lease is not None:
+            self._cache.release(lease)
+
+    def fork(self, source: Sequence, fork: Sequence) -> None:
+        """Note that a sequence becomes like another; it gets a copy of the partial page."""
+        fork.num_stored = source.num_computed
+        fork.pages = source.pages[: source.num_computed // self.page_size]
+        if source.lease is not None:
+            fork.lease = self.lookup(fork)
+            assert fork.lease is not None
+            if len(fork.lease.pages) < len(fork.pages):
+                # Both hold pages that the cache does not have. If one let it have them and ended,
+                # they would count as evictable, and would not be free.
+                source.caches = fork.caches = False
+
+    def free(self, sequence: Sequence) -> None:
+        """Free the slot and the pages of a sequence; others may still find those in the cache."""
+        self.cache_full_pages(sequence)
+        self.release(sequence.lease)
+        self.update.freed.append(sequence.running_slot)
+        sequence.lease, sequence.caches = None, True
+        sequence.pages, sequence.num_stored = [], 0
+
+    def cache_full_pages(self, sequence: Sequence) -> None:
+        """Let other sequences find the full pages of a running one."""
+        if self._cache is None or sequence.lease is None or not sequence.caches:
+            return
+        if self._window is not None:
+            # Its first pages may be free by now, or it could not hold them beside the later ones.
+            most = self.max_pages_held(INT32_MAX) + self.pages_for(self._window)
+            if sequence.num_computed > self._window or self.num_pages < most:
+                return
+        # A stop text may have ended it before the last tokens that were computed.
+        num_tokens = min(sequence.num_stored, len(sequence.token_ids))
+        if sequence.max_cached_tokens is not None:
+            # It would hold what others have cached beside pages of its own, which it must compute.
+            num_tokens = min(num_tokens, sequence.max_cached_tokens)
+        pages = sequence.pages[: self.pages_for(num_tokens)]
+        tokens = sequence.token_ids[:num_tokens]
+        self.update.retained += self._cache.insert(
+            sequence.lease, tokens, pages, blocks=sequence.block_hashes
+        )
+
+    def reset_prefix_cache(self, running: Iterable[Sequence]) -> None:
+        """Empty the prefix cache; running sequences keep their pages, which stay uncached."""
+        if self._cache is None:
+            return
+        freed = self._cache.clear()
+        self.num_free += len(freed)
+        self.page_balance += len(freed)
+        for sequence in running:
+            self.release(sequence.lease)
+            sequence.lease = None
+        # Pages that running sequences hold are not free yet.
+        self.update.released += freed + self._cache.clear()

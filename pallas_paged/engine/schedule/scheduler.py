@@ -1,0 +1,370 @@
+"""The scheduler: which sequences run in the next step, in which slots, on which pages.
+
+Host side and integers only. The device's page table is the truth. The host knows the newest
+report and what it has scheduled since, so `num_free` is a lower bound. Where that is not enough,
+`schedule` asks for the exact number before it takes pages from a sequence.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections import deque
+
+from pallas_paged.engine.requests.sequence import Sequence
+from pallas_paged.engine.schedule.calls import (
+    Attachment,
+    Chunk,
+    Decode,
+    RunnerOutput,
+    SchedulerOutput,
+)
+from pallas_paged.engine.schedule.kv_cache_manager import KVCacheManager
+from pallas_paged.pages.prefix_cache import PrefixCache
+
+
+class Scheduler:
+    """Decides, step by step, which sequences have slots and what they compute.
+
+    Decoding sequences come first, one token each. The rest of the batched tokens goes to sequences
+    with known tokens to compute, and then to the waiting queue, by priority and arrival. A sequence
+    starts when the pages of all its tokens are available and a watermark of pages is left over.
+    When a running one finds no page, cached pages that no sequence uses go first; then the last
+    sequence in the order gives up its pages and waits again, to be computed anew with its tokens.
+
+    Attributes:
+        waiting, running: sequences without and with a slot, in the order of service.
+        pages: the pages of running sequences.
+        num_preemptions: so far.
+        unused_slots: the last is the next to be used.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        watermark: int,
+        cache: PrefixCache | None,
+        sliding_window: int | None = None,
+    ):
+        """Start with all pages free; sizes as in `EngineConfig`.
+
+        Args:
+            watermark: pages that must be left over when a sequence starts beside others.
+            cache: None computes every prompt in full.
+            sliding_window: tokens after which pages are freed from the left, or None.
+        """
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.pages = KVCacheManager(
+            num_pages=num_pages,
+            page_size=page_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            cache=cache,
+            sliding_window=sliding_window,
+        )
+        self.num_preemptions = 0
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._watermark = watermark
+        self.unused_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._exact = True  # pages.num_free is what the table says, and nothing is in flight
+        self._blocked: tuple[int, int] | None = None  # what the head of the queue needed, and when
+
+    def schedule(
+        self, *, in_flight: bool, may_end_early: bool = False, num_steps: int = 1
+    ) -> SchedulerOutput | None:
+        """Schedule the next call, and count on its being run.
+
+        Args:
+            in_flight: whether reports of dispatched calls are yet to be observed.
+            may_end_early: whether one of those is a call of several steps, which may do fewer.
+            num_steps: most steps of a call that only decodes, while no sequence waits.
+
+        Returns:
+            The schedule. It may be empty: there is nothing to do, or it waits for a report. None if
+            the number of free pages must be known: read all reports, run the update, call `resync`
+            with the number of free pages, and ask again. Pages may have been taken from sequences.
+        """
+        if may_end_early and self.waiting and self.unused_slots:
+            return None
+        resumed = [one for one in self.running if one.needs_last_token]
+        decoding = [one for one in self.running if one.can_decode or one.needs_last_token]
+        num_steps = self._take_decode_pages(decoding, resumed, num_steps)
+        if not num_steps:
+            self._preempt()
+            return None
+        forks = self._fork()
+        budget = self._max_num_batched_tokens - len(decoding)
+        chunks = self._schedule_running(budget)
+        budget -= sum(len(chunk.token_ids) for chunk in chunks)
+        num_running = len(self.running)
+        attachments = self._schedule_waiting(budget, chunks)
+        started = len(self.running) > num_running
+        goes_on = in_flight or decoding or forks or chunks or started
+        if not goes_on and (self.running or self.waiting):
+            self._preempt()
+            return None
+        self._exact = False
+        decodes = []
+        for one in decoding:
+            count = self._num_tokens(one, num_steps)
+            one.num_computed += count
+            one.num_pending += count
+            decodes.append(Decode(sequence=one, num_tokens=count))
+        for one in resumed:
+            one.decoding = True
+        return SchedulerOutput(
+            attachments=attachments,
+            forks=forks,
+            decodes=decodes,
+            resumed=resumed,
+            chunks=chunks,
+            num_steps=num_steps,
+        )
+
+    def resync(self, num_free: int) -> None:
+        """Note the free pages, with nothing in flight and no update left."""
+        self.pages.num_free, self._exact = num_free, True
+
+    def update(self, output: RunnerOutput, page_balance: int) -> None:
+        """Note what a call has computed, and where.
+
+        Args:
+            output: of the call.
+            page_balance: `pages.page_balance` after its schedule.
+        """
+        self.pages.observe(output.num_free, page_balance)
+        for one in output.sequences:
+            scheduled, sequence = one.scheduled, one.scheduled.sequence
+            self.pages.store(sequence, one.pages)
+            if isinstance(scheduled, Chunk):
+                sequence.num_pending -= scheduled.is_last
+                self.pages.cache_full_pages(sequence)
+                continue
+            sequence.num_pending -= scheduled.num_tokens
+            if missing := scheduled.num_tokens - len(one.token_ids):
+                sequence.num_computed -= missing
+                self.pages.rewind(sequence, missing)
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """Put new sequences of the same tokens into the waiting queue.
+
+        The first computes the tokens, and the others are forked from it.
+        """
+        source, *source.forks = sequences
+        for fork in source.forks:
+            fork.fork_source = source
+        self._enqueue([source])
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out for good, with or without a slot."""
+        self._detach(sequence)
+        if sequence.slot is not None:
+            self._stop(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+            self._blocked = None
+
+    def preempt_all(self) -> None:
+        """Take all slots and pages, with nothing in flight; the sequences wait to be recomputed."""
+        while self.running:
+            self._preempt_last()
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache; running sequences keep their pages, which stay uncached."""
+        self.pages.reset_prefix_cache(self.running)
+        self._blocked = None
+
+    def _take_decode_pages(
+        self, decoding: list[Sequence], resumed: list[Sequence], num_steps: int
+    ) -> int:
+        """Take the pages of as many steps as there are pages for; return that number, or 0."""
+        single = self.waiting or resumed
+        if single or any(one.num_to_prefill or one.forks for one in self.running):
+            num_steps = 1
+        while num_steps:
+            needed = (
+                self.pages.num_new_pages(one, self._num_tokens(one, num_steps)) for one in decoding
+            )
+            if self.pages.allocate(sum(needed)):
+                return num_steps
+            num_steps //= 2
+        return 0
+
+    def _num_tokens(self, sequence: Sequence, num_steps: int) -> int:
+        """Tokens that a decoding sequence computes in a call."""
+        return min(num_steps, sequence.num_to_decode) if sequence.decoding else 1
+
+    def _preempt(self) -> None:
+        """Take the pages of the last sequence, once it is certain that they are needed."""
+        if not self._exact:
+            return
+        if not self.running:
+            raise RuntimeError(
+                f"{self.pages.num_free} pages are free and {self.pages.num_evictable} evictable, "
+                f"too few for a sequence of {len(self.waiting[0].token_ids)} tokens"
+            )
+        self._preempt_last()
+
+    def _preempt_last(self) -> None:
+        """Take the slot of the last sequence; one that waits for its source loses it as well."""
+        victim = self.running[-1]
+        source = victim.fork_source or victim
+        for one in [source, *source.forks]:
+            if one.slot is None:
+                continue
+            if one.num_computed:
+                one.request.num_preemptions += 1
+                self.num_preemptions += 1
+            self._stop(one)
+        self._enqueue([source])
+
+    def _detach(self, sequence: Sequence) -> None:
+        """Take a sequence out of its group of forks; the first fork becomes the source."""
+        if sequence.fork_source is not None:
+            sequence.fork_source.forks.remove(sequence)
+            sequence.fork_source = None
+        forks, sequence.forks = sequence.forks, []
+        if not forks:
+            return
+        source, *rest = sorted(forks, key=lambda one: one.slot is None)
+        source.fork_source, source.forks = None, rest
+        for fork in rest:
+            fork.fork_source = source
+        if source.slot is None:
+            self._enqueue([source])
+
+    def _enqueue(self, sequences: list[Sequence]) -> None:
+        for one in sequences:
+            if self.waiting and one.order < self.waiting[-1].order:
+                insort(self.waiting, one, key=lambda x: x.order)
+            else:
+                self.waiting.append(one)
+            self._blocked = None
+
+    def _fork(self) -> list[tuple[int, int]]:
+        """Fork sequences that are computed up to their last token.
+
+        Those without a slot, or without a page for a copy of the partial one, go to the waiting
+        queue and will attach the full pages.
+        """
+        pairs: list[tuple[int, int]] = []
+        late: list[Sequence] = []
+        for source in [*self.running]:
+            if not source.forks or source.num_to_prefill:
+                continue
+            if source.num_stored < source.num_computed:
+                continue
+            forks, source.forks = source.forks, []
+            num_copies = self.pages.num_copied_by_fork(source)
+            self.pages.cache_full_pages(source)
+            for fork in forks:
+                fork.fork_source = None
+                if fork.slot is None and self.unused_slots:
+                    self._start(fork)
+                if fork.slot is None or not self.pages.allocate(num_copies):
+                    if fork.slot is not None:
+                        self._stop(fork)
+                    late.append(fork)
+                    continue
+                pairs.append((source.running_slot, fork.slot))
+                fork.num_computed = source.num_computed
+                self.pages.fork(source, fork)
+        self._enqueue(late)
+        return pairs
+
+    def _schedule_running(self, budget: int) -> list[Chunk]:
+        """Chunks of running sequences."""
+        chunks: list[Chunk] = []
+        for one in self.running:
+            if one.needs_last_token:
+                continue  # decodes, from the next step on if it has just been forked
+            if one.num_to_prefill > 0 and budget > 0:
+                chunk = self._chunk(one, budget)
+                if chunk is not None:
+                    chunks.append(chunk)
+                    budget -= len(chunk.token_ids)
+        return chunks
+
+    def _chunk(self, sequence: Sequence, budget: int) -> Chunk | None:
+        """As many tokens of a sequence as there are budget and pages for, if any."""
+        start = sequence.num_computed
+        size = min(sequence.num_to_prefill, budget, self.pages.tokens_that_fit(sequence))
+        if size < 1:
+            return None
+        self.pages.allocate(self.pages.num_new_pages(sequence, size))
+        sequence.num_computed += size
+        is_last = sequence.num_computed == len(sequence.token_ids)
+        sequence.num_pending += is_last
+        sequence.decoding = is_last
+        return Chunk(
+            sequence=sequence,
+            start=start,
+            token_ids=sequence.token_ids[start : start + size],
+            is_last=is_last,
+        )
+
+    def _schedule_waiting(self, budget: int, chunks: list[Chunk]) -> list[Attachment]:
+        """Start waiting sequences; add their first chunks, and return the pages they attach."""
+        attachments: list[Attachment] = []
+        while self.waiting and budget > 0 and self.unused_slots:
+            sequence = self.waiting[0]
+            if not self._find_pages(sequence):
+                break
+            self.waiting.popleft()
+            self._start(sequence)
+            for fork in sequence.forks:
+                if self.unused_slots:
+                    self._start(fork)
+            sequence.num_computed = sequence.num_stored
+            if sequence.pages:
+                attachments.append((sequence.running_slot, tuple(sequence.pages)))
+            request = sequence.request
+            if request.start_time is None:
+                request.num_cached_tokens = sequence.num_computed
+                request.start_time = time.perf_counter()
+            if sequence.num_to_prefill > 0:
+                chunk = self._chunk(sequence, budget)
+                if chunk is not None:  # with a window, pages may come free only as it goes on
+                    chunks.append(chunk)
+                    budget -= len(chunk.token_ids)
+        return attachments
+
+    def _find_pages(self, sequence: Sequence) -> bool:
+        """Return whether a sequence can start; it then has its cached pages."""
+        reserved = sum(self.pages.num_new_pages(one, one.num_to_prefill) for one in self.running)
+        available = self.pages.num_available - reserved
+        version = self.pages.num_inserted
+        if self.running and self._blocked is not None:
+            needed, seen = self._blocked
+            if available < needed and seen == version:
+                return False  # as when it was last looked at
+        lease = self.pages.lookup(sequence)
+        needed = self.pages.max_pages_held(len(sequence.token_ids))
+        needed -= len(lease.pages) if lease is not None else 0
+        needed += self._watermark if self.running else 0
+        # What the lease holds can no longer be evicted.
+        if needed > self.pages.num_available - reserved:
+            self.pages.release(lease)
+            self._blocked = needed, version
+            return False
+        self._blocked = None
+        self.pages.attach(sequence, lease)
+        return True
+
+    def _start(self, sequence: Sequence) -> None:
+        sequence.slot = self.unused_slots.pop()
+        sequence.num_starts += 1
+        insort(self.running, sequence, key=lambda x: x.order)
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Take the slot and the pages of a sequence."""
+        self.pages.free(sequence)
+        self.unused_slots.append(sequence.running_slot)
+        self.running.remove(sequence)
+        sequence.slot, sequence.num_computed, sequence.decoding = None, 0, False
+        self._blocked = None

@@ -14,7 +14,7 @@ from tests.support.attention_calls import assert_close, assert_same_bits, cascad
 from tests.support.attention_cases import Case, enlarged, of_first_rows, with_dead_rows
 from tests.support.attention_oracle import attend, relative_error
 from tests.support.kv_pools import make_pool
-from tests.support.marks import slow
+from tests.support.marks import needs_large_gpu, slow
 from tests.support.page_layouts import LAYOUTS, call_in_layout
 from tests.support.page_tables import copy_pages, extend, extended, fork, slot_mapping, write_kv
 from tests.support.promotion import assert_is_strict
@@ -228,7 +228,7 @@ def test_xla_makes_nothing_of_the_size_of_a_pool(function, kv_dtype, kv_layout):
     assert memory.temp_size_in_bytes < call["k_pages"].nbytes // 4
 
 
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU with 20 GB free")
+@needs_large_gpu
 @pytest.mark.parametrize(("kv_layout", "axis"), [("HPND", 1), ("2NHD", 0)])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", *slow(["int8"])])
 @pytest.mark.parametrize(

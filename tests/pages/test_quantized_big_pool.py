@@ -15,21 +15,14 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
+from tests.support.marks import needs_large_gpu
 
 NUM_HEADS, PAGE_SIZE, HEAD_DIM = 8, 16, 128
 ELEMENTS = NUM_HEADS * PAGE_SIZE * HEAD_DIM  # of a page
 NUM_PLACES = 30  # pages that are written, evenly from end to end
 
 
-def _memory() -> int:
-    if jax.default_backend() != "gpu":
-        return 0
-    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
-
-
-pytestmark = pytest.mark.skipif(
-    _memory() < 24 << 30, reason="needs a GPU with 24 GiB for this process: -n0"
-)
+pytestmark = needs_large_gpu
 copy = jax.jit(pp.copy_pages, donate_argnums=0)
 
 

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import jax
 import pytest
 
 from tests.support import without_triton
 
+
+def _gpu_memory() -> int:
+    if jax.default_backend() != "gpu":
+        return 0
+    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
+
+
 needs_triton = pytest.mark.skipif(
     without_triton.is_hidden(), reason="of the Triton kernels, which this run hides"
+)
+
+
+needs_large_gpu = pytest.mark.skipif(
+    _gpu_memory() < 24 << 30, reason="needs a GPU with 24 GiB for this process: -n0"
 )
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from models.server import app
-from models.server.errors import APIError
-from models.server.limits import Admission
 from pallas_paged.engine import EngineDeadError
+from pallas_paged.server import app
+from pallas_paged.server.fields import APIError
+from pallas_paged.server.service import Admission
 from tests.support.servers import make_service, metric_values, small_engine
 
 PATHS = ("/v1/models", "/metrics", "/tokenize", "/none")
@@ -28,8 +28,10 @@ def folder_and_engine(tmp_path_factory):
 @pytest.fixture
 def make(folder_and_engine):
     def make(**options):
-        service = make_service(*folder_and_engine, **options)
-        return service, TestClient(app.create_app(service), raise_server_exceptions=False)
+        folder, engine = folder_and_engine
+        engine = engine if options.get("has_texts", True) else small_engine(None)
+        service = make_service(folder, engine, **options)
+        return service, TestClient(app.app_of(service), raise_server_exceptions=False)
 
     return make
 

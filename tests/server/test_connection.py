@@ -8,7 +8,7 @@ import json
 import uvicorn
 from uvicorn.server import ServerState
 
-from models.server import connection
+from pallas_paged.server import server as connection
 from tests.support.event_loops import in_loop
 from tests.support.servers import RunningServer, http_request
 

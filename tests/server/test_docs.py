@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from models.server.app import create_app
+from pallas_paged.server.app import app_of
 
 DOCS = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
 
@@ -28,6 +28,6 @@ def test_the_docs_name_every_metric_and_endpoint(server):
     for name in server.metrics():
         name = re.sub(r"_(bucket|sum|count|created)$", "", name.partition("{")[0])
         assert name in DOCS
-    for route in create_app(server.service).routes:
+    for route in app_of(server.service).routes:
         path = route.path.partition("/{")[0]
         assert f"`GET {path}`" in DOCS or f"`POST {path}`" in DOCS or path.startswith("/page"), path

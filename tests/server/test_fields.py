@@ -12,15 +12,14 @@ from starlette.requests import Request
 from starlette.testclient import TestClient
 from tokenizers.processors import TemplateProcessing
 
-from models.server import body
-from models.server.app import create_app
-from models.server.body import Fields, read_fields
-from models.server.call import field_of
-from models.server.chat_completions import parse_chat, take_conversation
-from models.server.completions import parse_completion
-from models.server.config import ServerConfig
-from models.server.errors import APIError
 from pallas_paged.engine import SamplingParams
+from pallas_paged.server import fields as body
+from pallas_paged.server.app import app_of
+from pallas_paged.server.call import field_of
+from pallas_paged.server.chat_completions import parse_chat, take_conversation
+from pallas_paged.server.completions import parse_completion
+from pallas_paged.server.fields import APIError, Fields, read_fields
+from pallas_paged.server.service import ServerConfig
 from tests.support.servers import make_service
 
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -212,7 +211,7 @@ def test_texts_have_special_tokens_but_rendered_ones_have_not(tmp_path):
     assert bytes(made.encode_text("x", add_special_tokens=False)) == b"x"
     assert bytes(parsed(parse_completion, made, prompt="x").encode()[0].token_ids) == b"!x"
     assert bytes(parsed(parse_chat, made).encode()[0].token_ids) == b"[user] x\n[assistant] "
-    client = TestClient(create_app(made))
+    client = TestClient(app_of(made))
     for more, tokens in (({}, b"!x"), ({"add_special_tokens": False}, b"x")):
         answer = client.post("/tokenize", json={"prompt": "x"} | more)
         assert bytes(answer.json()["tokens"]) == tokens

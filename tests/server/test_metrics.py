@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import fields
 
-from models.server import metrics
-from models.server.config import ServerConfig
-from models.server.metrics import Metrics
 from pallas_paged.engine import EngineDeadError, EngineStats
+from pallas_paged.server import metrics
+from pallas_paged.server.metrics import Metrics
 from tests.support.event_loops import in_loop
 from tests.support.servers import MODEL, RunningServer, metric_values
 
@@ -66,7 +65,7 @@ class FakeEngine:
 async def test_counters_of_the_engine(monkeypatch):
     monkeypatch.setattr(metrics, "ENGINE_SECONDS", 0.05)
     engine = FakeEngine()
-    one = Metrics(engine, ServerConfig(model_name="x"))
+    one = Metrics(engine, "x")
 
     def expected(stats, is_up=1.0):
         used = stats.num_pages - stats.num_free_pages - stats.num_cached_pages

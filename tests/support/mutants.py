@@ -82,7 +82,7 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
         ["tests/engine/test_sampler.py", "tests/engine/test_sampling.py", "tests/engine"],
     ),
     "server": (
-        sorted(str(x.relative_to(ROOT)) for x in ROOT.glob("models/server/[a-z]*.py")),
+        sorted(str(x.relative_to(ROOT)) for x in ROOT.glob("pallas_paged/server/[a-z]*.py")),
         ["tests/server"],
     ),
 }

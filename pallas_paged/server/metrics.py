@@ -9,7 +9,6 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from models.server.config import ServerConfig
 from pallas_paged.engine import AsyncEngine, EngineDeadError, EngineStats, Request
 
 PREFIX = "pallas_paged:"
@@ -45,15 +44,15 @@ class Metrics:
         error: why the engine is dead, or None.
     """
 
-    def __init__(self, engine: AsyncEngine, config: ServerConfig):
-        """Start at zero."""
+    def __init__(self, engine: AsyncEngine, model_name: str):
+        """Start at zero; `model_name` is a label of all metrics."""
         self.error: EngineDeadError | None = None
         self._engine = engine
         self._refresh: asyncio.Task[None] | None = None
         self._registry = CollectorRegistry()
-        self._stats = _StatsCollector(config.model_name)
+        self._stats = _StatsCollector(model_name)
         self._registry.register(self._stats)
-        labels = {"model_name": config.model_name}
+        labels = {"model_name": model_name}
         outcomes = Counter(
             f"{PREFIX}requests",
             "Requests that the engine took, by outcome.",

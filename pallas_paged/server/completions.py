@@ -6,13 +6,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from models.server.body import Fields
-from models.server.call import Answer, Call, Prompt, take_params, take_stream
-from models.server.errors import bad_request
-from models.server.logprobs import TextOffsets, completion_logprobs
-from models.server.service import Service
-from models.tokenizer import Tokenizer
 from pallas_paged.engine import CompletionOutput
+from pallas_paged.server.call import Answer, Call, Prompt, take_params, take_stream
+from pallas_paged.server.fields import Fields, bad_request
+from pallas_paged.server.service import Service
+from pallas_paged.server.tokens import TextOffsets, TextTokenizer, completion_logprobs
 
 _MAX_TOKENS = 16  # where a request has no max_tokens, as in OpenAI's API
 
@@ -80,7 +78,7 @@ class _TextAnswer(Answer):
     def __init__(
         self,
         service: Service,
-        tokenizer: Tokenizer | None,  # None: without log-probabilities
+        tokenizer: TextTokenizer | None,  # None: without log-probabilities
         *,
         echo: bool,
         num_top: int,

@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from models.server.body import Fields
-from models.server.errors import bad_request
 from pallas_paged.engine import CompletionOutput, SamplingParams
+from pallas_paged.server.fields import Fields, bad_request
 
 MAX_N = 128  # completions of a prompt, as in OpenAI's API
 # The engine looks for each stop text after each token.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -19,20 +20,23 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from models.server.body import Fields, read_fields
-from models.server.call import Call
-from models.server.chat_completions import parse_chat, take_conversation
-from models.server.completions import parse_completion
-from models.server.errors import (
+from pallas_paged.engine import AsyncEngine, Tokenizer
+from pallas_paged.server.call import Call
+from pallas_paged.server.chat_completions import parse_chat, take_conversation
+from pallas_paged.server.chat_template import ChatTemplate
+from pallas_paged.server.completions import parse_completion
+from pallas_paged.server.fields import (
     APIError,
+    Fields,
     answer_api_error,
     answer_bug,
     answer_http_error,
     answer_nothing,
     bad_request,
+    read_fields,
 )
-from models.server.responses import respond
-from models.server.service import Service
+from pallas_paged.server.generation import respond
+from pallas_paged.server.service import ServerConfig, Service
 
 _PAGE = Path(__file__).parent / "page"
 _PAGE_FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
@@ -50,8 +54,46 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 ErrorHandler = Callable[[Request, Exception], Awaitable[Response]]
 
 
-def create_app(service: Service) -> Starlette:
-    """Return the app, which starts the engine of a service with itself and stops it at its end."""
+def create_app(
+    engine: AsyncEngine,
+    tokenizer: Tokenizer | None = None,
+    chat_template: ChatTemplate | str | Callable[..., str] | None = None,
+    *,
+    config: ServerConfig | None = None,
+    sampling_defaults: Mapping[str, Any] | None = None,
+    chat_defaults: Mapping[str, Any] | None = None,
+) -> Starlette:
+    """Return an ASGI app with OpenAI's endpoints, which starts the engine and stops it at its end.
+
+    Args:
+        engine: of any model, not started.
+        tokenizer: of the requests' texts; None: the engine's own. An engine without one serves
+            token ids.
+        chat_template: makes a prompt of a conversation: Jinja text, a function, or a
+            `ChatTemplate`. None: there are no chats.
+        config: name of the model, keys and limits; None: the defaults. `max_connections` is for
+            `serve`, since an app does not see connections.
+        sampling_defaults: fields of `SamplingParams` that requests may leave out.
+        chat_defaults: the same for chats; None: `sampling_defaults`. Their "stop" and
+            "stop_token_ids" are added to those of a request.
+
+    Raises:
+        ValueError: an argument is not of its type or out of its range.
+    """
+    return app_of(
+        Service(
+            engine,
+            tokenizer,
+            chat_template,
+            config=config,
+            sampling_defaults=sampling_defaults,
+            chat_defaults=chat_defaults,
+        )
+    )
+
+
+def app_of(service: Service) -> Starlette:
+    """Return the app of a service."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httptools
 import prometheus_client
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -60,80 +61,114 @@ def listen(host: str, port: int) -> socket.socket:
     return bound
 
 
-def connection_class(
-    max_connections: int, count_error: Callable[[int], object]
-) -> type[HttpToolsProtocol]:
-    """Return the class of the connections of a server with a limit on their number.
+class Connections:
+    """Makes the connections of a server, for `uvicorn.Config(http=...)`.
 
-    Args:
-        max_connections: the limit.
-        count_error: called with the status of each error that does not come from the app.
+    Attributes:
+        open: those that are not closed yet, refused ones too.
     """
 
-    class Connection(HttpToolsProtocol):
-        """A connection whose heads arrive in time and in full, and that requests can cut.
+    def __init__(self, max_connections: int, count_error: Callable[[int], object]):
+        """Accept so many at a time.
 
-        Attributes:
-            scope: of a request; its state has `cut`, which ends the connection at once.
+        Args:
+            max_connections: the limit.
+            count_error: called with the status of each error that does not come from the app.
         """
+        self.open: set[_Connection] = set()
+        self.max_connections, self.count_error = max_connections, count_error
 
-        _head_timer: asyncio.TimerHandle | None = None
-        _head_bytes = 0
+    def __call__(self, **of_uvicorn: Any) -> _Connection:
+        return _Connection(self, of_uvicorn)
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            if len(self.connections) > max_connections:
-                error = APIError(503, f"the server has {max_connections} connections already")
-                self._refuse(error)
-                return
+
+class _Connection(asyncio.Protocol):
+    """A connection whose heads arrive in time and in full, and that requests can cut.
+
+    A parser of its own finds the heads; uvicorn's connection does the rest. The state of a
+    request's scope has `cut`, which ends the connection at once.
+    """
+
+    def __init__(self, connections: Connections, of_uvicorn: dict[str, Any]):
+        self._all, self._of_uvicorn = connections, of_uvicorn
+        self._inner: HttpToolsProtocol | None = None  # None: refused
+        self._parser = httptools.HttpRequestParser(self)
+        with contextlib.suppress(AttributeError):  # of an old httptools; uvicorn sets it too
+            self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._head_bytes = 0
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+        self._all.open.add(self)
+        if len(self._all.open) > (most := self._all.max_connections):
+            self._refuse(APIError(503, f"the server has {most} connections already"))
+            return
+        state = {**self._of_uvicorn["app_state"], "cut": transport.abort}
+        self._inner = HttpToolsProtocol(**self._of_uvicorn | {"app_state": state})
+        self._inner.connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_head()
+        self._all.open.discard(self)
+        if self._inner is not None:
+            self._inner.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        if self._inner is not None:
+            self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._inner is not None:
+            self._inner.resume_writing()
+
+    def data_received(self, data: bytes) -> None:
+        if self._inner is None or self.transport.is_closing():
+            return
+        if self._head_timer is not None:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # to a protocol that uvicorn does not have here either
+        except httptools.HttpParserError:
+            self._refuse(APIError(400, "Invalid HTTP request received."))
+            return
+        if self._head_timer is not None and self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(APIError(431, f"the head has more than {MAX_HEAD_BYTES} bytes"))
+            return
+        self._inner.data_received(data)
+
+    def on_message_begin(self) -> None:
+        """Of the parser: a request begins."""
+        if self._head_timer is None:  # a later one of the connection
             self._await_head()
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._end_head()
-            super().connection_lost(exc)
+    def on_headers_complete(self) -> None:
+        """Of the parser: a head has ended."""
+        self._end_head()
 
-        def data_received(self, data: bytes) -> None:
-            if self._head_timer is not None:
-                self._head_bytes += len(data)
-            super().data_received(data)
-            if self._head_timer is not None and self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(APIError(431, f"the head has more than {MAX_HEAD_BYTES} bytes"))
+    def _await_head(self) -> None:
+        self._head_bytes = 0
+        loop = asyncio.get_running_loop()
+        self._head_timer = loop.call_later(HEAD_SECONDS, self.transport.abort)
 
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self.scope["state"]["cut"] = self.transport.abort
-            if self._head_timer is None:  # a later request of the connection
-                self._await_head()
+    def _end_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
-        def on_headers_complete(self) -> None:
-            self._end_head()
-            super().on_headers_complete()
-
-        def send_400_response(self, msg: str) -> None:
-            self._end_head()
-            self._refuse(APIError(400, msg))
-
-        def _await_head(self) -> None:
-            self._head_bytes = 0
-            self._head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
-
-        def _end_head(self) -> None:
-            if self._head_timer is not None:
-                self._head_timer.cancel()
-                self._head_timer = None
-
-        def _refuse(self, error: APIError) -> None:
-            """Answer outside the app, and close."""
-            self._end_head()
-            count_error(error.status)
-            body = json.dumps(error.body).encode()
-            phrase = http.HTTPStatus(error.status).phrase
-            head = f"HTTP/1.1 {error.status} {phrase}\r\ncontent-type: application/json\r\n"
-            head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-            self.transport.write(head.encode() + body)
-            self.transport.close()
-
-    return Connection
+    def _refuse(self, error: APIError) -> None:
+        """Answer outside the app, and close."""
+        self._end_head()
+        self._all.count_error(error.status)
+        body = json.dumps(error.body).encode()
+        phrase = http.HTTPStatus(error.status).phrase
+        head = f"HTTP/1.1 {error.status} {phrase}\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        self.transport.write(head.encode() + body)
+        self.transport.close()
 
 
 class Server(uvicorn.Server):
@@ -142,10 +177,12 @@ class Server(uvicorn.Server):
     def __init__(self, service: Service, *, access_log: bool = False):
         """Make the app of a service."""
         config = service.config
+        self._connections = Connections(config.max_connections, service.metrics.answered)
+        protocol: Any = self._connections  # makes protocols, as the class that uvicorn expects
         super().__init__(
             uvicorn.Config(
                 app_of(service),
-                http=connection_class(config.max_connections, service.metrics.answered),
+                http=protocol,
                 ws="none",
                 lifespan="on",
                 log_config=None,
@@ -182,7 +219,7 @@ class Server(uvicorn.Server):
         await asyncio.sleep(service.config.drain_timeout)
         await service.engine.shutdown(drain=False)  # its requests get an error
         await asyncio.sleep(CLOSE_SECONDS)
-        for connection in [*self.server_state.connections]:
+        for connection in [*self._connections.open]:
             connection.transport.abort()
 
 

@@ -36,6 +36,7 @@ from pallas_paged.server.fields import (
     read_fields,
 )
 from pallas_paged.server.generation import respond
+from pallas_paged.server.metrics import HEALTH_SECONDS
 from pallas_paged.server.service import ServerConfig, Service
 
 _PAGE = Path(__file__).parent / "page"
@@ -71,8 +72,8 @@ def create_app(
             token ids.
         chat_template: makes a prompt of a conversation: Jinja text, a function, or a
             `ChatTemplate`. None: there are no chats.
-        config: name of the model, keys and limits; None: the defaults. `max_connections` is for
-            `serve`, since an app does not see connections.
+        config: name of the model, keys and limits; None: the defaults. `max_connections` and
+            `drain_timeout` are for `serve`: an app does not see connections and signals.
         sampling_defaults: fields of `SamplingParams` that requests may leave out.
         chat_defaults: the same for chats; None: `sampling_defaults`. Their "stop" and
             "stop_token_ids" are added to those of a request.
@@ -110,7 +111,7 @@ def app_of(service: Service) -> Starlette:
         return answer_and_count
 
     post = ["POST"]
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/v1/chat/completions", _completions(service, parse_chat), methods=post),
             Route("/v1/completions", _completions(service, parse_completion), methods=post),
@@ -131,6 +132,8 @@ def app_of(service: Service) -> Starlette:
         },
         lifespan=lifespan,
     )
+    app.router.redirect_slashes = False  # to the host of a header, which anyone can write
+    return app
 
 
 class _KeyCheck:
@@ -230,7 +233,7 @@ def _detokenize(service: Service) -> Endpoint:
 
 def _health(service: Service) -> Endpoint:
     async def health(_: Request) -> Response:
-        await service.metrics.refresh()
+        await service.metrics.refresh(HEALTH_SECONDS)
         if service.metrics.error is not None:
             return JSONResponse({"status": "dead"}, 503)
         if service.is_draining:

@@ -104,6 +104,7 @@ def test_bad_fields(client, path, valid, rows):
 def test_other_paths_methods_models_and_types(client, server):
     before = server.metrics()
     check_error(client.get("/v1/nothing"), 404, "there is no GET /v1/nothing")
+    check_error(client.get("/health/"), 404, "there is no GET /health/")  # and no redirect
     answer = client.get(TEXT)
     check_error(answer, 405, f"GET {TEXT}: the method must be one of POST")
     assert answer.headers["allow"] == "POST"
@@ -114,7 +115,7 @@ def test_other_paths_methods_models_and_types(client, server):
         assert (error["code"], error["param"]) == ("model_not_found", "model")
     check_error(client.get("/v1/models/small/other"), 404, "'small/other'")
     after = server.metrics()
-    for status, count in ((404, 4), (405, 1), (415, 1), (400, 1)):
+    for status, count in ((404, 5), (405, 1), (415, 1), (400, 1)):
         name = f'http_errors_total{{status="{status}"}}'
         assert after[name] == before.get(name, 0) + count
 

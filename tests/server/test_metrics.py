@@ -85,6 +85,11 @@ async def test_counters_of_the_engine(monkeypatch):
     for start in (10, 50):
         engine.answer = some_stats(start)
         assert await found() == expected(engine.answer)
+    num_calls = engine.num_calls
+    await one.refresh(60.0)  # they are new enough
+    assert engine.num_calls == num_calls
+    await one.refresh(1e-9)
+    assert engine.num_calls == num_calls + 1
     engine.answer = asyncio.get_running_loop().create_future()  # busy again: it compiles
     num_calls = engine.num_calls
     assert await found() == await found() == expected(some_stats(50))

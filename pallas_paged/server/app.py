@@ -224,8 +224,12 @@ def _detokenize(service: Service) -> Endpoint:
         fields.end()
         if token_ids is None:
             raise bad_request("tokens must be a list of token ids", "tokens")
-        service.check_token_ids(token_ids, "tokens")
-        text = await service.encode(lambda: service.tokenizer.decode(token_ids), len(token_ids))
+
+        def decode() -> str:
+            service.check_token_ids(token_ids, "tokens")
+            return service.tokenizer.decode(token_ids)
+
+        text = await service.encode(decode, len(token_ids))
         return JSONResponse({"prompt": text})
 
     return detokenize

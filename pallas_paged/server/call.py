@@ -102,7 +102,7 @@ class Call:
 
     Attributes:
         encode: returns the prompts; slow for long texts.
-        num_characters: of the texts to encode.
+        num_characters: of the texts to encode, and tokens to check.
         num_prompts: that `encode` returns.
         params, priority: as in `AsyncEngine.submit`.
         answer: makes the JSON.

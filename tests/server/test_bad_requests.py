@@ -21,6 +21,7 @@ OF_TEXTS = [
     ({"prompt": [10**400]}, "token ids in 0..255, not 1", "prompt"),
     ({"prompt": "\ud800"}, "valid Unicode", None),
     ({"prompt": "x" * 300}, "more than the 256 tokens", None),
+    ({"prompt": [*range(1000)]}, "a prompt of 1000 tokens is more than the 256 tokens", None),
     ({"max_tokens": 256}, "more than the 256 tokens", None),
     ({"max_tokens": -1}, "max_tokens=-1", "max_tokens"),
     ({"max_tokens": 1.5}, "max_tokens must be an integer", "max_tokens"),

@@ -152,7 +152,7 @@ def test_fields_become_parameters(service):
 
 def test_fields_become_calls(service):
     call = parsed(parse_completion, service, prompt=["ab", [1, 2, 3], "c"])
-    assert (call.num_prompts, call.num_characters, call.priority) == (3, 3, 0)
+    assert (call.num_prompts, call.num_characters, call.priority) == (3, 6, 0)
     assert [prompt.token_ids for prompt in call.encode()] == [[97, 98], [1, 2, 3], [99]]
     assert [prompt.text for prompt in call.encode()] == ["", "", ""]
     assert abs(time.perf_counter() - call.arrival) < 10

@@ -106,6 +106,12 @@ def _parser() -> argparse.ArgumentParser:
         help=f"that requests must have; repeatable (${_API_KEY}, which other users can't list)",
     )
     add(
+        "--allowed-host",
+        action="append",
+        metavar="NAME",
+        help="that the header Host must have; repeatable (any)",
+    )
+    add(
         "--chat-template",
         type=Path,
         metavar="FILE",

@@ -41,7 +41,8 @@ def start(
     logging.getLogger("pallas_paged").setLevel(logging.INFO)
     limits = given(args, ServerConfig)
     name = args.served_model_name or args.checkpoint.resolve().name
-    config = ServerConfig(**limits, model_name=name, api_keys=api_keys)
+    hosts = tuple(args.allowed_host or ())
+    config = ServerConfig(**limits, model_name=name, api_keys=api_keys, allowed_hosts=hosts)
     engine_config = EngineConfig(**given(args, EngineConfig))
     use_compilation_cache(args.compilation_cache)
     template = read_chat_template(args.checkpoint, file=args.chat_template)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -123,7 +124,7 @@ def app_of(service: Service) -> Starlette:
             Route("/metrics", _metrics(service)),
             *(Route(path, _page(file)) for path, file in _PAGE_FILES.items()),
         ],
-        middleware=[Middleware(_KeyCheck, keys=service.config.api_keys, service=service)],
+        middleware=[Middleware(_HeaderCheck, service=service)],
         exception_handlers={
             APIError: counted(answer_api_error),
             ClientDisconnect: answer_nothing,
@@ -136,22 +137,34 @@ def app_of(service: Service) -> Starlette:
     return app
 
 
-class _KeyCheck:
-    """Refuses requests without a valid API key."""
+class _HeaderCheck:
+    """Refuses requests to another host, and those without a valid API key."""
 
-    def __init__(self, app: ASGIApp, *, keys: tuple[str, ...], service: Service):
+    def __init__(self, app: ASGIApp, *, service: Service):
         self._app, self._service = app, service
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._hosts = {host.lower() for host in service.config.allowed_hosts}
+        self._digests = [_digest(key.encode()) for key in service.config.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        needs_key = self._digests and scope["type"] == "http" and scope["path"] not in _OPEN_PATHS
-        if not needs_key or self._is_valid(Headers(scope=scope).get("authorization", "")):
+        error = self._error(scope) if scope["type"] == "http" else None
+        if error is None:
             await self._app(scope, receive, send)
             return
-        message = "the header Authorization must be 'Bearer KEY' with a valid API key"
-        error = APIError(401, message, headers={"www-authenticate": "Bearer"})
-        self._service.metrics.answered(401)
+        self._service.metrics.answered(error.status)
         await error.response()(scope, receive, send)
+
+    def _error(self, scope: Scope) -> APIError | None:
+        headers = Headers(scope=scope)
+        host = re.sub(r":\d*$", "", headers.get("host", "")).lower()
+        if self._hosts and host not in self._hosts:
+            return bad_request(
+                f"the header Host has {host!r:.100}, which is no host of this server"
+            )
+        needs_key = self._digests and scope["path"] not in _OPEN_PATHS
+        if not needs_key or self._is_valid(headers.get("authorization", "")):
+            return None
+        message = "the header Authorization must be 'Bearer KEY' with a valid API key"
+        return APIError(401, message, headers={"www-authenticate": "Bearer"})
 
     def _is_valid(self, header: str) -> bool:
         scheme, _, key = header.partition(" ")

@@ -23,6 +23,7 @@ class ServerConfig:
     Attributes:
         model_name: of the model in requests and answers.
         api_keys: keys of which a request must have one; empty: requests need none.
+        allowed_hosts: names of which the header Host must have one, a port left out; empty: any.
         max_body_bytes: most bytes of a request's body.
         max_queue: most sequences that wait for a slot of the engine; more requests get status 429.
         max_connections: most open connections; more get status 503.
@@ -35,6 +36,7 @@ class ServerConfig:
 
     model_name: str = "model"
     api_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     max_body_bytes: int = 8 << 20
     max_queue: int = 1024
     max_connections: int = 4096

@@ -76,6 +76,26 @@ def test_keys_are_compared_in_constant_time(make, monkeypatch):
         assert {len(one) for call in calls for one in call} == {32}
 
 
+def test_a_request_needs_one_of_the_hosts(make):
+    _, client = make(allowed_hosts=("Example.org", "[::1]"))
+    for host, status in (
+        ("example.org", 200),
+        ("EXAMPLE.org:8000", 200),
+        ("[::1]:80", 200),
+        ("[::1]", 200),
+        ("example.org.evil", 400),
+        ("evil:example.org", 400),
+        ("[::1", 400),
+        ("", 400),
+    ):
+        answer = client.get("/health", headers={"host": host})
+        assert answer.status_code == status, host
+        if status == 400:
+            assert "no host of this server" in answer.json()["error"]["message"]
+    refused = metric_values(client.get("/metrics", headers={"host": "[::1]"}).content)
+    assert refused['http_errors_total{status="400"}'] == 4
+
+
 def test_the_health_of_a_server(make):
     service, client = make()
     assert client.get("/health").json() == {"status": "ok"}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
+import signal
 import socket
 
 import pytest
@@ -12,7 +15,10 @@ from starlette.testclient import TestClient
 from models.tokenizer import save_byte_tokenizer
 from pallas_paged.engine import AsyncEngine
 from pallas_paged.server import ChatTemplate, HFTokenizer, ServerConfig, create_app, serve
+from pallas_paged.server.server import Server
+from pallas_paged.server.service import Service
 from pallas_paged.server.tokens import text_tokenizer
+from tests.support.event_loops import in_loop
 from tests.support.servers import expected_text, small_engine
 from tests.support.word_tokenizers import sentencepiece
 
@@ -94,6 +100,18 @@ def test_tokenizers_get_the_methods_that_they_lack(tmp_path):
         ValueError, match=r"^tokenizer=.* must be a tokenizers\.Tokenizer or a fast"
     ):
         HFTokenizer(Bytes())
+
+
+@in_loop
+async def test_a_second_signal_ends_the_process_at_once(engine, monkeypatch, capsys):
+    statuses, server = [], Server(Service(AsyncEngine(engine)))
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    server.stop_or_exit(signal.SIGINT)
+    assert not statuses and capsys.readouterr().err == "shutting down ... (again: at once)\n"
+    server.stop_or_exit(signal.SIGTERM)
+    assert statuses == [143]
+    await asyncio.sleep(0)
+    assert server.should_exit
 
 
 def test_bad_arguments_are_refused(engine):

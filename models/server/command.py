@@ -106,6 +106,12 @@ def _parser() -> argparse.ArgumentParser:
         help=f"that requests must have; repeatable (${_API_KEY}, which other users can't list)",
     )
     add(
+        "--allow-priority",
+        action="store_true",
+        default=None,
+        help="requests may have a priority, and so pass others",
+    )
+    add(
         "--allowed-host",
         action="append",
         metavar="NAME",

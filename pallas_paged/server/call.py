@@ -122,7 +122,7 @@ class Call:
     arrival: float = field(default_factory=time.perf_counter)
 
 
-def take_stream(fields: Fields, params: SamplingParams) -> dict[str, Any]:
+def take_stream(fields: Fields, params: SamplingParams, *, allow_priority: bool) -> dict[str, Any]:
     """Take "stream", "stream_options" and "priority", as arguments of `Call`."""
     stream = fields.take("stream", bool, default=False)
     options = fields.take("stream_options", dict)
@@ -140,6 +140,8 @@ def take_stream(fields: Fields, params: SamplingParams) -> dict[str, Any]:
     priority = fields.take("priority", int, default=0)
     if abs(priority) >= 2**31:
         raise bad_request(f"{priority=} must be in -2147483647..2147483647", "priority")
+    if priority and not allow_priority:
+        raise bad_request(f"{priority=} is not allowed by this server", "priority")
     return {"stream": stream, "include_usage": include_usage, "priority": priority}
 
 

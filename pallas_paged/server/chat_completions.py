@@ -38,7 +38,7 @@ def parse_chat(fields: Fields, service: Service) -> Call:
         max_tokens=_max_tokens(fields),
         logprobs=num_top if wants_logprobs else None,
     )
-    options = take_stream(fields, params)
+    options = take_stream(fields, params, allow_priority=service.config.allow_priority)
     fields.end()
     return Call(
         encode=lambda: [Prompt(token_ids=conversation.encode(service))],

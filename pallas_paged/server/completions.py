@@ -36,7 +36,7 @@ def parse_completion(fields: Fields, service: Service) -> Call:
         prompt_logprobs=logprobs if echo else None,
         detokenize=service.has_tokenizer,
     )
-    options = take_stream(fields, params)
+    options = take_stream(fields, params, allow_priority=service.config.allow_priority)
     fields.end()
 
     def encode() -> list[Prompt]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pallas_paged.checks import check_has, check_integer, check_number
+from pallas_paged.checks import check_flag, check_has, check_integer, check_number
 from pallas_paged.engine import AsyncEngine, SamplingParams, Tokenizer
 from pallas_paged.server.chat_template import ChatTemplate
 from pallas_paged.server.fields import APIError, Fields, bad_request
@@ -24,6 +24,7 @@ class ServerConfig:
         model_name: of the model in requests and answers.
         api_keys: keys of which a request must have one; empty: requests need none.
         allowed_hosts: names of which the header Host must have one, a port left out; empty: any.
+        allow_priority: whether a request may have a priority, and so pass others.
         max_body_bytes: most bytes of a request's body.
         max_queue: most sequences that wait for a slot of the engine; more requests get status 429.
         max_connections: most open connections; more get status 503.
@@ -37,6 +38,7 @@ class ServerConfig:
     model_name: str = "model"
     api_keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
+    allow_priority: bool = False
     max_body_bytes: int = 8 << 20
     max_queue: int = 1024
     max_connections: int = 4096
@@ -48,6 +50,7 @@ class ServerConfig:
             raise ValueError(f"model_name={self.model_name!r} must not be empty")
         if not all(key and key.isascii() for key in self.api_keys):
             raise ValueError("an API key must be ASCII text that is not empty")
+        check_flag("allow_priority", self.allow_priority)
         for name, least in (("max_body_bytes", 1), ("max_queue", 0), ("max_connections", 1)):
             check_integer(name, getattr(self, name), least)
         for name in ("request_timeout", "drain_timeout"):

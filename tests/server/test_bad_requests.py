@@ -50,6 +50,7 @@ OF_TEXTS = [
     ({"stream": "yes"}, "stream must be a boolean", "stream"),
     ({"stream_options": {}}, "stream_options needs stream=true", "stream_options"),
     ({"stream": True, "stream_options": {"x": 1}}, "unknown field stream", "stream_options.x"),
+    ({"priority": -1}, "priority=-1 is not allowed by this server", "priority"),
     ({"priority": 2**31}, "must be in -2147483647..2147483647", "priority"),
     ({"priority": -(2**31)}, "must be in -2147483647..2147483647", "priority"),
     ({"max_token": 5}, "unknown field max_token", "max_token"),

@@ -156,7 +156,7 @@ def test_options_and_files_become_a_service(checkpoint, tmp_path, monkeypatch, s
     limits |= dict(request_timeout=8.5, drain_timeout=9.5)
     options = [f"--{name.replace('_', '-')}={value}" for name, value in limits.items()]
     options += ["--api-key", "a", "--api-key", "b", "--host", "::1", "--port", "5", "--access-log"]
-    options += ["--allowed-host", "x", "--allowed-host", "y"]
+    options += ["--allowed-host", "x", "--allowed-host", "y", "--allow-priority"]
     options += ["--served-model-name", "m", "--chat-template", str(template)]
     options += ["--max-model-len", "32", "--warmup"]
     monkeypatch.setenv("PALLAS_PAGED_API_KEY", "of the environment")
@@ -168,7 +168,7 @@ def test_options_and_files_become_a_service(checkpoint, tmp_path, monkeypatch, s
     plain, own, _ = (args[0] for args, _ in served)
     assert plain.config == ServerConfig(model_name="copy", api_keys=("of the environment",))
     assert own.config == ServerConfig(
-        model_name="m", api_keys=("a", "b"), allowed_hosts=("x", "y"), **limits
+        model_name="m", api_keys=("a", "b"), allowed_hosts=("x", "y"), allow_priority=True, **limits
     )
     assert (plain.max_model_len, own.max_model_len, own.vocab_size) == (64, 32, CONFIG.vocab_size)
     assert plain.chat_template is None and plain.has_tokenizer

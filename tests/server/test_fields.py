@@ -29,7 +29,9 @@ MESSAGES = [{"role": "user", "content": "x"}]
 def service(tmp_path_factory):
     defaults = {"temperature": 0.5, "stop": "D", "stop_token_ids": [7], "top_k": 3}
     folder = tmp_path_factory.mktemp("fields")
-    return make_service(folder, defaults=defaults, chat_defaults={"stop": ["A", "B"]})
+    return make_service(
+        folder, defaults=defaults, chat_defaults={"stop": ["A", "B"]}, allow_priority=True
+    )
 
 
 def error_of(call, *args, **options):

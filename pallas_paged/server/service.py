@@ -137,11 +137,12 @@ class Service:
         if not isinstance(config, ServerConfig | None):
             raise ValueError(f"{config=} must be a ServerConfig")
         inner = engine.engine
-        if tokenizer is not None:
+        if tokenizer is None:
+            tokenizer = inner.tokenizer
+        elif inner.tokenizer is None:
+            raise ValueError("the engine must have the tokenizer too: Engine(tokenizer=...)")
+        else:
             check_has("tokenizer", tokenizer, "encode", "decode")
-            if inner.tokenizer is None:
-                raise ValueError("the engine must have the tokenizer too: Engine(tokenizer=...)")
-        tokenizer = tokenizer or inner.tokenizer
         if chat_template is not None and tokenizer is None:
             raise ValueError("a chat_template needs a tokenizer, and the engine has none")
         if not isinstance(chat_template, ChatTemplate | None):

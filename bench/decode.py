@@ -37,7 +37,7 @@ def measure_shape(shape: Shape, args: argparse.Namespace, *, with_peers: bool) -
     """Measure one shape by all implementations."""
     finders: dict[str, Callable[[], list[Variant]]] = {
         name: functools.partial(peers.ours, pp.paged_attention, implementation, shape.options)
-        for name, implementation in peers.implementations(args.implementation, shape).items()
+        for name, implementation in peers.implementations(args.implementation).items()
     }
     if with_peers and shape.options in (PLAIN, Options(soft_cap=shape.options.soft_cap)):
         finders["jax_op"] = functools.partial(peers.jax_op, shape)

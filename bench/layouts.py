@@ -11,11 +11,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
-import jax
-import jax.numpy as jnp
-
 import pallas_paged as pp
-from bench import cli, timing
+from bench import cli, peers, timing
 from bench.measure import Variant, compare
 from bench.prefill_shapes import TINY
 from bench.report import kernel_us, number, ratio, reasons, table, time
@@ -32,23 +29,6 @@ SHAPES = (
 )
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def in_layout(
-    kv_layout: KVLayout, k_pages: jax.Array, v_pages: jax.Array
-) -> tuple[jax.Array, jax.Array | None]:
-    """Return K and V of a layout, from pages `[num_kv_heads, num_pages, page_size, head_dim]`."""
-    if kv_layout == "HPND":
-        return k_pages, v_pages
-    order = (1, 0, 2, 3) if kv_layout == "HND" else (1, 2, 0, 3)
-    k, v = k_pages.transpose(order), v_pages.transpose(order)
-    match kv_layout:
-        case "2NHD":
-            return jnp.stack([k, v], axis=1), None
-        case "NH2D":
-            return jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[3]), None
-    return k, v
-
-
 def measure_layouts(
     shape: Shape,
     layouts: Sequence[KVLayout],
@@ -61,20 +41,9 @@ def measure_layouts(
     call: Callable[..., Any] = pp.ragged_paged_attention if ragged else pp.paged_attention
     results = {}
     for kv_layout in layouts:  # one after another: each has a pool of its own
-        pool = in_layout(kv_layout, case.k_pages, case.v_pages)
-
-        def prepare(k_pages, v_pages, block_table, index, pool=pool):
-            return (*pool, block_table)  # all sets of pages are of one pool
-
-        def variants(implementation, prepare=prepare, kv_layout=kv_layout):
-            def attend(q, k_pages, v_pages, *rest):
-                layer = pp.LayerKV(k_pages, v_pages, kv_layout=kv_layout)
-                return call(q, layer, *rest, sm_scale=1.0, implementation=implementation)
-
-            return [Variant(label=kv_layout, attend=attend, prepare=prepare)]
-
         finders: dict[str, Callable[[], list[Variant]]] = {
-            name or "default": functools.partial(variants, name) for name in implementations
+            name or "default": functools.partial(peers.ours, call, name, kv_layout=kv_layout)
+            for name in implementations
         }
         results[kv_layout] = compare(case, finders, iterations)
     return results

@@ -14,6 +14,7 @@ import numpy as np
 from bench import timing
 from bench.reference import reference_states
 from bench.shapes import Case
+from pallas_paged.pages.layout import KVLayout
 
 MAX_RELATIVE_ERROR = 1e-2
 
@@ -31,12 +32,14 @@ class Variant:
     Attributes:
         label: name of the variant within its implementation.
         attend: the call.
+        kv_layout: of the pages.
         prepare: converts the K/V of a set before the clock starts, or None.
         sees_all: whether each query sees all tokens of its sequence, newer ones included.
     """
 
     label: str
     attend: Attend
+    kv_layout: KVLayout = "HPND"
     prepare: Prepare | None = None
     sees_all: bool = False
 
@@ -91,7 +94,7 @@ def relative_error(case: Case, outs: Sequence[Any], *, sees_all: bool = False) -
     return float(np.max(errors))
 
 
-def make_steps(case: Case, prepare: Prepare | None) -> tuple:
+def make_steps(case: Case, k_pages: Any, v_pages: Any, prepare: Prepare | None) -> tuple:
     """(k, v, block_table) of each call.
 
     Every call has a table array of its own: with a shared one XLA would do common work, such as a
@@ -99,7 +102,7 @@ def make_steps(case: Case, prepare: Prepare | None) -> tuple:
     """
     sets = []
     for i, table in enumerate(case.tables):
-        one = (case.k_pages, case.v_pages, jnp.asarray(table))
+        one = (k_pages, v_pages, jnp.asarray(table))
         sets.append(prepare(*one, i) if prepare else one)
     calls = [sets[i % len(sets)] for i in range(case.shape.num_calls)]
     return tuple((k, v, jnp.array(table, copy=True)) for k, v, table in calls)
@@ -123,9 +126,10 @@ def chain(attend: Attend) -> Any:
     return jax.jit(run)
 
 
-def arguments(case: Case, prepare: Prepare | None) -> tuple:
+def arguments(case: Case, variant: Variant) -> tuple:
     """The arguments of the function that `chain` returns."""
-    return case.q, make_steps(case, prepare), case.lens, case.scales
+    k_pages, v_pages, scales = case.in_layout(variant.kv_layout)
+    return case.q, make_steps(case, k_pages, v_pages, variant.prepare), case.lens, scales
 
 
 def measure(case: Case, variant: Variant, compiled: Any, args: tuple, iterations: int) -> dict:
@@ -184,10 +188,11 @@ def compare(
     custom_calls: dict[tuple, list[str]] = {}
 
     def trace(variant: Variant) -> tuple:
-        if variant.prepare not in prepared:
-            prepared[variant.prepare] = arguments(case, variant.prepare)
-        traced = chain(variant.attend).trace(*prepared[variant.prepare])
-        key = variant.prepare, variant.sees_all, str(traced.jaxpr)
+        pages = variant.kv_layout, variant.prepare
+        if pages not in prepared:
+            prepared[pages] = arguments(case, variant)
+        traced = chain(variant.attend).trace(*prepared[pages])
+        key = pages, variant.sees_all, str(traced.jaxpr)
         programs.setdefault(key, (variant, traced))
         return key
 
@@ -201,7 +206,7 @@ def compare(
         if isinstance(compiled, Exception):
             raise compiled
         variant, _ = programs[key]
-        result = measure(case, variant, compiled, prepared[variant.prepare], iterations)
+        result = measure(case, variant, compiled, prepared[key[0]], iterations)
         return result | {"custom_calls": custom_calls[key]}
 
     keys = {

@@ -15,34 +15,35 @@ import pallas_paged as pp
 from bench.measure import Variant
 from bench.options import PLAIN, Options
 from bench.shapes import Shape
+from pallas_paged.pages.layout import KVLayout
 
 
-def implementations(only: str | None, shape: Shape) -> dict[str, str | None]:
-    """Our implementations by the names of their results: None's choice and both, or only one.
-
-    int8 and fp8 K/V have a single implementation, so there None is enough.
-    """
-    if only or shape.itemsize == 1:
+def implementations(only: str | None) -> dict[str, str | None]:
+    """Our implementations by the names of their results: None's choice and both, or only one."""
+    if only:
         return {"ours": only}
     return {"ours": None, "triton": "triton", "mosaic": "mosaic_sm90"}
 
 
 def ours(
-    call: Callable[..., Any], implementation: str | None, options: Options = PLAIN
+    call: Callable[..., Any],
+    implementation: str | None,
+    options: Options = PLAIN,
+    kv_layout: KVLayout = "NHD",
 ) -> list[Variant]:
     """An attention function of the library, called as a user calls it."""
 
     def attend(q, k_pages, v_pages, *args, **scales):
         return call(
             q,
-            pp.LayerKV(k_pages, v_pages, **scales, kv_layout="HPND"),
+            pp.LayerKV(k_pages, v_pages, **scales, kv_layout=kv_layout),
             *args,
             sm_scale=1.0,
             implementation=implementation,
             **options.arguments(q.shape[1]),
         )
 
-    return [Variant(label=implementation or "default", attend=attend)]
+    return [Variant(label=implementation or "default", attend=attend, kv_layout=kv_layout)]
 
 
 def jax_op(shape: Shape) -> list[Variant]:

@@ -23,7 +23,7 @@ def measure_shape(shape: Shape, args: argparse.Namespace) -> dict:
     call = pp.ragged_paged_attention
     finders: dict[str, Callable[[], list[Variant]]] = {
         name: functools.partial(peers.ours, call, implementation, shape.options)
-        for name, implementation in peers.implementations(args.implementation, shape).items()
+        for name, implementation in peers.implementations(args.implementation).items()
     }
     if args.peers and shape.itemsize > 1:
         finders |= {

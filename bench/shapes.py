@@ -13,6 +13,7 @@ import numpy as np
 
 import pallas_paged as pp
 from bench.options import PLAIN, Options
+from pallas_paged.pages.layout import LAYOUTS, KVLayout
 
 _COLD_BYTES = 256 << 20  # several times the L2 of an H200
 _MAX_BYTES = 4 << 30
@@ -220,6 +221,11 @@ class Case:
             return self.seq_lens, jnp.array([self.shape.shared_prefix], jnp.int32), ends
         return (self.seq_lens, self.cu_q_lens)[: 1 + (max(self.shape.q_lens) > 1)]
 
+    def in_layout(self, kv_layout: KVLayout) -> tuple[jax.Array, jax.Array | None, dict]:
+        """K, V and the scales with their axes in the order of a layout."""
+        pages = _in_layout(kv_layout, self.k_pages, self.v_pages)
+        return *pages, {name: _scales_in(kv_layout, x) for name, x in self.scales.items()}
+
     def sample(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(token, row, length) of the first, middle and last query of four rows at most.
 
@@ -270,6 +276,27 @@ def make_case(shape: Shape, *, seed: int = 0) -> Case:
         seq_lens=jnp.array(shape.seq_lens, jnp.int32),
         cu_q_lens=jnp.array(np.cumsum([0, *shape.q_lens]), jnp.int32),
     )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _in_layout(
+    kv_layout: KVLayout, k_pages: jax.Array, v_pages: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    if kv_layout == "HPND":
+        return k_pages, v_pages
+    order = (1, 0, 2, 3) if kv_layout == "HND" else (1, 2, 0, 3)
+    k, v = k_pages.transpose(order), v_pages.transpose(order)
+    match kv_layout:
+        case "2NHD":
+            return jnp.stack([k, v], axis=1), None
+        case "NH2D":
+            return jnp.stack([k, v], axis=3).reshape(*k.shape[:2], -1, k.shape[3]), None
+    return k, v
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _scales_in(kv_layout: KVLayout, scales: jax.Array) -> jax.Array:
+    return scales.transpose(["HPN".index(axis) for axis in LAYOUTS[kv_layout].scale_axes])
 
 
 @functools.partial(jax.jit, static_argnums=1)

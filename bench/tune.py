@@ -22,8 +22,8 @@ from bench.measure import Variant, measure_all, reason
 from bench.options import PLAIN
 from bench.report import reasons, table
 from bench.shapes import Case, Shape, make_case, select_shapes
-from pallas_paged.kernels.mosaic_sm80 import config as mosaic_sm80_config
-from pallas_paged.kernels.mosaic_sm90 import config as mosaic_config
+from pallas_paged.kernels.mosaic_sm80 import config as sm80_config
+from pallas_paged.kernels.mosaic_sm90 import config as sm90_config
 from pallas_paged.kernels.mosaic_sm90 import support
 from pallas_paged.kernels.triton import config as triton_config
 
@@ -89,26 +89,25 @@ def _triton_fits(config: Any, programs: int, shape: Shape) -> bool:
     return programs * tiles <= _SM_BYTES and programs * config.num_warps * 32 <= _SM_THREADS
 
 
-def _mosaic_fits(config: Any, programs: int, shape: Shape) -> bool:
+def _mosaic_sm90_fits(config: Any, programs: int, shape: Shape) -> bool:
     group = shape.num_q_heads // shape.num_kv_heads
     needed = support.shared_memory(
         config, group=group, head_dim=shape.head_dim, kv_dtype=shape.kv_dtype
     )
-    blocks = -(-programs // getattr(config, "num_pairs", 1))
-    return needed <= support.shared_memory_limit(blocks)
+    return programs * (needed + 1024) <= _SM_BYTES
 
 
 def _mosaic_sm80_fits(config: Any, programs: int, shape: Shape) -> bool:
     sizes = {"head_dim": shape.head_dim, "itemsize": shape.itemsize}
     if isinstance(config, pp.MosaicSm80DecodeConfig):
         group = shape.num_q_heads // shape.num_kv_heads
-        needed = mosaic_sm80_config.decode_shared_memory(config, group=group, **sizes)
-        return needed <= support.shared_memory_limit(programs)
+        needed = sm80_config.decode_shared_memory(config, group=group, **sizes)
+        return programs * (needed + 1024) <= _SM_BYTES
     # A thread has registers for 64 rows of a large head_dim, and takes up to 255 of them.
     if config.rows_per_warpgroup > 64 and shape.head_dim > 128:
         return False
-    needed = mosaic_sm80_config.ragged_shared_memory(config, **sizes)
-    return config.num_warpgroups * programs <= 2 and needed <= support.shared_memory_limit(programs)
+    needed = sm80_config.ragged_shared_memory(config, **sizes)
+    return config.num_warpgroups * programs <= 2 and programs * (needed + 1024) <= _SM_BYTES
 
 
 _DECODE = Kernel(
@@ -129,17 +128,14 @@ _RAGGED = Kernel(
 KERNELS = {  # the class of a config chooses the implementation
     "decode": _DECODE,
     "ragged": _RAGGED,
-    "mosaic_decode": dataclasses.replace(
-        _DECODE, heuristic=mosaic_config.decode_config, fits=_mosaic_fits
-    ),
-    "mosaic_ragged": dataclasses.replace(
-        _RAGGED, heuristic=mosaic_config.ragged_config, fits=_mosaic_fits
+    "mosaic_sm90_ragged": dataclasses.replace(
+        _RAGGED, heuristic=sm90_config.ragged_config, fits=_mosaic_sm90_fits
     ),
     "mosaic_sm80_decode": dataclasses.replace(
-        _DECODE, heuristic=mosaic_sm80_config.decode_config, fits=_mosaic_sm80_fits
+        _DECODE, heuristic=sm80_config.decode_config, fits=_mosaic_sm80_fits
     ),
     "mosaic_sm80_ragged": dataclasses.replace(
-        _RAGGED, heuristic=mosaic_sm80_config.ragged_config, fits=_mosaic_sm80_fits
+        _RAGGED, heuristic=sm80_config.ragged_config, fits=_mosaic_sm80_fits
     ),
 }
 

@@ -13,7 +13,7 @@ from pallas_paged.attention.options import (
 from pallas_paged.attention.states import merge_attention_states
 from pallas_paged.decoder.rotary_write import rotate_and_write_kv, split_qkv
 from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80DecodeConfig, MosaicSm80RaggedConfig
-from pallas_paged.kernels.mosaic_sm90.config import MosaicDecodeConfig, MosaicRaggedConfig
+from pallas_paged.kernels.mosaic_sm90.config import MosaicSm90RaggedConfig
 from pallas_paged.kernels.triton.config import DecodeConfig, RaggedConfig
 from pallas_paged.pages.check import check_page_table
 from pallas_paged.pages.layer import LayerKV
@@ -45,10 +45,9 @@ __all__ = [
     "KVLayout",
     "KVPool",
     "LayerKV",
-    "MosaicDecodeConfig",
-    "MosaicRaggedConfig",
     "MosaicSm80DecodeConfig",
     "MosaicSm80RaggedConfig",
+    "MosaicSm90RaggedConfig",
     "PageCopies",
     "PageTable",
     "PagedKVCache",

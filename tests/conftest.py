@@ -58,6 +58,9 @@ if jax.config.jax_compilation_cache_dir is None:
     set_in_jax("jax_persistent_cache_min_compile_time_secs", 0)
     # XLA's own caches would be in the same folder, and its path a part of every key.
     set_in_jax("jax_persistent_cache_enable_xla_caches", "none")
+# The processes of a run share the cores: a pool of threads in each would spend its time waiting. It
+# is in force in the processes of xdist; here a plugin may have imported NumPy before.
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # OpenBLAS and PyTorch read it
 # The processes of a run share the GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # The threads of an interpreted Mosaic kernel wait for one another in callbacks, each of which holds

@@ -1,7 +1,5 @@
 """The programs of `examples/` run in their own size, and do what their pages say."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -4,8 +4,6 @@ A process that hides Triton runs these tests: the first test starts one, and so 
 `TESTS_WITHOUT_TRITON=1 python -m pytest`, for any tests.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import subprocess

@@ -21,7 +21,8 @@ from pallas_paged.kernels.call import Arrays, Call, Kernel
 from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.device import Device
 from pallas_paged.kernels.families import FAMILIES
-from pallas_paged.kernels.mosaic_sm90.config import prefer_mosaic
+from pallas_paged.kernels.mosaic_sm80.config import prefer_decode
+from pallas_paged.kernels.mosaic_sm90.config import prefer_ragged
 from pallas_paged.kernels.write_arrays import WriteArrays
 from pallas_paged.pages.layout import AXIS_NAMES, LAYOUTS, KVLayout
 
@@ -251,7 +252,7 @@ def _check_config(call: Call, implementation: Implementation | None) -> None:
         )
     # xla has no configs and ignores any given one, so a model tuned for a GPU also runs on a CPU.
     named = [FAMILIES[implementation]] if implementation in FAMILIES else FAMILIES.values()
-    types = tuple(family.configs[call.kernel] for family in named)
+    types = tuple(dict.fromkeys(family.configs[call.kernel] for family in named))
     if not isinstance(call.config, types):
         allowed = " or ".join(t.__name__ for t in types)
         place = "" if implementation is None else f" for {implementation=}"
@@ -265,8 +266,9 @@ def best_implementation(call: Call) -> Implementation:
     names: list[Implementation] = ["triton", "mosaic_sm90", "mosaic_sm80"]
     if call.config is not None:  # its type is the choice
         kind = type(call.config)
-        return next(name for name in names if FAMILIES[name].configs[call.kernel] is kind)
-    if prefer_mosaic(call.kernel, **call.sizes):
+        return next(name for name in names[::-1] if FAMILIES[name].configs[call.kernel] is kind)
+    prefer_mosaic = prefer_decode if call.kernel == "decode" else prefer_ragged
+    if prefer_mosaic(group=call.group, read_gbps=call.device.read_gbps, **call.sizes):
         names = ["mosaic_sm90", "triton", "mosaic_sm80"]
     return next((name for name in names if FAMILIES[name].why_not(call) is None), "xla")
 

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from pallas_paged.checks import check_flag, check_interpret, static_integer, static_number
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80DecodeConfig, MosaicSm80RaggedConfig
-from pallas_paged.kernels.mosaic_sm90.config import MosaicDecodeConfig, MosaicRaggedConfig
+from pallas_paged.kernels.mosaic_sm90.config import MosaicSm90RaggedConfig
 from pallas_paged.kernels.triton.config import DecodeConfig, RaggedConfig
 
 Implementation = Literal["triton", "mosaic_sm90", "mosaic_sm80", "xla"]
@@ -57,11 +57,10 @@ class AttentionOptions(TypedDict, total=False):
             which is `"xla"` without a GPU. A named implementation never falls back. What each can
             do is a table in docs/attention.md. Static.
         interpret: run the kernels of the named family interpreted, on any device, slowly. Static.
-        config: of the kernel: `DecodeConfig` and `RaggedConfig` of Triton, `MosaicDecodeConfig`
-            and `MosaicRaggedConfig` of `"mosaic_sm90"`, `MosaicSm80DecodeConfig` and
-            `MosaicSm80RaggedConfig` of `"mosaic_sm80"`. On a GPU its type also chooses the
-            implementation, unless one is named. `"xla"` ignores it. None means the heuristic's
-            choice. Static.
+        config: of the kernel: `DecodeConfig` and `RaggedConfig` of Triton, `MosaicSm90RaggedConfig`
+            of `"mosaic_sm90"`, `MosaicSm80DecodeConfig` and `MosaicSm80RaggedConfig` of
+            `"mosaic_sm80"`. On a GPU its type also chooses the implementation, unless one is named.
+            `"xla"` ignores it. None means the heuristic's choice. Static.
         fixed_split_size: tokens after which every sequence is split, a multiple of 64. The bits of
             a sequence then do not depend on the other sequences of the batch nor on their number
             (batch invariance), at the cost of memory for an f32 partial result for every
@@ -79,8 +78,7 @@ class AttentionOptions(TypedDict, total=False):
     config: (
         DecodeConfig
         | RaggedConfig
-        | MosaicDecodeConfig
-        | MosaicRaggedConfig
+        | MosaicSm90RaggedConfig
         | MosaicSm80DecodeConfig
         | MosaicSm80RaggedConfig
         | None

@@ -36,7 +36,8 @@ class SamplingParams:
             context.
         min_tokens: tokens of a completion before which no stop token is sampled; a stop text that
             they complete ends nothing.
-        temperature: divides the logits; 0 is greedy decoding, which ignores the filters.
+        temperature: divides the logits; 0, or less than the least normal f32, is greedy decoding,
+            which ignores the filters.
         top_k: keep the k most probable tokens; 0 or -1 is off.
         top_p: keep the fewest most probable tokens whose probabilities sum to it; 1 is off.
         min_p: keep tokens with at least this fraction of the highest probability; 0 is off.
@@ -104,7 +105,9 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         """Whether every token is the most probable one or is chosen by beam search."""
-        return self.beam_width is not None or np.float32(self.temperature) == 0
+        # A device may take a subnormal as 0.
+        least = np.finfo(np.float32).tiny
+        return self.beam_width is not None or bool(np.float32(self.temperature) < least)
 
     @property
     def filters(self) -> bool:

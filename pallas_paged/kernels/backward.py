@@ -44,9 +44,9 @@ def attention_gradient(
     if arrays.cu_q_lens is None:  # decoding: a query a row
         offsets = jnp.arange(arrays.num_seqs + 1, dtype=jnp.int32)
         arrays = dataclasses.replace(arrays, cu_q_lens=offsets)
-    d_out = d_out.astype(arrays.q.dtype)
     # Padding tokens and queries without keys have no gradient, whatever their cotangents are.
     empty = jnp.isneginf(lse)
+    d_out = jnp.where(empty[..., None], 0.0, d_out).astype(arrays.q.dtype)
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
     delta = jnp.where(empty, 0.0, delta if d_lse is None else delta - d_lse)
     others = tuple(name for name in names if name != "sinks")

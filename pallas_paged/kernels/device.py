@@ -16,6 +16,8 @@ _HOPPER_NAMES = re.compile(r"\bG?H(20|100|200|800)\b")
 # KB of shared memory that a program can have, by compute capability.
 _SHARED_MEMORY = {"8.0": 163, "8.7": 163, _HOPPER: 227, "10.0": 227, "10.3": 227}
 _LEAST_SHARED_MEMORY = 99  # of other capabilities from 8.0
+# GB/s that a kernel reads of device memory, by a name within the kind: measured.
+_READ_GBPS = {"H200": 4400, "H100": 2950}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,12 @@ class Device:
         """Bytes of shared memory that a program can have; where unknown, those of Hopper."""
         capability = self.compute_capability or _HOPPER
         return _SHARED_MEMORY.get(capability, _LEAST_SHARED_MEMORY) * 1024
+
+    @property
+    def read_gbps(self) -> int:
+        """GB/s at which kernels read device memory; where unknown, those of an H100."""
+        names = (name for name in _READ_GBPS if name in self.kind)
+        return _READ_GBPS[next(names, "H100")]
 
     def why_not(self, *, least: str | None = None) -> str | None:
         """Return why it is no GPU of this compute capability or a later one, or None.

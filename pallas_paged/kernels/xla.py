@@ -173,7 +173,8 @@ def _attend(
         alpha = jnp.exp(m_i - m_new)
         l_i, out, m_i = l_i * alpha + jnp.exp(sinks - m_new), out * alpha, m_new
     l_safe = jnp.where(empty, 1.0, l_i)
-    out = (out / l_safe).astype(q.dtype).swapaxes(1, 2)
+    # A select, so that a cotangent of NaN there reaches no value.
+    out = jnp.where(empty, 0.0, out / l_safe).astype(q.dtype).swapaxes(1, 2)
     lse = jnp.where(empty, -jnp.inf, m_i + jnp.log(l_safe)).swapaxes(1, 2)
     shape = (num_seqs, num_queries, num_q_heads)
     return out.reshape(*shape, head_dim), lse.reshape(shape)

@@ -346,7 +346,7 @@ def can_fill(table: PageTable, rows: jax.Array) -> jax.Array:
     entry = jnp.arange(rows.size, dtype=jnp.int32)
     rows = jnp.where((rows >= 0) & (rows < table.max_seqs), rows, table.max_seqs)
     claims = jnp.full(table.max_seqs, rows.size, jnp.int32).at[rows].min(entry, mode="drop")
-    is_first = claims.at[rows].get(mode="fill", fill_value=-1) == entry
+    is_first = claims.at[rows].get(mode="fill", fill_value=rows.size) == entry
     return is_first & (table.seq_lens.at[rows].get(mode="fill", fill_value=1) == 0)
 
 

@@ -1,7 +1,5 @@
 """All tests of this folder run under JAX's strict promotion rules, which a caller may have set."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.promotion import strict_promotion

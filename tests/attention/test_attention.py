@@ -1,7 +1,5 @@
 """`paged_attention` and `ragged_paged_attention` on every implementation, against float64 NumPy."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from functools import partial
@@ -269,16 +267,6 @@ SPLIT = LOOP | dict(fixed_split_size=64)
     [  # with programs for each of 2 KV heads
         (decode, pp.DecodeConfig(**LOOP, block_k=16, num_programs=200)),
         (ragged, pp.RaggedConfig(**LOOP, block_q=16, block_k=16, num_programs=60)),
-        *slow(
-            [
-                (decode, pp.DecodeConfig(**LOOP, block_k=16, num_programs=2)),
-                (decode, pp.DecodeConfig(**LOOP, block_k=64, num_programs=10)),
-                (ragged, pp.RaggedConfig(**SPLIT, block_q=16, block_k=16, num_programs=10)),
-                (ragged, pp.RaggedConfig(**SPLIT, block_q=64, block_k=64, num_programs=2)),
-                (ragged, pp.RaggedConfig(**LOOP, block_q=64, block_k=16, num_programs=4)),
-                (ragged, pp.RaggedConfig(**LOOP, block_q=16, block_k=64, num_programs=14)),
-            ]
-        ),
     ],
     ids=lambda x: NAMES.get(x, x) if callable(x) else str(x),
 )

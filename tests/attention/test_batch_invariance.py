@@ -13,7 +13,7 @@ import pytest
 from tests.support import attention_calls, raw
 from tests.support.attention_calls import assert_close, jitted
 from tests.support.attention_cases import Case, cumulated
-from tests.support.attention_options import config_of
+from tests.support.attention_configs import config_of
 from tests.support.devices import implementations_here
 from tests.support.marks import slow
 

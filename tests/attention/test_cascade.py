@@ -1,7 +1,5 @@
 """Attention over prefixes that rows share: the same as over each row's own pages."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax
@@ -11,7 +9,7 @@ import pytest
 from tests.support import raw
 from tests.support.attention_calls import assert_close, cascade
 from tests.support.attention_cases import Case, SharedPrefixes, without_tokens_left_of
-from tests.support.attention_options import config_of
+from tests.support.attention_configs import config_of
 from tests.support.marks import slow
 
 CASE = Case(head_dim=16, num_pages=48)
@@ -96,7 +94,7 @@ def test_bad_groups_are_refused_by_name(changes, message):
 def test_a_config_is_for_the_tokens_behind_the_prefix(family):
     arrays = GROUPS[1].make()
     assert_close(cascade(*arrays, config=config_of(family, ragged=False)), arrays[:5], 1e-5)
-    with pytest.raises(ValueError, match="must be a DecodeConfig or MosaicDecodeConfig"):
+    with pytest.raises(ValueError, match="must be a DecodeConfig or MosaicSm80DecodeConfig"):
         jax.eval_shape(
             partial(raw.cascade_attention, config=config_of(family, ragged=True)), *arrays
         )

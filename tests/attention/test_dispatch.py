@@ -1,7 +1,5 @@
 """The implementation of a call by device, shape, config and JAX, and the reasons of refusals."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import sys
@@ -22,7 +20,7 @@ from pallas_paged.kernels.mosaic import support as mosaic_support
 from pallas_paged.kernels.mosaic_sm90 import support as sm90_support
 from tests.support import implementations, raw
 from tests.support.attention_cases import Case
-from tests.support.attention_options import config_of
+from tests.support.attention_configs import config_of
 from tests.support.devices import A100, CPU, HOPPER, lower_for_cuda
 from tests.support.marks import needs_triton
 from tests.support.placement import named
@@ -40,7 +38,7 @@ CONFIGS = {
     }
     for family in ("triton", "mosaic_sm90", "mosaic_sm80")
 }
-MOSAIC, SM80 = CONFIGS["mosaic_sm90"], CONFIGS["mosaic_sm80"]
+SM90, SM80 = CONFIGS["mosaic_sm90"], CONFIGS["mosaic_sm80"]
 F32 = {"dtype": jnp.dtype(jnp.float32)}
 F16_PAGES, INT8, FP8 = (
     {"kv_dtype": jnp.dtype(dtype)} for dtype in ("float16", "int8", "float8_e4m3fn")
@@ -72,7 +70,7 @@ def jax_without_triton(monkeypatch):
         (PREFILL, {"device": A100}, "triton"),
         (PREFILL, {"device": CPU}, "xla"),
         (DECODE, {}, "mosaic_sm90"),
-        (DECODE, {"num_seqs": 500}, "triton"),
+        (DECODE, {"num_seqs": 500, "max_kv_len": 1024}, "triton"),
         (DECODE, {"device": A100}, "triton"),
         (DECODE, {"device": A100} | FP8, "mosaic_sm80"),  # Triton converts no fp8 there
         (DECODE, {"device": CPU}, "xla"),
@@ -91,13 +89,12 @@ def test_none_without_triton_takes_a_kernel_for_all_that_hopper_can_do(
     dtypes, kv_dtypes = ("bfloat16", "float16", "float32"), ("", "int8", "float8_e4m3fn")
     num_tokens, groups = (60, 4096), (1, 8, 40, 130)
     page_sizes = [1 << i for i in range(9)]
-    wgmma = (64, 128, 192, 256) if call is DECODE else (64, 128, 256)
     for dtype, kv_dtype, page_size, group, tokens in itertools.product(
         dtypes, kv_dtypes, page_sizes, groups, num_tokens
     ):
         if dtype == "float32" or head_dim == 36:  # the matrix unit has TF32, which is not f32
             expected = "xla"
-        elif head_dim in wgmma and (call is DECODE or page_size >= 8):
+        elif call is DECODE or (head_dim in (64, 128, 256) and page_size >= 8):
             expected = "mosaic_sm90"
         else:
             expected = "mosaic_sm80"
@@ -150,21 +147,22 @@ class TestConfig:
     @pytest.mark.parametrize("family", CONFIGS)
     def test_chooses_the_implementation_of_its_type(self, any_jax, call, family):
         call = replace(call, config=CONFIGS[family][call.kernel])
+        family = "mosaic_sm80" if call.config == SM80["decode"] else family  # as on Hopper
         assert dispatch.best_implementation(call) == family
         elsewhere = replace(call, device=CPU)
         assert dispatch.best_implementation(elsewhere) == "xla"
         assert dispatch.resolve(elsewhere, None) is dispatch.resolve(elsewhere, "xla")
 
     def test_of_an_implementation_that_cannot_run_is_refused(self, any_jax, call):
-        call = replace(call, device=A100, config=MOSAIC[call.kernel])
+        call = replace(call, device=A100, config=SM90[call.kernel])
         with pytest.raises(NotImplementedError, match="'mosaic_sm90' needs a Hopper GPU"):
-            dispatch.resolve(call, None)
+            dispatch.resolve(call, None if call.kernel == "ragged" else "mosaic_sm90")
 
     @pytest.mark.parametrize("implementation", [None, *FAMILIES])
     def test_of_another_type_is_refused(self, any_jax, call, implementation):
         families = [implementation] if implementation else CONFIGS
         wanted = [CONFIGS[family][call.kernel] for family in families]
-        names = " or ".join(type(config).__name__ for config in wanted)
+        names = " or ".join(dict.fromkeys(type(config).__name__ for config in wanted))
         for config in (config for pair in CONFIGS.values() for config in pair.values()):
             if config not in wanted:
                 message = rf"config={type(config).__name__}\(.* must be a {names}"
@@ -194,19 +192,15 @@ SHARED_MEMORY = "Config.* needs {}[0-9]+ bytes of shared memory; a program has {
         ("mosaic_sm80", DECODE, gpu("8.6") | {"config": replace(SM80["decode"], block_k=128)},
          SHARED_MEMORY.format(1, 101376)),
         ("mosaic_sm90", PREFILL, F32, "bfloat16 or float16, not float32"),
-        ("mosaic_sm90", DECODE, F16_PAGES, "pages of q's dtype bfloat16, not of float16"),
-        ("mosaic_sm90", DECODE, {"head_dim": 96}, r"a head_dim of \(64, 128, 192, 256\), not 96"),
+        ("mosaic_sm90", PREFILL, F16_PAGES, "pages of q's dtype bfloat16, not of float16"),
+        ("mosaic_sm90", DECODE, {"head_dim": 68}, "a multiple of 8 with pages of bf.*, not 68"),
         ("mosaic_sm90", PREFILL, {"head_dim": 512}, r"a head_dim of \(64, 128, 256\), not 512"),
         ("mosaic_sm90", PREFILL, {"page_size": 4}, "a page_size of at least 8, not 4"),
-        ("mosaic_sm90", DECODE,
-         {"config": replace(MOSAIC["decode"], block_k=192), "page_size": 128},
-         "block_k=192 that is a multiple or a divisor of page_size=128"),
-        ("mosaic_sm90", DECODE, {"config": replace(MOSAIC["decode"], num_pairs=2)},
-         "num_pairs=2 with int8 and fp8 pages only"),
-        ("mosaic_sm90", DECODE, {"config": replace(MOSAIC["decode"], block_k=128, num_stages=4)},
-         SHARED_MEMORY.format(2, 232448)),
         ("mosaic_sm90", PREFILL,
-         {"config": replace(MOSAIC["ragged"], num_q_stages=2), "head_dim": 256},
+         {"config": replace(SM90["ragged"], block_k=192), "page_size": 128},
+         "block_k=192 that is a multiple or a divisor of page_size=128"),
+        ("mosaic_sm90", PREFILL,
+         {"config": replace(SM90["ragged"], num_q_stages=2), "head_dim": 256},
          SHARED_MEMORY.format(2, 232448)),
         ("mosaic_sm90", PREFILL, {"device": A100}, "a Hopper GPU, but .*NVIDIA A100"),
         ("mosaic_sm90", PREFILL, {"device": CPU}, "a Hopper GPU, but .*'cpu'"),

@@ -1,7 +1,5 @@
 """Gradients of attention: right, the same bits in every run, or refused with the reason."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 
@@ -56,8 +54,11 @@ def total(out, lse, xp):
 
 
 def total_with_nan_cotangents(out, lse, xp):
-    """The same, with a cotangent of NaN for the log-sum-exp of a query that sees no key."""
-    return total(out, lse, xp) if xp is np else xp.sin(out).sum() + xp.sin(lse).sum()
+    """The same, with cotangents of NaN for the results of a query that sees no key."""
+    if xp is np:
+        return total(out, lse, xp)
+    nan = xp.where(xp.isneginf(lse), xp.nan, 1.0)[..., None]
+    return xp.sin(out * nan).sum() + xp.sin(lse).sum()
 
 
 def gradients_of(function, given, wanted, loss=total, **options):

@@ -1,7 +1,5 @@
 """Arguments that the attention functions refuse."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 
@@ -13,7 +11,7 @@ import pytest
 import pallas_paged as pp
 from tests.support import raw
 from tests.support.attention_cases import Case
-from tests.support.attention_options import config_of
+from tests.support.attention_configs import config_of
 from tests.support.page_layouts import call_in_layout
 
 
@@ -293,26 +291,3 @@ def test_a_config_is_validated_when_built(good, change, message):
 def test_tiles_of_queries_are_powers_of_two(block_q):
     with pytest.raises(ValueError, match=f"block_q={block_q} must be a power of two"):
         dataclasses.replace(CONFIGS[raw.ragged_paged_attention], block_q=block_q)
-
-
-def one_array(*shape):
-    return {"k_pages": np.zeros(shape, np.float32), "v_pages": None}
-
-
-@pytest.mark.parametrize(
-    ("kv_layout", "changes", "message"),
-    [
-        ("NHDX", {}, "kv_layout='NHDX' must be one of .*'NHD', 'HND'"),
-        (["NHD"], {}, r"kv_layout=\['NHD'\] must be one of"),
-        ("NH2D", {}, "v_pages must be None with kv_layout='NH2D', where k_pages hold K and V"),
-        ("NHD", {"v_pages": None}, "v_pages=None must be an array"),
-        ("2NHD", one_array(5, 8, 4, 32),
-         r"must be \[num_pages, 2, page_size, num_kv_heads, head_dim\] with kv_layout="),
-        ("2NHD", one_array(5, 3, 8, 2, 32), r"k_pages.shape=\(5, 3, 8, 2, 32\) must be"),
-        ("NH2D", one_array(5, 8, 3, 32), r"\[num_pages, page_size, 2 \* num_kv_heads, head_dim\]"),
-        ("NH2D", one_array(5, 8, 6, 32), "num_q_heads=4 must be a multiple of num_kv_heads=3"),
-        ("NHD", {}, r"page_size=17 must be a power of two.*: k_pages.shape=\(2, 17, 8, 32\) is "),
-    ],
-)  # fmt: skip
-def test_pages_that_are_not_of_the_layout_are_refused(kv_layout, changes, message):
-    assert_refused(raw.paged_attention, DECODE, {"kv_layout": kv_layout} | changes, message)

@@ -1,7 +1,5 @@
 """`PagedKVCache` against the functions beneath it, and against the oracle."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

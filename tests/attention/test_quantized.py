@@ -1,7 +1,5 @@
 """Attention over int8 and float8_e4m3fn pages, against float64 NumPy on the dequantized values."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from functools import partial
@@ -11,7 +9,6 @@ import numpy as np
 import pytest
 
 import pallas_paged as pp
-from tests.support import raw
 from tests.support.attention_calls import assert_close, assert_same_bits, decode, ragged
 from tests.support.attention_cases import Case
 from tests.support.attention_oracle import attend, relative_error
@@ -184,47 +181,3 @@ def test_every_byte_is_converted_exactly(kv_dtype, dtype, implementation):
         out, _ = function(q, k_pages, v_pages, tables, lens, k_scales, v_scales)
         expected = np.repeat(some.astype(np.float32).swapaxes(0, 1), 2, axis=1)
         np.testing.assert_array_equal(np.asarray(out, np.float32), expected)
-
-
-BAD = [
-    (lambda k, v: (None, None), "pages of int8 need k_scales and v_scales"),
-    (lambda k, v: (k, None), "pages of int8 need v_scales"),
-    (lambda k, v: (None, v), "pages of int8 need k_scales"),
-    (lambda k, v: (k[:1], v), r"k_scales must be float32\[2, .*\], got float32\[1, "),
-    (lambda k, v: (k, v.astype(np.float16)), "v_scales must be float32.*, got float16"),
-    (lambda k, v: (k, v.astype(np.float64)), "v_scales must be float32.*, got float64"),
-    (lambda k, v: (np.float32(1), v), r"k_scales must be float32\[2, .*\], got float32\[\]"),
-    (lambda k, v: (k, np.float32(1)), r"v_scales must be float32\[2, .*\], got float32\[\]"),
-    (lambda k, v: (k[..., None], v), "k_scales must be float32"),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), BAD, ids=[m for _, m in BAD])
-@pytest.mark.parametrize(
-    ("function", "case", "groups"),
-    [
-        (raw.paged_attention, SMALL, ()),
-        (raw.ragged_paged_attention, RAGGED, ()),
-        (raw.cascade_attention, SMALL, (np.int32([8]), np.int32([0, 2]))),
-    ],
-    ids=["decode", "ragged", "cascade"],
-)
-def test_bad_scales_are_refused_by_name(function, case, groups, change, message):
-    *rest, k_scales, v_scales = Quantized(case=case, kv_dtype=INT8).make()[0]
-    scales = dict(zip(("k_scales", "v_scales"), change(k_scales, v_scales), strict=True))
-    with pytest.raises(ValueError, match=message):
-        function(*rest, *groups, **scales)
-
-
-def test_scales_of_unquantized_pages_are_refused():
-    message = "k_scales and v_scales must be None with pages of float32"
-    for scales in ({"k_scales": np.ones((2, 8, 8), "f4")}, {"v_scales": np.float32(1)}):
-        with pytest.raises(ValueError, match=message):
-            raw.paged_attention(*SMALL.make(), **scales)
-
-
-def test_k_and_v_of_two_dtypes_are_refused():
-    q, k_pages, v_pages, *rest = Quantized(case=SMALL, kv_dtype=INT8).make()[0]
-    message = "int8.* and v_pages float8_e4m3fn.* must have one shape and dtype"
-    with pytest.raises(ValueError, match=message):
-        raw.paged_attention(q, k_pages, v_pages.astype(jnp.float8_e4m3fn), *rest)

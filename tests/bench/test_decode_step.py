@@ -6,7 +6,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 from bench import decode_step
 from bench.serving import gap, step
@@ -46,18 +45,6 @@ def test_modes_differ_by_their_steps_and_their_sampling(dry_run, monkeypatch) ->
     assert "No kernel times: no. 1." in tables
     decode_step.main([*TINY, "--sampling"])
     assert [one[1] for one in asked[3:]] == [0.0, 0.8, 1.0, 1.0, 0.0, 1.0]
-
-
-@pytest.mark.slow  # compiles the steps of three engines
-def test_every_mode_is_measured_on_the_cpu(dry_run) -> None:
-    single, several, generate = dry_run(decode_step, *TINY, *MODES)[0]["results"]
-    assert single["steps_per_call"] == 1 < several["steps_per_call"] <= 4
-    assert single["context"] > 16 and generate["context"] == 16 + 6
-    assert single["kv_bytes"] == 2 * single["context"] * 2 * 2 * 2 * 16 * 4
-    on_gpu = jax.default_backend() == "gpu"
-    for result in (single, several, generate):
-        assert result["num_seqs"] == 2 and (result["limit_us"] is not None) == on_gpu
-    assert (single["kernels"] is not None) == on_gpu and generate["kernels"] is None
 
 
 def test_the_gap_of_a_step_is_divided_into_its_parts():

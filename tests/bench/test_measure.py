@@ -85,7 +85,7 @@ def test_variants_get_the_scales(monkeypatch) -> None:
     case = make_case(with_dtype(TINY, "int8"))
     [ours] = peers.ours(pp.paged_attention, "xla")
     jax_op = functools.partial(peers.jax_op(case.shape)[0].attend, interpret=True)
-    variants = [ours, Variant(label="", attend=twice), Variant(label="", attend=jax_op)]
+    variants = [ours, dataclasses.replace(ours, attend=twice), Variant(label="", attend=jax_op)]
     found = measure.measure_all(case, lambda: variants, 1)
     assert [x["status"] for x in found["variants"]] == ["ok", "wrong", "ok"]
     assert found["relative_l2"] < 5e-3 and found["wall_us"]["median"] == 6 / case.shape.num_calls

@@ -1,7 +1,5 @@
 """Bytes that a decode step on many devices reads and sends: on paper and in programs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from functools import partial

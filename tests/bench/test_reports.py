@@ -7,14 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import (
-    decode_report,
-    decode_step,
-    kv_dtypes,
-    peers_torch,
-    prefill_report,
-    quality,
-)
+from bench import decode_report, decode_step, kv_dtypes, peers_torch, prefill_report, quality
 from bench.serving import gap
 from bench.serving import report as serving_report
 from bench.serving.record import Record, Served, Usage
@@ -88,7 +81,7 @@ def step_run() -> dict:
 
 @pytest.fixture
 def serving_run(step_run) -> dict:
-    usage = [Usage(time=float(i), live=10 * i, reserved=100, waits=False) for i in range(5)]
+    usage = [Usage(time=float(i), live=10 * i, reserved=100, waits=i < 2) for i in range(5)]
     served = [Served(arrival=0.0, first_token=0.5, finish=4.5, num_tokens=9)] * 8
     extra = {"compilations": 0, "preemptions": 7, "cache_hit_rate": 0.25}
     same = dict(served=served, usage=usage, wall=5.0, capacity=100, extra=extra)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
-import sys
 from functools import partial
 from unittest import mock
 
@@ -19,7 +17,6 @@ from bench.serving.batches import BatchTimes, serve_in_batches
 from bench.serving.compilations import Compilations
 from bench.serving.engine import serve
 from bench.serving.models import SHAPES, random_model, weight_bytes
-from bench.serving.record import Record, Served, Usage
 from bench.serving.requests import TraceRequest, describe_trace, make_trace
 from bench.serving.static import StaticBatch
 from models.decoder import Decoder
@@ -68,30 +65,6 @@ def test_traces_have_the_stated_lengths_system_prompts_and_arrivals() -> None:
     again, other = (make_trace(2000, rate=10.0, seed=seed, **sizes) for seed in (0, 1))
     assert all(np.array_equal(a.prompt, b.prompt) for a, b in zip(trace, again, strict=True))
     assert not all(a.num_tokens == b.num_tokens for a, b in zip(trace, other, strict=True))
-
-
-def test_summary_of_a_record() -> None:
-    served = [
-        Served(arrival=1.0, first_token=2.0, finish=4.0, num_tokens=5),
-        Served(arrival=0.0, first_token=3.0, finish=3.0, num_tokens=1),
-    ]
-    usage = [
-        Usage(time=0.0, live=10, reserved=20, waits=True),
-        Usage(time=3.0, live=30, reserved=30, waits=False),
-        Usage(time=4.0, live=0, reserved=0, waits=False),
-    ]
-    record = Record(served=served, usage=usage, wall=8.0, num_tokens=12, capacity=40)
-    found = record.summarize()
-    assert found["tokens_per_s"] == 1.5 and found["requests_per_s"] == 0.25
-    assert found["ttft_s"]["p50"] == 2.0 and found["latencies"] == [3.0, 3.0]
-    assert found["tpot_s"] == {"p50": 0.5, "p99": 0.5}
-    # A half for three seconds, all of it for one; without reserved memory there is no share.
-    assert found["utilization"] == pytest.approx((3 * 0.5 + 1) / 4)
-    assert found["live_of_budget"] == pytest.approx((3 * 10 + 30) / 4 / 40)
-    assert found["live_of_budget_under_load"] == pytest.approx(10 / 40)
-    assert found["reserved_of_budget"] == pytest.approx((3 * 20 + 30) / 4 / 40)
-    nothing = Record(served=[], usage=[], wall=1.0, num_tokens=0, capacity=40).summarize()
-    assert nothing["latency_s"] is None and nothing["utilization"] is None
 
 
 BILLIONS = {"1b": 1.236, "8b": 8.030, "qwen3-0.6b": 0.596}
@@ -230,17 +203,6 @@ def test_transformers_runs_where_it_is_installed() -> None:
     assert result["status"] == "ok" and result["num_finished"] == 4
     assert result["num_tokens"] == sum(one.num_tokens for one in trace)
     assert 0.2 < result["utilization"] < 1
-
-
-def test_missing_transformers_has_a_reason(monkeypatch) -> None:
-    def process(target, args, daemon):
-        return mock.Mock(start=partial(target, *args))
-
-    here = mock.Mock(Pipe=multiprocessing.Pipe, Process=process)
-    monkeypatch.setattr(transformers.multiprocessing, "get_context", lambda kind: here)
-    monkeypatch.setitem(sys.modules, "torch", None)
-    result = run_transformers([], batch_size=1, seconds=1.0)
-    assert result["status"] == "failed" and "torch" in result["reason"]
 
 
 def _requests(*sizes: tuple[float, int, int], vocab_size: int = 2) -> list[TraceRequest]:

@@ -10,8 +10,6 @@ import pytest
 
 import pallas_paged as pp
 from bench import tune
-from bench.kv_dtypes import with_dtype
-from bench.shapes import uniform
 from tests.bench.fakes import FAILED, ok
 from tests.support.marks import slow
 
@@ -38,37 +36,11 @@ def test_neighbours_are_other_configs_that_fit_on_an_sm(name) -> None:
             assert kernel.fits(other, math.ceil(other.num_programs / SMS), shape)
 
 
-@pytest.mark.usefixtures("on_an_h200")
-@pytest.mark.parametrize(
-    ("name", "make", "sizes", "per_sm"),
-    [
-        ("decode", pp.DecodeConfig, {"block_k": 32, "num_warps": 16, "num_stages": 2}, 4),
-        ("decode", pp.DecodeConfig, {"block_k": 128, "num_warps": 4, "num_stages": 3}, 1),
-        ("mosaic_decode", pp.MosaicDecodeConfig, {"num_stages": 3}, 2),
-        ("mosaic_sm80_decode", pp.MosaicSm80DecodeConfig, {"num_stages": 3}, 2),
-    ],
-    ids=["threads", "memory", "mosaic", "mosaic_sm80"],
-)
-def test_configs_too_large_for_an_sm_are_not_neighbours(name, make, sizes, per_sm) -> None:
-    kernel, shape = tune.KERNELS[name], uniform(4, 4096)
-    config = make(**{"block_k": 64} | sizes, num_programs=per_sm * SMS)
-    wide = dataclasses.replace(config, num_programs=2 * config.num_programs)
-    assert kernel.fits(config, per_sm, shape) and not kernel.fits(wide, 2 * per_sm, shape)
-    assert wide not in tune.neighbours(kernel, config, shape)
-
-
-def test_int8_tiles_take_half_the_memory() -> None:
-    kernel, plain = tune.KERNELS["decode"], uniform(4, 4096)
-    config = pp.DecodeConfig(block_k=128, num_warps=4, num_stages=3, num_programs=264)
-    assert not kernel.fits(config, 2, plain) and kernel.fits(config, 2, with_dtype(plain, "int8"))
-
-
 # Fields of the fastest config of the fake clock; a single stage gives no right result.
 FASTEST = {
     "decode": {"num_warps": 8, "num_stages": 3},
     "ragged": {"num_warps": 8, "num_stages": 3},
-    "mosaic_decode": {"block_k": 64, "num_stages": 4},
-    "mosaic_ragged": {"num_consumers": 1, "num_stages": 3},
+    "mosaic_sm90_ragged": {"num_consumers": 1, "num_stages": 3},
     "mosaic_sm80_decode": {"block_k": 32, "num_stages": 4},
     "mosaic_sm80_ragged": {"block_q": 128, "block_k": 32},
 }
@@ -117,7 +89,7 @@ def test_a_search_ends_with_its_time_and_without_a_result_has_a_reason(search, m
 
 
 @pytest.mark.usefixtures("clock")
-@pytest.mark.parametrize("name", ["mosaic_ragged", *slow(["decode"])])
+@pytest.mark.parametrize("name", ["mosaic_sm90_ragged", *slow(["decode"])])
 def test_tiny_run(name, dry_run, monkeypatch) -> None:
     kernel, configs = tune.KERNELS[name], set()
     kv_dtype = "fp8" if name == "decode" else "int8"

@@ -160,20 +160,20 @@ def test_equal_tiles_and_parts_cover_all_features_and_each_is_owned_once(
     sizes, clusters, cluster_size
 ):
     config = batch_config(64, sizes, clusters, cluster_size)
+    clusters, ranks = map(np.ravel, np.indices((config.num_clusters, cluster_size)))
     for tiles in (config.o, config.down, config.qkv):
+        weight = np.empty((tiles.num_features, 1))
+
+        def own(cluster, rank, tiles=tiles, weight=weight):
+            where = dict(cluster=cluster, rank=rank)
+            rows, count = Product(weight=weight, x=None, tiles=tiles, config=config, **where).own()
+            return rows.start, count, rows.size
+
+        starts, counts, sizes = map(np.asarray, jax.jit(jax.vmap(own))(clusters, ranks))
+        assert (starts >= 0).all() and (starts <= tiles.num_features - sizes).all()
+        assert (counts <= sizes).all()
         owners = np.zeros(tiles.num_features, int)
-        for cluster, rank in np.ndindex(config.num_clusters, cluster_size):
-            product = Product(
-                weight=np.empty((tiles.num_features, 1)),
-                x=None,
-                tiles=tiles,
-                cluster=cluster,
-                rank=rank,
-                config=config,
-            )
-            own, count = product.own()
-            start, count = int(own.start), int(count)
-            assert 0 <= start <= tiles.num_features - own.size and count <= own.size
+        for start, count in zip(starts, counts, strict=True):
             owners[start : start + max(count, 0)] += 1
         assert (owners == 1).all()
 

@@ -1,7 +1,5 @@
 """Attention of decoding rows without its merge, and with the write of the newest tokens."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -50,7 +50,13 @@ def a_call(repeats=1, implementation=None, *, is_alone=False):
         num_kv_heads=NUM_KV_HEADS,
         kernels=AttentionKernels(**raw.by(implementation)),
     )
-    pool = make_pool(1, 16, NUM_KV_HEADS * repeats, PAGE_SIZE, HEAD_DIM)
+    pool = make_pool(
+        num_layers=1,
+        num_pages=16,
+        num_kv_heads=NUM_KV_HEADS * repeats,
+        page_size=PAGE_SIZE,
+        head_dim=HEAD_DIM,
+    )
     rng = np.random.default_rng(0)
     qkv = rng.standard_normal((len(rows), NUM_KV_HEADS, GROUP + 2, HEAD_DIM), np.float32)
     angles = rng.uniform(0, 6, (len(rows), 1, HEAD_DIM // 2)).astype(np.float32)

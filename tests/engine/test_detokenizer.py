@@ -118,6 +118,21 @@ def test_a_completion_continues_the_text_of_the_prompt_and_repeats_none_of_it(by
     assert streamed(byte_fallback, prompt, single(ids[len(prompt) :])) == "子a"
 
 
+def test_replacement_characters_in_a_text_of_byte_tokens_are_kept(byte_fallback):
+    for text in ("a\ufffdb", "a b\ufffd子 a", "子\ufffda\ufffd\ufffd子", "\ufffd" * 5 + "a"):
+        ids = byte_fallback.encode(text)
+        assert streamed(byte_fallback, (), single(ids)) == text
+    ids = byte_fallback.encode("a\ufffdb")
+    for cut in (2, 3, 4):  # the prompt has the first bytes of the character, or all
+        assert streamed(byte_fallback, ids[:cut], single(ids[cut:])) == "b"
+
+
+def test_a_long_prompt_may_end_within_a_character_which_belongs_to_it(byte_fallback):
+    ids = byte_fallback.encode(f"{CORPUS[0]}子a")
+    for cut in (1, 2):  # bytes of the character that are left
+        assert streamed(byte_fallback, ids[: -1 - cut], single(ids[-1 - cut :])) == "a"
+
+
 NO_TEXT = 999_999
 BROKEN = st.lists(st.sampled_from([0x80, 0xE2, 0x82, 0xF0, 0x9F, 0x41, NO_TEXT]), max_size=80)
 

@@ -162,6 +162,16 @@ def test_exactly_the_tokens_that_sorting_keeps_are_kept(implementation, seed):
     assert num_close <= len(logits) // 6
 
 
+@pytest.mark.parametrize("implementation", sampling_implementations())
+def test_a_limit_is_the_next_float_above_the_last_kept_gap(implementation):
+    last = np.float32(10 ** np.random.default_rng(3).uniform(-30, 30, 48))
+    above = np.nextafter(last, np.float32(np.inf))
+    logits = np.repeat(-above[:, None], 1536, axis=1)
+    logits[:, 700], logits[:, 1400] = 0, -last
+    found = limits(logits, metadata(48, top_k=2), implementation)
+    np.testing.assert_array_equal(found, above)
+
+
 LAST = np.float32(np.log(2))  # has half of the best probability
 TIED = [1, 2047, 2048, 4119]
 FEW = {
@@ -242,6 +252,17 @@ def test_padding_and_parts_that_a_mode_leaves_out_change_no_logits(parts, values
     got = process(logits, rows, counts, lens, mode=SamplingMode(**parts))
     np.testing.assert_array_equal(got, logits)
     assert got.dtype == np.float32
+
+
+def test_rows_that_are_shorter_than_their_least_length_cannot_draw_a_stop_token():
+    logits = np.random.default_rng(9).normal(size=(3, VOCAB)).astype(np.float32)
+    rows = metadata(3, min_lens=9, stop_token_ids=np.tile([2, 5, -1], (3, 1)))
+    process = jax.jit(process_logits, static_argnames="mode")
+    lens, mode = np.int32([8, 9, 10]), SamplingMode(processors=True)
+    got = process(logits, rows, None, lens, mode=mode)
+    wanted = logits.copy()
+    wanted[0, [2, 5]] = -np.inf
+    np.testing.assert_array_equal(got, wanted)
 
 
 def test_added_output_tokens_are_counted_and_bad_ones_dropped():

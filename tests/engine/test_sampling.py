@@ -276,6 +276,12 @@ def test_a_failing_tokenizer_ends_only_requests_with_text(greedy_tokens):
     assert tokens_of(serve(engine, [[1, 2, 3]], greedy())) == greedy_tokens[:1]
 
 
+def test_token_0_counts_as_a_generated_token():
+    engine = make_engine()
+    requests = serve(engine, PROMPTS[:1], greedy(max_tokens=3, logit_bias={0: 100}))
+    assert tokens_of(requests) == [[0, 0, 0]] and engine.stats().generated_tokens == 3
+
+
 def test_nan_logits_end_requests_but_not_the_engine(greedy_tokens):
     engine = make_engine(params=jax.tree.map(lambda x: x * np.nan, weights()))
     load = [greedy(), sampling(n=2), sampling(best_of=2), greedy(beam_width=2, n=2)]

@@ -95,6 +95,8 @@ def test_limits_of_ranges_are_allowed_and_sequences_stored_hashable():
         ({"beam_width": 1}, 1, 2, "greedy needs_logprobs"),
         ({"temperature": 0, "top_p": 0.5}, 1, None, "greedy"),
         ({"temperature": 1e-60}, 1, None, "greedy"),  # 0 in float32
+        ({"temperature": 1e-40, "top_k": 3}, 1, None, "greedy"),  # subnormal
+        ({"temperature": 1.2e-38, "top_k": 3}, 1, None, "filters"),
         ({"top_p": 0.5}, 1, None, "filters"),
         ({"min_p": 0.1}, 1, None, "filters"),
         ({"top_k": 3}, 1, None, "filters"),

@@ -53,6 +53,13 @@ def test_a_request_starts_when_a_window_has_left_enough_pages():
     host.run()
 
 
+def test_a_new_scheduler_refuses_a_sequence_for_which_it_has_too_few_pages():
+    """It knows that all of its pages are free, and asks for no count."""
+    message = "4 pages are free and 0 evictable, too few for a sequence of 28 tokens"
+    with pytest.raises(RuntimeError, match=message):
+        Host(make_sequence(0, 28), num_pages=4).schedule()
+
+
 @pytest.mark.parametrize("window", [None, 6])
 def test_a_sequence_holds_the_pages_of_its_tokens_or_of_a_chunk_and_its_window(window):
     pages = Host(sliding_window=window).scheduler.pages
@@ -133,6 +140,17 @@ def test_samples_are_forked_and_the_prompt_is_computed_once(length, caching):
     assert sorted(one.order for one in resumed) == [one.order for one in each]
     for one in each:
         assert one.token_ids[length:] == [token_at(one, length + i) for i in range(8)]
+
+
+def test_a_sequence_that_waits_within_its_prompt_is_forked_behind_it():
+    """Four samples of another request decode meanwhile, and leave no token for its next chunk."""
+    other, source = make_sequence(0, 3, new=6), make_sequence(1, 24, new=2)
+    group = [source, *with_forks(source, 1)]
+    with_forks(other, 3)
+    schedules = Host(other, source, max_num_batched_tokens=4, max_num_seqs=6).run()
+    sizes = [sum(len(y.token_ids) for y in x.chunks if y.sequence in group) for x in schedules]
+    assert sizes[:3] == [2, 4, 4] and not any(sizes[3:9]) and sum(sizes) == 23
+    assert [place for place, x in enumerate(schedules) if (4, 5) in x.forks] == [14]
 
 
 def test_a_fork_is_kept_when_its_next_token_has_no_page():

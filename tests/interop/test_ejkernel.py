@@ -1,7 +1,5 @@
 """ejkernel calls the implementations that are registered with it; its own are the reference."""
 
-from __future__ import annotations
-
 import inspect
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """The twin of JAX's deprecated op, called as the op is."""
 
-from __future__ import annotations
-
 import inspect
 
 import numpy as np

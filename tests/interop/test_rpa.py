@@ -1,7 +1,5 @@
 """Ragged paged attention "v3" against a float64 oracle, on caches as callers have them."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from functools import partial

@@ -1,7 +1,5 @@
 """How decoding is divided: ranges of programs, and the partial states that rows have."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

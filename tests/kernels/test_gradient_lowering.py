@@ -1,7 +1,5 @@
 """The gradients of Triton's and of Hopper's kernels lower for a GPU on a machine without one."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

@@ -1,6 +1,4 @@
-"""The calls that tools look at run every kernel, on a GPU with equal bits; the sanitizer's tool."""
-
-from __future__ import annotations
+"""The calls that tools look at run every kernel, on a GPU with equal bits."""
 
 import contextlib
 import functools
@@ -14,7 +12,6 @@ import numpy as np
 import pytest
 
 import pallas_paged
-from tests.support import sanitizer
 from tests.support.devices import H200_MESH
 from tests.support.kernel_calls import kernel_calls
 from tests.support.marks import needs_triton
@@ -41,17 +38,6 @@ MODULES = [
     if NAME.search(path.read_text())
     if (name := str(path.relative_to(ROOT))) not in NOT_ALONE
 ]
-LOG = """========= COMPUTE-SANITIZER
-BEGIN triton ragged
-END triton ragged: refused: it needs a GPU
-BEGIN mosaic_sm90 decode
-========= Error: Potential WAW hazard detected at __shared__ 0x482 in block (0,0,0) :
-=========     Write Thread (32,0,0) at paged_decode_kernel+0x2a0 in decode.py:9
-=========     Write Thread (160,0,0) at paged_decode_kernel+0x320 in decode.py:11
-=========     Saved host backtrace up to driver entry point at kernel launch time
-=========         Host Frame: launch at a+0x10 [0x22acf] in runtime.so
-========= ERROR SUMMARY: 2 errors
-"""
 
 
 def collect_names(value, names, seen):
@@ -117,22 +103,3 @@ def test_runs_with_other_bits_are_counted():
 
     first, others = repeat(function, (jnp.float32(1.0),), 10)
     assert first == 4 and others == 5
-
-
-def test_findings_are_read_call_by_call():
-    places = "[paged_decode_kernel decode.py:9] [paged_decode_kernel decode.py:11]"
-    finding = f"Error: Potential WAW hazard detected at __shared__ .. in block .. : {places}"
-    assert sanitizer.parse(LOG) == {
-        "triton ragged": ("refused: it needs a GPU", []),
-        "mosaic_sm90 decode": ("not finished", [finding]),
-    }
-
-
-@pytest.mark.parametrize(("finding", "good"), [([], True), (["a race"], False)])
-def test_a_finding_and_a_planted_error_that_is_missed_are_failures(finding, good, capsys):
-    tools, names = ["racecheck"], ["triton decode"]
-    planted = sanitizer.PLANTED["racecheck"]
-    found = {("racecheck", names[0]): ("ok", finding), ("racecheck", planted): ("ok", ["a race"])}
-    assert sanitizer.report(found, names, tools) == good
-    assert not sanitizer.report(found | {("racecheck", planted): ("ok", [])}, names, tools)
-    assert "MISSED the planted race" in capsys.readouterr().out

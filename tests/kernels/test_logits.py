@@ -1,7 +1,5 @@
 """The mask of visible keys, against its definition for each pair of query and key."""
 
-from __future__ import annotations
-
 import itertools
 
 import jax.numpy as jnp

@@ -11,7 +11,6 @@ import pytest
 
 import pallas_paged as pp
 from pallas_paged.kernels.mosaic import support as mosaic_support
-from pallas_paged.kernels.mosaic_sm90 import support as sm90_support
 from pallas_paged.pages.layout import LAYOUTS
 from tests.support.devices import lower_for_cuda
 from tests.support.lowering import CUSTOM_CALL, few_with_every_level, named, options_of, pairwise
@@ -101,14 +100,6 @@ HOPPER_RAGGED = pairwise(
     dtype=("bfloat16", "float16"),
     **OPTIONS,
 )
-HOPPER_DECODE = pairwise(
-    group=(1, 5, 8, 64, 130),
-    head_dim=(64, 128, 192, 256),
-    page_size=(1, 4, 8, 16, 256),
-    dtype=("bfloat16", "float16"),
-    block_k=(None, 64, 128, 256),
-    **OPTIONS,
-)
 # Lowering decides which copies and conversions exist on an architecture, and how registers hold
 # each matrix.
 AMPERE = pairwise(
@@ -155,31 +146,6 @@ def test_hopper_ragged(row):
     # The merge writes into the kernel's output in place, and into lse only if the call returns it.
     merge = [line for line in text.splitlines() if CUSTOM_CALL.search(line)][-1]
     assert merge.count("output_operand_alias<") == 1 + row["return_lse"]
-
-
-def config_of(row):
-    """The config of a row for Hopper's decode kernel; None for that of the heuristic."""
-    if row["block_k"] is None:
-        return None
-    split_size = row["fixed_split_size"]
-    loop = dict(block_k=row["block_k"], num_stages=2, num_programs=132)
-    return pp.MosaicDecodeConfig(**loop, fixed_split_size=split_size)
-
-
-def fits(row):
-    config = config_of(row)
-    call = dict(group=row["group"], head_dim=row["head_dim"])
-    return config is None or sm90_support.shared_memory(
-        config, **call, kv_dtype=row["kv_dtype"] or row["dtype"]
-    ) <= sm90_support.shared_memory_limit(1)
-
-
-@needs_mosaic
-@pytest.mark.parametrize("row", few_with_every_level([*filter(fits, HOPPER_DECODE)]), ids=named)
-def test_hopper_decode(row):
-    config = config_of(row)
-    options = {} if config is None else dict(config=config)
-    assert len(CUSTOM_CALL.findall(lowered("mosaic_sm90", "decode", row, **options))) == 2
 
 
 @needs_mosaic

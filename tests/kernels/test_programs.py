@@ -1,7 +1,5 @@
 """Kernels lower to the programs on record: a change of structure changes no machine code."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The plan of ragged work, its queries and keys piece by piece; by XLA, and by a kernel."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 
@@ -150,8 +148,7 @@ def plans_of(shape, *makers):
 
 
 @pytest.mark.parametrize(
-    ("name", "window"),
-    [*FEW_OF_KERNEL, *slow(x for x in ALL_OF_KERNEL if x not in FEW_OF_KERNEL)],
+    ("name", "window"), [*FEW_OF_KERNEL, *slow(x for x in ALL_OF_KERNEL if x not in FEW_OF_KERNEL)]
 )
 def test_plan_of_the_kernel_is_that_of_its_definition(name, window):
     shape = kernel_shape(name, window=window)

@@ -1,7 +1,5 @@
 """The pool: created, written, quantized and copied, in every page layout and in place."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 
@@ -258,6 +256,16 @@ def test_scales_of_extreme_tokens(dtype, row, elements, scale):
     np.testing.assert_allclose(scales, [scale, 1], rtol=1e-6)
 
 
+def test_tokens_of_zeros_are_written_without_a_nan_on_the_way():
+    """So that `jax_debug_nans`, which looks at every value, can be on."""
+    pages, scales = np.zeros((1, 2, 1, 6), np.int8), np.zeros((1, 2, 1), np.float32)
+    layer = pp.LayerKV(pages, pages, scales, scales, kv_layout="HPND")
+    zeros = np.zeros((2, 1, 6), np.float32)
+    with jax.debug_nans(True):
+        layer = pp.write_kv(layer, zeros, zeros, i32(0, 1))
+    np.testing.assert_array_equal(layer.k_pages, pages)
+
+
 BIG = dict(num_pages=4096, num_kv_heads=2, page_size=16, head_dim=64)
 
 
@@ -315,10 +323,7 @@ SCALES = zeros(2, 4, 2)
         (dict(k_pages=zeros(4, 2, 3)), r"k_pages.shape=\(4, 2, 3\) must be \[num_kv_heads, "),
         (dict(v_pages=zeros(2, 4, 4, 3)), r"v_pages float32\[2, 4, 4, 3\] must have one shape"),
         (dict(v_pages=zeros(2, 4, 2, 3, dtype=np.float16)), r"32\[.*float16\[2, 4, 2, 3\] must"),
-        (
-            dict.fromkeys(BYTES, zeros(2, 4, 2, 3, dtype=np.int16)),
-            "k_pages.dtype=int16 must be",
-        ),
+        (dict.fromkeys(BYTES, zeros(2, 4, 2, 3, dtype=np.int16)), "k_pages.dtype=int16 must be"),
         (dict(k=zeros(5, 2, 3, dtype=np.int32)), r"^k must be floating, got int32"),
         (dict(k=zeros(5, 3, 3)), r"num_kv_heads=2, head_dim=3\].*\(5, 3, 3\)"),
         (dict(k=zeros(5, 6)), r"k and v must be .* got \(5, 6\)"),
@@ -334,10 +339,28 @@ SCALES = zeros(2, 4, 2)
         (BYTES | dict(k_scales=SCALES, v_scales=SCALES[..., 0]), r"v_scales must be .*\[2, 4\]$"),
         (BYTES | dict(k_scales=SCALES, v_scales=np.float32(1)), r"v_scales must be .*32\[\]$"),
         (BYTES | dict(k_scales=np.float32(1), v_scales=SCALES), r"k_scales must be .*32\[\]$"),
+        (BYTES | dict(v_scales=SCALES), "pages of int8 need k_scales"),
+        (BYTES | dict(k_scales=SCALES[:1], v_scales=SCALES), r"k_scales must be .*\[1, 4, 2\]"),
+        *(
+            (BYTES | dict(k_scales=SCALES, v_scales=np.ones((2, 4, 2), x)), f"v_scales .* got {x}")
+            for x in ("float16", "float64")
+        ),
+        (BYTES | dict(v_pages=zeros(2, 4, 2, 3, dtype=jnp.float8_e4m3fn)), "must have one shape"),
         (BYTES | dict(k_scales="ab", v_scales=SCALES), "k_scales='ab' must be an array"),
         (dict(v_scales=SCALES), "k_scales and v_scales must be None with pages of float32"),
+        (dict(k_scales=SCALES), "k_scales and v_scales must be None with pages of float32"),
         (dict(k_pages=ONE, v_pages=ONE, kv_layout="NH2D"), "v_pages must be None with kv_layout="),
         (dict(k_pages=ONE, v_pages=None, kv_layout="NHXD"), "kv_layout='NHXD' must be one of .*'N"),
+        (dict(kv_layout=["NHD"]), r"kv_layout=\['NHD'\] must be one of"),
+        (dict(k_pages=ONE, v_pages=None, kv_layout="NHD"), "v_pages=None must be an array"),
+        *(
+            (dict(k_pages=zeros(*shape), v_pages=None, kv_layout=kv_layout), message)
+            for kv_layout, shape, message in (
+                ("2NHD", (5, 8, 4, 32), r"must be \[num_pages, 2, page_size, num_kv_heads, head_d"),
+                ("2NHD", (5, 3, 8, 2, 32), r"k_pages.shape=\(5, 3, 8, 2, 32\) must be"),
+                ("NH2D", (5, 8, 3, 32), r"\[num_pages, page_size, 2 \* num_kv_heads, head_dim\]"),
+            )
+        ),
     ],
 )
 def test_write_kv_refuses(changes, message):

@@ -1,7 +1,5 @@
 """The check of a page table: each invariant, broken."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import jax

@@ -1,7 +1,5 @@
 """The page table: order of pages, slots, compiled programs, and what is accepted and refused."""
 
-from __future__ import annotations
-
 import chex
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """Random traces of table and pool together, against the allocator oracle."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -192,6 +190,11 @@ SCENARIOS = {
         ("extend", [0, 0, 8, 0]),
         ("fork", [(0, 1), (-1, 0), (-1, 0)]),
         ("truncate", [2, 2, 16, 2]),  # one page is left for the tails of rows 0 and 1
+    ],
+    "forks of rows with one token in the last page, or none": [
+        ("extend", [5, 4, 0, 0]),
+        ("fork", [(0, 2), (1, 3), (-1, 0)]),
+        ("extend", [2, 1, 1, 1]),
     ],
     "attached pages that are named twice or after padding": [
         ("extend", [9, 0, 0, 0]),

@@ -1,7 +1,5 @@
 """The prefix cache: random traces against brute force, what it hashes, what it refuses."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -81,7 +81,5 @@ def test_attention_copies_no_pool(attention, kv_dtype):
     dtypes = [jnp.bfloat16, *[jnp.int32] * 3]
     q, *rest = (jax.ShapeDtypeStruct(*one) for one in zip(shapes, dtypes, strict=False))
     call = partial(attention, implementation="triton")
-    scales = dict(k_scales=layer.k_scales, v_scales=layer.v_scales)
-    lowered = jax.jit(call).lower(q, layer.k_pages, layer.v_pages, *rest, **scales)
-    memory = lowered.compile().memory_analysis()
+    memory = jax.jit(call).lower(q, layer, *rest).compile().memory_analysis()
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 64 << 20

@@ -1,7 +1,5 @@
 """The decoder and its command on several devices: values, exchanges, weights."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

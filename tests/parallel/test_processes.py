@@ -1,7 +1,5 @@
 """Two processes with a device of a CPU each: a checkpoint, an engine, and the death of one."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Sampling where devices share a vocabulary: the same tokens, and few bytes sent."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace
@@ -38,7 +36,7 @@ def inputs():
     counts = TokenCounts(prompt=prompt, output=rng.poisson(0.1, (ROWS, VOCAB)).astype(np.int32))
     rows = metadata(
         ROWS,
-        temperature=rng.choice([0, 0.5, 1, 1], ROWS),
+        temperature=np.resize([0, 0.5, 1, 1], ROWS),
         top_k=rng.choice([0, 5, 100], ROWS),
         top_p=rng.choice([0.5, 0.9, 1], ROWS),
         frequency_penalty=rng.uniform(-1, 1, ROWS),

@@ -1,7 +1,5 @@
 """Attention under plain jit on a mesh: devices attend with their own heads and move nothing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 
@@ -16,7 +14,7 @@ from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support import raw
 from tests.support.attention_calls import assert_close
 from tests.support.attention_cases import Case, SharedPrefixes
-from tests.support.attention_options import config_of
+from tests.support.attention_configs import config_of
 from tests.support.devices import H200, mesh
 from tests.support.marks import slow
 from tests.support.placement import (

@@ -29,14 +29,7 @@ from pallas_paged.attention.partition import (
 from tests.support import raw
 from tests.support.attention_cases import Case
 from tests.support.devices import H200_MESH, lower_for_cuda, mesh
-from tests.support.placement import (
-    BY_HEADS,
-    POSITIONAL,
-    collectives,
-    mesh_2d,
-    place,
-    shapes_on,
-)
+from tests.support.placement import BY_HEADS, POSITIONAL, collectives, mesh_2d, place, shapes_on
 
 PAGES = ("num_kv_heads", "num_pages", "page_size", "kv_head_dim")
 Q = ("num_seqs", "num_q_heads", "head_dim")
@@ -151,11 +144,7 @@ HEADS = P(None, "a")
         (DECODE, [P("a"), P("b")], "over ('b',) of the mesh, and k_pages over ('a',)"),
         (DECODE, [P("a"), P()], "v_pages is sharded along num_kv_heads over ()"),
         (DECODE, [P(), P("a")], "v_pages is sharded along num_kv_heads over ('a',)"),
-        (
-            FUSED,
-            [P(None, "a"), P(), P()],
-            "k_pages is sharded between K and V over ('a',): shard",
-        ),
+        (FUSED, [P(None, "a"), P(), P()], "k_pages is sharded between K and V over ('a',): shard"),
         (FUSED, [P(), P(), P("a")], "v_scales is sharded along num_pages over ('a',)"),
         (FUSED, [P(None, None, "a"), HEADS, P()], "v_scales is sharded along num_kv_heads over ()"),
         (FUSED, [P(), HEADS, P()], "k_scales is sharded along num_kv_heads over ('a',)"),

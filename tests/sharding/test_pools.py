@@ -1,7 +1,5 @@
 """Pools of every layout on a mesh: each device makes, writes, copies and reads its own KV heads."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

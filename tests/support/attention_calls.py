@@ -1,7 +1,5 @@
 """Jitted calls of the attention functions, and checks of their results."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

@@ -133,9 +133,13 @@ class Case:
             tables = junk.integers(info.min, info.max, (num_seqs, self.pages_per_seq), np.int32)
         else:
             tables = np.zeros((num_seqs, self.pages_per_seq), np.int32)
+        dtype = jnp.dtype(self.dtype)
         shape = (self.num_kv_heads, num_pages, size, self.head_dim)
-        empty = junk.choice([np.nan, np.inf, -np.inf], shape) if poison else np.zeros(shape)
-        k_pages, v_pages = empty.copy(), empty.copy()
+        k_pages = np.zeros(shape, dtype)
+        if poison:
+            nothing = np.array([np.nan, np.inf, -np.inf], dtype)
+            k_pages = nothing[junk.integers(0, 3, shape, np.uint8)]
+        v_pages = k_pages.copy()
         owned = num_seqs if self.q_lens is None else sum(self.q_lens)
         num_tokens = max(owned, self.num_tokens)
         q = rng.standard_normal((num_tokens, self.num_q_heads, self.head_dim))
@@ -148,17 +152,8 @@ class Case:
             where = (slice(None), tables[b, positions // size], positions % size)
             for array in (k_pages, v_pages):
                 array[where] = rng.standard_normal((self.num_kv_heads, length, self.head_dim))
-        dtype = jnp.dtype(self.dtype)
-        arrays = (q.astype(dtype), k_pages.astype(dtype), v_pages.astype(dtype), tables, lens)
+        arrays = (q.astype(dtype), k_pages, v_pages, tables, lens)
         return arrays if self.q_lens is None else (*arrays, cumulated(self.q_lens))
-
-    def in_a_large_pool(self, arrays: tuple[np.ndarray, ...], num_pages: int) -> tuple:
-        """The call of `arrays` on a device pool of `num_pages`; the case's pages are its last."""
-        q, k_pages, v_pages, tables, *rest = arrays
-        first = num_pages - k_pages.shape[1]
-
-        pages = (enlarged(x, num_pages) for x in (k_pages, v_pages))
-        return q, *pages, tables + np.int32(first), *rest
 
 
 # Cases of shapes that the Mosaic kernels take.

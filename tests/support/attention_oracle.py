@@ -22,7 +22,8 @@ def attend(
     causal: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns float64 (out [T, Hq, D], lse [T, Hq]); without cu_q_lens row b's query is q[b]."""
-    q, k_pages, v_pages = (np.asarray(x).astype(np.float64) for x in (q, k_pages, v_pages))
+    q = np.asarray(q).astype(np.float64)
+    k_pages, v_pages = np.asarray(k_pages), np.asarray(v_pages)
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads, _, page_size, _ = k_pages.shape
     group = num_q_heads // num_kv_heads
@@ -47,26 +48,28 @@ def attend(
             seen = (newest < 0) | known
         if sliding_window is not None:
             seen = seen & (newest > i - sliding_window)
-        if not seen.any():
+        seen = seen & np.ones((end - begin, length), bool)
+        some, read = seen.any(axis=1), seen.any(axis=0)  # queries that see keys, keys that are seen
+        if not read.any():
             continue
+        seen, keys, i = seen[some][:, read], keys[read], i[some]
+        where = begin + np.flatnonzero(some)
         pages, offsets = block_tables[b, keys // page_size], keys % page_size
-        read = seen.any(axis=0)
-        pages = np.where(read, pages, 0)
-        k, v = (
-            np.repeat(np.where(read[:, None], x[:, pages, offsets], 0), group, axis=0)
-            for x in (k_pages, v_pages)
-        )  # [Hq, K, D]
-        logits = q[begin:end].swapaxes(0, 1) @ k.swapaxes(1, 2) * scale  # [Hq, Q, K]
+        k, v = (x[:, pages, offsets].astype(np.float64) for x in (k_pages, v_pages))  # [Hkv, K, D]
+        rows = q[where].reshape(len(where), num_kv_heads, group, head_dim).transpose(1, 2, 0, 3)
+        rows = rows.reshape(num_kv_heads, -1, head_dim)  # heads of a group share a product
+        logits = (rows @ k.swapaxes(1, 2) * scale).reshape(num_q_heads, *seen.shape)  # [Hq, Q, K]
         if soft_cap is not None:
             logits = soft_cap * np.tanh(logits / soft_cap)
-        distances = keys - (before + i)
-        logits += slopes[:, None, None] * (distances if causal else -abs(distances))
-        logits = np.where(seen, logits, -np.inf)[:, seen.any(axis=1)]
+        if slopes.any():
+            distances = keys - (before + i)
+            logits += slopes[:, None, None] * (distances if causal else -abs(distances))
+        logits = np.where(seen, logits, -np.inf)
         peak = np.maximum(logits.max(axis=-1), sinks[:, None])
         weights = np.exp(logits - peak[..., None])
         total = weights.sum(axis=-1) + np.exp(sinks[:, None] - peak)
-        where = begin + np.flatnonzero(seen.any(axis=1))
-        out[where] = (weights @ v / total[..., None]).swapaxes(0, 1)
+        sums = (weights.reshape(num_kv_heads, -1, len(keys)) @ v).reshape(*total.shape, head_dim)
+        out[where] = (sums / total[..., None]).swapaxes(0, 1)
         lse[where] = (peak + np.log(total)).T
     return out, lse
 

@@ -1,7 +1,5 @@
 """The command `python -m models.generate` on a tiny checkpoint."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

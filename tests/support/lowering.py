@@ -14,28 +14,24 @@ from tests.support.marks import slow
 CUSTOM_CALL = re.compile(r"custom_call @mosaic_gpu\w*\((.*?)\)")
 
 
-def pairs(row: dict[str, Any]) -> set[tuple]:
-    """Every two settings of a row."""
-    return set(itertools.combinations(row.items(), 2))
-
-
 def pairwise(**levels: Sequence) -> list[dict[str, Any]]:
     """A short list of rows such that any two levels of two factors are together in some row."""
     rng = np.random.default_rng(0)
-    missing = {
-        ((a, x), (b, y))
-        for a, b in itertools.combinations(levels, 2)
-        for x, y in itertools.product(levels[a], levels[b])
+    counts = [len(values) for values in levels.values()]
+    missing = {  # [level, level] of every two factors
+        (a, b): np.ones((counts[a], counts[b]), bool)
+        for a, b in itertools.combinations(range(len(counts)), 2)
     }
     rows = []
-    while missing:
-        wanted = dict(min(missing, key=repr))
-        candidates = [
-            {name: wanted.get(name, xs[rng.integers(len(xs))]) for name, xs in levels.items()}
-            for _ in range(200)
-        ]
-        rows.append(max(candidates, key=lambda row: len(pairs(row) & missing)))
-        missing -= pairs(rows[-1])
+    while any(pairs.any() for pairs in missing.values()):
+        (a, b), pairs = max(missing.items(), key=lambda item: item[1].sum())
+        candidates = rng.integers(0, counts, (1000, len(counts)))
+        candidates[:, [a, b]] = rng.permutation(np.argwhere(pairs))[0]
+        new = sum(x[candidates[:, i], candidates[:, j]] * 1 for (i, j), x in missing.items())
+        best = candidates[np.argmax(new)]
+        for (i, j), x in missing.items():
+            x[best[i], best[j]] = False
+        rows.append({name: xs[i] for i, (name, xs) in zip(best, levels.items(), strict=True)})
     return rows
 
 

@@ -56,8 +56,8 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
         ["pallas_paged/attention/dispatch.py"],
         [
             *["tests/attention/test_dispatch.py", "tests/attention/test_input.py"],
-            *["tests/attention", "tests/sharding/test_partition.py"],
-            "tests/sharding/test_attention.py",
+            *["tests/decoder/test_unmerged_attention.py", "tests/attention"],
+            *["tests/sharding/test_partition.py", "tests/sharding/test_attention.py"],
         ],
     ),
     "scheduler": (
@@ -79,7 +79,10 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
             f"{_ENGINE}/sampling/sampler.py",
             f"{_ENGINE}/sampling/passes.py",
         ],
-        ["tests/engine/test_sampler.py", "tests/engine/test_sampling.py", "tests/engine"],
+        [
+            *["tests/engine/test_sampler.py", "tests/parallel/test_sampling.py"],
+            *["tests/engine/test_sampling.py", "tests/engine"],
+        ],
     ),
     "server": (
         sorted(str(x.relative_to(ROOT)) for x in ROOT.glob("pallas_paged/server/[a-z]*.py")),

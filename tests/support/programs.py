@@ -159,7 +159,8 @@ def programs() -> list[Program]:
     for family in ("triton", "mosaic_sm90"):
 
         def add(function: str, family: str = family, **sizes: Any) -> None:
-            found.append(Program(function=function, implementation=family, **sizes))
+            name = "mosaic_sm80" if (function, family) == ("decode", "mosaic_sm90") else family
+            found.append(Program(function=function, implementation=name, **sizes))
 
         for num_seqs, max_kv_len in ((1, 1024), (1, 131072), (8, 2048), (64, 4096), (256, 1024)):
             add("decode", num_seqs=num_seqs, max_kv_len=max_kv_len)
@@ -184,10 +185,8 @@ def programs() -> list[Program]:
         add("cascade", num_seqs=64, options=OPTIONS)
     sm80: dict[str, Any] = dict(implementation="mosaic_sm80")
     found += [
-        Program(function="decode", num_seqs=1, **sm80),
-        Program(function="decode", num_seqs=64, options=OPTIONS, **sm80),
         Program(function="decode", num_seqs=64, kv_dtype="int8", **sm80),
-        *(Program(function="decode", num_seqs=64, head_dim=n, **sm80) for n in (64, 80, 512)),
+        *(Program(function="decode", num_seqs=64, head_dim=n, **sm80) for n in (80, 512)),
         Program(function="ragged", num_tokens=512, options=OPTIONS | TREE, **sm80),
         Program(function="ragged", num_tokens=4096, kv_dtype="float8_e4m3fn", **sm80),
         *(Program(function="ragged", num_tokens=4096, head_dim=n, **sm80) for n in (80, 128, 512)),

@@ -47,8 +47,10 @@ class Quantized:
         Slots that no row owns hold random bytes, and NaN and infinities as scales.
         """
         arrays = replace(self.case, dtype="float32").make(**how)
-        owned = np.isfinite(replace(self.case, dtype="float32").make(**how | {"poison": True})[1])
-        owned = owned.all(axis=-1)  # [Hkv, P, S]
+        owned = arrays[1]
+        if not how.get("poison", True):
+            owned = replace(self.case, dtype="float32").make(**how | {"poison": True})[1]
+        owned = np.isfinite(owned).all(axis=-1)  # [Hkv, P, S]
         junk = np.random.default_rng(9)
         pages, scales, meant = [], [], []
         for x, size in zip(arrays[1:3], (1.0, self.v_size), strict=True):
@@ -58,7 +60,7 @@ class Quantized:
             values = elements.astype(np.float64) * scale[..., None]
             meant.append(np.where(owned[..., None], values, np.nan))
             if how.get("poison", True):
-                any_byte = junk.integers(0, 256, x.shape).astype(np.uint8).view(elements.dtype)
+                any_byte = junk.integers(0, 256, x.shape, np.uint8).view(elements.dtype)
                 elements = np.where(owned[..., None], elements, any_byte)
                 if not self.per_tensor:
                     bad = junk.choice(np.float32([np.nan, np.inf, -np.inf]), scale.shape)

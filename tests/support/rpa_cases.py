@@ -8,8 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tests.support import rpa_oracle
-from tests.support.attention_oracle import relative_error
+from tests.support.attention_oracle import attend, relative_error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,9 +64,30 @@ class RpaCase:
         )
 
 
-def expected(arrays: dict[str, np.ndarray], **options: Any) -> tuple[np.ndarray, ...]:
-    """What the oracle says of a call: `(out, cache, lse)`."""
-    return rpa_oracle.attend(*arrays.values(), **options)
+def expected(
+    arrays: dict[str, np.ndarray],
+    *,
+    sm_scale: float = 1.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    use_causal_mask: bool = True,
+    update_kv_cache: bool = True,
+    **options: Any,
+) -> tuple[np.ndarray, ...]:
+    """What the oracle says of a call: float64 `(out, cache, lse)`, the new K/V in the cache."""
+    queries, keys, values, cache = (np.array(x).astype(np.float64) for x in [*arrays.values()][:4])
+    num_rows, page_size = arrays["distribution"][2], cache.shape[1]
+    lens, offsets = arrays["kv_lens"][:num_rows], arrays["cu_q_lens"][: num_rows + 1]
+    table = np.reshape(arrays["page_indices"], (len(arrays["kv_lens"]), -1))[:num_rows]
+    for row in range(num_rows if update_kv_cache else 0):
+        tokens = np.arange(offsets[row], offsets[row + 1])
+        places = lens[row] - offsets[row + 1] + tokens
+        at = table[row, places // page_size], places % page_size
+        cache[*at, 0::2], cache[*at, 1::2] = keys[tokens], values[tokens]
+    k_pages, v_pages = (np.moveaxis(cache[:, :, i::2], 2, 0) for i in (0, 1))
+    call = queries, k_pages * k_scale, v_pages * v_scale, table, lens, offsets
+    out, lse = attend(*call, sm_scale=sm_scale, causal=use_causal_mask, **options)
+    return out, cache, lse
 
 
 def assert_equal_results(actual: Any, meant: Any, tolerance: float) -> None:

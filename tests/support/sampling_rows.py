@@ -1,7 +1,5 @@
 """Rows for tests of the sampler: their parameters, and what they draw, in NumPy."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import numpy as np

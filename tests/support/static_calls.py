@@ -1,7 +1,5 @@
 """Static descriptions of attention calls, for tests of the choice of an implementation."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax.numpy as jnp

@@ -106,13 +106,17 @@ class _StreamDecoder:
         self._context = len(self._window) - num_held  # tokens before the last clean point
         self._emitted = len(tokenizer.decode(self._window[: self._context]))
         # Text of the prompt's tokens after its last clean point: not part of the completion.
-        self._of_prompt = tokenizer.decode(self._window)[self._emitted :]
+        text = tokenizer.decode(self._window)
+        self._of_prompt = text[self._emitted :]
+        self._length = len(text)  # of the window's text
 
     def push(self, token_id: int) -> str:
         """Take the next token and return the text that has become certain."""
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
-        if text.endswith(_REPLACEMENT):
+        # Where each byte of an incomplete character is one, fewer of them are in the text itself.
+        is_shorter, self._length = len(text) < self._length, len(text)
+        if text.endswith(_REPLACEMENT) and not is_shorter:
             certain = len(text.rstrip(_REPLACEMENT))
             if len(self._window) - self._context > _MAX_HELD:
                 certain = max(certain, len(text) - _MAX_HELD)
@@ -122,7 +126,9 @@ class _StreamDecoder:
         elif piece := text[self._emitted :]:
             self._window = self._window[self._context :]
             self._context = len(self._window)
-            self._emitted = len(self._tokenizer.decode(self._window))
+            self._emitted = self._length = len(self._tokenizer.decode(self._window))
+            piece, self._of_prompt = self._without_prompt(piece), ""
+            return piece
         else:
             self._shorten(text)
         return self._without_prompt(piece)
@@ -173,3 +179,4 @@ class _StreamDecoder:
         held, shorter = text[self._emitted :], self._tokenizer.decode(window)
         if shorter.endswith(held):
             self._window, self._emitted = window, len(shorter) - len(held)
+            self._length = len(shorter)

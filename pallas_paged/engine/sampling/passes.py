@@ -115,9 +115,10 @@ def float_of(number: jax.Array) -> jax.Array:
 Total = Callable[[jax.Array], jax.Array]
 
 _NUM_PIVOTS = 8  # gaps that one pass over the logits measures
+_NUM_PARTS = _NUM_PIVOTS + 1  # of the floats between them
 _MAX_BLOCKS = 256  # pieces of a row that are summed side by side
 _MAX_SHARDS = 16  # devices over which a row may be sharded without a copy to cut it into blocks
-_NUM_PASSES = math.ceil(math.log(NUM_FLOATS, _NUM_PIVOTS + 1))
+_NUM_PASSES = math.ceil(math.log(NUM_FLOATS, _NUM_PARTS))
 
 
 def find_limits(
@@ -181,8 +182,8 @@ def _search(
     steps = jnp.arange(1, _NUM_PIVOTS + 1)[None]
     low, high = jnp.zeros_like(limit, jnp.int32), number_of(limit)  # kept, and not kept
     for _ in range(_NUM_PASSES):
-        whole, rest = jnp.divmod(high - low, _NUM_PIVOTS + 1)
-        parts = whole[:, None] * steps + rest[:, None] * steps // (_NUM_PIVOTS + 1)
+        whole, rest = jnp.divmod(high - low, _NUM_PARTS)
+        parts = whole[:, None] * steps + rest[:, None] * steps // _NUM_PARTS
         pivots = low[:, None] + parts
         is_kept = total(_weigh(blocks, weights, float_of(pivots))) < target[:, None]
         low, high = (

@@ -66,20 +66,19 @@ def for_each_work_item(
     unit_ends_ref: Any,  # i32[B]
     *,
     plan: DecodePlan,
-    program: jax.Array | None = None,
-    carry: Any = None,
-    with_next: bool = False,
+    carry: Any,
 ) -> Any:
-    """Call `body(item, carry)` for every work item of the program; return the last carry.
+    """Call `body(item, next_item, carry)` for every work item of the program.
 
     Args:
-        body: returns the next carry, such as the blocks of all items until then.
-        program: its index; None: its index in the grid.
-        carry: the first one; None for 0.
-        with_next: call `body(item, next_item, carry)`. The last item has a next one without blocks.
+        body: returns the next carry. The last item has a next one without blocks.
+        carry: the first one.
+
+    Returns:
+        The last carry.
     """
     (num_seqs,) = seq_lens_ref.shape
-    program = lax.axis_index("program") if program is None else program
+    program = lax.axis_index("program")
     start, stop = plan.units_of_program(program, unit_ends_ref[num_seqs - 1])
 
     def lengths_of(row):
@@ -105,21 +104,13 @@ def for_each_work_item(
         row, unit, lengths, carry = state
         next_lengths = lengths_of(row + 1)  # loaded long before they are used
         item, next_unit, row_end = item_of(row, unit, lengths)
-
-        def go_on():
-            ended = next_unit == row_end
-            chosen = jax.tree.map(functools.partial(jnp.where, ended), next_lengths, lengths)
-            return row + ended.astype(jnp.int32), next_unit, chosen
-
-        if not with_next:
-            carry = body(item, carry)
-            return *go_on(), carry
-        after = go_on()
+        ended = next_unit == row_end
+        chosen = jax.tree.map(functools.partial(jnp.where, ended), next_lengths, lengths)
+        after = row + ended.astype(jnp.int32), next_unit, chosen
         following, _, _ = item_of(*after)
         hi = jnp.where(next_unit < stop, following.hi, following.lo)
         return *after, body(item, dataclasses.replace(following, hi=hi), carry)
 
     first_row = _row_of_unit(start, unit_ends_ref)
-    carry = jnp.int32(0) if carry is None else carry
     state = first_row, start, lengths_of(first_row), carry
     return lax.while_loop(lambda state: state[1] < stop, next_item, state)[-1]

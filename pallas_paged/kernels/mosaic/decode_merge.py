@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.call import result_shape
 from pallas_paged.kernels.decode_plan import DecodePlan
+from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.logits import LOG2_E
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.softmax_state import State, finish, scale
@@ -48,7 +49,7 @@ def _heads_layout(num_heads: int, head_dim: int) -> Any:
 
 
 def merge_partials(
-    partials: Any,  # `ops.Partials`, or an object with its attributes
+    partials: Any,  # `ops.Partials` or `DecodeStates`
     first: jax.Array,
     num_partials: jax.Array,
     places: list[Callable[[Any], tuple[Any, ...]]],
@@ -113,49 +114,36 @@ def merge_partials(
 
 
 def _merge_decode_kernel(
-    partials: ops.Partials,  # [Hkv, partials, N, ..]
-    unit_ends_ref,  # i32[B]
-    sinks_ref,  # f32[Hq] or None
+    states: DecodeStates,
     o_ref,  # [B, Hq, D]
     lse_ref,  # f32[B, Hq]
     *,
-    plan: DecodePlan,
-    head_tiles: tuple[int, int],
     block_s: int,
     block_h: int,
-    overlap: bool,
     interpret: bool,
 ) -> None:
     """Run one program: the final results of `block_h` query heads of a row."""
     row = lax.axis_index("row")
-    num_tiles, heads = head_tiles
-    group = o_ref.shape[1] * num_tiles // partials.out.shape[0]
-    first, num_partials = plan.partials_of_row(row, unit_ends_ref)
+    group = states.num_q_heads // states.out.shape[0]
+    first, num_partials = states.plan.partials_of_row(row, states.unit_ends)
     # Heads that are neighbours in the partial states and in the result.
-    together = math.gcd(block_h, 4, group, heads if num_tiles > 1 else 0)
+    together = math.gcd(block_h, 4, group)
     q_heads = [lax.axis_index("heads") * block_h + i for i in range(0, block_h, together)]
     columns = [(lax.div(q_head, group), lax.rem(q_head, group)) for q_head in q_heads]
-    if num_tiles > 1:
-        columns = [(h * num_tiles + lax.div(n, heads), lax.rem(n, heads)) for h, n in columns]
 
-    # The reads above are safe before the wait: the kernel before this one reads the same array, so
-    # it was complete when that kernel started.
-    if overlap:
-        ops.wait_for_previous_kernel(interpret=interpret)
     heads_of = [pl.ds(q_head, together) for q_head in q_heads]
-    head_dim = o_ref.shape[-1]
-    layout = _heads_layout(together, head_dim)
+    layout = _heads_layout(together, states.head_dim)
     sinks = (
         [None] * len(q_heads)
-        if sinks_ref is None
-        else [ops.load(sinks_ref.at[x], layout.reduce(1)) for x in heads_of]
+        if states.sinks is None
+        else [ops.load(states.sinks.at[x], layout.reduce(1)) for x in heads_of]
     )
     places: list[Any] = [lambda i, h=h, n=n: (h, i, pl.ds(n, together)) for h, n in columns]
-    elements = pl.ds(0, head_dim)
-    states = merge_partials(
-        partials, first, num_partials, places, block_s, elements, layout, heads=(together,)
+    elements = pl.ds(0, states.head_dim)
+    merged = merge_partials(
+        states, first, num_partials, places, block_s, elements, layout, heads=(together,)
     )
-    for x, state, sink in zip(heads_of, states, sinks, strict=True):
+    for x, state, sink in zip(heads_of, merged, sinks, strict=True):
         out, lse = finish(state, sink)
         ops.store(o_ref.at[row, x], out.astype(o_ref.dtype))
         ops.store(lse_ref.at[row, x], lse)
@@ -183,54 +171,31 @@ def block_sizes(plan: DecodePlan, *, num_seqs: int, num_q_heads: int, span: int)
 
 
 def merge_decode(
-    partials: ops.Partials,  # [Hkv, partials, N, ..]
-    unit_ends: jax.Array,  # i32[B]
-    sinks: jax.Array | None,  # f32[Hq]
-    *,
-    plan: DecodePlan,
-    num_q_heads: int,
-    head_dim: int,
-    head_tiles: tuple[int, int] = (1, 0),
-    dtype: Any,
-    span: int | None = None,
-    overlap: bool = True,
-    interpret: bool,
+    states: DecodeStates, *, dtype: Any, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the final `(out dtype[B, Hq, D], lse f32[B, Hq])` of a decode call.
-
-    Args:
-        partials: from the decode kernel. The first columns of a KV head are its query heads.
-        unit_ends: from `DecodePlan.unit_ends`.
-        sinks: logits of the attention sinks, or None.
-        head_dim: D, at most the head_dim of the partials.
-        head_tiles: parts of the query heads of a KV head, each like a KV head of its own in
-            `partials`, and the heads of a part, which matter if there are several.
-        span: as in `block_sizes`; None for the programs of an even share, and one more.
-        overlap: the decode kernel lets this one start early, as only Hopper and later can.
-    """
-    (num_seqs,) = unit_ends.shape
-    span = plan.num_programs // num_seqs + 1 if span is None else span
-    block_s, block_h = block_sizes(plan, num_seqs=num_seqs, num_q_heads=num_q_heads, span=span)
-    inputs = partials, unit_ends, sinks
+    """Return the final `(out dtype[B, Hq, D], lse f32[B, Hq])` of a decode call."""
+    num_seqs, num_q_heads = states.unit_ends.shape[0], states.num_q_heads
+    # A row begins and ends within the shares of programs: there are enough to matter.
+    span = states.plan.num_programs // num_seqs + 2 * (num_seqs > 1)
+    block_s, block_h = block_sizes(
+        states.plan, num_seqs=num_seqs, num_q_heads=num_q_heads, span=span
+    )
     results = (
-        result_shape((num_seqs, num_q_heads, head_dim), dtype),
+        result_shape((num_seqs, num_q_heads, states.head_dim), dtype),
         result_shape((num_seqs, num_q_heads), jnp.float32),
     )
     kernel = functools.partial(
         _merge_decode_kernel,
-        plan=plan,
-        head_tiles=head_tiles,
         block_s=block_s,
         block_h=block_h,
-        overlap=overlap,
         interpret=interpret,
     )
     return plgpu.kernel(
-        ops.with_trees(kernel, *inputs, *results),
+        ops.with_trees(kernel, states, *results),
         out_type=results,
         grid=(num_q_heads // block_h, num_seqs),  # CUDA does not limit the last axis
         grid_names=("heads", "row"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="paged_decode_merge",
         interpret=ops.interpreter(interpret),
-    )(*jax.tree.leaves(inputs))
+    )(*jax.tree.leaves(states))

@@ -22,7 +22,6 @@ from pallas_paged.kernels.logits import dot
 # How the registers of a warpgroup hold a matrix of wgmma, its transpose, one value per row and one
 # value per column.
 WGMMA = plgpu.Layout.WGMMA
-WGMMA_TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
 WGMMA_ROW = WGMMA.reduce(1)
 WGMMA_COL = WGMMA.reduce(0)
 

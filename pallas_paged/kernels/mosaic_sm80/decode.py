@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.decode_plan import DecodePlan
+from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.logits import LN_2, LogitOptions, base2_logits, split_scales, visible
 from pallas_paged.kernels.mosaic import ops as mosaic_ops
 from pallas_paged.kernels.mosaic.decode_items import WorkItem, for_each_work_item
@@ -301,14 +302,29 @@ def _decode_kernel(
         inputs.unit_ends,
         plan=plan,
         carry=(jnp.int32(0), jnp.bool_(False)),
-        with_next=True,
     )
 
 
 def paged_decode(
-    arrays: Arrays, *, options: LogitOptions, config: MosaicSm80DecodeConfig, interpret: bool
+    arrays: Arrays,
+    *,
+    options: LogitOptions,
+    config: MosaicSm80DecodeConfig,
+    interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend with one query token per row; return `(out [B, Hq, D], lse f32[B, Hq])`."""
+    states = decode_states(arrays, options=options, config=config, interpret=interpret)
+    return merge_decode(states, dtype=arrays.q.dtype, interpret=interpret)
+
+
+def decode_states(
+    arrays: Arrays,
+    *,
+    options: LogitOptions,
+    config: MosaicSm80DecodeConfig,
+    interpret: bool,
+) -> DecodeStates:
+    """Attend with one query token per row, without the merge."""
     num_kv_heads, head_dim = arrays.num_kv_heads, arrays.head_dim
     kv_dtype = arrays.k_pages.dtype
     rows = decode_rows(arrays.group, head_dim)
@@ -349,18 +365,14 @@ def paged_decode(
         kernel_name="paged_decode",
         interpret=mosaic_ops.interpreter(interpret),
     )(*jax.tree.leaves(inputs))
-    return merge_decode(
-        Partials(out=out, lse=lse),
-        inputs.unit_ends,
-        arrays.sinks,
+    return DecodeStates(
+        out=out,
+        lse=lse,
+        unit_ends=inputs.unit_ends,
+        sinks=arrays.sinks,
         plan=plan,
         num_q_heads=arrays.num_q_heads,
         head_dim=head_dim,
-        dtype=arrays.q.dtype,
-        # A row begins and ends within the shares of programs: there are enough to matter.
-        span=plan.num_programs // arrays.num_seqs + 2 * (arrays.num_seqs > 1),
-        overlap=False,
-        interpret=interpret,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from pallas_paged.kernels.call import Call, Kernel
@@ -14,9 +14,9 @@ from pallas_paged.kernels.mosaic_sm80 import support
 from pallas_paged.kernels.mosaic_sm80.config import MosaicSm80DecodeConfig, MosaicSm80RaggedConfig
 
 
-class _MosaicSm80(Family):
+class MosaicSm80(Family):
     name = "mosaic_sm80"
-    configs: ClassVar[Mapping[Kernel, type]] = {
+    configs: ClassVar[dict[Kernel, type]] = {
         "decode": MosaicSm80DecodeConfig,
         "ragged": MosaicSm80RaggedConfig,
     }
@@ -38,5 +38,18 @@ class _MosaicSm80(Family):
             return functools.partial(decode.paged_decode, **static)
         return functools.partial(ragged.ragged_paged_attention, with_lse=call.with_lse, **static)
 
+    def bind_states(
+        self, call: Call, *, writes: bool
+    ) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+        from pallas_paged.kernels.mosaic_sm80 import decode
 
-MOSAIC_SM80 = _MosaicSm80()
+        if writes:
+            return None
+        config = support.config_of(call)
+        return (
+            functools.partial(decode.decode_states, config=config, interpret=call.interpret),
+            functools.partial(decode.merge_decode, dtype=call.dtype, interpret=call.interpret),
+        )
+
+
+MOSAIC_SM80 = MosaicSm80()

@@ -245,7 +245,7 @@ class Copier:
             slot_at = m.mul(slot, 4 * block_k)
 
             def page_of(token):
-                return m.load(m.address(tables, m.add(slot_at, m.mul(token, 4))))
+                return m.load_word(m.address(tables, m.add(slot_at, m.mul(token, 4))))
 
             def place_of(token, page, strides):
                 """Return the bytes to a token, and whether a query sees it."""

@@ -19,9 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.mosaic_sm80 import ops
-from pallas_paged.kernels.mosaic_sm80.emitter import CHUNK, WARPGROUP
+from pallas_paged.kernels.mosaic_sm80.emitter import CHUNK, THREADS, WARPGROUP, Emitter
 from pallas_paged.kernels.mosaic_sm80.ops import SCALAR
-from pallas_paged.kernels.mosaic_sm80.ragged_emitter import THREADS, ThreadEmitter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +61,7 @@ def find_keys(
         arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR), return_type=[result] * len(places)
     )
     def find(_, table, first, low, high):
-        emit = ThreadEmitter()
+        emit = Emitter()
         first, low, high = map(emit.scalar, (first, low, high))
         key = emit.clip(emit.add(first, emit.thread()), low, high)
         offset = emit.mul(emit.wide(emit.div(key, 1 << bits)), 4)
@@ -83,7 +82,7 @@ def put(ref: Any, x: jax.Array, *, interpret: bool) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), THREADS))
     def store(_, ref, x):
-        emit = ThreadEmitter()
+        emit = Emitter()
         thread = emit.thread()
         value, address = emit.value(x), emit.address(ref, emit.mul(thread, 4))
         emit.when(thread, size, lambda: emit.store_word(address, value))
@@ -98,7 +97,7 @@ def wait_for_own_copies(*, interpret: bool) -> None:
 
     @plgpu.inline_mgpu()
     def wait(_):
-        ThreadEmitter().effect("cp.async.wait_all;")
+        Emitter().effect("cp.async.wait_all;")
 
     wait()
 
@@ -109,7 +108,7 @@ def program_barrier(num_warpgroups: int) -> None:
     @plgpu.inline_mgpu()
     def sync(_):
         # The compiler uses barriers 0 to 2.
-        ThreadEmitter().effect(f"bar.sync 7, {num_warpgroups * WARPGROUP};")
+        Emitter().effect(f"bar.sync 7, {num_warpgroups * WARPGROUP};")
 
     sync()
 
@@ -121,7 +120,7 @@ def init_turns(turns: Any, warpgroup: Any, *, interpret: bool) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
     def init(_, turns, warpgroup):
-        emit = ThreadEmitter()
+        emit = Emitter()
         thread = emit.add(emit.mul(emit.scalar(warpgroup), WARPGROUP), emit.thread())
         at = emit.address(turns, emit.constant(0))
         num_warps = 2 * WARPGROUP // 32
@@ -150,7 +149,7 @@ def take_turns(turns: Any, parity: Any, *, interpret: bool) -> None:
     def meet(_, turns, parity):
         from jax.experimental.mosaic.gpu import utils
 
-        emit = ThreadEmitter()
+        emit = Emitter()
         # Since 9.0 a thread sleeps in this instruction.
         wait = "try_wait" if utils.get_arch().major >= 9 else "test_wait"
         emit.effect(
@@ -175,7 +174,7 @@ def gather_values(to: Any, source: Any, places: Any, base: Any, *, interpret: bo
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR))
     def gather(_, to, source, places, base):
-        emit = ThreadEmitter()
+        emit = Emitter()
         thread = emit.thread()
         offset = emit.mul(thread, 4)
 
@@ -211,7 +210,7 @@ def gather_rows(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR))
     def gather(_, to, source, rows, base):
-        emit = ThreadEmitter()
+        emit = Emitter()
         row, chunk, firsts, when = share_chunks(emit, num_rows, row_bytes // CHUNK)
         column = emit.mul(chunk, CHUNK)
         start = emit.mul(emit.wide(emit.scalar(base)), unit)
@@ -231,7 +230,7 @@ def gather_rows(
 
 
 def share_chunks(
-    emit: ThreadEmitter, num_rows: int, num_chunks: int
+    emit: Emitter, num_rows: int, num_chunks: int
 ) -> tuple[Any, Any, range, Callable[[Callable[[], None]], None]]:
     """Divide rows of chunks among the threads; return `(row, chunk, firsts, when)`.
 
@@ -265,7 +264,7 @@ def convert_rows(to: Any, source: Any, *, head_dim: int, interpret: bool) -> Non
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def convert(_, to, source):
-        emit = ThreadEmitter()
+        emit = Emitter()
 
         row, chunk, firsts, when = share_chunks(emit, num_rows, head_dim // CHUNK)
         found = emit.add(emit.mul(row, head_dim), emit.mul(chunk, CHUNK))

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.logits import dot
 from pallas_paged.kernels.mosaic import ops
-from pallas_paged.kernels.mosaic_sm80.ragged_emitter import ThreadEmitter
+from pallas_paged.kernels.mosaic_sm80.emitter import Emitter
 
 _PAD_BYTES = 16
 
@@ -94,7 +94,7 @@ class _Warp:
         from jax.experimental.mosaic.gpu import utils
         from jaxlib.mlir import ir
 
-        self.emit = ThreadEmitter()
+        self.emit = Emitter()
         self._utils: Any = utils  # JAX 0.10 lacks some of it
         self._i32, self._f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         matrix = ir.MemRefType(ref.type)

@@ -19,9 +19,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.kernels.mosaic import ops as wgmma_ops
 from pallas_paged.kernels.mosaic_sm80 import ops
 from pallas_paged.kernels.mosaic_sm80.config import result_columns
-from pallas_paged.kernels.mosaic_sm80.emitter import CHUNK
+from pallas_paged.kernels.mosaic_sm80.emitter import CHUNK, Emitter
 from pallas_paged.kernels.mosaic_sm80.ragged_copies import share_chunks
-from pallas_paged.kernels.mosaic_sm80.ragged_emitter import ThreadEmitter
 
 ROW, ROWS = wgmma_ops.WGMMA_ROW, wgmma_ops.WGMMA
 
@@ -114,7 +113,7 @@ def store_rows(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROWS))
     def put(_, buffer, out):
-        emit = ThreadEmitter()
+        emit = Emitter()
         row, column = emit.place_in_accumulator()
         at = emit.address(buffer, emit.add(emit.mul(row, pitch), emit.mul(column, 2)))
         words = emit.words(out)
@@ -127,7 +126,7 @@ def store_rows(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType()))
     def copy(_, out_ref, buffer, rows):
-        emit = ThreadEmitter()
+        emit = Emitter()
 
         row, chunk, firsts, when = share_chunks(emit, num_rows, 2 * num_columns // CHUNK)
         column = emit.mul(chunk, CHUNK)
@@ -151,7 +150,7 @@ def store_rows(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), ROW))
     def store_lse(_, lse_ref, rows, lse):
-        emit = ThreadEmitter()
+        emit = Emitter()
         row, column = emit.place_in_accumulator()
         at = emit.address(rows, emit.mul(row, 4))
         for i, value in enumerate(emit.row_words(lse)):

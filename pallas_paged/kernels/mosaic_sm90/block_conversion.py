@@ -17,9 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_paged.kernels.mosaic_sm90.one_byte_scales import Scales
 from pallas_paged.kernels.mosaic_sm90.ragged_operands import pair_ptx
-from pallas_paged.kernels.mosaic_sm90.ring import Pool
+from pallas_paged.kernels.mosaic_sm90.ring import Pool, Scales
 from pallas_paged.pages.layout import K, V
 
 _THREADS = 128  # of a warpgroup

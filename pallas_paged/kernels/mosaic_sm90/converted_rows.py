@@ -27,9 +27,8 @@ from pallas_paged.kernels.call import Arrays, result_shape
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic_sm90.block_conversion import BlockConversion
-from pallas_paged.kernels.mosaic_sm90.config import MosaicRaggedConfig
-from pallas_paged.kernels.mosaic_sm90.one_byte_scales import Scales
-from pallas_paged.kernels.mosaic_sm90.ring import Pool, Ring
+from pallas_paged.kernels.mosaic_sm90.config import MosaicSm90RaggedConfig
+from pallas_paged.kernels.mosaic_sm90.ring import Pool, Ring, Scales
 from pallas_paged.pages.layout import K, V
 from pallas_paged.pages.prefix_sums import prefix_sums
 
@@ -123,7 +122,7 @@ class _Blocks:
     count: Any
 
 
-def _num_blocks(arrays: Arrays, config: MosaicRaggedConfig) -> int:
+def _num_blocks(arrays: Arrays, config: MosaicSm90RaggedConfig) -> int:
     """Return the blocks for which the scratch pool of a call has room; 0 for no pool."""
     num_tokens, num_q_heads, _ = arrays.q.shape
     if num_tokens * num_q_heads * arrays.max_kv_len < _MIN_LOGITS:
@@ -133,13 +132,13 @@ def _num_blocks(arrays: Arrays, config: MosaicRaggedConfig) -> int:
     return min(num_rows * -(-arrays.max_kv_len // config.block_k), _MOST_BYTES // bytes_of_block)
 
 
-def _few_queries(arrays: Arrays, config: MosaicRaggedConfig) -> int:
+def _few_queries(arrays: Arrays, config: MosaicSm90RaggedConfig) -> int:
     """Return the most query tokens of a row that is left to the converter."""
     return _MIN_TILES * config.block_q // arrays.group
 
 
 def convert_rows(
-    arrays: Arrays, *, options: LogitOptions, config: MosaicRaggedConfig, interpret: bool
+    arrays: Arrays, *, options: LogitOptions, config: MosaicSm90RaggedConfig, interpret: bool
 ) -> ConvertedRows | None:
     """Return the converted rows of a call with int8 or fp8 pages, None where no row can be one."""
     room = _num_blocks(arrays, config)
@@ -204,7 +203,7 @@ def convert_rows(
 
 
 def _choose(
-    arrays: Arrays, options: LogitOptions, config: MosaicRaggedConfig, room: int
+    arrays: Arrays, options: LogitOptions, config: MosaicSm90RaggedConfig, room: int
 ) -> tuple[jax.Array, _Blocks]:
     """Return `ConvertedRows.first_block` and the blocks to convert."""
     q_lens, kv_lens, block_k = jnp.diff(arrays.cu_q_lens), arrays.seq_lens, config.block_k

@@ -1,66 +1,43 @@
-"""The family of Mosaic kernels for Hopper."""
+"""The family of Mosaic kernels for Hopper: those for Ampere, but for ragged queries."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from pallas_paged.kernels.call import Arrays, Call, Kernel
 from pallas_paged.kernels.device import Device
-from pallas_paged.kernels.family import Family
-from pallas_paged.kernels.mosaic import support as mosaic_support
+from pallas_paged.kernels.mosaic_sm80.family import MosaicSm80
 from pallas_paged.kernels.mosaic_sm90 import support
-from pallas_paged.kernels.mosaic_sm90.config import (
-    MosaicDecodeConfig,
-    MosaicRaggedConfig,
-    decode_config,
-    ragged_config,
-)
-
-_HEURISTICS: dict[Kernel, Callable[..., Any]] = {"decode": decode_config, "ragged": ragged_config}
+from pallas_paged.kernels.mosaic_sm90.config import MosaicSm90RaggedConfig, ragged_config
 
 
-class _MosaicSm90(Family):
+class _MosaicSm90(MosaicSm80):
+    """Decoding is bound by reading K/V, which wgmma and TMA do not make faster: it is Ampere's."""
+
     name = "mosaic_sm90"
-    configs: ClassVar[Mapping[Kernel, type]] = {
-        "decode": MosaicDecodeConfig,
-        "ragged": MosaicRaggedConfig,
-    }
+    configs: ClassVar[dict[Kernel, type]] = MosaicSm80.configs | {"ragged": MosaicSm90RaggedConfig}
 
     def why_not_device(self, device: Device) -> str | None:
         return support.why_not_device(device)
 
-    def why_not_jax(self) -> str | None:
-        return mosaic_support.why_not_jax()
-
     def why_not_call(self, call: Call) -> str | None:
-        return support.why_not_call(call)
+        return super().why_not_call(call) if call.kernel == "decode" else support.why_not_call(call)
 
     def why_no_gradient(self, arrays: Arrays) -> str | None:
         return support.why_no_gradient(arrays)
 
     def bind(self, call: Call) -> Callable[..., Any]:
-        from pallas_paged.kernels.mosaic_sm90 import decode, ragged
-
-        static: dict[str, Any] = dict(
-            config=call.choose_config(_HEURISTICS), interpret=call.interpret
-        )
         if call.kernel == "decode":
-            return functools.partial(decode.paged_decode, **static)
-        return functools.partial(ragged.ragged_paged_attention, with_lse=call.with_lse, **static)
+            return super().bind(call)
+        from pallas_paged.kernels.mosaic_sm90 import ragged
 
-    def bind_states(
-        self, call: Call, *, writes: bool
-    ) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-        from pallas_paged.kernels.mosaic_sm90 import decode
-
-        if writes:
-            return None
-        config = call.choose_config(_HEURISTICS)
-        return (
-            functools.partial(decode.decode_states, config=config, interpret=call.interpret),
-            functools.partial(decode.merge_states, dtype=call.dtype, interpret=call.interpret),
+        return functools.partial(
+            ragged.ragged_paged_attention,
+            config=call.choose_config({"ragged": ragged_config}),
+            with_lse=call.with_lse,
+            interpret=call.interpret,
         )
 
     def gradients(self) -> Callable[..., Any]:

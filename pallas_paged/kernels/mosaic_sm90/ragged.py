@@ -38,9 +38,8 @@ from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor, unpack
 from pallas_paged.kernels.mosaic.softmax_state import finish
-from pallas_paged.kernels.mosaic_sm90.config import MosaicRaggedConfig
+from pallas_paged.kernels.mosaic_sm90.config import MosaicSm90RaggedConfig
 from pallas_paged.kernels.mosaic_sm90.converted_rows import convert_rows
-from pallas_paged.kernels.mosaic_sm90.one_byte_scales import Scales
 from pallas_paged.kernels.mosaic_sm90.ragged_consumer import ScheduleBarrier, attend
 from pallas_paged.kernels.mosaic_sm90.ragged_converter import Converter, end_of_pages
 from pallas_paged.kernels.mosaic_sm90.ragged_merge import merge_ragged
@@ -59,7 +58,7 @@ from pallas_paged.kernels.mosaic_sm90.ragged_tile import (
     TileShape,
     store_rows,
 )
-from pallas_paged.kernels.mosaic_sm90.ring import Ring, drain, stream
+from pallas_paged.kernels.mosaic_sm90.ring import Ring, Scales, drain, stream
 from pallas_paged.kernels.mosaic_sm90.tile_scheduler import TileScheduler, WorkTile, plan_work
 
 # Registers of a thread. Two consumers and a producer of 128 threads take 64512 of an SM's 65536;
@@ -83,7 +82,7 @@ class _Program:
     scratch: RaggedScratch
     schedule: ScheduleBarrier
     options: LogitOptions
-    config: MosaicRaggedConfig
+    config: MosaicSm90RaggedConfig
     tile: TileShape
     causal: bool  # whether a query sees no later key
     interpret: bool
@@ -324,7 +323,7 @@ def ragged_paged_attention(
     arrays: Arrays,
     *,
     options: LogitOptions,
-    config: MosaicRaggedConfig,
+    config: MosaicSm90RaggedConfig,
     with_lse: bool = True,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:

@@ -25,17 +25,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_paged.kernels.mosaic import ops
 from pallas_paged.kernels.mosaic.ragged_work import WorkDescriptor
-from pallas_paged.kernels.mosaic_sm90.config import MosaicRaggedConfig
+from pallas_paged.kernels.mosaic_sm90.config import MosaicSm90RaggedConfig
 from pallas_paged.kernels.mosaic_sm90.converted_rows import ConvertedRows
-from pallas_paged.kernels.mosaic_sm90.one_byte_scales import Scales
 from pallas_paged.kernels.mosaic_sm90.ragged_operands import BYTES, BYTES_ROW, converted
-from pallas_paged.kernels.mosaic_sm90.ring import Ring
+from pallas_paged.kernels.mosaic_sm90.ring import Ring, Scales
 
 _NUM_STAGES = 1  # blocks of bytes of K and of V; the 16-bit blocks behind them are stages too
 _ROWS = 64  # tokens that are converted at a time
 
 
-def byte_ring(config: MosaicRaggedConfig, *, head_dim: int, page_size: int, dtype: Any) -> Ring:
+def byte_ring(config: MosaicSm90RaggedConfig, *, head_dim: int, page_size: int, dtype: Any) -> Ring:
     """Return the types of the ring of bytes."""
     width = min(head_dim, 128)
     block = plgpu.SMEM(
@@ -177,8 +176,7 @@ class Converter:
             ops.load_shared(blocks.at[stage, pl.ds(first, _ROWS)], BYTES)
             for first in range(0, blocks.shape[1], _ROWS)
         ]
-        if self.interpret:  # the interpreter lets the next copy overtake these reads otherwise
-            plgpu.commit_smem()
+        plgpu.commit_smem()  # without it the next copy overtakes these reads, seen on an H100
         plgpu.barrier_arrive(free.at[stage])
         return parts
 

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.kernels.mosaic.ragged_work import DESCRIPTOR_WORDS
-from pallas_paged.kernels.mosaic_sm90.config import MosaicRaggedConfig
+from pallas_paged.kernels.mosaic_sm90.config import MosaicSm90RaggedConfig
 from pallas_paged.kernels.mosaic_sm90.ragged_converter import byte_ring, k_arrivals
 from pallas_paged.kernels.mosaic_sm90.ragged_tile import CHUNK, WG_ROWS, TileShape, store_buffer
 from pallas_paged.kernels.mosaic_sm90.ring import Pool, Ring, wgmma_transforms
@@ -66,7 +66,7 @@ class RaggedScratch:
 
 
 def scratch_types(
-    config: MosaicRaggedConfig,
+    config: MosaicSm90RaggedConfig,
     *,
     group: int,
     head_dim: int,

@@ -30,8 +30,6 @@ from pallas_paged.checks import pytree
 from pallas_paged.kernels.call import Arrays
 from pallas_paged.pages.layout import K, PageLayout, V
 
-MIN_TMA_TOKENS = 8  # of a page: rows of a swizzled tile in shared memory
-
 
 @pytree
 class Ring:
@@ -43,18 +41,14 @@ class Ring:
     v_full: Any
     k_free: Any  # barriers [num_stages], complete when all consumers have used a block
     v_free: Any
-    scales: Any = None  # f32[2, num_stages, block_k] of the tokens' K and V, see `stream`
-    pair: Any = None  # of `num_pairs`, whose rings are these stages one after another; None if 1
-    num_pairs: int = dataclasses.field(default=1, metadata={"static": True})
 
     @property
     def num_stages(self) -> int:
-        return self.k.shape[0] // self.num_pairs
+        return self.k.shape[0]
 
     def stage_of(self, kv_iter: jax.Array) -> jax.Array:
         """Return the stage of a block."""
-        stage = lax.rem(kv_iter, self.num_stages)
-        return stage if self.pair is None else self.pair * self.num_stages + stage
+        return lax.rem(kv_iter, self.num_stages)
 
     @classmethod
     def types(
@@ -64,8 +58,7 @@ class Ring:
         num_stages, block_k = config.num_stages, config.block_k
         shape = (num_stages, block_k, head_dim)
         block = plgpu.SMEM(shape, dtype, transforms=wgmma_transforms(dtype))
-        num_copies = max(block_k // page_size, 1) if page_size >= MIN_TMA_TOKENS else 1
-        full = plgpu.Barrier(num_arrivals=num_copies, num_barriers=num_stages)
+        full = plgpu.Barrier(num_arrivals=max(block_k // page_size, 1), num_barriers=num_stages)
         free = plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_stages)
         return cls(k=block, v=block, k_full=full, v_full=full, k_free=free, v_free=free)
 
@@ -105,6 +98,32 @@ class Pool:
         return (self.k, self.v)[kv].at[self.layout.index(kv, P=page, N=tokens, H=kv_head)]
 
 
+@pytree
+class Scales:
+    """Refs to the scales of K and of V, or the arrays.
+
+    Attributes:
+        k, v: f32 in the order of `layout.scale_axes`, or f32`[1]` for all tokens.
+    """
+
+    k: Any
+    v: Any
+    layout: PageLayout = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, arrays: Arrays) -> Scales | None:
+        """Return the scales of a call, or None."""
+        if arrays.k_scales is None or arrays.v_scales is None:
+            return None
+        k, v = (x if x.ndim else x.reshape(1) for x in (arrays.k_scales, arrays.v_scales))
+        return cls(k=k, v=v, layout=arrays.layout)
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether each token of a KV head has its own."""
+        return self.k.shape != (1,)
+
+
 def page_to_read(page: jax.Array, first_page: jax.Array | None, last_page: jax.Array) -> jax.Array:
     """Return a page of a sequence, or in place of one that no query sees the nearest other one.
 
@@ -130,15 +149,12 @@ def stream(
     kv_len: jax.Array,
     kv_iter: jax.Array,
     first_key: jax.Array | None = None,
-    scales: Any = None,
 ) -> jax.Array:
     """Send the blocks `[lo, hi)` of a sequence of `kv_len` tokens through the ring.
 
     Args:
         first_key: the first key that any query sees, or None for all.
         kv_iter: blocks that the producer has sent before.
-        scales: a `ScaleSender`, or None. The scales of a block are one more arrival at `k_full`,
-            and their stage is free when V's stage is.
 
     Returns:
         `kv_iter + hi - lo`.
@@ -156,11 +172,10 @@ def stream(
         )
 
     def send(block, carry):
-        kv_iter, pages, loaded = carry
+        kv_iter, pages = carry
         stage = ring.stage_of(kv_iter)
         # The table is read one block ahead, so the copies need not wait for it.
-        next_block = jnp.minimum(block + 1, hi - 1)
-        next_pages = pages_of(next_block)
+        next_pages = pages_of(jnp.minimum(block + 1, hi - 1))
         for kv, blocks, full, free in (
             (K, ring.k, ring.k_full, ring.k_free),
             (V, ring.v, ring.v_full, ring.v_free),
@@ -178,16 +193,9 @@ def stream(
                     blocks.at[stage, pl.ds(i * tokens_per_copy, tokens_per_copy)],
                     full.at[stage],
                 )
-        if scales is not None:
-            scales.store(loaded, stage)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(ring.k_full.at[stage])
-            loaded = scales.load(next_block)
-        return kv_iter + 1, next_pages, loaded
+        return kv_iter + 1, next_pages
 
-    loaded = None if scales is None else scales.load(lo)
-    kv_iter, *_ = lax.fori_loop(lo, hi, send, (kv_iter, pages_of(lo), loaded))
-    return kv_iter
+    return lax.fori_loop(lo, hi, send, (kv_iter, pages_of(lo)))[0]
 
 
 def drain(ring: Ring, kv_iter: jax.Array) -> None:

@@ -1,4 +1,4 @@
-"""What the Mosaic kernels can't do, and what fits into shared memory.
+"""What the kernels for Hopper can't do, and what fits into shared memory.
 
 Importing this module does not import Mosaic; `shared_memory` does.
 """
@@ -12,15 +12,11 @@ import jax.numpy as jnp
 from pallas_paged.kernels.call import Arrays, Call
 from pallas_paged.kernels.device import INTERPRET_INSTEAD, Device
 from pallas_paged.kernels.mosaic import support as mosaic_support
-from pallas_paged.kernels.mosaic_sm90.config import MosaicDecodeConfig, MosaicRaggedConfig
+from pallas_paged.kernels.mosaic_sm90.config import MosaicSm90RaggedConfig
 
 HEAD_DIMS = (64, 128, 256)  # of 512, two blocks of 64 tokens of K and V would take 256 KB
-DECODE_HEAD_DIMS = (64, 128, 192, 256)  # wgmma makes 64 of the output's elements at a time
 GRADIENT_HEAD_DIMS = (64, 128)
 MIN_PAGE_SIZE = 8  # rows of a swizzled tile in shared memory
-# Shared memory of a Hopper SM. A program costs 1 KB more than it asks for.
-_SM_BYTES = 228 * 1024
-_BYTES_OF_A_PROGRAM = 1024
 
 
 def why_not_device(device: Device) -> str | None:
@@ -33,16 +29,15 @@ def why_not_device(device: Device) -> str | None:
 
 
 def why_not_call(call: Call) -> str | None:
-    """Return why the kernels can't do a call on any device, or None. Its config may need Mosaic."""
+    """Return why the ragged kernel can't do a call, or None. A config may need Mosaic."""
     if call.dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs bfloat16 or float16, not {call.dtype.name}"
     one_byte = call.kv_dtype in (jnp.int8, jnp.float8_e4m3fn)
     if call.kv_dtype != call.dtype and not one_byte:
         return f"needs pages of q's dtype {call.dtype.name}, not of {call.kv_dtype.name}"
-    head_dims = DECODE_HEAD_DIMS if call.kernel == "decode" else HEAD_DIMS
-    if call.head_dim not in head_dims:
-        return f"needs a head_dim of {head_dims}, not {call.head_dim}"
-    if call.page_size < MIN_PAGE_SIZE and call.kernel != "decode":
+    if call.head_dim not in HEAD_DIMS:
+        return f"needs a head_dim of {HEAD_DIMS}, not {call.head_dim}"
+    if call.page_size < MIN_PAGE_SIZE:
         return f"needs a page_size of at least {MIN_PAGE_SIZE}, not {call.page_size}"
     return None if call.config is None else _why_not_config(call)  # a chosen config fits
 
@@ -73,9 +68,7 @@ def _why_not_config(call: Call) -> str | None:
     block_k = config.block_k
     if block_k % page_size and page_size % block_k:
         return f"needs a {block_k=} that is a multiple or a divisor of {page_size=}"
-    if call.kernel == "decode" and config.num_pairs > 1 and call.kv_dtype.itemsize > 1:
-        return f"takes num_pairs={config.num_pairs} with int8 and fp8 pages only"
-    converts = call.kernel == "ragged" and call.kv_dtype.itemsize == 1
+    converts = call.kv_dtype.itemsize == 1
     # With four warpgroups a thread starts with 128 registers, and 256 columns of a product would
     # take all of them.
     if converts and config.num_consumers > 1 and max(block_k, call.head_dim) > 192:
@@ -89,7 +82,7 @@ def _why_not_config(call: Call) -> str | None:
         head_dim=call.head_dim,
         kv_dtype=call.kv_dtype,
     )
-    limit = shared_memory_limit(1)
+    limit = call.device.shared_memory
     if needed > limit:
         return (
             f"can't run {config}: it needs {needed} bytes of shared memory; a program has {limit}"
@@ -98,13 +91,13 @@ def _why_not_config(call: Call) -> str | None:
 
 
 def shared_memory(
-    config: MosaicDecodeConfig | MosaicRaggedConfig,
+    config: MosaicSm90RaggedConfig,
     *,
     group: int,
     head_dim: int,
     kv_dtype: Any = jnp.bfloat16,
 ) -> int:
-    """Return the bytes of shared memory that a program of the kernel needs. Imports Mosaic.
+    """Return the bytes of shared memory that a program of the ragged kernel needs. Imports Mosaic.
 
     Args:
         group: query heads of a KV head.
@@ -112,19 +105,11 @@ def shared_memory(
         kv_dtype: of the pages; queries have 16-bit elements.
     """
     from pallas_paged.kernels.mosaic import ops
-    from pallas_paged.kernels.mosaic_sm90 import decode_scratch, ragged
+    from pallas_paged.kernels.mosaic_sm90 import ragged
 
     one_byte = jnp.dtype(kv_dtype).itemsize == 1
     # The page size changes only how often a barrier is arrived at.
     sizes: Any = {"group": group, "head_dim": head_dim, "page_size": config.block_k}
     sizes |= {"dtype": jnp.bfloat16, "kv_dtype": kv_dtype if one_byte else jnp.bfloat16}
-    if isinstance(config, MosaicDecodeConfig):
-        params = decode_scratch.compiler_params(kv_dtype)
-        return ops.shared_memory_bytes(decode_scratch.scratch_types(config, **sizes), params)
     types = ragged.scratch_types(config, **sizes)
     return ops.shared_memory_bytes(types, ragged.COMPILER_PARAMS)
-
-
-def shared_memory_limit(programs_per_sm: int) -> int:
-    """Return the bytes that each of `programs_per_sm` programs on an SM can have."""
-    return _SM_BYTES // programs_per_sm - _BYTES_OF_A_PROGRAM

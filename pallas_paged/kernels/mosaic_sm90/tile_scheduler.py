@@ -29,7 +29,7 @@ from pallas_paged.kernels.mosaic.ragged_work import (
     packed_plan,
     tree_bits,
 )
-from pallas_paged.kernels.mosaic_sm90.config import MosaicRaggedConfig
+from pallas_paged.kernels.mosaic_sm90.config import MosaicSm90RaggedConfig
 from pallas_paged.kernels.mosaic_sm90.ragged_tile import CHUNK, WG_ROWS, TileShape
 from pallas_paged.kernels.ragged_plan import PlanShape
 
@@ -57,7 +57,7 @@ def plan_work(
     arrays: Arrays,
     *,
     options: LogitOptions,
-    config: MosaicRaggedConfig,
+    config: MosaicSm90RaggedConfig,
     tile: TileShape,
     interpret: bool,
 ) -> tuple[Work, jax.Array, int]:

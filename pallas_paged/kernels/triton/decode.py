@@ -327,6 +327,7 @@ def decode_states(
         sinks=arrays.sinks,
         plan=plan,
         num_q_heads=num_q_heads,
+        head_dim=head_dim,
     )
     if new is None:
         return states

@@ -1,7 +1,5 @@
 """The Mosaic GPU kernels of the backward pass, interpreted where no Hopper GPU is."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Configs of the Mosaic kernels: valid values, shared memory, heuristics."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 
@@ -14,11 +12,10 @@ from pallas_paged.kernels.mosaic_sm80 import config as sm80
 from pallas_paged.kernels.mosaic_sm80 import decode as sm80_decode
 from pallas_paged.kernels.mosaic_sm80 import ops as sm80_ops
 from pallas_paged.kernels.mosaic_sm80 import ragged as sm80_ragged
-from pallas_paged.kernels.mosaic_sm90.config import decode_config, prefer_mosaic, ragged_config
-from pallas_paged.kernels.mosaic_sm90.support import shared_memory, shared_memory_limit
+from pallas_paged.kernels.mosaic_sm90.config import prefer_ragged, ragged_config
+from pallas_paged.kernels.mosaic_sm90.support import shared_memory
 
-DECODE = pp.MosaicDecodeConfig(block_k=64, num_stages=3, num_programs=33)
-RAGGED = pp.MosaicRaggedConfig(block_k=128, num_consumers=2, num_stages=2, num_programs=132)
+RAGGED = pp.MosaicSm90RaggedConfig(block_k=128, num_consumers=2, num_stages=2, num_programs=132)
 SM80_DECODE = pp.MosaicSm80DecodeConfig(block_k=64, num_stages=2, num_programs=6)
 SM80_RAGGED = pp.MosaicSm80RaggedConfig(block_q=128, block_k=64, num_warpgroups=2, num_programs=132)
 SIZES = dict(
@@ -45,9 +42,7 @@ LOOP = [
 @pytest.mark.parametrize(
     ("good", "change", "message"),
     [
-        *((good, *row) for good in (DECODE, RAGGED) for row in LOOP),
-        (DECODE, {"num_pairs": 0}, r"num_pairs=0 must be an integer in 1\.\.4"),
-        (DECODE, {"num_pairs": 5}, "num_pairs=5"),
+        *((RAGGED, *row) for row in LOOP),
         (RAGGED, {"num_consumers": 0}, r"num_consumers=0 must be an integer in 1\.\.2"),
         (RAGGED, {"num_consumers": 3}, "num_consumers=3"),
         (RAGGED, {"num_q_stages": 0}, r"num_q_stages=0 must be an integer in 1\.\.2"),
@@ -66,19 +61,15 @@ def test_a_config_is_validated_when_built(good, change, message):
         dataclasses.replace(good, **change)
 
 
-@pytest.mark.parametrize("good", [DECODE, RAGGED], ids=["decode", "ragged"])
-def test_every_allowed_block_and_stage_count_is_accepted(good):
+def test_every_allowed_block_and_stage_count_is_accepted():
     for block_k, num_stages in itertools.product((64, 128, 192, 256), range(2, 9)):
         new = dict(block_k=block_k, num_stages=num_stages, fixed_split_size=2 * block_k)
-        assert dataclasses.replace(good, **new).fixed_split_size == 2 * block_k
+        assert dataclasses.replace(RAGGED, **new).fixed_split_size == 2 * block_k
 
 
 def test_shared_memory_is_the_sum_of_the_tiles():
     kb = 1024
     size = dict(head_dim=128)
-    # K, V; queries twice, probabilities; sums, barriers
-    assert shared_memory(DECODE, group=4, **size) == (2 * 48 + 2 * 2 + 1 + 3) * kb
-    assert shared_memory(DECODE, group=9, **size) == (2 * 48 + 2 * 4 + 2 + 3) * kb
     # K, V; queries, out; records, barriers
     assert shared_memory(RAGGED, group=4, **size) == (2 * 64 + 64 + 32 + 2) * kb
     # and with int8 pages bytes of K and V and scales of K; results take the place of queries
@@ -86,7 +77,6 @@ def test_shared_memory_is_the_sum_of_the_tiles():
     assert one_byte == (2 * 64 + 64 + 2 * 16 + 1 + 2) * kb
     one = dataclasses.replace(RAGGED, num_consumers=1, num_q_stages=1)
     assert shared_memory(one, group=4, **size) == (2 * 64 + 16 + 16 + 2) * kb
-    assert [shared_memory_limit(n) for n in (1, 2)] == [227 * kb, 113 * kb]
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
@@ -101,26 +91,9 @@ def test_heuristic_configs_fit_into_shared_memory(head_dim, kv_dtype):
                 head_dim=head_dim,
                 itemsize=jnp.dtype(kv_dtype).itemsize,
             )
-            config = decode_config(**SIZES | call)
-            blocks = -(-config.num_programs // config.num_pairs)
-            limit = shared_memory_limit(-(-blocks // 132))
-            assert shared_memory(config, **kernel) <= limit, call
             config = ragged_config(**RAGGED_SIZES | call)
             assert config.num_programs == 132
-            assert shared_memory(config, **kernel) <= shared_memory_limit(1), call
-
-
-def test_a_third_stage_is_used_where_it_fits():
-    for group in range(1, 65):
-        config = decode_config(**SIZES | dict(num_q_heads=8 * group, head_dim=256))
-        three = dataclasses.replace(config, num_stages=3)
-        fits = shared_memory(three, group=group, head_dim=256) <= shared_memory_limit(1)
-        assert config.num_stages == (3 if fits else 2), group
-
-
-def test_few_tokens_get_few_programs():
-    config = decode_config(**dict(SIZES, num_seqs=2, max_kv_len=300, num_kv_heads=1))
-    assert config.num_programs == 2 * -(-300 // config.block_k)
+            assert shared_memory(config, **kernel) <= 227 * 1024, call
 
 
 @pytest.mark.parametrize(
@@ -133,10 +106,31 @@ def test_few_tokens_get_few_programs():
         (64, 64, 32, False),  # one token each
     ],
 )
-def test_mosaic_is_preferred_where_tiles_of_queries_fill(num_tokens, num_seqs, num_q_heads, wanted):
-    call = dict(SIZES, num_tokens=num_tokens, expected_seqs=num_seqs, num_q_heads=num_q_heads)
-    for itemsize in (1, 2):
-        assert prefer_mosaic("ragged", **call | dict(itemsize=itemsize)) is wanted
+def test_sm90_is_preferred_where_tiles_of_queries_fill(num_tokens, num_seqs, num_q_heads, wanted):
+    sizes = dict(num_tokens=num_tokens, expected_seqs=num_seqs, group=num_q_heads // 8)
+    assert prefer_ragged(**sizes) is wanted
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, True),
+        ({"head_dim": 256}, True),
+        ({"head_dim": 64}, False),
+        ({"head_dim": 512}, False),
+        ({"num_seqs": 1, "max_kv_len": 8192}, False),
+        ({"num_seqs": 8, "max_kv_len": 2048}, True),
+        ({"max_kv_len": 1024}, False),
+        ({"max_kv_len": 2048}, True),
+        ({"max_kv_len": 2048, "itemsize": 1}, False),
+        ({"num_seqs": 8, "max_kv_len": 2048, "itemsize": 1}, False),
+        ({"itemsize": 1}, True),
+        ({"itemsize": 1, "read_gbps": 4400}, False),
+    ],
+    ids=str,
+)
+def test_sm80_decodes_but_for_small_heads_short_calls_and_many_short_rows(changes, wanted):
+    assert sm80.prefer_decode(**SIZES | dict(read_gbps=2950) | changes) is wanted
 
 
 @pytest.mark.parametrize(

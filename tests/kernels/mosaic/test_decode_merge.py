@@ -14,11 +14,11 @@ if jax.__version_info__ < (0, 11):
     pytest.skip("the Mosaic GPU kernels need JAX 0.11", allow_module_level=True)
 
 from pallas_paged.kernels.decode_plan import DecodePlan
+from pallas_paged.kernels.decode_states import DecodeStates
 from pallas_paged.kernels.logits import LogitOptions
 from pallas_paged.kernels.mosaic import decode_merge
 from pallas_paged.kernels.mosaic.decode_items import _row_of_unit
 from pallas_paged.kernels.mosaic.decode_merge import _MAX_STATES_PER_STEP, block_sizes, merge_decode
-from pallas_paged.kernels.mosaic.ops import Partials
 from tests.support.marks import slow
 
 
@@ -42,49 +42,50 @@ ROWS = [4, 4, 9]  # where the units of three rows end; one row has none
 
 
 @pytest.mark.parametrize(
-    ("group", "num_tiles", "head_dim", "block_h", "num_programs", "ends"),
+    ("group", "head_dim", "block_h", "num_programs", "ends"),
     [
-        (3, 1, 192, None, MANY, [MANY]),
+        (3, 192, None, MANY, [MANY]),
         # A program has several heads.
-        (4, 1, 32, 8, 3, ROWS),
-        (3, 1, 32, 6, 3, ROWS),
-        (12, 2, 32, 8, 3, ROWS),
-        *slow([(3, 1, head_dim, None, MANY, [MANY]) for head_dim in (64, 256)]),
-        *slow([(8, 1, 32, 4, 3, ROWS), (6, 1, 32, 4, 3, ROWS)]),
+        (4, 32, 8, 3, ROWS),
+        (3, 32, 6, 3, ROWS),
+        *slow([(3, head_dim, None, MANY, [MANY]) for head_dim in (64, 256)]),
+        *slow([(8, 32, 4, 3, ROWS), (6, 32, 4, 3, ROWS)]),
     ],
 )
 def test_the_states_of_each_row_are_merged(
-    monkeypatch, group, num_tiles, head_dim, block_h, num_programs, ends
+    monkeypatch, group, head_dim, block_h, num_programs, ends
 ):
     if block_h is not None:
         monkeypatch.setattr(decode_merge, "block_sizes", lambda *_, **__: (2, block_h))
     rng = np.random.default_rng(group)
-    plan, num_kv_heads, of_tile = plan_of(num_programs), 2, group // num_tiles
+    plan, num_kv_heads = plan_of(num_programs), 2
     num_q_heads, ends = num_kv_heads * group, jnp.int32(ends)
-    shape = num_kv_heads * num_tiles, num_programs + len(ends), 16
+    shape = num_kv_heads, num_programs + len(ends), 16
     lses = 2 * rng.standard_normal(shape).astype(np.float32)
-    outs = rng.standard_normal((*shape, head_dim)).astype(np.float32)
+    outs = rng.standard_normal((*shape, head_dim + 32)).astype(np.float32)
     sinks = rng.standard_normal(num_q_heads).astype(np.float32)
     ranges = [map(int, plan.partials_of_row(jnp.int32(row), ends)) for row in range(len(ends))]
     states = [np.arange(first, first + count) for first, count in ranges]
-    # What no program writes, and columns beyond the heads.
+    # What no program writes, and rows and columns beyond the heads and their elements.
     lses[:, ~np.isin(np.arange(shape[1]), np.concatenate(states))] = np.nan
-    lses[:, :, of_tile:] = np.nan
+    lses[:, :, group:] = np.nan
     outs[np.isnan(lses)] = np.nan
-    call = functools.partial(
-        merge_decode,
+    outs[..., head_dim:] = np.nan
+    given = DecodeStates(
+        out=outs,
+        lse=lses,
+        unit_ends=ends,
+        sinks=sinks,
         plan=plan,
         num_q_heads=num_q_heads,
         head_dim=head_dim,
-        head_tiles=(num_tiles, of_tile),
-        dtype=jnp.float32,
-        interpret=True,
     )
-    out, lse = jax.jit(call)(Partials(out=outs, lse=lses), ends, sinks)
+    call = functools.partial(merge_decode, dtype=jnp.float32, interpret=True)
+    out, lse = jax.jit(call)(given)
     # By query head.
     lses, outs = (
-        np.moveaxis(x[:, :, :of_tile], 2, 1).reshape(num_q_heads, shape[1], *x.shape[3:])
-        for x in (lses.astype(np.float64), outs)
+        np.moveaxis(x[:, :, :group], 2, 1).reshape(num_q_heads, shape[1], *x.shape[3:])
+        for x in (lses.astype(np.float64), outs[..., :head_dim])
     )
     for row, of_row in enumerate(states):
         if not of_row.size:

@@ -4,13 +4,12 @@ A race is a read and a write, or two writes, of shared or device memory that no 
 interpreter compares vector clocks, so it finds a race in whatever order the threads ran.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import pallas_paged as pp
@@ -18,7 +17,6 @@ from pallas_paged.kernels.mosaic import support as mosaic_support
 from tests.support import raw
 from tests.support.attention_calls import with_lse
 from tests.support.attention_cases import SharedPrefixes, mosaic_case
-from tests.support.attention_options import OPTIONS
 from tests.support.marks import slow
 from tests.support.quantized_cases import Quantized
 
@@ -41,20 +39,18 @@ pytestmark = [
 
 # Several programs, of which some share a row; both stages of a ring are used again.
 DECODE = mosaic_case(seq_lens=(150, 0, 70), pages_per_seq=16, num_kv_heads=1)
-SMALL_PAGES = dataclasses.replace(DECODE, page_size=2, pages_per_seq=128)
 RAGGED = dataclasses.replace(DECODE, q_lens=(20, 0, 3))
 PREFIXES = SharedPrefixes(
     case=DECODE, seq_lens=(150, 140, 70), prefix_lens=(64,), cu_group_sizes=(0, 3)
 )
-INT8, FP8 = (
-    Quantized(case=case, kv_dtype=kv_dtype)
-    for case, kv_dtype in ((RAGGED, "int8"), (DECODE, "float8_e4m3fn"))
+INT8, FP8 = (Quantized(case=RAGGED, kv_dtype=x) for x in ("int8", "float8_e4m3fn"))
+CONFIG = pp.MosaicSm90RaggedConfig(block_k=64, num_programs=3, num_stages=2, num_consumers=2)
+SPLIT_CONFIG = dataclasses.replace(CONFIG, fixed_split_size=128)
+SOME = dict(
+    sliding_window=11,
+    alibi_slopes=np.float32([0.5, 0.25, 0.125, 0.0]),
+    sinks=np.float32([1.0, -3.0, 0.0, 8.0]),
 )
-LOOP = dict(block_k=64, num_programs=3, num_stages=2)
-DECODE_CONFIG = pp.MosaicDecodeConfig(**LOOP)
-RAGGED_CONFIG = pp.MosaicRaggedConfig(**LOOP, num_consumers=2)
-SPLIT_CONFIG = dataclasses.replace(DECODE_CONFIG, num_stages=3, fixed_split_size=128)
-SOME = {key: value for name in ("window", "alibi", "sinks") for key, value in OPTIONS[name].items()}
 
 
 @pytest.fixture(autouse=True)
@@ -73,23 +69,19 @@ def attend(function, case, **options):
     return with_lse(function, *arrays, implementation="mosaic_sm90_interpret", **options)
 
 
-decode = partial(attend, raw.paged_attention, config=DECODE_CONFIG)
-ragged = partial(attend, raw.ragged_paged_attention, config=RAGGED_CONFIG)
-cascade = partial(attend, raw.cascade_attention, config=DECODE_CONFIG)
+ragged = partial(attend, raw.ragged_paged_attention, config=CONFIG)
+cascade = partial(attend, raw.cascade_attention)
 
 
 FOUND = "RACE DETECTED"
 CALLS = {
-    "decode with options": partial(decode, DECODE, **SOME),
-    "decode of small pages": partial(decode, SMALL_PAGES),
-    "decode of fp8": partial(decode, FP8),
     "ragged with options": partial(ragged, RAGGED, **SOME),
     "ragged of int8": partial(ragged, INT8),
 }
 MORE = {  # what the others run too
-    "decode": partial(decode, DECODE),
-    "decode with splits": partial(decode, DECODE, config=SPLIT_CONFIG),
     "ragged": partial(ragged, RAGGED),
+    "ragged with splits": partial(ragged, RAGGED, config=SPLIT_CONFIG),
+    "ragged of fp8": partial(ragged, FP8),
     "cascade": partial(cascade, PREFIXES),
 }
 
@@ -119,7 +111,7 @@ def test_no_kernel_has_a_race(name, has_race):
 def test_a_kernel_that_does_not_wait_has_a_race(has_race, monkeypatch):
     monkeypatch.setattr(plgpu, "barrier_wait", lambda *_, **__: None)
     try:
-        assert has_race(MORE["decode"])  # which reads no offset after a wait
+        assert has_race(MORE["ragged"])
     except jax.errors.JaxRuntimeError as e:
         # In some orders of the threads the interpreter notices this first.
         assert "no threads observed" in str(e)

@@ -1,14 +1,11 @@
 """Configs that are chosen for the Triton kernels, and the calls that Triton is chosen for."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 
 import jax.numpy as jnp
 import pytest
 
-from pallas_paged.attention import dispatch
 from pallas_paged.kernels.families import FAMILIES
 from pallas_paged.kernels.triton.backward_config import keys_config, queries_config
 from pallas_paged.kernels.triton.config import (
@@ -18,7 +15,7 @@ from pallas_paged.kernels.triton.config import (
     writing_decode_config,
 )
 from tests.support.devices import A100
-from tests.support.static_calls import DECODE, PREFILL
+from tests.support.static_calls import PREFILL
 
 SIZES = dict(
     num_q_heads=32, num_kv_heads=8, head_dim=128, max_kv_len=4096, num_seqs=64, itemsize=2,
@@ -145,10 +142,3 @@ def test_configs_of_the_gradient_fit_into_shared_memory(head_dim):
         of_queries = queries.block_q + queries.num_stages * queries.block_k
         of_keys = keys.block_k + keys.num_stages * keys.block_q
         assert 2 * max(of_queries, of_keys) * padded * itemsize <= 227 * 1024, sizes
-
-
-@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
-def test_triton_decodes_quantized_pages_on_hopper_although_mosaic_can(kv_dtype, any_jax):
-    call = dataclasses.replace(DECODE, kv_dtype=jnp.dtype(kv_dtype))
-    assert FAMILIES["mosaic_sm90"].why_not(call) is None
-    assert dispatch.best_implementation(call) == "triton"

@@ -1,7 +1,5 @@
 """Rows that one program has as a whole: the decode kernel writes their results, not the merge."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

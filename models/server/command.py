@@ -134,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     limits = parser.add_argument_group("limits")
     for name, kind, default, text in (
         ("max-body-bytes", int, 8 << 20, "of a request"),
+        ("max-total-body-bytes", int, 256 << 20, "of all bodies being read; more get status 503"),
         ("max-queue", int, 1024, "sequences that wait; more requests get status 429"),
         ("max-connections", int, 4096, "open at a time; more get status 503"),
         ("request-timeout", float, 600, "seconds of a request, its wait included"),

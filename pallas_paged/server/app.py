@@ -34,7 +34,6 @@ from pallas_paged.server.fields import (
     answer_http_error,
     answer_nothing,
     bad_request,
-    read_fields,
 )
 from pallas_paged.server.generation import respond
 from pallas_paged.server.metrics import HEALTH_SECONDS
@@ -180,7 +179,7 @@ def _digest(key: bytes) -> bytes:
 
 def _completions(service: Service, parse: Callable[[Fields, Service], Call]) -> Endpoint:
     async def completions(request: Request) -> Response:
-        fields = await read_fields(request, service.config.max_body_bytes)
+        fields = await service.read_fields(request)
         return await respond(service, parse(fields, service), request)
 
     return completions
@@ -207,7 +206,7 @@ def _models(service: Service) -> Endpoint:
 
 def _tokenize(service: Service) -> Endpoint:
     async def tokenize(request: Request) -> Response:
-        fields = await read_fields(request, service.config.max_body_bytes)
+        fields = await service.read_fields(request)
         service.take_model(fields)
         prompt = fields.take("prompt", str)
         adds_special_tokens = fields.take("add_special_tokens", bool, default=True)
@@ -231,7 +230,7 @@ def _tokenize(service: Service) -> Endpoint:
 
 def _detokenize(service: Service) -> Endpoint:
     async def detokenize(request: Request) -> Response:
-        fields = await read_fields(request, service.config.max_body_bytes)
+        fields = await service.read_fields(request)
         service.take_model(fields)
         token_ids = fields.take("tokens", list)
         fields.end()

@@ -107,6 +107,29 @@ _KINDS: dict[type, str] = {
 }
 
 
+class Bodies:
+    """Counts the bytes of all bodies that are being read.
+
+    Attributes:
+        num_bytes: in memory now.
+    """
+
+    def __init__(self, max_bytes: int):
+        """Hold up to `max_bytes` at a time."""
+        self.num_bytes, self._max_bytes = 0, max_bytes
+
+    def add(self, num_bytes: int) -> None:
+        """Count more of them.
+
+        Raises:
+            APIError: they are too many.
+        """
+        self.num_bytes += num_bytes
+        if self.num_bytes > self._max_bytes:
+            message = f"the bodies of all requests have more than {self._max_bytes} bytes"
+            raise APIError(503, message, headers={"retry-after": "1", "connection": "close"})
+
+
 class Fields:
     """Fields of a JSON object that are taken one by one; those that are left are unknown."""
 
@@ -141,11 +164,11 @@ class Fields:
             raise bad_request(f"unknown field {self._path}{name:.100}", f"{self._path}{name:.100}")
 
 
-async def read_fields(request: Request, max_bytes: int) -> Fields:
+async def read_fields(request: Request, max_bytes: int, bodies: Bodies) -> Fields:
     """Return the fields of a request's JSON object.
 
     Raises:
-        APIError: the body is too large, too slow, or not a JSON object.
+        APIError: the body is too large, too slow, or not a JSON object, or there are too many.
         ClientDisconnect: the client has left.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -154,7 +177,7 @@ async def read_fields(request: Request, max_bytes: int) -> Fields:
         raise APIError(415, "the header Content-Type must be application/json")
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            body = await _read(request, max_bytes)
+            body = await _read(request, max_bytes, bodies)
     except TimeoutError:
         raise APIError(
             408,
@@ -170,19 +193,23 @@ async def read_fields(request: Request, max_bytes: int) -> Fields:
     return Fields(values)
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
+async def _read(request: Request, max_bytes: int, bodies: Bodies) -> bytes:
     too_large = APIError(413, f"the body has more than {max_bytes} bytes")
     most = max_bytes + MAX_DISCARDED_BYTES
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > (max_bytes if "expect" in request.headers else most):
         raise too_large
     body, size = bytearray(), 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > most:
-            break
-        if size <= max_bytes:
-            body += chunk
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > most:
+                break
+            if size <= max_bytes:
+                body += chunk
+                bodies.add(len(chunk))
+    finally:
+        bodies.num_bytes -= len(body)
     if size > max_bytes:
         raise too_large
     return bytes(body)

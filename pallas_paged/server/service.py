@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from starlette.requests import Request
+
 from pallas_paged.checks import check_flag, check_has, check_integer, check_number
 from pallas_paged.engine import AsyncEngine, SamplingParams, Tokenizer
 from pallas_paged.server.chat_template import ChatTemplate
-from pallas_paged.server.fields import APIError, Fields, bad_request
+from pallas_paged.server.fields import APIError, Bodies, Fields, bad_request, read_fields
 from pallas_paged.server.metrics import Metrics
 from pallas_paged.server.tokens import TextTokenizer, text_tokenizer
 
@@ -26,6 +28,8 @@ class ServerConfig:
         allowed_hosts: names of which the header Host must have one, a port left out; empty: any.
         allow_priority: whether a request may have a priority, and so pass others.
         max_body_bytes: most bytes of a request's body.
+        max_total_body_bytes: most bytes of all bodies that are being read; more requests get status
+            503.
         max_queue: most sequences that wait for a slot of the engine; more requests get status 429.
         max_connections: most open connections; more get status 503.
         request_timeout: most seconds that a request takes, its time in the queue included.
@@ -40,6 +44,7 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] = ()
     allow_priority: bool = False
     max_body_bytes: int = 8 << 20
+    max_total_body_bytes: int = 256 << 20
     max_queue: int = 1024
     max_connections: int = 4096
     request_timeout: float = 600.0
@@ -51,8 +56,9 @@ class ServerConfig:
         if not all(key and key.isascii() for key in self.api_keys):
             raise ValueError("an API key must be ASCII text that is not empty")
         check_flag("allow_priority", self.allow_priority)
-        for name, least in (("max_body_bytes", 1), ("max_queue", 0), ("max_connections", 1)):
-            check_integer(name, getattr(self, name), least)
+        for name in ("max_body_bytes", "max_total_body_bytes", "max_connections"):
+            check_integer(name, getattr(self, name), 1)
+        check_integer("max_queue", self.max_queue, 0)
         for name in ("request_timeout", "drain_timeout"):
             value = getattr(self, name)
             check_number(name, value)
@@ -158,6 +164,7 @@ class Service:
         self.admission = Admission(num_running + config.max_queue)
         self.metrics = Metrics(engine, config.model_name)
         self.is_draining = False
+        self._bodies = Bodies(config.max_total_body_bytes)
         self._tokenizer = None if tokenizer is None else text_tokenizer(tokenizer)
 
     @property
@@ -174,6 +181,10 @@ class Service:
     @property
     def has_tokenizer(self) -> bool:
         return self._tokenizer is not None
+
+    async def read_fields(self, request: Request) -> Fields:
+        """Return the fields of a request's JSON object; errors as of `fields.read_fields`."""
+        return await read_fields(request, self.config.max_body_bytes, self._bodies)
 
     def take_model(self, fields: Fields) -> None:
         """Take the name of the model; raise an APIError for another one."""

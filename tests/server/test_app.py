@@ -167,6 +167,14 @@ def test_bodies_have_a_limit(make):
         assert answer.status_code == status and ("14 bytes" in answer.text) == (status == 413)
 
 
+def test_bodies_together_have_a_limit(make):
+    _, client = make(max_total_body_bytes=20)
+    for path in ("/tokenize", "/detokenize", "/v1/completions", "/v1/chat/completions"):
+        answer = client.post(path, json={"prompt": "x" * 20})
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+    assert client.post("/tokenize", json={"prompt": "x"}).status_code == 200
+
+
 def test_a_model_without_tokenizer_or_template(make):
     _, client = make(has_texts=False)
     messages = {"messages": [{"role": "user", "content": "x"}]}

@@ -152,7 +152,7 @@ def test_options_and_files_become_a_service(checkpoint, tmp_path, monkeypatch, s
     monkeypatch.setattr(start, "listen", lambda *address: addresses.append(address) or bound)
     monkeypatch.setattr(start, "run", lambda *args, **options: served.append((args, options)))
     monkeypatch.setattr(start.Engine, "warmup", lambda _, params, progress: warmed.append(params))
-    limits = dict(max_body_bytes=5, max_queue=6, max_connections=7)
+    limits = dict(max_body_bytes=5, max_total_body_bytes=4, max_queue=6, max_connections=7)
     limits |= dict(request_timeout=8.5, drain_timeout=9.5)
     options = [f"--{name.replace('_', '-')}={value}" for name, value in limits.items()]
     options += ["--api-key", "a", "--api-key", "b", "--host", "::1", "--port", "5", "--access-log"]

@@ -18,7 +18,7 @@ from pallas_paged.server.app import app_of
 from pallas_paged.server.call import field_of
 from pallas_paged.server.chat_completions import parse_chat, take_conversation
 from pallas_paged.server.completions import parse_completion
-from pallas_paged.server.fields import APIError, Fields, read_fields
+from pallas_paged.server.fields import APIError, Bodies, Fields, read_fields
 from pallas_paged.server.service import ServerConfig
 from tests.support.servers import make_service
 
@@ -60,7 +60,9 @@ def test_fields_say_what_they_expect():
     assert fields.end() is None
 
 
-def read(pieces, *, headers=(), content_type=b"application/json", max_bytes=10, wait=0.0):
+def read(
+    pieces, *, headers=(), content_type=b"application/json", max_bytes=10, wait=0.0, bodies=None
+):
     """Read a body that comes in pieces, and take those from the list that are read."""
 
     async def receive():
@@ -69,7 +71,8 @@ def read(pieces, *, headers=(), content_type=b"application/json", max_bytes=10, 
 
     headers = [(b"content-type", content_type), *headers]
     request = Request({"type": "http", "method": "POST", "headers": headers}, receive)
-    fields = asyncio.run(read_fields(request, max_bytes))
+    bodies = bodies or Bodies(1 << 20)
+    fields = asyncio.run(read_fields(request, max_bytes, bodies))
     fields.take("a")
     fields.end()
 
@@ -98,6 +101,20 @@ def test_bodies_must_be_small_timely_json(monkeypatch):
     with pytest.raises(APIError, match="the body did not arrive in 0 s") as raised:
         read([b"{", b"}"], wait=0.04)
     assert (raised.value.status, raised.value.headers) == (408, {"connection": "close"})
+
+
+def test_bodies_together_are_limited():
+    bodies = Bodies(12)
+    bodies.add(3)  # of another request
+    read([b'{"a"', b": 12}"], bodies=bodies)
+    with pytest.raises(
+        APIError, match="the bodies of all requests have more than 12 bytes"
+    ) as raised:
+        read([b'{"a"', b": 123}"], bodies=bodies)
+    headers = {"retry-after": "1", "connection": "close"}
+    assert (raised.value.status, raised.value.headers) == (503, headers)
+    assert error_of(read, [b" " * 5, b" " * 6, b""], bodies=bodies)[0] == 413
+    assert bodies.num_bytes == 3
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
+BODY_SECONDS = 30.0  # in which a body must arrive
+# Clients that send a body do not see an answer before its end, unless they expect one.
+MAX_DISCARDED_BYTES = 64 << 20
+_KINDS: dict[type, str] = {
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    list: "an array",
+    dict: "an object",
+}
 _MAX_MESSAGE = 1000  # characters; a message may quote a value of the request
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _CODES = {
@@ -92,19 +103,6 @@ def answer_nothing(_: Request, error: Exception) -> Response:
     """Return an answer for a client that has left; no bytes of it are sent."""
     assert isinstance(error, ClientDisconnect)
     return Response(status_code=499)
-
-
-BODY_SECONDS = 30.0  # in which a body must arrive
-# Clients that send a body do not see an answer before its end, unless they expect one.
-MAX_DISCARDED_BYTES = 64 << 20
-_KINDS: dict[type, str] = {
-    bool: "a boolean",
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    list: "an array",
-    dict: "an object",
-}
 
 
 class Bodies:

@@ -18,6 +18,12 @@ from pallas_paged.server.call import Call, Prompt, field_of
 from pallas_paged.server.fields import APIError
 from pallas_paged.server.service import Service
 
+_EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies pass events on at once
+]
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 # Takes the number of a prompt, the prompt, and its next output.
 Emit = Callable[[int, Prompt, RequestOutput], Awaitable[None]]
 Consume = Callable[[int, Prompt, RequestStream], Coroutine[Any, Any, None]]
@@ -191,14 +197,6 @@ class Generation:
 
 def _shutting_down() -> APIError:
     return APIError(503, "the server is shutting down", headers={"connection": "close"})
-
-
-_EVENT_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies pass events on at once
-]
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
 async def respond(service: Service, call: Call, request: Request) -> Response:

@@ -294,9 +294,7 @@ def prepare_process() -> None:
     sys.setswitchinterval(_SWITCH_SECONDS)
     gc.collect()
     gc.freeze()  # the collector need not look at modules and traces again
-    with contextlib.suppress(
-        ImportError, OSError, ValueError
-    ):  # where the system has no such limit
+    with contextlib.suppress(ImportError, OSError, ValueError):  # a system without this limit
         import resource
 
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -17,6 +17,10 @@ from pallas_paged.server.fields import APIError, Bodies, Fields, bad_request, re
 from pallas_paged.server.metrics import Metrics
 from pallas_paged.server.tokens import TextTokenizer, text_tokenizer
 
+_RETRY_SECONDS = 1
+_INLINE_CHARACTERS = 4000  # texts up to this length take less time to encode than a thread to start
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
@@ -51,10 +55,12 @@ class ServerConfig:
     drain_timeout: float = 30.0
 
     def __post_init__(self) -> None:
-        if not self.model_name:
-            raise ValueError(f"model_name={self.model_name!r} must not be empty")
-        if not all(key and key.isascii() for key in self.api_keys):
-            raise ValueError("an API key must be ASCII text that is not empty")
+        if not (isinstance(self.model_name, str) and self.model_name):
+            raise ValueError(f"model_name={self.model_name!r} must be a text that is not empty")
+        for name in ("api_keys", "allowed_hosts"):
+            values = getattr(self, name)  # not in the message: keys are secret
+            if not isinstance(values, tuple) or not all(map(_is_ascii_text, values)):
+                raise ValueError(f"{name} must be a tuple of ASCII texts that are not empty")
         check_flag("allow_priority", self.allow_priority)
         for name in ("max_body_bytes", "max_total_body_bytes", "max_connections"):
             check_integer(name, getattr(self, name), 1)
@@ -64,9 +70,6 @@ class ServerConfig:
             check_number(name, value)
             if value < 0:
                 raise ValueError(f"{name}={value} must not be negative")
-
-
-_RETRY_SECONDS = 1
 
 
 class Admission:
@@ -107,10 +110,6 @@ class Admission:
         finally:
             self.num_seqs -= num_seqs
             self.num_requests -= 1
-
-
-_INLINE_CHARACTERS = 4000  # texts up to this length take less time to encode than a thread to start
-T = TypeVar("T")
 
 
 class Service:
@@ -221,6 +220,10 @@ class Service:
         if num_characters <= _INLINE_CHARACTERS:
             return function()
         return await asyncio.to_thread(function)
+
+
+def _is_ascii_text(value: Any) -> bool:
+    return isinstance(value, str) and value.isascii() and value != ""
 
 
 def _checked_defaults(name: str, defaults: Mapping[str, Any] | None) -> dict[str, Any]:

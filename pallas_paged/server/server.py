@@ -21,6 +21,7 @@ import prometheus_client
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from pallas_paged.checks import check_integer
 from pallas_paged.engine import AsyncEngine, Tokenizer
 from pallas_paged.server.app import app_of
 from pallas_paged.server.chat_template import ChatTemplate
@@ -41,10 +42,11 @@ def listen(host: str, port: int) -> socket.socket:
 
     Raises:
         OSError: the address can't be used.
-        ValueError: the port is out of range.
+        ValueError: the host is no text, or the port is out of range.
     """
-    if not 0 <= port <= 65535:
-        raise ValueError(f"{port=} must be in 0..65535")
+    if not isinstance(host, str):
+        raise ValueError(f"{host=} must be a text")
+    check_integer("port", port, 0, 65535)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

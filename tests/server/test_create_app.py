@@ -131,6 +131,9 @@ def test_bad_arguments_are_refused(engine):
         for function in (create_app, serve):
             with pytest.raises(ValueError, match=re.escape(words)):
                 function(*given, **options)
+    for address in ({"port": "80"}, {"port": 70000}, {"host": 5}):
+        with pytest.raises(ValueError, match=f"^{next(iter(address))}="):
+            serve(made, **address)
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
         serve(made, port=taken.getsockname()[1])
     assert ChatTemplate("{{ bos_token }}", special_tokens={"bos_token": "B"}).render(USER) == "B"

@@ -61,8 +61,10 @@ if jax.config.jax_compilation_cache_dir is None:
 # The processes of a run share the cores: a pool of threads in each would spend its time waiting. It
 # is in force in the processes of xdist; here a plugin may have imported NumPy before.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # OpenBLAS and PyTorch read it
-# The processes of a run share the GPU.
+# The processes of a run share the GPU, and none gives back what it once had.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+if (num_processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))) > 1:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 / num_processes:.3f}")
 # The threads of an interpreted Mosaic kernel wait for one another in callbacks, each of which holds
 # a thread of XLA's pool. By default the pool has a thread per core; with two, all may wait forever.
 os.environ.setdefault("NPROC", "16")

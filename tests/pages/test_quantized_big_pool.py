@@ -27,7 +27,9 @@ def _memory() -> int:
     return (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0)
 
 
-pytestmark = pytest.mark.skipif(_memory() < 24 << 30, reason="needs a GPU with 24 GiB")
+pytestmark = pytest.mark.skipif(
+    _memory() < 24 << 30, reason="needs a GPU with 24 GiB for this process: -n0"
+)
 copy = jax.jit(pp.copy_pages, donate_argnums=0)
 
 

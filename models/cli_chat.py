@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from models.chat import ChatTemplate
+from models.chat import read_chat_template
 from models.checkpoint import load_checkpoint
 from models.cli_jobs import with_temperature
 from models.cli_serve import given, print_defaults, use_compilation_cache
@@ -25,6 +25,7 @@ from pallas_paged.engine import (
     EngineDeadError,
     SamplingParams,
 )
+from pallas_paged.server import ChatTemplate
 
 _HELP = "/reset begins a new conversation, /quit or Ctrl-D ends the program, Ctrl-C stops an answer"
 
@@ -44,7 +45,7 @@ def chat(args: argparse.Namespace) -> None:
     options, sizes = given(args, SamplingParams), given(args, EngineConfig)
     SamplingParams(**options)  # errors come before the loading
     config = EngineConfig(**{"max_num_seqs": 1} | sizes)
-    template = ChatTemplate(args.checkpoint, file=args.chat_template)
+    template = read_chat_template(args.checkpoint, file=args.chat_template)
     if not template.exists and args.checkpoint.is_dir():
         raise ValueError(
             f"{args.checkpoint} has no chat template, --chat needs one: give --chat-template FILE,"

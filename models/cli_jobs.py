@@ -9,11 +9,12 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from models.chat import ChatTemplate
+from models.chat import read_chat_template
 from models.config import ModelConfig
 from models.generation_config import chat_defaults, sampling_defaults
 from models.tokenizer import Tokenizer
 from pallas_paged.engine import SamplingParams
+from pallas_paged.server import ChatTemplate
 
 _CHAT_KEYS = ("tools", "documents", "chat_template_kwargs")
 _KEYS = (
@@ -80,7 +81,7 @@ class JobMaker:
 
     @cached_property
     def _template(self) -> ChatTemplate:
-        return ChatTemplate(self._args.checkpoint, file=self._args.chat_template)
+        return read_chat_template(self._args.checkpoint, file=self._args.chat_template)
 
     @cached_property
     def _chat_defaults(self) -> dict[str, Any]:

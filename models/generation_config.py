@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from models.chat import ChatTemplate
 from models.config import ModelConfig
 from models.tokenizer import Tokenizer
 from pallas_paged.engine import SamplingParams
+from pallas_paged.server import ChatTemplate
 
 _FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 

@@ -42,7 +42,8 @@ def test_imports_make_no_circle(package):
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError with the circle
 
 
-ROOMS = ["checks", "pages", "kernels", "attention", "decoder", "engine", "interop"]  # lowest first
+# Lowest first.
+ROOMS = ["checks", "pages", "kernels", "attention", "decoder", "engine", "interop", "server"]
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -53,6 +54,11 @@ def test_a_room_imports_from_lower_rooms_only(room):
         if path.exists():
             upward = {name for name in imports_of(path) if ".".join(name.split(".")[:2]) in higher}
             assert not upward, path
+
+
+def test_the_library_imports_nothing_of_the_checkout():
+    for path in (ROOT / "pallas_paged").rglob("*.py"):
+        assert not {name.split(".")[0] for name in imports_of(path)} & {"models", "bench", "tests"}
 
 
 def test_requests_and_schedule_import_no_jax():
@@ -134,8 +140,10 @@ def test_users_are_told_of_public_names_only():
     models = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("models/**/*.py"))
     pattern = re.compile(r"^from (pallas_paged[\w.]*) import (\([^)]*\)|.*)$", re.MULTILINE)
     for module, names in pattern.findall(code + models):
-        if module.startswith(("pallas_paged.checks", "pallas_paged.engine.")):  # of models
-            continue
+        if module.startswith(
+            ("pallas_paged.checks", "pallas_paged.engine.", "pallas_paged.server.")
+        ):
+            continue  # of models
         path = ROOT.joinpath(*module.split("."))
         source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         public = re.search(r"__all__ = \[(.*?)\]", source.read_text(encoding="utf-8"), re.DOTALL)

@@ -126,8 +126,7 @@ def run_engine(
     if over_http:
         from bench.serving.http import serve_over_http  # needs the extra [server]
 
-        size = model.config.vocab_size
-        record = serve_over_http(engine, trace, vocab_size=size, seconds=args.seconds)
+        record = serve_over_http(engine, trace, seconds=args.seconds)
     else:
         record = serve(engine, trace, seconds=args.seconds)
     return record.summarize() | {"warmup_s": warmup_s}

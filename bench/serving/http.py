@@ -14,23 +14,17 @@ from pathlib import Path
 from bench.serving.compilations import Compilations
 from bench.serving.record import Record, Served
 from bench.serving.requests import TraceRequest
-from models.server.config import ServerConfig
-from models.server.process import listen
-from models.server.server import Server
-from models.server.service import Service
-from models.server.start import prepare_process
-from pallas_paged.engine import Engine
+from pallas_paged.engine import AsyncEngine, Engine
+from pallas_paged.server.server import Server, listen, prepare_process
+from pallas_paged.server.service import ServerConfig, Service
 
 
-def serve_over_http(
-    engine: Engine, trace: Sequence[TraceRequest], *, vocab_size: int, seconds: float
-) -> Record:
+def serve_over_http(engine: Engine, trace: Sequence[TraceRequest], *, seconds: float) -> Record:
     """Serve a trace through streamed `/v1/completions`; times are the clients'.
 
     Args:
         engine: idle, warmed up and new, because its stats count from its start.
         trace: requests by arrival.
-        vocab_size: of the model.
         seconds: limit of the run; unfinished requests are aborted.
 
     Raises:
@@ -40,7 +34,7 @@ def serve_over_http(
         model_name="bench", max_queue=len(trace), max_connections=len(trace) + 16, drain_timeout=5.0
     )
     prepare_process()
-    server = Server(Service(engine, config, vocab_size=vocab_size))
+    server = Server(Service(AsyncEngine(engine), config=config))
     bound = listen("127.0.0.1", 0)
     loops: list[asyncio.AbstractEventLoop] = []
 

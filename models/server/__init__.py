@@ -1,1 +1,1 @@
-"""An HTTP server with OpenAI's endpoints over the engine: `python -m models.server`."""
+"""`python -m models.server`: a checkpoint over HTTP, by `pallas_paged.server`."""

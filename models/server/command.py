@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from models.cli import add_engine_options, add_model_options
-from models.server.process import Signals, listen
 
 _API_KEY = "PALLAS_PAGED_API_KEY"
 PACKAGES = ("httptools", "prometheus_client", "starlette", "uvicorn")
@@ -29,6 +30,36 @@ exit status:
 """
 
 
+class Signals:
+    """Ends the process at SIGINT or SIGTERM: at once, or while it serves after a shutdown.
+
+    A second signal ends it at once. A SIGINT that the parent has ignored stays ignored. Make it
+    before other threads start, in the main thread.
+    """
+
+    def __init__(self) -> None:
+        """Block the signals, and start a thread that waits for them."""
+        self._stop: Callable[[], object] | None = None
+        signals = {signal.SIGTERM}
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signals.add(signal.SIGINT)
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        threading.Thread(target=self._wait, args=(signals,), daemon=True).start()
+
+    def call(self, stop: Callable[[], object]) -> None:
+        """Call this function at the first signal, from another thread."""
+        self._stop = stop
+
+    def _wait(self, signals: set[signal.Signals]) -> None:
+        while True:
+            number = signal.sigwait(signals)
+            if (stop := self._stop) is None:
+                os._exit(128 + number)
+            self._stop = None
+            print("shutting down ... (again: at once)", file=sys.stderr, flush=True)
+            stop()
+
+
 def run() -> NoReturn:
     """Run the command as a process of its own."""
     raise SystemExit(main())
@@ -39,13 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
-            raise ValueError(f"{', '.join(missing)} not found: install the extra [server]")
+            raise ValueError(f"{', '.join(missing)} not found: install the extra [models]")
         signals = Signals()
-        bound = listen(args.host, args.port)
         print("importing JAX ...", file=sys.stderr, flush=True)
         from models.server.start import start
 
-        start(args, _api_keys(args), bound, signals)
+        start(args, _api_keys(args), signals.call)
         return 0
     except (ValueError, NotImplementedError, OSError, MemoryError) as error:
         print("error:", " ".join(str(error).split()) or type(error).__name__, file=sys.stderr)
@@ -76,6 +106,18 @@ def _parser() -> argparse.ArgumentParser:
         help=f"that requests must have; repeatable (${_API_KEY}, which other users can't list)",
     )
     add(
+        "--allow-priority",
+        action="store_true",
+        default=None,
+        help="requests may have a priority, and so pass others",
+    )
+    add(
+        "--allowed-host",
+        action="append",
+        metavar="NAME",
+        help="that the header Host must have; repeatable (any)",
+    )
+    add(
         "--chat-template",
         type=Path,
         metavar="FILE",
@@ -92,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     limits = parser.add_argument_group("limits")
     for name, kind, default, text in (
         ("max-body-bytes", int, 8 << 20, "of a request"),
+        ("max-total-body-bytes", int, 256 << 20, "of all bodies being read; more get status 503"),
         ("max-queue", int, 1024, "sequences that wait; more requests get status 429"),
         ("max-connections", int, 4096, "open at a time; more get status 503"),
         ("request-timeout", float, 600, "seconds of a request, its wait included"),

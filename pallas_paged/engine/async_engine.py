@@ -61,6 +61,11 @@ class AsyncEngine:
         self._collectors: dict[str, OutputCollector] = {}  # of unfinished requests, by id
         self._numbers = itertools.count()
 
+    @property
+    def engine(self) -> Engine:
+        """The engine; while this one runs only for what never changes, such as `config`."""
+        return self._engine
+
     async def __aenter__(self) -> AsyncEngine:
         self.start()
         return self

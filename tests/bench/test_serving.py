@@ -116,7 +116,7 @@ def serve_trace(request, engine):
     pytest.importorskip("httptools", reason="needs the extra [server]")
     from bench.serving.http import serve_over_http
 
-    return partial(serve_over_http, engine, vocab_size=256)
+    return partial(serve_over_http, engine)
 
 
 def test_engine_serves_the_whole_trace(serve_trace, engine) -> None:

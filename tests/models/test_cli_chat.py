@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from models.chat import ChatTemplate
+from models.chat import read_chat_template
 from models.generation_config import chat_defaults
 from models.tokenizer import Tokenizer
 from pallas_paged.engine import EngineDeadError
@@ -204,7 +204,7 @@ def test_ctrl_c_on_a_terminal_stops_the_answer_and_not_the_program(copy):
 
 def test_the_demo_checkpoint_has_a_template_whose_answers_end_at_a_blank_line():
     folder = ROOT / "models" / "checkpoints" / "shakespeare"
-    template = ChatTemplate(folder)
+    template = read_chat_template(folder)
     messages = [{"role": "system", "content": "Verona."}, {"role": "user", "content": " Ho! "}]
     assert template.render(messages) == "Verona.\n\nJULIET:\nHo!\n\nROMEO:\n"
     with pytest.raises(ValueError, match="knows the roles system, user and assistant"):

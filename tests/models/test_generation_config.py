@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from models.chat import ChatTemplate
+from models.chat import read_chat_template
 from models.generation_config import chat_defaults, sampling_defaults
 from models.tokenizer import Tokenizer
 from tests.support.chat_folders import save_chat_folder
@@ -46,7 +46,7 @@ def test_answers_end_at_stop_texts_and_at_the_end_of_the_tokenizer(tmp_path, nam
 
     def defaults(**values):
         values = replace(config, **values)
-        return chat_defaults(tmp_path, values, tokenizer, ChatTemplate(tmp_path))
+        return chat_defaults(tmp_path, values, tokenizer, read_chat_template(tmp_path))
 
     assert tokenizer.token_id("</s>") == 257
     assert defaults() == {"top_p": 0.5, "stop_token_ids": [257]} | stop

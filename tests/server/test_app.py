@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from models.server import app
-from models.server.errors import APIError
-from models.server.limits import Admission
 from pallas_paged.engine import EngineDeadError
+from pallas_paged.server import app
+from pallas_paged.server.fields import APIError
+from pallas_paged.server.service import Admission
 from tests.support.servers import make_service, metric_values, small_engine
 
 PATHS = ("/v1/models", "/metrics", "/tokenize", "/none")
@@ -28,8 +28,10 @@ def folder_and_engine(tmp_path_factory):
 @pytest.fixture
 def make(folder_and_engine):
     def make(**options):
-        service = make_service(*folder_and_engine, **options)
-        return service, TestClient(app.create_app(service), raise_server_exceptions=False)
+        folder, engine = folder_and_engine
+        engine = engine if options.get("has_texts", True) else small_engine(None)
+        service = make_service(folder, engine, **options)
+        return service, TestClient(app.app_of(service), raise_server_exceptions=False)
 
     return make
 
@@ -72,6 +74,26 @@ def test_keys_are_compared_in_constant_time(make, monkeypatch):
         assert len(calls) == len(keys) and len({a for a, _ in calls}) == 1
         assert len({b for _, b in calls}) == len(keys)
         assert {len(one) for call in calls for one in call} == {32}
+
+
+def test_a_request_needs_one_of_the_hosts(make):
+    _, client = make(allowed_hosts=("Example.org", "[::1]"))
+    for host, status in (
+        ("example.org", 200),
+        ("EXAMPLE.org:8000", 200),
+        ("[::1]:80", 200),
+        ("[::1]", 200),
+        ("example.org.evil", 400),
+        ("evil:example.org", 400),
+        ("[::1", 400),
+        ("", 400),
+    ):
+        answer = client.get("/health", headers={"host": host})
+        assert answer.status_code == status, host
+        if status == 400:
+            assert "no host of this server" in answer.json()["error"]["message"]
+    refused = metric_values(client.get("/metrics", headers={"host": "[::1]"}).content)
+    assert refused['http_errors_total{status="400"}'] == 4
 
 
 def test_the_health_of_a_server(make):
@@ -143,6 +165,14 @@ def test_bodies_have_a_limit(make):
         headers = {"content-type": "application/json"}
         answer = client.post(path, content=body.ljust(size), headers=headers)
         assert answer.status_code == status and ("14 bytes" in answer.text) == (status == 413)
+
+
+def test_bodies_together_have_a_limit(make):
+    _, client = make(max_total_body_bytes=20)
+    for path in ("/tokenize", "/detokenize", "/v1/completions", "/v1/chat/completions"):
+        answer = client.post(path, json={"prompt": "x" * 20})
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+    assert client.post("/tokenize", json={"prompt": "x"}).status_code == 200
 
 
 def test_a_model_without_tokenizer_or_template(make):

@@ -21,6 +21,7 @@ OF_TEXTS = [
     ({"prompt": [10**400]}, "token ids in 0..255, not 1", "prompt"),
     ({"prompt": "\ud800"}, "valid Unicode", None),
     ({"prompt": "x" * 300}, "more than the 256 tokens", None),
+    ({"prompt": [*range(1000)]}, "a prompt of 1000 tokens is more than the 256 tokens", None),
     ({"max_tokens": 256}, "more than the 256 tokens", None),
     ({"max_tokens": -1}, "max_tokens=-1", "max_tokens"),
     ({"max_tokens": 1.5}, "max_tokens must be an integer", "max_tokens"),
@@ -49,6 +50,7 @@ OF_TEXTS = [
     ({"stream": "yes"}, "stream must be a boolean", "stream"),
     ({"stream_options": {}}, "stream_options needs stream=true", "stream_options"),
     ({"stream": True, "stream_options": {"x": 1}}, "unknown field stream", "stream_options.x"),
+    ({"priority": -1}, "priority=-1 is not allowed by this server", "priority"),
     ({"priority": 2**31}, "must be in -2147483647..2147483647", "priority"),
     ({"priority": -(2**31)}, "must be in -2147483647..2147483647", "priority"),
     ({"max_token": 5}, "unknown field max_token", "max_token"),
@@ -104,6 +106,7 @@ def test_bad_fields(client, path, valid, rows):
 def test_other_paths_methods_models_and_types(client, server):
     before = server.metrics()
     check_error(client.get("/v1/nothing"), 404, "there is no GET /v1/nothing")
+    check_error(client.get("/health/"), 404, "there is no GET /health/")  # and no redirect
     answer = client.get(TEXT)
     check_error(answer, 405, f"GET {TEXT}: the method must be one of POST")
     assert answer.headers["allow"] == "POST"
@@ -114,7 +117,7 @@ def test_other_paths_methods_models_and_types(client, server):
         assert (error["code"], error["param"]) == ("model_not_found", "model")
     check_error(client.get("/v1/models/small/other"), 404, "'small/other'")
     after = server.metrics()
-    for status, count in ((404, 4), (405, 1), (415, 1), (400, 1)):
+    for status, count in ((404, 5), (405, 1), (415, 1), (400, 1)):
         name = f'http_errors_total{{status="{status}"}}'
         assert after[name] == before.get(name, 0) + count
 

@@ -21,9 +21,10 @@ import prometheus_client
 import pytest
 
 from models.server import command, start
-from models.server.config import ServerConfig
-from models.server.process import listen
 from pallas_paged.engine import SamplingParams
+from pallas_paged.server import server
+from pallas_paged.server.server import listen
+from pallas_paged.server.service import ServerConfig
 from tests.support.commands import CONFIG
 
 ROOT = Path(__file__).parents[2]
@@ -104,18 +105,18 @@ def test_errors_of_the_user_are_one_line(capsys, checkpoint, tmp_path, monkeypat
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         status, err = run(capsys, "--port", str(port))
-    assert status == 2 and err.startswith("error: ") and f"127.0.0.1:{port}" in err
+    assert status == 2 and f"127.0.0.1:{port}" in err.splitlines()[-1]
     with listen("127.0.0.1", 0) as bound:  # at once again after an end
         assert bound.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
     given = ["--checkpoint", str(checkpoint)]
     for args, words in (
         (["--checkpoint", str(tmp_path / "none")], "none"),
-        (["--port", "70000"], "port=70000 must be in 0..65535"),
-        (["--port", "-1"], "port=-1 must be in 0..65535"),
+        (["--port", "70000"], "port=70000 must be an integer in 0..65535"),
+        (["--port", "-1"], "port=-1 must be an integer in 0..65535"),
         ([*given, "--max-queue", "-1"], "max_queue=-1"),
         ([*given, "--max-num-seqs", "0"], "max_num_seqs=0"),
         ([*given, "--request-timeout", "-1"], "request_timeout=-1"),
-        ([*given, "--api-key", ""], "API key"),
+        ([*given, "--api-key", ""], "api_keys must"),
         ([*given, "--chat-template", str(tmp_path / "none.jinja")], "none.jinja"),
         ([*given, "--host", "256.256.256.256"], "256.256.256.256"),
     ):
@@ -124,7 +125,7 @@ def test_errors_of_the_user_are_one_line(capsys, checkpoint, tmp_path, monkeypat
         assert err.splitlines()[-1].startswith("error: ")
     monkeypatch.setattr(command, "PACKAGES", ("no_such_package",))
     status, err = run(capsys)
-    assert status == 2 and err == "error: no_such_package not found: install the extra [server]\n"
+    assert status == 2 and err == "error: no_such_package not found: install the extra [models]\n"
 
 
 def test_errors_of_the_device_are_one_line_and_bugs_are_not(capsys, monkeypatch, signals):
@@ -148,14 +149,14 @@ def test_options_and_files_become_a_service(checkpoint, tmp_path, monkeypatch, s
     template.write_text("{{ messages[0].content }}")
     addresses, served, warmed = [], [], []
     bound = SimpleNamespace(getsockname=lambda: ("::1", 80, 0, 0))
-    monkeypatch.setattr(command, "listen", lambda *address: addresses.append(address) or bound)
-    monkeypatch.setattr(start, "prepare_process", lambda: None)
-    monkeypatch.setattr(start, "serve", lambda *args, **options: served.append((args, options)))
+    monkeypatch.setattr(start, "listen", lambda *address: addresses.append(address) or bound)
+    monkeypatch.setattr(start, "run", lambda *args, **options: served.append((args, options)))
     monkeypatch.setattr(start.Engine, "warmup", lambda _, params, progress: warmed.append(params))
-    limits = dict(max_body_bytes=5, max_queue=6, max_connections=7)
+    limits = dict(max_body_bytes=5, max_total_body_bytes=4, max_queue=6, max_connections=7)
     limits |= dict(request_timeout=8.5, drain_timeout=9.5)
     options = [f"--{name.replace('_', '-')}={value}" for name, value in limits.items()]
     options += ["--api-key", "a", "--api-key", "b", "--host", "::1", "--port", "5", "--access-log"]
+    options += ["--allowed-host", "x", "--allowed-host", "y", "--allow-priority"]
     options += ["--served-model-name", "m", "--chat-template", str(template)]
     options += ["--max-model-len", "32", "--warmup"]
     monkeypatch.setenv("PALLAS_PAGED_API_KEY", "of the environment")
@@ -166,21 +167,25 @@ def test_options_and_files_become_a_service(checkpoint, tmp_path, monkeypatch, s
     assert capsys.readouterr().err.count("compiled 0 programs in 0 s") == 2
     plain, own, _ = (args[0] for args, _ in served)
     assert plain.config == ServerConfig(model_name="copy", api_keys=("of the environment",))
-    assert own.config == ServerConfig(model_name="m", api_keys=("a", "b"), **limits)
+    assert own.config == ServerConfig(
+        model_name="m", api_keys=("a", "b"), allowed_hosts=("x", "y"), allow_priority=True, **limits
+    )
     assert (plain.max_model_len, own.max_model_len, own.vocab_size) == (64, 32, CONFIG.vocab_size)
     assert plain.chat_template is None and plain.has_tokenizer
     assert own.chat_template.render([{"role": "user", "content": "x"}]) == "x"
     for service in (plain, own):
         assert service.sampling_defaults == service.chat_defaults == {"temperature": 0.5}
     for (args, rest), name in zip(served, ("copy: 64", "m: 32", "m: 32"), strict=True):
-        assert (args[1:3], rest["access_log"]) == ((bound, signals), name[0] == "m")
-        assert args[3].startswith(f"http://[::1]:80 serves {name} tokens of context, 2 sequences")
+        assert args[1] == bound
+        assert rest == {"access_log": name[0] == "m", "on_signal": signals.call}
+        line = server.ready_line(*args)
+        assert line.startswith(f"http://[::1]:80 serves {name} tokens of context, 2 sequences")
 
 
 # Prints a line for each step; "serves" once `call` has been called.
 WAITER = """\
 import time
-from models.server.process import Signals
+from models.server.command import Signals
 signals = Signals()
 print("starts", flush=True)
 if {serves}:

@@ -8,7 +8,7 @@ import json
 import uvicorn
 from uvicorn.server import ServerState
 
-from models.server import connection
+from pallas_paged.server import server as connection
 from tests.support.event_loops import in_loop
 from tests.support.servers import RunningServer, http_request
 
@@ -29,6 +29,12 @@ class Transport(asyncio.Transport):
     def abort(self):
         self.aborted = True
 
+    def pause_reading(self):
+        """While requests wait for the one before."""
+
+    def resume_reading(self):
+        """When they are served."""
+
     def is_closing(self):
         return self.closed or self.aborted
 
@@ -39,10 +45,10 @@ class Connections:
     def __init__(self, max_connections=9):
         self.errors, self.scopes, self._state = [], [], ServerState()
         self._config = uvicorn.Config(self._answer, interface="asgi3", ws="none", log_config=None)
-        self._class = connection.connection_class(max_connections, self.errors.append)
+        self._make = connection.Connections(max_connections, self.errors.append)
 
     def open(self):
-        made = self._class(self._config, self._state, {})
+        made = self._make(config=self._config, server_state=self._state, app_state={})
         made.connection_made(transport := Transport())
         return made, transport
 
@@ -129,6 +135,19 @@ async def test_what_is_not_http_gets_a_400():
         status, message = error_of(transport)
         assert status == "HTTP/1.1 400 Bad Request" and "Invalid HTTP" in message
     assert connections.errors == [400, 400] and not connections.scopes
+
+
+@in_loop
+async def test_an_offer_of_another_protocol_is_served_as_http_and_requests_may_share_a_packet():
+    connections = Connections()
+    one, transport = connections.open()
+    one.data_received(HEAD + b"connection: upgrade\r\nupgrade: h2c\r\n\r\n")
+    await settle()
+    other, both = connections.open()
+    other.data_received((HEAD + b"\r\n") * 2)
+    await settle()
+    assert (transport.written.count(b" 204 "), both.written.count(b" 204 ")) == (1, 2)
+    assert not connections.errors
 
 
 def test_errors_of_connections_are_counted_and_requests_logged_with_their_address(tmp_path, caplog):

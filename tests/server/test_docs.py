@@ -1,21 +1,24 @@
-"""docs/server.md: its example runs as it stands, but for the address and the name of the model."""
+"""docs/server.md: its examples run as they stand, but for the address and the name of the model."""
 
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
-from models.server.app import create_app
+from pallas_paged.server.app import app_of
+from tests.support import plain_model
 
-DOCS = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+DOCS = (ROOT / "docs/server.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.cpu_budget(8)  # OpenAI's client, and 60 tokens
 def test_the_example_of_the_docs(server):
     pytest.importorskip("openai")
-    (code,) = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
+    _, code = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
     names = {}
     code = code.replace("http://127.0.0.1:8000", server.url).replace('"shakespeare"', '"small"')
     exec(code, names)
@@ -24,10 +27,22 @@ def test_the_example_of_the_docs(server):
     names["api"].close()
 
 
+@pytest.mark.cpu_budget(15)  # a process that compiles its model
+def test_a_program_serves_its_own_model(tmp_path):
+    pytest.importorskip("openai")
+    from tests.support.own_server import answer_of_the_example
+
+    shutil.copy(plain_model.__file__, tmp_path / "plain_model.py")
+    model = plain_model.PlainModel(vocab_size=256)
+    prompt = list(b"user: Hi\nassistant: ")
+    expected = plain_model.greedy_tokens(model, model.init(0), prompt, 8)
+    assert answer_of_the_example(ROOT / "docs/server.md", tmp_path) == expected
+
+
 def test_the_docs_name_every_metric_and_endpoint(server):
     for name in server.metrics():
         name = re.sub(r"_(bucket|sum|count|created)$", "", name.partition("{")[0])
         assert name in DOCS
-    for route in create_app(server.service).routes:
+    for route in app_of(server.service).routes:
         path = route.path.partition("/{")[0]
         assert f"`GET {path}`" in DOCS or f"`POST {path}`" in DOCS or path.startswith("/page"), path

@@ -12,15 +12,14 @@ from starlette.requests import Request
 from starlette.testclient import TestClient
 from tokenizers.processors import TemplateProcessing
 
-from models.server import body
-from models.server.app import create_app
-from models.server.body import Fields, read_fields
-from models.server.call import field_of
-from models.server.chat_completions import parse_chat, take_conversation
-from models.server.completions import parse_completion
-from models.server.config import ServerConfig
-from models.server.errors import APIError
 from pallas_paged.engine import SamplingParams
+from pallas_paged.server import fields as body
+from pallas_paged.server.app import app_of
+from pallas_paged.server.call import field_of
+from pallas_paged.server.chat_completions import parse_chat, take_conversation
+from pallas_paged.server.completions import parse_completion
+from pallas_paged.server.fields import APIError, Bodies, Fields, read_fields
+from pallas_paged.server.service import ServerConfig
 from tests.support.servers import make_service
 
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -30,7 +29,9 @@ MESSAGES = [{"role": "user", "content": "x"}]
 def service(tmp_path_factory):
     defaults = {"temperature": 0.5, "stop": "D", "stop_token_ids": [7], "top_k": 3}
     folder = tmp_path_factory.mktemp("fields")
-    return make_service(folder, defaults=defaults, chat_defaults={"stop": ["A", "B"]})
+    return make_service(
+        folder, defaults=defaults, chat_defaults={"stop": ["A", "B"]}, allow_priority=True
+    )
 
 
 def error_of(call, *args, **options):
@@ -59,7 +60,9 @@ def test_fields_say_what_they_expect():
     assert fields.end() is None
 
 
-def read(pieces, *, headers=(), content_type=b"application/json", max_bytes=10, wait=0.0):
+def read(
+    pieces, *, headers=(), content_type=b"application/json", max_bytes=10, wait=0.0, bodies=None
+):
     """Read a body that comes in pieces, and take those from the list that are read."""
 
     async def receive():
@@ -68,7 +71,8 @@ def read(pieces, *, headers=(), content_type=b"application/json", max_bytes=10, 
 
     headers = [(b"content-type", content_type), *headers]
     request = Request({"type": "http", "method": "POST", "headers": headers}, receive)
-    fields = asyncio.run(read_fields(request, max_bytes))
+    bodies = bodies or Bodies(1 << 20)
+    fields = asyncio.run(read_fields(request, max_bytes, bodies))
     fields.take("a")
     fields.end()
 
@@ -97,6 +101,20 @@ def test_bodies_must_be_small_timely_json(monkeypatch):
     with pytest.raises(APIError, match="the body did not arrive in 0 s") as raised:
         read([b"{", b"}"], wait=0.04)
     assert (raised.value.status, raised.value.headers) == (408, {"connection": "close"})
+
+
+def test_bodies_together_are_limited():
+    bodies = Bodies(12)
+    bodies.add(3)  # of another request
+    read([b'{"a"', b": 12}"], bodies=bodies)
+    with pytest.raises(
+        APIError, match="the bodies of all requests have more than 12 bytes"
+    ) as raised:
+        read([b'{"a"', b": 123}"], bodies=bodies)
+    headers = {"retry-after": "1", "connection": "close"}
+    assert (raised.value.status, raised.value.headers) == (503, headers)
+    assert error_of(read, [b" " * 5, b" " * 6, b""], bodies=bodies)[0] == 413
+    assert bodies.num_bytes == 3
 
 
 @pytest.mark.parametrize(
@@ -153,7 +171,7 @@ def test_fields_become_parameters(service):
 
 def test_fields_become_calls(service):
     call = parsed(parse_completion, service, prompt=["ab", [1, 2, 3], "c"])
-    assert (call.num_prompts, call.num_characters, call.priority) == (3, 3, 0)
+    assert (call.num_prompts, call.num_characters, call.priority) == (3, 6, 0)
     assert [prompt.token_ids for prompt in call.encode()] == [[97, 98], [1, 2, 3], [99]]
     assert [prompt.text for prompt in call.encode()] == ["", "", ""]
     assert abs(time.perf_counter() - call.arrival) < 10
@@ -212,7 +230,7 @@ def test_texts_have_special_tokens_but_rendered_ones_have_not(tmp_path):
     assert bytes(made.encode_text("x", add_special_tokens=False)) == b"x"
     assert bytes(parsed(parse_completion, made, prompt="x").encode()[0].token_ids) == b"!x"
     assert bytes(parsed(parse_chat, made).encode()[0].token_ids) == b"[user] x\n[assistant] "
-    client = TestClient(create_app(made))
+    client = TestClient(app_of(made))
     for more, tokens in (({}, b"!x"), ({"add_special_tokens": False}, b"x")):
         answer = client.post("/tokenize", json={"prompt": "x"} | more)
         assert bytes(answer.json()["tokens"]) == tokens
@@ -247,15 +265,24 @@ def test_errors_name_their_field():
 def test_limits_of_a_server_have_bounds():
     config = ServerConfig(model_name="x")
     limits = dict(max_body_bytes=8 << 20, max_queue=1024, max_connections=4096, api_keys=())
-    limits |= dict(request_timeout=600, drain_timeout=30)
+    limits |= dict(request_timeout=600, drain_timeout=30, max_total_body_bytes=256 << 20)
+    limits |= dict(allowed_hosts=(), allow_priority=False)
     assert {name: getattr(config, name) for name in limits} == limits
-    least = dict(max_body_bytes=1, max_queue=0, max_connections=1)
+    least = dict(max_body_bytes=1, max_queue=0, max_connections=1, max_total_body_bytes=1)
     least |= dict(request_timeout=0.0, drain_timeout=0.0)
     ServerConfig(model_name="x", **least)
     for name, value in least.items():
         for bad in (value - 1, None, "5"):
             with pytest.raises(ValueError, match=name):
                 ServerConfig(model_name="x", **{name: bad})
-    for bad in ({"model_name": ""}, {"api_keys": ("",)}, {"api_keys": ("a", "é")}):
-        with pytest.raises(ValueError, match="empty"):
-            ServerConfig(**{"model_name": "x"} | bad)
+    for name in ("api_keys", "allowed_hosts"):
+        # Each character of a text would be a key.
+        for bad in ("secret", ("",), ("a", "é"), (b"x",), ["x"]):
+            with pytest.raises(
+                ValueError, match=f"^{name} must be a tuple of ASCII texts"
+            ) as raised:
+                ServerConfig(**{name: bad})
+            assert "secret" not in str(raised.value)
+    for bad in ({"model_name": ""}, {"model_name": 5}, {"allow_priority": 1}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            ServerConfig(**bad)

@@ -11,14 +11,13 @@ from types import SimpleNamespace
 import pytest
 from starlette.requests import ClientDisconnect
 
-from models.server import generation
-from models.server.call import Prompt
-from models.server.config import ServerConfig
-from models.server.errors import APIError
-from models.server.generation import Generation
-from models.server.limits import Admission
-from models.server.metrics import Metrics
 from pallas_paged.engine import CompletionOutput, EngineDeadError, RequestOutput, SamplingParams
+from pallas_paged.server import generation
+from pallas_paged.server.call import Prompt
+from pallas_paged.server.fields import APIError
+from pallas_paged.server.generation import Generation
+from pallas_paged.server.metrics import Metrics
+from pallas_paged.server.service import Admission, ServerConfig
 from tests.support.event_loops import in_loop
 from tests.support.servers import metric_values
 
@@ -76,7 +75,7 @@ class Work:
         monkeypatch.setattr(generation, "time", clock)
         self.streams = [s if isinstance(s, Exception) else Stream(self, s) for s in streams]
         config = ServerConfig(model_name="x", request_timeout=request_timeout)
-        self.metrics = Metrics(self, config)
+        self.metrics = Metrics(self, config.model_name)
         self.service = SimpleNamespace(
             admission=Admission(100),
             metrics=self.metrics,

@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from models.server import generation, server
 from pallas_paged.engine import SamplingParams
+from pallas_paged.server import generation
+from pallas_paged.server import server as server_module
 from tests.support.servers import (
     RunningServer,
     expected_text,
@@ -172,7 +173,7 @@ def test_a_shutdown_serves_what_it_has_accepted_and_refuses_more(tmp_path):
 
 
 def test_a_shutdown_aborts_what_takes_too_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(server, "CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr(server_module, "CLOSE_SECONDS", 0.5)
     engine = slowed(small_engine(tmp_path), lambda: time.sleep(0.05))
     with RunningServer(tmp_path, engine, drain_timeout=0.2) as running:
         whole = in_background(running.client.post, TEXT, json=LONG)

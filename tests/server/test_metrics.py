@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import fields
 
-from models.server import metrics
-from models.server.config import ServerConfig
-from models.server.metrics import Metrics
 from pallas_paged.engine import EngineDeadError, EngineStats
+from pallas_paged.server import metrics
+from pallas_paged.server.metrics import Metrics
 from tests.support.event_loops import in_loop
 from tests.support.servers import MODEL, RunningServer, metric_values
 
@@ -66,7 +65,7 @@ class FakeEngine:
 async def test_counters_of_the_engine(monkeypatch):
     monkeypatch.setattr(metrics, "ENGINE_SECONDS", 0.05)
     engine = FakeEngine()
-    one = Metrics(engine, ServerConfig(model_name="x"))
+    one = Metrics(engine, "x")
 
     def expected(stats, is_up=1.0):
         used = stats.num_pages - stats.num_free_pages - stats.num_cached_pages
@@ -86,6 +85,11 @@ async def test_counters_of_the_engine(monkeypatch):
     for start in (10, 50):
         engine.answer = some_stats(start)
         assert await found() == expected(engine.answer)
+    num_calls = engine.num_calls
+    await one.refresh(60.0)  # they are new enough
+    assert engine.num_calls == num_calls
+    await one.refresh(1e-9)
+    assert engine.num_calls == num_calls + 1
     engine.answer = asyncio.get_running_loop().create_future()  # busy again: it compiles
     num_calls = engine.num_calls
     assert await found() == await found() == expected(some_stats(50))

@@ -85,7 +85,7 @@ GROUPS: dict[str, tuple[list[str], list[str]]] = {
         ],
     ),
     "server": (
-        sorted(str(x.relative_to(ROOT)) for x in ROOT.glob("models/server/[a-z]*.py")),
+        sorted(str(x.relative_to(ROOT)) for x in ROOT.glob("pallas_paged/server/[a-z]*.py")),
         ["tests/server"],
     ),
 }

@@ -17,14 +17,12 @@ from typing import Any
 import httpx
 import jax
 
-from models.chat import ChatTemplate
-from models.server.config import ServerConfig
-from models.server.process import listen
-from models.server.server import Server
-from models.server.service import Service
+from models.chat import read_chat_template
 from models.tokenizer import Tokenizer, save_byte_tokenizer
-from pallas_paged.engine import Engine, EngineConfig
+from pallas_paged.engine import AsyncEngine, Engine, EngineConfig
 from pallas_paged.engine.device.runner import fit_mode, modes_for
+from pallas_paged.server.server import Server, listen
+from pallas_paged.server.service import ServerConfig, Service
 from tests.support.plain_model import PlainModel, greedy_tokens
 
 MODEL = PlainModel(vocab_size=256, num_layers=1, max_model_len=256)
@@ -63,11 +61,9 @@ def make_service(
     engine = small_engine(folder if has_texts else None) if engine is None else engine
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return Service(
-        engine,
-        ServerConfig(**{"model_name": "small", "drain_timeout": 30.0} | config),
-        vocab_size=MODEL.vocab_size,
-        tokenizer=Tokenizer(folder) if has_texts else None,
-        chat_template=ChatTemplate(folder) if has_texts else None,
+        AsyncEngine(engine),
+        chat_template=read_chat_template(folder) if has_texts else None,
+        config=ServerConfig(**{"model_name": "small", "drain_timeout": 30.0} | config),
         sampling_defaults=defaults,
         chat_defaults=chat_defaults,
     )

@@ -6,13 +6,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from models.server.body import Fields
-from models.server.call import Answer, Call, Prompt, take_params, take_stream
-from models.server.errors import bad_request
-from models.server.logprobs import TextOffsets, completion_logprobs
-from models.server.service import Service
-from models.tokenizer import Tokenizer
 from pallas_paged.engine import CompletionOutput
+from pallas_paged.server.call import Answer, Call, Prompt, take_params, take_stream
+from pallas_paged.server.fields import APIError, Fields, bad_request
+from pallas_paged.server.service import Service
+from pallas_paged.server.tokens import TextOffsets, TextTokenizer, completion_logprobs
 
 _MAX_TOKENS = 16  # where a request has no max_tokens, as in OpenAI's API
 
@@ -38,7 +36,7 @@ def parse_completion(fields: Fields, service: Service) -> Call:
         prompt_logprobs=logprobs if echo else None,
         detokenize=service.has_tokenizer,
     )
-    options = take_stream(fields, params)
+    options = take_stream(fields, params, allow_priority=service.config.allow_priority)
     fields.end()
 
     def encode() -> list[Prompt]:
@@ -46,7 +44,7 @@ def parse_completion(fields: Fields, service: Service) -> Call:
 
     return Call(
         encode=encode,
-        num_characters=sum(len(prompt) for prompt in prompts if isinstance(prompt, str)),
+        num_characters=sum(map(len, prompts)),
         num_prompts=len(prompts),
         params=params,
         answer=_TextAnswer(service, tokenizer, echo=echo, num_top=logprobs or 0, has_ids=ids),
@@ -56,7 +54,7 @@ def parse_completion(fields: Fields, service: Service) -> Call:
 
 def _prompts(value: Any) -> list[str | list[Any]]:
     """Return the prompts: texts, or lists of token ids, which the engine checks."""
-    if isinstance(value, list) and value and all(type(one) is int for one in value):
+    if isinstance(value, list) and value and type(value[0]) is int:
         return [value]
     prompts = [value] if isinstance(value, str) else value
     if not isinstance(prompts, list) or not prompts:
@@ -69,6 +67,11 @@ def _prompts(value: Any) -> list[str | list[Any]]:
 def _encoded(prompt: str | list[Any], service: Service, *, echo: bool) -> Prompt:
     if isinstance(prompt, str):
         return Prompt(token_ids=service.encode_text(prompt), text=prompt if echo else "")
+    if len(prompt) > service.max_model_len:  # before a look at millions of them
+        message = (
+            f"a prompt of {len(prompt)} tokens is more than the {service.max_model_len} tokens"
+        )
+        raise APIError(400, f"{message} of a sequence", code="context_length_exceeded")
     service.check_token_ids(prompt, "prompt")
     text = service.tokenizer.decode(prompt) if echo else ""
     return Prompt(token_ids=prompt, text=text)
@@ -80,7 +83,7 @@ class _TextAnswer(Answer):
     def __init__(
         self,
         service: Service,
-        tokenizer: Tokenizer | None,  # None: without log-probabilities
+        tokenizer: TextTokenizer | None,  # None: without log-probabilities
         *,
         echo: bool,
         num_top: int,

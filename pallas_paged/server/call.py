@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from models.server.body import Fields
-from models.server.errors import bad_request
 from pallas_paged.engine import CompletionOutput, SamplingParams
+from pallas_paged.server.fields import Fields, bad_request
 
 MAX_N = 128  # completions of a prompt, as in OpenAI's API
 # The engine looks for each stop text after each token.
@@ -103,7 +102,7 @@ class Call:
 
     Attributes:
         encode: returns the prompts; slow for long texts.
-        num_characters: of the texts to encode.
+        num_characters: of the texts to encode, and tokens to check.
         num_prompts: that `encode` returns.
         params, priority: as in `AsyncEngine.submit`.
         answer: makes the JSON.
@@ -123,7 +122,7 @@ class Call:
     arrival: float = field(default_factory=time.perf_counter)
 
 
-def take_stream(fields: Fields, params: SamplingParams) -> dict[str, Any]:
+def take_stream(fields: Fields, params: SamplingParams, *, allow_priority: bool) -> dict[str, Any]:
     """Take "stream", "stream_options" and "priority", as arguments of `Call`."""
     stream = fields.take("stream", bool, default=False)
     options = fields.take("stream_options", dict)
@@ -141,6 +140,8 @@ def take_stream(fields: Fields, params: SamplingParams) -> dict[str, Any]:
     priority = fields.take("priority", int, default=0)
     if abs(priority) >= 2**31:
         raise bad_request(f"{priority=} must be in -2147483647..2147483647", "priority")
+    if priority and not allow_priority:
+        raise bad_request(f"{priority=} is not allowed by this server", "priority")
     return {"stream": stream, "include_usage": include_usage, "priority": priority}
 
 

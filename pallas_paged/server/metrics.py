@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from models.server.config import ServerConfig
 from pallas_paged.engine import AsyncEngine, EngineDeadError, EngineStats, Request
 
 PREFIX = "pallas_paged:"
+HEALTH_SECONDS = 1.0  # for which an answer about the health holds; anyone may ask
 ENGINE_SECONDS = 1.0  # in which the engine must answer; it does not while it compiles
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKENS = tuple(2**n for n in range(0, 19, 2))
@@ -45,15 +47,16 @@ class Metrics:
         error: why the engine is dead, or None.
     """
 
-    def __init__(self, engine: AsyncEngine, config: ServerConfig):
-        """Start at zero."""
+    def __init__(self, engine: AsyncEngine, model_name: str):
+        """Start at zero; `model_name` is a label of all metrics."""
         self.error: EngineDeadError | None = None
         self._engine = engine
         self._refresh: asyncio.Task[None] | None = None
+        self._refresh_time = -math.inf
         self._registry = CollectorRegistry()
-        self._stats = _StatsCollector(config.model_name)
+        self._stats = _StatsCollector(model_name)
         self._registry.register(self._stats)
-        labels = {"model_name": config.model_name}
+        labels = {"model_name": model_name}
         outcomes = Counter(
             f"{PREFIX}requests",
             "Requests that the engine took, by outcome.",
@@ -117,8 +120,13 @@ class Metrics:
         """Count an answer with an error."""
         self._answers(status).inc()
 
-    async def refresh(self) -> None:
-        """Ask the engine for its counters; a busy engine leaves those of the last time."""
+    async def refresh(self, max_age: float = 0.0) -> None:
+        """Ask the engine for its counters, if those here are `max_age` seconds old.
+
+        A busy engine leaves those of the last time.
+        """
+        if time.monotonic() - self._refresh_time < max_age:
+            return
         if self._refresh is None or self._refresh.done():
             self._refresh = asyncio.create_task(self._ask())
         await asyncio.wait([self._refresh], timeout=ENGINE_SECONDS)
@@ -131,6 +139,7 @@ class Metrics:
     async def _ask(self) -> None:
         try:
             self._stats.newest = await self._engine.stats()
+            self._refresh_time = time.monotonic()
         except EngineDeadError as error:
             self._stats.is_alive, self.error = False, error
         except RuntimeError:

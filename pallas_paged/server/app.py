@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -19,20 +21,23 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from models.server.body import Fields, read_fields
-from models.server.call import Call
-from models.server.chat_completions import parse_chat, take_conversation
-from models.server.completions import parse_completion
-from models.server.errors import (
+from pallas_paged.engine import AsyncEngine, Tokenizer
+from pallas_paged.server.call import Call
+from pallas_paged.server.chat_completions import parse_chat, take_conversation
+from pallas_paged.server.chat_template import ChatTemplate
+from pallas_paged.server.completions import parse_completion
+from pallas_paged.server.fields import (
     APIError,
+    Fields,
     answer_api_error,
     answer_bug,
     answer_http_error,
     answer_nothing,
     bad_request,
 )
-from models.server.responses import respond
-from models.server.service import Service
+from pallas_paged.server.generation import respond
+from pallas_paged.server.metrics import HEALTH_SECONDS
+from pallas_paged.server.service import ServerConfig, Service
 
 _PAGE = Path(__file__).parent / "page"
 _PAGE_FILES = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
@@ -50,8 +55,46 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 ErrorHandler = Callable[[Request, Exception], Awaitable[Response]]
 
 
-def create_app(service: Service) -> Starlette:
-    """Return the app, which starts the engine of a service with itself and stops it at its end."""
+def create_app(
+    engine: AsyncEngine,
+    tokenizer: Tokenizer | None = None,
+    chat_template: ChatTemplate | str | Callable[..., str] | None = None,
+    *,
+    config: ServerConfig | None = None,
+    sampling_defaults: Mapping[str, Any] | None = None,
+    chat_defaults: Mapping[str, Any] | None = None,
+) -> Starlette:
+    """Return an ASGI app with OpenAI's endpoints, which starts the engine and stops it at its end.
+
+    Args:
+        engine: of any model, not started.
+        tokenizer: of the requests' texts; None: the engine's own. An engine without one serves
+            token ids.
+        chat_template: makes a prompt of a conversation: Jinja text, a function, or a
+            `ChatTemplate`. None: there are no chats.
+        config: name of the model, keys and limits; None: the defaults. `max_connections` and
+            `drain_timeout` are for `serve`: an app does not see connections and signals.
+        sampling_defaults: fields of `SamplingParams` that requests may leave out.
+        chat_defaults: the same for chats; None: `sampling_defaults`. Their "stop" and
+            "stop_token_ids" are added to those of a request.
+
+    Raises:
+        ValueError: an argument is not of its type or out of its range.
+    """
+    return app_of(
+        Service(
+            engine,
+            tokenizer,
+            chat_template,
+            config=config,
+            sampling_defaults=sampling_defaults,
+            chat_defaults=chat_defaults,
+        )
+    )
+
+
+def app_of(service: Service) -> Starlette:
+    """Return the app of a service."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -68,7 +111,7 @@ def create_app(service: Service) -> Starlette:
         return answer_and_count
 
     post = ["POST"]
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/v1/chat/completions", _completions(service, parse_chat), methods=post),
             Route("/v1/completions", _completions(service, parse_completion), methods=post),
@@ -80,7 +123,7 @@ def create_app(service: Service) -> Starlette:
             Route("/metrics", _metrics(service)),
             *(Route(path, _page(file)) for path, file in _PAGE_FILES.items()),
         ],
-        middleware=[Middleware(_KeyCheck, keys=service.config.api_keys, service=service)],
+        middleware=[Middleware(_HeaderCheck, service=service)],
         exception_handlers={
             APIError: counted(answer_api_error),
             ClientDisconnect: answer_nothing,
@@ -89,24 +132,38 @@ def create_app(service: Service) -> Starlette:
         },
         lifespan=lifespan,
     )
+    app.router.redirect_slashes = False  # to the host of a header, which anyone can write
+    return app
 
 
-class _KeyCheck:
-    """Refuses requests without a valid API key."""
+class _HeaderCheck:
+    """Refuses requests to another host, and those without a valid API key."""
 
-    def __init__(self, app: ASGIApp, *, keys: tuple[str, ...], service: Service):
+    def __init__(self, app: ASGIApp, *, service: Service):
         self._app, self._service = app, service
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._hosts = {host.lower() for host in service.config.allowed_hosts}
+        self._digests = [_digest(key.encode()) for key in service.config.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        needs_key = self._digests and scope["type"] == "http" and scope["path"] not in _OPEN_PATHS
-        if not needs_key or self._is_valid(Headers(scope=scope).get("authorization", "")):
+        error = self._error(scope) if scope["type"] == "http" else None
+        if error is None:
             await self._app(scope, receive, send)
             return
-        message = "the header Authorization must be 'Bearer KEY' with a valid API key"
-        error = APIError(401, message, headers={"www-authenticate": "Bearer"})
-        self._service.metrics.answered(401)
+        self._service.metrics.answered(error.status)
         await error.response()(scope, receive, send)
+
+    def _error(self, scope: Scope) -> APIError | None:
+        headers = Headers(scope=scope)
+        host = re.sub(r":\d*$", "", headers.get("host", "")).lower()
+        if self._hosts and host not in self._hosts:
+            return bad_request(
+                f"the header Host has {host!r:.100}, which is no host of this server"
+            )
+        needs_key = self._digests and scope["path"] not in _OPEN_PATHS
+        if not needs_key or self._is_valid(headers.get("authorization", "")):
+            return None
+        message = "the header Authorization must be 'Bearer KEY' with a valid API key"
+        return APIError(401, message, headers={"www-authenticate": "Bearer"})
 
     def _is_valid(self, header: str) -> bool:
         scheme, _, key = header.partition(" ")
@@ -122,7 +179,7 @@ def _digest(key: bytes) -> bytes:
 
 def _completions(service: Service, parse: Callable[[Fields, Service], Call]) -> Endpoint:
     async def completions(request: Request) -> Response:
-        fields = await read_fields(request, service.config.max_body_bytes)
+        fields = await service.read_fields(request)
         return await respond(service, parse(fields, service), request)
 
     return completions
@@ -149,7 +206,7 @@ def _models(service: Service) -> Endpoint:
 
 def _tokenize(service: Service) -> Endpoint:
     async def tokenize(request: Request) -> Response:
-        fields = await read_fields(request, service.config.max_body_bytes)
+        fields = await service.read_fields(request)
         service.take_model(fields)
         prompt = fields.take("prompt", str)
         adds_special_tokens = fields.take("add_special_tokens", bool, default=True)
@@ -173,14 +230,18 @@ def _tokenize(service: Service) -> Endpoint:
 
 def _detokenize(service: Service) -> Endpoint:
     async def detokenize(request: Request) -> Response:
-        fields = await read_fields(request, service.config.max_body_bytes)
+        fields = await service.read_fields(request)
         service.take_model(fields)
         token_ids = fields.take("tokens", list)
         fields.end()
         if token_ids is None:
             raise bad_request("tokens must be a list of token ids", "tokens")
-        service.check_token_ids(token_ids, "tokens")
-        text = await service.encode(lambda: service.tokenizer.decode(token_ids), len(token_ids))
+
+        def decode() -> str:
+            service.check_token_ids(token_ids, "tokens")
+            return service.tokenizer.decode(token_ids)
+
+        text = await service.encode(decode, len(token_ids))
         return JSONResponse({"prompt": text})
 
     return detokenize
@@ -188,7 +249,7 @@ def _detokenize(service: Service) -> Endpoint:
 
 def _health(service: Service) -> Endpoint:
     async def health(_: Request) -> Response:
-        await service.metrics.refresh()
+        await service.metrics.refresh(HEALTH_SECONDS)
         if service.metrics.error is not None:
             return JSONResponse({"status": "dead"}, 503)
         if service.is_draining:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from models.server.body import Fields
-from models.server.call import Answer, Call, Prompt, take_params, take_stream
-from models.server.errors import bad_request
-from models.server.logprobs import chat_logprobs
-from models.server.service import Service
 from pallas_paged.engine import CompletionOutput
 from pallas_paged.engine.sampling_params import MAX_LOGPROBS
+from pallas_paged.server.call import Answer, Call, Prompt, take_params, take_stream
+from pallas_paged.server.fields import Fields, bad_request
+from pallas_paged.server.service import Service
+from pallas_paged.server.tokens import chat_logprobs
 
 
 def parse_chat(fields: Fields, service: Service) -> Call:
@@ -39,7 +38,7 @@ def parse_chat(fields: Fields, service: Service) -> Call:
         max_tokens=_max_tokens(fields),
         logprobs=num_top if wants_logprobs else None,
     )
-    options = take_stream(fields, params)
+    options = take_stream(fields, params, allow_priority=service.config.allow_priority)
     fields.end()
     return Call(
         encode=lambda: [Prompt(token_ids=conversation.encode(service))],

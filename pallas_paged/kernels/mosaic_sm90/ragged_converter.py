@@ -176,7 +176,8 @@ class Converter:
             ops.load_shared(blocks.at[stage, pl.ds(first, _ROWS)], BYTES)
             for first in range(0, blocks.shape[1], _ROWS)
         ]
-        plgpu.commit_smem()  # without it the next copy overtakes these reads, seen on an H100
+        # The barrier alone does not order reads of threads and the next copy by TMA: a fence does.
+        plgpu.commit_smem()
         plgpu.barrier_arrive(free.at[stage])
         return parts
 

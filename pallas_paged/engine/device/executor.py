@@ -113,6 +113,7 @@ class Executor:
     of process 0 sends each call to the others, so that all make the same calls in the same order.
 
     Attributes:
+        model, config, placement: as given.
         state: after all dispatched calls; the next one takes its buffers.
         weights: the parameters.
         pool_shape: shapes and dtypes of the pool.
@@ -130,9 +131,15 @@ class Executor:
         max_len: int,
         followers: Followers | None = None,
     ):
-        """Create the state on the devices; sizes as in `ModelRunner`."""
+        """Create the state on the devices.
+
+        Args:
+            model, weights, config, placement: of the replica.
+            num_pages, max_len: sizes that the config may leave open.
+            followers: the other processes of this replica.
+        """
         self.weights, self.followers = weights, followers
-        self._model, self._config, self._placement = model, config, placement
+        self.model, self.config, self.placement = model, config, placement
         self._num_pages = num_pages
         table = create_page_table(
             num_pages=num_pages,
@@ -234,7 +241,7 @@ class Executor:
         """
         # Compilers of several processes may wait for one another, so they go in the same order.
         threads = min(_COMPILE_THREADS, os.cpu_count() or 1)
-        threads = 1 if self._placement.num_processes > 1 else threads
+        threads = 1 if self.placement.num_processes > 1 else threads
         remaining, lowering = iter(batches), threading.Lock()
 
         def compile_next(_: Batch) -> None:
@@ -271,21 +278,21 @@ class Executor:
         jax.block_until_ready(arrays)
 
     def _create_pool(self) -> KVPool:
-        config, placement = self._config, self._placement
+        config, placement = self.config, self.placement
         pool = create_pool(
-            self._model.kv_cache_spec.on_devices(placement.num_devices),
+            self.model.kv_cache_spec.on_devices(placement.num_devices),
             num_pages=self._num_pages,
             page_size=config.page_size,
-            dtype=pool_dtype(self._model.kv_cache_spec, config.kv_cache_dtype),
+            dtype=pool_dtype(self.model.kv_cache_spec, config.kv_cache_dtype),
             sharding=placement.pool,
         )
         return placement.put(pool) if placement.mesh is None else pool
 
     def _make_counts(self) -> TokenCounts:
         if self._counts is None:
-            shardings = self._placement.replicated
+            shardings = self.placement.replicated
             make = jax.jit(create_token_counts, static_argnums=(0, 1), out_shardings=shardings)
-            self._counts = make(self._config.max_num_seqs, self._model.vocab_size)
+            self._counts = make(self.config.max_num_seqs, self.model.vocab_size)
         return self._counts
 
 

@@ -12,10 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_paged.engine.config import EngineConfig
 from pallas_paged.engine.device.executor import Executor
-from pallas_paged.engine.device.placement import Placement, Weights
-from pallas_paged.engine.device.processes import Followers
 from pallas_paged.engine.device.state import (
     Batch,
     BatchBuckets,
@@ -25,7 +22,6 @@ from pallas_paged.engine.device.state import (
     slot_states,
 )
 from pallas_paged.engine.device.step import NOT_SAMPLED, StepOutput
-from pallas_paged.engine.model import Model
 from pallas_paged.engine.outputs import LogprobSequence
 from pallas_paged.engine.requests.input_processor import check_lists
 from pallas_paged.engine.requests.sequence import Sequence
@@ -58,41 +54,16 @@ class ModelRunner:
             the smallest of them that covers it, if any does.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        weights: Weights,
-        config: EngineConfig,
-        placement: Placement,
-        *,
-        num_pages: int,
-        max_len: int,
-        followers: Followers | None = None,
-    ):
-        """Create the state.
-
-        Args:
-            model, weights, config, placement: of the replica.
-            num_pages, max_len: sizes that the config may leave open.
-            followers: the other processes of this replica.
-        """
+    def __init__(self, executor: Executor):
+        config = executor.config
+        self.executor = executor
         self.buckets = BatchBuckets(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
-        self._model, self._config = model, config
-        self.executor = Executor(
-            model,
-            weights,
-            config,
-            placement,
-            num_pages=num_pages,
-            max_len=max_len,
-            followers=followers,
-        )
         self.compiled: dict[tuple[int, int], set[SamplingMode]] = {}
-        if config.implementation is not None or placement.mesh is not None:
-            self.executor.trace(self.empty_batch(self.buckets.all()[0], SamplingMode()))
+        if config.implementation is not None or executor.placement.mesh is not None:
+            executor.trace(self.empty_batch(self.buckets.all()[0], SamplingMode()))
 
     @property
     def num_compiled(self) -> int:
@@ -123,7 +94,9 @@ class ModelRunner:
         self._fork([])
         self._set_slots([], [])
         if any(mode.penalties for mode in modes):
-            self._count_tokens(self._config.max_num_seqs, [0], [])  # a slot that is not there
+            self._count_tokens(
+                self.executor.config.max_num_seqs, [0], []
+            )  # a slot that is not there
         self.executor.wait()
 
     def update_table(self, update: TableUpdate, attachments: list[Attachment]) -> None:
@@ -161,7 +134,7 @@ class ModelRunner:
             RuntimeError: the page table did not have what the host counted on.
         """
         output = self.executor.read(in_flight.output)
-        return _read_output(in_flight, output, self._config.page_size)
+        return _read_output(in_flight, output, self.executor.config.page_size)
 
     def _run(
         self, decodes: list[Decode], chunks: list[Chunk], shape: tuple[int, int], mode: SamplingMode
@@ -183,19 +156,19 @@ class ModelRunner:
             decodes,
             chunks,
             shape=shape,
-            max_num_seqs=self._config.max_num_seqs,
-            max_num_batched_tokens=self._config.max_num_batched_tokens,
+            max_num_seqs=self.executor.config.max_num_seqs,
+            max_num_batched_tokens=self.executor.config.max_num_batched_tokens,
             mode=mode,
-            max_num_steps=self._config.num_scheduler_steps,
+            max_num_steps=self.executor.config.num_scheduler_steps,
         )
 
     def _set_slots(self, starting: list[Sequence], resumed: list[Sequence]) -> None:
         """Set the slots of sequences that begin to sample; resumed ones also need their token."""
-        values = slot_states(_MAX_SET, len(self._model.eos_token_ids))
+        values = slot_states(_MAX_SET, len(self.executor.model.eos_token_ids))
         for entry, one in enumerate(starting):
             set_slot(values, entry, one, one.token_ids[-1] if one in resumed else -1)
         slots = [one.running_slot for one in starting]
-        self.executor.set_slots(_padded(slots, _MAX_SET, self._config.max_num_seqs), values)
+        self.executor.set_slots(_padded(slots, _MAX_SET, self.executor.config.max_num_seqs), values)
 
     def _count_tokens(
         self, slot: int, prompt_token_ids: list[int], output_token_ids: list[int]
@@ -246,7 +219,7 @@ class ModelRunner:
         )
 
     def _fork(self, forks: list[tuple[int, int]]) -> None:
-        num_slots = self._config.max_num_seqs
+        num_slots = self.executor.config.max_num_seqs
         src, dst = (_padded([x[i] for x in forks], num_slots, num_slots) for i in (0, 1))
         self.executor.fork(src, dst)
 

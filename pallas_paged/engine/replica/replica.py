@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pallas_paged.engine.config import EngineConfig
+from pallas_paged.engine.device.executor import Executor
 from pallas_paged.engine.device.placement import Placement, Weights
 from pallas_paged.engine.device.pool import pool_bytes
 from pallas_paged.engine.device.processes import Followers
@@ -48,8 +49,8 @@ class Replica:
         cache: None computes every prompt in full.
         counters: of its requests and calls.
         num_pages: of its pool.
-        step_policy: returns the most decode steps of the next call; by default so many that the
-            call takes about `_CALL_SECONDS`.
+        step_policy: returns the most decode steps of the next call; by default as many as take
+            about `_CALL_SECONDS`.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Replica:
             followers: the other processes of this replica.
         """
         self.weights, self.num_pages = weights, num_pages
-        self.runner = ModelRunner(
+        executor = Executor(
             model,
             weights,
             config,
@@ -83,6 +84,7 @@ class Replica:
             max_len=max_len,
             followers=followers,
         )
+        self.runner = ModelRunner(executor)
         page_size, caching = config.page_size, config.enable_prefix_caching
         self.cache = PrefixCache(page_size=page_size) if caching else None
         self.scheduler = Scheduler(

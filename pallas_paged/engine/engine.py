@@ -67,9 +67,8 @@ class Engine:
             raise ValueError(f"{config=} must be an EngineConfig")
         if tokenizer is not None:
             check_has("tokenizer", tokenizer, "encode", "decode")
-        self.model, self.tokenizer = model, tokenizer
-        self.config = config = config or EngineConfig()
-        self.replicas = Replicas(model, params, config, devices, tokenizer)
+        self.model, self.tokenizer, self.config = model, tokenizer, config or EngineConfig()
+        self.replicas = Replicas(model, params, self.config, devices, tokenizer)
         self.num_pages, self.max_model_len = self.replicas.num_pages, self.replicas.max_model_len
         pages = self.replicas[0].scheduler.pages
         self._inputs = InputProcessor(

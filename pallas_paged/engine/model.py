@@ -121,7 +121,7 @@ class Attend(Protocol):
         """
 
     def row_linear(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-        """Return `x @ weight.T` of which each device has a shard of the columns of both.
+        """Return `x @ weight.T`, where each device has a shard of the columns of both.
 
         On one device it is the product. On several GPUs a kernel adds up the parts, where XLA would
         ask NCCL, which is slower in a decode step. Such sums must depend on one another, as those

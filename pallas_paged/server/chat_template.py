@@ -36,7 +36,7 @@ class ChatTemplate:
         """Compile a template.
 
         Args:
-            template: Jinja text; several by name, of which "tool_use" renders conversations with
+            template: Jinja text; several by name, where "tool_use" renders conversations with
                 tools and "default" the others; or a function of the messages, with the keywords of
                 `render` and the variables as more keywords, such as
                 `functools.partial(tokenizer.apply_chat_template, tokenize=False)` of transformers.

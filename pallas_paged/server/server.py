@@ -71,7 +71,7 @@ class Connections:
     """
 
     def __init__(self, max_connections: int, count_error: Callable[[int], object]):
-        """Accept so many at a time.
+        """Accept at most `max_connections` at a time.
 
         Args:
             max_connections: the limit.

@@ -28,8 +28,8 @@ class ServerConfig:
 
     Attributes:
         model_name: of the model in requests and answers.
-        api_keys: keys of which a request must have one; empty: requests need none.
-        allowed_hosts: names of which the header Host must have one, a port left out; empty: any.
+        api_keys: a request must have one of these keys; empty: requests need none.
+        allowed_hosts: the header Host must be one of these names, without its port; empty: any.
         allow_priority: whether a request may have a priority, and so pass others.
         max_body_bytes: most bytes of a request's body.
         max_total_body_bytes: most bytes of all bodies that are being read; more requests get status

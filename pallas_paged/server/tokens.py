@@ -136,7 +136,7 @@ class TextOffsets:
     def add(self, data: bytes) -> int:
         """Return the offset of the next token, which has these bytes.
 
-        It is that of the character of which the token has the first part or a later one.
+        A token that has a part of a character has the offset of that character.
         """
         offset = self._num_characters
         self._num_characters += len(self._decoder.decode(data))

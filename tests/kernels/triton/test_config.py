@@ -19,7 +19,7 @@ from tests.support.static_calls import PREFILL
 
 SIZES = dict(
     num_q_heads=32, num_kv_heads=8, head_dim=128, max_kv_len=4096, num_seqs=64, itemsize=2,
-    num_sms=132,
+    q_itemsize=2, num_sms=132,
 )  # fmt: skip
 
 
@@ -78,6 +78,14 @@ def test_short_prompts_get_smaller_tiles(num_seqs, num_tokens, max_kv_len, head_
     assert ragged_config(**SIZES | sizes).block_q == block_q
 
 
+@pytest.mark.parametrize("itemsize", [1, 4])
+def test_f32_queries_get_tiles_that_the_compiler_can_unroll(itemsize):
+    sizes = dict(num_tokens=4096, itemsize=itemsize, q_itemsize=4)
+    config = ragged_config(**SIZES | sizes)
+    assert (config.block_q, config.block_k) == (32, 16)
+    assert ragged_config(**SIZES | sizes | dict(head_dim=512)).block_q == 16
+
+
 @pytest.mark.parametrize(
     ("change", "block_k"),
     [
@@ -116,9 +124,9 @@ def test_the_sides_of_the_merge_tile_are_powers_of_two(num_seqs):
 @pytest.mark.parametrize(
     ("capability", "dtype", "head_dim", "block_q"),
     [
-        ("9.0", jnp.float32, 256, 128),
-        ("8.0", jnp.float32, 256, 64),
-        ("8.6", jnp.float32, 256, 32),
+        ("9.0", jnp.float32, 256, 32),
+        ("8.0", jnp.float32, 256, 32),
+        ("8.6", jnp.bfloat16, 256, 64),
         ("8.9", jnp.bfloat16, 256, 64),
         ("12.0", jnp.bfloat16, 128, 128),
     ],

@@ -1,7 +1,5 @@
 """The environment of the tests, and the fixtures that many of them share."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -22,16 +22,13 @@ from tests.support import implementations, raw
 from tests.support.attention_cases import Case
 from tests.support.attention_configs import config_of
 from tests.support.devices import A100, CPU, HOPPER, lower_for_cuda
-from tests.support.marks import needs_triton
+from tests.support.marks import needs_mosaic, needs_triton
 from tests.support.placement import named
 from tests.support.static_calls import DECODE, PREFILL
 
 FUNCTIONS = [(raw.paged_attention, Case()), (raw.ragged_paged_attention, Case(q_lens=(4, 1, 2)))]
 BOTH_FUNCTIONS = pytest.mark.parametrize(("function", "case"), FUNCTIONS, ids=["decode", "ragged"])
 BOTH = pytest.mark.parametrize("call", [PREFILL, DECODE], ids=["ragged", "decode"])
-needs_mosaic = pytest.mark.skipif(
-    mosaic_support.why_not_jax() is not None, reason="this JAX is too old"
-)
 CONFIGS = {
     family: {
         kernel: config_of(family, ragged=kernel == "ragged") for kernel in ("decode", "ragged")

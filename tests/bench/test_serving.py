@@ -1,7 +1,5 @@
 """The serving bench on a CPU: traces, records, baselines and whole runs, but no speed."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from unittest import mock

@@ -1,7 +1,5 @@
 """`between_attentions`: products, norms and sums between two attentions, on any device."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
@@ -20,13 +18,10 @@ from tests.support import raw
 from tests.support.block_weights import draw
 from tests.support.devices import implementations_here, lower_for_cuda, mesh
 from tests.support.kernel_calls import kernel_calls
-from tests.support.marks import needs_triton, slow
+from tests.support.marks import needs_mosaic, needs_triton, slow
 
 A, E, F, N = 512, 512, 512, 128
 KERNEL = "mosaic_sm90_interpret"
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="the Mosaic GPU kernels need JAX 0.11"
-)
 
 
 def block_weights(dtype=jnp.bfloat16) -> BlockWeights:

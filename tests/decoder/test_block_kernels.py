@@ -1,7 +1,5 @@
 """The Mosaic kernels between two attentions, of one row and of several: interpreted and lowered."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

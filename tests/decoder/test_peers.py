@@ -1,7 +1,5 @@
 """Sums and gathers over the devices of a mesh: by JAX's collectives, or the kernel on GPUs."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

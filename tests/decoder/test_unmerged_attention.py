@@ -8,15 +8,12 @@ import pytest
 import pallas_paged as pp
 from pallas_paged.decoder.unmerged_attention import unmerged_attention, write_and_attend
 from tests.support import raw
-from tests.support.marks import needs_triton, slow
+from tests.support.marks import needs_mosaic, needs_triton, slow
 from tests.support.page_layouts import layer_in_layout
 from tests.support.promotion import strict_promotion
 
 PAGE_SIZE, BLOCKS = 16, 12
 SLOPES = np.linspace(0.1, 0.3, 6, dtype=np.float32)
-needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="the Mosaic GPU kernels need JAX 0.11"
-)
 KERNELS = [
     pytest.param("triton_interpret", marks=needs_triton),
     pytest.param("mosaic_sm90_interpret", marks=needs_mosaic),

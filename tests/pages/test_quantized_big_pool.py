@@ -5,8 +5,6 @@ and the kernels compute from these indices must be wider. Attention that reads s
 tests/attention/test_attention.py.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

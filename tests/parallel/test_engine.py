@@ -1,7 +1,5 @@
 """The engine on a mesh: token for token what it gives on one device."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Pages of a row on several devices: as on one device."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import partial

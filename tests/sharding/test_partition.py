@@ -1,7 +1,5 @@
 """How calls are divided among devices: the sharded axes, the programs and how they are cached."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Random weights of what a decoder does between two attentions."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 

@@ -1,7 +1,5 @@
 """A tiny decoder of `models/`, and its generation without a cache."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

@@ -1,7 +1,5 @@
 """Engines of one model and one set of sizes, which share compiled steps; runs that end."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

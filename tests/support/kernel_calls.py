@@ -4,8 +4,6 @@ Families are those that the library names, so a new one is in the list by itself
 what it can't do with NotImplementedError when a call is traced.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 from collections.abc import Callable

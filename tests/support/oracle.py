@@ -1,7 +1,5 @@
 """Generation without a cache: the model runs on the whole text for every token."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

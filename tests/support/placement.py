@@ -1,7 +1,5 @@
 """The arrays of attention on a mesh, and the collectives of a compiled program."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """A transformer in plain JAX: the weights are a dict, the model is functions of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import jax

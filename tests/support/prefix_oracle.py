@@ -1,7 +1,5 @@
 """A prefix cache by brute force, written from the contract without the library."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

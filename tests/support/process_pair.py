@@ -6,8 +6,6 @@ has served; that goes on until the test kills a process. With a fourth argument 
 anything.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

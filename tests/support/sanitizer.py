@@ -8,8 +8,6 @@ tools take one after another and only run it. A process ends after a call that f
 may be the end of its CUDA context, and another one goes on.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -5,8 +5,6 @@ It needs the CUDA plugin of JAX and NVIDIA's compilers as wheels: the extra "sas
 every kernel, some of which bench/notes/compilers.md has.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """The host side of the engine without a device: schedules run on an allocator of lists."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass

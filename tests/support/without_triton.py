@@ -1,7 +1,5 @@
 """Hides the Triton lowering of Pallas, as in a JAX that has none. Import before JAX is used."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

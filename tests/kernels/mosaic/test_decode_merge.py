@@ -1,7 +1,5 @@
 """The merge of the Mosaic decode kernels and the search for a work unit's row, interpreted."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

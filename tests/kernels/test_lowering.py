@@ -134,7 +134,7 @@ def test_hopper_ragged(row):
 
     text = lowered("mosaic_sm90", "ragged", row | dict(max_kv_len=4096))
     logits = row["num_tokens"] * 2 * row["group"] * 4096
-    converts = bool(row["kv_dtype"]) and logits >= converted_rows._MIN_LOGITS
+    converts = bool(row["kv_dtype"]) and logits >= converted_rows.MIN_LOGITS
     assert ("ragged_convert_rows" in text) == converts
     assert len(CUSTOM_CALL.findall(text)) == 2 + converts
     # The merge writes into the kernel's output in place, and into lse only if the call returns it.

@@ -15,7 +15,7 @@ from pallas_paged.decoder.rms_norm import rms_norm
 from pallas_paged.decoder.unmerged_attention import unmerged_attention
 from pallas_paged.pages.layer import LayerKV
 from tests.support import raw
-from tests.support.block_weights import draw
+from tests.support.block_weights import draw, weights_of
 from tests.support.devices import implementations_here, lower_for_cuda, mesh
 from tests.support.kernel_calls import kernel_calls
 from tests.support.marks import needs_mosaic, needs_triton, slow
@@ -25,13 +25,7 @@ KERNEL = "mosaic_sm90_interpret"
 
 
 def block_weights(dtype=jnp.bfloat16) -> BlockWeights:
-    shapes = dict(o=(E, A), gate_up=(F, 2, E), down=(E, F), qkv=(N, E))
-    weights = {
-        name: draw(i, *shape, scale=shape[-1] ** -0.5, dtype=dtype)
-        for i, (name, shape) in enumerate(shapes.items())
-    }
-    norms = (draw(9 + i, E, scale=0.1, dtype=dtype) + np.ones((), dtype) for i in range(2))
-    return BlockWeights(**weights, **dict(zip(("mlp_norm", "out_norm"), norms, strict=True)))
+    return BlockWeights(**weights_of(A, E, F, N, dtype=dtype))
 
 
 def inputs(*rows: int, dtype=jnp.bfloat16) -> tuple[jax.Array, Residual]:

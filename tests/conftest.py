@@ -63,7 +63,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # OpenBLAS and PyTorch read it
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 if (num_processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))) > 1:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 / num_processes:.3f}")
-# The threads of an interpreted Mosaic kernel wait for one another in callbacks, each of which holds
+# The threads of an interpreted Mosaic kernel wait for one another in callbacks, and each holds
 # a thread of XLA's pool. By default the pool has a thread per core; with two, all may wait forever.
 os.environ.setdefault("NPROC", "16")
 if jax.default_backend() == "cpu":

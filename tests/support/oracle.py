@@ -1,4 +1,4 @@
-"""Generation without a cache: the model runs on the whole text for every token."""
+"""Generation without a cache: the model runs on the text so far for every token."""
 
 from collections.abc import Sequence
 from typing import Any

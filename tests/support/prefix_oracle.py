@@ -7,7 +7,7 @@ Prefix = tuple[int, ...]
 
 
 class PrefixOracle:
-    """Maps whole prefixes to their last page; a lease is a list of prefixes."""
+    """Maps prefixes to their last page; a lease is a list of prefixes."""
 
     def __init__(self, *, page_size: int, hash_page: Callable[[int, Prefix], int]):
         self.page_size = page_size

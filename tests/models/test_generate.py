@@ -1,7 +1,5 @@
 """`generate` against generation without a cache, its engine's sizes, and bad input."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

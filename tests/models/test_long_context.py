@@ -1,7 +1,5 @@
 """Rotary scalings in the engine and long prompts in chunks, against a forward without a cache."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import jax

@@ -1,7 +1,5 @@
 """Quantized KV caches under the model: pools, log-probabilities, generation in the engine."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import jax

@@ -215,14 +215,6 @@ def test_calls_that_an_implementation_cannot_do_are_refused(
     assert (interpreted is None) == of_the_device
 
 
-@needs_triton
-def test_triton_takes_one_byte_pages_of_any_even_head_dim_where_the_gpu_converts_them():
-    why_not = FAMILIES["triton"].why_not
-    assert why_not(replace(DECODE, **gpu("8.0") | INT8, head_dim=66)) is None
-    for capability in ("8.9", "9.0", "12.0"):
-        assert why_not(replace(DECODE, **gpu(capability) | FP8)) is None, capability
-
-
 def test_hopper_gpus_are_known_by_capability_or_name():
     def is_hopper(kind, capability=None):
         device = gpu(capability, kind=f"NVIDIA {kind}")["device"]
